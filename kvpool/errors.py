@@ -1,0 +1,94 @@
+"""Exceptions of kvpool.
+
+Every message reads ``[call] what is wrong (value), the limit``, and every call that raises one of these
+leaves the state of the pool unchanged. Wrong types raise `TypeError`, wrong values `ValueError`, block ids
+outside the pool `IndexError`; the classes below are for what only a block allocator can get wrong.
+"""
+
+
+class KVPoolError(Exception):
+    """Base class of every exception that kvpool defines."""
+
+
+class OutOfBlocks(KVPoolError, MemoryError):
+    """The pool cannot supply the blocks that a call needs. Nothing was changed.
+
+    Attributes
+    ----------
+    needed : int
+        Blocks the whole call needs.
+    short_by : int
+        Blocks missing: ``needed - (free + evictable)``, plus the watermark for `open`.
+    row : int
+        Index of the first row of the batch that did not fit, -1 when the call has no rows.
+    handle : int
+        Handle of that row, -1 when the call has no rows.
+    free, evictable, limbo : int
+        Blank blocks, cached blocks that may be evicted, freed blocks that a pending step may still use.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        needed: int = 0,
+        short_by: int = 0,
+        row: int = -1,
+        handle: int = -1,
+        free: int = 0,
+        evictable: int = 0,
+        limbo: int = 0,
+    ) -> None:
+        super().__init__(message)
+        self.needed = needed
+        self.short_by = short_by
+        self.row = row
+        self.handle = handle
+        self.free = free
+        self.evictable = evictable
+        self.limbo = limbo
+
+
+class OutOfSequences(KVPoolError, MemoryError):
+    """`open` or `fork` needs more sequence slots than the pool has left. Nothing was changed."""
+
+
+class _HandleError(KVPoolError, KeyError):
+    def __str__(self) -> str:  # KeyError shows repr(message); a sentence should read as one
+        return str(self.args[0]) if self.args else ""
+
+
+class StaleHandle(_HandleError):
+    """The handle's sequence was closed: its slot is free or belongs to a newer sequence."""
+
+
+class ForeignHandle(_HandleError):
+    """The handle was issued by another pool, or by none."""
+
+
+class DoubleFree(KVPoolError, ValueError):
+    """A block-level call would drop a reference that the caller does not hold."""
+
+
+class CapacityExceeded(KVPoolError, ValueError):
+    """A batch does not fit the arrays of the plan, or a sequence its block table."""
+
+
+class PlanStateError(KVPoolError, RuntimeError):
+    """A plan is pending where it must not be, is not pending where it must be, or cannot be rolled back."""
+
+
+class ConcurrentUse(KVPoolError, RuntimeError):
+    """A call entered the pool while another one was inside it (thread, callback, signal handler)."""
+
+
+class PoolClosed(KVPoolError, RuntimeError):
+    """The pool was shut down."""
+
+
+class CorruptState(KVPoolError, AssertionError):
+    """`check` found an invariant that does not hold. The pool must not be used any further."""
+
+
+class BackendUnavailable(KVPoolError, ImportError):
+    """A backend cannot be loaded; the message says what to install, the cause is chained."""
