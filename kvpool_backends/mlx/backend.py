@@ -11,7 +11,7 @@ import numpy as np
 from kvpool.config import KVSpec
 from kvpool.protocol import BatchShape, Capabilities, PlanArrays
 from kvpool_backends.mlx.storage import DTYPES, PoolArrays, positions_of
-from kvpool_backends.mlx.upload import StepArrays, step_arrays
+from kvpool_backends.mlx.upload import StepArrays
 
 
 class MemoryReport(NamedTuple):
@@ -137,12 +137,8 @@ class MLXBackend:
         rows = np.flatnonzero(q_lens)
         if not len(rows):
             return mx.zeros((num_tokens, num_heads, self.spec.value_head_dim), q.dtype)
-        arrays = step_arrays(
-            np.zeros(0, np.int32),
-            seq_lens[rows].astype(np.int32),
-            self._tables(np.asarray(plan.block_tables)[rows], seq_lens[rows]),
-            self.spec.block_size,
-        )
+        tables = self._tables(np.asarray(plan.block_tables)[rows], seq_lens[rows])
+        arrays = self._arrays(np.zeros(0, np.int32), seq_lens[rows], tables)
         return self._attend(layer, q, arrays, cu[rows], q_lens[rows], seq_lens[rows], scale)
 
     def _attend(self, layer, q, arrays, first, q_lens, seq_lens, scale):
@@ -167,6 +163,34 @@ class MLXBackend:
         return result
 
     # -------------------------------------------------------------- the same, prepared once for all layers
+
+    def step_arrays(
+        self, plan: PlanArrays, seq_lens: np.ndarray, tables: mx.array | None = None
+    ) -> StepArrays:
+        """What the layers of one step need on the device; the plan's arrays are copied.
+
+        Parameters
+        ----------
+        plan
+            Its slots and block ids must all be legal, padding too.
+        seq_lens : int ``[B]``
+            Context lengths after the step.
+        tables : mx.array, int32 ``[>= B, >= ceil(max(seq_lens) / S)]``, optional
+            ``plan.block_tables`` on the device, from a `TableUploader`; by default the used part is copied there.
+        """
+        if tables is None:
+            width = -(-int(seq_lens.max(initial=0)) // self.spec.block_size)
+            tables = _int32(plan.block_tables[:, :width])
+        return self._arrays(plan.slot_mapping, seq_lens, tables)
+
+    def _arrays(self, slots: np.ndarray, seq_lens: np.ndarray, tables: mx.array) -> StepArrays:
+        kv_len = int(seq_lens.max(initial=0))
+        blocks, offsets = np.divmod(slots, self.spec.block_size)
+        valid = None
+        if (seq_lens != kv_len).any():
+            valid = mx.arange(kv_len) < _int32(seq_lens)[:, None]
+        width = -(-kv_len // self.spec.block_size)
+        return StepArrays(_int32(blocks), _int32(offsets), tables[: len(seq_lens), :width], kv_len, valid)
 
     def write_tokens(self, layer: int, k: mx.array, v: mx.array, arrays: StepArrays) -> None:
         """`write` with the arrays of a step on the device already. Nothing is checked."""

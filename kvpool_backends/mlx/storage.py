@@ -91,6 +91,7 @@ class PoolArrays:
             Arrays that moved, also added to `num_copies`.
         """
         mx.eval(self.planes)
+        mx.synchronize()  # the reads of the last layer come after its write
         found = self._find()
         moved = sum(old != new for old, new in zip(self._addresses, found, strict=True))
         self._addresses = found

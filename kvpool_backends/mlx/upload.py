@@ -18,34 +18,6 @@ class StepArrays(NamedTuple):
     valid: mx.array | None  # [B, kv_len] bool, the tokens that exist; None when all rows are equally long
 
 
-def step_arrays(
-    slot_mapping: np.ndarray, seq_lens: np.ndarray, tables: mx.array, block_size: int
-) -> StepArrays:
-    """Build the arrays of one step; all inputs are copied or already on the device.
-
-    Parameters
-    ----------
-    slot_mapping : int ``[T]``
-        Slot of each token to write, none negative.
-    seq_lens : int ``[B]``
-        Context lengths after the step.
-    tables : mx.array, int32 ``[>= B, >= ceil(max(seq_lens) / block_size)]``
-        Entries past a row's context must be block ids, any of them.
-    """
-    kv_len = int(seq_lens.max(initial=0))
-    blocks, offsets = np.divmod(slot_mapping, block_size)
-    valid = None
-    if (seq_lens != kv_len).any():
-        valid = mx.arange(kv_len) < mx.array(seq_lens)[:, None]
-    return StepArrays(
-        mx.array(blocks.astype(np.int32)),
-        mx.array(offsets.astype(np.int32)),
-        tables[: len(seq_lens), : -(-kv_len // block_size)],
-        kv_len,
-        valid,
-    )
-
-
 class TableUploader:
     """Keeps an MLX copy of one plan's block tables and writes only the rows that changed into it.
 
