@@ -16,7 +16,11 @@ from kvpool.config import DTYPES, LAYOUTS, KVSpec
 from kvpool.protocol import BatchShape, Capabilities, PlanArrays
 from kvpool_backends.numpy.bfloat16 import from_bfloat16, to_bfloat16
 
-_STORED = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2"), "bfloat16": np.dtype("<u2")}
+_STORED: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype("<f4"),
+    "float16": np.dtype("<f2"),
+    "bfloat16": np.dtype("<u2"),
+}
 
 
 class NumpyBackend:
@@ -256,7 +260,7 @@ class NumpyBackend:
         raise TypeError(f"[write] {name} must be a float array, got {x.dtype}")
 
 
-def _allocate(spec: KVSpec, num_blocks: int) -> list[tuple[np.ndarray, ...]]:
+def _allocate(spec: KVSpec, num_blocks: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """Zeroed base arrays and, per layer, the strided view of each plane."""
     dtype = _STORED[spec.dtype]
     bases: dict[tuple[str, int], np.ndarray] = {}
@@ -272,7 +276,7 @@ def _allocate(spec: KVSpec, num_blocks: int) -> list[tuple[np.ndarray, ...]]:
             strides = (layout.block_stride, layout.slot_stride, layout.head_stride, 1)
             shape = (num_blocks, spec.block_size, spec.num_kv_heads, dim)
             planes.append(as_strided(base, shape, [stride * dtype.itemsize for stride in strides]))
-        layers.append(tuple(planes))
+        layers.append((planes[0], planes[1]))
     return layers
 
 
