@@ -201,7 +201,7 @@ class PoolSize:
         lines = [
             f"KV pool sized from {self.source}:",
             *(f"  {what:<46} {'-' if n < 0 else ' '}{format_nbytes(abs(n)):>11}" for what, n in terms),
-            f"  one block: {spec.block_size} tokens x {spec.token_nbytes} B = {format_nbytes(spec.block_nbytes)}",
+            f"  one block of {spec.block_size} tokens: {format_nbytes(spec.block_nbytes)}",
             f"  {self.num_blocks} blocks = {format_nbytes(self.pool_nbytes)} (limited by {self.limited_by})",
             f"  {self.reserved_blocks} reserved, room for {self.num_tokens} tokens",
         ]
@@ -385,47 +385,24 @@ def spec_from_config(
         layer.
     """
     fields = _text_config(config)
-    kinds = set(fields.get("layer_types") or ()) - {
-        "full_attention",
-        "sliding_attention",
-        "chunked_attention",
-    }
-    if fields.get("kv_lora_rank") is not None:
-        raise ValueError(
-            f"[config] latent attention stores no keys and values per head (kv_lora_rank {fields['kv_lora_rank']})"
-        )
-    if kinds:
-        raise ValueError(
-            f"[config] layers of type {sorted(kinds)} keep no keys and values per token; "
-            "describe the attention layers with KVSpec"
-        )
-
-    num_q_heads = fields.get("num_attention_heads")
-    num_kv_heads = fields.get("num_key_value_heads")
-    if num_kv_heads is None:
-        num_kv_heads = _required(
-            fields, "num_attention_heads"
-        )  # multi-head attention: configs leave the field out
-    head_dim = fields.get("head_dim")
-    if head_dim is None:
-        hidden_size, heads = _required(fields, "hidden_size"), _required(fields, "num_attention_heads")
-        if hidden_size % heads:
+    _refuse_other_caches(fields)
+    # Multi-head models leave num_key_value_heads out, most models leave head_dim out.
+    num_kv_heads = _field(fields, "num_key_value_heads", default="num_attention_heads")
+    if fields.get("head_dim") is not None:
+        head_dim = _field(fields, "head_dim")
+    else:
+        hidden_size, num_heads = _field(fields, "hidden_size"), _field(fields, "num_attention_heads")
+        head_dim = hidden_size // num_heads
+        if hidden_size % num_heads:
             raise ValueError(
-                f"[config] hidden_size {hidden_size} is no multiple of num_attention_heads {heads}, and no head_dim"
+                f"[config] there is no head_dim, and hidden_size {hidden_size} is no multiple of "
+                f"num_attention_heads {num_heads}"
             )
-        head_dim = hidden_size // heads
-    if num_q_heads is not None and index(num_q_heads) % index(num_kv_heads):
-        raise ValueError(
-            f"[config] num_attention_heads {num_q_heads} is no multiple of num_key_value_heads {num_kv_heads}"
-        )
+    dtype = dtype or fields.get("dtype") or fields.get("torch_dtype")
     if dtype is None:
-        dtype = fields.get("dtype") or fields.get("torch_dtype")
-        if dtype is None:
-            raise ValueError(
-                "[config] neither dtype nor torch_dtype is given; pass dtype, for example 'float16'"
-            )
+        raise ValueError("[config] neither dtype nor torch_dtype is given; pass dtype, such as 'float16'")
     return KVSpec(
-        num_layers=_required(fields, "num_hidden_layers"),
+        num_layers=_field(fields, "num_hidden_layers"),
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         v_head_dim=fields.get("v_head_dim"),
@@ -433,6 +410,20 @@ def spec_from_config(
         block_size=block_size,
         layout=layout,
     )
+
+
+def _refuse_other_caches(fields: Mapping[str, Any]) -> None:
+    """Sizes for a model that does not keep keys and values per head in every layer would be wrong."""
+    rank = fields.get("kv_lora_rank")
+    if rank is not None:
+        raise ValueError(f"[config] latent attention (kv_lora_rank {rank}) keeps no keys and values per head")
+    per_token = {"full_attention", "sliding_attention", "chunked_attention"}
+    others = sorted(set(fields.get("layer_types") or ()) - per_token)
+    if others:
+        raise ValueError(
+            f"[config] layers of type {others} keep no keys and values per token; "
+            "describe the attention layers with KVSpec"
+        )
 
 
 def _text_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
@@ -449,9 +440,14 @@ def _text_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[
     return inner if isinstance(inner, Mapping) and "num_hidden_layers" not in config else config
 
 
-def _required(fields: Mapping[str, Any], name: str) -> int:
+def _field(fields: Mapping[str, Any], name: str, default: str | None = None) -> int:
+    """Field `name`, or field `default` where `name` is absent or null; a positive int."""
+    if fields.get(name) is None and default is not None:
+        return _field(fields, default)
     if fields.get(name) is None:
-        raise ValueError(f"[config] {name} is missing; known fields: {', '.join(sorted(fields)) or 'none'}")
+        raise ValueError(
+            f"[config] {name} is missing; the fields are {', '.join(sorted(fields)) or '(none)'}"
+        )
     return _positive("config", name, fields[name])
 
 
