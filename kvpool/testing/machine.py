@@ -179,16 +179,20 @@ class PoolMachine(RuleBasedStateMachine):
         self._forget_deferred()
         self._open(max(0, tokens - 6) * self.appetite)
 
-    @rule(pick=small, n=st.integers(1, 3))
-    def fork(self, pick: int, n: int) -> None:
-        """Fork a sequence, pending or not."""
-        self._fork(pick, n)
+    @rule(pick=small, n=st.integers(1, 3), shorter=st.sampled_from([0, 0, 1, 2]))
+    def fork(self, pick: int, n: int, shorter: int) -> None:
+        """Fork a sequence, pending or not; its children may give up some tokens at once."""
+        children = self._fork(pick, n)
+        if shorter and children:
+            self._truncate(children, [max(0, len(self.content.stamps[name]) - shorter) for name in children])
 
-    def _fork(self, pick: int, n: int) -> None:
+    def _fork(self, pick: int, n: int) -> list[int]:
         parent = self._rows([pick])[0]
         children = self.both(lambda side: side.pool.fork(side.handle(parent), n), handles=True)
-        if children is not RAISED:
-            self.content.forked(parent, children)
+        if children is RAISED:
+            return []
+        self.content.forked(parent, children)
+        return children
 
     @rule(chosen=picks, lens=counts, exact=st.booleans())
     def truncate(self, chosen: list[int], lens: list[int], exact: bool) -> None:
@@ -197,7 +201,10 @@ class PoolMachine(RuleBasedStateMachine):
         now = [len(self.content.stamps[name]) for name in rows]
         cut = [lens[i % len(lens)] for i in range(len(rows))]
         new = [max(0, n - c) if exact else c % (n + 1) for n, c in zip(now, cut, strict=True)]
-        form = np.array(new, np.int32 if exact else np.int64) if self._as_array() else new
+        self._truncate(rows, new)
+
+    def _truncate(self, rows: list[int], new: list[int]) -> None:
+        form = np.array(new, np.int32 if len(new) % 2 else np.int64) if self._as_array() else new
         if self.both(lambda side: side.pool.truncate(side.batch(rows, self._as_array()), form)) is not RAISED:
             for name, length in zip(rows, new, strict=True):
                 self.content.truncated(name, length)

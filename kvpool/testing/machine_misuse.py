@@ -255,12 +255,14 @@ def bad_count(machine: PoolMachine, pick: int) -> Call:
 def too_many(machine: PoolMachine, pick: int) -> Call:
     """More blocks or sequences than there are."""
     oracle = machine.pair.oracle.pool
+    stats = oracle.stats()  # drains, as the calls below will
+    available, tokens = stats.free + stats.evictable, oracle.block_size
     row = machine.opened()[:1] or machine.dead[:1]
     calls: tuple[Call, ...] = (
-        lambda side: side.pool.alloc(oracle.num_free + oracle.num_evictable + 1 + pick),
+        lambda side: side.pool.alloc(available + 1 + pick),
         lambda side: side.pool.fork(side.handle(row[0]), oracle.max_seqs + 1),
-        lambda side: side.pool.open((oracle.num_free + oracle.num_evictable + 1) * oracle.block_size),
-        lambda side: side.pool.open((oracle.max_blocks_per_seq + 1) * oracle.block_size),
+        lambda side: side.pool.open((available + 1) * tokens),
+        lambda side: side.pool.open((oracle.max_blocks_per_seq + 1) * tokens),
     )
     return calls[pick % 4]
 
