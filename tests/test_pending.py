@@ -104,7 +104,7 @@ def test_pending_plan_cannot_step_reserve_or_bind(flight, refused):
 
 
 def test_refused_step_leaves_the_plan_idle(flight):
-    pool, (plan,) = flight(1, num_blocks=3)
+    pool, (plan,) = flight(1, num_blocks=3, max_blocks_per_seq=9)
     handle = pool.open()
     with pytest.raises(MemoryError):
         pool.step(plan, [handle], 9)

@@ -344,9 +344,9 @@ def test_longer_sequence_than_the_pool_allows_is_refused(make_pool, make_plan, r
     handle = pool.open()
     plan = make_plan(pool, formats=("seq_lens",))
     for call in ("step", "reserve"):
-        with refused(pool, CapacityExceeded, call, 9, plans=[plan]):
+        with refused(pool, CapacityExceeded, call, plans=[plan]):
             getattr(pool, call)(plan, [handle], 9)
-    with refused(pool, CapacityExceeded, "open", 9):
+    with refused(pool, CapacityExceeded, "open"):
         pool.open(9)
     pool.step(plan, [handle], 8)
 
@@ -388,19 +388,16 @@ def test_int32_slots_up_to_the_limit_are_legal(make_pool, make_plan):
     make_plan(pool, 2, 2, formats=("slot_mapping",))
 
 
-def test_int64_slots_beyond_2_31_are_right(make_pool, make_plan, grow):
-    block_size = 2**29
-    pool = make_pool(9, block_size)
-    handle = pool.open(block_size * 8)
-    plan = make_plan(pool, 1, 4, formats=("slot_mapping", "positions", "seq_lens"), dtype="int64")
-    reach = make_plan(pool, 1, 5 * block_size, formats=("seq_lens",), dtype="int64")
-    pool.step(reach, [handle], 5 * block_size - 2)
-    pool.done(reach)
-    pool.step(plan, [handle], 4)
-    start = 5 * block_size - 2
-    assert plan.positions.tolist() == [start, start + 1, start + 2, start + 3]
-    assert plan.slot_mapping.tolist() == [block_size + start + i for i in range(4)]  # block b holds b - 1
-    assert plan.seq_lens.tolist() == [start + 4]
+def test_int64_slots_beyond_2_31_are_right(make_pool, make_plan, core):
+    pool = make_pool(9, 2**29)
+    pool.alloc(5)
+    handle = pool.open()
+    plan = make_plan(pool, 1, 4, formats=core.all_formats, kv_width=4, dtype="int64")
+    pool.step(plan, [handle], 3)
+    slots = [6 * 2**29, 6 * 2**29 + 1, 6 * 2**29 + 2]
+    assert plan.slot_mapping.tolist() == slots
+    assert plan.kv_slots.tolist() == [[*slots, 0]]
+    assert plan.kv_slots_ragged.tolist() == slots
 
 
 # --- binding ----------------------------------------------------------------------------------------------

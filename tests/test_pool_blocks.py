@@ -236,11 +236,10 @@ def test_any_block_size_is_legal(make_pool, block_size):
     assert pool.capacity(handle) == 2 * block_size
 
 
-def test_alloc_and_free_many_times_returns_to_the_same_state(make_pool):
+def test_alloc_and_free_many_times_hands_out_the_same_blocks(make_pool):
     pool = make_pool(64)
-    before = pool.fingerprint()
     for size in range(1, 64):
         ids = pool.alloc(size)
-        assert sorted(ids.tolist()) == list(range(1, size + 1))
+        assert ids.tolist() == list(range(1, size + 1))
         pool.free(ids[::-1].copy())
-    assert pool.fingerprint() == before
+        assert places(pool) == (63, 0, 0, 0)

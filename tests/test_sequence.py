@@ -67,7 +67,7 @@ def test_open_without_a_free_slot_is_out_of_sequences(make_pool, refused):
 
 
 def test_open_longer_than_the_pool_is_out_of_blocks(make_pool, refused):
-    pool = make_pool(4, 4)
+    pool = make_pool(4, 4, max_blocks_per_seq=9)
     with refused(pool, OutOfBlocks, "open", 4) as caught:
         pool.open(13)
     error = caught.value
