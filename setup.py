@@ -1,0 +1,68 @@
+"""Compile the Cython core. Everything else about the package stands in pyproject.toml.
+
+Environment switches::
+
+    KVPOOL_DEBUG=1                      bounds, None and initialisation checks on, C asserts on, debug symbols
+    KVPOOL_SANITIZE=address,undefined   build with these gcc/clang sanitizers (implies debug symbols)
+
+Run a sanitized build with the sanitizers preloaded, e.g.
+``LD_PRELOAD="$(gcc -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 pytest``.
+"""
+
+import os
+from pathlib import Path
+
+from Cython.Build import cythonize
+from setuptools import Extension, find_packages, setup
+
+DEBUG = os.environ.get("KVPOOL_DEBUG", "0") not in ("", "0")
+SANITIZE = os.environ.get("KVPOOL_SANITIZE", "")
+VARIANT_FILE = Path("build/cython/variant")
+
+DIRECTIVES = {
+    "language_level": 3,
+    "boundscheck": DEBUG,
+    "wraparound": False,
+    "initializedcheck": DEBUG,
+    "nonecheck": DEBUG,
+    "cdivision": True,
+    "embedsignature": True,
+}
+
+
+def compile_flags() -> tuple[list[str], list[str]]:
+    """Return the compiler's and the linker's arguments for the chosen switches."""
+    compile_args = ["-O1", "-g"] if DEBUG or SANITIZE else ["-O3", "-g0"]
+    link_args = []
+    if DEBUG:
+        compile_args += ["-UNDEBUG", "-DKVPOOL_DEBUG=1"]
+    if SANITIZE:
+        compile_args += [f"-fsanitize={SANITIZE}", "-fno-omit-frame-pointer"]
+        link_args += [f"-fsanitize={SANITIZE}"]
+    return compile_args, link_args
+
+
+def extensions() -> list[Extension]:
+    compile_args, link_args = compile_flags()
+    return [
+        Extension(
+            f"kvpool.{source.stem}", [str(source)], extra_compile_args=compile_args, extra_link_args=link_args
+        )
+        for source in sorted(Path("kvpool").glob("*.pyx"))
+    ]
+
+
+if __name__ == "__main__":
+    # File times alone would keep objects that other switches made.
+    variant = f"debug={DEBUG} sanitize={SANITIZE}"
+    changed = not VARIANT_FILE.exists() or VARIANT_FILE.read_text() != variant
+    packages = find_packages(include=["kvpool", "kvpool.*", "kvpool_backends", "kvpool_backends.*"])
+    setup(
+        packages=[*packages, "kvpool_backends.metal"],
+        ext_modules=cythonize(
+            extensions(), build_dir="build/cython", compiler_directives=DIRECTIVES, force=changed
+        ),
+        options={"build_ext": {"force": changed, "parallel": os.cpu_count()}},
+    )
+    VARIANT_FILE.parent.mkdir(parents=True, exist_ok=True)
+    VARIANT_FILE.write_text(variant)
