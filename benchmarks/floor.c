@@ -101,13 +101,12 @@ void floor_steps(Floor *pool, int32_t rows, int32_t num_new, int32_t num_steps, 
     }
 }
 
-/* `n` forks of row 0 into rows 1..n: every block of the parent gets one more reference. */
+/* `n` forks of row 0 into rows 1..n: every block of the parent gets n more references. */
 void floor_fork(Floor *pool, int32_t n) {
+    const int32_t count = pool->num_blocks[0];
+    for (int32_t i = 0; i < count; i++) pool->refcounts[pool->table[i]] += n;
     for (int32_t child = 1; child <= n; child++) {
-        int32_t count = pool->num_blocks[0];
-        int32_t *table = pool->table + (size_t)child * pool->width;
-        memcpy(table, pool->table, (size_t)count * sizeof(int32_t));
-        for (int32_t i = 0; i < count; i++) pool->refcounts[table[i]]++;
+        memcpy(pool->table + (size_t)child * pool->width, pool->table, (size_t)count * sizeof(int32_t));
         pool->num_blocks[child] = count;
         pool->seq_lens[child] = pool->seq_lens[0];
     }
