@@ -68,8 +68,8 @@ void floor_free(Floor *pool, const int32_t *ids, int32_t n) {
 }
 
 /* Allocations of `sizes[i]` blocks into consecutive parts of `ids`, then all parts freed in `order`. */
-void floor_alloc_free(Floor *pool, int32_t *ids, int32_t num_calls, const int32_t *sizes, const int32_t *starts,
-                      const int32_t *order) {
+void floor_alloc_free(Floor *pool, int32_t *ids, int32_t num_calls, const int32_t *sizes,
+                      const int32_t *starts, const int32_t *order) {
     for (int32_t i = 0; i < num_calls; i++) floor_alloc(pool, ids + starts[i], sizes[i]);
     for (int32_t i = 0; i < num_calls; i++) floor_free(pool, ids + starts[order[i]], sizes[order[i]]);
 }
