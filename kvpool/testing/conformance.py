@@ -329,20 +329,20 @@ def copies_writes_reads_happen_in_order(factory: Factory) -> None:
 @_case
 def gather_copies_tokens_in_logical_order(factory: Factory) -> None:
     """`gather` gives the written tokens, and what it gave does not change when the pool does."""
-    for spec in specs(
-        factory, layouts=capabilities_of(factory).layouts, block_sizes=(1, 8), dtypes=tuple(DTYPES)
-    ):
+    layouts = capabilities_of(factory).layouts
+    for spec in specs(factory, layouts=layouts, block_sizes=(1, 8), dtypes=tuple(DTYPES)):
         filled = fill(factory, spec, [19])
         backend, table = filled.backend, filled.tables[0, : -(-19 // spec.block_size)]
         k, v = (backend.to_numpy(x) for x in backend.gather(1, table, 19))
-        again = backend.gather(1, table.tolist(), 9)
+        whole_block = backend.gather(1, table[:1].tolist())
+        no_block = backend.gather(1, table[:0])
         fill_all(backend, np.nan)
         assert np.array_equal(k, filled.k[1][0]) and np.array_equal(v, filled.v[1][0]), (
             f"gather differs ({spec})"
         )
-        assert np.array_equal(backend.to_numpy(again[0]), filled.k[1][0][:9]), "gather must hand out copies"
-        everything = backend.to_numpy(backend.gather(0, table)[1])
-        assert everything.shape == (table.size * spec.block_size, spec.num_kv_heads, spec.value_head_dim)
+        first = backend.to_numpy(whole_block[0])
+        assert np.array_equal(first, filled.k[1][0][: spec.block_size]), "gather must hand out copies"
+        assert backend.to_numpy(no_block[1]).shape == (0, spec.num_kv_heads, spec.value_head_dim)
 
 
 @_case
@@ -409,14 +409,14 @@ def warmup_changes_nothing(factory: Factory) -> None:
 def engine_steps_equal_dense_attention(factory: Factory) -> None:
     """A random engine on a tight pool: forks, copy-on-write, truncation, reservation, padding, closing."""
     for spec in specs(factory, block_sizes=BLOCK_SIZES):
-        RandomEngine(factory, spec, SEED).run(60)
+        RandomEngine(factory, spec, SEED).run(150)
 
 
 @_case
 def rollback_forgets_a_step_that_failed_half_way(factory: Factory) -> None:
     """The backend raises after copies and half of the writes; the same step after a rollback is right."""
     for spec in specs(factory, block_sizes=(3, 8), layouts=capabilities_of(factory).layouts):
-        RandomEngine(factory, spec, SEED + 1, fail_every=2).run(30)
+        RandomEngine(factory, spec, SEED + 1, fail_every=2).run(100)
 
 
 # ------------------------------------------------------------------------------------------------------------
