@@ -91,8 +91,9 @@ class KVBlockManager:
     ) -> None:
         if (num_blocks is None) == (memory is None):
             raise ValueError("[KVBlockManager] give either num_blocks or memory")
-        factory: Any = backend
-        if not callable(factory):
+        if callable(backend):
+            factory: Any = backend
+        else:
             from kvpool_backends import load_backend  # here, because kvpool does not need any backend
 
             factory = load_backend(backend)
@@ -194,7 +195,7 @@ class KVBlockManager:
         block_ids, ctx_len = self.table(seq_id)
         if start_pos < 0 or start_pos + num_tokens > ctx_len:
             raise ValueError(
-                f"[write_prefill] positions {start_pos} .. {start_pos + num_tokens - 1} of sequence {seq_id}: "
+                f"[write_prefill] {num_tokens} tokens from position {start_pos} of sequence {seq_id}: "
                 f"{ctx_len} are planned, call step first"
             )
         slots = self._slots(block_ids, start_pos, num_tokens)
@@ -301,7 +302,7 @@ class KVBlockManager:
             slot_mapping=np.full(batch * num_new, -1, np.int32),
         )
         rows = q.swapaxes(1, 2).reshape(batch * num_new, num_heads, head_dim)
-        result = self.backend.attend(layer_idx, rows, plan, scale, return_attn=return_attn)
+        result: Any = self.backend.attend(layer_idx, rows, plan, scale, return_attn=return_attn)
         arrays = result if return_attn else (result,)
         shaped = tuple(x.reshape(batch, num_new, num_heads, -1).swapaxes(1, 2) for x in arrays)
         return shaped if return_attn else shaped[0]
@@ -317,8 +318,8 @@ class KVBlockManager:
     ) -> None:
         if rope_freqs is not None:
             raise ValueError(
-                "[paged_attention] rope_freqs must be None: positions are the model's, which rotates q and k before "
-                "they are written or attend"
+                "[paged_attention] rope_freqs must be None: positions are the model's, "
+                "which rotates k before it is written and q before it comes here"
             )
         if attn_mask is not None or (not causal and num_new > 1):
             raise ValueError("[paged_attention] only the causal mask is known: attn_mask None, causal True")

@@ -1,7 +1,7 @@
 """The numpy backend passes the conformance kit, and the kit catches backends with one planted fault each.
 
-`Simple` answers like the numpy backend from small parts; every broken backend replaces one part. A fault must be
-caught by the case that is meant for it, not only by some accident.
+`Simple` answers like the numpy backend from small parts; every broken backend replaces one part. A fault must
+be caught by the case that is meant for it, not only by some accident.
 """
 
 import numpy as np
@@ -23,7 +23,7 @@ def test_numpy_backend_leaves_out_only_the_case_about_refusals():
     assert [name for name, result in outcome.items() if result != "passed"] == ["refused_specs_raise"]
 
 
-# ------------------------------------------------------------------------------------------------- planted faults
+# ---------------------------------------------------------------------- planted faults
 
 
 class Simple(NumpyBackend):
@@ -294,7 +294,7 @@ def test_check_backend_names_every_failed_case_and_chains_the_first():
         def zero(self, blocks):
             raise RuntimeError("no such kernel")
 
-    with pytest.raises(AssertionError, match="zero_clears.*no such kernel") as caught:
+    with pytest.raises(AssertionError, match=r"zero_clears.*no such kernel") as caught:
         conformance.check_backend(Broken)
     assert caught.value.__cause__ is not None
     assert "import_restores_what_export_took" in str(caught.value)

@@ -43,6 +43,7 @@ from kvpool.testing.filled import (
     fill,
     fill_all,
     fill_random,
+    int32,
     same_bytes,
     specs,
     token_columns,
@@ -144,7 +145,7 @@ def wide_groups_equal_dense_attention(factory: Factory) -> None:
 @_case
 def layouts_are_strides_only(factory: Factory) -> None:
     """Every layout answers the same, and exports the same bytes."""
-    exported = {}
+    exported: dict[int, np.ndarray] = {}
     layouts = capabilities_of(factory).layouts
     for spec in specs(factory, layers=3, layouts=layouts, block_sizes=(3, 8)):
         filled = fill(factory, spec, [1, 7, 24])
@@ -250,7 +251,7 @@ def padding_is_inert(factory: Factory) -> None:
         same_bytes(everything(backend), before, "an empty batch")
 
 
-# ------------------------------------------------------------------------------------------------------ bytes
+# ---------------------------------------------------------------------- bytes
 # in blocks
 
 
@@ -261,12 +262,12 @@ def written_values_are_rounded_to_nearest_even(factory: Factory) -> None:
     special = [*tie, 1 / 3, -2 / 3, 65519.0, 65520.0, 1e30, np.inf, -np.inf, 0.0]
     for spec in specs(factory, dtypes=tuple(DTYPES), layers=1, kv_heads=1, block_sizes=(16, 8, 32)):
         backend = factory(spec, 2)
-        heads_k, heads_v = (np.resize(np.float32(special), (1, 1, dim)) for _, dim in spec.planes)
+        heads_k, heads_v = (np.resize(np.array(special, np.float32), (1, 1, dim)) for _, dim in spec.planes)
         backend.write(
             0,
             backend.asarray(heads_k),
             backend.asarray(heads_v),
-            ArrayPlan(slot_mapping=np.int32([spec.block_size])),
+            ArrayPlan(slot_mapping=int32([spec.block_size])),
         )
         got = np.asarray(backend.export_blocks([1]))[0][: spec.head_dim * spec.itemsize_nbytes]
         expected = stored_bytes(round_to(heads_k, spec.dtype), spec.dtype)
@@ -307,8 +308,8 @@ def copies_writes_reads_happen_in_order(factory: Factory) -> None:
         backend, rng = factory(spec, 4), np.random.default_rng(SEED)
         fill_all(backend, np.nan)
         writes = ArrayPlan(slot_mapping=np.arange(spec.block_size, spec.block_size + 5, dtype=np.int32))
-        reads = ArrayPlan(np.int32([[2], [1]]), np.int32([4, 5]), np.int32([0, 1, 2]), np.int32([-1, -1]))
-        copies = np.int32([[1, 2, 4]])
+        reads = ArrayPlan(int32([[2], [1]]), int32([4, 5]), int32([0, 1, 2]), int32([-1, -1]))
+        copies = int32([[1, 2, 4]])
         for _ in range(2):
             # Block 1 is written, copied to block 2, and overwritten: 2 keeps what 1 held in between.
             old, new = (
@@ -401,7 +402,7 @@ def warmup_changes_nothing(factory: Factory) -> None:
         same_bytes(everything(filled.backend), before, "warmup")
 
 
-# -------------------------------------------------------------------------------------------------- with a
+# ---------------------------------------------------------------------- with a
 # real pool
 
 
@@ -449,7 +450,7 @@ def _misuses(filled: Filled) -> list[tuple[type[Exception], Callable[[], Any]]]:
         return backend.asarray(np.ones(shape, np.float32))
 
     k, v, q = array(2, heads, dim), array(2, heads, spec.value_head_dim), array(2, 2 * heads, dim)
-    beyond = ArrayPlan(slot_mapping=np.int32([0, blocks * size]))
+    beyond = ArrayPlan(slot_mapping=int32([0, blocks * size]))
     row = np.zeros((1, spec.block_nbytes), np.uint8)
     return [
         (IndexError, lambda: backend.write(layers, k, v, plan)),
@@ -461,10 +462,10 @@ def _misuses(filled: Filled) -> list[tuple[type[Exception], Callable[[], Any]]]:
         (ValueError, lambda: backend.write(0, k[:1], v[:1], plan)),
         (ValueError, lambda: backend.attend(0, array(2, 2 * heads + 1, dim), plan)),
         (ValueError, lambda: backend.attend(0, array(2, 2 * heads, dim - 1), plan)),
-        (IndexError, lambda: backend.copy_blocks(np.int32([[1, blocks, 1]]))),
-        (IndexError, lambda: backend.copy_blocks(np.int32([[-1, 1, 1]]))),
-        (ValueError, lambda: backend.copy_blocks(np.int32([[1, 2, 1], [1, 3, size + 1]]))),
-        (ValueError, lambda: backend.copy_blocks(np.int32([[1, 2, 1], [1, 3, 0]]))),
+        (IndexError, lambda: backend.copy_blocks(int32([[1, blocks, 1]]))),
+        (IndexError, lambda: backend.copy_blocks(int32([[-1, 1, 1]]))),
+        (ValueError, lambda: backend.copy_blocks(int32([[1, 2, 1], [1, 3, size + 1]]))),
+        (ValueError, lambda: backend.copy_blocks(int32([[1, 2, 1], [1, 3, 0]]))),
         (IndexError, lambda: backend.zero([1, blocks])),
         (TypeError, lambda: backend.zero(np.array([1.5]))),
         (IndexError, lambda: backend.gather(0, [-1])),
