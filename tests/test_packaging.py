@@ -112,7 +112,8 @@ def test_sdist_holds_every_source_and_nothing_built(distributions, source_tree):
 
 def test_wheel_holds_the_packages_and_what_embedding_needs(wheel_names, source_tree):
     expected = set()
-    for folder, place in (("kvpool", "kvpool"), ("kvpool_backends", "kvpool_backends"), ("metal", "kvpool_backends/metal")):
+    places = {"kvpool": "kvpool", "kvpool_backends": "kvpool_backends", "metal": "kvpool_backends/metal"}
+    for folder, place in places.items():
         for path in (source_tree / folder).rglob("*"):
             if path.suffix in (".py", ".pyi", ".pyx", ".pxd", ".metal", ".h") or path.name == "py.typed":
                 expected.add(f"{place}/{path.relative_to(source_tree / folder)}")
@@ -148,7 +149,20 @@ def test_wheel_works_with_numpy_alone(site):
     assert in_environment(site, USE, "-I").startswith(str(site))
 
 
-def test_wheel_makes_the_kvpool_command(site):
+def test_wheel_declares_the_command_and_the_backends(site):
+    """Every name that the metadata declare leads to something, but for the framework that is not there."""
+    code = """
+        from importlib.metadata import distribution
+        import kvpool_backends
+        names = {(entry.group, entry.name): entry.value for entry in distribution("kvpool").entry_points}
+        assert names.pop(("console_scripts", "kvpool")) == "kvpool.cli:main"
+        import kvpool.cli
+        assert callable(kvpool.cli.main)
+        for (group, name), value in names.items():
+            assert group == "kvpool.backends" and kvpool_backends._BUILT_IN[name][0] == value
+        print(sorted(name for _, name in names))
+    """
+    assert in_environment(site, code, "-I") == "['mlx', 'numpy']"
     assert (site.parent.parent.parent / "bin" / "kvpool").exists()
 
 
