@@ -1,4 +1,4 @@
-"""`KVBlockManager`: the verbs of the MLX paged-attention plan, against dense attention over the same tokens."""
+"""`KVBlockManager`: the verbs of the MLX paged-attention plan, against dense attention."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ SEED = 11
 
 
 def keys(tokens, layer, dim=8):
-    """K (or, with another layer, V) of tokens as a model would compute them: a function of the token alone."""
+    """K (or, with another layer, V) as a model would compute them: a function of the token alone."""
     return np.stack(
         [np.random.default_rng([layer, token]).standard_normal((2, dim)) for token in tokens]
     ).astype("f4")
