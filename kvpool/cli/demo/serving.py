@@ -1,0 +1,132 @@
+"""A small continuous-batching server without a model: the same requests, served from blocks or from fixed slots.
+
+Time is counted in engine steps. In a step every admitted prompt is prefilled whole and every running
+sequence gains one token.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+import kvpool
+from kvpool.errors import OutOfBlocks
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt of `prompt` tokens that arrives at step `arrival` and is answered with `answer` tokens."""
+
+    arrival: int
+    prompt: int
+    answer: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the sequence when it is finished."""
+        return self.prompt + self.answer
+
+
+@dataclass
+class Timeline:
+    """What a server held at the end of each step.
+
+    Attributes
+    ----------
+    blocks : list of int
+        Blocks that no other request could use: taken from the pool, or reserved.
+    filled : list of float
+        Blocks' worth of tokens that they really held: tokens / block_size.
+    running : list of int
+        Sequences that ran in the step.
+    preemptions : int
+        Times a running sequence was thrown out and later computed again.
+    leaked : int
+        Blocks still taken when all requests were finished.
+    """
+
+    blocks: list[int] = field(default_factory=list)
+    filled: list[float] = field(default_factory=list)
+    running: list[int] = field(default_factory=list)
+    preemptions: int = 0
+    leaked: int = 0
+
+    def record(self, blocks: int, filled: float, running: int) -> None:
+        self.blocks.append(blocks)
+        self.filled.append(filled)
+        self.running.append(running)
+
+    @property
+    def steps(self) -> int:
+        """Steps until the last request was finished."""
+        return len(self.blocks)
+
+    @property
+    def wasted(self) -> float:
+        """Share of the held space, summed over all steps, that held no token."""
+        return 1.0 - sum(self.filled) / max(1, sum(self.blocks))
+
+
+def make_requests(count: int, max_len: int, seed: int) -> list[Request]:
+    """Return requests with exponential gaps and log-normal lengths, most far shorter than `max_len` tokens."""
+    rng = np.random.default_rng(seed)
+    arrivals = np.cumsum(rng.exponential(2.5, count)).astype(int)
+    prompts = np.clip(rng.lognormal(4.4, 0.9, count), 4, max_len // 2).astype(int)
+    answers = np.clip(rng.lognormal(4.6, 0.6, count), 8, max_len // 2).astype(int)
+    return [Request(int(a), int(p), int(n)) for a, p, n in zip(arrivals, prompts, answers, strict=True)]
+
+
+def serve_from_slots(requests: list[Request], num_blocks: int, block_size: int, max_len: int) -> Timeline:
+    """Serve with static reservation: each running sequence owns `max_len` tokens from its first step to its last."""
+    blocks_per_slot = -(-max_len // block_size)
+    num_slots = num_blocks // blocks_per_slot
+    waiting, running, timeline = deque(requests), [], Timeline()
+    while waiting or running:
+        while waiting and waiting[0].arrival <= timeline.steps and len(running) < num_slots:
+            request = waiting.popleft()
+            running.append([request.prompt, request.num_tokens])
+        for sequence in running:
+            sequence[0] += 1
+        filled = sum(length for length, _ in running) / block_size
+        timeline.record(len(running) * blocks_per_slot, filled, len(running))
+        running = [sequence for sequence in running if sequence[0] < sequence[1]]
+    return timeline
+
+
+def serve_from_blocks(requests: list[Request], num_blocks: int, block_size: int, max_len: int) -> Timeline:
+    """Serve from a `kvpool.Pool`: a sequence takes a block when it needs one; when there is none left, the newest waits."""
+    waiting, timeline = deque(requests), Timeline()
+    running: list[tuple[int, Request]] = []  # handle and request, oldest first
+    max_rows = min(len(requests), num_blocks - 1)
+    with kvpool.Pool(num_blocks, block_size, max_seqs=max_rows, watermark=num_blocks // 50) as pool:
+        plan = kvpool.Plan(pool, max_rows=max_rows, max_tokens=num_blocks * block_size)
+        while waiting or running:
+            while waiting and waiting[0].arrival <= timeline.steps and len(running) < max_rows:
+                try:
+                    handle = pool.open(waiting[0].prompt + 1)
+                except OutOfBlocks:
+                    break
+                running.append((handle, waiting.popleft()))
+            while running:
+                handles = np.array([handle for handle, _ in running], np.int64)
+                new = [1 if pool.num_tokens(h) else request.prompt + 1 for h, request in running]
+                try:
+                    pool.step(plan, handles, new)
+                    break
+                except OutOfBlocks:  # nothing moved: put the newest sequence back and try again
+                    handle, request = running.pop()
+                    pool.close(handle)
+                    waiting.appendleft(request)
+                    timeline.preemptions += 1
+            stats = pool.stats()
+            timeline.record(stats.used, stats.tokens / block_size, len(running))
+            if running:
+                pool.done(plan)
+            finished = [pool.num_tokens(handle) >= request.num_tokens for handle, request in running]
+            pool.close_finished([handle for handle, _ in running], np.array(finished, bool))
+            running = [entry for entry, over in zip(running, finished, strict=True) if not over]
+        pool.check()
+        timeline.leaked = pool.stats().used
+    return timeline
