@@ -1,0 +1,448 @@
+"""`ModelPool` and `ModelPlan`: the core's contract in plain Python, slow and obviously right.
+
+The independent oracle of `kvpool.Pool` and `kvpool.Plan`: it follows ``docs/core.md`` line by line and shares
+no code with the core. Reference counts and floors are recounted from the tables and the pending steps
+whenever they are needed; there are only lists and dicts, and plans are rebuilt from scratch by every step.
+Two differences to the core: `digest` and `fingerprint` are other hash functions, and `state` shows everything.
+
+Examples
+--------
+>>> from kvpool.testing.model import ModelPlan, ModelPool
+>>> pool = ModelPool(num_blocks=8, block_size=4)
+>>> plan = ModelPlan(pool, max_rows=2, max_tokens=8)
+>>> seq = pool.open()
+>>> pool.step(plan, [seq], 5)
+>>> plan.slot_mapping.tolist()
+[4, 5, 6, 7, 8]
+>>> pool.done(plan)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+
+from kvpool.errors import CapacityExceeded, CorruptState, PlanStateError
+from kvpool.testing import model_args as args
+from kvpool.testing.model_blocks import Row, Sequence, Step, _live_tags, ceil_div, public_call
+from kvpool.testing.model_plan import ModelPlan
+from kvpool.testing.model_sequences import SequenceModel
+
+__all__ = ["ModelPlan", "ModelPool", "PoolStats"]
+
+
+class PoolStats(NamedTuple):
+    """What `ModelPool.stats` returns; the fields of the core's `PoolStats` in the same order."""
+
+    num_blocks: int
+    reserved: int
+    free: int
+    evictable: int
+    limbo: int
+    used: int
+    shared: int
+    sequences: int
+    pending: int
+    cow_copies: int
+    cow_tokens: int
+    allocs: int
+    evictions: int
+    peak_used: int
+    tokens: int
+    capacity: int
+    fragmentation: float
+
+
+class ModelPool(SequenceModel):
+    """A pool of KV blocks in plain Python; same constructor, methods and errors as `kvpool.Pool`.
+
+    See `kvpool.testing.model_blocks.BlockModel` for the parameters.
+    """
+
+    # ---- what a step needs --------------------------------------------------------------------------------
+
+    def _floor(self, block: int) -> int:
+        """Tokens of the block that pending copies still have to read."""
+        reads = [tokens for step in self._pending for src, _, tokens in step.copies if src == block]
+        return max(reads, default=0)
+
+    def _row_needs(
+        self, seq: Sequence, n: int, lost: dict[int, int], floors: dict[int, int]
+    ) -> tuple[list[tuple[int, int]], int]:
+        """Return which table entries `n` tokens replace, as (index, valid tokens), and how many they append.
+
+        `lost` and `floors` are what the rows before this one did in the same step: references they gave up,
+        and tokens their copies read.
+        """
+        bs, length = self.block_size, seq.num_tokens
+        last = ceil_div(length + n, bs)
+        replaced = []
+        for i in range(length // bs, min(last, len(seq.table))) if n else ():
+            valid = max(0, length - i * bs)
+            block = seq.table[i]
+            alone = self._refcount(block) - lost.get(block, 0) == 1
+            floor = max(self._floor(block), floors.get(block, 0))
+            if not (alone and block not in self._committed and valid >= floor):
+                replaced.append((i, valid))
+        return replaced, max(0, last - len(seq.table))
+
+    def _needs(self, batch: list[Sequence], new: list[int], partial: bool) -> tuple[list[Any], int, int]:
+        """Judge the whole batch: needs per row (None if not served), their sum, first row that does not fit."""
+        lost: dict[int, int] = {}
+        floors: dict[int, int] = {}
+        rows: list[Any] = []
+        total, short_row = 0, -1
+        for seq, n in zip(batch, new, strict=True):
+            replaced, num_appended = self._row_needs(seq, n, lost, floors)
+            need = len(replaced) + num_appended
+            if total + need > self._available():
+                if partial:
+                    rows.append(None)
+                    continue
+                if short_row < 0:
+                    short_row = len(rows)
+            total += need
+            rows.append((replaced, num_appended))
+            for i, valid in replaced:
+                block = seq.table[i]
+                lost[block] = lost.get(block, 0) + 1
+                floors[block] = max(floors.get(block, 0), valid)
+        return rows, total, short_row
+
+    def _refuse_plan(self, call: str, plan: ModelPlan, num_rows: int) -> None:
+        if not isinstance(plan, ModelPlan):
+            raise TypeError(f"[{call}] plan is a {type(plan).__name__}, a Plan is needed")
+        if plan.pool is not self:
+            raise ValueError(f"[{call}] the plan belongs to another pool")
+        if plan.is_pending:
+            raise PlanStateError(f"[{call}] the plan is pending (step {plan.step_id}), call done or rollback first")
+        if num_rows > plan.max_rows:
+            raise CapacityExceeded(f"[{call}] {num_rows} rows, the plan's max_rows is {plan.max_rows}")
+
+    def _refuse_sizes(
+        self, call: str, plan: ModelPlan, batch: list[Sequence], new: list[int], with_tokens: bool
+    ) -> None:
+        if with_tokens and sum(new) > plan.max_tokens:
+            raise CapacityExceeded(f"[{call}] {sum(new)} new tokens, the plan's max_tokens is {plan.max_tokens}")
+        for row, (seq, n) in enumerate(zip(batch, new, strict=True)):
+            length = seq.num_tokens + n
+            width = max(len(seq.table), ceil_div(length, self.block_size))
+            context = length if with_tokens else seq.num_tokens
+            if width > self.max_blocks_per_seq:
+                raise CapacityExceeded(
+                    f"[{call}] row {row} needs {width} blocks, max_blocks_per_seq is {self.max_blocks_per_seq}"
+                )
+            if width > plan.table_width:
+                raise CapacityExceeded(
+                    f"[{call}] row {row} has {width} blocks, the plan's table_width is {plan.table_width}"
+                )
+            if context > plan.kv_width:
+                raise CapacityExceeded(
+                    f"[{call}] row {row} has {context} tokens, the plan's kv_width is {plan.kv_width}"
+                )
+
+    def _shape(self, pad_to: Any, plan: ModelPlan, num_rows: int, num_tokens: int) -> tuple[int, int] | None:
+        if pad_to is None:
+            return None
+        shape = args.integers("step", "pad_to", pad_to, ("int32", "int64"))
+        if len(shape) != 2:
+            raise ValueError(f"[step] pad_to has {len(shape)} entries, (rows, tokens) is needed")
+        rows, tokens = shape
+        if not (num_rows <= rows <= plan.max_rows and num_tokens <= tokens <= plan.max_tokens):
+            raise ValueError(
+                f"[step] pad_to is {(rows, tokens)}, from {(num_rows, num_tokens)} (the batch) "
+                f"to {(plan.max_rows, plan.max_tokens)} (the plan) is legal"
+            )
+        return rows, tokens
+
+    # ---- steps --------------------------------------------------------------------------------------------
+
+    @public_call
+    def step(
+        self, plan: ModelPlan, handles: Any, num_new: Any = 1, *, partial: bool = False, pad_to: Any = None
+    ) -> None:
+        """Grow every sequence of the batch by its new tokens and fill `plan`; the plan is pending then.
+
+        Raises
+        ------
+        OutOfBlocks, CapacityExceeded, PlanStateError, StaleHandle, ForeignHandle, TypeError, ValueError
+            State unchanged.
+        """
+        batch = self._batch("step", handles)
+        self._refuse_plan("step", plan, len(batch))
+        new = args.per_row("step", "num_new", num_new, len(batch))
+        self._refuse_sizes("step", plan, batch, new, with_tokens=True)
+        shape = self._shape(pad_to, plan, len(batch), sum(new))
+        rows = self._judge("step", batch, new, partial)
+        served = [row is not None for row in rows]
+        new = [n if ok else 0 for n, ok in zip(new, served, strict=True)]
+        step = self._begin(plan, batch, rows)
+        for seq, n in zip(batch, new, strict=True):
+            seq.num_tokens += n
+        plan._fill(batch, new, served, step.copies, shape)
+        self._started("step", step, new)
+
+    @public_call
+    def reserve(self, plan: ModelPlan, handles: Any, num_new: Any) -> None:
+        """Take the blocks for `num_new` more tokens per row and resolve COW; lengths do not move."""
+        batch = self._batch("reserve", handles)
+        self._refuse_plan("reserve", plan, len(batch))
+        new = args.per_row("reserve", "num_new", num_new, len(batch))
+        self._refuse_sizes("reserve", plan, batch, new, with_tokens=False)
+        rows = self._judge("reserve", batch, new, False)
+        step = self._begin(plan, batch, rows)
+        plan._fill(batch, [0] * len(batch), [True] * len(batch), step.copies, None)
+        self._started("reserve", step, new)
+
+    def _judge(self, call: str, batch: list[Sequence], new: list[int], partial: bool) -> list[Any]:
+        rows, total, short = self._needs(batch, new, partial)
+        if short >= 0:
+            self._out_of_blocks(call, total, row=short, handle=batch[short].handle)
+        return rows
+
+    def _begin(self, plan: ModelPlan, batch: list[Sequence], needs: list[Any]) -> Step:
+        """Take the blocks that were judged and change the tables; lengths stay."""
+        step = Step(self._next_step, plan, [], [])
+        for seq, need in zip(batch, needs, strict=True):
+            row = Row(seq.handle, seq.num_tokens)
+            step.rows.append(row)
+            replaced, row.num_appended = need or ([], 0)
+            for i, valid in replaced:
+                old, new = seq.table[i], self._take()
+                seq.table[i] = new
+                self._holds.append(old)
+                row.replaced.append((i, old, new))
+                if valid:
+                    step.copies.append((old, new, valid))
+            seq.epoch += bool(replaced)
+            seq.table.extend(self._take() for _ in range(row.num_appended))
+        self._next_step += 1
+        self._counters["cow_copies"] += len(step.copies)
+        self._counters["cow_tokens"] += sum(tokens for _, _, tokens in step.copies)
+        self._pending.append(step)
+        return step
+
+    def _started(self, call: str, step: Step, new: list[int]) -> None:
+        step.plan.step_id = step.id
+        step.plan._pending = True
+        self._chain(call, step.id, [(self._local(r.handle), r.replaced, r.num_appended) for r in step.rows], new)
+        if self.in_order:
+            self._pass(step)
+
+    def _pass(self, step: Step) -> None:
+        """The oldest pending step is through: its holds go, then limbo drains."""
+        for block in step.held():
+            self._holds.remove(block)
+            self._release(block)
+        self._pending.remove(step)
+        step.plan._pending = False
+        self._drain_limbo()
+
+    def _pending_step(self, call: str, plan: ModelPlan) -> Step:
+        if not isinstance(plan, ModelPlan):
+            raise TypeError(f"[{call}] plan is a {type(plan).__name__}, a Plan is needed")
+        if plan.pool is not self:
+            raise ValueError(f"[{call}] the plan belongs to another pool")
+        for step in self._pending:
+            if step.plan is plan and not step.noted:
+                return step
+        raise PlanStateError(f"[{call}] the plan is not pending, or its done was already noted")
+
+    @public_call
+    def done(self, plan: ModelPlan) -> None:
+        """The plan's work was executed; it passes as soon as all older ones have."""
+        step = self._pending_step("done", plan)
+        step.noted = True
+        while self._pending and self._pending[0].noted:
+            self._pass(self._pending[0])
+        self._chain("done", step.id)
+
+    @public_call
+    def rollback(self, plan: ModelPlan) -> None:
+        """Undo the newest pending step."""
+        step = self._pending_step("rollback", plan)
+        if step is not self._pending[-1]:
+            raise PlanStateError(f"[rollback] step {step.id} is not the newest ({self._pending[-1].id})")
+        rows = {row.handle for row in step.rows}
+        for seq in self._sequences.values():
+            if any(parent in rows and newest >= step.id for parent, newest in seq.ancestors):
+                raise PlanStateError(f"[rollback] a fork of a row made after the step is open ({seq.handle})")
+        self._pending.pop()
+        plan._pending = False
+        for row in reversed(step.rows):
+            self._undo(row)
+        plan._carry_all()
+        self._drain_limbo()
+        self._chain("rollback", step.id)
+
+    def _undo(self, row: Row) -> None:
+        seq = self._find(row.handle)
+        if seq is not None:
+            seq.num_tokens = row.old_length
+            seq.epoch += bool(row.replaced or row.num_appended)
+            self._pop_blocks(seq, len(seq.table) - row.num_appended)
+        for i, old, new in reversed(row.replaced):
+            self._holds.remove(old)
+            if seq is not None:
+                seq.table[i] = old
+                self._release(new)
+            else:
+                self._release(old)
+
+    @public_call
+    def can(self, handles: Any, num_new: Any = 1) -> bool:
+        """Return whether a step of this batch would find its blocks."""
+        batch = self._batch("can", handles)
+        new = args.per_row("can", "num_new", num_new, len(batch))
+        return self._needs(batch, new, False)[2] < 0
+
+    # ---- guards and statistics ----------------------------------------------------------------------------
+
+    @public_call
+    def stats(self) -> PoolStats:
+        """Return the counters."""
+        seqs = self._sequences.values()
+        tokens = sum(seq.num_tokens for seq in seqs)
+        capacity = sum(len(seq.table) for seq in seqs) * self.block_size
+        return PoolStats(
+            num_blocks=self.num_blocks,
+            reserved=self.reserved_blocks,
+            free=len(self._blank),
+            evictable=len(self._lru),
+            limbo=len(self._limbo),
+            used=self._used(),
+            shared=sum(self._refcount(b) > 1 for b in self._referenced()),
+            sequences=len(seqs),
+            pending=len(self._pending),
+            tokens=tokens,
+            capacity=capacity,
+            fragmentation=1.0 - tokens / capacity if capacity else 0.0,
+            **self._counters,
+        )
+
+    def _referenced(self) -> set[int]:
+        tables = {block for seq in self._sequences.values() for block in seq.table}
+        return tables | {block for block, count in self._raw.items() if count}
+
+    @public_call
+    def refcount_histogram(self) -> np.ndarray:
+        """Return how many unreserved blocks have each refcount, int64 ``[max refcount + 1]``."""
+        return np.bincount([self._refcount(b) for b in range(self.reserved_blocks, self.num_blocks)])
+
+    @public_call
+    def digest(self) -> int:
+        """Return a hash of all successful calls so far; another function than the core's."""
+        return self._digest
+
+    @public_call
+    def fingerprint(self) -> int:
+        """Return a hash of the whole state; another function than the core's."""
+        return int.from_bytes(hashlib.blake2b(repr(self._state()).encode(), digest_size=8).digest(), "little")
+
+    @public_call
+    def state(self) -> dict[str, Any]:
+        """Return everything as plain comparable values, handles and step ids without what differs by pool."""
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
+        local, now = self._local, self._next_step
+        return {
+            "blank": list(self._blank),
+            "lru": list(self._lru),
+            "limbo": [(block, fence - now) for block, fence in self._limbo],
+            "refcounts": {b: self._refcount(b) for b in sorted(self._referenced())},
+            "raw": {b: n for b, n in sorted(self._raw.items()) if n},
+            "holds": list(self._holds),
+            "committed": sorted(self._committed),
+            "dropped": list(self._dropped),
+            "sequences": {
+                local(seq.handle): (
+                    seq.num_tokens,
+                    list(seq.table),
+                    seq.epoch,
+                    [(local(parent), newest - now) for parent, newest in seq.ancestors],
+                )
+                for _, seq in sorted(self._sequences.items())
+            },
+            "generations": {slot: g for slot, g in sorted(self._generations.items()) if g},
+            "free_slots": list(self._free_slots),
+            "pending": [
+                (
+                    step.id - now,
+                    step.noted,
+                    list(step.copies),
+                    [(local(r.handle), r.old_length, list(r.replaced), r.num_appended) for r in step.rows],
+                )
+                for step in self._pending
+            ],
+            "counters": dict(self._counters),
+        }
+
+    @public_call
+    def check(self) -> None:
+        """Recompute what the bookkeeping implies; raises `CorruptState`."""
+        used = self._referenced() | set(self._holds)
+        places = self._blank + self._lru + [block for block, _ in self._limbo] + list(used)
+        if sorted(places) != list(range(self.reserved_blocks, self.num_blocks)):
+            raise CorruptState(f"[check] a block is in no place or in two: {sorted(places)}")
+        if sorted(self._holds) != sorted(b for step in self._pending for b in step.held()):
+            raise CorruptState("[check] holds differ from what the pending steps replaced")
+        if not set(self._lru) <= self._committed or set(self._blank) & self._committed:
+            raise CorruptState("[check] the LRU has an uncommitted block, or the blank stack a committed one")
+        if self._limbo and not self._pending:
+            raise CorruptState("[check] limbo is not empty though no step is pending")
+        for seq in self._sequences.values():
+            if seq.num_tokens > len(seq.table) * self.block_size or len(set(seq.table)) != len(seq.table):
+                raise CorruptState(f"[check] table and length do not fit ({seq.handle})")
+
+    # ---- the end ------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Release the tag; every later call raises `PoolClosed`. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            _live_tags.discard(self._tag)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()
+
+    def __del__(self) -> None:
+        self.shutdown()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("[Pool] a pool cannot be pickled or copied")
+
+    @property
+    def num_free(self) -> int:
+        """Blank blocks."""
+        return len(self._blank)
+
+    @property
+    def num_evictable(self) -> int:
+        """Committed blocks without a reference, which may be evicted."""
+        return len(self._lru)
+
+    @property
+    def num_limbo(self) -> int:
+        """Freed blocks that a pending step may still use."""
+        return len(self._limbo)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks with a reference or a hold."""
+        return self._used()
+
+    @property
+    def num_sequences(self) -> int:
+        """Open sequences."""
+        return len(self._sequences)
+
+    @property
+    def num_pending(self) -> int:
+        """Pending steps."""
+        return len(self._pending)

@@ -1,0 +1,107 @@
+"""How `kvpool.testing.model` reads its arguments: types first, then values, then duplicates.
+
+Nothing here looks at the state of a pool.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+MAX_INT64 = 2**63 - 1
+
+
+def integer(call: str, name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
+    """Return `value` as an int within ``low .. high``; bools and floats are a TypeError."""
+    if isinstance(value, bool):
+        raise TypeError(f"[{call}] {name} is a bool ({value}), an int is needed")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"[{call}] {name} is a {type(value).__name__} ({value!r}), an int is needed") from None
+    if low is not None and number < low:
+        raise ValueError(f"[{call}] {name} is too small ({number}), the least is {low}")
+    if high is not None and number > high:
+        raise ValueError(f"[{call}] {name} is too large ({number}), the most is {high}")
+    return number
+
+
+def _array(call: str, name: str, values: np.ndarray, dtypes: tuple[str, ...]) -> list[int]:
+    if values.dtype not in [np.dtype(d) for d in dtypes]:
+        raise TypeError(f"[{call}] {name} has dtype {values.dtype}, {' or '.join(dtypes)} is needed")
+    if values.ndim != 1:
+        raise ValueError(f"[{call}] {name} has {values.ndim} dimensions, 1 is needed")
+    if not values.flags.c_contiguous:
+        raise ValueError(f"[{call}] {name} is not contiguous")
+    return values.tolist()
+
+
+def integers(call: str, name: str, values: Any, dtypes: tuple[str, ...]) -> list[int]:
+    """Return a batch of ints: a list, a tuple, or a 1-D contiguous array of one of `dtypes`."""
+    if isinstance(values, np.ndarray):
+        return _array(call, name, values, dtypes)
+    if isinstance(values, str | bytes | dict | set) or not isinstance(values, Iterable):
+        raise TypeError(f"[{call}] {name} is a {type(values).__name__}, a list or an array of ints is needed")
+    return [integer(call, name, value) for value in values]
+
+
+def refuse_duplicates(call: str, name: str, values: list[int]) -> None:
+    """Raise ValueError if a value comes twice."""
+    if len(set(values)) != len(values):
+        twice = next(v for i, v in enumerate(values) if v in values[:i])
+        raise ValueError(f"[{call}] {name} has a duplicate ({twice})")
+
+
+def one_or_many(call: str, name: str, values: Any, dtypes: tuple[str, ...]) -> list[int]:
+    """Return a batch of ints from an int or from a batch."""
+    if isinstance(values, np.ndarray | list | tuple):
+        return integers(call, name, values, dtypes)
+    return [integer(call, name, values)]
+
+
+def handles(call: str, values: Any) -> list[int]:
+    """Return a batch of handles (not decoded yet): no duplicates, each ``0 .. 2^63 - 1``."""
+    batch = one_or_many(call, "handle", values, ("int64",))
+    for handle in batch:
+        if not 0 <= handle <= MAX_INT64:
+            raise ValueError(f"[{call}] handle is out of range ({handle}), 0 .. 2^63 - 1")
+    refuse_duplicates(call, "handles", batch)
+    return batch
+
+
+def per_row(call: str, name: str, values: Any, num_rows: int) -> list[int]:
+    """Return one int >= 0 per row, from one int for all rows or one per row."""
+    if not isinstance(values, np.ndarray | list | tuple):
+        return [integer(call, name, values, 0)] * num_rows
+    batch = integers(call, name, values, ("int32", "int64"))
+    if len(batch) != num_rows:
+        raise ValueError(f"[{call}] {name} has {len(batch)} entries, the batch has {num_rows} rows")
+    for value in batch:
+        if value < 0:
+            raise ValueError(f"[{call}] {name} is negative ({value}), the least is 0")
+    return batch
+
+
+def block_ids(call: str, values: Any, num_blocks: int, reserved: int) -> list[int]:
+    """Return a batch of ids of unreserved blocks, without duplicates, from one id or a batch."""
+    batch = one_or_many(call, "block id", values, ("int32",))
+    for block in batch:
+        if not 0 <= block < num_blocks:
+            raise IndexError(f"[{call}] block id is out of range ({block}), the pool has {num_blocks} blocks")
+        if block < reserved:
+            raise ValueError(f"[{call}] block is reserved ({block}), ids below {reserved} are never allocated")
+    refuse_duplicates(call, "block ids", batch)
+    return batch
+
+
+def mask(call: str, values: Any, num_rows: int) -> list[int]:
+    """Return the bytes of a row mask: a bool or uint8 array of `num_rows` entries."""
+    if not isinstance(values, np.ndarray):
+        raise TypeError(f"[{call}] mask is a {type(values).__name__}, a bool or uint8 array is needed")
+    batch = _array(call, "mask", values, ("bool", "uint8"))
+    if len(batch) != num_rows:
+        raise ValueError(f"[{call}] mask has {len(batch)} entries, the batch has {num_rows} rows")
+    return batch

@@ -1,0 +1,334 @@
+"""`ModelPlan`: the arrays of a step, rebuilt from scratch by every step.
+
+The plain twin of `kvpool.Plan`. Nothing is incremental here: the only memory is the three numbers per row
+that the contract names (handle, epoch, blocks written), and they decide `dirty_rows`, never the contents.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvpool.errors import PlanStateError
+from kvpool.testing import model_args as args
+
+if TYPE_CHECKING:
+    from kvpool.testing.model import ModelPool, Sequence
+
+#: The arrays of each format.
+FORMATS = {
+    "block_tables": ("block_tables",),
+    "seq_lens": ("seq_lens",),
+    "slot_mapping": ("slot_mapping",),
+    "positions": ("positions",),
+    "cu_q_lens": ("cu_q_lens",),
+    "csr": ("indptr", "indices", "last_page_len"),
+    "kv_slots": ("kv_slots",),
+    "kv_slots_ragged": ("kv_slots_ragged", "kv_indptr"),
+    "slot_ids": ("slot_ids",),
+    "page_batch_info": ("slot_ids", "block_tables", "seq_lens", "cu_q_lens", "slot_mapping"),
+}
+#: The formats that `dirty_rows` speaks about.
+ROW_FORMATS = {"block_tables", "csr", "kv_slots", "page_batch_info"}
+#: The arrays that hold physical slots, which may need 64 bits.
+SLOT_ARRAYS = {"slot_mapping", "kv_slots", "kv_slots_ragged"}
+
+
+class ModelPlan:
+    """The arrays that one step fills; same constructor, attributes and errors as `kvpool.Plan`.
+
+    Parameters
+    ----------
+    pool : ModelPool
+        The only pool whose steps may fill this plan.
+    max_rows, max_tokens, table_width, kv_width : int
+        Capacities. `max_tokens` defaults to `max_rows`, `table_width` to the pool's `max_blocks_per_seq`,
+        `kv_width` to ``table_width * block_size``.
+    formats : sequence of str
+        Which wire formats to fill, see `FORMATS`.
+    dtype : str or dict of str
+        "int32" or "int64", for all arrays or per array.
+    pad : dict of int, optional
+        Pad value per array.
+    out : dict of arrays, optional
+        Arrays to fill instead of owned ones, checked as in `bind`.
+    """
+
+    def __init__(
+        self,
+        pool: ModelPool,
+        max_rows: int,
+        max_tokens: int | None = None,
+        *,
+        formats: Any = ("block_tables", "seq_lens", "slot_mapping"),
+        table_width: int | None = None,
+        kv_width: int | None = None,
+        dtype: Any = "int32",
+        pad: dict[str, int] | None = None,
+        out: dict[str, np.ndarray] | None = None,
+    ) -> None:
+        if not hasattr(pool, "max_blocks_per_seq"):
+            raise TypeError(f"[Plan] pool is a {type(pool).__name__}, a pool is needed")
+
+        def size(name: str, value: int | None, default: int) -> int:
+            return default if value is None else args.integer("Plan", name, value, 1)
+
+        self.pool = pool
+        self.max_rows = args.integer("Plan", "max_rows", max_rows, 1)
+        self.max_tokens = size("max_tokens", max_tokens, self.max_rows)
+        self.table_width = size("table_width", table_width, pool.max_blocks_per_seq)
+        self.kv_width = size("kv_width", kv_width, self.table_width * pool.block_size)
+        self.formats = (formats,) if isinstance(formats, str) else tuple(formats)
+        for name in self.formats:
+            if name not in FORMATS:
+                raise ValueError(f"[Plan] unknown format ({name!r}), one of {', '.join(FORMATS)}")
+        self._shapes = self._capacity_shapes()
+        self._dtypes = self._array_dtypes(dtype)
+        self._pads = self._array_pads(pad)
+        self._base = {n: np.full(s, self._pads.get(n, 0), self._dtypes[n]) for n, s in self._shapes.items()}
+        self._views: dict[str, np.ndarray] = {}
+        self._memory: dict[int, tuple[int, int, int]] = {}  # row -> (handle, epoch, blocks written)
+        self._pending = False
+        self.step_id = 0
+        self._remember_batch([], [], [], [])
+        if out is not None:
+            self._bind("Plan", out)
+        self._show(0, 0, 0, 0)
+
+    # ---- construction -------------------------------------------------------------------------------------
+
+    def _capacity_shapes(self) -> dict[str, tuple[int, ...]]:
+        rows, tokens, width, context = self.max_rows, self.max_tokens, self.table_width, self.kv_width
+        every = {
+            "block_tables": (rows, width),
+            "seq_lens": (rows,),
+            "slot_mapping": (tokens,),
+            "positions": (tokens,),
+            "cu_q_lens": (rows + 1,),
+            "indptr": (rows + 1,),
+            "indices": (rows * width,),
+            "last_page_len": (rows,),
+            "kv_slots": (rows, context),
+            "kv_slots_ragged": (rows * context,),
+            "kv_indptr": (rows + 1,),
+            "slot_ids": (rows,),
+        }
+        wanted = {array for name in self.formats for array in FORMATS[name]}
+        return {name: shape for name, shape in every.items() if name in wanted}
+
+    def _array_dtypes(self, dtype: Any) -> dict[str, np.dtype]:
+        given = dtype if isinstance(dtype, dict) else {name: dtype for name in self._shapes}
+        for name, one in given.items():
+            if name not in self._shapes:
+                raise ValueError(f"[Plan] dtype of an array that the plan does not have ({name!r})")
+            if one not in ("int32", "int64"):
+                raise ValueError(f"[Plan] dtype of {name} is {one!r}, 'int32' or 'int64' is needed")
+        dtypes = {name: np.dtype(given.get(name, "int32")) for name in self._shapes}
+        num_slots = self.pool.num_blocks * self.pool.block_size
+        for name in SLOT_ARRAYS & dtypes.keys():
+            if dtypes[name] == np.int32 and num_slots > 2**31 - 1:
+                raise ValueError(f"[Plan] {name} is int32 but the pool has {num_slots} slots, use int64")
+        return dtypes
+
+    def _array_pads(self, pad: dict[str, int] | None) -> dict[str, int]:
+        nowhere = 0 if self.pool.reserved_blocks else -1
+        pads = {
+            "block_tables": -1 if "page_batch_info" in self.formats else nowhere,
+            "seq_lens": 0,
+            "slot_mapping": -1,
+            "positions": 0,
+            "last_page_len": 0,
+            "kv_slots": nowhere,
+            "slot_ids": -1,
+        }
+        for name, value in (pad or {}).items():
+            if name not in pads or name not in self._shapes:
+                raise ValueError(f"[Plan] pad of an array that has none ({name!r})")
+            limit = np.iinfo(self._dtypes[name])
+            pads[name] = args.integer("Plan", f"pad of {name}", value, int(limit.min), int(limit.max))
+        return pads
+
+    def bind(self, **arrays: np.ndarray) -> None:
+        """Fill these arrays from now on; every row is dirty in the next step.
+
+        Raises
+        ------
+        PlanStateError
+            The plan is pending.
+        TypeError, ValueError
+            An array has the wrong dtype; the wrong shape, strides or byte order, is read-only, or overlaps
+            another array of the plan. Nothing was bound.
+        """
+        if self._pending:
+            raise PlanStateError("[bind] the plan is pending, call done or rollback first")
+        self._bind("bind", arrays)
+
+    def _bind(self, call: str, arrays: dict[str, np.ndarray]) -> None:
+        for name, array in arrays.items():
+            if name not in self._shapes:
+                raise ValueError(f"[{call}] the plan has no array of this name ({name!r})")
+            if not isinstance(array, np.ndarray):
+                raise TypeError(f"[{call}] {name} is a {type(array).__name__}, an array is needed")
+            if array.dtype.newbyteorder("=") != self._dtypes[name]:
+                raise TypeError(f"[{call}] {name} has dtype {array.dtype}, {self._dtypes[name]} is needed")
+            if array.shape != self._shapes[name]:
+                raise ValueError(f"[{call}] {name} has shape {array.shape}, {self._shapes[name]} is needed")
+            flags = array.flags
+            if not (flags.c_contiguous and flags.writeable and flags.aligned and array.dtype.isnative):
+                raise ValueError(f"[{call}] {name} must be C-contiguous, writable and in native byte order")
+        base = {**self._base, **arrays}
+        names = list(base)
+        for i, one in enumerate(names):
+            for other in names[i + 1 :]:
+                if np.may_share_memory(base[one], base[other]):
+                    raise ValueError(f"[{call}] {one} overlaps {other}")
+        self._base = base
+        for name in arrays:
+            if name in self._views:
+                self._views[name] = base[name][tuple(slice(n) for n in self._views[name].shape)]
+        self._memory.clear()
+
+    # ---- what a step writes -------------------------------------------------------------------------------
+
+    def _remember_batch(
+        self, batch: list[Sequence], new: list[int], served: list[bool], copies: list[tuple[int, int, int]]
+    ) -> None:
+        self.num_rows = len(batch)
+        self.num_tokens = sum(new)
+        self.handles = np.array([seq.handle for seq in batch], np.int64)
+        self.served = np.array(served, np.uint8)
+        self.copies = np.array(copies, np.int32).reshape(-1, 3)
+        self.dirty_rows = np.zeros(0, np.int32)
+
+    def _fill(
+        self,
+        batch: list[Sequence],
+        new: list[int],
+        served: list[bool],
+        copies: list[tuple[int, int, int]],
+        pad_to: tuple[int, int] | None,
+    ) -> None:
+        """Write everything: `batch` as it is after the step, `new` tokens served per row."""
+        self._remember_batch(batch, new, served, copies)
+        rows, tokens = pad_to or (self.num_rows, self.num_tokens)
+        if ROW_FORMATS & set(self.formats):
+            self.dirty_rows = np.array(self._dirty(batch, rows), np.int32)
+        num_pages, num_slots = self._write(batch, new, rows, tokens)
+        self._show(rows, tokens, num_pages, num_slots)
+
+    def _dirty(self, batch: list[Sequence], num_rows: int) -> list[int]:
+        dirty = []
+        for row, seq in enumerate(batch):
+            now = (seq.handle, seq.epoch, len(seq.table))
+            if self._memory.get(row) != now:
+                dirty.append(row)
+            self._memory[row] = now
+        for row in range(len(batch), num_rows):
+            dirty.append(row)
+            self._memory.pop(row, None)
+        return dirty
+
+    def _write(self, batch: list[Sequence], new: list[int], num_rows: int, num_tokens: int) -> tuple[int, int]:
+        """Build every array as nested lists, then store them; returns the used part of the two ragged ones."""
+        bs = self.pool.block_size
+        padding = num_rows - len(batch)
+        lens = [seq.num_tokens for seq in batch]
+        pages = [seq.table[: -(-seq.num_tokens // bs)] for seq in batch]
+        fresh = [(seq, p) for seq, m in zip(batch, new, strict=True) for p in range(seq.num_tokens)[-m:] if m]
+
+        def slot(seq: Sequence, position: int) -> int:
+            return seq.table[position // bs] * bs + position % bs
+
+        def context(seq: Sequence) -> list[int]:
+            return [slot(seq, position) for position in range(seq.num_tokens)]
+
+        def padded(name: str, values: list, length: int) -> list:
+            return values + [self._pads[name]] * (length - len(values))
+
+        def table(name: str, values: list[list[int]], width: int) -> list[list[int]]:
+            return [padded(name, v, width) for v in values] + [[self._pads[name]] * width] * padding
+
+        def sums(counts: list[int]) -> list[int]:
+            return [sum(counts[:i]) for i in range(len(counts) + 1)] + [sum(counts)] * padding
+
+        build = {
+            "block_tables": lambda: table("block_tables", [seq.table for seq in batch], self.table_width),
+            "seq_lens": lambda: padded("seq_lens", lens, num_rows),
+            "slot_mapping": lambda: padded("slot_mapping", [slot(seq, p) for seq, p in fresh], num_tokens),
+            "positions": lambda: padded("positions", [p for _, p in fresh], num_tokens),
+            "cu_q_lens": lambda: sums(new),
+            "indptr": lambda: sums([len(row) for row in pages]),
+            "indices": lambda: [b for row in pages for b in row],
+            "last_page_len": lambda: padded(
+                "last_page_len", [(n - 1) % bs + 1 if n else 0 for n in lens], num_rows
+            ),
+            "kv_slots": lambda: table("kv_slots", [context(seq) for seq in batch], self.kv_width),
+            "kv_slots_ragged": lambda: [s for seq in batch for s in context(seq)],
+            "kv_indptr": lambda: sums(lens),
+            "slot_ids": lambda: padded("slot_ids", [seq.handle & 0xFFFFF for seq in batch], num_rows),
+        }
+        for name, base in self._base.items():
+            values = build[name]()
+            if values:
+                base[: len(values)] = values
+        return sum(len(row) for row in pages), sum(lens)
+
+    def _show(self, num_rows: int, num_tokens: int, num_pages: int, num_slots: int) -> None:
+        """Make the attributes show the filled part; the same objects while the shapes stay."""
+        shown = {
+            "slot_mapping": num_tokens,
+            "positions": num_tokens,
+            "cu_q_lens": num_rows + 1,
+            "indptr": num_rows + 1,
+            "kv_indptr": num_rows + 1,
+            "indices": num_pages,
+            "kv_slots_ragged": num_slots,
+        }
+        for name, base in self._base.items():
+            length = shown.get(name, num_rows)
+            if name not in self._views or len(self._views[name]) != length:
+                self._views[name] = base[:length]
+
+    def _carry_all(self) -> None:
+        """Forget what was written, so that every row of the next step is dirty."""
+        self._memory.clear()
+
+    # ---- what a user reads --------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> np.ndarray:
+        views = self.__dict__.get("_views", {})
+        if name in views:
+            return views[name]
+        raise AttributeError(f"the plan has no array {name!r}: its formats are {self.__dict__.get('formats')}")
+
+    @property
+    def is_pending(self) -> bool:
+        """True from the step until `done` has passed or `rollback`."""
+        return self._pending
+
+    @property
+    def num_copies(self) -> int:
+        """Copies of this step."""
+        return len(self.copies)
+
+    @property
+    def copied_tokens(self) -> int:
+        """Tokens that the copies of this step move."""
+        return int(self.copies[:, 2].sum())
+
+    def page_batch_info(self) -> dict[str, Any]:
+        """Return the fields of Levanter's PageBatchInfo under their own names."""
+        if "page_batch_info" not in self.formats:
+            raise AttributeError("the plan was not built with the format 'page_batch_info'")
+        return {
+            "slot_ids": self.slot_ids,
+            "page_indices": self.block_tables,
+            "seq_lens": self.seq_lens,
+            "cu_q_lens": self.cu_q_lens,
+            "num_seqs": self.num_rows,
+            "new_token_dests": self.slot_mapping,
+        }
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("[Plan] a plan cannot be pickled or copied")
