@@ -1,0 +1,314 @@
+"""The demo decides its claims by measuring: a planted fault must turn its claim, and the exit status, around."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvpool
+from kvpool.cli import demo, main
+from kvpool.cli.demo import occupancy, out_of_blocks, picture, step_cost
+from kvpool.cli.demo.report import Claim, Outcome, Part, Report, print_report
+from kvpool.cli.demo.serving import make_requests, serve_from_blocks, serve_from_slots
+from kvpool.cli.demo.settings import Settings
+
+CORE_PARTS = [step_cost.PART, occupancy.PART, out_of_blocks.PART]
+
+
+@dataclass(frozen=True)
+class SmallSettings(Settings):
+    prompt_lengths: tuple[int, ...] = (3, 40, 17)
+    new_tokens: int = 12
+    samples: int = 6
+    sample_prompt: int = 40
+    sample_tokens: int = 10
+    batch_sizes: tuple[int, ...] = (16,)
+    context: int = 1024
+    rounds: int = 3
+    requests: int = 30
+    pool_blocks: int = 129
+    max_len: int = 512
+
+
+@pytest.fixture
+def settings(tmp_path) -> Settings:
+    return SmallSettings(out=tmp_path / "demo.png")
+
+
+@pytest.fixture
+def small_demo(monkeypatch):
+    monkeypatch.setattr(demo, "Settings", SmallSettings)
+
+
+def run_one(part: Part, settings: Settings) -> Report:
+    return demo.run_parts(settings, [part], lambda line: None)
+
+
+def broken_claims(report: Report) -> set[str]:
+    return {name for name, held in report.claims.items() if not held}
+
+
+# ------------------------------------------------------------------------------------- the whole command
+
+
+def test_demo_json_is_one_object_of_boolean_claims_that_all_hold(small_demo, tmp_path, capsys):
+    status = main(["demo", "--json", "--out", str(tmp_path / "p.png")])
+    out, err = capsys.readouterr()
+    result = json.loads(out)  # fails if anything else was printed
+    assert result["claims"]
+    assert all(value is True for value in result["claims"].values()), err
+    assert result["held"] is True
+    assert result["not_run"] == {}
+    assert status == 0
+
+
+def test_demo_json_names_every_promise_of_every_part(small_demo, tmp_path, capsys):
+    main(["demo", "--json", "--out", str(tmp_path / "p.png")])
+    result = json.loads(capsys.readouterr().out)
+    promised = [name for part in demo.all_parts() for name in part.promises]
+    assert list(result["claims"]) == promised
+    assert list(result["numbers"]) == [part.name for part in demo.all_parts()]
+
+
+def test_demo_text_ends_with_the_verdict_and_is_quiet_on_stderr(small_demo, tmp_path, capsys):
+    assert main(["demo", "--out", str(tmp_path / "p.png")]) == 0
+    out, err = capsys.readouterr()
+    count = sum(len(part.promises) for part in demo.all_parts())
+    assert out.splitlines()[-1].startswith(f"{count} of {count} claims held")
+    assert str(tmp_path / "p.png") in out.replace("\n", "")
+    assert err == ""  # no terminal, no progress line
+
+
+def test_demo_exit_status_is_one_when_a_claim_breaks(small_demo, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(kvpool, "Pool", LeakyPool)
+    assert main(["demo", "--json", "--out", str(tmp_path / "p.png")]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert result["held"] is False
+    assert result["claims"]["serving_leaks_nothing"] is False
+
+
+# --------------------------------------------------------------------- planted faults, without a model
+
+
+class LeakyPool(kvpool.Pool):
+    """Loses one block whenever sequences finish."""
+
+    def close_finished(self, handles, mask):
+        if np.any(mask):
+            self.alloc()
+        return super().close_finished(handles, mask)
+
+
+class WrongLengthPool(kvpool.Pool):
+    """Counts one token too many in row 0."""
+
+    def step(self, plan, handles, num_new=1, **options):
+        super().step(plan, handles, num_new, **options)
+        plan.seq_lens[0] += 1
+
+
+class SlowPool(kvpool.Pool):
+    """Takes a millisecond more for a step."""
+
+    def step(self, plan, handles, num_new=1, **options):
+        time.sleep(0.001)
+        super().step(plan, handles, num_new, **options)
+
+
+class ForgetfulPool(kvpool.Pool):
+    """Has another state after every look at it."""
+
+    looks = 0
+
+    def fingerprint(self):
+        ForgetfulPool.looks += 1
+        return ForgetfulPool.looks
+
+
+class RoomyPool(kvpool.Pool):
+    """Has more blocks than asked for."""
+
+    def __new__(cls, num_blocks, *args, **options):
+        return super().__new__(cls, num_blocks * 100, *args, **options)
+
+    def __init__(self, num_blocks, *args, **options):
+        super().__init__(num_blocks * 100, *args, **options)
+
+
+class BrokenPool(kvpool.Pool):
+    """Cannot step."""
+
+    def step(self, plan, handles, num_new=1, **options):
+        raise RuntimeError("planted")
+
+
+@pytest.mark.parametrize(
+    ("pool", "part", "broken"),
+    [
+        (LeakyPool, occupancy.PART, {"serving_leaks_nothing"}),
+        (WrongLengthPool, step_cost.PART, {"step_same_tables"}),
+        (SlowPool, step_cost.PART, {"step_cheaper"}),
+        (ForgetfulPool, out_of_blocks.PART, {"state_unchanged"}),
+        (RoomyPool, out_of_blocks.PART, {"out_of_blocks_raised", "state_unchanged"}),
+        (BrokenPool, out_of_blocks.PART, set(out_of_blocks.PART.promises)),
+    ],
+)
+def test_fault_in_the_pool_breaks_its_claim_only(monkeypatch, settings, pool, part, broken):
+    monkeypatch.setattr(kvpool, "Pool", pool)
+    report = run_one(part, settings)
+    assert broken_claims(report) == broken
+    assert not report.held
+
+
+def test_part_that_raises_leaves_the_others_running(monkeypatch, settings, capsys):
+    monkeypatch.setattr(picture, "draw", lambda *args: 1 / 0)
+    report = demo.run_parts(settings, CORE_PARTS, lambda line: None)
+    assert broken_claims(report) == set(occupancy.PART.promises)
+    assert report.not_run == {"occupancy": "ZeroDivisionError: division by zero"}
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_part_that_does_not_decide_its_promises_is_an_error():
+    part = Part("p", "title", {"promised": "sentence"}, lambda *args: Outcome({}, {}))
+    with pytest.raises(ValueError, match="promised"):
+        Report().add(part, part.run())
+
+
+# --------------------------------------------------------------------------------- what is not installed
+
+
+@pytest.mark.parametrize("module", ["mlx", "mlx_lm"])
+def test_without_mlx_its_parts_are_not_run_and_not_held(small_demo, monkeypatch, tmp_path, capsys, module):
+    for name in [name for name in sys.modules if name.split(".")[0] == module]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "kvpool.cli.demo.lm", raising=False)
+    monkeypatch.delattr(demo, "lm", raising=False)
+    monkeypatch.setitem(sys.modules, module, None)
+    assert main(["demo", "--json", "--out", str(tmp_path / "p.png")]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert set(result["not_run"]) == {"engine", "forks"}
+    assert all("pip install 'kvpool[mlx]'" in reason for reason in result["not_run"].values())
+    assert result["claims"]["tokens_identical"] is False
+    assert result["claims"]["step_same_tables"] is True
+
+
+def test_without_matplotlib_the_picture_is_not_held(monkeypatch, settings):
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    report = run_one(occupancy.PART, settings)
+    assert report.not_run == {"occupancy": "needs matplotlib: pip install 'kvpool[demo]'"}
+    assert not report.held
+
+
+# -------------------------------------------------------------------------------------------- the picture
+
+
+def test_picture_is_a_large_png_in_several_colours(settings):
+    from matplotlib import image
+    from matplotlib.colors import to_rgb
+
+    assert run_one(occupancy.PART, settings).held
+    pixels = image.imread(settings.out)[..., :3]
+    assert pixels.shape[0] > 600
+    assert pixels.shape[1] > 900
+    for color in (picture.SLOTS, picture.SLOTS_LIGHT, picture.BLOCKS, picture.INK):
+        share = np.mean(np.all(np.abs(pixels - to_rgb(color)) < 0.01, axis=-1))
+        assert share > 1e-4, f"{color} is hardly in the picture"
+    blank = np.mean(np.all(pixels == 1.0, axis=-1))
+    assert 0.2 < blank < 0.95
+
+
+def test_sketch_fits_a_terminal_and_shows_both_servers(settings):
+    requests = make_requests(settings.requests, settings.max_len, 0)
+    slots = serve_from_slots(requests, 128, 16, settings.max_len)
+    blocks = serve_from_blocks(requests, 129, 16, settings.max_len)
+    text = picture.sketch(slots, blocks, 128)
+    assert max(map(len, text.splitlines())) < 80
+    assert f"step {slots.steps}" in text
+    assert f"step {blocks.steps}" in text
+    assert "█" in text
+    assert "░" in text
+
+
+# ------------------------------------------------------------------------------------- the two servers
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_servers_generate_every_token_and_stay_within_memory(seed):
+    requests = make_requests(40, 512, seed)
+    slots = serve_from_slots(requests, 128, 16, 512)
+    blocks = serve_from_blocks(requests, 129, 16, 512)
+    answers = sum(request.answer for request in requests)
+    assert sum(slots.running) == answers
+    assert sum(blocks.running) >= answers  # a preempted sequence is computed again
+    assert (sum(blocks.running) > answers) == (blocks.preemptions > 0)
+    for timeline in (slots, blocks):
+        assert max(timeline.blocks) <= 128
+        assert all(f <= b for f, b in zip(timeline.filled, timeline.blocks, strict=True))
+    assert max(slots.running) <= 128 // (512 // 16)
+
+
+def test_list_allocator_gives_the_slots_of_its_tables():
+    lists = step_cost.ListAllocator(64, 4)
+    for num_tokens in (3, 4, 9):
+        lists.open(num_tokens)
+    tables, lens, slots = lists.step()
+    assert lens.tolist() == [4, 5, 10]
+    assert tables.tolist() == [[1, 0, 0], [2, 6, 0], [3, 4, 5]]
+    assert slots.tolist() == [1 * 4 + 3, 6 * 4 + 0, 5 * 4 + 1]
+
+
+# ----------------------------------------------------------------------------------------------- the table
+
+
+def report_with(held: bool) -> Report:
+    report = Report(seconds=1.5)
+    part = Part("p", "a part", {"first": "the first sentence", "second": "the second"}, None)
+    report.add(part, Outcome({"first": Claim(True, "1 of 1"), "second": Claim(held, "2 of 3")}, {}, ("█ note",)))
+    return report
+
+
+def printed(report: Report, encoding: str) -> str:
+    from rich.console import Console
+
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding=encoding)
+    print_report(report, Console(file=stream, width=80))
+    stream.flush()
+    return raw.getvalue().decode(encoding)
+
+
+def test_table_marks_what_held_and_what_did_not():
+    text = printed(report_with(held=False), "utf-8")
+    assert "✓ the first sentence" in text
+    assert "✗ the second" in text
+    assert "1 of 2 claims held" in text
+
+
+def test_table_on_an_ascii_terminal_is_ascii():
+    text = printed(report_with(held=False), "ascii")
+    assert "ok the first sentence" in text
+    assert "NO the second" in text
+    assert "# note" in text
+
+
+def test_table_says_that_a_claim_not_run_is_not_held():
+    report = report_with(held=True)
+    report.add_not_run(Part("q", "another part", {"third": "the third"}, None), "needs a thing: pip install thing")
+    text = printed(report, "utf-8")
+    assert "not run: needs a thing: pip install thing" in text
+    assert "2 of 3 claims held" in text
+    assert "a claim that was not run is not held" in text
+    assert report.as_json()["claims"]["third"] is False
+
+
+def test_default_picture_is_written_to_the_current_folder():
+    assert replace(Settings()).out == Path("kvpool-demo.png")
