@@ -28,8 +28,8 @@ def config(tmp_path):
     return path
 
 
-def run_python(code: str, *args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=60)
+def run_python(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=60)
 
 
 def refusal(capsys, *argv: str) -> str:
@@ -70,13 +70,13 @@ for name in ("mlx", "mlx_lm", "rich", "matplotlib", "kvpool_backends"):
 from kvpool.cli import main
 main(["demo", "--help"])
 """
-    result = run_python(code)
+    result = run_python("-c", code)
     assert result.returncode == 0, result.stderr
     assert "--out" in result.stdout
 
 
 def test_module_run_is_the_same_command():
-    result = subprocess.run([sys.executable, "-m", "kvpool", "--version"], capture_output=True, text=True, timeout=60)
+    result = run_python("-m", "kvpool", "--version")
     assert result.returncode == 0
     assert result.stdout.startswith("kvpool ")
 
@@ -96,7 +96,9 @@ def test_plan_json_gives_the_numbers_of_a_known_model(capsys, config):
 
 
 def test_plan_takes_folder_and_block_size_and_prints_text(capsys, config):
-    assert main(["plan", "--model", str(config.parent), "--memory", str(16 * 2**30), "--block-size", "32"]) == 0
+    assert (
+        main(["plan", "--model", str(config.parent), "--memory", str(16 * 2**30), "--block-size", "32"]) == 0
+    )
     out = capsys.readouterr().out
     assert "4096 blocks" in out
     assert "4194304 per block of 32 tokens" in out
@@ -119,7 +121,9 @@ def test_plan_bad_value_is_named(capsys, config, options, said):
 
 def test_plan_missing_or_broken_config_is_named(capsys, tmp_path):
     missing = tmp_path / "nowhere.json"
-    assert f"--model {missing}: No such file" in refusal(capsys, "plan", "--model", str(missing), "--memory", "1GiB")
+    assert f"--model {missing}: No such file" in refusal(
+        capsys, "plan", "--model", str(missing), "--memory", "1GiB"
+    )
     broken = tmp_path / "broken.json"
     broken.write_text("{")
     assert "is not JSON" in refusal(capsys, "plan", "--model", str(broken), "--memory", "1GiB")
@@ -151,7 +155,7 @@ sys.modules["mlx"] = None
 from kvpool.cli import main
 sys.exit(main(["doctor", "--json"]))
 """
-    result = run_python(code)
+    result = run_python("-c", code)
     assert result.returncode == 0, result.stderr
     facts = json.loads(result.stdout)
     assert facts["metal"]["available"] is False
@@ -181,7 +185,7 @@ sys.modules["rich"] = None
 from kvpool.cli import main
 sys.exit(main(["demo"]))
 """
-    result = run_python(code)
+    result = run_python("-c", code)
     assert result.returncode == 2
     assert result.stdout == ""
     assert result.stderr.splitlines() == [

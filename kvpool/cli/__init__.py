@@ -1,8 +1,8 @@
 """The ``kvpool`` command.
 
-``kvpool demo`` shows on this machine what kvpool claims, ``kvpool plan`` sizes a pool, ``kvpool doctor`` tells
-what is installed. Each command is a module with ``add_arguments(parser)`` and ``run(args) -> int``, the exit
-status: 0 done (and every claim held), 1 a claim did not hold, 2 the command could not do what was asked.
+``kvpool demo`` shows on this machine what kvpool claims, ``kvpool plan`` sizes a pool, ``kvpool doctor``
+tells what is installed. Each command is a module with ``add_arguments(parser)`` and ``run(args) -> int``,
+the exit status: 0 done (and every claim held), 1 a claim did not hold, 2 it could not do what was asked.
 
 Reading the arguments needs numpy and the standard library only; a command imports what it uses when it runs.
 """
@@ -22,14 +22,18 @@ COMMANDS = {"demo": demo, "plan": plan, "doctor": doctor}
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
-    parser = argparse.ArgumentParser(prog="kvpool", description="A block allocator for the KV cache of LLM inference.")
+    parser = argparse.ArgumentParser(
+        prog="kvpool", description="A block allocator for the KV cache of LLM inference."
+    )
     parser.add_argument("--version", action="version", version=f"kvpool {kvpool.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     for name, module in COMMANDS.items():
         summary = module.__doc__.splitlines()[0]
         command = commands.add_parser(name, help=summary, description=summary)
         module.add_arguments(command)
-        command.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
+        command.add_argument(
+            "--json", action="store_true", help="print one JSON object and nothing else on stdout"
+        )
     return parser
 
 

@@ -2,4 +2,4 @@
 
 
 class CommandError(Exception):
-    """The command cannot do what was asked; the message is for the person who typed it, no traceback follows."""
+    """The command cannot do what was asked. The message is for the person who typed it."""

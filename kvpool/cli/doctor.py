@@ -65,7 +65,7 @@ def backend_reasons() -> dict[str, str | None]:
     import kvpool_backends
 
     reasons: dict[str, str | None] = {}
-    for name in kvpool_backends.known():
+    for name in sorted(kvpool_backends._known()):
         try:
             kvpool_backends.load_backend(name)
             reasons[name] = None
@@ -107,7 +107,8 @@ def describe(facts: dict[str, Any]) -> str:
         ("Metal", f"yes, {metal['device']}" if metal["available"] else f"no: {metal['reason']}"),
         (
             "memory",
-            f"{format_nbytes(memory['available_nbytes'])} available of {format_nbytes(memory['total_nbytes'])}",
+            f"{format_nbytes(memory['available_nbytes'])} available"
+            f" of {format_nbytes(memory['total_nbytes'])}",
         ),
     ]
     width = max(len(name) for name, _ in rows)

@@ -10,14 +10,24 @@ from kvpool.cli.console import CommandError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("--model", required=True, metavar="CONFIG", help="a config.json, or the folder that holds it")
     parser.add_argument(
-        "--memory", required=True, metavar="SIZE", help="bytes for the KV cache, as 16GiB or 512MB; auto: from this machine"
+        "--model", required=True, metavar="CONFIG", help="a config.json, or the folder that holds it"
     )
-    parser.add_argument("--block-size", type=int, default=16, metavar="TOKENS", help="tokens per block (default: %(default)s)")
+    parser.add_argument(
+        "--memory",
+        required=True,
+        metavar="SIZE",
+        help="bytes for the KV cache, such as 16GiB or 512MB; auto looks at this machine",
+    )
+    parser.add_argument(
+        "--block-size", type=int, default=16, metavar="TOKENS", help="tokens per block (default: %(default)s)"
+    )
     parser.add_argument("--dtype", help="element type of the cache (default: the model's)")
     parser.add_argument(
-        "--max-len", type=int, metavar="TOKENS", help="what a static cache would reserve per sequence (default: the model's limit)"
+        "--max-len",
+        type=int,
+        metavar="TOKENS",
+        help="what a static cache would reserve per sequence (default: the model's limit)",
     )
 
 

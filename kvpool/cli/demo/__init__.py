@@ -25,10 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="PATH_OR_ID",
-        help="run the mlx-lm parts on this checkpoint (a folder, or a Hugging Face id that mlx-lm downloads); "
-        "default: a small Llama with random weights, nothing is downloaded",
+        help="run the mlx-lm parts on this checkpoint: a folder, or a Hugging Face id that mlx-lm downloads "
+        "(default: a small Llama with random weights, nothing is downloaded)",
     )
-    parser.add_argument("--out", type=Path, default=Settings.out, help="where the picture goes (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Settings.out, help="where the picture goes (default: %(default)s)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -81,7 +83,9 @@ def check_paths(settings: Settings) -> None:
     if not out.parent.is_dir():
         raise CommandError(f"--out {out}: there is no folder {out.parent}")
     if model is not None and not Path(model).exists() and model.count("/") != 1:
-        raise CommandError(f"--model {model}: there is no such folder, and a Hugging Face id reads owner/name")
+        raise CommandError(
+            f"--model {model}: there is no such folder, and a Hugging Face id reads owner/name"
+        )
 
 
 @contextlib.contextmanager
@@ -91,7 +95,10 @@ def progress_line() -> Iterator[Callable[[str], None]]:
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
-    columns = (SpinnerColumn("line" if console.options.ascii_only else "dots"), TextColumn("{task.description}"))
+    columns = (
+        SpinnerColumn("line" if console.options.ascii_only else "dots"),
+        TextColumn("{task.description}"),
+    )
     with Progress(
         *columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal
     ) as progress:

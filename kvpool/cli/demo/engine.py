@@ -33,11 +33,20 @@ def run(settings: Settings, say: Callable[[str], None]) -> Outcome:
         "no_blocks_leaked": Claim(used.leaked == 0, f"{used.leaked} blocks leaked, peak {used.peak_blocks}"),
         "fewer_kv_bytes": Claim(
             used.peak_bytes < stock.cache_bytes,
-            f"{format_nbytes(used.peak_bytes)} in blocks against {format_nbytes(stock.cache_bytes)};"
-            f" the pool holds {format_nbytes(used.pool_bytes)} in all",
+            bytes_sentence(stock, used),
         ),
     }
-    return Outcome(claims, {"model": workload.label, "prompt_lengths": lengths} | run_numbers(stock, ours, used))
+    return Outcome(
+        claims, {"model": workload.label, "prompt_lengths": lengths} | run_numbers(stock, ours, used)
+    )
+
+
+def bytes_sentence(stock: Any, used: Any) -> str:
+    """Return the KV bytes of both runs, and what the whole pool takes, as a sentence."""
+    return (
+        f"{format_nbytes(used.peak_bytes)} in blocks (the whole pool: {format_nbytes(used.pool_bytes)}),"
+        f" {format_nbytes(stock.cache_bytes)} in mlx-lm's cache"
+    )
 
 
 def run_numbers(stock: Any, ours: Any, used: Any) -> dict[str, Any]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvpool.cli.demo.engine import run_numbers
+from kvpool.cli.demo.engine import bytes_sentence, run_numbers
 from kvpool.cli.demo.report import Claim, Outcome, Part, load_lm
 from kvpool.cli.demo.settings import Settings
-from kvpool.config import format_nbytes
 
 
 def run(settings: Settings, say: Callable[[str], None]) -> Outcome:
@@ -28,7 +27,9 @@ def run(settings: Settings, say: Callable[[str], None]) -> Outcome:
     distinct = len(set(map(tuple, stock.tokens)))
     unshared = samples * longest
     claims = {
-        "samples_identical": Claim(same == samples, f"{same} of {samples} samples, {distinct} of them distinct"),
+        "samples_identical": Claim(
+            same == samples, f"{same} of {samples} samples, {distinct} of them distinct"
+        ),
         "prompt_shared": Claim(
             used.peak_blocks <= whole + samples * (longest - shared),
             f"peak {used.peak_blocks} blocks, {unshared} if each sample had its own prompt",
@@ -38,10 +39,7 @@ def run(settings: Settings, say: Callable[[str], None]) -> Outcome:
             f"{used.cow_copies} blocks copied for {ours.num_tokens} tokens,"
             f" {used.cow_copies / ours.num_tokens:.3f} per token",
         ),
-        "fork_fewer_kv_bytes": Claim(
-            used.peak_bytes < stock.cache_bytes,
-            f"{format_nbytes(used.peak_bytes)} in blocks against {format_nbytes(stock.cache_bytes)}",
-        ),
+        "fork_fewer_kv_bytes": Claim(used.peak_bytes < stock.cache_bytes, bytes_sentence(stock, used)),
         "fork_no_blocks_leaked": Claim(used.leaked == 0, f"{used.leaked} blocks leaked"),
     }
     numbers = run_numbers(stock, ours, used)

@@ -25,7 +25,7 @@ from kvpool.cli.demo.settings import Settings
 VOCABULARY = 512
 TEXTS = (
     "The block table maps",
-    "A paged KV cache stores the keys and values of a sequence in blocks that need not be contiguous, because",
+    "A paged KV cache stores keys and values in blocks that need not be contiguous in memory, because",
     "Once upon a time, in a data centre far away, a scheduler had run out of memory. It looked at the waiting"
     " requests, then at the running ones, and it decided that",
     "1, 1, 2, 3, 5, 8,",
@@ -159,7 +159,7 @@ def generate(
 def sample(model: Any, prompt: list[int], samples: int, max_tokens: int, seed: int) -> tuple[Run, float]:
     """Prefill `prompt` once, deep-copy its cache `samples` times, and continue every copy at temperature 1.
 
-    This is what a host of mlx-lm does today for n samples. The draws depend on the seed and on the logits only.
+    This is what a host of mlx-lm does today for n samples. The draws depend on the seed and the logits only.
 
     Returns
     -------
@@ -175,4 +175,5 @@ def sample(model: Any, prompt: list[int], samples: int, max_tokens: int, seed: i
     seconds = time.perf_counter() - start
     mx.random.seed(seed)
     last = [prompt[-1:] for _ in range(samples)]
-    return generate(model, last, max_tokens, caches=copies, sampler=mx.random.categorical, together=samples), seconds
+    run = generate(model, last, max_tokens, caches=copies, sampler=mx.random.categorical, together=samples)
+    return run, seconds

@@ -36,15 +36,18 @@ def run(settings: Settings, say: Callable[[str], None]) -> Outcome:
             recovered = True
         except kvpool.KVPoolError:
             recovered = False
-        message = str(error) if error else ""
         short = error.short_by if error else 0
+    message = str(error) if error else ""
+    before, after = f"{before:016x}", f"{after:016x}"
     claims = {
-        "out_of_blocks_raised": Claim(error is not None, f"step {steps + 1}: {short} block(s) short"),
-        "state_unchanged": Claim(error is not None and before == after, f"fingerprint {before:016x} before, {after:016x} after"),
-        "goes_on_after_preempting": Claim(recovered, "one sequence closed, the same step on the other two succeeds"),
+        "out_of_blocks_raised": Claim(error is not None, f"in step {steps + 1}, {short} short"),
+        "state_unchanged": Claim(
+            error is not None and before == after, f"fingerprint {before}, then {after}"
+        ),
+        "goes_on_after_preempting": Claim(recovered, "the same step on the other two sequences succeeds"),
     }
-    numbers = {"message": message, "steps": steps, "fingerprint_before": before, "fingerprint_after": after}
-    return Outcome(claims, numbers, (f"A step that does not fit raises OutOfBlocks:\n  {message}",) if message else ())
+    notes = (f"A step that does not fit raises OutOfBlocks:\n  {message}",) if message else ()
+    return Outcome(claims, {"message": message, "fingerprints": [before, after]}, notes)
 
 
 PART = Part(

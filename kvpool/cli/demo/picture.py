@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -36,14 +37,17 @@ def draw(path: Path, slots: Timeline, blocks: Timeline, pool_blocks: int, block_
     figure.text(
         0.085,
         0.918,
-        f"{pool_blocks} blocks of {block_size} tokens. Light: held by sequences and usable by nobody else. Dark: really filled with tokens.",
+        f"{pool_blocks} blocks of {block_size} tokens. Light: held by sequences and usable by nobody else."
+        " Dark: really filled with tokens.",
         size=9.5,
         color=MUTED,
     )
     _area(top, slots, SLOTS, SLOTS_LIGHT, "Static reservation", pool_blocks)
     _area(middle, blocks, BLOCKS, BLOCKS_LIGHT, "kvpool", pool_blocks)
     for timeline, color, name in ((slots, SLOTS, "static reservation"), (blocks, BLOCKS, "kvpool")):
-        bottom.step(range(timeline.steps), timeline.running, where="post", color=color, linewidth=1.6, label=name)
+        bottom.step(
+            range(timeline.steps), timeline.running, where="post", color=color, linewidth=1.6, label=name
+        )
     bottom.set_title("Sequences running at the same time", loc="left", size=10.5, color=INK)
     bottom.set_ylabel("sequences", color=MUTED)
     bottom.set_xlabel("engine steps (each running sequence gains one token per step)", color=MUTED)
@@ -80,19 +84,24 @@ def _area(axes, timeline: Timeline, dark: str, light: str, name: str, pool_block
     )
     axes.set_ylim(0, pool_blocks * 1.16)
     axes.set_ylabel("blocks", color=MUTED)
-    axes.set_title(f"{name}: {timeline.wasted:.0%} of the held space holds no token", loc="left", size=10.5, color=INK)
+    axes.set_title(
+        f"{name}: {timeline.wasted:.0%} of the held space is empty", loc="left", size=10.5, color=INK
+    )
 
 
 def sketch(slots: Timeline, blocks: Timeline, pool_blocks: int, *, width: int = 64, height: int = 5) -> str:
     """Return both occupancy charts as text, `width` columns by `height` lines each, on one time scale."""
     total = max(slots.steps, blocks.steps)
-    edges = np.linspace(0, total, width + 1).astype(int)
+    edges = np.linspace(0, total, width + 1).astype(int).tolist()
     lines = []
     for name, timeline in (("Static reservation", slots), ("kvpool", blocks)):
-        held, filled = (np.zeros(total), np.zeros(total))
+        held, filled = np.zeros(total), np.zeros(total)
         held[: timeline.steps], filled[: timeline.steps] = timeline.blocks, timeline.filled
-        columns = [(held[a : max(b, a + 1)].mean(), filled[a : max(b, a + 1)].mean()) for a, b in zip(edges, edges[1:])]
-        lines.append(f"{name}: {timeline.wasted:.0%} of the held space holds no token, all served at step {timeline.steps}")
+        spans = [slice(a, max(b, a + 1)) for a, b in pairwise(edges)]
+        columns = [(held[span].mean(), filled[span].mean()) for span in spans]
+        lines.append(
+            f"{name}: {timeline.wasted:.0%} of the held space is empty, served at step {timeline.steps}"
+        )
         for level in range(height, 0, -1):
             threshold = (level - 0.5) / height * pool_blocks
             row = ("█" if f >= threshold else "░" if h >= threshold else " " for h, f in columns)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-
 ASCII = str.maketrans({"█": "#", "░": ".", "─": "-", "│": "|", "└": "+"})
 """For terminals whose encoding has no such characters."""
 
@@ -92,7 +91,8 @@ class Report:
     def add(self, part: Part, outcome: Outcome) -> None:
         """Record what `part` found; a part must decide every claim it promised."""
         if set(outcome.claims) != set(part.promises):
-            raise ValueError(f"[demo] {part.name} decided {sorted(outcome.claims)}, promised {sorted(part.promises)}")
+            decided, promised = sorted(outcome.claims), sorted(part.promises)
+            raise ValueError(f"[demo] {part.name} decided {decided}, promised {promised}")
         self.outcomes.append((part, outcome))
 
     def add_not_run(self, part: Part, reason: str) -> None:
@@ -131,7 +131,7 @@ def print_report(report: Report, console: Any) -> None:
     from rich.text import Text
 
     ascii_only = console.options.ascii_only
-    held, broken, skipped = ("ok", "NO", "--") if ascii_only else ("✓", "✗", "–")
+    held, broken, skipped = ("ok", "NO", "-") if ascii_only else ("✓", "✗", "-")
     for _, outcome in report.outcomes:
         for note in outcome.notes:
             text = note.translate(ASCII) if ascii_only else note

@@ -1,4 +1,4 @@
-"""A small continuous-batching server without a model: the same requests, served from blocks or from fixed slots.
+"""A small continuous-batching server without a model, once on blocks and once on fixed slots.
 
 Time is counted in engine steps. In a step every admitted prompt is prefilled whole and every running
 sequence gains one token.
@@ -70,7 +70,7 @@ class Timeline:
 
 
 def make_requests(count: int, max_len: int, seed: int) -> list[Request]:
-    """Return requests with exponential gaps and log-normal lengths, most far shorter than `max_len` tokens."""
+    """Return requests with exponential gaps and log-normal lengths, most far shorter than `max_len`."""
     rng = np.random.default_rng(seed)
     arrivals = np.cumsum(rng.exponential(2.5, count)).astype(int)
     prompts = np.clip(rng.lognormal(4.4, 0.9, count), 4, max_len // 2).astype(int)
@@ -79,7 +79,7 @@ def make_requests(count: int, max_len: int, seed: int) -> list[Request]:
 
 
 def serve_from_slots(requests: list[Request], num_blocks: int, block_size: int, max_len: int) -> Timeline:
-    """Serve with static reservation: each running sequence owns `max_len` tokens from its first step to its last."""
+    """Serve with static reservation: a running sequence owns `max_len` tokens from first step to last."""
     blocks_per_slot = -(-max_len // block_size)
     num_slots = num_blocks // blocks_per_slot
     waiting, running, timeline = deque(requests), [], Timeline()
@@ -95,38 +95,46 @@ def serve_from_slots(requests: list[Request], num_blocks: int, block_size: int, 
     return timeline
 
 
-def serve_from_blocks(requests: list[Request], num_blocks: int, block_size: int, max_len: int) -> Timeline:
-    """Serve from a `kvpool.Pool`: a sequence takes a block when it needs one; when there is none left, the newest waits."""
-    waiting, timeline = deque(requests), Timeline()
-    running: list[tuple[int, Request]] = []  # handle and request, oldest first
-    max_rows = min(len(requests), num_blocks - 1)
-    with kvpool.Pool(num_blocks, block_size, max_seqs=max_rows, watermark=num_blocks // 50) as pool:
-        plan = kvpool.Plan(pool, max_rows=max_rows, max_tokens=num_blocks * block_size)
+def serve_from_blocks(requests: list[Request], num_blocks: int, block_size: int) -> Timeline:
+    """Serve from a `kvpool.Pool`: a sequence takes a block when it needs one.
+
+    When a step does not fit, the newest sequence is thrown out, and its request waits to be computed again.
+    """
+    timeline, waiting = Timeline(), deque(requests)
+    running: list[tuple[int, Request]] = []  # (handle, request), oldest first
+    max_seqs = len(requests)
+    with kvpool.Pool(num_blocks, block_size, max_seqs=max_seqs, watermark=num_blocks // 50) as pool:
+        plan = kvpool.Plan(pool, max_rows=max_seqs, max_tokens=num_blocks * block_size)
         while waiting or running:
-            while waiting and waiting[0].arrival <= timeline.steps and len(running) < max_rows:
+            while waiting and waiting[0].arrival <= timeline.steps:
                 try:
                     handle = pool.open(waiting[0].prompt + 1)
                 except OutOfBlocks:
                     break
                 running.append((handle, waiting.popleft()))
-            while running:
-                handles = np.array([handle for handle, _ in running], np.int64)
-                new = [1 if pool.num_tokens(h) else request.prompt + 1 for h, request in running]
-                try:
-                    pool.step(plan, handles, new)
-                    break
-                except OutOfBlocks:  # nothing moved: put the newest sequence back and try again
-                    handle, request = running.pop()
-                    pool.close(handle)
-                    waiting.appendleft(request)
-                    timeline.preemptions += 1
+            while running and not _step(pool, plan, running):
+                handle, request = running.pop()
+                pool.close(handle)
+                waiting.appendleft(request)
+                timeline.preemptions += 1
             stats = pool.stats()
             timeline.record(stats.used, stats.tokens / block_size, len(running))
             if running:
                 pool.done(plan)
-            finished = [pool.num_tokens(handle) >= request.num_tokens for handle, request in running]
-            pool.close_finished([handle for handle, _ in running], np.array(finished, bool))
-            running = [entry for entry, over in zip(running, finished, strict=True) if not over]
+                over = [pool.num_tokens(handle) == request.num_tokens for handle, request in running]
+                pool.close_finished([handle for handle, _ in running], np.array(over))
+                running = [entry for entry, is_over in zip(running, over, strict=True) if not is_over]
         pool.check()
         timeline.leaked = pool.stats().used
     return timeline
+
+
+def _step(pool: kvpool.Pool, plan: kvpool.Plan, running: list[tuple[int, Request]]) -> bool:
+    """Plan one step for all of `running`; False if the pool is too full for it (then nothing has moved)."""
+    handles = [handle for handle, _ in running]
+    new = [1 if pool.num_tokens(handle) else request.prompt + 1 for handle, request in running]
+    try:
+        pool.step(plan, handles, new)
+    except OutOfBlocks:
+        return False
+    return True
