@@ -1,7 +1,7 @@
 """Dense attention and rounding in float64: the oracle that paged backends are measured against.
 
-Deliberately written another way than any backend here: one matrix per head, an explicit mask, rounding by exponent and
-mantissa instead of by bits.
+Deliberately written another way than any backend here: one matrix per head, an explicit mask, rounding by
+exponent and mantissa instead of by bits.
 """
 
 from __future__ import annotations
@@ -10,7 +10,11 @@ import numpy as np
 
 _MANTISSA_BITS = {"float32": 24, "float16": 11, "bfloat16": 8}  # the hidden bit included
 _MIN_EXPONENT = {"float32": -126, "float16": -14, "bfloat16": -126}  # of the smallest normal number
-_MAX = {"float32": float(np.finfo(np.float32).max), "float16": 65504.0, "bfloat16": float(2.0**127 * (2 - 2**-7))}
+_MAX = {
+    "float32": float(np.finfo(np.float32).max),
+    "float16": 65504.0,
+    "bfloat16": float(2.0**127 * (2 - 2**-7)),
+}
 
 
 def dense_attention(
@@ -50,11 +54,14 @@ def dense_attention(
 
 
 def round_to(x: np.ndarray, dtype: str) -> np.ndarray:
-    """Nearest values of `dtype`, ties to even, as float32; infinite beyond its largest value, NaN stays NaN."""
+    """Nearest values of `dtype`, ties to even, as float32; infinite beyond its largest value, NaN stays
+    NaN."""
     x = np.asarray(x, np.float64)
-    mantissa, exponent = np.frexp(x)  # x = mantissa * 2**exponent, 0.5 <= |mantissa| < 1
+    _, exponent = np.frexp(x)  # |x| = mantissa * 2**exponent, 0.5 <= mantissa < 1
     bits = _MANTISSA_BITS[dtype]
-    step = np.maximum(exponent, _MIN_EXPONENT[dtype] + 1) - bits  # exponent of the last place, fixed below normal
+    step = (
+        np.maximum(exponent, _MIN_EXPONENT[dtype] + 1) - bits
+    )  # exponent of the last place, fixed below normal
     with np.errstate(invalid="ignore", over="ignore"):
         rounded = np.ldexp(np.rint(np.ldexp(x, -step)), step)
         rounded = np.where(np.abs(rounded) > _MAX[dtype], np.copysign(np.inf, x), rounded)
@@ -62,7 +69,8 @@ def round_to(x: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def stored_bytes(x: np.ndarray, dtype: str) -> np.ndarray:
-    """Little-endian bytes (uint8, flat) of values that `dtype` represents exactly, as `export_blocks` has them."""
+    """Little-endian bytes (uint8, flat) of values that `dtype` represents exactly, as `export_blocks` has
+    them."""
     if dtype == "bfloat16":
         pairs = np.ascontiguousarray(x, "<f4").view(np.uint8).reshape(-1, 4)
         return pairs[:, 2:].reshape(-1)  # the upper half of a float32
