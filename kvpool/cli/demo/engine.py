@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvpool.cli.demo.report import Claim, Outcome, Part, load_lm
 from kvpool.cli.demo.settings import Settings
 from kvpool.config import format_nbytes
+
+if TYPE_CHECKING:
+    from kvpool.cli.demo.lm import Run, Summary
 
 
 def run(settings: Settings, say: Callable[[str], None]) -> Outcome:
     """Generate greedily from prompts of mixed length, twice, and compare tokens and bytes."""
     lm = load_lm(say)
     workload = lm.make_workload(settings)
-    lengths = [len(prompt) for prompt in workload.prompts]
+    model, prompts, new_tokens = workload.model, workload.prompts, settings.new_tokens
     say(f"BatchGenerator on mlx-lm's cache: {workload.label}")
-    stock = lm.generate(workload.model, workload.prompts, settings.new_tokens)
+    stock = lm.generate(model, prompts, new_tokens)
     say(f"BatchGenerator on kvpool: {workload.label}")
-    blocks = sum(-(-(n + settings.new_tokens) // settings.block_size) for n in lengths)
-    with lm.installed(workload.model, settings, blocks) as paged:
-        ours = lm.generate(workload.model, workload.prompts, settings.new_tokens)
-        used = lm.pool_use(paged)
+    lengths = [len(prompt) for prompt in prompts]
+    blocks = sum(-(-(length + new_tokens) // settings.block_size) for length in lengths)
+    with lm.install(model, blocks + len(prompts) + 1, block_size=settings.block_size) as kv:
+        ours = lm.generate(model, prompts, new_tokens)
+        account = lm.account(kv)
     same = sum(a == b for a, b in zip(stock.tokens, ours.tokens, strict=True))
     distinct = len({token for row in stock.tokens for token in row})
     claims = {
@@ -30,41 +34,43 @@ def run(settings: Settings, say: Callable[[str], None]) -> Outcome:
             f"{same} of {len(lengths)} prompts of {min(lengths)} to {max(lengths)} tokens,"
             f" {stock.num_tokens} tokens generated, {distinct} distinct",
         ),
-        "no_blocks_leaked": Claim(used.leaked == 0, f"{used.leaked} blocks leaked, peak {used.peak_blocks}"),
+        "no_blocks_leaked": Claim(
+            account.blocks_used == 0, f"{account.blocks_used} leaked, {account.blocks_peak} used at the peak"
+        ),
         "fewer_kv_bytes": Claim(
-            used.peak_bytes < stock.cache_bytes,
-            bytes_sentence(stock, used),
+            account.kv_nbytes_peak < stock.cache_nbytes, bytes_sentence(stock, ours, account)
         ),
     }
-    return Outcome(
-        claims, {"model": workload.label, "prompt_lengths": lengths} | run_numbers(stock, ours, used)
-    )
+    numbers = {"model": workload.label, "prompt_lengths": lengths, "distinct_tokens": distinct}
+    return Outcome(claims, numbers | run_numbers(stock, ours, account))
 
 
-def bytes_sentence(stock: Any, used: Any) -> str:
-    """Return the KV bytes of both runs, and what the whole pool takes, as a sentence."""
+def bytes_sentence(stock: Run, ours: Run, account: Summary) -> str:
+    """Return the KV bytes of both runs, what the whole pool takes, and MLX's own peaks, as a sentence."""
     return (
-        f"{format_nbytes(used.peak_bytes)} in blocks (the whole pool: {format_nbytes(used.pool_bytes)}),"
-        f" {format_nbytes(stock.cache_bytes)} in mlx-lm's cache"
+        f"{format_nbytes(account.kv_nbytes_peak)} in blocks of a pool of {format_nbytes(account.pool_nbytes)},"
+        f" {format_nbytes(stock.cache_nbytes)} in mlx-lm's cache; peak of all of MLX"
+        f" {format_nbytes(ours.mlx_peak_nbytes)} and {format_nbytes(stock.mlx_peak_nbytes)}"
     )
 
 
-def run_numbers(stock: Any, ours: Any, used: Any) -> dict[str, Any]:
+def run_numbers(stock: Run, ours: Run, account: Summary) -> dict[str, Any]:
     """Return what a stock run and a run on the pool measured, for the JSON object."""
     return {
         "tokens_generated": stock.num_tokens,
         "stock": {
-            "cache_nbytes": stock.cache_bytes,
-            "mlx_peak_nbytes": stock.mlx_peak_bytes,
+            "kv_nbytes_peak": stock.cache_nbytes,
+            "mlx_peak_nbytes": stock.mlx_peak_nbytes,
             "seconds": round(stock.seconds, 3),
         },
         "kvpool": {
-            "peak_blocks": used.peak_blocks,
-            "peak_nbytes": used.peak_bytes,
-            "pool_nbytes": used.pool_bytes,
-            "mlx_peak_nbytes": ours.mlx_peak_bytes,
-            "cow_copies": used.cow_copies,
-            "leaked_blocks": used.leaked,
+            "kv_nbytes_peak": account.kv_nbytes_peak,
+            "pool_nbytes": account.pool_nbytes,
+            "mlx_peak_nbytes": ours.mlx_peak_nbytes,
+            "blocks_peak": account.blocks_peak,
+            "blocks_leaked": account.blocks_used,
+            "cow_copies": account.cow_copies,
+            "pool_copies_by_mlx": account.mlx_pool_copies,
             "seconds": round(ours.seconds, 3),
         },
     }
@@ -74,7 +80,7 @@ PART = Part(
     "engine",
     "mlx-lm's BatchGenerator, unmodified, on kvpool",
     {
-        "tokens_identical": "greedy tokens equal to mlx-lm's own cache",
+        "tokens_identical": "greedy tokens equal to those on mlx-lm's own cache",
         "no_blocks_leaked": "every block is back at the end",
         "fewer_kv_bytes": "fewer KV bytes at the peak",
     },

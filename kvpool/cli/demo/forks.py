@@ -13,39 +13,40 @@ def run(settings: Settings, say: Callable[[str], None]) -> Outcome:
     """Sample one prompt many times from mlx-lm's cache and from the pool, with the same random numbers."""
     lm = load_lm(say)
     workload = lm.make_workload(settings)
-    prompt, samples = workload.long_prompt, settings.samples
-    args = (workload.model, prompt, samples, settings.sample_tokens, settings.seed)
+    model, prompt, samples = workload.model, workload.long_prompt, settings.samples
+    arguments = (model, prompt, samples, settings.sample_tokens, settings.seed)
     say(f"{samples} samples of one prompt on mlx-lm's cache")
-    stock, stock_seconds = lm.sample(*args)
+    stock, stock_seconds = lm.sample(*arguments)
     say(f"{samples} samples of one prompt on kvpool")
-    shared, whole = len(prompt) // settings.block_size, -(-len(prompt) // settings.block_size)
-    longest = -(-(len(prompt) + settings.sample_tokens) // settings.block_size)
-    with lm.installed(workload.model, settings, shared + (samples + 1) * (longest - shared)) as paged:
-        ours, our_seconds = lm.sample(*args)
-        used = lm.pool_use(paged)
+    whole = -(-len(prompt) // settings.block_size)  # blocks of the prompt
+    longest = -(-(len(prompt) + settings.sample_tokens) // settings.block_size)  # blocks of one whole sample
+    own = longest - (len(prompt) - 1) // settings.block_size  # of which a sample does not share so many
+    need = whole + samples * own
+    with lm.install(model, 2 * need, block_size=settings.block_size) as kv:  # room to be wrong
+        ours, our_seconds = lm.sample(*arguments)
+        account = lm.account(kv)
     same = sum(a == b for a, b in zip(stock.tokens, ours.tokens, strict=True))
     distinct = len(set(map(tuple, stock.tokens)))
-    unshared = samples * longest
+    copies_per_token = account.cow_copies / ours.num_tokens
     claims = {
-        "samples_identical": Claim(
-            same == samples, f"{same} of {samples} samples, {distinct} of them distinct"
-        ),
+        "samples_identical": Claim(same == samples, f"{same} of {samples} samples, {distinct} distinct"),
         "prompt_shared": Claim(
-            used.peak_blocks <= whole + samples * (longest - shared),
-            f"peak {used.peak_blocks} blocks, {unshared} if each sample had its own prompt",
+            account.blocks_peak <= need,
+            f"{account.blocks_peak} blocks at the peak, {samples * longest} without sharing",
         ),
         "forks_copy_one_block": Claim(
-            used.cow_copies <= samples,
-            f"{used.cow_copies} blocks copied for {ours.num_tokens} tokens,"
-            f" {used.cow_copies / ours.num_tokens:.3f} per token",
+            account.cow_copies <= samples,
+            f"{account.cow_copies} blocks copied on write, {copies_per_token:.3f} per generated token",
         ),
-        "fork_fewer_kv_bytes": Claim(used.peak_bytes < stock.cache_bytes, bytes_sentence(stock, used)),
-        "fork_no_blocks_leaked": Claim(used.leaked == 0, f"{used.leaked} blocks leaked"),
+        "fork_fewer_kv_bytes": Claim(
+            account.kv_nbytes_peak < stock.cache_nbytes, bytes_sentence(stock, ours, account)
+        ),
+        "fork_no_blocks_leaked": Claim(account.blocks_used == 0, f"{account.blocks_used} leaked"),
     }
-    numbers = run_numbers(stock, ours, used)
-    numbers["stock"]["deepcopy_seconds"] = round(stock_seconds, 6)
-    numbers["kvpool"]["deepcopy_seconds"] = round(our_seconds, 6)
-    numbers["kvpool"]["cow_copies_per_token"] = used.cow_copies / ours.num_tokens
+    numbers = run_numbers(stock, ours, account)
+    numbers["stock"]["deepcopy_us"] = round(stock_seconds / samples * 1e6, 1)
+    numbers["kvpool"]["deepcopy_us"] = round(our_seconds / samples * 1e6, 1)
+    numbers["kvpool"]["cow_copies_per_token"] = round(copies_per_token, 5)
     return Outcome(claims, {"samples": samples, "prompt_length": len(prompt), "distinct": distinct} | numbers)
 
 
@@ -54,8 +55,8 @@ PART = Part(
     "one prompt, many samples: forks of the cache instead of copies",
     {
         "samples_identical": "samples equal to those from mlx-lm's deep copies",
-        "prompt_shared": "the samples share the prompt's blocks",
-        "forks_copy_one_block": "each sample copies one block at most",
+        "prompt_shared": "the samples share the blocks of the prompt",
+        "forks_copy_one_block": "no sample copies more than one block",
         "fork_fewer_kv_bytes": "fewer KV bytes at the peak",
         "fork_no_blocks_leaked": "every block is back at the end",
     },

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,8 +20,11 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 
+from kvpool.adapters.mlx_lm import PagedKV, Summary, install
 from kvpool.cli.console import CommandError
 from kvpool.cli.demo.settings import Settings
+
+__all__ = ["Run", "Workload", "account", "generate", "install", "make_workload", "sample"]
 
 VOCABULARY = 512
 TEXTS = (
@@ -53,17 +57,17 @@ class Run:
     ----------
     tokens : list of list of int
         Generated tokens per prompt.
-    cache_bytes : int
+    cache_nbytes : int
         Largest sum of ``nbytes`` over the engine's caches, looked at after every step.
-    mlx_peak_bytes : int
-        MLX's own peak of allocated memory during the run, above what was allocated before it.
+    mlx_peak_nbytes : int
+        MLX's own peak of allocated memory during the run: weights, activations and pool included.
     seconds : float
         Wall time.
     """
 
     tokens: list[list[int]]
-    cache_bytes: int
-    mlx_peak_bytes: int
+    cache_nbytes: int
+    mlx_peak_nbytes: int
     seconds: float
 
     @property
@@ -131,8 +135,8 @@ def generate(
 ) -> Run:
     """Continue `prompts` with mlx-lm's `BatchGenerator`, at most `together` prompts in one prefill."""
     mx.synchronize()
-    before, cache_bytes = mx.get_active_memory(), 0
     mx.reset_peak_memory()
+    cache_nbytes = 0
     start = time.perf_counter()
     engine = BatchGenerator(
         model,
@@ -149,11 +153,11 @@ def generate(
             prompt_responses, responses = engine.next()
             for response in responses:
                 tokens[response.uid].append(response.token)
-            cache_bytes = max(cache_bytes, engine.prompt_cache_nbytes)
+            cache_nbytes = max(cache_nbytes, engine.prompt_cache_nbytes)
             busy = bool(prompt_responses or responses)
     finally:
         engine.close()
-    return Run(list(tokens.values()), cache_bytes, mx.get_peak_memory() - before, time.perf_counter() - start)
+    return Run(list(tokens.values()), cache_nbytes, mx.get_peak_memory(), time.perf_counter() - start)
 
 
 def sample(model: Any, prompt: list[int], samples: int, max_tokens: int, seed: int) -> tuple[Run, float]:
@@ -177,3 +181,9 @@ def sample(model: Any, prompt: list[int], samples: int, max_tokens: int, seed: i
     last = [prompt[-1:] for _ in range(samples)]
     run = generate(model, last, max_tokens, caches=copies, sampler=mx.random.categorical, together=samples)
     return run, seconds
+
+
+def account(kv: PagedKV) -> Summary:
+    """Return the account of a pool after the engine is gone: blocks still used then were leaked."""
+    gc.collect()  # caches in reference cycles are garbage, not leaks
+    return kv.summary()
