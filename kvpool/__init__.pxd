@@ -1,0 +1,2 @@
+from kvpool._plan cimport Plan
+from kvpool._pool cimport Pool

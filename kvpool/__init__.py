@@ -1,0 +1,61 @@
+"""kvpool: a block allocator for the KV cache of LLM inference.
+
+`Pool` counts blocks and sequences, `Plan` is what one `Pool.step` writes for a backend. Neither sees a tensor.
+"""
+
+from pathlib import Path
+
+from kvpool.errors import (
+    BackendUnavailable,
+    CapacityExceeded,
+    ConcurrentUse,
+    CorruptState,
+    DoubleFree,
+    ForeignHandle,
+    KVPoolError,
+    OutOfBlocks,
+    OutOfSequences,
+    PlanStateError,
+    PoolClosed,
+    StaleHandle,
+)
+
+try:
+    from kvpool._plan import Plan
+    from kvpool._pool import Pool
+except ModuleNotFoundError as error:
+    if error.name is None or not error.name.startswith("kvpool._"):
+        raise
+    raise ImportError(
+        "[kvpool] the Cython core is not built: this is the source tree, not an installation; "
+        "type `make build`, or `pip install .`"
+    ) from error
+
+from kvpool.stats import PageBatchInfo, PoolStats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BackendUnavailable",
+    "CapacityExceeded",
+    "ConcurrentUse",
+    "CorruptState",
+    "DoubleFree",
+    "ForeignHandle",
+    "KVPoolError",
+    "OutOfBlocks",
+    "OutOfSequences",
+    "PageBatchInfo",
+    "Plan",
+    "PlanStateError",
+    "Pool",
+    "PoolClosed",
+    "PoolStats",
+    "StaleHandle",
+    "get_include",
+]
+
+
+def get_include() -> str:
+    """Folder that holds ``kvpool/``: the include path for extensions that ``cimport kvpool``."""
+    return str(Path(__file__).resolve().parent.parent)

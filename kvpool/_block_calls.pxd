@@ -1,0 +1,17 @@
+"""Block-level calls, for engines that keep their own block tables; the base of `kvpool.Pool`."""
+from libc.stdint cimport int32_t
+
+from kvpool._args cimport Ints
+from kvpool._blocks cimport Blocks
+
+
+cdef class BlockPool:
+    cdef Blocks blocks
+    cdef bint busy
+    cdef object __weakref__
+
+    cdef int enter(self, str call) except -1
+    cdef int get_ids(self, Ints* ids, object value, str call) except -1
+    cdef void release_memory(self)
+    cdef void alloc_raw(self, int32_t* ids, int32_t count)
+    cdef int drop(self, object ids, str call, bint last) except -1

@@ -1,0 +1,80 @@
+"""Blocks: free stack, reference counts, evictable list, limbo. Nothing here knows what a sequence is."""
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+
+
+cdef enum:
+    BLANK = 0                   # on the blank stack
+    CACHED = 1                  # on the LRU list: evictable
+    LIMBO = 2                   # on the limbo list
+    USED = 3                    # referenced or held
+    RESERVED = 4
+
+
+cdef struct Block:              # 16 bytes: four to a cache line
+    int32_t refcount            # table entries of sequences + raw
+    int32_t raw                 # references of block-level calls, counted in refcount too
+    int32_t hold                # pending plans that replaced this block in a table
+    uint8_t place
+    uint8_t committed           # immutable: full, executed, made known
+    uint8_t noted               # its id is in the dropped list
+    uint8_t unused
+
+
+cdef struct Chain:              # doubly linked list through Blocks.next / Blocks.prev
+    int32_t head                # oldest
+    int32_t tail                # newest
+    int32_t size
+
+
+# Invariants, recomputed by blocks_check:
+#   num_blocks - reserved == num_blank + lru.size + limbo.size + num_used
+#   place == USED  <=>  refcount + hold > 0
+#   refcount == entries in tables of open sequences + raw        (checked where the tables are)
+#   floor == 0 unless hold > 0
+#   num_shared == number of blocks with refcount > 1
+#   limbo fences never decrease from head to tail, and are >= oldest_pending; limbo is empty when newest_pending == 0
+cdef struct Blocks:
+    Block* block                # [num_blocks]
+    int32_t* next               # [num_blocks] links of the list a block is on
+    int32_t* prev               # [num_blocks]
+    int64_t* fence              # [num_blocks] step that must pass before the block leaves limbo
+    int32_t* floor              # [num_blocks] most tokens any pending copy reads from the block
+    int32_t* blank              # [num_blocks] stack of blank ids, top at num_blank - 1
+    int32_t* dropped            # [num_blocks] committed ids that were taken since the last drain
+    uint32_t* mark              # [num_blocks] == stamp: seen in the running call
+    uint32_t stamp
+    int32_t num_blocks
+    int32_t reserved
+    int32_t num_blank
+    int32_t num_used
+    int32_t num_shared
+    int32_t num_dropped
+    int32_t peak_used
+    int64_t block_size          # tokens
+    Chain lru
+    Chain limbo
+    int64_t newest_pending      # id of the newest pending step, 0: none
+    int64_t oldest_pending      # id of the oldest pending step, 0: none
+    int64_t allocs              # blocks taken, ever
+    int64_t evictions           # of these, cached ones; and those `evict` cleared
+    int64_t cow_copies
+    int64_t cow_tokens
+    uint64_t digest
+
+
+cdef int32_t blocks_available(const Blocks* b) noexcept nogil
+cdef int32_t blocks_take(Blocks* b) noexcept nogil
+cdef void blocks_take_many(Blocks* b, int32_t* out, int32_t n) noexcept nogil
+cdef void blocks_ref(Blocks* b, int32_t i, int32_t times) noexcept nogil
+cdef void blocks_ref_many(Blocks* b, const int32_t* ids, int32_t n, int32_t times) noexcept nogil
+cdef void blocks_unref(Blocks* b, int32_t i) noexcept nogil
+cdef void blocks_unref_many(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil
+cdef void blocks_hold(Blocks* b, int32_t i, int32_t tokens) noexcept nogil
+cdef void blocks_unhold(Blocks* b, int32_t i, int32_t old_floor) noexcept nogil
+cdef void blocks_settle(Blocks* b, int32_t i) noexcept nogil
+cdef void blocks_revive(Blocks* b, int32_t i) noexcept nogil
+cdef int32_t blocks_evict(Blocks* b) noexcept nogil
+cdef void blocks_drain_limbo(Blocks* b) noexcept nogil
+cdef void blocks_reset(Blocks* b) noexcept nogil
+cdef uint64_t blocks_fingerprint(const Blocks* b, uint64_t h, int64_t next_step) noexcept nogil
+cdef str blocks_check(const Blocks* b)

@@ -1,0 +1,30 @@
+"""`Plan`. Other extension modules may hold one, but not reach into it."""
+from libc.stdint cimport int32_t, int64_t
+
+from kvpool._sequence cimport SequencePool
+from kvpool._step cimport Step
+from kvpool._wire cimport Wire
+
+
+cdef class Plan:
+    cdef readonly SequencePool pool
+    cdef Step step
+    cdef Wire wire
+    cdef int64_t max_tokens_
+    cdef int64_t seq_limit
+    cdef int32_t shown_rows
+    cdef int64_t shown_tokens
+    cdef int32_t rows
+    cdef int64_t tokens
+    cdef int32_t num_copies
+    cdef dict arrays            # name -> whole array
+    cdef dict views             # name -> (length, view)
+    cdef tuple names
+    cdef object __weakref__
+
+    cdef object view(self, str name, int64_t length)
+    cdef int declare(self, object formats, object dtype, object pad, object out) except -1
+    cdef int check_width(self, str name, int width) except -1
+    cdef int own(self, str name) except -1
+    cdef int check_array(self, str name, object array, dict held, str call) except -1
+    cdef int attach(self, dict arrays, str call) except -1

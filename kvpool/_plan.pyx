@@ -1,0 +1,399 @@
+"""`Plan`: what one step hands to a backend, its arrays, and what it takes to undo the step."""
+from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t
+
+from kvpool._args cimport array_data, to_int
+from kvpool._sequence cimport MAX_SEQS, SequencePool
+from kvpool._step cimport step_free, step_init
+from kvpool._types cimport OK
+from kvpool._wire cimport Field, Wire, wire_forget, wire_free, wire_init
+
+import numpy as np
+
+from kvpool.errors import PlanStateError
+from kvpool.stats import PageBatchInfo
+
+cdef int64_t INT32_MAX = (<int64_t>1 << 31) - 1
+
+FIELDS = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens", "indptr", "indices", "last_page_len",
+          "kv_slots", "kv_slots_ragged", "kv_indptr", "slot_ids")      # in the order of FieldId
+FORMATS = {
+    "block_tables": ("block_tables",),
+    "seq_lens": ("seq_lens",),
+    "slot_mapping": ("slot_mapping",),
+    "positions": ("positions",),
+    "cu_q_lens": ("cu_q_lens",),
+    "csr": ("indptr", "indices", "last_page_len"),
+    "kv_slots": ("kv_slots",),
+    "kv_slots_ragged": ("kv_slots_ragged", "kv_indptr"),
+    "slot_ids": ("slot_ids",),
+    "page_batch_info": ("slot_ids", "block_tables", "seq_lens", "cu_q_lens", "slot_mapping"),
+}
+SLOT_FIELDS = ("slot_mapping", "kv_slots", "kv_slots_ragged")
+LENGTH_FIELDS = ("seq_lens", "positions")
+ROW_FORMATS = ("block_tables", "csr", "kv_slots", "page_batch_info")
+
+
+cdef class Plan:
+    """One step in flight: the arrays a backend reads, and what it takes to undo the step.
+
+    Parameters
+    ----------
+    pool : Pool
+    max_rows : int
+        Rows the arrays hold, S.
+    max_tokens : int, optional
+        New tokens they hold, T; default `max_rows`, enough for decoding.
+    formats : iterable of str
+        What to fill; a format nobody asks for costs nothing. Arrays, with their whole shapes:
+        ``block_tables [S, W]``, ``seq_lens [S]``, ``slot_mapping [T]``, ``positions [T]``, ``cu_q_lens [S + 1]``,
+        ``csr`` (``indptr [S + 1]``, ``indices [S * W]``, ``last_page_len [S]``), ``kv_slots [S, kv_width]``,
+        ``kv_slots_ragged`` (``[S * kv_width]``, ``kv_indptr [S + 1]``), ``slot_ids [S]``, ``page_batch_info``.
+    table_width : int, optional
+        W, blocks; default the pool's `max_blocks_per_seq`.
+    kv_width : int, optional
+        Tokens of the longest context, for the ``kv_slots`` formats; default W * block_size.
+    dtype : str or dict, default "int32"
+        "int32" or "int64", for all arrays or per array.
+    pad : dict, optional
+        Pad value per array.
+    out : dict, optional
+        Arrays to write into instead of own ones; see `bind`.
+
+    Raises
+    ------
+    ValueError, TypeError
+        An unknown format, a bad size, or int32 slots in a pool that needs int64.
+
+    Notes
+    -----
+    Attributes show the part that the last step filled (or its `pad_to` shape). Contents hold until the next step on
+    this plan; an attribute is the same array object as long as its shape stays.
+    """
+
+    def __cinit__(self, pool, max_rows, max_tokens=None, *, formats=("block_tables", "seq_lens", "slot_mapping"),
+                  table_width=None, kv_width=None, dtype="int32", pad=None, out=None):
+        if not isinstance(pool, SequencePool):
+            raise TypeError(f"[Plan] pool must be a kvpool.Pool, not {type(pool).__name__}")
+        self.pool = pool
+        self.pool.enter("Plan")
+        self.pool.busy = False
+        cdef Wire* w = &self.wire
+        cdef int64_t bs = self.pool.blocks.block_size
+        cdef int64_t rows = to_int(max_rows, "Plan", "max_rows", 1, MAX_SEQS)
+        self.max_tokens_ = rows if max_tokens is None else to_int(max_tokens, "Plan", "max_tokens", 0, INT32_MAX)
+        w.table_width = self.pool.seqs.max_blocks
+        if table_width is not None:
+            w.table_width = <int32_t>to_int(table_width, "Plan", "table_width", 1, INT32_MAX)
+        w.kv_width = w.table_width * bs
+        if kv_width is not None:
+            w.kv_width = to_int(kv_width, "Plan", "kv_width", 1, <int64_t>1 << 40)
+        if step_init(&self.step, <int32_t>rows) != OK or wire_init(w, <int32_t>rows) != OK:
+            raise MemoryError(f"[Plan] no memory for {rows} rows")
+        self.views = {}
+        self.arrays = {
+            "copies": np.empty((rows, 3), np.int32),
+            "dirty_rows": np.empty(rows, np.int32),
+            "served": np.empty(rows, np.uint8),
+            "handles": np.empty(rows, np.int64),
+        }
+        self.step.copies = <int32_t*>array_data(self.arrays["copies"])
+        w.dirty = <int32_t*>array_data(self.arrays["dirty_rows"])
+        w.served = <uint8_t*>array_data(self.arrays["served"])
+        w.handles = <int64_t*>array_data(self.arrays["handles"])
+        self.declare(formats, dtype, {} if pad is None else pad, {} if out is None else out)
+
+    def __dealloc__(self):
+        step_free(&self.step)
+        wire_free(&self.wire)
+
+    def __reduce__(self):
+        raise TypeError("[Plan] a plan cannot be pickled or copied")
+
+    def __repr__(self):
+        state = f"pending as step {self.step.id}" if self.step.pending else "not pending"
+        return f"<kvpool.Plan of {self.wire.max_rows} rows and {self.max_tokens_} tokens, {state}>"
+
+    cdef int declare(self, object formats, object dtype, object pad, object out) except -1:
+        """Decide which arrays there are, with which dtype and pad, and make or bind them."""
+        cdef Wire* w = &self.wire
+        cdef Field* field
+        if isinstance(formats, str):
+            formats = (formats,)
+        for name in formats:
+            if name not in FORMATS:
+                raise ValueError(f"[Plan] no such format ({name!r}), there are {', '.join(FORMATS)}")
+        wanted = [name for name in FIELDS if any(name in FORMATS[f] for f in formats)]
+        for option, given in (("dtype", dtype), ("pad", pad), ("out", out)):
+            if not isinstance(given, (dict, str) if option == "dtype" else dict):
+                raise TypeError(f"[Plan] {option} must be a dict, not {type(given).__name__}")
+            for name in given if isinstance(given, dict) else ():
+                if name not in wanted:
+                    raise ValueError(f"[Plan] {option} names {name!r}, the arrays are {', '.join(wanted)}")
+        w.tracks = any(f in ROW_FORMATS for f in formats)
+        self.names = tuple(wanted)
+        self.seq_limit = w.kv_width if {"kv_slots", "kv_slots_ragged"} & set(wanted) else INT64_MAX
+        low = 0 if self.pool.blocks.reserved else -1
+        pads = {"block_tables": -1 if "page_batch_info" in formats else low, "kv_slots": low, "slot_mapping": -1,
+                "slot_ids": -1}
+        for name in wanted:
+            field = &w.field[FIELDS.index(name)]
+            code = str(np.dtype(dtype.get(name, "int32") if isinstance(dtype, dict) else dtype))
+            if code not in ("int32", "int64"):
+                raise TypeError(f"[Plan] dtype of {name} must be int32 or int64 ({code})")
+            field.width = 4 if code == "int32" else 8
+            field.pad = to_int(pad.get(name, pads.get(name, 0)), "Plan", f"pad of {name}", -INT32_MAX - 1, INT32_MAX)
+            self.check_width(name, field.width)
+        for name in wanted:
+            if name not in out:
+                self.own(name)
+        return self.attach(out, "Plan")
+
+    cdef int check_width(self, str name, int width) except -1:
+        """Refuse int32 where the values do not fit."""
+        cdef int64_t slots = self.pool.blocks.num_blocks * self.pool.blocks.block_size
+        if width == 8:
+            return 0
+        if name in SLOT_FIELDS and slots > INT32_MAX:
+            raise ValueError(f"[Plan] {name} needs int64: {self.pool.blocks.num_blocks} blocks of "
+                             f"{self.pool.blocks.block_size} tokens have {slots} slots, int32 holds {INT32_MAX}")
+        if name in LENGTH_FIELDS:
+            self.seq_limit = min(self.seq_limit, INT32_MAX)
+        if name in ("indptr", "kv_indptr"):
+            most = self.wire.max_rows * (<object>self.wire.table_width if name == "indptr" else self.wire.kv_width)
+            if most > INT32_MAX:
+                raise ValueError(f"[Plan] {name} needs int64: it can reach {most}, int32 holds {INT32_MAX}")
+        return 0
+
+    def array_shape(self, name):
+        """Whole shape of an array of this plan."""
+        rows = self.wire.max_rows
+        if name not in self.names:
+            raise ValueError(f"[array_shape] no such array ({name!r}), there are {', '.join(self.names)}")
+        if name == "block_tables":
+            return (rows, self.wire.table_width)
+        if name == "kv_slots":
+            return (rows, self.wire.kv_width)
+        if name == "indices":
+            return (rows * <object>self.wire.table_width,)
+        if name == "kv_slots_ragged":
+            return (rows * <object>self.wire.kv_width,)
+        if name in ("slot_mapping", "positions"):
+            return (self.max_tokens_,)
+        return (rows + 1 if name in ("cu_q_lens", "indptr", "kv_indptr") else rows,)
+
+    cdef int own(self, str name) except -1:
+        cdef Field* field = &self.wire.field[FIELDS.index(name)]
+        shape = self.array_shape(name)
+        code = np.int32 if field.width == 4 else np.int64
+        array = np.zeros(shape, code) if field.pad == 0 else np.full(shape, field.pad, code)
+        self.arrays[name] = array
+        field.data = array_data(array)
+        return 0
+
+    cdef int check_array(self, str name, object array, dict held, str call) except -1:
+        """All that can be wrong with a caller's array; `held` are the arrays it must not overlap."""
+        cdef int width = self.wire.field[FIELDS.index(name)].width
+        if not isinstance(array, np.ndarray):
+            raise TypeError(f"[{call}] {name} must be an ndarray, not {type(array).__name__}")
+        if array.dtype.kind != "i" or array.dtype.itemsize != width:
+            raise TypeError(f"[{call}] {name} must be int{8 * width} ({array.dtype})")
+        if not array.dtype.isnative:
+            raise ValueError(f"[{call}] {name} must be in native byte order ({array.dtype})")
+        if array.shape != self.array_shape(name):
+            raise ValueError(f"[{call}] {name} has shape {array.shape}, it must be {self.array_shape(name)}")
+        if not array.flags.c_contiguous or not array.flags.writeable or not array.flags.aligned:
+            raise ValueError(f"[{call}] {name} must be C-contiguous, aligned and writable")
+        for other, taken in held.items():
+            if other != name and np.may_share_memory(array, taken):
+                raise ValueError(f"[{call}] {name} overlaps {other}")
+        return 0
+
+    cdef int attach(self, dict arrays, str call) except -1:
+        """Bind the caller's arrays, all or none."""
+        held = {**self.arrays, **arrays}
+        for name, array in arrays.items():
+            self.check_array(name, array, held, call)
+        self.arrays = held
+        for name, array in arrays.items():
+            self.wire.field[FIELDS.index(name)].data = array_data(array)
+            self.views.pop(name, None)
+        if arrays:
+            wire_forget(&self.wire, self.wire.max_rows, True)
+        return 0
+
+    def bind(self, **arrays):
+        """Write into the caller's arrays from the next step on.
+
+        Parameters
+        ----------
+        **arrays : ndarray
+            By name: the whole shape of `array_shape`, the declared dtype, C-contiguous, writable, overlapping no
+            other array of the plan.
+
+        Raises
+        ------
+        PlanStateError
+            The plan is pending. State unchanged.
+        TypeError, ValueError
+            A wrong dtype; any other mismatch. State unchanged.
+
+        Notes
+        -----
+        Every row is dirty in the next step.
+        """
+        self.pool.enter("bind")
+        try:
+            if self.step.pending:
+                raise PlanStateError(f"[bind] the plan is pending (step {self.step.id})")
+            for name in arrays:
+                if name not in self.names:
+                    raise ValueError(f"[bind] no such array ({name!r}), there are {', '.join(self.names)}")
+            self.attach(arrays, "bind")
+        finally:
+            self.pool.busy = False
+
+    def get_pad(self, pad_to, call, rows):
+        try:
+            pad_rows, pad_tokens = pad_to
+        except (TypeError, ValueError):
+            raise TypeError(f"[{call}] pad_to must be (rows, tokens), not {pad_to!r}") from None
+        return (to_int(pad_rows, call, "pad_to[0]", rows, self.wire.max_rows),
+                to_int(pad_tokens, call, "pad_to[1]", 0, self.max_tokens_))
+
+    # -- what the last step filled
+
+    cdef object view(self, str name, int64_t length):
+        """The first `length` entries of an array; the same object as long as the length stays."""
+        cached = self.views.get(name)
+        if cached is not None and <int64_t>cached[0] == length:
+            return cached[1]
+        if name not in self.arrays:
+            raise AttributeError(f"[Plan] {name} was not asked for, this plan fills {', '.join(self.names)}")
+        shown = self.arrays[name][:length]
+        self.views[name] = (length, shown)
+        return shown
+
+    @property
+    def num_rows(self):
+        """Rows of the last step, padding not counted."""
+        return self.rows
+
+    @property
+    def num_tokens(self):
+        """New tokens that the last step served."""
+        return self.tokens
+
+    @property
+    def max_rows(self):
+        """Rows that the arrays hold."""
+        return self.wire.max_rows
+
+    @property
+    def max_tokens(self):
+        """New tokens that the arrays hold."""
+        return self.max_tokens_
+
+    @property
+    def table_width(self):
+        """Blocks that a row of `block_tables` holds."""
+        return self.wire.table_width
+
+    @property
+    def kv_width(self):
+        """Tokens that a row of `kv_slots` holds."""
+        return self.wire.kv_width
+
+    @property
+    def is_pending(self):
+        """Whether the plan waits for `done` or `rollback`."""
+        return self.step.pending
+
+    @property
+    def step_id(self):
+        """Number of the plan's last step in its pool, 1, 2, ...; 0 before the first."""
+        return self.step.id
+
+    @property
+    def handles(self):
+        """int64 ``[S]``: the batch."""
+        return self.view("handles", self.shown_rows)
+
+    @property
+    def served(self):
+        """uint8 ``[S]``: 1 where the row got its tokens, 0 where blocks were missing (`partial`)."""
+        return self.view("served", self.shown_rows)
+
+    @property
+    def copies(self):
+        """int32 ``[K, 3]``: (src_block, dst_block, num_tokens), to be made before any write of this plan."""
+        return self.view("copies", self.num_copies)
+
+    @property
+    def dirty_rows(self):
+        """int32 ``[D]``, ascending: rows of `block_tables` that this step changed."""
+        return self.view("dirty_rows", self.wire.num_dirty)
+
+    @property
+    def block_tables(self):
+        """``[S, W]``: block ids of each sequence in order, padded."""
+        return self.view("block_tables", self.shown_rows)
+
+    @property
+    def seq_lens(self):
+        """``[S]``: length after the step."""
+        return self.view("seq_lens", self.shown_rows)
+
+    @property
+    def slot_mapping(self):
+        """``[T]``: slot (block * block_size + offset) of each new token."""
+        return self.view("slot_mapping", self.shown_tokens)
+
+    @property
+    def positions(self):
+        """``[T]``: position of each new token in its sequence."""
+        return self.view("positions", self.shown_tokens)
+
+    @property
+    def cu_q_lens(self):
+        """``[S + 1]``: prefix sums of the new tokens per row."""
+        return self.view("cu_q_lens", self.shown_rows + 1)
+
+    @property
+    def indptr(self):
+        """``[S + 1]``: where each row starts in `indices`."""
+        return self.view("indptr", self.shown_rows + 1)
+
+    @property
+    def indices(self):
+        """``[nnz]``: filled blocks of all rows, one after another."""
+        return self.view("indices", self.wire.nnz)
+
+    @property
+    def last_page_len(self):
+        """``[S]``: tokens in the last filled block, 1 .. block_size; 0 for an empty sequence."""
+        return self.view("last_page_len", self.shown_rows)
+
+    @property
+    def kv_slots(self):
+        """``[S, kv_width]``: slot of every token of the context, padded."""
+        return self.view("kv_slots", self.shown_rows)
+
+    @property
+    def kv_slots_ragged(self):
+        """``[sum of seq_lens]``: slot of every token of the context, row after row."""
+        return self.view("kv_slots_ragged", self.wire.kv_total)
+
+    @property
+    def kv_indptr(self):
+        """``[S + 1]``: where each row starts in `kv_slots_ragged`."""
+        return self.view("kv_indptr", self.shown_rows + 1)
+
+    @property
+    def slot_ids(self):
+        """``[S]``: the sequence's slot in the pool."""
+        return self.view("slot_ids", self.shown_rows)
+
+    def page_batch_info(self):
+        """Levanter's fields of the last step, see `kvpool.PageBatchInfo`; needs the format ``page_batch_info``."""
+        return PageBatchInfo(self.slot_ids, self.block_tables, self.seq_lens, self.cu_q_lens, self.rows,
+                             self.slot_mapping, self.pool.blocks.block_size)

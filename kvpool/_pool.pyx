@@ -1,0 +1,548 @@
+"""`Pool`: blocks, sequences and steps of one layer group, behind one call per step."""
+from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint64_t
+
+from kvpool._args cimport Ints, ints_at, ints_free, ints_get, to_int
+from kvpool._blocks cimport (
+    Blocks,
+    blocks_available,
+    blocks_check,
+    blocks_drain_limbo,
+    blocks_fingerprint,
+    blocks_reset,
+)
+from kvpool._plan cimport Plan
+from kvpool._sequence cimport SequencePool, seqs_check, seqs_fingerprint, seqs_reset
+from kvpool._step cimport (
+    BAD_HANDLE,
+    DUPLICATE,
+    NEGATIVE,
+    TABLE_TOO_WIDE,
+    TOO_MANY_TOKENS,
+    Limits,
+    Replaced,
+    Step,
+    Verdict,
+    step_check,
+    step_commit,
+    step_fingerprint,
+    step_free,
+    step_has_children,
+    step_init,
+    step_release_holds,
+    step_rollback,
+    step_undo_check,
+)
+from kvpool._types cimport NO_MEMORY, OK, SHORT, mix
+from kvpool._wire cimport wire_emit, wire_forget
+
+import os
+
+from kvpool.errors import CapacityExceeded, CorruptState, OutOfBlocks, PlanStateError
+from kvpool.stats import PoolStats
+
+cdef enum:                   # continues the words of kvpool._step
+    OP_DONE = 48
+    OP_RESET
+
+
+cdef class Pool(SequencePool):
+    """Blocks, sequences and steps of one layer group. Integers only: the pool never sees a tensor.
+
+    Parameters
+    ----------
+    num_blocks : int
+        Blocks of the pool, reserved ones included; 1 .. 2^31 - 1.
+    block_size : int
+        Tokens per block, >= 1.
+    max_seqs : int, default 1024
+        Sequences that may be open at a time, at most 2^20.
+    max_blocks_per_seq : int, optional
+        Blocks that a sequence may have. Default: all there are, as far as the tables stay below 2^27 entries.
+    reserved_blocks : int, default 1
+        Ids ``0 .. reserved_blocks - 1`` are never handed out: tables may be padded with them, padded writes may
+        land there.
+    watermark : int, default 0
+        Blocks that `open` leaves for the growth of running sequences.
+    in_order : bool, default False
+        Every step counts as done when it returns: for backends that execute in order and need no rollback.
+    seed : int, optional
+        Seed of content hashes, random by default. Nothing else in a pool is random.
+
+    Raises
+    ------
+    ValueError, TypeError, MemoryError
+        A parameter is out of range or of the wrong type; 2,047 pools are alive; no memory.
+
+    Notes
+    -----
+    All memory is taken here, about 48 bytes a block and 68 a sequence plus its table. One caller at a time;
+    pools are independent of each other. See ``docs/core.md`` for the exact rules.
+
+    Examples
+    --------
+    >>> from kvpool import Plan, Pool
+    >>> pool = Pool(num_blocks=8, block_size=4)
+    >>> plan = Plan(pool, max_rows=2, max_tokens=8, table_width=2)
+    >>> h = pool.open()
+    >>> pool.step(plan, [h], 6)
+    >>> plan.block_tables.tolist(), plan.slot_mapping.tolist()
+    ([[1, 2]], [4, 5, 6, 7, 8, 9])
+    >>> pool.done(plan)
+    """
+
+    def __cinit__(self, num_blocks, block_size, *, max_seqs=1024, max_blocks_per_seq=None, reserved_blocks=1,
+                  watermark=0, in_order=False, seed=None):
+        if not isinstance(in_order, bool):
+            raise TypeError(f"[Pool] in_order must be a bool, not {type(in_order).__name__}")
+        self.seed = (int.from_bytes(os.urandom(8), "little") if seed is None
+                     else to_int(seed, "Pool", "seed", 0, INT64_MAX))
+        self.next_step = 1
+        self.steps_pend = not in_order
+        self.pending = []
+
+    def __dealloc__(self):
+        step_free(&self.scratch)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.shutdown()
+
+    def __repr__(self):
+        if self.blocks.block == NULL:
+            return "<kvpool.Pool, shut down>"
+        return (f"<kvpool.Pool of {self.blocks.num_blocks} blocks of {self.blocks.block_size} tokens, "
+                f"{self.blocks.num_used} used by {self.seqs.num_open} sequences>")
+
+    @property
+    def num_blocks(self):
+        """Blocks of the pool, reserved ones included."""
+        return self.blocks.num_blocks
+
+    @property
+    def block_size(self):
+        """Tokens per block."""
+        return self.blocks.block_size
+
+    @property
+    def reserved_blocks(self):
+        """Blocks that are never handed out."""
+        return self.blocks.reserved
+
+    @property
+    def max_seqs(self):
+        """Sequences that may be open at a time."""
+        return self.seqs.max_seqs
+
+    @property
+    def max_blocks_per_seq(self):
+        """Blocks that one sequence may have."""
+        return self.seqs.max_blocks
+
+    @property
+    def watermark(self):
+        """Blocks that `open` leaves for growth."""
+        return self.seqs.watermark
+
+    @property
+    def in_order(self):
+        """Whether every step counts as done when it returns."""
+        return not self.steps_pend
+
+    @property
+    def num_free(self):
+        """Blank blocks; `stats` has the rest."""
+        return self.blocks.num_blank
+
+    # -- steps
+
+    def step(self, plan, handles, num_new=1, *, partial=False, pad_to=None):
+        """Grow every sequence of a batch and fill the plan: the one call per step.
+
+        Parameters
+        ----------
+        plan : Plan
+            A plan of this pool that is not pending.
+        handles : ints
+            The batch, int64, shape ``(S,)``, no duplicates. Keep a sequence in its row to stay O(S).
+        num_new : int or ints, default 1
+            New tokens, for all rows or per row (int32 or int64, shape ``(S,)``), each >= 0. 0 is a row that only reads.
+        partial : bool, default False
+            Serve rows in order and skip those whose blocks are not there, instead of raising.
+        pad_to : (int, int), optional
+            Static shape ``(rows, tokens)`` that the arrays show, padded.
+
+        Raises
+        ------
+        OutOfBlocks
+            The blocks are not there (without `partial`). State unchanged.
+        StaleHandle, ForeignHandle
+            A handle is not open in this pool. State unchanged.
+        CapacityExceeded
+            The batch does not fit the plan, or a sequence its table. State unchanged.
+        PlanStateError
+            The plan is pending. State unchanged.
+        ValueError, TypeError
+            Duplicate handles, negative counts, shapes that differ, a foreign plan. State unchanged.
+
+        Notes
+        -----
+        O(S) for a decode step with unchanged rows, plus O(blocks) for rows that changed. No Python object per
+        token, row or block. The plan is pending until `done` or `rollback`.
+        """
+        self.enter("step")
+        try:
+            self.run(plan, handles, num_new, "step", True, partial, pad_to)
+        finally:
+            self.busy = False
+
+    def reserve(self, plan, handles, num_new):
+        """Take the blocks for `num_new` more tokens per row, without the tokens: lengths do not move.
+
+        Copies that shared blocks need are in the plan, which is pending like after `step`. Until a sequence is
+        forked, steps inside its reservation cannot run out of blocks. Raises like `step`.
+        """
+        self.enter("reserve")
+        try:
+            self.run(plan, handles, num_new, "reserve", False, False, None)
+        finally:
+            self.busy = False
+
+    cdef Plan check_plan(self, object plan, str call):
+        if type(plan) is not Plan:
+            raise TypeError(f"[{call}] plan must be a kvpool.Plan, not {type(plan).__name__}")
+        if (<Plan>plan).pool is not self:
+            raise ValueError(f"[{call}] the plan belongs to another pool ({(<Plan>plan).pool!r})")
+        return <Plan>plan
+
+    cdef int run(self, object plan_, object handles, object num_new, str call, bint advance, object partial,
+                 object pad_to) except -1:
+        cdef Plan plan = self.check_plan(plan_, call)
+        cdef Ints rows, new
+        cdef Limits limits
+        cdef Verdict verdict
+        cdef int status
+        cdef int64_t pad_rows = 0, pad_tokens = 0
+        rows.held = new.held = False
+        rows.owned = new.owned = NULL
+        if plan.step.pending:
+            raise PlanStateError(f"[{call}] the plan is pending (step {plan.step.id}); call done or rollback first")
+        if not isinstance(partial, bool):
+            raise TypeError(f"[{call}] partial must be a bool, not {type(partial).__name__}")
+        try:
+            ints_get(&rows, handles, call, "handles", False, False)
+            ints_get(&new, num_new, call, "num_new", True, True)
+            if new.size >= 0 and new.size != rows.size:
+                raise ValueError(f"[{call}] {new.size} num_new for {rows.size} handles")
+            if rows.size > plan.wire.max_rows:
+                raise CapacityExceeded(f"[{call}] {rows.size} rows, the plan holds {plan.wire.max_rows}")
+            if pad_to is not None:
+                pad_rows, pad_tokens = plan.get_pad(pad_to, call, rows.size)
+            limits.max_tokens = min(pad_tokens if pad_to is not None else INT64_MAX, plan.max_tokens_)
+            limits.seq_tokens = min(plan.seq_limit, self.seqs.max_blocks * self.blocks.block_size)
+            limits.table_width = plan.wire.table_width
+            self.next_stamp()
+            status = step_check(&plan.step, &self.seqs, &self.blocks, &rows, &new, rows.size, &limits, advance,
+                                partial, &verdict)
+            if status != OK:
+                step_undo_check(&plan.step, &self.blocks, 0)
+                self.explain(status, &verdict, &rows, call, plan, pad_to)
+            if self.steps_pend:
+                try:
+                    self.pending.append(plan)
+                except MemoryError:
+                    step_undo_check(&plan.step, &self.blocks, 0)
+                    raise
+            self.carry_out(plan, advance, pad_rows, pad_tokens)
+        finally:
+            ints_free(&rows)
+            ints_free(&new)
+        return 0
+
+    cdef void carry_out(self, Plan plan, bint advance, int64_t pad_rows, int64_t pad_tokens):
+        """Second half of a step: nothing here can fail."""
+        cdef Step* p = &plan.step
+        cdef Blocks* b = &self.blocks
+        p.id = self.next_step
+        p.advance = advance
+        p.noted_done = False
+        p.pending = self.steps_pend
+        self.next_step += 1
+        if self.steps_pend:
+            b.newest_pending = p.id
+            if b.oldest_pending == 0:
+                b.oldest_pending = p.id
+        step_commit(p, &self.seqs, b, p.id if self.steps_pend else 0, advance)
+        wire_emit(&plan.wire, p, &self.seqs, b, <int32_t>pad_rows, pad_tokens)
+        plan.rows = p.num_rows
+        plan.tokens = p.num_tokens
+        plan.num_copies = p.num_copies
+        plan.shown_rows = max(p.num_rows, <int32_t>pad_rows)
+        plan.shown_tokens = max(p.num_tokens, pad_tokens)
+        if not self.steps_pend:
+            step_release_holds(p, b)
+
+    cdef int explain(self, int status, Verdict* v, const Ints* handles, str call, Plan plan, object pad_to) except -1:
+        """Raise what step_check found."""
+        cdef Blocks* b = &self.blocks
+        cdef int64_t available = blocks_available(b), most = self.seqs.max_blocks * b.block_size
+        if status == NO_MEMORY:
+            raise MemoryError(f"[{call}] no memory for the undo log")
+        if status == SHORT:
+            raise OutOfBlocks(
+                f"[{call}] {v.needed} blocks needed, {b.num_blank} free and {b.lru.size} evictable; row {v.short_row} "
+                f"is the first that does not fit, {b.limbo.size} blocks are in limbo",
+                needed=v.needed, short_by=v.needed - available, row=v.short_row,
+                handle=ints_at(handles, v.short_row), free=b.num_blank, evictable=b.lru.size, limbo=b.limbo.size)
+        if v.reason == BAD_HANDLE:
+            self.find(v.value, call, v.row)
+        if v.reason == DUPLICATE:
+            raise ValueError(f"[{call}] handles[{v.row}] is a duplicate ({v.value})")
+        if v.reason == NEGATIVE:
+            raise ValueError(f"[{call}] num_new[{v.row}] is negative ({v.value})")
+        if v.reason == TABLE_TOO_WIDE:
+            raise CapacityExceeded(f"[{call}] row {v.row} needs {v.value} table entries, "
+                                   f"the plan holds {plan.wire.table_width}")
+        if v.reason == TOO_MANY_TOKENS and pad_to is not None and v.value <= plan.max_tokens_:
+            raise ValueError(f"[{call}] pad_to has room for {pad_to[1]} tokens, the batch has {v.value}")
+        if v.reason == TOO_MANY_TOKENS:
+            raise CapacityExceeded(f"[{call}] {v.value} new tokens, the plan holds {plan.max_tokens_}")
+        raise CapacityExceeded(f"[{call}] row {v.row} would hold {v.value} tokens, "
+                               f"{'the plan holds' if plan is not None and plan.seq_limit < most else 'the limit is'} "
+                               f"{min(plan.seq_limit, most) if plan is not None else most}")
+
+    def can(self, handles, num_new=1):
+        """Whether a `step` with these arguments would find its blocks. Nothing changes.
+
+        Raises what `step` raises for bad handles and counts. O(S).
+        """
+        cdef Ints rows, new
+        cdef Limits limits
+        cdef Verdict verdict
+        cdef int status
+        self.enter("can")
+        rows.held = new.held = False
+        rows.owned = new.owned = NULL
+        try:
+            ints_get(&rows, handles, "can", "handles", False, False)
+            ints_get(&new, num_new, "can", "num_new", True, True)
+            if new.size >= 0 and new.size != rows.size:
+                raise ValueError(f"[can] {new.size} num_new for {rows.size} handles")
+            if rows.size > self.seqs.max_seqs:
+                raise CapacityExceeded(f"[can] {rows.size} rows, the pool has {self.seqs.max_seqs} sequences")
+            if rows.size > self.scratch.max_rows:
+                step_free(&self.scratch)
+                if step_init(&self.scratch, <int32_t>rows.size) != OK:
+                    raise MemoryError(f"[can] no memory for {rows.size} rows")
+            limits.max_tokens = INT64_MAX
+            limits.seq_tokens = self.seqs.max_blocks * self.blocks.block_size
+            limits.table_width = self.seqs.max_blocks
+            self.next_stamp()
+            status = step_check(&self.scratch, &self.seqs, &self.blocks, &rows, &new, rows.size, &limits, True, False,
+                                &verdict)
+            step_undo_check(&self.scratch, &self.blocks, 0)
+            if status != OK and status != SHORT:
+                self.explain(status, &verdict, &rows, "can", None, None)
+            return status == OK
+        finally:
+            ints_free(&rows)
+            ints_free(&new)
+            self.busy = False
+
+    def done(self, plan):
+        """Declare a pending plan executed. Plans finish in step order; an early `done` is noted until its turn.
+
+        Raises
+        ------
+        PlanStateError
+            The plan is not pending, or its `done` was noted already. State unchanged.
+        """
+        cdef Plan p
+        self.enter("done")
+        try:
+            p = self.check_plan(plan, "done")
+            if not p.step.pending:
+                raise PlanStateError("[done] the plan is not pending")
+            if p.step.noted_done:
+                raise PlanStateError(f"[done] step {p.step.id} was declared done already, older steps are not")
+            self.blocks.digest = mix(mix(self.blocks.digest, OP_DONE), self.next_step - p.step.id)
+            p.step.noted_done = True
+            while self.pending and (<Plan>self.pending[0]).step.noted_done:
+                p = <Plan>self.pending[0]
+                self.unlist(p)
+                step_release_holds(&p.step, &self.blocks)
+                self.finish(p)
+        finally:
+            self.busy = False
+
+    def rollback(self, plan):
+        """Take the newest pending step back: lengths, tables and references of its rows are as before it.
+
+        The blocks it took go through limbo; evicted cache entries stay evicted; rows closed since are skipped. The
+        caller has stopped the backend, or lets an older step be pending until it has. Every row of the plan is
+        dirty in its next step.
+
+        Raises
+        ------
+        PlanStateError
+            The plan is not pending, not the newest, declared done, or a sequence that was forked from one of its
+            rows since is open. State unchanged.
+        """
+        cdef Plan p
+        self.enter("rollback")
+        try:
+            p = self.check_plan(plan, "rollback")
+            if not p.step.pending:
+                raise PlanStateError("[rollback] the plan is not pending")
+            if self.pending[len(self.pending) - 1] is not p:
+                raise PlanStateError(f"[rollback] step {p.step.id} is not the newest, "
+                                     f"step {self.blocks.newest_pending} is pending")
+            if p.step.noted_done:
+                raise PlanStateError(f"[rollback] step {p.step.id} was declared done")
+            if step_has_children(&p.step, &self.seqs):
+                raise PlanStateError(f"[rollback] a sequence forked from a row of step {p.step.id} is open")
+            self.unlist(p)
+            step_rollback(&p.step, &self.seqs, &self.blocks)
+            wire_forget(&p.wire, p.step.num_rows, False)
+            self.finish(p)
+        finally:
+            self.busy = False
+
+    cdef void unlist(self, Plan plan):
+        """Take a plan off the pending list: from now on blocks do not wait for it."""
+        self.pending.remove(plan)
+        plan.step.pending = False
+        self.blocks.oldest_pending = (<Plan>self.pending[0]).step.id if self.pending else 0
+        self.blocks.newest_pending = (<Plan>self.pending[len(self.pending) - 1]).step.id if self.pending else 0
+
+    cdef void finish(self, Plan plan):
+        """Recompute the floors that the plan's log touched, then let blocks out of limbo."""
+        cdef Plan other
+        cdef const Replaced* entry
+        cdef int32_t k
+        for k in range(plan.step.log_size):
+            self.blocks.floor[plan.step.log[k].old] = 0
+        if plan.step.log_size:
+            for other in self.pending:
+                for k in range(other.step.log_size):
+                    entry = &other.step.log[k]
+                    self.blocks.floor[entry.old] = max(self.blocks.floor[entry.old], entry.tokens)
+        plan.step.log_size = 0
+        blocks_drain_limbo(&self.blocks)
+
+    # -- the whole pool
+
+    def reset(self):
+        """Close everything: sequences, raw references, pending plans, cached blocks. No KV data is touched.
+
+        Every handle is stale afterwards; plans stay usable. The backend must be idle. O(num_blocks + max_seqs).
+        """
+        cdef int32_t slot
+        cdef Plan plan
+        self.enter("reset")
+        try:
+            for plan in self.pending:
+                plan.step.pending = False
+                plan.step.log_size = 0
+                wire_forget(&plan.wire, plan.step.num_rows, False)
+            self.pending.clear()
+            self.blocks.newest_pending = self.blocks.oldest_pending = 0
+            seqs_reset(&self.seqs)
+            blocks_reset(&self.blocks)
+            self.blocks.digest = mix(self.blocks.digest, OP_RESET)
+        finally:
+            self.busy = False
+
+    def shutdown(self):
+        """Give back all memory; every later call raises `PoolClosed`. Idempotent."""
+        cdef Plan plan
+        if self.blocks.block == NULL:
+            return
+        self.enter("shutdown")
+        try:
+            for plan in self.pending:
+                plan.step.pending = False
+            self.pending.clear()
+            self.deferred.clear()
+            SequencePool.release_memory(self)
+        finally:
+            self.busy = False
+
+    def stats(self):
+        """Counters, O(1); see `kvpool.PoolStats`."""
+        cdef Blocks* b = &self.blocks
+        cdef int64_t capacity
+        self.enter("stats")
+        try:
+            capacity = self.seqs.sum_blocks * b.block_size
+            return PoolStats(
+                b.num_blocks, b.reserved, b.num_blank, b.lru.size, b.limbo.size, b.num_used, b.num_shared,
+                self.seqs.num_open, len(self.pending), b.cow_copies, b.cow_tokens, b.allocs, b.evictions, b.peak_used,
+                self.seqs.sum_tokens, capacity, 1.0 - self.seqs.sum_tokens / <double>capacity if capacity else 0.0)
+        finally:
+            self.busy = False
+
+    def digest(self):
+        """64 bits chained over every call that changed something, and its results. O(1).
+
+        Equal calls on equally built pools give equal digests, in any process and build: ranks that keep
+        replicated tables compare 8 bytes instead of tables.
+        """
+        self.enter("digest")
+        try:
+            return self.blocks.digest
+        finally:
+            self.busy = False
+
+    def fingerprint(self):
+        """64 bits recomputed from all that influences a later call, orders of lists included. O(state)."""
+        cdef uint64_t h
+        cdef Plan plan
+        self.enter("fingerprint")
+        try:
+            h = blocks_fingerprint(&self.blocks, 0, self.next_step)
+            h = seqs_fingerprint(&self.seqs, &self.blocks, h, self.next_step)
+            h = mix(mix(h, self.steps_pend), len(self.pending))
+            for plan in self.pending:
+                h = step_fingerprint(&plan.step, &self.seqs, h, self.next_step)
+            return h
+        finally:
+            self.busy = False
+
+    def check(self):
+        """Recompute every invariant and every counter. O(state), for tests and for the worst of nights.
+
+        Raises
+        ------
+        CorruptState
+            Something does not hold; the message says what.
+        """
+        cdef Plan plan
+        cdef int32_t k
+        self.enter("check")
+        try:
+            finding = blocks_check(&self.blocks) or seqs_check(&self.seqs, &self.blocks)
+            if finding is None:
+                holds, floors = {}, {}
+                for plan in self.pending:
+                    for k in range(plan.step.log_size):
+                        old = plan.step.log[k].old
+                        holds[old] = holds.get(old, 0) + 1
+                        floors[old] = max(floors.get(old, 0), plan.step.log[k].tokens)
+                for k in range(self.blocks.num_blocks):
+                    if self.blocks.block[k].hold != holds.get(k, 0) or self.blocks.floor[k] != floors.get(k, 0):
+                        finding = (f"block {k} has hold {self.blocks.block[k].hold} and floor {self.blocks.floor[k]}, "
+                                   f"pending plans say {holds.get(k, 0)} and {floors.get(k, 0)}")
+                        break
+            if finding is None:
+                ids = [plan.step.id for plan in self.pending]
+                if ids != sorted(ids) or (min(ids, default=0), max(ids, default=0)) != (self.blocks.oldest_pending,
+                                                                                       self.blocks.newest_pending):
+                    finding = f"pending steps {ids} do not match the fences"
+            if finding is not None:
+                raise CorruptState(f"[check] {finding}")
+        finally:
+            self.busy = False
+
+

@@ -1,0 +1,94 @@
+"""Sequences: block tables, lengths, handles. Knows blocks, not plans."""
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+
+from kvpool._args cimport Ints
+from kvpool._block_calls cimport BlockPool
+from kvpool._blocks cimport Blocks
+
+cdef enum:
+    SLOT_BITS = 20              # handle = tag << 52 | generation << 20 | slot
+    TAG_SHIFT = 52
+    MAX_SEQS = 1 << 20
+    MAX_TAG = 2047
+
+cdef enum:
+    FREE_SLOT = 0
+    OPEN = 1
+    RETIRED = 2                 # all generations used up
+
+
+cdef struct Seq:                # 64 bytes, one cache line
+    int64_t num_tokens
+    int64_t next_slot           # slot of position num_tokens, valid while room > 0
+    int64_t last_step           # newest step that had this sequence as a row, 0: none
+    int64_t fork_step           # pending step whose work this sequence inherited by a fork, 0: none
+    int32_t room                # free positions of the block that holds position num_tokens, 0: look it up
+    int32_t tail                # that block, valid while room > 0
+    int32_t num_blocks
+    uint32_t generation
+    uint32_t epoch              # changes when a table entry changes or leaves
+    uint32_t mark               # == stamp: seen in the running call
+    uint8_t life
+
+
+# Invariants, recomputed by seqs_check:
+#   num_tokens <= num_blocks * block_size                       for every open sequence
+#   num_open + num_free_slots + retired slots == max_seqs
+#   sum_tokens == sum of num_tokens, sum_blocks == sum of num_blocks
+#   refcount[b] == entries equal to b in the tables of open sequences + raw[b]
+cdef struct Seqs:
+    Seq* seq                    # [max_seqs]
+    int32_t* table              # [max_seqs, max_blocks] block ids, first num_blocks of a row are valid
+    int32_t* free_slot          # [max_seqs] ring of free slots, oldest first
+    void* memory                # what seq was cut from, to give it cache-line alignment
+    int32_t max_seqs
+    int32_t max_blocks          # per sequence
+    int32_t num_open
+    int32_t num_free_slots
+    int32_t first_free          # position of the oldest free slot in the ring
+    uint32_t stamp
+    int64_t tag
+    int64_t watermark
+    int64_t sum_tokens
+    int64_t sum_blocks
+
+
+cdef inline int32_t* seq_table(const Seqs* s, int32_t slot) noexcept nogil:
+    return s.table + <int64_t>slot * s.max_blocks
+
+
+cdef inline int32_t seq_find(const Seqs* s, int64_t handle) noexcept nogil:
+    """Slot of a live handle, -1 if it is stale, foreign or negative."""
+    cdef int32_t slot = <int32_t>(handle & (MAX_SEQS - 1))
+    if (handle >> TAG_SHIFT) != s.tag or slot >= s.max_seqs:
+        return -1
+    if s.seq[slot].generation != <uint32_t>(handle >> SLOT_BITS) or s.seq[slot].life != OPEN:
+        return -1
+    return slot
+
+
+cdef inline int64_t seq_handle(const Seqs* s, int32_t slot) noexcept nogil:
+    return (s.tag << TAG_SHIFT) | (<int64_t>s.seq[slot].generation << SLOT_BITS) | slot
+
+
+cdef inline int64_t untagged(int64_t handle) noexcept nogil:
+    """The handle as digests see it: equal pools in one process differ in their tags alone."""
+    return handle & ((<int64_t>1 << TAG_SHIFT) - 1)
+
+
+cdef void seq_refresh(const Seqs* s, const Blocks* b, int32_t slot) noexcept nogil
+cdef void seq_close(Seqs* s, Blocks* b, int32_t slot) noexcept nogil
+cdef void seqs_reset(Seqs* s) noexcept nogil
+cdef uint64_t seqs_fingerprint(const Seqs* s, const Blocks* b, uint64_t h, int64_t next_step) noexcept nogil
+cdef str seqs_check(const Seqs* s, const Blocks* b)
+
+
+cdef class SequencePool(BlockPool):
+    cdef Seqs seqs
+    cdef list deferred          # handles whose owners were finalized
+
+    cdef int32_t find(self, int64_t handle, str call, Py_ssize_t row) except -1
+    cdef int32_t get_one(self, object handle, str call) except -1
+    cdef int get_batch(self, Ints* batch, object handles, str call, bint scalar) except -1
+    cdef void drain(self)
+    cdef void next_stamp(self) noexcept

@@ -1,0 +1,241 @@
+"""What a plan hands to a backend: one step in every wire format that was asked for.
+
+A row of a table is rewritten only when it holds something else than before: another sequence, another epoch of
+the same one, or fewer blocks than the sequence has now. That makes a steady decode step O(rows), not O(blocks).
+"""
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t
+from libc.stdlib cimport calloc, free
+
+from kvpool._blocks cimport Blocks
+from kvpool._sequence cimport Seq, Seqs, seq_table
+from kvpool._step cimport Step, StepRow
+from kvpool._types cimport NO_MEMORY, OK
+
+
+cdef int wire_init(Wire* w, int32_t max_rows) noexcept nogil:
+    cdef int32_t i
+    w.row = <WireRow*>calloc(max_rows, sizeof(WireRow))
+    if w.row == NULL:
+        return NO_MEMORY
+    w.max_rows = max_rows
+    for i in range(max_rows):
+        w.row[i].handle = -1
+    return OK
+
+
+cdef void wire_free(Wire* w) noexcept nogil:
+    free(w.row)
+    w.row = NULL
+
+
+cdef void wire_forget(Wire* w, int32_t rows, bint content) noexcept nogil:
+    """Carry rows into the next dirty_rows; content: the arrays themselves are not what we wrote."""
+    cdef int32_t i
+    for i in range(rows):
+        w.row[i].handle = -1
+        w.row[i].kv_valid = 0
+        w.row[i].csr_blocks = -1
+        w.row[i].carried = 1
+        if content:
+            w.row[i].written = w.table_width
+            w.row[i].kv_written = w.kv_width
+
+
+cdef inline void put(const Field* f, int64_t i, int64_t value) noexcept nogil:
+    if f.width == 4:
+        (<int32_t*>f.data)[i] = <int32_t>value
+    elif f.width == 8:
+        (<int64_t*>f.data)[i] = value
+
+
+cdef void put_pad(const Field* f, int64_t first, int64_t end) noexcept nogil:
+    cdef int64_t i
+    if f.width:
+        for i in range(first, end):
+            put(f, i, f.pad)
+
+
+cdef void put_slots(const Field* f, int64_t at, const int32_t* table, int64_t bs, int64_t first,
+                    int64_t end) noexcept nogil:
+    """Slots of positions first .. end - 1 of one sequence, from index `at` on."""
+    cdef int64_t index, offset, stop, base
+    if f.width == 0 or first >= end:
+        return
+    index = first // bs
+    offset = first - index * bs
+    while first < end:
+        stop = bs if end - first > bs - offset else offset + end - first
+        base = table[index] * bs
+        first += stop - offset
+        while offset < stop:
+            put(f, at, base + offset)
+            at += 1
+            offset += 1
+        offset = 0
+        index += 1
+
+
+cdef void put_range(const Field* f, int64_t at, int64_t first, int64_t end) noexcept nogil:
+    if f.width:
+        for first in range(first, end):
+            put(f, at, first)
+            at += 1
+
+
+cdef void sync_row(Wire* w, const Seqs* s, const StepRow* r, int32_t i) noexcept nogil:
+    """Bring the block_tables row i up to date and call it dirty."""
+    cdef WireRow* row = &w.row[i]
+    cdef const Seq* q = &s.seq[r.seq]
+    cdef const int32_t* table = seq_table(s, r.seq)
+    cdef const Field* f = &w.field[BLOCK_TABLES]
+    cdef int64_t at = <int64_t>i * w.table_width
+    cdef int32_t k, first = 0
+    if row.handle == r.handle and row.epoch == q.epoch:
+        first = row.written
+    else:
+        row.kv_valid = 0
+        row.csr_blocks = -1
+    if f.width:
+        for k in range(first, q.num_blocks):
+            put(f, at + k, table[k])
+        put_pad(f, at + q.num_blocks, at + row.written)
+    row.handle = r.handle
+    row.epoch = q.epoch
+    row.written = q.num_blocks
+    row.carried = 0
+    w.dirty[w.num_dirty] = i
+    w.num_dirty += 1
+
+
+cdef void pad_row(Wire* w, int32_t i) noexcept nogil:
+    """Row i shows no sequence."""
+    cdef WireRow* row = &w.row[i]
+    cdef int64_t at = <int64_t>i * w.table_width
+    put(&w.field[SEQ_LENS], i, w.field[SEQ_LENS].pad)
+    put(&w.field[SLOT_IDS], i, w.field[SLOT_IDS].pad)
+    put(&w.field[LAST_PAGE_LEN], i, w.field[LAST_PAGE_LEN].pad)
+    w.handles[i] = -1
+    w.served[i] = 0
+    if not w.tracks or (row.handle == -1 and not row.carried):
+        return
+    put_pad(&w.field[BLOCK_TABLES], at, at + row.written)
+    at = i * w.kv_width
+    put_pad(&w.field[KV_SLOTS], at, at + row.kv_written)
+    row.handle = -1
+    row.written = 0
+    row.kv_valid = 0
+    row.kv_written = 0
+    row.csr_blocks = -1
+    row.carried = 0
+    w.dirty[w.num_dirty] = i
+    w.num_dirty += 1
+
+
+cdef void emit_csr(Wire* w, const Step* p, const Seqs* s, const Blocks* b, int32_t pad_rows) noexcept nogil:
+    """indptr, indices, last_page_len. Everything behind the first row that changed moves."""
+    cdef int32_t i, full, first = p.num_rows
+    cdef int64_t at
+    cdef const Seq* q
+    for i in range(p.num_rows):
+        q = &s.seq[p.row[i].seq]
+        full = <int32_t>((q.num_tokens + b.block_size - 1) // b.block_size)
+        put(&w.field[LAST_PAGE_LEN], i, q.num_tokens - (full - 1) * b.block_size if full else 0)
+        if (w.row[i].csr_blocks != full or i >= w.csr_rows) and i < first:
+            first = i
+        w.row[i].csr_blocks = full
+    if first == 0:
+        at = 0
+        put(&w.field[INDPTR], 0, 0)
+    elif w.field[INDPTR].width == 4:
+        at = (<int32_t*>w.field[INDPTR].data)[first]
+    else:
+        at = (<int64_t*>w.field[INDPTR].data)[first]
+    for i in range(first, p.num_rows):
+        put_blocks(&w.field[INDICES], at, seq_table(s, p.row[i].seq), w.row[i].csr_blocks)
+        at += w.row[i].csr_blocks
+        put(&w.field[INDPTR], i + 1, at)
+    for i in range(p.num_rows, pad_rows):
+        put(&w.field[INDPTR], i + 1, at)
+    w.csr_rows = p.num_rows
+    w.nnz = at
+
+
+cdef void put_blocks(const Field* f, int64_t at, const int32_t* table, int32_t n) noexcept nogil:
+    cdef int32_t k
+    for k in range(n):
+        put(f, at + k, table[k])
+
+
+cdef void emit_kv(Wire* w, const Step* p, const Seqs* s, const Blocks* b) noexcept nogil:
+    """kv_slots: add the new tokens of rows that did not change otherwise, rewrite the others."""
+    cdef const Field* f = &w.field[KV_SLOTS]
+    cdef int32_t i
+    cdef int64_t at, length
+    cdef WireRow* row
+    for i in range(p.num_rows):
+        row = &w.row[i]
+        at = i * w.kv_width
+        length = s.seq[p.row[i].seq].num_tokens
+        if row.kv_valid > length:
+            row.kv_valid = length
+        put_slots(f, at + row.kv_valid, seq_table(s, p.row[i].seq), b.block_size, row.kv_valid, length)
+        put_pad(f, at + length, at + row.kv_written)
+        row.kv_valid = length
+        row.kv_written = length
+
+
+cdef void emit_kv_ragged(Wire* w, const Step* p, const Seqs* s, const Blocks* b, int32_t pad_rows) noexcept nogil:
+    cdef int32_t i
+    cdef int64_t length, at = 0
+    put(&w.field[KV_INDPTR], 0, 0)
+    for i in range(p.num_rows):
+        length = s.seq[p.row[i].seq].num_tokens
+        put_slots(&w.field[KV_SLOTS_RAGGED], at, seq_table(s, p.row[i].seq), b.block_size, 0, length)
+        at += length
+        put(&w.field[KV_INDPTR], i + 1, at)
+    for i in range(p.num_rows, pad_rows):
+        put(&w.field[KV_INDPTR], i + 1, at)
+    w.kv_total = at
+
+
+cdef void wire_emit(Wire* w, const Step* p, const Seqs* s, const Blocks* b, int32_t pad_rows,
+                    int64_t pad_tokens) noexcept nogil:
+    """Write a committed step into the arrays; rows and tokens up to pad_rows, pad_tokens are padding."""
+    cdef int32_t i
+    cdef int64_t t = 0
+    cdef const StepRow* r
+    cdef const Seq* q
+    cdef const WireRow* row
+    w.num_dirty = 0
+    put(&w.field[CU_Q_LENS], 0, 0)
+    for i in range(p.num_rows):
+        r = &p.row[i]
+        q = &s.seq[r.seq]
+        w.handles[i] = r.handle
+        w.served[i] = r.served
+        put(&w.field[SEQ_LENS], i, q.num_tokens)
+        put(&w.field[SLOT_IDS], i, r.seq)
+        if r.simple:
+            put(&w.field[SLOT_MAPPING], t, r.slot)
+            put(&w.field[POSITIONS], t, q.num_tokens - 1)
+        elif r.q_len:
+            put_slots(&w.field[SLOT_MAPPING], t, seq_table(s, r.seq), b.block_size, q.num_tokens - r.q_len,
+                      q.num_tokens)
+            put_range(&w.field[POSITIONS], t, q.num_tokens - r.q_len, q.num_tokens)
+        t += r.q_len
+        put(&w.field[CU_Q_LENS], i + 1, t)
+        if w.tracks:
+            row = &w.row[i]
+            if row.handle != r.handle or row.epoch != q.epoch or row.written != q.num_blocks:
+                sync_row(w, s, r, i)
+    for i in range(p.num_rows, pad_rows):
+        pad_row(w, i)
+        put(&w.field[CU_Q_LENS], i + 1, t)
+    put_pad(&w.field[SLOT_MAPPING], t, pad_tokens)
+    put_pad(&w.field[POSITIONS], t, pad_tokens)
+    if w.field[INDPTR].width:
+        emit_csr(w, p, s, b, pad_rows)
+    if w.field[KV_SLOTS].width:
+        emit_kv(w, p, s, b)
+    if w.field[KV_INDPTR].width:
+        emit_kv_ragged(w, p, s, b, pad_rows)

@@ -1,0 +1,40 @@
+"""Named results of the core."""
+
+from typing import Any, NamedTuple
+
+
+class PoolStats(NamedTuple):
+    """Counters of a pool; every one is kept up to date, so reading them is O(1).
+
+    Blocks: ``num_blocks == reserved + free + evictable + limbo + used``.
+    """
+
+    num_blocks: int  #: blocks of the pool
+    reserved: int  #: blocks that are never allocated
+    free: int  #: blank blocks
+    evictable: int  #: committed blocks without a reference, out of limbo
+    limbo: int  #: released blocks that a pending step may still use
+    used: int  #: blocks with a reference, or held by a pending plan
+    shared: int  #: blocks with two or more references
+    sequences: int  #: open sequences
+    pending: int  #: plans neither done nor rolled back
+    cow_copies: int  #: copies that steps asked for, ever
+    cow_tokens: int  #: tokens of these copies
+    allocs: int  #: blocks taken, ever
+    evictions: int  #: cached blocks given up, ever
+    peak_used: int  #: most blocks in use at any time
+    tokens: int  #: sum of the lengths of open sequences
+    capacity: int  #: sum of their capacities, in tokens
+    fragmentation: float  #: 1 - tokens / capacity; 0.0 without capacity
+
+
+class PageBatchInfo(NamedTuple):
+    """The fields of Levanter's wire format (JAX ragged paged attention), as arrays of a plan."""
+
+    slot_ids: Any  #: int32 ``[S]``, the sequence's slot in the pool
+    page_indices: Any  #: int32 ``[S, W]``, block tables, padded with -1
+    seq_lens: Any  #: int32 ``[S]``, length after the step
+    cu_q_lens: Any  #: int32 ``[S + 1]``, prefix sums of new tokens
+    num_seqs: int  #: rows that are no padding
+    new_token_dests: Any  #: int32 ``[T]``, slot of each new token, padded with -1
+    page_size: int  #: tokens per page
