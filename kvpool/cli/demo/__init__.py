@@ -59,7 +59,7 @@ def all_parts() -> list[Part]:
 
 
 def run_parts(settings: Settings, parts: list[Part], say: Callable[[str], None]) -> Report:
-    """Run `parts` one after another. A part that raises does not stop the others; its claims are not held."""
+    """Run `parts` one after another. One that raises does not stop the others; its claims are not held."""
     report, start = Report(), time.perf_counter()
     for part in parts:
         try:
@@ -70,7 +70,7 @@ def run_parts(settings: Settings, parts: list[Part], say: Callable[[str], None])
             raise
         except Exception as exc:  # a demo that dies halfway tells less than one that says what failed
             traceback.print_exc(file=sys.stderr)
-            report.add_not_run(part, f"{type(exc).__name__}: {exc}")
+            report.add_not_run(part, f"stopped by {type(exc).__name__}: {exc}")
     report.seconds = time.perf_counter() - start
     return report
 

@@ -98,7 +98,7 @@ class Report:
     def add_not_run(self, part: Part, reason: str) -> None:
         """Record that `part` did not run. A claim that was not checked is not held."""
         self.not_run[part.name] = reason
-        claims = {name: Claim(False, "not run") for name in part.promises}
+        claims = {name: Claim(False, "not decided") for name in part.promises}
         self.outcomes.append((part, Outcome(claims, {})))
 
     @property
@@ -127,6 +127,7 @@ class Report:
 
 def print_report(report: Report, console: Any) -> None:
     """Print notes, the table of claims and a closing line to a `rich.console.Console`."""
+    from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
@@ -141,7 +142,7 @@ def print_report(report: Report, console: Any) -> None:
         console.print(f"({chr(ord('a') + number)}) {part.title}", style="bold", highlight=False)
         reason = report.not_run.get(part.name)
         if reason:
-            console.print(f"{skipped:>3} not run: {reason}", style="yellow", markup=False, highlight=False)
+            console.print(Padding(Text(reason, "yellow"), (0, 0, 0, 4)))
         table = Table.grid(padding=(0, 1), expand=True)
         table.add_column(width=3, justify="right")
         table.add_column(ratio=9)
