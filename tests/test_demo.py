@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +15,9 @@ import pytest
 
 import kvpool
 from kvpool.cli import demo, main
-from kvpool.cli.demo import occupancy, out_of_blocks, picture, step_cost
+from kvpool.cli.demo import engine, forks, occupancy, out_of_blocks, picture, step_cost
 from kvpool.cli.demo.report import Claim, Outcome, Part, Report, print_report
-from kvpool.cli.demo.serving import make_requests, serve_from_blocks, serve_from_slots
+from kvpool.cli.demo.serving import compare, make_requests, serve_from_blocks, serve_from_slots
 from kvpool.cli.demo.settings import Settings
 
 CORE_PARTS = [step_cost.PART, occupancy.PART, out_of_blocks.PART]
@@ -33,7 +34,7 @@ class SmallSettings(Settings):
     context: int = 1024
     rounds: int = 3
     requests: int = 30
-    pool_blocks: int = 129
+    pool_blocks: int = 128
     max_len: int = 512
 
 
@@ -69,6 +70,13 @@ def test_demo_json_is_one_object_of_boolean_claims_that_all_hold(small_demo, tmp
     assert status == 0
 
 
+def test_demo_with_its_default_sizes_holds_in_time(tmp_path):
+    command = [sys.executable, "-m", "kvpool", "demo", "--json", "--out", str(tmp_path / "p.png")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert json.loads(result.stdout)["seconds"] < 40
+
+
 def test_demo_json_names_every_promise_of_every_part(small_demo, tmp_path, capsys):
     main(["demo", "--json", "--out", str(tmp_path / "p.png")])
     result = json.loads(capsys.readouterr().out)
@@ -82,6 +90,7 @@ def test_demo_text_ends_with_the_verdict_and_is_quiet_on_stderr(small_demo, tmp_
     out, err = capsys.readouterr()
     count = sum(len(part.promises) for part in demo.all_parts())
     assert out.splitlines()[-1].startswith(f"{count} of {count} claims held")
+    assert max(map(len, out.splitlines()[-count:])) <= 80
     assert str(tmp_path / "p.png") in out.replace("\n", "")
     assert err == ""  # no terminal, no progress line
 
@@ -182,6 +191,110 @@ def test_part_that_does_not_decide_its_promises_is_an_error():
         Report().add(part, part.run())
 
 
+# --------------------------------------------------------------- planted faults, under mlx-lm's engine
+
+
+def forget_the_first_token(monkeypatch):
+    """Serve zeros in place of the first key of every context."""
+    from kvpool.adapters.mlx_lm import PagedKVCache
+
+    fetch = PagedKVCache.update_and_fetch
+
+    def faulty(self, keys, values):
+        keys, values = fetch(self, keys, values)
+        keys[:, :, 0] = 0
+        return keys, values
+
+    monkeypatch.setattr(PagedKVCache, "update_and_fetch", faulty)
+
+
+def keep_a_fork(monkeypatch):
+    """Keep every batch that is forked, so that its blocks never come back."""
+    from kvpool.adapters.mlx_lm.batch import Batch
+
+    kept, fork = [], Batch.fork
+
+    def faulty(self, *args, **options):
+        kept.append(fork(self, *args, **options))
+        return kept[-1]
+
+    monkeypatch.setattr(Batch, "fork", faulty)
+    return kept
+
+
+def copy_always(monkeypatch):
+    """Count ten times the copies on write."""
+    from kvpool.adapters.mlx_lm import PagedKV
+
+    summary = PagedKV.summary
+    monkeypatch.setattr(
+        PagedKV, "summary", lambda self: replace(summary(self), cow_copies=10 * summary(self).cow_copies)
+    )
+
+
+@pytest.mark.parametrize(
+    ("part", "fault", "broken"),
+    [
+        (engine.PART, forget_the_first_token, {"tokens_identical"}),
+        (engine.PART, keep_a_fork, {"no_blocks_leaked"}),
+        (forks.PART, forget_the_first_token, {"samples_identical"}),
+        (forks.PART, keep_a_fork, {"fork_no_blocks_leaked"}),
+        (forks.PART, copy_always, {"forks_copy_one_block"}),
+    ],
+)
+def test_fault_in_the_adapter_breaks_its_claim_only(monkeypatch, settings, part, fault, broken):
+    fault(monkeypatch)
+    report = run_one(part, settings)
+    assert report.not_run == {}
+    assert broken_claims(report) == broken
+
+
+# ----------------------------------------------------------------------------------------- a checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    """A folder as mlx-lm loads it: config, weights, and a tokenizer of 300 words."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    from kvpool.cli.demo import lm
+
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(lm.TEXTS, trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    mx.random.seed(1)
+    model = lm.random_llama()
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    config = {name: value for name, value in asdict(model.args).items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_demo_runs_on_a_checkpoint(small_demo, checkpoint, tmp_path, capsys):
+    status = main(["demo", "--json", "--model", str(checkpoint), "--out", str(tmp_path / "p.png")])
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    assert result["not_run"] == {}, err
+    assert status == 0
+    assert result["numbers"]["engine"]["model"] == f"checkpoint {checkpoint}"
+    assert len(set(result["numbers"]["engine"]["prompt_lengths"])) > 1
+
+
+def test_demo_on_a_folder_without_a_model_is_refused(small_demo, tmp_path, capsys):
+    assert main(["demo", "--model", str(tmp_path), "--out", str(tmp_path / "p.png")]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"kvpool demo: --model {tmp_path} cannot be loaded: ")
+    assert len(err.splitlines()) == 1
+
+
 # --------------------------------------------------------------------------------- what is not installed
 
 
@@ -228,15 +341,13 @@ def test_picture_is_a_large_png_in_several_colours(settings):
 
 
 def test_sketch_fits_a_terminal_and_shows_both_servers(settings):
-    requests = make_requests(settings.requests, settings.max_len, 0)
-    slots = serve_from_slots(requests, 128, 16, settings.max_len)
-    blocks = serve_from_blocks(requests, 129, 16)
-    text = picture.sketch(slots, blocks, 128)
+    text = picture.sketch(compare(settings.requests, 128, 16, settings.max_len, seed=0))
     assert max(map(len, text.splitlines())) < 80
-    assert f"step {slots.steps}" in text
-    assert f"step {blocks.steps}" in text
-    assert "█" in text
-    assert "░" in text
+    static, paged = text.split("kvpool:")
+    for chart in (static, paged):
+        assert "128 blocks" in chart
+        assert "█" in chart
+    assert static.count("░") > paged.count("░")
 
 
 # ------------------------------------------------------------------------------------- the two servers
@@ -246,7 +357,7 @@ def test_sketch_fits_a_terminal_and_shows_both_servers(settings):
 def test_servers_generate_every_token_and_stay_within_memory(seed):
     requests = make_requests(40, 512, seed)
     slots = serve_from_slots(requests, 128, 16, 512)
-    blocks = serve_from_blocks(requests, 129, 16)
+    blocks = serve_from_blocks(requests, 128, 16)
     answers = sum(request.answer for request in requests)
     assert sum(slots.running) == answers
     assert sum(blocks.running) >= answers  # a preempted sequence is computed again
@@ -303,7 +414,7 @@ def test_table_on_an_ascii_terminal_is_ascii():
     assert "# note" in text
 
 
-def test_table_says_that_a_claim_not_run_is_not_held():
+def test_table_says_that_an_undecided_claim_is_not_held():
     report = report_with(held=True)
     report.add_not_run(
         Part("q", "another part", {"third": "the third"}, None), "needs a thing: pip install thing"
@@ -311,7 +422,7 @@ def test_table_says_that_a_claim_not_run_is_not_held():
     text = printed(report, "utf-8")
     assert "needs a thing: pip install thing" in text
     assert "2 of 3 claims held" in text
-    assert "a claim that was not run is not held" in text
+    assert "A claim that was not decided is not held." in text
     assert report.as_json()["claims"]["third"] is False
 
 

@@ -29,7 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: a small Llama with random weights, nothing is downloaded)",
     )
     parser.add_argument(
-        "--out", type=Path, default=Settings.out, help="where the picture goes (default: %(default)s)"
+        "--out",
+        type=Path,
+        metavar="PNG",
+        default=Settings.out,
+        help="where the picture goes (default: %(default)s)",
     )
 
 

@@ -23,7 +23,7 @@ def run(settings: Settings, say: Callable[[str], None]) -> Outcome:
     say(f"BatchGenerator on kvpool: {workload.label}")
     lengths = [len(prompt) for prompt in prompts]
     blocks = sum(-(-(length + new_tokens) // settings.block_size) for length in lengths)
-    with lm.install(model, blocks + len(prompts) + 1, block_size=settings.block_size) as kv:
+    with lm.install_pool(model, blocks + len(prompts) + 1, settings.block_size) as kv:
         ours = lm.generate(model, prompts, new_tokens)
         account = lm.account(kv)
     same = sum(a == b for a, b in zip(stock.tokens, ours.tokens, strict=True))
@@ -31,8 +31,8 @@ def run(settings: Settings, say: Callable[[str], None]) -> Outcome:
     claims = {
         "tokens_identical": Claim(
             same == len(lengths),
-            f"{same} of {len(lengths)} prompts of {min(lengths)} to {max(lengths)} tokens,"
-            f" {stock.num_tokens} tokens generated, {distinct} distinct",
+            f"{same} of {len(lengths)} prompts of {min(lengths)} to {max(lengths)} tokens\n"
+            f"{stock.num_tokens} tokens generated, {distinct} distinct",
         ),
         "no_blocks_leaked": Claim(
             account.blocks_used == 0, f"{account.blocks_used} leaked, {account.blocks_peak} used at the peak"
@@ -42,15 +42,15 @@ def run(settings: Settings, say: Callable[[str], None]) -> Outcome:
         ),
     }
     numbers = {"model": workload.label, "prompt_lengths": lengths, "distinct_tokens": distinct}
-    return Outcome(claims, numbers | run_numbers(stock, ours, account))
+    return Outcome(claims, numbers | run_numbers(stock, ours, account), (f"Model: {workload.label}",))
 
 
 def bytes_sentence(stock: Run, ours: Run, account: Summary) -> str:
-    """Return the KV bytes of both runs, what the whole pool takes, and MLX's own peaks, as a sentence."""
+    """Return the KV bytes of both runs, the whole pool's, and MLX's own peaks, weights included."""
     return (
-        f"{format_nbytes(account.kv_nbytes_peak)} in blocks of a pool of {format_nbytes(account.pool_nbytes)},"
-        f" {format_nbytes(stock.cache_nbytes)} in mlx-lm's cache; peak of all of MLX"
-        f" {format_nbytes(ours.mlx_peak_nbytes)} and {format_nbytes(stock.mlx_peak_nbytes)}"
+        f"{format_nbytes(account.kv_nbytes_peak)} (pool {format_nbytes(account.pool_nbytes)});"
+        f" stock {format_nbytes(stock.cache_nbytes)}\n"
+        f"all of MLX {format_nbytes(ours.mlx_peak_nbytes)}; stock {format_nbytes(stock.mlx_peak_nbytes)}"
     )
 
 
@@ -78,9 +78,9 @@ def run_numbers(stock: Run, ours: Run, account: Summary) -> dict[str, Any]:
 
 PART = Part(
     "engine",
-    "mlx-lm's BatchGenerator, unmodified, on kvpool",
+    "mlx-lm's BatchGenerator, unmodified: on kvpool, and stock on its own cache",
     {
-        "tokens_identical": "greedy tokens equal to those on mlx-lm's own cache",
+        "tokens_identical": "same greedy tokens as stock",
         "no_blocks_leaked": "every block is back at the end",
         "fewer_kv_bytes": "fewer KV bytes at the peak",
     },

@@ -22,7 +22,7 @@ def run(settings: Settings, say: Callable[[str], None]) -> Outcome:
     longest = -(-(len(prompt) + settings.sample_tokens) // settings.block_size)  # blocks of one whole sample
     own = longest - (len(prompt) - 1) // settings.block_size  # of which a sample does not share so many
     need = whole + samples * own
-    with lm.install(model, 2 * need, block_size=settings.block_size) as kv:  # room to be wrong
+    with lm.install_pool(model, 2 * need, settings.block_size) as kv:  # room to be wrong
         ours, our_seconds = lm.sample(*arguments)
         account = lm.account(kv)
     same = sum(a == b for a, b in zip(stock.tokens, ours.tokens, strict=True))
@@ -36,7 +36,7 @@ def run(settings: Settings, say: Callable[[str], None]) -> Outcome:
         ),
         "forks_copy_one_block": Claim(
             account.cow_copies <= samples,
-            f"{account.cow_copies} blocks copied on write, {copies_per_token:.3f} per generated token",
+            f"{account.cow_copies} blocks copied, {copies_per_token:.3f} per generated token",
         ),
         "fork_fewer_kv_bytes": Claim(
             account.kv_nbytes_peak < stock.cache_nbytes, bytes_sentence(stock, ours, account)
@@ -52,11 +52,11 @@ def run(settings: Settings, say: Callable[[str], None]) -> Outcome:
 
 PART = Part(
     "forks",
-    "one prompt, many samples: forks of the cache instead of copies",
+    "one prompt, many samples: every deep copy of the cache is a fork",
     {
-        "samples_identical": "samples equal to those from mlx-lm's deep copies",
-        "prompt_shared": "the samples share the blocks of the prompt",
-        "forks_copy_one_block": "no sample copies more than one block",
+        "samples_identical": "same samples as stock",
+        "prompt_shared": "samples share prompt blocks",
+        "forks_copy_one_block": "at most one copy per sample",
         "fork_fewer_kv_bytes": "fewer KV bytes at the peak",
         "fork_no_blocks_leaked": "every block is back at the end",
     },

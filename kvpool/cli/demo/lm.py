@@ -22,9 +22,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from kvpool.adapters.mlx_lm import PagedKV, Summary, install
 from kvpool.cli.console import CommandError
+from kvpool.cli.demo.report import NotRun
 from kvpool.cli.demo.settings import Settings
-
-__all__ = ["Run", "Workload", "account", "generate", "install", "make_workload", "sample"]
 
 VOCABULARY = 512
 TEXTS = (
@@ -80,12 +79,14 @@ class Run:
 def make_workload(settings: Settings) -> Workload:
     """Load `settings.model`, or build the small random Llama."""
     if settings.model is not None:
-        return load_checkpoint(settings)
+        return load_checkpoint(settings.model, settings.sample_prompt)
     mx.random.seed(settings.seed)
     rng = np.random.default_rng(settings.seed)
     prompts = [rng.integers(0, VOCABULARY, n).tolist() for n in settings.prompt_lengths]
     long_prompt = rng.integers(0, VOCABULARY, settings.sample_prompt).tolist()
-    return Workload(random_llama(), "Llama with random weights, 4 layers", prompts, long_prompt)
+    return Workload(
+        random_llama(), "Llama with 4 layers and random weights, nothing downloaded", prompts, long_prompt
+    )
 
 
 def random_llama() -> Any:
@@ -111,17 +112,18 @@ def random_llama() -> Any:
     return model
 
 
-def load_checkpoint(settings: Settings) -> Workload:
-    """Load a checkpoint through mlx-lm, and encode `TEXTS` with its tokenizer."""
+def load_checkpoint(name: str, prompt_len: int) -> Workload:
+    """Load a checkpoint through mlx-lm, and encode `TEXTS` with its tokenizer; the long prompt is cut."""
     import mlx_lm
 
     try:
-        model, tokenizer = mlx_lm.load(settings.model)
-    except (OSError, ValueError) as exc:  # no such folder, id or model type; mlx-lm's message says which
-        raise CommandError(f"--model {settings.model}: {str(exc).splitlines()[0]}") from None
+        model, tokenizer, *_ = mlx_lm.load(name)
+    except Exception as exc:  # what is wrong with somebody's checkpoint can surface as anything
+        reason = (str(exc).splitlines() or [type(exc).__name__])[0]
+        raise CommandError(f"--model {name} cannot be loaded: {reason}") from exc
     prompts = [tokenizer.encode(text) for text in TEXTS]
     repeated = tokenizer.encode("\n".join(TEXTS) * 8)
-    return Workload(model, str(settings.model), prompts, repeated[: settings.sample_prompt])
+    return Workload(model, f"checkpoint {name}", prompts, repeated[:prompt_len])
 
 
 def generate(
@@ -181,6 +183,20 @@ def sample(model: Any, prompt: list[int], samples: int, max_tokens: int, seed: i
     last = [prompt[-1:] for _ in range(samples)]
     run = generate(model, last, max_tokens, caches=copies, sampler=mx.random.categorical, together=samples)
     return run, seconds
+
+
+def install_pool(model: Any, num_blocks: int, block_size: int) -> PagedKV:
+    """Put `model` on a pool of its own, for the length of a ``with`` block.
+
+    Raises
+    ------
+    NotRun
+        The adapter does not take this model, or this release of mlx-lm.
+    """
+    try:
+        return install(model, num_blocks, block_size=block_size)
+    except (RuntimeError, ValueError) as exc:
+        raise NotRun(str(exc)) from exc
 
 
 def account(kv: PagedKV) -> Summary:

@@ -40,11 +40,13 @@ def run(settings: Settings, say: Callable[[str], None]) -> Outcome:
     message = str(error) if error else ""
     before, after = f"{before:016x}", f"{after:016x}"
     claims = {
-        "out_of_blocks_raised": Claim(error is not None, f"in step {steps + 1}, {short} short"),
-        "state_unchanged": Claim(
-            error is not None and before == after, f"fingerprint {before}, then {after}"
+        "out_of_blocks_raised": Claim(
+            error is not None, f"OutOfBlocks in step {steps + 1}, {short} block short"
         ),
-        "goes_on_after_preempting": Claim(recovered, "the same step on the other two sequences succeeds"),
+        "state_unchanged": Claim(
+            error is not None and before == after, f"fingerprint {before} before\n{after:>28} after"
+        ),
+        "goes_on_after_preempting": Claim(recovered, "the same step for the other two"),
     }
     notes = (f"A step that does not fit raises OutOfBlocks:\n  {message}",) if message else ()
     return Outcome(claims, {"message": message, "fingerprints": [before, after]}, notes)
@@ -54,9 +56,9 @@ PART = Part(
     "out_of_blocks",
     "a pool that is too small",
     {
-        "out_of_blocks_raised": "a step that does not fit raises OutOfBlocks",
+        "out_of_blocks_raised": "a step that does not fit raises",
         "state_unchanged": "and nothing has changed",
-        "goes_on_after_preempting": "closing one sequence lets the others go on",
+        "goes_on_after_preempting": "without one sequence it goes on",
     },
     run,
 )

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+import kvpool
+
 ASCII = str.maketrans({"█": "#", "░": ".", "─": "-", "│": "|", "└": "+"})
 """For terminals whose encoding has no such characters."""
 
@@ -113,8 +115,6 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that ``kvpool demo --json`` prints."""
-        import kvpool
-
         return {
             "kvpool": kvpool.__version__,
             "held": self.held,
@@ -127,32 +127,41 @@ class Report:
 
 def print_report(report: Report, console: Any) -> None:
     """Print notes, the table of claims and a closing line to a `rich.console.Console`."""
-    from rich.padding import Padding
-    from rich.table import Table
     from rich.text import Text
 
     ascii_only = console.options.ascii_only
-    held, broken, skipped = ("ok", "NO", "-") if ascii_only else ("✓", "✗", "-")
     for _, outcome in report.outcomes:
         for note in outcome.notes:
             text = note.translate(ASCII) if ascii_only else note
             console.print(text, markup=False, highlight=False, no_wrap=True, overflow="ignore", crop=False)
             console.print()
-    for number, (part, outcome) in enumerate(report.outcomes):
-        console.print(f"({chr(ord('a') + number)}) {part.title}", style="bold", highlight=False)
-        reason = report.not_run.get(part.name)
-        if reason:
-            console.print(Padding(Text(reason, "yellow"), (0, 0, 0, 4)))
-        table = Table.grid(padding=(0, 1), expand=True)
-        table.add_column(width=3, justify="right")
-        table.add_column(ratio=9)
-        table.add_column(ratio=11)
-        for name, claim in outcome.claims.items():
-            mark = Text(held, "green") if claim.held else Text(skipped if reason else broken, "bold red")
-            table.add_row(mark, part.promises[name], Text(claim.measured, "dim"))
-        console.print(table)
+    for number, (part, _) in enumerate(report.outcomes):
+        console.print(Text(f"({chr(ord('a') + number)}) {part.title}", "bold"))
+        console.print(_claims_table(report, number, ascii_only))
     verdicts = report.claims.values()
-    count = f"{sum(verdicts)} of {len(verdicts)} claims held, {report.seconds:.1f} s"
-    why = "; a claim that was not run is not held" if report.not_run else ""
+    closing = (
+        f"{sum(verdicts)} of {len(verdicts)} claims held, {report.seconds:.1f} s, kvpool {kvpool.__version__}"
+    )
+    if report.not_run:
+        closing += "\nA claim that was not decided is not held."
     console.print()
-    console.print(count + why, style="bold green" if report.held else "bold red", highlight=False)
+    console.print(Text(closing, "bold green" if report.held else "bold red"))
+
+
+def _claims_table(report: Report, number: int, ascii_only: bool) -> Any:
+    from rich.console import Group
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    part, outcome = report.outcomes[number]
+    reason = report.not_run.get(part.name)
+    held, broken = ("ok", "NO") if ascii_only else ("✓", "✗")
+    table = Table.grid(padding=(0, 1))
+    table.add_column(width=3, justify="right")
+    table.add_column(width=max(len(text) for part, _ in report.outcomes for text in part.promises.values()))
+    table.add_column()
+    for name, claim in outcome.claims.items():
+        mark = Text(held, "green") if claim.held else Text("-" if reason else broken, "bold red")
+        table.add_row(mark, part.promises[name], Text(claim.measured, "dim"))
+    return Group(Padding(Text(reason, "yellow"), (0, 0, 0, 4)), table) if reason else table

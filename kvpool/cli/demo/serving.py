@@ -69,12 +69,37 @@ class Timeline:
         return 1.0 - sum(self.filled) / max(1, sum(self.blocks))
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """The same requests, served from fixed slots and from blocks, in `num_blocks` blocks of memory."""
+
+    slots: Timeline
+    blocks: Timeline
+    num_requests: int
+    num_blocks: int
+    block_size: int
+    max_len: int
+
+    @property
+    def steps(self) -> int:
+        """Steps of the slower one."""
+        return max(self.slots.steps, self.blocks.steps)
+
+
+def compare(num_requests: int, num_blocks: int, block_size: int, max_len: int, seed: int) -> Comparison:
+    """Serve random requests both ways. The pool's padding block comes on top of `num_blocks`."""
+    requests = make_requests(num_requests, max_len, seed)
+    slots = serve_from_slots(requests, num_blocks, block_size, max_len)
+    blocks = serve_from_blocks(requests, num_blocks, block_size)
+    return Comparison(slots, blocks, num_requests, num_blocks, block_size, max_len)
+
+
 def make_requests(count: int, max_len: int, seed: int) -> list[Request]:
     """Return requests with exponential gaps and log-normal lengths, most far shorter than `max_len`."""
     rng = np.random.default_rng(seed)
-    arrivals = np.cumsum(rng.exponential(2.5, count)).astype(int)
+    arrivals = np.cumsum(rng.exponential(2.0, count)).astype(int)
     prompts = np.clip(rng.lognormal(4.4, 0.9, count), 4, max_len // 2).astype(int)
-    answers = np.clip(rng.lognormal(4.6, 0.6, count), 8, max_len // 2).astype(int)
+    answers = np.clip(rng.lognormal(4.6, 0.5, count), 8, max_len // 2).astype(int)
     return [Request(int(a), int(p), int(n)) for a, p, n in zip(arrivals, prompts, answers, strict=True)]
 
 
@@ -82,7 +107,8 @@ def serve_from_slots(requests: list[Request], num_blocks: int, block_size: int, 
     """Serve with static reservation: a running sequence owns `max_len` tokens from first step to last."""
     blocks_per_slot = -(-max_len // block_size)
     num_slots = num_blocks // blocks_per_slot
-    waiting, running, timeline = deque(requests), [], Timeline()
+    timeline, waiting = Timeline(), deque(requests)
+    running: list[list[int]] = []  # [length now, length when finished]
     while waiting or running:
         while waiting and waiting[0].arrival <= timeline.steps and len(running) < num_slots:
             request = waiting.popleft()
@@ -103,7 +129,7 @@ def serve_from_blocks(requests: list[Request], num_blocks: int, block_size: int)
     timeline, waiting = Timeline(), deque(requests)
     running: list[tuple[int, Request]] = []  # (handle, request), oldest first
     max_seqs = len(requests)
-    with kvpool.Pool(num_blocks, block_size, max_seqs=max_seqs, watermark=num_blocks // 50) as pool:
+    with kvpool.Pool(num_blocks + 1, block_size, max_seqs=max_seqs, watermark=num_blocks // 50) as pool:
         plan = kvpool.Plan(pool, max_rows=max_seqs, max_tokens=num_blocks * block_size)
         while waiting or running:
             while waiting and waiting[0].arrival <= timeline.steps:

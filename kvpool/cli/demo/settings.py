@@ -25,7 +25,7 @@ class Settings:
     batch_sizes, context, rounds
         The step-cost part: sequences per batch, tokens in each sequence, interleaved rounds.
     requests, pool_blocks, max_len
-        The occupancy part: requests served, size of the pool, longest sequence the server accepts.
+        The occupancy part: requests served, blocks for both servers, longest sequence the server accepts.
     seed : int
         Of every random number in the demo.
     """
@@ -41,7 +41,7 @@ class Settings:
     batch_sizes: tuple[int, ...] = (64, 256)
     context: int = 4096
     rounds: int = 9
-    requests: int = 120
-    pool_blocks: int = 513
+    requests: int = 160
+    pool_blocks: int = 512
     max_len: int = 1024
     seed: int = 0
