@@ -38,6 +38,7 @@ cdef class BlockPool:
         cdef Blocks* b = &self.blocks
         cdef int64_t n = to_int(num_blocks, "Pool", "num_blocks", 1, (<int64_t>1 << 31) - 1)
         b.block_size = to_int(block_size, "Pool", "block_size", 1, min((<int64_t>1 << 31) - 1, (<int64_t>1 << 62) // n))
+        b.shift = (<object>b.block_size).bit_length() - 1 if b.block_size & (b.block_size - 1) == 0 else -1
         b.reserved = <int32_t>to_int(reserved_blocks, "Pool", "reserved_blocks", 0, n - 1)
         b.num_blocks = <int32_t>n
         b.next = <int32_t*>calloc(n, sizeof(int32_t))

@@ -99,7 +99,7 @@ cdef class Plan:
         self.step.copies = <int32_t*>array_data(self.arrays["copies"])
         w.dirty = <int32_t*>array_data(self.arrays["dirty_rows"])
         w.served = <uint8_t*>array_data(self.arrays["served"])
-        w.handles = <int64_t*>array_data(self.arrays["handles"])
+        w.handles = self.step.handle = <int64_t*>array_data(self.arrays["handles"])
         self.declare(formats, dtype, {} if pad is None else pad, {} if out is None else out)
 
     def __dealloc__(self):

@@ -243,8 +243,7 @@ cdef class Pool(SequencePool):
             limits.seq_tokens = min(plan.seq_limit, self.seqs.max_blocks * self.blocks.block_size)
             limits.table_width = plan.wire.table_width
             self.next_stamp()
-            status = step_check(&plan.step, &self.seqs, &self.blocks, &rows, &new, rows.size, &limits, advance,
-                                partial, &verdict)
+            status = step_check(&plan.step, &self.seqs, &self.blocks, &rows, &new, &limits, advance, partial, &verdict)
             if status != OK:
                 step_undo_check(&plan.step, &self.blocks, 0)
                 self.explain(status, &verdict, &rows, call, plan, pad_to)
@@ -254,18 +253,17 @@ cdef class Pool(SequencePool):
                 except MemoryError:
                     step_undo_check(&plan.step, &self.blocks, 0)
                     raise
-            self.carry_out(plan, advance, pad_rows, pad_tokens)
+            self.carry_out(plan, <const int64_t*>rows.data, advance, pad_rows, pad_tokens)
         finally:
             ints_free(&rows)
             ints_free(&new)
         return 0
 
-    cdef void carry_out(self, Plan plan, bint advance, int64_t pad_rows, int64_t pad_tokens):
+    cdef void carry_out(self, Plan plan, const int64_t* handles, bint advance, int64_t pad_rows, int64_t pad_tokens):
         """Second half of a step: nothing here can fail."""
         cdef Step* p = &plan.step
         cdef Blocks* b = &self.blocks
         p.id = self.next_step
-        p.advance = advance
         p.noted_done = False
         p.pending = self.steps_pend
         self.next_step += 1
@@ -273,7 +271,7 @@ cdef class Pool(SequencePool):
             b.newest_pending = p.id
             if b.oldest_pending == 0:
                 b.oldest_pending = p.id
-        step_commit(p, &self.seqs, b, p.id if self.steps_pend else 0, advance)
+        step_commit(p, &self.seqs, b, handles, advance, self.steps_pend)
         wire_emit(&plan.wire, p, &self.seqs, b, <int32_t>pad_rows, pad_tokens)
         plan.rows = p.num_rows
         plan.tokens = p.num_tokens
@@ -282,6 +280,7 @@ cdef class Pool(SequencePool):
         plan.shown_tokens = max(p.num_tokens, pad_tokens)
         if not self.steps_pend:
             step_release_holds(p, b)
+            p.log_size = 0
 
     cdef int explain(self, int status, Verdict* v, const Ints* handles, str call, Plan plan, object pad_to) except -1:
         """Raise what step_check found."""
@@ -339,8 +338,7 @@ cdef class Pool(SequencePool):
             limits.seq_tokens = self.seqs.max_blocks * self.blocks.block_size
             limits.table_width = self.seqs.max_blocks
             self.next_stamp()
-            status = step_check(&self.scratch, &self.seqs, &self.blocks, &rows, &new, rows.size, &limits, True, False,
-                                &verdict)
+            status = step_check(&self.scratch, &self.seqs, &self.blocks, &rows, &new, &limits, True, False, &verdict)
             step_undo_check(&self.scratch, &self.blocks, 0)
             if status != OK and status != SHORT:
                 self.explain(status, &verdict, &rows, "can", None, None)
@@ -505,7 +503,7 @@ cdef class Pool(SequencePool):
             h = seqs_fingerprint(&self.seqs, &self.blocks, h, self.next_step)
             h = mix(mix(h, self.steps_pend), len(self.pending))
             for plan in self.pending:
-                h = step_fingerprint(&plan.step, &self.seqs, h, self.next_step)
+                h = step_fingerprint(&plan.step, h, self.next_step)
             return h
         finally:
             self.busy = False
