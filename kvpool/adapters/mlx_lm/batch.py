@@ -186,7 +186,7 @@ class Batch:
         kv.pool.step(plan, np.array(self.handles, np.int64), new)
         kv.note_forward(self, plan, before)
         try:
-            if plan.num_copies:
+            if len(plan.copies):
                 kv.backend.copy_blocks(plan.copies)
             columns = None
             if before.todo is not None:

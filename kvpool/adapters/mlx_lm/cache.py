@@ -72,7 +72,8 @@ class PagedKVCache:
         Raises
         ------
         OutOfBlocks
-            From the first layer of a pass; pool and cache are as before.
+            From the first layer of a pass; pool and cache are as before. The same holds for `CapacityExceeded`: a
+            sequence longer than all blocks together.
         """
         num_rows, heads, num_columns, _ = keys.shape
         batch = self._batch
