@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 import time
 import traceback
@@ -86,6 +87,8 @@ def check_paths(settings: Settings) -> None:
         raise CommandError(f"--out {out}: this is a folder, name a file")
     if not out.parent.is_dir():
         raise CommandError(f"--out {out}: there is no folder {out.parent}")
+    if not os.access(out if out.exists() else out.parent, os.W_OK):
+        raise CommandError(f"--out {out}: no permission to write it")
     if model is not None and not Path(model).exists() and model.count("/") != 1:
         raise CommandError(
             f"--model {model}: there is no such folder, and a Hugging Face id reads owner/name"

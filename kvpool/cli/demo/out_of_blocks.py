@@ -13,7 +13,7 @@ from kvpool.errors import OutOfBlocks
 
 
 def run(settings: Settings, say: Callable[[str], None]) -> Outcome:
-    """Decode three sequences in a pool of eight blocks until one step does not fit."""
+    """Grow three sequences by a block each, in a pool of eight blocks, until a step does not fit."""
     say("a pool that is too small")
     with kvpool.Pool(9, settings.block_size, max_seqs=4) as pool:
         plan = kvpool.Plan(pool, max_rows=3, max_tokens=16 * settings.block_size)
@@ -36,20 +36,19 @@ def run(settings: Settings, say: Callable[[str], None]) -> Outcome:
             recovered = True
         except kvpool.KVPoolError:
             recovered = False
-        short = error.short_by if error else 0
-    message = str(error) if error else ""
-    before, after = f"{before:016x}", f"{after:016x}"
+    message, short = (str(error), error.short_by) if error else ("", 0)
     claims = {
         "out_of_blocks_raised": Claim(
             error is not None, f"OutOfBlocks in step {steps + 1}, {short} block short"
         ),
         "state_unchanged": Claim(
-            error is not None and before == after, f"fingerprint {before} before\n{after:>28} after"
+            error is not None and before == after, f"fingerprint {before:016x} before\n{after:28x} after"
         ),
         "goes_on_after_preempting": Claim(recovered, "the same step for the other two"),
     }
     notes = (f"A step that does not fit raises OutOfBlocks:\n  {message}",) if message else ()
-    return Outcome(claims, {"message": message, "fingerprints": [before, after]}, notes)
+    fingerprints = [f"{before:016x}", f"{after:016x}"]  # as text: JSON readers keep 53 bits of a number
+    return Outcome(claims, {"message": message, "fingerprints": fingerprints}, notes)
 
 
 PART = Part(
