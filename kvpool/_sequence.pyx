@@ -362,7 +362,7 @@ cdef class SequencePool(BlockPool):
         cdef int32_t slot
         self.enter("open")
         try:
-            tokens = to_int(num_tokens, "open", "num_tokens", 0, (<int64_t>1 << 62))
+            tokens = to_int(num_tokens, "open", "num_tokens", 0, INT64_MAX)
             if tokens > s.max_blocks * b.block_size:
                 raise CapacityExceeded(f"[open] {tokens} tokens, a sequence has at most {s.max_blocks * b.block_size}")
             need = whole_blocks(b, tokens + b.block_size - 1)
@@ -418,7 +418,7 @@ cdef class SequencePool(BlockPool):
         self.enter("fork")
         try:
             parent = self.get_one(handle, "fork")
-            count = to_int(n, "fork", "n", 0, MAX_SEQS)
+            count = to_int(n, "fork", "n", 0, INT64_MAX)
             if count > s.num_free_slots:
                 raise OutOfSequences(f"[fork] {count} children asked for, {s.num_open} sequences are open, "
                                      f"the limit is {s.max_seqs}")
@@ -582,7 +582,7 @@ cdef class SequencePool(BlockPool):
         """Whether a handle names an open sequence of this pool. O(1)."""
         self.enter("is_open")
         try:
-            return seq_find(&self.seqs, to_int(handle, "is_open", "handle", INT64_MIN, INT64_MAX)) >= 0
+            return seq_find(&self.seqs, to_int(handle, "is_open", "handle", 0, INT64_MAX)) >= 0
         finally:
             self.busy = False
 

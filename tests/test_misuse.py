@@ -342,7 +342,7 @@ def test_constructor_value_outside_its_limits_is_a_value_error(scene, refused, c
 
 
 def test_constructor_product_just_inside_the_limit_is_legal(core):
-    core.Pool(4, 2**60, max_seqs=1, max_blocks_per_seq=1).shutdown()
+    core.Pool(4, 2**31 - 1, max_seqs=1, max_blocks_per_seq=1).shutdown()
 
 
 # --- arrays -----------------------------------------------------------------------------------------------
