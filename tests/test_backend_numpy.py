@@ -1,4 +1,4 @@
-"""The numpy backend beyond the conformance kit: rounding bit by bit, exactness, own inputs, what it refuses."""
+"""The numpy backend beyond the conformance kit: rounding bit by bit, exactness, own inputs, refusals."""
 
 import numpy as np
 import pytest
