@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -34,6 +35,7 @@ def run_python(*args: str) -> subprocess.CompletedProcess[str]:
 
 def refusal(capsys, *argv: str) -> str:
     """Run a command that must be refused; return what it said, after checking that it reads well."""
+    status: object
     try:
         status = main(argv)
     except SystemExit as exc:  # argparse's way out
@@ -79,6 +81,16 @@ def test_module_run_is_the_same_command():
     result = run_python("-m", "kvpool", "--version")
     assert result.returncode == 0
     assert result.stdout.startswith("kvpool ")
+
+
+def test_reader_that_goes_away_leaves_no_traceback():
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "kvpool", "doctor"]
+    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writer)
+    assert result.returncode == 1
+    assert result.stderr == ""
 
 
 @pytest.mark.parametrize("argv", [[], ["serve"], ["plan"], ["demo", "--frobnicate"]])

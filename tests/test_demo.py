@@ -381,9 +381,13 @@ def test_list_allocator_gives_the_slots_of_its_tables():
 # ----------------------------------------------------------------------------------------------- the table
 
 
+def never_run(*args) -> Outcome:
+    raise AssertionError("the table is printed from what was recorded")
+
+
 def report_with(held: bool) -> Report:
     report = Report(seconds=1.5)
-    part = Part("p", "a part", {"first": "the first sentence", "second": "the second"}, None)
+    part = Part("p", "a part", {"first": "the first sentence", "second": "the second"}, never_run)
     report.add(
         part, Outcome({"first": Claim(True, "1 of 1"), "second": Claim(held, "2 of 3")}, {}, ("█ note",))
     )
@@ -417,7 +421,7 @@ def test_table_on_an_ascii_terminal_is_ascii():
 def test_table_says_that_an_undecided_claim_is_not_held():
     report = report_with(held=True)
     report.add_not_run(
-        Part("q", "another part", {"third": "the third"}, None), "needs a thing: pip install thing"
+        Part("q", "another part", {"third": "the third"}, never_run), "needs a thing: pip install thing"
     )
     text = printed(report, "utf-8")
     assert "needs a thing: pip install thing" in text

@@ -10,6 +10,7 @@ Reading the arguments needs numpy and the standard library only; a command impor
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -41,10 +42,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
     args = build_parser().parse_args(argv)
     try:
-        return COMMANDS[args.command].run(args)
+        status = COMMANDS[args.command].run(args)
+        sys.stdout.flush()
+        return status
     except CommandError as exc:
         print(f"kvpool {args.command}: {exc}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever read our output (head, less) has gone; say nothing, also not at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
         print(f"kvpool {args.command}: interrupted", file=sys.stderr)
         return 130
