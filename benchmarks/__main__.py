@@ -152,7 +152,7 @@ def main():
     parser.add_argument("--gates", action="store_true", help="exit status 1 if a target is missed")
     options, arguments = parser.parse_known_args()
     records = run_benchmarks(arguments)
-    print(f"\n{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}; ")
+    print(f"\n{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}:")
     print("median CPU time per item; the floor is C without checks, its loop inside C\n")
     head = ("operation", "kvpool", "C floor", "Python", "kvpool / floor", "target", "holds")
     holds = print_table(head, [*time_lines(records), *fixed_lines(records)])

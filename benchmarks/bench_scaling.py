@@ -20,7 +20,7 @@ def bench_scaling(measure, name, size, unit):
     run, undo = operations(size)[name]
     if name in scaling.STARTS_UNDONE:
         undo()
-    run()
+    run()  # the first setup takes this back
     counts = scaling.count_instructions()
     measure(
         run, 1, row=f"{name}, {size:,} {unit}", who="kvpool", setup=undo, rounds=scaling.RUNS,

@@ -68,8 +68,8 @@ void floor_free(Floor *pool, const int32_t *ids, int32_t n) {
 }
 
 /* Allocations of `sizes[i]` blocks into consecutive parts of `ids`, then all parts freed in `order`. */
-void floor_alloc_free(Floor *pool, int32_t *ids, int32_t num_calls, const int32_t *sizes, const int32_t *starts,
-                      const int32_t *order) {
+void floor_alloc_free(Floor *pool, int32_t *ids, int32_t num_calls, const int32_t *sizes,
+                      const int32_t *starts, const int32_t *order) {
     for (int32_t i = 0; i < num_calls; i++) floor_alloc(pool, ids + starts[i], sizes[i]);
     for (int32_t i = 0; i < num_calls; i++) floor_free(pool, ids + starts[order[i]], sizes[order[i]]);
 }
@@ -101,13 +101,12 @@ void floor_steps(Floor *pool, int32_t rows, int32_t num_new, int32_t num_steps, 
     }
 }
 
-/* `n` forks of row 0 into rows 1..n: every block of the parent gets one more reference. */
+/* `n` forks of row 0 into rows 1..n: every block of the parent gets n more references. */
 void floor_fork(Floor *pool, int32_t n) {
+    const int32_t count = pool->num_blocks[0];
+    for (int32_t i = 0; i < count; i++) pool->refcounts[pool->table[i]] += n;
     for (int32_t child = 1; child <= n; child++) {
-        int32_t count = pool->num_blocks[0];
-        int32_t *table = pool->table + (size_t)child * pool->width;
-        memcpy(table, pool->table, (size_t)count * sizeof(int32_t));
-        for (int32_t i = 0; i < count; i++) pool->refcounts[table[i]]++;
+        memcpy(pool->table + (size_t)child * pool->width, pool->table, (size_t)count * sizeof(int32_t));
         pool->num_blocks[child] = count;
         pool->seq_lens[child] = pool->seq_lens[0];
     }

@@ -30,6 +30,7 @@ ROWS = 4
 BLOCK_SIZE = 16
 BLOCKS = 32
 RUNS = 16
+WARM_UPS = 32  # Python rewrites the code of a function in its first runs
 POOL_OPERATIONS = (
     "fork, 8 children",
     "close, 8 children",
@@ -97,7 +98,7 @@ def pool_operations(num_blocks):
 
 def context_operations(context):
     """Return the steady decode of sequences of `context` tokens; they grow by one block in each run."""
-    width = context // BLOCK_SIZE + RUNS + 4
+    width = context // BLOCK_SIZE + RUNS + WARM_UPS + 2
     pool = kvpool.Pool(
         SMALL_INTS + ROWS * width, BLOCK_SIZE, max_seqs=ROWS, max_blocks_per_seq=width, in_order=True, seed=1
     )
@@ -113,11 +114,10 @@ def context_operations(context):
 
 def measure(name, run, undo, marks):
     """Return the median CPU time of `run` in ns, or dump its instruction count when `marks` are given."""
-    run()
-    if undo:
-        undo()
+    for _ in repeat(None, WARM_UPS):
         run()
-        undo()
+        if undo:
+            undo()
     times = []
     for _ in repeat(None, RUNS):
         if marks:

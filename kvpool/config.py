@@ -167,7 +167,7 @@ class KVSpec:
         return PlaneLayout(plane, shape, self.layout != "stacked", 0, *strides)
 
 
-# ---------------------------------------------------------------------------------------------- memory to
+# ---------------------------------------------------------------------- memory to
 # blocks
 
 
@@ -357,7 +357,7 @@ def format_nbytes(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
-# ------------------------------------------------------------------------------------------------- model
+# ---------------------------------------------------------------------- model
 # configs
 
 
@@ -451,7 +451,7 @@ def _field(fields: Mapping[str, Any], name: str, default: str | None = None) -> 
     return _positive("config", name, fields[name])
 
 
-# ----------------------------------------------------------------------------------------- what `kvpool plan`
+# ---------------------------------------------------------------------- what `kvpool plan`
 # says
 
 _TYPICAL_LENGTHS = (512, 2048, 8192, 32768, 131072)

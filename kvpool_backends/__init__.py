@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from kvpool.config import KVSpec
 from kvpool.errors import BackendUnavailable
@@ -71,7 +71,7 @@ def load_backend(name: str | None = None) -> BackendFactory:
         raise BackendUnavailable(
             f"[load_backend] backend {name!r}{origin} cannot be imported ({error}); try: {remedy}"
         ) from error
-    return loaded  # type: ignore[return-value]
+    return cast(BackendFactory, loaded)
 
 
 def available() -> tuple[str, ...]:

@@ -81,6 +81,11 @@ def values(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.n
     return round_to(rng.standard_normal(shape), dtype)
 
 
+def int32(numbers: Sequence[int] | Sequence[Sequence[int]]) -> np.ndarray:
+    """An int32 array, as plans hold them."""
+    return np.array(numbers, np.int32)
+
+
 def slots_of(table: Sequence[int], begin: int, end: int, block_size: int) -> list[int]:
     return [int(table[p // block_size]) * block_size + p % block_size for p in range(begin, end)]
 

@@ -64,7 +64,7 @@ class NumpyBackend:
     def to_numpy(self, x: np.ndarray) -> np.ndarray:
         return np.array(x, np.float64 if np.asarray(x).dtype == np.float64 else np.float32)
 
-    # ------------------------------------------------------------------------------------------ copies and
+    # ---------------------------------------------------------------------- copies and
     # writes
 
     def copy_blocks(self, plan: PlanArrays | np.ndarray) -> None:
@@ -154,7 +154,7 @@ class NumpyBackend:
         v = self._context("gather", v_plane, ids, num_tokens)
         return k.astype(np.float32), v.astype(np.float32)
 
-    # ------------------------------------------------------------------------------------------- export and
+    # ---------------------------------------------------------------------- export and
     # import
 
     def export_blocks(self, blocks: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -1,0 +1,145 @@
+"""Fixtures of the contract tests: pools that are checked when a test ends, and one way to say "refused".
+
+``KVPOOL_CORE=model`` runs the same tests against the plain Python model of `kvpool.testing`, so that both
+implementations of docs/core.md are held to the same numbers, worked out by hand.
+"""
+
+import contextlib
+import os
+
+import numpy as np
+import pytest
+
+from kvpool.errors import PoolClosed
+
+if os.environ.get("KVPOOL_CORE") == "model":
+    from kvpool.testing.model import ModelPlan as Plan
+    from kvpool.testing.model import ModelPool as Pool
+else:
+    from kvpool import Plan, Pool
+
+ALL_FORMATS = (
+    "block_tables",
+    "seq_lens",
+    "slot_mapping",
+    "positions",
+    "cu_q_lens",
+    "csr",
+    "kv_slots",
+    "kv_slots_ragged",
+    "slot_ids",
+)
+PLAN_ATTRIBUTES = (
+    "block_tables",
+    "seq_lens",
+    "slot_mapping",
+    "positions",
+    "cu_q_lens",
+    "indptr",
+    "indices",
+    "last_page_len",
+    "kv_slots",
+    "kv_slots_ragged",
+    "kv_indptr",
+    "slot_ids",
+    "copies",
+    "dirty_rows",
+    "served",
+    "handles",
+    "num_rows",
+    "num_tokens",
+    "num_copies",
+    "copied_tokens",
+    "is_pending",
+    "step_id",
+)
+
+
+@pytest.fixture(scope="session")
+def core():
+    """The implementation under test: an object with the classes `Pool` and `Plan`."""
+
+    class Core:
+        pass
+
+    Core.Pool, Core.Plan, Core.all_formats = Pool, Plan, ALL_FORMATS
+    return Core
+
+
+@pytest.fixture
+def make_pool():
+    """``make_pool(num_blocks=16, block_size=4, **options)``; every invariant is checked when the test ends."""
+    pools = []
+
+    def make(num_blocks=16, block_size=4, **options):
+        options.setdefault("max_seqs", 64)
+        options.setdefault("seed", 1)
+        pools.append(Pool(num_blocks, block_size, **options))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        with contextlib.suppress(PoolClosed):
+            pool.check()
+        pool.shutdown()
+
+
+@pytest.fixture
+def make_plan():
+    """``make_plan(pool, max_rows=8, max_tokens=64, **options)``."""
+
+    def make(pool, max_rows=8, max_tokens=64, **options):
+        return Plan(pool, max_rows, max_tokens, **options)
+
+    return make
+
+
+@pytest.fixture
+def grow(make_plan):
+    """``grow(pool, handle, n)`` writes n tokens and waits for them: a step that is done at once."""
+
+    def grow_by(pool, handle, n):
+        plan = make_plan(pool, 1, max(n, 1), formats=("seq_lens",))
+        pool.step(plan, [handle], n)
+        if plan.is_pending:
+            pool.done(plan)
+
+    return grow_by
+
+
+def contents(plan):
+    """Everything that a plan shows, as plain Python values."""
+    shown = {}
+    for name in PLAN_ATTRIBUTES:
+        try:
+            value = getattr(plan, name)
+        except (AttributeError, ValueError):  # a format that nobody asked for
+            continue
+        shown[name] = value.tolist() if isinstance(value, np.ndarray) else value
+    return shown
+
+
+@contextlib.contextmanager
+def _refused(pool, exception, call, value=None, *, plans=()):
+    fingerprint, digest = pool.fingerprint(), pool.digest()
+    shown = [contents(plan) for plan in plans]
+    with pytest.raises(exception) as caught:
+        yield caught
+    message = str(caught.value)
+    assert caught.type in (exception if isinstance(exception, tuple) else (exception,)), caught.getrepr()
+    assert message.startswith(f"[{call}] "), message
+    if value is not None:
+        assert f"{value}" in message, f"the value {value} is not in: {message}"
+    assert pool.fingerprint() == fingerprint, "the refused call changed the pool"
+    assert pool.digest() == digest, "the refused call changed the digest"
+    assert [contents(plan) for plan in plans] == shown, "the refused call changed a plan"
+
+
+@pytest.fixture
+def refused():
+    """``with refused(pool, StaleHandle, "close", handle, plans=[plan]): ...``
+
+    The body must raise exactly this class, with a message ``[call] ... value ...``, and leave the fingerprint
+    and digest of the pool and everything that the plans show as they were.
+    """
+    return _refused

@@ -1,0 +1,537 @@
+"""The misuse matrix: every public call with every kind of wrong argument.
+
+Each case names the documented exception; the message begins with ``[call]`` and shows the value, and the pool's
+fingerprint and digest and the plan's contents are what they were. Every case is quick, none is a crash.
+"""
+
+from decimal import Decimal
+
+import numpy as np
+import pytest
+
+from kvpool.errors import CapacityExceeded, DoubleFree, ForeignHandle, OutOfBlocks, OutOfSequences, StaleHandle
+
+
+class Scene:
+    """Two pools, a plan of each; handles live, closed and foreign; one raw block."""
+
+    def __init__(self, core, make_pool, make_plan, grow):
+        self.core = core
+        self.pool, self.other = make_pool(24, 4), make_pool(24, 4)
+        self.plan = make_plan(self.pool, 4, 16, table_width=8)
+        self.foreign_plan = make_plan(self.other, 4, 16)
+        self.a, self.b, self.dead = (self.pool.open() for _ in range(3))
+        self.foreign = self.other.open(4)
+        for handle in (self.a, self.b):
+            grow(self.pool, handle, 6)  # blocks 1 2 and 3 4
+        self.pool.close(self.dead)
+        self.raw = self.pool.alloc()
+        self.pool.step(self.plan, [self.a, self.b], 1)
+        self.pool.done(self.plan)
+
+
+@pytest.fixture
+def scene(core, make_pool, make_plan, grow):
+    return Scene(core, make_pool, make_plan, grow)
+
+
+ONE_BLOCK = {
+    "incref": lambda s, v: s.pool.incref(v),
+    "decref": lambda s, v: s.pool.decref(v),
+    "free": lambda s, v: s.pool.free(v),
+    "mark_committed": lambda s, v: s.pool.mark_committed(v),
+    "revive": lambda s, v: s.pool.revive(v),
+    "refcount": lambda s, v: s.pool.refcount(v),
+}
+ONE_HANDLE = {
+    "table": lambda s, v: s.pool.table(v),
+    "num_tokens": lambda s, v: s.pool.num_tokens(v),
+    "capacity": lambda s, v: s.pool.capacity(v),
+    "is_open": lambda s, v: s.pool.is_open(v),
+    "fork": lambda s, v: s.pool.fork(v),
+    "close": lambda s, v: s.pool.close(v),
+    "truncate": lambda s, v: s.pool.truncate(v, 0),
+}
+COUNTS = {  # "call parameter": an integer >= 0 is expected
+    "alloc n": lambda s, v: s.pool.alloc(v),
+    "evict n": lambda s, v: s.pool.evict(v),
+    "open num_tokens": lambda s, v: s.pool.open(v),
+    "fork n": lambda s, v: s.pool.fork(s.a, v),
+    "truncate lens": lambda s, v: s.pool.truncate(s.a, v),
+    "can num_new": lambda s, v: s.pool.can([s.a], v),
+    "step num_new": lambda s, v: s.pool.step(s.plan, [s.a], v),
+    "reserve num_new": lambda s, v: s.pool.reserve(s.plan, [s.a], v),
+}
+CONSTRUCTOR = {
+    "Pool num_blocks": lambda s, v: s.core.Pool(v, 4),
+    "Pool block_size": lambda s, v: s.core.Pool(24, v),
+    "Pool max_seqs": lambda s, v: s.core.Pool(24, 4, max_seqs=v),
+    "Pool max_blocks_per_seq": lambda s, v: s.core.Pool(24, 4, max_blocks_per_seq=v),
+    "Pool reserved_blocks": lambda s, v: s.core.Pool(24, 4, reserved_blocks=v),
+    "Pool watermark": lambda s, v: s.core.Pool(24, 4, watermark=v),
+    "Pool seed": lambda s, v: s.core.Pool(24, 4, seed=v),
+}
+HANDLE_BATCH = {
+    "close": lambda s, v: s.pool.close(v),
+    "truncate": lambda s, v: s.pool.truncate(v, 0),
+    "close_finished": lambda s, v: s.pool.close_finished(v, np.ones(2, bool)),
+    "can": lambda s, v: s.pool.can(v, 0),
+    "step": lambda s, v: s.pool.step(s.plan, v, 0),
+    "reserve": lambda s, v: s.pool.reserve(s.plan, v, 0),
+}
+NUM_NEW = {  # one integer per row
+    "truncate": lambda s, v: s.pool.truncate([s.a, s.b], v),
+    "can": lambda s, v: s.pool.can([s.a, s.b], v),
+    "step": lambda s, v: s.pool.step(s.plan, [s.a, s.b], v),
+    "reserve": lambda s, v: s.pool.reserve(s.plan, [s.a, s.b], v),
+}
+ID_BATCH = {name: call for name, call in ONE_BLOCK.items() if name != "refcount"}
+
+NOT_AN_INT = {
+    "float": 2.0,
+    "fraction": 2.5,
+    "nan": float("nan"),
+    "inf": float("inf"),
+    "complex": 2j,
+    "bool": True,
+    "numpy bool": np.True_,
+    "numpy float64": np.float64(2.0),
+    "numpy float32": np.float32(2.0),
+    "str": "2",
+    "bytes": b"2",
+    "None": None,
+    "Decimal": Decimal(2),
+    "object": object(),
+    "dict": {},
+    "set": {2},
+    "0-d float array": np.array(2.0),
+}
+
+
+def rejects(calls, values, skip=()):
+    """Every pair of a call and a value, with a readable id."""
+    pairs = [(call, value) for call in calls for value in values if (call, value) not in skip]
+    return pytest.mark.parametrize("call, value", pairs, ids=[f"{call}-{value}" for call, value in pairs])
+
+
+# --- wrong types ------------------------------------------------------------------------------------------
+
+MEANS_DEFAULT = {("alloc n", "None"), ("Pool max_blocks_per_seq", "None"), ("Pool seed", "None")}
+
+
+@rejects([*COUNTS, *CONSTRUCTOR], NOT_AN_INT, MEANS_DEFAULT)
+def test_count_of_a_wrong_type_is_a_type_error(scene, refused, call, value):
+    wrong = NOT_AN_INT[value]
+    shown = repr(wrong) if value not in ("dict", "set", "bytes") else None
+    with refused(scene.pool, TypeError, call.split()[0], shown, plans=[scene.plan]):
+        (COUNTS | CONSTRUCTOR)[call](scene, wrong)
+
+
+@rejects([*ONE_BLOCK, *ONE_HANDLE], NOT_AN_INT)
+def test_id_of_a_wrong_type_is_a_type_error(scene, refused, call, value):
+    wrong = NOT_AN_INT[value]
+    shown = repr(wrong) if value not in ("dict", "set", "bytes", "0-d float array") else None
+    with refused(scene.pool, TypeError, call, shown, plans=[scene.plan]):
+        (ONE_BLOCK | ONE_HANDLE)[call](scene, wrong)
+
+
+@pytest.mark.parametrize("value", ["float", "bool", "numpy bool", "numpy float64", "str", "None", "object"])
+@pytest.mark.parametrize("call", ID_BATCH)
+def test_wrong_type_inside_a_list_of_ids_is_a_type_error(scene, refused, call, value):
+    wrong = NOT_AN_INT[value]
+    with refused(scene.pool, TypeError, call, repr(wrong)):
+        ID_BATCH[call](scene, [scene.raw, wrong])
+
+
+@pytest.mark.parametrize("value", ["float", "bool", "numpy bool", "numpy float64", "str", "None", "object"])
+@pytest.mark.parametrize("call", HANDLE_BATCH)
+def test_wrong_type_inside_a_list_of_handles_is_a_type_error(scene, refused, call, value):
+    wrong = NOT_AN_INT[value]
+    with refused(scene.pool, TypeError, call, repr(wrong), plans=[scene.plan]):
+        HANDLE_BATCH[call](scene, [scene.a, wrong])
+
+
+@pytest.mark.parametrize("value", ["float", "bool", "numpy bool", "numpy float64", "str", "None", "object"])
+@pytest.mark.parametrize("call", NUM_NEW)
+def test_wrong_type_inside_a_list_of_counts_is_a_type_error(scene, refused, call, value):
+    wrong = NOT_AN_INT[value]
+    with refused(scene.pool, TypeError, call, repr(wrong), plans=[scene.plan]):
+        NUM_NEW[call](scene, (1, wrong))
+
+
+@pytest.mark.parametrize("value", ["float", "str", "None", "dict", "set", "object"])
+@pytest.mark.parametrize("call", HANDLE_BATCH)
+def test_batch_of_handles_that_is_no_batch_is_a_type_error(scene, refused, call, value):
+    with refused(scene.pool, TypeError, call, plans=[scene.plan]):
+        HANDLE_BATCH[call](scene, NOT_AN_INT[value])
+
+
+@pytest.mark.parametrize("call", ["step", "reserve", "can", "close_finished"])
+def test_one_handle_where_a_batch_is_needed_is_a_type_error(scene, refused, call):
+    with refused(scene.pool, TypeError, call, plans=[scene.plan]):
+        HANDLE_BATCH[call](scene, scene.a)
+
+
+@pytest.mark.parametrize("value", [None, 3, "plan", object(), np.zeros(3, np.int64)], ids=["None", "int", "str", "object", "array"])
+@pytest.mark.parametrize("call", ["step", "reserve", "done", "rollback"])
+def test_plan_of_a_wrong_type_is_a_type_error(scene, refused, call, value):
+    arguments = ([scene.a], 1) if call in ("step", "reserve") else ()
+    with refused(scene.pool, TypeError, call):
+        getattr(scene.pool, call)(value, *arguments)
+
+
+@pytest.mark.parametrize("call", ["step", "reserve", "done", "rollback"])
+def test_plan_of_another_pool_is_a_value_error(scene, refused, call):
+    arguments = ([scene.a], 1) if call in ("step", "reserve") else ()
+    with refused(scene.pool, ValueError, call, plans=[scene.foreign_plan]):
+        getattr(scene.pool, call)(scene.foreign_plan, *arguments)
+
+
+@pytest.mark.parametrize(
+    "pad_to", [8, "ab", (8,), (8, 8, 8), (8.0, 8), (8, True), (None, 8), object()], ids=lambda value: type(value).__name__
+)
+def test_pad_to_of_a_wrong_type_or_size(scene, refused, pad_to):
+    with refused(scene.pool, (TypeError, ValueError), "step", plans=[scene.plan]):
+        scene.pool.step(scene.plan, [scene.a], 1, pad_to=pad_to)
+
+
+# --- wrong values -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [-1, -(2**31) - 1, -(2**63), -(2**64)])
+@pytest.mark.parametrize("call", COUNTS)
+def test_negative_count_is_a_value_error(scene, refused, call, value):
+    with refused(scene.pool, ValueError, call.split()[0], value, plans=[scene.plan]):
+        COUNTS[call](scene, value)
+
+
+@pytest.mark.parametrize("value", [2**63, 2**64, 10**30])
+@pytest.mark.parametrize("call", COUNTS)
+def test_count_beyond_int64_is_a_value_error(scene, refused, call, value):
+    with refused(scene.pool, ValueError, call.split()[0], value, plans=[scene.plan]):
+        COUNTS[call](scene, value)
+
+
+HUGE = {  # what a count far beyond the pool, but inside int64, is refused with
+    "alloc n": OutOfBlocks,
+    "open num_tokens": CapacityExceeded,
+    "fork n": OutOfSequences,
+    "truncate lens": ValueError,
+    "step num_new": CapacityExceeded,
+    "reserve num_new": CapacityExceeded,
+}
+
+
+@pytest.mark.parametrize("value", [2**31 - 1, 2**31, 2**32 + 1, 2**62, 2**63 - 1])
+@pytest.mark.parametrize("call", HUGE)
+def test_huge_count_does_not_wrap(scene, refused, call, value):
+    with refused(scene.pool, HUGE[call], call.split()[0], plans=[scene.plan]):
+        COUNTS[call](scene, value)
+
+
+@pytest.mark.parametrize("values", [[2**62, 2**62], [2**63 - 1, 1], [2**63 - 1, 2**63 - 1], [2**32, 2**32]])
+@pytest.mark.parametrize("call", ["step", "reserve"])
+def test_sum_of_huge_counts_does_not_wrap(scene, refused, call, values):
+    with refused(scene.pool, CapacityExceeded, call, plans=[scene.plan]):
+        NUM_NEW[call](scene, values)
+    with refused(scene.pool, CapacityExceeded, call, plans=[scene.plan]):
+        NUM_NEW[call](scene, np.array(values, np.int64))
+
+
+@pytest.mark.parametrize("value", [2**31, 2**62, 2**63 - 1])
+def test_can_with_a_huge_count_answers_no(scene, value):
+    assert scene.pool.can([scene.a], value) is False
+    assert scene.pool.can([scene.a, scene.b], [value, value]) is False
+
+
+def test_evict_of_a_huge_count_is_legal(scene):
+    assert scene.pool.evict(2**63 - 1) == 0
+
+
+@pytest.mark.parametrize("values", [[-1, 1], [1, -1], np.array([1, -5], np.int32), np.array([-(2**63), 1])])
+@pytest.mark.parametrize("call", NUM_NEW)
+def test_negative_count_in_a_batch_is_a_value_error(scene, refused, call, values):
+    with refused(scene.pool, ValueError, call, min(values), plans=[scene.plan]):
+        NUM_NEW[call](scene, values)
+
+
+@pytest.mark.parametrize("values", [[], [1], [1, 1, 1], np.zeros(3, np.int32), np.zeros(0, np.int64)])
+@pytest.mark.parametrize("call", NUM_NEW)
+def test_counts_of_another_length_than_the_batch_are_a_value_error(scene, refused, call, values):
+    with refused(scene.pool, ValueError, call, len(values), plans=[scene.plan]):
+        NUM_NEW[call](scene, values)
+
+
+@pytest.mark.parametrize("value", [-1, 24, 2**31 - 1, 2**31, 2**32 + 5, 2**62, 2**63, 2**64, -(2**31), -(2**64)])
+@pytest.mark.parametrize("call", ONE_BLOCK)
+def test_block_id_outside_the_pool_is_an_index_error(scene, refused, call, value):
+    with refused(scene.pool, IndexError, call, value):
+        ONE_BLOCK[call](scene, value)
+    if call in ID_BATCH:
+        with refused(scene.pool, IndexError, call, value):
+            ONE_BLOCK[call](scene, [scene.raw, value])
+
+
+@pytest.mark.parametrize("call", ONE_BLOCK)
+def test_reserved_block_is_a_value_error_in_every_call(scene, refused, call):
+    with refused(scene.pool, ValueError, call, 0):
+        ONE_BLOCK[call](scene, 0)
+
+
+@pytest.mark.parametrize("call", ["incref", "decref", "free", "mark_committed"])
+def test_block_nobody_holds_is_double_free(scene, refused, call):
+    with refused(scene.pool, DoubleFree, call, 20):
+        ONE_BLOCK[call](scene, [scene.raw, 20])
+
+
+@pytest.mark.parametrize("value", [-1, -(2**63), 2**63, 2**64 + 3])
+@pytest.mark.parametrize("call", ONE_HANDLE)
+def test_handle_outside_int64_is_a_value_error(scene, refused, call, value):
+    with refused(scene.pool, ValueError, call, value):
+        ONE_HANDLE[call](scene, value)
+
+
+@pytest.mark.parametrize("value", [-1, -(2**63), 2**63, 2**64 + 3])
+@pytest.mark.parametrize("call", HANDLE_BATCH)
+def test_handle_outside_int64_in_a_batch_is_a_value_error(scene, refused, call, value):
+    with refused(scene.pool, ValueError, call, value, plans=[scene.plan]):
+        HANDLE_BATCH[call](scene, [scene.a, value])
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array], ids=["list", "tuple", "array"])
+@pytest.mark.parametrize("call", HANDLE_BATCH)
+def test_stale_foreign_and_duplicate_handles_in_a_batch(scene, refused, call, kind):
+    cases = ((scene.dead, StaleHandle), (scene.foreign, ForeignHandle), (0, ForeignHandle), (scene.a, ValueError))
+    for handle, exception in cases:
+        with refused(scene.pool, exception, call, handle, plans=[scene.plan]):
+            HANDLE_BATCH[call](scene, kind([scene.a, handle]))
+
+
+CONSTRUCTOR_VALUES = [
+    ("Pool num_blocks", 0),
+    ("Pool num_blocks", 1),  # not more than the reserved ones
+    ("Pool num_blocks", -1),
+    ("Pool num_blocks", 2**31),
+    ("Pool num_blocks", 2**63),
+    ("Pool num_blocks", 2**64),
+    ("Pool block_size", 0),
+    ("Pool block_size", -16),
+    ("Pool block_size", 2**58),  # 24 * 2^58 > 2^62
+    ("Pool block_size", 2**63),
+    ("Pool block_size", 2**64),
+    ("Pool max_seqs", 0),
+    ("Pool max_seqs", -1),
+    ("Pool max_seqs", 2**20 + 1),
+    ("Pool max_seqs", 2**64),
+    ("Pool max_blocks_per_seq", 0),
+    ("Pool max_blocks_per_seq", -1),
+    ("Pool max_blocks_per_seq", 2**63),
+    ("Pool reserved_blocks", -1),
+    ("Pool reserved_blocks", 24),
+    ("Pool reserved_blocks", 2**40),
+    ("Pool watermark", -1),
+    ("Pool watermark", 24),  # 23 blocks can be allocated
+    ("Pool watermark", 2**64),
+]
+
+
+@pytest.mark.parametrize("call, value", CONSTRUCTOR_VALUES, ids=[f"{c}-{v}" for c, v in CONSTRUCTOR_VALUES])
+def test_constructor_value_outside_its_limits_is_a_value_error(scene, refused, call, value):
+    with refused(scene.pool, ValueError, "Pool", value):
+        CONSTRUCTOR[call](scene, value)
+
+
+def test_constructor_product_just_inside_the_limit_is_legal(core):
+    core.Pool(4, 2**31 - 1, max_seqs=1, max_blocks_per_seq=1).shutdown()
+
+
+# --- arrays -----------------------------------------------------------------------------------------------
+
+
+def arrays_of(dtype, values, narrow):
+    """Arrays that hold the right values in a wrong form: name -> (exception, array)."""
+    right = np.array(values, dtype)
+    spread = np.zeros(4, dtype)
+    spread[::2] = values
+    cases = {
+        "float64": (TypeError, right.astype(np.float64)),
+        "float32": (TypeError, right.astype(np.float32)),
+        "float16": (TypeError, right.astype(np.float16)),
+        "complex": (TypeError, right.astype(complex)),
+        "int8": (TypeError, np.ones(2, np.int8)),
+        "int16": (TypeError, np.ones(2, np.int16)),
+        "uint32": (TypeError, right.astype(np.uint32)),
+        "uint64": (TypeError, right.astype(np.uint64)),
+        "bool": (TypeError, np.ones(2, bool)),
+        "object": (TypeError, right.astype(object)),
+        "str": (TypeError, np.array(["1", "2"])),
+        "datetime": (TypeError, right.astype("M8[s]")),
+        "structured": (TypeError, np.zeros(2, [("x", dtype)])),
+        "byte swapped": ((TypeError, ValueError), right.astype(np.dtype(dtype).newbyteorder(">"))),
+        "strided": (ValueError, spread[::2]),
+        "reversed": (ValueError, right[::-1]),
+        "two dimensions": (ValueError, right.reshape(1, 2)),
+        "empty, two dimensions": (ValueError, np.zeros((0, 2), dtype)),
+        "broadcast": (ValueError, np.broadcast_to(right[:1], (2,))),
+    }
+    if not narrow:
+        cases["int32"] = (TypeError, np.array([1, 2], np.int32))
+    return cases
+
+
+HANDLE_FORMS = list(arrays_of(np.int64, [1, 2], narrow=False))
+COUNT_FORMS = list(arrays_of(np.int64, [1, 1], narrow=True))
+ID_FORMS = list(arrays_of(np.int32, [5, 6], narrow=True))
+
+
+@rejects(HANDLE_BATCH, HANDLE_FORMS)
+def test_array_of_handles_in_a_wrong_form_is_refused(scene, refused, call, value):
+    exception, array = arrays_of(np.int64, [scene.a, scene.b], narrow=False)[value]
+    with refused(scene.pool, exception, call, plans=[scene.plan]):
+        HANDLE_BATCH[call](scene, array)
+
+
+@rejects(NUM_NEW, COUNT_FORMS)
+def test_array_of_counts_in_a_wrong_form_is_refused(scene, refused, call, value):
+    exception, array = arrays_of(np.int64, [1, 1], narrow=True)[value]
+    with refused(scene.pool, exception, call, plans=[scene.plan]):
+        NUM_NEW[call](scene, array)
+
+
+@rejects(ID_BATCH, ID_FORMS)
+def test_array_of_ids_in_a_wrong_form_is_refused(scene, refused, call, value):
+    scene.pool.alloc()
+    scene.pool.mark_committed([5, 6])
+    exception, array = arrays_of(np.int32, [5, 6], narrow=True)[value]
+    with refused(scene.pool, exception, call):
+        ID_BATCH[call](scene, array)
+
+
+@pytest.mark.parametrize("call", HANDLE_BATCH)
+def test_array_of_handles_without_a_dimension(scene, refused, call):
+    if call in ("close", "truncate"):
+        return  # one handle is legal there
+    with refused(scene.pool, (TypeError, ValueError), call, plans=[scene.plan]):
+        HANDLE_BATCH[call](scene, np.array(scene.a))
+
+
+def mask_forms():
+    return {
+        "None": (TypeError, None),
+        "int": (TypeError, 1),
+        "str": (TypeError, "ab"),
+        "int32": (TypeError, np.ones(2, np.int32)),
+        "int8": (TypeError, np.ones(2, np.int8)),
+        "float": (TypeError, np.ones(2)),
+        "object": (TypeError, np.ones(2, object)),
+        "too short": (ValueError, np.ones(1, bool)),
+        "too long": (ValueError, np.ones(3, np.uint8)),
+        "two dimensions": (ValueError, np.ones((1, 2), bool)),
+        "strided": (ValueError, np.ones(4, bool)[::2]),
+        "no dimension": ((TypeError, ValueError), np.array(True)),
+    }
+
+
+@pytest.mark.parametrize("form", mask_forms())
+def test_mask_in_a_wrong_form_is_refused(scene, refused, form):
+    exception, mask = mask_forms()[form]
+    with refused(scene.pool, exception, "close_finished"):
+        scene.pool.close_finished([scene.a, scene.b], mask)
+
+
+def out_forms():
+    read_only = np.zeros(4, np.int32)
+    read_only.flags.writeable = False
+    return {
+        "int64": (TypeError, np.zeros(4, np.int64)),
+        "uint32": (TypeError, np.zeros(4, np.uint32)),
+        "float32": (TypeError, np.zeros(4, np.float32)),
+        "object": (TypeError, np.zeros(4, object)),
+        "list": (TypeError, [0, 0, 0, 0]),
+        "int": (TypeError, 4),
+        "too short": (ValueError, np.zeros(2, np.int32)),
+        "empty": (ValueError, np.zeros(0, np.int32)),
+        "read only": (ValueError, read_only),
+        "two dimensions": (ValueError, np.zeros((2, 2), np.int32)),
+        "no dimension": ((TypeError, ValueError), np.array(0, np.int32)),
+        "strided": (ValueError, np.zeros(8, np.int32)[::2]),
+        "reversed": (ValueError, np.zeros(4, np.int32)[::-1]),
+        "byte swapped": ((TypeError, ValueError), np.zeros(4, ">i4")),
+    }
+
+
+@pytest.mark.parametrize("form", out_forms())
+def test_alloc_out_in_a_wrong_form_is_refused_before_a_byte_is_written(scene, refused, form):
+    exception, out = out_forms()[form]
+    with refused(scene.pool, exception, "alloc"):
+        scene.pool.alloc(3, out=out)
+    assert not np.any(out) or form == "int"
+
+
+def test_input_arrays_may_be_read_only(scene):
+    handles, new, ids = np.array([scene.a, scene.b]), np.array([1, 1], np.int32), np.array([scene.raw], np.int32)
+    for array in (handles, new, ids):
+        array.flags.writeable = False
+    scene.pool.step(scene.plan, handles, new)
+    scene.pool.incref(ids)
+    assert scene.pool.refcount(scene.raw) == 2
+
+
+def test_input_arrays_may_be_the_plans_own(scene):
+    """A step reads all its arguments before it writes the arrays of its plan."""
+    pool, plan = scene.pool, scene.plan
+    pool.step(plan, [scene.b, scene.a], [1, 0])  # lengths 8 and 7
+    pool.done(plan)
+    assert plan.seq_lens.tolist() == [8, 7]
+    pool.truncate(plan.handles, 2)
+    pool.step(plan, plan.handles, plan.seq_lens[:2])
+    assert plan.handles.tolist() == [scene.b, scene.a]
+    assert plan.seq_lens.tolist() == [10, 9] and plan.num_tokens == 15
+
+
+def test_step_with_arguments_missing_or_unknown_is_a_type_error(scene):
+    pool = scene.pool
+    before = pool.fingerprint()
+    for call in (
+        lambda: pool.step(),
+        lambda: pool.step(scene.plan),
+        lambda: pool.step(scene.plan, [scene.a], 1, True),  # partial is keyword only
+        lambda: pool.step(scene.plan, [scene.a], 1, nonsense=1),
+        lambda: pool.alloc(1, 2, 3),
+        lambda: pool.close(),
+        lambda: scene.core.Pool(24),
+        lambda: scene.core.Pool(24, 4, 64),  # max_seqs is keyword only
+        lambda: scene.core.Plan(pool),
+    ):
+        with pytest.raises(TypeError):
+            call()
+    assert pool.fingerprint() == before
+
+
+# --- batches ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [5, 100_000])
+def test_batch_larger_than_the_plan_is_refused(scene, refused, size):
+    handles = [scene.pool.open() for _ in range(5)] if size == 5 else [scene.a] * size
+    for call in ("step", "reserve"):
+        with refused(scene.pool, (CapacityExceeded, ValueError), call, plans=[scene.plan]):
+            HANDLE_BATCH[call](scene, handles)
+
+
+def test_fork_of_more_children_than_slots(scene, refused):
+    with refused(scene.pool, OutOfSequences, "fork", 63):
+        scene.pool.fork(scene.a, 63)
+
+
+@pytest.mark.parametrize("call", ["close", "truncate", "step", "reserve", "can", "close_finished"])
+def test_long_batch_of_dead_handles_is_refused_quickly(scene, refused, call):
+    handles = np.full(50_000, scene.dead)
+    with refused(scene.pool, (StaleHandle, ValueError, CapacityExceeded), call, plans=[scene.plan]):
+        HANDLE_BATCH[call](scene, handles)
+
+
+@pytest.mark.parametrize("name", ["PLAN", "block_tables ", "", "dirty_rows"])
+def test_unknown_format_is_a_value_error(scene, refused, name):
+    with refused(scene.pool, ValueError, "Plan", repr(name)):
+        scene.core.Plan(scene.pool, 4, formats=(name,))

@@ -1,0 +1,590 @@
+"""The wire formats of a plan against a straightforward reference: pool.table, lengths and a few loops."""
+
+import numpy as np
+import pytest
+
+from kvpool.errors import CapacityExceeded, PlanStateError
+
+PAD = {  # default pads with a reserved block; block_tables and kv_slots have -1 without one
+    "block_tables": 0,
+    "seq_lens": 0,
+    "slot_mapping": -1,
+    "positions": 0,
+    "kv_slots": 0,
+    "last_page_len": 0,
+    "slot_ids": -1,
+}
+
+
+def expected(pool, handles, new, *, rows=None, tokens=None, width, kv_width, pad=PAD):
+    """Every array of a plan after the step, row by row and token by token."""
+    bs = pool.block_size
+    rows = len(handles) if rows is None else rows
+    tokens = sum(new) if tokens is None else tokens
+    out = {
+        "block_tables": np.full((rows, width), pad["block_tables"]),
+        "seq_lens": np.full(rows, pad["seq_lens"]),
+        "slot_mapping": np.full(tokens, pad["slot_mapping"]),
+        "positions": np.full(tokens, pad["positions"]),
+        "last_page_len": np.full(rows, pad["last_page_len"]),
+        "kv_slots": np.full((rows, kv_width), pad["kv_slots"]),
+        "slot_ids": np.full(rows, pad["slot_ids"]),
+    }
+    cu_q_lens, indptr, indices, kv_indptr, ragged = [0], [0], [], [0], []
+    token = 0
+    for row, (handle, n) in enumerate(zip(handles, new, strict=True)):
+        table, length = pool.table(handle).tolist(), pool.num_tokens(handle)
+        slots = [table[p // bs] * bs + p % bs for p in range(length)]
+        out["block_tables"][row, : len(table)] = table
+        out["seq_lens"][row] = length
+        out["slot_mapping"][token : token + n] = slots[length - n :]
+        out["positions"][token : token + n] = range(length - n, length)
+        out["kv_slots"][row, :length] = slots
+        out["slot_ids"][row] = int(handle) & 0xFFFFF
+        out["last_page_len"][row] = (length - 1) % bs + 1 if length else 0
+        token += n
+        cu_q_lens.append(token)
+        indices += table[: -(-length // bs)]
+        indptr.append(len(indices))
+        ragged += slots
+        kv_indptr.append(len(ragged))
+    flat = rows - len(handles)
+    out["cu_q_lens"] = np.array(cu_q_lens + cu_q_lens[-1:] * flat)
+    out["indptr"] = np.array(indptr + indptr[-1:] * flat)
+    out["indices"] = np.array(indices, int)
+    out["kv_indptr"] = np.array(kv_indptr + kv_indptr[-1:] * flat)
+    out["kv_slots_ragged"] = np.array(ragged, int)
+    return out
+
+
+def assert_shows(plan, reference, dtype):
+    for name, values in reference.items():
+        array = getattr(plan, name)
+        assert array.dtype == dtype, name
+        np.testing.assert_array_equal(array, values, err_msg=name)
+
+
+BATCHES = {  # block_size, then lengths before the step and new tokens of each row
+    "decode": (4, [1, 3, 4, 5, 8], [1, 1, 1, 1, 1]),
+    "prefill": (4, [0, 0, 0], [1, 4, 9]),
+    "mixed": (4, [7, 0, 12, 3], [1, 6, 0, 2]),
+    "empty rows": (4, [0, 0, 4], [0, 3, 0]),
+    "block of one": (1, [3, 0, 2], [1, 2, 0]),
+    "block of three": (3, [2, 3, 4, 0], [2, 4, 1, 7]),
+    "block of sixteen": (16, [15, 16, 17, 0], [1, 1, 1, 33]),
+    "one row": (4, [6], [3]),
+    "no rows": (4, [], []),
+}
+
+
+@pytest.fixture
+def batch(make_pool, grow):
+    """``batch(block_size, lengths)``: a pool and sequences that hold these many tokens, in shuffled blocks."""
+
+    def make(block_size, lengths, **options):
+        pool = make_pool(64, block_size, **options)
+        pool.alloc(8)
+        pool.free([3, 1, 7, 5])
+        handles = [pool.open() for _ in lengths]
+        for length, handle in zip(lengths, handles, strict=True):
+            if length:
+                grow(pool, handle, length)
+        return pool, handles
+
+    return make
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("case", BATCHES)
+def test_every_format_equals_the_reference(core, batch, make_plan, case, dtype):
+    block_size, lengths, new = BATCHES[case]
+    pool, handles = batch(block_size, lengths)
+    plan = make_plan(pool, formats=core.all_formats, table_width=20, kv_width=50, dtype=dtype)
+    pool.step(plan, handles, new)
+    assert plan.num_rows == len(handles) and plan.num_tokens == sum(new)
+    assert plan.handles.dtype == np.int64 and plan.handles.tolist() == handles
+    assert plan.served.dtype == np.uint8 and plan.served.tolist() == [1] * len(handles)
+    assert_shows(plan, expected(pool, handles, new, width=20, kv_width=50), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("case", BATCHES)
+def test_pad_to_equals_the_reference_with_padding(core, batch, make_plan, case, dtype):
+    block_size, lengths, new = BATCHES[case]
+    pool, handles = batch(block_size, lengths)
+    plan = make_plan(pool, formats=core.all_formats, table_width=20, kv_width=50, dtype=dtype)
+    pool.step(plan, handles, new, pad_to=(8, 64))
+    assert plan.num_rows == len(handles) and plan.num_tokens == sum(new)
+    assert_shows(plan, expected(pool, handles, new, rows=8, tokens=64, width=20, kv_width=50), dtype)
+
+
+def test_pads_of_the_callers_choice(core, batch, make_plan):
+    pad = {
+        "block_tables": 11,
+        "seq_lens": 0,
+        "slot_mapping": 12,
+        "positions": 13,
+        "kv_slots": 14,
+        "last_page_len": 15,
+        "slot_ids": 16,
+    }
+    pool, handles = batch(4, [7, 0, 12, 3])
+    new = [1, 6, 0, 2]
+    chosen = {name: value for name, value in pad.items() if value}
+    plan = make_plan(pool, formats=core.all_formats, table_width=6, kv_width=20, pad=chosen)
+    pool.step(plan, handles, new, pad_to=(8, 16))
+    assert_shows(plan, expected(pool, handles, new, rows=8, tokens=16, width=6, kv_width=20, pad=pad), "int32")
+
+
+def test_pool_without_a_reserved_block_pads_tables_with_minus_one(core, batch, make_plan):
+    pool, handles = batch(4, [7, 0, 3], reserved_blocks=0)
+    new = [1, 6, 0]
+    pad = PAD | {"block_tables": -1, "kv_slots": -1}
+    plan = make_plan(pool, formats=core.all_formats, table_width=6, kv_width=20)
+    pool.step(plan, handles, new, pad_to=(5, 9))
+    assert_shows(plan, expected(pool, handles, new, rows=5, tokens=9, width=6, kv_width=20, pad=pad), "int32")
+
+
+def test_dtype_per_array(core, batch, make_plan):
+    pool, handles = batch(4, [7, 0, 3])
+    plan = make_plan(pool, dtype={"block_tables": "int32", "seq_lens": "int64", "slot_mapping": "int64"})
+    pool.step(plan, handles, 1)
+    assert [plan.block_tables.dtype, plan.seq_lens.dtype, plan.slot_mapping.dtype] == ["int32", "int64", "int64"]
+    assert plan.slot_mapping.tolist() == expected(pool, handles, [1, 1, 1], width=4, kv_width=16)["slot_mapping"].tolist()
+
+
+def test_reserved_blocks_of_a_sequence_are_in_its_table_but_not_in_csr(make_pool, make_plan):
+    pool = make_pool()
+    handle = pool.open(16)
+    plan = make_plan(pool, formats=("block_tables", "csr", "kv_slots_ragged"), table_width=6)
+    pool.step(plan, [handle], 5)
+    assert plan.block_tables.tolist() == [[1, 2, 3, 4, 0, 0]]
+    assert plan.indptr.tolist() == [0, 2] and plan.indices.tolist() == [1, 2]
+    assert plan.last_page_len.tolist() == [1]
+    assert plan.kv_slots_ragged.tolist() == [4, 5, 6, 7, 8]
+
+
+def test_rows_that_shrink_are_padded_again(make_pool, make_plan, grow):
+    pool = make_pool()
+    long, short = pool.open(), pool.open()
+    grow(pool, long, 12)
+    grow(pool, short, 2)
+    plan = make_plan(pool, formats=("block_tables", "kv_slots"), table_width=4, kv_width=16)
+    pool.step(plan, [long], 1)
+    pool.done(plan)
+    pool.step(plan, [short], 1)
+    assert plan.block_tables.tolist() == [[4, 0, 0, 0]]
+    assert plan.kv_slots.tolist() == [[16, 17, 18] + [0] * 13]
+    pool.done(plan)
+    pool.truncate(long, 3)
+    pool.step(plan, [long], 0)
+    assert plan.block_tables.tolist() == [[1, 0, 0, 0]]
+    assert plan.kv_slots.tolist() == [[4, 5, 6] + [0] * 13]
+
+
+def test_formats_stay_right_over_many_random_steps(core, batch, make_plan):
+    """Rows come, go, move, grow, fork and shrink on one plan, whose arrays are rewritten row by row."""
+    rng = np.random.default_rng(20261121)
+    pool, handles = batch(3, [2, 5, 0, 9])
+    plan = make_plan(pool, formats=core.all_formats, table_width=7, kv_width=21, dtype="int64")
+    for _ in range(150):
+        rng.shuffle(handles)
+        for handle in handles[: rng.integers(0, 2)]:
+            pool.truncate(handle, int(rng.integers(0, pool.num_tokens(handle) + 1)))
+        if handles and len(handles) == 6 or pool.stats().free < 12:
+            pool.close(handles.pop())
+        elif rng.random() < 0.4:
+            parent = handles[-1] if handles and rng.random() < 0.5 else None
+            handles.append(pool.open() if parent is None else int(pool.fork(parent)[0]))
+        for handle in [h for h in handles if pool.num_tokens(h) > 17]:
+            pool.truncate(handle, 1)
+        rows = handles[: rng.integers(0, len(handles) + 1)]
+        new = rng.integers(0, 4, len(rows)).tolist()
+        pad_to = (8, 30) if rng.random() < 0.3 else None
+        pool.step(plan, np.array(rows, np.int64), np.array(new, np.int64), pad_to=pad_to)
+        shape = {"rows": 8, "tokens": 30} if pad_to else {}
+        assert_shows(plan, expected(pool, rows, new, width=7, kv_width=21, **shape), "int64")
+        if rng.random() < 0.2:
+            before = {h: pool.num_tokens(h) - n for h, n in zip(rows, new, strict=True)}
+            pool.rollback(plan)
+            assert {h: pool.num_tokens(h) for h in rows} == before
+        else:
+            pool.done(plan)
+        pool.check()
+
+
+@pytest.mark.parametrize("kind", [int, np.int64, list, tuple, np.int32, "int64 array"])
+def test_num_new_in_every_legal_form(make_pool, make_plan, kind):
+    pool = make_pool()
+    handles = [pool.open() for _ in range(3)]
+    if kind in (int, np.int64):
+        new, total = kind(2), 6
+    else:
+        new, total = [2, 0, 1], 3
+        new = np.array(new, np.int64) if kind == "int64 array" else np.array(new, kind) if kind is np.int32 else kind(new)
+    plan = make_plan(pool)
+    pool.step(plan, handles, new)
+    assert plan.num_tokens == total
+
+
+# --- Levanter's fields ------------------------------------------------------------------------------------
+
+
+def test_page_batch_info_names_the_fields_of_levanter(make_pool, make_plan, grow):
+    pool = make_pool(16, 4, reserved_blocks=0)
+    pool.alloc(8)
+    pool.free(7)
+    pool.free(2)
+    handle = pool.open()
+    grow(pool, handle, 5)
+    assert pool.table(handle).tolist() == [2, 7]
+    plan = make_plan(pool, 2, 4, formats=("page_batch_info",), table_width=3)
+    pool.step(plan, [handle], 1, pad_to=(2, 4))
+    info = plan.page_batch_info()
+    fields = info if isinstance(info, dict) else info._asdict()
+    assert fields["slot_ids"].tolist() == [0, -1]
+    assert fields["page_indices"].tolist() == [[2, 7, -1], [-1, -1, -1]]
+    assert fields["seq_lens"].tolist() == [6, 0]
+    assert fields["cu_q_lens"].tolist() == [0, 1, 1]
+    assert int(fields["num_seqs"]) == 1
+    assert fields["new_token_dests"].tolist() == [7 * 4 + 1, -1, -1, -1]
+
+
+def test_page_batch_info_pads_with_minus_one_beside_a_reserved_block(make_pool, make_plan):
+    pool = make_pool()
+    plan = make_plan(pool, 2, 4, formats=("page_batch_info",), table_width=3)
+    pool.step(plan, [pool.open()], 5 - 1)
+    assert plan.block_tables.tolist() == [[1, -1, -1]]
+
+
+# --- shapes, limits, views --------------------------------------------------------------------------------
+
+
+def test_attributes_are_the_same_objects_while_the_shape_stays(core, make_pool, make_plan):
+    pool = make_pool()
+    handles = [pool.open(), pool.open()]
+    plan = make_plan(pool, formats=core.all_formats, kv_width=16)
+    names = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens", "kv_slots", "slot_ids")
+    pool.step(plan, handles, 1)
+    arrays = {name: getattr(plan, name) for name in names}
+    pool.done(plan)
+    pool.step(plan, handles, 1)
+    assert all(getattr(plan, name) is array for name, array in arrays.items())
+    assert arrays["seq_lens"].tolist() == [2, 2]
+
+
+def test_attributes_follow_the_batch_size(make_pool, make_plan):
+    pool = make_pool()
+    handles = [pool.open() for _ in range(4)]
+    plan = make_plan(pool)
+    for rows in (4, 1, 3, 0, 4):
+        pool.step(plan, handles[:rows], 1)
+        assert plan.seq_lens.shape == (rows,) and plan.slot_mapping.shape == (rows,)
+        assert plan.block_tables.shape == (rows, 15)
+        pool.done(plan)
+
+
+def test_plan_defaults(core, make_pool):
+    pool = make_pool(max_blocks_per_seq=5)
+    plan = core.Plan(pool, 3)
+    handles = [pool.open() for _ in range(3)]
+    pool.step(plan, handles)
+    assert plan.block_tables.shape == (3, 5)
+    assert plan.seq_lens.tolist() == [1, 1, 1]
+    assert plan.slot_mapping.tolist() == [4, 8, 12]
+    assert {a.dtype for a in (plan.block_tables, plan.seq_lens, plan.slot_mapping)} == {np.dtype("int32")}
+
+
+def test_fresh_plan_is_empty_and_not_pending(make_pool, make_plan):
+    plan = make_plan(make_pool())
+    assert (plan.num_rows, plan.num_tokens, plan.is_pending) == (0, 0, False)
+    assert plan.copies.shape == (0, 3) and plan.dirty_rows.shape == (0,)
+
+
+def test_more_rows_than_the_plan_is_refused(make_pool, make_plan, refused):
+    pool = make_pool()
+    handles = [pool.open() for _ in range(4)]
+    plan = make_plan(pool, 3)
+    for partial in (False, True):
+        with refused(pool, CapacityExceeded, "step", 4, plans=[plan]):
+            pool.step(plan, handles, 0, partial=partial)
+
+
+def test_more_tokens_than_the_plan_is_refused(make_pool, make_plan, refused):
+    pool = make_pool()
+    handles = [pool.open(), pool.open()]
+    plan = make_plan(pool, 3, 5)
+    for partial in (False, True):
+        with refused(pool, CapacityExceeded, "step", 6, plans=[plan]):
+            pool.step(plan, handles, 3, partial=partial)
+    pool.step(plan, handles, [3, 2])
+
+
+def test_wider_table_than_the_plan_is_refused(make_pool, make_plan, refused):
+    pool = make_pool()
+    handle = pool.open(12)
+    plan = make_plan(pool, table_width=2)
+    with refused(pool, CapacityExceeded, "step", 3, plans=[plan]):
+        pool.step(plan, [handle], 1)  # three blocks already, though one token needs one
+    pool.truncate(handle, 0)
+    pool.step(plan, [handle], 8)
+
+
+def test_longer_context_than_kv_width_is_refused(make_pool, make_plan, refused):
+    pool = make_pool()
+    handle = pool.open()
+    plan = make_plan(pool, formats=("kv_slots",), kv_width=6)
+    with refused(pool, CapacityExceeded, "step", 7, plans=[plan]):
+        pool.step(plan, [handle], 7)
+    pool.step(plan, [handle], 6)
+
+
+def test_longer_sequence_than_the_pool_allows_is_refused(make_pool, make_plan, refused):
+    pool = make_pool(max_blocks_per_seq=2)
+    handle = pool.open()
+    plan = make_plan(pool, formats=("seq_lens",))
+    for call in ("step", "reserve"):
+        with refused(pool, CapacityExceeded, call, plans=[plan]):
+            getattr(pool, call)(plan, [handle], 9)
+    with refused(pool, CapacityExceeded, "open"):
+        pool.open(9)
+    pool.step(plan, [handle], 8)
+
+
+@pytest.mark.parametrize("pad_to", [(1, 64), (9, 64), (8, 3), (8, 65), (-1, 64), (8, -1), (2**40, 64), (8, 2**40)])
+def test_pad_to_outside_batch_and_plan_is_refused(make_pool, make_plan, refused, pad_to):
+    pool = make_pool()
+    handles = [pool.open(), pool.open()]
+    plan = make_plan(pool, 8, 64)
+    with refused(pool, ValueError, "step", plans=[plan]):
+        pool.step(plan, handles, 2, pad_to=pad_to)
+
+
+def test_step_on_the_plan_of_another_pool_is_refused(make_pool, make_plan, refused):
+    pool, other = make_pool(), make_pool()
+    plan = make_plan(other)
+    for call in ("step", "reserve"):
+        with refused(pool, ValueError, call, plans=[plan]):
+            getattr(pool, call)(plan, [], 1)
+    for call in ("done", "rollback"):
+        with refused(pool, ValueError, call, plans=[plan]):
+            getattr(pool, call)(plan)
+
+
+# --- int32 ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fmt", ["slot_mapping", "kv_slots", "kv_slots_ragged", "page_batch_info"])
+def test_int32_slots_are_refused_when_they_could_overflow(make_pool, make_plan, fmt):
+    pool = make_pool(4, 2**29)  # 4 * 2^29 = 2^31
+    with pytest.raises(ValueError) as caught:
+        make_plan(pool, 2, 2, formats=(fmt,), kv_width=4)
+    assert str(caught.value).startswith("[Plan] ") and str(2**31) in str(caught.value)
+    make_plan(pool, 2, 2, formats=(fmt,), kv_width=4, dtype="int64")
+
+
+def test_int32_slots_up_to_the_limit_are_legal(make_pool, make_plan):
+    pool = make_pool(3, (2**31 - 1) // 3)
+    make_plan(pool, 2, 2, formats=("slot_mapping",))
+
+
+def test_int64_slots_beyond_2_31_are_right(make_pool, make_plan, core):
+    pool = make_pool(9, 2**29)
+    pool.alloc(5)
+    handle = pool.open()
+    plan = make_plan(pool, 1, 4, formats=core.all_formats, kv_width=4, dtype="int64")
+    pool.step(plan, [handle], 3)
+    slots = [6 * 2**29, 6 * 2**29 + 1, 6 * 2**29 + 2]
+    assert plan.slot_mapping.tolist() == slots
+    assert plan.kv_slots.tolist() == [[*slots, 0]]
+    assert plan.kv_slots_ragged.tolist() == slots
+
+
+# --- binding ----------------------------------------------------------------------------------------------
+
+
+def test_bound_arrays_receive_what_the_step_writes(make_pool, make_plan):
+    pool = make_pool()
+    tables, lens = np.full((2, 4), -9, np.int32), np.full(2, -9, np.int32)
+    plan = make_plan(pool, 2, 8, table_width=4, out={"block_tables": tables})
+    plan.bind(seq_lens=lens)
+    pool.step(plan, [pool.open(), pool.open()], [5, 1])
+    assert tables.tolist() == [[1, 2, 0, 0], [3, 0, 0, 0]]
+    assert lens.tolist() == [5, 1]
+    assert np.shares_memory(plan.block_tables, tables) and np.shares_memory(plan.seq_lens, lens)
+
+
+def test_bind_makes_every_row_dirty_and_writes_it_again(make_pool, make_plan):
+    pool = make_pool()
+    handles = [pool.open(), pool.open(), pool.open()]
+    plan = make_plan(pool, 4, 16, table_width=4)
+    pool.step(plan, handles, 1)
+    pool.done(plan)
+    fresh = np.full((4, 4), -9, np.int32)
+    plan.bind(block_tables=fresh)
+    pool.step(plan, handles, 1)
+    assert plan.dirty_rows.tolist() == [0, 1, 2]
+    assert fresh[:3].tolist() == [[1, 0, 0, 0], [2, 0, 0, 0], [3, 0, 0, 0]]
+
+
+def test_bound_array_is_kept_alive_by_the_plan(make_pool, make_plan):
+    pool = make_pool()
+    plan = make_plan(pool, 2, 8, table_width=4)
+    plan.bind(block_tables=np.zeros((2, 4), np.int32))
+    pool.step(plan, [pool.open()], 5)
+    assert plan.block_tables.tolist() == [[1, 2, 0, 0]]
+
+
+def good():
+    return np.zeros((2, 4), np.int32)
+
+
+def read_only():
+    array = good()
+    array.flags.writeable = False
+    return array
+
+
+BAD_ARRAYS = {
+    "float": (TypeError, lambda: np.zeros((2, 4), np.float32)),
+    "int64": (TypeError, lambda: np.zeros((2, 4), np.int64)),
+    "uint32": (TypeError, lambda: np.zeros((2, 4), np.uint32)),
+    "object": (TypeError, lambda: np.zeros((2, 4), object)),
+    "not an array": (TypeError, lambda: [[0] * 4] * 2),
+    "None": (TypeError, lambda: None),
+    "byte swapped": (ValueError, lambda: good().astype(">i4")),
+    "one dimension": (ValueError, lambda: np.zeros(8, np.int32)),
+    "no dimension": (ValueError, lambda: np.array(0, np.int32)),
+    "three dimensions": (ValueError, lambda: np.zeros((1, 2, 4), np.int32)),
+    "too many rows": (ValueError, lambda: np.zeros((3, 4), np.int32)),
+    "too few rows": (ValueError, lambda: np.zeros((1, 4), np.int32)),
+    "too narrow": (ValueError, lambda: np.zeros((2, 3), np.int32)),
+    "too wide": (ValueError, lambda: np.zeros((2, 5), np.int32)),
+    "strided rows": (ValueError, lambda: np.zeros((4, 4), np.int32)[::2]),
+    "strided columns": (ValueError, lambda: np.zeros((2, 8), np.int32)[:, ::2]),
+    "reversed": (ValueError, lambda: good()[::-1]),
+    "Fortran order": (ValueError, lambda: np.zeros((2, 4), np.int32, order="F")),
+    "broadcast": (ValueError, lambda: np.broadcast_to(np.zeros(4, np.int32), (2, 4))),
+    "read only": (ValueError, read_only),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ARRAYS)
+def test_bind_refuses_an_array_that_does_not_fit(make_pool, make_plan, refused, case):
+    pool = make_pool()
+    plan = make_plan(pool, 2, 8, table_width=4)
+    pool.step(plan, [pool.open()], 5)
+    pool.done(plan)
+    exception, make_array = BAD_ARRAYS[case]
+    bound = plan.block_tables
+    with refused(pool, exception, "bind", "block_tables", plans=[plan]):
+        plan.bind(block_tables=make_array())
+    assert plan.block_tables is bound
+
+
+@pytest.mark.parametrize("case", BAD_ARRAYS)
+def test_plan_refuses_an_out_array_that_does_not_fit(make_pool, make_plan, refused, case):
+    pool = make_pool()
+    exception, make_array = BAD_ARRAYS[case]
+    with refused(pool, exception, "Plan", "block_tables"):
+        make_plan(pool, 2, 8, table_width=4, out={"block_tables": make_array()})
+
+
+def test_bind_refuses_arrays_that_overlap(make_pool, make_plan, refused):
+    pool = make_pool()
+    plan = make_plan(pool, 4, 4, table_width=4)
+    memory = np.zeros(40, np.int32)
+    plan.bind(seq_lens=memory[:4])
+    with refused(pool, ValueError, "bind", plans=[plan]):
+        plan.bind(slot_mapping=memory[3:7])
+    with refused(pool, ValueError, "bind", plans=[plan]):
+        plan.bind(block_tables=memory[16:32].reshape(4, 4), slot_mapping=memory[30:34])
+    plan.bind(slot_mapping=memory[4:8], block_tables=memory[8:24].reshape(4, 4))
+    pool.step(plan, [pool.open()], 1)
+    assert memory[[0, 4, 8]].tolist() == [1, 4, 1]
+
+
+def test_plan_refuses_out_arrays_that_overlap(make_pool, make_plan, refused):
+    pool = make_pool()
+    memory = np.zeros(40, np.int32)
+    with refused(pool, ValueError, "Plan"):
+        make_plan(pool, 4, 4, out={"seq_lens": memory[:4], "slot_mapping": memory[:4]})
+
+
+def test_bind_refuses_the_memory_of_an_array_the_plan_owns(make_pool, make_plan, refused):
+    pool = make_pool()
+    plan = make_plan(pool, 4, 4)
+    pool.step(plan, [pool.open() for _ in range(4)], 1)
+    pool.done(plan)
+    with refused(pool, ValueError, "bind", plans=[plan]):
+        plan.bind(slot_mapping=plan.seq_lens)
+
+
+def test_bind_one_bad_array_binds_none(make_pool, make_plan, refused):
+    pool = make_pool()
+    plan = make_plan(pool, 2, 4, table_width=4)
+    pool.step(plan, [pool.open()], 1)
+    pool.done(plan)
+    bound = plan.block_tables
+    with refused(pool, ValueError, "bind", "seq_lens", plans=[plan]):
+        plan.bind(block_tables=good(), seq_lens=np.zeros(3, np.int32))
+    assert plan.block_tables is bound
+
+
+def test_bind_on_a_pending_plan_is_refused(make_pool, make_plan, refused):
+    pool = make_pool()
+    plan = make_plan(pool, 2, 4, table_width=4)
+    pool.step(plan, [pool.open()], 1)
+    with refused(pool, PlanStateError, "bind", plans=[plan]):
+        plan.bind(block_tables=good())
+
+
+@pytest.mark.parametrize("name", ["nonsense", "kv_slots", "copies", "served"])
+def test_bind_of_an_array_that_the_plan_does_not_have_is_refused(make_pool, make_plan, refused, name):
+    pool = make_pool()
+    plan = make_plan(pool, 2, 4, table_width=4)
+    with refused(pool, ValueError, "bind", name, plans=[plan]):
+        plan.bind(**{name: good()})
+
+
+BAD_PLANS = {
+    "no rows": (ValueError, {"max_rows": 0}, 0),
+    "negative rows": (ValueError, {"max_rows": -1}, -1),
+    "huge rows": (ValueError, {"max_rows": 2**63}, 2**63),
+    "rows float": (TypeError, {"max_rows": 2.0}, 2.0),
+    "rows bool": (TypeError, {"max_rows": True}, True),
+    "rows None": (TypeError, {"max_rows": None}, None),
+    "negative tokens": (ValueError, {"max_tokens": -1}, -1),
+    "tokens str": (TypeError, {"max_tokens": "8"}, "8"),
+    "table_width 0": (ValueError, {"table_width": 0}, 0),
+    "table_width float": (TypeError, {"table_width": 1.5}, 1.5),
+    "kv_width negative": (ValueError, {"kv_width": -4, "formats": ("kv_slots",)}, -4),
+    "kv_width bool": (TypeError, {"kv_width": True, "formats": ("kv_slots",)}, True),
+    "unknown format": (ValueError, {"formats": ("block_table",)}, "block_table"),
+    "format not a str": (TypeError, {"formats": (3,)}, 3),
+    "formats None": (TypeError, {"formats": None}, None),
+    "unknown dtype": (ValueError, {"dtype": "int16"}, "int16"),
+    "float dtype": (ValueError, {"dtype": "float32"}, "float32"),
+    "dtype of an unknown array": (ValueError, {"dtype": {"tables": "int32"}}, "tables"),
+    "pad of an unknown array": (ValueError, {"pad": {"tables": 0}}, "tables"),
+    "pad float": (TypeError, {"pad": {"slot_mapping": 0.5}}, 0.5),
+    "pad bool": (TypeError, {"pad": {"slot_mapping": True}}, True),
+    "pad beyond int32": (ValueError, {"pad": {"slot_mapping": 2**31}}, 2**31),
+    "pad not a dict": (TypeError, {"pad": 3}, 3),
+    "out of an unknown array": (ValueError, {"out": {"tables": np.zeros(2, np.int32)}}, "tables"),
+    "out not a dict": (TypeError, {"out": 3}, 3),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PLANS)
+def test_plan_refuses_bad_options(core, make_pool, refused, case):
+    pool = make_pool()
+    exception, options, value = BAD_PLANS[case]
+    with refused(pool, exception, "Plan", value):
+        core.Plan(pool, **({"max_rows": 4} | options))
+
+
+@pytest.mark.parametrize("not_a_pool", [None, 3, "pool", object()])
+def test_plan_needs_a_pool(core, not_a_pool):
+    with pytest.raises(TypeError):
+        core.Plan(not_a_pool, 4)

@@ -1,0 +1,208 @@
+"""Every number of stats() and of the refcount histogram, in scenes small enough to count by hand."""
+
+import numpy as np
+import pytest
+
+
+def test_fresh_pool(make_pool):
+    stats = make_pool(16, 4, reserved_blocks=2).stats()
+    assert stats._asdict() == {
+        "num_blocks": 16,
+        "reserved": 2,
+        "free": 14,
+        "evictable": 0,
+        "limbo": 0,
+        "used": 0,
+        "shared": 0,
+        "sequences": 0,
+        "pending": 0,
+        "cow_copies": 0,
+        "cow_tokens": 0,
+        "allocs": 0,
+        "evictions": 0,
+        "peak_used": 0,
+        "tokens": 0,
+        "capacity": 0,
+        "fragmentation": 0.0,
+    }
+
+
+def test_one_of_everything(make_pool, make_plan, grow):
+    """Two forks write, one sequence is closed in flight, two blocks are cached: each block is counted once."""
+    pool = make_pool(16, 4)
+    cached = pool.alloc(2)  # 1 2
+    pool.mark_committed(cached)
+    pool.free(cached)
+    parent = pool.open()
+    grow(pool, parent, 6)  # 3 4
+    child = int(pool.fork(parent)[0])
+    old = pool.open(8)  # 5 6
+    plan = make_plan(pool)
+    pool.step(plan, [child], 3)  # copies two tokens of 4 into 7, appends 8
+    pool.close(old)
+    stats = pool.stats()
+    assert (stats.num_blocks, stats.reserved) == (16, 1)
+    assert (stats.free, stats.evictable, stats.limbo, stats.used) == (7, 2, 2, 4)
+    assert stats.free + stats.evictable + stats.limbo + stats.used == 15
+    assert stats.shared == 1  # block 3
+    assert (stats.sequences, stats.pending) == (2, 1)
+    assert (stats.cow_copies, stats.cow_tokens) == (1, 2)
+    assert (stats.tokens, stats.capacity) == (6 + 9, 8 + 12)
+    assert stats.fragmentation == pytest.approx(1 - 15 / 20, abs=0)
+    assert stats.allocs == 2 + 2 + 2 + 2
+    assert stats.evictions == 0
+    assert stats.peak_used == 6  # 3 4 5 6 7 8
+
+
+@pytest.mark.parametrize(
+    "lengths, paged, static", [((32, 128, 64, 256), 30, 64), ((1, 1, 1), 3, 3), ((15, 16, 17), 4, 6)]
+)
+def test_paged_blocks_against_static_reservation(make_pool, grow, lengths, paged, static):
+    pool = make_pool(128, 16)
+    for length in lengths:
+        grow(pool, pool.open(), length)
+    stats = pool.stats()
+    assert stats.used == paged
+    assert len(lengths) * -(-max(lengths) // 16) == static
+    assert stats.tokens == sum(lengths) and stats.capacity == paged * 16
+
+
+def test_fragmentation_counts_reserved_blocks_as_capacity(make_pool, grow):
+    pool = make_pool(16, 4)
+    handle = pool.open(8)
+    assert pool.stats().fragmentation == 1.0
+    grow(pool, handle, 6)
+    assert pool.stats().fragmentation == 0.25
+    grow(pool, handle, 2)
+    assert pool.stats().fragmentation == 0.0
+    pool.close(handle)
+    assert (pool.stats().fragmentation, pool.stats().tokens, pool.stats().capacity) == (0.0, 0, 0)
+
+
+def test_fragmentation_counts_shared_blocks_per_sequence(make_pool, grow):
+    pool = make_pool(16, 4)
+    parent = pool.open()
+    grow(pool, parent, 6)
+    pool.fork(parent, 3)
+    stats = pool.stats()
+    assert (stats.tokens, stats.capacity, stats.used, stats.shared) == (24, 32, 2, 2)
+
+
+def test_peak_used_is_the_most_ever_used(make_pool):
+    pool = make_pool(16, 4)
+    pool.free(pool.alloc(9))
+    pool.alloc(2)
+    stats = pool.stats()
+    assert (stats.peak_used, stats.used) == (9, 2)
+    pool.alloc(10)
+    assert pool.stats().peak_used == 12
+
+
+def test_peak_used_counts_blocks_that_come_back_to_life(make_pool):
+    pool = make_pool(16, 4)
+    ids = pool.alloc(4)
+    pool.mark_committed(ids)
+    pool.free(ids)
+    pool.alloc(3)
+    pool.revive(ids)
+    assert pool.stats().peak_used == 7
+
+
+def test_cow_counts_only_copies_of_tokens(make_pool, make_plan):
+    pool = make_pool(16, 4)
+    handle = pool.open(4)
+    pool.incref(1)
+    plan = make_plan(pool)
+    pool.step(plan, [handle], 1)  # replaced without a copy: nothing in it yet
+    assert (pool.stats().cow_copies, pool.stats().cow_tokens) == (0, 0)
+
+
+def test_cow_tokens_add_up_over_steps(make_pool, make_plan, grow):
+    pool = make_pool(32, 8)
+    parent = pool.open()
+    grow(pool, parent, 5)
+    plan = make_plan(pool)
+    pool.step(plan, [parent, *map(int, pool.fork(parent, 3))], 1)
+    assert (pool.stats().cow_copies, pool.stats().cow_tokens) == (3, 15)
+    pool.done(plan)
+    pool.step(plan, [int(pool.fork(parent)[0])], 1)
+    assert (pool.stats().cow_copies, pool.stats().cow_tokens) == (4, 21)
+
+
+def test_evictions_count_both_ways_of_eviction(make_pool):
+    pool = make_pool(5, 4)
+    ids = pool.alloc(4)
+    pool.mark_committed(ids)
+    pool.free(ids)
+    pool.evict(1)
+    pool.alloc(3)  # the blank one and two cached ones
+    stats = pool.stats()
+    assert (stats.evictions, stats.evictable, stats.allocs) == (3, 1, 7)
+
+
+def test_refused_calls_count_nothing(make_pool):
+    pool = make_pool(5, 4)
+    before = pool.stats()
+    for call in (lambda: pool.alloc(5), lambda: pool.open(20), lambda: pool.free(1), lambda: pool.close(3)):
+        with pytest.raises(Exception, match="^.[a-z]+. "):
+            call()
+    assert pool.stats() == before
+
+
+def test_histogram_counts_unreserved_blocks_by_refcount(make_pool, grow):
+    pool = make_pool(10, 4, reserved_blocks=2)
+    parent = pool.open()
+    grow(pool, parent, 6)
+    pool.fork(parent, 3)
+    pool.alloc(2)
+    histogram = pool.refcount_histogram()
+    assert histogram.dtype == np.int64
+    assert histogram.tolist() == [4, 2, 0, 0, 2]
+
+
+def test_histogram_of_an_idle_pool(make_pool):
+    assert make_pool(10, 4, reserved_blocks=0).refcount_histogram().tolist() == [10]
+
+
+def test_held_block_is_used_though_its_refcount_is_zero(make_pool, make_plan):
+    pool = make_pool(8, 4)
+    handle = pool.open(4)
+    pool.incref(1)
+    plan = make_plan(pool)
+    pool.step(plan, [handle], 1)
+    pool.free(1)
+    assert pool.refcount_histogram().tolist() == [6, 1]
+    assert (pool.stats().used, pool.stats().free) == (2, 5)
+
+
+def test_counters_of_use_survive_reset(make_pool):
+    pool = make_pool(8, 4)
+    pool.alloc(5)
+    pool.reset()
+    stats = pool.stats()
+    assert (stats.allocs, stats.peak_used, stats.used) == (5, 5, 0)
+
+
+def test_stats_agree_with_the_tables_after_a_long_random_run(make_pool, make_plan):
+    """Every number recomputed from tables and reference counts alone."""
+    rng = np.random.default_rng(3)
+    pool = make_pool(100, 4, max_seqs=16)
+    plan = make_plan(pool, 16, 200)
+    handles = [pool.open()]
+    for _ in range(200):
+        if rng.random() < 0.3 and len(handles) < 10:
+            handles += map(int, pool.fork(handles[0], 2))
+        if rng.random() < 0.3 and len(handles) > 1:
+            pool.close(handles.pop(int(rng.integers(len(handles)))))
+        for handle in [h for h in handles if pool.num_tokens(h) > 25]:
+            pool.truncate(handle, int(rng.integers(0, 25)))
+        pool.step(plan, handles, rng.integers(0, 4, len(handles)), partial=True)
+        pool.done(plan)
+        tables = [pool.table(h).tolist() for h in handles]
+        references = np.bincount([b for table in tables for b in table], minlength=100)[1:]
+        stats = pool.stats()
+        assert stats.used == np.count_nonzero(references)
+        assert stats.shared == np.count_nonzero(references > 1)
+        assert stats.tokens == sum(pool.num_tokens(h) for h in handles)
+        assert stats.capacity == 4 * sum(map(len, tables))
+        assert pool.refcount_histogram().tolist() == np.bincount(references).tolist()
