@@ -56,6 +56,18 @@ def test_a_write_while_a_read_is_outstanding_is_counted_as_a_copy():
     assert backend.pool_copies == backend.memory().pool_copies == 2
 
 
+def test_copying_blocks_moves_their_tokens_and_not_the_pool():
+    backend = MLXBackend(SPEC, 8)
+    for layer in range(SPEC.num_layers):
+        backend.write_tokens(layer, *tokens(layer + 1), one_row(backend, 1))
+    backend.settle()
+    backend.copy_blocks(np.int32([[1, 2, 3], [1, 5, 4]]))
+    assert backend.settle() == 0
+    for layer in range(SPEC.num_layers):
+        held = np.array(backend.gather(layer, [2, 5])[0][:, 0, 0])
+        assert held.tolist() == [layer + 1.0] * 3 + [0.0] + [layer + 1.0] * 4
+
+
 @pytest.mark.parametrize("evaluate_first", ["writer", "reader", "together"])
 def test_blocks_may_be_rewritten_while_the_reads_of_their_last_owner_are_in_flight(evaluate_first):
     backend = MLXBackend(SPEC, 8)
