@@ -57,15 +57,16 @@ def test_a_write_while_a_read_is_outstanding_is_counted_as_a_copy():
 
 
 def test_copying_blocks_moves_their_tokens_and_not_the_pool():
-    backend = MLXBackend(SPEC, 8)
-    for layer in range(SPEC.num_layers):
-        backend.write_tokens(layer, *tokens(layer + 1), one_row(backend, 1))
+    """Many blocks, so that a copy which writes while its reads still run would be found out."""
+    backend, many = MLXBackend(SPEC, 4001), 2000
+    rng = np.random.default_rng(0)
+    data = rng.integers(0, 256, (many, SPEC.block_nbytes), np.uint8)
+    src, dst = np.arange(1, many + 1), rng.permutation(np.arange(many + 1, 2 * many + 1))
+    backend.import_blocks(src, data)
     backend.settle()
-    backend.copy_blocks(np.int32([[1, 2, 3], [1, 5, 4]]))
+    backend.copy_blocks(np.stack([src, dst, np.full(many, SPEC.block_size)], 1))
     assert backend.settle() == 0
-    for layer in range(SPEC.num_layers):
-        held = np.array(backend.gather(layer, [2, 5])[0][:, 0, 0])
-        assert held.tolist() == [layer + 1.0] * 3 + [0.0] + [layer + 1.0] * 4
+    assert np.array_equal(backend.export_blocks(dst), data)
 
 
 @pytest.mark.parametrize("evaluate_first", ["writer", "reader", "together"])
