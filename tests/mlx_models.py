@@ -95,8 +95,7 @@ SMALL_STEPS = {"prefill_batch_size": 3, "completion_batch_size": 4, "prefill_ste
 
 
 def batch_tokens(model, prompts, max_tokens=16, *, caches=None, on_step=None, **options):
-    """Tokens per prompt from mlx-lm's BatchGenerator; ``on_step(generator, uids)`` is called after each
-    step."""
+    """Tokens per prompt from mlx-lm's BatchGenerator, with ``on_step(generator, uids)`` after each step."""
     limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
     generator = BatchGenerator(model, **(SMALL_STEPS | options))
     uids = generator.insert(prompts, limits, caches=caches)

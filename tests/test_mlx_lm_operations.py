@@ -1,5 +1,4 @@
-"""What the cache objects promise to mlx-lm: one operation log for all layers, pure reads, forks,
-finalizers."""
+"""What the cache objects promise mlx-lm: one log for all layers, pure reads, forks, quiet finalizers."""
 
 import copy
 import gc

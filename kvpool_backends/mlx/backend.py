@@ -82,8 +82,7 @@ class MLXBackend:
     # ------------------------------------------------------------------------------------------ one step
 
     def copy_blocks(self, plan: PlanArrays | np.ndarray) -> None:
-        """Copy the first tokens of blocks in all layers, ``(src, dst, num_tokens)`` per row. Waits for
-        MLX."""
+        """Copy the first tokens of blocks in all layers, ``(src, dst, num_tokens)`` each. Waits for MLX."""
         copies = np.asarray(plan if isinstance(plan, np.ndarray) else plan.copies)
         if copies.ndim != 2 or copies.shape[1] != 3:
             raise ValueError(f"[copy_blocks] copies have shape {copies.shape}, it must be [K, 3]")
@@ -96,8 +95,7 @@ class MLXBackend:
             self._pool.copy(src, dst)
 
     def write(self, layer: int, k: mx.array, v: mx.array, plan: PlanArrays) -> None:
-        """Store ``k [T, Hk, D]`` and ``v [T, Hk, Dv]`` at ``plan.slot_mapping``; negative slots are
-        skipped."""
+        """Store ``k [T, Hk, D]`` and ``v [T, Hk, Dv]`` at ``plan.slot_mapping``, negative slots skipped."""
         slots = np.asarray(plan.slot_mapping)
         k, v = mx.array(k), mx.array(v)
         for name, x, head_dim in zip("kv", (k, v), self._head_dims(), strict=True):
@@ -122,8 +120,7 @@ class MLXBackend:
         *,
         return_attn: bool = False,
     ) -> mx.array:
-        """Causal attention of ``q [T, Hq, D]`` over the paged context, see
-        `kvpool.protocol.KVBackend.attend`.
+        """Causal attention of ``q [T, Hq, D]`` over the paged context, see `KVBackend.attend`.
 
         Queries are padded to the longest chunk of the batch, so a batch that mixes one long prefill with many
         decode rows is better served in two calls.
@@ -236,8 +233,7 @@ class MLXBackend:
     def gather(
         self, layer: int, blocks: Sequence[int] | np.ndarray, num_tokens: int | None = None
     ) -> tuple[mx.array, mx.array]:
-        """Copies of K ``[n, Hk, D]`` and V ``[n, Hk, Dv]`` of the first `num_tokens` positions of
-        `blocks`."""
+        """Copies of K ``[n, Hk, D]`` and V ``[n, Hk, Dv]``, the first `num_tokens` tokens of `blocks`."""
         self._check_layer("gather", layer)
         ids = self._ids("gather", blocks)
         capacity = len(ids) * self.spec.block_size
