@@ -6,14 +6,13 @@ and not another sequence.
 
 One decode step::
 
-    manager.step(ids)                                    # one new token per sequence; copy-on-write happens
-    here tables, lens = manager.batch_tables(ids)
+    slots = manager.step(ids)                            # one new token per sequence, copy-on-write included
+    tables, lens = manager.batch_tables(ids)
     for layer in range(num_layers):
-        manager.write_prefill(i, layer, k, v, lens - 1)  # for each sequence i, RoPE already applied
+        manager.write(layer, k, v, slots)                # k, v [B, n_kv_heads, head_dim], RoPE applied
         out = manager.paged_attention(q, tables, lens, layer)
 
-Engines that batch writes over sequences, run ahead of the device, or need other wire formats use `Pool`,
-`Plan` and a backend themselves.
+Engines that run ahead of the device, or need other wire formats, use `Pool`, `Plan` and a backend themselves.
 """
 
 from __future__ import annotations
@@ -175,6 +174,10 @@ class KVBlockManager:
         block_ids, ctx_len = self.table(seq_id)
         return TailView(seq_id, ctx_len, self._slots(block_ids, ctx_len, n_tokens))
 
+    def write(self, layer_idx: int, k: Any, v: Any, slots: np.ndarray) -> None:
+        """Store K ``[T, Hk, D]`` and V ``[T, Hk, Dv]``, RoPE applied, in the slots that `step` returned."""
+        self.backend.write(layer_idx, k, v, ArrayPlan(slot_mapping=slots))
+
     def write_prefill(self, seq_id: int, layer_idx: int, k_chunk: Any, v_chunk: Any, start_pos: int) -> None:
         """Store K and V, RoPE applied, of tokens that `step` has planned.
 
@@ -204,7 +207,7 @@ class KVBlockManager:
                 raise ValueError(
                     f"[write_prefill] block {block} of sequence {seq_id} is shared, its tokens are final"
                 )
-        self.backend.write(layer_idx, k_chunk, v_chunk, ArrayPlan(slot_mapping=slots))
+        self.write(layer_idx, k_chunk, v_chunk, slots)
 
     def prefill_into_kv(
         self,

@@ -98,7 +98,9 @@ class Capabilities:
     block_sizes: tuple[int, ...] | None = None
     max_q_heads_per_kv_head: int | None = None
     mixed_head_dims: bool = True  # v_head_dim may differ from head_dim
-    reads_see_writes: bool = True  # attend(layer, plan) sees what write(layer, plan) stored just before
+    reads_see_writes: bool = (
+        True  # attend(layer, plan) sees what write(layer, plan) stored; else the next plan
+    )
     return_attn: bool = True  # attend(..., return_attn=True) works
 
     def refusal(self, spec: KVSpec, num_q_heads: int | None = None) -> str | None:
@@ -128,8 +130,8 @@ class KVBackend(Protocol):
     """Owner of the KV storage of one pool: planes k and v of every layer, allocated once, never grown.
 
     A backend is made by a factory ``factory(spec, num_blocks) -> KVBackend`` (a class will do). A factory may
-    have a static method ``device_info() -> dict``, in the form of ``mlx.core.device_info()``: the machine for
-    `memory="auto"`.
+    have a static method ``device_info() -> dict``: the machine for `memory="auto"`, in the form of
+    ``mlx.core.device_info()`` plus ``active_nbytes``, what is in use (see `kvpool.config.blocks_for`).
 
     Wrong shapes and values raise `ValueError`, wrong types `TypeError`, ids outside the pool `IndexError`,
     each as ``[call] what is wrong (value), the limit`` and before a byte is changed. What depends on queued

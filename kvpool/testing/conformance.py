@@ -21,12 +21,13 @@ answers NaN. Cases try only what `capabilities()` claims; a case for which nothi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from kvpool import Plan, Pool
-from kvpool.config import DTYPES, KVSpec
+from kvpool.config import DTYPES, LAYOUTS
 from kvpool.protocol import ArrayPlan, BatchShape, KVBackend
 from kvpool.testing.dense import dense_attention, round_to, stored_bytes
 from kvpool.testing.engine import RandomEngine
@@ -480,17 +481,20 @@ def _misuses(filled: Filled) -> list[tuple[type[Exception], Callable[[], Any]]]:
 @_case
 def refused_specs_raise(factory: Factory) -> None:
     """What `capabilities` does not list, the factory refuses with a ValueError."""
-    can = capabilities_of(factory)
-    tried = 0
-    for dtype in DTYPES:
-        spec = next(specs(factory))
-        other = KVSpec(1, 1, spec.head_dim, dtype, spec.block_size, spec.v_head_dim, spec.layout)
-        if can.refusal(other):
-            tried += 1
-            try:
-                factory(other, 2)
-            except ValueError:
-                continue
-            raise AssertionError(f"{other} was accepted, although: {can.refusal(other)}")
-    if not tried:
+    can, spec = capabilities_of(factory), next(specs(factory))
+    others = [replace(spec, dtype=dtype) for dtype in DTYPES]
+    others += [replace(spec, layout=layout, v_head_dim=None) for layout in LAYOUTS]
+    others += [
+        replace(spec, block_size=7),
+        replace(spec, head_dim=7),
+        replace(spec, v_head_dim=spec.head_dim + 1),
+    ]
+    refused = [(other, reason) for other in others if (reason := can.refusal(other))]
+    for other, reason in refused:
+        try:
+            factory(other, 2)
+        except ValueError:
+            continue
+        raise AssertionError(f"{other} was accepted, although {reason}")
+    if not refused:
         raise NotApplicable

@@ -88,7 +88,7 @@ def _plain(value: Any) -> Any:
 def _outcome(call: Callable, side: Side) -> tuple[Any, Exception | None]:
     try:
         return call(side), None
-    except Exception as error:  # noqa: BLE001 (the other side must raise it as well)
+    except Exception as error:
         return None, error
 
 
