@@ -137,8 +137,7 @@ class KVSpec:
 
     @property
     def array_block_nbytes(self) -> int:
-        """Bytes that one block takes in the largest single base array (devices limit the size of one
-        array)."""
+        """Bytes of one block in the largest base array: devices limit the size of a single array."""
         arrays: dict[str, int] = {}
         for plane, dim in self.planes:
             layout = self.plane_layout(plane, 1)
@@ -168,8 +167,7 @@ class KVSpec:
         return PlaneLayout(plane, shape, self.layout != "stacked", 0, *strides)
 
 
-# ---------------------------------------------------------------------- memory to
-# blocks
+# ---------------------------------------------------------------------- memory to blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,8 +311,7 @@ def _machine_budget(
 
 
 def available_memory_nbytes() -> int:
-    """RAM that this process could still take: what Linux calls available, within the limit of its cgroup; all
-    of it on macOS."""
+    """RAM for this process: on Linux what is available and within its cgroup's limit, on macOS all of it."""
     available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     found = re.search(r"^MemAvailable:\s+(\d+) kB", _read_text("/proc/meminfo"), re.MULTILINE)
     if found:
@@ -361,8 +358,7 @@ def format_nbytes(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
-# ---------------------------------------------------------------------- model
-# configs
+# ---------------------------------------------------------------------- model configs
 
 
 def spec_from_config(
@@ -455,8 +451,7 @@ def _field(fields: Mapping[str, Any], name: str, default: str | None = None) -> 
     return _positive("config", name, fields[name])
 
 
-# ---------------------------------------------------------------------- what `kvpool plan`
-# says
+# ---------------------------------------------------------------------- what `kvpool plan` says
 
 _TYPICAL_LENGTHS = (512, 2048, 8192, 32768, 131072)
 
@@ -522,8 +517,7 @@ def describe_plan(
     return facts, "\n".join(lines)
 
 
-# -------------------------------------------------------------------------------------------------------
-# checks
+# ---------------------------------------------------------------------- checks
 
 
 def _positive(call: str, name: str, value: Any) -> int:

@@ -68,8 +68,7 @@ def _nothing() -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class ArrayPlan:
-    """A plan made of plain arrays, for engines that keep their own tables and for tests. Nothing is checked
-    here."""
+    """A plan of plain arrays, for tests and for engines that keep their own tables. Nothing is checked."""
 
     block_tables: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int32))
     seq_lens: np.ndarray = field(default_factory=_nothing)
@@ -148,13 +147,11 @@ class KVBackend(Protocol):
         ...
 
     def asarray(self, x: np.ndarray) -> Array:
-        """A float32 numpy array as this backend's own kind of array, ready to be passed to `write` and
-        `attend`."""
+        """A float32 numpy array as this backend's own kind of array, ready for `write` and `attend`."""
         ...
 
     def to_numpy(self, x: Array) -> np.ndarray:
-        """A result of this backend as a numpy array (a copy), float32 unless the backend computes in
-        float64."""
+        """A result of this backend as a numpy array: a copy, float32 (or float64 where it is)."""
         ...
 
     def copy_blocks(self, plan: PlanArrays | np.ndarray) -> None:
@@ -216,8 +213,10 @@ class KVBackend(Protocol):
     def gather(
         self, layer: int, blocks: Sequence[int] | np.ndarray, num_tokens: int | None = None
     ) -> tuple[Array, Array]:
-        """Copies of k ``[n, Hk, D]`` and v ``[n, Hk, Dv]``: the first `num_tokens` (default: all) positions
-        of `blocks`, in order."""
+        """Copies of k ``[n, Hk, D]`` and v ``[n, Hk, Dv]`` of whole blocks, in the order given.
+
+        n is `num_tokens`, the number of leading positions that are wanted: by default all of them.
+        """
         ...
 
     def zero(self, blocks: Sequence[int] | np.ndarray) -> None:
@@ -237,6 +236,5 @@ class KVBackend(Protocol):
         ...
 
     def warmup(self, shapes: Iterable[BatchShape]) -> None:
-        """Compile or build whatever these batch shapes need, so that the first step pays nothing. Changes no
-        block."""
+        """Compile what these batch shapes need, so that the first step pays nothing. Changes no block."""
         ...

@@ -324,8 +324,13 @@ def test_prefill_longer_than_the_pool_says_that_it_can_never_fit():
 def test_prefill_with_a_wrong_number_of_layers_writes_no_token():
     engine = Engine()
     seq_id = engine.manager.new_sequence().seq_id
-    with pytest.raises(ValueError):
-        list(engine.manager.prefill_into_kv(seq_id, [1, 2], lambda c, p: ([keys(c, 0)] * 2, [keys(c, 0)])))
+    for layers in ((2, 1), (1, 1), (3, 3)):
+        with pytest.raises(ValueError, match=r"^\[prefill_into_kv\] forward gave"):
+            list(
+                engine.manager.prefill_into_kv(
+                    seq_id, [1, 2], lambda c, p, n=layers: tuple([keys(c, 0)] * count for count in n)
+                )
+            )
     assert engine.manager.table(seq_id)[1] == 0
     with pytest.raises(ValueError, match="max_chunk_tokens is 0"):
         next(engine.manager.prefill_into_kv(seq_id, [1], forward, 0))

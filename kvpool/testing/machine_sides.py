@@ -88,7 +88,7 @@ def _plain(value: Any) -> Any:
 def _outcome(call: Callable, side: Side) -> tuple[Any, Exception | None]:
     try:
         return call(side), None
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 (the other side must raise it as well)
         return None, error
 
 
@@ -132,7 +132,9 @@ class Pair:
                 ) from raised
             if isinstance(raised, KVPoolError):
                 assert str(raised).startswith("["), f"message without its call: {raised}"
-            assert (pool.fingerprint(), pool.digest()) == before, f"state changed by a call that raised: {raised}"
+            assert (pool.fingerprint(), pool.digest()) == before, (
+                f"state changed by a call that raised: {raised}"
+            )
             return RAISED
         got = call(self.test)
         if handles:
@@ -183,7 +185,9 @@ class Pair:
             shown, key = getattr(mine, name), (index, name)
             before = self._shown.get(key)
             if before is not None and before.shape == shown.shape:
-                assert before is shown, f"plan {index} {name} is a new array object though its shape is the same"
+                assert before is shown, (
+                    f"plan {index} {name} is a new array object though its shape is the same"
+                )
             self._shown[key] = shown
 
     def forget_shown(self, index: int) -> None:
