@@ -249,8 +249,8 @@ class KVBlockManager:
                 k_layers, v_layers = forward(chunk, start_pos)
                 if not len(k_layers) == len(v_layers) == self.spec.num_layers:
                     raise ValueError(
-                        f"[prefill_into_kv] forward gave K of {len(k_layers)} and V of {len(v_layers)} layers, "
-                        f"the spec has {self.spec.num_layers}"
+                        f"[prefill_into_kv] forward gave K of {len(k_layers)} and V of {len(v_layers)} "
+                        f"layers, the spec has {self.spec.num_layers}"
                     )
                 for layer, (k, v) in enumerate(zip(k_layers, v_layers, strict=True)):
                     self.write_prefill(seq_id, layer, k, v, start_pos)

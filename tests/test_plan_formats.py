@@ -133,9 +133,7 @@ def test_pads_of_the_callers_choice(core, batch, make_plan):
     chosen = {name: value for name, value in pad.items() if value}
     plan = make_plan(pool, formats=core.all_formats, table_width=6, kv_width=20, pad=chosen)
     pool.step(plan, handles, new, pad_to=(8, 16))
-    assert_shows(
-        plan, expected(pool, handles, new, rows=8, tokens=16, width=6, kv_width=20, pad=pad), "int32"
-    )
+    assert_shows(plan, expected(pool, handles, new, rows=8, tokens=16, width=6, kv_width=20, pad=pad), "int32")
 
 
 def test_pool_without_a_reserved_block_pads_tables_with_minus_one(core, batch, make_plan):
@@ -151,15 +149,8 @@ def test_dtype_per_array(core, batch, make_plan):
     pool, handles = batch(4, [7, 0, 3])
     plan = make_plan(pool, dtype={"block_tables": "int32", "seq_lens": "int64", "slot_mapping": "int64"})
     pool.step(plan, handles, 1)
-    assert [plan.block_tables.dtype, plan.seq_lens.dtype, plan.slot_mapping.dtype] == [
-        "int32",
-        "int64",
-        "int64",
-    ]
-    assert (
-        plan.slot_mapping.tolist()
-        == expected(pool, handles, [1, 1, 1], width=4, kv_width=16)["slot_mapping"].tolist()
-    )
+    assert [plan.block_tables.dtype, plan.seq_lens.dtype, plan.slot_mapping.dtype] == ["int32", "int64", "int64"]
+    assert plan.slot_mapping.tolist() == expected(pool, handles, [1, 1, 1], width=4, kv_width=16)["slot_mapping"].tolist()
 
 
 def test_reserved_blocks_of_a_sequence_are_in_its_table_but_not_in_csr(make_pool, make_plan):
@@ -230,13 +221,7 @@ def test_num_new_in_every_legal_form(make_pool, make_plan, kind):
         new, total = kind(2), 6
     else:
         new, total = [2, 0, 1], 3
-        new = (
-            np.array(new, np.int64)
-            if kind == "int64 array"
-            else np.array(new, kind)
-            if kind is np.int32
-            else kind(new)
-        )
+        new = np.array(new, np.int64) if kind == "int64 array" else np.array(new, kind) if kind is np.int32 else kind(new)
     plan = make_plan(pool)
     pool.step(plan, handles, new)
     assert plan.num_tokens == total
@@ -366,9 +351,7 @@ def test_longer_sequence_than_the_pool_allows_is_refused(make_pool, make_plan, r
     pool.step(plan, [handle], 8)
 
 
-@pytest.mark.parametrize(
-    "pad_to", [(1, 64), (9, 64), (8, 3), (8, 65), (-1, 64), (8, -1), (2**40, 64), (8, 2**40)]
-)
+@pytest.mark.parametrize("pad_to", [(1, 64), (9, 64), (8, 3), (8, 65), (-1, 64), (8, -1), (2**40, 64), (8, 2**40)])
 def test_pad_to_outside_batch_and_plan_is_refused(make_pool, make_plan, refused, pad_to):
     pool = make_pool()
     handles = [pool.open(), pool.open()]

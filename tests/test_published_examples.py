@@ -311,7 +311,7 @@ def test_storage_never_moves_and_never_grows():
     assert [plane.ctypes.data for planes in manager.backend._planes for plane in planes] == addresses
 
 
-# ---------------------------------------------------------------------- the notebook: pool, page table, scheduler
+# ------------------------------------------------------------ the notebook: pool, page table, scheduler
 
 
 def test_pool_hands_out_counts_and_refuses_as_a_whole():

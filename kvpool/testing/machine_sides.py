@@ -132,9 +132,7 @@ class Pair:
                 ) from raised
             if isinstance(raised, KVPoolError):
                 assert str(raised).startswith("["), f"message without its call: {raised}"
-            assert (pool.fingerprint(), pool.digest()) == before, (
-                f"state changed by a call that raised: {raised}"
-            )
+            assert (pool.fingerprint(), pool.digest()) == before, f"state changed by a call that raised: {raised}"
             return RAISED
         got = call(self.test)
         if handles:
@@ -185,9 +183,7 @@ class Pair:
             shown, key = getattr(mine, name), (index, name)
             before = self._shown.get(key)
             if before is not None and before.shape == shown.shape:
-                assert before is shown, (
-                    f"plan {index} {name} is a new array object though its shape is the same"
-                )
+                assert before is shown, f"plan {index} {name} is a new array object though its shape is the same"
             self._shown[key] = shown
 
     def forget_shown(self, index: int) -> None:

@@ -227,9 +227,7 @@ class BlockModel:
     def _ids(self, call: str, values: Any) -> list[int]:
         return args.block_ids(call, values, self.num_blocks, self.reserved_blocks)
 
-    def _out_of_blocks(
-        self, call: str, needed: int, watermark: int = 0, row: int = -1, handle: int = -1
-    ) -> None:
+    def _out_of_blocks(self, call: str, needed: int, watermark: int = 0, row: int = -1, handle: int = -1) -> None:
         short_by = needed + watermark - self._available()
         where = f" at row {row}" if row >= 0 else ""
         raise OutOfBlocks(

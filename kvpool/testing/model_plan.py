@@ -229,9 +229,7 @@ class ModelPlan:
             self._memory.pop(row, None)
         return dirty
 
-    def _write(
-        self, batch: list[Sequence], new: list[int], num_rows: int, num_tokens: int
-    ) -> tuple[int, int]:
+    def _write(self, batch: list[Sequence], new: list[int], num_rows: int, num_tokens: int) -> tuple[int, int]:
         """Build every array as nested lists, then store them; returns the used part of the two ragged ones."""
         bs = self.pool.block_size
         padding = num_rows - len(batch)
@@ -302,9 +300,7 @@ class ModelPlan:
         views = self.__dict__.get("_views", {})
         if name in views:
             return views[name]
-        raise AttributeError(
-            f"the plan has no array {name!r}: its formats are {self.__dict__.get('formats')}"
-        )
+        raise AttributeError(f"the plan has no array {name!r}: its formats are {self.__dict__.get('formats')}")
 
     @property
     def is_pending(self) -> bool:
