@@ -101,7 +101,7 @@ def test_copy_on_write_at_every_mix_of_blank_and_cached_blocks(make_pool, make_p
         assert pool.take_dropped().shape == (0,)  # nothing was evicted in vain
     else:
         pool.step(plan, rows, 4)
-        assert plan.num_copies == 2
+        assert len(plan.copies) == 2
         assert len(pool.take_dropped()) == 5 - blanks
 
 
