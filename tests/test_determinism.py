@@ -33,7 +33,7 @@ def run(pool, calls):
             pool.close(handles.pop(random_.randrange(len(handles))))
         elif choice < 0.5:
             ids = pool.alloc(3)
-            results.append(ids.tolist())
+            results += [ids.tolist(), pool.take_dropped().tolist()]
             pool.mark_committed(ids)
             pool.free(ids)
         elif choice < 0.6:
@@ -137,12 +137,11 @@ def test_one_different_call_changes_the_digest(make_pool, make_plan, grow):
         assert other == name, f"{name} and {other} have the same digest"
 
 
-SAME_STATE_LATER = ("reset", "nothing")
-
-
 def test_different_states_have_different_fingerprints(make_pool, make_plan, grow):
     seen = {}
     for name, call in ONE_MORE_CALL.items():
+        if name == "step and rollback":  # equal to "nothing", see below
+            continue
         pool = make_pool()
         handles = [pool.open(), pool.open()]
         for handle in handles:
@@ -151,6 +150,17 @@ def test_different_states_have_different_fingerprints(make_pool, make_plan, grow
         call(pool, handles, make_plan(pool))
         other = seen.setdefault(pool.fingerprint(), name)
         assert other == name, f"{name} and {other} have the same fingerprint"
+
+
+def test_rollback_that_moved_no_block_restores_the_fingerprint(make_pool, make_plan, grow):
+    pool = make_pool()
+    handle = pool.open()
+    grow(pool, handle, 6)
+    plan, before = make_plan(pool), pool.fingerprint()
+    pool.step(plan, [handle], 2)
+    assert pool.fingerprint() != before
+    pool.rollback(plan)
+    assert pool.fingerprint() == before
 
 
 def test_reading_calls_leave_the_digest_alone(make_pool, make_plan, grow):
