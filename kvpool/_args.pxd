@@ -14,8 +14,9 @@ cdef struct Ints:
     Py_buffer view
 
 
-cdef int64_t to_int(object value, str call, str name, int64_t low, int64_t high) except? -1
-cdef int ints_get(Ints* ints, object value, str call, str name, bint scalar, bint narrow) except -1
+cdef int64_t to_int(object value, str call, str name, int64_t low, int64_t high, type huge=*) except? -1
+cdef int ints_get(Ints* ints, object value, str call, str name, bint scalar, bint narrow,
+                  type huge=*) except -1
 cdef void ints_free(Ints* ints) noexcept
 cdef object new_array(Py_ssize_t size, object dtype)
 cdef void* array_data(object array) except NULL

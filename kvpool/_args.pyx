@@ -21,8 +21,8 @@ cdef str _show(object value):
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-cdef int64_t to_int(object value, str call, str name, int64_t low, int64_t high) except? -1:
-    """`value` as an integer in ``low .. high``."""
+cdef int64_t to_int(object value, str call, str name, int64_t low, int64_t high, type huge=ValueError) except? -1:
+    """`value` as an integer in ``low .. high``; `huge` is raised for one that is not."""
     cdef int64_t result
     if not PyLong_CheckExact(value):
         if isinstance(value, bool):
@@ -34,13 +34,13 @@ cdef int64_t to_int(object value, str call, str name, int64_t low, int64_t high)
     try:
         result = PyLong_AsLongLong(value)
     except OverflowError:
-        raise ValueError(f"[{call}] {name} is out of range ({_show(value)}), it must be in {low} .. {high}") from None
+        raise huge(f"[{call}] {name} is out of range ({_show(value)}), it must be in {low} .. {high}") from None
     if result < low or result > high:
-        raise ValueError(f"[{call}] {name} is out of range ({result}), it must be in {low} .. {high}")
+        raise huge(f"[{call}] {name} is out of range ({result}), it must be in {low} .. {high}")
     return result
 
 
-cdef int _from_list(Ints* ints, object value, str call, str name) except -1:
+cdef int _from_list(Ints* ints, object value, str call, str name, type huge) except -1:
     cdef Py_ssize_t i, n = len(value)
     cdef int64_t* data = <int64_t*>malloc(max(n, 1) * sizeof(int64_t))
     if data == NULL:
@@ -49,7 +49,7 @@ cdef int _from_list(Ints* ints, object value, str call, str name) except -1:
         for i in range(n):
             if i >= len(value):         # an __index__ of an element shortened the list
                 raise ValueError(f"[{call}] {name} changed its length during the call")
-            data[i] = to_int(value[i], call, f"{name}[{i}]", INT64_MIN, INT64_MAX)
+            data[i] = to_int(value[i], call, f"{name}[{i}]", INT64_MIN, INT64_MAX, huge)
     except BaseException:
         free(data)
         raise
@@ -79,7 +79,8 @@ cdef int _check_view(Ints* ints, str call, str name, bint narrow) except -1:
     return 0
 
 
-cdef int ints_get(Ints* ints, object value, str call, str name, bint scalar, bint narrow) except -1:
+cdef int ints_get(Ints* ints, object value, str call, str name, bint scalar, bint narrow,
+                  type huge=ValueError) except -1:
     """Read `value` into `ints`; the caller must `ints_free` it, also after an exception.
 
     scalar: one int is accepted; narrow: int32 is accepted beside int64.
@@ -92,9 +93,12 @@ cdef int ints_get(Ints* ints, object value, str call, str name, bint scalar, bin
     if PyLong_CheckExact(value):
         pass
     elif isinstance(value, (list, tuple)):
-        return _from_list(ints, value, call, name)
+        return _from_list(ints, value, call, name, huge)
     elif PyObject_CheckBuffer(value):
-        PyObject_GetBuffer(value, &ints.view, PyBUF_STRIDES | PyBUF_FORMAT)
+        try:
+            PyObject_GetBuffer(value, &ints.view, PyBUF_STRIDES | PyBUF_FORMAT)
+        except (BufferError, ValueError) as error:      # a dtype that has no buffer format
+            raise TypeError(f"[{call}] {name} must be an array of ints ({error})") from None
         ints.held = True
         if ints.view.ndim > 0:
             return _check_view(ints, call, name, narrow)
@@ -103,7 +107,7 @@ cdef int ints_get(Ints* ints, object value, str call, str name, bint scalar, bin
                         f"not {type(value).__name__} ({_show(value)})")
     if not scalar:
         raise TypeError(f"[{call}] {name} must be an array of ints, not {type(value).__name__} ({_show(value)})")
-    ints.scalar = to_int(value, call, name, INT64_MIN, INT64_MAX)
+    ints.scalar = to_int(value, call, name, INT64_MIN, INT64_MAX, huge)
     return 0
 
 

@@ -1,5 +1,5 @@
 """Block-level calls: alloc, incref, decref, free and the seam for an index of committed blocks."""
-from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.stdint cimport INT64_MAX, INT64_MIN, int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
@@ -38,6 +38,7 @@ cdef class BlockPool:
         cdef Blocks* b = &self.blocks
         cdef int64_t n = to_int(num_blocks, "Pool", "num_blocks", 1, (<int64_t>1 << 31) - 1)
         b.block_size = to_int(block_size, "Pool", "block_size", 1, min((<int64_t>1 << 31) - 1, (<int64_t>1 << 62) // n))
+        b.shift = (<object>b.block_size).bit_length() - 1 if b.block_size & (b.block_size - 1) == 0 else -1
         b.reserved = <int32_t>to_int(reserved_blocks, "Pool", "reserved_blocks", 0, n - 1)
         b.num_blocks = <int32_t>n
         b.next = <int32_t*>calloc(n, sizeof(int32_t))
@@ -88,7 +89,7 @@ cdef class BlockPool:
         cdef Blocks* b = &self.blocks
         cdef Py_ssize_t k
         cdef int64_t i
-        ints_get(ids, value, call, "ids", True, True)
+        ints_get(ids, value, call, "ids", True, True, IndexError)
         if ids.size < 0:
             ids.size = 1
         b.stamp += 1
@@ -139,7 +140,7 @@ cdef class BlockPool:
         target.owned = NULL
         try:
             if n is not None:
-                count = to_int(n, "alloc", "n", 0, (<int64_t>1 << 31) - 1)
+                count = to_int(n, "alloc", "n", 0, INT64_MAX)
             if out is not None:
                 ints_get(&target, out, "alloc", "out", False, True)
                 if not target.held or target.width != 4:
@@ -349,7 +350,7 @@ cdef class BlockPool:
         cdef int32_t k, i
         self.enter("evict")
         try:
-            count = min(to_int(n, "evict", "n", 0, (<int64_t>1 << 31) - 1), b.lru.size)
+            count = min(to_int(n, "evict", "n", 0, INT64_MAX), b.lru.size)
             b.digest = mix(mix(b.digest, OP_EVICT), count)
             for k in range(count):
                 i = blocks_evict(b)
@@ -384,7 +385,7 @@ cdef class BlockPool:
         cdef int64_t i
         self.enter("refcount")
         try:
-            i = to_int(block, "refcount", "block", -(<int64_t>1 << 62), <int64_t>1 << 62)
+            i = to_int(block, "refcount", "block", INT64_MIN, INT64_MAX, IndexError)
             if i < 0 or i >= self.blocks.num_blocks:
                 raise IndexError(f"[refcount] no such block ({i}), ids are 0 .. {self.blocks.num_blocks - 1}")
             if i < self.blocks.reserved:

@@ -51,6 +51,7 @@ cdef struct Blocks:
     int32_t num_dropped
     int32_t peak_used
     int64_t block_size          # tokens
+    int shift                   # log2 of block_size, -1: no power of two
     Chain lru
     Chain limbo
     int64_t newest_pending      # id of the newest pending step, 0: none
@@ -60,6 +61,11 @@ cdef struct Blocks:
     int64_t cow_copies
     int64_t cow_tokens
     uint64_t digest
+
+
+cdef inline int64_t whole_blocks(const Blocks* b, int64_t tokens) noexcept nogil:
+    """tokens // block_size, without a division where that is possible."""
+    return tokens >> b.shift if b.shift >= 0 else tokens // b.block_size
 
 
 cdef int32_t blocks_available(const Blocks* b) noexcept nogil

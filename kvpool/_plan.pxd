@@ -16,7 +16,7 @@ cdef class Plan:
     cdef int64_t shown_tokens
     cdef int32_t rows
     cdef int64_t tokens
-    cdef int32_t num_copies
+    cdef int32_t copies_made
     cdef dict arrays            # name -> whole array
     cdef dict views             # name -> (length, view)
     cdef tuple names

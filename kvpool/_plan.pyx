@@ -99,7 +99,7 @@ cdef class Plan:
         self.step.copies = <int32_t*>array_data(self.arrays["copies"])
         w.dirty = <int32_t*>array_data(self.arrays["dirty_rows"])
         w.served = <uint8_t*>array_data(self.arrays["served"])
-        w.handles = <int64_t*>array_data(self.arrays["handles"])
+        w.handles = self.step.handle = <int64_t*>array_data(self.arrays["handles"])
         self.declare(formats, dtype, {} if pad is None else pad, {} if out is None else out)
 
     def __dealloc__(self):
@@ -119,13 +119,19 @@ cdef class Plan:
         cdef Field* field
         if isinstance(formats, str):
             formats = (formats,)
+        try:
+            formats = tuple(formats)
+        except TypeError:
+            raise TypeError(f"[Plan] formats must be names, not {formats!r}") from None
         for name in formats:
+            if not isinstance(name, str):
+                raise TypeError(f"[Plan] a format must be a str ({name!r})")
             if name not in FORMATS:
                 raise ValueError(f"[Plan] no such format ({name!r}), there are {', '.join(FORMATS)}")
         wanted = [name for name in FIELDS if any(name in FORMATS[f] for f in formats)]
         for option, given in (("dtype", dtype), ("pad", pad), ("out", out)):
-            if not isinstance(given, (dict, str) if option == "dtype" else dict):
-                raise TypeError(f"[Plan] {option} must be a dict, not {type(given).__name__}")
+            if not isinstance(given, dict) and option != "dtype":
+                raise TypeError(f"[Plan] {option} must be a dict, not {type(given).__name__} ({given!r})")
             for name in given if isinstance(given, dict) else ():
                 if name not in wanted:
                     raise ValueError(f"[Plan] {option} names {name!r}, the arrays are {', '.join(wanted)}")
@@ -137,9 +143,13 @@ cdef class Plan:
                 "slot_ids": -1}
         for name in wanted:
             field = &w.field[FIELDS.index(name)]
-            code = str(np.dtype(dtype.get(name, "int32") if isinstance(dtype, dict) else dtype))
+            asked = dtype.get(name, "int32") if isinstance(dtype, dict) else dtype
+            try:
+                code = np.dtype(asked).name
+            except TypeError:
+                code = None
             if code not in ("int32", "int64"):
-                raise TypeError(f"[Plan] dtype of {name} must be int32 or int64 ({code})")
+                raise ValueError(f"[Plan] dtype of {name} must be int32 or int64 ({asked!r})")
             field.width = 4 if code == "int32" else 8
             field.pad = to_int(pad.get(name, pads.get(name, 0)), "Plan", f"pad of {name}", -INT32_MAX - 1, INT32_MAX)
             self.check_width(name, field.width)
@@ -326,7 +336,21 @@ cdef class Plan:
     @property
     def copies(self):
         """int32 ``[K, 3]``: (src_block, dst_block, num_tokens), to be made before any write of this plan."""
-        return self.view("copies", self.num_copies)
+        return self.view("copies", self.copies_made)
+
+    @property
+    def num_copies(self):
+        """Copies of the last step."""
+        return self.copies_made
+
+    @property
+    def copied_tokens(self):
+        """Tokens of these copies."""
+        cdef int64_t total = 0
+        cdef int32_t k
+        for k in range(self.copies_made):
+            total += self.step.copies[3 * k + 2]
+        return total
 
     @property
     def dirty_rows(self):

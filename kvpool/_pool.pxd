@@ -17,7 +17,7 @@ cdef class Pool(SequencePool):
     cdef int run(self, object plan, object handles, object num_new, str call, bint advance, object partial,
                  object pad_to) except -1
     cdef Plan check_plan(self, object plan, str call)
-    cdef void carry_out(self, Plan plan, bint advance, int64_t pad_rows, int64_t pad_tokens)
+    cdef void carry_out(self, Plan plan, const int64_t* handles, bint advance, int64_t pad_rows, int64_t pad_tokens)
     cdef int explain(self, int status, Verdict* v, const Ints* handles, str call, Plan plan, object pad_to) except -1
     cdef void finish(self, Plan plan)
     cdef void unlist(self, Plan plan)

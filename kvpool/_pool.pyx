@@ -16,6 +16,7 @@ from kvpool._step cimport (
     BAD_HANDLE,
     DUPLICATE,
     NEGATIVE,
+    SEQ_TOO_LONG,
     TABLE_TOO_WIDE,
     TOO_MANY_TOKENS,
     Limits,
@@ -32,7 +33,7 @@ from kvpool._step cimport (
     step_rollback,
     step_undo_check,
 )
-from kvpool._types cimport NO_MEMORY, OK, SHORT, mix
+from kvpool._types cimport BAD_ROW, NO_MEMORY, OK, SHORT, mix
 from kvpool._wire cimport wire_emit, wire_forget
 
 import os
@@ -93,7 +94,7 @@ cdef class Pool(SequencePool):
     def __cinit__(self, num_blocks, block_size, *, max_seqs=1024, max_blocks_per_seq=None, reserved_blocks=1,
                   watermark=0, in_order=False, seed=None):
         if not isinstance(in_order, bool):
-            raise TypeError(f"[Pool] in_order must be a bool, not {type(in_order).__name__}")
+            raise TypeError(f"[Pool] in_order must be a bool, not {type(in_order).__name__} ({in_order!r})")
         self.seed = (int.from_bytes(os.urandom(8), "little") if seed is None
                      else to_int(seed, "Pool", "seed", 0, INT64_MAX))
         self.next_step = 1
@@ -229,7 +230,7 @@ cdef class Pool(SequencePool):
         if plan.step.pending:
             raise PlanStateError(f"[{call}] the plan is pending (step {plan.step.id}); call done or rollback first")
         if not isinstance(partial, bool):
-            raise TypeError(f"[{call}] partial must be a bool, not {type(partial).__name__}")
+            raise TypeError(f"[{call}] partial must be a bool, not {type(partial).__name__} ({partial!r})")
         try:
             ints_get(&rows, handles, call, "handles", False, False)
             ints_get(&new, num_new, call, "num_new", True, True)
@@ -243,8 +244,7 @@ cdef class Pool(SequencePool):
             limits.seq_tokens = min(plan.seq_limit, self.seqs.max_blocks * self.blocks.block_size)
             limits.table_width = plan.wire.table_width
             self.next_stamp()
-            status = step_check(&plan.step, &self.seqs, &self.blocks, &rows, &new, rows.size, &limits, advance,
-                                partial, &verdict)
+            status = step_check(&plan.step, &self.seqs, &self.blocks, &rows, &new, &limits, advance, partial, &verdict)
             if status != OK:
                 step_undo_check(&plan.step, &self.blocks, 0)
                 self.explain(status, &verdict, &rows, call, plan, pad_to)
@@ -254,18 +254,17 @@ cdef class Pool(SequencePool):
                 except MemoryError:
                     step_undo_check(&plan.step, &self.blocks, 0)
                     raise
-            self.carry_out(plan, advance, pad_rows, pad_tokens)
+            self.carry_out(plan, <const int64_t*>rows.data, advance, pad_rows, pad_tokens)
         finally:
             ints_free(&rows)
             ints_free(&new)
         return 0
 
-    cdef void carry_out(self, Plan plan, bint advance, int64_t pad_rows, int64_t pad_tokens):
+    cdef void carry_out(self, Plan plan, const int64_t* handles, bint advance, int64_t pad_rows, int64_t pad_tokens):
         """Second half of a step: nothing here can fail."""
         cdef Step* p = &plan.step
         cdef Blocks* b = &self.blocks
         p.id = self.next_step
-        p.advance = advance
         p.noted_done = False
         p.pending = self.steps_pend
         self.next_step += 1
@@ -273,15 +272,16 @@ cdef class Pool(SequencePool):
             b.newest_pending = p.id
             if b.oldest_pending == 0:
                 b.oldest_pending = p.id
-        step_commit(p, &self.seqs, b, p.id if self.steps_pend else 0, advance)
+        step_commit(p, &self.seqs, b, handles, advance, self.steps_pend)
         wire_emit(&plan.wire, p, &self.seqs, b, <int32_t>pad_rows, pad_tokens)
         plan.rows = p.num_rows
         plan.tokens = p.num_tokens
-        plan.num_copies = p.num_copies
+        plan.copies_made = p.num_copies
         plan.shown_rows = max(p.num_rows, <int32_t>pad_rows)
         plan.shown_tokens = max(p.num_tokens, pad_tokens)
         if not self.steps_pend:
             step_release_holds(p, b)
+            p.log_size = 0
 
     cdef int explain(self, int status, Verdict* v, const Ints* handles, str call, Plan plan, object pad_to) except -1:
         """Raise what step_check found."""
@@ -313,7 +313,7 @@ cdef class Pool(SequencePool):
                                f"{min(plan.seq_limit, most) if plan is not None else most}")
 
     def can(self, handles, num_new=1):
-        """Whether a `step` with these arguments would find its blocks. Nothing changes.
+        """Whether a `step` with these arguments would find its blocks and its table room. Nothing changes.
 
         Raises what `step` raises for bad handles and counts. O(S).
         """
@@ -339,9 +339,10 @@ cdef class Pool(SequencePool):
             limits.seq_tokens = self.seqs.max_blocks * self.blocks.block_size
             limits.table_width = self.seqs.max_blocks
             self.next_stamp()
-            status = step_check(&self.scratch, &self.seqs, &self.blocks, &rows, &new, rows.size, &limits, True, False,
-                                &verdict)
+            status = step_check(&self.scratch, &self.seqs, &self.blocks, &rows, &new, &limits, True, False, &verdict)
             step_undo_check(&self.scratch, &self.blocks, 0)
+            if status == BAD_ROW and verdict.reason == SEQ_TOO_LONG:
+                return False
             if status != OK and status != SHORT:
                 self.explain(status, &verdict, &rows, "can", None, None)
             return status == OK
@@ -505,7 +506,7 @@ cdef class Pool(SequencePool):
             h = seqs_fingerprint(&self.seqs, &self.blocks, h, self.next_step)
             h = mix(mix(h, self.steps_pend), len(self.pending))
             for plan in self.pending:
-                h = step_fingerprint(&plan.step, &self.seqs, h, self.next_step)
+                h = step_fingerprint(&plan.step, h, self.next_step)
             return h
         finally:
             self.busy = False

@@ -17,17 +17,22 @@ cdef enum:
     RETIRED = 2                 # all generations used up
 
 
-cdef struct Seq:                # 64 bytes, one cache line
+cdef struct Seq:                # what a step reads and moves: 64 bytes, one cache line
+    int64_t handle              # -1: not open
     int64_t num_tokens
-    int64_t next_slot           # slot of position num_tokens, valid while room > 0
+    int64_t next_slot           # slot of position num_tokens, if next_slot < stop_slot
+    int64_t stop_slot           # end of the block that next_slot is in; else look the table up
     int64_t last_step           # newest step that had this sequence as a row, 0: none
-    int64_t fork_step           # pending step whose work this sequence inherited by a fork, 0: none
-    int32_t room                # free positions of the block that holds position num_tokens, 0: look it up
-    int32_t tail                # that block, valid while room > 0
+    uint64_t version            # of the table: unique in the pool, new whenever the table changes in any way
+    int32_t tail                # block of next_slot
     int32_t num_blocks
-    uint32_t generation
     uint32_t epoch              # changes when a table entry changes or leaves
     uint32_t mark               # == stamp: seen in the running call
+
+
+cdef struct SeqLife:            # the rest
+    int64_t fork_step           # pending step whose work this sequence inherited by a fork, 0: none
+    uint32_t generation
     uint8_t life
 
 
@@ -38,6 +43,7 @@ cdef struct Seq:                # 64 bytes, one cache line
 #   refcount[b] == entries equal to b in the tables of open sequences + raw[b]
 cdef struct Seqs:
     Seq* seq                    # [max_seqs]
+    SeqLife* life               # [max_seqs]
     int32_t* table              # [max_seqs, max_blocks] block ids, first num_blocks of a row are valid
     int32_t* free_slot          # [max_seqs] ring of free slots, oldest first
     void* memory                # what seq was cut from, to give it cache-line alignment
@@ -47,10 +53,15 @@ cdef struct Seqs:
     int32_t num_free_slots
     int32_t first_free          # position of the oldest free slot in the ring
     uint32_t stamp
+    uint64_t versions           # handed out so far
     int64_t tag
     int64_t watermark
     int64_t sum_tokens
     int64_t sum_blocks
+
+
+cdef inline int32_t slot_of(int64_t handle) noexcept nogil:
+    return <int32_t>(handle & (MAX_SEQS - 1))
 
 
 cdef inline int32_t* seq_table(const Seqs* s, int32_t slot) noexcept nogil:
@@ -59,21 +70,18 @@ cdef inline int32_t* seq_table(const Seqs* s, int32_t slot) noexcept nogil:
 
 cdef inline int32_t seq_find(const Seqs* s, int64_t handle) noexcept nogil:
     """Slot of a live handle, -1 if it is stale, foreign or negative."""
-    cdef int32_t slot = <int32_t>(handle & (MAX_SEQS - 1))
-    if (handle >> TAG_SHIFT) != s.tag or slot >= s.max_seqs:
-        return -1
-    if s.seq[slot].generation != <uint32_t>(handle >> SLOT_BITS) or s.seq[slot].life != OPEN:
-        return -1
-    return slot
-
-
-cdef inline int64_t seq_handle(const Seqs* s, int32_t slot) noexcept nogil:
-    return (s.tag << TAG_SHIFT) | (<int64_t>s.seq[slot].generation << SLOT_BITS) | slot
+    cdef int32_t slot = slot_of(handle)
+    return slot if handle >= 0 and slot < s.max_seqs and s.seq[slot].handle == handle else -1
 
 
 cdef inline int64_t untagged(int64_t handle) noexcept nogil:
     """The handle as digests see it: equal pools in one process differ in their tags alone."""
     return handle & ((<int64_t>1 << TAG_SHIFT) - 1)
+
+
+cdef inline void seq_new_version(Seqs* s, Seq* q) noexcept nogil:
+    s.versions += 1
+    q.version = s.versions
 
 
 cdef void seq_refresh(const Seqs* s, const Blocks* b, int32_t slot) noexcept nogil

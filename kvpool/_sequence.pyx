@@ -15,6 +15,7 @@ from kvpool._blocks cimport (
     blocks_ref_many,
     blocks_take_many,
     blocks_unref_many,
+    whole_blocks,
 )
 from kvpool._types cimport mix
 
@@ -60,14 +61,13 @@ cdef bytes get_mask(object mask, Py_ssize_t n):
 cdef void seq_refresh(const Seqs* s, const Blocks* b, int32_t slot) noexcept nogil:
     """Recompute where the next token of a sequence goes."""
     cdef Seq* q = &s.seq[slot]
-    cdef int64_t index = q.num_tokens // b.block_size
-    cdef int64_t offset = q.num_tokens - index * b.block_size
-    if index < q.num_blocks and b.block_size - offset <= 0x7FFFFFFF:
+    cdef int64_t index = whole_blocks(b, q.num_tokens)
+    if index < q.num_blocks:
         q.tail = seq_table(s, slot)[index]
-        q.room = <int32_t>(b.block_size - offset)
-        q.next_slot = q.tail * b.block_size + offset
+        q.stop_slot = (q.tail + <int64_t>1) * b.block_size
+        q.next_slot = q.stop_slot - (index + 1) * b.block_size + q.num_tokens
     else:
-        q.room = 0
+        q.next_slot = q.stop_slot = 0
 
 
 cdef int32_t seq_new(Seqs* s) noexcept nogil:
@@ -77,29 +77,28 @@ cdef int32_t seq_new(Seqs* s) noexcept nogil:
     s.first_free = s.first_free + 1 if s.first_free + 1 < s.max_seqs else 0
     s.num_free_slots -= 1
     s.num_open += 1
-    q.life = OPEN
-    q.num_tokens = 0
+    s.life[slot].life = OPEN
+    s.life[slot].fork_step = 0
+    q.handle = (s.tag << TAG_SHIFT) | (<int64_t>s.life[slot].generation << SLOT_BITS) | slot
+    q.num_tokens = q.next_slot = q.stop_slot = 0
     q.num_blocks = 0
-    q.room = 0
     q.epoch = 0
     q.last_step = 0
-    q.fork_step = 0
+    seq_new_version(s, q)
     return slot
 
 
 cdef void seq_retire_handle(Seqs* s, int32_t slot) noexcept nogil:
     """Make the slot's handle stale and the slot free, or retired after its last generation."""
-    cdef Seq* q = &s.seq[slot]
+    cdef SeqLife* life = &s.life[slot]
     cdef int32_t end
     s.num_open -= 1
-    q.room = 0
-    q.num_blocks = 0
-    q.num_tokens = 0
-    if <uint64_t>q.generation + 1 == GENERATIONS:
-        q.life = RETIRED
+    s.seq[slot].handle = -1
+    if <uint64_t>life.generation + 1 == GENERATIONS:
+        life.life = RETIRED
         return
-    q.generation += 1
-    q.life = FREE_SLOT
+    life.generation += 1
+    life.life = FREE_SLOT
     end = s.first_free + s.num_free_slots
     s.free_slot[end if end < s.max_seqs else end - s.max_seqs] = slot
     s.num_free_slots += 1
@@ -111,35 +110,35 @@ cdef void seq_close(Seqs* s, Blocks* b, int32_t slot) noexcept nogil:
     blocks_unref_many(b, seq_table(s, slot), q.num_blocks)
     s.sum_tokens -= q.num_tokens
     s.sum_blocks -= q.num_blocks
-    b.digest = mix(mix(b.digest, OP_CLOSE), untagged(seq_handle(s, slot)))
+    b.digest = mix(mix(b.digest, OP_CLOSE), untagged(s.seq[slot].handle))
     seq_retire_handle(s, slot)
 
 
 cdef void seq_truncate(Seqs* s, Blocks* b, int32_t slot, int64_t length) noexcept nogil:
     cdef Seq* q = &s.seq[slot]
-    cdef int32_t keep = <int32_t>((length + b.block_size - 1) // b.block_size)
+    cdef int32_t keep = <int32_t>whole_blocks(b, length + b.block_size - 1)
     if keep < q.num_blocks:
         blocks_unref_many(b, seq_table(s, slot) + keep, q.num_blocks - keep)
         s.sum_blocks -= q.num_blocks - keep
         q.num_blocks = keep
         q.epoch += 1
+        seq_new_version(s, q)
     s.sum_tokens -= q.num_tokens - length
     q.num_tokens = length
     seq_refresh(s, b, slot)
-    b.digest = mix(mix(mix(b.digest, OP_TRUNCATE), untagged(seq_handle(s, slot))), length)
+    b.digest = mix(mix(mix(b.digest, OP_TRUNCATE), untagged(s.seq[slot].handle)), length)
 
 
 cdef void seq_fork(Seqs* s, Blocks* b, int32_t parent, int32_t child) noexcept nogil:
     """Give a new sequence the parent's filled blocks; the references were added by the caller."""
     cdef Seq* p = &s.seq[parent]
     cdef Seq* q = &s.seq[child]
+    cdef int64_t inherited = max(p.last_step, s.life[parent].fork_step)
     q.num_tokens = p.num_tokens
-    q.num_blocks = <int32_t>((p.num_tokens + b.block_size - 1) // b.block_size)
+    q.num_blocks = <int32_t>whole_blocks(b, p.num_tokens + b.block_size - 1)
     memcpy(seq_table(s, child), seq_table(s, parent), q.num_blocks * sizeof(int32_t))
-    if b.newest_pending:
-        q.fork_step = p.last_step if p.last_step > p.fork_step else p.fork_step
-        if q.fork_step < b.oldest_pending:
-            q.fork_step = 0
+    if b.newest_pending and inherited >= b.oldest_pending:
+        s.life[child].fork_step = inherited
     s.sum_tokens += q.num_tokens
     s.sum_blocks += q.num_blocks
     seq_refresh(s, b, child)
@@ -149,12 +148,12 @@ cdef void seqs_reset(Seqs* s) noexcept nogil:
     """Make every handle stale; slots are free in ascending order, as in a new pool."""
     cdef int32_t slot
     for slot in range(s.max_seqs):
-        if s.seq[slot].life == OPEN:
+        if s.life[slot].life == OPEN:
             seq_retire_handle(s, slot)
     s.first_free = s.num_free_slots = s.num_open = 0
     s.sum_tokens = s.sum_blocks = 0
     for slot in range(s.max_seqs):
-        if s.seq[slot].life == FREE_SLOT:
+        if s.life[slot].life == FREE_SLOT:
             s.free_slot[s.num_free_slots] = slot
             s.num_free_slots += 1
 
@@ -171,14 +170,14 @@ cdef uint64_t seqs_fingerprint(const Seqs* s, const Blocks* b, uint64_t h, int64
         h = mix(h, s.free_slot[slot])
     for slot in range(s.max_seqs):
         q = &s.seq[slot]
-        h = mix(h, (<uint64_t>q.generation << 2) | q.life)
-        if q.life != OPEN:
+        h = mix(h, (<uint64_t>s.life[slot].generation << 2) | s.life[slot].life)
+        if s.life[slot].life != OPEN:
             continue
         h = mix(mix(mix(h, q.num_tokens), q.num_blocks), q.epoch)
         if b.newest_pending and q.last_step >= b.oldest_pending:
             h = mix(h, next_step - q.last_step)
-        if b.newest_pending and q.fork_step >= b.oldest_pending:
-            h = mix(h, ~(next_step - q.fork_step))
+        if b.newest_pending and s.life[slot].fork_step >= b.oldest_pending:
+            h = mix(h, ~(next_step - s.life[slot].fork_step))
         for k in range(q.num_blocks):
             h = mix(h, seq_table(s, slot)[k])
     return h
@@ -192,13 +191,15 @@ cdef str seqs_check(const Seqs* s, const Blocks* b):
     cdef dict references = {}
     for slot in range(s.max_seqs):
         q = &s.seq[slot]
-        num_open += q.life == OPEN
-        retired += q.life == RETIRED
-        if q.life != OPEN:
+        num_open += s.life[slot].life == OPEN
+        retired += s.life[slot].life == RETIRED
+        if (s.life[slot].life == OPEN) != (q.handle >= 0):
+            return f"slot {slot} has life {s.life[slot].life} and handle {q.handle}"
+        if s.life[slot].life != OPEN:
             continue
         if q.num_tokens < 0 or q.num_tokens > q.num_blocks * b.block_size or q.num_blocks > s.max_blocks:
             return f"sequence in slot {slot} has {q.num_tokens} tokens in {q.num_blocks} blocks"
-        if q.room and q.next_slot != (seq_table(s, slot)[q.num_tokens // b.block_size] * b.block_size
+        if q.next_slot < q.stop_slot and q.next_slot != (seq_table(s, slot)[q.num_tokens // b.block_size] * b.block_size
                                       + q.num_tokens % b.block_size):
             return f"sequence in slot {slot} would write its next token to slot {q.next_slot}"
         tokens += q.num_tokens
@@ -217,7 +218,7 @@ cdef str seqs_check(const Seqs* s, const Blocks* b):
     free_slots = {s.free_slot[(s.first_free + k) % s.max_seqs] for k in range(s.num_free_slots)}
     if len(free_slots) != s.num_free_slots or num_open != s.num_open:
         return f"{num_open} sequences are open, the counter says {s.num_open}"
-    if any(s.seq[slot].life != FREE_SLOT for slot in free_slots):
+    if any(s.life[slot].life != FREE_SLOT for slot in free_slots):
         return "a slot that is not free is on the list of free slots"
     if num_open + retired + s.num_free_slots != s.max_seqs:
         return f"{num_open} open, {retired} retired and {s.num_free_slots} free slots of {s.max_seqs}"
@@ -242,14 +243,16 @@ cdef class SequencePool(BlockPool):
         s.watermark = to_int(watermark, "Pool", "watermark", 0, usable)
         self.deferred = []
         s.memory = calloc(s.max_seqs + 1, sizeof(Seq))
+        s.life = <SeqLife*>calloc(s.max_seqs, sizeof(SeqLife))
         s.table = <int32_t*>calloc(s.max_seqs, s.max_blocks * sizeof(int32_t))
         s.free_slot = <int32_t*>calloc(s.max_seqs, sizeof(int32_t))
-        if s.memory == NULL or s.table == NULL or s.free_slot == NULL:
+        if s.memory == NULL or s.life == NULL or s.table == NULL or s.free_slot == NULL:
             SequencePool.release_memory(self)
             raise MemoryError(f"[Pool] no memory for {s.max_seqs} sequences of {s.max_blocks} blocks")
         s.seq = <Seq*>((<size_t>s.memory + sizeof(Seq) - 1) // sizeof(Seq) * sizeof(Seq))
         for slot in range(s.max_seqs):
             s.free_slot[slot] = slot
+            s.seq[slot].handle = -1
         s.num_free_slots = s.max_seqs
         s.tag = take_tag()
 
@@ -261,6 +264,7 @@ cdef class SequencePool(BlockPool):
         if s.tag:
             _live_tags.discard(s.tag)
         free(s.memory)
+        free(s.life)
         free(s.table)
         free(s.free_slot)
         memset(s, 0, sizeof(Seqs))
@@ -292,11 +296,11 @@ cdef class SequencePool(BlockPool):
             raise ValueError(f"[{call}] {name} is negative ({handle})")
         if handle >> TAG_SHIFT != self.seqs.tag:
             raise ForeignHandle(f"[{call}] {name} is not of this pool ({handle})")
-        slot = handle & (MAX_SEQS - 1)
+        slot = slot_of(handle)
         if slot >= self.seqs.max_seqs:
             raise StaleHandle(f"[{call}] {name} names slot {slot} ({handle}), the pool has {self.seqs.max_seqs}")
         raise StaleHandle(f"[{call}] {name} is stale ({handle}: generation {<uint32_t>(handle >> SLOT_BITS)}, "
-                          f"current {self.seqs.seq[slot].generation})")
+                          f"current {self.seqs.life[slot].generation})")
 
     cdef int32_t get_one(self, object handle, str call) except -1:
         return self.find(to_int(handle, call, "handle", INT64_MIN, INT64_MAX), call, -1)
@@ -358,10 +362,10 @@ cdef class SequencePool(BlockPool):
         cdef int32_t slot
         self.enter("open")
         try:
-            tokens = to_int(num_tokens, "open", "num_tokens", 0, (<int64_t>1 << 62))
+            tokens = to_int(num_tokens, "open", "num_tokens", 0, INT64_MAX)
             if tokens > s.max_blocks * b.block_size:
                 raise CapacityExceeded(f"[open] {tokens} tokens, a sequence has at most {s.max_blocks * b.block_size}")
-            need = (tokens + b.block_size - 1) // b.block_size
+            need = whole_blocks(b, tokens + b.block_size - 1)
             if s.num_free_slots == 0:
                 raise OutOfSequences(f"[open] {s.num_open} sequences are open, the limit is {s.max_seqs}")
             if need and need + s.watermark > blocks_available(b):
@@ -374,8 +378,8 @@ cdef class SequencePool(BlockPool):
             s.seq[slot].num_blocks = <int32_t>need
             s.sum_blocks += need
             seq_refresh(s, b, slot)
-            b.digest = mix(mix(mix(b.digest, OP_OPEN), need), untagged(seq_handle(s, slot)))
-            return seq_handle(s, slot)
+            b.digest = mix(mix(mix(b.digest, OP_OPEN), need), untagged(s.seq[slot].handle))
+            return s.seq[slot].handle
         finally:
             self.busy = False
 
@@ -414,20 +418,20 @@ cdef class SequencePool(BlockPool):
         self.enter("fork")
         try:
             parent = self.get_one(handle, "fork")
-            count = to_int(n, "fork", "n", 0, MAX_SEQS)
+            count = to_int(n, "fork", "n", 0, INT64_MAX)
             if count > s.num_free_slots:
                 raise OutOfSequences(f"[fork] {count} children asked for, {s.num_open} sequences are open, "
                                      f"the limit is {s.max_seqs}")
             children = new_array(count, "int64")
             data = <int64_t*>array_data(children)
-            shared = <int32_t>((s.seq[parent].num_tokens + b.block_size - 1) // b.block_size)
-            h = mix(mix(mix(b.digest, OP_FORK), untagged(seq_handle(s, parent))), count)
+            shared = <int32_t>whole_blocks(b, s.seq[parent].num_tokens + b.block_size - 1)
+            h = mix(mix(mix(b.digest, OP_FORK), untagged(s.seq[parent].handle)), count)
             if count:
                 blocks_ref_many(b, seq_table(s, parent), shared, <int32_t>count)
             for k in range(count):
                 child = seq_new(s)
                 seq_fork(s, b, parent, child)
-                data[k] = seq_handle(s, child)
+                data[k] = s.seq[child].handle
                 h = mix(h, untagged(data[k]))
             b.digest = h
             return children
@@ -578,7 +582,7 @@ cdef class SequencePool(BlockPool):
         """Whether a handle names an open sequence of this pool. O(1)."""
         self.enter("is_open")
         try:
-            return seq_find(&self.seqs, to_int(handle, "is_open", "handle", INT64_MIN, INT64_MAX)) >= 0
+            return seq_find(&self.seqs, to_int(handle, "is_open", "handle", 0, INT64_MAX)) >= 0
         finally:
             self.busy = False
 
@@ -586,6 +590,6 @@ cdef class SequencePool(BlockPool):
         """For tests: the generation that the next sequence in a free slot gets."""
         cdef int64_t i = to_int(slot, "_set_generation", "slot", 0, self.seqs.max_seqs - 1)
         cdef int64_t value = to_int(generation, "_set_generation", "generation", 0, (<int64_t>1 << 32) - 1)
-        if self.seqs.seq[i].life != FREE_SLOT:
+        if self.seqs.life[i].life != FREE_SLOT:
             raise ValueError(f"[_set_generation] slot {i} is not free")
-        self.seqs.seq[i].generation = <uint32_t>value
+        self.seqs.life[i].generation = <uint32_t>value

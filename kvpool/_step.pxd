@@ -6,16 +6,12 @@ from kvpool._blocks cimport Blocks
 from kvpool._sequence cimport Seqs
 
 
-cdef struct StepRow:            # what a step did to one sequence: enough to report it and to undo it
-    int64_t handle
-    int64_t prev_step           # last_step of the sequence before
-    int64_t slot                # physical slot of the new token, rows with q_len 1 that took nothing
-    int32_t seq                 # the sequence's slot in the pool
+cdef struct Event:              # a row that did more than put one token into its tail
+    int32_t row
     int32_t q_len               # tokens served
     int32_t appended            # blocks added at the end of the table
     int32_t replaced            # entries of the undo log that belong to this row
     uint8_t served
-    uint8_t simple              # one token into the tail, nothing taken
 
 
 cdef struct Replaced:           # undo log: a table entry that a step changed
@@ -27,20 +23,26 @@ cdef struct Replaced:           # undo log: a table entry that a step changed
     int32_t old_floor           # floor of `old` before
 
 
+# Rows without an event were served one token. What a step writes and what undoes it stands in arrays by row.
 cdef struct Step:
-    StepRow* row                # [max_rows]
-    Replaced* log               # [log_size], [log_room] allocated; grows, never shrinks
+    int64_t* handle             # [max_rows], memory of the plan's array
+    int64_t* length             # [max_rows] tokens after the step
+    int64_t* slot               # [max_rows] slot of the new token, rows that were served one
+    int64_t* prev_step          # [max_rows] last_step of the sequence before, while pending
+    Event* event                # [max_rows], num_events valid, by row
+    Replaced* log               # [log_room], log_size valid; grows, never shrinks
     int32_t* copies             # [max_rows, 3] = (src, dst, num_tokens), memory of the plan's array
     int32_t max_rows
     int32_t num_rows
+    int32_t num_events
     int32_t log_size
     int32_t log_room
     int32_t num_copies
     int64_t num_tokens          # tokens served
     int64_t id                  # 0: never stepped
+    bint uniform                # every row was served one token
     bint pending
     bint noted_done             # done was called while an older plan was pending
-    bint advance                # step, not reserve
 
 
 cdef struct Limits:             # what the plan at hand can take
@@ -50,13 +52,13 @@ cdef struct Limits:             # what the plan at hand can take
 
 
 cdef struct Verdict:            # why a batch is refused
-    Py_ssize_t row              # -1: none
+    Py_ssize_t row
     int reason
     int64_t value
     int64_t needed              # blocks, of all rows
     Py_ssize_t short_row        # first row that does not fit, -1: all fit
 
-cdef enum:
+cdef enum:                      # reasons
     BAD_HANDLE = 1
     DUPLICATE
     NEGATIVE
@@ -67,11 +69,11 @@ cdef enum:
 
 cdef int step_init(Step* p, int32_t max_rows) noexcept nogil
 cdef void step_free(Step* p) noexcept nogil
-cdef int step_check(Step* p, Seqs* s, Blocks* b, const Ints* handles, const Ints* num_new, Py_ssize_t n,
-                    const Limits* limits, bint advance, bint partial, Verdict* verdict) noexcept nogil
+cdef int step_check(Step* p, Seqs* s, Blocks* b, const Ints* handles, const Ints* num_new, const Limits* limits,
+                    bint advance, bint partial, Verdict* verdict) noexcept nogil
 cdef void step_undo_check(Step* p, Blocks* b, int32_t keep) noexcept nogil
-cdef void step_commit(Step* p, Seqs* s, Blocks* b, int64_t step_id, bint advance) noexcept nogil
+cdef void step_commit(Step* p, Seqs* s, Blocks* b, const int64_t* handles, bint advance, bint pends) noexcept nogil
 cdef void step_release_holds(Step* p, Blocks* b) noexcept nogil
 cdef bint step_has_children(const Step* p, const Seqs* s) noexcept nogil
 cdef void step_rollback(Step* p, Seqs* s, Blocks* b) noexcept nogil
-cdef uint64_t step_fingerprint(const Step* p, const Seqs* s, uint64_t h, int64_t next_step) noexcept nogil
+cdef uint64_t step_fingerprint(const Step* p, uint64_t h, int64_t next_step) noexcept nogil

@@ -9,6 +9,7 @@ nothing that a pending copy reads from it would be overwritten. Holds of pending
 """
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, realloc
+from libc.string cimport memcpy, memset
 
 from kvpool._args cimport Ints, ints_at
 from kvpool._blocks cimport (
@@ -23,8 +24,19 @@ from kvpool._blocks cimport (
     blocks_unhold,
     blocks_unref,
     blocks_unref_many,
+    whole_blocks,
 )
-from kvpool._sequence cimport OPEN, Seq, Seqs, seq_find, seq_refresh, seq_table, untagged
+from kvpool._sequence cimport (
+    OPEN,
+    Seq,
+    Seqs,
+    seq_find,
+    seq_new_version,
+    seq_refresh,
+    seq_table,
+    slot_of,
+    untagged,
+)
 from kvpool._types cimport BAD_ROW, NO_MEMORY, OK, SHORT, mix
 
 cdef enum:                   # continues the words of kvpool._sequence
@@ -34,18 +46,26 @@ cdef enum:                   # continues the words of kvpool._sequence
 
 
 cdef int step_init(Step* p, int32_t max_rows) noexcept nogil:
-    p.row = <StepRow*>calloc(max_rows, sizeof(StepRow))
+    p.length = <int64_t*>calloc(max_rows, sizeof(int64_t))
+    p.slot = <int64_t*>calloc(max_rows, sizeof(int64_t))
+    p.prev_step = <int64_t*>calloc(max_rows, sizeof(int64_t))
+    p.event = <Event*>calloc(max_rows, sizeof(Event))
     p.log_room = 16
     p.log = <Replaced*>calloc(p.log_room, sizeof(Replaced))
     p.max_rows = max_rows
-    return OK if p.row != NULL and p.log != NULL else NO_MEMORY
+    if p.length == NULL or p.slot == NULL or p.prev_step == NULL or p.event == NULL or p.log == NULL:
+        step_free(p)
+        return NO_MEMORY
+    return OK
 
 
 cdef void step_free(Step* p) noexcept nogil:
-    free(p.row)
+    free(p.length)
+    free(p.slot)
+    free(p.prev_step)
+    free(p.event)
     free(p.log)
-    p.row = NULL
-    p.log = NULL
+    memset(p, 0, sizeof(Step))
 
 
 # ---- pass 1: check -----------------------------------------------------------------------------------------
@@ -75,23 +95,21 @@ cdef int log_replacement(Step* p, Blocks* b, int32_t row, int32_t index, int32_t
     return OK
 
 
-cdef int check_writes(Step* p, const Seqs* s, Blocks* b, int32_t row, int64_t num_new) noexcept nogil:
+cdef int check_writes(Step* p, const Seqs* s, Blocks* b, Event* event, int32_t slot, int64_t num_new) noexcept nogil:
     """Which blocks one row replaces and how many it appends, for `num_new` > 0 more tokens."""
-    cdef StepRow* r = &p.row[row]
-    cdef const Seq* q = &s.seq[r.seq]
-    cdef const int32_t* table = seq_table(s, r.seq)
-    cdef int64_t bs = b.block_size
-    cdef int64_t total = (q.num_tokens + num_new + bs - 1) // bs
-    cdef int64_t index = q.num_tokens // bs
-    cdef int64_t offset = q.num_tokens - index * bs
+    cdef const Seq* q = &s.seq[slot]
+    cdef const int32_t* table = seq_table(s, slot)
+    cdef int64_t total = whole_blocks(b, q.num_tokens + num_new + b.block_size - 1)
+    cdef int64_t index = whole_blocks(b, q.num_tokens)
+    cdef int64_t offset = q.num_tokens - index * b.block_size
     while index < total and index < q.num_blocks:
         if not writable(b, table[index], offset):
-            if log_replacement(p, b, row, <int32_t>index, table[index], <int32_t>offset) != OK:
+            if log_replacement(p, b, event.row, <int32_t>index, table[index], <int32_t>offset) != OK:
                 return NO_MEMORY
-            r.replaced += 1
+            event.replaced += 1
         offset = 0
         index += 1
-    r.appended = <int32_t>(total - q.num_blocks) if total > q.num_blocks else 0
+    event.appended = <int32_t>(total - q.num_blocks) if total > q.num_blocks else 0
     return OK
 
 
@@ -102,78 +120,106 @@ cdef inline int refuse(Verdict* v, Py_ssize_t row, int reason, int64_t value) no
     return BAD_ROW
 
 
-cdef int step_check(Step* p, Seqs* s, Blocks* b, const Ints* handles, const Ints* num_new, Py_ssize_t n,
-                    const Limits* limits, bint advance, bint partial, Verdict* v) noexcept nogil:
-    """Fill `p.row` for a batch and judge it. Unless it returns OK the caller must `step_undo_check`."""
-    cdef Py_ssize_t i
-    cdef int64_t handle, new, end, asked = 0, need, available = blocks_available(b)
-    cdef int32_t slot, log_before
+cdef int check_row(Step* p, const Seqs* s, Blocks* b, Event* event, Py_ssize_t i, int32_t slot, int64_t new,
+                   const Limits* limits, Verdict* v) noexcept nogil:
+    """A row that may do more than put one token into its tail: what will happen to it stands in its event."""
+    cdef const Seq* q = &s.seq[slot]
+    event.row = <int32_t>i
+    event.q_len = event.appended = event.replaced = 0
+    event.served = 1
+    if new < 0:
+        return refuse(v, i, NEGATIVE, new)
+    if new > limits.seq_tokens - q.num_tokens:
+        return refuse(v, i, SEQ_TOO_LONG, new if new > INT64_MAX - q.num_tokens else q.num_tokens + new)
+    if new and check_writes(p, s, b, event, slot, new) != OK:
+        return NO_MEMORY
+    if q.num_blocks + event.appended > limits.table_width:
+        return refuse(v, i, TABLE_TOO_WIDE, q.num_blocks + event.appended)
+    return OK
+
+
+cdef Py_ssize_t check_simple(const Seqs* s, const Blocks* b, const int64_t* handle, Py_ssize_t first, Py_ssize_t end,
+                             int64_t seq_tokens, int32_t table_width) noexcept nogil:
+    """First row from `first` on that does not merely put one token into a tail that is its own; marks those before.
+
+    This loop and `commit_simple` are the whole cost of a steady decode step: everything they read is in locals.
+    """
+    cdef Seq* seq = s.seq
+    cdef const Block* block = b.block
+    cdef int32_t max_seqs = s.max_seqs
+    cdef uint32_t stamp = s.stamp
+    cdef const Block* tail
     cdef Seq* q
-    cdef StepRow* r
-    v.row = v.short_row = -1
+    while first < end:
+        if slot_of(handle[first]) >= max_seqs:
+            break
+        q = &seq[slot_of(handle[first])]
+        if q.handle != handle[first] or q.mark == stamp or q.next_slot >= q.stop_slot:
+            break
+        tail = &block[q.tail]
+        if ((tail.refcount ^ 1) | tail.hold | tail.committed) or q.num_tokens >= seq_tokens:
+            break
+        if q.num_blocks > table_width:
+            break
+        q.mark = stamp
+        first += 1
+    return first
+
+
+cdef int step_check(Step* p, Seqs* s, Blocks* b, const Ints* handles, const Ints* num_new, const Limits* limits,
+                    bint advance, bint partial, Verdict* v) noexcept nogil:
+    """Judge a batch and note what it will do. Unless it returns OK the caller must `step_undo_check`."""
+    cdef Py_ssize_t i = 0, simple
+    cdef const int64_t* handle = <const int64_t*>handles.data
+    cdef int64_t new, need, asked = 0, unserved = 0, available = blocks_available(b)
+    cdef bint decode = advance and num_new.data == NULL and num_new.scalar == 1
+    cdef int32_t slot, log_before
+    cdef int status
+    cdef Event* event
+    v.short_row = -1
     v.needed = 0
-    p.num_rows = <int32_t>n
-    p.log_size = 0
-    p.num_tokens = 0
-    for i in range(n):
-        handle = ints_at(handles, i)
-        new = ints_at(num_new, i)
-        slot = seq_find(s, handle)
+    p.num_rows = <int32_t>handles.size
+    p.num_events = p.log_size = 0
+    while i < handles.size:
+        if decode:
+            simple = check_simple(s, b, handle, i, handles.size, limits.seq_tokens, limits.table_width)
+            asked += simple - i
+            i = simple
+            if i == handles.size:
+                break
+        slot = seq_find(s, handle[i])
         if slot < 0:
-            return refuse(v, i, BAD_HANDLE, handle)
-        q = &s.seq[slot]
-        if q.mark == s.stamp:
-            return refuse(v, i, DUPLICATE, handle)
-        q.mark = s.stamp
-        r = &p.row[i]
-        r.handle = handle
-        r.seq = slot
-        r.served = 1
-        r.appended = 0
-        r.replaced = 0
-        if new == 1 and advance and q.room > 0 and writable(b, q.tail, q.next_slot - q.tail * b.block_size):
-            r.simple = 1
-            r.q_len = 1
-            asked += 1
-            p.num_tokens += 1
-            if q.num_tokens >= limits.seq_tokens:
-                return refuse(v, i, SEQ_TOO_LONG, q.num_tokens + 1)
-            if q.num_blocks > limits.table_width:
-                return refuse(v, i, TABLE_TOO_WIDE, q.num_blocks)
-            continue
-        r.simple = 0
-        r.q_len = 0
-        if new < 0:
-            return refuse(v, i, NEGATIVE, new)
-        if new > limits.seq_tokens - q.num_tokens:
-            return refuse(v, i, SEQ_TOO_LONG, new if new > INT64_MAX - q.num_tokens else q.num_tokens + new)
+            return refuse(v, i, BAD_HANDLE, handle[i])
+        if s.seq[slot].mark == s.stamp:
+            return refuse(v, i, DUPLICATE, handle[i])
+        s.seq[slot].mark = s.stamp
+        new = ints_at(num_new, i)
+        event = &p.event[p.num_events]
         log_before = p.log_size
-        if new and check_writes(p, s, b, <int32_t>i, new) != OK:
-            return NO_MEMORY
-        if q.num_blocks + r.appended > limits.table_width:
-            return refuse(v, i, TABLE_TOO_WIDE, q.num_blocks + r.appended)
-        need = r.replaced + r.appended
+        status = check_row(p, s, b, event, i, slot, new, limits, v)
+        if status != OK:
+            return status
+        p.num_events += 1
         if advance:
             if new > limits.max_tokens - asked:
                 return refuse(v, i, TOO_MANY_TOKENS, asked + new)
             asked += new
+            event.q_len = <int32_t>new
+        need = event.replaced + event.appended
         if v.needed + need > available:
-            if partial:
-                step_undo_check(p, b, log_before)
-                r.served = 0
-                r.replaced = 0
-                r.appended = 0
-                if v.short_row < 0:
-                    v.short_row = i
-                continue
             if v.short_row < 0:
                 v.short_row = i
+            if partial:
+                step_undo_check(p, b, log_before)
+                event.served = 0
+                event.q_len = event.replaced = event.appended = 0
+                unserved += new
+                need = 0
         v.needed += need
-        if advance:
-            r.q_len = <int32_t>new
-            p.num_tokens += new
+        i += 1
+    p.num_tokens = asked - unserved
     if asked > limits.max_tokens:
-        return refuse(v, n - 1, TOO_MANY_TOKENS, asked)
+        return refuse(v, handles.size - 1, TOO_MANY_TOKENS, asked)
     return SHORT if v.short_row >= 0 and not partial else OK
 
 
@@ -186,12 +232,12 @@ cdef void step_undo_check(Step* p, Blocks* b, int32_t keep) noexcept nogil:
 
 # ---- pass 2: commit ----------------------------------------------------------------------------------------
 
-cdef void commit_blocks(Step* p, Seqs* s, Blocks* b, StepRow* r, Replaced* log) noexcept nogil:
+cdef void commit_blocks(Step* p, Seqs* s, Blocks* b, const Event* event, int32_t slot, Replaced* log) noexcept nogil:
     """Take the blocks of one row: replacements by ascending index, then the new ones at the end."""
-    cdef Seq* q = &s.seq[r.seq]
-    cdef int32_t* table = seq_table(s, r.seq)
+    cdef Seq* q = &s.seq[slot]
+    cdef int32_t* table = seq_table(s, slot)
     cdef int32_t k
-    for k in range(r.replaced):
+    for k in range(event.replaced):
         log[k].new = blocks_take(b)
         table[log[k].index] = log[k].new
         if log[k].tokens:
@@ -202,40 +248,75 @@ cdef void commit_blocks(Step* p, Seqs* s, Blocks* b, StepRow* r, Replaced* log) 
             b.cow_copies += 1
             b.cow_tokens += log[k].tokens
         b.digest = mix(b.digest, (<uint64_t>log[k].index << 32) | <uint32_t>log[k].new)
-    q.epoch += r.replaced > 0
-    if r.appended:
-        blocks_take_many(b, table + q.num_blocks, r.appended)
-        for k in range(r.appended):
+    q.epoch += event.replaced > 0
+    if event.appended:
+        blocks_take_many(b, table + q.num_blocks, event.appended)
+        for k in range(event.appended):
             b.digest = mix(b.digest, table[q.num_blocks + k])
-        q.num_blocks += r.appended
-        s.sum_blocks += r.appended
+        q.num_blocks += event.appended
+        s.sum_blocks += event.appended
+    if event.replaced or event.appended:
+        seq_new_version(s, q)
+    q.num_tokens += event.q_len
+    seq_refresh(s, b, slot)
 
 
-cdef void step_commit(Step* p, Seqs* s, Blocks* b, int64_t step_id, bint advance) noexcept nogil:
-    """Carry out a batch that step_check accepted. `step_id` is 0 in a pool that keeps no step pending."""
-    cdef int32_t i, log_at = 0
-    cdef StepRow* r
+cdef int64_t last_slot(const Seqs* s, const Blocks* b, int32_t slot) noexcept nogil:
+    """Where the last token of a sequence is, -1 for an empty one."""
+    cdef int64_t position = s.seq[slot].num_tokens - 1
+    cdef int64_t index = whole_blocks(b, position)
+    return (seq_table(s, slot)[index] - index) * b.block_size + position if position >= 0 else -1
+
+
+cdef void commit_simple(Step* p, Seqs* s, Blocks* b, const int64_t* handles, int32_t first, int32_t end,
+                        int64_t step_id) noexcept nogil:
+    """One token into the tail of each row."""
+    cdef Seq* seq = s.seq
+    cdef int64_t* length = p.length
+    cdef int64_t* slot = p.slot
+    cdef int64_t* prev_step = p.prev_step
+    cdef uint64_t digest = b.digest
+    cdef int32_t i
     cdef Seq* q
-    cdef uint64_t h
-    p.num_copies = 0
-    b.digest = mix(mix(b.digest, OP_STEP if advance else OP_RESERVE), p.num_rows)
-    for i in range(p.num_rows):
-        r = &p.row[i]
-        q = &s.seq[r.seq]
-        r.prev_step = q.last_step
+    for i in range(first, end):
+        q = &seq[slot_of(handles[i])]
+        slot[i] = q.next_slot
+        q.next_slot += 1
+        q.num_tokens += 1
+        length[i] = q.num_tokens
+        prev_step[i] = q.last_step
         q.last_step = step_id
-        if r.simple:
-            r.slot = q.next_slot
-            q.next_slot += 1
-            q.num_tokens += 1
-            q.room -= 1
-        else:
-            commit_blocks(p, s, b, r, p.log + log_at)
-            log_at += r.replaced
-            q.num_tokens += r.q_len
-            seq_refresh(s, b, r.seq)
-        h = (<uint64_t>r.q_len << 33) ^ (<uint64_t>r.served << 32)
-        b.digest = mix(b.digest, <uint64_t>untagged(r.handle) ^ h ^ (<uint64_t>q.num_tokens << 20))
+        digest = mix(digest, <uint64_t>untagged(handles[i]) ^ (<uint64_t>length[i] << 20))
+    b.digest = digest
+
+
+cdef void step_commit(Step* p, Seqs* s, Blocks* b, const int64_t* handles, bint advance, bint pends) noexcept nogil:
+    """Carry out a batch that step_check accepted."""
+    cdef int32_t i, k, slot, done = 0, log_at = 0
+    cdef int64_t step_id = p.id if pends else 0
+    cdef const Event* event
+    cdef Seq* q
+    p.num_copies = 0
+    p.uniform = advance
+    b.digest = mix(mix(b.digest, OP_STEP if advance else OP_RESERVE), p.num_rows)
+    memcpy(p.handle, handles, p.num_rows * sizeof(int64_t))
+    for k in range(p.num_events):
+        event = &p.event[k]
+        i = event.row
+        commit_simple(p, s, b, handles, done, i, step_id)
+        done = i + 1
+        slot = slot_of(handles[i])
+        commit_blocks(p, s, b, event, slot, p.log + log_at)
+        log_at += event.replaced
+        p.uniform &= event.q_len == 1
+        q = &s.seq[slot]
+        p.slot[i] = last_slot(s, b, slot)
+        p.length[i] = q.num_tokens
+        p.prev_step[i] = q.last_step
+        q.last_step = step_id
+        b.digest = mix(b.digest, (<uint64_t>event.q_len << 1) | event.served)
+        b.digest = mix(b.digest, <uint64_t>untagged(handles[i]) ^ (<uint64_t>q.num_tokens << 20))
+    commit_simple(p, s, b, handles, done, p.num_rows, step_id)
     s.sum_tokens += p.num_tokens
 
 
@@ -260,54 +341,66 @@ cdef bint step_has_children(const Step* p, const Seqs* s) noexcept nogil:
     """Whether an open sequence inherited work of this step by a fork. O(max_seqs), on the failure path only."""
     cdef int32_t slot
     for slot in range(s.max_seqs):
-        if s.seq[slot].life == OPEN and s.seq[slot].fork_step == p.id:
+        if s.life[slot].life == OPEN and s.life[slot].fork_step == p.id:
             return True
     return False
 
 
-cdef void rollback_row(Step* p, Seqs* s, Blocks* b, const StepRow* r, const Replaced* log) noexcept nogil:
-    cdef Seq* q = &s.seq[r.seq]
-    cdef int32_t* table = seq_table(s, r.seq)
+cdef void rollback_row(Seqs* s, Blocks* b, int32_t slot, int32_t q_len, int32_t appended, const Replaced* log,
+                       int32_t replaced) noexcept nogil:
+    cdef Seq* q = &s.seq[slot]
+    cdef int32_t* table = seq_table(s, slot)
     cdef int32_t k
-    q.last_step = r.prev_step
-    q.num_tokens -= r.q_len
-    s.sum_tokens -= r.q_len
-    q.num_blocks -= r.appended
-    s.sum_blocks -= r.appended
-    blocks_unref_many(b, table + q.num_blocks, r.appended)
-    for k in range(r.replaced - 1, -1, -1):
+    q.num_tokens -= q_len
+    s.sum_tokens -= q_len
+    q.num_blocks -= appended
+    s.sum_blocks -= appended
+    blocks_unref_many(b, table + q.num_blocks, appended)
+    for k in range(replaced - 1, -1, -1):
         table[log[k].index] = log[k].old
         b.block[log[k].old].hold -= 1
         blocks_ref(b, log[k].old, 1)
         blocks_unref(b, log[k].new)
-    q.epoch += r.replaced > 0 or r.appended > 0
-    seq_refresh(s, b, r.seq)
+    if replaced or appended:
+        q.epoch += 1
+        seq_new_version(s, q)
+    seq_refresh(s, b, slot)
 
 
 cdef void step_rollback(Step* p, Seqs* s, Blocks* b) noexcept nogil:
     """Undo the newest step. The plan is off the pending list already; the caller recomputes floors."""
-    cdef int32_t i, k, log_at = p.log_size
-    cdef StepRow* r
+    cdef int32_t i, k, slot, log_at = p.log_size, at = p.num_events - 1
+    cdef Event plain
+    cdef const Event* event
+    plain.q_len = 1
+    plain.appended = plain.replaced = 0
     b.digest = mix(mix(b.digest, OP_ROLLBACK), p.num_rows)
     for i in range(p.num_rows - 1, -1, -1):
-        r = &p.row[i]
-        log_at -= r.replaced
-        if seq_find(s, r.handle) >= 0:
-            rollback_row(p, s, b, r, p.log + log_at)
+        event = &plain
+        if at >= 0 and p.event[at].row == i:
+            event = &p.event[at]
+            at -= 1
+        log_at -= event.replaced
+        slot = seq_find(s, p.handle[i])
+        if slot >= 0:
+            s.seq[slot].last_step = p.prev_step[i]
+            rollback_row(s, b, slot, event.q_len, event.appended, p.log + log_at, event.replaced)
             continue
-        for k in range(log_at + r.replaced - 1, log_at - 1, -1):
+        for k in range(log_at + event.replaced - 1, log_at - 1, -1):
             b.block[p.log[k].old].hold -= 1
             blocks_settle(b, p.log[k].old)
 
 
-cdef uint64_t step_fingerprint(const Step* p, const Seqs* s, uint64_t h, int64_t next_step) noexcept nogil:
+cdef uint64_t step_fingerprint(const Step* p, uint64_t h, int64_t next_step) noexcept nogil:
     """Hash of a pending step: what its end will do."""
     cdef int32_t i
     h = mix(mix(mix(h, next_step - p.id), p.num_rows), p.noted_done)
     for i in range(p.num_rows):
-        h = mix(h, untagged(p.row[i].handle))
-        h = mix(mix(h, p.row[i].q_len), (<uint64_t>p.row[i].appended << 32) | <uint32_t>p.row[i].replaced)
-        h = mix(h, next_step - p.row[i].prev_step if p.row[i].prev_step else 0)
+        h = mix(h, untagged(p.handle[i]))
+        h = mix(h, next_step - p.prev_step[i] if p.prev_step[i] else 0)
+    for i in range(p.num_events):
+        h = mix(mix(h, p.event[i].row), p.event[i].q_len)
+        h = mix(h, (<uint64_t>p.event[i].appended << 32) | <uint32_t>p.event[i].replaced)
     for i in range(p.log_size):
         h = mix(mix(h, p.log[i].index), (<uint64_t>p.log[i].old << 32) | <uint32_t>p.log[i].new)
         h = mix(h, p.log[i].tokens)

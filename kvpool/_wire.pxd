@@ -1,5 +1,5 @@
 """What a plan hands to a backend: one step in every wire format that was asked for."""
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 from kvpool._blocks cimport Blocks
 from kvpool._sequence cimport Seqs
@@ -40,6 +40,7 @@ cdef struct WireRow:            # what a row of the arrays holds
 cdef struct Wire:
     Field field[NUM_FIELDS]
     WireRow* row                # [max_rows]
+    uint64_t* seen              # [max_rows] version of the table the row holds, 0: none, or to be rewritten
     int64_t* handles            # [max_rows]
     int32_t* dirty              # [max_rows], ascending
     uint8_t* served             # [max_rows]

@@ -3,19 +3,21 @@
 A row of a table is rewritten only when it holds something else than before: another sequence, another epoch of
 the same one, or fewer blocks than the sequence has now. That makes a steady decode step O(rows), not O(blocks).
 """
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t
+from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.stdlib cimport calloc, free
+from libc.string cimport memset
 
-from kvpool._blocks cimport Blocks
-from kvpool._sequence cimport Seq, Seqs, seq_table
-from kvpool._step cimport Step, StepRow
+from kvpool._blocks cimport Blocks, whole_blocks
+from kvpool._sequence cimport Seq, Seqs, seq_table, slot_of
+from kvpool._step cimport Step
 from kvpool._types cimport NO_MEMORY, OK
 
 
 cdef int wire_init(Wire* w, int32_t max_rows) noexcept nogil:
     cdef int32_t i
     w.row = <WireRow*>calloc(max_rows, sizeof(WireRow))
-    if w.row == NULL:
+    w.seen = <uint64_t*>calloc(max_rows, sizeof(uint64_t))
+    if w.row == NULL or w.seen == NULL:
         return NO_MEMORY
     w.max_rows = max_rows
     for i in range(max_rows):
@@ -25,13 +27,16 @@ cdef int wire_init(Wire* w, int32_t max_rows) noexcept nogil:
 
 cdef void wire_free(Wire* w) noexcept nogil:
     free(w.row)
+    free(w.seen)
     w.row = NULL
+    w.seen = NULL
 
 
 cdef void wire_forget(Wire* w, int32_t rows, bint content) noexcept nogil:
     """Carry rows into the next dirty_rows; content: the arrays themselves are not what we wrote."""
     cdef int32_t i
     for i in range(rows):
+        w.seen[i] = 0
         w.row[i].handle = -1
         w.row[i].kv_valid = 0
         w.row[i].csr_blocks = -1
@@ -82,15 +87,26 @@ cdef void put_range(const Field* f, int64_t at, int64_t first, int64_t end) noex
             at += 1
 
 
-cdef void sync_row(Wire* w, const Seqs* s, const StepRow* r, int32_t i) noexcept nogil:
+cdef void put_all(const Field* f, const int64_t* values, int32_t n, int64_t shift) noexcept nogil:
+    """values[i] + shift for every row; the compiler makes one vector loop of each branch."""
+    cdef int32_t i
+    if f.width == 4:
+        for i in range(n):
+            (<int32_t*>f.data)[i] = <int32_t>(values[i] + shift)
+    elif f.width == 8:
+        for i in range(n):
+            (<int64_t*>f.data)[i] = values[i] + shift
+
+
+cdef void sync_row(Wire* w, const Seqs* s, int32_t slot, int32_t i) noexcept nogil:
     """Bring the block_tables row i up to date and call it dirty."""
     cdef WireRow* row = &w.row[i]
-    cdef const Seq* q = &s.seq[r.seq]
-    cdef const int32_t* table = seq_table(s, r.seq)
+    cdef const Seq* q = &s.seq[slot]
+    cdef const int32_t* table = seq_table(s, slot)
     cdef const Field* f = &w.field[BLOCK_TABLES]
     cdef int64_t at = <int64_t>i * w.table_width
     cdef int32_t k, first = 0
-    if row.handle == r.handle and row.epoch == q.epoch:
+    if row.handle == q.handle and row.epoch == q.epoch:
         first = row.written
     else:
         row.kv_valid = 0
@@ -99,7 +115,8 @@ cdef void sync_row(Wire* w, const Seqs* s, const StepRow* r, int32_t i) noexcept
         for k in range(first, q.num_blocks):
             put(f, at + k, table[k])
         put_pad(f, at + q.num_blocks, at + row.written)
-    row.handle = r.handle
+    w.seen[i] = q.version
+    row.handle = q.handle
     row.epoch = q.epoch
     row.written = q.num_blocks
     row.carried = 0
@@ -121,6 +138,7 @@ cdef void pad_row(Wire* w, int32_t i) noexcept nogil:
     put_pad(&w.field[BLOCK_TABLES], at, at + row.written)
     at = i * w.kv_width
     put_pad(&w.field[KV_SLOTS], at, at + row.kv_written)
+    w.seen[i] = 0
     row.handle = -1
     row.written = 0
     row.kv_valid = 0
@@ -135,11 +153,9 @@ cdef void emit_csr(Wire* w, const Step* p, const Seqs* s, const Blocks* b, int32
     """indptr, indices, last_page_len. Everything behind the first row that changed moves."""
     cdef int32_t i, full, first = p.num_rows
     cdef int64_t at
-    cdef const Seq* q
     for i in range(p.num_rows):
-        q = &s.seq[p.row[i].seq]
-        full = <int32_t>((q.num_tokens + b.block_size - 1) // b.block_size)
-        put(&w.field[LAST_PAGE_LEN], i, q.num_tokens - (full - 1) * b.block_size if full else 0)
+        full = <int32_t>whole_blocks(b, p.length[i] + b.block_size - 1)
+        put(&w.field[LAST_PAGE_LEN], i, p.length[i] - (full - 1) * b.block_size if full else 0)
         if (w.row[i].csr_blocks != full or i >= w.csr_rows) and i < first:
             first = i
         w.row[i].csr_blocks = full
@@ -151,7 +167,7 @@ cdef void emit_csr(Wire* w, const Step* p, const Seqs* s, const Blocks* b, int32
     else:
         at = (<int64_t*>w.field[INDPTR].data)[first]
     for i in range(first, p.num_rows):
-        put_blocks(&w.field[INDICES], at, seq_table(s, p.row[i].seq), w.row[i].csr_blocks)
+        put_blocks(&w.field[INDICES], at, seq_table(s, slot_of(p.handle[i])), w.row[i].csr_blocks)
         at += w.row[i].csr_blocks
         put(&w.field[INDPTR], i + 1, at)
     for i in range(p.num_rows, pad_rows):
@@ -175,10 +191,10 @@ cdef void emit_kv(Wire* w, const Step* p, const Seqs* s, const Blocks* b) noexce
     for i in range(p.num_rows):
         row = &w.row[i]
         at = i * w.kv_width
-        length = s.seq[p.row[i].seq].num_tokens
+        length = p.length[i]
         if row.kv_valid > length:
             row.kv_valid = length
-        put_slots(f, at + row.kv_valid, seq_table(s, p.row[i].seq), b.block_size, row.kv_valid, length)
+        put_slots(f, at + row.kv_valid, seq_table(s, slot_of(p.handle[i])), b.block_size, row.kv_valid, length)
         put_pad(f, at + length, at + row.kv_written)
         row.kv_valid = length
         row.kv_written = length
@@ -189,8 +205,8 @@ cdef void emit_kv_ragged(Wire* w, const Step* p, const Seqs* s, const Blocks* b,
     cdef int64_t length, at = 0
     put(&w.field[KV_INDPTR], 0, 0)
     for i in range(p.num_rows):
-        length = s.seq[p.row[i].seq].num_tokens
-        put_slots(&w.field[KV_SLOTS_RAGGED], at, seq_table(s, p.row[i].seq), b.block_size, 0, length)
+        length = p.length[i]
+        put_slots(&w.field[KV_SLOTS_RAGGED], at, seq_table(s, slot_of(p.handle[i])), b.block_size, 0, length)
         at += length
         put(&w.field[KV_INDPTR], i + 1, at)
     for i in range(p.num_rows, pad_rows):
@@ -198,41 +214,54 @@ cdef void emit_kv_ragged(Wire* w, const Step* p, const Seqs* s, const Blocks* b,
     w.kv_total = at
 
 
+cdef void emit_tokens(Wire* w, const Step* p, const Seqs* s, const Blocks* b) noexcept nogil:
+    """slot_mapping, positions, cu_q_lens of a batch in which some row has more or less than one new token."""
+    cdef int32_t i, q_len, at = 0
+    cdef int64_t t = 0
+    for i in range(p.num_rows):
+        q_len = 1
+        if at < p.num_events and p.event[at].row == i:
+            q_len = p.event[at].q_len
+            at += 1
+        if q_len == 1:
+            put(&w.field[SLOT_MAPPING], t, p.slot[i])
+            put(&w.field[POSITIONS], t, p.length[i] - 1)
+        elif q_len:
+            put_slots(&w.field[SLOT_MAPPING], t, seq_table(s, slot_of(p.handle[i])), b.block_size,
+                      p.length[i] - q_len, p.length[i])
+            put_range(&w.field[POSITIONS], t, p.length[i] - q_len, p.length[i])
+        t += q_len
+        put(&w.field[CU_Q_LENS], i + 1, t)
+
+
 cdef void wire_emit(Wire* w, const Step* p, const Seqs* s, const Blocks* b, int32_t pad_rows,
                     int64_t pad_tokens) noexcept nogil:
     """Write a committed step into the arrays; rows and tokens up to pad_rows, pad_tokens are padding."""
     cdef int32_t i
-    cdef int64_t t = 0
-    cdef const StepRow* r
-    cdef const Seq* q
-    cdef const WireRow* row
     w.num_dirty = 0
     put(&w.field[CU_Q_LENS], 0, 0)
-    for i in range(p.num_rows):
-        r = &p.row[i]
-        q = &s.seq[r.seq]
-        w.handles[i] = r.handle
-        w.served[i] = r.served
-        put(&w.field[SEQ_LENS], i, q.num_tokens)
-        put(&w.field[SLOT_IDS], i, r.seq)
-        if r.simple:
-            put(&w.field[SLOT_MAPPING], t, r.slot)
-            put(&w.field[POSITIONS], t, q.num_tokens - 1)
-        elif r.q_len:
-            put_slots(&w.field[SLOT_MAPPING], t, seq_table(s, r.seq), b.block_size, q.num_tokens - r.q_len,
-                      q.num_tokens)
-            put_range(&w.field[POSITIONS], t, q.num_tokens - r.q_len, q.num_tokens)
-        t += r.q_len
-        put(&w.field[CU_Q_LENS], i + 1, t)
-        if w.tracks:
-            row = &w.row[i]
-            if row.handle != r.handle or row.epoch != q.epoch or row.written != q.num_blocks:
-                sync_row(w, s, r, i)
+    if p.uniform:
+        put_all(&w.field[SLOT_MAPPING], p.slot, p.num_rows, 0)
+        put_all(&w.field[POSITIONS], p.length, p.num_rows, -1)
+        put_range(&w.field[CU_Q_LENS], 1, 1, p.num_rows + 1)
+    else:
+        emit_tokens(w, p, s, b)
+    put_all(&w.field[SEQ_LENS], p.length, p.num_rows, 0)
+    if w.field[SLOT_IDS].width:
+        for i in range(p.num_rows):
+            put(&w.field[SLOT_IDS], i, slot_of(p.handle[i]))
+    memset(w.served, 1, p.num_rows)
+    for i in range(p.num_events):
+        w.served[p.event[i].row] = p.event[i].served
+    if w.tracks:
+        for i in range(p.num_rows):
+            if w.seen[i] != s.seq[slot_of(p.handle[i])].version:
+                sync_row(w, s, slot_of(p.handle[i]), i)
     for i in range(p.num_rows, pad_rows):
         pad_row(w, i)
-        put(&w.field[CU_Q_LENS], i + 1, t)
-    put_pad(&w.field[SLOT_MAPPING], t, pad_tokens)
-    put_pad(&w.field[POSITIONS], t, pad_tokens)
+        put(&w.field[CU_Q_LENS], i + 1, p.num_tokens)
+    put_pad(&w.field[SLOT_MAPPING], p.num_tokens, pad_tokens)
+    put_pad(&w.field[POSITIONS], p.num_tokens, pad_tokens)
     if w.field[INDPTR].width:
         emit_csr(w, p, s, b, pad_rows)
     if w.field[KV_SLOTS].width:
