@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from kvpool.errors import ConcurrentUse, KVPoolError, PlanStateError, PoolClosed, StaleHandle
+from kvpool.errors import ConcurrentUse, KVPoolError, PlanStateError, PoolClosed
 
 
 class Reenter:
@@ -146,17 +146,47 @@ def test_finalizer_in_the_middle_of_a_call_only_defers(make_pool):
     assert not pool.is_open(handle)
 
 
-def test_handles_changed_while_lengths_are_converted_do_not_escape_the_check(make_pool, grow):
-    """The memory of an array belongs to the caller, who may write it in an __index__ of another argument."""
+class WritesWhenRead(list):
+    """A list that runs something when it is iterated."""
+
+    def __init__(self, values, action):
+        super().__init__(values)
+        self.action = action
+
+    def __iter__(self):
+        self.action()
+        return super().__iter__()
+
+
+SECOND_ARGUMENT = {  # the memory of `handles` belongs to the caller, who writes it while the other argument is read
+    "truncate": lambda pool, handles, write: pool.truncate(handles, [Reenter(0, write), 0]),
+    "close_finished": lambda pool, handles, write: pool.close_finished(handles, WritesWhenRead([True, True], write)),
+    "can": lambda pool, handles, write: pool.can(handles, [Reenter(1, write), 1]),
+}
+
+
+@pytest.mark.parametrize("change", ["stale", "foreign", "duplicate", "negative"])
+@pytest.mark.parametrize("call", SECOND_ARGUMENT)
+def test_handles_changed_after_they_were_checked_do_no_harm(make_pool, grow, call, change):
     pool = make_pool()
-    handle, dead = pool.open(), pool.open()
-    grow(pool, handle, 6)
+    live = [pool.open(), pool.open()]
+    for handle in live:
+        grow(pool, handle, 6)
+    dead = pool.open()
     pool.close(dead)
     before = pool.fingerprint()
-    handles = np.array([handle])
-    with pytest.raises(StaleHandle):
-        pool.truncate(handles, [Reenter(0, lambda: handles.fill(dead))])
-    assert pool.fingerprint() == before
+    handles = np.array(live)
+    value = {"stale": dead, "foreign": 5, "duplicate": live[1], "negative": -1}[change]
+
+    def write():
+        handles[0] = value
+
+    try:
+        SECOND_ARGUMENT[call](pool, handles, write)
+    except (KVPoolError, ValueError):
+        assert pool.fingerprint() == before
+    else:  # legal too: the call used what it had checked
+        assert {pool.is_open(h) and pool.num_tokens(h) for h in live} <= {0, 6, False}
     pool.check()
 
 
