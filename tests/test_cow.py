@@ -199,7 +199,10 @@ def test_floor_counts_the_copies_of_the_plan_itself(shared, make_plan):
     pool.truncate(child, 1)
     plan = make_plan(pool)
     pool.step(plan, [parent, child], 1)
-    assert plan.copies.tolist() == [[1, 2, 3], [1, 3, 1]]  # the child may not overwrite what the parent's copy reads
+    assert plan.copies.tolist() == [
+        [1, 2, 3],
+        [1, 3, 1],
+    ]  # the child may not overwrite what the parent's copy reads
     pool.done(plan)
     assert pool.refcount(1) == 0 and pool.stats().used == 2
 

@@ -1,7 +1,9 @@
 """Guards: one caller at a time, no pickling, a closed pool stays closed, counters are read only."""
 
+import contextlib
 import copy
 import gc
+import multiprocessing
 import pickle
 import threading
 
@@ -158,22 +160,34 @@ class WritesWhenRead(list):
         return super().__iter__()
 
 
-SECOND_ARGUMENT = {  # the memory of `handles` belongs to the caller, who writes it while the other argument is read
+SECOND_ARGUMENT = {  # `handles` is the caller's memory, and written while the other argument is read
     "truncate": lambda pool, handles, write: pool.truncate(handles, [Reenter(0, write), 0]),
-    "close_finished": lambda pool, handles, write: pool.close_finished(handles, WritesWhenRead([True, True], write)),
+    "close_finished": lambda pool, handles, write: pool.close_finished(
+        handles, WritesWhenRead([True, True], write)
+    ),
     "can": lambda pool, handles, write: pool.can(handles, [Reenter(1, write), 1]),
 }
 
 
 @pytest.mark.parametrize("change", ["stale", "foreign", "duplicate", "negative"])
 @pytest.mark.parametrize("call", SECOND_ARGUMENT)
-def test_handles_changed_after_they_were_checked_do_no_harm(make_pool, grow, call, change):
-    pool = make_pool()
-    live = [pool.open(), pool.open()]
-    for handle in live:
-        grow(pool, handle, 6)
-    dead = pool.open()
+def test_handles_changed_after_they_were_checked_do_no_harm(core, call, change):
+    """In a process of its own: the harm would be a write outside the pool's memory."""
+    child = multiprocessing.get_context("fork").Process(
+        target=change_while_reading, args=(core, call, change)
+    )
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+
+
+def change_while_reading(core, call, change):
+    pool = core.Pool(16, 4, max_seqs=4)
+    plan = core.Plan(pool, 2, 12)
+    live, dead = [pool.open(), pool.open()], pool.open()
     pool.close(dead)
+    pool.step(plan, live, 6)
+    pool.done(plan)
     before = pool.fingerprint()
     handles = np.array(live)
     value = {"stale": dead, "foreign": 5, "duplicate": live[1], "negative": -1}[change]
@@ -185,9 +199,12 @@ def test_handles_changed_after_they_were_checked_do_no_harm(make_pool, grow, cal
         SECOND_ARGUMENT[call](pool, handles, write)
     except (KVPoolError, ValueError):
         assert pool.fingerprint() == before
-    else:  # legal too: the call used what it had checked
-        assert {pool.is_open(h) and pool.num_tokens(h) for h in live} <= {0, 6, False}
     pool.check()
+    for handle in live:  # a call that went through did to each sequence what it was asked for, or nothing
+        assert not pool.is_open(handle) or pool.num_tokens(handle) in (0, 6)
+    pool.reset()
+    pool.check()
+    pool.shutdown()
 
 
 def test_list_shortened_while_it_is_read_is_refused(make_pool, refused):
@@ -214,7 +231,9 @@ def test_counts_changed_by_the_step_itself_do_not_matter(make_pool, make_plan):
 # --- copies of the objects --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps], ids=["copy", "deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "duplicate", [copy.copy, copy.deepcopy, pickle.dumps], ids=["copy", "deepcopy", "pickle"]
+)
 def test_pool_and_plan_cannot_be_copied(make_pool, make_plan, duplicate):
     pool = make_pool()
     plan = make_plan(pool)
@@ -229,10 +248,8 @@ def test_second_init_changes_nothing(core, make_pool, make_plan):
     plan, handle = make_plan(pool), pool.open(8)
     before = pool.fingerprint()
     for init, arguments in ((pool.__init__, (4, 4)), (plan.__init__, (pool, 2))):
-        try:
+        with contextlib.suppress(RuntimeError, TypeError):
             init(*arguments)
-        except (RuntimeError, TypeError):
-            pass
     assert pool.fingerprint() == before
     assert pool.num_blocks == 16 and pool.table(handle).tolist() == [1, 2]
     pool.step(plan, [handle], 1)
@@ -247,7 +264,16 @@ def test_instance_without_constructor_is_refused(core):
 
 
 @pytest.mark.parametrize(
-    "name", ["num_blocks", "block_size", "max_seqs", "max_blocks_per_seq", "reserved_blocks", "watermark", "num_free"]
+    "name",
+    [
+        "num_blocks",
+        "block_size",
+        "max_seqs",
+        "max_blocks_per_seq",
+        "reserved_blocks",
+        "watermark",
+        "num_free",
+    ],
 )
 def test_counters_of_a_pool_are_read_only(make_pool, name):
     pool = make_pool()
@@ -257,7 +283,9 @@ def test_counters_of_a_pool_are_read_only(make_pool, name):
     assert getattr(pool, name) == value
 
 
-@pytest.mark.parametrize("name", ["num_rows", "num_tokens", "is_pending", "step_id", "block_tables", "copies", "dirty_rows"])
+@pytest.mark.parametrize(
+    "name", ["num_rows", "num_tokens", "is_pending", "step_id", "block_tables", "copies", "dirty_rows"]
+)
 def test_attributes_of_a_plan_are_read_only(make_pool, make_plan, name):
     plan = make_plan(make_pool())
     with pytest.raises(AttributeError):
@@ -281,9 +309,12 @@ def test_pool_shows_its_parameters(make_pool):
 
 
 @pytest.mark.parametrize(
-    "num_blocks, max_seqs, expected", [(16, 64, 15), (1000, 1024, 999), (200_000, 1024, 2**17), (300, 2**20, 128)]
+    "num_blocks, max_seqs, expected",
+    [(16, 64, 15), (1000, 1024, 999), (200_000, 1024, 2**17), (300, 2**20, 128)],
 )
-def test_max_blocks_per_seq_default_bounds_the_memory_of_the_tables(make_pool, num_blocks, max_seqs, expected):
+def test_max_blocks_per_seq_default_bounds_the_memory_of_the_tables(
+    make_pool, num_blocks, max_seqs, expected
+):
     assert make_pool(num_blocks, 4, max_seqs=max_seqs).max_blocks_per_seq == expected
 
 
@@ -366,7 +397,7 @@ def test_repr_names_the_class_and_survives_shutdown(make_pool, make_plan):
 
 
 def test_check_passes_in_every_kind_of_state(make_pool, make_plan, grow):
-    """check() finds nothing in states that hold everything at once; planted corruption is another test's work."""
+    """check() finds nothing in states that hold everything at once."""
     pool = make_pool(32, 4)
     plans = [make_plan(pool) for _ in range(3)]
     parent = pool.open(12)
