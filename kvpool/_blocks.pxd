@@ -78,6 +78,7 @@ cdef void blocks_unref_many(Blocks* b, const int32_t* ids, int32_t n) noexcept n
 cdef void blocks_hold(Blocks* b, int32_t i, int32_t tokens) noexcept nogil
 cdef void blocks_unhold(Blocks* b, int32_t i, int32_t old_floor) noexcept nogil
 cdef void blocks_settle(Blocks* b, int32_t i) noexcept nogil
+cdef void blocks_lower_fences(Blocks* b) noexcept nogil
 cdef void blocks_revive(Blocks* b, int32_t i) noexcept nogil
 cdef int32_t blocks_evict(Blocks* b) noexcept nogil
 cdef void blocks_drain_limbo(Blocks* b) noexcept nogil

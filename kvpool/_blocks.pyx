@@ -174,6 +174,14 @@ cdef void blocks_drain_limbo(Blocks* b) noexcept nogil:
         settle(b, i)
 
 
+cdef void blocks_lower_fences(Blocks* b) noexcept nogil:
+    """The newest step was rolled back: what waited for it waits for the newest one left. O(limbo)."""
+    cdef int32_t i = b.limbo.tail
+    while i != NO_BLOCK and b.fence[i] > b.newest_pending:
+        b.fence[i] = b.newest_pending
+        i = b.prev[i]
+
+
 cdef void blocks_revive(Blocks* b, int32_t i) noexcept nogil:
     cdef Block* block = &b.block[i]
     if block.place != USED:

@@ -99,7 +99,7 @@ cdef class Plan:
         self.step.copies = <int32_t*>array_data(self.arrays["copies"])
         w.dirty = <int32_t*>array_data(self.arrays["dirty_rows"])
         w.served = <uint8_t*>array_data(self.arrays["served"])
-        w.handles = self.step.handle = <int64_t*>array_data(self.arrays["handles"])
+        self.step.handle = <int64_t*>array_data(self.arrays["handles"])
         self.declare(formats, dtype, {} if pad is None else pad, {} if out is None else out)
 
     def __dealloc__(self):
@@ -325,13 +325,13 @@ cdef class Plan:
 
     @property
     def handles(self):
-        """int64 ``[S]``: the batch."""
-        return self.view("handles", self.shown_rows)
+        """int64 ``[num_rows]``: the batch."""
+        return self.view("handles", self.rows)
 
     @property
     def served(self):
-        """uint8 ``[S]``: 1 where the row got its tokens, 0 where blocks were missing (`partial`)."""
-        return self.view("served", self.shown_rows)
+        """uint8 ``[num_rows]``: 1 where the row got its tokens, 0 where blocks were missing (`partial`)."""
+        return self.view("served", self.rows)
 
     @property
     def copies(self):

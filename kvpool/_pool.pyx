@@ -8,6 +8,7 @@ from kvpool._blocks cimport (
     blocks_check,
     blocks_drain_limbo,
     blocks_fingerprint,
+    blocks_lower_fences,
     blocks_reset,
 )
 from kvpool._plan cimport Plan
@@ -16,7 +17,6 @@ from kvpool._step cimport (
     BAD_HANDLE,
     DUPLICATE,
     NEGATIVE,
-    SEQ_TOO_LONG,
     TABLE_TOO_WIDE,
     TOO_MANY_TOKENS,
     Limits,
@@ -33,7 +33,7 @@ from kvpool._step cimport (
     step_rollback,
     step_undo_check,
 )
-from kvpool._types cimport BAD_ROW, NO_MEMORY, OK, SHORT, mix
+from kvpool._types cimport NO_MEMORY, OK, SHORT, mix
 from kvpool._wire cimport wire_emit, wire_forget
 
 import os
@@ -320,17 +320,19 @@ cdef class Pool(SequencePool):
         cdef Ints rows, new
         cdef Limits limits
         cdef Verdict verdict
+        cdef Py_ssize_t i
         cdef int status
         self.enter("can")
         rows.held = new.held = False
         rows.owned = new.owned = NULL
         try:
-            ints_get(&rows, handles, "can", "handles", False, False)
+            self.get_batch(&rows, handles, "can", False)
             ints_get(&new, num_new, "can", "num_new", True, True)
             if new.size >= 0 and new.size != rows.size:
                 raise ValueError(f"[can] {new.size} num_new for {rows.size} handles")
-            if rows.size > self.seqs.max_seqs:
-                raise CapacityExceeded(f"[can] {rows.size} rows, the pool has {self.seqs.max_seqs} sequences")
+            for i in range(rows.size):
+                if ints_at(&new, i) < 0:
+                    raise ValueError(f"[can] num_new[{i}] is negative ({ints_at(&new, i)})")
             if rows.size > self.scratch.max_rows:
                 step_free(&self.scratch)
                 if step_init(&self.scratch, <int32_t>rows.size) != OK:
@@ -341,9 +343,7 @@ cdef class Pool(SequencePool):
             self.next_stamp()
             status = step_check(&self.scratch, &self.seqs, &self.blocks, &rows, &new, &limits, True, False, &verdict)
             step_undo_check(&self.scratch, &self.blocks, 0)
-            if status == BAD_ROW and verdict.reason == SEQ_TOO_LONG:
-                return False
-            if status != OK and status != SHORT:
+            if status == NO_MEMORY:
                 self.explain(status, &verdict, &rows, "can", None, None)
             return status == OK
         finally:
@@ -404,6 +404,7 @@ cdef class Pool(SequencePool):
             if step_has_children(&p.step, &self.seqs):
                 raise PlanStateError(f"[rollback] a sequence forked from a row of step {p.step.id} is open")
             self.unlist(p)
+            blocks_lower_fences(&self.blocks)
             step_rollback(&p.step, &self.seqs, &self.blocks)
             wire_forget(&p.wire, p.step.num_rows, False)
             self.finish(p)

@@ -366,13 +366,13 @@ cdef class SequencePool(BlockPool):
             if tokens > s.max_blocks * b.block_size:
                 raise CapacityExceeded(f"[open] {tokens} tokens, a sequence has at most {s.max_blocks * b.block_size}")
             need = whole_blocks(b, tokens + b.block_size - 1)
-            if s.num_free_slots == 0:
-                raise OutOfSequences(f"[open] {s.num_open} sequences are open, the limit is {s.max_seqs}")
             if need and need + s.watermark > blocks_available(b):
                 raise OutOfBlocks(
                     f"[open] {need} blocks for {tokens} tokens, {b.num_blank} free and {b.lru.size} evictable, "
                     f"watermark {s.watermark}", needed=need, short_by=need + s.watermark - blocks_available(b),
                     free=b.num_blank, evictable=b.lru.size, limbo=b.limbo.size)
+            if s.num_free_slots == 0:
+                raise OutOfSequences(f"[open] {s.num_open} sequences are open, the limit is {s.max_seqs}")
             slot = seq_new(s)
             blocks_take_many(b, seq_table(s, slot), <int32_t>need)
             s.seq[slot].num_blocks = <int32_t>need

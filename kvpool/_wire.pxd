@@ -34,14 +34,13 @@ cdef struct WireRow:            # what a row of the arrays holds
     uint32_t epoch
     int32_t written             # entries of the block_tables row that may be other than pad
     int32_t csr_blocks          # entries of the row in indices, -1: unknown
-    uint8_t carried             # rolled back or rebound: dirty in the next step that shows the row
+    uint8_t carried             # new, rolled back or rebound: dirty in the next step that shows the row
 
 
 cdef struct Wire:
     Field field[NUM_FIELDS]
     WireRow* row                # [max_rows]
     uint64_t* seen              # [max_rows] version of the table the row holds, 0: none, or to be rewritten
-    int64_t* handles            # [max_rows]
     int32_t* dirty              # [max_rows], ascending
     uint8_t* served             # [max_rows]
     int32_t max_rows

@@ -22,6 +22,7 @@ cdef int wire_init(Wire* w, int32_t max_rows) noexcept nogil:
     w.max_rows = max_rows
     for i in range(max_rows):
         w.row[i].handle = -1
+        w.row[i].carried = 1
     return OK
 
 
@@ -131,8 +132,6 @@ cdef void pad_row(Wire* w, int32_t i) noexcept nogil:
     put(&w.field[SEQ_LENS], i, w.field[SEQ_LENS].pad)
     put(&w.field[SLOT_IDS], i, w.field[SLOT_IDS].pad)
     put(&w.field[LAST_PAGE_LEN], i, w.field[LAST_PAGE_LEN].pad)
-    w.handles[i] = -1
-    w.served[i] = 0
     if not w.tracks or (row.handle == -1 and not row.carried):
         return
     put_pad(&w.field[BLOCK_TABLES], at, at + row.written)

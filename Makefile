@@ -1,0 +1,79 @@
+# make demo   sets everything up in .venv and runs the main job
+# make test   sets everything up in .venv and passes the tests
+# `make help` lists the rest. PYTHON=python3.12 names the interpreter, PYTEST_ARGS adds to pytest's arguments.
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-long lint bench bench-gates build debug clean
+MAKEFLAGS += --no-print-directory
+
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install --disable-pip-version-check
+PYTEST := $(PY) -m pytest -n auto --maxprocesses 4
+SOURCES := $(wildcard kvpool/*.pyx kvpool/*.pxd kvpool/include/*.h)
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+
+demo: $(VENV)/built $(VENV)/demo  ## set everything up, run the main job (a few minutes the first time)
+	$(VENV)/bin/kvpool demo
+
+test: lint  ## set everything up, check style and types, run the tests
+	@echo "==> running the tests"
+	$(PYTEST) $(PYTEST_ARGS)
+
+test-long: $(VENV)/built $(VENV)/test  ## the tests with ten times the random examples
+	KVPOOL_TEST_PROFILE=long $(PYTEST) $(PYTEST_ARGS)
+
+lint: $(VENV)/built $(VENV)/test  ## ruff and mypy
+	@echo "==> checking style and types"
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+bench: $(VENV)/built $(VENV)/test  ## measure, beside a C floor and a pure-Python allocator
+	$(PY) -m benchmarks
+
+bench-gates: $(VENV)/built $(VENV)/test  ## the same, failing when a target is missed
+	$(PY) -m benchmarks --gates
+
+build: $(VENV)/built  ## compile the core in place
+
+debug: $(VENV)/made  ## compile the core in place with every check on (`touch setup.py; make build` goes back)
+	KVPOOL_DEBUG=1 $(PY) setup.py build_ext --inplace
+
+clean:  ## remove everything that make has made
+	rm -rf $(VENV) build dist *.egg-info kvpool-demo.png .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -f kvpool/*.so
+
+# Stamp files say what .venv holds already. Build isolation is off: it would download the build tools again.
+$(VENV)/made:
+	@echo "==> looking for Python, its headers and compilers"
+	@python=$$(scripts/check_machine.sh) && echo "==> making $(VENV) with $$python" && \
+		rm -rf $(VENV) && "$$python" -m venv $(VENV)
+	@echo "==> installing the build tools"
+	$(PIP) -q --upgrade cython setuptools
+	@touch $@
+
+# The first time pip compiles and installs; later only what changed in the core is compiled.
+$(VENV)/built: $(VENV)/made pyproject.toml setup.py $(SOURCES)
+	@if [ $(VENV)/installed -nt pyproject.toml ]; then \
+		echo "==> compiling what changed in the core" && \
+		$(PY) setup.py -q build_ext --inplace; \
+	else \
+		echo "==> compiling the core and installing kvpool (editable), about a minute" && \
+		$(PIP) --no-build-isolation --editable . && touch $(VENV)/installed; \
+	fi
+	@touch $@
+
+# kvpool is installed: these add what its extras need.
+$(VENV)/demo: pyproject.toml | $(VENV)/built
+	@echo "==> installing mlx, mlx-lm and what the demo draws with"
+	$(PIP) "kvpool[demo]"
+	@touch $@
+
+$(VENV)/test: pyproject.toml | $(VENV)/built $(VENV)/demo
+	@echo "==> installing the test tools"
+	$(PIP) "kvpool[test,bench,lint]"
+	@touch $@

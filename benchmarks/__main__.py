@@ -1,0 +1,166 @@
+"""Run the benchmarks and print one table. ``--gates``: exit status 1 if a target is missed."""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+STEP_ROWS = (64, 256, 1024)
+SPREAD_MAX = 0.05
+IMPORT_MS_MAX = 150
+WHEEL_MB_MAX = 2
+
+# Row -> the most ns it may take, and the most times the floor's ns (None: no such target).
+LIMITS = {
+    "alloc+free, 1..64 blocks a call": (20, 4),
+    "alloc, one block a call": (100, None),
+    **{f"decode step, {rows} sequences": (500 + 8 * rows, None) for rows in STEP_ROWS},
+    "fork of 4k tokens, 64 a call": (500, None),
+    "close of 4k tokens, 64 a call": (700, None),
+}
+SLOPE_RATIO_MAX = 3
+
+
+def run_benchmarks(arguments):
+    """Run pytest on this folder. Return pytest-benchmark's records as dicts of extra_info."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "results.json"
+        command = [
+            sys.executable, "-m", "pytest", str(HERE), "-q", "-p", "no:xdist", "--benchmark-quiet",
+            f"--benchmark-json={path}", *arguments,
+        ]  # fmt: skip
+        status = subprocess.run(
+            command, cwd=HERE.parent, env={**os.environ, "PYTHONHASHSEED": "0"}
+        ).returncode
+        if status or not path.exists():
+            sys.exit(f"benchmarks failed: pytest ended with {status}")
+        return [record["extra_info"] for record in json.loads(path.read_text())["benchmarks"]]
+
+
+def human(ns):
+    """Return ns as text of three digits and a unit."""
+    for unit, size in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):
+        if ns >= size:
+            return f"{ns / size:.3g} {unit}"
+    return f"{ns:.3g} ns"
+
+
+def line(name, values, target="", holds=None):
+    """Return one line of the table; `values` are kvpool's, the floor's and Python's cell."""
+    verdict = {None: "", True: "yes", False: "NO"}[holds]
+    return (name, *values, target, verdict)
+
+
+def time_lines(records):
+    """Return the lines of the rows that are times beside baselines."""
+    rows = {}
+    for record in records:
+        if "scaling" not in record and "nbytes" not in record and not record["row"].startswith("python -c"):
+            rows.setdefault(record["row"], {})[record["who"]] = record["ns_per_item"]
+    for row, ns in rows.items():
+        if "kvpool" not in ns:
+            continue
+        limit, ratio_limit = LIMITS.get(row, (None, None))
+        ratio = ns["kvpool"] / ns["floor"] if "floor" in ns else None
+        cells = [human(ns[who]) if who in ns else "" for who in ("kvpool", "floor", "python")]
+        cells.append(f"{ratio:.1f}x" if ratio else "")
+        holds = None
+        target = ""
+        if limit:
+            target = f"<= {human(limit)}" + (f", <= {ratio_limit}x" if ratio_limit else "")
+            holds = ns["kvpool"] <= limit and (ratio_limit is None or ratio <= ratio_limit)
+        yield line(row, cells, target, holds)
+    yield from slope_line(rows)
+
+
+def slope_line(rows):
+    """Return the cost of one more sequence in a decode step, from the smallest to the largest batch."""
+    small, large = (rows.get(f"decode step, {n} sequences", {}) for n in (STEP_ROWS[0], STEP_ROWS[-1]))
+    slope = {who: (large[who] - small[who]) / (STEP_ROWS[-1] - STEP_ROWS[0]) for who in large if who in small}
+    if {"kvpool", "floor", "python"} <= slope.keys():
+        ratio = slope["kvpool"] / slope["floor"]
+        cells = [human(slope[who]) for who in ("kvpool", "floor", "python")] + [f"{ratio:.1f}x"]
+        name = f"decode step, per sequence ({STEP_ROWS[0]} to {STEP_ROWS[-1]})"
+        yield line(name, cells, f"<= {SLOPE_RATIO_MAX}x", ratio <= SLOPE_RATIO_MAX)
+
+
+def scaling_lines(records):
+    """Return one line per operation: instructions from the smallest to the largest size, times beside."""
+    operations = {}
+    for record in records:
+        if "scaling" in record:
+            operations.setdefault(record["scaling"], []).append(record)
+    for name, points in operations.items():
+        points.sort(key=lambda record: record["size"])
+        times = " .. ".join(human(record["ns_per_item"]) for record in points)
+        sizes = f"{points[0]['size']:,} .. {points[-1]['size']:,} {points[0]['row'].split()[-1]}"
+        counts = [record["instructions"] for record in points]
+        if None in counts:
+            yield (name, sizes, "no valgrind", times, "", "")
+            continue
+        spread = max(counts) / min(counts) - 1
+        cell = " .. ".join(f"{count:.0f}" for count in counts)
+        yield (
+            name,
+            sizes,
+            cell,
+            times,
+            f"{spread:.1%} <= {SPREAD_MAX:.0%}",
+            "yes" if spread <= SPREAD_MAX else "NO",
+        )
+
+
+def fixed_lines(records):
+    """Return the lines of the import and the wheel."""
+    ns = {record["row"]: record["ns_per_item"] for record in records}
+    nothing, numpy, kvpool = (ns.get(f"python -c 'import {what}'") for what in ("nothing", "numpy", "kvpool"))
+    if kvpool:
+        cells = [
+            f"{(kvpool - nothing) / 1e6:.0f} ms",
+            "",
+            f"{(numpy - nothing) / 1e6:.0f} ms (numpy alone)",
+            "",
+        ]
+        holds = kvpool - nothing <= IMPORT_MS_MAX * 1e6
+        yield line("import kvpool, numpy included", cells, f"<= {IMPORT_MS_MAX} ms", holds)
+    for record in records:
+        if "nbytes" in record:
+            cells = [f"{record['nbytes'] / 1e6:.2f} MB", "", "", ""]
+            yield line("wheel", cells, f"<= {WHEEL_MB_MAX} MB", record["nbytes"] <= WHEEL_MB_MAX * 1e6)
+
+
+def print_table(head, lines):
+    """Print a Markdown table whose columns are aligned; return whether no line says NO."""
+    lines = list(lines)
+    if lines:
+        widths = [max(len(row[column]) for row in [head, *lines]) for column in range(len(head))]
+        for row in [head, tuple("-" * width for width in widths), *lines]:
+            print(
+                "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+            )
+        print()
+    return all(row[-1] != "NO" for row in lines)
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--gates", action="store_true", help="exit status 1 if a target is missed")
+    options, arguments = parser.parse_known_args()
+    records = run_benchmarks(arguments)
+    print(f"\n{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}:")
+    print("median CPU time per item; the floor is C without checks, its loop inside C\n")
+    head = ("operation", "kvpool", "C floor", "Python", "kvpool / floor", "target", "holds")
+    holds = print_table(head, [*time_lines(records), *fixed_lines(records)])
+    head = ("operation", "from .. to", "instructions", "times", "spread", "holds")
+    holds &= print_table(head, scaling_lines(records))
+    print("every target holds" if holds else "A TARGET IS MISSED")
+    sys.exit(1 if options.gates and not holds else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""What kvpool is measured against: the C floor (floor.c) and an allocator in pure Python.
+
+The floor has no safety and no call overhead: its loops run inside C. The Python allocator is the usual
+teaching form: a deque of free ids, a list of refcounts, lists as tables, a padded table built in every step.
+"""
+
+import ctypes
+import functools
+import os
+import shlex
+import subprocess
+import sysconfig
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).parent
+BUILD = HERE.parent / "build" / "benchmarks"
+INT32_P = ctypes.POINTER(ctypes.c_int32)
+
+
+@functools.cache
+def load_c(name: str) -> ctypes.CDLL:
+    """Compile ``benchmarks/<name>.c`` unless that was done already, and load it."""
+    source, library = HERE / f"{name}.c", BUILD / f"{name}.so"
+    if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
+        BUILD.mkdir(parents=True, exist_ok=True)
+        compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
+        subprocess.run(
+            [*compiler, "-O3", "-Wall", "-shared", "-fPIC", str(source), "-o", str(library)], check=True
+        )
+    return ctypes.CDLL(str(library))
+
+
+def pointer(array: np.ndarray) -> "ctypes._Pointer[ctypes.c_int32]":
+    """Return the C pointer of an int32 array; the caller keeps the array alive."""
+    assert array.dtype == np.int32 and array.flags.c_contiguous
+    return array.ctypes.data_as(INT32_P)
+
+
+class Floor:
+    """The C floor's pool. Every method is one ctypes call; the loop over operations is in C.
+
+    Parameters
+    ----------
+    num_blocks : int
+        Blocks of the pool; the free stack hands out `order` (default 0, 1, 2, ...).
+    rows, width : int
+        Shape of the persistent table.
+    block_size : int
+        Tokens per block, a power of two.
+    """
+
+    def __init__(self, num_blocks, *, rows=0, width=0, block_size=16, order=None):
+        i32, pool_p = ctypes.c_int32, ctypes.c_void_p
+        c = self._c = load_c("floor")
+        c.floor_new.restype = pool_p
+        c.floor_new.argtypes = [INT32_P, i32, i32, i32, i32]
+        c.floor_delete.argtypes = [pool_p]
+        c.floor_alloc.argtypes = c.floor_free.argtypes = [pool_p, INT32_P, i32]
+        c.floor_alloc_free.argtypes = [pool_p, INT32_P, i32, INT32_P, INT32_P, INT32_P]
+        c.floor_set_lengths.argtypes = [pool_p, INT32_P, i32]
+        c.floor_steps.argtypes = [pool_p, i32, i32, i32, INT32_P]
+        c.floor_fork.argtypes = c.floor_close.argtypes = [pool_p, i32]
+        assert block_size & (block_size - 1) == 0
+        order = np.arange(num_blocks, dtype=np.int32) if order is None else order
+        self._pool = c.floor_new(pointer(order), num_blocks, rows, width, block_size.bit_length() - 1)
+        if not self._pool:
+            raise MemoryError(f"no memory for {num_blocks} blocks and a table of {rows} x {width}")
+
+    def __del__(self):
+        self._c.floor_delete(self._pool)
+
+    def alloc(self, ids):
+        """Fill the int32 array `ids` with taken blocks."""
+        self._c.floor_alloc(self._pool, pointer(ids), len(ids))
+
+    def free(self, ids):
+        """Drop one reference of each block in the int32 array `ids`."""
+        self._c.floor_free(self._pool, pointer(ids), len(ids))
+
+    def alloc_free(self, sizes, order):
+        """Return a function that takes ``sizes[i]`` blocks for each i, then frees these groups in `order`."""
+        ids = np.empty(int(sizes.sum()), np.int32)
+        starts = (np.cumsum(sizes) - sizes).astype(np.int32)
+        arrays = [ids, sizes, starts, order]
+        ids_p, *others = [pointer(array) for array in arrays]
+
+        def run(keep=arrays):
+            self._c.floor_alloc_free(self._pool, ids_p, len(sizes), *others)
+
+        return run
+
+    def set_lengths(self, lengths):
+        """Give rows 0, 1, ... these lengths and the blocks they need."""
+        lengths = np.asarray(lengths, np.int32)
+        self._c.floor_set_lengths(self._pool, pointer(lengths), len(lengths))
+
+    def steps(self, rows, num_new, num_steps):
+        """Return a function for `num_steps` steps of `num_new` tokens, for each of the first `rows` rows."""
+        slot_mapping = np.empty(rows * num_new, np.int32)
+        out = pointer(slot_mapping)
+
+        def run(keep=slot_mapping):
+            self._c.floor_steps(self._pool, rows, num_new, num_steps, out)
+
+        return run
+
+    def fork(self, n):
+        """Fork row 0 into rows 1 to n."""
+        self._c.floor_fork(self._pool, n)
+
+    def close(self, n):
+        """Close rows 1 to n."""
+        self._c.floor_close(self._pool, n)
+
+
+class PythonPool:
+    """A refcounting block allocator in pure Python, with copy-on-write left out.
+
+    Parameters
+    ----------
+    num_blocks : int
+        Blocks of the pool.
+    block_size : int
+        Tokens per block.
+    """
+
+    def __init__(self, num_blocks, block_size=16):
+        self.block_size = block_size
+        self.free_ids = deque(range(num_blocks))
+        self.refcounts = [0] * num_blocks
+        self.tables = {}
+        self.seq_lens = {}
+        self.next_id = 0
+
+    def alloc(self, n=1):
+        """Take `n` blocks; return their ids."""
+        if n > len(self.free_ids):
+            raise MemoryError(f"{n} blocks asked for, {len(self.free_ids)} free")
+        ids = [self.free_ids.popleft() for _ in range(n)]
+        for block in ids:
+            self.refcounts[block] = 1
+        return ids
+
+    def free(self, ids):
+        """Drop one reference of each block."""
+        for block in ids:
+            if self.refcounts[block] == 0:
+                raise ValueError(f"block {block} is free already")
+            self.refcounts[block] -= 1
+            if self.refcounts[block] == 0:
+                self.free_ids.append(block)
+
+    def open(self):
+        """Return the id of a new, empty sequence."""
+        self.next_id += 1
+        self.tables[self.next_id] = []
+        self.seq_lens[self.next_id] = 0
+        return self.next_id
+
+    def fork(self, seq_id):
+        """Return the id of a new sequence that shares every block of `seq_id`."""
+        child = self.open()
+        self.tables[child] = list(self.tables[seq_id])
+        self.seq_lens[child] = self.seq_lens[seq_id]
+        for block in self.tables[child]:
+            self.refcounts[block] += 1
+        return child
+
+    def close(self, seq_id):
+        """Drop the sequence and its references."""
+        self.free(reversed(self.tables.pop(seq_id)))
+        del self.seq_lens[seq_id]
+
+    def step(self, seq_ids, num_new=1):
+        """Append `num_new` tokens to each sequence; return block_tables, seq_lens, slot_mapping."""
+        slot_mapping = []
+        for seq_id in seq_ids:
+            table, length = self.tables[seq_id], self.seq_lens[seq_id]
+            for position in range(length, length + num_new):
+                if position == len(table) * self.block_size:
+                    table += self.alloc()
+                slot_mapping.append(
+                    table[position // self.block_size] * self.block_size + position % self.block_size
+                )
+            self.seq_lens[seq_id] = length + num_new
+        width = max(len(self.tables[seq_id]) for seq_id in seq_ids)
+        padded = [self.tables[seq_id] + [0] * (width - len(self.tables[seq_id])) for seq_id in seq_ids]
+        return (
+            np.array(padded, np.int32),
+            np.array([self.seq_lens[seq_id] for seq_id in seq_ids], np.int32),
+            np.array(slot_mapping, np.int32),
+        )

@@ -1,0 +1,98 @@
+"""Block-level alloc and free on a pool of 100,000 blocks in shuffled order."""
+
+from itertools import repeat
+
+import numpy as np
+import pytest
+
+import kvpool
+from benchmarks.baselines import Floor, PythonPool
+
+NUM_BLOCKS = 100_000
+CALLS = 256
+BULK = "alloc+free, 1..64 blocks a call"
+SINGLE_CALLS = 2000
+SEED = 20261121
+
+
+def shuffled_pool():
+    """Return a pool whose free blocks are in random order, as after hours of use."""
+    pool = kvpool.Pool(NUM_BLOCKS + 1, 16)
+    pool.free(np.random.default_rng(SEED).permutation(pool.alloc(NUM_BLOCKS)).astype(np.int32))
+    return pool
+
+
+def sizes_and_order():
+    """Return the sizes of `CALLS` allocations and the order in which they are freed."""
+    rng = np.random.default_rng(SEED)
+    return rng.integers(1, 65, CALLS, dtype=np.int32), rng.permutation(CALLS).astype(np.int32)
+
+
+@pytest.mark.benchmark(group=BULK)
+@pytest.mark.parametrize("who", ["kvpool", "floor", "python"])
+def bench_bulk(measure, who):
+    sizes, order = sizes_and_order()
+    if who == "floor":
+        ids = np.random.default_rng(SEED).permutation(NUM_BLOCKS).astype(np.int32)
+        run = Floor(NUM_BLOCKS, order=ids).alloc_free(sizes, order)
+    elif who == "python":
+        pool, counts = PythonPool(NUM_BLOCKS), sizes.tolist()
+
+        def run():
+            groups = [pool.alloc(count) for count in counts]
+            for k in order:
+                pool.free(groups[k])
+    else:
+        pool = shuffled_pool()
+        alloc, free = pool.alloc, pool.free
+        outs = [np.empty(count, np.int32) for count in sizes]
+        calls = list(zip(sizes.tolist(), outs, strict=True))
+        frees = [outs[k] for k in order]
+
+        def run():
+            for count, out in calls:
+                alloc(count, out=out)
+            for ids in frees:
+                free(ids)
+
+    measure(run, int(sizes.sum()), row=BULK, who=who)
+
+
+@pytest.mark.benchmark(group="alloc+free, new array, 1..64 blocks a call")
+def bench_bulk_new_arrays(measure):
+    """The same without `out=`: every call makes an array."""
+    sizes, order = sizes_and_order()
+    pool, counts = shuffled_pool(), sizes.tolist()
+
+    def run():
+        groups = [pool.alloc(count) for count in counts]
+        for k in order:
+            pool.free(groups[k])
+
+    measure(run, int(sizes.sum()), row="alloc+free, new array, 1..64 blocks a call", who="kvpool")
+
+
+@pytest.mark.parametrize("verb", ["alloc", "free"])
+@pytest.mark.parametrize("who", ["kvpool", "floor", "python"])
+@pytest.mark.benchmark(group="one block a call")
+def bench_single(measure, who, verb):
+    if who == "floor":
+        floor, ids = Floor(NUM_BLOCKS), np.empty(SINGLE_CALLS, np.int32)
+        actions = {"alloc": lambda: floor.alloc(ids), "free": lambda: floor.free(ids)}
+    else:
+        pool = shuffled_pool() if who == "kvpool" else PythonPool(NUM_BLOCKS)
+        alloc, free, taken = pool.alloc, pool.free, []
+
+        def alloc_each():
+            taken[:] = [alloc() for _ in repeat(None, SINGLE_CALLS)]
+
+        def free_each():
+            for block in taken:
+                free(block)
+
+        actions = {"alloc": alloc_each, "free": free_each}
+    run = actions.pop(verb)
+    (undo,) = actions.values()
+    if verb == "alloc":
+        run()
+    measure(run, SINGLE_CALLS, row=f"{verb}, one block a call", who=who, setup=undo)

@@ -1,0 +1,1 @@
+"""Glue between kvpool and serving frameworks, one module per framework. Nothing in kvpool imports them."""

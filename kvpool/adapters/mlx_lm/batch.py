@@ -1,0 +1,300 @@
+"""Sequences that run together, and the log that lets all layers of a model share them.
+
+mlx-lm keeps one cache object per layer and calls every operation once per layer: ``for c in caches: c.filter(...)``,
+and within a forward pass each layer's ``update_and_fetch``. Block tables are the same in all layers, so here one
+`Batch` owns the sequences and the layers are facades in front of it. Each operation has a number. The facade that
+issues operation n first executes it; the others find it done and take over its result. Which layer comes first does
+not matter.
+
+Operation n + 1 is not accepted before every layer has issued n, so the log is one entry long, and an engine that
+leaves layers out is told so instead of getting wrong tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+import kvpool
+from kvpool.errors import KVPoolError, PoolClosed
+
+if TYPE_CHECKING:
+    from kvpool.adapters.mlx_lm.host import PagedKV
+
+NOT_OPENED = -1  # in place of a handle: the sequence is empty, and a pool slot is taken when it gets its first token
+
+
+class Rows:
+    """What a batch looks like between two operations. Never changed, only replaced: a facade that has not come to
+    the next operation keeps seeing this.
+
+    Attributes
+    ----------
+    lens : int64 ``[B]``
+        Tokens of each sequence.
+    todo : int64 ``[B]``, optional
+        While right-padded input is being processed: real tokens that are still to come.
+    """
+
+    __slots__ = ("_offsets", "lens", "todo")
+
+    def __init__(self, lens: np.ndarray, todo: np.ndarray | None = None) -> None:
+        self.lens = lens
+        self.todo = todo
+        self._offsets: mx.array | None = None
+
+    @property
+    def offsets(self) -> mx.array:
+        """`lens` as int32 ``[B]`` on the device, made once."""
+        if self._offsets is None:
+            self._offsets = mx.array(self.lens.astype(np.int32))
+        return self._offsets
+
+    def num_new(self, num_columns: int) -> np.ndarray:
+        """How many of the next `num_columns` input columns are real tokens, per row."""
+        if self.todo is None:
+            return np.full(len(self.lens), num_columns, np.int64)
+        return np.minimum(self.todo, num_columns)
+
+    def after(self, new: np.ndarray) -> Rows:
+        """The rows when `new` tokens per row have been added."""
+        return Rows(self.lens + new, None if self.todo is None else self.todo - new)
+
+
+class Forward(NamedTuple):
+    """What the layers of one forward pass share."""
+
+    arrays: Any  # what the backend's step_arrays made of the plan
+    columns: mx.array | None  # [T] which of the B * N input positions are real; None when all are
+
+
+class _Operation(NamedTuple):
+    name: str
+    key: Hashable
+    result: Any
+    rows: Rows
+
+
+class Batch:
+    """One or more sequences, shared by the facades of all layers.
+
+    Parameters
+    ----------
+    kv : PagedKV
+        Pool and storage.
+    handles, lens
+        The sequences, which the batch owns from now on, and their lengths.
+    is_merged : bool
+        Whether the batch came out of `merge`: then ``offset`` is an array with one entry per row, as in mlx-lm's
+        batch caches, else an int.
+    """
+
+    def __init__(self, kv: PagedKV, handles: Sequence[int], lens: Sequence[int], is_merged: bool) -> None:
+        self.kv = kv
+        self.handles = list(handles)
+        self.rows = Rows(np.array(lens, np.int64))
+        self.is_merged = is_merged
+        self.count = 0  # operations so far
+        self.base = 0  # operations before it need not be followed any more, see `recover`
+        self._operation: _Operation | None = None
+        self._missing = 0  # layers that have yet to issue the last operation
+        self._plan: Any = None
+        kv.batches.add(self)
+
+    def __del__(self) -> None:
+        # Runs inside whatever the program is doing, a pool call included, so it must not change the pool: the
+        # closes are noted, and done at the pool's next call.
+        with contextlib.suppress(PoolClosed):
+            for handle in self.handles:
+                if handle != NOT_OPENED:
+                    self.kv.pool.defer_close(handle)
+
+    # ------------------------------------------------------------------------------------------------ the log
+
+    def issue(
+        self, cursor: int, name: str, key: Hashable, execute: Callable[[], tuple[Any, Rows]]
+    ) -> tuple[int, Rows, Any]:
+        """Execute operation number `cursor` of a facade, or take over the result if another one did.
+
+        Parameters
+        ----------
+        cursor : int
+            Operations that the facade has issued so far.
+        name, key
+            What is asked; must be the same for all layers.
+        execute : callable
+            Does it and returns (result, rows afterwards). If it raises, nothing has happened.
+
+        Returns
+        -------
+        (cursor, rows, result)
+            The facade's next cursor, the batch as it sees it now, and the result.
+        """
+        cursor = max(cursor, self.base)
+        if cursor == self.count:
+            self.require_idle(name)
+            result, self.rows = execute()
+            self.count += 1
+            self._operation = _Operation(name, key, result, self.rows)
+            self._missing = self.kv.num_layers
+        operation = self._operation
+        if cursor != self.count - 1 or operation is None or (operation.name, operation.key) != (name, key):
+            done = "nothing" if operation is None else f"{operation.name}{operation.key}"
+            raise RuntimeError(
+                f"[{name}] a layer asks for {name}{key} as operation {cursor}, the batch is at {self.count} and "
+                f"the other layers did {done}: every layer's cache needs the same calls in the same order"
+            )
+        self._missing -= 1
+        if not self._missing:
+            self._operation = None  # its result may hold another batch alive
+            if name == "forward":
+                self.kv.finish_forward()
+        return cursor + 1, operation.rows, operation.result
+
+    def require_idle(self, call: str) -> None:
+        """Raise unless every layer has issued the last operation."""
+        if self._missing:
+            raise RuntimeError(
+                f"[{call}] {self._missing} of {self.kv.num_layers} layers have not done the operation before "
+                f"({self._operation.name}); if a forward pass was interrupted, kv.recover() takes it back"
+            )
+
+    def recover(self, rows: Rows) -> None:
+        """Back to `rows`, what was there before the forward pass that some layers have not done."""
+        self.rows = rows
+        self.count += 1  # even the layers that did it are behind now, and take `rows` over
+        self.base = self.count
+        self._missing = 0
+        self._operation = None
+
+    # ------------------------------------------------------------------------------------------ one forward
+
+    def forward(self, num_rows: int, num_columns: int) -> tuple[Forward, Rows]:
+        """Step the pool by the real tokens of an input ``[num_rows, num_columns]``; all or nothing."""
+        if num_rows != len(self.handles):
+            self._spread(num_rows)
+        kv, before = self.kv, self.rows
+        new = before.num_new(num_columns)
+        after = before.after(new)
+        kv.begin_forward()
+        self._open_all()
+        plan = self._fitting_plan(int(new.sum()), int(after.lens.max()))
+        kv.pool.step(plan, np.array(self.handles, np.int64), new)
+        kv.note_forward(self, plan, before)
+        try:
+            if len(plan.copies):
+                kv.backend.copy_blocks(plan.copies)
+            columns = None
+            if before.todo is not None:
+                real = np.arange(num_columns) < new[:, None]
+                columns = mx.array(np.flatnonzero(real).astype(np.int32))
+            forward = Forward(kv.backend.step_arrays(plan, after.lens), columns)
+        except BaseException:
+            kv.undo_forward()
+            raise
+        return forward, after
+
+    def _spread(self, num_rows: int) -> None:
+        """An empty, unmerged cache takes input of any number of rows, as mlx-lm's does; the rows stay equal."""
+        if self.is_merged or self.rows.lens.any():
+            raise ValueError(
+                f"[update_and_fetch] the input has {num_rows} rows, the cache holds {len(self.handles)} sequences"
+            )
+        self._close(self.handles[num_rows:])
+        self.handles = self.handles[:num_rows] + [NOT_OPENED] * (num_rows - len(self.handles))
+        self.rows = Rows(np.zeros(num_rows, np.int64))
+
+    def _open_all(self) -> None:
+        for row, handle in enumerate(self.handles):
+            if handle == NOT_OPENED:
+                self.handles[row] = self.kv.pool.open()
+
+    def _fitting_plan(self, num_tokens: int, longest: int) -> Any:
+        """The batch's plan, or a larger one (sizes double, so this is rare)."""
+        pool, plan = self.kv.pool, self._plan
+        width = min(-(-longest // pool.block_size), pool.max_blocks_per_seq)
+        rows, num_tokens = len(self.handles), max(num_tokens, len(self.handles))
+        if plan is None or plan.max_rows < rows or plan.max_tokens < num_tokens or plan.table_width < width:
+            self._plan = kvpool.Plan(
+                pool,
+                _power_of_two(rows),
+                _power_of_two(num_tokens),
+                formats=("block_tables", "slot_mapping"),
+                table_width=min(_power_of_two(max(width, 16)), pool.max_blocks_per_seq),
+                pad={"block_tables": 0},  # gathered and masked, so it must be some block
+            )
+        return self._plan
+
+    # -------------------------------------------------------------------------------------- other operations
+
+    def fork(self, indices: Sequence[int], is_merged: bool) -> Batch:
+        """A new batch of forks of these rows. Copies no KV."""
+        forks = Batch(self.kv, [], [], is_merged)
+        forks._append(self, indices)
+        return forks
+
+    def extend(self, other: Batch) -> tuple[None, Rows]:
+        """Append forks of the rows of `other`."""
+        if other.kv is not self.kv:
+            raise ValueError("[extend] the caches belong to different pools")
+        other.require_idle("extend")
+        self._append(other, range(len(other.handles)))
+        return None, self.rows
+
+    def _append(self, other: Batch, indices: Sequence[int]) -> None:
+        """Fork rows of `other` into this batch. Forks before it counts them: all or nothing."""
+        forks: list[int] = []
+        try:
+            for i in indices:
+                handle = other.handles[i]
+                forks.append(NOT_OPENED if handle == NOT_OPENED else int(self.kv.pool.fork(handle)[0]))
+        except KVPoolError:
+            self._close(forks)
+            raise
+        self.handles += forks
+        ours, theirs = self.rows, other.rows
+        lens = np.concatenate([ours.lens, theirs.lens[list(indices)]]).astype(np.int64)
+        self.rows = Rows(lens)
+
+    def filter(self, keep: Sequence[int]) -> tuple[None, Rows]:
+        """Keep the rows `keep`, in that order; close the others."""
+        kept = [self.handles[i] for i in keep]
+        if len(set(keep)) != len(keep):
+            raise ValueError(f"[filter] indices {list(keep)} are not distinct")
+        self._close([handle for i, handle in enumerate(self.handles) if i not in set(keep)])
+        self.handles = kept
+        todo = self.rows.todo
+        index = np.array(keep, np.int64)
+        return None, Rows(self.rows.lens[index], None if todo is None else todo[index])
+
+    def trim(self, num_tokens: int) -> tuple[int, Rows]:
+        """Drop the last `num_tokens` tokens of every row, or as many as it has; the result is the largest drop."""
+        lens = np.maximum(self.rows.lens - num_tokens, 0)
+        opened = [i for i, handle in enumerate(self.handles) if handle != NOT_OPENED]
+        if opened:
+            self.kv.pool.truncate(np.array(self.handles, np.int64)[opened], lens[opened])
+        return int((self.rows.lens - lens).max(initial=0)), Rows(lens)
+
+    def prepare(self, lengths: Sequence[int]) -> tuple[None, Rows]:
+        """The next forward passes bring `lengths` real tokens per row, then padding."""
+        if len(lengths) != len(self.handles):
+            raise ValueError(f"[prepare] {len(lengths)} lengths, the cache holds {len(self.handles)} sequences")
+        return None, Rows(self.rows.lens, np.array(lengths, np.int64))
+
+    def finalize(self) -> tuple[None, Rows]:
+        """The padded input is through."""
+        return None, Rows(self.rows.lens)
+
+    def _close(self, handles: Sequence[int]) -> None:
+        opened = [handle for handle in handles if handle != NOT_OPENED]
+        if opened:
+            self.kv.pool.close(opened)
+
+
+def _power_of_two(n: int) -> int:
+    """The least power of two >= n."""
+    return 1 << max(0, n - 1).bit_length()

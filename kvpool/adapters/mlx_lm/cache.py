@@ -1,0 +1,226 @@
+"""`PagedKVCache`: what a layer of an mlx-lm model sees. It has the methods of mlx-lm's own caches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from kvpool.adapters.mlx_lm.batch import Batch, Rows
+
+
+class PagedKVCache:
+    """The cache of one layer: a facade of a `Batch` that all layers share.
+
+    ``make_mask``, ``offset`` and the other properties change nothing, whatever their number and order, and ``offset``
+    moves with this layer's own ``update_and_fetch``: some models build two masks per forward pass, some read the
+    offset of another layer. The pool is stepped by the first ``update_and_fetch`` of a pass.
+
+    A sliding-window layer (mlx-lm's RotatingKVCache) keeps all its tokens here, and its window is in the mask: the
+    result is the same, and such a cache can always be trimmed.
+
+    No ``__len__`` and no ``__bool__``: mlx-lm tests ``if cache`` and would take an empty cache for none.
+    """
+
+    def __init__(self, batch: Batch, layer: int) -> None:
+        self._batch = batch
+        self._layer = layer
+        self._cursor = batch.count
+        self._rows = batch.rows
+
+    def __repr__(self) -> str:
+        return f"PagedKVCache(layer={self._layer}, lengths={self._seen().lens.tolist()})"
+
+    # ------------------------------------------------------------------------------------------ attention
+
+    @property
+    def offset(self) -> int | mx.array:
+        """Tokens in the cache: an int, or int32 ``[B]`` for merged caches."""
+        rows = self._seen()
+        return rows.offsets if self._batch.is_merged else int(rows.lens[0])
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | None:
+        """The attention mask of the next `N` input columns.
+
+        Returns
+        -------
+        None, "causal", or bool ``[B or 1, 1, N, C]``
+            C is the longest context after the pass. As in mlx-lm the short forms stand for a full mask where
+            all rows are equally long.
+        """
+        rows = self._seen()
+        windows = [w for w in (window_size, self._batch.kv.windows[self._layer]) if w]
+        window = min(windows, default=None)
+        new = rows.num_new(N)
+        ends = rows.lens + new
+        kv_len = int(ends.max())
+        is_even = bool((ends == kv_len).all() and (new == N).all())
+        if is_even and (window is None or kv_len <= window):
+            if N == 1:
+                return None
+            if not return_array:
+                return "causal"
+        return _mask(rows.lens[:1] if is_even else rows.lens, ends[:1] if is_even else ends, N, kv_len, window)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Store this layer's K ``[B, Hk, N, D]`` and V, return the whole contexts ``[B, Hk, C, D]``.
+
+        Raises
+        ------
+        OutOfBlocks
+            From the first layer of a pass; pool and cache are as before. The same holds for `CapacityExceeded`: a
+            sequence longer than all blocks together.
+        """
+        num_rows, heads, num_columns, _ = keys.shape
+        batch = self._batch
+        forward = self._issue(
+            "forward", (num_rows, num_columns), lambda: batch.forward(num_rows, num_columns)
+        )
+        k, v = (x.swapaxes(1, 2).flatten(0, 1) for x in (keys, values))
+        if forward.columns is not None:
+            k, v = k[forward.columns], v[forward.columns]
+        backend = batch.kv.backend
+        backend.write_tokens(self._layer, k, v, forward.arrays)
+        return backend.read(self._layer, forward.arrays)
+
+    # ------------------------------------------------------------------------------------------- batching
+
+    @classmethod
+    def merge(cls, caches: Sequence[PagedKVCache]) -> PagedKVCache:
+        """One cache with forks of the sequences of `caches`, which stay as they are."""
+        first = caches[0]
+        batches = [cache._batch for cache in caches]
+
+        def execute() -> tuple[Batch, Rows]:
+            for batch in batches:
+                batch.require_idle("merge")
+            merged = Batch(first._batch.kv, [], [], is_merged=True)
+            for batch in batches:
+                merged.extend(batch)
+            return merged, first._batch.rows
+
+        return cls(first._issue("merge", tuple(map(id, batches)), execute), first._layer)
+
+    def extend(self, other: PagedKVCache) -> None:
+        """Append forks of the sequences of `other`."""
+        batch = self._batch
+        self._issue("extend", id(other._batch), lambda: batch.extend(other._batch))
+
+    def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
+        """Keep these rows, in this order; the others' blocks go back to the pool."""
+        keep = self._indices("filter", batch_indices)
+        self._issue("filter", keep, lambda: self._batch.filter(keep))
+
+    def extract(self, idx: int) -> PagedKVCache:
+        """A cache of its own with a fork of row `idx`."""
+        (row,) = self._indices("extract", [idx])
+        batch = self._batch
+        one = self._issue("extract", row, lambda: (batch.fork([row], is_merged=False), batch.rows))
+        return PagedKVCache(one, self._layer)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVCache:
+        """A fork. One ``copy.deepcopy`` of the list of all layers makes one fork, through its memo."""
+        batch = self._batch
+        fork = memo.get(id(batch))
+        if fork is None:
+            batch.require_idle("deepcopy")
+            fork = batch.fork(range(len(batch.handles)), batch.is_merged)
+            fork.rows = batch.rows
+            memo[id(batch)] = fork
+        return PagedKVCache(fork, self._layer)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("[PagedKVCache] cannot be pickled or copied, only deep-copied (a fork)")
+
+    def prepare(
+        self,
+        *,
+        lengths: Sequence[int] | None = None,
+        right_padding: Sequence[int] | None = None,
+        left_padding: Sequence[int] | None = None,
+    ) -> None:
+        """Announce right-padded input: `lengths` real tokens per row in the next forward passes."""
+        if left_padding is not None and max(left_padding) > 0:
+            raise ValueError("[prepare] left padding is not supported, the rows of this cache are left-aligned")
+        if right_padding is None or max(right_padding) <= 0:
+            return
+        if lengths is None:
+            raise ValueError("[prepare] right_padding needs lengths")
+        key = tuple(map(int, lengths))
+        self._issue("prepare", key, lambda: self._batch.prepare(key))
+
+    def finalize(self) -> None:
+        """The padded input is through."""
+        self._issue("finalize", (), self._batch.finalize)
+
+    # ----------------------------------------------------------------------------------- length and memory
+
+    def is_trimmable(self) -> bool:
+        """True, always."""
+        return True
+
+    def trim(self, n: int) -> int:
+        """Drop the last `n` tokens of every row, or as many as there are; returns how many."""
+        if n < 0:
+            raise ValueError(f"[trim] n is {n}, the least is 0")
+        return self._issue("trim", int(n), lambda: self._batch.trim(int(n)))
+
+    def size(self) -> int:
+        """Tokens of the longest row."""
+        return int(self._seen().lens.max(initial=0))
+
+    def empty(self) -> bool:
+        """Whether no row has a token."""
+        return self.size() == 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the blocks that the rows use in this layer; blocks that rows share count for each of them."""
+        spec = self._batch.kv.backend.spec
+        blocks = int((-(-self._seen().lens // spec.block_size)).sum())
+        return blocks * spec.block_nbytes // spec.num_layers
+
+    @property
+    def state(self) -> list[mx.array]:
+        """The pool's arrays of this layer, so that ``mx.eval(cache.state)`` executes the writes. It cannot be saved
+        or set: the arrays belong to all caches of the pool."""
+        return self._batch.kv.backend.planes(self._layer)
+
+    # ------------------------------------------------------------------------------------------- internals
+
+    def _seen(self) -> Rows:
+        """The batch as of this layer's last operation."""
+        return self._rows if self._cursor >= self._batch.base else self._batch.rows
+
+    def _issue(self, name: str, key: Any, execute: Any) -> Any:
+        self._cursor, self._rows, result = self._batch.issue(self._cursor, name, key, execute)
+        return result
+
+    def _indices(self, call: str, indices: Sequence[int] | mx.array) -> tuple[int, ...]:
+        if isinstance(indices, mx.array):
+            indices = indices.tolist()
+        count = len(self._seen().lens)
+        rows = tuple(int(i) + count if i < 0 else int(i) for i in indices)
+        if any(not 0 <= row < count for row in rows):
+            raise IndexError(f"[{call}] rows {list(indices)}, the cache has 0 .. {count - 1}")
+        return rows
+
+
+def _mask(
+    starts: np.ndarray, ends: np.ndarray, num_columns: int, kv_len: int, window: int | None
+) -> mx.array:
+    """Causal mask, bool ``[B, 1, N, C]``: column j of row i sits at position ``starts[i] + j``.
+
+    Padding columns repeat the row's last position: they see something, so nothing becomes NaN.
+    """
+    last = np.maximum(ends - 1, 0)
+    position = np.minimum(starts[:, None] + np.arange(num_columns), last[:, None]).astype(np.int32)
+    query, key = mx.array(position)[:, None, :, None], mx.arange(kv_len)
+    mask = key <= query
+    if window is not None:
+        mask = mask & (key > query - window)
+    return mask

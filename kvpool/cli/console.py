@@ -1,0 +1,5 @@
+"""What all commands share."""
+
+
+class CommandError(Exception):
+    """The command cannot do what was asked. The message is for the person who typed it."""

@@ -1,0 +1,113 @@
+"""Show on this machine what kvpool claims: tokens, bytes, cost and a picture.
+
+Every part measures and then decides its claims. A part that cannot run (mlx is not installed) leaves its
+claims undecided, and an undecided claim is not held.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from kvpool.cli.console import CommandError
+from kvpool.cli.demo.report import NotRun, Part, Report, print_report
+from kvpool.cli.demo.settings import Settings
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument(
+        "--model",
+        metavar="PATH_OR_ID",
+        help="run the mlx-lm parts on this checkpoint: a folder, or a Hugging Face id that mlx-lm downloads "
+        "(default: a small Llama with random weights, nothing is downloaded)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="PNG",
+        default=Settings.out,
+        help="where the picture goes (default: %(default)s)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the demo and print what it found; 0 if every claim held, else 1."""
+    settings = Settings(model=args.model, out=args.out)
+    check_paths(settings)
+    if args.json:
+        report = run_parts(settings, all_parts(), lambda line: None)
+        print(json.dumps(report.as_json(), indent=2))
+    else:
+        try:
+            from rich.console import Console
+        except ImportError:
+            raise CommandError("the summary needs rich: pip install 'kvpool[demo]' (or use --json)") from None
+        with progress_line() as say:
+            report = run_parts(settings, all_parts(), say)
+        print_report(report, Console())
+    return 0 if report.held else 1
+
+
+def all_parts() -> list[Part]:
+    """Return the parts in the order they run, which is the order of the table."""
+    from kvpool.cli.demo import engine, forks, occupancy, out_of_blocks, step_cost
+
+    return [engine.PART, forks.PART, step_cost.PART, occupancy.PART, out_of_blocks.PART]
+
+
+def run_parts(settings: Settings, parts: list[Part], say: Callable[[str], None]) -> Report:
+    """Run `parts` one after another. One that raises does not stop the others; its claims are not held."""
+    report, start = Report(), time.perf_counter()
+    for part in parts:
+        try:
+            report.add(part, part.run(settings, say))
+        except NotRun as exc:
+            report.add_not_run(part, str(exc))
+        except CommandError:  # a bad argument is the user's to correct, not a claim that failed
+            raise
+        except Exception as exc:  # a demo that dies halfway tells less than one that says what failed
+            traceback.print_exc(file=sys.stderr)
+            report.add_not_run(part, f"stopped by {type(exc).__name__}: {exc}")
+    report.seconds = time.perf_counter() - start
+    return report
+
+
+def check_paths(settings: Settings) -> None:
+    """Refuse, before any work, a picture that cannot be written and a model folder that does not exist."""
+    out, model = settings.out, settings.model
+    if out.is_dir():
+        raise CommandError(f"--out {out}: this is a folder, name a file")
+    if not out.parent.is_dir():
+        raise CommandError(f"--out {out}: there is no folder {out.parent}")
+    if not os.access(out if out.exists() else out.parent, os.W_OK):
+        raise CommandError(f"--out {out}: no permission to write it")
+    if model is not None and not Path(model).exists() and model.count("/") != 1:
+        raise CommandError(
+            f"--model {model}: there is no such folder, and a Hugging Face id reads owner/name"
+        )
+
+
+@contextlib.contextmanager
+def progress_line() -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows one line of progress on stderr; quiet if that is not a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (
+        SpinnerColumn("line" if console.options.ascii_only else "dots"),
+        TextColumn("{task.description}"),
+    )
+    with Progress(
+        *columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task("starting", total=None)
+        yield lambda line: progress.update(task, description=line)

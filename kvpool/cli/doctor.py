@@ -1,0 +1,115 @@
+"""Tell what is installed here: versions, the compiled core, backends, Metal, memory."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sysconfig
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import kvpool
+from kvpool.errors import BackendUnavailable
+
+PACKAGES = ("numpy", "mlx", "mlx-lm", "rich", "matplotlib")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command has no arguments of its own."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the facts; 0 if the core and at least one backend work, else 1."""
+    facts = collect()
+    print(json.dumps(facts, indent=2) if args.json else describe(facts))
+    usable = facts["core"]["compiled"] and any(reason is None for reason in facts["backends"].values())
+    return 0 if usable else 1
+
+
+def collect() -> dict[str, Any]:
+    """Return everything the command knows, ready for JSON. Missing things are None, sizes are bytes."""
+    return {
+        "python": platform.python_version(),
+        "implementation": platform.python_implementation(),
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "kvpool": kvpool.__version__,
+        "core": core_facts(),
+        "packages": {name: installed_version(name) for name in PACKAGES},
+        "backends": backend_reasons(),
+        "metal": metal_facts(),
+        "memory": memory_facts(),
+    }
+
+
+def core_facts() -> dict[str, Any]:
+    """Return where the core was loaded from and whether it is compiled."""
+    file = Path(str(import_module(kvpool.Pool.__module__).__file__))
+    return {"file": str(file), "compiled": file.name.endswith(sysconfig.get_config_var("EXT_SUFFIX"))}
+
+
+def installed_version(name: str) -> str | None:
+    """Return the version of an installed distribution, without importing it."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def backend_reasons() -> dict[str, str | None]:
+    """Return for every known backend None if it works here, else the reason why not."""
+    import kvpool_backends
+
+    reasons: dict[str, str | None] = {}
+    for name in sorted(kvpool_backends._known()):
+        try:
+            kvpool_backends.load_backend(name)
+            reasons[name] = None
+        except BackendUnavailable as exc:
+            reasons[name] = str(exc)
+    return reasons
+
+
+def metal_facts() -> dict[str, Any]:
+    """Return whether MLX can use Metal, on which device, and if not, why."""
+    try:
+        import mlx.core as mx
+    except ImportError as exc:
+        return {"available": False, "reason": f"mlx does not import ({exc})"}
+    if not mx.metal.is_available():
+        return {"available": False, "reason": "this build of MLX has no Metal device, it computes on the CPU"}
+    return {"available": True, "device": str(mx.device_info().get("device_name", "unknown"))}
+
+
+def memory_facts() -> dict[str, int]:
+    """Return the RAM of the machine and what this process could still take, in bytes."""
+    from kvpool.config import available_memory_nbytes
+
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {"total_nbytes": total, "available_nbytes": available_memory_nbytes()}
+
+
+def describe(facts: dict[str, Any]) -> str:
+    """Return the facts as aligned lines."""
+    from kvpool.config import format_nbytes
+
+    core, metal, memory = facts["core"], facts["metal"], facts["memory"]
+    rows = [
+        ("Python", f"{facts['python']} ({facts['implementation']}), {facts['platform']}"),
+        ("kvpool", facts["kvpool"]),
+        ("core", f"{'compiled' if core['compiled'] else 'NOT compiled'}, {core['file']}"),
+        *((name, number or "not installed") for name, number in facts["packages"].items()),
+        *((f"backend {name}", reason or "works") for name, reason in facts["backends"].items()),
+        ("Metal", f"yes, {metal['device']}" if metal["available"] else f"no: {metal['reason']}"),
+        (
+            "memory",
+            f"{format_nbytes(memory['available_nbytes'])} available"
+            f" of {format_nbytes(memory['total_nbytes'])}",
+        ),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)

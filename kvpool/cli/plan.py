@@ -1,0 +1,46 @@
+"""Size a pool for a model: what a token costs, how many blocks fit, how many sequences."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from kvpool.cli.console import CommandError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument(
+        "--model", required=True, metavar="CONFIG", help="a config.json, or the folder that holds it"
+    )
+    parser.add_argument(
+        "--memory",
+        required=True,
+        metavar="SIZE",
+        help="bytes for the KV cache, such as 16GiB or 512MB; auto looks at this machine",
+    )
+    parser.add_argument(
+        "--block-size", type=int, default=16, metavar="TOKENS", help="tokens per block (default: %(default)s)"
+    )
+    parser.add_argument("--dtype", help="element type of the cache (default: the model's)")
+    parser.add_argument(
+        "--max-len",
+        type=int,
+        metavar="TOKENS",
+        help="what a static cache would reserve per sequence (default: the model's limit)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the calculation."""
+    from kvpool.config import describe_plan
+
+    memory = int(args.memory) if args.memory.isdecimal() else args.memory
+    try:
+        facts, text = describe_plan(args.model, memory, args.block_size, args.dtype, args.max_len)
+    except OSError as exc:
+        raise CommandError(f"--model {args.model}: {exc.strerror or exc}") from None
+    except (TypeError, ValueError) as exc:
+        raise CommandError(str(exc)) from None
+    print(json.dumps(facts, indent=2) if args.json else text)
+    return 0

@@ -1,0 +1,496 @@
+"""Is this a correct backend? A list of cases that every `kvpool.protocol.KVBackend` has to pass.
+
+Take the cases one by one in pytest::
+
+    @pytest.mark.parametrize("case", conformance.CASES, ids=lambda case: case.__name__)
+    def test_backend(case):
+        case(MyBackend)
+
+or all at once: ``conformance.check_backend(MyBackend)``. What is given is the factory, ``factory(spec,
+num_blocks)``.
+
+Method
+------
+Every pool is filled with NaN first, in every slot of every block, the reserved block 0 included; known tokens
+are then written into randomly chosen blocks, and what comes out is compared with dense float64 attention
+(`kvpool.testing.dense`) over the values as the dtype rounds them. So a backend that reads one slot too many
+answers NaN. Cases try only what `capabilities()` claims; a case for which nothing is left raises
+`NotApplicable`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvpool import Plan, Pool
+from kvpool.config import DTYPES, KVSpec
+from kvpool.protocol import ArrayPlan, BatchShape, KVBackend
+from kvpool.testing.dense import dense_attention, round_to, stored_bytes
+from kvpool.testing.engine import RandomEngine
+from kvpool.testing.filled import (
+    SEED,
+    Factory,
+    Filled,
+    NotApplicable,
+    attend,
+    capabilities_of,
+    close,
+    contexts,
+    everything,
+    fill,
+    fill_all,
+    fill_random,
+    int32,
+    same_bytes,
+    specs,
+    token_columns,
+    values,
+)
+
+__all__ = ["CASES", "NotApplicable", "check_backend"]
+
+Case = Callable[[Factory], None]
+
+BLOCK_SIZES = (1, 3, 8, 16, 32)
+
+CASES: list[Case] = []
+
+
+def check_backend(factory: Factory, cases: Sequence[Case] | None = None) -> dict[str, str]:
+    """Run all cases, or those given.
+
+    Returns
+    -------
+    dict
+        Case name to "passed" or "not applicable".
+
+    Raises
+    ------
+    AssertionError
+        Some case failed. The message names every case that did, and how; the first failure is chained.
+    """
+    cases = CASES if cases is None else cases
+    outcome: dict[str, str] = {}
+    failures: list[tuple[str, Exception]] = []
+    for case in cases:
+        try:
+            case(factory)
+            outcome[case.__name__] = "passed"
+        except NotApplicable:
+            outcome[case.__name__] = "not applicable"
+        except Exception as error:  # a backend may fail with anything
+            failures.append((case.__name__, error))
+    if failures:
+        told = "\n".join(f"- {name}: {type(error).__name__}: {error}" for name, error in failures)
+        raise AssertionError(f"{len(failures)} of {len(cases)} cases failed\n{told}") from failures[0][1]
+    return outcome
+
+
+def _case(function: Case) -> Case:
+    CASES.append(function)
+    return function
+
+
+# ----------------------------------------------------------------------------------------------------------
+# attention
+
+
+@_case
+def protocol_is_implemented(factory: Factory) -> None:
+    """All methods are there, the formats are known, capabilities are what the spec says."""
+    spec = next(specs(factory))
+    backend = factory(spec, 3)
+    assert isinstance(backend, KVBackend), "a method or attribute of KVBackend is missing"
+    assert backend.spec == spec and backend.num_blocks == 3
+    assert backend.capabilities().refusal(spec) is None, "the backend serves what its capabilities refuse"
+    with Pool(4, 8) as pool:
+        Plan(pool, 1, formats=tuple(backend.required_formats))
+
+
+@_case
+def decode_equals_dense_attention(factory: Factory) -> None:
+    """One query per row; every dtype, block size and head grouping; contexts around every block boundary."""
+    for kv_heads, q_heads in ((2, 2), (2, 8), (1, 4)):
+        for spec in specs(
+            factory, kv_heads=kv_heads, q_heads=q_heads, dtypes=tuple(DTYPES), block_sizes=BLOCK_SIZES
+        ):
+            filled = fill(factory, spec, contexts(spec.block_size))
+            filled.check([1] * len(filled.contexts), q_heads, f"decode, {q_heads} over {kv_heads} heads")
+
+
+@_case
+def ragged_chunks_equal_dense_attention(factory: Factory) -> None:
+    """Rows with no query, one, some and all of their tokens as queries, in one batch."""
+    for kv_heads, q_heads in ((2, 4), (1, 3)):
+        for spec in specs(
+            factory, kv_heads=kv_heads, q_heads=q_heads, dtypes=tuple(DTYPES), block_sizes=BLOCK_SIZES
+        ):
+            lengths = contexts(spec.block_size)
+            filled = fill(factory, spec, lengths)
+            some = [min(length, (0, 1, 2, 5)[i % 4]) for i, length in enumerate(lengths)]
+            for q_lens in (lengths, some, [0] * len(lengths)):
+                filled.check(q_lens, q_heads, f"chunks of {q_lens} in {lengths}")
+
+
+@_case
+def wide_groups_equal_dense_attention(factory: Factory) -> None:
+    """Many query heads over several KV heads: contiguous groups, each head its own."""
+    for spec in specs(factory, kv_heads=4, q_heads=16):
+        fill(factory, spec, [5, 16, 19]).check([1, 3, 2], 16, "16 over 4 heads")
+
+
+@_case
+def layouts_are_strides_only(factory: Factory) -> None:
+    """Every layout answers the same, and exports the same bytes."""
+    exported: dict[int, np.ndarray] = {}
+    layouts = capabilities_of(factory).layouts
+    for spec in specs(factory, layers=3, layouts=layouts, block_sizes=(3, 8)):
+        filled = fill(factory, spec, [1, 7, 24])
+        filled.check([1, 7, 2], 4, "strided layout")
+        data = everything(filled.backend)
+        same_bytes(data, exported.setdefault(spec.block_size, data), f"export from layout {spec.layout}")
+
+
+@_case
+def value_heads_may_have_another_dim(factory: Factory) -> None:
+    """Keys and values of different head dimension."""
+    if not capabilities_of(factory).mixed_head_dims:
+        raise NotApplicable
+    for dims in ((8, 4), (4, 12)):
+        for spec in specs(factory, head_dims=dims, layouts=capabilities_of(factory).layouts):
+            fill(factory, spec, [1, 8, 11]).check([1, 2, 11], 4, f"head dims {dims}")
+
+
+@_case
+def scale_is_applied(factory: Factory) -> None:
+    """Scores are multiplied by the given scale, by 1 / sqrt(D) without one."""
+    for spec in specs(factory):
+        filled = fill(factory, spec, [9, 16])
+        for scale in (None, 1.0, 0.05):
+            filled.check([1, 4], 4, f"scale {scale}", scale)
+
+
+@_case
+def attention_weights_are_returned(factory: Factory) -> None:
+    """`return_attn`: the softmax weights in logical token order, zero where nothing is visible."""
+    if not capabilities_of(factory).return_attn:
+        raise NotApplicable
+    for spec in specs(factory):
+        filled, q_lens = fill(factory, spec, [3, 16, 9]), [2, 1, 9]
+        q = filled.queries(q_lens, 4)
+        backend = filled.backend
+        out, attn = backend.attend(1, backend.asarray(q), filled.plan(q_lens), return_attn=True)
+        close(backend.to_numpy(out), filled.expected(1, q, q_lens), spec, "result beside the weights")
+        expected, begin = np.zeros((12, 4, 16)), 0
+        for row, n in enumerate(q_lens):
+            weights = dense_attention(q[begin : begin + n], filled.k[1][row], filled.v[1][row])[1]
+            expected[begin : begin + n, :, : weights.shape[2]] = weights
+            begin += n
+        close(backend.to_numpy(attn), expected, spec, "weights")
+
+
+@_case
+def placement_changes_nothing(factory: Factory) -> None:
+    """The same tokens in other blocks give the same result, bit for bit."""
+    for spec in specs(factory, block_sizes=(3, 16)):
+        results = []
+        for shift in range(3):
+            filled, q_lens = fill(factory, spec, [7, 32, 16], shift=shift), [1, 3, 16]
+            q = filled.queries(q_lens, 4)
+            results.append(attend(filled.backend, 0, q, filled.plan(q_lens)))
+        for result in results[1:]:
+            assert np.array_equal(result, results[0]), (
+                f"the result depends on the blocks ({spec}, seed {SEED})"
+            )
+
+
+@_case
+def unused_slots_never_matter(factory: Factory) -> None:
+    """NaN, infinities or zeros in all other slots, -1 or any block as table padding: the same result, bit for
+    bit."""
+    for spec in specs(factory, dtypes=tuple(DTYPES), block_sizes=(1, 8, 16)):
+        results = []
+        for poison, pad in ((0.0, 0), (np.nan, 0), (np.nan, -1), (np.inf, 1), (-np.inf, 0)):
+            filled, q_lens = fill(factory, spec, [1, 8, 13, 16], poison=poison, pad=pad), [1, 0, 5, 1]
+            q = filled.queries(q_lens, 4)
+            results.append(attend(filled.backend, 1, q, filled.plan(q_lens)))
+        for result in results[1:]:
+            assert np.array_equal(result, results[0]), f"a slot out of sight matters ({spec}, seed {SEED})"
+
+
+@_case
+def padding_is_inert(factory: Factory) -> None:
+    """Padding rows and tokens (length 0, flat cu_q_lens, slot -1) write nothing and answer 0; so does an
+    empty batch."""
+    for spec in specs(factory):
+        filled = fill(factory, spec, [8, 5])
+        plan, backend = filled.plan([2, 1]), filled.backend
+        padded = ArrayPlan(
+            block_tables=np.concatenate(
+                [plan.block_tables, np.zeros((2, plan.block_tables.shape[1]), np.int32)]
+            ),
+            seq_lens=np.append(plan.seq_lens, np.zeros(2, np.int32)),
+            cu_q_lens=np.append(plan.cu_q_lens, np.full(2, 3, np.int32)),
+            slot_mapping=np.full(6, -1, np.int32),
+        )
+        before = everything(backend)
+        k, v = (np.ones((6, spec.num_kv_heads, dim), np.float32) for _, dim in spec.planes)
+        backend.write(0, backend.asarray(k), backend.asarray(v), padded)
+        same_bytes(everything(backend), before, "a write to slots -1")
+        q = filled.queries([6], 4)
+        out = attend(backend, 0, q, padded)
+        close(out[:3], filled.expected(0, q[:3], [2, 1]), spec, "rows before padding")
+        assert out.shape[0] == 6 and not out[3:].any(), "padding tokens must answer 0"
+        empty = ArrayPlan(block_tables=np.zeros((0, 1), np.int32))
+        backend.copy_blocks(empty)
+        backend.write(0, backend.asarray(k[:0]), backend.asarray(v[:0]), empty)
+        assert attend(backend, 0, q[:0], empty).shape == (0, 4, spec.value_head_dim)
+        same_bytes(everything(backend), before, "an empty batch")
+
+
+# ---------------------------------------------------------------------- bytes
+# in blocks
+
+
+@_case
+def written_values_are_rounded_to_nearest_even(factory: Factory) -> None:
+    """The stored bits of ties, huge values, infinities and NaN."""
+    tie = 1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-11, 1 + 3 * 2.0**-11
+    special = [*tie, 1 / 3, -2 / 3, 65519.0, 65520.0, 1e30, np.inf, -np.inf, 0.0]
+    for spec in specs(factory, dtypes=tuple(DTYPES), layers=1, kv_heads=1, block_sizes=(16, 8, 32)):
+        backend = factory(spec, 2)
+        heads_k, heads_v = (np.resize(np.array(special, np.float32), (1, 1, dim)) for _, dim in spec.planes)
+        backend.write(
+            0,
+            backend.asarray(heads_k),
+            backend.asarray(heads_v),
+            ArrayPlan(slot_mapping=int32([spec.block_size])),
+        )
+        got = np.asarray(backend.export_blocks([1]))[0][: spec.head_dim * spec.itemsize_nbytes]
+        expected = stored_bytes(round_to(heads_k, spec.dtype), spec.dtype)
+        assert np.array_equal(got, expected), f"values are not rounded to nearest even ({spec.dtype})"
+
+
+@_case
+def copies_take_exactly_the_valid_tokens(factory: Factory) -> None:
+    """Copy-on-write moves the first tokens of a block in all layers and planes; the rest of dst stays."""
+    for spec in specs(
+        factory,
+        layers=3,
+        layouts=capabilities_of(factory).layouts,
+        block_sizes=(1, 3, 8),
+        dtypes=tuple(DTYPES),
+    ):
+        backend, rng = factory(spec, 7), np.random.default_rng(SEED)
+        fill_random(backend, rng)
+        before = everything(backend)
+        copies = np.array([[3, 5, max(1, spec.block_size - 1)], [3, 1, 1], [2, 6, spec.block_size]], np.int32)
+        backend.copy_blocks(ArrayPlan(copies=copies))
+        expected = before.copy()
+        for src, dst, num_tokens in copies:
+            for columns in token_columns(spec, num_tokens):
+                expected[dst, columns] = before[src, columns]
+        same_bytes(everything(backend), expected, f"copies {copies.tolist()} ({spec.layout})")
+        backend.copy_blocks(copies[:0])
+        backend.copy_blocks(np.array([[6, 4, 1]], np.int32))
+        for columns in token_columns(spec, 1):
+            expected[4, columns] = expected[6, columns]
+        same_bytes(everything(backend), expected, "copies given as an array")
+
+
+@_case
+def copies_writes_reads_happen_in_order(factory: Factory) -> None:
+    """A copy sees the writes before it and none after it; a read sees all of them."""
+    for spec in specs(factory, block_sizes=(8, 16)):
+        backend, rng = factory(spec, 4), np.random.default_rng(SEED)
+        fill_all(backend, np.nan)
+        writes = ArrayPlan(slot_mapping=np.arange(spec.block_size, spec.block_size + 5, dtype=np.int32))
+        reads = ArrayPlan(int32([[2], [1]]), int32([4, 5]), int32([0, 1, 2]), int32([-1, -1]))
+        copies = int32([[1, 2, 4]])
+        for _ in range(2):
+            # Block 1 is written, copied to block 2, and overwritten: 2 keeps what 1 held in between.
+            old, new = (
+                [values(rng, (5, spec.num_kv_heads, d), spec.dtype) for _, d in spec.planes] for _ in "on"
+            )
+            for layer in range(spec.num_layers):
+                backend.write(layer, backend.asarray(old[0]), backend.asarray(old[1]), writes)
+            backend.copy_blocks(ArrayPlan(copies=copies))
+            for layer in range(spec.num_layers):
+                backend.write(layer, backend.asarray(new[0]), backend.asarray(new[1]), writes)
+                q = values(rng, (2, 4, spec.head_dim), spec.dtype)
+                copied = dense_attention(q[:1], old[0][:4], old[1][:4])[0]
+                overwritten = dense_attention(q[1:], new[0], new[1])[0]
+                result = attend(backend, layer, q, reads)
+                close(result, np.concatenate([copied, overwritten]), spec, "write, copy, write, read")
+
+
+@_case
+def gather_copies_tokens_in_logical_order(factory: Factory) -> None:
+    """`gather` gives the written tokens, and what it gave does not change when the pool does."""
+    layouts = capabilities_of(factory).layouts
+    for spec in specs(factory, layouts=layouts, block_sizes=(1, 8), dtypes=tuple(DTYPES)):
+        filled = fill(factory, spec, [19])
+        backend, table = filled.backend, filled.tables[0, : -(-19 // spec.block_size)]
+        k, v = (backend.to_numpy(x) for x in backend.gather(1, table, 19))
+        whole_block = backend.gather(1, table[:1].tolist())
+        no_block = backend.gather(1, table[:0])
+        fill_all(backend, np.nan)
+        assert np.array_equal(k, filled.k[1][0]) and np.array_equal(v, filled.v[1][0]), (
+            f"gather differs ({spec})"
+        )
+        first = backend.to_numpy(whole_block[0])
+        assert np.array_equal(first, filled.k[1][0][: spec.block_size]), "gather must hand out copies"
+        assert backend.to_numpy(no_block[1]).shape == (0, spec.num_kv_heads, spec.value_head_dim)
+
+
+@_case
+def exported_blocks_hold_the_documented_bytes(factory: Factory) -> None:
+    """Layer, plane, position, head, element: known tokens appear where they belong."""
+    for spec in specs(factory, layouts=capabilities_of(factory).layouts, dtypes=tuple(DTYPES), layers=3):
+        filled = fill(factory, spec, [spec.block_size])
+        data = np.asarray(filled.backend.export_blocks([int(filled.tables[0, 0])]))
+        assert data.dtype == np.uint8 and data.shape == (1, spec.block_nbytes), (
+            "export is uint8 [n, block_nbytes]"
+        )
+        planes = [plane[layer][0] for layer in range(3) for plane in (filled.k, filled.v)]
+        expected = np.concatenate([stored_bytes(plane, spec.dtype) for plane in planes])
+        same_bytes(data, expected[None], f"export from layout {spec.layout}")
+
+
+@_case
+def import_restores_what_export_took(factory: Factory) -> None:
+    """Into the same blocks, into others, and into another backend; no other block changes."""
+    for spec in specs(
+        factory, layouts=capabilities_of(factory).layouts, dtypes=tuple(DTYPES), block_sizes=(3, 8)
+    ):
+        backend, other = factory(spec, 6), factory(spec, 9)
+        fill_random(backend, np.random.default_rng(SEED))
+        fill_random(other, np.random.default_rng(SEED + 1))
+        data, before = np.asarray(backend.export_blocks([4, 1])).copy(), everything(other)
+        same_bytes(data, everything(backend)[[4, 1]], "export in the order of the ids")
+        other.import_blocks(np.array([2, 8], np.int32), data)
+        before[[2, 8]] = data
+        same_bytes(everything(other), before, "import into another backend")
+        backend.zero([4, 1])
+        backend.import_blocks([4, 1], data)
+        same_bytes(np.asarray(backend.export_blocks([4, 1])), data, "import into the same blocks")
+
+
+@_case
+def zero_clears_only_what_it_names(factory: Factory) -> None:
+    """All layers and planes of these blocks are 0, everything else stays."""
+    for spec in specs(factory, layouts=capabilities_of(factory).layouts, layers=3):
+        backend = factory(spec, 6)
+        fill_random(backend, np.random.default_rng(SEED))
+        expected = everything(backend)
+        backend.zero(np.array([5, 2], np.int32))
+        backend.zero([])
+        expected[[5, 2]] = 0
+        same_bytes(everything(backend), expected, "zero")
+
+
+@_case
+def warmup_changes_nothing(factory: Factory) -> None:
+    """Shapes may be warmed up at any time."""
+    for spec in specs(factory):
+        filled = fill(factory, spec, [9])
+        before = everything(filled.backend)
+        filled.backend.warmup([BatchShape(1, 1, 4, 4), BatchShape(3, 8, 2, 4)])
+        same_bytes(everything(filled.backend), before, "warmup")
+
+
+# ---------------------------------------------------------------------- with a
+# real pool
+
+
+@_case
+def engine_steps_equal_dense_attention(factory: Factory) -> None:
+    """A random engine on a tight pool: forks, copy-on-write, truncation, reservation, padding, closing."""
+    for spec in specs(factory, block_sizes=BLOCK_SIZES):
+        RandomEngine(factory, spec, SEED).run(150)
+
+
+@_case
+def rollback_forgets_a_step_that_failed_half_way(factory: Factory) -> None:
+    """The backend raises after copies and half of the writes; the same step after a rollback is right."""
+    for spec in specs(factory, block_sizes=(3, 8), layouts=capabilities_of(factory).layouts):
+        RandomEngine(factory, spec, SEED + 1, fail_every=2).run(100)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# misuse
+
+
+@_case
+def misuse_is_refused_before_a_byte_changes(factory: Factory) -> None:
+    """Wrong layers, shapes and ids: the documented exception, the storage as it was."""
+    for spec in specs(factory):
+        filled = fill(factory, spec, [9, 4])
+        before = everything(filled.backend)
+        for number, (expected, call) in enumerate(_misuses(filled)):
+            try:
+                call()
+            except expected:
+                continue
+            except Exception as error:
+                raise AssertionError(f"misuse {number} raised {error!r}, not {expected.__name__}") from error
+            raise AssertionError(f"misuse {number} was accepted, {expected.__name__} is documented")
+        same_bytes(everything(filled.backend), before, "misuse")
+
+
+def _misuses(filled: Filled) -> list[tuple[type[Exception], Callable[[], Any]]]:
+    backend, spec, plan = filled.backend, filled.backend.spec, filled.plan([1, 1])
+    layers, blocks, size = spec.num_layers, backend.num_blocks, spec.block_size
+    heads, dim = spec.num_kv_heads, spec.head_dim
+
+    def array(*shape: int) -> Any:
+        return backend.asarray(np.ones(shape, np.float32))
+
+    k, v, q = array(2, heads, dim), array(2, heads, spec.value_head_dim), array(2, 2 * heads, dim)
+    beyond = ArrayPlan(slot_mapping=int32([0, blocks * size]))
+    row = np.zeros((1, spec.block_nbytes), np.uint8)
+    return [
+        (IndexError, lambda: backend.write(layers, k, v, plan)),
+        (IndexError, lambda: backend.write(-1, k, v, plan)),
+        (IndexError, lambda: backend.attend(layers, q, plan)),
+        (IndexError, lambda: backend.write(0, k, v, beyond)),
+        (ValueError, lambda: backend.write(0, array(2, heads + 1, dim), v, plan)),
+        (ValueError, lambda: backend.write(0, k, array(2, heads, spec.value_head_dim + 1), plan)),
+        (ValueError, lambda: backend.write(0, k[:1], v[:1], plan)),
+        (ValueError, lambda: backend.attend(0, array(2, 2 * heads + 1, dim), plan)),
+        (ValueError, lambda: backend.attend(0, array(2, 2 * heads, dim - 1), plan)),
+        (IndexError, lambda: backend.copy_blocks(int32([[1, blocks, 1]]))),
+        (IndexError, lambda: backend.copy_blocks(int32([[-1, 1, 1]]))),
+        (ValueError, lambda: backend.copy_blocks(int32([[1, 2, 1], [1, 3, size + 1]]))),
+        (ValueError, lambda: backend.copy_blocks(int32([[1, 2, 1], [1, 3, 0]]))),
+        (IndexError, lambda: backend.zero([1, blocks])),
+        (TypeError, lambda: backend.zero(np.array([1.5]))),
+        (IndexError, lambda: backend.gather(0, [-1])),
+        (ValueError, lambda: backend.gather(0, [1], size + 1)),
+        (IndexError, lambda: backend.export_blocks([blocks])),
+        (IndexError, lambda: backend.import_blocks([blocks], row)),
+        (ValueError, lambda: backend.import_blocks([1], row[:, :-1])),
+        (ValueError, lambda: backend.import_blocks([1, 1], np.concatenate([row, row]))),
+    ]
+
+
+@_case
+def refused_specs_raise(factory: Factory) -> None:
+    """What `capabilities` does not list, the factory refuses with a ValueError."""
+    can = capabilities_of(factory)
+    tried = 0
+    for dtype in DTYPES:
+        spec = next(specs(factory))
+        other = KVSpec(1, 1, spec.head_dim, dtype, spec.block_size, spec.v_head_dim, spec.layout)
+        if can.refusal(other):
+            tried += 1
+            try:
+                factory(other, 2)
+            except ValueError:
+                continue
+            raise AssertionError(f"{other} was accepted, although: {can.refusal(other)}")
+    if not tried:
+        raise NotApplicable

@@ -1,0 +1,77 @@
+"""Dense attention and rounding in float64: the oracle that paged backends are measured against.
+
+Deliberately written another way than any backend here: one matrix per head, an explicit mask, rounding by
+exponent and mantissa instead of by bits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+_MANTISSA_BITS = {"float32": 24, "float16": 11, "bfloat16": 8}  # the hidden bit included
+_MIN_EXPONENT = {"float32": -126, "float16": -14, "bfloat16": -126}  # of the smallest normal number
+_MAX = {
+    "float32": float(np.finfo(np.float32).max),
+    "float16": 65504.0,
+    "bfloat16": float(2.0**127 * (2 - 2**-7)),
+}
+
+
+def dense_attention(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Causal attention of the last tokens of one sequence over all of it.
+
+    Parameters
+    ----------
+    q : ``[n, Hq, D]``
+        Queries of the n newest tokens.
+    k, v : ``[C, Hk, D]``, ``[C, Hk, Dv]``
+        The whole context, the n newest tokens included. Query head h belongs to KV head ``h // (Hq // Hk)``.
+    scale : float, optional
+        ``1 / sqrt(D)`` by default.
+
+    Returns
+    -------
+    out : float64 ``[n, Hq, Dv]``
+    weights : float64 ``[n, Hq, C]``
+    """
+    num_queries, num_q_heads, dim = q.shape
+    context, num_kv_heads = k.shape[0], k.shape[1]
+    scale = 1.0 / np.sqrt(dim) if scale is None else scale
+    position = np.arange(context - num_queries, context)  # of the queries
+    hidden = np.arange(context)[None, :] > position[:, None]
+    out = np.empty((num_queries, num_q_heads, v.shape[2]))
+    weights = np.empty((num_queries, num_q_heads, context))
+    for head in range(num_q_heads):
+        kv_head = head // (num_q_heads // num_kv_heads)
+        scores = q[:, head].astype(np.float64) @ k[:, kv_head].astype(np.float64).T * scale
+        scores[hidden] = -np.inf
+        scores = np.exp(scores - scores.max(axis=1, keepdims=True))
+        weights[:, head] = scores / scores.sum(axis=1, keepdims=True)
+        out[:, head] = weights[:, head] @ v[:, kv_head].astype(np.float64)
+    return out, weights
+
+
+def round_to(x: np.ndarray, dtype: str) -> np.ndarray:
+    """Nearest values of `dtype`, ties to even, as float32; infinite beyond its largest value, NaN stays
+    NaN."""
+    x = np.asarray(x, np.float64)
+    _, exponent = np.frexp(x)  # |x| = mantissa * 2**exponent, 0.5 <= mantissa < 1
+    bits = _MANTISSA_BITS[dtype]
+    step = (
+        np.maximum(exponent, _MIN_EXPONENT[dtype] + 1) - bits
+    )  # exponent of the last place, fixed below normal
+    with np.errstate(invalid="ignore", over="ignore"):
+        rounded = np.ldexp(np.rint(np.ldexp(x, -step)), step)
+        rounded = np.where(np.abs(rounded) > _MAX[dtype], np.copysign(np.inf, x), rounded)
+        return np.where(np.isfinite(x), rounded, x).astype(np.float32)
+
+
+def stored_bytes(x: np.ndarray, dtype: str) -> np.ndarray:
+    """Little-endian bytes (uint8, flat) of values that `dtype` represents exactly, as `export_blocks` has
+    them."""
+    if dtype == "bfloat16":
+        pairs = np.ascontiguousarray(x, "<f4").view(np.uint8).reshape(-1, 4)
+        return pairs[:, 2:].reshape(-1)  # the upper half of a float32
+    return np.ascontiguousarray(x, {"float32": "<f4", "float16": "<f2"}[dtype]).view(np.uint8).reshape(-1)

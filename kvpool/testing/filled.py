@@ -1,0 +1,250 @@
+"""What the conformance cases stand on: backends filled with known tokens, and comparisons that tell what is
+wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+import numpy as np
+
+from kvpool.config import DTYPES, LAYOUTS, KVSpec
+from kvpool.protocol import ArrayPlan, Capabilities, KVBackend, PlanArrays
+from kvpool.testing.dense import dense_attention, round_to
+
+Factory = Callable[[KVSpec, int], KVBackend]
+
+# |result - exact| may be this much, for values of about 1: rounding of the result and of sums in the dtype.
+TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
+SEED = 20_260  # of every random choice
+
+
+class NotApplicable(Exception):
+    """The backend's capabilities leave a case nothing to try."""
+
+
+# ------------------------------------------------------------------------------------------- what a backend
+# accepts
+
+
+def capabilities_of(factory: Factory) -> Capabilities:
+    """Capabilities, read from the first small backend that the factory agrees to make."""
+    refused: Exception | None = None
+    for dtype, layout, head_dim, block_size in product(DTYPES, LAYOUTS, (64, 128), (16, 32)):
+        try:
+            return factory(KVSpec(1, 1, head_dim, dtype, block_size, layout=layout), 2).capabilities()
+        except ValueError as error:
+            refused = error
+    raise AssertionError("the factory refuses every common spec") from refused
+
+
+def specs(
+    factory: Factory,
+    *,
+    layers: int = 2,
+    kv_heads: int = 2,
+    q_heads: int = 4,
+    dtypes: Sequence[str] = ("float32",),
+    layouts: Sequence[str] = (),
+    block_sizes: Sequence[int] = (8,),
+    head_dims: tuple[int, int] = (8, 8),
+) -> Iterator[KVSpec]:
+    """Specs of the product that the backend accepts. Where it has no small head dimension, the smallest that
+    it has."""
+    can = capabilities_of(factory)
+    layouts = layouts or (can.layouts[0],)
+    dtypes = tuple(d for d in dtypes if d in can.dtypes) or can.dtypes[:1]
+    block_sizes = [s for s in block_sizes if can.block_sizes is None or s in can.block_sizes]
+    dims = list(head_dims)
+    if can.head_dims is not None:
+        accepted = sorted(can.head_dims)
+        dims = [accepted[0], accepted[0] if dims[0] == dims[1] else accepted[-1]]
+    found = False
+    for dtype, layout, block_size in product(dtypes, layouts, block_sizes or can.block_sizes or ()):
+        if layout == "interleaved" and dims[0] != dims[1]:
+            continue
+        spec = KVSpec(layers, kv_heads, dims[0], dtype, block_size, dims[1], layout)
+        if can.refusal(spec, q_heads) is None:
+            found = True
+            yield spec
+    if not found:
+        raise NotApplicable
+
+
+# --------------------------------------------------------------------------------------------------- a filled
+# backend
+
+
+def values(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Random values that `dtype` holds exactly."""
+    return round_to(rng.standard_normal(shape), dtype)
+
+
+def int32(numbers: Sequence[int] | Sequence[Sequence[int]]) -> np.ndarray:
+    """An int32 array, as plans hold them."""
+    return np.array(numbers, np.int32)
+
+
+def slots_of(table: Sequence[int], begin: int, end: int, block_size: int) -> list[int]:
+    return [int(table[p // block_size]) * block_size + p % block_size for p in range(begin, end)]
+
+
+def fill_all(backend: KVBackend, value: float) -> None:
+    """Write `value` to every slot of every block, the reserved ones included."""
+    spec = backend.spec
+    slots = np.arange(backend.num_blocks * spec.block_size, dtype=np.int32)
+    for layer in range(spec.num_layers):
+        k, v = (np.full((slots.size, spec.num_kv_heads, dim), value, np.float32) for _, dim in spec.planes)
+        backend.write(layer, backend.asarray(k), backend.asarray(v), ArrayPlan(slot_mapping=slots))
+
+
+@dataclass
+class Filled:
+    """A backend whose rows hold known tokens. ``k[layer][row]`` is ``[context, Hk, D]``."""
+
+    backend: KVBackend
+    tables: np.ndarray
+    contexts: list[int]
+    rng: np.random.Generator
+    k: list[list[np.ndarray]] = field(default_factory=list)
+    v: list[list[np.ndarray]] = field(default_factory=list)
+
+    def plan(self, q_lens: Sequence[int]) -> ArrayPlan:
+        """A plan of which the last ``q_lens[i]`` tokens of row i are the queries."""
+        block_size = self.backend.spec.block_size
+        slots: list[int] = []
+        for table, context, n in zip(self.tables, self.contexts, q_lens, strict=True):
+            slots += slots_of(table, context - n, context, block_size)
+        return ArrayPlan(
+            block_tables=self.tables,
+            seq_lens=np.array(self.contexts, np.int32),
+            cu_q_lens=np.cumsum([0, *q_lens], dtype=np.int32),
+            slot_mapping=np.array(slots, np.int32),
+        )
+
+    def queries(self, q_lens: Sequence[int], q_heads: int) -> np.ndarray:
+        spec = self.backend.spec
+        return values(self.rng, (sum(q_lens), q_heads, spec.head_dim), spec.dtype)
+
+    def expected(
+        self, layer: int, q: np.ndarray, q_lens: Sequence[int], scale: float | None = None
+    ) -> np.ndarray:
+        """Dense attention of every row, one after the other."""
+        parts, begin = [np.zeros((0, q.shape[1], self.backend.spec.value_head_dim))], 0
+        for row, n in enumerate(q_lens):
+            if n:
+                parts.append(
+                    dense_attention(q[begin : begin + n], self.k[layer][row], self.v[layer][row], scale)[0]
+                )
+            begin += n
+        return np.concatenate(parts)
+
+    def check(self, q_lens: Sequence[int], q_heads: int, what: str, scale: float | None = None) -> None:
+        """Attention in every layer equals dense attention."""
+        plan = self.plan(q_lens)
+        for layer in range(self.backend.spec.num_layers):
+            q = self.queries(q_lens, q_heads)
+            out = attend(self.backend, layer, q, plan, scale)
+            close(out, self.expected(layer, q, q_lens, scale), self.backend.spec, f"{what}, layer {layer}")
+
+
+def fill(
+    factory: Factory,
+    spec: KVSpec,
+    contexts: Sequence[int],
+    *,
+    poison: float = np.nan,
+    pad: int = -1,
+    shift: int = 0,
+) -> Filled:
+    """A backend full of `poison` with rows of known tokens in randomly chosen blocks.
+
+    The tokens depend on the seed and the shapes only, the choice of blocks also on `shift`.
+    """
+    rng = np.random.default_rng(SEED)
+    needs = [-(-context // spec.block_size) for context in contexts]
+    num_blocks = 1 + sum(needs) + 3
+    backend = factory(spec, num_blocks)
+    fill_all(backend, poison)
+    order = np.random.default_rng(SEED + 1 + shift).permutation(np.arange(1, num_blocks))
+    tables = np.full((len(contexts), max([*needs, 1]) + 2), pad, np.int32)  # wider than any row needs
+    begin = 0
+    for row, need in enumerate(needs):
+        tables[row, :need] = order[begin : begin + need]
+        begin += need
+    filled = Filled(backend, tables, list(contexts), rng)
+    plan = filled.plan(contexts)
+    for layer in range(spec.num_layers):
+        rows = []
+        for _, dim in spec.planes:
+            rows.append([values(rng, (context, spec.num_kv_heads, dim), spec.dtype) for context in contexts])
+        filled.k.append(rows[0])
+        filled.v.append(rows[1])
+        k, v = (np.concatenate(plane) for plane in rows)
+        backend.write(layer, backend.asarray(k), backend.asarray(v), plan)
+    return filled
+
+
+def attend(
+    backend: KVBackend, layer: int, q: np.ndarray, plan: PlanArrays, scale: float | None = None
+) -> np.ndarray:
+    return backend.to_numpy(backend.attend(layer, backend.asarray(q), plan, scale))
+
+
+def close(actual: np.ndarray, expected: np.ndarray, spec: KVSpec, what: str) -> None:
+    what = f"{what} ({spec.dtype}, {spec.layout}, block_size {spec.block_size}, seed {SEED})"
+    assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, expected {expected.shape}"
+    wrong = ~(np.abs(actual - expected) <= TOLERANCE[spec.dtype])  # NaN counts as wrong
+    if wrong.any():
+        token, head = np.argwhere(wrong)[0][:2]
+        worst = np.nanmax(np.abs(actual - expected)) if np.isfinite(actual).any() else np.nan
+        raise AssertionError(
+            f"{what}: token {token}, head {head} is wrong; {int(np.isnan(actual).sum())} NaN, "
+            f"largest error {worst:.3g}, allowed {TOLERANCE[spec.dtype]:g}"
+        )
+
+
+def same_bytes(actual: np.ndarray, expected: np.ndarray, what: str) -> None:
+    assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, expected {expected.shape}"
+    if not np.array_equal(actual, expected):
+        blocks = np.flatnonzero((actual != expected).any(axis=1)).tolist()
+        raise AssertionError(f"{what}: bytes differ in rows {blocks}")
+
+
+def everything(backend: KVBackend) -> np.ndarray:
+    return np.asarray(backend.export_blocks(np.arange(backend.num_blocks))).copy()
+
+
+def contexts(block_size: int) -> list[int]:
+    """Around every boundary: one token, a block less one, exactly one, two and three blocks, and more."""
+    around = {
+        1,
+        block_size - 1,
+        block_size,
+        block_size + 1,
+        2 * block_size,
+        3 * block_size,
+        3 * block_size + 2,
+    }
+    return sorted(around - {0})
+
+
+def fill_random(backend: KVBackend, rng: np.random.Generator) -> None:
+    """Different finite values in every slot, so that any byte that moves is seen."""
+    spec = backend.spec
+    slots = np.arange(backend.num_blocks * spec.block_size, dtype=np.int32)
+    for layer in range(spec.num_layers):
+        k, v = (values(rng, (slots.size, spec.num_kv_heads, dim), spec.dtype) for _, dim in spec.planes)
+        backend.write(layer, backend.asarray(k), backend.asarray(v), ArrayPlan(slot_mapping=slots))
+
+
+def token_columns(spec: KVSpec, num_tokens: int) -> Iterator[slice]:
+    """Bytes of the first `num_tokens` positions in a row of `export_blocks`: one slice per layer and
+    plane."""
+    begin = 0
+    for _ in range(spec.num_layers):
+        for _, dim in spec.planes:
+            token = spec.num_kv_heads * dim * spec.itemsize_nbytes
+            yield slice(begin, begin + int(num_tokens) * token)
+            begin += spec.block_size * token

@@ -1,0 +1,95 @@
+"""Backends that ship with kvpool, and how to find any other one.
+
+A backend is named by its factory, ``"module:attribute"``. Built-in names come first, then the names that
+installed packages declare in the entry-point group ``kvpool.backends``. Nothing is imported before a backend
+is asked for.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any, Protocol, cast
+
+from kvpool.config import KVSpec
+from kvpool.errors import BackendUnavailable
+from kvpool.protocol import KVBackend
+
+__all__ = ["BackendFactory", "available", "load_backend"]
+
+DEFAULT = "numpy"  # runs everywhere, and is exact
+ENVIRONMENT_VARIABLE = "KVPOOL_BACKEND"
+ENTRY_POINT_GROUP = "kvpool.backends"
+
+# name: (factory, what to type when it cannot be imported)
+_BUILT_IN = {
+    "numpy": ("kvpool_backends.numpy:NumpyBackend", "pip install kvpool"),
+    "mlx": ("kvpool_backends.mlx:MLXBackend", "pip install 'kvpool[mlx]'"),
+}
+
+
+class BackendFactory(Protocol):
+    """What `load_backend` returns: mostly the backend's class."""
+
+    def __call__(self, spec: KVSpec, num_blocks: int, /, **options: Any) -> KVBackend: ...
+
+
+def load_backend(name: str | None = None) -> BackendFactory:
+    """The factory of a backend: ``load_backend("numpy")(spec, num_blocks)`` makes one.
+
+    Parameters
+    ----------
+    name : str, optional
+        A built-in name, or one of the entry-point group ``kvpool.backends``. By default the environment
+        variable ``KVPOOL_BACKEND``, and if that is unset or empty, "numpy".
+
+    Raises
+    ------
+    BackendUnavailable
+        The name is not known, or its module cannot be imported; the message says what to install, and the
+        original exception is chained.
+    """
+    origin = ""
+    if name is None:
+        name = os.environ.get(ENVIRONMENT_VARIABLE) or DEFAULT
+        origin = f" (from {ENVIRONMENT_VARIABLE})" if os.environ.get(ENVIRONMENT_VARIABLE) else ""
+    if not isinstance(name, str):
+        raise TypeError(f"[load_backend] name must be a str, got {type(name).__name__} ({name!r})")
+
+    known = _known()
+    if name not in known:
+        names = ", ".join(sorted(known))
+        raise BackendUnavailable(f"[load_backend] no backend is called {name!r}{origin}; known are {names}")
+    factory, remedy = known[name]
+    module, _, attribute = factory.partition(":")
+    try:
+        loaded = import_module(module)
+        for part in attribute.split("."):
+            loaded = getattr(loaded, part)
+    except Exception as error:  # a broken install can fail with anything; the cause is chained
+        raise BackendUnavailable(
+            f"[load_backend] backend {name!r}{origin} cannot be imported ({error}); try: {remedy}"
+        ) from error
+    return cast(BackendFactory, loaded)
+
+
+def available() -> tuple[str, ...]:
+    """Names of the backends that can be imported here, sorted. Imports each one of them."""
+    usable = []
+    for name in sorted(_known()):
+        try:
+            load_backend(name)
+        except BackendUnavailable:
+            continue
+        usable.append(name)
+    return tuple(usable)
+
+
+def _known() -> dict[str, tuple[str, str]]:
+    """Every backend name with its factory and its remedy; a built-in name cannot be taken over."""
+    declared = {}
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        package = entry.dist.name if entry.dist else entry.module
+        declared[entry.name] = (entry.value, f"pip install --force-reinstall {package}")
+    return declared | _BUILT_IN

@@ -1,0 +1,114 @@
+"""From a plan's host arrays to MLX arrays: once per step, shared by all layers, and only what changed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+
+class StepArrays(NamedTuple):
+    """What the layers of one step need on the device."""
+
+    blocks: mx.array  # [T] int32, block of each new token
+    offsets: mx.array  # [T] int32, its position in the block
+    tables: mx.array  # [B, ceil(kv_len / S)] int32
+    kv_len: int  # longest context of the batch, in tokens
+    valid: mx.array | None  # [B, kv_len] bool, the tokens that exist; None when all rows are equally long
+
+
+class TableUploader:
+    """Keeps an MLX copy of one plan's block tables and writes only the rows that changed into it.
+
+    The rows go straight into MLX's buffer (on a CPU and on Apple silicon the host can write it), so a steady
+    decode step hands over a few rows in place of the whole table.
+
+    Parameters
+    ----------
+    num_buffers : int
+        Copies that take turns. A row is written once into each of them.
+
+    Notes
+    -----
+    MLX does not know of these writes. Whatever was built on the returned array and has not run yet would read
+    the new rows, so the caller must guarantee, each time it calls `upload`:
+
+    - it has called `upload` after every earlier step of that plan, exactly once (`dirty_rows` tells the
+      difference to the step before, not to the last upload);
+    - everything that was built on the array returned `num_buffers` calls ago has been evaluated. With 1 buffer:
+      the previous step is through (`mx.eval` of its results, or `MLXBackend.settle`). With 2 buffers: one step
+      may still run while the next one is prepared.
+
+    Complexity: O(dirty rows * table_width) per buffer, 0 when nothing changed; all rows when B outgrows the
+    buffers, which then double.
+
+    Attributes
+    ----------
+    nbytes_handed : int
+        Bytes that the last `upload` wrote.
+    nbytes_total : int
+        Bytes that all uploads wrote.
+    """
+
+    def __init__(self, num_buffers: int = 1) -> None:
+        if isinstance(num_buffers, bool) or not isinstance(num_buffers, int):
+            raise TypeError(f"[TableUploader] num_buffers must be an int, got {num_buffers!r}")
+        if num_buffers < 1:
+            raise ValueError(f"[TableUploader] num_buffers is {num_buffers}, the least is 1")
+        self._tables: list[mx.array] = []
+        self._views: list[np.ndarray] = []
+        self._behind: list[np.ndarray] = [np.zeros(0, np.int32)] * num_buffers  # rows yet to write, per buffer
+        self._turn = 0
+        self.nbytes_handed = 0
+        self.nbytes_total = 0
+
+    def upload(self, tables: np.ndarray, dirty_rows: np.ndarray) -> mx.array:
+        """Bring the next buffer up to date and return it.
+
+        Parameters
+        ----------
+        tables : int32 ``[B, W]``
+            ``plan.block_tables`` after a step.
+        dirty_rows : int32 ``[D]``, ascending
+            ``plan.dirty_rows`` of that step.
+
+        Returns
+        -------
+        mx.array, int32 ``[R, W]``
+                R >= B; rows from B on hold old content.
+        """
+        num_rows, width = tables.shape
+        if not self._tables or num_rows > self._views[0].shape[0] or width != self._views[0].shape[1]:
+            self._allocate(tables)
+            return self._tables[self._turn]
+        self._turn = (self._turn + 1) % len(self._tables)
+        rows = dirty_rows
+        if len(self._tables) > 1:
+            rows = self._catch_up(dirty_rows, num_rows)
+        self.nbytes_handed = len(rows) * width * tables.itemsize
+        if len(rows):
+            self._views[self._turn][rows] = tables[rows]
+            self.nbytes_total += self.nbytes_handed
+        return self._tables[self._turn]
+
+    def _catch_up(self, dirty_rows: np.ndarray, num_rows: int) -> np.ndarray:
+        """Note `dirty_rows` for every buffer; return, and forget, what the buffer whose turn it is lacks."""
+        if len(dirty_rows):
+            self._behind = [np.union1d(behind, dirty_rows) for behind in self._behind]
+        behind = self._behind[self._turn]
+        self._behind[self._turn] = behind[behind >= num_rows]  # not in this step, so still to be written
+        return behind[behind < num_rows]
+
+    def _allocate(self, tables: np.ndarray) -> None:
+        """New buffers with room for more rows; work that was built on the old ones keeps those."""
+        num_rows, width = tables.shape
+        capacity = 1 << max(0, num_rows - 1).bit_length()
+        self._tables = [mx.zeros((capacity, width), mx.int32) for _ in self._behind]
+        mx.eval(self._tables)
+        self._views = [np.asarray(memoryview(table)) for table in self._tables]
+        for view in self._views:
+            view[:num_rows] = tables
+        self._behind = [np.zeros(0, np.int32) for _ in self._behind]
+        self.nbytes_handed = tables.nbytes * len(self._views)
+        self.nbytes_total += self.nbytes_handed

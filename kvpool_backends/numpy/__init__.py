@@ -1,0 +1,6 @@
+"""The reference backend: exact, simple, runs everywhere. The oracle that other backends are measured
+against."""
+
+from kvpool_backends.numpy.backend import NumpyBackend
+
+__all__ = ["NumpyBackend"]

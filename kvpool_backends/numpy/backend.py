@@ -1,0 +1,294 @@
+"""`NumpyBackend`: paged KV storage and attention in plain numpy, float64 inside.
+
+It is written to be read and to be right. Every query is served by slicing the context that it may see and
+doing dense attention on it, so no mask can be wrong and no slot outside the context is ever touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from kvpool.config import DTYPES, LAYOUTS, KVSpec
+from kvpool.protocol import BatchShape, Capabilities, PlanArrays
+from kvpool_backends.numpy.bfloat16 import from_bfloat16, to_bfloat16
+
+_STORED: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype("<f4"),
+    "float16": np.dtype("<f2"),
+    "bfloat16": np.dtype("<u2"),
+}
+
+
+class NumpyBackend:
+    """Reference backend. Implements `kvpool.protocol.KVBackend`; see there for what each method promises.
+
+    Parameters
+    ----------
+    spec : KVSpec
+        Any layout, dtype, head dimensions and block size.
+    num_blocks : int
+        Blocks in the pool, reserved ones included. The storage, ``spec.pool_nbytes(num_blocks)``, is taken
+        here.
+
+    Notes
+    -----
+    `k` and `v` given to `write` may also be uint16 bit patterns when the spec says bfloat16. Results are
+    float32, or float64 for float64 queries; all arithmetic is float64, on the stored values.
+    """
+
+    required_formats: tuple[str, ...] = ("block_tables", "seq_lens", "cu_q_lens", "slot_mapping")
+
+    def __init__(self, spec: KVSpec, num_blocks: int) -> None:
+        if not isinstance(spec, KVSpec):
+            raise TypeError(f"[NumpyBackend] spec must be a KVSpec, got {type(spec).__name__}")
+        if isinstance(num_blocks, bool) or not isinstance(num_blocks, (int, np.integer)):
+            raise TypeError(f"[NumpyBackend] num_blocks must be an int, got {type(num_blocks).__name__}")
+        if num_blocks < 1:
+            raise ValueError(f"[NumpyBackend] num_blocks is {num_blocks}, the minimum is 1")
+        self.spec = spec
+        self.num_blocks = int(num_blocks)
+        # _planes[layer] = (k, v), each a strided view [num_blocks, block_size, num_kv_heads, dim] of a base
+        # array.
+        self._planes = _allocate(spec, self.num_blocks)
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(name="numpy", layouts=LAYOUTS, dtypes=tuple(DTYPES))
+
+    def asarray(self, x: np.ndarray) -> np.ndarray:
+        return np.array(x, np.float32)
+
+    def to_numpy(self, x: np.ndarray) -> np.ndarray:
+        return np.array(x, np.float64 if np.asarray(x).dtype == np.float64 else np.float32)
+
+    # ---------------------------------------------------------------------- copies and
+    # writes
+
+    def copy_blocks(self, plan: PlanArrays | np.ndarray) -> None:
+        copies = np.asarray(getattr(plan, "copies", plan))
+        if copies.size == 0:
+            return
+        if copies.ndim != 2 or copies.shape[1] != 3:
+            raise ValueError(f"[copy_blocks] copies must have shape [K, 3], got {list(copies.shape)}")
+        self._block_ids("copy_blocks", copies[:, :2].ravel())
+        if copies[:, 2].min() < 1 or copies[:, 2].max() > self.spec.block_size:
+            raise ValueError(
+                f"[copy_blocks] num_tokens is {copies[:, 2].min()} .. {copies[:, 2].max()}, "
+                f"the range is 1 .. {self.spec.block_size}"
+            )
+        for plane in self._every_plane():
+            for src, dst, num_tokens in copies:
+                plane[dst, :num_tokens] = plane[src, :num_tokens]
+
+    def write(self, layer: int, k: Any, v: Any, plan: PlanArrays) -> None:
+        planes = self._layer("write", layer)
+        slots = np.asarray(plan.slot_mapping)
+        written = np.flatnonzero(slots >= 0)
+        limit = self.num_blocks * self.spec.block_size
+        if written.size and slots.max() >= limit:
+            raise IndexError(f"[write] slot {slots.max()} is outside the pool, the limit is {limit}")
+        stored = []
+        for (name, dim), x in zip(self.spec.planes, (k, v), strict=True):
+            x = np.asarray(x)
+            expected = (slots.size, self.spec.num_kv_heads, dim)
+            if x.shape != expected:
+                raise ValueError(f"[write] {name} must have shape {list(expected)}, got {list(x.shape)}")
+            stored.append(self._to_stored(name, x[written]))
+        block, offset = np.divmod(slots[written], self.spec.block_size)
+        for plane, x in zip(planes, stored, strict=True):
+            plane[block, offset] = x
+
+    def zero(self, blocks: Sequence[int] | np.ndarray) -> None:
+        ids = self._block_ids("zero", blocks)
+        for plane in self._every_plane():
+            plane[ids] = 0
+
+    # ------------------------------------------------------------------------------------------------------
+    # reads
+
+    def attend(
+        self, layer: int, q: Any, plan: PlanArrays, scale: float | None = None, *, return_attn: bool = False
+    ) -> Any:
+        k_plane, v_plane = self._layer("attend", layer)
+        q = np.asarray(q)
+        cu_q_lens, seq_lens = np.asarray(plan.cu_q_lens), np.asarray(plan.seq_lens)
+        self._check_queries(q, cu_q_lens, seq_lens)
+        scale = self.spec.head_dim**-0.5 if scale is None else float(scale)
+
+        num_tokens, num_q_heads, _ = q.shape
+        out = np.zeros((num_tokens, num_q_heads, self.spec.value_head_dim))
+        longest = int(seq_lens.max(initial=0))
+        attn = np.zeros((num_tokens, num_q_heads, longest if return_attn else 0))
+        for row, seq_len in enumerate(seq_lens.tolist()):
+            begin, end = int(cu_q_lens[row]), int(cu_q_lens[row + 1])
+            if begin == end:
+                continue
+            table = plan.block_tables[row, : -(-seq_len // self.spec.block_size)]
+            keys = self._context("attend", k_plane, table, seq_len)
+            values = self._context("attend", v_plane, table, seq_len)
+            for token in range(begin, end):
+                visible = seq_len - (end - 1 - token)
+                weights, result = _attend_one(q[token], keys[:visible], values[:visible], scale)
+                out[token] = result
+                if return_attn:
+                    attn[token, :, :visible] = weights
+        dtype = np.float64 if q.dtype == np.float64 else np.float32
+        if return_attn:
+            return out.astype(dtype), attn.astype(dtype)
+        return out.astype(dtype)
+
+    def gather(
+        self, layer: int, blocks: Sequence[int] | np.ndarray, num_tokens: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        k_plane, v_plane = self._layer("gather", layer)
+        ids = self._block_ids("gather", blocks)
+        capacity = ids.size * self.spec.block_size
+        num_tokens = capacity if num_tokens is None else int(num_tokens)
+        if not 0 <= num_tokens <= capacity:
+            raise ValueError(f"[gather] num_tokens is {num_tokens}, the blocks hold {capacity}")
+        ids = ids[: -(-num_tokens // self.spec.block_size)]
+        k = self._context("gather", k_plane, ids, num_tokens)
+        v = self._context("gather", v_plane, ids, num_tokens)
+        return k.astype(np.float32), v.astype(np.float32)
+
+    # ---------------------------------------------------------------------- export and
+    # import
+
+    def export_blocks(self, blocks: Sequence[int] | np.ndarray) -> np.ndarray:
+        ids = self._block_ids("export_blocks", blocks)
+        data = np.empty((ids.size, self.spec.block_nbytes), np.uint8)
+        for plane, columns in self._plane_columns():
+            data[:, columns] = np.ascontiguousarray(plane[ids]).view(np.uint8).reshape(ids.size, -1)
+        return data
+
+    def import_blocks(self, blocks: Sequence[int] | np.ndarray, data: np.ndarray) -> None:
+        ids = self._block_ids("import_blocks", blocks)
+        expected = (ids.size, self.spec.block_nbytes)
+        data = np.asarray(data)
+        if data.dtype != np.uint8:
+            raise TypeError(f"[import_blocks] data must be uint8, got {data.dtype}")
+        if data.shape != expected:
+            raise ValueError(f"[import_blocks] data must have shape {list(expected)}, got {list(data.shape)}")
+        if np.unique(ids).size != ids.size:
+            raise ValueError(f"[import_blocks] a block is named twice in {ids.tolist()}")
+        for plane, columns in self._plane_columns():
+            part = np.ascontiguousarray(data[:, columns]).view(plane.dtype)
+            plane[ids] = part.reshape(ids.size, *plane.shape[1:])
+
+    def warmup(self, shapes: Iterable[BatchShape]) -> None:
+        """Nothing to compile here."""
+
+    # ---------------------------------------------------------------------------------------------------
+    # internals
+
+    def _every_plane(self) -> Iterator[np.ndarray]:
+        for planes in self._planes:
+            yield from planes
+
+    def _plane_columns(self) -> Iterator[tuple[np.ndarray, slice]]:
+        """Every plane with the bytes that it takes in a row of `export_blocks`."""
+        begin = 0
+        for plane in self._every_plane():
+            end = begin + plane[0].size * plane.itemsize
+            yield plane, slice(begin, end)
+            begin = end
+
+    def _layer(self, call: str, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        if isinstance(layer, bool) or not isinstance(layer, (int, np.integer)):
+            raise TypeError(f"[{call}] layer must be an int, got {type(layer).__name__}")
+        if not 0 <= layer < self.spec.num_layers:
+            raise IndexError(f"[{call}] layer is {layer}, the spec has {self.spec.num_layers} layers")
+        return self._planes[layer]
+
+    def _block_ids(self, call: str, blocks: Sequence[int] | np.ndarray) -> np.ndarray:
+        ids = np.atleast_1d(np.asarray(blocks))
+        if ids.ndim != 1:
+            raise ValueError(f"[{call}] blocks must be one-dimensional, got shape {list(ids.shape)}")
+        if ids.size == 0:
+            return ids.astype(np.int64)
+        if not np.issubdtype(ids.dtype, np.integer):
+            raise TypeError(f"[{call}] block ids must be integers, got {ids.dtype}")
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self.num_blocks:
+            bad = low if low < 0 else high
+            raise IndexError(f"[{call}] block {bad} is outside the pool, the limit is {self.num_blocks}")
+        return ids.astype(np.int64)
+
+    def _check_queries(self, q: np.ndarray, cu_q_lens: np.ndarray, seq_lens: np.ndarray) -> None:
+        heads, dim = self.spec.num_kv_heads, self.spec.head_dim
+        if q.ndim != 3 or q.shape[2] != dim:
+            raise ValueError(f"[attend] q must have shape [T, Hq, {dim}], got {list(q.shape)}")
+        if q.shape[1] < 1 or q.shape[1] % heads:
+            raise ValueError(f"[attend] {q.shape[1]} query heads are no multiple of {heads} KV heads")
+        if not np.issubdtype(q.dtype, np.floating):
+            raise TypeError(f"[attend] q must be a float array, got {q.dtype}")
+        q_lens = np.diff(cu_q_lens)
+        if cu_q_lens.size != seq_lens.size + 1 or cu_q_lens[0] != 0 or q_lens.min(initial=0) < 0:
+            raise ValueError(
+                f"[attend] cu_q_lens {cu_q_lens.tolist()} are no prefix sums of {seq_lens.size} rows"
+            )
+        if cu_q_lens[-1] > q.shape[0]:
+            raise ValueError(f"[attend] cu_q_lens ends at {cu_q_lens[-1]}, q has {q.shape[0]} tokens")
+        if np.any(q_lens > seq_lens):
+            row = int(np.argmax(q_lens > seq_lens))
+            raise ValueError(
+                f"[attend] row {row} has {q_lens[row]} queries in a context of {seq_lens[row]} tokens"
+            )
+
+    def _context(self, call: str, plane: np.ndarray, table: np.ndarray, num_tokens: int) -> np.ndarray:
+        """float64 ``[num_tokens, Hk, dim]`` of the blocks in `table`: nothing behind `num_tokens` is ever
+        computed with."""
+        ids = self._block_ids(call, table)
+        if ids.size * self.spec.block_size < num_tokens:
+            raise ValueError(f"[{call}] {num_tokens} tokens do not fit the {ids.size} blocks of the table")
+        stored = plane[ids].reshape(-1, *plane.shape[2:])[:num_tokens]
+        return (from_bfloat16(stored) if self.spec.dtype == "bfloat16" else stored).astype(np.float64)
+
+    def _to_stored(self, name: str, x: np.ndarray) -> np.ndarray:
+        """`x` in the dtype of the storage, rounded to nearest even."""
+        if self.spec.dtype == "bfloat16":
+            if x.dtype == np.uint16:
+                return x
+            if np.issubdtype(x.dtype, np.floating):
+                return to_bfloat16(x)
+        elif np.issubdtype(x.dtype, np.floating):
+            with np.errstate(over="ignore"):  # beyond the largest float16 is infinity, as everywhere
+                return x.astype(_STORED[self.spec.dtype])
+        raise TypeError(f"[write] {name} must be a float array, got {x.dtype}")
+
+
+def _allocate(spec: KVSpec, num_blocks: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Zeroed base arrays and, per layer, the strided view of each plane."""
+    dtype = _STORED[spec.dtype]
+    bases: dict[tuple[str, int], np.ndarray] = {}
+    layers = []
+    for layer in range(spec.num_layers):
+        planes = []
+        for name, dim in spec.planes:
+            layout = spec.plane_layout(name, num_blocks)
+            key = (layout.array, layer if layout.per_layer else 0)
+            if key not in bases:
+                bases[key] = np.zeros(layout.shape, dtype)
+            base = bases[key].reshape(-1)[layout.offset + layer * layout.layer_stride :]
+            strides = (layout.block_stride, layout.slot_stride, layout.head_stride, 1)
+            shape = (num_blocks, spec.block_size, spec.num_kv_heads, dim)
+            planes.append(as_strided(base, shape, [stride * dtype.itemsize for stride in strides]))
+        layers.append((planes[0], planes[1]))
+    return layers
+
+
+def _attend_one(
+    q: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """One query token: weights ``[Hq, C]`` and result ``[Hq, Dv]`` from q ``[Hq, D]``, keys and values ``[C,
+    Hk, ...]``."""
+    num_kv_heads = keys.shape[1]
+    groups = q.astype(np.float64).reshape(num_kv_heads, -1, q.shape[-1])  # contiguous groups of query heads
+    scores = np.einsum("hgd,chd->hgc", groups, keys) * scale
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    result = np.einsum("hgc,chd->hgd", weights, values)
+    return weights.reshape(q.shape[0], -1), result.reshape(q.shape[0], -1)

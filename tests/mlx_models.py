@@ -1,0 +1,118 @@
+"""Tiny random-weight models of mlx-lm, and its stock engines run to the end. Nothing is downloaded."""
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_map
+from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.models import gemma3_text, gpt_oss, llama
+
+VOCAB = 320
+WINDOW = 8  # of sliding layers: shorter than most prompts
+SEED = 7
+
+
+def randomized(model):
+    """Weights large enough that greedy output wanders over many tokens, so that a wrong cache shows."""
+    mx.random.seed(SEED)
+    model.update(
+        tree_map(lambda w: mx.random.normal(w.shape) * 0.25 if w.ndim > 1 else w, model.parameters())
+    )
+    mx.eval(model.parameters())
+    return model
+
+
+def tiny_llama(**options):
+    settings = {
+        "model_type": "llama",
+        "hidden_size": 48,
+        "num_hidden_layers": 3,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": VOCAB,
+        "tie_word_embeddings": False,
+    }
+    return randomized(llama.Model(llama.ModelArgs(**(settings | options))))
+
+
+def tiny_sliding_llama():
+    """Full attention comes second: the first layer's cache is not the one that the first mask is made from."""
+    layer_types = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    return tiny_llama(num_hidden_layers=4, layer_types=layer_types, sliding_window=WINDOW)
+
+
+def tiny_gemma3():
+    return randomized(
+        gemma3_text.Model(
+            gemma3_text.ModelArgs(
+                model_type="gemma3_text",
+                hidden_size=48,
+                num_hidden_layers=4,
+                intermediate_size=64,
+                num_attention_heads=4,
+                head_dim=8,
+                vocab_size=VOCAB,
+                num_key_value_heads=2,
+                query_pre_attn_scalar=8,
+                sliding_window=WINDOW,
+                sliding_window_pattern=3,
+            )
+        )
+    )
+
+
+def tiny_gpt_oss():
+    return randomized(
+        gpt_oss.Model(
+            gpt_oss.ModelArgs(
+                num_hidden_layers=4,
+                num_local_experts=4,
+                num_experts_per_tok=2,
+                vocab_size=VOCAB,
+                hidden_size=48,
+                intermediate_size=32,
+                head_dim=8,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                sliding_window=WINDOW,
+            )
+        )
+    )
+
+
+def random_prompts(lengths, seed=1):
+    print(f"prompt seed {seed}")
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCAB, n).tolist() for n in lengths]
+
+
+# Mixed lengths, on both sides of the window and of block boundaries; one prompt is a single token.
+PROMPTS = (3, 6, 40, 1, 17, 29, 9, 8)
+# Small enough that prefill is chunked and right-padded, batches are extended, split and filtered on the way.
+SMALL_STEPS = {"prefill_batch_size": 3, "completion_batch_size": 4, "prefill_step_size": 7}
+
+
+def batch_tokens(model, prompts, max_tokens=16, *, caches=None, on_step=None, **options):
+    """Tokens per prompt from mlx-lm's BatchGenerator. ``on_step(generator, uids)`` is called after every step."""
+    limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
+    generator = BatchGenerator(model, **(SMALL_STEPS | options))
+    uids = generator.insert(prompts, limits, caches=caches)
+    tokens = {uid: [] for uid in uids}
+    while True:
+        prompt_responses, responses = generator.next()
+        for response in responses:
+            tokens[response.uid].append(response.token)
+        if not prompt_responses and not responses:
+            break
+        if on_step is not None:
+            on_step(generator, uids)
+    generator.close()
+    return [tokens[uid] for uid in uids]
+
+
+def solo_tokens(model, prompt, max_tokens=16, **options):
+    """Tokens of one prompt from mlx-lm's generate_step."""
+    steps = generate_step(mx.array(prompt), model, max_tokens=max_tokens, prefill_step_size=7, **options)
+    return [int(token) for token, _ in steps]

@@ -1,0 +1,325 @@
+"""The numpy backend passes the conformance kit, and the kit catches backends with one planted fault each.
+
+`Simple` answers like the numpy backend from small parts; every broken backend replaces one part. A fault must
+be caught by the case that is meant for it, not only by some accident.
+"""
+
+import numpy as np
+import pytest
+
+from kvpool.protocol import ArrayPlan
+from kvpool.testing import conformance
+from kvpool_backends.numpy import NumpyBackend
+from kvpool_backends.numpy import backend as numpy_backend
+
+
+@pytest.mark.parametrize("case", conformance.CASES, ids=lambda case: case.__name__)
+def test_numpy_backend_conforms(case):
+    conformance.check_backend(NumpyBackend, [case])
+
+
+def test_numpy_backend_leaves_out_only_the_case_about_refusals():
+    outcome = conformance.check_backend(NumpyBackend)
+    assert [name for name, result in outcome.items() if result != "passed"] == ["refused_specs_raise"]
+
+
+# ---------------------------------------------------------------------- planted faults
+
+
+class Simple(NumpyBackend):
+    """Attention from parts that can be replaced."""
+
+    def visible(self, seq_len, q_len, j):
+        return seq_len - q_len + j + 1
+
+    def kv_head(self, head, num_q_heads):
+        return head // (num_q_heads // self.spec.num_kv_heads)
+
+    def context(self, plane, table, seq_len):
+        return self._context("attend", plane, table[: -(-seq_len // self.spec.block_size)], seq_len)
+
+    def one(self, q, k, v, visible, scale):
+        """Query [D], context [C, D] of one head."""
+        scores = k[:visible] @ q * scale
+        weights = np.exp(scores - scores.max())
+        return weights / weights.sum() @ v[:visible]
+
+    def attend(self, layer, q, plan, scale=None, *, return_attn=False):
+        if return_attn:
+            return super().attend(layer, q, plan, scale, return_attn=True)
+        self._check_queries(q, plan.cu_q_lens, plan.seq_lens)
+        scale = self.spec.head_dim**-0.5 if scale is None else scale
+        out = np.zeros((*q.shape[:2], self.spec.value_head_dim))
+        planes = self._layer("attend", layer)
+        for row, seq_len in enumerate(plan.seq_lens.tolist()):
+            begin, end = plan.cu_q_lens[row : row + 2].tolist()
+            if begin < end:
+                k, v = (self.context(plane, plan.block_tables[row], seq_len) for plane in planes)
+            for token in range(begin, end):
+                visible = self.visible(seq_len, end - begin, token - begin)
+                for head in range(q.shape[1]):
+                    kv = self.kv_head(head, q.shape[1])
+                    out[token, head] = self.one(
+                        q[token, head].astype(float), k[:, kv], v[:, kv], visible, scale
+                    )
+        return out.astype(np.float32)
+
+
+class HidesTheNewestToken(Simple):
+    def visible(self, seq_len, q_len, j):
+        return max(1, super().visible(seq_len, q_len, j) - 1)
+
+
+class SeesTheNextToken(Simple):
+    def visible(self, seq_len, q_len, j):
+        return min(seq_len, super().visible(seq_len, q_len, j) + 1)
+
+
+class MasksNothingInAChunk(Simple):
+    def visible(self, seq_len, q_len, j):
+        return seq_len
+
+
+class MapsHeadsRoundRobin(Simple):
+    def kv_head(self, head, num_q_heads):
+        return head % self.spec.num_kv_heads
+
+
+class ReadsOneSlotTooMany(Simple):
+    def context(self, plane, table, seq_len):
+        return self._context("attend", plane, table[: seq_len // self.spec.block_size + 1], seq_len + 1)
+
+    def visible(self, seq_len, q_len, j):
+        return super().visible(seq_len, q_len, j) + 1
+
+
+class WeighsUnusedSlotsWithZero(Simple):
+    """The whole last block takes part; a mask sets its weights to 0, and 0 * NaN is NaN."""
+
+    def context(self, plane, table, seq_len):
+        blocks = -(-seq_len // self.spec.block_size)
+        return self._context("attend", plane, table[:blocks], blocks * self.spec.block_size)
+
+    def one(self, q, k, v, visible, scale):
+        scores = np.where(np.arange(len(k)) < visible, k @ q * scale, -np.inf)
+        weights = np.exp(scores - scores.max())
+        return weights / weights.sum() @ v
+
+
+class ForgetsAFullLastBlock(Simple):
+    """seq_len % block_size as the number of tokens in the last block: 0 when it is full."""
+
+    def visible(self, seq_len, q_len, j):
+        visible, size = super().visible(seq_len, q_len, j), self.spec.block_size
+        return visible if visible % size else max(1, visible - size)
+
+
+class IgnoresTheTable(Simple):
+    def context(self, plane, table, seq_len):
+        return super().context(plane, np.arange(1, len(table) + 1), seq_len)
+
+
+class IgnoresScale(Simple):
+    def attend(self, layer, q, plan, scale=None, *, return_attn=False):
+        return super().attend(layer, q, plan, None, return_attn=return_attn)
+
+
+class AnswersPaddingWithOnes(NumpyBackend):
+    def attend(self, layer, q, plan, scale=None, *, return_attn=False):
+        out = super().attend(layer, q, plan, scale)
+        out[plan.cu_q_lens[-1] :] = 1
+        return out
+
+
+class WritesNegativeSlots(NumpyBackend):
+    """As array indexing does: slot -1 is the last slot of the pool."""
+
+    def write(self, layer, k, v, plan):
+        slots = plan.slot_mapping % (self.num_blocks * self.spec.block_size)
+        super().write(layer, k, v, ArrayPlan(slot_mapping=slots))
+
+
+class AddsInsteadOfOverwriting(NumpyBackend):
+    def write(self, layer, k, v, plan):
+        before = [plane.copy() for plane in self._planes[layer]]
+        super().write(layer, k, v, plan)
+        for plane, old in zip(self._planes[layer], before, strict=True):
+            if self.spec.dtype == "float32":
+                plane += np.where(plane != old, np.nan_to_num(old, posinf=0, neginf=0), 0)
+
+
+class CopiesTheWholeBlock(NumpyBackend):
+    def copy_blocks(self, plan):
+        copies = np.array(getattr(plan, "copies", plan))
+        copies[:, 2] = self.spec.block_size
+        super().copy_blocks(copies)
+
+
+class CopiesTheFirstLayer(NumpyBackend):
+    def copy_blocks(self, plan):
+        planes, self._planes = self._planes, self._planes[:1]
+        super().copy_blocks(plan)
+        self._planes = planes
+
+
+class CopiesKeysOnly(NumpyBackend):
+    def copy_blocks(self, plan):
+        planes, self._planes = self._planes, [(k, k) for k, _ in self._planes]
+        super().copy_blocks(plan)
+        self._planes = planes
+
+
+class WritesBeforeItCopies(NumpyBackend):
+    """Copies wait in a queue until the first read."""
+
+    def __init__(self, spec, num_blocks):
+        super().__init__(spec, num_blocks)
+        self.queue = []
+
+    def copy_blocks(self, plan):
+        self.queue.append(np.array(getattr(plan, "copies", plan)))
+
+    def attend(self, layer, q, plan, scale=None, *, return_attn=False):
+        for copies in self.queue:
+            super().copy_blocks(copies)
+        self.queue.clear()
+        return super().attend(layer, q, plan, scale, return_attn=return_attn)
+
+
+class TruncatesBfloat16(NumpyBackend):
+    def _to_stored(self, name, x):
+        if self.spec.dtype == "bfloat16":
+            return (np.ascontiguousarray(x, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        return super()._to_stored(name, x)
+
+
+class HandsOutItsStorage(NumpyBackend):
+    def gather(self, layer, blocks, num_tokens=None):
+        if len(blocks) == 1 and self.spec.dtype == "float32" and self.spec.layout == "NHD":
+            return tuple(plane[blocks[0]][:num_tokens] for plane in self._planes[layer])
+        return super().gather(layer, blocks, num_tokens)
+
+
+class GathersUnordered(NumpyBackend):
+    def gather(self, layer, blocks, num_tokens=None):
+        return super().gather(layer, np.sort(blocks), num_tokens)
+
+
+class ExportsValuesFirst(NumpyBackend):
+    def _plane_columns(self):
+        self._planes = [planes[::-1] for planes in self._planes]
+        yield from super()._plane_columns()
+        self._planes = [planes[::-1] for planes in self._planes]
+
+
+class ZeroesTheNeighbourToo(NumpyBackend):
+    def zero(self, blocks):
+        ids = self._block_ids("zero", blocks)
+        super().zero(np.union1d(ids, (ids + 1) % self.num_blocks))
+
+
+class LeavesOutTheReservedBlock(NumpyBackend):
+    def export_blocks(self, blocks):
+        return super().export_blocks([block for block in blocks if block])
+
+
+class ChecksAfterItWrote(NumpyBackend):
+    def copy_blocks(self, plan):
+        for copy in np.array(getattr(plan, "copies", plan)):
+            super().copy_blocks(copy[None])
+
+
+class AcceptsAnyLayer(NumpyBackend):
+    def _layer(self, call, layer):
+        return self._planes[layer % self.spec.num_layers]
+
+
+FAULTS = {
+    HidesTheNewestToken: "decode_equals_dense_attention",
+    SeesTheNextToken: "ragged_chunks_equal_dense_attention",
+    MasksNothingInAChunk: "ragged_chunks_equal_dense_attention",
+    MapsHeadsRoundRobin: "decode_equals_dense_attention",
+    ReadsOneSlotTooMany: "decode_equals_dense_attention",
+    WeighsUnusedSlotsWithZero: "unused_slots_never_matter",
+    ForgetsAFullLastBlock: "decode_equals_dense_attention",
+    IgnoresTheTable: "placement_changes_nothing",
+    IgnoresScale: "scale_is_applied",
+    AnswersPaddingWithOnes: "padding_is_inert",
+    WritesNegativeSlots: "padding_is_inert",
+    AddsInsteadOfOverwriting: "copies_writes_reads_happen_in_order",
+    CopiesTheWholeBlock: "copies_take_exactly_the_valid_tokens",
+    CopiesTheFirstLayer: "copies_take_exactly_the_valid_tokens",
+    CopiesKeysOnly: "copies_take_exactly_the_valid_tokens",
+    WritesBeforeItCopies: "copies_writes_reads_happen_in_order",
+    TruncatesBfloat16: "written_values_are_rounded_to_nearest_even",
+    HandsOutItsStorage: "gather_copies_tokens_in_logical_order",
+    GathersUnordered: "gather_copies_tokens_in_logical_order",
+    ExportsValuesFirst: "exported_blocks_hold_the_documented_bytes",
+    ZeroesTheNeighbourToo: "zero_clears_only_what_it_names",
+    LeavesOutTheReservedBlock: "copies_take_exactly_the_valid_tokens",
+    ChecksAfterItWrote: "misuse_is_refused_before_a_byte_changes",
+    AcceptsAnyLayer: "misuse_is_refused_before_a_byte_changes",
+}
+
+
+def test_simple_backend_without_a_fault_conforms():
+    conformance.check_backend(Simple)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # faults compute with NaN
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_planted_fault_is_caught_by_its_case(fault):
+    cases = [case for case in conformance.CASES if case.__name__ == FAULTS[fault]]
+    with pytest.raises(AssertionError, match="1 of 1 cases failed"):
+        conformance.check_backend(fault, cases)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_planted_faults_in_an_engine_are_caught_by_random_steps_alone():
+    """The random engine needs no help of the other cases for the faults that corrupt sequences."""
+    engine = [case for case in conformance.CASES if case.__name__ == "engine_steps_equal_dense_attention"]
+    for fault in (
+        CopiesTheFirstLayer,
+        CopiesKeysOnly,
+        HidesTheNewestToken,
+        WritesNegativeSlots,
+        IgnoresTheTable,
+    ):
+        with pytest.raises(AssertionError):
+            conformance.check_backend(fault, engine)
+
+
+def test_check_backend_names_every_failed_case_and_chains_the_first():
+    class Broken(NumpyBackend):
+        def zero(self, blocks):
+            raise RuntimeError("no such kernel")
+
+    with pytest.raises(AssertionError, match=r"zero_clears.*no such kernel") as caught:
+        conformance.check_backend(Broken)
+    assert caught.value.__cause__ is not None
+    assert "import_restores_what_export_took" in str(caught.value)
+
+
+def test_capabilities_narrow_what_the_kit_tries():
+    class Narrow(NumpyBackend):
+        def __init__(self, spec, num_blocks):
+            super().__init__(spec, num_blocks)
+            refusal = self.capabilities().refusal(spec)
+            if refusal:
+                raise ValueError(f"[Narrow] {refusal}")
+
+        def capabilities(self):
+            return numpy_backend.Capabilities(
+                name="narrow",
+                layouts=("HND",),
+                dtypes=("float16",),
+                head_dims=(64,),
+                block_sizes=(16,),
+                max_q_heads_per_kv_head=4,
+                mixed_head_dims=False,
+                return_attn=False,
+            )
+
+    outcome = conformance.check_backend(Narrow)
+    left_out = {name for name, result in outcome.items() if result == "not applicable"}
+    assert left_out == {"value_heads_may_have_another_dim", "attention_weights_are_returned"}

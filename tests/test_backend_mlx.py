@@ -1,0 +1,133 @@
+"""The MLX backend: the conformance kit, and what is particular to MLX: donation, its copies, its values."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from kvpool.config import KVSpec
+from kvpool.protocol import ArrayPlan
+from kvpool.testing import conformance
+from kvpool_backends.mlx import MLXBackend
+
+# It returns no attention weights, and takes every dtype that the kit tries.
+NOT_APPLICABLE = ("attention_weights_are_returned", "refused_specs_raise")
+SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", block_size=4)
+
+
+@pytest.mark.parametrize("case", conformance.CASES, ids=lambda case: case.__name__)
+def test_mlx_backend_conforms(case):
+    try:
+        case(MLXBackend)
+    except conformance.NotApplicable:
+        assert case.__name__ in NOT_APPLICABLE
+
+
+def tokens(value, count=4):
+    shape = (count, SPEC.num_kv_heads, SPEC.head_dim)
+    return mx.full(shape, float(value)), mx.full(shape, -float(value))
+
+
+def one_row(backend, block, length=4):
+    """The arrays of a step that writes all `length` tokens of a sequence that lies in one block."""
+    slots = np.arange(length, dtype=np.int32) + block * SPEC.block_size
+    return backend.step_arrays(ArrayPlan(np.int32([[block]]), slot_mapping=slots), np.array([length]))
+
+
+def test_writes_after_settle_stay_in_place():
+    backend = MLXBackend(SPEC, 8)
+    for step in range(5):
+        for layer in range(SPEC.num_layers):
+            arrays = one_row(backend, 1 + step)
+            backend.write_tokens(layer, *tokens(step), arrays)
+            mx.async_eval(backend.read(layer, arrays))
+        assert backend.settle() == 0
+    assert backend.memory().pool_copies == 0
+
+
+def test_a_write_while_a_read_is_outstanding_is_counted_as_a_copy():
+    backend = MLXBackend(SPEC, 8)
+    arrays = one_row(backend, 1)
+    backend.write_tokens(0, *tokens(1), arrays)
+    backend.settle()
+    outstanding = backend.read(0, arrays)  # built on the pool of now, not evaluated
+    backend.write_tokens(0, *tokens(2), arrays)
+    assert backend.settle() == 2  # K and V of layer 0 moved, layer 1 did not
+    assert float(outstanding[0].min()) == float(outstanding[0].max()) == 1.0
+    assert backend.pool_copies == backend.memory().pool_copies == 2
+
+
+@pytest.mark.parametrize("evaluate_first", ["writer", "reader", "together"])
+def test_blocks_may_be_rewritten_while_the_reads_of_their_last_owner_are_in_flight(evaluate_first):
+    backend = MLXBackend(SPEC, 8)
+    old = one_row(backend, 3)
+    backend.write_tokens(0, *tokens(5), old)
+    reader = backend.read(0, old)
+    new = one_row(backend, 3)  # the same block, given to another sequence
+    backend.write_tokens(0, *tokens(9), new)
+    writer = backend.read(0, new)
+    order = {"writer": [writer, reader], "reader": [reader, writer], "together": [[reader, writer]]}
+    for arrays in order[evaluate_first]:
+        mx.async_eval(arrays)
+    for (k, v), value in ((reader, 5.0), (writer, 9.0)):
+        assert np.array_equal(np.array(k), np.full((1, 2, 4, 8), value))
+        assert np.array_equal(np.array(v), np.full((1, 2, 4, 8), -value))
+
+
+def test_rows_of_unequal_length_read_zero_values_past_their_end():
+    backend = MLXBackend(SPEC, 8)
+    for block in range(8):  # what is not written below is NaN
+        backend.write_tokens(0, *tokens(np.nan), one_row(backend, block))
+    backend.write_tokens(0, *tokens(1), one_row(backend, 1))
+    backend.write_tokens(0, *(x[:1] for x in tokens(2)), one_row(backend, 2, length=1))
+    plan = ArrayPlan(np.int32([[1], [2]]), slot_mapping=np.zeros(0, np.int32))
+    k, v = backend.read(0, backend.step_arrays(plan, np.array([4, 1])))
+    assert k.shape == v.shape == (2, 2, 4, 8)
+    assert np.array_equal(np.array(v[1, 0, :, 0]), [-2, 0, 0, 0])
+    assert np.isnan(np.array(k[1, 0, 1:, 0])).all()  # keys are left to the mask
+
+
+def test_storage_is_allocated_once_and_reported_in_bytes():
+    mx.reset_peak_memory()
+    backend = MLXBackend(SPEC, 64)
+    report = backend.memory()
+    assert report.pool_nbytes == 64 * SPEC.block_nbytes == sum(
+        plane.nbytes for layer in range(2) for plane in backend.planes(layer)
+    )
+    assert report.mlx_peak_nbytes >= report.pool_nbytes
+
+
+def refuse(exception, call, function, *arguments, **options):
+    with pytest.raises(exception) as caught:
+        function(*arguments, **options)
+    assert str(caught.value).startswith(f"[{call}] ")
+
+
+def test_bad_arguments_are_refused_before_a_byte_changes():
+    backend = MLXBackend(SPEC, 4)
+    k, v = tokens(1)
+    plan = ArrayPlan(slot_mapping=np.arange(4, dtype=np.int32))
+    before = backend.export_blocks(range(4))
+    refuse(ValueError, "write", backend.write, 0, k[:3], v, plan)
+    refuse(ValueError, "write", backend.write, 0, k, v[..., :4], plan)
+    refuse(IndexError, "write", backend.write, 2, k, v, plan)
+    refuse(IndexError, "write", backend.write, -1, k, v, plan)
+    refuse(IndexError, "write", backend.write, 0, k, v, ArrayPlan(slot_mapping=np.int32([0, 1, 2, 16])))
+    refuse(IndexError, "copy_blocks", backend.copy_blocks, np.int32([[0, 4, 1]]))
+    refuse(ValueError, "copy_blocks", backend.copy_blocks, np.int32([[0, 1, 5]]))
+    refuse(ValueError, "copy_blocks", backend.copy_blocks, np.int32([0, 1, 1]))
+    refuse(IndexError, "zero", backend.zero, [-1])
+    refuse(TypeError, "zero", backend.zero, [1.0])
+    refuse(IndexError, "gather", backend.gather, 0, [4])
+    refuse(ValueError, "gather", backend.gather, 0, [1], 5)
+    refuse(ValueError, "import_blocks", backend.import_blocks, [1, 1], before[:2])
+    refuse(ValueError, "import_blocks", backend.import_blocks, [1], before[:, :-1])
+    refuse(TypeError, "import_blocks", backend.import_blocks, [1], before[:1].astype(np.int8))
+    refuse(ValueError, "attend", backend.attend, 0, k[:, :1], plan)
+    refuse(ValueError, "attend", backend.attend, 0, k, plan, return_attn=True)
+    assert np.array_equal(backend.export_blocks(range(4)), before)
+
+
+def test_bad_construction_is_refused():
+    refuse(ValueError, "MLXBackend", MLXBackend, KVSpec(1, 1, 8, layout="HND"), 4)
+    refuse(ValueError, "MLXBackend", MLXBackend, SPEC, 0)
+    refuse(TypeError, "MLXBackend", MLXBackend, SPEC, True)

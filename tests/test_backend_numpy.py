@@ -1,0 +1,205 @@
+"""The numpy backend beyond the conformance kit: rounding bit by bit, exactness, own inputs, refusals."""
+
+import numpy as np
+import pytest
+
+from kvpool.config import LAYOUTS, KVSpec
+from kvpool.protocol import ArrayPlan
+from kvpool.testing.dense import dense_attention, round_to, stored_bytes
+from kvpool_backends.numpy import NumpyBackend
+from kvpool_backends.numpy.bfloat16 import from_bfloat16, to_bfloat16
+
+SEED = 7
+
+
+def slots(*numbers):
+    return ArrayPlan(slot_mapping=np.array(numbers, np.int32))
+
+
+# ---------------------------------------------------------------------- bfloat16
+
+
+@pytest.mark.parametrize(
+    ("value", "bits"),
+    [
+        (1.0, 0x3F80),
+        (-2.0, 0xC000),
+        (0.0, 0x0000),
+        (-0.0, 0x8000),
+        (np.inf, 0x7F80),
+        (-np.inf, 0xFF80),
+        (1 + 2.0**-8, 0x3F80),  # a tie, down to the even neighbour
+        (1 + 3 * 2.0**-8, 0x3F82),  # a tie, up to the even neighbour
+        (1 + 2.0**-8 + 2.0**-20, 0x3F81),  # just above the tie
+        (3.4e38, 0x7F80),  # above the largest bfloat16 by more than half a place
+        (3.3895314e38, 0x7F7F),  # the largest one
+        (9.1835e-41, 0x0001),  # the smallest subnormal
+        (1e300, 0x7F80),  # a float64 beyond float32
+    ],
+)
+def test_to_bfloat16_of_a_known_value_has_the_known_bits(value, bits):
+    assert to_bfloat16(np.array([value]))[0] == bits
+
+
+def test_to_bfloat16_rounds_random_bits_like_the_oracle():
+    bits = np.random.default_rng(SEED).integers(0, 2**32, 200_000, dtype=np.uint32)
+    with np.errstate(invalid="ignore"):
+        x = bits.view(np.float32)
+        assert np.array_equal(from_bfloat16(to_bfloat16(x)), round_to(x, "bfloat16"), equal_nan=True)
+
+
+def test_bfloat16_round_trips_all_patterns_and_keeps_nan():
+    every = np.arange(2**16, dtype=np.uint16)
+    values = from_bfloat16(every)
+    again = to_bfloat16(values)
+    nan = np.isnan(values)
+    assert np.array_equal(again[~nan], every[~nan])
+    assert np.isnan(from_bfloat16(again[nan])).all() and nan.sum() == 2 * 127
+    assert np.array_equal(again[nan] >> 15, every[nan] >> 15)
+
+
+def test_to_bfloat16_keeps_shape_and_accepts_strided_input():
+    x = np.arange(24, dtype=np.float32).reshape(4, 6)[::2, ::3]
+    assert np.array_equal(from_bfloat16(to_bfloat16(x)), x)
+    assert to_bfloat16(np.float32(1.0)).shape == ()
+
+
+def test_oracle_rounds_float16_like_numpy():
+    """The oracle itself, against numpy's conversion."""
+    x = np.random.default_rng(SEED).integers(0, 2**32, 200_000, dtype=np.uint32).view(np.float32)
+    x = np.concatenate([x[np.abs(x) < 1e6], np.float32([65519.99, 65520, 6e-8, 2.9e-8, np.nan])])
+    with np.errstate(over="ignore", invalid="ignore"):
+        assert np.array_equal(x.astype(np.float16).astype(np.float32), round_to(x, "float16"), equal_nan=True)
+
+
+def test_oracle_bytes_of_bfloat16_are_the_upper_halves():
+    assert stored_bytes(np.array([1.0, -2.0]), "bfloat16").tolist() == [0x80, 0x3F, 0x00, 0xC0]
+    assert stored_bytes(np.array([1.0]), "float16").tolist() == [0x00, 0x3C]
+
+
+# ---------------------------------------------------------------------- exactness
+
+
+def test_attend_equals_float64_dense_attention_to_the_last_digits():
+    spec = KVSpec(1, 2, 16, "float32", 4, layout="HND")
+    rng = np.random.default_rng(SEED)
+    k, v = rng.standard_normal((2, 300, 2, 16)).astype(np.float32)
+    q = rng.standard_normal((300, 6, 16))
+    blocks = rng.permutation(np.arange(1, 76))
+    positions = np.arange(300)
+    table = blocks[None].astype(np.int32)
+    plan = ArrayPlan(table, np.array([300]), np.array([0, 300]), blocks[positions // 4] * 4 + positions % 4)
+    backend = NumpyBackend(spec, 76)
+    backend.write(0, k, v, plan)
+    out, attn = backend.attend(0, q, plan, return_attn=True)
+    expected, weights = dense_attention(q, k, v)
+    assert out.dtype == np.float64
+    assert np.abs(out - expected).max() < 1e-14
+    assert np.abs(attn - weights).max() < 1e-15
+
+
+def test_attend_with_huge_scores_stays_finite():
+    backend = NumpyBackend(KVSpec(1, 1, 8, "float32", 4), 2)
+    k = np.full((2, 1, 8), 1e4, np.float32)
+    v = np.array([1.0, 3.0], np.float32)[:, None, None] * np.ones((2, 1, 8), np.float32)
+    backend.write(0, k, v, slots(4, 5))
+    plan = ArrayPlan(np.array([[1]]), np.array([2]), np.array([0, 1]), np.array([-1]))
+    assert np.allclose(backend.attend(0, np.full((1, 1, 8), 1e4, np.float32), plan), 2.0)
+
+
+def test_write_of_bfloat16_patterns_stores_them_as_they_are():
+    backend = NumpyBackend(KVSpec(1, 1, 2, "bfloat16", 2), 2)
+    bits = np.array([0x3F80, 0x7FC1], np.uint16).reshape(1, 1, 2)
+    backend.write(0, bits, bits, slots(3))
+    assert backend.export_blocks([1])[0, 4:8].view(np.uint16).tolist() == [0x3F80, 0x7FC1]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_storage_is_taken_once_and_has_the_size_of_the_spec(layout):
+    spec = KVSpec(3, 2, 8, "float16", 4, layout=layout)
+    backend = NumpyBackend(spec, 5)
+    bases = {}
+    for planes in backend._planes:
+        for plane in planes:
+            base = plane
+            while base.base is not None:
+                base = base.base
+            bases[id(base)] = base.nbytes
+    assert sum(bases.values()) == spec.pool_nbytes(5)
+
+
+def test_results_own_their_memory():
+    backend = NumpyBackend(KVSpec(1, 1, 4, "float32", 2), 3)
+    plan = ArrayPlan(np.array([[1]]), np.array([1]), np.array([0, 1]), np.array([2]))
+    ones = np.ones((1, 1, 4), np.float32)
+    backend.write(0, ones, ones, plan)
+    for result in (*backend.gather(0, [1]), backend.attend(0, ones, plan), backend.export_blocks([1])):
+        for planes in backend._planes:
+            assert not any(np.shares_memory(result, plane) for plane in planes)
+
+
+def test_int64_plans_and_lists_of_ids_are_accepted():
+    backend = NumpyBackend(KVSpec(1, 1, 4, "float32", 2), 4)
+    ones = np.ones((1, 1, 4), np.float32)
+    backend.write(0, ones, ones, ArrayPlan(slot_mapping=np.array([6], np.int64)))
+    backend.copy_blocks(np.array([[3, 1, 1]], np.int64))
+    assert backend.gather(0, [1], 1)[0].tolist() == [[[1.0] * 4]]
+    backend.zero((1,))
+    assert not backend.gather(0, np.array([1], np.uint8))[0].any()
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "error"),
+    [(0, ValueError), (-1, ValueError), (True, TypeError), (2.0, TypeError), ("2", TypeError)],
+)
+def test_backend_with_a_bad_number_of_blocks_is_refused(num_blocks, error):
+    with pytest.raises(error, match=r"\[NumpyBackend\] num_blocks"):
+        NumpyBackend(KVSpec(1, 1, 4), num_blocks)
+
+
+def test_backend_without_a_spec_is_refused():
+    with pytest.raises(TypeError, match="spec must be a KVSpec"):
+        NumpyBackend({"num_layers": 1}, 4)
+
+
+def call(name, *args):
+    return lambda backend: getattr(backend, name)(*args)
+
+
+ONE = np.ones((1, 2, 4), np.float32)
+ROW = {"block_tables": np.array([[1]]), "seq_lens": np.array([1]), "cu_q_lens": np.array([0, 1])}
+
+
+@pytest.mark.parametrize(
+    ("misuse", "error"),
+    [
+        (call("write", 0, ONE.astype(np.int32), ONE, slots(4)), TypeError),
+        (call("write", 0, ONE.astype(np.uint16), ONE, slots(4)), TypeError),
+        (call("write", True, ONE, ONE, slots(4)), TypeError),
+        (call("write", 0.0, ONE, ONE, slots(4)), TypeError),
+        (call("write", 0, ONE[0], ONE, slots(4)), ValueError),
+        (call("write", 0, ONE, ONE, slots(12)), IndexError),
+        (call("attend", 0, ONE.astype(np.int64), ArrayPlan(**ROW)), TypeError),
+        (call("attend", 0, ONE[:, :0], ArrayPlan(**ROW)), ValueError),
+        (call("attend", 0, ONE, ArrayPlan(**ROW | {"cu_q_lens": np.array([0, 2])})), ValueError),
+        (call("attend", 0, ONE, ArrayPlan(**ROW | {"cu_q_lens": np.array([1, 1])})), ValueError),
+        (call("attend", 0, ONE, ArrayPlan(**ROW | {"cu_q_lens": np.array([0])})), ValueError),
+        (call("attend", 0, ONE, ArrayPlan(**ROW | {"seq_lens": np.array([0])})), ValueError),
+        (call("attend", 0, ONE, ArrayPlan(**ROW | {"seq_lens": np.array([5])})), ValueError),
+        (call("attend", 0, ONE, ArrayPlan(**ROW | {"block_tables": np.array([[3]])})), IndexError),
+        (call("attend", 0, ONE, ArrayPlan(**ROW | {"block_tables": np.array([[-1]])})), IndexError),
+        (call("copy_blocks", np.zeros((2, 2), np.int32)), ValueError),
+        (call("zero", [[1]]), ValueError),
+        (call("gather", 0, [1], -1), ValueError),
+        (call("import_blocks", [1], np.zeros((1, 128), np.int8)), TypeError),
+    ],
+)
+def test_misuse_raises_and_changes_nothing(misuse, error):
+    backend = NumpyBackend(KVSpec(1, 2, 4, "float32", 4), 3)
+    before = backend.export_blocks([0, 1, 2])
+    with pytest.raises(error, match=r"^\[\w+\] "):
+        misuse(backend)
+    assert np.array_equal(backend.export_blocks([0, 1, 2]), before)

@@ -1,0 +1,205 @@
+"""The ``kvpool`` command: what it prints, what it refuses, and how it exits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from kvpool.cli import main
+
+LLAMA_8B = {
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "max_position_embeddings": 8192,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA_8B))
+    return path
+
+
+def run_python(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=60)
+
+
+def refusal(capsys, *argv: str) -> str:
+    """Run a command that must be refused; return what it said, after checking that it reads well."""
+    status: object
+    try:
+        status = main(argv)
+    except SystemExit as exc:  # argparse's way out
+        status = exc.code
+    out, err = capsys.readouterr()
+    assert status == 2
+    assert out == ""
+    assert "Traceback" not in err
+    return err
+
+
+def test_help_lists_exactly_the_commands_that_exist(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["--help"])
+    assert exit_info.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    listed = [line.split()[0] for line in lines if line.startswith("    ") and not line.startswith("     ")]
+    assert listed == ["demo", "plan", "doctor"]
+
+
+@pytest.mark.parametrize("command", ["demo", "plan", "doctor"])
+def test_command_help_names_json_and_exits_zero(capsys, command):
+    with pytest.raises(SystemExit) as exit_info:
+        main([command, "--help"])
+    assert exit_info.value.code == 0
+    assert "--json" in capsys.readouterr().out
+
+
+def test_help_without_optional_packages_works():
+    code = """
+import sys
+for name in ("mlx", "mlx_lm", "rich", "matplotlib", "kvpool_backends"):
+    sys.modules[name] = None
+from kvpool.cli import main
+main(["demo", "--help"])
+"""
+    result = run_python("-c", code)
+    assert result.returncode == 0, result.stderr
+    assert "--out" in result.stdout
+
+
+def test_module_run_is_the_same_command():
+    result = run_python("-m", "kvpool", "--version")
+    assert result.returncode == 0
+    assert result.stdout.startswith("kvpool ")
+
+
+def test_reader_that_goes_away_leaves_no_traceback():
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "kvpool", "doctor"]
+    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writer)
+    assert result.returncode == 1
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize("argv", [[], ["serve"], ["plan"], ["demo", "--frobnicate"]])
+def test_unknown_or_missing_arguments_are_refused(capsys, argv):
+    assert refusal(capsys, *argv).splitlines()[-1].startswith("kvpool")
+
+
+def test_plan_json_gives_the_numbers_of_a_known_model(capsys, config):
+    assert main(["plan", "--model", str(config), "--memory", "16GiB", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    # 2 (k, v) * 32 layers * 8 heads * 128 * 2 bytes = 128 KiB per token, 2 MiB per block of 16
+    assert facts["token_nbytes"] == 131072
+    assert facts["block_nbytes"] == 2 * 2**20
+    assert facts["num_blocks"] == 8192
+
+
+def test_plan_takes_folder_and_block_size_and_prints_text(capsys, config):
+    assert (
+        main(["plan", "--model", str(config.parent), "--memory", str(16 * 2**30), "--block-size", "32"]) == 0
+    )
+    out = capsys.readouterr().out
+    assert "4096 blocks" in out
+    assert "4194304 per block of 32 tokens" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--memory", "much"], "'much'"),
+        (["--memory", "16GiB", "--block-size", "0"], "block_size"),
+        (["--memory", "16GiB", "--block-size", "many"], "--block-size"),
+        (["--memory", "16GiB", "--dtype", "int3"], "int3"),
+        (["--memory", "16GiB", "--max-len", "-1"], "max_len"),
+        (["--memory", "1MiB"], "no usable block"),
+    ],
+)
+def test_plan_bad_value_is_named(capsys, config, options, said):
+    assert said in refusal(capsys, "plan", "--model", str(config), *options)
+
+
+def test_plan_missing_or_broken_config_is_named(capsys, tmp_path):
+    missing = tmp_path / "nowhere.json"
+    assert f"--model {missing}: No such file" in refusal(
+        capsys, "plan", "--model", str(missing), "--memory", "1GiB"
+    )
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+    assert "is not JSON" in refusal(capsys, "plan", "--model", str(broken), "--memory", "1GiB")
+
+
+def test_doctor_json_tells_versions_backends_and_memory(capsys):
+    assert main(["doctor", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["python"] == sys.version.split()[0]
+    assert facts["packages"]["numpy"] == np.__version__
+    assert facts["core"]["compiled"] is True
+    assert facts["backends"]["numpy"] is None
+    assert isinstance(facts["metal"]["available"], bool)
+    assert 0 < facts["memory"]["available_nbytes"] <= facts["memory"]["total_nbytes"]
+
+
+def test_doctor_text_is_short_and_aligned(capsys):
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 20
+    starts = {line[: line.index("  ")] for line in lines}
+    assert {"Python", "kvpool", "core", "numpy", "mlx", "Metal", "memory", "backend numpy"} <= starts
+
+
+def test_doctor_without_mlx_says_why_and_still_succeeds():
+    code = """
+import sys
+sys.modules["mlx"] = None
+from kvpool.cli import main
+sys.exit(main(["doctor", "--json"]))
+"""
+    result = run_python("-c", code)
+    assert result.returncode == 0, result.stderr
+    facts = json.loads(result.stdout)
+    assert facts["metal"]["available"] is False
+    assert "mlx" in facts["metal"]["reason"]
+    assert "pip install" in facts["backends"]["mlx"]
+    assert facts["backends"]["numpy"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--out", "{tmp}"], "this is a folder"),
+        (["--out", "{tmp}/no/where.png"], "there is no folder"),
+        (["--model", "{tmp}/no/model"], "there is no such folder"),
+    ],
+)
+def test_demo_bad_path_is_refused_before_any_work(capsys, tmp_path, options, said):
+    err = refusal(capsys, "demo", *(option.format(tmp=tmp_path) for option in options))
+    assert said in err
+    assert len(err.splitlines()) == 1
+
+
+def test_demo_without_rich_says_what_to_install():
+    code = """
+import sys
+sys.modules["rich"] = None
+from kvpool.cli import main
+sys.exit(main(["demo"]))
+"""
+    result = run_python("-c", code)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.splitlines() == [
+        "kvpool demo: the summary needs rich: pip install 'kvpool[demo]' (or use --json)"
+    ]

@@ -1,0 +1,346 @@
+"""Specs, layouts, pool sizing and model configs, against sizes worked out by hand."""
+
+import json
+from itertools import product
+
+import numpy as np
+import pytest
+
+from kvpool import config
+from kvpool.config import LAYOUTS, KVSpec, blocks_for, describe_plan, parse_nbytes, spec_from_config
+
+LLAMA_8B = {
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "torch_dtype": "bfloat16",
+    "max_position_embeddings": 8192,
+}
+METAL = {
+    "device_name": "Apple M4",
+    "max_recommended_working_set_size": 16 * 2**30,
+    "max_buffer_length": 9 * 2**30,
+    "memory_size": 24 * 2**30,
+}
+
+
+# ---------------------------------------------------------------------- KVSpec
+
+
+def test_spec_of_llama_8b_takes_128_kib_per_token():
+    spec = KVSpec(num_layers=32, num_kv_heads=8, head_dim=128, dtype="float16", block_size=16)
+    assert spec.token_nbytes == 128 * 1024
+    assert spec.block_nbytes == 2 * 2**20
+    assert spec.pool_nbytes(8192) == 16 * 2**30
+
+
+def test_spec_with_other_value_heads_counts_both_planes():
+    spec = KVSpec(2, 3, 192, "float32", 4, v_head_dim=128)
+    assert spec.token_nbytes == 2 * 3 * (192 + 128) * 4
+    assert spec.planes == (("k", 192), ("v", 128))
+
+
+def test_spec_sizes_do_not_overflow():
+    spec = KVSpec(1000, 1000, 1000, "float32", 1000)
+    assert spec.pool_nbytes(2**31) == 2**31 * 1000**4 * 8
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"num_layers": 0}, ValueError, "num_layers is 0"),
+        ({"num_kv_heads": -1}, ValueError, "num_kv_heads is -1"),
+        ({"head_dim": 64.0}, TypeError, "head_dim must be an int, got float"),
+        ({"block_size": True}, TypeError, "block_size must be an int, got bool"),
+        ({"block_size": None}, TypeError, "block_size must be an int, got NoneType"),
+        ({"block_size": 2**63}, ValueError, "the range is"),
+        ({"block_size": 2**62}, ValueError, "one block has"),
+        ({"v_head_dim": 0}, ValueError, "v_head_dim is 0"),
+        ({"dtype": "float64"}, ValueError, "dtype is 'float64', known are float32, float16, bfloat16"),
+        ({"dtype": np.float32}, TypeError, "dtype must be a str"),
+        ({"layout": "nhd"}, ValueError, "layout is 'nhd'"),
+        ({"layout": "interleaved", "v_head_dim": 32}, ValueError, "needs equal head dims"),
+    ],
+)
+def test_spec_with_bad_field_is_refused(fields, error, message):
+    with pytest.raises(error, match=r"^\[KVSpec\] ") as caught:
+        KVSpec(**({"num_layers": 2, "num_kv_heads": 2, "head_dim": 64} | fields))
+    assert message in str(caught.value)
+
+
+def test_spec_accepts_numpy_integers_and_any_block_size():
+    assert KVSpec(np.int64(2), np.int32(2), 64, block_size=np.uint8(7)) == KVSpec(2, 2, 64, block_size=7)
+
+
+# ---------------------------------------------------------------------- layouts
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_gives_every_element_an_address_of_its_own(layout):
+    """Walk every (layer, block, slot, head, d) of both planes: all elements of all base arrays, each once."""
+    spec, blocks = KVSpec(2, 3, 4, block_size=5, layout=layout), 6
+    seen: dict[tuple[str, int], list[int]] = {}
+    sizes = {}
+    for plane, dim in spec.planes:
+        at = spec.plane_layout(plane, blocks)
+        for layer, block, slot, head, d in product(range(2), range(blocks), range(5), range(3), range(dim)):
+            key = (at.array, layer if at.per_layer else 0)
+            sizes[key] = int(np.prod(at.shape))
+            strides = layer * at.layer_stride + block * at.block_stride + slot * at.slot_stride
+            seen.setdefault(key, []).append(at.offset + strides + head * at.head_stride + d)
+    for key, addresses in seen.items():
+        assert sorted(addresses) == list(range(sizes[key])), f"{layout}: base array {key}"
+
+
+@pytest.mark.parametrize(
+    ("layout", "plane", "index", "shape"),
+    [
+        ("NHD", "k", (5, 3, 1, 2), (9, 4, 2, 8)),
+        ("HND", "v", (5, 1, 3, 2), (9, 2, 4, 8)),
+        ("interleaved", "k", (5, 3, 2, 2), (9, 4, 4, 8)),  # k0, v0, k1, v1: head 1 of k is entry 2
+        ("interleaved", "v", (5, 3, 3, 2), (9, 4, 4, 8)),
+        ("stacked", "v", (2, 1, 5, 3, 2), (3, 2, 9, 4, 8)),  # [layers, heads, blocks, block_size, D]
+    ],
+)
+def test_layout_has_the_documented_axes(layout, plane, index, shape):
+    """Layer 2, block 5, slot 3, head 1, element 2 is the documented entry of the base array."""
+    at = KVSpec(3, 2, 8, block_size=4, layout=layout).plane_layout(plane, 9)
+    address = at.offset + 2 * at.layer_stride + 5 * at.block_stride + 3 * at.slot_stride + at.head_stride + 2
+    assert at.shape == shape
+    assert address == np.ravel_multi_index(index, shape)
+
+
+def test_layout_addresses_pass_32_bits():
+    at = KVSpec(80, 8, 128, block_size=16, layout="stacked").plane_layout("k", 2**20)
+    assert 79 * at.layer_stride + 7 * at.head_stride + (2**20 - 1) * at.block_stride > 2**40
+
+
+def test_plane_layout_of_an_unknown_plane_is_refused():
+    with pytest.raises(ValueError, match="plane is 'scale'"):
+        KVSpec(1, 1, 8).plane_layout("scale", 2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "nbytes"),
+    [
+        ("NHD", 4 * 2 * 64 * 2),
+        ("HND", 4 * 2 * 64 * 2),
+        ("interleaved", 2 * 4 * 2 * 64 * 2),
+        ("stacked", 3 * 4 * 2 * 64 * 2),
+    ],
+)
+def test_array_block_nbytes_is_a_blocks_share_of_the_largest_array(layout, nbytes):
+    assert KVSpec(3, 2, 64, "float16", 4, layout=layout).array_block_nbytes() == nbytes
+
+
+# ---------------------------------------------------------------------- blocks_for
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("16GiB", 16 * 2**30),
+        ("512MB", 512 * 10**6),
+        ("1.5 KiB", 1536),
+        ("2tb", 2 * 10**12),
+        ("7B", 7),
+        (4096, 4096),
+    ],
+)
+def test_parse_nbytes_knows_units(text, nbytes):
+    assert parse_nbytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["16", "16G", "GiB", "-1GiB", "1e3MB", "", "automatic", "16 GiB free"])
+def test_parse_nbytes_of_no_size_is_refused(text):
+    with pytest.raises(ValueError, match=r"\[memory\]"):
+        parse_nbytes(text)
+
+
+@pytest.mark.parametrize("memory", [True, 1.5, None, [1]])
+def test_parse_nbytes_of_a_wrong_type_is_refused(memory):
+    with pytest.raises(TypeError, match=r"\[memory\]"):
+        parse_nbytes(memory)
+
+
+def test_blocks_for_a_size_divides_it():
+    spec = KVSpec(32, 8, 128)
+    size = blocks_for("16GiB", spec)
+    assert (size.num_blocks, size.reserved_blocks, size.num_tokens) == (8192, 1, 8191 * 16)
+    assert size.pool_nbytes == 16 * 2**30
+    assert blocks_for(16 * 2**30 - 1, spec).num_blocks == 8191
+
+
+def test_blocks_for_a_metal_device_follows_the_working_set():
+    """floor(0.8 * 16 GiB) - 3 GiB in use - max(1 GiB, 10 %) overhead."""
+    spec = KVSpec(32, 8, 128)
+    size = blocks_for("auto", spec, device_info=METAL, active_nbytes=3 * 2**30)
+    budget = int(0.8 * 16 * 2**30) - 3 * 2**30 - 16 * 2**30 // 10
+    assert size.budget_nbytes == budget == sum(nbytes for _, nbytes in size.breakdown)
+    assert size.num_blocks == budget // (2 * 2**20)
+    for part in ("Apple M4", "0.8 of 16.00 GiB", "already in use", "overhead", f"{size.num_blocks} blocks"):
+        assert part in size.how
+
+
+def test_blocks_for_a_small_metal_device_keeps_a_gib_for_overhead():
+    small = {"max_recommended_working_set_size": 4 * 2**30}
+    assert blocks_for("auto", KVSpec(2, 2, 64), device_info=small, fraction=0.5).budget_nbytes == 2**30
+
+
+def test_blocks_for_respects_the_largest_array_of_the_device():
+    """A stacked layout puts all layers of k into one array; 9 GiB is the most that Metal allows here."""
+    spec = KVSpec(32, 8, 128, layout="stacked")
+    size = blocks_for("15GiB", KVSpec(32, 8, 128), device_info={"max_buffer_length": 4 * 2**30})
+    assert size.limited_by == "the budget"
+    size = blocks_for("15GiB", spec, device_info={"max_buffer_length": 4 * 2**30})
+    assert size.num_blocks == 4 * 2**30 // 2**20
+    assert "max_buffer_length 4.00 GiB" in size.how
+
+
+def test_blocks_for_huge_memory_stays_within_int32_slots():
+    size = blocks_for("1000TiB", KVSpec(1, 1, 1, block_size=16))
+    assert size.num_blocks * 16 <= 2**31 - 1 < (size.num_blocks + 1) * 16
+    assert size.limited_by == "int32 slots"
+
+
+def test_blocks_for_auto_without_a_device_uses_available_ram(monkeypatch):
+    monkeypatch.setattr(config, "available_memory_nbytes", lambda: 10 * 2**30)
+    size = blocks_for("auto", KVSpec(32, 8, 128), device_info={"device_name": "cpu"})
+    assert size.budget_nbytes == 5 * 2**30 - 2**30
+    assert "available RAM" in size.how
+
+
+def test_available_memory_is_within_the_machine():
+    assert 2**20 < config.available_memory_nbytes() < 2**50
+
+
+def test_available_memory_is_limited_by_the_cgroup(monkeypatch):
+    files = {
+        "/proc/meminfo": "MemTotal: 99 kB\nMemAvailable:    8388608 kB\n",
+        "/sys/fs/cgroup/memory.max": f"{3 * 2**30}\n",
+        "/sys/fs/cgroup/memory.current": f"{2**30}\n",
+    }
+    monkeypatch.setattr(config, "_read_text", lambda path: files.get(path, ""))
+    assert config.available_memory_nbytes() == 2 * 2**30
+    files["/sys/fs/cgroup/memory.max"] = "max\n"
+    assert config.available_memory_nbytes() == 8 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("memory", "options"),
+    [
+        (0, {}),
+        (-5, {}),
+        ("1MiB", {}),
+        ("2MiB", {}),  # one block, and it is reserved
+        ("auto", {"device_info": METAL, "active_nbytes": 20 * 2**30}),  # a negative budget
+        ("auto", {"device_info": METAL, "overhead_nbytes": 2**40}),
+    ],
+)
+def test_blocks_for_no_usable_block_raises_with_the_calculation(memory, options):
+    with pytest.raises(ValueError, match=r"^\[blocks_for\] no usable block") as caught:
+        blocks_for(memory, KVSpec(32, 8, 128), **options)
+    assert "= budget for blocks" in str(caught.value)
+
+
+@pytest.mark.parametrize("fraction", [0, -0.1, 1.01, float("nan"), True, "half"])
+def test_blocks_for_a_fraction_out_of_range_is_refused(fraction):
+    with pytest.raises(ValueError, match="fraction"):
+        blocks_for("auto", KVSpec(1, 1, 8), fraction=fraction, device_info=METAL)
+
+
+# ---------------------------------------------------------------------- model configs
+
+
+def test_spec_from_config_derives_head_dim():
+    assert spec_from_config(LLAMA_8B) == KVSpec(32, 8, 128, "bfloat16", 16)
+
+
+def test_spec_from_config_prefers_what_is_given():
+    fields = LLAMA_8B | {"head_dim": 96, "v_head_dim": 64, "dtype": "torch.float16"}
+    assert spec_from_config(fields, block_size=32) == KVSpec(32, 8, 96, "float16", 32, v_head_dim=64)
+    assert spec_from_config(fields, dtype="float32").dtype == "float32"
+
+
+def test_spec_from_config_without_kv_heads_is_multi_head():
+    assert spec_from_config(LLAMA_8B | {"num_key_value_heads": None}).num_kv_heads == 32
+
+
+def test_spec_from_config_needs_no_query_heads_when_head_dim_is_given():
+    fields = {"num_hidden_layers": 2, "num_key_value_heads": 4, "head_dim": 64, "dtype": "float16"}
+    assert spec_from_config(fields) == KVSpec(2, 4, 64, "float16")
+
+
+def test_spec_from_config_reads_files_folders_and_text_configs(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": LLAMA_8B, "vision_config": {}}))
+    assert (
+        spec_from_config(tmp_path)
+        == spec_from_config(str(tmp_path / "config.json"))
+        == spec_from_config(LLAMA_8B)
+    )
+
+
+@pytest.mark.parametrize(
+    "missing", ["num_hidden_layers", "num_attention_heads", "hidden_size", "torch_dtype"]
+)
+def test_spec_from_config_names_what_is_missing(missing):
+    fields = {name: value for name, value in LLAMA_8B.items() if name != missing}
+    with pytest.raises(ValueError, match=rf"\[config\] .*{missing}"):
+        spec_from_config(fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_size": 4097}, "no multiple"),
+        ({"kv_lora_rank": 512}, "latent attention"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
+        ({"torch_dtype": "float8"}, "dtype is 'float8'"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+    ],
+)
+def test_spec_from_config_refuses_what_would_be_sized_wrongly(fields, message):
+    with pytest.raises(ValueError, match=message):
+        spec_from_config(LLAMA_8B | fields)
+
+
+def test_spec_from_config_of_a_bad_file_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="is not JSON"):
+        spec_from_config(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ValueError, match="holds list"):
+        spec_from_config(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        spec_from_config(tmp_path / "nowhere.json")
+
+
+# ---------------------------------------------------------------------- describe_plan
+
+
+def test_describe_plan_counts_paged_and_static_sequences():
+    facts, text = describe_plan(LLAMA_8B, "16GiB", max_len=4096)
+    assert facts["token_nbytes"] == 131072 and facts["num_blocks"] == 8192
+    assert facts["num_static_sequences"] == 16 * 2**30 // (4096 * 131072) == 32
+    assert facts["num_paged_sequences"] == {"512": 8191 // 32, "2048": 8191 // 128, "4096": 8191 // 256}
+    assert json.loads(json.dumps(facts)) == facts
+    for part in ("131072 per token", "8192 blocks", "16.00 GiB", "static"):
+        assert part in text
+
+
+def test_describe_plan_takes_max_len_from_the_model():
+    assert describe_plan(LLAMA_8B, "16GiB")[0]["max_len"] == 8192
+    with pytest.raises(ValueError, match="max_len is 0"):
+        describe_plan(LLAMA_8B, "16GiB", max_len=0)
+
+
+def test_describe_plan_for_a_machine_passes_it_on():
+    facts, text = describe_plan(LLAMA_8B, "auto", device_info=METAL, active_nbytes=5 * 2**30)
+    assert (
+        facts["num_blocks"]
+        == blocks_for(
+            "auto", spec_from_config(LLAMA_8B), device_info=METAL, active_nbytes=5 * 2**30
+        ).num_blocks
+    )
+    assert "Apple M4" in text

@@ -1,0 +1,434 @@
+"""The demo decides its claims by measuring: a planted fault must turn claim and exit status."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvpool
+from kvpool.cli import demo, main
+from kvpool.cli.demo import engine, forks, occupancy, out_of_blocks, picture, step_cost
+from kvpool.cli.demo.report import Claim, Outcome, Part, Report, print_report
+from kvpool.cli.demo.serving import compare, make_requests, serve_from_blocks, serve_from_slots
+from kvpool.cli.demo.settings import Settings
+
+CORE_PARTS = [step_cost.PART, occupancy.PART, out_of_blocks.PART]
+
+
+@dataclass(frozen=True)
+class SmallSettings(Settings):
+    prompt_lengths: tuple[int, ...] = (3, 40, 17)
+    new_tokens: int = 12
+    samples: int = 6
+    sample_prompt: int = 40
+    sample_tokens: int = 10
+    batch_sizes: tuple[int, ...] = (16,)
+    context: int = 1024
+    rounds: int = 3
+    requests: int = 30
+    pool_blocks: int = 128
+    max_len: int = 512
+
+
+@pytest.fixture
+def settings(tmp_path) -> Settings:
+    return SmallSettings(out=tmp_path / "demo.png")
+
+
+@pytest.fixture
+def small_demo(monkeypatch):
+    monkeypatch.setattr(demo, "Settings", SmallSettings)
+
+
+def run_one(part: Part, settings: Settings) -> Report:
+    return demo.run_parts(settings, [part], lambda line: None)
+
+
+def broken_claims(report: Report) -> set[str]:
+    return {name for name, held in report.claims.items() if not held}
+
+
+# ------------------------------------------------------------------------------------- the whole command
+
+
+def test_demo_json_is_one_object_of_boolean_claims_that_all_hold(small_demo, tmp_path, capsys):
+    status = main(["demo", "--json", "--out", str(tmp_path / "p.png")])
+    out, err = capsys.readouterr()
+    result = json.loads(out)  # fails if anything else was printed
+    assert result["claims"]
+    assert all(value is True for value in result["claims"].values()), err
+    assert result["held"] is True
+    assert result["not_run"] == {}
+    assert status == 0
+
+
+def test_demo_with_its_default_sizes_holds_in_time(tmp_path):
+    command = [sys.executable, "-m", "kvpool", "demo", "--json", "--out", str(tmp_path / "p.png")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert json.loads(result.stdout)["seconds"] < 40
+
+
+def test_demo_json_names_every_promise_of_every_part(small_demo, tmp_path, capsys):
+    main(["demo", "--json", "--out", str(tmp_path / "p.png")])
+    result = json.loads(capsys.readouterr().out)
+    promised = [name for part in demo.all_parts() for name in part.promises]
+    assert list(result["claims"]) == promised
+    assert list(result["numbers"]) == [part.name for part in demo.all_parts()]
+
+
+def test_demo_text_ends_with_the_verdict_and_is_quiet_on_stderr(small_demo, tmp_path, capsys):
+    assert main(["demo", "--out", str(tmp_path / "p.png")]) == 0
+    out, err = capsys.readouterr()
+    count = sum(len(part.promises) for part in demo.all_parts())
+    assert out.splitlines()[-1].startswith(f"{count} of {count} claims held")
+    assert max(map(len, out.splitlines()[-count:])) <= 80
+    assert str(tmp_path / "p.png") in out.replace("\n", "")
+    assert err == ""  # no terminal, no progress line
+
+
+def test_demo_exit_status_is_one_when_a_claim_breaks(small_demo, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(kvpool, "Pool", LeakyPool)
+    assert main(["demo", "--json", "--out", str(tmp_path / "p.png")]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert result["held"] is False
+    assert result["claims"]["serving_leaks_nothing"] is False
+
+
+# --------------------------------------------------------------------- planted faults, without a model
+
+
+kvpool_pool = kvpool.Pool  # the tests put others in its place
+
+
+class LeakyPool(kvpool.Pool):
+    """Loses one block when the first sequence finishes."""
+
+    leaked = False
+
+    def close_finished(self, handles, mask):
+        if np.any(mask) and not self.leaked:
+            self.leaked = True
+            self.alloc()
+        return super().close_finished(handles, mask)
+
+
+class WrongLengthPool(kvpool.Pool):
+    """Counts one token too many in row 0."""
+
+    def step(self, plan, handles, num_new=1, **options):
+        super().step(plan, handles, num_new, **options)
+        plan.seq_lens[0] += 1
+
+
+class SlowPool(kvpool.Pool):
+    """Takes a millisecond more for a step."""
+
+    def step(self, plan, handles, num_new=1, **options):
+        time.sleep(0.001)
+        super().step(plan, handles, num_new, **options)
+
+
+class ForgetfulPool(kvpool.Pool):
+    """Has another state after every look at it."""
+
+    looks = 0
+
+    def fingerprint(self):
+        ForgetfulPool.looks += 1
+        return ForgetfulPool.looks
+
+
+def roomy_pool(num_blocks, *args, **options):
+    """Make a pool with more blocks than asked for."""
+    return kvpool_pool(num_blocks * 100, *args, **options)
+
+
+class BrokenPool(kvpool.Pool):
+    """Cannot step."""
+
+    def step(self, plan, handles, num_new=1, **options):
+        raise RuntimeError("planted")
+
+
+@pytest.mark.parametrize(
+    ("pool", "part", "broken"),
+    [
+        (LeakyPool, occupancy.PART, {"serving_leaks_nothing"}),
+        (WrongLengthPool, step_cost.PART, {"step_same_tables"}),
+        (SlowPool, step_cost.PART, {"step_cheaper"}),
+        (ForgetfulPool, out_of_blocks.PART, {"state_unchanged"}),
+        (roomy_pool, out_of_blocks.PART, {"out_of_blocks_raised", "state_unchanged"}),
+        (BrokenPool, out_of_blocks.PART, set(out_of_blocks.PART.promises)),
+    ],
+)
+def test_fault_in_the_pool_breaks_its_claim_only(monkeypatch, settings, pool, part, broken):
+    monkeypatch.setattr(kvpool, "Pool", pool)
+    report = run_one(part, settings)
+    assert broken_claims(report) == broken
+    assert not report.held
+
+
+def test_part_that_raises_leaves_the_others_running(monkeypatch, settings, capsys):
+    monkeypatch.setattr(picture, "draw", lambda *args: 1 / 0)
+    report = demo.run_parts(settings, CORE_PARTS, lambda line: None)
+    assert broken_claims(report) == set(occupancy.PART.promises)
+    assert report.not_run == {"occupancy": "stopped by ZeroDivisionError: division by zero"}
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_part_that_does_not_decide_its_promises_is_an_error():
+    part = Part("p", "title", {"promised": "sentence"}, lambda *args: Outcome({}, {}))
+    with pytest.raises(ValueError, match="promised"):
+        Report().add(part, part.run())
+
+
+# --------------------------------------------------------------- planted faults, under mlx-lm's engine
+
+
+def forget_the_first_token(monkeypatch):
+    """Serve zeros in place of the first key of every context."""
+    from kvpool.adapters.mlx_lm import PagedKVCache
+
+    fetch = PagedKVCache.update_and_fetch
+
+    def faulty(self, keys, values):
+        keys, values = fetch(self, keys, values)
+        keys[:, :, 0] = 0
+        return keys, values
+
+    monkeypatch.setattr(PagedKVCache, "update_and_fetch", faulty)
+
+
+def keep_a_fork(monkeypatch):
+    """Keep every batch that is forked, so that its blocks never come back."""
+    from kvpool.adapters.mlx_lm.batch import Batch
+
+    kept, fork = [], Batch.fork
+
+    def faulty(self, *args, **options):
+        kept.append(fork(self, *args, **options))
+        return kept[-1]
+
+    monkeypatch.setattr(Batch, "fork", faulty)
+    return kept
+
+
+def copy_always(monkeypatch):
+    """Count ten times the copies on write."""
+    from kvpool.adapters.mlx_lm import PagedKV
+
+    summary = PagedKV.summary
+    monkeypatch.setattr(
+        PagedKV, "summary", lambda self: replace(summary(self), cow_copies=10 * summary(self).cow_copies)
+    )
+
+
+@pytest.mark.parametrize(
+    ("part", "fault", "broken"),
+    [
+        (engine.PART, forget_the_first_token, {"tokens_identical"}),
+        (engine.PART, keep_a_fork, {"no_blocks_leaked"}),
+        (forks.PART, forget_the_first_token, {"samples_identical"}),
+        (forks.PART, keep_a_fork, {"fork_no_blocks_leaked"}),
+        (forks.PART, copy_always, {"forks_copy_one_block"}),
+    ],
+)
+def test_fault_in_the_adapter_breaks_its_claim_only(monkeypatch, settings, part, fault, broken):
+    fault(monkeypatch)
+    report = run_one(part, settings)
+    assert report.not_run == {}
+    assert broken_claims(report) == broken
+
+
+# ----------------------------------------------------------------------------------------- a checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    """A folder as mlx-lm loads it: config, weights, and a tokenizer of 300 words."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    from kvpool.cli.demo import lm
+
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(lm.TEXTS, trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    mx.random.seed(1)
+    model = lm.random_llama()
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    config = {name: value for name, value in asdict(model.args).items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_demo_runs_on_a_checkpoint(small_demo, checkpoint, tmp_path, capsys):
+    status = main(["demo", "--json", "--model", str(checkpoint), "--out", str(tmp_path / "p.png")])
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    assert result["not_run"] == {}, err
+    assert status == 0
+    assert result["numbers"]["engine"]["model"] == f"checkpoint {checkpoint}"
+    assert len(set(result["numbers"]["engine"]["prompt_lengths"])) > 1
+
+
+def test_demo_on_a_folder_without_a_model_is_refused(small_demo, tmp_path, capsys):
+    assert main(["demo", "--model", str(tmp_path), "--out", str(tmp_path / "p.png")]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"kvpool demo: --model {tmp_path} cannot be loaded: ")
+    assert len(err.splitlines()) == 1
+
+
+# --------------------------------------------------------------------------------- what is not installed
+
+
+@pytest.mark.parametrize("module", ["mlx", "mlx_lm"])
+def test_without_mlx_its_parts_are_not_run_and_not_held(small_demo, monkeypatch, tmp_path, capsys, module):
+    for name in [name for name in sys.modules if name.split(".")[0] == module]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "kvpool.cli.demo.lm", raising=False)
+    monkeypatch.delattr(demo, "lm", raising=False)
+    monkeypatch.setitem(sys.modules, module, None)
+    assert main(["demo", "--json", "--out", str(tmp_path / "p.png")]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert set(result["not_run"]) == {"engine", "forks"}
+    assert all("pip install 'kvpool[mlx]'" in reason for reason in result["not_run"].values())
+    assert result["claims"]["tokens_identical"] is False
+    assert result["claims"]["step_same_tables"] is True
+
+
+def test_without_matplotlib_the_picture_is_not_held(monkeypatch, settings):
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    report = run_one(occupancy.PART, settings)
+    assert report.not_run == {"occupancy": "needs matplotlib: pip install 'kvpool[demo]'"}
+    assert not report.held
+
+
+# -------------------------------------------------------------------------------------------- the picture
+
+
+def test_picture_is_a_large_png_in_several_colours(settings):
+    from matplotlib import image
+    from matplotlib.colors import to_rgb
+
+    assert run_one(occupancy.PART, settings).held
+    pixels = image.imread(settings.out)[..., :3]
+    assert pixels.shape[0] > 600
+    assert pixels.shape[1] > 900
+    for color in (picture.SLOTS, picture.SLOTS_LIGHT, picture.BLOCKS, picture.INK):
+        share = np.mean(np.all(np.abs(pixels - to_rgb(color)) < 0.01, axis=-1))
+        assert share > 1e-4, f"{color} is hardly in the picture"
+    blank = np.mean(np.all(pixels == 1.0, axis=-1))
+    assert 0.2 < blank < 0.95
+
+
+def test_sketch_fits_a_terminal_and_shows_both_servers(settings):
+    text = picture.sketch(compare(settings.requests, 128, 16, settings.max_len, seed=0))
+    assert max(map(len, text.splitlines())) < 80
+    static, paged = text.split("kvpool:")
+    for chart in (static, paged):
+        assert "128 blocks" in chart
+        assert "█" in chart
+    assert static.count("░") > paged.count("░")
+
+
+# ------------------------------------------------------------------------------------- the two servers
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_servers_generate_every_token_and_stay_within_memory(seed):
+    requests = make_requests(40, 512, seed)
+    slots = serve_from_slots(requests, 128, 16, 512)
+    blocks = serve_from_blocks(requests, 128, 16)
+    answers = sum(request.answer for request in requests)
+    assert sum(slots.running) == answers
+    assert sum(blocks.running) >= answers  # a preempted sequence is computed again
+    assert (sum(blocks.running) > answers) == (blocks.preemptions > 0)
+    for timeline in (slots, blocks):
+        assert max(timeline.blocks) <= 128
+        assert all(f <= b for f, b in zip(timeline.filled, timeline.blocks, strict=True))
+    assert max(slots.running) <= 128 // (512 // 16)
+
+
+def test_list_allocator_gives_the_slots_of_its_tables():
+    lists = step_cost.ListAllocator(64, 4)
+    for num_tokens in (3, 4, 9):
+        lists.open(num_tokens)
+    tables, lens, slots = lists.step()
+    assert lens.tolist() == [4, 5, 10]
+    assert tables.tolist() == [[1, 0, 0], [2, 6, 0], [3, 4, 5]]
+    assert slots.tolist() == [1 * 4 + 3, 6 * 4 + 0, 5 * 4 + 1]
+
+
+# ----------------------------------------------------------------------------------------------- the table
+
+
+def never_run(*args) -> Outcome:
+    raise AssertionError("the table is printed from what was recorded")
+
+
+def report_with(held: bool) -> Report:
+    report = Report(seconds=1.5)
+    part = Part("p", "a part", {"first": "the first sentence", "second": "the second"}, never_run)
+    report.add(
+        part, Outcome({"first": Claim(True, "1 of 1"), "second": Claim(held, "2 of 3")}, {}, ("█ note",))
+    )
+    return report
+
+
+def printed(report: Report, encoding: str) -> str:
+    from rich.console import Console
+
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding=encoding)
+    print_report(report, Console(file=stream, width=80))
+    stream.flush()
+    return raw.getvalue().decode(encoding)
+
+
+def test_table_marks_what_held_and_what_did_not():
+    text = printed(report_with(held=False), "utf-8")
+    assert "✓ the first sentence" in text
+    assert "✗ the second" in text
+    assert "1 of 2 claims held" in text
+
+
+def test_table_on_an_ascii_terminal_is_ascii():
+    text = printed(report_with(held=False), "ascii")
+    assert "ok the first sentence" in text
+    assert "NO the second" in text
+    assert "# note" in text
+
+
+def test_table_says_that_an_undecided_claim_is_not_held():
+    report = report_with(held=True)
+    report.add_not_run(
+        Part("q", "another part", {"third": "the third"}, never_run), "needs a thing: pip install thing"
+    )
+    text = printed(report, "utf-8")
+    assert "needs a thing: pip install thing" in text
+    assert "2 of 3 claims held" in text
+    assert "A claim that was not decided is not held." in text
+    assert report.as_json()["claims"]["third"] is False
+
+
+def test_default_picture_is_written_to_the_current_folder():
+    assert replace(Settings()).out == Path("kvpool-demo.png")

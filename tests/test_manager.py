@@ -1,0 +1,414 @@
+"""`KVBlockManager`: the verbs of the MLX paged-attention plan, against dense attention."""
+
+import numpy as np
+import pytest
+
+from kvpool.config import KVSpec, blocks_for
+from kvpool.errors import CapacityExceeded, ForeignHandle, OutOfBlocks, StaleHandle
+from kvpool.manager import BlockTableView, KVBlockManager, TailView
+from kvpool.testing.dense import dense_attention
+from kvpool_backends.numpy import NumpyBackend
+
+SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", block_size=4)
+NUM_HEADS = 4
+SEED = 11
+
+
+def keys(tokens, layer, dim=8):
+    """K (or, with another layer, V) as a model would compute them: a function of the token alone."""
+    return np.stack(
+        [np.random.default_rng([layer, token]).standard_normal((2, dim)) for token in tokens]
+    ).astype("f4")
+
+
+class Engine:
+    """A manager with the history of every sequence."""
+
+    def __init__(self, **options):
+        self.manager = KVBlockManager(SPEC, **({"num_blocks": 32} | options))
+        self.history = {}
+
+    def new(self, tokens):
+        seq_id = self.manager.new_sequence(len(tokens)).seq_id
+        self.history[seq_id] = []
+        self.append({seq_id: tokens})
+        return seq_id
+
+    def fork(self, parent):
+        child = self.manager.fork(parent).seq_id
+        self.history[child] = list(self.history[parent])
+        return child
+
+    def append(self, new):
+        self.manager.step(list(new), [len(tokens) for tokens in new.values()])
+        for seq_id, tokens in new.items():
+            for layer in range(2):
+                k, v = keys(tokens, layer), keys(tokens, layer + 100)
+                self.manager.write_prefill(seq_id, layer, k, v, len(self.history[seq_id]))
+            self.history[seq_id] += tokens
+
+    def check(self, seq_ids, n=1):
+        """Attention of the n newest tokens of each sequence, in both layers."""
+        tables, lens = self.manager.batch_tables(seq_ids)
+        q = np.random.default_rng(SEED).standard_normal((len(seq_ids), NUM_HEADS, n, 8)).astype("f4")
+        for layer in range(2):
+            out = self.manager.paged_attention(q, tables, lens, layer)
+            assert out.shape == (len(seq_ids), NUM_HEADS, n, 8)
+            for row, seq_id in enumerate(seq_ids):
+                k, v = keys(self.history[seq_id], layer), keys(self.history[seq_id], layer + 100)
+                expected = dense_attention(q[row].swapaxes(0, 1), k, v)[0].swapaxes(0, 1)
+                np.testing.assert_allclose(out[row], expected, atol=1e-5, err_msg=f"row {row}, seed {SEED}")
+
+
+def snapshot(manager):
+    """Everything that a refused call must leave alone."""
+    return manager.pool.fingerprint(), manager.backend.export_blocks(
+        np.arange(manager.backend.num_blocks)
+    ).tobytes()
+
+
+# ---------------------------------------------------------------------- sequences
+
+
+@pytest.mark.parametrize(("prompt_len", "blocks"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2)])
+def test_new_sequence_reserves_blocks_and_starts_empty(prompt_len, blocks):
+    view = KVBlockManager(SPEC, 8).new_sequence(prompt_len)
+    assert isinstance(view, BlockTableView)
+    assert view.ctx_len == 0 and view.block_ids.shape == (blocks,) and view.block_ids.dtype == np.int32
+
+
+def test_sequence_id_is_the_handle_of_the_pool():
+    manager = KVBlockManager(SPEC, 8)
+    seq_id = manager.new_sequence(5).seq_id
+    assert manager.pool.is_open(seq_id)
+    assert manager.table(seq_id)[0].tolist() == manager.pool.table(seq_id).tolist()
+    with pytest.raises(ForeignHandle):
+        KVBlockManager(SPEC, 8).table(seq_id)
+
+
+def test_free_is_a_method_and_gives_blocks_back():
+    """A free list of the same name must not hide it, and an id is good once."""
+    manager = KVBlockManager(SPEC, 8)
+    for _ in range(20):
+        seq_id = manager.new_sequence(7 * 4).seq_id  # all blocks, each time
+        manager.free(seq_id)
+        for call in (manager.free, manager.table, manager.fork, manager.ensure_tail_capacity):
+            with pytest.raises(StaleHandle):
+                call(seq_id)
+    assert manager.pool.num_free == 7
+
+
+def test_fork_shares_blocks_until_one_of_the_two_writes():
+    engine = Engine()
+    parent = engine.new([1, 2, 3, 4, 5, 6])
+    child = engine.fork(parent)
+    assert engine.manager.table(child)[0].tolist() == engine.manager.table(parent)[0].tolist()
+    engine.append({child: [7]})
+    mine, theirs = engine.manager.table(child)[0], engine.manager.table(parent)[0]
+    assert mine[0] == theirs[0] and mine[1] != theirs[1]
+    engine.append({parent: [8, 9]})
+    engine.check([parent, child])
+
+
+def test_tables_are_copies():
+    manager = KVBlockManager(SPEC, 8)
+    seq_id = manager.new_sequence(8).seq_id
+    manager.step([seq_id], 8)
+    tables, lens = manager.batch_tables([seq_id])
+    expected = tables.tolist()
+    manager.table(seq_id)[0][:] = 99
+    tables[:] = 77
+    lens[:] = 66
+    assert manager.batch_tables([seq_id])[0].tolist() == expected
+    assert manager.table(seq_id)[0].tolist() == expected[0]
+
+
+def test_batch_tables_are_as_wide_as_the_longest_context():
+    engine = Engine()
+    a, b = engine.new([1] * 9), engine.new([2] * 4)
+    tables, lens = engine.manager.batch_tables([b, a])
+    assert tables.shape == (2, 3) and lens.tolist() == [4, 9]
+    assert tables[1].tolist() == engine.manager.table(a)[0].tolist()
+    assert engine.manager.batch_tables([])[0].shape == (0, 0)
+
+
+# ---------------------------------------------------------------------- tokens
+
+
+def test_decode_equals_dense_attention_for_every_length():
+    """Lengths 1 .. 13 cross the block boundary three times; multiples of block_size are among them."""
+    engine = Engine()
+    ids = [engine.new([1]), engine.new([2, 3, 4, 5]), engine.new([6, 7])]
+    for token in range(10, 22):
+        engine.check(ids)
+        engine.append({seq_id: [token + seq] for seq, seq_id in enumerate(ids)})
+
+
+def test_many_children_of_one_prompt_decode_on_their_own():
+    engine = Engine(num_blocks=64)
+    parent = engine.new([1, 2, 3, 4, 5, 6])
+    ids = [parent] + [engine.fork(parent) for _ in range(5)]
+    for turn in range(4):
+        engine.append({seq_id: [100 * turn + i] for i, seq_id in enumerate(ids)})
+        engine.check(ids, n=2)
+    assert engine.manager.pool.stats().cow_copies == 5  # the last one writes in place
+
+
+def test_ensure_tail_capacity_takes_blocks_and_copies_without_growing():
+    engine = Engine()
+    parent = engine.new([1, 2, 3, 4, 5, 6])
+    child = engine.fork(parent)
+    tail = engine.manager.ensure_tail_capacity(child, 4)
+    block_ids, ctx_len = engine.manager.table(child)
+    assert isinstance(tail, TailView) and (tail.seq_id, tail.start_pos, ctx_len) == (child, 6, 6)
+    assert tail.slots.tolist() == [
+        block_ids[1] * 4 + 2,
+        block_ids[1] * 4 + 3,
+        block_ids[2] * 4,
+        block_ids[2] * 4 + 1,
+    ]
+    assert block_ids[1] != engine.manager.table(parent)[0][1]
+    engine.check([child, parent])  # the valid tokens were copied
+
+
+def test_step_inside_a_reservation_cannot_run_out_of_blocks():
+    engine = Engine(num_blocks=5)
+    a = engine.new([1, 2, 3])
+    engine.manager.ensure_tail_capacity(a, 9)
+    b = engine.new([4])
+    with pytest.raises(OutOfBlocks):
+        engine.manager.step([b], 4)
+    engine.append({a: list(range(10, 19))})
+    engine.check([a, b])
+
+
+def test_step_without_blocks_changes_nothing():
+    engine = Engine(num_blocks=4)
+    a, b = engine.new([1, 2, 3, 4]), engine.new([5, 6, 7, 8])
+    before = snapshot(engine.manager)
+    with pytest.raises(OutOfBlocks) as caught:
+        engine.manager.step([a, b], [1, 1])
+    assert caught.value.short_by == 1 and caught.value.handle == b
+    assert snapshot(engine.manager) == before
+
+
+def test_step_returns_the_slots_of_the_new_tokens():
+    manager = KVBlockManager(SPEC, 8)
+    a, b = (manager.new_sequence().seq_id for _ in range(2))
+    assert manager.step([a, b], [5, 1]).tolist() == [4, 5, 6, 7, 8, 12]
+
+
+def test_write_prefill_of_unplanned_positions_is_refused():
+    manager = KVBlockManager(SPEC, 8)
+    seq_id = manager.new_sequence(8).seq_id  # reserved, but not planned
+    manager.step([seq_id], 3)
+    before = snapshot(manager)
+    for start_pos, n in ((0, 4), (3, 1), (-1, 2)):
+        chunk = keys(range(n), 0)
+        with pytest.raises(ValueError, match=r"^\[write_prefill\] .* 3 are planned"):
+            manager.write_prefill(seq_id, 0, chunk, chunk, start_pos)
+    assert snapshot(manager) == before
+
+
+def test_write_prefill_into_a_shared_block_is_refused():
+    """A late write into the prefix would change the child's past."""
+    engine = Engine()
+    parent = engine.new([1, 2, 3, 4, 5])
+    child = engine.fork(parent)
+    before = snapshot(engine.manager)
+    with pytest.raises(ValueError, match="is shared"):
+        engine.manager.write_prefill(parent, 0, keys([9], 0), keys([9], 0), 4)
+    assert snapshot(engine.manager) == before
+    engine.check([parent, child])
+
+
+def test_backend_that_fails_to_copy_leaves_the_step_undone():
+    class Fails(NumpyBackend):
+        broken = False
+
+        def copy_blocks(self, plan):
+            if Fails.broken:
+                raise RuntimeError("device lost")
+            super().copy_blocks(plan)
+
+    engine = Engine(backend=Fails)
+    parent = engine.new([1, 2, 3, 4, 5])
+    child = engine.fork(parent)
+    lengths, tables = (
+        engine.manager.batch_tables([parent, child])[1].tolist(),
+        engine.manager.table(child)[0].tolist(),
+    )
+    Fails.broken = True
+    with pytest.raises(RuntimeError, match="device lost"):
+        engine.manager.step([child], 1)
+    assert engine.manager.batch_tables([parent, child])[1].tolist() == lengths
+    assert engine.manager.table(child)[0].tolist() == tables
+    Fails.broken = False
+    engine.append({child: [7]})
+    engine.check([parent, child])
+
+
+# ---------------------------------------------------------------------- chunked prefill
+
+
+def forward(chunk, start_pos):
+    return [keys(chunk, layer) for layer in range(2)], [keys(chunk, layer + 100) for layer in range(2)]
+
+
+@pytest.mark.parametrize("max_chunk_tokens", [1, 3, 4, 7, 100])
+def test_prefill_in_chunks_equals_dense_attention(max_chunk_tokens):
+    """Between two chunks another sequence decodes."""
+    engine = Engine()
+    other = engine.new([1, 2])
+    prompt = list(range(50, 67))
+    seq_id = engine.manager.new_sequence(len(prompt)).seq_id
+    written = []
+    for done in engine.manager.prefill_into_kv(seq_id, prompt, forward, max_chunk_tokens):
+        written.append(done)
+        engine.history[seq_id] = prompt[:done]
+        engine.append({other: [done]})
+        engine.check([other, seq_id])
+    assert written == [*range(max_chunk_tokens, 17, max_chunk_tokens), 17]
+
+
+def test_prefill_that_fails_keeps_the_earlier_chunks():
+    engine = Engine()
+    seq_id = engine.manager.new_sequence(8).seq_id
+
+    def fails_later(chunk, start_pos):
+        if start_pos == 6:
+            raise RuntimeError("model failed")
+        return forward(chunk, start_pos)
+
+    with pytest.raises(RuntimeError, match="model failed"):
+        list(engine.manager.prefill_into_kv(seq_id, list(range(8)), fails_later, 3))
+    engine.history[seq_id] = list(range(6))
+    engine.check([seq_id])
+    list(engine.manager.prefill_into_kv(seq_id, [6, 7], forward, 3))
+    engine.history[seq_id] = list(range(8))
+    engine.check([seq_id])
+
+
+def test_prefill_that_runs_out_of_blocks_keeps_whole_chunks():
+    engine = Engine(num_blocks=5)
+    other = engine.new([1])
+    seq_id = engine.manager.new_sequence().seq_id
+    with pytest.raises(OutOfBlocks):
+        list(engine.manager.prefill_into_kv(seq_id, list(range(16)), forward, 5))
+    engine.history[seq_id] = list(range(10))
+    engine.check([other, seq_id])
+
+
+def test_prefill_longer_than_the_pool_says_that_it_can_never_fit():
+    engine = Engine(num_blocks=4)
+    seq_id = engine.manager.new_sequence().seq_id
+    with pytest.raises(CapacityExceeded, match="would hold 13 tokens, the limit is 12"):
+        list(engine.manager.prefill_into_kv(seq_id, list(range(13)), forward))
+    engine.manager.free(seq_id)
+    assert engine.manager.pool.num_free == 3
+
+
+def test_prefill_with_a_wrong_number_of_layers_writes_no_token():
+    engine = Engine()
+    seq_id = engine.manager.new_sequence().seq_id
+    with pytest.raises(ValueError):
+        list(engine.manager.prefill_into_kv(seq_id, [1, 2], lambda c, p: ([keys(c, 0)] * 2, [keys(c, 0)])))
+    assert engine.manager.table(seq_id)[1] == 0
+    with pytest.raises(ValueError, match="max_chunk_tokens is 0"):
+        next(engine.manager.prefill_into_kv(seq_id, [1], forward, 0))
+
+
+# ---------------------------------------------------------------------- attention
+
+
+def test_attention_with_contiguous_head_mapping_is_the_default():
+    engine = Engine()
+    ids = [engine.new([1, 2, 3, 4, 5])]
+    tables, lens = engine.manager.batch_tables(ids)
+    q = np.random.default_rng(SEED).standard_normal((1, NUM_HEADS, 1, 8)).astype("f4")
+    out = engine.manager.paged_attention(q, tables, lens, 1)
+    mapped = engine.manager.paged_attention(q, tables, lens, 1, kv_head_mapping=np.array([0, 0, 1, 1]))
+    assert np.array_equal(out, mapped)
+    assert np.array_equal(out, engine.manager.paged_attention(q, tables, lens, 1, causal=False))
+    again, attn = engine.manager.paged_attention(q, tables, lens, 1, return_attn=True)
+    assert np.array_equal(out, again) and attn.shape == (1, NUM_HEADS, 1, 5)
+    assert np.allclose(attn.sum(axis=-1), 1)
+    assert not np.allclose(out, engine.manager.paged_attention(q, tables, lens, 1, scale=2.0))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_head_mapping": [0, 1, 0, 1]}, "contiguous groups"),
+        ({"kv_head_mapping": [0, 0, 1]}, "contiguous groups"),
+        ({"rope_freqs": np.ones(4)}, "positions are the model's"),
+        ({"attn_mask": np.zeros((1, 1))}, "only the causal mask"),
+        ({"causal": False, "n": 2}, "only the causal mask"),
+    ],
+)
+def test_attention_refuses_what_belongs_to_the_model(options, message):
+    engine = Engine()
+    tables, lens = engine.manager.batch_tables([engine.new([1, 2, 3])])
+    q = np.zeros((1, NUM_HEADS, options.pop("n", 1), 8), "f4")
+    with pytest.raises(ValueError, match=rf"^\[paged_attention\] .*{message}"):
+        engine.manager.paged_attention(q, tables, lens, 0, **options)
+
+
+def test_k_and_v_are_read_only_copies_in_the_axes_of_the_plan():
+    engine = Engine(num_blocks=4)
+    seq_id = engine.new([1, 2, 3, 4, 5])
+    manager = engine.manager
+    assert (
+        manager.k.shape == manager.v.shape == (2, 2, 4, 4, 8)
+    )  # layers, kv_heads, blocks, block_size, head_dim
+    block = manager.table(seq_id)[0][1]
+    assert np.array_equal(manager.k[1, :, block, 0], keys([5], 1)[0])
+    assert np.array_equal(manager.v[0, :, block, 0], keys([5], 100)[0])
+    manager.k[:] = np.nan
+    engine.check([seq_id])
+    with pytest.raises(AttributeError):
+        manager.k = np.zeros(1)
+
+
+# ---------------------------------------------------------------------- construction
+
+
+def test_memory_sizes_the_pool_and_says_how():
+    said = []
+    manager = KVBlockManager(SPEC, memory="1MiB", log=said.append)
+    size = blocks_for("1MiB", SPEC)
+    assert manager.pool.num_blocks == manager.backend.num_blocks == size.num_blocks
+    assert said == [size.how]
+
+
+def test_memory_auto_asks_the_backend_for_its_machine(capsys):
+    class Device(NumpyBackend):
+        @staticmethod
+        def device_info():
+            return {
+                "device_name": "Apple M9",
+                "max_recommended_working_set_size": 2 * 2**30,
+                "max_buffer_length": 2**20,
+            }
+
+    manager = KVBlockManager(SPEC, memory="auto", backend=Device)
+    assert manager.pool.num_blocks == 2**20 // SPEC.array_block_nbytes()
+    printed = capsys.readouterr().out
+    assert "Apple M9" in printed and "max_buffer_length" in printed
+
+
+def test_quiet_manager_prints_nothing(capsys):
+    KVBlockManager(SPEC, memory="1MiB", log=None)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("sizes", [{}, {"num_blocks": 4, "memory": "1MiB"}])
+def test_manager_needs_exactly_one_size(sizes):
+    with pytest.raises(ValueError, match=r"^\[KVBlockManager\] give either num_blocks or memory"):
+        KVBlockManager(SPEC, **sizes)
+
+
+def test_manager_takes_a_backend_by_name(monkeypatch):
+    monkeypatch.setenv("KVPOOL_BACKEND", "numpy")
+    assert isinstance(KVBlockManager(SPEC, 4).backend, NumpyBackend)
+    assert isinstance(KVBlockManager(SPEC, 4, backend="numpy").backend, NumpyBackend)

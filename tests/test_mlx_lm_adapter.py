@@ -1,0 +1,304 @@
+"""mlx-lm's own engines on one kvpool pool: token for token what they generate on their own caches."""
+
+import gc
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache, trim_prompt_cache
+from mlx_models import PROMPTS, VOCAB, batch_tokens, random_prompts, solo_tokens, tiny_llama
+
+from kvpool import Pool
+from kvpool.adapters.mlx_lm import PagedKVCache, install
+from kvpool.errors import CapacityExceeded, OutOfBlocks
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama()
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return random_prompts(PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def stock(model, prompts):
+    """What mlx-lm generates on its own caches; varied enough to notice a difference."""
+    tokens = batch_tokens(model, prompts)
+    assert all(len(set(row)) > len(row) // 2 for row in tokens)
+    return tokens
+
+
+def assert_empty(kv):
+    """Every block is back."""
+    gc.collect()
+    summary = kv.summary()
+    assert (summary.blocks_used, summary.blocks_leaked, summary.sequences) == (0, 0, 0), summary
+    assert summary.blocks_free == kv.pool.num_blocks - kv.pool.reserved_blocks
+    kv.pool.check()
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+def test_batch_generator_on_a_pool_equals_stock(model, prompts, stock, block_size):
+    with install(model, 400, block_size=block_size) as kv:
+        assert batch_tokens(model, prompts) == stock
+    assert kv.summary().blocks_peak > 0
+    assert_empty(kv)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_batch_generator_equals_stock_for_other_lengths_limits_and_batch_sizes(model, seed):
+    lengths = [(1, 2, 3, 4, 5), (20, 1, 1, 30), (9, 9, 9, 9, 9, 9), (50, 2)][seed]
+    options = [
+        {"prefill_batch_size": 1},
+        {"prefill_step_size": 3},
+        {"completion_batch_size": 2, "prefill_batch_size": 2},
+        {"prefill_step_size": 64, "prefill_batch_size": 8},
+    ][seed]
+    prompts = random_prompts(lengths, seed)
+    limits = [1 + (5 * i) % 13 for i in range(len(prompts))]  # rows end at different times
+    expected = batch_tokens(model, prompts, limits, **options)
+    with install(model, 200, block_size=4) as kv:
+        assert batch_tokens(model, prompts, limits, **options) == expected
+    assert_empty(kv)
+
+
+def test_batch_generator_on_a_pool_equals_generate_step_on_stock_caches(model, prompts):
+    alone = [solo_tokens(model, prompt) for prompt in prompts]
+    with install(model, 200, block_size=4):
+        assert batch_tokens(model, prompts) == alone
+
+
+def test_generate_step_on_a_pool_equals_stock(model, prompts):
+    expected = [solo_tokens(model, prompt, 30) for prompt in prompts]
+    with install(model, 100, block_size=4) as kv:
+        assert [solo_tokens(model, prompt, 30) for prompt in prompts] == expected
+    assert_empty(kv)
+
+
+def test_overlapping_steps_equal_stock(model, prompts, stock):
+    with install(model, 200, block_size=4, overlap=True) as kv:
+        assert batch_tokens(model, prompts) == stock
+    assert_empty(kv)
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_pool_of_the_users_own_may_be_given(model, prompts, stock, in_order):
+    pool = Pool(200, 4, in_order=in_order, reserved_blocks=2)
+    with install(model, pool=pool) as kv:
+        assert batch_tokens(model, prompts) == stock
+    assert kv.pool is pool
+    assert_empty(kv)
+
+
+def test_many_rounds_without_reset_return_every_block(model, prompts, stock):
+    with install(model, 120, block_size=4) as kv:
+        for _ in range(3):
+            assert batch_tokens(model, prompts) == stock
+            assert_empty(kv)
+
+
+def test_synchronous_steps_write_in_place(model, prompts):
+    with install(model, 200, block_size=4) as kv:
+        batch_tokens(model, prompts)
+    summary = kv.summary()
+    assert summary.mlx_pool_copies == 0
+    assert summary.pool_nbytes == 200 * kv.backend.spec.block_nbytes
+    assert summary.kv_nbytes_peak == summary.blocks_peak * kv.backend.spec.block_nbytes
+    assert "0 leaked" in str(summary)
+
+
+def test_requests_removed_in_mid_flight_leave_the_others_unchanged(model, prompts):
+    def remove_two(generator, uids):
+        steps.append(1)
+        if len(steps) == 5:
+            generator.remove([uids[0], uids[2]])  # one decodes, one waits or is in prefill
+
+    def generate():
+        steps.clear()
+        return batch_tokens(model, prompts[:6], on_step=remove_two)
+
+    steps = []
+    expected = generate()
+    assert any(len(row) < 16 for row in expected)
+    with install(model, 200, block_size=4) as kv:
+        assert generate() == expected
+    assert_empty(kv)
+
+
+def test_a_removed_request_can_go_on_from_its_returned_cache(model, prompts, stock):
+    caches = {}
+
+    def remove_one(generator, uids):
+        steps.append(1)
+        if len(steps) == 8:
+            caches.update(generator.remove([uids[1]], return_prompt_caches=True))
+
+    steps = []
+    with install(model, 200, block_size=4) as kv:
+        first = batch_tokens(model, prompts[:4], on_step=remove_one)[1]
+        ((cache, tokens),) = caches.values()
+        assert tokens == prompts[1] + first and cache[0].size() == len(tokens)
+        trim_prompt_cache(cache, 1)  # the last token was fed already; its logits went with the engine
+        rest = 16 - len(first)
+        assert solo_tokens(model, first[-1:], rest, prompt_cache=cache) == stock[1][len(first) :]
+        del cache
+        caches.clear()
+    assert_empty(kv)
+
+
+def test_one_unmerged_cache_takes_several_equal_rows_as_stock_does(model):
+    rows = mx.array(random_prompts([12, 12, 12]))
+    own, paged = make_prompt_cache(model), install(model, 64, block_size=4).make_cache()
+    for columns in (slice(0, 7), slice(7, 11), slice(11, 12)):
+        expected = model(rows[:, columns], cache=own)
+        assert mx.allclose(model(rows[:, columns], cache=paged), expected, atol=1e-4)
+        assert paged[0].offset == own[0].offset
+
+
+# ---------------------------------------------------------------------------------------- out of blocks
+
+
+def test_out_of_blocks_leaves_pool_and_cache_as_they_were(model):
+    kv = install(model, 8, block_size=4)  # 7 usable
+    other, cache = kv.make_cache(), kv.make_cache()
+    model(mx.array([list(range(16))]), cache=other)
+    model(mx.array([list(range(10))]), cache=cache)  # 4 + 3 blocks
+    before = kv.pool.fingerprint()
+    with pytest.raises(OutOfBlocks):
+        model(mx.array([list(range(3))]), cache=cache)
+    assert kv.pool.fingerprint() == before
+    assert cache[0].offset == cache[2].offset == 10
+    kv.pool.check()
+    del other
+    tokens = mx.array([[*range(10), *range(3)]])
+    expected = model(tokens, cache=make_prompt_cache(model))[:, -1]
+    assert mx.allclose(model(tokens[:, 10:], cache=cache)[:, -1], expected, atol=1e-4)
+
+
+def test_a_sequence_longer_than_the_whole_pool_is_told_apart_from_a_full_pool(model):
+    kv = install(model, 8, block_size=4)
+    with pytest.raises(CapacityExceeded):
+        model(mx.zeros((1, 29), mx.int32), cache=kv.make_cache())
+    assert not kv.can_admit(29, 0)
+
+
+def test_out_of_blocks_inside_the_stock_engine_leaves_the_pool_sound(model, prompts):
+    with install(model, 12, block_size=4) as kv:
+        with pytest.raises(OutOfBlocks):
+            batch_tokens(model, prompts)
+        kv.pool.check()
+    assert_empty(kv)
+
+
+def test_admission_before_insert_never_runs_out_of_blocks(model, prompts, stock):
+    """A pool far too small for all requests at once serves them when each one is asked for first."""
+    with install(model, 20, block_size=4) as kv:
+        generator = BatchGenerator(model, prefill_batch_size=3, prefill_step_size=7)
+        waiting = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        running, tokens, refused = {}, {i: [] for i in waiting}, 0
+        while waiting or running:
+            load = [(0, len(prompts[i]) + 16) for i in running.values()]
+            while waiting and kv.can_admit(len(prompts[waiting[0]]), 16, load):
+                i = waiting.pop(0)
+                (uid,) = generator.insert([prompts[i]], [16])
+                running[uid] = i
+                load.append((0, len(prompts[i]) + 16))
+            refused += bool(waiting)
+            for response in generator.next()[1]:
+                tokens[running[response.uid]].append(response.token)
+                if response.finish_reason:
+                    del running[response.uid]
+                del response
+        assert refused, "the pool was large enough for all, so nothing was tested"
+        assert [tokens[i] for i in range(len(prompts))] == stock
+        del generator
+    assert_empty(kv)
+
+
+def test_can_admit_counts_whole_blocks_and_one_for_a_shared_tail(model):
+    kv = install(model, 11, block_size=4)  # 10 usable
+    assert kv.can_admit(20, 16)  # 9 blocks, and one
+    assert not kv.can_admit(20, 17)
+    assert kv.can_admit(8, 4, running=[(3, 12), (4, 5)])  # 3 + 1, 2 + 1, 1 + 1
+    assert not kv.can_admit(8, 9, running=[(3, 12), (4, 5)])
+
+
+# --------------------------------------------------------------------------------------------- the hook
+
+
+def test_the_hook_is_there_inside_the_block_and_gone_after_it(model):
+    assert type(make_prompt_cache(model)[0]) is KVCache
+    outer, inner = install(model, 16), install(model, 16)
+    with outer as kv:
+        assert kv is outer
+        assert all(type(cache) is PagedKVCache for cache in make_prompt_cache(model))
+        with pytest.raises(ZeroDivisionError), inner:
+            assert make_prompt_cache(model)[0]._batch.kv is inner
+            raise ZeroDivisionError
+        assert make_prompt_cache(model)[0]._batch.kv is kv
+    assert type(make_prompt_cache(model)[0]) is KVCache
+    assert "make_cache" not in vars(model)
+
+
+def test_the_hook_puts_back_what_the_instance_had():
+    model = tiny_llama(num_hidden_layers=1)
+    model.make_cache = mine = lambda: [KVCache()]
+    with install(model, 16):
+        assert model.make_cache is not mine
+    assert model.make_cache is mine
+
+
+def test_a_cache_outlives_the_hook(model, prompts):
+    with install(model, 64, block_size=4) as kv:
+        cache = make_prompt_cache(model)
+    assert solo_tokens(model, prompts[2], prompt_cache=cache) == solo_tokens(model, prompts[2])
+    del cache
+    assert_empty(kv)
+
+
+def test_an_unknown_release_of_mlx_lm_is_refused_unless_asked_for(model, monkeypatch):
+    monkeypatch.setattr(mlx_lm, "__version__", "0.99.0")
+    with pytest.raises(RuntimeError, match=r"\[install\] mlx-lm 0\.99\.0 .*0\.32\.2"):
+        install(model, 16)
+    assert install(model, 16, strict=False).num_layers == 3
+
+
+def test_models_that_keep_something_else_than_keys_and_values_are_refused(model):
+    class Recurrent:
+        layers = (None,)
+
+        def make_cache(self):
+            return [KVCache(), ArraysCache(2)]
+
+    with pytest.raises(ValueError, match=r"\[install\] layer 1 uses ArraysCache"):
+        install(Recurrent(), 16)
+    with pytest.raises(TypeError, match=r"\[install\]"):
+        install(model)
+    with pytest.raises(TypeError, match=r"\[install\]"):
+        install(model, 16, pool=Pool(16, 4))
+
+
+def test_layers_that_never_use_their_cache_are_refused():
+    class Idle:
+        def make_cache(self):
+            return [KVCache(), KVCache()]
+
+        def __call__(self, tokens, cache):
+            x = mx.zeros((1, 2, tokens.shape[1], 8))
+            cache[1].update_and_fetch(x, x)
+
+    with pytest.raises(ValueError, match=r"\[install\] layers \[0\] never use"):
+        install(Idle(), 16)
+
+
+def test_probing_a_model_computes_nothing_and_leaves_it_as_it_is(model):
+    mx.reset_peak_memory()
+    active = mx.get_active_memory()
+    kv = install(model, 2)
+    assert mx.get_peak_memory() - active <= kv.backend.memory().pool_nbytes + 4096
+    assert kv.backend.spec.num_layers == 3 and kv.windows == (None,) * 3
+    assert VOCAB == model.args.vocab_size

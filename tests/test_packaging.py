@@ -1,0 +1,203 @@
+"""What a user gets: sdist and wheel are complete, the wheel works alone, and other extensions can cimport kvpool.
+
+The sdist is built from a copy of the sources, the wheel from the sdist, both without network. The wheel is
+then installed into an environment that has nothing but numpy.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import textwrap
+import tomllib
+import zipfile
+from importlib.machinery import EXTENSION_SUFFIXES
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+
+import kvpool
+
+ROOT = Path(__file__).resolve().parent.parent
+WHEEL_BYTES_MAX = 2_000_000
+NOT_SOURCES = shutil.ignore_patterns(
+    "build", "dist", "*.egg-info", "__pycache__", "*.so", "*.html", "*.png", ".git", ".venv", ".*_cache",
+    ".hypothesis", ".benchmarks",
+)  # fmt: skip
+USE = """
+    import kvpool, kvpool_backends, numpy
+    pool = kvpool.Pool(64, 4)
+    plan = kvpool.Plan(pool, 2, 16)
+    handle = pool.open()
+    pool.step(plan, [handle], 9)
+    assert plan.seq_lens.tolist() == [9] and plan.slot_mapping[8] == 12
+    pool.done(plan)
+    pool.close([handle])
+    pool.check()
+    print(kvpool.__file__)
+"""
+
+
+def run(*command, cwd, **environment):
+    """Run a command without the paths of this process; return its stdout, show its output if it fails."""
+    inherited = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    result = subprocess.run(
+        [str(part) for part in command], cwd=cwd, env=inherited | environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def source_tree(tmp_path_factory):
+    """A copy of the sources without anything that a build has made."""
+    tree = tmp_path_factory.mktemp("source") / "kvpool"
+    shutil.copytree(ROOT, tree, ignore=NOT_SOURCES)
+    return tree
+
+
+@pytest.fixture(scope="module")
+def distributions(source_tree, tmp_path_factory):
+    """The folder with one sdist and one wheel, the wheel built from the sdist."""
+    folder = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, source_tree, cwd=source_tree)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(distributions):
+    (path,) = distributions.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def wheel_names(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+@pytest.fixture(scope="module")
+def site(wheel, tmp_path_factory):
+    """The site-packages of a new environment: the wheel, and numpy by links to this environment's."""
+    environment = tmp_path_factory.mktemp("environment")
+    run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=environment)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    numpy_files = distribution("numpy").files
+    for top in {file.parts[0] for file in numpy_files} - {".."}:
+        (packages / top).symlink_to(distribution("numpy").locate_file(top))
+    install = ["install", "-q", "--no-deps", "--no-index", "--disable-pip-version-check", wheel]
+    run(sys.executable, "-m", "pip", "--python", environment / "bin" / "python", *install, cwd=environment)
+    return packages
+
+
+def in_environment(site, code, *flags):
+    """Run code with the interpreter of the new environment, far from the sources."""
+    python = site.parent.parent.parent / "bin" / "python"
+    return run(python, "-W", "error", *flags, "-c", textwrap.dedent(code), cwd=site.parent).strip()
+
+
+def test_sdist_holds_every_source_and_nothing_built(distributions, source_tree):
+    (path,) = distributions.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    folders = ("kvpool", "kvpool_backends", "metal", "tests", "benchmarks", "docs", "scripts", ".ci", ".github")
+    files = [file for folder in folders for file in (source_tree / folder).rglob("*")] + list(source_tree.glob("*"))
+    expected = {str(file.relative_to(source_tree)) for file in files if file.is_file()}
+    assert expected - {".gitignore", ".git"} - names == set()
+    assert not [name for name in names if re.search(r"^kvpool.*\.(c|so|html)$|\.pyc$", name)]
+
+
+def test_wheel_holds_the_packages_and_what_embedding_needs(wheel_names, source_tree):
+    expected = set()
+    places = {"kvpool": "kvpool", "kvpool_backends": "kvpool_backends", "metal": "kvpool_backends/metal"}
+    for folder, place in places.items():
+        for path in (source_tree / folder).rglob("*"):
+            if path.suffix in (".py", ".pyi", ".pyx", ".pxd", ".metal", ".h") or path.name == "py.typed":
+                expected.add(f"{place}/{path.relative_to(source_tree / folder)}")
+    assert "kvpool/__init__.pxd" in expected and "kvpool_backends/metal/__init__.py" in expected
+    assert expected - wheel_names == set()
+
+
+def test_wheel_holds_nothing_else(wheel_names):
+    version = kvpool.__version__
+    tops = {name.partition("/")[0] for name in wheel_names}
+    assert tops == {"kvpool", "kvpool_backends", f"kvpool-{version}.dist-info"}
+    assert not [name for name in wheel_names if name.endswith((".c", ".pyc", ".html"))]
+    assert any(name.endswith("LICENSE") for name in wheel_names)
+
+
+def test_wheel_holds_one_extension_per_module(wheel_names, source_tree):
+    built = {name for name in wheel_names if name.endswith(".so")}
+    modules = {path.stem for path in (source_tree / "kvpool").glob("*.pyx")}
+    assert built == {f"kvpool/{module}{EXTENSION_SUFFIXES[0]}" for module in modules}
+
+
+def test_wheel_is_at_most_2_mb(wheel):
+    assert wheel.stat().st_size <= WHEEL_BYTES_MAX
+
+
+def test_version_is_the_same_everywhere(wheel):
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert declared == kvpool.__version__ == wheel.name.split("-")[1]
+
+
+def test_wheel_works_with_numpy_alone(site):
+    """Imported from the wheel with warnings as errors, in an environment without mlx."""
+    assert in_environment(site, USE, "-I").startswith(str(site))
+
+
+def test_wheel_declares_the_command_and_the_backends(site):
+    """Every name that the metadata declare leads to something, but for the framework that is not there."""
+    code = """
+        from importlib.metadata import distribution
+        import kvpool_backends
+        names = {(entry.group, entry.name): entry.value for entry in distribution("kvpool").entry_points}
+        assert names.pop(("console_scripts", "kvpool")) == "kvpool.cli:main"
+        import kvpool.cli
+        assert callable(kvpool.cli.main)
+        for (group, name), value in names.items():
+            assert group == "kvpool.backends" and kvpool_backends._BUILT_IN[name][0] == value
+        print(sorted(name for _, name in names))
+    """
+    assert in_environment(site, code, "-I") == "['mlx', 'numpy']"
+    assert (site.parent.parent.parent / "bin" / "kvpool").exists()
+
+
+def test_metal_sources_are_found_from_the_wheel(site):
+    code = 'from importlib.resources import files; print(files("kvpool_backends.metal").joinpath("__init__.py"))'
+    assert Path(in_environment(site, code, "-I")).is_relative_to(site)
+
+
+@pytest.mark.parametrize("origin", ["wheel", "get_include"])
+def test_another_extension_can_cimport_kvpool(origin, tmp_path, request):
+    """Compiled and run against an installed wheel, and against this build by `kvpool.get_include`."""
+    site = str(request.getfixturevalue("site")) if origin == "wheel" else kvpool.get_include()
+    shutil.copy(ROOT / "tests" / "downstream.pyx", tmp_path)
+    (tmp_path / "setup.py").write_text(
+        "from Cython.Build import cythonize\nfrom setuptools import setup\n"
+        f'setup(name="downstream", py_modules=[], ext_modules=cythonize("downstream.pyx", include_path=[{site!r}]))\n'
+    )
+    run(sys.executable, "setup.py", "-q", "build_ext", "--inplace", cwd=tmp_path, CFLAGS="-O0")
+    code = """
+        import downstream, kvpool
+        pool = kvpool.Pool(16, 4)
+        engine = downstream.Engine(pool, kvpool.Plan(pool, 2))
+        print(kvpool.__file__, engine.decode([pool.open(5), pool.open()]))
+    """
+    output = run(sys.executable, "-c", textwrap.dedent(code), cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{site}")
+    assert output.startswith(site) and output.endswith("[1, 1]\n")
+
+
+def test_source_tree_that_is_not_built_says_what_to_type(source_tree):
+    result = subprocess.run(
+        [sys.executable, "-S", "-c", "import kvpool"],
+        cwd=source_tree,
+        capture_output=True,
+        text=True,
+        env={"PATH": os.environ["PATH"]},
+    )
+    assert result.returncode != 0
+    assert "make build" in result.stderr.splitlines()[-1]

@@ -1,0 +1,121 @@
+"""The backend protocol: what counts as a backend, and what capabilities refuse."""
+
+import ast
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvpool
+from kvpool.config import KVSpec
+from kvpool.protocol import ArrayPlan, BatchShape, Capabilities, KVBackend
+from kvpool_backends.numpy import NumpyBackend
+
+SPEC = KVSpec(2, 2, 8, "float32", 4)
+VERBS = [
+    "capabilities",
+    "asarray",
+    "to_numpy",
+    "copy_blocks",
+    "write",
+    "attend",
+    "gather",
+    "zero",
+    "export_blocks",
+    "import_blocks",
+    "warmup",
+]
+
+
+def test_numpy_backend_is_a_backend():
+    assert isinstance(NumpyBackend(SPEC, 3), KVBackend)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_object_without_a_verb_is_no_backend(verb):
+    verbs = {name: getattr(NumpyBackend, name) for name in VERBS if name != verb}
+    partial = type("Partial", (), {**verbs, "spec": SPEC, "num_blocks": 3, "required_formats": ()})
+    assert not isinstance(partial(), KVBackend)
+
+
+def test_protocol_documents_every_verb():
+    assert {name for name in vars(KVBackend) if not name.startswith("_")} == set(VERBS)
+    assert all(getattr(KVBackend, verb).__doc__ for verb in VERBS)
+
+
+def test_array_plan_is_empty_by_default():
+    plan = ArrayPlan()
+    assert plan.copies.shape == (0, 3) and plan.slot_mapping.shape == (0,)
+    assert (
+        plan.block_tables.shape == (0, 0) and plan.cu_q_lens.tolist() == [0] and plan.seq_lens.shape == (0,)
+    )
+
+
+def test_plan_of_a_pool_has_what_a_backend_reads():
+    with kvpool.Pool(8, 4) as pool:
+        plan = kvpool.Plan(pool, 2, 8, formats=NumpyBackend.required_formats)
+        parent = pool.open()
+        pool.step(plan, [parent], 6)
+        pool.done(plan)
+        child = int(pool.fork(parent)[0])
+        pool.step(plan, [parent, child], 1)
+        assert plan.seq_lens.tolist() == [7, 7]
+        assert plan.cu_q_lens.tolist() == [0, 1, 2]
+        assert plan.copies.tolist() == [[2, 3, 2]]
+        assert plan.slot_mapping.tolist() == [3 * 4 + 2, 2 * 4 + 2]
+        assert plan.block_tables[:, :2].tolist() == [[1, 3], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("spec", "num_q_heads", "word"),
+    [
+        (KVSpec(1, 2, 64, "float16", 16), 8, None),
+        (KVSpec(1, 2, 64, "float32", 16), 8, "dtype"),
+        (KVSpec(1, 2, 64, "float16", 16, layout="HND"), 8, "layout"),
+        (KVSpec(1, 2, 64, "float16", 3), 8, "block_size"),
+        (KVSpec(1, 2, 80, "float16", 16), 8, "head_dim"),
+        (KVSpec(1, 2, 64, "float16", 16, v_head_dim=80), 8, "v_head_dim"),
+        (KVSpec(1, 2, 64, "float16", 16, v_head_dim=128), 8, "equal head dims"),
+        (KVSpec(1, 2, 64, "float16", 16), 32, "query heads per KV head"),
+    ],
+)
+def test_capabilities_say_what_they_refuse(spec, num_q_heads, word):
+    narrow = Capabilities("narrow", ("NHD",), ("float16",), (64, 128), (8, 16), 8, mixed_head_dims=False)
+    refusal = narrow.refusal(spec, num_q_heads)
+    assert refusal is None if word is None else word in refusal
+
+
+def test_capabilities_of_none_accept_anything():
+    anything = Capabilities("anything", ("NHD",), ("float16",))
+    assert anything.refusal(KVSpec(1, 1, 7, "float16", 5, v_head_dim=3), 1000) is None
+
+
+def test_batch_shape_names_its_numbers():
+    assert BatchShape(1, 2, 3, 4) == (1, 2, 3, 4)
+    assert BatchShape._fields == ("num_rows", "num_tokens", "table_width", "num_q_heads")
+
+
+@pytest.mark.parametrize("module", ["config", "protocol"])
+def test_protocol_needs_no_framework_and_no_backend(module):
+    tree = ast.parse((Path(kvpool.__file__).parent / f"{module}.py").read_text())
+    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    imported |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
+    assert not {
+        name for name in imported if name.split(".")[0] in ("kvpool_backends", "mlx", "mlx_lm", "torch")
+    }
+
+
+def test_plan_arrays_are_read_from_any_object():
+    """A backend asks for attributes, not for a class."""
+
+    class Own:
+        block_tables = np.array([[1, 2]], np.int32)
+        seq_lens = np.array([5], np.int32)
+        cu_q_lens = np.array([0, 5], np.int32)
+        slot_mapping = np.array([4, 5, 6, 7, 8], np.int32)
+        copies = np.zeros((0, 3), np.int32)
+
+    backend = NumpyBackend(SPEC, 3)
+    ones = np.ones((5, 2, 8), np.float32)
+    backend.write(0, ones, ones, Own())
+    assert np.allclose(backend.attend(0, ones, Own()), 1)

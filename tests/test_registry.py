@@ -1,0 +1,112 @@
+"""Finding backends by name, by environment variable and by entry point."""
+
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from types import ModuleType
+
+import pytest
+
+import kvpool_backends
+from kvpool.config import KVSpec
+from kvpool.errors import BackendUnavailable
+from kvpool_backends import available, load_backend
+from kvpool_backends.numpy import NumpyBackend
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch):
+    monkeypatch.delenv("KVPOOL_BACKEND", raising=False)
+
+
+@pytest.fixture
+def declare(monkeypatch):
+    """Pretend that a package declares entry points."""
+
+    def declare(**entries):
+        found = [EntryPoint(name, value, "kvpool.backends") for name, value in entries.items()]
+        monkeypatch.setattr(
+            kvpool_backends, "entry_points", lambda group: found if group == "kvpool.backends" else []
+        )
+
+    return declare
+
+
+def test_load_backend_by_name_returns_a_factory():
+    backend = load_backend("numpy")(KVSpec(1, 1, 8), 4)
+    assert isinstance(backend, NumpyBackend) and backend.num_blocks == 4
+
+
+def test_load_backend_without_a_name_is_numpy():
+    assert load_backend() is NumpyBackend
+
+
+def test_load_backend_follows_the_environment(monkeypatch, declare):
+    declare(other="kvpool_backends.numpy:NumpyBackend")
+    monkeypatch.setenv("KVPOOL_BACKEND", "other")
+    assert load_backend() is NumpyBackend
+    monkeypatch.setenv("KVPOOL_BACKEND", "none such")
+    with pytest.raises(BackendUnavailable, match=r"'none such' \(from KVPOOL_BACKEND\)"):
+        load_backend()
+    assert load_backend("numpy") is NumpyBackend  # what is asked for by name wins
+    monkeypatch.setenv("KVPOOL_BACKEND", "")
+    assert load_backend() is NumpyBackend
+
+
+def test_load_backend_unknown_name_lists_the_known_ones():
+    with pytest.raises(
+        BackendUnavailable, match=r"^\[load_backend\] no backend is called 'cuda'; known are .*numpy"
+    ):
+        load_backend("cuda")
+
+
+def test_load_backend_missing_framework_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "kvpool_backends.mlx", None)  # makes the import fail
+    with pytest.raises(BackendUnavailable, match=r"pip install 'kvpool\[mlx\]'") as caught:
+        load_backend("mlx")
+    assert isinstance(caught.value.__cause__, ImportError)
+    assert isinstance(caught.value, ImportError)
+
+
+def test_load_backend_that_fails_while_importing_keeps_the_cause(declare, monkeypatch):
+    module = ModuleType("half_installed")
+
+    def broken(name):
+        raise OSError("libhalf.so: cannot open shared object file")
+
+    module.__getattr__ = broken
+    monkeypatch.setitem(sys.modules, "half_installed", module)
+    declare(half="half_installed:Backend")
+    with pytest.raises(BackendUnavailable, match=r"libhalf\.so") as caught:
+        load_backend("half")
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_entry_point_backends_are_found(declare):
+    declare(third="kvpool_backends.numpy.backend:NumpyBackend")
+    assert load_backend("third") is NumpyBackend
+    assert "third" in available()
+
+
+def test_entry_point_cannot_take_over_a_built_in_name(declare):
+    declare(numpy="json:dumps")
+    assert load_backend("numpy") is NumpyBackend
+
+
+def test_available_leaves_out_what_cannot_be_imported(declare, monkeypatch):
+    monkeypatch.setitem(sys.modules, "kvpool_backends.mlx", None)
+    declare(broken="no_such_module_at_all:Backend")
+    assert available() == ("numpy",)
+
+
+@pytest.mark.parametrize("name", [1, b"numpy", ["numpy"]])
+def test_load_backend_by_something_else_is_a_type_error(name):
+    with pytest.raises(TypeError, match=r"\[load_backend\] name must be a str"):
+        load_backend(name)
+
+
+def test_import_of_the_registry_loads_no_backend():
+    loaded = "[m for m in sys.modules if m.startswith(('mlx', 'kvpool_backends.'))]"
+    code = f"import sys, kvpool_backends; print({loaded})"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

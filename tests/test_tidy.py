@@ -1,0 +1,208 @@
+"""Rules of the repository that no linter checks: sizes, unfinished work, and who may import whom."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FILE_LINES_MAX = 600
+FUNCTION_LINES_MAX = 70
+LINE_LENGTH_MAX = 120
+FOLDERS = ("kvpool", "kvpool_backends", "metal", "benchmarks", "tests", "scripts", "docs", ".ci")
+SUFFIXES = (".py", ".pyx", ".pxd", ".pyi", ".c", ".h", ".metal", ".sh")
+# Spelled in halves, so that the list does not find itself.
+UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X|HA" + r"CK)\b")
+# A module of the core may import those before it, never those after it.
+CORE_ORDER = ("_types", "_args", "_blocks", "_block_calls", "_sequence", "_step", "_wire", "_plan", "_pool")
+FRAMEWORKS = ("mlx", "mlx_lm", "torch", "jax", "transformers")
+CYTHON_IMPORT = re.compile(
+    r"^\s*(?:from\s+([\w.]+)\s+c?import\s+(\([^)]*\)|.*)|c?import\s+([\w.]+))", re.MULTILINE
+)
+CYTHON_FUNCTION = re.compile(
+    r"(?!\s*c?p?def\s+(?:extern|enum|struct|class|packed))\s*(?:def|cdef|cpdef)\b.*?\b(\w+)\("
+)
+
+
+def sources(*suffixes):
+    """Return the project's own files with one of these suffixes."""
+    files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*")] + list(ROOT.glob("*"))
+    return sorted(path for path in files if path.suffix in suffixes and "__pycache__" not in path.parts)
+
+
+def relative(path):
+    return str(path.relative_to(ROOT))
+
+
+def python_imports(path, *, inside_functions):
+    """Return the dotted names that a .py file imports, those under TYPE_CHECKING left out."""
+    names = []
+
+    def visit(node):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not inside_functions:
+            return
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            return
+        if isinstance(node, ast.Import):
+            names.extend(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = path.relative_to(ROOT).parts[: -node.level] if node.level else ()
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            names.extend([base, *(f"{base}.{alias.name}" for alias in node.names)])
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(path.read_text()))
+    return names
+
+
+def cython_imports(text):
+    """Return the dotted names that Cython source imports or cimports."""
+    names = []
+    for module, imported, plain in CYTHON_IMPORT.findall(text):
+        if plain:
+            names.append(plain)
+        else:
+            words = [part.split()[0] for part in imported.strip("()\n ").split(",") if part.strip()]
+            names.extend([module, *(f"{module}.{word}" for word in words)])
+    return names
+
+
+def belongs(imported, package):
+    return imported == package or imported.startswith(package + ".")
+
+
+def cython_functions(text):
+    """Return (name, lines) of every function in Cython source: its head and what is indented deeper."""
+    lines, functions = text.splitlines(), []
+    for start, line in enumerate(lines):
+        match = CYTHON_FUNCTION.match(line)
+        if not match:
+            continue
+        indent = len(line) - len(line.lstrip())
+        last, in_head = start, not line.rstrip().endswith(":")
+        for number, other in enumerate(lines[start + 1 :], start + 1):
+            if not other.strip():
+                continue
+            if not in_head and len(other) - len(other.lstrip()) <= indent:
+                break
+            in_head = in_head and not other.rstrip().endswith(":")
+            last = number
+        functions.append((match[1], last - start + 1))
+    return functions
+
+
+def python_functions(text):
+    """Return (name, lines) of every function in Python source."""
+    return [
+        (node.name, node.end_lineno - node.lineno + 1)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+
+
+def test_files_are_short():
+    counts = {relative(path): len(path.read_text().splitlines()) for path in sources(*SUFFIXES)}
+    assert not {path: lines for path, lines in counts.items() if lines > FILE_LINES_MAX}
+
+
+def test_functions_are_short():
+    found = []
+    for path in sources(".py", ".pyx"):
+        read = python_functions if path.suffix == ".py" else cython_functions
+        for function, lines in read(path.read_text()):
+            if lines > FUNCTION_LINES_MAX:
+                found.append(f"{relative(path)}: {function} has {lines} lines")
+    assert not found
+
+
+def test_lines_are_short_and_clean():
+    found = []
+    for path in sources(*SUFFIXES):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if "\t" in line or line != line.rstrip() or (len(line) > LINE_LENGTH_MAX and "://" not in line):
+                found.append(f"{relative(path)}:{number}: {line!r}")
+    assert not found
+
+
+def test_nothing_is_left_unfinished():
+    found = []
+    for path in [*sources(*SUFFIXES, ".md"), ROOT / "Makefile"]:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if UNFINISHED.search(line):
+                found.append(f"{relative(path)}:{number}: {line.strip()}")
+    assert not found
+
+
+def test_core_modules_import_downwards():
+    modules = {path.stem for path in (ROOT / "kvpool").glob("_*.p[yx][xd]")} - {"__init__"}
+    assert modules == set(CORE_ORDER), "CORE_ORDER has to name every module of the core"
+    found = []
+    for index, stem in enumerate(CORE_ORDER):
+        for path in (ROOT / "kvpool").glob(f"{stem}.p[yx][xd]"):
+            for imported in cython_imports(path.read_text()):
+                if any(belongs(imported, f"kvpool.{above}") for above in CORE_ORDER[index + 1 :]):
+                    found.append(f"{relative(path)} imports {imported}")
+    assert not found
+
+
+def test_core_needs_no_numpy_headers():
+    text = "\n".join(path.read_text() for path in sources(".pyx", ".pxd"))
+    assert not re.search(r"cimport\s+numpy|from\s+numpy\s+cimport|numpy/arrayobject", text)
+
+
+def test_core_modules_import_no_backend_adapter_or_framework():
+    """Nothing in kvpool imports a backend when it is imported itself, nor an adapter, which may be absent."""
+    found = []
+    for path in sources(".py", ".pyx", ".pxd"):
+        parts = path.relative_to(ROOT).parts
+        if parts[0] != "kvpool":
+            continue
+        if path.suffix == ".py":
+            imports = python_imports(path, inside_functions=False)
+        else:
+            imports = cython_imports(path.read_text())
+        forbidden = ["kvpool_backends"]
+        if parts[1] != "adapters":
+            forbidden += ["kvpool.adapters", *FRAMEWORKS]
+        found += [f"{relative(path)} imports {i}" for i in imports if any(belongs(i, f) for f in forbidden)]
+    assert not found
+
+
+def test_mlx_is_imported_by_its_backend_and_the_adapters_only():
+    found = []
+    for path in sources(".py"):
+        parts = path.relative_to(ROOT).parts
+        if parts[0] not in ("kvpool", "kvpool_backends"):
+            continue
+        if parts[:2] in (("kvpool_backends", "mlx"), ("kvpool", "adapters")):
+            continue
+        imports = python_imports(path, inside_functions=True)
+        found += [
+            f"{relative(path)} imports {i}" for i in imports if belongs(i, "mlx") or belongs(i, "mlx_lm")
+        ]
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("from kvpool._pool cimport Pool", {"kvpool._pool"}),
+        ("from kvpool cimport _pool, _plan as p", {"kvpool._pool", "kvpool._plan"}),
+        ("cimport kvpool._plan", {"kvpool._plan"}),
+        ("def f():\n    import kvpool_backends", {"kvpool_backends"}),
+        ("from kvpool._x cimport (\n    a,\n    b,\n)", {"kvpool._x.a", "kvpool._x.b"}),
+    ],
+)
+def test_cython_imports_are_found(text, expected):
+    """A rule whose reader finds nothing would always hold."""
+    assert expected <= set(cython_imports(text))
+
+
+def test_cython_functions_are_measured():
+    text = (
+        "cdef class A:\n    cdef int f(\n        self, int a,\n    ) nogil:\n        return a\n\n"
+        "    def g(self):\n        pass\n\ncdef inline int h(int a) noexcept nogil:\n    return a\n"
+    )
+    assert cython_functions(text) == [("f", 4), ("g", 2), ("h", 2)]
