@@ -12,7 +12,8 @@ from kvpool._blocks cimport (
     blocks_reset,
 )
 from kvpool._plan cimport Plan
-from kvpool._sequence cimport SequencePool, seqs_check, seqs_fingerprint, seqs_reset
+from kvpool._sequence cimport seqs_check, seqs_fingerprint, seqs_reset
+from kvpool._sequence_calls cimport SequencePool
 from kvpool._step cimport (
     BAD_HANDLE,
     DUPLICATE,
@@ -33,18 +34,13 @@ from kvpool._step cimport (
     step_rollback,
     step_undo_check,
 )
-from kvpool._types cimport NO_MEMORY, OK, SHORT, mix
+from kvpool._types cimport NO_MEMORY, OK, OP_DONE, OP_RESET, SHORT, mix
 from kvpool._wire cimport wire_emit, wire_forget
 
 import os
 
 from kvpool.errors import CapacityExceeded, CorruptState, OutOfBlocks, PlanStateError
 from kvpool.stats import PoolStats
-
-cdef enum:                   # continues the words of kvpool._step
-    OP_DONE = 48
-    OP_RESET
-
 
 cdef class Pool(SequencePool):
     """Blocks, sequences and steps of one layer group. Integers only: the pool never sees a tensor.
