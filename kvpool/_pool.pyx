@@ -322,8 +322,9 @@ cdef class Pool(SequencePool):
         rows.held = new.held = False
         rows.owned = new.owned = NULL
         try:
-            self.get_batch(&rows, handles, "can", False)
+            ints_get(&rows, handles, "can", "handles", False, False)
             ints_get(&new, num_new, "can", "num_new", True, True)
+            self.check_batch(&rows, "can")
             if new.size >= 0 and new.size != rows.size:
                 raise ValueError(f"[can] {new.size} num_new for {rows.size} handles")
             for i in range(rows.size):

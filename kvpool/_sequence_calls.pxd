@@ -12,6 +12,6 @@ cdef class SequencePool(BlockPool):
 
     cdef int32_t find(self, int64_t handle, str call, Py_ssize_t row) except -1
     cdef int32_t get_one(self, object handle, str call) except -1
-    cdef int get_batch(self, Ints* batch, object handles, str call, bint scalar) except -1
+    cdef int check_batch(self, Ints* batch, str call) except -1
     cdef void drain(self)
     cdef void next_stamp(self) noexcept

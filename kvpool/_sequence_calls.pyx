@@ -134,12 +134,15 @@ cdef class SequencePool(BlockPool):
     cdef int32_t get_one(self, object handle, str call) except -1:
         return self.find(to_int(handle, call, "handle", INT64_MIN, INT64_MAX), call, -1)
 
-    cdef int get_batch(self, Ints* batch, object handles, str call, bint scalar) except -1:
-        """Handles of a call: live, no duplicates. A scalar becomes a batch of one."""
+    cdef int check_batch(self, Ints* batch, str call) except -1:
+        """Handles of a call: live, no duplicates. A scalar becomes a batch of one.
+
+        Python code can run while arguments are read (an __index__), and change the arrays of others: so all
+        arguments are read first, and from here on to the end of the call everything is C.
+        """
         cdef Seqs* s = &self.seqs
         cdef Py_ssize_t k
         cdef int32_t slot
-        ints_get(batch, handles, call, "handles", scalar, False)
         if batch.size < 0:
             batch.size = 1
             self.find(batch.scalar, call, -1)
@@ -281,8 +284,9 @@ cdef class SequencePool(BlockPool):
         batch.held = lengths.held = False
         batch.owned = lengths.owned = NULL
         try:
-            self.get_batch(&batch, handles, "truncate", True)
+            ints_get(&batch, handles, "truncate", "handles", True, False)
             ints_get(&lengths, lens, "truncate", "lens", True, True)
+            self.check_batch(&batch, "truncate")
             if lengths.size >= 0 and lengths.size != batch.size:
                 raise ValueError(f"[truncate] {lengths.size} lens for {batch.size} handles")
             for k in range(batch.size):
@@ -316,7 +320,8 @@ cdef class SequencePool(BlockPool):
         batch.held = False
         batch.owned = NULL
         try:
-            self.get_batch(&batch, handles, "close", True)
+            ints_get(&batch, handles, "close", "handles", True, False)
+            self.check_batch(&batch, "close")
             for k in range(batch.size):
                 seq_close(&self.seqs, &self.blocks, seq_find(&self.seqs, ints_at(&batch, k)))
         finally:
@@ -345,8 +350,9 @@ cdef class SequencePool(BlockPool):
         batch.held = False
         batch.owned = NULL
         try:
-            self.get_batch(&batch, handles, "close_finished", False)
+            ints_get(&batch, handles, "close_finished", "handles", False, False)
             done = get_mask(mask, batch.size)
+            self.check_batch(&batch, "close_finished")
             for k in range(batch.size):
                 if done[k]:
                     seq_close(&self.seqs, &self.blocks, seq_find(&self.seqs, ints_at(&batch, k)))
