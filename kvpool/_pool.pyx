@@ -12,7 +12,7 @@ from kvpool._blocks cimport (
     blocks_reset,
 )
 from kvpool._plan cimport Plan
-from kvpool._sequence cimport seqs_check, seqs_fingerprint, seqs_reset
+from kvpool._sequence cimport seq_table, seqs_check, seqs_fingerprint, seqs_reset
 from kvpool._sequence_calls cimport SequencePool
 from kvpool._step cimport (
     BAD_HANDLE,
@@ -544,4 +544,19 @@ cdef class Pool(SequencePool):
         finally:
             self.busy = False
 
-
+    def _corrupt(self, what, index):
+        """For tests of `check`: break one piece of state. `index` is a block, or a slot of sequences."""
+        cdef Blocks* b = &self.blocks
+        cdef int64_t i = to_int(index, "_corrupt", "index", 0, b.num_blocks - 1)
+        cdef dict fields = {
+            "refcount": <size_t>&b.block[i].refcount, "raw": <size_t>&b.block[i].raw,
+            "hold": <size_t>&b.block[i].hold, "floor": <size_t>&b.floor[i], "blank": <size_t>&b.blank[i],
+            "next": <size_t>&b.next[i], "prev": <size_t>&b.prev[i], "num_blank": <size_t>&b.num_blank,
+            "num_used": <size_t>&b.num_used, "num_shared": <size_t>&b.num_shared, "lru": <size_t>&b.lru.size,
+            "limbo": <size_t>&b.limbo.size, "num_dropped": <size_t>&b.num_dropped,
+            "table": <size_t>seq_table(&self.seqs, <int32_t>i), "blocks": <size_t>&self.seqs.seq[i].num_blocks,
+            "length": <size_t>&self.seqs.seq[i].num_tokens, "next_slot": <size_t>&self.seqs.seq[i].next_slot,
+            "sum_tokens": <size_t>&self.seqs.sum_tokens, "sum_blocks": <size_t>&self.seqs.sum_blocks,
+            "num_open": <size_t>&self.seqs.num_open, "free_slot": <size_t>&self.seqs.free_slot[i],
+        }
+        (<int32_t*><size_t>fields[what])[0] += 1

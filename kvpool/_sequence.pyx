@@ -164,8 +164,11 @@ cdef str seqs_check(const Seqs* s, const Blocks* b):
             continue
         if q.num_tokens < 0 or q.num_tokens > q.num_blocks * b.block_size or q.num_blocks > s.max_blocks:
             return f"sequence in slot {slot} has {q.num_tokens} tokens in {q.num_blocks} blocks"
-        if q.next_slot < q.stop_slot and q.next_slot != (seq_table(s, slot)[q.num_tokens // b.block_size] * b.block_size
-                                      + q.num_tokens % b.block_size):
+        if q.next_slot < q.stop_slot:
+            due = seq_table(s, slot)[q.num_tokens // b.block_size] * b.block_size + q.num_tokens % b.block_size
+        else:                               # looked up by the next step, legal only at the end of a block
+            due = q.next_slot if q.num_tokens % b.block_size == 0 else -1
+        if q.next_slot != due:
             return f"sequence in slot {slot} would write its next token to slot {q.next_slot}"
         tokens += q.num_tokens
         blocks += q.num_blocks
