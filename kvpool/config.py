@@ -265,22 +265,24 @@ def blocks_for(
         source, terms = "the given memory", [("memory for the KV pool", parse_nbytes(memory))]
     budget = sum(nbytes for _, nbytes in terms)
 
-    limits = [(max(0, budget) // spec.block_nbytes, "the budget")]
-    largest_array = (device_info or {}).get("max_buffer_length")
-    if largest_array:
-        limits.append(
-            (
-                int(largest_array) // spec.array_block_nbytes,
-                f"max_buffer_length {format_nbytes(int(largest_array))}",
-            )
-        )
-    limits.append((_MAX_INT32 // spec.block_size, "int32 slots"))
-    num_blocks, limited_by = min(limits, key=lambda limit: limit[0])
-
+    num_blocks, limited_by = _most_blocks(budget, spec, device_info or {})
     size = PoolSize(spec, num_blocks, reserved_blocks, budget, source, limited_by, tuple(terms))
     if num_blocks <= reserved_blocks:
         raise ValueError(f"[blocks_for] no usable block: {num_blocks} fit, {reserved_blocks} are reserved\n{size.how}")
     return size
+
+
+def _most_blocks(budget: int, spec: KVSpec, device_info: Mapping[str, Any]) -> tuple[int, str]:
+    """Blocks within all limits, and the name of the limit that decides."""
+    limits = [
+        (max(0, budget) // spec.block_nbytes, "the budget"),
+        (_MAX_INT32 // spec.block_size, "int32 slots"),
+    ]
+    largest_array = device_info.get("max_buffer_length")
+    if largest_array:
+        what = f"max_buffer_length {format_nbytes(largest_array)}"
+        limits.append((largest_array // spec.array_block_nbytes, what))
+    return min(limits, key=lambda limit: limit[0])
 
 
 def _machine_budget(

@@ -88,20 +88,20 @@ class KVBlockManager:
         max_tokens: int = 4096,
         log: Callable[[str], Any] | None = print,
     ) -> None:
-        if (num_blocks is None) == (memory is None):
-            raise ValueError("[KVBlockManager] give either num_blocks or memory")
         if callable(backend):
             factory: Any = backend
         else:
             from kvpool_backends import load_backend  # here, because kvpool does not need any backend
 
             factory = load_backend(backend)
-        if memory is not None:
+        if num_blocks is None and memory is not None:
             machine = factory.device_info() if hasattr(factory, "device_info") else None
             size = blocks_for(memory, spec, device_info=machine)
             num_blocks = size.num_blocks
             if log is not None:
                 log(size.how)
+        elif num_blocks is None or memory is not None:
+            raise ValueError("[KVBlockManager] give either num_blocks or memory")
         self.spec = spec
         self.pool = Pool(
             num_blocks,
@@ -113,7 +113,7 @@ class KVBlockManager:
         self.backend: KVBackend = factory(spec, num_blocks)
         self._plan = Plan(
             self.pool,
-            min(max_batch, max_seqs),
+            max_batch,
             max_tokens,
             formats=("block_tables", "seq_lens", "slot_mapping"),
         )
