@@ -334,17 +334,23 @@ def _read_text(path: str) -> str:
         return ""
 
 
-_UNITS = (
-    {"B": 1}
-    | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
-    | {f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}
-)
+_UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
 
 
 def parse_nbytes(memory: int | str) -> int:
     """Bytes of ``17179869184``, ``"16GiB"``, ``"1.5 GB"`` or ``"512MB"``."""
     if isinstance(memory, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B)\s*", memory.upper())
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Z]+)\s*", memory.upper())
         if not found or found.group(2) not in _UNITS:
             raise ValueError(
                 f"[memory] {memory!r} is not a size; write bytes as an int, or '16GiB', '512MB', or 'auto'"

@@ -43,19 +43,29 @@ class PlanArrays(Protocol):
     """
 
     @property
-    def block_tables(
-        self,
-    ) -> np.ndarray: ...  # [B, W] block ids in logical order; entries past the context are padding
+    def block_tables(self) -> np.ndarray:
+        """``[B, W]``, block ids in logical order; entries past the context are padding."""
+        ...
+
     @property
-    def seq_lens(self) -> np.ndarray: ...  # [B] context length after the step, in tokens; 0 for a padding row
+    def seq_lens(self) -> np.ndarray:
+        """``[B]``, context length after the step in tokens; 0 for a padding row."""
+        ...
+
     @property
-    def cu_q_lens(self) -> np.ndarray: ...  # [B + 1] row i owns query tokens cu_q_lens[i] : cu_q_lens[i + 1]
+    def cu_q_lens(self) -> np.ndarray:
+        """``[B + 1]``, row i owns query tokens ``cu_q_lens[i] : cu_q_lens[i + 1]``."""
+        ...
+
     @property
-    def slot_mapping(
-        self,
-    ) -> np.ndarray: ...  # [T] block_id * S + offset of each new token; negative: do not write
+    def slot_mapping(self) -> np.ndarray:
+        """``[T]``, ``block_id * S + offset`` of each new token; negative: do not write."""
+        ...
+
     @property
-    def copies(self) -> np.ndarray: ...  # [K, 3] (src_block, dst_block, num_tokens)
+    def copies(self) -> np.ndarray:
+        """``[K, 3]``, rows of (src_block, dst_block, num_tokens)."""
+        ...
 
 
 def _no_copies() -> np.ndarray:
