@@ -205,8 +205,8 @@ class ModelPlan:
     ) -> None:
         self.num_rows = len(batch)
         self.num_tokens = sum(new)
-        self.handles = np.array([seq.handle for seq in batch] + [-1] * padding, np.int64)
-        self.served = np.array(served + [False] * padding, np.uint8)
+        self.handles = np.array([seq.handle for seq in batch], np.int64)
+        self.served = np.array(served, np.uint8)
         self.copies = np.array(copies, np.int32).reshape(-1, 3)
         self.dirty_rows = np.zeros(0, np.int32)
 
