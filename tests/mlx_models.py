@@ -14,9 +14,7 @@ SEED = 7
 def randomized(model):
     """Weights large enough that greedy output wanders over many tokens, so that a wrong cache shows."""
     mx.random.seed(SEED)
-    model.update(
-        tree_map(lambda w: mx.random.normal(w.shape) * 0.25 if w.ndim > 1 else w, model.parameters())
-    )
+    model.update(tree_map(lambda w: mx.random.normal(w.shape) * 0.25 if w.ndim > 1 else w, model.parameters()))
     mx.eval(model.parameters())
     return model
 

@@ -180,9 +180,7 @@ class MLXBackend:
 
     # -------------------------------------------------------------- the same, prepared once for all layers
 
-    def step_arrays(
-        self, plan: PlanArrays, seq_lens: np.ndarray, tables: mx.array | None = None
-    ) -> StepArrays:
+    def step_arrays(self, plan: PlanArrays, seq_lens: np.ndarray, tables: mx.array | None = None) -> StepArrays:
         """What the layers of one step need on the device; the plan's arrays are copied.
 
         Parameters
@@ -249,9 +247,7 @@ class MLXBackend:
         """Set whole blocks to 0 in all layers."""
         ids = self._ids("zero", blocks)
         if len(ids):
-            self._pool.put(
-                _int32(ids), [[mx.array(0, p.dtype) for p in layer] for layer in self._pool.planes]
-            )
+            self._pool.put(_int32(ids), [[mx.array(0, p.dtype) for p in layer] for layer in self._pool.planes])
 
     def export_blocks(self, blocks: Sequence[int] | np.ndarray) -> np.ndarray:
         """The bytes of whole blocks, uint8 ``[n, spec.block_nbytes]``."""
@@ -274,8 +270,7 @@ class MLXBackend:
             raise TypeError(f"[import_blocks] data has dtype {data.dtype}, it must be uint8")
         if data.shape != (len(ids), self.spec.block_nbytes):
             raise ValueError(
-                f"[import_blocks] data has shape {data.shape}, "
-                f"it must be {(len(ids), self.spec.block_nbytes)}"
+                f"[import_blocks] data has shape {data.shape}, it must be {(len(ids), self.spec.block_nbytes)}"
             )
         if len(np.unique(ids)) != len(ids):
             raise ValueError(f"[import_blocks] blocks {ids.tolist()} are not distinct")
@@ -366,9 +361,7 @@ class MLXBackend:
 
     def _check_ids(self, call: str, ids: np.ndarray) -> None:
         if ids.size and (ids.min() < 0 or ids.max() >= self.num_blocks):
-            raise IndexError(
-                f"[{call}] block ids {ids.min()} .. {ids.max()}, the pool has 0 .. {self.num_blocks - 1}"
-            )
+            raise IndexError(f"[{call}] block ids {ids.min()} .. {ids.max()}, the pool has 0 .. {self.num_blocks - 1}")
 
     def _check_layer(self, call: str, layer: int) -> None:
         if not 0 <= layer < self.spec.num_layers:
