@@ -103,7 +103,7 @@ def install(
         )
     if (num_blocks is None) == (pool is None):
         raise TypeError("[install] either num_blocks or pool is needed, and not both")
-    if pool is None:
+    if num_blocks is not None:
         pool = kvpool.Pool(num_blocks, block_size, max_seqs=max_seqs)
     from kvpool_backends.mlx import MLXBackend  # here, because kvpool does not depend on its backends
 
