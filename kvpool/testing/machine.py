@@ -224,9 +224,7 @@ class PoolMachine(RuleBasedStateMachine):
         else:
             alone = len(rows) == 1 and self._as_array()
             self.both(
-                lambda side: side.pool.close(
-                    side.handle(rows[0]) if alone else side.batch(rows, self._as_array())
-                )
+                lambda side: side.pool.close(side.handle(rows[0]) if alone else side.batch(rows, self._as_array()))
             )
             self._forget(rows)
 
@@ -260,9 +258,7 @@ class PoolMachine(RuleBasedStateMachine):
         test = self.pair.test
         tables = [test.pool.table(test.handle(name)).tolist() for name in rows]
         if hasattr(plan, "block_tables"):  # what the backend sees counts
-            tables = [
-                row[: len(table)].tolist() for row, table in zip(plan.block_tables, tables, strict=False)
-            ]
+            tables = [row[: len(table)].tolist() for row, table in zip(plan.block_tables, tables, strict=False)]
         for name, table in zip(rows, tables, strict=True):
             self.content.took(block for block in table if block not in before.get(name, ()))
         slots = []
@@ -292,8 +288,7 @@ class PoolMachine(RuleBasedStateMachine):
             return
         tables = plan.block_tables
         if self.mirror[index] is None:
-            pad = self.pair.oracle.plans[index]._pads["block_tables"]  # what a new plan shows
-            self.mirror[index] = np.full((plan.max_rows, tables.shape[1]), pad, tables.dtype)
+            self.mirror[index] = np.full((plan.max_rows, tables.shape[1]), -99, tables.dtype)
         self.mirror[index][plan.dirty_rows] = tables[plan.dirty_rows]
         assert (self.mirror[index][: len(tables)] == tables).all(), "a row changed that is not in dirty_rows"
 

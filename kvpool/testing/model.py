@@ -96,9 +96,7 @@ class ModelPool(SequenceModel):
         if plan.pool is not self:
             raise ValueError(f"[{call}] the plan belongs to another pool")
         if plan.is_pending:
-            raise PlanStateError(
-                f"[{call}] the plan is pending (step {plan.step_id}), call done or rollback first"
-            )
+            raise PlanStateError(f"[{call}] the plan is pending (step {plan.step_id}), call done or rollback first")
         if num_rows > plan.max_rows:
             raise CapacityExceeded(f"[{call}] {num_rows} rows, the plan's max_rows is {plan.max_rows}")
 
@@ -106,9 +104,7 @@ class ModelPool(SequenceModel):
         self, call: str, plan: ModelPlan, batch: list[Sequence], new: list[int], with_tokens: bool
     ) -> None:
         if with_tokens and sum(new) > plan.max_tokens:
-            raise CapacityExceeded(
-                f"[{call}] {sum(new)} new tokens, the plan's max_tokens is {plan.max_tokens}"
-            )
+            raise CapacityExceeded(f"[{call}] {sum(new)} new tokens, the plan's max_tokens is {plan.max_tokens}")
         for row, (seq, n) in enumerate(zip(batch, new, strict=True)):
             length = seq.num_tokens + n
             width = max(len(seq.table), ceil_div(length, self.block_size))
@@ -208,9 +204,7 @@ class ModelPool(SequenceModel):
     def _started(self, call: str, step: Step, new: list[int]) -> None:
         step.plan.step_id = step.id
         step.plan._pending = True
-        self._chain(
-            call, step.id, [(self._local(r.handle), r.replaced, r.num_appended) for r in step.rows], new
-        )
+        self._chain(call, step.id, [(self._local(r.handle), r.replaced, r.num_appended) for r in step.rows], new)
         if self.in_order:
             self._pass(step)
 

@@ -21,9 +21,7 @@ def integer(call: str, name: str, value: Any, low: int | None = None, high: int 
     try:
         number = operator.index(value)
     except TypeError:
-        raise TypeError(
-            f"[{call}] {name} is a {type(value).__name__} ({value!r}), an int is needed"
-        ) from None
+        raise TypeError(f"[{call}] {name} is a {type(value).__name__} ({value!r}), an int is needed") from None
     if low is not None and number < low:
         raise ValueError(f"[{call}] {name} is too small ({number}), the least is {low}")
     if high is not None and number > high:
@@ -94,9 +92,7 @@ def block_ids(call: str, values: Any, num_blocks: int, reserved: int) -> list[in
         if not 0 <= block < num_blocks:
             raise IndexError(f"[{call}] block id is out of range ({block}), the pool has {num_blocks} blocks")
         if block < reserved:
-            raise ValueError(
-                f"[{call}] block is reserved ({block}), ids below {reserved} are never allocated"
-            )
+            raise ValueError(f"[{call}] block is reserved ({block}), ids below {reserved} are never allocated")
     refuse_duplicates(call, "block ids", batch)
     return batch
 

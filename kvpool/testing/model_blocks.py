@@ -162,9 +162,7 @@ class BlockModel:
         self._holds: list[int] = []  # one entry per hold
         self._committed: set[int] = set()
         self._sequences: dict[int, Sequence] = {}  # slot -> sequence
-        self._free_slots = deque(
-            s for s in range(self.max_seqs) if self._generations.get(s, 0) <= MAX_GENERATION
-        )
+        self._free_slots = deque(s for s in range(self.max_seqs) if self._generations.get(s, 0) <= MAX_GENERATION)
         self._pending: list[Step] = []  # oldest first
 
     def _drain(self) -> None:
@@ -227,9 +225,7 @@ class BlockModel:
     def _ids(self, call: str, values: Any) -> list[int]:
         return args.block_ids(call, values, self.num_blocks, self.reserved_blocks)
 
-    def _out_of_blocks(
-        self, call: str, needed: int, watermark: int = 0, row: int = -1, handle: int = -1
-    ) -> None:
+    def _out_of_blocks(self, call: str, needed: int, watermark: int = 0, row: int = -1, handle: int = -1) -> None:
         short_by = needed + watermark - self._available()
         where = f" at row {row}" if row >= 0 else ""
         raise OutOfBlocks(
