@@ -62,26 +62,27 @@ def one_or_many(call: str, name: str, values: Any, dtypes: tuple[str, ...]) -> l
     return [integer(call, name, values)]
 
 
-def handles(call: str, values: Any) -> list[int]:
-    """Return a batch of handles (not decoded yet): no duplicates, each ``0 .. 2^63 - 1``."""
+def handles(call: str, values: Any, is_unique: bool = True) -> list[int]:
+    """Return a batch of handles, not decoded yet, each ``0 .. 2^63 - 1``."""
     batch = one_or_many(call, "handle", values, ("int64",))
     for handle in batch:
         if not 0 <= handle <= MAX_INT64:
             raise ValueError(f"[{call}] handle is out of range ({handle}), 0 .. 2^63 - 1")
-    refuse_duplicates(call, "handles", batch)
+    if is_unique:
+        refuse_duplicates(call, "handles", batch)
     return batch
 
 
-def per_row(call: str, name: str, values: Any, num_rows: int) -> list[int]:
-    """Return one int >= 0 per row, from one int for all rows or one per row."""
+def per_row(call: str, name: str, values: Any, num_rows: int, low: int | None = 0) -> list[int]:
+    """Return one int per row, from one int for all rows or one per row."""
     if not isinstance(values, np.ndarray | list | tuple):
-        return [integer(call, name, values, 0)] * num_rows
+        return [integer(call, name, values, low)] * num_rows
     batch = integers(call, name, values, ("int32", "int64"))
     if len(batch) != num_rows:
         raise ValueError(f"[{call}] {name} has {len(batch)} entries, the batch has {num_rows} rows")
     for value in batch:
-        if value < 0:
-            raise ValueError(f"[{call}] {name} is negative ({value}), the least is 0")
+        if low is not None and value < low:
+            raise ValueError(f"[{call}] {name} is too small ({value}), the least is {low}")
     return batch
 
 
