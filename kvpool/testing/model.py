@@ -147,7 +147,7 @@ class ModelPool(SequenceModel):
         """Read the arguments of a step or a reservation and refuse what cannot be, the needs apart."""
         self._refuse_plan(call, plan)
         names = args.handles(call, handles, False)
-        new = args.per_row(call, "num_new", num_new, len(names), None)
+        new = args.per_row(call, "num_new", num_new, len(names), args.MIN_INT64)
         if len(names) > plan.max_rows:
             raise CapacityExceeded(f"[{call}] {len(names)} rows, the plan's max_rows is {plan.max_rows}")
         shape = self._shape(pad_to, plan, len(names))
@@ -290,7 +290,7 @@ class ModelPool(SequenceModel):
     def can(self, handles: Any, num_new: Any = 1) -> bool:
         """Return whether a step of this batch would find its blocks and its table room."""
         names = args.handles("can", handles, False)
-        new = args.per_row("can", "num_new", num_new, len(names), None)
+        new = args.per_row("can", "num_new", num_new, len(names), args.MIN_INT64)
         batch = []
         for row, seq in self._rows("can", names, new):
             if not self._fits_pool(seq, new[row]):
@@ -404,6 +404,8 @@ class ModelPool(SequenceModel):
         if not self._closed:
             self._closed = True
             _live_tags.discard(self._tag)
+            for step in self._pending:
+                step.plan._pending = False
 
     def __enter__(self) -> Self:
         return self

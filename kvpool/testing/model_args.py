@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-MAX_INT64 = 2**63 - 1
+MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1
 
 
 def integer(call: str, name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
@@ -27,6 +27,11 @@ def integer(call: str, name: str, value: Any, low: int | None = None, high: int 
     if high is not None and number > high:
         raise ValueError(f"[{call}] {name} is too large ({number}), the most is {high}")
     return number
+
+
+def count(call: str, name: str, value: Any) -> int:
+    """Return `value` as a number of blocks, tokens or sequences, ``0 .. 2^63 - 1``."""
+    return integer(call, name, value, 0, MAX_INT64)
 
 
 def _array(call: str, name: str, values: np.ndarray, dtypes: tuple[str, ...]) -> list[int]:
@@ -62,9 +67,10 @@ def one_or_many(call: str, name: str, values: Any, dtypes: tuple[str, ...]) -> l
     return [integer(call, name, values)]
 
 
-def handles(call: str, values: Any, is_unique: bool = True) -> list[int]:
-    """Return a batch of handles, not decoded yet, each ``0 .. 2^63 - 1``."""
-    batch = one_or_many(call, "handle", values, ("int64",))
+def handles(call: str, values: Any, is_unique: bool = True, alone: bool = False) -> list[int]:
+    """Return a batch of handles, not decoded yet, each ``0 .. 2^63 - 1``; `alone`: an int is one too."""
+    read = one_or_many if alone else integers
+    batch = read(call, "handles", values, ("int64",))
     for handle in batch:
         if not 0 <= handle <= MAX_INT64:
             raise ValueError(f"[{call}] handle is out of range ({handle}), 0 .. 2^63 - 1")
@@ -73,16 +79,15 @@ def handles(call: str, values: Any, is_unique: bool = True) -> list[int]:
     return batch
 
 
-def per_row(call: str, name: str, values: Any, num_rows: int, low: int | None = 0) -> list[int]:
-    """Return one int per row, from one int for all rows or one per row."""
-    if not isinstance(values, np.ndarray | list | tuple):
-        return [integer(call, name, values, low)] * num_rows
+def per_row(call: str, name: str, values: Any, num_rows: int, low: int = 0) -> list[int]:
+    """Return one int >= `low` per row, from one int for all rows or one per row."""
+    if not isinstance(values, np.ndarray | list | tuple) or np.ndim(values) == 0:
+        return [integer(call, name, values, low, MAX_INT64)] * num_rows
     batch = integers(call, name, values, ("int32", "int64"))
     if len(batch) != num_rows:
         raise ValueError(f"[{call}] {name} has {len(batch)} entries, the batch has {num_rows} rows")
     for value in batch:
-        if low is not None and value < low:
-            raise ValueError(f"[{call}] {name} is too small ({value}), the least is {low}")
+        integer(call, name, value, low, MAX_INT64)
     return batch
 
 
