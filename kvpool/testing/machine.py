@@ -84,7 +84,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.appetite = drawn.pop("appetite") * max(1, drawn["block_size"] // 4)
         prompts, samples = drawn.pop("prompts"), drawn.pop("samples")
         drawn["watermark"] = min(drawn["watermark"], drawn["num_blocks"] - drawn["reserved_blocks"])
-        self.pair = Pair(Side(*self._kinds()[0], drawn), Side(*self._kinds()[1], drawn))
+        kind = type(self)
+        self.pair = Pair(Side(kind.make_pool, kind.make_plan, drawn), Side(*kind.oracle, drawn))
         self.both = self.pair.both
         self.block_size = drawn["block_size"]
         self.num_blocks = drawn["num_blocks"]
@@ -103,10 +104,6 @@ class PoolMachine(RuleBasedStateMachine):
             self._open(0)
         self._step(0, self.opened(), prompts[: len(self.opened())], partial=True)
         self._fork(0, samples)
-
-    def _kinds(self) -> tuple[Any, Any]:
-        kind = type(self)
-        return (kind.make_pool, kind.make_plan), kind.oracle
 
     def teardown(self) -> None:
         """Give the pools' tags back."""

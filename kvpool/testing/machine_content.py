@@ -29,7 +29,7 @@ class Work:
     copies: list[tuple[list[int], list[int]]] = field(default_factory=list)  # source slots, destination slots
     writes: list[tuple[int, int]] = field(default_factory=list)  # slot, stamp
     reads: list[tuple[int, list[int], list[int]]] = field(default_factory=list)  # handle, slots, stamps
-    sources: list[tuple[list[int], list[int]]] = field(default_factory=list)  # slots, what they held when issued
+    sources: list[tuple[list[int], list[int | None]]] = field(default_factory=list)  # slots, what they held
     noted: bool = False
 
     def run(self, memory: list[int | None]) -> None:

@@ -51,8 +51,9 @@ def _idle(machine: PoolMachine, pick: int) -> int | None:
 def _handle(machine: PoolMachine, pick: int, name: int, flip: int = 0) -> Call:
     """A bad handle in any call that takes one; `flip` changes bits of the tag."""
     index = _idle(machine, pick)
-    which = pick % (len(SEQUENCE_CALLS) + (2 if index is not None else 0))
-    if which < len(SEQUENCE_CALLS):
+    which = pick % (len(SEQUENCE_CALLS) + len(STEP_CALLS))
+    if index is None or which < len(SEQUENCE_CALLS):
+        which %= len(SEQUENCE_CALLS)
         return lambda side: SEQUENCE_CALLS[which](side, side.handle(name) ^ flip << 52)
     step = STEP_CALLS[which - len(SEQUENCE_CALLS)]
     rows = machine.opened()[:2]
@@ -154,7 +155,7 @@ def plan_of_another_pool(machine: PoolMachine, pick: int) -> Call:
 
 def not_a_plan(machine: PoolMachine, pick: int) -> Call:
     """Something else where a plan belongs."""
-    wrong = (None, 3, "plan", [])[pick % 4]
+    wrong: Any = (None, 3, "plan", [])[pick % 4]
     calls: tuple[Call, ...] = (
         lambda side: side.pool.step(wrong, []),
         lambda side: side.pool.reserve(wrong, [], 1),
