@@ -20,7 +20,7 @@ answers NaN. Cases try only what `capabilities()` claims; a case for which nothi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -128,6 +128,19 @@ def ragged_chunks_equal_dense_attention(factory: Factory) -> None:
             some = [min(length, (0, 1, 2, 5)[i % 4]) for i, length in enumerate(lengths)]
             for q_lens in (lengths, some, [0] * len(lengths)):
                 filled.check(q_lens, q_heads, f"chunks of {q_lens} in {lengths}")
+
+
+@_case
+def plans_of_int64_are_read_like_int32(factory: Factory) -> None:
+    """Engines with large pools ask for int64 plans."""
+    for spec in specs(factory):
+        filled, q_lens = fill(factory, spec, [3, 16, 9]), [2, 1, 9]
+        plan = filled.plan(q_lens)
+        wide = ArrayPlan(*(getattr(plan, field.name).astype(np.int64) for field in fields(plan)))
+        k, v = (np.concatenate([x[0][i][-n:] for i, n in enumerate(q_lens)]) for x in (filled.k, filled.v))
+        filled.backend.write(0, filled.backend.asarray(k), filled.backend.asarray(v), wide)
+        q = filled.queries(q_lens, 4)
+        close(attend(filled.backend, 0, q, wide), filled.expected(0, q, q_lens), spec, "int64 plan")
 
 
 @_case
