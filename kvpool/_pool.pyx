@@ -239,7 +239,7 @@ cdef class Pool(SequencePool):
             if rows.size > plan.wire.max_rows:
                 raise CapacityExceeded(f"[{call}] {rows.size} rows, the plan holds {plan.wire.max_rows}")
             if pad_to is not None:
-                pad_rows, pad_tokens = plan.get_pad(pad_to, call, rows.size)
+                plan.get_pad(pad_to, call, rows.size, &pad_rows, &pad_tokens)
             limits.max_tokens = min(pad_tokens if pad_to is not None else INT64_MAX, plan.max_tokens_)
             limits.seq_tokens = min(plan.seq_limit, self.seqs.max_blocks * self.blocks.block_size)
             limits.table_width = plan.wire.table_width

@@ -13,5 +13,5 @@ cdef enum:                   # what a nogil function reports; the Python face tu
 
 
 cdef inline uint64_t mix(uint64_t state, uint64_t value) noexcept nogil:
-    """One step of the chained digest: rotate, add, multiply, so that order and position matter."""
-    return (((state << 27) | (state >> 37)) ^ value) * 0x9E3779B97F4A7C15ULL + 0x632BE59BD9B4E019ULL
+    """One step of the chained digest: rotate, xor, multiply, so that order and position matter."""
+    return (((state << 27) | (state >> 37)) ^ value) * 0x9E3779B97F4A7C15ULL

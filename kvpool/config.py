@@ -135,9 +135,9 @@ class KVSpec:
         """Bytes of the whole storage."""
         return num_blocks * self.block_nbytes
 
+    @property
     def array_block_nbytes(self) -> int:
-        """Bytes that one block takes in the largest single base array (devices limit the size of one
-        array)."""
+        """Bytes of one block in the largest base array: devices limit the size of a single array."""
         arrays: dict[str, int] = {}
         for plane, dim in self.planes:
             layout = self.plane_layout(plane, 1)
@@ -167,8 +167,7 @@ class KVSpec:
         return PlaneLayout(plane, shape, self.layout != "stacked", 0, *strides)
 
 
-# ---------------------------------------------------------------------- memory to
-# blocks
+# ---------------------------------------------------------------------- memory to blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +214,7 @@ def blocks_for(
     fraction: float | None = None,
     overhead_nbytes: int | None = None,
     device_info: Mapping[str, Any] | None = None,
-    active_nbytes: int = 0,
+    active_nbytes: int | None = None,
     reserved_blocks: int = 1,
 ) -> PoolSize:
     """Number of blocks that fit into `memory`.
@@ -234,12 +233,11 @@ def blocks_for(
         With "auto", what activations and temporaries need beside the pool. Measure it with a prefill if you
         can; by default 10 % of the machine, on Metal at least 1 GiB.
     device_info : mapping, optional
-        ``mlx.core.device_info()`` of a Metal device. Without ``max_recommended_working_set_size`` in it (MLX
-        on a CPU) RAM counts.
-    active_nbytes : int
-        With "auto", memory already in use on the device (model weights): the larger of MLX's active memory
-        and the footprint of the process. Of the available RAM it is subtracted only if it is yet to be
-        loaded.
+        ``mlx.core.device_info()`` of a Metal device; it may carry ``active_nbytes`` too. Without
+        ``max_recommended_working_set_size`` in it (MLX on a CPU) RAM counts.
+    active_nbytes : int, optional
+        With "auto", memory that weights and caches take of the device: the larger of MLX's active memory and
+        the footprint of the process. Of RAM, count only what is yet to be loaded: the rest is not available.
     reserved_blocks : int
         Blocks that hold no sequence, as in `Pool`; they are part of `num_blocks`.
 
@@ -269,7 +267,7 @@ def blocks_for(
     if largest_array:
         limits.append(
             (
-                int(largest_array) // spec.array_block_nbytes(),
+                int(largest_array) // spec.array_block_nbytes,
                 f"max_buffer_length {format_nbytes(int(largest_array))}",
             )
         )
@@ -285,7 +283,10 @@ def blocks_for(
 
 
 def _machine_budget(
-    fraction: float | None, overhead_nbytes: int | None, device_info: Mapping[str, Any], active_nbytes: int
+    fraction: float | None,
+    overhead_nbytes: int | None,
+    device_info: Mapping[str, Any],
+    active_nbytes: int | None,
 ) -> tuple[str, list[tuple[str, int]]]:
     working_set = device_info.get("max_recommended_working_set_size")
     if working_set:
@@ -302,6 +303,7 @@ def _machine_budget(
         raise ValueError(f"[blocks_for] fraction must be in (0, 1], got {share!r}")
     overhead = overhead_default if overhead_nbytes is None else index(overhead_nbytes)
     terms = [(f"{share:g} of {format_nbytes(machine)} {what}", int(share * machine))]
+    active_nbytes = device_info.get("active_nbytes", 0) if active_nbytes is None else active_nbytes
     if active_nbytes:
         terms.append(("already in use (weights and caches)", -index(active_nbytes)))
     terms.append(("overhead (activations, temporaries)", -overhead))
@@ -309,8 +311,7 @@ def _machine_budget(
 
 
 def available_memory_nbytes() -> int:
-    """RAM that this process could still take: what Linux calls available, within the limit of its cgroup; all
-    of it on macOS."""
+    """RAM for this process: on Linux what is available and within its cgroup's limit, on macOS all of it."""
     available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     found = re.search(r"^MemAvailable:\s+(\d+) kB", _read_text("/proc/meminfo"), re.MULTILINE)
     if found:
@@ -357,8 +358,7 @@ def format_nbytes(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
-# ---------------------------------------------------------------------- model
-# configs
+# ---------------------------------------------------------------------- model configs
 
 
 def spec_from_config(
@@ -451,8 +451,7 @@ def _field(fields: Mapping[str, Any], name: str, default: str | None = None) -> 
     return _positive("config", name, fields[name])
 
 
-# ---------------------------------------------------------------------- what `kvpool plan`
-# says
+# ---------------------------------------------------------------------- what `kvpool plan` says
 
 _TYPICAL_LENGTHS = (512, 2048, 8192, 32768, 131072)
 
@@ -518,8 +517,7 @@ def describe_plan(
     return facts, "\n".join(lines)
 
 
-# -------------------------------------------------------------------------------------------------------
-# checks
+# ---------------------------------------------------------------------- checks
 
 
 def _positive(call: str, name: str, value: Any) -> int:

@@ -1,7 +1,8 @@
 """Fixtures of the contract tests: pools that are checked when a test ends, and one way to say "refused".
 
 ``KVPOOL_CORE=model`` runs the same tests against the plain Python model of `kvpool.testing`, so that both
-implementations of docs/core.md are held to the same numbers, worked out by hand.
+implementations of docs/core.md are held to the same numbers, worked out by hand (the model is no fortress:
+it fails most of test_guards).
 """
 
 import contextlib
@@ -68,7 +69,7 @@ def core():
 
 @pytest.fixture
 def make_pool():
-    """``make_pool(num_blocks=16, block_size=4, **options)``; every invariant is checked when the test ends."""
+    """``make_pool(num_blocks=16, block_size=4, **options)``; invariants are checked when the test ends."""
     pools = []
 
     def make(num_blocks=16, block_size=4, **options):

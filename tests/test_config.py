@@ -131,7 +131,7 @@ def test_plane_layout_of_an_unknown_plane_is_refused():
     ],
 )
 def test_array_block_nbytes_is_a_blocks_share_of_the_largest_array(layout, nbytes):
-    assert KVSpec(3, 2, 64, "float16", 4, layout=layout).array_block_nbytes() == nbytes
+    assert KVSpec(3, 2, 64, "float16", 4, layout=layout).array_block_nbytes == nbytes
 
 
 # ---------------------------------------------------------------------- blocks_for
@@ -181,6 +181,13 @@ def test_blocks_for_a_metal_device_follows_the_working_set():
     assert size.num_blocks == budget // (2 * 2**20)
     for part in ("Apple M4", "0.8 of 16.00 GiB", "already in use", "overhead", f"{size.num_blocks} blocks"):
         assert part in size.how
+
+
+def test_blocks_for_takes_what_is_in_use_from_the_device():
+    spec, in_use = KVSpec(2, 2, 64), METAL | {"active_nbytes": 2**30}
+    expected = blocks_for("auto", spec, device_info=METAL, active_nbytes=2**30).budget_nbytes
+    assert blocks_for("auto", spec, device_info=in_use).budget_nbytes == expected
+    assert blocks_for("auto", spec, device_info=in_use, active_nbytes=0).budget_nbytes == expected + 2**30
 
 
 def test_blocks_for_a_small_metal_device_keeps_a_gib_for_overhead():

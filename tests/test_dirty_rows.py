@@ -8,7 +8,7 @@ from kvpool.errors import OutOfBlocks
 
 @pytest.fixture
 def steps(make_pool, make_plan, grow):
-    """``pool, plan, handles, step = steps(lengths)``; ``step(rows, new)`` is done at once and returns dirty_rows."""
+    """``pool, plan, handles, step = steps(lengths)``; ``step(rows, new)`` is done and returns dirty_rows."""
 
     def make(lengths, *, num_blocks=128, block_size=4, **options):
         pool = make_pool(num_blocks, block_size)
@@ -232,7 +232,9 @@ def test_other_formats_with_rows_report_dirty_rows_too(steps, fmt):
     assert 1 in step(h, 1)
 
 
-@pytest.mark.parametrize("formats", [("seq_lens",), ("slot_mapping", "positions", "cu_q_lens", "slot_ids"), ()])
+@pytest.mark.parametrize(
+    "formats", [("seq_lens",), ("slot_mapping", "positions", "cu_q_lens", "slot_ids"), ()]
+)
 def test_plan_without_rows_in_its_formats_reports_none(steps, formats):
     _, _, h, step = steps([1, 4], formats=formats)
     assert step(h) == []

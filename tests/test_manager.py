@@ -192,6 +192,19 @@ def test_step_without_blocks_changes_nothing():
     assert snapshot(engine.manager) == before
 
 
+def test_decode_writes_a_whole_batch_at_once():
+    engine = Engine()
+    ids = [engine.new([1, 2, 3, 4]), engine.new([5])]
+    for turn in range(5):
+        slots = engine.manager.step(ids)
+        new = [10 + turn, 20 + turn]
+        for layer in range(2):
+            engine.manager.write(layer, keys(new, layer), keys(new, layer + 100), slots)
+        for seq_id, token in zip(ids, new, strict=True):
+            engine.history[seq_id].append(token)
+        engine.check(ids)
+
+
 def test_step_returns_the_slots_of_the_new_tokens():
     manager = KVBlockManager(SPEC, 8)
     a, b = (manager.new_sequence().seq_id for _ in range(2))
@@ -311,8 +324,13 @@ def test_prefill_longer_than_the_pool_says_that_it_can_never_fit():
 def test_prefill_with_a_wrong_number_of_layers_writes_no_token():
     engine = Engine()
     seq_id = engine.manager.new_sequence().seq_id
-    with pytest.raises(ValueError):
-        list(engine.manager.prefill_into_kv(seq_id, [1, 2], lambda c, p: ([keys(c, 0)] * 2, [keys(c, 0)])))
+    for layers in ((2, 1), (1, 1), (3, 3)):
+        with pytest.raises(ValueError, match=r"^\[prefill_into_kv\] forward gave"):
+            list(
+                engine.manager.prefill_into_kv(
+                    seq_id, [1, 2], lambda c, p, n=layers: tuple([keys(c, 0)] * count for count in n)
+                )
+            )
     assert engine.manager.table(seq_id)[1] == 0
     with pytest.raises(ValueError, match="max_chunk_tokens is 0"):
         next(engine.manager.prefill_into_kv(seq_id, [1], forward, 0))
@@ -392,7 +410,7 @@ def test_memory_auto_asks_the_backend_for_its_machine(capsys):
             }
 
     manager = KVBlockManager(SPEC, memory="auto", backend=Device)
-    assert manager.pool.num_blocks == 2**20 // SPEC.array_block_nbytes()
+    assert manager.pool.num_blocks == 2**20 // SPEC.array_block_nbytes
     printed = capsys.readouterr().out
     assert "Apple M9" in printed and "max_buffer_length" in printed
 

@@ -1,7 +1,7 @@
 """The misuse matrix: every public call with every kind of wrong argument.
 
-Each case names the documented exception; the message begins with ``[call]`` and shows the value, and the pool's
-fingerprint and digest and the plan's contents are what they were. Every case is quick, none is a crash.
+Each case names the documented exception; the message begins with ``[call]`` and shows the value; the pool's
+fingerprint, its digest and the plan's contents are what they were. Every case is quick, none is a crash.
 """
 
 from decimal import Decimal
@@ -9,7 +9,14 @@ from decimal import Decimal
 import numpy as np
 import pytest
 
-from kvpool.errors import CapacityExceeded, DoubleFree, ForeignHandle, OutOfBlocks, OutOfSequences, StaleHandle
+from kvpool.errors import (
+    CapacityExceeded,
+    DoubleFree,
+    ForeignHandle,
+    OutOfBlocks,
+    OutOfSequences,
+    StaleHandle,
+)
 
 
 class Scene:
@@ -172,7 +179,9 @@ def test_one_handle_where_a_batch_is_needed_is_a_type_error(scene, refused, call
         HANDLE_BATCH[call](scene, scene.a)
 
 
-@pytest.mark.parametrize("value", [None, 3, "plan", object(), np.zeros(3, np.int64)], ids=["None", "int", "str", "object", "array"])
+@pytest.mark.parametrize(
+    "value", [None, 3, "plan", object(), np.zeros(3, np.int64)], ids=["None", "int", "str", "object", "array"]
+)
 @pytest.mark.parametrize("call", ["step", "reserve", "done", "rollback"])
 def test_plan_of_a_wrong_type_is_a_type_error(scene, refused, call, value):
     arguments = ([scene.a], 1) if call in ("step", "reserve") else ()
@@ -188,7 +197,9 @@ def test_plan_of_another_pool_is_a_value_error(scene, refused, call):
 
 
 @pytest.mark.parametrize(
-    "pad_to", [8, "ab", (8,), (8, 8, 8), (8.0, 8), (8, True), (None, 8), object()], ids=lambda value: type(value).__name__
+    "pad_to",
+    [8, "ab", (8,), (8, 8, 8), (8.0, 8), (8, True), (None, 8), object()],
+    ids=lambda value: type(value).__name__,
 )
 def test_pad_to_of_a_wrong_type_or_size(scene, refused, pad_to):
     with refused(scene.pool, (TypeError, ValueError), "step", plans=[scene.plan]):
@@ -214,8 +225,8 @@ def test_count_beyond_int64_is_a_value_error(scene, refused, call, value):
 
 HUGE = {  # what a count far beyond the pool, but inside int64, is refused with
     "alloc n": OutOfBlocks,
-    "open num_tokens": CapacityExceeded,
-    "fork n": OutOfSequences,
+    "open num_tokens": (CapacityExceeded, ValueError),
+    "fork n": (OutOfSequences, ValueError),
     "truncate lens": ValueError,
     "step num_new": CapacityExceeded,
     "reserve num_new": CapacityExceeded,
@@ -241,7 +252,7 @@ def test_sum_of_huge_counts_does_not_wrap(scene, refused, call, values):
 @pytest.mark.parametrize("value", [2**31, 2**62, 2**63 - 1])
 def test_can_with_a_huge_count_answers_no(scene, value):
     assert scene.pool.can([scene.a], value) is False
-    assert scene.pool.can([scene.a, scene.b], [value, value]) is False
+    assert scene.pool.can([scene.a, scene.b], [0, value]) is False
 
 
 def test_evict_of_a_huge_count_is_legal(scene):
@@ -262,7 +273,9 @@ def test_counts_of_another_length_than_the_batch_are_a_value_error(scene, refuse
         NUM_NEW[call](scene, values)
 
 
-@pytest.mark.parametrize("value", [-1, 24, 2**31 - 1, 2**31, 2**32 + 5, 2**62, 2**63, 2**64, -(2**31), -(2**64)])
+@pytest.mark.parametrize(
+    "value", [-1, 24, 2**31 - 1, 2**31, 2**32 + 5, 2**62, 2**63, 2**64, -(2**31), -(2**64)]
+)
 @pytest.mark.parametrize("call", ONE_BLOCK)
 def test_block_id_outside_the_pool_is_an_index_error(scene, refused, call, value):
     with refused(scene.pool, IndexError, call, value):
@@ -286,7 +299,7 @@ def test_block_nobody_holds_is_double_free(scene, refused, call):
 
 @pytest.mark.parametrize("value", [-1, -(2**63), 2**63, 2**64 + 3])
 @pytest.mark.parametrize("call", ONE_HANDLE)
-def test_handle_outside_int64_is_a_value_error(scene, refused, call, value):
+def test_one_handle_outside_int64_is_a_value_error(scene, refused, call, value):
     with refused(scene.pool, ValueError, call, value):
         ONE_HANDLE[call](scene, value)
 
@@ -301,7 +314,12 @@ def test_handle_outside_int64_in_a_batch_is_a_value_error(scene, refused, call, 
 @pytest.mark.parametrize("kind", [list, tuple, np.array], ids=["list", "tuple", "array"])
 @pytest.mark.parametrize("call", HANDLE_BATCH)
 def test_stale_foreign_and_duplicate_handles_in_a_batch(scene, refused, call, kind):
-    cases = ((scene.dead, StaleHandle), (scene.foreign, ForeignHandle), (0, ForeignHandle), (scene.a, ValueError))
+    cases = (
+        (scene.dead, StaleHandle),
+        (scene.foreign, ForeignHandle),
+        (0, ForeignHandle),
+        (scene.a, ValueError),
+    )
     for handle, exception in cases:
         with refused(scene.pool, exception, call, handle, plans=[scene.plan]):
             HANDLE_BATCH[call](scene, kind([scene.a, handle]))
@@ -316,6 +334,7 @@ CONSTRUCTOR_VALUES = [
     ("Pool num_blocks", 2**64),
     ("Pool block_size", 0),
     ("Pool block_size", -16),
+    ("Pool block_size", 2**31),
     ("Pool block_size", 2**58),  # 24 * 2^58 > 2^62
     ("Pool block_size", 2**63),
     ("Pool block_size", 2**64),
@@ -345,6 +364,11 @@ def test_constructor_product_just_inside_the_limit_is_legal(core):
     core.Pool(4, 2**31 - 1, max_seqs=1, max_blocks_per_seq=1).shutdown()
 
 
+def test_constructor_without_the_memory_is_a_memory_error(core):
+    with pytest.raises(MemoryError, match=r"^\[Pool\] "):
+        core.Pool(24, 4, max_seqs=2**20, max_blocks_per_seq=2**31 - 1)  # 8 PiB of tables
+
+
 # --- arrays -----------------------------------------------------------------------------------------------
 
 
@@ -356,7 +380,7 @@ def arrays_of(dtype, values, narrow):
     cases = {
         "float64": (TypeError, right.astype(np.float64)),
         "float32": (TypeError, right.astype(np.float32)),
-        "float16": (TypeError, right.astype(np.float16)),
+        "float16": (TypeError, np.ones(2, np.float16)),
         "complex": (TypeError, right.astype(complex)),
         "int8": (TypeError, np.ones(2, np.int8)),
         "int16": (TypeError, np.ones(2, np.int16)),
@@ -469,7 +493,11 @@ def test_alloc_out_in_a_wrong_form_is_refused_before_a_byte_is_written(scene, re
 
 
 def test_input_arrays_may_be_read_only(scene):
-    handles, new, ids = np.array([scene.a, scene.b]), np.array([1, 1], np.int32), np.array([scene.raw], np.int32)
+    handles, new, ids = (
+        np.array([scene.a, scene.b]),
+        np.array([1, 1], np.int32),
+        np.array([scene.raw], np.int32),
+    )
     for array in (handles, new, ids):
         array.flags.writeable = False
     scene.pool.step(scene.plan, handles, new)

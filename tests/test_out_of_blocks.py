@@ -101,7 +101,7 @@ def test_copy_on_write_at_every_mix_of_blank_and_cached_blocks(make_pool, make_p
         assert pool.take_dropped().shape == (0,)  # nothing was evicted in vain
     else:
         pool.step(plan, rows, 4)
-        assert plan.num_copies == 2
+        assert len(plan.copies) == 2
         assert len(pool.take_dropped()) == 5 - blanks
 
 
@@ -148,7 +148,9 @@ def test_step_that_needs_no_block_works_in_a_full_pool(make_pool, make_plan):
 def test_partial_skips_the_row_that_does_not_fit_and_tries_the_next(make_pool, make_plan):
     pool = make_pool(5, 4)  # four blocks
     a, b, c, d = (pool.open() for _ in range(4))
-    plan = make_plan(pool, formats=("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens"), table_width=3)
+    plan = make_plan(
+        pool, formats=("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens"), table_width=3
+    )
     pool.step(plan, [a, b, c, d], [5, 12, 3, 4], partial=True)  # needs 2, 3, 1, 1
     assert plan.served.tolist() == [1, 0, 1, 1]
     assert plan.seq_lens.tolist() == [5, 0, 3, 4]
@@ -280,7 +282,9 @@ def test_watermark_does_not_hold_back_alloc(make_pool):
     assert len(pool.alloc(8)) == 8
 
 
-@pytest.mark.parametrize("need, watermark, fits", [(5, 3, True), (6, 3, False), (8, 0, True), (9, 0, False), (1, 7, True)])
+@pytest.mark.parametrize(
+    "need, watermark, fits", [(5, 3, True), (6, 3, False), (8, 0, True), (9, 0, False), (1, 7, True)]
+)
 def test_watermark_at_the_border(make_pool, need, watermark, fits):
     pool = make_pool(9, 4, watermark=watermark, max_blocks_per_seq=16)
     if fits:

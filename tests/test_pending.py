@@ -245,7 +245,7 @@ def test_rollback_restores_lengths_tables_references_and_the_blank_stack(flight,
     rows = [parent, *map(int, pool.fork(parent, 2)), pool.open()]
     before, free = snapshot(pool, rows), pool.stats().free
     pool.step(plan, rows, [1, 7, 9, 5])
-    assert plan.num_copies == 2
+    assert len(plan.copies) == 2
     assert snapshot(pool, rows) != before
     pool.rollback(plan)
     assert snapshot(pool, rows) == before

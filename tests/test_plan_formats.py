@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvpool.errors import CapacityExceeded, PlanStateError
+from kvpool.errors import CapacityExceeded
 
 PAD = {  # default pads with a reserved block; block_tables and kv_slots have -1 without one
     "block_tables": 0,
@@ -79,7 +79,7 @@ BATCHES = {  # block_size, then lengths before the step and new tokens of each r
 
 @pytest.fixture
 def batch(make_pool, grow):
-    """``batch(block_size, lengths)``: a pool and sequences that hold these many tokens, in shuffled blocks."""
+    """``batch(block_size, lengths)``: a pool and sequences of these lengths, in shuffled blocks."""
 
     def make(block_size, lengths, **options):
         pool = make_pool(64, block_size, **options)
@@ -133,7 +133,9 @@ def test_pads_of_the_callers_choice(core, batch, make_plan):
     chosen = {name: value for name, value in pad.items() if value}
     plan = make_plan(pool, formats=core.all_formats, table_width=6, kv_width=20, pad=chosen)
     pool.step(plan, handles, new, pad_to=(8, 16))
-    assert_shows(plan, expected(pool, handles, new, rows=8, tokens=16, width=6, kv_width=20, pad=pad), "int32")
+    assert_shows(
+        plan, expected(pool, handles, new, rows=8, tokens=16, width=6, kv_width=20, pad=pad), "int32"
+    )
 
 
 def test_pool_without_a_reserved_block_pads_tables_with_minus_one(core, batch, make_plan):
@@ -149,8 +151,15 @@ def test_dtype_per_array(core, batch, make_plan):
     pool, handles = batch(4, [7, 0, 3])
     plan = make_plan(pool, dtype={"block_tables": "int32", "seq_lens": "int64", "slot_mapping": "int64"})
     pool.step(plan, handles, 1)
-    assert [plan.block_tables.dtype, plan.seq_lens.dtype, plan.slot_mapping.dtype] == ["int32", "int64", "int64"]
-    assert plan.slot_mapping.tolist() == expected(pool, handles, [1, 1, 1], width=4, kv_width=16)["slot_mapping"].tolist()
+    assert [plan.block_tables.dtype, plan.seq_lens.dtype, plan.slot_mapping.dtype] == [
+        "int32",
+        "int64",
+        "int64",
+    ]
+    assert (
+        plan.slot_mapping.tolist()
+        == expected(pool, handles, [1, 1, 1], width=4, kv_width=16)["slot_mapping"].tolist()
+    )
 
 
 def test_reserved_blocks_of_a_sequence_are_in_its_table_but_not_in_csr(make_pool, make_plan):
@@ -191,7 +200,7 @@ def test_formats_stay_right_over_many_random_steps(core, batch, make_plan):
         rng.shuffle(handles)
         for handle in handles[: rng.integers(0, 2)]:
             pool.truncate(handle, int(rng.integers(0, pool.num_tokens(handle) + 1)))
-        if handles and len(handles) == 6 or pool.stats().free < 12:
+        if (handles and len(handles) == 6) or pool.stats().free < 12:
             pool.close(handles.pop())
         elif rng.random() < 0.4:
             parent = handles[-1] if handles and rng.random() < 0.5 else None
@@ -221,7 +230,13 @@ def test_num_new_in_every_legal_form(make_pool, make_plan, kind):
         new, total = kind(2), 6
     else:
         new, total = [2, 0, 1], 3
-        new = np.array(new, np.int64) if kind == "int64 array" else np.array(new, kind) if kind is np.int32 else kind(new)
+        new = (
+            np.array(new, np.int64)
+            if kind == "int64 array"
+            else np.array(new, kind)
+            if kind is np.int32
+            else kind(new)
+        )
     plan = make_plan(pool)
     pool.step(plan, handles, new)
     assert plan.num_tokens == total
@@ -351,7 +366,9 @@ def test_longer_sequence_than_the_pool_allows_is_refused(make_pool, make_plan, r
     pool.step(plan, [handle], 8)
 
 
-@pytest.mark.parametrize("pad_to", [(1, 64), (9, 64), (8, 3), (8, 65), (-1, 64), (8, -1), (2**40, 64), (8, 2**40)])
+@pytest.mark.parametrize(
+    "pad_to", [(1, 64), (9, 64), (8, 3), (8, 65), (-1, 64), (8, -1), (2**40, 64), (8, 2**40)]
+)
 def test_pad_to_outside_batch_and_plan_is_refused(make_pool, make_plan, refused, pad_to):
     pool = make_pool()
     handles = [pool.open(), pool.open()]
@@ -398,193 +415,3 @@ def test_int64_slots_beyond_2_31_are_right(make_pool, make_plan, core):
     assert plan.slot_mapping.tolist() == slots
     assert plan.kv_slots.tolist() == [[*slots, 0]]
     assert plan.kv_slots_ragged.tolist() == slots
-
-
-# --- binding ----------------------------------------------------------------------------------------------
-
-
-def test_bound_arrays_receive_what_the_step_writes(make_pool, make_plan):
-    pool = make_pool()
-    tables, lens = np.full((2, 4), -9, np.int32), np.full(2, -9, np.int32)
-    plan = make_plan(pool, 2, 8, table_width=4, out={"block_tables": tables})
-    plan.bind(seq_lens=lens)
-    pool.step(plan, [pool.open(), pool.open()], [5, 1])
-    assert tables.tolist() == [[1, 2, 0, 0], [3, 0, 0, 0]]
-    assert lens.tolist() == [5, 1]
-    assert np.shares_memory(plan.block_tables, tables) and np.shares_memory(plan.seq_lens, lens)
-
-
-def test_bind_makes_every_row_dirty_and_writes_it_again(make_pool, make_plan):
-    pool = make_pool()
-    handles = [pool.open(), pool.open(), pool.open()]
-    plan = make_plan(pool, 4, 16, table_width=4)
-    pool.step(plan, handles, 1)
-    pool.done(plan)
-    fresh = np.full((4, 4), -9, np.int32)
-    plan.bind(block_tables=fresh)
-    pool.step(plan, handles, 1)
-    assert plan.dirty_rows.tolist() == [0, 1, 2]
-    assert fresh[:3].tolist() == [[1, 0, 0, 0], [2, 0, 0, 0], [3, 0, 0, 0]]
-
-
-def test_bound_array_is_kept_alive_by_the_plan(make_pool, make_plan):
-    pool = make_pool()
-    plan = make_plan(pool, 2, 8, table_width=4)
-    plan.bind(block_tables=np.zeros((2, 4), np.int32))
-    pool.step(plan, [pool.open()], 5)
-    assert plan.block_tables.tolist() == [[1, 2, 0, 0]]
-
-
-def good():
-    return np.zeros((2, 4), np.int32)
-
-
-def read_only():
-    array = good()
-    array.flags.writeable = False
-    return array
-
-
-BAD_ARRAYS = {
-    "float": (TypeError, lambda: np.zeros((2, 4), np.float32)),
-    "int64": (TypeError, lambda: np.zeros((2, 4), np.int64)),
-    "uint32": (TypeError, lambda: np.zeros((2, 4), np.uint32)),
-    "object": (TypeError, lambda: np.zeros((2, 4), object)),
-    "not an array": (TypeError, lambda: [[0] * 4] * 2),
-    "None": (TypeError, lambda: None),
-    "byte swapped": (ValueError, lambda: good().astype(">i4")),
-    "one dimension": (ValueError, lambda: np.zeros(8, np.int32)),
-    "no dimension": (ValueError, lambda: np.array(0, np.int32)),
-    "three dimensions": (ValueError, lambda: np.zeros((1, 2, 4), np.int32)),
-    "too many rows": (ValueError, lambda: np.zeros((3, 4), np.int32)),
-    "too few rows": (ValueError, lambda: np.zeros((1, 4), np.int32)),
-    "too narrow": (ValueError, lambda: np.zeros((2, 3), np.int32)),
-    "too wide": (ValueError, lambda: np.zeros((2, 5), np.int32)),
-    "strided rows": (ValueError, lambda: np.zeros((4, 4), np.int32)[::2]),
-    "strided columns": (ValueError, lambda: np.zeros((2, 8), np.int32)[:, ::2]),
-    "reversed": (ValueError, lambda: good()[::-1]),
-    "Fortran order": (ValueError, lambda: np.zeros((2, 4), np.int32, order="F")),
-    "broadcast": (ValueError, lambda: np.broadcast_to(np.zeros(4, np.int32), (2, 4))),
-    "read only": (ValueError, read_only),
-}
-
-
-@pytest.mark.parametrize("case", BAD_ARRAYS)
-def test_bind_refuses_an_array_that_does_not_fit(make_pool, make_plan, refused, case):
-    pool = make_pool()
-    plan = make_plan(pool, 2, 8, table_width=4)
-    pool.step(plan, [pool.open()], 5)
-    pool.done(plan)
-    exception, make_array = BAD_ARRAYS[case]
-    bound = plan.block_tables
-    with refused(pool, exception, "bind", "block_tables", plans=[plan]):
-        plan.bind(block_tables=make_array())
-    assert plan.block_tables is bound
-
-
-@pytest.mark.parametrize("case", BAD_ARRAYS)
-def test_plan_refuses_an_out_array_that_does_not_fit(make_pool, make_plan, refused, case):
-    pool = make_pool()
-    exception, make_array = BAD_ARRAYS[case]
-    with refused(pool, exception, "Plan", "block_tables"):
-        make_plan(pool, 2, 8, table_width=4, out={"block_tables": make_array()})
-
-
-def test_bind_refuses_arrays_that_overlap(make_pool, make_plan, refused):
-    pool = make_pool()
-    plan = make_plan(pool, 4, 4, table_width=4)
-    memory = np.zeros(40, np.int32)
-    plan.bind(seq_lens=memory[:4])
-    with refused(pool, ValueError, "bind", plans=[plan]):
-        plan.bind(slot_mapping=memory[3:7])
-    with refused(pool, ValueError, "bind", plans=[plan]):
-        plan.bind(block_tables=memory[16:32].reshape(4, 4), slot_mapping=memory[30:34])
-    plan.bind(slot_mapping=memory[4:8], block_tables=memory[8:24].reshape(4, 4))
-    pool.step(plan, [pool.open()], 1)
-    assert memory[[0, 4, 8]].tolist() == [1, 4, 1]
-
-
-def test_plan_refuses_out_arrays_that_overlap(make_pool, make_plan, refused):
-    pool = make_pool()
-    memory = np.zeros(40, np.int32)
-    with refused(pool, ValueError, "Plan"):
-        make_plan(pool, 4, 4, out={"seq_lens": memory[:4], "slot_mapping": memory[:4]})
-
-
-def test_bind_refuses_the_memory_of_an_array_the_plan_owns(make_pool, make_plan, refused):
-    pool = make_pool()
-    plan = make_plan(pool, 4, 4)
-    pool.step(plan, [pool.open() for _ in range(4)], 1)
-    pool.done(plan)
-    with refused(pool, ValueError, "bind", plans=[plan]):
-        plan.bind(slot_mapping=plan.seq_lens)
-
-
-def test_bind_one_bad_array_binds_none(make_pool, make_plan, refused):
-    pool = make_pool()
-    plan = make_plan(pool, 2, 4, table_width=4)
-    pool.step(plan, [pool.open()], 1)
-    pool.done(plan)
-    bound = plan.block_tables
-    with refused(pool, ValueError, "bind", "seq_lens", plans=[plan]):
-        plan.bind(block_tables=good(), seq_lens=np.zeros(3, np.int32))
-    assert plan.block_tables is bound
-
-
-def test_bind_on_a_pending_plan_is_refused(make_pool, make_plan, refused):
-    pool = make_pool()
-    plan = make_plan(pool, 2, 4, table_width=4)
-    pool.step(plan, [pool.open()], 1)
-    with refused(pool, PlanStateError, "bind", plans=[plan]):
-        plan.bind(block_tables=good())
-
-
-@pytest.mark.parametrize("name", ["nonsense", "kv_slots", "copies", "served"])
-def test_bind_of_an_array_that_the_plan_does_not_have_is_refused(make_pool, make_plan, refused, name):
-    pool = make_pool()
-    plan = make_plan(pool, 2, 4, table_width=4)
-    with refused(pool, ValueError, "bind", name, plans=[plan]):
-        plan.bind(**{name: good()})
-
-
-BAD_PLANS = {
-    "no rows": (ValueError, {"max_rows": 0}, 0),
-    "negative rows": (ValueError, {"max_rows": -1}, -1),
-    "huge rows": (ValueError, {"max_rows": 2**63}, 2**63),
-    "rows float": (TypeError, {"max_rows": 2.0}, 2.0),
-    "rows bool": (TypeError, {"max_rows": True}, True),
-    "rows None": (TypeError, {"max_rows": None}, None),
-    "negative tokens": (ValueError, {"max_tokens": -1}, -1),
-    "tokens str": (TypeError, {"max_tokens": "8"}, "8"),
-    "table_width 0": (ValueError, {"table_width": 0}, 0),
-    "table_width float": (TypeError, {"table_width": 1.5}, 1.5),
-    "kv_width negative": (ValueError, {"kv_width": -4, "formats": ("kv_slots",)}, -4),
-    "kv_width bool": (TypeError, {"kv_width": True, "formats": ("kv_slots",)}, True),
-    "unknown format": (ValueError, {"formats": ("block_table",)}, "block_table"),
-    "format not a str": (TypeError, {"formats": (3,)}, 3),
-    "formats None": (TypeError, {"formats": None}, None),
-    "unknown dtype": (ValueError, {"dtype": "int16"}, "int16"),
-    "float dtype": (ValueError, {"dtype": "float32"}, "float32"),
-    "dtype of an unknown array": (ValueError, {"dtype": {"tables": "int32"}}, "tables"),
-    "pad of an unknown array": (ValueError, {"pad": {"tables": 0}}, "tables"),
-    "pad float": (TypeError, {"pad": {"slot_mapping": 0.5}}, 0.5),
-    "pad bool": (TypeError, {"pad": {"slot_mapping": True}}, True),
-    "pad beyond int32": (ValueError, {"pad": {"slot_mapping": 2**31}}, 2**31),
-    "pad not a dict": (TypeError, {"pad": 3}, 3),
-    "out of an unknown array": (ValueError, {"out": {"tables": np.zeros(2, np.int32)}}, "tables"),
-    "out not a dict": (TypeError, {"out": 3}, 3),
-}
-
-
-@pytest.mark.parametrize("case", BAD_PLANS)
-def test_plan_refuses_bad_options(core, make_pool, refused, case):
-    pool = make_pool()
-    exception, options, value = BAD_PLANS[case]
-    with refused(pool, exception, "Plan", value):
-        core.Plan(pool, **({"max_rows": 4} | options))
-
-
-@pytest.mark.parametrize("not_a_pool", [None, 3, "pool", object()])
-def test_plan_needs_a_pool(core, not_a_pool):
-    with pytest.raises(TypeError):
-        core.Plan(not_a_pool, 4)

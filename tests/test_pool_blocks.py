@@ -73,7 +73,9 @@ def test_decref_batch_releases_in_the_order_given(make_pool):
 
 
 @pytest.mark.parametrize(
-    "ids", [[1, 2], (1, 2), np.array([1, 2], np.int32), [np.int64(1), np.int32(2)]], ids=["list", "tuple", "int32", "np"]
+    "ids",
+    [[1, 2], (1, 2), np.array([1, 2], np.int32), [np.int64(1), np.int32(2)]],
+    ids=["list", "tuple", "int32", "np"],
 )
 def test_ids_may_be_any_sequence_of_ints(make_pool, ids):
     pool = make_pool(4)

@@ -6,8 +6,7 @@ Take the cases one by one in pytest::
     def test_backend(case):
         case(MyBackend)
 
-or all at once: ``conformance.check_backend(MyBackend)``. What is given is the factory, ``factory(spec,
-num_blocks)``.
+or all at once: ``conformance.check_backend(MyBackend)``. Both take a factory ``factory(spec, num_blocks)``.
 
 Method
 ------
@@ -21,12 +20,13 @@ answers NaN. Cases try only what `capabilities()` claims; a case for which nothi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from kvpool import Plan, Pool
-from kvpool.config import DTYPES, KVSpec
+from kvpool.config import DTYPES, LAYOUTS
 from kvpool.protocol import ArrayPlan, BatchShape, KVBackend
 from kvpool.testing.dense import dense_attention, round_to, stored_bytes
 from kvpool.testing.engine import RandomEngine
@@ -94,8 +94,7 @@ def _case(function: Case) -> Case:
     return function
 
 
-# ----------------------------------------------------------------------------------------------------------
-# attention
+# ---------------------------------------------------------------------- attention
 
 
 @_case
@@ -209,8 +208,7 @@ def placement_changes_nothing(factory: Factory) -> None:
 
 @_case
 def unused_slots_never_matter(factory: Factory) -> None:
-    """NaN, infinities or zeros in all other slots, -1 or any block as table padding: the same result, bit for
-    bit."""
+    """Whatever other slots hold and table padding names, NaN included: the same result, bit for bit."""
     for spec in specs(factory, dtypes=tuple(DTYPES), block_sizes=(1, 8, 16)):
         results = []
         for poison, pad in ((0.0, 0), (np.nan, 0), (np.nan, -1), (np.inf, 1), (-np.inf, 0)):
@@ -223,8 +221,7 @@ def unused_slots_never_matter(factory: Factory) -> None:
 
 @_case
 def padding_is_inert(factory: Factory) -> None:
-    """Padding rows and tokens (length 0, flat cu_q_lens, slot -1) write nothing and answer 0; so does an
-    empty batch."""
+    """Padding (rows of length 0, flat cu_q_lens, slots -1) writes nothing and answers 0."""
     for spec in specs(factory):
         filled = fill(factory, spec, [8, 5])
         plan, backend = filled.plan([2, 1]), filled.backend
@@ -251,8 +248,7 @@ def padding_is_inert(factory: Factory) -> None:
         same_bytes(everything(backend), before, "an empty batch")
 
 
-# ---------------------------------------------------------------------- bytes
-# in blocks
+# ---------------------------------------------------------------------- bytes in blocks
 
 
 @_case
@@ -402,8 +398,7 @@ def warmup_changes_nothing(factory: Factory) -> None:
         same_bytes(everything(filled.backend), before, "warmup")
 
 
-# ---------------------------------------------------------------------- with a
-# real pool
+# ---------------------------------------------------------------------- with a real pool
 
 
 @_case
@@ -420,8 +415,7 @@ def rollback_forgets_a_step_that_failed_half_way(factory: Factory) -> None:
         RandomEngine(factory, spec, SEED + 1, fail_every=2).run(100)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# misuse
+# ---------------------------------------------------------------------- misuse
 
 
 @_case
@@ -480,17 +474,20 @@ def _misuses(filled: Filled) -> list[tuple[type[Exception], Callable[[], Any]]]:
 @_case
 def refused_specs_raise(factory: Factory) -> None:
     """What `capabilities` does not list, the factory refuses with a ValueError."""
-    can = capabilities_of(factory)
-    tried = 0
-    for dtype in DTYPES:
-        spec = next(specs(factory))
-        other = KVSpec(1, 1, spec.head_dim, dtype, spec.block_size, spec.v_head_dim, spec.layout)
-        if can.refusal(other):
-            tried += 1
-            try:
-                factory(other, 2)
-            except ValueError:
-                continue
-            raise AssertionError(f"{other} was accepted, although: {can.refusal(other)}")
-    if not tried:
+    can, spec = capabilities_of(factory), next(specs(factory))
+    others = [replace(spec, dtype=dtype) for dtype in DTYPES]
+    others += [replace(spec, layout=layout, v_head_dim=None) for layout in LAYOUTS]
+    others += [
+        replace(spec, block_size=7),
+        replace(spec, head_dim=7),
+        replace(spec, v_head_dim=spec.head_dim + 1),
+    ]
+    refused = [(other, reason) for other in others if (reason := can.refusal(other))]
+    for other, reason in refused:
+        try:
+            factory(other, 2)
+        except ValueError:
+            continue
+        raise AssertionError(f"{other} was accepted, although {reason}")
+    if not refused:
         raise NotApplicable

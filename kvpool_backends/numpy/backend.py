@@ -64,8 +64,7 @@ class NumpyBackend:
     def to_numpy(self, x: np.ndarray) -> np.ndarray:
         return np.array(x, np.float64 if np.asarray(x).dtype == np.float64 else np.float32)
 
-    # ---------------------------------------------------------------------- copies and
-    # writes
+    # ---------------------------------------------------------------------- copies and writes
 
     def copy_blocks(self, plan: PlanArrays | np.ndarray) -> None:
         copies = np.asarray(getattr(plan, "copies", plan))
@@ -106,8 +105,7 @@ class NumpyBackend:
         for plane in self._every_plane():
             plane[ids] = 0
 
-    # ------------------------------------------------------------------------------------------------------
-    # reads
+    # ---------------------------------------------------------------------- reads
 
     def attend(
         self, layer: int, q: Any, plan: PlanArrays, scale: float | None = None, *, return_attn: bool = False
@@ -154,8 +152,7 @@ class NumpyBackend:
         v = self._context("gather", v_plane, ids, num_tokens)
         return k.astype(np.float32), v.astype(np.float32)
 
-    # ---------------------------------------------------------------------- export and
-    # import
+    # ---------------------------------------------------------------------- export and import
 
     def export_blocks(self, blocks: Sequence[int] | np.ndarray) -> np.ndarray:
         ids = self._block_ids("export_blocks", blocks)
@@ -181,8 +178,7 @@ class NumpyBackend:
     def warmup(self, shapes: Iterable[BatchShape]) -> None:
         """Nothing to compile here."""
 
-    # ---------------------------------------------------------------------------------------------------
-    # internals
+    # ---------------------------------------------------------------------- internals
 
     def _every_plane(self) -> Iterator[np.ndarray]:
         for planes in self._planes:
@@ -239,8 +235,7 @@ class NumpyBackend:
             )
 
     def _context(self, call: str, plane: np.ndarray, table: np.ndarray, num_tokens: int) -> np.ndarray:
-        """float64 ``[num_tokens, Hk, dim]`` of the blocks in `table`: nothing behind `num_tokens` is ever
-        computed with."""
+        """float64 ``[num_tokens, Hk, dim]`` of the blocks in `table`, and nothing behind these tokens."""
         ids = self._block_ids(call, table)
         if ids.size * self.spec.block_size < num_tokens:
             raise ValueError(f"[{call}] {num_tokens} tokens do not fit the {ids.size} blocks of the table")
@@ -283,8 +278,7 @@ def _allocate(spec: KVSpec, num_blocks: int) -> list[tuple[np.ndarray, np.ndarra
 def _attend_one(
     q: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One query token: weights ``[Hq, C]`` and result ``[Hq, Dv]`` from q ``[Hq, D]``, keys and values ``[C,
-    Hk, ...]``."""
+    """Weights ``[Hq, C]`` and result ``[Hq, Dv]`` of one query token ``[Hq, D]`` over ``[C, Hk, ...]``."""
     num_kv_heads = keys.shape[1]
     groups = q.astype(np.float64).reshape(num_kv_heads, -1, q.shape[-1])  # contiguous groups of query heads
     scores = np.einsum("hgd,chd->hgc", groups, keys) * scale

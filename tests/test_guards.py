@@ -1,0 +1,428 @@
+"""Guards: one caller at a time, no pickling, a closed pool stays closed, counters are read only."""
+
+import contextlib
+import copy
+import gc
+import multiprocessing
+import pickle
+import threading
+
+import numpy as np
+import pytest
+
+from kvpool.errors import ConcurrentUse, KVPoolError, PlanStateError, PoolClosed
+
+
+class Reenter:
+    """An integer whose conversion runs something else first."""
+
+    def __init__(self, value, action):
+        self.value, self.action = value, action
+
+    def __index__(self):
+        self.action()
+        return self.value
+
+
+INSIDE = {  # calls that convert an argument while the pool is busy
+    "alloc": lambda pool, plan, h, n: pool.alloc(n),
+    "evict": lambda pool, plan, h, n: pool.evict(n),
+    "open": lambda pool, plan, h, n: pool.open(n),
+    "fork": lambda pool, plan, h, n: pool.fork(h, n),
+    "truncate": lambda pool, plan, h, n: pool.truncate([h], [n]),
+    "can": lambda pool, plan, h, n: pool.can([h], [n]),
+    "step": lambda pool, plan, h, n: pool.step(plan, [h], [n]),
+    "reserve": lambda pool, plan, h, n: pool.reserve(plan, [h], n),
+    "refcount": lambda pool, plan, h, n: pool.refcount(n),
+    "incref": lambda pool, plan, h, n: pool.incref([n]),
+}
+SECOND = {
+    "alloc": lambda pool, plan, h: pool.alloc(),
+    "close": lambda pool, plan, h: pool.close(h),
+    "step": lambda pool, plan, h: pool.step(plan, [h], 1),
+    "bind": lambda pool, plan, h: plan.bind(),
+    "stats": lambda pool, plan, h: pool.stats(),
+    "digest": lambda pool, plan, h: pool.digest(),
+    "table": lambda pool, plan, h: pool.table(h),
+    "reset": lambda pool, plan, h: pool.reset(),
+    "shutdown": lambda pool, plan, h: pool.shutdown(),
+    "check": lambda pool, plan, h: pool.check(),
+}
+
+
+@pytest.mark.parametrize("second", SECOND)
+@pytest.mark.parametrize("first", INSIDE)
+def test_call_from_inside_a_call_is_concurrent_use(make_pool, make_plan, refused, first, second):
+    pool = make_pool()
+    plan, handle = make_plan(pool), pool.open(4)
+    number = Reenter(1, lambda: SECOND[second](pool, plan, handle))
+    with refused(pool, ConcurrentUse, second, plans=[plan]):
+        INSIDE[first](pool, plan, handle, number)
+    assert pool.is_open(handle)  # the busy flag was put down again
+
+
+@pytest.mark.parametrize("first", INSIDE)
+def test_exception_from_an_argument_passes_through_and_changes_nothing(make_pool, make_plan, refused, first):
+    pool = make_pool()
+    plan, handle = make_plan(pool), pool.open(4)
+    before = pool.fingerprint()
+
+    def fail():
+        raise RuntimeError("from the caller")
+
+    with pytest.raises(RuntimeError, match="from the caller"):
+        INSIDE[first](pool, plan, handle, Reenter(1, fail))
+    assert pool.fingerprint() == before
+    pool.step(plan, [handle], 1)
+
+
+@pytest.mark.parametrize("first", INSIDE)
+def test_call_that_swallows_the_refused_inner_call_goes_on(make_pool, make_plan, first):
+    pool = make_pool()
+    plan, handle = make_plan(pool), pool.open(4)
+    seen = []
+
+    def try_close():
+        try:
+            pool.close(handle)
+        except ConcurrentUse as error:
+            seen.append(str(error))
+
+    value = 0 if first == "truncate" else 1
+    INSIDE[first](pool, plan, handle, Reenter(value, try_close))
+    assert len(seen) == 1 and seen[0].startswith("[close] ")
+    assert pool.is_open(handle)
+
+
+def test_second_thread_is_concurrent_use(make_pool):
+    """One thread stands inside `alloc`, in the conversion of its argument; the other one calls."""
+    pool = make_pool()
+    inside, leave = threading.Event(), threading.Event()
+
+    def wait():
+        inside.set()
+        assert leave.wait(10)
+
+    taken = []
+    thread = threading.Thread(target=lambda: taken.append(pool.alloc(Reenter(2, wait)).tolist()))
+    thread.start()
+    assert inside.wait(10)
+    try:
+        for call in (pool.alloc, pool.open, pool.stats, pool.reset, pool.shutdown, pool.fingerprint):
+            with pytest.raises(ConcurrentUse):
+                call()
+    finally:
+        leave.set()
+        thread.join(10)
+    assert taken == [[1, 2]]
+    assert pool.alloc() == 3
+
+
+def test_other_pool_may_be_used_from_inside_a_call(make_pool):
+    pool, other = make_pool(), make_pool()
+    taken = []
+    assert pool.alloc(Reenter(2, lambda: taken.append(other.alloc()))).tolist() == [1, 2]
+    assert taken == [1]
+
+
+def test_deferred_close_is_legal_from_inside_a_call(make_pool):
+    pool = make_pool()
+    handle = pool.open(4)
+    pool.alloc(Reenter(1, lambda: pool.defer_close(handle)))
+    assert not pool.is_open(handle)
+
+
+def test_finalizer_in_the_middle_of_a_call_only_defers(make_pool):
+    """The garbage collector runs while an argument is converted, and finds an owner of a sequence."""
+    pool = make_pool()
+
+    class Owner:
+        def __init__(self):
+            self.handle, self.cycle = pool.open(4), self
+
+        def __del__(self):
+            pool.defer_close(self.handle)
+
+    handle = Owner().handle
+    pool.alloc(Reenter(1, gc.collect))
+    assert not pool.is_open(handle)
+
+
+class WritesWhenRead(list):
+    """A list that runs something when it is iterated."""
+
+    def __init__(self, values, action):
+        super().__init__(values)
+        self.action = action
+
+    def __iter__(self):
+        self.action()
+        return super().__iter__()
+
+
+SECOND_ARGUMENT = {  # `handles` is the caller's memory, and written while the other argument is read
+    "truncate": lambda pool, handles, write: pool.truncate(handles, [Reenter(0, write), 0]),
+    "close_finished": lambda pool, handles, write: pool.close_finished(
+        handles, WritesWhenRead([True, True], write)
+    ),
+    "can": lambda pool, handles, write: pool.can(handles, [Reenter(1, write), 1]),
+}
+
+
+@pytest.mark.parametrize("change", ["stale", "foreign", "duplicate", "negative"])
+@pytest.mark.parametrize("call", SECOND_ARGUMENT)
+def test_handles_changed_after_they_were_checked_do_no_harm(core, call, change):
+    """In a process of its own: the harm would be a write outside the pool's memory."""
+    child = multiprocessing.get_context("fork").Process(
+        target=change_while_reading, args=(core, call, change)
+    )
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+
+
+def change_while_reading(core, call, change):
+    pool = core.Pool(16, 4, max_seqs=4)
+    plan = core.Plan(pool, 2, 12)
+    live, dead = [pool.open(), pool.open()], pool.open()
+    pool.close(dead)
+    pool.step(plan, live, 6)
+    pool.done(plan)
+    before = pool.fingerprint()
+    handles = np.array(live)
+    value = {"stale": dead, "foreign": 5, "duplicate": live[1], "negative": -1}[change]
+
+    def write():
+        handles[0] = value
+
+    try:
+        SECOND_ARGUMENT[call](pool, handles, write)
+    except (KVPoolError, ValueError):
+        assert pool.fingerprint() == before
+    pool.check()
+    for handle in live:  # a call that went through did to each sequence what it was asked for, or nothing
+        assert not pool.is_open(handle) or pool.num_tokens(handle) in (0, 6)
+    pool.reset()
+    pool.check()
+    pool.shutdown()
+
+
+def test_list_shortened_while_it_is_read_is_refused(make_pool, refused):
+    pool = make_pool()
+    pool.alloc(3)
+    ids = [1, 2, 3]
+    ids[1] = Reenter(2, lambda: ids.clear())
+    with refused(pool, (ValueError, IndexError), "incref"):
+        pool.incref(ids)
+
+
+def test_counts_changed_by_the_step_itself_do_not_matter(make_pool, make_plan):
+    pool = make_pool()
+    handles = [pool.open(), pool.open(), pool.open()]
+    lens = np.array([3, 1, 2, 9], np.int32)
+    plan = make_plan(pool, 4, 16, out={"seq_lens": lens})
+    pool.step(plan, handles, lens[:3])  # the new tokens lie where the lengths will be written
+    assert lens.tolist()[:3] == [3, 1, 2]
+    pool.done(plan)
+    pool.step(plan, handles, lens[:3])
+    assert lens.tolist()[:3] == [6, 2, 4] and plan.num_tokens == 6
+
+
+# --- copies of the objects --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.copy, copy.deepcopy, pickle.dumps], ids=["copy", "deepcopy", "pickle"]
+)
+def test_pool_and_plan_cannot_be_copied(make_pool, make_plan, duplicate):
+    pool = make_pool()
+    plan = make_plan(pool)
+    for thing in (pool, plan):
+        with pytest.raises(TypeError):
+            duplicate(thing)
+    assert pool.stats().used == 0
+
+
+def test_second_init_changes_nothing(core, make_pool, make_plan):
+    pool = make_pool()
+    plan, handle = make_plan(pool), pool.open(8)
+    before = pool.fingerprint()
+    for init, arguments in ((pool.__init__, (4, 4)), (plan.__init__, (pool, 2))):
+        with contextlib.suppress(RuntimeError, TypeError):
+            init(*arguments)
+    assert pool.fingerprint() == before
+    assert pool.num_blocks == 16 and pool.table(handle).tolist() == [1, 2]
+    pool.step(plan, [handle], 1)
+    assert plan.slot_mapping.tolist() == [4]
+
+
+def test_instance_without_constructor_is_refused(core):
+    with pytest.raises(TypeError):
+        core.Pool.__new__(core.Pool)
+    with pytest.raises(TypeError):
+        core.Plan.__new__(core.Plan)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "num_blocks",
+        "block_size",
+        "max_seqs",
+        "max_blocks_per_seq",
+        "reserved_blocks",
+        "watermark",
+        "num_free",
+    ],
+)
+def test_counters_of_a_pool_are_read_only(make_pool, name):
+    pool = make_pool()
+    value = getattr(pool, name)
+    with pytest.raises(AttributeError):
+        setattr(pool, name, 99)
+    assert getattr(pool, name) == value
+
+
+@pytest.mark.parametrize(
+    "name", ["num_rows", "num_tokens", "is_pending", "step_id", "block_tables", "copies", "dirty_rows"]
+)
+def test_attributes_of_a_plan_are_read_only(make_pool, make_plan, name):
+    plan = make_plan(make_pool())
+    with pytest.raises(AttributeError):
+        setattr(plan, name, 99)
+
+
+def test_stats_are_a_snapshot_that_cannot_be_written(make_pool):
+    pool = make_pool()
+    stats = pool.stats()
+    with pytest.raises(AttributeError):
+        stats.free = 99
+    pool.alloc(3)
+    assert stats.free == 15 and pool.stats().free == 12
+
+
+def test_pool_shows_its_parameters(make_pool):
+    pool = make_pool(20, 8, max_seqs=5, max_blocks_per_seq=7, reserved_blocks=2, watermark=3)
+    assert (pool.num_blocks, pool.block_size, pool.max_seqs) == (20, 8, 5)
+    assert (pool.max_blocks_per_seq, pool.reserved_blocks, pool.watermark) == (7, 2, 3)
+    assert (pool.in_order, pool.num_free) == (False, 18)
+
+
+@pytest.mark.parametrize(
+    "num_blocks, max_seqs, expected",
+    [(16, 64, 15), (1000, 1024, 999), (200_000, 1024, 2**17), (300, 2**20, 128)],
+)
+def test_max_blocks_per_seq_default_bounds_the_memory_of_the_tables(
+    make_pool, num_blocks, max_seqs, expected
+):
+    assert make_pool(num_blocks, 4, max_seqs=max_seqs).max_blocks_per_seq == expected
+
+
+# --- life of a pool ---------------------------------------------------------------------------------------
+
+
+def test_2047_pools_may_be_alive_and_no_more(core):
+    gc.collect()
+    pools = []
+    try:
+        with pytest.raises((ValueError, KVPoolError), match=r"\[Pool\].*2,?047"):
+            for _ in range(2048):
+                pools.append(core.Pool(2, 1, max_seqs=1))
+        assert len(pools) <= 2047 and len({pool.open() >> 52 for pool in pools}) == len(pools)
+        pools.pop(1000).shutdown()
+        pools.append(core.Pool(2, 1, max_seqs=1))
+    finally:
+        for pool in pools:
+            pool.shutdown()
+
+
+def test_pools_that_are_dropped_give_their_tags_back(core):
+    for _ in range(3000):
+        core.Pool(2, 1, max_seqs=1).open()
+
+
+def test_constructors_that_fail_give_their_tags_back(core):
+    for _ in range(3000):
+        with pytest.raises(TypeError):
+            core.Pool(2, 1, max_seqs=1, seed="x")
+
+
+def test_pools_in_cycles_with_pending_plans_are_collected(core):
+    for k in range(3000):
+        pool = core.Pool(4, 1, max_seqs=1)
+        plan = core.Plan(pool, 1)
+        pool.step(plan, [pool.open()], 1)
+        if k % 500 == 0:
+            del pool, plan
+            gc.collect()
+
+
+def test_plan_keeps_its_pool_alive(core):
+    plan = core.Plan(core.Pool(4, 1, max_seqs=1), 2)
+    gc.collect()
+    with pytest.raises((AttributeError, ValueError)):
+        plan.bind(nonsense=np.zeros(2, np.int32))
+
+
+def test_arrays_outlive_plan_and_pool(core):
+    pool = core.Pool(8, 4, max_seqs=4)
+    plan = core.Plan(pool, 2, 8, table_width=2)
+    pool.step(plan, [pool.open(), pool.open()], [5, 2])
+    table, slots, copies = plan.block_tables, plan.slot_mapping, plan.copies
+    pool.shutdown()
+    del plan, pool
+    gc.collect()
+    assert table.tolist() == [[1, 2], [3, 0]] and slots.tolist() == [4, 5, 6, 7, 8, 12, 13]
+    assert copies.shape == (0, 3)
+
+
+def test_plan_of_a_closed_pool_still_shows_its_last_step(make_pool, make_plan):
+    pool = make_pool()
+    plan = make_plan(pool)
+    pool.step(plan, [pool.open()], 3)
+    pool.shutdown()
+    assert plan.slot_mapping.tolist() == [4, 5, 6] and not plan.is_pending
+    with pytest.raises(PoolClosed):
+        plan.bind(seq_lens=np.zeros(8, np.int32))
+    with pytest.raises(PoolClosed):
+        pool.step(plan, [], 1)
+
+
+def test_repr_names_the_class_and_survives_shutdown(make_pool, make_plan):
+    pool = make_pool()
+    plan = make_plan(pool)
+    assert "Pool" in repr(pool) and "Plan" in repr(plan)
+    pool.shutdown()
+    assert "Pool" in repr(pool) and "Plan" in repr(plan)
+
+
+def test_check_passes_in_every_kind_of_state(make_pool, make_plan, grow):
+    """check() finds nothing in states that hold everything at once."""
+    pool = make_pool(32, 4)
+    plans = [make_plan(pool) for _ in range(3)]
+    parent = pool.open(12)
+    grow(pool, parent, 6)
+    children = pool.fork(parent, 2).tolist()
+    pool.check()
+    ids = pool.alloc(3)
+    pool.mark_committed(ids)
+    pool.free(ids)
+    pool.step(plans[0], [parent, *children], 1)
+    pool.check()
+    pool.close(parent)
+    pool.revive(int(ids[1]))
+    pool.check()
+    pool.reserve(plans[1], children, 5)
+    pool.step(plans[2], children[:1], 2)
+    pool.done(plans[1])
+    pool.check()
+    pool.rollback(plans[2])
+    pool.check()
+    pool.done(plans[0])
+    pool.check()
+    with pytest.raises(PlanStateError):
+        pool.rollback(plans[1])
+    pool.evict(1)
+    pool.check()
+    pool.reset()
+    pool.check()

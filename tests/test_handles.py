@@ -1,0 +1,193 @@
+"""Handles: slots and generations, and what is refused: stale, foreign, duplicate."""
+
+import numpy as np
+import pytest
+
+from kvpool.errors import ForeignHandle, OutOfSequences, StaleHandle
+
+LAST_GENERATION = 2**32 - 1
+
+
+def slot(handle):
+    return handle & 0xFFFFF
+
+
+def generation(handle):
+    return handle >> 20 & LAST_GENERATION
+
+
+# --- slots and generations --------------------------------------------------------------------------------
+
+
+def test_slots_are_reused_oldest_freed_first(make_pool):
+    pool = make_pool(max_seqs=4)
+    a, b, c = pool.open(), pool.open(), pool.open()
+    pool.close(b)
+    pool.close(a)  # the queue of free slots is 3, 1, 0
+    assert [slot(pool.open()) for _ in range(3)] == [3, 1, 0]
+    assert pool.is_open(c)
+
+
+def test_close_moves_the_slot_to_its_next_generation(make_pool):
+    pool = make_pool(max_seqs=1)
+    handles = []
+    for _ in range(5):
+        handles.append(pool.open())
+        pool.close(handles[-1])
+    assert [generation(h) - generation(handles[0]) for h in handles] == [0, 1, 2, 3, 4]
+    assert len(set(handles)) == 5
+    assert not any(pool.is_open(h) for h in handles)
+
+
+def test_slot_with_its_last_generation_retires(make_pool, refused):
+    pool = make_pool(max_seqs=2)
+    pool._set_generation(0, LAST_GENERATION - 1)
+    first = pool.open()
+    assert (slot(first), generation(first)) == (0, LAST_GENERATION - 1)
+    other = pool.open()
+    pool.close(first)
+    last = pool.open()
+    assert (slot(last), generation(last)) == (0, LAST_GENERATION)
+    pool.close(last)
+    with refused(pool, OutOfSequences, "open"):
+        pool.open()
+    for handle in (first, last):
+        with refused(pool, StaleHandle, "close", handle):
+            pool.close(handle)
+    pool.close(other)
+    assert [slot(pool.open())] == [1]
+
+
+def test_retired_slot_stays_retired_after_reset(make_pool):
+    pool = make_pool(max_seqs=2)
+    pool._set_generation(0, LAST_GENERATION)
+    pool.close(pool.open())
+    pool.reset()
+    assert slot(pool.open()) == 1
+    with pytest.raises(OutOfSequences):
+        pool.open()
+
+
+# --- stale, foreign, duplicate ----------------------------------------------------------------------------
+
+ONE_HANDLE_CALLS = {
+    "table": lambda pool, plan, h: pool.table(h),
+    "num_tokens": lambda pool, plan, h: pool.num_tokens(h),
+    "capacity": lambda pool, plan, h: pool.capacity(h),
+    "fork": lambda pool, plan, h: pool.fork(h),
+    "close": lambda pool, plan, h: pool.close(h),
+    "truncate": lambda pool, plan, h: pool.truncate(h, 0),
+    "can": lambda pool, plan, h: pool.can([h], 1),
+    "close_finished": lambda pool, plan, h: pool.close_finished([h], np.array([True])),
+    "step": lambda pool, plan, h: pool.step(plan, [h], 1),
+    "reserve": lambda pool, plan, h: pool.reserve(plan, [h], 1),
+}
+
+
+@pytest.mark.parametrize("call", ONE_HANDLE_CALLS)
+def test_closed_handle_is_stale_in_every_call(make_pool, make_plan, refused, call):
+    pool = make_pool()
+    plan = make_plan(pool)
+    handle = pool.open(4)
+    pool.close(handle)
+    with refused(pool, StaleHandle, call, handle, plans=[plan]):
+        ONE_HANDLE_CALLS[call](pool, plan, handle)
+
+
+@pytest.mark.parametrize("call", ONE_HANDLE_CALLS)
+def test_handle_of_the_slots_former_owner_is_stale(make_pool, make_plan, refused, call):
+    pool = make_pool(max_seqs=1)
+    plan = make_plan(pool)
+    former = pool.open(4)
+    pool.close(former)
+    owner = pool.open(4)
+    with refused(pool, StaleHandle, call, former, plans=[plan]):
+        ONE_HANDLE_CALLS[call](pool, plan, former)
+    assert pool.is_open(owner) and not pool.is_open(former)
+
+
+@pytest.mark.parametrize("call", ONE_HANDLE_CALLS)
+def test_handle_of_another_pool_is_foreign_in_every_call(make_pool, make_plan, refused, call):
+    pool, other = make_pool(), make_pool()
+    plan = make_plan(pool)
+    pool.open(4)
+    handle = other.open(4)
+    with refused(pool, ForeignHandle, call, handle, plans=[plan]):
+        ONE_HANDLE_CALLS[call](pool, plan, handle)
+
+
+@pytest.mark.parametrize("call", ONE_HANDLE_CALLS)
+def test_handle_with_a_slot_beyond_the_pool_is_stale(make_pool, make_plan, refused, call):
+    pool = make_pool(max_seqs=4)
+    plan = make_plan(pool)
+    handle = pool.open(4) + 4  # slot 4
+    with refused(pool, StaleHandle, call, handle, plans=[plan]):
+        ONE_HANDLE_CALLS[call](pool, plan, handle)
+
+
+@pytest.mark.parametrize("call", ONE_HANDLE_CALLS)
+def test_small_number_is_a_foreign_handle(make_pool, make_plan, refused, call):
+    pool = make_pool()
+    plan = make_plan(pool)
+    pool.open(4)
+    with refused(pool, ForeignHandle, call, 0, plans=[plan]):
+        ONE_HANDLE_CALLS[call](pool, plan, 0)
+
+
+BATCH_CALLS = {
+    "close": lambda pool, plan, hs: pool.close(hs),
+    "truncate": lambda pool, plan, hs: pool.truncate(hs, 0),
+    "can": lambda pool, plan, hs: pool.can(hs, 1),
+    "close_finished": lambda pool, plan, hs: pool.close_finished(hs, np.ones(len(hs), bool)),
+    "step": lambda pool, plan, hs: pool.step(plan, hs, 1),
+    "reserve": lambda pool, plan, hs: pool.reserve(plan, hs, 1),
+}
+
+
+@pytest.mark.parametrize("call", BATCH_CALLS)
+@pytest.mark.parametrize("kind", [list, np.array], ids=["list", "int64"])
+def test_duplicate_handle_in_a_batch_is_refused(make_pool, make_plan, refused, call, kind):
+    pool = make_pool()
+    plan = make_plan(pool)
+    a, b = pool.open(4), pool.open(4)
+    with refused(pool, ValueError, call, a, plans=[plan]):
+        BATCH_CALLS[call](pool, plan, kind([a, b, a]))
+
+
+@pytest.mark.parametrize("call", BATCH_CALLS)
+def test_one_dead_handle_in_a_batch_leaves_the_others_alone(make_pool, make_plan, refused, call):
+    pool = make_pool()
+    plan = make_plan(pool)
+    a, dead, b = pool.open(4), pool.open(4), pool.open(4)
+    pool.close(dead)
+    with refused(pool, StaleHandle, call, dead, plans=[plan]):
+        BATCH_CALLS[call](pool, plan, [a, b, dead])
+    assert pool.is_open(a) and pool.is_open(b)
+
+
+@pytest.mark.parametrize("call", BATCH_CALLS)
+def test_empty_batch_is_legal(make_pool, make_plan, call):
+    pool = make_pool()
+    plan = make_plan(pool)
+    for handles in ([], (), np.empty(0, np.int64)):
+        BATCH_CALLS[call](pool, plan, handles)
+        if plan.is_pending:
+            pool.done(plan)
+
+
+def test_batch_after_a_refused_duplicate_is_not_confused(make_pool):
+    pool = make_pool()
+    a, b = pool.open(4), pool.open(4)
+    with pytest.raises(ValueError):
+        pool.close([a, b, b])
+    pool.truncate([a, b], 0)  # marks left by the refused batch would make these duplicates
+    pool.close([b, a])
+
+
+def test_is_open_answers_false_for_stale_and_foreign(make_pool):
+    pool, other = make_pool(), make_pool()
+    handle = pool.open()
+    assert pool.is_open(handle) is True
+    assert other.is_open(handle) is False
+    pool.close(handle)
+    assert pool.is_open(handle) is False
