@@ -10,7 +10,7 @@ MAKEFLAGS += --no-print-directory
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --disable-pip-version-check
-PYTEST := $(PY) -m pytest -n auto --maxprocesses 4 --dist loadgroup
+PYTEST := $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile
 SOURCES := $(wildcard kvpool/*.pyx kvpool/*.pxd kvpool/include/*.h)
 
 help:  ## list the targets

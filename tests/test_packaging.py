@@ -21,7 +21,6 @@ import pytest
 
 import kvpool
 
-pytestmark = pytest.mark.xdist_group("packaging")  # the build is made once
 ROOT = Path(__file__).resolve().parent.parent
 WHEEL_BYTES_MAX = 2_000_000
 NOT_SOURCES = shutil.ignore_patterns(
