@@ -25,7 +25,7 @@ def bench_import(measure, what):
     def run():
         subprocess.run([sys.executable, "-c", STATEMENTS[what]], check=True, cwd=ROOT)
 
-    measure(run, 1, row=f"python -c 'import {what}'", who="kvpool", rounds=9)
+    measure(run, 1, row=f"import {what}", who="kvpool", rounds=9, **{"import": what})
 
 
 @pytest.mark.benchmark(group="wheel", timer=children_time)

@@ -1,7 +1,7 @@
 """`Plan`. Other extension modules may hold one, but not reach into it."""
 from libc.stdint cimport int32_t, int64_t
 
-from kvpool._sequence cimport SequencePool
+from kvpool._sequence_calls cimport SequencePool
 from kvpool._step cimport Step
 from kvpool._wire cimport Wire
 

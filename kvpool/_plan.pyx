@@ -2,7 +2,8 @@
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t
 
 from kvpool._args cimport array_data, to_int
-from kvpool._sequence cimport MAX_SEQS, SequencePool
+from kvpool._sequence cimport MAX_SEQS
+from kvpool._sequence_calls cimport SequencePool
 from kvpool._step cimport step_free, step_init
 from kvpool._types cimport OK
 from kvpool._wire cimport Field, Wire, wire_forget, wire_free, wire_init

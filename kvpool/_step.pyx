@@ -38,13 +38,7 @@ from kvpool._sequence cimport (
     slot_of,
     untagged,
 )
-from kvpool._types cimport BAD_ROW, NO_MEMORY, OK, SHORT, mix
-
-cdef enum:                   # continues the words of kvpool._sequence
-    OP_STEP = 32
-    OP_RESERVE
-    OP_ROLLBACK
-
+from kvpool._types cimport BAD_ROW, NO_MEMORY, OK, OP_RESERVE, OP_ROLLBACK, OP_STEP, SHORT, mix
 
 cdef int step_init(Step* p, int32_t max_rows) noexcept nogil:
     p.length = <int64_t*>calloc(max_rows, sizeof(int64_t))

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvpool import Plan, Pool
-from kvpool.config import KVSpec, blocks_for
+from kvpool.config import KVSpec, blocks_for, checked_int
 from kvpool.protocol import ArrayPlan, KVBackend
 
 
@@ -88,20 +88,20 @@ class KVBlockManager:
         max_tokens: int = 4096,
         log: Callable[[str], Any] | None = print,
     ) -> None:
-        if (num_blocks is None) == (memory is None):
-            raise ValueError("[KVBlockManager] give either num_blocks or memory")
         if callable(backend):
             factory: Any = backend
         else:
             from kvpool_backends import load_backend  # here, because kvpool does not need any backend
 
             factory = load_backend(backend)
-        if memory is not None:
+        if num_blocks is None and memory is not None:
             machine = factory.device_info() if hasattr(factory, "device_info") else None
             size = blocks_for(memory, spec, device_info=machine)
             num_blocks = size.num_blocks
             if log is not None:
                 log(size.how)
+        elif num_blocks is None or memory is not None:
+            raise ValueError("[KVBlockManager] give either num_blocks or memory")
         self.spec = spec
         self.pool = Pool(
             num_blocks,
@@ -113,7 +113,7 @@ class KVBlockManager:
         self.backend: KVBackend = factory(spec, num_blocks)
         self._plan = Plan(
             self.pool,
-            min(max_batch, max_seqs),
+            max_batch,
             max_tokens,
             formats=("block_tables", "seq_lens", "slot_mapping"),
         )
@@ -190,9 +190,10 @@ class KVBlockManager:
             Not all of these positions were planned, or one of them lies in a block that is shared. Nothing
             was written.
         """
+        start_pos = checked_int("write_prefill", "start_pos", start_pos, least=0)
         num_tokens = int(k_chunk.shape[0])
         block_ids, ctx_len = self.table(seq_id)
-        if start_pos < 0 or start_pos + num_tokens > ctx_len:
+        if start_pos + num_tokens > ctx_len:
             raise ValueError(
                 f"[write_prefill] {num_tokens} tokens from position {start_pos} of sequence {seq_id}: "
                 f"{ctx_len} are planned, call step first"
@@ -200,9 +201,7 @@ class KVBlockManager:
         slots = self._slots(block_ids, start_pos, num_tokens)
         for block in np.unique(slots // self.spec.block_size).tolist():
             if self.pool.refcount(block) > 1:
-                raise ValueError(
-                    f"[write_prefill] block {block} of sequence {seq_id} is shared, its tokens are final"
-                )
+                raise ValueError(f"[write_prefill] block {block} of sequence {seq_id} is shared, its tokens are final")
         self.write(layer_idx, k_chunk, v_chunk, slots)
 
     def prefill_into_kv(
@@ -239,8 +238,7 @@ class KVBlockManager:
         -----
         If `forward` raises, the sequence is as long as before that chunk.
         """
-        if max_chunk_tokens < 1:
-            raise ValueError(f"[prefill_into_kv] max_chunk_tokens is {max_chunk_tokens}, the minimum is 1")
+        max_chunk_tokens = checked_int("prefill_into_kv", "max_chunk_tokens", max_chunk_tokens)
         for begin in range(0, len(tokens), max_chunk_tokens):
             chunk = tokens[begin : begin + max_chunk_tokens]
             start_pos = self.pool.num_tokens(seq_id)
@@ -298,6 +296,11 @@ class KVBlockManager:
         -------
         ``[B, n_heads, n, v_head_dim]``
         """
+        if len(q.shape) != 4 or not len(q) == len(block_tables) == len(context_lens):
+            raise ValueError(
+                f"[paged_attention] q must have shape [B, n_heads, n, head_dim] with B = {len(context_lens)}, "
+                f"the number of rows in the tables ({len(block_tables)}), got {list(q.shape)}"
+            )
         batch, num_heads, num_new, head_dim = q.shape
         self._refuse_other_attention(num_heads, num_new, kv_head_mapping, rope_freqs, causal, attn_mask)
         plan = ArrayPlan(
@@ -373,11 +376,6 @@ class KVBlockManager:
 
     def _plane(self, which: int) -> np.ndarray:
         spec, blocks = self.spec, np.arange(self.backend.num_blocks)
-        layers = [
-            self.backend.to_numpy(self.backend.gather(layer, blocks)[which])
-            for layer in range(spec.num_layers)
-        ]
-        planes = np.stack(layers).reshape(
-            spec.num_layers, blocks.size, spec.block_size, spec.num_kv_heads, -1
-        )
+        layers = [self.backend.to_numpy(self.backend.gather(layer, blocks)[which]) for layer in range(spec.num_layers)]
+        planes = np.stack(layers).reshape(spec.num_layers, blocks.size, spec.block_size, spec.num_kv_heads, -1)
         return np.ascontiguousarray(planes.transpose(0, 3, 1, 2, 4))

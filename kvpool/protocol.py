@@ -43,19 +43,29 @@ class PlanArrays(Protocol):
     """
 
     @property
-    def block_tables(
-        self,
-    ) -> np.ndarray: ...  # [B, W] block ids in logical order; entries past the context are padding
+    def block_tables(self) -> np.ndarray:
+        """``[B, W]``, block ids in logical order; entries past the context are padding."""
+        ...
+
     @property
-    def seq_lens(self) -> np.ndarray: ...  # [B] context length after the step, in tokens; 0 for a padding row
+    def seq_lens(self) -> np.ndarray:
+        """``[B]``, context length after the step in tokens; 0 for a padding row."""
+        ...
+
     @property
-    def cu_q_lens(self) -> np.ndarray: ...  # [B + 1] row i owns query tokens cu_q_lens[i] : cu_q_lens[i + 1]
+    def cu_q_lens(self) -> np.ndarray:
+        """``[B + 1]``, row i owns query tokens ``cu_q_lens[i] : cu_q_lens[i + 1]``."""
+        ...
+
     @property
-    def slot_mapping(
-        self,
-    ) -> np.ndarray: ...  # [T] block_id * S + offset of each new token; negative: do not write
+    def slot_mapping(self) -> np.ndarray:
+        """``[T]``, ``block_id * S + offset`` of each new token; negative: do not write."""
+        ...
+
     @property
-    def copies(self) -> np.ndarray: ...  # [K, 3] (src_block, dst_block, num_tokens)
+    def copies(self) -> np.ndarray:
+        """``[K, 3]``, rows of (src_block, dst_block, num_tokens)."""
+        ...
 
 
 def _no_copies() -> np.ndarray:
@@ -97,9 +107,7 @@ class Capabilities:
     block_sizes: tuple[int, ...] | None = None
     max_q_heads_per_kv_head: int | None = None
     mixed_head_dims: bool = True  # v_head_dim may differ from head_dim
-    reads_see_writes: bool = (
-        True  # attend(layer, plan) sees what write(layer, plan) stored; else the next plan
-    )
+    reads_see_writes: bool = True  # attend(layer, plan) sees what write(layer, plan) stored; else the next plan
     return_attn: bool = True  # attend(..., return_attn=True) works
 
     def refusal(self, spec: KVSpec, num_q_heads: int | None = None) -> str | None:
@@ -115,9 +123,7 @@ class Capabilities:
             if accepted is not None and value not in accepted:
                 return f"{what} {value!r} is not among {accepted} of backend {self.name!r}"
         if not self.mixed_head_dims and spec.head_dim != spec.value_head_dim:
-            return (
-                f"backend {self.name!r} needs equal head dims, got {spec.head_dim} and {spec.value_head_dim}"
-            )
+            return f"backend {self.name!r} needs equal head dims, got {spec.head_dim} and {spec.value_head_dim}"
         if per_kv_head is not None and per_kv_head > (self.max_q_heads_per_kv_head or per_kv_head):
             limit = self.max_q_heads_per_kv_head
             return f"{per_kv_head} query heads per KV head, the limit of backend {self.name!r} is {limit}"

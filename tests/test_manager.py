@@ -16,9 +16,7 @@ SEED = 11
 
 def keys(tokens, layer, dim=8):
     """K (or, with another layer, V) as a model would compute them: a function of the token alone."""
-    return np.stack(
-        [np.random.default_rng([layer, token]).standard_normal((2, dim)) for token in tokens]
-    ).astype("f4")
+    return np.stack([np.random.default_rng([layer, token]).standard_normal((2, dim)) for token in tokens]).astype("f4")
 
 
 class Engine:
@@ -62,9 +60,7 @@ class Engine:
 
 def snapshot(manager):
     """Everything that a refused call must leave alone."""
-    return manager.pool.fingerprint(), manager.backend.export_blocks(
-        np.arange(manager.backend.num_blocks)
-    ).tobytes()
+    return manager.pool.fingerprint(), manager.backend.export_blocks(np.arange(manager.backend.num_blocks)).tobytes()
 
 
 # ---------------------------------------------------------------------- sequences
@@ -216,10 +212,13 @@ def test_write_prefill_of_unplanned_positions_is_refused():
     seq_id = manager.new_sequence(8).seq_id  # reserved, but not planned
     manager.step([seq_id], 3)
     before = snapshot(manager)
-    for start_pos, n in ((0, 4), (3, 1), (-1, 2)):
+    for start_pos, n in ((0, 4), (3, 1), (2**62, 1)):
         chunk = keys(range(n), 0)
         with pytest.raises(ValueError, match=r"^\[write_prefill\] .* 3 are planned"):
             manager.write_prefill(seq_id, 0, chunk, chunk, start_pos)
+    for start_pos, error in ((-1, ValueError), (1.0, TypeError), (True, TypeError), (None, TypeError)):
+        with pytest.raises(error, match=r"^\[write_prefill\] start_pos"):
+            manager.write_prefill(seq_id, 0, keys([1], 0), keys([1], 0), start_pos)
     assert snapshot(manager) == before
 
 
@@ -372,13 +371,19 @@ def test_attention_refuses_what_belongs_to_the_model(options, message):
         engine.manager.paged_attention(q, tables, lens, 0, **options)
 
 
+def test_attention_with_another_batch_than_its_tables_is_refused():
+    engine = Engine()
+    tables, lens = engine.manager.batch_tables([engine.new([1, 2, 3])])
+    for shape in ((2, NUM_HEADS, 1, 8), (NUM_HEADS, 1, 8), (1, NUM_HEADS, 8)):
+        with pytest.raises(ValueError, match=r"^\[paged_attention\] q must have shape"):
+            engine.manager.paged_attention(np.zeros(shape, "f4"), tables, lens, 0)
+
+
 def test_k_and_v_are_read_only_copies_in_the_axes_of_the_plan():
     engine = Engine(num_blocks=4)
     seq_id = engine.new([1, 2, 3, 4, 5])
     manager = engine.manager
-    assert (
-        manager.k.shape == manager.v.shape == (2, 2, 4, 4, 8)
-    )  # layers, kv_heads, blocks, block_size, head_dim
+    assert manager.k.shape == manager.v.shape == (2, 2, 4, 4, 8)  # layers, kv_heads, blocks, block_size, head_dim
     block = manager.table(seq_id)[0][1]
     assert np.array_equal(manager.k[1, :, block, 0], keys([5], 1)[0])
     assert np.array_equal(manager.v[0, :, block, 0], keys([5], 100)[0])

@@ -79,8 +79,7 @@ def test_page_batch_info_of_the_toy_example_is_complete():
     pages, offsets = np.divmod(info.new_token_dests[:5], info.page_size)  # its pages_and_slots()
     assert pages.tolist() == [7, 7, 8, 8, 8] and offsets.tolist() == [0, 1, 0, 1, 2]
     assert all(
-        info.seq_lens[row] >= position + 1
-        for row, position in zip([0, 0, 1, 1, 1], plan.positions, strict=False)
+        info.seq_lens[row] >= position + 1 for row, position in zip([0, 0, 1, 1, 1], plan.positions, strict=False)
     )
 
 
@@ -352,9 +351,7 @@ class Model:
         rng = np.random.default_rng(29)
         self.embedding = rng.standard_normal((self.vocabulary, self.width))
         self.position = rng.standard_normal((64, self.width))
-        self.project = [
-            [rng.standard_normal((self.width, n)) / 5 for n in (32, 16, 16, 32)] for _ in range(2)
-        ]
+        self.project = [[rng.standard_normal((self.width, n)) / 5 for n in (32, 16, 16, 32)] for _ in range(2)]
 
     def forward(self, tokens, positions, attend):
         """Logits of each token; ``attend(layer, q, k, v)`` stores k and v and returns the attention."""
@@ -369,9 +366,7 @@ class Model:
         """Greedy decoding without any cache."""
         tokens = list(prompt)
         for _ in range(max_new):
-            logits = self.forward(
-                tokens, np.arange(len(tokens)), lambda layer, q, k, v: dense_attention(q, k, v)[0]
-            )
+            logits = self.forward(tokens, np.arange(len(tokens)), lambda layer, q, k, v: dense_attention(q, k, v)[0])
             tokens.append(int(logits[-1].argmax()))
         return tokens[len(prompt) :]
 

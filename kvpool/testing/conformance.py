@@ -20,7 +20,7 @@ answers NaN. Cases try only what `capabilities()` claims; a case for which nothi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -113,9 +113,7 @@ def protocol_is_implemented(factory: Factory) -> None:
 def decode_equals_dense_attention(factory: Factory) -> None:
     """One query per row; every dtype, block size and head grouping; contexts around every block boundary."""
     for kv_heads, q_heads in ((2, 2), (2, 8), (1, 4)):
-        for spec in specs(
-            factory, kv_heads=kv_heads, q_heads=q_heads, dtypes=tuple(DTYPES), block_sizes=BLOCK_SIZES
-        ):
+        for spec in specs(factory, kv_heads=kv_heads, q_heads=q_heads, dtypes=tuple(DTYPES), block_sizes=BLOCK_SIZES):
             filled = fill(factory, spec, contexts(spec.block_size))
             filled.check([1] * len(filled.contexts), q_heads, f"decode, {q_heads} over {kv_heads} heads")
 
@@ -124,14 +122,25 @@ def decode_equals_dense_attention(factory: Factory) -> None:
 def ragged_chunks_equal_dense_attention(factory: Factory) -> None:
     """Rows with no query, one, some and all of their tokens as queries, in one batch."""
     for kv_heads, q_heads in ((2, 4), (1, 3)):
-        for spec in specs(
-            factory, kv_heads=kv_heads, q_heads=q_heads, dtypes=tuple(DTYPES), block_sizes=BLOCK_SIZES
-        ):
+        for spec in specs(factory, kv_heads=kv_heads, q_heads=q_heads, dtypes=tuple(DTYPES), block_sizes=BLOCK_SIZES):
             lengths = contexts(spec.block_size)
             filled = fill(factory, spec, lengths)
             some = [min(length, (0, 1, 2, 5)[i % 4]) for i, length in enumerate(lengths)]
             for q_lens in (lengths, some, [0] * len(lengths)):
                 filled.check(q_lens, q_heads, f"chunks of {q_lens} in {lengths}")
+
+
+@_case
+def plans_of_int64_are_read_like_int32(factory: Factory) -> None:
+    """Engines with large pools ask for int64 plans."""
+    for spec in specs(factory):
+        filled, q_lens = fill(factory, spec, [3, 16, 9]), [2, 1, 9]
+        plan = filled.plan(q_lens)
+        wide = ArrayPlan(*(getattr(plan, field.name).astype(np.int64) for field in fields(plan)))
+        k, v = (np.concatenate([x[0][i][-n:] for i, n in enumerate(q_lens)]) for x in (filled.k, filled.v))
+        filled.backend.write(0, filled.backend.asarray(k), filled.backend.asarray(v), wide)
+        q = filled.queries(q_lens, 4)
+        close(attend(filled.backend, 0, q, wide), filled.expected(0, q, q_lens), spec, "int64 plan")
 
 
 @_case
@@ -201,9 +210,7 @@ def placement_changes_nothing(factory: Factory) -> None:
             q = filled.queries(q_lens, 4)
             results.append(attend(filled.backend, 0, q, filled.plan(q_lens)))
         for result in results[1:]:
-            assert np.array_equal(result, results[0]), (
-                f"the result depends on the blocks ({spec}, seed {SEED})"
-            )
+            assert np.array_equal(result, results[0]), f"the result depends on the blocks ({spec}, seed {SEED})"
 
 
 @_case
@@ -226,9 +233,7 @@ def padding_is_inert(factory: Factory) -> None:
         filled = fill(factory, spec, [8, 5])
         plan, backend = filled.plan([2, 1]), filled.backend
         padded = ArrayPlan(
-            block_tables=np.concatenate(
-                [plan.block_tables, np.zeros((2, plan.block_tables.shape[1]), np.int32)]
-            ),
+            block_tables=np.concatenate([plan.block_tables, np.zeros((2, plan.block_tables.shape[1]), np.int32)]),
             seq_lens=np.append(plan.seq_lens, np.zeros(2, np.int32)),
             cu_q_lens=np.append(plan.cu_q_lens, np.full(2, 3, np.int32)),
             slot_mapping=np.full(6, -1, np.int32),
@@ -308,9 +313,7 @@ def copies_writes_reads_happen_in_order(factory: Factory) -> None:
         copies = int32([[1, 2, 4]])
         for _ in range(2):
             # Block 1 is written, copied to block 2, and overwritten: 2 keeps what 1 held in between.
-            old, new = (
-                [values(rng, (5, spec.num_kv_heads, d), spec.dtype) for _, d in spec.planes] for _ in "on"
-            )
+            old, new = ([values(rng, (5, spec.num_kv_heads, d), spec.dtype) for _, d in spec.planes] for _ in "on")
             for layer in range(spec.num_layers):
                 backend.write(layer, backend.asarray(old[0]), backend.asarray(old[1]), writes)
             backend.copy_blocks(ArrayPlan(copies=copies))
@@ -334,9 +337,7 @@ def gather_copies_tokens_in_logical_order(factory: Factory) -> None:
         whole_block = backend.gather(1, table[:1].tolist())
         no_block = backend.gather(1, table[:0])
         fill_all(backend, np.nan)
-        assert np.array_equal(k, filled.k[1][0]) and np.array_equal(v, filled.v[1][0]), (
-            f"gather differs ({spec})"
-        )
+        assert np.array_equal(k, filled.k[1][0]) and np.array_equal(v, filled.v[1][0]), f"gather differs ({spec})"
         first = backend.to_numpy(whole_block[0])
         assert np.array_equal(first, filled.k[1][0][: spec.block_size]), "gather must hand out copies"
         assert backend.to_numpy(no_block[1]).shape == (0, spec.num_kv_heads, spec.value_head_dim)
@@ -348,9 +349,7 @@ def exported_blocks_hold_the_documented_bytes(factory: Factory) -> None:
     for spec in specs(factory, layouts=capabilities_of(factory).layouts, dtypes=tuple(DTYPES), layers=3):
         filled = fill(factory, spec, [spec.block_size])
         data = np.asarray(filled.backend.export_blocks([int(filled.tables[0, 0])]))
-        assert data.dtype == np.uint8 and data.shape == (1, spec.block_nbytes), (
-            "export is uint8 [n, block_nbytes]"
-        )
+        assert data.dtype == np.uint8 and data.shape == (1, spec.block_nbytes), "export is uint8 [n, block_nbytes]"
         planes = [plane[layer][0] for layer in range(3) for plane in (filled.k, filled.v)]
         expected = np.concatenate([stored_bytes(plane, spec.dtype) for plane in planes])
         same_bytes(data, expected[None], f"export from layout {spec.layout}")
@@ -359,9 +358,7 @@ def exported_blocks_hold_the_documented_bytes(factory: Factory) -> None:
 @_case
 def import_restores_what_export_took(factory: Factory) -> None:
     """Into the same blocks, into others, and into another backend; no other block changes."""
-    for spec in specs(
-        factory, layouts=capabilities_of(factory).layouts, dtypes=tuple(DTYPES), block_sizes=(3, 8)
-    ):
+    for spec in specs(factory, layouts=capabilities_of(factory).layouts, dtypes=tuple(DTYPES), block_sizes=(3, 8)):
         backend, other = factory(spec, 6), factory(spec, 9)
         fill_random(backend, np.random.default_rng(SEED))
         fill_random(other, np.random.default_rng(SEED + 1))

@@ -58,9 +58,7 @@ def round_to(x: np.ndarray, dtype: str) -> np.ndarray:
     x = np.asarray(x, np.float64)
     _, exponent = np.frexp(x)  # |x| = mantissa * 2**exponent, 0.5 <= mantissa < 1
     bits = _MANTISSA_BITS[dtype]
-    step = (
-        np.maximum(exponent, _MIN_EXPONENT[dtype] + 1) - bits
-    )  # exponent of the last place, fixed below normal
+    step = np.maximum(exponent, _MIN_EXPONENT[dtype] + 1) - bits  # exponent of the last place, fixed below normal
     with np.errstate(invalid="ignore", over="ignore"):
         rounded = np.ldexp(np.rint(np.ldexp(x, -step)), step)
         rounded = np.where(np.abs(rounded) > _MAX[dtype], np.copysign(np.inf, x), rounded)

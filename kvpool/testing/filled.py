@@ -123,16 +123,12 @@ class Filled:
         spec = self.backend.spec
         return values(self.rng, (sum(q_lens), q_heads, spec.head_dim), spec.dtype)
 
-    def expected(
-        self, layer: int, q: np.ndarray, q_lens: Sequence[int], scale: float | None = None
-    ) -> np.ndarray:
+    def expected(self, layer: int, q: np.ndarray, q_lens: Sequence[int], scale: float | None = None) -> np.ndarray:
         """Dense attention of every row, one after the other."""
         parts, begin = [np.zeros((0, q.shape[1], self.backend.spec.value_head_dim))], 0
         for row, n in enumerate(q_lens):
             if n:
-                parts.append(
-                    dense_attention(q[begin : begin + n], self.k[layer][row], self.v[layer][row], scale)[0]
-                )
+                parts.append(dense_attention(q[begin : begin + n], self.k[layer][row], self.v[layer][row], scale)[0])
             begin += n
         return np.concatenate(parts)
 
@@ -182,9 +178,7 @@ def fill(
     return filled
 
 
-def attend(
-    backend: KVBackend, layer: int, q: np.ndarray, plan: PlanArrays, scale: float | None = None
-) -> np.ndarray:
+def attend(backend: KVBackend, layer: int, q: np.ndarray, plan: PlanArrays, scale: float | None = None) -> np.ndarray:
     return backend.to_numpy(backend.attend(layer, backend.asarray(q), plan, scale))
 
 

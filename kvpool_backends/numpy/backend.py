@@ -115,6 +115,11 @@ class NumpyBackend:
         cu_q_lens, seq_lens = np.asarray(plan.cu_q_lens), np.asarray(plan.seq_lens)
         self._check_queries(q, cu_q_lens, seq_lens)
         scale = self.spec.head_dim**-0.5 if scale is None else float(scale)
+        if not np.isfinite(scale):
+            raise ValueError(f"[attend] scale is {scale}, it must be finite")
+        tables = np.asarray(plan.block_tables)
+        if tables.ndim != 2 or len(tables) < seq_lens.size:
+            raise ValueError(f"[attend] block_tables must have shape [{seq_lens.size}, W], got {list(tables.shape)}")
 
         num_tokens, num_q_heads, _ = q.shape
         out = np.zeros((num_tokens, num_q_heads, self.spec.value_head_dim))
@@ -124,7 +129,7 @@ class NumpyBackend:
             begin, end = int(cu_q_lens[row]), int(cu_q_lens[row + 1])
             if begin == end:
                 continue
-            table = plan.block_tables[row, : -(-seq_len // self.spec.block_size)]
+            table = tables[row, : -(-seq_len // self.spec.block_size)]
             keys = self._context("attend", k_plane, table, seq_len)
             values = self._context("attend", v_plane, table, seq_len)
             for token in range(begin, end):
@@ -223,16 +228,12 @@ class NumpyBackend:
             raise TypeError(f"[attend] q must be a float array, got {q.dtype}")
         q_lens = np.diff(cu_q_lens)
         if cu_q_lens.size != seq_lens.size + 1 or cu_q_lens[0] != 0 or q_lens.min(initial=0) < 0:
-            raise ValueError(
-                f"[attend] cu_q_lens {cu_q_lens.tolist()} are no prefix sums of {seq_lens.size} rows"
-            )
+            raise ValueError(f"[attend] cu_q_lens {cu_q_lens.tolist()} are no prefix sums of {seq_lens.size} rows")
         if cu_q_lens[-1] > q.shape[0]:
             raise ValueError(f"[attend] cu_q_lens ends at {cu_q_lens[-1]}, q has {q.shape[0]} tokens")
         if np.any(q_lens > seq_lens):
             row = int(np.argmax(q_lens > seq_lens))
-            raise ValueError(
-                f"[attend] row {row} has {q_lens[row]} queries in a context of {seq_lens[row]} tokens"
-            )
+            raise ValueError(f"[attend] row {row} has {q_lens[row]} queries in a context of {seq_lens[row]} tokens")
 
     def _context(self, call: str, plane: np.ndarray, table: np.ndarray, num_tokens: int) -> np.ndarray:
         """float64 ``[num_tokens, Hk, dim]`` of the blocks in `table`, and nothing behind these tokens."""
@@ -275,9 +276,7 @@ def _allocate(spec: KVSpec, num_blocks: int) -> list[tuple[np.ndarray, np.ndarra
     return layers
 
 
-def _attend_one(
-    q: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float
-) -> tuple[np.ndarray, np.ndarray]:
+def _attend_one(q: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
     """Weights ``[Hq, C]`` and result ``[Hq, Dv]`` of one query token ``[Hq, D]`` over ``[C, Hk, ...]``."""
     num_kv_heads = keys.shape[1]
     groups = q.astype(np.float64).reshape(num_kv_heads, -1, q.shape[-1])  # contiguous groups of query heads
