@@ -4,13 +4,13 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long lint bench bench-gates build debug clean
+.PHONY: help demo test test-long lint bench bench-gates build debug sanitize clean
 MAKEFLAGS += --no-print-directory
 
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --disable-pip-version-check
-PYTEST := $(PY) -m pytest -n auto --maxprocesses 4
+PYTEST := $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile
 SOURCES := $(wildcard kvpool/*.pyx kvpool/*.pxd kvpool/include/*.h)
 
 help:  ## list the targets
@@ -41,6 +41,13 @@ build: $(VENV)/built  ## compile the core in place
 
 debug: $(VENV)/made  ## compile the core in place with every check on (`touch setup.py; make build` goes back)
 	KVPOOL_DEBUG=1 $(PY) setup.py build_ext --inplace
+
+sanitize: $(VENV)/test  ## the core's tests under AddressSanitizer and UndefinedBehaviorSanitizer (Linux, gcc)
+	KVPOOL_DEBUG=1 KVPOOL_SANITIZE=address,undefined $(PY) setup.py -q build_ext --inplace
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 $(PYTEST) $(PYTEST_ARGS) \
+		--ignore tests/test_packaging.py --ignore tests/test_import_cost.py --ignore tests/test_stubs.py
+	$(PY) setup.py -q build_ext --inplace
 
 clean:  ## remove everything that make has made
 	rm -rf $(VENV) build dist *.egg-info kvpool-demo.png .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
