@@ -185,7 +185,7 @@ def test_csr_rows_that_come_back_unchanged_are_right(make_pool, make_plan, grow,
     pool.done(plan)
     pool.step(plan, handles, 0)
     tables = [pool.table(h).tolist() for h in handles]
-    assert plan.indices.tolist() == sum(tables, [])
+    assert plan.indices.tolist() == [block for table in tables for block in table]
     assert plan.indptr.tolist() == [0, *np.cumsum([len(t) for t in tables])]
 
 
