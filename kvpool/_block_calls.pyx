@@ -16,19 +16,20 @@ from kvpool._blocks cimport (
     blocks_take_many,
     blocks_unref,
 )
-from kvpool._types cimport MAX_REFCOUNT, mix
+from kvpool._types cimport (
+    MAX_REFCOUNT,
+    OP_ALLOC,
+    OP_COMMIT,
+    OP_DECREF,
+    OP_DRAIN,
+    OP_EVICT,
+    OP_FREE,
+    OP_INCREF,
+    OP_REVIVE,
+    mix,
+)
 
 from kvpool.errors import ConcurrentUse, DoubleFree, OutOfBlocks, PoolClosed
-
-cdef enum:                   # first word of every digest entry
-    OP_ALLOC = 1
-    OP_INCREF
-    OP_DECREF
-    OP_FREE
-    OP_COMMIT
-    OP_REVIVE
-    OP_EVICT
-    OP_DRAIN
 
 cdef class BlockPool:
     """Block-level calls, for engines that keep their own block tables. See `kvpool.Pool`."""

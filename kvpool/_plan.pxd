@@ -1,7 +1,7 @@
 """`Plan`. Other extension modules may hold one, but not reach into it."""
 from libc.stdint cimport int32_t, int64_t
 
-from kvpool._sequence cimport SequencePool
+from kvpool._sequence_calls cimport SequencePool
 from kvpool._step cimport Step
 from kvpool._wire cimport Wire
 
@@ -28,3 +28,4 @@ cdef class Plan:
     cdef int own(self, str name) except -1
     cdef int check_array(self, str name, object array, dict held, str call) except -1
     cdef int attach(self, dict arrays, str call) except -1
+    cdef int get_pad(self, object pad_to, str call, int64_t num_rows, int64_t* rows, int64_t* tokens) except -1

@@ -2,7 +2,8 @@
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t
 
 from kvpool._args cimport array_data, to_int
-from kvpool._sequence cimport MAX_SEQS, SequencePool
+from kvpool._sequence cimport MAX_SEQS
+from kvpool._sequence_calls cimport SequencePool
 from kvpool._step cimport step_free, step_init
 from kvpool._types cimport OK
 from kvpool._wire cimport Field, Wire, wire_forget, wire_free, wire_init
@@ -262,13 +263,15 @@ cdef class Plan:
         finally:
             self.pool.busy = False
 
-    def get_pad(self, pad_to, call, rows):
+    cdef int get_pad(self, object pad_to, str call, int64_t num_rows, int64_t* rows, int64_t* tokens) except -1:
+        """Read and judge a `pad_to` argument for a batch of `num_rows` rows."""
         try:
             pad_rows, pad_tokens = pad_to
         except (TypeError, ValueError):
             raise TypeError(f"[{call}] pad_to must be (rows, tokens), not {pad_to!r}") from None
-        return (to_int(pad_rows, call, "pad_to[0]", rows, self.wire.max_rows),
-                to_int(pad_tokens, call, "pad_to[1]", 0, self.max_tokens_))
+        rows[0] = to_int(pad_rows, call, "pad_to[0]", num_rows, self.wire.max_rows)
+        tokens[0] = to_int(pad_tokens, call, "pad_to[1]", 0, self.max_tokens_)
+        return 0
 
     # -- what the last step filled
 

@@ -3,7 +3,7 @@ from libc.stdint cimport int32_t, int64_t
 
 from kvpool._args cimport Ints
 from kvpool._plan cimport Plan
-from kvpool._sequence cimport SequencePool
+from kvpool._sequence_calls cimport SequencePool
 from kvpool._step cimport Step, Verdict
 
 

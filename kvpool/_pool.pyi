@@ -4,7 +4,7 @@ from typing import Self
 from typing_extensions import disjoint_base
 
 from kvpool._plan import Plan
-from kvpool._sequence import SequencePool, _Counts, _Handles
+from kvpool._sequence_calls import SequencePool, _Counts, _Handles
 from kvpool.stats import PoolStats
 
 @disjoint_base

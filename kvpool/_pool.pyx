@@ -12,7 +12,8 @@ from kvpool._blocks cimport (
     blocks_reset,
 )
 from kvpool._plan cimport Plan
-from kvpool._sequence cimport SequencePool, seqs_check, seqs_fingerprint, seqs_reset
+from kvpool._sequence cimport seq_table, seqs_check, seqs_fingerprint, seqs_reset
+from kvpool._sequence_calls cimport SequencePool
 from kvpool._step cimport (
     BAD_HANDLE,
     DUPLICATE,
@@ -33,18 +34,13 @@ from kvpool._step cimport (
     step_rollback,
     step_undo_check,
 )
-from kvpool._types cimport NO_MEMORY, OK, SHORT, mix
+from kvpool._types cimport NO_MEMORY, OK, OP_DONE, OP_RESET, SHORT, mix
 from kvpool._wire cimport wire_emit, wire_forget
 
 import os
 
 from kvpool.errors import CapacityExceeded, CorruptState, OutOfBlocks, PlanStateError
 from kvpool.stats import PoolStats
-
-cdef enum:                   # continues the words of kvpool._step
-    OP_DONE = 48
-    OP_RESET
-
 
 cdef class Pool(SequencePool):
     """Blocks, sequences and steps of one layer group. Integers only: the pool never sees a tensor.
@@ -239,7 +235,7 @@ cdef class Pool(SequencePool):
             if rows.size > plan.wire.max_rows:
                 raise CapacityExceeded(f"[{call}] {rows.size} rows, the plan holds {plan.wire.max_rows}")
             if pad_to is not None:
-                pad_rows, pad_tokens = plan.get_pad(pad_to, call, rows.size)
+                plan.get_pad(pad_to, call, rows.size, &pad_rows, &pad_tokens)
             limits.max_tokens = min(pad_tokens if pad_to is not None else INT64_MAX, plan.max_tokens_)
             limits.seq_tokens = min(plan.seq_limit, self.seqs.max_blocks * self.blocks.block_size)
             limits.table_width = plan.wire.table_width
@@ -326,8 +322,9 @@ cdef class Pool(SequencePool):
         rows.held = new.held = False
         rows.owned = new.owned = NULL
         try:
-            self.get_batch(&rows, handles, "can", False)
+            ints_get(&rows, handles, "can", "handles", False, False)
             ints_get(&new, num_new, "can", "num_new", True, True)
+            self.check_batch(&rows, "can")
             if new.size >= 0 and new.size != rows.size:
                 raise ValueError(f"[can] {new.size} num_new for {rows.size} handles")
             for i in range(rows.size):
@@ -547,4 +544,19 @@ cdef class Pool(SequencePool):
         finally:
             self.busy = False
 
-
+    def _corrupt(self, what, index):
+        """For tests of `check`: break one piece of state. `index` is a block, or a slot of sequences."""
+        cdef Blocks* b = &self.blocks
+        cdef int64_t i = to_int(index, "_corrupt", "index", 0, b.num_blocks - 1)
+        cdef dict fields = {
+            "refcount": <size_t>&b.block[i].refcount, "raw": <size_t>&b.block[i].raw,
+            "hold": <size_t>&b.block[i].hold, "floor": <size_t>&b.floor[i], "blank": <size_t>&b.blank[i],
+            "next": <size_t>&b.next[i], "prev": <size_t>&b.prev[i], "num_blank": <size_t>&b.num_blank,
+            "num_used": <size_t>&b.num_used, "num_shared": <size_t>&b.num_shared, "lru": <size_t>&b.lru.size,
+            "limbo": <size_t>&b.limbo.size, "num_dropped": <size_t>&b.num_dropped,
+            "table": <size_t>seq_table(&self.seqs, <int32_t>i), "blocks": <size_t>&self.seqs.seq[i].num_blocks,
+            "length": <size_t>&self.seqs.seq[i].num_tokens, "next_slot": <size_t>&self.seqs.seq[i].next_slot,
+            "sum_tokens": <size_t>&self.seqs.sum_tokens, "sum_blocks": <size_t>&self.seqs.sum_blocks,
+            "num_open": <size_t>&self.seqs.num_open, "free_slot": <size_t>&self.seqs.free_slot[i],
+        }
+        (<int32_t*><size_t>fields[what])[0] += 1

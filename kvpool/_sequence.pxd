@@ -1,8 +1,6 @@
 """Sequences: block tables, lengths, handles. Knows blocks, not plans."""
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
-from kvpool._args cimport Ints
-from kvpool._block_calls cimport BlockPool
 from kvpool._blocks cimport Blocks
 
 cdef enum:
@@ -85,18 +83,10 @@ cdef inline void seq_new_version(Seqs* s, Seq* q) noexcept nogil:
 
 
 cdef void seq_refresh(const Seqs* s, const Blocks* b, int32_t slot) noexcept nogil
+cdef int32_t seq_new(Seqs* s) noexcept nogil
+cdef void seq_fork(Seqs* s, Blocks* b, int32_t parent, int32_t n, int64_t* children) noexcept nogil
+cdef void seq_truncate(Seqs* s, Blocks* b, int32_t slot, int64_t length) noexcept nogil
 cdef void seq_close(Seqs* s, Blocks* b, int32_t slot) noexcept nogil
 cdef void seqs_reset(Seqs* s) noexcept nogil
 cdef uint64_t seqs_fingerprint(const Seqs* s, const Blocks* b, uint64_t h, int64_t next_step) noexcept nogil
 cdef str seqs_check(const Seqs* s, const Blocks* b)
-
-
-cdef class SequencePool(BlockPool):
-    cdef Seqs seqs
-    cdef list deferred          # handles whose owners were finalized
-
-    cdef int32_t find(self, int64_t handle, str call, Py_ssize_t row) except -1
-    cdef int32_t get_one(self, object handle, str call) except -1
-    cdef int get_batch(self, Ints* batch, object handles, str call, bint scalar) except -1
-    cdef void drain(self)
-    cdef void next_stamp(self) noexcept

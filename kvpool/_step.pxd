@@ -28,6 +28,7 @@ cdef struct Step:
     int64_t* handle             # [max_rows], memory of the plan's array
     int64_t* length             # [max_rows] tokens after the step
     int64_t* slot               # [max_rows] slot of the new token, rows that were served one
+    uint64_t* version           # [max_rows] of the sequence's table after the step
     int64_t* prev_step          # [max_rows] last_step of the sequence before, while pending
     Event* event                # [max_rows], num_events valid, by row
     Replaced* log               # [log_room], log_size valid; grows, never shrinks

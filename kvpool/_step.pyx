@@ -27,6 +27,7 @@ from kvpool._blocks cimport (
     whole_blocks,
 )
 from kvpool._sequence cimport (
+    MAX_SEQS,
     OPEN,
     Seq,
     Seqs,
@@ -37,23 +38,18 @@ from kvpool._sequence cimport (
     slot_of,
     untagged,
 )
-from kvpool._types cimport BAD_ROW, NO_MEMORY, OK, SHORT, mix
-
-cdef enum:                   # continues the words of kvpool._sequence
-    OP_STEP = 32
-    OP_RESERVE
-    OP_ROLLBACK
-
+from kvpool._types cimport BAD_ROW, NO_MEMORY, OK, OP_RESERVE, OP_ROLLBACK, OP_STEP, SHORT, mix
 
 cdef int step_init(Step* p, int32_t max_rows) noexcept nogil:
     p.length = <int64_t*>calloc(max_rows, sizeof(int64_t))
     p.slot = <int64_t*>calloc(max_rows, sizeof(int64_t))
     p.prev_step = <int64_t*>calloc(max_rows, sizeof(int64_t))
+    p.version = <uint64_t*>calloc(max_rows, sizeof(uint64_t))
     p.event = <Event*>calloc(max_rows, sizeof(Event))
     p.log_room = 16
     p.log = <Replaced*>calloc(p.log_room, sizeof(Replaced))
     p.max_rows = max_rows
-    if p.length == NULL or p.slot == NULL or p.prev_step == NULL or p.event == NULL or p.log == NULL:
+    if p.length == NULL or p.slot == NULL or p.prev_step == NULL or p.version == NULL or p.event == NULL or p.log == NULL:
         step_free(p)
         return NO_MEMORY
     return OK
@@ -63,6 +59,7 @@ cdef void step_free(Step* p) noexcept nogil:
     free(p.length)
     free(p.slot)
     free(p.prev_step)
+    free(p.version)
     free(p.event)
     free(p.log)
     memset(p, 0, sizeof(Step))
@@ -139,27 +136,31 @@ cdef int check_row(Step* p, const Seqs* s, Blocks* b, Event* event, Py_ssize_t i
 
 
 cdef Py_ssize_t check_simple(const Seqs* s, const Blocks* b, const int64_t* handle, Py_ssize_t first, Py_ssize_t end,
-                             int64_t seq_tokens, int32_t table_width) noexcept nogil:
+                             const Limits* limits) noexcept nogil:
     """First row from `first` on that does not merely put one token into a tail that is its own; marks those before.
 
-    This loop and `commit_simple` are the whole cost of a steady decode step: everything they read is in locals.
+    This loop and commit_simple are the whole cost of a steady decode step: everything they read is in locals.
     """
     cdef Seq* seq = s.seq
     cdef const Block* block = b.block
-    cdef int32_t max_seqs = s.max_seqs
+    cdef int64_t max_seqs = s.max_seqs, seq_tokens = limits.seq_tokens
+    cdef int32_t table_width = limits.table_width
+    cdef bint narrow = table_width < s.max_blocks or seq_tokens < s.max_blocks * b.block_size
     cdef uint32_t stamp = s.stamp
     cdef const Block* tail
+    cdef int64_t slot
     cdef Seq* q
     while first < end:
-        if slot_of(handle[first]) >= max_seqs:
+        slot = handle[first] & (MAX_SEQS - 1)
+        if slot >= max_seqs:
             break
-        q = &seq[slot_of(handle[first])]
+        q = &seq[slot]
         if q.handle != handle[first] or q.mark == stamp or q.next_slot >= q.stop_slot:
             break
         tail = &block[q.tail]
-        if ((tail.refcount ^ 1) | tail.hold | tail.committed) or q.num_tokens >= seq_tokens:
+        if (tail.refcount ^ 1) | tail.hold | tail.committed:
             break
-        if q.num_blocks > table_width:
+        if narrow and (q.num_tokens >= seq_tokens or q.num_blocks > table_width):
             break
         q.mark = stamp
         first += 1
@@ -182,7 +183,7 @@ cdef int step_check(Step* p, Seqs* s, Blocks* b, const Ints* handles, const Ints
     p.num_events = p.log_size = 0
     while i < handles.size:
         if decode:
-            simple = check_simple(s, b, handle, i, handles.size, limits.seq_tokens, limits.table_width)
+            simple = check_simple(s, b, handle, i, handles.size, limits)
             asked += simple - i
             i = simple
             if i == handles.size:
@@ -274,18 +275,20 @@ cdef void commit_simple(Step* p, Seqs* s, Blocks* b, const int64_t* handles, int
     cdef Seq* seq = s.seq
     cdef int64_t* length = p.length
     cdef int64_t* slot = p.slot
-    cdef int64_t* prev_step = p.prev_step
+    cdef uint64_t* version = p.version
     cdef uint64_t digest = b.digest
     cdef int32_t i
     cdef Seq* q
     for i in range(first, end):
-        q = &seq[slot_of(handles[i])]
+        q = &seq[handles[i] & (MAX_SEQS - 1)]
         slot[i] = q.next_slot
         q.next_slot += 1
         q.num_tokens += 1
         length[i] = q.num_tokens
-        prev_step[i] = q.last_step
-        q.last_step = step_id
+        version[i] = q.version
+        if step_id:
+            p.prev_step[i] = q.last_step
+            q.last_step = step_id
         digest = mix(digest, <uint64_t>untagged(handles[i]) ^ (<uint64_t>length[i] << 20))
     b.digest = digest
 
@@ -312,6 +315,7 @@ cdef void step_commit(Step* p, Seqs* s, Blocks* b, const int64_t* handles, bint 
         q = &s.seq[slot]
         p.slot[i] = last_slot(s, b, slot)
         p.length[i] = q.num_tokens
+        p.version[i] = q.version
         p.prev_step[i] = q.last_step
         q.last_step = step_id
         b.digest = mix(b.digest, (<uint64_t>event.q_len << 1) | event.served)

@@ -12,6 +12,26 @@ cdef enum:                   # what a nogil function reports; the Python face tu
     BAD_ROW = -3                # the batch is refused; details in the caller's state
 
 
+cdef enum:                      # first word of every digest entry: which call it was
+    OP_ALLOC = 1
+    OP_INCREF
+    OP_DECREF
+    OP_FREE
+    OP_COMMIT
+    OP_REVIVE
+    OP_EVICT
+    OP_DRAIN
+    OP_OPEN
+    OP_FORK
+    OP_TRUNCATE
+    OP_CLOSE
+    OP_STEP
+    OP_RESERVE
+    OP_ROLLBACK
+    OP_DONE
+    OP_RESET
+
+
 cdef inline uint64_t mix(uint64_t state, uint64_t value) noexcept nogil:
-    """One step of the chained digest: rotate, add, multiply, so that order and position matter."""
-    return (((state << 27) | (state >> 37)) ^ value) * 0x9E3779B97F4A7C15ULL + 0x632BE59BD9B4E019ULL
+    """One step of the chained digest: rotate, xor, multiply, so that order and position matter."""
+    return (((state << 27) | (state >> 37)) ^ value) * 0x9E3779B97F4A7C15ULL

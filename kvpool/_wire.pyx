@@ -237,6 +237,8 @@ cdef void wire_emit(Wire* w, const Step* p, const Seqs* s, const Blocks* b, int3
                     int64_t pad_tokens) noexcept nogil:
     """Write a committed step into the arrays; rows and tokens up to pad_rows, pad_tokens are padding."""
     cdef int32_t i
+    cdef const uint64_t* seen
+    cdef const uint64_t* version
     w.num_dirty = 0
     put(&w.field[CU_Q_LENS], 0, 0)
     if p.uniform:
@@ -253,8 +255,10 @@ cdef void wire_emit(Wire* w, const Step* p, const Seqs* s, const Blocks* b, int3
     for i in range(p.num_events):
         w.served[p.event[i].row] = p.event[i].served
     if w.tracks:
+        seen = w.seen
+        version = p.version
         for i in range(p.num_rows):
-            if w.seen[i] != s.seq[slot_of(p.handle[i])].version:
+            if seen[i] != version[i]:
                 sync_row(w, s, slot_of(p.handle[i]), i)
     for i in range(p.num_rows, pad_rows):
         pad_row(w, i)

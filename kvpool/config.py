@@ -94,7 +94,7 @@ class KVSpec:
             value = getattr(self, name)
             if value is None and name == "v_head_dim":
                 continue
-            object.__setattr__(self, name, _positive("KVSpec", name, value))
+            object.__setattr__(self, name, checked_int("KVSpec", name, value))
         _one_of("KVSpec", "dtype", self.dtype, tuple(DTYPES))
         _one_of("KVSpec", "layout", self.layout, LAYOUTS)
         if self.layout == "interleaved" and self.value_head_dim != self.head_dim:
@@ -135,9 +135,9 @@ class KVSpec:
         """Bytes of the whole storage."""
         return num_blocks * self.block_nbytes
 
+    @property
     def array_block_nbytes(self) -> int:
-        """Bytes that one block takes in the largest single base array (devices limit the size of one
-        array)."""
+        """Bytes of one block in the largest base array: devices limit the size of a single array."""
         arrays: dict[str, int] = {}
         for plane, dim in self.planes:
             layout = self.plane_layout(plane, 1)
@@ -167,8 +167,7 @@ class KVSpec:
         return PlaneLayout(plane, shape, self.layout != "stacked", 0, *strides)
 
 
-# ---------------------------------------------------------------------- memory to
-# blocks
+# ---------------------------------------------------------------------- memory to blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +214,7 @@ def blocks_for(
     fraction: float | None = None,
     overhead_nbytes: int | None = None,
     device_info: Mapping[str, Any] | None = None,
-    active_nbytes: int = 0,
+    active_nbytes: int | None = None,
     reserved_blocks: int = 1,
 ) -> PoolSize:
     """Number of blocks that fit into `memory`.
@@ -234,12 +233,11 @@ def blocks_for(
         With "auto", what activations and temporaries need beside the pool. Measure it with a prefill if you
         can; by default 10 % of the machine, on Metal at least 1 GiB.
     device_info : mapping, optional
-        ``mlx.core.device_info()`` of a Metal device. Without ``max_recommended_working_set_size`` in it (MLX
-        on a CPU) RAM counts.
-    active_nbytes : int
-        With "auto", memory already in use on the device (model weights): the larger of MLX's active memory
-        and the footprint of the process. Of the available RAM it is subtracted only if it is yet to be
-        loaded.
+        ``mlx.core.device_info()`` of a Metal device; it may carry ``active_nbytes`` too. Without
+        ``max_recommended_working_set_size`` in it (MLX on a CPU) RAM counts.
+    active_nbytes : int, optional
+        With "auto", memory that weights and caches take of the device: the larger of MLX's active memory and
+        the footprint of the process. Of RAM, count only what is yet to be loaded: the rest is not available.
     reserved_blocks : int
         Blocks that hold no sequence, as in `Pool`; they are part of `num_blocks`.
 
@@ -257,6 +255,9 @@ def blocks_for(
     A pool is also limited by ``max_buffer_length`` (no single array may be larger) and by int32 slots
     (``num_blocks * block_size <= 2^31 - 1``).
     """
+    if not isinstance(spec, KVSpec):
+        raise TypeError(f"[blocks_for] spec must be a KVSpec, got {type(spec).__name__}")
+    reserved_blocks = checked_int("blocks_for", "reserved_blocks", reserved_blocks, least=0)
     terms: list[tuple[str, int]]
     if memory == "auto":
         source, terms = _machine_budget(fraction, overhead_nbytes, device_info or {}, active_nbytes)
@@ -264,28 +265,31 @@ def blocks_for(
         source, terms = "the given memory", [("memory for the KV pool", parse_nbytes(memory))]
     budget = sum(nbytes for _, nbytes in terms)
 
-    limits = [(max(0, budget) // spec.block_nbytes, "the budget")]
-    largest_array = (device_info or {}).get("max_buffer_length")
-    if largest_array:
-        limits.append(
-            (
-                int(largest_array) // spec.array_block_nbytes(),
-                f"max_buffer_length {format_nbytes(int(largest_array))}",
-            )
-        )
-    limits.append((_MAX_INT32 // spec.block_size, "int32 slots"))
-    num_blocks, limited_by = min(limits, key=lambda limit: limit[0])
-
+    num_blocks, limited_by = _most_blocks(budget, spec, device_info or {})
     size = PoolSize(spec, num_blocks, reserved_blocks, budget, source, limited_by, tuple(terms))
     if num_blocks <= reserved_blocks:
-        raise ValueError(
-            f"[blocks_for] no usable block: {num_blocks} fit, {reserved_blocks} are reserved\n{size.how}"
-        )
+        raise ValueError(f"[blocks_for] no usable block: {num_blocks} fit, {reserved_blocks} are reserved\n{size.how}")
     return size
 
 
+def _most_blocks(budget: int, spec: KVSpec, device_info: Mapping[str, Any]) -> tuple[int, str]:
+    """Blocks within all limits, and the name of the limit that decides."""
+    limits = [
+        (max(0, budget) // spec.block_nbytes, "the budget"),
+        (_MAX_INT32 // spec.block_size, "int32 slots"),
+    ]
+    largest_array = device_info.get("max_buffer_length")
+    if largest_array:
+        what = f"max_buffer_length {format_nbytes(largest_array)}"
+        limits.append((largest_array // spec.array_block_nbytes, what))
+    return min(limits, key=lambda limit: limit[0])
+
+
 def _machine_budget(
-    fraction: float | None, overhead_nbytes: int | None, device_info: Mapping[str, Any], active_nbytes: int
+    fraction: float | None,
+    overhead_nbytes: int | None,
+    device_info: Mapping[str, Any],
+    active_nbytes: int | None,
 ) -> tuple[str, list[tuple[str, int]]]:
     working_set = device_info.get("max_recommended_working_set_size")
     if working_set:
@@ -300,17 +304,19 @@ def _machine_budget(
         share = fraction
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
         raise ValueError(f"[blocks_for] fraction must be in (0, 1], got {share!r}")
-    overhead = overhead_default if overhead_nbytes is None else index(overhead_nbytes)
+    overhead = overhead_default if overhead_nbytes is None else overhead_nbytes
+    overhead = checked_int("blocks_for", "overhead_nbytes", overhead, least=0)
     terms = [(f"{share:g} of {format_nbytes(machine)} {what}", int(share * machine))]
-    if active_nbytes:
-        terms.append(("already in use (weights and caches)", -index(active_nbytes)))
+    active = device_info.get("active_nbytes", 0) if active_nbytes is None else active_nbytes
+    active = checked_int("blocks_for", "active_nbytes", active, least=0)
+    if active:
+        terms.append(("already in use (weights and caches)", -active))
     terms.append(("overhead (activations, temporaries)", -overhead))
     return source, terms
 
 
 def available_memory_nbytes() -> int:
-    """RAM that this process could still take: what Linux calls available, within the limit of its cgroup; all
-    of it on macOS."""
+    """RAM for this process: on Linux what is available and within its cgroup's limit, on macOS all of it."""
     available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     found = re.search(r"^MemAvailable:\s+(\d+) kB", _read_text("/proc/meminfo"), re.MULTILINE)
     if found:
@@ -328,17 +334,23 @@ def _read_text(path: str) -> str:
         return ""
 
 
-_UNITS = (
-    {"B": 1}
-    | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
-    | {f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}
-)
+_UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
 
 
 def parse_nbytes(memory: int | str) -> int:
     """Bytes of ``17179869184``, ``"16GiB"``, ``"1.5 GB"`` or ``"512MB"``."""
     if isinstance(memory, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B)\s*", memory.upper())
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Z]+)\s*", memory.upper())
         if not found or found.group(2) not in _UNITS:
             raise ValueError(
                 f"[memory] {memory!r} is not a size; write bytes as an int, or '16GiB', '512MB', or 'auto'"
@@ -357,8 +369,7 @@ def format_nbytes(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
-# ---------------------------------------------------------------------- model
-# configs
+# ---------------------------------------------------------------------- model configs
 
 
 def spec_from_config(
@@ -445,14 +456,11 @@ def _field(fields: Mapping[str, Any], name: str, default: str | None = None) -> 
     if fields.get(name) is None and default is not None:
         return _field(fields, default)
     if fields.get(name) is None:
-        raise ValueError(
-            f"[config] {name} is missing; the fields are {', '.join(sorted(fields)) or '(none)'}"
-        )
-    return _positive("config", name, fields[name])
+        raise ValueError(f"[config] {name} is missing; the fields are {', '.join(sorted(fields)) or '(none)'}")
+    return checked_int("config", name, fields[name])
 
 
-# ---------------------------------------------------------------------- what `kvpool plan`
-# says
+# ---------------------------------------------------------------------- what `kvpool plan` says
 
 _TYPICAL_LENGTHS = (512, 2048, 8192, 32768, 131072)
 
@@ -481,7 +489,7 @@ def describe_plan(
     size = blocks_for(memory, spec, **machine)
     if max_len is None:
         max_len = _text_config(config).get("max_position_embeddings") or 4096
-    max_len = _positive("plan", "max_len", max_len)
+    max_len = checked_int("plan", "max_len", max_len)
     usable = size.num_blocks - size.reserved_blocks
     static = size.pool_nbytes // (max_len * spec.token_nbytes)
     lengths = [n for n in _TYPICAL_LENGTHS if n < max_len] + [max_len]
@@ -518,16 +526,16 @@ def describe_plan(
     return facts, "\n".join(lines)
 
 
-# -------------------------------------------------------------------------------------------------------
-# checks
+# ---------------------------------------------------------------------- checks
 
 
-def _positive(call: str, name: str, value: Any) -> int:
+def checked_int(call: str, name: str, value: Any, least: int = 1) -> int:
+    """`value` as an int, if it is one (a bool is none) and in the range ``least .. 2^63 - 1``."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"[{call}] {name} must be an int, got {type(value).__name__} ({value!r})")
     number = index(value)
-    if not 1 <= number <= _MAX_INT64:
-        raise ValueError(f"[{call}] {name} is {number}, the range is 1 .. 2^63 - 1")
+    if not least <= number <= _MAX_INT64:
+        raise ValueError(f"[{call}] {name} is {number}, the range is {least} .. 2^63 - 1")
     return number
 
 

@@ -6,14 +6,13 @@ and not another sequence.
 
 One decode step::
 
-    manager.step(ids)                                    # one new token per sequence; copy-on-write happens
-    here tables, lens = manager.batch_tables(ids)
+    slots = manager.step(ids)                            # one new token per sequence, copy-on-write included
+    tables, lens = manager.batch_tables(ids)
     for layer in range(num_layers):
-        manager.write_prefill(i, layer, k, v, lens - 1)  # for each sequence i, RoPE already applied
+        manager.write(layer, k, v, slots)                # k, v [B, n_kv_heads, head_dim], RoPE applied
         out = manager.paged_attention(q, tables, lens, layer)
 
-Engines that batch writes over sequences, run ahead of the device, or need other wire formats use `Pool`,
-`Plan` and a backend themselves.
+Engines that run ahead of the device, or need other wire formats, use `Pool`, `Plan` and a backend themselves.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvpool import Plan, Pool
-from kvpool.config import KVSpec, blocks_for
+from kvpool.config import KVSpec, blocks_for, checked_int
 from kvpool.protocol import ArrayPlan, KVBackend
 
 
@@ -89,20 +88,20 @@ class KVBlockManager:
         max_tokens: int = 4096,
         log: Callable[[str], Any] | None = print,
     ) -> None:
-        if (num_blocks is None) == (memory is None):
-            raise ValueError("[KVBlockManager] give either num_blocks or memory")
         if callable(backend):
             factory: Any = backend
         else:
             from kvpool_backends import load_backend  # here, because kvpool does not need any backend
 
             factory = load_backend(backend)
-        if memory is not None:
+        if num_blocks is None and memory is not None:
             machine = factory.device_info() if hasattr(factory, "device_info") else None
             size = blocks_for(memory, spec, device_info=machine)
             num_blocks = size.num_blocks
             if log is not None:
                 log(size.how)
+        elif num_blocks is None or memory is not None:
+            raise ValueError("[KVBlockManager] give either num_blocks or memory")
         self.spec = spec
         self.pool = Pool(
             num_blocks,
@@ -114,13 +113,12 @@ class KVBlockManager:
         self.backend: KVBackend = factory(spec, num_blocks)
         self._plan = Plan(
             self.pool,
-            min(max_batch, max_seqs),
+            max_batch,
             max_tokens,
             formats=("block_tables", "seq_lens", "slot_mapping"),
         )
 
-    # -------------------------------------------------------------------------------------------------
-    # sequences
+    # ---------------------------------------------------------------------- sequences
 
     def new_sequence(self, prompt_len: int = 0) -> BlockTableView:
         """A new sequence of length 0, with the blocks of `prompt_len` tokens set aside for it."""
@@ -140,15 +138,13 @@ class KVBlockManager:
         return view.block_ids, view.ctx_len
 
     def batch_tables(self, seq_ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Tables of a batch as attention wants them: block_tables int32 ``[B, W]``, context_lens int32
-        ``[B]``; copies."""
+        """block_tables int32 ``[B, W]`` and context_lens int32 ``[B]``, as attention wants them; copies."""
         plan = self._run(seq_ids, 0)
         context_lens = plan.seq_lens.copy()
         width = -(-int(context_lens.max(initial=0)) // self.spec.block_size)
         return plan.block_tables[:, :width].copy(), context_lens
 
-    # -----------------------------------------------------------------------------------------------------
-    # tokens
+    # ---------------------------------------------------------------------- tokens
 
     def step(self, seq_ids: Sequence[int], num_new: int | Sequence[int] = 1) -> np.ndarray:
         """Grow sequences by new tokens and make their blocks writable.
@@ -166,14 +162,17 @@ class KVBlockManager:
         return self._run(seq_ids, num_new).slot_mapping.copy()
 
     def ensure_tail_capacity(self, seq_id: int, n_tokens: int = 1) -> TailView:
-        """Take the blocks that the next `n_tokens` tokens need, and resolve copy-on-write, without growing
-        the sequence.
+        """Take the blocks of the next `n_tokens` tokens and resolve copy-on-write; the length stays.
 
         A `step` of up to that many tokens cannot run out of blocks then, until the sequence is forked.
         """
         self._run([seq_id], n_tokens, reserve=True)
         block_ids, ctx_len = self.table(seq_id)
         return TailView(seq_id, ctx_len, self._slots(block_ids, ctx_len, n_tokens))
+
+    def write(self, layer_idx: int, k: Any, v: Any, slots: np.ndarray) -> None:
+        """Store K ``[T, Hk, D]`` and V ``[T, Hk, Dv]``, RoPE applied, in the slots that `step` returned."""
+        self.backend.write(layer_idx, k, v, ArrayPlan(slot_mapping=slots))
 
     def write_prefill(self, seq_id: int, layer_idx: int, k_chunk: Any, v_chunk: Any, start_pos: int) -> None:
         """Store K and V, RoPE applied, of tokens that `step` has planned.
@@ -191,9 +190,10 @@ class KVBlockManager:
             Not all of these positions were planned, or one of them lies in a block that is shared. Nothing
             was written.
         """
+        start_pos = checked_int("write_prefill", "start_pos", start_pos, least=0)
         num_tokens = int(k_chunk.shape[0])
         block_ids, ctx_len = self.table(seq_id)
-        if start_pos < 0 or start_pos + num_tokens > ctx_len:
+        if start_pos + num_tokens > ctx_len:
             raise ValueError(
                 f"[write_prefill] {num_tokens} tokens from position {start_pos} of sequence {seq_id}: "
                 f"{ctx_len} are planned, call step first"
@@ -201,10 +201,8 @@ class KVBlockManager:
         slots = self._slots(block_ids, start_pos, num_tokens)
         for block in np.unique(slots // self.spec.block_size).tolist():
             if self.pool.refcount(block) > 1:
-                raise ValueError(
-                    f"[write_prefill] block {block} of sequence {seq_id} is shared, its tokens are final"
-                )
-        self.backend.write(layer_idx, k_chunk, v_chunk, ArrayPlan(slot_mapping=slots))
+                raise ValueError(f"[write_prefill] block {block} of sequence {seq_id} is shared, its tokens are final")
+        self.write(layer_idx, k_chunk, v_chunk, slots)
 
     def prefill_into_kv(
         self,
@@ -233,19 +231,25 @@ class KVBlockManager:
         ------
         OutOfBlocks
             The next chunk does not fit; the earlier ones stay.
+        ValueError
+            `forward` did not give K and V of every layer.
 
         Notes
         -----
         If `forward` raises, the sequence is as long as before that chunk.
         """
-        if max_chunk_tokens < 1:
-            raise ValueError(f"[prefill_into_kv] max_chunk_tokens is {max_chunk_tokens}, the minimum is 1")
+        max_chunk_tokens = checked_int("prefill_into_kv", "max_chunk_tokens", max_chunk_tokens)
         for begin in range(0, len(tokens), max_chunk_tokens):
             chunk = tokens[begin : begin + max_chunk_tokens]
             start_pos = self.pool.num_tokens(seq_id)
             self.step([seq_id], len(chunk))
             try:
                 k_layers, v_layers = forward(chunk, start_pos)
+                if not len(k_layers) == len(v_layers) == self.spec.num_layers:
+                    raise ValueError(
+                        f"[prefill_into_kv] forward gave K of {len(k_layers)} and V of {len(v_layers)} "
+                        f"layers, the spec has {self.spec.num_layers}"
+                    )
                 for layer, (k, v) in enumerate(zip(k_layers, v_layers, strict=True)):
                     self.write_prefill(seq_id, layer, k, v, start_pos)
             except BaseException:
@@ -253,8 +257,7 @@ class KVBlockManager:
                 raise
             yield begin + len(chunk)
 
-    # --------------------------------------------------------------------------------------------------
-    # attention
+    # ---------------------------------------------------------------------- attention
 
     def paged_attention(
         self,
@@ -293,6 +296,11 @@ class KVBlockManager:
         -------
         ``[B, n_heads, n, v_head_dim]``
         """
+        if len(q.shape) != 4 or not len(q) == len(block_tables) == len(context_lens):
+            raise ValueError(
+                f"[paged_attention] q must have shape [B, n_heads, n, head_dim] with B = {len(context_lens)}, "
+                f"the number of rows in the tables ({len(block_tables)}), got {list(q.shape)}"
+            )
         batch, num_heads, num_new, head_dim = q.shape
         self._refuse_other_attention(num_heads, num_new, kv_head_mapping, rope_freqs, causal, attn_mask)
         plan = ArrayPlan(
@@ -333,18 +341,15 @@ class KVBlockManager:
 
     @property
     def k(self) -> np.ndarray:
-        """Keys, float32 ``[layers, kv_heads, blocks, block_size, head_dim]``: a copy of everything, for
-        debugging."""
+        """Keys, float32 ``[layers, kv_heads, blocks, block_size, head_dim]``: a copy, for debugging."""
         return self._plane(0)
 
     @property
     def v(self) -> np.ndarray:
-        """Values, float32 ``[layers, kv_heads, blocks, block_size, v_head_dim]``: a copy of everything, for
-        debugging."""
+        """Values, float32 ``[layers, kv_heads, blocks, block_size, v_head_dim]``: a copy, for debugging."""
         return self._plane(1)
 
-    # --------------------------------------------------------------------------------------------------
-    # internals
+    # ---------------------------------------------------------------------- internals
 
     def _run(self, seq_ids: Sequence[int], num_new: int | Sequence[int], reserve: bool = False) -> Plan:
         """One step of the pool with its copies executed; all or nothing."""
@@ -371,11 +376,6 @@ class KVBlockManager:
 
     def _plane(self, which: int) -> np.ndarray:
         spec, blocks = self.spec, np.arange(self.backend.num_blocks)
-        layers = [
-            self.backend.to_numpy(self.backend.gather(layer, blocks)[which])
-            for layer in range(spec.num_layers)
-        ]
-        planes = np.stack(layers).reshape(
-            spec.num_layers, blocks.size, spec.block_size, spec.num_kv_heads, -1
-        )
+        layers = [self.backend.to_numpy(self.backend.gather(layer, blocks)[which]) for layer in range(spec.num_layers)]
+        planes = np.stack(layers).reshape(spec.num_layers, blocks.size, spec.block_size, spec.num_kv_heads, -1)
         return np.ascontiguousarray(planes.transpose(0, 3, 1, 2, 4))

@@ -43,19 +43,29 @@ class PlanArrays(Protocol):
     """
 
     @property
-    def block_tables(
-        self,
-    ) -> np.ndarray: ...  # [B, W] block ids in logical order; entries past the context are padding
+    def block_tables(self) -> np.ndarray:
+        """``[B, W]``, block ids in logical order; entries past the context are padding."""
+        ...
+
     @property
-    def seq_lens(self) -> np.ndarray: ...  # [B] context length after the step, in tokens; 0 for a padding row
+    def seq_lens(self) -> np.ndarray:
+        """``[B]``, context length after the step in tokens; 0 for a padding row."""
+        ...
+
     @property
-    def cu_q_lens(self) -> np.ndarray: ...  # [B + 1] row i owns query tokens cu_q_lens[i] : cu_q_lens[i + 1]
+    def cu_q_lens(self) -> np.ndarray:
+        """``[B + 1]``, row i owns query tokens ``cu_q_lens[i] : cu_q_lens[i + 1]``."""
+        ...
+
     @property
-    def slot_mapping(
-        self,
-    ) -> np.ndarray: ...  # [T] block_id * S + offset of each new token; negative: do not write
+    def slot_mapping(self) -> np.ndarray:
+        """``[T]``, ``block_id * S + offset`` of each new token; negative: do not write."""
+        ...
+
     @property
-    def copies(self) -> np.ndarray: ...  # [K, 3] (src_block, dst_block, num_tokens)
+    def copies(self) -> np.ndarray:
+        """``[K, 3]``, rows of (src_block, dst_block, num_tokens)."""
+        ...
 
 
 def _no_copies() -> np.ndarray:
@@ -68,8 +78,7 @@ def _nothing() -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class ArrayPlan:
-    """A plan made of plain arrays, for engines that keep their own tables and for tests. Nothing is checked
-    here."""
+    """A plan of plain arrays, for tests and for engines that keep their own tables. Nothing is checked."""
 
     block_tables: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int32))
     seq_lens: np.ndarray = field(default_factory=_nothing)
@@ -98,7 +107,7 @@ class Capabilities:
     block_sizes: tuple[int, ...] | None = None
     max_q_heads_per_kv_head: int | None = None
     mixed_head_dims: bool = True  # v_head_dim may differ from head_dim
-    reads_see_writes: bool = True  # attend(layer, plan) sees what write(layer, plan) stored just before
+    reads_see_writes: bool = True  # attend(layer, plan) sees what write(layer, plan) stored; else the next plan
     return_attn: bool = True  # attend(..., return_attn=True) works
 
     def refusal(self, spec: KVSpec, num_q_heads: int | None = None) -> str | None:
@@ -114,9 +123,7 @@ class Capabilities:
             if accepted is not None and value not in accepted:
                 return f"{what} {value!r} is not among {accepted} of backend {self.name!r}"
         if not self.mixed_head_dims and spec.head_dim != spec.value_head_dim:
-            return (
-                f"backend {self.name!r} needs equal head dims, got {spec.head_dim} and {spec.value_head_dim}"
-            )
+            return f"backend {self.name!r} needs equal head dims, got {spec.head_dim} and {spec.value_head_dim}"
         if per_kv_head is not None and per_kv_head > (self.max_q_heads_per_kv_head or per_kv_head):
             limit = self.max_q_heads_per_kv_head
             return f"{per_kv_head} query heads per KV head, the limit of backend {self.name!r} is {limit}"
@@ -128,8 +135,8 @@ class KVBackend(Protocol):
     """Owner of the KV storage of one pool: planes k and v of every layer, allocated once, never grown.
 
     A backend is made by a factory ``factory(spec, num_blocks) -> KVBackend`` (a class will do). A factory may
-    have a static method ``device_info() -> dict``, in the form of ``mlx.core.device_info()``: the machine for
-    `memory="auto"`.
+    have a static method ``device_info() -> dict``: the machine for `memory="auto"`, in the form of
+    ``mlx.core.device_info()`` plus ``active_nbytes``, what is in use (see `kvpool.config.blocks_for`).
 
     Wrong shapes and values raise `ValueError`, wrong types `TypeError`, ids outside the pool `IndexError`,
     each as ``[call] what is wrong (value), the limit`` and before a byte is changed. What depends on queued
@@ -146,13 +153,11 @@ class KVBackend(Protocol):
         ...
 
     def asarray(self, x: np.ndarray) -> Array:
-        """A float32 numpy array as this backend's own kind of array, ready to be passed to `write` and
-        `attend`."""
+        """A float32 numpy array as this backend's own kind of array, ready for `write` and `attend`."""
         ...
 
     def to_numpy(self, x: Array) -> np.ndarray:
-        """A result of this backend as a numpy array (a copy), float32 unless the backend computes in
-        float64."""
+        """A result of this backend as a numpy array: a copy, float32 (or float64 where it is)."""
         ...
 
     def copy_blocks(self, plan: PlanArrays | np.ndarray) -> None:
@@ -214,8 +219,10 @@ class KVBackend(Protocol):
     def gather(
         self, layer: int, blocks: Sequence[int] | np.ndarray, num_tokens: int | None = None
     ) -> tuple[Array, Array]:
-        """Copies of k ``[n, Hk, D]`` and v ``[n, Hk, Dv]``: the first `num_tokens` (default: all) positions
-        of `blocks`, in order."""
+        """Copies of k ``[n, Hk, D]`` and v ``[n, Hk, Dv]`` of whole blocks, in the order given.
+
+        n is `num_tokens`, the number of leading positions that are wanted: by default all of them.
+        """
         ...
 
     def zero(self, blocks: Sequence[int] | np.ndarray) -> None:
@@ -235,6 +242,5 @@ class KVBackend(Protocol):
         ...
 
     def warmup(self, shapes: Iterable[BatchShape]) -> None:
-        """Compile or build whatever these batch shapes need, so that the first step pays nothing. Changes no
-        block."""
+        """Compile what these batch shapes need, so that the first step pays nothing. Changes no block."""
         ...

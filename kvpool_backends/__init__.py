@@ -67,6 +67,8 @@ def load_backend(name: str | None = None) -> BackendFactory:
         loaded = import_module(module)
         for part in attribute.split("."):
             loaded = getattr(loaded, part)
+    except BackendUnavailable:  # the backend itself knows best what it lacks
+        raise
     except Exception as error:  # a broken install can fail with anything; the cause is chained
         raise BackendUnavailable(
             f"[load_backend] backend {name!r}{origin} cannot be imported ({error}); try: {remedy}"

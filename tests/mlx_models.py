@@ -38,7 +38,7 @@ def tiny_llama(**options):
 
 
 def tiny_sliding_llama():
-    """Full attention comes second: the first layer's cache is not the one that the first mask is made from."""
+    """Full attention comes second: the first mask is not made from the first layer's cache."""
     layer_types = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
     return tiny_llama(num_hidden_layers=4, layer_types=layer_types, sliding_window=WINDOW)
 
@@ -95,7 +95,8 @@ SMALL_STEPS = {"prefill_batch_size": 3, "completion_batch_size": 4, "prefill_ste
 
 
 def batch_tokens(model, prompts, max_tokens=16, *, caches=None, on_step=None, **options):
-    """Tokens per prompt from mlx-lm's BatchGenerator. ``on_step(generator, uids)`` is called after every step."""
+    """Tokens per prompt from mlx-lm's BatchGenerator; ``on_step(generator, uids)`` is called after each
+    step."""
     limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
     generator = BatchGenerator(model, **(SMALL_STEPS | options))
     uids = generator.insert(prompts, limits, caches=caches)

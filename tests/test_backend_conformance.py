@@ -59,9 +59,7 @@ class Simple(NumpyBackend):
                 visible = self.visible(seq_len, end - begin, token - begin)
                 for head in range(q.shape[1]):
                     kv = self.kv_head(head, q.shape[1])
-                    out[token, head] = self.one(
-                        q[token, head].astype(float), k[:, kv], v[:, kv], visible, scale
-                    )
+                    out[token, head] = self.one(q[token, head].astype(float), k[:, kv], v[:, kv], visible, scale)
         return out.astype(np.float32)
 
 

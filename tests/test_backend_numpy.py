@@ -148,6 +148,22 @@ def test_int64_plans_and_lists_of_ids_are_accepted():
     assert not backend.gather(0, np.array([1], np.uint8))[0].any()
 
 
+def test_offsets_beyond_two_to_the_31_elements_reach_the_right_block():
+    """Keys and values of 2^31 elements and more each; memory that is never touched costs nothing."""
+    spec = KVSpec(1, 1, 1024, "float16", 16)
+    num_blocks = 2**31 // (16 * 1024) + 3
+    backend = NumpyBackend(spec, num_blocks)
+    last = num_blocks - 1
+    k, v = np.random.default_rng(SEED).standard_normal((2, 16, 1, 1024)).astype(np.float16)
+    plan = ArrayPlan(np.array([[last]]), np.array([16]), np.array([0, 1]), last * 16 + np.arange(16))
+    backend.write(0, k, v, plan)
+    backend.copy_blocks(np.array([[last, last - 1, 16]]))
+    assert np.array_equal(backend.gather(0, [last - 1])[1], v.astype(np.float32))
+    assert not backend.gather(0, [2])[0].any()  # where 32-bit offsets would wrap to
+    q = np.ones((1, 1, 1024), np.float32)
+    np.testing.assert_allclose(backend.attend(0, q, plan), dense_attention(q, k, v)[0], atol=1e-6)
+
+
 # ---------------------------------------------------------------------- refusals
 
 
@@ -191,6 +207,9 @@ ROW = {"block_tables": np.array([[1]]), "seq_lens": np.array([1]), "cu_q_lens": 
         (call("attend", 0, ONE, ArrayPlan(**ROW | {"seq_lens": np.array([5])})), ValueError),
         (call("attend", 0, ONE, ArrayPlan(**ROW | {"block_tables": np.array([[3]])})), IndexError),
         (call("attend", 0, ONE, ArrayPlan(**ROW | {"block_tables": np.array([[-1]])})), IndexError),
+        (call("attend", 0, ONE, ArrayPlan(**ROW | {"block_tables": np.zeros((0, 1))})), ValueError),
+        (call("attend", 0, ONE, ArrayPlan(**ROW | {"block_tables": np.array([1])})), ValueError),
+        (call("attend", 0, ONE, ArrayPlan(**ROW), float("nan")), ValueError),
         (call("copy_blocks", np.zeros((2, 2), np.int32)), ValueError),
         (call("zero", [[1]]), ValueError),
         (call("gather", 0, [1], -1), ValueError),

@@ -131,7 +131,7 @@ def test_plane_layout_of_an_unknown_plane_is_refused():
     ],
 )
 def test_array_block_nbytes_is_a_blocks_share_of_the_largest_array(layout, nbytes):
-    assert KVSpec(3, 2, 64, "float16", 4, layout=layout).array_block_nbytes() == nbytes
+    assert KVSpec(3, 2, 64, "float16", 4, layout=layout).array_block_nbytes == nbytes
 
 
 # ---------------------------------------------------------------------- blocks_for
@@ -181,6 +181,13 @@ def test_blocks_for_a_metal_device_follows_the_working_set():
     assert size.num_blocks == budget // (2 * 2**20)
     for part in ("Apple M4", "0.8 of 16.00 GiB", "already in use", "overhead", f"{size.num_blocks} blocks"):
         assert part in size.how
+
+
+def test_blocks_for_takes_what_is_in_use_from_the_device():
+    spec, in_use = KVSpec(2, 2, 64), METAL | {"active_nbytes": 2**30}
+    expected = blocks_for("auto", spec, device_info=METAL, active_nbytes=2**30).budget_nbytes
+    assert blocks_for("auto", spec, device_info=in_use).budget_nbytes == expected
+    assert blocks_for("auto", spec, device_info=in_use, active_nbytes=0).budget_nbytes == expected + 2**30
 
 
 def test_blocks_for_a_small_metal_device_keeps_a_gib_for_overhead():
@@ -244,6 +251,27 @@ def test_blocks_for_no_usable_block_raises_with_the_calculation(memory, options)
     assert "= budget for blocks" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"active_nbytes": -1}, ValueError),
+        ({"active_nbytes": 1.5}, TypeError),
+        ({"overhead_nbytes": -1}, ValueError),
+        ({"overhead_nbytes": True}, TypeError),
+        ({"reserved_blocks": -1}, ValueError),
+        ({"reserved_blocks": "1"}, TypeError),
+    ],
+)
+def test_blocks_for_a_bad_number_is_refused(options, error):
+    with pytest.raises(error, match=rf"^\[blocks_for\] {next(iter(options))}"):
+        blocks_for("auto", KVSpec(1, 1, 8), device_info=METAL, **options)
+
+
+def test_blocks_for_something_else_than_a_spec_is_refused():
+    with pytest.raises(TypeError, match="spec must be a KVSpec"):
+        blocks_for("1GiB", {"num_layers": 2})
+
+
 @pytest.mark.parametrize("fraction", [0, -0.1, 1.01, float("nan"), True, "half"])
 def test_blocks_for_a_fraction_out_of_range_is_refused(fraction):
     with pytest.raises(ValueError, match="fraction"):
@@ -274,16 +302,10 @@ def test_spec_from_config_needs_no_query_heads_when_head_dim_is_given():
 
 def test_spec_from_config_reads_files_folders_and_text_configs(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"text_config": LLAMA_8B, "vision_config": {}}))
-    assert (
-        spec_from_config(tmp_path)
-        == spec_from_config(str(tmp_path / "config.json"))
-        == spec_from_config(LLAMA_8B)
-    )
+    assert spec_from_config(tmp_path) == spec_from_config(str(tmp_path / "config.json")) == spec_from_config(LLAMA_8B)
 
 
-@pytest.mark.parametrize(
-    "missing", ["num_hidden_layers", "num_attention_heads", "hidden_size", "torch_dtype"]
-)
+@pytest.mark.parametrize("missing", ["num_hidden_layers", "num_attention_heads", "hidden_size", "torch_dtype"])
 def test_spec_from_config_names_what_is_missing(missing):
     fields = {name: value for name, value in LLAMA_8B.items() if name != missing}
     with pytest.raises(ValueError, match=rf"\[config\] .*{missing}"):
@@ -339,8 +361,6 @@ def test_describe_plan_for_a_machine_passes_it_on():
     facts, text = describe_plan(LLAMA_8B, "auto", device_info=METAL, active_nbytes=5 * 2**30)
     assert (
         facts["num_blocks"]
-        == blocks_for(
-            "auto", spec_from_config(LLAMA_8B), device_info=METAL, active_nbytes=5 * 2**30
-        ).num_blocks
+        == blocks_for("auto", spec_from_config(LLAMA_8B), device_info=METAL, active_nbytes=5 * 2**30).num_blocks
     )
     assert "Apple M4" in text

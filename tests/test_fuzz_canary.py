@@ -216,13 +216,13 @@ class DirtyRowMissed(ModelPlan):
     def _dirty(self, batch: list[Sequence], num_rows: int) -> list[int]:
         memory = dict(self._memory)
         dirty = super()._dirty(batch, num_rows)
-        return [row for row in dirty if memory.get(row, ())[:2] != self._memory.get(row, ())[:2]]
+        return [row for row in dirty if (memory.get(row) or ())[:2] != (self._memory.get(row) or ())[:2]]
 
 
 class RollbackNotCarried(ModelPlan):
     """A rolled back row is believed to be up to date."""
 
-    def _carry_all(self) -> None:
+    def _carry(self, num_rows: int) -> None:
         pass
 
 

@@ -16,9 +16,7 @@ SEED = 11
 
 def keys(tokens, layer, dim=8):
     """K (or, with another layer, V) as a model would compute them: a function of the token alone."""
-    return np.stack(
-        [np.random.default_rng([layer, token]).standard_normal((2, dim)) for token in tokens]
-    ).astype("f4")
+    return np.stack([np.random.default_rng([layer, token]).standard_normal((2, dim)) for token in tokens]).astype("f4")
 
 
 class Engine:
@@ -62,9 +60,7 @@ class Engine:
 
 def snapshot(manager):
     """Everything that a refused call must leave alone."""
-    return manager.pool.fingerprint(), manager.backend.export_blocks(
-        np.arange(manager.backend.num_blocks)
-    ).tobytes()
+    return manager.pool.fingerprint(), manager.backend.export_blocks(np.arange(manager.backend.num_blocks)).tobytes()
 
 
 # ---------------------------------------------------------------------- sequences
@@ -192,6 +188,19 @@ def test_step_without_blocks_changes_nothing():
     assert snapshot(engine.manager) == before
 
 
+def test_decode_writes_a_whole_batch_at_once():
+    engine = Engine()
+    ids = [engine.new([1, 2, 3, 4]), engine.new([5])]
+    for turn in range(5):
+        slots = engine.manager.step(ids)
+        new = [10 + turn, 20 + turn]
+        for layer in range(2):
+            engine.manager.write(layer, keys(new, layer), keys(new, layer + 100), slots)
+        for seq_id, token in zip(ids, new, strict=True):
+            engine.history[seq_id].append(token)
+        engine.check(ids)
+
+
 def test_step_returns_the_slots_of_the_new_tokens():
     manager = KVBlockManager(SPEC, 8)
     a, b = (manager.new_sequence().seq_id for _ in range(2))
@@ -203,10 +212,13 @@ def test_write_prefill_of_unplanned_positions_is_refused():
     seq_id = manager.new_sequence(8).seq_id  # reserved, but not planned
     manager.step([seq_id], 3)
     before = snapshot(manager)
-    for start_pos, n in ((0, 4), (3, 1), (-1, 2)):
+    for start_pos, n in ((0, 4), (3, 1), (2**62, 1)):
         chunk = keys(range(n), 0)
         with pytest.raises(ValueError, match=r"^\[write_prefill\] .* 3 are planned"):
             manager.write_prefill(seq_id, 0, chunk, chunk, start_pos)
+    for start_pos, error in ((-1, ValueError), (1.0, TypeError), (True, TypeError), (None, TypeError)):
+        with pytest.raises(error, match=r"^\[write_prefill\] start_pos"):
+            manager.write_prefill(seq_id, 0, keys([1], 0), keys([1], 0), start_pos)
     assert snapshot(manager) == before
 
 
@@ -311,8 +323,13 @@ def test_prefill_longer_than_the_pool_says_that_it_can_never_fit():
 def test_prefill_with_a_wrong_number_of_layers_writes_no_token():
     engine = Engine()
     seq_id = engine.manager.new_sequence().seq_id
-    with pytest.raises(ValueError):
-        list(engine.manager.prefill_into_kv(seq_id, [1, 2], lambda c, p: ([keys(c, 0)] * 2, [keys(c, 0)])))
+    for layers in ((2, 1), (1, 1), (3, 3)):
+        with pytest.raises(ValueError, match=r"^\[prefill_into_kv\] forward gave"):
+            list(
+                engine.manager.prefill_into_kv(
+                    seq_id, [1, 2], lambda c, p, n=layers: tuple([keys(c, 0)] * count for count in n)
+                )
+            )
     assert engine.manager.table(seq_id)[1] == 0
     with pytest.raises(ValueError, match="max_chunk_tokens is 0"):
         next(engine.manager.prefill_into_kv(seq_id, [1], forward, 0))
@@ -354,13 +371,19 @@ def test_attention_refuses_what_belongs_to_the_model(options, message):
         engine.manager.paged_attention(q, tables, lens, 0, **options)
 
 
+def test_attention_with_another_batch_than_its_tables_is_refused():
+    engine = Engine()
+    tables, lens = engine.manager.batch_tables([engine.new([1, 2, 3])])
+    for shape in ((2, NUM_HEADS, 1, 8), (NUM_HEADS, 1, 8), (1, NUM_HEADS, 8)):
+        with pytest.raises(ValueError, match=r"^\[paged_attention\] q must have shape"):
+            engine.manager.paged_attention(np.zeros(shape, "f4"), tables, lens, 0)
+
+
 def test_k_and_v_are_read_only_copies_in_the_axes_of_the_plan():
     engine = Engine(num_blocks=4)
     seq_id = engine.new([1, 2, 3, 4, 5])
     manager = engine.manager
-    assert (
-        manager.k.shape == manager.v.shape == (2, 2, 4, 4, 8)
-    )  # layers, kv_heads, blocks, block_size, head_dim
+    assert manager.k.shape == manager.v.shape == (2, 2, 4, 4, 8)  # layers, kv_heads, blocks, block_size, head_dim
     block = manager.table(seq_id)[0][1]
     assert np.array_equal(manager.k[1, :, block, 0], keys([5], 1)[0])
     assert np.array_equal(manager.v[0, :, block, 0], keys([5], 100)[0])
@@ -392,7 +415,7 @@ def test_memory_auto_asks_the_backend_for_its_machine(capsys):
             }
 
     manager = KVBlockManager(SPEC, memory="auto", backend=Device)
-    assert manager.pool.num_blocks == 2**20 // SPEC.array_block_nbytes()
+    assert manager.pool.num_blocks == 2**20 // SPEC.array_block_nbytes
     printed = capsys.readouterr().out
     assert "Apple M9" in printed and "max_buffer_length" in printed
 

@@ -1,4 +1,4 @@
-"""mlx-lm's LRUPromptCache and deep copies on a pool: a hit is a fork, a write to a shared tail copies one block."""
+"""mlx-lm's LRUPromptCache and deep copies on a pool: a hit is a fork, a write to a shared tail copies it."""
 
 import copy
 import gc

@@ -48,7 +48,7 @@ def test_generate_step_with_two_masks_equals_stock(model, prompts):
     assert set(kv.windows) == {None, WINDOW}
 
 
-# ------------------------------------------------------- canaries: planted faults that these tests must notice
+# ----------------------------------------------------- canaries: planted faults that these tests must notice
 
 
 def tokens_or_error(model, prompt):
@@ -60,13 +60,14 @@ def tokens_or_error(model, prompt):
 
 
 def test_canary_stepping_in_make_mask_passes_one_mask_and_fails_two(monkeypatch, prompts):
-    """The tempting shortcut: the mask is asked for once per pass, so let it step. It is asked for twice here."""
+    """The tempting shortcut: a mask is asked for once per pass, so let it step. Here it is asked for
+    twice."""
     pure_mask = PagedKVCache.make_mask
 
     def mask_that_steps(self, N, **options):
         mask = pure_mask(self, N, **options)
         batch = self._batch
-        if batch.kv._running is not None:  # without this line the guard against half a pass would find it first
+        if batch.kv._running is not None:  # so that the guard against half a pass does not find it first
             batch.kv.finish_forward()
         stepped[:] = [step(batch, len(batch.handles), N)]
         batch.rows = stepped[0][1]

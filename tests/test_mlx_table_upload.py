@@ -1,4 +1,5 @@
-"""`TableUploader`: the MLX copy of a plan's tables equals them after every step, at the price of the dirty rows."""
+"""`TableUploader`: MLX's copy of a plan's tables equals them after every step, for the price of the dirty
+rows."""
 
 import mlx.core as mx
 import numpy as np
@@ -87,3 +88,8 @@ def test_num_buffers_must_be_positive():
         TableUploader(0)
     with pytest.raises(TypeError, match=r"\[TableUploader\]"):
         TableUploader(1.0)
+
+
+def test_tables_of_another_dtype_are_refused():
+    with pytest.raises(TypeError, match=r"\[upload\] .*int64"):
+        TableUploader().upload(np.zeros((2, 2), np.int64), np.arange(2, dtype=np.int32))

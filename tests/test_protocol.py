@@ -46,9 +46,7 @@ def test_protocol_documents_every_verb():
 def test_array_plan_is_empty_by_default():
     plan = ArrayPlan()
     assert plan.copies.shape == (0, 3) and plan.slot_mapping.shape == (0,)
-    assert (
-        plan.block_tables.shape == (0, 0) and plan.cu_q_lens.tolist() == [0] and plan.seq_lens.shape == (0,)
-    )
+    assert plan.block_tables.shape == (0, 0) and plan.cu_q_lens.tolist() == [0] and plan.seq_lens.shape == (0,)
 
 
 def test_plan_of_a_pool_has_what_a_backend_reads():
@@ -100,9 +98,7 @@ def test_protocol_needs_no_framework_and_no_backend(module):
     tree = ast.parse((Path(kvpool.__file__).parent / f"{module}.py").read_text())
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     imported |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
-    assert not {
-        name for name in imported if name.split(".")[0] in ("kvpool_backends", "mlx", "mlx_lm", "torch")
-    }
+    assert not {name for name in imported if name.split(".")[0] in ("kvpool_backends", "mlx", "mlx_lm", "torch")}
 
 
 def test_plan_arrays_are_read_from_any_object():

@@ -79,8 +79,7 @@ def test_page_batch_info_of_the_toy_example_is_complete():
     pages, offsets = np.divmod(info.new_token_dests[:5], info.page_size)  # its pages_and_slots()
     assert pages.tolist() == [7, 7, 8, 8, 8] and offsets.tolist() == [0, 1, 0, 1, 2]
     assert all(
-        info.seq_lens[row] >= position + 1
-        for row, position in zip([0, 0, 1, 1, 1], plan.positions, strict=False)
+        info.seq_lens[row] >= position + 1 for row, position in zip([0, 0, 1, 1, 1], plan.positions, strict=False)
     )
 
 
@@ -97,8 +96,7 @@ def test_page_batch_info_of_a_padded_batch_keeps_static_shapes():
 
 
 def test_kv_of_position_5_is_in_page_7_slot_1_and_stale_slots_do_not_matter():
-    """kv_pages[page, slot, 2 * kv_heads, embed] with heads k0, v0, k1, v1; slots 6 and 7 of the sequence are
-    stale."""
+    """kv_pages[page, slot, 2 * kv_heads, embed], heads k0, v0, k1, v1; positions 6 and 7 are stale."""
     spec = KVSpec(1, 2, 4, "float32", 4, layout="interleaved")
     backend = NumpyBackend(spec, 10)
     stale = np.full((40, 2, 4), np.nan, np.float32)
@@ -118,8 +116,7 @@ def test_kv_of_position_5_is_in_page_7_slot_1_and_stale_slots_do_not_matter():
 
 
 def test_many_prompts_one_after_another_without_reset_give_every_page_back():
-    """The diagnosis of "cleanup is broken": free pages must recover when sequences finish, without a
-    reset."""
+    """The test for "cleanup is broken": free pages recover when sequences finish, without a reset."""
     pool = Pool(33, 4)
     plan = Plan(pool, 4, 64)
     for prompt in range(200):
@@ -263,8 +260,7 @@ def test_growth_without_a_free_block_leaves_the_table_whole():
 
 
 def test_partly_filled_block_is_never_written_by_two_sequences():
-    """Sharing by content hash may not share a tail: whoever writes gets a block of its own, with the valid
-    tokens."""
+    """A shared tail is not written: whoever writes gets a block of its own, with the valid tokens."""
     pool = Pool(16, 4)
     plan = Plan(pool, 2, 8)
     a = pool.open()
@@ -278,8 +274,7 @@ def test_partly_filled_block_is_never_written_by_two_sequences():
 
 
 def test_freed_cached_blocks_stay_until_they_are_needed_and_leave_oldest_first():
-    """The sketch dropped a cached block with its last reference, and a hash that another block still
-    owned."""
+    """The sketch forgot a cached block with its last reference, and hashes that others still owned."""
     pool = Pool(5, 4)
     blocks = pool.alloc(4)
     pool.mark_committed(blocks)
@@ -308,13 +303,14 @@ def test_storage_never_moves_and_never_grows():
         for seq_id in ids:
             for layer in range(2):
                 manager.write_prefill(seq_id, layer, k, k, manager.table(seq_id)[1] - 1)
-        if turn % 6 == 5:
-            manager.free(ids.pop()) if len(ids) > 1 else ids.append(manager.fork(parent).seq_id)
+        if turn % 6 == 3:
+            ids.append(manager.fork(parent).seq_id)
+        elif turn % 12 == 11:
+            manager.free(ids.pop())
     assert [plane.ctypes.data for planes in manager.backend._planes for plane in planes] == addresses
 
 
-# ---------------------------------------------------------------------- the notebook: pool, page table,
-# scheduler
+# ------------------------------------------------------------ the notebook: pool, page table, scheduler
 
 
 def test_pool_hands_out_counts_and_refuses_as_a_whole():
@@ -355,9 +351,7 @@ class Model:
         rng = np.random.default_rng(29)
         self.embedding = rng.standard_normal((self.vocabulary, self.width))
         self.position = rng.standard_normal((64, self.width))
-        self.project = [
-            [rng.standard_normal((self.width, n)) / 5 for n in (32, 16, 16, 32)] for _ in range(2)
-        ]
+        self.project = [[rng.standard_normal((self.width, n)) / 5 for n in (32, 16, 16, 32)] for _ in range(2)]
 
     def forward(self, tokens, positions, attend):
         """Logits of each token; ``attend(layer, q, k, v)`` stores k and v and returns the attention."""
@@ -372,9 +366,7 @@ class Model:
         """Greedy decoding without any cache."""
         tokens = list(prompt)
         for _ in range(max_new):
-            logits = self.forward(
-                tokens, np.arange(len(tokens)), lambda layer, q, k, v: dense_attention(q, k, v)[0]
-            )
+            logits = self.forward(tokens, np.arange(len(tokens)), lambda layer, q, k, v: dense_attention(q, k, v)[0])
             tokens.append(int(logits[-1].argmax()))
         return tokens[len(prompt) :]
 
@@ -488,8 +480,7 @@ def test_batched_output_equals_solo_output(num_blocks, tight):
 
 
 def test_sequence_that_fills_the_whole_pool_finishes():
-    """6 + 25 tokens, of which 30 are written: exactly 8 blocks of 4. A block for the last emitted token would
-    be a ninth."""
+    """6 + 25 tokens, 30 of them written: 8 blocks of 4. One for the last emitted token would not fit."""
     model = Model()
     scheduler = Scheduler(model, 8)
     request = requests()[1]

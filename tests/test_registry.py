@@ -25,9 +25,7 @@ def declare(monkeypatch):
 
     def declare(**entries):
         found = [EntryPoint(name, value, "kvpool.backends") for name, value in entries.items()]
-        monkeypatch.setattr(
-            kvpool_backends, "entry_points", lambda group: found if group == "kvpool.backends" else []
-        )
+        monkeypatch.setattr(kvpool_backends, "entry_points", lambda group: found if group == "kvpool.backends" else [])
 
     return declare
 
@@ -54,9 +52,7 @@ def test_load_backend_follows_the_environment(monkeypatch, declare):
 
 
 def test_load_backend_unknown_name_lists_the_known_ones():
-    with pytest.raises(
-        BackendUnavailable, match=r"^\[load_backend\] no backend is called 'cuda'; known are .*numpy"
-    ):
+    with pytest.raises(BackendUnavailable, match=r"^\[load_backend\] no backend is called 'cuda'; known are .*numpy"):
         load_backend("cuda")
 
 

@@ -15,7 +15,10 @@ SUFFIXES = (".py", ".pyx", ".pxd", ".pyi", ".c", ".h", ".metal", ".sh")
 # Spelled in halves, so that the list does not find itself.
 UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X|HA" + r"CK)\b")
 # A module of the core may import those before it, never those after it.
-CORE_ORDER = ("_types", "_args", "_blocks", "_block_calls", "_sequence", "_step", "_wire", "_plan", "_pool")
+CORE_ORDER = (
+    *("_types", "_args", "_blocks", "_sequence", "_step", "_wire"),  # C functions on structs
+    *("_block_calls", "_sequence_calls", "_plan", "_pool"),  # what Python sees of them
+)
 FRAMEWORKS = ("mlx", "mlx_lm", "torch", "jax", "transformers")
 CYTHON_IMPORT = re.compile(
     r"^\s*(?:from\s+([\w.]+)\s+c?import\s+(\([^)]*\)|.*)|c?import\s+([\w.]+))", re.MULTILINE

@@ -6,8 +6,7 @@ Take the cases one by one in pytest::
     def test_backend(case):
         case(MyBackend)
 
-or all at once: ``conformance.check_backend(MyBackend)``. What is given is the factory, ``factory(spec,
-num_blocks)``.
+or all at once: ``conformance.check_backend(MyBackend)``. Both take a factory ``factory(spec, num_blocks)``.
 
 Method
 ------
@@ -21,12 +20,13 @@ answers NaN. Cases try only what `capabilities()` claims; a case for which nothi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 
 from kvpool import Plan, Pool
-from kvpool.config import DTYPES, KVSpec
+from kvpool.config import DTYPES, LAYOUTS
 from kvpool.protocol import ArrayPlan, BatchShape, KVBackend
 from kvpool.testing.dense import dense_attention, round_to, stored_bytes
 from kvpool.testing.engine import RandomEngine
@@ -94,8 +94,7 @@ def _case(function: Case) -> Case:
     return function
 
 
-# ----------------------------------------------------------------------------------------------------------
-# attention
+# ---------------------------------------------------------------------- attention
 
 
 @_case
@@ -114,9 +113,7 @@ def protocol_is_implemented(factory: Factory) -> None:
 def decode_equals_dense_attention(factory: Factory) -> None:
     """One query per row; every dtype, block size and head grouping; contexts around every block boundary."""
     for kv_heads, q_heads in ((2, 2), (2, 8), (1, 4)):
-        for spec in specs(
-            factory, kv_heads=kv_heads, q_heads=q_heads, dtypes=tuple(DTYPES), block_sizes=BLOCK_SIZES
-        ):
+        for spec in specs(factory, kv_heads=kv_heads, q_heads=q_heads, dtypes=tuple(DTYPES), block_sizes=BLOCK_SIZES):
             filled = fill(factory, spec, contexts(spec.block_size))
             filled.check([1] * len(filled.contexts), q_heads, f"decode, {q_heads} over {kv_heads} heads")
 
@@ -125,14 +122,25 @@ def decode_equals_dense_attention(factory: Factory) -> None:
 def ragged_chunks_equal_dense_attention(factory: Factory) -> None:
     """Rows with no query, one, some and all of their tokens as queries, in one batch."""
     for kv_heads, q_heads in ((2, 4), (1, 3)):
-        for spec in specs(
-            factory, kv_heads=kv_heads, q_heads=q_heads, dtypes=tuple(DTYPES), block_sizes=BLOCK_SIZES
-        ):
+        for spec in specs(factory, kv_heads=kv_heads, q_heads=q_heads, dtypes=tuple(DTYPES), block_sizes=BLOCK_SIZES):
             lengths = contexts(spec.block_size)
             filled = fill(factory, spec, lengths)
             some = [min(length, (0, 1, 2, 5)[i % 4]) for i, length in enumerate(lengths)]
             for q_lens in (lengths, some, [0] * len(lengths)):
                 filled.check(q_lens, q_heads, f"chunks of {q_lens} in {lengths}")
+
+
+@_case
+def plans_of_int64_are_read_like_int32(factory: Factory) -> None:
+    """Engines with large pools ask for int64 plans."""
+    for spec in specs(factory):
+        filled, q_lens = fill(factory, spec, [3, 16, 9]), [2, 1, 9]
+        plan = filled.plan(q_lens)
+        wide = ArrayPlan(*(getattr(plan, field.name).astype(np.int64) for field in fields(plan)))
+        k, v = (np.concatenate([x[0][i][-n:] for i, n in enumerate(q_lens)]) for x in (filled.k, filled.v))
+        filled.backend.write(0, filled.backend.asarray(k), filled.backend.asarray(v), wide)
+        q = filled.queries(q_lens, 4)
+        close(attend(filled.backend, 0, q, wide), filled.expected(0, q, q_lens), spec, "int64 plan")
 
 
 @_case
@@ -202,15 +210,12 @@ def placement_changes_nothing(factory: Factory) -> None:
             q = filled.queries(q_lens, 4)
             results.append(attend(filled.backend, 0, q, filled.plan(q_lens)))
         for result in results[1:]:
-            assert np.array_equal(result, results[0]), (
-                f"the result depends on the blocks ({spec}, seed {SEED})"
-            )
+            assert np.array_equal(result, results[0]), f"the result depends on the blocks ({spec}, seed {SEED})"
 
 
 @_case
 def unused_slots_never_matter(factory: Factory) -> None:
-    """NaN, infinities or zeros in all other slots, -1 or any block as table padding: the same result, bit for
-    bit."""
+    """Whatever other slots hold and table padding names, NaN included: the same result, bit for bit."""
     for spec in specs(factory, dtypes=tuple(DTYPES), block_sizes=(1, 8, 16)):
         results = []
         for poison, pad in ((0.0, 0), (np.nan, 0), (np.nan, -1), (np.inf, 1), (-np.inf, 0)):
@@ -223,15 +228,12 @@ def unused_slots_never_matter(factory: Factory) -> None:
 
 @_case
 def padding_is_inert(factory: Factory) -> None:
-    """Padding rows and tokens (length 0, flat cu_q_lens, slot -1) write nothing and answer 0; so does an
-    empty batch."""
+    """Padding (rows of length 0, flat cu_q_lens, slots -1) writes nothing and answers 0."""
     for spec in specs(factory):
         filled = fill(factory, spec, [8, 5])
         plan, backend = filled.plan([2, 1]), filled.backend
         padded = ArrayPlan(
-            block_tables=np.concatenate(
-                [plan.block_tables, np.zeros((2, plan.block_tables.shape[1]), np.int32)]
-            ),
+            block_tables=np.concatenate([plan.block_tables, np.zeros((2, plan.block_tables.shape[1]), np.int32)]),
             seq_lens=np.append(plan.seq_lens, np.zeros(2, np.int32)),
             cu_q_lens=np.append(plan.cu_q_lens, np.full(2, 3, np.int32)),
             slot_mapping=np.full(6, -1, np.int32),
@@ -251,8 +253,7 @@ def padding_is_inert(factory: Factory) -> None:
         same_bytes(everything(backend), before, "an empty batch")
 
 
-# ---------------------------------------------------------------------- bytes
-# in blocks
+# ---------------------------------------------------------------------- bytes in blocks
 
 
 @_case
@@ -312,9 +313,7 @@ def copies_writes_reads_happen_in_order(factory: Factory) -> None:
         copies = int32([[1, 2, 4]])
         for _ in range(2):
             # Block 1 is written, copied to block 2, and overwritten: 2 keeps what 1 held in between.
-            old, new = (
-                [values(rng, (5, spec.num_kv_heads, d), spec.dtype) for _, d in spec.planes] for _ in "on"
-            )
+            old, new = ([values(rng, (5, spec.num_kv_heads, d), spec.dtype) for _, d in spec.planes] for _ in "on")
             for layer in range(spec.num_layers):
                 backend.write(layer, backend.asarray(old[0]), backend.asarray(old[1]), writes)
             backend.copy_blocks(ArrayPlan(copies=copies))
@@ -338,9 +337,7 @@ def gather_copies_tokens_in_logical_order(factory: Factory) -> None:
         whole_block = backend.gather(1, table[:1].tolist())
         no_block = backend.gather(1, table[:0])
         fill_all(backend, np.nan)
-        assert np.array_equal(k, filled.k[1][0]) and np.array_equal(v, filled.v[1][0]), (
-            f"gather differs ({spec})"
-        )
+        assert np.array_equal(k, filled.k[1][0]) and np.array_equal(v, filled.v[1][0]), f"gather differs ({spec})"
         first = backend.to_numpy(whole_block[0])
         assert np.array_equal(first, filled.k[1][0][: spec.block_size]), "gather must hand out copies"
         assert backend.to_numpy(no_block[1]).shape == (0, spec.num_kv_heads, spec.value_head_dim)
@@ -352,9 +349,7 @@ def exported_blocks_hold_the_documented_bytes(factory: Factory) -> None:
     for spec in specs(factory, layouts=capabilities_of(factory).layouts, dtypes=tuple(DTYPES), layers=3):
         filled = fill(factory, spec, [spec.block_size])
         data = np.asarray(filled.backend.export_blocks([int(filled.tables[0, 0])]))
-        assert data.dtype == np.uint8 and data.shape == (1, spec.block_nbytes), (
-            "export is uint8 [n, block_nbytes]"
-        )
+        assert data.dtype == np.uint8 and data.shape == (1, spec.block_nbytes), "export is uint8 [n, block_nbytes]"
         planes = [plane[layer][0] for layer in range(3) for plane in (filled.k, filled.v)]
         expected = np.concatenate([stored_bytes(plane, spec.dtype) for plane in planes])
         same_bytes(data, expected[None], f"export from layout {spec.layout}")
@@ -363,9 +358,7 @@ def exported_blocks_hold_the_documented_bytes(factory: Factory) -> None:
 @_case
 def import_restores_what_export_took(factory: Factory) -> None:
     """Into the same blocks, into others, and into another backend; no other block changes."""
-    for spec in specs(
-        factory, layouts=capabilities_of(factory).layouts, dtypes=tuple(DTYPES), block_sizes=(3, 8)
-    ):
+    for spec in specs(factory, layouts=capabilities_of(factory).layouts, dtypes=tuple(DTYPES), block_sizes=(3, 8)):
         backend, other = factory(spec, 6), factory(spec, 9)
         fill_random(backend, np.random.default_rng(SEED))
         fill_random(other, np.random.default_rng(SEED + 1))
@@ -402,8 +395,7 @@ def warmup_changes_nothing(factory: Factory) -> None:
         same_bytes(everything(filled.backend), before, "warmup")
 
 
-# ---------------------------------------------------------------------- with a
-# real pool
+# ---------------------------------------------------------------------- with a real pool
 
 
 @_case
@@ -420,8 +412,7 @@ def rollback_forgets_a_step_that_failed_half_way(factory: Factory) -> None:
         RandomEngine(factory, spec, SEED + 1, fail_every=2).run(100)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# misuse
+# ---------------------------------------------------------------------- misuse
 
 
 @_case
@@ -480,17 +471,20 @@ def _misuses(filled: Filled) -> list[tuple[type[Exception], Callable[[], Any]]]:
 @_case
 def refused_specs_raise(factory: Factory) -> None:
     """What `capabilities` does not list, the factory refuses with a ValueError."""
-    can = capabilities_of(factory)
-    tried = 0
-    for dtype in DTYPES:
-        spec = next(specs(factory))
-        other = KVSpec(1, 1, spec.head_dim, dtype, spec.block_size, spec.v_head_dim, spec.layout)
-        if can.refusal(other):
-            tried += 1
-            try:
-                factory(other, 2)
-            except ValueError:
-                continue
-            raise AssertionError(f"{other} was accepted, although: {can.refusal(other)}")
-    if not tried:
+    can, spec = capabilities_of(factory), next(specs(factory))
+    others = [replace(spec, dtype=dtype) for dtype in DTYPES]
+    others += [replace(spec, layout=layout, v_head_dim=None) for layout in LAYOUTS]
+    others += [
+        replace(spec, block_size=7),
+        replace(spec, head_dim=7),
+        replace(spec, v_head_dim=spec.head_dim + 1),
+    ]
+    refused = [(other, reason) for other in others if (reason := can.refusal(other))]
+    for other, reason in refused:
+        try:
+            factory(other, 2)
+        except ValueError:
+            continue
+        raise AssertionError(f"{other} was accepted, although {reason}")
+    if not refused:
         raise NotApplicable

@@ -54,14 +54,11 @@ def dense_attention(
 
 
 def round_to(x: np.ndarray, dtype: str) -> np.ndarray:
-    """Nearest values of `dtype`, ties to even, as float32; infinite beyond its largest value, NaN stays
-    NaN."""
+    """Nearest values of `dtype` as float32: ties to even, infinite beyond the largest, NaN stays NaN."""
     x = np.asarray(x, np.float64)
     _, exponent = np.frexp(x)  # |x| = mantissa * 2**exponent, 0.5 <= mantissa < 1
     bits = _MANTISSA_BITS[dtype]
-    step = (
-        np.maximum(exponent, _MIN_EXPONENT[dtype] + 1) - bits
-    )  # exponent of the last place, fixed below normal
+    step = np.maximum(exponent, _MIN_EXPONENT[dtype] + 1) - bits  # exponent of the last place, fixed below normal
     with np.errstate(invalid="ignore", over="ignore"):
         rounded = np.ldexp(np.rint(np.ldexp(x, -step)), step)
         rounded = np.where(np.abs(rounded) > _MAX[dtype], np.copysign(np.inf, x), rounded)
@@ -69,8 +66,7 @@ def round_to(x: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def stored_bytes(x: np.ndarray, dtype: str) -> np.ndarray:
-    """Little-endian bytes (uint8, flat) of values that `dtype` represents exactly, as `export_blocks` has
-    them."""
+    """Bytes (uint8, flat, little-endian) of values that `dtype` represents exactly."""
     if dtype == "bfloat16":
         pairs = np.ascontiguousarray(x, "<f4").view(np.uint8).reshape(-1, 4)
         return pairs[:, 2:].reshape(-1)  # the upper half of a float32

@@ -6,7 +6,7 @@ import numpy as np
 
 from kvpool import Plan, Pool
 from kvpool.config import KVSpec
-from kvpool.errors import OutOfBlocks
+from kvpool.errors import CapacityExceeded, OutOfBlocks
 from kvpool.protocol import ArrayPlan, KVBackend, PlanArrays
 from kvpool.testing.dense import dense_attention
 from kvpool.testing.filled import Factory, attend, close, values
@@ -97,7 +97,7 @@ class RandomEngine:
                 self.pool.done(self.plan)
             self._poison()
             self.pool.step(self.plan, handles, num_new, pad_to=pad_to)
-        except OutOfBlocks:
+        except (OutOfBlocks, CapacityExceeded):  # a sequence may outgrow the pool
             longest = max(self.history, key=lambda h: len(self.history[h]))
             self.pool.close(longest)
             del self.history[longest]

@@ -1,5 +1,4 @@
-"""What the conformance cases stand on: backends filled with known tokens, and comparisons that tell what is
-wrong."""
+"""What the conformance cases stand on: backends filled with known tokens, and telling comparisons."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ class NotApplicable(Exception):
     """The backend's capabilities leave a case nothing to try."""
 
 
-# ------------------------------------------------------------------------------------------- what a backend
-# accepts
+# ---------------------------------------------------------------------- what a backend accepts
 
 
 def capabilities_of(factory: Factory) -> Capabilities:
@@ -50,8 +48,7 @@ def specs(
     block_sizes: Sequence[int] = (8,),
     head_dims: tuple[int, int] = (8, 8),
 ) -> Iterator[KVSpec]:
-    """Specs of the product that the backend accepts. Where it has no small head dimension, the smallest that
-    it has."""
+    """Specs of the product that the backend accepts; head dimensions are the smallest that it has."""
     can = capabilities_of(factory)
     layouts = layouts or (can.layouts[0],)
     dtypes = tuple(d for d in dtypes if d in can.dtypes) or can.dtypes[:1]
@@ -72,8 +69,7 @@ def specs(
         raise NotApplicable
 
 
-# --------------------------------------------------------------------------------------------------- a filled
-# backend
+# ---------------------------------------------------------------------- a filled backend
 
 
 def values(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
@@ -127,16 +123,12 @@ class Filled:
         spec = self.backend.spec
         return values(self.rng, (sum(q_lens), q_heads, spec.head_dim), spec.dtype)
 
-    def expected(
-        self, layer: int, q: np.ndarray, q_lens: Sequence[int], scale: float | None = None
-    ) -> np.ndarray:
+    def expected(self, layer: int, q: np.ndarray, q_lens: Sequence[int], scale: float | None = None) -> np.ndarray:
         """Dense attention of every row, one after the other."""
         parts, begin = [np.zeros((0, q.shape[1], self.backend.spec.value_head_dim))], 0
         for row, n in enumerate(q_lens):
             if n:
-                parts.append(
-                    dense_attention(q[begin : begin + n], self.k[layer][row], self.v[layer][row], scale)[0]
-                )
+                parts.append(dense_attention(q[begin : begin + n], self.k[layer][row], self.v[layer][row], scale)[0])
             begin += n
         return np.concatenate(parts)
 
@@ -186,9 +178,7 @@ def fill(
     return filled
 
 
-def attend(
-    backend: KVBackend, layer: int, q: np.ndarray, plan: PlanArrays, scale: float | None = None
-) -> np.ndarray:
+def attend(backend: KVBackend, layer: int, q: np.ndarray, plan: PlanArrays, scale: float | None = None) -> np.ndarray:
     return backend.to_numpy(backend.attend(layer, backend.asarray(q), plan, scale))
 
 
@@ -218,16 +208,8 @@ def everything(backend: KVBackend) -> np.ndarray:
 
 def contexts(block_size: int) -> list[int]:
     """Around every boundary: one token, a block less one, exactly one, two and three blocks, and more."""
-    around = {
-        1,
-        block_size - 1,
-        block_size,
-        block_size + 1,
-        2 * block_size,
-        3 * block_size,
-        3 * block_size + 2,
-    }
-    return sorted(around - {0})
+    boundaries = [block_size, 2 * block_size, 3 * block_size]
+    return sorted({1, block_size - 1, block_size + 1, 3 * block_size + 2, *boundaries} - {0})
 
 
 def fill_random(backend: KVBackend, rng: np.random.Generator) -> None:
@@ -240,8 +222,7 @@ def fill_random(backend: KVBackend, rng: np.random.Generator) -> None:
 
 
 def token_columns(spec: KVSpec, num_tokens: int) -> Iterator[slice]:
-    """Bytes of the first `num_tokens` positions in a row of `export_blocks`: one slice per layer and
-    plane."""
+    """Where the first `num_tokens` positions are in a row of `export_blocks`: a slice per layer and plane."""
     begin = 0
     for _ in range(spec.num_layers):
         for _, dim in spec.planes:

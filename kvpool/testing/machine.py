@@ -211,7 +211,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(chosen=picks, how=st.sampled_from(["close", "cache", "finished", "defer"]), bits=small)
     def close(self, chosen: list[int], how: str, bits: int) -> None:
-        """Close sequences: now, with their full blocks cached, by mask, or at the beginning of the next call."""
+        """Close sequences: now, with their full blocks cached, by mask, or in the next call."""
         rows = self._rows(chosen)
         if how == "cache":
             self._commit(rows)
@@ -224,7 +224,9 @@ class PoolMachine(RuleBasedStateMachine):
         else:
             alone = len(rows) == 1 and self._as_array()
             self.both(
-                lambda side: side.pool.close(side.handle(rows[0]) if alone else side.batch(rows, self._as_array()))
+                lambda side: side.pool.close(
+                    side.handle(rows[0]) if alone else side.batch(rows, self._as_array())
+                )
             )
             self._forget(rows)
 
@@ -258,7 +260,9 @@ class PoolMachine(RuleBasedStateMachine):
         test = self.pair.test
         tables = [test.pool.table(test.handle(name)).tolist() for name in rows]
         if hasattr(plan, "block_tables"):  # what the backend sees counts
-            tables = [row[: len(table)].tolist() for row, table in zip(plan.block_tables, tables, strict=False)]
+            tables = [
+                row[: len(table)].tolist() for row, table in zip(plan.block_tables, tables, strict=False)
+            ]
         for name, table in zip(rows, tables, strict=True):
             self.content.took(block for block in table if block not in before.get(name, ()))
         slots = []
@@ -288,13 +292,16 @@ class PoolMachine(RuleBasedStateMachine):
             return
         tables = plan.block_tables
         if self.mirror[index] is None:
-            self.mirror[index] = np.full((plan.max_rows, tables.shape[1]), -99, tables.dtype)
+            pad = self.pair.oracle.plans[index]._pads["block_tables"]  # what a new plan shows
+            self.mirror[index] = np.full((plan.max_rows, tables.shape[1]), pad, tables.dtype)
         self.mirror[index][plan.dirty_rows] = tables[plan.dirty_rows]
         assert (self.mirror[index][: len(tables)] == tables).all(), "a row changed that is not in dirty_rows"
 
     def _step(self, index: int, rows: list[int], new: Any, **options: Any) -> None:
         self._start(
-            index, rows, lambda side, plan: side.pool.step(plan, side.batch(rows, self._as_array()), new, **options)
+            index,
+            rows,
+            lambda side, plan: side.pool.step(plan, side.batch(rows, self._as_array()), new, **options),
         )
 
     @rule(index=which_plan)
@@ -330,7 +337,9 @@ class PoolMachine(RuleBasedStateMachine):
         rows = self._rows(chosen)
         num_new = [new[i % len(new)] * self.appetite for i in range(len(rows))]
         self._start(
-            index, rows, lambda side, plan: side.pool.reserve(plan, side.batch(rows, self._as_array()), num_new)
+            index,
+            rows,
+            lambda side, plan: side.pool.reserve(plan, side.batch(rows, self._as_array()), num_new),
         )
 
     def is_pending(self) -> bool:
@@ -407,7 +416,12 @@ class PoolMachine(RuleBasedStateMachine):
 
     # ---- the rest -----------------------------------------------------------------------------------------
 
-    @rule(what=st.sampled_from(["can", "bind", "histogram", "reset"]), index=which_plan, chosen=picks, new=counts)
+    @rule(
+        what=st.sampled_from(["can", "bind", "histogram", "reset"]),
+        index=which_plan,
+        chosen=picks,
+        new=counts,
+    )
     def other(self, what: str, index: int, chosen: list[int], new: list[int]) -> None:
         """The calls that need no rule of their own; reset is rare."""
         rows = self._rows(chosen)

@@ -1,7 +1,7 @@
 """A fake backend that knows what every slot must hold, so that an allocator bug shows as wrong content.
 
-Nothing here asks the model. Every token ever written gets its own stamp (an int), every sequence remembers the
-stamps it wrote or inherited, and two memories are kept:
+Nothing here asks the model. Every token ever written gets its own stamp (an int), every sequence remembers
+the stamps it wrote or inherited, and two memories are kept:
 
 - *now*: a step's copies and writes happen when the step is issued. Every open sequence must read its own
   stamps after every call.
@@ -29,7 +29,9 @@ class Work:
     copies: list[tuple[list[int], list[int]]] = field(default_factory=list)  # source slots, destination slots
     writes: list[tuple[int, int]] = field(default_factory=list)  # slot, stamp
     reads: list[tuple[int, list[int], list[int]]] = field(default_factory=list)  # handle, slots, stamps
-    sources: list[tuple[list[int], list[int]]] = field(default_factory=list)  # slots, what they held when issued
+    sources: list[tuple[list[int], list[int]]] = field(
+        default_factory=list
+    )  # slots, what they held when issued
     noted: bool = False
 
     def run(self, memory: list[int | None]) -> None:
@@ -113,7 +115,7 @@ class Content:
         new_slots: list[list[int]],
         copies: list[list[int]],
     ) -> None:
-        """A step was issued: `rows` of (handle, table after the step), the slots of the new tokens per row."""
+        """A step was issued: `rows` of (handle, table after the step), slots of the new tokens per row."""
         work = Work(plan)
         for src, dst, tokens in copies:
             work.copies.append((list(self._slots(src)[:tokens]), list(self._slots(dst)[:tokens])))
@@ -165,12 +167,16 @@ class Content:
     def _verify_reads(self, work: Work, memory: list[int | None], when: str) -> None:
         for handle, slots, stamps in work.reads:
             got = [memory[slot] for slot in slots]
-            assert got == stamps, f"content: plan {work.plan} {when}: row {handle} reads {got}, wrote {stamps}"
+            assert got == stamps, (
+                f"content: plan {work.plan} {when}: row {handle} reads {got}, wrote {stamps}"
+            )
 
     def _verify_sources(self, work: Work) -> None:
         for slots, held in work.sources:
             got = [self.now[slot] for slot in slots]
-            assert got == held, f"content: plan {work.plan}: the source of a pending copy changed, {held} to {got}"
+            assert got == held, (
+                f"content: plan {work.plan}: the source of a pending copy changed, {held} to {got}"
+            )
 
     def verify(self, tables: dict[int, list[int]]) -> None:
         """Every open sequence reads what it wrote, and no frozen block has changed."""

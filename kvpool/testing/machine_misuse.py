@@ -56,7 +56,9 @@ def _handle(machine: PoolMachine, pick: int, name: int, flip: int = 0) -> Call:
         return lambda side: SEQUENCE_CALLS[which](side, side.handle(name) ^ flip << 52)
     step = STEP_CALLS[which - len(SEQUENCE_CALLS)]
     rows = machine.opened()[:2]
-    return lambda side: step(side, side.plans[index], [*side.batch(rows, False), side.handle(name) ^ flip << 52])
+    return lambda side: step(
+        side, side.plans[index], [*side.batch(rows, False), side.handle(name) ^ flip << 52]
+    )
 
 
 def stale_handle(machine: PoolMachine, pick: int) -> Call:
@@ -209,7 +211,17 @@ def bad_pad_to(machine: PoolMachine, pick: int) -> Call | None:
     if index is None:
         return None
     rows = machine.opened()[:2]
-    shape = ((len(rows) - 1, 8), (len(rows), len(rows) - 1), (99, 8), (2, 999), (2, -1), (2,), (1.5, 2), (2, 3, 4), 7)
+    shape = (
+        (len(rows) - 1, 8),
+        (len(rows), len(rows) - 1),
+        (99, 8),
+        (2, 999),
+        (2, -1),
+        (2,),
+        (1.5, 2),
+        (2, 3, 4),
+        7,
+    )
     pad_to = shape[pick % len(shape)]
     return lambda side: side.pool.step(side.plans[index], side.batch(rows, True), 1, pad_to=pad_to)
 
@@ -220,7 +232,17 @@ def bad_lens(machine: PoolMachine, pick: int) -> Call | None:
         return None
     rows = machine.opened()[:2]
     longer = [len(machine.content.stamps[name]) + 1 for name in rows]
-    wrong: tuple[Any, ...] = (longer, -1, [0] * 3, 2**40, 1.0, True, None, np.zeros(len(rows)), np.array(longer))
+    wrong: tuple[Any, ...] = (
+        longer,
+        -1,
+        [0] * 3,
+        2**40,
+        1.0,
+        True,
+        None,
+        np.zeros(len(rows)),
+        np.array(longer),
+    )
     lens = wrong[pick % len(wrong)]
     return lambda side: side.pool.truncate(side.batch(rows, True), lens)
 

@@ -3,7 +3,7 @@
 The independent oracle of `kvpool.Pool` and `kvpool.Plan`: it follows ``docs/core.md`` line by line and shares
 no code with the core. Reference counts and floors are recounted from the tables and the pending steps
 whenever they are needed; there are only lists and dicts, and plans are rebuilt from scratch by every step.
-Two differences to the core: `digest` and `fingerprint` are other hash functions, and `state` shows everything.
+Two differences to the core: `digest` and `fingerprint` are other hash functions; `state` shows everything.
 
 Examples
 --------
@@ -20,39 +20,18 @@ Examples
 from __future__ import annotations
 
 import hashlib
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 
 from kvpool.errors import CapacityExceeded, CorruptState, PlanStateError
+from kvpool.stats import PoolStats
 from kvpool.testing import model_args as args
 from kvpool.testing.model_blocks import Row, Sequence, Step, _live_tags, ceil_div, public_call
 from kvpool.testing.model_plan import ModelPlan
 from kvpool.testing.model_sequences import SequenceModel
 
-__all__ = ["ModelPlan", "ModelPool", "PoolStats"]
-
-
-class PoolStats(NamedTuple):
-    """What `ModelPool.stats` returns; the fields of the core's `PoolStats` in the same order."""
-
-    num_blocks: int
-    reserved: int
-    free: int
-    evictable: int
-    limbo: int
-    used: int
-    shared: int
-    sequences: int
-    pending: int
-    cow_copies: int
-    cow_tokens: int
-    allocs: int
-    evictions: int
-    peak_used: int
-    tokens: int
-    capacity: int
-    fragmentation: float
+__all__ = ["ModelPlan", "ModelPool"]
 
 
 class ModelPool(SequenceModel):
@@ -89,7 +68,7 @@ class ModelPool(SequenceModel):
         return replaced, max(0, last - len(seq.table))
 
     def _needs(self, batch: list[Sequence], new: list[int], partial: bool) -> tuple[list[Any], int, int]:
-        """Judge the whole batch: needs per row (None if not served), their sum, first row that does not fit."""
+        """Judge the batch: needs per row (None if not served), their sum, first row that does not fit."""
         lost: dict[int, int] = {}
         floors: dict[int, int] = {}
         rows: list[Any] = []
@@ -117,7 +96,9 @@ class ModelPool(SequenceModel):
         if plan.pool is not self:
             raise ValueError(f"[{call}] the plan belongs to another pool")
         if plan.is_pending:
-            raise PlanStateError(f"[{call}] the plan is pending (step {plan.step_id}), call done or rollback first")
+            raise PlanStateError(
+                f"[{call}] the plan is pending (step {plan.step_id}), call done or rollback first"
+            )
         if num_rows > plan.max_rows:
             raise CapacityExceeded(f"[{call}] {num_rows} rows, the plan's max_rows is {plan.max_rows}")
 
@@ -125,31 +106,31 @@ class ModelPool(SequenceModel):
         self, call: str, plan: ModelPlan, batch: list[Sequence], new: list[int], with_tokens: bool
     ) -> None:
         if with_tokens and sum(new) > plan.max_tokens:
-            raise CapacityExceeded(f"[{call}] {sum(new)} new tokens, the plan's max_tokens is {plan.max_tokens}")
+            raise CapacityExceeded(
+                f"[{call}] {sum(new)} new tokens, the plan's max_tokens is {plan.max_tokens}"
+            )
         for row, (seq, n) in enumerate(zip(batch, new, strict=True)):
             length = seq.num_tokens + n
             width = max(len(seq.table), ceil_div(length, self.block_size))
-            context = length if with_tokens else seq.num_tokens
             if width > self.max_blocks_per_seq:
                 raise CapacityExceeded(
-                    f"[{call}] row {row} needs {width} blocks, max_blocks_per_seq is {self.max_blocks_per_seq}"
+                    f"[{call}] row {row} needs {width} blocks, the limit is {self.max_blocks_per_seq}"
                 )
             if width > plan.table_width:
                 raise CapacityExceeded(
                     f"[{call}] row {row} has {width} blocks, the plan's table_width is {plan.table_width}"
                 )
-            if context > plan.kv_width:
+            if plan.has_contexts and length > plan.kv_width:
                 raise CapacityExceeded(
-                    f"[{call}] row {row} has {context} tokens, the plan's kv_width is {plan.kv_width}"
+                    f"[{call}] row {row} has {length} tokens, the plan's kv_width is {plan.kv_width}"
                 )
 
     def _shape(self, pad_to: Any, plan: ModelPlan, num_rows: int, num_tokens: int) -> tuple[int, int] | None:
         if pad_to is None:
             return None
-        shape = args.integers("step", "pad_to", pad_to, ("int32", "int64"))
-        if len(shape) != 2:
-            raise ValueError(f"[step] pad_to has {len(shape)} entries, (rows, tokens) is needed")
-        rows, tokens = shape
+        if not isinstance(pad_to, tuple | list) or len(pad_to) != 2:
+            raise TypeError(f"[step] pad_to is {pad_to!r}, (rows, tokens) is needed")
+        rows, tokens = args.integers("step", "pad_to", pad_to, ())
         if not (num_rows <= rows <= plan.max_rows and num_tokens <= tokens <= plan.max_tokens):
             raise ValueError(
                 f"[step] pad_to is {(rows, tokens)}, from {(num_rows, num_tokens)} (the batch) "
@@ -227,17 +208,19 @@ class ModelPool(SequenceModel):
     def _started(self, call: str, step: Step, new: list[int]) -> None:
         step.plan.step_id = step.id
         step.plan._pending = True
-        self._chain(call, step.id, [(self._local(r.handle), r.replaced, r.num_appended) for r in step.rows], new)
+        self._chain(
+            call, step.id, [(self._local(r.handle), r.replaced, r.num_appended) for r in step.rows], new
+        )
         if self.in_order:
             self._pass(step)
 
     def _pass(self, step: Step) -> None:
         """The oldest pending step is through: its holds go, then limbo drains."""
+        self._pending.remove(step)
+        step.plan._pending = False
         for block in step.held():
             self._holds.remove(block)
             self._release(block)
-        self._pending.remove(step)
-        step.plan._pending = False
         self._drain_limbo()
 
     def _pending_step(self, call: str, plan: ModelPlan) -> Step:
@@ -273,7 +256,7 @@ class ModelPool(SequenceModel):
         plan._pending = False
         for row in reversed(step.rows):
             self._undo(row)
-        plan._carry_all()
+        plan._carry(len(step.rows))
         self._drain_limbo()
         self._chain("rollback", step.id)
 
@@ -293,9 +276,12 @@ class ModelPool(SequenceModel):
 
     @public_call
     def can(self, handles: Any, num_new: Any = 1) -> bool:
-        """Return whether a step of this batch would find its blocks."""
+        """Return whether a step of this batch would find its blocks and its table room."""
         batch = self._batch("can", handles)
         new = args.per_row("can", "num_new", num_new, len(batch))
+        limit = self.max_blocks_per_seq * self.block_size
+        if any(seq.num_tokens + n > limit for seq, n in zip(batch, new, strict=True)):
+            return False
         return self._needs(batch, new, False)[2] < 0
 
     # ---- guards and statistics ----------------------------------------------------------------------------

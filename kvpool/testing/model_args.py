@@ -21,7 +21,9 @@ def integer(call: str, name: str, value: Any, low: int | None = None, high: int 
     try:
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"[{call}] {name} is a {type(value).__name__} ({value!r}), an int is needed") from None
+        raise TypeError(
+            f"[{call}] {name} is a {type(value).__name__} ({value!r}), an int is needed"
+        ) from None
     if low is not None and number < low:
         raise ValueError(f"[{call}] {name} is too small ({number}), the least is {low}")
     if high is not None and number > high:
@@ -92,7 +94,9 @@ def block_ids(call: str, values: Any, num_blocks: int, reserved: int) -> list[in
         if not 0 <= block < num_blocks:
             raise IndexError(f"[{call}] block id is out of range ({block}), the pool has {num_blocks} blocks")
         if block < reserved:
-            raise ValueError(f"[{call}] block is reserved ({block}), ids below {reserved} are never allocated")
+            raise ValueError(
+                f"[{call}] block is reserved ({block}), ids below {reserved} are never allocated"
+            )
     refuse_duplicates(call, "block ids", batch)
     return batch
 
@@ -105,3 +109,11 @@ def mask(call: str, values: Any, num_rows: int) -> list[int]:
     if len(batch) != num_rows:
         raise ValueError(f"[{call}] mask has {len(batch)} entries, the batch has {num_rows} rows")
     return batch
+
+
+def check_out(call: str, out: Any, count: int) -> None:
+    """Refuse an array that cannot take `count` block ids."""
+    if not isinstance(out, np.ndarray) or out.dtype != np.int32:
+        raise TypeError(f"[{call}] out must be an int32 array")
+    if out.ndim != 1 or len(out) < count or not out.flags.c_contiguous or not out.flags.writeable:
+        raise ValueError(f"[{call}] out must be 1-D, contiguous, writable and hold {count} ids")

@@ -227,7 +227,9 @@ class BlockModel:
     def _ids(self, call: str, values: Any) -> list[int]:
         return args.block_ids(call, values, self.num_blocks, self.reserved_blocks)
 
-    def _out_of_blocks(self, call: str, needed: int, watermark: int = 0, row: int = -1, handle: int = -1) -> None:
+    def _out_of_blocks(
+        self, call: str, needed: int, watermark: int = 0, row: int = -1, handle: int = -1
+    ) -> None:
         short_by = needed + watermark - self._available()
         where = f" at row {row}" if row >= 0 else ""
         raise OutOfBlocks(
@@ -243,9 +245,11 @@ class BlockModel:
         )
 
     @public_call
-    def alloc(self, n: int | None = None) -> int | np.ndarray:
+    def alloc(self, n: int | None = None, out: np.ndarray | None = None) -> int | np.ndarray:
         """Take one block and return its id, or `n` blocks as int32 ``[n]``; raw = refcount = 1."""
         count = 1 if n is None else args.integer("alloc", "n", n, 0)
+        if out is not None:
+            args.check_out("alloc", out, count)
         if count > self._available():
             self._out_of_blocks("alloc", count)
         blocks = []
@@ -253,6 +257,9 @@ class BlockModel:
             blocks.append(self._take())
             self._raw[blocks[-1]] = 1
         self._chain("alloc", *blocks)
+        if out is not None:
+            out[:count] = blocks
+            return out
         return blocks[0] if n is None else np.array(blocks, np.int32)
 
     @public_call

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvpool.errors import PlanStateError
+from kvpool.stats import PageBatchInfo
 from kvpool.testing import model_args as args
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class ModelPlan:
         self.table_width = size("table_width", table_width, pool.max_blocks_per_seq)
         self.kv_width = size("kv_width", kv_width, self.table_width * pool.block_size)
         self.formats = (formats,) if isinstance(formats, str) else tuple(formats)
+        self.has_contexts = bool({"kv_slots", "kv_slots_ragged"} & set(self.formats))
         for name in self.formats:
             if name not in FORMATS:
                 raise ValueError(f"[Plan] unknown format ({name!r}), one of {', '.join(FORMATS)}")
@@ -88,10 +90,11 @@ class ModelPlan:
         self._pads = self._array_pads(pad)
         self._base = {n: np.full(s, self._pads.get(n, 0), self._dtypes[n]) for n, s in self._shapes.items()}
         self._views: dict[str, np.ndarray] = {}
-        self._memory: dict[int, tuple[int, int, int]] = {}  # row -> (handle, epoch, blocks written)
+        # row -> (handle, epoch, blocks written); None if carried; rows that show padding are not in it
+        self._memory: dict[int, tuple[int, int, int] | None] = {}
         self._pending = False
         self.step_id = 0
-        self._remember_batch([], [], [], [])
+        self._remember_batch([], [], [], [], 0)
         if out is not None:
             self._bind("Plan", out)
         self._show(0, 0, 0, 0)
@@ -186,13 +189,19 @@ class ModelPlan:
         self._base = base
         for name in arrays:
             if name in self._views:
-                self._views[name] = base[name][tuple(slice(n) for n in self._views[name].shape)]
-        self._memory.clear()
+                self._views[name] = base[name][: len(self._views[name])]
+        if arrays:
+            self._carry(self.max_rows)
 
     # ---- what a step writes -------------------------------------------------------------------------------
 
     def _remember_batch(
-        self, batch: list[Sequence], new: list[int], served: list[bool], copies: list[tuple[int, int, int]]
+        self,
+        batch: list[Sequence],
+        new: list[int],
+        served: list[bool],
+        copies: list[tuple[int, int, int]],
+        padding: int,
     ) -> None:
         self.num_rows = len(batch)
         self.num_tokens = sum(new)
@@ -210,8 +219,8 @@ class ModelPlan:
         pad_to: tuple[int, int] | None,
     ) -> None:
         """Write everything: `batch` as it is after the step, `new` tokens served per row."""
-        self._remember_batch(batch, new, served, copies)
-        rows, tokens = pad_to or (self.num_rows, self.num_tokens)
+        rows, tokens = pad_to or (len(batch), sum(new))
+        self._remember_batch(batch, new, served, copies, rows - len(batch))
         if ROW_FORMATS & set(self.formats):
             self.dirty_rows = np.array(self._dirty(batch, rows), np.int32)
         num_pages, num_slots = self._write(batch, new, rows, tokens)
@@ -225,12 +234,15 @@ class ModelPlan:
                 dirty.append(row)
             self._memory[row] = now
         for row in range(len(batch), num_rows):
-            dirty.append(row)
-            self._memory.pop(row, None)
+            if row in self._memory:
+                dirty.append(row)
+                del self._memory[row]
         return dirty
 
-    def _write(self, batch: list[Sequence], new: list[int], num_rows: int, num_tokens: int) -> tuple[int, int]:
-        """Build every array as nested lists, then store them; returns the used part of the two ragged ones."""
+    def _write(
+        self, batch: list[Sequence], new: list[int], num_rows: int, num_tokens: int
+    ) -> tuple[int, int]:
+        """Build every array as nested lists, then store them; returns the lengths of the two ragged ones."""
         bs = self.pool.block_size
         padding = num_rows - len(batch)
         lens = [seq.num_tokens for seq in batch]
@@ -290,9 +302,9 @@ class ModelPlan:
             if name not in self._views or len(self._views[name]) != length:
                 self._views[name] = base[:length]
 
-    def _carry_all(self) -> None:
-        """Forget what was written, so that every row of the next step is dirty."""
-        self._memory.clear()
+    def _carry(self, num_rows: int) -> None:
+        """Distrust what was written, so that these rows are dirty when they are shown next."""
+        self._memory.update(dict.fromkeys(range(num_rows)))
 
     # ---- what a user reads --------------------------------------------------------------------------------
 
@@ -300,7 +312,9 @@ class ModelPlan:
         views = self.__dict__.get("_views", {})
         if name in views:
             return views[name]
-        raise AttributeError(f"the plan has no array {name!r}: its formats are {self.__dict__.get('formats')}")
+        raise AttributeError(
+            f"the plan has no array {name!r}: its formats are {self.__dict__.get('formats')}"
+        )
 
     @property
     def is_pending(self) -> bool:
@@ -317,18 +331,19 @@ class ModelPlan:
         """Tokens that the copies of this step move."""
         return int(self.copies[:, 2].sum())
 
-    def page_batch_info(self) -> dict[str, Any]:
+    def page_batch_info(self) -> PageBatchInfo:
         """Return the fields of Levanter's PageBatchInfo under their own names."""
         if "page_batch_info" not in self.formats:
             raise AttributeError("the plan was not built with the format 'page_batch_info'")
-        return {
-            "slot_ids": self.slot_ids,
-            "page_indices": self.block_tables,
-            "seq_lens": self.seq_lens,
-            "cu_q_lens": self.cu_q_lens,
-            "num_seqs": self.num_rows,
-            "new_token_dests": self.slot_mapping,
-        }
+        return PageBatchInfo(
+            slot_ids=self.slot_ids,
+            page_indices=self.block_tables,
+            seq_lens=self.seq_lens,
+            cu_q_lens=self.cu_q_lens,
+            num_seqs=self.num_rows,
+            new_token_dests=self.slot_mapping,
+            page_size=self.pool.block_size,
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("[Plan] a plan cannot be pickled or copied")

@@ -66,9 +66,9 @@ class SequenceModel(BlockModel):
         need = ceil_div(args.integer("open", "num_tokens", num_tokens, 0), self.block_size)
         if need > self.max_blocks_per_seq:
             raise CapacityExceeded(f"[open] {need} blocks, max_blocks_per_seq is {self.max_blocks_per_seq}")
+        self._refuse_slots("open", 1)
         if need and need + self.watermark > self._available():
             self._out_of_blocks("open", need, self.watermark)
-        self._refuse_slots("open", 1)
         seq = self._create(0, [self._take() for _ in range(need)])
         self._chain("open", num_tokens, self._local(seq.handle), *seq.table)
         return seq.handle

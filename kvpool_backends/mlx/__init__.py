@@ -1,7 +1,8 @@
-"""The MLX backend, first form: MLX owns the pool, writes are scatters, reads are gathers for MLX's own attention.
+"""The MLX backend, first form: MLX owns the pool, writes are scatters, reads are gathers for MLX's own
+attention.
 
-It runs wherever MLX runs. Kernels that read the blocks where they lie, and a write that can never copy, are not
-part of this form: `MLXBackend.settle` counts the copies that MLX made of the pool.
+It runs wherever MLX runs. Kernels that read the blocks where they lie, and a write that can never copy, are
+not part of this form: `MLXBackend.settle` counts the copies that MLX made of the pool.
 """
 
 from kvpool.errors import BackendUnavailable

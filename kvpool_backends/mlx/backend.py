@@ -26,10 +26,11 @@ class MemoryReport(NamedTuple):
 class MLXBackend:
     """KV storage in MLX arrays, `[num_blocks, block_size, num_kv_heads, head_dim]` per layer and plane.
 
-    Writes are scatters, reads are gathers into ``[B, Hk, C, D]`` for ``mx.fast.scaled_dot_product_attention``: the
-    plain route, which runs on every device that MLX has. It is correct in any order of evaluation and needs no
-    fences, because MLX arrays are values; the price is that a write copies the pool of its layer when a read of
-    the step before has not finished. `settle` between steps avoids that and counts what happened anyway.
+    Writes are scatters, reads are gathers into ``[B, Hk, C, D]`` for
+    ``mx.fast.scaled_dot_product_attention``: the plain route, which runs on every device that MLX has. It is
+    correct in any order of evaluation and needs no fences, because MLX arrays are values; the price is that a
+    write copies the pool of its layer when a read of the step before has not finished. `settle` between steps
+    avoids that and counts what happened anyway.
 
     Everything is lazy and runs on the stream that is current when it is called.
 
@@ -81,7 +82,8 @@ class MLXBackend:
     # ------------------------------------------------------------------------------------------ one step
 
     def copy_blocks(self, plan: PlanArrays | np.ndarray) -> None:
-        """Copy the first tokens of blocks in all layers, ``(src, dst, num_tokens)`` per row. Waits for MLX."""
+        """Copy the first tokens of blocks in all layers, ``(src, dst, num_tokens)`` per row. Waits for
+        MLX."""
         copies = np.asarray(plan if isinstance(plan, np.ndarray) else plan.copies)
         if copies.ndim != 2 or copies.shape[1] != 3:
             raise ValueError(f"[copy_blocks] copies have shape {copies.shape}, it must be [K, 3]")
@@ -94,7 +96,8 @@ class MLXBackend:
             self._pool.copy(src, dst)
 
     def write(self, layer: int, k: mx.array, v: mx.array, plan: PlanArrays) -> None:
-        """Store ``k [T, Hk, D]`` and ``v [T, Hk, Dv]`` at ``plan.slot_mapping``; negative slots are skipped."""
+        """Store ``k [T, Hk, D]`` and ``v [T, Hk, Dv]`` at ``plan.slot_mapping``; negative slots are
+        skipped."""
         slots = np.asarray(plan.slot_mapping)
         k, v = mx.array(k), mx.array(v)
         for name, x, head_dim in zip("kv", (k, v), self._head_dims(), strict=True):
@@ -111,9 +114,16 @@ class MLXBackend:
             self._pool.write(layer, _int32(blocks), _int32(offsets), k, v)
 
     def attend(
-        self, layer: int, q: mx.array, plan: PlanArrays, scale: float | None = None, *, return_attn: bool = False
+        self,
+        layer: int,
+        q: mx.array,
+        plan: PlanArrays,
+        scale: float | None = None,
+        *,
+        return_attn: bool = False,
     ) -> mx.array:
-        """Causal attention of ``q [T, Hq, D]`` over the paged context, see `kvpool.protocol.KVBackend.attend`.
+        """Causal attention of ``q [T, Hq, D]`` over the paged context, see
+        `kvpool.protocol.KVBackend.attend`.
 
         Queries are padded to the longest chunk of the batch, so a batch that mixes one long prefill with many
         decode rows is better served in two calls.
@@ -141,7 +151,16 @@ class MLXBackend:
         arrays = self._arrays(np.zeros(0, np.int32), seq_lens[rows], tables)
         return self._attend(layer, q, arrays, cu[rows], q_lens[rows], seq_lens[rows], scale)
 
-    def _attend(self, layer, q, arrays, first, q_lens, seq_lens, scale):
+    def _attend(
+        self,
+        layer: int,
+        q: mx.array,
+        arrays: StepArrays,
+        first: np.ndarray,
+        q_lens: np.ndarray,
+        seq_lens: np.ndarray,
+        scale: float | None,
+    ) -> mx.array:
         """`attend` on the rows that have queries. first, q_lens, seq_lens: int64 ``[B]``."""
         longest = int(q_lens.max())
         column = np.arange(longest)
@@ -176,7 +195,8 @@ class MLXBackend:
         seq_lens : int ``[B]``
             Context lengths after the step.
         tables : mx.array, int32 ``[>= B, >= ceil(max(seq_lens) / S)]``, optional
-            ``plan.block_tables`` on the device, from a `TableUploader`; by default the used part is copied there.
+            ``plan.block_tables`` on the device, from a `TableUploader`; by default the used part is copied
+            there.
         """
         if tables is None:
             width = -(-int(seq_lens.max(initial=0)) // self.spec.block_size)
@@ -199,8 +219,8 @@ class MLXBackend:
     def read(self, layer: int, arrays: StepArrays) -> tuple[mx.array, mx.array]:
         """The contexts of a step as K ``[B, Hk, C, D]`` and V ``[B, Hk, C, Dv]``, rows left-aligned.
 
-        Positions past a row's context hold anything in K (mask them) and 0 in V: a weight of 0 does not hide a
-        NaN.
+        Positions past a row's context hold anything in K (mask them) and 0 in V: a weight of 0 does not hide
+        a NaN.
         """
         k, v = (x[:, : arrays.kv_len] for x in self._pool.read(layer, arrays.tables))
         if arrays.valid is not None:
@@ -216,7 +236,8 @@ class MLXBackend:
     def gather(
         self, layer: int, blocks: Sequence[int] | np.ndarray, num_tokens: int | None = None
     ) -> tuple[mx.array, mx.array]:
-        """Copies of K ``[n, Hk, D]`` and V ``[n, Hk, Dv]`` of the first `num_tokens` positions of `blocks`."""
+        """Copies of K ``[n, Hk, D]`` and V ``[n, Hk, Dv]`` of the first `num_tokens` positions of
+        `blocks`."""
         self._check_layer("gather", layer)
         ids = self._ids("gather", blocks)
         capacity = len(ids) * self.spec.block_size
@@ -232,7 +253,9 @@ class MLXBackend:
         """Set whole blocks to 0 in all layers."""
         ids = self._ids("zero", blocks)
         if len(ids):
-            self._pool.put(_int32(ids), [[mx.array(0, p.dtype) for p in layer] for layer in self._pool.planes])
+            self._pool.put(
+                _int32(ids), [[mx.array(0, p.dtype) for p in layer] for layer in self._pool.planes]
+            )
 
     def export_blocks(self, blocks: Sequence[int] | np.ndarray) -> np.ndarray:
         """The bytes of whole blocks, uint8 ``[n, spec.block_nbytes]``."""
@@ -255,14 +278,16 @@ class MLXBackend:
             raise TypeError(f"[import_blocks] data has dtype {data.dtype}, it must be uint8")
         if data.shape != (len(ids), self.spec.block_nbytes):
             raise ValueError(
-                f"[import_blocks] data has shape {data.shape}, it must be {(len(ids), self.spec.block_nbytes)}"
+                f"[import_blocks] data has shape {data.shape}, "
+                f"it must be {(len(ids), self.spec.block_nbytes)}"
             )
         if len(np.unique(ids)) != len(ids):
             raise ValueError(f"[import_blocks] blocks {ids.tolist()} are not distinct")
         if not len(ids):
             return
         shape = (len(ids), self.spec.block_size, self.spec.num_kv_heads, -1)
-        new, at = [], 0
+        new: list[list[mx.array]] = []
+        at = 0
         for layer in self._pool.planes:
             new.append([])
             for plane in layer:
@@ -274,7 +299,7 @@ class MLXBackend:
 
     def warmup(self, shapes: Iterable[BatchShape]) -> None:
         """Run each shape once on zeros, so that MLX has built its kernels. Changes no block."""
-        heads, k_dim, v_dim = self.spec.num_kv_heads, *self._head_dims()
+        heads, k_dim = self.spec.num_kv_heads, self.spec.head_dim
         for shape in shapes:
             longest = -(-shape.num_tokens // max(1, shape.num_rows))
             context = shape.table_width * self.spec.block_size

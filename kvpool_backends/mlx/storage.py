@@ -2,15 +2,16 @@
 
 How MLX writes in place
 -----------------------
-An MLX array is a value. ``pool[blocks, offsets] = rows`` makes a new array and rebinds the name; the new array
-takes over the old one's buffer (*donation*) if nothing else holds that buffer when the scatter runs, and copies
-the whole pool if something does. Holders are: a view of the pool, a gather that was built but has not run, and
-a gather that is still running. So this module keeps no view, hands out none, and offers `settle`: wait until the
-gathers have run, and the next write is in place.
+An MLX array is a value. ``pool[blocks, offsets] = rows`` makes a new array and rebinds the name; the new
+array takes over the old one's buffer (*donation*) if nothing else holds that buffer when the scatter runs,
+and copies the whole pool if something does. Holders are: a view of the pool, a gather that was built but has
+not run, and a gather that is still running. So this module keeps no view, hands out none, and offers
+`settle`: wait until the gathers have run, and the next write is in place.
 
-The same rule makes reuse of blocks safe. A gather reads the version of the pool that it was built on: a scatter
-that is built later gets a buffer of its own (a copy) while that gather still needs the old one. A block may
-therefore be freed and rewritten as soon as the reads of its last owner are *built*, whether they have run or not.
+The same rule makes reuse of blocks safe. A gather reads the version of the pool that it was built on: a
+scatter that is built later gets a buffer of its own (a copy) while that gather still needs the old one. A
+block may therefore be freed and rewritten as soon as the reads of its last owner are *built*, whether they
+have run or not.
 """
 
 from __future__ import annotations
@@ -47,9 +48,7 @@ class PoolArrays:
         self.num_copies = 0
         self._addresses = self._find()
 
-    def write(
-        self, layer: int, blocks: mx.array, offsets: mx.array, k: mx.array, v: mx.array
-    ) -> None:
+    def write(self, layer: int, blocks: mx.array, offsets: mx.array, k: mx.array, v: mx.array) -> None:
         """Token t, ``k[t]`` and ``v[t]``, goes to position ``offsets[t]`` of block ``blocks[t]``. Lazy."""
         for plane, rows in zip(self.planes[layer], (k, v), strict=True):
             plane[blocks, offsets] = rows.astype(plane.dtype)
@@ -81,9 +80,9 @@ class PoolArrays:
         """Wait for all queued work on the pool; count the arrays that were copied since the last call.
 
         An array that lies in another buffer than at the last call was copied at least once in between. With
-        one write of a layer between two calls the count is exact, otherwise it is a lower bound (two copies can
-        end in the first buffer). Looking after each step takes the overlap between steps away and, for the same
-        reason, the copies.
+        one write of a layer between two calls the count is exact, otherwise it is a lower bound (two copies
+        can end in the first buffer). Looking after each step takes the overlap between steps away and, for
+        the same reason, the copies.
 
         Returns
         -------
@@ -105,7 +104,7 @@ class PoolArrays:
 def _address(array: mx.array) -> int:
     # Through the buffer protocol, which does not copy; ctypes does not look at the item format, so bfloat16
     # works too. The export ends with this expression.
-    return ctypes.addressof(ctypes.c_char.from_buffer(memoryview(array)))
+    return ctypes.addressof(ctypes.c_char.from_buffer(memoryview(array)))  # type: ignore[arg-type]
 
 
 def positions_of(copies: np.ndarray, block_size: int) -> tuple[tuple[mx.array, mx.array], ...]:

@@ -36,9 +36,8 @@ class TableUploader:
 
     - it has called `upload` after every earlier step of that plan, exactly once (`dirty_rows` tells the
       difference to the step before, not to the last upload);
-    - everything that was built on the array returned `num_buffers` calls ago has been evaluated. With 1 buffer:
-      the previous step is through (`mx.eval` of its results, or `MLXBackend.settle`). With 2 buffers: one step
-      may still run while the next one is prepared.
+    - everything that was built on the array returned `num_buffers` calls ago has been evaluated (`mx.eval` of
+      that step's results). With 1 buffer the previous step must be through; with 2 it may still run.
 
     Complexity: O(dirty rows * table_width) per buffer, 0 when nothing changed; all rows when B outgrows the
     buffers, which then double.
@@ -58,7 +57,7 @@ class TableUploader:
             raise ValueError(f"[TableUploader] num_buffers is {num_buffers}, the least is 1")
         self._tables: list[mx.array] = []
         self._views: list[np.ndarray] = []
-        self._behind: list[np.ndarray] = [np.zeros(0, np.int32)] * num_buffers  # rows yet to write, per buffer
+        self._behind = np.zeros((num_buffers, 0), np.bool_)  # rows that a buffer has yet to get
         self._turn = 0
         self.nbytes_handed = 0
         self.nbytes_total = 0
@@ -76,8 +75,10 @@ class TableUploader:
         Returns
         -------
         mx.array, int32 ``[R, W]``
-                R >= B; rows from B on hold old content.
+            R >= B; rows from B on hold old content.
         """
+        if tables.dtype != np.int32:
+            raise TypeError(f"[upload] tables have dtype {tables.dtype}, it must be int32")
         num_rows, width = tables.shape
         if not self._tables or num_rows > self._views[0].shape[0] or width != self._views[0].shape[1]:
             self._allocate(tables)
@@ -94,11 +95,11 @@ class TableUploader:
 
     def _catch_up(self, dirty_rows: np.ndarray, num_rows: int) -> np.ndarray:
         """Note `dirty_rows` for every buffer; return, and forget, what the buffer whose turn it is lacks."""
-        if len(dirty_rows):
-            self._behind = [np.union1d(behind, dirty_rows) for behind in self._behind]
-        behind = self._behind[self._turn]
-        self._behind[self._turn] = behind[behind >= num_rows]  # not in this step, so still to be written
-        return behind[behind < num_rows]
+        self._behind[:, dirty_rows] = True
+        behind = self._behind[self._turn, :num_rows]  # rows past this batch stay behind
+        rows = np.flatnonzero(behind)
+        behind[rows] = False
+        return rows
 
     def _allocate(self, tables: np.ndarray) -> None:
         """New buffers with room for more rows; work that was built on the old ones keeps those."""
@@ -106,9 +107,9 @@ class TableUploader:
         capacity = 1 << max(0, num_rows - 1).bit_length()
         self._tables = [mx.zeros((capacity, width), mx.int32) for _ in self._behind]
         mx.eval(self._tables)
-        self._views = [np.asarray(memoryview(table)) for table in self._tables]
+        self._views = [np.asarray(memoryview(table)) for table in self._tables]  # type: ignore[arg-type]
         for view in self._views:
             view[:num_rows] = tables
-        self._behind = [np.zeros(0, np.int32) for _ in self._behind]
+        self._behind = np.zeros((len(self._behind), capacity), np.bool_)
         self.nbytes_handed = tables.nbytes * len(self._views)
         self.nbytes_total += self.nbytes_handed

@@ -1,5 +1,4 @@
-"""The reference backend: exact, simple, runs everywhere. The oracle that other backends are measured
-against."""
+"""The reference backend: exact, simple, runs everywhere; what other backends are measured against."""
 
 from kvpool_backends.numpy.backend import NumpyBackend
 

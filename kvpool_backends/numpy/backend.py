@@ -64,8 +64,7 @@ class NumpyBackend:
     def to_numpy(self, x: np.ndarray) -> np.ndarray:
         return np.array(x, np.float64 if np.asarray(x).dtype == np.float64 else np.float32)
 
-    # ---------------------------------------------------------------------- copies and
-    # writes
+    # ---------------------------------------------------------------------- copies and writes
 
     def copy_blocks(self, plan: PlanArrays | np.ndarray) -> None:
         copies = np.asarray(getattr(plan, "copies", plan))
@@ -106,8 +105,7 @@ class NumpyBackend:
         for plane in self._every_plane():
             plane[ids] = 0
 
-    # ------------------------------------------------------------------------------------------------------
-    # reads
+    # ---------------------------------------------------------------------- reads
 
     def attend(
         self, layer: int, q: Any, plan: PlanArrays, scale: float | None = None, *, return_attn: bool = False
@@ -117,6 +115,11 @@ class NumpyBackend:
         cu_q_lens, seq_lens = np.asarray(plan.cu_q_lens), np.asarray(plan.seq_lens)
         self._check_queries(q, cu_q_lens, seq_lens)
         scale = self.spec.head_dim**-0.5 if scale is None else float(scale)
+        if not np.isfinite(scale):
+            raise ValueError(f"[attend] scale is {scale}, it must be finite")
+        tables = np.asarray(plan.block_tables)
+        if tables.ndim != 2 or len(tables) < seq_lens.size:
+            raise ValueError(f"[attend] block_tables must have shape [{seq_lens.size}, W], got {list(tables.shape)}")
 
         num_tokens, num_q_heads, _ = q.shape
         out = np.zeros((num_tokens, num_q_heads, self.spec.value_head_dim))
@@ -126,7 +129,7 @@ class NumpyBackend:
             begin, end = int(cu_q_lens[row]), int(cu_q_lens[row + 1])
             if begin == end:
                 continue
-            table = plan.block_tables[row, : -(-seq_len // self.spec.block_size)]
+            table = tables[row, : -(-seq_len // self.spec.block_size)]
             keys = self._context("attend", k_plane, table, seq_len)
             values = self._context("attend", v_plane, table, seq_len)
             for token in range(begin, end):
@@ -154,8 +157,7 @@ class NumpyBackend:
         v = self._context("gather", v_plane, ids, num_tokens)
         return k.astype(np.float32), v.astype(np.float32)
 
-    # ---------------------------------------------------------------------- export and
-    # import
+    # ---------------------------------------------------------------------- export and import
 
     def export_blocks(self, blocks: Sequence[int] | np.ndarray) -> np.ndarray:
         ids = self._block_ids("export_blocks", blocks)
@@ -181,8 +183,7 @@ class NumpyBackend:
     def warmup(self, shapes: Iterable[BatchShape]) -> None:
         """Nothing to compile here."""
 
-    # ---------------------------------------------------------------------------------------------------
-    # internals
+    # ---------------------------------------------------------------------- internals
 
     def _every_plane(self) -> Iterator[np.ndarray]:
         for planes in self._planes:
@@ -227,20 +228,15 @@ class NumpyBackend:
             raise TypeError(f"[attend] q must be a float array, got {q.dtype}")
         q_lens = np.diff(cu_q_lens)
         if cu_q_lens.size != seq_lens.size + 1 or cu_q_lens[0] != 0 or q_lens.min(initial=0) < 0:
-            raise ValueError(
-                f"[attend] cu_q_lens {cu_q_lens.tolist()} are no prefix sums of {seq_lens.size} rows"
-            )
+            raise ValueError(f"[attend] cu_q_lens {cu_q_lens.tolist()} are no prefix sums of {seq_lens.size} rows")
         if cu_q_lens[-1] > q.shape[0]:
             raise ValueError(f"[attend] cu_q_lens ends at {cu_q_lens[-1]}, q has {q.shape[0]} tokens")
         if np.any(q_lens > seq_lens):
             row = int(np.argmax(q_lens > seq_lens))
-            raise ValueError(
-                f"[attend] row {row} has {q_lens[row]} queries in a context of {seq_lens[row]} tokens"
-            )
+            raise ValueError(f"[attend] row {row} has {q_lens[row]} queries in a context of {seq_lens[row]} tokens")
 
     def _context(self, call: str, plane: np.ndarray, table: np.ndarray, num_tokens: int) -> np.ndarray:
-        """float64 ``[num_tokens, Hk, dim]`` of the blocks in `table`: nothing behind `num_tokens` is ever
-        computed with."""
+        """float64 ``[num_tokens, Hk, dim]`` of the blocks in `table`, and nothing behind these tokens."""
         ids = self._block_ids(call, table)
         if ids.size * self.spec.block_size < num_tokens:
             raise ValueError(f"[{call}] {num_tokens} tokens do not fit the {ids.size} blocks of the table")
@@ -280,11 +276,8 @@ def _allocate(spec: KVSpec, num_blocks: int) -> list[tuple[np.ndarray, np.ndarra
     return layers
 
 
-def _attend_one(
-    q: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """One query token: weights ``[Hq, C]`` and result ``[Hq, Dv]`` from q ``[Hq, D]``, keys and values ``[C,
-    Hk, ...]``."""
+def _attend_one(q: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
+    """Weights ``[Hq, C]`` and result ``[Hq, Dv]`` of one query token ``[Hq, D]`` over ``[C, Hk, ...]``."""
     num_kv_heads = keys.shape[1]
     groups = q.astype(np.float64).reshape(num_kv_heads, -1, q.shape[-1])  # contiguous groups of query heads
     scores = np.einsum("hgd,chd->hgc", groups, keys) * scale

@@ -24,9 +24,7 @@ def to_bfloat16(x: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):  # a float64 beyond float32 is infinite in bfloat16 too
         bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     upper = bits >> 16
-    rounded = (
-        bits + (0x7FFF + (upper & 1))
-    ) >> 16  # half of the last place, less one where that place is even
+    rounded = (bits + (0x7FFF + (upper & 1))) >> 16  # half of the last place, less one where that place is even
     nan = (bits & 0x7FFF_FFFF) > 0x7F80_0000
     # Rounding could carry a NaN into infinity or past the sign bit.
     return np.where(nan, upper | _QUIET_NAN, rounded).astype(np.uint16).reshape(np.shape(x))

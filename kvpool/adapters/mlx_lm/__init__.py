@@ -2,14 +2,14 @@
 
     from kvpool.adapters.mlx_lm import install
 
-    with install(model, num_blocks=4096) as kv:          # model.make_cache now hands out paged caches
-        generator = BatchGenerator(model)                # mlx_lm's own, as are generate_step, LRUPromptCache, ...
+    with install(model, num_blocks=4096) as kv:  # model.make_cache now hands out paged caches
+        generator = BatchGenerator(model)        # mlx-lm's own; generate_step and LRUPromptCache work too
         ...
     print(kv.summary())
 
-Every layer of the model shares one `kvpool.Pool`: a prompt of 100 tokens takes 7 blocks of 16 tokens, once, not
-once per layer. ``copy.deepcopy`` of a cache (mlx-lm's prompt cache does it on every hit) is a fork that copies no
-KV, dropping a cache returns its blocks.
+Every layer of the model shares one `kvpool.Pool`: a prompt of 100 tokens takes 7 blocks of 16 tokens, once,
+not once per layer. ``copy.deepcopy`` of a cache (mlx-lm's prompt cache does it on every hit) is a fork that
+copies no KV, dropping a cache returns its blocks.
 
 Modules: `host` (pool and storage of one model, the hook), `batch` (sequences that run together, the operation
 log), `cache` (what a layer of the model sees).

@@ -1,13 +1,13 @@
 """Sequences that run together, and the log that lets all layers of a model share them.
 
-mlx-lm keeps one cache object per layer and calls every operation once per layer: ``for c in caches: c.filter(...)``,
-and within a forward pass each layer's ``update_and_fetch``. Block tables are the same in all layers, so here one
-`Batch` owns the sequences and the layers are facades in front of it. Each operation has a number. The facade that
-issues operation n first executes it; the others find it done and take over its result. Which layer comes first does
-not matter.
+mlx-lm keeps one cache object per layer and calls every operation once per layer: ``for c in caches:
+c.filter(...)``, and within a forward pass each layer's ``update_and_fetch``. Block tables are the same in all
+layers, so here one `Batch` owns the sequences and the layers are facades in front of it. Each operation has a
+number. The facade that issues operation n first executes it; the others find it done and take over its
+result. Which layer comes first does not matter.
 
-Operation n + 1 is not accepted before every layer has issued n, so the log is one entry long, and an engine that
-leaves layers out is told so instead of getting wrong tokens.
+Operation n + 1 is not accepted before every layer has issued n, so the log is one entry long, and an engine
+that leaves layers out is told so instead of getting wrong tokens.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import mlx.core as mx
 import numpy as np
 
 import kvpool
-from kvpool.errors import KVPoolError, PoolClosed
+from kvpool.errors import PoolClosed
 
 if TYPE_CHECKING:
     from kvpool.adapters.mlx_lm.host import PagedKV
 
-NOT_OPENED = -1  # in place of a handle: the sequence is empty, and a pool slot is taken when it gets its first token
+NOT_OPENED = -1  # in place of a handle: an empty sequence, opened when it gets its first token
 
 
 class Rows:
-    """What a batch looks like between two operations. Never changed, only replaced: a facade that has not come to
-    the next operation keeps seeing this.
+    """What a batch looks like between two operations. Never changed, only replaced: a facade that has not
+    come to the next operation keeps seeing this.
 
     Attributes
     ----------
@@ -89,8 +89,8 @@ class Batch:
     handles, lens
         The sequences, which the batch owns from now on, and their lengths.
     is_merged : bool
-        Whether the batch came out of `merge`: then ``offset`` is an array with one entry per row, as in mlx-lm's
-        batch caches, else an int.
+        Whether the batch came out of `merge`: then ``offset`` is an array with one entry per row, as in
+        mlx-lm's batch caches, else an int.
     """
 
     def __init__(self, kv: PagedKV, handles: Sequence[int], lens: Sequence[int], is_merged: bool) -> None:
@@ -145,8 +145,8 @@ class Batch:
         if cursor != self.count - 1 or operation is None or (operation.name, operation.key) != (name, key):
             done = "nothing" if operation is None else f"{operation.name}{operation.key}"
             raise RuntimeError(
-                f"[{name}] a layer asks for {name}{key} as operation {cursor}, the batch is at {self.count} and "
-                f"the other layers did {done}: every layer's cache needs the same calls in the same order"
+                f"[{name}] a layer asks for {name}{key} as operation {cursor}, the batch is at {self.count} "
+                f"and the other layers did {done}: every layer's cache needs the same calls in the same order"
             )
         self._missing -= 1
         if not self._missing:
@@ -157,7 +157,7 @@ class Batch:
 
     def require_idle(self, call: str) -> None:
         """Raise unless every layer has issued the last operation."""
-        if self._missing:
+        if self._operation is not None:
             raise RuntimeError(
                 f"[{call}] {self._missing} of {self.kv.num_layers} layers have not done the operation before "
                 f"({self._operation.name}); if a forward pass was interrupted, kv.recover() takes it back"
@@ -199,10 +199,10 @@ class Batch:
         return forward, after
 
     def _spread(self, num_rows: int) -> None:
-        """An empty, unmerged cache takes input of any number of rows, as mlx-lm's does; the rows stay equal."""
+        """An empty, unmerged cache takes input of any number of rows, as mlx-lm's does; they stay equal."""
         if self.is_merged or self.rows.lens.any():
             raise ValueError(
-                f"[update_and_fetch] the input has {num_rows} rows, the cache holds {len(self.handles)} sequences"
+                f"[update_and_fetch] the input has {num_rows} rows, the cache {len(self.handles)} sequences"
             )
         self._close(self.handles[num_rows:])
         self.handles = self.handles[:num_rows] + [NOT_OPENED] * (num_rows - len(self.handles))
@@ -246,19 +246,17 @@ class Batch:
         return None, self.rows
 
     def _append(self, other: Batch, indices: Sequence[int]) -> None:
-        """Fork rows of `other` into this batch. Forks before it counts them: all or nothing."""
+        """Fork rows of `other` into this batch, all or none."""
         forks: list[int] = []
         try:
             for i in indices:
                 handle = other.handles[i]
                 forks.append(NOT_OPENED if handle == NOT_OPENED else int(self.kv.pool.fork(handle)[0]))
-        except KVPoolError:
+        except BaseException:
             self._close(forks)
             raise
         self.handles += forks
-        ours, theirs = self.rows, other.rows
-        lens = np.concatenate([ours.lens, theirs.lens[list(indices)]]).astype(np.int64)
-        self.rows = Rows(lens)
+        self.rows = Rows(np.concatenate([self.rows.lens, other.rows.lens[list(indices)]]))
 
     def filter(self, keep: Sequence[int]) -> tuple[None, Rows]:
         """Keep the rows `keep`, in that order; close the others."""
@@ -272,7 +270,8 @@ class Batch:
         return None, Rows(self.rows.lens[index], None if todo is None else todo[index])
 
     def trim(self, num_tokens: int) -> tuple[int, Rows]:
-        """Drop the last `num_tokens` tokens of every row, or as many as it has; the result is the largest drop."""
+        """Drop the last `num_tokens` tokens of every row, or as many as it has; results in the largest
+        drop."""
         lens = np.maximum(self.rows.lens - num_tokens, 0)
         opened = [i for i, handle in enumerate(self.handles) if handle != NOT_OPENED]
         if opened:
@@ -282,7 +281,7 @@ class Batch:
     def prepare(self, lengths: Sequence[int]) -> tuple[None, Rows]:
         """The next forward passes bring `lengths` real tokens per row, then padding."""
         if len(lengths) != len(self.handles):
-            raise ValueError(f"[prepare] {len(lengths)} lengths, the cache holds {len(self.handles)} sequences")
+            raise ValueError(f"[prepare] {len(lengths)} lengths, the cache has {len(self.handles)} sequences")
         return None, Rows(self.rows.lens, np.array(lengths, np.int64))
 
     def finalize(self) -> tuple[None, Rows]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from typing import Any
 
 import mlx.core as mx
@@ -14,12 +15,12 @@ from kvpool.adapters.mlx_lm.batch import Batch, Rows
 class PagedKVCache:
     """The cache of one layer: a facade of a `Batch` that all layers share.
 
-    ``make_mask``, ``offset`` and the other properties change nothing, whatever their number and order, and ``offset``
-    moves with this layer's own ``update_and_fetch``: some models build two masks per forward pass, some read the
-    offset of another layer. The pool is stepped by the first ``update_and_fetch`` of a pass.
+    ``make_mask``, ``offset`` and the other properties change nothing, whatever their number and order, and
+    ``offset`` moves with this layer's own ``update_and_fetch``: some models build two masks per forward pass,
+    some read the offset of another layer. The pool is stepped by the first ``update_and_fetch`` of a pass.
 
-    A sliding-window layer (mlx-lm's RotatingKVCache) keeps all its tokens here, and its window is in the mask: the
-    result is the same, and such a cache can always be trimmed.
+    A sliding-window layer (mlx-lm's RotatingKVCache) keeps all its tokens here, and its window is in the
+    mask: the result is the same, and such a cache can always be trimmed.
 
     No ``__len__`` and no ``__bool__``: mlx-lm tests ``if cache`` and would take an empty cache for none.
     """
@@ -29,6 +30,7 @@ class PagedKVCache:
         self._layer = layer
         self._cursor = batch.count
         self._rows = batch.rows
+        self._arrays: Any = None  # those of the last forward pass, None if something else came after it
 
     def __repr__(self) -> str:
         return f"PagedKVCache(layer={self._layer}, lengths={self._seen().lens.tolist()})"
@@ -64,7 +66,8 @@ class PagedKVCache:
                 return None
             if not return_array:
                 return "causal"
-        return _mask(rows.lens[:1] if is_even else rows.lens, ends[:1] if is_even else ends, N, kv_len, window)
+        different = slice(1) if is_even else slice(None)  # one row stands for all equal ones
+        return _mask(rows.lens[different], ends[different], N, kv_len, window)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Store this layer's K ``[B, Hk, N, D]`` and V, return the whole contexts ``[B, Hk, C, D]``.
@@ -72,10 +75,11 @@ class PagedKVCache:
         Raises
         ------
         OutOfBlocks
-            From the first layer of a pass; pool and cache are as before. The same holds for `CapacityExceeded`: a
-            sequence longer than all blocks together.
+            From the first layer of a pass; pool and cache are as before.
+        CapacityExceeded
+            The same, for a sequence that is longer than all blocks together.
         """
-        num_rows, heads, num_columns, _ = keys.shape
+        num_rows, _, num_columns, _ = keys.shape
         batch = self._batch
         forward = self._issue(
             "forward", (num_rows, num_columns), lambda: batch.forward(num_rows, num_columns)
@@ -83,9 +87,15 @@ class PagedKVCache:
         k, v = (x.swapaxes(1, 2).flatten(0, 1) for x in (keys, values))
         if forward.columns is not None:
             k, v = k[forward.columns], v[forward.columns]
-        backend = batch.kv.backend
-        backend.write_tokens(self._layer, k, v, forward.arrays)
-        return backend.read(self._layer, forward.arrays)
+        self._arrays = forward.arrays
+        batch.kv.backend.write_tokens(self._layer, k, v, self._arrays)
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """What the last ``update_and_fetch`` returned, for layers that attend to another layer's cache."""
+        if self._arrays is None:
+            raise RuntimeError("[keys_and_values] no update_and_fetch since the cache was made or changed")
+        return self._batch.kv.backend.read(self._layer, self._arrays)
 
     # ------------------------------------------------------------------------------------------- batching
 
@@ -145,7 +155,7 @@ class PagedKVCache:
     ) -> None:
         """Announce right-padded input: `lengths` real tokens per row in the next forward passes."""
         if left_padding is not None and max(left_padding) > 0:
-            raise ValueError("[prepare] left padding is not supported, the rows of this cache are left-aligned")
+            raise ValueError("[prepare] left_padding is not supported, rows are left-aligned here")
         if right_padding is None or max(right_padding) <= 0:
             return
         if lengths is None:
@@ -165,9 +175,10 @@ class PagedKVCache:
 
     def trim(self, n: int) -> int:
         """Drop the last `n` tokens of every row, or as many as there are; returns how many."""
+        n = index(n)
         if n < 0:
             raise ValueError(f"[trim] n is {n}, the least is 0")
-        return self._issue("trim", int(n), lambda: self._batch.trim(int(n)))
+        return self._issue("trim", n, lambda: self._batch.trim(n))
 
     def size(self) -> int:
         """Tokens of the longest row."""
@@ -179,15 +190,17 @@ class PagedKVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the blocks that the rows use in this layer; blocks that rows share count for each of them."""
+        """Bytes of the rows' blocks in this layer. Blocks that rows share count for each of them."""
         spec = self._batch.kv.backend.spec
         blocks = int((-(-self._seen().lens // spec.block_size)).sum())
         return blocks * spec.block_nbytes // spec.num_layers
 
     @property
     def state(self) -> list[mx.array]:
-        """The pool's arrays of this layer, so that ``mx.eval(cache.state)`` executes the writes. It cannot be saved
-        or set: the arrays belong to all caches of the pool."""
+        """The pool's arrays of this layer, so that ``mx.eval(cache.state)`` executes the writes.
+
+        It cannot be saved or set: the arrays belong to all caches of the pool.
+        """
         return self._batch.kv.backend.planes(self._layer)
 
     # ------------------------------------------------------------------------------------------- internals
@@ -197,17 +210,17 @@ class PagedKVCache:
         return self._rows if self._cursor >= self._batch.base else self._batch.rows
 
     def _issue(self, name: str, key: Any, execute: Any) -> Any:
+        self._arrays = None
         self._cursor, self._rows, result = self._batch.issue(self._cursor, name, key, execute)
         return result
 
     def _indices(self, call: str, indices: Sequence[int] | mx.array) -> tuple[int, ...]:
-        if isinstance(indices, mx.array):
-            indices = indices.tolist()
         count = len(self._seen().lens)
-        rows = tuple(int(i) + count if i < 0 else int(i) for i in indices)
-        if any(not 0 <= row < count for row in rows):
-            raise IndexError(f"[{call}] rows {list(indices)}, the cache has 0 .. {count - 1}")
-        return rows
+        asked = np.array(indices, np.int64)
+        rows = np.where(asked < 0, asked + count, asked)
+        if ((rows < 0) | (rows >= count)).any():
+            raise IndexError(f"[{call}] rows {asked.tolist()}, the cache has 0 .. {count - 1}")
+        return tuple(rows.tolist())
 
 
 def _mask(

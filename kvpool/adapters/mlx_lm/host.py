@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import index
 from typing import Any, Self
 
 import mlx.core as mx
@@ -19,7 +20,7 @@ from kvpool.config import KVSpec
 
 SUPPORTED_VERSIONS = ("0.32.2",)  # releases of mlx-lm whose engines the tests run on kvpool
 
-_HOOK = "make_cache"  # mlx_lm.models.cache.make_prompt_cache asks the model for it, and every engine asks that
+_HOOK = "make_cache"  # every engine asks make_prompt_cache for caches, and that asks the model
 _NOTHING = object()
 
 
@@ -30,7 +31,7 @@ class Summary:
     blocks_used: int  # in tables now
     blocks_peak: int  # the most at any time
     blocks_free: int  # what a new sequence could take
-    blocks_leaked: int  # in use, but by no live cache
+    blocks_leaked: int  # in use, but by no live cache of this model
     sequences: int
     kv_nbytes: int  # blocks_used * bytes per block
     kv_nbytes_peak: int
@@ -38,7 +39,7 @@ class Summary:
     mlx_peak_nbytes: int  # mx.get_peak_memory(): all of MLX, weights and activations included
     cow_copies: int  # blocks copied because a shared tail was written
     cow_tokens: int
-    mlx_pool_copies: int  # times MLX was seen to copy a whole pool array in order to write to it
+    mlx_pool_copies: int  # whole pool arrays that MLX copied to write to them; a lower bound with overlap
 
     def __str__(self) -> str:
         mib = 1 / 2**20
@@ -67,16 +68,17 @@ def install(
     Parameters
     ----------
     model
-        As loaded by ``mlx_lm.load``. Inside the block ``model.make_cache`` makes paged caches, so every engine of
-        mlx-lm uses them; it is set on this instance only and put back at the end. Caches made inside may be used on
-        and outlive it.
+        As loaded by ``mlx_lm.load``. Inside the block ``model.make_cache`` makes paged caches, so every
+        engine of mlx-lm uses them; it is set on this instance only and put back at the end. Caches made
+        inside may be used on and outlive it.
     num_blocks, block_size, max_seqs
         Size of the pool to make: blocks (one of them reserved), tokens per block, sequences at a time.
     pool : kvpool.Pool, optional
         Use this pool in place of a new one.
     overlap : bool
-        Build a step while the one before still runs. MLX then copies every pool array in every step; by default
-        each step waits for the one before, and the writes are in place.
+        Build a step while the one before still runs. Where it does still run, MLX copies the pool's arrays
+        to write to them, which takes time and up to twice the memory. By default each step waits for the one
+        before, and writes are in place.
     strict : bool
         Refuse releases of mlx-lm that this adapter was not tested with.
 
@@ -116,9 +118,9 @@ def inspect_model(model: Any, block_size: int) -> tuple[KVSpec, tuple[int | None
     """
     caches = make_prompt_cache(model)
     for layer, cache in enumerate(caches):
-        if type(cache) not in (KVCache, RotatingKVCache) or getattr(cache, "keep", 0):
+        if type(cache) not in (KVCache, RotatingKVCache) or getattr(cache, "keep", 0) != 0:
             raise ValueError(
-                f"[install] layer {layer} uses {type(cache).__name__}, only KVCache and RotatingKVCache can be paged"
+                f"[install] layer {layer} uses {type(cache).__name__}, not KVCache or RotatingKVCache"
             )
     model(mx.zeros((1, 1), mx.int32), cache=caches)
     idle = [layer for layer, cache in enumerate(caches) if cache.keys is None]
@@ -126,7 +128,9 @@ def inspect_model(model: Any, block_size: int) -> tuple[KVSpec, tuple[int | None
         raise ValueError(f"[install] layers {idle} never use their cache")
     shapes = {(c.keys.shape[1], c.keys.shape[3], c.values.shape[3], c.keys.dtype) for c in caches}
     if len(shapes) != 1:
-        raise ValueError(f"[install] layers differ in KV heads, head dims or dtype: {sorted(map(str, shapes))}")
+        raise ValueError(
+            f"[install] layers differ in KV heads, head dims or dtype: {sorted(map(str, shapes))}"
+        )
     ((heads, k_dim, v_dim, dtype),) = shapes
     name = str(dtype).removeprefix("mlx.core.")
     windows = tuple(getattr(cache, "max_size", None) for cache in caches)
@@ -138,15 +142,15 @@ class PagedKV:
 
     Why a step is done before it has run
     ------------------------------------
-    A step stays pending while a forward pass goes through the layers and is declared done when the last layer has
-    *built* its write and its read, though MLX may run them later. From then on a finished sequence's blocks may be
-    given to another one, while the pass that reads them is in flight. That is sound because MLX arrays are values.
-    The pass's gathers refer to the version of the pool array that its own writes made. Whoever writes next, on any
-    stream and in any order of evaluation, makes a new version; MLX lets it have the old one's buffer only if nobody
-    refers to the old version any more, and copies otherwise. So no later write can reach an earlier read. And no
-    earlier write can hit a later owner's data: each write takes the newest version as input, so versions form one
-    chain in the order in which the pool was stepped. (A write primitive that works in a shared buffer would end
-    this argument, and would need `done` after evaluation.)
+    A step stays pending while a forward pass goes through the layers and is declared done when the last layer
+    has *built* its write and its read, though MLX may run them later. From then on a finished sequence's
+    blocks may be given to another one, while the pass that reads them is in flight. That is sound because MLX
+    arrays are values. The pass's gathers refer to the version of the pool array that its own writes made.
+    Whoever writes next, on any stream and in any order of evaluation, makes a new version; MLX lets it have
+    the old one's buffer only if nobody refers to the old version any more, and copies otherwise. So no later
+    write can reach an earlier read. And no earlier write can hit a later owner's data: each write takes the
+    newest version as input, so versions form one chain in the order in which the pool was stepped. (A write
+    primitive that works in a shared buffer would end this argument, and would need `done` after evaluation.)
 
     Attributes
     ----------
@@ -185,7 +189,7 @@ class PagedKV:
             setattr(self.model, _HOOK, replaced)
 
     def make_cache(self) -> list[PagedKVCache]:
-        """An empty cache, one facade per layer: for ``prompt_cache=``, ``insert(caches=[...])`` and the like."""
+        """An empty cache, one facade per layer: for ``prompt_cache=``, ``insert(caches=[...])`` and so on."""
         batch = Batch(self, [NOT_OPENED], [0], is_merged=False)
         return [PagedKVCache(batch, layer) for layer in range(self.num_layers)]
 
@@ -195,11 +199,11 @@ class PagedKV:
         """Blocks that so many tokens take."""
         return -(-num_tokens // self.pool.block_size)
 
-    def can_admit(
-        self, prompt_len: int, max_tokens: int, running: Iterable[tuple[int, int]] = ()
-    ) -> bool:
-        """Whether a request fits, whatever the requests that already run still generate. Ask before ``insert()``:
-        an `OutOfBlocks` later leaves the pool intact, but the engine in the middle of a step.
+    def can_admit(self, prompt_len: int, max_tokens: int, running: Iterable[tuple[int, int]] = ()) -> bool:
+        """Whether a request fits, whatever the requests that already run still generate.
+
+        Ask before ``insert()``: an `OutOfBlocks` later leaves the pool intact, but the engine in the middle
+        of a step.
 
         Parameters
         ----------
@@ -210,13 +214,17 @@ class PagedKV:
 
         Notes
         -----
-        Counts one block more per request, for the copy of a tail that it may share with a kept cache. Free blocks
-        are counted as of now, so caches that are kept while requests run (a prompt cache) must have been made
-        before, or be counted in `running`.
+        Counts one block more per request, for the copy of a tail that it may share with a kept cache. Free
+        blocks are counted as of now, so caches that are kept while requests run (a prompt cache) must have
+        been made before, or be counted in `running`.
         """
+        for name, value in (("prompt_len", prompt_len), ("max_tokens", max_tokens)):
+            if index(value) < 0:
+                raise ValueError(f"[can_admit] {name} is {value}, the least is 0")
         requests = [(0, prompt_len + max_tokens), *running]
         growth = sum(self.blocks_for(limit) - self.blocks_for(now) + 1 for now, limit in requests)
-        return growth <= self._available()
+        longest = self.blocks_for(prompt_len + max_tokens)
+        return growth <= self._available() and longest <= self.pool.max_blocks_per_seq
 
     def summary(self) -> Summary:
         """The account as of now. Waits for MLX."""
@@ -256,8 +264,8 @@ class PagedKV:
             self.undo_forward()  # nobody is left to ask for it
         if self._running is not None:
             raise RuntimeError(
-                "[update_and_fetch] an earlier forward pass was interrupted between two layers; kv.recover() takes "
-                "it back"
+                "[update_and_fetch] an earlier forward pass was interrupted between two layers; "
+                "kv.recover() takes it back"
             )
         if not self.overlap:
             self.backend.settle()
@@ -268,6 +276,7 @@ class PagedKV:
 
     def finish_forward(self) -> None:
         """All layers have built their writes and reads; the class docstring tells why that is enough."""
+        assert self._running is not None
         _, plan, _ = self._running
         self._running = None
         if plan.is_pending:
@@ -275,6 +284,7 @@ class PagedKV:
 
     def undo_forward(self) -> None:
         """Take the step back; lengths and tables are as before it."""
+        assert self._running is not None
         reference, plan, before = self._running
         self._running = None
         batch = reference()

@@ -1,0 +1,17 @@
+"""Calls on sequences; the layer between `BlockPool` and `kvpool.Pool`."""
+from libc.stdint cimport int32_t, int64_t
+
+from kvpool._args cimport Ints
+from kvpool._block_calls cimport BlockPool
+from kvpool._sequence cimport Seqs
+
+
+cdef class SequencePool(BlockPool):
+    cdef Seqs seqs
+    cdef list deferred          # handles whose owners were finalized
+
+    cdef int32_t find(self, int64_t handle, str call, Py_ssize_t row) except -1
+    cdef int32_t get_one(self, object handle, str call) except -1
+    cdef int check_batch(self, Ints* batch, str call) except -1
+    cdef void drain(self)
+    cdef void next_stamp(self) noexcept

@@ -1,0 +1,81 @@
+"""`check` convicts a pool whose state is broken, whatever the piece. Goal: every invariant it recomputes can fail.
+
+One rich state is built (sequences, a fork, raw references, evictable blocks, limbo, a pending copy), one 32-bit word
+of it is changed, and `check` must name the damage. The same state unbroken passes.
+"""
+
+import pytest
+
+from kvpool import CorruptState, Plan, Pool
+
+SHARED, RAW, CACHED, IN_LIMBO = 1, 4, 5, 6  # ids in the state below
+
+
+def rich_pool():
+    """Blocks: 1 shared tail with a pending copy, 2 its copy, 4 raw, 5 evictable, 6 in limbo, the rest blank."""
+    pool = Pool(12, 4, max_seqs=4)
+    plan = Plan(pool, 4, 16, table_width=4)
+    parent = pool.open()
+    pool.step(plan, [parent], 3)
+    pool.done(plan)
+    spare, raw, cached, limbo = (pool.alloc() for _ in range(4))  # 2, 3, 4, 5
+    assert (spare, raw, cached, limbo) == (2, 3, 4, 5)
+    more = pool.alloc()
+    assert more == 6
+    pool.free(spare)
+    pool.mark_committed([limbo])
+    pool.decref(limbo)  # 5: evictable
+    pool.free(raw)  # 3 on top of the blank stack
+    (child,) = pool.fork(parent)
+    pool.step(plan, [child], 1)  # takes 3, copies 1 -> 3
+    pool.free(more)  # 6: limbo, a step is pending
+    assert plan.copies.tolist() == [[1, 3, 3]]
+    stats = pool.stats()
+    assert (stats.evictable, stats.limbo, stats.used) == (1, 1, 3)
+    return pool, plan
+
+
+def test_check_accepts_the_state_that_the_others_break():
+    pool, plan = rich_pool()
+    pool.check()
+    pool.done(plan)
+    pool.check()
+
+
+@pytest.mark.parametrize(
+    ("what", "index"),
+    [
+        ("refcount", SHARED),
+        ("refcount", 2),
+        ("raw", RAW),
+        ("raw", SHARED),
+        ("hold", SHARED),
+        ("hold", RAW),
+        ("floor", SHARED),
+        ("floor", RAW),
+        ("blank", 0),
+        ("next", CACHED),
+        ("prev", IN_LIMBO),
+        ("num_blank", 0),
+        ("num_used", 0),
+        ("num_shared", 0),
+        ("lru", 0),
+        ("limbo", 0),
+        ("num_dropped", 0),
+        ("table", 0),
+        ("table", 1),
+        ("blocks", 0),
+        ("length", 0),
+        ("length", 1),
+        ("next_slot", 0),
+        ("sum_tokens", 0),
+        ("sum_blocks", 0),
+        ("num_open", 0),
+        ("free_slot", 2),
+    ],
+)
+def test_check_finds_a_broken_word(what, index):
+    pool, _ = rich_pool()
+    pool._corrupt(what, index)
+    with pytest.raises(CorruptState, match=r"\[check\] "):
+        pool.check()

@@ -1,0 +1,354 @@
+"""What the cache objects promise to mlx-lm: one operation log for all layers, pure reads, forks,
+finalizers."""
+
+import copy
+import gc
+import pickle
+import weakref
+from types import SimpleNamespace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_models import PROMPTS, random_prompts, solo_tokens, tiny_llama
+
+from kvpool import Pool
+from kvpool.adapters.mlx_lm import PagedKVCache, install
+from kvpool.adapters.mlx_lm.batch import Batch
+
+HEADS, DIM = 2, 8
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama()
+
+
+@pytest.fixture
+def kv(model):
+    return install(model, 100, block_size=4)
+
+
+def forward(cache, columns, order=None, rows=1):
+    """One pass without a model: layer l stores ``100 * l + column``. Returns what each layer got back."""
+    layers = range(len(cache)) if order is None else order
+    got = {}
+    for layer in layers:
+        values = mx.array(columns, mx.float32) + 100 * layer
+        keys = mx.broadcast_to(values[None, None, :, None], (rows, HEADS, len(columns), DIM))
+        k, v = cache[layer].update_and_fetch(keys, -keys)
+        got[layer] = -np.array(v)[:, 0, :, 0]  # 0 past the end of a row, where k holds anything
+        assert rows > 1 or np.array_equal(np.array(k)[:, 0, :, 0], got[layer])
+    return got
+
+
+def test_masks_and_offsets_may_be_asked_for_in_any_number_and_order(kv):
+    cache = kv.make_cache()
+    forward(cache, [1, 2, 3])
+    before = kv.pool.fingerprint()
+    for layer in (2, 0, 1, 2):
+        for _ in range(3):
+            assert cache[layer].make_mask(4) == "causal"
+            assert cache[layer].make_mask(1) is None
+            assert cache[layer].make_mask(4, return_array=True).shape == (1, 1, 4, 7)
+            assert cache[layer].offset == 3
+    assert kv.pool.fingerprint() == before
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_any_layer_may_come_first_and_its_offset_moves_with_its_own_update(kv, order):
+    cache = kv.make_cache()
+    forward(cache, [1, 2, 3], order)
+    for position, layer in enumerate(order):
+        assert [cache[i].offset for i in order] == [4] * position + [3] * (3 - position)
+        forward(cache, [9], [layer])
+    assert [c.offset for c in cache] == [4, 4, 4]
+    got = forward(cache, [7], order)
+    for layer in order:
+        assert got[layer].tolist() == [[100 * layer + x for x in (1, 2, 3, 9, 7)]]
+
+
+def test_right_padding_is_neither_stored_nor_seen(kv):
+    singles = [kv.make_cache() for _ in range(3)]
+    merged = [PagedKVCache.merge([single[layer] for single in singles]) for layer in range(3)]
+    for cache in merged:
+        cache.prepare(lengths=[5, 1, 3], right_padding=[0, 4, 2])
+    forward(merged, [1, 2, 3], rows=3)
+    assert merged[0].offset.tolist() == [3, 1, 3]
+    mask = np.array(merged[0].make_mask(2))  # only row 0 has tokens left
+    assert mask.shape == (3, 1, 2, 5)
+    assert mask[0, 0].tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+    assert mask[1, 0].tolist() == [[1, 0, 0, 0, 0]] * 2  # padding queries see the row's last position
+    forward(merged, [4, 5], rows=3)
+    for cache in merged:
+        cache.finalize()
+    assert merged[0].offset.tolist() == [5, 1, 3]
+    got = forward(merged, [8], rows=3)
+    assert [row[: length + 1].tolist() for row, length in zip(got[0], (5, 1, 3), strict=True)] == [
+        [1, 2, 3, 4, 5, 8],
+        [1, 8],
+        [1, 2, 3, 8],
+    ]
+    assert kv.pool.stats().tokens == 6 + 2 + 4
+
+
+def test_a_windowed_mask_hides_what_is_older(kv):
+    cache = kv.make_cache()
+    forward(cache, [1, 2, 3])
+    mask = np.array(cache[0].make_mask(2, window_size=2))
+    assert mask[0, 0].tolist() == [[0, 0, 1, 1, 0], [0, 0, 0, 1, 1]]
+    assert np.array(cache[0].make_mask(1, window_size=3))[0, 0].tolist() == [[0, 1, 1, 1]]
+    assert cache[0].make_mask(1, window_size=4) is None
+
+
+def test_filter_extend_and_extract_keep_rows_and_their_tokens_together(kv):
+    first, second, third = (kv.make_cache() for _ in range(3))
+    for cache, tokens in ((first, [1, 2]), (second, [3]), (third, [4, 5, 6, 7, 8])):
+        forward(cache, tokens)
+    batch = [PagedKVCache.merge([first[layer], second[layer]]) for layer in range(3)]
+    other = [PagedKVCache.merge([third[layer]]) for layer in range(3)]
+    for cache, more in zip(batch, other, strict=True):
+        cache.extend(more)
+    assert batch[0].offset.tolist() == [2, 1, 5]
+    for cache in batch:
+        cache.filter(mx.array([2, 0]))
+    got = forward(batch, [9], rows=2)[1]
+    assert got[0].tolist() == [104, 105, 106, 107, 108, 109]
+    assert got[1, :3].tolist() == [101, 102, 109]
+    alone = [cache.extract(-1) for cache in batch]
+    assert alone[0].offset == 3
+    assert forward(alone, [10])[2].tolist() == [[201, 202, 209, 210]]
+    assert third[0].offset == 5  # merged, extended from and extended to: a source stays as it is
+    kv.pool.check()
+
+
+def test_trim_then_grow_equals_never_having_had_the_tokens(kv):
+    cache = kv.make_cache()
+    forward(cache, list(range(10)))
+    assert [c.trim(4) for c in cache] == [4, 4, 4]
+    assert forward(cache, [50, 51])[0].tolist() == [[0, 1, 2, 3, 4, 5, 50, 51]]
+    assert [c.trim(100) for c in cache] == [8, 8, 8]
+    assert cache[0].empty() and cache[0].size() == cache[0].nbytes == 0
+    assert kv.summary().blocks_used == 0
+
+
+def test_keys_and_values_repeat_the_last_update(kv):
+    cache = kv.make_cache()
+    with pytest.raises(RuntimeError, match=r"\[keys_and_values\]"):
+        cache[0].keys_and_values()
+    got = forward(cache, [1, 2, 3])
+    assert np.array_equal(np.array(cache[1].keys_and_values()[0])[:, 0, :, 0], got[1])
+    for c in cache:
+        c.trim(1)
+    with pytest.raises(RuntimeError, match=r"\[keys_and_values\]"):
+        cache[1].keys_and_values()
+
+
+def test_caches_are_truthy_even_when_empty(kv):
+    assert all(kv.make_cache())
+
+
+# ------------------------------------------------------------------------------------------- misuse is told
+
+
+def test_layers_that_ask_for_different_things_are_told(kv):
+    cache = kv.make_cache()
+    forward(cache, [1, 2, 3])
+    cache[0].trim(1)
+    with pytest.raises(RuntimeError, match=r"\[forward\] a layer asks"):
+        forward(cache, [4], order=[1])
+    with pytest.raises(RuntimeError, match=r"\[trim\] a layer asks"):
+        cache[1].trim(2)
+    with pytest.raises(RuntimeError, match=r"\[trim\] 2 of 3 layers"):
+        cache[0].trim(1)
+    with pytest.raises(RuntimeError, match=r"\[deepcopy\] 2 of 3 layers"):
+        copy.deepcopy(cache)
+    assert cache[1].trim(1) == cache[2].trim(1) == 1  # the right calls still work
+    assert forward(cache, [4])[2].tolist() == [[201, 202, 204]]
+
+
+@pytest.mark.parametrize(
+    ("exception", "call"),
+    [
+        (ValueError, lambda c: c.trim(-5)),
+        (TypeError, lambda c: c.trim(1.0)),
+        (IndexError, lambda c: c.filter([1])),
+        (IndexError, lambda c: c.extract(-2)),
+        (ValueError, lambda c: c.filter([0, 0])),
+        (ValueError, lambda c: c.prepare(lengths=[1, 2], right_padding=[0, 1])),
+        (ValueError, lambda c: c.prepare(right_padding=[1])),
+        (ValueError, lambda c: c.prepare(left_padding=[1])),
+        (ValueError, lambda c: c.update_and_fetch(*[mx.zeros((2, HEADS, 1, DIM))] * 2)),
+        (TypeError, pickle.dumps),
+        (TypeError, copy.copy),
+    ],
+)
+def test_wrong_calls_are_refused_and_change_nothing(kv, exception, call):
+    cache = kv.make_cache()
+    forward(cache, [1, 2, 3])
+    before = kv.pool.fingerprint()
+    with pytest.raises(exception):
+        call(cache[0])
+    assert kv.pool.fingerprint() == before
+    assert forward(cache, [4])[0].tolist() == [[1, 2, 3, 4]]
+
+
+def test_caches_of_two_pools_do_not_mix(model, kv):
+    cache, stranger = kv.make_cache(), install(model, 20, block_size=4).make_cache()
+    with pytest.raises(ValueError, match=r"\[extend\] .* different pools"):
+        cache[0].extend(stranger[0])
+    with pytest.raises(ValueError, match=r"\[extend\] .* different pools"):
+        PagedKVCache.merge([cache[0], stranger[0]])
+
+
+# ------------------------------------------------------------------------- interrupted passes, dropped caches
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("shared_tail", [False, True])
+def test_an_interrupted_pass_can_be_taken_back(model, in_order, shared_tail):
+    kv = install(model, pool=Pool(50, 4, in_order=in_order))
+    cache = kv.make_cache()
+    forward(cache, [1, 2, 3, 4, 5, 6])
+    other = copy.deepcopy(cache) if shared_tail else None
+    lengths = kv.pool.stats().tokens
+    forward(cache, [7, 8, 9], order=[2, 0])  # layer 1 never ran
+    with pytest.raises(RuntimeError, match=r"kv\.recover"):
+        forward(cache, [7], order=[0])
+    with pytest.raises(RuntimeError, match=r"kv\.recover"):
+        forward(kv.make_cache(), [7])
+    assert kv.recover() and not kv.recover()
+    assert kv.pool.stats().tokens == lengths and kv.pool.stats().pending == 0
+    assert [c.offset for c in cache] == [6, 6, 6]
+    got = forward(cache, [70, 80])
+    for layer in range(3):
+        assert got[layer].tolist() == [[100 * layer + x for x in (1, 2, 3, 4, 5, 6, 70, 80)]]
+    if other is not None:
+        assert forward(other, [9])[1].tolist() == [[101, 102, 103, 104, 105, 106, 109]]
+    kv.pool.check()
+
+
+def test_an_interrupted_pass_of_a_dropped_cache_is_taken_back_by_itself(kv):
+    cache, survivor = kv.make_cache(), kv.make_cache()
+    forward(cache, [1, 2, 3], order=[0])
+    del cache
+    assert forward(survivor, [1, 2])[0].tolist() == [[1, 2]]
+    assert kv.summary().blocks_used == 1 and kv.pool.stats().pending == 0
+    kv.pool.check()
+
+
+def test_an_error_between_step_and_first_write_rolls_the_step_back(kv, monkeypatch):
+    cache = kv.make_cache()
+    forward(cache, [1, 2, 3])
+    other = copy.deepcopy(cache)
+    used = kv.pool.stats().used
+
+    def fail(_):
+        raise MemoryError("no memory for the copy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kv.backend, "copy_blocks", fail)
+        with pytest.raises(MemoryError):
+            forward(cache, [4])
+    assert kv.pool.stats().used == used and kv.pool.stats().pending == 0
+    assert forward(cache, [4])[0].tolist() == [[1, 2, 3, 4]]
+    assert forward(other, [5])[0].tolist() == [[1, 2, 3, 5]]
+
+
+def test_finalizers_note_the_close_and_do_nothing_else():
+    class Recorder:
+        def __init__(self):
+            self.calls = []
+
+        def __getattr__(self, name):
+            return lambda *arguments: self.calls.append((name, *arguments))
+
+    pool = Recorder()
+    batch = Batch(SimpleNamespace(pool=pool, batches=weakref.WeakSet()), [11, -1, 12], [4, 0, 5], False)
+    del batch
+    assert pool.calls == [("defer_close", 11), ("defer_close", 12)]
+
+
+def test_dropping_a_cache_after_the_pool_was_shut_down_is_silent(kv, recwarn):
+    cache = kv.make_cache()
+    forward(cache, [1])
+    kv.pool.shutdown()
+    del cache
+    gc.collect()
+    assert not recwarn.list
+
+
+def test_empty_caches_take_no_sequence_of_the_pool(model):
+    kv = install(model, 100, block_size=4, max_seqs=16)
+    waiting = [kv.make_cache() for _ in range(100)]
+    assert kv.summary().sequences == 0
+    forward(waiting[50], [1])
+    assert kv.summary().sequences == 1
+
+
+def test_freed_blocks_may_be_reused_while_the_pass_that_reads_them_is_in_flight(model):
+    """A finished row is dropped and its blocks rewritten before anything of its last pass has run."""
+    kv = install(model, 5, block_size=4, overlap=True)
+    cache = kv.make_cache()
+    k = mx.broadcast_to(mx.arange(16, dtype=mx.float32)[None, None, :, None], (1, HEADS, 16, DIM))
+    in_flight = [layer.update_and_fetch(k, k) for layer in cache]  # all 4 blocks, nothing evaluated
+    table = kv.pool.table(cache[0]._batch.handles[0])
+    del cache
+    successor = kv.make_cache()
+    later = [layer.update_and_fetch(k + 100, k + 100) for layer in successor]
+    assert sorted(kv.pool.table(successor[0]._batch.handles[0])) == sorted(table)
+    mx.eval(later)
+    mx.eval(in_flight)
+    for old, new in zip(in_flight, later, strict=True):
+        assert np.array_equal(np.array(old[0]), np.array(k))
+        assert np.array_equal(np.array(new[1]), np.array(k + 100))
+
+
+def test_random_engines_see_their_own_tokens_only(model):
+    """Any mix of forks, filters, trims and growth against plain Python lists of tokens."""
+    for seed in range(3):
+        print(f"seed {seed}")
+        rng = np.random.default_rng(seed)
+        kv = install(model, 200, block_size=3)
+        caches, texts = [kv.make_cache()], [[]]
+        for step in range(60):
+            i = int(rng.integers(len(caches)))
+            match int(rng.integers(6)):
+                case 0 if len(caches) < 8:
+                    caches.append(copy.deepcopy(caches[i]))
+                    texts.append(list(texts[i]))
+                case 1:
+                    n = int(rng.integers(0, 5))
+                    assert len({layer.trim(n) for layer in caches[i]}) == 1
+                    texts[i] = texts[i][: max(0, len(texts[i]) - n)]
+                case 2 if len(caches) > 1:
+                    caches.pop(i), texts.pop(i)
+                case 3 if len(caches) > 1:
+                    merged = [PagedKVCache.merge(list(column)) for column in zip(*caches, strict=True)]
+                    got = forward(merged, [step], rows=len(caches))
+                    for row, text in zip(got[2], texts, strict=True):
+                        assert row[: len(text) + 1].tolist() == [200 + t for t in text] + [200 + step]
+                case _:
+                    new = [1000 + 10 * step + j for j in range(rng.integers(1, 6))]
+                    texts[i] = texts[i] + new
+                    assert forward(caches[i], new)[1].tolist() == [[100 + t for t in texts[i]]]
+            kv.pool.check()
+        caches, merged = [], []
+        gc.collect()
+        assert kv.summary().blocks_used == 0
+
+
+def test_a_recovered_engine_generates_what_it_would_have(model, kv):
+    prompt = random_prompts(PROMPTS)[2]
+    expected = solo_tokens(model, prompt)
+    cache = kv.make_cache()
+    model(mx.array([prompt[:-1]]), cache=cache)
+    attention = model.layers[1].self_attn
+    sound, model.layers[1].self_attn = attention, lambda *_: 1 / 0
+    try:
+        with pytest.raises(ZeroDivisionError):
+            model(mx.array([prompt[-1:]]), cache=cache)
+    finally:
+        model.layers[1].self_attn = sound
+    assert kv.recover()
+    assert solo_tokens(model, prompt[-1:], prompt_cache=cache) == expected
