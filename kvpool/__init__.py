@@ -4,6 +4,7 @@
 """
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from kvpool.errors import (
     BackendUnavailable,
@@ -33,6 +34,10 @@ except ModuleNotFoundError as error:
 
 from kvpool.stats import PageBatchInfo, PoolStats
 
+if TYPE_CHECKING:
+    from kvpool.config import KVSpec, blocks_for
+    from kvpool.manager import KVBlockManager
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -42,7 +47,9 @@ __all__ = [
     "CorruptState",
     "DoubleFree",
     "ForeignHandle",
+    "KVBlockManager",
     "KVPoolError",
+    "KVSpec",
     "OutOfBlocks",
     "OutOfSequences",
     "PageBatchInfo",
@@ -52,8 +59,23 @@ __all__ = [
     "PoolClosed",
     "PoolStats",
     "StaleHandle",
+    "blocks_for",
     "get_include",
 ]
+
+_LATE = {  # not everybody needs them, and they take time to import
+    "KVBlockManager": "kvpool.manager",
+    "KVSpec": "kvpool.config",
+    "blocks_for": "kvpool.config",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module 'kvpool' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_LATE[name]), name)
 
 
 def get_include() -> str:
