@@ -103,7 +103,7 @@ class PoolMachine(RuleBasedStateMachine):
         for _ in prompts:
             self._open(0)
         self._step(0, self.opened(), prompts[: len(self.opened())], partial=True)
-        self._fork(0, samples)
+        self._fork(self.opened()[0], samples)
 
     def teardown(self) -> None:
         """Give the pools' tags back."""
@@ -176,15 +176,18 @@ class PoolMachine(RuleBasedStateMachine):
         self._forget_deferred()
         self._open(max(0, tokens - 6) * self.appetite)
 
-    @rule(pick=small, n=st.integers(1, 3), shorter=st.sampled_from([0, 0, 1, 2]))
-    def fork(self, pick: int, n: int, shorter: int) -> None:
-        """Fork a sequence, pending or not; its children may give up some tokens at once."""
-        children = self._fork(pick, n)
+    @rule(pick=small, n=st.integers(1, 3), shorter=st.sampled_from([0, 0, 1, 2]), race=st.booleans())
+    def fork(self, pick: int, n: int, shorter: int, race: bool) -> None:
+        """Fork a sequence, pending or not; the children may give up tokens, and all may write at once."""
+        parent = self._rows([pick])[0]
+        children = self._fork(parent, n)
         if shorter and children:
             self._truncate(children, [max(0, len(self.content.stamps[name]) - shorter) for name in children])
+        for name in [parent, *children] if race else []:
+            self.everything_agrees()
+            self._step(0, [name], 1)
 
-    def _fork(self, pick: int, n: int) -> list[int]:
-        parent = self._rows([pick])[0]
+    def _fork(self, parent: int, n: int) -> list[int]:
         children = self.both(lambda side: side.pool.fork(side.handle(parent), n), handles=True)
         if children is RAISED:
             return []
