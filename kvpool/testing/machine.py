@@ -296,11 +296,24 @@ class PoolMachine(RuleBasedStateMachine):
             lambda side, plan: side.pool.step(plan, side.batch(rows, self._as_array()), new, **options),
         )
 
-    @rule(index=which_plan)
-    def decode(self, index: int) -> None:
-        """One token for every sequence."""
-        rows = self._rows(list(range(PLANS[self._idle_plan(index)]["max_rows"])))
-        self._step(index, rows, 1)
+    @rule(index=which_plan, size=st.integers(1, 8))
+    def decode(self, index: int, size: int) -> None:
+        """One token for the first sequences, in their rows."""
+        self._step(index, self._rows(list(range(size))), 1)
+
+    @rule(index=which_plan, sizes=st.lists(st.integers(1, 8), min_size=2, max_size=5), rebind=st.booleans())
+    def generate(self, index: int, sizes: list[int], rebind: bool) -> None:
+        """One plan step after step: batches that shrink and grow, with rows that stay where they are."""
+        self._forget_deferred()
+        for pending in list(self.before):
+            self._done(pending)
+        for size in sizes:
+            self._step(index, self._rows(list(range(size))), 1)
+            if self.before:
+                self._done(index)
+            if rebind:
+                self._bind(index)
+            self.everything_agrees()
 
     @rule(index=which_plan, chosen=picks, new=counts, partial=st.booleans())
     def step(self, index: int, chosen: list[int], new: list[int], partial: bool) -> None:
@@ -429,9 +442,10 @@ class PoolMachine(RuleBasedStateMachine):
 
     def _bind(self, index: int) -> None:
         plan = self.pair.oracle.plans[index]
-        arrays = {n: np.full(plan._shapes[n], -55, plan._dtypes[n]) for n in ARRAYS[index][:2]}
+        names = (ARRAYS[index] * 2)[self.turn % len(ARRAYS[index]) :][:2]
+        arrays = {name: np.full(plan._shapes[name], -55, plan._dtypes[name]) for name in names}
         if not plan.is_pending:
-            self.both(lambda side: side.plans[index].bind(**{n: a.copy() for n, a in arrays.items()}))
+            self.both(lambda side: side.plans[index].bind(**{name: array.copy() for name, array in arrays.items()}))
             self.pair.forget_shown(index)
 
     def _reset(self) -> None:
