@@ -14,9 +14,7 @@ SEED = 7
 def randomized(model):
     """Weights large enough that greedy output wanders over many tokens, so that a wrong cache shows."""
     mx.random.seed(SEED)
-    model.update(
-        tree_map(lambda w: mx.random.normal(w.shape) * 0.25 if w.ndim > 1 else w, model.parameters())
-    )
+    model.update(tree_map(lambda w: mx.random.normal(w.shape) * 0.25 if w.ndim > 1 else w, model.parameters()))
     mx.eval(model.parameters())
     return model
 
@@ -95,8 +93,7 @@ SMALL_STEPS = {"prefill_batch_size": 3, "completion_batch_size": 4, "prefill_ste
 
 
 def batch_tokens(model, prompts, max_tokens=16, *, caches=None, on_step=None, **options):
-    """Tokens per prompt from mlx-lm's BatchGenerator; ``on_step(generator, uids)`` is called after each
-    step."""
+    """Tokens per prompt from mlx-lm's BatchGenerator, with ``on_step(generator, uids)`` after each step."""
     limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
     generator = BatchGenerator(model, **(SMALL_STEPS | options))
     uids = generator.insert(prompts, limits, caches=caches)

@@ -56,6 +56,19 @@ def test_a_write_while_a_read_is_outstanding_is_counted_as_a_copy():
     assert backend.pool_copies == backend.memory().pool_copies == 2
 
 
+def test_copying_blocks_moves_their_tokens_and_not_the_pool():
+    """Many blocks, so that a copy which writes while its reads still run would be found out."""
+    backend, many = MLXBackend(SPEC, 4001), 2000
+    rng = np.random.default_rng(0)
+    data = rng.integers(0, 256, (many, SPEC.block_nbytes), np.uint8)
+    src, dst = np.arange(1, many + 1), rng.permutation(np.arange(many + 1, 2 * many + 1))
+    backend.import_blocks(src, data)
+    backend.settle()
+    backend.copy_blocks(np.stack([src, dst, np.full(many, SPEC.block_size)], 1))
+    assert backend.settle() == 0
+    assert np.array_equal(backend.export_blocks(dst), data)
+
+
 @pytest.mark.parametrize("evaluate_first", ["writer", "reader", "together"])
 def test_blocks_may_be_rewritten_while_the_reads_of_their_last_owner_are_in_flight(evaluate_first):
     backend = MLXBackend(SPEC, 8)

@@ -1,5 +1,6 @@
 """Guards: one caller at a time, no pickling, a closed pool stays closed, counters are read only."""
 
+import array
 import contextlib
 import copy
 import gc
@@ -162,9 +163,7 @@ class WritesWhenRead(list):
 
 SECOND_ARGUMENT = {  # `handles` is the caller's memory, and written while the other argument is read
     "truncate": lambda pool, handles, write: pool.truncate(handles, [Reenter(0, write), 0]),
-    "close_finished": lambda pool, handles, write: pool.close_finished(
-        handles, WritesWhenRead([True, True], write)
-    ),
+    "close_finished": lambda pool, handles, write: pool.close_finished(handles, WritesWhenRead([True, True], write)),
     "can": lambda pool, handles, write: pool.can(handles, [Reenter(1, write), 1]),
 }
 
@@ -173,9 +172,7 @@ SECOND_ARGUMENT = {  # `handles` is the caller's memory, and written while the o
 @pytest.mark.parametrize("call", SECOND_ARGUMENT)
 def test_handles_changed_after_they_were_checked_do_no_harm(core, call, change):
     """In a process of its own: the harm would be a write outside the pool's memory."""
-    child = multiprocessing.get_context("fork").Process(
-        target=change_while_reading, args=(core, call, change)
-    )
+    child = multiprocessing.get_context("fork").Process(target=change_while_reading, args=(core, call, change))
     child.start()
     child.join(60)
     assert child.exitcode == 0
@@ -207,6 +204,19 @@ def change_while_reading(core, call, change):
     pool.shutdown()
 
 
+@pytest.mark.parametrize("call", ["can", "step", "reserve"])
+def test_array_cannot_be_resized_while_a_call_reads_it(make_pool, make_plan, call):
+    """The call exports the buffer, so the owner is told, and the call is as if it had never been."""
+    pool = make_pool()
+    plan, handles = make_plan(pool), array.array("q", [pool.open(4), pool.open(4)])
+    before = pool.fingerprint()
+    arguments = () if call == "can" else (plan,)
+    with pytest.raises(BufferError):
+        getattr(pool, call)(*arguments, handles, [1, Reenter(1, lambda: handles.append(0))])
+    assert pool.fingerprint() == before
+    handles.append(0)  # and let go of it afterwards
+
+
 def test_list_shortened_while_it_is_read_is_refused(make_pool, refused):
     pool = make_pool()
     pool.alloc(3)
@@ -231,9 +241,7 @@ def test_counts_changed_by_the_step_itself_do_not_matter(make_pool, make_plan):
 # --- copies of the objects --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "duplicate", [copy.copy, copy.deepcopy, pickle.dumps], ids=["copy", "deepcopy", "pickle"]
-)
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps], ids=["copy", "deepcopy", "pickle"])
 def test_pool_and_plan_cannot_be_copied(make_pool, make_plan, duplicate):
     pool = make_pool()
     plan = make_plan(pool)
@@ -312,9 +320,7 @@ def test_pool_shows_its_parameters(make_pool):
     "num_blocks, max_seqs, expected",
     [(16, 64, 15), (1000, 1024, 999), (200_000, 1024, 2**17), (300, 2**20, 128)],
 )
-def test_max_blocks_per_seq_default_bounds_the_memory_of_the_tables(
-    make_pool, num_blocks, max_seqs, expected
-):
+def test_max_blocks_per_seq_default_bounds_the_memory_of_the_tables(make_pool, num_blocks, max_seqs, expected):
     assert make_pool(num_blocks, 4, max_seqs=max_seqs).max_blocks_per_seq == expected
 
 

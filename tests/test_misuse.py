@@ -273,9 +273,7 @@ def test_counts_of_another_length_than_the_batch_are_a_value_error(scene, refuse
         NUM_NEW[call](scene, values)
 
 
-@pytest.mark.parametrize(
-    "value", [-1, 24, 2**31 - 1, 2**31, 2**32 + 5, 2**62, 2**63, 2**64, -(2**31), -(2**64)]
-)
+@pytest.mark.parametrize("value", [-1, 24, 2**31 - 1, 2**31, 2**32 + 5, 2**62, 2**63, 2**64, -(2**31), -(2**64)])
 @pytest.mark.parametrize("call", ONE_BLOCK)
 def test_block_id_outside_the_pool_is_an_index_error(scene, refused, call, value):
     with refused(scene.pool, IndexError, call, value):
@@ -515,6 +513,19 @@ def test_input_arrays_may_be_the_plans_own(scene):
     pool.step(plan, plan.handles, plan.seq_lens[:2])
     assert plan.handles.tolist() == [scene.b, scene.a]
     assert plan.seq_lens.tolist() == [10, 9] and plan.num_tokens == 15
+
+
+@pytest.mark.parametrize("first, last", [(1, 4), (0, 3), (1, 3), (3, 4)])
+def test_handles_may_be_a_part_of_the_plans_own(make_pool, make_plan, first, last):
+    """The batch without its first row, taken from the array that the step will write the batch to."""
+    pool = make_pool(24, 4)
+    plan = make_plan(pool, 4, 16)
+    handles = [pool.open() for _ in range(4)]
+    pool.step(plan, handles, 3)
+    pool.done(plan)
+    pool.step(plan, plan.handles[first:last], 1)
+    assert plan.handles.tolist() == handles[first:last]
+    assert [pool.num_tokens(h) for h in handles] == [4 if first <= row < last else 3 for row in range(4)]
 
 
 def test_step_with_arguments_missing_or_unknown_is_a_type_error(scene):

@@ -5,7 +5,7 @@ import gc
 import mlx.core as mx
 import mlx_lm
 import pytest
-from mlx_lm.generate import BatchGenerator
+from mlx_lm.generate import BatchGenerator, speculative_generate_step
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache, trim_prompt_cache
 from mlx_models import PROMPTS, batch_tokens, random_prompts, solo_tokens, tiny_llama
 
@@ -77,6 +77,28 @@ def test_generate_step_on_a_pool_equals_stock(model, prompts):
     with install(model, 100, block_size=4) as kv:
         assert [solo_tokens(model, prompt, 30) for prompt in prompts] == expected
     assert_empty(kv)
+
+
+def test_speculative_decoding_on_two_pools_equals_stock(model, prompts):
+    """Draft and target have a pool each; rejected tokens are trimmed from both in every step."""
+
+    def speculate(draft, prompt):
+        steps = speculative_generate_step(mx.array(prompt), model, draft, max_tokens=20)
+        return [(int(token), from_draft) for token, _, from_draft in steps]
+
+    draft = tiny_llama(num_hidden_layers=1)
+    for layer in ("embed_tokens", "norm"):  # so that some of its guesses are accepted
+        setattr(draft.model, layer, getattr(model.model, layer))
+    draft.lm_head = model.lm_head
+    expected = [speculate(draft, prompt) for prompt in prompts[:3]]
+    assert {from_draft for row in expected for _, from_draft in row} == {True, False}
+    with install(model, 100, block_size=4) as target_kv, install(draft, 100, block_size=4) as draft_kv:
+        assert [speculate(draft, prompt) for prompt in prompts[:3]] == expected
+    assert [[token for token, _ in row] for row in expected] == [
+        solo_tokens(model, prompt, 20) for prompt in prompts[:3]
+    ]
+    assert_empty(target_kv)
+    assert_empty(draft_kv)
 
 
 def test_overlapping_steps_equal_stock(model, prompts, stock):

@@ -1,5 +1,4 @@
-"""What the cache objects promise to mlx-lm: one operation log for all layers, pure reads, forks,
-finalizers."""
+"""What the cache objects promise mlx-lm: one log for all layers, pure reads, forks, quiet finalizers."""
 
 import copy
 import gc
@@ -101,6 +100,27 @@ def test_a_windowed_mask_hides_what_is_older(kv):
     assert cache[0].make_mask(1, window_size=4) is None
 
 
+def test_a_layer_has_its_own_window_even_if_the_model_names_none(kv):
+    kv.windows = (None, 3, None)
+    cache = kv.make_cache()
+    forward(cache, [1, 2, 3])
+    assert cache[0].make_mask(1) is None
+    assert np.array(cache[1].make_mask(1))[0, 0].tolist() == [[0, 1, 1, 1]]
+    assert np.array(cache[1].make_mask(1, window_size=2))[0, 0].tolist() == [[0, 0, 1, 1]]
+    assert np.array(cache[1].make_mask(1, window_size=9))[0, 0].tolist() == [[0, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_pass_waits_for_the_one_before_unless_overlap_is_asked_for(model, monkeypatch, overlap):
+    kv = install(model, 20, block_size=4, overlap=overlap)
+    waits = []
+    monkeypatch.setattr(kv.backend, "settle", lambda: waits.append(1))
+    cache = kv.make_cache()
+    for _ in range(3):
+        forward(cache, [1])
+    assert len(waits) == (0 if overlap else 3)
+
+
 def test_filter_extend_and_extract_keep_rows_and_their_tokens_together(kv):
     first, second, third = (kv.make_cache() for _ in range(3))
     for cache, tokens in ((first, [1, 2]), (second, [3]), (third, [4, 5, 6, 7, 8])):
@@ -163,6 +183,8 @@ def test_layers_that_ask_for_different_things_are_told(kv):
         cache[0].trim(1)
     with pytest.raises(RuntimeError, match=r"\[deepcopy\] 2 of 3 layers"):
         copy.deepcopy(cache)
+    with pytest.raises(RuntimeError, match=r"\[extend\] 2 of 3 layers"):
+        kv.make_cache()[0].extend(cache[0])
     assert cache[1].trim(1) == cache[2].trim(1) == 1  # the right calls still work
     assert forward(cache, [4])[2].tolist() == [[201, 202, 204]]
 

@@ -60,8 +60,7 @@ def tokens_or_error(model, prompt):
 
 
 def test_canary_stepping_in_make_mask_passes_one_mask_and_fails_two(monkeypatch, prompts):
-    """The tempting shortcut: a mask is asked for once per pass, so let it step. Here it is asked for
-    twice."""
+    """The tempting shortcut: a mask is asked for once per pass, so it may step. Here it comes twice."""
     pure_mask = PagedKVCache.make_mask
 
     def mask_that_steps(self, N, **options):

@@ -1,5 +1,4 @@
-"""`TableUploader`: MLX's copy of a plan's tables equals them after every step, for the price of the dirty
-rows."""
+"""`TableUploader`: MLX's copy equals the plan's tables after every step, for the price of the dirty rows."""
 
 import mlx.core as mx
 import numpy as np

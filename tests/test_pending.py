@@ -256,6 +256,23 @@ def test_rollback_restores_lengths_tables_references_and_the_blank_stack(flight,
     assert pool.alloc(3).tolist() == [4, 5, 6]
 
 
+@pytest.mark.parametrize("num_new", [1, [1, 1, 1, 1]], ids=["one for all", "one per row"])
+def test_rollback_of_a_decode_step(flight, grow, num_new):
+    """Rows in the middle of a block, at its end, empty, and sharing a tail."""
+    pool, (plan,) = flight(1)
+    rows = [pool.open() for _ in range(3)]
+    grow(pool, rows[0], 2)
+    grow(pool, rows[1], 4)
+    rows.append(int(pool.fork(rows[0])[0]))
+    before = snapshot(pool, rows)
+    pool.step(plan, rows, num_new)
+    assert [pool.num_tokens(h) for h in rows] == [3, 5, 1, 3]
+    pool.rollback(plan)
+    assert snapshot(pool, rows) == before
+    pool.step(plan, rows, num_new)
+    assert plan.seq_lens.tolist() == [3, 5, 1, 3]
+
+
 def test_rollback_then_the_same_step_takes_the_same_blocks(flight, grow):
     pool, (plan,) = flight(1)
     parent = pool.open()
@@ -461,6 +478,33 @@ def test_truncate_of_a_row_is_legal_after_rollback(flight):
     pool.step(plan, [row], 5)
     pool.rollback(plan)
     pool.truncate(row, 0)
+
+
+def test_truncate_is_legal_after_rollback_though_an_older_plan_is_pending(flight, grow):
+    pool, (a, b) = flight(2)
+    row, other = pool.open(), pool.open()
+    grow(pool, row, 2)
+    pool.step(a, [other], 1)
+    pool.step(b, [row], 1)
+    pool.rollback(b)
+    pool.truncate(row, 0)  # in no pending plan any more
+    assert pool.num_tokens(row) == 0
+
+
+@pytest.mark.parametrize("num_new", [0, 1, 3, [1]])
+def test_row_of_a_pending_plan_is_one_whatever_the_step_does_to_it(flight, grow, refused, num_new):
+    pool, (plan,) = flight(1)
+    row = pool.open()
+    grow(pool, row, 2)
+    pool.step(plan, [row], num_new)
+    with refused(pool, PlanStateError, "truncate", plans=[plan]):
+        pool.truncate(row, 0)
+    child = int(pool.fork(row)[0])
+    with refused(pool, PlanStateError, "rollback", plans=[plan]):
+        pool.rollback(plan)
+    pool.close(child)
+    pool.rollback(plan)
+    assert pool.num_tokens(row) == 2
 
 
 # --- forks of pending rows --------------------------------------------------------------------------------

@@ -133,9 +133,7 @@ def test_pads_of_the_callers_choice(core, batch, make_plan):
     chosen = {name: value for name, value in pad.items() if value}
     plan = make_plan(pool, formats=core.all_formats, table_width=6, kv_width=20, pad=chosen)
     pool.step(plan, handles, new, pad_to=(8, 16))
-    assert_shows(
-        plan, expected(pool, handles, new, rows=8, tokens=16, width=6, kv_width=20, pad=pad), "int32"
-    )
+    assert_shows(plan, expected(pool, handles, new, rows=8, tokens=16, width=6, kv_width=20, pad=pad), "int32")
 
 
 def test_pool_without_a_reserved_block_pads_tables_with_minus_one(core, batch, make_plan):
@@ -157,8 +155,7 @@ def test_dtype_per_array(core, batch, make_plan):
         "int64",
     ]
     assert (
-        plan.slot_mapping.tolist()
-        == expected(pool, handles, [1, 1, 1], width=4, kv_width=16)["slot_mapping"].tolist()
+        plan.slot_mapping.tolist() == expected(pool, handles, [1, 1, 1], width=4, kv_width=16)["slot_mapping"].tolist()
     )
 
 
@@ -171,6 +168,25 @@ def test_reserved_blocks_of_a_sequence_are_in_its_table_but_not_in_csr(make_pool
     assert plan.indptr.tolist() == [0, 2] and plan.indices.tolist() == [1, 2]
     assert plan.last_page_len.tolist() == [1]
     assert plan.kv_slots_ragged.tolist() == [4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("pad_to", [None, (3, 16)], ids=["plain", "padded"])
+@pytest.mark.parametrize("grown", [0, 1, 4, 9])
+def test_csr_rows_that_come_back_unchanged_are_right(make_pool, make_plan, grow, pad_to, grown):
+    """indices are moved from the first changed row on; rows that were away may lie under others by now."""
+    pool = make_pool(32)
+    handles = [pool.open() for _ in range(3)]
+    for handle, length in zip(handles, (4, 6, 2), strict=True):
+        grow(pool, handle, length)
+    plan = make_plan(pool, 3, 16, formats=("csr",))
+    pool.step(plan, handles, 0)
+    pool.done(plan)
+    pool.step(plan, handles[:1], grown, pad_to=pad_to)
+    pool.done(plan)
+    pool.step(plan, handles, 0)
+    tables = [pool.table(h).tolist() for h in handles]
+    assert plan.indices.tolist() == [block for table in tables for block in table]
+    assert plan.indptr.tolist() == [0, *np.cumsum([len(t) for t in tables])]
 
 
 def test_rows_that_shrink_are_padded_again(make_pool, make_plan, grow):
@@ -231,11 +247,7 @@ def test_num_new_in_every_legal_form(make_pool, make_plan, kind):
     else:
         new, total = [2, 0, 1], 3
         new = (
-            np.array(new, np.int64)
-            if kind == "int64 array"
-            else np.array(new, kind)
-            if kind is np.int32
-            else kind(new)
+            np.array(new, np.int64) if kind == "int64 array" else np.array(new, kind) if kind is np.int32 else kind(new)
         )
     plan = make_plan(pool)
     pool.step(plan, handles, new)
@@ -335,6 +347,20 @@ def test_more_tokens_than_the_plan_is_refused(make_pool, make_plan, refused):
     pool.step(plan, handles, [3, 2])
 
 
+def test_more_decode_rows_than_tokens_of_the_plan_is_refused(make_pool, make_plan, refused, grow):
+    pool = make_pool()
+    handles = [pool.open() for _ in range(3)]
+    for handle in handles:
+        grow(pool, handle, 1)
+    plan = make_plan(pool, 3, 2)
+    with refused(pool, CapacityExceeded, "step", 3, plans=[plan]):
+        pool.step(plan, handles, 1)
+    wide = make_plan(pool, 3, 3)
+    with refused(pool, ValueError, "step", 3, plans=[wide]):
+        pool.step(wide, handles, 1, pad_to=(3, 2))
+    pool.step(plan, handles[1:], 1)
+
+
 def test_wider_table_than_the_plan_is_refused(make_pool, make_plan, refused):
     pool = make_pool()
     handle = pool.open(12)
@@ -352,6 +378,9 @@ def test_longer_context_than_kv_width_is_refused(make_pool, make_plan, refused):
     with refused(pool, CapacityExceeded, "step", 7, plans=[plan]):
         pool.step(plan, [handle], 7)
     pool.step(plan, [handle], 6)
+    pool.done(plan)
+    with refused(pool, CapacityExceeded, "step", 7, plans=[plan]):
+        pool.step(plan, [handle], 1)  # the block has room, the row of the plan has not
 
 
 def test_longer_sequence_than_the_pool_allows_is_refused(make_pool, make_plan, refused):
@@ -366,9 +395,7 @@ def test_longer_sequence_than_the_pool_allows_is_refused(make_pool, make_plan, r
     pool.step(plan, [handle], 8)
 
 
-@pytest.mark.parametrize(
-    "pad_to", [(1, 64), (9, 64), (8, 3), (8, 65), (-1, 64), (8, -1), (2**40, 64), (8, 2**40)]
-)
+@pytest.mark.parametrize("pad_to", [(1, 64), (9, 64), (8, 3), (8, 65), (-1, 64), (8, -1), (2**40, 64), (8, 2**40)])
 def test_pad_to_outside_batch_and_plan_is_refused(make_pool, make_plan, refused, pad_to):
     pool = make_pool()
     handles = [pool.open(), pool.open()]

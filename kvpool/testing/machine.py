@@ -84,7 +84,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.appetite = drawn.pop("appetite") * max(1, drawn["block_size"] // 4)
         prompts, samples = drawn.pop("prompts"), drawn.pop("samples")
         drawn["watermark"] = min(drawn["watermark"], drawn["num_blocks"] - drawn["reserved_blocks"])
-        self.pair = Pair(Side(*self._kinds()[0], drawn), Side(*self._kinds()[1], drawn))
+        kind = type(self)
+        self.pair = Pair(Side(kind.make_pool, kind.make_plan, drawn), Side(*kind.oracle, drawn))
         self.both = self.pair.both
         self.block_size = drawn["block_size"]
         self.num_blocks = drawn["num_blocks"]
@@ -103,10 +104,6 @@ class PoolMachine(RuleBasedStateMachine):
             self._open(0)
         self._step(0, self.opened(), prompts[: len(self.opened())], partial=True)
         self._fork(0, samples)
-
-    def _kinds(self) -> tuple[Any, Any]:
-        kind = type(self)
-        return (kind.make_pool, kind.make_plan), kind.oracle
 
     def teardown(self) -> None:
         """Give the pools' tags back."""
@@ -224,9 +221,7 @@ class PoolMachine(RuleBasedStateMachine):
         else:
             alone = len(rows) == 1 and self._as_array()
             self.both(
-                lambda side: side.pool.close(
-                    side.handle(rows[0]) if alone else side.batch(rows, self._as_array())
-                )
+                lambda side: side.pool.close(side.handle(rows[0]) if alone else side.batch(rows, self._as_array()))
             )
             self._forget(rows)
 
@@ -260,9 +255,7 @@ class PoolMachine(RuleBasedStateMachine):
         test = self.pair.test
         tables = [test.pool.table(test.handle(name)).tolist() for name in rows]
         if hasattr(plan, "block_tables"):  # what the backend sees counts
-            tables = [
-                row[: len(table)].tolist() for row, table in zip(plan.block_tables, tables, strict=False)
-            ]
+            tables = [row[: len(table)].tolist() for row, table in zip(plan.block_tables, tables, strict=False)]
         for name, table in zip(rows, tables, strict=True):
             self.content.took(block for block in table if block not in before.get(name, ()))
         slots = []
@@ -292,8 +285,7 @@ class PoolMachine(RuleBasedStateMachine):
             return
         tables = plan.block_tables
         if self.mirror[index] is None:
-            pad = self.pair.oracle.plans[index]._pads["block_tables"]  # what a new plan shows
-            self.mirror[index] = np.full((plan.max_rows, tables.shape[1]), pad, tables.dtype)
+            self.mirror[index] = np.full((plan.max_rows, tables.shape[1]), -99, tables.dtype)
         self.mirror[index][plan.dirty_rows] = tables[plan.dirty_rows]
         assert (self.mirror[index][: len(tables)] == tables).all(), "a row changed that is not in dirty_rows"
 

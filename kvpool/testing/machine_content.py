@@ -29,9 +29,7 @@ class Work:
     copies: list[tuple[list[int], list[int]]] = field(default_factory=list)  # source slots, destination slots
     writes: list[tuple[int, int]] = field(default_factory=list)  # slot, stamp
     reads: list[tuple[int, list[int], list[int]]] = field(default_factory=list)  # handle, slots, stamps
-    sources: list[tuple[list[int], list[int]]] = field(
-        default_factory=list
-    )  # slots, what they held when issued
+    sources: list[tuple[list[int], list[int | None]]] = field(default_factory=list)  # slots, what they held
     noted: bool = False
 
     def run(self, memory: list[int | None]) -> None:
@@ -167,16 +165,12 @@ class Content:
     def _verify_reads(self, work: Work, memory: list[int | None], when: str) -> None:
         for handle, slots, stamps in work.reads:
             got = [memory[slot] for slot in slots]
-            assert got == stamps, (
-                f"content: plan {work.plan} {when}: row {handle} reads {got}, wrote {stamps}"
-            )
+            assert got == stamps, f"content: plan {work.plan} {when}: row {handle} reads {got}, wrote {stamps}"
 
     def _verify_sources(self, work: Work) -> None:
         for slots, held in work.sources:
             got = [self.now[slot] for slot in slots]
-            assert got == held, (
-                f"content: plan {work.plan}: the source of a pending copy changed, {held} to {got}"
-            )
+            assert got == held, f"content: plan {work.plan}: the source of a pending copy changed, {held} to {got}"
 
     def verify(self, tables: dict[int, list[int]]) -> None:
         """Every open sequence reads what it wrote, and no frozen block has changed."""

@@ -30,8 +30,8 @@ SEQUENCE_CALLS: tuple[Callable[[Side, Any], Any], ...] = (
     lambda side, h: side.pool.is_open(h),
 )
 STEP_CALLS: tuple[Callable[[Side, Any, Any], Any], ...] = (
-    lambda side, plan, handles: side.pool.step(plan, handles),
-    lambda side, plan, handles: side.pool.reserve(plan, handles, 1),
+    lambda side, plan, handles: side.pool.step(plan, handles, 0),
+    lambda side, plan, handles: side.pool.reserve(plan, handles, 0),
 )
 BLOCK_CALLS: tuple[Callable[[Side, Any], Any], ...] = (
     lambda side, ids: side.pool.incref(ids),
@@ -51,14 +51,13 @@ def _idle(machine: PoolMachine, pick: int) -> int | None:
 def _handle(machine: PoolMachine, pick: int, name: int, flip: int = 0) -> Call:
     """A bad handle in any call that takes one; `flip` changes bits of the tag."""
     index = _idle(machine, pick)
-    which = pick % (len(SEQUENCE_CALLS) + (2 if index is not None else 0))
-    if which < len(SEQUENCE_CALLS):
+    which = pick % (len(SEQUENCE_CALLS) + len(STEP_CALLS))
+    if index is None or which < len(SEQUENCE_CALLS):
+        which %= len(SEQUENCE_CALLS)
         return lambda side: SEQUENCE_CALLS[which](side, side.handle(name) ^ flip << 52)
     step = STEP_CALLS[which - len(SEQUENCE_CALLS)]
     rows = machine.opened()[:2]
-    return lambda side: step(
-        side, side.plans[index], [*side.batch(rows, False), side.handle(name) ^ flip << 52]
-    )
+    return lambda side: step(side, side.plans[index], [*side.batch(rows, False), side.handle(name) ^ flip << 52])
 
 
 def stale_handle(machine: PoolMachine, pick: int) -> Call:
@@ -101,7 +100,7 @@ def duplicate_handles(machine: PoolMachine, pick: int) -> Call | None:
     if pick % 4 == 1:
         return lambda side: side.pool.truncate(side.batch(rows, False), 0)
     if pick % 4 == 2 or index is None:
-        return lambda side: side.pool.can(side.batch(rows, True), 1)
+        return lambda side: side.pool.can(side.batch(rows, True), 0)
     return lambda side: STEP_CALLS[pick % 2](side, side.plans[index], side.batch(rows[-2:] + rows[:1], True))
 
 
@@ -156,7 +155,7 @@ def plan_of_another_pool(machine: PoolMachine, pick: int) -> Call:
 
 def not_a_plan(machine: PoolMachine, pick: int) -> Call:
     """Something else where a plan belongs."""
-    wrong = (None, 3, "plan", [])[pick % 4]
+    wrong: Any = (None, 3, "plan", [])[pick % 4]
     calls: tuple[Call, ...] = (
         lambda side: side.pool.step(wrong, []),
         lambda side: side.pool.reserve(wrong, [], 1),
@@ -211,19 +210,17 @@ def bad_pad_to(machine: PoolMachine, pick: int) -> Call | None:
     if index is None:
         return None
     rows = machine.opened()[:2]
-    shape = (
-        (len(rows) - 1, 8),
-        (len(rows), len(rows) - 1),
-        (99, 8),
-        (2, 999),
-        (2, -1),
-        (2,),
-        (1.5, 2),
-        (2, 3, 4),
-        7,
-    )
-    pad_to = shape[pick % len(shape)]
-    return lambda side: side.pool.step(side.plans[index], side.batch(rows, True), 1, pad_to=pad_to)
+    shapes: tuple[Any, ...] = ((len(rows) - 1, 8), (99, 8), (2, 999), (2, -1), (2,), (1.5, 2), (2, 3, 4), 7)
+    pad_to = shapes[pick % len(shapes)]
+    return lambda side: side.pool.step(side.plans[index], side.batch(rows, True), 0, pad_to=pad_to)
+
+
+def too_few_tokens(machine: PoolMachine, pick: int) -> Call | None:
+    """A shape with room for fewer tokens than the batch has."""
+    index, rows = _idle(machine, 0), machine.opened()[:2]
+    if index not in (0, 1) or not rows or not machine.pair.oracle.pool.can(machine.pair.oracle.batch(rows, True), 1):
+        return None
+    return lambda side: side.pool.step(side.plans[index], side.batch(rows, True), 1, pad_to=(len(rows), len(rows) - 1))
 
 
 def bad_lens(machine: PoolMachine, pick: int) -> Call | None:
@@ -366,6 +363,7 @@ MISUSE: dict[str, Callable[[PoolMachine, int], Call | None]] = {
         batch_too_large,
         bad_num_new,
         bad_pad_to,
+        too_few_tokens,
         bad_lens,
         bad_mask,
         bad_count,

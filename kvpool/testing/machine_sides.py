@@ -36,7 +36,7 @@ ARRAYS = (
     ("slot_ids", "block_tables", "seq_lens", "cu_q_lens", "slot_mapping"),
     ("indptr", "indices", "last_page_len", "kv_slots_ragged", "kv_indptr"),
 )
-TOKEN_FIELDS = ("num_rows", "num_tokens", "is_pending", "step_id")
+TOKEN_FIELDS = ("num_rows", "num_tokens", "num_copies", "copied_tokens", "is_pending", "step_id")
 ALWAYS = ("copies", "dirty_rows", "served")
 
 
@@ -132,9 +132,7 @@ class Pair:
                 ) from raised
             if isinstance(raised, KVPoolError):
                 assert str(raised).startswith("["), f"message without its call: {raised}"
-            assert (pool.fingerprint(), pool.digest()) == before, (
-                f"state changed by a call that raised: {raised}"
-            )
+            assert (pool.fingerprint(), pool.digest()) == before, f"state changed by a call that raised: {raised}"
             return RAISED
         got = call(self.test)
         if handles:
@@ -175,7 +173,7 @@ class Pair:
         for name in TOKEN_FIELDS:
             got, want = getattr(mine, name), getattr(due, name)
             assert got == want, f"plan {index} {name}: {got}, due {want}"
-        got, want = [[local(h) if h >= 0 else h for h in plan.handles] for plan in (mine, due)]
+        got, want = [[local(h) for h in plan.handles] for plan in (mine, due)]
         assert got == want, f"plan {index} handles: {got}, due {want}"
         for name in ALWAYS + ARRAYS[index]:
             got, want = getattr(mine, name), getattr(due, name)
@@ -186,9 +184,7 @@ class Pair:
             shown, key = getattr(mine, name), (index, name)
             before = self._shown.get(key)
             if before is not None and before.shape == shown.shape:
-                assert before is shown, (
-                    f"plan {index} {name} is a new array object though its shape is the same"
-                )
+                assert before is shown, f"plan {index} {name} is a new array object though its shape is the same"
             self._shown[key] = shown
 
     def forget_shown(self, index: int) -> None:

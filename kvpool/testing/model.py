@@ -20,6 +20,7 @@ Examples
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from typing import Any, Self
 
 import numpy as np
@@ -90,53 +91,73 @@ class ModelPool(SequenceModel):
                 floors[block] = max(floors.get(block, 0), valid)
         return rows, total, short_row
 
-    def _refuse_plan(self, call: str, plan: ModelPlan, num_rows: int) -> None:
+    def _refuse_plan(self, call: str, plan: ModelPlan) -> None:
         if not isinstance(plan, ModelPlan):
             raise TypeError(f"[{call}] plan is a {type(plan).__name__}, a Plan is needed")
         if plan.pool is not self:
             raise ValueError(f"[{call}] the plan belongs to another pool")
         if plan.is_pending:
-            raise PlanStateError(
-                f"[{call}] the plan is pending (step {plan.step_id}), call done or rollback first"
-            )
-        if num_rows > plan.max_rows:
-            raise CapacityExceeded(f"[{call}] {num_rows} rows, the plan's max_rows is {plan.max_rows}")
+            raise PlanStateError(f"[{call}] the plan is pending (step {plan.step_id}), done or rollback is due")
 
-    def _refuse_sizes(
-        self, call: str, plan: ModelPlan, batch: list[Sequence], new: list[int], with_tokens: bool
-    ) -> None:
-        if with_tokens and sum(new) > plan.max_tokens:
-            raise CapacityExceeded(
-                f"[{call}] {sum(new)} new tokens, the plan's max_tokens is {plan.max_tokens}"
-            )
-        for row, (seq, n) in enumerate(zip(batch, new, strict=True)):
-            length = seq.num_tokens + n
-            width = max(len(seq.table), ceil_div(length, self.block_size))
-            if width > self.max_blocks_per_seq:
-                raise CapacityExceeded(
-                    f"[{call}] row {row} needs {width} blocks, the limit is {self.max_blocks_per_seq}"
-                )
-            if width > plan.table_width:
-                raise CapacityExceeded(
-                    f"[{call}] row {row} has {width} blocks, the plan's table_width is {plan.table_width}"
-                )
-            if plan.has_contexts and length > plan.kv_width:
-                raise CapacityExceeded(
-                    f"[{call}] row {row} has {length} tokens, the plan's kv_width is {plan.kv_width}"
-                )
-
-    def _shape(self, pad_to: Any, plan: ModelPlan, num_rows: int, num_tokens: int) -> tuple[int, int] | None:
+    def _shape(self, pad_to: Any, plan: ModelPlan, num_rows: int) -> tuple[int, int] | None:
         if pad_to is None:
             return None
         if not isinstance(pad_to, tuple | list) or len(pad_to) != 2:
             raise TypeError(f"[step] pad_to is {pad_to!r}, (rows, tokens) is needed")
-        rows, tokens = args.integers("step", "pad_to", pad_to, ())
-        if not (num_rows <= rows <= plan.max_rows and num_tokens <= tokens <= plan.max_tokens):
-            raise ValueError(
-                f"[step] pad_to is {(rows, tokens)}, from {(num_rows, num_tokens)} (the batch) "
-                f"to {(plan.max_rows, plan.max_tokens)} (the plan) is legal"
-            )
-        return rows, tokens
+        return (
+            args.integer("step", "pad_to[0]", pad_to[0], num_rows, plan.max_rows),
+            args.integer("step", "pad_to[1]", pad_to[1], 0, plan.max_tokens),
+        )
+
+    def _rows(self, call: str, handles: list[int], new: list[int]) -> Iterator[tuple[int, Sequence]]:
+        """Decode the rows of a batch in order; what is wrong with a row is found before the next one is read."""
+        seen = set()
+        for row, (handle, n) in enumerate(zip(handles, new, strict=True)):
+            seq = self._sequence(call, handle)
+            if handle in seen:
+                raise ValueError(f"[{call}] handles[{row}] is a duplicate ({handle})")
+            if n < 0:
+                raise ValueError(f"[{call}] num_new[{row}] is negative ({n}), the least is 0")
+            seen.add(handle)
+            yield row, seq
+
+    def _fits_pool(self, seq: Sequence, n: int) -> bool:
+        return seq.num_tokens + n <= self.max_blocks_per_seq * self.block_size
+
+    def _refuse_row(self, call: str, plan: ModelPlan, row: int, seq: Sequence, n: int) -> None:
+        """Refuse what neither the pool's nor the plan's tables can hold."""
+        length = seq.num_tokens + n
+        width = max(len(seq.table), ceil_div(length, self.block_size))
+        if not self._fits_pool(seq, n):
+            raise CapacityExceeded(f"[{call}] row {row} has {length} tokens, more than a sequence may have")
+        if plan.has_contexts and length > plan.kv_width:
+            raise CapacityExceeded(f"[{call}] row {row} has {length} tokens, kv_width is {plan.kv_width}")
+        if width > plan.table_width:
+            raise CapacityExceeded(f"[{call}] row {row} has {width} blocks, table_width is {plan.table_width}")
+
+    def _refuse_tokens(self, total: int, plan: ModelPlan, shape: tuple[int, int] | None) -> None:
+        if total > plan.max_tokens:
+            raise CapacityExceeded(f"[step] {total} new tokens, the plan's max_tokens is {plan.max_tokens}")
+        if shape is not None and total > shape[1]:
+            raise ValueError(f"[step] pad_to has room for {shape[1]} tokens, the batch has {total}")
+
+    def _read_batch(
+        self, call: str, plan: ModelPlan, handles: Any, num_new: Any, pad_to: Any
+    ) -> tuple[list[Sequence], list[int], tuple[int, int] | None]:
+        """Read the arguments of a step or a reservation and refuse what cannot be, the needs apart."""
+        self._refuse_plan(call, plan)
+        names = args.handles(call, handles, False)
+        new = args.per_row(call, "num_new", num_new, len(names), args.MIN_INT64)
+        if len(names) > plan.max_rows:
+            raise CapacityExceeded(f"[{call}] {len(names)} rows, the plan's max_rows is {plan.max_rows}")
+        shape = self._shape(pad_to, plan, len(names))
+        batch: list[Sequence] = []
+        for row, seq in self._rows(call, names, new):
+            self._refuse_row(call, plan, row, seq, new[row])
+            if call == "step":
+                self._refuse_tokens(sum(new[: row + 1]), plan, shape)
+            batch.append(seq)
+        return batch, new, shape
 
     # ---- steps --------------------------------------------------------------------------------------------
 
@@ -151,11 +172,7 @@ class ModelPool(SequenceModel):
         OutOfBlocks, CapacityExceeded, PlanStateError, StaleHandle, ForeignHandle, TypeError, ValueError
             State unchanged.
         """
-        batch = self._batch("step", handles)
-        self._refuse_plan("step", plan, len(batch))
-        new = args.per_row("step", "num_new", num_new, len(batch))
-        self._refuse_sizes("step", plan, batch, new, with_tokens=True)
-        shape = self._shape(pad_to, plan, len(batch), sum(new))
+        batch, new, shape = self._read_batch("step", plan, handles, num_new, pad_to)
         rows = self._judge("step", batch, new, partial)
         served = [row is not None for row in rows]
         new = [n if ok else 0 for n, ok in zip(new, served, strict=True)]
@@ -168,10 +185,7 @@ class ModelPool(SequenceModel):
     @public_call
     def reserve(self, plan: ModelPlan, handles: Any, num_new: Any) -> None:
         """Take the blocks for `num_new` more tokens per row and resolve COW; lengths do not move."""
-        batch = self._batch("reserve", handles)
-        self._refuse_plan("reserve", plan, len(batch))
-        new = args.per_row("reserve", "num_new", num_new, len(batch))
-        self._refuse_sizes("reserve", plan, batch, new, with_tokens=False)
+        batch, new, _ = self._read_batch("reserve", plan, handles, num_new, None)
         rows = self._judge("reserve", batch, new, False)
         step = self._begin(plan, batch, rows)
         plan._fill(batch, [0] * len(batch), [True] * len(batch), step.copies, None)
@@ -208,9 +222,7 @@ class ModelPool(SequenceModel):
     def _started(self, call: str, step: Step, new: list[int]) -> None:
         step.plan.step_id = step.id
         step.plan._pending = True
-        self._chain(
-            call, step.id, [(self._local(r.handle), r.replaced, r.num_appended) for r in step.rows], new
-        )
+        self._chain(call, step.id, [(self._local(r.handle), r.replaced, r.num_appended) for r in step.rows], new)
         if self.in_order:
             self._pass(step)
 
@@ -277,11 +289,13 @@ class ModelPool(SequenceModel):
     @public_call
     def can(self, handles: Any, num_new: Any = 1) -> bool:
         """Return whether a step of this batch would find its blocks and its table room."""
-        batch = self._batch("can", handles)
-        new = args.per_row("can", "num_new", num_new, len(batch))
-        limit = self.max_blocks_per_seq * self.block_size
-        if any(seq.num_tokens + n > limit for seq, n in zip(batch, new, strict=True)):
-            return False
+        names = args.handles("can", handles, False)
+        new = args.per_row("can", "num_new", num_new, len(names), args.MIN_INT64)
+        batch = []
+        for row, seq in self._rows("can", names, new):
+            if not self._fits_pool(seq, new[row]):
+                return False
+            batch.append(seq)
         return self._needs(batch, new, False)[2] < 0
 
     # ---- guards and statistics ----------------------------------------------------------------------------
@@ -390,6 +404,8 @@ class ModelPool(SequenceModel):
         if not self._closed:
             self._closed = True
             _live_tags.discard(self._tag)
+            for step in self._pending:
+                step.plan._pending = False
 
     def __enter__(self) -> Self:
         return self

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-MAX_INT64 = 2**63 - 1
+MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1
 
 
 def integer(call: str, name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
@@ -21,14 +21,17 @@ def integer(call: str, name: str, value: Any, low: int | None = None, high: int 
     try:
         number = operator.index(value)
     except TypeError:
-        raise TypeError(
-            f"[{call}] {name} is a {type(value).__name__} ({value!r}), an int is needed"
-        ) from None
+        raise TypeError(f"[{call}] {name} is a {type(value).__name__} ({value!r}), an int is needed") from None
     if low is not None and number < low:
         raise ValueError(f"[{call}] {name} is too small ({number}), the least is {low}")
     if high is not None and number > high:
         raise ValueError(f"[{call}] {name} is too large ({number}), the most is {high}")
     return number
+
+
+def count(call: str, name: str, value: Any) -> int:
+    """Return `value` as a number of blocks, tokens or sequences, ``0 .. 2^63 - 1``."""
+    return integer(call, name, value, 0, MAX_INT64)
 
 
 def _array(call: str, name: str, values: np.ndarray, dtypes: tuple[str, ...]) -> list[int]:
@@ -64,26 +67,27 @@ def one_or_many(call: str, name: str, values: Any, dtypes: tuple[str, ...]) -> l
     return [integer(call, name, values)]
 
 
-def handles(call: str, values: Any) -> list[int]:
-    """Return a batch of handles (not decoded yet): no duplicates, each ``0 .. 2^63 - 1``."""
-    batch = one_or_many(call, "handle", values, ("int64",))
+def handles(call: str, values: Any, is_unique: bool = True, alone: bool = False) -> list[int]:
+    """Return a batch of handles, not decoded yet, each ``0 .. 2^63 - 1``; `alone`: an int is one too."""
+    read = one_or_many if alone else integers
+    batch = read(call, "handles", values, ("int64",))
     for handle in batch:
         if not 0 <= handle <= MAX_INT64:
             raise ValueError(f"[{call}] handle is out of range ({handle}), 0 .. 2^63 - 1")
-    refuse_duplicates(call, "handles", batch)
+    if is_unique:
+        refuse_duplicates(call, "handles", batch)
     return batch
 
 
-def per_row(call: str, name: str, values: Any, num_rows: int) -> list[int]:
-    """Return one int >= 0 per row, from one int for all rows or one per row."""
-    if not isinstance(values, np.ndarray | list | tuple):
-        return [integer(call, name, values, 0)] * num_rows
+def per_row(call: str, name: str, values: Any, num_rows: int, low: int = 0) -> list[int]:
+    """Return one int >= `low` per row, from one int for all rows or one per row."""
+    if not isinstance(values, np.ndarray | list | tuple) or np.ndim(values) == 0:
+        return [integer(call, name, values, low, MAX_INT64)] * num_rows
     batch = integers(call, name, values, ("int32", "int64"))
     if len(batch) != num_rows:
         raise ValueError(f"[{call}] {name} has {len(batch)} entries, the batch has {num_rows} rows")
     for value in batch:
-        if value < 0:
-            raise ValueError(f"[{call}] {name} is negative ({value}), the least is 0")
+        integer(call, name, value, low, MAX_INT64)
     return batch
 
 
@@ -94,9 +98,7 @@ def block_ids(call: str, values: Any, num_blocks: int, reserved: int) -> list[in
         if not 0 <= block < num_blocks:
             raise IndexError(f"[{call}] block id is out of range ({block}), the pool has {num_blocks} blocks")
         if block < reserved:
-            raise ValueError(
-                f"[{call}] block is reserved ({block}), ids below {reserved} are never allocated"
-            )
+            raise ValueError(f"[{call}] block is reserved ({block}), ids below {reserved} are never allocated")
     refuse_duplicates(call, "block ids", batch)
     return batch
 

@@ -116,9 +116,9 @@ class BlockModel:
         in_order: bool = False,
         seed: int | None = None,
     ) -> None:
-        reserved_blocks = args.integer("Pool", "reserved_blocks", reserved_blocks, 0)
+        reserved_blocks = args.integer("Pool", "reserved_blocks", reserved_blocks, 0, 2**31 - 2)
         num_blocks = args.integer("Pool", "num_blocks", num_blocks, reserved_blocks + 1, 2**31 - 1)
-        block_size = args.integer("Pool", "block_size", block_size, 1, 2**62 // num_blocks)
+        block_size = args.integer("Pool", "block_size", block_size, 1, min(2**31 - 1, 2**62 // num_blocks))
         max_seqs = args.integer("Pool", "max_seqs", max_seqs, 1, 2**SLOT_BITS)
         unreserved = num_blocks - reserved_blocks
         watermark = args.integer("Pool", "watermark", watermark, 0, unreserved)
@@ -131,7 +131,7 @@ class BlockModel:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.max_seqs = max_seqs
-        self.max_blocks_per_seq = args.integer("Pool", "max_blocks_per_seq", max_blocks_per_seq, 1)
+        self.max_blocks_per_seq = args.integer("Pool", "max_blocks_per_seq", max_blocks_per_seq, 1, 2**31 - 1)
         self.reserved_blocks = reserved_blocks
         self.watermark = watermark
         self.in_order = in_order
@@ -162,9 +162,7 @@ class BlockModel:
         self._holds: list[int] = []  # one entry per hold
         self._committed: set[int] = set()
         self._sequences: dict[int, Sequence] = {}  # slot -> sequence
-        self._free_slots = deque(
-            s for s in range(self.max_seqs) if self._generations.get(s, 0) <= MAX_GENERATION
-        )
+        self._free_slots = deque(s for s in range(self.max_seqs) if self._generations.get(s, 0) <= MAX_GENERATION)
         self._pending: list[Step] = []  # oldest first
 
     def _drain(self) -> None:
@@ -227,9 +225,7 @@ class BlockModel:
     def _ids(self, call: str, values: Any) -> list[int]:
         return args.block_ids(call, values, self.num_blocks, self.reserved_blocks)
 
-    def _out_of_blocks(
-        self, call: str, needed: int, watermark: int = 0, row: int = -1, handle: int = -1
-    ) -> None:
+    def _out_of_blocks(self, call: str, needed: int, watermark: int = 0, row: int = -1, handle: int = -1) -> None:
         short_by = needed + watermark - self._available()
         where = f" at row {row}" if row >= 0 else ""
         raise OutOfBlocks(
@@ -247,7 +243,7 @@ class BlockModel:
     @public_call
     def alloc(self, n: int | None = None, out: np.ndarray | None = None) -> int | np.ndarray:
         """Take one block and return its id, or `n` blocks as int32 ``[n]``; raw = refcount = 1."""
-        count = 1 if n is None else args.integer("alloc", "n", n, 0)
+        count = 1 if n is None else args.count("alloc", "n", n)
         if out is not None:
             args.check_out("alloc", out, count)
         if count > self._available():
@@ -331,7 +327,7 @@ class BlockModel:
     @public_call
     def evict(self, n: int) -> int:
         """Turn up to `n` evictable blocks into blank ones, oldest first; returns how many."""
-        count = min(args.integer("evict", "n", n, 0), len(self._lru))
+        count = min(args.count("evict", "n", n), len(self._lru))
         for _ in range(count):
             self._blank.append(self._evict_oldest())
         self._chain("evict", count)

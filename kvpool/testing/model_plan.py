@@ -91,10 +91,10 @@ class ModelPlan:
         self._base = {n: np.full(s, self._pads.get(n, 0), self._dtypes[n]) for n, s in self._shapes.items()}
         self._views: dict[str, np.ndarray] = {}
         # row -> (handle, epoch, blocks written); None if carried; rows that show padding are not in it
-        self._memory: dict[int, tuple[int, int, int] | None] = {}
+        self._memory: dict[int, tuple[int, int, int] | None] = dict.fromkeys(range(self.max_rows))
         self._pending = False
         self.step_id = 0
-        self._remember_batch([], [], [], [], 0)
+        self._remember_batch([], [], [], [])
         if out is not None:
             self._bind("Plan", out)
         self._show(0, 0, 0, 0)
@@ -201,7 +201,6 @@ class ModelPlan:
         new: list[int],
         served: list[bool],
         copies: list[tuple[int, int, int]],
-        padding: int,
     ) -> None:
         self.num_rows = len(batch)
         self.num_tokens = sum(new)
@@ -220,7 +219,7 @@ class ModelPlan:
     ) -> None:
         """Write everything: `batch` as it is after the step, `new` tokens served per row."""
         rows, tokens = pad_to or (len(batch), sum(new))
-        self._remember_batch(batch, new, served, copies, rows - len(batch))
+        self._remember_batch(batch, new, served, copies)
         if ROW_FORMATS & set(self.formats):
             self.dirty_rows = np.array(self._dirty(batch, rows), np.int32)
         num_pages, num_slots = self._write(batch, new, rows, tokens)
@@ -239,9 +238,7 @@ class ModelPlan:
                 del self._memory[row]
         return dirty
 
-    def _write(
-        self, batch: list[Sequence], new: list[int], num_rows: int, num_tokens: int
-    ) -> tuple[int, int]:
+    def _write(self, batch: list[Sequence], new: list[int], num_rows: int, num_tokens: int) -> tuple[int, int]:
         """Build every array as nested lists, then store them; returns the lengths of the two ragged ones."""
         bs = self.pool.block_size
         padding = num_rows - len(batch)
@@ -272,9 +269,7 @@ class ModelPlan:
             "cu_q_lens": lambda: sums(new),
             "indptr": lambda: sums([len(row) for row in pages]),
             "indices": lambda: [b for row in pages for b in row],
-            "last_page_len": lambda: padded(
-                "last_page_len", [(n - 1) % bs + 1 if n else 0 for n in lens], num_rows
-            ),
+            "last_page_len": lambda: padded("last_page_len", [(n - 1) % bs + 1 if n else 0 for n in lens], num_rows),
             "kv_slots": lambda: table("kv_slots", [context(seq) for seq in batch], self.kv_width),
             "kv_slots_ragged": lambda: [s for seq in batch for s in context(seq)],
             "kv_indptr": lambda: sums(lens),
@@ -312,9 +307,7 @@ class ModelPlan:
         views = self.__dict__.get("_views", {})
         if name in views:
             return views[name]
-        raise AttributeError(
-            f"the plan has no array {name!r}: its formats are {self.__dict__.get('formats')}"
-        )
+        raise AttributeError(f"the plan has no array {name!r}: its formats are {self.__dict__.get('formats')}")
 
     @property
     def is_pending(self) -> bool:

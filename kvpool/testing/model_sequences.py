@@ -40,8 +40,8 @@ class SequenceModel(BlockModel):
             raise StaleHandle(f"[{call}] handle of a closed sequence ({handle})")
         return seq
 
-    def _batch(self, call: str, handles: Any) -> list[Sequence]:
-        return [self._sequence(call, handle) for handle in args.handles(call, handles)]
+    def _batch(self, call: str, handles: Any, alone: bool = False) -> list[Sequence]:
+        return [self._sequence(call, handle) for handle in args.handles(call, handles, alone=alone)]
 
     def _one(self, call: str, handle: Any) -> Sequence:
         return self._sequence(call, args.integer(call, "handle", handle, 0, args.MAX_INT64))
@@ -56,19 +56,18 @@ class SequenceModel(BlockModel):
     def _refuse_slots(self, call: str, n: int) -> None:
         if n > len(self._free_slots):
             raise OutOfSequences(
-                f"[{call}] {n} sequence slots are needed, {len(self._free_slots)} are free, "
-                f"max_seqs is {self.max_seqs}"
+                f"[{call}] {n} sequence slots are needed, {len(self._free_slots)} are free, max_seqs is {self.max_seqs}"
             )
 
     @public_call
     def open(self, num_tokens: int = 0) -> int:
         """Open an empty sequence with blocks for `num_tokens` tokens; returns its handle."""
-        need = ceil_div(args.integer("open", "num_tokens", num_tokens, 0), self.block_size)
+        need = ceil_div(args.count("open", "num_tokens", num_tokens), self.block_size)
         if need > self.max_blocks_per_seq:
             raise CapacityExceeded(f"[open] {need} blocks, max_blocks_per_seq is {self.max_blocks_per_seq}")
-        self._refuse_slots("open", 1)
         if need and need + self.watermark > self._available():
             self._out_of_blocks("open", need, self.watermark)
+        self._refuse_slots("open", 1)
         seq = self._create(0, [self._take() for _ in range(need)])
         self._chain("open", num_tokens, self._local(seq.handle), *seq.table)
         return seq.handle
@@ -77,7 +76,7 @@ class SequenceModel(BlockModel):
     def fork(self, handle: int, n: int = 1) -> np.ndarray:
         """Open `n` children that share the parent's written blocks; returns their handles, int64 ``[n]``."""
         parent = self._one("fork", handle)
-        n = args.integer("fork", "n", n, 0)
+        n = args.count("fork", "n", n)
         self._refuse_slots("fork", n)
         shared = ceil_div(parent.num_tokens, self.block_size)
         children = []
@@ -96,7 +95,7 @@ class SequenceModel(BlockModel):
     @public_call
     def truncate(self, handles: Any, lens: Any) -> None:
         """Shorten sequences to `lens` tokens; the blocks past them are released, youngest first."""
-        batch = self._batch("truncate", handles)
+        batch = self._batch("truncate", handles, alone=True)
         lengths = args.per_row("truncate", "lens", lens, len(batch))
         for seq, length in zip(batch, lengths, strict=True):
             if length > seq.num_tokens:
@@ -123,7 +122,7 @@ class SequenceModel(BlockModel):
     @public_call
     def close(self, handles: Any) -> None:
         """Close sequences in the order given; each one's blocks are released youngest first."""
-        for seq in self._batch("close", handles):
+        for seq in self._batch("close", handles, alone=True):
             self._close(seq)
 
     @public_call

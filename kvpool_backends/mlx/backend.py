@@ -82,8 +82,7 @@ class MLXBackend:
     # ------------------------------------------------------------------------------------------ one step
 
     def copy_blocks(self, plan: PlanArrays | np.ndarray) -> None:
-        """Copy the first tokens of blocks in all layers, ``(src, dst, num_tokens)`` per row. Waits for
-        MLX."""
+        """Copy the first tokens of blocks in all layers, ``(src, dst, num_tokens)`` each. Waits for MLX."""
         copies = np.asarray(plan if isinstance(plan, np.ndarray) else plan.copies)
         if copies.ndim != 2 or copies.shape[1] != 3:
             raise ValueError(f"[copy_blocks] copies have shape {copies.shape}, it must be [K, 3]")
@@ -96,8 +95,7 @@ class MLXBackend:
             self._pool.copy(src, dst)
 
     def write(self, layer: int, k: mx.array, v: mx.array, plan: PlanArrays) -> None:
-        """Store ``k [T, Hk, D]`` and ``v [T, Hk, Dv]`` at ``plan.slot_mapping``; negative slots are
-        skipped."""
+        """Store ``k [T, Hk, D]`` and ``v [T, Hk, Dv]`` at ``plan.slot_mapping``, negative slots skipped."""
         slots = np.asarray(plan.slot_mapping)
         k, v = mx.array(k), mx.array(v)
         for name, x, head_dim in zip("kv", (k, v), self._head_dims(), strict=True):
@@ -122,8 +120,7 @@ class MLXBackend:
         *,
         return_attn: bool = False,
     ) -> mx.array:
-        """Causal attention of ``q [T, Hq, D]`` over the paged context, see
-        `kvpool.protocol.KVBackend.attend`.
+        """Causal attention of ``q [T, Hq, D]`` over the paged context, see `KVBackend.attend`.
 
         Queries are padded to the longest chunk of the batch, so a batch that mixes one long prefill with many
         decode rows is better served in two calls.
@@ -183,9 +180,7 @@ class MLXBackend:
 
     # -------------------------------------------------------------- the same, prepared once for all layers
 
-    def step_arrays(
-        self, plan: PlanArrays, seq_lens: np.ndarray, tables: mx.array | None = None
-    ) -> StepArrays:
+    def step_arrays(self, plan: PlanArrays, seq_lens: np.ndarray, tables: mx.array | None = None) -> StepArrays:
         """What the layers of one step need on the device; the plan's arrays are copied.
 
         Parameters
@@ -236,8 +231,7 @@ class MLXBackend:
     def gather(
         self, layer: int, blocks: Sequence[int] | np.ndarray, num_tokens: int | None = None
     ) -> tuple[mx.array, mx.array]:
-        """Copies of K ``[n, Hk, D]`` and V ``[n, Hk, Dv]`` of the first `num_tokens` positions of
-        `blocks`."""
+        """Copies of K ``[n, Hk, D]`` and V ``[n, Hk, Dv]``, the first `num_tokens` tokens of `blocks`."""
         self._check_layer("gather", layer)
         ids = self._ids("gather", blocks)
         capacity = len(ids) * self.spec.block_size
@@ -253,9 +247,7 @@ class MLXBackend:
         """Set whole blocks to 0 in all layers."""
         ids = self._ids("zero", blocks)
         if len(ids):
-            self._pool.put(
-                _int32(ids), [[mx.array(0, p.dtype) for p in layer] for layer in self._pool.planes]
-            )
+            self._pool.put(_int32(ids), [[mx.array(0, p.dtype) for p in layer] for layer in self._pool.planes])
 
     def export_blocks(self, blocks: Sequence[int] | np.ndarray) -> np.ndarray:
         """The bytes of whole blocks, uint8 ``[n, spec.block_nbytes]``."""
@@ -278,8 +270,7 @@ class MLXBackend:
             raise TypeError(f"[import_blocks] data has dtype {data.dtype}, it must be uint8")
         if data.shape != (len(ids), self.spec.block_nbytes):
             raise ValueError(
-                f"[import_blocks] data has shape {data.shape}, "
-                f"it must be {(len(ids), self.spec.block_nbytes)}"
+                f"[import_blocks] data has shape {data.shape}, it must be {(len(ids), self.spec.block_nbytes)}"
             )
         if len(np.unique(ids)) != len(ids):
             raise ValueError(f"[import_blocks] blocks {ids.tolist()} are not distinct")
@@ -370,9 +361,7 @@ class MLXBackend:
 
     def _check_ids(self, call: str, ids: np.ndarray) -> None:
         if ids.size and (ids.min() < 0 or ids.max() >= self.num_blocks):
-            raise IndexError(
-                f"[{call}] block ids {ids.min()} .. {ids.max()}, the pool has 0 .. {self.num_blocks - 1}"
-            )
+            raise IndexError(f"[{call}] block ids {ids.min()} .. {ids.max()}, the pool has 0 .. {self.num_blocks - 1}")
 
     def _check_layer(self, call: str, layer: int) -> None:
         if not 0 <= layer < self.spec.num_layers:

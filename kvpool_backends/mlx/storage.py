@@ -41,8 +41,7 @@ class PoolArrays:
         dtype = DTYPES[spec.dtype]
         shape = (num_blocks, spec.block_size, spec.num_kv_heads)
         self.planes = [
-            [mx.zeros((*shape, head_dim), dtype) for _, head_dim in spec.planes]
-            for _ in range(spec.num_layers)
+            [mx.zeros((*shape, head_dim), dtype) for _, head_dim in spec.planes] for _ in range(spec.num_layers)
         ]
         mx.eval(self.planes)
         self.num_copies = 0

@@ -270,8 +270,7 @@ class Batch:
         return None, Rows(self.rows.lens[index], None if todo is None else todo[index])
 
     def trim(self, num_tokens: int) -> tuple[int, Rows]:
-        """Drop the last `num_tokens` tokens of every row, or as many as it has; results in the largest
-        drop."""
+        """Drop `num_tokens` tokens of every row, or as many as it has; the result is the largest drop."""
         lens = np.maximum(self.rows.lens - num_tokens, 0)
         opened = [i for i, handle in enumerate(self.handles) if handle != NOT_OPENED]
         if opened:

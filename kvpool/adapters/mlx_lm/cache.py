@@ -43,9 +43,7 @@ class PagedKVCache:
         rows = self._seen()
         return rows.offsets if self._batch.is_merged else int(rows.lens[0])
 
-    def make_mask(
-        self, N: int, return_array: bool = False, window_size: int | None = None
-    ) -> mx.array | str | None:
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
         """The attention mask of the next `N` input columns.
 
         Returns
@@ -81,9 +79,7 @@ class PagedKVCache:
         """
         num_rows, _, num_columns, _ = keys.shape
         batch = self._batch
-        forward = self._issue(
-            "forward", (num_rows, num_columns), lambda: batch.forward(num_rows, num_columns)
-        )
+        forward = self._issue("forward", (num_rows, num_columns), lambda: batch.forward(num_rows, num_columns))
         k, v = (x.swapaxes(1, 2).flatten(0, 1) for x in (keys, values))
         if forward.columns is not None:
             k, v = k[forward.columns], v[forward.columns]
@@ -223,9 +219,7 @@ class PagedKVCache:
         return tuple(rows.tolist())
 
 
-def _mask(
-    starts: np.ndarray, ends: np.ndarray, num_columns: int, kv_len: int, window: int | None
-) -> mx.array:
+def _mask(starts: np.ndarray, ends: np.ndarray, num_columns: int, kv_len: int, window: int | None) -> mx.array:
     """Causal mask, bool ``[B, 1, N, C]``: column j of row i sits at position ``starts[i] + j``.
 
     Padding columns repeat the row's last position: they see something, so nothing becomes NaN.

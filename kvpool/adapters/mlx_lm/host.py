@@ -103,7 +103,7 @@ def install(
         )
     if (num_blocks is None) == (pool is None):
         raise TypeError("[install] either num_blocks or pool is needed, and not both")
-    if pool is None:
+    if num_blocks is not None:
         pool = kvpool.Pool(num_blocks, block_size, max_seqs=max_seqs)
     from kvpool_backends.mlx import MLXBackend  # here, because kvpool does not depend on its backends
 
@@ -119,18 +119,14 @@ def inspect_model(model: Any, block_size: int) -> tuple[KVSpec, tuple[int | None
     caches = make_prompt_cache(model)
     for layer, cache in enumerate(caches):
         if type(cache) not in (KVCache, RotatingKVCache) or getattr(cache, "keep", 0) != 0:
-            raise ValueError(
-                f"[install] layer {layer} uses {type(cache).__name__}, not KVCache or RotatingKVCache"
-            )
+            raise ValueError(f"[install] layer {layer} uses {type(cache).__name__}, not KVCache or RotatingKVCache")
     model(mx.zeros((1, 1), mx.int32), cache=caches)
     idle = [layer for layer, cache in enumerate(caches) if cache.keys is None]
     if idle:
         raise ValueError(f"[install] layers {idle} never use their cache")
     shapes = {(c.keys.shape[1], c.keys.shape[3], c.values.shape[3], c.keys.dtype) for c in caches}
     if len(shapes) != 1:
-        raise ValueError(
-            f"[install] layers differ in KV heads, head dims or dtype: {sorted(map(str, shapes))}"
-        )
+        raise ValueError(f"[install] layers differ in KV heads, head dims or dtype: {sorted(map(str, shapes))}")
     ((heads, k_dim, v_dim, dtype),) = shapes
     name = str(dtype).removeprefix("mlx.core.")
     windows = tuple(getattr(cache, "max_size", None) for cache in caches)

@@ -1,0 +1,29 @@
+"""The core beside the model and beside a fake backend, for many random programs.
+
+``KVPOOL_FUZZ_EXAMPLES`` sets how many (1,000 by default, 10,000 in the long form), ``KVPOOL_FUZZ_SEED`` repeats
+a run: the seed is printed, and a failure comes with the shortest program found.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+
+from kvpool import Plan, Pool
+from kvpool.testing import ModelPlan, ModelPool, run
+
+EXAMPLES = int(os.environ.get("KVPOOL_FUZZ_EXAMPLES", "1000"))
+
+
+def fresh_seed() -> int:
+    seed = int(os.environ.get("KVPOOL_FUZZ_SEED", secrets.randbits(32)))
+    print(f"repeat with KVPOOL_FUZZ_SEED={seed}")
+    return seed
+
+
+def test_core_random_programs_agree_with_the_model_and_the_content() -> None:
+    run(Pool, Plan, examples=EXAMPLES, steps=50, seed=fresh_seed())
+
+
+def test_model_random_programs_keep_the_content() -> None:
+    run(ModelPool, ModelPlan, examples=EXAMPLES // 10, steps=50, seed=fresh_seed())
