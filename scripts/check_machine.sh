@@ -25,7 +25,8 @@ for name in ${PYTHON:-python3 python3.14 python3.13 python3.12 python3.11 python
 done
 if [ -z "$python" ]; then
     if [ -z "$incomplete" ]; then
-        say "no Python >= 3.11 (looked for ${PYTHON:-python3, python3.11 to python3.14})" "python3 python3-venv python3-dev"
+        say "no Python >= 3.11 (looked for ${PYTHON:-python3, python3.11 to python3.14})" \
+            "python3 python3-venv python3-dev"
     else
         name=$(basename "$incomplete")
         has_venv "$incomplete" || say "$incomplete has no venv module" "$name-venv"
