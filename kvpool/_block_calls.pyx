@@ -255,7 +255,8 @@ cdef class BlockPool:
             for k in range(batch.size):
                 i = <int32_t>ints_at(&batch, k)
                 if b.block[i].raw == 0:
-                    raise DoubleFree(f"[{call}] block {i} has no raw reference to drop (refcount {b.block[i].refcount})")
+                    raise DoubleFree(f"[{call}] block {i} has no raw reference to drop "
+                                     f"(refcount {b.block[i].refcount})")
                 if last and b.block[i].refcount > 1:
                     raise ValueError(f"[{call}] block {i} has {b.block[i].refcount} references, "
                                      f"only a block with one can be freed")

@@ -150,6 +150,8 @@ cdef class Pool(SequencePool):
     @property
     def num_free(self):
         """Blank blocks; `stats` has the rest."""
+        self.enter("num_free")
+        self.busy = False
         return self.blocks.num_blank
 
     # -- steps

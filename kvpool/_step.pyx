@@ -9,7 +9,7 @@ nothing that a pending copy reads from it would be overwritten. Holds of pending
 """
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, realloc
-from libc.string cimport memcpy, memset
+from libc.string cimport memmove, memset
 
 from kvpool._args cimport Ints, ints_at
 from kvpool._blocks cimport (
@@ -302,7 +302,8 @@ cdef void step_commit(Step* p, Seqs* s, Blocks* b, const int64_t* handles, bint 
     p.num_copies = 0
     p.uniform = advance
     b.digest = mix(mix(b.digest, OP_STEP if advance else OP_RESERVE), p.num_rows)
-    memcpy(p.handle, handles, p.num_rows * sizeof(int64_t))
+    memmove(p.handle, handles, p.num_rows * sizeof(int64_t))    # the batch may be a part of the plan's own array
+    handles = p.handle
     for k in range(p.num_events):
         event = &p.event[k]
         i = event.row
@@ -318,7 +319,8 @@ cdef void step_commit(Step* p, Seqs* s, Blocks* b, const int64_t* handles, bint 
         p.version[i] = q.version
         p.prev_step[i] = q.last_step
         q.last_step = step_id
-        b.digest = mix(b.digest, (<uint64_t>event.q_len << 1) | event.served)
+        if event.q_len != 1:
+            b.digest = mix(b.digest, (<uint64_t>event.q_len << 1) | event.served)
         b.digest = mix(b.digest, <uint64_t>untagged(handles[i]) ^ (<uint64_t>q.num_tokens << 20))
     commit_simple(p, s, b, handles, done, p.num_rows, step_id)
     s.sum_tokens += p.num_tokens
@@ -397,14 +399,20 @@ cdef void step_rollback(Step* p, Seqs* s, Blocks* b) noexcept nogil:
 
 cdef uint64_t step_fingerprint(const Step* p, uint64_t h, int64_t next_step) noexcept nogil:
     """Hash of a pending step: what its end will do."""
-    cdef int32_t i
+    cdef int32_t i, at = 0
+    cdef Event plain
+    cdef const Event* event
+    plain.q_len = 1
+    plain.appended = plain.replaced = 0
     h = mix(mix(mix(h, next_step - p.id), p.num_rows), p.noted_done)
     for i in range(p.num_rows):
+        event = &plain
+        if at < p.num_events and p.event[at].row == i:
+            event = &p.event[at]
+            at += 1
         h = mix(h, untagged(p.handle[i]))
         h = mix(h, next_step - p.prev_step[i] if p.prev_step[i] else 0)
-    for i in range(p.num_events):
-        h = mix(mix(h, p.event[i].row), p.event[i].q_len)
-        h = mix(h, (<uint64_t>p.event[i].appended << 32) | <uint32_t>p.event[i].replaced)
+        h = mix(mix(h, event.q_len), (<uint64_t>event.appended << 32) | <uint32_t>event.replaced)
     for i in range(p.log_size):
         h = mix(mix(h, p.log[i].index), (<uint64_t>p.log[i].old << 32) | <uint32_t>p.log[i].new)
         h = mix(h, p.log[i].tokens)

@@ -218,3 +218,16 @@ def test_ids_follow_the_batch_order_not_the_kind_of_batch(make_pool, make_plan):
         pool.step(make_plan(pool), kind(handles[::-1]), kind([5, 1, 2, 9]))
         tables.add(tuple(tuple(pool.table(h).tolist()) for h in handles))
     assert tables == {((5, 6, 7), (4,), (3,), (1, 2))}
+
+
+def test_one_count_for_all_rows_and_a_count_per_row_leave_the_same_state(core):
+    states = []
+    for count in (1, [1, 1], np.array([1, 1], np.int32)):
+        pool = core.Pool(16, 4)
+        plan = core.Plan(pool, 2, 8, table_width=4)
+        handles = [pool.open() for _ in range(2)]
+        pool.step(plan, handles, [3, 4])
+        pool.done(plan)
+        pool.step(plan, handles, count)
+        states.append((pool.digest(), pool.fingerprint()))
+    assert states[0] == states[1] == states[2]

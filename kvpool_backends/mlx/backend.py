@@ -64,7 +64,9 @@ class MLXBackend:
     @staticmethod
     def device_info() -> dict[str, Any]:
         """The machine, as MLX describes it; for ``kvpool.blocks_for``."""
-        return dict(mx.device_info()) if mx.metal.is_available() else {}
+        if not mx.metal.is_available():
+            return {}
+        return {**mx.device_info(), "active_nbytes": mx.get_active_memory()}
 
     @staticmethod
     def capabilities() -> Capabilities:
