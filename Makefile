@@ -24,7 +24,7 @@ test: lint  ## set everything up, check style and types, run the tests
 	$(PYTEST) $(PYTEST_ARGS)
 
 test-long: $(VENV)/built $(VENV)/test  ## the tests with ten times the random examples
-	KVPOOL_TEST_PROFILE=long $(PYTEST) $(PYTEST_ARGS)
+	KVPOOL_FUZZ_EXAMPLES=10000 $(PYTEST) $(PYTEST_ARGS)
 
 lint: $(VENV)/built $(VENV)/test  ## ruff and mypy
 	@echo "==> checking style and types"

@@ -61,7 +61,7 @@ class Floor:
         c.floor_alloc.argtypes = c.floor_free.argtypes = [pool_p, INT32_P, i32]
         c.floor_alloc_free.argtypes = [pool_p, INT32_P, i32, INT32_P, INT32_P, INT32_P]
         c.floor_set_lengths.argtypes = [pool_p, INT32_P, i32]
-        c.floor_steps.argtypes = [pool_p, i32, i32, i32, INT32_P]
+        c.floor_steps.argtypes = [pool_p, INT32_P, i32, i32, i32, INT32_P]
         c.floor_fork.argtypes = c.floor_close.argtypes = [pool_p, i32]
         assert block_size & (block_size - 1) == 0
         order = np.arange(num_blocks, dtype=np.int32) if order is None else order
@@ -97,13 +97,12 @@ class Floor:
         lengths = np.asarray(lengths, np.int32)
         self._c.floor_set_lengths(self._pool, pointer(lengths), len(lengths))
 
-    def steps(self, rows, num_new, num_steps):
-        """Return a function for `num_steps` steps of `num_new` tokens, for each of the first `rows` rows."""
-        slot_mapping = np.empty(rows * num_new, np.int32)
-        out = pointer(slot_mapping)
+    def steps(self, rows, slot_mapping, num_new, num_steps):
+        """Return a function for `num_steps` steps: `num_new` tokens for each row that the int32 `rows` names."""
+        rows_p, out_p = pointer(rows), pointer(slot_mapping)
 
-        def run(keep=slot_mapping):
-            self._c.floor_steps(self._pool, rows, num_new, num_steps, out)
+        def run(keep=(rows, slot_mapping)):
+            self._c.floor_steps(self._pool, rows_p, len(rows), num_new, num_steps, out_p)
 
         return run
 

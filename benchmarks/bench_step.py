@@ -42,7 +42,7 @@ def floor_decode(rows):
     """Return the C floor's `STEPS` decode steps, from the same start."""
     floor = Floor(rows * WIDTH, rows=rows, width=WIDTH, block_size=BLOCK_SIZE)
     floor.set_lengths(start_lengths(rows))
-    return floor.steps(rows, 1, STEPS)
+    return floor.steps(np.arange(rows, dtype=np.int32), np.empty(rows, np.int32), 1, STEPS)
 
 
 def python_decode(rows):

@@ -84,12 +84,15 @@ void floor_set_lengths(Floor *pool, const int32_t *lengths, int32_t rows) {
     }
 }
 
-/* `num_steps` steps in which each row gets `num_new` tokens; slot_mapping is [rows * num_new]. */
-void floor_steps(Floor *pool, int32_t rows, int32_t num_new, int32_t num_steps, int32_t *slot_mapping) {
+/* `num_steps` steps: `num_new` tokens for each of `num_rows` named rows; slot_mapping is [num_rows * num_new].
+ * The same call as `Pool.step`: any rows in any order, any number of tokens. */
+void floor_steps(Floor *pool, const int32_t *rows, int32_t num_rows, int32_t num_new, int32_t num_steps,
+                 int32_t *slot_mapping) {
     const int32_t shift = pool->block_shift, mask = (1 << shift) - 1;
     for (int32_t step = 0; step < num_steps; step++) {
         int32_t *slots = slot_mapping;
-        for (int32_t row = 0; row < rows; row++) {
+        for (int32_t i = 0; i < num_rows; i++) {
+            const int32_t row = rows[i];
             int32_t *table = pool->table + (size_t)row * pool->width;
             int32_t len = pool->seq_lens[row];
             for (int32_t t = 0; t < num_new; t++, len++) {

@@ -12,7 +12,9 @@ from libc.stdlib cimport free, malloc
 
 import numpy as np
 
-_empty = np.empty
+cdef object empty = np.empty
+cdef object INT32 = np.dtype(np.int32)      # a name would be looked up on every call
+cdef object INT64 = np.dtype(np.int64)
 
 
 cdef str _show(object value):
@@ -119,8 +121,12 @@ cdef void ints_free(Ints* ints) noexcept:
     ints.owned = NULL
 
 
-cdef object new_array(Py_ssize_t size, object dtype):
-    return _empty(size, dtype)
+cdef object new_int32(Py_ssize_t size):
+    return empty(size, INT32)
+
+
+cdef object new_int64(Py_ssize_t size):
+    return empty(size, INT64)
 
 
 cdef void* array_data(object array) except NULL:

@@ -3,7 +3,7 @@ from libc.stdint cimport INT64_MAX, INT64_MIN, int32_t, int64_t, uint32_t, uint6
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
-from kvpool._args cimport Ints, array_data, ints_at, ints_free, ints_get, new_array, to_int
+from kvpool._args cimport Ints, array_data, ints_at, ints_free, ints_get, new_int32, new_int64, to_int
 from kvpool._blocks cimport (
     RESERVED,
     Block,
@@ -157,7 +157,7 @@ cdef class BlockPool:
                     needed=count, short_by=count - blocks_available(b), free=b.num_blank,
                     evictable=b.lru.size, limbo=b.limbo.size)
             if n is not None and out is None:
-                out = new_array(count, "int32")
+                out = new_int32(count)
                 ids = <int32_t*>array_data(out)
             self.alloc_raw(ids, <int32_t>count)
             return one if ids == &one else out
@@ -371,7 +371,7 @@ cdef class BlockPool:
         cdef int32_t* data
         self.enter("take_dropped")
         try:
-            ids = new_array(b.num_dropped, "int32")
+            ids = new_int32(b.num_dropped)
             data = <int32_t*>array_data(ids)
             b.digest = mix(mix(b.digest, OP_DRAIN), b.num_dropped)
             for k in range(b.num_dropped):
@@ -405,7 +405,7 @@ cdef class BlockPool:
         try:
             for i in range(b.reserved, b.num_blocks):
                 most = max(most, b.block[i].refcount)
-            counts = new_array(<Py_ssize_t>most + 1, "int64")
+            counts = new_int64(<Py_ssize_t>most + 1)
             data = <int64_t*>array_data(counts)
             memset(data, 0, (<Py_ssize_t>most + 1) * sizeof(int64_t))
             for i in range(b.reserved, b.num_blocks):

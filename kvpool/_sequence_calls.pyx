@@ -3,7 +3,7 @@ from libc.stdint cimport INT64_MAX, INT64_MIN, int32_t, int64_t, uint32_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
-from kvpool._args cimport Ints, array_data, ints_at, ints_free, ints_get, new_array, to_int
+from kvpool._args cimport Ints, array_data, ints_at, ints_free, ints_get, new_int32, new_int64, to_int
 from kvpool._block_calls cimport BlockPool
 from kvpool._blocks cimport Blocks, blocks_available, blocks_take_many, whole_blocks
 from kvpool._sequence cimport (
@@ -251,7 +251,7 @@ cdef class SequencePool(BlockPool):
             if count > s.num_free_slots:
                 raise OutOfSequences(f"[fork] {count} children asked for, {s.num_open} sequences are open, "
                                      f"the limit is {s.max_seqs}")
-            children = new_array(count, "int64")
+            children = new_int64(count)
             seq_fork(s, &self.blocks, parent, <int32_t>count, <int64_t*>array_data(children))
             return children
         finally:
@@ -378,7 +378,7 @@ cdef class SequencePool(BlockPool):
         self.enter("table")
         try:
             slot = self.get_one(handle, "table")
-            ids = new_array(self.seqs.seq[slot].num_blocks, "int32")
+            ids = new_int32(self.seqs.seq[slot].num_blocks)
             memcpy(array_data(ids), seq_table(&self.seqs, slot), self.seqs.seq[slot].num_blocks * sizeof(int32_t))
             return ids
         finally:

@@ -49,7 +49,8 @@ cdef int step_init(Step* p, int32_t max_rows) noexcept nogil:
     p.log_room = 16
     p.log = <Replaced*>calloc(p.log_room, sizeof(Replaced))
     p.max_rows = max_rows
-    if p.length == NULL or p.slot == NULL or p.prev_step == NULL or p.version == NULL or p.event == NULL or p.log == NULL:
+    if (p.length == NULL or p.slot == NULL or p.prev_step == NULL or p.version == NULL or p.event == NULL
+            or p.log == NULL):
         step_free(p)
         return NO_MEMORY
     return OK

@@ -1,0 +1,45 @@
+"""The baselines of the benchmarks do the work that kvpool does: the same slots, step for step."""
+
+import numpy as np
+
+import kvpool
+from benchmarks.baselines import Floor, PythonPool
+
+ROWS = 5
+STEPS = 40
+LENGTHS = [33, 16, 47, 1, 20]
+
+
+def test_baselines_and_kvpool_give_the_same_slots():
+    floor, slots = Floor(64, rows=ROWS, width=8), np.empty(ROWS, np.int32)
+    floor.set_lengths(LENGTHS)
+    floor_step = floor.steps(np.arange(ROWS, dtype=np.int32), slots, 1, 1)
+
+    python = PythonPool(64)
+    ids = [python.open() for _ in range(ROWS)]
+    pool = kvpool.Pool(64, 16, max_blocks_per_seq=8, reserved_blocks=0, in_order=True)
+    handles = [pool.open() for _ in range(ROWS)]
+    plan, prompt = kvpool.Plan(pool, ROWS), kvpool.Plan(pool, 1, 64)
+    for handle, seq_id, length in zip(handles, ids, LENGTHS, strict=True):
+        pool.step(prompt, [handle], length)
+        python.step([seq_id], length)
+
+    for _ in range(STEPS):
+        pool.step(plan, handles)
+        floor_step()
+        _, seq_lens, slot_mapping = python.step(ids)
+        assert plan.slot_mapping.tolist() == slots.tolist() == slot_mapping.tolist()
+        assert plan.seq_lens.tolist() == seq_lens.tolist()
+    assert [pool.table(handle).tolist() for handle in handles] == [python.tables[seq_id] for seq_id in ids]
+
+
+def test_floor_gives_every_block_back():
+    floor, ids = Floor(8, rows=3, width=4), np.empty(4, np.int32)
+    floor.set_lengths([64])  # four blocks
+    floor.fork(2)
+    floor.close(2)
+    floor.alloc(ids)
+    assert sorted(ids.tolist()) == [4, 5, 6, 7]
+    floor.free(ids)
+    floor.alloc(ids)
+    assert sorted(ids.tolist()) == [4, 5, 6, 7]
