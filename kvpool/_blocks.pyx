@@ -130,9 +130,13 @@ cdef void blocks_ref(Blocks* b, int32_t i, int32_t times) noexcept nogil:
 
 
 cdef void blocks_ref_many(Blocks* b, const int32_t* ids, int32_t n, int32_t times) noexcept nogil:
-    cdef int32_t k
+    cdef Block* block = b.block
+    cdef int32_t k, before, shared = 0
     for k in range(n):
-        ref(b, ids[k], times)
+        before = block[ids[k]].refcount
+        shared += before <= 1 and before + times > 1
+        block[ids[k]].refcount = before + times
+    b.num_shared += shared
 
 
 cdef void blocks_unref(Blocks* b, int32_t i) noexcept nogil:
