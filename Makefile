@@ -39,15 +39,17 @@ bench-gates: $(VENV)/built $(VENV)/test  ## the same, failing when a target is m
 
 build: $(VENV)/built  ## compile the core in place
 
-debug: $(VENV)/made  ## compile the core in place with every check on (`touch setup.py; make build` goes back)
-	KVPOOL_DEBUG=1 $(PY) setup.py build_ext --inplace
+debug: $(VENV)/made  ## compile the core in place with every check on; make build goes back
+	@rm -f $(VENV)/built
+	KVPOOL_DEBUG=1 $(PY) setup.py -q build_ext --inplace
 
 sanitize: $(VENV)/test  ## the core's tests under AddressSanitizer and UndefinedBehaviorSanitizer (Linux, gcc)
+	@rm -f $(VENV)/built
 	KVPOOL_DEBUG=1 KVPOOL_SANITIZE=address,undefined $(PY) setup.py -q build_ext --inplace
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 $(PYTEST) $(PYTEST_ARGS) \
 		--ignore tests/test_packaging.py --ignore tests/test_import_cost.py --ignore tests/test_stubs.py
-	$(PY) setup.py -q build_ext --inplace
+	@$(MAKE) build
 
 clean:  ## remove everything that make has made
 	rm -rf $(VENV) build dist *.egg-info kvpool-demo.png .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
