@@ -144,6 +144,12 @@ def test_version_is_the_same_everywhere(wheel):
     assert declared == kvpool.__version__ == wheel.name.split("-")[1]
 
 
+def test_licence_is_declared_in_spdx_form(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        assert "License-Expression: MIT\n" in archive.read(name).decode()
+
+
 def test_wheel_works_with_numpy_alone(site):
     """Imported from the wheel with warnings as errors, in an environment without mlx."""
     assert in_environment(site, USE, "-I").startswith(str(site))
