@@ -88,7 +88,7 @@ cdef class Pool(SequencePool):
     """
 
     def __cinit__(self, num_blocks, block_size, *, max_seqs=1024, max_blocks_per_seq=None, reserved_blocks=1,
-                  watermark=0, in_order=False, seed=None):
+                  watermark=0, in_order=False, seed=None, prefix_cache=False, events=0, _hash_bits=64):
         if not isinstance(in_order, bool):
             raise TypeError(f"[Pool] in_order must be a bool, not {type(in_order).__name__} ({in_order!r})")
         self.seed = (int.from_bytes(os.urandom(8), "little") if seed is None

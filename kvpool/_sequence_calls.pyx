@@ -60,7 +60,7 @@ cdef class SequencePool(BlockPool):
     """Sequences on top of blocks. See `kvpool.Pool`."""
 
     def __cinit__(self, num_blocks, block_size, *, max_seqs=1024, max_blocks_per_seq=None, reserved_blocks=1,
-                  watermark=0, in_order=False, seed=None):
+                  watermark=0, in_order=False, seed=None, prefix_cache=False, events=0, _hash_bits=64):
         cdef Seqs* s = &self.seqs
         cdef int32_t usable = self.blocks.num_blocks - self.blocks.reserved
         cdef int32_t slot
