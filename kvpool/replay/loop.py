@@ -69,11 +69,12 @@ class Occupancy:
     sequence_steps: int = 0
     peak_utilization: float = 0.0
     peak_static_utilization: float = 0.0
-    peak_sequences: int = 0
     timeline: list[tuple[int, int, int, int, int]] = field(default_factory=list)
     """(steps so far, blocks used, sequences, hit tokens so far, tokens looked up so far), where one changed."""
 
-    def add(self, steps: int, used: int, tokens: int, sequences: int, hit_tokens: int, looked_up: int) -> None:
+    def add(
+        self, steps: int, used: int, tokens: int, sequences: int, hit_tokens: int, looked_up: int
+    ) -> None:
         """Count `steps` steps after which `used` blocks, `sequences` sequences and `tokens` tokens are there.
 
         In the steps before the last one the sequences were shorter by one token each, by two, and so on.
@@ -99,11 +100,6 @@ class Occupancy:
         """The same for a static reservation."""
         return _ratio(self.token_steps, self.sequence_steps * self.reserved_tokens)
 
-    @property
-    def static_blocks(self) -> int:
-        """Blocks that a static reservation needs to run as many sequences at a time."""
-        return self.peak_sequences * -(-self.reserved_tokens // self.block_size)
-
 
 @dataclass(frozen=True)
 class Result:
@@ -112,25 +108,36 @@ class Result:
     Attributes
     ----------
     policy : str
-    num_blocks, block_size, concurrency : int
-        The pool (usable blocks) and the most requests at a time.
+    num_blocks, block_size : int
+        The pool; usable blocks.
+    concurrency, samples : int
+        The most requests at a time, and sequences per request.
     counters : dict
         The policy's counters by name, in the order of its definition.
     occupancy : Occupancy
     costs : dict
         Per call of the pool: (number of calls, nanoseconds in all).
     block_operations : int
-        Blocks taken, found in the cache, and released.
+        Blocks taken, found in the cache, shared by forks, and released.
+    peak_sequences : int
+        Most sequences at a time.
     """
 
     policy: str
     num_blocks: int
     block_size: int
     concurrency: int
+    samples: int
     counters: dict[str, Any]
     occupancy: Occupancy
     costs: dict[str, tuple[int, int]]
     block_operations: int
+    peak_sequences: int
+
+    @property
+    def static_blocks(self) -> int:
+        """Blocks that a static reservation needs to run as many sequences at a time."""
+        return self.peak_sequences * -(-self.occupancy.reserved_tokens // self.block_size)
 
     @property
     def hit_rate(self) -> float:
@@ -165,15 +172,19 @@ class ClosedLoop:
     policy = ""
 
     def __init__(
-        self, trace: Trace, num_blocks: int, block_size: int, concurrency: int, samples: int = 1, **options: Any
+        self,
+        trace: Trace,
+        num_blocks: int,
+        block_size: int,
+        concurrency: int,
+        samples: int = 1,
+        **options: Any,
     ) -> None:
         self.trace, self.num_blocks, self.block_size = trace, num_blocks, block_size
         self.concurrency, self.samples = min(concurrency, len(trace)), samples
-        prompts, outputs = trace.prompts.tolist(), trace.outputs.tolist()
         # The token that a prefill computes is the first of the answer: there is at least one.
-        self.waiting = deque(
-            Request(row, prompt, max(output, 1)) for row, (prompt, output) in enumerate(zip(prompts, outputs))
-        )
+        lengths = zip(trace.prompts.tolist(), trace.outputs.tolist(), strict=True)
+        self.waiting = deque(Request(row, n, max(m, 1)) for row, (n, m) in enumerate(lengths))
         self.running: list[Request] = []
         longest = max(request.prompt + request.output for request in self.waiting)
         rows = self.concurrency * samples
@@ -191,6 +202,7 @@ class ClosedLoop:
         self.costs: dict[str, tuple[int, int]] = {}
         self.finished = self.decode_tokens = self.peak_running = 0
         self.hit_tokens = self.computed_tokens = 0
+        self.shared_blocks = 0  # references beyond the first, and on cached blocks
 
     def admit(self) -> None:
         """Move requests from waiting to running, as many as the policy lets in."""
@@ -216,17 +228,17 @@ class ClosedLoop:
                 progress(done)
                 told = done
         counters, stats = self.counters(), self.pool.stats()
-        self.occupancy.peak_sequences = self.peak_running * self.samples
-        operations = 2 * (stats.allocs + self.hit_tokens // self.block_size)  # each taken or hit, each released
         result = Result(
             policy=self.policy,
             num_blocks=self.num_blocks,
             block_size=self.block_size,
             concurrency=self.concurrency,
+            samples=self.samples,
             counters=counters,
             occupancy=self.occupancy,
             costs=self.costs,
-            block_operations=operations,
+            block_operations=2 * (stats.allocs + self.shared_blocks),  # each is released again
+            peak_sequences=self.peak_running * self.samples,
         )
         self.pool.shutdown()
         return result

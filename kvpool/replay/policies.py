@@ -63,6 +63,7 @@ class PrefixCaching(ClosedLoop):
         if full > cached:
             self.call("commit", handle, tokens[cached:full])
         self.admissions += 1
+        self.shared_blocks += cached // self.block_size
         self.hit_tokens += cached
         self.computed_tokens += request.length - cached
         if not self.was_admitted[request.row]:
@@ -136,7 +137,9 @@ class ParallelSampling(ClosedLoop):
 
     policy = "P2"
 
-    def __init__(self, trace: Trace, num_blocks: int, block_size: int, concurrency: int, samples: int) -> None:
+    def __init__(
+        self, trace: Trace, num_blocks: int, block_size: int, concurrency: int, samples: int
+    ) -> None:
         super().__init__(trace, num_blocks, block_size, concurrency, samples)
         self.peak_ref = 0
 
@@ -149,6 +152,7 @@ class ParallelSampling(ClosedLoop):
             self.computed_tokens += request.prompt
             children = self.call("fork", parent, self.samples - 1).tolist() if self.samples > 1 else []
             request.handles = [parent, *children]
+            self.shared_blocks += len(children) * -(-request.prompt // self.block_size)
             self.peak_ref = max(self.peak_ref, self.pool.refcount(int(self.pool.table(parent)[0])))
             self.running.append(request)
 

@@ -86,7 +86,7 @@ class _Rows:
         value = record.get(name, default)
         if value is None:
             self.refuse(f"{name} is missing")
-        if isinstance(value, bool) or not isinstance(value, int):
+        if not _is_integer(value):
             self.refuse(f"{name} is no integer ({value!r})")
         if not least <= value <= LENGTH_MAX:
             self.refuse(f"{name} is out of range ({value}), {least}..{LENGTH_MAX}")
@@ -94,21 +94,21 @@ class _Rows:
 
     def hash_ids(self, record: dict[str, Any], blocks: int) -> list[int]:
         """Return the ids of a request of `blocks` blocks."""
-        if "runs" in record:
-            runs = record["runs"]
-            if not isinstance(runs, list) or not all(_is_run(run) for run in runs):
-                self.refuse("runs is no list of [start, length]")
-            count = sum(length for _, length in runs)
-        else:
-            runs, ids = None, record.get("hash_ids")
-            if ids is None:
-                self.refuse("hash_ids is missing")
-            if not isinstance(ids, list) or not all(type(value) is int for value in ids):
-                self.refuse("hash_ids is no list of integers")
-            count = len(ids)
-        if count > blocks:  # before runs are spelled out: a wrong one may be longer than memory
-            self.refuse(f"more hash ids than the prompt has blocks of {self.block_size} tokens ({count}), {blocks}")
-        return ids if runs is None else [value for start, n in runs for value in range(start, start + n)]
+        name = "runs" if "runs" in record else "hash_ids"
+        entries = record.get(name)
+        if entries is None:
+            self.refuse("hash_ids is missing")
+        is_entry = _is_run if name == "runs" else _is_integer
+        if not isinstance(entries, list) or not all(map(is_entry, entries)):
+            self.refuse(f"{name} is no list of {'[start, length]' if name == 'runs' else 'integers'}")
+        count = sum(length for _, length in entries) if name == "runs" else len(entries)
+        if count > blocks:  # judged before runs are spelled out: a wrong one may be longer than memory
+            self.refuse(
+                f"more hash ids than the prompt has blocks of {self.block_size} tokens ({count}), {blocks}"
+            )
+        if name == "hash_ids":
+            return entries
+        return [value for start, length in entries for value in range(start, start + length)]
 
     def trace(self) -> Trace:
         """Return everything collected."""
@@ -147,8 +147,12 @@ def _lines(rows: _Rows) -> Iterator[str]:
         rows.refuse(f"no text ({exc})")
 
 
+def _is_integer(value: Any) -> bool:
+    return type(value) is int  # no bool
+
+
 def _is_run(run: Any) -> bool:
-    return isinstance(run, list) and len(run) == 2 and all(type(value) is int for value in run) and run[1] >= 0
+    return isinstance(run, list) and len(run) == 2 and all(map(_is_integer, run)) and run[1] >= 0
 
 
 def _flat(ids: list[list[int]]) -> NDArray[np.int64]:
@@ -191,7 +195,9 @@ def read_npz(path: Path) -> Trace:
     offsets = id_ends[run_off]
     tokens_per_id = int(block_size)
     blocks = -(-prompts // tokens_per_id) if tokens_per_id > 0 else np.zeros(rows, np.int64)
-    refuse_rows(np.diff(offsets) > blocks, f"more hash ids than the prompt has blocks of {tokens_per_id} tokens")
+    refuse_rows(
+        np.diff(offsets) > blocks, f"more hash ids than the prompt has blocks of {tokens_per_id} tokens"
+    )
     ids = np.repeat(run_start - id_ends[:-1], run_len) + np.arange(id_ends[-1])
     unknown = np.full(rows, -1, np.int64)
     timestamps, sessions = members.get("t_ms", unknown), members.get("session", unknown)

@@ -65,7 +65,8 @@ def synthetic_trace(seed: int = 1, sessions: int = 24, block_size: int = 16) -> 
 
     system_prompts = [new_ids(random.between(4, 24)) for _ in range(3)]
     live = [
-        _Conversation(number, system_prompts[random.below(3)], random.small(1, 12)) for number in range(sessions)
+        _Conversation(number, system_prompts[random.below(3)], random.small(1, 12))
+        for number in range(sessions)
     ]
     clock, rows = 0, []
     while live:
