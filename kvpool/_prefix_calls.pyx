@@ -234,7 +234,8 @@ cdef class PrefixPool(SequencePool):
         found.blocks = found.evictable = 0
         found.hash = 0
         if total > s.max_blocks:
-            raise CapacityExceeded(f"[{call}] {tokens.size} tokens, a sequence has at most {s.max_blocks * b.block_size}")
+            raise CapacityExceeded(f"[{call}] {tokens.size} tokens, a sequence has at most "
+                                   f"{s.max_blocks * b.block_size}")
         if self.indexed:
             root = self.find_root(namespace, &root_hash)
             found = index_match(&self.index, b, root, root_hash, tokens.data,
@@ -369,8 +370,8 @@ cdef class PrefixPool(SequencePool):
         handles : int or ints
             Sequences, int64, shape ``(S,)``, no duplicates.
         tokens : ints
-            Tokens of all rows, one after the other, int32 or int64, shape ``(sum of counts,)``: of each row the positions
-            after those committed before.
+            Tokens of all rows, one after the other, int32 or int64, shape ``(sum of counts,)``: of each row the
+            positions after those committed before.
         counts : int or ints, optional
             Tokens per row; default: equally many for each.
 
