@@ -94,6 +94,8 @@ cdef class PrefixPool(SequencePool):
             index_drain(&self.index, &self.blocks)
         if self.index.journal_size:
             self.publish()
+        if self.indexed and self.index.next_uid >= MOST_UIDS - 2 * <uint32_t>self.blocks.num_blocks:
+            self.flush_root(0)      # node numbers are never reused while a node lives: they ran out, forget all
         return 0
 
     # -- arguments
@@ -237,7 +239,6 @@ cdef class PrefixPool(SequencePool):
             raise CapacityExceeded(f"[{call}] {tokens.size} tokens, a sequence has at most "
                                    f"{s.max_blocks * b.block_size}")
         if self.indexed:
-            self.spare_uids()
             root = self.find_root(namespace, &root_hash)
             found = index_match(&self.index, b, root, root_hash, tokens.data,
                                 <int32_t>whole_blocks(b, max(tokens.size - take, 0)) if root else 0, table)
@@ -415,7 +416,6 @@ cdef class PrefixPool(SequencePool):
                 at += ints_at(&new, k)
             if at != all_tokens.size:
                 raise ValueError(f"[commit] counts use {at} of {all_tokens.size} tokens")
-            self.spare_uids()
             at = 0
             for k in range(rows.size):
                 self.commit_row(seq_find(&self.seqs, ints_at(&rows, k)), all_tokens.data + at, ints_at(&new, k))
@@ -504,12 +504,6 @@ cdef class PrefixPool(SequencePool):
             self.add_event(("cleared", namespace))
             self.names = {uid: name for name, uid in self.roots.items()}
         return blank
-
-    cdef int spare_uids(self) except -1:
-        """Node numbers are never reused while a node lives: when they run out, everything is forgotten."""
-        if self.index.next_uid >= MOST_UIDS - 2 * <uint32_t>self.blocks.num_blocks:
-            self.flush_root(0)
-        return 0
 
     def _set_next_uid(self, uid):
         """For tests: the number of the next node."""
