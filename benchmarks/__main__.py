@@ -35,7 +35,7 @@ LIMITS = {
 }
 SLOPE_RATIO_MAX = 3
 TABLE_SHARE_MAX = 1 / 8
-OTHER_LINES = {"scaling", "nbytes", "import", "handed_nbytes", "index_nbytes"}  # keys of records with lines of their own
+OTHER_LINES = {"scaling", "nbytes", "import", "handed_nbytes", "index_nbytes"}  # they have lines of their own
 
 
 def run_benchmarks(arguments):
