@@ -1,8 +1,9 @@
 """The ``kvpool`` command.
 
-``kvpool demo`` shows on this machine what kvpool claims, ``kvpool plan`` sizes a pool, ``kvpool doctor``
-tells what is installed. Each command is a module with ``add_arguments(parser)`` and ``run(args) -> int``,
-the exit status: 0 done (and every claim held), 1 a claim did not hold, 2 it could not do what was asked.
+``kvpool demo`` shows on this machine what kvpool claims, ``kvpool replay`` runs a serving trace through a pool,
+``kvpool plan`` sizes a pool, ``kvpool doctor`` tells what is installed. Each command is a module with
+``add_arguments(parser)`` and ``run(args) -> int``, the exit status: 0 done (and every claim held), 1 a claim did
+not hold, 2 it could not do what was asked.
 
 Reading the arguments needs numpy and the standard library only; a command imports what it uses when it runs.
 """
@@ -15,10 +16,10 @@ import sys
 from collections.abc import Sequence
 
 import kvpool
-from kvpool.cli import demo, doctor, plan
+from kvpool.cli import demo, doctor, plan, replay
 from kvpool.cli.console import CommandError
 
-COMMANDS = {"demo": demo, "plan": plan, "doctor": doctor}
+COMMANDS = {"demo": demo, "replay": replay, "plan": plan, "doctor": doctor}
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -1,0 +1,182 @@
+"""Replay a serving trace through a pool: hit rate, evictions, preemptions, and the memory it needs."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvpool.cli.console import CommandError
+
+if TYPE_CHECKING:
+    from kvpool.replay import Result, Trace
+
+INT_MAX = 2**31 - 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments. Numbers are read by `run`, which says in one line what is wrong with one."""
+    parser.add_argument(
+        "trace",
+        nargs="?",
+        metavar="TRACE",
+        help="a trace in Mooncake's JSONL format (hash ids per 512 tokens), or the compact .npz",
+    )
+    parser.add_argument(
+        "--synthetic", action="store_true", help="replay a generated trace of conversations instead of a file"
+    )
+    numbers: tuple[tuple[str, str, str | None, str], ...] = (
+        ("--num-blocks", "N", None, "usable blocks of the pool (P2: enough for everything)"),
+        ("--block-size", "TOKENS", None, "tokens per block (default: the trace's, 16 without hash ids)"),
+        ("--concurrency", "C", "16", "most requests that run at a time (default: %(default)s)"),
+        ("--samples", "K", "1", "sequences per request, P2 only (default: %(default)s)"),
+        ("--limit", "ROWS", None, "replay the first requests only"),
+        ("--trace-block-size", "TOKENS", None, "tokens per hash id, when it is not Mooncake's 512"),
+        ("--seed", "S", "1", "of --synthetic (default: %(default)s)"),
+        ("--sessions", "S", "24", "conversations of --synthetic (default: %(default)s)"),
+    )
+    for name, metavar, default, text in numbers:
+        parser.add_argument(name, metavar=metavar, default=default, help=text)
+    parser.add_argument(
+        "--policy",
+        default="P1",
+        help="P1: prefix cache, closed loop, preempts when blocks run out; P2: K samples per prompt by fork and"
+        " copy-on-write, no prefix cache (default: %(default)s)",
+    )
+    parser.add_argument("--sweep", metavar="N1,N2,...", help="compare pools of these sizes (P1)")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw blocks in use and hit rate over time")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Replay, and print what happened."""
+    from kvpool.errors import KVPoolError
+    from kvpool.replay import replay, report
+
+    sizes = pool_sizes(args)
+    options: dict[str, Any] = {
+        "policy": args.policy,
+        "block_size": number(args, "block_size"),
+        "concurrency": number(args, "concurrency"),
+        "samples": number(args, "samples"),
+    }
+    check_plot(args.plot)
+    trace = load_trace(args)
+    results = []
+    try:
+        with progress_bar(len(trace) * len(sizes), quiet=args.json) as show:
+            for index, num_blocks in enumerate(sizes):
+                progress = partial(show, index * len(trace))
+                results.append(replay(trace, num_blocks=num_blocks, **options, progress=progress))
+    except (ValueError, KVPoolError, MemoryError) as exc:
+        raise CommandError(str(exc) or "not enough memory for this pool") from None
+    if args.plot is not None:
+        draw(args, trace, results)
+    if args.json:
+        runs = [report.result_facts(result) for result in results]
+        print(json.dumps({"trace": report.trace_facts(trace), "runs": runs}, indent=2))
+    else:
+        print(report.describe_trace(trace))
+        print(report.describe(results[0]) if args.sweep is None else report.describe_sweep(results))
+        if args.plot is not None:
+            print(f"Drawn in {args.plot}")
+    return 0
+
+
+def number(args: argparse.Namespace, name: str, least: int = 1) -> int | None:
+    """Return the value of a numeric option, None if it was not given."""
+    text = getattr(args, name)
+    return None if text is None else whole("--" + name.replace("_", "-"), text, least)
+
+
+def whole(option: str, text: str, least: int) -> int:
+    """Return `text` as an integer from `least` to 2^31 - 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise CommandError(f"{option} {text}: not a whole number") from None
+    if not least <= value <= INT_MAX:
+        raise CommandError(f"{option} {text}: out of range, {least}..{INT_MAX}")
+    return value
+
+
+def pool_sizes(args: argparse.Namespace) -> list[int | None]:
+    """Return the pools to replay, in blocks; None is the policy's own choice."""
+    if args.policy not in ("P1", "P2"):
+        raise CommandError(f"--policy {args.policy}: there are P1 and P2")
+    if args.sweep is None:
+        if args.num_blocks is None and args.policy == "P1":
+            raise CommandError("P1 needs --num-blocks N, or --sweep N1,N2,...")
+        return [number(args, "num_blocks")]
+    if args.num_blocks is not None:
+        raise CommandError("--sweep and --num-blocks exclude each other")
+    if args.policy != "P1":
+        raise CommandError("--sweep compares pools that can be too small: P1 only")
+    return [whole("--sweep", text, 1) for text in args.sweep.split(",")]
+
+
+def load_trace(args: argparse.Namespace) -> Trace:
+    """Return the trace that the arguments name."""
+    from kvpool.replay import TraceError, read_trace, synthetic_trace
+
+    if (args.trace is None) != args.synthetic:
+        raise CommandError("name either a TRACE file or --synthetic")
+    tokens_per_id, limit = number(args, "trace_block_size"), number(args, "limit")
+    seed, sessions = number(args, "seed", 0), number(args, "sessions")
+    try:
+        if args.synthetic:
+            assert seed is not None and sessions is not None  # they have defaults
+            trace = synthetic_trace(seed, sessions, tokens_per_id or 16)
+        else:
+            trace = read_trace(args.trace, block_size=tokens_per_id)
+    except OSError as exc:
+        raise CommandError(f"{args.trace}: {exc.strerror or exc}") from None
+    except TraceError as exc:
+        raise CommandError(str(exc)) from None
+    return trace if limit is None else trace.head(limit)
+
+
+def check_plot(path: Path | None) -> None:
+    """Refuse, before any work, a picture that cannot be drawn."""
+    if path is None:
+        return
+    if path.is_dir() or not path.parent.is_dir():
+        raise CommandError(f"--plot {path}: not a file in a folder that exists")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise CommandError(f"--plot {path}: no permission to write it")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise CommandError("--plot needs matplotlib: pip install 'kvpool[demo]'")
+
+
+def draw(args: argparse.Namespace, trace: Trace, results: list[Result]) -> None:
+    """Write the picture."""
+    from kvpool.replay import plot
+
+    if args.sweep is None:
+        plot.draw_timeline(args.plot, trace.name, results[0])
+    else:
+        plot.draw_sweep(args.plot, trace.name, results)
+
+
+@contextlib.contextmanager
+def progress_bar(total: int, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function that shows how many requests are through: ``show(in earlier replays, in this one)``.
+
+    It does nothing without rich or a terminal.
+    """
+    if quiet or not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
+        yield lambda before, done: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=total)
+        yield lambda before, done: progress.update(task, completed=before + done)

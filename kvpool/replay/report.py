@@ -1,0 +1,167 @@
+"""A replay's results for people, as text, and for machines, as one JSON object."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpool.replay.loop import Result
+from kvpool.replay.trace import Trace
+
+GOOD_SHARE = 0.95
+"""Of the best hit rate in a sweep: what a smaller pool may give up to be called enough."""
+
+
+def trace_facts(trace: Trace) -> dict[str, Any]:
+    """Return what a trace holds, ready for JSON."""
+    return {
+        "name": trace.name,
+        "requests": len(trace),
+        "block_size": trace.block_size,
+        "prompt_tokens": int(trace.prompts.sum()),
+        "output_tokens": int(trace.outputs.sum()),
+    }
+
+
+def result_facts(result: Result) -> dict[str, Any]:
+    """Return everything a replay counted, ready for JSON. Utilizations are fractions, costs nanoseconds."""
+    occupancy = result.occupancy
+    steps = max(occupancy.steps, 1)
+    return {
+        "policy": result.policy,
+        "num_blocks": result.num_blocks,
+        "block_size": result.block_size,
+        "concurrency": result.concurrency,
+        "samples": result.samples,
+        **result.counters,
+        "hit_rate": result.hit_rate,
+        "mean_used": occupancy.used_block_steps / steps,
+        "mean_sequences": occupancy.sequence_steps / steps,
+        "peak_utilization": occupancy.peak_utilization,
+        "mean_utilization": occupancy.mean_utilization,
+        "static_reserved_tokens": occupancy.reserved_tokens,
+        "static_peak_utilization": occupancy.peak_static_utilization,
+        "static_mean_utilization": occupancy.mean_static_utilization,
+        "static_blocks": result.static_blocks,
+        "ns_per_operation": result.ns_per_operation,
+        "calls": {verb: {"calls": calls, "ns": ns} for verb, (calls, ns) in result.costs.items()},
+    }
+
+
+def describe_trace(trace: Trace) -> str:
+    """Return one line on a trace."""
+    ids = f"hash ids per {trace.block_size} tokens" if len(trace.ids) else "no hash ids"
+    return (
+        f"{trace.name}: {len(trace):,} requests, {trace.prompts.sum():,} prompt tokens,"
+        f" {trace.outputs.sum():,} output tokens, {ids}"
+    )
+
+
+def describe(result: Result) -> str:
+    """Return one replay as aligned lines."""
+    facts = result_facts(result)
+    pool = f"{result.num_blocks:,} blocks of {result.block_size} tokens"
+    if result.policy == "P1":
+        title = f"P1, prefix cache: {pool}, at most {result.concurrency} requests at a time"
+        rows = _prefix_rows(facts)
+    else:
+        title = f"P2, {result.samples} samples per prompt: {pool}, at most {result.concurrency} requests at a time"
+        copies = f"{facts['cow_copies']:,} blocks, {facts['copied_tokens']:,} tokens"
+        rows = [
+            ("copied on write", copies),
+            ("most references", f"{facts['peak_ref']:,} on one block"),
+            ("blocks taken", f"{facts['allocs']:,}"),
+        ]
+    rows += [
+        ("generated tokens", f"{facts['decode_tokens']:,} in {facts['steps']:,} steps"),
+        ("blocks in use", f"peak {facts['peak_used']:,}, mean {facts['mean_used']:,.1f}"),
+        (
+            "utilization",
+            f"mean {_percent(facts['mean_utilization'])}, peak {_percent(facts['peak_utilization'])}",
+        ),
+        (
+            "static reservation",
+            f"mean {_percent(facts['static_mean_utilization'])},"
+            f" peak {_percent(facts['static_peak_utilization'])}; {facts['static_reserved_tokens']:,} tokens"
+            f" each: {facts['static_blocks']:,} blocks for as many sequences",
+        ),
+        ("allocator", f"{facts['ns_per_operation']:,.0f} ns per block operation"),
+    ]
+    rows += [("", f"{verb}: {_cost(*cost)}") for verb, cost in result.costs.items()]
+    width = max(len(name) for name, _ in rows)
+    notes = "Utilization: tokens of the running sequences / token positions held for them"
+    if facts["peak_utilization"] > 1:
+        notes += "; a shared block is held once"
+    return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in rows), f"{notes}."])
+
+
+def _prefix_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    looked_up = facts["hit_tokens"] + facts["computed_tokens"]
+    first = facts["first_hit_rate"]
+    return [
+        (
+            "hit rate",
+            f"{_percent(facts['hit_rate'])} of {looked_up:,} tokens; at first sight {_percent(first)}",
+        ),
+        ("computed tokens", f"{facts['computed_tokens']:,}"),
+        ("evictions", f"{facts['evictions']:,} of {facts['allocs']:,} blocks taken"),
+        ("preemptions", f"{facts['preemptions']:,}"),
+        (
+            "requests",
+            f"{facts['finished']:,} finished, {facts['rejected']:,} rejected (too long for the pool)",
+        ),
+    ]
+
+
+SWEEP_COLUMNS = {
+    "blocks": lambda facts: f"{facts['num_blocks']:,}",
+    "tokens": lambda facts: f"{facts['num_blocks'] * facts['block_size']:,}",
+    "hit rate": lambda facts: _percent(facts["hit_rate"]),
+    "computed": lambda facts: f"{facts['computed_tokens']:,}",
+    "evictions": lambda facts: f"{facts['evictions']:,}",
+    "preempted": lambda facts: f"{facts['preemptions']:,}",
+    "rejected": lambda facts: f"{facts['rejected']:,}",
+    "steps": lambda facts: f"{facts['steps']:,}",
+    "peak used": lambda facts: f"{facts['peak_used']:,}",
+    "mean used": lambda facts: f"{facts['mean_used']:,.0f}",
+    "ns/op": lambda facts: f"{facts['ns_per_operation']:,.0f}",
+}
+
+
+def describe_sweep(results: list[Result]) -> str:
+    """Return a table with a line per pool size, and the smallest pool that is enough."""
+    lines = [list(SWEEP_COLUMNS)]
+    for result in results:
+        facts = result_facts(result)
+        lines.append([show(facts) for show in SWEEP_COLUMNS.values()])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    table = [
+        "  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)) for line in lines
+    ]
+    enough = smallest_enough(results)
+    if enough is None:
+        verdict = "Every one of these pools preempts or rejects requests: look at larger ones."
+    else:
+        verdict = (
+            f"{enough.num_blocks:,} blocks are enough: nothing preempted or rejected,"
+            f" {_percent(enough.hit_rate)} hits (at least {GOOD_SHARE:.0%} of the best here)."
+        )
+    return "\n".join([*table, verdict])
+
+
+def smallest_enough(results: list[Result]) -> Result | None:
+    """Return the smallest pool that preempts and rejects nothing and has nearly the best hit rate, or None."""
+    goal = GOOD_SHARE * max(result.hit_rate for result in results)
+    fitting = [
+        result
+        for result in results
+        if result.hit_rate >= goal and result.counters["preemptions"] == result.counters["rejected"] == 0
+    ]
+    return min(fitting, key=lambda result: result.num_blocks, default=None)
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.1f} %"
+
+
+def _cost(calls: int, ns: int) -> str:
+    return f"{calls:,} calls, {ns / calls / 1e3:,.2f} us each"
