@@ -52,10 +52,8 @@ class ForkCommitsPending(Unchecked):
     """A fork of a pending row is believed to be computed."""
 
     def _done_length(self, seq: Sequence) -> int:
-        ancestors, seq.ancestors = seq.ancestors, []
-        length = super()._done_length(seq)
-        seq.ancestors = ancestors
-        return length
+        seq.forked_in = None
+        return super()._done_length(seq)
 
 
 class ParentIsNotCompared(Unchecked):
