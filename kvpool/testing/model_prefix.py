@@ -345,13 +345,14 @@ class PrefixModel(SequenceModel):
         """Forget every node of a namespace, or of all; returns how many blocks became blank."""
         if namespace is not None:
             args.namespace("flush", namespace)
-        return self._flush(namespace)
+        return self._flush(namespace) if self.prefix_cache and namespace in (None, *self._roots) else 0
 
     def _flush(self, namespace: bytes | None) -> int:
         roots = [root for name, root in self._roots.items() if namespace in (None, name)]
         gone = [node for node in self._nodes.values() if node.root in roots]
         blank = [block for block in self._lru if any(node.block == block for node in gone)]
-        gone.sort(key=lambda node: (blank + sorted(n.block for n in gone)).index(node.block))
+        order = blank + sorted(node.block for node in gone)
+        gone = sorted(gone, key=lambda node: order.index(node.block))
         for node in gone:
             self._forget(node)
             self._note("removed", node.key)
@@ -372,7 +373,8 @@ class PrefixModel(SequenceModel):
     @public_call
     def reset(self) -> None:
         """Forget everything; the generations and the counters of use go on."""
-        self._flush(None)
+        if self.prefix_cache:
+            self._flush(None)
         self._reset()
         if self.prefix_cache:
             self._dropped.clear()
