@@ -101,7 +101,7 @@ class Occupancy:
         return _ratio(self.token_steps, self.sequence_steps * self.reserved_tokens)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Result:
     """What a replay counted.
 
