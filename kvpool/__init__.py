@@ -32,11 +32,12 @@ except ModuleNotFoundError as error:
         "type `make build`, or `pip install .`"
     ) from error
 
-from kvpool.stats import PageBatchInfo, PoolStats
+from kvpool.stats import PageBatchInfo, PoolStats, PrefixStats
 
 if TYPE_CHECKING:
     from kvpool.config import KVSpec, blocks_for
     from kvpool.manager import KVBlockManager
+    from kvpool.namespace import namespace
 
 __version__ = "0.1.0"
 
@@ -58,15 +59,18 @@ __all__ = [
     "Pool",
     "PoolClosed",
     "PoolStats",
+    "PrefixStats",
     "StaleHandle",
     "blocks_for",
     "get_include",
+    "namespace",
 ]
 
 _LATE = {  # not everybody needs them, and they take time to import
     "KVBlockManager": "kvpool.manager",
     "KVSpec": "kvpool.config",
     "blocks_for": "kvpool.config",
+    "namespace": "kvpool.namespace",
 }
 
 

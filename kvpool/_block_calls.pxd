@@ -8,9 +8,11 @@ from kvpool._blocks cimport Blocks
 cdef class BlockPool:
     cdef Blocks blocks
     cdef bint busy
+    cdef bint indexed           # an index of our own looks after committed blocks
     cdef object __weakref__
 
     cdef int enter(self, str call) except -1
+    cdef int refuse_indexed(self, str call) except -1
     cdef int get_ids(self, Ints* ids, object value, str call) except -1
     cdef void release_memory(self)
     cdef void alloc_raw(self, int32_t* ids, int32_t count)

@@ -35,7 +35,7 @@ cdef class BlockPool:
     """Block-level calls, for engines that keep their own block tables. See `kvpool.Pool`."""
 
     def __cinit__(self, num_blocks, block_size, *, max_seqs=1024, max_blocks_per_seq=None, reserved_blocks=1,
-                  watermark=0, in_order=False, seed=None):
+                  watermark=0, in_order=False, seed=None, prefix_cache=False, events=0, _hash_bits=64):
         cdef Blocks* b = &self.blocks
         cdef int64_t n = to_int(num_blocks, "Pool", "num_blocks", 1, (<int64_t>1 << 31) - 1)
         b.block_size = to_int(block_size, "Pool", "block_size", 1, min((<int64_t>1 << 31) - 1, (<int64_t>1 << 62) // n))
@@ -71,6 +71,7 @@ cdef class BlockPool:
         free(b.blank)
         free(b.dropped)
         free(b.mark)
+        free(b.canonical)
         memset(b, 0, sizeof(Blocks))
 
     def __reduce__(self):
@@ -83,6 +84,11 @@ cdef class BlockPool:
         if self.blocks.block == NULL:
             raise PoolClosed(f"[{call}] the pool was shut down")
         self.busy = True
+        return 0
+
+    cdef int refuse_indexed(self, str call) except -1:
+        if self.indexed:
+            raise ValueError(f"[{call}] the prefix cache looks after committed blocks in this pool")
         return 0
 
     cdef int get_ids(self, Ints* ids, object value, str call) except -1:
@@ -153,7 +159,8 @@ cdef class BlockPool:
                 ids = <int32_t*>target.data
             if count > blocks_available(b):
                 raise OutOfBlocks(
-                    f"[alloc] {count} blocks asked for, {b.num_blank} free and {b.lru.size} evictable",
+                    f"[alloc] {count} blocks asked for, {b.num_blank} free and {b.lru.size} evictable, "
+                    f"{b.limbo.size} in limbo",
                     needed=count, short_by=count - blocks_available(b), free=b.num_blank,
                     evictable=b.lru.size, limbo=b.limbo.size)
             if n is not None and out is None:
@@ -293,6 +300,7 @@ cdef class BlockPool:
         batch.held = False
         batch.owned = NULL
         try:
+            self.refuse_indexed("mark_committed")
             self.get_ids(&batch, ids, "mark_committed")
             for k in range(batch.size):
                 i = <int32_t>ints_at(&batch, k)
@@ -330,6 +338,7 @@ cdef class BlockPool:
         batch.held = False
         batch.owned = NULL
         try:
+            self.refuse_indexed("revive")
             self.get_ids(&batch, ids, "revive")
             for k in range(batch.size):
                 i = <int32_t>ints_at(&batch, k)
@@ -371,6 +380,7 @@ cdef class BlockPool:
         cdef int32_t* data
         self.enter("take_dropped")
         try:
+            self.refuse_indexed("take_dropped")
             ids = new_int32(b.num_dropped)
             data = <int32_t*>array_data(ids)
             b.digest = mix(mix(b.digest, OP_DRAIN), b.num_dropped)

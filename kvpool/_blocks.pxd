@@ -11,13 +11,13 @@ cdef enum:
 
 
 cdef struct Block:              # 16 bytes: four to a cache line
-    int32_t refcount            # table entries of sequences + raw
+    int32_t refcount            # table entries of sequences + raw + duplicates that hold the block
     int32_t raw                 # references of block-level calls, counted in refcount too
     int32_t hold                # pending plans that replaced this block in a table
     uint8_t place
-    uint8_t committed           # immutable: full, executed, made known
+    uint8_t committed           # immutable; 1: cached when released, 2: blank when released
     uint8_t noted               # its id is in the dropped list
-    uint8_t unused
+    uint8_t canonical_held      # a duplicate that holds a reference on its canonical block
 
 
 cdef struct Chain:              # doubly linked list through Blocks.next / Blocks.prev
@@ -29,7 +29,7 @@ cdef struct Chain:              # doubly linked list through Blocks.next / Block
 # Invariants, recomputed by blocks_check:
 #   num_blocks - reserved == num_blank + lru.size + limbo.size + num_used
 #   place == USED  <=>  refcount + hold > 0
-#   refcount == entries in tables of open sequences + raw        (checked where the tables are)
+#   refcount == entries in tables of open sequences + raw + duplicates that hold it   (checked where the tables are)
 #   floor == 0 unless hold > 0
 #   num_shared == number of blocks with refcount > 1
 #   limbo fences never decrease from head to tail, and are >= oldest_pending; limbo is empty when newest_pending == 0
@@ -37,10 +37,11 @@ cdef struct Blocks:
     Block* block                # [num_blocks]
     int32_t* next               # [num_blocks] links of the list a block is on
     int32_t* prev               # [num_blocks]
-    int64_t* fence              # [num_blocks] step that must pass before the block leaves limbo
+    int64_t* fence              # [num_blocks] in limbo: step that must pass; cached: `allocs` when it got there
     int32_t* floor              # [num_blocks] most tokens any pending copy reads from the block
     int32_t* blank              # [num_blocks] stack of blank ids, top at num_blank - 1
     int32_t* dropped            # [num_blocks] committed ids that were taken since the last drain
+    int32_t* canonical          # [num_blocks] block that a duplicate repeats, or NO_BLOCK; NULL without an index
     uint32_t* mark              # [num_blocks] == stamp: seen in the running call
     uint32_t stamp
     int32_t num_blocks
@@ -58,6 +59,8 @@ cdef struct Blocks:
     int64_t oldest_pending      # id of the oldest pending step, 0: none
     int64_t allocs              # blocks taken, ever
     int64_t evictions           # of these, cached ones; and those `evict` cleared
+    int64_t revivals            # cached blocks that a hit took back
+    int64_t reuse_gap           # blocks taken between their release and their revival, sum
     int64_t cow_copies
     int64_t cow_tokens
     uint64_t digest
@@ -81,6 +84,8 @@ cdef void blocks_settle(Blocks* b, int32_t i) noexcept nogil
 cdef void blocks_lower_fences(Blocks* b) noexcept nogil
 cdef void blocks_revive(Blocks* b, int32_t i) noexcept nogil
 cdef int32_t blocks_evict(Blocks* b) noexcept nogil
+cdef void blocks_touch(Blocks* b, int32_t i) noexcept nogil
+cdef void blocks_drop(Blocks* b, int32_t i) noexcept nogil
 cdef void blocks_drain_limbo(Blocks* b) noexcept nogil
 cdef void blocks_reset(Blocks* b) noexcept nogil
 cdef uint64_t blocks_fingerprint(const Blocks* b, uint64_t h, int64_t next_step) noexcept nogil

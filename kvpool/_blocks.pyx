@@ -43,10 +43,9 @@ cdef void drop_oldest(Blocks* b, int32_t i) noexcept nogil:
     chain_unlink(b, &b.lru, i)
     b.block[i].committed = 0
     b.evictions += 1
-    if not b.block[i].noted:
-        b.block[i].noted = 1
-        b.dropped[b.num_dropped] = i
-        b.num_dropped += 1
+    b.block[i].noted = 1        # it was not: a noted block cannot be committed
+    b.dropped[b.num_dropped] = i
+    b.num_dropped += 1
 
 
 cdef int32_t blocks_take(Blocks* b) noexcept nogil:
@@ -92,13 +91,18 @@ cdef inline void leave_use(Blocks* b, int32_t i) noexcept nogil:
         chain_push(b, &b.limbo, i)
     else:
         settle(b, i)
+    if b.block[i].canonical_held:
+        b.block[i].canonical_held = 0
+        unref(b, b.canonical[i])
 
 
 cdef inline void settle(Blocks* b, int32_t i) noexcept nogil:
-    if b.block[i].committed:
+    if b.block[i].committed == 1:
         b.block[i].place = CACHED
+        b.fence[i] = b.allocs
         chain_push(b, &b.lru, i)
     else:
+        b.block[i].committed = 0
         b.block[i].place = BLANK
         b.blank[b.num_blank] = i
         b.num_blank += 1
@@ -186,8 +190,12 @@ cdef void blocks_lower_fences(Blocks* b) noexcept nogil:
         i = b.prev[i]
 
 
-cdef void blocks_revive(Blocks* b, int32_t i) noexcept nogil:
+cdef void blocks_touch(Blocks* b, int32_t i) noexcept nogil:
+    """A hit: one more reference on a committed block, wherever it is. O(1)."""
     cdef Block* block = &b.block[i]
+    if block.place == CACHED:
+        b.revivals += 1
+        b.reuse_gap += b.allocs - b.fence[i]
     if block.place != USED:
         chain_unlink(b, &b.lru if block.place == CACHED else &b.limbo, i)
         block.place = USED
@@ -195,7 +203,18 @@ cdef void blocks_revive(Blocks* b, int32_t i) noexcept nogil:
         if b.num_used > b.peak_used:
             b.peak_used = b.num_used
     ref(b, i, 1)
-    block.raw += 1
+
+
+cdef void blocks_revive(Blocks* b, int32_t i) noexcept nogil:
+    blocks_touch(b, i)
+    b.block[i].raw += 1
+
+
+cdef void blocks_drop(Blocks* b, int32_t i) noexcept nogil:
+    """Clear an evictable block to blank; who indexed it knows."""
+    chain_unlink(b, &b.lru, i)
+    b.block[i].committed = 0
+    settle(b, i)
 
 
 cdef int32_t blocks_evict(Blocks* b) noexcept nogil:
@@ -220,7 +239,7 @@ cdef void blocks_reset(Blocks* b) noexcept nogil:
             b.dropped[b.num_dropped] = i
             b.num_dropped += 1
         b.block[i].refcount = b.block[i].raw = b.block[i].hold = 0
-        b.block[i].committed = 0
+        b.block[i].committed = b.block[i].canonical_held = 0
         b.block[i].place = BLANK
     for i in range(b.num_blocks - 1, b.reserved - 1, -1):
         b.blank[b.num_blank] = i
@@ -239,7 +258,7 @@ cdef uint64_t blocks_fingerprint(const Blocks* b, uint64_t h, int64_t next_step)
         block = &b.block[i]
         h = mix(h, (<uint64_t><uint32_t>block.refcount << 32) | <uint32_t>block.raw)
         h = mix(h, (<uint64_t><uint32_t>block.hold << 32) | <uint32_t>b.floor[i])
-        h = mix(h, block.place | (block.committed << 8) | (block.noted << 16))
+        h = mix(h, block.place | (block.committed << 8) | (block.noted << 16) | (block.canonical_held << 24))
     for i in range(b.num_blank):
         h = mix(h, b.blank[i])
     for i in range(b.num_dropped):
@@ -266,7 +285,8 @@ cdef str check_chain(const Blocks* b, const Chain* chain, uint8_t place, str nam
             return f"block {i} is on the {name} list, but its place is {b.block[i].place}"
         if b.prev[i] != previous:
             return f"{name} list: block {i} does not point back at {previous}"
-        if place == LIMBO and previous != NO_BLOCK and b.fence[i] < b.fence[previous]:
+        if place == LIMBO and (b.fence[i] > b.newest_pending
+                               or (previous != NO_BLOCK and b.fence[i] < b.fence[previous])):
             return f"limbo is not in the order of its fences at block {i}"
         previous = i
         i = b.next[i]
@@ -281,6 +301,8 @@ cdef str blocks_check(const Blocks* b):
     cdef int32_t i, used = 0, shared = 0
     cdef int32_t[5] places
     cdef const Block* block
+    if not (0 <= b.num_blank <= b.num_blocks and 0 <= b.num_dropped <= b.num_blocks):
+        return f"the blank stack has {b.num_blank} entries and the dropped list {b.num_dropped}"
     for i in range(5):
         places[i] = 0
     for i in range(b.num_blocks):
@@ -292,9 +314,11 @@ cdef str blocks_check(const Blocks* b):
             return f"block {i} has refcount {block.refcount}, raw {block.raw}, hold {block.hold}"
         if (block.place == USED) != (block.refcount + block.hold > 0):
             return f"block {i} has place {block.place} with refcount {block.refcount} and hold {block.hold}"
+        if block.noted and block.committed:
+            return f"block {i} is committed, and in the dropped list"
         if block.place == BLANK and block.committed:
             return f"block {i} is blank and committed"
-        if block.place == CACHED and not block.committed:
+        if block.place == CACHED and block.committed != 1:
             return f"block {i} is evictable, but not committed"
         if b.floor[i] and not block.hold:
             return f"block {i} has floor {b.floor[i]} without a hold"
@@ -307,7 +331,7 @@ cdef str blocks_check(const Blocks* b):
             return f"blank stack holds block {b.blank[i]} at {i}"
     if len({b.blank[i] for i in range(b.num_blank)}) != b.num_blank or places[BLANK] != b.num_blank:
         return f"blank stack has {b.num_blank} entries for {places[BLANK]} blank blocks"
-    if {b.dropped[i] for i in range(b.num_dropped)} != {i for i in range(b.num_blocks) if b.block[i].noted}:
+    if sorted([b.dropped[i] for i in range(b.num_dropped)]) != [i for i in range(b.num_blocks) if b.block[i].noted]:
         return "the dropped list and the notes in the blocks differ"
     if b.limbo.size and (b.newest_pending == 0 or b.fence[b.limbo.head] < b.oldest_pending):
         return f"limbo holds {b.limbo.size} blocks that no pending step can use"

@@ -3,21 +3,21 @@ from libc.stdint cimport int32_t, int64_t
 
 from kvpool._args cimport Ints
 from kvpool._plan cimport Plan
-from kvpool._sequence_calls cimport SequencePool
+from kvpool._prefix_calls cimport PrefixPool
 from kvpool._step cimport Step, Verdict
 
 
-cdef class Pool(SequencePool):
+cdef class Pool(PrefixPool):
     cdef Step scratch           # rows of dry runs
     cdef int64_t next_step
     cdef bint steps_pend        # not in_order
     cdef list pending           # plans, oldest first
-    cdef readonly object seed
 
     cdef int run(self, object plan, object handles, object num_new, str call, bint advance, object partial,
                  object pad_to) except -1
     cdef Plan check_plan(self, object plan, str call)
     cdef void carry_out(self, Plan plan, const int64_t* handles, bint advance, int64_t pad_rows, int64_t pad_tokens)
     cdef int explain(self, int status, Verdict* v, const Ints* handles, str call, Plan plan, object pad_to) except -1
+    cdef str why_not_pending(self)
     cdef void finish(self, Plan plan)
     cdef void unlist(self, Plan plan)

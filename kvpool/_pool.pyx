@@ -13,7 +13,8 @@ from kvpool._blocks cimport (
 )
 from kvpool._plan cimport Plan
 from kvpool._sequence cimport seq_table, seqs_check, seqs_fingerprint, seqs_reset
-from kvpool._sequence_calls cimport SequencePool
+from kvpool._prefix cimport index_check, index_fingerprint
+from kvpool._prefix_calls cimport PrefixPool
 from kvpool._step cimport (
     BAD_HANDLE,
     DUPLICATE,
@@ -37,12 +38,10 @@ from kvpool._step cimport (
 from kvpool._types cimport NO_MEMORY, OK, OP_DONE, OP_RESET, SHORT, mix
 from kvpool._wire cimport wire_emit, wire_forget
 
-import os
-
 from kvpool.errors import CapacityExceeded, CorruptState, OutOfBlocks, PlanStateError
 from kvpool.stats import PoolStats
 
-cdef class Pool(SequencePool):
+cdef class Pool(PrefixPool):
     """Blocks, sequences and steps of one layer group. Integers only: the pool never sees a tensor.
 
     Parameters
@@ -64,6 +63,10 @@ cdef class Pool(SequencePool):
         Every step counts as done when it returns: for backends that execute in order and need no rollback.
     seed : int, optional
         Seed of content hashes, random by default. Nothing else in a pool is random.
+    prefix_cache : bool, default False
+        Index committed blocks by content, so that `open` finds the prefixes that other sequences computed.
+    events : int, default 0
+        Keep up to this many events of the prefix cache for `drain_events`; 0: none.
 
     Raises
     ------
@@ -72,7 +75,7 @@ cdef class Pool(SequencePool):
 
     Notes
     -----
-    All memory is taken here, about 48 bytes a block and 68 a sequence plus its table. One caller at a time;
+    All memory is taken here, about 48 bytes a block and 84 a sequence plus its table. One caller at a time;
     pools are independent of each other. See ``docs/core.md`` for the exact rules.
 
     Examples
@@ -88,11 +91,9 @@ cdef class Pool(SequencePool):
     """
 
     def __cinit__(self, num_blocks, block_size, *, max_seqs=1024, max_blocks_per_seq=None, reserved_blocks=1,
-                  watermark=0, in_order=False, seed=None):
+                  watermark=0, in_order=False, seed=None, prefix_cache=False, events=0, _hash_bits=64):
         if not isinstance(in_order, bool):
             raise TypeError(f"[Pool] in_order must be a bool, not {type(in_order).__name__} ({in_order!r})")
-        self.seed = (int.from_bytes(os.urandom(8), "little") if seed is None
-                     else to_int(seed, "Pool", "seed", 0, INT64_MAX))
         self.next_step = 1
         self.steps_pend = not in_order
         self.pending = []
@@ -289,8 +290,9 @@ cdef class Pool(SequencePool):
             raise MemoryError(f"[{call}] no memory for the undo log")
         if status == SHORT:
             raise OutOfBlocks(
-                f"[{call}] {v.needed} blocks needed, {b.num_blank} free and {b.lru.size} evictable; row {v.short_row} "
-                f"is the first that does not fit, {b.limbo.size} blocks are in limbo",
+                f"[{call}] {v.needed} blocks needed, {b.num_blank} free and {b.lru.size} evictable, "
+                f"{v.needed - available} short; row {v.short_row} is the first that does not fit, "
+                f"{b.limbo.size} blocks are in limbo",
                 needed=v.needed, short_by=v.needed - available, row=v.short_row,
                 handle=ints_at(handles, v.short_row), free=b.num_blank, evictable=b.lru.size, limbo=b.limbo.size)
         if v.reason == BAD_HANDLE:
@@ -307,8 +309,8 @@ cdef class Pool(SequencePool):
         if v.reason == TOO_MANY_TOKENS:
             raise CapacityExceeded(f"[{call}] {v.value} new tokens, the plan holds {plan.max_tokens_}")
         raise CapacityExceeded(f"[{call}] row {v.row} would hold {v.value} tokens, "
-                               f"{'the plan holds' if plan is not None and plan.seq_limit < most else 'the limit is'} "
-                               f"{min(plan.seq_limit, most) if plan is not None else most}")
+                               f"{'the plan holds' if plan.seq_limit < most else 'the limit is'} "
+                               f"{min(plan.seq_limit, most)}")
 
     def can(self, handles, num_new=1):
         """Whether a `step` with these arguments would find its blocks and its table room. Nothing changes.
@@ -343,7 +345,7 @@ cdef class Pool(SequencePool):
             status = step_check(&self.scratch, &self.seqs, &self.blocks, &rows, &new, &limits, True, False, &verdict)
             step_undo_check(&self.scratch, &self.blocks, 0)
             if status == NO_MEMORY:
-                self.explain(status, &verdict, &rows, "can", None, None)
+                raise MemoryError("[can] no memory for the undo log")
             return status == OK
         finally:
             ints_free(&rows)
@@ -363,7 +365,7 @@ cdef class Pool(SequencePool):
         try:
             p = self.check_plan(plan, "done")
             if not p.step.pending:
-                raise PlanStateError("[done] the plan is not pending")
+                raise PlanStateError(f"[done] the plan is not pending{self.why_not_pending()}")
             if p.step.noted_done:
                 raise PlanStateError(f"[done] step {p.step.id} was declared done already, older steps are not")
             self.blocks.digest = mix(mix(self.blocks.digest, OP_DONE), self.next_step - p.step.id)
@@ -371,6 +373,7 @@ cdef class Pool(SequencePool):
             while self.pending and (<Plan>self.pending[0]).step.noted_done:
                 p = <Plan>self.pending[0]
                 self.unlist(p)
+                self.note_done(p.step.handle, p.step.length, p.step.num_rows)
                 step_release_holds(&p.step, &self.blocks)
                 self.finish(p)
         finally:
@@ -394,7 +397,7 @@ cdef class Pool(SequencePool):
         try:
             p = self.check_plan(plan, "rollback")
             if not p.step.pending:
-                raise PlanStateError("[rollback] the plan is not pending")
+                raise PlanStateError(f"[rollback] the plan is not pending{self.why_not_pending()}")
             if self.pending[len(self.pending) - 1] is not p:
                 raise PlanStateError(f"[rollback] step {p.step.id} is not the newest, "
                                      f"step {self.blocks.newest_pending} is pending")
@@ -405,10 +408,13 @@ cdef class Pool(SequencePool):
             self.unlist(p)
             blocks_lower_fences(&self.blocks)
             step_rollback(&p.step, &self.seqs, &self.blocks)
-            wire_forget(&p.wire, p.step.num_rows, False)
+            wire_forget(&p.wire, p.step.num_rows, False, False)
             self.finish(p)
         finally:
             self.busy = False
+
+    cdef str why_not_pending(self):
+        return "" if self.steps_pend else ": in an in_order pool a step is done when it returns"
 
     cdef void unlist(self, Plan plan):
         """Take a plan off the pending list: from now on blocks do not wait for it."""
@@ -446,9 +452,10 @@ cdef class Pool(SequencePool):
             for plan in self.pending:
                 plan.step.pending = False
                 plan.step.log_size = 0
-                wire_forget(&plan.wire, plan.step.num_rows, False)
+                wire_forget(&plan.wire, plan.step.num_rows, False, False)
             self.pending.clear()
             self.blocks.newest_pending = self.blocks.oldest_pending = 0
+            self.forget_nodes()
             seqs_reset(&self.seqs)
             blocks_reset(&self.blocks)
             self.blocks.digest = mix(self.blocks.digest, OP_RESET)
@@ -466,7 +473,7 @@ cdef class Pool(SequencePool):
                 plan.step.pending = False
             self.pending.clear()
             self.deferred.clear()
-            SequencePool.release_memory(self)
+            PrefixPool.release_memory(self)
         finally:
             self.busy = False
 
@@ -504,6 +511,8 @@ cdef class Pool(SequencePool):
         try:
             h = blocks_fingerprint(&self.blocks, 0, self.next_step)
             h = seqs_fingerprint(&self.seqs, &self.blocks, h, self.next_step)
+            if self.indexed:
+                h = index_fingerprint(&self.index, &self.blocks, h)
             h = mix(mix(h, self.steps_pend), len(self.pending))
             for plan in self.pending:
                 h = step_fingerprint(&plan.step, h, self.next_step)
@@ -523,7 +532,8 @@ cdef class Pool(SequencePool):
         cdef int32_t k
         self.enter("check")
         try:
-            finding = blocks_check(&self.blocks) or seqs_check(&self.seqs, &self.blocks)
+            finding = (blocks_check(&self.blocks) or seqs_check(&self.seqs, &self.blocks)
+                       or (index_check(&self.index, &self.blocks) if self.indexed else None))
             if finding is None:
                 holds, floors = {}, {}
                 for plan in self.pending:
@@ -559,6 +569,9 @@ cdef class Pool(SequencePool):
             "table": <size_t>seq_table(&self.seqs, <int32_t>i), "blocks": <size_t>&self.seqs.seq[i].num_blocks,
             "length": <size_t>&self.seqs.seq[i].num_tokens, "next_slot": <size_t>&self.seqs.seq[i].next_slot,
             "sum_tokens": <size_t>&self.seqs.sum_tokens, "sum_blocks": <size_t>&self.seqs.sum_blocks,
+            "tail": <size_t>&self.seqs.seq[i].tail, "stop_slot": <size_t>&self.seqs.seq[i].stop_slot,
             "num_open": <size_t>&self.seqs.num_open, "free_slot": <size_t>&self.seqs.free_slot[i],
         }
+        if what in ("table", "blocks", "length", "next_slot", "tail", "stop_slot", "free_slot"):
+            to_int(index, "_corrupt", "index", 0, self.seqs.max_seqs - 1)
         (<int32_t*><size_t>fields[what])[0] += 1

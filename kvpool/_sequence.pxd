@@ -34,6 +34,14 @@ cdef struct SeqLife:            # the rest
     uint8_t life
 
 
+cdef struct SeqPrefix:          # what a pool with a prefix cache knows besides
+    int64_t committed           # tokens made known, <= num_tokens
+    int64_t done                # length after the newest step that passed
+    int64_t forked_at           # length when it was forked
+    uint64_t root_hash          # of its namespace
+    uint32_t root               # uid of its namespace's root, 0: flushed since
+
+
 # Invariants, recomputed by seqs_check:
 #   num_tokens <= num_blocks * block_size                       for every open sequence
 #   num_open + num_free_slots + retired slots == max_seqs
@@ -42,6 +50,8 @@ cdef struct SeqLife:            # the rest
 cdef struct Seqs:
     Seq* seq                    # [max_seqs]
     SeqLife* life               # [max_seqs]
+    SeqPrefix* prefix           # [max_seqs], NULL without a prefix cache
+    int32_t* partial            # [max_seqs, block_size] committed tokens of a block that is not full yet
     int32_t* table              # [max_seqs, max_blocks] block ids, first num_blocks of a row are valid
     int32_t* free_slot          # [max_seqs] ring of free slots, oldest first
     void* memory                # what seq was cut from, to give it cache-line alignment
@@ -54,6 +64,7 @@ cdef struct Seqs:
     uint64_t versions           # handed out so far
     int64_t tag
     int64_t watermark
+    int64_t newest_fork_step    # largest fork_step that was ever given
     int64_t sum_tokens
     int64_t sum_blocks
 

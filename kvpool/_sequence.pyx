@@ -4,7 +4,7 @@ A fork is metadata: it copies the block table and adds a reference per block. Wh
 means is decided in `_step`, when the write is planned.
 """
 from libc.stdint cimport int32_t, int64_t, uint64_t
-from libc.string cimport memcpy
+from libc.string cimport memcpy, memset
 
 from kvpool._blocks cimport Blocks, blocks_ref_many, blocks_unref_many, whole_blocks
 from kvpool._types cimport OP_CLOSE, OP_FORK, OP_TRUNCATE, mix
@@ -40,6 +40,8 @@ cdef int32_t seq_new(Seqs* s) noexcept nogil:
     q.epoch = 0
     q.last_step = 0
     seq_new_version(s, q)
+    if s.prefix != NULL:
+        memset(&s.prefix[slot], 0, sizeof(SeqPrefix))
     return slot
 
 
@@ -49,6 +51,7 @@ cdef void seq_retire_handle(Seqs* s, int32_t slot) noexcept nogil:
     cdef int32_t end
     s.num_open -= 1
     s.seq[slot].handle = -1
+    s.seq[slot].next_slot = s.seq[slot].stop_slot = 0      # no token goes into a closed sequence
     if <uint64_t>life.generation + 1 == GENERATIONS:
         life.life = RETIRED
         return
@@ -102,6 +105,12 @@ cdef void seq_fork(Seqs* s, Blocks* b, int32_t parent, int32_t n, int64_t* child
         memcpy(seq_table(s, child), seq_table(s, parent), shared * sizeof(int32_t))
         if b.newest_pending and inherited >= b.oldest_pending:
             s.life[child].fork_step = inherited
+            s.newest_fork_step = max(s.newest_fork_step, inherited)
+        if s.prefix != NULL:
+            s.prefix[child] = s.prefix[parent]
+            s.prefix[child].forked_at = p.num_tokens
+            memcpy(s.partial + child * b.block_size, s.partial + parent * b.block_size,
+                   b.block_size * sizeof(int32_t))
         seq_refresh(s, b, child)
         children[k] = q.handle
         b.digest = mix(b.digest, untagged(q.handle))
@@ -145,6 +154,11 @@ cdef uint64_t seqs_fingerprint(const Seqs* s, const Blocks* b, uint64_t h, int64
             h = mix(h, ~(next_step - s.life[slot].fork_step))
         for k in range(q.num_blocks):
             h = mix(h, seq_table(s, slot)[k])
+        if s.prefix != NULL:
+            h = mix(mix(mix(h, s.prefix[slot].committed), s.prefix[slot].done), s.prefix[slot].forked_at)
+            h = mix(h, s.prefix[slot].root)
+            for k in range(s.prefix[slot].committed % b.block_size):
+                h = mix(h, s.partial[slot * b.block_size + k])
     return h
 
 
@@ -165,7 +179,11 @@ cdef str seqs_check(const Seqs* s, const Blocks* b):
         if q.num_tokens < 0 or q.num_tokens > q.num_blocks * b.block_size or q.num_blocks > s.max_blocks:
             return f"sequence in slot {slot} has {q.num_tokens} tokens in {q.num_blocks} blocks"
         if q.next_slot < q.stop_slot:
-            due = seq_table(s, slot)[q.num_tokens // b.block_size] * b.block_size + q.num_tokens % b.block_size
+            due = q.tail * b.block_size + q.num_tokens % b.block_size
+            if q.tail != seq_table(s, slot)[q.num_tokens // b.block_size]:
+                return f"sequence in slot {slot} has tail {q.tail}, its table says otherwise"
+            if q.stop_slot != (q.tail + <int64_t>1) * b.block_size:
+                return f"sequence in slot {slot} has a tail that ends at slot {q.stop_slot}"
         else:                               # looked up by the next step, legal only at the end of a block
             due = q.next_slot if q.num_tokens % b.block_size == 0 else -1
         if q.next_slot != due:
@@ -177,6 +195,9 @@ cdef str seqs_check(const Seqs* s, const Blocks* b):
             if block < b.reserved or block >= b.num_blocks:
                 return f"sequence in slot {slot} has block {block} in its table"
             references[block] = references.get(block, 0) + 1
+    for k in range(b.num_blocks):
+        if b.block[k].canonical_held:
+            references[b.canonical[k]] = references.get(b.canonical[k], 0) + 1
     for k in range(b.reserved, b.num_blocks):
         if b.block[k].refcount != references.get(k, 0) + b.block[k].raw:
             return (f"block {k} has refcount {b.block[k].refcount}, tables name it {references.get(k, 0)} times "

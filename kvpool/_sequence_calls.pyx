@@ -27,18 +27,34 @@ from kvpool._sequence cimport (
 )
 from kvpool._types cimport OP_OPEN, mix
 
+import gc
+
 from kvpool.errors import CapacityExceeded, ForeignHandle, OutOfBlocks, OutOfSequences, PlanStateError, StaleHandle
 
 _live_tags = set()              # tags of live pools in this process
+_last_tag = 0
+
+
+def _free_tag():
+    """The next tag nobody has, round robin: the handles of a dead pool stay foreign for as long as possible."""
+    for k in range(MAX_TAG):
+        tag = (_last_tag + k) % MAX_TAG + 1
+        if tag not in _live_tags:
+            return tag
+    return 0
 
 
 cdef int64_t take_tag() except -1:
-    cdef int64_t tag
-    for tag in range(1, MAX_TAG + 1):
-        if tag not in _live_tags:
-            _live_tags.add(tag)
-            return tag
-    raise ValueError(f"[Pool] {MAX_TAG} pools are alive in this process, the limit")
+    global _last_tag
+    tag = _free_tag()
+    if not tag:
+        gc.collect()            # pools that only a cycle keeps, with their pending plans
+        tag = _free_tag()
+    if not tag:
+        raise ValueError(f"[Pool] {MAX_TAG} pools are alive in this process, the limit")
+    _live_tags.add(tag)
+    _last_tag = tag
+    return tag
 
 
 cdef bytes get_mask(object mask, Py_ssize_t n):
@@ -60,7 +76,7 @@ cdef class SequencePool(BlockPool):
     """Sequences on top of blocks. See `kvpool.Pool`."""
 
     def __cinit__(self, num_blocks, block_size, *, max_seqs=1024, max_blocks_per_seq=None, reserved_blocks=1,
-                  watermark=0, in_order=False, seed=None):
+                  watermark=0, in_order=False, seed=None, prefix_cache=False, events=0, _hash_bits=64):
         cdef Seqs* s = &self.seqs
         cdef int32_t usable = self.blocks.num_blocks - self.blocks.reserved
         cdef int32_t slot
@@ -94,6 +110,8 @@ cdef class SequencePool(BlockPool):
             _live_tags.discard(s.tag)
         free(s.memory)
         free(s.life)
+        free(s.prefix)
+        free(s.partial)
         free(s.table)
         free(s.free_slot)
         memset(s, 0, sizeof(Seqs))
@@ -107,11 +125,14 @@ cdef class SequencePool(BlockPool):
 
     cdef void drain(self):
         """Close what finalizers left behind; a handle that is dead already is skipped."""
+        cdef Py_ssize_t k = 0
         cdef int32_t slot
-        while self.deferred:
-            slot = seq_find(&self.seqs, self.deferred.pop(0))
+        while k < len(self.deferred):           # a finalizer can run meanwhile and add one
+            slot = seq_find(&self.seqs, self.deferred[k])
             if slot >= 0:
                 seq_close(&self.seqs, &self.blocks, slot)
+            k += 1
+        del self.deferred[:k]
 
     # -- handles
 
@@ -155,6 +176,9 @@ cdef class SequencePool(BlockPool):
             s.seq[slot].mark = s.stamp
         return 0
 
+    cdef void uncommit(self, int32_t slot, int64_t length):
+        """A sequence is about to be shortened; for the layer that knows about tokens."""
+
     cdef void next_stamp(self) noexcept:
         cdef Seqs* s = &self.seqs
         cdef int32_t slot
@@ -166,28 +190,8 @@ cdef class SequencePool(BlockPool):
 
     # -- verbs
 
-    def open(self, num_tokens=0):
-        """A new sequence of length 0, with blocks reserved for its first tokens.
-
-        Parameters
-        ----------
-        num_tokens : int, default 0
-            Tokens to reserve blocks for.
-
-        Returns
-        -------
-        int
-            The handle.
-
-        Raises
-        ------
-        OutOfBlocks
-            The blocks would leave fewer than `watermark` free or evictable. State unchanged.
-        OutOfSequences
-            `max_seqs` sequences are open. State unchanged.
-        CapacityExceeded
-            More tokens than a sequence may have. State unchanged.
-        """
+    cdef object open_empty(self, object num_tokens):
+        """A new sequence of length 0, with blocks for its first `num_tokens` tokens."""
         cdef Seqs* s = &self.seqs
         cdef Blocks* b = &self.blocks
         cdef int64_t tokens, need
@@ -298,6 +302,7 @@ cdef class SequencePool(BlockPool):
                     raise PlanStateError(f"[truncate] handles[{k}] is a row of a pending plan "
                                          f"(step {q.last_step}); call done or rollback first")
             for k in range(batch.size):
+                self.uncommit(seq_find(s, ints_at(&batch, k)), ints_at(&lengths, k))
                 seq_truncate(s, b, seq_find(s, ints_at(&batch, k)), ints_at(&lengths, k))
         finally:
             ints_free(&batch)

@@ -28,6 +28,21 @@ class PoolStats(NamedTuple):
     fragmentation: float  #: 1 - tokens / capacity; 0.0 without capacity
 
 
+class PrefixStats(NamedTuple):
+    """Counters of a prefix cache; reading them is O(1)."""
+
+    queries: int  #: calls of `open` with tokens
+    query_tokens: int  #: their tokens
+    hit_tokens: int  #: of these, found cached
+    hit_rate: float  #: hit_tokens / query_tokens; 0.0 when none
+    nodes: int  #: blocks in the index
+    inserted: int  #: nodes ever
+    duplicates: int  #: committed blocks whose content was known
+    evicted: int  #: nodes lost because their block was taken
+    namespaces: int  #: namespaces known
+    reuse_gap: float  #: mean number of blocks taken between the release of a block and its revival
+
+
 class PageBatchInfo(NamedTuple):
     """The fields of Levanter's wire format (JAX ragged paged attention), as arrays of a plan."""
 

@@ -1,8 +1,8 @@
 """`ModelPool` and `ModelPlan`: the core's contract in plain Python, slow and obviously right.
 
-The independent oracle of `kvpool.Pool` and `kvpool.Plan`: it follows ``docs/core.md`` line by line and shares
-no code with the core. Reference counts and floors are recounted from the tables and the pending steps
-whenever they are needed; there are only lists and dicts, and plans are rebuilt from scratch by every step.
+The independent oracle of `kvpool.Pool` and `kvpool.Plan`: it follows ``docs/core.md`` and ``docs/prefix.md`` line by
+line and shares no code with the core. Reference counts and floors are recounted from the tables and the pending
+steps whenever they are needed; there are only lists and dicts, and plans are rebuilt from scratch by every step.
 Two differences to the core: `digest` and `fingerprint` are other hash functions; `state` shows everything.
 
 Examples
@@ -30,15 +30,15 @@ from kvpool.stats import PoolStats
 from kvpool.testing import model_args as args
 from kvpool.testing.model_blocks import Row, Sequence, Step, _live_tags, ceil_div, public_call
 from kvpool.testing.model_plan import ModelPlan
-from kvpool.testing.model_sequences import SequenceModel
+from kvpool.testing.model_prefix import PrefixModel
 
 __all__ = ["ModelPlan", "ModelPool"]
 
 
-class ModelPool(SequenceModel):
+class ModelPool(PrefixModel):
     """A pool of KV blocks in plain Python; same constructor, methods and errors as `kvpool.Pool`.
 
-    See `kvpool.testing.model_blocks.BlockModel` for the parameters.
+    See `kvpool.testing.model_blocks.BlockModel` and `kvpool.testing.model_prefix.PrefixModel` for the parameters.
     """
 
     # ---- what a step needs --------------------------------------------------------------------------------
@@ -324,7 +324,7 @@ class ModelPool(SequenceModel):
 
     def _referenced(self) -> set[int]:
         tables = {block for seq in self._sequences.values() for block in seq.table}
-        return tables | {block for block, count in self._raw.items() if count}
+        return tables | {block for block, count in self._raw.items() if count} | set(self._held_canonicals.values())
 
     @public_call
     def refcount_histogram(self) -> np.ndarray:
@@ -378,6 +378,7 @@ class ModelPool(SequenceModel):
                 for step in self._pending
             ],
             "counters": dict(self._counters),
+            "prefix": self._prefix_state(),
         }
 
     @public_call
@@ -393,6 +394,7 @@ class ModelPool(SequenceModel):
             raise CorruptState("[check] the LRU has an uncommitted block, or the blank stack a committed one")
         if self._limbo and not self._pending:
             raise CorruptState("[check] limbo is not empty though no step is pending")
+        self._check_prefix()
         for seq in self._sequences.values():
             if seq.num_tokens > len(seq.table) * self.block_size or len(set(seq.table)) != len(seq.table):
                 raise CorruptState(f"[check] table and length do not fit ({seq.handle})")

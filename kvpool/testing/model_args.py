@@ -91,6 +91,21 @@ def per_row(call: str, name: str, values: Any, num_rows: int, low: int = 0) -> l
     return batch
 
 
+def tokens(call: str, values: Any) -> list[int]:
+    """Return token ids, ``0 .. 2^31 - 1``, from a list, a tuple, or an int32 or int64 array."""
+    batch = integers(call, "tokens", values, ("int32", "int64"))
+    for i, token in enumerate(batch):
+        integer(call, f"tokens[{i}]", token, 0, 2**31 - 1)
+    return batch
+
+
+def namespace(call: str, value: Any) -> bytes:
+    """Return a namespace, which is bytes."""
+    if not isinstance(value, bytes):
+        raise TypeError(f"[{call}] namespace is a {type(value).__name__} ({value!r}), bytes are needed")
+    return value
+
+
 def block_ids(call: str, values: Any, num_blocks: int, reserved: int) -> list[int]:
     """Return a batch of ids of unreserved blocks, without duplicates, from one id or a batch."""
     batch = one_or_many(call, "block id", values, ("int32",))

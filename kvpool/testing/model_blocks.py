@@ -32,6 +32,9 @@ class Sequence:
     epoch: int = 0
     #: (handle forked from, newest step id at that moment), for all its ancestors
     ancestors: list[tuple[int, int]] = field(default_factory=list)
+    #: what `commit` and the prefix cache know, see `kvpool.testing.model_prefix`
+    root: int | None = None
+    tokens: list[int] = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)
@@ -225,8 +228,10 @@ class BlockModel:
     def _ids(self, call: str, values: Any) -> list[int]:
         return args.block_ids(call, values, self.num_blocks, self.reserved_blocks)
 
-    def _out_of_blocks(self, call: str, needed: int, watermark: int = 0, row: int = -1, handle: int = -1) -> None:
-        short_by = needed + watermark - self._available()
+    def _out_of_blocks(
+        self, call: str, needed: int, watermark: int = 0, row: int = -1, handle: int = -1, lost: int = 0
+    ) -> None:
+        short_by = needed + watermark + lost - self._available()
         where = f" at row {row}" if row >= 0 else ""
         raise OutOfBlocks(
             f"[{call}] {needed} blocks are needed{where}, {short_by} too many: {len(self._blank)} free, "
@@ -301,6 +306,9 @@ class BlockModel:
     @public_call
     def mark_committed(self, ids: Any) -> None:
         """Make blocks that have a reference immutable; they are evictable, not blank, once released."""
+        self._mark_committed(ids)
+
+    def _mark_committed(self, ids: Any) -> None:
         blocks = self._ids("mark_committed", ids)
         for block in blocks:
             if not self._refcount(block):
@@ -313,6 +321,9 @@ class BlockModel:
     @public_call
     def revive(self, ids: Any) -> None:
         """Add one raw reference to committed blocks, wherever they are."""
+        self._revive(ids)
+
+    def _revive(self, ids: Any) -> None:
         blocks = self._ids("revive", ids)
         for block in blocks:
             if block not in self._committed:
@@ -336,6 +347,9 @@ class BlockModel:
     @public_call
     def take_dropped(self) -> np.ndarray:
         """Return the evicted blocks noted since the last call, oldest note first, int32."""
+        return self._take_dropped()
+
+    def _take_dropped(self) -> np.ndarray:
         dropped, self._dropped = self._dropped, []
         self._chain("take_dropped", *dropped)
         return np.array(dropped, np.int32)

@@ -62,6 +62,9 @@ class SequenceModel(BlockModel):
     @public_call
     def open(self, num_tokens: int = 0) -> int:
         """Open an empty sequence with blocks for `num_tokens` tokens; returns its handle."""
+        return self._open_blank(num_tokens).handle
+
+    def _open_blank(self, num_tokens: int) -> Sequence:
         need = ceil_div(args.count("open", "num_tokens", num_tokens), self.block_size)
         if need > self.max_blocks_per_seq:
             raise CapacityExceeded(f"[open] {need} blocks, max_blocks_per_seq is {self.max_blocks_per_seq}")
@@ -70,7 +73,7 @@ class SequenceModel(BlockModel):
         self._refuse_slots("open", 1)
         seq = self._create(0, [self._take() for _ in range(need)])
         self._chain("open", num_tokens, self._local(seq.handle), *seq.table)
-        return seq.handle
+        return seq
 
     @public_call
     def fork(self, handle: int, n: int = 1) -> np.ndarray:
@@ -83,6 +86,7 @@ class SequenceModel(BlockModel):
         for _ in range(n):
             child = self._create(parent.num_tokens, parent.table[:shared])
             child.ancestors = [*parent.ancestors, (parent.handle, self._next_step - 1)]
+            child.root, child.tokens = parent.root, list(parent.tokens)
             children.append(child.handle)
         self._chain("fork", self._local(parent.handle), *map(self._local, children))
         return np.array(children, np.int64)
@@ -108,6 +112,7 @@ class SequenceModel(BlockModel):
             seq.epoch += keep < len(seq.table)
             self._pop_blocks(seq, keep)
             seq.num_tokens = length
+            del seq.tokens[length:]
         self._chain("truncate", *(self._local(seq.handle) for seq in batch), *lengths)
 
     def _close(self, seq: Sequence) -> None:
@@ -148,6 +153,9 @@ class SequenceModel(BlockModel):
     @public_call
     def reset(self) -> None:
         """Forget every sequence, reference, pending plan and committed bit; generations go on."""
+        self._reset()
+
+    def _reset(self) -> None:
         for slot in self._sequences:
             self._generations[slot] += 1
         for step in self._pending:

@@ -7,15 +7,19 @@
         ...
     print(kv.summary())
 
+With ``install(model, num_blocks=4096, prefix_cache=True)`` prompts that begin alike share blocks: `PagedPromptCache`
+is mlx-lm's `LRUPromptCache` on them, `PagedKV.fetch` and `PagedKV.commit` are the two calls behind it.
+
 Every layer of the model shares one `kvpool.Pool`: a prompt of 100 tokens takes 7 blocks of 16 tokens, once,
 not once per layer. ``copy.deepcopy`` of a cache (mlx-lm's prompt cache does it on every hit) is a fork that
 copies no KV, dropping a cache returns its blocks.
 
 Modules: `host` (pool and storage of one model, the hook), `batch` (sequences that run together, the operation
-log), `cache` (what a layer of the model sees).
+log), `cache` (what a layer of the model sees), `prefix` (mlx-lm's prompt cache on shared blocks).
 """
 
 from kvpool.adapters.mlx_lm.cache import PagedKVCache
 from kvpool.adapters.mlx_lm.host import SUPPORTED_VERSIONS, PagedKV, Summary, install
+from kvpool.adapters.mlx_lm.prefix import PagedPromptCache
 
-__all__ = ["SUPPORTED_VERSIONS", "PagedKV", "PagedKVCache", "Summary", "install"]
+__all__ = ["SUPPORTED_VERSIONS", "PagedKV", "PagedKVCache", "PagedPromptCache", "Summary", "install"]

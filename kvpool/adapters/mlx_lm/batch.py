@@ -72,6 +72,13 @@ class Forward(NamedTuple):
     columns: mx.array | None  # [T] which of the B * N input positions are real; None when all are
 
 
+class Known(NamedTuple):
+    """What the prefix cache knows of a sequence."""
+
+    namespace: bytes = b""  # that it was opened in
+    num_tokens: int = 0  # committed, or found when it was opened
+
+
 class _Operation(NamedTuple):
     name: str
     key: Hashable
@@ -91,11 +98,21 @@ class Batch:
     is_merged : bool
         Whether the batch came out of `merge`: then ``offset`` is an array with one entry per row, as in
         mlx-lm's batch caches, else an int.
+    known : sequence of Known, optional
+        What the prefix cache knows of each sequence; by default nothing.
     """
 
-    def __init__(self, kv: PagedKV, handles: Sequence[int], lens: Sequence[int], is_merged: bool) -> None:
+    def __init__(
+        self,
+        kv: PagedKV,
+        handles: Sequence[int],
+        lens: Sequence[int],
+        is_merged: bool,
+        known: Sequence[Known] | None = None,
+    ) -> None:
         self.kv = kv
         self.handles = list(handles)
+        self.known = [Known(kv.namespace)] * len(self.handles) if known is None else list(known)
         self.rows = Rows(np.array(lens, np.int64))
         self.is_merged = is_merged
         self.count = 0  # operations so far
@@ -206,12 +223,13 @@ class Batch:
             )
         self._close(self.handles[num_rows:])
         self.handles = self.handles[:num_rows] + [NOT_OPENED] * (num_rows - len(self.handles))
+        self.known = (self.known + [Known(self.kv.namespace)] * num_rows)[:num_rows]
         self.rows = Rows(np.zeros(num_rows, np.int64))
 
     def _open_all(self) -> None:
         for row, handle in enumerate(self.handles):
             if handle == NOT_OPENED:
-                self.handles[row] = self.kv.pool.open()
+                self.handles[row] = self.kv.open_empty()
 
     def _fitting_plan(self, num_tokens: int, longest: int) -> Any:
         """The batch's plan, or a larger one (sizes double, so this is rare)."""
@@ -256,6 +274,7 @@ class Batch:
             self._close(forks)
             raise
         self.handles += forks
+        self.known += [other.known[i] for i in indices]
         self.rows = Rows(np.concatenate([self.rows.lens, other.rows.lens[list(indices)]]))
 
     def filter(self, keep: Sequence[int]) -> tuple[None, Rows]:
@@ -264,7 +283,7 @@ class Batch:
         if len(set(keep)) != len(keep):
             raise ValueError(f"[filter] indices {list(keep)} are not distinct")
         self._close([handle for i, handle in enumerate(self.handles) if i not in set(keep)])
-        self.handles = kept
+        self.handles, self.known = kept, [self.known[i] for i in keep]
         todo = self.rows.todo
         index = np.array(keep, np.int64)
         return None, Rows(self.rows.lens[index], None if todo is None else todo[index])
@@ -275,6 +294,10 @@ class Batch:
         opened = [i for i, handle in enumerate(self.handles) if handle != NOT_OPENED]
         if opened:
             self.kv.pool.truncate(np.array(self.handles, np.int64)[opened], lens[opened])
+        self.known = [
+            Known(known.namespace, min(known.num_tokens, n))
+            for known, n in zip(self.known, lens.tolist(), strict=True)
+        ]
         return int((self.rows.lens - lens).max(initial=0)), Rows(lens)
 
     def prepare(self, lengths: Sequence[int]) -> tuple[None, Rows]:
@@ -286,6 +309,16 @@ class Batch:
     def finalize(self) -> tuple[None, Rows]:
         """The padded input is through."""
         return None, Rows(self.rows.lens)
+
+    def commit(self, tokens: Sequence[int]) -> int:
+        """Give the prefix cache the tokens of the only sequence; returns how many it had not known."""
+        self.require_idle("commit")
+        (known,) = self.known
+        length = int(self.rows.lens[0])
+        if known.num_tokens < length:
+            self.kv.pool.commit(self.handles[0], tokens[known.num_tokens : length])
+            self.known = [Known(known.namespace, length)]
+        return length - known.num_tokens
 
     def _close(self, handles: Sequence[int]) -> None:
         opened = [handle for handle in handles if handle != NOT_OPENED]

@@ -35,6 +35,11 @@ class PagedKVCache:
     def __repr__(self) -> str:
         return f"PagedKVCache(layer={self._layer}, lengths={self._seen().lens.tolist()})"
 
+    @property
+    def batch(self) -> Batch:
+        """The sequences behind this layer and all others."""
+        return self._batch
+
     # ------------------------------------------------------------------------------------------ attention
 
     @property

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import index
 from typing import Any, Self
@@ -14,7 +15,7 @@ import numpy as np
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 import kvpool
-from kvpool.adapters.mlx_lm.batch import NOT_OPENED, Batch, Rows
+from kvpool.adapters.mlx_lm.batch import NOT_OPENED, Batch, Known, Rows
 from kvpool.adapters.mlx_lm.cache import PagedKVCache
 from kvpool.config import KVSpec
 
@@ -22,6 +23,7 @@ SUPPORTED_VERSIONS = ("0.32.2",)  # releases of mlx-lm whose engines the tests r
 
 _HOOK = "make_cache"  # every engine asks make_prompt_cache for caches, and that asks the model
 _NOTHING = object()
+_numbers = itertools.count()  # a model's blocks mean nothing to another model on the same pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +32,9 @@ class Summary:
 
     blocks_used: int  # in tables now
     blocks_peak: int  # the most at any time
-    blocks_free: int  # what a new sequence could take
-    blocks_leaked: int  # in use, but by no live cache of this model
+    blocks_free: int  # what a new sequence could take, the cached ones included
+    blocks_cached: int  # of these, kept by the prefix cache until somebody needs them
+    blocks_leaked: int  # in use, but in no table of a live cache of this model
     sequences: int
     kv_nbytes: int  # blocks_used * bytes per block
     kv_nbytes_peak: int
@@ -39,13 +42,15 @@ class Summary:
     mlx_peak_nbytes: int  # mx.get_peak_memory(): all of MLX, weights and activations included
     cow_copies: int  # blocks copied because a shared tail was written
     cow_tokens: int
+    query_tokens: int  # tokens that `PagedKV.fetch` was asked for
+    hit_tokens: int  # of these, found in the prefix cache
     mlx_pool_copies: int  # whole pool arrays that MLX copied to write to them; a lower bound with overlap
 
     def __str__(self) -> str:
         mib = 1 / 2**20
         return (
-            f"blocks: {self.blocks_used} used, {self.blocks_peak} peak, {self.blocks_free} free, "
-            f"{self.blocks_leaked} leaked; {self.sequences} sequences\n"
+            f"blocks: {self.blocks_used} used, {self.blocks_peak} peak, {self.blocks_free} free "
+            f"({self.blocks_cached} cached), {self.blocks_leaked} leaked; {self.sequences} sequences\n"
             f"KV: {self.kv_nbytes * mib:.2f} MiB used, {self.kv_nbytes_peak * mib:.2f} MiB peak, "
             f"{self.pool_nbytes * mib:.2f} MiB allocated; MLX peak {self.mlx_peak_nbytes * mib:.2f} MiB\n"
             f"copies: {self.cow_copies} blocks on write ({self.cow_tokens} tokens), "
@@ -60,6 +65,7 @@ def install(
     pool: Any = None,
     block_size: int = 16,
     max_seqs: int = 4096,
+    prefix_cache: bool = False,
     overlap: bool = False,
     strict: bool = True,
 ) -> PagedKV:
@@ -73,6 +79,9 @@ def install(
         inside may be used on and outlive it.
     num_blocks, block_size, max_seqs
         Size of the pool to make: blocks (one of them reserved), tokens per block, sequences at a time.
+    prefix_cache : bool
+        Make the pool with a prefix cache, or use that of the given `pool`: needed by `PagedKV.fetch`,
+        `PagedKV.commit` and `PagedPromptCache`.
     pool : kvpool.Pool, optional
         Use this pool in place of a new one.
     overlap : bool
@@ -104,11 +113,13 @@ def install(
     if (num_blocks is None) == (pool is None):
         raise TypeError("[install] either num_blocks or pool is needed, and not both")
     if num_blocks is not None:
-        pool = kvpool.Pool(num_blocks, block_size, max_seqs=max_seqs)
+        options = {"prefix_cache": True} if prefix_cache else {}
+        pool = kvpool.Pool(num_blocks, block_size, max_seqs=max_seqs, **options)
     from kvpool_backends.mlx import MLXBackend  # here, because kvpool does not depend on its backends
 
     spec, windows = inspect_model(model, pool.block_size)
-    return PagedKV(model, pool, MLXBackend(spec, pool.num_blocks), windows, overlap=overlap)
+    backend = MLXBackend(spec, pool.num_blocks)
+    return PagedKV(model, pool, backend, windows, prefix_cache=prefix_cache, overlap=overlap)
 
 
 def inspect_model(model: Any, block_size: int) -> tuple[KVSpec, tuple[int | None, ...]]:
@@ -155,10 +166,23 @@ class PagedKV:
     num_layers : int
     windows : tuple
         Attention window per layer, None without one.
+    prefix_cache : bool
+        Whether `fetch` and `commit` work.
+    namespace : bytes
+        Of sequences that were not given one.
+    query_tokens, hit_tokens : int
+        Tokens that `fetch` was asked for, and found.
     """
 
     def __init__(
-        self, model: Any, pool: Any, backend: Any, windows: tuple[int | None, ...], *, overlap: bool = False
+        self,
+        model: Any,
+        pool: Any,
+        backend: Any,
+        windows: tuple[int | None, ...],
+        *,
+        prefix_cache: bool = False,
+        overlap: bool = False,
     ) -> None:
         self.model = model
         self.pool = pool
@@ -168,6 +192,10 @@ class PagedKV:
         self.overlap = overlap
         self.batches: weakref.WeakSet[Batch] = weakref.WeakSet()
         self._replaced: list[Any] = []  # what the hook hides, innermost last
+        self.prefix_cache = prefix_cache
+        self._number = str(next(_numbers))
+        self.namespace = self._own(b"") if prefix_cache else b""
+        self.query_tokens = self.hit_tokens = 0
         self._running: tuple[weakref.ref[Batch], Any, Rows] | None = None  # the forward pass in progress
 
     # ------------------------------------------------------------------------------------------- the hook
@@ -186,7 +214,94 @@ class PagedKV:
 
     def make_cache(self) -> list[PagedKVCache]:
         """An empty cache, one facade per layer: for ``prompt_cache=``, ``insert(caches=[...])`` and so on."""
-        batch = Batch(self, [NOT_OPENED], [0], is_merged=False)
+        return self._caches(Batch(self, [NOT_OPENED], [0], is_merged=False))
+
+    # ------------------------------------------------------------------------------------------ prefix cache
+
+    def fetch(self, tokens: Sequence[int], namespace: bytes = b"") -> tuple[list[PagedKVCache], int]:
+        """A cache that begins with what the prefix cache holds of a prompt.
+
+        No block is taken and no KV is copied: the cache shares the blocks that it found, and while it lives
+        they stay. Feed it the rest of the prompt: ``generate_step(tokens[num_cached:], model,
+        prompt_cache=caches)``, or ``insert([tokens[num_cached:]], caches=[caches])``.
+
+        Parameters
+        ----------
+        tokens : sequence of int
+            The whole prompt. Only whole blocks are found, and at least one token is left to compute.
+        namespace : bytes
+            From `kvpool.namespace`; requests find only what was committed in the same one. Another model on
+            the same pool is in another namespace anyway.
+
+        Returns
+        -------
+        caches : list of PagedKVCache
+            One per layer; empty when nothing was found.
+        num_cached : int
+            Tokens in it.
+        """
+        self._require_prefix_cache("fetch")
+        own = self._own(namespace)
+        handle = self.pool.pin(tokens[: max(len(tokens) - 1, 0)], own)
+        num_cached = self.pool.num_tokens(handle)
+        self.query_tokens += len(tokens)
+        self.hit_tokens += num_cached
+        known = Known(own, num_cached)
+        return self._caches(Batch(self, [handle], [num_cached], False, [known])), num_cached
+
+    def commit(self, caches: Sequence[PagedKVCache], tokens: Sequence[int], namespace: bytes = b"") -> int:
+        """Let later `fetch` calls find the tokens that a cache holds.
+
+        At any time between two forward passes: after the prompt, while the sequence grows, when it is
+        finished. The cache itself stays as it is and may be used on or dropped.
+
+        Parameters
+        ----------
+        caches : list of PagedKVCache
+            One sequence, all layers. Of a running request: ``generator.extract_cache([uid])``.
+        tokens : sequence of int
+            What the cache was fed, from the first position on; more than it holds are left out.
+        namespace : bytes
+            The one it was fetched in.
+
+        Returns
+        -------
+        int
+            Tokens that were new.
+
+        Raises
+        ------
+        ValueError
+            Not one whole sequence of this model, fewer tokens than the cache holds (is the cached part of
+            the prompt missing?), or another namespace. Nothing was committed.
+        """
+        self._require_prefix_cache("commit")
+        batch = caches[0].batch if len(caches) == self.num_layers else None
+        if batch is None or batch.kv is not self or any(cache.batch is not batch for cache in caches):
+            raise ValueError(f"[commit] the caches of all {self.num_layers} layers of one sequence are needed")
+        if len(batch.handles) != 1:
+            raise ValueError(f"[commit] the cache holds {len(batch.handles)} sequences, the limit is 1")
+        if batch.known[0].namespace != self._own(namespace):
+            raise ValueError("[commit] the cache was made in another namespace; begin with fetch")
+        length = int(batch.rows.lens[0])
+        if len(tokens) < length:
+            raise ValueError(
+                f"[commit] {len(tokens)} tokens, the cache holds {length}: all are needed, from the first on"
+            )
+        return batch.commit(tokens)
+
+    def open_empty(self) -> int:
+        """A new sequence in the model's own namespace."""
+        return int(self.pool.open(0, self.namespace) if self.prefix_cache else self.pool.open())
+
+    def _require_prefix_cache(self, call: str) -> None:
+        if not self.prefix_cache:
+            raise RuntimeError(f"[{call}] the pool has no prefix cache: install(..., prefix_cache=True)")
+
+    def _own(self, namespace: bytes) -> bytes:
+        return kvpool.namespace(model=self._number, salt=namespace)
+
+    def _caches(self, batch: Batch) -> list[PagedKVCache]:
         return [PagedKVCache(batch, layer) for layer in range(self.num_layers)]
 
     # ------------------------------------------------------------------------------------ admission, account
@@ -237,6 +352,7 @@ class PagedKV:
             blocks_used=stats.used,
             blocks_peak=stats.peak_used,
             blocks_free=self._available(),
+            blocks_cached=stats.evictable,
             blocks_leaked=stats.used - len(held),
             sequences=stats.sequences,
             kv_nbytes=stats.used * block_nbytes,
@@ -245,6 +361,8 @@ class PagedKV:
             mlx_peak_nbytes=memory.mlx_peak_nbytes,
             cow_copies=stats.cow_copies,
             cow_tokens=stats.cow_tokens,
+            query_tokens=self.query_tokens,
+            hit_tokens=self.hit_tokens,
             mlx_pool_copies=memory.pool_copies,
         )
 

@@ -1,0 +1,372 @@
+"""Index of committed blocks by content: exact, and one overlapped cache line per block.
+
+A node is (parent node, tokens of one block). Its uid is handed out once and never reused, so "same parent uid, same
+tokens" proves by induction that the whole prefix is the same, whatever the hash says: the chained hash, seeded per
+pool, only finds candidates, and a collision costs a miss. All hashes of a prompt need its tokens alone, so the
+cache lines of the slots and of the tokens are fetched in groups, ahead of their use.
+"""
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free, malloc, realloc
+from libc.string cimport memcmp, memcpy, memset
+
+from kvpool._blocks cimport CACHED, Blocks, blocks_drop, blocks_touch
+from kvpool._types cimport NO_BLOCK, NO_MEMORY, OK, mix
+
+cdef extern from *:
+    """
+    #include <string.h>
+    static inline uint64_t kv_fold(uint64_t a, uint64_t b) {
+        unsigned __int128 product = (unsigned __int128)a * b;
+        return (uint64_t)product ^ (uint64_t)(product >> 64);
+    }
+    static inline uint64_t kv_word(const int32_t *tokens) {
+        uint64_t word;
+        memcpy(&word, tokens, sizeof word);
+        return word;
+    }
+    #define kv_prefetch(address) __builtin_prefetch(address)
+    """
+    uint64_t kv_fold(uint64_t a, uint64_t b) noexcept nogil
+    uint64_t kv_word(const int32_t* tokens) noexcept nogil
+    void kv_prefetch(const void* address) noexcept nogil
+
+cdef enum:
+    GROUP = 32                  # blocks whose lines are in flight together
+    RAMP = 4                    # first group: most lookups that miss, miss early
+
+
+# ---- memory ------------------------------------------------------------------------------------------------
+
+cdef int index_init(Index* ix, const Blocks* b, uint64_t seed, uint64_t keep) noexcept nogil:
+    cdef uint64_t slots = 8
+    cdef size_t n = b.num_blocks
+    while slots * 3 < <uint64_t>n * 4:
+        slots *= 2
+    ix.mask = <uint32_t>(slots - 1)
+    ix.slot = <Slot*>malloc(slots * sizeof(Slot))
+    ix.hash = <uint64_t*>calloc(n, sizeof(uint64_t))
+    ix.uid = <uint32_t*>calloc(n, sizeof(uint32_t))
+    ix.root = <uint32_t*>calloc(n, sizeof(uint32_t))
+    ix.tokens = <int32_t*>calloc(n, b.block_size * sizeof(int32_t))
+    ix.block_size = b.block_size
+    ix.seed = seed
+    ix.keep = keep
+    ix.next_uid = 1
+    if ix.slot == NULL or ix.hash == NULL or ix.uid == NULL or ix.root == NULL or ix.tokens == NULL:
+        index_free(ix)
+        return NO_MEMORY
+    memset(ix.slot, 0xFF, slots * sizeof(Slot))
+    return OK
+
+
+cdef void index_free(Index* ix) noexcept nogil:
+    free(ix.slot)
+    free(ix.hash)
+    free(ix.uid)
+    free(ix.root)
+    free(ix.tokens)
+    free(ix.journal)
+    memset(ix, 0, sizeof(Index))
+
+
+cdef int64_t index_nbytes(const Index* ix, const Blocks* b) noexcept nogil:
+    """Bytes of the index itself, the canonical references in `Blocks` included."""
+    if ix.slot == NULL:
+        return 0
+    return (ix.mask + <int64_t>1) * sizeof(Slot) + b.num_blocks * (20 + ix.block_size * <int64_t>sizeof(int32_t))
+
+
+# ---- hash --------------------------------------------------------------------------------------------------
+
+cdef inline uint64_t chain(const Index* ix, uint64_t before, const int32_t* tokens) noexcept nogil:
+    """Hash of a prefix that is one block longer. The block's part does not wait for `before`."""
+    cdef uint64_t part = ix.seed
+    cdef uint64_t salt = 0x2D358DCCAA6C78A5ULL ^ ix.seed
+    cdef int64_t i, n = ix.block_size
+    for i in range(0, n - 3, 4):
+        part += kv_fold(kv_word(tokens + i) ^ salt, kv_word(tokens + i + 2) ^ 0x8BB84B93962EACC9ULL)
+        salt += 0x9E3779B97F4A7C15ULL
+    for i in range(n & ~<int64_t>3, n):
+        part += kv_fold(<uint32_t>tokens[i] ^ salt, 0x4B33A62ED433D4A3ULL + i)
+        salt += 0x9E3779B97F4A7C15ULL
+    return kv_fold(before ^ 0xA0761D6478BD642FULL, part ^ 0xE7037ED1A0B428DBULL) & ix.keep
+
+
+cdef uint64_t index_root_hash(const Index* ix, const unsigned char* name, Py_ssize_t size) noexcept nogil:
+    cdef uint64_t h = mix(ix.seed, <uint64_t>size)
+    cdef Py_ssize_t i
+    for i in range(size):
+        h = mix(h, name[i])
+    return h & ix.keep
+
+
+cdef inline uint32_t key_of(uint64_t h) noexcept nogil:
+    return <uint32_t>(h >> 32) ^ <uint32_t>h
+
+
+# ---- slots -------------------------------------------------------------------------------------------------
+
+cdef inline uint32_t find(const Index* ix, uint32_t at, uint32_t key, uint32_t parent,
+                          const int32_t* tokens) noexcept nogil:
+    """Position of the node (parent, tokens), probing from `at` on; or of the empty slot that ends the search."""
+    cdef const Slot* slot = &ix.slot[at]
+    while slot.id != NO_BLOCK:
+        if (slot.key == key and slot.parent == parent
+                and memcmp(ix.tokens + slot.id * ix.block_size, tokens, ix.block_size * sizeof(int32_t)) == 0):
+            return at
+        at = (at + 1) & ix.mask
+        slot = &ix.slot[at]
+    return at
+
+
+cdef void remove_slot(Index* ix, int32_t id) noexcept nogil:
+    """Take out the slot of a canonical block; those behind it move up, so there are no tombstones."""
+    cdef uint32_t at = key_of(ix.hash[id]) & ix.mask
+    cdef uint32_t gap, home
+    while ix.slot[at].id != id:
+        at = (at + 1) & ix.mask
+    gap = at
+    while True:
+        at = (at + 1) & ix.mask
+        if ix.slot[at].id == NO_BLOCK:
+            break
+        home = ix.slot[at].key & ix.mask
+        if ((at - home) & ix.mask) >= ((at - gap) & ix.mask):
+            ix.slot[gap] = ix.slot[at]
+            gap = at
+    ix.slot[gap].id = NO_BLOCK
+    ix.num_nodes -= 1
+
+
+cdef void note(Index* ix, int32_t id, uint32_t uid, uint32_t parent) noexcept nogil:
+    """Remember for the events that a node came (id) or went (NO_BLOCK)."""
+    cdef int32_t* journal
+    if ix.journal == NULL:
+        return
+    if ix.journal_size == ix.journal_room:
+        journal = <int32_t*>realloc(ix.journal, 6 * <size_t>ix.journal_room * sizeof(int32_t))
+        if journal == NULL:
+            return                          # an event is lost, not the state
+        ix.journal = journal
+        ix.journal_room *= 2
+    ix.journal[3 * ix.journal_size] = id
+    ix.journal[3 * ix.journal_size + 1] = <int32_t>uid
+    ix.journal[3 * ix.journal_size + 2] = <int32_t>parent
+    ix.journal_size += 1
+
+
+cdef void insert(Index* ix, Blocks* b, int32_t id, uint32_t parent) noexcept nogil:
+    """Make block `id`, whose hash and tokens are set, the canonical block of a new node."""
+    cdef uint32_t at = key_of(ix.hash[id]) & ix.mask
+    while ix.slot[at].id != NO_BLOCK:
+        at = (at + 1) & ix.mask
+    ix.uid[id] = ix.next_uid
+    ix.next_uid += 1
+    ix.slot[at].key = key_of(ix.hash[id])
+    ix.slot[at].id = id
+    ix.slot[at].uid = ix.uid[id]
+    ix.slot[at].parent = parent
+    ix.num_nodes += 1
+    ix.inserted += 1
+    b.block[id].committed = 1
+    b.canonical[id] = NO_BLOCK
+    note(ix, id, ix.uid[id], parent)
+
+
+# ---- lookup ------------------------------------------------------------------------------------------------
+
+cdef Match index_match(const Index* ix, const Blocks* b, uint32_t root, uint64_t root_hash, const int32_t* tokens,
+                       int32_t max_blocks, int32_t* ids) noexcept nogil:
+    """Canonical blocks of the longest cached prefix, at most `max_blocks`; `ids` may be NULL.
+
+    Three passes over a group: hash and fetch the slots; find candidates and fetch their tokens; prove.
+    """
+    cdef Match found
+    cdef uint64_t[GROUP] hashes
+    cdef uint32_t[GROUP] at
+    cdef int32_t first = 0, size, k, id
+    cdef int64_t bs = ix.block_size
+    cdef uint32_t parent = root
+    cdef uint64_t h = root_hash
+    found.blocks = found.evictable = 0
+    found.hash = root_hash
+    while first < max_blocks:
+        size = min(max_blocks - first, GROUP if first else RAMP)
+        for k in range(size):
+            h = chain(ix, h, tokens + (first + k) * bs)
+            hashes[k] = h
+            at[k] = key_of(h) & ix.mask
+            kv_prefetch(&ix.slot[at[k]])
+        found.hash = h
+        for k in range(size):
+            while ix.slot[at[k]].id != NO_BLOCK and ix.slot[at[k]].key != key_of(hashes[k]):
+                at[k] = (at[k] + 1) & ix.mask
+            id = ix.slot[at[k]].id
+            if id == NO_BLOCK:
+                size = k + 1                # proved a miss: nothing behind it can hit
+                break
+            kv_prefetch(ix.tokens + id * bs)
+            kv_prefetch(&b.block[id])
+        for k in range(size):
+            at[k] = find(ix, at[k], key_of(hashes[k]), parent, tokens + (first + k) * bs)
+            id = ix.slot[at[k]].id
+            if id == NO_BLOCK:
+                return found
+            parent = ix.slot[at[k]].uid
+            found.evictable += b.block[id].place == CACHED
+            if ids != NULL:
+                ids[found.blocks] = id
+            found.blocks += 1
+        first += size
+    return found
+
+
+# ---- commit ------------------------------------------------------------------------------------------------
+
+cdef bint index_same(const Index* ix, const Blocks* b, int32_t id, const int32_t* tokens) noexcept nogil:
+    """Whether a committed block may be committed again with these tokens."""
+    return memcmp(ix.tokens + id * ix.block_size, tokens, ix.block_size * sizeof(int32_t)) == 0
+
+
+cdef bint adopt(Index* ix, Blocks* b, int32_t id, uint32_t parent) noexcept nogil:
+    """Make block `id` a duplicate if the node (parent, its tokens) exists."""
+    cdef uint32_t at = find(ix, key_of(ix.hash[id]) & ix.mask, key_of(ix.hash[id]), parent,
+                            ix.tokens + id * ix.block_size)
+    if ix.slot[at].id == NO_BLOCK:
+        return False
+    ix.uid[id] = ix.slot[at].uid
+    b.block[id].committed = 2
+    b.canonical[id] = ix.slot[at].id
+    return True
+
+
+cdef void hold_canonicals(Index* ix, Blocks* b, const int32_t* table, int32_t at, uint32_t root) noexcept nogil:
+    """A node is about to be inserted below table[at - 1]: duplicates right above it take a reference on their
+    canonical blocks, so that no parent is evicted under a live child. Where a canonical block is gone, the
+    duplicate takes its place, and those behind it follow.
+    """
+    cdef int32_t first = at, id
+    cdef bint broken = False
+    while first > 0 and b.block[table[first - 1]].committed == 2 and b.canonical[table[first - 1]] != NO_BLOCK:
+        first -= 1
+    for first in range(first, at):
+        id = table[first]
+        if b.block[id].canonical_held:
+            continue
+        if not broken and ix.uid[b.canonical[id]] != ix.uid[id]:
+            broken = True
+        if broken and not adopt(ix, b, id, ix.uid[table[first - 1]] if first else root):
+            insert(ix, b, id, ix.uid[table[first - 1]] if first else root)
+            continue
+        blocks_touch(b, b.canonical[id])
+        b.block[id].canonical_held = 1
+
+
+cdef void index_commit(Index* ix, Blocks* b, const int32_t* table, int32_t at, uint32_t root, uint64_t root_hash,
+                       const int32_t* tokens) noexcept nogil:
+    """Block table[at] of a sequence is full and known. `root` 0: its namespace was flushed, nothing is indexed."""
+    cdef int32_t id = table[at]
+    cdef uint32_t parent = root
+    if b.block[id].committed:
+        return                              # shared, and committed by another sequence with the same tokens
+    memcpy(ix.tokens + id * ix.block_size, tokens, ix.block_size * sizeof(int32_t))
+    ix.hash[id] = chain(ix, ix.hash[table[at - 1]] if at else root_hash, tokens)
+    ix.root[id] = root
+    b.block[id].committed = 2
+    b.canonical[id] = NO_BLOCK
+    ix.uid[id] = 0
+    if at:
+        parent = ix.uid[table[at - 1]]
+    if root == 0 or parent == 0:
+        return
+    if adopt(ix, b, id, parent):
+        ix.duplicates += 1
+        return
+    hold_canonicals(ix, b, table, at, root)
+    if at and ix.uid[table[at - 1]] != parent:
+        parent = ix.uid[table[at - 1]]
+        if adopt(ix, b, id, parent):
+            ix.duplicates += 1
+            return
+    insert(ix, b, id, parent)
+
+
+# ---- forgetting --------------------------------------------------------------------------------------------
+
+cdef void forget(Index* ix, int32_t id) noexcept nogil:
+    """The content of a canonical block is gone."""
+    remove_slot(ix, id)
+    note(ix, NO_BLOCK, ix.uid[id], 0)
+    ix.uid[id] = 0
+
+
+cdef void index_drain(Index* ix, Blocks* b) noexcept nogil:
+    """Forget the nodes of blocks that were taken for other use in the running call."""
+    cdef int32_t k, id
+    for k in range(b.num_dropped):
+        id = b.dropped[k]
+        b.block[id].noted = 0
+        if ix.uid[id]:
+            forget(ix, id)
+            ix.evicted += 1
+    b.num_dropped = 0
+
+
+cdef int32_t index_flush(Index* ix, Blocks* b, uint32_t root) noexcept nogil:
+    """Forget every node below `root` (0: all nodes). Returns how many blocks became blank. O(num_blocks)."""
+    cdef int32_t id, next_id, blank = 0
+    id = b.lru.head
+    while id != NO_BLOCK:
+        next_id = b.next[id]
+        if root == 0 or ix.root[id] == root:
+            forget(ix, id)
+            blocks_drop(b, id)
+            blank += 1
+        id = next_id
+    for id in range(b.num_blocks):
+        if ix.uid[id] and (root == 0 or ix.root[id] == root):
+            if b.block[id].committed == 1:
+                forget(ix, id)
+                b.block[id].committed = 2
+            ix.uid[id] = 0
+    return blank
+
+
+# ---- audit -------------------------------------------------------------------------------------------------
+
+cdef uint64_t index_fingerprint(const Index* ix, const Blocks* b, uint64_t h) noexcept nogil:
+    cdef int32_t i
+    cdef int64_t k
+    h = mix(mix(h, ix.next_uid), ix.num_nodes)
+    for i in range(b.num_blocks):
+        if b.block[i].committed == 0:
+            continue
+        h = mix(mix(h, (<uint64_t>ix.uid[i] << 32) | ix.root[i]), <uint32_t>b.canonical[i])
+        for k in range(ix.block_size):
+            h = mix(h, ix.tokens[i * ix.block_size + k])
+    return h
+
+
+cdef str index_check(const Index* ix, const Blocks* b):
+    cdef int32_t i, canonical = 0
+    cdef uint32_t at, slots = 0
+    nodes = set()
+    for at in range(ix.mask + 1):
+        i = ix.slot[at].id
+        if i == NO_BLOCK:
+            continue
+        slots += 1
+        if i < b.reserved or i >= b.num_blocks or ix.uid[i] != ix.slot[at].uid or b.block[i].committed != 1:
+            return f"slot {at} of the index names block {i}, which is not canonical for node {ix.slot[at].uid}"
+        nodes.add((ix.slot[at].parent, (<const char*>(ix.tokens + i * ix.block_size))[:ix.block_size * 4]))
+        if find(ix, key_of(ix.hash[i]) & ix.mask, ix.slot[at].key, ix.slot[at].parent,
+                ix.tokens + i * ix.block_size) != at:
+            return f"block {i} cannot be found in the index"
+    for i in range(b.num_blocks):
+        canonical += b.block[i].committed == 1
+        if b.block[i].canonical_held and (b.block[i].committed != 2 or b.canonical[i] == NO_BLOCK):
+            return f"block {i} holds a canonical block, but is no duplicate"
+    if not slots == canonical == ix.num_nodes == len(nodes):
+        return (f"the index has {slots} slots for {len(nodes)} contents and {canonical} canonical blocks, "
+                f"its counter says {ix.num_nodes}")
+    return None
