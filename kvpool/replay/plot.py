@@ -17,9 +17,8 @@ NUM_SPANS = 60  # of time, each with its own hit rate
 
 def draw_timeline(path: Path, trace_name: str, result: Result) -> None:
     """Write the picture of one replay: blocks in use over its steps, and the hit rate (P1) or sequences (P2)."""
-    columns = np.array(result.occupancy.timeline, np.int64).reshape(-1, 5).T
-    steps, used, sequences, hits, looked_up = columns
-    end = int(steps[-1])
+    steps, used, sequences, hits, looked_up = np.array([(0, 0, 0, 0, 0), *result.occupancy.timeline]).T
+    end = int(steps[-1])  # 0 when every request was rejected
     marks = np.linspace(0, end, min(NUM_SAMPLES, end) + 1)
     at = np.minimum(np.searchsorted(steps, marks), len(steps) - 1)
     static = sequences * -(-result.occupancy.reserved_tokens // result.block_size)
@@ -51,7 +50,7 @@ def draw_timeline(path: Path, trace_name: str, result: Result) -> None:
         bottom.set_ylim(0, 1.12 * max(int(sequences.max()), 1))
         _name(bottom, f"Sequences, {result.samples} per request", "sequences")
     for axes in (top, bottom):
-        axes.set_xlim(0, end)
+        axes.set_xlim(0, max(end, 1))
     bottom.xaxis.set_major_formatter("{x:,.0f}")
     bottom.set_xlabel("engine steps (each running sequence gains one token per step)", color=MUTED)
     figure.savefig(path, format="png")

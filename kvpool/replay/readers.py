@@ -185,10 +185,10 @@ def read_npz(path: Path) -> Trace:
 
     if len(outputs) != rows or len(run_off) != rows + 1 or len(run_start) != len(run_len):
         refuse("members of different lengths")
-    if (np.diff(run_off, prepend=0) < 0).any() or run_off[-1] != len(run_len):
+    if (np.diff(run_off) < 0).any() or run_off[0] != 0 or run_off[-1] != len(run_len):
         refuse("run_off does not divide the runs among the requests")
-    if (run_len < 0).any():
-        refuse("run_len is negative")
+    if run_len.min(initial=0) < 0 or run_len.max(initial=0) > LENGTH_MAX:
+        refuse(f"run_len is out of range, 0..{LENGTH_MAX}")
     refuse_rows((prompts < 1) | (prompts > LENGTH_MAX), f"input_length is out of range, 1..{LENGTH_MAX}")
     refuse_rows((outputs < 0) | (outputs > LENGTH_MAX), f"output_length is out of range, 0..{LENGTH_MAX}")
     id_ends = np.concatenate(([0], np.cumsum(run_len)))  # after each run
