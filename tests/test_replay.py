@@ -169,9 +169,22 @@ def test_samples_in_a_pool_that_is_too_small_raise():
         ({}, "num_blocks"),
         ({"num_blocks": 4, "samples": 2}, "samples"),
         ({"num_blocks": 4, "samples": 0}, "samples"),
+        ({"num_blocks": 4, "samples": 0, "policy": "P2"}, "samples"),
         ({"num_blocks": 4, "concurrency": 0}, "concurrency"),
+        ({"num_blocks": 4, "block_size": 0}, "block_size"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options, said):
+    trace = make_trace([(8, 8, [0, 1])])
     with pytest.raises(ValueError, match=rf"^\[replay\] .*{said}"):
-        replay(make_trace([(8, 8, [0, 1])]), **options)
+        replay(trace, **options)
+
+
+def test_pool_without_blocks_is_refused():
+    with pytest.raises(ValueError, match=r"^\[Pool\] "):
+        replay(make_trace([(8, 8, [0, 1])]), num_blocks=0)
+
+
+def test_empty_trace_is_refused():
+    with pytest.raises(ValueError, match=r"^\[replay\] .*no request"):
+        replay(synthetic_trace().head(0), num_blocks=4)
