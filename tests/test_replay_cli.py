@@ -1,6 +1,7 @@
 """The ``kvpool replay`` command: what it prints and draws, what it refuses, and how it exits."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -176,3 +177,21 @@ sys.exit(main(["replay", "--synthetic", "--num-blocks", "83"]))
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     assert "hit rate" in result.stdout
+
+
+def test_progress_shows_on_a_terminal_and_leaves_stdout_alone():
+    pytest.importorskip("rich")
+    pty = pytest.importorskip("pty")
+    reader, terminal = pty.openpty()
+    command = [sys.executable, "-m", "kvpool", *SYNTHETIC, "--num-blocks", "63", "--json"]
+    shown = []
+    for argv in (command[:-1], command):
+        result = subprocess.run(argv, stdout=subprocess.PIPE, stderr=terminal, text=True, timeout=60)
+        assert result.returncode == 0
+        os.write(terminal, b"end")
+        shown.append(os.read(reader, 2**16).decode())
+        assert "67/67" not in result.stdout
+    os.close(reader)
+    os.close(terminal)
+    assert "67/67" in shown[0]
+    assert shown[1] == "end"  # --json: nothing
