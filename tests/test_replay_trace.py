@@ -234,6 +234,30 @@ def test_file_that_is_no_trace_is_refused(tmp_path, name, content):
         read_trace(path)
 
 
+@pytest.mark.parametrize("form", ["npz", "jsonl", "jsonl.gz"])
+def test_damaged_file_is_a_trace_or_refused_in_one_line(tmp_path, form):
+    """Random bytes of a good file changed: no exception but TraceError, whatever the unpackers raise."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    text = write_lines(tmp_path / "good.jsonl", ROWS * 10).read_bytes()
+    good = {
+        "npz": save_npz(tmp_path / "good.npz").read_bytes(),
+        "jsonl": text,
+        "jsonl.gz": gzip.compress(text),
+    }[form]
+    path = tmp_path / f"damaged.{form}"
+    for _ in range(300):
+        damaged = bytearray(good)
+        for _ in range(rng.randrange(1, 4)):
+            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+        path.write_bytes(damaged)
+        try:
+            read_trace(path)
+        except TraceError as exc:
+            assert "\n" not in str(exc)
+
+
 def test_missing_file_is_an_os_error(tmp_path):
     for name in ("t.jsonl", "t.npz"):
         with pytest.raises(FileNotFoundError):

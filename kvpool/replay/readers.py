@@ -15,7 +15,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -124,7 +124,7 @@ def read_jsonl(path: Path, block_size: int | None) -> Trace:
         try:
             record = json.loads(line)
         except (json.JSONDecodeError, RecursionError) as exc:
-            rows.refuse(f"no JSON ({exc})")
+            rows.refuse(f"no JSON ({_reason(exc)})")
         if not isinstance(record, dict):
             rows.refuse("no JSON object")
         if rows.line == 1 and "block_size" in record and "input_length" not in record:
@@ -142,9 +142,14 @@ def _lines(rows: _Rows) -> Iterator[str]:
             for rows.line, line in enumerate(file, 1):
                 if line.strip():
                     yield line
-    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as exc:
+    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as exc:
         rows.line += 1
-        rows.refuse(f"no text ({exc})")
+        rows.refuse(f"no text ({_reason(exc)})")
+
+
+def _reason(exc: Exception) -> str:
+    """What an exception says, in one line."""
+    return " ".join(str(exc).split()) or type(exc).__name__
 
 
 def _is_integer(value: Any) -> bool:
@@ -208,17 +213,15 @@ def read_npz(path: Path) -> Trace:
 
 def _npz_members(path: Path) -> dict[str, NDArray[np.int64]]:
     """Return the integer members of an .npz file, as int64."""
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            missing = [name for name in NPZ_MEMBERS if name not in archive]
-            if missing:
-                raise TraceError(f"[read_trace] {path}: {missing[0]} is missing")
-            wanted = [*NPZ_MEMBERS, *(name for name in ("t_ms", "session") if name in archive)]
-            members = {name: archive[name] for name in wanted}
-    except (ValueError, AttributeError, TypeError, zipfile.BadZipFile, EOFError) as exc:
-        if isinstance(exc, TraceError):
-            raise
-        raise TraceError(f"[read_trace] {path}: no .npz archive of integers ({exc})") from None
+    with open(path, "rb") as file:
+        try:
+            with np.load(file, allow_pickle=False) as archive:
+                members = {name: archive[name] for name in (*NPZ_MEMBERS, "t_ms", "session") if name in archive}
+        except Exception as exc:  # a damaged archive raises nearly anything
+            raise TraceError(f"[read_trace] {path}: no .npz archive of integers ({_reason(exc)})") from None
+    for name in NPZ_MEMBERS:
+        if name not in members:
+            raise TraceError(f"[read_trace] {path}: {name} is missing")
     for name, values in members.items():
         if values.dtype.kind not in "iu" or values.ndim != (name != "block_size"):
             raise TraceError(f"[read_trace] {path}: {name} has the wrong type or shape")
