@@ -9,10 +9,14 @@ from cpython.list cimport PyList_GET_SIZE
 from cpython.long cimport PyLong_AsLongLong, PyLong_AsLongLongAndOverflow, PyLong_CheckExact
 from cpython.number cimport PyNumber_Index
 from cpython.tuple cimport PyTuple_GET_SIZE
+from cpython.object cimport PyObject
 from libc.stdint cimport INT64_MAX, INT64_MIN, int64_t
 from libc.stdlib cimport free, malloc
 
 import numpy as np
+
+cdef extern from "Python.h":
+    PyObject** PySequence_Fast_ITEMS(object value)
 
 cdef object empty = np.empty
 cdef object INT32 = np.dtype(np.int32)      # a name would be looked up on every call
@@ -54,20 +58,22 @@ cdef Py_ssize_t true_length(object value):
 
 cdef int _from_list(Ints* ints, object value, str call, str name, type huge) except -1:
     cdef Py_ssize_t i, n = true_length(value)
+    cdef PyObject** items = PySequence_Fast_ITEMS(value)
     cdef int overflow = 0
     cdef int64_t* data = <int64_t*>malloc(max(n, 1) * sizeof(int64_t))
     if data == NULL:
         raise MemoryError(f"[{call}] no memory for {n} {name}")
     try:
         for i in range(n):
-            if i >= true_length(value):         # an __index__ of an element shortened the list
-                raise ValueError(f"[{call}] {name} changed its length during the call")
-            item = value[i]
-            if PyLong_CheckExact(item):
-                data[i] = PyLong_AsLongLongAndOverflow(item, &overflow)
+            if PyLong_CheckExact(<object>items[i]):
+                data[i] = PyLong_AsLongLongAndOverflow(<object>items[i], &overflow)
                 if not overflow:
                     continue
+            item = value[i]
             data[i] = to_int(item, call, f"{name}[{i}]", INT64_MIN, INT64_MAX, huge)
+            if true_length(value) != n:         # its __index__ changed the list
+                raise ValueError(f"[{call}] {name} changed its length during the call")
+            items = PySequence_Fast_ITEMS(value)
     except BaseException:
         free(data)
         raise
