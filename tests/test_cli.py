@@ -53,10 +53,10 @@ def test_help_lists_exactly_the_commands_that_exist(capsys):
     assert exit_info.value.code == 0
     lines = capsys.readouterr().out.splitlines()
     listed = [line.split()[0] for line in lines if line.startswith("    ") and not line.startswith("     ")]
-    assert listed == ["demo", "plan", "doctor"]
+    assert listed == ["demo", "replay", "plan", "doctor"]
 
 
-@pytest.mark.parametrize("command", ["demo", "plan", "doctor"])
+@pytest.mark.parametrize("command", ["demo", "replay", "plan", "doctor"])
 def test_command_help_names_json_and_exits_zero(capsys, command):
     with pytest.raises(SystemExit) as exit_info:
         main([command, "--help"])

@@ -101,7 +101,7 @@ class Occupancy:
         return _ratio(self.token_steps, self.sequence_steps * self.reserved_tokens)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Result:
     """What a replay counted.
 
@@ -217,7 +217,24 @@ class ClosedLoop:
         raise NotImplementedError
 
     def run(self, progress: Callable[[int], None] = lambda done: None) -> Result:
-        """Serve all requests; `progress` is told how many have left."""
+        """Serve all requests; `progress` is told how many have left. The pool is shut down afterwards."""
+        with self.pool:
+            self._serve(progress)
+            stats = self.pool.stats()
+            return Result(
+                policy=self.policy,
+                num_blocks=self.num_blocks,
+                block_size=self.block_size,
+                concurrency=self.concurrency,
+                samples=self.samples,
+                counters=self.counters(),
+                occupancy=self.occupancy,
+                costs=self.costs,
+                block_operations=2 * (stats.allocs + self.shared_blocks),  # each is released again
+                peak_sequences=self.peak_running * self.samples,
+            )
+
+    def _serve(self, progress: Callable[[int], None]) -> None:
         total, told = len(self.trace), 0
         while self.waiting or self.running:
             self.admit()
@@ -227,21 +244,6 @@ class ClosedLoop:
             if done != told:
                 progress(done)
                 told = done
-        counters, stats = self.counters(), self.pool.stats()
-        result = Result(
-            policy=self.policy,
-            num_blocks=self.num_blocks,
-            block_size=self.block_size,
-            concurrency=self.concurrency,
-            samples=self.samples,
-            counters=counters,
-            occupancy=self.occupancy,
-            costs=self.costs,
-            block_operations=2 * (stats.allocs + self.shared_blocks),  # each is released again
-            peak_sequences=self.peak_running * self.samples,
-        )
-        self.pool.shutdown()
-        return result
 
     def call(self, verb: str, *args: Any) -> Any:
         """Call the pool and count the time."""

@@ -12,14 +12,13 @@ from kvpool.replay.loop import Result
 INK, MUTED, GRID = "#1f2933", "#6b7785", "#e4e7eb"
 BLOCKS, BLOCKS_LIGHT, STATIC = "#12718a", "#bfe0e6", "#c2571a"
 NUM_SAMPLES = 1200  # points of time drawn
-NUM_SPANS = 100  # of time, each with its own hit rate
+NUM_SPANS = 60  # of time, each with its own hit rate
 
 
 def draw_timeline(path: Path, trace_name: str, result: Result) -> None:
     """Write the picture of one replay: blocks in use over its steps, and the hit rate (P1) or sequences (P2)."""
-    columns = np.array(result.occupancy.timeline, np.int64).reshape(-1, 5).T
-    steps, used, sequences, hits, looked_up = columns
-    end = int(steps[-1])
+    steps, used, sequences, hits, looked_up = np.array([(0, 0, 0, 0, 0), *result.occupancy.timeline]).T
+    end = int(steps[-1])  # 0 when every request was rejected
     marks = np.linspace(0, end, min(NUM_SAMPLES, end) + 1)
     at = np.minimum(np.searchsorted(steps, marks), len(steps) - 1)
     static = sequences * -(-result.occupancy.reserved_tokens // result.block_size)
@@ -41,27 +40,18 @@ def draw_timeline(path: Path, trace_name: str, result: Result) -> None:
     top.legend(loc="upper right", frameon=False, fontsize=8.5, labelcolor=INK, ncols=3)
 
     if result.policy == "P1":
-        edges = np.linspace(0, end, min(NUM_SPANS, end) + 1)
-        last = np.searchsorted(steps, edges, side="right") - 1
-        sums = np.where(last < 0, 0, np.stack((hits, looked_up))[:, last])
-        hit, asked = np.diff(sums)
-        rates = np.divide(hit, asked, out=np.full(len(hit), np.nan), where=asked > 0)
+        edges, rates = _hit_rates(steps, hits, looked_up)
         bottom.stairs(100 * rates, edges, color=BLOCKS, linewidth=1.4, baseline=None)
-        total = f" {result.hit_rate:.1%} in all"
         bottom.axhline(100 * result.hit_rate, color=MUTED, linewidth=0.9, linestyle=(0, (5, 3)))
-        bottom.text(0, 100 * result.hit_rate + 2, total, size=8.5, color=MUTED)
         bottom.set_ylim(0, 109)
-        _name(
-            bottom,
-            f"Hit rate in each hundredth of the replay ({result.counters['requests']:,} requests)",
-            "%",
-        )
+        _name(bottom, f"Hit rate over time, {result.hit_rate:.1%} in all", "%")
     else:
         bottom.step(marks, sequences[at], where="pre", color=BLOCKS, linewidth=1.2)
         bottom.set_ylim(0, 1.12 * max(int(sequences.max()), 1))
         _name(bottom, f"Sequences, {result.samples} per request", "sequences")
     for axes in (top, bottom):
-        axes.set_xlim(0, end)
+        axes.set_xlim(0, max(end, 1))
+    bottom.xaxis.set_major_formatter("{x:,.0f}")
     bottom.set_xlabel("engine steps (each running sequence gains one token per step)", color=MUTED)
     figure.savefig(path, format="png")
 
@@ -71,9 +61,10 @@ def draw_sweep(path: Path, trace_name: str, results: list[Result]) -> None:
     results = sorted(results, key=lambda result: result.num_blocks)
     sizes = [result.num_blocks for result in results]
     figure, (top, bottom) = _figure(f"{trace_name}: which pool is enough", height_ratios=(3, 2))
-    top.plot(sizes, [100 * result.hit_rate for result in results], color=BLOCKS, marker="o", linewidth=1.6)
+    rates = [100 * result.counters["first_hit_rate"] for result in results]
+    top.plot(sizes, rates, color=BLOCKS, marker="o", linewidth=1.6)
     top.set_ylim(0, 105)
-    _name(top, "Hit rate", "%")
+    _name(top, "Hit rate of first admissions", "%")
     for name, color in (("preemptions", STATIC), ("rejected", INK)):
         counts = [result.counters[name] for result in results]
         bottom.plot(sizes, counts, color=color, marker="o", linewidth=1.4, label=name)
@@ -85,6 +76,16 @@ def draw_sweep(path: Path, trace_name: str, results: list[Result]) -> None:
     bottom.minorticks_off()
     bottom.set_xlabel(f"usable blocks of {results[0].block_size} tokens", color=MUTED)
     figure.savefig(path, format="png")
+
+
+def _hit_rates(steps: Any, hits: Any, looked_up: Any) -> tuple[Any, Any]:
+    """Return S + 1 times and the S hit rates between them; about as many tokens are looked up in each span."""
+    last = np.searchsorted(looked_up, np.linspace(0, looked_up[-1], NUM_SPANS + 1)[1:])
+    last = np.unique(np.minimum(last, len(steps) - 1))
+    hit, asked = (np.diff(sums[last], prepend=0) for sums in (hits, looked_up))
+    edges = np.concatenate(([0], steps[last]))
+    edges[-1] = steps[-1]
+    return edges, hit / np.maximum(asked, 1)
 
 
 def _figure(title: str, height_ratios: tuple[int, int]) -> tuple[Any, Any]:
@@ -104,6 +105,8 @@ def _name(axes: Any, title: str, unit: str) -> None:
     axes.set_ylabel(unit, color=MUTED)
     axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.yaxis.get_major_locator().set_params(integer=True)
     axes.tick_params(colors=MUTED, labelsize=8.5, length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(GRID)

@@ -212,11 +212,13 @@ def replay(
     OutOfBlocks
         If P2 was given too few blocks.
     """
-    block_size = block_size or trace.block_size or 16
-    if concurrency < 1:
-        raise ValueError(f"[replay] concurrency is out of range ({concurrency}), at least 1")
-    if samples < 1:
-        raise ValueError(f"[replay] samples is out of range ({samples}), at least 1")
+    if block_size is None:
+        block_size = trace.block_size or 16
+    if len(trace) == 0:
+        raise ValueError("[replay] the trace has no request (0), at least 1")
+    for name, value in (("block_size", block_size), ("concurrency", concurrency), ("samples", samples)):
+        if value < 1:
+            raise ValueError(f"[replay] {name} is out of range ({value}), at least 1")
     if policy == "P2":
         if num_blocks is None:
             num_blocks = blocks_needed(trace, block_size, concurrency, samples)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -124,7 +124,7 @@ def read_jsonl(path: Path, block_size: int | None) -> Trace:
         try:
             record = json.loads(line)
         except (json.JSONDecodeError, RecursionError) as exc:
-            rows.refuse(f"no JSON ({exc})")
+            rows.refuse(f"no JSON ({_reason(exc)})")
         if not isinstance(record, dict):
             rows.refuse("no JSON object")
         if rows.line == 1 and "block_size" in record and "input_length" not in record:
@@ -142,9 +142,14 @@ def _lines(rows: _Rows) -> Iterator[str]:
             for rows.line, line in enumerate(file, 1):
                 if line.strip():
                     yield line
-    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as exc:
+    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as exc:
         rows.line += 1
-        rows.refuse(f"no text ({exc})")
+        rows.refuse(f"no text ({_reason(exc)})")
+
+
+def _reason(exc: Exception) -> str:
+    """What an exception says, in one line."""
+    return " ".join(str(exc).split()) or type(exc).__name__
 
 
 def _is_integer(value: Any) -> bool:
@@ -185,10 +190,10 @@ def read_npz(path: Path) -> Trace:
 
     if len(outputs) != rows or len(run_off) != rows + 1 or len(run_start) != len(run_len):
         refuse("members of different lengths")
-    if (np.diff(run_off, prepend=0) < 0).any() or run_off[-1] != len(run_len):
+    if (np.diff(run_off) < 0).any() or run_off[0] != 0 or run_off[-1] != len(run_len):
         refuse("run_off does not divide the runs among the requests")
-    if (run_len < 0).any():
-        refuse("run_len is negative")
+    if run_len.min(initial=0) < 0 or run_len.max(initial=0) > LENGTH_MAX:
+        refuse(f"run_len is out of range, 0..{LENGTH_MAX}")
     refuse_rows((prompts < 1) | (prompts > LENGTH_MAX), f"input_length is out of range, 1..{LENGTH_MAX}")
     refuse_rows((outputs < 0) | (outputs > LENGTH_MAX), f"output_length is out of range, 0..{LENGTH_MAX}")
     id_ends = np.concatenate(([0], np.cumsum(run_len)))  # after each run
@@ -208,17 +213,15 @@ def read_npz(path: Path) -> Trace:
 
 def _npz_members(path: Path) -> dict[str, NDArray[np.int64]]:
     """Return the integer members of an .npz file, as int64."""
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            missing = [name for name in NPZ_MEMBERS if name not in archive]
-            if missing:
-                raise TraceError(f"[read_trace] {path}: {missing[0]} is missing")
-            wanted = [*NPZ_MEMBERS, *(name for name in ("t_ms", "session") if name in archive)]
-            members = {name: archive[name] for name in wanted}
-    except (ValueError, AttributeError, TypeError, zipfile.BadZipFile, EOFError) as exc:
-        if isinstance(exc, TraceError):
-            raise
-        raise TraceError(f"[read_trace] {path}: no .npz archive of integers ({exc})") from None
+    with open(path, "rb") as file:
+        try:
+            with np.load(file, allow_pickle=False) as archive:
+                members = {name: archive[name] for name in (*NPZ_MEMBERS, "t_ms", "session") if name in archive}
+        except Exception as exc:  # a damaged archive raises nearly anything
+            raise TraceError(f"[read_trace] {path}: no .npz archive of integers ({_reason(exc)})") from None
+    for name in NPZ_MEMBERS:
+        if name not in members:
+            raise TraceError(f"[read_trace] {path}: {name} is missing")
     for name, values in members.items():
         if values.dtype.kind not in "iu" or values.ndim != (name != "block_size"):
             raise TraceError(f"[read_trace] {path}: {name} has the wrong type or shape")
