@@ -158,10 +158,13 @@ def draw(args: argparse.Namespace, trace: Trace, results: list[Result]) -> None:
     """Write the picture."""
     from kvpool.replay import plot
 
-    if args.sweep is None:
-        plot.draw_timeline(args.plot, trace.name, results[0])
-    else:
-        plot.draw_sweep(args.plot, trace.name, results)
+    try:
+        if args.sweep is None:
+            plot.draw_timeline(args.plot, trace.name, results[0])
+        else:
+            plot.draw_sweep(args.plot, trace.name, results)
+    except OSError as exc:
+        raise CommandError(f"--plot {args.plot}: {exc.strerror or exc}") from None
 
 
 @contextlib.contextmanager
