@@ -75,7 +75,7 @@ def test_sweep_compares_pools_and_names_the_one_that_is_enough(capsys):
     out = output(capsys, *SYNTHETIC, "--sweep", "63,498,100000")
     lines = out.splitlines()
     assert [line.split()[0] for line in lines[2:5]] == ["63", "498", "100,000"]
-    assert lines[5].startswith("498 blocks are enough")
+    assert lines[5].startswith("498 blocks (7,968 tokens) are enough")
     runs = json.loads(output(capsys, *SYNTHETIC, "--sweep", "63,498,100000", "--json"))["runs"]
     assert [run["num_blocks"] for run in runs] == [63, 498, 100_000]
     assert [run["evictions"] for run in runs] == [1320, 372, 0]
