@@ -22,10 +22,20 @@ LIMITS = {
     **{f"decode step, {rows} sequences": (500 + 8 * rows, None) for rows in STEP_ROWS},
     "fork of 4k tokens, 64 a call": (500, None),
     "close of 4k tokens, 64 a call": (700, None),
+    "prefix hit per 1k tokens, 4k prompt, 1,024 blocks": (2_600, None),
+    **{f"prefix hit per 1k tokens, {k}k prompt, 100,000 blocks": (7_000, None) for k in (4, 32)},
+    **{f"prefix hit per 1k tokens, {k}k prompt, 1,000,000 blocks": (10_000, None) for k in (4, 32)},
+    "prefix insert per 1k tokens, 4k prompt, 1,024 blocks": (8_000, None),
+    "prefix insert per 1k tokens, 4k prompt, 100,000 blocks": (24_000, None),
+    "prefix insert per 1k tokens, 4k prompt, 1,000,000 blocks": (40_000, None),
+    "prefix miss, per call, 4k prompt, 100,000 blocks": (5_000, None),
+    "prompt as a list, per 1k tokens": (5_000, None),
+    "prefix churn, per evicted block, 4,096 blocks": (1_000, None),
+    "request: 2k prompt, half of it cached, 200 decode steps": (50_000, None),
 }
 SLOPE_RATIO_MAX = 3
 TABLE_SHARE_MAX = 1 / 8
-OTHER_LINES = {"scaling", "nbytes", "import", "handed_nbytes"}  # keys of records with lines of their own
+OTHER_LINES = {"scaling", "nbytes", "import", "handed_nbytes", "index_nbytes"}  # they have lines of their own
 
 
 def run_benchmarks(arguments):
@@ -143,6 +153,9 @@ def fixed_lines(records):
         holds = kvpool - nothing <= IMPORT_MS_MAX * 1e6
         yield line("import kvpool, numpy included", cells, f"<= {IMPORT_MS_MAX} ms", holds)
     for record in records:
+        if "index_nbytes" in record:
+            nbytes, limit = record["index_nbytes"], record["limit_nbytes"]
+            yield line(record["row"], [f"{nbytes:.1f}", "", "", ""], f"<= {limit}", nbytes <= limit)
         if "nbytes" in record:
             cells = [f"{record['nbytes'] / 1e6:.2f} MB", "", "", ""]
             yield line("wheel", cells, f"<= {WHEEL_MB_MAX} MB", record["nbytes"] <= WHEEL_MB_MAX * 1e6)

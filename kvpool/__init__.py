@@ -37,7 +37,7 @@ from kvpool.stats import PageBatchInfo, PoolStats, PrefixStats
 if TYPE_CHECKING:
     from kvpool.config import KVSpec, blocks_for
     from kvpool.manager import KVBlockManager
-    from kvpool.namespace import namespace
+    from kvpool.namespaces import namespace
 
 __version__ = "0.1.0"
 
@@ -70,7 +70,7 @@ _LATE = {  # not everybody needs them, and they take time to import
     "KVBlockManager": "kvpool.manager",
     "KVSpec": "kvpool.config",
     "blocks_for": "kvpool.config",
-    "namespace": "kvpool.namespace",
+    "namespace": "kvpool.namespaces",
 }
 
 

@@ -20,6 +20,9 @@ class BlockPool:
         watermark: int = 0,
         in_order: bool = False,
         seed: int | None = None,
+        prefix_cache: bool = False,
+        events: int = 0,
+        _hash_bits: int = 64,
     ) -> BlockPool: ...
     def __reduce__(self) -> NoReturn: ...
     @overload

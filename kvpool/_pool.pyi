@@ -4,11 +4,12 @@ from typing import Self
 from typing_extensions import disjoint_base
 
 from kvpool._plan import Plan
-from kvpool._sequence_calls import SequencePool, _Counts, _Handles
+from kvpool._prefix_calls import PrefixPool
+from kvpool._sequence_calls import _Counts, _Handles
 from kvpool.stats import PoolStats
 
 @disjoint_base
-class Pool(SequencePool):
+class Pool(PrefixPool):
     def __enter__(self) -> Self: ...
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -27,8 +28,6 @@ class Pool(SequencePool):
     def watermark(self) -> int: ...
     @property
     def in_order(self) -> bool: ...
-    @property
-    def seed(self) -> int: ...
     @property
     def num_free(self) -> int: ...
     def step(

@@ -455,7 +455,8 @@ cdef class Pool(PrefixPool):
                 wire_forget(&plan.wire, plan.step.num_rows, False, False)
             self.pending.clear()
             self.blocks.newest_pending = self.blocks.oldest_pending = 0
-            self.forget_nodes()
+            if self.indexed:
+                self.flush_root(0)
             seqs_reset(&self.seqs)
             blocks_reset(&self.blocks)
             self.blocks.digest = mix(self.blocks.digest, OP_RESET)

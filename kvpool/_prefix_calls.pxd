@@ -31,7 +31,7 @@ cdef class PrefixPool(SequencePool):
     cdef int judge_commit(self, int32_t slot, const int32_t* tokens, int64_t count, Py_ssize_t row) except -1
     cdef void commit_row(self, int32_t slot, const int32_t* tokens, int64_t count)
     cdef void note_done(self, const int64_t* handles, const int64_t* lengths, int32_t n)
-    cdef void forget_nodes(self)
+    cdef int32_t flush_root(self, uint32_t root) except -1
     cdef int publish(self) except -1
     cdef object with_tokens(self, object tokens, object namespace, str call, bint take)
     cdef int64_t done_tokens(self, int32_t slot) noexcept

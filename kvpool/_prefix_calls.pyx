@@ -94,6 +94,8 @@ cdef class PrefixPool(SequencePool):
             index_drain(&self.index, &self.blocks)
         if self.index.journal_size:
             self.publish()
+        if self.indexed and self.index.next_uid >= MOST_UIDS - 2 * <uint32_t>self.blocks.num_blocks:
+            self.flush_root(0)      # node numbers are never reused while a node lives: they ran out, forget all
         return 0
 
     # -- arguments
@@ -234,7 +236,8 @@ cdef class PrefixPool(SequencePool):
         found.blocks = found.evictable = 0
         found.hash = 0
         if total > s.max_blocks:
-            raise CapacityExceeded(f"[{call}] {tokens.size} tokens, a sequence has at most {s.max_blocks * b.block_size}")
+            raise CapacityExceeded(f"[{call}] {tokens.size} tokens, a sequence has at most "
+                                   f"{s.max_blocks * b.block_size}")
         if self.indexed:
             root = self.find_root(namespace, &root_hash)
             found = index_match(&self.index, b, root, root_hash, tokens.data,
@@ -250,8 +253,6 @@ cdef class PrefixPool(SequencePool):
         if slot < 0:
             raise OutOfSequences(f"[{call}] {s.num_open} sequences are open, the limit is {s.max_seqs}")
         if self.indexed:
-            if self.index.next_uid >= MOST_UIDS:
-                raise OutOfSequences(f"[{call}] the index has used up its node numbers, call flush()")
             root = self.make_root(namespace)
         for k in range(found.blocks):
             blocks_touch(b, table[k])
@@ -369,8 +370,8 @@ cdef class PrefixPool(SequencePool):
         handles : int or ints
             Sequences, int64, shape ``(S,)``, no duplicates.
         tokens : ints
-            Tokens of all rows, one after the other, int32 or int64, shape ``(sum of counts,)``: of each row the positions
-            after those committed before.
+            Tokens of all rows, one after the other, int32 or int64, shape ``(sum of counts,)``: of each row the
+            positions after those committed before.
         counts : int or ints, optional
             Tokens per row; default: equally many for each.
 
@@ -415,8 +416,6 @@ cdef class PrefixPool(SequencePool):
                 at += ints_at(&new, k)
             if at != all_tokens.size:
                 raise ValueError(f"[commit] counts use {at} of {all_tokens.size} tokens")
-            if self.index.next_uid + 2 * <uint64_t>self.blocks.num_blocks >= MOST_UIDS:
-                raise OverflowError("[commit] the index has used up its node numbers, call flush()")
             at = 0
             for k in range(rows.size):
                 self.commit_row(seq_find(&self.seqs, ints_at(&rows, k)), all_tokens.data + at, ints_at(&new, k))
@@ -470,7 +469,7 @@ cdef class PrefixPool(SequencePool):
             Blocks that became blank. O(num_blocks + max_seqs).
         """
         cdef uint32_t root = 0
-        cdef int32_t slot, blank
+        cdef int32_t blank
         self.enter("flush")
         try:
             if namespace is not None and type(namespace) is not bytes:
@@ -478,31 +477,37 @@ cdef class PrefixPool(SequencePool):
             if not self.indexed:
                 return 0
             if namespace is not None:
-                root = self.roots.pop(namespace, 0)
+                root = self.roots.get(namespace, 0)
                 if root == 0:
                     return 0
-            else:
-                self.roots.clear()
-            blank = index_flush(&self.index, &self.blocks, root)
-            for slot in range(self.seqs.max_seqs):
-                if self.seqs.life[slot].life == OPEN and (root == 0 or self.seqs.prefix[slot].root == root):
-                    self.seqs.prefix[slot].root = 0
-            if namespace is None:
-                self.index.next_uid = 1         # no node and no root is left that could be mistaken
+            blank = self.flush_root(root)
             self.blocks.digest = mix(mix(self.blocks.digest, OP_COMMIT), ~<uint64_t>blank)
-            if self.events is not None:
-                self.publish()
-                self.add_event(("cleared", namespace))
             return blank
         finally:
             self.busy = False
 
-    cdef void forget_nodes(self):
-        """The whole pool was reset."""
-        if self.indexed:
-            self.blocks.num_dropped = 0
-            index_flush(&self.index, &self.blocks, 0)
+    cdef int32_t flush_root(self, uint32_t root) except -1:
+        """Forget every node below a root, 0: all; sequences go on without the index. Returns blocks made blank."""
+        cdef int32_t slot, blank = index_flush(&self.index, &self.blocks, root)
+        namespace = None
+        for slot in range(self.seqs.max_seqs):
+            if self.seqs.life[slot].life == OPEN and (root == 0 or self.seqs.prefix[slot].root == root):
+                self.seqs.prefix[slot].root = 0
+        if root:
+            namespace = next(name for name, uid in self.roots.items() if uid == root)
+            del self.roots[namespace]
+        else:
             self.roots.clear()
+            self.index.next_uid = 1             # no node and no root is left that could be mistaken
+        if self.events is not None:
+            self.publish()
+            self.add_event(("cleared", namespace))
+            self.names = {uid: name for name, uid in self.roots.items()}
+        return blank
+
+    def _set_next_uid(self, uid):
+        """For tests: the number of the next node."""
+        self.index.next_uid = <uint32_t>to_int(uid, "_set_next_uid", "uid", self.index.next_uid, (<int64_t>1 << 32) - 1)
 
     # -- statistics and events
 

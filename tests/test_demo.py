@@ -15,7 +15,7 @@ import pytest
 
 import kvpool
 from kvpool.cli import demo, main
-from kvpool.cli.demo import engine, forks, occupancy, out_of_blocks, picture, step_cost
+from kvpool.cli.demo import engine, forks, occupancy, out_of_blocks, picture, shared_prompt, step_cost
 from kvpool.cli.demo.report import Claim, Outcome, Part, Report, print_report
 from kvpool.cli.demo.serving import compare, make_requests, serve_from_blocks, serve_from_slots
 from kvpool.cli.demo.settings import Settings
@@ -30,6 +30,7 @@ class SmallSettings(Settings):
     samples: int = 6
     sample_prompt: int = 40
     sample_tokens: int = 10
+    shared_requests: int = 5
     batch_sizes: tuple[int, ...] = (16,)
     context: int = 1024
     rounds: int = 3
@@ -232,6 +233,30 @@ def copy_always(monkeypatch):
     )
 
 
+def commit_nothing(monkeypatch):
+    """Forget what is given to the prefix cache."""
+    from kvpool.adapters.mlx_lm import PagedKV
+
+    monkeypatch.setattr(PagedKV, "commit", lambda *args: 0)
+
+
+def compute_anew(monkeypatch):
+    """Compute and store what was found a second time: right tokens, twice the blocks."""
+    import mlx.core as mx
+
+    from kvpool.adapters.mlx_lm import PagedKV
+
+    fetch = PagedKV.fetch
+
+    def faulty(self, tokens):
+        _, num_cached = fetch(self, tokens)
+        caches = self.make_cache()
+        self.model(mx.array([tokens[:num_cached]]), cache=caches)
+        return caches, num_cached
+
+    monkeypatch.setattr(PagedKV, "fetch", faulty)
+
+
 @pytest.mark.parametrize(
     ("part", "fault", "broken"),
     [
@@ -240,6 +265,10 @@ def copy_always(monkeypatch):
         (forks.PART, forget_the_first_token, {"samples_identical"}),
         (forks.PART, keep_a_fork, {"fork_no_blocks_leaked"}),
         (forks.PART, copy_always, {"forks_copy_one_block"}),
+        (shared_prompt.PART, forget_the_first_token, {"shared_tokens_identical"}),
+        (shared_prompt.PART, keep_a_fork, {"shared_no_blocks_leaked"}),
+        (shared_prompt.PART, commit_nothing, {"prompt_stored_once", "prompt_found"}),
+        (shared_prompt.PART, compute_anew, {"prompt_stored_once"}),
     ],
 )
 def test_fault_in_the_adapter_breaks_its_claim_only(monkeypatch, settings, part, fault, broken):
@@ -307,7 +336,7 @@ def test_without_mlx_its_parts_are_not_run_and_not_held(small_demo, monkeypatch,
     monkeypatch.setitem(sys.modules, module, None)
     assert main(["demo", "--json", "--out", str(tmp_path / "p.png")]) == 1
     result = json.loads(capsys.readouterr().out)
-    assert set(result["not_run"]) == {"engine", "forks"}
+    assert set(result["not_run"]) == {"engine", "forks", "shared_prompt"}
     assert all("pip install 'kvpool[mlx]'" in reason for reason in result["not_run"].values())
     assert result["claims"]["tokens_identical"] is False
     assert result["claims"]["step_same_tables"] is True
@@ -388,9 +417,7 @@ def never_run(*args) -> Outcome:
 def report_with(held: bool) -> Report:
     report = Report(seconds=1.5)
     part = Part("p", "a part", {"first": "the first sentence", "second": "the second"}, never_run)
-    report.add(
-        part, Outcome({"first": Claim(True, "1 of 1"), "second": Claim(held, "2 of 3")}, {}, ("█ note",))
-    )
+    report.add(part, Outcome({"first": Claim(True, "1 of 1"), "second": Claim(held, "2 of 3")}, {}, ("█ note",)))
     return report
 
 
@@ -420,9 +447,7 @@ def test_table_on_an_ascii_terminal_is_ascii():
 
 def test_table_says_that_an_undecided_claim_is_not_held():
     report = report_with(held=True)
-    report.add_not_run(
-        Part("q", "another part", {"third": "the third"}, never_run), "needs a thing: pip install thing"
-    )
+    report.add_not_run(Part("q", "another part", {"third": "the third"}, never_run), "needs a thing: pip install thing")
     text = printed(report, "utf-8")
     assert "needs a thing: pip install thing" in text
     assert "2 of 3 claims held" in text

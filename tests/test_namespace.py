@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.namespace import namespace
+from kvpool.namespaces import namespace
 
 TRICKY: tuple[Any, ...] = (
     *(None, "", b"", "a", b"a", "ab", b"ab", "b", "aa", "ba", "salt", "lora", b"salt", "s", b"s", b"f", b"m"),
@@ -139,7 +139,7 @@ def test_namespace_random_arguments_do_not_collide() -> None:
 
 def test_namespace_does_not_depend_on_the_process() -> None:
     program = (
-        "from kvpool.namespace import namespace;"
+        "from kvpool.namespaces import namespace;"
         "print(namespace(salt='s', lora=b'l', zeta='z', alpha='a', multimodal={(7, b'x'), (2, b'y')}).hex())"
     )
     seen = set()

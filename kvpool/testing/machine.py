@@ -14,7 +14,7 @@ Examples
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from hypothesis import HealthCheck, Phase, Verbosity, settings
@@ -64,6 +64,8 @@ class PoolMachine(RuleBasedStateMachine):
     make_pool: Callable[..., Any]
     make_plan: Callable[..., Any]
     oracle: tuple[Callable[..., Any], Callable[..., Any]]
+    options: ClassVar[dict[str, Any]] = {}  # of the pools, besides what is drawn
+    make_content: type[Content] = Content
 
     # ---- set-up -------------------------------------------------------------------------------------------
 
@@ -83,6 +85,7 @@ class PoolMachine(RuleBasedStateMachine):
         """Build both pools and their plans."""
         self.appetite = drawn.pop("appetite") * max(1, drawn["block_size"] // 4)
         prompts, samples = drawn.pop("prompts"), drawn.pop("samples")
+        drawn.update(type(self).options)
         drawn["watermark"] = min(drawn["watermark"], drawn["num_blocks"] - drawn["reserved_blocks"])
         kind = type(self)
         self.pair = Pair(Side(kind.make_pool, kind.make_plan, drawn), Side(*kind.oracle, drawn))
@@ -91,7 +94,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.num_blocks = drawn["num_blocks"]
         self.reserved_blocks = drawn["reserved_blocks"]
         self.in_order = drawn["in_order"]
-        self.content = Content(self.num_blocks, self.block_size)
+        self.content = kind.make_content(self.num_blocks, self.block_size)
         self.tables: dict[int, list[int]] = {}  # of the pool under test, after the last call
         self.dead: list[int] = [0]  # the handle that `Side` opened and closed
         self.deferred: list[int] = []
@@ -472,6 +475,7 @@ def make_machine(
     make_plan: Callable[..., Any],
     *,
     oracle: tuple[Callable[..., Any], Callable[..., Any]] = (ModelPool, ModelPlan),
+    prefix_cache: bool = False,
 ) -> type[PoolMachine]:
     """Return a state machine class for a kind of pool.
 
@@ -481,13 +485,18 @@ def make_machine(
         Like the constructors of `kvpool.Pool` and `kvpool.Plan`.
     oracle : pair of callables
         What predicts. A pool given as its own oracle is judged by its content alone.
+    prefix_cache : bool
+        Whether the pools are built with a prefix cache, and the programs use it.
     """
+    from kvpool.testing.machine_prefix import PrefixMachine  # which needs this module
+
+    kind = PrefixMachine if prefix_cache else PoolMachine
     members = {
         "make_pool": staticmethod(make_pool),
         "make_plan": staticmethod(make_plan),
         "oracle": oracle,
     }
-    return type("PoolMachine", (PoolMachine,), members)
+    return type(kind.__name__, (kind,), members)
 
 
 def run(
@@ -499,12 +508,13 @@ def run(
     seed: int | None = None,
     oracle: tuple[Callable[..., Any], Callable[..., Any]] = (ModelPool, ModelPlan),
     shrink: bool = True,
+    prefix_cache: bool = False,
 ) -> None:
     """Run the machine; raises AssertionError with a minimal program when a call disagrees.
 
     Parameters
     ----------
-    make_pool, make_plan, oracle
+    make_pool, make_plan, oracle, prefix_cache
         See `make_machine`.
     examples, steps : int
         How many programs, and how many calls in each at most.
@@ -513,7 +523,7 @@ def run(
     shrink : bool
         Whether a failing program is made minimal first, which can take a minute.
     """
-    machine = make_machine(make_pool, make_plan, oracle=oracle)
+    machine = make_machine(make_pool, make_plan, oracle=oracle, prefix_cache=prefix_cache)
     if seed is not None:
         machine = with_seed(seed)(machine)
     profile = settings(

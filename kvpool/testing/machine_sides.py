@@ -146,6 +146,9 @@ class Pair:
         test, oracle = self.test.pool, self.oracle.pool
         got, want = test.stats(), oracle.stats()
         assert tuple(got) == tuple(want), f"stats: {got}, due {want}"
+        if getattr(oracle, "prefix_cache", False):
+            got, want = test.prefix_stats(), oracle.prefix_stats()
+            assert tuple(got) == tuple(want), f"prefix_stats: {got}, due {want}"
         state = oracle.state()
         tables = {}
         for name, (length, table, _, _) in state["sequences"].items():

@@ -35,6 +35,8 @@ class Sequence:
     #: what `commit` and the prefix cache know, see `kvpool.testing.model_prefix`
     root: int | None = None
     tokens: list[int] = field(default_factory=list)
+    #: (step, done tokens) when it was forked from a row of a pending step
+    forked_in: tuple[int, int] | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -241,7 +243,7 @@ class BlockModel:
             row=row,
             handle=handle,
             free=len(self._blank),
-            evictable=len(self._lru),
+            evictable=len(self._lru) - lost,
             limbo=len(self._limbo),
         )
 

@@ -9,29 +9,15 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from kvpool.errors import CapacityExceeded, CorruptState
+from kvpool.stats import PrefixStats
 from kvpool.testing import model_args as args
 from kvpool.testing.model_blocks import Sequence, ceil_div, public_call
 from kvpool.testing.model_sequences import SequenceModel
-
-
-class PrefixStats(NamedTuple):
-    """Counters of the prefix cache, see ``docs/prefix.md``."""
-
-    queries: int
-    query_tokens: int
-    hit_tokens: int
-    hit_rate: float
-    nodes: int
-    inserted: int
-    duplicates: int
-    evicted: int
-    namespaces: int
-    reuse_gap: float
 
 
 @dataclass(eq=False, slots=True)
@@ -89,10 +75,6 @@ class PrefixModel(SequenceModel):
     def _block_node(self, block: int) -> Node | None:
         return next((node for node in self._nodes.values() if node.block == block), None)
 
-    def _refuse_without_cache(self, call: str) -> None:
-        if not self.prefix_cache:
-            raise ValueError(f"[{call}] the pool has no prefix cache, build it with prefix_cache=True")
-
     def _root(self, namespace: bytes) -> int:
         """Return the uid of a namespace's root; a namespace that is used again after a flush gets a new one."""
         if namespace not in self._roots:
@@ -120,7 +102,8 @@ class PrefixModel(SequenceModel):
 
     def _prompt_hits(self, tokens: list[int], namespace: bytes) -> list[int]:
         """The hits of a prompt: its last token is always computed."""
-        return self._hits(tokens, namespace, (len(tokens) - 1) // self.block_size)
+        most = min((len(tokens) - 1) // self.block_size, self.max_blocks_per_seq)
+        return self._hits(tokens, namespace, most)
 
     def _touch(self, block: int) -> None:
         """The block has one more reference: it leaves the LRU or limbo."""
@@ -140,19 +123,23 @@ class PrefixModel(SequenceModel):
             seq.table.append(self._take())
         return seq
 
+    def _refuse_too_long(self, call: str, tokens: list[int]) -> int:
+        """Return how many blocks the tokens fill."""
+        num_blocks = ceil_div(len(tokens), self.block_size)
+        if num_blocks > self.max_blocks_per_seq:
+            raise CapacityExceeded(f"[{call}] {num_blocks} blocks, max_blocks_per_seq is {self.max_blocks_per_seq}")
+        return num_blocks
+
     @public_call
     def open(self, tokens: Any = 0, namespace: bytes = b"") -> int:
         """Open a sequence for a prompt, or with blocks for a number of tokens; returns its handle."""
         args.namespace("open", namespace)
-        if not self.prefix_cache or not isinstance(tokens, list | tuple | np.ndarray):
+        if not isinstance(tokens, list | tuple | np.ndarray | str | bytes):
             seq = self._open_blank(tokens)
-            if self.prefix_cache:
-                seq.root = self._root(namespace)
+            seq.root = self._root(namespace)
             return seq.handle
         prompt = args.tokens("open", tokens)
-        num_blocks = ceil_div(len(prompt), self.block_size)
-        if num_blocks > self.max_blocks_per_seq:
-            raise CapacityExceeded(f"[open] {num_blocks} blocks, max_blocks_per_seq is {self.max_blocks_per_seq}")
+        num_blocks = self._refuse_too_long("open", prompt)
         hits = self._prompt_hits(prompt, namespace)
         need = num_blocks - len(hits)
         lost = len(set(hits) & set(self._lru))
@@ -160,24 +147,24 @@ class PrefixModel(SequenceModel):
             self._out_of_blocks("open", need, self.watermark, lost=lost)
         self._refuse_slots("open", 1)
         seq = self._open_hits(hits, prompt, namespace, need)
-        self._use["queries"] += 1
-        self._use["query_tokens"] += len(prompt)
-        self._use["hit_tokens"] += seq.num_tokens
+        if self.prefix_cache:
+            self._use["queries"] += 1
+            self._use["query_tokens"] += len(prompt)
+            self._use["hit_tokens"] += seq.num_tokens
         self._chain("open", prompt, namespace, self._local(seq.handle), *seq.table)
         return seq.handle
 
     @public_call
     def match(self, tokens: Any, namespace: bytes = b"") -> int:
         """Return how many tokens of the prompt `open` would find."""
-        self._refuse_without_cache("match")
         prompt = args.tokens("match", tokens)
         return len(self._prompt_hits(prompt, args.namespace("match", namespace))) * self.block_size
 
     @public_call
     def pin(self, tokens: Any, namespace: bytes = b"") -> int:
         """Open a sequence that holds the cached blocks of a prefix, all of them; returns its handle."""
-        self._refuse_without_cache("pin")
         prefix = args.tokens("pin", tokens)
+        self._refuse_too_long("pin", prefix)
         hits = self._hits(prefix, args.namespace("pin", namespace), len(prefix) // self.block_size)
         self._refuse_slots("pin", 1)
         seq = self._open_hits(hits, prefix, namespace, 0)
@@ -187,19 +174,26 @@ class PrefixModel(SequenceModel):
     @public_call
     def unpin(self, handle: int) -> None:
         """Close a sequence that `pin` opened."""
-        self._refuse_without_cache("unpin")
         self._close(self._one("unpin", handle))
 
     # ---- committing ---------------------------------------------------------------------------------------
 
     def _done_length(self, seq: Sequence) -> int:
-        """Tokens that no pending step has still to write, its own or one it was forked in the middle of."""
-        length = seq.num_tokens
-        for handle, newest in [*seq.ancestors, (seq.handle, self._next_step)]:
-            for step in self._pending:
-                if step.id <= newest:
-                    length = min([length, *(row.old_length for row in step.rows if row.handle == handle)])
-        return length
+        """Tokens that no pending step has still to write.
+
+        A sequence that was forked in the middle of a step has what its parent had done, until that step passes.
+        """
+        pending = [row.old_length for step in self._pending for row in step.rows if row.handle == seq.handle]
+        if seq.forked_in is not None and any(step.id == seq.forked_in[0] for step in self._pending):
+            pending.append(seq.forked_in[1])
+        return min([seq.num_tokens, *pending])
+
+    def _fork_in(self, parent: Sequence) -> tuple[int, int] | None:
+        """The newest pending step that what a child has may wait for, and how much the parent has done."""
+        steps = [step.id for step in self._pending for row in step.rows if row.handle == parent.handle]
+        if parent.forked_in is not None and any(step.id == parent.forked_in[0] for step in self._pending):
+            steps.append(parent.forked_in[0])
+        return (max(steps), self._done_length(parent)) if steps else None
 
     def _row_counts(self, counts: Any, num_rows: int, num_tokens: int) -> list[int]:
         if counts is None:
@@ -214,7 +208,8 @@ class PrefixModel(SequenceModel):
     @public_call
     def commit(self, handles: Any, tokens: Any, counts: Any = None) -> None:
         """Make the tokens of computed positions known; the blocks that become full can be found."""
-        self._refuse_without_cache("commit")
+        if not self.prefix_cache:
+            raise ValueError("[commit] the pool has no prefix cache, build it with prefix_cache=True")
         names = args.handles("commit", handles, alone=True)
         given = args.tokens("commit", tokens)
         lengths = self._row_counts(counts, len(names), len(given))
@@ -297,7 +292,7 @@ class PrefixModel(SequenceModel):
         assert parent is not None and seq.root is not None
         namespace = next(name for name, root in self._roots.items() if root == seq.root)
         above = self._uid_node(parent)
-        before = above.key if above else len(namespace).to_bytes(8, "little") + namespace
+        before = above.key if above else hashlib.sha256(namespace).digest()[:16]
         key = hashlib.sha256(before + np.array(tokens, "<i4").tobytes()).digest()[:16]
         node = Node(self._new_uid(), seq.root, block, key)
         self._nodes[parent, tokens] = node
@@ -348,14 +343,19 @@ class PrefixModel(SequenceModel):
     @public_call
     def flush(self, namespace: bytes | None = None) -> int:
         """Forget every node of a namespace, or of all; returns how many blocks became blank."""
-        self._refuse_without_cache("flush")
         if namespace is not None:
             args.namespace("flush", namespace)
+        return self._flush(namespace) if self.prefix_cache and namespace in (None, *self._roots) else 0
+
+    def _flush(self, namespace: bytes | None) -> int:
         roots = [root for name, root in self._roots.items() if namespace in (None, name)]
         gone = [node for node in self._nodes.values() if node.root in roots]
         blank = [block for block in self._lru if any(node.block == block for node in gone)]
+        order = blank + sorted(node.block for node in gone)
+        gone = sorted(gone, key=lambda node: order.index(node.block))
         for node in gone:
             self._forget(node)
+            self._note("removed", node.key)
         for seq in self._sequences.values():
             if seq.root in roots:
                 seq.root = None
@@ -373,10 +373,11 @@ class PrefixModel(SequenceModel):
     @public_call
     def reset(self) -> None:
         """Forget everything; the generations and the counters of use go on."""
+        if self.prefix_cache:
+            self._flush(None)
         self._reset()
         if self.prefix_cache:
             self._dropped.clear()
-            self._note("cleared", None)
 
     def _refuse_own_cache(self, call: str) -> None:
         if self.prefix_cache:
@@ -418,12 +419,10 @@ class PrefixModel(SequenceModel):
     @public_call
     def prefix_stats(self) -> PrefixStats:
         """Return the counters of the prefix cache."""
-        self._refuse_without_cache("prefix_stats")
-        live = {node.root for node in self._nodes.values()} | {seq.root for seq in self._sequences.values()}
         return PrefixStats(
             hit_rate=self._use["hit_tokens"] / max(1, self._use["query_tokens"]),
             nodes=len(self._nodes),
-            namespaces=len(live - {None}),
+            namespaces=len(self._roots),
             reuse_gap=sum(self._gaps) / max(1, len(self._gaps)),
             **self._use,
         )

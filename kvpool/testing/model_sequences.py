@@ -75,6 +75,9 @@ class SequenceModel(BlockModel):
         self._chain("open", num_tokens, self._local(seq.handle), *seq.table)
         return seq
 
+    def _fork_in(self, parent: Sequence) -> tuple[int, int] | None:
+        raise NotImplementedError
+
     @public_call
     def fork(self, handle: int, n: int = 1) -> np.ndarray:
         """Open `n` children that share the parent's written blocks; returns their handles, int64 ``[n]``."""
@@ -87,6 +90,7 @@ class SequenceModel(BlockModel):
             child = self._create(parent.num_tokens, parent.table[:shared])
             child.ancestors = [*parent.ancestors, (parent.handle, self._next_step - 1)]
             child.root, child.tokens = parent.root, list(parent.tokens)
+            child.forked_in = self._fork_in(parent)
             children.append(child.handle)
         self._chain("fork", self._local(parent.handle), *map(self._local, children))
         return np.array(children, np.int64)

@@ -295,8 +295,7 @@ class Batch:
         if opened:
             self.kv.pool.truncate(np.array(self.handles, np.int64)[opened], lens[opened])
         self.known = [
-            Known(known.namespace, min(known.num_tokens, n))
-            for known, n in zip(self.known, lens.tolist(), strict=True)
+            Known(known.namespace, min(known.num_tokens, n)) for known, n in zip(self.known, lens.tolist(), strict=True)
         ]
         return int((self.rows.lens - lens).max(initial=0)), Rows(lens)
 

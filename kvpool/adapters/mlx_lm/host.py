@@ -113,8 +113,7 @@ def install(
     if (num_blocks is None) == (pool is None):
         raise TypeError("[install] either num_blocks or pool is needed, and not both")
     if num_blocks is not None:
-        options = {"prefix_cache": True} if prefix_cache else {}
-        pool = kvpool.Pool(num_blocks, block_size, max_seqs=max_seqs, **options)
+        pool = kvpool.Pool(num_blocks, block_size, max_seqs=max_seqs, prefix_cache=prefix_cache)
     from kvpool_backends.mlx import MLXBackend  # here, because kvpool does not depend on its backends
 
     spec, windows = inspect_model(model, pool.block_size)
@@ -194,7 +193,7 @@ class PagedKV:
         self._replaced: list[Any] = []  # what the hook hides, innermost last
         self.prefix_cache = prefix_cache
         self._number = str(next(_numbers))
-        self.namespace = self._own(b"") if prefix_cache else b""
+        self.namespace = self._own(b"")
         self.query_tokens = self.hit_tokens = 0
         self._running: tuple[weakref.ref[Batch], Any, Rows] | None = None  # the forward pass in progress
 
@@ -292,7 +291,7 @@ class PagedKV:
 
     def open_empty(self) -> int:
         """A new sequence in the model's own namespace."""
-        return int(self.pool.open(0, self.namespace) if self.prefix_cache else self.pool.open())
+        return int(self.pool.pin([], self.namespace) if self.prefix_cache else self.pool.open())
 
     def _require_prefix_cache(self, call: str) -> None:
         if not self.prefix_cache:

@@ -140,8 +140,7 @@ class PagedPromptCache:
         if min(tokens, default=0) >= 0:
             return tokens
         return [
-            token if token >= 0 else MAX_TOKEN - self._images.setdefault(token, len(self._images))
-            for token in tokens
+            token if token >= 0 else MAX_TOKEN - self._images.setdefault(token, len(self._images)) for token in tokens
         ]
 
 

@@ -58,9 +58,16 @@ def run(args: argparse.Namespace) -> int:
 
 def all_parts() -> list[Part]:
     """Return the parts in the order they run, which is the order of the table."""
-    from kvpool.cli.demo import engine, forks, occupancy, out_of_blocks, step_cost
+    from kvpool.cli.demo import engine, forks, occupancy, out_of_blocks, shared_prompt, step_cost
 
-    return [engine.PART, forks.PART, step_cost.PART, occupancy.PART, out_of_blocks.PART]
+    return [
+        engine.PART,
+        forks.PART,
+        step_cost.PART,
+        occupancy.PART,
+        out_of_blocks.PART,
+        shared_prompt.PART,
+    ]
 
 
 def run_parts(settings: Settings, parts: list[Part], say: Callable[[str], None]) -> Report:
@@ -90,9 +97,7 @@ def check_paths(settings: Settings) -> None:
     if not os.access(out if out.exists() else out.parent, os.W_OK):
         raise CommandError(f"--out {out}: no permission to write it")
     if model is not None and not Path(model).exists() and model.count("/") != 1:
-        raise CommandError(
-            f"--model {model}: there is no such folder, and a Hugging Face id reads owner/name"
-        )
+        raise CommandError(f"--model {model}: there is no such folder, and a Hugging Face id reads owner/name")
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """The mlx-lm side of the demo: a model, prompts, and runs of the stock engine with whatever cache it finds.
 
-The only module of the command line that imports mlx and mlx-lm; `engine` and `forks` import it when they run.
+The only module of the command line that imports mlx and mlx-lm; the parts that need it import it when they run.
 """
 
 from __future__ import annotations
@@ -84,9 +84,7 @@ def make_workload(settings: Settings) -> Workload:
     rng = np.random.default_rng(settings.seed)
     prompts = [rng.integers(0, VOCABULARY, n).tolist() for n in settings.prompt_lengths]
     long_prompt = rng.integers(0, VOCABULARY, settings.sample_prompt).tolist()
-    return Workload(
-        random_llama(), "Llama with 4 layers and random weights, nothing downloaded", prompts, long_prompt
-    )
+    return Workload(random_llama(), "Llama with 4 layers and random weights, nothing downloaded", prompts, long_prompt)
 
 
 def random_llama() -> Any:
@@ -185,7 +183,29 @@ def sample(model: Any, prompt: list[int], samples: int, max_tokens: int, seed: i
     return run, seconds
 
 
-def install_pool(model: Any, num_blocks: int, block_size: int) -> PagedKV:
+def generate_shared(kv: PagedKV, system: list[int], prompts: list[list[int]], max_tokens: int) -> tuple[Run, int]:
+    """Compute `system` and commit it, then serve `prompts`, which begin with it, from the prefix cache.
+
+    Returns
+    -------
+    run : Run
+    held : int
+        Blocks in use when all requests have found their prefix and none has computed a token.
+    """
+    cache = make_prompt_cache(kv.model)
+    kv.model(mx.array([system]), cache=cache)
+    kv.commit(cache, system)
+    del cache
+    caches, rest = [], []
+    for prompt in prompts:
+        found, num_cached = kv.fetch(prompt)
+        caches.append(found)
+        rest.append(prompt[num_cached:])
+    held = kv.summary().blocks_used
+    return generate(kv.model, rest, max_tokens, caches=caches, together=len(prompts)), held
+
+
+def install_pool(model: Any, num_blocks: int, block_size: int, *, prefix_cache: bool = False) -> PagedKV:
     """Put `model` on a pool of its own, for the length of a ``with`` block.
 
     Raises
@@ -194,7 +214,7 @@ def install_pool(model: Any, num_blocks: int, block_size: int) -> PagedKV:
         The adapter does not take this model, or this release of mlx-lm.
     """
     try:
-        return install(model, num_blocks, block_size=block_size)
+        return install(model, num_blocks, block_size=block_size, prefix_cache=prefix_cache)
     except (RuntimeError, ValueError) as exc:
         raise NotRun(str(exc)) from exc
 

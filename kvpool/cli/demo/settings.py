@@ -22,6 +22,9 @@ class Settings:
         The engine part: one prompt per length, each continued greedily by `new_tokens`.
     samples, sample_prompt, sample_tokens
         The fork part: one prompt of `sample_prompt` tokens, continued `samples` times by `sample_tokens`.
+    shared_requests
+        The shared-prompt part: requests that begin with the same `sample_prompt` tokens and go on for
+        `sample_tokens`.
     batch_sizes, context, rounds
         The step-cost part: sequences per batch, tokens in each sequence, interleaved rounds.
     requests, pool_blocks, max_len
@@ -38,6 +41,7 @@ class Settings:
     samples: int = 32
     sample_prompt: int = 150
     sample_tokens: int = 24
+    shared_requests: int = 16
     batch_sizes: tuple[int, ...] = (64, 256)
     context: int = 4096
     rounds: int = 9
