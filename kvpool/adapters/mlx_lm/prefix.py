@@ -89,6 +89,9 @@ class PagedPromptCache:
         prompt_cache : list of PagedKVCache
             Of one sequence; see `PagedKV.commit` for what is refused.
         """
+        layers = sum(kv.num_layers for kv in self._kvs)
+        if len(prompt_cache) != layers:
+            raise ValueError(f"[insert_cache] {len(prompt_cache)} caches, {layers} layers in {len(self._kvs)} models")
         start = 0
         for kv in self._kvs:
             caches = prompt_cache[start : start + kv.num_layers]
