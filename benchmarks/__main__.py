@@ -34,7 +34,7 @@ def run_benchmarks(arguments):
         path = Path(folder) / "results.json"
         command = [
             sys.executable, "-m", "pytest", str(HERE), "-q", "-p", "no:xdist", "--benchmark-quiet",
-            f"--benchmark-json={path}", *arguments,
+            f"--benchmark-json={path}", "--timeout=0", *arguments,
         ]  # fmt: skip
         status = subprocess.run(
             command, cwd=HERE.parent, env={**os.environ, "PYTHONHASHSEED": "0"}
