@@ -18,6 +18,7 @@ cdef int64_t to_int(object value, str call, str name, int64_t low, int64_t high,
 cdef int ints_get(Ints* ints, object value, str call, str name, bint scalar, bint narrow,
                   type huge=*) except -1
 cdef void ints_free(Ints* ints) noexcept
+cdef str show(object value)
 cdef object new_int32(Py_ssize_t size)
 cdef object new_int64(Py_ssize_t size)
 cdef void* array_data(object array) except NULL

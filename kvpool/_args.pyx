@@ -5,8 +5,10 @@ An integer is whatever `operator.index` takes, except a bool. A batch is a list 
 before a call looks at the state of the pool.
 """
 from cpython.buffer cimport PyBUF_FORMAT, PyBUF_STRIDES, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer
+from cpython.list cimport PyList_GET_SIZE
 from cpython.long cimport PyLong_AsLongLong, PyLong_CheckExact
 from cpython.number cimport PyNumber_Index
+from cpython.tuple cimport PyTuple_GET_SIZE
 from libc.stdint cimport INT64_MAX, INT64_MIN, int64_t
 from libc.stdlib cimport free, malloc
 
@@ -17,9 +19,12 @@ cdef object INT32 = np.dtype(np.int32)      # a name would be looked up on every
 cdef object INT64 = np.dtype(np.int64)
 
 
-cdef str _show(object value):
+cdef str show(object value):
     """The value as a message shows it: short, whatever it is."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:           # a number of 5,000 digits, an object that cannot show itself
+        text = f"<{type(value).__name__}>"
     return text if len(text) <= 80 else text[:77] + "..."
 
 
@@ -32,24 +37,29 @@ cdef int64_t to_int(object value, str call, str name, int64_t low, int64_t high,
         try:
             value = PyNumber_Index(value)
         except TypeError:
-            raise TypeError(f"[{call}] {name} must be an int, not {type(value).__name__} ({_show(value)})") from None
+            raise TypeError(f"[{call}] {name} must be an int, not {type(value).__name__} ({show(value)})") from None
     try:
         result = PyLong_AsLongLong(value)
     except OverflowError:
-        raise huge(f"[{call}] {name} is out of range ({_show(value)}), it must be in {low} .. {high}") from None
+        raise huge(f"[{call}] {name} is out of range ({show(value)}), it must be in {low} .. {high}") from None
     if result < low or result > high:
         raise huge(f"[{call}] {name} is out of range ({result}), it must be in {low} .. {high}")
     return result
 
 
+cdef Py_ssize_t true_length(object value):
+    """Items that a list or tuple has, whatever a subclass says."""
+    return PyTuple_GET_SIZE(value) if isinstance(value, tuple) else PyList_GET_SIZE(value)
+
+
 cdef int _from_list(Ints* ints, object value, str call, str name, type huge) except -1:
-    cdef Py_ssize_t i, n = len(value)
+    cdef Py_ssize_t i, n = true_length(value)
     cdef int64_t* data = <int64_t*>malloc(max(n, 1) * sizeof(int64_t))
     if data == NULL:
         raise MemoryError(f"[{call}] no memory for {n} {name}")
     try:
         for i in range(n):
-            if i >= len(value):         # an __index__ of an element shortened the list
+            if i >= true_length(value):         # an __index__ of an element shortened the list
                 raise ValueError(f"[{call}] {name} changed its length during the call")
             data[i] = to_int(value[i], call, f"{name}[{i}]", INT64_MIN, INT64_MAX, huge)
     except BaseException:
@@ -106,9 +116,9 @@ cdef int ints_get(Ints* ints, object value, str call, str name, bint scalar, bin
             return _check_view(ints, call, name, narrow)
     elif not scalar or not hasattr(value, "__index__"):
         raise TypeError(f"[{call}] {name} must be {'an int or ' if scalar else ''}an array of ints, "
-                        f"not {type(value).__name__} ({_show(value)})")
+                        f"not {type(value).__name__} ({show(value)})")
     if not scalar:
-        raise TypeError(f"[{call}] {name} must be an array of ints, not {type(value).__name__} ({_show(value)})")
+        raise TypeError(f"[{call}] {name} must be an array of ints, not {type(value).__name__} ({show(value)})")
     ints.scalar = to_int(value, call, name, INT64_MIN, INT64_MAX, huge)
     return 0
 

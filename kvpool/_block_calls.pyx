@@ -153,7 +153,8 @@ cdef class BlockPool:
                 ids = <int32_t*>target.data
             if count > blocks_available(b):
                 raise OutOfBlocks(
-                    f"[alloc] {count} blocks asked for, {b.num_blank} free and {b.lru.size} evictable",
+                    f"[alloc] {count} blocks asked for, {b.num_blank} free and {b.lru.size} evictable, "
+                    f"{b.limbo.size} in limbo",
                     needed=count, short_by=count - blocks_available(b), free=b.num_blank,
                     evictable=b.lru.size, limbo=b.limbo.size)
             if n is not None and out is None:

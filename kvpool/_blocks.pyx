@@ -43,10 +43,9 @@ cdef void drop_oldest(Blocks* b, int32_t i) noexcept nogil:
     chain_unlink(b, &b.lru, i)
     b.block[i].committed = 0
     b.evictions += 1
-    if not b.block[i].noted:
-        b.block[i].noted = 1
-        b.dropped[b.num_dropped] = i
-        b.num_dropped += 1
+    b.block[i].noted = 1        # it was not: a noted block cannot be committed
+    b.dropped[b.num_dropped] = i
+    b.num_dropped += 1
 
 
 cdef int32_t blocks_take(Blocks* b) noexcept nogil:
@@ -266,7 +265,8 @@ cdef str check_chain(const Blocks* b, const Chain* chain, uint8_t place, str nam
             return f"block {i} is on the {name} list, but its place is {b.block[i].place}"
         if b.prev[i] != previous:
             return f"{name} list: block {i} does not point back at {previous}"
-        if place == LIMBO and previous != NO_BLOCK and b.fence[i] < b.fence[previous]:
+        if place == LIMBO and (b.fence[i] > b.newest_pending
+                               or (previous != NO_BLOCK and b.fence[i] < b.fence[previous])):
             return f"limbo is not in the order of its fences at block {i}"
         previous = i
         i = b.next[i]
@@ -281,6 +281,8 @@ cdef str blocks_check(const Blocks* b):
     cdef int32_t i, used = 0, shared = 0
     cdef int32_t[5] places
     cdef const Block* block
+    if not (0 <= b.num_blank <= b.num_blocks and 0 <= b.num_dropped <= b.num_blocks):
+        return f"the blank stack has {b.num_blank} entries and the dropped list {b.num_dropped}"
     for i in range(5):
         places[i] = 0
     for i in range(b.num_blocks):
@@ -292,6 +294,8 @@ cdef str blocks_check(const Blocks* b):
             return f"block {i} has refcount {block.refcount}, raw {block.raw}, hold {block.hold}"
         if (block.place == USED) != (block.refcount + block.hold > 0):
             return f"block {i} has place {block.place} with refcount {block.refcount} and hold {block.hold}"
+        if block.noted and block.committed:
+            return f"block {i} is committed, and in the dropped list"
         if block.place == BLANK and block.committed:
             return f"block {i} is blank and committed"
         if block.place == CACHED and not block.committed:
@@ -307,7 +311,7 @@ cdef str blocks_check(const Blocks* b):
             return f"blank stack holds block {b.blank[i]} at {i}"
     if len({b.blank[i] for i in range(b.num_blank)}) != b.num_blank or places[BLANK] != b.num_blank:
         return f"blank stack has {b.num_blank} entries for {places[BLANK]} blank blocks"
-    if {b.dropped[i] for i in range(b.num_dropped)} != {i for i in range(b.num_blocks) if b.block[i].noted}:
+    if sorted([b.dropped[i] for i in range(b.num_dropped)]) != [i for i in range(b.num_blocks) if b.block[i].noted]:
         return "the dropped list and the notes in the blocks differ"
     if b.limbo.size and (b.newest_pending == 0 or b.fence[b.limbo.head] < b.oldest_pending):
         return f"limbo holds {b.limbo.size} blocks that no pending step can use"

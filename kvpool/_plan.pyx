@@ -1,7 +1,7 @@
 """`Plan`: what one step hands to a backend, its arrays, and what it takes to undo the step."""
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t
 
-from kvpool._args cimport array_data, to_int
+from kvpool._args cimport array_data, show, to_int
 from kvpool._sequence cimport MAX_SEQS
 from kvpool._sequence_calls cimport SequencePool
 from kvpool._step cimport step_free, step_init
@@ -16,7 +16,7 @@ from kvpool.stats import PageBatchInfo
 cdef int64_t INT32_MAX = (<int64_t>1 << 31) - 1
 
 FIELDS = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens", "indptr", "indices", "last_page_len",
-          "kv_slots", "kv_slots_ragged", "kv_indptr", "slot_ids")      # in the order of FieldId
+          "kv_slots", "kv_slots_ragged", "kv_indptr", "slot_ids")      # in the order of the enum in _wire.pxd
 FORMATS = {
     "block_tables": ("block_tables",),
     "seq_lens": ("seq_lens",),
@@ -97,6 +97,8 @@ cdef class Plan:
             "served": np.empty(rows, np.uint8),
             "handles": np.empty(rows, np.int64),
         }
+        for array in self.arrays.values():
+            array.flags.writeable = False       # an undo relies on them; the core writes through pointers
         self.step.copies = <int32_t*>array_data(self.arrays["copies"])
         w.dirty = <int32_t*>array_data(self.arrays["dirty_rows"])
         w.served = <uint8_t*>array_data(self.arrays["served"])
@@ -123,16 +125,16 @@ cdef class Plan:
         try:
             formats = tuple(formats)
         except TypeError:
-            raise TypeError(f"[Plan] formats must be names, not {formats!r}") from None
+            raise TypeError(f"[Plan] formats must be names, not {show(formats)}") from None
         for name in formats:
             if not isinstance(name, str):
                 raise TypeError(f"[Plan] a format must be a str ({name!r})")
             if name not in FORMATS:
-                raise ValueError(f"[Plan] no such format ({name!r}), there are {', '.join(FORMATS)}")
+                raise ValueError(f"[Plan] no such format ({show(name)}), there are {', '.join(FORMATS)}")
         wanted = [name for name in FIELDS if any(name in FORMATS[f] for f in formats)]
         for option, given in (("dtype", dtype), ("pad", pad), ("out", out)):
             if not isinstance(given, dict) and option != "dtype":
-                raise TypeError(f"[Plan] {option} must be a dict, not {type(given).__name__} ({given!r})")
+                raise TypeError(f"[Plan] {option} must be a dict, not {type(given).__name__} ({show(given)})")
             for name in given if isinstance(given, dict) else ():
                 if name not in wanted:
                     raise ValueError(f"[Plan] {option} names {name!r}, the arrays are {', '.join(wanted)}")
@@ -150,7 +152,7 @@ cdef class Plan:
             except TypeError:
                 code = None
             if code not in ("int32", "int64"):
-                raise ValueError(f"[Plan] dtype of {name} must be int32 or int64 ({asked!r})")
+                raise ValueError(f"[Plan] dtype of {name} must be int32 or int64 ({show(asked)})")
             field.width = 4 if code == "int32" else 8
             field.pad = to_int(pad.get(name, pads.get(name, 0)), "Plan", f"pad of {name}", -INT32_MAX - 1, INT32_MAX)
             self.check_width(name, field.width)
@@ -229,7 +231,7 @@ cdef class Plan:
             self.wire.field[FIELDS.index(name)].data = array_data(array)
             self.views.pop(name, None)
         if arrays:
-            wire_forget(&self.wire, self.wire.max_rows, True)
+            wire_forget(&self.wire, self.wire.max_rows, "block_tables" in arrays, "kv_slots" in arrays)
         return 0
 
     def bind(self, **arrays):
@@ -263,12 +265,28 @@ cdef class Plan:
         finally:
             self.pool.busy = False
 
+    def forget(self):
+        """Carry every row into the next `dirty_rows`: the consumer of the arrays lost what it had.
+
+        Raises
+        ------
+        PlanStateError
+            The plan is pending. State unchanged.
+        """
+        self.pool.enter("forget")
+        try:
+            if self.step.pending:
+                raise PlanStateError(f"[forget] the plan is pending (step {self.step.id})")
+            wire_forget(&self.wire, self.wire.max_rows, False, False)
+        finally:
+            self.pool.busy = False
+
     cdef int get_pad(self, object pad_to, str call, int64_t num_rows, int64_t* rows, int64_t* tokens) except -1:
         """Read and judge a `pad_to` argument for a batch of `num_rows` rows."""
         try:
             pad_rows, pad_tokens = pad_to
         except (TypeError, ValueError):
-            raise TypeError(f"[{call}] pad_to must be (rows, tokens), not {pad_to!r}") from None
+            raise TypeError(f"[{call}] pad_to must be (rows, tokens), not {show(pad_to)}") from None
         rows[0] = to_int(pad_rows, call, "pad_to[0]", num_rows, self.wire.max_rows)
         tokens[0] = to_int(pad_tokens, call, "pad_to[1]", 0, self.max_tokens_)
         return 0

@@ -19,5 +19,6 @@ cdef class Pool(SequencePool):
     cdef Plan check_plan(self, object plan, str call)
     cdef void carry_out(self, Plan plan, const int64_t* handles, bint advance, int64_t pad_rows, int64_t pad_tokens)
     cdef int explain(self, int status, Verdict* v, const Ints* handles, str call, Plan plan, object pad_to) except -1
+    cdef str why_not_pending(self)
     cdef void finish(self, Plan plan)
     cdef void unlist(self, Plan plan)

@@ -72,7 +72,7 @@ cdef class Pool(SequencePool):
 
     Notes
     -----
-    All memory is taken here, about 48 bytes a block and 68 a sequence plus its table. One caller at a time;
+    All memory is taken here, about 48 bytes a block and 84 a sequence plus its table. One caller at a time;
     pools are independent of each other. See ``docs/core.md`` for the exact rules.
 
     Examples
@@ -289,8 +289,9 @@ cdef class Pool(SequencePool):
             raise MemoryError(f"[{call}] no memory for the undo log")
         if status == SHORT:
             raise OutOfBlocks(
-                f"[{call}] {v.needed} blocks needed, {b.num_blank} free and {b.lru.size} evictable; row {v.short_row} "
-                f"is the first that does not fit, {b.limbo.size} blocks are in limbo",
+                f"[{call}] {v.needed} blocks needed, {b.num_blank} free and {b.lru.size} evictable, "
+                f"{v.needed - available} short; row {v.short_row} is the first that does not fit, "
+                f"{b.limbo.size} blocks are in limbo",
                 needed=v.needed, short_by=v.needed - available, row=v.short_row,
                 handle=ints_at(handles, v.short_row), free=b.num_blank, evictable=b.lru.size, limbo=b.limbo.size)
         if v.reason == BAD_HANDLE:
@@ -307,8 +308,8 @@ cdef class Pool(SequencePool):
         if v.reason == TOO_MANY_TOKENS:
             raise CapacityExceeded(f"[{call}] {v.value} new tokens, the plan holds {plan.max_tokens_}")
         raise CapacityExceeded(f"[{call}] row {v.row} would hold {v.value} tokens, "
-                               f"{'the plan holds' if plan is not None and plan.seq_limit < most else 'the limit is'} "
-                               f"{min(plan.seq_limit, most) if plan is not None else most}")
+                               f"{'the plan holds' if plan.seq_limit < most else 'the limit is'} "
+                               f"{min(plan.seq_limit, most)}")
 
     def can(self, handles, num_new=1):
         """Whether a `step` with these arguments would find its blocks and its table room. Nothing changes.
@@ -343,7 +344,7 @@ cdef class Pool(SequencePool):
             status = step_check(&self.scratch, &self.seqs, &self.blocks, &rows, &new, &limits, True, False, &verdict)
             step_undo_check(&self.scratch, &self.blocks, 0)
             if status == NO_MEMORY:
-                self.explain(status, &verdict, &rows, "can", None, None)
+                raise MemoryError("[can] no memory for the undo log")
             return status == OK
         finally:
             ints_free(&rows)
@@ -363,7 +364,7 @@ cdef class Pool(SequencePool):
         try:
             p = self.check_plan(plan, "done")
             if not p.step.pending:
-                raise PlanStateError("[done] the plan is not pending")
+                raise PlanStateError(f"[done] the plan is not pending{self.why_not_pending()}")
             if p.step.noted_done:
                 raise PlanStateError(f"[done] step {p.step.id} was declared done already, older steps are not")
             self.blocks.digest = mix(mix(self.blocks.digest, OP_DONE), self.next_step - p.step.id)
@@ -394,7 +395,7 @@ cdef class Pool(SequencePool):
         try:
             p = self.check_plan(plan, "rollback")
             if not p.step.pending:
-                raise PlanStateError("[rollback] the plan is not pending")
+                raise PlanStateError(f"[rollback] the plan is not pending{self.why_not_pending()}")
             if self.pending[len(self.pending) - 1] is not p:
                 raise PlanStateError(f"[rollback] step {p.step.id} is not the newest, "
                                      f"step {self.blocks.newest_pending} is pending")
@@ -405,10 +406,13 @@ cdef class Pool(SequencePool):
             self.unlist(p)
             blocks_lower_fences(&self.blocks)
             step_rollback(&p.step, &self.seqs, &self.blocks)
-            wire_forget(&p.wire, p.step.num_rows, False)
+            wire_forget(&p.wire, p.step.num_rows, False, False)
             self.finish(p)
         finally:
             self.busy = False
+
+    cdef str why_not_pending(self):
+        return "" if self.steps_pend else ": in an in_order pool a step is done when it returns"
 
     cdef void unlist(self, Plan plan):
         """Take a plan off the pending list: from now on blocks do not wait for it."""
@@ -446,7 +450,7 @@ cdef class Pool(SequencePool):
             for plan in self.pending:
                 plan.step.pending = False
                 plan.step.log_size = 0
-                wire_forget(&plan.wire, plan.step.num_rows, False)
+                wire_forget(&plan.wire, plan.step.num_rows, False, False)
             self.pending.clear()
             self.blocks.newest_pending = self.blocks.oldest_pending = 0
             seqs_reset(&self.seqs)
@@ -559,6 +563,9 @@ cdef class Pool(SequencePool):
             "table": <size_t>seq_table(&self.seqs, <int32_t>i), "blocks": <size_t>&self.seqs.seq[i].num_blocks,
             "length": <size_t>&self.seqs.seq[i].num_tokens, "next_slot": <size_t>&self.seqs.seq[i].next_slot,
             "sum_tokens": <size_t>&self.seqs.sum_tokens, "sum_blocks": <size_t>&self.seqs.sum_blocks,
+            "tail": <size_t>&self.seqs.seq[i].tail, "stop_slot": <size_t>&self.seqs.seq[i].stop_slot,
             "num_open": <size_t>&self.seqs.num_open, "free_slot": <size_t>&self.seqs.free_slot[i],
         }
+        if what in ("table", "blocks", "length", "next_slot", "tail", "stop_slot", "free_slot"):
+            to_int(index, "_corrupt", "index", 0, self.seqs.max_seqs - 1)
         (<int32_t*><size_t>fields[what])[0] += 1

@@ -54,6 +54,7 @@ cdef struct Seqs:
     uint64_t versions           # handed out so far
     int64_t tag
     int64_t watermark
+    int64_t newest_fork_step    # largest fork_step that was ever given
     int64_t sum_tokens
     int64_t sum_blocks
 

@@ -49,6 +49,7 @@ cdef void seq_retire_handle(Seqs* s, int32_t slot) noexcept nogil:
     cdef int32_t end
     s.num_open -= 1
     s.seq[slot].handle = -1
+    s.seq[slot].next_slot = s.seq[slot].stop_slot = 0      # no token goes into a closed sequence
     if <uint64_t>life.generation + 1 == GENERATIONS:
         life.life = RETIRED
         return
@@ -102,6 +103,7 @@ cdef void seq_fork(Seqs* s, Blocks* b, int32_t parent, int32_t n, int64_t* child
         memcpy(seq_table(s, child), seq_table(s, parent), shared * sizeof(int32_t))
         if b.newest_pending and inherited >= b.oldest_pending:
             s.life[child].fork_step = inherited
+            s.newest_fork_step = max(s.newest_fork_step, inherited)
         seq_refresh(s, b, child)
         children[k] = q.handle
         b.digest = mix(b.digest, untagged(q.handle))
@@ -165,7 +167,11 @@ cdef str seqs_check(const Seqs* s, const Blocks* b):
         if q.num_tokens < 0 or q.num_tokens > q.num_blocks * b.block_size or q.num_blocks > s.max_blocks:
             return f"sequence in slot {slot} has {q.num_tokens} tokens in {q.num_blocks} blocks"
         if q.next_slot < q.stop_slot:
-            due = seq_table(s, slot)[q.num_tokens // b.block_size] * b.block_size + q.num_tokens % b.block_size
+            due = q.tail * b.block_size + q.num_tokens % b.block_size
+            if q.tail != seq_table(s, slot)[q.num_tokens // b.block_size]:
+                return f"sequence in slot {slot} has tail {q.tail}, its table says otherwise"
+            if q.stop_slot != (q.tail + <int64_t>1) * b.block_size:
+                return f"sequence in slot {slot} has a tail that ends at slot {q.stop_slot}"
         else:                               # looked up by the next step, legal only at the end of a block
             due = q.next_slot if q.num_tokens % b.block_size == 0 else -1
         if q.next_slot != due:

@@ -27,18 +27,34 @@ from kvpool._sequence cimport (
 )
 from kvpool._types cimport OP_OPEN, mix
 
+import gc
+
 from kvpool.errors import CapacityExceeded, ForeignHandle, OutOfBlocks, OutOfSequences, PlanStateError, StaleHandle
 
 _live_tags = set()              # tags of live pools in this process
+_last_tag = 0
+
+
+def _free_tag():
+    """The next tag nobody has, round robin: the handles of a dead pool stay foreign for as long as possible."""
+    for k in range(MAX_TAG):
+        tag = (_last_tag + k) % MAX_TAG + 1
+        if tag not in _live_tags:
+            return tag
+    return 0
 
 
 cdef int64_t take_tag() except -1:
-    cdef int64_t tag
-    for tag in range(1, MAX_TAG + 1):
-        if tag not in _live_tags:
-            _live_tags.add(tag)
-            return tag
-    raise ValueError(f"[Pool] {MAX_TAG} pools are alive in this process, the limit")
+    global _last_tag
+    tag = _free_tag()
+    if not tag:
+        gc.collect()            # pools that only a cycle keeps, with their pending plans
+        tag = _free_tag()
+    if not tag:
+        raise ValueError(f"[Pool] {MAX_TAG} pools are alive in this process, the limit")
+    _live_tags.add(tag)
+    _last_tag = tag
+    return tag
 
 
 cdef bytes get_mask(object mask, Py_ssize_t n):
@@ -107,11 +123,14 @@ cdef class SequencePool(BlockPool):
 
     cdef void drain(self):
         """Close what finalizers left behind; a handle that is dead already is skipped."""
+        cdef Py_ssize_t k = 0
         cdef int32_t slot
-        while self.deferred:
-            slot = seq_find(&self.seqs, self.deferred.pop(0))
+        while k < len(self.deferred):           # a finalizer can run meanwhile and add one
+            slot = seq_find(&self.seqs, self.deferred[k])
             if slot >= 0:
                 seq_close(&self.seqs, &self.blocks, slot)
+            k += 1
+        del self.deferred[:k]
 
     # -- handles
 

@@ -4,7 +4,7 @@ A step runs in two passes over its rows. `step_check` validates, counts the bloc
 shared blocks must be replaced; all it moves are reference counts, as if the rows had been served in order, and
 `step_undo_check` takes that back. `step_commit` cannot fail: it takes the blocks and moves the lengths.
 
-The write rule (DESIGN 3.7 of the docs): a block is written in place iff it has one reference, is not committed, and
+The write rule (docs/core.md, Steps): a block is written in place iff it has one reference, is not committed, and
 nothing that a pending copy reads from it would be overwritten. Holds of pending plans do not count as references.
 """
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t
@@ -168,13 +168,21 @@ cdef Py_ssize_t check_simple(const Seqs* s, const Blocks* b, const int64_t* hand
     return first
 
 
+cdef inline Py_ssize_t run_of_ones(const Ints* num_new, Py_ssize_t i, Py_ssize_t n) noexcept nogil:
+    """First row from i on that has not exactly one new token."""
+    if num_new.data == NULL:
+        return n if num_new.scalar == 1 else i
+    while i < n and ints_at(num_new, i) == 1:
+        i += 1
+    return i
+
+
 cdef int step_check(Step* p, Seqs* s, Blocks* b, const Ints* handles, const Ints* num_new, const Limits* limits,
                     bint advance, bint partial, Verdict* v) noexcept nogil:
     """Judge a batch and note what it will do. Unless it returns OK the caller must `step_undo_check`."""
-    cdef Py_ssize_t i = 0, simple
+    cdef Py_ssize_t i = 0, simple, ones = 0     # rows before `ones` and not before i have one new token
     cdef const int64_t* handle = <const int64_t*>handles.data
     cdef int64_t new, need, asked = 0, unserved = 0, available = blocks_available(b)
-    cdef bint decode = advance and num_new.data == NULL and num_new.scalar == 1
     cdef int32_t slot, log_before
     cdef int status
     cdef Event* event
@@ -183,8 +191,9 @@ cdef int step_check(Step* p, Seqs* s, Blocks* b, const Ints* handles, const Ints
     p.num_rows = <int32_t>handles.size
     p.num_events = p.log_size = 0
     while i < handles.size:
-        if decode:
-            simple = check_simple(s, b, handle, i, handles.size, limits)
+        if advance:
+            ones = run_of_ones(num_new, max(i, ones), handles.size)
+            simple = check_simple(s, b, handle, i, min(ones, i + limits.max_tokens - asked), limits)
             asked += simple - i
             i = simple
             if i == handles.size:
@@ -220,8 +229,6 @@ cdef int step_check(Step* p, Seqs* s, Blocks* b, const Ints* handles, const Ints
         v.needed += need
         i += 1
     p.num_tokens = asked - unserved
-    if asked > limits.max_tokens:
-        return refuse(v, handles.size - 1, TOO_MANY_TOKENS, asked)
     return SHORT if v.short_row >= 0 and not partial else OK
 
 
@@ -345,8 +352,10 @@ cdef void step_release_holds(Step* p, Blocks* b) noexcept nogil:
 
 
 cdef bint step_has_children(const Step* p, const Seqs* s) noexcept nogil:
-    """Whether an open sequence inherited work of this step by a fork. O(max_seqs), on the failure path only."""
+    """Whether an open sequence inherited work of this step by a fork. O(max_seqs) if one ever did."""
     cdef int32_t slot
+    if s.newest_fork_step < p.id:
+        return False
     for slot in range(s.max_seqs):
         if s.life[slot].life == OPEN and s.life[slot].fork_step == p.id:
             return True

@@ -55,6 +55,6 @@ cdef struct Wire:
 
 cdef int wire_init(Wire* w, int32_t max_rows) noexcept nogil
 cdef void wire_free(Wire* w) noexcept nogil
-cdef void wire_forget(Wire* w, int32_t rows, bint content) noexcept nogil
+cdef void wire_forget(Wire* w, int32_t rows, bint tables, bint kv_slots) noexcept nogil
 cdef void wire_emit(Wire* w, const Step* p, const Seqs* s, const Blocks* b, int32_t pad_rows,
                     int64_t pad_tokens) noexcept nogil

@@ -33,8 +33,8 @@ cdef void wire_free(Wire* w) noexcept nogil:
     w.seen = NULL
 
 
-cdef void wire_forget(Wire* w, int32_t rows, bint content) noexcept nogil:
-    """Carry rows into the next dirty_rows; content: the arrays themselves are not what we wrote."""
+cdef void wire_forget(Wire* w, int32_t rows, bint tables, bint kv_slots) noexcept nogil:
+    """Carry rows into the next dirty_rows; tables, kv_slots: these arrays hold what others wrote."""
     cdef int32_t i
     for i in range(rows):
         w.seen[i] = 0
@@ -42,8 +42,9 @@ cdef void wire_forget(Wire* w, int32_t rows, bint content) noexcept nogil:
         w.row[i].kv_valid = 0
         w.row[i].csr_blocks = -1
         w.row[i].carried = 1
-        if content:
+        if tables:
             w.row[i].written = w.table_width
+        if kv_slots:
             w.row[i].kv_written = w.kv_width
 
 
@@ -151,20 +152,17 @@ cdef void pad_row(Wire* w, int32_t i) noexcept nogil:
 cdef void emit_csr(Wire* w, const Step* p, const Seqs* s, const Blocks* b, int32_t pad_rows) noexcept nogil:
     """indptr, indices, last_page_len. Everything behind the first row that changed moves."""
     cdef int32_t i, full, first = p.num_rows
-    cdef int64_t at
+    cdef int64_t at = 0         # counted, not read back: the arrays are in the hands of others
     for i in range(p.num_rows):
         full = <int32_t>whole_blocks(b, p.length[i] + b.block_size - 1)
         put(&w.field[LAST_PAGE_LEN], i, p.length[i] - (full - 1) * b.block_size if full else 0)
         if (w.row[i].csr_blocks != full or i >= w.csr_rows) and i < first:
             first = i
+        if first == p.num_rows:
+            at += full
         w.row[i].csr_blocks = full
     if first == 0:
-        at = 0
         put(&w.field[INDPTR], 0, 0)
-    elif w.field[INDPTR].width == 4:
-        at = (<int32_t*>w.field[INDPTR].data)[first]
-    else:
-        at = (<int64_t*>w.field[INDPTR].data)[first]
     for i in range(first, p.num_rows):
         put_blocks(&w.field[INDICES], at, seq_table(s, slot_of(p.handle[i])), w.row[i].csr_blocks)
         at += w.row[i].csr_blocks

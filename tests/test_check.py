@@ -68,6 +68,8 @@ def test_check_accepts_the_state_that_the_others_break():
         ("length", 0),
         ("length", 1),
         ("next_slot", 0),
+        ("tail", 0),
+        ("stop_slot", 0),
         ("sum_tokens", 0),
         ("sum_blocks", 0),
         ("num_open", 0),

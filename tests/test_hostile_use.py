@@ -1,0 +1,152 @@
+"""Memory and names that the caller can reach: what he does to them must not reach the pool.
+
+Goal: arrays that a plan shows, sentinels, subclasses that lie about themselves, handles of dead pools. Each case was
+a crash or a silent wrong result once.
+"""
+
+import gc
+
+import numpy as np
+import pytest
+
+from kvpool import ForeignHandle, Plan, PlanStateError, Pool, StaleHandle
+
+
+def stepped(formats, lengths=(9, 1, 1)):
+    pool = Pool(64, 4)
+    plan = Plan(pool, 4, 64, table_width=8, formats=formats)
+    handles = [pool.open() for _ in lengths]
+    pool.step(plan, handles, list(lengths))
+    return pool, plan, handles
+
+
+def test_handle_minus_one_in_a_pool_of_all_slots_is_refused():
+    """-1 names the last slot and equals the sentinel of a closed sequence."""
+    pool = Pool(16, 16, max_seqs=1 << 20, max_blocks_per_seq=2)
+    plan = Plan(pool, 4, 16)
+    for _ in range(1 << 20):
+        last = pool.open()
+    pool.step(plan, [last], 3)
+    pool.done(plan)
+    pool.close(last)
+    before = pool.fingerprint()
+    for handle in (-1, -(1 << 63), -(1 << 20)):
+        with pytest.raises(ValueError, match="negative"):
+            pool.step(plan, np.array([handle]))
+    assert pool.fingerprint() == before
+
+
+def test_csr_arrays_changed_by_their_reader_do_not_steer_the_next_write():
+    """Rows that did not change stay as the reader left them; the row that grew is where it belongs."""
+    pool, plan, handles = stepped(("csr",))
+    pool.done(plan)
+    plan.indptr[:] += 10_000_000
+    plan.indices[:] = -7
+    pool.step(plan, handles, [0, 0, 4])
+    assert plan.indptr[3] == 6
+    assert plan.indices[4:].tolist() == pool.table(handles[2]).tolist()
+
+
+@pytest.mark.parametrize("name", ["handles", "served", "copies", "dirty_rows"])
+def test_arrays_that_an_undo_relies_on_are_read_only(name):
+    pool, plan, _ = stepped(("block_tables",))
+    with pytest.raises(ValueError, match="read-only"):
+        getattr(plan, name)[:] = 0
+    pool.rollback(plan)
+    pool.check()
+
+
+def test_list_that_lies_about_its_length_is_read_for_what_it_holds():
+    class Liar(list):
+        def __len__(self):
+            return 1 << 61
+
+    pool = Pool(16, 4)
+    handles = Liar(pool.open() for _ in range(5))
+    pool.close(handles)
+    assert pool.stats().sequences == 0
+
+
+def test_handle_of_a_dead_pool_is_foreign_to_its_successor():
+    old = Pool(8, 4)
+    handle = old.open()
+    old.shutdown()
+    new = Pool(8, 4)
+    new.open()
+    assert not new.is_open(handle)
+    with pytest.raises(ForeignHandle):
+        new.close(handle)
+
+
+def test_pools_lost_in_cycles_do_not_use_up_the_tags():
+    gc.disable()
+    try:
+        for _ in range(2100):
+            pool = Pool(4, 4, max_seqs=1)
+            plan = Plan(pool, 1)
+            pool.step(plan, [pool.open()])  # pending: pool and plan keep each other alive
+    finally:
+        gc.enable()
+
+
+def test_many_deferred_closes_take_linear_time():
+    from time import process_time
+
+    times = []
+    for n in (1 << 12, 1 << 16):
+        pool = Pool(4, 4, max_seqs=n)
+        for handle in [pool.open() for _ in range(n)]:
+            pool.defer_close(handle)
+        start = process_time()
+        assert pool.stats().sequences == 0
+        times.append(process_time() - start)
+    assert times[1] < 16 * 8 * max(times[0], 1e-4)  # 16 times the work; the square would be 256 times
+
+
+@pytest.mark.parametrize("value", [10**5000, -(10**5000)], ids=["positive", "negative"])
+def test_number_too_long_to_print_is_refused_by_name(value):
+    pool = Pool(8, 4)
+    with pytest.raises(IndexError, match=r"\[incref\] ids is out of range \(<int>\)"):
+        pool.incref(value)
+
+
+def test_row_in_a_bad_batch_is_judged_in_order_whatever_the_counts_look_like():
+    pool = Pool(64, 4)
+    plan = Plan(pool, 8, 2, table_width=4)
+    handles = [pool.open() for _ in range(3)]
+    gone = pool.open()
+    pool.close(gone)
+    for counts in (1, [1] * 4):
+        with pytest.raises(ValueError, match="2 new tokens|3 new tokens"):
+            pool.step(plan, [*handles, gone], counts)
+        with pytest.raises(StaleHandle):
+            pool.step(plan, [gone, *handles], counts)
+
+
+def test_forget_makes_every_row_dirty_and_nothing_else():
+    pool = Pool(64, 4, in_order=True)
+    plan = Plan(pool, 4, 64, table_width=8)
+    handles = [pool.open() for _ in range(3)]
+    pool.step(plan, handles, 2)
+    pool.step(plan, handles, 1)
+    assert plan.dirty_rows.tolist() == []
+    before = pool.fingerprint()
+    plan.forget()
+    assert pool.fingerprint() == before
+    pool.step(plan, handles, 1)
+    assert plan.dirty_rows.tolist() == [0, 1, 2]
+    assert plan.block_tables[:, 0].tolist() == [pool.table(h)[0] for h in handles]
+
+
+def test_forget_on_a_pending_plan_is_refused():
+    _, plan, _ = stepped(("block_tables",))
+    with pytest.raises(PlanStateError, match=r"\[forget\]"):
+        plan.forget()
+
+
+def test_done_in_an_in_order_pool_says_why_it_is_refused():
+    pool = Pool(8, 4, in_order=True)
+    plan = Plan(pool, 1)
+    pool.step(plan, [pool.open()])
+    with pytest.raises(PlanStateError, match="in_order"):
+        pool.done(plan)
