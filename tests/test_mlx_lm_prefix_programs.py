@@ -100,14 +100,14 @@ class Program:
         del self.live[self.pick()]
 
     def batch(self):
-        """Merge two, take a step together, and go on with both apart."""
+        """Merge two, take a step together, and go on with both apart; or as before, if the step did not fit."""
         pair = [self.live.pop(self.pick()) for _ in range(2)]
         merged = [PagedKVCache.merge(list(layers)) for layers in zip(*(entry[0] for entry in pair), strict=True)]
         new = [[self.rng.randrange(2)] for _ in pair]
-        fed = self.feed(merged, [entry[1:] for entry in pair], new)
-        for row, (_, tokens, namespace) in enumerate(pair):
-            tokens = tokens + new[row] if fed else tokens
-            self.live.append([[cache.extract(row) for cache in merged], tokens, namespace])
+        if self.feed(merged, [entry[1:] for entry in pair], new):
+            for row, entry in enumerate(pair):
+                entry[:2] = [cache.extract(row) for cache in merged], entry[1] + new[row]
+        self.live += pair
 
     def forget(self):
         self.rng.choice((self.kv.pool.flush, lambda: self.kv.pool.evict(2)))()
