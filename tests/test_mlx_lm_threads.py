@@ -1,5 +1,6 @@
 """One thread drives a pool at a time: others may look, may take turns, and are refused in between."""
 
+import copy
 import threading
 
 import mlx.core as mx
@@ -58,6 +59,16 @@ def test_the_account_neither_waits_nor_evaluates(kv, monkeypatch):
         monkeypatch.setattr(mx, name, refuse)
     summary = in_thread(kv.summary)
     assert (summary.blocks_used, summary.sequences, summary.blocks_leaked) == (2, 1, 0), summary
+
+
+def test_blocks_that_a_pass_in_progress_copies_from_are_not_leaked(kv):
+    cache = kv.make_cache()
+    update(cache, range(3))
+    clone = copy.deepcopy(cache)
+    update(cache, [0])  # has copied the tail that it shared
+    del clone
+    summary = in_thread(kv.summary)
+    assert (summary.cow_copies, summary.blocks_used, summary.blocks_leaked) == (1, 3, 0), summary
 
 
 def test_the_account_may_be_polled_while_an_engine_runs(model, kv):

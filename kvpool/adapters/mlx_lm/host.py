@@ -173,10 +173,11 @@ class PagedKV:
     Threads
     -------
     One thread at a time. Threads may take turns, under a lock that each of them holds for a whole step of its
-    engine (``with lock: generator.next()``). A thread that comes while another one is in a forward pass gets
-    `ConcurrentUse`, before anything has happened; in between, nothing here can notice it, and MLX may fail in its
-    own ways. `summary`, `can_admit` and `blocks_for` do not evaluate and may be called from any thread; `pool`
-    itself may not, it knows no lock.
+    engine (``with lock: generator.next()``); who leaves has evaluated what it built, as engines do, or calls
+    `settle`. A thread that comes while another one is in a forward pass gets `ConcurrentUse` before anything has
+    happened. Between two passes nobody can notice from here that there was no lock, and MLX fails in its own
+    ways. `summary`, `can_admit` and `blocks_for` evaluate nothing and may be called from any thread, `pool` itself
+    may not: it has no lock.
 
     Attributes
     ----------
@@ -363,7 +364,10 @@ class PagedKV:
             for handle in handles:
                 with suppress(StaleHandle):  # its batch is in its finalizer
                     held.update(self.pool.table(handle).tolist())
+            if self._running is not None and self._running[1].is_pending:
+                held.update(self._running[1].copies[:, 0].tolist())  # sources, kept until the pass is through
             stats = self.pool.stats()
+            del batches  # before another step: to it, a batch that is still alive is one more owner
         leaked = max(0, stats.used - len(held))
         if self.prefix_cache and 0 < stats.sequences == len(handles):
             leaked = 0  # a block computed twice keeps its first copy alive, which may be in no table any more
@@ -448,10 +452,10 @@ class PagedKV:
         """All layers have built their writes and reads; the class docstring tells why that is enough."""
         assert self._running is not None
         _, plan, _ = self._running
-        self._running = None
         with self.lock:
             if plan.is_pending:
                 self.pool.done(plan)
+            self._running = None
         self._driver = None
 
     def undo_forward(self) -> None:
