@@ -194,6 +194,8 @@ def test_speculative_decoding_finds_prefixes_in_both_pools(model):
             assert answer == cold(model, prompt)
             prompts.insert_cache("model", prompt + answer, cache)
             prompt = prompt + answer + question
+        with pytest.raises(ValueError, match=r"\[insert_cache\] 4 caches, 3 layers in 1 models"):
+            PagedPromptCache(kv).insert_cache("model", prompt, cache)
         del cache, steps
     assert_none_used(kv)
     assert_none_used(draft_kv)

@@ -52,6 +52,7 @@ class PrefixModel(SequenceModel):
             raise ValueError(f"[Pool] events is {events}, but there are none without prefix_cache=True")
         self.prefix_cache = prefix_cache
         self._next_uid = 1
+        self._sweep_at = 1024  # namespaces
         self._use = dict.fromkeys(("queries", "query_tokens", "hit_tokens", "inserted", "duplicates", "evicted"), 0)
         self._gaps: list[int] = []  # blocks taken between a release and a revival, one entry per revival
         self._events: deque[tuple] = deque(maxlen=events)
@@ -78,8 +79,16 @@ class PrefixModel(SequenceModel):
     def _root(self, namespace: bytes) -> int:
         """Return the uid of a namespace's root; a namespace that is used again after a flush gets a new one."""
         if namespace not in self._roots:
+            if len(self._roots) >= self._sweep_at:
+                self._sweep_namespaces()
             self._roots[namespace] = self._new_uid()
         return self._roots[namespace]
+
+    def _sweep_namespaces(self) -> None:
+        """Forget the namespaces without a node and without an open sequence."""
+        live = {node.root for node in self._nodes.values()} | {seq.root for seq in self._sequences.values()}
+        self._roots = {name: root for name, root in self._roots.items() if root in live}
+        self._sweep_at = max(1024, 2 * len(self._roots))
 
     def _new_uid(self) -> int:
         self._next_uid += 1

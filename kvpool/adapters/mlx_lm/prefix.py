@@ -89,6 +89,9 @@ class PagedPromptCache:
         prompt_cache : list of PagedKVCache
             Of one sequence; see `PagedKV.commit` for what is refused.
         """
+        layers = sum(kv.num_layers for kv in self._kvs)
+        if len(prompt_cache) != layers:
+            raise ValueError(f"[insert_cache] {len(prompt_cache)} caches, {layers} layers in {len(self._kvs)} models")
         start = 0
         for kv in self._kvs:
             caches = prompt_cache[start : start + kv.num_layers]
@@ -99,7 +102,7 @@ class PagedPromptCache:
 
     def __len__(self) -> int:
         """Blocks that are kept for later requests only."""
-        return sum(kv.pool.stats().evictable for kv in self._kvs)
+        return self._sizes("evictable")["n_sequences"]
 
     def __bool__(self) -> bool:
         """True, empty or not."""
@@ -108,26 +111,31 @@ class PagedPromptCache:
     @property
     def nbytes(self) -> int:
         """Bytes of these blocks. They are part of the pool: a request that needs them takes them."""
-        return sum(kv.pool.stats().evictable * kv.backend.spec.block_nbytes for kv in self._kvs)
+        return self._sizes("evictable")["n_bytes"]
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
         """Give up blocks, least recently used first, until no more than so many blocks or bytes are kept."""
         for kv in self._kvs:
+            excess = [0]
             if n_sequences is not None:
-                kv.pool.evict(max(0, len(self) - max(0, n_sequences)))
+                excess.append(len(self) - max(0, n_sequences))
             if n_bytes is not None:
-                kv.pool.evict(max(0, -(-(self.nbytes - max(0, n_bytes)) // kv.backend.spec.block_nbytes)))
+                excess.append(-(-(self.nbytes - max(0, n_bytes)) // kv.backend.spec.block_nbytes))
+            with kv.lock:
+                kv.pool.evict(max(excess))
 
     def stats_by_type(self) -> dict[str, dict[str, int]]:
-        """Blocks and their bytes, those kept for later requests and those of running ones."""
-        result = {"kept": {"n_sequences": len(self), "n_bytes": self.nbytes}, "running": dict.fromkeys(_SIZES, 0)}
-        for kv in self._kvs:
-            used = kv.pool.stats().used
-            result["running"]["n_sequences"] += used
-            result["running"]["n_bytes"] += used * kv.backend.spec.block_nbytes
-        return result
+        """Blocks and their bytes: those kept for later requests, and those that caches hold now."""
+        return {"kept": self._sizes("evictable"), "running": self._sizes("used")}
 
     # --------------------------------------------------------------------------------------------- internals
+
+    def _sizes(self, place: str) -> dict[str, int]:
+        counts = []
+        for kv in self._kvs:
+            with kv.lock:
+                counts.append((getattr(kv.pool.stats(), place), kv.backend.spec.block_nbytes))
+        return {"n_sequences": sum(n for n, _ in counts), "n_bytes": sum(n * nbytes for n, nbytes in counts)}
 
     def _namespace(self, model: Hashable) -> bytes:
         """A namespace per key. Keys are told apart as a dict does it, so any hashable will do."""
@@ -142,9 +150,6 @@ class PagedPromptCache:
         return [
             token if token >= 0 else MAX_TOKEN - self._images.setdefault(token, len(self._images)) for token in tokens
         ]
-
-
-_SIZES = ("n_sequences", "n_bytes")
 
 
 def _outside_images(tokens: Sequence[int], end: int) -> int:

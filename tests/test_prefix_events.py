@@ -1,0 +1,124 @@
+"""Events: what a router outside the process learns about the cache."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+from prefixes import cache, serve
+
+A, B, C = ([n] * 4 for n in (1, 2, 3))
+
+
+def key_of(tokens: list[list[int]], namespace: bytes = b"") -> bytes:
+    """The content key of a chain of blocks, from its definition."""
+    key = hashlib.sha256(namespace).digest()[:16]
+    for block in tokens:
+        key = hashlib.sha256(key + np.array(block, "<i4").tobytes()).digest()[:16]
+    return key
+
+
+def drained(pool):
+    return [tuple(tuple(x) if isinstance(x, list) else x for x in event) for event in pool.drain_events()]
+
+
+def test_events_tell_every_block_that_is_stored(make_pool, make_plan):
+    pool = make_pool(prefix_cache=True, events=8)
+    cache(make_plan, pool, A + B, b"t")
+    assert drained(pool) == [
+        ("stored", key_of([A], b"t"), None, tuple(A), 4, b"t"),
+        ("stored", key_of([A, B], b"t"), key_of([A], b"t"), tuple(B), 4, b"t"),
+    ]
+    assert drained(pool) == []
+    cache(make_plan, pool, A + B, b"t")  # known
+    assert drained(pool) == []
+
+
+def test_events_tell_every_block_that_is_evicted(make_pool, make_plan):
+    pool = make_pool(prefix_cache=True, events=8)
+    cache(make_plan, pool, A + B)
+    drained(pool)
+    pool.evict(1)
+    assert drained(pool) == [("removed", key_of([A, B]))]
+    pool.alloc(15)
+    assert drained(pool) == [("removed", key_of([A]))]
+
+
+def test_events_of_a_flush_remove_and_clear(make_pool, make_plan):
+    pool = make_pool(prefix_cache=True, events=8)
+    serve(make_plan, pool, A + B, b"t")
+    cache(make_plan, pool, C)
+    drained(pool)
+    pool.flush(b"t")
+    assert drained(pool) == [("removed", key_of([A], b"t")), ("removed", key_of([A, B], b"t")), ("cleared", b"t")]
+    pool.flush()
+    assert drained(pool) == [("removed", key_of([C])), ("cleared", None)]
+
+
+def test_events_of_a_reset_clear(make_pool, make_plan):
+    pool = make_pool(prefix_cache=True, events=8)
+    cache(make_plan, pool, A)
+    drained(pool)
+    pool.reset()
+    assert drained(pool)[-1] == ("cleared", None)
+
+
+def test_events_that_do_not_fit_are_counted(make_pool, make_plan):
+    pool = make_pool(prefix_cache=True, events=2)
+    cache(make_plan, pool, A + B + C)
+    assert drained(pool) == [
+        ("lost", 1),
+        ("stored", key_of([A, B]), key_of([A]), tuple(B), 4, b""),
+        ("stored", key_of([A, B, C]), key_of([A, B]), tuple(C), 4, b""),
+    ]
+    pool.evict(1)
+    assert drained(pool) == [("removed", key_of([A, B, C]))]
+
+
+def test_event_keys_are_the_same_in_every_pool(make_pool, make_plan):
+    seen = []
+    for seed in (1, 2):
+        pool = make_pool(prefix_cache=True, events=8, seed=seed)
+        cache(make_plan, pool, A + B)
+        seen.append(drained(pool))
+    assert seen[0] == seen[1]
+
+
+def test_event_keys_differ_by_namespace_and_by_prefix(make_pool, make_plan):
+    pool = make_pool(32, prefix_cache=True, events=64)
+    for namespace in (b"", b"a", b"b"):
+        for prompt in (A + B, B + B, B + A):
+            cache(make_plan, pool, prompt, namespace)
+    keys = [event[1] for event in drained(pool)]
+    assert len(set(keys)) == len(keys) == 3 * 5
+    assert {len(key) for key in keys} == {16}
+
+
+def test_events_replayed_give_what_is_cached(make_pool, make_plan):
+    pool = make_pool(8, prefix_cache=True, events=256)
+    mirror = set()
+    for turn in range(12):
+        cache(make_plan, pool, [turn % 3] * 4 + [turn % 4] * 4 + [turn] * 4)
+        for event in drained(pool):
+            (mirror.add if event[0] == "stored" else mirror.remove)(event[1])
+        assert len(mirror) == pool.prefix_stats().nodes
+    assert pool.prefix_stats().evicted > 0
+
+
+def test_pool_without_events_has_none(make_pool, make_plan):
+    pool = make_pool(prefix_cache=True)
+    cache(make_plan, pool, A)
+    pool.flush()
+    assert pool.drain_events() == []
+
+
+@pytest.mark.parametrize(("events", "error"), [(-1, ValueError), (1.0, TypeError), ("1", TypeError), (True, TypeError)])
+def test_events_of_the_wrong_size_are_refused(make_pool, events, error):
+    with pytest.raises(error, match=r"^\[Pool\] "):
+        make_pool(prefix_cache=True, events=events)
+
+
+def test_events_without_prefix_cache_are_refused(make_pool):
+    with pytest.raises(ValueError, match=r"^\[Pool\] "):
+        make_pool(events=8)
