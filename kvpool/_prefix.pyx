@@ -32,6 +32,7 @@ cdef extern from *:
 
 cdef enum:
     GROUP = 32                  # blocks whose lines are in flight together
+    AHEAD = 12                  # evicted blocks whose slots are in flight while one is forgotten
     RAMP = 4                    # first group: most lookups that miss, miss early
 
 
@@ -302,8 +303,17 @@ cdef void forget(Index* ix, int32_t id) noexcept nogil:
 
 cdef void index_drain(Index* ix, Blocks* b) noexcept nogil:
     """Forget the nodes of blocks that were taken for other use in the running call."""
-    cdef int32_t k, id
-    for k in range(b.num_dropped):
+    cdef int32_t k, id, ahead
+    for k in range(-2 * AHEAD, b.num_dropped):
+        if k + 2 * AHEAD < b.num_dropped:
+            ahead = b.dropped[k + 2 * AHEAD]
+            kv_prefetch(&b.block[ahead])
+            kv_prefetch(&ix.uid[ahead])
+            kv_prefetch(&ix.hash[ahead])
+        if k + AHEAD >= 0 and k + AHEAD < b.num_dropped:
+            kv_prefetch(&ix.slot[key_of(ix.hash[b.dropped[k + AHEAD]]) & ix.mask])
+        if k < 0:
+            continue
         id = b.dropped[k]
         b.block[id].noted = 0
         if ix.uid[id]:
