@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
 
 from mlx_lm.models.cache import trim_prompt_cache
 
@@ -103,7 +102,7 @@ class PagedPromptCache:
 
     def __len__(self) -> int:
         """Blocks that are kept for later requests only."""
-        return sum(_stats(kv).evictable for kv in self._kvs)
+        return self._sizes("evictable")["n_sequences"]
 
     def __bool__(self) -> bool:
         """True, empty or not."""
@@ -112,7 +111,7 @@ class PagedPromptCache:
     @property
     def nbytes(self) -> int:
         """Bytes of these blocks. They are part of the pool: a request that needs them takes them."""
-        return sum(_stats(kv).evictable * kv.backend.spec.block_nbytes for kv in self._kvs)
+        return self._sizes("evictable")["n_bytes"]
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
         """Give up blocks, least recently used first, until no more than so many blocks or bytes are kept."""
@@ -126,15 +125,17 @@ class PagedPromptCache:
                 kv.pool.evict(max(excess))
 
     def stats_by_type(self) -> dict[str, dict[str, int]]:
-        """Blocks and their bytes, those kept for later requests and those of running ones."""
-        result = {"kept": {"n_sequences": len(self), "n_bytes": self.nbytes}, "running": dict.fromkeys(_SIZES, 0)}
-        for kv in self._kvs:
-            used = _stats(kv).used
-            result["running"]["n_sequences"] += used
-            result["running"]["n_bytes"] += used * kv.backend.spec.block_nbytes
-        return result
+        """Blocks and their bytes: those kept for later requests, and those that caches hold now."""
+        return {"kept": self._sizes("evictable"), "running": self._sizes("used")}
 
     # --------------------------------------------------------------------------------------------- internals
+
+    def _sizes(self, place: str) -> dict[str, int]:
+        counts = []
+        for kv in self._kvs:
+            with kv.lock:
+                counts.append((getattr(kv.pool.stats(), place), kv.backend.spec.block_nbytes))
+        return {"n_sequences": sum(n for n, _ in counts), "n_bytes": sum(n * nbytes for n, nbytes in counts)}
 
     def _namespace(self, model: Hashable) -> bytes:
         """A namespace per key. Keys are told apart as a dict does it, so any hashable will do."""
@@ -149,14 +150,6 @@ class PagedPromptCache:
         return [
             token if token >= 0 else MAX_TOKEN - self._images.setdefault(token, len(self._images)) for token in tokens
         ]
-
-
-_SIZES = ("n_sequences", "n_bytes")
-
-
-def _stats(kv: PagedKV) -> Any:
-    with kv.lock:
-        return kv.pool.stats()
 
 
 def _outside_images(tokens: Sequence[int], end: int) -> int:
