@@ -58,8 +58,11 @@ def floor_requests():
     """Return the same in C: blocks taken, tables and slots filled, cached tokens compared, new ones stored."""
     floor = Floor(NUM_BLOCKS, rows=REQUESTS + 1, width=256, block_size=BLOCK_SIZE)
     lines = Lines(NUM_BLOCKS)
-    prompts = random_prompts(np.random.default_rng(SEED), 2 * REQUESTS, SHARED)
-    equal, store = (itertools.cycle([bind(prompt) for prompt in prompts]) for bind in (lines.equal, lines.store))
+    prompts = random_prompts(np.random.default_rng(SEED), 1 + 2 * REQUESTS, SHARED)
+    system = prompts[0]
+    lines.store(0, system)()
+    equal = lines.equal(0, system)
+    stores = itertools.cycle([lines.store(k, prompts[k]) for k in range(1, len(prompts))])
     rows = np.arange(1, REQUESTS + 1, dtype=np.int32)
     lengths = np.full(REQUESTS + 1, SHARED)
     lengths[0] = 0
@@ -69,9 +72,9 @@ def floor_requests():
     def serve():
         floor.set_lengths(lengths)
         for prefill in prefills:
-            next(equal)()
+            equal()
             prefill()
-            next(store)()
+            next(stores)()
         decode()
         floor.close(REQUESTS)
 

@@ -71,7 +71,8 @@ class Cache:
 class Lines:
     """The floor's memory: the tokens of all blocks, in random places.
 
-    ``equal(prompt)`` and ``store(prompt)`` return functions that compare or write the prompt's blocks in C.
+    ``equal(k, prompt)`` and ``store(k, prompt)`` return functions that compare or write the blocks of a prompt in C;
+    prompts with different k lie in different places.
     """
 
     def __init__(self, num_blocks):
@@ -82,23 +83,20 @@ class Lines:
         start = -memory.ctypes.data % 64 // 4  # a block is one cache line
         self._stored = memory[start : start + num_blocks * BLOCK_SIZE].reshape(num_blocks, BLOCK_SIZE)
         self._order = np.random.default_rng(SEED).permutation(num_blocks).astype(np.int32)
-        self._next = 0
 
-    def _bind(self, function, prompt):
+    def _bind(self, function, k, prompt):
         blocks = len(prompt) // BLOCK_SIZE
-        if self._next + blocks > len(self._order):
-            self._next = 0
-        where = self._order[self._next : self._next + blocks]
-        self._next += blocks
+        where = self._order[k * blocks : (k + 1) * blocks]
+        assert len(where) == blocks
         arrays = [self._stored, where, prompt]
         pointers = [pointer(array) for array in arrays]
         return lambda keep=arrays: function(*pointers, blocks)
 
-    def equal(self, prompt):
-        return self._bind(self._c.lines_equal, prompt)
+    def equal(self, k, prompt):
+        return self._bind(self._c.lines_equal, k, prompt)
 
-    def store(self, prompt):
-        return self._bind(self._c.lines_store, prompt)
+    def store(self, k, prompt):
+        return self._bind(self._c.lines_store, k, prompt)
 
 
 @pytest.mark.benchmark(group="full hit")
@@ -111,9 +109,10 @@ def bench_full_hit(measure, who, num_blocks, prompt_len):
     if who == "floor":
         lines, rng = Lines(num_blocks), np.random.default_rng(SEED)
         prompts = random_prompts(rng, num_blocks * BLOCK_SIZE // prompt_len, prompt_len)
-        for prompt in prompts:
-            lines.store(prompt)()
-        calls = itertools.cycle([lines.equal(prompt) for prompt in prompts])
+        for k, prompt in enumerate(prompts):
+            lines.store(k, prompt)()
+        assert all(lines.equal(k, prompt)() == prompt_len // BLOCK_SIZE for k, prompt in enumerate(prompts))
+        calls = itertools.cycle([lines.equal(k, prompt) for k, prompt in enumerate(prompts)])
         measure(lambda: [next(calls)() for _ in range(LOOKUPS)], items, row=name, who=who)
         return
     cache = Cache(num_blocks, prompt_len)
@@ -142,7 +141,8 @@ def bench_insert(measure, who, num_blocks, prompt_len):
     if who == "floor":
         lines = Lines(num_blocks)
         prompts = random_prompts(np.random.default_rng(SEED), 2 * LOOKUPS, prompt_len)
-        calls = itertools.cycle([lines.store(prompts[i % len(prompts)]) for i in range(num_blocks // 256)])
+        places = num_blocks * BLOCK_SIZE // prompt_len
+        calls = itertools.cycle([lines.store(k, prompts[k % len(prompts)]) for k in range(places)])
         measure(lambda: [next(calls)() for _ in range(LOOKUPS)], items, row=name, who=who)
         return
     cache, new = Cache(num_blocks, prompt_len), []
@@ -183,14 +183,14 @@ def bench_list(measure):
     match, unknown = cache.pool.match, []
 
     def new_prompts():
-        unknown[:] = random_prompts(cache.rng, 64, 4_096).tolist()
+        unknown[:] = random_prompts(cache.rng, 8, 4_096).tolist()  # as from a tokenizer: new, still in cache
 
     def look_up():
         for prompt in unknown:
             match(prompt)
 
     name = "prompt as a list, per 1k tokens"
-    measure(look_up, 64 * 4_096 / THOUSAND, row=name, who="kvpool", setup=new_prompts)
+    measure(look_up, 8 * 4_096 / THOUSAND, row=name, who="kvpool", setup=new_prompts)
 
 
 @pytest.mark.benchmark(group="churn")

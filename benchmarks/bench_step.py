@@ -76,13 +76,13 @@ def bench_decode(measure, rows, who):
                 step(plan, handles, 1)
 
     rounds = 3 if who == "python" else ROUNDS
-    measure(run, STEPS, row=f"decode step, {rows} sequences", who=who, rounds=rounds, rows=rows)
+    measure(run, STEPS, row=f"decode step in order, {rows} sequences", who=who, rounds=rounds, rows=rows)
 
 
 @pytest.mark.benchmark(group="decode step with fences")
 @pytest.mark.parametrize("rows", SIZES)
 def bench_decode_fenced(measure, rows):
-    """Step and `done` with two plans in turn: step i runs while step i - 1 is still pending."""
+    """Step and `done`, the default: two plans in turn, step i runs while step i - 1 is still pending."""
     pool, handles = decoding_pool(rows, in_order=False)
     step, done = pool.step, pool.done
     first, second = kvpool.Plan(pool, rows), kvpool.Plan(pool, rows)

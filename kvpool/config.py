@@ -348,17 +348,21 @@ _UNITS = {
 
 
 def parse_nbytes(memory: int | str) -> int:
-    """Bytes of ``17179869184``, ``"16GiB"``, ``"1.5 GB"`` or ``"512MB"``."""
+    """Bytes of ``17179869184``, ``"16GiB"``, ``"1.5 GB"`` or ``"512MB"``; at most 2^63 - 1."""
     if isinstance(memory, str):
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Z]+)\s*", memory.upper())
         if not found or found.group(2) not in _UNITS:
             raise ValueError(
                 f"[memory] {memory!r} is not a size; write bytes as an int, or '16GiB', '512MB', or 'auto'"
             )
-        return int(float(found.group(1)) * _UNITS[found.group(2)])
-    if isinstance(memory, bool) or not hasattr(memory, "__index__"):
+        nbytes: float = float(found.group(1)) * _UNITS[found.group(2)]
+    elif isinstance(memory, bool) or not hasattr(memory, "__index__"):
         raise TypeError(f"[memory] must be an int (bytes) or a str, got {type(memory).__name__}")
-    return index(memory)
+    else:
+        nbytes = index(memory)
+    if nbytes > _MAX_INT64:
+        raise ValueError(f"[memory] {_shortened(memory)} is too much, the limit is 2^63 - 1 bytes")
+    return int(nbytes)
 
 
 def format_nbytes(nbytes: int) -> str:
@@ -429,7 +433,10 @@ def _refuse_other_caches(fields: Mapping[str, Any]) -> None:
     if rank is not None:
         raise ValueError(f"[config] latent attention (kv_lora_rank {rank}) keeps no keys and values per head")
     per_token = {"full_attention", "sliding_attention", "chunked_attention"}
-    others = sorted(set(fields.get("layer_types") or ()) - per_token)
+    layer_types = fields.get("layer_types") or []
+    if not isinstance(layer_types, list | tuple) or not all(isinstance(name, str) for name in layer_types):
+        raise ValueError(f"[config] layer_types must be a list of strings, got {_shortened(layer_types)}")
+    others = sorted(set(layer_types) - per_token)
     if others:
         raise ValueError(
             f"[config] layers of type {others} keep no keys and values per token; "
@@ -442,13 +449,21 @@ def _text_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[
         path = Path(config)
         path = path / "config.json" if path.is_dir() else path
         try:
-            config = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:  # no UTF-8, no JSON, or a number of thousands of digits
             raise ValueError(f"[config] {path} is not JSON: {error}") from error
+        except RecursionError as error:
+            raise ValueError(f"[config] {path} is nested too deeply for a model config") from error
         if not isinstance(config, Mapping):
             raise ValueError(f"[config] {path} holds {type(config).__name__}, not an object")
     inner = config.get("text_config")
     return inner if isinstance(inner, Mapping) and "num_hidden_layers" not in config else config
+
+
+def _shortened(value: Any) -> str:
+    """`value` as in Python, cut to fit a message."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _field(fields: Mapping[str, Any], name: str, default: str | None = None) -> int:
@@ -509,6 +524,8 @@ def describe_plan(
         "num_tokens": size.num_tokens,
         "pool_nbytes": size.pool_nbytes,
         "budget_nbytes": size.budget_nbytes,
+        "source": size.source,
+        "breakdown": [{"what": what, "nbytes": nbytes} for what, nbytes in size.breakdown],
         "limited_by": size.limited_by,
         "max_len": max_len,
         "num_static_sequences": static,

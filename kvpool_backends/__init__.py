@@ -16,7 +16,7 @@ from kvpool.config import KVSpec
 from kvpool.errors import BackendUnavailable
 from kvpool.protocol import KVBackend
 
-__all__ = ["BackendFactory", "available", "load_backend"]
+__all__ = ["BackendFactory", "available", "known", "load_backend"]
 
 DEFAULT = "numpy"  # runs everywhere, and is exact
 ENVIRONMENT_VARIABLE = "KVPOOL_BACKEND"
@@ -57,11 +57,11 @@ def load_backend(name: str | None = None) -> BackendFactory:
     if not isinstance(name, str):
         raise TypeError(f"[load_backend] name must be a str, got {type(name).__name__} ({name!r})")
 
-    known = _known()
-    if name not in known:
-        names = ", ".join(sorted(known))
+    backends = known()
+    if name not in backends:
+        names = ", ".join(sorted(backends))
         raise BackendUnavailable(f"[load_backend] no backend is called {name!r}{origin}; known are {names}")
-    factory, remedy = known[name]
+    factory, remedy = backends[name]
     module, _, attribute = factory.partition(":")
     try:
         loaded = import_module(module)
@@ -79,7 +79,7 @@ def load_backend(name: str | None = None) -> BackendFactory:
 def available() -> tuple[str, ...]:
     """Names of the backends that can be imported here, sorted. Imports each one of them."""
     usable = []
-    for name in sorted(_known()):
+    for name in sorted(known()):
         try:
             load_backend(name)
         except BackendUnavailable:
@@ -88,8 +88,11 @@ def available() -> tuple[str, ...]:
     return tuple(usable)
 
 
-def _known() -> dict[str, tuple[str, str]]:
-    """Every backend name with its factory and its remedy; a built-in name cannot be taken over."""
+def known() -> dict[str, tuple[str, str]]:
+    """Every backend's name with its factory and what to type when that cannot be imported. Imports nothing.
+
+    A built-in name cannot be taken over by a package that declares it too.
+    """
     declared = {}
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         package = entry.dist.name if entry.dist else entry.module

@@ -55,6 +55,30 @@ PLAN_ATTRIBUTES = (
     "step_id",
 )
 
+# Calls on one sequence, by name: each of them must refuse a dead handle.
+ONE_HANDLE_CALLS = {
+    "table": lambda pool, plan, h: pool.table(h),
+    "num_tokens": lambda pool, plan, h: pool.num_tokens(h),
+    "capacity": lambda pool, plan, h: pool.capacity(h),
+    "fork": lambda pool, plan, h: pool.fork(h),
+    "close": lambda pool, plan, h: pool.close(h),
+    "truncate": lambda pool, plan, h: pool.truncate(h, 0),
+    "can": lambda pool, plan, h: pool.can([h], 1),
+    "close_finished": lambda pool, plan, h: pool.close_finished([h], np.array([True])),
+    "step": lambda pool, plan, h: pool.step(plan, [h], 1),
+    "reserve": lambda pool, plan, h: pool.reserve(plan, [h], 1),
+}
+
+
+def pytest_configure(config):
+    """``KVPOOL_ANY_MLX_LM=1``: the adapter takes whatever mlx-lm is installed, to see what a new release breaks."""
+    if os.environ.get("KVPOOL_ANY_MLX_LM"):
+        import mlx_lm
+
+        from kvpool.adapters.mlx_lm import host
+
+        host.SUPPORTED_VERSIONS = (mlx_lm.__version__,)
+
 
 @pytest.fixture(scope="session")
 def core():

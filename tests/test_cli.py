@@ -105,6 +105,7 @@ def test_plan_json_gives_the_numbers_of_a_known_model(capsys, config):
     assert facts["token_nbytes"] == 131072
     assert facts["block_nbytes"] == 2 * 2**20
     assert facts["num_blocks"] == 8192
+    assert facts["breakdown"] == [{"what": "memory for the KV pool", "nbytes": 16 * 2**30}]
 
 
 def test_plan_takes_folder_and_block_size_and_prints_text(capsys, config):
@@ -125,6 +126,8 @@ def test_plan_takes_folder_and_block_size_and_prints_text(capsys, config):
         (["--memory", "16GiB", "--dtype", "int3"], "int3"),
         (["--memory", "16GiB", "--max-len", "-1"], "max_len"),
         (["--memory", "1MiB"], "no usable block"),
+        (["--memory", "99999999999999999999TiB"], "the limit is 2^63 - 1 bytes"),
+        (["--memory", "9" * 5000], "the limit is 2^63 - 1 bytes"),
     ],
 )
 def test_plan_bad_value_is_named(capsys, config, options, said):
@@ -137,8 +140,10 @@ def test_plan_missing_or_broken_config_is_named(capsys, tmp_path):
         capsys, "plan", "--model", str(missing), "--memory", "1GiB"
     )
     broken = tmp_path / "broken.json"
-    broken.write_text("{")
-    assert "is not JSON" in refusal(capsys, "plan", "--model", str(broken), "--memory", "1GiB")
+    contents = {b"{": "is not JSON", b"\xff\xfe\x00": "is not JSON", b"[" * 100_000: "is nested too deeply"}
+    for content, said in contents.items():
+        broken.write_bytes(content)
+        assert f"{broken} {said}" in refusal(capsys, "plan", "--model", str(broken), "--memory", "1GiB")
 
 
 def test_doctor_json_tells_versions_backends_and_memory(capsys):

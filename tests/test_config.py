@@ -164,6 +164,13 @@ def test_parse_nbytes_of_a_wrong_type_is_refused(memory):
         parse_nbytes(memory)
 
 
+@pytest.mark.parametrize("memory", [2**63, "99999999999999999999TiB", "9" * 400 + "B"])
+def test_parse_nbytes_beyond_64_bits_is_refused(memory):
+    with pytest.raises(ValueError, match=r"^\[memory\] .* is too much, the limit is 2\^63 - 1 bytes$") as caught:
+        parse_nbytes(memory)
+    assert len(str(caught.value)) < 160
+
+
 def test_blocks_for_a_size_divides_it():
     spec = KVSpec(32, 8, 128)
     size = blocks_for("16GiB", spec)
@@ -318,6 +325,10 @@ def test_spec_from_config_names_what_is_missing(missing):
         ({"hidden_size": 4097}, "no multiple"),
         ({"kv_lora_rank": 512}, "latent attention"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
+        ({"layer_types": 5}, r"^\[config\] layer_types must be a list of strings, got 5$"),
+        ({"layer_types": "full_attention"}, r"^\[config\] layer_types must be a list of strings, got 'full"),
+        ({"layer_types": [["full_attention"]]}, r"^\[config\] layer_types must be a list of strings, got \[\["),
+        ({"layer_types": [0] * 10_000}, r"^\[config\] layer_types must be .{0,110}\.\.\.$"),
         ({"torch_dtype": "float8"}, "dtype is 'float8'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
     ],
@@ -330,6 +341,12 @@ def test_spec_from_config_refuses_what_would_be_sized_wrongly(fields, message):
 def test_spec_from_config_of_a_bad_file_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
+        spec_from_config(tmp_path)
+    (tmp_path / "config.json").write_bytes(b"\x93NUMPY\xff\xfe")
+    with pytest.raises(ValueError, match=r"config\.json is not JSON: 'utf-8'"):
+        spec_from_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": ' + "[" * 100_000)
+    with pytest.raises(ValueError, match=r"config\.json is nested too deeply"):
         spec_from_config(tmp_path)
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(ValueError, match="holds list"):
@@ -349,6 +366,18 @@ def test_describe_plan_counts_paged_and_static_sequences():
     assert json.loads(json.dumps(facts)) == facts
     for part in ("131072 per token", "8192 blocks", "16.00 GiB", "static"):
         assert part in text
+
+
+def test_describe_plan_gives_machines_the_whole_calculation():
+    facts, text = describe_plan(LLAMA_8B, "auto", device_info=METAL, active_nbytes=5 * 2**30)
+    assert [term["what"] for term in facts["breakdown"]] == [
+        "0.8 of 16.00 GiB recommended working set",
+        "already in use (weights and caches)",
+        "overhead (activations, temporaries)",
+    ]
+    assert sum(term["nbytes"] for term in facts["breakdown"]) == facts["budget_nbytes"]
+    assert facts["source"] in text and all(term["what"] in text for term in facts["breakdown"])
+    assert json.loads(json.dumps(facts)) == facts
 
 
 def test_describe_plan_takes_max_len_from_the_model():

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from conftest import ONE_HANDLE_CALLS
 
 from kvpool.errors import ForeignHandle, OutOfSequences, StaleHandle
 
@@ -69,20 +70,6 @@ def test_retired_slot_stays_retired_after_reset(make_pool):
 
 
 # --- stale, foreign, duplicate ----------------------------------------------------------------------------
-
-ONE_HANDLE_CALLS = {
-    "table": lambda pool, plan, h: pool.table(h),
-    "num_tokens": lambda pool, plan, h: pool.num_tokens(h),
-    "capacity": lambda pool, plan, h: pool.capacity(h),
-    "fork": lambda pool, plan, h: pool.fork(h),
-    "close": lambda pool, plan, h: pool.close(h),
-    "truncate": lambda pool, plan, h: pool.truncate(h, 0),
-    "can": lambda pool, plan, h: pool.can([h], 1),
-    "close_finished": lambda pool, plan, h: pool.close_finished([h], np.array([True])),
-    "step": lambda pool, plan, h: pool.step(plan, [h], 1),
-    "reserve": lambda pool, plan, h: pool.reserve(plan, [h], 1),
-}
-
 
 @pytest.mark.parametrize("call", ONE_HANDLE_CALLS)
 def test_closed_handle_is_stale_in_every_call(make_pool, make_plan, refused, call):

@@ -117,7 +117,7 @@ def test_row_in_a_bad_batch_is_judged_in_order_whatever_the_counts_look_like():
     gone = pool.open()
     pool.close(gone)
     for counts in (1, [1] * 4):
-        with pytest.raises(ValueError, match="2 new tokens|3 new tokens"):
+        with pytest.raises(ValueError, match=r"2 new tokens|3 new tokens"):
             pool.step(plan, [*handles, gone], counts)
         with pytest.raises(StaleHandle):
             pool.step(plan, [gone, *handles], counts)

@@ -301,6 +301,45 @@ def test_prefill_that_fails_keeps_the_earlier_chunks():
     engine.check([seq_id])
 
 
+@pytest.mark.parametrize("failing_chunk", [0, 1, 2])
+@pytest.mark.parametrize("max_tokens", [3, 4096])
+def test_prefill_that_fails_keeps_what_was_set_aside(failing_chunk, max_tokens):
+    """The retry finds its blocks, whatever others take meanwhile, even if one step could not set them all aside."""
+    engine = Engine(num_blocks=8, max_tokens=max_tokens)
+    prompt = list(range(20))
+    seq_id = engine.manager.new_sequence(len(prompt)).seq_id
+
+    def fails(chunk, start_pos):
+        if start_pos == 3 * failing_chunk:
+            raise RuntimeError("model failed")
+        return forward(chunk, start_pos)
+
+    with pytest.raises(RuntimeError, match="model failed"):
+        list(engine.manager.prefill_into_kv(seq_id, prompt, fails, 3))
+    assert engine.manager.pool.capacity(seq_id) == 20 and engine.manager.pool.num_free == 2
+    written = 3 * failing_chunk
+    other = engine.new([1, 2, 3])
+    engine.append({other: [4, 5, 6]})  # the pool is full
+    list(engine.manager.prefill_into_kv(seq_id, prompt[written:], forward, 3))
+    engine.history[seq_id] = prompt
+    engine.check([other, seq_id])
+
+
+def test_prefill_whose_forward_spends_the_reservation_reports_its_own_error():
+    engine = Engine(num_blocks=4)
+    seq_id = engine.manager.new_sequence(4).seq_id
+
+    def fails(chunk, start_pos):
+        child = engine.manager.fork(seq_id).seq_id  # keeps the block, so that none can be set aside again
+        engine.manager.step([child], 8)
+        raise RuntimeError("model failed")
+
+    with pytest.raises(RuntimeError, match="model failed"):
+        list(engine.manager.prefill_into_kv(seq_id, [1, 2, 3, 4], fails))
+    assert engine.manager.table(seq_id)[1] == 0
+    engine.manager.pool.check()
+
+
 def test_prefill_that_runs_out_of_blocks_keeps_whole_chunks():
     engine = Engine(num_blocks=5)
     other = engine.new([1])

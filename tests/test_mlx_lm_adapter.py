@@ -126,6 +126,7 @@ def test_many_rounds_without_reset_return_every_block(model, prompts, stock):
 def test_synchronous_steps_write_in_place(model, prompts):
     with install(model, 200, block_size=4) as kv:
         batch_tokens(model, prompts)
+    assert kv.settle() == 0
     summary = kv.summary()
     assert summary.mlx_pool_copies == 0
     assert summary.pool_nbytes == 200 * kv.backend.spec.block_nbytes

@@ -194,6 +194,8 @@ def test_speculative_decoding_finds_prefixes_in_both_pools(model):
             assert answer == cold(model, prompt)
             prompts.insert_cache("model", prompt + answer, cache)
             prompt = prompt + answer + question
+        with pytest.raises(ValueError, match=r"\[insert_cache\] 4 caches, 3 layers in 1 models"):
+            PagedPromptCache(kv).insert_cache("model", prompt, cache)
         del cache, steps
     assert_none_used(kv)
     assert_none_used(draft_kv)
@@ -227,6 +229,24 @@ def test_two_that_computed_the_same_store_it_once(model, kv):
     assert (stats.nodes, stats.duplicates) == (4, 4)
     del caches, both
     assert kv.summary().blocks_cached == 4
+
+
+def test_what_a_block_computed_twice_keeps_alive_is_no_leak(model, kv):
+    (prompt,) = random_prompts([12])
+    first, second = (kv.fetch(prompt)[0] for _ in range(2))
+    for caches in (first, second):
+        model(mx.array([prompt[:8]]), cache=caches)
+        kv.commit(caches, prompt[:8])
+    model(mx.array([prompt[8:]]), cache=second)
+    kv.commit(second, prompt)
+    del first, caches
+    summary = kv.summary()
+    assert (summary.blocks_used, summary.blocks_leaked) == (5, 0)  # two of the first, three of the second
+    stray = kv.pool.open(BLOCK)
+    assert kv.summary().blocks_leaked > 0
+    kv.pool.close(stray)
+    del second
+    assert kv.summary().blocks_cached == 3
 
 
 def test_forks_of_a_hit_go_on_from_what_is_known(model, kv):

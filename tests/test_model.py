@@ -10,26 +10,15 @@ import copy
 import pickle
 
 import pytest
+from conftest import ALL_FORMATS
 
 from kvpool.errors import CorruptState, DoubleFree, ForeignHandle, OutOfBlocks, PlanStateError, StaleHandle
 from kvpool.testing import ModelPlan, ModelPool
 
-FORMATS = (
-    "block_tables",
-    "seq_lens",
-    "slot_mapping",
-    "positions",
-    "cu_q_lens",
-    "csr",
-    "kv_slots",
-    "kv_slots_ragged",
-    "slot_ids",
-)
-
 
 def make(num_blocks: int = 32, block_size: int = 4, **options: object) -> tuple[ModelPool, ModelPlan, ModelPlan]:
     pool = ModelPool(num_blocks, block_size, **options)
-    return pool, ModelPlan(pool, 8, 64, formats=FORMATS), ModelPlan(pool, 8, 64)
+    return pool, ModelPlan(pool, 8, 64, formats=ALL_FORMATS), ModelPlan(pool, 8, 64)
 
 
 def test_model_fork_storm_has_the_golden_numbers() -> None:

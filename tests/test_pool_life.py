@@ -2,8 +2,8 @@
 
 import gc
 
-import numpy as np
 import pytest
+from conftest import ONE_HANDLE_CALLS
 
 from kvpool.errors import KVPoolError, PlanStateError, PoolClosed, StaleHandle
 
@@ -157,16 +157,7 @@ def test_shutdown_twice_is_legal_and_every_call_afterwards_is_pool_closed(make_p
     pool.shutdown()
     pool.shutdown()
     calls = {
-        "table": lambda pool, plan, h: pool.table(h),
-        "num_tokens": lambda pool, plan, h: pool.num_tokens(h),
-        "capacity": lambda pool, plan, h: pool.capacity(h),
-        "fork": lambda pool, plan, h: pool.fork(h),
-        "close": lambda pool, plan, h: pool.close(h),
-        "truncate": lambda pool, plan, h: pool.truncate(h, 0),
-        "can": lambda pool, plan, h: pool.can([h], 1),
-        "close_finished": lambda pool, plan, h: pool.close_finished([h], np.array([True])),
-        "step": lambda pool, plan, h: pool.step(plan, [h], 1),
-        "reserve": lambda pool, plan, h: pool.reserve(plan, [h], 1),
+        **ONE_HANDLE_CALLS,
         "open": lambda pool, plan, h: pool.open(),
         "alloc": lambda pool, plan, h: pool.alloc(),
         "incref": lambda pool, plan, h: pool.incref(1),

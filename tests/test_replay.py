@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvpool import OutOfBlocks
 from kvpool.replay import Trace, read_trace, replay, synthetic_trace
 
 SYNTH = json.loads((Path(__file__).parent / "data" / "golden_synth.json").read_text())["results"]
@@ -120,6 +119,12 @@ def test_request_larger_than_the_pool_is_rejected_and_the_next_one_served():
     assert result.counters["event_sha256"] == hashlib.sha256(b"0:R;1:0;").hexdigest()
 
 
+def test_request_of_two_billion_tokens_is_rejected_at_once():
+    """Nobody makes room for its tokens."""
+    result = replay(make_trace([(2**31 - 1, 2**31 - 1, []), (4, 1, [7])]), num_blocks=2, concurrency=4)
+    assert (result.counters["rejected"], result.counters["finished"]) == (1, 1)
+
+
 def test_preempted_request_keeps_its_tokens_and_hits_its_own_prompt():
     """A pool of three blocks, full with a prompt of one block and one of two.
 
@@ -157,9 +162,10 @@ def test_utilization_of_several_steps_in_one_call_sums_the_tokens_of_each():
     assert (occupancy.steps, occupancy.token_steps, occupancy.sequence_steps) == (4, 2 + 3 + 4, 3)
 
 
-def test_samples_in_a_pool_that_is_too_small_raise():
-    with pytest.raises(OutOfBlocks):
-        replay(make_trace([(8, 8, [0, 1])]), policy="P2", num_blocks=3, samples=4)
+def test_samples_in_a_pool_that_is_too_small_are_refused():
+    with pytest.raises(ValueError, match=r"^\[replay\] num_blocks .*\(9\), 16 are"):
+        replay(make_trace([(8, 8, [0, 1])]), policy="P2", num_blocks=9, samples=4)
+    replay(make_trace([(8, 8, [0, 1])]), policy="P2", num_blocks=10, samples=4)  # 2 shared, 2 more for each
 
 
 @pytest.mark.parametrize(

@@ -77,10 +77,11 @@ def test_npz_without_times_and_sessions_is_a_trace(tmp_path):
 
 def test_unknown_members_blank_lines_and_fractional_times_are_no_errors(tmp_path):
     rows = [{"timestamp": 0.5, "input_length": 20, "output_length": 2, "hash_ids": [3], "type": "text"}]
+    rows[0]["session"] = "a name"
     path = write_lines(tmp_path / "t.jsonl", rows)
     path.write_text("\n" + path.read_text() + "\n\n")
     trace = read_trace(path)
-    assert (len(trace), trace.timestamps[0]) == (1, 0.5)
+    assert (len(trace), trace.timestamps[0], trace.sessions[0]) == (1, 0.5, -1)
 
 
 def test_block_size_given_by_the_reader_holds_where_the_file_tells_none(tmp_path):
@@ -89,6 +90,8 @@ def test_block_size_given_by_the_reader_holds_where_the_file_tells_none(tmp_path
     assert read_trace(path, block_size=16).block_size == 16
     with pytest.raises(TraceError, match=r":1: more hash ids .* \(3\), 1"):
         read_trace(path)
+    with pytest.raises(ValueError, match=r"^\[read_trace\] block_size .*\(0\)"):
+        read_trace(path, block_size=0)
 
 
 @pytest.mark.parametrize("ids", [[-5, 3], [2**40, 2**40 + 1], [2**63, 2**80], [2**31 - 2, 2**31 - 1]])
@@ -165,6 +168,9 @@ GOOD = json.dumps(ROWS[0])
         (['{"input_length": "5", "output_length": 1, "hash_ids": []}'], 1, "('5')"),
         (['{"input_length": 99999999999, "output_length": 1, "hash_ids": []}'], 1, "(99999999999)"),
         (['{"timestamp": "now", "input_length": 5, "output_length": 1, "hash_ids": []}'], 1, "('now')"),
+        (['{"timestamp": NaN, "input_length": 5, "output_length": 1, "hash_ids": []}'], 1, "(nan)"),
+        (['{"timestamp": 1%s, "input_length": 5}' % ("0" * 5000)], 1, "no JSON"),
+        (['{"timestamp": 1%s, "input_length": 5, "output_length": 1}' % ("0" * 30)], 1, "64 bits"),
         (['{"input_length": 5, "output_length": 1, "hash_ids": 3}'], 1, "hash_ids is no list"),
         (['{"input_length": 5, "output_length": 1, "hash_ids": [1.5]}'], 1, "hash_ids is no list"),
         (['{"input_length": 5, "output_length": 1, "hash_ids": [1, 2]}'], 1, "(2), 1"),

@@ -65,7 +65,7 @@ def backend_reasons() -> dict[str, str | None]:
     import kvpool_backends
 
     reasons: dict[str, str | None] = {}
-    for name in sorted(kvpool_backends._known()):
+    for name in sorted(kvpool_backends.known()):
         try:
             kvpool_backends.load_backend(name)
             reasons[name] = None

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the calculation."""
     from kvpool.config import describe_plan
 
-    memory = int(args.memory) if args.memory.isdecimal() else args.memory
+    memory = f"{args.memory}B" if args.memory.isdecimal() else args.memory
     try:
         facts, text = describe_plan(args.model, memory, args.block_size, args.dtype, args.max_len)
     except OSError as exc:

@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Replay, and print what happened."""
-    from kvpool.errors import KVPoolError
+    from kvpool.errors import CapacityExceeded
     from kvpool.replay import replay, report
 
     sizes = pool_sizes(args)
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
             for index, num_blocks in enumerate(sizes):
                 progress = partial(show, index * len(trace))
                 results.append(replay(trace, num_blocks=num_blocks, **options, progress=progress))
-    except (ValueError, KVPoolError, MemoryError) as exc:
+    except (ValueError, CapacityExceeded, MemoryError) as exc:
         raise CommandError(str(exc) or "not enough memory for this pool") from None
     if args.plot is not None:
         draw(args, trace, results)
@@ -158,10 +158,13 @@ def draw(args: argparse.Namespace, trace: Trace, results: list[Result]) -> None:
     """Write the picture."""
     from kvpool.replay import plot
 
-    if args.sweep is None:
-        plot.draw_timeline(args.plot, trace.name, results[0])
-    else:
-        plot.draw_sweep(args.plot, trace.name, results)
+    try:
+        if args.sweep is None:
+            plot.draw_timeline(args.plot, trace.name, results[0])
+        else:
+            plot.draw_sweep(args.plot, trace.name, results)
+    except OSError as exc:
+        raise CommandError(f"--plot {args.plot}: {exc.strerror or exc}") from None
 
 
 @contextlib.contextmanager

@@ -193,7 +193,8 @@ class ClosedLoop:
             block_size,
             reserved_blocks=1,
             max_seqs=rows,
-            max_blocks_per_seq=-(-longest // block_size),
+            # One more than there are: a sequence that wants more than all blocks has to find none, not a limit.
+            max_blocks_per_seq=min(-(-longest // block_size), num_blocks + 1),
             in_order=True,
             **options,
         )

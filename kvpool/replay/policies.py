@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.errors import OutOfBlocks
+from kvpool.errors import CapacityExceeded, OutOfBlocks
 from kvpool.replay.loop import ClosedLoop, Request, Result
 from kvpool.replay.trace import Trace
 
@@ -40,19 +40,24 @@ class PrefixCaching(ClosedLoop):
         # Other requests that grow never help the head: it is asked again after a release.
         while self.waiting and len(self.running) < self.concurrency and not self.is_head_refused:
             request = self.waiting[0]
-            tokens = self.trace.tokens(request.row, request.length)
-            try:
-                handle = self.call("open", tokens)
-            except OutOfBlocks:
-                if self.running:
-                    self.is_head_refused = True
-                else:
-                    self.reject(self.waiting.popleft())
-                continue
-            self.waiting.popleft()
-            request.handles = [handle]
-            self.prefill(request, tokens)
-            self.running.append(request)
+            if self.open(request):
+                self.running.append(self.waiting.popleft())
+            elif self.running:
+                self.is_head_refused = True
+            else:
+                self.reject(self.waiting.popleft())
+
+    def open(self, request: Request) -> bool:
+        """Open the request's sequence and compute its prompt; tell whether there were blocks for it."""
+        if request.length > self.num_blocks * self.block_size:
+            return False  # the pool would say so too, but not before it is given tokens without number
+        tokens = self.trace.tokens(request.row, request.length)
+        try:
+            request.handles = [self.call("open", tokens)]
+        except OutOfBlocks:
+            return False
+        self.prefill(request, tokens)
+        return True
 
     def prefill(self, request: Request, tokens: NDArray[np.int32]) -> None:
         """Compute what the cache did not have, and publish the full blocks of the prompt."""
@@ -208,9 +213,7 @@ def replay(
     Raises
     ------
     ValueError
-        If an option is out of range, or does not belong to the policy.
-    OutOfBlocks
-        If P2 was given too few blocks.
+        If an option is out of range, or does not belong to the policy, or P2 has too few blocks.
     """
     if block_size is None:
         block_size = trace.block_size or 16
@@ -220,9 +223,13 @@ def replay(
         if value < 1:
             raise ValueError(f"[replay] {name} is out of range ({value}), at least 1")
     if policy == "P2":
-        if num_blocks is None:
-            num_blocks = blocks_needed(trace, block_size, concurrency, samples)
-        return ParallelSampling(trace, num_blocks, block_size, concurrency, samples).run(progress)
+        enough = blocks_needed(trace, block_size, concurrency, samples)
+        num_blocks = enough if num_blocks is None else num_blocks
+        try:
+            return ParallelSampling(trace, num_blocks, block_size, concurrency, samples).run(progress)
+        except (OutOfBlocks, CapacityExceeded):
+            message = f"[replay] num_blocks is too small for P2 ({num_blocks}), {enough} are always enough"
+            raise ValueError(message) from None
     if policy != "P1":
         raise ValueError(f"[replay] there is no such policy ({policy}): P1, P2")
     if samples != 1:

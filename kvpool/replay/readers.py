@@ -46,11 +46,17 @@ def read_trace(path: str | os.PathLike[str], *, block_size: int | None = None) -
 
     Raises
     ------
+    ValueError
+        If block_size is below 1.
     OSError
         If the file cannot be read.
     TraceError
         If its contents are no trace.
     """
+    if block_size is None:
+        block_size = MOONCAKE_BLOCK_SIZE
+    elif block_size < 1:
+        raise ValueError(f"[read_trace] block_size is out of range ({block_size}), at least 1")
     path = Path(path)
     trace = read_npz(path) if path.suffix == ".npz" else read_jsonl(path, block_size)
     if len(trace) == 0:
@@ -74,16 +80,18 @@ class _Rows:
         prompt = self.integer(record, "input_length", 1)
         self.columns["prompts"].append(prompt)
         self.columns["outputs"].append(self.integer(record, "output_length", 0))
-        self.columns["sessions"].append(self.integer(record, "session", -1, default=-1))
-        timestamp = record.get("timestamp", 0)
-        if isinstance(timestamp, bool) or not isinstance(timestamp, int | float):
-            self.refuse(f"timestamp is no number ({timestamp!r})")
+        session, timestamp = record.get("session", -1), record.get("timestamp", 0)
+        self.columns["sessions"].append(
+            session if _is_integer(session) and abs(session) <= LENGTH_MAX else -1
+        )
+        if type(timestamp) not in (int, float) or not abs(timestamp) < 2**63:
+            self.refuse(f"timestamp is no number of 64 bits ({timestamp!r})")
         self.columns["timestamps"].append(timestamp)
         self.ids.append(self.hash_ids(record, -(-prompt // self.block_size)))
 
-    def integer(self, record: dict[str, Any], name: str, least: int, default: int | None = None) -> int:
+    def integer(self, record: dict[str, Any], name: str, least: int) -> int:
         """Return an integer member of a request, checked."""
-        value = record.get(name, default)
+        value = record.get(name)
         if value is None:
             self.refuse(f"{name} is missing")
         if not _is_integer(value):
@@ -117,13 +125,13 @@ class _Rows:
         return Trace(self.path.name, self.block_size, ids=_flat(self.ids), id_offsets=offsets, **columns)
 
 
-def read_jsonl(path: Path, block_size: int | None) -> Trace:
-    """Read the JSON lines of a trace. Raises as `read_trace`."""
-    rows = _Rows(path, block_size or MOONCAKE_BLOCK_SIZE)
+def read_jsonl(path: Path, block_size: int) -> Trace:
+    """Read the JSON lines of a trace, `block_size` tokens per id if they do not tell. Raises as `read_trace`."""
+    rows = _Rows(path, block_size)
     for line in _lines(rows):
         try:
             record = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as exc:
+        except (ValueError, RecursionError) as exc:
             rows.refuse(f"no JSON ({_reason(exc)})")
         if not isinstance(record, dict):
             rows.refuse("no JSON object")
@@ -216,7 +224,9 @@ def _npz_members(path: Path) -> dict[str, NDArray[np.int64]]:
     with open(path, "rb") as file:
         try:
             with np.load(file, allow_pickle=False) as archive:
-                members = {name: archive[name] for name in (*NPZ_MEMBERS, "t_ms", "session") if name in archive}
+                members = {
+                    name: archive[name] for name in (*NPZ_MEMBERS, "t_ms", "session") if name in archive
+                }
         except Exception as exc:  # a damaged archive raises nearly anything
             raise TraceError(f"[read_trace] {path}: no .npz archive of integers ({_reason(exc)})") from None
     for name in NPZ_MEMBERS:

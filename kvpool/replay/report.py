@@ -114,7 +114,6 @@ def _prefix_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 SWEEP_COLUMNS = {
     "blocks": lambda facts: f"{facts['num_blocks']:,}",
-    "tokens": lambda facts: f"{facts['num_blocks'] * facts['block_size']:,}",
     "hit rate": lambda facts: _percent(facts["hit_rate"]),
     "at first": lambda facts: _percent(facts["first_hit_rate"]),
     "computed": lambda facts: f"{facts['computed_tokens']:,}",
@@ -123,7 +122,6 @@ SWEEP_COLUMNS = {
     "rejected": lambda facts: f"{facts['rejected']:,}",
     "steps": lambda facts: f"{facts['steps']:,}",
     "peak used": lambda facts: f"{facts['peak_used']:,}",
-    "mean used": lambda facts: f"{facts['mean_used']:,.0f}",
     "ns/op": lambda facts: f"{facts['ns_per_operation']:,.0f}",
 }
 
@@ -143,7 +141,8 @@ def describe_sweep(results: list[Result]) -> str:
         verdict = "No pool here serves all without preemption at nearly the best hit rate: try larger ones."
     else:
         verdict = (
-            f"{enough.num_blocks:,} blocks are enough: nothing preempted or rejected,"
+            f"{enough.num_blocks:,} blocks ({enough.num_blocks * enough.block_size:,} tokens) are enough:"
+            f" nothing preempted or rejected,"
             f" {_percent(enough.counters['first_hit_rate'])} hits at first admissions"
             f" (at least {GOOD_SHARE:.0%} of the best here)."
         )

@@ -59,6 +59,7 @@ class MLXBackend:
             raise ValueError(f"[MLXBackend] num_blocks is {num_blocks}, the least is 1")
         self.spec = spec
         self.num_blocks = num_blocks
+        self.dtype = DTYPES[spec.dtype]  # of the pool's arrays
         self._pool = PoolArrays(spec, num_blocks)
 
     @staticmethod
@@ -210,7 +211,7 @@ class MLXBackend:
         return StepArrays(_int32(blocks), _int32(offsets), tables[: len(seq_lens), :width], kv_len, valid)
 
     def write_tokens(self, layer: int, k: mx.array, v: mx.array, arrays: StepArrays) -> None:
-        """`write` with the arrays of a step on the device already. Nothing is checked."""
+        """`write` with the arrays of a step on the device already. Nothing is checked; another dtype is cast."""
         self._pool.write(layer, arrays.blocks, arrays.offsets, k, v)
 
     def read(self, layer: int, arrays: StepArrays) -> tuple[mx.array, mx.array]:
@@ -317,7 +318,8 @@ class MLXBackend:
         """Wait for all queued work on the pool and count the pool arrays that MLX copied, see `PoolArrays`.
 
         An engine that calls it between two steps gets writes in place (the reads of the first step are
-        through) and an exact count.
+        through) and an exact count. Like every call that evaluates: not while another thread evaluates or
+        builds work on the pool, MLX does not guard its graphs.
         """
         return self._pool.settle()
 

@@ -39,6 +39,9 @@ class TableUploader:
     - everything that was built on the array returned `num_buffers` calls ago has been evaluated (`mx.eval` of
       that step's results). With 1 buffer the previous step must be through; with 2 it may still run.
 
+    An engine that evaluates its own steps can promise that. The mlx-lm adapter cannot and does not use this
+    class: whether the last layer's read was evaluated is known to the caller of the model alone.
+
     Complexity: O(dirty rows * table_width) per buffer, 0 when nothing changed; all rows when B outgrows the
     buffers, which then double.
 

@@ -14,12 +14,14 @@ Every layer of the model shares one `kvpool.Pool`: a prompt of 100 tokens takes 
 not once per layer. ``copy.deepcopy`` of a cache (mlx-lm's prompt cache does it on every hit) is a fork that
 copies no KV, dropping a cache returns its blocks.
 
-Modules: `host` (pool and storage of one model, the hook), `batch` (sequences that run together, the operation
-log), `cache` (what a layer of the model sees), `prefix` (mlx-lm's prompt cache on shared blocks).
+Modules: `host` (pool and storage of one model), `hook` (how engines get there), `batch` (sequences that run
+together, the operation log), `cache` (what a layer of the model sees), `prefix` (mlx-lm's prompt cache on
+shared blocks).
 """
 
+from kvpool.adapters.mlx_lm.batch import EngineStopped
 from kvpool.adapters.mlx_lm.cache import PagedKVCache
 from kvpool.adapters.mlx_lm.host import SUPPORTED_VERSIONS, PagedKV, Summary, install
 from kvpool.adapters.mlx_lm.prefix import PagedPromptCache
 
-__all__ = ["SUPPORTED_VERSIONS", "PagedKV", "PagedKVCache", "PagedPromptCache", "Summary", "install"]
+__all__ = ["SUPPORTED_VERSIONS", "EngineStopped", "PagedKV", "PagedKVCache", "PagedPromptCache", "Summary", "install"]

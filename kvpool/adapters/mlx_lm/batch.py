@@ -20,12 +20,16 @@ import mlx.core as mx
 import numpy as np
 
 import kvpool
-from kvpool.errors import PoolClosed
+from kvpool.errors import KVPoolError, PoolClosed
 
 if TYPE_CHECKING:
     from kvpool.adapters.mlx_lm.host import PagedKV
 
 NOT_OPENED = -1  # in place of a handle: an empty sequence, opened when it gets its first token
+
+
+class EngineStopped(KVPoolError, RuntimeError):
+    """A batch was in an engine when a forward pass failed. The engine may have lost tokens: make a new one."""
 
 
 class Rows:
@@ -117,10 +121,12 @@ class Batch:
         self.is_merged = is_merged
         self.count = 0  # operations so far
         self.base = 0  # operations before it need not be followed any more, see `recover`
+        self.base_rows = self.rows  # what a facade that is still before `base` sees
+        self.is_stopped = False  # see `PagedKV.stop_engines`
         self._operation: _Operation | None = None
         self._missing = 0  # layers that have yet to issue the last operation
         self._plan: Any = None
-        kv.batches.add(self)
+        kv.batches[id(self)] = self
 
     def __del__(self) -> None:
         # Runs inside whatever the program is doing, a pool call included, so it must not change the pool: the
@@ -173,7 +179,12 @@ class Batch:
         return cursor + 1, operation.rows, operation.result
 
     def require_idle(self, call: str) -> None:
-        """Raise unless every layer has issued the last operation."""
+        """Raise unless every layer has issued the last operation, and no engine was stopped in the middle."""
+        if self.is_stopped:
+            raise EngineStopped(
+                f"[{call}] a forward pass failed while these {len(self.handles)} sequences were in an engine, "
+                "which may have lost tokens: discard it, make a new one and insert its prompts again"
+            )
         if self._operation is not None:
             raise RuntimeError(
                 f"[{call}] {self._missing} of {self.kv.num_layers} layers have not done the operation before "
@@ -182,7 +193,7 @@ class Batch:
 
     def recover(self, rows: Rows) -> None:
         """Back to `rows`, what was there before the forward pass that some layers have not done."""
-        self.rows = rows
+        self.rows = self.base_rows = rows
         self.count += 1  # even the layers that did it are behind now, and take `rows` over
         self.base = self.count
         self._missing = 0
@@ -197,12 +208,17 @@ class Batch:
         kv, before = self.kv, self.rows
         new = before.num_new(num_columns)
         after = before.after(new)
-        kv.begin_forward()
-        self._open_all()
-        plan = self._fitting_plan(int(new.sum()), int(after.lens.max()))
-        kv.pool.step(plan, np.array(self.handles, np.int64), new)
-        kv.note_forward(self, plan, before)
         try:
+            kv.begin_forward()
+        except BaseException:
+            self.is_stopped = self.is_merged  # the pass of somebody else goes on, or waits for `recover`
+            raise
+        try:
+            with kv.lock:
+                self._open_all()
+                plan = self._fitting_plan(int(new.sum()), int(after.lens.max()))
+                kv.pool.step(plan, np.array(self.handles, np.int64), new)
+                kv.note_forward(self, plan, before)
             if len(plan.copies):
                 kv.backend.copy_blocks(plan.copies)
             columns = None
@@ -212,6 +228,8 @@ class Batch:
             forward = Forward(kv.backend.step_arrays(plan, after.lens), columns)
         except BaseException:
             kv.undo_forward()
+            if self.is_merged:
+                kv.stop_engines()
             raise
         return forward, after
 
@@ -221,9 +239,10 @@ class Batch:
             raise ValueError(
                 f"[update_and_fetch] the input has {num_rows} rows, the cache {len(self.handles)} sequences"
             )
-        self._close(self.handles[num_rows:])
-        self.handles = self.handles[:num_rows] + [NOT_OPENED] * (num_rows - len(self.handles))
-        self.known = (self.known + [Known(self.kv.namespace)] * num_rows)[:num_rows]
+        with self.kv.lock:
+            self._close(self.handles[num_rows:])
+            self.handles = self.handles[:num_rows] + [NOT_OPENED] * (num_rows - len(self.handles))
+            self.known = (self.known + [Known(self.kv.namespace)] * num_rows)[:num_rows]
         self.rows = Rows(np.zeros(num_rows, np.int64))
 
     def _open_all(self) -> None:
@@ -266,15 +285,16 @@ class Batch:
     def _append(self, other: Batch, indices: Sequence[int]) -> None:
         """Fork rows of `other` into this batch, all or none."""
         forks: list[int] = []
-        try:
-            for i in indices:
-                handle = other.handles[i]
-                forks.append(NOT_OPENED if handle == NOT_OPENED else int(self.kv.pool.fork(handle)[0]))
-        except BaseException:
-            self._close(forks)
-            raise
-        self.handles += forks
-        self.known += [other.known[i] for i in indices]
+        with self.kv.lock:
+            try:
+                for i in indices:
+                    handle = other.handles[i]
+                    forks.append(NOT_OPENED if handle == NOT_OPENED else int(self.kv.pool.fork(handle)[0]))
+            except BaseException:
+                self._close(forks)
+                raise
+            self.handles += forks
+            self.known += [other.known[i] for i in indices]
         self.rows = Rows(np.concatenate([self.rows.lens, other.rows.lens[list(indices)]]))
 
     def filter(self, keep: Sequence[int]) -> tuple[None, Rows]:
@@ -282,8 +302,9 @@ class Batch:
         kept = [self.handles[i] for i in keep]
         if len(set(keep)) != len(keep):
             raise ValueError(f"[filter] indices {list(keep)} are not distinct")
-        self._close([handle for i, handle in enumerate(self.handles) if i not in set(keep)])
-        self.handles, self.known = kept, [self.known[i] for i in keep]
+        with self.kv.lock:
+            self._close([handle for i, handle in enumerate(self.handles) if i not in set(keep)])
+            self.handles, self.known = kept, [self.known[i] for i in keep]
         todo = self.rows.todo
         index = np.array(keep, np.int64)
         return None, Rows(self.rows.lens[index], None if todo is None else todo[index])
@@ -293,7 +314,8 @@ class Batch:
         lens = np.maximum(self.rows.lens - num_tokens, 0)
         opened = [i for i, handle in enumerate(self.handles) if handle != NOT_OPENED]
         if opened:
-            self.kv.pool.truncate(np.array(self.handles, np.int64)[opened], lens[opened])
+            with self.kv.lock:
+                self.kv.pool.truncate(np.array(self.handles, np.int64)[opened], lens[opened])
         self.known = [
             Known(known.namespace, min(known.num_tokens, n)) for known, n in zip(self.known, lens.tolist(), strict=True)
         ]
@@ -315,14 +337,16 @@ class Batch:
         (known,) = self.known
         length = int(self.rows.lens[0])
         if known.num_tokens < length:
-            self.kv.pool.commit(self.handles[0], tokens[known.num_tokens : length])
-            self.known = [Known(known.namespace, length)]
+            with self.kv.lock:
+                self.kv.pool.commit(self.handles[0], tokens[known.num_tokens : length])
+                self.known = [Known(known.namespace, length)]
         return length - known.num_tokens
 
     def _close(self, handles: Sequence[int]) -> None:
         opened = [handle for handle in handles if handle != NOT_OPENED]
         if opened:
-            self.kv.pool.close(opened)
+            with self.kv.lock:
+                self.kv.pool.close(opened)
 
 
 def _power_of_two(n: int) -> int:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import index
-from typing import Any
+from typing import Any, NoReturn
 
 import mlx.core as mx
 import numpy as np
 
 from kvpool.adapters.mlx_lm.batch import Batch, Rows
+
+
+class _NotSaved:
+    """Part of every ``state``: ``mx.eval`` passes over it, ``save_prompt_cache`` stops with its text."""
+
+    def __repr__(self) -> str:
+        return "[PagedKVCache] a paged cache cannot be saved, its arrays belong to all caches of the pool"
 
 
 class PagedKVCache:
@@ -23,6 +30,8 @@ class PagedKVCache:
     mask: the result is the same, and such a cache can always be trimmed.
 
     No ``__len__`` and no ``__bool__``: mlx-lm tests ``if cache`` and would take an empty cache for none.
+    No ``meta_state``, ``keys`` or ``values`` and no setter of ``state``: K and V are in the pool, a cache is saved
+    and loaded nowhere.
     """
 
     def __init__(self, batch: Batch, layer: int) -> None:
@@ -39,6 +48,12 @@ class PagedKVCache:
     def batch(self) -> Batch:
         """The sequences behind this layer and all others."""
         return self._batch
+
+    def __getattr__(self, name: str) -> NoReturn:
+        # The merge and extend of mlx-lm's own caches look for attributes of theirs in what they are given.
+        raise AttributeError(
+            f"PagedKVCache has no {name!r}: stock and paged caches cannot be in one batch", name=name, obj=self
+        )
 
     # ------------------------------------------------------------------------------------------ attention
 
@@ -81,7 +96,19 @@ class PagedKVCache:
             From the first layer of a pass; pool and cache are as before.
         CapacityExceeded
             The same, for a sequence that is longer than all blocks together.
+        TypeError
+            Keys or values have another dtype than the pool: the model was cast after `install`.
+        ConcurrentUse
+            Another thread is in a forward pass.
+        EngineStopped
+            A pass failed while these sequences were in an engine, see `PagedKV.recover`.
         """
+        dtype = self._batch.kv.backend.dtype
+        if keys.dtype != dtype or values.dtype != dtype:
+            raise TypeError(
+                f"[update_and_fetch] keys are {keys.dtype}, values {values.dtype}, the pool holds {dtype}: install "
+                "again after a model was cast"
+            )
         num_rows, _, num_columns, _ = keys.shape
         batch = self._batch
         forward = self._issue("forward", (num_rows, num_columns), lambda: batch.forward(num_rows, num_columns))
@@ -104,6 +131,7 @@ class PagedKVCache:
     def merge(cls, caches: Sequence[PagedKVCache]) -> PagedKVCache:
         """One cache with forks of the sequences of `caches`, which stay as they are."""
         first = caches[0]
+        _require_paged("merge", caches)
         batches = [cache._batch for cache in caches]
 
         def execute() -> tuple[Batch, Rows]:
@@ -118,6 +146,7 @@ class PagedKVCache:
 
     def extend(self, other: PagedKVCache) -> None:
         """Append forks of the sequences of `other`."""
+        _require_paged("extend", [other])
         batch = self._batch
         self._issue("extend", id(other._batch), lambda: batch.extend(other._batch))
 
@@ -201,18 +230,19 @@ class PagedKVCache:
         return blocks * spec.block_nbytes // spec.num_layers
 
     @property
-    def state(self) -> list[mx.array]:
+    def state(self) -> list[Any]:
         """The pool's arrays of this layer, so that ``mx.eval(cache.state)`` executes the writes.
 
-        It cannot be saved or set: the arrays belong to all caches of the pool.
+        It cannot be saved or set, because the arrays belong to all caches of the pool: ``save_prompt_cache``
+        raises a ValueError and writes nothing.
         """
-        return self._batch.kv.backend.planes(self._layer)
+        return [*self._batch.kv.backend.planes(self._layer), _NotSaved()]
 
     # ------------------------------------------------------------------------------------------- internals
 
     def _seen(self) -> Rows:
         """The batch as of this layer's last operation."""
-        return self._rows if self._cursor >= self._batch.base else self._batch.rows
+        return self._rows if self._cursor >= self._batch.base else self._batch.base_rows
 
     def _issue(self, name: str, key: Any, execute: Any) -> Any:
         self._arrays = None
@@ -226,6 +256,15 @@ class PagedKVCache:
         if ((rows < 0) | (rows >= count)).any():
             raise IndexError(f"[{call}] rows {asked.tolist()}, the cache has 0 .. {count - 1}")
         return tuple(rows.tolist())
+
+
+def _require_paged(call: str, caches: Sequence[Any]) -> None:
+    strangers = {type(cache).__name__ for cache in caches if not isinstance(cache, PagedKVCache)}
+    if strangers:
+        raise TypeError(
+            f"[{call}] {', '.join(sorted(strangers))} cannot be in one batch with paged caches: it was made before "
+            "install, or by another model"
+        )
 
 
 def _mask(starts: np.ndarray, ends: np.ndarray, num_columns: int, kv_len: int, window: int | None) -> mx.array:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import index
 from typing import Any, Self
@@ -17,12 +19,12 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 import kvpool
 from kvpool.adapters.mlx_lm.batch import NOT_OPENED, Batch, Known, Rows
 from kvpool.adapters.mlx_lm.cache import PagedKVCache
+from kvpool.adapters.mlx_lm.hook import Hook
 from kvpool.config import KVSpec
+from kvpool.errors import ConcurrentUse, StaleHandle
 
 SUPPORTED_VERSIONS = ("0.32.2",)  # releases of mlx-lm whose engines the tests run on kvpool
 
-_HOOK = "make_cache"  # every engine asks make_prompt_cache for caches, and that asks the model
-_NOTHING = object()
 _numbers = itertools.count()  # a model's blocks mean nothing to another model on the same pool
 
 
@@ -44,7 +46,7 @@ class Summary:
     cow_tokens: int
     query_tokens: int  # tokens that `PagedKV.fetch` was asked for
     hit_tokens: int  # of these, found in the prefix cache
-    mlx_pool_copies: int  # whole pool arrays that MLX copied to write to them; a lower bound with overlap
+    mlx_pool_copies: int  # whole pool arrays that MLX copied to write to them, as counted by the last `settle`
 
     def __str__(self) -> str:
         mib = 1 / 2**20
@@ -94,7 +96,8 @@ def install(
     Returns
     -------
     PagedKV
-        A context manager.
+        A context manager. Where one model has several, the last one entered makes the caches; they may leave
+        in any order.
 
     Raises
     ------
@@ -104,6 +107,13 @@ def install(
         The model keeps something else than keys and values in some layer, or layers differ in shape.
     TypeError
         Not exactly one of `num_blocks` and `pool`.
+
+    Notes
+    -----
+    Two options of mlx-lm's engines do not go with paged caches. ``max_kv_size``, on a model that has no
+    ``make_cache`` of its own, is a ValueError when the caches are made (other models ignore it, here as there).
+    ``kv_bits`` is a ValueError when mlx-lm wants to quantize: not before a cache has ``quantized_kv_start``
+    tokens, 5000 by default, up to which nothing is quantized and the tokens are those of stock caches.
     """
     if strict and mlx_lm.__version__ not in SUPPORTED_VERSIONS:
         raise RuntimeError(
@@ -134,7 +144,9 @@ def inspect_model(model: Any, block_size: int) -> tuple[KVSpec, tuple[int | None
     idle = [layer for layer, cache in enumerate(caches) if cache.keys is None]
     if idle:
         raise ValueError(f"[install] layers {idle} never use their cache")
-    shapes = {(c.keys.shape[1], c.keys.shape[3], c.values.shape[3], c.keys.dtype) for c in caches}
+    shapes = {
+        (c.keys.shape[1], c.keys.shape[3], c.values.shape[3], x.dtype) for c in caches for x in (c.keys, c.values)
+    }
     if len(shapes) != 1:
         raise ValueError(f"[install] layers differ in KV heads, head dims or dtype: {sorted(map(str, shapes))}")
     ((heads, k_dim, v_dim, dtype),) = shapes
@@ -157,6 +169,15 @@ class PagedKV:
     write can reach an earlier read. And no earlier write can hit a later owner's data: each write takes the
     newest version as input, so versions form one chain in the order in which the pool was stepped. (A write
     primitive that works in a shared buffer would end this argument, and would need `done` after evaluation.)
+
+    Threads
+    -------
+    One thread at a time. Threads may take turns, under a lock that each of them holds for a whole step of its
+    engine (``with lock: generator.next()``); who leaves has evaluated what it built, as engines do, or calls
+    `settle`. A thread that comes while another one is in a forward pass gets `ConcurrentUse` before anything has
+    happened. Between two passes nobody can notice from here that there was no lock, and MLX fails in its own
+    ways. `summary`, `can_admit` and `blocks_for` evaluate nothing and may be called from any thread, `pool` itself
+    may not: it has no lock.
 
     Attributes
     ----------
@@ -189,27 +210,24 @@ class PagedKV:
         self.windows = windows
         self.num_layers = len(windows)
         self.overlap = overlap
-        self.batches: weakref.WeakSet[Batch] = weakref.WeakSet()
-        self._replaced: list[Any] = []  # what the hook hides, innermost last
         self.prefix_cache = prefix_cache
         self._number = str(next(_numbers))
         self.namespace = self._own(b"")
         self.query_tokens = self.hit_tokens = 0
+        self.batches: weakref.WeakValueDictionary[int, Batch] = weakref.WeakValueDictionary()  # by id
+        self.lock = threading.RLock()  # held in every call of the pool: it takes one caller at a time
+        self._driver: threading.Thread | None = None  # who is in a forward pass
+        self._last_driver: threading.Thread | None = None
         self._running: tuple[weakref.ref[Batch], Any, Rows] | None = None  # the forward pass in progress
 
     # ------------------------------------------------------------------------------------------- the hook
 
     def __enter__(self) -> Self:
-        self._replaced.append(vars(self.model).get(_HOOK, _NOTHING))
-        setattr(self.model, _HOOK, self.make_cache)
+        Hook.enter(self)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        replaced = self._replaced.pop()
-        if replaced is _NOTHING:
-            delattr(self.model, _HOOK)
-        else:
-            setattr(self.model, _HOOK, replaced)
+        Hook.leave(self)
 
     def make_cache(self) -> list[PagedKVCache]:
         """An empty cache, one facade per layer: for ``prompt_cache=``, ``insert(caches=[...])`` and so on."""
@@ -241,10 +259,11 @@ class PagedKV:
         """
         self._require_prefix_cache("fetch")
         own = self._own(namespace)
-        handle = self.pool.pin(tokens[: max(len(tokens) - 1, 0)], own)
-        num_cached = self.pool.num_tokens(handle)
-        self.query_tokens += len(tokens)
-        self.hit_tokens += num_cached
+        with self.lock:
+            handle = self.pool.pin(tokens[: max(len(tokens) - 1, 0)], own)
+            num_cached = self.pool.num_tokens(handle)
+            self.query_tokens += len(tokens)
+            self.hit_tokens += num_cached
         known = Known(own, num_cached)
         return self._caches(Batch(self, [handle], [num_cached], False, [known])), num_cached
 
@@ -337,22 +356,28 @@ class PagedKV:
         return growth <= self._available() and longest <= self.pool.max_blocks_per_seq
 
     def summary(self) -> Summary:
-        """The account as of now. Waits for MLX."""
-        self.backend.settle()
-        stats, memory, block_nbytes = self.pool.stats(), self.backend.memory(), self.backend.spec.block_nbytes
-        held = {
-            int(block)
-            for batch in self.batches
-            for handle in batch.handles
-            if handle != NOT_OPENED
-            for block in self.pool.table(handle)
-        }
+        """The account as of now, from any thread: it does not wait for MLX and evaluates nothing."""
+        with self.lock:
+            batches = self._live_batches()  # kept alive: the blocks of one that dies meanwhile would count as leaked
+            held: set[int] = set()
+            handles = [handle for batch in batches for handle in batch.handles if handle != NOT_OPENED]
+            for handle in handles:
+                with suppress(StaleHandle):  # its batch is in its finalizer
+                    held.update(self.pool.table(handle).tolist())
+            if self._running is not None and self._running[1].is_pending:
+                held.update(self._running[1].copies[:, 0].tolist())  # sources, kept until the pass is through
+            stats = self.pool.stats()
+            del batches  # before another step: to it, a batch that is still alive is one more owner
+        leaked = max(0, stats.used - len(held))
+        if self.prefix_cache and 0 < stats.sequences == len(handles):
+            leaked = 0  # a block computed twice keeps its first copy alive, which may be in no table any more
+        memory, block_nbytes = self.backend.memory(), self.backend.spec.block_nbytes
         return Summary(
             blocks_used=stats.used,
             blocks_peak=stats.peak_used,
-            blocks_free=self._available(),
+            blocks_free=stats.free + stats.evictable,
             blocks_cached=stats.evictable,
-            blocks_leaked=stats.used - len(held),
+            blocks_leaked=leaked,
             sequences=stats.sequences,
             kv_nbytes=stats.used * block_nbytes,
             kv_nbytes_peak=stats.peak_used * block_nbytes,
@@ -366,22 +391,58 @@ class PagedKV:
         )
 
     def _available(self) -> int:
-        stats = self.pool.stats()
+        with self.lock:
+            stats = self.pool.stats()
         return stats.free + stats.evictable
+
+    def _live_batches(self) -> list[Batch]:
+        """All of them, as a list: another thread may make one at any time."""
+        return [batch for reference in self.batches.valuerefs() if (batch := reference()) is not None]
 
     # ------------------------------------------------------------------------- one forward pass at a time
 
     def begin_forward(self) -> None:
         """Before the pool is stepped: nothing else may be half done, and MLX has finished the step before."""
+        self._drive("update_and_fetch")
         if self._running is not None and self._running[0]() is None:
             self.undo_forward()  # nobody is left to ask for it
+            self._drive("update_and_fetch")
         if self._running is not None:
             raise RuntimeError(
                 "[update_and_fetch] an earlier forward pass was interrupted between two layers; "
                 "kv.recover() takes it back"
             )
-        if not self.overlap:
-            self.backend.settle()
+        try:
+            if not self.overlap:
+                self.backend.settle()
+        except BaseException:
+            self._driver = None
+            raise
+
+    def settle(self) -> int:
+        """Wait for MLX and count the pool arrays that it copied since the last time, see `MLXBackend.settle`.
+
+        Raises
+        ------
+        ConcurrentUse
+            Another thread ran the last forward pass and is still alive: its work may be half evaluated.
+        """
+        current = threading.current_thread()
+        last = self._last_driver
+        if last is not None and last is not current and last.is_alive():
+            raise ConcurrentUse(f"[settle] thread {last.name!r} ran the last forward pass, this is {current.name!r}")
+        return self.backend.settle()
+
+    def _drive(self, call: str) -> None:
+        """Make this thread the one that is in a forward pass, or raise `ConcurrentUse`; a dead one has left."""
+        current = threading.current_thread()
+        with self.lock:
+            driver = self._driver
+            if driver is not None and driver is not current and driver.is_alive():
+                raise ConcurrentUse(
+                    f"[{call}] thread {driver.name!r} is in a forward pass, this is {current.name!r}; one at a time"
+                )
+            self._driver = self._last_driver = current
 
     def note_forward(self, batch: Batch, plan: Any, before: Rows) -> None:
         """The pool was stepped for `batch`, whose rows were `before`."""
@@ -391,36 +452,59 @@ class PagedKV:
         """All layers have built their writes and reads; the class docstring tells why that is enough."""
         assert self._running is not None
         _, plan, _ = self._running
-        self._running = None
-        if plan.is_pending:
-            self.pool.done(plan)
+        with self.lock:
+            if plan.is_pending:
+                self.pool.done(plan)
+            self._running = None
+        self._driver = None
 
     def undo_forward(self) -> None:
-        """Take the step back; lengths and tables are as before it."""
-        assert self._running is not None
-        reference, plan, before = self._running
-        self._running = None
-        batch = reference()
-        if plan.is_pending:
-            self.pool.rollback(plan)
-        elif batch is not None:  # a pool with in_order=True
-            self.pool.truncate(np.array(batch.handles, np.int64), before.lens)
+        """Take the step back, if there was one; lengths and tables are as before it."""
+        running, self._running = self._running, None
+        if running is not None:
+            reference, plan, before = running
+            batch = reference()
+            with self.lock:
+                if plan.is_pending:
+                    self.pool.rollback(plan)
+                elif batch is not None:  # a pool with in_order=True
+                    self.pool.truncate(np.array(batch.handles, np.int64), before.lens)
+        self._driver = None
 
     def recover(self) -> bool:
         """Take back a forward pass that was interrupted between two layers, by an exception or Ctrl-C.
 
-        The batch that it ran on is as before it and can go on.
+        A cache that is fed by hand is as before the pass and can go on. An engine cannot: mlx-lm's
+        `BatchGenerator` has taken the tokens of a step out of its queues before the model sees them, and
+        drops the answers of the other requests. So the batches that engines have made are stopped and raise
+        `EngineStopped` from now on: make a new engine, after this call, and insert the prompts again.
 
         Returns
         -------
         bool
             Whether there was one.
+
+        Raises
+        ------
+        ConcurrentUse
+            Another thread is in it.
         """
-        if self._running is None:
-            return False
-        reference, _, before = self._running
+        self._drive("recover")
+        running = self._running
         self.undo_forward()
+        if running is None:
+            return False
+        reference, _, before = running
         batch = reference()
         if batch is not None:
             batch.recover(before)
+        self.stop_engines()
         return True
+
+    def stop_engines(self) -> None:
+        """After a failed pass: no batch that an engine has made may be used again.
+
+        Which engine it was, and what it has lost, cannot be known from here, so all of them count.
+        """
+        for batch in self._live_batches():
+            batch.is_stopped |= batch.is_merged

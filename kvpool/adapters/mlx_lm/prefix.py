@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 from mlx_lm.models.cache import trim_prompt_cache
 
@@ -89,6 +90,9 @@ class PagedPromptCache:
         prompt_cache : list of PagedKVCache
             Of one sequence; see `PagedKV.commit` for what is refused.
         """
+        layers = sum(kv.num_layers for kv in self._kvs)
+        if len(prompt_cache) != layers:
+            raise ValueError(f"[insert_cache] {len(prompt_cache)} caches, {layers} layers in {len(self._kvs)} models")
         start = 0
         for kv in self._kvs:
             caches = prompt_cache[start : start + kv.num_layers]
@@ -99,7 +103,7 @@ class PagedPromptCache:
 
     def __len__(self) -> int:
         """Blocks that are kept for later requests only."""
-        return sum(kv.pool.stats().evictable for kv in self._kvs)
+        return sum(_stats(kv).evictable for kv in self._kvs)
 
     def __bool__(self) -> bool:
         """True, empty or not."""
@@ -108,21 +112,24 @@ class PagedPromptCache:
     @property
     def nbytes(self) -> int:
         """Bytes of these blocks. They are part of the pool: a request that needs them takes them."""
-        return sum(kv.pool.stats().evictable * kv.backend.spec.block_nbytes for kv in self._kvs)
+        return sum(_stats(kv).evictable * kv.backend.spec.block_nbytes for kv in self._kvs)
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
         """Give up blocks, least recently used first, until no more than so many blocks or bytes are kept."""
         for kv in self._kvs:
+            excess = [0]
             if n_sequences is not None:
-                kv.pool.evict(max(0, len(self) - max(0, n_sequences)))
+                excess.append(len(self) - max(0, n_sequences))
             if n_bytes is not None:
-                kv.pool.evict(max(0, -(-(self.nbytes - max(0, n_bytes)) // kv.backend.spec.block_nbytes)))
+                excess.append(-(-(self.nbytes - max(0, n_bytes)) // kv.backend.spec.block_nbytes))
+            with kv.lock:
+                kv.pool.evict(max(excess))
 
     def stats_by_type(self) -> dict[str, dict[str, int]]:
         """Blocks and their bytes, those kept for later requests and those of running ones."""
         result = {"kept": {"n_sequences": len(self), "n_bytes": self.nbytes}, "running": dict.fromkeys(_SIZES, 0)}
         for kv in self._kvs:
-            used = kv.pool.stats().used
+            used = _stats(kv).used
             result["running"]["n_sequences"] += used
             result["running"]["n_bytes"] += used * kv.backend.spec.block_nbytes
         return result
@@ -145,6 +152,11 @@ class PagedPromptCache:
 
 
 _SIZES = ("n_sequences", "n_bytes")
+
+
+def _stats(kv: PagedKV) -> Any:
+    with kv.lock:
+        return kv.pool.stats()
 
 
 def _outside_images(tokens: Sequence[int], end: int) -> int:

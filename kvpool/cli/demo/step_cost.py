@@ -120,7 +120,7 @@ def run(settings: Settings, say: Callable[[str], None]) -> Outcome:
 
 PART = Part(
     "step_cost",
-    "one decode step of bookkeeping, beside a pure-Python allocator",
+    "one decode step of bookkeeping (step and done, wall time), beside a pure-Python allocator",
     {
         "step_same_tables": "same tables, lengths and slots",
         "step_cheaper": f"at least {MIN_RATIO:.0f} times cheaper",

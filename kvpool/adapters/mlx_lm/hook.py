@@ -1,0 +1,73 @@
+"""The hook into mlx-lm: every engine asks ``make_prompt_cache`` for caches, and that asks ``model.make_cache``."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from mlx_lm.models.cache import make_prompt_cache
+
+if TYPE_CHECKING:
+    from kvpool.adapters.mlx_lm.host import PagedKV
+
+_NAME = "make_cache"
+_NOTHING = object()
+
+
+class Hook:
+    """What stands in for a model's ``make_cache``, one per model however many are installed on it.
+
+    The last one of `installed` makes the caches. They may leave in any order; with the last one to leave the
+    model is as it was.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.installed: list[PagedKV] = []
+        self._hidden = vars(model).get(_NAME, _NOTHING)
+        self._heeds_max_kv_size = not hasattr(model, _NAME)
+
+    def __call__(self) -> list[Any]:
+        if self._heeds_max_kv_size:
+            _refuse_max_kv_size(sys._getframe(1))
+        return self.installed[-1].make_cache()
+
+    @classmethod
+    def enter(cls, kv: PagedKV) -> None:
+        """Make `kv` the one whose caches ``kv.model`` hands out."""
+        hook = vars(kv.model).get(_NAME)
+        if not isinstance(hook, cls):
+            hook = cls(kv.model)
+            setattr(kv.model, _NAME, hook)
+        hook.installed.append(kv)
+
+    @classmethod
+    def leave(cls, kv: PagedKV) -> None:
+        """Take back one `enter` of `kv`, wherever it stands. Raises RuntimeError if it is not there."""
+        hook = vars(kv.model).get(_NAME)
+        if not isinstance(hook, cls) or kv not in hook.installed:
+            raise RuntimeError(
+                f"[install] model.make_cache is {hook!r}, which somebody has set inside the block: put back what "
+                "was there before the block ends"
+            )
+        hook.installed.reverse()
+        hook.installed.remove(kv)  # its newest
+        hook.installed.reverse()
+        if hook.installed:
+            return
+        if hook._hidden is _NOTHING:
+            delattr(kv.model, _NAME)
+        else:
+            setattr(kv.model, _NAME, hook._hidden)
+
+
+def _refuse_max_kv_size(caller: Any) -> None:
+    """Raise if `caller` is a ``make_prompt_cache`` that was given a ``max_kv_size``.
+
+    Without a ``make_cache`` mlx-lm would honour it, with one it never does, and does not pass it on either.
+    So the only place where it can be seen is the caller's frame.
+    """
+    if caller.f_code is make_prompt_cache.__code__ and caller.f_locals.get("max_kv_size") is not None:
+        raise ValueError(
+            f"[make_cache] max_kv_size is {caller.f_locals['max_kv_size']}, paged caches keep every token: leave "
+            "it out, or use the model without kvpool"
+        )

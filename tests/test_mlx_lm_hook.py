@@ -1,0 +1,66 @@
+"""Several installs on one model leave in any order, and the last one leaves the model as it was."""
+
+import itertools
+
+import pytest
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_models import tiny_llama
+
+from kvpool.adapters.mlx_lm import install
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama(num_hidden_layers=1)
+
+
+def maker(model):
+    """Whose caches the model hands out, None for stock ones."""
+    cache = make_prompt_cache(model)[0]
+    return None if type(cache) is KVCache else cache._batch.kv
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_installs_leave_in_any_order(model, order):
+    installed = [install(model, 8) for _ in range(3)]
+    for kv in installed:
+        kv.__enter__()
+    left = list(installed)
+    for i in order:
+        assert maker(model) is left[-1]
+        installed[i].__exit__(None, None, None)
+        left.remove(installed[i])
+    assert maker(model) is None
+    assert "make_cache" not in vars(model)
+
+
+def test_one_install_may_be_entered_twice(model):
+    first, second = install(model, 8), install(model, 8)
+    with first, second:
+        with first:
+            assert maker(model) is first
+        assert maker(model) is second
+    assert maker(model) is None
+
+
+def test_a_hook_of_somebody_else_is_neither_lost_nor_overwritten(model):
+    kv = install(model, 8)
+    with kv:
+        paged = model.make_cache
+        model.make_cache = mine = lambda: paged()
+        with pytest.raises(RuntimeError, match=r"\[install\] model\.make_cache is .*put back what was there"):
+            kv.__exit__(None, None, None)
+        assert model.make_cache is mine
+        model.make_cache = paged
+    assert maker(model) is None
+
+
+def test_leaving_without_having_entered_is_told(model):
+    kv, other = install(model, 8), install(model, 8)
+    with kv:
+        with pytest.raises(RuntimeError, match=r"\[install\]"):
+            other.__exit__(None, None, None)
+        assert maker(model) is kv
+    with pytest.raises(RuntimeError, match=r"\[install\]"):
+        kv.__exit__(None, None, None)
+    assert maker(model) is None

@@ -1,0 +1,151 @@
+"""What paged caches do not do is said in a sentence, before any harm is done."""
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.models import qwen2
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache, save_prompt_cache
+from mlx_models import VOCAB, batch_tokens, random_prompts, randomized, solo_tokens, tiny_llama
+
+from kvpool.adapters.mlx_lm import PagedKVCache, install
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama()
+
+
+def tiny_qwen2():
+    """A model without `make_cache`, of which mlx-lm makes the caches itself."""
+    return randomized(
+        qwen2.Model(
+            qwen2.ModelArgs(
+                model_type="qwen2",
+                hidden_size=48,
+                num_hidden_layers=2,
+                intermediate_size=64,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                rms_norm_eps=1e-5,
+                vocab_size=VOCAB,
+            )
+        )
+    )
+
+
+@pytest.mark.parametrize("is_empty", [True, False])
+def test_saving_a_cache_raises_and_writes_no_file(model, tmp_path, is_empty):
+    kv = install(model, 20, block_size=4)
+    cache, others = kv.make_cache(), kv.make_cache()
+    model(mx.array([[1, 2, 3]]), cache=others)
+    if not is_empty:
+        model(mx.array([[1, 2, 3]]), cache=cache)
+    mx.eval([layer.state for layer in cache])  # what engines do with it still works
+    with pytest.raises(ValueError, match="a paged cache cannot be saved"):
+        save_prompt_cache(str(tmp_path / "cache.safetensors"), cache)
+    assert not list(tmp_path.iterdir())
+
+
+# ----------------------------------------------------------------------------------------- max_kv_size, kv_bits
+
+
+def test_max_kv_size_is_refused_where_stock_would_honour_it():
+    model = tiny_qwen2()
+    (prompt,) = random_prompts([20])
+    assert type(make_prompt_cache(model, 8)[0]) is RotatingKVCache
+    expected = solo_tokens(model, prompt)
+    assert solo_tokens(model, prompt, max_kv_size=8) != expected
+    with install(model, 50, block_size=4), install_again(model) as kv:
+        for call in (
+            lambda: make_prompt_cache(model, 8),
+            lambda: solo_tokens(model, prompt, max_kv_size=8),
+            lambda: batch_tokens(model, [prompt], max_kv_size=8),
+        ):
+            with pytest.raises(ValueError, match=r"\[make_cache\] max_kv_size is 8"):
+                call()
+        assert solo_tokens(model, prompt) == expected == batch_tokens(model, [prompt])[0]
+        assert type(model.make_cache()[0]) is PagedKVCache
+    assert kv.summary().blocks_used == 0
+    assert type(make_prompt_cache(model, 8)[0]) is RotatingKVCache
+
+
+def install_again(model):
+    """A second install on a model that has one, made from the shapes of the same class."""
+    kv = install(tiny_qwen2(), 50, block_size=4)
+    kv.model = model
+    return kv
+
+
+def test_max_kv_size_is_ignored_where_stock_ignores_it(model):
+    (prompt,) = random_prompts([20])
+    expected = solo_tokens(model, prompt, max_kv_size=8)
+    with install(model, 50, block_size=4):
+        assert solo_tokens(model, prompt, max_kv_size=8) == expected == solo_tokens(model, prompt)
+
+
+def test_kv_bits_is_refused_when_quantization_would_begin_and_harmless_before(model):
+    (prompt,) = random_prompts([20])
+    with install(model, 50, block_size=4):
+        with pytest.raises(ValueError, match=r"\[to_quantized\] .*kv_bits=4"):
+            solo_tokens(model, prompt, kv_bits=4, quantized_kv_start=10)
+        paged = solo_tokens(model, prompt, kv_bits=4)  # mlx-lm begins at 5000 tokens
+    assert paged == solo_tokens(model, prompt, kv_bits=4)
+
+
+# -------------------------------------------------------------------------------------- strangers in the batch
+
+
+def test_stock_and_paged_caches_in_one_batch_are_told_apart(model):
+    stock = make_prompt_cache(model)
+    paged = install(model, 20, block_size=4).make_cache()
+    for cache in (stock, paged):
+        mx.eval(model(mx.array([[1, 2]]), cache=cache))
+    merged = PagedKVCache.merge(paged[:1])
+    with pytest.raises(TypeError, match=r"\[merge\] KVCache cannot be in one batch with paged"):
+        PagedKVCache.merge([paged[1], stock[1]])
+    with pytest.raises(TypeError, match=r"\[extend\] BatchKVCache cannot be in one batch with paged"):
+        paged[2].extend(stock[2].merge([stock[2]]))
+    # the other way round stock's own code runs, and what it looks for tells
+    for call in (lambda: stock[0].merge([stock[0], paged[0]]), lambda: stock[0].merge([stock[0]]).extend(merged)):
+        with pytest.raises(AttributeError, match="stock and paged caches cannot be in one batch"):
+            call()
+
+
+def test_an_engine_given_a_stock_cache_beside_a_paged_one_says_so(model):
+    stock = make_prompt_cache(model)
+    mx.eval(model(mx.array([[1, 2]]), cache=stock))
+    with install(model, 50, block_size=4):
+        generator = BatchGenerator(model)
+        generator.insert([[3, 4], [5, 6]], [4, 4], caches=[make_prompt_cache(model), stock])
+        with pytest.raises(TypeError, match=r"\[merge\] KVCache"):
+            generator.next()
+
+
+# --------------------------------------------------------------------------------------------------- dtypes
+
+
+def test_a_model_that_was_cast_after_install_is_refused():
+    model = tiny_llama()
+    kv = install(model, 20, block_size=4)
+    cache = kv.make_cache()
+    mx.eval(model(mx.array([[1, 2]]), cache=cache))
+    model.set_dtype(mx.bfloat16)
+    before = kv.pool.fingerprint()
+    with pytest.raises(TypeError, match=r"\[update_and_fetch\] keys are mlx.core.bfloat16.* holds mlx.core.float32"):
+        model(mx.array([[3]]), cache=cache)
+    assert kv.pool.fingerprint() == before and not kv.recover()
+    again = install(model, 20, block_size=4)
+    assert again.backend.dtype == mx.bfloat16
+    mx.eval(model(mx.array([[1, 2]]), cache=again.make_cache()))
+
+
+def test_values_of_another_dtype_than_the_keys_are_refused():
+    class Mixed:
+        layers = (None,)
+
+        def __call__(self, tokens, cache):
+            x = mx.zeros((1, 2, tokens.shape[1], 8))
+            cache[0].update_and_fetch(x, x.astype(mx.float16))
+
+    with pytest.raises(ValueError, match=r"\[install\] layers differ in .*dtype"):
+        install(Mixed(), 16)

@@ -1,0 +1,105 @@
+"""mlx-lm's own server, unmodified, on a `PagedPromptCache`: the same answers, and prompts that are found."""
+
+import gc
+from types import SimpleNamespace
+
+import pytest
+from mlx_lm import server
+from mlx_lm.models.cache import LRUPromptCache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_models import VOCAB, tiny_llama
+
+from kvpool.adapters.mlx_lm import PagedPromptCache, install
+
+BLOCK = 4
+SYSTEM = "You are a block table. Answer in slots, never in bytes, and share what you have."
+QUESTIONS = ("Where is token 7?", "Who holds block 3?", "Where is token 8?")
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    plain = Tokenizer(models.BPE())
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB - 20, initial_alphabet=alphabet, show_progress=False)
+    plain.train_from_iterator([SYSTEM, *QUESTIONS], trainer)
+    return TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=plain, chat_template=TEMPLATE))
+
+
+def provide(model, tokenizer):
+    """What the server asks of its model provider."""
+    cli_args = SimpleNamespace(
+        decode_concurrency=4,
+        prompt_concurrency=2,
+        prefill_step_size=16,
+        prompt_cache_bytes=2**30,
+        chat_template_args={},
+        kv_bits=None,
+        kv_group_size=64,
+        quantized_kv_start=0,
+    )
+    return SimpleNamespace(
+        cli_args=cli_args,
+        model=model,
+        tokenizer=tokenizer,
+        model_key=("tiny", None, None),
+        is_batchable=True,
+        draft_model=None,
+        processor=None,
+        load=lambda *names: (model, tokenizer),
+        load_default=lambda: None,
+        reset=lambda: None,
+    )
+
+
+def arguments(seed):
+    """Greedy, 10 tokens; with a seed the server does not batch."""
+    return server.GenerationArguments(
+        model=server.ModelDescription("tiny", None, None),
+        sampling=server.SamplingArguments(0.0, 1.0, 0, 0.0, 0.0, 0.0),
+        logits=server.LogitsProcessorArguments(None, 0.0, 20, 0.0, 20, 0.0, 20),
+        stop_words=[],
+        max_tokens=10,
+        num_draft_tokens=0,
+        logprobs=False,
+        top_logprobs=0,
+        seed=seed,
+        chat_template_kwargs=None,
+    )
+
+
+def converse(model, tokenizer, prompt_cache, seed):
+    """Ask every question in a chat of its own; returns the answers and how many prompt tokens were cached."""
+    generator = server.ResponseGenerator(provide(model, tokenizer), prompt_cache)
+    answers, cached = [], []
+    try:
+        for question in QUESTIONS:
+            messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+            request = server.CompletionRequest("chat", "", messages, None, None)
+            context, responses = generator.generate(request, arguments(seed))
+            answers.append([response.token for response in responses])
+            cached.append(context.prompt_cache_count)
+    finally:
+        generator.stop_and_join()
+    return answers, cached
+
+
+@pytest.mark.parametrize("seed", [None, 1], ids=["batched", "one by one"])
+def test_the_server_answers_the_same_and_finds_what_prompts_share(tokenizer, seed):
+    model = tiny_llama()
+    expected, stock_cached = converse(model, tokenizer, LRUPromptCache(), seed)
+    with install(model, 300, block_size=BLOCK, prefix_cache=True) as kv:
+        answers, cached = converse(model, tokenizer, PagedPromptCache(kv), seed)
+    assert answers == expected
+    assert len({token for answer in answers for token in answer}) > 3
+    assert cached[0] == stock_cached[0] == 0
+    assert all(found > len(SYSTEM) // 8 and found % BLOCK == 0 for found in cached[1:])
+    assert all(ours > stock - BLOCK for ours, stock in zip(cached, stock_cached, strict=True))
+    gc.collect()
+    assert kv.summary().blocks_used == 0
+    assert kv.hit_tokens == sum(cached)
+    kv.pool.check()
