@@ -4,7 +4,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long lint bench bench-gates build debug sanitize clean
+.PHONY: help demo test test-golden-full test-long lint bench bench-gates build debug sanitize clean
 MAKEFLAGS += --no-print-directory
 unexport KVPOOL_CORE  # left set, it would have the plain Python model tested in place of the core
 
@@ -23,6 +23,9 @@ demo: $(VENV)/built $(VENV)/demo  ## set everything up, run the main job (a few 
 test: lint  ## set everything up, check style and types, run the tests
 	@echo "==> running the tests"
 	$(PYTEST) $(PYTEST_ARGS)
+
+test-golden-full: $(VENV)/built $(VENV)/test  ## replay the full traces in the folder KVPOOL_TRACES
+	KVPOOL_REPLAY_FULL=1 $(PYTEST) tests/test_replay.py $(PYTEST_ARGS)
 
 test-long: $(VENV)/built $(VENV)/test  ## the tests with ten times the random examples
 	KVPOOL_FUZZ_EXAMPLES=10000 $(PYTEST) --timeout 3600 $(PYTEST_ARGS)

@@ -191,11 +191,8 @@ cdef void blocks_lower_fences(Blocks* b) noexcept nogil:
 
 
 cdef void blocks_touch(Blocks* b, int32_t i) noexcept nogil:
-    """A hit: one more reference on a committed block, wherever it is. O(1)."""
+    """One more reference on a committed block, wherever it is. O(1)."""
     cdef Block* block = &b.block[i]
-    if block.place == CACHED:
-        b.revivals += 1
-        b.reuse_gap += b.allocs - b.fence[i]
     if block.place != USED:
         chain_unlink(b, &b.lru if block.place == CACHED else &b.limbo, i)
         block.place = USED

@@ -25,6 +25,7 @@ cdef class PrefixPool(SequencePool):
 
     cdef int get_tokens(self, Tokens* tokens, object value, str call) except -1
     cdef uint32_t find_root(self, bytes namespace, uint64_t* root_hash)
+    cdef void bind_namespace(self, int32_t slot, bytes namespace)
     cdef uint32_t make_root(self, bytes namespace)
     cdef void sweep_namespaces(self)
     cdef int64_t open_prompt(self, Tokens* tokens, bytes namespace, str call, bint take) except -1
@@ -34,6 +35,5 @@ cdef class PrefixPool(SequencePool):
     cdef int32_t flush_root(self, uint32_t root) except -1
     cdef int publish(self) except -1
     cdef object with_tokens(self, object tokens, object namespace, str call, bint take)
-    cdef int64_t done_tokens(self, int32_t slot) noexcept
     cdef bint same_tail(self, int32_t slot, int32_t id, const int32_t* tokens, int64_t start) noexcept
     cdef object add_event(self, tuple event)

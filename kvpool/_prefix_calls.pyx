@@ -3,7 +3,7 @@ from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 
 from kvpool._args cimport Ints, ints_at, ints_free, ints_get, to_int
-from kvpool._blocks cimport Blocks, blocks_available, blocks_take_many, blocks_touch, whole_blocks
+from kvpool._blocks cimport CACHED, Blocks, blocks_available, blocks_take_many, blocks_touch, whole_blocks
 from kvpool._prefix cimport (
     Index,
     Match,
@@ -22,6 +22,7 @@ from kvpool._sequence cimport (
     Seq,
     SeqPrefix,
     Seqs,
+    seq_done,
     seq_find,
     seq_new,
     seq_refresh,
@@ -191,7 +192,16 @@ cdef class PrefixPool(SequencePool):
         """
         if hasattr(tokens, "__len__"):
             return self.with_tokens(tokens, namespace, "open", True)
-        return self.open_empty(tokens)
+        if type(namespace) is not bytes:
+            raise TypeError(f"[open] namespace must be bytes, not {type(namespace).__name__}")
+        handle = self.open_empty(tokens)
+        if self.indexed:
+            self.bind_namespace(seq_find(&self.seqs, handle), namespace)
+        return handle
+
+    cdef void bind_namespace(self, int32_t slot, bytes namespace):
+        self.find_root(namespace, &self.seqs.prefix[slot].root_hash)
+        self.seqs.prefix[slot].root = self.make_root(namespace)
 
     def pin(self, tokens, namespace=b""):
         """Hold the cached blocks of a prefix, from its root, against eviction; `unpin` lets go.
@@ -255,6 +265,9 @@ cdef class PrefixPool(SequencePool):
         if self.indexed:
             root = self.make_root(namespace)
         for k in range(found.blocks):
+            if b.block[table[k]].place == CACHED:
+                b.revivals += 1
+                b.reuse_gap += b.allocs - b.fence[table[k]]
             blocks_touch(b, table[k])
         blocks_take_many(b, table + found.blocks, <int32_t>need)
         seq_new(s)
@@ -304,18 +317,9 @@ cdef class PrefixPool(SequencePool):
 
     # -- commit
 
-    cdef int64_t done_tokens(self, int32_t slot) noexcept:
-        """Leading tokens of a sequence that no pending step still has to write."""
-        cdef Seq* q = &self.seqs.seq[slot]
-        cdef SeqPrefix* prefix = &self.seqs.prefix[slot]
-        cdef int64_t fork_step = self.seqs.life[slot].fork_step, oldest = self.blocks.oldest_pending
-        if oldest == 0 or (q.last_step < oldest and fork_step < oldest):
-            return q.num_tokens
-        return max(prefix.done, prefix.forked_at) if fork_step < oldest else prefix.done
-
     cdef int judge_commit(self, int32_t slot, const int32_t* tokens, int64_t count, Py_ssize_t row) except -1:
         cdef Seq* q = &self.seqs.seq[slot]
-        cdef int64_t at = self.seqs.prefix[slot].committed, limit = self.done_tokens(slot)
+        cdef int64_t at = self.seqs.prefix[slot].committed, limit = seq_done(&self.seqs, &self.blocks, slot)
         cdef int64_t bs = self.blocks.block_size, done
         cdef int32_t id
         if count < 0:

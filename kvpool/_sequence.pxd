@@ -95,6 +95,7 @@ cdef inline void seq_new_version(Seqs* s, Seq* q) noexcept nogil:
 
 cdef void seq_refresh(const Seqs* s, const Blocks* b, int32_t slot) noexcept nogil
 cdef int32_t seq_new(Seqs* s) noexcept nogil
+cdef int64_t seq_done(const Seqs* s, const Blocks* b, int32_t slot) noexcept nogil
 cdef void seq_fork(Seqs* s, Blocks* b, int32_t parent, int32_t n, int64_t* children) noexcept nogil
 cdef void seq_truncate(Seqs* s, Blocks* b, int32_t slot, int64_t length) noexcept nogil
 cdef void seq_close(Seqs* s, Blocks* b, int32_t slot) noexcept nogil

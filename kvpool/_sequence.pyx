@@ -87,6 +87,15 @@ cdef void seq_truncate(Seqs* s, Blocks* b, int32_t slot, int64_t length) noexcep
     b.digest = mix(mix(mix(b.digest, OP_TRUNCATE), untagged(s.seq[slot].handle)), length)
 
 
+cdef int64_t seq_done(const Seqs* s, const Blocks* b, int32_t slot) noexcept nogil:
+    """Leading tokens of a sequence that no pending step still has to write."""
+    cdef const SeqPrefix* prefix = &s.prefix[slot]
+    cdef int64_t fork_step = s.life[slot].fork_step, oldest = b.oldest_pending
+    if oldest == 0 or (s.seq[slot].last_step < oldest and fork_step < oldest):
+        return s.seq[slot].num_tokens
+    return max(prefix.done, prefix.forked_at) if fork_step < oldest else prefix.done
+
+
 cdef void seq_fork(Seqs* s, Blocks* b, int32_t parent, int32_t n, int64_t* children) noexcept nogil:
     """n new sequences over the parent's filled blocks. The caller has checked that there are n free slots."""
     cdef const Seq* p = &s.seq[parent]
@@ -108,6 +117,7 @@ cdef void seq_fork(Seqs* s, Blocks* b, int32_t parent, int32_t n, int64_t* child
             s.newest_fork_step = max(s.newest_fork_step, inherited)
         if s.prefix != NULL:
             s.prefix[child] = s.prefix[parent]
+            s.prefix[child].done = seq_done(s, b, parent)
             s.prefix[child].forked_at = p.num_tokens
             memcpy(s.partial + child * b.block_size, s.partial + parent * b.block_size,
                    b.block_size * sizeof(int32_t))

@@ -260,7 +260,7 @@ def bad_mask(machine: PoolMachine, pick: int) -> Call:
 
 def bad_count(machine: PoolMachine, pick: int) -> Call:
     """Counts of blocks, tokens and children."""
-    wrong = (-1, True, 1.0, "1", np.float32(1), -(2**70), [1])[machine.turn % 7]
+    wrong = (-1, True, 1.0, "1", np.float32(1), -(2**70), {1})[machine.turn % 7]
     row = machine.opened()[:1]
     calls: tuple[Call, ...] = (
         lambda side: side.pool.alloc(wrong),

@@ -365,6 +365,7 @@ class PrefixMachine(PoolMachine):
         namespace = WRONG_NAMESPACES[which % len(WRONG_NAMESPACES)]
         rows = _some(self.opened(), [which, which + 1])
         stale = self.dead[-1 - which % len(self.dead)]
+        counts = [which % 5 + 1] * max(1, len(rows) + which % 2)  # too many, or too much
         too_long = [0] * (self.pair.oracle.pool.max_blocks_per_seq * self.block_size + 1)
         calls: tuple[Callable[[Side], Any], ...] = (
             lambda side: side.pool.open(tokens),
@@ -373,9 +374,7 @@ class PrefixMachine(PoolMachine):
             lambda side: (side.pool.match, side.pool.open, side.pool.pin)[which % 3]([0, 0], namespace),
             lambda side: side.pool.commit(side.batch(rows, which % 2 == 0), tokens),
             lambda side: side.pool.commit(side.batch([*rows, stale], False), [], None if which % 2 else 0),
-            lambda side: side.pool.commit(
-                side.batch(rows, True), [0] * (which % 5), [which % 5 + 1, 0, 0][: which % 4]
-            ),
+            lambda side: side.pool.commit(side.batch(rows, True), [0] * (which % 5), counts),
             lambda side: side.pool.open(too_long),
         )
         got = self.both(calls[pick])
