@@ -2,7 +2,6 @@
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from kvpool._blocks cimport Blocks
-from kvpool._sequence cimport Seqs
 
 
 cdef struct Slot:               # open addressing, linear probing, home position = key & mask
@@ -34,8 +33,6 @@ cdef struct Index:
     int64_t queries
     int64_t query_tokens
     int64_t hit_tokens
-    int64_t revivals
-    int64_t gap                 # blocks taken between release and revival, sum over revivals
     int32_t* journal            # [journal_room, 3] = (id or NO_BLOCK, uid, parent uid); NULL: no events wanted
     int32_t journal_size
     int32_t journal_room
@@ -53,7 +50,7 @@ cdef int64_t index_nbytes(const Index* ix, const Blocks* b) noexcept nogil
 cdef uint64_t index_root_hash(const Index* ix, const unsigned char* name, Py_ssize_t size) noexcept nogil
 cdef Match index_match(const Index* ix, const Blocks* b, uint32_t root, uint64_t root_hash, const int32_t* tokens,
                        int32_t max_blocks, int32_t* ids) noexcept nogil
-cdef bint index_same(const Index* ix, const Blocks* b, int32_t id, const int32_t* tokens) noexcept nogil
+cdef bint index_same(const Index* ix, int32_t id, const int32_t* tokens) noexcept nogil
 cdef void index_commit(Index* ix, Blocks* b, const int32_t* table, int32_t at, uint32_t root, uint64_t root_hash,
                        const int32_t* tokens) noexcept nogil
 cdef void index_drain(Index* ix, Blocks* b) noexcept nogil

@@ -224,7 +224,7 @@ cdef Match index_match(const Index* ix, const Blocks* b, uint32_t root, uint64_t
 
 # ---- commit ------------------------------------------------------------------------------------------------
 
-cdef bint index_same(const Index* ix, const Blocks* b, int32_t id, const int32_t* tokens) noexcept nogil:
+cdef bint index_same(const Index* ix, int32_t id, const int32_t* tokens) noexcept nogil:
     """Whether a committed block may be committed again with these tokens."""
     return memcmp(ix.tokens + id * ix.block_size, tokens, ix.block_size * sizeof(int32_t)) == 0
 

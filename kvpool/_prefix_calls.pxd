@@ -2,7 +2,7 @@
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from kvpool._args cimport Ints
-from kvpool._prefix cimport Index, Match
+from kvpool._prefix cimport Index
 from kvpool._sequence_calls cimport SequencePool
 
 
@@ -25,7 +25,6 @@ cdef class PrefixPool(SequencePool):
 
     cdef int get_tokens(self, Tokens* tokens, object value, str call) except -1
     cdef uint32_t find_root(self, bytes namespace, uint64_t* root_hash)
-    cdef void bind_namespace(self, int32_t slot, bytes namespace)
     cdef uint32_t make_root(self, bytes namespace)
     cdef void sweep_namespaces(self)
     cdef int64_t open_prompt(self, Tokens* tokens, bytes namespace, str call, bint take) except -1
@@ -33,7 +32,9 @@ cdef class PrefixPool(SequencePool):
     cdef void commit_row(self, int32_t slot, const int32_t* tokens, int64_t count)
     cdef void note_done(self, const int64_t* handles, const int64_t* lengths, int32_t n)
     cdef int32_t flush_root(self, uint32_t root) except -1
-    cdef int publish(self) except -1
+    cdef int catch_up(self) except -1
+    cdef void publish(self)
+    cdef int publish_entry(self, const int32_t* entry) except -1
     cdef object with_tokens(self, object tokens, object namespace, str call, bint take)
     cdef bint same_tail(self, int32_t slot, int32_t id, const int32_t* tokens, int64_t start) noexcept
     cdef object add_event(self, tuple event)

@@ -91,11 +91,21 @@ cdef class PrefixPool(SequencePool):
 
     cdef int enter(self, str call) except -1:
         SequencePool.enter(self, call)
-        if self.indexed and self.blocks.num_dropped:    # left by the call before, which took cached blocks
+        if self.indexed:
+            try:
+                self.catch_up()
+            except BaseException:
+                self.busy = False
+                raise
+        return 0
+
+    cdef int catch_up(self) except -1:
+        """What the calls before left to do."""
+        if self.blocks.num_dropped:             # they took cached blocks
             index_drain(&self.index, &self.blocks)
         if self.index.journal_size:
             self.publish()
-        if self.indexed and self.index.next_uid >= MOST_UIDS - 2 * <uint32_t>self.blocks.num_blocks:
+        if self.index.next_uid >= MOST_UIDS - 2 * <uint32_t>self.blocks.num_blocks:
             self.flush_root(0)      # node numbers are never reused while a node lives: they ran out, forget all
         return 0
 
@@ -148,7 +158,7 @@ cdef class PrefixPool(SequencePool):
         cdef int32_t i
         live = set()
         for i in range(self.blocks.num_blocks):
-            if self.index.uid[i]:
+            if self.index.uid[i] and self.blocks.block[i].committed:
                 live.add(self.index.root[i])
         for i in range(self.seqs.max_seqs):
             if self.seqs.life[i].life == OPEN:
@@ -190,18 +200,7 @@ cdef class PrefixPool(SequencePool):
         -----
         Match, references and blocks are one transaction: what was found cannot be evicted in between. O(n).
         """
-        if hasattr(tokens, "__len__"):
-            return self.with_tokens(tokens, namespace, "open", True)
-        if type(namespace) is not bytes:
-            raise TypeError(f"[open] namespace must be bytes, not {type(namespace).__name__}")
-        handle = self.open_empty(tokens)
-        if self.indexed:
-            self.bind_namespace(seq_find(&self.seqs, handle), namespace)
-        return handle
-
-    cdef void bind_namespace(self, int32_t slot, bytes namespace):
-        self.find_root(namespace, &self.seqs.prefix[slot].root_hash)
-        self.seqs.prefix[slot].root = self.make_root(namespace)
+        return self.with_tokens(tokens, namespace, "open", True)
 
     def pin(self, tokens, namespace=b""):
         """Hold the cached blocks of a prefix, from its root, against eviction; `unpin` lets go.
@@ -226,7 +225,11 @@ cdef class PrefixPool(SequencePool):
         try:
             if type(namespace) is not bytes:
                 raise TypeError(f"[{call}] namespace must be bytes, not {type(namespace).__name__}")
-            self.get_tokens(&prompt, tokens, call)
+            if take and (not hasattr(tokens, "__len__") or getattr(tokens, "ndim", 1) == 0):
+                prompt.size = to_int(tokens, call, "tokens", 0, INT64_MAX)
+                prompt.data = NULL              # a count: there is nothing to match
+            else:
+                self.get_tokens(&prompt, tokens, call)
             return self.open_prompt(&prompt, namespace, call, take)
         finally:
             free(prompt.owned)
@@ -240,18 +243,20 @@ cdef class PrefixPool(SequencePool):
         cdef Match found
         cdef uint64_t root_hash = 0
         cdef uint32_t root = 0
-        cdef int64_t total = whole_blocks(b, tokens.size + b.block_size - 1), need, available
+        cdef int64_t total, need, available
         cdef int32_t slot = s.free_slot[s.first_free] if s.num_free_slots else -1, k
         cdef int32_t* table = seq_table(s, slot) if slot >= 0 else NULL
         found.blocks = found.evictable = 0
         found.hash = 0
-        if total > s.max_blocks:
+        if tokens.size > s.max_blocks * b.block_size:
             raise CapacityExceeded(f"[{call}] {tokens.size} tokens, a sequence has at most "
                                    f"{s.max_blocks * b.block_size}")
+        total = whole_blocks(b, tokens.size + b.block_size - 1)
         if self.indexed:
             root = self.find_root(namespace, &root_hash)
-            found = index_match(&self.index, b, root, root_hash, tokens.data,
-                                <int32_t>whole_blocks(b, max(tokens.size - take, 0)) if root else 0, table)
+            if root and tokens.data != NULL:
+                found = index_match(&self.index, b, root, root_hash, tokens.data,
+                                    <int32_t>whole_blocks(b, max(tokens.size - take, 0)), table)
         need = total - found.blocks if take else 0
         available = blocks_available(b) - found.evictable
         if need and need + s.watermark > available:
@@ -280,7 +285,7 @@ cdef class PrefixPool(SequencePool):
             s.prefix[slot].committed = s.prefix[slot].done = s.prefix[slot].forked_at = s.seq[slot].num_tokens
             s.prefix[slot].root = root
             s.prefix[slot].root_hash = root_hash
-            if take:
+            if take and tokens.data != NULL:
                 self.index.queries += 1
                 self.index.query_tokens += tokens.size
                 self.index.hit_tokens += s.seq[slot].num_tokens
@@ -331,7 +336,7 @@ cdef class PrefixPool(SequencePool):
         while done + bs <= count:               # a block that somebody else committed must say the same
             id = seq_table(&self.seqs, slot)[(at + done) // bs]
             if self.blocks.block[id].committed and not (
-                    index_same(&self.index, &self.blocks, id, tokens + done) if done >= 0 else
+                    index_same(&self.index, id, tokens + done) if done >= 0 else
                     self.same_tail(slot, id, tokens, done)):
                 raise ValueError(f"[commit] block {id} of row {row} was committed with other tokens")
             done += bs
@@ -405,10 +410,13 @@ cdef class PrefixPool(SequencePool):
             if not self.indexed:
                 raise ValueError("[commit] the pool has no prefix cache (prefix_cache=False)")
             ints_get(&rows, handles, "commit", "handles", True, False)
-            self.get_tokens(&all_tokens, tokens, "commit")
             if counts is not None:
                 ints_get(&new, counts, "commit", "counts", True, True)
+            self.get_tokens(&all_tokens, tokens, "commit")     # last: what was judged here must not change again
             self.check_batch(&rows, "commit")
+            if counts is None and all_tokens.size % max(rows.size, 1):
+                raise ValueError(f"[commit] {all_tokens.size} tokens cannot be shared out evenly to {rows.size} "
+                                 f"handles, counts are needed")
             if counts is None:
                 new.scalar = all_tokens.size // rows.size if rows.size else 0
             if new.size >= 0 and new.size != rows.size:
@@ -480,11 +488,14 @@ cdef class PrefixPool(SequencePool):
                 raise TypeError(f"[flush] namespace must be bytes or None, not {type(namespace).__name__}")
             if not self.indexed:
                 return 0
-            if namespace is not None:
-                root = self.roots.get(namespace, 0)
-                if root == 0:
-                    return 0
-            blank = self.flush_root(root)
+            if namespace is None:
+                blank = self.flush_root(0)
+            else:
+                root = self.roots.pop(namespace, 0)
+                blank = self.flush_root(root) if root else 0
+                if self.events is not None:     # also for one that is not known any more: nobody shall see that
+                    self.names.pop(root, None)
+                    self.add_event(("cleared", namespace))
             self.blocks.digest = mix(mix(self.blocks.digest, OP_COMMIT), ~<uint64_t>blank)
             return blank
         finally:
@@ -493,20 +504,17 @@ cdef class PrefixPool(SequencePool):
     cdef int32_t flush_root(self, uint32_t root) except -1:
         """Forget every node below a root, 0: all; sequences go on without the index. Returns blocks made blank."""
         cdef int32_t slot, blank = index_flush(&self.index, &self.blocks, root)
-        namespace = None
         for slot in range(self.seqs.max_seqs):
             if self.seqs.life[slot].life == OPEN and (root == 0 or self.seqs.prefix[slot].root == root):
                 self.seqs.prefix[slot].root = 0
-        if root:
-            namespace = next(name for name, uid in self.roots.items() if uid == root)
-            del self.roots[namespace]
-        else:
+        if root == 0:
             self.roots.clear()
             self.index.next_uid = 1             # no node and no root is left that could be mistaken
         if self.events is not None:
             self.publish()
-            self.add_event(("cleared", namespace))
-            self.names = {uid: name for name, uid in self.roots.items()}
+            if root == 0:
+                self.names.clear()
+                self.add_event(("cleared", None))
         return blank
 
     def _set_next_uid(self, uid):
@@ -551,24 +559,32 @@ cdef class PrefixPool(SequencePool):
         self.lost_events += len(self.events) == self.events.maxlen
         self.events.append(event)
 
-    cdef int publish(self) except -1:
-        """Turn the journal of the calls before into events, with content keys."""
+    cdef void publish(self):
+        """Turn the journal of the calls before into events. Without memory for them they count as lost."""
+        cdef int32_t k = 0, n = self.index.journal_size
+        self.index.journal_size = 0
+        try:
+            for k in range(n):
+                self.publish_entry(self.index.journal + 3 * k)
+        except Exception:
+            self.lost_events += n - k
+
+    cdef int publish_entry(self, const int32_t* entry) except -1:
+        """One node that came or went, with its content key."""
         cdef Index* ix = &self.index
-        cdef int32_t k, id
-        cdef uint32_t uid, parent
-        cdef int64_t size = ix.block_size * sizeof(int32_t)
-        for k in range(ix.journal_size):
-            id = ix.journal[3 * k]
-            uid = <uint32_t>ix.journal[3 * k + 1]
-            parent = <uint32_t>ix.journal[3 * k + 2]
-            if id == NO_BLOCK:
-                self.add_event(("removed", self.keys.pop(uid)))
-                continue
-            namespace = self.names.get(ix.root[id], b"")
-            before = self.keys.get(parent) or hashlib.sha256(namespace).digest()[:16]
-            content = (<const char*>(ix.tokens + id * ix.block_size))[:size]
-            self.keys[uid] = hashlib.sha256(before + content).digest()[:16]
-            tokens = [ix.tokens[id * ix.block_size + i] for i in range(ix.block_size)]
-            self.add_event(("stored", self.keys[uid], self.keys.get(parent), tokens, ix.block_size, namespace))
-        ix.journal_size = 0
+        cdef int32_t id = entry[0]
+        cdef uint32_t uid = <uint32_t>entry[1], parent = <uint32_t>entry[2]
+        if id == NO_BLOCK:
+            key = self.keys.pop(uid, None)
+            if key is None:                     # that it came was lost
+                self.lost_events += 1
+            else:
+                self.add_event(("removed", key))
+            return 0
+        namespace = self.names.get(ix.root[id], b"")
+        before = self.keys.get(parent) or hashlib.sha256(namespace).digest()[:16]
+        content = (<const char*>(ix.tokens + id * ix.block_size))[:ix.block_size * 4]
+        self.keys[uid] = hashlib.sha256(before + content).digest()[:16]
+        tokens = [ix.tokens[id * ix.block_size + i] for i in range(ix.block_size)]
+        self.add_event(("stored", self.keys[uid], self.keys.get(parent), tokens, ix.block_size, namespace))
         return 0

@@ -120,7 +120,7 @@ cdef void seq_fork(Seqs* s, Blocks* b, int32_t parent, int32_t n, int64_t* child
             s.prefix[child].done = seq_done(s, b, parent)
             s.prefix[child].forked_at = p.num_tokens
             memcpy(s.partial + child * b.block_size, s.partial + parent * b.block_size,
-                   b.block_size * sizeof(int32_t))
+                   (s.prefix[parent].committed % b.block_size) * sizeof(int32_t))
         seq_refresh(s, b, child)
         children[k] = q.handle
         b.digest = mix(b.digest, untagged(q.handle))

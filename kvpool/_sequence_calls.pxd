@@ -14,6 +14,5 @@ cdef class SequencePool(BlockPool):
     cdef int32_t get_one(self, object handle, str call) except -1
     cdef int check_batch(self, Ints* batch, str call) except -1
     cdef void drain(self)
-    cdef object open_empty(self, object num_tokens)
     cdef void uncommit(self, int32_t slot, int64_t length)
     cdef void next_stamp(self) noexcept

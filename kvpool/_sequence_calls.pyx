@@ -190,35 +190,6 @@ cdef class SequencePool(BlockPool):
 
     # -- verbs
 
-    cdef object open_empty(self, object num_tokens):
-        """A new sequence of length 0, with blocks for its first `num_tokens` tokens."""
-        cdef Seqs* s = &self.seqs
-        cdef Blocks* b = &self.blocks
-        cdef int64_t tokens, need
-        cdef int32_t slot
-        self.enter("open")
-        try:
-            tokens = to_int(num_tokens, "open", "num_tokens", 0, INT64_MAX)
-            if tokens > s.max_blocks * b.block_size:
-                raise CapacityExceeded(f"[open] {tokens} tokens, a sequence has at most {s.max_blocks * b.block_size}")
-            need = whole_blocks(b, tokens + b.block_size - 1)
-            if need and need + s.watermark > blocks_available(b):
-                raise OutOfBlocks(
-                    f"[open] {need} blocks for {tokens} tokens, {b.num_blank} free and {b.lru.size} evictable, "
-                    f"watermark {s.watermark}", needed=need, short_by=need + s.watermark - blocks_available(b),
-                    free=b.num_blank, evictable=b.lru.size, limbo=b.limbo.size)
-            if s.num_free_slots == 0:
-                raise OutOfSequences(f"[open] {s.num_open} sequences are open, the limit is {s.max_seqs}")
-            slot = seq_new(s)
-            blocks_take_many(b, seq_table(s, slot), <int32_t>need)
-            s.seq[slot].num_blocks = <int32_t>need
-            s.sum_blocks += need
-            seq_refresh(s, b, slot)
-            b.digest = mix(mix(mix(b.digest, OP_OPEN), need), untagged(s.seq[slot].handle))
-            return s.seq[slot].handle
-        finally:
-            self.busy = False
-
     def fork(self, handle, n=1):
         """`n` new sequences that share every filled block of an open one. No KV data moves until one of them writes.
 

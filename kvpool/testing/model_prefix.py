@@ -354,6 +354,8 @@ class PrefixModel(SequenceModel):
         """Forget every node of a namespace, or of all; returns how many blocks became blank."""
         if namespace is not None:
             args.namespace("flush", namespace)
+        if self.prefix_cache and namespace is not None and namespace not in self._roots:
+            self._note("cleared", namespace)
         return self._flush(namespace) if self.prefix_cache and namespace in (None, *self._roots) else 0
 
     def _flush(self, namespace: bytes | None) -> int:
