@@ -1,0 +1,88 @@
+/* The C side of the CPU kernels: what the Cython face hands over, and what an instruction set provides.
+ *
+ * Nothing here checks an argument: the face (`_kernels.pyx`) has done it. Offsets and sizes are int64_t, strides count
+ * elements. docs/attention.md says what is computed.
+ */
+#ifndef KVCPU_H
+#define KVCPU_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+typedef enum { KV_F32 = 0, KV_F16 = 1, KV_BF16 = 2 } kv_dtype;
+
+static inline int64_t kv_itemsize(kv_dtype dtype) { return dtype == KV_F32 ? 4 : 2; }
+
+/* One plane of one layer: element (block, slot, head, d) is element
+ * block * block_stride + slot * slot_stride + head * head_stride + d of `base`. */
+typedef struct {
+    char *base;
+    int64_t block_stride, slot_stride, head_stride;
+    int64_t dim;
+} kv_plane;
+
+typedef struct {
+    kv_plane k, v;
+    kv_dtype dtype;
+    int64_t num_blocks, block_size, num_kv_heads;
+} kv_layer;
+
+/* Tokens outside the pool, [T, heads, dim]: k and v to be written, queries, results. Strides may be negative or 0. */
+typedef struct {
+    char *base;
+    kv_dtype dtype;
+    int64_t token_stride, head_stride, dim_stride;
+} kv_tokens;
+
+typedef struct {
+    const kv_layer *layer;
+    kv_tokens q, out;
+    int64_t num_rows, num_tokens, num_q_heads;
+    const int32_t *tables; /* [num_rows, ...], row i begins at tables + i * table_stride */
+    int64_t table_stride;
+    const int64_t *seq_lens; /* [num_rows] */
+    const int64_t *cu_q_lens; /* [num_rows + 1] */
+    float scale;
+    float soft_cap;      /* 0: none */
+    int64_t window;      /* INT64_MAX: none */
+    const float *sinks;  /* [num_q_heads] or NULL */
+    const float *slopes; /* [num_q_heads] or NULL */
+    const float *mask;   /* NULL: none; entry (t, h, c) at t * mask_token_stride + h * mask_head_stride + c */
+    int64_t mask_token_stride, mask_head_stride;
+} kv_attention;
+
+/* Bytes that kv_attend wants as scratch for this call: at most proportional to the batch, never to the pool. */
+typedef struct kv_isa kv_isa;
+int64_t kv_attend_scratch_nbytes(const kv_isa *isa, const kv_attention *call, int num_threads);
+void kv_attend(const kv_isa *isa, const kv_attention *call, void *scratch, int num_threads); /* scratch 64-byte aligned */
+
+/* slots[t] = block * block_size + offset, negative: skip. */
+void kv_write(const kv_isa *isa, const kv_layer *layer, const kv_tokens *k, const kv_tokens *v, const int64_t *slots,
+              int64_t num_tokens, int num_threads);
+/* copies: [num_copies, 3] rows of (src, dst, num_tokens); no dst is a src. */
+void kv_copy_blocks(const kv_layer *layers, int64_t num_layers, const int64_t *copies, int64_t num_copies, int num_threads);
+void kv_gather(const kv_layer *layer, const int64_t *blocks, int64_t num_tokens, const kv_tokens *k, const kv_tokens *v,
+               int num_threads); /* same dtype as the pool */
+void kv_zero(const kv_layer *layers, int64_t num_layers, const int64_t *blocks, int64_t num_blocks, int num_threads);
+/* data: [num_blocks, block_nbytes] in the portable order: layer, plane, position, head, element. */
+void kv_export(const kv_layer *layers, int64_t num_layers, const int64_t *blocks, int64_t num_blocks, char *data, int num_threads);
+void kv_import(const kv_layer *layers, int64_t num_layers, const int64_t *blocks, int64_t num_blocks, const char *data, int num_threads);
+
+/* The yardstick: reads every byte once with the widest loads of the instruction set and adds them up as floats. */
+float kv_read_sum(const kv_isa *isa, const char *const *ranges, const int64_t *nbytes, int64_t num_ranges, int num_threads);
+
+/* -------- threads (threads.c): one set of workers per process -------- */
+
+typedef void (*kv_work)(void *context, int64_t item, int thread);
+/* Calls work(context, item, thread) once for each item 0 .. num_items - 1, in any order, on at most num_threads threads, the
+ * caller among them (thread 0); returns when all are done. When another call has the workers, the caller works alone. */
+void kv_parallel(kv_work work, void *context, int64_t num_items, int num_threads);
+int kv_cpus(void); /* that this process may use */
+
+/* -------- instruction sets (dispatch.c) -------- */
+
+int kv_isa_count(void);
+const kv_isa *kv_isa_at(int index); /* those that this machine has, best last */
+const char *kv_isa_name(const kv_isa *isa);
+
+#endif
