@@ -1,8 +1,8 @@
 // Copies the first positions of blocks inside one plane, in place: copy-on-write. See kv_write for why it is a whole
 // kernel.
 //
-// Thread (c, i, n) copies elements 4 c .. 4 c + 3 of head i % Hk at position i / Hk of copy n, for Hk * BLOCK_SIZE values
-// of i. No block is both read and written.
+// Thread (c, i, n) copies elements 4 c .. 4 c + 3 of head i % Hk at position i / Hk of copy n, for Hk * BLOCK_SIZE
+// values of i. No block is both read and written.
 
 // layout: offset, block, slot and head stride. copies: [K, 3], rows of source, destination, number of positions.
 template <typename T, int BLOCK_SIZE>
@@ -17,8 +17,8 @@ template <typename T, int BLOCK_SIZE>
   if (slot >= copy[2]) {
     return;
   }
-  const int64_t from = kv::row_offset(layout[0], copy[0], layout[1], slot, layout[2], head, layout[3]);
-  const int64_t to = kv::row_offset(layout[0], copy[1], layout[1], slot, layout[2], head, layout[3]);
+  const kv::Head rows = kv::head_of(layout, head);
+  const int64_t from = rows.row(copy[0], slot), to = rows.row(copy[1], slot);
   reinterpret_cast<device kv::Chunk<T>*>(pool + to)[thread_position.x] =
       reinterpret_cast<const device kv::Chunk<T>*>(pool + from)[thread_position.x];
 }

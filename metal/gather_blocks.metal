@@ -20,8 +20,8 @@ const int head = thread_position_in_grid.z;
 kv::Chunk<T> chunk = kv::Chunk<T>(T(0));
 if (token < seq_lens[batch_row]) {
   const int64_t block = tables[batch_row * tables_strides[0] + token / BLOCK_SIZE];
-  const int64_t at = kv::row_offset(layout[0], block, layout[1], token % BLOCK_SIZE, layout[2], head, layout[3]);
-  chunk = reinterpret_cast<const device kv::Chunk<T>*>(pool + at)[c];
+  const int64_t row = kv::head_of(layout, head).row(block, token % BLOCK_SIZE);
+  chunk = reinterpret_cast<const device kv::Chunk<T>*>(pool + row)[c];
 }
 const int64_t row = (int64_t(batch_row) * threads_per_grid.z + head) * context + token;
 reinterpret_cast<device kv::Chunk<T>*>(out)[row * CHUNKS + c] = chunk;

@@ -20,10 +20,21 @@ KV_CONST float LOG2E = 1.44269504088896340736f;
 template <typename T>
 using Chunk = metal::vec<T, 4>;
 
-// Elements from the beginning of the array to a row.
-METAL_FUNC int64_t row_offset(int64_t offset, int64_t block, int64_t block_stride, int64_t slot, int64_t slot_stride,
-                              int64_t head, int64_t head_stride) {
-  return offset + block * block_stride + slot * slot_stride + head * head_stride;
+// The rows of one head in a plane.
+struct Head {
+  int64_t first, block_stride, slot_stride;
+
+  // Elements from the beginning of the array to a row.
+  METAL_FUNC int64_t row(int64_t block, int64_t slot) const {
+    return first + block * block_stride + slot * slot_stride;
+  }
+};
+
+// layout: offset, block, slot and head stride of a plane. Small arrays lie in another address space than large ones, so
+// the type of a pointer to one is a template argument.
+template <typename Layout>
+METAL_FUNC Head head_of(Layout layout, int64_t head) {
+  return Head{layout[0] + head * layout[3], layout[1], layout[2]};
 }
 
 template <int DIM>

@@ -44,6 +44,11 @@ const int first_head = threadgroup_position_in_grid.x % HEAD_GROUPS * HEADS;  //
 const int num_q_heads = threads_per_grid.x / (32 * SIMDGROUPS * HEAD_GROUPS) * GROUP;
 const int item = threadgroup_position_in_grid.y;
 
+const kv::Head k_head = kv::head_of(layout, kv_head);
+const kv::Head v_head = kv::head_of(layout + 4, kv_head);
+const float scale = options[0], soft_cap = options[1];
+const int window_tokens = window;
+
 const int batch_row = work[8 * item];
 const int first_query = work[8 * item + 1];
 const int num_queries = work[8 * item + 2];
@@ -94,9 +99,9 @@ for (int tile = run_begin + (seen_begin - run_begin) / 32 * 32; tile < seen_end;
   }
   for (int t = skipped / Keys::STEP * Keys::STEP; t < num_tokens; t += Keys::STEP) {
     const int64_t block = simd_shuffle(block_of_lane, ushort(t));
-    const int64_t at = kv::row_offset(layout[0], block, layout[1], (tile + t) % BLOCK_SIZE, layout[2], kv_head, layout[3]);
+    const device T* first = k_pool + k_head.row(block, (tile + t) % BLOCK_SIZE);
     Keys keys;
-    keys.load(k_pool + at, layout[2], skipped - t, num_tokens - t, lane);
+    keys.load(first, k_head.slot_stride, skipped - t, num_tokens - t, lane);
     KV_UNROLL
     for (int r = 0; r < ROWS; r++) {
       KV_UNROLL
@@ -127,10 +132,10 @@ for (int tile = run_begin + (seen_begin - run_begin) / 32 * 32; tile < seen_end;
     const int position = first_position + r / HEADS;
     const bool exists = r / HEADS < num_queries && first_head + r % HEADS < GROUP;
     bool visible = exists && my_token >= seen_begin && my_token < seen_end && my_token <= position &&
-                   my_token > position - window;
-    float score = scores[r] * options[0];
+                   my_token > position - window_tokens;
+    float score = scores[r] * scale;
     if (SOFT_CAP) {
-      score = options[1] * precise::tanh(score / options[1]);
+      score = soft_cap * precise::tanh(score / soft_cap);
     }
     if (ALIBI && visible) {
       score += slopes[head] * float(my_token - position);
@@ -157,9 +162,9 @@ for (int tile = run_begin + (seen_begin - run_begin) / 32 * 32; tile < seen_end;
 
   for (int t = skipped / Values::STEP * Values::STEP; t < num_tokens; t += Values::STEP) {
     const int64_t block = simd_shuffle(block_of_lane, ushort(t));
-    const int64_t at = kv::row_offset(layout[4], block, layout[5], (tile + t) % BLOCK_SIZE, layout[6], kv_head, layout[7]);
+    const device T* first = v_pool + v_head.row(block, (tile + t) % BLOCK_SIZE);
     Values rows;
-    rows.load(v_pool + at, layout[6], skipped - t, num_tokens - t, lane);
+    rows.load(first, v_head.slot_stride, skipped - t, num_tokens - t, lane);
     KV_UNROLL
     for (int a = 0; a < Values::ACCESSES; a++) {
       const int token = t + a * Values::ROWS + lane / Values::LANES;

@@ -256,7 +256,9 @@ class MetalKernels:
         )
         return out
 
-    def gather(self, layer: int, plane: str, pool: mx.array, tables: mx.array, seq_lens: mx.array, longest: int) -> mx.array:
+    def gather(
+        self, layer: int, plane: str, pool: mx.array, tables: mx.array, seq_lens: mx.array, longest: int
+    ) -> mx.array:
         """Contexts of plane "k" or "v" as ``[B, Hk, longest, D]``, 0 past the end of a row. Nothing is checked."""
         spec = self.spec
         dim = dict(spec.planes)[plane]
@@ -323,7 +325,7 @@ def in_place_source(name: str, types: tuple[str, ...], numbers: tuple[int, ...])
     types : names of `DTYPES`
         Template arguments that are types: pool and input of "kv_write", pool of "copy_blocks".
     numbers : int
-        The others: DIM, VALUE_DIM, BLOCK_SIZE; or BLOCK_SIZE.
+        The others: DIM, VALUE_DIM, BLOCK_SIZE and VECTORS (0 or 1); or BLOCK_SIZE.
 
     Returns
     -------
