@@ -1,7 +1,7 @@
 // Contexts of one plane as `[B, Hk, C, DIM]`, the order that MLX's attention takes without another copy.
 //
-// Thread (c, i, h) copies elements 4 c .. 4 c + 3 of token i % C of row i / C of the batch and KV head h. Positions past
-// the end of a row are 0.
+// Thread (c, i, h) copies elements 4 c .. 4 c + 3 of token i % C of row i / C of the batch and KV head h. Positions
+// past the end of a row are 0.
 //
 // Template   T, DIM, BLOCK_SIZE
 // Inputs     pool              base array

@@ -30,8 +30,8 @@ struct Head {
   }
 };
 
-// layout: offset, block, slot and head stride of a plane. Small arrays lie in another address space than large ones, so
-// the type of a pointer to one is a template argument.
+// layout: offset, block, slot and head stride of a plane. Small arrays lie in another address space than large ones,
+// so the type of a pointer to one is a template argument.
 template <typename Layout>
 METAL_FUNC Head head_of(Layout layout, int64_t head) {
   return Head{layout[0] + head * layout[3], layout[1], layout[2]};
@@ -156,7 +156,8 @@ METAL_FUNC float weight(float score, float largest) {
   return largest == -INFINITY ? 0.0f : metal::fast::exp2(score - largest);
 }
 
-// A finished row: the attention sink joins as one more score of value 0. `values` and `sum` are relative to `largest`.
+// A finished row: the attention sink joins as one more score of value 0. `values` and `sum` are relative to
+// `largest`.
 METAL_FUNC float4 finish(float4 values, float largest, float sum, float sink) {
   const float top = metal::max(largest, sink);
   const float denominator = sum * weight(largest, top) + weight(sink, top);

@@ -1,11 +1,11 @@
 // Stores the K and V of new tokens in place: decode's append and the chunks of a prefill.
 //
-// MLX's own way to run a kernel gives it fresh outputs only, so this one is a whole kernel, for who dispatches it with
-// the pool's buffers bound for writing. Thread (c, h, t) stores elements 4 c .. 4 c + 3 of KV head h of token t, in K and
-// in V. The grid is as wide as the wider of the two.
+// MLX's own way to run a kernel gives it fresh outputs only, so this one is a whole kernel, for who dispatches it
+// with the pool's buffers bound for writing. Thread (c, h, t) stores elements 4 c .. 4 c + 3 of KV head h of token t,
+// in K and in V. The grid is as wide as the wider of the two.
 
-// One plane: x [T, Hk, DIM] in any type and with any strides. VECTORS: rows of x are runs of elements and begin where a
-// chunk may begin.
+// One plane: x [T, Hk, DIM] in any type and with any strides. VECTORS: rows of x are runs of elements and begin where
+// a chunk may begin.
 template <typename T, typename X, int DIM, bool VECTORS>
 METAL_FUNC void kv_store(device T* pool, const device X* x, int64_t to, int64_t from, int64_t element_stride, int c) {
   if (c >= kv::chunks_per_row<DIM>()) {
@@ -23,8 +23,8 @@ METAL_FUNC void kv_store(device T* pool, const device X* x, int64_t to, int64_t 
   reinterpret_cast<device kv::Chunk<T>*>(pool + to)[c] = kv::Chunk<T>(float4(chunk));
 }
 
-// layout: offset, block, slot and head stride of K, then of V. strides: token, head and element stride of k, then of v.
-// A slot is block * BLOCK_SIZE + position; a negative one is skipped.
+// layout: offset, block, slot and head stride of K, then of V. strides: token, head and element stride of k, then of
+// v. A slot is block * BLOCK_SIZE + position; a negative one is skipped.
 template <typename T, typename X, int DIM, int VALUE_DIM, int BLOCK_SIZE, int VECTORS>
 [[kernel]] void kv_write(device T* k_pool [[buffer(0)]],
                          device T* v_pool [[buffer(1)]],

@@ -1,13 +1,15 @@
-// Attention of a few queries of one sequence over its paged context: decode, speculative windows, chunks of a prefill.
+// Attention of a few queries of one sequence over its paged context: decode, speculative windows, chunks of a
+// prefill.
 //
-// Threadgroup (x, y) takes `HEADS` query heads of one KV head and item y of the work list: up to `QUERIES` neighbouring
-// queries of a row of the batch and a part of that row's context. K and V are read once for all `ROWS` = QUERIES *
-// HEADS of them. Each simdgroup has a run of tokens to itself and meets the others after its last token. Parts and runs
-// begin where the row's length alone puts them, so that the other rows of a batch change no bit of a result.
+// Threadgroup (x, y) takes `HEADS` query heads of one KV head and item y of the work list: up to `QUERIES`
+// neighbouring queries of a row of the batch and a part of that row's context. K and V are read once for all `ROWS` =
+// QUERIES * HEADS of them. Each simdgroup has a run of tokens to itself and meets the others after its last token.
+// Parts and runs begin where the row's length alone puts them, so that the other rows of a batch change no bit of a
+// result.
 //
 // A simdgroup goes through its run in tiles of 32 tokens. First it reads K, all lanes on the same row; of the scores,
-// lane i keeps those of one token, so that mask, softmax and whatever else concerns scores costs one operation for 32 of
-// them. Then it reads V, and the lane that has a token's weight hands it to the others.
+// lane i keeps those of one token, so that mask, softmax and whatever else concerns scores costs one operation for 32
+// of them. Then it reads V, and the lane that has a token's weight hands it to the others.
 //
 // Template   T, Q              types of the pool, of queries and results
 //            DIM, VALUE_DIM    head dimensions, multiples of 4
@@ -29,8 +31,8 @@
 //            slopes, sinks     float [Hq]
 //            mask              float [T, 1 or Hq, C]
 // Output     out               DIRECT: Q [T, Hq, VALUE_DIM], the result
-//                              else float [N, X, ROWS, VALUE_DIM + 4] for X threadgroups of an item: the weighted sum of
-//                              values, the largest score (in base 2), the sum of weights, two zeros
+//                              else float [N, X, ROWS, VALUE_DIM + 4] for X threadgroups of an item: the weighted sum
+//                              of values, the largest score (in base 2), the sum of weights, two zeros
 
 constexpr int ROWS = HEADS * QUERIES;
 constexpr int HEAD_GROUPS = (GROUP + HEADS - 1) / HEADS;

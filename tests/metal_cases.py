@@ -172,9 +172,7 @@ class Batch:
 def pairwise(factors: dict[str, Sequence[Any]], seed: int = 0) -> list[dict[str, Any]]:
     """Choices in which every two values of two factors meet (greedy, deterministic)."""
     names = list(factors)
-    missing = {
-        ((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in factors[a] for y in factors[b]
-    }
+    missing = {((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in factors[a] for y in factors[b]}
     order = {pair: i for i, pair in enumerate(sorted(missing, key=repr))}
     rng = np.random.default_rng(seed)
     rows = []

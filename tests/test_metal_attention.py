@@ -8,15 +8,14 @@ import dataclasses
 import os
 import random
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-mx = pytest.importorskip("mlx.core", reason="the host side of the kernels lives in the mlx backend")
+from metal_cases import FEATURES, Batch, pairwise
 
 from kvpool_backends.mlx.metal_kernels import MetalKernels, head_tiles, plan_attention
-from metal_cases import FEATURES, Batch, pairwise
 
 LAUNCHES = int(os.environ.get("KVPOOL_METAL_LAUNCHES", "0"))
 LAYOUTS = ("NHD", "HND", "interleaved", "stacked")

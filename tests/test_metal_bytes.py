@@ -5,9 +5,6 @@ No time is measured here and none can be: these counts are what can be known abo
 
 import numpy as np
 import pytest
-
-pytest.importorskip("mlx.core", reason="the host side of the kernels lives in the mlx backend")
-
 from metal_cases import FEATURES, Batch
 
 LINE = 128

@@ -1,12 +1,11 @@
 """`gather_blocks`: contexts out of the pool, in the order that MLX's attention takes."""
 
+import mlx.core as mx
 import numpy as np
 import pytest
-
-mx = pytest.importorskip("mlx.core", reason="the host side of the kernels lives in the mlx backend")
+from metal_cases import Batch
 
 from kvpool_backends.mlx.metal_kernels import MetalKernels
-from metal_cases import Batch
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND", "interleaved", "stacked"])

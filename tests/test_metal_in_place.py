@@ -1,18 +1,16 @@
 """`kv_write` and `copy_blocks`, the kernels that change a pool where it lies.
 
-``metal_kernel`` binds no buffer for writing, so only the stand-in runs them from Python. On a Mac they are dispatched by
-the extension that owns the pool, and tested with it.
+``metal_kernel`` binds no buffer for writing, so only the stand-in runs them from Python. On a Mac they are dispatched
+by the extension that owns the pool, and tested with it.
 """
 
 import numpy as np
 import pytest
-
-pytest.importorskip("mlx.core", reason="the host side of the kernels lives in the mlx backend")
+from metal_engine import launch_in_place
 
 from kvpool.config import KVSpec
 from kvpool.testing.dense import round_to, stored_bytes
 from kvpool_backends.mlx.metal_kernels import plane_strides
-from metal_engine import launch_in_place
 
 LAYOUTS = ("NHD", "HND", "interleaved", "stacked")
 DTYPES = ("float32", "float16", "bfloat16")
@@ -34,9 +32,7 @@ class Planes:
         self.layer = 1 if spec.layout == "stacked" else 0
         self.strides = plane_strides(spec, NUM_BLOCKS, self.layer)
         layouts = [spec.plane_layout(plane, NUM_BLOCKS) for plane, _ in spec.planes]
-        bases = {
-            layout.array: rng.integers(0, 2**16, layout.shape).astype(STORED[spec.dtype]) for layout in layouts
-        }
+        bases = {layout.array: rng.integers(0, 2**16, layout.shape).astype(STORED[spec.dtype]) for layout in layouts}
         self.arrays = [bases[layout.array] for layout in layouts]
 
     def index(self, plane, block, slot):

@@ -5,8 +5,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("mlx.core", reason="the work list lives in the mlx backend")
-
 from kvpool.config import KVSpec
 from kvpool_backends.mlx.metal_kernels import (
     PARTS_MAX,

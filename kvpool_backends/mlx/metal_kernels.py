@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import mlx.core as mx
 import numpy as np
@@ -34,7 +34,8 @@ DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 TYPE_NAMES = {"float32": "float", "float16": "float16_t", "bfloat16": "bfloat16_t"}  # as MLX's prelude spells them
 NO_WINDOW = 2**31 - 1
 
-Factory = Callable[..., Callable[..., list[mx.array]]]
+Kernel = Callable[..., list[mx.array]]
+Factory = Callable[..., Kernel]
 
 
 class HeadTiles(NamedTuple):
@@ -182,9 +183,9 @@ class MetalKernels:
                 raise ValueError(f"[MetalKernels] {name} is {dim}, it must be a multiple of 4, at most 256")
         self.spec = spec
         self.num_blocks = num_blocks
-        self._factory = mx.fast.metal_kernel if factory is None else factory
-        self._layouts: dict[int, np.ndarray] = {}
-        self._built: dict[str, Callable[..., list[mx.array]]] = {}
+        self._factory = cast(Factory, mx.fast.metal_kernel) if factory is None else factory
+        self._layouts: dict[int, mx.array] = {}
+        self._built: dict[str, Kernel] = {}
 
     def attend(
         self,
@@ -282,7 +283,7 @@ class MetalKernels:
         layouts = (self.spec.plane_layout(plane, self.num_blocks) for plane, _ in self.spec.planes)
         return all(layout.slot_stride == dim for layout, (_, dim) in zip(layouts, self.spec.planes, strict=True))
 
-    def _kernel(self, name: str) -> Callable[..., list[mx.array]]:
+    def _kernel(self, name: str) -> Kernel:
         if name not in self._built:
             header, source = source_text("kv_layout.h"), source_text(f"{name}.metal")
             self._built[name] = self._factory(
