@@ -95,7 +95,7 @@ class Batch:
         mask = rng.standard_normal((len(self.q), self.num_q_heads, max(self.seq_lens)))
         mask[rng.random(mask.shape) < 0.3] = -np.inf
         every = {
-            "window": int(rng.integers(1, max(self.seq_lens) + 1)),
+            "window": int(rng.integers(1, max(self.seq_lens) // 3 + 2)),
             "soft_cap": 1.5,
             "sinks": rng.standard_normal(self.num_q_heads),
             "alibi_slopes": rng.random(self.num_q_heads) / 8,

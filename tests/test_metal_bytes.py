@@ -73,11 +73,11 @@ def test_a_sliding_window_reads_what_it_sees(counting_engine):
 
 
 def test_everything_else_that_decode_reads_is_small(counting_engine):
-    batch = Batch(dtype="float16", head_dim=128, group=4, seq_lens=(512,), block_size=16)
+    batch = Batch(dtype="float16", head_dim=128, group=4, seq_lens=(490,), block_size=16)
     (run,) = counted(batch, counting_engine)
     others = sum(traffic.bytes for name, traffic in run.reads.items() if name not in ("k_pool", "v_pool"))
     assert others <= 0.05 * needed_bytes(batch)
-    assert run.reads["tables"].bytes == 4 * 32 * batch.kv_heads  # an entry per block, once per KV head
+    assert run.reads["tables"].bytes == 4 * 31 * batch.kv_heads  # an entry per block, once per KV head
 
 
 def test_barriers_do_not_depend_on_the_context(counting_engine):
