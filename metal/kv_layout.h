@@ -112,7 +112,7 @@ struct Rows {
   }
 
   METAL_FUNC void load_run(const device T* first, int begin, int end, int lane) {
-    constexpr int READS = ACCESSES * CHUNKS / 32;
+    constexpr int READS = ACCESSES * CHUNKS < 32 ? 1 : ACCESSES * CHUNKS / 32;
     using Words = metal::vec<uint, sizeof(Chunk<T>) / 4>;  // what every simdgroup function takes
     const device Chunk<T>* chunks = reinterpret_cast<const device Chunk<T>*>(first);
     Words read[READS];

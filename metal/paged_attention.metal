@@ -26,7 +26,7 @@
 //            work              int32 [N, 8]: row of the batch, first query token, number of queries, position of the
 //                              first one; where the part begins, tokens of a run (whole blocks), first and last + 1 of
 //                              the tokens that any of the queries sees here
-//            options           float [2]: scale, soft cap
+//            numbers           float [2]: scale, soft cap
 //            window            int32: tokens that a query sees
 //            slopes, sinks     float [Hq]
 //            mask              float [T, 1 or Hq, C]
@@ -48,7 +48,7 @@ const int item = threadgroup_position_in_grid.y;
 
 const kv::Head k_head = kv::head_of(layout, kv_head);
 const kv::Head v_head = kv::head_of(layout + 4, kv_head);
-const float scale = options[0], soft_cap = options[1];
+const float scale = numbers[0], soft_cap = numbers[1];
 const int window_tokens = window;
 
 const int batch_row = work[8 * item];

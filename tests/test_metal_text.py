@@ -1,6 +1,7 @@
 """The texts of the Metal kernels: names, 64-bit offsets, what MLX and Apple's compiler ask of a text."""
 
 import re
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -62,7 +63,9 @@ def test_every_input_is_used_and_named():
 def test_texts_keep_to_what_metal_has(name):
     text = source_text(name)
     assert "//" not in text
-    banned = r"\b(double|goto|new|delete|virtual|throw|try|catch|std|static_cast|printf|long long|alignas|thread_local)\b"
+    banned = (
+        r"\b(double|goto|new|delete|virtual|throw|try|catch|std|static_cast|printf|long long|alignas|thread_local)\b"
+    )
     assert not re.search(banned, text)
     assert "function_constant" not in text  # not part of MLX's key of a compiled kernel
     assert "atomic" not in text
@@ -77,8 +80,6 @@ def test_threadgroup_variables_have_fixed_sizes_in_kernel_bodies():
 
 
 def test_line_numbers_of_texts_are_those_of_the_files():
-    from pathlib import Path
-
     folder = Path(__file__).parents[1] / "metal"
     for path in [*folder.glob("*.metal"), *folder.glob("*.h")]:
         assert source_text(path.name).count("\n") == path.read_text().count("\n")
