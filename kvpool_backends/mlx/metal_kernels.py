@@ -10,7 +10,7 @@ Nothing here needs a Metal device: any factory with the interface of ``metal_ker
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -122,11 +122,10 @@ def plan_attention(
     -------
     AttentionWork
     """
-    contexts = np.asarray(seq_lens, np.int64)
-    starts = np.asarray(cu_q_lens, np.int64)
+    contexts, starts = np.asarray(seq_lens, np.int64), np.asarray(cu_q_lens, np.int64)
     q_lens = np.diff(starts)
 
-    # Tiles of queries; padding tokens are tiles that see nothing.
+    # Tiles of queries, and which tokens their queries see.
     tiles_of_row = -(-q_lens // tiles.queries)
     row = np.repeat(np.arange(len(q_lens)), tiles_of_row)
     first = _ranges(tiles_of_row) * tiles.queries
@@ -143,30 +142,28 @@ def plan_attention(
     parts_of_tile = (end - 1) // size - first_part + 1
     tile = np.repeat(np.arange(len(row)), parts_of_tile)
     part = (first_part[tile] + _ranges(parts_of_tile)) * size[tile]
-    items = np.stack(
-        [
-            *(row[tile], starts[row[tile]] + first[tile], count[tile], position[tile], part, run[tile]),
-            *(np.maximum(begin[tile], part), np.minimum(end[tile], part + size[tile])),
-        ],
-        axis=1,
-    )
-    parts = np.stack(
-        [
-            _ranges(count),
-            np.repeat(np.cumsum(parts_of_tile) - parts_of_tile, count),
-            np.repeat(parts_of_tile, count),
-        ],
-        axis=1,
-    )
 
+    row_of, seen = row[tile], (np.maximum(begin[tile], part), np.minimum(end[tile], part + size[tile]))
+    items = (row_of, starts[row_of] + first[tile], count[tile], position[tile], part, run[tile], *seen)
+    first_item = np.cumsum(parts_of_tile) - parts_of_tile
+    parts = (_ranges(count), np.repeat(first_item, count), np.repeat(parts_of_tile, count))
+
+    # Padding tokens are items of one query that sees nothing.
     padding = np.arange(starts[-1], num_tokens)
-    idle = np.zeros((len(padding), 8), np.int64)
-    idle[:, 1], idle[:, 2] = padding, 1
-    idle_parts = np.zeros((len(padding), 3), np.int64)
-    idle_parts[:, 1], idle_parts[:, 2] = len(items) + np.arange(len(padding)), 1
-    return AttentionWork(
-        tiles, np.concatenate([items, idle]).astype(np.int32), np.concatenate([parts, idle_parts]).astype(np.int32)
-    )
+    idle = np.zeros_like(padding)
+    idle_items = (idle, padding, idle + 1, *[idle] * 5)
+    idle_parts = (idle, len(tile) + np.arange(len(padding)), idle + 1)
+    return AttentionWork(tiles, _columns(items, idle_items), _columns(parts, idle_parts))
+
+
+def _ranges(counts: np.ndarray) -> np.ndarray:
+    """``0 .. n - 1`` for each n of `counts`, one after the other."""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def _columns(*tables: Sequence[np.ndarray]) -> np.ndarray:
+    """Tables given by their columns, one below the other, as int32."""
+    return np.concatenate([np.stack(columns, axis=1) for columns in tables]).astype(np.int32)
 
 
 def attention_step(
@@ -191,11 +188,6 @@ def attention_step(
         mx.zeros((1, 1, 1)) if mask is None else mx.array(mask),
         options.features,
     )
-
-
-def _ranges(counts: np.ndarray) -> np.ndarray:
-    """``0 .. n - 1`` for each n of `counts`, one after the other."""
-    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 class MetalKernels:
