@@ -31,7 +31,9 @@ INSTRUMENTED_FLAGS = (
     "-O1", "-fsanitize=thread", "-DMSL_INSTRUMENTED", "-fno-tree-vectorize", "-fno-unroll-loops",
 )  # fmt: skip
 GCC_FLAGS = ("-fexcess-precision=16", "-fno-gnu-unique")
-GCC_INSTRUMENTED_FLAGS = ("-fno-store-merging", "-fno-thread-jumps", "-fno-tree-loop-im", "--param=tsan-instrument-func-entry-exit=0")
+GCC_INSTRUMENTED_FLAGS = (
+    "-fno-store-merging", "-fno-thread-jumps", "-fno-tree-loop-im", "--param=tsan-instrument-func-entry-exit=0",
+)  # fmt: skip
 RUNTIME_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-g1", "-U_FORTIFY_SOURCE")
 
 

@@ -87,7 +87,8 @@ def inline_includes(text: str, folders: Sequence[Path], shim: Path, name: str, s
                 return ""
             if path.is_file():
                 seen.add(path)
-                inner = inline_includes(strip_comments(path.read_text()), [path.parent, *folders], shim, path.name, seen)
+                inner = strip_comments(path.read_text())
+                inner = inline_includes(inner, [path.parent, *folders], shim, path.name, seen)
                 line = text.count("\n", 0, match.start()) + 2
                 return f'#line 1 "{path.name}"\n{inner}\n#line {line} "{name}"'
         raise MetalError(f"[{name}] no such include file ({wanted}) in {[str(folder) for folder in folders]}")
