@@ -12,6 +12,7 @@ namespace {
 inline void access(const void* address, uint64_t bytes, uint64_t align, bool writes, bool atomic, void* code) {
   const uintptr_t at = reinterpret_cast<uintptr_t>(address);
   if (at - arena_begin >= arena_bytes) return;  // a thread's own memory, or the runtime's
+  if (!state.launch->instrumented) return;      // a plain kernel announces few of its accesses
   const Region* region = region_of(at, bytes);
   if (!region) {
     char where[200];
