@@ -59,6 +59,20 @@ MSL_UNALIGNED_HOOKS(8)
 MSL_UNALIGNED_HOOKS(16)
 void __tsan_read_range(void* p, unsigned long bytes) { msl::access(p, bytes, 1, false, false, MSL_CODE); }
 void __tsan_write_range(void* p, unsigned long bytes) { msl::access(p, bytes, 1, true, false, MSL_CODE); }
+void* __tsan_memcpy(void* to, const void* from, unsigned long bytes) {
+  msl::access(from, bytes, 1, false, false, MSL_CODE);
+  msl::access(to, bytes, 1, true, false, MSL_CODE);
+  return std::memcpy(to, from, bytes);
+}
+void* __tsan_memmove(void* to, const void* from, unsigned long bytes) {
+  msl::access(from, bytes, 1, false, false, MSL_CODE);
+  msl::access(to, bytes, 1, true, false, MSL_CODE);
+  return std::memmove(to, from, bytes);
+}
+void* __tsan_memset(void* to, int value, unsigned long bytes) {
+  msl::access(to, bytes, 1, true, false, MSL_CODE);
+  return std::memset(to, value, bytes);
+}
 void __tsan_init() {}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
