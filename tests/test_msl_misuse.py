@@ -71,7 +71,10 @@ FOUND_ALWAYS = {
         "const_cast<device float*>(x)[i] = 0;\ny[i] = 1;",
         r"write to read-only buffer 'x' \(256 bytes\) at byte offset 0 .*thread \(0, 0, 0\)",
     ),
-    "a null pointer": ("device float* p = (device float*)(ulong)(x[0] * 16);\np[i] = 1;\ny[i] = p[i];", "no memory of this launch"),
+    "a null pointer": (
+        "device float* p = (device float*)(ulong)(x[0] * 16);\np[i] = 1;\ny[i] = p[i];",
+        "access to address .*, which is no memory of this launch",
+    ),
     "a full stack": (
         "float big[40000];\nfor (int k = 0; k < 40000; k++) big[k] = x[(k * 7 + i) % 64];\ny[i] = big[int(x[i]) * 33];",
         "the thread's stack of 64 KiB is full",
