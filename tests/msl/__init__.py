@@ -4,6 +4,7 @@ from .arrays import BFLOAT16, from_bfloat16, to_bfloat16
 from .launch import Bound, Kernel, Run, Traffic, settings
 from .metal_kernel import metal_kernel
 from .prepass import MetalError
+from .schedules import under_schedules
 
 __all__ = [
     "BFLOAT16",
@@ -16,4 +17,5 @@ __all__ = [
     "metal_kernel",
     "settings",
     "to_bfloat16",
+    "under_schedules",
 ]

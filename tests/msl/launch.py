@@ -74,9 +74,9 @@ class Traffic:
 
     Attributes
     ----------
-    bytes : bytes touched, summed over the accesses of simdgroups; lanes that touch the same byte in one access count once
+    bytes : bytes touched, summed over accesses; lanes that touch the same byte in one access count once
     lane_bytes : the same summed over lanes
-    accesses : accesses of simdgroups (one instruction, executed by up to 32 lanes)
+    accesses : one is an instruction, executed by up to 32 lanes of a simdgroup
     transactions : lines of 128 bytes touched, summed over accesses
     full_transactions : those of which an access used every byte
     distinct_bytes, distinct_lines : bytes and lines touched at all: the least that must move
@@ -123,12 +123,12 @@ class Settings:
     runs: list[Run] = field(default_factory=list)
 
 
-_settings: ContextVar[Settings] = ContextVar("settings", default=Settings())
+_settings: ContextVar[Settings] = ContextVar("settings")
 _one_launch = threading.Lock()
 
 
 def current_settings() -> Settings:
-    return _settings.get()
+    return _settings.get(Settings())
 
 
 @contextlib.contextmanager
@@ -146,8 +146,8 @@ def settings(
     Parameters
     ----------
     seed : int
-        The schedule: 0 is the natural order, every other seed shuffles lanes, simdgroups and threadgroups. Even seeds put a
-        guard page behind each buffer, odd ones in front of it.
+        The schedule: 0 is the natural order, every other seed shuffles lanes, simdgroups and threadgroups. Even seeds
+        put a guard page behind each buffer, odd ones in front of it.
     instrumented : bool
         Check and count every access to memory (about ten times slower): data races, reads of what nothing wrote, exact
         bounds, alignment; bytes and transactions.
@@ -230,8 +230,8 @@ class Kernel:
         Raises
         ------
         MetalError
-            The kernel did something that it may not; the message says what, where and by which thread. Outputs keep what
-            they held before.
+            The kernel did something that it may not; the message says what, where and by which thread. The arrays hold
+            what they held before.
         """
         chosen = current_settings()
         path, library = self._library(chosen.instrumented)
@@ -257,7 +257,8 @@ def _describe(
 ) -> _Launch:
     group = [min(size, whole) for size, whole in zip(threadgroup, grid, strict=True)]
     if len(grid) != 3 or min(*grid, *threadgroup) < 1:
-        raise MetalError(f"[launch] grid and threadgroup are three positive numbers ({tuple(grid)}, {tuple(threadgroup)})")
+        sizes = f"{tuple(grid)}, {tuple(threadgroup)}"
+        raise MetalError(f"[launch] grid and threadgroup are three positive numbers each ({sizes})")
     threads = threadgroup[0] * threadgroup[1] * threadgroup[2]
     if threads > THREADS_PER_THREADGROUP_MAX:
         raise ValueError(

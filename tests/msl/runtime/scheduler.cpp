@@ -61,9 +61,11 @@ void on_fault(int, siginfo_t* info, void* context) {
   siglongjmp(after_fault, 1);
 }
 
+bool same_text(const char* a, const char* b) { return a == b || std::strcmp(a, b) == 0; }
+
 bool same_site(const Fiber& a, const Fiber& b) {
   return a.wait == b.wait && a.site.line == b.site.line && a.site.column == b.site.column &&
-         std::strcmp(a.site.what, b.site.what) == 0 && std::strcmp(a.site.file, b.site.file) == 0;
+         same_text(a.site.what, b.site.what) && same_text(a.site.file, b.site.file);
 }
 
 void report_divergence(Fiber& waiting, const Fiber& other, const char* group) {
