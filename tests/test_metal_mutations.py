@@ -209,8 +209,8 @@ MUTANTS = [
     Mutant(
         "run of rows cut at the wrong lane",
         HEADER,
-        "lane >= cut ?",
-        "lane > cut ?",
+        "lane >= cut",
+        "lane > cut",
         DECODE,
         decode(head_dim=112, layout="HND"),
     ),
@@ -343,8 +343,8 @@ MUTANTS = [
     Mutant(
         "tokens after the last are read",
         HEADER,
-        " && row < end ? chunks[c]",
-        " ? chunks[c]",
+        "c < CHUNKS && row >= begin && row < end",
+        "c < CHUNKS && row >= begin",
         counts.test_decode_reads_once_per_group_of_query_heads,
         (ENGINE, 1, 128),
     ),
