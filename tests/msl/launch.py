@@ -2,16 +2,19 @@
 
 import contextlib
 import ctypes
+import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from . import build
+from .lint import lint as lint_text
 from .prepass import MetalError, translate
 
 THREADGROUP_BYTES_MAX = 32768
@@ -117,6 +120,7 @@ class Settings:
     seed: int = 0
     instrumented: bool = False
     simd_ops_order_memory: bool = False
+    lint: bool = False
     threadgroup_limit: int = THREADGROUP_BYTES_MAX
     unwritten: tuple[str, ...] | Literal["allow"] = ()
     in_out: Mapping[str, object] = field(default_factory=dict)
@@ -137,6 +141,7 @@ def settings(
     seed: int = 0,
     instrumented: bool = False,
     simd_ops_order_memory: bool = False,
+    lint: bool = False,
     threadgroup_limit: int = THREADGROUP_BYTES_MAX,
     unwritten: Sequence[str] | Literal["allow"] = (),
     in_out: Mapping[str, object] | None = None,
@@ -153,6 +158,8 @@ def settings(
         bounds, alignment; bytes and transactions.
     simd_ops_order_memory : bool
         Take simd operations for memory barriers of their simdgroup, as kernels do that rely on lockstep.
+    lint : bool
+        Refuse kernels that mix address spaces or use what Metal has not; see lint.py. Without clang, less is seen.
     threadgroup_limit : int
         Bytes of threadgroup memory, 32,768 on every Apple GPU.
     unwritten : sequence of str, or "allow"
@@ -161,7 +168,7 @@ def settings(
         Contents that outputs start with, by name, for kernels that update memory in place.
     """
     allowed: tuple[str, ...] | Literal["allow"] = "allow" if unwritten == "allow" else tuple(unwritten)
-    chosen = Settings(seed, instrumented, simd_ops_order_memory, threadgroup_limit, allowed, in_out or {})
+    chosen = Settings(seed, instrumented, simd_ops_order_memory, lint, threadgroup_limit, allowed, in_out or {})
     token = _settings.set(chosen)
     try:
         yield chosen.runs
@@ -204,10 +211,19 @@ class Kernel:
         prelude: str = "",
     ):
         self.function = function
+        self._described = source, template, tuple(include_folders), dict(function_constants or {})
         self.text, self.parameters = translate(
             source, function, template, include_folders, build.INCLUDE, function_constants or {}, prelude
         )
         self._libraries: dict[bool, tuple[Path, ctypes.CDLL]] = {}
+
+    @cached_property
+    def faults(self) -> list[str]:
+        """What lint.py finds in the text."""
+        source, template, folders, constants = self._described
+        if template and not re.search(r"\btemplate\b[^;{]*\bdecltype\b", source):
+            source += f"\ntemplate decltype({self.function}<{template}>) {self.function}<{template}>;"
+        return lint_text(source, f"{self.function}.metal", folders, constants)
 
     def _library(self, instrumented: bool) -> tuple[Path, ctypes.CDLL]:
         if instrumented not in self._libraries:
@@ -234,6 +250,8 @@ class Kernel:
             what they held before.
         """
         chosen = current_settings()
+        if chosen.lint and self.faults:
+            raise MetalError(f"[{self.function}] Metal would refuse this:\n" + "\n".join(self.faults))
         path, library = self._library(chosen.instrumented)
         launch = _describe(chosen, buffers, grid, threadgroup, threadgroup_memory)
         launch.kernel = ctypes.cast(library.msl_kernel, ctypes.c_void_p)

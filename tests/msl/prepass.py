@@ -6,7 +6,7 @@ threadgroup's memory, and attributes ``[[...]]`` go once the kernel's parameters
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,6 +109,26 @@ def split_at_commas(text: str) -> list[str]:
     return [*parts, text[start:]]
 
 
+def skip_template_arguments(text: str, at: int) -> int:
+    """Return the position behind the ``>`` that closes the ``<`` before `at`."""
+    depth = 1
+    while depth and at < len(text):
+        depth += (text[at] == "<") - (text[at] == ">")
+        at += 1
+    return at
+
+
+def strip_attributes(text: str) -> str:
+    """Remove ``[[...]]`` and the keyword kernel."""
+    return re.sub(r"\bkernel\s+(?=void\b)", "", _ATTRIBUTE.sub("", text))
+
+
+def _reference(kind: str, variable: str, dimensions: str) -> str:
+    """The C++ that stands for ``threadgroup kind variable[dimensions]``."""
+    array = f"{kind} {dimensions}".strip()
+    return f'auto& {variable} = ::msl::threadgroup_variable<{array}>([] {{ return "{variable}"; }})'
+
+
 def _skip_type(text: str, at: int) -> int:
     """Return where the type that begins at `at` ends: names with ``::`` and ``<...>``, and words like unsigned."""
     words = re.compile(r"\s*(?:(?:const|volatile|unsigned|signed|typename|struct)\b\s*)*")
@@ -120,10 +140,7 @@ def _skip_type(text: str, at: int) -> int:
     while name := re.compile(r"\s*(?:::)?\s*\w+").match(text, at):
         at = name.end()
         if opened := re.compile(r"\s*<").match(text, at):
-            at, depth = opened.end(), 1
-            while depth and at < len(text):
-                depth += (text[at] == "<") - (text[at] == ">")
-                at += 1
+            at = skip_template_arguments(text, opened.end())
         if not re.compile(r"\s*::").match(text, at):
             break
     return at
@@ -137,7 +154,9 @@ def _place(text: str, at: int, name: str) -> str:
     return f"{name}:{first + text.count(chr(10), start, at)}"
 
 
-def rewrite_threadgroup_variables(text: str, name: str) -> str:
+def rewrite_threadgroup_variables(
+    text: str, name: str, declare: Callable[[str, str, str], str] = _reference
+) -> str:
     """Turn ``threadgroup T a[N], b;`` into references to the threadgroup's memory; leave pointers alone."""
     done, last = [], 0
     for match in _THREADGROUP.finditer(text):
@@ -157,10 +176,7 @@ def rewrite_threadgroup_variables(text: str, name: str) -> str:
             if not parsed:
                 raise MetalError(f"[{place}] not a threadgroup variable ({declarator.strip()})")
             variable, dimensions = parsed.groups()
-            array = f"{text[match.end() : end_of_type].strip()} {dimensions}".strip()
-            rewritten.append(
-                f'auto& {variable} = ::msl::threadgroup_variable<{array}>([] {{ return "{variable}"; }})'
-            )
+            rewritten.append(declare(text[match.end() : end_of_type].strip(), variable, dimensions))
         lines = "\n" * text.count("\n", match.start(), semicolon)
         done += [text[last : match.start()], "; ".join(rewritten), lines]
         last = semicolon
@@ -249,6 +265,6 @@ def translate(
     text = set_function_constants(text, constants)
     parameters = parse_parameters(text, function)
     text = rewrite_threadgroup_variables(text, name)
-    text = re.sub(r"\bkernel\s+(?=void\b)", "", _ATTRIBUTE.sub("", text))
+    text = strip_attributes(text)
     head = f'#include "msl/all.h"\n{prelude}\n#line 1 "{name}"\n'
     return f"{head}{text}{entry_point(function, template, parameters)}", parameters
