@@ -29,6 +29,7 @@ PART_TOKENS = 512  # a context of up to this length stays in one part
 PARTS_MAX = 64  # of one context; beyond, parts double in length
 WINDOW_MAX = 8  # rows with more queries than this have threadgroups enough without parts
 LANES = 32
+LINE_NBYTES = 128
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 TYPE_NAMES = {"float32": "float", "float16": "float16_t", "bfloat16": "bfloat16_t"}  # as MLX's prelude spells them
@@ -315,6 +316,16 @@ INPUTS = {
     "paged_reduce": ("partials", "parts", "sinks"),
     "gather_blocks": ("pool", "layout", "tables", "seq_lens"),
 }
+
+
+def preferred_layout(spec: KVSpec) -> str:
+    """The layout of which the kernels read the fewest cache lines, whatever that of `spec` is.
+
+    A row (one token of one head) that ends inside a line shares it with its neighbour: the next token of the same head
+    in "HND", another head's in "NHD". Heads are read by different threadgroups.
+    """
+    whole_lines = all(dim * spec.itemsize_nbytes % LINE_NBYTES == 0 for _, dim in spec.planes)
+    return "NHD" if whole_lines or spec.num_kv_heads == 1 else "HND"
 
 
 def plane_strides(spec: KVSpec, num_blocks: int, layer: int) -> np.ndarray:
