@@ -36,6 +36,8 @@
 
 constexpr int ROWS = HEADS * QUERIES;
 constexpr int HEAD_GROUPS = (GROUP + HEADS - 1) / HEADS;
+// Else a row may not see a token that another one sees, and 0 times infinity must not come in.
+constexpr bool ALL_SEE_THE_SAME = QUERIES == 1 && !MASK;
 using Keys = kv::Rows<T, DIM, TOUCHING>;
 using Values = kv::Rows<T, VALUE_DIM, TOUCHING>;
 
@@ -174,8 +176,7 @@ for (int tile = run_begin + (seen_begin - run_begin) / 32 * 32; tile < seen_end;
       KV_UNROLL
       for (int r = 0; r < ROWS; r++) {
         const float w = simd_shuffle(scores[r], holder);
-        // A row may not see a token that another one sees: 0 times infinity must not come in.
-        if (w != 0.0f) {
+        if (ALL_SEE_THE_SAME || w != 0.0f) {
           KV_UNROLL
           for (int j = 0; j < Values::PER_LANE; j++) {
             values[r][j] += w * float4(rows.chunk[a][j]);

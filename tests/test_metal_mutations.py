@@ -127,8 +127,8 @@ MUTANTS = [
     Mutant(
         "0 times infinity",
         ATTENTION,
-        "if (w != 0.0f)",
-        "if (true)",
+        "QUERIES == 1 && !MASK;",
+        "true;",
         attention.test_an_infinite_value_stays_with_the_queries_that_see_it,
     ),
     Mutant(
