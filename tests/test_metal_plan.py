@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from kvpool.config import KVSpec
 from kvpool_backends.mlx.metal_kernels import (
     PARTS_MAX,
+    ROW_DIMS_MAX,
     ROWS_MAX,
     SIMDGROUPS,
     HeadTiles,
@@ -97,6 +98,7 @@ def test_head_tiles_share_one_read_up_to_sixteen_heads(group, head_dim, longest)
     assert tiles.heads * (tiles.groups - 1) < group <= tiles.heads * tiles.groups
     assert tiles.groups == -(-group // ROWS_MAX)
     assert tiles.queries < 2 * longest
+    assert tiles.queries == 1 or tiles.rows * head_dim <= ROW_DIMS_MAX
 
 
 @pytest.mark.parametrize(

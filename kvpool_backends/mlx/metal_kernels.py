@@ -24,7 +24,9 @@ from kvpool.protocol import AttentionOptions
 
 # What a device may make of these numbers only a device can tell; results depend on them in their last bits only.
 SIMDGROUPS = 8  # of an attention threadgroup: 256 threads
-ROWS_MAX = 16  # (query, head) pairs that share one read of K and V
+ROWS_MAX = 16  # (query, head) pairs that share one read of K and V, for the heads of one group
+# For further queries: what LLVM keeps in 128 registers (asked with a GPU that it has a back end for, gfx1030).
+ROW_DIMS_MAX = 1024
 PART_TOKENS = 512  # a context of up to this length stays in one part
 PARTS_MAX = 64  # of one context; beyond, parts double in length
 WINDOW_MAX = 8  # rows with more queries than this have threadgroups enough without parts
@@ -85,8 +87,7 @@ def head_tiles(group: int, head_dim: int, longest: int) -> HeadTiles:
     """Rows of a threadgroup for `group` query heads per KV head and at most `longest` queries per row of a batch."""
     groups = -(-group // ROWS_MAX)
     heads = -(-group // groups)
-    # Wide heads take twice the registers: more queries are not worth it, more heads of one group are.
-    room = (ROWS_MAX if head_dim <= 128 else ROWS_MAX // 2) // heads
+    room = ROW_DIMS_MAX // max(head_dim, 128) // heads
     queries = 1
     while queries < longest and 2 * queries <= room:
         queries *= 2
