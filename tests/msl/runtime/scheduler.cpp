@@ -1,5 +1,6 @@
 // Runs a launch: threadgroups one after another; in a threadgroup every simdgroup until all its lanes wait for something
 // that only other simdgroups can give. Which lane, simdgroup and threadgroup goes first is up to the seed.
+#include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <ucontext.h>
@@ -19,6 +20,7 @@ State state;
 namespace {
 
 sigjmp_buf after_fault;
+pthread_t launching_thread;
 alignas(16) unsigned char signal_stack[64 << 10];
 
 void append_thread(char* text, size_t text_bytes) {
@@ -40,7 +42,11 @@ void vreport(const char* format, va_list arguments) {
 }
 
 // A kernel touched memory that it may not: a guard page, a read-only buffer, a wild address.
-void on_fault(int, siginfo_t* info, void* context) {
+void on_fault(int number, siginfo_t* info, void* context) {
+  if (!pthread_equal(launching_thread, pthread_self())) {  // somebody else's: fault again, without this handler
+    signal(number, SIG_DFL);
+    return;
+  }
   const uintptr_t address = reinterpret_cast<uintptr_t>(info->si_addr);
   char where[200];
   if (!describe_address(address, where, sizeof where)) {
@@ -279,6 +285,7 @@ int msl_launch(Launch* launch) {
   prepare_stacks(launch->group[0] * launch->group[1] * launch->group[2]);
   if (launch->instrumented) reset_checker(), reset_traffic();
 
+  launching_thread = pthread_self();
   struct sigaction action = {}, old_segv, old_bus;
   action.sa_sigaction = on_fault;
   action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
