@@ -1,8 +1,8 @@
 // Data races, and reads of memory that nothing has written: exact, for the accesses that a run makes.
 //
-// GPU threads are ordered by barriers only, and a barrier orders a whole threadgroup or a whole simdgroup at once. So an
-// epoch counter per threadgroup and per simdgroup says everything that vector clocks would, and per byte it is enough to
-// remember the last write and a summary of the reads that nothing has ordered since.
+// GPU threads are ordered by barriers only, and a barrier orders a whole threadgroup or a whole simdgroup at once. So
+// an epoch counter per threadgroup and per simdgroup says everything that vector clocks would, and per byte it is
+// enough to remember the last write and a summary of the reads that nothing has ordered since.
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
