@@ -1,5 +1,6 @@
 """Compiles kernels, the runtime and the precompiled header; keeps what it made, by content."""
 
+import atexit
 import contextlib
 import ctypes
 import fcntl
@@ -65,7 +66,9 @@ def cache_folder() -> Path:
         with tempfile.TemporaryFile(dir=wanted):
             return wanted
     except OSError:
-        return Path(tempfile.mkdtemp(prefix="kvpool-msl-"))
+        folder = Path(tempfile.mkdtemp(prefix="kvpool-msl-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        return folder
 
 
 def _output_of(command: tuple[str, ...]) -> str:

@@ -259,7 +259,7 @@ class Kernel:
         with _one_launch:
             failed = build.runtime().msl_launch(ctypes.byref(launch))
         if failed:
-            raise MetalError(f"[{self.function}] {launch.error.decode()}{_place(path, library, launch.error_address)}")
+            raise MetalError(f"[{self.function}] {launch.error.decode()}{_place(path, launch.error_address)}")
         run = _run_of(self.function, launch, len(buffers) and max(buffers) + 1)
         _check_written(self.function, chosen, launch, buffers)
         chosen.runs.append(run)
@@ -305,15 +305,14 @@ def _describe(
     return launch
 
 
-def _place(path: Path, library: ctypes.CDLL, address: int) -> str:
-    """Return " at file:line" of an address in a loaded kernel."""
-    if not address:
-        return ""
-    mapped = next((line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(path))), "")
-    if not mapped:
-        return ""
-    line = build.line_of(path, address - int(mapped.split("-")[0], 16) - 1)
-    return f" at {line}" if line else ""
+def _place(path: Path, address: int) -> str:
+    """Return " at file:line" of an address in a loaded kernel, or "" where that cannot be found out."""
+    with contextlib.suppress(OSError):
+        for mapped in Path("/proc/self/maps").read_text().splitlines():
+            if address and mapped.endswith(str(path)):
+                line = build.line_of(path, address - int(mapped.split("-")[0], 16) - 1)
+                return f" at {line}" if line else ""
+    return ""
 
 
 def _run_of(function: str, launch: _Launch, num_buffers: int) -> Run:

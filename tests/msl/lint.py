@@ -1,10 +1,10 @@
 """Asks clang whether a kernel keeps Metal's address spaces apart: what Apple's compiler refuses and g++ does not see.
 
 Clang knows address spaces as an extension. With ``device``, ``constant`` and ``threadgroup`` spelled as such, its front
-end refuses what Metal refuses: a threadgroup pointer where a device pointer is expected, or a pointer without an address
-space. The text is checked as C++17, and never compiled to code. It is no Metal compiler: classes with member functions
-cannot live behind these pointers here, a comparison of vectors gives integers, not bools, and a C-style cast may still
-mix address spaces.
+end refuses what Metal refuses: a threadgroup pointer where a device pointer is expected, or a pointer without an
+address space. The text is checked as C++17, and never compiled to code. It is no Metal compiler: classes with member
+functions cannot live behind these pointers here, a comparison of vectors gives integers, not bools, and a C-style cast
+may still mix address spaces.
 """
 
 import re

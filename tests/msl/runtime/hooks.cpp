@@ -1,8 +1,9 @@
 // What an instrumented kernel calls at every access to memory.
 //
-// Kernels are compiled with -fsanitize=thread, which makes the compiler announce each load and store, but they are linked
-// with these functions in the place of the sanitizer's own. So the checks see everything that a kernel's text does, in
-// whatever style it is written, and know more than the sanitizer could: buffers, lanes, and which barrier orders what.
+// Kernels are compiled with -fsanitize=thread, which makes the compiler announce each load and store, but they are
+// linked with these functions in the place of the sanitizer's own. So the checks see everything that a kernel's text
+// does, in whatever style it is written, and know more than the sanitizer could: buffers, lanes, and which barrier
+// orders what.
 #include "runtime.h"
 
 namespace msl {
