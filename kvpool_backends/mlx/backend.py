@@ -9,7 +9,8 @@ import mlx.core as mx
 import numpy as np
 
 from kvpool.config import KVSpec
-from kvpool.protocol import BatchShape, Capabilities, PlanArrays
+from kvpool.protocol import FEATURES, AttentionOptions, BatchShape, Capabilities, PlanArrays, checked_options
+from kvpool_backends.mlx.plain import attention
 from kvpool_backends.mlx.storage import DTYPES, PoolArrays, positions_of
 from kvpool_backends.mlx.upload import StepArrays
 
@@ -72,7 +73,7 @@ class MLXBackend:
     @staticmethod
     def capabilities() -> Capabilities:
         """What this backend accepts."""
-        return Capabilities(name="mlx", layouts=("NHD",), dtypes=tuple(DTYPES), return_attn=False)
+        return Capabilities(name="mlx", layouts=("NHD",), dtypes=tuple(DTYPES), return_attn=False, features=FEATURES)
 
     def asarray(self, x: np.ndarray) -> mx.array:
         """A float32 numpy array as an MLX array (a copy)."""
@@ -121,6 +122,7 @@ class MLXBackend:
         plan: PlanArrays,
         scale: float | None = None,
         *,
+        options: AttentionOptions | None = None,
         return_attn: bool = False,
     ) -> mx.array:
         """Causal attention of ``q [T, Hq, D]`` over the paged context, see `KVBackend.attend`.
@@ -144,12 +146,14 @@ class MLXBackend:
         q_lens = np.diff(cu)
         if cu[-1] > num_tokens or (q_lens < 0).any() or (q_lens > seq_lens).any():
             raise ValueError(f"[attend] cu_q_lens {cu.tolist()} do not fit {num_tokens} query tokens")
+        longest = int(seq_lens.max(initial=0))
+        options = checked_options(options, self.capabilities(), num_tokens, num_heads, longest)
         rows = np.flatnonzero(q_lens)
         if not len(rows):
             return mx.zeros((num_tokens, num_heads, self.spec.value_head_dim), q.dtype)
         tables = self._tables(np.asarray(plan.block_tables)[rows], seq_lens[rows])
         arrays = self._arrays(np.zeros(0, np.int32), seq_lens[rows], tables)
-        return self._attend(layer, q, arrays, cu[rows], q_lens[rows], seq_lens[rows], scale)
+        return self._attend(layer, q, arrays, cu[rows], q_lens[rows], seq_lens[rows], scale, options)
 
     def _attend(
         self,
@@ -160,6 +164,7 @@ class MLXBackend:
         q_lens: np.ndarray,
         seq_lens: np.ndarray,
         scale: float | None,
+        options: AttentionOptions,
     ) -> mx.array:
         """`attend` on the rows that have queries. first, q_lens, seq_lens: int64 ``[B]``."""
         longest = int(q_lens.max())
@@ -167,14 +172,18 @@ class MLXBackend:
         # Query j of row i is token first[i] + j; past its end a row repeats its last query, which is dropped.
         index = first[:, None] + np.minimum(column, q_lens[:, None] - 1)
         position = (seq_lens - q_lens)[:, None] + np.minimum(column, q_lens[:, None] - 1)
-        mask = mx.arange(arrays.kv_len) <= _int32(position)[:, None, :, None]
         k, v = self.read(layer, arrays)
-        out = mx.fast.scaled_dot_product_attention(
+        mask = options.mask
+        if mask is not None:
+            mask = mask.reshape(mask.shape[0], -1, mask.shape[-1])[index, :, : arrays.kv_len]
+        out = attention(
             q[_int32(index)].swapaxes(1, 2),
             k.astype(q.dtype),
             v.astype(q.dtype),
-            scale=self.spec.head_dim**-0.5 if scale is None else scale,
-            mask=mask,
+            self.spec.head_dim**-0.5 if scale is None else scale,
+            position,
+            options,
+            mask,
         ).swapaxes(1, 2)
         real = column < q_lens[:, None]
         result = mx.zeros((q.shape[0], *out.shape[2:]), out.dtype)
