@@ -10,7 +10,7 @@ import numpy as np
 
 from kvpool.config import KVSpec
 from kvpool.protocol import FEATURES, AttentionOptions, BatchShape, Capabilities, PlanArrays, checked_options
-from kvpool_backends.mlx.plain import attention
+from kvpool_backends.mlx.attention import attention
 from kvpool_backends.mlx.storage import DTYPES, PoolArrays, positions_of
 from kvpool_backends.mlx.upload import StepArrays
 
