@@ -48,9 +48,12 @@ from kvpool.testing.filled import (
     fill_all,
     fill_random,
     int32,
+    mask_rows,
     same_bytes,
+    some_options,
     specs,
     token_columns,
+    told,
     values,
 )
 
@@ -181,21 +184,24 @@ def scale_is_applied(factory: Factory) -> None:
 
 @_case
 def attention_weights_are_returned(factory: Factory) -> None:
-    """`return_attn`: the softmax weights in logical token order, zero where nothing is visible."""
-    if not capabilities_of(factory).return_attn:
+    """`return_attn`: the weights in logical token order, 0 where nothing is visible; a sink's share is missing."""
+    can = capabilities_of(factory)
+    if not can.return_attn:
         raise NotApplicable
     for spec in specs(factory):
         filled, q_lens = fill(factory, spec, [3, 16, 9]), [2, 1, 9]
-        q = filled.queries(q_lens, 4)
-        backend = filled.backend
-        out, attn = backend.attend(1, backend.asarray(q), filled.plan(q_lens), return_attn=True)
-        close(backend.to_numpy(out), filled.expected(1, q, q_lens), spec, "result beside the weights")
-        expected, begin = np.zeros((12, 4, 16)), 0
-        for row, n in enumerate(q_lens):
-            weights = dense_attention(q[begin : begin + n], filled.k[1][row], filled.v[1][row])[1]
-            expected[begin : begin + n, :, : weights.shape[2]] = weights
-            begin += n
-        close(backend.to_numpy(attn), Expected(expected, expected.max(axis=-1, keepdims=True)), spec, "weights")
+        q, plan, backend = filled.queries(q_lens, 4), filled.plan(q_lens), filled.backend
+        for options in (None, some_options(filled, q_lens, 4, can.features)):
+            out, attn = backend.attend(1, backend.asarray(q), plan, options=options, return_attn=True)
+            result = filled.expected(1, q, q_lens, None, options)
+            close(backend.to_numpy(out), result, spec, "result beside the weights")
+            expected, begin = np.zeros((12, 4, 16)), 0
+            for row, n in enumerate(q_lens):
+                mine, k, v = slice(begin, begin + n), filled.k[1][row], filled.v[1][row]
+                expected[mine, :, : len(k)] = dense_attention(q[mine], k, v, None, mask_rows(options, mine))[1]
+                begin += n
+            largest = expected.max(axis=-1, keepdims=True)
+            close(backend.to_numpy(attn), Expected(expected, largest), spec, f"weights, {told(options)}")
 
 
 @_case

@@ -19,7 +19,6 @@ from kvpool.testing.dense import dense_attention
 from kvpool.testing.filled import (
     SEED,
     Case,
-    Expected,
     Factory,
     Filled,
     NotApplicable,
@@ -30,6 +29,7 @@ from kvpool.testing.filled import (
     contexts,
     everything,
     fill,
+    head_counts,
     mask_rows,
     random_mask,
     same_bytes,
@@ -125,9 +125,11 @@ def sinks_are_counted_once(factory: Factory) -> None:
         for logits, scale in product(sinks, (None, 0.1)):
             options = AttentionOptions(sinks=np.array(logits))
             _check_decode_and_chunks(filled, _LONG_CHUNKS, f"sinks {logits}, scale {scale}", options, scale)
-    for spec in specs(factory, kv_heads=2, q_heads=16):
-        options = AttentionOptions(sinks=np.linspace(-2, 6, 16))
-        fill(factory, spec, _SHORT).check(_SHORT_CHUNKS, 16, "sinks of 16 over 2 heads", options=options)
+    for kv_heads, q_heads in head_counts(factory, (4, 16), (2, 16)):
+        for spec in specs(factory, kv_heads=kv_heads, q_heads=q_heads):
+            options = AttentionOptions(sinks=np.linspace(-2, 6, q_heads))
+            what = f"sinks of {q_heads} over {kv_heads} heads"
+            fill(factory, spec, _SHORT).check(_SHORT_CHUNKS, q_heads, what, options=options)
 
 
 # ---------------------------------------------------------------------- ALiBi
@@ -306,26 +308,6 @@ def padding_is_inert_under_options(factory: Factory) -> None:
         out = attend(filled.backend, 0, q, padded, None, AttentionOptions(**fields))
         close(out[:3], filled.expected(0, q[:3], [2, 1], None, options), spec, "rows before padding")
         assert not out[3:].any(), "padding tokens must answer 0"
-
-
-@_case
-def weights_under_options_are_returned(factory: Factory) -> None:
-    """`return_attn`: 0 where window or mask hide; with sinks they sum to less than 1."""
-    can = capabilities_of(factory)
-    if not (can.return_attn and can.features):
-        raise NotApplicable
-    for spec in specs(factory):
-        filled = fill(factory, spec, _SHORT)
-        options = some_options(filled, _SHORT_CHUNKS, 4, can.features)
-        q, backend, begin = filled.queries(_SHORT_CHUNKS, 4), filled.backend, 0
-        _, attn = backend.attend(0, backend.asarray(q), filled.plan(_SHORT_CHUNKS), options=options, return_attn=True)
-        expected = np.zeros((len(q), 4, max(_SHORT)))
-        for row, n in enumerate(_SHORT_CHUNKS):
-            mine = slice(begin, begin + n)
-            k, v = filled.k[0][row], filled.v[0][row]
-            expected[mine, :, : len(k)] = dense_attention(q[mine], k, v, None, mask_rows(options, mine))[1]
-            begin += n
-        close(backend.to_numpy(attn), Expected(expected, expected.max(axis=-1, keepdims=True)), spec, "weights")
 
 
 # ---------------------------------------------------------------------- refusals

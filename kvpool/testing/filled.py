@@ -83,6 +83,14 @@ def specs(
         raise NotApplicable
 
 
+def head_counts(factory: Factory, *pairs: tuple[int, int]) -> Iterator[tuple[int, int]]:
+    """Those of the given (Hk, Hq) whose groups are not too large for the backend."""
+    limit = capabilities_of(factory).max_q_heads_per_kv_head
+    for kv_heads, q_heads in pairs:
+        if limit is None or q_heads <= limit * kv_heads:
+            yield kv_heads, q_heads
+
+
 # ---------------------------------------------------------------------- a filled backend
 
 
@@ -246,6 +254,11 @@ def some_options(
         "mask": random_mask(filled, q_lens, kind, q_heads),
     }
     return AttentionOptions(**{name: every[name] for name in features})
+
+
+def told(options: AttentionOptions | None) -> str:
+    """Options as messages name them; arrays would be long."""
+    return f"options {', '.join(options.features) if options else 'none'}"
 
 
 def mask_rows(options: AttentionOptions | None, tokens: slice | np.ndarray) -> AttentionOptions | None:
