@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 import mlx.core as mx
 import numpy as np
 
-from kvpool.protocol import BatchShape, Capabilities, PlanArrays
+from kvpool.protocol import FEATURES, AttentionOptions, BatchShape, Capabilities, PlanArrays, checked_options
+from kvpool_backends.mlx.attention import attention
 from kvpool_backends.mlx.backend import MLXBackend
 from kvpool_backends.mlx.scatter import PoolArrays, positions_of
 from kvpool_backends.mlx.storage import DTYPES
@@ -34,7 +35,7 @@ class PlainBackend(MLXBackend):
     @staticmethod
     def capabilities() -> Capabilities:
         """What this backend accepts."""
-        return Capabilities(name="mlx", layouts=("NHD",), dtypes=tuple(DTYPES), return_attn=False)
+        return Capabilities(name="mlx", layouts=("NHD",), dtypes=tuple(DTYPES), return_attn=False, features=FEATURES)
 
     # ------------------------------------------------------------------------------------------ one step
 
@@ -75,6 +76,7 @@ class PlainBackend(MLXBackend):
         plan: PlanArrays,
         scale: float | None = None,
         *,
+        options: AttentionOptions | None = None,
         return_attn: bool = False,
     ) -> mx.array:
         """Causal attention of ``q [T, Hq, D]`` over the paged context, see `KVBackend.attend`.
@@ -98,12 +100,14 @@ class PlainBackend(MLXBackend):
         q_lens = np.diff(cu)
         if cu[-1] > num_tokens or (q_lens < 0).any() or (q_lens > seq_lens).any():
             raise ValueError(f"[attend] cu_q_lens {cu.tolist()} do not fit {num_tokens} query tokens")
+        longest = int(seq_lens.max(initial=0))
+        options = checked_options(options, self.capabilities(), num_tokens, num_heads, longest)
         rows = np.flatnonzero(q_lens)
         if not len(rows):
             return mx.zeros((num_tokens, num_heads, self.spec.value_head_dim), q.dtype)
         tables = self._tables(np.asarray(plan.block_tables)[rows], seq_lens[rows])
         arrays = self._arrays(np.zeros(0, np.int32), seq_lens[rows], tables)
-        return self._attend(layer, q, arrays, cu[rows], q_lens[rows], seq_lens[rows], scale)
+        return self._attend(layer, q, arrays, cu[rows], q_lens[rows], seq_lens[rows], scale, options)
 
     def _attend(
         self,
@@ -114,6 +118,7 @@ class PlainBackend(MLXBackend):
         q_lens: np.ndarray,
         seq_lens: np.ndarray,
         scale: float | None,
+        options: AttentionOptions,
     ) -> mx.array:
         """`attend` on the rows that have queries. first, q_lens, seq_lens: int64 ``[B]``."""
         longest = int(q_lens.max())
@@ -121,14 +126,18 @@ class PlainBackend(MLXBackend):
         # Query j of row i is token first[i] + j; past its end a row repeats its last query, which is dropped.
         index = first[:, None] + np.minimum(column, q_lens[:, None] - 1)
         position = (seq_lens - q_lens)[:, None] + np.minimum(column, q_lens[:, None] - 1)
-        mask = mx.arange(arrays.kv_len) <= _int32(position)[:, None, :, None]
         k, v = self.read(layer, arrays)
-        out = mx.fast.scaled_dot_product_attention(
+        mask = options.mask
+        if mask is not None:
+            mask = mask.reshape(mask.shape[0], -1, mask.shape[-1])[index, :, : arrays.kv_len]
+        out = attention(
             q[_int32(index)].swapaxes(1, 2),
             k.astype(q.dtype),
             v.astype(q.dtype),
-            scale=self.spec.head_dim**-0.5 if scale is None else scale,
-            mask=mask,
+            self.spec.head_dim**-0.5 if scale is None else scale,
+            position,
+            options,
+            mask,
         ).swapaxes(1, 2)
         real = column < q_lens[:, None]
         result = mx.zeros((q.shape[0], *out.shape[2:]), out.dtype)
