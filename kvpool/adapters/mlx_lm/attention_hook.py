@@ -120,27 +120,23 @@ class Site(NamedTuple):
                 setattr(self.owner, self.name, patch.stand_in)
             patch.count += 1
 
-    def leave(self) -> None:
-        """Take back one `enter`; the last one puts the original back, whatever the order.
+    def require_ours(self) -> None:
+        """Raise RuntimeError if the next `leave` would be the last one and somebody has set the attribute meanwhile."""
+        patch, found = _patches.get((self.owner, self.name)), vars(self.owner).get(self.name)
+        if patch is not None and patch.count == 1 and found is not patch.stand_in:
+            raise RuntimeError(
+                f"[install] {self.owner.__name__}.{self.name} is {found!r}, which somebody has set inside the block: "
+                "put back what was there before the block ends"
+            )
 
-        Raises
-        ------
-        RuntimeError
-            Somebody has set the attribute meanwhile; what he set stays.
-        """
+    def leave(self) -> None:
+        """Take back one `enter`; the last one puts the original back, whatever the order."""
         with _lock:
             patch = _patches[self.owner, self.name]
             patch.count -= 1
-            if patch.count:
-                return
-            del _patches[self.owner, self.name]
-            found = vars(self.owner)[self.name]
-            if found is not patch.stand_in:
-                raise RuntimeError(
-                    f"[install] {self.owner.__name__}.{self.name} is {found!r}, which somebody has set inside the "
-                    "block: put back what was there before the block ends"
-                )
-            setattr(self.owner, self.name, patch.original)
+            if not patch.count:
+                del _patches[self.owner, self.name]
+                setattr(self.owner, self.name, patch.original)
 
 
 class _Patch:

@@ -7,7 +7,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import index
 from typing import Any, Self
@@ -277,10 +277,11 @@ class PagedKV:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        with ExitStack() as stack:  # every one of them, whatever another one finds
-            stack.callback(Hook.leave, self)
-            for site in self.sites:
-                stack.callback(site.leave)
+        for site in self.sites:
+            site.require_ours()  # first, so that a block that cannot be left is still there as a whole
+        Hook.leave(self)
+        for site in self.sites:
+            site.leave()
 
     @property
     def is_fused(self) -> bool:
