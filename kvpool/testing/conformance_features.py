@@ -140,7 +140,7 @@ def alibi_biases_by_distance(factory: Factory) -> None:
     _need(factory, "alibi_slopes")
     for spec in specs(factory, dtypes=tuple(DTYPES), block_sizes=(3, 16)):
         filled = fill(factory, spec, _LONG)
-        for slopes in ([0.5, 0.25, 0.0625, 0.00390625], [0.7, 3.0, 0.0, -0.01]):
+        for slopes in ([0.5, 0.25, 0.0625, 0.00390625], [0.7, 3.0, 0.0, -0.005]):
             options = AttentionOptions(alibi_slopes=np.array(slopes))
             _check_decode_and_chunks(filled, _LONG_CHUNKS, f"slopes {slopes}", options)
 
@@ -150,7 +150,8 @@ def alibi_distance_starts_at_the_query(factory: Factory) -> None:
     """Softmax hides a bias that all keys share; a sink tells whether distance 0 has bias 0 for each query."""
     _need(factory, "alibi_slopes", "sinks")
     for spec in specs(factory, dtypes=tuple(DTYPES)):
-        options = AttentionOptions(alibi_slopes=np.array([0.5, 0.1, 0.01, -0.01]), sinks=np.array([0.0, 1.0, 2.0, 3.0]))
+        slopes, sinks = np.array([0.5, 0.1, 0.01, -0.005]), np.array([0.0, 1.0, 2.0, 3.0])
+        options = AttentionOptions(alibi_slopes=slopes, sinks=sinks)
         _check_decode_and_chunks(fill(factory, spec, _LONG), _LONG_CHUNKS, "slopes and sinks", options)
 
 
@@ -263,7 +264,7 @@ def features_work_together(factory: Factory) -> None:
             for kind in (bool, float):
                 q_lens = [*_SHORT_CHUNKS, 2]
                 options = some_options(filled, q_lens, q_heads, features, kind)
-                filled.check(q_lens, q_heads, f"all features, {q_heads} over {kv_heads} heads", 0.7, options)
+                filled.check(q_lens, q_heads, f"all features, {q_heads} over {kv_heads} heads", 0.3, options)
 
 
 def _check_decode_and_chunks_of(filled: Filled, options: AttentionOptions, what: str) -> None:
