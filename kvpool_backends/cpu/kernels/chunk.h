@@ -12,6 +12,8 @@
 #ifndef KV_CHUNK_H
 #define KV_CHUNK_H
 
+#include <math.h>
+
 #include "gemm.h"
 
 #define CHUNK_KEYS 256 /* a multiple of CHUNK_MR */
@@ -45,15 +47,15 @@ typedef struct {
 static inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
 /* Queries of a tile: a function of the heads alone. */
-static int64_t chunk_tile_queries(const kv_attention *call) {
+static int64_t chunk_queries(const kv_attention *call) {
     const int64_t group = call->num_q_heads / call->layer->num_kv_heads;
     return group < CHUNK_ROWS ? CHUNK_ROWS / group : 1;
 }
 
 static int64_t chunk_max_rows(const kv_attention *call) {
-    const int64_t tile = chunk_tile_queries(call);
+    const int64_t tile = chunk_queries(call);
     const int64_t queries = tile < call->num_tokens ? tile : call->num_tokens;
-    return round_up(queries * (call->num_q_heads / call->layer->num_kv_heads), KV_W);
+    return round_up(queries * (call->num_q_heads / call->layer->num_kv_heads), VL);
 }
 
 /* Cuts the scratch of one thread into the item's arrays; returns the number of floats. `scratch` NULL: only count. */
@@ -67,8 +69,8 @@ static int64_t chunk_carve(chunk_item *item, const kv_attention *call, float *sc
         {&item->q, rows * dim},         {&item->out, rows * v_rows},
         {&item->top, rows},             {&item->sum, rows},
         {&item->query, rows},           {&item->slope, rows},
-        {&item->keys, CHUNK_KEYS * dim}, {&item->values, CHUNK_KEYS * v_rows},
-        {&item->scores, CHUNK_KEYS * CHUNK_LANES}, {&item->line, (dim > v_rows ? dim : v_rows) + KV_W},
+        {&item->keys, CHUNK_KEYS * dim + VL}, {&item->values, CHUNK_KEYS * v_rows},
+        {&item->scores, CHUNK_KEYS * CHUNK_LANES}, {&item->line, (dim > v_rows ? dim : v_rows) + VL},
     };
     int64_t used = 0;
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
@@ -85,16 +87,19 @@ static int64_t chunk_scratch_floats(const kv_attention *call) {
 
 /* Panels have CHUNK_NV vectors, the last ones fewer when that is more even: 4 vectors are 2 + 2, not 3 + 1. */
 static chunk_panel chunk_panel_at(const chunk_item *item, int64_t index, int64_t num_panels) {
-    const int64_t vectors = (item->num_rows + KV_W - 1) / KV_W;
+    const int64_t vectors = (item->num_rows + VL - 1) / VL;
     const int64_t begin = index * vectors / num_panels, end = (index + 1) * vectors / num_panels;
-    const int64_t left = item->num_rows - begin * KV_W, lanes = (end - begin) * KV_W;
-    return (chunk_panel){begin * KV_W, left < lanes ? left : lanes, (int)(end - begin)};
+    const int64_t left = item->num_rows - begin * VL, lanes = (end - begin) * VL;
+    return (chunk_panel){begin * VL, left < lanes ? left : lanes, (int)(end - begin)};
 }
 
 static int64_t chunk_num_panels(const chunk_item *item) { return (item->num_rows + CHUNK_LANES - 1) / CHUNK_LANES; }
 
-#include "chunk_pack.h"
+/* Query head of a row. */
+static int64_t chunk_head(const chunk_item *item, int64_t row) { return item->kv_head * item->group + row % item->group; }
+
 #include "chunk_softmax.h"
+#include "chunk_pack.h"
 
 /* One tile of keys for one panel: keys [begin, end) of the tile are all that any of its rows sees. */
 static void chunk_panel_step(const chunk_item *item, const chunk_panel *panel, int64_t tile) {
