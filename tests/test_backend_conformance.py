@@ -44,7 +44,7 @@ class Simple(NumpyBackend):
         weights = np.exp(scores - scores.max())
         return weights / weights.sum() @ v[:visible]
 
-    def attend(self, layer, q, plan, scale=None, *, return_attn=False):
+    def attend(self, layer, q, plan, scale=None, *, options=None, return_attn=False):
         if return_attn:
             return super().attend(layer, q, plan, scale, return_attn=True)
         self._check_queries(q, plan.cu_q_lens, plan.seq_lens)
@@ -118,12 +118,12 @@ class IgnoresTheTable(Simple):
 
 
 class IgnoresScale(Simple):
-    def attend(self, layer, q, plan, scale=None, *, return_attn=False):
+    def attend(self, layer, q, plan, scale=None, *, options=None, return_attn=False):
         return super().attend(layer, q, plan, None, return_attn=return_attn)
 
 
 class AnswersPaddingWithOnes(NumpyBackend):
-    def attend(self, layer, q, plan, scale=None, *, return_attn=False):
+    def attend(self, layer, q, plan, scale=None, *, options=None, return_attn=False):
         out = super().attend(layer, q, plan, scale)
         out[plan.cu_q_lens[-1] :] = 1
         return out
@@ -177,7 +177,7 @@ class WritesBeforeItCopies(NumpyBackend):
     def copy_blocks(self, plan):
         self.queue.append(np.array(getattr(plan, "copies", plan)))
 
-    def attend(self, layer, q, plan, scale=None, *, return_attn=False):
+    def attend(self, layer, q, plan, scale=None, *, options=None, return_attn=False):
         for copies in self.queue:
             super().copy_blocks(copies)
         self.queue.clear()

@@ -28,16 +28,19 @@ import numpy as np
 from kvpool import Plan, Pool
 from kvpool.config import DTYPES, LAYOUTS
 from kvpool.protocol import ArrayPlan, BatchShape, KVBackend
+from kvpool.testing import conformance_features, conformance_shapes
 from kvpool.testing.dense import dense_attention, round_to, stored_bytes
 from kvpool.testing.engine import RandomEngine
 from kvpool.testing.filled import (
     SEED,
+    Case,
     Factory,
     Filled,
     NotApplicable,
     attend,
     capabilities_of,
     close,
+    collector,
     contexts,
     everything,
     fill,
@@ -52,11 +55,10 @@ from kvpool.testing.filled import (
 
 __all__ = ["CASES", "NotApplicable", "check_backend"]
 
-Case = Callable[[Factory], None]
-
 BLOCK_SIZES = (1, 3, 8, 16, 32)
 
 CASES: list[Case] = []
+_case = collector(CASES)
 
 
 def check_backend(factory: Factory, cases: Sequence[Case] | None = None) -> dict[str, str]:
@@ -87,11 +89,6 @@ def check_backend(factory: Factory, cases: Sequence[Case] | None = None) -> dict
         told = "\n".join(f"- {name}: {type(error).__name__}: {error}" for name, error in failures)
         raise AssertionError(f"{len(failures)} of {len(cases)} cases failed\n{told}") from failures[0][1]
     return outcome
-
-
-def _case(function: Case) -> Case:
-    CASES.append(function)
-    return function
 
 
 # ---------------------------------------------------------------------- attention
@@ -488,3 +485,6 @@ def refused_specs_raise(factory: Factory) -> None:
         raise AssertionError(f"{other} was accepted, although {reason}")
     if not refused:
         raise NotApplicable
+
+
+CASES += conformance_shapes.CASES + conformance_features.CASES
