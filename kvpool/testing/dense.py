@@ -77,6 +77,22 @@ def dense_attention(
     return out, weights
 
 
+def dense_attention_and_size(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    scale: float | None = None,
+    options: AttentionOptions | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """`dense_attention`'s result and, ``[n, Hq, 1]``, the size of what was added up: the largest ``sum_c w_c |v_c|``.
+
+    Rounding errors are in proportion to this size. The result itself may be much smaller, because the values of a long
+    context cancel.
+    """
+    both = dense_attention(q, k, np.concatenate([v, np.abs(v)], axis=2), scale, options)[0]
+    return both[..., : v.shape[2]], both[..., v.shape[2] :].max(axis=-1, keepdims=True)
+
+
 def _softmax(scores: np.ndarray) -> np.ndarray:
     """Softmax of each row; a row of -inf alone becomes 0."""
     weights = np.zeros_like(scores)

@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvpool.config import DTYPES, LAYOUTS, KVSpec
 from kvpool.protocol import ArrayPlan, AttentionOptions, Capabilities, KVBackend, PlanArrays
-from kvpool.testing.dense import dense_attention, round_to
+from kvpool.testing.dense import dense_attention_and_size, round_to
 
 Factory = Callable[[KVSpec, int], KVBackend]
 Case = Callable[[Factory], None]
 
-# Largest error of an element over the largest element of its token and head. The inputs are exact, so in float32 this
-# is what sums of products round; the others leave room for a result that is itself rounded to the dtype.
+# Largest error of an element over the size of its token and head (`dense_attention_and_size`). The inputs are exact, so
+# in float32 this is what the arithmetic rounds (a score s by s * 6e-8, so the cases keep scores near 10 at most); the
+# others leave room for a result that is itself rounded to the dtype.
 TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1e-2}
-_TINY = 1e-4  # results below are judged as if they were of this size: float16 has few digits left there
+_TINY = 1e-4  # smaller sizes are judged as if they were this: float16 has few digits left there
 SEED = 20_260  # of every random choice
 
 
@@ -83,6 +84,14 @@ def specs(
         raise NotApplicable
 
 
+def head_counts(factory: Factory, *pairs: tuple[int, int]) -> Iterator[tuple[int, int]]:
+    """Those of the given (Hk, Hq) whose groups are not too large for the backend."""
+    limit = capabilities_of(factory).max_q_heads_per_kv_head
+    for kv_heads, q_heads in pairs:
+        if limit is None or q_heads <= limit * kv_heads:
+            yield kv_heads, q_heads
+
+
 # ---------------------------------------------------------------------- a filled backend
 
 
@@ -107,6 +116,13 @@ def fill_all(backend: KVBackend, value: float) -> None:
     for layer in range(spec.num_layers):
         k, v = (np.full((slots.size, spec.num_kv_heads, dim), value, np.float32) for _, dim in spec.planes)
         backend.write(layer, backend.asarray(k), backend.asarray(v), ArrayPlan(slot_mapping=slots))
+
+
+class Expected(NamedTuple):
+    """A result and what its errors are in proportion to."""
+
+    out: np.ndarray  # [T, Hq, n]
+    size: np.ndarray  # [T, Hq, 1]
 
 
 @dataclass
@@ -144,15 +160,16 @@ class Filled:
         q_lens: Sequence[int],
         scale: float | None = None,
         options: AttentionOptions | None = None,
-    ) -> np.ndarray:
+    ) -> Expected:
         """Dense attention of every row, one after the other."""
-        parts, begin = [np.zeros((0, q.shape[1], self.backend.spec.value_head_dim))], 0
+        out = np.zeros((sum(q_lens), q.shape[1], self.backend.spec.value_head_dim))
+        size, begin = np.zeros((*out.shape[:2], 1)), 0
         for row, n in enumerate(q_lens):
             mine, k, v = slice(begin, begin + n), self.k[layer][row], self.v[layer][row]
             if n:
-                parts.append(dense_attention(q[mine], k, v, scale, mask_rows(options, mine))[0])
+                out[mine], size[mine] = dense_attention_and_size(q[mine], k, v, scale, mask_rows(options, mine))
             begin += n
-        return np.concatenate(parts)
+        return Expected(out, size)
 
     def check(
         self,
@@ -240,6 +257,11 @@ def some_options(
     return AttentionOptions(**{name: every[name] for name in features})
 
 
+def told(options: AttentionOptions | None) -> str:
+    """Options as messages name them; arrays would be long."""
+    return f"options {', '.join(options.features) if options else 'none'}"
+
+
 def mask_rows(options: AttentionOptions | None, tokens: slice | np.ndarray) -> AttentionOptions | None:
     """The same options for some of the query tokens."""
     if options is None or options.mask is None:
@@ -258,12 +280,11 @@ def attend(
     return backend.to_numpy(backend.attend(layer, backend.asarray(q), plan, scale, options=options))
 
 
-def close(actual: np.ndarray, expected: np.ndarray, spec: KVSpec, what: str) -> None:
+def close(actual: np.ndarray, expected: Expected, spec: KVSpec, what: str) -> None:
     """Every token and head of ``[T, Hq, n]`` is right within `TOLERANCE`."""
     what = f"{what} ({spec.dtype}, {spec.layout}, block_size {spec.block_size}, seed {SEED})"
-    assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, expected {expected.shape}"
-    size = np.maximum(np.abs(expected).max(axis=-1, keepdims=True, initial=0), _TINY)
-    error = np.abs(actual - expected) / size
+    assert actual.shape == expected.out.shape, f"{what}: shape {actual.shape}, expected {expected.out.shape}"
+    error = np.abs(actual - expected.out) / np.maximum(expected.size, _TINY)
     wrong = ~(error <= TOLERANCE[spec.dtype])  # NaN counts as wrong
     if wrong.any():
         token, head = np.argwhere(wrong)[0][:2]
