@@ -24,7 +24,7 @@ static CHUNK_APART void chunk_adjust(const chunk_item *item, const chunk_panel *
                                   int64_t window, float *tops) {
     const kv_attention *call = item->call;
     const int nv = panel->nv;
-    const vf hidden = v_set(-INFINITY), cap = v_set(call->soft_cap), per_cap = v_set(1 / call->soft_cap);
+    const vf hidden = v_set(-INFINITY), cap = v_set(call->soft_cap);
     const vf at = v_set((float)(item->first_position - tile)); /* rounded only where no row's sight begins or ends */
     const vf oldest = v_set((float)(item->first_position - window - tile));
     float mask[CHUNK_MR * CHUNK_LANES];
@@ -38,13 +38,13 @@ static CHUNK_APART void chunk_adjust(const chunk_item *item, const chunk_panel *
             const vf key = v_set((float)c), query = v_load(item->query + lane);
             const vf behind = key - (query + at); /* c - p */
             vf x = v_load(s);
-            if (call->soft_cap != 0) x = cap * v_tanh(x * per_cap);
+            if (call->soft_cap != 0) x = cap * v_tanh(x / cap);
             if (call->slopes) x = v_fma(v_load(item->slope + lane), behind, x);
             vi seen = (behind <= 0) & (query + oldest < key);
             if (call->mask) {
                 const vf entry = v_load(mask + ((c - begin) % CHUNK_MR * nv + v) * VL);
                 x += entry;
-                seen &= hidden < entry;
+                seen &= entry != hidden;
             }
             x = v_select(seen, x, hidden);
             most[v] = v_max(most[v], x);
