@@ -12,6 +12,9 @@ VOCAB = 320
 WINDOW = 8  # of sliding layers: shorter than most prompts
 SEED = 7
 
+# How the adapter can attend, as options of install: over the pool itself; by the kernels' gather; by plain MLX.
+ROUTES = {"fused": {"fused": True}, "gathered": {"fused": False}, "plain": {"kernels": False}}
+
 
 @contextlib.contextmanager
 def on_cpu():
