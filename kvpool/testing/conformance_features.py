@@ -15,7 +15,6 @@ import numpy as np
 
 from kvpool.config import DTYPES
 from kvpool.protocol import FEATURES, ArrayPlan, AttentionOptions
-from kvpool.testing.dense import dense_attention
 from kvpool.testing.filled import (
     SEED,
     Case,
@@ -141,7 +140,7 @@ def alibi_biases_by_distance(factory: Factory) -> None:
     _need(factory, "alibi_slopes")
     for spec in specs(factory, dtypes=tuple(DTYPES), block_sizes=(3, 16)):
         filled = fill(factory, spec, _LONG)
-        for slopes in ([0.5, 0.25, 0.0625, 0.00390625], [0.7, 3.0, 0.0, -0.01]):
+        for slopes in ([0.5, 0.25, 0.0625, 0.00390625], [0.7, 3.0, 0.0, -0.005]):
             options = AttentionOptions(alibi_slopes=np.array(slopes))
             _check_decode_and_chunks(filled, _LONG_CHUNKS, f"slopes {slopes}", options)
 
@@ -151,7 +150,8 @@ def alibi_distance_starts_at_the_query(factory: Factory) -> None:
     """Softmax hides a bias that all keys share; a sink tells whether distance 0 has bias 0 for each query."""
     _need(factory, "alibi_slopes", "sinks")
     for spec in specs(factory, dtypes=tuple(DTYPES)):
-        options = AttentionOptions(alibi_slopes=np.array([0.5, 0.1, 0.01, -0.01]), sinks=np.array([0.0, 1.0, 2.0, 3.0]))
+        slopes, sinks = np.array([0.5, 0.1, 0.01, -0.005]), np.array([0.0, 1.0, 2.0, 3.0])
+        options = AttentionOptions(alibi_slopes=slopes, sinks=sinks)
         _check_decode_and_chunks(fill(factory, spec, _LONG), _LONG_CHUNKS, "slopes and sinks", options)
 
 
@@ -204,14 +204,14 @@ def queries_that_see_nothing_get_zero(factory: Factory) -> None:
         filled = fill(factory, spec, _LONG)
         q, plan = filled.queries(_LONG_CHUNKS, 4), filled.plan(_LONG_CHUNKS)
         for name, mask in _mostly_hidden(len(q), max(_LONG)).items():
-            nothing = np.asarray([not dense.any() for dense in _weights(filled, q, mask)])
             for sinks, kind in product((None, np.zeros(4)) if with_sinks else (None,), (bool, float)):
                 given = mask if kind is bool else np.where(mask, 0, -np.inf).astype(np.float32)
                 options = AttentionOptions(mask=given, sinks=sinks)
                 out = attend(filled.backend, 0, q, plan, None, options)
                 what = f"{kind.__name__} mask: {name}, sinks {sinks}"
-                close(out, filled.expected(0, q, _LONG_CHUNKS, None, options), spec, what)
-                assert not out[nothing].any(), f"{what}: a query that sees nothing must get 0"
+                expected = filled.expected(0, q, _LONG_CHUNKS, None, options)
+                close(out, expected, spec, what)
+                assert not out[expected.size[..., 0] == 0].any(), f"{what}: a query that sees nothing must get 0"
 
 
 def _mostly_hidden(num_tokens: int, width: int) -> dict[str, np.ndarray]:
@@ -233,17 +233,6 @@ def _mostly_hidden(num_tokens: int, width: int) -> dict[str, np.ndarray]:
         "the middle": seen(slice(None, 20), slice(-20, None)),
         "both ends": seen(slice(700, 900)),
     }
-
-
-def _weights(filled: Filled, q: np.ndarray, mask: np.ndarray) -> list[np.ndarray]:
-    """Dense weights ``[Hq, C]`` of every query token."""
-    found, begin = [], 0
-    for row, n in enumerate(_LONG_CHUNKS):
-        mine = slice(begin, begin + n)
-        options = AttentionOptions(mask=mask[mine])
-        found += list(dense_attention(q[mine], filled.k[0][row], filled.v[0][row], None, options)[1])
-        begin += n
-    return found
 
 
 # ---------------------------------------------------------------------- together
@@ -275,7 +264,7 @@ def features_work_together(factory: Factory) -> None:
             for kind in (bool, float):
                 q_lens = [*_SHORT_CHUNKS, 2]
                 options = some_options(filled, q_lens, q_heads, features, kind)
-                filled.check(q_lens, q_heads, f"all features, {q_heads} over {kv_heads} heads", 0.7, options)
+                filled.check(q_lens, q_heads, f"all features, {q_heads} over {kv_heads} heads", 0.3, options)
 
 
 def _check_decode_and_chunks_of(filled: Filled, options: AttentionOptions, what: str) -> None:

@@ -47,8 +47,8 @@ def long_contexts_equal_dense_attention(factory: Factory) -> None:
         for spec in specs(
             factory, layers=1, kv_heads=kv_heads, q_heads=q_heads, dtypes=tuple(DTYPES), block_sizes=sizes
         ):
-            filled = fill(factory, spec, LONG_CONTEXTS)
-            for q_lens, scale in (([1] * 6, None), ([1] * 6, 1.0), ([2, 40, 1, 8, 130, 3], None)):
+            filled, steep = fill(factory, spec, LONG_CONTEXTS), 1.5 * spec.head_dim**-0.5
+            for q_lens, scale in (([1] * 6, None), ([1] * 6, steep), ([2, 40, 1, 8, 130, 3], None)):
                 filled.check(q_lens, q_heads, f"queries {q_lens} in contexts {LONG_CONTEXTS}, scale {scale}", scale)
 
 

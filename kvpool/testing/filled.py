@@ -17,7 +17,8 @@ Factory = Callable[[KVSpec, int], KVBackend]
 Case = Callable[[Factory], None]
 
 # Largest error of an element over the size of its token and head (`dense_attention_and_size`). The inputs are exact, so
-# in float32 this is what the arithmetic rounds; the others leave room for a result that is itself rounded to the dtype.
+# in float32 this is what the arithmetic rounds (a score s by s * 6e-8, so the cases keep scores near 10 at most); the
+# others leave room for a result that is itself rounded to the dtype.
 TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1e-2}
 _TINY = 1e-4  # smaller sizes are judged as if they were this: float16 has few digits left there
 SEED = 20_260  # of every random choice
