@@ -69,7 +69,7 @@ cdef class Arguments:
 
     cdef int check_shape(self, const Py_buffer* view, str name, int64_t a, int64_t b=-1, int64_t c=-1) except -1:
         """Raise unless the shape is [a], [a, b] or [a, b, c]."""
-        if view.shape[0] == a and (b < 0 or view.shape[1] == b) and (c < 0 or view.shape[2] == c):
+        if (a < 0 or view.shape[0] == a) and (b < 0 or view.shape[1] == b) and (c < 0 or view.shape[2] == c):
             return 0
         wanted = ", ".join(str(n) for n in (a, b, c) if n >= 0)
         raise ValueError(f"[{self.call}] {name} must have shape [{wanted}], got {shape_of(view)}")
