@@ -53,13 +53,13 @@ def test_help_lists_exactly_the_commands_that_exist(capsys):
     assert exit_info.value.code == 0
     lines = capsys.readouterr().out.splitlines()
     listed = [line.split()[0] for line in lines if line.startswith("    ") and not line.startswith("     ")]
-    assert listed == ["demo", "replay", "plan", "doctor"]
+    assert listed == ["demo", "replay", "plan", "doctor", "bench"]
 
 
-@pytest.mark.parametrize("command", ["demo", "replay", "plan", "doctor"])
+@pytest.mark.parametrize("command", ["demo", "replay", "plan", "doctor", "bench attention"])
 def test_command_help_names_json_and_exits_zero(capsys, command):
     with pytest.raises(SystemExit) as exit_info:
-        main([command, "--help"])
+        main([*command.split(), "--help"])
     assert exit_info.value.code == 0
     assert "--json" in capsys.readouterr().out
 
@@ -93,7 +93,7 @@ def test_reader_that_goes_away_leaves_no_traceback():
     assert result.stderr == ""
 
 
-@pytest.mark.parametrize("argv", [[], ["serve"], ["plan"], ["demo", "--frobnicate"]])
+@pytest.mark.parametrize("argv", [[], ["serve"], ["plan"], ["demo", "--frobnicate"], ["bench"], ["bench", "nothing"]])
 def test_unknown_or_missing_arguments_are_refused(capsys, argv):
     assert refusal(capsys, *argv).splitlines()[-1].startswith("kvpool")
 
