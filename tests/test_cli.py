@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from kvpool.cli import main
+from kvpool.cli import machine, main
 
 LLAMA_8B = {
     "num_hidden_layers": 32,
@@ -69,7 +69,7 @@ def test_help_without_optional_packages_works():
 import sys
 for name in ("mlx", "mlx_lm", "rich", "matplotlib", "kvpool_backends"):
     sys.modules[name] = None
-from kvpool.cli import main
+from kvpool.cli import machine, main
 main(["demo", "--help"])
 """
     result = run_python("-c", code)
@@ -165,11 +165,61 @@ def test_doctor_text_is_short_and_aligned(capsys):
     assert {"Python", "kvpool", "core", "numpy", "mlx", "Metal", "memory", "backend numpy"} <= starts
 
 
+class Kernels:
+    """What `kvpool doctor` asks the CPU kernels."""
+
+    def isas(self):
+        return ("portable", "avx2")
+
+    def default_isa(self):
+        return "portable"
+
+    def num_threads(self):
+        return 3
+
+
+@pytest.mark.parametrize("is_forced", [True, False])
+def test_doctor_tells_what_the_cpu_kernels_run_with_and_why(capsys, monkeypatch, is_forced):
+    monkeypatch.setitem(sys.modules, "kvpool_backends.cpu._kernels", Kernels())
+    for name, value in (("KVPOOL_CPU_ISA", "portable"), ("KVPOOL_NUM_THREADS", "3")):
+        monkeypatch.setenv(name, value if is_forced else "")
+    assert main(["doctor", "--json"]) == 0
+    cpu = json.loads(capsys.readouterr().out)["cpu"]
+    assert (cpu["isas"], cpu["other_isas"], cpu["isa"]) == (["portable", "avx2"], ["avx512", "neon"], "portable")
+    assert cpu["num_threads"] == 3
+    assert (cpu["isa_from"] == "KVPOOL_CPU_ISA") == is_forced
+    assert (cpu["num_threads_from"] == "KVPOOL_NUM_THREADS") == is_forced
+    assert cpu["huge_pages"] in ("always", "madvise", "never", None)
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("CPU kernels") and "portable" in line for line in lines)
+    assert any(line.startswith("CPU threads") and "  3, " in line for line in lines)
+
+
+def test_doctor_without_cpu_kernels_says_why_and_still_succeeds(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "kvpool_backends.cpu._kernels", None)
+    assert main(["doctor", "--json"]) == 0
+    cpu = json.loads(capsys.readouterr().out)["cpu"]
+    assert cpu["available"] is False
+    assert "_kernels" in cpu["reason"]
+    assert main(["doctor"]) == 0
+    assert "CPU kernels    no: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("always [madvise] never", "madvise"), ("[always] madvise never", "always"), ("", None)],
+)
+def test_huge_pages_are_read_as_the_system_tells_them(monkeypatch, text, expected):
+    monkeypatch.setattr(machine, "read_text", lambda path: text)
+    assert machine.huge_pages() == expected
+
+
 def test_doctor_without_mlx_says_why_and_still_succeeds():
     code = """
 import sys
 sys.modules["mlx"] = None
-from kvpool.cli import main
+from kvpool.cli import machine, main
 sys.exit(main(["doctor", "--json"]))
 """
     result = run_python("-c", code)
@@ -199,7 +249,7 @@ def test_demo_without_rich_says_what_to_install():
     code = """
 import sys
 sys.modules["rich"] = None
-from kvpool.cli import main
+from kvpool.cli import machine, main
 sys.exit(main(["demo"]))
 """
     result = run_python("-c", code)

@@ -40,12 +40,15 @@ def draw(path: Path, bench: Bench, rows: Sequence[Row]) -> None:
         draw_dtype(axes[:, column], dtype, [row for row in shown if row.dtype == dtype])
     axes[0, 0].set_ylabel("K and V, GB/s", color=MUTED)
     axes[1, 0].set_ylabel("time / time of the read", color=MUTED)
+    axes[0, 0].set_ylim(0, 1.05 * max((max(row.rate, row.yardstick_rate) for row in shown), default=1))
+    ratios = [row.ratio for row in shown]
+    axes[1, 0].set_ylim(min([0.8, *ratios]), 0.1 + max([1.8, *ratios]))
     named: dict[str, Any] = {}
     for panel in axes.flat:
         named |= dict(zip(*reversed(panel.get_legend_handles_labels()), strict=True))
-    figure.legend(
-        named.values(), named.keys(), loc="lower center", ncols=5, frameon=False, fontsize=8.5, labelcolor=INK
-    )
+    names = sorted(named, key=lambda name: not name.startswith("batch"))  # the batches first
+    handles = [named[name] for name in names]
+    figure.legend(handles, names, loc="lower center", ncols=5, frameon=False, fontsize=8.5, labelcolor=INK)
     figure.savefig(path, format="png")
 
 
@@ -74,7 +77,6 @@ def draw_dtype(panels: Any, dtype: str, rows: Sequence[Row]) -> None:
     speed.set_title(dtype, loc="left", size=10.5, color=INK)
     contexts = sorted({row.context for row in rows})
     for panel in panels:
-        panel.set_ylim(bottom=0)
         panel.set_xscale("log", base=2)
         panel.set_xticks(contexts, [tokens(context) for context in contexts])
         panel.minorticks_off()
