@@ -7,6 +7,8 @@ told to be slow, wrong or noisy: every gate has a fault that it must catch.
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -308,8 +310,8 @@ SMALL = Settings(
 
 
 @pytest.fixture
-def kernels(monkeypatch):
-    """Kernels in numpy, and sizes that they can bear."""
+def small(monkeypatch):
+    """Sizes of the parts that have no options for them."""
     monkeypatch.setattr(prefill, "CONTEXT", 40)
     monkeypatch.setattr(prefill, "NUM_QUERIES", 8)
     monkeypatch.setattr(prefill, "SIDE", 16)
@@ -318,6 +320,11 @@ def kernels(monkeypatch):
     monkeypatch.setattr(moves, "POOL_NBYTES", 2**20)
     monkeypatch.setattr(moves, "NUM_TOKENS", 32)
     monkeypatch.setattr(moves, "NUM_PAIRS", 8)
+
+
+@pytest.fixture
+def kernels(small, monkeypatch):
+    """Kernels in numpy."""
     made = NumpyKernels()
     monkeypatch.setattr(attention, "load_kernels", lambda isa: made)
     return made
@@ -529,6 +536,31 @@ def test_command_wrong_result_stops_it(kernels, capsys):
     kernels.wrong = 1.0
     assert run_command("--part", "decode") == 2
     assert "a result is wrong" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_command_measures_the_real_kernels(small, capsys, layout):
+    """Every part, in small; the results are checked by the command itself."""
+    sizes = ["--batch", "2", "--context", "100", "--repetitions", "1", "--layout", layout]
+    assert main(["bench", "attention", "--against", "numpy", "--json", *sizes]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert {row["part"] for row in facts["rows"]} == {"decode", "prefill", "write", "copy", "stores"}
+    assert {row["layout"] for row in facts["rows"]} == {layout}
+    assert all(0 < row["best"] <= row["median"] for row in facts["rows"])
+    assert facts["isa"] in ("portable", "avx2", "avx512", "neon")
+
+
+def test_command_isa_is_what_the_kernels_run_with():
+    """The choice is made when the kernels are imported, so in a process of its own."""
+    sizes = ["--part", "decode", "--batch", "1", "--context", "64", "--repetitions", "1", "--against", "none"]
+    command = [sys.executable, "-m", "kvpool", "bench", "attention", "--json", *sizes]
+    result = subprocess.run([*command, "--isa", "portable"], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["isa"] == "portable"
+    result = subprocess.run([*command, "--isa", "sse9"], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert "sse9" in result.stderr and "portable" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,8 @@ class Bench:
         Told what begins now.
     left_out : list of (what, why)
         What was asked for and is not measured.
+    load : float
+        Processes that wanted a CPU in the minute before.
     """
 
     kernels: Any
@@ -35,6 +38,7 @@ class Bench:
     rivals: dict[str, str] = field(default_factory=dict)
     say: Callable[[str], None] = lambda text: None
     left_out: list[tuple[str, str]] = field(default_factory=list)
+    load: float = field(default_factory=lambda: os.getloadavg()[0])
 
     @property
     def isa(self) -> str:

@@ -32,6 +32,7 @@ def as_json(bench: Bench, rows: Sequence[Row], gates: Sequence[Gate], seconds: f
             "cpu": cpu_model(),
             "cache_nbytes": cache_nbytes(),
             "huge_pages": huge_pages(),
+            "load_before": bench.load,
         },
         "isa": bench.isa,
         "versions": {"python": platform.python_version(), "numpy": np.__version__} | bench.rivals,
@@ -47,7 +48,8 @@ def as_json(bench: Bench, rows: Sequence[Row], gates: Sequence[Gate], seconds: f
 def show(bench: Bench, rows: Sequence[Row], gates: Sequence[Gate], seconds: float) -> None:
     """Print tables, what was left out, and which gates hold."""
     versions = ", ".join(f"{name} {version}" for name, version in bench.rivals.items())
-    print(f"{cpu_model()}, kernels for {bench.isa}, layout {bench.settings.layout}; {versions or 'nothing beside'}\n")
+    print(f"{cpu_model()}, kernels for {bench.isa}, layout {bench.settings.layout}{versions and f'; {versions}'}")
+    print(f"load before: {bench.load:.1f}{', others were at work' if bench.load > 0.5 else ''}\n")
     title = "Decode: time / time to read the same K and V; how many times faster than dense attention"
     print_table(title, decode_lines(rows))
     print_table("Prefill, moving bytes, two stores", other_lines(rows))
