@@ -445,6 +445,11 @@ def test_moves_compare_as_many_bytes(kernels, dtype, layout, kind):
     assert len(set(addresses)) == len(addresses)  # every call goes elsewhere
 
 
+def test_moves_huge_blocks_still_have_room():
+    spec = KVSpec(1, 64, 2048, dtype="float32")
+    assert moves.num_blocks(spec) >= 2 * moves.NUM_PAIRS
+
+
 @pytest.mark.parametrize("kind", [moves.Writes, moves.Copies])
 def test_moves_to_the_wrong_place_are_refused(kernels, kind):
     kernels.slot_shift = 1
@@ -541,8 +546,7 @@ def test_command_wrong_result_stops_it(kernels, capsys):
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_command_measures_the_real_kernels(small, capsys, layout):
     """Every part, in small; the results are checked by the command itself."""
-    sizes = ["--batch", "2", "--context", "100", "--repetitions", "1", "--layout", layout]
-    assert main(["bench", "attention", "--against", "numpy", "--json", *sizes]) == 0
+    assert run_command("--json", "--layout", layout, "--repetitions", "1") == 0
     facts = json.loads(capsys.readouterr().out)
     assert {row["part"] for row in facts["rows"]} == {"decode", "prefill", "write", "copy", "stores"}
     assert {row["layout"] for row in facts["rows"]} == {layout}

@@ -16,6 +16,7 @@ from kvpool.cli.bench.bench import Bench, threads_name
 from kvpool.cli.bench.cache import WrongResult, narrowed, random_elements
 from kvpool.cli.bench.measure import Contestant
 from kvpool.cli.bench.rows import Row, timed
+from kvpool.config import KVSpec
 
 BLOCK_SIZE = 16
 NUM_TOKENS = 512
@@ -27,12 +28,17 @@ CALLS = 4
 Pairs = Sequence[tuple[np.ndarray, np.ndarray]]  # (dst, src), flat
 
 
+def num_blocks(spec: KVSpec) -> int:
+    """Return the blocks of the pool: `POOL_NBYTES`, and room for some calls that do not meet."""
+    return max(POOL_NBYTES // spec.block_nbytes, 2 * CALLS * NUM_PAIRS)
+
+
 class Store:
     """A pool with a store of the kernels on it, and as much memory beside it for memcpy."""
 
     def __init__(self, bench: Bench, dtype: str, num_threads: int) -> None:
         self.spec, self.rng = bench.spec(dtype, BLOCK_SIZE), bench.rng(POOL_NBYTES)
-        self.num_blocks = POOL_NBYTES // self.spec.block_nbytes
+        self.num_blocks = num_blocks(self.spec)
         shape = self.spec.plane_layout("k", self.num_blocks).shape
         self.arrays = [random_elements(self.rng, shape, dtype) for _ in "kv"]
         self.beside = [np.zeros_like(array) for array in self.arrays]
@@ -154,7 +160,8 @@ def rows(bench: Bench, part: str, kind: Callable[[Store], Any], num_tokens: int)
         for num_threads in bench.settings.threads:
             name = f"{part} {dtype}, {threads_name(num_threads)}"
             bench.say(name)
-            if not bench.fits(name, 2 * POOL_NBYTES):
+            spec = bench.spec(dtype, BLOCK_SIZE)
+            if not bench.fits(name, 2 * spec.pool_nbytes(num_blocks(spec))):
                 continue
             work = kind(Store(bench, dtype, num_threads))
             work.check()
