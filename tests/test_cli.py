@@ -203,7 +203,20 @@ def test_doctor_without_cpu_kernels_says_why_and_still_succeeds(capsys, monkeypa
     assert cpu["available"] is False
     assert "_kernels" in cpu["reason"]
     assert main(["doctor"]) == 0
-    assert "CPU kernels    no: " in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("CPU kernels ") and "  no: " in line for line in lines)
+
+
+@pytest.mark.parametrize("reason", [None, "MLX computes on Device(gpu, 0)"])
+def test_doctor_tells_the_route_of_the_mlx_backend(capsys, monkeypatch, reason):
+    backend = pytest.importorskip("kvpool_backends.mlx.backend")
+    monkeypatch.setattr(backend, "kernels_refusal", lambda: reason)
+    assert main(["doctor", "--json"]) == 0
+    route = json.loads(capsys.readouterr().out)["mlx_route"]
+    assert route == {"route": "plain" if reason else "kernels", "reason": reason}
+    assert main(["doctor"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("mlx computes by"))
+    assert (reason or "CPU kernels") in line
 
 
 @pytest.mark.parametrize(
@@ -228,6 +241,7 @@ sys.exit(main(["doctor", "--json"]))
     assert facts["metal"]["available"] is False
     assert "mlx" in facts["metal"]["reason"]
     assert "pip install" in facts["backends"]["mlx"]
+    assert facts["mlx_route"] is None
     assert facts["backends"]["numpy"] is None
 
 

@@ -44,6 +44,7 @@ def collect() -> dict[str, Any]:
         "packages": {name: installed_version(name) for name in PACKAGES},
         "backends": backend_reasons(),
         "cpu": cpu_facts(),
+        "mlx_route": mlx_route(),
         "metal": metal_facts(),
         "memory": memory_facts(),
     }
@@ -98,6 +99,16 @@ def cpu_facts() -> dict[str, Any]:
     }
 
 
+def mlx_route() -> dict[str, str | None] | None:
+    """Return which way the mlx backend computes here, and why not by the kernels; None if it does not work."""
+    try:
+        from kvpool_backends.mlx.backend import kernels_refusal
+    except ImportError:
+        return None
+    reason = kernels_refusal()
+    return {"route": "kernels" if reason is None else "plain", "reason": reason}
+
+
 def metal_facts() -> dict[str, Any]:
     """Return whether MLX can use Metal, on which device, and if not, why."""
     try:
@@ -128,6 +139,7 @@ def describe(facts: dict[str, Any]) -> str:
         ("core", f"{'compiled' if core['compiled'] else 'NOT compiled'}, {core['file']}"),
         *((name, number or "not installed") for name, number in facts["packages"].items()),
         *((f"backend {name}", reason or "works") for name, reason in facts["backends"].items()),
+        *mlx_rows(facts["mlx_route"]),
         *cpu_rows(cpu),
         ("Metal", f"yes, {metal['device']}" if metal["available"] else f"no: {metal['reason']}"),
         (
@@ -157,3 +169,11 @@ def cpu_rows(cpu: dict[str, Any]) -> list[tuple[str, str]]:
         ("CPU threads", f"{cpu['num_threads']}, {cpu['num_threads_from']}"),
         *rows,
     ]
+
+
+def mlx_rows(route: dict[str, str | None] | None) -> list[tuple[str, str]]:
+    """Return the line of the mlx backend's route, none where the backend does not work."""
+    if route is None:
+        return []
+    how = "the CPU kernels on MLX's memory" if route["reason"] is None else f"plain MLX: {route['reason']}"
+    return [("mlx computes by", how)]
