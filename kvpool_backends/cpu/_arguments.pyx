@@ -78,7 +78,7 @@ cdef class Arguments:
         return 0
 
     cdef int check_output(self, const Py_buffer* view) except -1:
-        """Raise unless every element is writable, has an address of its own, and belongs to no other buffer of the call."""
+        """Raise unless every element is writable, has an address of its own, and is no part of another buffer."""
         cdef str name = self.names[view - self.views]
         cdef int i
         if view.readonly:
@@ -142,8 +142,9 @@ cdef class Bases:
             extent = extent_of(&arguments.views[i])
             for j in range(self.count):
                 if overlap(extent, extent_of(&self.views[j])):
-                    raise ValueError(f"[{arguments.call}] {arguments.names[i]} (at {<uintptr_t>arguments.views[i].buf:#x}) "
-                                     "must not overlap with the memory of the pool")
+                    at = <uintptr_t>arguments.views[i].buf
+                    raise ValueError(f"[{arguments.call}] {arguments.names[i]} (at {at:#x}) must not overlap with the "
+                                     f"memory of the pool (array {j} at {<uintptr_t>self.views[j].buf:#x})")
         return 0
 
 
