@@ -1,8 +1,8 @@
 /* The two matrix products of a chunk, on panels of query rows: the register-blocked inner loop of both.
  *
- * The rows of a panel lie in the lanes of up to CHUNK_NV vectors: Q^T, scores and result are [.., lanes]. So both products
- * have the same shape, "for each k: outer product of a column of A and a row of B", where B is a panel and A is K or V
- * themselves. Neither K nor V is ever transposed, and softmax works lane by lane, without a horizontal step.
+ * The rows of a panel lie in the lanes of up to CHUNK_NV vectors: Q^T, scores and result are all [.., lanes]. So both
+ * products have the same shape, "for each k: outer product of a column of A and a row of B", where B is a panel, and A
+ * is K or V. Neither of these is ever transposed, and softmax works lane by lane, without a horizontal step.
  * The blocking is that of GotoBLAS and BLIS (Goto and van de Geijn 2008; Van Zee and van de Geijn 2015): the panel of B
  * stays in L1, A streams from L2, the product in registers: CHUNK_MR * CHUNK_NV sums, a row of B, a broadcast of A.
  *
