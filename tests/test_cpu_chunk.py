@@ -65,7 +65,8 @@ class Pool:
         shapes = _kernels.base_shapes(spec, num_blocks)
         nan = {"float32": np.float32("nan"), "float16": np.float16("nan"), "bfloat16": np.uint16(0x7FC0)}[spec.dtype]
         self.arrays = [np.full(shape, nan) for shape in shapes]
-        self.spec, self.store = spec, _kernels.BlockStore(spec, num_blocks, self.arrays, isa=isa, num_threads=num_threads)
+        self.spec = spec
+        self.store = _kernels.BlockStore(spec, num_blocks, self.arrays, isa=isa, num_threads=num_threads)
         self.free = list(np.random.default_rng(SEED).permutation(num_blocks))
 
     def add(self, k: np.ndarray, v: np.ndarray) -> np.ndarray:
@@ -76,7 +77,9 @@ class Pool:
         self.store.write(0, k, v, slots)
         return table
 
-    def attend(self, q: np.ndarray, tables: list[np.ndarray], lens: list[int], queries: list[int], **more: Any) -> np.ndarray:
+    def attend(
+        self, q: np.ndarray, tables: list[np.ndarray], lens: list[int], queries: list[int], **more: Any
+    ) -> np.ndarray:
         """float32 results; `q` may be anything that a kernel reads."""
         padded = np.full((len(tables), max(map(len, tables)) + 1), -1, np.int32)
         for row, table in zip(padded, tables, strict=True):
@@ -105,7 +108,9 @@ def largest_error(out: np.ndarray, ref: np.ndarray) -> float:
     return float((np.abs(out - ref).max(axis=(0, 2)) / np.abs(ref).max(axis=(0, 2))).max())
 
 
-def some_options(rng: np.random.Generator, features: str, num_queries: int, num_heads: int, context: int) -> AttentionOptions:
+def some_options(
+    rng: np.random.Generator, features: str, num_queries: int, num_heads: int, context: int
+) -> AttentionOptions:
     mask = normal(rng, num_queries, num_heads if features == "all" else 1, context + 3)
     mask[rng.random(mask.shape) < 0.3] = -np.inf
     every: dict[str, Any] = {
@@ -118,7 +123,11 @@ def some_options(rng: np.random.Generator, features: str, num_queries: int, num_
     return AttentionOptions(**{name: value for name, value in every.items() if features in (name, "all")})
 
 
-@pytest.mark.parametrize("case", pairwise(FACTORS), ids=lambda case: "-".join(str(v).replace(" ", "") for v in case.values()))
+def name_of(case: dict[str, Any]) -> str:
+    return "-".join(str(value).replace(" ", "") for value in case.values())
+
+
+@pytest.mark.parametrize("case", pairwise(FACTORS), ids=name_of)
 def test_chunk_any_shape_matches_float64(case: dict[str, Any]) -> None:
     rng = np.random.default_rng(SEED)
     dim, v_dim = case["dims"]
@@ -174,7 +183,8 @@ def test_chunk_in_a_batch_gets_the_same_bits_as_alone(isa: str, features: str) -
     rng = np.random.default_rng(SEED)
     queries, lens = [200, 1, 33, 9, 130], [330, 700, 33, 400, 130]
     options = some_options(rng, features, sum(queries), 4, max(lens))
-    pool, alone = Pool(KVSpec(1, 2, 48, "bfloat16", 16), isa), Pool(KVSpec(1, 2, 48, "bfloat16", 16), isa, num_threads=1)
+    spec = KVSpec(1, 2, 48, "bfloat16", 16)
+    pool, alone = Pool(spec, isa), Pool(spec, isa, num_threads=1)
     tokens = [(normal(rng, n, 2, 48), normal(rng, n, 2, 48)) for n in lens]
     q = normal(rng, sum(queries), 4, 48)
 

@@ -48,7 +48,7 @@ def key(step):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_the_pool_never_moves_whatever_is_kept_and_pipelined(dtype):
-    """1,000 steps; alive are results, views of results and of the pool itself; every result is queued with async_eval."""
+    """1,000 steps; results, views of them and of the pool are alive, what is built on them is queued by async_eval."""
     spec = KVSpec(2, 2, 8, dtype, block_size=4)
     backend = kernels(spec)
     addresses = backend._pool.addresses()
