@@ -38,10 +38,12 @@ if TYPE_CHECKING:
     from kvpool.config import KVSpec, blocks_for
     from kvpool.manager import KVBlockManager
     from kvpool.namespaces import namespace
+    from kvpool.protocol import AttentionOptions
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionOptions",
     "BackendUnavailable",
     "CapacityExceeded",
     "ConcurrentUse",
@@ -67,6 +69,7 @@ __all__ = [
 ]
 
 _LATE = {  # not everybody needs them, and they take time to import
+    "AttentionOptions": "kvpool.protocol",
     "KVBlockManager": "kvpool.manager",
     "KVSpec": "kvpool.config",
     "blocks_for": "kvpool.config",

@@ -25,7 +25,7 @@ framework copies the whole pool on the next write).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -96,6 +96,136 @@ class BatchShape(NamedTuple):
     num_q_heads: int  # Hq
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionOptions:
+    """What a model may add to plain attention. Each field that is not None is one feature.
+
+    Query head h of the token t at position p of its row scores the key at position c, c <= p, as ::
+
+        s_c = scale * (q . k_c)
+        s_c = soft_cap * tanh(s_c / soft_cap)
+        s_c = s_c + alibi_slopes[h] * (c - p)
+        s_c = s_c + mask[t, h, c]
+        out = sum_c exp(s_c) v_c / (exp(sinks[h]) + sum_c exp(s_c))        over c > p - window
+
+    with the lines and terms of absent features left out. A query that sees no key has the result 0.
+
+    Parameters
+    ----------
+    window : int, optional
+        Sliding window: a query sees the `window` newest tokens up to itself; 1 is itself alone.
+    soft_cap : float, optional
+        Bounds scores to ``-soft_cap .. soft_cap`` (Gemma 2); finite, > 0.
+    sinks : array ``[Hq]``, optional
+        Per head the score of one more key whose value is 0 (gpt-oss, "Efficient Streaming Language Models with
+        Attention Sinks"). Neither scale, cap, slope, mask nor window touches it.
+    alibi_slopes : array ``[Hq]``, optional
+        Per head a bias linear in the distance ("Train Short, Test Long"). c - p <= 0, so slopes are usually > 0.
+    mask : array ``[T, C']`` or ``[T, 1, C']`` or ``[T, Hq, C']``, optional
+        T as of the queries, C' at least the longest context of the batch; column c is position c of the token's own
+        row. Floats are added, finite or -inf; in a mask of bools False hides the key. Entries that causality or the
+        window hides are never read into a result.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As ``[AttentionOptions] what (value), the limit``. What depends on the batch is checked by `attend`.
+
+    Notes
+    -----
+    What is given is brought to one form: `sinks` and `alibi_slopes` are read-only float32 copies; `mask` is a numpy
+    array of bool or float32, not copied where it is one already, so leave it alone until `attend` has returned.
+    Anything that `numpy.asarray` takes will do. Two options are equal only if they are the same object.
+    """
+
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: Array | None = None
+    alibi_slopes: Array | None = None
+    mask: Array | None = None
+
+    def __post_init__(self) -> None:
+        for name, checked in (
+            ("window", _window),
+            ("soft_cap", _soft_cap),
+            ("sinks", _per_head),
+            ("alibi_slopes", _per_head),
+            ("mask", _mask),
+        ):
+            given = getattr(self, name)
+            if given is not None:
+                object.__setattr__(self, name, checked(name, given))
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Names of the fields that are not None."""
+        return tuple(name for name in FEATURES if getattr(self, name) is not None)
+
+    def check(self, num_tokens: int, num_q_heads: int, longest: int) -> None:
+        """Raise ValueError, ``[attend] ...``, unless the arrays fit T, Hq and the longest context of a batch. O(1)."""
+        for name in ("sinks", "alibi_slopes"):
+            per_head = getattr(self, name)
+            if per_head is not None and per_head.size != num_q_heads:
+                raise ValueError(f"[attend] {name} has {per_head.size} heads, q has {num_q_heads}")
+        if self.mask is None:
+            return
+        shape = self.mask.shape
+        if shape[0] != num_tokens or (len(shape) == 3 and shape[1] not in (1, num_q_heads)) or shape[-1] < longest:
+            heads = "" if len(shape) == 2 else f"1 or {num_q_heads}, "
+            raise ValueError(
+                f"[attend] mask has shape {list(shape)}, it must be [{num_tokens}, {heads}C'] with C' >= {longest}"
+            )
+
+
+FEATURES: tuple[str, ...] = tuple(option.name for option in fields(AttentionOptions))
+
+_LARGEST_WINDOW = 2**63 - 1  # what a kernel can hold
+
+
+def _window(name: str, given: Any) -> int:
+    if isinstance(given, bool) or not isinstance(given, (int, np.integer)):
+        raise TypeError(f"[AttentionOptions] {name} must be an int, got {type(given).__name__}")
+    if not 1 <= given <= _LARGEST_WINDOW:
+        raise ValueError(f"[AttentionOptions] {name} is {given}, the range is 1 .. 2**63 - 1")
+    return int(given)
+
+
+def _soft_cap(name: str, given: Any) -> float:
+    if isinstance(given, bool) or not isinstance(given, (int, float, np.integer, np.floating)):
+        raise TypeError(f"[AttentionOptions] {name} must be a float, got {type(given).__name__}")
+    with np.errstate(over="ignore"):
+        in_kernels = np.float32(given)
+    if not (np.isfinite(in_kernels) and in_kernels > 0):
+        raise ValueError(f"[AttentionOptions] {name} is {given}, it must be finite and > 0 in float32")
+    return float(given)
+
+
+def _per_head(name: str, given: Any) -> np.ndarray:
+    array = np.asarray(given)
+    if not np.issubdtype(array.dtype, np.floating):
+        raise TypeError(f"[AttentionOptions] {name} must be an array of floats, got {array.dtype}")
+    if array.ndim != 1:
+        raise ValueError(f"[AttentionOptions] {name} must have shape [Hq], got {list(array.shape)}")
+    with np.errstate(over="ignore"):  # beyond float32 is infinite, and refused as that
+        array = array.astype(np.float32)
+    if not np.isfinite(array).all():
+        raise ValueError(f"[AttentionOptions] {name} must be finite in float32, got {given}")
+    array.flags.writeable = False
+    return array
+
+
+def _mask(name: str, given: Any) -> np.ndarray:
+    array = np.asarray(given)
+    if array.dtype != np.bool_ and not np.issubdtype(array.dtype, np.floating):
+        raise TypeError(f"[AttentionOptions] {name} must be an array of floats or bools, got {array.dtype}")
+    if array.ndim not in (2, 3):
+        raise ValueError(
+            f"[AttentionOptions] {name} must have shape [T, C'] or [T, 1 or Hq, C'], got {list(array.shape)}"
+        )
+    with np.errstate(over="ignore"):  # a float64 below float32 is -inf
+        return array if array.dtype == np.bool_ else array.astype(np.float32, copy=False)
+
+
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """What a backend accepts. ``None`` in a field means: any."""
@@ -109,6 +239,12 @@ class Capabilities:
     mixed_head_dims: bool = True  # v_head_dim may differ from head_dim
     reads_see_writes: bool = True  # attend(layer, plan) sees what write(layer, plan) stored; else the next plan
     return_attn: bool = True  # attend(..., return_attn=True) works
+    features: tuple[str, ...] = ()  # names of the fields of AttentionOptions that attend takes
+    batch_invariant: bool = False  # a row's result has the same bits alone and in any batch, wherever its blocks are
+
+    def lacks(self, options: AttentionOptions | None) -> tuple[str, ...]:
+        """Features that `options` ask for and this backend does not have; empty when it serves them all."""
+        return () if options is None else tuple(name for name in options.features if name not in self.features)
 
     def refusal(self, spec: KVSpec, num_q_heads: int | None = None) -> str | None:
         """Why this backend cannot serve `spec` (and, if given, that many query heads); None when it can."""
@@ -128,6 +264,39 @@ class Capabilities:
             limit = self.max_q_heads_per_kv_head
             return f"{per_kv_head} query heads per KV head, the limit of backend {self.name!r} is {limit}"
         return None
+
+
+_PLAIN = AttentionOptions()
+
+
+def checked_options(
+    options: AttentionOptions | None, can: Capabilities, num_tokens: int, num_q_heads: int, longest: int
+) -> AttentionOptions:
+    """The options of an `attend` as a backend computes with them: for use inside backends, before anything else.
+
+    Parameters
+    ----------
+    options : AttentionOptions or None
+        As given; None is plain attention.
+    can : Capabilities
+        Of the backend.
+    num_tokens, num_q_heads, longest : int
+        T and Hq of the queries, the longest context of the batch.
+
+    Raises
+    ------
+    TypeError, ValueError
+        ``[attend] ...``: not an `AttentionOptions`, a feature that the backend lacks, an array that does not fit.
+    """
+    if options is None:
+        return _PLAIN
+    if not isinstance(options, AttentionOptions):
+        raise TypeError(f"[attend] options must be an AttentionOptions, got {type(options).__name__}")
+    missing = can.lacks(options)
+    if missing:
+        raise ValueError(f"[attend] backend {can.name!r} has no {', '.join(missing)}, only {list(can.features)}")
+    options.check(num_tokens, num_q_heads, longest)
+    return options
 
 
 @runtime_checkable
@@ -185,7 +354,14 @@ class KVBackend(Protocol):
         ...
 
     def attend(
-        self, layer: int, q: Array, plan: PlanArrays, scale: float | None = None, *, return_attn: bool = False
+        self,
+        layer: int,
+        q: Array,
+        plan: PlanArrays,
+        scale: float | None = None,
+        *,
+        options: AttentionOptions | None = None,
+        return_attn: bool = False,
     ) -> Array | tuple[Array, Array]:
         """Causal attention of the query tokens over the paged context: decode and ragged chunks alike.
 
@@ -199,6 +375,9 @@ class KVBackend(Protocol):
             of the row.
         scale : float, optional
             Multiplies the scores, ``1 / sqrt(D)`` by default.
+        options : AttentionOptions, optional
+            Window, soft cap, sinks, ALiBi, mask. `ValueError` for a feature that ``capabilities().features``
+            does not name, see `checked_options`.
         return_attn : bool
             Also return the weights, for debugging.
 
@@ -208,6 +387,7 @@ class KVBackend(Protocol):
             Tokens from ``cu_q_lens[B]`` on are padding: their rows are 0.
         attn : ``[T, Hq, C]``, only with `return_attn`
             Softmax weights in logical token order, 0 where nothing is visible. C is the longest ``seq_lens``.
+            With sinks a row of weights sums to less than 1: the rest is the sink's.
 
         Notes
         -----

@@ -1,13 +1,15 @@
 """The numpy backend passes the conformance kit, and the kit catches backends with one planted fault each.
 
-`Simple` answers like the numpy backend from small parts; every broken backend replaces one part. A fault must
-be caught by the case that is meant for it, not only by some accident.
+`Simple` (simple_backend.py) answers like the numpy backend from small parts; every broken backend replaces one part. A
+fault must be caught by the case that is meant for it, not only by some accident. Faults of `AttentionOptions` and of
+shapes are in test_conformance_features.py and test_conformance_shapes.py.
 """
 
 import numpy as np
 import pytest
+from simple_backend import Simple
 
-from kvpool.protocol import ArrayPlan
+from kvpool.protocol import FEATURES, ArrayPlan
 from kvpool.testing import conformance
 from kvpool_backends.numpy import NumpyBackend
 from kvpool_backends.numpy import backend as numpy_backend
@@ -15,52 +17,13 @@ from kvpool_backends.numpy import backend as numpy_backend
 
 @pytest.mark.parametrize("case", conformance.CASES, ids=lambda case: case.__name__)
 def test_numpy_backend_conforms(case):
-    conformance.check_backend(NumpyBackend, [case])
-
-
-def test_numpy_backend_leaves_out_only_the_case_about_refusals():
-    outcome = conformance.check_backend(NumpyBackend)
-    assert [name for name, result in outcome.items() if result != "passed"] == ["refused_specs_raise"]
+    """It refuses no spec; every other case applies."""
+    left_out = case.__name__ == "refused_specs_raise"
+    expected = "not applicable" if left_out else "passed"
+    assert conformance.check_backend(NumpyBackend, [case]) == {case.__name__: expected}
 
 
 # ---------------------------------------------------------------------- planted faults
-
-
-class Simple(NumpyBackend):
-    """Attention from parts that can be replaced."""
-
-    def visible(self, seq_len, q_len, j):
-        return seq_len - q_len + j + 1
-
-    def kv_head(self, head, num_q_heads):
-        return head // (num_q_heads // self.spec.num_kv_heads)
-
-    def context(self, plane, table, seq_len):
-        return self._context("attend", plane, table[: -(-seq_len // self.spec.block_size)], seq_len)
-
-    def one(self, q, k, v, visible, scale):
-        """Query [D], context [C, D] of one head."""
-        scores = k[:visible] @ q * scale
-        weights = np.exp(scores - scores.max())
-        return weights / weights.sum() @ v[:visible]
-
-    def attend(self, layer, q, plan, scale=None, *, return_attn=False):
-        if return_attn:
-            return super().attend(layer, q, plan, scale, return_attn=True)
-        self._check_queries(q, plan.cu_q_lens, plan.seq_lens)
-        scale = self.spec.head_dim**-0.5 if scale is None else scale
-        out = np.zeros((*q.shape[:2], self.spec.value_head_dim))
-        planes = self._layer("attend", layer)
-        for row, seq_len in enumerate(plan.seq_lens.tolist()):
-            begin, end = plan.cu_q_lens[row : row + 2].tolist()
-            if begin < end:
-                k, v = (self.context(plane, plan.block_tables[row], seq_len) for plane in planes)
-            for token in range(begin, end):
-                visible = self.visible(seq_len, end - begin, token - begin)
-                for head in range(q.shape[1]):
-                    kv = self.kv_head(head, q.shape[1])
-                    out[token, head] = self.one(q[token, head].astype(float), k[:, kv], v[:, kv], visible, scale)
-        return out.astype(np.float32)
 
 
 class HidesTheNewestToken(Simple):
@@ -98,10 +61,9 @@ class WeighsUnusedSlotsWithZero(Simple):
         blocks = -(-seq_len // self.spec.block_size)
         return self._context("attend", plane, table[:blocks], blocks * self.spec.block_size)
 
-    def one(self, q, k, v, visible, scale):
-        scores = np.where(np.arange(len(k)) < visible, k @ q * scale, -np.inf)
-        weights = np.exp(scores - scores.max())
-        return weights / weights.sum() @ v
+    def one(self, x):
+        scores = np.where(np.arange(len(x.k)) < x.visible, self.scores(x, x.k), -np.inf)
+        return self.mix(scores, -np.inf, x.v)
 
 
 class ForgetsAFullLastBlock(Simple):
@@ -118,13 +80,13 @@ class IgnoresTheTable(Simple):
 
 
 class IgnoresScale(Simple):
-    def attend(self, layer, q, plan, scale=None, *, return_attn=False):
-        return super().attend(layer, q, plan, None, return_attn=return_attn)
+    def attend(self, layer, q, plan, scale=None, *, options=None, return_attn=False):
+        return super().attend(layer, q, plan, None, options=options, return_attn=return_attn)
 
 
 class AnswersPaddingWithOnes(NumpyBackend):
-    def attend(self, layer, q, plan, scale=None, *, return_attn=False):
-        out = super().attend(layer, q, plan, scale)
+    def attend(self, layer, q, plan, scale=None, *, options=None, return_attn=False):
+        out = super().attend(layer, q, plan, scale, options=options)
         out[plan.cu_q_lens[-1] :] = 1
         return out
 
@@ -177,11 +139,11 @@ class WritesBeforeItCopies(NumpyBackend):
     def copy_blocks(self, plan):
         self.queue.append(np.array(getattr(plan, "copies", plan)))
 
-    def attend(self, layer, q, plan, scale=None, *, return_attn=False):
+    def attend(self, layer, q, plan, scale=None, *, options=None, return_attn=False):
         for copies in self.queue:
             super().copy_blocks(copies)
         self.queue.clear()
-        return super().attend(layer, q, plan, scale, return_attn=return_attn)
+        return super().attend(layer, q, plan, scale, options=options, return_attn=return_attn)
 
 
 class TruncatesBfloat16(NumpyBackend):
@@ -292,8 +254,10 @@ def test_check_backend_names_every_failed_case_and_chains_the_first():
         def zero(self, blocks):
             raise RuntimeError("no such kernel")
 
-    with pytest.raises(AssertionError, match=r"zero_clears.*no such kernel") as caught:
-        conformance.check_backend(Broken)
+    named = ("zero_clears_only_what_it_names", "warmup_changes_nothing", "import_restores_what_export_took")
+    cases = [case for case in conformance.CASES if case.__name__ in named]
+    with pytest.raises(AssertionError, match=r"2 of 3 cases failed(.|\n)*zero_clears.*no such kernel") as caught:
+        conformance.check_backend(Broken, cases)
     assert caught.value.__cause__ is not None
     assert "import_restores_what_export_took" in str(caught.value)
 
@@ -316,8 +280,13 @@ def test_capabilities_narrow_what_the_kit_tries():
                 max_q_heads_per_kv_head=4,
                 mixed_head_dims=False,
                 return_attn=False,
+                features=FEATURES,
             )
 
     outcome = conformance.check_backend(Narrow)
     left_out = {name for name, result in outcome.items() if result == "not applicable"}
-    assert left_out == {"value_heads_may_have_another_dim", "attention_weights_are_returned"}
+    assert left_out == {
+        "value_heads_may_have_another_dim",
+        "attention_weights_are_returned",
+        "a_row_has_the_same_bits_in_any_batch",
+    }

@@ -8,7 +8,7 @@ import pytest
 
 import kvpool
 from kvpool.config import KVSpec
-from kvpool.protocol import ArrayPlan, BatchShape, Capabilities, KVBackend
+from kvpool.protocol import FEATURES, ArrayPlan, AttentionOptions, BatchShape, Capabilities, KVBackend, checked_options
 from kvpool_backends.numpy import NumpyBackend
 
 SPEC = KVSpec(2, 2, 8, "float32", 4)
@@ -91,6 +91,129 @@ def test_capabilities_of_none_accept_anything():
 def test_batch_shape_names_its_numbers():
     assert BatchShape(1, 2, 3, 4) == (1, 2, 3, 4)
     assert BatchShape._fields == ("num_rows", "num_tokens", "table_width", "num_q_heads")
+
+
+# ---------------------------------------------------------------------- options of attention
+
+
+def test_options_are_plain_attention_by_default():
+    options = AttentionOptions()
+    assert options.features == ()
+    assert FEATURES == ("window", "soft_cap", "sinks", "alibi_slopes", "mask")
+    assert kvpool.AttentionOptions is AttentionOptions
+
+
+def test_options_bring_what_is_given_to_one_form():
+    sinks, mask = np.ones(3), np.zeros((2, 5), np.float64)
+    options = AttentionOptions(np.int32(4), 30, sinks, np.ones(3, np.float16), mask)
+    assert options.features == FEATURES
+    assert type(options.window) is int and type(options.soft_cap) is float
+    for array in (options.sinks, options.alibi_slopes):
+        assert array.dtype == np.float32 and not array.flags.writeable
+    assert options.mask.dtype == np.float32
+    sinks[:] = 7
+    assert options.sinks.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.bool_])
+def test_options_do_not_copy_a_mask_that_has_the_form(dtype):
+    mask = np.ones((2, 4, 8), dtype)[:, ::2]
+    assert AttentionOptions(mask=mask).mask is mask
+
+
+def test_options_take_what_offers_itself_as_an_array():
+    class Tensor:
+        def __array__(self, dtype=None, copy=None):
+            return np.array([1.0, 2.0], dtype)
+
+    assert AttentionOptions(sinks=Tensor(), alibi_slopes=[0.5, 0.25]).sinks.tolist() == [1, 2]
+
+
+def test_options_are_frozen_and_compare_by_identity():
+    options = AttentionOptions(sinks=np.ones(2))
+    with pytest.raises(AttributeError):
+        options.window = 3
+    assert options == options and options != AttentionOptions(sinks=np.ones(2))
+    assert {options: 1}[options] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("window", True, TypeError),
+        ("window", 4.0, TypeError),
+        ("window", "4", TypeError),
+        ("window", 0, ValueError),
+        ("window", -1, ValueError),
+        ("window", 2**63, ValueError),
+        ("soft_cap", True, TypeError),
+        ("soft_cap", "30", TypeError),
+        ("soft_cap", np.ones(1), TypeError),
+        ("soft_cap", 0.0, ValueError),
+        ("soft_cap", -1.0, ValueError),
+        ("soft_cap", float("nan"), ValueError),
+        ("soft_cap", float("inf"), ValueError),
+        ("soft_cap", 1e-60, ValueError),  # 0 in float32
+        ("soft_cap", 1e39, ValueError),  # infinite in float32
+        ("sinks", np.ones(2, np.int32), TypeError),
+        ("sinks", np.ones(2, bool), TypeError),
+        ("sinks", np.ones((1, 2)), ValueError),
+        ("sinks", 1.0, ValueError),
+        ("sinks", np.array([1.0, np.nan]), ValueError),
+        ("sinks", np.array([-np.inf]), ValueError),
+        ("sinks", np.array([1e39]), ValueError),
+        ("alibi_slopes", ["a"], TypeError),
+        ("alibi_slopes", np.ones(2, complex), TypeError),
+        ("alibi_slopes", np.array([np.inf]), ValueError),
+        ("mask", np.ones((2, 2), np.uint8), TypeError),
+        ("mask", "causal", TypeError),
+        ("mask", np.ones(2), ValueError),
+        ("mask", np.ones((1, 1, 1, 1), bool), ValueError),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(name, value, error):
+    with pytest.raises(error, match=rf"^\[AttentionOptions\] {name} "):
+        AttentionOptions(**{name: value})
+
+
+def test_capabilities_say_which_features_they_lack():
+    some = Capabilities("some", ("NHD",), ("float16",), features=("window", "mask"))
+    options = AttentionOptions(window=3, soft_cap=2.0, sinks=np.ones(2), mask=np.ones((1, 1), bool))
+    assert some.lacks(options) == ("soft_cap", "sinks")
+    assert some.lacks(AttentionOptions(window=3)) == some.lacks(None) == ()
+    assert not Capabilities("none", ("NHD",), ("float16",)).batch_invariant
+
+
+CAN = Capabilities("most", ("NHD",), ("float16",), features=("window", "sinks", "mask"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        AttentionOptions(window=1, sinks=np.ones(4), mask=np.ones((3, 9))),
+        AttentionOptions(mask=np.ones((3, 1, 12), bool)),
+        AttentionOptions(mask=np.ones((3, 4, 9), bool)),
+    ],
+)
+def test_checked_options_are_the_ones_given(options):
+    assert checked_options(options, CAN, 3, 4, 9) is options
+    assert checked_options(None, CAN, 3, 4, 9).features == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"window": 1}, TypeError, "must be an AttentionOptions, got dict"),
+        (AttentionOptions(soft_cap=1.0, window=2), ValueError, "backend 'most' has no soft_cap"),
+        (AttentionOptions(sinks=np.ones(2)), ValueError, "sinks has 2 heads, q has 4"),
+        (AttentionOptions(mask=np.ones((2, 9))), ValueError, r"mask has shape \[2, 9\], it must be \[3, C'\]"),
+        (AttentionOptions(mask=np.ones((3, 8))), ValueError, "C' >= 9"),
+        (AttentionOptions(mask=np.ones((3, 2, 9))), ValueError, r"\[3, 1 or 4, C'\]"),
+    ],
+)
+def test_options_that_do_not_fit_the_call_are_refused(options, error, words):
+    with pytest.raises(error, match=rf"^\[attend\] .*{words}"):
+        checked_options(options, CAN, 3, 4, 9)
 
 
 @pytest.mark.parametrize("module", ["config", "protocol"])

@@ -13,8 +13,9 @@ Method
 Every pool is filled with NaN first, in every slot of every block, the reserved block 0 included; known tokens
 are then written into randomly chosen blocks, and what comes out is compared with dense float64 attention
 (`kvpool.testing.dense`) over the values as the dtype rounds them. So a backend that reads one slot too many
-answers NaN. Cases try only what `capabilities()` claims; a case for which nothing is left raises
-`NotApplicable`.
+answers NaN. How large an error may be: `kvpool.testing.filled.TOLERANCE`. Cases try only what `capabilities()`
+claims; a case for which nothing is left raises `NotApplicable`. More of them are in `conformance_shapes` and
+`conformance_features`, by way of `CASES`.
 """
 
 from __future__ import annotations
@@ -28,35 +29,41 @@ import numpy as np
 from kvpool import Plan, Pool
 from kvpool.config import DTYPES, LAYOUTS
 from kvpool.protocol import ArrayPlan, BatchShape, KVBackend
-from kvpool.testing.dense import dense_attention, round_to, stored_bytes
+from kvpool.testing import conformance_features, conformance_shapes
+from kvpool.testing.dense import dense_attention, dense_attention_and_size, round_to, stored_bytes
 from kvpool.testing.engine import RandomEngine
 from kvpool.testing.filled import (
     SEED,
+    Case,
+    Expected,
     Factory,
     Filled,
     NotApplicable,
     attend,
     capabilities_of,
     close,
+    collector,
     contexts,
     everything,
     fill,
     fill_all,
     fill_random,
     int32,
+    mask_rows,
     same_bytes,
+    some_options,
     specs,
     token_columns,
+    told,
     values,
 )
 
 __all__ = ["CASES", "NotApplicable", "check_backend"]
 
-Case = Callable[[Factory], None]
-
 BLOCK_SIZES = (1, 3, 8, 16, 32)
 
 CASES: list[Case] = []
+_case = collector(CASES)
 
 
 def check_backend(factory: Factory, cases: Sequence[Case] | None = None) -> dict[str, str]:
@@ -87,11 +94,6 @@ def check_backend(factory: Factory, cases: Sequence[Case] | None = None) -> dict
         told = "\n".join(f"- {name}: {type(error).__name__}: {error}" for name, error in failures)
         raise AssertionError(f"{len(failures)} of {len(cases)} cases failed\n{told}") from failures[0][1]
     return outcome
-
-
-def _case(function: Case) -> Case:
-    CASES.append(function)
-    return function
 
 
 # ---------------------------------------------------------------------- attention
@@ -177,27 +179,30 @@ def scale_is_applied(factory: Factory) -> None:
     """Scores are multiplied by the given scale, by 1 / sqrt(D) without one."""
     for spec in specs(factory):
         filled = fill(factory, spec, [9, 16])
-        for scale in (None, 1.0, 0.05):
+        for scale in (None, 0.5, 0.05):
             filled.check([1, 4], 4, f"scale {scale}", scale)
 
 
 @_case
 def attention_weights_are_returned(factory: Factory) -> None:
-    """`return_attn`: the softmax weights in logical token order, zero where nothing is visible."""
-    if not capabilities_of(factory).return_attn:
+    """`return_attn`: the weights in logical token order, 0 where nothing is visible; a sink's share is missing."""
+    can = capabilities_of(factory)
+    if not can.return_attn:
         raise NotApplicable
     for spec in specs(factory):
         filled, q_lens = fill(factory, spec, [3, 16, 9]), [2, 1, 9]
-        q = filled.queries(q_lens, 4)
-        backend = filled.backend
-        out, attn = backend.attend(1, backend.asarray(q), filled.plan(q_lens), return_attn=True)
-        close(backend.to_numpy(out), filled.expected(1, q, q_lens), spec, "result beside the weights")
-        expected, begin = np.zeros((12, 4, 16)), 0
-        for row, n in enumerate(q_lens):
-            weights = dense_attention(q[begin : begin + n], filled.k[1][row], filled.v[1][row])[1]
-            expected[begin : begin + n, :, : weights.shape[2]] = weights
-            begin += n
-        close(backend.to_numpy(attn), expected, spec, "weights")
+        q, plan, backend = filled.queries(q_lens, 4), filled.plan(q_lens), filled.backend
+        for options in (None, some_options(filled, q_lens, 4, can.features)):
+            out, attn = backend.attend(1, backend.asarray(q), plan, options=options, return_attn=True)
+            result = filled.expected(1, q, q_lens, None, options)
+            close(backend.to_numpy(out), result, spec, "result beside the weights")
+            expected, begin = np.zeros((12, 4, 16)), 0
+            for row, n in enumerate(q_lens):
+                mine, k, v = slice(begin, begin + n), filled.k[1][row], filled.v[1][row]
+                expected[mine, :, : len(k)] = dense_attention(q[mine], k, v, None, mask_rows(options, mine))[1]
+                begin += n
+            largest = expected.max(axis=-1, keepdims=True)
+            close(backend.to_numpy(attn), Expected(expected, largest), spec, f"weights, {told(options)}")
 
 
 @_case
@@ -320,10 +325,10 @@ def copies_writes_reads_happen_in_order(factory: Factory) -> None:
             for layer in range(spec.num_layers):
                 backend.write(layer, backend.asarray(new[0]), backend.asarray(new[1]), writes)
                 q = values(rng, (2, 4, spec.head_dim), spec.dtype)
-                copied = dense_attention(q[:1], old[0][:4], old[1][:4])[0]
-                overwritten = dense_attention(q[1:], new[0], new[1])[0]
-                result = attend(backend, layer, q, reads)
-                close(result, np.concatenate([copied, overwritten]), spec, "write, copy, write, read")
+                copied = dense_attention_and_size(q[:1], old[0][:4], old[1][:4])
+                overwritten = dense_attention_and_size(q[1:], new[0], new[1])
+                expected = Expected(*map(np.concatenate, zip(copied, overwritten, strict=True)))
+                close(attend(backend, layer, q, reads), expected, spec, "write, copy, write, read")
 
 
 @_case
@@ -488,3 +493,6 @@ def refused_specs_raise(factory: Factory) -> None:
         raise AssertionError(f"{other} was accepted, although {reason}")
     if not refused:
         raise NotApplicable
+
+
+CASES += conformance_shapes.CASES + conformance_features.CASES

@@ -1,12 +1,14 @@
 """Dense attention and rounding in float64: the oracle that paged backends are measured against.
 
-Deliberately written another way than any backend here: one matrix per head, an explicit mask, rounding by
-exponent and mantissa instead of by bits.
+Deliberately written another way than any backend here: one matrix per head, explicit masks, the sink as a column
+of its own, rounding by exponent and mantissa instead of by bits.
 """
 
 from __future__ import annotations
 
 import numpy as np
+
+from kvpool.protocol import AttentionOptions
 
 _MANTISSA_BITS = {"float32": 24, "float16": 11, "bfloat16": 8}  # the hidden bit included
 _MIN_EXPONENT = {"float32": -126, "float16": -14, "bfloat16": -126}  # of the smallest normal number
@@ -18,7 +20,11 @@ _MAX = {
 
 
 def dense_attention(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float | None = None
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    scale: float | None = None,
+    options: AttentionOptions | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Causal attention of the last tokens of one sequence over all of it.
 
@@ -30,27 +36,70 @@ def dense_attention(
         The whole context, the n newest tokens included. Query head h belongs to KV head ``h // (Hq // Hk)``.
     scale : float, optional
         ``1 / sqrt(D)`` by default.
+    options : AttentionOptions, optional
+        Its mask has n rows, those of these queries.
 
     Returns
     -------
     out : float64 ``[n, Hq, Dv]``
     weights : float64 ``[n, Hq, C]``
+        With sinks they sum to less than 1; all 0 for a query that sees nothing.
     """
+    options = AttentionOptions() if options is None else options
     num_queries, num_q_heads, dim = q.shape
     context, num_kv_heads = k.shape[0], k.shape[1]
     scale = 1.0 / np.sqrt(dim) if scale is None else scale
-    position = np.arange(context - num_queries, context)  # of the queries
-    hidden = np.arange(context)[None, :] > position[:, None]
+    # Of key minus query, [n, C]: 0 on the diagonal that ends in the last corner.
+    distance = np.arange(context)[None, :] - np.arange(context - num_queries, context)[:, None]
+    seen = distance <= 0
+    if options.window is not None:
+        seen &= -distance < options.window
     out = np.empty((num_queries, num_q_heads, v.shape[2]))
     weights = np.empty((num_queries, num_q_heads, context))
     for head in range(num_q_heads):
         kv_head = head // (num_q_heads // num_kv_heads)
         scores = q[:, head].astype(np.float64) @ k[:, kv_head].astype(np.float64).T * scale
-        scores[hidden] = -np.inf
-        scores = np.exp(scores - scores.max(axis=1, keepdims=True))
-        weights[:, head] = scores / scores.sum(axis=1, keepdims=True)
+        if options.soft_cap is not None:
+            scores = np.tanh(scores / options.soft_cap) * options.soft_cap
+        if options.alibi_slopes is not None:
+            scores += float(options.alibi_slopes[head]) * distance
+        seen_here = seen
+        if options.mask is not None:
+            mask = options.mask if options.mask.ndim == 2 else options.mask[:, min(head, options.mask.shape[1] - 1)]
+            if mask.dtype == np.bool_:
+                seen_here = seen & mask[:, :context]
+            else:
+                scores += mask[:, :context]
+        scores = np.where(seen_here, scores, -np.inf)
+        sink = -np.inf if options.sinks is None else float(options.sinks[head])
+        weights[:, head] = _softmax(np.column_stack([scores, np.full(num_queries, sink)]))[:, :-1]
         out[:, head] = weights[:, head] @ v[:, kv_head].astype(np.float64)
     return out, weights
+
+
+def dense_attention_and_size(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    scale: float | None = None,
+    options: AttentionOptions | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """`dense_attention`'s result and, ``[n, Hq, 1]``, the size of what was added up: the largest ``sum_c w_c |v_c|``.
+
+    Rounding errors are in proportion to this size. The result itself may be much smaller, because the values of a long
+    context cancel.
+    """
+    both = dense_attention(q, k, np.concatenate([v, np.abs(v)], axis=2), scale, options)[0]
+    return both[..., : v.shape[2]], both[..., v.shape[2] :].max(axis=-1, keepdims=True)
+
+
+def _softmax(scores: np.ndarray) -> np.ndarray:
+    """Softmax of each row; a row of -inf alone becomes 0."""
+    weights = np.zeros_like(scores)
+    some = np.isfinite(scores).any(axis=1)
+    shifted = np.exp(scores[some] - scores[some].max(axis=1, keepdims=True))
+    weights[some] = shifted / shifted.sum(axis=1, keepdims=True)
+    return weights
 
 
 def round_to(x: np.ndarray, dtype: str) -> np.ndarray:

@@ -8,8 +8,8 @@ from kvpool import Plan, Pool
 from kvpool.config import KVSpec
 from kvpool.errors import CapacityExceeded, OutOfBlocks
 from kvpool.protocol import ArrayPlan, KVBackend, PlanArrays
-from kvpool.testing.dense import dense_attention
-from kvpool.testing.filled import Factory, attend, close, values
+from kvpool.testing.dense import dense_attention_and_size
+from kvpool.testing.filled import Expected, Factory, attend, close, values
 
 _VOCABULARY = 211
 _MAX_ROWS = 6
@@ -136,17 +136,18 @@ class RandomEngine:
             backend.write(layer, k, v, plan)
             q = values(self.rng, (new.size, _Q_HEADS, self.spec.head_dim), self.spec.dtype)
             out = attend(backend, layer, q, reads)
-            expected, begin = np.zeros((new.size, _Q_HEADS, self.spec.value_head_dim)), 0
+            expected, size = np.zeros((new.size, _Q_HEADS, self.spec.value_head_dim)), np.zeros((new.size, _Q_HEADS, 1))
+            begin = 0
             for handle, row in zip(handles, tokens, strict=True):
                 end = begin + len(row)
                 context = np.array(self.history[handle] + row, np.int64)
                 if row:
                     k_row, v_row = self.k[layer][context], self.v[layer][context]
-                    expected[begin:end] = dense_attention(q[begin:end], k_row, v_row)[0]
+                    expected[begin:end], size[begin:end] = dense_attention_and_size(q[begin:end], k_row, v_row)
                 begin = end
             close(
                 out,
-                expected,
+                Expected(expected, size),
                 self.spec,
                 f"engine step {self.num_steps}, layer {layer}, engine seed {self.seed}",
             )

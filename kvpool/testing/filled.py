@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvpool.config import DTYPES, LAYOUTS, KVSpec
-from kvpool.protocol import ArrayPlan, Capabilities, KVBackend, PlanArrays
-from kvpool.testing.dense import dense_attention, round_to
+from kvpool.protocol import ArrayPlan, AttentionOptions, Capabilities, KVBackend, PlanArrays
+from kvpool.testing.dense import dense_attention_and_size, round_to
 
 Factory = Callable[[KVSpec, int], KVBackend]
+Case = Callable[[Factory], None]
 
-# |result - exact| may be this much, for values of about 1: rounding of the result and of sums in the dtype.
-TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
+# Largest error of an element over the size of its token and head (`dense_attention_and_size`). The inputs are exact, so
+# in float32 this is what the arithmetic rounds (a score s by s * 6e-8, so the cases keep scores near 10 at most); the
+# others leave room for a result that is itself rounded to the dtype.
+TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1e-2}
+_TINY = 1e-4  # smaller sizes are judged as if they were this: float16 has few digits left there
 SEED = 20_260  # of every random choice
 
 
 class NotApplicable(Exception):
     """The backend's capabilities leave a case nothing to try."""
+
+
+def collector(cases: list[Case]) -> Callable[[Case], Case]:
+    """A decorator that adds a case to `cases`."""
+
+    def add(case: Case) -> Case:
+        cases.append(case)
+        return case
+
+    return add
 
 
 # ---------------------------------------------------------------------- what a backend accepts
@@ -69,6 +84,14 @@ def specs(
         raise NotApplicable
 
 
+def head_counts(factory: Factory, *pairs: tuple[int, int]) -> Iterator[tuple[int, int]]:
+    """Those of the given (Hk, Hq) whose groups are not too large for the backend."""
+    limit = capabilities_of(factory).max_q_heads_per_kv_head
+    for kv_heads, q_heads in pairs:
+        if limit is None or q_heads <= limit * kv_heads:
+            yield kv_heads, q_heads
+
+
 # ---------------------------------------------------------------------- a filled backend
 
 
@@ -93,6 +116,13 @@ def fill_all(backend: KVBackend, value: float) -> None:
     for layer in range(spec.num_layers):
         k, v = (np.full((slots.size, spec.num_kv_heads, dim), value, np.float32) for _, dim in spec.planes)
         backend.write(layer, backend.asarray(k), backend.asarray(v), ArrayPlan(slot_mapping=slots))
+
+
+class Expected(NamedTuple):
+    """A result and what its errors are in proportion to."""
+
+    out: np.ndarray  # [T, Hq, n]
+    size: np.ndarray  # [T, Hq, 1]
 
 
 @dataclass
@@ -123,22 +153,38 @@ class Filled:
         spec = self.backend.spec
         return values(self.rng, (sum(q_lens), q_heads, spec.head_dim), spec.dtype)
 
-    def expected(self, layer: int, q: np.ndarray, q_lens: Sequence[int], scale: float | None = None) -> np.ndarray:
+    def expected(
+        self,
+        layer: int,
+        q: np.ndarray,
+        q_lens: Sequence[int],
+        scale: float | None = None,
+        options: AttentionOptions | None = None,
+    ) -> Expected:
         """Dense attention of every row, one after the other."""
-        parts, begin = [np.zeros((0, q.shape[1], self.backend.spec.value_head_dim))], 0
+        out = np.zeros((sum(q_lens), q.shape[1], self.backend.spec.value_head_dim))
+        size, begin = np.zeros((*out.shape[:2], 1)), 0
         for row, n in enumerate(q_lens):
+            mine, k, v = slice(begin, begin + n), self.k[layer][row], self.v[layer][row]
             if n:
-                parts.append(dense_attention(q[begin : begin + n], self.k[layer][row], self.v[layer][row], scale)[0])
+                out[mine], size[mine] = dense_attention_and_size(q[mine], k, v, scale, mask_rows(options, mine))
             begin += n
-        return np.concatenate(parts)
+        return Expected(out, size)
 
-    def check(self, q_lens: Sequence[int], q_heads: int, what: str, scale: float | None = None) -> None:
+    def check(
+        self,
+        q_lens: Sequence[int],
+        q_heads: int,
+        what: str,
+        scale: float | None = None,
+        options: AttentionOptions | None = None,
+    ) -> None:
         """Attention in every layer equals dense attention."""
         plan = self.plan(q_lens)
         for layer in range(self.backend.spec.num_layers):
             q = self.queries(q_lens, q_heads)
-            out = attend(self.backend, layer, q, plan, scale)
-            close(out, self.expected(layer, q, q_lens, scale), self.backend.spec, f"{what}, layer {layer}")
+            out = attend(self.backend, layer, q, plan, scale, options)
+            close(out, self.expected(layer, q, q_lens, scale, options), self.backend.spec, f"{what}, layer {layer}")
 
 
 def fill(
@@ -178,20 +224,74 @@ def fill(
     return filled
 
 
-def attend(backend: KVBackend, layer: int, q: np.ndarray, plan: PlanArrays, scale: float | None = None) -> np.ndarray:
-    return backend.to_numpy(backend.attend(layer, backend.asarray(q), plan, scale))
+def random_mask(filled: Filled, q_lens: Sequence[int], kind: type, heads: int | None = None) -> np.ndarray:
+    """A mask that hides about a third of the keys, ``[T, C']`` or ``[T, heads, C']``, wider than the contexts.
+
+    Bools, or floats with -inf, huge negative and ordinary values; then what causality hides is NaN.
+    """
+    rng, width = filled.rng, max(filled.contexts) + 3
+    shape = (sum(q_lens), width) if heads is None else (sum(q_lens), heads, width)
+    draw = rng.random(shape)
+    if kind is bool:
+        return draw > 0.3
+    mask = np.select([draw < 0.2, draw < 0.3], [-np.inf, -1e30], rng.standard_normal(shape)).astype(np.float32)
+    begin = 0
+    for context, n in zip(filled.contexts, q_lens, strict=True):
+        for j in range(n):
+            mask[begin + j, ..., context - n + j + 1 :] = np.nan
+        begin += n
+    return mask
 
 
-def close(actual: np.ndarray, expected: np.ndarray, spec: KVSpec, what: str) -> None:
+def some_options(
+    filled: Filled, q_lens: Sequence[int], q_heads: int, features: Sequence[str], kind: type = float
+) -> AttentionOptions:
+    """Options with these features, each with a say in the result."""
+    every: dict[str, Any] = {
+        "window": max(2, max(filled.contexts) // 3),
+        "soft_cap": 2.0,
+        "sinks": np.linspace(-1, 3, q_heads),
+        "alibi_slopes": 2.0 ** -np.arange(1, q_heads + 1),
+        "mask": random_mask(filled, q_lens, kind, q_heads),
+    }
+    return AttentionOptions(**{name: every[name] for name in features})
+
+
+def told(options: AttentionOptions | None) -> str:
+    """Options as messages name them; arrays would be long."""
+    return f"options {', '.join(options.features) if options else 'none'}"
+
+
+def mask_rows(options: AttentionOptions | None, tokens: slice | np.ndarray) -> AttentionOptions | None:
+    """The same options for some of the query tokens."""
+    if options is None or options.mask is None:
+        return options
+    return replace(options, mask=options.mask[tokens])
+
+
+def attend(
+    backend: KVBackend,
+    layer: int,
+    q: np.ndarray,
+    plan: PlanArrays,
+    scale: float | None = None,
+    options: AttentionOptions | None = None,
+) -> np.ndarray:
+    return backend.to_numpy(backend.attend(layer, backend.asarray(q), plan, scale, options=options))
+
+
+def close(actual: np.ndarray, expected: Expected, spec: KVSpec, what: str) -> None:
+    """Every token and head of ``[T, Hq, n]`` is right within `TOLERANCE`."""
     what = f"{what} ({spec.dtype}, {spec.layout}, block_size {spec.block_size}, seed {SEED})"
-    assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, expected {expected.shape}"
-    wrong = ~(np.abs(actual - expected) <= TOLERANCE[spec.dtype])  # NaN counts as wrong
+    assert actual.shape == expected.out.shape, f"{what}: shape {actual.shape}, expected {expected.out.shape}"
+    error = np.abs(actual - expected.out) / np.maximum(expected.size, _TINY)
+    wrong = ~(error <= TOLERANCE[spec.dtype])  # NaN counts as wrong
     if wrong.any():
         token, head = np.argwhere(wrong)[0][:2]
-        worst = np.nanmax(np.abs(actual - expected)) if np.isfinite(actual).any() else np.nan
+        worst = np.nanmax(error) if np.isfinite(actual).any() else np.nan
         raise AssertionError(
             f"{what}: token {token}, head {head} is wrong; {int(np.isnan(actual).sum())} NaN, "
-            f"largest error {worst:.3g}, allowed {TOLERANCE[spec.dtype]:g}"
+            f"largest relative error {worst:.3g}, allowed {TOLERANCE[spec.dtype]:g}"
         )
 
 

@@ -1,8 +1,7 @@
-"""The MLX backend, first form: MLX owns the pool, writes are scatters, reads are gathers for MLX's own
-attention.
+"""The MLX backend: MLX owns the pool's memory.
 
-It runs wherever MLX runs. Kernels that read the blocks where they lie, and a write that can never copy, are
-not part of this form: `MLXBackend.settle` counts the copies that MLX made of the pool.
+Where MLX computes on the CPU, the kernels of `kvpool_backends.cpu` work on that memory in place (`kernels`); elsewhere
+writes are scatters and reads are gathers for MLX's own attention (`plain`). `MLXBackend` takes the one that fits.
 """
 
 from kvpool.errors import BackendUnavailable
@@ -15,7 +14,7 @@ except ImportError as error:
         "(on Linux the package is mlx[cpu], the bare mlx package does not import there)"
     ) from error
 
-from kvpool_backends.mlx.backend import MemoryReport, MLXBackend
+from kvpool_backends.mlx.backend import MemoryReport, MLXBackend, kernels_refusal
 from kvpool_backends.mlx.upload import StepArrays, TableUploader
 
-__all__ = ["MLXBackend", "MemoryReport", "StepArrays", "TableUploader"]
+__all__ = ["MLXBackend", "MemoryReport", "StepArrays", "TableUploader", "kernels_refusal"]

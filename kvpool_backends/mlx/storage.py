@@ -1,114 +1,56 @@
-"""The pool's memory: one K and one V array per layer, allocated once, owned by MLX.
-
-How MLX writes in place
------------------------
-An MLX array is a value. ``pool[blocks, offsets] = rows`` makes a new array and rebinds the name; the new
-array takes over the old one's buffer (*donation*) if nothing else holds that buffer when the scatter runs,
-and copies the whole pool if something does. Holders are: a view of the pool, a gather that was built but has
-not run, and a gather that is still running. So this module keeps no view, hands out none, and offers
-`settle`: wait until the gathers have run, and the next write is in place.
-
-The same rule makes reuse of blocks safe. A gather reads the version of the pool that it was built on: a
-scatter that is built later gets a buffer of its own (a copy) while that gather still needs the old one. A
-block may therefore be freed and rewritten as soon as the reads of its last owner are *built*, whether they
-have run or not.
-"""
+"""The pool's memory: base arrays that MLX allocates, once, and where they lie."""
 
 from __future__ import annotations
 
 import ctypes
 
 import mlx.core as mx
-import numpy as np
 
 from kvpool.config import KVSpec
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
-class PoolArrays:
-    """K ``[N, S, Hk, D]`` and V ``[N, S, Hk, Dv]`` of every layer.
+class PoolMemory:
+    """Zeroed arrays for all planes of all layers.
 
     Attributes
     ----------
-    planes : list of (k, v)
-        Per layer. Read them in one expression; a name kept on a view of one makes every write a copy.
+    arrays : list of mx.array
+        The base arrays of `KVSpec.plane_layout`: layer by layer and, inside a layer, plane by plane, those that
+        planes or layers share once.
     num_copies : int
-        Pool arrays that were found in another buffer than before, see `settle`.
+        Arrays that were found in another buffer than before, see `count_copies`.
     """
 
     def __init__(self, spec: KVSpec, num_blocks: int) -> None:
-        dtype = DTYPES[spec.dtype]
-        shape = (num_blocks, spec.block_size, spec.num_kv_heads)
-        self.planes = [
-            [mx.zeros((*shape, head_dim), dtype) for _, head_dim in spec.planes] for _ in range(spec.num_layers)
-        ]
-        mx.eval(self.planes)
+        self.arrays: list[mx.array] = []
+        made: set[tuple[str, int]] = set()
+        for layer in range(spec.num_layers):
+            for name, _ in spec.planes:
+                layout = spec.plane_layout(name, num_blocks)
+                key = layout.array, layer if layout.per_layer else 0
+                if key not in made:
+                    made.add(key)
+                    self.arrays.append(mx.zeros(layout.shape, DTYPES[spec.dtype]))
+        mx.eval(self.arrays)
         self.num_copies = 0
-        self._addresses = self._find()
+        self._addresses = self.addresses()
 
-    def write(self, layer: int, blocks: mx.array, offsets: mx.array, k: mx.array, v: mx.array) -> None:
-        """Token t, ``k[t]`` and ``v[t]``, goes to position ``offsets[t]`` of block ``blocks[t]``. Lazy."""
-        for plane, rows in zip(self.planes[layer], (k, v), strict=True):
-            plane[blocks, offsets] = rows.astype(plane.dtype)
+    def addresses(self) -> list[int]:
+        """Where MLX has each array now. Evaluates what is queued on it."""
+        return [_address(array) for array in self.arrays]
 
-    def read(self, layer: int, tables: mx.array) -> tuple[mx.array, mx.array]:
-        """The blocks of `tables` ``[B, W]`` as K ``[B, W * S, Hk, D]`` and V, lazy and not a view."""
-        k, v = (plane[tables].flatten(1, 2) for plane in self.planes[layer])
-        return k, v
-
-    def copy(self, src: tuple[mx.array, mx.array], dst: tuple[mx.array, mx.array]) -> None:
-        """Copy positions ``src = (blocks, offsets)`` to `dst` in all layers and planes.
-
-        The rows are read out first and for good: a scatter that reads the array which it writes cannot be in
-        place. This waits for all work that was queued before.
-        """
-        rows = [[plane[src] for plane in planes] for planes in self.planes]
-        mx.eval(rows)
-        for planes, taken in zip(self.planes, rows, strict=True):
-            for plane, row in zip(planes, taken, strict=True):
-                plane[dst] = row
-
-    def put(self, blocks: mx.array, data: list[list[mx.array]]) -> None:
-        """Overwrite whole blocks with ``data[layer][plane]`` ``[n, S, Hk, D]``. Lazy."""
-        for planes, new in zip(self.planes, data, strict=True):
-            for plane, values in zip(planes, new, strict=True):
-                plane[blocks] = values
-
-    def settle(self) -> int:
-        """Wait for all queued work on the pool; count the arrays that were copied since the last call.
-
-        An array that lies in another buffer than at the last call was copied at least once in between. With
-        one write of a layer between two calls the count is exact, otherwise it is a lower bound (two copies
-        can end in the first buffer). Looking after each step takes the overlap between steps away and, for
-        the same reason, the copies.
-
-        Returns
-        -------
-        int
-            Arrays that moved, also added to `num_copies`.
-        """
-        mx.eval(self.planes)
-        mx.synchronize()  # the reads of the last layer come after its write
-        found = self._find()
+    def count_copies(self) -> int:
+        """How many arrays lie in another buffer than at the last call, also added to `num_copies`."""
+        found = self.addresses()
         moved = sum(old != new for old, new in zip(self._addresses, found, strict=True))
         self._addresses = found
         self.num_copies += moved
         return moved
-
-    def _find(self) -> list[int]:
-        return [_address(plane) for planes in self.planes for plane in planes]
 
 
 def _address(array: mx.array) -> int:
     # Through the buffer protocol, which does not copy; ctypes does not look at the item format, so bfloat16
     # works too. The export ends with this expression.
     return ctypes.addressof(ctypes.c_char.from_buffer(memoryview(array)))  # type: ignore[arg-type]
-
-
-def positions_of(copies: np.ndarray, block_size: int) -> tuple[tuple[mx.array, mx.array], ...]:
-    """(blocks, offsets) of every token that `copies` ``[K, 3]`` reads, and of every token that it writes."""
-    counts = copies[:, 2].astype(np.int64)
-    first = np.repeat(np.cumsum(counts) - counts, counts)
-    offsets = mx.array((np.arange(counts.sum()) - first).astype(np.int32))
-    return tuple((mx.array(np.repeat(copies[:, side], counts)), offsets) for side in (0, 1))

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from kvpool.config import DTYPES, LAYOUTS, KVSpec
-from kvpool.protocol import BatchShape, Capabilities, PlanArrays
+from kvpool.protocol import FEATURES, AttentionOptions, BatchShape, Capabilities, PlanArrays, checked_options
 from kvpool_backends.numpy.bfloat16 import from_bfloat16, to_bfloat16
 
 _STORED: dict[str, np.dtype[Any]] = {
@@ -56,7 +56,9 @@ class NumpyBackend:
         self._planes = _allocate(spec, self.num_blocks)
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(name="numpy", layouts=LAYOUTS, dtypes=tuple(DTYPES))
+        return Capabilities(
+            name="numpy", layouts=LAYOUTS, dtypes=tuple(DTYPES), features=FEATURES, batch_invariant=True
+        )
 
     def asarray(self, x: np.ndarray) -> np.ndarray:
         return np.array(x, np.float32)
@@ -108,7 +110,14 @@ class NumpyBackend:
     # ---------------------------------------------------------------------- reads
 
     def attend(
-        self, layer: int, q: Any, plan: PlanArrays, scale: float | None = None, *, return_attn: bool = False
+        self,
+        layer: int,
+        q: Any,
+        plan: PlanArrays,
+        scale: float | None = None,
+        *,
+        options: AttentionOptions | None = None,
+        return_attn: bool = False,
     ) -> Any:
         k_plane, v_plane = self._layer("attend", layer)
         q = np.asarray(q)
@@ -122,8 +131,9 @@ class NumpyBackend:
             raise ValueError(f"[attend] block_tables must have shape [{seq_lens.size}, W], got {list(tables.shape)}")
 
         num_tokens, num_q_heads, _ = q.shape
-        out = np.zeros((num_tokens, num_q_heads, self.spec.value_head_dim))
         longest = int(seq_lens.max(initial=0))
+        options = checked_options(options, self.capabilities(), num_tokens, num_q_heads, longest)
+        out = np.zeros((num_tokens, num_q_heads, self.spec.value_head_dim))
         attn = np.zeros((num_tokens, num_q_heads, longest if return_attn else 0))
         for row, seq_len in enumerate(seq_lens.tolist()):
             begin, end = int(cu_q_lens[row]), int(cu_q_lens[row + 1])
@@ -133,11 +143,13 @@ class NumpyBackend:
             keys = self._context("attend", k_plane, table, seq_len)
             values = self._context("attend", v_plane, table, seq_len)
             for token in range(begin, end):
-                visible = seq_len - (end - 1 - token)
-                weights, result = _attend_one(q[token], keys[:visible], values[:visible], scale)
-                out[token] = result
+                position = seq_len - (end - token)
+                oldest = 0 if options.window is None else max(0, position + 1 - options.window)
+                visible = slice(oldest, position + 1)
+                bias = _bias(options, token, position, visible)
+                weights, out[token] = _attend_one(q[token], keys[visible], values[visible], scale, options, bias)
                 if return_attn:
-                    attn[token, :, :visible] = weights
+                    attn[token, :, visible] = weights
         dtype = np.float64 if q.dtype == np.float64 else np.float32
         if return_attn:
             return out.astype(dtype), attn.astype(dtype)
@@ -276,12 +288,33 @@ def _allocate(spec: KVSpec, num_blocks: int) -> list[tuple[np.ndarray, np.ndarra
     return layers
 
 
-def _attend_one(q: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
+def _bias(options: AttentionOptions, token: int, position: int, visible: slice) -> np.ndarray:
+    """What is added to the scores of one query, ``[Hq or 1, visible]``; -inf hides a key."""
+    bias = np.zeros((1, visible.stop - visible.start))
+    if options.alibi_slopes is not None:
+        distance = np.arange(visible.start - position, 1)
+        bias = options.alibi_slopes.astype(np.float64)[:, None] * distance
+    if options.mask is not None:
+        mask = options.mask[token, ..., visible]
+        bias = bias + (np.where(mask, 0.0, -np.inf) if mask.dtype == np.bool_ else mask)
+    return bias
+
+
+def _attend_one(
+    q: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float, options: AttentionOptions, bias: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Weights ``[Hq, C]`` and result ``[Hq, Dv]`` of one query token ``[Hq, D]`` over ``[C, Hk, ...]``."""
-    num_kv_heads = keys.shape[1]
+    num_q_heads, num_kv_heads = q.shape[0], keys.shape[1]
     groups = q.astype(np.float64).reshape(num_kv_heads, -1, q.shape[-1])  # contiguous groups of query heads
-    scores = np.einsum("hgd,chd->hgc", groups, keys) * scale
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    weights /= weights.sum(axis=-1, keepdims=True)
-    result = np.einsum("hgc,chd->hgd", weights, values)
-    return weights.reshape(q.shape[0], -1), result.reshape(q.shape[0], -1)
+    scores = np.einsum("hgd,chd->hgc", groups, keys).reshape(num_q_heads, -1) * scale
+    if options.soft_cap is not None:
+        scores = options.soft_cap * np.tanh(scores / options.soft_cap)
+    scores = scores + bias
+    sinks = np.full(num_q_heads, -np.inf) if options.sinks is None else options.sinks.astype(np.float64)
+    peak = np.maximum(scores.max(axis=-1), sinks)[:, None]
+    peak = np.where(np.isneginf(peak), 0.0, peak)  # every key is hidden: -inf - -inf would be NaN
+    weights = np.exp(scores - peak)
+    total = weights.sum(axis=-1, keepdims=True) + np.exp(sinks[:, None] - peak)
+    weights /= np.where(total > 0, total, 1.0)
+    result = np.einsum("hgc,chd->hgd", weights.reshape(*groups.shape[:2], -1), values)
+    return weights, result.reshape(num_q_heads, -1)

@@ -260,7 +260,7 @@ class Batch:
                 pool,
                 _power_of_two(rows),
                 _power_of_two(num_tokens),
-                formats=("block_tables", "slot_mapping"),
+                formats=self.kv.backend.required_formats,
                 table_width=min(_power_of_two(max(width, 16)), pool.max_blocks_per_seq),
                 pad={"block_tables": 0},  # gathered and masked, so it must be some block
             )

@@ -9,7 +9,8 @@ from typing import Any, NoReturn
 import mlx.core as mx
 import numpy as np
 
-from kvpool.adapters.mlx_lm.batch import Batch, Rows
+from kvpool.adapters.mlx_lm.batch import Batch, Forward, Rows
+from kvpool.adapters.mlx_lm.fused import PagedKeys, PagedMask, PagedValues, smaller_window, tokens_of
 
 
 class _NotSaved:
@@ -39,7 +40,7 @@ class PagedKVCache:
         self._layer = layer
         self._cursor = batch.count
         self._rows = batch.rows
-        self._arrays: Any = None  # those of the last forward pass, None if something else came after it
+        self._forward: Forward | None = None  # the last forward pass, None if something else came after it
 
     def __repr__(self) -> str:
         return f"PagedKVCache(layer={self._layer}, lengths={self._seen().lens.tolist()})"
@@ -63,7 +64,9 @@ class PagedKVCache:
         rows = self._seen()
         return rows.offsets if self._batch.is_merged else int(rows.lens[0])
 
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | PagedMask | None:
         """The attention mask of the next `N` input columns.
 
         Returns
@@ -71,10 +74,13 @@ class PagedKVCache:
         None, "causal", or bool ``[B or 1, 1, N, C]``
             C is the longest context after the pass. As in mlx-lm the short forms stand for a full mask where
             all rows are equally long.
+        PagedMask
+            On the fused route, always.
         """
         rows = self._seen()
-        windows = [w for w in (window_size, self._batch.kv.windows[self._layer]) if w]
-        window = min(windows, default=None)
+        window = smaller_window(window_size, self._batch.kv.windows[self._layer])
+        if self._batch.kv.is_fused:
+            return PagedMask(window)
         new = rows.num_new(N)
         ends = rows.lens + new
         kv_len = int(ends.max())
@@ -87,8 +93,12 @@ class PagedKVCache:
         different = slice(1) if is_even else slice(None)  # one row stands for all equal ones
         return _mask(rows.lens[different], ends[different], N, kv_len, window)
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    def update_and_fetch(
+        self, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, mx.array] | tuple[PagedKeys, PagedValues]:
         """Store this layer's K ``[B, Hk, N, D]`` and V, return the whole contexts ``[B, Hk, C, D]``.
+
+        On the fused route what is returned stands for them, and nothing is gathered.
 
         Raises
         ------
@@ -103,27 +113,28 @@ class PagedKVCache:
         EngineStopped
             A pass failed while these sequences were in an engine, see `PagedKV.recover`.
         """
-        dtype = self._batch.kv.backend.dtype
+        batch, kv = self._batch, self._batch.kv
+        dtype = kv.backend.dtype
         if keys.dtype != dtype or values.dtype != dtype:
             raise TypeError(
                 f"[update_and_fetch] keys are {keys.dtype}, values {values.dtype}, the pool holds {dtype}: install "
                 "again after a model was cast"
             )
         num_rows, _, num_columns, _ = keys.shape
-        batch = self._batch
         forward = self._issue("forward", (num_rows, num_columns), lambda: batch.forward(num_rows, num_columns))
-        k, v = (x.swapaxes(1, 2).flatten(0, 1) for x in (keys, values))
-        if forward.columns is not None:
-            k, v = k[forward.columns], v[forward.columns]
-        self._arrays = forward.arrays
-        batch.kv.backend.write_tokens(self._layer, k, v, self._arrays)
+        k, v = (tokens_of(x, forward.columns) for x in (keys, values))
+        kv.backend.write_tokens(self._layer, k, v, forward.arrays)
+        self._forward = forward
+        if kv.is_fused:
+            paged = PagedKeys(batch, self._layer, forward, (num_rows, num_columns))
+            return paged, PagedValues(paged)
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """What the last ``update_and_fetch`` returned, for layers that attend to another layer's cache."""
-        if self._arrays is None:
+        """What the last ``update_and_fetch`` stored and found, for layers that attend to another layer's cache."""
+        if self._forward is None or self._cursor != self._batch.count:
             raise RuntimeError("[keys_and_values] no update_and_fetch since the cache was made or changed")
-        return self._batch.kv.backend.read(self._layer, self._arrays)
+        return self._batch.kv.backend.read(self._layer, self._forward.arrays)
 
     # ------------------------------------------------------------------------------------------- batching
 
@@ -231,7 +242,7 @@ class PagedKVCache:
 
     @property
     def state(self) -> list[Any]:
-        """The pool's arrays of this layer, so that ``mx.eval(cache.state)`` executes the writes.
+        """The pool's arrays of this layer, if ``mx.eval(cache.state)`` has to execute the writes.
 
         It cannot be saved or set, because the arrays belong to all caches of the pool: ``save_prompt_cache``
         raises a ValueError and writes nothing.
@@ -245,7 +256,7 @@ class PagedKVCache:
         return self._rows if self._cursor >= self._batch.base else self._batch.base_rows
 
     def _issue(self, name: str, key: Any, execute: Any) -> Any:
-        self._arrays = None
+        self._forward = None
         self._cursor, self._rows, result = self._batch.issue(self._cursor, name, key, execute)
         return result
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
@@ -17,6 +18,7 @@ import numpy as np
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 import kvpool
+from kvpool.adapters.mlx_lm.attention_hook import Caller, Site, find_sites, watch
 from kvpool.adapters.mlx_lm.batch import NOT_OPENED, Batch, Known, Rows
 from kvpool.adapters.mlx_lm.cache import PagedKVCache
 from kvpool.adapters.mlx_lm.hook import Hook
@@ -25,6 +27,7 @@ from kvpool.errors import ConcurrentUse, StaleHandle
 
 SUPPORTED_VERSIONS = ("0.32.2",)  # releases of mlx-lm whose engines the tests run on kvpool
 
+_log = logging.getLogger(__name__)
 _numbers = itertools.count()  # a model's blocks mean nothing to another model on the same pool
 
 
@@ -47,6 +50,7 @@ class Summary:
     query_tokens: int  # tokens that `PagedKV.fetch` was asked for
     hit_tokens: int  # of these, found in the prefix cache
     mlx_pool_copies: int  # whole pool arrays that MLX copied to write to them, as counted by the last `settle`
+    route: str  # "fused", or "gather: " and why, see `PagedKV.route`
 
     def __str__(self) -> str:
         mib = 1 / 2**20
@@ -56,7 +60,8 @@ class Summary:
             f"KV: {self.kv_nbytes * mib:.2f} MiB used, {self.kv_nbytes_peak * mib:.2f} MiB peak, "
             f"{self.pool_nbytes * mib:.2f} MiB allocated; MLX peak {self.mlx_peak_nbytes * mib:.2f} MiB\n"
             f"copies: {self.cow_copies} blocks on write ({self.cow_tokens} tokens), "
-            f"{self.mlx_pool_copies} pool arrays by MLX"
+            f"{self.mlx_pool_copies} pool arrays by MLX\n"
+            f"attention: {self.route}"
         )
 
 
@@ -68,6 +73,8 @@ def install(
     block_size: int = 16,
     max_seqs: int = 4096,
     prefix_cache: bool = False,
+    fused: bool | None = None,
+    kernels: bool | None = None,
     overlap: bool = False,
     strict: bool = True,
 ) -> PagedKV:
@@ -86,10 +93,16 @@ def install(
         `PagedKV.commit` and `PagedPromptCache`.
     pool : kvpool.Pool, optional
         Use this pool in place of a new one.
+    fused : bool, optional
+        Attend straight over the pool (True), or gather every context for mlx-lm's own attention (False). By default
+        fused where it can be, which needs the kernels and a model of `attention_hook.KNOWN`; `PagedKV.route` says
+        what came out, and a log line if a model has to gather beside kernels that could have attended.
+    kernels : bool, optional
+        Use the CPU kernels or not, see `kvpool_backends.mlx.MLXBackend`; by default where MLX computes on the CPU.
     overlap : bool
-        Build a step while the one before still runs. Where it does still run, MLX copies the pool's arrays
-        to write to them, which takes time and up to twice the memory. By default each step waits for the one
-        before, and writes are in place.
+        Without kernels: build a step while the one before still runs. Where it does still run, MLX copies the
+        pool's arrays to write to them, which takes time and up to twice the memory. By default each step waits
+        for the one before, and writes are in place. With kernels writes are always in place, and nothing waits.
     strict : bool
         Refuse releases of mlx-lm that this adapter was not tested with.
 
@@ -102,7 +115,7 @@ def install(
     Raises
     ------
     RuntimeError
-        mlx-lm is not one of `SUPPORTED_VERSIONS` (and `strict`).
+        mlx-lm is not one of `SUPPORTED_VERSIONS` (and `strict`), or `fused` is True and cannot be; the text says why.
     ValueError
         The model keeps something else than keys and values in some layer, or layers differ in shape.
     TypeError
@@ -126,13 +139,43 @@ def install(
         pool = kvpool.Pool(num_blocks, block_size, max_seqs=max_seqs, prefix_cache=prefix_cache)
     from kvpool_backends.mlx import MLXBackend  # here, because kvpool does not depend on its backends
 
-    spec, windows = inspect_model(model, pool.block_size)
-    backend = MLXBackend(spec, pool.num_blocks)
-    return PagedKV(model, pool, backend, windows, prefix_cache=prefix_cache, overlap=overlap)
+    spec, windows, callers = inspect_model(model, pool.block_size)
+    backend = MLXBackend(spec, pool.num_blocks, kernels=kernels)
+    sites, why_gather = _choose_route(callers, backend, fused)
+    return PagedKV(
+        model,
+        pool,
+        backend,
+        windows,
+        sites=sites,
+        why_gather=why_gather,
+        prefix_cache=prefix_cache,
+        overlap=overlap,
+    )
 
 
-def inspect_model(model: Any, block_size: int) -> tuple[KVSpec, tuple[int | None, ...]]:
-    """Shapes of a model's KV cache and the attention window of each layer (None: sees everything).
+def _choose_route(callers: Sequence[Caller | None], backend: Any, fused: bool | None) -> tuple[tuple[Site, ...], str]:
+    """Where to hook attention, or nowhere and why."""
+    why = "fused=False"
+    if fused is not False:
+        if backend.route != "kernels":
+            why = "the backend runs without kernels"
+        elif mlx_lm.__version__ not in SUPPORTED_VERSIONS:
+            why = f"mlx-lm {mlx_lm.__version__} is not one of {', '.join(SUPPORTED_VERSIONS)}"
+        else:
+            try:
+                return find_sites(callers), ""
+            except LookupError as error:
+                why = str(error)
+            if fused is None:
+                _log.warning("[install] this model gathers: %s", why)
+    if fused:
+        raise RuntimeError(f"[install] fused=True, but {why}")
+    return (), why
+
+
+def inspect_model(model: Any, block_size: int) -> tuple[KVSpec, tuple[int | None, ...], list[Caller | None]]:
+    """Shapes of a model's KV cache, the attention window of each layer (None: sees everything), and who attends.
 
     Found by tracing one token through the model with mlx-lm's own caches. Nothing is computed.
     """
@@ -140,6 +183,7 @@ def inspect_model(model: Any, block_size: int) -> tuple[KVSpec, tuple[int | None
     for layer, cache in enumerate(caches):
         if type(cache) not in (KVCache, RotatingKVCache) or getattr(cache, "keep", 0) != 0:
             raise ValueError(f"[install] layer {layer} uses {type(cache).__name__}, not KVCache or RotatingKVCache")
+    callers = watch(caches)
     model(mx.zeros((1, 1), mx.int32), cache=caches)
     idle = [layer for layer, cache in enumerate(caches) if cache.keys is None]
     if idle:
@@ -152,7 +196,7 @@ def inspect_model(model: Any, block_size: int) -> tuple[KVSpec, tuple[int | None
     ((heads, k_dim, v_dim, dtype),) = shapes
     name = str(dtype).removeprefix("mlx.core.")
     windows = tuple(getattr(cache, "max_size", None) for cache in caches)
-    return KVSpec(len(caches), heads, k_dim, name, block_size, v_dim), windows
+    return KVSpec(len(caches), heads, k_dim, name, block_size, v_dim), windows, callers
 
 
 class PagedKV:
@@ -201,6 +245,8 @@ class PagedKV:
         backend: Any,
         windows: tuple[int | None, ...],
         *,
+        sites: tuple[Site, ...] = (),
+        why_gather: str = "",
         prefix_cache: bool = False,
         overlap: bool = False,
     ) -> None:
@@ -208,6 +254,8 @@ class PagedKV:
         self.pool = pool
         self.backend = backend
         self.windows = windows
+        self.sites = sites
+        self._why_gather = why_gather
         self.num_layers = len(windows)
         self.overlap = overlap
         self.prefix_cache = prefix_cache
@@ -224,10 +272,26 @@ class PagedKV:
 
     def __enter__(self) -> Self:
         Hook.enter(self)
+        for site in self.sites:
+            site.enter()
         return self
 
     def __exit__(self, *exc: object) -> None:
+        for site in self.sites:
+            site.require_ours()  # first, so that a block that cannot be left is still there as a whole
         Hook.leave(self)
+        for site in self.sites:
+            site.leave()
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether a layer attends straight over the pool now: inside the block, if the model can be hooked."""
+        return bool(self.sites) and all(site.is_active for site in self.sites)
+
+    @property
+    def route(self) -> str:
+        """How the model attends inside the block: "fused", or "gather: " and why."""
+        return f"gather: {self._why_gather}" if self._why_gather else "fused"
 
     def make_cache(self) -> list[PagedKVCache]:
         """An empty cache, one facade per layer: for ``prompt_cache=``, ``insert(caches=[...])`` and so on."""
@@ -388,6 +452,7 @@ class PagedKV:
             query_tokens=self.query_tokens,
             hit_tokens=self.hit_tokens,
             mlx_pool_copies=memory.pool_copies,
+            route=self.route,
         )
 
     def _available(self) -> int:
@@ -413,7 +478,7 @@ class PagedKV:
                 "kv.recover() takes it back"
             )
         try:
-            if not self.overlap:
+            if not (self.overlap or self.backend.is_eager):
                 self.backend.settle()
         except BaseException:
             self._driver = None

@@ -1,0 +1,152 @@
+"""Attention straight over the pool: what a layer's cache hands to the model in place of arrays.
+
+On the fused route ``update_and_fetch`` stores the new keys and values and returns `PagedKeys` and `PagedValues`, and
+``make_mask`` returns a `PagedMask`. mlx-lm's models pass the three on to ``scaled_dot_product_attention`` untouched,
+and there stands, for the length of ``with install(...)``, a function that knows them (`attention_hook`). Whoever
+else touches one of them gets an error that says so.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import mlx.core as mx
+import numpy as np
+
+from kvpool.protocol import AttentionOptions
+
+if TYPE_CHECKING:
+    from kvpool.adapters.mlx_lm.batch import Batch, Forward
+
+
+class _Placeholder:
+    """Stands where a model of mlx-lm keeps an array, and refuses to be one."""
+
+    __slots__ = ()
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise TypeError(self._text("used as an array"))
+
+    __getitem__ = __iter__ = __array__ = __mlx_array__ = __neg__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __matmul__ = __rmatmul__ = _refuse
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(self._text(f"asked for {name!r}"), name=name, obj=self)
+
+    def _text(self, what: str) -> str:
+        return (
+            f"[{type(self).__name__}] {what}, but on the fused route keys, values and masks stay in the pool: "
+            "install(model, ..., fused=False) hands out arrays"
+        )
+
+
+class PagedMask(_Placeholder):
+    """Causal, and with a window, if the layer has one. What ``make_mask`` returns on the fused route."""
+
+    __slots__ = ("window",)
+
+    def __init__(self, window: int | None) -> None:
+        self.window = window
+
+    def __repr__(self) -> str:
+        return f"PagedMask(window={self.window})"
+
+
+class PagedKeys(_Placeholder):
+    """The keys of one layer in one forward pass, in the pool.
+
+    Parameters
+    ----------
+    batch, layer, forward
+        Whose they are.
+    shape : (B, N)
+        Rows and columns of the pass's input.
+    """
+
+    __slots__ = ("batch", "count", "forward", "layer", "shape")
+
+    def __init__(self, batch: Batch, layer: int, forward: Forward, shape: tuple[int, int]) -> None:
+        self.batch = batch
+        self.layer = layer
+        self.forward = forward
+        self.shape = shape
+        self.count = batch.count
+
+    def attend(
+        self,
+        queries: mx.array,
+        values: Any,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None = None,
+        soft_cap: float | None = None,
+    ) -> mx.array:
+        """Attention of ``queries [B, Hq, N, D]`` over the contexts of the pass: ``[B, Hq, N, Dv]``, evaluated.
+
+        Parameters
+        ----------
+        values : PagedValues
+            Of the same pass and layer.
+        mask
+            A `PagedMask`; or mlx-lm's own short forms, "causal", and None for a single column.
+        sinks, soft_cap
+            See `kvpool.protocol.AttentionOptions`.
+
+        Raises
+        ------
+        RuntimeError
+            The pass is over: its blocks may hold other tokens by now.
+        TypeError, ValueError
+            Values, queries or mask of something else.
+        """
+        if self.batch.count != self.count:
+            raise RuntimeError("[attention] these keys are those of an earlier forward pass")
+        if type(values) is not PagedValues or values.keys is not self:
+            raise TypeError(f"[attention] values are {values!r}, not those that came with the keys")
+        num_rows, num_heads, num_columns, _ = queries.shape
+        if (num_rows, num_columns) != self.shape:
+            raise ValueError(f"[attention] queries are for {num_rows} rows of {num_columns} columns, keys {self.shape}")
+        kv = self.batch.kv
+        options = None
+        window = smaller_window(kv.windows[self.layer], _window_of(mask, num_columns))
+        if not (window is None and sinks is None and soft_cap is None):
+            heads = None if sinks is None else np.array(sinks.astype(mx.float32))
+            options = AttentionOptions(window=window, soft_cap=soft_cap, sinks=heads)
+        columns = self.forward.columns
+        out = kv.backend.attend(self.layer, tokens_of(queries, columns), self.forward.arrays, scale, options=options)
+        if columns is not None:  # padding columns see nothing
+            padded = mx.zeros((num_rows * num_columns, *out.shape[1:]), out.dtype)
+            padded[columns] = out
+            out = padded
+        return out.reshape(num_rows, num_columns, num_heads, -1).swapaxes(1, 2)
+
+
+class PagedValues(_Placeholder):
+    """The values that belong to `keys`."""
+
+    __slots__ = ("keys",)
+
+    def __init__(self, keys: PagedKeys) -> None:
+        self.keys = keys
+
+
+def tokens_of(x: mx.array, columns: mx.array | None) -> mx.array:
+    """``[B, H, N, D]`` as ``[T, H, D]``, row after row, without padding columns."""
+    x = x.swapaxes(1, 2).flatten(0, 1)
+    return x if columns is None else x[columns]
+
+
+def _window_of(mask: Any, num_columns: int) -> int | None:
+    if type(mask) is PagedMask:
+        return mask.window
+    if (mask is None and num_columns == 1) or (isinstance(mask, str) and mask == "causal"):
+        return None
+    raise TypeError(
+        f"[attention] the mask of {num_columns} columns is {mask if mask is None else type(mask).__name__}, not what "
+        "make_mask returned; install(model, ..., fused=False) takes any mask"
+    )
+
+
+def smaller_window(one: int | None, other: int | None) -> int | None:
+    """The smaller of two windows; None stands for no window."""
+    return min((window for window in (one, other) if window), default=None)

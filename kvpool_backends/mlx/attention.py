@@ -1,0 +1,74 @@
+"""Attention over gathered contexts in MLX operations: the plain route, which runs on every device that MLX has."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+
+from kvpool.protocol import AttentionOptions
+
+
+def attention(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    scale: float,
+    position: np.ndarray,
+    options: AttentionOptions,
+    mask: np.ndarray | None,
+) -> mx.array:
+    """Attention of a padded batch, see `AttentionOptions`.
+
+    Parameters
+    ----------
+    q : ``[B, Hq, n, D]``
+    k, v : ``[B, Hk, C, D]``, ``[B, Hk, C, Dv]``, dtype of q
+        Keys that no query of the row sees may hold anything, values past the row's context must be finite.
+    position : int ``[B, n]``
+        Of the queries in their rows.
+    mask : bool or float32 ``[B, n, 1 or Hq, C]``, optional
+        The options' mask for these queries.
+
+    Returns
+    -------
+    ``[B, Hq, n, Dv]``, dtype of q
+    """
+    distance = mx.arange(k.shape[2]) - mx.array(position.astype(np.int32))[:, None, :, None]  # [B, 1, n, C], <= 0
+    seen = distance <= 0
+    if options.window is not None:
+        seen = seen & (distance > -min(options.window, 2**31 - 1))
+        v = mx.where(seen.any(axis=2)[..., None], v, mx.array(0, v.dtype))  # a weight of 0 does not hide a NaN
+    if options.soft_cap is options.alibi_slopes is mask is None:
+        sinks = None if options.sinks is None else mx.array(options.sinks).astype(q.dtype)
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=seen, sinks=sinks)
+    scores = _by_kv_head(q.astype(mx.float32) * scale, k.astype(mx.float32).swapaxes(2, 3))
+    if options.soft_cap is not None:
+        scores = mx.tanh(scores / options.soft_cap) * options.soft_cap
+    if options.alibi_slopes is not None:
+        scores = scores + mx.array(options.alibi_slopes)[:, None, None] * distance
+    if mask is not None:
+        given = mx.array(mask).swapaxes(1, 2)
+        if mask.dtype == np.bool_:
+            seen = seen & given
+        else:
+            scores = scores + given
+    scores = mx.where(seen, scores, -mx.inf)
+    weights = _softmax(scores, options.sinks)
+    return _by_kv_head(weights, v.astype(mx.float32)).astype(q.dtype)
+
+
+def _by_kv_head(x: mx.array, y: mx.array) -> mx.array:
+    """``x[:, h] @ y[:, h // G]`` for ``[B, Hq, n, i]`` and ``[B, Hk, i, j]``."""
+    groups = x.reshape(x.shape[0], y.shape[1], -1, *x.shape[2:])
+    return mx.matmul(groups, y[:, :, None]).flatten(1, 2)
+
+
+def _softmax(scores: mx.array, sinks: np.ndarray | None) -> mx.array:
+    """Softmax of ``[B, Hq, n, C]`` with one more key of score ``sinks[h]``; 0 in rows of -inf."""
+    peak = scores.max(axis=-1, keepdims=True)
+    sink = mx.array(-mx.inf) if sinks is None else mx.array(sinks)[:, None, None]
+    peak = mx.maximum(peak, sink)
+    peak = mx.where(peak == -mx.inf, 0, peak)  # -inf - -inf would be NaN
+    weights = mx.exp(scores - peak)
+    total = weights.sum(axis=-1, keepdims=True) + mx.exp(sink - peak)
+    return weights / mx.where(total > 0, total, 1)

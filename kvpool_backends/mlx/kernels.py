@@ -1,0 +1,190 @@
+"""The kernel route: the CPU kernels on MLX's memory, in place.
+
+MLX allocates the pool's arrays and from then on never computes with them: no lazy operation on the pool exists. So
+nothing has to be ordered against MLX's graph, and nothing can make MLX copy the pool, neither views that somebody
+keeps nor steps that a caller pipelines with ``mx.async_eval``. That holds because of two rules, in every call:
+
+- *In*: the MLX arrays of a call (k and v; q) are evaluated first, with all they depend on, and the kernel runs at
+  once, on the thread that called. What else is queued in MLX stays queued.
+- *Out*: a result is a fresh MLX array, allocated and evaluated before the kernel writes it. No operation was ever
+  built on it, so nobody can have seen it empty; to MLX it is an array like any other, on any stream.
+
+What follows for a caller:
+
+- Calls take effect in the order in which they are made. A block may be given to another sequence as soon as the
+  last call that uses it has returned.
+- ``mx.async_eval`` of what is built on a result is fine, but a call waits for what its own inputs depend on: a
+  step can be built while the one before runs only up to its first `write`.
+- Inside ``mx.compile`` and ``mx.vmap`` arrays have no content, and a call is a RuntimeError. ``mx.grad`` takes a result
+  for a constant.
+- One thread at a time, as with all of MLX's graphs; another one may go on from the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from kvpool.config import LAYOUTS
+from kvpool.protocol import FEATURES, ArrayPlan, AttentionOptions, BatchShape, Capabilities, PlanArrays
+from kvpool_backends.cpu._kernels import BlockStore
+from kvpool_backends.mlx.backend import MLXBackend
+from kvpool_backends.mlx.storage import DTYPES, PoolMemory
+
+
+class KernelBackend(MLXBackend):
+    """`MLXBackend` by the CPU kernels: every layout, every option of attention, nothing lazy, no copy of the pool."""
+
+    route = "kernels"
+    is_eager = True
+
+    def _allocate(self) -> None:
+        self._pool = PoolMemory(self.spec, self.num_blocks)
+        self._store = BlockStore(self.spec, self.num_blocks, self._pool.arrays)
+
+    @staticmethod
+    def capabilities() -> Capabilities:
+        """What this backend accepts."""
+        return Capabilities(
+            name="mlx",
+            layouts=LAYOUTS,
+            dtypes=tuple(DTYPES),
+            return_attn=False,
+            features=FEATURES,
+            batch_invariant=True,
+        )
+
+    # ------------------------------------------------------------------------------------------ one step
+
+    def copy_blocks(self, plan: PlanArrays | np.ndarray) -> None:
+        """Copy the first tokens of blocks in all layers, ``(src, dst, num_tokens)`` each."""
+        self._store.copy_blocks(np.asarray(plan if isinstance(plan, np.ndarray) else plan.copies))
+
+    def write(self, layer: int, k: mx.array, v: mx.array, plan: PlanArrays) -> None:
+        """Store ``k [T, Hk, D]`` and ``v [T, Hk, Dv]`` at ``plan.slot_mapping``, negative slots skipped."""
+        k, v = _evaluated("write", k, v)
+        self._store.write(layer, k, v, np.asarray(plan.slot_mapping))
+
+    def attend(
+        self,
+        layer: int,
+        q: mx.array,
+        plan: PlanArrays,
+        scale: float | None = None,
+        *,
+        options: AttentionOptions | None = None,
+        return_attn: bool = False,
+    ) -> mx.array:
+        """Causal attention of ``q [T, Hq, D]`` over the paged context, see `KVBackend.attend`."""
+        if return_attn:
+            raise ValueError("[attend] return_attn is True, this backend does not return weights")
+        (q,) = _evaluated("attend", q)
+        if q.ndim != 3:
+            raise ValueError(f"[attend] q has shape {q.shape}, it must be [T, Hq, D]")
+        out = mx.zeros((*q.shape[:2], self.spec.value_head_dim), q.dtype)
+        mx.eval(out)
+        tables, seq_lens, cu_q_lens = (np.asarray(x) for x in (plan.block_tables, plan.seq_lens, plan.cu_q_lens))
+        self._store.attend(layer, q, out, tables, seq_lens, cu_q_lens, scale, options)
+        return out
+
+    # -------------------------------------------------------------- the same, prepared once for all layers
+
+    def step_arrays(self, plan: PlanArrays, seq_lens: np.ndarray) -> ArrayPlan:
+        """What the layers of one step need: a copy, so that the plan may go on to its next step.
+
+        seq_lens : int ``[B]``, context lengths after the step.
+        """
+        width = -(-int(seq_lens.max(initial=0)) // self.spec.block_size)
+        return ArrayPlan(
+            block_tables=np.array(plan.block_tables[: len(seq_lens), :width]),
+            seq_lens=np.array(seq_lens),
+            cu_q_lens=np.array(plan.cu_q_lens),
+            slot_mapping=np.array(plan.slot_mapping),
+        )
+
+    def write_tokens(self, layer: int, k: mx.array, v: mx.array, arrays: ArrayPlan) -> None:
+        """`write`, for a step of `step_arrays`."""
+        self.write(layer, k, v, arrays)
+
+    def read(self, layer: int, arrays: ArrayPlan) -> tuple[mx.array, mx.array]:
+        """The contexts of a step as K ``[B, Hk, C, D]`` and V ``[B, Hk, C, Dv]``: copies, 0 past a row's end."""
+        lens = arrays.seq_lens.tolist()
+        shape = (len(lens), self.spec.num_kv_heads, max(lens, default=0))
+        return self._filled(
+            [(*shape, dim) for _, dim in self.spec.planes],
+            lambda k, v: [
+                self._store.gather(
+                    layer,
+                    arrays.block_tables[row, : -(-n // self.spec.block_size)],
+                    k[row, :, :n].swapaxes(0, 1),
+                    v[row, :, :n].swapaxes(0, 1),
+                )
+                for row, n in enumerate(lens)
+                if n
+            ],
+        )
+
+    def planes(self, layer: int) -> list[mx.array]:
+        """Arrays that ``mx.eval`` has to see after a write: none, a write is through when it returns."""
+        return []
+
+    # -------------------------------------------------------------------------------------- whole blocks
+
+    def gather(
+        self, layer: int, blocks: Sequence[int] | np.ndarray, num_tokens: int | None = None
+    ) -> tuple[mx.array, mx.array]:
+        """Copies of K ``[n, Hk, D]`` and V ``[n, Hk, Dv]``, the first `num_tokens` tokens of `blocks`."""
+        self._check_layer("gather", layer)
+        ids = self._ids("gather", blocks)
+        count = self._gathered_tokens(ids, num_tokens)
+        return self._filled(
+            [(count, self.spec.num_kv_heads, dim) for _, dim in self.spec.planes],
+            lambda k, v: self._store.gather(layer, ids[: -(-count // self.spec.block_size)], k, v),
+        )
+
+    def zero(self, blocks: Sequence[int] | np.ndarray) -> None:
+        """Set whole blocks to 0 in all layers."""
+        self._store.zero(self._ids("zero", blocks))
+
+    def export_blocks(self, blocks: Sequence[int] | np.ndarray) -> np.ndarray:
+        """The bytes of whole blocks, uint8 ``[n, spec.block_nbytes]``."""
+        ids = self._ids("export_blocks", blocks)
+        data = np.empty((len(ids), self.spec.block_nbytes), np.uint8)
+        self._store.export_blocks(ids, data)
+        return data
+
+    def import_blocks(self, blocks: Sequence[int] | np.ndarray, data: np.ndarray) -> None:
+        """Overwrite whole blocks with rows of `export_blocks`."""
+        self._store.import_blocks(self._ids("import_blocks", blocks), data)
+
+    def warmup(self, shapes: Iterable[BatchShape]) -> None:
+        """Nothing to compile here."""
+
+    def settle(self) -> int:
+        """Nothing is ever queued on the pool. Counts the arrays that MLX has moved: none."""
+        return self._pool.count_copies()
+
+    # ---------------------------------------------------------------------------------------- internals
+
+    def _filled(self, shapes: Sequence[tuple[int, ...]], fill: Any) -> tuple[mx.array, ...]:
+        """MLX arrays of these shapes in the dtype of the pool, zeros but for what `fill` writes to numpy views."""
+        bits = mx.uint16 if self.dtype == mx.bfloat16 else self.dtype  # numpy has no bfloat16
+        arrays = [mx.zeros(shape, bits) for shape in shapes]
+        mx.eval(arrays)
+        fill(*(np.asarray(memoryview(array)) for array in arrays))  # type: ignore[arg-type]
+        return tuple(array.view(self.dtype) for array in arrays)
+
+
+def _evaluated(call: str, *arrays: Any) -> list[mx.array]:
+    """These arrays with their content in place. numpy arrays are converted."""
+    arrays = tuple(x if isinstance(x, mx.array) else mx.array(x) for x in arrays)
+    try:
+        mx.eval(*arrays)
+    except ValueError as error:
+        raise RuntimeError(
+            f"[{call}] the arrays have no content yet, as inside mx.compile or mx.vmap; call it outside of them"
+        ) from error
+    return list(arrays)

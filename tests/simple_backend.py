@@ -1,0 +1,131 @@
+"""`Simple`: a backend whose attention is made of parts that a test replaces, to plant one fault at a time."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvpool.protocol import AttentionOptions, checked_options
+from kvpool_backends.numpy import NumpyBackend
+
+
+@dataclass
+class Query:
+    """What one head of one query token is answered from."""
+
+    q: np.ndarray  # [D]
+    k: np.ndarray  # [C, D], the whole context of the row
+    v: np.ndarray  # [C, Dv]
+    visible: int  # that many oldest tokens
+    scale: float
+    options: AttentionOptions
+    token: int  # of the batch
+    first: int  # token of the batch, the row's first query
+    seq_len: int
+    head: int
+    kv_head: int
+
+
+class Simple(NumpyBackend):
+    """Right, and slow: head by head."""
+
+    def visible(self, seq_len, q_len, j):
+        return seq_len - q_len + j + 1
+
+    def kv_head(self, head, num_q_heads):
+        return head // (num_q_heads // self.spec.num_kv_heads)
+
+    def context(self, plane, table, seq_len):
+        return self._context("attend", plane, table[: -(-seq_len // self.spec.block_size)], seq_len)
+
+    # ------------------------------------------------------------------------------------ one query of one head
+
+    def one(self, x):
+        seen = slice(self.oldest(x), x.visible)
+        scores = self.scores(x, x.k[seen])
+        if x.options.alibi_slopes is not None:
+            scores = scores + self.alibi(x, np.arange(seen.start, seen.stop))
+        if x.options.mask is not None:
+            scores = scores + self.bias(self.mask(x)[seen])
+        return self.mix(scores, -np.inf if x.options.sinks is None else self.sink(x), x.v[seen])
+
+    def oldest(self, x):
+        return 0 if x.options.window is None else max(0, x.visible - x.options.window)
+
+    def scores(self, x, k):
+        scores = k @ x.q * x.scale
+        cap = x.options.soft_cap
+        return scores if cap is None else cap * np.tanh(scores / cap)
+
+    def alibi(self, x, key):
+        return float(x.options.alibi_slopes[x.head]) * (key - (x.visible - 1))
+
+    def mask(self, x):
+        mask = x.options.mask[x.token]
+        return mask if mask.ndim == 1 else mask[0 if len(mask) == 1 else x.head]
+
+    def bias(self, mask):
+        return np.where(mask, 0.0, -np.inf) if mask.dtype == np.bool_ else mask
+
+    def sink(self, x):
+        return float(x.options.sinks[x.head])
+
+    def mix(self, scores, sink, v):
+        peak = max(scores.max(), sink)
+        if peak == -np.inf:
+            return np.zeros(v.shape[1])
+        weights = np.exp(scores - peak)
+        return weights @ v / (weights.sum() + np.exp(sink - peak))
+
+    # ------------------------------------------------------------------------------------ the call
+
+    def attend(self, layer, q, plan, scale=None, *, options=None, return_attn=False):
+        if return_attn:
+            return super().attend(layer, q, plan, scale, options=options, return_attn=True)
+        planes = self._layer("attend", layer)
+        self._check_queries(q, plan.cu_q_lens, plan.seq_lens)
+        longest = int(plan.seq_lens.max(initial=0))
+        options = checked_options(options, self.capabilities(), q.shape[0], q.shape[1], longest)
+        scale = self.spec.head_dim**-0.5 if scale is None else scale
+        out = np.zeros((*q.shape[:2], self.spec.value_head_dim))
+        for row, seq_len in enumerate(plan.seq_lens.tolist()):
+            begin, end = plan.cu_q_lens[row : row + 2].tolist()
+            if begin < end:
+                k, v = (self.context(plane, plan.block_tables[row], seq_len) for plane in planes)
+            for token in range(begin, end):
+                visible = self.visible(seq_len, end - begin, token - begin)
+                for head in range(q.shape[1]):
+                    kv = self.kv_head(head, q.shape[1])
+                    one = q[token, head].astype(float)
+                    out[token, head] = self.one(
+                        Query(one, k[:, kv], v[:, kv], visible, scale, options, token, begin, seq_len, head, kv)
+                    )
+        return out.astype(np.float32)
+
+
+class Split(Simple):
+    """Cuts contexts into parts of 256 keys and merges what they say, as kernels do."""
+
+    part = 256
+
+    def mix(self, scores, sink, v):
+        parts = [slice(i, i + self.part) for i in range(0, len(scores), self.part)]
+        return self.merge([self.partial(scores[part], v[part]) for part in parts], sink)
+
+    def partial(self, scores, v):
+        """(peak, sum of weights, weighted values) of a part."""
+        peak = scores.max()
+        if peak == -np.inf:
+            return peak, 0.0, np.zeros(v.shape[1])
+        weights = np.exp(scores - peak)
+        return peak, weights.sum(), weights @ v
+
+    def merge(self, partials, sink):
+        peak = max([sink, *(part[0] for part in partials)])
+        if peak == -np.inf:
+            return partials[0][2]
+        factors = [self.factor(part[0], peak) for part in partials]
+        total = sum(f * part[1] for f, part in zip(factors, partials, strict=True)) + np.exp(sink - peak)
+        return sum(f * part[2] for f, part in zip(factors, partials, strict=True)) / total
+
+    def factor(self, part_peak, peak):
+        return np.exp(part_peak - peak)

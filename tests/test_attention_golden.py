@@ -1,0 +1,99 @@
+"""Attention with numbers that can be checked by hand, for the oracle and for the reference backend.
+
+Keys have one dimension and queries are 1, so the key is the score; values are unit vectors, so the result is the
+weights.
+"""
+
+from math import e, log
+
+import numpy as np
+import pytest
+
+from kvpool.config import KVSpec
+from kvpool.protocol import ArrayPlan, AttentionOptions
+from kvpool.testing.dense import dense_attention
+from kvpool_backends.numpy import NumpyBackend
+
+N = float("-inf")
+
+
+def dense(scores, num_queries, num_heads, options):
+    k = np.array(scores, np.float64)[:, None, None]
+    q = np.ones((num_queries, num_heads, 1))
+    out, weights = dense_attention(q, k, np.eye(len(scores))[:, None], 1.0, options)
+    assert np.array_equal(out, weights)
+    return weights
+
+
+def backend(scores, num_queries, num_heads, options):
+    n = len(scores)
+    numpy_backend = NumpyBackend(KVSpec(1, 1, 1, "float32", 2, v_head_dim=n), 8)
+    slots = np.array([6, 7, 12, 13, 2, 3])[:n]
+    table = np.array([[3, 6, 1]])
+    plan = ArrayPlan(table, np.array([n]), np.array([0, num_queries]), slots)
+    k = np.array(scores, np.float32)[:, None, None]
+    numpy_backend.write(0, k, np.eye(n, dtype=np.float32)[:, None], plan)
+    q = np.ones((num_queries, num_heads, 1))
+    out, weights = numpy_backend.attend(0, q, plan, 1.0, options=options, return_attn=True)
+    np.testing.assert_allclose(out, weights, rtol=1e-12)
+    return weights
+
+
+@pytest.mark.parametrize("attention", [dense, backend], ids=["dense", "numpy"])
+@pytest.mark.parametrize(
+    ("scores", "options", "expected"),
+    [
+        ([0, log(3)], {}, [[[1, 0]], [[1 / 4, 3 / 4]]]),
+        ([0, 0, 0, 0], {"window": 1}, [[[0, 0, 0, 1]]]),
+        ([0, 0, 0, 0], {"window": 3}, [[[1 / 3, 1 / 3, 1 / 3, 0]], [[0, 1 / 3, 1 / 3, 1 / 3]]]),
+        ([0, 0, 0], {"window": 4}, [[[1 / 3, 1 / 3, 1 / 3]]]),
+        # 2 * tanh(log(3) / 2) is 1
+        ([log(3), 0], {"soft_cap": 2.0}, [[[e / (e + 1), 1 / (e + 1)]]]),
+        ([0, 0], {"sinks": [log(2)]}, [[[1 / 3, 0]], [[1 / 4, 1 / 4]]]),
+        ([0, 0], {"sinks": [0.0, log(6)]}, [[[1 / 3, 1 / 3], [1 / 8, 1 / 8]]]),
+        ([0, 0, 0], {"alibi_slopes": [log(2)]}, [[[1 / 3, 2 / 3, 0]], [[1 / 7, 2 / 7, 4 / 7]]]),
+        ([0, 0, 0], {"alibi_slopes": [0.0, -log(2)]}, [[[1 / 3, 1 / 3, 1 / 3], [4 / 7, 2 / 7, 1 / 7]]]),
+        # the bias of distance 0 is 0: a sink of 0 weighs what the newest key weighs
+        ([0, 0], {"alibi_slopes": [log(2)], "sinks": [0.0]}, [[[1 / 2, 0]], [[1 / 5, 2 / 5]]]),
+        ([0, 0], {"mask": [[log(3), 0.0, 7.0]]}, [[[3 / 4, 1 / 4]]]),
+        ([0, 0, 0], {"mask": [[True, False, True]]}, [[[1 / 2, 0, 1 / 2]]]),
+        ([0, 0], {"mask": [[[N, 0.0]], [[0.0, log(4)]]]}, [[[0, 0]], [[1 / 5, 4 / 5]]]),
+        ([0, 0], {"mask": [[[N, 0.0], [0.0, N], [N, N]]]}, [[[0, 1], [1, 0], [0, 0]]]),
+        ([0, 0], {"mask": [[False, False]], "sinks": [5.0]}, [[[0, 0]]]),
+        # neither cap, nor mask, nor window touches the sink
+        (
+            [9, log(3), 0],
+            {"window": 2, "soft_cap": 2.0, "sinks": [log(5)], "mask": [[0.0, 0.0, log(2)]]},
+            [[[0, e / (e + 2 + 5), 2 / (e + 2 + 5)]]],
+        ),
+    ],
+)
+def test_attention_of_known_scores_has_the_known_weights(attention, scores, options, expected):
+    expected = np.array(expected, float)
+    arrays = {name: np.array(x) if isinstance(x, list) else x for name, x in options.items()}
+    weights = attention(scores, *expected.shape[:2], AttentionOptions(**arrays))
+    np.testing.assert_allclose(weights, expected, rtol=2e-7, atol=1e-12)  # options and keys are float32
+
+
+@pytest.mark.parametrize("features", [["window", "soft_cap", "sinks", "alibi_slopes", "mask"], ["sinks", "mask"]])
+def test_reference_backend_equals_the_oracle_to_the_last_digits(features):
+    rng = np.random.default_rng(11)
+    k, v = rng.standard_normal((2, 300, 2, 16)).astype(np.float32)
+    q = rng.standard_normal((200, 6, 16))
+    given = {
+        "window": 70,
+        "soft_cap": 1.5,
+        "sinks": rng.standard_normal(6),
+        "alibi_slopes": rng.random(6) / 8,
+        "mask": np.where(rng.random((200, 6, 301)) < 0.4, N, rng.standard_normal((200, 6, 301))),
+    }
+    options = AttentionOptions(**{name: given[name] for name in features})
+    slots = np.arange(4, 304)
+    numpy_backend = NumpyBackend(KVSpec(1, 2, 16, "float32", 4, layout="HND"), 76)
+    numpy_backend.write(0, k, v, ArrayPlan(slot_mapping=slots))
+    plan = ArrayPlan(np.arange(1, 76)[None], np.array([300]), np.array([0, 200]), slots)
+    out, weights = numpy_backend.attend(0, q, plan, options=options, return_attn=True)
+    expected = dense_attention(q, k, v, None, options)
+    assert out.dtype == np.float64
+    assert np.abs(out - expected[0]).max() < 1e-14
+    assert np.abs(weights - expected[1]).max() < 1e-15

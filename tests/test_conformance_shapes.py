@@ -1,0 +1,175 @@
+"""Faults in long contexts, head dims, chunks, batches and strides: each is caught by the case meant for it."""
+
+import numpy as np
+import pytest
+from simple_backend import Simple, Split
+
+from kvpool.testing import conformance, conformance_shapes
+from kvpool_backends.numpy import NumpyBackend
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),  # faults compute with NaN and infinity
+    pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning"),
+]
+
+
+class LosesTheLastPart(Split):
+    """Rounds the number of parts down."""
+
+    def mix(self, scores, sink, v):
+        whole = max(1, len(scores) // self.part) * self.part
+        return super().mix(scores[:whole], sink, v[:whole])
+
+
+class MergesWithoutRescaling(Split):
+    def factor(self, part_peak, peak):
+        return 1.0
+
+
+class MeansOfParts(Split):
+    """Parts of different length weigh the same."""
+
+    def merge(self, partials, sink):
+        return np.mean([values / total for _, total, values in partials], axis=0)
+
+
+class SumsInFloat16(Simple):
+    def mix(self, scores, sink, v):
+        weights = np.exp(scores - scores.max()).astype(np.float16)
+        return weights @ v / np.cumsum(weights, dtype=np.float16)[-1]
+
+
+class TakesNoOffset(Simple):
+    """exp of the scores themselves, in float32."""
+
+    def mix(self, scores, sink, v):
+        weights = np.exp(scores.astype(np.float32)).astype(float)
+        return weights @ v / weights.sum()
+
+
+class RoundsScores(Simple):
+    """Scores in float16: infinite where they are huge."""
+
+    def scores(self, x, k):
+        return super().scores(x, k).astype(np.float16).astype(float)
+
+
+class ForgetsTheTailOfAHead(Simple):
+    """Whole vectors of 8 only."""
+
+    def scores(self, x, k):
+        whole = max(8, len(x.q) // 8 * 8)
+        return k[:, :whole] @ x.q[:whole] * x.scale
+
+
+class ScalesByThePaddedDim(Simple):
+    def scores(self, x, k):
+        padded = -(-len(x.q) // 16) * 16
+        return super().scores(x, k) * (len(x.q) / padded) ** 0.5
+
+
+class SizesValuesLikeKeys(Simple):
+    """The rest of a value wider than the key stays 0."""
+
+    def one(self, x):
+        result = super().one(x)
+        result[self.spec.head_dim :] = 0
+        return result
+
+
+class MasksTilesOfEight(Simple):
+    """Eight queries at a time see what the last of them may see."""
+
+    def visible(self, seq_len, q_len, j):
+        return super().visible(seq_len, q_len, min(q_len - 1, j // 8 * 8 + 7) if q_len > 8 else j)
+
+
+class ServesAtMost32Queries(Simple):
+    def visible(self, seq_len, q_len, j):
+        return super().visible(seq_len, q_len, min(j, 31))
+
+
+class CutsByTheBatch(Split):
+    """Parts as many as the batch leaves workers idle: sums are rounded differently, here in float32."""
+
+    def attend(self, layer, q, plan, scale=None, *, options=None, return_attn=False):
+        self.part = 64 * len(plan.seq_lens)
+        return super().attend(layer, q, plan, scale, options=options, return_attn=return_attn)
+
+    def partial(self, scores, v):
+        peak, total, values = super().partial(scores, v)
+        return peak, np.float32(total), values.astype(np.float32)
+
+
+class AddsInOrderOfBlocks(Simple):
+    def mix(self, scores, sink, v):
+        order = np.argsort(self.table[: len(scores)])
+        return super().mix(scores, sink, v) + 1e-6 * (order[0] if len(order) else 0)
+
+    def context(self, plane, table, seq_len):
+        self.table = np.repeat(table, self.spec.block_size)
+        return super().context(plane, table, seq_len)
+
+
+class ReadsInputsAsIfContiguous(NumpyBackend):
+    @staticmethod
+    def flat(x):
+        if x.base is None:
+            return x
+        return x.base.reshape(-1)[: x.size].reshape(x.shape)
+
+    def attend(self, layer, q, plan, scale=None, *, options=None, return_attn=False):
+        return super().attend(layer, self.flat(q), plan, scale, options=options, return_attn=return_attn)
+
+
+class WritesInputsAsIfContiguous(ReadsInputsAsIfContiguous):
+    def write(self, layer, k, v, plan):
+        super().write(layer, self.flat(k), self.flat(v), plan)
+
+    def attend(self, layer, q, plan, scale=None, *, options=None, return_attn=False):
+        return NumpyBackend.attend(self, layer, q, plan, scale, options=options, return_attn=return_attn)
+
+
+FAULTS = {
+    LosesTheLastPart: "long_contexts_equal_dense_attention",
+    MergesWithoutRescaling: "long_contexts_equal_dense_attention",
+    MeansOfParts: "long_contexts_equal_dense_attention",
+    SumsInFloat16: "long_contexts_equal_dense_attention",
+    TakesNoOffset: "huge_scores_stay_finite",
+    RoundsScores: "huge_scores_stay_finite",
+    ForgetsTheTailOfAHead: "head_dims_of_models_equal_dense_attention",
+    ScalesByThePaddedDim: "head_dims_of_models_equal_dense_attention",
+    SizesValuesLikeKeys: "head_dims_of_models_equal_dense_attention",
+    MasksTilesOfEight: "chunks_of_any_length_share_a_batch",
+    ServesAtMost32Queries: "chunks_of_any_length_share_a_batch",
+    CutsByTheBatch: "a_row_has_the_same_bits_in_any_batch",
+    AddsInOrderOfBlocks: "a_row_has_the_same_bits_in_any_batch",
+    ReadsInputsAsIfContiguous: "strided_inputs_are_read_by_their_strides",
+    WritesInputsAsIfContiguous: "strided_inputs_are_read_by_their_strides",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_planted_fault_is_caught_by_its_case(fault):
+    cases = [case for case in conformance.CASES if case.__name__ == FAULTS[fault]]
+    with pytest.raises(AssertionError, match="1 of 1 cases failed"):
+        conformance.check_backend(fault, cases)
+
+
+def test_every_case_about_shapes_catches_a_fault():
+    assert {case.__name__ for case in conformance_shapes.CASES} == set(FAULTS.values())
+
+
+def test_backend_that_cuts_contexts_conforms():
+    conformance.check_backend(Split, conformance_shapes.CASES)
+
+
+def test_backend_that_does_not_claim_batch_invariance_is_not_asked():
+    class Claims(CutsByTheBatch):
+        def capabilities(self):
+            can = super().capabilities()
+            return type(can)(can.name, can.layouts, can.dtypes, features=can.features)
+
+    outcome = conformance.check_backend(Claims, conformance_shapes.CASES)
+    assert outcome.pop("a_row_has_the_same_bits_in_any_batch") == "not applicable"
+    assert set(outcome.values()) == {"passed"}
