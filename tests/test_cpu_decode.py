@@ -1,7 +1,7 @@
 """Decode and short windows of queries on the CPU kernels, against dense attention in float64, in every instruction set.
 
-A context goes by in parts of 512 tokens and tiles of 32, in steps of 4; the lengths here lie around those borders. Slots
-that no query sees hold NaN throughout.
+A context goes by in parts of 512 tokens and tiles of 32, in steps of 4; the lengths here lie around those borders.
+Slots that no query sees hold NaN throughout.
 """
 
 from __future__ import annotations
