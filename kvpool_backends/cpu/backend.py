@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from math import prod
 from typing import Any
 
@@ -141,7 +142,7 @@ class CPUBackend:
 
     def warmup(self, shapes: Iterable[BatchShape]) -> None:
         """Run each shape once over block 0, so that scratch has its size and the threads run. Changes no block."""
-        heads, num_blocks = self.spec.num_kv_heads, self.num_blocks
+        heads = self.spec.num_kv_heads
         for shape in shapes:
             num_rows, num_tokens, width, num_q_heads = shape
             context = width * self.spec.block_size
@@ -177,10 +178,8 @@ def _allocate(spec: KVSpec, num_blocks: int) -> list[np.ndarray]:
     except (OSError, OverflowError) as error:
         raise MemoryError(f"[CPUBackend] no memory for a pool of {end} bytes ({error})") from error
     if hasattr(mmap, "MADV_HUGEPAGE") and end >= _HUGE_PAGE_NBYTES:
-        try:
+        with suppress(OSError):  # a kernel without huge pages: slower, nothing else
             memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # a kernel without huge pages: slower, nothing else
-            pass
     first = -np.frombuffer(memory, np.uint8).ctypes.data % _HUGE_PAGE_NBYTES
     return [
         np.frombuffer(memory, dtype, prod(shape), first + begin).reshape(shape)
