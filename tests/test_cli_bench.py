@@ -583,6 +583,7 @@ def test_command_isa_is_what_the_kernels_run_with():
         (["--layout", "stacked"], "--layout stacked"),
         (["--max-memory", "much"], "--max-memory"),
         (["--plot", "/no/where.png"], "--plot /no/where.png"),
+        (["--plot", "a.png", "--part", "copy"], "--plot draws decode"),
     ],
 )
 def test_command_bad_option_is_named_before_any_work(kernels, capsys, options, said):
