@@ -14,7 +14,11 @@ from kvpool.config import DTYPES, LAYOUTS, KVSpec, checked_int
 from kvpool.protocol import FEATURES, ArrayPlan, AttentionOptions, BatchShape, Capabilities, PlanArrays
 from kvpool_backends.cpu._kernels import BlockStore, base_shapes
 
-_STORED = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(np.uint16)}
+_STORED: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(np.uint16),
+}
 _HUGE_PAGE_NBYTES = 2 * 2**20
 _PAGE_NBYTES = 4096
 
@@ -168,7 +172,8 @@ def _allocate(spec: KVSpec, num_blocks: int) -> list[np.ndarray]:
 
     With pages of 4 KB, every second block of a random table misses the TLB.
     """
-    dtype, shapes, begins, end = _STORED[spec.dtype], base_shapes(spec, num_blocks), [], 0
+    dtype, shapes = _STORED[spec.dtype], base_shapes(spec, num_blocks)
+    begins, end = [], 0
     for shape in shapes:
         begins.append(end)
         end += -(-prod(shape) * dtype.itemsize // _PAGE_NBYTES) * _PAGE_NBYTES
