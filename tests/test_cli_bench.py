@@ -478,7 +478,7 @@ def test_too_large_sizes_are_left_out_and_said(kernels):
 
 
 def test_rival_that_would_take_too_long_is_left_out_and_said(kernels, monkeypatch):
-    monkeypatch.setattr(decode, "RIVAL_SECONDS", 1e-9)
+    monkeypatch.setattr(decode, "RIVAL_RUN_SECONDS", 1e-9)
     bench = Bench(kernels, replace(SMALL, threads=(dense.num_cpus(),)), {"numpy": ""})
     rows = list(decode.rows(bench))
     assert [bool(row.dense) for row in rows] == [True, True, False, False]  # its pace has to be measured once
@@ -583,6 +583,7 @@ def test_command_isa_is_what_the_kernels_run_with():
         (["--layout", "stacked"], "--layout stacked"),
         (["--max-memory", "much"], "--max-memory"),
         (["--plot", "/no/where.png"], "--plot /no/where.png"),
+        (["--plot", "a.png", "--part", "copy"], "--plot draws decode"),
     ],
 )
 def test_command_bad_option_is_named_before_any_work(kernels, capsys, options, said):

@@ -40,6 +40,8 @@ def run(args: argparse.Namespace) -> int:
     check_plot(args.plot)
     kernels = load_kernels(args.isa)
     wanted = settings(args, kernels.num_threads())
+    if args.plot is not None and "decode" not in wanted.parts:
+        raise CommandError("--plot draws decode, and --part leaves it out")
     bench = Bench(kernels, wanted, installed(wanted.rivals) if "decode" in wanted.parts else {})
     start = time.perf_counter()
     rows = measure(bench, quiet=args.json)

@@ -92,8 +92,3 @@ class Bench:
             return True
         self.left_out.append((what, f"more than {format_nbytes(self.settings.memory_nbytes)} (--max-memory)"))
         return False
-
-
-def threads_name(num_threads: int) -> str:
-    """``"2 threads"``."""
-    return f"{num_threads} thread{'s' if num_threads > 1 else ''}"

@@ -8,14 +8,17 @@ from itertools import product
 
 import numpy as np
 
-from kvpool.cli.bench.bench import Bench, threads_name
+from kvpool.cli.bench.bench import Bench
 from kvpool.cli.bench.cache import kv_nbytes, padded, random_elements
 from kvpool.cli.bench.dense import MAKERS, framework_threads, missing_threads
 from kvpool.cli.bench.measure import Contestant
-from kvpool.cli.bench.rows import Row, timed, tokens
+from kvpool.cli.bench.rows import Row, threads_name, timed, tokens
 
-RIVAL_SECONDS = 2.0
-"""A rival sits out after so long, and is left out where one run of it would take longer."""
+RIVAL_SECONDS = 1.0
+"""A rival sits out after so long."""
+
+RIVAL_RUN_SECONDS = 2.0
+"""A rival is left out where one run of it would take longer."""
 
 Arrays = tuple[np.ndarray, ...]
 
@@ -121,8 +124,8 @@ def may_race(
     """Whether a rival can be measured, in a bearable time; notes what is left out."""
     why = missing_threads(rival, num_threads)
     seconds = pace.get((rival, case.dtype, num_threads), 0.0) * nbytes
-    if why is None and seconds > RIVAL_SECONDS:
-        why = f"one run would take more than {RIVAL_SECONDS:g} s"
+    if why is None and seconds > RIVAL_RUN_SECONDS:
+        why = f"one run would take more than {RIVAL_RUN_SECONDS:g} s"
     if why is not None:
         bench.left_out.append((f"{rival}, {case.name}, {threads_name(num_threads)}", why))
     return why is None

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvpool.cli.bench.bench import Bench, threads_name
+from kvpool.cli.bench.bench import Bench
 from kvpool.cli.bench.cache import kv_nbytes, padded, random_elements
 from kvpool.cli.bench.dense import framework_threads, missing_threads
 from kvpool.cli.bench.measure import Contestant
-from kvpool.cli.bench.rows import Row, timed, tokens
+from kvpool.cli.bench.rows import Row, threads_name, timed, tokens
 
 NUM_QUERIES = 512
 CONTEXT = 4096

@@ -85,9 +85,11 @@ class Row:
 
     @property
     def name(self) -> str:
-        """What tells this row from others, for people."""
-        threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
-        return f"{self.dtype} {self.batch} x {tokens(self.context)}, {threads}"
+        """What tells this row from others of its part, for people."""
+        size = f"{self.batch} x {tokens(self.context)}"
+        if self.part in ("write", "copy"):
+            size = f"{self.context} tokens"
+        return f"{self.dtype} {size}, {threads_name(self.threads)}"
 
     def as_json(self) -> dict[str, Any]:
         """Everything about the row, seconds as they were measured."""
@@ -117,3 +119,8 @@ def timed(race: Race, name: str, work: float = 1.0) -> dict[str, Any]:
 def tokens(number: int) -> str:
     """``4096`` as ``"4k"``."""
     return f"{number // 1024}k" if number % 1024 == 0 else str(number)
+
+
+def threads_name(number: int) -> str:
+    """``"2 threads"``."""
+    return f"{number} thread{'s' if number > 1 else ''}"
