@@ -17,7 +17,7 @@ BATCHES = ("#9fd3dc", "#5fb0bf", "#2b8ea3", "#12718a", "#0b4a5c")  # from the sm
 
 
 def draw(path: Path, bench: Bench, rows: Sequence[Row]) -> None:
-    """Write the picture: a column per dtype; speed above, time / time of the read below. Disturbed rows are left out."""
+    """Write the picture: speed above, time / time of the read below, a column per dtype; no disturbed rows."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
