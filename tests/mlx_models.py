@@ -1,5 +1,7 @@
 """Tiny random-weight models of mlx-lm, and its stock engines run to the end. Nothing is downloaded."""
 
+import contextlib
+
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_map
@@ -9,6 +11,20 @@ from mlx_lm.models import gemma3_text, gpt_oss, llama
 VOCAB = 320
 WINDOW = 8  # of sliding layers: shorter than most prompts
 SEED = 7
+
+# How the adapter can attend, as options of install: over the pool itself; by the kernels' gather; by plain MLX.
+ROUTES = {"fused": {"fused": True}, "gathered": {"fused": False}, "plain": {"kernels": False}}
+
+
+@contextlib.contextmanager
+def on_cpu():
+    """Where MLX takes a GPU by default, let it compute on the CPU: the kernels are for that."""
+    device = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    try:
+        yield
+    finally:
+        mx.set_default_device(device)
 
 
 def randomized(model):

@@ -1,25 +1,44 @@
-"""The MLX backend: the conformance kit, and what is particular to MLX: donation, its copies, its values."""
+"""The MLX backend: the conformance kit by both routes, and what is particular to plain MLX: donation and copies."""
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_models import on_cpu
 
 from kvpool.config import KVSpec
 from kvpool.protocol import ArrayPlan
 from kvpool.testing import conformance
 from kvpool_backends.mlx import MLXBackend
 
-# It returns no attention weights, and takes every dtype that the kit tries.
-NOT_APPLICABLE = ("attention_weights_are_returned", "refused_specs_raise")
 SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", block_size=4)
+# It returns no attention weights, takes every dtype, and with kernels every layout that the kit tries.
+NOT_APPLICABLE = {
+    "plain": {"attention_weights_are_returned", "a_row_has_the_same_bits_in_any_batch"},
+    "kernels": {"attention_weights_are_returned", "refused_specs_raise"},
+}
+
+
+def plain(spec, num_blocks):
+    return MLXBackend(spec, num_blocks, kernels=False)
+
+
+@pytest.fixture(params=["kernels", "plain"])
+def route(request):
+    with on_cpu():
+        yield request.param
+
+
+@pytest.fixture
+def make(route):
+    return lambda spec, num_blocks: MLXBackend(spec, num_blocks, kernels=route == "kernels")
 
 
 @pytest.mark.parametrize("case", conformance.CASES, ids=lambda case: case.__name__)
-def test_mlx_backend_conforms(case):
+def test_mlx_backend_conforms(case, make, route):
     try:
-        case(MLXBackend)
+        case(make)
     except conformance.NotApplicable:
-        assert case.__name__ in NOT_APPLICABLE
+        assert case.__name__ in NOT_APPLICABLE[route]
 
 
 def tokens(value, count=4):
@@ -33,8 +52,8 @@ def one_row(backend, block, length=4):
     return backend.step_arrays(ArrayPlan(np.int32([[block]]), slot_mapping=slots), np.array([length]))
 
 
-def test_writes_after_settle_stay_in_place():
-    backend = MLXBackend(SPEC, 8)
+def test_writes_after_settle_stay_in_place(make):
+    backend = make(SPEC, 8)
     for step in range(5):
         for layer in range(SPEC.num_layers):
             arrays = one_row(backend, 1 + step)
@@ -45,7 +64,7 @@ def test_writes_after_settle_stay_in_place():
 
 
 def test_a_write_while_a_read_is_outstanding_is_counted_as_a_copy():
-    backend = MLXBackend(SPEC, 8)
+    backend = plain(SPEC, 8)
     arrays = one_row(backend, 1)
     backend.write_tokens(0, *tokens(1), arrays)
     backend.settle()
@@ -56,9 +75,9 @@ def test_a_write_while_a_read_is_outstanding_is_counted_as_a_copy():
     assert backend.pool_copies == backend.memory().pool_copies == 2
 
 
-def test_copying_blocks_moves_their_tokens_and_not_the_pool():
+def test_copying_blocks_moves_their_tokens_and_not_the_pool(make):
     """Many blocks, so that a copy which writes while its reads still run would be found out."""
-    backend, many = MLXBackend(SPEC, 4001), 2000
+    backend, many = make(SPEC, 4001), 2000
     rng = np.random.default_rng(0)
     data = rng.integers(0, 256, (many, SPEC.block_nbytes), np.uint8)
     src, dst = np.arange(1, many + 1), rng.permutation(np.arange(many + 1, 2 * many + 1))
@@ -71,7 +90,7 @@ def test_copying_blocks_moves_their_tokens_and_not_the_pool():
 
 @pytest.mark.parametrize("evaluate_first", ["writer", "reader", "together"])
 def test_blocks_may_be_rewritten_while_the_reads_of_their_last_owner_are_in_flight(evaluate_first):
-    backend = MLXBackend(SPEC, 8)
+    backend = plain(SPEC, 8)
     old = one_row(backend, 3)
     backend.write_tokens(0, *tokens(5), old)
     reader = backend.read(0, old)
@@ -87,7 +106,7 @@ def test_blocks_may_be_rewritten_while_the_reads_of_their_last_owner_are_in_flig
 
 
 def test_rows_of_unequal_length_read_zero_values_past_their_end():
-    backend = MLXBackend(SPEC, 8)
+    backend = plain(SPEC, 8)
     for block in range(8):  # what is not written below is NaN
         backend.write_tokens(0, *tokens(np.nan), one_row(backend, block))
     backend.write_tokens(0, *tokens(1), one_row(backend, 1))
@@ -99,12 +118,12 @@ def test_rows_of_unequal_length_read_zero_values_past_their_end():
     assert np.isnan(np.array(k[1, 0, 1:, 0])).all()  # keys are left to the mask
 
 
-def test_storage_is_allocated_once_and_reported_in_bytes():
+def test_storage_is_allocated_once_and_reported_in_bytes(make):
     mx.reset_peak_memory()
-    backend = MLXBackend(SPEC, 64)
+    backend = make(SPEC, 64)
     report = backend.memory()
     assert report.pool_nbytes == 64 * SPEC.block_nbytes
-    assert report.pool_nbytes == sum(plane.nbytes for layer in range(2) for plane in backend.planes(layer))
+    assert report.pool_nbytes == sum(array.nbytes for array in backend._pool.arrays)
     assert report.mlx_peak_nbytes >= report.pool_nbytes
 
 
@@ -114,8 +133,8 @@ def refuse(exception, call, function, *arguments, **options):
     assert str(caught.value).startswith(f"[{call}] ")
 
 
-def test_bad_arguments_are_refused_before_a_byte_changes():
-    backend = MLXBackend(SPEC, 4)
+def test_bad_arguments_are_refused_before_a_byte_changes(make):
+    backend = make(SPEC, 4)
     k, v = tokens(1)
     plan = ArrayPlan(slot_mapping=np.arange(4, dtype=np.int32))
     before = backend.export_blocks(range(4))
@@ -140,6 +159,6 @@ def test_bad_arguments_are_refused_before_a_byte_changes():
 
 
 def test_bad_construction_is_refused():
-    refuse(ValueError, "MLXBackend", MLXBackend, KVSpec(1, 1, 8, layout="HND"), 4)
+    refuse(ValueError, "MLXBackend", plain, KVSpec(1, 1, 8, layout="HND"), 4)
     refuse(ValueError, "MLXBackend", MLXBackend, SPEC, 0)
     refuse(TypeError, "MLXBackend", MLXBackend, SPEC, True)

@@ -1,5 +1,6 @@
 """mlx-lm's own engines on one kvpool pool: token for token what they generate on their own caches."""
 
+import functools
 import gc
 
 import mlx.core as mx
@@ -7,11 +8,18 @@ import mlx_lm
 import pytest
 from mlx_lm.generate import BatchGenerator, speculative_generate_step
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache, trim_prompt_cache
-from mlx_models import PROMPTS, batch_tokens, random_prompts, solo_tokens, tiny_llama
+from mlx_models import PROMPTS, ROUTES, batch_tokens, on_cpu, random_prompts, solo_tokens, tiny_llama
 
 from kvpool import Pool
-from kvpool.adapters.mlx_lm import PagedKVCache, install
+from kvpool.adapters.mlx_lm import PagedKVCache
+from kvpool.adapters.mlx_lm import install as install_by
 from kvpool.errors import CapacityExceeded, OutOfBlocks
+
+
+@pytest.fixture(params=ROUTES)
+def install(request):
+    with on_cpu():
+        yield functools.partial(install_by, **ROUTES[request.param])
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +50,7 @@ def assert_empty(kv):
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16])
-def test_batch_generator_on_a_pool_equals_stock(model, prompts, stock, block_size):
+def test_batch_generator_on_a_pool_equals_stock(model, prompts, stock, block_size, install):
     with install(model, 400, block_size=block_size) as kv:
         assert batch_tokens(model, prompts) == stock
     assert kv.summary().blocks_peak > 0
@@ -50,7 +58,7 @@ def test_batch_generator_on_a_pool_equals_stock(model, prompts, stock, block_siz
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_batch_generator_equals_stock_for_other_lengths_limits_and_batch_sizes(model, seed):
+def test_batch_generator_equals_stock_for_other_lengths_limits_and_batch_sizes(model, seed, install):
     lengths = [(1, 2, 3, 4, 5), (20, 1, 1, 30), (9, 9, 9, 9, 9, 9), (50, 2)][seed]
     options = [
         {"prefill_batch_size": 1},
@@ -66,20 +74,20 @@ def test_batch_generator_equals_stock_for_other_lengths_limits_and_batch_sizes(m
     assert_empty(kv)
 
 
-def test_batch_generator_on_a_pool_equals_generate_step_on_stock_caches(model, prompts):
+def test_batch_generator_on_a_pool_equals_generate_step_on_stock_caches(model, prompts, install):
     alone = [solo_tokens(model, prompt) for prompt in prompts]
     with install(model, 200, block_size=4):
         assert batch_tokens(model, prompts) == alone
 
 
-def test_generate_step_on_a_pool_equals_stock(model, prompts):
+def test_generate_step_on_a_pool_equals_stock(model, prompts, install):
     expected = [solo_tokens(model, prompt, 30) for prompt in prompts]
     with install(model, 100, block_size=4) as kv:
         assert [solo_tokens(model, prompt, 30) for prompt in prompts] == expected
     assert_empty(kv)
 
 
-def test_speculative_decoding_on_two_pools_equals_stock(model, prompts):
+def test_speculative_decoding_on_two_pools_equals_stock(model, prompts, install):
     """Draft and target have a pool each; rejected tokens are trimmed from both in every step."""
 
     def speculate(draft, prompt):
@@ -101,14 +109,14 @@ def test_speculative_decoding_on_two_pools_equals_stock(model, prompts):
     assert_empty(draft_kv)
 
 
-def test_overlapping_steps_equal_stock(model, prompts, stock):
+def test_overlapping_steps_equal_stock(model, prompts, stock, install):
     with install(model, 200, block_size=4, overlap=True) as kv:
         assert batch_tokens(model, prompts) == stock
     assert_empty(kv)
 
 
 @pytest.mark.parametrize("in_order", [True, False])
-def test_a_pool_of_the_users_own_may_be_given(model, prompts, stock, in_order):
+def test_a_pool_of_the_users_own_may_be_given(model, prompts, stock, in_order, install):
     pool = Pool(200, 4, in_order=in_order, reserved_blocks=2)
     with install(model, pool=pool) as kv:
         assert batch_tokens(model, prompts) == stock
@@ -116,14 +124,14 @@ def test_a_pool_of_the_users_own_may_be_given(model, prompts, stock, in_order):
     assert_empty(kv)
 
 
-def test_many_rounds_without_reset_return_every_block(model, prompts, stock):
+def test_many_rounds_without_reset_return_every_block(model, prompts, stock, install):
     with install(model, 120, block_size=4) as kv:
         for _ in range(3):
             assert batch_tokens(model, prompts) == stock
             assert_empty(kv)
 
 
-def test_synchronous_steps_write_in_place(model, prompts):
+def test_synchronous_steps_write_in_place(model, prompts, install):
     with install(model, 200, block_size=4) as kv:
         batch_tokens(model, prompts)
     assert kv.settle() == 0
@@ -134,7 +142,7 @@ def test_synchronous_steps_write_in_place(model, prompts):
     assert "0 leaked" in str(summary)
 
 
-def test_requests_removed_in_mid_flight_leave_the_others_unchanged(model, prompts):
+def test_requests_removed_in_mid_flight_leave_the_others_unchanged(model, prompts, install):
     def remove_two(generator, uids):
         steps.append(1)
         if len(steps) == 5:
@@ -152,7 +160,7 @@ def test_requests_removed_in_mid_flight_leave_the_others_unchanged(model, prompt
     assert_empty(kv)
 
 
-def test_a_removed_request_can_go_on_from_its_returned_cache(model, prompts, stock):
+def test_a_removed_request_can_go_on_from_its_returned_cache(model, prompts, stock, install):
     caches = {}
 
     def remove_one(generator, uids):
@@ -173,7 +181,7 @@ def test_a_removed_request_can_go_on_from_its_returned_cache(model, prompts, sto
     assert_empty(kv)
 
 
-def test_one_unmerged_cache_takes_several_equal_rows_as_stock_does(model):
+def test_one_unmerged_cache_takes_several_equal_rows_as_stock_does(model, install):
     rows = mx.array(random_prompts([12, 12, 12]))
     own, paged = make_prompt_cache(model), install(model, 64, block_size=4).make_cache()
     for columns in (slice(0, 7), slice(7, 11), slice(11, 12)):
@@ -185,7 +193,7 @@ def test_one_unmerged_cache_takes_several_equal_rows_as_stock_does(model):
 # ---------------------------------------------------------------------------------------- out of blocks
 
 
-def test_out_of_blocks_leaves_pool_and_cache_as_they_were(model):
+def test_out_of_blocks_leaves_pool_and_cache_as_they_were(model, install):
     kv = install(model, 8, block_size=4)  # 7 usable
     other, cache = kv.make_cache(), kv.make_cache()
     model(mx.array([list(range(16))]), cache=other)
@@ -203,13 +211,13 @@ def test_out_of_blocks_leaves_pool_and_cache_as_they_were(model):
 
 
 def test_a_sequence_longer_than_the_whole_pool_is_told_apart_from_a_full_pool(model):
-    kv = install(model, 8, block_size=4)
+    kv = install_by(model, 8, block_size=4)
     with pytest.raises(CapacityExceeded):
         model(mx.zeros((1, 29), mx.int32), cache=kv.make_cache())
     assert not kv.can_admit(29, 0)
 
 
-def test_out_of_blocks_inside_the_stock_engine_leaves_the_pool_sound(model, prompts):
+def test_out_of_blocks_inside_the_stock_engine_leaves_the_pool_sound(model, prompts, install):
     with install(model, 12, block_size=4) as kv:
         with pytest.raises(OutOfBlocks):
             batch_tokens(model, prompts)
@@ -217,7 +225,7 @@ def test_out_of_blocks_inside_the_stock_engine_leaves_the_pool_sound(model, prom
     assert_empty(kv)
 
 
-def test_admission_before_insert_never_runs_out_of_blocks(model, prompts, stock):
+def test_admission_before_insert_never_runs_out_of_blocks(model, prompts, stock, install):
     """A pool far too small for all requests at once serves them when each one is asked for first."""
     with install(model, 20, block_size=4) as kv:
         generator = BatchGenerator(model, prefill_batch_size=3, prefill_step_size=7)
@@ -243,7 +251,7 @@ def test_admission_before_insert_never_runs_out_of_blocks(model, prompts, stock)
 
 
 def test_can_admit_counts_whole_blocks_and_one_for_a_shared_tail(model):
-    kv = install(model, 11, block_size=4)  # 10 usable
+    kv = install_by(model, 11, block_size=4)  # 10 usable
     assert kv.can_admit(20, 16)  # 9 blocks, and one
     assert not kv.can_admit(20, 17)
     assert kv.can_admit(8, 4, running=[(3, 12), (4, 5)])  # 3 + 1, 2 + 1, 1 + 1
@@ -253,7 +261,7 @@ def test_can_admit_counts_whole_blocks_and_one_for_a_shared_tail(model):
 # --------------------------------------------------------------------------------------------- the hook
 
 
-def test_the_hook_is_there_inside_the_block_and_gone_after_it(model):
+def test_the_hook_is_there_inside_the_block_and_gone_after_it(model, install):
     assert type(make_prompt_cache(model)[0]) is KVCache
     outer, inner = install(model, 16), install(model, 16)
     with outer as kv:
@@ -270,12 +278,12 @@ def test_the_hook_is_there_inside_the_block_and_gone_after_it(model):
 def test_the_hook_puts_back_what_the_instance_had():
     model = tiny_llama(num_hidden_layers=1)
     model.make_cache = mine = lambda: [KVCache()]
-    with install(model, 16):
+    with install_by(model, 16):
         assert model.make_cache is not mine
     assert model.make_cache is mine
 
 
-def test_a_cache_outlives_the_hook(model, prompts):
+def test_a_cache_outlives_the_hook(model, prompts, install):
     with install(model, 64, block_size=4) as kv:
         cache = make_prompt_cache(model)
     assert solo_tokens(model, prompts[2], prompt_cache=cache) == solo_tokens(model, prompts[2])
@@ -286,8 +294,8 @@ def test_a_cache_outlives_the_hook(model, prompts):
 def test_an_unknown_release_of_mlx_lm_is_refused_unless_asked_for(model, monkeypatch):
     monkeypatch.setattr(mlx_lm, "__version__", "0.99.0")
     with pytest.raises(RuntimeError, match=r"\[install\] mlx-lm 0\.99\.0 .*0\.32\.2"):
-        install(model, 16)
-    assert install(model, 16, strict=False).num_layers == 3
+        install_by(model, 16)
+    assert install_by(model, 16, strict=False).num_layers == 3
 
 
 def test_models_that_keep_something_else_than_keys_and_values_are_refused(model):
@@ -298,11 +306,11 @@ def test_models_that_keep_something_else_than_keys_and_values_are_refused(model)
             return [KVCache(), ArraysCache(2)]
 
     with pytest.raises(ValueError, match=r"\[install\] layer 1 uses ArraysCache"):
-        install(Recurrent(), 16)
+        install_by(Recurrent(), 16)
     with pytest.raises(TypeError, match=r"\[install\]"):
-        install(model)
+        install_by(model)
     with pytest.raises(TypeError, match=r"\[install\]"):
-        install(model, 16, pool=Pool(16, 4))
+        install_by(model, 16, pool=Pool(16, 4))
 
 
 def test_layers_that_never_use_their_cache_are_refused():
@@ -315,12 +323,12 @@ def test_layers_that_never_use_their_cache_are_refused():
             cache[1].update_and_fetch(x, x)
 
     with pytest.raises(ValueError, match=r"\[install\] layers \[0\] never use"):
-        install(Idle(), 16)
+        install_by(Idle(), 16)
 
 
 def test_probing_a_model_computes_nothing_and_leaves_it_as_it_is(model):
     mx.reset_peak_memory()
     active = mx.get_active_memory()
-    kv = install(model, 2)
+    kv = install_by(model, 2)
     assert mx.get_peak_memory() - active <= kv.backend.memory().pool_nbytes + 4096
     assert kv.backend.spec.num_layers == 3 and kv.windows == (None,) * 3

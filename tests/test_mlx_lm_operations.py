@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_models import PROMPTS, random_prompts, solo_tokens, tiny_llama
+from mlx_models import PROMPTS, on_cpu, random_prompts, solo_tokens, tiny_llama
 
 from kvpool import Pool
 from kvpool.adapters.mlx_lm import PagedKVCache, install
@@ -110,15 +110,21 @@ def test_a_layer_has_its_own_window_even_if_the_model_names_none(kv):
     assert np.array(cache[1].make_mask(1, window_size=9))[0, 0].tolist() == [[0, 1, 1, 1]]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_pass_waits_for_the_one_before_unless_overlap_is_asked_for(model, monkeypatch, overlap):
-    kv = install(model, 20, block_size=4, overlap=overlap)
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({"kernels": False}, 3), ({"kernels": False, "overlap": True}, 0), ({"kernels": True}, 0)],
+)
+def test_a_pass_waits_for_the_one_before_if_writes_are_lazy_unless_overlap_is_asked_for(
+    model, monkeypatch, options, expected
+):
+    with on_cpu():
+        kv = install(model, 20, block_size=4, **options)
     waits = []
     monkeypatch.setattr(kv.backend, "settle", lambda: waits.append(1))
     cache = kv.make_cache()
     for _ in range(3):
         forward(cache, [1])
-    assert len(waits) == (0 if overlap else 3)
+    assert len(waits) == expected
 
 
 def test_filter_extend_and_extract_keep_rows_and_their_tokens_together(kv):

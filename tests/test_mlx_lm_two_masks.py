@@ -21,6 +21,11 @@ from kvpool.adapters.mlx_lm import cache as cache_module
 TWO_MASKS = [tiny_sliding_llama, tiny_gemma3, tiny_gpt_oss]
 
 
+@pytest.fixture(params=[False, None])
+def fused(request):
+    return request.param
+
+
 @pytest.fixture(scope="module", params=TWO_MASKS, ids=lambda make: make.__name__)
 def model(request):
     return request.param()
@@ -31,19 +36,19 @@ def prompts():
     return random_prompts(PROMPTS)
 
 
-def test_batch_generator_with_two_masks_equals_stock(model, prompts):
+def test_batch_generator_with_two_masks_equals_stock(model, prompts, fused):
     expected = batch_tokens(model, prompts)
     assert all(len(set(row)) > len(row) // 2 for row in expected)
-    with install(model, 200, block_size=4) as kv:
+    with install(model, 200, block_size=4, fused=fused) as kv:
         assert batch_tokens(model, prompts) == expected
     gc.collect()
     assert kv.summary().blocks_used == kv.summary().blocks_leaked == 0
     kv.pool.check()
 
 
-def test_generate_step_with_two_masks_equals_stock(model, prompts):
+def test_generate_step_with_two_masks_equals_stock(model, prompts, fused):
     expected = [solo_tokens(model, prompt, 24) for prompt in prompts]
-    with install(model, 100, block_size=4) as kv:
+    with install(model, 100, block_size=4, fused=fused) as kv:
         assert [solo_tokens(model, prompt, 24) for prompt in prompts] == expected
     assert set(kv.windows) == {None, WINDOW}
 
@@ -52,7 +57,7 @@ def test_generate_step_with_two_masks_equals_stock(model, prompts):
 
 
 def tokens_or_error(model, prompt):
-    with install(model, 100, block_size=4):
+    with install(model, 100, block_size=4, fused=False):
         try:
             return solo_tokens(model, prompt, 24)
         except (RuntimeError, ValueError) as error:

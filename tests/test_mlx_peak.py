@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import BatchGenerator
-from mlx_models import random_prompts, tiny_llama
+from mlx_models import ROUTES, on_cpu, random_prompts, tiny_llama
 
 from kvpool.adapters.mlx_lm import install
 
@@ -32,8 +32,9 @@ def decode_peaks(kv, model, on_step=lambda: None):
     return peaks
 
 
-def test_the_peak_stays_flat_during_decode(model):
-    with install(model, NUM_BLOCKS, block_size=BLOCK) as kv:
+@pytest.mark.parametrize("route", ROUTES)
+def test_the_peak_stays_flat_during_decode(model, route):
+    with on_cpu(), install(model, NUM_BLOCKS, block_size=BLOCK, **ROUTES[route]) as kv:
         spec = kv.backend.spec
         plane_nbytes = NUM_BLOCKS * spec.block_nbytes // (2 * spec.num_layers)
         longest = -(-(24 + STEPS + 8) // BLOCK)
@@ -46,8 +47,8 @@ def test_the_peak_stays_flat_during_decode(model):
 
 
 def test_a_pool_array_that_is_copied_shows_in_the_peak(model):
-    """So that the test above can fail: a view that somebody keeps makes MLX copy."""
-    with install(model, NUM_BLOCKS, block_size=BLOCK) as kv:
+    """So that the test above can fail: without kernels a view that somebody keeps makes MLX copy."""
+    with install(model, NUM_BLOCKS, block_size=BLOCK, kernels=False) as kv:
         kept = []
 
         def keep_a_view():

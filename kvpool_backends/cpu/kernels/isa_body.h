@@ -1,0 +1,26 @@
+/* The templates, compiled for the instruction set that the including isa_NAME.c has set, and their table. */
+#include "isa.h"
+
+#include "simd.h"
+
+#include "read_sum.h"
+
+#include "decode.h"
+
+#include "chunk.h"
+
+#include "move.h"
+
+const kv_isa KV_NAME(kv_isa) = {
+    .name = KV_ISA_NAME,
+    .is_supported = KV_NAME(is_supported),
+    .decode_scratch_floats = decode_scratch_floats,
+    .partial_floats = partial_floats,
+    .decode_part = decode_part,
+    .decode_merge = decode_merge,
+    .chunk_queries = chunk_queries,
+    .chunk_scratch_floats = chunk_scratch_floats,
+    .chunk_tile = chunk_tile,
+    .convert = convert,
+    .read_sum = read_sum,
+};

@@ -1,0 +1,35 @@
+/* A tile: some consecutive tokens of one row's context, found by the block table. Block sizes need no code of their own:
+ * a tile is a list of pointers, made block by block.
+ */
+enum {
+    TILE = 32, /* tokens: a head's K and V of a tile stay in L1 */
+    LINE = 64, /* bytes of a cache line */
+};
+
+typedef struct {
+    int64_t first, count;               /* tokens [first, first + count), count <= TILE */
+    const char *k[TILE], *v[TILE];      /* of head 0; filled up to a multiple of 4 with the last one */
+} kv_tile;
+
+static void tile_find(kv_tile *tile, const kv_attention *call, int64_t row, int64_t first, int64_t end) {
+    const kv_layer *layer = call->layer;
+    const int32_t *table = call->tables + row * call->table_stride;
+    const int64_t size = kv_itemsize(layer->dtype), block_size = layer->block_size;
+    const int64_t k_step = layer->k.slot_stride * size, v_step = layer->v.slot_stride * size;
+    int64_t index = first / block_size, slot = first % block_size, found = 0;
+    tile->first = first;
+    tile->count = end - first < TILE ? end - first : TILE;
+    for (; found < tile->count; index++, slot = 0) {
+        const int64_t left = tile->count - found, count = block_size - slot < left ? block_size - slot : left;
+        const char *k = layer->k.base + table[index] * layer->k.block_stride * size + slot * k_step;
+        const char *v = layer->v.base + table[index] * layer->v.block_stride * size + slot * v_step;
+        for (int64_t i = 0; i < count; i++, found++) {
+            tile->k[found] = k + i * k_step;
+            tile->v[found] = v + i * v_step;
+        }
+    }
+    for (; found % 4 != 0; found++) {
+        tile->k[found] = tile->k[found - 1];
+        tile->v[found] = tile->v[found - 1];
+    }
+}
