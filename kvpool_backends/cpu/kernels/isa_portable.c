@@ -1,0 +1,7 @@
+/* Plain C with vectors of 16 bytes: whatever the compiler makes of them for the machine's baseline. */
+#define KV_ISA_NAME "portable"
+#define KV_NAME(x) x##_portable
+
+static int is_supported_portable(void) { return 1; }
+
+#include "isa_body.h"

@@ -1,0 +1,280 @@
+/* One vector of floats, on which all kernels are written once.
+ *
+ * `vf` holds VL floats: 4 (portable, NEON), 8 (AVX2) or 16 (AVX-512). + - * / and comparisons are the compiler's own on
+ * vectors (GCC, Clang); what it has no word for stands here. Nothing but `vf` reaches the kernels, so a further
+ * instruction set is one more branch in this file.
+ */
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "kvcpu.h"
+
+#if defined(__clang__)
+#define KV_UNROLL _Pragma("unroll")
+#else
+#define KV_UNROLL _Pragma("GCC unroll 16")
+#endif
+#define KV_INLINE static inline __attribute__((always_inline, unused))
+
+#if defined(KV_SIMD_AVX512)
+#define VL 16
+typedef __m512 vf;
+#elif defined(KV_SIMD_AVX2)
+#define VL 8
+typedef __m256 vf;
+#elif defined(KV_SIMD_NEON)
+#define VL 4
+typedef float32x4_t vf;
+#else
+#define VL 4
+typedef float vf __attribute__((vector_size(16)));
+#endif
+
+typedef int32_t vi __attribute__((vector_size(4 * VL)));  /* what a comparison gives: lanes of 0 or -1 */
+typedef uint32_t vu __attribute__((vector_size(4 * VL)));
+typedef uint16_t vh __attribute__((vector_size(2 * VL))); /* float16 or bfloat16 as bits */
+typedef struct { float lane[4]; } four;
+
+/* -------- float vectors -------- */
+
+KV_INLINE vf v_set(float x) { return (vf){0} + x; }
+KV_INLINE vf v_load(const float *p) { vf x; memcpy(&x, p, sizeof x); return x; }
+KV_INLINE void v_store(float *p, vf x) { memcpy(p, &x, sizeof x); }
+KV_INLINE vf v_select(vi which, vf yes, vf no) { return (vf)((which & (vi)yes) | (~which & (vi)no)); }
+
+/* Lane numbers 0, 1, ... */
+KV_INLINE vi v_lanes(void) {
+    static const int32_t numbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    vi x;
+    memcpy(&x, numbers, sizeof x);
+    return x;
+}
+
+/* The first n lanes (n <= VL) come from or go to memory, the others are 0 or stay: no byte beyond is touched. */
+KV_INLINE vf v_load_n(const float *p, int64_t n) {
+#if defined(KV_SIMD_AVX512)
+    return _mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
+#elif defined(KV_SIMD_AVX2)
+    return _mm256_maskload_ps(p, (__m256i)(v_lanes() < (int32_t)n));
+#else
+    vf x = {0};
+    memcpy(&x, p, 4 * (size_t)n);
+    return x;
+#endif
+}
+
+KV_INLINE void v_store_n(float *p, vf x, int64_t n) { memcpy(p, &x, 4 * (size_t)n); }
+
+/* a * b + c, rounded once where the machine can. */
+KV_INLINE vf v_fma(vf a, vf b, vf c) {
+#if defined(KV_SIMD_AVX512)
+    return _mm512_fmadd_ps(a, b, c);
+#elif defined(KV_SIMD_AVX2)
+    return _mm256_fmadd_ps(a, b, c);
+#elif defined(KV_SIMD_NEON)
+    return vfmaq_f32(c, a, b);
+#else
+    return a * b + c;
+#endif
+}
+
+/* The larger; b when one of the two is NaN (NEON: NaN). */
+KV_INLINE vf v_max(vf a, vf b) {
+#if defined(KV_SIMD_AVX512)
+    return _mm512_max_ps(a, b);
+#elif defined(KV_SIMD_AVX2)
+    return _mm256_max_ps(a, b);
+#elif defined(KV_SIMD_NEON)
+    return vmaxq_f32(a, b);
+#else
+    return v_select(a > b, a, b);
+#endif
+}
+
+KV_INLINE vf v_min(vf a, vf b) { return -v_max(-a, -b); }
+
+/* -------- across lanes -------- */
+
+KV_INLINE float v_sum(vf x) {
+#if defined(KV_SIMD_AVX512)
+    return _mm512_reduce_add_ps(x);
+#else
+    float lanes[VL];
+    v_store(lanes, x);
+    for (int step = VL / 2; step > 0; step /= 2)
+        for (int i = 0; i < step; i++) lanes[i] += lanes[i + step];
+    return lanes[0];
+#endif
+}
+
+KV_INLINE float v_largest(vf x) {
+#if defined(KV_SIMD_AVX512)
+    return _mm512_reduce_max_ps(x);
+#else
+    float lanes[VL];
+    v_store(lanes, x);
+    for (int step = VL / 2; step > 0; step /= 2)
+        for (int i = 0; i < step; i++) lanes[i] = lanes[i] > lanes[i + step] ? lanes[i] : lanes[i + step];
+    return lanes[0];
+#endif
+}
+
+/* The sums of four vectors, at the price of about two. */
+KV_INLINE four v_sum4(vf a, vf b, vf c, vf d) {
+    four sums;
+#if defined(KV_SIMD_AVX512) || defined(KV_SIMD_AVX2)
+#if defined(KV_SIMD_AVX512)
+    __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    __m512 wide = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+    __m256 abcd = _mm256_add_ps(_mm512_castps512_ps256(wide), _mm512_extractf32x8_ps(wide, 1));
+#else
+    __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+    __m256 cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+    __m256 abcd = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+#endif
+    _mm_storeu_ps(sums.lane, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
+#elif defined(KV_SIMD_NEON)
+    vst1q_f32(sums.lane, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));
+#else
+    sums = (four){{v_sum(a), v_sum(b), v_sum(c), v_sum(d)}};
+#endif
+    return sums;
+}
+
+/* -------- functions -------- */
+
+/* exp within 2 ulp for x <= 88 (larger: exp(88)); 0 below -87.3, so exp(-inf) = 0; NaN stays.
+ * Range reduction and polynomial of Cephes' expf (S. Moshier). */
+KV_INLINE vf v_exp(vf x) {
+    const float magic = 0x1.8p23f; /* adding it leaves the nearest integer in the lowest bits */
+    vf y = v_max(v_set(-87.3f), x);
+    y = -v_max(v_set(-88.0f), -y);
+    vf shifted = v_fma(y, v_set(0x1.715476p0f), v_set(magic));
+    vf n = shifted - magic;
+    vf r = v_fma(n, v_set(-0.693359375f), y);
+    r = v_fma(n, v_set(2.12194440e-4f), r);
+    vf p = v_set(1.9875691500e-4f);
+    p = v_fma(p, r, v_set(1.3981999507e-3f));
+    p = v_fma(p, r, v_set(8.3334519073e-3f));
+    p = v_fma(p, r, v_set(4.1665795894e-2f));
+    p = v_fma(p, r, v_set(1.6666665459e-1f));
+    p = v_fma(p, r, v_set(5.0000001201e-1f));
+    p = v_fma(p, r * r, r) + 1.0f;
+    vf power = (vf)(((vi)shifted << 23) + (127 << 23)); /* the magic's own bits are shifted out */
+    return (vf)((vi)(p * power) & ~(vi)(x < -87.3f));
+}
+
+/* tanh, 2 ulp or so: Cephes' odd polynomial near 0, 1 - 2 / (exp(2x) + 1) beyond. */
+KV_INLINE vf v_tanh(vf x) {
+    const vi sign_bit = (vi)v_set(-0.0f);
+    vf size = (vf)((vi)x & ~sign_bit), z = x * x;
+    vf p = v_set(-5.70498872745e-3f);
+    p = v_fma(p, z, v_set(2.06390887954e-2f));
+    p = v_fma(p, z, v_set(-5.37397155531e-2f));
+    p = v_fma(p, z, v_set(1.33314422036e-1f));
+    p = v_fma(p, z, v_set(-3.33332819422e-1f));
+    vf near = v_fma(p * z, x, x);
+    vf far = 1.0f - 2.0f / (v_exp(size + size) + 1.0f);
+    far = (vf)((vi)far | ((vi)x & sign_bit));
+    return v_select(size < 0.625f, near, far);
+}
+
+/* -------- 16-bit floats -------- */
+
+KV_INLINE vf v_from_bf16(vh bits) { return (vf)(__builtin_convertvector(bits, vu) << 16); }
+
+/* Round to nearest even; NaN stays a NaN. */
+KV_INLINE vh v_to_bf16(vf x) {
+    vu bits = (vu)x;
+    vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    vi is_nan = x != x;
+    return __builtin_convertvector((rounded & ~(vu)is_nan) | (((bits >> 16) | 0x40) & (vu)is_nan), vh);
+}
+
+KV_INLINE vf v_from_f16(vh bits) {
+#if defined(KV_SIMD_AVX512)
+    return _mm512_cvtph_ps((__m256i)bits);
+#elif defined(KV_SIMD_AVX2)
+    return _mm256_cvtph_ps((__m128i)bits);
+#elif defined(KV_SIMD_NEON)
+    return vcvt_f32_f16((float16x4_t)bits);
+#else
+    /* Exponents differ by 112, which a multiplication repairs, subnormals included; infinity and NaN by hand. */
+    vu wide = __builtin_convertvector(bits, vu), rest = (wide & 0x7fff) << 13;
+    vf value = (vf)rest * 0x1p112f;
+    vi is_special = (vi)rest >= (0x7c00 << 13);
+    value = v_select(is_special, (vf)(rest | 0x7f800000), value);
+    return (vf)((vu)value | ((wide & 0x8000) << 16));
+#endif
+}
+
+/* Round to nearest even, overflow to infinity; NaN stays a NaN. */
+KV_INLINE vh v_to_f16(vf x) {
+#if defined(KV_SIMD_AVX512)
+    return (vh)_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(KV_SIMD_AVX2)
+    return (vh)_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(KV_SIMD_NEON)
+    return (vh)vcvt_f16_f32(x);
+#else
+    vu bits = (vu)x, sign = bits & 0x80000000u, size = bits ^ sign;
+    /* Subnormal results: adding 0.5 leaves the rounded value in the lowest bits. (F. Giesen, float_to_half) */
+    vu small = (vu)((vf)size + 0.5f) - 0x3f000000u;
+    vu normal = (size - (112u << 23) + 0xfff + ((size >> 13) & 1)) >> 13;
+    vu special = (vu)((vi)size > 0x7f800000) & 0x0200;
+    vu is_small = (vu)((vi)size < (113 << 23)), is_special = (vu)((vi)size >= (143 << 23));
+    vu half = (is_small & small) | (~is_small & normal);
+    half = (is_special & (special | 0x7c00)) | (~is_special & half);
+    return __builtin_convertvector(half | (sign >> 16), vh);
+#endif
+}
+
+KV_INLINE vh v_load_half(const char *p) { vh x; memcpy(&x, p, sizeof x); return x; }
+
+KV_INLINE vh v_load_half_n(const char *p, int64_t n) {
+#if defined(KV_SIMD_AVX512)
+    return (vh)_mm256_maskz_loadu_epi16((__mmask16)((1u << n) - 1), p);
+#else
+    vh x = {0};
+    memcpy(&x, p, 2 * (size_t)n);
+    return x;
+#endif
+}
+
+/* -------- any dtype: `dtype` should be a constant where speed matters -------- */
+
+/* VL consecutive elements as floats. */
+KV_INLINE vf v_load_as(kv_dtype dtype, const char *p) {
+    if (dtype == KV_F32) return v_load((const float *)(const void *)p);
+    return dtype == KV_F16 ? v_from_f16(v_load_half(p)) : v_from_bf16(v_load_half(p));
+}
+
+/* The first n <= VL of them, then zeros. */
+KV_INLINE vf v_load_n_as(kv_dtype dtype, const char *p, int64_t n) {
+    if (dtype == KV_F32) return v_load_n((const float *)(const void *)p, n);
+    return dtype == KV_F16 ? v_from_f16(v_load_half_n(p, n)) : v_from_bf16(v_load_half_n(p, n));
+}
+
+/* The same from elements `stride` elements apart. */
+KV_INLINE vf v_load_strided_as(kv_dtype dtype, const char *p, int64_t stride, int64_t n) {
+    char gathered[4 * VL] = {0};
+    if (stride == 1) return n == VL ? v_load_as(dtype, p) : v_load_n_as(dtype, p, n);
+    const int64_t size = kv_itemsize(dtype);
+    for (int64_t i = 0; i < n; i++) memcpy(gathered + i * size, p + i * stride * size, (size_t)size);
+    return v_load_as(dtype, gathered);
+}
+
+/* The first n <= VL lanes to elements `stride` elements apart, rounded. */
+KV_INLINE void v_store_strided_as(kv_dtype dtype, char *p, int64_t stride, int64_t n, vf x) {
+    char packed[4 * VL];
+    const int64_t size = kv_itemsize(dtype);
+    const vh half = dtype == KV_F16 ? v_to_f16(x) : v_to_bf16(x);
+    if (dtype == KV_F32) memcpy(packed, &x, sizeof x);
+    else memcpy(packed, &half, sizeof half);
+    if (stride == 1 && n == VL) memcpy(p, packed, (size_t)(VL * size));
+    else if (stride == 1) memcpy(p, packed, (size_t)(n * size));
+    else
+        for (int64_t i = 0; i < n; i++) memcpy(p + i * stride * size, packed + i * size, (size_t)size);
+}
