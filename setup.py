@@ -43,13 +43,24 @@ def compile_flags() -> tuple[list[str], list[str]]:
 
 
 def extensions() -> list[Extension]:
+    """One per .pyx file; `_kernels` takes the C sources along, each of which sets its instruction set itself."""
     compile_args, link_args = compile_flags()
-    return [
-        Extension(
-            f"kvpool.{source.stem}", [str(source)], extra_compile_args=compile_args, extra_link_args=link_args
+    cpu = Path("kvpool_backends/cpu")
+    made = []
+    for source in [*sorted(Path("kvpool").glob("*.pyx")), *sorted(cpu.glob("*.pyx"))]:
+        kernels = cpu / "kernels"
+        is_cpu, has_kernels = source.parent == cpu, source.stem == "_kernels"
+        made.append(
+            Extension(
+                ".".join([*source.parent.parts, source.stem]),
+                [str(source), *(map(str, sorted(kernels.glob("*.c"))) if has_kernels else ())],
+                include_dirs=[str(kernels)] if is_cpu else [],
+                depends=[str(header) for header in sorted(kernels.glob("*.h"))] if is_cpu else [],
+                extra_compile_args=[*compile_args, *(["-pthread"] if has_kernels else [])],
+                extra_link_args=[*link_args, *(["-pthread"] if has_kernels else [])],
+            )
         )
-        for source in sorted(Path("kvpool").glob("*.pyx"))
-    ]
+    return made
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ struct kv_isa {
     int64_t (*partial_floats)(const kv_attention *call, int64_t num_queries);
     void (*decode_part)(const kv_attention *call, int64_t row, int64_t begin, int64_t end, float *scratch, float *partial);
     /* Combines partials, which lie one after the other, in order, and writes the row's part of `call->out`. */
-    void (*decode_merge)(const kv_attention *call, int64_t row, const float *partials, int64_t num_partials);
+    void (*decode_merge)(const kv_attention *call, int64_t row, const float *partials, int64_t num_partials, float *scratch);
 
     /* Tiles of queries of long chunks (chunk.h). A tile is queries [first_query, first_query + num_queries) of `row` for
      * all query heads of `kv_head`; first_query is a multiple of chunk_queries, num_queries at most that. */
@@ -26,7 +26,7 @@ struct kv_isa {
     /* n elements, rounded to nearest even, to dst without gaps (move.h). */
     void (*convert)(char *dst, kv_dtype to, const char *src, kv_dtype from, int64_t src_stride_elements, int64_t n);
 
-    float (*read_sum)(const char *bytes, int64_t nbytes);
+    float (*read_sum)(const char *bytes, int64_t nbytes); /* read_sum.h */
 };
 
 #endif

@@ -38,7 +38,7 @@ typedef struct { float lane[4]; } four;
 
 /* -------- float vectors -------- */
 
-KV_INLINE vf v_set(float x) { return (vf){0} + x; }
+KV_INLINE vf v_set(float x) { return x - (vf){0}; } /* not +, for -0 */
 KV_INLINE vf v_load(const float *p) { vf x; memcpy(&x, p, sizeof x); return x; }
 KV_INLINE void v_store(float *p, vf x) { memcpy(p, &x, sizeof x); }
 KV_INLINE vf v_select(vi which, vf yes, vf no) { return (vf)((which & (vi)yes) | (~which & (vi)no)); }

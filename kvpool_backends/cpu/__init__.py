@@ -1,0 +1,23 @@
+"""Native CPU kernels: `CPUBackend` owns its memory, `BlockStore` works on anybody's."""
+
+from kvpool_backends.cpu._kernels import (
+    BlockStore,
+    base_shapes,
+    default_isa,
+    isas,
+    num_threads,
+    read_sum,
+    set_num_threads,
+)
+from kvpool_backends.cpu.backend import CPUBackend
+
+__all__ = [
+    "BlockStore",
+    "CPUBackend",
+    "base_shapes",
+    "default_isa",
+    "isas",
+    "num_threads",
+    "read_sum",
+    "set_num_threads",
+]

@@ -1,0 +1,514 @@
+"""`BlockStore`: writes, attention and copies by the C kernels, in memory that somebody else owns.
+
+Every call takes its buffers, checks all of them (docs/attention.md, section 3), and only then lets go of the GIL and
+runs a kernel; what is refused has changed nothing. The kernels check nothing themselves. A caller that changes a
+table in another thread while a call runs gets what it asked for.
+"""
+import os
+from itertools import product
+from math import prod
+
+from cpython.buffer cimport Py_buffer
+from libc.stdint cimport INT32_MAX, int64_t, uintptr_t
+from libc.stdlib cimport bsearch, calloc, free, malloc, qsort
+from libc.string cimport memcpy, memset
+
+from kvpool._args cimport to_int
+from kvpool_backends.cpu._arguments cimport (
+    UINT8, Arguments, Bases, copy_ints, extent_of, format_of, grow, kind_of, overlap,
+)
+from kvpool_backends.cpu._attention cimport Inputs, lists_nbytes, read_inputs, take_inputs, take_tokens
+from kvpool_backends.cpu.kvcpu cimport (
+    KV_BF16, KV_F16, KV_F32, kv_attend, kv_attend_scratch_nbytes, kv_attention, kv_copy_blocks, kv_cpus, kv_export,
+    kv_gather, kv_import, kv_isa, kv_isa_at, kv_isa_count, kv_isa_name, kv_layer, kv_plane, kv_read_sum, kv_tokens,
+    kv_write, kv_zero,
+)
+
+from kvpool.config import KVSpec
+
+MOST_THREADS = 1024
+
+cdef const kv_isa* default_kernels = NULL
+cdef int process_threads = 1
+cdef dict DTYPES = {"float32": KV_F32, "float16": KV_F16, "bfloat16": KV_BF16}
+
+
+# ---------------------------------------------------------------------- instruction sets and threads
+
+def isas():
+    """Names of the instruction sets that this machine can run the kernels with, best last."""
+    return tuple(kv_isa_name(kv_isa_at(i)).decode() for i in range(kv_isa_count()))
+
+
+def default_isa():
+    """The one that stores take: the best, or that of the environment variable ``KVPOOL_CPU_ISA``."""
+    return kv_isa_name(default_kernels).decode()
+
+
+def num_threads():
+    """Threads of a call: the CPUs that the process may use, or ``KVPOOL_NUM_THREADS``, or `set_num_threads`."""
+    return process_threads
+
+
+def set_num_threads(n):
+    """Set the number of threads for calls of all stores that were made without a number of their own."""
+    global process_threads
+    process_threads = <int>to_int(n, "set_num_threads", "n", 1, MOST_THREADS)
+
+
+cdef const kv_isa* find_isa(str name) noexcept:
+    for i in range(kv_isa_count()):
+        if kv_isa_name(kv_isa_at(i)).decode() == name:
+            return kv_isa_at(i)
+    return NULL
+
+
+cdef int read_environment() except -1:
+    global default_kernels, process_threads
+    default_kernels = kv_isa_at(kv_isa_count() - 1)
+    process_threads = max(1, min(kv_cpus(), MOST_THREADS))
+    name = os.environ.get("KVPOOL_CPU_ISA")
+    if name:
+        default_kernels = find_isa(name)
+        if default_kernels == NULL:
+            raise ImportError(f"[kvpool_backends.cpu] KVPOOL_CPU_ISA is {name!r}, this machine has {', '.join(isas())}")
+    threads = os.environ.get("KVPOOL_NUM_THREADS")
+    if threads:
+        if not threads.isdecimal() or not 1 <= int(threads[:9]) <= MOST_THREADS:
+            raise ImportError(f"[kvpool_backends.cpu] KVPOOL_NUM_THREADS is {threads!r}, the range is 1 .. {MOST_THREADS}")
+        process_threads = int(threads)
+    return 0
+
+
+read_environment()
+
+
+def read_sum(arrays, num_threads=None):
+    """Sum of all bits of `arrays` as floats: what merely reading these bytes costs, with the same threads.
+
+    The yardstick of benchmarks; the value itself means nothing.
+
+    Parameters
+    ----------
+    arrays : sequence of C-contiguous buffers
+    num_threads : int, optional
+        `num_threads()` by default.
+    """
+    cdef int threads = process_threads
+    cdef Bases bases = Bases()
+    cdef const char** ranges = NULL
+    cdef int64_t* nbytes = NULL
+    cdef int64_t i, n
+    cdef float total
+    if num_threads is not None:
+        threads = <int>to_int(num_threads, "read_sum", "num_threads", 1, MOST_THREADS)
+    bases.take("read_sum", arrays, False)
+    n = bases.count
+    ranges = <const char**>malloc(max(n, 1) * sizeof(char*))
+    nbytes = <int64_t*>malloc(max(n, 1) * sizeof(int64_t))
+    try:
+        if ranges == NULL or nbytes == NULL:
+            raise MemoryError(f"[read_sum] no memory for a list of {n} arrays")
+        for i in range(n):
+            ranges[i] = <const char*>bases.views[i].buf
+            nbytes[i] = bases.views[i].len
+        with nogil:
+            total = kv_read_sum(default_kernels, ranges, nbytes, n, threads)
+    finally:
+        free(ranges)
+        free(nbytes)
+    return total
+
+
+# ---------------------------------------------------------------------- the base arrays of a store
+
+def base_shapes(spec, num_blocks):
+    """Shapes of the base arrays that a `BlockStore` wants, in its order; see `KVSpec.plane_layout`."""
+    shapes = {}
+    for layer, (plane, _) in product(range(spec.num_layers), spec.planes):
+        layout = spec.plane_layout(plane, num_blocks)
+        shapes.setdefault((layout.array, layer if layout.per_layer else 0), layout.shape)
+    return list(shapes.values())
+
+
+cdef int check_bases(Bases bases, object spec, int64_t num_blocks) except -1:
+    """Raise unless these are the base arrays of `spec`: number, sizes, alignment, memory of their own."""
+    cdef const Py_buffer* view
+    cdef int64_t i, j
+    shapes = base_shapes(spec, num_blocks)
+    if len(shapes) != bases.count:
+        raise ValueError(f"[BlockStore] there are {bases.count} arrays, layout {spec.layout!r} has {len(shapes)}")
+    for i, shape in enumerate(shapes):
+        nbytes = prod(shape) * spec.itemsize_nbytes
+        view = &bases.views[i]
+        if view.itemsize != spec.itemsize_nbytes or view.len != nbytes:
+            raise ValueError(f"[BlockStore] arrays[{i}] has {view.len} bytes in elements of {view.itemsize}, "
+                             f"it must have {nbytes} bytes in elements of {spec.itemsize_nbytes}")
+        if <uintptr_t>view.buf % view.itemsize:
+            raise ValueError(f"[BlockStore] arrays[{i}] must be aligned to its elements of {view.itemsize} bytes")
+        for j in range(i):
+            if overlap(extent_of(view), extent_of(&bases.views[j])):
+                raise ValueError(f"[BlockStore] arrays[{i}] must not overlap with arrays[{j}]")
+    return 0
+
+
+cdef int place_layers(kv_layer* layers, object spec, int64_t num_blocks, Bases bases) except -1:
+    """Where each plane of each layer lies; the arrays in the order of `base_shapes`."""
+    cdef kv_plane* plane
+    cdef int64_t layer, index, offset
+    order = {}
+    for layer in range(spec.num_layers):
+        layers[layer].dtype = DTYPES[spec.dtype]
+        layers[layer].num_blocks = num_blocks
+        layers[layer].block_size = spec.block_size
+        layers[layer].num_kv_heads = spec.num_kv_heads
+        for name, dim in spec.planes:
+            layout = spec.plane_layout(name, num_blocks)
+            index = order.setdefault((layout.array, layer if layout.per_layer else 0), len(order))
+            offset = (layout.offset + layer * layout.layer_stride) * spec.itemsize_nbytes
+            plane = &layers[layer].k if name == "k" else &layers[layer].v
+            plane.base = <char*>bases.views[index].buf + offset
+            plane.block_stride = layout.block_stride
+            plane.slot_stride = layout.slot_stride
+            plane.head_stride = layout.head_stride
+            plane.dim = dim
+    return 0
+
+
+# ---------------------------------------------------------------------- the store
+
+cdef class BlockStore:
+    """Kernels on the planes of a pool whose memory somebody else owns.
+
+    Parameters
+    ----------
+    spec : KVSpec
+        Any layout, dtype, block size and head dimensions.
+    num_blocks : int
+        1 .. 2^31 - 1.
+    arrays : sequence of buffers
+        The base arrays that `KVSpec.plane_layout` describes, layer by layer and inside a layer plane by plane, one for
+        all layers where the layout has it so; see `base_shapes`. Any writable C-contiguous buffers of the right size
+        and item size, bfloat16 as uint16 or as MLX's own. They are held, and must stay where they are, for the life
+        of the store.
+    isa : str, optional
+        One of `isas()`, `default_isa()` by default.
+    num_threads : int, optional
+        By default `num_threads()` at the time of each call.
+
+    Notes
+    -----
+    Arrays of tokens are ``[T, heads, dim]`` of any strides, float32, float16 or bfloat16 (uint16); conversion rounds to
+    nearest even. Lists of integers are int32 or int64 arrays of any strides. Wrong types raise TypeError, shapes and
+    values ValueError, ids and layers outside the pool IndexError, as ``[call] what (value), the limit``, before a byte
+    is touched; a second call before the first has returned raises ConcurrentUse. The GIL is released meanwhile, and
+    after the first calls nothing is allocated (`scratch_nbytes`).
+    """
+
+    def __cinit__(self, spec, num_blocks, arrays, *, isa=None, num_threads=None):
+        if not isinstance(spec, KVSpec):
+            raise TypeError(f"[BlockStore] spec must be a KVSpec, got {type(spec).__name__}")
+        self.spec = spec
+        self.num_blocks = to_int(num_blocks, "BlockStore", "num_blocks", 1, INT32_MAX)
+        if isa is not None and not isinstance(isa, str):
+            raise TypeError(f"[BlockStore] isa must be a str, got {type(isa).__name__}")
+        self.kernels = default_kernels if isa is None else find_isa(isa)
+        if self.kernels == NULL:
+            raise ValueError(f"[BlockStore] isa is {isa!r}, this machine has {', '.join(isas())}")
+        if num_threads is not None:
+            self.num_threads = <int>to_int(num_threads, "BlockStore", "num_threads", 1, MOST_THREADS)
+        self.arguments = Arguments()
+        self.bases = Bases()
+        self.bases.take("BlockStore", arrays, True)
+        check_bases(self.bases, spec, self.num_blocks)
+        self.num_layers = spec.num_layers
+        self.layers = <kv_layer*>calloc(self.num_layers, sizeof(kv_layer))
+        if self.layers == NULL:
+            raise MemoryError(f"[BlockStore] no memory for {self.num_layers} layers")
+        place_layers(self.layers, spec, self.num_blocks, self.bases)
+
+    def __dealloc__(self):
+        free(self.layers)
+        free(self.lists.data)
+        free(self.work.data)
+
+    @property
+    def isa(self):
+        """Name of the instruction set."""
+        return kv_isa_name(self.kernels).decode()
+
+    @property
+    def scratch_nbytes(self):
+        """Memory that calls have left for the next ones: as much as the largest needed."""
+        return self.lists.nbytes + self.work.nbytes
+
+    def addresses(self):
+        """Addresses of the base arrays."""
+        return [<uintptr_t>self.bases.views[i].buf for i in range(self.bases.count)]
+
+    # ------------------------------------------------------------------ one step
+
+    def write(self, layer, k, v, slots):
+        """Store token t of `k` and `v` in slot ``slots[t]``, where that is not negative.
+
+        Parameters
+        ----------
+        k, v : ``[T, Hk, D]``, ``[T, Hk, Dv]``
+        slots : int ``[T]``
+            ``block * block_size + offset``, distinct: of two tokens for one slot, parts of either may stay.
+        """
+        cdef Arguments arguments = self.arguments
+        cdef const kv_layer* where
+        cdef kv_tokens keys, values
+        cdef const Py_buffer* view
+        cdef int64_t* numbers
+        cdef int64_t num_tokens, token, limit = self.num_blocks * self.layers.block_size
+        cdef int threads = self.threads()
+        arguments.begin("write")
+        try:
+            where = self.layer_of(layer)
+            view = arguments.take_ints(slots, "slots", 1)
+            num_tokens = view.shape[0]
+            take_tokens(&keys, arguments, k, "k", num_tokens, where.num_kv_heads, where.k.dim)
+            take_tokens(&values, arguments, v, "v", num_tokens, where.num_kv_heads, where.v.dim)
+            self.bases.check_apart(arguments)
+            numbers = <int64_t*>grow(&self.lists, num_tokens * sizeof(int64_t))
+            copy_ints(numbers, view)
+            for token in range(num_tokens):
+                if numbers[token] >= limit:
+                    raise IndexError(f"[write] slots[{token}] is {numbers[token]}, the pool has slots 0 .. {limit - 1}")
+            with nogil:
+                kv_write(self.kernels, where, &keys, &values, numbers, num_tokens, threads)
+        finally:
+            arguments.end()
+
+    def attend(self, layer, q, out, block_tables, seq_lens, cu_q_lens, scale=None, options=None):
+        """Causal attention of the query tokens over their rows' contexts; docs/attention.md has the equations.
+
+        Parameters
+        ----------
+        q, out : ``[T, Hq, D]``, ``[T, Hq, Dv]``
+            All of `out` is written: tokens from ``cu_q_lens[B]`` on become 0.
+        block_tables : int ``[>= B, W]``
+        seq_lens, cu_q_lens : int ``[B]``, ``[B + 1]``
+            Row i has ``seq_lens[i]`` tokens, of which the last ones are the queries ``cu_q_lens[i] :
+            cu_q_lens[i + 1]``. What lies behind a row's context in its table is not read, nor is any of a row
+            without queries.
+        scale : float, optional
+            ``1 / sqrt(D)`` by default.
+        options : AttentionOptions, optional
+            Or any object with its attributes. Nobody looks for NaN in the mask: where it is visible, so is the NaN.
+        """
+        cdef Arguments arguments = self.arguments
+        cdef kv_attention call
+        cdef Inputs inputs
+        cdef const Py_buffer* queries
+        cdef const Py_buffer* results
+        cdef int64_t nbytes
+        cdef int threads = self.threads()
+        memset(&call, 0, sizeof(call))
+        arguments.begin("attend")
+        try:
+            call.layer = self.layer_of(layer)
+            queries = take_tokens(&call.q, arguments, q, "q", -1, -1, call.layer.k.dim)
+            call.num_tokens = queries.shape[0]
+            call.num_q_heads = queries.shape[1]
+            if call.num_q_heads < 1 or call.num_q_heads % call.layer.num_kv_heads:
+                raise ValueError(f"[attend] q has {call.num_q_heads} heads, it must be a multiple of the "
+                                 f"{call.layer.num_kv_heads} KV heads")
+            results = take_tokens(&call.out, arguments, out, "out", call.num_tokens, call.num_q_heads, call.layer.v.dim)
+            take_inputs(&inputs, &call, arguments, block_tables, seq_lens, cu_q_lens, scale, options)
+            arguments.check_output(results)
+            self.bases.check_apart(arguments)
+            read_inputs(&inputs, &call, grow(&self.lists, lists_nbytes(&inputs, &call)))
+            if call.num_tokens == 0:
+                return
+            with nogil:
+                nbytes = kv_attend_scratch_nbytes(self.kernels, &call, threads)
+            grow(&self.work, nbytes)
+            with nogil:
+                kv_attend(self.kernels, &call, self.work.data, threads)
+        finally:
+            arguments.end()
+
+    # ------------------------------------------------------------------ whole blocks
+
+    def copy_blocks(self, copies):
+        """Copy first tokens of blocks, in all layers and planes.
+
+        Parameters
+        ----------
+        copies : int ``[K, 3]``
+            Rows of (src, dst, num_tokens), 1 <= num_tokens <= block_size. Every dst is named once and is no src.
+        """
+        cdef Arguments arguments = self.arguments
+        cdef const Py_buffer* view
+        cdef int64_t* rows
+        cdef int64_t num_copies
+        cdef int threads = self.threads()
+        arguments.begin("copy_blocks")
+        try:
+            view = arguments.take_ints(copies, "copies", 2)
+            num_copies = view.shape[0]
+            arguments.check_shape(view, "copies", num_copies, 3)
+            rows = <int64_t*>grow(&self.lists, 4 * num_copies * sizeof(int64_t))
+            copy_ints(rows, view)
+            self.check_copies(rows, num_copies, rows + 3 * num_copies)
+            with nogil:
+                kv_copy_blocks(self.layers, self.num_layers, rows, num_copies, threads)
+        finally:
+            arguments.end()
+
+    def gather(self, layer, blocks, k_out, v_out):
+        """Copy the first tokens of `blocks` out of the pool, in the order given.
+
+        Parameters
+        ----------
+        blocks : int ``[n]``
+        k_out, v_out : ``[t, Hk, D]``, ``[t, Hk, Dv]``, in the dtype of the pool
+            t is the number of tokens that are wanted, at most ``n * block_size``.
+        """
+        cdef Arguments arguments = self.arguments
+        cdef const kv_layer* where
+        cdef kv_tokens keys, values
+        cdef const Py_buffer* k_view
+        cdef const Py_buffer* v_view
+        cdef int64_t* ids
+        cdef int64_t num_blocks, num_tokens
+        cdef int threads = self.threads()
+        arguments.begin("gather")
+        try:
+            where = self.layer_of(layer)
+            k_view = take_tokens(&keys, arguments, k_out, "k_out", -1, where.num_kv_heads, where.k.dim)
+            num_tokens = k_view.shape[0]
+            v_view = take_tokens(&values, arguments, v_out, "v_out", num_tokens, where.num_kv_heads, where.v.dim)
+            if keys.dtype != where.dtype or values.dtype != where.dtype:
+                wrong = k_view if keys.dtype != where.dtype else v_view
+                raise TypeError(f"[gather] {'k_out' if wrong == k_view else 'v_out'} must have the dtype of the pool, "
+                                f"{self.spec.dtype}, got {format_of(wrong)}")
+            ids = self.block_list(blocks, &num_blocks)
+            if num_tokens > num_blocks * where.block_size:
+                raise ValueError(f"[gather] k_out has {num_tokens} tokens, {num_blocks} blocks hold "
+                                 f"{num_blocks * where.block_size}")
+            arguments.check_output(k_view)
+            arguments.check_output(v_view)
+            self.bases.check_apart(arguments)
+            with nogil:
+                kv_gather(where, ids, num_tokens, &keys, &values, threads)
+        finally:
+            arguments.end()
+
+    def zero(self, blocks):
+        """Set every byte of the blocks ``[n]`` to 0, in all layers and planes."""
+        cdef int64_t* ids
+        cdef int64_t num_blocks
+        cdef int threads = self.threads()
+        self.arguments.begin("zero")
+        try:
+            ids = self.block_list(blocks, &num_blocks)
+            with nogil:
+                kv_zero(self.layers, self.num_layers, ids, num_blocks, threads)
+        finally:
+            self.arguments.end()
+
+    def export_blocks(self, blocks, out):
+        """The bytes of the blocks ``[n]`` in portable order to `out`, C-contiguous uint8 ``[n, spec.block_nbytes]``."""
+        cdef int64_t* ids
+        cdef const Py_buffer* view
+        cdef int64_t num_blocks
+        cdef int threads = self.threads()
+        self.arguments.begin("export_blocks")
+        try:
+            ids = self.block_list(blocks, &num_blocks)
+            view = self.take_rows(out, "out", num_blocks)
+            self.arguments.check_output(view)
+            self.bases.check_apart(self.arguments)
+            with nogil:
+                kv_export(self.layers, self.num_layers, ids, num_blocks, <char*>view.buf, threads)
+        finally:
+            self.arguments.end()
+
+    def import_blocks(self, blocks, data):
+        """Overwrite the blocks ``[n]``, which must be distinct, with rows that `export_blocks` made."""
+        cdef int64_t* ids
+        cdef const Py_buffer* view
+        cdef int64_t num_blocks
+        cdef int threads = self.threads()
+        self.arguments.begin("import_blocks")
+        try:
+            ids = self.block_list(blocks, &num_blocks)
+            view = self.take_rows(data, "data", num_blocks)
+            self.check_distinct(ids, num_blocks, ids + num_blocks)
+            self.bases.check_apart(self.arguments)
+            with nogil:
+                kv_import(self.layers, self.num_layers, ids, num_blocks, <const char*>view.buf, threads)
+        finally:
+            self.arguments.end()
+
+    # ------------------------------------------------------------------ checks
+
+    cdef int threads(self) noexcept:
+        return self.num_threads if self.num_threads else process_threads
+
+    cdef const kv_layer* layer_of(self, object layer) except NULL:
+        return &self.layers[to_int(layer, self.arguments.call, "layer", 0, self.num_layers - 1, IndexError)]
+
+    cdef int64_t* block_list(self, object blocks, int64_t* count) except NULL:
+        """The ids, checked, and as much memory again behind them."""
+        cdef const Py_buffer* view = self.arguments.take_ints(blocks, "blocks", 1)
+        cdef int64_t i, n = view.shape[0]
+        cdef int64_t* ids = <int64_t*>grow(&self.lists, 2 * n * sizeof(int64_t))
+        copy_ints(ids, view)
+        for i in range(n):
+            if ids[i] < 0 or ids[i] >= self.num_blocks:
+                raise IndexError(f"[{self.arguments.call}] blocks[{i}] is {ids[i]}, the pool has blocks 0 .. "
+                                 f"{self.num_blocks - 1}")
+        count[0] = n
+        return ids
+
+    cdef const Py_buffer* take_rows(self, object value, str name, int64_t num_blocks) except NULL:
+        """uint8 ``[num_blocks, block_nbytes]`` without gaps."""
+        cdef const Py_buffer* view = self.arguments.take(value, name, 2)
+        cdef int64_t width = self.spec.block_nbytes
+        if kind_of(view) != UINT8:
+            raise TypeError(f"[{self.arguments.call}] {name} must be uint8, got {format_of(view)}")
+        self.arguments.check_shape(view, name, num_blocks, width)
+        if num_blocks > 0 and (view.strides[1] != 1 and width > 1 or view.strides[0] != width and num_blocks > 1):
+            raise ValueError(f"[{self.arguments.call}] {name} must be C-contiguous, its strides are "
+                             f"[{view.strides[0]}, {view.strides[1]}] bytes")
+        return view
+
+    cdef int check_distinct(self, const int64_t* ids, int64_t n, int64_t* ordered) except -1:
+        """Raise if an id comes twice; the ids are left in order in `ordered`."""
+        cdef int64_t i
+        memcpy(ordered, ids, n * sizeof(int64_t))
+        qsort(ordered, n, sizeof(int64_t), &compare_ids)
+        for i in range(1, n):
+            if ordered[i] == ordered[i - 1]:
+                raise ValueError(f"[{self.arguments.call}] block {ordered[i]} is named twice, blocks must be distinct")
+        return 0
+
+    cdef int check_copies(self, const int64_t* rows, int64_t n, int64_t* ordered) except -1:
+        cdef int64_t i, column, block
+        for i in range(n):
+            for column in range(2):
+                block = rows[3 * i + column]
+                if block < 0 or block >= self.num_blocks:
+                    raise IndexError(f"[copy_blocks] {'dst' if column else 'src'} of copy {i} is {block}, the pool has "
+                                     f"blocks 0 .. {self.num_blocks - 1}")
+            if rows[3 * i + 2] < 1 or rows[3 * i + 2] > self.layers.block_size:
+                raise ValueError(f"[copy_blocks] num_tokens of copy {i} is {rows[3 * i + 2]}, the range is 1 .. "
+                                 f"{self.layers.block_size}")
+            ordered[i] = rows[3 * i + 1]
+        qsort(ordered, n, sizeof(int64_t), &compare_ids)
+        for i in range(n):
+            if i > 0 and ordered[i] == ordered[i - 1]:
+                raise ValueError(f"[copy_blocks] block {ordered[i]} is the dst of two copies, the limit is one")
+            if bsearch(&rows[3 * i], ordered, n, sizeof(int64_t), &compare_ids) != NULL:
+                raise ValueError(f"[copy_blocks] block {rows[3 * i]} is a src and a dst, it can be only one")
+        return 0
+
+
+cdef int compare_ids(const void* a, const void* b) noexcept nogil:
+    cdef int64_t x = (<const int64_t*>a)[0], y = (<const int64_t*>b)[0]
+    return (x > y) - (x < y)

@@ -1,0 +1,310 @@
+/* Attention of a few queries over a long context, part by part (FlashDecoding: Dao et al. 2023).
+ *
+ * A part goes tile by tile. A tile's K meets all queries of all heads, then its weights are made (online softmax:
+ * Milakov & Gimelshein 2018), then its V is summed up, so K and V come from memory once. What holds a decode up is the
+ * memory's latency, and the hardware's own prefetchers lose track at every block: while the tile's K is at work, its V is
+ * fetched, and while its V is, the next tile's K, both in the order of addresses.
+ *
+ * The queries of a KV head, those of its group of heads for each token of the window, are called its lanes:
+ * lane = token * group + head in group. All arrays below go by KV head, then lane.
+ */
+#if !defined(KV_HINT)
+#define KV_HINT 2 /* into L2: L1 is too small for a tile */
+#endif
+
+#include <math.h>
+
+#include "tile.h"
+
+#include "decode_inner.h"
+
+typedef struct {
+    const kv_attention *call;
+    int64_t row, num_queries, group, lanes, num_lanes; /* lanes of a KV head, lanes of all */
+    int64_t k_padded, v_padded;
+    float *largest, *sum, *acc;      /* the state: [num_lanes], [num_lanes], [num_lanes, v_padded] */
+    float *q;                        /* [num_lanes, k_padded] scaled */
+    float *scores, *decay;           /* [num_lanes, TILE], [num_lanes] */
+    char *zeros;                     /* a value vector */
+} decoding;
+
+/* Floats that fill cache lines. */
+static int64_t whole_lines(int64_t floats) { return (floats + 15) / 16 * 16; }
+
+static int64_t partial_floats(const kv_attention *call, int64_t num_queries) {
+    const int64_t num_lanes = num_queries * call->num_q_heads;
+    return 2 * whole_lines(num_lanes) + num_lanes * padded(call->layer->v.dim);
+}
+
+static int64_t decode_scratch_floats(const kv_attention *call, int64_t num_queries) {
+    const int64_t num_lanes = num_queries * call->num_q_heads, v_padded = padded(call->layer->v.dim);
+    return partial_floats(call, num_queries) + num_lanes * (padded(call->layer->k.dim) + TILE) + whole_lines(num_lanes) + v_padded;
+}
+
+static void decoding_set_state(decoding *run, float *state) {
+    run->largest = state;
+    run->sum = run->largest + whole_lines(run->num_lanes);
+    run->acc = run->sum + whole_lines(run->num_lanes);
+}
+
+/* Lays the scratch out; the state comes last. */
+static decoding decoding_of(const kv_attention *call, int64_t row, float *scratch) {
+    decoding run = {.call = call, .row = row};
+    run.num_queries = call->cu_q_lens[row + 1] - call->cu_q_lens[row];
+    run.group = call->num_q_heads / call->layer->num_kv_heads;
+    run.lanes = run.num_queries * run.group;
+    run.num_lanes = run.num_queries * call->num_q_heads;
+    run.k_padded = padded(call->layer->k.dim);
+    run.v_padded = padded(call->layer->v.dim);
+    run.q = scratch;
+    run.scores = run.q + run.num_lanes * run.k_padded;
+    run.decay = run.scores + run.num_lanes * TILE;
+    run.zeros = (char *)(run.decay + whole_lines(run.num_lanes));
+    decoding_set_state(&run, run.decay + whole_lines(run.num_lanes) + run.v_padded);
+    return run;
+}
+
+/* The token (counted in call->q) and the query head of a lane. */
+static int64_t lane_token(const decoding *run, int64_t lane) {
+    return run->call->cu_q_lens[run->row] + lane % run->lanes / run->group;
+}
+static int64_t lane_head(const decoding *run, int64_t lane) {
+    return lane / run->lanes * run->group + lane % run->group;
+}
+
+static void decoding_load_queries(decoding *run) {
+    const kv_attention *call = run->call;
+    const kv_tokens *q = &call->q;
+    const int64_t dim = call->layer->k.dim, size = kv_itemsize(q->dtype);
+    memset(run->q, 0, (size_t)(run->num_lanes * run->k_padded) * sizeof(float));
+    for (int64_t lane = 0; lane < run->num_lanes; lane++) {
+        const char *from = q->base + (lane_token(run, lane) * q->token_stride + lane_head(run, lane) * q->head_stride) * size;
+        float *to = run->q + lane * run->k_padded;
+        for (int64_t d = 0; d < dim; d += VL) {
+            const int64_t n = dim - d < VL ? dim - d : VL;
+            float some[VL];
+            v_store(some, v_load_strided_as(q->dtype, from + d * q->dim_stride * size, q->dim_stride, n) * call->scale);
+            for (int64_t i = 0; i < n; i++) to[pair_place(call->layer->dtype, d + i)] = some[i];
+        }
+    }
+}
+
+/* -------- scores -------- */
+
+KV_INLINE void tile_scores_as(kv_dtype dtype, decoding *run, const kv_tile *tile, kv_stream *ahead) {
+    const kv_layer *layer = run->call->layer;
+    const int64_t dim = layer->k.dim, heads = layer->num_kv_heads, quads = (tile->count + 3) / 4;
+    const int64_t lines = (4 * layer->v.dim * kv_itemsize(dtype) + LINE - 1) / LINE;
+    const int by_head = layer->k.head_stride > layer->k.slot_stride; /* in the order of addresses */
+    for (int64_t step = 0; step < quads * heads; step++) {
+        const int64_t head = by_head ? step / quads : step % heads, t = 4 * (by_head ? step % quads : step / heads);
+        const int64_t offset = head * layer->k.head_stride * kv_itemsize(dtype);
+        const float *q = run->q + head * run->lanes * run->k_padded;
+        float *scores = run->scores + head * run->lanes * TILE + t;
+        int64_t lane = 0;
+        stream_fetch(ahead, lines);
+        for (; lane + 4 <= run->lanes; lane += 4)
+            scores_of_4(dtype, 4, tile->k + t, offset, dim, q + lane * run->k_padded, scores + lane * TILE);
+        switch (run->lanes - lane) {
+        case 3: scores_of_4(dtype, 3, tile->k + t, offset, dim, q + lane * run->k_padded, scores + lane * TILE); break;
+        case 2: scores_of_4(dtype, 2, tile->k + t, offset, dim, q + lane * run->k_padded, scores + lane * TILE); break;
+        case 1: scores_of_4(dtype, 1, tile->k + t, offset, dim, q + lane * run->k_padded, scores + lane * TILE); break;
+        }
+    }
+}
+
+static void tile_scores(decoding *run, const kv_tile *tile, kv_stream *ahead) {
+    switch (run->call->layer->dtype) {
+    case KV_F32: tile_scores_as(KV_F32, run, tile, ahead); break;
+    case KV_F16: tile_scores_as(KV_F16, run, tile, ahead); break;
+    case KV_BF16: tile_scores_as(KV_BF16, run, tile, ahead); break;
+    }
+}
+
+/* -------- weights -------- */
+
+/* Cap, bias, mask; -inf for what the lane does not see and beyond the tile's tokens. */
+static void lane_features(const decoding *run, const kv_tile *tile, int64_t lane, float *scores) {
+    const kv_attention *call = run->call;
+    const int64_t token = lane_token(run, lane), head = lane_head(run, lane);
+    const int64_t position = call->seq_lens[run->row] - call->cu_q_lens[run->row + 1] + token;
+    const int64_t begin = call->window > position ? 0 : position - call->window + 1;
+    const float *mask = call->mask == NULL ? NULL : call->mask + token * call->mask_token_stride + head * call->mask_head_stride;
+    /* In the tile's own numbers, which fit 32 bits. */
+    const int32_t from = begin > tile->first ? (int32_t)(begin - tile->first < TILE ? begin - tile->first : TILE) : 0;
+    const int32_t to = position - tile->first < tile->count ? (int32_t)(position - tile->first + 1) : (int32_t)tile->count;
+    const float distance = (float)(tile->first - position);
+    for (int32_t t = 0; t < TILE; t += VL) {
+        const vi at = v_lanes() + t;
+        vi seen = (at >= from) & (at < to);
+        vf s = v_load(scores + t);
+        if (call->soft_cap != 0) s = v_tanh(s / call->soft_cap) * call->soft_cap;
+        if (call->slopes != NULL) s = v_fma(v_set(call->slopes[head]), __builtin_convertvector(at, vf) + distance, s);
+        if (mask != NULL && t < tile->count) {
+            const int64_t n = tile->count - t < VL ? tile->count - t : VL;
+            const vf bias = v_load_n(mask + tile->first + t, n);
+            seen &= bias != -INFINITY; /* a NaN that is masked away stays away */
+            s += bias;
+        }
+        v_store(scores + t, v_select(seen, s, v_set(-INFINITY)));
+    }
+}
+
+/* Scores become weights, exp(score - largest); the state is told how much its old largest is worth now. */
+static void lane_softmax(decoding *run, int64_t lane, float *scores) {
+    vf best = v_load(scores);
+    for (int t = VL; t < TILE; t += VL) best = v_max(best, v_load(scores + t));
+    const float before = run->largest[lane], found = v_largest(best), largest = found > before ? found : before;
+    const float offset = largest == -INFINITY ? 0 : largest; /* nothing seen yet: all weights are 0 */
+    vf total = {0};
+    for (int t = 0; t < TILE; t += VL) {
+        const vf weight = v_exp(v_load(scores + t) - offset);
+        total += weight;
+        v_store(scores + t, weight);
+    }
+    const float decay = before == largest ? 1 : expf(before - offset);
+    run->decay[lane] = decay;
+    run->sum[lane] = run->sum[lane] * decay + v_sum(total);
+    run->largest[lane] = largest;
+}
+
+static void tile_weights(decoding *run, const kv_tile *tile) {
+    const kv_attention *call = run->call;
+    const int64_t first_position = call->seq_lens[run->row] - run->num_queries;
+    const int all_seen = tile->count == TILE && tile->first + TILE - 1 <= first_position &&
+                         (call->window > first_position + run->num_queries ||
+                          tile->first > first_position + run->num_queries - 1 - call->window);
+    const int plain = all_seen && call->soft_cap == 0 && call->slopes == NULL && call->mask == NULL;
+    for (int64_t lane = 0; lane < run->num_lanes; lane++) {
+        float *scores = run->scores + lane * TILE;
+        if (!plain) lane_features(run, tile, lane, scores);
+        lane_softmax(run, lane, scores);
+    }
+}
+
+/* -------- values -------- */
+
+/* Tokens that the mask hides from all of a head's lanes may hold anything: they read zeros. */
+static void hide_tokens(const decoding *run, const kv_tile *tile, int64_t head, int64_t offset, const char **tokens) {
+    for (int64_t t = 0; t < tile->count; t++) {
+        int is_used = 0;
+        for (int64_t lane = 0; lane < run->lanes; lane++) is_used |= run->scores[(head * run->lanes + lane) * TILE + t] != 0;
+        tokens[t] = is_used ? tile->v[t] : run->zeros - offset;
+    }
+}
+
+KV_INLINE void rows_values(kv_dtype dtype, const int rows, decoding *run, const char *const *tokens, int64_t count,
+                           int64_t offset, int64_t lane, kv_stream *ahead, int64_t lines) {
+    const int64_t dim = run->call->layer->v.dim, stride = run->v_padded;
+    const float *weights = run->scores + lane * TILE, *decay = run->decay + lane;
+    float *acc = run->acc + lane * stride;
+    int64_t d = 0;
+#if defined(KV_SIMD_AVX512) || defined(KV_SIMD_NEON) /* 32 registers */
+    for (; d + 2 * PAIR <= dim; d += 2 * PAIR)
+        weigh(dtype, rows, 2, 0, tokens, count, offset, d, stride, weights, decay, acc, ahead, 2 * lines);
+#endif
+    for (; d + PAIR <= dim; d += PAIR)
+        weigh(dtype, rows, 1, 0, tokens, count, offset, d, stride, weights, decay, acc, ahead, lines);
+    if (d < dim) weigh(dtype, rows, 1, dim - d, tokens, count, offset, d, stride, weights, decay, acc, ahead, lines);
+}
+
+KV_INLINE void tile_values_as(kv_dtype dtype, decoding *run, const kv_tile *tile, kv_stream *ahead) {
+    const kv_layer *layer = run->call->layer;
+    /* Lines for each pair of 4 tokens: the next tile's K in equal shares. */
+    const int64_t pairs = run->v_padded / PAIR * ((run->lanes + 3) / 4);
+    const int64_t lines = ((4 * layer->k.dim * kv_itemsize(dtype) + LINE - 1) / LINE + pairs - 1) / pairs;
+    for (int64_t head = 0; head < layer->num_kv_heads; head++) {
+        const int64_t offset = head * layer->v.head_stride * kv_itemsize(dtype), end = (head + 1) * run->lanes;
+        const char *seen[TILE], *const *tokens = tile->v;
+        int64_t lane = head * run->lanes;
+        if (run->call->mask != NULL) hide_tokens(run, tile, head, offset, seen), tokens = seen;
+        for (; lane + 4 <= end; lane += 4) rows_values(dtype, 4, run, tokens, tile->count, offset, lane, ahead, lines);
+        switch (end - lane) {
+        case 3: rows_values(dtype, 3, run, tokens, tile->count, offset, lane, ahead, lines); break;
+        case 2: rows_values(dtype, 2, run, tokens, tile->count, offset, lane, ahead, lines); break;
+        case 1: rows_values(dtype, 1, run, tokens, tile->count, offset, lane, ahead, lines); break;
+        }
+    }
+}
+
+static void tile_values(decoding *run, const kv_tile *tile, kv_stream *ahead) {
+    switch (run->call->layer->dtype) {
+    case KV_F32: tile_values_as(KV_F32, run, tile, ahead); break;
+    case KV_F16: tile_values_as(KV_F16, run, tile, ahead); break;
+    case KV_BF16: tile_values_as(KV_BF16, run, tile, ahead); break;
+    }
+}
+
+/* -------- a part, the end -------- */
+
+/* Divides by the sum, the sink included, and writes one lane's row of `out`. */
+static void lane_finish(const decoding *run, int64_t lane, float largest, float sum, const float *acc) {
+    const kv_attention *call = run->call;
+    const kv_tokens *out = &call->out;
+    const int64_t dim = call->layer->v.dim, size = kv_itemsize(out->dtype), head = lane_head(run, lane);
+    float factor = 1;
+    if (call->sinks != NULL && call->sinks[head] > -INFINITY) {
+        const float sink = call->sinks[head], offset = sink > largest ? sink : largest;
+        factor = expf(largest - offset);
+        sum = sum * factor + expf(sink - offset);
+    }
+    factor = sum == 0 ? 0 : factor / sum;
+    char *to = out->base + (lane_token(run, lane) * out->token_stride + head * out->head_stride) * size;
+    for (int64_t d = 0; d < dim; d += VL) {
+        const int64_t n = dim - d < VL ? dim - d : VL;
+        float some[VL] = {0};
+        for (int64_t i = 0; i < n; i++) some[i] = acc[pair_place(call->layer->dtype, d + i)];
+        v_store_strided_as(out->dtype, to + d * out->dim_stride * size, out->dim_stride, n, v_load(some) * factor);
+    }
+}
+
+static void decode_part(const kv_attention *call, int64_t row, int64_t begin, int64_t end, float *scratch, float *partial) {
+    decoding run = decoding_of(call, row, scratch);
+    const kv_layer *layer = call->layer;
+    kv_tile tiles[2];
+    if (partial != NULL) decoding_set_state(&run, partial);
+    decoding_load_queries(&run);
+    memset(run.zeros, 0, (size_t)run.v_padded * sizeof(float));
+    memset(run.sum, 0, (size_t)run.num_lanes * sizeof(float));
+    memset(run.acc, 0, (size_t)(run.num_lanes * run.v_padded) * sizeof(float));
+    for (int64_t lane = 0; lane < run.num_lanes; lane++) run.largest[lane] = -INFINITY;
+
+    tile_find(&tiles[0], call, row, begin, end);
+    for (int64_t now = 0; begin < end; now = 1 - now) {
+        const kv_tile *tile = &tiles[now];
+        kv_stream values = stream_of(layer, &layer->v, tile), keys = {0};
+        begin += tile->count;
+        if (begin < end) {
+            tile_find(&tiles[1 - now], call, row, begin, end);
+            keys = stream_of(layer, &layer->k, &tiles[1 - now]);
+        }
+        tile_scores(&run, tile, &values);
+        tile_weights(&run, tile);
+        tile_values(&run, tile, &keys);
+    }
+    if (partial == NULL)
+        for (int64_t lane = 0; lane < run.num_lanes; lane++)
+            lane_finish(&run, lane, run.largest[lane], run.sum[lane], run.acc + lane * run.v_padded);
+}
+
+static void decode_merge(const kv_attention *call, int64_t row, const float *partials, int64_t num_partials, float *scratch) {
+    decoding run = decoding_of(call, row, scratch);
+    const int64_t step = partial_floats(call, run.num_queries);
+    for (int64_t lane = 0; lane < run.num_lanes; lane++) {
+        float largest = -INFINITY, sum = 0;
+        memset(run.acc, 0, (size_t)run.v_padded * sizeof(float));
+        for (int64_t i = 0; i < num_partials; i++) {
+            const float found = partials[i * step + lane];
+            if (found > largest) largest = found;
+        }
+        for (int64_t i = 0; i < num_partials; i++) {
+            const float *part = partials + i * step, *more = part + 2 * whole_lines(run.num_lanes) + lane * run.v_padded;
+            const float factor = part[lane] == -INFINITY ? 0 : expf(part[lane] - largest);
+            if (factor == 0) continue;
+            sum += part[whole_lines(run.num_lanes) + lane] * factor;
+            for (int64_t d = 0; d < run.v_padded; d += VL)
+                v_store(run.acc + d, v_fma(v_load(more + d), v_set(factor), v_load(run.acc + d)));
+        }
+        lane_finish(&run, lane, largest, sum, run.acc);
+    }
+}

@@ -1,0 +1,225 @@
+/* Bytes in and out of blocks: writes, copies, gathers, zeros, export and import, in every layout. */
+#include <string.h>
+
+#include "isa.h"
+
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "exported blocks are little-endian, and so is every machine that these kernels know"
+#endif
+
+/* What one thread should have to do at least: less is not worth waking another one. */
+enum { ITEM_NBYTES = 64 * 1024 };
+
+static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+static char *token_at(const kv_plane *plane, int64_t block, int64_t offset, int64_t itemsize) {
+    return plane->base + (block * plane->block_stride + offset * plane->slot_stride) * itemsize;
+}
+
+/* -------- boxes of bytes -------- */
+
+typedef struct { int64_t count, dst, src; } axis; /* repetitions, and the bytes from one to the next */
+
+/* An axis whose steps are whole runs on both sides only makes the runs longer. */
+static int64_t merge(axis *along, int64_t run) {
+    if (along->count > 1 && (along->dst != run || along->src != run)) return run;
+    run *= along->count;
+    along->count = 1;
+    return run;
+}
+
+static void copy_box(char *dst, const char *src, axis tokens, axis heads, axis elements, int64_t itemsize) {
+    int64_t run = merge(&elements, itemsize);
+    if (elements.count == 1) {
+        run = merge(&heads, run);
+        run = merge(&tokens, run);
+        run = merge(&heads, run); /* head-major: the tokens of a head are one run, perhaps the heads then too */
+    }
+    for (int64_t t = 0; t < tokens.count; t++)
+        for (int64_t h = 0; h < heads.count; h++) {
+            char *to = dst + t * tokens.dst + h * heads.dst;
+            const char *from = src + t * tokens.src + h * heads.src;
+            for (int64_t e = 0; e < elements.count; e++) memcpy(to + e * elements.dst, from + e * elements.src, (size_t)run);
+        }
+}
+
+static void zero_box(char *dst, axis tokens, axis heads, int64_t run) {
+    run = merge(&heads, run);
+    run = merge(&tokens, run);
+    run = merge(&heads, run);
+    for (int64_t t = 0; t < tokens.count; t++)
+        for (int64_t h = 0; h < heads.count; h++) memset(dst + t * tokens.dst + h * heads.dst, 0, (size_t)run);
+}
+
+/* The keys and values of `interleaved` alternate in one array, which is one plane of longer heads for who moves both. */
+static int is_interleaved(const kv_layer *layer) {
+    const kv_plane *k = &layer->k, *v = &layer->v;
+    return k->base + k->dim * kv_itemsize(layer->dtype) == v->base && k->dim == v->dim && k->head_stride == 2 * k->dim &&
+           v->head_stride == k->head_stride && v->slot_stride == k->slot_stride && v->block_stride == k->block_stride;
+}
+
+/* -------- sweeps: some blocks, all layers and planes -------- */
+
+typedef struct sweep sweep;
+struct sweep {
+    void (*visit)(const sweep *job, const kv_layer *layer, const kv_plane *plane, int64_t row, int64_t at);
+    const kv_layer *layers;
+    const int64_t *rows; /* of block ids, or of (src, dst, num_tokens) */
+    char *data;          /* what is exported or imported */
+    int64_t num_rows, num_visits, visits_per_item, block_nbytes;
+};
+
+/* Visits go row by row within a plane: the memory of one plane lies together. */
+static void sweep_item(void *context, int64_t item, int thread) {
+    const sweep *job = context;
+    (void)thread;
+    for (int64_t i = item * job->visits_per_item; i < smaller(job->num_visits, (item + 1) * job->visits_per_item); i++) {
+        const int64_t plane = i / job->num_rows, row = i % job->num_rows;
+        const kv_layer *layer = job->layers + plane / 2;
+        const int64_t token_nbytes = layer->num_kv_heads * kv_itemsize(layer->dtype);
+        const int64_t k_nbytes = layer->block_size * token_nbytes * layer->k.dim;
+        const int64_t v_nbytes = layer->block_size * token_nbytes * layer->v.dim;
+        const int64_t at = plane / 2 * (k_nbytes + v_nbytes) + (plane % 2 ? k_nbytes : 0);
+        job->visit(job, layer, plane % 2 ? &layer->v : &layer->k, row, at);
+    }
+}
+
+static void run_sweep(sweep job, int64_t num_layers, int num_threads) {
+    const kv_layer *layer = job.layers;
+    if (job.num_rows == 0) return;
+    job.block_nbytes = layer->block_size * layer->num_kv_heads * (layer->k.dim + layer->v.dim) * kv_itemsize(layer->dtype);
+    job.num_visits = job.num_rows * num_layers * 2;
+    job.visits_per_item = larger(1, ITEM_NBYTES / larger(1, job.block_nbytes / 2));
+    job.block_nbytes *= num_layers;
+    kv_parallel(sweep_item, &job, (job.num_visits + job.visits_per_item - 1) / job.visits_per_item, num_threads);
+}
+
+static void copy_visit(const sweep *job, const kv_layer *layer, const kv_plane *plane, int64_t row, int64_t at) {
+    const int64_t *copy = job->rows + 3 * row, size = kv_itemsize(layer->dtype);
+    int64_t dim = plane->dim;
+    (void)at;
+    if (is_interleaved(layer)) {
+        if (plane == &layer->v) return;
+        dim *= 2;
+    }
+    const axis tokens = {copy[2], plane->slot_stride * size, plane->slot_stride * size};
+    const axis heads = {layer->num_kv_heads, plane->head_stride * size, plane->head_stride * size};
+    copy_box(token_at(plane, copy[1], 0, size), token_at(plane, copy[0], 0, size), tokens, heads, (axis){dim, size, size}, size);
+}
+
+static void zero_visit(const sweep *job, const kv_layer *layer, const kv_plane *plane, int64_t row, int64_t at) {
+    const int64_t size = kv_itemsize(layer->dtype);
+    const axis tokens = {layer->block_size, plane->slot_stride * size, plane->slot_stride * size};
+    const axis heads = {layer->num_kv_heads, plane->head_stride * size, plane->head_stride * size};
+    (void)at;
+    zero_box(token_at(plane, job->rows[row], 0, size), tokens, heads, plane->dim * size);
+}
+
+static void export_visit(const sweep *job, const kv_layer *layer, const kv_plane *plane, int64_t row, int64_t at) {
+    const int64_t size = kv_itemsize(layer->dtype), run = plane->dim * size;
+    const axis tokens = {layer->block_size, layer->num_kv_heads * run, plane->slot_stride * size};
+    const axis heads = {layer->num_kv_heads, run, plane->head_stride * size};
+    copy_box(job->data + row * job->block_nbytes + at, token_at(plane, job->rows[row], 0, size), tokens, heads,
+             (axis){plane->dim, size, size}, size);
+}
+
+static void import_visit(const sweep *job, const kv_layer *layer, const kv_plane *plane, int64_t row, int64_t at) {
+    const int64_t size = kv_itemsize(layer->dtype), run = plane->dim * size;
+    const axis tokens = {layer->block_size, plane->slot_stride * size, layer->num_kv_heads * run};
+    const axis heads = {layer->num_kv_heads, plane->head_stride * size, run};
+    copy_box(token_at(plane, job->rows[row], 0, size), job->data + row * job->block_nbytes + at, tokens, heads,
+             (axis){plane->dim, size, size}, size);
+}
+
+void kv_copy_blocks(const kv_layer *layers, int64_t num_layers, const int64_t *copies, int64_t num_copies, int num_threads) {
+    const sweep job = {.visit = copy_visit, .layers = layers, .rows = copies, .num_rows = num_copies};
+    run_sweep(job, num_layers, num_threads);
+}
+
+void kv_zero(const kv_layer *layers, int64_t num_layers, const int64_t *blocks, int64_t num_blocks, int num_threads) {
+    const sweep job = {.visit = zero_visit, .layers = layers, .rows = blocks, .num_rows = num_blocks};
+    run_sweep(job, num_layers, num_threads);
+}
+
+void kv_export(const kv_layer *layers, int64_t num_layers, const int64_t *blocks, int64_t num_blocks, char *data, int num_threads) {
+    const sweep job = {.visit = export_visit, .layers = layers, .rows = blocks, .num_rows = num_blocks, .data = data};
+    run_sweep(job, num_layers, num_threads);
+}
+
+void kv_import(const kv_layer *layers, int64_t num_layers, const int64_t *blocks, int64_t num_blocks, const char *data, int num_threads) {
+    const sweep job = {.visit = import_visit, .layers = layers, .rows = blocks, .num_rows = num_blocks, .data = (char *)data};
+    run_sweep(job, num_layers, num_threads);
+}
+
+/* -------- tokens of one layer -------- */
+
+typedef struct {
+    const kv_isa *isa;
+    const kv_layer *layer;
+    const kv_tokens *planes[2];
+    const int64_t *slots;  /* of tokens that are written */
+    const int64_t *blocks; /* that are gathered */
+    int64_t num_tokens, tokens_per_item;
+} move;
+
+static void write_token(const move *job, const kv_plane *plane, const kv_tokens *tokens, int64_t token, int64_t slot) {
+    const int64_t size = kv_itemsize(job->layer->dtype), from_size = kv_itemsize(tokens->dtype);
+    char *dst = token_at(plane, slot / job->layer->block_size, slot % job->layer->block_size, size);
+    const char *src = tokens->base + token * tokens->token_stride * from_size;
+    int64_t heads = job->layer->num_kv_heads, dim = plane->dim;
+    if (plane->head_stride == dim && tokens->dim_stride == 1 && tokens->head_stride == dim) {
+        dim *= heads; /* one run on both sides */
+        heads = 1;
+    }
+    for (int64_t h = 0; h < heads; h++)
+        job->isa->convert(dst + h * plane->head_stride * size, job->layer->dtype, src + h * tokens->head_stride * from_size,
+                          tokens->dtype, tokens->dim_stride, dim);
+}
+
+static void write_item(void *context, int64_t item, int thread) {
+    const move *job = context;
+    const int64_t end = smaller(job->num_tokens, (item + 1) * job->tokens_per_item);
+    (void)thread;
+    for (int64_t token = item * job->tokens_per_item; token < end; token++) {
+        if (job->slots[token] < 0) continue;
+        write_token(job, &job->layer->k, job->planes[0], token, job->slots[token]);
+        write_token(job, &job->layer->v, job->planes[1], token, job->slots[token]);
+    }
+}
+
+static void gather_item(void *context, int64_t item, int thread) {
+    const move *job = context;
+    const kv_layer *layer = job->layer;
+    const int64_t size = kv_itemsize(layer->dtype), end = smaller(job->num_tokens, (item + 1) * job->tokens_per_item);
+    (void)thread;
+    for (int64_t token = item * job->tokens_per_item; token < end; token += layer->block_size)
+        for (int p = 0; p < 2; p++) {
+            const kv_plane *plane = p ? &layer->v : &layer->k;
+            const kv_tokens *out = job->planes[p];
+            const axis tokens = {smaller(layer->block_size, end - token), out->token_stride * size, plane->slot_stride * size};
+            const axis heads = {layer->num_kv_heads, out->head_stride * size, plane->head_stride * size};
+            copy_box(out->base + token * out->token_stride * size, token_at(plane, job->blocks[token / layer->block_size], 0, size),
+                     tokens, heads, (axis){plane->dim, out->dim_stride * size, size}, size);
+        }
+}
+
+static void run_move(move *job, kv_work work, int64_t granule, int num_threads) {
+    const kv_layer *layer = job->layer;
+    const int64_t token_nbytes = layer->num_kv_heads * (layer->k.dim + layer->v.dim) * kv_itemsize(layer->dtype);
+    const int64_t granules = larger(1, ITEM_NBYTES / larger(1, granule * token_nbytes));
+    job->tokens_per_item = granules * granule;
+    kv_parallel(work, job, (job->num_tokens + job->tokens_per_item - 1) / job->tokens_per_item, num_threads);
+}
+
+void kv_write(const kv_isa *isa, const kv_layer *layer, const kv_tokens *k, const kv_tokens *v, const int64_t *slots,
+              int64_t num_tokens, int num_threads) {
+    move job = {.isa = isa, .layer = layer, .planes = {k, v}, .slots = slots, .num_tokens = num_tokens};
+    run_move(&job, write_item, 1, num_threads);
+}
+
+void kv_gather(const kv_layer *layer, const int64_t *blocks, int64_t num_tokens, const kv_tokens *k, const kv_tokens *v,
+               int num_threads) {
+    move job = {.layer = layer, .planes = {k, v}, .blocks = blocks, .num_tokens = num_tokens};
+    run_move(&job, gather_item, layer->block_size, num_threads);
+}

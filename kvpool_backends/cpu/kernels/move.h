@@ -1,0 +1,32 @@
+/* Conversion between float32, float16 and bfloat16: a template, see isa_body.h. */
+
+/* `to` and `from` are constants in every call, so each pair has a loop of its own. */
+KV_INLINE void convert_run(char *dst, kv_dtype to, const char *src, kv_dtype from, int64_t stride, int64_t n) {
+    const int64_t to_size = kv_itemsize(to), step = stride * kv_itemsize(from);
+    int64_t i = 0;
+    if (stride == 1)
+        for (; i + VL <= n; i += VL) v_store_strided_as(to, dst + i * to_size, 1, VL, v_load_as(from, src + i * step));
+    for (; i < n; i += VL) {
+        const int64_t rest = n - i < VL ? n - i : VL;
+        v_store_strided_as(to, dst + i * to_size, 1, rest, v_load_strided_as(from, src + i * step, stride, rest));
+    }
+}
+
+/* Bits that stay as they are: a NaN keeps its payload. */
+static void gather_elements(char *dst, const char *src, int64_t size, int64_t stride, int64_t n) {
+    if (size == 4)
+        for (int64_t i = 0; i < n; i++) memcpy(dst + 4 * i, src + 4 * i * stride, 4);
+    else
+        for (int64_t i = 0; i < n; i++) memcpy(dst + 2 * i, src + 2 * i * stride, 2);
+}
+
+static void convert(char *dst, kv_dtype to, const char *src, kv_dtype from, int64_t stride, int64_t n) {
+    if (to == from && stride == 1) memcpy(dst, src, (size_t)(n * kv_itemsize(to)));
+    else if (to == from) gather_elements(dst, src, kv_itemsize(to), stride, n);
+    else if (to == KV_BF16 && from == KV_F32) convert_run(dst, KV_BF16, src, KV_F32, stride, n);
+    else if (to == KV_F16 && from == KV_F32) convert_run(dst, KV_F16, src, KV_F32, stride, n);
+    else if (to == KV_BF16 && from == KV_F16) convert_run(dst, KV_BF16, src, KV_F16, stride, n);
+    else if (to == KV_F16 && from == KV_BF16) convert_run(dst, KV_F16, src, KV_BF16, stride, n);
+    else if (from == KV_F16) convert_run(dst, KV_F32, src, KV_F16, stride, n);
+    else convert_run(dst, KV_F32, src, KV_BF16, stride, n);
+}
