@@ -1,0 +1,68 @@
+"""One tiny random-weight model of every family that the adapter can attend for over the pool."""
+
+import mlx.core as mx
+from mlx_lm.models import gemma, gemma2, ministral3, mixtral, qwen2, qwen3, qwen3_moe
+from mlx_models import VOCAB, WINDOW, randomized, tiny_gemma3, tiny_gpt_oss, tiny_llama, tiny_sliding_llama
+
+SIZES = {
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": VOCAB,
+}
+HEAD_DIM = {"head_dim": 8}
+
+
+def family(module, **options):
+    name = module.__name__.rpartition(".")[2]
+    return lambda: randomized(module.Model(module.ModelArgs(model_type=name, **(SIZES | options))))
+
+
+def gpt_oss_with_sinks():
+    """Stock weights have sinks of 0 until a checkpoint is loaded."""
+    model = tiny_gpt_oss()
+    for layer in model.layers:
+        layer.self_attn.sinks = mx.random.normal(layer.self_attn.sinks.shape)
+    return model
+
+
+FAMILIES = {
+    "llama": tiny_llama,
+    "llama, two masks": tiny_sliding_llama,
+    "qwen2": family(qwen2),
+    "qwen3": family(qwen3, **HEAD_DIM, max_position_embeddings=512, rope_theta=1e4, tie_word_embeddings=False),
+    "qwen3_moe": family(
+        qwen3_moe,
+        **HEAD_DIM,
+        num_experts=4,
+        num_experts_per_tok=2,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        moe_intermediate_size=32,
+        rope_theta=1e4,
+        tie_word_embeddings=False,
+        max_position_embeddings=512,
+        norm_topk_prob=True,
+    ),
+    "ministral3": family(
+        ministral3,
+        **HEAD_DIM,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        sliding_window=WINDOW,
+        rope_parameters={
+            "rope_type": "default",
+            "type": "default",
+            "rope_theta": 1e4,
+            "llama_4_scaling_beta": 0.1,
+            "original_max_position_embeddings": 16,
+        },
+    ),
+    "mixtral": family(mixtral, num_local_experts=4),
+    "gemma": family(gemma, **HEAD_DIM),
+    "gemma2": family(gemma2, **HEAD_DIM, attn_logit_softcapping=2.0, query_pre_attn_scalar=8.0),
+    "gemma3_text": tiny_gemma3,
+    "gpt_oss": gpt_oss_with_sinks,
+}
