@@ -16,7 +16,7 @@
 
 #include "gemm.h"
 
-#define CHUNK_KEYS 256 /* a multiple of CHUNK_MR */
+#define CHUNK_KEYS 128 /* a multiple of CHUNK_MR; the scores of a panel are to stay in L1 */
 #define CHUNK_ROWS 512 /* about; enough rows to pay for packing K and V, few enough to give every core an item */
 #define CHUNK_LOG2E 1.44269504088896340736f
 

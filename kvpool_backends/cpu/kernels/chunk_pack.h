@@ -2,6 +2,8 @@
 #ifndef KV_CHUNK_PACK_H
 #define KV_CHUNK_PACK_H
 
+#define CHUNK_AHEAD 16 /* keys */
+
 /* `n` elements, `stride` elements apart, as floats, to `line`; its last vector is filled up with zeros. */
 KV_INLINE void chunk_load_as(kv_dtype dtype, const char *p, int64_t stride, int64_t n, float *line) {
     const int64_t step = stride * kv_itemsize(dtype), whole = n / VL * VL;
@@ -27,6 +29,16 @@ static const char *chunk_slot(const chunk_item *item, const kv_plane *plane, int
     const kv_layer *layer = item->call->layer;
     const int64_t block = item->table[position / layer->block_size], slot = position % layer->block_size;
     return plane->base + (block * plane->block_stride + slot * plane->slot_stride + item->kv_head * plane->head_stride) * kv_itemsize(layer->dtype);
+}
+
+/* Asks for key and value of a position: blocks lie anywhere, so the hardware cannot foresee them. Into L2, because rows
+ * that are a power of two apart would push each other out of L1. Inline, because GCC 12 takes a function that does nothing
+ * but prefetch for one without effects, and drops the call. */
+KV_INLINE void chunk_prefetch(const chunk_item *item, int64_t position) {
+    const int64_t size = kv_itemsize(item->call->layer->dtype);
+    const char *k = chunk_slot(item, &item->call->layer->k, position), *v = chunk_slot(item, &item->call->layer->v, position);
+    for (int64_t at = 0; at < item->dim * size; at += 64) __builtin_prefetch(k + at, 0, 2);
+    for (int64_t at = 0; at < item->v_dim * size; at += 64) __builtin_prefetch(v + at, 0, 2);
 }
 
 /* Queries of a panel as [D][lanes], times `scale`; the running state of its rows at "nothing seen". */
@@ -59,6 +71,7 @@ static void chunk_load_keys(chunk_item *item, int64_t tile, int64_t begin, int64
     for (int64_t c = 0; c < CHUNK_KEYS; c++) {
         float *key = item->keys + c * dim;
         if (tile + c >= begin && tile + c < end) {
+            if (tile + c + CHUNK_AHEAD < end) chunk_prefetch(item, tile + c + CHUNK_AHEAD);
             chunk_load_line(layer->dtype, chunk_slot(item, &layer->k, tile + c), 1, dim, key);
             chunk_load_line(layer->dtype, chunk_slot(item, &layer->v, tile + c), 1, v_dim, item->line);
             for (int64_t d = 0; d < v_rows; d += VL) bad = v_fma(v_load(item->line + d), v_set(0), bad);
