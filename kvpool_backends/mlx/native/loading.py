@@ -218,10 +218,10 @@ def self_check(module: Any) -> None:
     plane = (0, 0, 4, 4, 4, 4)
     layer = module.layer(isa_address(default_isa()), 0, 2, 1, 1, plane, plane, (address,), None)
     step = module.step(1, 2, 1, _int64([1]), 0, None, None, None)
-    token, result = mx.arange(4, dtype=mx.float32).reshape(1, 1, 4), mx.array(0)
+    row, token = mx.arange(4, dtype=mx.float32).reshape(1, 1, 4), mx.array(0)
     with mx.stream(mx.cpu):
-        module.run(False, (handle,), [], layer, step, None, None, token, token, None, result)
-        mx.eval(result)
+        module.run(False, (handle,), (), layer, step, None, None, row, row, None, token, None)
+        mx.eval(token)
     if handle is base or module.address(handle) != address or handle.shape != base.shape:
         raise Unfit("self-check: the node's output is not the memory of its input")
     if base.tolist() != [[[[0.0] * 4]], [[[0.0, 1.0, 2.0, 3.0]]]]:

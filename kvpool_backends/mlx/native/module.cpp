@@ -272,13 +272,36 @@ PyObject* copies(PyObject*, PyObject* args) {
 
 // ------------------------------------------------------------------------------------------- the node
 
-enum Argument { ON_GPU, HANDLES, BEFORE, LAYER_, STEP_, COPIES_, ATTENTION_, K, V, Q, RESULT, NUM_ARGUMENTS };
+enum Argument { ON_GPU, HANDLES, READS, LAYER_, STEP_, COPIES_, ATTENTION_, K, V, Q, TOKEN, RESULT, NUM_ARGUMENTS };
 
-// run(on_gpu, handles, before, layer, step, copies, attention, k, v, q, result): builds a node. `result` and, where the
-// pool changes, the `handles` become its outputs.
+void add_tokens(std::vector<mx::array>& inputs, PyObject* const* args, const PoolOp::Parts& parts) {
+  const kv_layer& planes = parts.layer->planes;
+  const auto &k = array_of(args[K], "write", "k"), &v = array_of(args[V], "write", "v");
+  const int64_t num_tokens = int64_t(parts.step->slots->size());
+  check_tokens("write", "k", k, num_tokens, planes.num_kv_heads, planes.k.dim);
+  check_tokens("write", "v", v, num_tokens, planes.num_kv_heads, planes.v.dim);
+  inputs.push_back(k);
+  inputs.push_back(args[ON_GPU] == Py_True ? mx::astype(v, k.dtype()) : v); // the Metal kernel takes one dtype
+}
+
+void add_queries(std::vector<mx::array>& inputs, PyObject* const* args, const PoolOp::Parts& parts) {
+  const kv_layer& planes = parts.layer->planes;
+  const auto& q = array_of(args[Q], "attend", "q");
+  check_tokens("attend", "q", q, -1, -1, planes.k.dim);
+  if (q.shape(1) < 1 || q.shape(1) % planes.num_kv_heads) {
+    throw Refusal{PyExc_ValueError, "[attend] q has " + std::to_string(q.shape(1)) +
+                                        " heads, it must be a multiple of the " + std::to_string(planes.num_kv_heads) +
+                                        " KV heads"};
+  }
+  check_lengths(*parts.step, q.shape(0), planes.block_size);
+  inputs.push_back(q);
+}
+
+// run(on_gpu, handles, reads, layer, step, copies, attention, k, v, q, token, result): builds a node. The arrays in
+// `handles`, `token`, and `result` if there is a q, become its outputs; nothing has changed if it raises.
 PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
   return guarded([&]() -> PyObject* {
-    if (num_args != NUM_ARGUMENTS || !PyTuple_Check(args[HANDLES]) || !PyList_Check(args[BEFORE])) {
+    if (num_args != NUM_ARGUMENTS || !PyTuple_Check(args[HANDLES]) || !PyTuple_Check(args[READS])) {
       throw Refusal{PyExc_TypeError, "[run] wrong number or kinds of arguments"};
     }
     PoolOp::Parts parts;
@@ -288,61 +311,38 @@ PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
     parts.attention = held<Attention>(args[ATTENTION_], ATTENTION);
     parts.writes = args[K] != Py_None;
     parts.attends = args[Q] != Py_None;
-    const kv_layer& planes = parts.layer->planes;
 
+    std::vector<mx::array*> targets{&array_of(args[TOKEN], "run", "token")};
     std::vector<mx::array> inputs;
-    std::vector<mx::array*> handles;
+    std::vector<mx::Shape> shapes{{0}};
+    std::vector<mx::Dtype> dtypes{mx::float32};
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[HANDLES]); i++) {
-      handles.push_back(&array_of(PyTuple_GET_ITEM(args[HANDLES], i), "run", "a handle"));
-      inputs.push_back(*handles.back());
+      inputs.push_back(array_of(PyTuple_GET_ITEM(args[HANDLES], i), "run", "a handle"));
     }
-    if (handles.size() != size_t(parts.layer->num_arrays())) {
+    const size_t num_handles = inputs.size();
+    if (num_handles != size_t(parts.layer->num_arrays())) {
       throw Refusal{PyExc_ValueError, "[run] another number of handles than the layer has arrays"};
     }
-    if (parts.writes) {
-      const auto &k = array_of(args[K], "write", "k"), &v = array_of(args[V], "write", "v");
-      const int64_t num_tokens = int64_t(parts.step->slots->size());
-      check_tokens("write", "k", k, num_tokens, planes.num_kv_heads, planes.k.dim);
-      check_tokens("write", "v", v, num_tokens, planes.num_kv_heads, planes.v.dim);
-      inputs.push_back(k);
-      inputs.push_back(v);
-      if (args[ON_GPU] == Py_True && v.dtype() != k.dtype()) inputs.back() = mx::astype(v, k.dtype());
-    }
-    mx::Shape shape{0};
-    auto dtype = mx::float32;
+    if (parts.writes) add_tokens(inputs, args, parts);
     if (parts.attends) {
-      const auto& q = array_of(args[Q], "attend", "q");
-      check_tokens("attend", "q", q, -1, -1, planes.k.dim);
-      if (q.shape(1) < 1 || q.shape(1) % planes.num_kv_heads) {
-        throw Refusal{PyExc_ValueError, "[attend] q has " + std::to_string(q.shape(1)) +
-                                            " heads, it must be a multiple of the " +
-                                            std::to_string(planes.num_kv_heads) + " KV heads"};
-      }
-      check_lengths(*parts.step, q.shape(0), planes.block_size);
-      inputs.push_back(q);
-      shape = {q.shape(0), q.shape(1), int(planes.v.dim)};
-      dtype = q.dtype();
+      add_queries(inputs, args, parts);
+      const auto& q = inputs.back();
+      targets.push_back(&array_of(args[RESULT], "run", "result"));
+      shapes.push_back({q.shape(0), q.shape(1), int(parts.layer->planes.v.dim)});
+      dtypes.push_back(q.dtype());
     }
-    const bool changes = parts.writes || parts.copies != nullptr;
-    if (changes) {
-      for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[BEFORE]); i++) {
-        inputs.push_back(array_of(PyList_GET_ITEM(args[BEFORE], i), "run", "an earlier result"));
-      }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[READS]); i++) {
+      inputs.push_back(array_of(PyTuple_GET_ITEM(args[READS], i), "run", "a result"));
     }
-    std::vector<mx::Shape> shapes{shape};
-    std::vector<mx::Dtype> dtypes{dtype};
-    if (changes) {
-      for (const auto* handle : handles) {
-        shapes.push_back(handle->shape());
-        dtypes.push_back(handle->dtype());
-      }
+    for (size_t i = 0; i < num_handles; i++) {
+      targets.push_back(&array_of(PyTuple_GET_ITEM(args[HANDLES], Py_ssize_t(i)), "run", "a handle"));
+      shapes.push_back(inputs[i].shape());
+      dtypes.push_back(inputs[i].dtype());
     }
     const auto stream = mx::default_stream(args[ON_GPU] == Py_True ? mx::Device::gpu : mx::Device::cpu);
-    auto& result = array_of(args[RESULT], "run", "result");
-    auto outputs = mx::array::make_arrays(
+    const auto outputs = mx::array::make_arrays(
         std::move(shapes), dtypes, std::make_shared<PoolOp>(stream, std::move(parts)), inputs);
-    result.overwrite_descriptor(outputs[0]);
-    for (size_t i = 1; i < outputs.size(); i++) handles[i - 1]->overwrite_descriptor(outputs[i]);
+    for (size_t i = 0; i < outputs.size(); i++) targets[i]->overwrite_descriptor(outputs[i]);
     Py_RETURN_NONE;
   });
 }

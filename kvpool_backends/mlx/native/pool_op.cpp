@@ -81,7 +81,7 @@ kv_layer Layer::in(const std::vector<mx::array>& pools) const {
   return layer;
 }
 
-// Memory for the result; the pool's own memory for its new handles.
+// Memory for the results; the pool's own memory for its new handles.
 void PoolOp::place(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) const {
   const Layer& layer = *parts_.layer;
   for (int i = 0; i < layer.num_arrays(); i++) {
@@ -90,9 +90,11 @@ void PoolOp::place(const std::vector<mx::array>& inputs, std::vector<mx::array>&
           "[kvpool] an array of the pool is not where it was: something else than the pool's owner made this handle");
     }
   }
-  outputs[0].set_data(mx::allocator::malloc(outputs[0].nbytes()));
-  for (size_t i = 1; i < outputs.size(); i++) {
-    outputs[i].copy_shared_buffer(inputs[i - 1]);
+  for (int i = 0; i < first_handle(); i++) {
+    outputs[i].set_data(mx::allocator::malloc(outputs[i].nbytes()));
+  }
+  for (int i = 0; i < layer.num_arrays(); i++) {
+    outputs[first_handle() + i].copy_shared_buffer(inputs[i]);
   }
 }
 
@@ -115,9 +117,9 @@ void PoolOp::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::arra
       kernels.write(layer->isa, &planes, &k, &v, slots.data<int64_t>(), int64_t(slots.size()), step->num_threads);
     });
   }
-  if (parts_.attends && outputs[0].size() > 0) {
+  if (parts_.attends && outputs[1].size() > 0) {
     const auto& queries = inputs[next];
-    const kv_tokens q = tokens_of(queries), out = tokens_of(outputs[0]);
+    const kv_tokens q = tokens_of(queries), out = tokens_of(outputs[1]);
     encoder.dispatch([planes, q, out, num_tokens = int64_t(queries.shape(0)), num_q_heads = int64_t(queries.shape(1)),
                       layer = parts_.layer, step = parts_.step, attention = parts_.attention] {
       attend(*layer, planes, *step, *attention, q, out, num_tokens, num_q_heads);

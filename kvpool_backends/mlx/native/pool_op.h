@@ -4,8 +4,9 @@
 // one layer; where it changes them, its outputs are newer handles: other arrays to MLX, of the same memory. That is
 // what no operation of MLX offers, and what keeps MLX from copying the pool when a read is still in flight.
 //
-// An older handle shows the new content. Order is therefore a matter of edges alone: who writes takes the newest handle
-// and the results of all reads since the last write as inputs. `native.pool.InPlacePool` sees to it.
+// An older handle shows the new content. Order is therefore a matter of edges alone: every node, one that only reads
+// too, takes the newest handles and leaves newer ones, so all that happens to an array is one chain, in the order in
+// which it was built. `native.pool.InPlacePool` owns the handles and sees to it.
 #pragma once
 
 #include <cstdint>
@@ -95,8 +96,9 @@ class PoolOp : public mx::Primitive {
     std::shared_ptr<const Copies> copies;
   };
 
-  // Inputs: the pool's arrays; k and v, if it writes; q, if it attends; then anything that has to be done before.
-  // Outputs: the result (attention, or an empty array); then the pool's arrays, if they change.
+  // Inputs: the pool's arrays; k and v, if it writes; q, if it attends; then results of reads that other primitives
+  // have done. Outputs: an empty array, which stands for the node; the result of attention, if it attends; then the
+  // pool's arrays again.
   PoolOp(mx::Stream stream, Parts parts) : Primitive(stream), parts_(std::move(parts)) {}
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override;
@@ -104,9 +106,12 @@ class PoolOp : public mx::Primitive {
   const char* name() const override { return "KVPoolOp"; }
 
  private:
+  // Number of the first output that is a pool array.
+  int first_handle() const { return parts_.attends ? 2 : 1; }
   void place(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) const;
   void write_metal(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs);
-  void copy_metal(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs);
+  void copy_metal(std::vector<mx::array>& outputs);
+  void seal_metal(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs);
   Parts parts_;
 };
 

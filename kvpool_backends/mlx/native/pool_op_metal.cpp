@@ -1,9 +1,10 @@
 // Writes and copies by the kernels of kvpool_backends.metal, dispatched through MLX's own Metal device. Attention is
 // not here: it changes nothing, so mx.fast.metal_kernel runs it.
 //
-// Buffers of the pool are bound as outputs. That is what MLX derives its barriers and fences from: a kernel that reads
-// a handle made here waits for the write, and the write waits for reads of the same buffer in its own encoder. Reads in
-// an earlier encoder are known by their results only, so those are bound as inputs, although no kernel looks at them.
+// Buffers of the pool are bound as outputs. That is what MLX derives its barriers and fences from: who binds the buffer
+// later, in this encoder or another, waits for the kernel. A read by another primitive binds it as an input only, and a
+// write in a later encoder would not wait for it; so after such a read comes a node that has its result as an input and
+// the buffer as an output (`seal_metal`), and launches nothing.
 #include <algorithm>
 #include <array>
 #include <stdexcept>
@@ -32,13 +33,6 @@ bool has_vectors(const mx::array& x) {
       x.offset() % (CHUNK * int64_t(x.itemsize())) == 0;
 }
 
-// Reads that come before: bound where the kernel then finds its first input.
-void wait_for(mx::metal::CommandEncoder& encoder, const std::vector<mx::array>& inputs, size_t first) {
-  for (size_t i = first; i < inputs.size(); i++) {
-    if (inputs[i].size() > 0) encoder.set_input_array(inputs[i], 2);
-  }
-}
-
 void dispatch(mx::metal::CommandEncoder& encoder, size_t x, size_t y, size_t z) {
   const size_t rows = std::max<size_t>(1, std::min<size_t>(y, GROUP_THREADS / x));
   encoder.dispatch_threads(MTL::Size(x, y, z), MTL::Size(x, rows, 1));
@@ -51,8 +45,13 @@ void PoolOp::eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::arra
     throw std::runtime_error("[kvpool] attention on the GPU is a metal_kernel, the native extension writes");
   }
   place(inputs, outputs);
-  if (parts_.copies != nullptr) copy_metal(inputs, outputs);
-  if (parts_.writes) write_metal(inputs, outputs);
+  if (parts_.copies != nullptr) {
+    copy_metal(outputs);
+  } else if (parts_.writes) {
+    write_metal(inputs, outputs);
+  } else {
+    seal_metal(inputs, outputs);
+  }
 }
 
 void PoolOp::write_metal(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
@@ -68,9 +67,8 @@ void PoolOp::write_metal(const std::vector<mx::array>& inputs, std::vector<mx::a
   auto& device = mx::metal::device(stream().device);
   auto& encoder = mx::metal::get_command_encoder(stream());
   encoder.set_compute_pipeline_state(pipeline(device, kernel));
-  wait_for(encoder, inputs, layer.num_arrays() + 2);
-  encoder.set_output_array(outputs[1 + layer.array_of[0]], 0);
-  encoder.set_output_array(outputs[1 + layer.array_of[1]], 1);
+  encoder.set_output_array(outputs[first_handle() + layer.array_of[0]], 0);
+  encoder.set_output_array(outputs[first_handle() + layer.array_of[1]], 1);
   encoder.set_input_array(k, 2);
   encoder.set_input_array(v, 3);
   encoder.set_input_array(slots, 4);
@@ -79,21 +77,30 @@ void PoolOp::write_metal(const std::vector<mx::array>& inputs, std::vector<mx::a
   dispatch(encoder, std::max(ks->dim, vs->dim) / CHUNK, layer.planes.num_kv_heads, slots.size());
 }
 
-void PoolOp::copy_metal(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
+void PoolOp::copy_metal(std::vector<mx::array>& outputs) {
   const Layer& layer = *parts_.layer;
   const mx::array& ids = *parts_.copies->ids;
   auto& device = mx::metal::device(stream().device);
   auto& encoder = mx::metal::get_command_encoder(stream());
   encoder.set_compute_pipeline_state(pipeline(device, layer.metal->copy_blocks));
-  wait_for(encoder, inputs, layer.num_arrays());
   const kv_plane* planes[] = {&layer.planes.k, &layer.planes.v};
   for (int i = 0; i < 2; i++) {
     const kv_plane& plane = *planes[i];
     const std::array<int64_t, 4> layout = {layer.offset[i], plane.block_stride, plane.slot_stride, plane.head_stride};
-    encoder.set_output_array(outputs[1 + layer.array_of[i]], 0);
+    encoder.set_output_array(outputs[first_handle() + layer.array_of[i]], 0);
     encoder.set_input_array(ids, 1);
     encoder.set_bytes(layout.data(), int(layout.size()), 2);
     dispatch(encoder, plane.dim / CHUNK, layer.planes.num_kv_heads * layer.planes.block_size, ids.shape(0));
+  }
+}
+
+void PoolOp::seal_metal(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
+  auto& encoder = mx::metal::get_command_encoder(stream());
+  for (size_t i = parts_.layer->num_arrays(); i < inputs.size(); i++) {
+    if (inputs[i].size() > 0) encoder.set_input_array(inputs[i], 0);
+  }
+  for (int i = 0; i < parts_.layer->num_arrays(); i++) {
+    encoder.register_output_array(outputs[first_handle() + i]);
   }
 }
 
