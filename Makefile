@@ -12,7 +12,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --disable-pip-version-check
 PYTEST := $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile
-SOURCES := $(wildcard kvpool/*.pyx kvpool/*.pxd kvpool/include/*.h)
+SOURCES := $(wildcard kvpool/*.pyx kvpool/*.pxd kvpool/include/*.h) \
+	$(wildcard $(addprefix kvpool_backends/cpu/,*.pyx *.pxd kernels/*.c kernels/*.h))
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -59,7 +60,7 @@ sanitize: $(VENV)/test  ## the core's tests under AddressSanitizer and Undefined
 clean:  ## remove everything that make has made
 	rm -rf $(VENV) build dist *.egg-info kvpool-demo.png .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
-	rm -f kvpool/*.so
+	rm -f kvpool/*.so kvpool_backends/cpu/*.so
 
 # Stamp files say what .venv holds already. Build isolation is off: it would download the build tools again.
 $(VENV)/made:

@@ -25,6 +25,7 @@ ENTRY_POINT_GROUP = "kvpool.backends"
 # name: (factory, what to type when it cannot be imported)
 _BUILT_IN = {
     "numpy": ("kvpool_backends.numpy:NumpyBackend", "pip install kvpool"),
+    "cpu": ("kvpool_backends.cpu:CPUBackend", "pip install --force-reinstall kvpool"),
     "mlx": ("kvpool_backends.mlx:MLXBackend", "pip install 'kvpool[mlx]'"),
 }
 

@@ -21,6 +21,13 @@ def family(module, **options):
     return lambda: randomized(module.Model(module.ModelArgs(model_type=name, **(SIZES | options))))
 
 
+def gemma2_with_small_embeddings():
+    """Tied embeddings, as large as those of the others, would say the last token again and again."""
+    model = family(gemma2, **HEAD_DIM, attn_logit_softcapping=2.0, query_pre_attn_scalar=2.0)()
+    model.model.embed_tokens.weight *= 0.1
+    return model
+
+
 def gpt_oss_with_sinks():
     """Stock weights have sinks of 0 until a checkpoint is loaded."""
     model = tiny_gpt_oss()
@@ -62,7 +69,7 @@ FAMILIES = {
     ),
     "mixtral": family(mixtral, num_local_experts=4),
     "gemma": family(gemma, **HEAD_DIM),
-    "gemma2": family(gemma2, **HEAD_DIM, attn_logit_softcapping=2.0, query_pre_attn_scalar=8.0),
+    "gemma2": gemma2_with_small_embeddings,
     "gemma3_text": tiny_gemma3,
     "gpt_oss": gpt_oss_with_sinks,
 }

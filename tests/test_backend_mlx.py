@@ -1,4 +1,4 @@
-"""The MLX backend: the conformance kit by both routes, and what is particular to plain MLX: donation, copies, values."""
+"""The MLX backend: the conformance kit by both routes, and what is particular to plain MLX: donation and copies."""
 
 import mlx.core as mx
 import numpy as np

@@ -15,7 +15,7 @@ import pytest
 
 import kvpool
 from kvpool.cli import demo, main
-from kvpool.cli.demo import engine, forks, occupancy, out_of_blocks, picture, shared_prompt, step_cost
+from kvpool.cli.demo import attention, engine, forks, occupancy, out_of_blocks, picture, shared_prompt, step_cost
 from kvpool.cli.demo.report import Claim, Outcome, Part, Report, print_report
 from kvpool.cli.demo.serving import compare, make_requests, serve_from_blocks, serve_from_slots
 from kvpool.cli.demo.settings import Settings
@@ -34,6 +34,9 @@ class SmallSettings(Settings):
     batch_sizes: tuple[int, ...] = (16,)
     context: int = 1024
     rounds: int = 3
+    attention_rows: int = 4
+    attention_context: int = 256
+    attention_steps: int = 3
     requests: int = 30
     pool_blocks: int = 128
     max_len: int = 512
@@ -75,7 +78,25 @@ def test_demo_with_its_default_sizes_holds_in_time(tmp_path):
     command = [sys.executable, "-m", "kvpool", "demo", "--json", "--out", str(tmp_path / "p.png")]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert json.loads(result.stdout)["seconds"] < 40
+    assert json.loads(result.stdout)["seconds"] < 90  # a third of it on two idle cores
+
+
+@pytest.mark.parametrize("block_size", [1, 7, 32])
+def test_demo_holds_with_other_block_sizes(settings, block_size):
+    parts = [part for part in demo.all_parts() if part not in CORE_PARTS]
+    report = demo.run_parts(replace(settings, block_size=block_size), parts, lambda line: None)
+    assert broken_claims(report) <= {"fewer_kv_bytes", "shared_fewer_kv_bytes"}, "these two depend on the sizes"
+
+
+def test_block_size_of_the_command_line_reaches_every_part(monkeypatch, capsys):
+    seen = []
+    part = Part("seen", "", {}, lambda settings, say: seen.append(settings.block_size) or Outcome({}, {}))
+    monkeypatch.setattr(demo, "all_parts", lambda: [part])
+    assert main(["demo", "--json", "--kv-block-size", "8"]) == 0
+    assert seen == [8]
+    for bad in ("0", "-1", "257"):
+        assert main(["demo", "--json", "--kv-block-size", bad]) == 2
+        assert f"--kv-block-size {bad}: out of range, 1..256" in capsys.readouterr().err
 
 
 def test_demo_json_names_every_promise_of_every_part(small_demo, tmp_path, capsys):
@@ -196,17 +217,40 @@ def test_part_that_does_not_decide_its_promises_is_an_error():
 
 
 def forget_the_first_token(monkeypatch):
-    """Serve zeros in place of the first key of every context."""
+    """Store zeros in place of the first key of every context."""
+    import mlx.core as mx
+
     from kvpool.adapters.mlx_lm import PagedKVCache
 
     fetch = PagedKVCache.update_and_fetch
 
     def faulty(self, keys, values):
-        keys, values = fetch(self, keys, values)
-        keys[:, :, 0] = 0
-        return keys, values
+        if self.empty():
+            keys = mx.concatenate([mx.zeros_like(keys[:, :, :1]), keys[:, :, 1:]], axis=2)
+        return fetch(self, keys, values)
 
     monkeypatch.setattr(PagedKVCache, "update_and_fetch", faulty)
+
+
+def attend_to_half(monkeypatch):
+    """Halve the scores, on the fused route only."""
+    from kvpool.adapters.mlx_lm.fused import PagedKeys
+
+    attend = PagedKeys.attend
+    monkeypatch.setattr(PagedKeys, "attend", lambda self, q, v, scale, *rest: attend(self, q, v, scale / 2, *rest))
+
+
+def attend_slowly(monkeypatch):
+    """Take a tenth of a second more for every layer, on the fused route only."""
+    from kvpool.adapters.mlx_lm.fused import PagedKeys
+
+    attend = PagedKeys.attend
+
+    def faulty(*args):
+        time.sleep(0.1)
+        return attend(*args)
+
+    monkeypatch.setattr(PagedKeys, "attend", faulty)
 
 
 def keep_a_fork(monkeypatch):
@@ -269,6 +313,8 @@ def compute_anew(monkeypatch):
         (shared_prompt.PART, keep_a_fork, {"shared_no_blocks_leaked"}),
         (shared_prompt.PART, commit_nothing, {"prompt_stored_once", "prompt_found"}),
         (shared_prompt.PART, compute_anew, {"prompt_stored_once"}),
+        (attention.PART, attend_to_half, {"fused_tokens_identical"}),
+        (attention.PART, attend_slowly, {"fused_faster"}),
     ],
 )
 def test_fault_in_the_adapter_breaks_its_claim_only(monkeypatch, settings, part, fault, broken):
@@ -336,7 +382,7 @@ def test_without_mlx_its_parts_are_not_run_and_not_held(small_demo, monkeypatch,
     monkeypatch.setitem(sys.modules, module, None)
     assert main(["demo", "--json", "--out", str(tmp_path / "p.png")]) == 1
     result = json.loads(capsys.readouterr().out)
-    assert set(result["not_run"]) == {"engine", "forks", "shared_prompt"}
+    assert set(result["not_run"]) == {"engine", "forks", "shared_prompt", "attention"}
     assert all("pip install 'kvpool[mlx]'" in reason for reason in result["not_run"].values())
     assert result["claims"]["tokens_identical"] is False
     assert result["claims"]["step_same_tables"] is True

@@ -68,14 +68,17 @@ cdef class Arguments:
         return view
 
     cdef int check_shape(self, const Py_buffer* view, str name, int64_t a, int64_t b=-1, int64_t c=-1) except -1:
-        """Raise unless the shape is [a], [a, b] or [a, b, c]."""
-        if view.shape[0] == a and (b < 0 or view.shape[1] == b) and (c < 0 or view.shape[2] == c):
-            return 0
-        wanted = ", ".join(str(n) for n in (a, b, c) if n >= 0)
-        raise ValueError(f"[{self.call}] {name} must have shape [{wanted}], got {shape_of(view)}")
+        """Raise unless the shape is [a], [a, b] or [a, b, c]; a size < 0 may be any."""
+        cdef int64_t[3] wanted = [a, b, c]
+        cdef int i
+        for i in range(view.ndim):
+            if wanted[i] >= 0 and view.shape[i] != wanted[i]:
+                sizes = ", ".join("any" if wanted[i] < 0 else str(wanted[i]) for i in range(view.ndim))
+                raise ValueError(f"[{self.call}] {name} must have shape [{sizes}], got {shape_of(view)}")
+        return 0
 
     cdef int check_output(self, const Py_buffer* view) except -1:
-        """Raise unless every element is writable, has an address of its own, and belongs to no other buffer of the call."""
+        """Raise unless every element is writable, has an address of its own, and is no part of another buffer."""
         cdef str name = self.names[view - self.views]
         cdef int i
         if view.readonly:
@@ -139,8 +142,9 @@ cdef class Bases:
             extent = extent_of(&arguments.views[i])
             for j in range(self.count):
                 if overlap(extent, extent_of(&self.views[j])):
-                    raise ValueError(f"[{arguments.call}] {arguments.names[i]} (at {<uintptr_t>arguments.views[i].buf:#x}) "
-                                     "must not overlap with the memory of the pool")
+                    at = <uintptr_t>arguments.views[i].buf
+                    raise ValueError(f"[{arguments.call}] {arguments.names[i]} (at {at:#x}) must not overlap with the "
+                                     f"memory of the pool (array {j} at {<uintptr_t>self.views[j].buf:#x})")
         return 0
 
 

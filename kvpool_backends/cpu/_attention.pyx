@@ -129,7 +129,8 @@ cdef int64_t elements(const Py_buffer* view) noexcept:
 
 cdef int64_t lists_nbytes(const Inputs* inputs, const kv_attention* call) noexcept:
     """Memory for `read_inputs`: known from the shapes alone."""
-    cdef int64_t nbytes = aligned(8 * call.num_rows) + aligned(8 * (call.num_rows + 1)) + 2 * aligned(4 * call.num_q_heads)
+    cdef int64_t nbytes = aligned(8 * call.num_rows) + aligned(8 * (call.num_rows + 1))
+    nbytes += 2 * aligned(4 * call.num_q_heads)
     if not in_place(inputs.tables):
         nbytes += aligned(4 * elements(inputs.tables))
     if inputs.mask != NULL and not in_place(inputs.mask):
@@ -263,7 +264,8 @@ cdef int read_mask(const Py_buffer* view, kv_attention* call, float* out, int64_
     return 0
 
 
-cdef void write_mask(const Py_buffer* view, float* out, int64_t num_tokens, int64_t num_heads, int64_t longest) noexcept nogil:
+cdef void write_mask(const Py_buffer* view, float* out, int64_t num_tokens, int64_t num_heads,
+                     int64_t longest) noexcept nogil:
     cdef int64_t token, head, c, step = view.strides[view.ndim - 1]
     cdef const char* row
     for token in range(num_tokens):

@@ -75,7 +75,8 @@ cdef int read_environment() except -1:
     threads = os.environ.get("KVPOOL_NUM_THREADS")
     if threads:
         if not threads.isdecimal() or not 1 <= int(threads[:9]) <= MOST_THREADS:
-            raise ImportError(f"[kvpool_backends.cpu] KVPOOL_NUM_THREADS is {threads!r}, the range is 1 .. {MOST_THREADS}")
+            raise ImportError(f"[kvpool_backends.cpu] KVPOOL_NUM_THREADS is {threads!r}, "
+                              f"the range is 1 .. {MOST_THREADS}")
         process_threads = int(threads)
     return 0
 

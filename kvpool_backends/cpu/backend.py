@@ -49,7 +49,8 @@ class CPUBackend:
             raise TypeError(f"[CPUBackend] spec must be a KVSpec, got {type(spec).__name__}")
         self.spec = spec
         self.num_blocks = checked_int("CPUBackend", "num_blocks", num_blocks)
-        self.store = BlockStore(spec, self.num_blocks, _allocate(spec, self.num_blocks), isa=isa, num_threads=num_threads)
+        arrays = _allocate(spec, self.num_blocks)
+        self.store = BlockStore(spec, self.num_blocks, arrays, isa=isa, num_threads=num_threads)
 
     @staticmethod
     def capabilities() -> Capabilities:

@@ -14,9 +14,17 @@ Every layer of the model shares one `kvpool.Pool`: a prompt of 100 tokens takes 
 not once per layer. ``copy.deepcopy`` of a cache (mlx-lm's prompt cache does it on every hit) is a fork that
 copies no KV, dropping a cache returns its blocks.
 
+Where there are kernels (MLX on a CPU), models of the Llama, Qwen, Mistral, Gemma and gpt-oss families attend straight
+over the blocks; others, and all models elsewhere, gather each context for MLX's own attention. ``kv.route`` says which.
+
+Two options of mlx-lm's engines do not go with paged caches. ``max_kv_size``, on a model that has no ``make_cache`` of
+its own, is a ValueError when the caches are made (other models ignore it, here as there). ``kv_bits`` is a ValueError
+when mlx-lm wants to quantize: not before a cache has ``quantized_kv_start`` tokens, 5000 by default, up to which
+nothing is quantized and the tokens are those of stock caches.
+
 Modules: `host` (pool and storage of one model), `hook` (how engines get there), `batch` (sequences that run
-together, the operation log), `cache` (what a layer of the model sees), `prefix` (mlx-lm's prompt cache on
-shared blocks).
+together, the operation log), `cache` (what a layer of the model sees), `fused` and `attention_hook` (attention over
+the blocks, and how a model gets there), `prefix` (mlx-lm's prompt cache on shared blocks).
 """
 
 from kvpool.adapters.mlx_lm.batch import EngineStopped

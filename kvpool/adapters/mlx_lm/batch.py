@@ -172,11 +172,15 @@ class Batch:
                 f"and the other layers did {done}: every layer's cache needs the same calls in the same order"
             )
         self._missing -= 1
-        if not self._missing:
+        if not self._missing and name != "forward":
             self._operation = None  # its result may hold another batch alive
-            if name == "forward":
-                self.kv.finish_forward()
         return cursor + 1, operation.rows, operation.result
+
+    def stored(self) -> None:
+        """A layer has stored its keys and values; with the last one the forward pass is through."""
+        if not self._missing:
+            self._operation = None
+            self.kv.finish_forward()
 
     def require_idle(self, call: str) -> None:
         """Raise unless every layer has issued the last operation, and no engine was stopped in the middle."""

@@ -124,6 +124,7 @@ class PagedKVCache:
         forward = self._issue("forward", (num_rows, num_columns), lambda: batch.forward(num_rows, num_columns))
         k, v = (tokens_of(x, forward.columns) for x in (keys, values))
         kv.backend.write_tokens(self._layer, k, v, forward.arrays)
+        batch.stored()
         self._forward = forward
         if kv.is_fused:
             paged = PagedKeys(batch, self._layer, forward, (num_rows, num_columns))

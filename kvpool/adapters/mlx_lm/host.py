@@ -83,9 +83,8 @@ def install(
     Parameters
     ----------
     model
-        As loaded by ``mlx_lm.load``. Inside the block ``model.make_cache`` makes paged caches, so every
-        engine of mlx-lm uses them; it is set on this instance only and put back at the end. Caches made
-        inside may be used on and outlive it.
+        As loaded by ``mlx_lm.load``. Inside the block ``model.make_cache`` makes paged caches, so every engine of
+        mlx-lm uses them; it is set on this instance only and put back at the end. The caches outlive the block.
     num_blocks, block_size, max_seqs
         Size of the pool to make: blocks (one of them reserved), tokens per block, sequences at a time.
     prefix_cache : bool
@@ -95,14 +94,12 @@ def install(
         Use this pool in place of a new one.
     fused : bool, optional
         Attend straight over the pool (True), or gather every context for mlx-lm's own attention (False). By default
-        fused where it can be, which needs the kernels and a model of `attention_hook.KNOWN`; `PagedKV.route` says
-        what came out, and a log line if a model has to gather beside kernels that could have attended.
+        the first, if there are kernels for it and the model is one of `attention_hook.KNOWN`. See `PagedKV.route`.
     kernels : bool, optional
-        Use the CPU kernels or not, see `kvpool_backends.mlx.MLXBackend`; by default where MLX computes on the CPU.
+        Of `kvpool_backends.mlx.MLXBackend`; by default they are used where MLX computes on the CPU.
     overlap : bool
-        Without kernels: build a step while the one before still runs. Where it does still run, MLX copies the
-        pool's arrays to write to them, which takes time and up to twice the memory. By default each step waits
-        for the one before, and writes are in place. With kernels writes are always in place, and nothing waits.
+        Without kernels: build a step while the one before still runs, though MLX then copies the pool's arrays to
+        write to them. By default each step waits for the one before, and writes are in place, as always with kernels.
     strict : bool
         Refuse releases of mlx-lm that this adapter was not tested with.
 
@@ -120,13 +117,6 @@ def install(
         The model keeps something else than keys and values in some layer, or layers differ in shape.
     TypeError
         Not exactly one of `num_blocks` and `pool`.
-
-    Notes
-    -----
-    Two options of mlx-lm's engines do not go with paged caches. ``max_kv_size``, on a model that has no
-    ``make_cache`` of its own, is a ValueError when the caches are made (other models ignore it, here as there).
-    ``kv_bits`` is a ValueError when mlx-lm wants to quantize: not before a cache has ``quantized_kv_start``
-    tokens, 5000 by default, up to which nothing is quantized and the tokens are those of stock caches.
     """
     if strict and mlx_lm.__version__ not in SUPPORTED_VERSIONS:
         raise RuntimeError(
@@ -143,14 +133,7 @@ def install(
     backend = MLXBackend(spec, pool.num_blocks, kernels=kernels)
     sites, why_gather = _choose_route(callers, backend, fused)
     return PagedKV(
-        model,
-        pool,
-        backend,
-        windows,
-        sites=sites,
-        why_gather=why_gather,
-        prefix_cache=prefix_cache,
-        overlap=overlap,
+        model, pool, backend, windows, sites=sites, why_gather=why_gather, prefix_cache=prefix_cache, overlap=overlap
     )
 
 
@@ -202,17 +185,22 @@ def inspect_model(model: Any, block_size: int) -> tuple[KVSpec, tuple[int | None
 class PagedKV:
     """One pool and one storage, serving one model; made by `install`.
 
-    Why a step is done before it has run
-    ------------------------------------
+    When a step is done
+    -------------------
     A step stays pending while a forward pass goes through the layers and is declared done when the last layer
-    has *built* its write and its read, though MLX may run them later. From then on a finished sequence's
-    blocks may be given to another one, while the pass that reads them is in flight. That is sound because MLX
-    arrays are values. The pass's gathers refer to the version of the pool array that its own writes made.
-    Whoever writes next, on any stream and in any order of evaluation, makes a new version; MLX lets it have
-    the old one's buffer only if nobody refers to the old version any more, and copies otherwise. So no later
-    write can reach an earlier read. And no earlier write can hit a later owner's data: each write takes the
-    newest version as input, so versions form one chain in the order in which the pool was stepped. (A write
-    primitive that works in a shared buffer would end this argument, and would need `done` after evaluation.)
+    has stored its keys and values. From then on a finished sequence's blocks may be given to another one.
+
+    With kernels a call has run when it returns, so what is left is the last layer's attention. Nothing comes between:
+    it is next on the same thread, and `PagedKeys` refuse once the batch has moved on.
+
+    Without kernels the layers have *built* their writes and reads, and MLX may run them later, while the blocks
+    have another owner. That is sound because MLX arrays are values. The pass's gathers refer to the version of
+    the pool array that its own writes made. Whoever writes next, on any stream and in any order of evaluation,
+    makes a new version; MLX lets it have the old one's buffer only if nobody refers to the old version any more,
+    and copies otherwise. So no later write can reach an earlier read. And no earlier write can hit a later
+    owner's data: each write takes the newest version as input, so versions form one chain in the order in which
+    the pool was stepped. (A lazy write that works in a shared buffer would end this argument, and would need
+    `done` after evaluation.)
 
     Threads
     -------
@@ -514,7 +502,7 @@ class PagedKV:
         self._running = (weakref.ref(batch), plan, before)
 
     def finish_forward(self) -> None:
-        """All layers have built their writes and reads; the class docstring tells why that is enough."""
+        """All layers have stored their keys and values; the class docstring tells why that is enough."""
         assert self._running is not None
         _, plan, _ = self._running
         with self.lock:

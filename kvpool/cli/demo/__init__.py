@@ -30,6 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: a small Llama with random weights, nothing is downloaded)",
     )
     parser.add_argument(
+        "--kv-block-size",
+        type=int,
+        metavar="TOKENS",
+        default=Settings.block_size,
+        help="tokens per block, in all parts (default: %(default)s)",
+    )
+    parser.add_argument(
         "--out",
         type=Path,
         metavar="PNG",
@@ -40,7 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo and print what it found; 0 if every claim held, else 1."""
-    settings = Settings(model=args.model, out=args.out)
+    settings = Settings(model=args.model, out=args.out, block_size=args.kv_block_size)
+    check_block_size(settings)
     check_paths(settings)
     if args.json:
         report = run_parts(settings, all_parts(), lambda line: None)
@@ -58,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 def all_parts() -> list[Part]:
     """Return the parts in the order they run, which is the order of the table."""
-    from kvpool.cli.demo import engine, forks, occupancy, out_of_blocks, shared_prompt, step_cost
+    from kvpool.cli.demo import attention, engine, forks, occupancy, out_of_blocks, shared_prompt, step_cost
 
     return [
         engine.PART,
@@ -67,6 +75,7 @@ def all_parts() -> list[Part]:
         occupancy.PART,
         out_of_blocks.PART,
         shared_prompt.PART,
+        attention.PART,
     ]
 
 
@@ -85,6 +94,13 @@ def run_parts(settings: Settings, parts: list[Part], say: Callable[[str], None])
             report.add_not_run(part, f"stopped by {type(exc).__name__}: {exc}")
     report.seconds = time.perf_counter() - start
     return report
+
+
+def check_block_size(settings: Settings) -> None:
+    """Refuse a block that no sequence of the demo would fill."""
+    longest = 256
+    if not 1 <= settings.block_size <= longest:
+        raise CommandError(f"--kv-block-size {settings.block_size}: out of range, 1..{longest}")
 
 
 def check_paths(settings: Settings) -> None:

@@ -11,6 +11,7 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import mlx.core as mx
@@ -87,24 +88,37 @@ def make_workload(settings: Settings) -> Workload:
     return Workload(random_llama(), "Llama with 4 layers and random weights, nothing downloaded", prompts, long_prompt)
 
 
-def random_llama() -> Any:
-    """Return a Llama whose greedy output is varied.
+@dataclass(frozen=True)
+class Decoded:
+    """Tokens per row, and the wall time of every step in milliseconds."""
+
+    tokens: list[list[int]]
+    ms: list[float]
+
+    @property
+    def median_ms(self) -> float:
+        """Median time of a step."""
+        return median(self.ms)
+
+
+def random_llama(**sizes: int) -> Any:
+    """Return a Llama whose greedy output is varied; `sizes` are those of mlx-lm's ``ModelArgs``.
 
     With default weights the logits are so flat that a few tokens repeat; unit-variance weights give nearly as
     many distinct tokens as steps, so that a wrong cache cannot go unnoticed.
     """
-    args = llama.ModelArgs(
-        model_type="llama",
-        hidden_size=128,
-        num_hidden_layers=4,
-        intermediate_size=256,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        rms_norm_eps=1e-5,
-        vocab_size=VOCABULARY,
-        tie_word_embeddings=False,
-    )
-    model = llama.Model(args)
+    defaults: dict[str, Any] = {
+        "model_type": "llama",
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "intermediate_size": 256,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": VOCABULARY,
+        "tie_word_embeddings": False,
+    }
+    model = llama.Model(llama.ModelArgs(**(defaults | sizes)))
     model.update(tree_map(lambda p: mx.random.normal(p.shape) if p.ndim == 2 else p, model.parameters()))
     mx.eval(model.parameters())
     return model
@@ -205,16 +219,60 @@ def generate_shared(kv: PagedKV, system: list[int], prompts: list[list[int]], ma
     return generate(kv.model, rest, max_tokens, caches=caches, together=len(prompts)), held
 
 
-def install_pool(model: Any, num_blocks: int, block_size: int, *, prefix_cache: bool = False) -> PagedKV:
+def decode(model: Any, num_rows: int, context: int, steps: int, block_size: int, *, fused: bool) -> Decoded:
+    """Decode `steps` tokens greedily in `num_rows` rows whose caches hold `context` random keys and values.
+
+    A prefill of that length would take longer than all the rest, and a decode step does not see the difference.
+    On MLX's CPU device, where the kernels are. One more step comes before those that are measured.
+
+    Raises
+    ------
+    NotRun
+        There are no kernels for `fused`.
+    """
+    device = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    try:
+        num_blocks = num_rows * -(-(context + steps + 1) // block_size) + 1
+        with install_pool(model, num_blocks, block_size, fused=fused) as kv:
+            cache, spec = kv.make_cache(), kv.backend.spec
+            mx.random.seed(num_rows)
+            for layer in cache:
+                layer.update_and_fetch(
+                    *(mx.random.normal((num_rows, spec.num_kv_heads, context, dim)) for _, dim in spec.planes)
+                )
+            tokens, ms, last = [], [], mx.arange(num_rows)[:, None]
+            for _ in range(steps + 1):
+                start = time.perf_counter()
+                last = mx.argmax(model(last, cache=cache), axis=-1)
+                mx.eval(last)
+                ms.append((time.perf_counter() - start) * 1e3)
+                tokens.append(last[:, 0].tolist())
+    finally:
+        mx.set_default_device(device)
+    return Decoded([list(row) for row in zip(*tokens[1:], strict=True)], ms[1:])
+
+
+def install_pool(
+    model: Any, num_blocks: int, block_size: int, *, prefix_cache: bool = False, fused: bool | None = None
+) -> PagedKV:
     """Put `model` on a pool of its own, for the length of a ``with`` block.
+
+    A model in 16 bits gathers unless `fused` says something: its tokens are compared with those of mlx-lm's own
+    attention, and where two tokens are nearly as likely, two ways to round may choose different ones.
 
     Raises
     ------
     NotRun
         The adapter does not take this model, or this release of mlx-lm.
     """
+
+    def install_by(fused: bool | None) -> PagedKV:
+        return install(model, num_blocks, block_size=block_size, prefix_cache=prefix_cache, fused=fused)
+
     try:
-        return install(model, num_blocks, block_size=block_size, prefix_cache=prefix_cache)
+        kv = install_by(fused)
+        return kv if fused is not None or kv.backend.dtype == mx.float32 else install_by(False)
     except (RuntimeError, ValueError) as exc:
         raise NotRun(str(exc)) from exc
 

@@ -27,6 +27,8 @@ class Settings:
         `sample_tokens`.
     batch_sizes, context, rounds
         The step-cost part: sequences per batch, tokens in each sequence, interleaved rounds.
+    attention_rows, attention_context, attention_steps
+        The attention part: sequences, tokens in each, decode steps by each route.
     requests, pool_blocks, max_len
         The occupancy part: requests served, blocks for both servers, longest sequence the server accepts.
     seed : int
@@ -45,6 +47,9 @@ class Settings:
     batch_sizes: tuple[int, ...] = (64, 256)
     context: int = 4096
     rounds: int = 9
+    attention_rows: int = 16
+    attention_context: int = 1024
+    attention_steps: int = 5
     requests: int = 160
     pool_blocks: int = 512
     max_len: int = 1024

@@ -40,7 +40,8 @@ static void copy_box(char *dst, const char *src, axis tokens, axis heads, axis e
         for (int64_t h = 0; h < heads.count; h++) {
             char *to = dst + t * tokens.dst + h * heads.dst;
             const char *from = src + t * tokens.src + h * heads.src;
-            for (int64_t e = 0; e < elements.count; e++) memcpy(to + e * elements.dst, from + e * elements.src, (size_t)run);
+            for (int64_t e = 0; e < elements.count; e++)
+                memcpy(to + e * elements.dst, from + e * elements.src, (size_t)run);
         }
 }
 
@@ -52,11 +53,12 @@ static void zero_box(char *dst, axis tokens, axis heads, int64_t run) {
         for (int64_t h = 0; h < heads.count; h++) memset(dst + t * tokens.dst + h * heads.dst, 0, (size_t)run);
 }
 
-/* The keys and values of `interleaved` alternate in one array, which is one plane of longer heads for who moves both. */
+/* The keys and values of `interleaved` alternate in one array: for who moves both, one plane of longer heads. */
 static int is_interleaved(const kv_layer *layer) {
     const kv_plane *k = &layer->k, *v = &layer->v;
-    return k->base + k->dim * kv_itemsize(layer->dtype) == v->base && k->dim == v->dim && k->head_stride == 2 * k->dim &&
-           v->head_stride == k->head_stride && v->slot_stride == k->slot_stride && v->block_stride == k->block_stride;
+    return k->base + k->dim * kv_itemsize(layer->dtype) == v->base && k->dim == v->dim &&
+           k->head_stride == 2 * k->dim && v->head_stride == k->head_stride && v->slot_stride == k->slot_stride &&
+           v->block_stride == k->block_stride;
 }
 
 /* -------- sweeps: some blocks, all layers and planes -------- */
@@ -67,14 +69,16 @@ struct sweep {
     const kv_layer *layers;
     const int64_t *rows; /* of block ids, or of (src, dst, num_tokens) */
     char *data;          /* what is exported or imported */
-    int64_t num_rows, num_visits, visits_per_item, block_nbytes;
+    int64_t num_rows, row_nbytes; /* row_nbytes: of a block in `data` */
+    int64_t num_visits, visits_per_item;
 };
 
 /* Visits go row by row within a plane: the memory of one plane lies together. */
 static void sweep_item(void *context, int64_t item, int thread) {
     const sweep *job = context;
     (void)thread;
-    for (int64_t i = item * job->visits_per_item; i < smaller(job->num_visits, (item + 1) * job->visits_per_item); i++) {
+    const int64_t end = smaller(job->num_visits, (item + 1) * job->visits_per_item);
+    for (int64_t i = item * job->visits_per_item; i < end; i++) {
         const int64_t plane = i / job->num_rows, row = i % job->num_rows;
         const kv_layer *layer = job->layers + plane / 2;
         const int64_t token_nbytes = layer->num_kv_heads * kv_itemsize(layer->dtype);
@@ -87,11 +91,12 @@ static void sweep_item(void *context, int64_t item, int thread) {
 
 static void run_sweep(sweep job, int64_t num_layers, int num_threads) {
     const kv_layer *layer = job.layers;
+    const int64_t head_nbytes = (layer->k.dim + layer->v.dim) * kv_itemsize(layer->dtype);
+    const int64_t block_nbytes = layer->block_size * layer->num_kv_heads * head_nbytes; /* of one layer */
     if (job.num_rows == 0) return;
-    job.block_nbytes = layer->block_size * layer->num_kv_heads * (layer->k.dim + layer->v.dim) * kv_itemsize(layer->dtype);
+    job.row_nbytes = num_layers * block_nbytes;
     job.num_visits = job.num_rows * num_layers * 2;
-    job.visits_per_item = larger(1, ITEM_NBYTES / larger(1, job.block_nbytes / 2));
-    job.block_nbytes *= num_layers;
+    job.visits_per_item = larger(1, ITEM_NBYTES / larger(1, block_nbytes / 2));
     kv_parallel(sweep_item, &job, (job.num_visits + job.visits_per_item - 1) / job.visits_per_item, num_threads);
 }
 
@@ -105,7 +110,8 @@ static void copy_visit(const sweep *job, const kv_layer *layer, const kv_plane *
     }
     const axis tokens = {copy[2], plane->slot_stride * size, plane->slot_stride * size};
     const axis heads = {layer->num_kv_heads, plane->head_stride * size, plane->head_stride * size};
-    copy_box(token_at(plane, copy[1], 0, size), token_at(plane, copy[0], 0, size), tokens, heads, (axis){dim, size, size}, size);
+    copy_box(token_at(plane, copy[1], 0, size), token_at(plane, copy[0], 0, size), tokens, heads,
+             (axis){dim, size, size}, size);
 }
 
 static void zero_visit(const sweep *job, const kv_layer *layer, const kv_plane *plane, int64_t row, int64_t at) {
@@ -120,7 +126,7 @@ static void export_visit(const sweep *job, const kv_layer *layer, const kv_plane
     const int64_t size = kv_itemsize(layer->dtype), run = plane->dim * size;
     const axis tokens = {layer->block_size, layer->num_kv_heads * run, plane->slot_stride * size};
     const axis heads = {layer->num_kv_heads, run, plane->head_stride * size};
-    copy_box(job->data + row * job->block_nbytes + at, token_at(plane, job->rows[row], 0, size), tokens, heads,
+    copy_box(job->data + row * job->row_nbytes + at, token_at(plane, job->rows[row], 0, size), tokens, heads,
              (axis){plane->dim, size, size}, size);
 }
 
@@ -128,11 +134,12 @@ static void import_visit(const sweep *job, const kv_layer *layer, const kv_plane
     const int64_t size = kv_itemsize(layer->dtype), run = plane->dim * size;
     const axis tokens = {layer->block_size, plane->slot_stride * size, layer->num_kv_heads * run};
     const axis heads = {layer->num_kv_heads, plane->head_stride * size, run};
-    copy_box(token_at(plane, job->rows[row], 0, size), job->data + row * job->block_nbytes + at, tokens, heads,
+    copy_box(token_at(plane, job->rows[row], 0, size), job->data + row * job->row_nbytes + at, tokens, heads,
              (axis){plane->dim, size, size}, size);
 }
 
-void kv_copy_blocks(const kv_layer *layers, int64_t num_layers, const int64_t *copies, int64_t num_copies, int num_threads) {
+void kv_copy_blocks(const kv_layer *layers, int64_t num_layers, const int64_t *copies, int64_t num_copies,
+                    int num_threads) {
     const sweep job = {.visit = copy_visit, .layers = layers, .rows = copies, .num_rows = num_copies};
     run_sweep(job, num_layers, num_threads);
 }
@@ -142,13 +149,16 @@ void kv_zero(const kv_layer *layers, int64_t num_layers, const int64_t *blocks, 
     run_sweep(job, num_layers, num_threads);
 }
 
-void kv_export(const kv_layer *layers, int64_t num_layers, const int64_t *blocks, int64_t num_blocks, char *data, int num_threads) {
+void kv_export(const kv_layer *layers, int64_t num_layers, const int64_t *blocks, int64_t num_blocks, char *data,
+               int num_threads) {
     const sweep job = {.visit = export_visit, .layers = layers, .rows = blocks, .num_rows = num_blocks, .data = data};
     run_sweep(job, num_layers, num_threads);
 }
 
-void kv_import(const kv_layer *layers, int64_t num_layers, const int64_t *blocks, int64_t num_blocks, const char *data, int num_threads) {
-    const sweep job = {.visit = import_visit, .layers = layers, .rows = blocks, .num_rows = num_blocks, .data = (char *)data};
+void kv_import(const kv_layer *layers, int64_t num_layers, const int64_t *blocks, int64_t num_blocks, const char *data,
+               int num_threads) {
+    sweep job = {.visit = import_visit, .layers = layers, .rows = blocks, .num_rows = num_blocks};
+    job.data = (char *)data; /* read only by this visit */
     run_sweep(job, num_layers, num_threads);
 }
 
@@ -173,8 +183,8 @@ static void write_token(const move *job, const kv_plane *plane, const kv_tokens 
         heads = 1;
     }
     for (int64_t h = 0; h < heads; h++)
-        job->isa->convert(dst + h * plane->head_stride * size, job->layer->dtype, src + h * tokens->head_stride * from_size,
-                          tokens->dtype, tokens->dim_stride, dim);
+        job->isa->convert(dst + h * plane->head_stride * size, job->layer->dtype,
+                          src + h * tokens->head_stride * from_size, tokens->dtype, tokens->dim_stride, dim);
 }
 
 static void write_item(void *context, int64_t item, int thread) {
@@ -197,10 +207,12 @@ static void gather_item(void *context, int64_t item, int thread) {
         for (int p = 0; p < 2; p++) {
             const kv_plane *plane = p ? &layer->v : &layer->k;
             const kv_tokens *out = job->planes[p];
-            const axis tokens = {smaller(layer->block_size, end - token), out->token_stride * size, plane->slot_stride * size};
+            const int64_t count = smaller(layer->block_size, end - token);
+            const axis tokens = {count, out->token_stride * size, plane->slot_stride * size};
             const axis heads = {layer->num_kv_heads, out->head_stride * size, plane->head_stride * size};
-            copy_box(out->base + token * out->token_stride * size, token_at(plane, job->blocks[token / layer->block_size], 0, size),
-                     tokens, heads, (axis){plane->dim, out->dim_stride * size, size}, size);
+            const axis elements = {plane->dim, out->dim_stride * size, size};
+            const char *block = token_at(plane, job->blocks[token / layer->block_size], 0, size);
+            copy_box(out->base + token * out->token_stride * size, block, tokens, heads, elements, size);
         }
 }
 

@@ -1,0 +1,190 @@
+"""mlx-lm's models attend straight over the pool: every family, every dtype, batches and windows as in mlx-lm itself."""
+
+import gc
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_families import FAMILIES
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_models import VOCAB, batch_tokens, on_cpu, random_prompts, solo_tokens
+
+from kvpool.adapters.mlx_lm import fused, install
+from kvpool.protocol import AttentionOptions
+
+PROMPTS = (3, 26, 1, 17, 9)  # on both sides of the window, of blocks and of prefill chunks
+MAX_TOKENS = 12
+HALVES = {name: make for name, make in FAMILIES.items() if name not in ("qwen3_moe", "mixtral", "gpt_oss")}
+"""MLX multiplies the matrices of experts in float32 only on a CPU."""
+
+
+@pytest.fixture(autouse=True)
+def cpu():
+    with on_cpu():
+        yield
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request):
+    return FAMILIES[request.param]()
+
+
+def logits_of(model, seed=0):
+    """``[T, vocabulary]`` of random tokens, fed as a prompt in chunks, one by one, and as a speculative window."""
+    print(f"token seed {seed}")
+    chunks = (9, 7, 1, 1, 1, 1, 4, 1, 1)
+    tokens = mx.array(np.random.default_rng(seed).integers(0, VOCAB, sum(chunks)))[None]
+    cache, logits, start = make_prompt_cache(model), [], 0
+    for size in chunks:
+        logits.append(np.array(model(tokens[:, start : start + size], cache=cache).astype(mx.float32))[0])
+        start += size
+    return np.concatenate(logits)
+
+
+def test_fused_tokens_equal_stock_in_a_batch_and_alone(model):
+    prompts = random_prompts(PROMPTS)
+    stock = [solo_tokens(model, prompt, MAX_TOKENS) for prompt in prompts]
+    assert len({token for row in stock for token in row}) > 2 * MAX_TOKENS, "hardly anything could go wrong unseen"
+    with install(model, 200, block_size=4, fused=True) as kv:
+        assert kv.is_fused and kv.route == "fused"
+        assert batch_tokens(model, prompts, MAX_TOKENS) == stock
+        assert [solo_tokens(model, prompt, MAX_TOKENS) for prompt in prompts] == stock
+    gc.collect()
+    summary = kv.summary()
+    assert summary.blocks_used == summary.blocks_leaked == summary.mlx_pool_copies == kv.settle() == 0
+    kv.pool.check()
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("name", HALVES)
+def test_fused_halves_are_as_near_to_float32_as_stock_is(name, dtype):
+    """Two roundings may choose different tokens where two are nearly as likely, so what is compared is the logits."""
+    model = HALVES[name]()
+    model.set_dtype(dtype)
+    stock = logits_of(model)
+    with install(model, 50, block_size=4, fused=True):
+        ours = logits_of(model)
+    model.set_dtype(mx.float32)
+    truth = logits_of(model)
+    stock_error, our_error = (float(np.sqrt(np.mean((logits - truth) ** 2))) for logits in (stock, ours))
+    print(f"error {our_error:.4f}, stock {stock_error:.4f}, logits {np.std(truth):.2f}")
+    assert 0 < our_error <= 1.25 * stock_error
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=["float16", "bfloat16"])
+def test_fused_halves_generate_the_same_in_a_batch_and_alone(dtype):
+    model = FAMILIES["llama, two masks"]()
+    model.set_dtype(dtype)
+    prompts = random_prompts(PROMPTS)
+    with install(model, 200, block_size=4, fused=True):
+        alone = [solo_tokens(model, prompt, MAX_TOKENS) for prompt in prompts]
+        assert batch_tokens(model, prompts, MAX_TOKENS) == alone
+
+
+# ----------------------------------------------------- planted faults that these tests must notice
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("llama, two masks", "window"),
+        ("ministral3", "window"),
+        ("gemma3_text", "window"),
+        ("gpt_oss", "window"),
+        ("gpt_oss", "sinks"),
+        ("gemma2", "soft_cap"),
+    ],
+)
+def test_canary_a_forgotten_option_changes_the_tokens(monkeypatch, name, fault):
+    model, prompt = FAMILIES[name](), random_prompts(PROMPTS)[1]
+    stock = solo_tokens(model, prompt, MAX_TOKENS)
+    monkeypatch.setattr(fused, "AttentionOptions", lambda **given: AttentionOptions(**(given | {fault: None})))
+    with install(model, 50, block_size=4, fused=True):
+        assert solo_tokens(model, prompt, MAX_TOKENS) != stock
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_canary_a_forgotten_scale_is_farther_from_float32_than_stock(monkeypatch, name):
+    model = HALVES[name]()
+    stock = logits_of(model)
+    attend = fused.PagedKeys.attend
+    monkeypatch.setattr(
+        fused.PagedKeys,
+        "attend",
+        lambda self, q, v, scale, *rest, **options: attend(self, q, v, scale * 1.1, *rest, **options),
+    )
+    with install(model, 50, block_size=4, fused=True):
+        ours = logits_of(model)
+    assert np.sqrt(np.mean((ours - stock) ** 2)) > 1e-2 * np.std(stock)
+
+
+def test_canary_padding_that_is_stored_is_noticed(monkeypatch):
+    """Ragged prompts in one prefill: columns behind the end of a row are not tokens."""
+    from kvpool.adapters.mlx_lm.batch import Rows
+
+    model, prompts = FAMILIES["llama"](), random_prompts(PROMPTS)
+    stock = [solo_tokens(model, prompt, MAX_TOKENS) for prompt in prompts]
+    monkeypatch.setattr(Rows, "num_new", lambda self, num_columns: np.full(len(self.lens), num_columns, np.int64))
+    with install(model, 400, block_size=4, fused=True):
+        try:
+            assert batch_tokens(model, prompts, MAX_TOKENS) != stock
+        except (RuntimeError, ValueError) as error:
+            print(f"refused: {error}")
+
+
+# --------------------------------------------------------------------------------- what stands for arrays
+
+
+@pytest.fixture
+def paged():
+    """(model, cache, keys, values, mask) of a pass over two columns."""
+    model = FAMILIES["llama"]()
+    with install(model, 20, block_size=4, fused=True) as kv:
+        cache = kv.make_cache()
+        mask = cache[0].make_mask(2)
+        x = mx.random.normal((1, 2, 2, 8))
+        pairs = [layer.update_and_fetch(x, x) for layer in cache]
+        yield model, cache, *pairs[0], mask
+
+
+def test_what_stands_for_arrays_says_so_when_it_is_used_as_one(paged):
+    _, _, keys, values, mask = paged
+    for misuse in (
+        lambda: keys @ mx.zeros((2, 2)),
+        lambda: values * 2.0,
+        lambda: keys[0],
+        lambda: np.asarray(keys),
+        lambda: keys.shape_of_an_array,
+        lambda: keys.swapaxes(1, 2),
+        lambda: mask.dtype,
+        lambda: mask + mx.zeros((2, 2)),
+    ):
+        with pytest.raises((TypeError, AttributeError), match=r"\[Paged(Keys|Values|Mask)\] .*fused=False"):
+            misuse()
+
+
+def test_keys_are_good_for_their_own_pass_values_queries_and_mask_only(paged):
+    _, cache, keys, values, mask = paged
+    q = mx.random.normal((1, 4, 2, 8))
+    assert keys.attend(q, values, 1.0, mask).shape == (1, 4, 2, 8)
+    assert mx.array_equal(keys.attend(q, values, 1.0, "causal"), keys.attend(q, values, 1.0, mask))
+    for error, text, arguments in (
+        (TypeError, "values are", (q, q, 1.0, mask)),
+        (ValueError, "queries are for 1 rows of 1 columns", (q[:, :, :1], values, 1.0, mask)),
+        (TypeError, "the mask of 2 columns is None", (q, values, 1.0, None)),
+        (TypeError, "the mask of 2 columns is array", (q, values, 1.0, mx.ones((2, 2), mx.bool_))),
+    ):
+        with pytest.raises(error, match=rf"\[attention\] {text}"):
+            keys.attend(*arguments)
+    for layer in cache:
+        layer.trim(1)
+    with pytest.raises(RuntimeError, match=r"\[attention\] these keys are those of an earlier forward pass"):
+        keys.attend(q, values, 1.0, mask)
+
+
+def test_a_mask_of_the_fused_route_knows_the_smaller_window():
+    model = FAMILIES["llama, two masks"]()
+    with install(model, 20, fused=True) as kv:
+        sliding, full = kv.make_cache()[:2]
+        assert [sliding.make_mask(3).window, sliding.make_mask(3, window_size=5).window] == [8, 5]
+        assert [full.make_mask(3).window, full.make_mask(3, window_size=5).window] == [None, 5]

@@ -1,0 +1,224 @@
+"""The kernel route: the pool stays where MLX has put it, whatever is kept or pipelined, and costs no copy."""
+
+import threading
+import time
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_models import on_cpu
+
+from kvpool.config import KVSpec
+from kvpool.errors import BackendUnavailable
+from kvpool.protocol import ArrayPlan
+from kvpool_backends.mlx import MLXBackend, kernels_refusal
+
+SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", block_size=4)
+NUM_BLOCKS, BLOCKS = 5001, 16  # the pool is far larger than all that the steps below compute
+
+
+@pytest.fixture(autouse=True)
+def cpu():
+    with on_cpu():
+        yield
+
+
+def kernels(spec=SPEC, num_blocks=NUM_BLOCKS):
+    return MLXBackend(spec, num_blocks, kernels=True)
+
+
+def step_of(length):
+    """A plan that writes token `length` - 1 of one sequence, which lies in blocks 1 to BLOCKS."""
+    position = length - 1
+    table = np.arange(1, BLOCKS + 1, dtype=np.int32)[None]
+    slot = table[0, position // SPEC.block_size] * SPEC.block_size + position % SPEC.block_size
+    return ArrayPlan(table, np.int32([length]), np.int32([0, 1]), np.int32([slot]))
+
+
+def lengths(num_steps):
+    return [1 + step % (BLOCKS * SPEC.block_size) for step in range(num_steps)]
+
+
+def key(step):
+    return mx.full((1, 2, 8), float(step))
+
+
+# ----------------------------------------------------------------------------------------- where the pool lies
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_the_pool_never_moves_whatever_is_kept_and_pipelined(dtype):
+    """1,000 steps; results, views of them and of the pool are alive, what is built on them is queued by async_eval."""
+    spec = KVSpec(2, 2, 8, dtype, block_size=4)
+    backend = kernels(spec)
+    addresses = backend._pool.addresses()
+    assert addresses == backend._store.addresses()
+    forced = [array[1:3] for array in backend._pool.arrays]
+    forced += [array.reshape(-1) for array in backend._pool.arrays]  # not evaluated
+    mx.eval(forced[: len(forced) // 2])
+    kept, queued = [], key(0)
+    for step, length in enumerate(lengths(1000)):
+        plan = step_of(length)
+        for layer in range(spec.num_layers):
+            k = (key(step) + 0 * queued.sum()).astype(backend.dtype)  # depends on the step before, not evaluated
+            backend.write(layer, k, k, plan)
+            out = backend.attend(layer, mx.zeros((1, 4, 8), backend.dtype), plan)
+            kept.append(out[:, 1:3])
+        queued = out + 1
+        mx.async_eval(queued)
+        if step % 100 == 0:
+            assert backend._pool.addresses() == addresses
+    mx.eval(kept, forced)
+    assert backend._pool.addresses() == addresses == backend._store.addresses()
+    assert backend.settle() == backend.pool_copies == 0
+
+
+def test_results_are_values_that_later_writes_do_not_change():
+    backend = kernels()
+    k = key(1)
+    backend.write(0, k, k, step_of(1))
+    early = backend.attend(0, mx.zeros((1, 2, 8)), step_of(1))
+    built = early * 2  # on the result, not evaluated
+    gathered, _ = backend.gather(0, [1], 1)
+    read, _ = backend.read(0, step_of(1))
+    backend.write(0, key(9), key(9), step_of(1))
+    for array, value in ((early, 1), (built, 2), (gathered, 1), (read, 1)):
+        assert np.array_equal(np.array(array), np.full(array.shape, value, np.float32))
+
+
+def test_inputs_may_be_lazy_strided_and_of_another_dtype():
+    backend = kernels()
+    x = mx.arange(2 * 8 * 3, dtype=mx.float32).reshape(2, 8, 3)
+    k, v = (x + 1).transpose(2, 0, 1), (x + 1)[:, ::-1].transpose(2, 0, 1).astype(mx.bfloat16)
+    backend.write(1, k, v, ArrayPlan(slot_mapping=np.int32([4, 5, 6])))
+    got = backend.gather(1, [1], 3)
+    for stored, given in zip(got, (k, v), strict=True):
+        assert np.array_equal(np.array(stored), np.array(given.astype(mx.float32)))
+
+
+def test_the_peak_of_memory_stays_flat():
+    backend = kernels()
+    base, peaks = mx.get_active_memory(), []
+    for length in lengths(200):
+        mx.reset_peak_memory()
+        backend.write(0, key(1), key(1), step_of(length))
+        backend.read(0, step_of(length))
+        backend.attend(0, mx.zeros((1, 4, 8)), step_of(length))
+        peaks.append(mx.get_peak_memory() - base)
+    print(f"peak {max(peaks)} bytes, pool {backend.memory().pool_nbytes}")
+    assert max(peaks) < backend.memory().pool_nbytes // 50
+
+
+def test_canary_a_copied_pool_shows_in_address_count_and_peak():
+    """The same on the plain route with a view kept: each of the tests above can fail."""
+    backend = MLXBackend(SPEC, NUM_BLOCKS, kernels=False)
+    addresses = backend._pool.addresses()
+    kept = [array[1:3] for array in backend._pool.arrays]
+    mx.eval(kept)
+    mx.reset_peak_memory()
+    base = mx.get_active_memory()
+    backend.write(0, key(1), key(1), step_of(1))
+    assert backend.settle() == 2 and backend._pool.addresses() != addresses
+    assert mx.get_peak_memory() - base > backend.memory().pool_nbytes // 50
+
+
+# ----------------------------------------------------------------------------------- MLX's transformations
+
+
+def test_a_call_inside_compile_or_vmap_is_refused_and_changes_nothing():
+    backend = kernels()
+    before = backend.export_blocks(range(4))
+
+    def write(x):
+        backend.write(0, x, x, step_of(1))
+        return x
+
+    def attend(x):
+        return backend.attend(0, x, step_of(1))
+
+    for function, call in ((write, "write"), (attend, "attend")):
+        with pytest.raises(RuntimeError, match=rf"\[{call}\] the arrays have no content yet.*mx\.compile"):
+            mx.compile(function)(mx.ones((1, 2, 8)))
+    with pytest.raises(RuntimeError, match=r"\[write\] the arrays have no content yet.*mx\.vmap"):
+        mx.vmap(write)(mx.ones((3, 1, 2, 8)))
+    assert np.array_equal(backend.export_blocks(range(4)), before)
+
+
+def test_another_thread_goes_on_from_the_results():
+    backend = kernels()
+    for layer in range(2):
+        backend.write(layer, key(3), key(3), step_of(1))
+    out, failures = backend.attend(0, mx.zeros((1, 2, 8)), step_of(1)), []
+
+    def go_on():
+        try:
+            with mx.stream(mx.new_stream(mx.cpu)):
+                backend.write(0, key(5), key(5), step_of(2))
+                later = backend.attend(0, mx.zeros((1, 2, 8)), step_of(2)) + out
+                assert np.array_equal(np.array(later), np.full((1, 2, 8), 7, np.float32))
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    thread.join()
+    assert not failures
+
+
+# --------------------------------------------------------------------------------------------- the choice
+
+
+def test_the_route_is_chosen_by_device_and_kernels_and_can_be_forced(monkeypatch):
+    assert kernels_refusal() is None
+    assert MLXBackend(SPEC, 4).route == "kernels" and "route='kernels'" in repr(MLXBackend(SPEC, 4))
+    plain = MLXBackend(SPEC, 4, kernels=False)
+    assert plain.route == "plain" and "route='plain'" in repr(plain)
+    assert (MLXBackend(SPEC, 4).is_eager, plain.is_eager) == (True, False)
+    assert MLXBackend(SPEC, 4).capabilities().batch_invariant and not plain.capabilities().batch_invariant
+    assert MLXBackend(KVSpec(1, 1, 8, layout="stacked"), 4).capabilities().layouts > plain.capabilities().layouts
+    monkeypatch.setitem(__import__("sys").modules, "kvpool_backends.cpu._kernels", None)
+    assert MLXBackend(SPEC, 4).route == "plain"
+    with pytest.raises(
+        BackendUnavailable, match=r"\[MLXBackend\] kernels=True, but the CPU kernels"
+    ):
+        MLXBackend(SPEC, 4, kernels=True)
+
+
+def test_on_a_gpu_the_plain_route_is_taken(monkeypatch):
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    assert MLXBackend(SPEC, 4).route == "plain"
+    with pytest.raises(BackendUnavailable, match="MLX computes on"):
+        MLXBackend(SPEC, 4, kernels=True)
+
+
+# ----------------------------------------------------------------------------------------------- the gate
+
+
+def test_attention_over_the_pool_is_20_times_faster_than_gather_and_mlx_attention():
+    """16 rows of 1k tokens, 32/8 heads of 128, blocks of 16, bfloat16. Typical: 40 times and more."""
+    rows, context, spec = 16, 1024, KVSpec(1, 8, 128, "bfloat16", block_size=16)
+    num_blocks = rows * context // spec.block_size + 1
+    rng = np.random.default_rng(0)
+    tables = (rng.permutation(num_blocks - 1) + 1).astype(np.int32).reshape(rows, -1)
+    plan = ArrayPlan(tables, np.full(rows, context, np.int32), np.arange(rows + 1, dtype=np.int32))
+    data = mx.random.normal((num_blocks * spec.block_size, 8, 128)).astype(mx.bfloat16)
+    everywhere = ArrayPlan(slot_mapping=np.arange(len(data), dtype=np.int32))
+    q = mx.random.normal((rows, 32, 128)).astype(mx.bfloat16)
+
+    def seconds(backend, times):
+        backend.write(0, data, data, everywhere)
+        backend.settle()
+        taken = []
+        for _ in range(times):
+            start = time.perf_counter()
+            out = backend.attend(0, q, plan)
+            mx.eval(out)
+            taken.append(time.perf_counter() - start)
+        return min(taken), np.array(out.astype(mx.float32))
+
+    mx.eval(data, q)
+    ours, out = seconds(kernels(spec, num_blocks), 20)
+    theirs, expected = seconds(MLXBackend(spec, num_blocks, kernels=False), 2)
+    print(f"{ours * 1e3:.2f} ms, gather and MLX's attention {theirs * 1e3:.0f} ms: {theirs / ours:.0f} times")
+    assert np.abs(out - expected).max() < 0.02
+    assert theirs > 20 * ours
