@@ -112,20 +112,11 @@ class KernelBackend(MLXBackend):
     def read(self, layer: int, arrays: ArrayPlan) -> tuple[mx.array, mx.array]:
         """The contexts of a step as K ``[B, Hk, C, D]`` and V ``[B, Hk, C, Dv]``: copies, 0 past a row's end."""
         lens = arrays.seq_lens.tolist()
-        shape = (len(lens), self.spec.num_kv_heads, max(lens, default=0))
-        return self._filled(
-            [(*shape, dim) for _, dim in self.spec.planes],
-            lambda k, v: [
-                self._store.gather(
-                    layer,
-                    arrays.block_tables[row, : -(-n // self.spec.block_size)],
-                    k[row, :, :n].swapaxes(0, 1),
-                    v[row, :, :n].swapaxes(0, 1),
-                )
-                for row, n in enumerate(lens)
-                if n
-            ],
-        )
+        (k, v), views = self._zeros(len(lens), self.spec.num_kv_heads, max(lens, default=0))
+        for row, n in enumerate(lens):
+            blocks = arrays.block_tables[row, : -(-n // self.spec.block_size)]
+            self._store.gather(layer, blocks, *(view[row, :, :n].swapaxes(0, 1) for view in views))
+        return k.view(self.dtype), v.view(self.dtype)
 
     def planes(self, layer: int) -> list[mx.array]:
         """Arrays that ``mx.eval`` has to see after a write: none, a write is through when it returns."""
@@ -140,10 +131,9 @@ class KernelBackend(MLXBackend):
         self._check_layer("gather", layer)
         ids = self._ids("gather", blocks)
         count = self._gathered_tokens(ids, num_tokens)
-        return self._filled(
-            [(count, self.spec.num_kv_heads, dim) for _, dim in self.spec.planes],
-            lambda k, v: self._store.gather(layer, ids[: -(-count // self.spec.block_size)], k, v),
-        )
+        (k, v), views = self._zeros(count, self.spec.num_kv_heads)
+        self._store.gather(layer, ids[: -(-count // self.spec.block_size)], *views)
+        return k.view(self.dtype), v.view(self.dtype)
 
     def zero(self, blocks: Sequence[int] | np.ndarray) -> None:
         """Set whole blocks to 0 in all layers."""
@@ -169,13 +159,12 @@ class KernelBackend(MLXBackend):
 
     # ---------------------------------------------------------------------------------------- internals
 
-    def _filled(self, shapes: Sequence[tuple[int, ...]], fill: Any) -> tuple[mx.array, ...]:
-        """MLX arrays of these shapes in the dtype of the pool, zeros but for what `fill` writes to numpy views."""
+    def _zeros(self, *shape: int) -> tuple[list[mx.array], list[np.ndarray]]:
+        """Arrays ``[*shape, D]`` and ``[*shape, Dv]`` of the bits of the pool's dtype, and numpy views to fill them."""
         bits = mx.uint16 if self.dtype == mx.bfloat16 else self.dtype  # numpy has no bfloat16
-        arrays = [mx.zeros(shape, bits) for shape in shapes]
+        arrays = [mx.zeros((*shape, dim), bits) for _, dim in self.spec.planes]
         mx.eval(arrays)
-        fill(*(np.asarray(memoryview(array)) for array in arrays))  # type: ignore[arg-type]
-        return tuple(array.view(self.dtype) for array in arrays)
+        return arrays, [np.asarray(memoryview(array)) for array in arrays]  # type: ignore[arg-type]
 
 
 def _evaluated(call: str, *arrays: Any) -> list[mx.array]:

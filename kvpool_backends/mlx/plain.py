@@ -28,6 +28,7 @@ class PlainBackend(MLXBackend):
 
     route = "plain"
     is_eager = False
+    _pool: PoolArrays
 
     def _allocate(self) -> None:
         self._pool = PoolArrays(self.spec, self.num_blocks)

@@ -191,11 +191,7 @@ def find_sites(callers: Sequence[Caller | None]) -> tuple[Site, ...]:
     """
     if digest(_original(base, ATTENTION)) != BASE:
         raise LookupError(f"mlx_lm.models.base.{ATTENTION} has changed")
-    sites = {}
-    for caller in dict.fromkeys(callers):
-        assert caller is not None
-        sites[_site(caller)] = None
-    return tuple(sites)
+    return tuple(dict.fromkeys(_site(caller) for caller in dict.fromkeys(callers) if caller is not None))
 
 
 def _site(caller: Caller) -> Site:
