@@ -104,7 +104,7 @@ def test_calls_are_lazy_and_evaluating_a_result_evaluates_what_came_before(nativ
     backend = native(SPEC, 8)
     for layer in range(SPEC.num_layers):
         backend.write_tokens(layer, tokens(1, 3), tokens(2, 3), row(backend, 2, 3, 3))
-    out = backend.attend(1, tokens(1, 3).repeat(2, axis=1), row(backend, 2, 3, 3))
+    out = backend.attend(1, mx.repeat(tokens(1, 3), 2, axis=1), row(backend, 2, 3, 3))
     memory = np.asarray(memoryview(backend._pool.arrays[2]))
     assert not memory.any()  # nothing has run
     mx.eval(out)
@@ -297,7 +297,8 @@ def test_planted_copy_after_a_write_is_found_in_debug_mode(native, monkeypatch):
 
 def test_refused_calls_leave_no_node(native):
     backend = native(SPEC, 8)
-    step, q = row(backend, 1, 1), tokens(0).repeat(2, axis=1)
+    step, q = row(backend, 1, 1), mx.repeat(tokens(0), 2, axis=1)
+    far = ArrayPlan(np.int32([[8]]), np.int32([1]), np.int32([0, 1]))
     backend.write(0, tokens(3), tokens(3), step)
     for error, text, call in (
         (ValueError, r"k must have shape \[1, 2, 8\]", lambda: backend.write(0, tokens(1, 2), tokens(1, 2), step)),
@@ -307,7 +308,7 @@ def test_refused_calls_leave_no_node(native):
         (ValueError, "T, Hq, 8", lambda: backend.attend(0, mx.zeros((1, 2, 4)), step)),
         (ValueError, "cu_q_lens", lambda: backend.attend(0, mx.zeros((0, 2, 8)), step)),
         (IndexError, "slots 0 .. 31", lambda: row(backend, 8, 1)),
-        (IndexError, "blocks 0 .. 7", lambda: row(backend, 7, 5, 0)),
+        (IndexError, "blocks 0 .. 7", lambda: backend.attend(0, q, far)),
         (ValueError, "there twice", lambda: backend.copy_blocks(np.int32([[0, 1, 1], [2, 1, 1]]))),
         (RuntimeError, "compile", lambda: mx.compile(lambda x: backend.attend(0, x + 1, step))(q)),
         (RuntimeError, "compile", lambda: mx.compile(lambda x: backend.write(0, x, x, step))(tokens(1))),

@@ -54,8 +54,9 @@ class MLXBackend:
     ----------
     route : {"kernels", "plain"}
     is_eager : bool
-        Whether every call is through when it returns. If not, a step has to be evaluated, and `settle` between
-        two steps keeps MLX from copying the pool.
+        Whether every call is through when it returns. If not, a step has to be evaluated.
+    is_in_place : bool
+        Whether MLX can never copy the pool. If not, `settle` between two steps keeps it from that.
     dtype : mx.Dtype
         Of the stored values.
 
@@ -70,6 +71,7 @@ class MLXBackend:
     required_formats = ("block_tables", "seq_lens", "slot_mapping", "cu_q_lens")
     route: str
     is_eager: bool
+    is_in_place: bool
     _pool: PoolMemory
 
     def __new__(

@@ -221,7 +221,7 @@ def self_check(module: Any) -> None:
     row, token = mx.arange(4, dtype=mx.float32).reshape(1, 1, 4), mx.array(0)
     with mx.stream(mx.cpu):
         module.run(False, (handle,), (), layer, step, None, None, row, row, None, token, None)
-        mx.eval(token)
+        mx.eval(token, handle)
     if handle is base or module.address(handle) != address or handle.shape != base.shape:
         raise Unfit("self-check: the node's output is not the memory of its input")
     if base.tolist() != [[[[0.0] * 4]], [[[0.0, 1.0, 2.0, 3.0]]]]:

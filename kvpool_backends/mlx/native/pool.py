@@ -40,7 +40,7 @@ class _Chain:
     def __init__(self, handles: tuple[mx.array, ...], addresses: tuple[int, ...]) -> None:
         self.handles = handles  # the objects stay, the arrays that they denote are replaced
         self.addresses = addresses
-        self.token = mx.zeros((0,))
+        self.token = mx.array([])
 
 
 class InPlacePool:
@@ -181,7 +181,7 @@ class InPlacePool:
 
     def wait(self) -> None:
         """Evaluate everything that was built, and wait for it."""
-        mx.eval([chain.token for chain in self._chains.values()])
+        mx.eval([chain.handles for chain in self._chains.values()])
 
     def check_addresses(self) -> None:
         """Raise `PoolMoved` unless all arrays are where they were allocated. After `wait`."""
