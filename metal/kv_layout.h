@@ -106,27 +106,33 @@ struct Rows {
       KV_UNROLL
       for (int j = 0; j < PER_LANE; j++) {
         const int c = lane % LANES + 32 * j;
-        chunk[a][j] = c < CHUNKS && row >= begin && row < end ? chunks[c] : Chunk<T>(T(0));
+        chunk[a][j] = Chunk<T>(T(0));
+        if (c < CHUNKS && row >= begin && row < end) {
+          chunk[a][j] = chunks[c];
+        }
       }
     }
   }
 
   METAL_FUNC void load_run(const device T* first, int begin, int end, int lane) {
-    constexpr int READS = ACCESSES * CHUNKS / 32;
+    constexpr int READS = ACCESSES * CHUNKS < 32 ? 1 : ACCESSES * CHUNKS / 32;
     using Words = metal::vec<uint, sizeof(Chunk<T>) / 4>;  // what every simdgroup function takes
     const device Chunk<T>* chunks = reinterpret_cast<const device Chunk<T>*>(first);
     Words read[READS];
     KV_UNROLL
     for (int i = 0; i < READS; i++) {
       const int row = (32 * i + lane) / CHUNKS;
-      const bool wanted = row >= begin && row < end;
-      read[i] = wanted ? as_type<Words>(chunks[32 * i + lane]) : Words(0);
+      read[i] = Words(0);
+      if (row >= begin && row < end) {
+        read[i] = as_type<Words>(chunks[32 * i + lane]);
+      }
     }
     KV_UNROLL
     for (int a = 0; a < ACCESSES; a++) {
       // The row begins in lane `cut` of one read and goes on in the next one.
       const int at = a * CHUNKS / 32, cut = a * CHUNKS % 32;
-      const Words mine = lane >= cut ? read[at] : read[at + 1 < READS ? at + 1 : at];
+      const Words begin_of_row = read[at], end_of_row = read[at + 1 < READS ? at + 1 : at];
+      const Words mine = lane >= cut ? begin_of_row : end_of_row;
       const Words words = metal::simd_shuffle(mine, ushort((cut + lane) % 32));
       chunk[a][0] = lane < CHUNKS ? as_type<Chunk<T>>(words) : Chunk<T>(T(0));
     }

@@ -26,7 +26,7 @@
 //            work              int32 [N, 8]: row of the batch, first query token, number of queries, position of the
 //                              first one; where the part begins, tokens of a run (whole blocks), first and last + 1 of
 //                              the tokens that any of the queries sees here
-//            options           float [2]: scale, soft cap
+//            numbers           float [2]: scale, soft cap
 //            window            int32: tokens that a query sees
 //            slopes, sinks     float [Hq]
 //            mask              float [T, 1 or Hq, C]
@@ -36,6 +36,8 @@
 
 constexpr int ROWS = HEADS * QUERIES;
 constexpr int HEAD_GROUPS = (GROUP + HEADS - 1) / HEADS;
+// Else a row may not see a token that another one sees, and 0 times infinity must not come in.
+constexpr bool ALL_SEE_THE_SAME = QUERIES == 1 && !MASK;
 using Keys = kv::Rows<T, DIM, TOUCHING>;
 using Values = kv::Rows<T, VALUE_DIM, TOUCHING>;
 
@@ -48,7 +50,7 @@ const int item = threadgroup_position_in_grid.y;
 
 const kv::Head k_head = kv::head_of(layout, kv_head);
 const kv::Head v_head = kv::head_of(layout + 4, kv_head);
-const float scale = options[0], soft_cap = options[1];
+const float scale = numbers[0], soft_cap = numbers[1];
 const int window_tokens = window;
 
 const int batch_row = work[8 * item];
@@ -174,8 +176,7 @@ for (int tile = run_begin + (seen_begin - run_begin) / 32 * 32; tile < seen_end;
       KV_UNROLL
       for (int r = 0; r < ROWS; r++) {
         const float w = simd_shuffle(scores[r], holder);
-        // A row may not see a token that another one sees: 0 times infinity must not come in.
-        if (w != 0.0f) {
+        if (ALL_SEE_THE_SAME || w != 0.0f) {
           KV_UNROLL
           for (int j = 0; j < Values::PER_LANE; j++) {
             values[r][j] += w * float4(rows.chunk[a][j]);

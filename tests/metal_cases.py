@@ -16,7 +16,14 @@ from kvpool.config import KVSpec
 from kvpool.protocol import AttentionOptions
 from kvpool.testing.dense import dense_attention, round_to
 from kvpool_backends.mlx import metal_kernels
-from kvpool_backends.mlx.metal_kernels import DTYPES, MetalKernels, head_tiles, plan_attention, plane_strides
+from kvpool_backends.mlx.metal_kernels import (
+    DTYPES,
+    MetalKernels,
+    attention_step,
+    head_tiles,
+    plan_attention,
+    plane_strides,
+)
 
 TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1e-2}
 WILD = (-1, 2**31 - 1, -(2**31), 0x7FFFFFF0)  # ids of blocks that no pool has
@@ -154,9 +161,9 @@ class Batch:
             window=batch.options.window,
             part_tokens=batch.part_tokens,
         )
+        step = attention_step(work, mx.array(self.tables), self.head_dim**-0.5, batch.options)
         kernels = MetalKernels(batch.spec, batch.num_blocks, factory)
-        q = mx.array(batch.q).astype(DTYPES[batch.dtype])
-        out = kernels.attend(batch.layer, q, *self.pools, mx.array(self.tables), work, None, batch.options)
+        out = kernels.attend(batch.layer, mx.array(batch.q).astype(DTYPES[batch.dtype]), *self.pools, step)
         return np.array(out.astype(mx.float32))
 
     def check(self, out: np.ndarray) -> None:

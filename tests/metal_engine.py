@@ -21,14 +21,17 @@ class StandIn:
     name = "stand-in"
     schedules = (0, 1, 2, 3, 4)  # orders of threads; odd ones guard the memory in front of buffers, even ones behind
 
-    def factory(self, schedule: int = 0, *, runs: list[msl.Run] | None = None) -> Factory:
-        """A factory of kernels that run under one schedule. With `runs`, every access is checked and counted there."""
+    def factory(self, schedule: int = 0, *, runs: list[msl.Run] | None = None, lint: bool = False) -> Factory:
+        """A factory of kernels that run under one schedule.
+
+        With `runs`, every access is checked and counted there; with `lint`, texts that Metal would refuse are refused.
+        """
 
         def make(**description: Any) -> Callable[..., list[mx.array]]:
             kernel = _kernel(tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in description.items()))
 
             def launch(**call: Any) -> list[mx.array]:
-                with msl.settings(seed=schedule, instrumented=runs is not None) as counted:
+                with msl.settings(seed=schedule, instrumented=runs is not None, lint=lint) as counted:
                     out = kernel(**call)
                 if runs is not None:
                     runs.extend(counted)
@@ -73,9 +76,12 @@ def launch_in_place(
     grid: Sequence[int],
     *,
     schedule: int = 0,
-    instrumented: bool = False,
+    **chosen: Any,
 ) -> msl.Run:
-    """Run "kv_write" or "copy_blocks" on arrays, in order of their buffer indices; those in `writable` change."""
+    """Run "kv_write" or "copy_blocks" on arrays, in order of their buffer indices; those in `writable` change.
+
+    `chosen` are settings of the launch.
+    """
     _, text = metal_kernels.in_place_source(name, tuple(types), tuple(numbers))
     text = text[: text.rindex("template [[host_name")]  # the instance is named here instead
     arguments = ", ".join([*(metal_kernels.TYPE_NAMES[t] for t in types), *map(str, numbers)])
@@ -84,5 +90,5 @@ def launch_in_place(
         index: msl.Bound(array, "in_out" if key in writable else "read_only", key)
         for index, (key, array) in enumerate(buffers.items())
     }
-    with msl.settings(seed=schedule, instrumented=instrumented):
+    with msl.settings(seed=schedule, **chosen):
         return kernel.launch(bound, grid, (grid[0], max(1, min(grid[1], 256 // grid[0])), 1))

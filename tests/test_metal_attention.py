@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from metal_cases import FEATURES, Batch, pairwise
 
-from kvpool_backends.mlx.metal_kernels import MetalKernels, head_tiles, plan_attention
+from kvpool_backends.mlx.metal_kernels import MetalKernels, attention_step, head_tiles, plan_attention
 
 LAUNCHES = int(os.environ.get("KVPOOL_METAL_LAUNCHES", "0"))
 LAYOUTS = ("NHD", "HND", "interleaved", "stacked")
@@ -63,6 +63,13 @@ def test_windows_and_chunks_equal_float64(engine, group, head_dim, layout, featu
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_values_of_another_dimension_equal_float64(engine, head_dim, v_head_dim, layout):
     batch = Batch(head_dim=head_dim, v_head_dim=v_head_dim, layout=layout, block_size=8, seq_lens=(70, 5))
+    run_all_schedules(batch, engine)
+
+
+@pytest.mark.parametrize("head_dim", [8, 20, 32, 72, 160])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_any_multiple_of_four_is_a_head_dimension(engine, head_dim, layout):
+    batch = Batch(dtype="float16", head_dim=head_dim, layout=layout, group=2, block_size=8, seq_lens=(60, 3))
     run_all_schedules(batch, engine)
 
 
@@ -152,9 +159,8 @@ def test_a_row_gets_the_same_bits_in_any_batch(engine):
                 block_size=together.block_size,
                 tiles=head_tiles(together.group, together.head_dim, queries),
             )
-            alone = kernels.attend(
-                0, mx.array(together.q[tokens]), *together.pools, mx.array(together.tables[row : row + 1]), work
-            )
+            step = attention_step(work, mx.array(together.tables[row : row + 1]), together.head_dim**-0.5)
+            alone = kernels.attend(0, mx.array(together.q[tokens]), *together.pools, step)
             np.testing.assert_array_equal(np.array(alone), out[tokens])
 
 
@@ -165,7 +171,8 @@ def test_strided_queries_are_read_where_they_are(engine):
     )
     kernels = MetalKernels(batch.spec, batch.num_blocks, engine.factory(0))
     heads_first = mx.contiguous(mx.array(batch.q).swapaxes(0, 1)).swapaxes(0, 1)
-    batch.check(np.array(kernels.attend(0, heads_first, *batch.pools, mx.array(batch.tables), work)))
+    step = attention_step(work, mx.array(batch.tables), 1 / 8)
+    batch.check(np.array(kernels.attend(0, heads_first, *batch.pools, step)))
 
 
 # Few kernels, many batches: compiling costs more than running.

@@ -3,9 +3,13 @@
 No time is measured here and none can be: these counts are what can be known about speed without a Mac.
 """
 
+import dataclasses
+
 import numpy as np
 import pytest
 from metal_cases import FEATURES, Batch
+
+from kvpool_backends.mlx.metal_kernels import preferred_layout
 
 LINE = 128
 
@@ -49,6 +53,16 @@ def test_decode_reads_k_and_v_once_in_whole_lines(counting_engine, head_dim, dty
     assert transactions <= 1.1 * needed_lines(batch)
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128])
+def test_the_preferred_layout_wastes_no_line(counting_engine, head_dim, kv_heads):
+    batch = Batch(dtype="bfloat16", head_dim=head_dim, kv_heads=kv_heads, group=2, seq_lens=(160, 96))
+    batch = dataclasses.replace(batch, layout=preferred_layout(batch.spec))
+    (run,) = counted(batch, counting_engine)
+    transactions = run.reads["k_pool"].transactions + run.reads["v_pool"].transactions
+    assert transactions <= 1.1 * needed_bytes(batch) / LINE
+
+
 @pytest.mark.parametrize(("group", "head_dim"), [(1, 128), (2, 64), (6, 128), (8, 256), (16, 128), (16, 256)])
 def test_decode_reads_once_per_group_of_query_heads(counting_engine, group, head_dim):
     batch = Batch(dtype="float16", head_dim=head_dim, group=group, kv_heads=2, seq_lens=(100, 33), part_tokens=64)
@@ -57,9 +71,9 @@ def test_decode_reads_once_per_group_of_query_heads(counting_engine, group, head
     assert run.reads["k_pool"].bytes + run.reads["v_pool"].bytes == needed_bytes(batch)
 
 
-@pytest.mark.parametrize("queries", [2, 4, 8])
-def test_a_small_window_reads_once_for_as_many_queries_as_fit(counting_engine, queries):
-    batch = Batch(dtype="float16", head_dim=128, group=2, seq_lens=(150,), q_lens=(queries,))
+@pytest.mark.parametrize(("group", "queries"), [(4, 2), (2, 4), (1, 8)])
+def test_a_small_window_reads_once_for_as_many_queries_as_fit(counting_engine, group, queries):
+    batch = Batch(dtype="float16", head_dim=128, group=group, seq_lens=(150,), q_lens=(queries,))
     (run,) = counted(batch, counting_engine)
     assert run.reads["k_pool"].bytes + run.reads["v_pool"].bytes == needed_bytes(batch)
 

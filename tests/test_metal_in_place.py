@@ -66,6 +66,20 @@ def write(planes, x_dtype, tokens, slots, strides, vectors, **how):
     )
 
 
+def copy_blocks(planes, copies, **how):
+    """Launch copy_blocks on the plane of the keys."""
+    spec = planes.spec
+    return launch_in_place(
+        "copy_blocks",
+        (spec.dtype,),
+        (spec.block_size,),
+        {"pool": planes.arrays[0], "copies": copies, "layout": planes.strides[:4]},
+        ("pool",),
+        (spec.head_dim // 4, spec.num_kv_heads * spec.block_size, len(copies)),
+        **how,
+    )
+
+
 def check_write(spec, x_dtype, vectors, seed=0):
     rng = np.random.default_rng(seed)
     planes = Planes(spec, seed)
@@ -157,14 +171,5 @@ def test_copy_blocks_copies_leading_positions_only(layout, dtype):
             expected.reshape(-1)[planes.index(0, [dst] * count, slots)] = array.reshape(-1)[
                 planes.index(0, [src] * count, slots)
             ]
-        launch_in_place(
-            "copy_blocks",
-            (dtype,),
-            (spec.block_size,),
-            {"pool": array, "copies": copies, "layout": planes.strides[:4]},
-            ("pool",),
-            (spec.head_dim // 4, spec.num_kv_heads * spec.block_size, len(copies)),
-            schedule=schedule,
-            instrumented=schedule == 4,
-        )
+        copy_blocks(planes, copies, schedule=schedule, instrumented=schedule == 4)
         np.testing.assert_array_equal(array, expected)

@@ -1,8 +1,8 @@
 """The Metal kernels of `kvpool_backends.metal`, built and launched through ``mx.fast.metal_kernel``.
 
-`plan_attention` turns the lengths of a batch into a work list, once per step; `MetalKernels` launches attention and
-gathers with it, layer by layer; `in_place_source` writes out the kernels that store into a pool, for a caller that can
-bind a pool for writing (``metal_kernel`` cannot).
+`plan_attention` turns the lengths of a batch into a work list and `attention_step` brings it to the device, once per
+step; `MetalKernels` launches attention with it, layer by layer, and gathers; `in_place_source` writes out the kernels
+that store into a pool, for a caller that can bind a pool for writing (``metal_kernel`` cannot).
 
 Nothing here needs a Metal device: any factory with the interface of ``metal_kernel`` will do.
 """
@@ -10,7 +10,7 @@ Nothing here needs a Metal device: any factory with the interface of ``metal_ker
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -24,11 +24,14 @@ from kvpool.protocol import AttentionOptions
 
 # What a device may make of these numbers only a device can tell; results depend on them in their last bits only.
 SIMDGROUPS = 8  # of an attention threadgroup: 256 threads
-ROWS_MAX = 16  # (query, head) pairs that share one read of K and V
+ROWS_MAX = 16  # (query, head) pairs that share one read of K and V, for the heads of one group
+# For further queries: what LLVM keeps in 128 registers (asked with a GPU that it has a back end for, gfx1030).
+ROW_DIMS_MAX = 1024
 PART_TOKENS = 512  # a context of up to this length stays in one part
 PARTS_MAX = 64  # of one context; beyond, parts double in length
 WINDOW_MAX = 8  # rows with more queries than this have threadgroups enough without parts
 LANES = 32
+LINE_NBYTES = 128
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 TYPE_NAMES = {"float32": "float", "float16": "float16_t", "bfloat16": "bfloat16_t"}  # as MLX's prelude spells them
@@ -52,7 +55,7 @@ class HeadTiles(NamedTuple):
 
 
 class AttentionWork(NamedTuple):
-    """What `plan_attention` makes of a batch: the same for all layers of a step."""
+    """What `plan_attention` makes of a batch."""
 
     tiles: HeadTiles
     items: np.ndarray  # int32 [N, 8], see paged_attention.metal
@@ -64,12 +67,27 @@ class AttentionWork(NamedTuple):
         return bool((self.parts[:, 2] == 1).all())
 
 
+class AttentionStep(NamedTuple):
+    """All that the layers of a step share, on the device; made by `attention_step`."""
+
+    tiles: HeadTiles
+    direct: bool
+    items: mx.array
+    parts: mx.array
+    tables: mx.array  # int32 [B, W]
+    numbers: mx.array  # float32 [2]: scale, soft cap
+    window: int
+    slopes: mx.array  # float32 [Hq]; of one 0 where there are none
+    sinks: mx.array  # the same
+    mask: mx.array  # float32 [T, 1 or Hq, C]; of one 0 where there is none
+    features: tuple[str, ...]  # of the options
+
+
 def head_tiles(group: int, head_dim: int, longest: int) -> HeadTiles:
     """Rows of a threadgroup for `group` query heads per KV head and at most `longest` queries per row of a batch."""
     groups = -(-group // ROWS_MAX)
     heads = -(-group // groups)
-    # Wide heads take twice the registers: more queries are not worth it, more heads of one group are.
-    room = (ROWS_MAX if head_dim <= 128 else ROWS_MAX // 2) // heads
+    room = ROW_DIMS_MAX // max(head_dim, 128) // heads
     queries = 1
     while queries < longest and 2 * queries <= room:
         queries *= 2
@@ -106,11 +124,10 @@ def plan_attention(
     -------
     AttentionWork
     """
-    contexts = np.asarray(seq_lens, np.int64)
-    starts = np.asarray(cu_q_lens, np.int64)
+    contexts, starts = np.asarray(seq_lens, np.int64), np.asarray(cu_q_lens, np.int64)
     q_lens = np.diff(starts)
 
-    # Tiles of queries; padding tokens are tiles that see nothing.
+    # Tiles of queries, and which tokens their queries see.
     tiles_of_row = -(-q_lens // tiles.queries)
     row = np.repeat(np.arange(len(q_lens)), tiles_of_row)
     first = _ranges(tiles_of_row) * tiles.queries
@@ -127,35 +144,52 @@ def plan_attention(
     parts_of_tile = (end - 1) // size - first_part + 1
     tile = np.repeat(np.arange(len(row)), parts_of_tile)
     part = (first_part[tile] + _ranges(parts_of_tile)) * size[tile]
-    items = np.stack(
-        [
-            *(row[tile], starts[row[tile]] + first[tile], count[tile], position[tile], part, run[tile]),
-            *(np.maximum(begin[tile], part), np.minimum(end[tile], part + size[tile])),
-        ],
-        axis=1,
-    )
-    parts = np.stack(
-        [
-            _ranges(count),
-            np.repeat(np.cumsum(parts_of_tile) - parts_of_tile, count),
-            np.repeat(parts_of_tile, count),
-        ],
-        axis=1,
-    )
 
+    row_of, seen = row[tile], (np.maximum(begin[tile], part), np.minimum(end[tile], part + size[tile]))
+    items = (row_of, starts[row_of] + first[tile], count[tile], position[tile], part, run[tile], *seen)
+    first_item = np.cumsum(parts_of_tile) - parts_of_tile
+    parts = (_ranges(count), np.repeat(first_item, count), np.repeat(parts_of_tile, count))
+
+    # Padding tokens are items of one query that sees nothing.
     padding = np.arange(starts[-1], num_tokens)
-    idle = np.zeros((len(padding), 8), np.int64)
-    idle[:, 1], idle[:, 2] = padding, 1
-    idle_parts = np.zeros((len(padding), 3), np.int64)
-    idle_parts[:, 1], idle_parts[:, 2] = len(items) + np.arange(len(padding)), 1
-    return AttentionWork(
-        tiles, np.concatenate([items, idle]).astype(np.int32), np.concatenate([parts, idle_parts]).astype(np.int32)
-    )
+    idle = np.zeros_like(padding)
+    idle_items = (idle, padding, idle + 1, *[idle] * 5)
+    idle_parts = (idle, len(tile) + np.arange(len(padding)), idle + 1)
+    return AttentionWork(tiles, _columns(items, idle_items), _columns(parts, idle_parts))
 
 
 def _ranges(counts: np.ndarray) -> np.ndarray:
     """``0 .. n - 1`` for each n of `counts`, one after the other."""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def _columns(*tables: Sequence[np.ndarray]) -> np.ndarray:
+    """Tables given by their columns, one below the other, as int32."""
+    return np.concatenate([np.stack(columns, axis=1) for columns in tables]).astype(np.int32)
+
+
+def attention_step(
+    work: AttentionWork, tables: mx.array, scale: float, options: AttentionOptions | None = None
+) -> AttentionStep:
+    """Bring a work list and options to the device, once for all layers; `work` was planned with their window."""
+    options = options or AttentionOptions()
+    mask = options.mask
+    if mask is not None:
+        mask = mask if mask.ndim == 3 else mask[:, None]
+        mask = np.where(mask, np.float32(0), np.float32(-np.inf)) if mask.dtype == np.bool_ else mask
+    return AttentionStep(
+        work.tiles,
+        work.direct,
+        mx.array(work.items),
+        mx.array(work.parts),
+        tables,
+        mx.array([scale, options.soft_cap or 0.0], mx.float32),
+        NO_WINDOW if options.window is None else options.window,
+        mx.zeros((1,)) if options.alibi_slopes is None else mx.array(options.alibi_slopes),
+        mx.zeros((1,)) if options.sinks is None else mx.array(options.sinks),
+        mx.zeros((1, 1, 1)) if mask is None else mx.array(mask),
+        options.features,
+    )
 
 
 class MetalKernels:
@@ -184,71 +218,53 @@ class MetalKernels:
         self.spec = spec
         self.num_blocks = num_blocks
         self._factory = cast(Factory, mx.fast.metal_kernel) if factory is None else factory
+        layouts = (spec.plane_layout(plane, num_blocks) for plane, _ in spec.planes)
+        self._touching = all(x.slot_stride == dim for x, (_, dim) in zip(layouts, spec.planes, strict=True))
         self._layouts: dict[int, mx.array] = {}
         self._built: dict[str, Kernel] = {}
 
-    def attend(
-        self,
-        layer: int,
-        q: mx.array,
-        k_pool: mx.array,
-        v_pool: mx.array,
-        tables: mx.array,
-        work: AttentionWork,
-        scale: float | None = None,
-        options: AttentionOptions | None = None,
-    ) -> mx.array:
-        """Attention of ``q [T, Hq, D]`` over contexts in the pool, ``[T, Hq, Dv]`` in the dtype of q.
-
-        Nothing is checked. `tables` is int32 ``[B, W]``; `work` was planned for this batch, with the window of
-        `options`.
-        """
-        spec, options = self.spec, options or AttentionOptions()
+    def attend(self, layer: int, q: mx.array, k_pool: mx.array, v_pool: mx.array, step: AttentionStep) -> mx.array:
+        """Attention of ``q [T, Hq, D]`` over contexts in the pool, ``[T, Hq, Dv]`` in the dtype of q. No checks."""
+        spec, tiles = self.spec, step.tiles
         num_tokens, num_q_heads = q.shape[:2]
-        tiles, num_items = work.tiles, len(work.items)
-        sinks = _per_head(options.sinks)
         shared = {
             "Q": q.dtype,
             "VALUE_DIM": spec.value_head_dim,
             "GROUP": num_q_heads // spec.num_kv_heads,
             "HEADS": tiles.heads,
             "QUERIES": tiles.queries,
-            "SINKS": options.sinks is not None,
+            "SINKS": "sinks" in step.features,
         }
-        touching = self._rows_touch()
         template = shared | {
             "T": DTYPES[spec.dtype],
             "DIM": spec.head_dim,
             "BLOCK_SIZE": spec.block_size,
             "SIMDGROUPS": SIMDGROUPS,
-            "TOUCHING": touching,
-            "SOFT_CAP": options.soft_cap is not None,
-            "ALIBI": options.alibi_slopes is not None,
-            "MASK": options.mask is not None,
-            "DIRECT": work.direct,
+            "TOUCHING": self._touching,
+            "SOFT_CAP": "soft_cap" in step.features,
+            "ALIBI": "alibi_slopes" in step.features,
+            "MASK": "mask" in step.features,
+            "DIRECT": step.direct,
         }
-        group_threads = SIMDGROUPS * LANES
-        num_groups = spec.num_kv_heads * tiles.groups
+        num_items, num_groups = step.items.shape[0], spec.num_kv_heads * tiles.groups
         result = (num_tokens, num_q_heads, spec.value_head_dim)
         partials = (num_items, num_groups, tiles.rows, spec.value_head_dim + 4)
         (out,) = self._kernel("paged_attention")(
             inputs=[
-                *(q, k_pool, v_pool, self._layout(layer), tables, mx.array(work.items)),
-                mx.array([spec.head_dim**-0.5 if scale is None else scale, options.soft_cap or 0.0], mx.float32),
-                NO_WINDOW if options.window is None else options.window,
-                *(_per_head(options.alibi_slopes), sinks, _mask(options.mask)),
+                *(q, k_pool, v_pool, self._layout(layer), step.tables, step.items),
+                *(step.numbers, step.window, step.slopes, step.sinks, step.mask),
             ],
             template=list(template.items()),
-            output_shapes=[result if work.direct else partials],
-            output_dtypes=[q.dtype if work.direct else mx.float32],
-            grid=(num_groups * group_threads, num_items, 1),
-            threadgroup=(group_threads, 1, 1),
+            output_shapes=[result if step.direct else partials],
+            output_dtypes=[q.dtype if step.direct else mx.float32],
+            grid=(num_groups * SIMDGROUPS * LANES, num_items, 1),
+            threadgroup=(SIMDGROUPS * LANES, 1, 1),
         )
-        if work.direct:
+        if step.direct:
             return out
         chunks = spec.value_head_dim // 4
         (out,) = self._kernel("paged_reduce")(
-            inputs=[out, mx.array(work.parts), sinks],
+            inputs=[out, step.parts, step.sinks],
             template=list(shared.items()),
             output_shapes=[result],
             output_dtypes=[q.dtype],
@@ -279,10 +295,6 @@ class MetalKernels:
             self._layouts[layer] = mx.array(plane_strides(self.spec, self.num_blocks, layer))
         return self._layouts[layer]
 
-    def _rows_touch(self) -> bool:
-        layouts = (self.spec.plane_layout(plane, self.num_blocks) for plane, _ in self.spec.planes)
-        return all(layout.slot_stride == dim for layout, (_, dim) in zip(layouts, self.spec.planes, strict=True))
-
     def _kernel(self, name: str) -> Kernel:
         if name not in self._built:
             header, source = source_text("kv_layout.h"), source_text(f"{name}.metal")
@@ -300,11 +312,21 @@ class MetalKernels:
 INPUTS = {
     "paged_attention": (
         *("q", "k_pool", "v_pool", "layout", "tables", "work"),
-        *("options", "window", "slopes", "sinks", "mask"),
+        *("numbers", "window", "slopes", "sinks", "mask"),
     ),
     "paged_reduce": ("partials", "parts", "sinks"),
     "gather_blocks": ("pool", "layout", "tables", "seq_lens"),
 }
+
+
+def preferred_layout(spec: KVSpec) -> str:
+    """The layout of which the kernels read the fewest cache lines, whatever that of `spec` is.
+
+    A row (one token of one head) that ends inside a line shares it with its neighbour: the next token of the same head
+    in "HND", another head's in "NHD". Heads are read by different threadgroups.
+    """
+    whole_lines = all(dim * spec.itemsize_nbytes % LINE_NBYTES == 0 for _, dim in spec.planes)
+    return "NHD" if whole_lines or spec.num_kv_heads == 1 else "HND"
 
 
 def plane_strides(spec: KVSpec, num_blocks: int, layer: int) -> np.ndarray:
@@ -359,16 +381,3 @@ def source_text(name: str) -> str:
 def content_hash(*texts: str) -> str:
     """Ten hexadecimal digits: kernels of the same name and another text are other kernels to MLX."""
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:10]
-
-
-def _per_head(values: np.ndarray | None) -> mx.array:
-    return mx.zeros((1,), mx.float32) if values is None else mx.array(np.asarray(values, np.float32))
-
-
-def _mask(mask: np.ndarray | None) -> mx.array:
-    """An option's mask as additive float32 ``[T, 1 or Hq, C]``."""
-    if mask is None:
-        return mx.zeros((1, 1, 1), mx.float32)
-    if mask.dtype == np.bool_:
-        mask = np.where(mask, np.float32(0), np.float32(-np.inf))
-    return mx.array(mask if mask.ndim == 3 else mask[:, None])

@@ -29,7 +29,8 @@ def dtype_name(dtype: Any) -> str:
     """Return the name of a numpy or MLX dtype, as "bfloat16"; TypeError if Metal text has no such type."""
     if dtype == BFLOAT16 and isinstance(dtype, np.dtype):
         return "bfloat16"
-    name = str(dtype).rpartition(".")[2] if _is_of_mlx(dtype) else str(np.dtype(dtype).name if dtype != "bfloat16" else dtype)
+    is_named = _is_of_mlx(dtype) or dtype == "bfloat16"
+    name = str(dtype).rpartition(".")[2] if is_named else np.dtype(dtype).name
     if name not in METAL_TYPES:
         raise TypeError(f"[metal_kernel] no Metal type for dtype {dtype}, the types are {list(METAL_TYPES)}")
     return name

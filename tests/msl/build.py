@@ -1,5 +1,6 @@
 """Compiles kernels, the runtime and the precompiled header; keeps what it made, by content."""
 
+import atexit
 import contextlib
 import ctypes
 import fcntl
@@ -25,13 +26,18 @@ COMMON_FLAGS = (
     "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden", "-fstack-clash-protection", "-U_FORTIFY_SOURCE",
     "-ftrivial-auto-var-init=pattern",
 )  # fmt: skip
-FAST_FLAGS = ("-O1",)
+FAST_FLAGS = ("-O2",)
 # Every access as the text has it: nothing merged, split, peeled or vectorised. The runtime stands in for libtsan.
-INSTRUMENTED_FLAGS = (
-    "-O1", "-fsanitize=thread", "-DMSL_INSTRUMENTED", "-fno-tree-vectorize", "-fno-unroll-loops",
-)  # fmt: skip
+INSTRUMENTED_FLAGS = ("-O1", "-fsanitize=thread", "-DMSL_INSTRUMENTED", "-fno-unroll-loops")
 GCC_FLAGS = ("-fexcess-precision=16", "-fno-gnu-unique")
-GCC_INSTRUMENTED_FLAGS = ("-fno-store-merging", "-fno-thread-jumps", "-fno-tree-loop-im", "--param=tsan-instrument-func-entry-exit=0")
+GCC_INSTRUMENTED_FLAGS = (
+    "-fno-tree-vectorize", "-fno-store-merging", "-fno-thread-jumps", "-fno-tree-loop-im",
+    "--param=tsan-instrument-func-entry-exit=0",
+)  # fmt: skip
+CLANG_INSTRUMENTED_FLAGS = (
+    "-fno-vectorize", "-fno-slp-vectorize", "-mllvm", "-tsan-instrument-func-entry-exit=0",
+    "-mllvm", "-tsan-instrument-read-before-write=1",
+)  # fmt: skip
 RUNTIME_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-g1", "-U_FORTIFY_SOURCE")
 
 
@@ -60,7 +66,9 @@ def cache_folder() -> Path:
         with tempfile.TemporaryFile(dir=wanted):
             return wanted
     except OSError:
-        return Path(tempfile.mkdtemp(prefix="kvpool-msl-"))
+        folder = Path(tempfile.mkdtemp(prefix="kvpool-msl-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        return folder
 
 
 def _output_of(command: tuple[str, ...]) -> str:
@@ -89,9 +97,9 @@ def _key(*parts: object) -> str:
 def _flags(instrumented: bool) -> tuple[str, ...]:
     flags = COMMON_FLAGS + (INSTRUMENTED_FLAGS if instrumented else FAST_FLAGS)
     flags += ("-mcpu=native",) if platform.machine() in ("arm64", "aarch64") else ("-march=native",)
-    if not is_clang():
-        flags += GCC_FLAGS + (GCC_INSTRUMENTED_FLAGS if instrumented else ())
-    return flags
+    if is_clang():
+        return flags + (CLANG_INSTRUMENTED_FLAGS if instrumented else ())
+    return flags + GCC_FLAGS + (GCC_INSTRUMENTED_FLAGS if instrumented else ())
 
 
 def _run(*command: str | Path) -> None:

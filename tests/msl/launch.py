@@ -2,16 +2,19 @@
 
 import contextlib
 import ctypes
+import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from . import build
+from .lint import lint as lint_text
 from .prepass import MetalError, translate
 
 THREADGROUP_BYTES_MAX = 32768
@@ -74,9 +77,9 @@ class Traffic:
 
     Attributes
     ----------
-    bytes : bytes touched, summed over the accesses of simdgroups; lanes that touch the same byte in one access count once
+    bytes : bytes touched, summed over accesses; lanes that touch the same byte in one access count once
     lane_bytes : the same summed over lanes
-    accesses : accesses of simdgroups (one instruction, executed by up to 32 lanes)
+    accesses : one is an instruction, executed by up to 32 lanes of a simdgroup
     transactions : lines of 128 bytes touched, summed over accesses
     full_transactions : those of which an access used every byte
     distinct_bytes, distinct_lines : bytes and lines touched at all: the least that must move
@@ -117,18 +120,19 @@ class Settings:
     seed: int = 0
     instrumented: bool = False
     simd_ops_order_memory: bool = False
+    lint: bool = False
     threadgroup_limit: int = THREADGROUP_BYTES_MAX
     unwritten: tuple[str, ...] | Literal["allow"] = ()
     in_out: Mapping[str, object] = field(default_factory=dict)
     runs: list[Run] = field(default_factory=list)
 
 
-_settings: ContextVar[Settings] = ContextVar("settings", default=Settings())
+_settings: ContextVar[Settings] = ContextVar("settings")
 _one_launch = threading.Lock()
 
 
 def current_settings() -> Settings:
-    return _settings.get()
+    return _settings.get(Settings())
 
 
 @contextlib.contextmanager
@@ -137,6 +141,7 @@ def settings(
     seed: int = 0,
     instrumented: bool = False,
     simd_ops_order_memory: bool = False,
+    lint: bool = False,
     threadgroup_limit: int = THREADGROUP_BYTES_MAX,
     unwritten: Sequence[str] | Literal["allow"] = (),
     in_out: Mapping[str, object] | None = None,
@@ -146,13 +151,15 @@ def settings(
     Parameters
     ----------
     seed : int
-        The schedule: 0 is the natural order, every other seed shuffles lanes, simdgroups and threadgroups. Even seeds put a
-        guard page behind each buffer, odd ones in front of it.
+        The schedule: 0 is the natural order, every other seed shuffles lanes, simdgroups and threadgroups. Even seeds
+        put a guard page behind each buffer, odd ones in front of it.
     instrumented : bool
         Check and count every access to memory (about ten times slower): data races, reads of what nothing wrote, exact
         bounds, alignment; bytes and transactions.
     simd_ops_order_memory : bool
         Take simd operations for memory barriers of their simdgroup, as kernels do that rely on lockstep.
+    lint : bool
+        Refuse kernels that mix address spaces or use what Metal has not; see lint.py. Without clang, less is seen.
     threadgroup_limit : int
         Bytes of threadgroup memory, 32,768 on every Apple GPU.
     unwritten : sequence of str, or "allow"
@@ -161,7 +168,7 @@ def settings(
         Contents that outputs start with, by name, for kernels that update memory in place.
     """
     allowed: tuple[str, ...] | Literal["allow"] = "allow" if unwritten == "allow" else tuple(unwritten)
-    chosen = Settings(seed, instrumented, simd_ops_order_memory, threadgroup_limit, allowed, in_out or {})
+    chosen = Settings(seed, instrumented, simd_ops_order_memory, lint, threadgroup_limit, allowed, in_out or {})
     token = _settings.set(chosen)
     try:
         yield chosen.runs
@@ -204,10 +211,19 @@ class Kernel:
         prelude: str = "",
     ):
         self.function = function
+        self._described = source, template, tuple(include_folders), dict(function_constants or {})
         self.text, self.parameters = translate(
             source, function, template, include_folders, build.INCLUDE, function_constants or {}, prelude
         )
         self._libraries: dict[bool, tuple[Path, ctypes.CDLL]] = {}
+
+    @cached_property
+    def faults(self) -> list[str]:
+        """What lint.py finds in the text."""
+        source, template, folders, constants = self._described
+        if template and not re.search(r"\btemplate\b[^;{]*\bdecltype\b", source):
+            source += f"\ntemplate decltype({self.function}<{template}>) {self.function}<{template}>;"
+        return lint_text(source, f"{self.function}.metal", folders, constants)
 
     def _library(self, instrumented: bool) -> tuple[Path, ctypes.CDLL]:
         if instrumented not in self._libraries:
@@ -230,10 +246,12 @@ class Kernel:
         Raises
         ------
         MetalError
-            The kernel did something that it may not; the message says what, where and by which thread. Outputs keep what
-            they held before.
+            The kernel did something that it may not; the message says what, where and by which thread. The arrays hold
+            what they held before.
         """
         chosen = current_settings()
+        if chosen.lint and self.faults:
+            raise MetalError(f"[{self.function}] Metal would refuse this:\n" + "\n".join(self.faults))
         path, library = self._library(chosen.instrumented)
         launch = _describe(chosen, buffers, grid, threadgroup, threadgroup_memory)
         launch.kernel = ctypes.cast(library.msl_kernel, ctypes.c_void_p)
@@ -241,7 +259,7 @@ class Kernel:
         with _one_launch:
             failed = build.runtime().msl_launch(ctypes.byref(launch))
         if failed:
-            raise MetalError(f"[{self.function}] {launch.error.decode()}{_place(path, library, launch.error_address)}")
+            raise MetalError(f"[{self.function}] {launch.error.decode()}{_place(path, launch.error_address)}")
         run = _run_of(self.function, launch, len(buffers) and max(buffers) + 1)
         _check_written(self.function, chosen, launch, buffers)
         chosen.runs.append(run)
@@ -257,7 +275,8 @@ def _describe(
 ) -> _Launch:
     group = [min(size, whole) for size, whole in zip(threadgroup, grid, strict=True)]
     if len(grid) != 3 or min(*grid, *threadgroup) < 1:
-        raise MetalError(f"[launch] grid and threadgroup are three positive numbers ({tuple(grid)}, {tuple(threadgroup)})")
+        sizes = f"{tuple(grid)}, {tuple(threadgroup)}"
+        raise MetalError(f"[launch] grid and threadgroup are three positive numbers each ({sizes})")
     threads = threadgroup[0] * threadgroup[1] * threadgroup[2]
     if threads > THREADS_PER_THREADGROUP_MAX:
         raise ValueError(
@@ -286,15 +305,14 @@ def _describe(
     return launch
 
 
-def _place(path: Path, library: ctypes.CDLL, address: int) -> str:
-    """Return " at file:line" of an address in a loaded kernel."""
-    if not address:
-        return ""
-    mapped = next((line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(path))), "")
-    if not mapped:
-        return ""
-    line = build.line_of(path, address - int(mapped.split("-")[0], 16) - 1)
-    return f" at {line}" if line else ""
+def _place(path: Path, address: int) -> str:
+    """Return " at file:line" of an address in a loaded kernel, or "" where that cannot be found out."""
+    with contextlib.suppress(OSError):
+        for mapped in Path("/proc/self/maps").read_text().splitlines():
+            if address and mapped.endswith(str(path)):
+                line = build.line_of(path, address - int(mapped.split("-")[0], 16) - 1)
+                return f" at {line}" if line else ""
+    return ""
 
 
 def _run_of(function: str, launch: _Launch, num_buffers: int) -> Run:

@@ -6,7 +6,7 @@ threadgroup's memory, and attributes ``[[...]]`` go once the kernel's parameters
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +60,8 @@ _FUNCTION_CONSTANT = re.compile(
     r"\bconstant\s+([\w:]+)\s+(\w+)\s*\[\[\s*function_constant\s*\(\s*(\d+)\s*\)\s*\]\]\s*;"
 )
 _THREADGROUP = re.compile(r"\bthreadgroup\b")
+_DIRECTIVES_AT_END = re.compile(r"(?:^[ \t]*#[^\n]*\n\s*)+\Z", re.MULTILINE)
+_LINE_DIRECTIVE = re.compile(r'^#line (\d+) "([^"]*)"\n', re.MULTILINE)
 _DECLARATOR = re.compile(r"\s*(\w+)\s*((?:\[[^\]]*\]\s*)*)", re.DOTALL)
 
 
@@ -87,7 +89,8 @@ def inline_includes(text: str, folders: Sequence[Path], shim: Path, name: str, s
                 return ""
             if path.is_file():
                 seen.add(path)
-                inner = inline_includes(strip_comments(path.read_text()), [path.parent, *folders], shim, path.name, seen)
+                inner = strip_comments(path.read_text())
+                inner = inline_includes(inner, [path.parent, *folders], shim, path.name, seen)
                 line = text.count("\n", 0, match.start()) + 2
                 return f'#line 1 "{path.name}"\n{inner}\n#line {line} "{name}"'
         raise MetalError(f"[{name}] no such include file ({wanted}) in {[str(folder) for folder in folders]}")
@@ -106,6 +109,26 @@ def split_at_commas(text: str) -> list[str]:
     return [*parts, text[start:]]
 
 
+def skip_template_arguments(text: str, at: int) -> int:
+    """Return the position behind the ``>`` that closes the ``<`` before `at`."""
+    depth = 1
+    while depth and at < len(text):
+        depth += (text[at] == "<") - (text[at] == ">")
+        at += 1
+    return at
+
+
+def strip_attributes(text: str) -> str:
+    """Remove ``[[...]]`` and the keyword kernel."""
+    return re.sub(r"\bkernel\s+(?=void\b)", "", _ATTRIBUTE.sub("", text))
+
+
+def _reference(kind: str, variable: str, dimensions: str) -> str:
+    """The C++ that stands for ``threadgroup kind variable[dimensions]``."""
+    array = f"{kind} {dimensions}".strip()
+    return f'auto& {variable} = ::msl::threadgroup_variable<{array}>([] {{ return "{variable}"; }})'
+
+
 def _skip_type(text: str, at: int) -> int:
     """Return where the type that begins at `at` ends: names with ``::`` and ``<...>``, and words like unsigned."""
     words = re.compile(r"\s*(?:(?:const|volatile|unsigned|signed|typename|struct)\b\s*)*")
@@ -117,40 +140,45 @@ def _skip_type(text: str, at: int) -> int:
     while name := re.compile(r"\s*(?:::)?\s*\w+").match(text, at):
         at = name.end()
         if opened := re.compile(r"\s*<").match(text, at):
-            at, depth = opened.end(), 1
-            while depth and at < len(text):
-                depth += (text[at] == "<") - (text[at] == ">")
-                at += 1
+            at = skip_template_arguments(text, opened.end())
         if not re.compile(r"\s*::").match(text, at):
             break
     return at
 
 
-def rewrite_threadgroup_variables(text: str, name: str) -> str:
+def _place(text: str, at: int, name: str) -> str:
+    """Return "file:line" of a position, as the ``#line`` directives before it count."""
+    first, start = 1, 0
+    for match in _LINE_DIRECTIVE.finditer(text, 0, at):
+        first, name, start = int(match.group(1)), match.group(2), match.end()
+    return f"{name}:{first + text.count(chr(10), start, at)}"
+
+
+def rewrite_threadgroup_variables(
+    text: str, name: str, declare: Callable[[str, str, str], str] = _reference
+) -> str:
     """Turn ``threadgroup T a[N], b;`` into references to the threadgroup's memory; leave pointers alone."""
     done, last = [], 0
     for match in _THREADGROUP.finditer(text):
         end_of_type = _skip_type(text, match.end())
         rest = text[end_of_type:].lstrip()
-        line = text.count("\n", 0, match.start()) + 1
+        place = _place(text, match.start(), name)
         if rest[:1] in ("*", "&", "(", ")", ">", ",") or text[: match.start()].rstrip().endswith(("#define", "<")):
             continue
         semicolon = text.find(";", end_of_type)
-        before = re.sub(r"\b(?:static|volatile)\s*$", "", text[: match.start()]).rstrip()
+        before = _DIRECTIVES_AT_END.sub("", text[: match.start()]).rstrip()
         declarators = split_at_commas(text[end_of_type:semicolon])
         if before[-1:] not in (";", "{", "}", ")") or semicolon < 0 or match.start() < last:
-            raise MetalError(f"[{name}] line {line}: threadgroup variables are declared by a statement of their own")
+            raise MetalError(f"[{place}] threadgroup variables are declared by a statement of their own")
         rewritten = []
         for declarator in declarators:
             parsed = _DECLARATOR.fullmatch(declarator)
             if not parsed:
-                raise MetalError(f"[{name}] line {line}: not a threadgroup variable ({declarator.strip()})")
+                raise MetalError(f"[{place}] not a threadgroup variable ({declarator.strip()})")
             variable, dimensions = parsed.groups()
-            array = f"{text[match.end() : end_of_type].strip()} {dimensions}".strip()
-            rewritten.append(
-                f'auto& {variable} = ::msl::threadgroup_variable<{array}>([] {{ return "{variable}"; }})'
-            )
-        done += [text[last : match.start()], "; ".join(rewritten)]
+            rewritten.append(declare(text[match.end() : end_of_type].strip(), variable, dimensions))
+        lines = "\n" * text.count("\n", match.start(), semicolon)
+        done += [text[last : match.start()], "; ".join(rewritten), lines]
         last = semicolon
     return "".join([*done, text[last:]])
 
@@ -237,6 +265,6 @@ def translate(
     text = set_function_constants(text, constants)
     parameters = parse_parameters(text, function)
     text = rewrite_threadgroup_variables(text, name)
-    text = re.sub(r"\bkernel\s+(?=void\b)", "", _ATTRIBUTE.sub("", text))
+    text = strip_attributes(text)
     head = f'#include "msl/all.h"\n{prelude}\n#line 1 "{name}"\n'
     return f"{head}{text}{entry_point(function, template, parameters)}", parameters

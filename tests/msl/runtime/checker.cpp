@@ -1,9 +1,11 @@
 // Data races, and reads of memory that nothing has written: exact, for the accesses that a run makes.
 //
-// GPU threads are ordered by barriers only, and a barrier orders a whole threadgroup or a whole simdgroup at once. So an
-// epoch counter per threadgroup and per simdgroup says everything that vector clocks would, and per byte it is enough to
-// remember the last write and a summary of the reads that nothing has ordered since.
+// GPU threads are ordered by barriers only, and a barrier orders a whole threadgroup or a whole simdgroup at once. So
+// an epoch counter per threadgroup and per simdgroup says everything that vector clocks would, and per byte it is
+// enough to remember the last write and a summary of the reads that nothing has ordered since.
 #include <cstdio>
+#include <cstdlib>
+#include <memory>
 
 #include "runtime.h"
 
@@ -11,7 +13,7 @@ namespace msl {
 
 namespace {
 
-// The access of one thread, or of several that no barrier separates.
+// The access of one thread, or of several that no barrier separates. All zero: none.
 struct Stamp {
   uint32_t threadgroup = 0;  // counted from 1; 0: none yet
   uint32_t group_epoch = 0, simd_epoch = 0;
@@ -26,7 +28,8 @@ struct Cell {
   Stamp write, reads;
 };
 
-std::vector<std::vector<Cell>> cells;  // per region; empty for read-only ones
+// Per region, a cell per byte; none for read-only ones. calloc gives memory that costs nothing until it is touched.
+std::vector<std::unique_ptr<Cell[], decltype(&std::free)>> cells;
 
 // Whether no barrier lies between `before` and `now`, an access of one thread.
 bool concurrent(const Stamp& before, const Stamp& now) {
@@ -80,14 +83,16 @@ Stamp stamp_now(Memory memory, bool atomic) {
 }  // namespace
 
 void reset_checker() {
-  cells.assign(regions.size(), {});
-  for (size_t i = 0; i < regions.size(); i++)
-    if (regions[i].access != Access::read_only) cells[i].resize(regions[i].bytes);
+  cells.clear();
+  for (const Region& region : regions) {
+    const bool watched = region.access != Access::read_only;
+    cells.emplace_back(watched ? static_cast<Cell*>(std::calloc(region.bytes + 1, sizeof(Cell))) : nullptr, &std::free);
+  }
 }
 
 void check_access(const Region& region, uint64_t offset, uint64_t bytes, bool writes, bool atomic, void* code) {
-  std::vector<Cell>& of_region = cells[size_t(&region - regions.data())];
-  if (of_region.empty()) return;
+  Cell* of_region = cells[size_t(&region - regions.data())].get();
+  if (!of_region) return;
   const Stamp now = stamp_now(region.memory, atomic);
   for (uint64_t i = offset; i < offset + bytes; i++) {
     Cell& cell = of_region[i];

@@ -1,8 +1,9 @@
 // What an instrumented kernel calls at every access to memory.
 //
-// Kernels are compiled with -fsanitize=thread, which makes the compiler announce each load and store, but they are linked
-// with these functions in the place of the sanitizer's own. So the checks see everything that a kernel's text does, in
-// whatever style it is written, and know more than the sanitizer could: buffers, lanes, and which barrier orders what.
+// Kernels are compiled with -fsanitize=thread, which makes the compiler announce each load and store, but they are
+// linked with these functions in the place of the sanitizer's own. So the checks see everything that a kernel's text
+// does, in whatever style it is written, and know more than the sanitizer could: buffers, lanes, and which barrier
+// orders what.
 #include "runtime.h"
 
 namespace msl {
@@ -12,6 +13,7 @@ namespace {
 inline void access(const void* address, uint64_t bytes, uint64_t align, bool writes, bool atomic, void* code) {
   const uintptr_t at = reinterpret_cast<uintptr_t>(address);
   if (at - arena_begin >= arena_bytes) return;  // a thread's own memory, or the runtime's
+  if (!state.launch->instrumented) return;      // a plain kernel announces few of its accesses
   const Region* region = region_of(at, bytes);
   if (!region) {
     char where[200];
@@ -58,6 +60,20 @@ MSL_UNALIGNED_HOOKS(8)
 MSL_UNALIGNED_HOOKS(16)
 void __tsan_read_range(void* p, unsigned long bytes) { msl::access(p, bytes, 1, false, false, MSL_CODE); }
 void __tsan_write_range(void* p, unsigned long bytes) { msl::access(p, bytes, 1, true, false, MSL_CODE); }
+void* __tsan_memcpy(void* to, const void* from, unsigned long bytes) {
+  msl::access(from, bytes, 1, false, false, MSL_CODE);
+  msl::access(to, bytes, 1, true, false, MSL_CODE);
+  return std::memcpy(to, from, bytes);
+}
+void* __tsan_memmove(void* to, const void* from, unsigned long bytes) {
+  msl::access(from, bytes, 1, false, false, MSL_CODE);
+  msl::access(to, bytes, 1, true, false, MSL_CODE);
+  return std::memmove(to, from, bytes);
+}
+void* __tsan_memset(void* to, int value, unsigned long bytes) {
+  msl::access(to, bytes, 1, true, false, MSL_CODE);
+  return std::memset(to, value, bytes);
+}
 void __tsan_init() {}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}

@@ -1,7 +1,8 @@
 // Memory of a launch: one reserved arena in which every buffer, and the threadgroup memory, lies between guard pages.
 //
-// A buffer ends at its guard (seeds of even parity) or begins at it (odd), so plain runs see overruns on either side. The
-// rest of its pages is filled with a pattern that is checked when the launch ends. Instrumented runs check every access.
+// A buffer ends at its guard (even seeds) or begins at it (odd ones), so plain runs see overruns on either side. The
+// rest of its pages is filled with a pattern that is checked when the launch ends. Instrumented runs check every
+// access.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -141,8 +142,9 @@ void check_threadgroup_memory() {
     if (region.memory != local_memory) continue;
     const unsigned char* end = region.begin + region.bytes;
     for (uint64_t i = 0; i < red_zone_bytes; i++) {
-      if (end[i] != canary) return report("write past the end of threadgroup variable '%s' (%lu bytes) at byte offset %lu",
-                                          region.name, (unsigned long)region.bytes, (unsigned long)(region.bytes + i));
+      if (end[i] != canary)
+        return report("write past the end of threadgroup variable '%s' (%lu bytes) at byte offset %lu", region.name,
+                      (unsigned long)region.bytes, (unsigned long)(region.bytes + i));
       if (region.begin[-1 - int64_t(i)] != canary)
         return report("write before the start of threadgroup variable '%s' at byte offset -%lu", region.name,
                       (unsigned long)(i + 1));

@@ -1,5 +1,6 @@
-// Runs a launch: threadgroups one after another; in a threadgroup every simdgroup until all its lanes wait for something
-// that only other simdgroups can give. Which lane, simdgroup and threadgroup goes first is up to the seed.
+// Runs a launch: threadgroups one after another; in a threadgroup every simdgroup until all its lanes wait for
+// something that only other simdgroups can give. Which lane, simdgroup and threadgroup goes first is up to the seed.
+#include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <ucontext.h>
@@ -19,6 +20,7 @@ State state;
 namespace {
 
 sigjmp_buf after_fault;
+pthread_t launching_thread;
 alignas(16) unsigned char signal_stack[64 << 10];
 
 void append_thread(char* text, size_t text_bytes) {
@@ -26,9 +28,10 @@ void append_thread(char* text, size_t text_bytes) {
   const Size3& group = state.threadgroup;
   if (!state.running) return;
   const ThreadInfo& thread = state.running->info;
-  std::snprintf(text + used, text_bytes - used, " [threadgroup (%u, %u, %u), thread (%u, %u, %u), simdgroup %u, lane %u]",
-                group.x, group.y, group.z, thread.position_in_threadgroup.x, thread.position_in_threadgroup.y,
-                thread.position_in_threadgroup.z, thread.simdgroup, thread.lane);
+  const Size3& at = thread.position_in_threadgroup;
+  std::snprintf(text + used, text_bytes - used,
+                " [threadgroup (%u, %u, %u), thread (%u, %u, %u), simdgroup %u, lane %u]", group.x, group.y, group.z,
+                at.x, at.y, at.z, thread.simdgroup, thread.lane);
 }
 
 void vreport(const char* format, va_list arguments) {
@@ -40,12 +43,16 @@ void vreport(const char* format, va_list arguments) {
 }
 
 // A kernel touched memory that it may not: a guard page, a read-only buffer, a wild address.
-void on_fault(int, siginfo_t* info, void* context) {
+void on_fault(int number, siginfo_t* info, void* context) {
+  if (!pthread_equal(launching_thread, pthread_self())) {  // somebody else's: fault again, without this handler
+    signal(number, SIG_DFL);
+    return;
+  }
   const uintptr_t address = reinterpret_cast<uintptr_t>(info->si_addr);
   char where[200];
   if (!describe_address(address, where, sizeof where)) {
-    report("access to address %p, which is no memory of this launch (a null or wild pointer, a buffer that is not bound, "
-           "a misaligned vector, or the thread's stack of 64 KiB is full)", info->si_addr);
+    report("access to address %p, which is no memory of this launch (a null or wild pointer, a buffer that is not "
+           "bound, a misaligned vector, or the thread's stack of 64 KiB is full)", info->si_addr);
   } else if (region_of(address, 1)) {
     report("write to read-only %s", where);
   } else {
@@ -61,9 +68,11 @@ void on_fault(int, siginfo_t* info, void* context) {
   siglongjmp(after_fault, 1);
 }
 
+bool same_text(const char* a, const char* b) { return a == b || std::strcmp(a, b) == 0; }
+
 bool same_site(const Fiber& a, const Fiber& b) {
   return a.wait == b.wait && a.site.line == b.site.line && a.site.column == b.site.column &&
-         std::strcmp(a.site.what, b.site.what) == 0 && std::strcmp(a.site.file, b.site.file) == 0;
+         same_text(a.site.what, b.site.what) && same_text(a.site.file, b.site.file);
 }
 
 void report_divergence(Fiber& waiting, const Fiber& other, const char* group) {
@@ -72,7 +81,8 @@ void report_divergence(Fiber& waiting, const Fiber& other, const char* group) {
   if (other.wait == Wait::returned) {
     std::snprintf(elsewhere, sizeof elsewhere, "has returned");
   } else {
-    std::snprintf(elsewhere, sizeof elsewhere, "waits in %s at %s:%u", other.site.what, other.site.file, other.site.line);
+    std::snprintf(elsewhere, sizeof elsewhere, "waits in %s at %s:%u", other.site.what, other.site.file,
+                  other.site.line);
   }
   report("divergent %s: this thread waits in %s at %s:%u, but thread %u of the same %s %s", waiting.site.what,
          waiting.site.what, waiting.site.file, waiting.site.line, other.info.index_in_threadgroup, group, elsewhere);
@@ -140,7 +150,8 @@ bool resolve_threadgroup() {
 }
 
 Size3 divided_up(const uint32_t grid[3], const uint32_t group[3]) {
-  return {(grid[0] + group[0] - 1) / group[0], (grid[1] + group[1] - 1) / group[1], (grid[2] + group[2] - 1) / group[2]};
+  const auto groups = [&](int axis) { return (grid[axis] + group[axis] - 1) / group[axis]; };
+  return {groups(0), groups(1), groups(2)};
 }
 
 // Creates the threads of a threadgroup; at the grid's edges there may be fewer, as dispatchThreads does it.
@@ -277,6 +288,7 @@ int msl_launch(Launch* launch) {
   prepare_stacks(launch->group[0] * launch->group[1] * launch->group[2]);
   if (launch->instrumented) reset_checker(), reset_traffic();
 
+  launching_thread = pthread_self();
   struct sigaction action = {}, old_segv, old_bus;
   action.sa_sigaction = on_fault;
   action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;

@@ -1,5 +1,5 @@
-// Atomic objects. Threads of a launch take turns on one CPU thread, so plain accesses are atomic already; the checks are
-// told that they are meant to be.
+// Atomic objects. Threads of a launch take turns on one CPU thread, so plain accesses are atomic already; the checks
+// are told that they are meant to be.
 #pragma once
 #include "scalar.h"
 

@@ -65,10 +65,14 @@ MSL_BFLOAT_OPERATOR(/)
 constexpr bfloat operator-(bfloat a) { return bfloat::from_bits(a.bits ^ 0x8000); }
 
 #pragma GCC diagnostic push
+#ifdef __clang__
+#pragma GCC diagnostic ignored "-Wuser-defined-literals"
+#else
 #pragma GCC diagnostic ignored "-Wliteral-suffix"
-constexpr half operator""h(long double value) { return half(value); }
-constexpr half operator""h(unsigned long long value) { return half(value); }
-constexpr bfloat operator""bf(long double value) { return bfloat(float(value)); }
+#endif
+constexpr half operator"" h(long double value) { return half(value); }
+constexpr half operator"" h(unsigned long long value) { return half(value); }
+constexpr bfloat operator"" bf(long double value) { return bfloat(float(value)); }
 #pragma GCC diagnostic pop
 
 namespace metal {

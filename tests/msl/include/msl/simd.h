@@ -152,7 +152,8 @@ MSL_SCAN(simd_prefix_inclusive_product, Product, true)
 MSL_SCAN(simd_prefix_exclusive_product, Product, false)
 #undef MSL_SCAN
 
-// simd_shuffle and its relatives; `lane` is the caller's. Up and down do not wrap: a lane without a source keeps its own.
+// simd_shuffle and its relatives; `lane` is the caller's. Up and down do not wrap: a lane without a source keeps its
+// own value.
 #define MSL_SHUFFLE(name, argument, source)                                                                         \
   template <class T>                                                                                                \
   MSL_INLINE T name(T value, ushort argument, msl::Where where = msl::Where::current()) {                           \

@@ -288,6 +288,10 @@ MSL_INLINE To as_type(From from) {
   __builtin_memcpy(static_cast<void*>(&to), &from, sizeof(To));
   return to;
 }
+template <class To, class T, int Stored, int... I>
+MSL_INLINE To as_type(metal::Swizzle<T, Stored, I...> from) {
+  return as_type<To>(metal::vec<T, int(sizeof...(I))>(from));
+}
 namespace metal {
 using ::as_type;
 }

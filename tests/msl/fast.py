@@ -74,7 +74,7 @@ def kernel_name(
     """Return MLX's name of an instance: template arguments, input types (s: scalar, c: constant), output types."""
     parts = [f"custom_kernel_{name}"]
     if template:
-        parts.append("_" + "_".join(template_text(value) for _, value in template))
+        parts.append("_" + "_".join(template_text(value).replace("-", "_") for _, value in template))
     for array in inputs:
         suffix = "s" if array.ndim == 0 else "c" if array.size < CONSTANT_SIZE_MAX else ""
         parts.append(METAL_TYPES[dtype_name(array.dtype)] + suffix)
@@ -91,7 +91,8 @@ def generate(
     atomic_outputs: bool,
 ) -> tuple[str, dict[str, int]]:
     """Return the text that MLX compiles, and the buffer index of every input, shape argument and output."""
-    parameters, indices = [], {}
+    parameters: list[str] = []
+    indices: dict[str, int] = {}
 
     def add(declaration: str, name: str) -> None:
         parameters.append(f"  {declaration} {name} [[buffer({len(indices)})]]")
@@ -173,12 +174,10 @@ def metal_kernel(
         arguments = list(template or [])
         function = kernel_name(name, arrays, types, arguments)
         named = dict(zip(input_names, arrays, strict=True))
-        described = named, dict(zip(output_names, types, strict=True)), arguments, atomic_outputs
-        text, indices = generate(function, header, source, *described)
+        kinds = dict(zip(output_names, types, strict=True))
+        text, indices = generate(function, header, source, named, kinds, arguments, atomic_outputs)
         if verbose:
             print(f"Generated source code for `{name}`:\n```\n{text}\n```")
-        # Compiled with marks, so that messages count the lines of the header and of the body, each from 1.
-        text, _ = generate(function, *_with_lines(name, header, source), *described)
         outputs = [
             _new_output(out, shape, kind, init_value)
             for out, shape, kind in zip(output_names, output_shapes, types, strict=True)
@@ -186,6 +185,7 @@ def metal_kernel(
         bound = {indices[key]: Bound(array, "read_only", key) for key, array in _input_arrays(named, indices)}
         bound |= {indices[out.name]: out for out in outputs}
         template_arguments = ", ".join(template_text(value) for _, value in arguments)
+        text = _number_lines(text, name, header, source)
         _kernel(text, function, template_arguments).launch(bound, grid, threadgroup)
         as_mlx = any(map(is_mlx_array, inputs)) or (not inputs and any(map(is_mlx_dtype, output_dtypes)))
         return [to_mlx(out.array) if as_mlx else out.array for out in outputs]
@@ -193,8 +193,10 @@ def metal_kernel(
     return call
 
 
-def _with_lines(name: str, header: str, source: str) -> tuple[str, str]:
-    return f'#line 1 "{name} (header)"\n{header}\n', f'#line 1 "{name}"\n{source}'
+def _number_lines(text: str, name: str, header: str, source: str) -> str:
+    """Mark the text so that messages count the lines of the header and of the body, each from 1."""
+    before, after = text.removeprefix(header).rsplit(f") {{\n{source}\n}}\n", 1)
+    return f'#line 1 "{name} (header)"\n{header}\n{before}) {{\n#line 1 "{name}"\n{source}\n}}\n{after}'
 
 
 def _kernel(text: str, function: str, template: str) -> Kernel:
