@@ -92,7 +92,7 @@ def test_entry_point_cannot_take_over_a_built_in_name(declare):
 def test_known_names_every_backend_and_imports_none(declare, monkeypatch):
     declare(broken="no_such_module_at_all:Backend", numpy="json:dumps")
     monkeypatch.setitem(sys.modules, "kvpool_backends.mlx", None)
-    assert set(kvpool_backends.known()) == {"broken", "mlx", "numpy"}
+    assert set(kvpool_backends.known()) == {"broken", "cpu", "mlx", "numpy"}
     factory, remedy = kvpool_backends.known()["numpy"]
     assert factory == "kvpool_backends.numpy:NumpyBackend" and "pip install" in remedy
 
@@ -100,7 +100,7 @@ def test_known_names_every_backend_and_imports_none(declare, monkeypatch):
 def test_available_leaves_out_what_cannot_be_imported(declare, monkeypatch):
     monkeypatch.setitem(sys.modules, "kvpool_backends.mlx", None)
     declare(broken="no_such_module_at_all:Backend")
-    assert available() == ("numpy",)
+    assert available() == ("cpu", "numpy")
 
 
 @pytest.mark.parametrize("name", [1, b"numpy", ["numpy"]])

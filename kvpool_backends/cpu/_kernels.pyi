@@ -1,5 +1,5 @@
 from collections.abc import Iterable
-from typing import Any, final
+from typing import Any
 
 from kvpool.config import KVSpec
 from kvpool.protocol import AttentionOptions
@@ -16,15 +16,15 @@ def read_sum(arrays: Iterable[_Buffer], num_threads: int | None = None) -> float
 def base_shapes(spec: KVSpec, num_blocks: int) -> list[tuple[int, ...]]: ...
 
 class BlockStore:
-    def __init__(
-        self,
+    def __new__(
+        cls,
         spec: KVSpec,
         num_blocks: int,
         arrays: Iterable[_Buffer],
         *,
         isa: str | None = None,
         num_threads: int | None = None,
-    ) -> None: ...
+    ) -> BlockStore: ...
     @property
     def spec(self) -> KVSpec: ...
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from math import prod
 from typing import Any
 
@@ -13,7 +14,11 @@ from kvpool.config import DTYPES, LAYOUTS, KVSpec, checked_int
 from kvpool.protocol import FEATURES, ArrayPlan, AttentionOptions, BatchShape, Capabilities, PlanArrays
 from kvpool_backends.cpu._kernels import BlockStore, base_shapes
 
-_STORED = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(np.uint16)}
+_STORED: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(np.uint16),
+}
 _HUGE_PAGE_NBYTES = 2 * 2**20
 _PAGE_NBYTES = 4096
 
@@ -141,7 +146,7 @@ class CPUBackend:
 
     def warmup(self, shapes: Iterable[BatchShape]) -> None:
         """Run each shape once over block 0, so that scratch has its size and the threads run. Changes no block."""
-        heads, num_blocks = self.spec.num_kv_heads, self.num_blocks
+        heads = self.spec.num_kv_heads
         for shape in shapes:
             num_rows, num_tokens, width, num_q_heads = shape
             context = width * self.spec.block_size
@@ -167,7 +172,8 @@ def _allocate(spec: KVSpec, num_blocks: int) -> list[np.ndarray]:
 
     With pages of 4 KB, every second block of a random table misses the TLB.
     """
-    dtype, shapes, begins, end = _STORED[spec.dtype], base_shapes(spec, num_blocks), [], 0
+    dtype, shapes = _STORED[spec.dtype], base_shapes(spec, num_blocks)
+    begins, end = [], 0
     for shape in shapes:
         begins.append(end)
         end += -(-prod(shape) * dtype.itemsize // _PAGE_NBYTES) * _PAGE_NBYTES
@@ -177,10 +183,8 @@ def _allocate(spec: KVSpec, num_blocks: int) -> list[np.ndarray]:
     except (OSError, OverflowError) as error:
         raise MemoryError(f"[CPUBackend] no memory for a pool of {end} bytes ({error})") from error
     if hasattr(mmap, "MADV_HUGEPAGE") and end >= _HUGE_PAGE_NBYTES:
-        try:
+        with suppress(OSError):  # a kernel without huge pages: slower, nothing else
             memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # a kernel without huge pages: slower, nothing else
-            pass
     first = -np.frombuffer(memory, np.uint8).ctypes.data % _HUGE_PAGE_NBYTES
     return [
         np.frombuffer(memory, dtype, prod(shape), first + begin).reshape(shape)

@@ -1,10 +1,11 @@
 /* Attention of a chunk: many queries of one row over its paged context (prefill, speculative windows).
  *
- * One item is (row, KV head, tile of queries); its rows are the queries of all G heads of the group, query by query. The
- * context goes by in tiles of CHUNK_KEYS keys at fixed positions: K and V of a tile are gathered and converted once, then
- * every panel of rows does S = K Q^T, online softmax, O = V^T P^T on it (FlashAttention's recurrence, Dao et al. 2022;
- * Milakov and Gimelshein 2018). What a query gets depends on the tiles' positions only: each lane does the same operations
- * in the same order whatever panel, tile of queries or thread it is in, and keys that are skipped would have added 0.
+ * One item is (row, KV head, tile of queries); its rows are the queries of all heads of the group, query by query. The
+ * context goes by in tiles of CHUNK_KEYS keys at fixed positions: K and V of a tile are gathered and converted once,
+ * then every panel of rows does S = K Q^T, online softmax, O = V^T P^T on it (FlashAttention's recurrence, Dao et al.
+ * 2022; Milakov and Gimelshein 2018). What a query gets depends on the positions of the tiles of keys alone: a lane
+ * does the same operations in the same order whatever panel, tile of queries or thread it is in, and keys that are
+ * skipped would have added 0.
  *
  * Keys outside of the tile's reach are zeros in the packed tiles, so slots past the context cannot matter. A value that
  * is not finite (a slot that only the mask hides may hold one) takes the careful product: 0 * NaN is no 0.
@@ -30,13 +31,13 @@ typedef struct {
     int64_t num_queries, num_rows;
     int64_t first_token;    /* of the first query, in q and out */
     int64_t dim, v_dim, v_rows; /* D, Dv, Dv rounded up to CHUNK_MR */
-    float *q, *out;         /* per vector of rows: [nv panels] of [D][lanes], [v_rows][lanes] */
+    float *q, *out;         /* panel after panel: [D][lanes], [v_rows][lanes] */
     float *top, *sum;       /* per row: running maximum, running sum */
     float *query, *slope;   /* per row: index of its query in the tile, ALiBi slope */
     float *keys, *values;   /* packed tile: [CHUNK_KEYS][D], [v_rows / MR][CHUNK_KEYS][MR] */
     float *scores;          /* [CHUNK_KEYS][lanes] */
     float *line;            /* one row of q, V or out in float32 */
-    int values_finite;
+    int values_finite;      /* in this tile */
 } chunk_item;
 
 typedef struct {
@@ -96,7 +97,9 @@ static chunk_panel chunk_panel_at(const chunk_item *item, int64_t index, int64_t
 static int64_t chunk_num_panels(const chunk_item *item) { return (item->num_rows + CHUNK_LANES - 1) / CHUNK_LANES; }
 
 /* Query head of a row. */
-static int64_t chunk_head(const chunk_item *item, int64_t row) { return item->kv_head * item->group + row % item->group; }
+static int64_t chunk_head(const chunk_item *item, int64_t row) {
+    return item->kv_head * item->group + row % item->group;
+}
 
 #include "chunk_softmax.h"
 #include "chunk_pack.h"
@@ -114,17 +117,21 @@ static void chunk_panel_step(const chunk_item *item, const chunk_panel *panel, i
     const int nv = panel->nv;
     float tops[CHUNK_LANES], decay[CHUNK_LANES];
     float *out = item->out + panel->first_row * item->v_rows;
-    scores_panel(item->keys + begin * item->dim, item->dim, item->q + panel->first_row * item->dim, end - begin, item->scores, tops, nv);
+    scores_panel(item->keys + begin * item->dim, item->dim, item->q + panel->first_row * item->dim, end - begin,
+                 item->scores, tops, nv);
     if (!chunk_is_plain(item->call) || tile + end > first + 1 || tile + begin <= last - window)
         chunk_adjust(item, panel, tile, begin, end, window, tops);
     chunk_weights(item, panel, end - begin, tops, decay);
     if (item->values_finite)
-        values_panel(item->values + begin * CHUNK_MR, CHUNK_KEYS, item->v_rows, item->scores, end - begin, decay, out, nv);
+        values_panel(item->values + begin * CHUNK_MR, CHUNK_KEYS, item->v_rows, item->scores, end - begin, decay, out,
+                     nv);
     else
         chunk_values_carefully(item, begin, end, decay, out, nv);
 }
 
-static void chunk_tile(const kv_attention *call, int64_t row, int64_t kv_head, int64_t first_query, int64_t num_queries, float *scratch) {
+/* Queries [first_query, first_query + num_queries) of a row, for all query heads of `kv_head`. */
+static void chunk_tile(const kv_attention *call, int64_t row, int64_t kv_head, int64_t first_query, int64_t num_queries,
+                       float *scratch) {
     const int64_t group = call->num_q_heads / call->layer->num_kv_heads;
     const int64_t num_keys = call->seq_lens[row], q_len = call->cu_q_lens[row + 1] - call->cu_q_lens[row];
     chunk_item item = {

@@ -28,15 +28,17 @@ static char *chunk_token(const kv_tokens *tokens, int64_t token, int64_t head) {
 static const char *chunk_slot(const chunk_item *item, const kv_plane *plane, int64_t position) {
     const kv_layer *layer = item->call->layer;
     const int64_t block = item->table[position / layer->block_size], slot = position % layer->block_size;
-    return plane->base + (block * plane->block_stride + slot * plane->slot_stride + item->kv_head * plane->head_stride) * kv_itemsize(layer->dtype);
+    const int64_t at = block * plane->block_stride + slot * plane->slot_stride + item->kv_head * plane->head_stride;
+    return plane->base + at * kv_itemsize(layer->dtype);
 }
 
 /* Asks for key and value of a position: blocks lie anywhere, so the hardware cannot foresee them. Into L2, because rows
- * that are a power of two apart would push each other out of L1. Inline, because GCC 12 takes a function that does nothing
- * but prefetch for one without effects, and drops the call. */
+ * that are a power of two apart would push each other out of L1. Inline, because GCC 12 takes a function that does
+ * nothing but prefetch for one without effects, and drops the call. */
 KV_INLINE void chunk_prefetch(const chunk_item *item, int64_t position) {
     const int64_t size = kv_itemsize(item->call->layer->dtype);
-    const char *k = chunk_slot(item, &item->call->layer->k, position), *v = chunk_slot(item, &item->call->layer->v, position);
+    const char *k = chunk_slot(item, &item->call->layer->k, position);
+    const char *v = chunk_slot(item, &item->call->layer->v, position);
     for (int64_t at = 0; at < item->dim * size; at += 64) __builtin_prefetch(k + at, 0, 2);
     for (int64_t at = 0; at < item->v_dim * size; at += 64) __builtin_prefetch(v + at, 0, 2);
 }
@@ -54,7 +56,8 @@ static void chunk_load_queries(const chunk_item *item, const chunk_panel *panel)
         item->query[first + i] = (float)query;
         item->slope[first + i] = is_row && call->slopes ? call->slopes[head] : 0;
         if (is_row)
-            chunk_load_line(call->q.dtype, chunk_token(&call->q, item->first_token + query, head), call->q.dim_stride, dim, item->line);
+            chunk_load_line(call->q.dtype, chunk_token(&call->q, item->first_token + query, head), call->q.dim_stride,
+                            dim, item->line);
         else
             memset(item->line, 0, sizeof(float) * dim);
         for (int64_t d = 0; d < dim; d++) q[d * lanes + i] = item->line[d] * call->scale;
@@ -99,9 +102,10 @@ static void chunk_factors(const chunk_item *item, const chunk_panel *panel, floa
     }
 }
 
-static void chunk_store_as(kv_dtype dtype, char *p, int64_t stride, int64_t n, const float *line) {
+static void chunk_store_line(kv_dtype dtype, char *p, int64_t stride, int64_t n, const float *line) {
     const int64_t step = stride * kv_itemsize(dtype);
-    for (int64_t d = 0; d < n; d += VL) v_store_strided_as(dtype, p + d * step, stride, n - d < VL ? n - d : VL, v_load(line + d));
+    for (int64_t d = 0; d < n; d += VL)
+        v_store_strided_as(dtype, p + d * step, stride, n - d < VL ? n - d : VL, v_load(line + d));
 }
 
 static void chunk_store_results(const chunk_item *item, const chunk_panel *panel) {
@@ -112,7 +116,9 @@ static void chunk_store_results(const chunk_item *item, const chunk_panel *panel
     chunk_factors(item, panel, factors);
     for (int64_t i = 0; i < panel->num_rows; i++) {
         for (int64_t d = 0; d < item->v_dim; d++) item->line[d] = out[d * lanes + i] * factors[i];
-        chunk_store_as(to->dtype, chunk_token(to, item->first_token + (first + i) / item->group, chunk_head(item, first + i)), to->dim_stride, item->v_dim, item->line);
+        const int64_t token = item->first_token + (first + i) / item->group;
+        chunk_store_line(to->dtype, chunk_token(to, token, chunk_head(item, first + i)), to->dim_stride, item->v_dim,
+                         item->line);
     }
 }
 

@@ -24,7 +24,7 @@ typedef struct {
     int64_t k_padded, v_padded;
     float *largest, *sum, *acc;      /* the state: [num_lanes], [num_lanes], [num_lanes, v_padded] */
     float *q;                        /* [num_lanes, k_padded] scaled */
-    float *scores, *decay;           /* [num_lanes, TILE], [num_lanes] */
+    float *scores, *decay;           /* of one KV head: [lanes, TILE], [lanes] */
     char *zeros;                     /* a value vector */
 } decoding;
 
@@ -91,33 +91,29 @@ static void decoding_load_queries(decoding *run) {
 
 /* -------- scores -------- */
 
-KV_INLINE void tile_scores_as(kv_dtype dtype, decoding *run, const kv_tile *tile, kv_stream *ahead) {
-    const kv_layer *layer = run->call->layer;
-    const int64_t dim = layer->k.dim, heads = layer->num_kv_heads, quads = (tile->count + 3) / 4;
-    const int64_t lines = (4 * layer->v.dim * kv_itemsize(dtype) + LINE - 1) / LINE;
-    const int by_head = layer->k.head_stride > layer->k.slot_stride; /* in the order of addresses */
-    for (int64_t step = 0; step < quads * heads; step++) {
-        const int64_t head = by_head ? step / quads : step % heads, t = 4 * (by_head ? step % quads : step / heads);
-        const int64_t offset = head * layer->k.head_stride * kv_itemsize(dtype);
-        const float *q = run->q + head * run->lanes * run->k_padded;
-        float *scores = run->scores + head * run->lanes * TILE + t;
-        int64_t lane = 0;
-        stream_fetch(ahead, lines);
-        for (; lane + 4 <= run->lanes; lane += 4)
-            scores_of_4(dtype, 4, tile->k + t, offset, dim, q + lane * run->k_padded, scores + lane * TILE);
-        switch (run->lanes - lane) {
-        case 3: scores_of_4(dtype, 3, tile->k + t, offset, dim, q + lane * run->k_padded, scores + lane * TILE); break;
-        case 2: scores_of_4(dtype, 2, tile->k + t, offset, dim, q + lane * run->k_padded, scores + lane * TILE); break;
-        case 1: scores_of_4(dtype, 1, tile->k + t, offset, dim, q + lane * run->k_padded, scores + lane * TILE); break;
-        }
+/* All of a head's lanes against the tile; meanwhile the same head of `ahead` is fetched. */
+KV_INLINE void head_scores_as(kv_dtype dtype, decoding *run, const kv_tile *tile, int64_t head) {
+    const kv_plane *k = &run->call->layer->k, *v = &run->call->layer->v;
+    const int64_t offset = head * k->head_stride * kv_itemsize(dtype), ahead_offset = head * v->head_stride * kv_itemsize(dtype);
+    const int64_t step = run->k_padded;
+    for (int64_t t = 0; t < tile->count; t += 4) {
+        const float *q = run->q + head * run->lanes * step;
+        float *scores = run->scores + t;
+        const char *const *tokens = tile->k + t, *const *ahead = tile->v + t;
+        int64_t left = run->lanes;
+        for (; left >= LANES; left -= LANES, q += LANES * step, scores += LANES * TILE, ahead = NULL)
+            scores_of_4(dtype, LANES, tokens, offset, k->dim, q, scores, ahead, ahead_offset);
+        if (left == 3) scores_of_4(dtype, 3, tokens, offset, k->dim, q, scores, ahead, ahead_offset);
+        if (left == 2) scores_of_4(dtype, 2, tokens, offset, k->dim, q, scores, ahead, ahead_offset);
+        if (left == 1) scores_of_4(dtype, 1, tokens, offset, k->dim, q, scores, ahead, ahead_offset);
     }
 }
 
-static void tile_scores(decoding *run, const kv_tile *tile, kv_stream *ahead) {
+static void head_scores(decoding *run, const kv_tile *tile, int64_t head) {
     switch (run->call->layer->dtype) {
-    case KV_F32: tile_scores_as(KV_F32, run, tile, ahead); break;
-    case KV_F16: tile_scores_as(KV_F16, run, tile, ahead); break;
-    case KV_BF16: tile_scores_as(KV_BF16, run, tile, ahead); break;
+    case KV_F32: head_scores_as(KV_F32, run, tile, head); break;
+    case KV_F16: head_scores_as(KV_F16, run, tile, head); break;
+    case KV_BF16: head_scores_as(KV_BF16, run, tile, head); break;
     }
 }
 
@@ -151,7 +147,7 @@ static void lane_features(const decoding *run, const kv_tile *tile, int64_t lane
 }
 
 /* Scores become weights, exp(score - largest); the state is told how much its old largest is worth now. */
-static void lane_softmax(decoding *run, int64_t lane, float *scores) {
+static void lane_softmax(decoding *run, int64_t lane, float *scores, float *decay_out) {
     vf best = v_load(scores);
     for (int t = VL; t < TILE; t += VL) best = v_max(best, v_load(scores + t));
     const float before = run->largest[lane], found = v_largest(best), largest = found > before ? found : before;
@@ -162,76 +158,75 @@ static void lane_softmax(decoding *run, int64_t lane, float *scores) {
         total += weight;
         v_store(scores + t, weight);
     }
-    const float decay = before == largest ? 1 : expf(before - offset);
-    run->decay[lane] = decay;
+    const float decay = found > before ? v_exp(v_set(before - offset))[0] : 1;
+    *decay_out = decay;
     run->sum[lane] = run->sum[lane] * decay + v_sum(total);
     run->largest[lane] = largest;
 }
 
-static void tile_weights(decoding *run, const kv_tile *tile) {
+static void head_weights(decoding *run, const kv_tile *tile, int64_t head) {
     const kv_attention *call = run->call;
     const int64_t first_position = call->seq_lens[run->row] - run->num_queries;
+    const int64_t last_position = call->seq_lens[run->row] - 1;
     const int all_seen = tile->count == TILE && tile->first + TILE - 1 <= first_position &&
-                         (call->window > first_position + run->num_queries ||
-                          tile->first > first_position + run->num_queries - 1 - call->window);
+                         (call->window > last_position || tile->first > last_position - call->window);
     const int plain = all_seen && call->soft_cap == 0 && call->slopes == NULL && call->mask == NULL;
-    for (int64_t lane = 0; lane < run->num_lanes; lane++) {
-        float *scores = run->scores + lane * TILE;
-        if (!plain) lane_features(run, tile, lane, scores);
-        lane_softmax(run, lane, scores);
+    for (int64_t i = 0; i < run->lanes; i++) {
+        if (!plain) lane_features(run, tile, head * run->lanes + i, run->scores + i * TILE);
+        lane_softmax(run, head * run->lanes + i, run->scores + i * TILE, run->decay + i);
     }
 }
 
 /* -------- values -------- */
 
 /* Tokens that the mask hides from all of a head's lanes may hold anything: they read zeros. */
-static void hide_tokens(const decoding *run, const kv_tile *tile, int64_t head, int64_t offset, const char **tokens) {
+static void hide_tokens(const decoding *run, const kv_tile *tile, int64_t offset, const char **tokens) {
     for (int64_t t = 0; t < tile->count; t++) {
         int is_used = 0;
-        for (int64_t lane = 0; lane < run->lanes; lane++) is_used |= run->scores[(head * run->lanes + lane) * TILE + t] != 0;
+        for (int64_t i = 0; i < run->lanes; i++) is_used |= run->scores[i * TILE + t] != 0;
         tokens[t] = is_used ? tile->v[t] : run->zeros - offset;
     }
 }
 
-KV_INLINE void rows_values(kv_dtype dtype, const int rows, decoding *run, const char *const *tokens, int64_t count,
-                           int64_t offset, int64_t lane, kv_stream *ahead, int64_t lines) {
-    const int64_t dim = run->call->layer->v.dim, stride = run->v_padded;
-    const float *weights = run->scores + lane * TILE, *decay = run->decay + lane;
-    float *acc = run->acc + lane * stride;
+/* `rows` lanes of a head from the i-th on. */
+KV_INLINE void lanes_values(kv_dtype dtype, const int rows, decoding *run, const char *const *tokens, int64_t count,
+                            int64_t head, int64_t i, const char *const *ahead, int64_t ahead_offset) {
+    const kv_plane *plane = &run->call->layer->v;
+    const int64_t offset = head * plane->head_stride * kv_itemsize(dtype), dim = plane->dim, stride = run->v_padded;
+    const float *weights = run->scores + i * TILE, *decay = run->decay + i;
+    float *acc = run->acc + (head * run->lanes + i) * stride;
     int64_t d = 0;
 #if defined(KV_SIMD_AVX512) || defined(KV_SIMD_NEON) /* 32 registers */
     for (; d + 2 * PAIR <= dim; d += 2 * PAIR)
-        weigh(dtype, rows, 2, 0, tokens, count, offset, d, stride, weights, decay, acc, ahead, 2 * lines);
+        weigh(dtype, rows, 2, 0, tokens, count, offset, d, stride, weights, decay, acc, ahead, ahead_offset);
 #endif
     for (; d + PAIR <= dim; d += PAIR)
-        weigh(dtype, rows, 1, 0, tokens, count, offset, d, stride, weights, decay, acc, ahead, lines);
-    if (d < dim) weigh(dtype, rows, 1, dim - d, tokens, count, offset, d, stride, weights, decay, acc, ahead, lines);
+        weigh(dtype, rows, 1, 0, tokens, count, offset, d, stride, weights, decay, acc, ahead, ahead_offset);
+    if (d < dim) weigh(dtype, rows, 1, dim - d, tokens, count, offset, d, stride, weights, decay, acc, ahead, ahead_offset);
 }
 
-KV_INLINE void tile_values_as(kv_dtype dtype, decoding *run, const kv_tile *tile, kv_stream *ahead) {
-    const kv_layer *layer = run->call->layer;
-    /* Lines for each pair of 4 tokens: the next tile's K in equal shares. */
-    const int64_t pairs = run->v_padded / PAIR * ((run->lanes + 3) / 4);
-    const int64_t lines = ((4 * layer->k.dim * kv_itemsize(dtype) + LINE - 1) / LINE + pairs - 1) / pairs;
-    for (int64_t head = 0; head < layer->num_kv_heads; head++) {
-        const int64_t offset = head * layer->v.head_stride * kv_itemsize(dtype), end = (head + 1) * run->lanes;
-        const char *seen[TILE], *const *tokens = tile->v;
-        int64_t lane = head * run->lanes;
-        if (run->call->mask != NULL) hide_tokens(run, tile, head, offset, seen), tokens = seen;
-        for (; lane + 4 <= end; lane += 4) rows_values(dtype, 4, run, tokens, tile->count, offset, lane, ahead, lines);
-        switch (end - lane) {
-        case 3: rows_values(dtype, 3, run, tokens, tile->count, offset, lane, ahead, lines); break;
-        case 2: rows_values(dtype, 2, run, tokens, tile->count, offset, lane, ahead, lines); break;
-        case 1: rows_values(dtype, 1, run, tokens, tile->count, offset, lane, ahead, lines); break;
-        }
+/* Sums up the tile's values of a head; meanwhile the keys at `ahead` are fetched, those that are used next. */
+KV_INLINE void head_values_as(kv_dtype dtype, decoding *run, const kv_tile *tile, int64_t head, const char *const *ahead,
+                              int64_t ahead_offset) {
+    const char *seen[TILE], *const *tokens = tile->v;
+    int64_t i = 0;
+    if (run->call->mask != NULL) {
+        hide_tokens(run, tile, head * run->call->layer->v.head_stride * kv_itemsize(dtype), seen);
+        tokens = seen;
+    }
+    for (; i + 4 <= run->lanes; i += 4, ahead = NULL) lanes_values(dtype, 4, run, tokens, tile->count, head, i, ahead, ahead_offset);
+    switch (run->lanes - i) {
+    case 3: lanes_values(dtype, 3, run, tokens, tile->count, head, i, ahead, ahead_offset); break;
+    case 2: lanes_values(dtype, 2, run, tokens, tile->count, head, i, ahead, ahead_offset); break;
+    case 1: lanes_values(dtype, 1, run, tokens, tile->count, head, i, ahead, ahead_offset); break;
     }
 }
 
-static void tile_values(decoding *run, const kv_tile *tile, kv_stream *ahead) {
+static void head_values(decoding *run, const kv_tile *tile, int64_t head, const char *const *ahead, int64_t ahead_offset) {
     switch (run->call->layer->dtype) {
-    case KV_F32: tile_values_as(KV_F32, run, tile, ahead); break;
-    case KV_F16: tile_values_as(KV_F16, run, tile, ahead); break;
-    case KV_BF16: tile_values_as(KV_BF16, run, tile, ahead); break;
+    case KV_F32: head_values_as(KV_F32, run, tile, head, ahead, ahead_offset); break;
+    case KV_F16: head_values_as(KV_F16, run, tile, head, ahead, ahead_offset); break;
+    case KV_BF16: head_values_as(KV_BF16, run, tile, head, ahead, ahead_offset); break;
     }
 }
 
@@ -261,6 +256,7 @@ static void lane_finish(const decoding *run, int64_t lane, float largest, float 
 static void decode_part(const kv_attention *call, int64_t row, int64_t begin, int64_t end, float *scratch, float *partial) {
     decoding run = decoding_of(call, row, scratch);
     const kv_layer *layer = call->layer;
+    const int64_t k_head_step = layer->k.head_stride * kv_itemsize(layer->dtype);
     kv_tile tiles[2];
     if (partial != NULL) decoding_set_state(&run, partial);
     decoding_load_queries(&run);
@@ -271,16 +267,18 @@ static void decode_part(const kv_attention *call, int64_t row, int64_t begin, in
 
     tile_find(&tiles[0], call, row, begin, end);
     for (int64_t now = 0; begin < end; now = 1 - now) {
-        const kv_tile *tile = &tiles[now];
-        kv_stream values = stream_of(layer, &layer->v, tile), keys = {0};
+        const kv_tile *tile = &tiles[now], *next = tile;
         begin += tile->count;
         if (begin < end) {
             tile_find(&tiles[1 - now], call, row, begin, end);
-            keys = stream_of(layer, &layer->k, &tiles[1 - now]);
+            if (tiles[1 - now].count == TILE) next = &tiles[1 - now];
         }
-        tile_scores(&run, tile, &values);
-        tile_weights(&run, tile);
-        tile_values(&run, tile, &keys);
+        for (int64_t head = 0; head < layer->num_kv_heads; head++) {
+            const int is_last = head + 1 == layer->num_kv_heads;
+            head_scores(&run, tile, head);
+            head_weights(&run, tile, head);
+            head_values(&run, tile, head, is_last ? next->k : tile->k, is_last ? 0 : (head + 1) * k_head_step);
+        }
     }
     if (partial == NULL)
         for (int64_t lane = 0; lane < run.num_lanes; lane++)

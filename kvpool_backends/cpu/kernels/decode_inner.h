@@ -3,7 +3,11 @@
  * Elements go in pairs of vectors: for bfloat16 the even and the odd ones of 2 * VL (one shift, one mask: no shuffle),
  * else the first and the second VL. Queries are stored in that order, results come out in it; a dot product does not mind.
  */
-enum { PAIR = 2 * VL };
+#if defined(KV_SIMD_AVX512) || defined(KV_SIMD_NEON)
+enum { PAIR = 2 * VL, LANES = 4 }; /* queries at once: 4 * LANES sums must stay in registers, and here are 32 */
+#else
+enum { PAIR = 2 * VL, LANES = 2 };
+#endif
 
 typedef struct { vf a, b; } vpair;
 
@@ -26,9 +30,13 @@ KV_INLINE vpair pair_load_n(kv_dtype dtype, const char *p, int64_t n) {
         const int64_t first = n < VL ? n : VL;
         return (vpair){v_load_n_as(dtype, p, first), v_load_n_as(dtype, p + first * kv_itemsize(dtype), n - first)};
     }
+#if defined(KV_SIMD_AVX512)
+    return pair_from_bf16((vu)_mm512_maskz_loadu_epi16((__mmask32)((1u << n) - 1), p));
+#else
     vu bits = {0};
     memcpy(&bits, p, 2 * (size_t)n);
     return pair_from_bf16(bits);
+#endif
 }
 
 /* Element i (0 <= i < padded dim) of a vector stands at this place of its stored form. */
@@ -37,16 +45,29 @@ KV_INLINE int64_t pair_place(kv_dtype dtype, int64_t i) {
     return dtype == KV_BF16 ? i - in_pair + in_pair / 2 + in_pair % 2 * VL : i;
 }
 
+#ifndef KV_HINT
+#define KV_HINT 3
+#endif
+/* Fetches what lies as far in another vector as elements d .. d + count - 1 lie in this one. */
+KV_INLINE void fetch(const char *vector, int64_t d, int count, int64_t size) {
+    KV_UNROLL
+    for (int64_t at = 0; at < count * size; at += LINE)
+        if ((d * size) % LINE == 0 || count * size >= LINE) __builtin_prefetch(vector + d * size + at, 0, KV_HINT);
+}
+
 /* scores[r * TILE + t] = q[r] . k[t] for 4 tokens t and `rows` <= 4 queries r; `offset` is the head's. */
 KV_INLINE void scores_of_4(kv_dtype dtype, const int rows, const char *const *tokens, int64_t offset, int64_t dim, const float *q,
-                           float *scores) {
+                           float *scores, const char *const *ahead, int64_t ahead_offset) {
     const char *const k[4] = {tokens[0] + offset, tokens[1] + offset, tokens[2] + offset, tokens[3] + offset};
     const int64_t size = kv_itemsize(dtype), stride = padded(dim), whole = dim / PAIR * PAIR;
     vf sum[4][4] = {{{0}}};
     for (int64_t d = 0; d < whole; d += PAIR) {
         vpair key[4];
         KV_UNROLL
-        for (int t = 0; t < 4; t++) key[t] = pair_load(dtype, k[t] + d * size);
+        for (int t = 0; t < 4; t++) {
+            if (ahead != NULL) fetch(ahead[t] + ahead_offset, d, PAIR, size);
+            key[t] = pair_load(dtype, k[t] + d * size);
+        }
         KV_UNROLL
         for (int r = 0; r < rows; r++) {
             const vf a = v_load(q + r * stride + d), b = v_load(q + r * stride + d + VL);
@@ -75,7 +96,7 @@ KV_INLINE void scores_of_4(kv_dtype dtype, const int rows, const char *const *to
  * the `pairs` (1 or 2) pairs of elements from d on; the last one has `tail` elements if that is not 0. */
 KV_INLINE void weigh(kv_dtype dtype, const int rows, const int pairs, int64_t tail, const char *const *tokens, int64_t count,
                      int64_t offset, int64_t d, int64_t stride, const float *weights, const float *decay, float *acc,
-                     kv_stream *ahead, int64_t lines) {
+                     const char *const *ahead, int64_t ahead_offset) {
     const int64_t size = kv_itemsize(dtype);
     vpair sum[4][2];
     KV_UNROLL
@@ -87,7 +108,7 @@ KV_INLINE void weigh(kv_dtype dtype, const int rows, const int pairs, int64_t ta
         }
     for (int64_t t = 0; t < count; t++) {
         const char *v = tokens[t] + offset + d * size;
-        if (t % 4 == 0) stream_fetch(ahead, lines);
+        if (ahead != NULL) fetch(ahead[t] + ahead_offset, d, pairs * PAIR, size);
         vpair value[2];
         KV_UNROLL
         for (int i = 0; i < pairs; i++) value[i] = tail == 0 ? pair_load(dtype, v + i * PAIR * size) : pair_load_n(dtype, v, tail);

@@ -1,0 +1,110 @@
+"""`CPUBackend`: the conformance kit with every instruction set, where its memory lies, what it takes and gives."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from kvpool.config import DTYPES, LAYOUTS, KVSpec
+from kvpool.protocol import FEATURES, ArrayPlan, BatchShape
+from kvpool.testing import conformance
+from kvpool.testing.dense import dense_attention
+from kvpool.testing.filled import SEED
+from kvpool_backends import load_backend
+from kvpool_backends.cpu import CPUBackend, base_shapes, isas
+from kvpool_backends.numpy import NumpyBackend
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("case", conformance.CASES, ids=lambda case: case.__name__)
+def test_backend_conforms(case, isa):
+    try:
+        case(partial(CPUBackend, isa=isa))
+    except conformance.NotApplicable:
+        assert case.__name__ in ("attention_weights_are_returned", "refused_specs_raise")
+
+
+def test_registry_knows_the_backend():
+    assert load_backend("cpu") is CPUBackend
+
+
+def test_capabilities_have_every_feature_but_weights():
+    can = CPUBackend.capabilities()
+    assert can.features == FEATURES and can.batch_invariant and not can.return_attn
+    assert set(can.layouts) == set(LAYOUTS) and set(can.dtypes) == set(DTYPES)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_planes_lie_in_one_mapping_that_begins_at_a_huge_page(layout):
+    spec = KVSpec(3, 2, 8, "float16", 4, layout=layout)
+    backend = CPUBackend(spec, 5)
+    addresses = backend.store.addresses()
+    sizes = [int(np.prod(shape)) * 2 for shape in base_shapes(spec, 5)]
+    assert sum(sizes) == spec.pool_nbytes(5)
+    assert addresses[0] % 2**21 == 0 and all(address % 4096 == 0 for address in addresses)
+    ends = [address + size for address, size in zip(addresses, sizes, strict=True)]
+    assert all(end <= address for end, address in zip(ends, addresses[1:], strict=False))
+
+
+def test_offsets_beyond_two_to_the_31_elements_reach_the_right_block():
+    """Keys and values of 2^31 elements and more each; memory that is never touched costs nothing."""
+    spec = KVSpec(1, 1, 1024, "float16", 16)
+    num_blocks = 2**31 // (16 * 1024) + 3
+    backend = CPUBackend(spec, num_blocks)
+    last = num_blocks - 1
+    k, v = np.random.default_rng(SEED).standard_normal((2, 16, 1, 1024)).astype(np.float16)
+    plan = ArrayPlan(np.array([[last]]), np.array([16]), np.array([0, 1]), last * 16 + np.arange(16))
+    backend.write(0, k, v, plan)
+    backend.copy_blocks(np.array([[last, last - 1, 16]]))
+    assert np.array_equal(backend.gather(0, [last - 1])[1], v.astype(np.float32))
+    assert not backend.gather(0, [2])[0].any()  # where 32-bit offsets would wrap to
+    data = backend.export_blocks([last])
+    backend.zero([last - 1])
+    backend.import_blocks([last - 2], data)
+    assert not backend.export_blocks([last - 1]).any()
+    q = np.ones((1, 1, 1024), np.float32)
+    moved = ArrayPlan(np.array([[last - 2]]), plan.seq_lens, plan.cu_q_lens)
+    for where in (plan, moved):
+        np.testing.assert_allclose(backend.attend(0, q, where), dense_attention(q, k, v)[0], atol=2e-6)
+
+
+@pytest.mark.parametrize("given", [np.float16, np.float32, np.float64])
+def test_tokens_of_any_float_type_are_taken_and_results_are_float32(given):
+    spec, rng = KVSpec(1, 2, 8, "float32", 4), np.random.default_rng(SEED)
+    k, v, q = (rng.standard_normal((3, heads, 8)).astype(given) for heads in (2, 2, 4))
+    backend = CPUBackend(spec, 3)
+    plan = ArrayPlan(np.array([[2]]), np.array([3]), np.array([0, 3]), np.array([8, 9, 10]))
+    backend.write(0, k, v, plan)
+    out = backend.attend(0, q, plan)
+    assert out.dtype == np.float32
+    k, v, q = (x.astype(np.float32) for x in (k, v, q))
+    np.testing.assert_allclose(out, dense_attention(q, k, v)[0], rtol=0, atol=1e-5)
+
+
+def test_bits_of_bfloat16_are_stored_as_they_are():
+    bits = np.array([0x7FC1, 0x0001, 0xFF80, 0x3F80], np.uint16).reshape(1, 1, 4)
+    backend = CPUBackend(KVSpec(1, 1, 4, "bfloat16", 2), 2)
+    backend.write(0, bits, bits, ArrayPlan(slot_mapping=np.array([3])))
+    assert backend.export_blocks([1]).view(np.uint16).reshape(2, 2, 4)[:, 1].tolist() == [bits.ravel().tolist()] * 2
+    k, _ = backend.gather(0, [1], 2)
+    assert k.dtype == np.float32 and k[1, 0, 1:].tolist() == [2.0**-133, -np.inf, 1.0] and np.isnan(k[1, 0, 0])
+
+
+def test_blocks_move_between_backends():
+    spec, rng = KVSpec(2, 2, 8, "bfloat16", 4, 4), np.random.default_rng(SEED)
+    data = rng.integers(0, 256, (2, spec.block_nbytes)).astype(np.uint8)
+    one, other = CPUBackend(spec, 4), NumpyBackend(spec, 4)
+    one.import_blocks([3, 1], data)
+    other.import_blocks([1, 2], one.export_blocks(np.array([1, 3], np.uint8)))
+    assert np.array_equal(other.export_blocks([2, 1]), data)
+
+
+def test_warmup_takes_the_scratch_that_steps_will_need():
+    spec = KVSpec(2, 2, 8, "float32", 4)
+    backend = CPUBackend(spec, 9)
+    backend.warmup([BatchShape(2, 2, 600, 4), BatchShape(1, 40, 600, 4), BatchShape(0, 0, 4, 4)])
+    scratch = backend.store.scratch_nbytes
+    plan = ArrayPlan(np.full((2, 600), 3), np.array([2400, 17]), np.array([0, 1, 2]), np.array([1, 2]))
+    backend.write(1, np.ones((2, 2, 8)), np.ones((2, 2, 8)), plan)
+    backend.attend(1, np.ones((2, 4, 8)), plan)
+    assert backend.store.scratch_nbytes == scratch

@@ -1,0 +1,261 @@
+"""Long chunks of queries on the CPU kernels, against dense attention in float64, in every instruction set.
+
+A chunk goes by in tiles of queries (512 rows: queries times query heads of a group) and of keys (128), in panels of up
+to three vectors of rows; the lengths here lie around those borders. Slots that no query sees hold NaN throughout.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool.config import KVSpec
+from kvpool.protocol import AttentionOptions
+from kvpool.testing.dense import dense_attention, round_to
+from kvpool_backends.cpu import _kernels
+
+TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1e-2}
+SEED = 4
+ISAS = _kernels.isas()
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "isa": ISAS,
+    "dtype": ("float32", "float16", "bfloat16"),
+    "block_size": (1, 5, 16, 32),
+    "dims": ((128, 128), (64, 64), (80, 96), (33, 17), (3, 256)),
+    "group": (1, 3, 4, 17),
+    "features": ("none", "window", "soft_cap", "alibi_slopes", "sinks", "mask", "all"),
+    "queries": (9, 43, 128, 129, 300),
+    "prior": (0, 1, 85, 127, 500),
+    "layout": ("NHD", "HND", "stacked"),
+    "tokens": ("float32", "float16", "bfloat16"),
+}
+
+
+def pairwise(factors: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
+    """Cases in which any two values of any two factors meet: each time the best of 40 random candidates."""
+    rng = np.random.default_rng(SEED)
+    names = list(factors)
+    missing = {
+        ((a, i), (b, j))
+        for a, b in combinations(names, 2)
+        for i, j in product(range(len(factors[a])), range(len(factors[b])))
+    }
+    cases = []
+    while missing:
+        (a, i), (b, j) = min(missing)
+        best: tuple[set[Any], dict[str, int]] = (set(), {})
+        for _ in range(40):
+            pick = {name: int(rng.integers(len(values))) for name, values in factors.items()} | {a: i, b: j}
+            met = missing & set(combinations(((name, pick[name]) for name in names), 2))
+            if len(met) > len(best[0]):
+                best = met, pick
+        missing -= best[0]
+        cases.append({name: factors[name][index] for name, index in best[1].items()})
+    return cases
+
+
+class Pool:
+    """A store on memory full of NaN, and the tokens that were written into it, in the order of their sequences."""
+
+    def __init__(self, spec: KVSpec, isa: str, num_threads: int = 2, num_blocks: int = 900) -> None:
+        shapes = _kernels.base_shapes(spec, num_blocks)
+        nan = {"float32": np.float32("nan"), "float16": np.float16("nan"), "bfloat16": np.uint16(0x7FC0)}[spec.dtype]
+        self.arrays = [np.full(shape, nan) for shape in shapes]
+        self.spec = spec
+        self.store = _kernels.BlockStore(spec, num_blocks, self.arrays, isa=isa, num_threads=num_threads)
+        self.free = list(np.random.default_rng(SEED).permutation(num_blocks))
+
+    def add(self, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        """Write one sequence into random blocks, except for tokens whose key is NaN; its block table."""
+        size = self.spec.block_size
+        table = np.array([self.free.pop() for _ in range(-(-len(k) // size))], np.int32)
+        slots = table[np.arange(len(k)) // size].astype(np.int64) * size + np.arange(len(k)) % size
+        self.store.write(0, k, v, slots)
+        return table
+
+    def attend(
+        self, q: np.ndarray, tables: list[np.ndarray], lens: list[int], queries: list[int], **more: Any
+    ) -> np.ndarray:
+        """float32 results; `q` may be anything that a kernel reads."""
+        padded = np.full((len(tables), max(map(len, tables)) + 1), -1, np.int32)
+        for row, table in zip(padded, tables, strict=True):
+            row[: len(table)] = table
+        out = np.full((q.shape[0], q.shape[1], self.spec.value_head_dim), 7, more.pop("out_dtype", np.float32))
+        self.store.attend(0, q, out, padded, np.array(lens), np.cumsum([0, *queries]), **more)
+        return from_bits(out)
+
+
+def from_bits(x: np.ndarray) -> np.ndarray:
+    return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x.astype(np.float32)
+
+
+def to_bits(x: np.ndarray, dtype: str) -> np.ndarray:
+    """Values that `dtype` represents exactly, as a kernel takes them."""
+    return (x.view(np.uint32) >> 16).astype(np.uint16) if dtype == "bfloat16" else x.astype(dtype)
+
+
+def normal(rng: np.random.Generator, *shape: int, dtype: str = "float32") -> np.ndarray:
+    x = rng.standard_normal(shape, np.float32)
+    return x if dtype == "float32" else round_to(x, dtype)
+
+
+def largest_error(out: np.ndarray, ref: np.ndarray) -> float:
+    """Of any head, as a part of its largest result."""
+    return float((np.abs(out - ref).max(axis=(0, 2)) / np.abs(ref).max(axis=(0, 2))).max())
+
+
+def some_options(
+    rng: np.random.Generator, features: str, num_queries: int, num_heads: int, context: int
+) -> AttentionOptions:
+    mask = normal(rng, num_queries, num_heads if features == "all" else 1, context + 3)
+    mask[rng.random(mask.shape) < 0.3] = -np.inf
+    every: dict[str, Any] = {
+        "window": 1 + context // 3,
+        "soft_cap": 3.0,
+        "alibi_slopes": 2.0 ** -np.linspace(1, 8, num_heads),
+        "sinks": normal(rng, num_heads),
+        "mask": mask,
+    }
+    return AttentionOptions(**{name: value for name, value in every.items() if features in (name, "all")})
+
+
+def name_of(case: dict[str, Any]) -> str:
+    return "-".join(str(value).replace(" ", "") for value in case.values())
+
+
+@pytest.mark.parametrize("case", pairwise(FACTORS), ids=name_of)
+def test_chunk_any_shape_matches_float64(case: dict[str, Any]) -> None:
+    rng = np.random.default_rng(SEED)
+    dim, v_dim = case["dims"]
+    num_kv_heads, num_queries, context = 2, case["queries"], case["queries"] + case["prior"]
+    num_heads = num_kv_heads * case["group"]
+    spec = KVSpec(1, num_kv_heads, dim, case["dtype"], case["block_size"], v_head_dim=v_dim, layout=case["layout"])
+    options = some_options(rng, case["features"], num_queries, num_heads, context)
+    k, v = normal(rng, context, 2, dim, dtype=spec.dtype), normal(rng, context, 2, v_dim, dtype=spec.dtype)
+    q = normal(rng, num_queries, num_heads, dim, dtype=case["tokens"])
+    if options.window is not None:  # what fell out of the window may be gone
+        unseen = max(0, case["prior"] - options.window + 1)
+        kept_k, kept_v = k.copy(), v.copy()
+        kept_k[:unseen] = kept_v[:unseen] = np.nan
+    else:
+        kept_k, kept_v = k, v
+
+    pool = Pool(spec, case["isa"])
+    table = pool.add(kept_k, kept_v)
+    strided = np.moveaxis(np.ascontiguousarray(np.moveaxis(to_bits(q, case["tokens"]), 0, 2)), 2, 0)
+    result = pool.attend(strided, [table], [context], [num_queries], options=options, out_dtype=strided.dtype)
+    ref, _ = dense_attention(q, k, v, options=options)
+
+    assert largest_error(result, ref) <= max(TOLERANCE[case["tokens"]], 2e-6)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("group, num_queries", [(1, 511), (1, 512), (1, 513), (4, 127), (4, 257), (7, 74), (600, 9)])
+def test_chunk_around_tiles_of_queries_matches_float64(isa: str, group: int, num_queries: int) -> None:
+    rng = np.random.default_rng(SEED)
+    context = num_queries + 140
+    pool = Pool(KVSpec(1, 1, 32, "float32", 16), isa)
+    k, v, q = normal(rng, context, 1, 32), normal(rng, context, 1, 32), normal(rng, num_queries, group, 32)
+
+    result = pool.attend(q, [pool.add(k, v)], [context], [num_queries])
+
+    assert largest_error(result, dense_attention(q, k, v)[0]) <= TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_chunk_long_context_keeps_its_precision(isa: str) -> None:
+    rng = np.random.default_rng(SEED)
+    pool = Pool(KVSpec(1, 1, 64, "float32", 128), isa)
+    k, v, q = normal(rng, 65_536, 1, 64), normal(rng, 65_536, 1, 64), normal(rng, 12, 4, 64)
+
+    result = pool.attend(q, [pool.add(k, v)], [65_536], [12])
+
+    assert largest_error(result, dense_attention(q, k, v)[0]) <= TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("features", ["none", "all"])
+def test_chunk_in_a_batch_gets_the_same_bits_as_alone(isa: str, features: str) -> None:
+    rng = np.random.default_rng(SEED)
+    queries, lens = [200, 1, 33, 9, 130], [330, 700, 33, 400, 130]
+    options = some_options(rng, features, sum(queries), 4, max(lens))
+    spec = KVSpec(1, 2, 48, "bfloat16", 16)
+    pool, alone = Pool(spec, isa), Pool(spec, isa, num_threads=1)
+    tokens = [(normal(rng, n, 2, 48), normal(rng, n, 2, 48)) for n in lens]
+    q = normal(rng, sum(queries), 4, 48)
+
+    batched = pool.attend(q, [pool.add(k, v) for k, v in tokens], lens, queries, options=options)
+
+    for row in reversed(range(len(lens))):  # so that its blocks are others
+        own = slice(sum(queries[:row]), sum(queries[: row + 1]))
+        mine = AttentionOptions(**{name: getattr(options, name) for name in options.features if name != "mask"})
+        if options.mask is not None:
+            mine = AttentionOptions(**{name: getattr(mine, name) for name in mine.features}, mask=options.mask[own])
+        solo = alone.attend(q[own], [alone.add(*tokens[row])], [lens[row]], [queries[row]], options=mine)
+        np.testing.assert_array_equal(batched[own], solo, strict=True)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("window", [None, 150])
+def test_chunk_cut_in_two_gets_the_same_bits(isa: str, window: int | None) -> None:
+    rng = np.random.default_rng(SEED)
+    pool, options = Pool(KVSpec(1, 1, 40, "float32", 16), isa), AttentionOptions(window=window)
+    k, v, q = normal(rng, 500, 1, 40), normal(rng, 500, 1, 40), normal(rng, 400, 3, 40)
+    table = pool.add(k, v)
+
+    whole = pool.attend(q, [table], [500], [400], options=options)
+
+    for cut in (9, 128, 171, 390):
+        head = pool.attend(q[:cut], [table], [100 + cut], [cut], options=options)
+        rest = pool.attend(q[cut:], [table], [500], [400 - cut], options=options)
+        np.testing.assert_array_equal(np.concatenate([head, rest]), whole, strict=True)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+def test_chunk_keys_behind_the_mask_never_matter(isa: str, poison: float) -> None:
+    rng = np.random.default_rng(SEED)
+    k, v, q = normal(rng, 300, 1, 24), normal(rng, 300, 1, 20), normal(rng, 50, 4, 24)
+    mask = rng.random((50, 300)) < 0.7
+    hidden = rng.random(300) < 0.2
+    mask[:, hidden] = False
+    ref, _ = dense_attention(q, k, v, options=AttentionOptions(mask=mask))
+    k[hidden] = v[hidden] = poison
+    pool = Pool(KVSpec(1, 1, 24, "float32", 16, v_head_dim=20), isa)
+
+    result = pool.attend(q, [pool.add(k, v)], [300], [50], options=AttentionOptions(mask=mask))
+
+    assert largest_error(result, ref) <= TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_chunk_value_that_only_later_queries_see_stays_theirs(isa: str) -> None:
+    rng = np.random.default_rng(SEED)
+    k, v, q = normal(rng, 40, 1, 16), normal(rng, 40, 1, 16), normal(rng, 40, 2, 16)
+    ref, _ = dense_attention(q, k, v)
+    v[30, 0, 3] = np.nan
+    pool = Pool(KVSpec(1, 1, 16, "float32", 16), isa)
+
+    result = pool.attend(q, [pool.add(k, v)], [40], [40])
+
+    assert largest_error(result[:30], ref[:30]) <= TOLERANCE["float32"]
+    assert np.isnan(result[30:, :, 3]).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("sinks", [None, np.array([1.0, -100.0], np.float32)])
+def test_chunk_query_that_sees_nothing_gets_zero(isa: str, sinks: np.ndarray | None) -> None:
+    rng = np.random.default_rng(SEED)
+    mask = np.zeros((20, 150), np.float32)
+    mask[5] = mask[19] = -np.inf
+    pool = Pool(KVSpec(1, 1, 16, "float32", 16), isa)
+    table = pool.add(normal(rng, 150, 1, 16), normal(rng, 150, 1, 16))
+
+    result = pool.attend(normal(rng, 20, 2, 16), [table], [150], [20], options=AttentionOptions(mask=mask, sinks=sinks))
+
+    np.testing.assert_array_equal(result[[5, 19]], 0)
+    assert (np.delete(result, [5, 19], axis=0) != 0).all()

@@ -1,0 +1,455 @@
+"""Every wrong argument of `BlockStore`: which exception, that it names the call, and that no byte changed."""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool.config import KVSpec
+from kvpool_backends.cpu import BlockStore, CPUBackend, base_shapes, read_sum, set_num_threads
+
+HEADS, DIM, V_DIM, SIZE, BLOCKS, LAYERS = 2, 8, 4, 4, 6, 2
+SPEC = KVSpec(LAYERS, HEADS, DIM, "float32", SIZE, V_DIM)
+OPTIONS = {"window": None, "soft_cap": None, "sinks": None, "alibi_slopes": None, "mask": None}
+
+
+def ones(*shape, dtype=np.float32):
+    return np.ones(shape, dtype)
+
+
+def noise(shapes):
+    return [np.random.default_rng(1).random(shape).astype(np.float32) for shape in shapes]
+
+
+def ints(*numbers):
+    return np.array(numbers, np.int32)
+
+
+def read_only(x):
+    x.flags.writeable = False
+    return x
+
+
+def misaligned(*shape, dtype=np.float32):
+    raw = np.zeros(np.prod(shape) * np.dtype(dtype).itemsize + 1, np.uint8)
+    return raw[1:].view(dtype).reshape(shape)
+
+
+def odd_stride(*shape, dtype=np.float32):
+    """Elements that are no whole number of elements apart, as fields of a record are."""
+    record = np.zeros(shape, np.dtype([("x", dtype), ("y", np.uint8)]))
+    return record["x"]
+
+
+class NoBuffer:
+    """Looks like an array to whoever asks for attributes."""
+
+    shape, ndim, dtype = (3, HEADS, DIM), 3, np.dtype(np.float32)
+
+
+@dataclass
+class Given:
+    """Legal arguments of every call: two rows of 2 and 1 queries in contexts of 5 and 9 tokens."""
+
+    arrays: list[np.ndarray] = field(default_factory=lambda: noise(base_shapes(SPEC, BLOCKS)))
+    store: Any = None
+    arguments: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.store = BlockStore(SPEC, BLOCKS, self.arrays)
+        self.arguments = {
+            "write": {"layer": 0, "k": ones(3, HEADS, DIM), "v": ones(3, HEADS, V_DIM), "slots": ints(1, -1, 23)},
+            "attend": {
+                "layer": 1,
+                "q": ones(3, 4, DIM),
+                "out": np.full((3, 4, V_DIM), 7, np.float32),
+                "block_tables": ints([1, 2, -1], [3, 4, 5]),
+                "seq_lens": ints(5, 9),
+                "cu_q_lens": ints(0, 2, 3),
+            },
+            "copy_blocks": {"copies": ints([1, 2, 3], [3, 4, 1])},
+            "gather": {
+                "layer": 0,
+                "blocks": ints(1, 3),
+                "k_out": np.full((5, HEADS, DIM), 7, np.float32),
+                "v_out": np.full((5, HEADS, V_DIM), 7, np.float32),
+            },
+            "zero": {"blocks": ints(1, 3)},
+            "export_blocks": {"blocks": ints(1, 3), "out": np.full((2, SPEC.block_nbytes), 7, np.uint8)},
+            "import_blocks": {"blocks": ints(1, 3), "data": np.zeros((2, SPEC.block_nbytes), np.uint8)},
+        }
+
+
+FLOATS = [
+    (NoBuffer(), TypeError),
+    (None, TypeError),
+    (1.0, TypeError),
+    ([[[1.0]]], TypeError),
+    ("array", TypeError),
+    (b"bytes", ValueError),
+    (ones(3, 4, DIM, dtype=np.float64), TypeError),
+    (ones(3, 4, DIM, dtype=np.int32), TypeError),
+    (ones(3, 4, DIM, dtype=np.int16), TypeError),
+    (ones(3, 4, DIM, dtype=np.complex64), TypeError),
+    (ones(3, 4, DIM, dtype=bool), TypeError),
+    (ones(3, 4, DIM).astype(">f4"), TypeError),
+    (ones(3, 4, DIM).astype(object), TypeError),
+    (np.zeros((3, 4, DIM), "V0"), TypeError),
+    (np.zeros((3, 4, DIM), "M8[s]"), TypeError),
+    (ones(), ValueError),
+    (ones(DIM), ValueError),
+    (ones(4, DIM), ValueError),
+    (ones(1, 3, 4, DIM), ValueError),
+    (misaligned(3, 4, DIM), ValueError),
+    (odd_stride(3, 4, DIM), ValueError),
+]
+INTEGERS = [
+    (None, TypeError),
+    (1, TypeError),
+    ([1, 2], TypeError),
+    ((), TypeError),
+    ("12", TypeError),
+    (ones(3), TypeError),
+    (ones(3, dtype=np.float16), TypeError),
+    (ones(3, dtype=np.uint32), TypeError),
+    (ones(3, dtype=np.uint64), TypeError),
+    (ones(3, dtype=np.int16), TypeError),
+    (ones(3, dtype=np.int8), TypeError),
+    (ones(3, dtype=bool), TypeError),
+    (ones(3, dtype=">i4"), TypeError),
+    (np.array([1, 2, 3], object), TypeError),
+    (misaligned(3, dtype=np.int32), ValueError),
+    (odd_stride(3, dtype=np.int32), ValueError),
+    (ints(), None),
+    (np.int32(3), ValueError),
+]
+LAYERS_REFUSED = [
+    *[(layer, IndexError) for layer in (-1, LAYERS, 2**31, 2**63, 2**200, -(2**63), np.int64(LAYERS))],
+    *[(layer, TypeError) for layer in (True, 0.0, "0", None, [0], np.float32(0))],
+]
+SHAPES = {
+    "k": [(2, HEADS, DIM), (4, HEADS, DIM), (3, HEADS + 1, DIM), (3, HEADS, DIM - 1), (3, 1, DIM), (0, HEADS, DIM)],
+    "v": [(2, HEADS, V_DIM), (3, HEADS, DIM), (3, HEADS - 1, V_DIM), (3, V_DIM, HEADS), (0, 0, 0)],
+    "q": [(3, 4, DIM + 1), (3, 3, DIM), (3, 0, DIM), (3, 1, DIM), (4, 4, DIM), (2, 4, DIM), (3, 4, 0)],
+    "out": [(3, 4, DIM), (2, 4, V_DIM), (3, 2, V_DIM), (3, 8, V_DIM), (0, 4, V_DIM), (3, V_DIM, 4, 1)],
+    "k_out": [(5, HEADS, V_DIM), (9, HEADS, DIM), (4, HEADS, DIM), (5, HEADS + 1, DIM), (5, HEADS * DIM)],
+    "v_out": [(5, HEADS, DIM), (4, HEADS, V_DIM), (6, HEADS, V_DIM), (5, 1, V_DIM)],
+}
+
+
+def cases():
+    """(call, argument, value, exception)"""
+    floats = {"write": "kv", "attend": ["q", "out"], "gather": ["k_out", "v_out"]}
+    integers = {
+        "write": ["slots"],
+        "attend": ["block_tables", "seq_lens", "cu_q_lens"],
+        "copy_blocks": ["copies"],
+        "gather": ["blocks"],
+        "zero": ["blocks"],
+        "export_blocks": ["blocks"],
+        "import_blocks": ["blocks"],
+    }
+    for call in ("write", "attend", "gather"):
+        yield from ((call, "layer", value, error) for value, error in LAYERS_REFUSED)
+    for call, names in floats.items():
+        for name in names:
+            yield from ((call, name, value, error) for value, error in FLOATS)
+            yield from ((call, name, ones(*shape), ValueError) for shape in SHAPES[name])
+    for call, names in integers.items():
+        for name in names:
+            dims = 2 if name in ("block_tables", "copies") else 1
+            for value, error in INTEGERS:
+                if error is not None:
+                    wrong_type = error is TypeError and isinstance(value, np.ndarray) and dims == 2
+                    yield call, name, value[None] if wrong_type else value, error
+    yield from block_cases()
+    yield from value_cases()
+    yield from option_cases()
+
+
+def block_cases():
+    """Ids outside the pool, in every call that takes them."""
+    for call in ("zero", "gather", "export_blocks", "import_blocks"):
+        for bad in (-1, BLOCKS, 2**31 - 1, -(2**31)):
+            yield call, "blocks", ints(1, bad), IndexError
+            yield call, "blocks", ints(bad, 1), IndexError
+        for bad in (2**32 + 1, 2**63 - 1, -(2**63)):
+            yield call, "blocks", np.array([bad, 1]), IndexError
+        yield call, "blocks", ints([1], [3]), ValueError
+    for call in ("export_blocks", "import_blocks"):
+        yield call, "blocks", ints(1), ValueError  # one id, two rows
+        yield call, "blocks", ints(1, 3, 5), ValueError
+    yield "gather", "blocks", ints(1), ValueError  # 4 tokens where 5 are wanted
+    yield "gather", "blocks", ints(), ValueError
+    yield "import_blocks", "blocks", ints(3, 3), ValueError
+    for name, call in (("out", "export_blocks"), ("data", "import_blocks")):
+        n = SPEC.block_nbytes
+        for shape in ((2, n - 1), (2, n + 1), (1, n), (3, n), (2 * n,), (2, n, 1), (n, 2)):
+            yield call, name, np.zeros(shape, np.uint8), ValueError
+        for dtype in (np.int8, bool, np.uint16, np.float32, np.int32):
+            yield call, name, np.zeros((2, n), dtype), TypeError
+        yield call, name, np.zeros((2, 2 * n), np.uint8)[:, ::2], ValueError
+        yield call, name, np.zeros((2, n), np.uint8)[:, ::-1], ValueError
+        yield call, name, np.zeros((n, 2), np.uint8).T, ValueError
+        yield call, name, np.zeros((4, n), np.uint8)[::2], ValueError
+        yield call, name, None, TypeError
+    for name, call in (("out", "export_blocks"), ("out", "attend"), ("k_out", "gather"), ("v_out", "gather")):
+        shape = Given().arguments[call][name].shape
+        dtype = np.uint8 if call == "export_blocks" else np.float32
+        yield call, name, read_only(np.zeros(shape, dtype)), ValueError
+        yield call, name, bytes(8), (TypeError, ValueError)
+    for call, name in (("attend", "out"), ("gather", "k_out"), ("gather", "v_out")):
+        shape = Given().arguments[call][name].shape
+        strides = np.lib.stride_tricks.as_strided
+        yield call, name, strides(np.zeros(999, np.float32), shape, (0, 64, 4)), ValueError
+        yield call, name, strides(np.zeros(999, np.float32), shape, (128, 0, 4)), ValueError
+        yield call, name, strides(np.zeros(999, np.float32), shape, (128, 64, 0)), ValueError
+        yield call, name, strides(np.zeros(999, np.float32), shape, (128, 4, 4)), ValueError
+        yield call, name, strides(np.zeros(999, np.float32), shape, (12, 64, 4)), ValueError
+    for dtype in (np.float16, np.uint16):
+        yield "gather", "k_out", np.zeros((5, HEADS, DIM), dtype), TypeError
+        yield "gather", "v_out", np.zeros((5, HEADS, V_DIM), dtype), TypeError
+    for src, dst, n, error in (
+        (BLOCKS, 1, 1, IndexError), (1, BLOCKS, 1, IndexError), (-1, 1, 1, IndexError), (1, -1, 1, IndexError),
+        (2**31 - 1, 1, 1, IndexError), (1, 2, 0, ValueError), (1, 2, -1, ValueError), (1, 2, SIZE + 1, ValueError),
+        (1, 1, 1, ValueError), (5, 0, 1, ValueError), (0, 3, 1, ValueError),
+    ):  # fmt: skip
+        yield "copy_blocks", "copies", ints([3, 0, 1], [src, dst, n]), error
+        yield "copy_blocks", "copies", np.array([[3, 0, 1], [src, dst, n]]), error
+    for shape in ((2, 2), (2, 4), (6,), (2, 3, 1), (3, 0)):
+        yield "copy_blocks", "copies", ones(*shape, dtype=np.int32), ValueError
+
+
+def value_cases():
+    limit = BLOCKS * SIZE
+    for bad in (limit, limit + 1, 2**31 - 1):
+        yield "write", "slots", ints(1, bad, 2), IndexError
+    for bad in (2**32, 2**63 - 1):
+        yield "write", "slots", np.array([1, 2, bad]), IndexError
+    yield "write", "slots", ints(1, 2), ValueError
+    yield "write", "slots", ints(1, 2, 3, 4), ValueError
+    yield "write", "slots", ints([1], [2], [3]), ValueError
+    for bad in (-1, BLOCKS, 2**31 - 1, -(2**31)):
+        for row, column in ((0, 0), (0, 1), (1, 0), (1, 2)):
+            for dtype in (np.int32, np.int64):
+                tables = ints([1, 2, -1], [3, 4, 5]).astype(dtype)
+                tables[row, column] = bad
+                yield "attend", "block_tables", tables, IndexError
+    for bad in (2**32 + 1, -(2**63), 2**63 - 1):
+        yield "attend", "block_tables", np.array([[1, 2, -1], [3, 4, bad]]), IndexError
+    for tables in (ints([1, 2, 3]), ints([1], [2]), ints([1, 2], [3, 4]), np.zeros((2, 0), np.int32), ints(1, 2)):
+        yield "attend", "block_tables", tables, ValueError
+    for lens in ((1, 9), (5, 0), (5, -1), (-5, 9), (13, 9), (5, 13), (5, 2**31 - 1), (5,), (5, 9, 9)):
+        yield "attend", "seq_lens", ints(*lens), ValueError
+    yield "attend", "seq_lens", np.array([5, 2**63 - 1]), ValueError
+    yield "attend", "seq_lens", np.array([-(2**63), 9]), ValueError
+    for sums in ((0, 2), (0, 2, 3, 3), (1, 2, 3), (-1, 2, 3), (0, 2, 1), (0, 2, 4), (0, 6, 6), (0, -1, 3), (0, 3, 2)):
+        yield "attend", "cu_q_lens", ints(*sums), ValueError
+    yield "attend", "cu_q_lens", np.array([0, 2, 2**63 - 1]), ValueError
+    yield "attend", "cu_q_lens", np.array([0, -(2**63), 3]), ValueError
+    for scale in (float("nan"), float("inf"), -float("inf"), 1e39, -1e300, 10**400, np.float64("nan")):
+        yield "attend", "scale", scale, ValueError
+    for scale in ("1.0", True, [1.0], 1j, b"1"):
+        yield "attend", "scale", scale, TypeError
+
+
+def option_cases():
+    def options(**fields):
+        return SimpleNamespace(**OPTIONS | fields)
+
+    for given in (1, {}, "options", [], SimpleNamespace(window=1), object()):
+        yield "attend", "options", given, TypeError
+    for name, values in {
+        "window": [(0, ValueError), (-1, ValueError), (2**63, ValueError), (1.5, TypeError), (True, TypeError)],
+        "soft_cap": [(0.0, ValueError), (-1.0, ValueError), (float("nan"), ValueError), (1e39, ValueError),
+                     (1e-60, ValueError), (float("inf"), ValueError), ("5", TypeError), (True, TypeError)],
+        "mask": [(ones(3, 8), ValueError), (ones(2, 9), ValueError), (ones(4, 9), ValueError), (ones(9), ValueError),
+                 (ones(3, 2, 9), ValueError), (ones(3, 5, 9), ValueError), (ones(3, 4, 8), ValueError),
+                 (ones(3, 1, 8), ValueError), (ones(2, 4, 9), ValueError), (ones(3, 4, 9, 1), ValueError),
+                 (ones(3, 9, dtype=np.float64), TypeError), (ones(3, 9, dtype=np.int32), TypeError),
+                 (ones(3, 9, dtype=np.float16), TypeError), (ones(3, 8, dtype=bool), ValueError),
+                 (misaligned(3, 9), ValueError), (odd_stride(3, 9), ValueError), ([[0.0] * 9] * 3, TypeError)],
+    }.items():  # fmt: skip
+        for value, error in values:
+            yield "attend", "options", options(**{name: value}), error
+    for name in ("sinks", "alibi_slopes"):
+        for value in (ones(3), ones(5), ones(0), ones(1), ones(4, 1), ones(1, 4), np.float32(1)):
+            yield "attend", "options", options(**{name: value}), ValueError
+        for bad in (np.nan, np.inf, -np.inf):
+            yield "attend", "options", options(**{name: np.array([1, 2, 3, bad], np.float32)}), ValueError
+            yield "attend", "options", options(**{name: np.array([1, bad, 3, 4])}), ValueError
+        yield "attend", "options", options(**{name: np.array([1, 1e39, 3, 4])}), ValueError
+        for value in (ones(4, dtype=np.int32), ones(4, dtype=np.float16), [1.0] * 4, 1.0):
+            yield "attend", "options", options(**{name: value}), TypeError
+
+
+CASES = list(cases())
+
+
+def test_there_are_hundreds_of_cases():
+    assert len(CASES) > 400
+
+
+@pytest.mark.parametrize(("call", "name", "value", "error"), CASES, ids=lambda x: x if isinstance(x, str) else "")
+def test_wrong_argument_is_refused_and_nothing_changes(call, name, value, error):
+    given = Given()
+    before = [array.tobytes() for array in given.arrays]
+    arguments = given.arguments[call] | {name: value}
+    outputs = {key: x.tobytes() for key, x in given.arguments[call].items() if key.endswith("out")}
+    with pytest.raises(error) as caught:
+        getattr(given.store, call)(**arguments)
+    message = str(caught.value)
+    assert message.startswith(f"[{call}] "), message
+    assert len(message) < 400
+    assert [array.tobytes() for array in given.arrays] == before
+    assert {key: given.arguments[call][key].tobytes() for key in outputs} == outputs
+
+
+def test_legal_arguments_are_accepted():
+    """The cases above change one argument of calls that work."""
+    given = Given()
+    for call, arguments in given.arguments.items():
+        getattr(given.store, call)(**arguments)
+    given.store.attend(**given.arguments["attend"], scale=0.5, options=SimpleNamespace(**OPTIONS))
+
+
+# ---------------------------------------------------------------------- memory that overlaps
+
+
+def refused_overlap(store, call, arguments, arrays, names):
+    before = [array.tobytes() for array in arrays]
+    with pytest.raises(ValueError, match=rf"^\[{call}\] .*must not overlap with") as caught:
+        getattr(store, call)(**arguments)
+    assert any(name in str(caught.value) for name in names)
+    assert [array.tobytes() for array in arrays] == before
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_tokens_inside_the_pool_are_refused(layer):
+    """Also those of another layer than the one that is written or read."""
+    given = Given()
+    inside_k = given.arrays[2 * layer].reshape(-1, HEADS, DIM)
+    inside_v = given.arrays[2 * layer + 1].reshape(-1, HEADS, V_DIM)
+    plan = {"write": {"k": inside_k[5:8], "v": inside_v[::-1][:3]},
+            "gather": {"k_out": inside_k[5:10], "v_out": inside_v[:5]},
+            "attend": {"out": given.arrays[2 * layer + 1].reshape(-1)[:48].reshape(3, 4, V_DIM),
+                       "q": given.arrays[2 * layer].reshape(-1)[:96].reshape(3, 4, DIM)}}  # fmt: skip
+    for call, inputs in plan.items():
+        for name, value in inputs.items():
+            refused_overlap(given.store, call, given.arguments[call] | {name: value}, given.arrays, [name])
+    rows = given.arrays[2 * layer].view(np.uint8).reshape(-1)[: SPEC.block_nbytes].reshape(1, -1)
+    for call, name in (("export_blocks", "out"), ("import_blocks", "data")):
+        refused_overlap(given.store, call, {"blocks": ints(1), name: rows}, given.arrays, [name])
+
+
+def test_results_that_overlap_with_inputs_are_refused():
+    given = Given()
+    arguments = given.arguments["attend"]
+    memory = np.zeros(400, np.float32)
+    q, out = memory[:96].reshape(3, 4, DIM), memory[95:143].reshape(3, 4, V_DIM)
+    refused_overlap(given.store, "attend", arguments | {"q": q, "out": out}, [memory], ["out"])
+    tables = memory[:6].view(np.int32).reshape(2, 3)
+    tables[...] = arguments["block_tables"]
+    wanted = arguments | {"block_tables": tables, "out": memory[5:53].reshape(3, 4, V_DIM)}
+    refused_overlap(given.store, "attend", wanted, [memory], ["out"])
+    mask = SimpleNamespace(**OPTIONS | {"mask": memory[:27].reshape(3, 9)})
+    wanted = arguments | {"options": mask, "out": memory[20:68].reshape(3, 4, V_DIM)}
+    refused_overlap(given.store, "attend", wanted, [memory], ["out"])
+    k_out, v_out = memory[:80].reshape(5, HEADS, DIM), memory[79:119].reshape(5, HEADS, V_DIM)
+    wanted = given.arguments["gather"] | {"k_out": k_out, "v_out": v_out}
+    refused_overlap(given.store, "gather", wanted, [memory], ["k_out"])
+
+
+# ---------------------------------------------------------------------- what makes a store, and the module
+
+
+def arrays_of(spec=SPEC, num_blocks=BLOCKS):
+    return [np.zeros(shape, np.float32) for shape in base_shapes(spec, num_blocks)]
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"spec": None}, TypeError),
+        ({"spec": {"num_layers": 2}}, TypeError),
+        *[({"num_blocks": n}, ValueError) for n in (0, -1, 2**31, 2**63, BLOCKS + 1, BLOCKS - 1)],
+        *[({"num_blocks": n}, TypeError) for n in (True, 6.0, "6", None)],
+        *[({"isa": name}, ValueError) for name in ("", "sse", "AVX2", "portable ")],
+        *[({"isa": name}, TypeError) for name in (1, b"portable", True)],
+        *[({"num_threads": n}, ValueError) for n in (0, -1, 1025, 2**40)],
+        *[({"num_threads": n}, TypeError) for n in (True, 1.0, "1")],
+        ({"arrays": None}, TypeError),
+        ({"arrays": 5}, TypeError),
+        ({"arrays": []}, ValueError),
+        ({"arrays": arrays_of()[:-1]}, ValueError),
+        ({"arrays": [*arrays_of(), np.zeros(3, np.float32)]}, ValueError),
+        ({"arrays": [*arrays_of()[:-1], None]}, TypeError),
+        ({"arrays": [*arrays_of()[:-1], [0.0]]}, TypeError),
+        ({"arrays": [*arrays_of()[:-1], arrays_of()[-1].astype(np.float64)]}, ValueError),
+        ({"arrays": [*arrays_of()[:-1], arrays_of()[-1].astype(np.float16)]}, ValueError),
+        ({"arrays": [*arrays_of()[:-1], arrays_of()[-1].view(np.uint8)]}, ValueError),
+        ({"arrays": [*arrays_of()[:-1], arrays_of()[-1][:-1]]}, ValueError),
+        ({"arrays": [*arrays_of()[:-1], arrays_of()[-1].T]}, ValueError),
+        ({"arrays": [*arrays_of()[:-1], arrays_of()[-1][:, :, :, ::-1]]}, ValueError),
+        ({"arrays": [*arrays_of()[:-1], read_only(arrays_of()[-1])]}, ValueError),
+        ({"arrays": [*arrays_of()[:-1], bytes(arrays_of()[-1])]}, ValueError),
+        ({"arrays": [*arrays_of()[:-1], misaligned(BLOCKS, SIZE, HEADS, V_DIM)]}, ValueError),
+        ({"arrays": arrays_of()[:2] * 2}, ValueError),
+        ({"arrays": arrays_of()[::-1]}, ValueError),
+    ],
+)
+def test_store_that_cannot_be_is_refused(change, error):
+    wanted = {"spec": SPEC, "num_blocks": BLOCKS, "arrays": arrays_of(), "isa": None, "num_threads": None} | change
+    spec, num_blocks, arrays = wanted.pop("spec"), wanted.pop("num_blocks"), wanted.pop("arrays")
+    with pytest.raises(error, match=r"^\[BlockStore\] "):
+        BlockStore(spec, num_blocks, arrays, **wanted)
+
+
+@pytest.mark.parametrize(("n", "error"), [(0, ValueError), (-1, ValueError), (1025, ValueError), (True, TypeError),
+                                          (1.0, TypeError), (None, TypeError)])  # fmt: skip
+def test_number_of_threads_that_cannot_be_is_refused(n, error):
+    with pytest.raises(error, match=r"^\[set_num_threads\] n "):
+        set_num_threads(n)
+    if n is not None:
+        with pytest.raises(error, match=r"^\[read_sum\] num_threads "):
+            read_sum([], n)
+
+
+@pytest.mark.parametrize(("arrays", "error"), [(None, TypeError), ([1], TypeError), (["a"], TypeError),
+                                               ([np.ones((4, 4))[:, ::2]], ValueError)])  # fmt: skip
+def test_read_sum_of_no_arrays_is_refused(arrays, error):
+    with pytest.raises(error, match=r"^\[read_sum\] arrays"):
+        read_sum(arrays)
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda b, q, p: b.attend(0, q, p, return_attn=True), ValueError),
+        (lambda b, q, p: b.attend(0, q[0], p), ValueError),
+        (lambda b, q, p: b.attend(0, q.astype(np.int64), p), TypeError),
+        (lambda b, q, p: b.attend(0, q, p, options={"window": 3}), TypeError),
+        (lambda b, q, p: b.gather(0, [1], 1.0), TypeError),
+        (lambda b, q, p: b.gather(0, [1], -1), ValueError),
+        (lambda b, q, p: b.gather(0, [1], SIZE + 1), ValueError),
+        (lambda b, q, p: b.gather(0, [1.0]), TypeError),
+        (lambda b, q, p: b.gather(0, [[1]]), ValueError),
+        (lambda b, q, p: b.zero("1"), TypeError),
+        (lambda b, q, p: b.zero([2**63]), IndexError),
+        (lambda b, q, p: b.export_blocks(3), ValueError),
+    ],
+)
+def test_backend_refuses_what_its_store_never_sees(call, error):
+    backend, given = CPUBackend(SPEC, BLOCKS), Given()
+    plan = SimpleNamespace(**{k: given.arguments["attend"][k] for k in ("block_tables", "seq_lens", "cu_q_lens")})
+    with pytest.raises(error, match=r"^\[\w+\] "):
+        call(backend, given.arguments["attend"]["q"], plan)
+
+
+@pytest.mark.parametrize(("args", "error"), [(({}, 3), TypeError), ((SPEC, 0), ValueError), ((SPEC, True), TypeError),
+                                             ((SPEC, 2**60), MemoryError)])  # fmt: skip
+def test_backend_that_cannot_be_is_refused(args, error):
+    with pytest.raises(error, match=r"^\[(CPUBackend|BlockStore)\] "):
+        CPUBackend(*args)

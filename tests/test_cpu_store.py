@@ -1,0 +1,394 @@
+"""`BlockStore`: memory that is not its own, inputs of every kind, scratch, threads, processes, environment."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import tracemalloc
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from kvpool.config import DTYPES, LAYOUTS, KVSpec
+from kvpool.errors import ConcurrentUse
+from kvpool.protocol import AttentionOptions
+from kvpool.testing.dense import dense_attention
+from kvpool_backends import cpu
+from kvpool_backends.cpu import BlockStore, base_shapes, isas, read_sum
+
+SEED = 20_261
+NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+
+
+def make(spec, num_blocks, **options):
+    arrays = [np.zeros(shape, NUMPY[spec.dtype]) for shape in base_shapes(spec, num_blocks)]
+    return BlockStore(spec, num_blocks, arrays, **options)
+
+
+class Case:
+    """A store with two rows of known tokens: 2 queries in 37, 12 in 70; and 2 tokens of padding."""
+
+    seq_lens, q_lens = (37, 70), (2, 12)
+
+    def __init__(self, spec=None, **options):
+        self.spec = spec or KVSpec(2, 2, 16, "float32", 8)
+        rng = np.random.default_rng(SEED)
+        self.store = make(self.spec, 20, **options)
+        order = rng.permutation(np.arange(1, 20))
+        self.tables = np.stack([np.append(order[:5], [-1] * 4), order[5:14]]).astype(np.int32)
+        self.unused = int(order[-1])
+        self.k, self.v = (
+            [rng.standard_normal((n, self.spec.num_kv_heads, dim)).astype(np.float32) for n in self.seq_lens]
+            for _, dim in self.spec.planes
+        )
+        for table, k, v in zip(self.tables, self.k, self.v, strict=True):
+            position = np.arange(len(k))
+            slots = table[position // 8] * 8 + position % 8
+            self.store.write(1, k, v, slots)
+        self.q = rng.standard_normal((16, 4, self.spec.head_dim)).astype(np.float32)
+        self.lens, self.sums = np.array(self.seq_lens, np.int32), np.array([0, 2, 14], np.int32)
+
+    def attend(self, out=None, **changes):
+        out = np.full((16, 4, self.spec.value_head_dim), np.nan, np.float32) if out is None else out
+        arguments = {"q": self.q, "block_tables": self.tables, "seq_lens": self.lens, "cu_q_lens": self.sums}
+        self.store.attend(1, out=out, **arguments | changes)
+        return out
+
+    def expected(self, options=None):
+        rows = [
+            dense_attention(self.q[:2], self.k[0], self.v[0], None, part(options, slice(0, 2)))[0],
+            dense_attention(self.q[2:14], self.k[1], self.v[1], None, part(options, slice(2, 14)))[0],
+        ]
+        return np.concatenate([*rows, np.zeros((2, 4, self.spec.value_head_dim))])
+
+
+def part(options, tokens):
+    if options is None or options.mask is None:
+        return options
+    names = ("window", "soft_cap", "sinks", "alibi_slopes")
+    return AttentionOptions(mask=options.mask[tokens], **{name: getattr(options, name) for name in names})
+
+
+# ---------------------------------------------------------------------- memory that somebody else owns
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_base_shapes_are_those_of_the_layout_and_hold_the_pool(layout):
+    spec = KVSpec(3, 2, 8, "float16", 4, layout=layout)
+    shapes = base_shapes(spec, 5)
+    assert len(shapes) == {"NHD": 6, "HND": 6, "interleaved": 3, "stacked": 2}[layout]
+    assert sum(np.prod(shape) for shape in shapes) * 2 == spec.pool_nbytes(5)
+
+
+def test_store_works_in_place_and_holds_the_arrays():
+    spec = KVSpec(1, 1, 4, "float32", 2)
+    arrays = [np.zeros(shape, np.float32) for shape in base_shapes(spec, 3)]
+    store = BlockStore(spec, 3, arrays)
+    assert store.addresses() == [array.ctypes.data for array in arrays]
+    store.write(0, np.full((1, 1, 4), 5, np.float32), np.full((1, 1, 4), 6, np.float32), np.array([3]))
+    assert arrays[0][1, 1].tolist() == [[5.0] * 4] and arrays[1][1, 1].tolist() == [[6.0] * 4]
+    references = [sys.getrefcount(array) for array in arrays]
+    del store
+    assert [sys.getrefcount(array) for array in arrays] == [n - 1 for n in references]
+
+
+def test_memory_may_come_from_anything_with_a_buffer():
+    spec = KVSpec(1, 1, 4, "float32", 2)
+    blocks = [bytearray(4 * 2 * 4 * 3) for _ in range(2)]
+    store = BlockStore(spec, 3, [memoryview(block).cast("f") for block in blocks])
+    tokens = np.arange(4, dtype=np.float32).reshape(1, 1, 4)
+    store.write(0, memoryview(tokens), tokens, memoryview(np.array([0])))
+    assert np.frombuffer(blocks[0], np.float32)[:4].tolist() == [0, 1, 2, 3]
+    with pytest.raises(BufferError):
+        blocks[0].append(0)  # it cannot move as long as the store lives
+
+
+# ---------------------------------------------------------------------- inputs of every kind
+
+
+@pytest.mark.parametrize("width", [np.int32, np.int64])
+@pytest.mark.parametrize("how", ["contiguous", "columns apart", "rows apart", "backwards", "transposed"])
+def test_integers_of_any_width_and_stride_are_read(width, how):
+    case = Case()
+
+    def laid_out(x):
+        x = x.astype(width)
+        if how == "columns apart":
+            return np.repeat(x, 2, axis=-1)[..., ::2]
+        if how == "rows apart":
+            return np.repeat(x, 2, axis=0)[::2]
+        if how == "backwards":
+            return np.ascontiguousarray(np.flip(x))[(slice(None, None, -1),) * x.ndim]
+        return np.asfortranarray(x) if how == "transposed" else x
+
+    changes = {"block_tables": laid_out(case.tables), "seq_lens": laid_out(case.lens), "cu_q_lens": laid_out(case.sums)}
+    assert np.array_equal(case.attend(**changes), case.attend())
+    np.testing.assert_allclose(case.attend(**changes), case.expected(), rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_queries_and_results_may_have_any_dtype_and_stride(dtype, isa):
+    case = Case(isa=isa)
+    bits = case.q.view(np.uint32) & 0xFFFF0000  # bfloat16 and, in this range, float16 hold the upper bits exactly
+    case.q = bits.view(np.float32)
+    q = (bits >> 16).astype(np.uint16) if dtype == "bfloat16" else case.q.astype(NUMPY[dtype])
+    plain = case.attend()
+    outs = {
+        "contiguous": np.empty((16, 4, 16), np.float32),
+        "head-major": np.empty((4, 16, 16), np.float32).swapaxes(0, 1),
+        "gaps": np.empty((33, 9, 33), np.float32)[1::2, 1::2, 1::2],
+        "backwards": np.empty((16, 4, 16), np.float32)[::-1, ::-1, ::-1],
+    }
+    wide = np.zeros((33, 9, 33), q.dtype)
+    wide[1::2, 1::2, 1::2] = q
+    for name, out in outs.items():
+        for given in (q, wide[1::2, 1::2, 1::2], np.ascontiguousarray(q.swapaxes(0, 1)).swapaxes(0, 1)):
+            assert np.array_equal(case.attend(out, q=given), plain), name
+    half = case.attend(np.empty((16, 4, 16), np.float16))
+    assert np.array_equal(half, plain.astype(np.float16))
+    brain = case.attend(np.empty((16, 4, 16), np.uint16))
+    np.testing.assert_allclose((brain.astype(np.uint32) << 16).view(np.float32), plain, rtol=2**-8, atol=0)
+
+
+MASKS = {
+    "bool": lambda rng: rng.random((16, 75)) > 0.3,
+    "bool per head": lambda rng: rng.random((16, 4, 75)) > 0.3,
+    "bool strided": lambda rng: (rng.random((16, 1, 150)) > 0.3)[:, :, ::2],
+    "float": lambda rng: rng.standard_normal((16, 75)).astype(np.float32),
+    "float shared by heads": lambda rng: rng.standard_normal((16, 1, 75)).astype(np.float32),
+    "float per head": lambda rng: rng.standard_normal((16, 4, 75)).astype(np.float32),
+    "float strided": lambda rng: rng.standard_normal((75, 4, 16)).astype(np.float32).T,
+    "float of other tokens": lambda rng: rng.standard_normal((32, 4, 75)).astype(np.float32)[::-2],
+    "one row for all tokens": lambda rng: np.broadcast_to(rng.standard_normal(75).astype(np.float32), (16, 75)),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_of_every_shape_and_stride_are_applied(name):
+    case = Case()
+    mask = MASKS[name](np.random.default_rng(SEED))
+    options = AttentionOptions(mask=mask)
+    np.testing.assert_allclose(case.attend(options=options), case.expected(options), rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("wide", [np.float32, np.float64])
+def test_options_may_be_any_object_with_these_attributes(wide):
+    numbers = np.linspace(0.1, 1, 8).astype(wide)
+    given = SimpleNamespace(window=20, soft_cap=3, sinks=numbers[::2], alibi_slopes=numbers[::-2], mask=None)
+    options = AttentionOptions(window=20, soft_cap=3, sinks=numbers[::2], alibi_slopes=numbers[::-2])
+    case = Case()
+    assert np.array_equal(case.attend(options=given), case.attend(options=options))
+    np.testing.assert_allclose(case.attend(options=given), case.expected(options), rtol=0, atol=5e-6)
+
+
+def test_padding_of_a_row_without_queries_is_not_looked_at():
+    case = Case()
+    plain = case.attend()
+    tables = np.vstack([case.tables, np.full((3, 9), -7, np.int32)])
+    lens, sums = np.array([37, 70, 0, 500], np.int32), np.array([0, 2, 14, 14, 14], np.int32)
+    assert np.array_equal(case.attend(block_tables=tables, seq_lens=lens, cu_q_lens=sums), plain)
+
+
+def test_empty_batches_are_answered():
+    case = Case()
+    none, nothing = np.zeros(0, np.int32), np.zeros(1, np.int32)
+    out = case.attend(block_tables=np.zeros((0, 0), np.int32), seq_lens=none, cu_q_lens=nothing)
+    assert not out.any()
+    case.attend(np.zeros((0, 4, 16), np.float32), q=case.q[:0], seq_lens=none, cu_q_lens=nothing)
+    case.store.write(0, case.q[:0, :2], case.q[:0, :2], none)
+    case.store.zero(none)
+    case.store.copy_blocks(np.zeros((0, 3), np.int64))
+    case.store.gather(0, none, np.zeros((0, 2, 16), np.float32), np.zeros((0, 2, 16), np.float32))
+
+
+# ---------------------------------------------------------------------- scratch, threads, processes
+
+
+def test_calls_allocate_nothing_once_the_scratch_has_grown():
+    case = Case()
+    options = AttentionOptions(mask=np.ones((16, 75), bool), sinks=np.zeros(4))
+    tables, out, ids = case.tables.astype(np.int64), np.empty((16, 4, 16), np.float32), np.arange(3)
+    k, copies = np.ones((8, 2, 16), np.float32), np.array([[1, 2, 3]])
+    rows = np.empty((3, case.spec.block_nbytes), np.uint8)
+
+    def step():
+        case.store.copy_blocks(copies)
+        case.store.write(0, k, k, ids[0] + np.arange(8))
+        case.attend(out, block_tables=tables, options=options)
+        case.store.gather(0, ids, k, k.copy())
+        case.store.export_blocks(ids, rows)
+
+    step()
+    scratch = case.store.scratch_nbytes
+    assert 0 < scratch < 2**22
+    for _ in range(10):
+        step()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for _ in range(200):
+            step()
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert grown < 2000, f"{grown} bytes in 200 steps"
+    assert case.store.scratch_nbytes == scratch
+
+
+def test_results_do_not_depend_on_the_number_of_threads():
+    results = [Case(num_threads=n).attend() for n in (1, 2, 3, 7)]
+    assert all(np.array_equal(result, results[0]) for result in results)
+
+
+def test_two_stores_in_two_threads_give_right_results_and_both_finish():
+    cases = [Case(), Case(KVSpec(2, 2, 16, "bfloat16", 8, layout="HND"))]
+    expected = [case.attend() for case in cases]
+    outcomes = [0, 0]
+
+    def work(index):
+        case = cases[index]
+        for _ in range(300):
+            case.store.copy_blocks(np.array([[0, case.unused, 8]]))
+            if np.array_equal(case.attend(), expected[index]):
+                outcomes[index] += 1
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert outcomes == [300, 300]
+
+
+def test_a_second_call_on_a_store_that_is_busy_is_refused():
+    """Attributes of the options may be computed in Python, so a call can be caught in the middle of another one."""
+    case, caught = Case(), []
+
+    class Meddler(SimpleNamespace):
+        @property
+        def window(self):
+            with pytest.raises(ConcurrentUse, match=r"^\[zero\] the store is inside another call \(attend\)") as error:
+                case.store.zero(np.array([1]))
+            caught.append(error)
+
+    meddler = Meddler(soft_cap=None, sinks=None, alibi_slopes=None, mask=None)
+    assert np.array_equal(case.attend(options=meddler), case.attend())
+    assert caught
+
+
+def test_concurrent_calls_on_one_store_are_refused_or_right():
+    spec = KVSpec(1, 8, 64, "float32", 16)
+    store = make(spec, 400)
+    q, tables = np.ones((8, 32, 64), np.float32), np.tile(np.arange(400, dtype=np.int32), (8, 1))
+    lens, sums = np.full(8, 6400), np.arange(9)
+    refused, answered = [], []
+
+    def work():
+        out = np.full((8, 32, 64), np.nan, np.float32)
+        for _ in range(40):
+            try:
+                store.attend(0, q, out, tables, lens, sums)
+            except ConcurrentUse:
+                refused.append(1)
+            else:
+                answered.append(bool((out == 0).all()))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(refused) + len(answered) == 120 and all(answered) and answered
+    assert refused, "three threads never met: the GIL was not released"
+
+
+def test_set_num_threads_counts_for_stores_without_a_number_of_their_own():
+    before = cpu.num_threads()
+    try:
+        for n in (1, 5):
+            cpu.set_num_threads(n)
+            assert cpu.num_threads() == n
+            case = Case()
+            np.testing.assert_allclose(case.attend(), case.expected(), rtol=0, atol=5e-6)
+    finally:
+        cpu.set_num_threads(before)
+
+
+def run(code, **environment):
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("KVPOOL_")}
+    inherited["PYTHONPATH"] = os.pathsep.join(sys.path)
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=inherited | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+SHOW = "from kvpool_backends import cpu; print(cpu.default_isa(), cpu.num_threads(), cpu.isas()[-1])"
+
+
+def test_defaults_are_the_best_instruction_set_and_the_cpus_of_the_process():
+    isa, threads, best = run(SHOW).stdout.split()
+    assert isa == best == isas()[-1] and int(threads) >= 1
+    if hasattr(os, "sched_setaffinity"):
+        code = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n" + SHOW
+        assert run(code).stdout.split()[1] == "1"
+
+
+@pytest.mark.parametrize("isa", isas())
+def test_environment_chooses_the_instruction_set_and_the_threads(isa):
+    assert run(SHOW, KVPOOL_CPU_ISA=isa, KVPOOL_NUM_THREADS="3").stdout.split()[:2] == [isa, "3"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "told"),
+    [
+        ("KVPOOL_CPU_ISA", "mmx", "portable"),
+        ("KVPOOL_CPU_ISA", "AVX2", "portable"),
+        *[("KVPOOL_NUM_THREADS", value, "1 .. 1024") for value in ("0", "-1", "two", "1025", "1.5", "9" * 5000)],
+    ],
+)
+def test_environment_that_cannot_be_is_an_import_error_with_the_choices(variable, value, told):
+    result = run("import kvpool_backends.cpu", **{variable: value})
+    last = result.stderr.strip().splitlines()[-1]
+    assert result.returncode == 1 and last.startswith("ImportError: [kvpool_backends.cpu] " + variable) and told in last
+
+
+def test_a_forked_child_computes_with_threads_of_its_own():
+    code = """
+        import os, sys
+        sys.path.insert(0, "tests")
+        from test_cpu_store import Case
+        import numpy as np
+        case = Case(num_threads=3)
+        large = np.ones((2**20,), np.float32)
+        from kvpool_backends.cpu import read_sum
+        before, total = case.attend(), read_sum([large], 3)
+        for _ in range(3):
+            child = os.fork()
+            if child == 0:
+                same = np.array_equal(case.attend(), before) and read_sum([large], 3) == total
+                case.store.zero(np.arange(20))      # in the child's copy of the memory only
+                os._exit(0 if same and not case.attend().any() else 1)
+            assert os.waitpid(child, 0)[1] == 0
+        assert np.array_equal(case.attend(), before)
+        print("done")
+    """
+    result = run(code)
+    assert result.stdout.strip() == "done", result.stderr
+
+
+# ---------------------------------------------------------------------- the yardstick
+
+
+@pytest.mark.parametrize("threads", [1, 2, None])
+def test_read_sum_adds_every_element_once(threads):
+    ones = [np.ones(n, np.float32) for n in (0, 1, 63, 4096, 100_003)]
+    assert read_sum(ones, threads) == sum(array.size for array in ones)
+    assert read_sum([np.zeros(7, np.uint16), bytearray(5)], threads) == 0.0
+    assert read_sum([], threads) == 0.0
