@@ -234,7 +234,7 @@ def test_calls_allocate_nothing_once_the_scratch_has_grown():
         grown = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
-    assert grown < 2000, f"{grown} bytes in 200 steps"
+    assert grown < 200 * 32, f"{grown} bytes in 200 steps: an object is left behind by each"
     assert case.store.scratch_nbytes == scratch
 
 

@@ -1,6 +1,8 @@
 from collections.abc import Iterable
 from typing import Any
 
+from typing_extensions import disjoint_base
+
 from kvpool.config import KVSpec
 from kvpool.protocol import AttentionOptions
 
@@ -15,6 +17,7 @@ def set_num_threads(n: int) -> None: ...
 def read_sum(arrays: Iterable[_Buffer], num_threads: int | None = None) -> float: ...
 def base_shapes(spec: KVSpec, num_blocks: int) -> list[tuple[int, ...]]: ...
 
+@disjoint_base
 class BlockStore:
     def __new__(
         cls,
