@@ -1,17 +1,15 @@
 /* Attention of a few queries over a long context, part by part (FlashDecoding: Dao et al. 2023).
  *
- * A part goes tile by tile. A tile's K meets all queries of all heads, then its weights are made (online softmax:
- * Milakov & Gimelshein 2018), then its V is summed up, so K and V come from memory once. What holds a decode up is the
- * memory's latency, and the hardware's own prefetchers lose track at every block: while the tile's K is at work, its V is
- * fetched, and while its V is, the next tile's K, both in the order of addresses.
+ * A part goes tile by tile, a tile KV head by KV head: its K meets all queries of the head, their weights are made (online
+ * softmax: Milakov & Gimelshein 2018), its V is summed up. K and V come from memory once. What holds a decode up is the
+ * memory's latency, and the hardware's own prefetchers lose track at every block. So each of these phases fetches what the
+ * next one reads, row for row at the pace of its own reading: K's the V of the same tokens, V's the K of the next head or
+ * tile. Fetched in bursts instead, or a whole tile of all heads ahead, the same lines take a fifth longer: they fill the
+ * buffers that loads wait for.
  *
  * The queries of a KV head, those of its group of heads for each token of the window, are called its lanes:
  * lane = token * group + head in group. All arrays below go by KV head, then lane.
  */
-#if !defined(KV_HINT)
-#define KV_HINT 2 /* into L2: L1 is too small for a tile */
-#endif
-
 #include <math.h>
 
 #include "tile.h"
@@ -37,8 +35,9 @@ static int64_t partial_floats(const kv_attention *call, int64_t num_queries) {
 }
 
 static int64_t decode_scratch_floats(const kv_attention *call, int64_t num_queries) {
-    const int64_t num_lanes = num_queries * call->num_q_heads, v_padded = padded(call->layer->v.dim);
-    return partial_floats(call, num_queries) + num_lanes * (padded(call->layer->k.dim) + TILE) + whole_lines(num_lanes) + v_padded;
+    const int64_t num_lanes = num_queries * call->num_q_heads, lanes = num_lanes / call->layer->num_kv_heads;
+    const int64_t v_padded = padded(call->layer->v.dim);
+    return partial_floats(call, num_queries) + num_lanes * padded(call->layer->k.dim) + lanes * TILE + whole_lines(lanes) + v_padded;
 }
 
 static void decoding_set_state(decoding *run, float *state) {
@@ -58,9 +57,9 @@ static decoding decoding_of(const kv_attention *call, int64_t row, float *scratc
     run.v_padded = padded(call->layer->v.dim);
     run.q = scratch;
     run.scores = run.q + run.num_lanes * run.k_padded;
-    run.decay = run.scores + run.num_lanes * TILE;
-    run.zeros = (char *)(run.decay + whole_lines(run.num_lanes));
-    decoding_set_state(&run, run.decay + whole_lines(run.num_lanes) + run.v_padded);
+    run.decay = run.scores + run.lanes * TILE;
+    run.zeros = (char *)(run.decay + whole_lines(run.lanes));
+    decoding_set_state(&run, run.decay + whole_lines(run.lanes) + run.v_padded);
     return run;
 }
 

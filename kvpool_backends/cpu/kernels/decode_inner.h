@@ -45,14 +45,12 @@ KV_INLINE int64_t pair_place(kv_dtype dtype, int64_t i) {
     return dtype == KV_BF16 ? i - in_pair + in_pair / 2 + in_pair % 2 * VL : i;
 }
 
-#ifndef KV_HINT
-#define KV_HINT 3
-#endif
-/* Fetches what lies as far in another vector as elements d .. d + count - 1 lie in this one. */
+/* Fetches what lies as far in another vector as elements d .. d + count - 1 lie in this one, into L2: L1 has better to
+ * hold, and was slower. */
 KV_INLINE void fetch(const char *vector, int64_t d, int count, int64_t size) {
     KV_UNROLL
     for (int64_t at = 0; at < count * size; at += LINE)
-        if ((d * size) % LINE == 0 || count * size >= LINE) __builtin_prefetch(vector + d * size + at, 0, KV_HINT);
+        if ((d * size) % LINE == 0 || count * size >= LINE) __builtin_prefetch(vector + d * size + at, 0, 2);
 }
 
 /* scores[r * TILE + t] = q[r] . k[t] for 4 tokens t and `rows` <= 4 queries r; `offset` is the head's. */
