@@ -292,6 +292,18 @@ def test_planted_copy_after_a_write_is_found_in_debug_mode(native, monkeypatch):
         backend.write(0, tokens(1), tokens(1), row(backend, 1, 1))
 
 
+def test_plain_route_says_once_that_it_copies(caplog):
+    with on_cpu():
+        backend = MLXBackend(SPEC, 8, kernels=False)
+        for count in range(1, 4):
+            outstanding = backend.read(0, row(backend, 1, 1))
+            backend.write_tokens(0, tokens(count), tokens(count), row(backend, 1, 1))
+            assert backend.settle() == 2 and backend.pool_copies == 2 * count
+            del outstanding
+    (record,) = (record for record in caplog.records if record.name == "kvpool_backends.mlx.storage")
+    assert "copied 2 of 4 pool arrays" in record.getMessage()
+
+
 # ------------------------------------------------------------------------------------------------ misuse
 
 

@@ -12,7 +12,7 @@ from kvpool_backends.mlx.native.build import BuildError, build
 def main(arguments: list[str]) -> int:
     """Returns the exit status."""
     if arguments == ["build"]:
-        print(f"compiling for MLX {loading.mx.__version__} ...", flush=True)
+        print(f"compiling for MLX {loading.MLX_VERSION} ...", flush=True)
         begin = time.perf_counter()
         try:
             made = build()

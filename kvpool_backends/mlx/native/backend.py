@@ -181,9 +181,7 @@ class NativeBackend(KernelBackend):
             num_threads(), self.num_blocks, spec.block_size, slots, width, tables, seq_lens, cu_q_lens
         )
 
-    def _attention(
-        self, q: mx.array, plan: NativePlan, scale: float | None, options: AttentionOptions | None
-    ) -> Any:
+    def _attention(self, q: mx.array, plan: NativePlan, scale: float | None, options: AttentionOptions | None) -> Any:
         scale = self.spec.head_dim**-0.5 if scale is None else float(scale)
         if not np.isfinite(np.float32(scale)):
             raise ValueError(f"[attend] scale is {scale}, it must be finite in float32")
@@ -191,9 +189,7 @@ class NativeBackend(KernelBackend):
         options = checked_options(options, self.capabilities(), q.shape[0], num_heads, plan.longest)
         if not options.features:
             if scale not in self._plain_attention:
-                self._plain_attention[scale] = self._module.attention(
-                    scale, 0.0, _NO_WINDOW, None, None, None, 0, 0
-                )
+                self._plain_attention[scale] = self._module.attention(scale, 0.0, _NO_WINDOW, None, None, None, 0, 0)
             return self._plain_attention[scale]
         mask, token_stride, head_stride = options.mask, 0, 0
         if mask is not None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.machinery
-import importlib.metadata
 import importlib.util
 import json
 import logging
@@ -26,11 +25,14 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
 NAME = "_kvpool_mlx"
 SOURCES = Path(__file__).parent
 KERNEL_HEADERS = SOURCES.parents[1] / "cpu" / "kernels"
 COMMAND = "python -m kvpool_backends.mlx.native build"
+
+MLX_VERSION: str = mx.__version__  # type: ignore[attr-defined]
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +68,7 @@ def status() -> dict[str, Any]:
         "built": outcome.is_built,
         "why": outcome.why,
         "folder": str(folder()),
-        "mlx": mx.__version__,
+        "mlx": MLX_VERSION,
         "command": COMMAND,
     }
 
@@ -102,7 +104,7 @@ def wanted_stamp() -> dict[str, Any]:
     """What a module must have been built from and against to be used now."""
     libraries = [Path(mx.__file__), *sorted((mlx_folder() / "lib").glob("libmlx.*"))]
     return {
-        "mlx": mx.__version__,
+        "mlx": MLX_VERSION,
         "libraries": {path.name: path.stat().st_size for path in libraries},
         "python": sysconfig.get_config_var("SOABI"),
         "sources": checksum(*sources(), KERNEL_HEADERS / "kvcpu.h"),
@@ -203,8 +205,8 @@ def isa_address(name: str) -> int:
 
 def self_check(module: Any) -> None:
     """See an array as MLX sees it, write into one through a node, find it in the same memory. Raises `Unfit`."""
-    if module.mlx_version() != mx.__version__:
-        raise Unfit(f"it runs with MLX {module.mlx_version()}, Python has {mx.__version__}")
+    if module.mlx_version() != MLX_VERSION:
+        raise Unfit(f"it runs with MLX {module.mlx_version()}, Python has {MLX_VERSION}")
     seen = module.shape(mx.zeros((3, 5)))
     if seen != (3, 5):
         raise Unfit(f"self-check: an array of shape (3, 5) looks like {seen}")
@@ -217,7 +219,7 @@ def self_check(module: Any) -> None:
     address = module.address(base)
     plane = (0, 0, 4, 4, 4, 4)
     layer = module.layer(isa_address(default_isa()), 0, 2, 1, 1, plane, plane, (address,), None)
-    step = module.step(1, 2, 1, _int64([1]), 0, None, None, None)
+    step = module.step(1, 2, 1, np.array([1]), 0, None, None, None)
     row, token = mx.arange(4, dtype=mx.float32).reshape(1, 1, 4), mx.array(0)
     with mx.stream(mx.cpu):
         module.run(False, (handle,), (), layer, step, None, None, row, row, None, token, None)
@@ -226,9 +228,3 @@ def self_check(module: Any) -> None:
         raise Unfit("self-check: the node's output is not the memory of its input")
     if base.tolist() != [[[[0.0] * 4]], [[[0.0, 1.0, 2.0, 3.0]]]]:
         raise Unfit("self-check: what a node wrote is not where it should be")
-
-
-def _int64(values: Any) -> Any:
-    import numpy as np
-
-    return np.array(values, np.int64)

@@ -164,7 +164,7 @@ class InPlacePool:
         q: mx.array | None = None,
         reads: tuple[mx.array, ...] = (),
     ) -> mx.array:
-        result = None if q is None else mx.array(0)
+        result = chain.token if q is None else mx.array(0)
         self._module.run(
             self._on_gpu, chain.handles, reads, capsule, step, copies, attention, k, v, q, chain.token, result
         )
