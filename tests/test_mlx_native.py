@@ -128,6 +128,26 @@ def test_a_read_sees_the_pool_as_it_was_when_it_was_built(native, evaluated_firs
     assert (np.array(backend.attend(0, tokens(0), step)) == 2).all()
 
 
+def test_a_read_outside_of_the_chain_reads_the_future(native):
+    """What the rule of `InPlacePool` is for: the same program, the read's handle not handed on."""
+    backend = native(SPEC, 8)
+    module, step = backend._module, row(backend, 1, 1)
+
+    def stale(*args):
+        handles = tuple(mx.array(0) for _ in args[1])
+        for handle, newest in zip(handles, args[1], strict=True):
+            module.share(handle, newest)
+        module.run(args[0], handles, *args[2:])
+
+    backend.write(0, tokens(1), tokens(1), step)
+    backend._lazy._module = Faulty(module, run=stale)
+    read = backend.attend(0, tokens(0), step)
+    backend._lazy._module = module
+    backend.write(0, tokens(2), tokens(2), step)
+    backend.settle()
+    assert (np.array(read) == 2).all()
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("seed", range(3))
 def test_random_programs_give_what_the_eager_route_gives(native, layout, seed):

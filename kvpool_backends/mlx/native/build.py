@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -59,33 +60,37 @@ def compiler() -> list[str]:
 
 
 def compile_to(scratch: Path) -> Path:
-    """Compile and link in `scratch`, one process per file."""
+    """Compile the extension in `scratch`; with the part for Metal where MLX has one."""
+    made = loading.library(scratch)
+    has_metal = sys.platform == "darwin" and (loading.mlx_folder() / "include" / "metal_cpp").exists()
+    files = [path for path in loading.sources() if path.suffix == ".cpp"]
+    if not has_metal:
+        files = [path for path in files if path.stem != "pool_op_metal"]
+    compile_module(files, made, ["-DKVPOOL_METAL"] if has_metal else [])
+    return made
+
+
+def compile_module(files: Sequence[Path], made: Path, options: Sequence[str] = ()) -> None:
+    """Compile C++ files against the installed MLX, one process per file, and link them as a Python module."""
     mlx = loading.mlx_folder()
     if not (mlx / "include" / "mlx" / "array.h").exists():
         raise BuildError(f"this MLX came without headers ({mlx / 'include'})")
-    is_mac = sys.platform == "darwin"
-    with_metal = is_mac and (mlx / "include" / "metal_cpp").exists()
-    flags = ["-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden"]
-    for include in (mlx / "include", mlx / "include" / "metal_cpp", loading.KERNEL_HEADERS):
-        flags += ["-isystem" if include != loading.KERNEL_HEADERS else "-I", str(include)]
-    flags += ["-isystem", sysconfig.get_paths()["include"]]
-    if with_metal:
-        flags.append("-DKVPOOL_METAL")
-    command = compiler()
-    files = [f for f in loading.SOURCES.glob("*.cpp") if with_metal or f.stem != "pool_op_metal"]
+    command = [*compiler(), "-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", *options]
+    for ours in (loading.SOURCES, loading.KERNEL_HEADERS):
+        command += ["-I", str(ours)]
+    for theirs in (mlx / "include", mlx / "include" / "metal_cpp", sysconfig.get_paths()["include"]):
+        command += ["-isystem", str(theirs)]
 
     def compiled(source: Path) -> str:
-        made = scratch / f"{source.stem}.o"
-        _run([*command, *flags, "-c", str(source), "-o", str(made)])
-        return str(made)
+        target = made.with_name(f"{source.stem}.o")
+        _run([*command, "-c", str(source), "-o", str(target)])
+        return str(target)
 
     with ThreadPoolExecutor() as pool:
         objects = list(pool.map(compiled, files))
-    made = loading.library(scratch)
-    link = ["-bundle", "-undefined", "dynamic_lookup"] if is_mac else ["-shared"]
+    link = ["-bundle", "-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-shared"]
     lib = mlx / "lib"
-    _run([*command, *link, *objects, f"-L{lib}", "-lmlx", f"-Wl,-rpath,{lib}", "-o", str(made)])
-    return made
+    _run([*compiler(), *link, *objects, f"-L{lib}", "-lmlx", f"-Wl,-rpath,{lib}", "-o", str(made)])
 
 
 def check(made: Path) -> None:

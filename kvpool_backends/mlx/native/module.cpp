@@ -72,7 +72,8 @@ std::vector<T> elements_of(PyObject* object) {
 }
 
 void refuse_range(const char* call, const std::string& what, int64_t value, const std::string& limit) {
-  throw Refusal{PyExc_IndexError, std::string("[") + call + "] " + what + " is " + std::to_string(value) + ", " + limit};
+  throw Refusal{PyExc_IndexError,
+                std::string("[") + call + "] " + what + " is " + std::to_string(value) + ", " + limit};
 }
 
 std::string shape_text(const mx::array& x) {
@@ -82,7 +83,8 @@ std::string shape_text(const mx::array& x) {
 }
 
 // Raises unless x is [num_tokens, heads, dim] of floats; a size < 0 may be any.
-void check_tokens(const char* call, const char* name, const mx::array& x, int64_t num_tokens, int64_t heads, int64_t dim) {
+void check_tokens(const char* call, const char* name, const mx::array& x, int64_t num_tokens, int64_t heads,
+                  int64_t dim) {
   auto differs = [](int64_t wanted, int64_t found) { return wanted >= 0 && wanted != found; };
   if (x.ndim() != 3 || differs(num_tokens, x.shape(0)) || differs(heads, x.shape(1)) || differs(dim, x.shape(2))) {
     auto size = [](int64_t n, const char* letter) { return n < 0 ? std::string(letter) : std::to_string(n); };
@@ -94,8 +96,9 @@ void check_tokens(const char* call, const char* name, const mx::array& x, int64_
     throw Refusal{PyExc_TypeError, std::string("[") + call + "] " + name + " must be float32, float16 or bfloat16"};
   }
   if (x.is_tracer()) {
-    throw Refusal{PyExc_RuntimeError, std::string("[") + call + "] " + name +
-                                          " has no content yet, as inside mx.compile or mx.vmap; call it outside of them"};
+    throw Refusal{PyExc_RuntimeError,
+                  std::string("[") + call + "] " + name +
+                      " has no content yet, as inside mx.compile or mx.vmap; call it outside of them"};
   }
 }
 
