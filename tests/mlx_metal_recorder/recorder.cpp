@@ -33,7 +33,8 @@ PyObject* described(const mx::metal::Launch& launch) {
     PyObject* key = PyLong_FromLong(index);
     PyObject* value = binding.address == nullptr
         ? PyBytes_FromStringAndSize(binding.bytes.data(), Py_ssize_t(binding.bytes.size()))
-        : Py_BuildValue("(iKn)", int(binding.is_output), (unsigned long long)binding.address, Py_ssize_t(binding.nbytes));
+        : Py_BuildValue("(iNn)", int(binding.is_output), PyLong_FromVoidPtr(const_cast<void*>(binding.address)),
+                        Py_ssize_t(binding.nbytes));
     PyDict_SetItem(bindings, key, value);
     Py_DECREF(key);
     Py_DECREF(value);
