@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from kvpool.cli import main
+from kvpool.cli import machine, main
 
 LLAMA_8B = {
     "num_hidden_layers": 32,
@@ -53,13 +53,13 @@ def test_help_lists_exactly_the_commands_that_exist(capsys):
     assert exit_info.value.code == 0
     lines = capsys.readouterr().out.splitlines()
     listed = [line.split()[0] for line in lines if line.startswith("    ") and not line.startswith("     ")]
-    assert listed == ["demo", "replay", "plan", "doctor"]
+    assert listed == ["demo", "replay", "plan", "doctor", "bench"]
 
 
-@pytest.mark.parametrize("command", ["demo", "replay", "plan", "doctor"])
+@pytest.mark.parametrize("command", ["demo", "replay", "plan", "doctor", "bench attention"])
 def test_command_help_names_json_and_exits_zero(capsys, command):
     with pytest.raises(SystemExit) as exit_info:
-        main([command, "--help"])
+        main([*command.split(), "--help"])
     assert exit_info.value.code == 0
     assert "--json" in capsys.readouterr().out
 
@@ -69,7 +69,7 @@ def test_help_without_optional_packages_works():
 import sys
 for name in ("mlx", "mlx_lm", "rich", "matplotlib", "kvpool_backends"):
     sys.modules[name] = None
-from kvpool.cli import main
+from kvpool.cli import machine, main
 main(["demo", "--help"])
 """
     result = run_python("-c", code)
@@ -93,7 +93,7 @@ def test_reader_that_goes_away_leaves_no_traceback():
     assert result.stderr == ""
 
 
-@pytest.mark.parametrize("argv", [[], ["serve"], ["plan"], ["demo", "--frobnicate"]])
+@pytest.mark.parametrize("argv", [[], ["serve"], ["plan"], ["demo", "--frobnicate"], ["bench"], ["bench", "nothing"]])
 def test_unknown_or_missing_arguments_are_refused(capsys, argv):
     assert refusal(capsys, *argv).splitlines()[-1].startswith("kvpool")
 
@@ -165,11 +165,74 @@ def test_doctor_text_is_short_and_aligned(capsys):
     assert {"Python", "kvpool", "core", "numpy", "mlx", "Metal", "memory", "backend numpy"} <= starts
 
 
+class Kernels:
+    """What `kvpool doctor` asks the CPU kernels."""
+
+    def isas(self):
+        return ("portable", "avx2")
+
+    def default_isa(self):
+        return "portable"
+
+    def num_threads(self):
+        return 3
+
+
+@pytest.mark.parametrize("is_forced", [True, False])
+def test_doctor_tells_what_the_cpu_kernels_run_with_and_why(capsys, monkeypatch, is_forced):
+    monkeypatch.setitem(sys.modules, "kvpool_backends.cpu._kernels", Kernels())
+    for name, value in (("KVPOOL_CPU_ISA", "portable"), ("KVPOOL_NUM_THREADS", "3")):
+        monkeypatch.setenv(name, value if is_forced else "")
+    assert main(["doctor", "--json"]) == 0
+    cpu = json.loads(capsys.readouterr().out)["cpu"]
+    assert (cpu["isas"], cpu["other_isas"], cpu["isa"]) == (["portable", "avx2"], ["avx512", "neon"], "portable")
+    assert cpu["num_threads"] == 3
+    assert (cpu["isa_from"] == "KVPOOL_CPU_ISA") == is_forced
+    assert (cpu["num_threads_from"] == "KVPOOL_NUM_THREADS") == is_forced
+    assert cpu["huge_pages"] in ("always", "madvise", "never", None)
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("CPU kernels") and "portable" in line for line in lines)
+    assert any(line.startswith("CPU threads") and "  3, " in line for line in lines)
+
+
+def test_doctor_without_cpu_kernels_says_why_and_still_succeeds(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "kvpool_backends.cpu._kernels", None)
+    assert main(["doctor", "--json"]) == 0
+    cpu = json.loads(capsys.readouterr().out)["cpu"]
+    assert cpu["available"] is False
+    assert "_kernels" in cpu["reason"]
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("CPU kernels ") and "  no: " in line for line in lines)
+
+
+@pytest.mark.parametrize("reason", [None, "MLX computes on Device(gpu, 0)"])
+def test_doctor_tells_the_route_of_the_mlx_backend(capsys, monkeypatch, reason):
+    backend = pytest.importorskip("kvpool_backends.mlx.backend")
+    monkeypatch.setattr(backend, "kernels_refusal", lambda: reason)
+    assert main(["doctor", "--json"]) == 0
+    route = json.loads(capsys.readouterr().out)["mlx_route"]
+    assert route == {"route": "plain" if reason else "kernels", "reason": reason}
+    assert main(["doctor"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("mlx computes by"))
+    assert (reason or "CPU kernels") in line
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("always [madvise] never", "madvise"), ("[always] madvise never", "always"), ("", None)],
+)
+def test_huge_pages_are_read_as_the_system_tells_them(monkeypatch, text, expected):
+    monkeypatch.setattr(machine, "read_text", lambda path: text)
+    assert machine.huge_pages() == expected
+
+
 def test_doctor_without_mlx_says_why_and_still_succeeds():
     code = """
 import sys
 sys.modules["mlx"] = None
-from kvpool.cli import main
+from kvpool.cli import machine, main
 sys.exit(main(["doctor", "--json"]))
 """
     result = run_python("-c", code)
@@ -178,6 +241,7 @@ sys.exit(main(["doctor", "--json"]))
     assert facts["metal"]["available"] is False
     assert "mlx" in facts["metal"]["reason"]
     assert "pip install" in facts["backends"]["mlx"]
+    assert facts["mlx_route"] is None
     assert facts["backends"]["numpy"] is None
 
 
@@ -199,7 +263,7 @@ def test_demo_without_rich_says_what_to_install():
     code = """
 import sys
 sys.modules["rich"] = None
-from kvpool.cli import main
+from kvpool.cli import machine, main
 sys.exit(main(["demo"]))
 """
     result = run_python("-c", code)

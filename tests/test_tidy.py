@@ -20,7 +20,10 @@ CORE_ORDER = (
     *("_block_calls", "_sequence_calls", "_plan", "_prefix_calls", "_pool"),  # what Python sees of them
 )
 # Folders whose code drives a framework; elsewhere kvpool knows none.
-FRAMEWORK_USERS = ("kvpool/adapters/", "kvpool/cli/demo/", "kvpool/cli/doctor.py", "kvpool_backends/mlx/")
+FRAMEWORK_USERS = (
+    *("kvpool/adapters/", "kvpool_backends/mlx/"),
+    *("kvpool/cli/bench/dense.py", "kvpool/cli/demo/", "kvpool/cli/doctor.py"),
+)
 FRAMEWORKS = ("mlx", "mlx_lm", "torch", "jax", "transformers")
 CYTHON_IMPORT = re.compile(
     r"^\s*(?:from\s+([\w.]+)\s+c?import\s+(\([^)]*\)|.*)|c?import\s+([\w.]+))", re.MULTILINE

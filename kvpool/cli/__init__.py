@@ -1,9 +1,9 @@
 """The ``kvpool`` command.
 
 ``kvpool demo`` shows on this machine what kvpool claims, ``kvpool replay`` runs a serving trace through a pool,
-``kvpool plan`` sizes a pool, ``kvpool doctor`` tells what is installed. Each command is a module with
-``add_arguments(parser)`` and ``run(args) -> int``, the exit status: 0 done (and every claim held), 1 a claim did
-not hold, 2 it could not do what was asked.
+``kvpool plan`` sizes a pool, ``kvpool doctor`` tells what is installed, ``kvpool bench`` measures kernels. Each
+command is a module with ``add_arguments(parser)`` and ``run(args) -> int``, the exit status: 0 done (and every claim
+held), 1 a claim did not hold, 2 it could not do what was asked. A module with ``COMMANDS`` is a group of commands.
 
 Reading the arguments needs numpy and the standard library only; a command imports what it uses when it runs.
 """
@@ -13,13 +13,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import ModuleType
 
 import kvpool
-from kvpool.cli import demo, doctor, plan, replay
+from kvpool.cli import bench, demo, doctor, plan, replay
 from kvpool.cli.console import CommandError
 
-COMMANDS = {"demo": demo, "replay": replay, "plan": plan, "doctor": doctor}
+COMMANDS = {"demo": demo, "replay": replay, "plan": plan, "doctor": doctor, "bench": bench}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -28,30 +29,39 @@ def build_parser() -> argparse.ArgumentParser:
         prog="kvpool", description="A block allocator for the KV cache of LLM inference."
     )
     parser.add_argument("--version", action="version", version=f"kvpool {kvpool.__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
-    for name, module in COMMANDS.items():
+    add_commands(parser, COMMANDS)
+    return parser
+
+
+def add_commands(parser: argparse.ArgumentParser, modules: Mapping[str, ModuleType]) -> None:
+    """Declare the commands, and those of groups below them."""
+    commands = parser.add_subparsers(metavar="command", required=True)
+    for name, module in modules.items():
         summary = str(module.__doc__).splitlines()[0]
         command = commands.add_parser(name, help=summary, description=summary)
+        if hasattr(module, "COMMANDS"):
+            add_commands(command, module.COMMANDS)
+            continue
         module.add_arguments(command)
         command.add_argument(
             "--json", action="store_true", help="print one JSON object and nothing else on stdout"
         )
-    return parser
+        command.set_defaults(run=module.run, command=command.prog)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
     args = build_parser().parse_args(argv)
     try:
-        status = COMMANDS[args.command].run(args)
+        status: int = args.run(args)
         sys.stdout.flush()
         return status
     except CommandError as exc:
-        print(f"kvpool {args.command}: {exc}", file=sys.stderr)
+        print(f"{args.command}: {exc}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # whoever read our output (head, less) has gone; say nothing, also not at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
-        print(f"kvpool {args.command}: interrupted", file=sys.stderr)
+        print(f"{args.command}: interrupted", file=sys.stderr)
         return 130

@@ -1,5 +1,62 @@
-"""What all commands share."""
+"""What all commands share: how they refuse, and how they read what was typed."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+INT_MAX = 2**31 - 1
 
 
 class CommandError(Exception):
     """The command cannot do what was asked. The message is for the person who typed it."""
+
+
+def whole(option: str, text: str, least: int = 1) -> int:
+    """Return `text` as an integer from `least` to 2^31 - 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise CommandError(f"{option} {text}: not a whole number") from None
+    if not least <= value <= INT_MAX:
+        raise CommandError(f"{option} {text}: out of range, {least}..{INT_MAX}")
+    return value
+
+
+def check_plot(path: Path | None) -> None:
+    """Refuse, before any work, a picture that cannot be drawn."""
+    if path is None:
+        return
+    if path.is_dir() or not path.parent.is_dir():
+        raise CommandError(f"--plot {path}: not a file in a folder that exists")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise CommandError(f"--plot {path}: no permission to write it")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise CommandError("--plot needs matplotlib: pip install 'kvpool[demo]'")
+
+
+@contextlib.contextmanager
+def progress(total: int, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Yield a function that is told what begins now, `total` times in all, and shows it on stderr.
+
+    A bar on a terminal if rich is there, else a line for each.
+    """
+    if quiet:
+        yield lambda what: None
+        return
+    if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
+        number = itertools.count(1)
+        yield lambda what: print(f"[{next(number)}/{total}] {what}", file=sys.stderr, flush=True)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=total, completed=-1)
+        yield lambda what: bar.update(task, advance=1, description=what)

@@ -1,4 +1,4 @@
-"""Tell what is installed here: versions, the compiled core, backends, Metal, memory."""
+"""Tell what is installed here: versions, the compiled core, backends, CPU kernels, Metal, memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import kvpool
+from kvpool.cli.machine import huge_pages
 from kvpool.errors import BackendUnavailable
 
 PACKAGES = ("numpy", "mlx", "mlx-lm", "rich", "matplotlib")
+ISAS = ("portable", "avx2", "avx512", "neon")  # that the CPU kernels are compiled for, where the compiler can
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +43,8 @@ def collect() -> dict[str, Any]:
         "core": core_facts(),
         "packages": {name: installed_version(name) for name in PACKAGES},
         "backends": backend_reasons(),
+        "cpu": cpu_facts(),
+        "mlx_route": mlx_route(),
         "metal": metal_facts(),
         "memory": memory_facts(),
     }
@@ -74,6 +78,37 @@ def backend_reasons() -> dict[str, str | None]:
     return reasons
 
 
+def cpu_facts() -> dict[str, Any]:
+    """Return what the CPU kernels run with here and why: instruction set, threads, huge pages."""
+    try:
+        kernels = import_module("kvpool_backends.cpu._kernels")
+    except ImportError as exc:
+        return {"available": False, "reason": str(exc), "huge_pages": huge_pages()}
+    usable = kernels.isas()
+    return {
+        "available": True,
+        "isas": list(usable),
+        "other_isas": [name for name in ISAS if name not in usable],
+        "isa": kernels.default_isa(),
+        "isa_from": "KVPOOL_CPU_ISA" if os.environ.get("KVPOOL_CPU_ISA") else "the best of this machine",
+        "num_threads": kernels.num_threads(),
+        "num_threads_from": (
+            "KVPOOL_NUM_THREADS" if os.environ.get("KVPOOL_NUM_THREADS") else "the CPUs of this process"
+        ),
+        "huge_pages": huge_pages(),
+    }
+
+
+def mlx_route() -> dict[str, str | None] | None:
+    """Return which way the mlx backend computes here, and why not by the kernels; None if it does not work."""
+    try:
+        from kvpool_backends.mlx.backend import kernels_refusal
+    except ImportError:
+        return None
+    reason = kernels_refusal()
+    return {"route": "kernels" if reason is None else "plain", "reason": reason}
+
+
 def metal_facts() -> dict[str, Any]:
     """Return whether MLX can use Metal, on which device, and if not, why."""
     try:
@@ -97,13 +132,15 @@ def describe(facts: dict[str, Any]) -> str:
     """Return the facts as aligned lines."""
     from kvpool.config import format_nbytes
 
-    core, metal, memory = facts["core"], facts["metal"], facts["memory"]
+    core, cpu, metal, memory = facts["core"], facts["cpu"], facts["metal"], facts["memory"]
     rows = [
         ("Python", f"{facts['python']} ({facts['implementation']}), {facts['platform']}"),
         ("kvpool", facts["kvpool"]),
         ("core", f"{'compiled' if core['compiled'] else 'NOT compiled'}, {core['file']}"),
         *((name, number or "not installed") for name, number in facts["packages"].items()),
         *((f"backend {name}", reason or "works") for name, reason in facts["backends"].items()),
+        *mlx_rows(facts["mlx_route"]),
+        *cpu_rows(cpu),
         ("Metal", f"yes, {metal['device']}" if metal["available"] else f"no: {metal['reason']}"),
         (
             "memory",
@@ -113,3 +150,30 @@ def describe(facts: dict[str, Any]) -> str:
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+
+
+def cpu_rows(cpu: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the lines of the CPU kernels."""
+    pages = {
+        None: "unknown to this system",
+        "always": "always",
+        "madvise": "on request (madvise), kvpool requests them",
+        "never": "never: reads of a large pool are slower",
+    }
+    rows = [("huge pages", pages.get(cpu["huge_pages"], cpu["huge_pages"]))]
+    if not cpu["available"]:
+        return [("CPU kernels", f"no: {cpu['reason']}"), *rows]
+    others = f", not here: {', '.join(cpu['other_isas'])}" if cpu["other_isas"] else ""
+    return [
+        ("CPU kernels", f"{cpu['isa']}, {cpu['isa_from']} (it has {', '.join(cpu['isas'])}{others})"),
+        ("CPU threads", f"{cpu['num_threads']}, {cpu['num_threads_from']}"),
+        *rows,
+    ]
+
+
+def mlx_rows(route: dict[str, str | None] | None) -> list[tuple[str, str]]:
+    """Return the line of the mlx backend's route, none where the backend does not work."""
+    if route is None:
+        return []
+    how = "the CPU kernels on MLX's memory" if route["reason"] is None else f"plain MLX: {route['reason']}"
+    return [("mlx computes by", how)]

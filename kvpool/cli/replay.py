@@ -6,19 +6,16 @@ import argparse
 import contextlib
 import importlib.util
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvpool.cli.console import CommandError
+from kvpool.cli.console import CommandError, check_plot, whole
 
 if TYPE_CHECKING:
     from kvpool.replay import Result, Trace
-
-INT_MAX = 2**31 - 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,17 +92,6 @@ def number(args: argparse.Namespace, name: str, least: int = 1) -> int | None:
     return None if text is None else whole("--" + name.replace("_", "-"), text, least)
 
 
-def whole(option: str, text: str, least: int) -> int:
-    """Return `text` as an integer from `least` to 2^31 - 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        raise CommandError(f"{option} {text}: not a whole number") from None
-    if not least <= value <= INT_MAX:
-        raise CommandError(f"{option} {text}: out of range, {least}..{INT_MAX}")
-    return value
-
-
 def pool_sizes(args: argparse.Namespace) -> list[int | None]:
     """Return the pools to replay, in blocks; None is the policy's own choice."""
     if args.policy not in ("P1", "P2"):
@@ -140,18 +126,6 @@ def load_trace(args: argparse.Namespace) -> Trace:
     except TraceError as exc:
         raise CommandError(str(exc)) from None
     return trace if limit is None else trace.head(limit)
-
-
-def check_plot(path: Path | None) -> None:
-    """Refuse, before any work, a picture that cannot be drawn."""
-    if path is None:
-        return
-    if path.is_dir() or not path.parent.is_dir():
-        raise CommandError(f"--plot {path}: not a file in a folder that exists")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise CommandError(f"--plot {path}: no permission to write it")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise CommandError("--plot needs matplotlib: pip install 'kvpool[demo]'")
 
 
 def draw(args: argparse.Namespace, trace: Trace, results: list[Result]) -> None:

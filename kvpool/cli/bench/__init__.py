@@ -1,0 +1,5 @@
+"""Measure this machine: kernels beside the yardsticks that limit them."""
+
+from kvpool.cli.bench import attention
+
+COMMANDS = {"attention": attention}

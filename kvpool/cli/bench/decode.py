@@ -1,0 +1,131 @@
+"""Decode: one query per sequence, over all sizes, beside a read of the same bytes and dense attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from kvpool.cli.bench.bench import Bench
+from kvpool.cli.bench.cache import kv_nbytes, padded, random_elements
+from kvpool.cli.bench.dense import MAKERS, framework_threads, missing_threads
+from kvpool.cli.bench.measure import Contestant
+from kvpool.cli.bench.rows import Row, threads_name, timed, tokens
+
+RIVAL_SECONDS = 1.0
+"""A rival sits out after so long."""
+
+RIVAL_RUN_SECONDS = 2.0
+"""A rival is left out where one run of it would take longer."""
+
+Arrays = tuple[np.ndarray, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One size of the sweep."""
+
+    dtype: str
+    batch: int
+    context: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.dtype} {self.batch} x {tokens(self.context)}"
+
+    @property
+    def num_tokens(self) -> int:
+        return self.batch * self.context
+
+
+def count(bench: Bench) -> int:
+    """Return how many races there are."""
+    s = bench.settings
+    return len(s.dtypes) * len(s.batches) * len(s.contexts) * len(s.threads)
+
+
+def rows(bench: Bench) -> Iterator[Row]:
+    """Measure; small cases first, so that a rival's pace there tells how long a larger one will take."""
+    s = bench.settings
+    pace: dict[tuple[str, str, int], float] = {}  # seconds per byte of a rival, by name, dtype and threads
+    for dtype in s.dtypes:
+        cases = [Case(dtype, batch, context) for batch, context in product(s.batches, s.contexts)]
+        for case in sorted(cases, key=lambda case: case.num_tokens):
+            yield from case_rows(bench, case, pace)
+
+
+def case_rows(bench: Bench, case: Case, pace: dict[tuple[str, str, int], float]) -> Iterator[Row]:
+    """Measure one size for every number of threads, with every block size on the same memory."""
+    s, spec, rng = bench.settings, bench.spec(case.dtype), bench.rng(case.batch, case.context)
+    per_token = spec.num_kv_heads * spec.head_dim
+    room = case.batch * max(padded(case.context, block_size) for block_size in s.block_sizes)
+    pool_nbytes, nbytes = kv_nbytes(spec, room), kv_nbytes(spec, case.num_tokens)
+    if not bench.fits(f"decode {case.name}", pool_nbytes):
+        for _ in s.threads:
+            bench.say(f"decode {case.name}: left out")
+        return
+    planes = tuple(random_elements(rng, room * per_token, case.dtype) for _ in "kv")
+    used = [plane[: case.num_tokens * per_token] for plane in planes]
+    copies = {rival: 2 if rival == "mlx" else 1 for rival in bench.rivals}  # MLX wants memory of its own
+    rivals = [r for r, n in copies.items() if bench.fits(f"{r}, {case.name}", pool_nbytes + n * nbytes)]
+    dense = dense_contexts(bench, case, rng) if rivals else ()
+    for num_threads in s.threads:
+        bench.say(f"decode {case.name}, {threads_name(num_threads)}")
+        racing = tuple(r for r in rivals if may_race(bench, r, case, num_threads, pace, nbytes))
+        calls = {}
+        for block_size in s.block_sizes:
+            paged = bench.spec(case.dtype, block_size)
+            calls[block_size] = bench.call(
+                paged, planes, batch=case.batch, context=case.context, num_threads=num_threads, rng=rng
+            )
+        errors = {block_size: call.checked_error(rng) for block_size, call in calls.items()}
+        with framework_threads(num_threads, racing):
+            contestants = [Contestant(f"blocks of {size}", call.attend) for size, call in calls.items()]
+            contestants += [Contestant(r, MAKERS[r](*dense, case.dtype), seconds=RIVAL_SECONDS) for r in racing]
+            race = bench.race(bench.reading(used, num_threads), contestants)
+        times = {r: race.timings[r].best for r in racing if r in race.timings}
+        pace.update({(r, case.dtype, num_threads): seconds / nbytes for r, seconds in times.items()})
+        for block_size, error in errors.items():
+            yield Row(
+                part="decode",
+                dtype=case.dtype,
+                threads=num_threads,
+                layout=s.layout,
+                block_size=block_size,
+                batch=case.batch,
+                context=case.context,
+                nbytes=nbytes,
+                yardstick="read",
+                dense=times,
+                error=error,
+                **timed(race, f"blocks of {block_size}"),
+            )
+
+
+def dense_contexts(bench: Bench, case: Case, rng: np.random.Generator) -> Arrays:
+    """Return q ``[B, Hk, G, D]``, k and v ``[B, Hk, C, D]``."""
+    s = bench.settings
+    group = s.num_q_heads // s.num_kv_heads
+    q = random_elements(rng, (case.batch, s.num_kv_heads, group, s.head_dim), case.dtype)
+    shape = (case.batch, s.num_kv_heads, case.context, s.head_dim)
+    return q, random_elements(rng, shape, case.dtype), random_elements(rng, shape, case.dtype)
+
+
+def may_race(
+    bench: Bench,
+    rival: str,
+    case: Case,
+    num_threads: int,
+    pace: dict[tuple[str, str, int], float],
+    nbytes: int,
+) -> bool:
+    """Whether a rival can be measured, in a bearable time; notes what is left out."""
+    why = missing_threads(rival, num_threads)
+    seconds = pace.get((rival, case.dtype, num_threads), 0.0) * nbytes
+    if why is None and seconds > RIVAL_RUN_SECONDS:
+        why = f"one run would take more than {RIVAL_RUN_SECONDS:g} s"
+    if why is not None:
+        bench.left_out.append((f"{rival}, {case.name}, {threads_name(num_threads)}", why))
+    return why is None

@@ -1,0 +1,159 @@
+"""What has to hold, decided by the rows that were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvpool.cli.bench.rows import Row
+from kvpool.cli.bench.settings import Settings
+
+REPETITIONS = 15
+BLOCK_SIZE = 16
+HEADS = (32, 8, 128)  # query heads, KV heads, head dim
+NUM_TOKENS = 16384  # of all contexts together
+DECODE = {"float32": (1.5, 1.2), "bfloat16": (1.8, 1.3), "float16": (1.8, 1.25)}  # gate, goal
+GAIN = (0.9, 1.0)
+TORCH = (2.0, 2.5)
+PREFILL = (75.0, 90.0)
+WRITE = (1.4, 1.15)
+COPY = (1.1, 1.0)
+
+
+@dataclass(frozen=True)
+class Gate:
+    """One promise.
+
+    Attributes
+    ----------
+    name, unit : str
+        What is compared, and in what.
+    limit, goal : float
+        What it has to reach, and what it is meant to reach.
+    at_most : bool
+        Whether less is better.
+    value : float, optional
+        The worst of the rows that decide; None if there is none.
+    row : str
+        The worst row, or why none decides.
+    """
+
+    name: str
+    unit: str
+    limit: float
+    goal: float
+    at_most: bool
+    value: float | None
+    row: str
+
+    @property
+    def holds(self) -> bool:
+        """Whether the value is within the limit. What nobody measured does not hold."""
+        return self._reaches(self.limit)
+
+    @property
+    def reaches_goal(self) -> bool:
+        return self._reaches(self.goal)
+
+    def _reaches(self, bound: float) -> bool:
+        return self.value is not None and (self.value <= bound if self.at_most else self.value >= bound)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"holds": self.holds, "reaches_goal": self.reaches_goal}
+
+
+def decide(rows: Sequence[Row], settings: Settings) -> list[Gate]:
+    """Return the gates of everything that the settings ask for, measured or not."""
+    gates = []
+    for dtype in settings.dtypes:
+        mine = [row for row in rows if row.dtype == dtype]
+        if "decode" in settings.parts:
+            gates += decode_gates(dtype, mine, settings)
+        for part, name, (limit, goal) in (("write", "write", WRITE), ("copy", "copy_blocks", COPY)):
+            if part in settings.parts:
+                able = [row for row in mine if row.part == part and is_able(row)]
+                gates.append(worst(f"{name} {dtype}", "x memcpy", limit, goal, True, able, lambda row: row.ratio))
+        if "prefill" in settings.parts:
+            able = [row for row in mine if row.part == "prefill" and is_able(row) and is_standard(settings)]
+            gates.append(worst(f"prefill {dtype}", "% of sgemm", *PREFILL, False, able, lambda row: 100 / row.ratio))
+        if "stores" in settings.parts:
+            able = [row for row in mine if row.part == "stores" and is_able(row) and not row.is_cached]
+            name = f"two stores, two threads, {dtype}"
+            gates.append(worst(name, "x gain of the read", *GAIN, False, able, share_of_gain))
+    return gates
+
+
+def decode_gates(dtype: str, rows: list[Row], settings: Settings) -> list[Gate]:
+    """Return the gates of decode of one dtype."""
+    able = [row for row in rows if is_able_decode(row) and is_standard(settings)]
+    against_torch = [row for row in able if "torch" in row.dense]
+    gates = [
+        worst(f"decode {dtype}", "x read", *DECODE[dtype], True, able, lambda row: row.ratio),
+        worst(f"decode {dtype} against torch", "x faster", *TORCH, False, against_torch, faster_than_torch),
+    ]
+    asked = 1 in settings.batches and NUM_TOKENS in settings.contexts and len(settings.threads) > 1
+    if asked and dtype == "float32":  # the only one whose K and V of a single context of 16k exceed caches
+        alone = {row.threads: row for row in able if row.batch == 1 and row.context == NUM_TOKENS}
+        more = [row for threads, row in alone.items() if threads > 1 and 1 in alone]
+        name = "decode of one sequence, more threads"
+        gates.append(worst(name, "x gain of the read", *GAIN, False, more, lambda row: alone[1].ratio / row.ratio))
+    return gates
+
+
+def is_able(row: Row) -> bool:
+    """Whether a row was measured well enough to decide."""
+    return row.is_complete and row.repetitions >= REPETITIONS
+
+
+def is_able_decode(row: Row) -> bool:
+    """Whether a row of decode decides: memory decides its time, and blocks have the standard size."""
+    is_large = not row.is_cached and row.batch * row.context >= NUM_TOKENS
+    return row.part == "decode" and is_able(row) and is_large and row.block_size == BLOCK_SIZE
+
+
+def is_standard(settings: Settings) -> bool:
+    """Whether the heads are those that the gates speak of."""
+    return (settings.num_q_heads, settings.num_kv_heads, settings.head_dim) == HEADS
+
+
+def share_of_gain(row: Row) -> float:
+    """Return what two threads bring to the kernels, as a share of what they bring to the read."""
+    assert row.gain is not None and row.yardstick_gain is not None  # rows of `stores` have them
+    return row.gain / row.yardstick_gain
+
+
+def faster_than_torch(row: Row) -> float:
+    """Return how many times faster than torch."""
+    return row.dense["torch"] / row.best
+
+
+def worst(
+    name: str,
+    unit: str,
+    limit: float,
+    goal: float,
+    at_most: bool,
+    rows: Sequence[Row],
+    value: Callable[[Row], float],
+) -> Gate:
+    """Return the gate, decided by the worst of `rows`."""
+    if not rows:
+        return Gate(name, unit, limit, goal, at_most, None, "no row decides")
+    row = (max if at_most else min)(rows, key=value)
+    return Gate(name, unit, limit, goal, at_most, value(row), row.name)
+
+
+def summary(gates: Sequence[Gate]) -> str:
+    """Return one line: which gates hold."""
+    missed = [gate for gate in gates if not gate.holds]
+    if not gates:
+        return "no gates for this"
+    if not missed:
+        goals = sum(gate.reaches_goal for gate in gates)
+        return f"all {len(gates)} gates hold, {goals} reach their goal"
+    said = "; ".join(
+        f"{gate.name} not decided" if gate.value is None else f"{gate.name} {gate.value:.3g} {gate.unit}"
+        for gate in missed
+    )
+    return f"{len(gates) - len(missed)} of {len(gates)} gates hold; missed: {said}"
