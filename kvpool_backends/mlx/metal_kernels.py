@@ -22,10 +22,10 @@ import numpy as np
 from kvpool.config import KVSpec
 from kvpool.protocol import AttentionOptions
 
-# What a device may make of these numbers only a device can tell; results depend on them in their last bits only.
+# What is right here only a Mac can tell; results depend on these numbers in their last bits only.
 SIMDGROUPS = 8  # of an attention threadgroup: 256 threads
 ROWS_MAX = 16  # (query, head) pairs that share one read of K and V, for the heads of one group
-# For further queries: what LLVM keeps in 128 registers (asked with a GPU that it has a back end for, gfx1030).
+# Further queries join as long as 128 registers hold all sums: what LLVM keeps there for gfx1030, a GPU that it knows.
 ROW_DIMS_MAX = 1024
 PART_TOKENS = 512  # a context of up to this length stays in one part
 PARTS_MAX = 64  # of one context; beyond, parts double in length
