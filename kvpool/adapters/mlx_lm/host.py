@@ -468,7 +468,7 @@ class PagedKV:
                 "kv.recover() takes it back"
             )
         try:
-            if not (self.overlap or self.backend.is_eager):
+            if not (self.overlap or self.backend.is_in_place):
                 self.backend.settle()
         except BaseException:
             self._driver = None
