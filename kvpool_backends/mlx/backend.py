@@ -3,7 +3,8 @@
 The route is chosen when a backend is made:
 
 - *kernels* (`kvpool_backends.mlx.kernels`): where MLX computes on the CPU. The CPU kernels work on the pool in
-  place, at once, and MLX itself never computes with it. All layouts, all options of attention.
+  place, at once, and MLX itself never computes with it. All layouts, all options of attention. Where the extension
+  was built (`kvpool_backends.mlx.native`), the same kernels run as lazy nodes of MLX's graph.
 - *plain* (`kvpool_backends.mlx.plain`): on every device that MLX has. Writes are scatters, reads are gathers for
   MLX's own attention, all of it lazy. Layout "NHD".
 

@@ -45,8 +45,8 @@ PyObject* described(const mx::metal::Launch& launch) {
 
 PyObject* record(PyObject*, PyObject* args) {
   PyObject *type, *handles, *reads, *layer, *step, *copies, *k, *v;
-  if (!PyArg_ParseTuple(args, "O!O!O!OOOOO", &PyType_Type, &type, &PyTuple_Type, &handles, &PyTuple_Type, &reads, &layer,
-                        &step, &copies, &k, &v)) {
+  if (!PyArg_ParseTuple(args, "O!O!O!OOOOO", &PyType_Type, &type, &PyTuple_Type, &handles, &PyTuple_Type, &reads,
+                        &layer, &step, &copies, &k, &v)) {
     return nullptr;
   }
   array_type = reinterpret_cast<PyTypeObject*>(type);
