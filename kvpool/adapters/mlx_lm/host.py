@@ -96,7 +96,7 @@ def install(
         Attend straight over the pool (True), or gather every context for mlx-lm's own attention (False). By default
         the first, if there are kernels for it and the model is one of `attention_hook.KNOWN`. See `PagedKV.route`.
     kernels : bool, optional
-        Of `kvpool_backends.mlx.MLXBackend`; by default they are used where MLX computes on the CPU.
+        Of `kvpool_backends.mlx.MLXBackend`; by default they are used: those of Metal, or those of the CPU.
     overlap : bool
         Without kernels: build a step while the one before still runs, though MLX then copies the pool's arrays to
         write to them. By default each step waits for the one before, and writes are in place, as always with kernels.
@@ -141,7 +141,7 @@ def _choose_route(callers: Sequence[Caller | None], backend: Any, fused: bool | 
     """Where to hook attention, or nowhere and why."""
     why = "fused=False"
     if fused is not False:
-        if backend.route != "kernels":
+        if backend.route == "plain":
             why = "the backend runs without kernels"
         elif mlx_lm.__version__ not in SUPPORTED_VERSIONS:
             why = f"mlx-lm {mlx_lm.__version__} is not one of {', '.join(SUPPORTED_VERSIONS)}"
