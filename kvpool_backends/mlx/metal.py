@@ -218,7 +218,7 @@ class MetalAttention(_Base):
         tokens, q_lens = tokens[tokens >= 0], np.where(np.isin(np.arange(len(q_lens)), rows), 0, q_lens)
         step = None
         if len(tokens):
-            step = self._step(plan, q_lens, len(tokens), q.shape[1], scale, options)
+            step = self._attention_step(plan, q_lens, len(tokens), q.shape[1], scale, options)
         if not chunks:
             plan.work[key] = Work(step, None, (), None)
         else:
@@ -226,7 +226,7 @@ class MetalAttention(_Base):
             plan.work[key] = Work(step, _int32(tokens), chunks, _int32(np.argsort(order)))
         return plan.work[key]
 
-    def _step(
+    def _attention_step(
         self,
         plan: MetalPlan,
         q_lens: np.ndarray,

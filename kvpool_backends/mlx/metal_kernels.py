@@ -198,11 +198,15 @@ def with_arrays(step: AttentionStep, options: AttentionOptions) -> AttentionStep
         mask = mask if mask.ndim == 3 else mask[:, None]
         mask = np.where(mask, np.float32(0), np.float32(-np.inf)) if mask.dtype == np.bool_ else mask
     return step._replace(
-        slopes=step.slopes if options.alibi_slopes is None else mx.array(options.alibi_slopes),
-        sinks=step.sinks if options.sinks is None else mx.array(options.sinks),
-        mask=step.mask if mask is None else mx.array(mask),
+        slopes=step.slopes if options.alibi_slopes is None else _uploaded(options.alibi_slopes),
+        sinks=step.sinks if options.sinks is None else _uploaded(options.sinks),
+        mask=step.mask if mask is None else _uploaded(mask),
         features=options.features,
     )
+
+
+def _uploaded(x: np.ndarray) -> mx.array:
+    return mx.array(np.ascontiguousarray(x))  # MLX takes no negative strides
 
 
 class MetalKernels:
