@@ -92,9 +92,42 @@ def test_an_attention_that_somebody_has_set_inside_the_block_is_not_overwritten(
         llama.scaled_dot_product_attention = theirs = lambda *args, **options: ours(*args, **options)
         with pytest.raises(RuntimeError, match=r"\[install\] mlx_lm\.models\.llama\.scaled_dot.* put back what was"):
             kv.__exit__(None, None, None)
-        assert llama.scaled_dot_product_attention is theirs and kv.is_fused
+        assert llama.scaled_dot_product_attention is theirs
         assert "make_cache" in vars(model)
         llama.scaled_dot_product_attention = ours
+        assert kv.is_fused
+
+
+def test_an_attention_that_somebody_has_set_inside_the_block_gets_arrays_and_the_route_says_so(model):
+    prompt, calls = random_prompts([20])[0], []
+    expected = solo_tokens(model, prompt)
+
+    def theirs(queries, keys, values, cache, scale, mask, sinks=None):
+        calls.append(keys.shape)
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+
+    with install(model, 50, block_size=4, fused=True) as kv:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(llama, "scaled_dot_product_attention", theirs)
+            assert not kv.is_fused
+            assert kv.summary().route == "gather: somebody has set mlx_lm.models.llama.scaled_dot_product_attention"
+            assert solo_tokens(model, prompt) == expected and calls
+        assert kv.is_fused and kv.route == "fused"
+        assert solo_tokens(model, prompt) == expected
+
+
+def test_a_module_that_was_reloaded_inside_the_block_is_left_as_it_is(model):
+    """A reload executes ``from mlx_lm.models.base import scaled_dot_product_attention`` again."""
+    prompt = random_prompts([20])[0]
+    expected = solo_tokens(model, prompt)
+    with install(model, 50, block_size=4, fused=True) as kv:
+        llama.scaled_dot_product_attention = base.scaled_dot_product_attention
+        assert not kv.is_fused
+        assert solo_tokens(model, prompt) == expected
+        with install(model, 50, block_size=4, fused=True) as inner:
+            assert inner.is_fused and kv.is_fused
+            assert solo_tokens(model, prompt) == expected
+        llama.scaled_dot_product_attention = base.scaled_dot_product_attention
 
 
 # ------------------------------------------------------------------------------------------ what is refused

@@ -15,7 +15,7 @@ from typing import Any, Self
 import mlx.core as mx
 import mlx_lm
 import numpy as np
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 import kvpool
 from kvpool.adapters.mlx_lm.attention_hook import Caller, Site, find_sites, watch
@@ -162,7 +162,7 @@ def inspect_model(model: Any, block_size: int) -> tuple[KVSpec, tuple[int | None
 
     Found by tracing one token through the model with mlx-lm's own caches. Nothing is computed.
     """
-    caches = make_prompt_cache(model)
+    caches = Hook.stock_caches(model)
     for layer, cache in enumerate(caches):
         if type(cache) not in (KVCache, RotatingKVCache) or getattr(cache, "keep", 0) != 0:
             raise ValueError(f"[install] layer {layer} uses {type(cache).__name__}, not KVCache or RotatingKVCache")
@@ -276,13 +276,15 @@ class PagedKV:
 
     @property
     def is_fused(self) -> bool:
-        """Whether a layer attends straight over the pool now: inside the block, if the model can be hooked."""
+        """Whether a layer attends straight over the pool now: inside the block, if the model is hooked."""
         return bool(self.sites) and all(site.is_active for site in self.sites)
 
     @property
     def route(self) -> str:
         """How the model attends inside the block: "fused", or "gather: " and why."""
-        return f"gather: {self._why_gather}" if self._why_gather else "fused"
+        covered = ", ".join(f"somebody has set {site}" for site in self.sites if site.is_covered)
+        why = self._why_gather or covered
+        return f"gather: {why}" if why else "fused"
 
     def make_cache(self) -> list[PagedKVCache]:
         """An empty cache, one facade per layer: for ``prompt_cache=``, ``insert(caches=[...])`` and so on."""

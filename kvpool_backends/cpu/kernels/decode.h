@@ -4,8 +4,7 @@
  * softmax: Milakov & Gimelshein 2018), its V is summed up. K and V come from memory once. What holds a decode up is the
  * memory's latency, and the hardware's own prefetchers lose track at every block. So each of these phases fetches what the
  * next one reads, row for row at the pace of its own reading: K's the V of the same tokens, V's the K of the next head or
- * tile. Fetched in bursts instead, or a whole tile of all heads ahead, the same lines take a fifth longer: they fill the
- * buffers that loads wait for.
+ * tile. Row for row, because a burst would fill the buffers that loads wait for.
  *
  * The queries of a KV head, those of its group of heads for each token of the window, are called its lanes:
  * lane = token * group + head in group. All arrays below go by KV head, then lane.
@@ -178,20 +177,20 @@ static void head_weights(decoding *run, const kv_tile *tile, int64_t head) {
 
 /* -------- values -------- */
 
-/* Tokens that the mask hides from all of a head's lanes may hold anything: they read zeros. */
-static void hide_tokens(const decoding *run, const kv_tile *tile, int64_t offset, const char **tokens) {
+/* The tile's values, `offset` included; zeros in place of those that all of a head's lanes give no weight: what a mask
+ * hides may hold anything. */
+static void used_values(const decoding *run, const kv_tile *tile, int64_t offset, const char **values) {
     for (int64_t t = 0; t < tile->count; t++) {
         int is_used = 0;
         for (int64_t i = 0; i < run->lanes; i++) is_used |= run->scores[i * TILE + t] != 0;
-        tokens[t] = is_used ? tile->v[t] : run->zeros - offset;
+        values[t] = is_used ? tile->v[t] + offset : run->zeros;
     }
 }
 
 /* `rows` lanes of a head from the i-th on. */
 KV_INLINE void lanes_values(kv_dtype dtype, const int rows, decoding *run, const char *const *tokens, int64_t count,
-                            int64_t head, int64_t i, const char *const *ahead, int64_t ahead_offset) {
-    const kv_plane *plane = &run->call->layer->v;
-    const int64_t offset = head * plane->head_stride * kv_itemsize(dtype), dim = plane->dim, stride = run->v_padded;
+                            int64_t offset, int64_t head, int64_t i, const char *const *ahead, int64_t ahead_offset) {
+    const int64_t dim = run->call->layer->v.dim, stride = run->v_padded;
     const float *weights = run->scores + i * TILE, *decay = run->decay + i;
     float *acc = run->acc + (head * run->lanes + i) * stride;
     int64_t d = 0;
@@ -207,17 +206,20 @@ KV_INLINE void lanes_values(kv_dtype dtype, const int rows, decoding *run, const
 /* Sums up the tile's values of a head; meanwhile the keys at `ahead` are fetched, those that are used next. */
 KV_INLINE void head_values_as(kv_dtype dtype, decoding *run, const kv_tile *tile, int64_t head, const char *const *ahead,
                               int64_t ahead_offset) {
-    const char *seen[TILE], *const *tokens = tile->v;
-    int64_t i = 0;
+    const char *used[TILE], *const *tokens = tile->v;
+    const int64_t count = tile->count;
+    int64_t offset = head * run->call->layer->v.head_stride * kv_itemsize(dtype), i = 0;
     if (run->call->mask != NULL) {
-        hide_tokens(run, tile, head * run->call->layer->v.head_stride * kv_itemsize(dtype), seen);
-        tokens = seen;
+        used_values(run, tile, offset, used);
+        tokens = used;
+        offset = 0;
     }
-    for (; i + 4 <= run->lanes; i += 4, ahead = NULL) lanes_values(dtype, 4, run, tokens, tile->count, head, i, ahead, ahead_offset);
+    for (; i + 4 <= run->lanes; i += 4, ahead = NULL)
+        lanes_values(dtype, 4, run, tokens, count, offset, head, i, ahead, ahead_offset);
     switch (run->lanes - i) {
-    case 3: lanes_values(dtype, 3, run, tokens, tile->count, head, i, ahead, ahead_offset); break;
-    case 2: lanes_values(dtype, 2, run, tokens, tile->count, head, i, ahead, ahead_offset); break;
-    case 1: lanes_values(dtype, 1, run, tokens, tile->count, head, i, ahead, ahead_offset); break;
+    case 3: lanes_values(dtype, 3, run, tokens, count, offset, head, i, ahead, ahead_offset); break;
+    case 2: lanes_values(dtype, 2, run, tokens, count, offset, head, i, ahead, ahead_offset); break;
+    case 1: lanes_values(dtype, 1, run, tokens, count, offset, head, i, ahead, ahead_offset); break;
     }
 }
 
@@ -296,9 +298,10 @@ static void decode_merge(const kv_attention *call, int64_t row, const float *par
         }
         for (int64_t i = 0; i < num_partials; i++) {
             const float *part = partials + i * step, *more = part + 2 * whole_lines(run.num_lanes) + lane * run.v_padded;
-            const float factor = part[lane] == -INFINITY ? 0 : expf(part[lane] - largest);
-            if (factor == 0) continue;
-            sum += part[whole_lines(run.num_lanes) + lane] * factor;
+            const float part_sum = part[whole_lines(run.num_lanes) + lane];
+            if (part_sum == 0) continue; /* nothing of it is seen */
+            const float factor = expf(part[lane] - largest);
+            sum += part_sum * factor;
             for (int64_t d = 0; d < run.v_padded; d += VL)
                 v_store(run.acc + d, v_fma(v_load(more + d), v_set(factor), v_load(run.acc + d)));
         }

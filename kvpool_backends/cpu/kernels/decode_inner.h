@@ -45,12 +45,13 @@ KV_INLINE int64_t pair_place(kv_dtype dtype, int64_t i) {
     return dtype == KV_BF16 ? i - in_pair + in_pair / 2 + in_pair % 2 * VL : i;
 }
 
-/* Fetches what lies as far in another vector as elements d .. d + count - 1 lie in this one, into L2: L1 has better to
- * hold, and was slower. */
+/* Fetches what lies as far in another vector as elements d .. d + count - 1 lie in this one, into L2: L1 has what is
+ * worked on to hold. As an address, because the other vector may be shorter. */
 KV_INLINE void fetch(const char *vector, int64_t d, int count, int64_t size) {
     KV_UNROLL
     for (int64_t at = 0; at < count * size; at += LINE)
-        if ((d * size) % LINE == 0 || count * size >= LINE) __builtin_prefetch(vector + d * size + at, 0, 2);
+        if ((d * size) % LINE == 0 || count * size >= LINE)
+            __builtin_prefetch((const void *)((uintptr_t)vector + (uintptr_t)(d * size + at)), 0, 2);
 }
 
 /* scores[r * TILE + t] = q[r] . k[t] for 4 tokens t and `rows` <= 4 queries r; `offset` is the head's. */
@@ -91,19 +92,13 @@ KV_INLINE void scores_of_4(kv_dtype dtype, const int rows, const char *const *to
 }
 
 /* For `rows` <= 4 queries: acc[r] = decay[r] * acc[r] + sum over the tile's tokens of weights[r * TILE + t] * v[t], for
- * the `pairs` (1 or 2) pairs of elements from d on; the last one has `tail` elements if that is not 0. */
+ * the `pairs` (1 or 2) pairs of elements from d on; the last one has `tail` elements if that is not 0. The sum begins at
+ * 0: so the error grows with the number of tiles plus the length of one. */
 KV_INLINE void weigh(kv_dtype dtype, const int rows, const int pairs, int64_t tail, const char *const *tokens, int64_t count,
                      int64_t offset, int64_t d, int64_t stride, const float *weights, const float *decay, float *acc,
                      const char *const *ahead, int64_t ahead_offset) {
     const int64_t size = kv_itemsize(dtype);
-    vpair sum[4][2];
-    KV_UNROLL
-    for (int r = 0; r < rows; r++)
-        KV_UNROLL
-        for (int i = 0; i < pairs; i++) {
-            const float *at = acc + r * stride + d + i * PAIR;
-            sum[r][i] = (vpair){v_load(at) * decay[r], v_load(at + VL) * decay[r]};
-        }
+    vpair sum[4][2] = {{{{0}, {0}}}};
     for (int64_t t = 0; t < count; t++) {
         const char *v = tokens[t] + offset + d * size;
         if (ahead != NULL) fetch(ahead[t] + ahead_offset, d, pairs * PAIR, size);
@@ -125,7 +120,7 @@ KV_INLINE void weigh(kv_dtype dtype, const int rows, const int pairs, int64_t ta
         KV_UNROLL
         for (int i = 0; i < pairs; i++) {
             float *at = acc + r * stride + d + i * PAIR;
-            v_store(at, sum[r][i].a);
-            v_store(at + VL, sum[r][i].b);
+            v_store(at, v_fma(v_load(at), v_set(decay[r]), sum[r][i].a));
+            v_store(at + VL, v_fma(v_load(at + VL), v_set(decay[r]), sum[r][i].b));
         }
 }

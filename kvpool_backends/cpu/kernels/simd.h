@@ -51,7 +51,7 @@ KV_INLINE vi v_lanes(void) {
     return x;
 }
 
-/* The first n lanes (n <= VL) come from or go to memory, the others are 0 or stay: no byte beyond is touched. */
+/* The first n lanes (n <= VL) come from memory, the others are 0: no byte beyond is touched. */
 KV_INLINE vf v_load_n(const float *p, int64_t n) {
 #if defined(KV_SIMD_AVX512)
     return _mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
@@ -63,8 +63,6 @@ KV_INLINE vf v_load_n(const float *p, int64_t n) {
     return x;
 #endif
 }
-
-KV_INLINE void v_store_n(float *p, vf x, int64_t n) { memcpy(p, &x, 4 * (size_t)n); }
 
 /* a * b + c, rounded once where the machine can. */
 KV_INLINE vf v_fma(vf a, vf b, vf c) {
@@ -91,8 +89,6 @@ KV_INLINE vf v_max(vf a, vf b) {
     return v_select(a > b, a, b);
 #endif
 }
-
-KV_INLINE vf v_min(vf a, vf b) { return -v_max(-a, -b); }
 
 /* -------- across lanes -------- */
 

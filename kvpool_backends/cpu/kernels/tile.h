@@ -2,7 +2,7 @@
  * a tile is a list of pointers, made block by block.
  */
 enum {
-    TILE = 32, /* tokens: a head's K and V of a tile stay in L1; 16 and 64 were slower */
+    TILE = 32, /* tokens: a head's K and V of a tile stay in L1 */
     LINE = 64, /* bytes of a cache line */
 };
 
