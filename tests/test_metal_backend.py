@@ -174,6 +174,17 @@ def test_a_result_is_that_of_its_own_step_whatever_is_built_and_evaluated_later(
             np.testing.assert_allclose(x, value, rtol=1e-6)
 
 
+def test_a_step_without_queries_is_good_for_writes(make):
+    backend = make(SPEC, 4)
+    slots = np.arange(8, 16, dtype=np.int32)
+    arrays = backend.step_arrays(ArrayPlan(np.int32([[1]]), slot_mapping=slots), np.array([8]))
+    x = mx.full((8, 2, 8), 2.0)
+    backend.write_tokens(0, x, x, arrays)
+    np.testing.assert_array_equal(backend.gather(0, [1])[0], 2.0)
+    with pytest.raises(ValueError, match=r"\[attend\] cu_q_lens \[0\] do not fit 8 query tokens"):
+        backend.attend(0, x, arrays)
+
+
 def test_write_and_attend_is_one_call_and_refuses_before_it_writes(make):
     backend = make(SPEC, 4)
     plan = ArrayPlan(np.int32([[1]]), np.int32([8]), np.int32([0, 8]), np.arange(8, 16, dtype=np.int32))
@@ -239,7 +250,7 @@ def test_the_metal_route_is_chosen_and_refused_with_reasons(engine, monkeypatch)
         backend = MLXBackend(SPEC, 4, metal_kernel=factory)
         assert (backend.route, backend.is_eager) == ("metal", False) and "route='metal'" in repr(backend)
         assert MLXBackend(SPEC, 4, kernels=False, metal_kernel=factory).route == "plain"
-        with pytest.raises(ValueError, match="block_size 4 is not among .* by the metal route"):
+        with pytest.raises(ValueError, match=r"block_size 4 is not among .* by the metal route"):
             MLXBackend(dataclasses.replace(SPEC, block_size=4), 4, metal_kernel=factory)
         monkeypatch.setattr(kvpool_backends.mlx.backend, "has_metal", lambda: True)
         monkeypatch.setattr(mx.fast, "metal_kernel", factory)

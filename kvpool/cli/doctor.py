@@ -132,12 +132,11 @@ def metal_kernels_failure() -> str | None:
 
     from kvpool.config import KVSpec
     from kvpool.protocol import BatchShape
-    from kvpool_backends.mlx import MLXBackend
+    from kvpool_backends.mlx.metal import MetalBackend
 
     try:
         with mx.stream(mx.gpu):
-            spec = KVSpec(1, 2, 64, "float16", 16)
-            backend = MLXBackend(spec, 2, native=False, metal_kernel=mx.fast.metal_kernel)
+            backend = MetalBackend(KVSpec(1, 2, 64, "float16", 16), 2)
             backend.warmup([BatchShape(2, 2, 64, 8)])
     except Exception as exc:  # a compiler's message, mostly
         return f"{type(exc).__name__}: {exc}"

@@ -38,9 +38,17 @@ HEAD_DIMS = tuple(range(4, 257, 4))
 CONSTANT_SIZE_MAX = 8
 
 if TYPE_CHECKING:
-    _Base = MLXBackend
+
+    class _Storage(MLXBackend):
+        """What both ways to write have."""
+
+        def write(self, layer: int, k: mx.array, v: mx.array, plan: PlanArrays) -> None: ...
+        def write_tokens(self, layer: int, k: mx.array, v: mx.array, arrays: Any) -> None: ...
+        def step_arrays(self, plan: PlanArrays, seq_lens: np.ndarray) -> Any: ...
+        def _warm_write(self, num_tokens: int) -> None: ...
+
 else:
-    _Base = object
+    _Storage = object
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +69,7 @@ class Work(NamedTuple):
     order: mx.array | None  # [T] where a token is in the results, one after the other
 
 
-class MetalAttention(_Base):
+class MetalAttention(_Storage):
     """Reads of a pool by Metal kernels; everything is lazy. Beside an `MLXBackend` that writes."""
 
     route = "metal"
@@ -128,8 +136,7 @@ class MetalAttention(_Base):
 
     def read(self, layer: int, arrays: MetalPlan) -> tuple[mx.array, mx.array]:
         """The contexts of a step as K ``[B, Hk, C, D]`` and V ``[B, Hk, C, Dv]``, 0 past a row's end."""
-        longest = int(arrays.seq_lens.max(initial=0))
-        k, v = self._on_pool(layer, lambda *pools: self._contexts(layer, pools, arrays, arrays.seq_lens, longest))
+        k, v = self._on_pool(layer, lambda *pools: self._contexts(layer, pools, arrays))
         return k, v
 
     def warmup(self, shapes: Iterable[BatchShape], options: Sequence[AttentionOptions] = ()) -> None:
@@ -157,7 +164,7 @@ class MetalAttention(_Base):
         q = q if isinstance(q, mx.array) else mx.array(q)
         num_heads = self._query_heads(q)
         plan = plan if type(plan) is MetalPlan else self._checked_plan(plan)
-        if plan.cu_q_lens[-1] > len(q):
+        if len(plan.cu_q_lens) != len(plan.seq_lens) + 1 or plan.cu_q_lens[-1] > len(q):
             raise ValueError(f"[attend] cu_q_lens {plan.cu_q_lens.tolist()} do not fit {len(q)} query tokens")
         longest = int(plan.seq_lens.max(initial=0))
         return q, plan, checked_options(options, self.capabilities(), len(q), num_heads, longest)
@@ -181,14 +188,13 @@ class MetalAttention(_Base):
         scale = self.spec.head_dim**-0.5 if scale is None else float(scale)
         work = self._work(plan, q, scale, options)
 
-        def kernel(*pools: mx.array) -> list[mx.array]:
+        def kernel(k_pool: mx.array, v_pool: mx.array) -> list[mx.array]:
             results = []
             if work.step is not None:
                 tokens = q if work.tokens is None else q[work.tokens]
-                results.append(self._kernels.attend(layer, tokens, *pools, with_arrays(work.step, options)))
+                results.append(self._kernels.attend(layer, tokens, k_pool, v_pool, with_arrays(work.step, options)))
             for row, _, _ in work.chunks:
-                seq_lens = plan.seq_lens[row : row + 1]
-                results += self._contexts(layer, pools, plan, seq_lens, int(seq_lens[0]), slice(row, row + 1))
+                results += self._contexts(layer, (k_pool, v_pool), plan, slice(row, row + 1))
             return results
 
         results = self._on_pool(layer, kernel)
@@ -210,7 +216,7 @@ class MetalAttention(_Base):
         if key in plan.work:
             return plan.work[key]
         q_lens, num_tokens = np.diff(plan.cu_q_lens), len(q)
-        rows = np.flatnonzero(q_lens > LONG_CHUNK) if has_long else []
+        rows = np.flatnonzero(q_lens > (LONG_CHUNK if has_long else q_lens.max()))
         chunks = tuple((int(row), int(plan.cu_q_lens[row]), int(plan.cu_q_lens[row + 1])) for row in rows)
         tokens = np.arange(num_tokens)
         for _, first, last in chunks:
@@ -259,14 +265,13 @@ class MetalAttention(_Base):
         layer: int,
         pools: Sequence[mx.array],
         plan: MetalPlan,
-        seq_lens: np.ndarray,
-        longest: int,
         rows: slice = slice(None),
     ) -> list[mx.array]:
-        """K and V of some rows as ``[B, Hk, longest, D]``."""
+        """K and V of some rows as ``[B, Hk, C, D]``, C being the longest of them."""
+        seq_lens = plan.seq_lens[rows]
         tables, lens = plan.tables[rows], _int32(seq_lens)
         return [
-            self._kernels.gather(layer, plane, pool, tables, lens, longest)
+            self._kernels.gather(layer, plane, pool, tables, lens, int(seq_lens.max(initial=0)))
             for (plane, _), pool in zip(self.spec.planes, pools, strict=True)
         ]
 
@@ -306,7 +311,7 @@ class MetalAttention(_Base):
         mx.eval(self.attend(0, q, plan, options=options))
 
 
-class MetalBackend(MetalAttention, PlainBackend):
+class MetalBackend(MetalAttention, PlainBackend):  # type: ignore[misc]  # a step is another class on each route
     """`MLXBackend` with Metal kernels that read, and writes as on the plain route, with what it says about copies."""
 
     @staticmethod

@@ -249,11 +249,9 @@ class PlainBackend(MLXBackend):
 
     def warmup(self, shapes: Iterable[BatchShape]) -> None:
         """Run each shape once on zeros, so that MLX has built its kernels. Changes no block."""
-        heads, k_dim = self.spec.num_kv_heads, self.spec.head_dim
         for shape in shapes:
             longest = -(-shape.num_tokens // max(1, shape.num_rows))
             context = shape.table_width * self.spec.block_size
-            dtype = DTYPES[self.spec.dtype]
             arrays = StepArrays(
                 mx.zeros((shape.num_tokens,), mx.int32),
                 mx.zeros((shape.num_tokens,), mx.int32),
@@ -262,7 +260,7 @@ class PlainBackend(MLXBackend):
                 mx.ones((shape.num_rows, context), mx.bool_),
             )
             k, v = self.read(0, arrays)
-            q = mx.zeros((shape.num_rows, shape.num_q_heads, longest, k_dim), dtype)
+            q = mx.zeros((shape.num_rows, shape.num_q_heads, longest, self.spec.head_dim), self.dtype)
             mask = mx.ones((shape.num_rows, 1, longest, context), mx.bool_)
             self._warm_write(shape.num_tokens)
             mx.eval(mx.fast.scaled_dot_product_attention(q, k, v, scale=1.0, mask=mask))

@@ -61,7 +61,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """Median seconds of a layer: the kernels with blocks of `block_size`, MLX's attention on dense and gathered K, V."""
+    """Median seconds of a layer: kernels on blocks of `block_size`, MLX's attention on dense and on gathered K, V."""
 
     dtype: str
     batch: int
@@ -156,7 +156,9 @@ def metal_device() -> str:
 
 def measure(wanted: Settings, factory: Callable[..., Any], quiet: bool) -> tuple[list[Row], list[str]]:
     """Return the rows, and what was left out and why; `factory` is ``mx.fast.metal_kernel`` or stands in for it."""
-    all_cases, left_out, found = cases(wanted), [], []
+    all_cases = cases(wanted)
+    found: list[Row] = []
+    left_out: list[str] = []
     with progress(len(all_cases), quiet) as say:
         for case in all_cases:
             say(case.name)
@@ -198,10 +200,8 @@ def case_rows(wanted: Settings, case: Case, factory: Callable[..., Any]) -> Iter
 
     def dense() -> list[Any]:
         shape = (case.batch, case.num_kv_heads, -1, dim)
-        return [
-            attention(q, *(x.reshape(shape)[:, :, : case.context] for x in planes), dim)
-            for q, planes in zip(queries, layers, strict=True)
-        ]
+        contexts = [[x.reshape(shape)[:, :, : case.context] for x in planes] for planes in layers]
+        return [attention(q, k, v) for q, (k, v) in zip(queries, contexts, strict=True)]
 
     paged = {size: Paged(wanted, case, size, factory) for size in wanted.block_sizes}
     gathered = paged[min(paged, key=lambda size: abs(size - 16))]
@@ -244,11 +244,11 @@ def contestant(name: str, build: Callable[[], Any], layers: int) -> Contestant:
     return Contestant(name, lambda: mx.eval(list(build())), calls=layers)
 
 
-def attention(q: Any, k: Any, v: Any, head_dim: int) -> Any:
+def attention(q: Any, k: Any, v: Any) -> Any:
     """MLX's own for q ``[B, Hq, D]``, k and v ``[B, Hk, C, D]``."""
     import mlx.core as mx
 
-    return mx.fast.scaled_dot_product_attention(q[:, :, None], k, v, scale=head_dim**-0.5)[:, :, 0]
+    return mx.fast.scaled_dot_product_attention(q[:, :, None], k, v, scale=q.shape[-1] ** -0.5)[:, :, 0]
 
 
 class Paged:
@@ -285,7 +285,8 @@ class Paged:
 
     def attend(self, q: Any, planes: Any) -> Any:
         """Straight over the pool."""
-        return self.kernels.attend(0, q, *self.pools(planes), self.step)
+        k_pool, v_pool = self.pools(planes)
+        return self.kernels.attend(0, q, k_pool, v_pool, self.step)
 
     def gather_and_attend(self, q: Any, planes: Any) -> Any:
         """MLX's attention on contexts that were gathered."""
@@ -293,7 +294,7 @@ class Paged:
             self.kernels.gather(0, plane, pool, self.tables, self.seq_lens, self.context)
             for plane, pool in zip("kv", self.pools(planes), strict=True)
         )
-        return attention(q, k, v, self.spec.head_dim)
+        return attention(q, k, v)
 
 
 def check(paged: Paged, q: Any, planes: Any) -> None:

@@ -16,7 +16,7 @@ from kvpool_backends.mlx.native.metal import metal_texts
 from kvpool_backends.mlx.native.pool import InPlacePool
 
 
-class NativeMetalBackend(MetalAttention, NativeBackend):
+class NativeMetalBackend(MetalAttention, NativeBackend):  # type: ignore[misc]  # a step is another class on each route
     """`MetalBackend` whose writes are nodes that store into the pool: it is never copied, and takes every layout.
 
     Tokens and blocks are moved by the kernels of `kvpool_backends.metal` where MLX computes on a GPU, by those of the
