@@ -194,13 +194,13 @@ class PagedKV:
     With eager kernels a call has run when it returns, so what is left is the last layer's attention. Nothing comes
     between: it is next on the same thread, and `PagedKeys` refuse once the batch has moved on.
 
-    Where writes are scatters (without kernels, or with those of Metal), the layers have *built* their writes and reads,
-    and MLX may run them later, while the blocks have another owner. That is sound because MLX arrays are values. The
-    pass's reads refer to the version of the pool array that its own writes made. Whoever writes next, on any stream and in any order of evaluation,
-    makes a new version; MLX lets it have the old one's buffer only if nobody refers to the old version any more,
-    and copies otherwise. So no later write can reach an earlier read. And no earlier write can hit a later
-    owner's data: each write takes the newest version as input, so versions form one chain in the order in which
-    the pool was stepped.
+    Where writes are scatters (without kernels, or with those of Metal), the layers have *built* their writes and
+    reads, and MLX may run them later, while the blocks have another owner. That is sound because MLX arrays are
+    values. The pass's reads refer to the version of the pool array that its own writes made. Whoever writes next,
+    on any stream and in any order of evaluation, makes a new version; MLX lets it have the old one's buffer only if
+    nobody refers to the old version any more, and copies otherwise. So no later write can reach an earlier read.
+    And no earlier write can hit a later owner's data: each write takes the newest version as input, so versions
+    form one chain in the order in which the pool was stepped.
 
     With lazy kernels (`kvpool_backends.mlx.native`) arrays of the pool are no values: a write changes what every
     version shows. There reads are links of that chain as well, so that all of it runs in the order in which it was
