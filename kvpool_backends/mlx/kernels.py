@@ -42,6 +42,7 @@ class KernelBackend(MLXBackend):
 
     route = "kernels"
     is_eager = True
+    is_in_place = True
 
     def _allocate(self) -> None:
         self._pool = PoolMemory(self.spec, self.num_blocks, alignment=_LINE_NBYTES)

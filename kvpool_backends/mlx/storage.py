@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from math import prod
 
 import mlx.core as mx
 
 from kvpool.config import KVSpec
+
+_log = logging.getLogger(__name__)
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
@@ -49,10 +52,20 @@ class PoolMemory:
         return [_address(array) for array in self.arrays]
 
     def count_copies(self) -> int:
-        """How many arrays lie in another buffer than at the last call, also added to `num_copies`."""
+        """How many arrays lie in another buffer than at the last call, also added to `num_copies`.
+
+        The first that are found are a line in the log: a copy takes as long as reading and writing a whole array.
+        """
         found = self.addresses()
         moved = sum(old != new for old, new in zip(self._addresses, found, strict=True))
         self._addresses = found
+        if moved and not self.num_copies:
+            _log.warning(
+                "[mlx] MLX has copied %d of %d pool arrays to write to them, because reads of an earlier step were "
+                "still running; `settle` between two steps avoids it (not said again)",
+                moved,
+                len(found),
+            )
         self.num_copies += moved
         return moved
 

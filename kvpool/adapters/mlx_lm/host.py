@@ -190,7 +190,7 @@ class PagedKV:
     A step stays pending while a forward pass goes through the layers and is declared done when the last layer
     has stored its keys and values. From then on a finished sequence's blocks may be given to another one.
 
-    With kernels a call has run when it returns, so what is left is the last layer's attention. Nothing comes between:
+    With eager kernels a call has run when it returns, so what is left is the last layer's attention. Nothing comes between:
     it is next on the same thread, and `PagedKeys` refuse once the batch has moved on.
 
     Without kernels the layers have *built* their writes and reads, and MLX may run them later, while the blocks
@@ -199,8 +199,11 @@ class PagedKV:
     makes a new version; MLX lets it have the old one's buffer only if nobody refers to the old version any more,
     and copies otherwise. So no later write can reach an earlier read. And no earlier write can hit a later
     owner's data: each write takes the newest version as input, so versions form one chain in the order in which
-    the pool was stepped. (A lazy write that works in a shared buffer would end this argument, and would need
-    `done` after evaluation.)
+    the pool was stepped.
+
+    With lazy kernels (`kvpool_backends.mlx.native`) arrays of the pool are no values: a write changes what every
+    version shows. There reads are links of that chain as well, so that all of it runs in the order in which it was
+    built, and a later write comes after every earlier read.
 
     Threads
     -------
@@ -468,7 +471,7 @@ class PagedKV:
                 "kv.recover() takes it back"
             )
         try:
-            if not (self.overlap or self.backend.is_eager):
+            if not (self.overlap or self.backend.is_in_place):
                 self.backend.settle()
         except BaseException:
             self._driver = None
