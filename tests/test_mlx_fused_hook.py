@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import threading
 
 import mlx.core as mx
 import pytest
@@ -54,6 +55,27 @@ def test_blocks_on_models_of_one_module_and_another_leave_in_any_order(model, or
         assert (llama.scaled_dot_product_attention is original) == (not left & {0, 1})
         assert (gemma2.Attention.__call__ is call) == (2 not in left)
     assert not any(kv.is_fused for kv in entered)
+
+
+def test_a_thread_that_enters_while_another_one_looks_does_not_make_a_known_model_gather(model, monkeypatch):
+    """Else what the second one finds in the module is the stand-in, which is not mlx-lm's function."""
+    (site,) = install(model, 8, fused=True).sites
+    original, others = llama.scaled_dot_product_attention, []
+
+    class Patches(dict):
+        def get(self, key):
+            patch = super().get(key)
+            if not others:
+                others.append(threading.Thread(target=site.enter))
+                others[0].start()
+                others[0].join(0.2)  # waits in vain where looking and entering exclude each other
+            return patch
+
+    monkeypatch.setattr(attention_hook, "_patches", Patches())
+    assert attention_hook._original(llama, "scaled_dot_product_attention") is original
+    others[0].join()
+    assert site.is_active
+    site.leave()
 
 
 def test_an_exception_inside_the_block_takes_the_hook_back(model):
