@@ -91,10 +91,14 @@ def test_stock_caches_of_a_hooked_module_go_to_the_original():
     with install(ours, 50, block_size=4, fused=True):
         assert solo_tokens(theirs, prompt) == expected == solo_tokens(ours, prompt)
         assert mx.array_equal(theirs(mx.array([prompt])), ours(mx.array([prompt])))  # no cache at all
-    gemma = FAMILIES["gemma2"]()
-    expected = solo_tokens(gemma, prompt)
-    with install(FAMILIES["gemma2"](), 50, fused=True):
-        assert solo_tokens(gemma, prompt) == expected
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "llama, two masks"])
+def test_caps_sinks_and_windows_of_stock_caches_reach_the_original(name):
+    theirs, prompt = FAMILIES[name](), random_prompts([20])[0]
+    expected = solo_tokens(theirs, prompt)
+    with install(FAMILIES[name](), 50, fused=True):
+        assert solo_tokens(theirs, prompt) == expected
 
 
 def test_caches_of_a_fused_block_gather_when_it_is_over(model):
