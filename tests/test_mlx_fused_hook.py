@@ -223,3 +223,12 @@ def test_gather_can_be_asked_for_and_kernels_are_needed_for_fused(model, caplog)
     with pytest.raises(RuntimeError, match="without kernels"):
         install(model, 8, kernels=False, fused=True)
     assert not caplog.records
+
+
+def test_one_layer_that_is_not_known_is_enough_to_gather():
+    known = attention_hook.Caller("mlx_lm.models.llama", llama.Attention.__call__.__code__)
+    unknown = attention_hook.Caller(__name__, current.__code__)
+    (site,) = attention_hook.find_sites([known, known])
+    assert (site.owner, site.name) == (llama, "scaled_dot_product_attention")
+    with pytest.raises(LookupError, match="current is not among those that can be hooked"):
+        attention_hook.find_sites([known, unknown])
