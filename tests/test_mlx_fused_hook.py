@@ -11,7 +11,7 @@ from mlx_lm.models import base, gemma2, llama, mixtral
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_models import on_cpu, random_prompts, randomized, solo_tokens, tiny_llama
 
-from kvpool.adapters.mlx_lm import attention_hook, install
+from kvpool.adapters.mlx_lm import attention_hook, host, install
 
 MODULES = (llama, gemma2, mixtral)
 
@@ -232,3 +232,9 @@ def test_one_layer_that_is_not_known_is_enough_to_gather():
     assert (site.owner, site.name) == (llama, "scaled_dot_product_attention")
     with pytest.raises(LookupError, match="current is not among those that can be hooked"):
         attention_hook.find_sites([known, unknown])
+
+
+def test_a_release_that_was_not_tested_gathers_even_where_the_texts_are_the_same(model, monkeypatch):
+    monkeypatch.setattr(host, "SUPPORTED_VERSIONS", ("0.0.1",))
+    kv = install(model, 8, strict=False)
+    assert kv.route.startswith("gather: mlx-lm ") and kv.route.endswith("is not one of 0.0.1") and not kv.sites
