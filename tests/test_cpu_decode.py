@@ -19,7 +19,7 @@ from kvpool.testing.dense import dense_attention, round_to
 TOLERANCE = 2e-6  # for every dtype: K, V and q are exact, results come in float32
 DECODE: dict[str, tuple[Any, ...]] = FACTORS | {
     "block_size": (1, 3, 8, 16, 32, 64),
-    "dims": ((128, 128), (64, 64), (80, 80), (96, 96), (192, 128), (256, 256), (112, 33), (3, 256), (1, 24)),
+    "dims": ((128, 128), (64, 64), (80, 80), (96, 96), (192, 128), (256, 256), (112, 33), (3, 256), (1, 24), (30, 30)),
     "group": (1, 2, 3, 4, 5, 8),
     "queries": (1, 2, 5, 8),
     "prior": (0, 1, 30, 31, 32, 130, 511, 512, 700),
@@ -111,3 +111,19 @@ def test_decode_never_reads_what_a_mask_hides_from_all(isa: str) -> None:
     out = pool.attend(q, [pool.add(stored_k, stored_v)], [1200], [2], options=options)
     assert np.array_equal(out[1], np.zeros_like(out[1]))
     assert largest_error(out[:1], dense_attention(q, k, v, None, options)[0][:1]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("context", [512, 1200])
+def test_decode_shows_a_nan_of_the_mask_where_it_is_visible(isa: str, context: int) -> None:
+    """Also when it fills all of a part, which then has no largest score; the other query and head keep their digits."""
+    rng = np.random.default_rng(SEED)
+    pool = Pool(KVSpec(1, 1, 64, "float32", 16), isa)
+    k, v, q = normal(rng, context, 1, 64), normal(rng, context, 1, 64), normal(rng, 2, 2, 64)
+    mask = np.zeros((2, 2, context), np.float32)
+    reference = dense_attention(q, k, v)[0]
+    mask[1, 0, :512] = np.nan
+    out = pool.attend(q, [pool.add(k, v)], [context], [2], options=AttentionOptions(mask=mask))
+    assert np.isnan(out[1, 0]).all()
+    out[1, 0] = reference[1, 0]
+    assert largest_error(out, reference) <= TOLERANCE

@@ -104,7 +104,8 @@ def _softmax(scores: np.ndarray) -> np.ndarray:
 
 def round_to(x: np.ndarray, dtype: str) -> np.ndarray:
     """Nearest values of `dtype` as float32: ties to even, infinite beyond the largest, NaN stays NaN."""
-    x = np.asarray(x, np.float64)
+    with np.errstate(invalid="ignore"):  # a signalling NaN
+        x = np.asarray(x, np.float64)
     _, exponent = np.frexp(x)  # |x| = mantissa * 2**exponent, 0.5 <= mantissa < 1
     bits = _MANTISSA_BITS[dtype]
     step = np.maximum(exponent, _MIN_EXPONENT[dtype] + 1) - bits  # exponent of the last place, fixed below normal

@@ -166,8 +166,9 @@ _lock = threading.Lock()
 
 def _original(owner: Any, name: str) -> Any:
     """The attribute without our stand-in."""
-    patch = _patches.get((owner, name))
-    found = vars(owner).get(name)
+    with _lock:
+        patch = _patches.get((owner, name))
+        found = vars(owner).get(name)
     return patch.original if patch is not None and found is patch.stand_in else found
 
 
