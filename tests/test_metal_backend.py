@@ -119,6 +119,15 @@ def test_long_chunks_with_sinks_equal_float64_and_other_options_stay_in_the_kern
     assert len(gathers) == 2 * SPEC.num_layers
 
 
+def test_padding_tokens_beside_long_chunks_are_zero(make):
+    filled = fill(make, SPEC, [50, 60])
+    plan, q = filled.plan((40, 50)), filled.queries((40, 50), 4)
+    padded = mx.array(np.concatenate([q, np.ones((3, 4, 8))]).astype(np.float32))
+    out = np.array(filled.backend.attend(0, padded, plan))
+    np.testing.assert_allclose(out[:90], filled.expected(0, q, (40, 50)).out, atol=1e-5)
+    assert (out[90:] == 0).all()
+
+
 def test_long_contexts_are_split_and_equal_float64(metal, monkeypatch):
     monkeypatch.setattr(metal_route.MetalAttention, "part_tokens", 32)
     fill(metal, SPEC, [100, 3, 33]).check((1, 3, 8), 4, "parts")

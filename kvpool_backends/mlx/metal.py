@@ -9,7 +9,6 @@ every MLX; `kvpool_backends.mlx.native.metal_backend.NativeMetalBackend` writes 
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -74,16 +73,16 @@ class MetalAttention(_Storage):
 
     route = "metal"
     is_eager = False
-    part_tokens = PART_TOKENS
+    part_tokens = PART_TOKENS  # of a context that is split, see `plan_attention`
     _kernels: MetalKernels
 
     def _allocate(self) -> None:
         super()._allocate()
         self._kernels = MetalKernels(self.spec, self.num_blocks, self._metal_kernel)
 
-    @abstractmethod
     def _on_pool(self, layer: int, kernel: Callable[..., list[mx.array]]) -> list[mx.array]:
         """The results of ``kernel(k_pool, v_pool)`` on the arrays of a layer, in order with its writes."""
+        raise NotImplementedError
 
     # ------------------------------------------------------------------------------------------ one step
 
