@@ -7,6 +7,7 @@ it fails most of test_guards).
 
 import contextlib
 import os
+import sys
 
 import numpy as np
 import pytest
@@ -168,3 +169,29 @@ def refused():
     and digest of the pool and everything that the plans show as they were.
     """
     return _refused
+
+
+def _metal_engines():
+    """Names of what can run Metal kernels here; MLX is loaded on a Mac only."""
+    if sys.platform == "darwin":
+        with contextlib.suppress(ImportError):
+            import mlx.core as mx
+
+            return ["stand-in", "native"] if mx.metal.is_available() else ["stand-in"]
+    return ["stand-in"]
+
+
+@pytest.fixture(scope="session", params=_metal_engines())
+def engine(request):
+    """What runs the Metal kernels: the tests' own Metal on the CPU, and Metal itself where it exists."""
+    from metal_engine import ENGINES
+
+    return ENGINES[request.param]()
+
+
+@pytest.fixture(scope="session")
+def counting_engine():
+    """The engine that counts what kernels move."""
+    from metal_engine import StandIn
+
+    return StandIn()

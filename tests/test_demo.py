@@ -324,6 +324,13 @@ def test_fault_in_the_adapter_breaks_its_claim_only(monkeypatch, settings, part,
     assert broken_claims(report) == broken
 
 
+def test_the_engine_part_says_how_the_model_attends(settings):
+    ((_, outcome),) = run_one(engine.PART, settings).outcomes
+    route = outcome.numbers["kvpool"]["attention"]
+    assert route == "fused" or route.startswith("gather: ")
+    assert outcome.notes[0].endswith(f"Attention on kvpool: {route}")
+
+
 # ----------------------------------------------------------------------------------------- a checkpoint
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mlx_families import FAMILIES
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_models import VOCAB, batch_tokens, on_cpu, random_prompts, solo_tokens
+from mlx_models import VOCAB, batch_tokens, on_cpu, random_prompts, solo_tokens, tiny_llama
 
 from kvpool.adapters.mlx_lm import fused, install
 from kvpool.protocol import AttentionOptions
@@ -180,6 +180,22 @@ def test_keys_are_good_for_their_own_pass_values_queries_and_mask_only(paged):
         layer.trim(1)
     with pytest.raises(RuntimeError, match=r"\[attention\] these keys are those of an earlier forward pass"):
         keys.attend(q, values, 1.0, mask)
+
+
+def test_the_window_of_the_mask_and_that_of_the_layer_both_hold():
+    """With a window of 1 a token sees itself alone, whatever the queries are."""
+    sliding = ["sliding_attention", "full_attention"]
+    model = tiny_llama(num_hidden_layers=2, layer_types=sliding, sliding_window=1)
+    with install(model, 20, block_size=4, fused=True) as kv:
+        cache = kv.make_cache()
+        masks = [cache[0].make_mask(3), cache[1].make_mask(3, window_size=1)]
+        q, k, v = (mx.random.normal((1, heads, 3, 8)) for heads in (4, 2, 2))
+        itself = np.repeat(np.array(v), 2, axis=1)
+        pairs = [layer.update_and_fetch(k, v) for layer in cache]
+        for (keys, values), mask in zip(pairs, masks, strict=True):
+            assert np.array_equal(keys.attend(q, values, 1.0, mask), itself)
+        assert np.array_equal(pairs[0][0].attend(q, pairs[0][1], 1.0, "causal"), itself)
+        assert not np.array_equal(pairs[1][0].attend(q, pairs[1][1], 1.0, "causal"), itself)
 
 
 def test_a_mask_of_the_fused_route_knows_the_smaller_window():

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import threading
 
 import mlx.core as mx
 import pytest
@@ -10,7 +11,7 @@ from mlx_lm.models import base, gemma2, llama, mixtral
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_models import on_cpu, random_prompts, randomized, solo_tokens, tiny_llama
 
-from kvpool.adapters.mlx_lm import attention_hook, install
+from kvpool.adapters.mlx_lm import attention_hook, host, install
 
 MODULES = (llama, gemma2, mixtral)
 
@@ -56,6 +57,27 @@ def test_blocks_on_models_of_one_module_and_another_leave_in_any_order(model, or
     assert not any(kv.is_fused for kv in entered)
 
 
+def test_a_thread_that_enters_while_another_one_looks_does_not_make_a_known_model_gather(model, monkeypatch):
+    """Else what the second one finds in the module is the stand-in, which is not mlx-lm's function."""
+    (site,) = install(model, 8, fused=True).sites
+    original, others = llama.scaled_dot_product_attention, []
+
+    class Patches(dict):
+        def get(self, key):
+            patch = super().get(key)
+            if not others:
+                others.append(threading.Thread(target=site.enter))
+                others[0].start()
+                others[0].join(0.2)  # waits in vain where looking and entering exclude each other
+            return patch
+
+    monkeypatch.setattr(attention_hook, "_patches", Patches())
+    assert attention_hook._original(llama, "scaled_dot_product_attention") is original
+    others[0].join()
+    assert site.is_active
+    site.leave()
+
+
 def test_an_exception_inside_the_block_takes_the_hook_back(model):
     with pytest.raises(ZeroDivisionError), install(model, 8, fused=True):
         raise ZeroDivisionError
@@ -69,10 +91,14 @@ def test_stock_caches_of_a_hooked_module_go_to_the_original():
     with install(ours, 50, block_size=4, fused=True):
         assert solo_tokens(theirs, prompt) == expected == solo_tokens(ours, prompt)
         assert mx.array_equal(theirs(mx.array([prompt])), ours(mx.array([prompt])))  # no cache at all
-    gemma = FAMILIES["gemma2"]()
-    expected = solo_tokens(gemma, prompt)
-    with install(FAMILIES["gemma2"](), 50, fused=True):
-        assert solo_tokens(gemma, prompt) == expected
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "llama, two masks"])
+def test_caps_sinks_and_windows_of_stock_caches_reach_the_original(name):
+    theirs, prompt = FAMILIES[name](), random_prompts([20])[0]
+    expected = solo_tokens(theirs, prompt)
+    with install(FAMILIES[name](), 50, fused=True):
+        assert solo_tokens(theirs, prompt) == expected
 
 
 def test_caches_of_a_fused_block_gather_when_it_is_over(model):
@@ -92,9 +118,42 @@ def test_an_attention_that_somebody_has_set_inside_the_block_is_not_overwritten(
         llama.scaled_dot_product_attention = theirs = lambda *args, **options: ours(*args, **options)
         with pytest.raises(RuntimeError, match=r"\[install\] mlx_lm\.models\.llama\.scaled_dot.* put back what was"):
             kv.__exit__(None, None, None)
-        assert llama.scaled_dot_product_attention is theirs and kv.is_fused
+        assert llama.scaled_dot_product_attention is theirs
         assert "make_cache" in vars(model)
         llama.scaled_dot_product_attention = ours
+        assert kv.is_fused
+
+
+def test_an_attention_that_somebody_has_set_inside_the_block_gets_arrays_and_the_route_says_so(model):
+    prompt, calls = random_prompts([20])[0], []
+    expected = solo_tokens(model, prompt)
+
+    def theirs(queries, keys, values, cache, scale, mask, sinks=None):
+        calls.append(keys.shape)
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+
+    with install(model, 50, block_size=4, fused=True) as kv:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(llama, "scaled_dot_product_attention", theirs)
+            assert not kv.is_fused
+            assert kv.summary().route == "gather: somebody has set mlx_lm.models.llama.scaled_dot_product_attention"
+            assert solo_tokens(model, prompt) == expected and calls
+        assert kv.is_fused and kv.route == "fused"
+        assert solo_tokens(model, prompt) == expected
+
+
+def test_a_module_that_was_reloaded_inside_the_block_is_left_as_it_is(model):
+    """A reload executes ``from mlx_lm.models.base import scaled_dot_product_attention`` again."""
+    prompt = random_prompts([20])[0]
+    expected = solo_tokens(model, prompt)
+    with install(model, 50, block_size=4, fused=True) as kv:
+        llama.scaled_dot_product_attention = base.scaled_dot_product_attention
+        assert not kv.is_fused
+        assert solo_tokens(model, prompt) == expected
+        with install(model, 50, block_size=4, fused=True) as inner:
+            assert inner.is_fused and kv.is_fused
+            assert solo_tokens(model, prompt) == expected
+        llama.scaled_dot_product_attention = base.scaled_dot_product_attention
 
 
 # ------------------------------------------------------------------------------------------ what is refused
@@ -164,3 +223,18 @@ def test_gather_can_be_asked_for_and_kernels_are_needed_for_fused(model, caplog)
     with pytest.raises(RuntimeError, match="without kernels"):
         install(model, 8, kernels=False, fused=True)
     assert not caplog.records
+
+
+def test_one_layer_that_is_not_known_is_enough_to_gather():
+    known = attention_hook.Caller("mlx_lm.models.llama", llama.Attention.__call__.__code__)
+    unknown = attention_hook.Caller(__name__, current.__code__)
+    (site,) = attention_hook.find_sites([known, known])
+    assert (site.owner, site.name) == (llama, "scaled_dot_product_attention")
+    with pytest.raises(LookupError, match="current is not among those that can be hooked"):
+        attention_hook.find_sites([known, unknown])
+
+
+def test_a_release_that_was_not_tested_gathers_even_where_the_texts_are_the_same(model, monkeypatch):
+    monkeypatch.setattr(host, "SUPPORTED_VERSIONS", ("0.0.1",))
+    kv = install(model, 8, strict=False)
+    assert kv.route.startswith("gather: mlx-lm ") and kv.route.endswith("is not one of 0.0.1") and not kv.sites

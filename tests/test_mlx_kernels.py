@@ -73,6 +73,14 @@ def test_the_pool_never_moves_whatever_is_kept_and_pipelined(dtype):
     assert backend.settle() == backend.pool_copies == 0
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("layout", ["NHD", "stacked"])
+def test_the_pool_begins_at_a_cache_line(dtype, layout):
+    for num_blocks in (3, 129):
+        backend = kernels(KVSpec(2, 3, 20, dtype, block_size=4, layout=layout), num_blocks)
+        assert [address % 64 for address in backend._pool.addresses()] == [0] * len(backend._pool.arrays)
+
+
 def test_results_are_values_that_later_writes_do_not_change():
     backend = kernels()
     k = key(1)

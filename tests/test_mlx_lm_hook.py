@@ -1,5 +1,6 @@
 """Several installs on one model leave in any order, and the last one leaves the model as it was."""
 
+import copy
 import itertools
 
 import pytest
@@ -64,3 +65,20 @@ def test_leaving_without_having_entered_is_told(model):
     with pytest.raises(RuntimeError, match=r"\[install\]"):
         kv.__exit__(None, None, None)
     assert maker(model) is None
+
+
+def test_a_model_may_be_installed_again_inside_the_block(model):
+    with install(model, 8) as outer:
+        with install(model, 9) as inner:
+            assert maker(model) is inner
+            assert (inner.backend.spec, inner.route) == (outer.backend.spec, outer.route)
+        assert maker(model) is outer
+    assert maker(model) is None
+
+
+def test_a_model_that_is_installed_cannot_be_deep_copied_and_is_told_why(model):
+    with install(model, 8) as kv:
+        with pytest.raises(TypeError, match=r"\[install\] a model cannot be copied inside the block"):
+            copy.deepcopy(model)
+        assert maker(model) is kv
+    assert maker(copy.deepcopy(model)) is None

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -13,14 +10,13 @@ import numpy as np
 from kvpool.config import DTYPES, LAYOUTS, KVSpec, checked_int
 from kvpool.protocol import FEATURES, ArrayPlan, AttentionOptions, BatchShape, Capabilities, PlanArrays
 from kvpool_backends.cpu._kernels import BlockStore, base_shapes
+from kvpool_backends.cpu.memory import zeroed
 
 _STORED: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(np.uint16),
 }
-_HUGE_PAGE_NBYTES = 2 * 2**20
-_PAGE_NBYTES = 4096
 
 
 class CPUBackend:
@@ -54,7 +50,7 @@ class CPUBackend:
             raise TypeError(f"[CPUBackend] spec must be a KVSpec, got {type(spec).__name__}")
         self.spec = spec
         self.num_blocks = checked_int("CPUBackend", "num_blocks", num_blocks)
-        arrays = _allocate(spec, self.num_blocks)
+        arrays = zeroed(base_shapes(spec, self.num_blocks), _STORED[spec.dtype])
         self.store = BlockStore(spec, self.num_blocks, arrays, isa=isa, num_threads=num_threads)
 
     @staticmethod
@@ -165,31 +161,6 @@ class CPUBackend:
         if self.spec.dtype == "bfloat16":  # the upper half of a float32
             return (stored.astype(np.uint32) << 16).view(np.float32)
         return stored.astype(np.float32, copy=False)
-
-
-def _allocate(spec: KVSpec, num_blocks: int) -> list[np.ndarray]:
-    """Base arrays of zeros, each at a page of one mapping that asks for huge pages.
-
-    With pages of 4 KB, every second block of a random table misses the TLB.
-    """
-    dtype, shapes = _STORED[spec.dtype], base_shapes(spec, num_blocks)
-    begins, end = [], 0
-    for shape in shapes:
-        begins.append(end)
-        end += -(-prod(shape) * dtype.itemsize // _PAGE_NBYTES) * _PAGE_NBYTES
-    # Private: a shared mapping would be the parent's pool in a forked child, and gets no huge pages.
-    try:
-        memory = mmap.mmap(-1, end + _HUGE_PAGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, OverflowError) as error:
-        raise MemoryError(f"[CPUBackend] no memory for a pool of {end} bytes ({error})") from error
-    if hasattr(mmap, "MADV_HUGEPAGE") and end >= _HUGE_PAGE_NBYTES:
-        with suppress(OSError):  # a kernel without huge pages: slower, nothing else
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    first = -np.frombuffer(memory, np.uint8).ctypes.data % _HUGE_PAGE_NBYTES
-    return [
-        np.frombuffer(memory, dtype, prod(shape), first + begin).reshape(shape)
-        for shape, begin in zip(shapes, begins, strict=True)
-    ]
 
 
 def _tokens(x: Any) -> np.ndarray:

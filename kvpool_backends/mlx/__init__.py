@@ -1,7 +1,8 @@
 """The MLX backend: MLX owns the pool's memory.
 
 Where MLX computes on the CPU, the kernels of `kvpool_backends.cpu` work on that memory in place (`kernels`); elsewhere
-writes are scatters and reads are gathers for MLX's own attention (`plain`). `MLXBackend` takes the one that fits.
+writes are scatters and reads are gathers for MLX's own attention (`plain`). `MLXBackend` takes the one that fits. With
+an extension that is compiled where it is used, the kernels become nodes of MLX's graph (`native`).
 """
 
 from kvpool.errors import BackendUnavailable

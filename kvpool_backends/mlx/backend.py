@@ -3,7 +3,8 @@
 The route is chosen when a backend is made:
 
 - *kernels* (`kvpool_backends.mlx.kernels`): where MLX computes on the CPU. The CPU kernels work on the pool in
-  place, at once, and MLX itself never computes with it. All layouts, all options of attention.
+  place, at once, and MLX itself never computes with it. All layouts, all options of attention. Where the extension
+  was built (`kvpool_backends.mlx.native`), the same kernels run as lazy nodes of MLX's graph.
 - *plain* (`kvpool_backends.mlx.plain`): on every device that MLX has. Writes are scatters, reads are gathers for
   MLX's own attention, all of it lazy. Layout "NHD".
 
@@ -46,13 +47,17 @@ class MLXBackend:
         Blocks of every layer, allocated here, never grown.
     kernels : bool, optional
         Take the kernel route or not. By default it is taken if `kernels_refusal` has nothing against it.
+    native : bool, optional
+        Take the kernel route with lazy calls, or not. By default it is taken if its extension was built here and
+        fits (`kvpool_backends.mlx.native`).
 
     Attributes
     ----------
     route : {"kernels", "plain"}
     is_eager : bool
-        Whether every call is through when it returns. If not, a step has to be evaluated, and `settle` between
-        two steps keeps MLX from copying the pool.
+        Whether every call is through when it returns. If not, a step has to be evaluated.
+    is_in_place : bool
+        Whether MLX can never copy the pool. If not, `settle` between two steps keeps it from that.
     dtype : mx.Dtype
         Of the stored values.
 
@@ -61,29 +66,40 @@ class MLXBackend:
     ValueError
         What `capabilities` refuses, or `num_blocks` < 1.
     BackendUnavailable
-        `kernels` is True and there are none here.
+        `kernels` or `native` is True and there are none here.
     """
 
     required_formats = ("block_tables", "seq_lens", "slot_mapping", "cu_q_lens")
     route: str
     is_eager: bool
+    is_in_place: bool
     _pool: PoolMemory
 
-    def __new__(cls, spec: KVSpec, num_blocks: int, *, kernels: bool | None = None) -> MLXBackend:
+    def __new__(
+        cls, spec: KVSpec, num_blocks: int, *, kernels: bool | None = None, native: bool | None = None
+    ) -> MLXBackend:
         if cls is not MLXBackend:
             return super().__new__(cls)
         refusal = kernels_refusal() if kernels in (None, True) else "kernels=False"
-        if kernels and refusal:
-            raise BackendUnavailable(f"[MLXBackend] kernels=True, but {refusal}")
+        if refusal and (kernels or native):
+            wanted = "kernels" if kernels else "native"
+            raise BackendUnavailable(f"[MLXBackend] {wanted}=True, but {refusal}")
         if refusal:
             from kvpool_backends.mlx.plain import PlainBackend
 
             return super().__new__(PlainBackend)
         from kvpool_backends.mlx.kernels import KernelBackend
+        from kvpool_backends.mlx.native import load
 
+        if native or (native is None and load() is not None):
+            from kvpool_backends.mlx.native.backend import NativeBackend
+
+            return super().__new__(NativeBackend)
         return super().__new__(KernelBackend)
 
-    def __init__(self, spec: KVSpec, num_blocks: int, *, kernels: bool | None = None) -> None:
+    def __init__(
+        self, spec: KVSpec, num_blocks: int, *, kernels: bool | None = None, native: bool | None = None
+    ) -> None:
         refusal = self.capabilities().refusal(spec)
         if refusal:
             raise ValueError(f"[MLXBackend] {refusal} by the {self.route} route")

@@ -34,15 +34,18 @@ from kvpool_backends.cpu._kernels import BlockStore
 from kvpool_backends.mlx.backend import MLXBackend
 from kvpool_backends.mlx.storage import DTYPES, PoolMemory
 
+_LINE_NBYTES = 64  # of a cache line: a vector load touches one
+
 
 class KernelBackend(MLXBackend):
     """`MLXBackend` by the CPU kernels: every layout, every option of attention, nothing lazy, no copy of the pool."""
 
     route = "kernels"
     is_eager = True
+    is_in_place = True
 
     def _allocate(self) -> None:
-        self._pool = PoolMemory(self.spec, self.num_blocks)
+        self._pool = PoolMemory(self.spec, self.num_blocks, alignment=_LINE_NBYTES)
         self._store = BlockStore(self.spec, self.num_blocks, self._pool.arrays)
 
     @staticmethod

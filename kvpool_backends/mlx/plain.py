@@ -28,6 +28,7 @@ class PlainBackend(MLXBackend):
 
     route = "plain"
     is_eager = False
+    is_in_place = False
     _pool: PoolArrays
 
     def _allocate(self) -> None:

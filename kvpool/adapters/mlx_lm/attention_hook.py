@@ -105,27 +105,37 @@ class Site(NamedTuple):
     name: str
     make: Callable[[Any], Any]
 
+    def __str__(self) -> str:
+        return f"{self.owner.__name__}.{self.name}"
+
     @property
     def is_active(self) -> bool:
-        """Whether the stand-in is there now."""
-        return (self.owner, self.name) in _patches
+        """Whether the stand-in is there now, and nobody has set something else over it."""
+        patch = _patches.get((self.owner, self.name))
+        return patch is not None and vars(self.owner).get(self.name) is patch.stand_in
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether something else is where the stand-in should be now."""
+        return (self.owner, self.name) in _patches and not self.is_active
 
     def enter(self) -> None:
         """Put the stand-in in place, or count one more that wants it there."""
         with _lock:
+            found = vars(self.owner)[self.name]
             patch = _patches.get((self.owner, self.name))
             if patch is None:
-                original = vars(self.owner)[self.name]
-                patch = _patches[self.owner, self.name] = _Patch(original, self.make(original))
+                patch = _patches[self.owner, self.name] = _Patch(found, self.make(found))
+            if found is patch.original:  # the module may have been reloaded since the first one came
                 setattr(self.owner, self.name, patch.stand_in)
             patch.count += 1
 
     def require_ours(self) -> None:
         """Raise RuntimeError if the next `leave` would be the last one and somebody has set the attribute meanwhile."""
         patch, found = _patches.get((self.owner, self.name)), vars(self.owner).get(self.name)
-        if patch is not None and patch.count == 1 and found is not patch.stand_in:
+        if patch is not None and patch.count == 1 and found not in (patch.stand_in, patch.original):
             raise RuntimeError(
-                f"[install] {self.owner.__name__}.{self.name} is {found!r}, which somebody has set inside the block: "
+                f"[install] {self} is {found!r}, which somebody has set inside the block: "
                 "put back what was there before the block ends"
             )
 
@@ -156,8 +166,9 @@ _lock = threading.Lock()
 
 def _original(owner: Any, name: str) -> Any:
     """The attribute without our stand-in."""
-    patch = _patches.get((owner, name))
-    found = vars(owner).get(name)
+    with _lock:
+        patch = _patches.get((owner, name))
+        found = vars(owner).get(name)
     return patch.original if patch is not None and found is patch.stand_in else found
 
 

@@ -81,7 +81,7 @@ class PagedKeys(_Placeholder):
         sinks: mx.array | None = None,
         soft_cap: float | None = None,
     ) -> mx.array:
-        """Attention of ``queries [B, Hq, N, D]`` over the contexts of the pass: ``[B, Hq, N, Dv]``, evaluated.
+        """Attention of ``queries [B, Hq, N, D]`` over the contexts of the pass: ``[B, Hq, N, Dv]``.
 
         Parameters
         ----------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -31,6 +31,9 @@ class Hook:
             _refuse_max_kv_size(sys._getframe(1))
         return self.installed[-1].make_cache()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError("[install] a model cannot be copied inside the block, its caches are those of one pool")
+
     @classmethod
     def enter(cls, kv: PagedKV) -> None:
         """Make `kv` the one whose caches ``kv.model`` hands out."""
@@ -52,12 +55,27 @@ class Hook:
         hook.installed.reverse()
         hook.installed.remove(kv)  # its newest
         hook.installed.reverse()
-        if hook.installed:
-            return
-        if hook._hidden is _NOTHING:
-            delattr(kv.model, _NAME)
+        if not hook.installed:
+            hook._uncover(kv.model)
+
+    @classmethod
+    def stock_caches(cls, model: Any) -> list[Any]:
+        """The caches that mlx-lm makes for a model, inside a block too."""
+        hook = vars(model).get(_NAME)
+        if not isinstance(hook, cls):
+            return make_prompt_cache(model)
+        hook._uncover(model)
+        try:
+            return make_prompt_cache(model)
+        finally:
+            setattr(model, _NAME, hook)
+
+    def _uncover(self, model: Any) -> None:
+        """Put back what was there before this hook."""
+        if self._hidden is _NOTHING:
+            delattr(model, _NAME)
         else:
-            setattr(kv.model, _NAME, hook._hidden)
+            setattr(model, _NAME, self._hidden)
 
 
 def _refuse_max_kv_size(caller: Any) -> None:

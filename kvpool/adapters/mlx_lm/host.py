@@ -15,7 +15,7 @@ from typing import Any, Self
 import mlx.core as mx
 import mlx_lm
 import numpy as np
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 import kvpool
 from kvpool.adapters.mlx_lm.attention_hook import Caller, Site, find_sites, watch
@@ -162,7 +162,7 @@ def inspect_model(model: Any, block_size: int) -> tuple[KVSpec, tuple[int | None
 
     Found by tracing one token through the model with mlx-lm's own caches. Nothing is computed.
     """
-    caches = make_prompt_cache(model)
+    caches = Hook.stock_caches(model)
     for layer, cache in enumerate(caches):
         if type(cache) not in (KVCache, RotatingKVCache) or getattr(cache, "keep", 0) != 0:
             raise ValueError(f"[install] layer {layer} uses {type(cache).__name__}, not KVCache or RotatingKVCache")
@@ -190,7 +190,7 @@ class PagedKV:
     A step stays pending while a forward pass goes through the layers and is declared done when the last layer
     has stored its keys and values. From then on a finished sequence's blocks may be given to another one.
 
-    With kernels a call has run when it returns, so what is left is the last layer's attention. Nothing comes between:
+    With eager kernels a call has run when it returns, so what is left is the last layer's attention. Nothing comes between:
     it is next on the same thread, and `PagedKeys` refuse once the batch has moved on.
 
     Without kernels the layers have *built* their writes and reads, and MLX may run them later, while the blocks
@@ -199,8 +199,11 @@ class PagedKV:
     makes a new version; MLX lets it have the old one's buffer only if nobody refers to the old version any more,
     and copies otherwise. So no later write can reach an earlier read. And no earlier write can hit a later
     owner's data: each write takes the newest version as input, so versions form one chain in the order in which
-    the pool was stepped. (A lazy write that works in a shared buffer would end this argument, and would need
-    `done` after evaluation.)
+    the pool was stepped.
+
+    With lazy kernels (`kvpool_backends.mlx.native`) arrays of the pool are no values: a write changes what every
+    version shows. There reads are links of that chain as well, so that all of it runs in the order in which it was
+    built, and a later write comes after every earlier read.
 
     Threads
     -------
@@ -273,13 +276,15 @@ class PagedKV:
 
     @property
     def is_fused(self) -> bool:
-        """Whether a layer attends straight over the pool now: inside the block, if the model can be hooked."""
+        """Whether a layer attends straight over the pool now: inside the block, if the model is hooked."""
         return bool(self.sites) and all(site.is_active for site in self.sites)
 
     @property
     def route(self) -> str:
         """How the model attends inside the block: "fused", or "gather: " and why."""
-        return f"gather: {self._why_gather}" if self._why_gather else "fused"
+        covered = ", ".join(f"somebody has set {site}" for site in self.sites if site.is_covered)
+        why = self._why_gather or covered
+        return f"gather: {why}" if why else "fused"
 
     def make_cache(self) -> list[PagedKVCache]:
         """An empty cache, one facade per layer: for ``prompt_cache=``, ``insert(caches=[...])`` and so on."""
@@ -466,7 +471,7 @@ class PagedKV:
                 "kv.recover() takes it back"
             )
         try:
-            if not (self.overlap or self.backend.is_eager):
+            if not (self.overlap or self.backend.is_in_place):
                 self.backend.settle()
         except BaseException:
             self._driver = None

@@ -36,9 +36,11 @@ def widened(x: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def random_elements(rng: np.random.Generator, shape: int | tuple[int, ...], dtype: str) -> np.ndarray:
-    """Return an array of normal numbers; a large one repeats itself."""
+    """Return an array of normal numbers, in memory as a backend's; a large one repeats itself."""
+    from kvpool_backends.cpu.memory import zeroed
+
     tile = narrowed(rng.standard_normal(TILE, np.float32), dtype)
-    elements = np.empty(shape, ELEMENTS[dtype])
+    (elements,) = zeroed([(shape,) if isinstance(shape, int) else shape], ELEMENTS[dtype])
     flat = elements.reshape(-1)
     for start in range(0, flat.size, TILE):
         part = flat[start : start + TILE]

@@ -17,13 +17,14 @@ BATCHES = ("#9fd3dc", "#5fb0bf", "#2b8ea3", "#12718a", "#0b4a5c")  # from the sm
 
 
 def draw(path: Path, bench: Bench, rows: Sequence[Row]) -> None:
-    """Write the picture: a column per dtype; speed above, time / time of the read below."""
+    """Write the picture: speed above, time / time of the read below, a column per dtype; no disturbed rows."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     block_sizes, threads = bench.settings.block_sizes, max(bench.settings.threads)
     block_size = BLOCK_SIZE if BLOCK_SIZE in block_sizes else block_sizes[0]
-    shown = [r for r in rows if (r.part, r.block_size, r.threads) == ("decode", block_size, threads)]
+    wanted = ("decode", block_size, threads)
+    shown = [row for row in rows if row.is_complete and (row.part, row.block_size, row.threads) == wanted]
     dtypes = [dtype for dtype in bench.settings.dtypes if any(row.dtype == dtype for row in shown)]
     columns = max(len(dtypes), 1)
     figure = Figure(figsize=(1.6 + 3.4 * columns, 6.6), dpi=130, facecolor="white")

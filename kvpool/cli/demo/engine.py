@@ -42,7 +42,8 @@ def run(settings: Settings, say: Callable[[str], None]) -> Outcome:
         ),
     }
     numbers = {"model": workload.label, "prompt_lengths": lengths, "distinct_tokens": distinct}
-    return Outcome(claims, numbers | run_numbers(stock, ours, account), (f"Model: {workload.label}",))
+    note = f"Model: {workload.label}\nAttention on kvpool: {account.route}"
+    return Outcome(claims, numbers | run_numbers(stock, ours, account), (note,))
 
 
 def bytes_sentence(stock: Run, ours: Run, account: Summary) -> str:
@@ -64,6 +65,7 @@ def run_numbers(stock: Run, ours: Run, account: Summary) -> dict[str, Any]:
             "seconds": round(stock.seconds, 3),
         },
         "kvpool": {
+            "attention": account.route,
             "kv_nbytes_peak": account.kv_nbytes_peak,
             "pool_nbytes": account.pool_nbytes,
             "mlx_peak_nbytes": ours.mlx_peak_nbytes,

@@ -1,0 +1,383 @@
+"""The Metal kernels of `kvpool_backends.metal`, built and launched through ``mx.fast.metal_kernel``.
+
+`plan_attention` turns the lengths of a batch into a work list and `attention_step` brings it to the device, once per
+step; `MetalKernels` launches attention with it, layer by layer, and gathers; `in_place_source` writes out the kernels
+that store into a pool, for a caller that can bind a pool for writing (``metal_kernel`` cannot).
+
+Nothing here needs a Metal device: any factory with the interface of ``metal_kernel`` will do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import mlx.core as mx
+import numpy as np
+
+from kvpool.config import KVSpec
+from kvpool.protocol import AttentionOptions
+
+# What is right here only a Mac can tell; results depend on these numbers in their last bits only.
+SIMDGROUPS = 8  # of an attention threadgroup: 256 threads
+ROWS_MAX = 16  # (query, head) pairs that share one read of K and V, for the heads of one group
+# Further queries join as long as 128 registers hold all sums: what LLVM keeps there for gfx1030, a GPU that it knows.
+ROW_DIMS_MAX = 1024
+PART_TOKENS = 512  # a context of up to this length stays in one part
+PARTS_MAX = 64  # of one context; beyond, parts double in length
+WINDOW_MAX = 8  # rows with more queries than this have threadgroups enough without parts
+LANES = 32
+LINE_NBYTES = 128
+
+DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+TYPE_NAMES = {"float32": "float", "float16": "float16_t", "bfloat16": "bfloat16_t"}  # as MLX's prelude spells them
+NO_WINDOW = 2**31 - 1
+
+Kernel = Callable[..., list[mx.array]]
+Factory = Callable[..., Kernel]
+
+
+class HeadTiles(NamedTuple):
+    """How the query heads of one KV head and the queries of a row share threadgroups."""
+
+    heads: int  # of a group, in one threadgroup
+    groups: int  # threadgroups for all heads of the group
+    queries: int  # in one threadgroup
+
+    @property
+    def rows(self) -> int:
+        """(query, head) pairs of a threadgroup."""
+        return self.heads * self.queries
+
+
+class AttentionWork(NamedTuple):
+    """What `plan_attention` makes of a batch."""
+
+    tiles: HeadTiles
+    items: np.ndarray  # int32 [N, 8], see paged_attention.metal
+    parts: np.ndarray  # int32 [T, 3]: row of a token inside its items, first item, number of items
+
+    @property
+    def direct(self) -> bool:
+        """Whether every query has one part, so that nothing is left to reduce."""
+        return bool((self.parts[:, 2] == 1).all())
+
+
+class AttentionStep(NamedTuple):
+    """All that the layers of a step share, on the device; made by `attention_step`."""
+
+    tiles: HeadTiles
+    direct: bool
+    items: mx.array
+    parts: mx.array
+    tables: mx.array  # int32 [B, W]
+    numbers: mx.array  # float32 [2]: scale, soft cap
+    window: int
+    slopes: mx.array  # float32 [Hq]; of one 0 where there are none
+    sinks: mx.array  # the same
+    mask: mx.array  # float32 [T, 1 or Hq, C]; of one 0 where there is none
+    features: tuple[str, ...]  # of the options
+
+
+def head_tiles(group: int, head_dim: int, longest: int) -> HeadTiles:
+    """Rows of a threadgroup for `group` query heads per KV head and at most `longest` queries per row of a batch."""
+    groups = -(-group // ROWS_MAX)
+    heads = -(-group // groups)
+    room = ROW_DIMS_MAX // max(head_dim, 128) // heads
+    queries = 1
+    while queries < longest and 2 * queries <= room:
+        queries *= 2
+    return HeadTiles(heads, groups, queries)
+
+
+def plan_attention(
+    seq_lens: np.ndarray,
+    cu_q_lens: np.ndarray,
+    num_tokens: int,
+    *,
+    block_size: int,
+    tiles: HeadTiles,
+    window: int | None = None,
+    part_tokens: int = PART_TOKENS,
+) -> AttentionWork:
+    """Work list of a batch: one item per tile of queries and part of the context.
+
+    Where a context is cut depends on the length and the number of queries of its own row, on nothing else.
+
+    Parameters
+    ----------
+    seq_lens : int ``[B]``
+    cu_q_lens : int ``[B + 1]``
+    num_tokens : int
+        T; tokens from ``cu_q_lens[B]`` on are padding, their result is 0.
+    block_size : int
+    tiles : HeadTiles
+    window : int, optional
+    part_tokens : int
+        Length of a part as long as there are at most `PARTS_MAX`; a multiple of `block_size`.
+
+    Returns
+    -------
+    AttentionWork
+    """
+    contexts, starts = np.asarray(seq_lens, np.int64), np.asarray(cu_q_lens, np.int64)
+    q_lens = np.diff(starts)
+
+    # Tiles of queries, and which tokens their queries see.
+    tiles_of_row = -(-q_lens // tiles.queries)
+    row = np.repeat(np.arange(len(q_lens)), tiles_of_row)
+    first = _ranges(tiles_of_row) * tiles.queries
+    count = np.minimum(tiles.queries, q_lens[row] - first)
+    position = contexts[row] - q_lens[row] + first
+    end = position + count
+    begin = np.zeros_like(end) if window is None else np.maximum(0, position - window + 1)
+
+    # Parts of their contexts, and runs of tokens inside a part, one per simdgroup.
+    doublings = np.ceil(np.log2(np.maximum(1, contexts / (part_tokens * PARTS_MAX)))).astype(np.int64)
+    size = np.where(q_lens <= WINDOW_MAX, part_tokens << doublings, NO_WINDOW)[row]
+    run = -(-np.minimum(size, contexts[row]) // (SIMDGROUPS * block_size)) * block_size
+    first_part = begin // size
+    parts_of_tile = (end - 1) // size - first_part + 1
+    tile = np.repeat(np.arange(len(row)), parts_of_tile)
+    part = (first_part[tile] + _ranges(parts_of_tile)) * size[tile]
+
+    row_of, seen = row[tile], (np.maximum(begin[tile], part), np.minimum(end[tile], part + size[tile]))
+    items = (row_of, starts[row_of] + first[tile], count[tile], position[tile], part, run[tile], *seen)
+    first_item = np.cumsum(parts_of_tile) - parts_of_tile
+    parts = (_ranges(count), np.repeat(first_item, count), np.repeat(parts_of_tile, count))
+
+    # Padding tokens are items of one query that sees nothing.
+    padding = np.arange(starts[-1], num_tokens)
+    idle = np.zeros_like(padding)
+    idle_items = (idle, padding, idle + 1, *[idle] * 5)
+    idle_parts = (idle, len(tile) + np.arange(len(padding)), idle + 1)
+    return AttentionWork(tiles, _columns(items, idle_items), _columns(parts, idle_parts))
+
+
+def _ranges(counts: np.ndarray) -> np.ndarray:
+    """``0 .. n - 1`` for each n of `counts`, one after the other."""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def _columns(*tables: Sequence[np.ndarray]) -> np.ndarray:
+    """Tables given by their columns, one below the other, as int32."""
+    return np.concatenate([np.stack(columns, axis=1) for columns in tables]).astype(np.int32)
+
+
+def attention_step(
+    work: AttentionWork, tables: mx.array, scale: float, options: AttentionOptions | None = None
+) -> AttentionStep:
+    """Bring a work list and options to the device, once for all layers; `work` was planned with their window."""
+    options = options or AttentionOptions()
+    mask = options.mask
+    if mask is not None:
+        mask = mask if mask.ndim == 3 else mask[:, None]
+        mask = np.where(mask, np.float32(0), np.float32(-np.inf)) if mask.dtype == np.bool_ else mask
+    return AttentionStep(
+        work.tiles,
+        work.direct,
+        mx.array(work.items),
+        mx.array(work.parts),
+        tables,
+        mx.array([scale, options.soft_cap or 0.0], mx.float32),
+        NO_WINDOW if options.window is None else options.window,
+        mx.zeros((1,)) if options.alibi_slopes is None else mx.array(options.alibi_slopes),
+        mx.zeros((1,)) if options.sinks is None else mx.array(options.sinks),
+        mx.zeros((1, 1, 1)) if mask is None else mx.array(mask),
+        options.features,
+    )
+
+
+class MetalKernels:
+    """Launches the kernels on the pool of one spec.
+
+    Parameters
+    ----------
+    spec : KVSpec
+        Any layout; `block_size` a multiple of 8, head dimensions multiples of 4 up to 256.
+    num_blocks : int
+    factory : callable, optional
+        ``mx.fast.metal_kernel`` or what stands in for it.
+
+    Raises
+    ------
+    ValueError
+        ``[MetalKernels] ...`` for a shape that the kernels do not have.
+    """
+
+    def __init__(self, spec: KVSpec, num_blocks: int, factory: Factory | None = None) -> None:
+        if spec.block_size % 8:
+            raise ValueError(f"[MetalKernels] block_size is {spec.block_size}, it must be a multiple of 8")
+        for name, dim in (("head_dim", spec.head_dim), ("v_head_dim", spec.value_head_dim)):
+            if dim % 4 or dim > 256:
+                raise ValueError(f"[MetalKernels] {name} is {dim}, it must be a multiple of 4, at most 256")
+        self.spec = spec
+        self.num_blocks = num_blocks
+        self._factory = cast(Factory, mx.fast.metal_kernel) if factory is None else factory
+        layouts = (spec.plane_layout(plane, num_blocks) for plane, _ in spec.planes)
+        self._touching = all(x.slot_stride == dim for x, (_, dim) in zip(layouts, spec.planes, strict=True))
+        self._layouts: dict[int, mx.array] = {}
+        self._built: dict[str, Kernel] = {}
+
+    def attend(self, layer: int, q: mx.array, k_pool: mx.array, v_pool: mx.array, step: AttentionStep) -> mx.array:
+        """Attention of ``q [T, Hq, D]`` over contexts in the pool, ``[T, Hq, Dv]`` in the dtype of q. No checks."""
+        spec, tiles = self.spec, step.tiles
+        num_tokens, num_q_heads = q.shape[:2]
+        shared = {
+            "Q": q.dtype,
+            "VALUE_DIM": spec.value_head_dim,
+            "GROUP": num_q_heads // spec.num_kv_heads,
+            "HEADS": tiles.heads,
+            "QUERIES": tiles.queries,
+            "SINKS": "sinks" in step.features,
+        }
+        template = shared | {
+            "T": DTYPES[spec.dtype],
+            "DIM": spec.head_dim,
+            "BLOCK_SIZE": spec.block_size,
+            "SIMDGROUPS": SIMDGROUPS,
+            "TOUCHING": self._touching,
+            "SOFT_CAP": "soft_cap" in step.features,
+            "ALIBI": "alibi_slopes" in step.features,
+            "MASK": "mask" in step.features,
+            "DIRECT": step.direct,
+        }
+        num_items, num_groups = step.items.shape[0], spec.num_kv_heads * tiles.groups
+        result = (num_tokens, num_q_heads, spec.value_head_dim)
+        partials = (num_items, num_groups, tiles.rows, spec.value_head_dim + 4)
+        (out,) = self._kernel("paged_attention")(
+            inputs=[
+                *(q, k_pool, v_pool, self._layout(layer), step.tables, step.items),
+                *(step.numbers, step.window, step.slopes, step.sinks, step.mask),
+            ],
+            template=list(template.items()),
+            output_shapes=[result if step.direct else partials],
+            output_dtypes=[q.dtype if step.direct else mx.float32],
+            grid=(num_groups * SIMDGROUPS * LANES, num_items, 1),
+            threadgroup=(SIMDGROUPS * LANES, 1, 1),
+        )
+        if step.direct:
+            return out
+        chunks = spec.value_head_dim // 4
+        (out,) = self._kernel("paged_reduce")(
+            inputs=[out, step.parts, step.sinks],
+            template=list(shared.items()),
+            output_shapes=[result],
+            output_dtypes=[q.dtype],
+            grid=(chunks, num_q_heads, num_tokens),
+            threadgroup=(chunks, min(num_q_heads, 256 // chunks), 1),
+        )
+        return out
+
+    def gather(
+        self, layer: int, plane: str, pool: mx.array, tables: mx.array, seq_lens: mx.array, longest: int
+    ) -> mx.array:
+        """Contexts of plane "k" or "v" as ``[B, Hk, longest, D]``, 0 past the end of a row. Nothing is checked."""
+        spec = self.spec
+        dim = dict(spec.planes)[plane]
+        layout = self._layout(layer)[:4] if plane == "k" else self._layout(layer)[4:]
+        (out,) = self._kernel("gather_blocks")(
+            inputs=[pool, layout, tables, seq_lens],
+            template=[("T", DTYPES[spec.dtype]), ("DIM", dim), ("BLOCK_SIZE", spec.block_size)],
+            output_shapes=[(tables.shape[0], spec.num_kv_heads, longest, dim)],
+            output_dtypes=[DTYPES[spec.dtype]],
+            grid=(dim // 4, tables.shape[0] * longest, spec.num_kv_heads),
+            threadgroup=(dim // 4, min(tables.shape[0] * longest, 1024 // dim), 1),
+        )
+        return out
+
+    def _layout(self, layer: int) -> mx.array:
+        if layer not in self._layouts:
+            self._layouts[layer] = mx.array(plane_strides(self.spec, self.num_blocks, layer))
+        return self._layouts[layer]
+
+    def _kernel(self, name: str) -> Kernel:
+        if name not in self._built:
+            header, source = source_text("kv_layout.h"), source_text(f"{name}.metal")
+            self._built[name] = self._factory(
+                name=f"kvpool_{name}_{content_hash(header, source)}",
+                input_names=list(INPUTS[name]),
+                output_names=["out"],
+                source=source,
+                header=header,
+                ensure_row_contiguous=False,  # strides are read: a copy of the pool is never made
+            )
+        return self._built[name]
+
+
+INPUTS = {
+    "paged_attention": (
+        *("q", "k_pool", "v_pool", "layout", "tables", "work"),
+        *("numbers", "window", "slopes", "sinks", "mask"),
+    ),
+    "paged_reduce": ("partials", "parts", "sinks"),
+    "gather_blocks": ("pool", "layout", "tables", "seq_lens"),
+}
+
+
+def preferred_layout(spec: KVSpec) -> str:
+    """The layout of which the kernels read the fewest cache lines, whatever that of `spec` is.
+
+    A row (one token of one head) that ends inside a line shares it with its neighbour: the next token of the same head
+    in "HND", another head's in "NHD". Heads are read by different threadgroups.
+    """
+    whole_lines = all(dim * spec.itemsize_nbytes % LINE_NBYTES == 0 for _, dim in spec.planes)
+    return "NHD" if whole_lines or spec.num_kv_heads == 1 else "HND"
+
+
+def plane_strides(spec: KVSpec, num_blocks: int, layer: int) -> np.ndarray:
+    """Offset, block, slot and head stride of K, then of V, in elements of their base arrays; int64 ``[8]``."""
+    numbers = []
+    for plane, _ in spec.planes:
+        layout = spec.plane_layout(plane, num_blocks)
+        offset = layout.offset + layer * layout.layer_stride
+        numbers += [offset, layout.block_stride, layout.slot_stride, layout.head_stride]
+    return np.array(numbers, np.int64)
+
+
+def in_place_source(name: str, types: tuple[str, ...], numbers: tuple[int, ...]) -> tuple[str, str]:
+    """A whole kernel for one choice of template arguments.
+
+    Parameters
+    ----------
+    name : {"kv_write", "copy_blocks"}
+    types : names of `DTYPES`
+        Template arguments that are types: pool and input of "kv_write", pool of "copy_blocks".
+    numbers : int
+        The others: DIM, VALUE_DIM, BLOCK_SIZE and VECTORS (0 or 1); or BLOCK_SIZE.
+
+    Returns
+    -------
+    function : str
+        Name of the kernel in the library, with a hash of its text: a new text never runs under an old name.
+    text : str
+        What to compile, after MLX's prelude.
+    """
+    text = source_text("kv_layout.h") + source_text(f"{name}.metal")
+    arguments = ", ".join([*(TYPE_NAMES[t] for t in types), *map(str, numbers)])
+    function = "_".join(["kvpool", name, *types, *map(str, numbers), content_hash(text)])
+    instance = f"{name}<{arguments}>"
+    return function, f'{text}\ntemplate [[host_name("{function}")]] [[kernel]] decltype({instance}) {instance};\n'
+
+
+@cache
+def source_text(name: str) -> str:
+    """A file of `kvpool_backends.metal` without its comments, line numbers kept.
+
+    MLX looks for the names of built-in values all over the text and hashes it at every launch.
+    """
+    try:
+        folder = files("kvpool_backends.metal")
+    except ModuleNotFoundError:  # a checkout that is not installed
+        folder = Path(__file__).parents[2] / "metal"
+    lines = folder.joinpath(name).read_text().splitlines()
+    return "".join(line.split("//")[0].rstrip() + "\n" for line in lines)
+
+
+def content_hash(*texts: str) -> str:
+    """Ten hexadecimal digits: kernels of the same name and another text are other kernels to MLX."""
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:10]

@@ -1,0 +1,238 @@
+"""`NativeBackend`: the kernel route of the mlx backend with lazy calls, so that steps can be pipelined."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from kvpool.errors import BackendUnavailable
+from kvpool.protocol import ArrayPlan, AttentionOptions, PlanArrays, checked_options
+from kvpool_backends.cpu._kernels import num_threads
+from kvpool_backends.mlx import native
+from kvpool_backends.mlx.kernels import KernelBackend
+from kvpool_backends.mlx.native.pool import InPlacePool
+
+_NO_WINDOW = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class NativePlan(ArrayPlan):
+    """The arrays of a step, and what the extension made of them: checked and copied once for all layers."""
+
+    step: Any = None
+    longest: int = 0  # context, in tokens
+
+
+class NativeBackend(KernelBackend):
+    """`KernelBackend` whose `write` and `attend` are nodes of MLX's graph: built now, run when MLX gets there.
+
+    A call never waits, so a step can be built while the one before runs (``mx.async_eval``), and the pool is never
+    copied whatever is in flight. Calls take effect in the order in which they were made (`InPlacePool`), so a block
+    may be given to another sequence as soon as the last call that uses it has returned, as on the eager route.
+    What reads or writes whole blocks (`gather`, `zero`, `export_blocks`, `import_blocks`, `read`) waits for what was
+    built before and works at once; `copy_blocks` is lazy.
+
+    Threads: one at a time builds or evaluates. Threads may take turns, under a lock; who leaves has called `settle`,
+    because what one thread has built MLX does not evaluate in another.
+    """
+
+    is_eager = False
+
+    def _allocate(self) -> None:
+        module = native.load()
+        if module is None:
+            raise BackendUnavailable(f"[MLXBackend] the native extension is not there: {native.status()['why']}")
+        super()._allocate()
+        self._module = module
+        self._lazy = InPlacePool(module, self.spec, self.num_blocks, self._pool, isa=self._store.isa)
+        self._plain_attention: dict[float, Any] = {}
+
+    # ------------------------------------------------------------------------------------------ one step
+
+    def copy_blocks(self, plan: PlanArrays | np.ndarray) -> None:
+        """Copy the first tokens of blocks in all layers, ``(src, dst, num_tokens)`` each."""
+        copies = np.asarray(plan if isinstance(plan, np.ndarray) else plan.copies)
+        if copies.shape == (0, 3):
+            return
+        self._check_copies(copies)
+        self._lazy.copy_blocks(self._module.copies(num_threads(), np.ascontiguousarray(copies, np.int64)))
+
+    def write(self, layer: int, k: mx.array, v: mx.array, plan: PlanArrays) -> None:
+        """Store ``k [T, Hk, D]`` and ``v [T, Hk, Dv]`` at ``plan.slot_mapping``, negative slots skipped."""
+        self._check_layer("write", layer)
+        step = plan.step if type(plan) is NativePlan else self._step(slots=plan.slot_mapping)
+        self._lazy.write(layer, _array(k), _array(v), step)
+
+    def attend(
+        self,
+        layer: int,
+        q: mx.array,
+        plan: PlanArrays,
+        scale: float | None = None,
+        *,
+        options: AttentionOptions | None = None,
+        return_attn: bool = False,
+    ) -> mx.array:
+        """Causal attention of ``q [T, Hq, D]`` over the paged context, see `KVBackend.attend`."""
+        if return_attn:
+            raise ValueError("[attend] return_attn is True, this backend does not return weights")
+        self._check_layer("attend", layer)
+        q = _array(q)
+        plan = plan if type(plan) is NativePlan else self._native_plan(plan, with_slots=False)
+        return self._lazy.attend(layer, q, plan.step, self._attention(q, plan, scale, options))
+
+    def write_and_attend(
+        self,
+        layer: int,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        plan: PlanArrays,
+        scale: float | None = None,
+        *,
+        options: AttentionOptions | None = None,
+    ) -> mx.array:
+        """`write` and then `attend`, as one node."""
+        self._check_layer("write_and_attend", layer)
+        q = _array(q)
+        plan = plan if type(plan) is NativePlan else self._native_plan(plan)
+        attention = self._attention(q, plan, scale, options)
+        return self._lazy.write_and_attend(layer, q, _array(k), _array(v), plan.step, attention)
+
+    def step_arrays(self, plan: PlanArrays, seq_lens: np.ndarray) -> NativePlan:
+        """What the layers of one step need: a copy, so that the plan may go on to its next step."""
+        return self._native_plan(super().step_arrays(plan, seq_lens))
+
+    def planes(self, layer: int) -> list[mx.array]:
+        """An empty array for ``mx.eval``, which has to see it after a write."""
+        return [self._lazy.token(layer)]
+
+    # -------------------------------------------------------------------------------------- whole blocks
+
+    def read(self, layer: int, arrays: ArrayPlan) -> tuple[mx.array, mx.array]:
+        """The contexts of a step as K ``[B, Hk, C, D]`` and V ``[B, Hk, C, Dv]``: copies, 0 past a row's end."""
+        self._lazy.wait()
+        return super().read(layer, arrays)
+
+    def gather(
+        self, layer: int, blocks: Sequence[int] | np.ndarray, num_tokens: int | None = None
+    ) -> tuple[mx.array, mx.array]:
+        """Copies of K ``[n, Hk, D]`` and V ``[n, Hk, Dv]``, the first `num_tokens` tokens of `blocks`."""
+        self._lazy.wait()
+        return super().gather(layer, blocks, num_tokens)
+
+    def zero(self, blocks: Sequence[int] | np.ndarray) -> None:
+        """Set whole blocks to 0 in all layers."""
+        self._lazy.wait()
+        super().zero(blocks)
+
+    def export_blocks(self, blocks: Sequence[int] | np.ndarray) -> np.ndarray:
+        """The bytes of whole blocks, uint8 ``[n, spec.block_nbytes]``."""
+        self._lazy.wait()
+        return super().export_blocks(blocks)
+
+    def import_blocks(self, blocks: Sequence[int] | np.ndarray, data: np.ndarray) -> None:
+        """Overwrite whole blocks with rows of `export_blocks`."""
+        self._lazy.wait()
+        super().import_blocks(blocks, data)
+
+    def settle(self) -> int:
+        """Wait for everything that was built on the pool. Raises `PoolMoved` if an array is not where it was."""
+        self._lazy.wait()
+        self._lazy.check_addresses()
+        return 0
+
+    # ---------------------------------------------------------------------------------------- internals
+
+    def _native_plan(self, plan: PlanArrays, *, with_slots: bool = True) -> NativePlan:
+        tables = _ints("attend", "block_tables", plan.block_tables, 2)
+        seq_lens = _ints("attend", "seq_lens", plan.seq_lens, 1)
+        cu_q_lens = _ints("attend", "cu_q_lens", plan.cu_q_lens, 1)
+        slots = plan.slot_mapping if with_slots else None
+        step = self._step(slots, tables, seq_lens, cu_q_lens)
+        # Plain `ArrayPlan` fields are there for `read`.
+        return NativePlan(
+            tables, seq_lens, cu_q_lens, np.asarray(slots), step=step, longest=int(seq_lens.max(initial=0))
+        )
+
+    def _step(
+        self,
+        slots: Any = None,
+        tables: np.ndarray | None = None,
+        seq_lens: np.ndarray | None = None,
+        cu_q_lens: np.ndarray | None = None,
+    ) -> Any:
+        if slots is not None:
+            slots = _contiguous(_ints("write", "slots", slots, 1), np.int64)
+        width = 0
+        if tables is not None:
+            assert seq_lens is not None and cu_q_lens is not None
+            width = tables.shape[1]
+            if tables.dtype == np.int64:  # what does not fit 32 bits stays no block
+                tables = np.clip(tables, -1, 2**31 - 1)
+            tables = _contiguous(tables[: len(seq_lens)], np.int32)
+            seq_lens, cu_q_lens = _contiguous(seq_lens, np.int64), _contiguous(cu_q_lens, np.int64)
+        spec = self.spec
+        return self._module.step(
+            num_threads(), self.num_blocks, spec.block_size, slots, width, tables, seq_lens, cu_q_lens
+        )
+
+    def _attention(self, q: mx.array, plan: NativePlan, scale: float | None, options: AttentionOptions | None) -> Any:
+        scale = self.spec.head_dim**-0.5 if scale is None else float(scale)
+        if not np.isfinite(np.float32(scale)):
+            raise ValueError(f"[attend] scale is {scale}, it must be finite in float32")
+        num_heads = q.shape[1] if q.ndim == 3 else 0
+        options = checked_options(options, self.capabilities(), q.shape[0], num_heads, plan.longest)
+        if not options.features:
+            if scale not in self._plain_attention:
+                self._plain_attention[scale] = self._module.attention(scale, 0.0, _NO_WINDOW, None, None, None, 0, 0)
+            return self._plain_attention[scale]
+        mask, token_stride, head_stride = options.mask, 0, 0
+        if mask is not None:
+            if mask.dtype == np.bool_:
+                mask = np.where(mask, np.float32(0), np.float32(-np.inf))
+            mask = _contiguous(mask[..., : plan.longest], np.float32)
+            token_stride = mask[0].size if len(mask) else 0
+            head_stride = mask.shape[-1] if mask.ndim == 3 and mask.shape[1] > 1 else 0
+        return self._module.attention(
+            scale,
+            options.soft_cap or 0.0,
+            options.window or _NO_WINDOW,
+            options.sinks,
+            options.alibi_slopes,
+            mask,
+            token_stride,
+            head_stride,
+        )
+
+    def _check_copies(self, copies: np.ndarray) -> None:
+        _ints("copy_blocks", "copies", copies, 2)
+        if copies.shape[1] != 3:
+            raise ValueError(f"[copy_blocks] copies have shape {copies.shape}, it must be [K, 3]")
+        self._check_ids("copy_blocks", copies[:, :2])
+        counts, limit = copies[:, 2], self.spec.block_size
+        if ((counts < 1) | (counts > limit)).any():
+            raise ValueError(f"[copy_blocks] num_tokens {counts.tolist()}, the range is 1 .. {limit}")
+        if np.isin(copies[:, 1], copies[:, 0]).any() or len(np.unique(copies[:, 1])) != len(copies):
+            raise ValueError("[copy_blocks] a destination is a source too, or is there twice")
+
+
+def _array(x: Any) -> mx.array:
+    return x if isinstance(x, mx.array) else mx.array(x)
+
+
+def _contiguous(x: np.ndarray, dtype: Any) -> np.ndarray:
+    return np.ascontiguousarray(x, dtype)
+
+
+def _ints(call: str, name: str, x: Any, ndim: int) -> np.ndarray:
+    x = np.asarray(x)
+    if x.dtype not in (np.int32, np.int64):
+        raise TypeError(f"[{call}] {name} must be int32 or int64, got {x.dtype}")
+    if x.ndim != ndim:
+        raise ValueError(f"[{call}] {name} must have {ndim} dimensions, got shape {list(x.shape)}")
+    return x

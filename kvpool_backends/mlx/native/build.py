@@ -1,0 +1,112 @@
+"""Compile the extension against the installed MLX, check it in a process of its own, and put it in its place."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from kvpool_backends.mlx.native import loading
+
+CHECK_SECONDS = 60
+
+
+class BuildError(Exception):
+    """The extension could not be built; the text says why, with what the compiler said."""
+
+
+def build(where: Path | None = None) -> Path:
+    """Build the extension into a folder, by default `loading.folder`. Returns the module's path.
+
+    What was there stays until the new one has passed its check.
+
+    Raises
+    ------
+    BuildError
+        There is no compiler, MLX came without headers, the compiler refuses, or the check fails.
+    """
+    where = where or loading.folder()
+    where.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=where) as scratch:
+        made = compile_to(Path(scratch))
+        check(made)
+        stamp = loading.wanted_stamp() | {"checksum": loading.checksum(made)}
+        stamp_file = made.with_name("stamp.json")
+        stamp_file.write_text(json.dumps(stamp, indent=1))
+        # A process that looks in between finds a checksum that does not fit, and goes on without the extension.
+        os.replace(made, loading.library(where))
+        os.replace(stamp_file, where / "stamp.json")
+    return loading.library(where)
+
+
+def compiler() -> list[str]:
+    """``CXX``, or the first C++ compiler that there is."""
+    given = os.environ.get("CXX")
+    if given:
+        return shlex.split(given)
+    for name in ("c++", "clang++", "g++"):
+        found = shutil.which(name)
+        if found:
+            return [found]
+    raise BuildError("there is no C++ compiler (c++, clang++ or g++); on a Mac, `xcode-select --install` brings one")
+
+
+def compile_to(scratch: Path) -> Path:
+    """Compile the extension in `scratch`; with the part for Metal where MLX has one."""
+    made = loading.library(scratch)
+    has_metal = sys.platform == "darwin" and (loading.mlx_folder() / "include" / "metal_cpp").exists()
+    files = [path for path in loading.sources() if path.suffix == ".cpp"]
+    if not has_metal:
+        files = [path for path in files if path.stem != "pool_op_metal"]
+    compile_module(files, made, ["-DKVPOOL_METAL"] if has_metal else [])
+    return made
+
+
+def compile_module(files: Sequence[Path], made: Path, options: Sequence[str] = ()) -> None:
+    """Compile C++ files against the installed MLX, one process per file, and link them as a Python module."""
+    mlx = loading.mlx_folder()
+    if not (mlx / "include" / "mlx" / "array.h").exists():
+        raise BuildError(f"this MLX came without headers ({mlx / 'include'})")
+    command = [*compiler(), "-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", *options]
+    for ours in (loading.SOURCES, loading.KERNEL_HEADERS):
+        command += ["-I", str(ours)]
+    for theirs in (mlx / "include", mlx / "include" / "metal_cpp", sysconfig.get_paths()["include"]):
+        command += ["-isystem", str(theirs)]
+
+    def compiled(source: Path) -> str:
+        target = made.with_name(f"{source.stem}.o")
+        _run([*command, "-c", str(source), "-o", str(target)])
+        return str(target)
+
+    with ThreadPoolExecutor() as pool:
+        objects = list(pool.map(compiled, files))
+    link = ["-bundle", "-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-shared"]
+    lib = mlx / "lib"
+    _run([*compiler(), *link, *objects, f"-L{lib}", "-lmlx", f"-Wl,-rpath,{lib}", "-o", str(made)])
+
+
+def check(made: Path) -> None:
+    """Import a module and run its self-check, in a process of its own: it may well crash."""
+    root = str(loading.SOURCES.parents[2])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    code = "import sys, pathlib; from kvpool_backends.mlx.native import loading; "
+    code += "loading.import_checked(pathlib.Path(sys.argv[1]))"
+    _run([sys.executable, "-c", code, str(made)], env=environment, timeout=CHECK_SECONDS)
+
+
+def _run(command: list[str], **options: object) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, **options)  # type: ignore[call-overload]
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{command[0]}: {error}") from error
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip()[-4000:]
+        raise BuildError(f"{shlex.join(command[:1])} ended with {done.returncode}\n{said}")

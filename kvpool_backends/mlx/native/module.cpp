@@ -1,0 +1,416 @@
+// What Python sees: capsules that hold what nodes share, and `run`, which puts one node into MLX's graph.
+//
+// Arguments are checked here, before anything has changed; what the owner of the pool (`native.pool`) makes itself,
+// such as layouts and tuples of handles, is believed.
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "array_access.h"
+#include "mlx/device.h"
+#include "mlx/ops.h"
+#include "mlx/stream.h"
+#include "mlx/version.h"
+#include "pool_op.h"
+
+namespace kvpool {
+namespace {
+
+// ------------------------------------------------------------------------------------------- helpers
+
+// Runs `body` and turns what it throws into a Python exception.
+template <typename Body>
+PyObject* guarded(Body body) {
+  try {
+    return body();
+  } catch (const Refusal& refusal) {
+    PyErr_SetString(refusal.type, refusal.text.c_str());
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  } catch (const std::exception& error) {
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+struct Raised : std::exception {}; // a Python exception is set already
+
+template <typename T>
+PyObject* capsule(const char* name, std::shared_ptr<const T> value) {
+  auto* held = new std::shared_ptr<const T>(std::move(value));
+  PyObject* made = PyCapsule_New(held, name, [](PyObject* self) {
+    delete static_cast<std::shared_ptr<const T>*>(PyCapsule_GetPointer(self, PyCapsule_GetName(self)));
+  });
+  if (made == nullptr) delete held;
+  return made;
+}
+
+// The value of a capsule; null for None.
+template <typename T>
+std::shared_ptr<const T> held(PyObject* object, const char* name) {
+  if (object == Py_None) return nullptr;
+  auto* value = static_cast<std::shared_ptr<const T>*>(PyCapsule_GetPointer(object, name));
+  if (value == nullptr) throw Raised();
+  return *value;
+}
+
+constexpr const char *LAYER = "kvpool.Layer", *STEP = "kvpool.Step", *ATTENTION = "kvpool.Attention",
+                     *COPIES = "kvpool.Copies", *METAL = "kvpool.MetalTexts";
+
+// The elements of a C-contiguous buffer; empty for None.
+template <typename T>
+std::vector<T> elements_of(PyObject* object) {
+  if (object == Py_None) return {};
+  Py_buffer view;
+  if (PyObject_GetBuffer(object, &view, PyBUF_C_CONTIGUOUS) != 0) throw Raised();
+  std::vector<T> elements(view.len / sizeof(T));
+  const bool fits = view.itemsize == Py_ssize_t(sizeof(T));
+  if (fits) std::copy_n(static_cast<const T*>(view.buf), elements.size(), elements.data());
+  PyBuffer_Release(&view);
+  if (!fits) throw Refusal{PyExc_TypeError, "[kvpool] an array has elements of another size"};
+  return elements;
+}
+
+void refuse_range(const char* call, const std::string& what, int64_t value, const std::string& limit) {
+  throw Refusal{PyExc_IndexError,
+                std::string("[") + call + "] " + what + " is " + std::to_string(value) + ", " + limit};
+}
+
+std::string shape_text(const mx::array& x) {
+  std::string text = "[";
+  for (size_t i = 0; i < x.ndim(); i++) text += (i ? ", " : "") + std::to_string(x.shape(int(i)));
+  return text + "]";
+}
+
+// Raises unless x is [num_tokens, heads, dim] of floats; a size < 0 may be any.
+void check_tokens(const char* call, const char* name, const mx::array& x, int64_t num_tokens, int64_t heads,
+                  int64_t dim) {
+  auto differs = [](int64_t wanted, int64_t found) { return wanted >= 0 && wanted != found; };
+  if (x.ndim() != 3 || differs(num_tokens, x.shape(0)) || differs(heads, x.shape(1)) || differs(dim, x.shape(2))) {
+    auto size = [](int64_t n, const char* letter) { return n < 0 ? std::string(letter) : std::to_string(n); };
+    throw Refusal{PyExc_ValueError, std::string("[") + call + "] " + name + " must have shape [" +
+                                        size(num_tokens, "T") + ", " + size(heads, "Hq") + ", " + size(dim, "D") +
+                                        "], got " + shape_text(x)};
+  }
+  if (x.dtype() != mx::float32 && x.dtype() != mx::float16 && x.dtype() != mx::bfloat16) {
+    throw Refusal{PyExc_TypeError, std::string("[") + call + "] " + name + " must be float32, float16 or bfloat16"};
+  }
+  if (x.is_tracer()) {
+    throw Refusal{PyExc_RuntimeError,
+                  std::string("[") + call + "] " + name +
+                      " has no content yet, as inside mx.compile or mx.vmap; call it outside of them"};
+  }
+}
+
+// --------------------------------------------------------------------------------- what is made once
+
+PyObject* bind(PyObject*, PyObject* args) {
+  return guarded([&]() -> PyObject* {
+    PyObject* type;
+    unsigned long long write, attend, nbytes, copy;
+    if (!PyArg_ParseTuple(args, "O!KKKK", &PyType_Type, &type, &write, &attend, &nbytes, &copy)) return nullptr;
+    kernels.write = reinterpret_cast<decltype(kernels.write)>(write);
+    kernels.attend = reinterpret_cast<decltype(kernels.attend)>(attend);
+    kernels.attend_scratch_nbytes = reinterpret_cast<decltype(kernels.attend_scratch_nbytes)>(nbytes);
+    kernels.copy_blocks = reinterpret_cast<decltype(kernels.copy_blocks)>(copy);
+    Py_INCREF(type);
+    array_type = reinterpret_cast<PyTypeObject*>(type);
+    Py_RETURN_NONE;
+  });
+}
+
+PyObject* layer(PyObject*, PyObject* args) {
+  return guarded([&]() -> PyObject* {
+    auto made = std::make_shared<Layer>();
+    unsigned long long isa;
+    int dtype;
+    PyObject *addresses, *metal;
+    auto& planes = made->planes;
+    if (!PyArg_ParseTuple(args, "KiLLL(iLLLLL)(iLLLLL)O!O", &isa, &dtype, &planes.num_blocks, &planes.block_size,
+                          &planes.num_kv_heads, &made->array_of[0], &made->offset[0], &planes.k.block_stride,
+                          &planes.k.slot_stride, &planes.k.head_stride, &planes.k.dim, &made->array_of[1],
+                          &made->offset[1], &planes.v.block_stride, &planes.v.slot_stride, &planes.v.head_stride,
+                          &planes.v.dim, &PyTuple_Type, &addresses, &metal)) {
+      return nullptr;
+    }
+    made->isa = reinterpret_cast<const kv_isa*>(isa);
+    planes.dtype = static_cast<kv_dtype>(dtype);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(addresses); i++) {
+      void* address = PyLong_AsVoidPtr(PyTuple_GET_ITEM(addresses, i));
+      if (PyErr_Occurred()) return nullptr;
+      made->addresses.push_back(address);
+    }
+    made->metal = held<MetalTexts>(metal, METAL);
+    return capsule<Layer>(LAYER, made);
+  });
+}
+
+// metal_texts(write, copy_blocks): (function, text) six times, by dtype and then by vectors (no, yes); and once.
+PyObject* metal_texts(PyObject*, PyObject* args) {
+  return guarded([&]() -> PyObject* {
+    auto made = std::make_shared<MetalTexts>();
+    const char* words[14];
+    if (!PyArg_ParseTuple(args, "((ss)(ss)(ss)(ss)(ss)(ss))(ss)", &words[0], &words[1], &words[2], &words[3], &words[4],
+                          &words[5], &words[6], &words[7], &words[8], &words[9], &words[10], &words[11], &words[12],
+                          &words[13])) {
+      return nullptr;
+    }
+    for (int i = 0; i < 6; i++) {
+      made->write[{static_cast<kv_dtype>(i / 2), i % 2 == 1}] = {words[2 * i], words[2 * i + 1]};
+    }
+    made->copy_blocks = {words[12], words[13]};
+    return capsule<MetalTexts>(METAL, made);
+  });
+}
+
+// -------------------------------------------------------------------------------- what is made per step
+
+void check_lengths(const Step& step, int64_t num_tokens, int64_t block_size) {
+  const auto &lens = step.seq_lens, &cu = step.cu_q_lens;
+  if (cu.size() != lens.size() + 1 || cu[0] != 0) {
+    throw Refusal{PyExc_ValueError, "[attend] cu_q_lens must have shape [" + std::to_string(lens.size() + 1) +
+                                        "] and begin with 0, got " + std::to_string(cu.size()) + " entries"};
+  }
+  for (size_t row = 0; row < lens.size(); row++) {
+    const int64_t num_queries = cu[row + 1] - cu[row];
+    if (num_queries < 0 || (num_tokens >= 0 && cu[row + 1] > num_tokens)) {
+      throw Refusal{PyExc_ValueError, "[attend] cu_q_lens[" + std::to_string(row + 1) + "] is " +
+                                          std::to_string(cu[row + 1]) + ", the range is " + std::to_string(cu[row]) +
+                                          " .. " + std::to_string(num_tokens)};
+    }
+    if (lens[row] < num_queries) {
+      throw Refusal{PyExc_ValueError, "[attend] seq_lens[" + std::to_string(row) + "] is " + std::to_string(lens[row]) +
+                                          ", the row has " + std::to_string(num_queries) + " queries"};
+    }
+    const int64_t blocks = lens[row] / block_size + (lens[row] % block_size != 0);
+    if (num_queries > 0 && blocks > step.table_stride) {
+      throw Refusal{PyExc_ValueError, "[attend] seq_lens[" + std::to_string(row) + "] is " + std::to_string(lens[row]) +
+                                          ", a table of " + std::to_string(step.table_stride) + " blocks holds " +
+                                          std::to_string(step.table_stride * block_size) + " tokens"};
+    }
+  }
+}
+
+void check_tables(const Step& step, int64_t num_blocks, int64_t block_size) {
+  for (size_t row = 0; row < step.seq_lens.size(); row++) {
+    if (step.cu_q_lens[row + 1] == step.cu_q_lens[row]) continue; // not read
+    const int64_t blocks = (step.seq_lens[row] - 1) / block_size + 1;
+    const int32_t* table = step.tables.data() + row * step.table_stride;
+    for (int64_t i = 0; i < blocks; i++) {
+      if (table[i] < 0 || table[i] >= num_blocks) {
+        refuse_range("attend", "block_tables[" + std::to_string(row) + ", " + std::to_string(i) + "]", table[i],
+                     "the pool has blocks 0 .. " + std::to_string(num_blocks - 1));
+      }
+    }
+  }
+}
+
+// step(num_threads, num_blocks, block_size, slots, table_width, tables, seq_lens, cu_q_lens): int64, tables int32; None
+// for slots, or for the last three, where nothing is written or read.
+PyObject* step(PyObject*, PyObject* args) {
+  return guarded([&]() -> PyObject* {
+    auto made = std::make_shared<Step>();
+    long long num_blocks, block_size, table_width;
+    PyObject *slots, *tables, *seq_lens, *cu_q_lens;
+    if (!PyArg_ParseTuple(args, "iLLOLOOO", &made->num_threads, &num_blocks, &block_size, &slots, &table_width, &tables,
+                          &seq_lens, &cu_q_lens)) {
+      return nullptr;
+    }
+    if (slots != Py_None) {
+      const auto numbers = elements_of<int64_t>(slots);
+      for (size_t i = 0; i < numbers.size(); i++) {
+        if (numbers[i] >= num_blocks * block_size) {
+          refuse_range("write", "slots[" + std::to_string(i) + "]", numbers[i],
+                       "the pool has slots 0 .. " + std::to_string(num_blocks * block_size - 1));
+        }
+      }
+      made->slots.emplace(numbers.begin(), mx::Shape{int(numbers.size())}, mx::int64);
+    }
+    if (tables != Py_None) {
+      made->tables = elements_of<int32_t>(tables);
+      made->seq_lens = elements_of<int64_t>(seq_lens);
+      made->cu_q_lens = elements_of<int64_t>(cu_q_lens);
+      made->table_stride = table_width;
+      if (int64_t(made->tables.size()) < table_width * int64_t(made->seq_lens.size())) {
+        throw Refusal{PyExc_ValueError, "[attend] block_tables must have shape [" +
+                                            std::to_string(made->seq_lens.size()) + ", W], it has fewer rows"};
+      }
+      check_lengths(*made, -1, block_size);
+      check_tables(*made, num_blocks, block_size);
+    }
+    return capsule<Step>(STEP, made);
+  });
+}
+
+PyObject* attention(PyObject*, PyObject* args) {
+  return guarded([&]() -> PyObject* {
+    auto made = std::make_shared<Attention>();
+    long long window, token_stride, head_stride;
+    PyObject *sinks, *slopes, *mask;
+    if (!PyArg_ParseTuple(args, "ffLOOOLL", &made->scale, &made->soft_cap, &window, &sinks, &slopes, &mask,
+                          &token_stride, &head_stride)) {
+      return nullptr;
+    }
+    made->window = window;
+    made->sinks = elements_of<float>(sinks);
+    made->slopes = elements_of<float>(slopes);
+    made->mask = elements_of<float>(mask);
+    made->mask_token_stride = token_stride;
+    made->mask_head_stride = head_stride;
+    return capsule<Attention>(ATTENTION, made);
+  });
+}
+
+// copies(num_threads, rows): int64 [K, 3], checked by the caller.
+PyObject* copies(PyObject*, PyObject* args) {
+  return guarded([&]() -> PyObject* {
+    auto made = std::make_shared<Copies>();
+    PyObject* rows;
+    if (!PyArg_ParseTuple(args, "iO", &made->num_threads, &rows)) return nullptr;
+    made->rows = elements_of<int64_t>(rows);
+    made->ids.emplace(made->rows.begin(), mx::Shape{int(made->rows.size() / 3), 3}, mx::int32);
+    return capsule<Copies>(COPIES, made);
+  });
+}
+
+// ------------------------------------------------------------------------------------------- the node
+
+enum Argument { ON_GPU, HANDLES, READS, LAYER_, STEP_, COPIES_, ATTENTION_, K, V, Q, TOKEN, RESULT, NUM_ARGUMENTS };
+
+void add_tokens(std::vector<mx::array>& inputs, PyObject* const* args, const PoolOp::Parts& parts) {
+  const kv_layer& planes = parts.layer->planes;
+  const auto &k = array_of(args[K], "write", "k"), &v = array_of(args[V], "write", "v");
+  const int64_t num_tokens = int64_t(parts.step->slots->size());
+  check_tokens("write", "k", k, num_tokens, planes.num_kv_heads, planes.k.dim);
+  check_tokens("write", "v", v, num_tokens, planes.num_kv_heads, planes.v.dim);
+  inputs.push_back(k);
+  inputs.push_back(args[ON_GPU] == Py_True ? mx::astype(v, k.dtype()) : v); // the Metal kernel takes one dtype
+}
+
+void add_queries(std::vector<mx::array>& inputs, PyObject* const* args, const PoolOp::Parts& parts) {
+  const kv_layer& planes = parts.layer->planes;
+  const auto& q = array_of(args[Q], "attend", "q");
+  check_tokens("attend", "q", q, -1, -1, planes.k.dim);
+  if (q.shape(1) < 1 || q.shape(1) % planes.num_kv_heads) {
+    throw Refusal{PyExc_ValueError, "[attend] q has " + std::to_string(q.shape(1)) +
+                                        " heads, it must be a multiple of the " + std::to_string(planes.num_kv_heads) +
+                                        " KV heads"};
+  }
+  check_lengths(*parts.step, q.shape(0), planes.block_size);
+  inputs.push_back(q);
+}
+
+// run(on_gpu, handles, reads, layer, step, copies, attention, k, v, q, token, result): builds a node. The arrays in
+// `handles`, `token`, and `result` if there is a q, become its outputs; nothing has changed if it raises.
+PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
+  return guarded([&]() -> PyObject* {
+    if (num_args != NUM_ARGUMENTS || !PyTuple_Check(args[HANDLES]) || !PyTuple_Check(args[READS])) {
+      throw Refusal{PyExc_TypeError, "[run] wrong number or kinds of arguments"};
+    }
+    PoolOp::Parts parts;
+    parts.layer = held<Layer>(args[LAYER_], LAYER);
+    parts.step = held<Step>(args[STEP_], STEP);
+    parts.copies = held<Copies>(args[COPIES_], COPIES);
+    parts.attention = held<Attention>(args[ATTENTION_], ATTENTION);
+    parts.writes = args[K] != Py_None;
+    parts.attends = args[Q] != Py_None;
+
+    std::vector<mx::array*> targets{&array_of(args[TOKEN], "run", "token")};
+    std::vector<mx::array> inputs;
+    std::vector<mx::Shape> shapes{{0}};
+    std::vector<mx::Dtype> dtypes{mx::float32};
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[HANDLES]); i++) {
+      inputs.push_back(array_of(PyTuple_GET_ITEM(args[HANDLES], i), "run", "a handle"));
+    }
+    const size_t num_handles = inputs.size();
+    if (num_handles != size_t(parts.layer->num_arrays())) {
+      throw Refusal{PyExc_ValueError, "[run] another number of handles than the layer has arrays"};
+    }
+    if (parts.writes) add_tokens(inputs, args, parts);
+    if (parts.attends) {
+      add_queries(inputs, args, parts);
+      const auto& q = inputs.back();
+      targets.push_back(&array_of(args[RESULT], "run", "result"));
+      shapes.push_back({q.shape(0), q.shape(1), int(parts.layer->planes.v.dim)});
+      dtypes.push_back(q.dtype());
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[READS]); i++) {
+      inputs.push_back(array_of(PyTuple_GET_ITEM(args[READS], i), "run", "a result"));
+    }
+    for (size_t i = 0; i < num_handles; i++) {
+      targets.push_back(&array_of(PyTuple_GET_ITEM(args[HANDLES], Py_ssize_t(i)), "run", "a handle"));
+      shapes.push_back(inputs[i].shape());
+      dtypes.push_back(inputs[i].dtype());
+    }
+    const auto stream = mx::default_stream(args[ON_GPU] == Py_True ? mx::Device::gpu : mx::Device::cpu);
+    const auto outputs = mx::array::make_arrays(
+        std::move(shapes), dtypes, std::make_shared<PoolOp>(stream, std::move(parts)), inputs);
+    for (size_t i = 0; i < outputs.size(); i++) targets[i]->overwrite_descriptor(outputs[i]);
+    Py_RETURN_NONE;
+  });
+}
+
+// --------------------------------------------------------------------------------------- the self-check
+
+// shape(array): as seen from here.
+PyObject* shape(PyObject*, PyObject* object) {
+  return guarded([&]() -> PyObject* {
+    const auto& x = array_of(object, "shape", "array");
+    PyObject* made = PyTuple_New(Py_ssize_t(x.ndim()));
+    for (size_t i = 0; made != nullptr && i < x.ndim(); i++) {
+      PyTuple_SET_ITEM(made, Py_ssize_t(i), PyLong_FromLong(x.shape(int(i))));
+    }
+    return made;
+  });
+}
+
+// address(array): of an evaluated array's first element.
+PyObject* address(PyObject*, PyObject* object) {
+  return guarded([&]() -> PyObject* {
+    const auto& x = array_of(object, "address", "array");
+    if (x.status() == mx::array::Status::unscheduled) {
+      throw Refusal{PyExc_ValueError, "[address] the array has not been evaluated"};
+    }
+    return PyLong_FromVoidPtr(const_cast<void*>(static_cast<const void*>(x.data<char>())));
+  });
+}
+
+// share(array, other): `array` becomes the same MLX array as `other`.
+PyObject* share(PyObject*, PyObject* args) {
+  return guarded([&]() -> PyObject* {
+    PyObject *object, *other;
+    if (!PyArg_ParseTuple(args, "OO", &object, &other)) return nullptr;
+    auto& target = array_of(object, "share", "array");
+    target.overwrite_descriptor(array_of(other, "share", "other"));
+    Py_RETURN_NONE;
+  });
+}
+
+PyObject* mlx_version(PyObject*, PyObject*) {
+  return PyUnicode_FromString(mx::version());
+}
+
+PyMethodDef methods[] = {
+    {"bind", bind, METH_VARARGS, nullptr},
+    {"layer", layer, METH_VARARGS, nullptr},
+    {"metal_texts", metal_texts, METH_VARARGS, nullptr},
+    {"step", step, METH_VARARGS, nullptr},
+    {"attention", attention, METH_VARARGS, nullptr},
+    {"copies", copies, METH_VARARGS, nullptr},
+    {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(run)), METH_FASTCALL, nullptr},
+    {"shape", shape, METH_O, nullptr},
+    {"address", address, METH_O, nullptr},
+    {"share", share, METH_VARARGS, nullptr},
+    {"mlx_version", mlx_version, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "_kvpool_mlx", "Nodes of MLX's graph that work on a pool in place.", -1,
+                      methods, nullptr, nullptr, nullptr, nullptr};
+
+} // namespace
+} // namespace kvpool
+
+PyMODINIT_FUNC PyInit__kvpool_mlx() {
+  return PyModule_Create(&kvpool::module);
+}

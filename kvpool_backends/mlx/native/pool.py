@@ -1,0 +1,192 @@
+"""`InPlacePool`: the one owner of a pool's arrays, and of the order of everything that happens to them.
+
+A node of the extension writes into memory that MLX takes for a value. So an array that was made before a write shows
+what the write has stored, and a lazy read of it that runs too late reads the future (a write-after-read hazard that
+MLX, whose arrays are values, cannot see). One rule makes that impossible:
+
+    Every operation on an array of the pool, one that only reads too, takes the newest handle of it and leaves a newer
+    one; and nobody but this class has a handle.
+
+So all operations of an array form one chain in MLX's graph. They run in the order in which they were built, whatever
+is evaluated first, from whatever stream. A block may be given to another sequence as soon as the last operation that
+uses it is *built*.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+
+from kvpool.config import KVSpec
+from kvpool_backends.mlx.native.loading import isa_address
+from kvpool_backends.mlx.storage import PoolMemory
+
+_KV_DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}  # kvcpu.h
+
+
+class PoolMoved(RuntimeError):
+    """An array of the pool is not where it was allocated: it was copied, and writes would go to the copy."""
+
+
+class _Chain:
+    """Handles of arrays that are always used together, and what stands for the newest operation on them."""
+
+    __slots__ = ("addresses", "handles", "token")
+
+    def __init__(self, handles: tuple[mx.array, ...], addresses: tuple[int, ...]) -> None:
+        self.handles = handles  # the objects stay, the arrays that they denote are replaced
+        self.addresses = addresses
+        self.token = mx.array([])
+
+
+class InPlacePool:
+    """Lazy operations on a pool's memory.
+
+    Parameters
+    ----------
+    module
+        The extension, from `native.load`.
+    spec, num_blocks
+        What `memory` holds.
+    memory : PoolMemory
+        Whoever else uses it calls `wait` before.
+    isa : str
+        Instruction set of the CPU kernels.
+    on_gpu : bool
+        Nodes run on MLX's GPU: writes and copies only, see `read`.
+    metal : capsule, optional
+        Texts of the Metal kernels, for `on_gpu`.
+    debug : bool, optional
+        Evaluate each operation at once and look where the arrays are. By default if ``KVPOOL_MLX_DEBUG`` is set.
+
+    Raises
+    ------
+    PoolMoved
+        From a call, in debug mode. Without it a node that finds a strange array as its input is a RuntimeError of
+        the evaluation.
+    """
+
+    def __init__(
+        self,
+        module: ModuleType,
+        spec: KVSpec,
+        num_blocks: int,
+        memory: PoolMemory,
+        *,
+        isa: str,
+        on_gpu: bool = False,
+        metal: Any = None,
+        debug: bool | None = None,
+    ) -> None:
+        self._module = module
+        self._on_gpu = on_gpu
+        self.debug = bool(os.environ.get("KVPOOL_MLX_DEBUG")) if debug is None else debug
+        self._layers: list[tuple[Any, _Chain]] = []
+        self._chains: dict[tuple[int, ...], _Chain] = {}
+        numbers: dict[tuple[str, int], int] = {}  # of base arrays, in the order of `PoolMemory`
+        for layer in range(spec.num_layers):
+            planes, used = [], []
+            for name, dim in spec.planes:
+                layout = spec.plane_layout(name, num_blocks)
+                number = numbers.setdefault((layout.array, layer if layout.per_layer else 0), len(numbers))
+                if number not in used:
+                    used.append(number)
+                offset = layout.offset + layer * layout.layer_stride
+                strides = (layout.block_stride, layout.slot_stride, layout.head_stride)
+                planes.append((used.index(number), offset, *strides, dim))
+            chain = self._chain(tuple(used), memory)
+            capsule = module.layer(
+                isa_address(isa),
+                _KV_DTYPES[spec.dtype],
+                num_blocks,
+                spec.block_size,
+                spec.num_kv_heads,
+                *planes,
+                chain.addresses,
+                metal,
+            )
+            self._layers.append((capsule, chain))
+
+    def _chain(self, numbers: tuple[int, ...], memory: PoolMemory) -> _Chain:
+        if numbers not in self._chains:
+            arrays = [memory.arrays[number] for number in numbers]
+            handles = tuple(mx.array(0) for _ in arrays)
+            for handle, array in zip(handles, arrays, strict=True):
+                self._module.share(handle, array)
+            self._chains[numbers] = _Chain(handles, tuple(map(self._module.address, arrays)))
+        return self._chains[numbers]
+
+    # ---------------------------------------------------------------------------------------- operations
+
+    def write(self, layer: int, k: mx.array, v: mx.array, step: Any) -> None:
+        """Store ``k [T, Hk, D]`` and ``v [T, Hk, Dv]`` at the slots of `step`."""
+        self._build(*self._layers[layer], step=step, k=k, v=v)
+
+    def attend(self, layer: int, q: mx.array, step: Any, attention: Any) -> mx.array:
+        """Attention of ``q [T, Hq, D]`` over the contexts of `step`; not on the GPU."""
+        return self._build(*self._layers[layer], step=step, attention=attention, q=q)
+
+    def write_and_attend(
+        self, layer: int, q: mx.array, k: mx.array, v: mx.array, step: Any, attention: Any
+    ) -> mx.array:
+        """`write` and `attend` as one node."""
+        return self._build(*self._layers[layer], step=step, attention=attention, k=k, v=v, q=q)
+
+    def copy_blocks(self, copies: Any) -> None:
+        """Copy the first tokens of blocks in all layers."""
+        for capsule, chain in self._layers:
+            self._build(capsule, chain, copies=copies)
+
+    def read(self, layer: int, kernel: Callable[..., Sequence[mx.array]]) -> Sequence[mx.array]:
+        """The results of ``kernel(*arrays)`` on the arrays of a layer, for kernels of MLX.
+
+        They take their place in the chain. The arrays may not be used in any other way, and not be kept.
+        """
+        capsule, chain = self._layers[layer]
+        results = kernel(*chain.handles)
+        self._build(capsule, chain, reads=tuple(results))
+        return results
+
+    def _build(
+        self,
+        capsule: Any,
+        chain: _Chain,
+        *,
+        step: Any = None,
+        copies: Any = None,
+        attention: Any = None,
+        k: mx.array | None = None,
+        v: mx.array | None = None,
+        q: mx.array | None = None,
+        reads: tuple[mx.array, ...] = (),
+    ) -> mx.array:
+        result = chain.token if q is None else mx.array(0)
+        self._module.run(
+            self._on_gpu, chain.handles, reads, capsule, step, copies, attention, k, v, q, chain.token, result
+        )
+        if self.debug:
+            self.wait()
+            self.check_addresses()
+        return result
+
+    # ------------------------------------------------------------------------------------ what was built
+
+    def token(self, layer: int) -> mx.array:
+        """An empty array; with it everything is evaluated that was built on the layer so far."""
+        return self._layers[layer][1].token
+
+    def wait(self) -> None:
+        """Evaluate everything that was built, and wait for it."""
+        mx.eval([chain.handles for chain in self._chains.values()])
+
+    def check_addresses(self) -> None:
+        """Raise `PoolMoved` unless all arrays are where they were allocated. After `wait`."""
+        for chain in self._chains.values():
+            for handle, address in zip(chain.handles, chain.addresses, strict=True):
+                found = self._module.address(handle)
+                if found != address:
+                    raise PoolMoved(f"[mlx native] an array of the pool is at {found:#x}, it was at {address:#x}")

@@ -1,0 +1,118 @@
+// One node of MLX's graph that works on the arrays of a pool where they lie.
+//
+// A node writes tokens, or attends, or both, or copies blocks. Its inputs are the newest handles of the pool arrays of
+// one layer; where it changes them, its outputs are newer handles: other arrays to MLX, of the same memory. That is
+// what no operation of MLX offers, and what keeps MLX from copying the pool when a read is still in flight.
+//
+// An older handle shows the new content. Order is therefore a matter of edges alone: every node, one that only reads
+// too, takes the newest handles and leaves newer ones, so all that happens to an array is one chain, in the order in
+// which it was built. `native.pool.InPlacePool` owns the handles and sees to it.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "mlx/array.h"
+#include "mlx/primitives.h"
+
+extern "C" {
+#include "kvcpu.h"
+}
+
+namespace kvpool {
+
+namespace mx = mlx::core;
+
+// The functions of kvpool_backends.cpu in this process: one set of workers, one choice of instruction set.
+struct Kernels {
+  decltype(&kv_write) write = nullptr;
+  decltype(&kv_attend) attend = nullptr;
+  decltype(&kv_attend_scratch_nbytes) attend_scratch_nbytes = nullptr;
+  decltype(&kv_copy_blocks) copy_blocks = nullptr;
+};
+inline Kernels kernels;
+
+// A Metal kernel, specialised: its name in the library and the text to compile.
+struct MetalText {
+  std::string function, text;
+};
+
+// The kernels of one pool, by dtype of the tokens and whether their rows can be read in vectors.
+struct MetalTexts {
+  std::map<std::pair<kv_dtype, bool>, MetalText> write;
+  MetalText copy_blocks;
+};
+
+// Where the planes of a layer lie in the base arrays of the layer (one or two), in elements.
+struct Layer {
+  const kv_isa* isa;
+  kv_layer planes; // bases are NULL
+  int array_of[2]; // of K and V
+  int64_t offset[2];
+  std::vector<const void*> addresses; // of the base arrays: they never change
+  std::shared_ptr<const MetalTexts> metal; // null where nothing runs on a GPU
+
+  int num_arrays() const { return static_cast<int>(addresses.size()); }
+  kv_layer in(const std::vector<mx::array>& pools) const;
+};
+
+// The integers of one step, checked and copied: shared by all layers.
+struct Step {
+  int num_threads = 1;
+  std::vector<int64_t> seq_lens, cu_q_lens; // empty: nothing to attend to
+  std::vector<int32_t> tables; // [rows, table_stride]
+  int64_t table_stride = 0;
+  std::optional<mx::array> slots; // int64 [T]
+};
+
+// What attention takes beside arrays.
+struct Attention {
+  float scale = 0, soft_cap = 0;
+  int64_t window = INT64_MAX;
+  std::vector<float> sinks, slopes, mask; // empty: none
+  int64_t mask_token_stride = 0, mask_head_stride = 0;
+};
+
+struct Copies {
+  int num_threads = 1;
+  std::vector<int64_t> rows; // [K, 3]
+  std::optional<mx::array> ids; // the same, int32
+};
+
+kv_dtype dtype_of(const mx::array& x); // throws std::invalid_argument
+
+class PoolOp : public mx::Primitive {
+ public:
+  struct Parts {
+    bool writes = false, attends = false;
+    std::shared_ptr<const Layer> layer;
+    std::shared_ptr<const Step> step;
+    std::shared_ptr<const Attention> attention;
+    std::shared_ptr<const Copies> copies;
+  };
+
+  // Inputs: the pool's arrays; k and v, if it writes; q, if it attends; then results of reads that other primitives
+  // have done. Outputs: an empty array, which stands for the node; the result of attention, if it attends; then the
+  // pool's arrays again.
+  PoolOp(mx::Stream stream, Parts parts) : Primitive(stream), parts_(std::move(parts)) {}
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override;
+  void eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override;
+  const char* name() const override { return "KVPoolOp"; }
+
+ private:
+  // Number of the first output that is a pool array.
+  int first_handle() const { return parts_.attends ? 2 : 1; }
+  void place(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) const;
+  void write_metal(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs);
+  void copy_metal(std::vector<mx::array>& outputs);
+  void seal_metal(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs);
+  Parts parts_;
+};
+
+} // namespace kvpool

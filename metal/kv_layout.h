@@ -1,0 +1,175 @@
+// How K and V lie in a pool, and how a simdgroup reads them. Shared by all kernels.
+//
+// Element (block, slot, head, d) of a plane is element offset + block * block_stride + slot * slot_stride +
+// head * head_stride + d of its array, all of it 64-bit. A row is the `dim` elements of one (slot, head).
+//
+// Rows are read in chunks of four elements. The 32 lanes of a simdgroup take 32 neighbouring chunks in one access: a
+// whole row, or two rows of up to 16 chunks. Where rows touch each other but do not end at a cache line, several rows
+// are read as one run of memory and handed out by shuffles, so that no line is asked for twice.
+#ifndef KV_LAYOUT_H
+#define KV_LAYOUT_H
+
+// Arrays that loops index must stay in registers, so those loops are unrolled whatever their size.
+#define KV_UNROLL _Pragma("clang loop unroll(full)")
+#define KV_CONST static constant constexpr const
+
+namespace kv {
+
+KV_CONST float LOG2E = 1.44269504088896340736f;
+
+template <typename T>
+using Chunk = metal::vec<T, 4>;
+
+// The rows of one head in a plane.
+struct Head {
+  int64_t first, block_stride, slot_stride;
+
+  // Elements from the beginning of the array to a row.
+  METAL_FUNC int64_t row(int64_t block, int64_t slot) const {
+    return first + block * block_stride + slot * slot_stride;
+  }
+};
+
+// layout: offset, block, slot and head stride of a plane. Small arrays lie in another address space than large ones,
+// so the type of a pointer to one is a template argument.
+template <typename Layout>
+METAL_FUNC Head head_of(Layout layout, int64_t head) {
+  return Head{layout[0] + head * layout[3], layout[1], layout[2]};
+}
+
+template <int DIM>
+METAL_FUNC constexpr int chunks_per_row() {
+  return DIM / 4;
+}
+
+template <int DIM>
+METAL_FUNC constexpr int lanes_per_row() {
+  return chunks_per_row<DIM>() <= 16 ? 16 : 32;
+}
+
+// Rows that one access of a simdgroup covers.
+template <int DIM>
+METAL_FUNC constexpr int rows_per_access() {
+  return 32 / lanes_per_row<DIM>();
+}
+
+// Chunks of one row that a lane holds.
+template <int DIM>
+METAL_FUNC constexpr int chunks_per_lane() {
+  return (chunks_per_row<DIM>() + 31) / 32;
+}
+
+// Rows that are read as one run, 0 where each row is read for itself: `TOUCHING` rows of whole accesses, which end
+// somewhere inside a cache line.
+template <typename T, int DIM, bool TOUCHING>
+METAL_FUNC constexpr int rows_per_run() {
+  return !TOUCHING || DIM * sizeof(T) % 128 == 0 || chunks_per_row<DIM>() <= 16 || chunks_per_row<DIM>() > 32 ||
+                 chunks_per_row<DIM>() % 4 != 0
+             ? 0
+         : chunks_per_row<DIM>() % 8 == 0 ? 4
+                                          : 8;
+}
+
+// Rows that a lane holds chunks of at a time.
+template <typename T, int DIM, bool TOUCHING>
+METAL_FUNC constexpr int rows_per_lane() {
+  return rows_per_run<T, DIM, TOUCHING>() == 0 ? 4 : rows_per_run<T, DIM, TOUCHING>();
+}
+
+// Rows of the pool as a simdgroup reads them. Lane i holds chunks i % LANES + 32 * j of row a * ROWS + i / LANES in
+// chunk[a][j]; chunks outside the row and rows that were not asked for are 0.
+template <typename T, int DIM, bool TOUCHING>
+struct Rows {
+  KV_CONST int CHUNKS = chunks_per_row<DIM>();
+  KV_CONST int LANES = lanes_per_row<DIM>();
+  KV_CONST int ROWS = rows_per_access<DIM>();
+  KV_CONST int PER_LANE = chunks_per_lane<DIM>();
+  KV_CONST int ACCESSES = rows_per_lane<T, DIM, TOUCHING>();
+  KV_CONST int STEP = ACCESSES * ROWS;  // rows in all
+
+  Chunk<T> chunk[ACCESSES][PER_LANE];
+
+  // Reads rows begin <= row < end of those that begin at `first` and are `stride` elements apart.
+  METAL_FUNC void load(const device T* first, int64_t stride, int begin, int end, int lane) {
+    if (rows_per_run<T, DIM, TOUCHING>() > 0) {
+      load_run(first, begin, end, lane);
+    } else {
+      load_rows(first, stride, begin, end, lane);
+    }
+  }
+
+  METAL_FUNC void load_rows(const device T* first, int64_t stride, int begin, int end, int lane) {
+    KV_UNROLL
+    for (int a = 0; a < ACCESSES; a++) {
+      const int row = a * ROWS + lane / LANES;
+      const device Chunk<T>* chunks = reinterpret_cast<const device Chunk<T>*>(first + row * stride);
+      KV_UNROLL
+      for (int j = 0; j < PER_LANE; j++) {
+        const int c = lane % LANES + 32 * j;
+        chunk[a][j] = Chunk<T>(T(0));
+        if (c < CHUNKS && row >= begin && row < end) {
+          chunk[a][j] = chunks[c];
+        }
+      }
+    }
+  }
+
+  METAL_FUNC void load_run(const device T* first, int begin, int end, int lane) {
+    constexpr int READS = ACCESSES * CHUNKS < 32 ? 1 : ACCESSES * CHUNKS / 32;
+    using Words = metal::vec<uint, sizeof(Chunk<T>) / 4>;  // what every simdgroup function takes
+    const device Chunk<T>* chunks = reinterpret_cast<const device Chunk<T>*>(first);
+    Words read[READS];
+    KV_UNROLL
+    for (int i = 0; i < READS; i++) {
+      const int row = (32 * i + lane) / CHUNKS;
+      read[i] = Words(0);
+      if (row >= begin && row < end) {
+        read[i] = as_type<Words>(chunks[32 * i + lane]);
+      }
+    }
+    KV_UNROLL
+    for (int a = 0; a < ACCESSES; a++) {
+      // The row begins in lane `cut` of one read and goes on in the next one.
+      const int at = a * CHUNKS / 32, cut = a * CHUNKS % 32;
+      const Words begin_of_row = read[at], end_of_row = read[at + 1 < READS ? at + 1 : at];
+      const Words mine = lane >= cut ? begin_of_row : end_of_row;
+      const Words words = metal::simd_shuffle(mine, ushort((cut + lane) % 32));
+      chunk[a][0] = lane < CHUNKS ? as_type<Chunk<T>>(words) : Chunk<T>(T(0));
+    }
+  }
+};
+
+template <typename A, typename B>
+METAL_FUNC float dot(Chunk<A> a, Chunk<B> b) {
+  return metal::dot(float4(a), float4(b));
+}
+
+// The sum over the `LANES` lanes that share a row, for four values at once; all of them get it.
+template <int LANES>
+METAL_FUNC float4 sum_lanes(float4 x) {
+  if (LANES == 32) {
+    return metal::simd_sum(x);
+  }
+  KV_UNROLL
+  for (int distance = LANES / 2; distance > 0; distance /= 2) {
+    x += metal::simd_shuffle_xor(x, ushort(distance));
+  }
+  return x;
+}
+
+// Weights of a softmax in base 2: the largest score may be -INFINITY, where nothing has been seen.
+METAL_FUNC float weight(float score, float largest) {
+  return largest == -INFINITY ? 0.0f : metal::fast::exp2(score - largest);
+}
+
+// A finished row: the attention sink joins as one more score of value 0. `values` and `sum` are relative to
+// `largest`.
+METAL_FUNC float4 finish(float4 values, float largest, float sum, float sink) {
+  const float top = metal::max(largest, sink);
+  const float denominator = sum * weight(largest, top) + weight(sink, top);
+  return denominator == 0.0f ? float4(0.0f) : values * (weight(largest, top) / denominator);
+}
+
+}  // namespace kv
+
+#endif

@@ -1,0 +1,256 @@
+// Attention of a few queries of one sequence over its paged context: decode, speculative windows, chunks of a
+// prefill.
+//
+// Threadgroup (x, y) takes `HEADS` query heads of one KV head and item y of the work list: up to `QUERIES`
+// neighbouring queries of a row of the batch and a part of that row's context. K and V are read once for all `ROWS` =
+// QUERIES * HEADS of them. Each simdgroup has a run of tokens to itself and meets the others after its last token.
+// Parts and runs begin where the row's length alone puts them, so that the other rows of a batch change no bit of a
+// result.
+//
+// A simdgroup goes through its run in tiles of 32 tokens. First it reads K, all lanes on the same row; of the scores,
+// lane i keeps those of one token, so that mask, softmax and whatever else concerns scores costs one operation for 32
+// of them. Then it reads V, and the lane that has a token's weight hands it to the others.
+//
+// Template   T, Q              types of the pool, of queries and results
+//            DIM, VALUE_DIM    head dimensions, multiples of 4
+//            BLOCK_SIZE        8, 16, 32: a multiple of 8
+//            GROUP             query heads per KV head
+//            HEADS, QUERIES    see above
+//            SIMDGROUPS        of the threadgroup
+//            TOUCHING          rows of neighbouring slots are neighbours in memory
+//            SOFT_CAP, ALIBI, MASK, SINKS, DIRECT   bools
+// Inputs     q                 [T, Hq, DIM], last axis contiguous
+//            k_pool, v_pool    base arrays
+//            layout            int64 [8]: offset, block, slot and head stride of K, then of V
+//            tables            int32 [B, W]
+//            work              int32 [N, 8]: row of the batch, first query token, number of queries, position of the
+//                              first one; where the part begins, tokens of a run (whole blocks), first and last + 1 of
+//                              the tokens that any of the queries sees here
+//            numbers           float [2]: scale, soft cap
+//            window            int32: tokens that a query sees
+//            slopes, sinks     float [Hq]
+//            mask              float [T, 1 or Hq, C]
+// Output     out               DIRECT: Q [T, Hq, VALUE_DIM], the result
+//                              else float [N, X, ROWS, VALUE_DIM + 4] for X threadgroups of an item: the weighted sum
+//                              of values, the largest score (in base 2), the sum of weights, two zeros
+
+constexpr int ROWS = HEADS * QUERIES;
+constexpr int HEAD_GROUPS = (GROUP + HEADS - 1) / HEADS;
+// Else a row may not see a token that another one sees, and 0 times infinity must not come in.
+constexpr bool ALL_SEE_THE_SAME = QUERIES == 1 && !MASK;
+using Keys = kv::Rows<T, DIM, TOUCHING>;
+using Values = kv::Rows<T, VALUE_DIM, TOUCHING>;
+
+const int lane = thread_index_in_simdgroup;
+const int simd = simdgroup_index_in_threadgroup;
+const int kv_head = threadgroup_position_in_grid.x / HEAD_GROUPS;
+const int first_head = threadgroup_position_in_grid.x % HEAD_GROUPS * HEADS;  // of the group
+const int num_q_heads = threads_per_grid.x / (32 * SIMDGROUPS * HEAD_GROUPS) * GROUP;
+const int item = threadgroup_position_in_grid.y;
+
+const kv::Head k_head = kv::head_of(layout, kv_head);
+const kv::Head v_head = kv::head_of(layout + 4, kv_head);
+const float scale = numbers[0], soft_cap = numbers[1];
+const int window_tokens = window;
+
+const int batch_row = work[8 * item];
+const int first_query = work[8 * item + 1];
+const int num_queries = work[8 * item + 2];
+const int first_position = work[8 * item + 3];
+const int run_begin = work[8 * item + 4] + simd * work[8 * item + 5];
+const int seen_begin = max(run_begin, work[8 * item + 6]);
+const int seen_end = min(run_begin + work[8 * item + 5], work[8 * item + 7]);
+
+kv::Chunk<Q> query[ROWS][Keys::PER_LANE];
+float4 values[ROWS][Values::PER_LANE];
+float largest[ROWS];  // score so far, the same in all lanes
+float sum[ROWS];      // of this lane's weights
+KV_UNROLL
+for (int r = 0; r < ROWS; r++) {
+  const int token = r / HEADS, head = first_head + r % HEADS;
+  const bool exists = token < num_queries && head < GROUP;
+  const int64_t row = int64_t(first_query + token) * q_strides[0] + int64_t(kv_head * GROUP + head) * q_strides[1];
+  KV_UNROLL
+  for (int j = 0; j < Keys::PER_LANE; j++) {
+    const int c = lane % Keys::LANES + 32 * j;
+    query[r][j] = kv::Chunk<Q>(Q(0));
+    if (exists && c < Keys::CHUNKS) {
+      KV_UNROLL
+      for (int e = 0; e < 4; e++) {
+        query[r][j][e] = q[row + 4 * c + e];
+      }
+    }
+  }
+  KV_UNROLL
+  for (int j = 0; j < Values::PER_LANE; j++) {
+    values[r][j] = float4(0.0f);
+  }
+  largest[r] = -INFINITY;
+  sum[r] = 0.0f;
+}
+
+for (int tile = run_begin + (seen_begin - run_begin) / 32 * 32; tile < seen_end; tile += 32) {
+  const int skipped = max(0, seen_begin - tile);  // tokens that nobody sees, before and after the others
+  const int num_tokens = min(32, seen_end - tile);
+  // Lane i holds the block of token i: an entry is read once, and none that belongs to no token.
+  const bool owned = lane >= skipped / BLOCK_SIZE * BLOCK_SIZE && lane < num_tokens;
+  const int block_of_lane = owned ? tables[batch_row * tables_strides[0] + (tile + lane) / BLOCK_SIZE] : 0;
+
+  float scores[ROWS];
+  KV_UNROLL
+  for (int r = 0; r < ROWS; r++) {
+    scores[r] = 0.0f;
+  }
+  for (int t = skipped / Keys::STEP * Keys::STEP; t < num_tokens; t += Keys::STEP) {
+    const int64_t block = simd_shuffle(block_of_lane, ushort(t));
+    const device T* first = k_pool + k_head.row(block, (tile + t) % BLOCK_SIZE);
+    Keys keys;
+    keys.load(first, k_head.slot_stride, skipped - t, num_tokens - t, lane);
+    KV_UNROLL
+    for (int r = 0; r < ROWS; r++) {
+      KV_UNROLL
+      for (int a = 0; a < Keys::ACCESSES; a += 4) {
+        float4 products = float4(0.0f);
+        KV_UNROLL
+        for (int i = 0; i < 4; i++) {
+          KV_UNROLL
+          for (int j = 0; j < Keys::PER_LANE; j++) {
+            products[i] += kv::dot(query[r][j], keys.chunk[a + i][j]);
+          }
+        }
+        products = kv::sum_lanes<Keys::LANES>(products);
+        KV_UNROLL
+        for (int i = 0; i < 4; i++) {
+          scores[r] = lane % Keys::LANES == t / Keys::ROWS + a + i ? products[i] : scores[r];
+        }
+      }
+    }
+  }
+
+  // The token whose scores this lane holds.
+  const int my_token = tile + lane % Keys::LANES * Keys::ROWS + lane / Keys::LANES;
+  KV_UNROLL
+  for (int r = 0; r < ROWS; r++) {
+    const int token = first_query + r / HEADS;
+    const int head = kv_head * GROUP + first_head + r % HEADS;
+    const int position = first_position + r / HEADS;
+    const bool exists = r / HEADS < num_queries && first_head + r % HEADS < GROUP;
+    bool visible = exists && my_token >= seen_begin && my_token < seen_end && my_token <= position &&
+                   my_token > position - window_tokens;
+    float score = scores[r] * scale;
+    if (SOFT_CAP) {
+      score = soft_cap * precise::tanh(score / soft_cap);
+    }
+    if (ALIBI && visible) {
+      score += slopes[head] * float(my_token - position);
+    }
+    if (MASK && visible) {
+      const int64_t row = token * mask_strides[0] + (mask_shape[1] == 1 ? 0 : head * mask_strides[1]);
+      const float added = mask[row + my_token * mask_strides[2]];
+      visible = added != -INFINITY;
+      score += added;
+    }
+    // Here lane and `my_token` are one: whoever wants the scores takes them from here, in logical order.
+    score = visible ? score * kv::LOG2E : -INFINITY;
+
+    const float top = max(largest[r], simd_max(score));
+    const float correction = kv::weight(largest[r], top);
+    scores[r] = kv::weight(score, top);  // from here on the weights
+    sum[r] = sum[r] * correction + scores[r];
+    largest[r] = top;
+    KV_UNROLL
+    for (int j = 0; j < Values::PER_LANE; j++) {
+      values[r][j] *= correction;
+    }
+  }
+
+  for (int t = skipped / Values::STEP * Values::STEP; t < num_tokens; t += Values::STEP) {
+    const int64_t block = simd_shuffle(block_of_lane, ushort(t));
+    const device T* first = v_pool + v_head.row(block, (tile + t) % BLOCK_SIZE);
+    Values rows;
+    rows.load(first, v_head.slot_stride, skipped - t, num_tokens - t, lane);
+    KV_UNROLL
+    for (int a = 0; a < Values::ACCESSES; a++) {
+      const int token = t + a * Values::ROWS + lane / Values::LANES;
+      const ushort holder = token % Keys::ROWS * Keys::LANES + token / Keys::ROWS;
+      KV_UNROLL
+      for (int r = 0; r < ROWS; r++) {
+        const float w = simd_shuffle(scores[r], holder);
+        if (ALL_SEE_THE_SAME || w != 0.0f) {
+          KV_UNROLL
+          for (int j = 0; j < Values::PER_LANE; j++) {
+            values[r][j] += w * float4(rows.chunk[a][j]);
+          }
+        }
+      }
+    }
+  }
+}
+
+// The simdgroups' results become one, a few rows at a time.
+constexpr int ROWS_THAT_FIT = 4096 / (SIMDGROUPS * VALUE_DIM);  // into 16 KiB
+constexpr int ROWS_AT_ONCE = ROWS < ROWS_THAT_FIT ? ROWS : ROWS_THAT_FIT;
+threadgroup float shared_largest[SIMDGROUPS * ROWS];
+threadgroup float shared_sum[SIMDGROUPS * ROWS];
+threadgroup float4 shared_values[SIMDGROUPS * ROWS_AT_ONCE * Values::CHUNKS];
+
+KV_UNROLL
+for (int r = 0; r < ROWS; r++) {
+  const float total = simd_sum(sum[r]);
+  if (lane == 0) {
+    shared_largest[r * SIMDGROUPS + simd] = largest[r];
+    shared_sum[r * SIMDGROUPS + simd] = total;
+  }
+}
+
+KV_UNROLL
+for (int first = 0; first < ROWS; first += ROWS_AT_ONCE) {
+  KV_UNROLL
+  for (int i = 0; i < ROWS_AT_ONCE; i++) {
+    const int r = first + i;
+    KV_UNROLL
+    for (int j = 0; j < Values::PER_LANE && r < ROWS; j++) {
+      float4 mine = values[r][j];
+      if (Values::ROWS == 2) {
+        mine += simd_shuffle_xor(mine, ushort(Values::LANES));
+      }
+      const int c = lane % Values::LANES + 32 * j;
+      if (lane < Values::LANES && c < Values::CHUNKS) {
+        shared_values[(i * SIMDGROUPS + simd) * Values::CHUNKS + c] = mine;
+      }
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  const int num_chunks = min(ROWS - first, ROWS_AT_ONCE) * Values::CHUNKS;
+  for (int i = simd * 32 + lane; i < num_chunks; i += 32 * SIMDGROUPS) {
+    const int r = first + i / Values::CHUNKS, c = i % Values::CHUNKS;
+    float top = -INFINITY;
+    for (int s = 0; s < SIMDGROUPS; s++) {
+      top = max(top, shared_largest[r * SIMDGROUPS + s]);
+    }
+    float total = 0.0f;
+    float4 all = float4(0.0f);
+    for (int s = 0; s < SIMDGROUPS; s++) {
+      const float w = kv::weight(shared_largest[r * SIMDGROUPS + s], top);
+      total += w * shared_sum[r * SIMDGROUPS + s];
+      all += w * shared_values[((r - first) * SIMDGROUPS + s) * Values::CHUNKS + c];
+    }
+    if (DIRECT) {
+      const int token = r / HEADS, head = kv_head * GROUP + first_head + r % HEADS;
+      if (token < num_queries && first_head + r % HEADS < GROUP) {
+        const float sink = SINKS ? sinks[head] * kv::LOG2E : -INFINITY;
+        const int64_t row = int64_t(first_query + token) * num_q_heads + head;
+        reinterpret_cast<device kv::Chunk<Q>*>(out)[row * Values::CHUNKS + c] =
+            kv::Chunk<Q>(kv::finish(all, top, total, sink));
+      }
+    } else {
+      const int64_t row = (int64_t(item) * threadgroups_per_grid.x + threadgroup_position_in_grid.x) * ROWS + r;
+      device float4* partial = reinterpret_cast<device float4*>(out) + row * (Values::CHUNKS + 1);
+      partial[c] = all;
+      if (c == 0) {
+        partial[Values::CHUNKS] = float4(top, total, 0.0f, 0.0f);
+      }
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+}

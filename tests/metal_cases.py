@@ -1,0 +1,195 @@
+"""Batches for the tests of the Metal kernels: pools full of NaN, tables full of wild ids, answers from float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from kvpool.config import KVSpec
+from kvpool.protocol import AttentionOptions
+from kvpool.testing.dense import dense_attention, round_to
+from kvpool_backends.mlx import metal_kernels
+from kvpool_backends.mlx.metal_kernels import (
+    DTYPES,
+    MetalKernels,
+    attention_step,
+    head_tiles,
+    plan_attention,
+    plane_strides,
+)
+
+TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1e-2}
+WILD = (-1, 2**31 - 1, -(2**31), 0x7FFFFFF0)  # ids of blocks that no pool has
+FEATURES = ("window", "soft_cap", "sinks", "alibi_slopes", "mask")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch on a pool, made from a seed."""
+
+    dtype: str = "float32"
+    head_dim: int = 64
+    v_head_dim: int | None = None
+    group: int = 4
+    kv_heads: int = 2
+    block_size: int = 16
+    layout: str = "NHD"
+    seq_lens: tuple[int, ...] = (100, 17, 1)
+    q_lens: tuple[int, ...] | None = None  # decode: one each
+    features: tuple[str, ...] = ()
+    padding: int = 0  # query tokens of nobody, at the end
+    extra_columns: int = 2  # of the block table
+    part_tokens: int = metal_kernels.PART_TOKENS
+    seed: int = 0
+
+    @cached_property
+    def spec(self) -> KVSpec:
+        return KVSpec(2, self.kv_heads, self.head_dim, self.dtype, self.block_size, self.v_head_dim, self.layout)
+
+    @property
+    def layer(self) -> int:
+        return 1 if self.layout == "stacked" else 0
+
+    @property
+    def num_q_heads(self) -> int:
+        return self.group * self.kv_heads
+
+    @cached_property
+    def cu_q_lens(self) -> np.ndarray:
+        q_lens = (1,) * len(self.seq_lens) if self.q_lens is None else self.q_lens
+        return np.concatenate([[0], np.cumsum(q_lens)])
+
+    @cached_property
+    def num_blocks(self) -> int:
+        return sum(-(-n // self.block_size) for n in self.seq_lens) + 3
+
+    @cached_property
+    def tables(self) -> np.ndarray:
+        """Blocks in random order; entries of nobody are wild."""
+        rng = np.random.default_rng(self.seed)
+        counts = [-(-n // self.block_size) for n in self.seq_lens]
+        tables = rng.choice(np.array(WILD, np.int32), (len(counts), max(counts) + self.extra_columns))
+        blocks = iter(rng.permutation(self.num_blocks))
+        for row, count in enumerate(counts):
+            tables[row, :count] = list(itertools.islice(blocks, count))
+        return tables
+
+    @cached_property
+    def content(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """K and V of each row, as stored."""
+        rng = np.random.default_rng(self.seed + 1)
+        return [
+            tuple(round_to(rng.standard_normal((n, self.kv_heads, dim)), self.dtype) for _, dim in self.spec.planes)
+            for n in self.seq_lens
+        ]
+
+    @cached_property
+    def q(self) -> np.ndarray:
+        rng = np.random.default_rng(self.seed + 2)
+        shape = (self.cu_q_lens[-1] + self.padding, self.num_q_heads, self.head_dim)
+        return round_to(rng.standard_normal(shape), self.dtype)
+
+    @cached_property
+    def options(self) -> AttentionOptions:
+        rng = np.random.default_rng(self.seed + 3)
+        mask = rng.standard_normal((len(self.q), self.num_q_heads, max(self.seq_lens)))
+        mask[rng.random(mask.shape) < 0.3] = -np.inf
+        every = {
+            "window": int(rng.integers(1, max(self.seq_lens) // 3 + 2)),
+            "soft_cap": 1.5,
+            "sinks": rng.standard_normal(self.num_q_heads),
+            "alibi_slopes": rng.random(self.num_q_heads) / 8,
+            "mask": mask[:, :1] if self.seed % 2 else mask,
+        }
+        return AttentionOptions(**{name: every[name] for name in self.features})
+
+    def element_indices(self, plane: str, row: int) -> np.ndarray:
+        """Where the elements of a row's tokens lie in the base array of a plane, int64 ``[n, Hk, D]``."""
+        dim = dict(self.spec.planes)[plane]
+        at = 0 if plane == "k" else 4
+        offset, block, slot, head = plane_strides(self.spec, self.num_blocks, self.layer)[at : at + 4]
+        token = np.arange(self.seq_lens[row])
+        first = offset + self.tables[row, token // self.block_size].astype(np.int64) * block
+        first += token % self.block_size * slot
+        return first[:, None, None] + np.arange(self.kv_heads)[:, None] * head + np.arange(dim)
+
+    def empty_pools(self) -> dict[str, np.ndarray]:
+        """Base arrays by name, float32, full of NaN."""
+        layouts = [self.spec.plane_layout(plane, self.num_blocks) for plane, _ in self.spec.planes]
+        return {layout.array: np.full(layout.shape, np.nan, np.float32) for layout in layouts}
+
+    @cached_property
+    def pools(self) -> tuple[mx.array, mx.array]:
+        """Base arrays of K and V; what belongs to no token is NaN."""
+        bases = self.empty_pools()
+        for row, planes in enumerate(self.content):
+            for (plane, _), x in zip(self.spec.planes, planes, strict=True):
+                base = bases[self.spec.plane_layout(plane, self.num_blocks).array]
+                base.reshape(-1)[self.element_indices(plane, row)] = x
+        arrays = {name: mx.array(base).astype(DTYPES[self.dtype]) for name, base in bases.items()}
+        return tuple(arrays[self.spec.plane_layout(plane, self.num_blocks).array] for plane, _ in self.spec.planes)
+
+    @cached_property
+    def expected(self) -> np.ndarray:
+        """float64 ``[T, Hq, Dv]``."""
+        out = np.zeros((*self.q.shape[:2], self.spec.value_head_dim))
+        for row, (k, v) in enumerate(self.content):
+            tokens = slice(self.cu_q_lens[row], self.cu_q_lens[row + 1])
+            options = self.options
+            if options.mask is not None:
+                options = dataclasses.replace(options, mask=options.mask[tokens])
+            out[tokens] = dense_attention(self.q[tokens], k, v, None, options)[0]
+        return out
+
+    def run(self, factory: Any, **changed: Any) -> np.ndarray:
+        """What the kernels say, float32 ``[T, Hq, Dv]``."""
+        batch = dataclasses.replace(self, **changed) if changed else self
+        longest = int(np.diff(batch.cu_q_lens).max())
+        work = plan_attention(
+            np.array(batch.seq_lens),
+            batch.cu_q_lens,
+            len(batch.q),
+            block_size=batch.block_size,
+            tiles=head_tiles(batch.group, batch.head_dim, longest),
+            window=batch.options.window,
+            part_tokens=batch.part_tokens,
+        )
+        step = attention_step(work, mx.array(self.tables), self.head_dim**-0.5, batch.options)
+        kernels = MetalKernels(batch.spec, batch.num_blocks, factory)
+        out = kernels.attend(batch.layer, mx.array(batch.q).astype(DTYPES[batch.dtype]), *self.pools, step)
+        return np.array(out.astype(mx.float32))
+
+    def check(self, out: np.ndarray) -> None:
+        """Compare with float64: the largest error of a head relative to its largest magnitude."""
+        assert np.isfinite(out).all(), f"{self}: {np.argwhere(~np.isfinite(out))[:5].tolist()} are not finite"
+        magnitude = np.abs(self.expected).max(axis=(0, 2), keepdims=True)
+        magnitude[magnitude == 0] = 1.0
+        np.testing.assert_allclose(
+            out / magnitude, self.expected / magnitude, rtol=0, atol=TOLERANCE[self.dtype], err_msg=str(self)
+        )
+
+
+def pairwise(factors: dict[str, Sequence[Any]], seed: int = 0) -> list[dict[str, Any]]:
+    """Choices in which every two values of two factors meet (greedy, deterministic)."""
+    names = list(factors)
+    missing = {((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in factors[a] for y in factors[b]}
+    order = {pair: i for i, pair in enumerate(sorted(missing, key=repr))}
+    rng = np.random.default_rng(seed)
+    rows = []
+    while missing:
+        best: tuple[int, dict[str, Any]] = (0, {})
+        target = min(missing, key=order.__getitem__)
+        for _ in range(30):
+            row = {name: factors[name][rng.integers(len(factors[name]))] for name in names} | dict(target)
+            covered = sum(pair in missing for pair in itertools.combinations(row.items(), 2))
+            best = max(best, (covered, row), key=lambda entry: entry[0])
+        rows.append(best[1])
+        missing -= set(itertools.combinations(best[1].items(), 2))
+    return rows

@@ -1,0 +1,21 @@
+"""Runs Metal Shading Language compute kernels on a CPU, checks them and counts what they move. See README.md."""
+
+from .arrays import BFLOAT16, from_bfloat16, to_bfloat16
+from .fast import metal_kernel
+from .launch import Bound, Kernel, Run, Traffic, settings
+from .prepass import MetalError
+from .schedules import under_schedules
+
+__all__ = [
+    "BFLOAT16",
+    "Bound",
+    "Kernel",
+    "MetalError",
+    "Run",
+    "Traffic",
+    "from_bfloat16",
+    "metal_kernel",
+    "settings",
+    "to_bfloat16",
+    "under_schedules",
+]

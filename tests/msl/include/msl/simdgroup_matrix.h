@@ -1,0 +1,120 @@
+// simdgroup_matrix<T, 8, 8>: 64 elements spread over the 32 lanes of a simdgroup, two neighbours of a row in each.
+//
+// Which lane holds which pair is Apple's layout as MLX's kernels rely on it; kernels that go through load, store and
+// multiply only do not depend on it. Products are summed in float and rounded once to the type of the result.
+#pragma once
+#include "simd.h"
+
+namespace metal {
+
+template <class T, int Cols = 8, int Rows = 8>
+struct simdgroup_matrix {
+  static_assert(Cols == 8 && Rows == 8 && Floating<T>, "simdgroup matrices are 8x8 of float, half or bfloat");
+  vec<T, 2> elements;
+
+  simdgroup_matrix() = default;
+  // The diagonal matrix of `value`.
+  explicit simdgroup_matrix(T value) {
+    const Place at = place(msl_thread->lane);
+    elements = vec<T, 2>(T(at.row == at.column ? value : T(0)), T(at.row == at.column + 1 ? value : T(0)));
+  }
+  vec<T, 2>& thread_elements() { return elements; }
+  const vec<T, 2>& thread_elements() const { return elements; }
+
+  struct Place {
+    uint row, column;
+  };
+  static Place place(uint lane) {
+    return {(lane >> 2 & 4) | (lane >> 1 & 3), (lane >> 1 & 4) | (lane << 1 & 2)};
+  }
+};
+typedef simdgroup_matrix<float, 8, 8> simdgroup_float8x8;
+typedef simdgroup_matrix<half, 8, 8> simdgroup_half8x8;
+typedef simdgroup_matrix<bfloat, 8, 8> simdgroup_bfloat8x8;
+
+template <class T, int Cols, int Rows>
+MSL_INLINE simdgroup_matrix<T, Cols, Rows> make_filled_simdgroup_matrix(T value) {
+  simdgroup_matrix<T, Cols, Rows> m;
+  m.elements = vec<T, 2>(value);
+  return m;
+}
+
+}  // namespace metal
+
+namespace msl {
+
+inline void need_whole_simdgroup(uint32_t active, const char* what, const Where& where) {
+  if (active != 0xffffffffu) msl_fail("%s at line %u needs 32 active lanes, has 0x%08x", what, where.line(), active);
+}
+inline void meet_whole_simdgroup(const char* what, const Where& where) {
+  need_whole_simdgroup(exchange(0, nullptr, what, where).active, what, where);
+}
+
+// The whole matrix, from the pair of every lane.
+template <class T>
+void collect(const metal::simdgroup_matrix<T>& m, float (&whole)[8][8], const char* what, const Where& where) {
+  const Exchange all = exchange(m.elements, nullptr, what, where);
+  need_whole_simdgroup(all.active, what, where);
+  for (uint lane = 0; lane < simd_width; lane++) {
+    const auto at = m.place(lane);
+    const auto pair = load_slot<metal::vec<T, 2>>(all.slots, lane);
+    whole[at.row][at.column] = float(pair.s[0]);
+    whole[at.row][at.column + 1] = float(pair.s[1]);
+  }
+}
+
+}  // namespace msl
+
+namespace metal {
+
+template <class D, class A, class B, class C>
+MSL_INLINE void simdgroup_multiply_accumulate(simdgroup_matrix<D>& d, const simdgroup_matrix<A>& a,
+                                              const simdgroup_matrix<B>& b, const simdgroup_matrix<C>& c,
+                                              msl::Where where = msl::Where::current()) {
+  float left[8][8], right[8][8];
+  msl::collect(a, left, "simdgroup_multiply_accumulate", where);
+  msl::collect(b, right, "simdgroup_multiply_accumulate (b)", where);
+  const auto at = d.place(msl_thread->lane);
+  for (uint j = 0; j < 2; j++) {
+    float sum = float(c.elements.s[j]);
+    for (uint k = 0; k < 8; k++) sum += left[at.row][k] * right[k][at.column + j];
+    d.elements.s[j] = D(sum);
+  }
+}
+template <class D, class A, class B>
+MSL_INLINE void simdgroup_multiply(simdgroup_matrix<D>& d, const simdgroup_matrix<A>& a, const simdgroup_matrix<B>& b,
+                                   msl::Where where = msl::Where::current()) {
+  simdgroup_multiply_accumulate(d, a, b, make_filled_simdgroup_matrix<D, 8, 8>(D(0)), where);
+}
+
+// A lane's pair is one access when it is contiguous, and two when the matrix is read transposed.
+template <class T>
+MSL_INLINE void simdgroup_load(simdgroup_matrix<T>& m, const T* source, ulong elements_per_row = 8,
+                               vec<ulong, 2> origin = vec<ulong, 2>(0), bool transpose = false,
+                               msl::Where where = msl::Where::current()) {
+  msl::meet_whole_simdgroup("simdgroup_load", where);
+  const auto at = m.place(msl_thread->lane);
+  const T* base = source + origin.s[1] * elements_per_row + origin.s[0];
+  if (transpose) {
+    m.elements.s[0] = base[at.column * elements_per_row + at.row];
+    m.elements.s[1] = base[(at.column + 1) * elements_per_row + at.row];
+  } else {
+    msl_copy(&m.elements, base + at.row * elements_per_row + at.column, sizeof m.elements, alignof(T));
+  }
+}
+template <class T>
+MSL_INLINE void simdgroup_store(const simdgroup_matrix<T>& m, T* target, ulong elements_per_row = 8,
+                                vec<ulong, 2> origin = vec<ulong, 2>(0), bool transpose = false,
+                                msl::Where where = msl::Where::current()) {
+  msl::meet_whole_simdgroup("simdgroup_store", where);
+  const auto at = m.place(msl_thread->lane);
+  T* base = target + origin.s[1] * elements_per_row + origin.s[0];
+  if (transpose) {
+    base[at.column * elements_per_row + at.row] = m.elements.s[0];
+    base[(at.column + 1) * elements_per_row + at.row] = m.elements.s[1];
+  } else {
+    msl_copy(base + at.row * elements_per_row + at.column, &m.elements, sizeof m.elements, alignof(T));
+  }
+}
+
+}  // namespace metal

@@ -1,0 +1,106 @@
+"""Asks clang whether a kernel keeps Metal's address spaces apart: what Apple's compiler refuses and g++ does not see.
+
+Clang knows address spaces as an extension. With ``device``, ``constant`` and ``threadgroup`` spelled as such, its front
+end refuses what Metal refuses: a threadgroup pointer where a device pointer is expected, or a pointer without an
+address space. The text is checked as C++17, and never compiled to code. It is no Metal compiler: classes with member
+functions cannot live behind these pointers here, a comparison of vectors gives integers, not bools, and a C-style cast
+may still mix address spaces.
+"""
+
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+from .prepass import (
+    inline_includes,
+    rewrite_threadgroup_variables,
+    set_function_constants,
+    skip_template_arguments,
+    strip_attributes,
+    strip_comments,
+)
+
+HEADER = Path(__file__).resolve().parent / "lint" / "metal.h"
+FLAGS = (
+    "-std=c++17", "-fsyntax-only", "-x", "c++", "-nostdinc", "-ferror-limit=20", "-Wall", "-Wextra",
+    "-Wdouble-promotion", "-Wno-unknown-pragmas", "-Wno-undefined-inline", "-Wno-undefined-internal",
+    "-Wno-unused-parameter",
+    "-Wno-unused-variable", "-Wno-unused-function", "-Wno-sign-compare",
+)  # fmt: skip
+_VECTOR_NAME = re.compile(
+    r"(?<![\w:])((?:packed_)?(?:bool|u?char|u?short|u?int|u?long|b?half|bfloat|float)[234])\s*(?=\()|\bvec\s*<"
+)
+_SYSTEM_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<[^\n]*", re.MULTILINE)
+# Metal converts vectors in functional casts, and half to float unasked; nothing may become double.
+_DIAGNOSTIC = re.compile(
+    r": (?:fatal )?error: (?! ?from vector '.* to vector '.* of different size)"
+    r"|: warning: (?!.* to '(?!double').*\[-Wdouble-promotion\])"
+)
+# What C++ has and Metal has not.
+BANNED = {
+    "double": "no type double",
+    "goto": "no goto",
+    "new": "no new",
+    "delete": "no delete",
+    "virtual": "no virtual functions",
+    "throw": "no exceptions",
+    "try": "no exceptions",
+    "dynamic_cast": "no dynamic_cast",
+    "typeid": "no typeid",
+    "thread_local": "no thread_local",
+    "std": "no std::",
+}
+
+
+@cache
+def clang() -> str | None:
+    """The newest clang++ on the path, or None."""
+    versions = [f"clang++-{version}" for version in range(24, 15, -1)]
+    return next((found for name in (*versions, "clang++") if (found := shutil.which(name))), None)
+
+
+def _constructors(text: str) -> str:
+    """Write ``lint_vector<V>(...)`` for ``V(...)``, V a vector type."""
+    done, at = [], 0
+    for match in _VECTOR_NAME.finditer(text):
+        if match.start() < at:
+            continue
+        end = match.end() if match.group(1) else skip_template_arguments(text, match.end())
+        if not text[end:].lstrip().startswith("("):
+            continue
+        kind = match.group(1) or text[match.start() : end]
+        done += [text[at : match.start()], f"lint_vector<{kind}>"]
+        at = end
+    return "".join([*done, text[at:]])
+
+
+def lint(
+    source: str,
+    name: str,
+    include_folders: Sequence[Path] = (),
+    function_constants: Mapping[int | str, int | bool | float] | None = None,
+) -> list[str]:
+    """Return what clang, and a list of what Metal has not, say against a text; nothing if all is well.
+
+    `source` is Metal text that names what it needs instantiated, as MLX's generated text does in its last line.
+    """
+    text = inline_includes(strip_comments(source), include_folders, HEADER.parent, name)
+    text = set_function_constants(text, function_constants or {})
+    text = rewrite_threadgroup_variables(text, name, lambda *parts: "static threadgroup {} {}{}".format(*parts))
+    text = _constructors(_SYSTEM_INCLUDE.sub("", strip_attributes(text)))
+    found = [
+        f"{name}: {BANNED[word]}"
+        for word in sorted(set(re.findall(r"[A-Za-z_]\w*", re.sub(r'"[^"\n]*"', "", text))) & BANNED.keys())
+    ]
+    tool = clang()
+    if tool:
+        prefix = f'#line 1 "{name}"\nusing namespace metal;\ntypedef half float16_t;\ntypedef bfloat bfloat16_t;\n'
+        result = subprocess.run(
+            [tool, *FLAGS, "-include", str(HEADER), "-"],
+            input=f'{prefix}#line 1 "{name}"\n{text}', capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        found += [line for line in result.stderr.splitlines() if _DIAGNOSTIC.search(line)]
+    return found

@@ -1,0 +1,270 @@
+"""Metal text to C++ text: what the compiler's preprocessor cannot do.
+
+Four things are rewritten, line by line in place, so that the compiler's messages name the lines of the kernel:
+comments go, ``#include "..."`` is put in its place, declarations of threadgroup variables become references into the
+threadgroup's memory, and attributes ``[[...]]`` go once the kernel's parameters have been read from them.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class MetalError(RuntimeError):
+    """A kernel that cannot be built, or that did what no kernel may do."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a kernel.
+
+    kind is "buffer", "threadgroup" or the name of a built-in value; index counts buffers and threadgroup memory.
+    """
+
+    name: str
+    kind: str
+    index: int = 0
+
+
+SIZE3_BUILTINS = {
+    "thread_position_in_grid": "position_in_grid",
+    "thread_position_in_threadgroup": "position_in_threadgroup",
+    "threadgroup_position_in_grid": "threadgroup_position",
+    "threadgroups_per_grid": "threadgroups_per_grid",
+    "threads_per_grid": "threads_per_grid",
+    "grid_size": "threads_per_grid",
+    "threads_per_threadgroup": "threads_per_threadgroup",
+    "dispatch_threads_per_threadgroup": "dispatch_threads_per_threadgroup",
+}
+# Built-in values as C++ expressions of the running thread.
+BUILTINS = {name: f"msl_thread->{field}" for name, field in SIZE3_BUILTINS.items()} | {
+    "grid_origin": "::msl::Size3{0, 0, 0}",
+    "thread_index_in_threadgroup": "msl_thread->index_in_threadgroup",
+    "thread_index_in_simdgroup": "msl_thread->lane",
+    "thread_index_in_quadgroup": "msl_thread->lane % 4",
+    "simdgroup_index_in_threadgroup": "msl_thread->simdgroup",
+    "quadgroup_index_in_threadgroup": "msl_thread->index_in_threadgroup / 4",
+    "simdgroups_per_threadgroup": "msl_thread->simdgroups",
+    "quadgroups_per_threadgroup": "msl_thread->simdgroups * 8",
+    "dispatch_simdgroups_per_threadgroup": "msl_thread->dispatch_simdgroups",
+    "dispatch_quadgroups_per_threadgroup": "msl_thread->dispatch_simdgroups * 8",
+    "threads_per_simdgroup": "::msl::simd_width",
+    "thread_execution_width": "::msl::simd_width",
+}
+
+_COMMENT_OR_STRING = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DOTALL)
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"[^\n]*$', re.MULTILINE)
+_ATTRIBUTE = re.compile(r"\[\[.*?\]\]", re.DOTALL)
+_FUNCTION_CONSTANT = re.compile(
+    r"\bconstant\s+([\w:]+)\s+(\w+)\s*\[\[\s*function_constant\s*\(\s*(\d+)\s*\)\s*\]\]\s*;"
+)
+_THREADGROUP = re.compile(r"\bthreadgroup\b")
+_DIRECTIVES_AT_END = re.compile(r"(?:^[ \t]*#[^\n]*\n\s*)+\Z", re.MULTILINE)
+_LINE_DIRECTIVE = re.compile(r'^#line (\d+) "([^"]*)"\n', re.MULTILINE)
+_DECLARATOR = re.compile(r"\s*(\w+)\s*((?:\[[^\]]*\]\s*)*)", re.DOTALL)
+
+
+def strip_comments(text: str) -> str:
+    """Replace comments by blanks; lines stay where they are."""
+
+    def blank(match: re.Match[str]) -> str:
+        found = match.group(0)
+        return found if found.startswith('"') else re.sub(r"[^\n]", " ", found)
+
+    return _COMMENT_OR_STRING.sub(blank, text)
+
+
+def inline_includes(text: str, folders: Sequence[Path], shim: Path, name: str, seen: set[Path] | None = None) -> str:
+    """Replace ``#include "file"`` by the file, once each; what the shim has itself stays an include."""
+    seen = set() if seen is None else seen
+
+    def replace(match: re.Match[str]) -> str:
+        wanted = match.group(1)
+        if (shim / wanted).exists():
+            return match.group(0)
+        for folder in folders:
+            path = (Path(folder) / wanted).resolve()
+            if path in seen:
+                return ""
+            if path.is_file():
+                seen.add(path)
+                inner = strip_comments(path.read_text())
+                inner = inline_includes(inner, [path.parent, *folders], shim, path.name, seen)
+                line = text.count("\n", 0, match.start()) + 2
+                return f'#line 1 "{path.name}"\n{inner}\n#line {line} "{name}"'
+        raise MetalError(f"[{name}] no such include file ({wanted}) in {[str(folder) for folder in folders]}")
+
+    return _INCLUDE.sub(replace, text)
+
+
+def split_at_commas(text: str) -> list[str]:
+    """Split at the commas that are in no bracket."""
+    parts, depth, start = [], 0, 0
+    for i, character in enumerate(text):
+        depth += (character in "([{<") - (character in ")]}>")
+        if character == "," and depth == 0:
+            parts.append(text[start:i])
+            start = i + 1
+    return [*parts, text[start:]]
+
+
+def skip_template_arguments(text: str, at: int) -> int:
+    """Return the position behind the ``>`` that closes the ``<`` before `at`."""
+    depth = 1
+    while depth and at < len(text):
+        depth += (text[at] == "<") - (text[at] == ">")
+        at += 1
+    return at
+
+
+def strip_attributes(text: str) -> str:
+    """Remove ``[[...]]`` and the keyword kernel."""
+    return re.sub(r"\bkernel\s+(?=void\b)", "", _ATTRIBUTE.sub("", text))
+
+
+def _reference(kind: str, variable: str, dimensions: str) -> str:
+    """The C++ that stands for ``threadgroup kind variable[dimensions]``."""
+    array = f"{kind} {dimensions}".strip()
+    return f'auto& {variable} = ::msl::threadgroup_variable<{array}>([] {{ return "{variable}"; }})'
+
+
+def _skip_type(text: str, at: int) -> int:
+    """Return where the type that begins at `at` ends: names with ``::`` and ``<...>``, and words like unsigned."""
+    words = re.compile(r"\s*(?:(?:const|volatile|unsigned|signed|typename|struct)\b\s*)*")
+    match = words.match(text, at)
+    at = match.end() if match else at
+    if re.search(r"(unsigned|signed)\s*$", text[: match.end()] if match else ""):
+        builtin = re.compile(r"(?:char|short|int|long)\b").match(text, at)
+        return builtin.end() if builtin else at
+    while name := re.compile(r"\s*(?:::)?\s*\w+").match(text, at):
+        at = name.end()
+        if opened := re.compile(r"\s*<").match(text, at):
+            at = skip_template_arguments(text, opened.end())
+        if not re.compile(r"\s*::").match(text, at):
+            break
+    return at
+
+
+def _place(text: str, at: int, name: str) -> str:
+    """Return "file:line" of a position, as the ``#line`` directives before it count."""
+    first, start = 1, 0
+    for match in _LINE_DIRECTIVE.finditer(text, 0, at):
+        first, name, start = int(match.group(1)), match.group(2), match.end()
+    return f"{name}:{first + text.count(chr(10), start, at)}"
+
+
+def rewrite_threadgroup_variables(
+    text: str, name: str, declare: Callable[[str, str, str], str] = _reference
+) -> str:
+    """Turn ``threadgroup T a[N], b;`` into references to the threadgroup's memory; leave pointers alone."""
+    done, last = [], 0
+    for match in _THREADGROUP.finditer(text):
+        end_of_type = _skip_type(text, match.end())
+        rest = text[end_of_type:].lstrip()
+        place = _place(text, match.start(), name)
+        if rest[:1] in ("*", "&", "(", ")", ">", ",") or text[: match.start()].rstrip().endswith(("#define", "<")):
+            continue
+        semicolon = text.find(";", end_of_type)
+        before = _DIRECTIVES_AT_END.sub("", text[: match.start()]).rstrip()
+        declarators = split_at_commas(text[end_of_type:semicolon])
+        if before[-1:] not in (";", "{", "}", ")") or semicolon < 0 or match.start() < last:
+            raise MetalError(f"[{place}] threadgroup variables are declared by a statement of their own")
+        rewritten = []
+        for declarator in declarators:
+            parsed = _DECLARATOR.fullmatch(declarator)
+            if not parsed:
+                raise MetalError(f"[{place}] not a threadgroup variable ({declarator.strip()})")
+            variable, dimensions = parsed.groups()
+            rewritten.append(declare(text[match.end() : end_of_type].strip(), variable, dimensions))
+        lines = "\n" * text.count("\n", match.start(), semicolon)
+        done += [text[last : match.start()], "; ".join(rewritten), lines]
+        last = semicolon
+    return "".join([*done, text[last:]])
+
+
+def set_function_constants(text: str, values: Mapping[int | str, int | bool | float]) -> str:
+    """Give ``constant T x [[function_constant(n)]];`` a value by number or name; 0 by default."""
+
+    def define(match: re.Match[str]) -> str:
+        kind, name, number = match.groups()
+        value = values.get(int(number), values.get(name, 0))
+        return f"static constexpr {kind} {name} = {kind}({str(value).lower() if isinstance(value, bool) else value});"
+
+    return _FUNCTION_CONSTANT.sub(define, text)
+
+
+def parse_parameters(text: str, function: str) -> list[Parameter]:
+    """Read a kernel's parameters and what they are bound to. Without an attribute, buffers are numbered in order."""
+    for match in re.finditer(rf"\bvoid\s+{re.escape(function)}\s*\(", text):
+        depth, end = 1, match.end()
+        while depth and end < len(text):
+            depth += (text[end] == "(") - (text[end] == ")")
+            end += 1
+        if text[end:].lstrip().startswith("{"):
+            break
+    else:
+        raise MetalError(f"[{function}] no such kernel in the text")
+    parameters, next_buffer = [], 0
+    for part in split_at_commas(text[match.end() : end - 1]):
+        attribute = " ".join(_ATTRIBUTE.findall(part))
+        names = re.findall(r"\w+", _ATTRIBUTE.sub("", part))
+        if not names:
+            continue
+        if bound := re.search(r"\b(buffer|threadgroup)\s*\(\s*(\d+)\s*\)", attribute):
+            parameter = Parameter(names[-1], bound.group(1), int(bound.group(2)))
+        elif not attribute:
+            parameter = Parameter(names[-1], "buffer", next_buffer)
+        else:
+            kind = re.sub(r"[\[\]\s]", "", attribute)
+            if kind not in BUILTINS:
+                raise MetalError(f"[{function}] the attribute of parameter {names[-1]} is not supported ({attribute})")
+            parameter = Parameter(names[-1], kind)
+        if parameter.kind == "buffer":
+            next_buffer = parameter.index + 1
+        parameters.append(parameter)
+    return parameters
+
+
+def entry_point(function: str, template: str, parameters: Sequence[Parameter]) -> str:
+    """C++ that binds the parameters and calls the kernel, and that tells the runtime its threadgroup variables."""
+    bound = []
+    for i, parameter in enumerate(parameters):
+        kind = f"Parameters_::at<{i}>"
+        if parameter.kind == "buffer":
+            bound.append(f"::msl::bind_buffer<{kind}>({parameter.index})")
+        elif parameter.kind == "threadgroup":
+            bound.append(f"::msl::bind_threadgroup<{kind}>({parameter.index})")
+        else:
+            bound.append(f"::msl::bind_builtin<{kind}>({BUILTINS[parameter.kind]})")
+    instance = f"{function}<{template}>" if template else function
+    return (
+        '\n#line 1 "entry point"\n#define MSL_EXPORT extern "C" __attribute__((visibility("default")))\n'
+        "MSL_EXPORT ::msl::ThreadgroupVariable** msl_variables() { return &::msl::threadgroup_variables; }\n"
+        f"MSL_EXPORT void msl_kernel() {{\n  constexpr auto kernel_ = &{instance};\n"
+        "  using Parameters_ [[maybe_unused]] = ::msl::Parameters<std::remove_const_t<decltype(kernel_)>>;\n"
+        f"  kernel_({', '.join(bound)});\n}}\n"
+    )
+
+
+def translate(
+    source: str,
+    function: str,
+    template: str,
+    folders: Sequence[Path],
+    shim: Path,
+    constants: Mapping[int | str, int | bool | float],
+    prelude: str = "",
+) -> tuple[str, list[Parameter]]:
+    """Return C++ text with an entry point for one instance of a kernel, and the kernel's parameters.
+
+    `prelude` is text that goes first and counts no lines.
+    """
+    name = f"{function}.metal"
+    text = inline_includes(strip_comments(source), folders, shim, name)
+    text = set_function_constants(text, constants)
+    parameters = parse_parameters(text, function)
+    text = rewrite_threadgroup_variables(text, name)
+    text = strip_attributes(text)
+    head = f'#include "msl/all.h"\n{prelude}\n#line 1 "{name}"\n'
+    return f"{head}{text}{entry_point(function, template, parameters)}", parameters

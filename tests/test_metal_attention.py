@@ -1,0 +1,225 @@
+"""`paged_attention` and `paged_reduce` against float64: shapes, dtypes, layouts, features, parts, schedules.
+
+Every pool is full of NaN wherever no token lies, and every table entry that belongs to nobody names a block that does
+not exist. ``KVPOOL_METAL_LAUNCHES=2000`` asks for at least so many launches.
+"""
+
+import dataclasses
+import os
+import random
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from metal_cases import FEATURES, Batch, pairwise
+
+from kvpool_backends.mlx.metal_kernels import MetalKernels, attention_step, head_tiles, plan_attention
+
+LAUNCHES = int(os.environ.get("KVPOOL_METAL_LAUNCHES", "0"))
+LAYOUTS = ("NHD", "HND", "interleaved", "stacked")
+FACTORS = {
+    "dtype": ("float32", "float16", "bfloat16"),
+    "head_dim": (64, 80, 96, 112, 128, 192, 256),
+    "group": (1, 2, 4, 6, 8, 16),
+    "block_size": (8, 16, 32),
+    "seq_lens": ((1,), (8, 7), (33, 32, 31), (100, 1), (257,), (64, 9, 600), (1000,)),
+    "layout": LAYOUTS,
+    "features": ((), *((name,) for name in FEATURES), FEATURES),
+    "part_tokens": (32, 512),
+}
+
+
+def run_all_schedules(batch, engine):
+    for schedule in engine.schedules:
+        batch.check(batch.run(engine.factory(schedule)))
+
+
+@pytest.mark.parametrize("choice", pairwise(FACTORS), ids=lambda choice: "-".join(str(x) for x in choice.values()))
+def test_decode_every_pair_of_choices_equals_float64(engine, choice):
+    kv_heads = 1 if choice["group"] > 4 else 2
+    run_all_schedules(Batch(kv_heads=kv_heads, **choice), engine)
+
+
+@pytest.mark.parametrize("features", [(), ("window",), FEATURES])
+@pytest.mark.parametrize(("group", "head_dim", "layout"), [(1, 64, "NHD"), (3, 80, "HND"), (8, 128, "NHD")])
+def test_windows_and_chunks_equal_float64(engine, group, head_dim, layout, features):
+    batch = Batch(
+        dtype="float16",
+        head_dim=head_dim,
+        group=group,
+        layout=layout,
+        seq_lens=(90, 300, 40, 20, 5),
+        q_lens=(3, 1, 8, 20, 0),
+        features=features,
+        part_tokens=64,
+        seed=3,
+    )
+    run_all_schedules(batch, engine)
+
+
+@pytest.mark.parametrize(("head_dim", "v_head_dim"), [(192, 128), (128, 64), (80, 112), (64, 256)])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_values_of_another_dimension_equal_float64(engine, head_dim, v_head_dim, layout):
+    batch = Batch(head_dim=head_dim, v_head_dim=v_head_dim, layout=layout, block_size=8, seq_lens=(70, 5))
+    run_all_schedules(batch, engine)
+
+
+@pytest.mark.parametrize("head_dim", [8, 20, 32, 72, 160])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_any_multiple_of_four_is_a_head_dimension(engine, head_dim, layout):
+    batch = Batch(dtype="float16", head_dim=head_dim, layout=layout, group=2, block_size=8, seq_lens=(60, 3))
+    run_all_schedules(batch, engine)
+
+
+@pytest.mark.parametrize("group", [20, 71])
+def test_groups_of_more_than_sixteen_heads_equal_float64(engine, group):
+    run_all_schedules(Batch(group=group, kv_heads=1, seq_lens=(40, 3)), engine)
+
+
+def test_a_context_of_16k_tokens_equals_float64(engine):
+    batch = Batch(dtype="float16", kv_heads=1, group=2, seq_lens=(16_384,), block_size=32)
+    batch.check(batch.run(engine.factory(1)))
+
+
+def test_positions_beyond_32k_are_counted(engine):
+    batch = Batch(kv_heads=1, group=1, seq_lens=(40_000,), features=("window",), seed=1)
+    batch.__dict__["options"] = dataclasses.replace(batch.options, window=70)
+    batch.check(batch.run(engine.factory(1)))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (1, 7), (1, 8), (2, 3), (2, 4), (7, 1), (8, 1)])
+def test_tables_on_both_sides_of_eight_elements_equal_float64(engine, rows, columns):
+    # Metal gives inputs of fewer than 8 elements another address space.
+    batch = Batch(seq_lens=(16 * columns - 1,) * rows, extra_columns=0, group=2)
+    assert batch.tables.shape == (rows, columns)
+    run_all_schedules(batch, engine)
+
+
+def test_a_batch_with_padding_tokens_gives_them_zero(engine):
+    for part_tokens in (32, 512):
+        batch = Batch(seq_lens=(100, 7), padding=3, part_tokens=part_tokens)
+        out = batch.run(engine.factory(2))
+        batch.check(out)
+        assert (out[-3:] == 0).all()
+
+
+@pytest.mark.parametrize("part_tokens", [64, 512])
+def test_a_query_that_sees_nothing_gets_zero(engine, part_tokens):
+    for features in (("mask",), ("mask", "sinks")):
+        batch = Batch(seq_lens=(200, 40), features=features, part_tokens=part_tokens)
+        batch.options.mask[0] = -np.inf
+        out = batch.run(engine.factory(0))
+        batch.check(out)
+        assert (out[0] == 0).all()
+
+
+def test_masked_tokens_may_hold_anything(engine):
+    batch = Batch(seq_lens=(100,), q_lens=(4,), features=("mask",), dtype="float32", seed=1)
+    batch.options.mask[:, :, 50:60] = -np.inf
+    expected = batch.expected
+    for i in (0, 1):
+        batch.content[0][i][50:60] = np.nan
+    batch.__dict__["expected"] = expected
+    run_all_schedules(batch, engine)
+
+
+def test_an_infinite_value_stays_with_the_queries_that_see_it(engine):
+    batch = Batch(seq_lens=(100,), q_lens=(4,))
+    batch.content[0][1][99] = np.inf
+    out = batch.run(engine.factory(0))
+    assert np.isfinite(out[:3]).all()
+    assert (out[3] == np.inf).all()
+
+
+@pytest.mark.parametrize("features", [(), ("sinks",), ("window", "mask")])
+def test_any_number_of_parts_agrees(engine, features):
+    batch = Batch(seq_lens=(640, 333), block_size=8, features=features)
+    whole = batch.run(engine.factory(0), part_tokens=1024)
+    batch.check(whole)
+    magnitude = np.abs(whole).max(axis=(0, 2), keepdims=True)
+    for part_tokens in (16, 24, 40, 128, 200, 512):  # 40, 27, 16, 5, 4, 2 parts of the longest context
+        split = batch.run(engine.factory(1), part_tokens=part_tokens)
+        np.testing.assert_allclose(split / magnitude, whole / magnitude, rtol=0, atol=1e-5)
+
+
+def test_a_row_gets_the_same_bits_in_any_batch(engine):
+    together = Batch(seq_lens=(600, 90, 33, 70), q_lens=(1, 3, 1, 20), seed=5)
+    kernels = MetalKernels(together.spec, together.num_blocks, engine.factory(3))
+    out = together.run(engine.factory(0))
+    for row, length in enumerate(together.seq_lens):
+        tokens = slice(together.cu_q_lens[row], together.cu_q_lens[row + 1])
+        num_queries = tokens.stop - tokens.start
+        for queries in (num_queries, 64):
+            work = plan_attention(
+                np.array([length]),
+                np.array([0, num_queries]),
+                num_queries,
+                block_size=together.block_size,
+                tiles=head_tiles(together.group, together.head_dim, queries),
+            )
+            step = attention_step(work, mx.array(together.tables[row : row + 1]), together.head_dim**-0.5)
+            alone = kernels.attend(0, mx.array(together.q[tokens]), *together.pools, step)
+            np.testing.assert_array_equal(np.array(alone), out[tokens])
+
+
+def test_strided_queries_are_read_where_they_are(engine):
+    batch = Batch(seq_lens=(50, 20), q_lens=(2, 2))
+    work = plan_attention(
+        np.array(batch.seq_lens), batch.cu_q_lens, 4, block_size=16, tiles=head_tiles(batch.group, 64, 2)
+    )
+    kernels = MetalKernels(batch.spec, batch.num_blocks, engine.factory(0))
+    heads_first = mx.contiguous(mx.array(batch.q).swapaxes(0, 1)).swapaxes(0, 1)
+    step = attention_step(work, mx.array(batch.tables), 1 / 8)
+    batch.check(np.array(kernels.attend(0, heads_first, *batch.pools, step)))
+
+
+# Few kernels, many batches: compiling costs more than running.
+SHAPES = st.sampled_from(
+    [
+        {"dtype": "float32", "head_dim": 64, "group": 2, "block_size": 8, "layout": "NHD"},
+        {"dtype": "bfloat16", "head_dim": 112, "group": 1, "block_size": 16, "layout": "HND"},
+        {"dtype": "float16", "head_dim": 256, "group": 4, "block_size": 32, "layout": "stacked"},
+    ]
+)
+CONTEXTS = st.lists(st.integers(1, 200), min_size=1, max_size=5)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(SHAPES, CONTEXTS, st.data())
+def test_any_batch_equals_float64(engine, shape, seq_lens, data):
+    batch = Batch(
+        kv_heads=data.draw(st.integers(1, 3)),
+        seq_lens=tuple(seq_lens),
+        q_lens=data.draw(st.sampled_from([None, tuple(min(n, 2) for n in seq_lens)])),
+        extra_columns=data.draw(st.integers(0, 3)),
+        part_tokens=data.draw(st.sampled_from([32, 96, 512])),
+        seed=data.draw(st.integers(0, 1000)),
+        **shape,
+    )
+    schedule = data.draw(st.sampled_from(engine.schedules))
+    batch.check(batch.run(engine.factory(schedule)))
+
+
+@pytest.mark.parametrize("block", range(max(1, LAUNCHES // 50)))
+def test_many_random_launches_equal_float64(engine, block):
+    """Fifty launches: ten batches of one random kernel, each under five schedules."""
+    rng = random.Random(f"metal {block}")
+    kernel = {name: rng.choice(FACTORS[name]) for name in ("dtype", "head_dim", "group", "block_size", "layout")}
+    features = tuple(name for name in FEATURES if rng.random() < 0.3)
+    launches = 0
+    while launches < 50:
+        longest = rng.choice((8, 40, 300, 1000))
+        seq_lens = tuple(rng.randint(1, longest) for _ in range(rng.randint(1, 3)))
+        batch = Batch(
+            kv_heads=rng.randint(1, 2),
+            seq_lens=seq_lens,
+            features=features,
+            part_tokens=rng.choice((32, 64, 512)),
+            extra_columns=rng.randint(0, 3),
+            seed=rng.randint(0, 10**6),
+            **kernel,
+        )
+        run_all_schedules(batch, engine)
+        launches += len(engine.schedules)

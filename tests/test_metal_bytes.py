@@ -1,0 +1,130 @@
+"""What the kernels move, counted by the stand-in: bytes, cache lines of 128 bytes, threadgroup memory, barriers, races.
+
+No time is measured here and none can be: these counts are what can be known about speed without a Mac.
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from metal_cases import FEATURES, Batch
+
+from kvpool_backends.mlx.metal_kernels import preferred_layout
+
+LINE = 128
+
+
+def counted(batch, engine, **changed):
+    runs = []
+    batch.check(batch.run(engine.factory(0, runs=runs), **changed))
+    return runs
+
+
+def needed_bytes(batch):
+    tokens = sum(batch.seq_lens)
+    dims = batch.spec.head_dim + batch.spec.value_head_dim
+    return tokens * batch.kv_heads * dims * batch.spec.itemsize_nbytes
+
+
+def needed_lines(batch):
+    """Lines that the layout makes necessary: those of one head in one block, block by block and head by head."""
+    lines = 0
+    for row, length in enumerate(batch.seq_lens):
+        block = np.arange(length) // batch.block_size
+        for plane, _ in batch.spec.planes:
+            line = batch.element_indices(plane, row) * batch.spec.itemsize_nbytes // LINE
+            lines += sum(
+                len(np.unique(line[block == b, head])) for b in range(block[-1] + 1) for head in range(batch.kv_heads)
+            )
+    return lines
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 192, 256])
+def test_decode_reads_k_and_v_once_in_whole_lines(counting_engine, head_dim, dtype, layout):
+    batch = Batch(dtype=dtype, head_dim=head_dim, layout=layout, group=4, seq_lens=(200,))
+    (run,) = counted(batch, counting_engine)
+    reads = [run.reads["k_pool"], run.reads["v_pool"]]
+    assert sum(read.bytes for read in reads) <= 1.05 * needed_bytes(batch)
+    transactions = sum(read.transactions for read in reads)
+    if head_dim * batch.spec.itemsize_nbytes % LINE == 0:
+        assert sum(read.full_transactions for read in reads) >= 0.95 * transactions
+    assert transactions <= 1.1 * needed_lines(batch)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128])
+def test_the_preferred_layout_wastes_no_line(counting_engine, head_dim, kv_heads):
+    batch = Batch(dtype="bfloat16", head_dim=head_dim, kv_heads=kv_heads, group=2, seq_lens=(160, 96))
+    batch = dataclasses.replace(batch, layout=preferred_layout(batch.spec))
+    (run,) = counted(batch, counting_engine)
+    transactions = run.reads["k_pool"].transactions + run.reads["v_pool"].transactions
+    assert transactions <= 1.1 * needed_bytes(batch) / LINE
+
+
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 128), (2, 64), (6, 128), (8, 256), (16, 128), (16, 256)])
+def test_decode_reads_once_per_group_of_query_heads(counting_engine, group, head_dim):
+    batch = Batch(dtype="float16", head_dim=head_dim, group=group, kv_heads=2, seq_lens=(100, 33), part_tokens=64)
+    run = counted(batch, counting_engine)[0]
+    assert run.kernel.startswith("custom_kernel_kvpool_paged_attention")
+    assert run.reads["k_pool"].bytes + run.reads["v_pool"].bytes == needed_bytes(batch)
+
+
+@pytest.mark.parametrize(("group", "queries"), [(4, 2), (2, 4), (1, 8)])
+def test_a_small_window_reads_once_for_as_many_queries_as_fit(counting_engine, group, queries):
+    batch = Batch(dtype="float16", head_dim=128, group=group, seq_lens=(150,), q_lens=(queries,))
+    (run,) = counted(batch, counting_engine)
+    assert run.reads["k_pool"].bytes + run.reads["v_pool"].bytes == needed_bytes(batch)
+
+
+def test_a_sliding_window_reads_what_it_sees(counting_engine):
+    batch = Batch(dtype="float16", head_dim=128, seq_lens=(300,), features=("window",), seed=2)
+    (run,) = counted(batch, counting_engine)
+    seen = min(300, batch.options.window)
+    assert 0 < seen < 300
+    assert run.reads["k_pool"].bytes == seen * batch.kv_heads * 128 * 2
+
+
+def test_everything_else_that_decode_reads_is_small(counting_engine):
+    batch = Batch(dtype="float16", head_dim=128, group=4, seq_lens=(490,), block_size=16)
+    (run,) = counted(batch, counting_engine)
+    others = sum(traffic.bytes for name, traffic in run.reads.items() if name not in ("k_pool", "v_pool"))
+    assert others <= 0.05 * needed_bytes(batch)
+    assert run.reads["tables"].bytes == 4 * 31 * batch.kv_heads  # an entry per block, once per KV head
+
+
+def test_barriers_do_not_depend_on_the_context(counting_engine):
+    counts = set()
+    for length in (20, 200, 500):
+        (run,) = counted(Batch(seq_lens=(length,), kv_heads=1), counting_engine)
+        counts.add((run.threadgroup_barriers, run.simdgroup_barriers))
+    assert len(counts) == 1
+    assert counts.pop()[1] == 0
+
+
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 64), (16, 64), (1, 256), (16, 256), (8, 192)])
+def test_threadgroup_memory_stays_below_the_limit(counting_engine, group, head_dim):
+    batch = Batch(dtype="float16", head_dim=head_dim, group=group, kv_heads=1, seq_lens=(40,))
+    (run,) = counted(batch, counting_engine)
+    assert run.threadgroup_memory <= 20 * 1024  # of 32 KiB
+
+
+@pytest.mark.parametrize("features", [(), FEATURES])
+@pytest.mark.parametrize(("head_dim", "layout"), [(64, "NHD"), (80, "HND"), (256, "NHD")])
+def test_no_race_in_any_schedule(counting_engine, head_dim, layout, features):
+    batch = Batch(
+        dtype="float16",
+        head_dim=head_dim,
+        layout=layout,
+        kv_heads=1,
+        group=8,
+        seq_lens=(40, 90),
+        q_lens=(2, 3),
+        features=features,
+        part_tokens=32,
+        padding=1,
+    )
+    for schedule in counting_engine.schedules:
+        # A race, or a read of what nothing wrote, is an error of the launch.
+        batch.check(batch.run(counting_engine.factory(schedule, runs=[])))

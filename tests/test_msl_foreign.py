@@ -1,0 +1,96 @@
+"""Kernels that others wrote, and that are known to work on GPUs: MLX's own, from the headers that its wheel brings.
+
+They tell whether the harness is right, where tests of its parts cannot: nothing in their text was written for it.
+"""
+
+from pathlib import Path
+
+import mlx
+import numpy as np
+import pytest
+from msl import BFLOAT16, Bound, Kernel, from_bfloat16, settings, to_bfloat16, under_schedules
+
+INCLUDE = next((Path(folder) / "include" for folder in mlx.__path__ if (Path(folder) / "include").is_dir()), None)
+KERNELS = "mlx/backend/metal/kernels"
+# MLX's utils.h overloads functions on address spaces, which are one here: what the kernels need of it, for floats.
+HELPERS = """
+#include <metal_stdlib>
+using namespace metal;
+#define SOFTMAX_N_READS 4
+template <typename T, typename U>
+T ceildiv(T a, U b) { return (a + b - 1) / b; }
+template <typename U>
+struct Limits {
+  static constexpr U max = metal::numeric_limits<U>::infinity(), min = -max;
+  static constexpr U finite_max = metal::numeric_limits<U>::max(), finite_min = -finite_max;
+};
+"""
+TOLERANCE = {"float": 1e-6, "half": 1e-3, "bfloat": 8e-3}
+
+
+def narrow(values, name):
+    return to_bfloat16(values) if name == "bfloat" else values.astype({"float": np.float32, "half": np.float16}[name])
+
+
+def wide(array):
+    return (from_bfloat16(array) if array.dtype == BFLOAT16 else array).astype(np.float64)
+
+
+def bind(*arrays, output):
+    """Buffers by index; the one named `output` is written."""
+    return {i: Bound(a, "output" if name == output else "read_only", name) for i, (name, a) in enumerate(arrays)}
+
+
+@pytest.mark.parametrize("name", TOLERANCE)
+@pytest.mark.parametrize(("dim", "tokens"), [(64, 67), (128, 40)])
+def test_sdpa_vector(name, dim, tokens):
+    batch, q_heads, kv_heads = 2, 6, 2
+    random = np.random.default_rng(0)
+    q = narrow(random.standard_normal((batch, q_heads, dim)), name)
+    k, v = (narrow(random.standard_normal((batch, kv_heads, tokens, dim)), name) for _ in "kv")
+    out = np.empty_like(q)
+    kernel = Kernel(f'{HELPERS}#include "{KERNELS}/sdpa_vector.h"', "sdpa_vector", f"{name}, {dim}, {dim}", [INCLUDE])
+    scalars = {"gqa_factor": np.int32(q_heads // kv_heads), "N": np.int32(tokens)}
+    scalars |= {f"{x}_{y}_stride": np.uint64(n) for x in "kv" for y, n in (("head", tokens * dim), ("seq", dim))}
+    scalars["scale"] = np.float32(dim**-0.5)
+    buffers = bind(
+        ("q", q), ("k", k), ("v", v), ("out", out), *((n, np.array(s)) for n, s in scalars.items()), output="out"
+    )
+
+    def launch():
+        kernel.launch(buffers, (batch * q_heads * 1024, 1, 1), (1024, 1, 1))
+        return [out.copy()]
+
+    (got,), _ = under_schedules(launch, seeds=(0, 1, 2))
+    groups = q_heads // kv_heads
+    scores = np.einsum("bhd,bhnd->bhn", wide(q), np.repeat(wide(k), groups, 1)) * dim**-0.5
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    expected = np.einsum("bhn,bhnd->bhd", weights, np.repeat(wide(v), groups, 1))
+    np.testing.assert_allclose(wide(got), expected, atol=TOLERANCE[name])
+
+    if name == "float":
+        with settings(instrumented=True) as runs:
+            launch()
+        run = runs[0]
+        assert run.reads["k"].bytes == groups * k.nbytes, "this kernel reads K once per query head"
+        assert run.reads["k"].distinct_bytes == k.nbytes and run.writes["out"].bytes == out.nbytes
+        assert run.threadgroup_barriers == batch * q_heads * (1 + 2 * dim // 32)
+        assert run.simd_operations == batch * q_heads * (tokens + 32 * (2 + dim // 32))
+
+
+@pytest.mark.parametrize("name", TOLERANCE)
+@pytest.mark.parametrize("size", [7, 128, 1000])
+def test_softmax(name, size):
+    rows = 3
+    x = narrow(np.random.default_rng(size).standard_normal((rows, size)) * 5, name)
+    out = np.empty_like(x)
+    kernel = Kernel(f'{HELPERS}#include "{KERNELS}/softmax.h"', "softmax_single_row", f"{name}, float, 4", [INCLUDE])
+    threads = -(-size // (32 * 4)) * 32
+    buffers = bind(("in", x), ("out", out), ("axis_size", np.array(size, np.int32)), output="out")
+    # Lane 0 writes what the other lanes read after a simd operation: this kernel relies on lockstep.
+    for instrumented in (False, True):
+        with settings(instrumented=instrumented, simd_ops_order_memory=True, seed=1):
+            kernel.launch(buffers, (rows * threads, 1, 1), (threads, 1, 1))
+        expected = np.exp(wide(x) - wide(x).max(-1, keepdims=True))
+        np.testing.assert_allclose(wide(out), expected / expected.sum(-1, keepdims=True), atol=TOLERANCE[name])

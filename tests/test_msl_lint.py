@@ -1,0 +1,111 @@
+"""The lint: what Apple's compiler refuses and g++ takes. Address spaces need clang, the rest does not."""
+
+import re
+
+import numpy as np
+import pytest
+from msl import Kernel, MetalError, metal_kernel, settings
+from msl.lint import clang, lint
+
+TEXT = """
+#include <metal_stdlib>
+using namespace metal;
+constant float table[2] = {1, 2};
+struct Pair { const device float* first; int second; };
+template <typename P>
+float head(P p) { return p[0]; }
+template <typename T>
+T tail(threadgroup T* p, uint n) { return p[n - 1]; }
+template <typename T, int N>
+[[kernel]] void f(const device T* x [[buffer(0)]], constant int& n [[buffer(1)]], device T* y [[buffer(2)]],
+                  const constant float* few [[buffer(3)]], device atomic<int>* count [[buffer(4)]],
+                  uint3 tid [[thread_position_in_grid]]) {
+  threadgroup T s[N];
+  threadgroup float4 v[2];
+  uint i = tid.x;
+  threadgroup T* q = s + 4;
+  const device vec<T, 4>* x4 = (const device vec<T, 4>*)(x + 4 * i);
+  device packed_float3* y3 = reinterpret_cast<device packed_float3*>(y);
+  vec<T, 4> a = x4[0] * T(2);
+  float4 b = float4(a), d = float4(1, 2, b.x, b.w), e(0.0f);
+  Pair pair{(const device float*)x, n};
+  q[i] = simd_sum(T(x[i])) + T(head(few)) + T(head(x)) + tail(s, N) + T(table[1] + pair.first[pair.second]);
+  threadgroup_barrier(mem_flags::mem_threadgroup | mem_flags::mem_device);
+  v[0] = max(b, d) + vec<float, 4>(a) + e;
+  for (int k = 0; k < n; k++) y[i] = T(fast::exp(v[0].x - float(s[i]))) + select(a.x, a.y, i < 3);
+  simdgroup_float8x8 m = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+  simdgroup_load(m, (const device float*)x, 8);
+  simdgroup_store(m, (threadgroup float*)s, 8, ulong2(0, 8));
+  atomic_fetch_add_explicit(count, 1, memory_order_relaxed);
+  y3[0] = float3(1, 2, 3);
+}
+template [[host_name("f")]] [[kernel]] decltype(f<half, 64>) f<half, 64>;
+"""
+ADDRESS_SPACES = {
+    "threadgroup T* z = y;": "threadgroup _Float16 *",
+    "device T* z = s;": "device _Float16 *",
+    "const T* z = x;": "const _Float16 *",
+    "const constant T* z = x;": "constant _Float16 const *",
+    "tail(y, 3);": "no matching function for call to 'tail'",
+    "auto z = reinterpret_cast<device T*>(s);": "reinterpret_cast from",
+    "y[i] = head(few) * 2.0;": "to 'double'",
+    "device T* z = x;": "device _Float16 *",  # x is const
+}
+WORDS = {
+    "double z = 1; y[i] = z;": "no type double",
+    "std::max(1, 2);": "no std::",
+    "int* z = new int;": "no new",
+    "goto end; end: ;": "no goto",
+}
+needs_clang = pytest.mark.skipif(clang() is None, reason="no clang++: its address spaces are what is tested")
+
+
+def with_line(line):
+    return TEXT.replace("uint i = tid.x;", f"uint i = tid.x;\n{line}")
+
+
+def test_a_correct_text_is_clean():
+    assert lint(TEXT, "f.metal") == []
+
+
+@needs_clang
+@pytest.mark.parametrize("line", ADDRESS_SPACES)
+def test_mixed_address_spaces_are_found(line):
+    found = lint(with_line(line), "f.metal")
+    assert found and ADDRESS_SPACES[line] in found[0] and found[0].startswith("f.metal:17:"), found
+
+
+@pytest.mark.parametrize("line", WORDS)
+def test_what_metal_has_not_is_found(line):
+    assert f"f.metal: {WORDS[line]}" in lint(with_line(line), "f.metal")
+
+
+def test_words_in_comments_are_no_words():
+    assert lint(with_line("// std::goto new double"), "f.metal") == []
+
+
+@needs_clang
+@pytest.mark.parametrize(("elements", "clean"), [(8, True), (7, False)])
+def test_an_input_changes_its_address_space_below_eight_elements(elements, clean):
+    """The helper takes device memory only: right for long tables, and refused on a Mac for short ones."""
+    kernel = metal_kernel(
+        "table", ["x"], ["y"], "y[thread_position_in_grid.x] = at(x, 0);",
+        header="static float at(const device float* p, int i) { return p[i]; }\n",
+    )  # fmt: skip
+    arguments = {
+        "inputs": [np.zeros(elements, np.float32)], "output_shapes": [(1,)], "output_dtypes": [np.float32],
+        "grid": (1, 1, 1), "threadgroup": (1, 1, 1),
+    }  # fmt: skip
+    kernel(**arguments)  # runs, since address spaces are one here
+    with settings(lint=True):
+        if clean:
+            kernel(**arguments)
+        else:
+            with pytest.raises(MetalError, match=re.escape("no matching function for call to 'at'")):
+                kernel(**arguments)
+
+
+def test_kernels_of_whole_files_are_linted():
+    kernel = Kernel("template <typename T> kernel void g(device T* y) { y[0] = T(std::exp(1.0f)); }", "g", "float")
+    with settings(lint=True), pytest.raises(MetalError, match=r"\[g\] Metal would refuse this:\ng.metal: no std::"):
+        kernel.launch({}, (1, 1, 1), (1, 1, 1))

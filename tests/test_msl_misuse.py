@@ -1,0 +1,243 @@
+"""Metal kernels on a CPU: what a kernel may not do is found, and the message says what, where and by whom."""
+
+import numpy as np
+import pytest
+from msl import MetalError, metal_kernel, settings
+
+THREADS = 64
+
+
+def run(body, *, threads=THREADS, grid=THREADS, shape=(THREADS,), dtype=np.float32, **chosen):
+    """Run `body` with an input x and an output y of 64 floats, one threadgroup of 64 threads."""
+    kernel = metal_kernel("misuse", ["x"], ["y"], f"uint i = thread_position_in_grid.x;\n{body}")
+    with settings(**chosen):
+        return kernel(
+            inputs=[np.arange(64, dtype=np.float32)],
+            output_shapes=[shape],
+            output_dtypes=[dtype],
+            grid=(grid, 1, 1),
+            threadgroup=(threads, 1, 1),
+        )[0]
+
+
+BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+FOUND_ALWAYS = {
+    "a barrier that half of the threads reach": (
+        f"if (i < 32) {{ {BARRIER} }}\ny[i] = x[i];",
+        "divergent threadgroup_barrier: this thread waits in .* at .*:2, but thread 32 .* has returned",
+    ),
+    "two barriers at once": (
+        f"if (i < 32) {{ {BARRIER} }}\nelse {{ {BARRIER} }}\ny[i] = x[i];",
+        "divergent threadgroup_barrier: .*:2, but thread 32 .* waits in threadgroup_barrier at .*:3",
+    ),
+    "a thread that returns before a barrier": (
+        f"y[i] = x[i];\nif (i == 63) return;\n{BARRIER}",
+        "divergent threadgroup_barrier: .*:4, but thread 63 of the same threadgroup has returned",
+    ),
+    "two simd operations at once": (
+        "float v = x[i];\nif (i % 2) v = simd_sum(v);\nelse v = simd_max(v);\ny[i] = v;",
+        "divergent simd_max: .*:4, but thread 1 of the same simdgroup waits in simd_sum at .*:3",
+    ),
+    "a simd operation of half a simdgroup": (
+        "float v = x[i];\nif (i % 32 < 16) v = simd_sum(v);\nv += simd_sum(1.0f);\ny[i] = v;",
+        "divergent simd_sum: .*:3, but thread 16 of the same simdgroup waits in simd_sum at .*:4",
+    ),
+    "a simd operation beside a barrier": (
+        f"float v = x[i];\nif (i % 32 < 16) v = simd_sum(v);\nelse {{ {BARRIER} }}\ny[i] = v;",
+        "divergent simd_sum: .*:3, but thread 16 of the same simdgroup waits in threadgroup_barrier at .*:4",
+    ),
+    "a shuffle from a lane that has returned": (
+        "if (i % 32 > 15) { y[i] = 0; return; }\ny[i] = simd_shuffle(x[i], 20);",
+        "simd_shuffle at line 3 reads inactive lane 20 .*lane 0",
+    ),
+    "a shuffle from lane 40": ("y[i] = simd_shuffle(x[i], 40);", "simd_shuffle at line 2 reads lane 40 of 32"),
+    "a read past the end": (
+        "y[i] = x[i + 64];",
+        r"out-of-bounds .*'x' \(256 bytes\) at byte offset 256 .*thread \(0, 0, 0\)",
+    ),
+    "a read by one element past the end": (
+        "y[i] = x[i + 1];",
+        r"out-of-bounds .*'x' \(256 bytes\) at byte offset 256 .*thread \(63, 0, 0\), simdgroup 1, lane 31",
+    ),
+    "a read far below the start": (
+        "y[i] = x[int(i) - 2000000];",
+        r"out-of-bounds .*'x' \(256 bytes\) at byte offset -8000000 .*thread \(0, 0, 0\)",
+    ),
+    "a write past the end": (
+        "y[i + 1] = x[i];",
+        r"out-of-bounds .*'y' \(256 bytes\) at byte offset 256 .*thread \(63, 0, 0\)",
+    ),
+    "a write to an input": (
+        "const_cast<device float*>(x)[i] = 0;\ny[i] = 1;",
+        r"write to read-only buffer 'x' \(256 bytes\) at byte offset 0 .*thread \(0, 0, 0\)",
+    ),
+    "a null pointer": (
+        "device float* p = (device float*)(ulong)(x[0] * 16);\np[i] = 1;\ny[i] = p[i];",
+        "access to address .*, which is no memory of this launch",
+    ),
+    "a full stack": (
+        "float big[40000];\nfor (int k = 0; k < 40000; k++) big[k] = x[(k * 7 + i) % 64];\ny[i] = big[int(x[i]) * 33];",
+        "the thread's stack of 64 KiB is full",
+    ),
+    "too much threadgroup memory": (
+        "threadgroup float s[8000];\nthreadgroup float t[196];\ns[i] = t[i] = x[i];\ny[i] = s[i];",
+        "threadgroup memory of 32784 bytes, the limit is 32768",
+    ),
+    "too much threadgroup memory, in a branch not taken": (
+        "if (x[i] < 0) { threadgroup float s[9000]; s[i] = x[i]; y[i] = s[i]; }\nelse y[i] = 0;",
+        "threadgroup memory of 36000 bytes, the limit is 32768",
+    ),
+    "an element that nothing writes": (
+        "if (i != 60) y[i] = x[i];",
+        "output 'y': 1 of 64 elements were never written, the first is element 60",
+    ),
+    "a write past the end of threadgroup memory": (
+        f"threadgroup float s[64];\ns[i + 1] = x[i];\n{BARRIER}\ny[i] = s[i];",
+        r"write .*threadgroup variable 's' \(256 bytes\) at byte offset 256",
+    ),
+    "a write before the start of threadgroup memory": (
+        f"threadgroup float s[64];\ns[int(i) - 1] = x[i];\n{BARRIER}\ny[i] = s[i];",
+        r"write .*threadgroup variable 's'.* at byte offset -",
+    ),
+    "a matrix operation of half a simdgroup": (
+        "if (i >= 16) return;\nsimdgroup_float8x8 m(1.0f);\nsimdgroup_store(m, y);",
+        "simdgroup_store at line 4 needs 32 active lanes, has 0x0000ffff",
+    ),
+}
+
+
+@pytest.mark.parametrize("instrumented", [False, True], ids=["plain", "instrumented"])
+@pytest.mark.parametrize("case", FOUND_ALWAYS)
+def test_misuse_is_refused_with_its_place(case, instrumented):
+    body, message = FOUND_ALWAYS[case]
+    # Below the start of a buffer there is a guard for odd seeds only, but the far read finds one anyway.
+    with pytest.raises(MetalError, match=f"(?s){message}"):
+        run(body, instrumented=instrumented)
+
+
+FOUND_INSTRUMENTED = {
+    "a race between simdgroups over threadgroup memory": (
+        "threadgroup float s[64];\ns[i] = x[i];\ny[i] = s[63 - i];",
+        "(data race on|read of) threadgroup variable 's' at byte offset .* at misuse:4",
+    ),
+    "a barrier of the simdgroup where all must wait": (
+        "threadgroup float s[64];\ns[i] = x[i];\nsimdgroup_barrier(mem_flags::mem_threadgroup);\ny[i] = s[63 - i];",
+        "(data race on|read of) threadgroup variable 's'",
+    ),
+    "a barrier that orders no memory": (
+        "threadgroup float s[64];\ns[i] = x[i];\nthreadgroup_barrier(mem_flags::mem_none);\ny[i] = s[63 - i];",
+        "data race on threadgroup variable 's' .* reads what thread",
+    ),
+    "a barrier that orders the other memory": (
+        "y[i] = x[i];\nthreadgroup_barrier(mem_flags::mem_threadgroup);\nif (i == 0) y[1] = y[2];",
+        "data race on buffer 'y' at byte offset 8: this thread reads what thread 2",
+    ),
+    "a simd operation where a barrier is needed": (
+        "threadgroup float s[64];\ns[i] = x[i];\nfloat one = simd_max(1.0f);\ny[i] = s[i ^ 1] * one;",
+        "data race on threadgroup variable 's'",
+    ),
+    "a write after others have read": (
+        f"threadgroup float s[64];\ns[i] = x[i];\n{BARRIER}\nif (i < 32) y[i] = s[i + 32];\nelse y[i] = s[i] = 0;",
+        "data race on threadgroup variable 's' at byte offset 128: this thread writes what thread 0 .* read",
+    ),
+    "two lanes that write one element": (
+        "y[i / 2] = x[i];\ny[i / 2 + 32] = 0;",
+        "data race on buffer 'y' at byte offset 0: this thread writes what thread 0 .* wrote",
+    ),
+    "threadgroup memory that nothing wrote": (
+        "threadgroup float s[64];\ny[i] = s[i];",
+        "read of threadgroup variable 's' at byte offset 0, which nothing has written",
+    ),
+    "an output that nothing wrote": ("y[i] = y[i] + 1;", "read of output 'y' at byte offset 0, which nothing"),
+    "an unaligned vector": (
+        "y[i] = 0;\nfloat4 v = *(const device float4*)(x + 1);\ny[i] = v.x;",
+        "misaligned access to 'x' at byte offset 4: a type with an alignment of 16 bytes",
+    ),
+    "a read between the end of a buffer and its guard": (
+        "y[i] = ((const device uchar*)x)[i == 63 ? 256 : i];",
+        r"out-of-bounds read of 1 bytes: buffer 'x' \(256 bytes\) at byte offset 256",
+    ),
+    "a read past the end of threadgroup memory": (
+        f"threadgroup float s[64];\nthreadgroup float t[64];\ns[i] = t[i] = x[i];\n{BARRIER}\ny[i] = s[i + 16];",
+        r"out-of-bounds read of 4 bytes: threadgroup variable 's' \(256 bytes\) at byte offset 256",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FOUND_INSTRUMENTED)
+def test_misuse_is_refused_by_instrumented_runs(case):
+    body, message = FOUND_INSTRUMENTED[case]
+    with pytest.raises(MetalError, match=f"(?s){message}"):
+        run(body, instrumented=True)
+
+
+def test_threadgroups_that_write_one_element_race():
+    body = "y[thread_position_in_threadgroup.x] = x[i % 64];"
+    with pytest.raises(MetalError, match=r"data race on buffer 'y' at byte offset 0: .*\[threadgroup \(1, 0, 0\)"):
+        run(body, grid=128, instrumented=True)
+    assert run(body, grid=128)[5] == 5, "a plain run cannot see it: both write the same"
+
+
+def test_atomics_do_not_race_with_each_other_but_with_others():
+    kernel = metal_kernel(
+        "count", [], ["y"], "atomic_fetch_add_explicit(y, thread_position_in_grid.x % 2, memory_order_relaxed);",
+        atomic_outputs=True,
+    )  # fmt: skip
+    arguments = {"inputs": [], "output_shapes": [(1,)], "output_dtypes": [np.int32], "init_value": 0}
+    with settings(instrumented=True):
+        assert kernel(**arguments, grid=(200, 1, 1), threadgroup=(64, 1, 1))[0] == 100
+    mixed = metal_kernel(
+        "mixed", [], ["y"], "if (thread_position_in_grid.x) *(device int*)y = 1;\n"
+        "else atomic_store_explicit(y, 1, memory_order_relaxed);", atomic_outputs=True,
+    )  # fmt: skip
+    with settings(instrumented=True), pytest.raises(MetalError, match="data race on buffer 'y'"):
+        mixed(**arguments, grid=(2, 1, 1), threadgroup=(2, 1, 1))
+
+
+def test_barriers_order_what_they_name():
+    """The counterpart of the races: the same accesses with the right barrier pass under every schedule."""
+    both = "mem_flags::mem_threadgroup | mem_flags::mem_device"
+    body = f"""
+        threadgroup float s[64];
+        s[i] = x[i];
+        simdgroup_barrier(mem_flags::mem_threadgroup);
+        y[i] = s[i ^ 1];
+        threadgroup_barrier({both});
+        float v = y[63 - i] + s[63 - i];
+        threadgroup_barrier({both});
+        s[i] = v;
+        y[i] = v;
+    """
+    for seed in range(5):
+        i = np.arange(64)
+        assert (run(body, instrumented=True, seed=seed) == ((63 - i) ^ 1) + (63 - i)).all()
+
+
+def test_simd_operations_order_memory_where_asked():
+    body = "threadgroup float s[64];\ns[i] = x[i];\nfloat one = simd_max(1.0f);\ny[i] = s[i ^ 1] * one;"
+    assert (run(body, instrumented=True, simd_ops_order_memory=True) == (np.arange(64) ^ 1)).all()
+
+
+def test_odd_seeds_guard_the_start_of_buffers():
+    with pytest.raises(MetalError, match=r"out-of-bounds .*'x' .* at byte offset -4 "):
+        run("y[i] = x[int(i) - 1];", seed=1)
+
+
+def test_threadgroup_memory_starts_as_nan():
+    assert np.isnan(run("threadgroup float s[64];\ny[i] = s[i] * 1.0f;", unwritten="allow")).all()
+
+
+def test_a_kernel_that_does_not_compile_names_the_line():
+    with pytest.raises(MetalError, match=r"(?s)misuse:3:.*no_such_function"):
+        run("float v = x[i];\ny[i] = no_such_function(v);")
+
+
+def test_a_thread_group_of_more_than_1024_threads_is_refused():
+    with pytest.raises(ValueError, match=r"Thread group size \(2048\) is greater than"):
+        run("y[i] = x[i];", threads=2048)
+
+
+def test_a_launch_after_a_failed_one_is_as_new():
+    with pytest.raises(MetalError):
+        run("y[i] = x[i + 64];")
+    assert (run("y[i] = x[i];") == np.arange(64)).all()

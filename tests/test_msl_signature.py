@@ -1,0 +1,268 @@
+"""The stand-in for mx.fast.metal_kernel: its text is MLX's own, its arguments are checked and bound as MLX's are.
+
+MLX builds the text of a kernel without Metal too, when a function is exported, and prints it if asked to.
+"""
+
+import contextlib
+import inspect
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from msl import BFLOAT16, MetalError, from_bfloat16, metal_kernel, settings, to_bfloat16
+
+BODY = "uint i = thread_position_in_grid.x;\ny[i] = T(x[i]);"
+CASES = {
+    "seven elements are constant": {"source": BODY, "inputs": [mx.zeros(7)]},
+    "eight elements are device memory": {"source": BODY, "inputs": [mx.zeros(8)]},
+    "eight elements in two dimensions": {"source": BODY, "inputs": [mx.zeros((2, 4))]},
+    "no element": {"source": BODY, "inputs": [mx.zeros(0)]},
+    "a scalar is a reference": {"source": "y[0] = T(x);", "inputs": [mx.array(2.0)]},
+    "Python scalars": {"names": "abc", "source": "y[0] = a + b + c;", "inputs": [2.5, 3, True]},
+    "shape, strides and ndim": {"source": f"{BODY} x_shape[0]; x_strides[0]; x_ndim;", "inputs": [mx.zeros((3, 5))]},
+    "shape in a comment": {"source": f"{BODY} // x_shape", "inputs": [mx.zeros((3, 5))]},
+    "shape of a scalar": {"source": "y[0] = T(x); // x_shape x_ndim", "inputs": [mx.array(1)]},
+    "shape in the header only": {"source": BODY, "header": "// x_shape simdgroup_index\n", "inputs": [mx.zeros(9)]},
+    "a name that ends another": {
+        "names": ["x", "ax"],
+        "source": "y[0] = ax_shape[0] + ax[0];",
+        "inputs": [mx.zeros(9), mx.zeros(9)],
+    },
+    "two outputs": {"outputs": ["y", "z"], "source": "y[thread_position_in_grid.x] = z[0] = x[0];"},
+    "two outputs and no built-in": {"outputs": ["y", "z"], "source": "y[0] = z[0] = x[0];"},
+    "the list that MLX cuts short": {"outputs": ["y", "z"], "source": "y[0] = z[0] = x[0] + x_shape[0];"},
+    "atomic outputs": {"source": BODY, "options": {"atomic_outputs": True}},
+    "a template": {
+        "source": BODY,
+        "template": [("T", mx.bfloat16), ("N", -3), ("flag", True), ("off", False), ("U", mx.uint8)],
+    },
+    "a template of one": {"source": BODY, "template": [("T", mx.float16)]},
+    "a header": {"source": BODY, "header": "// a header\nconstant int two = 2;\n"},
+    "every built-in": {
+        "source": " ".join(
+            f"{what}_per_{whole}"
+            for whole in ("threadgroup", "grid", "simdgroup")
+            for what in ("dispatch_quadgroups", "dispatch_simdgroups", "dispatch_threads", "simdgroups", "quadgroups")
+        )
+        + " ".join(f"{part}_index_in_threadgroup" for part in ("thread", "simdgroup", "quadgroup"))
+        + " grid_origin grid_size thread_execution_width thread_index_in_quadgroup thread_index_in_simdgroup"
+        " thread_position_in_grid thread_position_in_threadgroup threadgroup_position_in_grid threadgroups_per_grid"
+        " threads_per_grid threads_per_simdgroup threads_per_threadgroup"
+    },
+} | {
+    f"input and output of {dtype}": {"source": BODY, "inputs": [mx.zeros(9, dtype)], "dtype": dtype}
+    for dtype in (
+        mx.bool_, mx.uint8, mx.uint16, mx.uint32, mx.uint64, mx.int8, mx.int16, mx.int32, mx.int64, mx.float16,
+        mx.bfloat16, mx.float32,
+    )
+}  # fmt: skip
+
+
+def arguments_of(case):
+    """Return the factory's and the call's arguments of a case."""
+    inputs, outputs = case.get("inputs", [mx.zeros((2, 9))]), case.get("outputs", ["y"])
+    factory = {
+        "name": "case",
+        "input_names": list(case.get("names", ["x", "w", "u"][: len(inputs)])),
+        "output_names": outputs,
+        "source": case["source"],
+        "header": case.get("header", ""),
+        **case.get("options", {}),
+    }
+    call = {
+        "inputs": inputs,
+        "output_shapes": [(9,)] * len(outputs),
+        "output_dtypes": [case.get("dtype", mx.float32)] * len(outputs),
+        "grid": (1, 1, 1),
+        "threadgroup": (1, 1, 1),
+        "template": case.get("template"),
+        "verbose": True,
+    }
+    return factory, call
+
+
+def text_of_mlx(case, capfd, folder):
+    factory, call = arguments_of(case)
+    kernel = mx.fast.metal_kernel(**factory)
+    arrays = [x for x in call["inputs"] if isinstance(x, mx.array)]
+
+    def traced(*given):
+        left = iter(given)
+        inputs = [next(left) if isinstance(x, mx.array) else x for x in call["inputs"]]
+        return kernel(**{**call, "inputs": inputs})
+
+    capfd.readouterr()
+    mx.export_function(str(folder / "case.mlxfn"), traced, *arrays)
+    return capfd.readouterr().out
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_generated_text_is_that_of_mlx(name, capfd, tmp_path):
+    expected = text_of_mlx(CASES[name], capfd, tmp_path)
+    assert "[[kernel]] void custom_kernel_case_" in expected
+    factory, call = arguments_of(CASES[name])
+    with contextlib.suppress(MetalError):  # most of these bodies are no programs
+        metal_kernel(**factory)(**call)
+    assert capfd.readouterr().out == expected
+
+
+def test_arguments_are_those_of_mlx():
+    given = mx.fast.metal_kernel.__doc__.split("(", 1)[1].split(") ->")[0]
+    names = [part.split(":")[0].strip() for part in given.split(", ") if ":" in part]
+    assert list(inspect.signature(metal_kernel).parameters) == names
+
+
+KERNEL = {"name": "k", "input_names": ["x"], "output_names": ["y"], "source": "y[0] = x[0];"}
+CALL = {
+    "inputs": [np.zeros(9, np.float32)],
+    "output_shapes": [(1,)],
+    "output_dtypes": [np.float32],
+    "grid": (1, 1, 1),
+    "threadgroup": (1, 1, 1),
+}
+
+
+@pytest.mark.parametrize("what", ["inputs", "output_shapes", "output_dtypes"])
+def test_a_wrong_number_of_arguments_is_refused_as_mlx_does(what):
+    arguments = {**CALL, what: CALL[what] * 2}
+    with pytest.raises(ValueError, match=rf"\[metal_kernel\] Expected `{what}` to have size 1 but got size 2\."):
+        metal_kernel(**KERNEL)(**arguments)
+    as_mlx = {**arguments, "inputs": [mx.zeros(9)] * len(arguments["inputs"]), "output_dtypes": [mx.float32]}
+    as_mlx["output_dtypes"] *= len(arguments["output_dtypes"])
+    with pytest.raises(ValueError, match=rf"\[metal_kernel\] Expected `{what}` to have size 1 but got size 2\."):
+        mx.fast.metal_kernel(**KERNEL)(**as_mlx)
+
+
+def test_no_output_is_refused_as_mlx_does():
+    for factory in (metal_kernel, mx.fast.metal_kernel):
+        with pytest.raises(ValueError, match=r"\[metal_kernel\] Must specify at least one output\."):
+            factory(**{**KERNEL, "output_names": []})
+
+
+def test_positional_arguments_are_refused_as_mlx_does():
+    for factory, inputs in ((metal_kernel, np.zeros(9)), (mx.fast.metal_kernel, mx.zeros(9))):
+        with pytest.raises(TypeError):
+            factory(**KERNEL)([inputs])
+
+
+def test_compile_options_name_a_math_mode():
+    for mode in ("safe", "relaxed", "fast"):
+        metal_kernel(**KERNEL, compile_options={"math_mode": mode})
+    for factory in (metal_kernel, mx.fast.metal_kernel):
+        with pytest.raises(ValueError, match="math_mode"):
+            factory(**KERNEL, compile_options={"math_mode": "sloppy"})
+
+
+def test_float64_has_no_metal_type():
+    with pytest.raises(TypeError, match="no Metal type for dtype float64"):
+        metal_kernel(**KERNEL)(**{**CALL, "inputs": [np.zeros(9)]})
+
+
+def copy_kernel(**options):
+    return metal_kernel(
+        "copy", ["x"], ["y"], "uint i = thread_position_in_grid.x; y[i] = x[i * x_strides[x_ndim - 1]];", **options
+    )
+
+
+def copied(x, dtype, count, **options):
+    return copy_kernel(**options)(
+        inputs=[x], output_shapes=[(count,)], output_dtypes=[dtype], grid=(count, 1, 1), threadgroup=(8, 1, 1)
+    )[0]
+
+
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"])
+def test_integers_go_through_unchanged(dtype):
+    low, high = (0, 1) if dtype == "bool" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    x = np.array([low, 0, 1, high] * 3, dtype)
+    y = copied(x, dtype, 12)
+    assert y.dtype == x.dtype and (y == x).all()
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16, mx.int32])
+def test_mlx_arrays_come_back_as_mlx_arrays(dtype):
+    x = mx.arange(12).astype(dtype)
+    y = copied(x, dtype, 12)
+    assert isinstance(y, mx.array) and y.dtype == dtype and mx.array_equal(x, y)
+
+
+def test_bfloat16_of_numpy_is_a_dtype_of_its_own():
+    x = to_bfloat16(np.linspace(-3, 3, 12))
+    y = copied(x, BFLOAT16, 12)
+    assert y.dtype == BFLOAT16 and (y == x).all()
+    assert np.abs(from_bfloat16(y) - np.linspace(-3, 3, 12)).max() < 3 / 2**8
+
+
+def test_inputs_are_made_row_contiguous_unless_told_otherwise():
+    x = np.arange(24, dtype=np.float32)[::2]
+    assert (copied(x, np.float32, 12) == x).all(), "a copy, of stride 1"
+    assert (copied(x, np.float32, 12, ensure_row_contiguous=False) == x).all(), "the array itself, of stride 2"
+    short = metal_kernel(
+        "short", ["x"], ["y"], "y[thread_position_in_grid.x] = x[23];", ensure_row_contiguous=False
+    )  # the memory of a strided input ends with its last element
+    with pytest.raises(MetalError, match=r"out-of-bounds read.*'x' \(92 bytes\) at byte offset 92"), settings(
+        instrumented=True
+    ):
+        short(inputs=[x], output_shapes=[(1,)], output_dtypes=[np.float32], grid=(1, 1, 1), threadgroup=(1, 1, 1))
+
+
+def test_outputs_start_with_init_value():
+    kernel = metal_kernel("init", [], ["y"], "if (thread_position_in_grid.x == 2) y[2] = T(7);")
+    for dtype in (np.float32, np.float16, np.int32, mx.bfloat16):
+        y = kernel(
+            inputs=[], output_shapes=[(4,)], output_dtypes=[dtype], template=[("T", dtype)], init_value=3,
+            grid=(4, 1, 1), threadgroup=(4, 1, 1),
+        )[0]  # fmt: skip
+        assert y.tolist() == [3, 3, 7, 3]
+
+
+def test_outputs_start_with_what_settings_give():
+    kernel = metal_kernel("update", ["x"], ["pool"], "pool[thread_position_in_grid.x + 1] += x[0];")
+    pool = np.arange(4, dtype=np.float32)
+    with settings(in_out={"pool": pool}, instrumented=True):
+        out = kernel(
+            inputs=[np.float32(10)[None]], output_shapes=[(4,)], output_dtypes=[np.float32], grid=(2, 1, 1),
+            threadgroup=(2, 1, 1),
+        )[0]  # fmt: skip
+    assert out.tolist() == [0, 11, 12, 3] and pool.tolist() == [0, 1, 2, 3]
+
+
+BUILTINS = """
+    uint at = 12 * (thread_position_in_grid.x + threads_per_grid.x * thread_position_in_grid.y);
+    y[at] = thread_position_in_threadgroup.x + 100 * thread_position_in_threadgroup.y;
+    y[at + 1] = threadgroup_position_in_grid.x + 100 * threadgroup_position_in_grid.y;
+    y[at + 2] = threads_per_threadgroup.x + 100 * threads_per_threadgroup.y;
+    y[at + 3] = dispatch_threads_per_threadgroup.x + 100 * dispatch_threads_per_threadgroup.y;
+    y[at + 4] = threadgroups_per_grid.x + 100 * threadgroups_per_grid.y;
+    y[at + 5] = grid_size.x + 100 * grid_size.y;
+    y[at + 6] = thread_index_in_threadgroup;
+    y[at + 7] = thread_index_in_simdgroup;
+    y[at + 8] = simdgroup_index_in_threadgroup;
+    y[at + 9] = simdgroups_per_threadgroup;
+    y[at + 10] = threads_per_simdgroup + thread_execution_width + grid_origin.x;
+    y[at + 11] = dispatch_simdgroups_per_threadgroup;
+"""
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_built_in_values_at_the_edges_of_the_grid(seed):
+    """20 x 7 threads in groups of 8 x 5: the last group of a row is 4 wide, of a column 2 high."""
+    kernel = metal_kernel("builtins", [], ["y"], BUILTINS)
+    with settings(seed=seed) as runs:
+        y = kernel(
+            inputs=[], output_shapes=[(7, 20, 12)], output_dtypes=[np.int32], grid=(20, 7, 1), threadgroup=(8, 5, 1)
+        )[0]
+    assert runs[0].threadgroups == 6
+    for row in range(7):
+        for column in range(20):
+            (gx, gy), (tx, ty) = (column // 8, row // 5), (column % 8, row % 5)
+            width, height = min(8, 20 - 8 * gx), min(5, 7 - 5 * gy)
+            index = tx + width * ty
+            expected = [tx + 100 * ty, gx + 100 * gy, width + 100 * height, 508, 203, 720]
+            expected += [index, index % 32, index // 32, -(-width * height // 32), 64, 2]
+            assert y[row, column].tolist() == expected
+
+
+def test_a_threadgroup_larger_than_the_grid_shrinks():
+    kernel = metal_kernel("shrinks", [], ["y"], "y[thread_position_in_grid.x] = dispatch_threads_per_threadgroup.x;")
+    arguments = {"inputs": [], "output_shapes": [(5,)], "output_dtypes": [np.int32]}
+    assert kernel(**arguments, grid=(5, 1, 1), threadgroup=(256, 1, 1))[0].tolist() == [5] * 5
