@@ -20,6 +20,9 @@ if os.environ.get("KVPOOL_CORE") == "model":
 else:
     from kvpool import Plan, Pool
 
+# What somebody has built on this machine changes nothing here; test_mlx_native.py builds its own.
+os.environ.setdefault("KVPOOL_MLX_NATIVE", "0")
+
 ALL_FORMATS = (
     "block_tables",
     "seq_lens",

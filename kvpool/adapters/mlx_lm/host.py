@@ -190,8 +190,8 @@ class PagedKV:
     A step stays pending while a forward pass goes through the layers and is declared done when the last layer
     has stored its keys and values. From then on a finished sequence's blocks may be given to another one.
 
-    With eager kernels a call has run when it returns, so what is left is the last layer's attention. Nothing comes between:
-    it is next on the same thread, and `PagedKeys` refuse once the batch has moved on.
+    With eager kernels a call has run when it returns, so what is left is the last layer's attention. Nothing comes
+    between: it is next on the same thread, and `PagedKeys` refuse once the batch has moved on.
 
     Without kernels the layers have *built* their writes and reads, and MLX may run them later, while the blocks
     have another owner. That is sound because MLX arrays are values. The pass's gathers refer to the version of

@@ -153,8 +153,10 @@ class NativeBackend(KernelBackend):
         seq_lens = _ints("attend", "seq_lens", plan.seq_lens, 1)
         cu_q_lens = _ints("attend", "cu_q_lens", plan.cu_q_lens, 1)
         slots = plan.slot_mapping if with_slots else None
-        step = self._step(slots, tables, seq_lens, cu_q_lens)
-        # Plain `ArrayPlan` fields are there for `read`.
+        if len(cu_q_lens) == len(seq_lens) + 1:
+            step = self._step(slots, tables, seq_lens, cu_q_lens)
+        else:  # good for writes and for `read`; `attend` refuses it
+            step = self._step(slots)
         return NativePlan(
             tables, seq_lens, cu_q_lens, np.asarray(slots), step=step, longest=int(seq_lens.max(initial=0))
         )
