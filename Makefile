@@ -4,7 +4,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-golden-full test-long lint bench bench-gates build debug sanitize clean
+.PHONY: help demo test test-metal test-golden-full test-long native lint bench bench-gates build debug sanitize clean
 MAKEFLAGS += --no-print-directory
 unexport KVPOOL_CORE  # left set, it would have the plain Python model tested in place of the core
 
@@ -25,6 +25,9 @@ test: lint  ## set everything up, check style and types, run the tests
 	@echo "==> running the tests"
 	$(PYTEST) $(PYTEST_ARGS)
 
+test-metal: $(VENV)/built $(VENV)/test  ## the tests of the Metal kernels, with 2,000 launches more
+	KVPOOL_METAL_LAUNCHES=2000 $(PYTEST) --timeout 3600 tests/test_metal_*.py tests/test_msl_*.py $(PYTEST_ARGS)
+
 test-golden-full: $(VENV)/built $(VENV)/test  ## replay the full traces in the folder KVPOOL_TRACES
 	KVPOOL_REPLAY_FULL=1 $(PYTEST) tests/test_replay.py $(PYTEST_ARGS)
 
@@ -44,6 +47,9 @@ bench-gates: $(VENV)/built $(VENV)/test  ## the same, failing when a target is m
 
 build: $(VENV)/built  ## compile the core in place
 
+native: $(VENV)/built $(VENV)/demo  ## compile the extension that writes in MLX's memory, for the MLX in .venv
+	$(PY) -m kvpool_backends.mlx.native build
+
 debug: $(VENV)/made  ## compile the core in place with every check on; make build goes back
 	@rm -f $(VENV)/built
 	KVPOOL_DEBUG=1 $(PY) setup.py -q build_ext --inplace
@@ -54,7 +60,8 @@ sanitize: $(VENV)/test  ## the core's tests under AddressSanitizer and Undefined
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 $(PYTEST) $(PYTEST_ARGS) \
 		--ignore tests/test_packaging.py --ignore tests/test_import_cost.py --ignore tests/test_stubs.py \
-		--ignore tests/test_make.py --ignore tests/test_demo.py --ignore-glob '*mlx*'
+		--ignore tests/test_make.py --ignore tests/test_demo.py --ignore-glob '*mlx*' \
+		--ignore-glob '*metal*' --ignore-glob '*msl*'
 	@$(MAKE) build
 
 clean:  ## remove everything that make has made

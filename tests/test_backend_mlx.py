@@ -75,6 +75,20 @@ def test_a_write_while_a_read_is_outstanding_is_counted_as_a_copy():
     assert backend.pool_copies == backend.memory().pool_copies == 2
 
 
+def test_copies_by_mlx_are_said_once_however_many(caplog):
+    backend = plain(SPEC, 8)
+    arrays = one_row(backend, 1)
+    assert backend.settle() == 0 and not caplog.records
+    for step in range(3):
+        outstanding = backend.read(0, arrays)
+        backend.write_tokens(0, *tokens(step), arrays)
+        assert backend.settle() == 2
+        del outstanding
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "MLX has copied 2 of 4 pool arrays" in record.getMessage() and "not said again" in record.getMessage()
+
+
 def test_copying_blocks_moves_their_tokens_and_not_the_pool(make):
     """Many blocks, so that a copy which writes while its reads still run would be found out."""
     backend, many = make(SPEC, 4001), 2000

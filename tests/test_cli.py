@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -56,7 +57,7 @@ def test_help_lists_exactly_the_commands_that_exist(capsys):
     assert listed == ["demo", "replay", "plan", "doctor", "bench"]
 
 
-@pytest.mark.parametrize("command", ["demo", "replay", "plan", "doctor", "bench attention"])
+@pytest.mark.parametrize("command", ["demo", "replay", "plan", "doctor", "bench attention", "bench metal"])
 def test_command_help_names_json_and_exits_zero(capsys, command):
     with pytest.raises(SystemExit) as exit_info:
         main([*command.split(), "--help"])
@@ -160,7 +161,7 @@ def test_doctor_json_tells_versions_backends_and_memory(capsys):
 def test_doctor_text_is_short_and_aligned(capsys):
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) < 20
+    assert len(lines) < 22
     starts = {line[: line.index("  ")] for line in lines}
     assert {"Python", "kvpool", "core", "numpy", "mlx", "Metal", "memory", "backend numpy"} <= starts
 
@@ -207,16 +208,55 @@ def test_doctor_without_cpu_kernels_says_why_and_still_succeeds(capsys, monkeypa
     assert any(line.startswith("CPU kernels ") and "  no: " in line for line in lines)
 
 
-@pytest.mark.parametrize("reason", [None, "MLX computes on Device(gpu, 0)"])
-def test_doctor_tells_the_route_of_the_mlx_backend(capsys, monkeypatch, reason):
+@pytest.mark.parametrize(
+    ("reason", "has_metal", "route", "said"),
+    [
+        (None, False, "kernels", "CPU kernels"),
+        ("MLX computes on Device(gpu, 0)", False, "plain", "MLX computes on Device(gpu, 0)"),
+        ("MLX computes on Device(gpu, 0)", True, "metal", "Metal kernels"),
+    ],
+)
+def test_doctor_tells_the_route_of_the_mlx_backend(capsys, monkeypatch, reason, has_metal, route, said):
     backend = pytest.importorskip("kvpool_backends.mlx.backend")
     monkeypatch.setattr(backend, "kernels_refusal", lambda: reason)
+    monkeypatch.setattr(backend, "has_metal", lambda: has_metal)
     assert main(["doctor", "--json"]) == 0
-    route = json.loads(capsys.readouterr().out)["mlx_route"]
-    assert route == {"route": "plain" if reason else "kernels", "reason": reason}
+    assert json.loads(capsys.readouterr().out)["mlx_route"] == {"route": route, "reason": reason}
     assert main(["doctor"]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("mlx computes by"))
-    assert (reason or "CPU kernels") in line
+    assert said in line
+
+
+def test_doctor_runs_the_metal_kernels_and_tells_what_went_wrong(capsys, monkeypatch, engine):
+    mx = pytest.importorskip("mlx.core")
+    from kvpool.cli import doctor
+
+    factory = engine.factory(0)
+    monkeypatch.setattr(mx, "stream", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(mx.fast, "metal_kernel", factory)
+    assert doctor.metal_kernels_failure() is None
+    monkeypatch.setattr(mx.fast, "metal_kernel", lambda **description: factory(**description | {"source": "error;"}))
+    failure = doctor.metal_kernels_failure()
+    assert failure and "error" in failure
+    for kernels, said in ((None, "compiled and run"), (failure, "NO: ")):
+        (_, text) = doctor.metal_rows({"available": True, "device": "some GPU", "kernels": kernels})[1]
+        assert text.startswith(said)
+
+
+def test_doctor_tells_of_metal_kernels_and_the_extension(capsys, monkeypatch):
+    mx = pytest.importorskip("mlx.core")
+    from kvpool_backends.mlx import native
+
+    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
+    for active in (False, True):
+        found = {"active": active, "built": active, "why": "" if active else "not built, see", "folder": "/there"}
+        monkeypatch.setattr(native, "status", lambda found=found: found)
+        assert main(["doctor"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        (extension,) = [line for line in lines if line.startswith("mlx extension")]
+        assert ("in use, /there" if active else "not in use: not built") in extension
+        (kernels,) = [line for line in lines if line.startswith("Metal kernels")]
+        assert kernels.endswith("no: no Metal device; they run in the tests only")
 
 
 @pytest.mark.parametrize(

@@ -192,8 +192,9 @@ def test_the_route_is_chosen_by_device_and_kernels_and_can_be_forced(monkeypatch
         MLXBackend(SPEC, 4, kernels=True)
 
 
-def test_on_a_gpu_the_plain_route_is_taken(monkeypatch):
+def test_on_a_gpu_without_metal_the_plain_route_is_taken(monkeypatch):
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
     assert MLXBackend(SPEC, 4).route == "plain"
     with pytest.raises(BackendUnavailable, match="MLX computes on"):
         MLXBackend(SPEC, 4, kernels=True)

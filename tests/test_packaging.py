@@ -115,7 +115,7 @@ def test_wheel_holds_the_packages_and_what_embedding_needs(wheel_names, source_t
     places = {"kvpool": "kvpool", "kvpool_backends": "kvpool_backends", "metal": "kvpool_backends/metal"}
     for folder, place in places.items():
         for path in (source_tree / folder).rglob("*"):
-            if path.suffix in (".py", ".pyi", ".pyx", ".pxd", ".metal", ".h") or path.name == "py.typed":
+            if path.suffix in (".py", ".pyi", ".pyx", ".pxd", ".metal", ".h", ".cpp") or path.name == "py.typed":
                 expected.add(f"{place}/{path.relative_to(source_tree / folder)}")
     assert "kvpool/__init__.pxd" in expected and "kvpool_backends/metal/__init__.py" in expected
     assert expected - wheel_names == set()
@@ -189,8 +189,18 @@ def test_wheel_declares_the_command_and_the_backends(site):
 
 
 def test_metal_sources_are_found_from_the_wheel(site):
-    code = 'from importlib.resources import files; print(files("kvpool_backends.metal").joinpath("__init__.py"))'
-    assert Path(in_environment(site, code, "-I")).is_relative_to(site)
+    code = 'from importlib.resources import files; print(files("kvpool_backends.metal").joinpath("kv_layout.h"))'
+    found = Path(in_environment(site, code, "-I"))
+    assert found.is_relative_to(site)
+    assert found.read_text() == (ROOT / "metal" / "kv_layout.h").read_text()
+
+
+def test_the_wheel_has_what_the_mlx_extension_is_built_from(site):
+    """The sources, and the header of the CPU kernels that they include."""
+    for place in ("mlx/native/*.cpp", "mlx/native/*.h", "cpu/kernels/*.h"):
+        place = f"kvpool_backends/{place}"
+        expected = {path.name: path.read_text() for path in ROOT.glob(place)}
+        assert expected and {path.name: path.read_text() for path in site.glob(place)} == expected
 
 
 @pytest.mark.parametrize("origin", ["wheel", "get_include"])

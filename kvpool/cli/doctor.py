@@ -46,6 +46,7 @@ def collect() -> dict[str, Any]:
         "cpu": cpu_facts(),
         "mlx_route": mlx_route(),
         "metal": metal_facts(),
+        "mlx_native": mlx_native_facts(),
         "memory": memory_facts(),
     }
 
@@ -100,24 +101,55 @@ def cpu_facts() -> dict[str, Any]:
 
 
 def mlx_route() -> dict[str, str | None] | None:
-    """Return which way the mlx backend computes here, and why not by the kernels; None if it does not work."""
+    """Return which way the mlx backend computes here, and why not by the CPU kernels; None if it does not work."""
     try:
-        from kvpool_backends.mlx.backend import kernels_refusal
+        from kvpool_backends.mlx.backend import has_metal, kernels_refusal
     except ImportError:
         return None
     reason = kernels_refusal()
-    return {"route": "kernels" if reason is None else "plain", "reason": reason}
+    return {"route": "kernels" if reason is None else "metal" if has_metal() else "plain", "reason": reason}
 
 
 def metal_facts() -> dict[str, Any]:
-    """Return whether MLX can use Metal, on which device, and if not, why."""
+    """Return whether MLX can use Metal, on which device, whether the kernels run there, and if not, why."""
     try:
         import mlx.core as mx
     except ImportError as exc:
-        return {"available": False, "reason": f"mlx does not import ({exc})"}
+        return {"available": False, "reason": f"mlx does not import ({exc})", "kernels": None}
     if not mx.metal.is_available():
-        return {"available": False, "reason": "this build of MLX has no Metal device, it computes on the CPU"}
-    return {"available": True, "device": str(mx.device_info().get("device_name", "unknown"))}
+        return {
+            "available": False,
+            "reason": "this build of MLX has no Metal device, it computes on the CPU",
+            "kernels": "no Metal device; they run in the tests only",
+        }
+    device = str(mx.device_info().get("device_name", "unknown"))
+    return {"available": True, "device": device, "kernels": metal_kernels_failure()}
+
+
+def metal_kernels_failure() -> str | None:
+    """Run the Metal kernels on a few blocks; return what went wrong, None if nothing did."""
+    import mlx.core as mx
+
+    from kvpool.config import KVSpec
+    from kvpool.protocol import BatchShape
+    from kvpool_backends.mlx.metal import MetalBackend
+
+    try:
+        with mx.stream(mx.gpu):
+            backend = MetalBackend(KVSpec(1, 2, 64, "float16", 16), 2)
+            backend.warmup([BatchShape(2, 2, 64, 8)])
+    except Exception as exc:  # a compiler's message, mostly
+        return f"{type(exc).__name__}: {exc}"
+    return None
+
+
+def mlx_native_facts() -> dict[str, Any] | None:
+    """Return what there is of the extension that writes in place; None if the mlx backend does not work."""
+    try:
+        from kvpool_backends.mlx.native import status
+    except ImportError:
+        return None
+    return status()
 
 
 def memory_facts() -> dict[str, int]:
@@ -141,7 +173,8 @@ def describe(facts: dict[str, Any]) -> str:
         *((f"backend {name}", reason or "works") for name, reason in facts["backends"].items()),
         *mlx_rows(facts["mlx_route"]),
         *cpu_rows(cpu),
-        ("Metal", f"yes, {metal['device']}" if metal["available"] else f"no: {metal['reason']}"),
+        *metal_rows(metal),
+        *native_rows(facts["mlx_native"]),
         (
             "memory",
             f"{format_nbytes(memory['available_nbytes'])} available"
@@ -175,5 +208,28 @@ def mlx_rows(route: dict[str, str | None] | None) -> list[tuple[str, str]]:
     """Return the line of the mlx backend's route, none where the backend does not work."""
     if route is None:
         return []
-    how = "the CPU kernels on MLX's memory" if route["reason"] is None else f"plain MLX: {route['reason']}"
-    return [("mlx computes by", how)]
+    how = {
+        "kernels": "the CPU kernels on MLX's memory",
+        "metal": "the Metal kernels on MLX's memory",
+        "plain": f"plain MLX: {route['reason']}",
+    }
+    return [("mlx computes by", how[str(route["route"])])]
+
+
+def metal_rows(metal: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the lines of the GPU and its kernels; of the latter none where MLX is missing."""
+    if not metal["available"]:
+        kernels = [("Metal kernels", f"no: {metal['kernels']}")] if metal["kernels"] else []
+        return [("Metal", f"no: {metal['reason']}"), *kernels]
+    failure = metal["kernels"]
+    return [
+        ("Metal", f"yes, {metal['device']}"),
+        ("Metal kernels", "compiled and run" if failure is None else f"NO: {failure}"),
+    ]
+
+
+def native_rows(native: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Return the line of the extension that writes in place."""
+    if native is None:
+        return []
+    return [("mlx extension", f"in use, {native['folder']}" if native["active"] else f"not in use: {native['why']}")]

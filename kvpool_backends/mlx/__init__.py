@@ -1,8 +1,9 @@
 """The MLX backend: MLX owns the pool's memory.
 
-Where MLX computes on the CPU, the kernels of `kvpool_backends.cpu` work on that memory in place (`kernels`); elsewhere
-writes are scatters and reads are gathers for MLX's own attention (`plain`). `MLXBackend` takes the one that fits. With
-an extension that is compiled where it is used, the kernels become nodes of MLX's graph (`native`).
+Where MLX computes on the CPU, the kernels of `kvpool_backends.cpu` work on that memory in place (`kernels`); on a GPU
+those of `kvpool_backends.metal` attend over it (`metal`); elsewhere writes are scatters and reads are gathers for MLX's
+own attention (`plain`). `MLXBackend` takes the one that fits. With an extension that is compiled where it is used,
+writes become nodes of MLX's graph that never copy the pool (`native`).
 """
 
 from kvpool.errors import BackendUnavailable

@@ -1,6 +1,9 @@
-"""`MLXBackend`: the backend protocol on memory that MLX owns, by one of two routes.
+"""`MLXBackend`: the backend protocol on memory that MLX owns, by one of three routes.
 
 The route is chosen when a backend is made:
+
+- *metal* (`kvpool_backends.mlx.metal`): where MLX computes on a GPU with Metal. Attention by kernels of Metal,
+  straight over the pool, all of it lazy. Layout "NHD", every layout with the native extension.
 
 - *kernels* (`kvpool_backends.mlx.kernels`): where MLX computes on the CPU. The CPU kernels work on the pool in
   place, at once, and MLX itself never computes with it. All layouts, all options of attention. Where the extension
@@ -8,13 +11,13 @@ The route is chosen when a backend is made:
 - *plain* (`kvpool_backends.mlx.plain`): on every device that MLX has. Writes are scatters, reads are gathers for
   MLX's own attention, all of it lazy. Layout "NHD".
 
-This module has what both share.
+This module has what they share.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -23,6 +26,9 @@ from kvpool.config import KVSpec
 from kvpool.errors import BackendUnavailable
 from kvpool.protocol import Capabilities
 from kvpool_backends.mlx.storage import DTYPES, PoolMemory
+
+if TYPE_CHECKING:
+    from kvpool_backends.mlx.metal_kernels import Factory
 
 
 class MemoryReport(NamedTuple):
@@ -37,7 +43,7 @@ class MemoryReport(NamedTuple):
 class MLXBackend:
     """KV storage in MLX's memory. Implements `kvpool.protocol.KVBackend`, see there for each method.
 
-    Calling it makes a `KernelBackend` or a `PlainBackend`.
+    Calling it makes a `MetalBackend`, a `KernelBackend` or a `PlainBackend`.
 
     Parameters
     ----------
@@ -46,14 +52,18 @@ class MLXBackend:
     num_blocks : int
         Blocks of every layer, allocated here, never grown.
     kernels : bool, optional
-        Take the kernel route or not. By default it is taken if `kernels_refusal` has nothing against it.
+        Take a route with kernels, those of Metal or those of the CPU, or not. By default one is taken if there is one
+        for this device and, with Metal, for this spec.
     native : bool, optional
-        Take the kernel route with lazy calls, or not. By default it is taken if its extension was built here and
-        fits (`kvpool_backends.mlx.native`).
+        Use the extension that writes in place (`kvpool_backends.mlx.native`), or not. By default it is used if it was
+        built here and fits. On the CPU its calls are lazy, with Metal they never copy the pool.
+    metal_kernel : callable, optional
+        Take the Metal route with kernels built by this, which has the interface of ``mx.fast.metal_kernel``: for
+        tests, where there is no Metal.
 
     Attributes
     ----------
-    route : {"kernels", "plain"}
+    route : {"metal", "kernels", "plain"}
     is_eager : bool
         Whether every call is through when it returns. If not, a step has to be evaluated.
     is_in_place : bool
@@ -76,29 +86,25 @@ class MLXBackend:
     _pool: PoolMemory
 
     def __new__(
-        cls, spec: KVSpec, num_blocks: int, *, kernels: bool | None = None, native: bool | None = None
+        cls,
+        spec: KVSpec,
+        num_blocks: int,
+        *,
+        kernels: bool | None = None,
+        native: bool | None = None,
+        metal_kernel: Factory | None = None,
     ) -> MLXBackend:
-        if cls is not MLXBackend:
-            return super().__new__(cls)
-        refusal = kernels_refusal() if kernels in (None, True) else "kernels=False"
-        if refusal and (kernels or native):
-            wanted = "kernels" if kernels else "native"
-            raise BackendUnavailable(f"[MLXBackend] {wanted}=True, but {refusal}")
-        if refusal:
-            from kvpool_backends.mlx.plain import PlainBackend
-
-            return super().__new__(PlainBackend)
-        from kvpool_backends.mlx.kernels import KernelBackend
-        from kvpool_backends.mlx.native import load
-
-        if native or (native is None and load() is not None):
-            from kvpool_backends.mlx.native.backend import NativeBackend
-
-            return super().__new__(NativeBackend)
-        return super().__new__(KernelBackend)
+        route = cls if cls is not MLXBackend else _choose(spec, kernels, native, metal_kernel)
+        return super().__new__(route)
 
     def __init__(
-        self, spec: KVSpec, num_blocks: int, *, kernels: bool | None = None, native: bool | None = None
+        self,
+        spec: KVSpec,
+        num_blocks: int,
+        *,
+        kernels: bool | None = None,
+        native: bool | None = None,
+        metal_kernel: Factory | None = None,
     ) -> None:
         refusal = self.capabilities().refusal(spec)
         if refusal:
@@ -110,6 +116,7 @@ class MLXBackend:
         self.spec = spec
         self.num_blocks = num_blocks
         self.dtype = DTYPES[spec.dtype]
+        self._metal_kernel = metal_kernel
         self._allocate()
 
     def _allocate(self) -> None:
@@ -157,7 +164,7 @@ class MLXBackend:
             self.pool_copies,
         )
 
-    # -------------------------------------------------------------------------------- for the two routes
+    # -------------------------------------------------------------------------------- for the routes
 
     def _ids(self, call: str, blocks: Sequence[int] | np.ndarray) -> np.ndarray:
         """Block ids as an int array ``[n]``, checked."""
@@ -179,6 +186,27 @@ class MLXBackend:
         if not 0 <= layer < self.spec.num_layers:
             raise IndexError(f"[{call}] layer is {layer}, the model has 0 .. {self.spec.num_layers - 1}")
 
+    def _query_heads(self, q: mx.array) -> int:
+        """Hq of the queries of an `attend`, checked."""
+        spec = self.spec
+        num_heads = q.shape[1] if q.ndim == 3 else 0
+        if not num_heads or num_heads % spec.num_kv_heads or q.shape[2] != spec.head_dim:
+            raise ValueError(
+                f"[attend] q has shape {q.shape}, it must be [T, Hq, {spec.head_dim}] with Hq a multiple of "
+                f"{spec.num_kv_heads} KV heads"
+            )
+        return int(num_heads)
+
+    def _used_tables(self, tables: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
+        """`tables` up to the longest context, checked, with 0 for entries past a row's own."""
+        width = -(-int(seq_lens.max(initial=0)) // self.spec.block_size)
+        used = np.arange(width) < -(-seq_lens[:, None] // self.spec.block_size)
+        if width > tables.shape[1]:
+            raise ValueError(f"[attend] a context needs {width} blocks, the table holds {tables.shape[1]}")
+        tables = np.where(used, tables[:, :width], 0)
+        self._check_ids("attend", tables)
+        return tables
+
     def _gathered_tokens(self, ids: np.ndarray, num_tokens: int | None) -> int:
         """How many tokens a `gather` of `ids` gives, checked."""
         capacity = len(ids) * self.spec.block_size
@@ -188,8 +216,59 @@ class MLXBackend:
         return count
 
 
+def _choose(
+    spec: KVSpec, kernels: bool | None, native: bool | None, metal_kernel: Factory | None
+) -> type[MLXBackend]:
+    """The class of the route that `MLXBackend` takes with these arguments. Imports no other."""
+    from kvpool_backends.mlx.native import load
+
+    def with_native() -> bool:
+        return bool(native) or (native is None and load() is not None)
+
+    refusal: str | None = "kernels=False"
+    if kernels is not False and (metal_kernel is not None or has_metal()):
+        route = _metal_route(with_native())
+        refusal = None if metal_kernel is not None else route.capabilities().refusal(spec)
+        if refusal is None:
+            return route
+    elif kernels is not False:
+        refusal = kernels_refusal()
+        if refusal is None:
+            return _cpu_route(with_native())
+    if kernels or native:
+        raise BackendUnavailable(f"[MLXBackend] {'kernels' if kernels else 'native'}=True, but {refusal}")
+    from kvpool_backends.mlx.plain import PlainBackend
+
+    return PlainBackend
+
+
+def _metal_route(native: bool) -> type[MLXBackend]:
+    if native:
+        from kvpool_backends.mlx.native.metal_backend import NativeMetalBackend
+
+        return NativeMetalBackend
+    from kvpool_backends.mlx.metal import MetalBackend
+
+    return MetalBackend
+
+
+def _cpu_route(native: bool) -> type[MLXBackend]:
+    if native:
+        from kvpool_backends.mlx.native.backend import NativeBackend
+
+        return NativeBackend
+    from kvpool_backends.mlx.kernels import KernelBackend
+
+    return KernelBackend
+
+
+def has_metal() -> bool:
+    """Whether MLX computes on a GPU with Metal."""
+    return bool(mx.default_device() == mx.gpu and mx.metal.is_available())
+
+
 def kernels_refusal() -> str | None:
-    """Why the kernel route cannot be taken here and now; None when it can."""
+    """Why the CPU kernels cannot be taken here and now; None when they can."""
     if mx.default_device() != mx.cpu:
         return f"MLX computes on {mx.default_device()}"
     try:

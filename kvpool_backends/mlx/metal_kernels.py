@@ -173,23 +173,40 @@ def attention_step(
 ) -> AttentionStep:
     """Bring a work list and options to the device, once for all layers; `work` was planned with their window."""
     options = options or AttentionOptions()
-    mask = options.mask
-    if mask is not None:
-        mask = mask if mask.ndim == 3 else mask[:, None]
-        mask = np.where(mask, np.float32(0), np.float32(-np.inf)) if mask.dtype == np.bool_ else mask
-    return AttentionStep(
+    step = AttentionStep(
         work.tiles,
         work.direct,
         mx.array(work.items),
         mx.array(work.parts),
         tables,
         mx.array([scale, options.soft_cap or 0.0], mx.float32),
-        NO_WINDOW if options.window is None else options.window,
-        mx.zeros((1,)) if options.alibi_slopes is None else mx.array(options.alibi_slopes),
-        mx.zeros((1,)) if options.sinks is None else mx.array(options.sinks),
-        mx.zeros((1, 1, 1)) if mask is None else mx.array(mask),
+        NO_WINDOW if options.window is None else min(options.window, NO_WINDOW),
+        mx.zeros((1,)),
+        mx.zeros((1,)),
+        mx.zeros((1, 1, 1)),
         options.features,
     )
+    return with_arrays(step, options)
+
+
+def with_arrays(step: AttentionStep, options: AttentionOptions) -> AttentionStep:
+    """The same step with the slopes, sinks and mask of `options`, in which nothing else may differ."""
+    if options.alibi_slopes is None and options.sinks is None and options.mask is None:
+        return step
+    mask = options.mask
+    if mask is not None:
+        mask = mask if mask.ndim == 3 else mask[:, None]
+        mask = np.where(mask, np.float32(0), np.float32(-np.inf)) if mask.dtype == np.bool_ else mask
+    return step._replace(
+        slopes=step.slopes if options.alibi_slopes is None else _uploaded(options.alibi_slopes),
+        sinks=step.sinks if options.sinks is None else _uploaded(options.sinks),
+        mask=step.mask if mask is None else _uploaded(mask),
+        features=options.features,
+    )
+
+
+def _uploaded(x: np.ndarray) -> mx.array:
+    return mx.array(np.ascontiguousarray(x))  # MLX takes no negative strides
 
 
 class MetalKernels:

@@ -92,13 +92,7 @@ class PlainBackend(MLXBackend):
         q = mx.array(q)
         cu = np.asarray(plan.cu_q_lens, np.int64)
         seq_lens = np.asarray(plan.seq_lens, np.int64)
-        num_tokens, num_heads = q.shape[0], q.shape[1] if q.ndim == 3 else 0
-        if not num_heads or num_heads % self.spec.num_kv_heads:
-            raise ValueError(
-                f"[attend] q has shape {q.shape}, it must be [T, Hq, D] with Hq a multiple of "
-                f"{self.spec.num_kv_heads} KV heads"
-            )
-        self._check_shape("attend", "q", q, (num_tokens, num_heads, self.spec.head_dim))
+        num_tokens, num_heads = q.shape[0], self._query_heads(q)
         q_lens = np.diff(cu)
         if cu[-1] > num_tokens or (q_lens < 0).any() or (q_lens > seq_lens).any():
             raise ValueError(f"[attend] cu_q_lens {cu.tolist()} do not fit {num_tokens} query tokens")
@@ -107,7 +101,7 @@ class PlainBackend(MLXBackend):
         rows = np.flatnonzero(q_lens)
         if not len(rows):
             return mx.zeros((num_tokens, num_heads, self.spec.value_head_dim), q.dtype)
-        tables = self._tables(np.asarray(plan.block_tables)[rows], seq_lens[rows])
+        tables = _int32(self._used_tables(np.asarray(plan.block_tables)[rows], seq_lens[rows]))
         arrays = self._arrays(np.zeros(0, np.int32), seq_lens[rows], tables)
         return self._attend(layer, q, arrays, cu[rows], q_lens[rows], seq_lens[rows], scale, options)
 
@@ -255,11 +249,9 @@ class PlainBackend(MLXBackend):
 
     def warmup(self, shapes: Iterable[BatchShape]) -> None:
         """Run each shape once on zeros, so that MLX has built its kernels. Changes no block."""
-        heads, k_dim = self.spec.num_kv_heads, self.spec.head_dim
         for shape in shapes:
             longest = -(-shape.num_tokens // max(1, shape.num_rows))
             context = shape.table_width * self.spec.block_size
-            dtype = DTYPES[self.spec.dtype]
             arrays = StepArrays(
                 mx.zeros((shape.num_tokens,), mx.int32),
                 mx.zeros((shape.num_tokens,), mx.int32),
@@ -267,12 +259,20 @@ class PlainBackend(MLXBackend):
                 context,
                 mx.ones((shape.num_rows, context), mx.bool_),
             )
-            scratch = mx.zeros((1, self.spec.block_size, heads, k_dim), dtype)
-            scratch[arrays.blocks, arrays.offsets] = mx.zeros((shape.num_tokens, heads, k_dim), dtype)
             k, v = self.read(0, arrays)
-            q = mx.zeros((shape.num_rows, shape.num_q_heads, longest, k_dim), dtype)
+            q = mx.zeros((shape.num_rows, shape.num_q_heads, longest, self.spec.head_dim), self.dtype)
             mask = mx.ones((shape.num_rows, 1, longest, context), mx.bool_)
-            mx.eval(scratch, mx.fast.scaled_dot_product_attention(q, k, v, scale=1.0, mask=mask))
+            self._warm_write(shape.num_tokens)
+            mx.eval(mx.fast.scaled_dot_product_attention(q, k, v, scale=1.0, mask=mask))
+
+    def _warm_write(self, num_tokens: int) -> None:
+        """Run a scatter as `write` does, into an array of its own."""
+        spec = self.spec
+        where = mx.zeros((num_tokens,), mx.int32)
+        for _, dim in spec.planes:
+            scratch = mx.zeros((1, spec.block_size, spec.num_kv_heads, dim), self.dtype)
+            scratch[where, where] = mx.zeros((num_tokens, spec.num_kv_heads, dim), self.dtype)
+            mx.eval(scratch)
 
     # --------------------------------------------------------------------------------------------- memory
 
@@ -289,16 +289,6 @@ class PlainBackend(MLXBackend):
 
     def _head_dims(self) -> tuple[int, int]:
         return self.spec.head_dim, self.spec.value_head_dim
-
-    def _tables(self, tables: np.ndarray, seq_lens: np.ndarray) -> mx.array:
-        """`tables` with padding that may be gathered: entries past a row's context become block 0."""
-        width = -(-int(seq_lens.max(initial=0)) // self.spec.block_size)
-        used = np.arange(width) < -(-seq_lens[:, None] // self.spec.block_size)
-        if width > tables.shape[1]:
-            raise ValueError(f"[attend] a context needs {width} blocks, the table holds {tables.shape[1]}")
-        tables = np.where(used, tables[:, :width], 0)
-        self._check_ids("attend", tables)
-        return _int32(tables)
 
     @staticmethod
     def _check_shape(call: str, name: str, x: mx.array, shape: tuple[int, ...]) -> None:

@@ -14,8 +14,9 @@ Every layer of the model shares one `kvpool.Pool`: a prompt of 100 tokens takes 
 not once per layer. ``copy.deepcopy`` of a cache (mlx-lm's prompt cache does it on every hit) is a fork that
 copies no KV, dropping a cache returns its blocks.
 
-Where there are kernels (MLX on a CPU), models of the Llama, Qwen, Mistral, Gemma and gpt-oss families attend straight
-over the blocks; others, and all models elsewhere, gather each context for MLX's own attention. ``kv.route`` says which.
+Models of the Llama, Qwen, Mistral, Gemma and gpt-oss families attend straight over the blocks, by the kernels of Metal
+or of the CPU; others, and all models where there are no kernels, gather each context for MLX's own attention.
+``kv.route`` says which.
 
 Two options of mlx-lm's engines do not go with paged caches. ``max_kv_size``, on a model that has no ``make_cache`` of
 its own, is a ValueError when the caches are made (other models ignore it, here as there). ``kv_bits`` is a ValueError

@@ -96,10 +96,11 @@ def install(
         Attend straight over the pool (True), or gather every context for mlx-lm's own attention (False). By default
         the first, if there are kernels for it and the model is one of `attention_hook.KNOWN`. See `PagedKV.route`.
     kernels : bool, optional
-        Of `kvpool_backends.mlx.MLXBackend`; by default they are used where MLX computes on the CPU.
+        Of `kvpool_backends.mlx.MLXBackend`; by default they are used: those of Metal, or those of the CPU.
     overlap : bool
-        Without kernels: build a step while the one before still runs, though MLX then copies the pool's arrays to
-        write to them. By default each step waits for the one before, and writes are in place, as always with kernels.
+        Where MLX scatters (without kernels, or on a GPU without the extension): build a step while the one before still
+        runs, though MLX then copies the pool's arrays to write to them. By default each step waits for the one before,
+        and writes are in place, as they always are elsewhere.
     strict : bool
         Refuse releases of mlx-lm that this adapter was not tested with.
 
@@ -141,7 +142,7 @@ def _choose_route(callers: Sequence[Caller | None], backend: Any, fused: bool | 
     """Where to hook attention, or nowhere and why."""
     why = "fused=False"
     if fused is not False:
-        if backend.route != "kernels":
+        if backend.route == "plain":
             why = "the backend runs without kernels"
         elif mlx_lm.__version__ not in SUPPORTED_VERSIONS:
             why = f"mlx-lm {mlx_lm.__version__} is not one of {', '.join(SUPPORTED_VERSIONS)}"
@@ -193,13 +194,13 @@ class PagedKV:
     With eager kernels a call has run when it returns, so what is left is the last layer's attention. Nothing comes
     between: it is next on the same thread, and `PagedKeys` refuse once the batch has moved on.
 
-    Without kernels the layers have *built* their writes and reads, and MLX may run them later, while the blocks
-    have another owner. That is sound because MLX arrays are values. The pass's gathers refer to the version of
-    the pool array that its own writes made. Whoever writes next, on any stream and in any order of evaluation,
-    makes a new version; MLX lets it have the old one's buffer only if nobody refers to the old version any more,
-    and copies otherwise. So no later write can reach an earlier read. And no earlier write can hit a later
-    owner's data: each write takes the newest version as input, so versions form one chain in the order in which
-    the pool was stepped.
+    Where writes are scatters (without kernels, or with those of Metal), the layers have *built* their writes and
+    reads, and MLX may run them later, while the blocks have another owner. That is sound because MLX arrays are
+    values. The pass's reads refer to the version of the pool array that its own writes made. Whoever writes next,
+    on any stream and in any order of evaluation, makes a new version; MLX lets it have the old one's buffer only if
+    nobody refers to the old version any more, and copies otherwise. So no later write can reach an earlier read.
+    And no earlier write can hit a later owner's data: each write takes the newest version as input, so versions
+    form one chain in the order in which the pool was stepped.
 
     With lazy kernels (`kvpool_backends.mlx.native`) arrays of the pool are no values: a write changes what every
     version shows. There reads are links of that chain as well, so that all of it runs in the order in which it was

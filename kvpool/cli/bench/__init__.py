@@ -1,5 +1,5 @@
 """Measure this machine: kernels beside the yardsticks that limit them."""
 
-from kvpool.cli.bench import attention
+from kvpool.cli.bench import attention, metal
 
-COMMANDS = {"attention": attention}
+COMMANDS = {"attention": attention, "metal": metal}

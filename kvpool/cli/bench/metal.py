@@ -1,0 +1,323 @@
+"""Decode with the Metal kernels: beside MLX's attention on dense K and V, on gathered ones, and a copy of the bytes.
+
+A run is many layers, each with memory of its own, built lazily and evaluated at once, as a model does it: so neither
+the cost of a launch nor a cache decides. Contestants run in turns (`measure`); what is printed are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from kvpool.cli.bench import settings as options
+from kvpool.cli.bench.measure import Contestant, race
+from kvpool.cli.bench.rows import tokens
+from kvpool.cli.console import CommandError, progress, whole
+from kvpool.config import DTYPES, KVSpec
+
+LAYERS_MIN, LAYERS_MAX = 4, 32
+RUN_NBYTES = 2**28  # of K and V that the layers of a run have together, if they may be as many: more than caches hold
+TOLERANCE = 0.02  # between results, as a share of the largest; both are rounded to 16 bits
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is to be measured; `groups` are query heads per KV head."""
+
+    dtypes: tuple[str, ...] = ("float16",)
+    block_sizes: tuple[int, ...] = (8, 16, 32)
+    batches: tuple[int, ...] = (1, 8, 64)
+    contexts: tuple[int, ...] = (1024, 8192, 65536)
+    groups: tuple[int, ...] = (1, 4, 8, 16)
+    num_q_heads: int = 32
+    head_dim: int = 128
+    repetitions: int = 7
+    memory_nbytes: int = 2**33
+    seed: int = 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """One size: `nbytes` of K and V in each of `layers` layers."""
+
+    dtype: str
+    batch: int
+    context: int
+    group: int
+    num_kv_heads: int
+    nbytes: int
+    layers: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.dtype} {self.batch} x {tokens(self.context)}, {self.group} query heads per KV head"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Median seconds of a layer: kernels on blocks of `block_size`, MLX's attention on dense and on gathered K, V."""
+
+    dtype: str
+    batch: int
+    context: int
+    group: int
+    layers: int
+    nbytes: int
+    block_size: int
+    paged: float
+    dense: float
+    gathered: float
+    copy: float
+    is_complete: bool
+
+    @property
+    def rate(self) -> float:
+        """GB/s of K and V."""
+        return self.nbytes / self.paged / 1e9
+
+    @property
+    def copy_rate(self) -> float:
+        """GB/s that a copy reads and writes."""
+        return 2 * self.nbytes / self.copy / 1e9
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options; lists read like those of ``kvpool bench attention``."""
+    for name, default, text in (
+        ("dtype", "float16", "element types of the cache"),
+        ("block-size", "8,16,32", "tokens per block"),
+        ("batch", "1,8,64", "sequences per call"),
+        ("context", "1k,8k,64k", "tokens of each sequence"),
+        ("group", "1,4,8,16", "query heads per KV head"),
+    ):
+        parser.add_argument(f"--{name}", metavar="A,B,...", default=default, help=f"{text} (default: %(default)s)")
+    for name, default, text in (
+        ("heads", "32", "query heads"),
+        ("head-dim", "128", "elements per head"),
+        ("repetitions", "7", "rounds that have to count"),
+        ("max-memory", "auto", "leave out what needs more, such as 8GiB; auto: half of what is available"),
+        ("seed", "1", "of tables and contents"),
+    ):
+        parser.add_argument(f"--{name}", metavar="N", default=default, help=f"{text} (default: %(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, and print what was found."""
+    wanted = settings(args)
+    device = metal_device()
+    import mlx.core as mx
+
+    found, left_out = measure(wanted, mx.fast.metal_kernel, quiet=args.json)
+    if args.json:
+        rows = [asdict(row) | {"gb_per_s": row.rate, "copy_gb_per_s": row.copy_rate} for row in found]
+        print(json.dumps({"device": device, "settings": asdict(wanted), "rows": rows, "left_out": left_out}, indent=2))
+    else:
+        print(report(device, wanted, found, left_out))
+    return 0
+
+
+def settings(args: argparse.Namespace) -> Settings:
+    """Return what the arguments ask for."""
+    num_q_heads = whole("--heads", args.heads)
+    groups = options.numbers("--group", args.group)
+    for group in groups:
+        if num_q_heads % group:
+            raise CommandError(f"--group {group}: {num_q_heads} query heads are no multiple of it")
+    return Settings(
+        dtypes=options.some("--dtype", args.dtype, tuple(DTYPES)),
+        block_sizes=options.numbers("--block-size", args.block_size),
+        batches=options.numbers("--batch", args.batch),
+        contexts=options.numbers("--context", args.context),
+        groups=groups,
+        num_q_heads=num_q_heads,
+        head_dim=whole("--head-dim", args.head_dim),
+        repetitions=whole("--repetitions", args.repetitions),
+        memory_nbytes=options.memory_nbytes(args.max_memory),
+        seed=whole("--seed", args.seed, least=0),
+    )
+
+
+def metal_device() -> str:
+    """Return the name of the GPU, or refuse."""
+    try:
+        import mlx.core as mx
+    except ImportError as exc:
+        raise CommandError(f"mlx does not import ({exc})") from None
+    if not mx.metal.is_available():
+        raise CommandError("MLX has no Metal device here: its kernels are measured on a Mac")
+    return str(mx.device_info().get("device_name", "unknown"))
+
+
+def measure(wanted: Settings, factory: Callable[..., Any], quiet: bool) -> tuple[list[Row], list[str]]:
+    """Return the rows, and what was left out and why; `factory` is ``mx.fast.metal_kernel`` or stands in for it."""
+    all_cases = cases(wanted)
+    found: list[Row] = []
+    left_out: list[str] = []
+    with progress(len(all_cases), quiet) as say:
+        for case in all_cases:
+            say(case.name)
+            needed = 2 * case.nbytes * case.layers  # with what a copy makes; gathered contexts are no more
+            if needed > wanted.memory_nbytes:
+                left_out.append(f"{case.name}: more than --max-memory")
+                continue
+            try:
+                found += case_rows(wanted, case, factory)
+            except ValueError as exc:
+                raise CommandError(str(exc)) from None
+    return found, left_out
+
+
+def cases(wanted: Settings) -> list[Case]:
+    """All sizes, with as many layers as make a run long enough."""
+    made = []
+    for dtype, group, batch, context in product(wanted.dtypes, wanted.groups, wanted.batches, wanted.contexts):
+        kv_heads = wanted.num_q_heads // group
+        room = -(-context // max(wanted.block_sizes)) * max(wanted.block_sizes)
+        nbytes = 2 * batch * room * kv_heads * wanted.head_dim * (4 if dtype == "float32" else 2)
+        layers = min(LAYERS_MAX, max(LAYERS_MIN, -(-RUN_NBYTES // nbytes)))
+        made.append(Case(dtype, batch, context, group, kv_heads, nbytes, layers))
+    return made
+
+
+def case_rows(wanted: Settings, case: Case, factory: Callable[..., Any]) -> Iterator[Row]:
+    """Measure one size. All contestants read the same memory, each in its own order."""
+    import mlx.core as mx
+
+    from kvpool_backends.mlx.storage import DTYPES as ELEMENTS
+
+    mx.random.seed(wanted.seed)
+    dtype, dim = ELEMENTS[case.dtype], wanted.head_dim
+    count = case.nbytes // 2 // dtype.size
+    layers = [[mx.random.normal((count,)).astype(dtype) for _ in "kv"] for _ in range(case.layers)]
+    queries = [mx.random.normal((case.batch, wanted.num_q_heads, dim)).astype(dtype) for _ in layers]
+    mx.eval(layers, queries)
+
+    def dense() -> list[Any]:
+        shape = (case.batch, case.num_kv_heads, -1, dim)
+        contexts = [[x.reshape(shape)[:, :, : case.context] for x in planes] for planes in layers]
+        return [attention(q, k, v) for q, (k, v) in zip(queries, contexts, strict=True)]
+
+    paged = {size: Paged(wanted, case, size, factory) for size in wanted.block_sizes}
+    gathered = paged[min(paged, key=lambda size: abs(size - 16))]
+    check(gathered, queries[0], layers[0])
+    one = mx.array(1, dtype)
+    contestants = [
+        contestant("dense", dense, case.layers),
+        contestant("gathered", lambda: map(gathered.gather_and_attend, queries, layers), case.layers),
+        *(
+            contestant(str(size), lambda it=it: map(it.attend, queries, layers), case.layers)  # type: ignore[misc]
+            for size, it in paged.items()
+        ),
+    ]
+    copy = contestant("copy", lambda: [x + one for planes in layers for x in planes], case.layers)
+    result = race(copy, contestants, wanted.repetitions)
+    if not result.timings:
+        return
+    medians = {name: timing.median for name, timing in result.timings.items()}
+    for size in wanted.block_sizes:
+        yield Row(
+            dtype=case.dtype,
+            batch=case.batch,
+            context=case.context,
+            group=case.group,
+            layers=case.layers,
+            nbytes=case.nbytes,
+            block_size=size,
+            paged=medians[str(size)],
+            dense=medians["dense"],
+            gathered=medians["gathered"],
+            copy=result.yardstick.median,
+            is_complete=result.is_complete,
+        )
+
+
+def contestant(name: str, build: Callable[[], Any], layers: int) -> Contestant:
+    """What evaluates all that `build` makes, at once."""
+    import mlx.core as mx
+
+    return Contestant(name, lambda: mx.eval(list(build())), calls=layers)
+
+
+def attention(q: Any, k: Any, v: Any) -> Any:
+    """MLX's own for q ``[B, Hq, D]``, k and v ``[B, Hk, C, D]``."""
+    import mlx.core as mx
+
+    return mx.fast.scaled_dot_product_attention(q[:, :, None], k, v, scale=q.shape[-1] ** -0.5)[:, :, 0]
+
+
+class Paged:
+    """The kernels on contexts whose blocks lie at random in memory that they fill."""
+
+    def __init__(self, wanted: Settings, case: Case, block_size: int, factory: Callable[..., Any]) -> None:
+        import mlx.core as mx
+
+        from kvpool_backends.mlx.metal_kernels import MetalKernels, attention_step, head_tiles, plan_attention
+
+        self.spec = KVSpec(1, case.num_kv_heads, wanted.head_dim, case.dtype, block_size)
+        self.context = case.context
+        width = -(-case.context // block_size)
+        self.num_blocks = case.batch * width
+        self.kernels = MetalKernels(self.spec, self.num_blocks, factory)
+        blocks = np.random.default_rng(wanted.seed).permutation(self.num_blocks)
+        self.tables = mx.array(blocks.astype(np.int32).reshape(case.batch, width))
+        lengths = np.full(case.batch, case.context)
+        self.seq_lens = mx.array(lengths.astype(np.int32))
+        work = plan_attention(
+            lengths,
+            np.arange(case.batch + 1),
+            case.batch,
+            block_size=block_size,
+            tiles=head_tiles(case.group, wanted.head_dim, 1),
+        )
+        self.step = attention_step(work, self.tables, wanted.head_dim**-0.5)
+
+    def pools(self, planes: Any) -> list[Any]:
+        """The memory of a layer as a pool."""
+        spec = self.spec
+        shape = (self.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+        return [x[: int(np.prod(shape))].reshape(shape) for x in planes]
+
+    def attend(self, q: Any, planes: Any) -> Any:
+        """Straight over the pool."""
+        k_pool, v_pool = self.pools(planes)
+        return self.kernels.attend(0, q, k_pool, v_pool, self.step)
+
+    def gather_and_attend(self, q: Any, planes: Any) -> Any:
+        """MLX's attention on contexts that were gathered."""
+        k, v = (
+            self.kernels.gather(0, plane, pool, self.tables, self.seq_lens, self.context)
+            for plane, pool in zip("kv", self.pools(planes), strict=True)
+        )
+        return attention(q, k, v)
+
+
+def check(paged: Paged, q: Any, planes: Any) -> None:
+    """Refuse times of kernels that compute something else than MLX does on the same blocks."""
+    import mlx.core as mx
+
+    ours, theirs = paged.attend(q, planes).astype(mx.float32), paged.gather_and_attend(q, planes).astype(mx.float32)
+    error = float(mx.abs(ours - theirs).max() / mx.abs(theirs).max())
+    if not error <= TOLERANCE:
+        raise CommandError(f"a result is wrong by {error:.2g} of its size, its time means nothing")
+
+
+def report(device: str, wanted: Settings, rows: list[Row], left_out: list[str]) -> str:
+    """Return the table."""
+    lines = [
+        f"{device}, {wanted.num_q_heads} query heads of {wanted.head_dim}; medians of one layer, us",
+        f"{'dtype':9}{'group':>6}{'batch':>6}{'context':>8}{'block':>6}{'paged':>9}{'dense':>9}{'gathered':>9}"
+        f"{'GB/s':>7}{'copy':>7}",
+    ]
+    for row in rows:
+        times = "".join(f"{seconds * 1e6:9.0f}" for seconds in (row.paged, row.dense, row.gathered))
+        lines.append(
+            f"{row.dtype:9}{row.group:6}{row.batch:6}{tokens(row.context):>8}{row.block_size:6}{times}"
+            f"{row.rate:7.0f}{row.copy_rate:7.0f}{'' if row.is_complete else '  disturbed'}"
+        )
+    return "\n".join([*lines, *(f"left out: {text}" for text in left_out)])

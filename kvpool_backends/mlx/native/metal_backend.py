@@ -1,0 +1,52 @@
+"""`NativeMetalBackend`: the Metal route with writes in place, by the extension."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import numpy as np
+
+from kvpool.config import LAYOUTS
+from kvpool.protocol import ArrayPlan, Capabilities
+from kvpool_backends.mlx.backend import has_metal
+from kvpool_backends.mlx.metal import MetalAttention, metal_capabilities
+from kvpool_backends.mlx.native.backend import NativeBackend
+from kvpool_backends.mlx.native.metal import metal_texts
+from kvpool_backends.mlx.native.pool import InPlacePool
+
+
+class NativeMetalBackend(MetalAttention, NativeBackend):  # type: ignore[misc]  # a step is another class on each route
+    """`MetalBackend` whose writes are nodes that store into the pool: it is never copied, and takes every layout.
+
+    Tokens and blocks are moved by the kernels of `kvpool_backends.metal` where MLX computes on a GPU, by those of the
+    CPU elsewhere. What works on whole blocks waits for the device and works on its memory, which is the host's too.
+    """
+
+    def _allocate(self) -> None:
+        super()._allocate()
+        if has_metal():
+            self._lazy = InPlacePool(
+                self._module,
+                self.spec,
+                self.num_blocks,
+                self._pool,
+                isa=self._store.isa,
+                on_gpu=True,
+                metal=metal_texts(self._module, self.spec),
+            )
+
+    @staticmethod
+    def capabilities() -> Capabilities:
+        """What this backend accepts."""
+        return metal_capabilities(LAYOUTS)
+
+    def _on_pool(self, layer: int, kernel: Callable[..., list[mx.array]]) -> list[mx.array]:
+        # Planes that share an array come as one.
+        return list(self._lazy.read(layer, lambda *arrays: kernel(arrays[0], arrays[-1])))
+
+    def _warm_write(self, num_tokens: int) -> None:
+        """Write tokens of nobody."""
+        k, v = (mx.zeros((num_tokens, self.spec.num_kv_heads, dim), self.dtype) for _, dim in self.spec.planes)
+        self.write(0, k, v, ArrayPlan(slot_mapping=np.full(num_tokens, -1)))
+        self._lazy.wait()

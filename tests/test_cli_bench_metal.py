@@ -1,0 +1,75 @@
+"""`kvpool bench metal`: its code runs here with Metal on a CPU; what it says there about time means nothing."""
+
+import json
+
+import mlx.core as mx
+import pytest
+
+from kvpool.cli import main
+from kvpool.cli.bench import metal
+from kvpool.cli.console import CommandError
+
+TINY = ["--batch", "1,2", "--context", "40", "--group", "2,4", "--heads", "4", "--head-dim", "32", "--repetitions", "2"]
+BLOCKS = ["--block-size", "8,16"]
+
+
+@pytest.fixture
+def fake(monkeypatch, engine):
+    monkeypatch.setattr(metal, "metal_device", lambda: "no GPU")
+    monkeypatch.setattr(mx.fast, "metal_kernel", engine.factory(0))
+    monkeypatch.setattr(metal, "LAYERS_MAX", 2)
+    monkeypatch.setattr(metal, "LAYERS_MIN", 2)
+
+
+def test_every_case_and_block_size_has_a_row(fake, capsys):
+    assert main(["bench", "metal", *TINY, *BLOCKS, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = found["rows"]
+    sizes = [(row["group"], row["batch"], row["context"], row["block_size"]) for row in rows]
+    assert sizes == [(g, b, 40, s) for g in (2, 4) for b in (1, 2) for s in (8, 16)]
+    for row in rows:
+        assert row["nbytes"] == 2 * row["batch"] * 48 * (4 // row["group"]) * 32 * 2
+        assert min(row[name] for name in ("paged", "dense", "gathered", "copy", "gb_per_s", "copy_gb_per_s")) > 0
+    assert found["left_out"] == []
+
+
+def test_the_table_has_a_line_for_each_row_and_names_what_is_left_out(fake, capsys):
+    assert main(["bench", "metal", *TINY, *BLOCKS, "--dtype", "float16,bfloat16", "--max-memory", "90000"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "no GPU" in lines[0] and lines[1].split() == [
+        *("dtype", "group", "batch", "context", "block", "paged", "dense", "gathered", "GB/s", "copy")
+    ]
+    out = [line for line in lines if line.startswith("left out")]
+    assert out == [
+        f"left out: {dtype} 2 x 40, 2 query heads per KV head: more than --max-memory"
+        for dtype in ("float16", "bfloat16")
+    ]
+    assert len(lines) == 2 + 2 * (8 - 2) + 2
+
+
+def test_a_wrong_result_has_no_time(fake, monkeypatch, capsys):
+    monkeypatch.setattr(metal.Paged, "attend", lambda self, q, planes: q)
+    assert main(["bench", "metal", *TINY]) == 2
+    assert "a result is wrong" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--group", "3"], "--group 3: 32 query heads are no multiple of it"),
+        (["--block-size", "12"], "block_size is 12, it must be a multiple of 8"),
+        (["--dtype", "int8"], "--dtype int8: there are"),
+    ],
+)
+def test_bad_values_are_named(fake, capsys, options, said):
+    assert main(["bench", "metal", "--batch", "1", "--context", "16", *options]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_without_metal_it_says_so_in_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
+    assert main(["bench", "metal"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err == "kvpool bench metal: MLX has no Metal device here: its kernels are measured on a Mac\n"
+    with pytest.raises(CommandError):
+        metal.metal_device()
