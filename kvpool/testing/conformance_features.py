@@ -348,8 +348,12 @@ def _bad_options(features: tuple[str, ...]) -> list[tuple[str, type[Exception], 
     bad: list[tuple[str, type[Exception], Any]] = [("a dict of options", TypeError, {"window": 4})]
     for name, value in fitting.items():
         if name not in features:
-            bad.append((f"{name}, which the backend lacks", ValueError, AttentionOptions(**{name: value})))
+            bad.append((f"{name}, which the backend lacks", ValueError, _option(name, value)))
     for name, value in wrong:
         if name in features:
-            bad.append((f"{name} of shape {value.shape}", ValueError, AttentionOptions(**{name: value})))
+            bad.append((f"{name} of shape {value.shape}", ValueError, _option(name, value)))
     return bad
+
+
+def _option(name: str, value: Any) -> AttentionOptions:
+    return AttentionOptions(**{name: value})

@@ -50,7 +50,7 @@ class CPUBackend:
             raise TypeError(f"[CPUBackend] spec must be a KVSpec, got {type(spec).__name__}")
         self.spec = spec
         self.num_blocks = checked_int("CPUBackend", "num_blocks", num_blocks)
-        arrays = zeroed(base_shapes(spec, self.num_blocks), _STORED[spec.dtype])
+        arrays = zeroed(base_shapes(spec, self.num_blocks), _STORED[spec.dtype], "CPUBackend")
         self.store = BlockStore(spec, self.num_blocks, arrays, isa=isa, num_threads=num_threads)
 
     @staticmethod

@@ -14,7 +14,7 @@ _HUGE_PAGE_NBYTES = 2 * 2**20
 _PAGE_NBYTES = 4096
 
 
-def zeroed(shapes: Sequence[tuple[int, ...]], dtype: Any) -> list[np.ndarray]:
+def zeroed(shapes: Sequence[tuple[int, ...]], dtype: Any, call: str = "zeroed") -> list[np.ndarray]:
     """Arrays of zeros, each from the start of a page on, in one mapping that asks for huge pages.
 
     The system hands out the pages when they are first written. Two things make this faster than `numpy.zeros` for
@@ -24,7 +24,7 @@ def zeroed(shapes: Sequence[tuple[int, ...]], dtype: Any) -> list[np.ndarray]:
     Raises
     ------
     MemoryError
-        The system has not that much address space.
+        ``[call] ...``: the system has not that much address space.
     """
     dtype = np.dtype(dtype)
     begins, end = [], 0
@@ -35,7 +35,7 @@ def zeroed(shapes: Sequence[tuple[int, ...]], dtype: Any) -> list[np.ndarray]:
     try:
         memory = mmap.mmap(-1, end + _HUGE_PAGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
-        raise MemoryError(f"[zeroed] no memory for {end} bytes ({error})") from error
+        raise MemoryError(f"[{call}] no memory for {end} bytes ({error})") from error
     if hasattr(mmap, "MADV_HUGEPAGE") and end >= _HUGE_PAGE_NBYTES:
         with suppress(OSError):  # a kernel without huge pages: slower, nothing else
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -1,8 +1,8 @@
 /* A call of attention as items of work for the threads.
  *
- * What is computed for a row, and in which order it is added up, follows from that row alone, never from the batch or the
- * threads: a row of few queries is cut into parts at multiples of PART tokens of its context, a longer one into tiles of
- * queries. Threads only choose who does an item, so results do not depend on them, bit for bit.
+ * What is computed for a row, and in which order it is added up, follows from that row alone, never from the batch
+ * or the threads: a row of few queries is cut into parts at multiples of PART tokens of its context, a longer one
+ * into tiles of queries. Threads only choose who does an item, so results do not depend on them, bit for bit.
  */
 #include "isa.h"
 
@@ -10,7 +10,8 @@
 #include <string.h>
 
 enum {
-    PART = 512,         /* tokens: enough to forget the start of a part over, few enough to share one sequence among cores */
+    /* tokens: enough to forget the start of a part over, few enough to share one sequence among cores */
+    PART = 512,
     DECODE_QUERIES = 8, /* rows with more queries than this are chunks: there is reuse enough for a matrix product */
 };
 
@@ -26,7 +27,9 @@ typedef struct {
     int64_t nbytes;        /* of all of them */
 } kv_plan_of_work;
 
-static int64_t row_queries(const kv_attention *call, int64_t row) { return call->cu_q_lens[row + 1] - call->cu_q_lens[row]; }
+static int64_t row_queries(const kv_attention *call, int64_t row) {
+    return call->cu_q_lens[row + 1] - call->cu_q_lens[row];
+}
 
 /* The first token that any query of the row sees. */
 static int64_t row_begin(const kv_attention *call, int64_t row) {
@@ -117,7 +120,8 @@ static void do_part(kv_plan_of_work *plan, int64_t row, int64_t index, float *sc
 static void do_chunk_tile(kv_plan_of_work *plan, int64_t row, int64_t index, float *scratch) {
     const kv_attention *call = plan->call;
     const int64_t queries = row_queries(call, row), tile = plan->isa->chunk_queries(call);
-    const int64_t tiles = (queries + tile - 1) / tile, first = (tiles - 1 - index % tiles) * tile; /* the longest first */
+    /* the longest first */
+    const int64_t tiles = (queries + tile - 1) / tile, first = (tiles - 1 - index % tiles) * tile;
     const int64_t count = queries - first < tile ? queries - first : tile;
     plan->isa->chunk_tile(call, row, index / tiles, first, count, scratch);
 }

@@ -1,10 +1,10 @@
 /* Attention of a few queries over a long context, part by part (FlashDecoding: Dao et al. 2023).
  *
- * A part goes tile by tile, a tile KV head by KV head: its K meets all queries of the head, their weights are made (online
- * softmax: Milakov & Gimelshein 2018), its V is summed up. K and V come from memory once. What holds a decode up is the
- * memory's latency, and the hardware's own prefetchers lose track at every block. So each of these phases fetches what the
- * next one reads, row for row at the pace of its own reading: K's the V of the same tokens, V's the K of the next head or
- * tile. Row for row, because a burst would fill the buffers that loads wait for.
+ * A part goes tile by tile, a tile KV head by KV head: its K meets all queries of the head, their weights are made
+ * (online softmax: Milakov & Gimelshein 2018), its V is summed up. K and V come from memory once. What holds a
+ * decode up is the memory's latency, and the hardware's own prefetchers lose track at every block. So each of these
+ * phases fetches what the next one reads, row for row at the pace of its own reading: K's the V of the same tokens,
+ * V's the K of the next head or tile. Row for row, because a burst would fill the buffers that loads wait for.
  *
  * The queries of a KV head, those of its group of heads for each token of the window, are called its lanes:
  * lane = token * group + head in group. All arrays below go by KV head, then lane.
@@ -36,7 +36,8 @@ static int64_t partial_floats(const kv_attention *call, int64_t num_queries) {
 static int64_t decode_scratch_floats(const kv_attention *call, int64_t num_queries) {
     const int64_t num_lanes = num_queries * call->num_q_heads, lanes = num_lanes / call->layer->num_kv_heads;
     const int64_t v_padded = padded(call->layer->v.dim);
-    return partial_floats(call, num_queries) + num_lanes * padded(call->layer->k.dim) + lanes * TILE + whole_lines(lanes) + v_padded;
+    return partial_floats(call, num_queries) + num_lanes * padded(call->layer->k.dim) + lanes * TILE
+        + whole_lines(lanes) + v_padded;
 }
 
 static void decoding_set_state(decoding *run, float *state) {
@@ -76,7 +77,8 @@ static void decoding_load_queries(decoding *run) {
     const int64_t dim = call->layer->k.dim, size = kv_itemsize(q->dtype);
     memset(run->q, 0, (size_t)(run->num_lanes * run->k_padded) * sizeof(float));
     for (int64_t lane = 0; lane < run->num_lanes; lane++) {
-        const char *from = q->base + (lane_token(run, lane) * q->token_stride + lane_head(run, lane) * q->head_stride) * size;
+        const char *from = q->base
+            + (lane_token(run, lane) * q->token_stride + lane_head(run, lane) * q->head_stride) * size;
         float *to = run->q + lane * run->k_padded;
         for (int64_t d = 0; d < dim; d += VL) {
             const int64_t n = dim - d < VL ? dim - d : VL;
@@ -92,7 +94,8 @@ static void decoding_load_queries(decoding *run) {
 /* All of a head's lanes against the tile; meanwhile the same head of `ahead` is fetched. */
 KV_INLINE void head_scores_as(kv_dtype dtype, decoding *run, const kv_tile *tile, int64_t head) {
     const kv_plane *k = &run->call->layer->k, *v = &run->call->layer->v;
-    const int64_t offset = head * k->head_stride * kv_itemsize(dtype), ahead_offset = head * v->head_stride * kv_itemsize(dtype);
+    const int64_t offset = head * k->head_stride * kv_itemsize(dtype);
+    const int64_t ahead_offset = head * v->head_stride * kv_itemsize(dtype);
     const int64_t step = run->k_padded;
     for (int64_t t = 0; t < tile->count; t += 4) {
         const float *q = run->q + head * run->lanes * step;
@@ -123,10 +126,12 @@ static void lane_features(const decoding *run, const kv_tile *tile, int64_t lane
     const int64_t token = lane_token(run, lane), head = lane_head(run, lane);
     const int64_t position = call->seq_lens[run->row] - call->cu_q_lens[run->row + 1] + token;
     const int64_t begin = call->window > position ? 0 : position - call->window + 1;
-    const float *mask = call->mask == NULL ? NULL : call->mask + token * call->mask_token_stride + head * call->mask_head_stride;
+    const float *mask = call->mask == NULL ? NULL : call->mask + token * call->mask_token_stride
+        + head * call->mask_head_stride;
     /* In the tile's own numbers, which fit 32 bits. */
     const int32_t from = begin > tile->first ? (int32_t)(begin - tile->first < TILE ? begin - tile->first : TILE) : 0;
-    const int32_t to = position - tile->first < tile->count ? (int32_t)(position - tile->first + 1) : (int32_t)tile->count;
+    const int32_t to = position - tile->first < tile->count ? (int32_t)(position - tile->first + 1)
+        : (int32_t)tile->count;
     const float distance = (float)(tile->first - position);
     for (int32_t t = 0; t < TILE; t += VL) {
         const vi at = v_lanes() + t;
@@ -200,11 +205,13 @@ KV_INLINE void lanes_values(kv_dtype dtype, const int rows, decoding *run, const
 #endif
     for (; d + PAIR <= dim; d += PAIR)
         weigh(dtype, rows, 1, 0, tokens, count, offset, d, stride, weights, decay, acc, ahead, ahead_offset);
-    if (d < dim) weigh(dtype, rows, 1, dim - d, tokens, count, offset, d, stride, weights, decay, acc, ahead, ahead_offset);
+    if (d < dim)
+        weigh(dtype, rows, 1, dim - d, tokens, count, offset, d, stride, weights, decay, acc, ahead, ahead_offset);
 }
 
 /* Sums up the tile's values of a head; meanwhile the keys at `ahead` are fetched, those that are used next. */
-KV_INLINE void head_values_as(kv_dtype dtype, decoding *run, const kv_tile *tile, int64_t head, const char *const *ahead,
+KV_INLINE void head_values_as(kv_dtype dtype, decoding *run, const kv_tile *tile, int64_t head,
+                              const char *const *ahead,
                               int64_t ahead_offset) {
     const char *used[TILE], *const *tokens = tile->v;
     const int64_t count = tile->count;
@@ -223,7 +230,8 @@ KV_INLINE void head_values_as(kv_dtype dtype, decoding *run, const kv_tile *tile
     }
 }
 
-static void head_values(decoding *run, const kv_tile *tile, int64_t head, const char *const *ahead, int64_t ahead_offset) {
+static void head_values(decoding *run, const kv_tile *tile, int64_t head, const char *const *ahead,
+                        int64_t ahead_offset) {
     switch (run->call->layer->dtype) {
     case KV_F32: head_values_as(KV_F32, run, tile, head, ahead, ahead_offset); break;
     case KV_F16: head_values_as(KV_F16, run, tile, head, ahead, ahead_offset); break;
@@ -254,7 +262,8 @@ static void lane_finish(const decoding *run, int64_t lane, float largest, float 
     }
 }
 
-static void decode_part(const kv_attention *call, int64_t row, int64_t begin, int64_t end, float *scratch, float *partial) {
+static void decode_part(const kv_attention *call, int64_t row, int64_t begin, int64_t end, float *scratch,
+                        float *partial) {
     decoding run = decoding_of(call, row, scratch);
     const kv_layer *layer = call->layer;
     const int64_t k_head_step = layer->k.head_stride * kv_itemsize(layer->dtype);
@@ -286,7 +295,8 @@ static void decode_part(const kv_attention *call, int64_t row, int64_t begin, in
             lane_finish(&run, lane, run.largest[lane], run.sum[lane], run.acc + lane * run.v_padded);
 }
 
-static void decode_merge(const kv_attention *call, int64_t row, const float *partials, int64_t num_partials, float *scratch) {
+static void decode_merge(const kv_attention *call, int64_t row, const float *partials, int64_t num_partials,
+                         float *scratch) {
     decoding run = decoding_of(call, row, scratch);
     const int64_t step = partial_floats(call, run.num_queries);
     for (int64_t lane = 0; lane < run.num_lanes; lane++) {
@@ -297,7 +307,8 @@ static void decode_merge(const kv_attention *call, int64_t row, const float *par
             if (found > largest) largest = found;
         }
         for (int64_t i = 0; i < num_partials; i++) {
-            const float *part = partials + i * step, *more = part + 2 * whole_lines(run.num_lanes) + lane * run.v_padded;
+            const float *part = partials + i * step;
+            const float *more = part + 2 * whole_lines(run.num_lanes) + lane * run.v_padded;
             const float part_sum = part[whole_lines(run.num_lanes) + lane];
             if (part_sum == 0) continue; /* nothing of it is seen */
             const float factor = expf(part[lane] - largest);

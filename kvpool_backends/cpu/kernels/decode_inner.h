@@ -1,7 +1,8 @@
 /* The two inner loops of decode, on registers: scores of a few tokens against a few queries, and weighted sums of V.
  *
  * Elements go in pairs of vectors: for bfloat16 the even and the odd ones of 2 * VL (one shift, one mask: no shuffle),
- * else the first and the second VL. Queries are stored in that order, results come out in it; a dot product does not mind.
+ * else the first and the second VL. Queries are stored in that order, results come out in it; a dot product does not
+ * mind.
  */
 #if defined(KV_SIMD_AVX512) || defined(KV_SIMD_NEON)
 enum { PAIR = 2 * VL, LANES = 4 }; /* queries at once: 4 * LANES sums must stay in registers, and here are 32 */
@@ -55,7 +56,8 @@ KV_INLINE void fetch(const char *vector, int64_t d, int count, int64_t size) {
 }
 
 /* scores[r * TILE + t] = q[r] . k[t] for 4 tokens t and `rows` <= 4 queries r; `offset` is the head's. */
-KV_INLINE void scores_of_4(kv_dtype dtype, const int rows, const char *const *tokens, int64_t offset, int64_t dim, const float *q,
+KV_INLINE void scores_of_4(kv_dtype dtype, const int rows, const char *const *tokens, int64_t offset, int64_t dim,
+                           const float *q,
                            float *scores, const char *const *ahead, int64_t ahead_offset) {
     const char *const k[4] = {tokens[0] + offset, tokens[1] + offset, tokens[2] + offset, tokens[3] + offset};
     const int64_t size = kv_itemsize(dtype), stride = padded(dim), whole = dim / PAIR * PAIR;
@@ -92,9 +94,10 @@ KV_INLINE void scores_of_4(kv_dtype dtype, const int rows, const char *const *to
 }
 
 /* For `rows` <= 4 queries: acc[r] = decay[r] * acc[r] + sum over the tile's tokens of weights[r * TILE + t] * v[t], for
- * the `pairs` (1 or 2) pairs of elements from d on; the last one has `tail` elements if that is not 0. The sum begins at
- * 0: so the error grows with the number of tiles plus the length of one. */
-KV_INLINE void weigh(kv_dtype dtype, const int rows, const int pairs, int64_t tail, const char *const *tokens, int64_t count,
+ * the `pairs` (1 or 2) pairs of elements from d on; the last one has `tail` elements if that is not 0. The sum
+ * begins at 0: so the error grows with the number of tiles plus the length of one. */
+KV_INLINE void weigh(kv_dtype dtype, const int rows, const int pairs, int64_t tail, const char *const *tokens,
+                     int64_t count,
                      int64_t offset, int64_t d, int64_t stride, const float *weights, const float *decay, float *acc,
                      const char *const *ahead, int64_t ahead_offset) {
     const int64_t size = kv_itemsize(dtype);
@@ -104,7 +107,8 @@ KV_INLINE void weigh(kv_dtype dtype, const int rows, const int pairs, int64_t ta
         if (ahead != NULL) fetch(ahead[t] + ahead_offset, d, pairs * PAIR, size);
         vpair value[2];
         KV_UNROLL
-        for (int i = 0; i < pairs; i++) value[i] = tail == 0 ? pair_load(dtype, v + i * PAIR * size) : pair_load_n(dtype, v, tail);
+        for (int i = 0; i < pairs; i++) value[i] = tail == 0 ? pair_load(dtype, v + i * PAIR * size)
+            : pair_load_n(dtype, v, tail);
         KV_UNROLL
         for (int r = 0; r < rows; r++) {
             const vf weight = v_set(weights[r * TILE + t]);

@@ -12,12 +12,14 @@ struct kv_isa {
      * goes to `partial` (partial_floats of them), or, when that is NULL, finished to `call->out`. */
     int64_t (*decode_scratch_floats)(const kv_attention *call, int64_t num_queries);
     int64_t (*partial_floats)(const kv_attention *call, int64_t num_queries);
-    void (*decode_part)(const kv_attention *call, int64_t row, int64_t begin, int64_t end, float *scratch, float *partial);
+    void (*decode_part)(const kv_attention *call, int64_t row, int64_t begin, int64_t end, float *scratch,
+                        float *partial);
     /* Combines partials, which lie one after the other, in order, and writes the row's part of `call->out`. */
-    void (*decode_merge)(const kv_attention *call, int64_t row, const float *partials, int64_t num_partials, float *scratch);
+    void (*decode_merge)(const kv_attention *call, int64_t row, const float *partials, int64_t num_partials,
+                         float *scratch);
 
-    /* Tiles of queries of long chunks (chunk.h). A tile is queries [first_query, first_query + num_queries) of `row` for
-     * all query heads of `kv_head`; first_query is a multiple of chunk_queries, num_queries at most that. */
+    /* Tiles of queries of long chunks (chunk.h). A tile is queries [first_query, first_query + num_queries) of `row`
+     * for all query heads of `kv_head`; first_query is a multiple of chunk_queries, num_queries at most that. */
     int64_t (*chunk_queries)(const kv_attention *call);
     int64_t (*chunk_scratch_floats)(const kv_attention *call);
     void (*chunk_tile)(const kv_attention *call, int64_t row, int64_t kv_head, int64_t first_query, int64_t num_queries,

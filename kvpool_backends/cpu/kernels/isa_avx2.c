@@ -14,7 +14,8 @@
 static int is_supported_avx2(void) {
     unsigned a, b, c = 0, d;
     __builtin_cpu_init(); /* and it asks whether the operating system saves the registers */
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __get_cpuid(1, &a, &b, &c, &d)
+        && (c & bit_F16C);
 }
 
 #if defined(__clang__)

@@ -54,28 +54,34 @@ typedef struct {
 /* Bytes that kv_attend wants as scratch for this call: at most proportional to the batch, never to the pool. */
 typedef struct kv_isa kv_isa;
 int64_t kv_attend_scratch_nbytes(const kv_isa *isa, const kv_attention *call, int num_threads);
-void kv_attend(const kv_isa *isa, const kv_attention *call, void *scratch, int num_threads); /* scratch 64-byte aligned */
+/* scratch 64-byte aligned */
+void kv_attend(const kv_isa *isa, const kv_attention *call, void *scratch, int num_threads);
 
 /* slots[t] = block * block_size + offset, negative: skip. */
 void kv_write(const kv_isa *isa, const kv_layer *layer, const kv_tokens *k, const kv_tokens *v, const int64_t *slots,
               int64_t num_tokens, int num_threads);
 /* copies: [num_copies, 3] rows of (src, dst, num_tokens); no dst is a src. */
-void kv_copy_blocks(const kv_layer *layers, int64_t num_layers, const int64_t *copies, int64_t num_copies, int num_threads);
+void kv_copy_blocks(const kv_layer *layers, int64_t num_layers, const int64_t *copies, int64_t num_copies,
+                    int num_threads);
 void kv_gather(const kv_layer *layer, const int64_t *blocks, int64_t num_tokens, const kv_tokens *k, const kv_tokens *v,
                int num_threads); /* same dtype as the pool */
 void kv_zero(const kv_layer *layers, int64_t num_layers, const int64_t *blocks, int64_t num_blocks, int num_threads);
 /* data: [num_blocks, block_nbytes] in the portable order: layer, plane, position, head, element. */
-void kv_export(const kv_layer *layers, int64_t num_layers, const int64_t *blocks, int64_t num_blocks, char *data, int num_threads);
-void kv_import(const kv_layer *layers, int64_t num_layers, const int64_t *blocks, int64_t num_blocks, const char *data, int num_threads);
+void kv_export(const kv_layer *layers, int64_t num_layers, const int64_t *blocks, int64_t num_blocks, char *data,
+               int num_threads);
+void kv_import(const kv_layer *layers, int64_t num_layers, const int64_t *blocks, int64_t num_blocks, const char *data,
+               int num_threads);
 
 /* The yardstick: reads every byte once with the widest loads of the instruction set and adds them up as floats. */
-float kv_read_sum(const kv_isa *isa, const char *const *ranges, const int64_t *nbytes, int64_t num_ranges, int num_threads);
+float kv_read_sum(const kv_isa *isa, const char *const *ranges, const int64_t *nbytes, int64_t num_ranges,
+                  int num_threads);
 
 /* -------- threads (threads.c): one set of workers per process -------- */
 
 typedef void (*kv_work)(void *context, int64_t item, int thread);
-/* Calls work(context, item, thread) once for each item 0 .. num_items - 1, in any order, on at most num_threads threads, the
- * caller among them (thread 0); returns when all are done. When another call has the workers, the caller works alone. */
+/* Calls work(context, item, thread) once for each item 0 .. num_items - 1, in any order, on at most num_threads
+ * threads, the caller among them (thread 0); returns when all are done. When another call has the workers, the
+ * caller works alone. */
 void kv_parallel(kv_work work, void *context, int64_t num_items, int num_threads);
 int kv_cpus(void); /* that this process may use */
 

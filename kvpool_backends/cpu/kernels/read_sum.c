@@ -23,12 +23,14 @@ static void read_piece(void *context, int64_t item, int thread) {
         piece -= pieces;
     }
     const int64_t left = run->nbytes[range] - piece * READ_PIECE;
-    const float more = run->isa->read_sum(run->ranges[range] + piece * READ_PIECE, left < READ_PIECE ? left : READ_PIECE);
+    const float more = run->isa->read_sum(run->ranges[range] + piece * READ_PIECE,
+                                          left < READ_PIECE ? left : READ_PIECE);
     float sum = atomic_load(&run->sum);
     while (!atomic_compare_exchange_weak(&run->sum, &sum, sum + more)) {}
 }
 
-float kv_read_sum(const kv_isa *isa, const char *const *ranges, const int64_t *nbytes, int64_t num_ranges, int num_threads) {
+float kv_read_sum(const kv_isa *isa, const char *const *ranges, const int64_t *nbytes, int64_t num_ranges,
+                  int num_threads) {
     reading run = {isa, ranges, nbytes, num_ranges, 0};
     int64_t pieces = 0;
     for (int64_t i = 0; i < num_ranges; i++) pieces += (nbytes[i] + READ_PIECE - 1) / READ_PIECE;

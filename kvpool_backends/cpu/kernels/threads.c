@@ -66,7 +66,8 @@ static unsigned long long wait_for_job(unsigned long long seen) {
 
 static void take_items(kv_work work, void *context, int64_t num_items, int thread) {
     int64_t item;
-    while ((item = atomic_fetch_add_explicit(&pool.next, 1, memory_order_relaxed)) < num_items) work(context, item, thread);
+    while ((item = atomic_fetch_add_explicit(&pool.next, 1, memory_order_relaxed)) < num_items)
+        work(context, item, thread);
 }
 
 static void *worker(void *unused) {

@@ -1,5 +1,5 @@
-/* A tile: some consecutive tokens of one row's context, found by the block table. Block sizes need no code of their own:
- * a tile is a list of pointers, made block by block.
+/* A tile: some consecutive tokens of one row's context, found by the block table. Block sizes need no code of their
+ * own: a tile is a list of pointers, made block by block.
  */
 enum {
     TILE = 32, /* tokens: a head's K and V of a tile stay in L1 */
