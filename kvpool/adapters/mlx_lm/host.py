@@ -98,9 +98,8 @@ def install(
     kernels : bool, optional
         Of `kvpool_backends.mlx.MLXBackend`; by default they are used: those of Metal, or those of the CPU.
     overlap : bool
-        Where MLX scatters (without kernels, or on a GPU without the extension): build a step while the one before still
-        runs, though MLX then copies the pool's arrays to write to them. By default each step waits for the one before,
-        and writes are in place, as they always are elsewhere.
+        Where MLX scatters (no kernels, or a GPU without the extension): build a step while the one before still runs,
+        though MLX then copies arrays of the pool. By default each step waits, and writes are in place, as elsewhere.
     strict : bool
         Refuse releases of mlx-lm that this adapter was not tested with.
 
