@@ -118,11 +118,8 @@ def install(
     TypeError
         Not exactly one of `num_blocks` and `pool`.
     """
-    if strict and mlx_lm.__version__ not in SUPPORTED_VERSIONS:
-        raise RuntimeError(
-            f"[install] mlx-lm {mlx_lm.__version__} is installed, this adapter was tested with "
-            f"{', '.join(SUPPORTED_VERSIONS)}; strict=False tries it anyway"
-        )
+    if strict:
+        _require_tested_version()
     if (num_blocks is None) == (pool is None):
         raise TypeError("[install] either num_blocks or pool is needed, and not both")
     if num_blocks is not None:
@@ -135,6 +132,14 @@ def install(
     return PagedKV(
         model, pool, backend, windows, sites=sites, why_gather=why_gather, prefix_cache=prefix_cache, overlap=overlap
     )
+
+
+def _require_tested_version() -> None:
+    if mlx_lm.__version__ not in SUPPORTED_VERSIONS:
+        raise RuntimeError(
+            f"[install] mlx-lm {mlx_lm.__version__} is installed, this adapter was tested with "
+            f"{', '.join(SUPPORTED_VERSIONS)}; strict=False tries it anyway"
+        )
 
 
 def _choose_route(callers: Sequence[Caller | None], backend: Any, fused: bool | None) -> tuple[tuple[Site, ...], str]:
