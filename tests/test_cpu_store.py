@@ -184,6 +184,30 @@ def test_options_may_be_any_object_with_these_attributes(wide):
     np.testing.assert_allclose(case.attend(options=given), case.expected(options), rtol=0, atol=5e-6)
 
 
+@pytest.mark.parametrize("num_queries", [2, 9])  # decode and a chunk
+def test_tokens_more_than_two_to_the_31_elements_apart_are_found(num_queries):
+    """Queries, results, masks, keys and values of tokens that far apart; memory that is never touched costs nothing."""
+    stride = 2**31 // (num_queries - 1)
+
+    def far(array):
+        memory = np.zeros((num_queries - 1) * stride + array[0].size, array.dtype)
+        strides = (stride * array.itemsize, *array.strides[1:])
+        view = np.lib.stride_tricks.as_strided(memory, array.shape, strides)
+        view[:] = array
+        return view
+
+    rng = np.random.default_rng(SEED)
+    store = make(KVSpec(1, 2, 16, "float16", 8), 4)
+    q, k, v = rng.standard_normal((3, num_queries, 2, 16)).astype(np.float16)
+    mask = rng.standard_normal((num_queries, 2, num_queries)).astype(np.float32)
+    expected = dense_attention(q, k, v, None, AttentionOptions(mask=mask))[0]
+    out = far(np.full_like(q, np.nan))
+    store.write(0, far(k), far(v), 8 + np.arange(num_queries))
+    ends = np.array([0, num_queries])
+    store.attend(0, far(q), out, np.array([[1, 2]]), ends[1:], ends, options=AttentionOptions(mask=far(mask)))
+    np.testing.assert_allclose(out, expected, rtol=0, atol=2e-3)
+
+
 def test_padding_of_a_row_without_queries_is_not_looked_at():
     case = Case()
     plain = case.attend()
