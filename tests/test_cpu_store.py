@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 import tracemalloc
 from types import SimpleNamespace
 
@@ -276,6 +277,19 @@ def test_scratch_of_a_window_does_not_grow_with_the_context_behind_it():
 def test_results_do_not_depend_on_the_number_of_threads():
     results = [Case(num_threads=n).attend() for n in (1, 2, 3, 7)]
     assert all(np.array_equal(result, results[0]) for result in results)
+
+
+def test_one_call_after_the_other_has_the_workers():
+    array = np.ones(2**22, np.float32)
+
+    def seconds_of_workers():
+        return time.process_time() - time.thread_time()
+
+    assert read_sum([array], 2) == array.size
+    before, deadline = seconds_of_workers(), time.monotonic() + 30
+    while seconds_of_workers() - before < 0.05:
+        assert time.monotonic() < deadline, "the caller works alone"
+        read_sum([array], 2)
 
 
 def test_two_stores_in_two_threads_give_right_results_and_both_finish():
