@@ -62,10 +62,11 @@ def test_offsets_beyond_two_to_the_31_elements_reach_the_right_block():
     backend.zero([last - 1])
     backend.import_blocks([last - 2], data)
     assert not backend.export_blocks([last - 1]).any()
-    q = np.ones((1, 1, 1024), np.float32)
-    moved = ArrayPlan(np.array([[last - 2]]), plan.seq_lens, plan.cu_q_lens)
-    for where in (plan, moved):
-        np.testing.assert_allclose(backend.attend(0, q, where), dense_attention(q, k, v)[0], atol=2e-6)
+    for num_queries in (1, 12):  # decode and a chunk
+        q = np.ones((num_queries, 1, 1024), np.float32)
+        for block in (last, last - 2):
+            where = ArrayPlan(np.array([[block]]), np.array([16]), np.array([0, num_queries]))
+            np.testing.assert_allclose(backend.attend(0, q, where), dense_attention(q, k, v)[0], atol=2e-6)
 
 
 @pytest.mark.parametrize("given", [np.float16, np.float32, np.float64])
