@@ -17,14 +17,18 @@ BATCHES = ("#9fd3dc", "#5fb0bf", "#2b8ea3", "#12718a", "#0b4a5c")  # from the sm
 
 
 def draw(path: Path, bench: Bench, rows: Sequence[Row]) -> None:
-    """Write the picture: speed above, time / time of the read below, a column per dtype; no disturbed rows."""
+    """Write the picture: speed above, time / time of the read below, a column per dtype.
+
+    Disturbed rows are left out, so it shows the number of threads that has the most others.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    block_sizes, threads = bench.settings.block_sizes, max(bench.settings.threads)
+    block_sizes = bench.settings.block_sizes
     block_size = BLOCK_SIZE if BLOCK_SIZE in block_sizes else block_sizes[0]
-    wanted = ("decode", block_size, threads)
-    shown = [row for row in rows if row.is_complete and (row.part, row.block_size, row.threads) == wanted]
+    complete = [row for row in rows if row.is_complete and (row.part, row.block_size) == ("decode", block_size)]
+    threads = max(bench.settings.threads, key=lambda n: (sum(row.threads == n for row in complete), n))
+    shown = [row for row in complete if row.threads == threads]
     dtypes = [dtype for dtype in bench.settings.dtypes if any(row.dtype == dtype for row in shown)]
     columns = max(len(dtypes), 1)
     figure = Figure(figsize=(1.6 + 3.4 * columns, 6.6), dpi=130, facecolor="white")
@@ -37,8 +41,9 @@ def draw(path: Path, bench: Bench, rows: Sequence[Row]) -> None:
     figure.text(0.08, 0.945, title, size=14, weight="bold", color=INK)
     machine = f"{cpu_model()}, {bench.isa}, {threads_name(threads)}"
     figure.text(0.08, 0.908, f"{machine}; hollow: K and V below 134 MB, a cache may hold them", size=9, color=MUTED)
+    colors = colors_of(bench.settings.batches)
     for column, dtype in enumerate(dtypes):
-        draw_dtype(axes[:, column], dtype, [row for row in shown if row.dtype == dtype])
+        draw_dtype(axes[:, column], dtype, [row for row in shown if row.dtype == dtype], colors)
     axes[0, 0].set_ylabel("K and V, GB/s", color=MUTED)
     axes[1, 0].set_ylabel("time / time of the read", color=MUTED)
     axes[0, 0].set_ylim(0, 1.05 * max((max(row.rate, row.yardstick_rate) for row in shown), default=1))
@@ -53,12 +58,17 @@ def draw(path: Path, bench: Bench, rows: Sequence[Row]) -> None:
     figure.savefig(path, format="png")
 
 
-def draw_dtype(panels: Any, dtype: str, rows: Sequence[Row]) -> None:
-    """Draw one dtype: a line per batch, the read and torch beside them."""
+def colors_of(batches: Sequence[int]) -> dict[int, str]:
+    """Return the color of each batch, the same in every column."""
+    steps = (len(BATCHES) - 1) / max(len(batches) - 1, 1)
+    return {batch: BATCHES[round(number * steps)] for number, batch in enumerate(sorted(batches))}
+
+
+def draw_dtype(panels: Any, dtype: str, rows: Sequence[Row], colors: dict[int, str]) -> None:
+    """Draw one dtype: a line per batch, in its color, the read and torch beside them."""
     speed, ratio = panels
-    batches = sorted({row.batch for row in rows})
-    for number, batch in enumerate(batches):
-        color = BATCHES[round(number * (len(BATCHES) - 1) / max(len(batches) - 1, 1))]
+    for batch in sorted({row.batch for row in rows}):
+        color = colors[batch]
         line = sorted((row for row in rows if row.batch == batch), key=lambda row: row.context)
         contexts = [row.context for row in line]
         faces = ["white" if row.is_cached else color for row in line]
