@@ -103,9 +103,9 @@ class PoolOp : public mx::Primitive {
     }
   };
 
-  // Inputs: the pool's arrays; k and v, if it writes; slots or ids of blocks, if it runs on the GPU; q, if it attends;
-  // then results of reads that other primitives have done. Outputs: an empty array, which stands for the node; the result of attention, if it attends; then the
-  // pool's arrays again.
+  // Inputs: the pool's arrays; k and v, if it writes; slots or ids of blocks, if it runs on the GPU; q, if it
+  // attends; then results of reads that other primitives have done. Outputs: an empty array, which stands for the
+  // node; the result of attention, if it attends; then the pool's arrays again.
   PoolOp(mx::Stream stream, Parts parts) : Primitive(stream), parts_(std::move(parts)) {}
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override;
