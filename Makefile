@@ -31,8 +31,8 @@ test-metal: $(VENV)/built $(VENV)/test  ## the tests of the Metal kernels, with 
 test-golden-full: $(VENV)/built $(VENV)/test  ## replay the full traces in the folder KVPOOL_TRACES
 	KVPOOL_REPLAY_FULL=1 $(PYTEST) tests/test_replay.py $(PYTEST_ARGS)
 
-test-long: $(VENV)/built $(VENV)/test  ## the tests with ten times the random examples
-	KVPOOL_FUZZ_EXAMPLES=10000 $(PYTEST) --timeout 3600 $(PYTEST_ARGS)
+test-long: $(VENV)/built $(VENV)/test  ## the tests with ten times the random examples, and with pools of a gigabyte
+	KVPOOL_FUZZ_EXAMPLES=10000 KVPOOL_LONG=1 $(PYTEST) --timeout 3600 $(PYTEST_ARGS)
 
 lint: $(VENV)/built $(VENV)/test  ## ruff and mypy
 	@echo "==> checking style and types"

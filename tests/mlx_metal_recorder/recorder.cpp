@@ -1,6 +1,9 @@
 // record(handles, reads, layer, step, copies, k, v): runs `PoolOp::eval_gpu` on evaluated arrays, at once, and returns
 // what it has encoded: launches as (function, text, {index: (is_output, address, nbytes) or bytes}, grid, group),
 // addresses of outputs without a launch, addresses of inputs.
+#include <algorithm>
+#include <stdexcept>
+
 #include "array_access.h"
 #include "mlx/backend/metal/device.h"
 #include "pool_op.h"
@@ -62,6 +65,7 @@ PyObject* record(PyObject*, PyObject* args) {
       outputs.push_back(mx::array(inputs.back().shape(), inputs.back().dtype(), nullptr, {}));
     }
     if (parts.writes) inputs.insert(inputs.end(), {array_of(k, "record", "k"), array_of(v, "record", "v")});
+    parts.add_metal_inputs(inputs);
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(reads); i++) {
       inputs.push_back(array_of(PyTuple_GET_ITEM(reads, i), "record", "a read"));
     }
@@ -69,6 +73,12 @@ PyObject* record(PyObject*, PyObject* args) {
     auto& encoder = mx::metal::get_command_encoder(stream);
     encoder = {};
     PoolOp(stream, std::move(parts)).eval_gpu(inputs, outputs);
+    for (const void* bound : encoder.seen) {
+      auto holds = [bound](const mx::array& x) { return x.data<char>() == bound; };
+      if (std::none_of(inputs.begin(), inputs.end(), holds)) {
+        throw std::runtime_error("a kernel reads an array that is no input of its node: nobody keeps it until then");
+      }
+    }
     PyObject* launches = PyList_New(0);
     for (const auto& launch : encoder.launches) {
       PyObject* one = described(launch);

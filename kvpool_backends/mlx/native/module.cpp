@@ -327,6 +327,7 @@ PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
       throw Refusal{PyExc_ValueError, "[run] another number of handles than the layer has arrays"};
     }
     if (parts.writes) add_tokens(inputs, args, parts);
+    if (args[ON_GPU] == Py_True) parts.add_metal_inputs(inputs);
     if (parts.attends) {
       add_queries(inputs, args, parts);
       const auto& q = inputs.back();

@@ -94,11 +94,18 @@ class PoolOp : public mx::Primitive {
     std::shared_ptr<const Step> step;
     std::shared_ptr<const Attention> attention;
     std::shared_ptr<const Copies> copies;
+
+    // What its Metal kernel reads beside tokens. As an input of the node it is kept by MLX until the kernel has run; a
+    // command buffer keeps nothing.
+    void add_metal_inputs(std::vector<mx::array>& inputs) const {
+      if (writes) inputs.push_back(*step->slots);
+      if (copies != nullptr) inputs.push_back(*copies->ids);
+    }
   };
 
-  // Inputs: the pool's arrays; k and v, if it writes; q, if it attends; then results of reads that other primitives
-  // have done. Outputs: an empty array, which stands for the node; the result of attention, if it attends; then the
-  // pool's arrays again.
+  // Inputs: the pool's arrays; k and v, if it writes; slots or ids of blocks, if it runs on the GPU; q, if it
+  // attends; then results of reads that other primitives have done. Outputs: an empty array, which stands for the
+  // node; the result of attention, if it attends; then the pool's arrays again.
   PoolOp(mx::Stream stream, Parts parts) : Primitive(stream), parts_(std::move(parts)) {}
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override;
@@ -110,7 +117,7 @@ class PoolOp : public mx::Primitive {
   int first_handle() const { return parts_.attends ? 2 : 1; }
   void place(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) const;
   void write_metal(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs);
-  void copy_metal(std::vector<mx::array>& outputs);
+  void copy_metal(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs);
   void seal_metal(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs);
   Parts parts_;
 };

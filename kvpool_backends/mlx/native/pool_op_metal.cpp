@@ -46,7 +46,7 @@ void PoolOp::eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::arra
   }
   place(inputs, outputs);
   if (parts_.copies != nullptr) {
-    copy_metal(outputs);
+    copy_metal(inputs, outputs);
   } else if (parts_.writes) {
     write_metal(inputs, outputs);
   } else {
@@ -56,7 +56,8 @@ void PoolOp::eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::arra
 
 void PoolOp::write_metal(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
   const Layer& layer = *parts_.layer;
-  const mx::array &k = inputs[layer.num_arrays()], &v = inputs[layer.num_arrays() + 1], &slots = *parts_.step->slots;
+  const mx::array* tokens = &inputs[layer.num_arrays()];
+  const mx::array &k = tokens[0], &v = tokens[1], &slots = tokens[2];
   if (slots.size() == 0) return;
   const kv_plane *ks = &layer.planes.k, *vs = &layer.planes.v;
   const std::array<int64_t, 8> layout = {layer.offset[0], ks->block_stride, ks->slot_stride, ks->head_stride,
@@ -77,9 +78,9 @@ void PoolOp::write_metal(const std::vector<mx::array>& inputs, std::vector<mx::a
   dispatch(encoder, std::max(ks->dim, vs->dim) / CHUNK, layer.planes.num_kv_heads, slots.size());
 }
 
-void PoolOp::copy_metal(std::vector<mx::array>& outputs) {
+void PoolOp::copy_metal(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
   const Layer& layer = *parts_.layer;
-  const mx::array& ids = *parts_.copies->ids;
+  const mx::array& ids = inputs[layer.num_arrays()];
   auto& device = mx::metal::device(stream().device);
   auto& encoder = mx::metal::get_command_encoder(stream());
   encoder.set_compute_pipeline_state(pipeline(device, layer.metal->copy_blocks));
