@@ -592,17 +592,3 @@ def test_command_bad_option_is_named_before_any_work(kernels, capsys, options, s
     assert out == ""
     assert said in err and err.startswith("kvpool bench attention: ")
     assert len(err.splitlines()) == 1
-
-
-def test_plot_gives_a_batch_one_color_whatever_is_missing_in_a_column():
-    from matplotlib.figure import Figure
-
-    from kvpool.cli.bench.plot import colors_of, draw_dtype
-
-    colors = colors_of((1, 16, 64))
-    assert len(set(colors.values())) == 3
-    panels = Figure().subplots(2)
-    only_16 = [make_row(batch=16, context=context) for context in (1024, 4096)]
-    draw_dtype(panels, "float32", only_16, colors)
-    handles, names = panels[0].get_legend_handles_labels()
-    assert handles[names.index("batch 16")].get_color() == colors[16]
