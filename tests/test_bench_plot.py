@@ -1,11 +1,7 @@
 """The picture of a sweep: what is drawn in which color, when rows are missing."""
 
-import pytest
-
 from kvpool.cli.bench.plot import colors_of, draw_dtype
 from kvpool.cli.bench.rows import Row
-
-pytest.importorskip("matplotlib")
 
 
 def row(batch, context):
