@@ -2,7 +2,8 @@
 
 Environment switches::
 
-    KVPOOL_DEBUG=1                      bounds, None and initialisation checks on, C asserts on, debug symbols
+    KVPOOL_DEBUG=1                      bounds, None and initialisation checks on, C asserts on, debug symbols;
+                                        allocations fail on demand (kvpool._memory)
     KVPOOL_SANITIZE=address,undefined   build with these gcc/clang sanitizers (implies debug symbols)
 
 Run a sanitized build with the sanitizers preloaded, e.g.
@@ -35,7 +36,7 @@ def compile_flags() -> tuple[list[str], list[str]]:
     compile_args = ["-O1", "-g"] if DEBUG or SANITIZE else ["-O3", "-g0"]
     link_args = []
     if DEBUG:
-        compile_args += ["-UNDEBUG", "-DKVPOOL_DEBUG=1"]
+        compile_args += ["-UNDEBUG", "-DKVPOOL_DEBUG=1", "-DKVPOOL_FAULTS=1"]
     if SANITIZE:
         compile_args += [f"-fsanitize={SANITIZE}", "-fno-omit-frame-pointer"]
         link_args += [f"-fsanitize={SANITIZE}"]
