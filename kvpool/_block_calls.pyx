@@ -166,8 +166,10 @@ cdef class BlockPool:
             if n is not None and out is None:
                 out = new_int32(count)
                 ids = <int32_t*>array_data(out)
+            if ids == &one:
+                out = b.blank[b.num_blank - 1] if b.num_blank else b.lru.head   # made before anything moves
             self.alloc_raw(ids, <int32_t>count)
-            return one if ids == &one else out
+            return out
         finally:
             ints_free(&target)
             self.busy = False
@@ -359,14 +361,16 @@ cdef class BlockPool:
         cdef Blocks* b = &self.blocks
         cdef int64_t count
         cdef int32_t k, i
+        cdef object evicted
         self.enter("evict")
         try:
             count = min(to_int(n, "evict", "n", 0, INT64_MAX), b.lru.size)
+            evicted = count
             b.digest = mix(mix(b.digest, OP_EVICT), count)
             for k in range(count):
                 i = blocks_evict(b)
                 b.digest = mix(b.digest, i)
-            return count
+            return evicted
         finally:
             self.busy = False
 

@@ -36,6 +36,7 @@ cdef struct Index:
     int32_t* journal            # [journal_room, 3] = (id or NO_BLOCK, uid, parent uid); NULL: no events wanted
     int32_t journal_size
     int32_t journal_room
+    int32_t journal_lost        # entries that there was no memory for
 
 
 cdef struct Match:              # what index_match found

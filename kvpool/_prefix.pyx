@@ -147,7 +147,8 @@ cdef void note(Index* ix, int32_t id, uint32_t uid, uint32_t parent) noexcept no
     if ix.journal_size == ix.journal_room:
         journal = <int32_t*>xrealloc(ix.journal, 6 * <size_t>ix.journal_room * sizeof(int32_t))
         if journal == NULL:
-            return                          # an event is lost, not the state
+            ix.journal_lost += 1            # an event is lost, not the state
+            return
         ix.journal = journal
         ix.journal_room *= 2
     ix.journal[3 * ix.journal_size] = id

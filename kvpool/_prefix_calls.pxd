@@ -1,9 +1,8 @@
-"""Calls of the prefix cache; the layer between `SequencePool` and `kvpool.Pool`."""
+"""Calls of the prefix cache; the layer between `EventPool` and `kvpool.Pool`."""
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from kvpool._args cimport Ints
-from kvpool._prefix cimport Index
-from kvpool._sequence_calls cimport SequencePool
+from kvpool._prefix_events cimport EventPool
 
 
 cdef struct Tokens:             # tokens of a call as int32, checked
@@ -13,28 +12,20 @@ cdef struct Tokens:             # tokens of a call as int32, checked
     Ints ints
 
 
-cdef class PrefixPool(SequencePool):
-    cdef Index index
+cdef class PrefixPool(EventPool):
     cdef readonly object seed
     cdef dict roots             # namespace -> uid of its root
     cdef Py_ssize_t sweep_at    # namespaces at which dead ones are looked for
-    cdef object events          # deque of tuples, or None
-    cdef int64_t lost_events
-    cdef dict keys              # uid -> content key, with events only
-    cdef dict names             # uid of a root -> namespace, with events only
 
     cdef int get_tokens(self, Tokens* tokens, object value, str call) except -1
     cdef uint32_t find_root(self, bytes namespace, uint64_t* root_hash)
     cdef uint32_t make_root(self, bytes namespace)
     cdef void sweep_namespaces(self)
-    cdef int64_t open_prompt(self, Tokens* tokens, bytes namespace, str call, bint take) except -1
+    cdef object open_prompt(self, Tokens* tokens, bytes namespace, str call, bint take)
     cdef int judge_commit(self, int32_t slot, const int32_t* tokens, int64_t count, Py_ssize_t row) except -1
     cdef void commit_row(self, int32_t slot, const int32_t* tokens, int64_t count)
     cdef void note_done(self, const int64_t* handles, const int64_t* lengths, int32_t n)
     cdef int32_t flush_root(self, uint32_t root) except -1
     cdef int catch_up(self) except -1
-    cdef void publish(self)
-    cdef int publish_entry(self, const int32_t* entry) except -1
     cdef object with_tokens(self, object tokens, object namespace, str call, bint take)
     cdef bint same_tail(self, int32_t slot, int32_t id, const int32_t* tokens, int64_t start) noexcept
-    cdef object add_event(self, tuple event)

@@ -1,17 +1,18 @@
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from numpy import int32, int64
 from numpy.typing import NDArray
 from typing_extensions import disjoint_base
 
-from kvpool._sequence_calls import SequencePool, _Counts, _Handles
+from kvpool._prefix_events import EventPool
+from kvpool._sequence_calls import _Counts, _Handles
 from kvpool.stats import PrefixStats
 
 _Tokens: TypeAlias = Sequence[int] | NDArray[int32] | NDArray[int64]
 
 @disjoint_base
-class PrefixPool(SequencePool):
+class PrefixPool(EventPool):
     @property
     def seed(self) -> int: ...
     @property
@@ -24,4 +25,3 @@ class PrefixPool(SequencePool):
     def flush(self, namespace: bytes | None = None) -> int: ...
     def prefix_stats(self) -> PrefixStats: ...
     def _set_next_uid(self, uid: int) -> None: ...
-    def drain_events(self) -> list[tuple[Any, ...]]: ...

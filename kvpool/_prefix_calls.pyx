@@ -1,4 +1,4 @@
-"""Calls of the prefix cache: open with tokens, match, commit, pin, flush, statistics, events."""
+"""Calls of the prefix cache: open with tokens, match, commit, pin, flush, statistics."""
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint32_t, uint64_t
 
 from kvpool._args cimport Ints, ints_at, ints_free, ints_get, to_int
@@ -17,6 +17,7 @@ from kvpool._prefix cimport (
     index_root_hash,
     index_same,
 )
+from kvpool._prefix_events cimport EventPool
 from kvpool._sequence cimport (
     OPEN,
     Seq,
@@ -25,14 +26,13 @@ from kvpool._sequence cimport (
     seq_done,
     seq_find,
     seq_new,
+    seq_next_handle,
     seq_refresh,
     seq_table,
     untagged,
 )
-from kvpool._sequence_calls cimport SequencePool
 from kvpool._types cimport NO_BLOCK, OK, OP_COMMIT, OP_OPEN, mix
 
-import hashlib
 import os
 from collections import deque
 
@@ -42,7 +42,7 @@ from kvpool.stats import PrefixStats
 cdef uint32_t MOST_UIDS = 0xFFFFFFF0
 
 
-cdef class PrefixPool(SequencePool):
+cdef class PrefixPool(EventPool):
     """A prefix cache over committed blocks. See `kvpool.Pool` and docs/prefix.md."""
 
     def __cinit__(self, num_blocks, block_size, *, max_seqs=1024, max_blocks_per_seq=None, reserved_blocks=1,
@@ -87,10 +87,10 @@ cdef class PrefixPool(SequencePool):
     cdef void release_memory(self):
         index_free(&self.index)
         self.indexed = False
-        SequencePool.release_memory(self)
+        EventPool.release_memory(self)
 
     cdef int enter(self, str call) except -1:
-        SequencePool.enter(self, call)
+        EventPool.enter(self, call)
         if self.indexed:
             try:
                 self.catch_up()
@@ -103,7 +103,7 @@ cdef class PrefixPool(SequencePool):
         """What the calls before left to do."""
         if self.blocks.num_dropped:             # they took cached blocks
             index_drain(&self.index, &self.blocks)
-        if self.index.journal_size:
+        if self.index.journal_size or self.index.journal_lost:
             self.publish()
         if self.index.next_uid >= MOST_UIDS - 2 * <uint32_t>self.blocks.num_blocks:
             self.flush_root(0)      # node numbers are never reused while a node lives: they ran out, forget all
@@ -144,13 +144,15 @@ cdef class PrefixPool(SequencePool):
         return self.roots.get(namespace, 0)
 
     cdef uint32_t make_root(self, bytes namespace):
+        cdef object uid
         if namespace not in self.roots:
             if len(self.roots) >= self.sweep_at:
                 self.sweep_namespaces()
-            self.roots[namespace] = self.index.next_uid
-            self.index.next_uid += 1
+            uid = self.index.next_uid
             if self.events is not None:
-                self.names[self.roots[namespace]] = namespace
+                self.names[uid] = namespace
+            self.roots[namespace] = uid         # last of what can fail
+            self.index.next_uid += 1
         return self.roots[namespace]
 
     cdef void sweep_namespaces(self):
@@ -236,7 +238,7 @@ cdef class PrefixPool(SequencePool):
             ints_free(&prompt.ints)
             self.busy = False
 
-    cdef int64_t open_prompt(self, Tokens* tokens, bytes namespace, str call, bint take) except -1:
+    cdef object open_prompt(self, Tokens* tokens, bytes namespace, str call, bint take):
         """Match, judge, then commit. `take`: blocks for the rest of the prompt, and its last token is computed."""
         cdef Seqs* s = &self.seqs
         cdef Blocks* b = &self.blocks
@@ -244,6 +246,7 @@ cdef class PrefixPool(SequencePool):
         cdef uint64_t root_hash = 0
         cdef uint32_t root = 0
         cdef int64_t total, need, available
+        cdef object handle
         cdef int32_t slot = s.free_slot[s.first_free] if s.num_free_slots else -1, k
         cdef int32_t* table = seq_table(s, slot) if slot >= 0 else NULL
         found.blocks = found.evictable = 0
@@ -267,6 +270,7 @@ cdef class PrefixPool(SequencePool):
                 free=b.num_blank, evictable=b.lru.size - found.evictable, limbo=b.limbo.size)
         if slot < 0:
             raise OutOfSequences(f"[{call}] {s.num_open} sequences are open, the limit is {s.max_seqs}")
+        handle = seq_next_handle(s)             # made before anything moves
         if self.indexed:
             root = self.make_root(namespace)
         for k in range(found.blocks):
@@ -291,7 +295,7 @@ cdef class PrefixPool(SequencePool):
                 self.index.hit_tokens += s.seq[slot].num_tokens
         b.digest = mix(mix(mix(b.digest, OP_OPEN), need), found.hash)
         b.digest = mix(mix(b.digest, found.blocks), untagged(s.seq[slot].handle))
-        return s.seq[slot].handle
+        return handle
 
     def match(self, tokens, namespace=b""):
         """Tokens of a prompt that `open` would find cached. No side effect. O(n)."""
@@ -480,8 +484,9 @@ cdef class PrefixPool(SequencePool):
         int
             Blocks that became blank. O(num_blocks + max_seqs).
         """
-        cdef uint32_t root = 0
+        cdef uint32_t root
         cdef int32_t blank
+        cdef object uid
         self.enter("flush")
         try:
             if namespace is not None and type(namespace) is not bytes:
@@ -491,11 +496,13 @@ cdef class PrefixPool(SequencePool):
             if namespace is None:
                 blank = self.flush_root(0)
             else:
-                root = self.roots.pop(namespace, 0)
+                event = ("cleared", namespace)
+                uid = self.roots.pop(namespace, 0)
+                root = uid
                 blank = self.flush_root(root) if root else 0
                 if self.events is not None:     # also for one that is not known any more: nobody shall see that
-                    self.names.pop(root, None)
-                    self.add_event(("cleared", namespace))
+                    self.names.pop(uid, None)
+                    self.add_event(event)
             self.blocks.digest = mix(mix(self.blocks.digest, OP_COMMIT), ~<uint64_t>blank)
             return blank
         finally:
@@ -539,52 +546,3 @@ cdef class PrefixPool(SequencePool):
                 self.blocks.reuse_gap / <double>self.blocks.revivals if self.blocks.revivals else 0.0)
         finally:
             self.busy = False
-
-    def drain_events(self):
-        """Events since the last call, oldest first: tuples as docs/prefix.md lists them."""
-        self.enter("drain_events")
-        try:
-            if self.events is None:
-                return []
-            found = list(self.events)
-            if self.lost_events:
-                found.insert(0, ("lost", self.lost_events))
-            self.events.clear()
-            self.lost_events = 0
-            return found
-        finally:
-            self.busy = False
-
-    cdef object add_event(self, tuple event):
-        self.lost_events += len(self.events) == self.events.maxlen
-        self.events.append(event)
-
-    cdef void publish(self):
-        """Turn the journal of the calls before into events. Without memory for them they count as lost."""
-        cdef int32_t k = 0, n = self.index.journal_size
-        self.index.journal_size = 0
-        try:
-            for k in range(n):
-                self.publish_entry(self.index.journal + 3 * k)
-        except Exception:
-            self.lost_events += n - k
-
-    cdef int publish_entry(self, const int32_t* entry) except -1:
-        """One node that came or went, with its content key."""
-        cdef Index* ix = &self.index
-        cdef int32_t id = entry[0]
-        cdef uint32_t uid = <uint32_t>entry[1], parent = <uint32_t>entry[2]
-        if id == NO_BLOCK:
-            key = self.keys.pop(uid, None)
-            if key is None:                     # that it came was lost
-                self.lost_events += 1
-            else:
-                self.add_event(("removed", key))
-            return 0
-        namespace = self.names.get(ix.root[id], b"")
-        before = self.keys.get(parent) or hashlib.sha256(namespace).digest()[:16]
-        content = (<const char*>(ix.tokens + id * ix.block_size))[:ix.block_size * 4]
-        self.keys[uid] = hashlib.sha256(before + content).digest()[:16]
-        tokens = [ix.tokens[id * ix.block_size + i] for i in range(ix.block_size)]
-        self.add_event(("stored", self.keys[uid], self.keys.get(parent), tokens, ix.block_size, namespace))
-        return 0

@@ -83,6 +83,12 @@ cdef inline int32_t seq_find(const Seqs* s, int64_t handle) noexcept nogil:
     return slot if handle >= 0 and slot < s.max_seqs and s.seq[slot].handle == handle else -1
 
 
+cdef inline int64_t seq_next_handle(const Seqs* s) noexcept nogil:
+    """What `seq_new` will return the slot of. The caller has checked that there is one."""
+    cdef int32_t slot = s.free_slot[s.first_free]
+    return (s.tag << TAG_SHIFT) | (<int64_t>s.life[slot].generation << SLOT_BITS) | slot
+
+
 cdef inline int64_t untagged(int64_t handle) noexcept nogil:
     """The handle as digests see it: equal pools in one process differ in their tags alone."""
     return handle & ((<int64_t>1 << TAG_SHIFT) - 1)

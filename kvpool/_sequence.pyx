@@ -29,12 +29,12 @@ cdef int32_t seq_new(Seqs* s) noexcept nogil:
     """Open the oldest free slot. The caller has checked that there is one."""
     cdef int32_t slot = s.free_slot[s.first_free]
     cdef Seq* q = &s.seq[slot]
+    q.handle = seq_next_handle(s)
     s.first_free = s.first_free + 1 if s.first_free + 1 < s.max_seqs else 0
     s.num_free_slots -= 1
     s.num_open += 1
     s.life[slot].life = OPEN
     s.life[slot].fork_step = 0
-    q.handle = (s.tag << TAG_SHIFT) | (<int64_t>s.life[slot].generation << SLOT_BITS) | slot
     q.num_tokens = q.next_slot = q.stop_slot = 0
     q.num_blocks = 0
     q.epoch = 0

@@ -132,7 +132,7 @@ cdef class SequencePool(BlockPool):
             if slot >= 0:
                 seq_close(&self.seqs, &self.blocks, slot)
             k += 1
-        del self.deferred[:k]
+        self.deferred.clear()                   # takes no memory, so it cannot fail
 
     # -- handles
 
@@ -321,7 +321,7 @@ cdef class SequencePool(BlockPool):
         """
         cdef Ints batch
         cdef Py_ssize_t k
-        cdef int closed = 0
+        cdef object closed
         self.enter("close_finished")
         batch.held = False
         batch.owned = NULL
@@ -329,10 +329,10 @@ cdef class SequencePool(BlockPool):
             ints_get(&batch, handles, "close_finished", "handles", False, False)
             done = get_mask(mask, batch.size)
             self.check_batch(&batch, "close_finished")
+            closed = batch.size - done.count(b"\0")     # made before anything moves
             for k in range(batch.size):
                 if done[k]:
                     seq_close(&self.seqs, &self.blocks, seq_find(&self.seqs, ints_at(&batch, k)))
-                    closed += 1
             return closed
         finally:
             ints_free(&batch)

@@ -1,0 +1,244 @@
+"""Memory that runs out at every allocation, one after the other: what a child process of `proof.failures` runs.
+
+A *script* is a list of calls on one pool, made from a seed. It runs once in peace, which counts its allocations and
+says what each call returns; then once for each allocation k, which fails. The call that meets the failure must raise
+`MemoryError`, leave the pool's fingerprint, digest and memory as they were, and succeed when it is made again; the
+script then ends as it did in peace. Only builds that can fail on demand (`kvpool._memory`) run it.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+import kvpool
+from kvpool import _memory
+
+FORMATS = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens", "csr", "kv_slots", "kv_slots_ragged")
+Call = tuple[str, Callable[["Stage"], Any]]
+
+
+class Stage:
+    """A pool, its plans and its sequences: what the calls of a script work on."""
+
+    def __init__(self) -> None:
+        self.pool: Any = None
+        self.plans: list[Any] = []
+        self.handles: list[int] = []
+        self.ids: Any = None
+        self.told = 0  # events of the prefix cache, those included that were lost
+        self.made: Any = None  # what the last call returned, for "keep" to file: the call itself ends with the pool's
+
+    def snapshot(self) -> tuple:
+        """All that a refused call must leave alone."""
+        if self.pool is None:
+            return ()
+        untagged = (1 << 52) - 1  # the tag is another one in every pool
+        shown = [
+            (p.is_pending, p.step_id, p.num_rows, (p.handles & untagged).tolist(), p.num_copies) for p in self.plans
+        ]
+        return (self.pool.fingerprint(), self.pool.digest(), self.pool.stats(), shown, len(self.handles), self.told)
+
+
+def make_pool(rng: random.Random, cached: bool) -> dict[str, Any]:
+    """Options of a pool."""
+    options: dict[str, Any] = {"max_seqs": rng.choice([48, 64, 200]), "reserved_blocks": rng.randrange(3), "seed": 1}
+    options["in_order"] = rng.random() < 0.4
+    if cached:
+        options |= {"prefix_cache": True, "events": rng.choice([0, 3, 400])}
+    return options
+
+
+def script(seed: int) -> list[Call]:
+    """Construct a pool, use every call that takes memory, and end."""
+    rng = random.Random(seed)
+    cached = seed % 2 == 1
+    num_blocks, block_size = rng.choice([70, 150, 300]), rng.choice([1, 2, 4])
+    options, formats = make_pool(rng, cached), rng.sample(FORMATS, rng.randint(1, len(FORMATS)))
+    dtype, rows = rng.choice(["int32", "int64"]), rng.choice([40, 60])
+    width, copies = rng.choice([8, 12]), rng.choice([18, 35, 39])
+    prompt = [rng.randrange(50) for _ in range(3 * block_size)]
+
+    def construct(s: Stage) -> None:
+        s.pool = kvpool.Pool(num_blocks, block_size, **options)
+
+    def plan(s: Stage) -> None:
+        s.made = kvpool.Plan(s.pool, rows, 400, formats=formats, table_width=width, dtype=dtype)
+
+    def begin(s: Stage) -> None:
+        s.made = s.pool.open(prompt, b"tenant") if cached else s.pool.open(len(prompt))
+
+    def step(number: int, rows_: slice, num_new: Any) -> Callable[[Stage], None]:
+        return lambda s: s.pool.step(s.plans[number], s.handles[rows_], num_new)
+
+    def end(number: int, how: str) -> Callable[[Stage], None]:
+        return lambda s: getattr(s.pool, how)(s.plans[number]) if s.plans[number].is_pending else None
+
+    def fork(s: Stage) -> None:
+        s.made = s.pool.fork(s.handles[0], copies)
+
+    def commit(s: Stage) -> None:
+        if cached:
+            s.pool.commit(s.handles[:1], prompt[: s.pool.num_tokens(s.handles[0])])
+
+    def take(s: Stage) -> None:
+        s.made = s.pool.alloc(3)
+
+    def drain(s: Stage) -> None:
+        s.made = s.pool.drain_events()
+
+    def keep(s: Stage) -> None:
+        if isinstance(s.made, kvpool.Plan):
+            s.plans.append(s.made)
+        elif isinstance(s.made, list):
+            s.told += sum(event[1] if event[0] == "lost" else 1 for event in s.made)
+        elif isinstance(s.made, int):
+            s.handles.append(s.made)
+        elif s.made.dtype == np.int64:
+            s.handles.extend(s.made.tolist())
+        else:
+            s.ids = s.made.tolist()
+
+    fill = [block_size * 2 + 1]
+    kept = ("keep", keep)
+    finish = "rollback" if seed % 3 else "done"
+    return [
+        ("Pool", construct), ("Plan", plan), kept, ("open", begin), kept, ("step", step(0, slice(1), fill)),
+        ("done", end(0, "done")), ("commit", commit), ("fork", fork), kept, ("Plan", plan), kept,
+        ("can", lambda s: s.pool.can(s.handles, [1] * len(s.handles))),
+        ("step", step(1, slice(None), [1] * (copies + 1))),  # every row copies its tail: the log grows
+        (finish, end(1, finish)),
+        ("reserve", lambda s: s.pool.reserve(s.plans[0], s.handles[:2], [block_size, 1])), ("done", end(0, "done")),
+        ("open", begin), kept, ("alloc", take), kept, ("incref", lambda s: s.pool.incref(s.ids)),
+        ("decref", lambda s: s.pool.decref(s.ids)), ("free", lambda s: s.pool.free(s.ids)),
+        ("match", lambda s: s.pool.match(prompt, b"tenant")),
+        ("truncate", lambda s: s.pool.truncate(s.handles[1:3], [1, 0])),
+        ("close", lambda s: s.pool.close(s.handles[1:4])),
+        ("keep", lambda s: [s.pool.defer_close(h) for h in s.handles[6:16]] and None),
+        ("stats", lambda s: s.pool.stats()),
+        ("close_finished", lambda s: s.pool.close_finished(s.handles[4:6], [True, False])),
+        ("pin", lambda s: s.pool.pin(prompt, b"tenant") if cached else None),
+        *(long_commit(block_size) if cached and num_blocks > 70 else ()),
+        ("flush", lambda s: s.pool.flush(b"tenant")), ("drain_events", drain), kept,
+        ("reset", lambda s: s.pool.reset()), ("open", lambda s: s.pool.open([1, 2, 3])),
+    ]  # fmt: skip
+
+
+def long_commit(block_size: int) -> list[Call]:
+    """One commit that makes more nodes than the journal of events has room for at first."""
+    tokens = list(range(66 * block_size))
+
+    def run(s: Stage) -> None:
+        s.pool.rollback(s.plans[1]) if s.plans[1].is_pending else None
+        s.handles.append(s.pool.open(tokens, b"another"))
+
+    def write(s: Stage) -> None:
+        s.pool.step(s.plans[2], s.handles[-1:], len(tokens))
+
+    def plan(s: Stage) -> None:
+        s.plans.append(kvpool.Plan(s.pool, 1, len(tokens), formats=()))
+
+    def done(s: Stage) -> None:
+        if s.plans[2].is_pending:
+            s.pool.done(s.plans[2])
+
+    def commit(s: Stage) -> None:
+        s.pool.commit(s.handles[-1:], tokens)
+
+    return [("keep", plan), ("keep", run), ("step", write), ("done", done), ("commit", commit)]
+
+
+class Finding(Exception):
+    """What a failure did that it must not do."""
+
+
+def play(calls: list[Call], fail: int = 0, sticky: bool = False) -> tuple[Any, int, str]:
+    """Run a script; the allocation `fail` fails. Returns (how it ended, allocations, the call that failed)."""
+    s, failed, made = Stage(), "", 0
+    for name, call in calls:
+        before = s.snapshot()
+        _memory.fail_at(fail - made if fail > made else 0, sticky)
+        try:
+            call(s)
+        except MemoryError as error:
+            made += _memory.allocations()[0]
+            _memory.fail_at(0)
+            if s.snapshot() != before:
+                raise Finding(f"{name}: the failure of allocation {fail} changed the state") from error
+            failed = name
+            if s.pool is not None:
+                s.pool.check()
+            call(s)
+        else:
+            made += _memory.allocations()[0]
+            if made >= fail > made - _memory.allocations()[0]:
+                failed = name + " (went on)"
+        _memory.fail_at(0)
+    s.pool.check()
+    ending = s.snapshot()
+    alive = weakref.ref(s.pool)
+    del s
+    gc.collect()
+    if alive() is not None:
+        raise Finding("the pool did not die")
+    return ending, made, failed
+
+
+def sweep(seeds: Iterable[int], points: int) -> dict[str, Any]:
+    """Fail allocations of scripts, each alone and with all behind it, until there were `points` of them."""
+    done, findings, by_call = 0, [], dict[str, int]()
+    for seed in seeds:
+        calls = script(seed)
+        gc.collect()
+        at_start = _memory.allocations()[1]
+        ending, total, _ = play(calls)
+        for k in range(1, total + 1):
+            for sticky in (False, True):
+                try:
+                    again, _, failed = play(calls, k, sticky)
+                    if not failed:
+                        raise Finding(f"allocation {k} did not fail")
+                    if again != ending:
+                        raise Finding(f"{failed}: after the failure of allocation {k} the script ends otherwise")
+                    by_call[failed] = by_call.get(failed, 0) + 1
+                    if _memory.allocations()[1] != at_start:
+                        raise Finding(f"{failed}: {_memory.allocations()[1] - at_start} blocks of memory lost")
+                except Exception as found:
+                    findings.append(f"seed {seed}, allocation {k}{', sticky' * sticky}: {found!r}")
+                _memory.fail_at(0)
+                done += 1
+        if done >= points:
+            break
+    return {"points": done, "by_call": by_call, "findings": findings}
+
+
+class Careless(kvpool.Pool):
+    """A pool whose refused `step` leaves something behind."""
+
+    def step(self, *arguments: Any, **options: Any) -> None:
+        """Like the core's; without memory it has opened a sequence."""
+        try:
+            super().step(*arguments, **options)
+        except MemoryError:
+            self.open()
+            raise
+
+
+def main(argv: list[str]) -> int:
+    """``failing.py POINTS SEED [planted]``: one JSON object."""
+    points, seed = map(int, argv[:2])
+    if argv[2:] == ["planted"]:
+        kvpool.Pool = Careless  # type: ignore[misc]
+    print(json.dumps(sweep(range(seed, seed + 100_000), points)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
