@@ -475,7 +475,8 @@ class Host:
 
     def trim(self) -> None:
         """A client takes back the end of its text."""
-        idle = [r for r in self.running if r.length > 1 and not any(f.rows_have(r) for f, _ in r.flights)]
+        idle = [r for r in self.running if r.length > 1 and not r.drafting]
+        idle = [r for r in idle if not any(flight.rows_have(r) for flight, _ in r.flights)]
         if idle:
             request = self.rng.choice(idle)
             self.cut(request, self.rng.randint(1, request.length - 1))
