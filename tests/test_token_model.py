@@ -168,3 +168,33 @@ def test_contradicting_arrays_are_convicted():
 
     with pytest.raises(AssertionError, match="two tokens are written to one slot"):
         driver.step([(a, [1]), (b, [1])], spoil=same_slot)
+
+
+@pytest.mark.parametrize("eos", [(), (2,)])
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0])
+def test_wide_beam_finds_the_best_of_all_continuations(eos, length_penalty):
+    """With a beam as wide as the tree nothing is pruned: the result is the best of every possible text."""
+    model = TokenModel(vocabulary=4, seed=8)
+    prompt, longest = [1, 3, 0], 4
+
+    def texts(tokens):
+        for token in range(4):
+            text = [*tokens, token]
+            if token in eos or len(text) == longest:
+                yield text
+            else:
+                yield from texts(text)
+
+    def score(text):
+        states = model.states([*prompt, *text])[len(prompt) - 1 : -1]
+        return float(model.logprobs(states)[np.arange(len(text)), text].sum()) / len(text) ** length_penalty
+
+    best = sorted(texts([]), key=score, reverse=True)[:3]
+    found = model.beam(prompt, longest, 256, 3, eos=eos, length_penalty=length_penalty)
+    assert [g.tokens.tolist() for g in found] == best
+    assert [g.score for g in found] == pytest.approx([score(text) for text in best])
+
+
+def test_beam_of_one_without_ends_is_greedy():
+    model = TokenModel()
+    assert model.beam([5, 6], 9, 1)[0].tokens.tolist() == model.solo([5, 6], 9).tokens.tolist()

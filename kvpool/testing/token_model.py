@@ -150,6 +150,56 @@ class TokenModel:
         """The n samples of a request: `solo` each."""
         return [self.solo(prompt, max_tokens, seed=seed, index=index, **how) for index in range(n)]
 
+    def beam(
+        self,
+        prompt: Any,
+        max_tokens: int,
+        width: int,
+        n: int = 1,
+        *,
+        eos: Sequence[int] = (),
+        stop: Sequence[Any] = (),
+        length_penalty: float = 1.0,
+        salt: int = 0,
+    ) -> list[Generated]:
+        """The n best hypotheses of a beam search, best first; no pool, every state computed from all tokens.
+
+        In each round every live hypothesis proposes its ``2 * width`` likeliest tokens; from the best proposal down,
+        those that end are finished hypotheses, the others live on, until `width` live. The search is over when no live
+        hypothesis can score better than the worst of the `width` best finished ones, however long it grows.
+        """
+        prompt = np.asarray(prompt, np.int64)
+        live: list[tuple[float, list[int], list[float]]] = [(0.0, [], [])]
+        done: list[Generated] = []
+
+        def end(total: float, tokens: list[int], logprobs: list[float], reason: str) -> None:
+            score = total / len(tokens) ** length_penalty
+            done.append(Generated(np.array(tokens, np.int32), np.array(logprobs, np.float32), reason, score))
+
+        while live:
+            proposals = []
+            for row, (total, tokens, logprobs) in enumerate(live):
+                state = self.states(np.concatenate([prompt, np.array(tokens, np.int64)]), salt)[-1:]
+                candidates, values = self.top(state, 2 * width)
+                for rank, (token, value) in enumerate(zip(candidates[0].tolist(), values[0].tolist(), strict=True)):
+                    proposals.append((-(total + value), row, rank, [*tokens, token], [*logprobs, value]))
+            live = []
+            for negative, _, _, tokens, logprobs in sorted(proposals, key=lambda p: p[:3]):
+                reason = why_finished(tokens, max_tokens, eos, stop)
+                if reason is None:
+                    live.append((-negative, tokens, logprobs))
+                else:
+                    end(-negative, tokens, logprobs, reason)
+                if len(live) == width:
+                    break
+            done = sorted(done, key=lambda g: -(g.score or 0.0))[:width]
+            if len(done) == width and live:
+                length = len(live[0][1])
+                best = max(live[0][0] / n**length_penalty for n in range(length + 1, max_tokens + 1))
+                if best <= (done[-1].score or 0.0):
+                    break
+        return done[:n]
+
 
 class _Run:
     """The state of one sequence, token by token, in Python integers."""
