@@ -13,6 +13,7 @@ mx = pytest.importorskip("mlx.core", reason="the ranks talk through mlx")
 from kvpool import Pool  # noqa: E402
 from kvpool.adapters import ranks as ranks_module  # noqa: E402
 from kvpool.adapters.ranks import Ranks, launch  # noqa: E402
+from kvpool.cli import main  # noqa: E402
 from kvpool.cli.demo.ranks import part  # noqa: E402
 from kvpool.cli.demo.settings import Settings  # noqa: E402
 
@@ -104,3 +105,8 @@ def test_demo_on_two_ranks_holds_every_claim():
 def test_interpreter_is_named_because_mlx_launch_would_not_find_ours():
     launched = launch(["-c", "import sys; print('python', sys.executable)"], 2, timeout=60, last_line="-")
     assert launched.output.count(f"python {sys.executable}") == 2
+
+
+def test_demo_on_ranks_that_cannot_share_the_heads_is_refused(capsys):
+    assert main(["demo", "--ranks", "3"]) == 2
+    assert "--ranks 3: the model has 4 KV heads, so 2 or 4 ranks share them" in capsys.readouterr().err
