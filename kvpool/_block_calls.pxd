@@ -3,10 +3,12 @@ from libc.stdint cimport int32_t
 
 from kvpool._args cimport Ints
 from kvpool._blocks cimport Blocks
+from kvpool._record cimport Record
 
 
 cdef class BlockPool:
     cdef Blocks blocks
+    cdef Record record          # of the calls that changed something
     cdef bint busy
     cdef bint indexed           # an index of our own looks after committed blocks
     cdef object __weakref__

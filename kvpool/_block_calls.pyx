@@ -1,5 +1,5 @@
 """Block-level calls: alloc, incref, decref, free and the seam for an index of committed blocks."""
-from libc.stdint cimport INT64_MAX, INT64_MIN, int32_t, int64_t, uint32_t, uint64_t
+from libc.stdint cimport INT64_MAX, INT64_MIN, int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memset
 
 from kvpool._args cimport Ints, array_data, ints_at, ints_free, ints_get, new_int32, new_int64, to_int
@@ -15,7 +15,8 @@ from kvpool._blocks cimport (
     blocks_take_many,
     blocks_unref,
 )
-from kvpool._memory cimport xcalloc, xfree
+from kvpool._memory cimport xcalloc, xfree, xmalloc
+from kvpool._record cimport Record, record_array, record_batch, record_begin, record_end, record_one
 from kvpool._types cimport (
     MAX_REFCOUNT,
     OP_ALLOC,
@@ -35,7 +36,7 @@ cdef class BlockPool:
     """Block-level calls, for engines that keep their own block tables. See `kvpool.Pool`."""
 
     def __cinit__(self, num_blocks, block_size, *, max_seqs=1024, max_blocks_per_seq=None, reserved_blocks=1,
-                  watermark=0, in_order=False, seed=None, prefix_cache=False, events=0, _hash_bits=64):
+                  watermark=0, in_order=False, seed=None, prefix_cache=False, events=0, record=0, _hash_bits=64):
         cdef Blocks* b = &self.blocks
         cdef int64_t n = to_int(num_blocks, "Pool", "num_blocks", 1, (<int64_t>1 << 31) - 1)
         b.block_size = to_int(block_size, "Pool", "block_size", 1, min((<int64_t>1 << 31) - 1, (<int64_t>1 << 62) // n))
@@ -57,6 +58,12 @@ cdef class BlockPool:
         for n in range(b.reserved):
             b.block[n].place = RESERVED
         blocks_reset(b)
+        self.record.half = to_int(record, "Pool", "record", 0, <int64_t>1 << 40) // 2
+        if self.record.half:
+            self.record.data = <uint8_t*>xmalloc(2 * self.record.half)
+            if self.record.data == NULL:
+                BlockPool.release_memory(self)
+                raise MemoryError(f"[Pool] no memory for a record of {record} bytes")
 
     def __dealloc__(self):
         BlockPool.release_memory(self)
@@ -73,6 +80,8 @@ cdef class BlockPool:
         xfree(b.mark)
         xfree(b.canonical)
         memset(b, 0, sizeof(Blocks))
+        xfree(self.record.data)
+        memset(&self.record, 0, sizeof(Record))
 
     def __reduce__(self):
         raise TypeError("[Pool] a pool cannot be pickled or copied")
@@ -183,6 +192,10 @@ cdef class BlockPool:
             b.block[ids[k]].raw = 1
             h = mix(h, ids[k])
         b.digest = h
+        if self.record.data != NULL:
+            record_begin(&self.record, OP_ALLOC, count)
+            record_array(&self.record, ids, count)
+            record_end(&self.record, h)
 
     def incref(self, ids):
         """Add one raw reference to each block.
@@ -220,6 +233,7 @@ cdef class BlockPool:
                 blocks_ref(b, <int32_t>ints_at(&batch, k), 1)
                 b.block[ints_at(&batch, k)].raw += 1
                 b.digest = mix(b.digest, ints_at(&batch, k))
+            record_batch(&self.record, OP_INCREF, &batch, False, b.digest)
         finally:
             ints_free(&batch)
             self.busy = False
@@ -276,6 +290,7 @@ cdef class BlockPool:
                 blocks_unref(b, i)
                 h = mix(h, i)
             b.digest = h
+            record_batch(&self.record, OP_FREE if last else OP_DECREF, &batch, False, h)
         finally:
             ints_free(&batch)
             self.busy = False
@@ -314,6 +329,7 @@ cdef class BlockPool:
             for k in range(batch.size):
                 b.block[ints_at(&batch, k)].committed = 1
                 b.digest = mix(b.digest, ints_at(&batch, k))
+            record_batch(&self.record, OP_COMMIT, &batch, False, b.digest)
         finally:
             ints_free(&batch)
             self.busy = False
@@ -352,6 +368,7 @@ cdef class BlockPool:
             for k in range(batch.size):
                 blocks_revive(b, <int32_t>ints_at(&batch, k))
                 b.digest = mix(b.digest, ints_at(&batch, k))
+            record_batch(&self.record, OP_REVIVE, &batch, False, b.digest)
         finally:
             ints_free(&batch)
             self.busy = False
@@ -370,6 +387,7 @@ cdef class BlockPool:
             for k in range(count):
                 i = blocks_evict(b)
                 b.digest = mix(b.digest, i)
+            record_one(&self.record, OP_EVICT, count, b.digest)
             return evicted
         finally:
             self.busy = False
@@ -392,9 +410,29 @@ cdef class BlockPool:
                 data[k] = b.dropped[k]
                 b.block[data[k]].noted = 0
             b.num_dropped = 0
+            record_one(&self.record, OP_DRAIN, ids.size, b.digest)
             return ids
         finally:
             self.busy = False
+
+    def _recorded(self):
+        """(bytes of the record, calls in it, calls that it lost); see `kvpool.replay.calls`."""
+        cdef Record* r = &self.record
+        cdef const char* older
+        cdef const char* newer
+        self.enter("_recorded")
+        try:
+            if r.data == NULL:
+                return b"", 0, 0
+            newer = <const char*>r.data + r.active * r.half
+            older = <const char*>r.data + (r.active ^ 1) * r.half
+            return older[:r.size[r.active ^ 1]] + newer[:r.size[r.active]], r.calls[0] + r.calls[1], r.lost
+        finally:
+            self.busy = False
+
+    def _set_digest(self, digest):
+        """For replays that begin at a reset."""
+        self.blocks.digest = digest
 
     def refcount(self, block):
         """References on one block: table entries of sequences plus raw ones. O(1)."""

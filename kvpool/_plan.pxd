@@ -1,6 +1,8 @@
 """`Plan`. Other extension modules may hold one, but not reach into it."""
-from libc.stdint cimport int32_t, int64_t
+from libc.stdint cimport int32_t, int64_t, uint32_t
 
+from kvpool._args cimport Ints
+from kvpool._record cimport Record
 from kvpool._sequence_calls cimport SequencePool
 from kvpool._step cimport Step
 from kvpool._wire cimport Wire
@@ -20,8 +22,11 @@ cdef class Plan:
     cdef dict arrays            # name -> whole array
     cdef dict views             # name -> (length, view)
     cdef tuple names
+    cdef int64_t record_number  # in the pool's record, 0: none
+    cdef uint32_t record_epoch
     cdef object __weakref__
 
+    cdef void write_step(self, Record* r, const Ints* rows, const Ints* num_new, bint advance, bint partial) noexcept
     cdef object view(self, str name, int64_t length)
     cdef int declare(self, object formats, object dtype, object pad, object out) except -1
     cdef int check_width(self, str name, int width) except -1

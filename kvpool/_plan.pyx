@@ -1,11 +1,13 @@
 """`Plan`: what one step hands to a backend, its arrays, and what it takes to undo the step."""
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t
+from libc.string cimport memcmp
 
-from kvpool._args cimport array_data, show, to_int
+from kvpool._args cimport Ints, array_data, show, to_int
+from kvpool._record cimport PARTIAL, SAME_ROWS, Record, record_begin, record_int, record_ints
 from kvpool._sequence cimport MAX_SEQS
 from kvpool._sequence_calls cimport SequencePool
 from kvpool._step cimport step_free, step_init
-from kvpool._types cimport OK
+from kvpool._types cimport OK, OP_RESERVE, OP_STEP
 from kvpool._wire cimport Field, Wire, wire_forget, wire_free, wire_init
 
 import numpy as np
@@ -292,6 +294,21 @@ cdef class Plan:
         return 0
 
     # -- what the last step filled
+
+    cdef void write_step(self, Record* r, const Ints* rows, const Ints* num_new, bint advance, bint partial) noexcept:
+        """The step that is about to be committed, but for its end; rows as in the step before are not repeated."""
+        cdef bint same = (self.record_number != 0 and self.record_epoch == r.epoch and self.rows == rows.size
+                          and memcmp(self.step.handle, rows.data, rows.size * sizeof(int64_t)) == 0)
+        if self.record_number == 0 or self.record_epoch != r.epoch:
+            r.next_plan += 1
+            self.record_number = r.next_plan
+            self.record_epoch = r.epoch
+        record_begin(r, OP_STEP if advance else OP_RESERVE, num_new.size + (0 if same else rows.size))
+        record_int(r, self.record_number)
+        record_int(r, same * SAME_ROWS + partial * PARTIAL)
+        if not same:
+            record_ints(r, rows, True)
+        record_ints(r, num_new, False)
 
     cdef object view(self, str name, int64_t length):
         """The first `length` entries of an array; the same object as long as the length stays."""

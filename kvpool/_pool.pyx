@@ -15,6 +15,7 @@ from kvpool._plan cimport Plan
 from kvpool._sequence cimport seq_table, seqs_check, seqs_fingerprint, seqs_reset
 from kvpool._prefix cimport index_check, index_fingerprint
 from kvpool._prefix_calls cimport PrefixPool
+from kvpool._record cimport record_end, record_one
 from kvpool._step cimport (
     BAD_HANDLE,
     DUPLICATE,
@@ -35,7 +36,7 @@ from kvpool._step cimport (
     step_rollback,
     step_undo_check,
 )
-from kvpool._types cimport NO_MEMORY, OK, OP_DONE, OP_RESET, SHORT, mix
+from kvpool._types cimport NO_MEMORY, OK, OP_DONE, OP_RESET, OP_ROLLBACK, SHORT, mix
 from kvpool._wire cimport wire_emit, wire_forget
 
 from kvpool.errors import CapacityExceeded, CorruptState, OutOfBlocks, PlanStateError
@@ -67,6 +68,8 @@ cdef class Pool(PrefixPool):
         Index committed blocks by content, so that `open` finds the prefixes that other sequences computed.
     events : int, default 0
         Keep up to this many events of the prefix cache for `drain_events`; 0: none.
+    record : int, default 0
+        Bytes of a ring that keeps the calls which changed something, for ``kvpool replay --ops``; 0: none.
 
     Raises
     ------
@@ -91,7 +94,7 @@ cdef class Pool(PrefixPool):
     """
 
     def __cinit__(self, num_blocks, block_size, *, max_seqs=1024, max_blocks_per_seq=None, reserved_blocks=1,
-                  watermark=0, in_order=False, seed=None, prefix_cache=False, events=0, _hash_bits=64):
+                  watermark=0, in_order=False, seed=None, prefix_cache=False, events=0, record=0, _hash_bits=64):
         if not isinstance(in_order, bool):
             raise TypeError(f"[Pool] in_order must be a bool, not {type(in_order).__name__} ({in_order!r})")
         self.next_step = 1
@@ -253,7 +256,11 @@ cdef class Pool(PrefixPool):
                 except MemoryError:
                     step_undo_check(&plan.step, &self.blocks, 0)
                     raise
+            if self.record.data != NULL:
+                plan.write_step(&self.record, &rows, &new, advance, partial)
             self.carry_out(plan, <const int64_t*>rows.data, advance, pad_rows, pad_tokens)
+            if self.record.data != NULL:
+                record_end(&self.record, self.blocks.digest)
         finally:
             ints_free(&rows)
             ints_free(&new)
@@ -376,6 +383,7 @@ cdef class Pool(PrefixPool):
                 self.note_done(p.step.handle, p.step.length, p.step.num_rows)
                 step_release_holds(&p.step, &self.blocks)
                 self.finish(p)
+            record_one(&self.record, OP_DONE, (<Plan>plan).record_number, self.blocks.digest)
         finally:
             self.busy = False
 
@@ -410,6 +418,7 @@ cdef class Pool(PrefixPool):
             step_rollback(&p.step, &self.seqs, &self.blocks)
             wire_forget(&p.wire, p.step.num_rows, False, False)
             self.finish(p)
+            record_one(&self.record, OP_ROLLBACK, p.record_number, self.blocks.digest)
         finally:
             self.busy = False
 
@@ -460,6 +469,7 @@ cdef class Pool(PrefixPool):
             seqs_reset(&self.seqs)
             blocks_reset(&self.blocks)
             self.blocks.digest = mix(self.blocks.digest, OP_RESET)
+            self.record_start()
         finally:
             self.busy = False
 

@@ -18,6 +18,7 @@ from kvpool._prefix cimport (
     index_same,
 )
 from kvpool._prefix_events cimport EventPool
+from kvpool._record cimport FLUSH, record_array, record_begin, record_end, record_int, record_ints
 from kvpool._sequence cimport (
     OPEN,
     Seq,
@@ -46,7 +47,7 @@ cdef class PrefixPool(EventPool):
     """A prefix cache over committed blocks. See `kvpool.Pool` and docs/prefix.md."""
 
     def __cinit__(self, num_blocks, block_size, *, max_seqs=1024, max_blocks_per_seq=None, reserved_blocks=1,
-                  watermark=0, in_order=False, seed=None, prefix_cache=False, events=0, _hash_bits=64):
+                  watermark=0, in_order=False, seed=None, prefix_cache=False, events=0, record=0, _hash_bits=64):
         cdef Blocks* b = &self.blocks
         cdef Seqs* s = &self.seqs
         cdef int64_t bits = to_int(_hash_bits, "Pool", "_hash_bits", 0, 64)
@@ -295,7 +296,24 @@ cdef class PrefixPool(EventPool):
                 self.index.hit_tokens += s.seq[slot].num_tokens
         b.digest = mix(mix(mix(b.digest, OP_OPEN), need), found.hash)
         b.digest = mix(mix(b.digest, found.blocks), untagged(s.seq[slot].handle))
+        if self.record.data != NULL:
+            self.record_open(tokens, namespace, slot, take)
         return handle
+
+    cdef void record_open(self, const Tokens* tokens, bytes namespace, int32_t slot, bint take) noexcept:
+        cdef Py_ssize_t k
+        record_begin(&self.record, OP_OPEN, 5 + len(namespace) + (tokens.size if tokens.data != NULL else 0))
+        record_int(&self.record, slot)
+        record_int(&self.record, take)
+        record_int(&self.record, len(namespace))
+        for k in range(len(namespace)):
+            record_int(&self.record, <unsigned char>namespace[k])
+        if tokens.data == NULL:
+            record_int(&self.record, -1)
+            record_int(&self.record, tokens.size)
+        else:
+            record_array(&self.record, tokens.data, tokens.size)
+        record_end(&self.record, self.blocks.digest)
 
     def match(self, tokens, namespace=b""):
         """Tokens of a prompt that `open` would find cached. No side effect. O(n)."""
@@ -439,6 +457,12 @@ cdef class PrefixPool(EventPool):
                 self.blocks.digest = mix(mix(mix(self.blocks.digest, OP_COMMIT), untagged(ints_at(&rows, k))),
                                          ints_at(&new, k))
             self.blocks.digest = mix(self.blocks.digest, self.index.next_uid)
+            if self.record.data != NULL:
+                record_begin(&self.record, OP_COMMIT, rows.size + new.size + all_tokens.size)
+                record_ints(&self.record, &rows, True)
+                record_ints(&self.record, &new, False)
+                record_array(&self.record, all_tokens.data, all_tokens.size)
+                record_end(&self.record, self.blocks.digest)
         finally:
             xfree(all_tokens.owned)
             ints_free(&rows)
@@ -487,10 +511,12 @@ cdef class PrefixPool(EventPool):
         cdef uint32_t root
         cdef int32_t blank
         cdef object uid
+        cdef Py_ssize_t size, k
         self.enter("flush")
         try:
             if namespace is not None and type(namespace) is not bytes:
                 raise TypeError(f"[flush] namespace must be bytes or None, not {type(namespace).__name__}")
+            size = -1 if namespace is None else len(<bytes>namespace)
             if not self.indexed:
                 return 0
             if namespace is None:
@@ -504,6 +530,12 @@ cdef class PrefixPool(EventPool):
                     self.names.pop(uid, None)
                     self.add_event(event)
             self.blocks.digest = mix(mix(self.blocks.digest, OP_COMMIT), ~<uint64_t>blank)
+            if self.record.data != NULL:
+                record_begin(&self.record, FLUSH, 1 + size)
+                record_int(&self.record, size)
+                for k in range(size):
+                    record_int(&self.record, <unsigned char>(<bytes>namespace)[k])
+                record_end(&self.record, self.blocks.digest)
             return blank
         finally:
             self.busy = False

@@ -15,4 +15,5 @@ cdef class SequencePool(BlockPool):
     cdef int check_batch(self, Ints* batch, str call) except -1
     cdef void drain(self)
     cdef void uncommit(self, int32_t slot, int64_t length)
+    cdef void record_start(self) noexcept
     cdef void next_stamp(self) noexcept

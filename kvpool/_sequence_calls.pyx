@@ -6,6 +6,20 @@ from kvpool._args cimport Ints, array_data, ints_at, ints_free, ints_get, new_in
 from kvpool._block_calls cimport BlockPool
 from kvpool._blocks cimport Blocks, blocks_available, blocks_take_many, whole_blocks
 from kvpool._memory cimport xcalloc, xfree
+from kvpool._record cimport (
+    CLOSE_FINISHED,
+    DEFERRED,
+    START,
+    Record,
+    record_array,
+    record_batch,
+    record_begin,
+    record_end,
+    record_int,
+    record_ints,
+    record_one,
+    record_two,
+)
 from kvpool._sequence cimport (
     FREE_SLOT,
     MAX_SEQS,
@@ -25,7 +39,7 @@ from kvpool._sequence cimport (
     slot_of,
     untagged,
 )
-from kvpool._types cimport OP_OPEN, mix
+from kvpool._types cimport OP_CLOSE, OP_FORK, OP_TRUNCATE
 
 import gc
 
@@ -76,7 +90,7 @@ cdef class SequencePool(BlockPool):
     """Sequences on top of blocks. See `kvpool.Pool`."""
 
     def __cinit__(self, num_blocks, block_size, *, max_seqs=1024, max_blocks_per_seq=None, reserved_blocks=1,
-                  watermark=0, in_order=False, seed=None, prefix_cache=False, events=0, _hash_bits=64):
+                  watermark=0, in_order=False, seed=None, prefix_cache=False, events=0, record=0, _hash_bits=64):
         cdef Seqs* s = &self.seqs
         cdef int32_t usable = self.blocks.num_blocks - self.blocks.reserved
         cdef int32_t slot
@@ -131,6 +145,7 @@ cdef class SequencePool(BlockPool):
             slot = seq_find(&self.seqs, self.deferred[k])
             if slot >= 0:
                 seq_close(&self.seqs, &self.blocks, slot)
+                record_one(&self.record, DEFERRED, slot, self.blocks.digest)
             k += 1
         self.deferred.clear()                   # takes no memory, so it cannot fail
 
@@ -188,6 +203,26 @@ cdef class SequencePool(BlockPool):
                 s.seq[slot].mark = 0
             s.stamp = 1
 
+    cdef void record_start(self) noexcept:
+        """The pool was reset: a replay may begin here, with what a reset leaves as it is."""
+        cdef Seqs* s = &self.seqs
+        cdef Record* r = &self.record
+        cdef int32_t slot, used = 0
+        if r.data == NULL:
+            return
+        r.epoch += 1
+        for slot in range(s.max_seqs):
+            used += s.life[slot].generation != 0
+        record_begin(r, START, 3 + 2 * <int64_t>used + self.blocks.num_dropped)
+        record_int(r, <int64_t>self.blocks.digest)
+        record_array(r, self.blocks.dropped, self.blocks.num_dropped)
+        record_int(r, used)
+        for slot in range(s.max_seqs):
+            if s.life[slot].generation:
+                record_int(r, slot)
+                record_int(r, s.life[slot].generation)
+        record_end(r, self.blocks.digest)
+
     # -- verbs
 
     def fork(self, handle, n=1):
@@ -218,7 +253,7 @@ cdef class SequencePool(BlockPool):
         """
         cdef Seqs* s = &self.seqs
         cdef int32_t parent
-        cdef int64_t count
+        cdef int64_t count, k
         self.enter("fork")
         try:
             parent = self.get_one(handle, "fork")
@@ -228,6 +263,13 @@ cdef class SequencePool(BlockPool):
                                      f"the limit is {s.max_seqs}")
             children = new_int64(count)
             seq_fork(s, &self.blocks, parent, <int32_t>count, <int64_t*>array_data(children))
+            if self.record.data != NULL:
+                record_begin(&self.record, OP_FORK, count + 1)
+                record_int(&self.record, parent)
+                record_int(&self.record, count)
+                for k in range(count):
+                    record_int(&self.record, slot_of((<int64_t*>array_data(children))[k]))
+                record_end(&self.record, self.blocks.digest)
             return children
         finally:
             self.busy = False
@@ -275,6 +317,7 @@ cdef class SequencePool(BlockPool):
             for k in range(batch.size):
                 self.uncommit(seq_find(s, ints_at(&batch, k)), ints_at(&lengths, k))
                 seq_truncate(s, b, seq_find(s, ints_at(&batch, k)), ints_at(&lengths, k))
+            record_two(&self.record, OP_TRUNCATE, &batch, &lengths, b.digest)
         finally:
             ints_free(&batch)
             ints_free(&lengths)
@@ -300,6 +343,7 @@ cdef class SequencePool(BlockPool):
             self.check_batch(&batch, "close")
             for k in range(batch.size):
                 seq_close(&self.seqs, &self.blocks, seq_find(&self.seqs, ints_at(&batch, k)))
+            record_batch(&self.record, OP_CLOSE, &batch, True, self.blocks.digest)
         finally:
             ints_free(&batch)
             self.busy = False
@@ -333,6 +377,12 @@ cdef class SequencePool(BlockPool):
             for k in range(batch.size):
                 if done[k]:
                     seq_close(&self.seqs, &self.blocks, seq_find(&self.seqs, ints_at(&batch, k)))
+            if self.record.data != NULL:
+                record_begin(&self.record, CLOSE_FINISHED, 2 * batch.size)
+                record_ints(&self.record, &batch, True)
+                for k in range(batch.size):
+                    record_int(&self.record, done[k])
+                record_end(&self.record, self.blocks.digest)
             return closed
         finally:
             ints_free(&batch)

@@ -1,4 +1,4 @@
-"""Replay a serving trace through a pool: hit rate, evictions, preemptions, and the memory it needs."""
+"""Replay a serving trace through a pool: hit rate, evictions, preemptions, memory. Or the calls a pool recorded."""
 
 from __future__ import annotations
 
@@ -48,11 +48,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " copy-on-write, no prefix cache (default: %(default)s)",
     )
     parser.add_argument("--sweep", metavar="N1,N2,...", help="compare pools of these sizes (P1)")
+    parser.add_argument(
+        "--ops", type=Path, metavar="FILE", help="instead of a trace: the calls of Pool(record=...), checked"
+    )
+    parser.add_argument(
+        "--minimise", action="store_true", help="with --ops: the fewest calls that still fail, when they do"
+    )
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw blocks in use and hit rate over time")
 
 
 def run(args: argparse.Namespace) -> int:
     """Replay, and print what happened."""
+    if args.ops is not None:
+        return run_calls(args)
+    if args.minimise:
+        raise CommandError("--minimise needs --ops FILE")
     from kvpool.errors import CapacityExceeded
     from kvpool.replay import replay, report
 
@@ -84,6 +94,40 @@ def run(args: argparse.Namespace) -> int:
         if args.plot is not None:
             print(f"Drawn in {args.plot}")
     return 0
+
+
+def run_calls(args: argparse.Namespace) -> int:
+    """Make recorded calls again on a new pool, and say whether all went as recorded: 0, else 1."""
+    from kvpool.replay.calls import RecordError, load
+    from kvpool.replay.rerun import minimise, rerun
+
+    if args.trace is not None or args.synthetic:
+        raise CommandError("--ops FILE stands in place of a trace")
+    few = None
+    try:
+        record = load(args.ops)
+        with progress_bar(len(record.calls), quiet=args.json) as show:
+            failure = rerun(record, progress=lambda done: show(0, done))
+        if failure is not None and args.minimise:
+            few = minimise(record, failure)
+    except OSError as exc:
+        raise CommandError(f"{args.ops}: {exc.strerror or exc}") from None
+    except (RecordError, MemoryError) as exc:
+        raise CommandError(str(exc) or "not enough memory for this pool") from None
+    lost, total = record.header["lost"], len(record.calls)
+    if args.json:
+        facts = {"pool": record.header["pool"], "calls": total, "lost": lost, "kvpool": record.header["kvpool"]}
+        facts["failure"] = None if failure is None else vars(failure)
+        facts["fewest"] = None if few is None else [str(call) for call in few]
+        print(json.dumps(facts, indent=2))
+        return int(failure is not None)
+    before = f", {lost} before them were lost" if lost else ""
+    print(f"{total} calls on a pool of {record.header['pool']['num_blocks']} blocks{before}")
+    print("every digest as recorded, check() finds nothing" if failure is None else f"FAILED at {failure}")
+    if few is not None:
+        print(f"{len(few)} calls are enough to fail like that:")
+        print("\n".join(f"  {call}" for call in few))
+    return int(failure is not None)
 
 
 def number(args: argparse.Namespace, name: str, least: int = 1) -> int | None:

@@ -1,0 +1,70 @@
+"""Every public call with every kind of wrong argument, in child processes under AddressSanitizer.
+
+The cases are tests: each names the documented exception, and that fingerprint, digest and plans are as before.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from proof import builds
+from proof.figure import Budget, Figure
+
+NAME = "misuse"
+TARGET = "documented exception, fingerprint unchanged: 100 % of >= 150 cases"
+COMMAND = "python -m proof misuse"
+FILES = ("misuse", "handles", "guards", "hostile_use", "plan_binding", "prefix_hostile")
+QUICK = ("hostile_use",)
+ENDINGS = re.compile(r"(\d+) (passed|failed|errors?)\b")
+
+
+def run_file(name: str, variant: str, core: str = "") -> tuple[str, int, int, str]:
+    """One file of tests in a process of its own: (name, cases, failures, last line)."""
+    argv = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"tests/test_{name}.py"]
+    env = {"KVPOOL_CORE": core} if core else {}
+    env["ASAN_OPTIONS"] = "detect_leaks=0:allocator_may_return_null=1"  # pools too large for this machine are cases
+    if variant:
+        done = builds.run(variant, argv, env=env)
+    else:  # the build in place
+        done = subprocess.run(
+            [sys.executable, *argv], cwd=builds.ROOT, env=os.environ | env, capture_output=True, text=True
+        )
+    last = (done.stdout.strip().splitlines() or [done.stderr.strip()[-200:]])[-1]
+    counts = {kind.rstrip("s"): int(number) for number, kind in ENDINGS.findall(last)}
+    failed = counts.get("failed", 0) + counts.get("error", 0)
+    if done.returncode and not failed:
+        failed = 1  # it crashed, or collected nothing
+    return name, counts.get("passed", 0) + failed, failed, last
+
+
+def figure_of(files: Sequence[str], variant: str, budget: Budget, least: int, core: str = "") -> Figure:
+    """The figure over some files of tests."""
+    start = time.monotonic()
+    if variant:
+        builds.build(variant)
+    with ThreadPoolExecutor(budget.jobs) as pool:
+        results = list(pool.map(lambda name: run_file(name, variant, core), files))
+    cases, failed = (sum(result[column] for result in results) for column in (1, 2))
+    measured = f"{cases - failed:,} of {cases:,} cases as documented, under {variant or 'the build in place'}"
+    notes = "\n".join(f"tests/test_{name}.py: {last}" for name, _, wrong, last in results if wrong)
+    return Figure(
+        NAME, TARGET, measured, not failed and cases >= least, COMMAND, time.monotonic() - start, notes
+    )
+
+
+def measure(budget: Budget) -> Figure:
+    """The core."""
+    if budget.share >= 1:
+        return figure_of(FILES, "asan", budget, 150)
+    return figure_of(QUICK, "", budget, 15)
+
+
+def planted(budget: Budget) -> Figure:
+    """The plain Python model, which is no fortress."""
+    return figure_of(("guards",), "", budget, 15, core="model")
