@@ -2,7 +2,8 @@
 
 Environment switches::
 
-    KVPOOL_DEBUG=1                      bounds, None and initialisation checks on, C asserts on, debug symbols
+    KVPOOL_DEBUG=1                      bounds, None and initialisation checks on, C asserts on, debug symbols;
+                                        allocations fail on demand (kvpool._memory)
     KVPOOL_SANITIZE=address,undefined   build with these gcc/clang sanitizers (implies debug symbols)
     KVPOOL_COVERAGE=1                   count lines and branches (gcc); line numbers are those of the .pyx files
     KVPOOL_OPTIMIZE=1                   the compiler's -O level, 3 unless one of the above says otherwise
@@ -39,7 +40,7 @@ def compile_flags() -> tuple[list[str], list[str]]:
     compile_args = [f"-O{level}", "-g" if DEBUG or SANITIZE else "-g0"]
     link_args = []
     if DEBUG:
-        compile_args += ["-UNDEBUG", "-DKVPOOL_DEBUG=1"]
+        compile_args += ["-UNDEBUG", "-DKVPOOL_DEBUG=1", "-DKVPOOL_FAULTS=1"]
     if SANITIZE:
         compile_args += [f"-fsanitize={SANITIZE}", "-fno-omit-frame-pointer"]
         link_args += [f"-fsanitize={SANITIZE}"]

@@ -16,7 +16,7 @@ SUFFIXES = (".py", ".pyx", ".pxd", ".pyi", ".c", ".h", ".metal", ".sh")
 UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X|HA" + r"CK)\b")
 # A module of the core may import those before it, never those after it.
 CORE_ORDER = (
-    *("_types", "_args", "_blocks", "_sequence", "_prefix", "_step", "_wire"),  # C functions on structs
+    *("_types", "_memory", "_args", "_blocks", "_sequence", "_prefix", "_step", "_wire"),  # C functions on structs
     *("_block_calls", "_sequence_calls", "_plan", "_prefix_calls", "_pool"),  # what Python sees of them
 )
 # Folders whose code drives a framework; elsewhere kvpool knows none.
