@@ -66,8 +66,8 @@ VARIANTS = {
     "asan-cpu": replace(ASAN, cpu=True),
     "tsan": TSAN,
     "tsan-cpu": replace(TSAN, cpu=True),
-    "coverage": Variant({"KVPOOL_COVERAGE": "1"}),
-    "mutants": Variant({"KVPOOL_OPTIMIZE": "1"}),
+    "coverage": Variant({"KVPOOL_COVERAGE": "1", "KVPOOL_FAULTS": "1"}),
+    "mutants": Variant({"KVPOOL_OPTIMIZE": "1", "KVPOOL_FAULTS": "1"}),
 }
 
 
@@ -129,6 +129,7 @@ def build(variant: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     stamp = folder / "compiled"
     made_by = f"{sys.version}\ncython {importlib.metadata.version('cython')}\n{kind.switches}\n"
+    made_by += (ROOT / "setup.py").read_text()
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # tests run in several processes
         same = stamp.exists() and stamp.read_text() == made_by

@@ -139,7 +139,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", type=int, nargs="*", help="numbers of mutants")
     parser.add_argument("--blind", action="store_true", help="compare nothing: a killer that must be found out")
+    parser.add_argument("--record-only", action="store_true", help="make the tapes, hunt nothing; runs in any build")
     options = parser.parse_args(argv)
+    if options.record_only:
+        print(json.dumps({"operations": sum(len(tape.ops) for tape in record(options.tapes, options.seed))}))
+        return 0
     mutants = json.loads(MUTANTS.read_text())
     picked = chosen(mutants, options.share, options.seed)
     if options.only:

@@ -43,7 +43,7 @@ OPERATORS = {
     ast.BitXor: "&",
 }
 ASSIGNMENTS = {"+=": "-=", "-=": "+=", "*=": "+=", "&=": "|=", "|=": "&=", "^=": "&="}
-POINTERS = {"calloc", "malloc", "realloc"}  # what they return is NULL in a mutant
+POINTERS = {"xcalloc", "xmalloc", "xrealloc"}  # what they return is NULL in a mutant
 UNTOUCHED = {"seq_table", "sizeof", "range"}  # a pointer that may not be NULL; no calls at all
 HEAD = "from kvpool._mutant cimport kv_mutant, kv_set_mutant\n"
 SETTER = "\n\ndef set_mutant(int number):\n    kv_set_mutant(number)\n"
@@ -319,7 +319,7 @@ def mutate(folder: Path) -> tuple[dict[str, str], list[Mutant]]:
         All of them, ``mutants[i].number == i + 1``.
     """
     schemata = Schemata()
-    paths = [path for path in sorted(folder.glob("_*.p[yx][xd]")) if path.stem != "__init__"]
+    paths = [path for path in sorted(folder.glob("_*.p[yx][xd]")) if path.stem not in ("__init__", "_memory")]
     texts = {path.name: path.read_text() for path in paths}
     schemata.predicates.update(*(PREDICATE.findall(text) for text in texts.values()))
     made = {name: schemata.file(name, text) for name, text in texts.items()}
