@@ -44,6 +44,8 @@ def nogil_lines() -> dict[str, dict[int, str]]:
     """File -> line -> nogil function, heads left out."""
     found: dict[str, dict[int, str]] = {}
     for path in sorted((ROOT / "kvpool").glob("_*.p[yx][xd]")):
+        if path.stem == "_memory":  # where failures are made
+            continue
         text = path.read_text()
         for head in NOGIL.finditer(text):
             number = text.count("\n", 0, head.end()) + 1

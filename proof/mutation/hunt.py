@@ -22,6 +22,7 @@ from typing import Any
 
 import kvpool
 from kvpool.testing import run
+from proof.mutation.memory import Memory, memory_that_runs_out
 from proof.mutation.scenarios import SCENARIOS
 from proof.mutation.tape import Tape, first_tag, play
 
@@ -38,11 +39,16 @@ def pool_of(*args: Any, **kwargs: Any) -> kvpool.Pool:
 
 def record(tapes: int, seed: int) -> Iterator[Tape]:
     """The scenarios, each on its tape; then `tapes` of the state machine, every other one with a prefix cache."""
-    kinds = {"Pool": pool_of, "Plan": kvpool.Plan}
+    kinds = {"Pool": pool_of, "Plan": kvpool.Plan, "Memory": Memory}
     for program in SCENARIOS:
         tape = Tape(program.__name__, kinds)
         first_tag()
         program(tape.make("Pool"), tape.make("Plan"))
+        yield tape
+    for cached in (False, True):
+        tape = Tape("memory that runs out", kinds)
+        first_tag()
+        memory_that_runs_out(tape.make("Pool"), tape.make("Plan"), tape.make("Memory"), cached)
         yield tape
     for number in range(tapes):
         tape = Tape(f"machine, seed {seed + number // 2}", kinds)

@@ -96,6 +96,10 @@ class Recorded:
             return lambda *args, **kwargs: self._noted(self._index, name, args, kwargs, lambda a, k: method(*a, **k))
         return self._noted(self._index, name, (), None, lambda a, k: getattr(self._object, name))
 
+    def _drop(self) -> None:
+        self._tape.ops.append(Op(self._index, "_drop", (), None, None))
+        self._object = None
+
     def _noted(self, target: int, name: str, args: tuple, kwargs: dict | None, call: Callable) -> Any:
         real = [_inner(value) for value in args], {key: _inner(value) for key, value in (kwargs or {}).items()}
         noted = [_kept(value) for value in args], {key: _kept(value) for key, value in (kwargs or {}).items()}
@@ -106,9 +110,18 @@ class Recorded:
         made = target < 0 and error is None
         op = Op(target, name, tuple(noted[0]), None if kwargs is None else noted[1], None if made else compared, writes)
         self._tape.ops.append(op)
-        if error is not None:
-            raise error
-        return value
+        try:
+            if error is not None:
+                raise error
+            return value
+        finally:  # the error would keep this frame, and this frame the error and the objects
+            del error, real, value
+
+
+def drop(thing: Any) -> None:
+    """Let go of a recorded object, in the tape too."""
+    if isinstance(thing, Recorded):
+        thing._drop()
 
 
 def _inner(value: Any) -> Any:
@@ -139,7 +152,9 @@ def play(tape: Tape, *, learn: bool = False, blind: bool = False) -> None:
     objects: list[Any] = []
     for op in tape.ops:
         args = [objects[value.index] if type(value) is Ref else value for value in op.args]
-        if op.kwargs is None:
+        if op.name == "_drop":
+            objects[op.target] = got = None
+        elif op.kwargs is None:
             got, value, _ = outcome(lambda op=op: getattr(objects[op.target], op.name))
         else:
             named = {key: objects[v.index] if type(v) is Ref else v for key, v in op.kwargs.items()}
