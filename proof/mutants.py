@@ -10,13 +10,14 @@ import json
 import time
 from collections.abc import Iterator
 
-from proof.builds import run
+from proof.builds import ROOT, run
 from proof.figure import Budget, Figure
 from proof.mutation.equivalents import equivalent
 
 NAME = "mutants"
 TARGET = ">= 500 mutants of the core; >= 95 % killed, equivalents apart; >= 90 % raw"
 COMMAND = "python -m proof mutants"
+CORE = ROOT / "kvpool"
 LEAST, LEAST_RAW, LEAST_MUTANTS = 0.95, 0.90, 500
 SHORT_SHARE, SHORT_TAPES, TAPES = 0.02, 2, 30
 
