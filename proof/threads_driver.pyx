@@ -1,4 +1,4 @@
-"""Operations on pools by the core's C functions, without the GIL: what threads do at the same time in `proof.threads`."""
+"""Operations on pools by the C functions of the core, without the GIL: what threads do at once in `proof.threads`."""
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
 from kvpool._blocks cimport Blocks, blocks_available, blocks_take_many, blocks_unref_many
