@@ -4,7 +4,8 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-metal test-golden-full test-long native lint bench bench-gates build debug asan clean
+.PHONY: help demo test test-metal test-golden-full test-long native lint bench bench-gates build debug asan \
+	tsan coverage mutants proof clean
 MAKEFLAGS += --no-print-directory
 unexport KVPOOL_CORE  # left set, it would have the plain Python model tested in place of the core
 
@@ -60,6 +61,18 @@ asan: $(VENV)/built $(VENV)/test  ## the core's and the CPU backend's tests unde
 		--ignore tests/test_make.py --ignore tests/test_demo.py --ignore tests/test_tidy.py \
 		--ignore tests/test_readme.py --ignore-glob '*proof*' --ignore-glob '*mlx*' --ignore-glob '*metal*' \
 		--ignore-glob '*msl*'
+
+tsan: $(VENV)/built $(VENV)/test  ## threads on pools, under ThreadSanitizer (Linux, gcc, setarch -R)
+	$(PY) -m proof threads
+
+coverage: $(VENV)/built $(VENV)/test  ## lines and branches of the core's nogil functions that its tests reach (gcov)
+	$(PY) -m proof coverage
+
+mutants: $(VENV)/built $(VENV)/test  ## the core made wrong in two thousand ways, all of which must be seen
+	$(PY) -m proof mutants
+
+proof: $(VENV)/built $(VENV)/test  ## the table of figures that stand for trust, half an hour; exit 1 if one does not hold
+	$(PY) -m proof
 
 clean:  ## remove everything that make has made
 	rm -rf $(VENV) build dist *.egg-info kvpool-demo.png .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache

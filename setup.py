@@ -2,10 +2,10 @@
 
 Environment switches::
 
-    KVPOOL_DEBUG=1                      bounds, None and initialisation checks on, C asserts on, debug symbols;
-                                        allocations fail on demand (kvpool._memory)
+    KVPOOL_DEBUG=1                      bounds, None and initialisation checks on, C asserts on, debug symbols
     KVPOOL_SANITIZE=address,undefined   build with these gcc/clang sanitizers (implies debug symbols)
-    KVPOOL_COVERAGE=1                   count lines and branches (gcc); line numbers are those of the .pyx files
+    KVPOOL_FAULTS=1                     allocations fail on demand (kvpool._memory); KVPOOL_DEBUG has it too
+    KVPOOL_COVERAGE=1                   count lines and branches of the C code (gcc)
     KVPOOL_OPTIMIZE=1                   the compiler's -O level, 3 unless one of the above says otherwise
 
 ``python -m proof.builds`` makes and runs such builds beside the one in place.
@@ -19,6 +19,7 @@ from setuptools import Extension, find_packages, setup
 
 DEBUG = os.environ.get("KVPOOL_DEBUG", "0") not in ("", "0")
 SANITIZE = os.environ.get("KVPOOL_SANITIZE", "")
+FAULTS = DEBUG or os.environ.get("KVPOOL_FAULTS", "0") not in ("", "0")
 COVERAGE = os.environ.get("KVPOOL_COVERAGE", "0") not in ("", "0")
 OPTIMIZE = os.environ.get("KVPOOL_OPTIMIZE", "")
 VARIANT_FILE = Path("build/cython/variant")
@@ -40,7 +41,9 @@ def compile_flags() -> tuple[list[str], list[str]]:
     compile_args = [f"-O{level}", "-g" if DEBUG or SANITIZE else "-g0"]
     link_args = []
     if DEBUG:
-        compile_args += ["-UNDEBUG", "-DKVPOOL_DEBUG=1", "-DKVPOOL_FAULTS=1"]
+        compile_args += ["-UNDEBUG", "-DKVPOOL_DEBUG=1"]
+    if FAULTS:
+        compile_args += ["-DKVPOOL_FAULTS=1"]
     if SANITIZE:
         compile_args += [f"-fsanitize={SANITIZE}", "-fno-omit-frame-pointer"]
         link_args += [f"-fsanitize={SANITIZE}"]
@@ -73,17 +76,13 @@ def extensions() -> list[Extension]:
 
 if __name__ == "__main__":
     # File times alone would keep objects that other switches made.
-    variant = f"debug={DEBUG} sanitize={SANITIZE} coverage={COVERAGE} optimize={OPTIMIZE}"
+    variant = f"debug={DEBUG} sanitize={SANITIZE} faults={FAULTS} coverage={COVERAGE} optimize={OPTIMIZE}"
     changed = not VARIANT_FILE.exists() or VARIANT_FILE.read_text() != variant
     packages = find_packages(include=["kvpool", "kvpool.*", "kvpool_backends", "kvpool_backends.*"])
     setup(
         packages=[*packages, "kvpool_backends.metal"],
         ext_modules=cythonize(
-            extensions(),
-            build_dir="build/cython",
-            compiler_directives=DIRECTIVES,
-            emit_linenums=COVERAGE,
-            force=changed,
+            extensions(), build_dir="build/cython", compiler_directives=DIRECTIVES, force=changed
         ),
         options={"build_ext": {"force": changed, "parallel": os.cpu_count()}},
     )

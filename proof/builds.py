@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import fcntl
 import importlib.metadata
+import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+
+from proof.mutation.schemata import mutate
 
 ROOT = Path(__file__).resolve().parent.parent
 #: What a copy consists of; `kvpool_backends/cpu` only where the variant has it.
@@ -63,35 +66,34 @@ VARIANTS = {
     "asan-cpu": replace(ASAN, cpu=True),
     "tsan": TSAN,
     "tsan-cpu": replace(TSAN, cpu=True),
-    "coverage": Variant({"KVPOOL_COVERAGE": "1"}),
-    "mutants": Variant({"KVPOOL_OPTIMIZE": "1"}),
+    "coverage": Variant({"KVPOOL_COVERAGE": "1", "KVPOOL_FAULTS": "1"}),
+    "mutants": Variant({"KVPOOL_OPTIMIZE": "1", "KVPOOL_FAULTS": "1"}),
 }
 
 
-def _rewriting(variant: str) -> Callable[[Path, bytes], bytes]:
-    """What happens to a source on its way into the copy."""
-    return lambda path, text: text
-
-
-def _sources(kind: Variant) -> dict[Path, Path]:
-    """Path in the copy -> path in the tree."""
+def _sources(variant: str) -> dict[Path, bytes]:
+    """Path in the copy -> text."""
     found = {}
     for part in PARTS:
         top = ROOT / part
         for path in [top, *top.rglob("*")] if top.is_dir() else [top]:
             inside = path.relative_to(ROOT)
-            skipped = path.suffix in MADE or "__pycache__" in path.parts or (CPU in inside.parents and not kind.cpu)
-            if path.is_file() and not skipped:
-                found[inside] = path
+            skipped = path.suffix in MADE or "__pycache__" in path.parts
+            if path.is_file() and not skipped and (VARIANTS[variant].cpu or CPU not in inside.parents):
+                found[inside] = path.read_bytes()
+    if variant == "mutants":
+        rewritten, mutants = mutate(ROOT / "kvpool")
+        found |= {Path("kvpool") / name: text.encode() for name, text in rewritten.items()}
+        found[Path("proof/mutants.json")] = json.dumps([asdict(mutant) for mutant in mutants], indent=0).encode()
     return found
 
 
 def _copy(variant: str, folder: Path) -> bool:
     """Bring the copy up to date; returns whether a file of it changed."""
-    sources, rewrite = _sources(VARIANTS[variant]), _rewriting(variant)
+    sources = _sources(variant)
     changed = False
-    for inside, path in sources.items():
-        target, text = folder / inside, rewrite(inside, path.read_bytes())
+    for inside, text in sources.items():
+        target = folder / inside
         if not target.exists() or target.read_bytes() != text:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(text)  # now: newer than what was made of the old one
@@ -127,6 +129,7 @@ def build(variant: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     stamp = folder / "compiled"
     made_by = f"{sys.version}\ncython {importlib.metadata.version('cython')}\n{kind.switches}\n"
+    made_by += (ROOT / "setup.py").read_text()
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # tests run in several processes
         same = stamp.exists() and stamp.read_text() == made_by

@@ -1,0 +1,76 @@
+"""Mutation score of the core: whether its tests would see a wrong comparison, operator, constant, branch or call.
+
+`proof.mutation` makes the mutants, in one build, and kills them. A mutant that nobody can tell from the core stands on
+a list of equivalents, with the reason; the raw score counts it as missed all the same.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+
+from proof.builds import ROOT, run
+from proof.figure import Budget, Figure
+from proof.mutation.equivalents import equivalent
+
+NAME = "mutants"
+TARGET = ">= 500 mutants of the core; >= 95 % killed, equivalents apart; >= 90 % raw"
+COMMAND = "python -m proof mutants"
+CORE = ROOT / "kvpool"
+LEAST, LEAST_RAW, LEAST_MUTANTS = 0.95, 0.90, 500
+SHORT_SHARE, SHORT_TAPES, TAPES = 0.02, 0, 20
+
+
+def hunted(budget: Budget, *more: str) -> list[dict]:
+    """What became of the mutants: all of them, or a fiftieth when the budget is short."""
+    short = budget.share < 1
+    share, tapes = (SHORT_SHARE, SHORT_TAPES) if short else (1.0, TAPES)
+    options = {"share": share, "tapes": tapes, "jobs": budget.jobs, "seed": budget.seed}
+    arguments = [f"--{name}={value}" for name, value in options.items()]
+    done = run("mutants", ["-m", "proof.mutation.hunt", *arguments, *more])
+    if done.returncode:
+        raise RuntimeError(f"[mutants] the hunt failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return list(ends(done.stdout))
+
+
+def ends(printed: str) -> Iterator[dict]:
+    """The lines of a hunt that are about one mutant."""
+    for line in printed.splitlines():
+        found = json.loads(line)
+        if "how" in found:
+            yield found
+
+
+def judged(found: list[dict], budget: Budget, seconds: float) -> Figure:
+    """The figure; of a short run the scores alone are judged, and more mildly: two tapes see less than all."""
+    alive = [end["mutant"] for end in found if end["how"] == "survived"]
+    missed = [mutant for mutant in alive if not equivalent(mutant)]
+    equal, total = len(alive) - len(missed), len(found)
+    raw, score = 1 - len(alive) / total, 1 - len(missed) / max(1, total - equal)
+    slack = 0.0 if budget.share >= 1 else 0.25
+    enough = total >= LEAST_MUTANTS or budget.share < 1
+    lines = [f"{m['file']}:{m['line']} {m['function']}: {m['source']} | {m['was']} -> {m['now']}" for m in missed]
+    return Figure(
+        name=NAME,
+        target=TARGET,
+        measured=f"{total} mutants: {score:.1%} killed, {equal} equivalents apart; {raw:.1%} raw",
+        holds=enough and score >= LEAST - slack and raw >= LEAST_RAW - slack,
+        command=COMMAND,
+        seconds=seconds,
+        notes="survivors:\n  " + "\n  ".join(lines) if lines else "",
+    )
+
+
+def measure(budget: Budget) -> Figure:
+    """Hunt every mutant."""
+    start = time.perf_counter()
+    found = hunted(budget)
+    return judged(found, budget, time.perf_counter() - start)
+
+
+def planted(budget: Budget) -> Figure:
+    """Killers that compare nothing: only what crashes or hangs dies, and the score must show it."""
+    start = time.perf_counter()
+    found = hunted(budget, "--blind")
+    return judged(found, budget, time.perf_counter() - start)
