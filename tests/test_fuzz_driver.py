@@ -33,7 +33,7 @@ def everything():
 
 def test_runs_find_nothing_and_meet_every_state(everything):
     calls, states = everything
-    assert sum(calls.values()) == RUNS * CALLS
+    assert RUNS * CALLS * 0.8 < sum(calls.values()) < RUNS * CALLS
     assert all(calls.values()) and all(states.values()), (calls, states)
 
 

@@ -9,6 +9,7 @@ cdef class Driver(Steps):
     cdef void draw(self, int64_t at, Word* w) noexcept nogil
     cdef int observe(self) except -1
     cdef int apply(self, const Word* w) except -1
+    cdef uint32_t eased(self, const Word* w) noexcept
     cdef int on_sequences(self, const Word* w, uint32_t op) except -1
     cdef int on_pool(self, const Word* w, uint32_t op) except -1
     cdef int on_blocks(self, const Word* w, uint32_t op) except -1

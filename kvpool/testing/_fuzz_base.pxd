@@ -70,6 +70,12 @@ cdef struct Word:               # one call of a program
 cdef uint64_t hash64(uint64_t h) noexcept nogil
 
 
+cdef inline int32_t space_of(const Word* w) noexcept nogil:
+    """The namespace of a prompt, mostly the first."""
+    cdef uint32_t eighth = w.c // 4 % 8
+    return eighth - 5 if eighth > 5 else 0
+
+
 cdef class Base:
     cdef readonly object shape
     cdef Pool pool
@@ -101,9 +107,12 @@ cdef class Base:
     cdef object due             # the exception that is due, or None
     cdef list trace
     cdef dict names
+    cdef uint32_t op            # of the running call
+    cdef readonly int64_t idle  # words that met a state in which there was nothing to call
     cdef int64_t[NUM_OPS] calls
     cdef int64_t[NUM_STATES] states
 
+    cdef int nothing(self) noexcept
     cdef int fail(self, str what) except -1
     cdef int report(self) except -1
     cdef int check(self) except -1

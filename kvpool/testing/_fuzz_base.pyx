@@ -86,6 +86,12 @@ cdef class Base:
     cdef int fail(self, str what) except -1:
         raise FuzzFinding(what)
 
+    cdef int nothing(self) noexcept:
+        """The word meets a state in which it means nothing; it does not count as a call."""
+        self.idle += 1
+        self.calls[self.op] -= 1
+        return 0
+
     cdef int report(self) except -1:
         """Raise what a check found."""
         cdef bytes what = self.s.finding.what
@@ -255,7 +261,7 @@ cdef class Base:
 
     cdef int op_open(self, const Word* w, bint prompt, bint pin) except -1:
         cdef int64_t n, bs = self.s.block_size, k
-        cdef int32_t blocks, space = w.c // 4 % len(SPACES)
+        cdef int32_t blocks, space = space_of(w)
         cdef Match hit
         cdef Line* line
         prompt = prompt and self.indexed
@@ -282,6 +288,8 @@ cdef class Base:
         line = self.register(handle, hit.blocks * bs, blocks)
         line.space = space
         self.states[S_HITS] += hit.blocks > 0
+        if self.trace is not None and prompt:
+            self.trace.append(f"assert pool.num_tokens({self.names[handle]}) == {line.length}")
         if prompt:
             self.adopt_prompt(slot_of(handle), hit.blocks * bs if pin else n)
         for k in range(hit.blocks, blocks):

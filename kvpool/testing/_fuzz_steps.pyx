@@ -72,12 +72,16 @@ cdef class Steps(Base):
 
     cdef int32_t choose_rows(self, const Word* w) noexcept:
         """A batch of neighbours among the open sequences, and new tokens for each; returns its size."""
-        cdef int32_t n = min(1 + <int32_t>(w.a % <uint32_t>self.shape.max_rows), self.s.num_live), i
+        cdef int32_t n = min(1 + <int32_t>(w.a % <uint32_t>self.s.max_rows), self.s.num_live), i
         cdef int32_t first = self.pick(w.b)
+        cdef int64_t left = self.s.max_tokens
         for i in range(n):
             self.rows[i] = self.s.live[(first + i) % self.s.num_live]
             self.handle[i] = self.s.line[self.rows[i]].handle
             self.count[i] = (w.c if w.c < 16 else hash64(w.c + <uint64_t>i) >> 8) % <uint64_t>(self.appetite + 1)
+            if w.a >> 28:                           # else too many for the table or the plan, as may be
+                self.count[i] = min(self.count[i], self.s.capacity - self.s.line[self.rows[i]].length, left)
+            left -= self.count[i]
         return n
 
     cdef int32_t free_plan(self, const Word* w) noexcept:
@@ -148,7 +152,7 @@ cdef class Steps(Base):
             status = self.direct_step(self.plans[k], n, advance, partial)
             self.states[S_SHORT] += status != OK
             return self.stepped(k, n, advance) if status == OK else 0
-        status = self.judge_batch(n, self.shape.max_tokens, advance, partial)
+        status = self.judge_batch(n, self.s.max_tokens, advance, partial)
         self.expect(errors.CapacityExceeded if status == V_CAPACITY else
                     errors.OutOfBlocks if status == V_SHORT else None)
         self.states[S_SHORT] += status == V_SHORT
@@ -163,10 +167,12 @@ cdef class Steps(Base):
                 self.pool.step(self.plans[k], self.handles[:n], self.counts[:n], partial=partial)
             else:
                 self.pool.step(self.plans[k], self.handles[:n], self.counts[:n], partial=partial,
-                               pad_to=(self.shape.max_rows, self.shape.max_tokens))
+                               pad_to=(self.s.max_rows, self.s.max_tokens))
         except REFUSALS as error:
             return self.refused(error)
         self.accepted("step")
+        if self.trace is not None and partial:
+            self.trace.append(f"assert p{k}.served.tolist() == {[int(self.served[i]) for i in range(n)]}")
         return self.stepped(k, n, advance)
 
     cdef int direct_step(self, Plan plan, int32_t n, bint advance, bint partial) except -100:
@@ -390,7 +396,7 @@ cdef class Steps(Base):
                 if self.trace is not None:
                     self.trace.append(f"pool.execute(p{self.s.queue[i]})")
                 return self.run_plan(&self.s.plan[self.s.queue[i]])
-        return 0
+        return self.nothing()
 
     cdef int op_done(self, const Word* w, bint anyone) except -1:
         """Declare a pending plan done: the oldest, or `anyone`."""
@@ -406,7 +412,7 @@ cdef class Steps(Base):
             self.pool.done(self.plans[k])
             self.s.plan[k].noted = True
             return self.pass_plans()
-        return 0
+        return self.nothing()
 
     cdef int pass_plans(self) except -1:
         """The oldest plans leave, as far as they were declared done."""
@@ -435,7 +441,7 @@ cdef class Steps(Base):
         """Take the newest pending plan back; the backend has run it, or never will."""
         cdef int32_t k
         if self.s.num_queue == 0:
-            return 0
+            return self.nothing()
         k = self.s.queue[self.s.num_queue - 1]
         self.expect(self.judge_rollback(k))
         if self.trace is not None:
