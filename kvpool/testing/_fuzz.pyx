@@ -60,6 +60,11 @@ from kvpool.testing.fuzz_shape import OPERATIONS, SPACES, STATES, FuzzFinding
 REFUSALS = (errors.KVPoolError, ValueError)
 
 
+def blank_blocks(Pool pool):
+    """Ids of the blocks that are free: whoever still reads one of them reads what anybody may overwrite."""
+    return [pool.blocks.blank[k] for k in range(pool.blocks.num_blank)]
+
+
 cdef class Driver(Steps):
     """One run: one pool, its plans, and what is known about them.
 

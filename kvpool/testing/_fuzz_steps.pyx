@@ -406,9 +406,9 @@ cdef class Steps(Base):
             if self.s.plan[k].noted:
                 continue
             self.states[S_NOTED] += k != self.s.queue[0]
-            self.run_until(k)
             if self.trace is not None:
                 self.trace.append(f"pool.done(p{k})")
+            self.run_until(k)
             self.pool.done(self.plans[k])
             self.s.plan[k].noted = True
             return self.pass_plans()
@@ -489,9 +489,9 @@ cdef class Steps(Base):
                 if not self.s.plan[self.s.queue[k]].noted:
                     k = self.s.queue[k]
                     break
-            self.run_until(k)
             if self.trace is not None:
                 self.trace.append(f"pool.done(p{k})")
+            self.run_until(k)
             self.pool.done(self.plans[k])
             self.s.plan[k].noted = True
             self.pass_plans()
