@@ -4,7 +4,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-metal test-golden-full test-long native lint bench bench-gates build debug sanitize clean
+.PHONY: help demo test test-metal test-golden-full test-long native lint bench bench-gates build debug asan clean
 MAKEFLAGS += --no-print-directory
 unexport KVPOOL_CORE  # left set, it would have the plain Python model tested in place of the core
 
@@ -54,15 +54,12 @@ debug: $(VENV)/made  ## compile the core in place with every check on; make buil
 	@rm -f $(VENV)/built
 	KVPOOL_DEBUG=1 $(PY) setup.py -q build_ext --inplace
 
-sanitize: $(VENV)/test  ## the core's tests under AddressSanitizer and UndefinedBehaviorSanitizer (Linux, gcc)
-	@rm -f $(VENV)/built
-	KVPOOL_DEBUG=1 KVPOOL_SANITIZE=address,undefined $(PY) setup.py -q build_ext --inplace
-	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
-		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 $(PYTEST) $(PYTEST_ARGS) \
+asan: $(VENV)/built $(VENV)/test  ## the core's and the CPU backend's tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	$(PY) -m proof.builds asan-cpu -m pytest -n auto --maxprocesses 4 --dist loadfile $(PYTEST_ARGS) \
 		--ignore tests/test_packaging.py --ignore tests/test_import_cost.py --ignore tests/test_stubs.py \
-		--ignore tests/test_make.py --ignore tests/test_demo.py --ignore-glob '*mlx*' \
-		--ignore-glob '*metal*' --ignore-glob '*msl*'
-	@$(MAKE) build
+		--ignore tests/test_make.py --ignore tests/test_demo.py --ignore tests/test_tidy.py \
+		--ignore tests/test_readme.py --ignore-glob '*proof*' --ignore-glob '*mlx*' --ignore-glob '*metal*' \
+		--ignore-glob '*msl*'
 
 clean:  ## remove everything that make has made
 	rm -rf $(VENV) build dist *.egg-info kvpool-demo.png .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache

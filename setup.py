@@ -2,11 +2,13 @@
 
 Environment switches::
 
-    KVPOOL_DEBUG=1                      bounds, None and initialisation checks on, C asserts on, debug symbols
+    KVPOOL_DEBUG=1                      bounds, None and initialisation checks on, C asserts on, debug symbols;
+                                        allocations fail on demand (kvpool._memory)
     KVPOOL_SANITIZE=address,undefined   build with these gcc/clang sanitizers (implies debug symbols)
+    KVPOOL_COVERAGE=1                   count lines and branches (gcc); line numbers are those of the .pyx files
+    KVPOOL_OPTIMIZE=1                   the compiler's -O level, 3 unless one of the above says otherwise
 
-Run a sanitized build with the sanitizers preloaded, e.g.
-``LD_PRELOAD="$(gcc -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 pytest``.
+``python -m proof.builds`` makes and runs such builds beside the one in place.
 """
 
 import os
@@ -17,6 +19,8 @@ from setuptools import Extension, find_packages, setup
 
 DEBUG = os.environ.get("KVPOOL_DEBUG", "0") not in ("", "0")
 SANITIZE = os.environ.get("KVPOOL_SANITIZE", "")
+COVERAGE = os.environ.get("KVPOOL_COVERAGE", "0") not in ("", "0")
+OPTIMIZE = os.environ.get("KVPOOL_OPTIMIZE", "")
 VARIANT_FILE = Path("build/cython/variant")
 
 DIRECTIVES = {
@@ -32,13 +36,17 @@ DIRECTIVES = {
 
 def compile_flags() -> tuple[list[str], list[str]]:
     """Return the compiler's and the linker's arguments for the chosen switches."""
-    compile_args = ["-O1", "-g"] if DEBUG or SANITIZE else ["-O3", "-g0"]
+    level = OPTIMIZE or ("0" if COVERAGE else "1" if DEBUG or SANITIZE else "3")
+    compile_args = [f"-O{level}", "-g" if DEBUG or SANITIZE else "-g0"]
     link_args = []
     if DEBUG:
-        compile_args += ["-UNDEBUG", "-DKVPOOL_DEBUG=1"]
+        compile_args += ["-UNDEBUG", "-DKVPOOL_DEBUG=1", "-DKVPOOL_FAULTS=1"]
     if SANITIZE:
         compile_args += [f"-fsanitize={SANITIZE}", "-fno-omit-frame-pointer"]
         link_args += [f"-fsanitize={SANITIZE}"]
+    if COVERAGE:
+        compile_args += ["--coverage"]
+        link_args += ["--coverage"]
     return compile_args, link_args
 
 
@@ -66,13 +74,17 @@ def extensions() -> list[Extension]:
 
 if __name__ == "__main__":
     # File times alone would keep objects that other switches made.
-    variant = f"debug={DEBUG} sanitize={SANITIZE}"
+    variant = f"debug={DEBUG} sanitize={SANITIZE} coverage={COVERAGE} optimize={OPTIMIZE}"
     changed = not VARIANT_FILE.exists() or VARIANT_FILE.read_text() != variant
     packages = find_packages(include=["kvpool", "kvpool.*", "kvpool_backends", "kvpool_backends.*"])
     setup(
         packages=[*packages, "kvpool_backends.metal"],
         ext_modules=cythonize(
-            extensions(), build_dir="build/cython", compiler_directives=DIRECTIVES, force=changed
+            extensions(),
+            build_dir="build/cython",
+            compiler_directives=DIRECTIVES,
+            emit_linenums=COVERAGE,
+            force=changed,
         ),
         options={"build_ext": {"force": changed, "parallel": os.cpu_count()}},
     )

@@ -11,7 +11,7 @@ from cpython.number cimport PyNumber_Index
 from cpython.tuple cimport PyTuple_GET_SIZE
 from cpython.object cimport PyObject
 from libc.stdint cimport INT64_MAX, INT64_MIN, int64_t
-from libc.stdlib cimport free, malloc
+from kvpool._memory cimport xfree, xmalloc
 
 import numpy as np
 
@@ -60,7 +60,7 @@ cdef int _from_list(Ints* ints, object value, str call, str name, type huge) exc
     cdef Py_ssize_t i, n = true_length(value)
     cdef PyObject** items = PySequence_Fast_ITEMS(value)
     cdef int overflow = 0
-    cdef int64_t* data = <int64_t*>malloc(max(n, 1) * sizeof(int64_t))
+    cdef int64_t* data = <int64_t*>xmalloc(max(n, 1) * sizeof(int64_t))
     if data == NULL:
         raise MemoryError(f"[{call}] no memory for {n} {name}")
     try:
@@ -75,7 +75,7 @@ cdef int _from_list(Ints* ints, object value, str call, str name, type huge) exc
                 raise ValueError(f"[{call}] {name} changed its length during the call")
             items = PySequence_Fast_ITEMS(value)
     except BaseException:
-        free(data)
+        xfree(data)
         raise
     ints.owned = data
     ints.data = data
@@ -139,7 +139,7 @@ cdef void ints_free(Ints* ints) noexcept:
     if ints.held:
         PyBuffer_Release(&ints.view)
         ints.held = False
-    free(ints.owned)
+    xfree(ints.owned)
     ints.owned = NULL
 
 

@@ -1,6 +1,5 @@
 """Block-level calls: alloc, incref, decref, free and the seam for an index of committed blocks."""
 from libc.stdint cimport INT64_MAX, INT64_MIN, int32_t, int64_t, uint32_t, uint64_t
-from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
 from kvpool._args cimport Ints, array_data, ints_at, ints_free, ints_get, new_int32, new_int64, to_int
@@ -16,6 +15,7 @@ from kvpool._blocks cimport (
     blocks_take_many,
     blocks_unref,
 )
+from kvpool._memory cimport xcalloc, xfree
 from kvpool._types cimport (
     MAX_REFCOUNT,
     OP_ALLOC,
@@ -42,14 +42,14 @@ cdef class BlockPool:
         b.shift = (<object>b.block_size).bit_length() - 1 if b.block_size & (b.block_size - 1) == 0 else -1
         b.reserved = <int32_t>to_int(reserved_blocks, "Pool", "reserved_blocks", 0, n - 1)
         b.num_blocks = <int32_t>n
-        b.next = <int32_t*>calloc(n, sizeof(int32_t))
-        b.prev = <int32_t*>calloc(n, sizeof(int32_t))
-        b.fence = <int64_t*>calloc(n, sizeof(int64_t))
-        b.floor = <int32_t*>calloc(n, sizeof(int32_t))
-        b.blank = <int32_t*>calloc(n, sizeof(int32_t))
-        b.dropped = <int32_t*>calloc(n, sizeof(int32_t))
-        b.mark = <uint32_t*>calloc(n, sizeof(uint32_t))
-        b.block = <Block*>calloc(n, sizeof(Block))
+        b.next = <int32_t*>xcalloc(n, sizeof(int32_t))
+        b.prev = <int32_t*>xcalloc(n, sizeof(int32_t))
+        b.fence = <int64_t*>xcalloc(n, sizeof(int64_t))
+        b.floor = <int32_t*>xcalloc(n, sizeof(int32_t))
+        b.blank = <int32_t*>xcalloc(n, sizeof(int32_t))
+        b.dropped = <int32_t*>xcalloc(n, sizeof(int32_t))
+        b.mark = <uint32_t*>xcalloc(n, sizeof(uint32_t))
+        b.block = <Block*>xcalloc(n, sizeof(Block))
         if (b.block == NULL or b.next == NULL or b.prev == NULL or b.fence == NULL or b.floor == NULL
                 or b.blank == NULL or b.dropped == NULL or b.mark == NULL):
             BlockPool.release_memory(self)
@@ -63,15 +63,15 @@ cdef class BlockPool:
 
     cdef void release_memory(self):
         cdef Blocks* b = &self.blocks
-        free(b.block)
-        free(b.next)
-        free(b.prev)
-        free(b.fence)
-        free(b.floor)
-        free(b.blank)
-        free(b.dropped)
-        free(b.mark)
-        free(b.canonical)
+        xfree(b.block)
+        xfree(b.next)
+        xfree(b.prev)
+        xfree(b.fence)
+        xfree(b.floor)
+        xfree(b.blank)
+        xfree(b.dropped)
+        xfree(b.mark)
+        xfree(b.canonical)
         memset(b, 0, sizeof(Blocks))
 
     def __reduce__(self):

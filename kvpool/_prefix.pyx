@@ -6,10 +6,10 @@ pool, only finds candidates, and a collision costs a miss. All hashes of a promp
 cache lines of the slots and of the tokens are fetched in groups, ahead of their use.
 """
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
-from libc.stdlib cimport calloc, free, malloc, realloc
 from libc.string cimport memcmp, memcpy, memset
 
 from kvpool._blocks cimport CACHED, Blocks, blocks_drop, blocks_touch
+from kvpool._memory cimport xcalloc, xfree, xmalloc, xrealloc
 from kvpool._types cimport NO_BLOCK, NO_MEMORY, OK, mix
 
 cdef extern from *:
@@ -44,11 +44,11 @@ cdef int index_init(Index* ix, const Blocks* b, uint64_t seed, uint64_t keep) no
     while slots * 3 < <uint64_t>n * 4:
         slots *= 2
     ix.mask = <uint32_t>(slots - 1)
-    ix.slot = <Slot*>malloc(slots * sizeof(Slot))
-    ix.hash = <uint64_t*>calloc(n, sizeof(uint64_t))
-    ix.uid = <uint32_t*>calloc(n, sizeof(uint32_t))
-    ix.root = <uint32_t*>calloc(n, sizeof(uint32_t))
-    ix.tokens = <int32_t*>calloc(n, b.block_size * sizeof(int32_t))
+    ix.slot = <Slot*>xmalloc(slots * sizeof(Slot))
+    ix.hash = <uint64_t*>xcalloc(n, sizeof(uint64_t))
+    ix.uid = <uint32_t*>xcalloc(n, sizeof(uint32_t))
+    ix.root = <uint32_t*>xcalloc(n, sizeof(uint32_t))
+    ix.tokens = <int32_t*>xcalloc(n, b.block_size * sizeof(int32_t))
     ix.block_size = b.block_size
     ix.seed = seed
     ix.keep = keep
@@ -61,12 +61,12 @@ cdef int index_init(Index* ix, const Blocks* b, uint64_t seed, uint64_t keep) no
 
 
 cdef void index_free(Index* ix) noexcept nogil:
-    free(ix.slot)
-    free(ix.hash)
-    free(ix.uid)
-    free(ix.root)
-    free(ix.tokens)
-    free(ix.journal)
+    xfree(ix.slot)
+    xfree(ix.hash)
+    xfree(ix.uid)
+    xfree(ix.root)
+    xfree(ix.tokens)
+    xfree(ix.journal)
     memset(ix, 0, sizeof(Index))
 
 
@@ -145,7 +145,7 @@ cdef void note(Index* ix, int32_t id, uint32_t uid, uint32_t parent) noexcept no
     if ix.journal == NULL:
         return
     if ix.journal_size == ix.journal_room:
-        journal = <int32_t*>realloc(ix.journal, 6 * <size_t>ix.journal_room * sizeof(int32_t))
+        journal = <int32_t*>xrealloc(ix.journal, 6 * <size_t>ix.journal_room * sizeof(int32_t))
         if journal == NULL:
             return                          # an event is lost, not the state
         ix.journal = journal

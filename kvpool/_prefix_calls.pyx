@@ -1,9 +1,9 @@
 """Calls of the prefix cache: open with tokens, match, commit, pin, flush, statistics, events."""
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint32_t, uint64_t
-from libc.stdlib cimport calloc, free, malloc
 
 from kvpool._args cimport Ints, ints_at, ints_free, ints_get, to_int
 from kvpool._blocks cimport CACHED, Blocks, blocks_available, blocks_take_many, blocks_touch, whole_blocks
+from kvpool._memory cimport xcalloc, xfree, xmalloc
 from kvpool._prefix cimport (
     Index,
     Match,
@@ -62,9 +62,9 @@ cdef class PrefixPool(SequencePool):
         self.sweep_at = 1024
         if not prefix_cache:
             return
-        b.canonical = <int32_t*>malloc(b.num_blocks * sizeof(int32_t))
-        s.prefix = <SeqPrefix*>calloc(s.max_seqs, sizeof(SeqPrefix))
-        s.partial = <int32_t*>calloc(s.max_seqs, b.block_size * sizeof(int32_t))
+        b.canonical = <int32_t*>xmalloc(b.num_blocks * sizeof(int32_t))
+        s.prefix = <SeqPrefix*>xcalloc(s.max_seqs, sizeof(SeqPrefix))
+        s.partial = <int32_t*>xcalloc(s.max_seqs, b.block_size * sizeof(int32_t))
         if (b.canonical == NULL or s.prefix == NULL or s.partial == NULL
                 or index_init(&self.index, b, mix(0x5851F42D4C957F2DULL, <uint64_t>self.seed),
                               <uint64_t>-1 >> (64 - bits) if bits else 0) != OK):
@@ -77,7 +77,7 @@ cdef class PrefixPool(SequencePool):
             self.keys = {}
             self.names = {}
             self.index.journal_room = 64
-            self.index.journal = <int32_t*>malloc(3 * 64 * sizeof(int32_t))
+            self.index.journal = <int32_t*>xmalloc(3 * 64 * sizeof(int32_t))
             if self.index.journal == NULL:
                 raise MemoryError("[Pool] no memory for events")
 
@@ -124,7 +124,7 @@ cdef class PrefixPool(SequencePool):
             if all_bits >= 0:
                 return 0
         else:
-            tokens.owned = <int32_t*>malloc(max(tokens.size, 1) * sizeof(int32_t))
+            tokens.owned = <int32_t*>xmalloc(max(tokens.size, 1) * sizeof(int32_t))
             if tokens.owned == NULL:
                 raise MemoryError(f"[{call}] no memory for {tokens.size} tokens")
             tokens.data = tokens.owned
@@ -232,7 +232,7 @@ cdef class PrefixPool(SequencePool):
                 self.get_tokens(&prompt, tokens, call)
             return self.open_prompt(&prompt, namespace, call, take)
         finally:
-            free(prompt.owned)
+            xfree(prompt.owned)
             ints_free(&prompt.ints)
             self.busy = False
 
@@ -316,7 +316,7 @@ cdef class PrefixPool(SequencePool):
                 <int32_t>min(whole_blocks(&self.blocks, max(prompt.size - 1, 0)), self.seqs.max_blocks), NULL,
             ).blocks * self.blocks.block_size
         finally:
-            free(prompt.owned)
+            xfree(prompt.owned)
             ints_free(&prompt.ints)
             self.busy = False
 
@@ -436,7 +436,7 @@ cdef class PrefixPool(SequencePool):
                                          ints_at(&new, k))
             self.blocks.digest = mix(self.blocks.digest, self.index.next_uid)
         finally:
-            free(all_tokens.owned)
+            xfree(all_tokens.owned)
             ints_free(&rows)
             ints_free(&new)
             ints_free(&all_tokens.ints)

@@ -1,11 +1,11 @@
 """Calls on sequences: open, fork, truncate, close, and handles that cannot be confused."""
 from libc.stdint cimport INT64_MAX, INT64_MIN, int32_t, int64_t, uint32_t
-from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
 from kvpool._args cimport Ints, array_data, ints_at, ints_free, ints_get, new_int32, new_int64, to_int
 from kvpool._block_calls cimport BlockPool
 from kvpool._blocks cimport Blocks, blocks_available, blocks_take_many, whole_blocks
+from kvpool._memory cimport xcalloc, xfree
 from kvpool._sequence cimport (
     FREE_SLOT,
     MAX_SEQS,
@@ -87,10 +87,10 @@ cdef class SequencePool(BlockPool):
             s.max_blocks = <int32_t>to_int(max_blocks_per_seq, "Pool", "max_blocks_per_seq", 1, (<int64_t>1 << 31) - 1)
         s.watermark = to_int(watermark, "Pool", "watermark", 0, usable)
         self.deferred = []
-        s.memory = calloc(s.max_seqs + 1, sizeof(Seq))
-        s.life = <SeqLife*>calloc(s.max_seqs, sizeof(SeqLife))
-        s.table = <int32_t*>calloc(s.max_seqs, s.max_blocks * sizeof(int32_t))
-        s.free_slot = <int32_t*>calloc(s.max_seqs, sizeof(int32_t))
+        s.memory = xcalloc(s.max_seqs + 1, sizeof(Seq))
+        s.life = <SeqLife*>xcalloc(s.max_seqs, sizeof(SeqLife))
+        s.table = <int32_t*>xcalloc(s.max_seqs, s.max_blocks * sizeof(int32_t))
+        s.free_slot = <int32_t*>xcalloc(s.max_seqs, sizeof(int32_t))
         if s.memory == NULL or s.life == NULL or s.table == NULL or s.free_slot == NULL:
             SequencePool.release_memory(self)
             raise MemoryError(f"[Pool] no memory for {s.max_seqs} sequences of {s.max_blocks} blocks")
@@ -108,12 +108,12 @@ cdef class SequencePool(BlockPool):
         cdef Seqs* s = &self.seqs
         if s.tag:
             _live_tags.discard(s.tag)
-        free(s.memory)
-        free(s.life)
-        free(s.prefix)
-        free(s.partial)
-        free(s.table)
-        free(s.free_slot)
+        xfree(s.memory)
+        xfree(s.life)
+        xfree(s.prefix)
+        xfree(s.partial)
+        xfree(s.table)
+        xfree(s.free_slot)
         memset(s, 0, sizeof(Seqs))
         BlockPool.release_memory(self)
 

@@ -8,7 +8,6 @@ The write rule (docs/core.md, Steps): a block is written in place iff it has one
 nothing that a pending copy reads from it would be overwritten. Holds of pending plans do not count as references.
 """
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t
-from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memmove, memset
 
 from kvpool._args cimport Ints, ints_at
@@ -26,6 +25,7 @@ from kvpool._blocks cimport (
     blocks_unref_many,
     whole_blocks,
 )
+from kvpool._memory cimport xcalloc, xfree, xrealloc
 from kvpool._sequence cimport (
     MAX_SEQS,
     OPEN,
@@ -41,13 +41,13 @@ from kvpool._sequence cimport (
 from kvpool._types cimport BAD_ROW, NO_MEMORY, OK, OP_RESERVE, OP_ROLLBACK, OP_STEP, SHORT, mix
 
 cdef int step_init(Step* p, int32_t max_rows) noexcept nogil:
-    p.length = <int64_t*>calloc(max_rows, sizeof(int64_t))
-    p.slot = <int64_t*>calloc(max_rows, sizeof(int64_t))
-    p.prev_step = <int64_t*>calloc(max_rows, sizeof(int64_t))
-    p.version = <uint64_t*>calloc(max_rows, sizeof(uint64_t))
-    p.event = <Event*>calloc(max_rows, sizeof(Event))
+    p.length = <int64_t*>xcalloc(max_rows, sizeof(int64_t))
+    p.slot = <int64_t*>xcalloc(max_rows, sizeof(int64_t))
+    p.prev_step = <int64_t*>xcalloc(max_rows, sizeof(int64_t))
+    p.version = <uint64_t*>xcalloc(max_rows, sizeof(uint64_t))
+    p.event = <Event*>xcalloc(max_rows, sizeof(Event))
     p.log_room = 16
-    p.log = <Replaced*>calloc(p.log_room, sizeof(Replaced))
+    p.log = <Replaced*>xcalloc(p.log_room, sizeof(Replaced))
     p.max_rows = max_rows
     if (p.length == NULL or p.slot == NULL or p.prev_step == NULL or p.version == NULL or p.event == NULL
             or p.log == NULL):
@@ -57,12 +57,12 @@ cdef int step_init(Step* p, int32_t max_rows) noexcept nogil:
 
 
 cdef void step_free(Step* p) noexcept nogil:
-    free(p.length)
-    free(p.slot)
-    free(p.prev_step)
-    free(p.version)
-    free(p.event)
-    free(p.log)
+    xfree(p.length)
+    xfree(p.slot)
+    xfree(p.prev_step)
+    xfree(p.version)
+    xfree(p.event)
+    xfree(p.log)
     memset(p, 0, sizeof(Step))
 
 
@@ -77,7 +77,7 @@ cdef inline bint writable(const Blocks* b, int32_t i, int64_t first_offset) noex
 cdef int log_replacement(Step* p, Blocks* b, int32_t row, int32_t index, int32_t old, int32_t tokens) noexcept nogil:
     cdef Replaced* log
     if p.log_size == p.log_room:
-        log = <Replaced*>realloc(p.log, 2 * <size_t>p.log_room * sizeof(Replaced))
+        log = <Replaced*>xrealloc(p.log, 2 * <size_t>p.log_room * sizeof(Replaced))
         if log == NULL:
             return NO_MEMORY
         p.log = log

@@ -4,10 +4,10 @@ A row of a table is rewritten only when it holds something else than before: ano
 the same one, or fewer blocks than the sequence has now. That makes a steady decode step O(rows), not O(blocks).
 """
 from libc.stdint cimport int32_t, int64_t, uint64_t
-from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
 from kvpool._blocks cimport Blocks, whole_blocks
+from kvpool._memory cimport xcalloc, xfree
 from kvpool._sequence cimport Seq, Seqs, seq_table, slot_of
 from kvpool._step cimport Step
 from kvpool._types cimport NO_MEMORY, OK
@@ -15,8 +15,8 @@ from kvpool._types cimport NO_MEMORY, OK
 
 cdef int wire_init(Wire* w, int32_t max_rows) noexcept nogil:
     cdef int32_t i
-    w.row = <WireRow*>calloc(max_rows, sizeof(WireRow))
-    w.seen = <uint64_t*>calloc(max_rows, sizeof(uint64_t))
+    w.row = <WireRow*>xcalloc(max_rows, sizeof(WireRow))
+    w.seen = <uint64_t*>xcalloc(max_rows, sizeof(uint64_t))
     if w.row == NULL or w.seen == NULL:
         return NO_MEMORY
     w.max_rows = max_rows
@@ -27,8 +27,8 @@ cdef int wire_init(Wire* w, int32_t max_rows) noexcept nogil:
 
 
 cdef void wire_free(Wire* w) noexcept nogil:
-    free(w.row)
-    free(w.seen)
+    xfree(w.row)
+    xfree(w.seen)
     w.row = NULL
     w.seen = NULL
 

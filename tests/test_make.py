@@ -36,8 +36,8 @@ def test_recipes_do_not_see_which_core_a_shell_has_chosen(tmp_path):
     assert make("-f", str(makefile), "show", KVPOOL_CORE="model", KVPOOL_BACKEND="numpy") == ",numpy\n"
 
 
-def test_sanitize_leaves_mlx_and_the_demo_out():
-    commands = make("--dry-run", "sanitize")
+def test_asan_leaves_mlx_and_the_demo_out():
+    commands = make("--dry-run", "asan")
     patterns = re.findall(r"--ignore(?:-glob)? '?([^\s']+)", commands)
     tests = [path.relative_to(ROOT) for path in (ROOT / "tests").glob("test_*.py")]
     left = {path.name for path in tests if not any(path.match(pattern) for pattern in patterns)}

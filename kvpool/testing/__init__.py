@@ -3,6 +3,8 @@
 - `ModelPool`, `ModelPlan` (`kvpool.testing.model`): the core's contract in plain Python.
 - `run`, `make_machine` (`kvpool.testing.machine`, needs hypothesis): drives any pool beside the model.
 - `kvpool.testing.conformance`: what every backend has to pass.
+- `TokenModel`, `TokenMemory` (`kvpool.testing.token_model`): a language model that costs nothing, exact about what its
+  KV cache holds; for engines and schedulers.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ from typing import Any
 _WHERE = {
     "ModelPool": "model",
     "ModelPlan": "model",
+    "TokenMemory": "token_model",
+    "TokenModel": "token_model",
     "make_machine": "machine",
     "run": "machine",
 }
-__all__ = ["ModelPlan", "ModelPool", "make_machine", "run"]
+__all__ = ["ModelPlan", "ModelPool", "TokenMemory", "TokenModel", "make_machine", "run"]
 
 
 def __getattr__(name: str) -> Any:

@@ -44,14 +44,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where the picture goes (default: %(default)s)",
     )
 
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="in place of all other parts: one model on N processes of this machine, over mx.distributed's ring",
+    )
+
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo and print what it found; 0 if every claim held, else 1."""
     settings = Settings(model=args.model, out=args.out, block_size=args.kv_block_size)
     check_block_size(settings)
     check_paths(settings)
+    parts = all_parts() if args.ranks is None else [rank_part(args.ranks)]
     if args.json:
-        report = run_parts(settings, all_parts(), lambda line: None)
+        report = run_parts(settings, parts, lambda line: None)
         print(json.dumps(report.as_json(), indent=2))
     else:
         try:
@@ -59,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         except ImportError:
             raise CommandError("the summary needs rich: pip install 'kvpool[demo]' (or use --json)") from None
         with progress_line() as say:
-            report = run_parts(settings, all_parts(), say)
+            report = run_parts(settings, parts, say)
         print_report(report, Console())
     return 0 if report.held else 1
 
@@ -77,6 +85,15 @@ def all_parts() -> list[Part]:
         shared_prompt.PART,
         attention.PART,
     ]
+
+
+def rank_part(num_ranks: int) -> Part:
+    """Return the part that needs several processes."""
+    from kvpool.cli.demo import ranks
+
+    if num_ranks not in (2, 4):
+        raise CommandError(f"--ranks {num_ranks}: the model has 4 KV heads, so 2 or 4 ranks share them")
+    return ranks.part(num_ranks)
 
 
 def run_parts(settings: Settings, parts: list[Part], say: Callable[[str], None]) -> Report:

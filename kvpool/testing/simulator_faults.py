@@ -1,0 +1,373 @@
+"""Faults for `kvpool.testing.simulator` to find: real pools, plans and devices, each with one part broken.
+
+A simulator that never convicts is no judge. Most kits of `FAULTS` wrap kvpool's own core thinly, so that the fault
+runs at full speed; faults deep in the logic are planted in the plain Python model. `SEEDS` says how many worlds it may
+take until one is found; most show in the first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvpool import Plan, Pool
+from kvpool.errors import OutOfBlocks
+from kvpool.testing.model import ModelPlan, ModelPool
+from kvpool.testing.simulator import Failure, Kit, simulate
+from kvpool.testing.simulator_device import Device, Work
+
+SEEDS = 60  # worlds in which every fault must show
+
+
+class NoFence(Pool):
+    """Every step counts as done when it is issued: nothing waits for the device."""
+
+    def step(self, plan: Any, *rest: Any, **options: Any) -> None:
+        """Declare it done at once."""
+        super().step(plan, *rest, **options)
+        super().done(plan)
+
+    def reserve(self, plan: Any, *rest: Any) -> None:
+        """Declare it done at once."""
+        super().reserve(plan, *rest)
+        super().done(plan)
+
+    def done(self, plan: Any) -> None:
+        """It is done already."""
+
+    def rollback(self, plan: Any) -> None:
+        """It is done already."""
+
+
+class _Issued(Pool):
+    """A pool that knows its pending plans, and takes a second `done` for granted."""
+
+    def _mine(self) -> list[Any]:
+        return self.__dict__.setdefault("issued", [])
+
+    def step(self, plan: Any, *rest: Any, **options: Any) -> None:
+        """Remember the plan."""
+        super().step(plan, *rest, **options)
+        self._mine().append(plan)
+
+    def reserve(self, plan: Any, *rest: Any) -> None:
+        """Remember the plan."""
+        super().reserve(plan, *rest)
+        self._mine().append(plan)
+
+    def done(self, plan: Any) -> None:
+        """Forget the plan."""
+        if plan in self._mine():
+            self._mine().remove(plan)
+            super().done(plan)
+
+    def rollback(self, plan: Any) -> None:
+        """Forget the plan."""
+        if plan in self._mine():
+            super().rollback(plan)
+            self._mine().remove(plan)
+
+    def reset(self) -> None:
+        """Forget all plans."""
+        super().reset()
+        self._mine().clear()
+
+    def _all_done(self) -> None:
+        for plan in list(self._mine()):
+            self._mine().remove(plan)
+            super().done(plan)
+
+
+class CloseWithoutFence(_Issued):
+    """Blocks of a closed sequence do not wait for the steps in flight."""
+
+    def close(self, handles: Any) -> None:
+        """Free at once."""
+        self._all_done()
+        super().close(handles)
+
+
+class AnyDoneFreesAll(_Issued):
+    """Whatever step a completion names, all blocks in limbo are freed."""
+
+    def done(self, plan: Any) -> None:
+        """Every step is done."""
+        self._all_done()
+
+
+class CommitBeforeDone(_Issued):
+    """Blocks may be committed, and found, before they are written."""
+
+    def open(self, *arguments: Any) -> int:
+        """Commit what was only scheduled: here, by not waiting for it."""
+        self._all_done()
+        return super().open(*arguments)
+
+
+class RollbackIgnored(Pool):
+    """A step that failed is taken for done."""
+
+    def rollback(self, plan: Any) -> None:
+        """Keep the tokens."""
+        self.done(plan)
+
+
+class TruncateIgnored(Pool):
+    """Drafts that were not accepted stay."""
+
+    def truncate(self, handles: Any, lens: Any) -> None:
+        """Keep the tokens."""
+
+
+class TruncateOneTooMany(Pool):
+    """The cut is made one token late."""
+
+    def truncate(self, handles: Any, lens: Any) -> None:
+        """Keep one token too many, where there is one."""
+        super().truncate(handles, min(lens + 1, self.num_tokens(handles)))
+
+
+class CloseForgotten(Pool):
+    """A sequence whose close is deferred stays for ever."""
+
+    def defer_close(self, handle: Any) -> None:
+        """Forget it."""
+
+
+class AbortLeaksBlock(Pool):
+    """Closing drops the table, but not every reference."""
+
+    def close(self, handles: Any) -> None:
+        """Keep a reference of the first block."""
+        if isinstance(handles, int):
+            self.incref(self.table(handles)[:1])
+        super().close(handles)
+
+
+class NamespaceIgnored(Pool):
+    """What one tenant cached is found by the other."""
+
+    def open(self, tokens: Any = 0, namespace: bytes = b"") -> int:
+        """One namespace for all."""
+        return super().open(tokens)
+
+
+class TokensNotCompared(Pool):
+    """Equal hashes are taken for equal tokens: here, of a hash that sees one bit of each."""
+
+    def open(self, tokens: Any = 0, namespace: bytes = b"") -> int:
+        """Look up the hash."""
+        return super().open(tokens if isinstance(tokens, int) else [t & 1 for t in tokens], namespace)
+
+    def commit(self, handles: Any, tokens: Any, counts: Any = None) -> None:
+        """Commit the hash."""
+        super().commit(handles, [t & 1 for t in tokens], counts)
+
+
+class PinHoldsNothing(Pool):
+    """A hit is a hint: what was found may be evicted before it is used."""
+
+    def pin(self, tokens: Any, namespace: bytes = b"") -> int:
+        """Give the blocks up again; the caller still reads them."""
+        handle = super().pin(tokens, namespace)
+        found = self.__dict__.setdefault("found", {})
+        found[handle] = self.table(handle), self.num_tokens(handle)
+        super().unpin(handle)
+        self.__dict__["hollow"] = empty = super().open(0)
+        found[empty] = found.pop(handle)
+        return empty
+
+    def table(self, handle: int) -> np.ndarray:
+        """What was found then."""
+        found = self.__dict__.get("found", {})
+        return found[handle][0] if handle in found else super().table(handle)
+
+    def num_tokens(self, handle: int) -> int:
+        """What was found then."""
+        found = self.__dict__.get("found", {})
+        return found[handle][1] if handle in found else super().num_tokens(handle)
+
+
+class ForkSharesAllButTail(Pool):
+    """The children of a fork hold the full blocks of their parent, and an empty tail."""
+
+    def fork(self, handle: int, n: int = 1) -> np.ndarray:
+        """Cut the tail off, and grow it again without content."""
+        children = super().fork(handle, n)
+        length, size = self.num_tokens(handle), self.block_size
+        for child in children.tolist() if length % size else ():
+            plan = Plan(self, 1, size)
+            super().truncate(child, length - length % size)
+            try:
+                super().step(plan, [child], length % size)
+            except OutOfBlocks:
+                return children
+            super().done(plan)
+        return children
+
+
+_shared: dict[int, np.ndarray] = {}
+
+
+def one_buffer(pool: Any, **options: Any) -> Plan:
+    """All plans write into one array, which the device may still have to read."""
+    plan, length = Plan(pool, **options), options["max_tokens"]
+    plan.bind(slot_mapping=_shared.setdefault(length, np.zeros(length, np.int32)))
+    return plan
+
+
+class CopiesSkipped(Device):
+    """A backend without copy on write."""
+
+    def _copies(self, work: Work) -> list[list[int]]:
+        return []
+
+
+class CopyOneShort(Device):
+    """The last token of a tail is not copied."""
+
+    def _copies(self, work: Work) -> list[list[int]]:
+        return [[src, dst, tokens - 1] for src, dst, tokens in super()._copies(work)]
+
+
+class DirtyRowsForgotten(Device):
+    """The last table row that changed is not uploaded."""
+
+    def _dirty(self, plan: Any) -> np.ndarray:
+        return plan.dirty_rows[:-1]
+
+
+class ZombieRows(Device):
+    """Work that was cancelled is executed all the same, a little later."""
+
+    def cancel(self, work: Work) -> None:
+        """Leave it in the queue, its completion unheard of."""
+        if work in self.queue:
+            work.context, work.lens, work.num_rows = work.context[:0], work.lens[:0], 0
+            super().cancel(work)
+            self.zombies = [*getattr(self, "zombies", []), (work.plan.slot_mapping.copy(), work.stamps)]
+
+    def submit(self, work: Work) -> None:
+        """Bury the dead after the living were told where to write."""
+        super().submit(work)
+        for slots, stamps in getattr(self, "zombies", []):
+            self.memory[:, slots[: stamps.size]] = stamps
+
+
+class NewestFirst(Device):
+    """Steps are not executed in the order in which they were issued."""
+
+    def submit(self, work: Work) -> None:
+        """Overtake what has not begun."""
+        super().submit(work)
+        if len(self.queue) > 1 and not self.queue[-2].next_operation:
+            self.queue[-1], self.queue[-2] = self.queue[-2], self.queue[-1]
+
+
+class OtherLayersForgotten(Device):
+    """Copies are made in the first layer only."""
+
+    def _copy(self, work: Work, memory: np.ndarray) -> None:
+        if work.next_operation == 0:
+            super()._copy(work, memory)
+
+
+class NoHold(ModelPool):
+    """The source of a pending copy is given up with its last reference."""
+
+    def _release(self, block: int) -> None:
+        if not self._refcount(block):
+            self._holds, holds = [], self._holds
+            super()._release(block)
+            self._holds = holds
+
+
+class FloorIgnored(ModelPool):
+    """A block is written in place below what a pending copy still has to read."""
+
+    def _floor(self, block: int) -> int:
+        return 0
+
+
+class SharedWrittenInPlace(ModelPool):
+    """A shared tail is not copied before it is written."""
+
+    def _row_needs(self, *arguments: Any) -> Any:
+        return [], super()._row_needs(*arguments)[1]
+
+
+class LimboSkipped(ModelPool):
+    """A freed block is blank at once."""
+
+    def _release(self, block: int) -> None:
+        if not self._refcount(block) and block not in self._holds:
+            self._leave(block)
+
+
+class CommittedWrittenInPlace(ModelPool):
+    """A cached block is written by the sequence that goes on in it."""
+
+    def _row_needs(self, *arguments: Any) -> Any:
+        self._committed, committed = set(), self._committed
+        needs = super()._row_needs(*arguments)
+        self._committed = committed
+        return needs
+
+
+class HitsStayOnTheList(ModelPool):
+    """A hit gains a reference but stays evictable."""
+
+    def _touch(self, block: int) -> None:
+        """Leave it where it is."""
+
+
+def model(pool: Any, **shape: Any) -> Kit:
+    """A fault in the logic: planted in the plain Python model, which is slow."""
+    return Kit(Pool=pool, Plan=ModelPlan, shape=shape)
+
+
+FORKS = {"weights": {"fork": 4.0}}
+CACHE: dict[str, Any] = {"prefix_cache": True, "in_order": False}
+LATE: dict[str, Any] = {"in_order": False, "depth": 4}
+WEIGHTS = {"fork": 4.0, "trim": 2.0, "give_up": 3.0}
+CUT_AND_UNDONE = {"block_size": 8, "max_rows": 4, "weights": WEIGHTS}
+ALL_ARRIVES = {"losing": 0.0, "weights": {"give_up": 0.0}}
+FAULTS: dict[str, Kit] = {
+    "no fence": Kit(Pool=NoFence, shape=LATE | ALL_ARRIVES),
+    "close without fence": Kit(Pool=CloseWithoutFence, shape=LATE),
+    "any done frees all": Kit(Pool=AnyDoneFreesAll, shape=LATE),
+    "found before it is written": Kit(Pool=CommitBeforeDone, shape=LATE | CACHE),
+    "rollback ignored": Kit(Pool=RollbackIgnored, shape=LATE),
+    "truncate ignored": Kit(Pool=TruncateIgnored, shape={"drafting": 0.5}),
+    "truncate one late": Kit(Pool=TruncateOneTooMany, shape={"drafting": 0.5}),
+    "deferred close forgotten": Kit(Pool=CloseForgotten),
+    "abort leaks a block": Kit(Pool=AbortLeaksBlock),
+    "namespace ignored": Kit(Pool=NamespaceIgnored, shape=CACHE),
+    "tokens not compared": Kit(Pool=TokensNotCompared, shape=CACHE),
+    "pin holds nothing": Kit(Pool=PinHoldsNothing, shape=CACHE | {"weights": {"pin": 6.0}}),
+    "fork without the tail": Kit(Pool=ForkSharesAllButTail, shape=FORKS | {"in_order": False}),
+    "copies skipped": Kit(Device=CopiesSkipped, shape=FORKS),
+    "copies one short": Kit(Device=CopyOneShort, shape=FORKS),
+    "dirty rows forgotten": Kit(Device=DirtyRowsForgotten, shape={"by_tables": True, "in_order": False}),
+    "one buffer for all plans": Kit(Plan=one_buffer, shape=LATE),
+    "zombie rows": Kit(Device=ZombieRows, shape=LATE),
+    "newest first": Kit(Device=NewestFirst, shape=LATE),
+    "copies in one layer only": Kit(Device=OtherLayersForgotten, shape=FORKS | {"num_layers": 2}),
+    "source of a copy not held": model(NoHold, **LATE | FORKS),
+    "floor ignored": model(FloorIgnored, **LATE | CUT_AND_UNDONE),
+    "shared tail written in place": model(SharedWrittenInPlace, **FORKS),
+    "limbo skipped": model(LimboSkipped, **LATE),
+    "cached block written in place": model(CommittedWrittenInPlace, **CACHE | {"weights": {"trim": 2.0}}),
+    "hits stay on the list": model(HitsStayOnTheList, **CACHE),
+}
+
+
+def convict(name: str, seed: int = 1, seeds: int = SEEDS) -> Failure | None:
+    """Run the fault in one world after the other; returns how it showed, None if it did not."""
+    for each in range(seed, seed + seeds):
+        try:
+            simulate(each, 1, FAULTS[name])
+        except Failure as failure:
+            return failure
+    return None

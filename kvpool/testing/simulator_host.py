@@ -1,0 +1,599 @@
+"""The host of `kvpool.testing.simulator`: an engine that schedules, and what it knows about its requests.
+
+It keeps books of its own (tokens, stamps, lengths, how many blocks a table has) and asks the pool for handles,
+tables and plans only, so that whatever the pool gets wrong differs from the books or from the device's memory.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvpool import Plan, Pool
+from kvpool.errors import OutOfBlocks, OutOfSequences, PlanStateError
+from kvpool.testing.simulator_device import Arrays, Device, Violation, Work
+from kvpool.testing.simulator_world import Shape, Stamps, prompts
+
+LOG_LINES = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Kit:
+    """What is simulated; the faults of `kvpool.testing.simulator_faults` are kits with one part broken."""
+
+    Pool: Any = Pool
+    Plan: Any = Plan
+    Device: Any = Device
+    #: what the shape of every world is changed to, for faults that need something to be on
+    shape: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Tally:
+    """Counters of what happened."""
+
+    steps: int = 0
+    tokens: int = 0
+    reads: int = 0  # tokens that were read and compared
+    hits: int = 0  # tokens found in the prefix cache
+    copies: int = 0
+    forks: int = 0
+    aborts: int = 0
+    preemptions: int = 0
+    lost: int = 0  # completions that never arrived
+    rollbacks: int = 0
+    refused: int = 0  # rollbacks that a fork forbade
+    resets: int = 0
+    out_of_order: int = 0
+    cut: int = 0  # tokens cut off: drafts that were not accepted, and what clients took back
+
+    def describe(self) -> str:
+        """One line."""
+        return ", ".join(f"{value:,} {name}" for name, value in vars(self).items() if isinstance(value, int))
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """A sequence that is served, or waits to be."""
+
+    tokens: list[int]  # known content, computed or not
+    stamps: list[int]  # one per token
+    target: int  # length at which it is finished
+    namespace: bytes
+    handle: int = -1
+    length: int = 0  # tokens scheduled
+    num_blocks: int = 0
+    committed: int = 0
+    ticket: int = -1  # newest work that its content depends on
+    drafting: bool = False
+    #: (flight, length before it), for what is done so far
+    flights: list[tuple[Flight, int]] = field(default_factory=list)
+
+    def done_length(self) -> int:
+        """Tokens that no pending step has still to write."""
+        return min([self.length, *(before for _, before in self.flights)])
+
+
+@dataclass(eq=False, slots=True)
+class Row:
+    """A request in a step, and what it was before."""
+
+    request: Request
+    handle: int
+    length: int
+    num_blocks: int
+    num_known: int  # tokens known before the step sampled more
+    drafts: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Flight:
+    """A step that the host does not know to be over."""
+
+    plan: Any
+    work: Work
+    rows: list[Row]
+    fork_mark: int  # forks made before it
+    executed: bool = False
+    noted: bool = False
+    over: bool = False
+
+    def rows_have(self, request: Request) -> bool:
+        """Tell whether the request is a row, not only a fork of one."""
+        return any(row.handle == request.handle for row in self.rows)
+
+
+class Host:
+    """One simulated world: `run`, then `drain`."""
+
+    def __init__(self, seed: int, kit: Kit) -> None:
+        self.rng = random.Random(seed)
+        self.shape = shape = Shape.draw(self.rng, kit.shape)
+        self.tally = Tally()
+        self.log: deque[str] = deque([f"{shape}"], maxlen=LOG_LINES)
+        self.pool = kit.Pool(shape.num_blocks, shape.block_size, seed=seed, **shape.pool_options())
+        formats = ("slot_mapping", "block_tables", "kv_slots_ragged")
+        sizes = {"max_rows": shape.max_rows, "max_tokens": shape.max_tokens, "table_width": shape.width}
+        self.plans = [
+            kit.Plan(self.pool, formats=formats, kv_width=shape.max_length, **sizes) for _ in range(shape.depth)
+        ]
+        self.device = kit.Device(shape.num_blocks, shape.block_size, shape.num_layers, shape.by_tables)
+        self.stamps = Stamps()
+        self.prompts = prompts(self.rng, shape, self.stamps)
+        self.spare = list(self.plans)
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.flights: list[Flight] = []  # oldest first
+        self.of_work: dict[int, Flight] = {}
+        self.mailbox: list[Flight] = []
+        self.pins: list[tuple[int, list[int]]] = []
+        self.num_forks = self.ticket = 0
+        self.events = [getattr(self, name) for name in shape.weights]
+        self.weights = list(shape.weights.values())
+
+    def run(self, steps: int) -> None:
+        """Let events happen until so many steps were made."""
+        ticks, limit = 0, 400 * steps
+        while self.tally.steps < steps:
+            for event in self.rng.choices(self.events, self.weights, k=64):
+                event()
+            self.audit()
+            ticks += 64
+            if ticks > limit:
+                raise Violation(f"stuck: {self.tally.steps} steps in {ticks} events")
+
+    def drain(self) -> None:
+        """Finish everything; then nothing may be in use."""
+        while self.flights:
+            self.sync(self.flights[0])
+        for request in list(self.running):
+            self.close(request)
+        while self.pins:
+            self.unpin()
+        stats = self.pool.stats()
+        busy = (stats.used, stats.limbo, stats.sequences, stats.pending)
+        if any(busy) or stats.free + stats.evictable != stats.num_blocks - stats.reserved:
+            raise Violation(f"leak: (used, limbo, sequences, pending) = {busy} at idle, {stats}")
+        self.pool.check()
+        self.tally.reads = self.device.reads
+
+    def leave(self) -> None:
+        """Give the pool back."""
+        self.pool.shutdown()
+
+    def audit(self) -> None:
+        """The books and the pool agree; every request whose work is executed reads what it wrote."""
+        stats = self.pool.stats()
+        if stats.free + stats.evictable + stats.limbo + stats.used != stats.num_blocks - stats.reserved:
+            raise Violation(f"accounting: {stats}")
+        if stats.sequences != len(self.running) + len(self.pins):
+            raise Violation(f"{stats.sequences} sequences, {len(self.running)} run and {len(self.pins)} are pinned")
+        for request in self.running:
+            self.verify(request)
+
+    def verify(self, request: Request) -> None:
+        """A request has its length, and reads what it wrote as far as that is executed."""
+        length = self.pool.num_tokens(request.handle)
+        if length != request.length:
+            raise Violation(f"sequence {request.handle} has {length} tokens, {request.length} were written")
+        if request.length and self.device.is_settled(request.ticket):
+            table = self.pool.table(request.handle)
+            self.device.expect(table, request.stamps[:length], f"sequence {request.handle}")
+
+    # ---- events: requests come and go ---------------------------------------------------------------------
+
+    def submit(self) -> None:
+        """A request arrives, with a prompt that others may have had."""
+        if len(self.waiting) < 4:
+            namespace, tokens, stamps = self.rng.choice(self.prompts)
+            target = self.rng.randint(len(tokens), self.shape.max_length)
+            self.waiting.append(Request(list(tokens), list(stamps), target, namespace))
+
+    def admit(self) -> None:
+        """Open a sequence for the oldest request that waits."""
+        if not self.waiting or len(self.running) >= self.shape.max_running:
+            return
+        request = self.waiting[0]
+        use = self.rng.random() < 0.9
+        try:
+            if self.shape.prefix_cache and use:
+                request.handle = self.pool.open(request.tokens, request.namespace)
+            elif use:
+                request.handle = self.pool.open(len(request.tokens), request.namespace)
+            else:
+                request.handle = self.pool.open(0, request.namespace)
+        except (OutOfBlocks, OutOfSequences):
+            return
+        self.running.append(self.waiting.pop(0))
+        self.opened(request, len(request.tokens) - 1 if self.shape.prefix_cache and use else 0)
+
+    def opened(self, request: Request, most: int) -> None:
+        """Read what was found, and poison what was taken."""
+        table = self.pool.table(request.handle)
+        cached = self.pool.num_tokens(request.handle)
+        if cached > most or cached % self.shape.block_size:
+            raise Violation(f"{cached} of {len(request.tokens)} tokens are said to be cached")
+        request.length = request.committed = cached
+        request.num_blocks = len(table)
+        request.flights, request.drafting = [], False
+        if self.shape.in_order:
+            request.ticket = self.ticket
+        else:
+            request.ticket = -1
+            self.device.poison(table[cached // self.shape.block_size :])
+            self.verify(request)
+        self.tally.hits += cached
+        found = f"{request.tokens} {request.namespace!r} cached {cached} {table.tolist()}"
+        self.log.append(f"open {request.handle} {found}")
+
+    def close(self, request: Request) -> None:
+        """Close a sequence in whatever state it is."""
+        self.verify(request)
+        way = self.rng.random()
+        if way < 0.2:
+            self.pool.defer_close(request.handle)
+        elif way < 0.4:
+            self.pool.close_finished([request.handle], np.array([True]))
+        else:
+            self.pool.close(request.handle)
+        self.log.append(f"close {request.handle}")
+        self.running.remove(request)
+        request.handle = -1
+
+    def abort(self) -> None:
+        """A client leaves, whatever its request is doing."""
+        if self.running:
+            self.tally.aborts += 1
+            self.close(self.rng.choice(self.running))
+
+    def finish(self) -> None:
+        """Requests that have their tokens end, though steps beyond the end may be in flight."""
+        for request in [r for r in self.running if r.length >= r.target]:
+            if self.rng.random() < 0.3 and len(request.tokens) < self.shape.max_length:  # comes back with an answer
+                self.prompts.append((request.namespace, list(request.tokens), list(request.stamps)))
+                if len(self.prompts) > self.shape.num_prompts:
+                    self.prompts.pop(self.rng.randrange(len(self.prompts)))
+            self.close(request)
+
+    def preempt(self) -> None:
+        """Take a request's blocks away; it starts again later."""
+        if not self.running:
+            return
+        request = self.rng.choice(self.running)
+        self.tally.preemptions += 1
+        self.close(request)
+        if len(self.waiting) < 8:
+            again = Request(list(request.tokens), list(request.stamps), request.target, request.namespace)
+            self.waiting.insert(0, again)
+
+    def fork(self) -> None:
+        """A request becomes a few, in whatever state it is."""
+        if not self.running or len(self.running) >= self.shape.max_running:
+            return
+        parent = self.rng.choice(self.running)
+        n = min(self.rng.randint(1, 3), self.shape.max_running - len(self.running))
+        try:
+            children = self.pool.fork(parent.handle, n).tolist()
+        except OutOfSequences:
+            return
+        self.num_forks += n
+        self.tally.forks += n
+        self.log.append(f"fork {parent.handle} {children}")
+        shared = -(-parent.length // self.shape.block_size)
+        pending = [(parent.flights[-1][0], parent.done_length())] if parent.flights else []
+        for handle in children:
+            child = Request(list(parent.tokens), list(parent.stamps), parent.target, parent.namespace, handle)
+            child.length, child.num_blocks, child.ticket = parent.length, shared, parent.ticket
+            child.committed, child.flights = parent.committed, list(pending)
+            self.running.append(child)
+
+    # ---- events: steps ------------------------------------------------------------------------------------
+
+    def schedule(self) -> None:
+        """Issue a step for some of the running requests."""
+        if not self.spare:
+            if not self.mailbox and not self.device.queue:  # messages were lost
+                self.give_up()
+            return
+        rows, counts, left = [], [], self.shape.max_tokens
+        fresh: list[list[int]] = []
+        some = self.rng.sample(self.running, min(len(self.running), self.rng.randint(1, self.shape.max_rows)))
+        for request in some:
+            row = Row(request, request.handle, request.length, request.num_blocks, len(request.tokens))
+            n, sampled = self.row_tokens(request, row, left)
+            if n < 0:
+                continue
+            rows.append(row)
+            counts.append(n)
+            fresh.append(sampled)
+            left -= n
+        if rows and self.rng.random() < self.shape.reserving:
+            self.reserve(rows, counts)
+        elif rows:
+            self.step(rows, counts, fresh)
+
+    def row_tokens(self, request: Request, row: Row, left: int) -> tuple[int, list[int]]:
+        """Return how many tokens a request computes next (-1: it waits), and those that are sampled for it."""
+        if request.drafting:
+            return -1, []
+        known = len(request.tokens) - request.length
+        if known:
+            return min(known, left, self.rng.randint(1, self.shape.chunk)), []
+        drafts = self.rng.randint(1, 4) if self.rng.random() < self.shape.drafting else 0
+        n = min(1 + drafts, left, self.shape.max_length - request.length)
+        if n <= 0 and self.rng.random() < 0.9:  # it has all it may have; a row without new tokens is legal
+            return -1, []
+        row.drafts = max(0, n - 1)
+        return n, [self.rng.randrange(self.shape.vocabulary) for _ in range(n)]
+
+    def step(self, rows: list[Row], counts: list[int], fresh: list[list[int]]) -> None:
+        """Call the pool, and note what the device has to do."""
+        plan = self.spare[-1]
+        partial = self.rng.random() < 0.3
+        pad_to = (self.shape.max_rows, self.shape.max_tokens) if self.rng.random() < 0.2 else None
+        try:
+            self.pool.step(plan, [row.handle for row in rows], counts, partial=partial, pad_to=pad_to)
+        except OutOfBlocks:
+            self.log.append("out of blocks")
+            if self.rng.random() < 0.5:
+                self.preempt()
+            return
+        served = plan.served.tolist()
+        counts = [n if ok else 0 for n, ok in zip(counts, served, strict=True)]
+        new_slots: list[int] = []
+        at = 0
+        for row, n, sampled, ok in zip(rows, counts, fresh, served, strict=True):
+            request = row.request
+            if ok and sampled:
+                request.tokens += sampled
+                self.stamps.extend(request.stamps, sampled, request.namespace)
+                request.drafting = row.drafts > 0
+            elif not ok:
+                row.drafts = 0
+            request.length += n
+            new_slots += self.first_slots(request, row, at, n)
+            at += n
+        self.tally.tokens += at
+        taken = plan.slot_mapping[new_slots] // self.shape.block_size if new_slots else []
+        self.launch(plan, rows, counts, taken)
+
+    def first_slots(self, request: Request, row: Row, at: int, n: int) -> list[int]:
+        """Return where in the slot mapping the first token of each block stands that the step appended."""
+        size = self.shape.block_size
+        request.num_blocks = max(row.num_blocks, -(-request.length // size))
+        return [at + block * size - row.length for block in range(row.num_blocks, request.num_blocks) if n]
+
+    def reserve(self, rows: list[Row], counts: list[int]) -> None:
+        """Take blocks ahead."""
+        plan, size = self.spare[-1], self.shape.block_size
+        try:
+            self.pool.reserve(plan, [row.handle for row in rows], counts)
+        except OutOfBlocks:
+            return
+        taken: list[int] = []
+        for row, n in zip(rows, counts, strict=True):
+            row.drafts = 0
+            row.request.num_blocks = max(row.num_blocks, -(-(row.length + n) // size))
+            taken += self.pool.table(row.handle)[row.num_blocks :].tolist()
+        self.launch(plan, rows, [0] * len(rows), taken)
+
+    def launch(self, plan: Any, rows: list[Row], counts: list[int], taken: Any) -> None:
+        """Give a plan to the device."""
+        self.spare.pop()
+        self.ticket += 1
+        stamps: list[int] = []
+        context: list[int] = []
+        for row, n in zip(rows, counts, strict=True):
+            request = row.request
+            stamps += request.stamps[row.length : row.length + n]
+            context += request.stamps[: request.length]
+        work = Work(
+            *(self.ticket, plan, len(rows), np.array(stamps, np.int64), np.array(context, np.int64)),
+            np.array([row.request.length for row in rows]),
+        )
+        flight = Flight(plan, work, rows, self.num_forks)
+        copies = plan.copies
+        if self.shape.in_order:
+            work.plan = Arrays.of(plan)
+        else:
+            self.device.poison(copies[:, 1])
+            self.device.poison(taken)
+        self.device.submit(work)
+        self.tally.steps += 1
+        self.tally.copies += len(copies)
+        self.log.append(f"step {self.ticket}: {[(row.handle, n) for row, n in zip(rows, counts, strict=True)]}")
+        for row in rows:
+            row.request.ticket = self.ticket
+            if not self.shape.in_order:
+                row.request.flights.append((flight, row.length))
+        self.of_work[self.ticket] = flight
+        self.flights.append(flight)
+
+    # ---- events: what became of steps ---------------------------------------------------------------------
+
+    def execute(self) -> None:
+        """The device does one operation; a step that it completes sends a message, mostly."""
+        if not self.device.queue:  # the device starves
+            self.schedule()
+            return
+        work = self.device.advance()
+        if work is None:
+            return
+        flight = self.of_work.pop(work.ticket)
+        flight.executed = True
+        if self.rng.random() < self.shape.losing:
+            self.tally.lost += 1
+            self.log.append(f"executed {work.ticket}, the message is lost")
+        else:
+            self.mailbox.append(flight)
+
+    def deliver(self) -> None:
+        """A message arrives, not always the oldest."""
+        if self.mailbox:
+            at = self.rng.randrange(len(self.mailbox)) if self.rng.random() < self.shape.reordering else 0
+            flight = self.mailbox.pop(at)
+            if not flight.over:  # it may have been given up, and its plan be in use again
+                self.note(flight)
+
+    def note(self, flight: Flight) -> None:
+        """Tell the pool that a step was executed; what is through then is worked off."""
+        if flight.noted:
+            return
+        self.log.append(f"done {flight.work.ticket}")
+        self.tally.out_of_order += flight is not self.flights[0]
+        if not self.shape.in_order:
+            self.pool.done(flight.plan)
+        flight.noted = True
+        while self.flights and self.flights[0].noted:
+            if self.flights[0].plan.is_pending:
+                raise Violation(f"step {self.flights[0].work.ticket} is pending though it and all before it are done")
+            self.passed(self.flights.pop(0))
+
+    def passed(self, flight: Flight) -> None:
+        """A step is over: drafts are judged."""
+        self.over(flight)
+        for row in flight.rows:
+            request = row.request
+            if request.handle != row.handle or not row.drafts:
+                continue
+            request.drafting = False
+            self.cut(request, request.length - self.rng.randint(0, row.drafts))
+
+    def cut(self, request: Request, keep: int) -> None:
+        """Shorten a sequence that is in no step; what it had beyond is forgotten."""
+        self.tally.cut += request.length - keep
+        self.log.append(f"truncate {request.handle} {keep}")
+        self.pool.truncate(request.handle, keep)
+        request.length = keep
+        request.num_blocks = -(-keep // self.shape.block_size)
+        request.committed = min(request.committed, keep)
+        del request.tokens[keep:], request.stamps[keep:]
+
+    def trim(self) -> None:
+        """A client takes back the end of its text."""
+        idle = [r for r in self.running if r.length > 1 and not r.drafting]
+        idle = [r for r in idle if not any(flight.rows_have(r) for flight, _ in r.flights)]
+        if idle:
+            request = self.rng.choice(idle)
+            self.cut(request, self.rng.randint(1, request.length - 1))
+
+    def over(self, flight: Flight) -> None:
+        """Its plan is free, and nobody waits for it any more."""
+        flight.over = True
+        self.spare.append(flight.plan)
+        for request in self.running:
+            if request.flights:
+                request.flights = [each for each in request.flights if each[0] is not flight]
+
+    def sync(self, flight: Flight) -> None:
+        """Wait for a step: whatever became of its message, it is executed then."""
+        while not flight.executed:
+            if not self.device.queue:
+                raise Violation(f"step {flight.work.ticket} was never executed")
+            completed = self.device.advance()
+            if completed is not None:
+                self.of_work.pop(completed.ticket).executed = True
+        for each in list(self.flights):
+            if each.executed and not each.over and (each is flight or self.rng.random() < 0.5):
+                self.note(each)
+
+    def give_up(self) -> None:
+        """A step's message is overdue: roll it back, wait for the device, or begin anew."""
+        if not self.flights:
+            return
+        flight, way = self.rng.choice(self.flights), self.rng.random()
+        if way < self.shape.resetting:
+            self.reset()
+        elif way < 0.5:
+            self.sync(flight)
+        elif not self.shape.in_order:
+            while not flight.over and self.roll_back(self.flights[-1]):  # it failed, and all that follow it
+                pass
+
+    def roll_back(self, flight: Flight) -> bool:
+        """Undo the newest step, executed, half executed or not at all; False when that is not allowed."""
+        if flight.noted:
+            return False
+        self.device.cancel(flight.work)
+        try:
+            self.pool.rollback(flight.plan)
+        except PlanStateError:
+            if self.num_forks == flight.fork_mark:
+                raise
+            self.tally.refused += 1
+            if not flight.executed:  # a fork depends on it: it has to be executed after all
+                self.device.submit(flight.work)
+            return False
+        self.log.append(f"rollback {flight.work.ticket}")
+        self.tally.rollbacks += 1
+        self.of_work.pop(flight.work.ticket, None)
+        self.flights.remove(flight)
+        for row in flight.rows:
+            request = row.request
+            if request.handle == row.handle:
+                request.length, request.num_blocks = row.length, row.num_blocks
+                request.drafting = request.drafting and not row.drafts
+                del request.tokens[row.num_known :], request.stamps[row.num_known :]
+        self.over(flight)
+        return True
+
+    def reset(self) -> None:
+        """Stop the device and forget everything; the requests start again."""
+        self.log.append("reset")
+        self.tally.resets += 1
+        self.device.clear()
+        self.pool.reset()
+        for plan in self.plans:
+            plan.forget()
+        for flight in self.flights:
+            flight.over = True
+        self.spare = list(self.plans)
+        self.flights, self.mailbox, self.pins = [], [], []
+        self.of_work.clear()
+        for request in self.running[: 8 - len(self.waiting)]:
+            self.waiting.append(Request(request.tokens, request.stamps, request.target, request.namespace))
+        self.running = []
+
+    # ---- events: the prefix cache -------------------------------------------------------------------------
+
+    def commit(self) -> None:
+        """Make known what is computed."""
+        if not self.shape.prefix_cache or not self.running:
+            return
+        request = self.rng.choice(self.running)
+        done = request.done_length()
+        if done > request.committed:
+            upto = done if self.rng.random() < 0.7 else self.rng.randint(request.committed + 1, done)
+            self.pool.commit(request.handle, request.tokens[request.committed : upto])
+            self.log.append(f"commit {request.handle} {request.tokens[:upto]}")
+            request.committed = upto
+
+    def pin(self) -> None:
+        """Hold what is cached of a prompt."""
+        if self.shape.prefix_cache and len(self.pins) < 2:
+            namespace, tokens, stamps = self.rng.choice(self.prompts)
+            try:
+                handle = self.pool.pin(tokens, namespace)
+            except OutOfSequences:
+                return
+            self.pins.append((handle, stamps[: self.pool.num_tokens(handle)]))
+            self.log.append(f"pin {handle} {tokens}")
+
+    def unpin(self) -> None:
+        """Let go what was pinned; it is still what it was."""
+        if self.pins:
+            handle, stamps = self.pins.pop(self.rng.randrange(len(self.pins)))
+            if stamps and not self.shape.in_order:
+                self.device.expect(self.pool.table(handle), stamps, f"pin {handle}")
+            self.pool.unpin(handle)
+            self.log.append(f"unpin {handle}")
+
+    def flush(self) -> None:
+        """Forget what is cached."""
+        if self.shape.prefix_cache:
+            self.pool.flush(self.rng.choice([None, b"", b"other"]))
+            self.log.append("flush")

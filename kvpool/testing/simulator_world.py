@@ -1,0 +1,141 @@
+"""What a simulated world is made of: its sizes, the weights of its events, its prompts, and stamps of content."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+#: Events and how often they happen, before a world redraws the weights.
+EVENTS = {
+    "execute": 80.0,
+    "schedule": 16.0,
+    "deliver": 14.0,
+    "admit": 6.0,
+    "submit": 4.0,
+    "finish": 3.0,
+    "commit": 4.0,
+    "fork": 1.2,
+    "abort": 0.08,
+    "preempt": 0.06,
+    "trim": 0.2,
+    "give_up": 0.3,
+    "pin": 0.3,
+    "unpin": 0.3,
+    "flush": 0.05,
+}
+ALWAYS = ("execute", "schedule", "deliver", "admit", "submit", "finish", "give_up", "unpin", "abort")
+NAMESPACES = (b"", b"other")
+
+
+@dataclass(slots=True)
+class Shape:
+    """Sizes and habits of one world, drawn from its seed."""
+
+    num_blocks: int
+    block_size: int
+    width: int  # blocks of the longest sequence
+    reserved_blocks: int
+    watermark: int
+    max_seqs: int
+    max_running: int
+    max_rows: int
+    max_tokens: int
+    depth: int  # most steps in flight
+    num_layers: int
+    prefix_cache: bool
+    in_order: bool
+    by_tables: bool
+    chunk: int  # most prompt tokens of a request in a step
+    vocabulary: int
+    num_prompts: int
+    drafting: float  # these are probabilities
+    reserving: float
+    losing: float
+    reordering: float
+    resetting: float
+    weights: dict[str, float]
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.width * self.block_size
+
+    def pool_options(self) -> dict[str, Any]:
+        """Arguments of the pool besides its two sizes."""
+        names = ("reserved_blocks", "watermark", "max_seqs", "prefix_cache", "in_order")
+        return {name: getattr(self, name) for name in names} | {"max_blocks_per_seq": self.width}
+
+    @classmethod
+    def draw(cls, rng: random.Random, changes: dict[str, Any]) -> Shape:
+        """Draw a world; pools hold one to four of the longest requests."""
+        width, reserved = rng.randint(2, 8), rng.randint(0, 2)
+        watermark, max_running = rng.choice([0, 0, 1, 2]), rng.randint(1, 10)
+        num_blocks = reserved + width + watermark + rng.randint(1, 3 * width)
+        weights = {
+            name: weight * rng.choice([0.3, 1.0, 1.0, 3.0] if name in ALWAYS else [0.0, 0.3, 1.0, 3.0])
+            for name, weight in EVENTS.items()
+        }
+        shape = cls(
+            num_blocks=num_blocks,
+            block_size=rng.choice([1, 2, 3, 4, 8]),
+            width=width,
+            reserved_blocks=reserved,
+            watermark=watermark,
+            max_seqs=max_running + 2,
+            max_running=max_running,
+            max_rows=rng.randint(1, 8),
+            max_tokens=rng.randint(5, 32),
+            depth=rng.randint(1, 4),
+            num_layers=rng.choice([1, 1, 2]),
+            prefix_cache=rng.random() < 0.6,
+            in_order=rng.random() < 0.08,
+            by_tables=rng.random() < 0.4,
+            chunk=rng.randint(2, 16),
+            vocabulary=rng.choice([2, 1000, 2**31]),
+            num_prompts=rng.randint(4, 16),
+            drafting=rng.choice([0.0, 0.1, 0.5]),
+            reserving=rng.choice([0.0, 0.05]),
+            losing=rng.choice([0.0, 0.02, 0.1]),
+            reordering=rng.choice([0.0, 0.5, 1.0]),
+            resetting=rng.choice([0.0, 0.02]),
+            weights=weights,
+        )
+        for name, value in changes.items():
+            if name == "weights":
+                shape.weights.update(value)
+            else:
+                setattr(shape, name, value)
+        shape.by_tables = shape.by_tables and not shape.in_order  # their plans may be in use again when they run
+        return shape
+
+
+class Stamps:
+    """A number for every token in every context: equal numbers, equal contents."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], int] = {}
+        self._roots = {namespace: -2 - i for i, namespace in enumerate(NAMESPACES)}
+
+    def extend(self, stamps: list[int], tokens: list[int], namespace: bytes) -> None:
+        """Append the stamps of `tokens`, which follow on what `stamps` stand for."""
+        known = self._known
+        last = stamps[-1] if stamps else self._roots[namespace]
+        for token in tokens:
+            last = known.setdefault((last, token), len(known))
+            stamps.append(last)
+
+
+def prompts(rng: random.Random, shape: Shape, stamps: Stamps) -> list[tuple[bytes, list[int], list[int]]]:
+    """Return prompts (namespace, tokens, stamps) many of which begin alike."""
+    bases = [[rng.randrange(3) for _ in range(shape.max_length)] for _ in range(2)]
+    made = []
+    for _ in range(shape.num_prompts):
+        length = rng.randint(1, max(1, shape.max_length - 2))
+        base, shared = rng.choice(bases), rng.randint(0, length)
+        tokens = base[:shared] + [rng.randrange(3) for _ in range(length - shared)]
+        content: list[int] = []
+        namespace = rng.choice(NAMESPACES)
+        stamps.extend(content, tokens, namespace)
+        made.append((namespace, tokens, content))
+    return made

@@ -1,0 +1,196 @@
+"""Copies of this tree compiled in other ways, each in its folder ``build/<variant>/``; the build in place stays.
+
+::
+
+    python -m proof.builds asan -m pytest tests/test_pending.py     # compiles what changed, then runs Python in it
+
+A folder is compiled again only where its sources changed. What runs in it has the folder as its working directory and
+imports the copy, tests and proof included.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+#: What a copy consists of; `kvpool_backends/cpu` only where the variant has it.
+PARTS = (
+    *("kvpool", "kvpool_backends", "proof", "tests", "metal", "docs"),
+    *("setup.py", "pyproject.toml", "README.md", "LICENSE"),
+)
+CPU = Path("kvpool_backends/cpu")
+MADE = (".so", ".o", ".pyc", ".gcda", ".gcno", ".html")  # never copied, never removed
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a copy is compiled, and what its processes are given."""
+
+    switches: dict[str, str] = field(default_factory=dict)  # of setup.py
+    runtime: dict[str, str] = field(default_factory=dict)
+    preload: tuple[str, ...] = ()  # libraries of gcc
+    cpu: bool = False  # with the CPU backend
+
+    @property
+    def prefix(self) -> tuple[str, ...]:
+        """What stands before a command: ThreadSanitizer needs addresses where it expects them."""
+        return ("setarch", "-R") if "libtsan.so" in self.preload else ()
+
+
+ASAN = Variant(
+    {"KVPOOL_DEBUG": "1", "KVPOOL_SANITIZE": "address,undefined"},
+    {
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
+        "PYTHONMALLOC": "malloc",
+    },
+    ("libasan.so", "libubsan.so"),
+)
+TSAN = Variant({"KVPOOL_SANITIZE": "thread"}, {"TSAN_OPTIONS": "exitcode=66:history_size=2"}, ("libtsan.so",))
+#: The CPU kernels take several times as long to compile as the core: only "-cpu" variants have them.
+VARIANTS = {
+    "release": Variant(),
+    "debug": Variant({"KVPOOL_DEBUG": "1"}),
+    "asan": ASAN,
+    "asan-cpu": replace(ASAN, cpu=True),
+    "tsan": TSAN,
+    "tsan-cpu": replace(TSAN, cpu=True),
+    "coverage": Variant({"KVPOOL_COVERAGE": "1"}),
+    "mutants": Variant({"KVPOOL_OPTIMIZE": "1"}),
+}
+
+
+def _rewriting(variant: str) -> Callable[[Path, bytes], bytes]:
+    """What happens to a source on its way into the copy."""
+    return lambda path, text: text
+
+
+def _sources(kind: Variant) -> dict[Path, Path]:
+    """Path in the copy -> path in the tree."""
+    found = {}
+    for part in PARTS:
+        top = ROOT / part
+        for path in [top, *top.rglob("*")] if top.is_dir() else [top]:
+            inside = path.relative_to(ROOT)
+            skipped = path.suffix in MADE or "__pycache__" in path.parts or (CPU in inside.parents and not kind.cpu)
+            if path.is_file() and not skipped:
+                found[inside] = path
+    return found
+
+
+def _copy(variant: str, folder: Path) -> bool:
+    """Bring the copy up to date; returns whether a file of it changed."""
+    sources, rewrite = _sources(VARIANTS[variant]), _rewriting(variant)
+    changed = False
+    for inside, path in sources.items():
+        target, text = folder / inside, rewrite(inside, path.read_bytes())
+        if not target.exists() or target.read_bytes() != text:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(text)  # now: newer than what was made of the old one
+            changed = True
+    for part in PARTS:
+        for path in (folder / part).rglob("*") if (folder / part).is_dir() else ():
+            gone = path.relative_to(folder) not in sources and path.suffix not in MADE
+            if path.is_file() and gone and "__pycache__" not in path.parts:
+                path.unlink()
+                changed = True
+    return changed
+
+
+def folder_of(variant: str) -> Path:
+    """Where the copy stands."""
+    return ROOT / "build" / variant
+
+
+def build(variant: str) -> Path:
+    """Bring the copy of this tree that is compiled as `variant` up to date.
+
+    Parameters
+    ----------
+    variant : str
+        A key of `VARIANTS`.
+
+    Returns
+    -------
+    Path
+        The folder that holds ``kvpool``: what belongs on ``PYTHONPATH``.
+    """
+    kind, folder = VARIANTS[variant], folder_of(variant)
+    folder.mkdir(parents=True, exist_ok=True)
+    stamp = folder / "compiled"
+    made_by = f"{sys.version}\ncython {importlib.metadata.version('cython')}\n{kind.switches}\n"
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # tests run in several processes
+        same = stamp.exists() and stamp.read_text() == made_by
+        if not _copy(variant, folder) and same:
+            return folder
+        stamp.unlink(missing_ok=True)
+        if not same:
+            shutil.rmtree(folder / "build", ignore_errors=True)  # objects of another compiler or other switches
+        command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+        done = subprocess.run(command, cwd=folder, env=_plain() | kind.switches, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"[builds] {variant} does not compile:\n{done.stdout}{done.stderr}")
+        stamp.write_text(made_by)
+    return folder
+
+
+def _plain() -> dict[str, str]:
+    """This process's environment without what would choose another core, or switches of another build."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("KVPOOL_")}
+
+
+def environment(variant: str, **more: str) -> dict[str, str]:
+    """All environment variables of a process that imports `variant`; `more` goes on top."""
+    kind = VARIANTS[variant]
+    libraries = [
+        subprocess.check_output(["gcc", f"-print-file-name={name}"], text=True).strip() for name in kind.preload
+    ]
+    made = _plain() | kind.runtime | {"PYTHONPATH": str(folder_of(variant)), "PYTHONDONTWRITEBYTECODE": "1"}
+    return made | ({"LD_PRELOAD": " ".join(libraries)} if libraries else {}) | more
+
+
+def run(variant: str, argv: Sequence[str], *, leaks: bool = False, **options) -> subprocess.CompletedProcess:
+    """Run Python with `argv` in the copy, which is built first.
+
+    Parameters
+    ----------
+    variant : str
+        A key of `VARIANTS`.
+    argv : sequence of str
+        Arguments of the interpreter, e.g. ``["-m", "pytest", "tests/test_cow.py"]``.
+    leaks : bool
+        Of "asan": whether memory that is lost fails the process at its end.
+    **options
+        Of `subprocess.run`; text is captured unless they say otherwise. ``env`` adds variables.
+    """
+    folder = build(variant)
+    more = dict(options.pop("env", {}))
+    if leaks:
+        more["ASAN_OPTIONS"] = "detect_leaks=1:fast_unwind_on_malloc=0:malloc_context_size=12"
+    options = {"cwd": folder, "text": True} | ({} if "stdout" in options else {"capture_output": True}) | options
+    command = [*VARIANTS[variant].prefix, sys.executable, *argv]
+    return subprocess.run(command, env=environment(variant, **more), **options)
+
+
+def main(argv: Sequence[str] = ()) -> int:
+    """Build a variant; run Python in it when more arguments follow."""
+    arguments = list(argv or sys.argv[1:])
+    if not arguments or arguments[0] not in VARIANTS:
+        print(f"usage: python -m proof.builds {{{','.join(VARIANTS)}}} [arguments of python]", file=sys.stderr)
+        return 2
+    variant, *rest = arguments
+    print(f"==> {build(variant)}", flush=True)
+    return run(variant, rest, stdout=None).returncode if rest else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

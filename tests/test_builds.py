@@ -1,0 +1,87 @@
+"""`proof.builds`: copies of the tree, compiled otherwise and only when something changed."""
+
+import sys
+
+import pytest
+
+from proof import builds
+
+# Compiles nothing: writes down how it was called.
+FAKE_SETUP = """
+import os, pathlib
+switches = sorted(name for name in os.environ if name.startswith("KVPOOL_"))
+pathlib.Path("calls.o").open("a").write(" ".join(switches) + "\\n")
+"""
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    """A tree of two files in place of this one."""
+    (tmp_path / "kvpool").mkdir()
+    (tmp_path / "kvpool" / "__init__.py").write_text("name = 'kvpool'\n")
+    (tmp_path / "kvpool" / "_core.pyx").write_text("number = 1\n")
+    (tmp_path / "kvpool_backends" / "cpu").mkdir(parents=True)
+    (tmp_path / "kvpool_backends" / "cpu" / "_kernels.pyx").write_text("")
+    (tmp_path / "setup.py").write_text(FAKE_SETUP)
+    monkeypatch.setattr(builds, "ROOT", tmp_path)
+    return tmp_path
+
+
+def calls(folder):
+    return (folder / "calls.o").read_text().splitlines()
+
+
+def test_build_compiles_once_with_its_own_switches(tree, monkeypatch):
+    monkeypatch.setenv("KVPOOL_CORE", "model")
+    folder = builds.build("asan")
+    assert folder == builds.build("asan") == tree / "build" / "asan"
+    assert calls(folder) == ["KVPOOL_DEBUG KVPOOL_SANITIZE"]
+    assert builds.build("release") != folder
+    assert calls(tree / "build" / "release") == [""]
+
+
+@pytest.mark.parametrize("change", ["edit", "add", "remove"])
+def test_build_follows_the_sources(tree, change):
+    folder = builds.build("debug")
+    core = tree / "kvpool" / "_core.pyx"
+    if change == "edit":
+        core.write_text("number = 2\n")
+    elif change == "add":
+        (tree / "kvpool" / "more.pyx").write_text("")
+    else:
+        core.unlink()
+    builds.build("debug")
+    assert len(calls(folder)) == 2
+    assert sorted(path.name for path in (folder / "kvpool").iterdir()) == sorted(
+        path.name for path in (tree / "kvpool").iterdir()
+    )
+
+
+def test_build_that_failed_is_tried_again(tree):
+    (tree / "setup.py").write_text("raise SystemExit('no compiler')")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="debug does not compile"):
+            builds.build("debug")
+    (tree / "setup.py").write_text(FAKE_SETUP)
+    assert calls(builds.build("debug")) == ["KVPOOL_DEBUG"]
+
+
+def test_only_variants_that_want_it_have_the_cpu_backend(tree):
+    assert (builds.build("asan-cpu") / "kvpool_backends/cpu/_kernels.pyx").exists()
+    assert not (builds.build("asan") / "kvpool_backends/cpu").exists()
+
+
+def test_run_imports_the_copy_and_never_the_build_in_place(tree):
+    code = "import kvpool, os, sys; print(kvpool.__file__); print(os.getcwd()); sys.exit(3)"
+    done = builds.run("release", ["-c", code])
+    assert done.returncode == 3
+    folder = tree / "build" / "release"
+    assert done.stdout.splitlines() == [str(folder / "kvpool" / "__init__.py"), str(folder)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="gcc's sanitizers")
+def test_environment_preloads_what_the_sanitizer_needs():
+    made = builds.environment("asan", KVPOOL_SEED="7")
+    assert all(f"/lib{name}.so" in made["LD_PRELOAD"] for name in ("asan", "ubsan"))
+    assert "detect_leaks=0" in made["ASAN_OPTIONS"] and made["KVPOOL_SEED"] == "7"
+    assert builds.VARIANTS["tsan"].prefix == ("setarch", "-R")

@@ -1,0 +1,112 @@
+"""Pools on two real processes over loopback: equal, different, one of them gone, one of them silent."""
+
+import re
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+mx = pytest.importorskip("mlx.core", reason="the ranks talk through mlx")
+
+from kvpool import Pool  # noqa: E402
+from kvpool.adapters import ranks as ranks_module  # noqa: E402
+from kvpool.adapters.ranks import Ranks, launch  # noqa: E402
+from kvpool.cli import main  # noqa: E402
+from kvpool.cli.demo.ranks import part  # noqa: E402
+from kvpool.cli.demo.settings import Settings  # noqa: E402
+
+SCRIPT = str(Path(__file__).with_name("rank_script.py"))
+STEPS, WHEN = 12, 5  # as in the script
+
+
+@pytest.fixture(autouse=True)
+def project_on_the_path(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(SCRIPT).parent.parent))
+
+
+def run(fault, timeout=60.0):
+    launched = launch([SCRIPT, fault], 2, timeout=timeout)
+    print(launched.output)
+    return launched
+
+
+def test_ranks_equal_calls_agree_in_every_step():
+    launched = run("none")
+    assert launched.held
+    digests = re.findall(rf"^rank \d digest (\w+) after {STEPS}$", launched.output, re.MULTILINE)
+    assert len(digests) == 2 and len(set(digests)) == 1
+
+
+def test_ranks_diverging_pool_stops_both_in_that_step():
+    launched = run("diverge")
+    assert not launched.held
+    for rank in range(2):
+        assert f"rank {rank} stopped: RanksDisagree [agree] pools differ in step {WHEN}: rank 0 " in launched.output
+
+
+def test_ranks_one_dies_the_other_says_so():
+    launched = run("die")
+    assert not launched.held
+    assert f"rank 0 stopped: RankLost [agree] rank 0 of 2 lost another one in step {WHEN}" in launched.output
+
+
+def test_ranks_one_hangs_the_other_ends_in_time():
+    start = time.monotonic()
+    launched = run("hang")
+    assert not launched.held
+    assert f"[agree] rank 0 of 2 has waited 3 s for the others in step {WHEN}, the limit" in launched.output
+    assert time.monotonic() - start < 50  # the silent one sleeps for 60
+
+
+def test_launch_workers_that_never_end_are_ended():
+    launched = launch(["-c", "import time; print('here', flush=True); time.sleep(60)"], 2, timeout=3)
+    assert not launched.held
+    assert launched.output.count("here") == 2
+    assert "the ranks were ended after 3 s" in launched.output
+
+
+def test_launch_workers_that_fail_are_no_success_whatever_mlx_launch_returns():
+    assert not launch(["-c", "raise SystemExit(1)"], 2, timeout=60).held
+
+
+def test_ports_in_use_are_passed_over():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert not ranks_module._is_free(taken.getsockname()[1])
+    first = ranks_module._free_ports(3)
+    assert all(ranks_module._is_free(first + k) for k in range(3))
+
+
+def test_ranks_of_one_agree_with_themselves_and_call_back_when_late():
+    group = mx.distributed.init(backend="any")
+    assert group.size() == 1
+    late = []
+    with pytest.raises(ValueError, match="timeout is 0"):
+        Ranks(group, timeout=0)
+    with Ranks(group, timeout=0.05, on_timeout=late.append) as ranks:
+        pool = Pool(8, 4, seed=1)
+        assert ranks.agree(pool) == pool.digest()
+        ranks._expect(7)  # as if the others were silent
+        deadline = time.monotonic() + 20
+        while not late and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert late == ["[agree] rank 0 of 1 has waited 0.05 s for the others in step 7, the limit"]
+    assert not ranks._watch.is_alive()
+
+
+def test_demo_on_two_ranks_holds_every_claim():
+    claims = part(2).run(Settings(), print).claims
+    assert {name: claim.held for name, claim in claims.items()} == dict.fromkeys(claims, True)
+
+
+def test_interpreter_is_named_because_mlx_launch_would_not_find_ours():
+    launched = launch(["-c", "import sys; print('python', sys.executable)"], 2, timeout=60, last_line="-")
+    assert launched.output.count(f"python {sys.executable}") == 2
+
+
+def test_demo_on_ranks_that_cannot_share_the_heads_is_refused(capsys):
+    assert main(["demo", "--ranks", "3"]) == 2
+    assert "--ranks 3: the model has 4 KV heads, so 2 or 4 ranks share them" in capsys.readouterr().err

@@ -1,0 +1,67 @@
+"""The asynchronous engine in simulation: the core passes, a seed replays, and the events that matter do happen."""
+
+import pytest
+
+from kvpool.errors import PoolClosed
+from kvpool.testing import simulator
+from kvpool.testing.simulator import Failure, simulate
+from kvpool.testing.simulator_faults import FAULTS, convict
+from kvpool.testing.simulator_host import Host, Kit
+
+
+def log_of(seed, steps=100):
+    host = Host(seed, Kit())
+    host.run(steps)
+    host.drain()
+    host.leave()
+    return vars(host.tally), [line.split(":")[0] for line in host.log if line.startswith("step")]
+
+
+def test_core_in_ten_thousand_steps_reads_nothing_stale_and_leaks_nothing():
+    outcome = simulate(seed=1, steps=10_000)
+    assert outcome.failures == [] and outcome.steps >= 10_000
+    assert outcome.reads > 10 * outcome.steps
+    quiet = {name for name, value in vars(outcome).items() if value == 0} - {"failures"}
+    assert not quiet, f"never happened: {quiet}"
+
+
+def test_world_of_one_seed_is_always_the_same():
+    assert log_of(3) == log_of(3)
+    assert log_of(3) != log_of(4)
+
+
+def test_worlds_differ_in_every_switch():
+    shapes = [Host(seed, Kit()).shape for seed in range(60)]
+    for name in ("prefix_cache", "in_order", "by_tables"):
+        assert {getattr(shape, name) for shape in shapes} == {False, True}
+    assert {shape.depth for shape in shapes} == {1, 2, 3, 4}
+
+
+def test_failure_names_its_seed_and_its_world_fails_again():
+    first = convict("no fence")
+    with pytest.raises(Failure) as caught:
+        simulate(first.seed, 1, FAULTS["no fence"])
+    again = caught.value
+    assert (again.seed, again.steps) == (first.seed, first.steps)
+    assert f"--seed {first.seed} " in str(again) and "step" in "".join(again.log)
+
+
+def test_pool_of_a_world_that_failed_is_given_back():
+    pools = []
+
+    class Remembered(FAULTS["no fence"].Pool):
+        def __init__(self, *arguments, **options):
+            pools.append(self)
+
+    with pytest.raises(Failure):
+        simulate(1, 1, Kit(Pool=Remembered, shape=FAULTS["no fence"].shape))
+    with pytest.raises(PoolClosed):
+        pools[0].stats()
+
+
+def test_command_says_what_happened_and_fails_when_something_is_wrong(capsys, monkeypatch):
+    assert simulator.main(["--seed", "5", "--steps", "300"]) == 0
+    assert "rollbacks" in capsys.readouterr().out
+    monkeypatch.setattr(simulator, "Kit", lambda: FAULTS["no fence"])
+    assert simulator.main(["--seed", "1", "--steps", "300"]) == 1
+    assert "stale read" in capsys.readouterr().out

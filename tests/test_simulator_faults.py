@@ -1,0 +1,31 @@
+"""Planted faults that the simulator must find."""
+
+import pytest
+
+from kvpool.testing.simulator import simulate
+from kvpool.testing.simulator_faults import FAULTS, convict
+from kvpool.testing.simulator_host import Kit
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_fault_is_found(name):
+    assert convict(name) is not None
+
+
+@pytest.mark.parametrize("name", ["no fence", "close without fence", "any done frees all", "limbo skipped"])
+def test_removed_fence_shows_as_a_stale_read_in_any_world(name):
+    """From wherever the seeds begin, within five worlds."""
+    for seed in (1, 1000, 2000):
+        failure = convict(name, seed, 5)
+        assert failure is not None and "stale read" in str(failure.error)
+
+
+@pytest.mark.parametrize("name", [name for name, kit in FAULTS.items() if kit.shape])
+def test_same_worlds_without_the_fault_pass(name):
+    """What convicts is the fault, not the shape that it needs."""
+    simulate(1, 500, Kit(shape=FAULTS[name].shape))
+
+
+def test_model_passes_too():
+    model = FAULTS["limbo skipped"]
+    simulate(1, 500, Kit(Pool=model.Pool.__base__, Plan=model.Plan))
