@@ -58,7 +58,8 @@ def extensions() -> list[Extension]:
     compile_args, link_args = compile_flags()
     cpu = Path("kvpool_backends/cpu")
     made = []
-    for source in [*sorted(Path("kvpool").glob("*.pyx")), *sorted(cpu.glob("*.pyx"))]:
+    folders = (Path("kvpool"), Path("kvpool/testing"), cpu)
+    for source in [path for folder in folders for path in sorted(folder.glob("*.pyx"))]:
         kernels = cpu / "kernels"
         is_cpu, has_kernels = source.parent == cpu, source.stem == "_kernels"
         made.append(

@@ -1,0 +1,323 @@
+"""Random programs on the block allocator, every read checked: this one, a broken one, or somebody else's.
+
+``kvpool fuzz`` drives the compiled core and prints what it met; a finding is shrunk and printed as a test, with the
+command that makes it again. ``--canary`` plants bugs, each of which has to be found. ``--target module:factory``
+drives an allocator (``factory(num_blocks=..., block_size=...)``, see `kvpool.testing.fuzz_target.Allocator`) or a
+backend (``factory(spec, num_blocks)``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import json
+import multiprocessing
+import os
+import queue
+import random
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import kvpool
+from kvpool.cli.console import CommandError, whole
+
+SECONDS = 10.0
+CANARY_SECONDS = 30.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--seconds", help=f"how long to run (default {SECONDS:g}; with --canary: for each bug)")
+    parser.add_argument("--ops", help="calls to make instead, in all processes together")
+    parser.add_argument("--seed", help="seed of the first run; with --ops 1 --jobs 1 that run alone (default: random)")
+    parser.add_argument("--jobs", default=str(os.cpu_count() or 1), help="processes (default: one per CPU)")
+    parser.add_argument("--blocks", help="blocks of every pool (default: 4 to 64)")
+    parser.add_argument("--block-size", help="tokens per block (default: 1 to 16)")
+    parser.add_argument("--target", metavar="MODULE:FACTORY", help="somebody else's allocator or backend")
+    parser.add_argument("--canary", action="store_true", help="plant bugs; each must be found")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Fuzz; 0 without a finding (with --canary: with all of them), 1 otherwise."""
+    if args.canary and args.target:
+        raise CommandError("--canary plants bugs into this allocator, it does not go with --target")
+    seed = random.SystemRandom().getrandbits(31) if args.seed is None else int(args.seed)
+    sizes = {
+        "num_blocks": None if args.blocks is None else whole("--blocks", args.blocks, 4),
+        "block_size": None if args.block_size is None else whole("--block-size", args.block_size),
+    }
+    facts: dict[str, Any] = {"kvpool": kvpool.__version__, "seed": seed, **sizes}
+    limit = _limits(args)
+    if args.target:
+        facts |= _fuzz_target(args, seed, sizes, limit)
+    elif args.canary:
+        facts |= _fuzz_canaries(args, seed, sizes, limit["seconds"])
+    else:
+        facts |= _fuzz_core(args, seed, sizes, limit)
+    print(json.dumps(facts, indent=2) if args.json else describe(facts))
+    return 1 if facts["finding"] else 0
+
+
+def _limits(args: argparse.Namespace) -> dict[str, Any]:
+    """How long: seconds, calls, or both."""
+    try:
+        seconds = None if args.seconds is None else float(args.seconds)
+    except ValueError:
+        raise CommandError(f"--seconds {args.seconds}: not a number") from None
+    if seconds is not None and not 0 < seconds < 1e9:
+        raise CommandError(f"--seconds {args.seconds}: out of range, above 0")
+    calls = None
+    if args.ops is not None:
+        try:
+            calls = int(float(args.ops))
+        except ValueError:
+            raise CommandError(f"--ops {args.ops}: not a number") from None
+        if calls < 1:
+            raise CommandError(f"--ops {args.ops}: out of range, at least 1")
+    if seconds is None and calls is None:
+        seconds = CANARY_SECONDS if args.canary else SECONDS
+    return {"seconds": seconds, "calls": calls}
+
+
+# ---- the core ----------------------------------------------------------------------------------------------
+
+
+def hunt_job(seed: int, job: int, fault: str | None, sizes: dict[str, Any], limit: dict[str, Any], told: Any) -> Any:
+    """One process's share. `told` gets (calls, runs) now and then."""
+    from kvpool.testing.fuzz import hunt
+    from kvpool.testing.fuzz_shape import draw_shape
+
+    make_pool: Any = kvpool.Pool
+    if fault is not None:
+        from kvpool.testing._broken import broken
+
+        make_pool = broken(fault)
+    shape = functools.partial(draw_shape, **sizes)
+    report = hunt(seed, job=job, make_pool=make_pool, make_shape=shape, told=told, **limit)
+    return report, make_pool
+
+
+def _job(results: Any, progress: Any, job: int, options: dict[str, Any]) -> None:
+    """Body of a process."""
+
+    def told(report: Any) -> None:
+        progress[2 * job], progress[2 * job + 1] = report.calls, report.seed or 0
+
+    report, _ = hunt_job(job=job, told=told, **options)
+    results.put((job, report))
+
+
+def run_jobs(jobs: int, quiet: bool, options: dict[str, Any]) -> list[Any]:
+    """Reports of all processes; the first finding ends them all."""
+    if jobs == 1:
+        told = None if quiet else Progress(options["limit"])
+        return [hunt_job(job=0, told=told, **options)[0]]
+    context = multiprocessing.get_context("spawn")
+    results, progress = context.Queue(), context.RawArray("q", 2 * jobs)
+    share = {**options, "limit": dict(options["limit"])}
+    if share["limit"]["calls"] is not None:
+        share["limit"]["calls"] = -(-share["limit"]["calls"] // jobs)
+    processes = [context.Process(target=_job, args=(results, progress, job, share)) for job in range(jobs)]
+    shown = None if quiet else Progress(options["limit"])
+    for process in processes:
+        process.start()
+    reports: dict[int, Any] = {}
+    try:
+        while len(reports) < jobs:
+            try:
+                job, report = results.get(timeout=0.2)
+                reports[job] = report
+                if report.finding is not None:
+                    break
+            except queue.Empty:
+                for job, process in enumerate(processes):
+                    if job not in reports and process.exitcode not in (None, 0):
+                        raise CommandError(
+                            f"process {job} died ({process.exitcode}) after the run of seed {progress[2 * job + 1]}"
+                        ) from None
+            if shown is not None:
+                shown.show(sum(progress[2 * job] for job in range(jobs)))
+    finally:
+        for process in processes:
+            if process.exitcode is None and process.is_alive():
+                process.terminate()
+            process.join()
+    return list(reports.values())
+
+
+class Progress:
+    """A line on stderr that says how far it is, where somebody watches."""
+
+    def __init__(self, limit: dict[str, Any]) -> None:
+        self.limit = limit
+        self.began = self.last = time.monotonic()
+
+    def __call__(self, report: Any) -> None:
+        self.show(report.calls)
+
+    def show(self, calls: int) -> None:
+        """Twice a second at most."""
+        now = time.monotonic()
+        if not sys.stderr.isatty() or now - self.last < 0.5:
+            return
+        self.last = now
+        end = f"{self.limit['seconds']:g} s" if self.limit["seconds"] else f"{self.limit['calls']:,} calls"
+        spent = now - self.began
+        print(f"\r{spent:6.0f} s of {end}: {calls:,} calls, {calls / spent:,.0f}/s ", end="", file=sys.stderr)
+
+
+def _fuzz_core(args: argparse.Namespace, seed: int, sizes: dict[str, Any], limit: dict[str, Any]) -> dict[str, Any]:
+    from kvpool.testing.fuzz_shape import OPERATIONS, STATES
+
+    jobs = whole("--jobs", args.jobs)
+    began = time.monotonic()
+    options = {"seed": seed, "fault": None, "sizes": sizes, "limit": limit}
+    reports = run_jobs(jobs, args.json, options)
+    seconds = time.monotonic() - began
+    calls = sum(report.calls for report in reports)
+    facts: dict[str, Any] = {
+        "jobs": jobs,
+        "runs": sum(report.runs for report in reports),
+        "calls": calls,
+        "seconds": seconds,
+        "calls_per_second": calls / seconds,
+        "operations": {name: sum(report.by_operation[name] for report in reports) for name in OPERATIONS},
+        "states": {name: sum(report.states[name] for report in reports) for name in STATES},
+    }
+    failed = next((report for report in reports if report.finding is not None), None)
+    return facts | _conviction(failed, kvpool.Pool, "import kvpool\nkvpool.Pool", sizes)
+
+
+def _conviction(report: Any, make_pool: Callable[..., Any], source: str, sizes: dict[str, Any]) -> dict[str, Any]:
+    """What a finding adds to the facts: the shortest script, and how to make it again."""
+    if report is None:
+        return {"finding": None, "script": "", "again": ""}
+    from kvpool.testing.fuzz_shrink import shrink
+
+    failure = shrink(report.shape, report.words, make_pool, source)
+    given = "".join(f" --{name.replace('num_', '').replace('_', '-')} {n}" for name, n in sizes.items() if n)
+    return {
+        "finding": failure.what,
+        "script": failure.script,
+        "script_fails": failure.reproduces,
+        "again": f"kvpool fuzz --seed {report.seed} --ops 1 --jobs 1{given}  # kvpool {kvpool.__version__}",
+    }
+
+
+# ---- planted bugs ------------------------------------------------------------------------------------------
+
+
+def _fuzz_canaries(args: argparse.Namespace, seed: int, sizes: dict[str, Any], seconds: float | None) -> dict[str, Any]:
+    """Every planted bug: how many calls it takes to find it."""
+    from kvpool.testing._broken import FAULTS
+
+    found = {}
+    for name in FAULTS:
+        limit = {"seconds": seconds, "calls": None}
+        began = time.monotonic()
+        report, _ = hunt_job(seed, 0, name, sizes, limit, None)
+        took = time.monotonic() - began
+        found[name] = {"found": report.finding, "calls": report.calls, "seconds": took}
+        if not args.json:
+            print(f"{name:34} {report.calls:>9,} calls  {took:6.2f} s  {report.finding or 'NOT FOUND'}", flush=True)
+    missed = [name for name, fact in found.items() if fact["found"] is None]
+    return {"canaries": found, "finding": f"planted bugs were not found: {', '.join(missed)}" if missed else None}
+
+
+# ---- somebody else's ---------------------------------------------------------------------------------------
+
+
+def load_target(text: str) -> Callable[..., Any]:
+    """The factory that ``module:factory`` names; modules of the working directory count."""
+    module, colon, name = text.partition(":")
+    if not colon:
+        raise CommandError(f"--target {text}: it has to be MODULE:FACTORY")
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise CommandError(f"--target {text}: {error}") from None
+    finally:
+        sys.path.remove(os.getcwd())
+    return found  # type: ignore[return-value]
+
+
+def _fuzz_target(args: argparse.Namespace, seed: int, sizes: dict[str, Any], limit: dict[str, Any]) -> dict[str, Any]:
+    factory = load_target(args.target)
+    try:
+        made = factory(num_blocks=sizes["num_blocks"] or 8, block_size=sizes["block_size"] or 2)
+    except TypeError:
+        return {"target": args.target} | _fuzz_backend(factory, seed, limit)
+    if not hasattr(made, "append"):
+        raise CommandError(f"--target {args.target}: {type(made).__name__} has no append, so it is no allocator")
+    from kvpool.testing.fuzz_target import hunt_target
+
+    module, _, name = args.target.partition(":")
+    source = f"from {module} import {name.partition('.')[0]}\n{name}"
+    told = None if args.json else Progress(limit)
+    report = hunt_target(factory, seed, source=source, told=told, **sizes, **limit)
+    return {
+        "target": args.target,
+        "runs": report.runs,
+        "calls": report.calls,
+        "seconds": report.seconds,
+        "finding": report.finding,
+        "kind": report.kind,
+        "script": report.script,
+        "again": f"kvpool fuzz --target {args.target} --seed {seed}" if report.finding else "",
+    }
+
+
+def _fuzz_backend(factory: Callable[..., Any], seed: int, limit: dict[str, Any]) -> dict[str, Any]:
+    """Random engines until the limit, then the conformance kit; a turn of an engine counts as a call."""
+    from kvpool.config import KVSpec
+    from kvpool.testing import conformance
+    from kvpool.testing.engine import RandomEngine
+    from kvpool.testing.filled import specs
+
+    began, calls, finding, cases = time.monotonic(), 0, None, {}
+    try:
+        offered: list[KVSpec] = list(specs(factory))
+        rng = random.Random(seed)
+        while True:
+            RandomEngine(factory, rng.choice(offered), rng.getrandbits(31)).run(20)
+            calls += 20
+            spent = time.monotonic() - began
+            if (limit["calls"] and calls >= limit["calls"]) or (limit["seconds"] and spent >= limit["seconds"]):
+                break
+        cases = conformance.check_backend(factory, conformance.CASES)
+    except AssertionError as error:
+        finding = str(error)
+    return {
+        "cases": cases,
+        "calls": calls,
+        "seconds": time.monotonic() - began,
+        "finding": finding,
+        "script": "",
+        "again": "",
+    }
+
+
+# ---- words -------------------------------------------------------------------------------------------------
+
+
+def describe(facts: dict[str, Any]) -> str:
+    """The table for a person."""
+    if "canaries" in facts:
+        n = len(facts["canaries"])
+        return facts["finding"] or f"all {n} planted bugs were found (seed {facts['seed']})"
+    lines = [f"{facts['calls']:,} calls in {facts['seconds']:.1f} s, seed {facts['seed']}"]
+    if "operations" in facts:
+        lines[0] += f", {facts['runs']:,} runs, {facts['jobs']} processes, {facts['calls_per_second']:,.0f} calls/s"
+        for title, counts in (("calls", facts["operations"]), ("met", facts["states"])):
+            cells = [f"{name:<22}{n:>13,}" for name, n in counts.items()]
+            lines += [f"{title}:"] + ["  ".join(cells[at : at + 3]) for at in range(0, len(cells), 3)]
+    if facts["finding"] is None:
+        return "\n".join([*lines, "no finding"])
+    again = [f"again: {facts['again']}"] if facts["again"] else []
+    return "\n".join([*lines, f"FINDING: {facts['finding']}", *again, "", facts["script"]]).rstrip()

@@ -1,0 +1,352 @@
+"""Pools with one planted bug each, that the fuzzer has to find: what bites other allocators, done to this one.
+
+Each bug is put in around a call of a sound `kvpool.Pool`, by changing its memory before or after; the pool itself
+carries none of it. The catalogue of what really happened elsewhere is long; a bug is here if a judge of its own finds
+it: content, references, lists, refusals, arrays.
+"""
+from libc.stdint cimport int32_t, int64_t
+from libc.string cimport memcpy
+
+from kvpool._blocks cimport BLANK, LIMBO, USED, Block, Blocks, blocks_drain_limbo, blocks_unref
+from kvpool._plan cimport Plan
+from kvpool._pool cimport Pool
+from kvpool._sequence cimport Seq, Seqs, seq_find, seq_refresh, seq_table, slot_of
+from kvpool._types cimport NO_BLOCK
+from kvpool._wire cimport SLOT_MAPPING
+
+from functools import wraps
+
+from kvpool import errors
+
+
+cdef class _Opened:
+    """A pool whose memory can be reached."""
+    cdef Pool pool
+    cdef Blocks* b
+    cdef Seqs* s
+
+    def __cinit__(self, Pool pool):
+        self.pool = pool
+        self.b = &pool.blocks
+        self.s = &pool.seqs
+
+    cdef int32_t find(self, object handle):
+        """Slot of an open sequence, -1 for whatever else a call was given."""
+        return seq_find(self.s, handle) if type(handle) is int and 0 <= handle < 1 << 63 else -1
+
+
+def _copy_missing(pool, kept, plan, *_):
+    if (<Plan>plan).copies_made:
+        (<Plan>plan).copies_made -= 1
+        (<Plan>plan).step.num_copies -= 1
+
+
+def _copy_short(pool, kept, plan, *_):
+    cdef Plan p = plan
+    if p.copies_made and p.step.copies[2] > 1:
+        p.step.copies[2] -= 1
+
+
+def _slot_wrong(pool, kept, plan, *_):
+    cdef Plan p = plan
+    if p.tokens and p.wire.field[SLOT_MAPPING].width == 4:
+        (<int32_t*>p.wire.field[SLOT_MAPPING].data)[p.tokens - 1] ^= 1
+
+
+def _dirty_missed(pool, kept, plan, *_):
+    (<Plan>plan).wire.num_dirty = 0
+
+
+def _served_wrong(pool, kept, plan, *_):
+    (<Plan>plan).wire.served[0] ^= 1
+
+
+def _fork_uncounted(pool, kept, handle, *_):
+    cdef _Opened o = _Opened(pool)
+    cdef int32_t slot = o.find(handle), i
+    if slot >= 0 and o.s.seq[slot].num_blocks:
+        i = seq_table(o.s, slot)[0]
+        if o.b.block[i].refcount > 1:
+            o.b.block[i].refcount -= 1
+            o.b.num_shared -= o.b.block[i].refcount == 1
+
+
+def _released_twice(pool, kept, *_):
+    cdef _Opened o = _Opened(pool)
+    if 0 < o.b.num_blank < o.b.num_blocks:
+        o.b.blank[o.b.num_blank] = o.b.blank[o.b.num_blank - 1]
+        o.b.num_blank += 1
+
+
+def _unfenced(pool, kept, *_):
+    cdef _Opened o = _Opened(pool)
+    cdef int64_t newest = o.b.newest_pending
+    o.b.newest_pending = 0
+    blocks_drain_limbo(o.b)
+    o.b.newest_pending = newest
+
+
+def _take_floors(pool, *_):
+    cdef _Opened o = _Opened(pool)
+    kept = {}
+    for i in range(o.b.num_blocks):
+        if o.b.floor[i]:
+            kept[i] = o.b.floor[i]
+            o.b.floor[i] = 0
+    return kept
+
+
+def _put_floors(pool, kept, *_):
+    cdef _Opened o = _Opened(pool)
+    for i, floor in kept.items():
+        o.b.floor[i] = max(o.b.floor[i], <int32_t>floor)
+
+
+def _take_shares(pool, *_):
+    cdef _Opened o = _Opened(pool)
+    kept = {}
+    for i in range(o.b.num_blocks):
+        if o.b.block[i].refcount > 1:
+            kept[i] = o.b.block[i].refcount - 1
+            o.b.block[i].refcount = 1
+    return kept
+
+
+def _put_shares(pool, kept, *_):
+    cdef _Opened o = _Opened(pool)
+    for i, count in kept.items():
+        o.b.block[i].refcount += <int32_t>count
+
+
+def _take_commits(pool, *_):
+    cdef _Opened o = _Opened(pool)
+    kept = {}
+    for i in range(o.b.num_blocks):
+        if o.b.block[i].place == USED and o.b.block[i].committed:
+            kept[i] = o.b.block[i].committed
+            o.b.block[i].committed = 0
+    return kept
+
+
+def _put_commits(pool, kept, *_):
+    cdef _Opened o = _Opened(pool)
+    for i, committed in kept.items():
+        o.b.block[i].committed = committed
+
+
+def _block_lost(pool, kept, *_):
+    cdef _Opened o = _Opened(pool)
+    if o.b.num_blank:
+        o.b.num_blank -= 1
+
+
+def _length_kept(pool, kept, plan, *_):
+    cdef _Opened o = _Opened(pool)
+    cdef Plan p = plan
+    cdef int32_t slot
+    if p.step.num_rows:
+        slot = slot_of(p.step.handle[0])
+        if o.s.seq[slot].handle == p.step.handle[0] and (
+                o.s.seq[slot].num_tokens < o.s.seq[slot].num_blocks * o.b.block_size):
+            o.s.seq[slot].num_tokens += 1
+            o.s.sum_tokens += 1
+            seq_refresh(o.s, o.b, slot)
+
+
+def _rotate_table(pool, handle, length):
+    """So that a truncation drops the oldest blocks."""
+    cdef _Opened o = _Opened(pool)
+    cdef int32_t slot = o.find(handle), n, keep
+    cdef int32_t* table
+    if slot >= 0 and type(length) is int and 0 <= length <= o.s.seq[slot].num_tokens:
+        n = o.s.seq[slot].num_blocks
+        keep = <int32_t>((length + o.b.block_size - 1) // o.b.block_size)
+        table = seq_table(o.s, slot)
+        ids = [table[i] for i in range(n)]
+        for i in range(n):
+            table[i] = ids[(i + n - keep) % n]
+        return ids
+    return None
+
+
+def _rotate_back(pool, kept, handle, *_):
+    cdef _Opened o = _Opened(pool)
+    if kept is not None:
+        for i, block in enumerate(kept):
+            seq_table(o.s, slot_of(handle))[i] = block
+
+
+def _reservation_lost(pool, kept, plan, *_):
+    cdef _Opened o = _Opened(pool)
+    cdef Plan p = plan
+    cdef Seq* q
+    if p.step.num_rows:
+        q = &o.s.seq[slot_of(p.step.handle[0])]
+        if q.num_blocks * o.b.block_size - q.num_tokens >= o.b.block_size:
+            q.num_blocks -= 1
+            o.s.sum_blocks -= 1
+            blocks_unref(o.b, seq_table(o.s, slot_of(p.step.handle[0]))[q.num_blocks])
+            seq_refresh(o.s, o.b, slot_of(p.step.handle[0]))
+
+
+def _take_watermark(pool, *_):
+    cdef _Opened o = _Opened(pool)
+    kept = o.s.watermark
+    o.s.watermark = 0
+    return kept
+
+
+def _put_watermark(pool, kept, *_):
+    (<Pool>pool).seqs.watermark = kept
+
+
+def _used_evicted(pool, kept, *_):
+    cdef _Opened o = _Opened(pool)
+    cdef int32_t i
+    for i in range(o.b.reserved, o.b.num_blocks):
+        if o.b.block[i].place == USED and o.b.block[i].committed:
+            o.b.block[i].place = BLANK
+            o.b.blank[o.b.num_blank] = i
+            o.b.num_blank += 1
+            return
+
+
+def _generation_kept(pool, kept, handles):
+    cdef _Opened o = _Opened(pool)
+    for handle in (handles if hasattr(handles, "__len__") else [handles]):
+        o.s.life[slot_of(handle)].generation -= 1
+
+
+def _nodes_stay(pool, kept, *_):
+    cdef _Opened o = _Opened(pool)
+    cdef int32_t k
+    if o.pool.indexed:
+        for k in range(o.b.num_dropped):
+            o.b.block[o.b.dropped[k]].noted = 0
+        o.b.num_dropped = 0
+
+
+def _fake_tokens(pool, tokens=0, namespace=b""):
+    """A root node takes on the prompt's tokens: found, not proved."""
+    cdef Pool p = pool
+    cdef int64_t k, bs = p.blocks.block_size
+    cdef int32_t id
+    if not p.indexed or not hasattr(tokens, "__len__") or len(tokens) <= bs or namespace not in p.roots:
+        return None
+    for at in range(<int64_t>p.index.mask + 1):
+        id = p.index.slot[at].id
+        if id != NO_BLOCK and p.index.slot[at].parent == p.roots[namespace] and p.blocks.block[id].place != LIMBO:
+            kept = [p.index.tokens[id * bs + k] for k in range(bs)]
+            for k in range(bs):
+                p.index.tokens[id * bs + k] = tokens[k]
+            return id, kept
+    return None
+
+
+def _true_tokens(pool, kept, *_):
+    cdef Pool p = pool
+    if kept is not None:
+        for k in range(p.blocks.block_size):
+            p.index.tokens[<int64_t>kept[0] * p.blocks.block_size + k] = kept[1][k]
+
+
+def _raw_eaten(pool, kept, *_):
+    cdef _Opened o = _Opened(pool)
+    cdef int32_t i
+    for i in range(o.b.reserved, o.b.num_blocks):
+        if o.b.block[i].raw and o.b.block[i].refcount > 1:
+            o.b.block[i].refcount -= 1
+            o.b.num_shared -= o.b.block[i].refcount == 1
+            return
+
+
+def _lru_swapped(pool, kept, *_):
+    cdef _Opened o = _Opened(pool)
+    cdef int32_t a, c
+    if o.b.lru.size == 2:
+        a, c = o.b.lru.head, o.b.lru.tail
+        o.b.lru.head, o.b.lru.tail = c, a
+        o.b.next[c], o.b.prev[a] = a, c
+        o.b.prev[c] = o.b.next[a] = NO_BLOCK
+
+
+def _hold_forgotten(pool, plan):
+    if (<Plan>plan).step.log_size:
+        (<Plan>plan).step.log_size -= 1
+
+
+def _pending_hidden(pool, *_):
+    cdef _Opened o = _Opened(pool)
+    kept = o.b.oldest_pending
+    o.b.oldest_pending = 0
+    return kept
+
+
+def _pending_shown(pool, kept, *_):
+    (<Pool>pool).blocks.oldest_pending = kept
+
+
+def _trace_left(pool, kept, *_):
+    cdef _Opened o = _Opened(pool)
+    cdef int32_t n = o.b.num_blank
+    if n > 1:
+        o.b.blank[n - 1], o.b.blank[n - 2] = o.b.blank[n - 2], o.b.blank[n - 1]
+
+
+#: name -> (methods, before the call, after it, where the call was refused)
+FAULTS = {
+    "copy missing from the plan": (("step",), None, _copy_missing, None),
+    "copy of too few tokens": (("step",), None, _copy_short, None),
+    "slot_mapping off by one": (("step",), None, _slot_wrong, None),
+    "changed row not dirty": (("step",), None, _dirty_missed, None),
+    "served flag inverted": (("step",), None, _served_wrong, None),
+    "fork without a reference": (("fork",), None, _fork_uncounted, None),
+    "block released twice": (("close",), None, _released_twice, None),
+    "fence removed": (("close", "truncate"), None, _unfenced, None),
+    "floor of a pending copy ignored": (("step",), _take_floors, _put_floors, _put_floors),
+    "write into a shared block": (("step",), _take_shares, _put_shares, _put_shares),
+    "write into a committed block": (("step",), _take_commits, _put_commits, _put_commits),
+    "rollback loses a block": (("rollback",), None, _block_lost, None),
+    "rollback keeps a token": (("rollback",), None, _length_kept, None),
+    "truncate frees the oldest": (("truncate",), _rotate_table, None, _rotate_back),
+    "reservation lost": (("reserve",), None, _reservation_lost, None),
+    "watermark ignored": (("open",), _take_watermark, _put_watermark, _put_watermark),
+    "block in use evicted": (("evict",), None, _used_evicted, None),
+    "generation not counted": (("close",), None, _generation_kept, None),
+    "evicted node stays in the index": (("step", "open", "alloc"), None, _nodes_stay, None),
+    "prefix hit without proof": (("open",), _fake_tokens, _true_tokens, _true_tokens),
+    "close eats a raw reference": (("close",), None, _raw_eaten, None),
+    "eviction order inverted": (("close",), None, _lru_swapped, None),
+    "hold never released": (("done",), _hold_forgotten, None, None),
+    "pending tokens committed": (("commit",), _pending_hidden, _pending_shown, _pending_shown),
+    "refused step leaves a trace": (("step",), None, None, _trace_left),
+}
+
+
+def _around(original, before, after, refused):
+    @wraps(original)
+    def call(self, *args, **options):
+        kept = before(self, *args) if before else None
+        try:
+            result = original(self, *args, **options)
+        except errors.KVPoolError:
+            if refused:
+                refused(self, kept, *args)
+            raise
+        except ValueError:
+            if refused:
+                refused(self, kept, *args)
+            raise
+        if after:
+            after(self, kept, *args)
+        return result
+
+    return call
+
+
+def broken(fault):
+    """A class of pools with one planted bug, by its name in `FAULTS`."""
+    methods, before, after, refused = FAULTS[fault]
+    return type("BrokenPool", (Pool,), {
+        name: _around(getattr(Pool, name), before, after, refused) for name in methods
+    })

@@ -1,0 +1,149 @@
+"""What a fuzz run is made of: the shape of its pool, the weights of its operations, its appetite; all from a seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+OPERATIONS = (
+    *("open", "open_prompt", "step", "reserve", "fork", "truncate", "close", "close_batch", "defer_close"),
+    *("done", "done_any", "execute", "rollback", "commit", "match", "pin", "evict", "flush"),
+    *("alloc", "incref", "decref", "mark_committed", "revive", "take_dropped", "can", "reset", "misuse"),
+)
+#: What has to be seen to believe that a run went everywhere.
+STATES = (
+    *("copies", "replaced", "rollbacks", "rollbacks_of_executed", "late_plans", "calls_with_limbo", "limbo_hits"),
+    *("prefix_hits", "evictions", "out_of_blocks", "partial", "refusals", "closed_while_pending", "done_out_of_order"),
+)
+#: Usual weights; a run draws its own around them, and some are off.
+WEIGHTS = {
+    **{"open": 6, "open_prompt": 8, "step": 40, "reserve": 3, "fork": 6, "truncate": 4, "close": 8},
+    **{"close_batch": 1, "defer_close": 1, "done": 18, "done_any": 4, "execute": 4, "rollback": 5, "commit": 10},
+    **{"match": 1, "pin": 2, "evict": 1, "flush": 0.4, "alloc": 3, "incref": 3, "decref": 5, "mark_committed": 4},
+    **{"revive": 4, "take_dropped": 1, "can": 2, "reset": 0.1, "misuse": 2},
+}
+ALWAYS = ("open", "step", "close", "done")  # a program without these goes nowhere
+PREFIX_ONLY = ("open_prompt", "commit", "match", "pin", "flush")
+BARE_ONLY = ("mark_committed", "revive", "take_dropped")
+SPACES = (b"", b"a", b"b")
+_FORMATS = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens")
+
+
+class FuzzFinding(AssertionError):
+    """The pool and what is right disagree; `call` is the number of the call in its run."""
+
+    call = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One run: `pool` are keyword arguments of `kvpool.Pool`, `dice` has 256 faces shared out to `OPERATIONS`."""
+
+    seed: int
+    pool: dict[str, Any] = field(hash=False)
+    dice: tuple[int, ...]
+    plans: int = 3
+    max_rows: int = 8
+    max_tokens: int = 64
+    appetite: int = 3  # most new tokens of a row
+    alphabet: int = 2  # tokens that a model may say
+    hot: int = 1 << 30  # sequences that calls are mostly about
+    full: bool = True  # check everything after every call
+
+    @property
+    def watermark(self) -> int:
+        """Blocks that `open` leaves."""
+        return int(self.pool["watermark"])
+
+
+def draw_shape(seed: int, num_blocks: int | None = None, block_size: int | None = None) -> Shape:
+    """The run of a seed, checked after every call: pools of 4 to 64 blocks."""
+    rng = random.Random(seed)
+    blocks = num_blocks or rng.choice([rng.randint(4, 12), rng.randint(4, 28), rng.randint(16, 64)])
+    size = block_size or rng.choice([1, 2, 2, 3, 4, 4, 5, 7, 8, 16])
+    reserved = rng.choice([0, 1, 1])
+    prefix = rng.random() < 0.5
+    pool = {
+        "num_blocks": blocks,
+        "block_size": size,
+        "max_seqs": rng.choice([2, 4, 6, 10, 16]),
+        "max_blocks_per_seq": rng.choice([None, min(blocks - reserved, 8), 3]),
+        "reserved_blocks": reserved,
+        "watermark": min(rng.choice([0, 0, 0, 1, 3]), blocks - reserved),
+        "in_order": rng.random() < 0.1,
+        "seed": rng.getrandbits(32),
+        "prefix_cache": prefix,
+        "_hash_bits": rng.choice([64, 64, 3, 0]) if prefix else 64,
+    }
+    appetite = rng.choice([1, 2, size, 2 * size + 1])
+    rows = rng.choice([1, 2, 4, 8])
+    return Shape(
+        seed=rng.getrandbits(63),
+        pool=pool,
+        dice=draw_dice(rng, prefix),
+        plans=rng.choice([1, 2, 3, 4]),
+        max_rows=rows,
+        max_tokens=max(1, rows * appetite - rng.choice([0, 0, 1])),
+        appetite=appetite,
+        alphabet=rng.choice([1, 2, 3]),
+    )
+
+
+def draw_dice(rng: random.Random, prefix: bool, off: float = 0.2) -> tuple[int, ...]:
+    """Weights around the usual ones, some operations off, as faces of 256."""
+    weights = {}
+    for name, usual in WEIGHTS.items():
+        possible = name not in (BARE_ONLY if prefix else PREFIX_ONLY)
+        on = name in ALWAYS or rng.random() >= off
+        weights[name] = usual * 2 ** rng.uniform(-2, 2) if possible and on else 0.0
+    return faces(weights)
+
+
+def faces(weights: dict[str, float]) -> tuple[int, ...]:
+    """256 shared out by weight, at least one face for what is on; the rest goes to `step`."""
+    total = sum(weights.values())
+    dice = [max(1, int(240 * weights.get(name, 0) / total)) if weights.get(name) else 0 for name in OPERATIONS]
+    dice[OPERATIONS.index("step")] += 256 - sum(dice)
+    return tuple(dice)
+
+
+def big_shape(seed: int, num_blocks: int = 1 << 20) -> Shape:
+    """A run on a large pool, checked at checkpoints: batches stay small, what they touch is all over the pool."""
+    rng = random.Random(seed)
+    prefix = rng.random() < 0.5
+    size = rng.choice([1, 2, 4])
+    pool = {
+        "num_blocks": num_blocks,
+        "block_size": size,
+        "max_seqs": 1 << 15,
+        "max_blocks_per_seq": 48,
+        "reserved_blocks": 1,
+        "watermark": 0,
+        "in_order": False,
+        "seed": rng.getrandbits(32),
+        "prefix_cache": prefix,
+        "_hash_bits": 64,
+    }
+    usual = {**WEIGHTS, "defer_close": 0.5, "misuse": 0, "reset": 0, "flush": 0, "match": 0.5, "can": 0.5}
+    possible = {name: w for name, w in usual.items() if w and name not in (BARE_ONLY if prefix else PREFIX_ONLY)}
+    return Shape(
+        seed=rng.getrandbits(63),
+        pool=pool,
+        dice=faces({name: w * 2 ** rng.uniform(-0.5, 0.5) for name, w in possible.items()}),
+        plans=3,
+        max_rows=2,
+        max_tokens=8,
+        appetite=2,
+        alphabet=64,
+        hot=64,
+        full=False,
+    )
+
+
+def plan_options(shape: Shape, index: int) -> dict[str, Any]:
+    """Formats and dtype of the run's plan number `index`."""
+    if not shape.full:
+        return {"formats": ("block_tables", "seq_lens", "slot_mapping")}
+    more = ((), ("csr", "slot_ids"), ("kv_slots",), ("kv_slots_ragged",))[index % 4]
+    return {"formats": (*_FORMATS, *more), "dtype": "int64" if index % 2 else "int32"}

@@ -1,0 +1,372 @@
+"""Fuzzing somebody else's allocator: the same kind of random programs, through ten lines of adapter.
+
+`Allocator` says what an adapter has. `Checked` plays the backend for it, with a storage in which every slot is stamped
+with what it stands for: namespace-free, a hash over all tokens up to its position. After every call each sequence must
+read its own stamps through its table, tables must be tables, and the free count must add up. `hunt_target` draws
+programs and shrinks what fails to a test in Python.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvpool.testing.fuzz_shape import FuzzFinding
+from kvpool.testing.minimal import minimal, smaller_numbers
+
+Word = tuple[int, int, int, int]
+Copy = tuple[int, int, int]
+OPERATIONS = ("open", "append", "append", "append", "fork", "truncate", "free", "free")
+#: Tokens of small programs: few, so that prefixes meet; of one digit and of two, so that careless keys meet.
+VOCABULARY = (1, 11, 2, 12, 21)
+CALLS_PER_RUN = 60
+MOST_SEQUENCES = 8
+
+
+class Allocator(Protocol):
+    """What the fuzzer needs of an allocator; the last three calls are optional, and ``max_new`` (tokens of an append).
+
+    Any `MemoryError` (or the class in `OutOfBlocks`, if the adapter names one) from a call is a refusal for want of
+    blocks: it has to be true, and to leave everything as it was.
+    """
+
+    num_blocks: int  # that can be handed out; their ids are in range(limit), limit = num_blocks unless there is `limit`
+    block_size: int  # tokens
+    num_free: int  # blocks that could be handed out now, cached ones that may be evicted included
+
+    def open(self, tokens: Sequence[int]) -> Hashable:
+        """A new sequence with these tokens, written by the engine right after the call."""
+
+    def append(self, seq: Any, tokens: Sequence[int]) -> Iterable[Copy] | None:
+        """More tokens, written right after the call; returns (src, dst, tokens) of the block copies due before that.
+
+        None: every table entry that changed is a copy of the block that was there.
+        """
+
+    def table(self, seq: Any) -> Sequence[int]:
+        """Block ids of a sequence, in order."""
+
+    def free(self, seq: Any) -> None:
+        """The sequence ends."""
+
+    def fork(self, seq: Any) -> Hashable:
+        """Optional: a second sequence with the same tokens."""
+
+    def truncate(self, seq: Any, length: int) -> None:
+        """Optional: the sequence keeps its first `length` tokens."""
+
+    def cached(self, seq: Any) -> int:
+        """Optional, asked right after `open`: leading tokens that were found in a cache, and are not written."""
+
+
+class TargetFinding(FuzzFinding):
+    """The allocator did something wrong; `kind` says of which kind, in one word or two."""
+
+    def __init__(self, kind: str, what: str) -> None:
+        super().__init__(f"{kind}: {what}")
+        self.kind = kind
+
+
+@dataclass
+class _Sequence:
+    key: Any  # of the allocator
+    tokens: list[int]
+    table: list[int]
+
+
+class Checked:
+    """An allocator with a storage of stamps: calls go through it, and everything is checked after each."""
+
+    def __init__(self, allocator: Any) -> None:
+        self.allocator = allocator
+        self.size: int = allocator.block_size
+        self.limit: int = getattr(allocator, "limit", allocator.num_blocks)
+        self.refusal: type[BaseException] = getattr(allocator, "OutOfBlocks", MemoryError)
+        self.store: dict[int, int] = {}  # slot -> stamp
+        self.sequences: list[_Sequence] = []
+
+    # ---- calls --------------------------------------------------------------------------------------------
+
+    def open(self, tokens: list[int]) -> _Sequence:
+        """A new sequence; what it shares must hold the right tokens already."""
+        most = -(-len(tokens) // self.size)
+        key = self._call("open", lambda: self.allocator.open(list(tokens)), most)
+        sequence = _Sequence(key, list(tokens), [])
+        sequence.table = self._table(sequence)
+        shared = {block for other in self.sequences for block in other.table}
+        cached = self.allocator.cached(key) if hasattr(self.allocator, "cached") else None
+        self.sequences.append(sequence)
+        stamps = self._stamps(tokens)
+        for position in range(len(tokens)):
+            block = sequence.table[position // self.size]
+            is_known = block in shared if cached is None else position < cached
+            if not is_known:
+                self.store[self._slot(sequence, position)] = stamps[position]
+        self._check()
+        return sequence
+
+    def append(self, sequence: _Sequence, tokens: list[int]) -> None:
+        """More tokens: copies first, then writes."""
+        before, start = list(sequence.table), len(sequence.tokens)
+        most = max(0, -(-(start + len(tokens)) // self.size) - len(before)) + 1
+        copies = self._call("append", lambda: self.allocator.append(sequence.key, list(tokens)), most)
+        sequence.tokens += tokens
+        sequence.table = self._table(sequence)
+        if copies is None:
+            pairs = zip(before, sequence.table, strict=False)
+            copies = [(old, new, self.size) for old, new in pairs if old != new]
+        for src, dst, n in copies:
+            for k in range(n):
+                self.store[dst * self.size + k] = self.store.get(src * self.size + k, 0)
+        stamps = self._stamps(sequence.tokens)
+        for position in range(start, len(sequence.tokens)):
+            self.store[self._slot(sequence, position)] = stamps[position]
+        self._check()
+
+    def fork(self, sequence: _Sequence) -> _Sequence:
+        """A second sequence with the same tokens."""
+        key = self._call("fork", lambda: self.allocator.fork(sequence.key), len(sequence.table))
+        child = _Sequence(key, list(sequence.tokens), [])
+        child.table = self._table(child)
+        self.sequences.append(child)
+        self._check()
+        return child
+
+    def truncate(self, sequence: _Sequence, length: int) -> None:
+        """Keep the first tokens."""
+        self._call("truncate", lambda: self.allocator.truncate(sequence.key, length), 0)
+        del sequence.tokens[length:]
+        sequence.table = self._table(sequence)
+        self._check()
+
+    def free(self, sequence: _Sequence) -> None:
+        """The sequence ends; what nobody else has is poisoned."""
+        self._call("free", lambda: self.allocator.free(sequence.key), 0)
+        self.sequences.remove(sequence)
+        self._check()
+
+    # ---- checks -------------------------------------------------------------------------------------------
+
+    def _call(self, name: str, call: Callable[[], Any], most: int) -> Any:
+        """Make a call that takes at most `most` blocks; a refusal must be true and change nothing."""
+        free = self.allocator.num_free
+        try:
+            return call()
+        except self.refusal:
+            if free >= most:
+                raise TargetFinding("refusal", f"{name} needs {most} blocks and was refused, {free} are free") from None
+            if self.allocator.num_free != free:
+                now = self.allocator.num_free
+                raise TargetFinding("refusal", f"{name} was refused, and left {now} of {free} blocks free") from None
+            self._check()
+            raise
+        except TargetFinding:
+            raise
+        except Exception as error:
+            raise TargetFinding("exception", f"{name} raised {type(error).__name__}: {error}") from error
+
+    def _table(self, sequence: _Sequence) -> list[int]:
+        """The table of a sequence, which must be one."""
+        table = list(self.allocator.table(sequence.key))
+        for block in table:
+            if not isinstance(block, int) or not 0 <= block < self.limit:
+                raise TargetFinding("table", f"{table} has an entry that is no block ({block})")
+        if len(set(table)) != len(table):
+            raise TargetFinding("table", f"{table} has a block twice")
+        if len(table) * self.size < len(sequence.tokens):
+            raise TargetFinding("table", f"{table} has no room for {len(sequence.tokens)} tokens")
+        return table
+
+    def _stamps(self, tokens: Iterable[int]) -> list[int]:
+        """What each position stands for."""
+        stamps, prefix = [], 17
+        for token in tokens:
+            prefix = hash((prefix, token))
+            stamps.append(prefix)
+        return stamps
+
+    def _slot(self, sequence: _Sequence, position: int) -> int:
+        return sequence.table[position // self.size] * self.size + position % self.size
+
+    def _check(self) -> None:
+        for sequence in self.sequences:
+            if self._table(sequence) != sequence.table:
+                raise TargetFinding("table", f"{sequence.table} of a sequence that no call named changed")
+            for position, stamp in enumerate(self._stamps(sequence.tokens)):
+                slot = self._slot(sequence, position)
+                if self.store.get(slot) != stamp:
+                    raise TargetFinding(
+                        "content", f"a sequence of {sequence.tokens} reads another token at {position} (slot {slot})"
+                    )
+        used = {block for sequence in self.sequences for block in sequence.table}
+        for slot in [slot for slot in self.store if slot // self.size not in used]:
+            if not hasattr(self.allocator, "cached"):
+                del self.store[slot]
+        free = self.allocator.num_free
+        if free != self.allocator.num_blocks - len(used):
+            raise TargetFinding(
+                "count", f"{free} blocks are free, {len(used)} of {self.allocator.num_blocks} are in use"
+            )
+
+
+# ---- programs ----------------------------------------------------------------------------------------------
+
+
+def make_words(seed: int, n: int = CALLS_PER_RUN) -> list[Word]:
+    """A program, as `play` reads it."""
+    rng = random.Random(seed)
+    return [
+        (rng.randrange(len(OPERATIONS)), rng.getrandbits(16), rng.getrandbits(16), rng.getrandbits(16))
+        for _ in range(n)
+    ]
+
+
+def _tokens(checked: Checked, a: int, b: int, least: int) -> list[int]:
+    """Tokens of a call: of an open sequence, so that prefixes meet, or new ones."""
+    n = least + a % (2 * checked.size + 2)
+    rng = random.Random(b % 64)
+    return [VOCABULARY[rng.randrange(len(VOCABULARY))] for _ in range(n)]
+
+
+def play(checked: Checked, words: Iterable[Word], trace: list[str] | None = None) -> int:
+    """Run a program; returns the calls made. What is wrong raises `TargetFinding`."""
+    calls = 0
+    names: dict[int, str] = {}
+    for op, a, b, c in words:
+        name, live = OPERATIONS[op % len(OPERATIONS)], checked.sequences
+        if name != "open" and not hasattr(checked.allocator, name):
+            continue
+        if name in ("open", "fork") and len(live) >= MOST_SEQUENCES:
+            name = "free"
+        if name != "open" and not live:
+            name = "open"
+        sequence = live[c % len(live)] if live else None
+        arguments: list[Any] = []
+        if name == "open":
+            tokens = _tokens(checked, a, b, 1)
+            if sequence and b & 1:
+                tokens = (sequence.tokens[: 1 + a % (len(sequence.tokens) + 1)] + tokens)[: 3 * checked.size] or tokens
+            arguments = [tokens]
+        elif name == "append":
+            most = getattr(checked.allocator, "max_new", 1 << 30)
+            arguments = [sequence, _tokens(checked, a % 4, b, 1)[:most]]
+        elif name == "truncate":
+            assert sequence is not None
+            arguments = [sequence, a % (len(sequence.tokens) + 1)]
+        else:
+            arguments = [sequence]
+        calls += 1
+        if trace is not None:
+            shown = ", ".join(names[id(x)] if isinstance(x, _Sequence) else repr(x) for x in arguments)
+            made = f"s{len(names)} = " if name in ("open", "fork") else ""
+            trace.append(f"{made}checked.{name}({shown})")
+        try:
+            result = getattr(checked, name)(*arguments)
+        except checked.refusal:
+            if trace is not None:
+                trace[-1] = f"with pytest.raises({checked.refusal.__name__}):\n    {trace[-1].rpartition(' = ')[2]}"
+            continue
+        if trace is not None and name in ("open", "fork"):
+            names[id(result)] = f"s{len(names)}"
+            checked.__dict__.setdefault("kept", []).append(result)  # so that no id comes twice
+    return calls
+
+
+@dataclass(slots=True)
+class TargetReport:
+    """What a hunt on a foreign allocator did, and found."""
+
+    runs: int = 0
+    calls: int = 0
+    seconds: float = 0.0
+    finding: str | None = None
+    kind: str = ""
+    seed: int | None = None
+    num_blocks: int = 0
+    block_size: int = 0
+    script: str = ""
+
+
+def _fails(factory: Callable[..., Any], sizes: dict[str, int], words: list[Word]) -> TargetFinding | None:
+    try:
+        play(Checked(factory(**sizes)), words)
+    except TargetFinding as finding:
+        return finding
+    return None
+
+
+def make_script(factory: Callable[..., Any], sizes: dict[str, int], words: list[Word], source: str) -> str:
+    """A test with the calls of a program."""
+    trace: list[str] = []
+    what = ""
+    try:
+        play(Checked(factory(**sizes)), words, trace)
+    except TargetFinding as finding:
+        what = str(finding)
+    imports, _, expression = source.rpartition("\n")
+    arguments = ", ".join(f"{name}={value}" for name, value in sizes.items())
+    body = [f"# {what}", f"checked = Checked({expression}({arguments}))"]
+    body += [part for line in trace for part in line.split("\n")]
+    head = "import pytest\n" * any("raises" in line for line in trace)
+    text = "\n".join(f"    {line}" for line in body)
+    return f"{head}{imports}\nfrom kvpool.testing.fuzz_target import Checked\n\n\ndef test_fuzz_target():\n{text}\n"
+
+
+def _convict(
+    report: TargetReport, factory: Callable[..., Any], sizes: dict[str, int], words: list[Word], kind: str, source: str
+) -> None:
+    """Shrink a program that fails to one that fails in the same way."""
+
+    def fails(tried: list[Word]) -> bool:
+        finding = _fails(factory, sizes, tried)
+        return finding is not None and finding.kind == kind
+
+    words = smaller_numbers(minimal(words, fails), fails)
+    report.finding, report.kind = str(_fails(factory, sizes, words)), kind
+    report.num_blocks, report.block_size = sizes["num_blocks"], sizes["block_size"]
+    report.script = make_script(factory, sizes, words, source)
+
+
+def hunt_target(
+    factory: Callable[..., Any],
+    seed: int = 1,
+    *,
+    source: str = "factory",
+    calls: int | None = None,
+    seconds: float | None = None,
+    num_blocks: int | None = None,
+    block_size: int | None = None,
+    told: Callable[[TargetReport], None] | None = None,
+) -> TargetReport:
+    """Random programs on allocators of ``factory(num_blocks=..., block_size=...)`` until one fails.
+
+    Returns a report whose `finding` is None, or says what is wrong, with the shortest test found in `script`.
+    `source` is the expression that makes the factory in that test, the imports it needs in lines before it.
+    """
+    report, rng, began = TargetReport(), random.Random(seed), time.monotonic()
+    while report.finding is None:
+        report.seed = run_seed = rng.getrandbits(32)
+        shape = random.Random(run_seed)
+        sizes = {
+            "num_blocks": num_blocks or shape.randint(3, 24),
+            "block_size": block_size or shape.choice([1, 2, 3, 4]),
+        }
+        words = make_words(run_seed)
+        report.runs += 1
+        try:
+            report.calls += play(Checked(factory(**sizes)), words)
+        except TargetFinding as finding:
+            report.calls += len(words)
+            _convict(report, factory, sizes, words, finding.kind, source)
+        report.seconds = time.monotonic() - began
+        if told:
+            told(report)
+        if report.finding is None and (
+            (calls is not None and report.calls >= calls) or (seconds is not None and report.seconds >= seconds)
+        ):
+            report.seed = None
+            break
+    return report

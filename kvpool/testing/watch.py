@@ -1,0 +1,391 @@
+"""A pool beside a storage of stamps: every read is checked, in tests that are written call by call.
+
+`Watched` has the calls of `kvpool.Pool`. It plays the backend (a plan runs, at the latest, when it is declared done),
+writes a new stamp for every token, and after each call reads every open sequence. It shares no code with the
+fuzzer's own judge.
+
+Examples
+--------
+>>> import kvpool
+>>> from kvpool.testing.watch import Watched
+>>> pool = Watched(kvpool.Pool(8, 2))
+>>> plan = pool.plan(max_rows=2, max_tokens=8)
+>>> parent = pool.open(0, b"")
+>>> pool.step(plan, [parent], [3])
+>>> [child] = pool.fork(parent, 1).tolist()
+>>> pool.done(plan)
+>>> pool.step(plan, [parent, child], [1, 1])
+>>> pool.done(plan)
+>>> pool.close([parent, child])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvpool import Plan, Pool
+from kvpool.errors import KVPoolError
+from kvpool.testing import fuzz_misuse
+from kvpool.testing._fuzz import blank_blocks
+
+POISON = -1
+PASSED_ON = (
+    *("num_tokens", "capacity", "table", "match", "can", "evict", "flush", "mark_committed", "take_dropped"),
+    *("is_open", "refcount", "stats", "num_free"),
+)
+FORMATS = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens")
+
+
+@dataclass
+class _Sequence:
+    stamps: list[int]  # what each position has to read
+    namespace: bytes = b""
+    tokens: list[int] = field(default_factory=list)  # as far as they were committed
+
+    def copy(self) -> _Sequence:
+        return _Sequence(list(self.stamps), self.namespace, list(self.tokens))
+
+
+@dataclass
+class _Step:
+    """What a backend has to do for a plan, and what it has to find."""
+
+    plan: Any
+    copies: list[list[int]]
+    writes: list[tuple[int, int]]  # (slot, stamp)
+    reads: list[tuple[list[int], list[int]]]  # (table, stamps) per row
+    before: dict[int, tuple[int, list[int]]]  # handle -> length and table before the step
+    executed: bool = False
+    noted: bool = False
+
+
+class Watched:
+    """See the module."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.block_size: int = pool.block_size
+        slots = pool.num_blocks * self.block_size
+        self.real = [POISON] * slots  # as far as the backend has come
+        self.virtual = [POISON] * slots  # as if every pending plan had run
+        self.sequences: dict[int, _Sequence] = {}
+        self.dead: list[int] = []
+        self.raw: dict[int, list[int]] = {}  # block -> what it has to hold
+        self.references: dict[int, int] = {}  # block -> raw references
+        self.plans: list[Any] = []
+        self.mirrors: dict[int, dict[int, list[int]]] = {}
+        self.pending: list[_Step] = []
+        self.known: dict[tuple[bytes, tuple[int, ...]], set[tuple[int, ...]]] = {}
+        self.next_stamp = 0
+
+    # ---- storage ------------------------------------------------------------------------------------------
+
+    def _stamp(self) -> int:
+        self.next_stamp += 1
+        return self.next_stamp
+
+    def _slots(self, block: int) -> range:
+        return range(block * self.block_size, (block + 1) * self.block_size)
+
+    def _read(self, store: list[int], table: list[int], length: int) -> list[int]:
+        return [store[s] for block in table for s in self._slots(block)][:length]
+
+    def _poison(self, blocks: list[int]) -> None:
+        for block in blocks:
+            for slot in self._slots(block):
+                self.real[slot] = self.virtual[slot] = POISON
+
+    def _run(self, store: list[int], step: _Step) -> None:
+        """Copies, then writes."""
+        for src, dst, n in step.copies:
+            for k in range(n):
+                store[dst * self.block_size + k] = store[src * self.block_size + k]
+        for slot, stamp in step.writes:
+            store[slot] = stamp
+
+    def _run_until(self, plan: Any) -> None:
+        """The backend works in step order."""
+        for step in self.pending:
+            if not step.executed:
+                self._execute(step)
+            if step.plan is plan:
+                return
+
+    def _execute(self, step: _Step) -> None:
+        self._run(self.real, step)
+        step.executed = True
+        for table, stamps in step.reads:
+            found = self._read(self.real, table, len(stamps))
+            assert found == stamps, f"a row with table {table} reads {found}, it wrote {stamps}"
+
+    def _attempt(self, call: Callable[[], Any]) -> Any:
+        """A refused call leaves the fingerprint as it was."""
+        before = self.pool.fingerprint()
+        try:
+            return call()
+        except (KVPoolError, ValueError, TypeError, IndexError):
+            assert self.pool.fingerprint() == before, "a refused call changed the state"
+            raise
+
+    def _check(self) -> None:
+        """Everything reads right, and the pool finds itself sound."""
+        self.pool.check()
+        self._poison_free()
+        stores = [self.virtual] if self.pending else [self.virtual, self.real]
+        for handle, sequence in self.sequences.items():
+            table = self.pool.table(handle).tolist()
+            assert self.pool.num_tokens(handle) == len(sequence.stamps), f"{handle} has another length"
+            for store in stores:
+                found = self._read(store, table, len(sequence.stamps))
+                assert found == sequence.stamps, f"{handle} with table {table} reads {found}, not {sequence.stamps}"
+        for block, content in self.raw.items():
+            for store in stores:
+                assert [store[s] for s in self._slots(block)] == content, f"block {block} was overwritten"
+
+    def _poison_free(self) -> None:
+        """What nobody refers to and no cache keeps may be overwritten at once: find who still reads it."""
+        if isinstance(self.pool, Pool):
+            self._poison(blank_blocks(self.pool))
+
+    # ---- sequences ----------------------------------------------------------------------------------------
+
+    def plan(self, max_rows: int, max_tokens: int, formats: tuple[str, ...] = FORMATS, **options: Any) -> Any:
+        """A plan of this pool."""
+        made = Plan(self.pool, max_rows, max_tokens, formats=formats, **options)
+        self.plans.append(made)
+        self.mirrors[id(made)] = {}
+        return made
+
+    def _opened(self, handle: int, tokens: Any, namespace: bytes) -> int:
+        assert handle not in self.sequences and handle not in self.dead, f"handle {handle} was used before"
+        length = self.pool.num_tokens(handle)
+        table = self.pool.table(handle).tolist()
+        cached = length // self.block_size
+        self._poison(table[cached:])
+        stamps = self._read(self.virtual, table, length)
+        known = list(tokens)[:length] if length else []
+        for k in range(cached):
+            end = (k + 1) * self.block_size
+            content = tuple(stamps[end - self.block_size : end])
+            assert content in self.known.get((namespace, tuple(known[:end])), ()), (
+                f"block {table[k]} is a hit for tokens {known[:end]}, it holds other ones"
+            )
+        self.sequences[handle] = _Sequence(stamps, namespace, known)
+        self._check()
+        return handle
+
+    def open(self, tokens: Any = 0, namespace: bytes = b"") -> int:
+        """`Pool.open`; what is found in the cache must be what these tokens wrote."""
+        return self._opened(self._attempt(lambda: self.pool.open(tokens, namespace)), tokens, namespace)
+
+    def pin(self, tokens: Any, namespace: bytes = b"") -> int:
+        """`Pool.pin`."""
+        return self._opened(self._attempt(lambda: self.pool.pin(tokens, namespace)), tokens, namespace)
+
+    def fork(self, handle: int, n: int = 1) -> Any:
+        """`Pool.fork`."""
+        children = self._attempt(lambda: self.pool.fork(handle, n))
+        for child in children.tolist():
+            assert child not in self.sequences and child not in self.dead, f"handle {child} was used before"
+            self.sequences[child] = self.sequences[handle].copy()
+        self._check()
+        return children
+
+    def truncate(self, handle: int, length: int) -> None:
+        """`Pool.truncate` of one sequence."""
+        keep = self.pool.table(handle).tolist()[: -(-length // self.block_size)]
+        self._attempt(lambda: self.pool.truncate(handle, length))
+        assert self.pool.table(handle).tolist() == keep, "truncate kept other blocks than the first"
+        del self.sequences[handle].stamps[length:], self.sequences[handle].tokens[length:]
+        self._check()
+
+    def close(self, handles: Any) -> None:
+        """`Pool.close`."""
+        self._attempt(lambda: self.pool.close(handles))
+        self._closed(handles)
+
+    def close_finished(self, handles: list[int], mask: Any) -> int:
+        """`Pool.close_finished`, all rows finished."""
+        n = self._attempt(lambda: self.pool.close_finished(handles, mask))
+        self._closed(handles)
+        return int(n)
+
+    def defer_close(self, handle: int) -> None:
+        """`Pool.defer_close`; the check behind it is the next call."""
+        self.pool.defer_close(handle)
+        self._closed(handle)
+
+    def _closed(self, handles: Any) -> None:
+        for handle in handles if isinstance(handles, list) else [handles]:
+            del self.sequences[handle]
+            self.dead.append(handle)
+        self._check()
+
+    def commit(self, handle: int, tokens: list[int]) -> None:
+        """`Pool.commit` of one sequence: from now on its blocks may be hits for these tokens."""
+        self._attempt(lambda: self.pool.commit(handle, tokens))
+        sequence, size = self.sequences[handle], self.block_size
+        before = len(sequence.tokens)
+        sequence.tokens += tokens
+        for end in range((before // size + 1) * size, len(sequence.tokens) + 1, size):
+            key = (sequence.namespace, tuple(sequence.tokens[:end]))
+            self.known.setdefault(key, set()).add(tuple(sequence.stamps[end - size : end]))
+        self._check()
+
+    # ---- steps --------------------------------------------------------------------------------------------
+
+    def step(self, plan: Any, handles: list[int], counts: list[int], **options: Any) -> None:
+        """`Pool.step`."""
+        before = {h: (len(self.sequences[h].stamps), self.pool.table(h).tolist()) for h in handles}
+        self._attempt(lambda: self.pool.step(plan, handles, counts, **options))
+        served = [n * int(s) for n, s in zip(counts, plan.served, strict=True)]
+        self._stepped(plan, handles, served, before, served)
+
+    def reserve(self, plan: Any, handles: list[int], counts: list[int]) -> None:
+        """`Pool.reserve`."""
+        before = {h: (len(self.sequences[h].stamps), self.pool.table(h).tolist()) for h in handles}
+        self._attempt(lambda: self.pool.reserve(plan, handles, counts))
+        self._stepped(plan, handles, [0] * len(handles), before, counts)
+
+    def _stepped(self, plan: Any, handles: list[int], new: list[int], before: dict[int, Any], room: list[int]) -> None:
+        size, writes, reads, fresh = self.block_size, [], [], []
+        for handle, n, more in zip(handles, new, room, strict=True):
+            table = self.pool.table(handle).tolist()
+            length, old = before[handle]
+            due = max(len(old), -(-(length + more) // size) if more else 0)
+            assert len(table) == due, f"{handle} has {len(table)} blocks, {due} are due"
+            fresh += [b for k, b in enumerate(table) if k >= len(old) or old[k] != b]
+            stamps = self.sequences[handle].stamps
+            for _ in range(n):
+                writes.append((table[len(stamps) // size] * size + len(stamps) % size, self._stamp()))
+                stamps.append(writes[-1][1])
+        assert plan.slot_mapping[: len(writes)].tolist() == [slot for slot, _ in writes], "slot_mapping is wrong"
+        mirror = self.mirrors[id(plan)]
+        for row in plan.dirty_rows.tolist():
+            mirror[row] = plan.block_tables[row].tolist()
+        for row, handle in enumerate(handles):
+            table = self.pool.table(handle).tolist()
+            assert mirror.get(row, [])[: len(table)] == table, f"row {row} of block_tables is not its table"
+            reads.append((table, list(self.sequences[handle].stamps)))
+        self._poison(fresh)
+        step = _Step(plan, plan.copies.tolist(), writes, reads, before)
+        self._run(self.virtual, step)
+        if self.pool.in_order:
+            self._execute(step)
+        else:
+            self.pending.append(step)
+        self._check()
+
+    def execute(self, plan: Any) -> None:
+        """The backend gets as far as this plan, and nobody is told."""
+        self._run_until(plan)
+
+    def done(self, plan: Any) -> None:
+        """`Pool.done`; the backend has run the plan, and all before it."""
+        self._run_until(plan)
+        self._attempt(lambda: self.pool.done(plan))
+        for step in self.pending:
+            step.noted |= step.plan is plan
+        while self.pending and self.pending[0].noted:
+            self.pending.pop(0)
+        self._check()
+
+    def rollback(self, plan: Any) -> None:
+        """`Pool.rollback`: lengths and tables are as before the step."""
+        self._attempt(lambda: self.pool.rollback(plan))
+        step = self.pending.pop()
+        for handle, (length, table) in step.before.items():
+            if handle in self.sequences:
+                assert self.pool.table(handle).tolist() == table, "rollback left another table"
+                del self.sequences[handle].stamps[length:]
+        if not step.executed:
+            copied = [d * self.block_size + k for _, d, n in step.copies for k in range(n)]
+            for slot in [slot for slot, _ in step.writes] + copied:
+                self.real[slot] = self.virtual[slot] = POISON
+                if slot // self.block_size in self.raw:
+                    self.raw[slot // self.block_size][slot % self.block_size] = POISON
+        self._check()
+
+    # ---- blocks -------------------------------------------------------------------------------------------
+
+    def alloc(self, n: int) -> list[int]:
+        """`Pool.alloc`; the caller writes into his blocks at once."""
+        blocks: list[int] = self._attempt(lambda: self.pool.alloc(n)).tolist()
+        for block in blocks:
+            self.references[block] = 1
+            self.raw[block] = [self._stamp() for _ in range(self.block_size)]
+            for slot, stamp in zip(self._slots(block), self.raw[block], strict=True):
+                self.real[slot] = self.virtual[slot] = stamp
+        self._check()
+        return blocks
+
+    def _reference(self, block: int) -> None:
+        self.references[block] = self.references.get(block, 0) + 1
+        self.raw.setdefault(block, [self.virtual[s] for s in self._slots(block)])
+        self._check()
+
+    def incref(self, block: int) -> None:
+        """`Pool.incref`: what the block holds now stays."""
+        self._attempt(lambda: self.pool.incref(block))
+        self._reference(block)
+
+    def revive(self, block: int) -> None:
+        """`Pool.revive`."""
+        self._attempt(lambda: self.pool.revive(block))
+        self._reference(block)
+
+    def decref(self, block: int) -> None:
+        """`Pool.decref`."""
+        self._attempt(lambda: self.pool.decref(block))
+        self._released(block)
+
+    def free(self, block: int) -> None:
+        """`Pool.free`."""
+        self._attempt(lambda: self.pool.free(block))
+        self._released(block)
+
+    def _released(self, block: int) -> None:
+        self.references[block] -= 1
+        if not self.references[block]:
+            del self.references[block], self.raw[block]
+        self._check()
+
+    # ---- the rest -----------------------------------------------------------------------------------------
+
+    def misuse(self, name: str, b: int, c: int) -> None:
+        """A call of `kvpool.testing.fuzz_misuse`: refused by what is documented, and nothing changed."""
+        queue = [step.plan for step in self.pending]
+        idle = [plan for plan in self.plans if plan not in queue]
+        stale = [handle for handle in self.dead if not self.pool.is_open(handle)]
+        facts = fuzz_misuse.Facts(self.pool, list(self.sequences)[:4], stale[:8], queue, idle, b, c)
+        error, attempt = getattr(fuzz_misuse, name)(facts)
+        if error is None:
+            return
+        try:
+            self._attempt(attempt)
+        except error:
+            return
+        raise AssertionError(f"misuse was accepted: {name}")
+
+    def reset(self) -> None:
+        """`Pool.reset`."""
+        self.pool.reset()
+        self.dead += self.sequences
+        for kept in (self.sequences, self.raw, self.references, self.pending):
+            kept.clear()
+        self._check()
+
+    def __getattr__(self, name: str) -> Any:
+        """The calls that change nothing a sequence could see."""
+        if name not in PASSED_ON:
+            raise AttributeError(name)
+        call = getattr(self.pool, name)
+
+        def checked(*args: Any) -> Any:
+            result = self._attempt(lambda: call(*args))
+            self._check()
+            return result
+
+        return checked

@@ -1,0 +1,23 @@
+"""Every planted bug is found by the fuzzer, each within seconds."""
+
+import pytest
+
+from kvpool.testing._broken import FAULTS, broken
+from kvpool.testing.fuzz import hunt
+
+CALLS_MAX = 4_000_000  # seconds; most need a thousandth
+
+
+def test_there_are_enough_planted_bugs():
+    assert len(FAULTS) >= 20
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_bug_is_found(fault):
+    report = hunt(seed=1, calls=CALLS_MAX, make_pool=broken(fault))
+    assert report.finding is not None, f"{report.calls} calls found nothing"
+
+
+def test_sound_pool_has_no_finding():
+    report = hunt(seed=1, calls=100_000)
+    assert report.finding is None and report.calls >= 100_000

@@ -1,0 +1,73 @@
+"""The fuzzer's driver: programs are functions of their seed, go everywhere, and find nothing in this core."""
+
+import pytest
+
+from kvpool.testing._fuzz import Driver
+from kvpool.testing.fuzz_shape import OPERATIONS, STATES, big_shape, draw_shape, faces
+
+RUNS = 150
+CALLS = 1500
+
+
+def run(shape, calls=CALLS):
+    """One run; returns its digest, fingerprint and counters."""
+    driver = Driver(shape)
+    try:
+        driver.run(calls)
+        driver.audit()
+        return driver.digest(), driver.fingerprint(), driver.results()
+    finally:
+        driver.shutdown()
+
+
+@pytest.fixture(scope="module")
+def everything():
+    """Calls by operation and states by name, of all runs."""
+    calls, states = dict.fromkeys(OPERATIONS, 0), dict.fromkeys(STATES, 0)
+    for seed in range(RUNS):
+        _, _, (some_calls, some_states) = run(draw_shape(seed))
+        calls = {name: calls[name] + n for name, n in some_calls.items()}
+        states = {name: states[name] + n for name, n in some_states.items()}
+    return calls, states
+
+
+def test_runs_find_nothing_and_meet_every_state(everything):
+    calls, states = everything
+    assert RUNS * CALLS * 0.8 < sum(calls.values()) < RUNS * CALLS
+    assert all(calls.values()) and all(states.values()), (calls, states)
+
+
+def test_same_seed_same_run():
+    assert run(draw_shape(5)) == run(draw_shape(5))
+
+
+def test_other_seed_other_run():
+    assert run(draw_shape(5)) != run(draw_shape(6))
+
+
+def test_words_replay_as_the_run_did():
+    shape = draw_shape(11)
+    one, other = Driver(shape), Driver(shape)
+    one.run(CALLS)
+    other.replay(other.words(0, CALLS))
+    assert one.digest() == other.digest()
+    assert one.fingerprint() == other.fingerprint()
+
+
+def test_any_part_of_a_program_is_a_program():
+    shape = draw_shape(12)
+    driver = Driver(shape)
+    driver.replay(driver.words(0, CALLS)[::3])
+    driver.audit()
+
+
+def test_large_pool_is_sound_at_checkpoints():
+    driver = Driver(big_shape(1, num_blocks=1 << 12))
+    driver.run(30_000, check_every=10_000)
+    driver.audit()
+
+
+def test_dice_have_a_face_for_whatever_is_on():
+    dice = faces({"step": 1000.0, "close": 0.001})
+    assert len(dice) == len(OPERATIONS) and sum(dice) == 256
+    assert dice[OPERATIONS.index("close")] == 1 and dice[OPERATIONS.index("fork")] == 0
