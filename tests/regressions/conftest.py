@@ -5,10 +5,12 @@ import contextlib
 import pytest
 from catalogue import CONVICTIONS, KVPOOL, parts_of
 
+from kvpool.config import KVSpec
 from kvpool.errors import PoolClosed
 from kvpool.manager import KVBlockManager
 from kvpool.namespaces import namespace
 from kvpool.testing.simulator import Kit
+from kvpool_backends.cpu import BlockStore
 from kvpool_backends.numpy import NumpyBackend
 
 
@@ -34,8 +36,9 @@ def subject(request):
 @pytest.fixture
 def parts(subject, core):
     """The parts under test by name: kvpool's own, unless the subject replaces them."""
-    defaults = {"Pool": core.Pool, "Plan": core.Plan, "namespace": namespace, "Backend": NumpyBackend, "kit": Kit()}
-    return parts_of(subject, {**defaults, "Manager": KVBlockManager, "prelude": ""})
+    pool = {"Pool": core.Pool, "Plan": core.Plan, "namespace": namespace, "kit": Kit(), "prelude": ""}
+    storage = {"Backend": NumpyBackend, "Manager": KVBlockManager, "Spec": KVSpec, "Store": BlockStore}
+    return parts_of(subject, pool | storage)
 
 
 @pytest.fixture
