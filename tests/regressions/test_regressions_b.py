@@ -8,7 +8,7 @@ import pytest
 from catalogue import Unchecked, broken, idle, row
 from prefixes import cache
 
-from kvpool import Pool
+from kvpool import Plan, Pool
 from kvpool.config import KVSpec
 from kvpool.errors import OutOfBlocks, OutOfSequences
 from kvpool.manager import KVBlockManager
@@ -375,7 +375,7 @@ def test_b9_failed_steps_leave_the_whole_pool_for_the_next_request(make_pool, ma
     assert idle(pool)
 
 
-@row(broken(Pool=KeptAlive), model=False)
+@row(broken(Pool=KeptAlive, Plan=Plan), model=False)
 def test_b10_pools_and_plans_that_nobody_holds_are_freed(parts):
     """A block and a node of the tree referred to each other: 564,624 bytes leaked. Here: tags of pools come back."""
     try:

@@ -143,7 +143,7 @@ def test_g6_both_bounds_of_an_id_are_checked(make_pool, refused):
         check_g6_both_bounds_of_an_id_are_checked(make_pool, refused, block)
 
 
-@row(CastTo32Bits, model=False)
+@row(CastTo32Bits)
 def test_g6_id_is_not_taken_modulo_2_32(make_pool, refused):
     """The same, through a narrowing cast."""
     pool = make_pool()

@@ -7,8 +7,8 @@ from catalogue import Unchecked, broken, row
 
 from kvpool import Pool
 
-SMALL, LARGE = 2**6, 2**16
-RATIO = 40  # a scan of every block makes it a thousand
+SMALL, LARGE = 2**6, 2**15
+RATIO = 40  # a scan of every block makes it five hundred
 
 
 class ChecksInStats(Pool):
