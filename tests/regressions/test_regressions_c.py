@@ -435,7 +435,8 @@ def test_c13_open_fits_exactly_when_its_blocks_are_there(make_pool, make_plan):
 def test_c14_device_that_keeps_the_order_reads_what_was_written(parts):
     """Stores ran beside the steps they depended on: what was restored was corrupt under load."""
     shape = FAULTS["newest first"].shape
-    simulate(1, 300, Kit(Device=parts.kit.Device, shape=shape))
+    for seed in range(1, 4):
+        simulate(seed, 1, Kit(Device=parts.kit.Device, shape=shape))
 
 
 @row(RevivesAnything)
