@@ -50,6 +50,19 @@ class Request:
     #: (flight, length before it), for what is done so far
     flights: list[tuple[Flight, int]] = field(default_factory=list)
 
+    def state(self) -> str:
+        """What an abort interrupts: where the request is, and what the device still does for it."""
+        if self.handle < 0:
+            return "waiting"
+        if not self.flights:
+            return "decode" if self.length >= len(self.tokens) else "prefill"
+        rows = [flight for flight, _ in self.flights if flight.rows_have(self)]
+        if self.drafting:
+            return "drafts in flight"
+        if not rows:
+            return "fork of a row in flight"
+        return "prefill in flight" if self.length < len(self.tokens) else "decode in flight"
+
     def done_length(self) -> int:
         """Tokens that no pending step has still to write."""
         return min([self.length, *(before for _, before in self.flights)])

@@ -7,7 +7,7 @@ tables and plans only, so that whatever the pool gets wrong differs from the boo
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +58,7 @@ class Host:
         self.of_work: dict[int, Flight] = {}
         self.mailbox: list[Flight] = []
         self.pins: list[tuple[int, list[int]]] = []
+        self.states: Counter[tuple[str, str]] = Counter()  # what was aborted and preempted, in which state
         self.num_forks = self.ticket = 0
         self.dead = -1  # handle of a sequence that was closed
         self.events = [getattr(self, name) for name in shape.weights]
@@ -175,9 +176,14 @@ class Host:
 
     def abort(self) -> None:
         """A client leaves, whatever its request is doing."""
-        if self.running:
+        if self.running or self.waiting:
             self.tally.aborts += 1
-            self.close(self.rng.choice(self.running))
+            request = self.rng.choice(self.running + self.waiting)
+            self.states["abort", request.state()] += 1
+            if request.handle < 0:
+                self.waiting.remove(request)
+            else:
+                self.close(request)
 
     def finish(self) -> None:
         """Requests that have their tokens end, though steps beyond the end may be in flight."""
@@ -194,6 +200,7 @@ class Host:
             return
         request = self.rng.choice(self.running)
         self.tally.preemptions += 1
+        self.states["preempt", request.state()] += 1
         self.close(request)
         if len(self.waiting) < 8:
             again = Request(list(request.tokens), list(request.stamps), request.target, request.namespace)
