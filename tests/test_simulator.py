@@ -1,5 +1,7 @@
 """The asynchronous engine in simulation: the core passes, a seed replays, and the events that matter do happen."""
 
+from collections import Counter
+
 import pytest
 
 from kvpool.errors import PoolClosed
@@ -13,8 +15,9 @@ def log_of(seed, steps=100):
     host = Host(seed, Kit())
     host.run(steps)
     host.drain()
+    digest = host.pool.digest()
     host.leave()
-    return vars(host.tally), [line.split(":")[0] for line in host.log if line.startswith("step")]
+    return digest, vars(host.tally), len(host.log)
 
 
 def test_core_in_ten_thousand_steps_reads_nothing_stale_and_leaks_nothing():
@@ -35,6 +38,18 @@ def test_worlds_differ_in_every_switch():
     for name in ("prefix_cache", "in_order", "by_tables"):
         assert {getattr(shape, name) for shape in shapes} == {False, True}
     assert {shape.depth for shape in shapes} == {1, 2, 3, 4}
+
+
+def test_requests_are_aborted_and_preempted_in_every_state():
+    states = Counter()
+    for seed in range(1, 9):
+        host = Host(seed, Kit(shape={"weights": {"abort": 2.0, "preempt": 1.0, "fork": 3.0}}))
+        host.run(500)
+        host.leave()
+        states += host.states
+    running = {"prefill", "decode"} | {f"{what} in flight" for what in ("prefill", "decode", "drafts", "fork of a row")}
+    assert {state for verb, state in states if verb == "preempt"} == running
+    assert {state for verb, state in states if verb == "abort"} == running | {"waiting"}
 
 
 def test_failure_names_its_seed_and_its_world_fails_again():

@@ -108,7 +108,7 @@ def namespace(call: str, value: Any) -> bytes:
 
 def block_ids(call: str, values: Any, num_blocks: int, reserved: int) -> list[int]:
     """Return a batch of ids of unreserved blocks, without duplicates, from one id or a batch."""
-    batch = one_or_many(call, "block id", values, ("int32",))
+    batch = one_or_many(call, "block id", values, ("int32", "int64"))
     for block in batch:
         if not 0 <= block < num_blocks:
             raise IndexError(f"[{call}] block id is out of range ({block}), the pool has {num_blocks} blocks")

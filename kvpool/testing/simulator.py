@@ -22,7 +22,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from kvpool.testing.simulator_host import Host, Kit, Tally
+from kvpool.testing.simulator_books import Tally
+from kvpool.testing.simulator_host import Host, Kit
 
 WORLD_STEPS = 500  # steps before a world is drained, and looked at for leaks
 

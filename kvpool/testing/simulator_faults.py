@@ -7,12 +7,14 @@ take until one is found; most show in the first.
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from kvpool import Plan, Pool
-from kvpool.errors import OutOfBlocks
+from kvpool.errors import OutOfBlocks, StaleHandle
 from kvpool.testing.model import ModelPlan, ModelPool
 from kvpool.testing.simulator import Failure, Kit, simulate
 from kvpool.testing.simulator_device import Device, Work
@@ -143,6 +145,15 @@ class AbortLeaksBlock(Pool):
         if isinstance(handles, int):
             self.incref(self.table(handles)[:1])
         super().close(handles)
+
+
+class SecondCloseIsSilent(Pool):
+    """Closing the dead is no error."""
+
+    def close(self, handles: Any) -> None:
+        """Look away."""
+        with suppress(StaleHandle):
+            super().close(handles)
 
 
 class NamespaceIgnored(Pool):
@@ -333,16 +344,26 @@ LATE: dict[str, Any] = {"in_order": False, "depth": 4}
 WEIGHTS = {"fork": 4.0, "trim": 2.0, "give_up": 3.0}
 CUT_AND_UNDONE = {"block_size": 8, "max_rows": 4, "weights": WEIGHTS}
 ALL_ARRIVES = {"losing": 0.0, "weights": {"give_up": 0.0}}
-FAULTS: dict[str, Kit] = {
+#: Whoever is not asked for it makes no wrong calls: a fault has to show by what it does.
+MISUSE = {"weights": {"misuse": 5.0}}
+
+
+def quiet(kit: Kit) -> Kit:
+    """The kit, without wrong calls unless it asks for them."""
+    return replace(kit, shape=kit.shape | {"weights": {"misuse": 0.0} | kit.shape.get("weights", {})})
+
+
+_KITS: dict[str, Kit] = {
     "no fence": Kit(Pool=NoFence, shape=LATE | ALL_ARRIVES),
-    "close without fence": Kit(Pool=CloseWithoutFence, shape=LATE),
-    "any done frees all": Kit(Pool=AnyDoneFreesAll, shape=LATE),
-    "found before it is written": Kit(Pool=CommitBeforeDone, shape=LATE | CACHE),
+    "close without fence": Kit(Pool=CloseWithoutFence, shape=LATE | ALL_ARRIVES),
+    "any done frees all": Kit(Pool=AnyDoneFreesAll, shape=LATE | ALL_ARRIVES),
+    "found before it is written": Kit(Pool=CommitBeforeDone, shape=LATE | CACHE | ALL_ARRIVES),
     "rollback ignored": Kit(Pool=RollbackIgnored, shape=LATE),
     "truncate ignored": Kit(Pool=TruncateIgnored, shape={"drafting": 0.5}),
     "truncate one late": Kit(Pool=TruncateOneTooMany, shape={"drafting": 0.5}),
     "deferred close forgotten": Kit(Pool=CloseForgotten),
     "abort leaks a block": Kit(Pool=AbortLeaksBlock),
+    "second close is silent": Kit(Pool=SecondCloseIsSilent, shape=MISUSE),
     "namespace ignored": Kit(Pool=NamespaceIgnored, shape=CACHE),
     "tokens not compared": Kit(Pool=TokensNotCompared, shape=CACHE),
     "pin holds nothing": Kit(Pool=PinHoldsNothing, shape=CACHE | {"weights": {"pin": 6.0}}),
@@ -361,6 +382,8 @@ FAULTS: dict[str, Kit] = {
     "cached block written in place": model(CommittedWrittenInPlace, **CACHE | {"weights": {"trim": 2.0}}),
     "hits stay on the list": model(HitsStayOnTheList, **CACHE),
 }
+
+FAULTS = {name: quiet(kit) for name, kit in _KITS.items()}
 
 
 def convict(name: str, seed: int = 1, seeds: int = SEEDS) -> Failure | None:

@@ -1,4 +1,4 @@
-"""The host of `kvpool.testing.simulator`: an engine that schedules, and what it knows about its requests.
+"""The host of `kvpool.testing.simulator`: an engine that schedules.
 
 It keeps books of its own (tokens, stamps, lengths, how many blocks a table has) and asks the pool for handles,
 tables and plans only, so that whatever the pool gets wrong differs from the books or from the device's memory.
@@ -7,7 +7,7 @@ tables and plans only, so that whatever the pool gets wrong differs from the boo
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,9 @@ import numpy as np
 
 from kvpool import Plan, Pool
 from kvpool.errors import OutOfBlocks, OutOfSequences, PlanStateError
+from kvpool.testing.simulator_books import Flight, Request, Row, Tally
 from kvpool.testing.simulator_device import Arrays, Device, Violation, Work
+from kvpool.testing.simulator_misuse import make_wrong_call
 from kvpool.testing.simulator_world import Shape, Stamps, prompts
 
 LOG_LINES = 40
@@ -30,81 +32,6 @@ class Kit:
     Device: Any = Device
     #: what the shape of every world is changed to, for faults that need something to be on
     shape: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class Tally:
-    """Counters of what happened."""
-
-    steps: int = 0
-    tokens: int = 0
-    reads: int = 0  # tokens that were read and compared
-    hits: int = 0  # tokens found in the prefix cache
-    copies: int = 0
-    forks: int = 0
-    aborts: int = 0
-    preemptions: int = 0
-    lost: int = 0  # completions that never arrived
-    rollbacks: int = 0
-    refused: int = 0  # rollbacks that a fork forbade
-    resets: int = 0
-    out_of_order: int = 0
-    cut: int = 0  # tokens cut off: drafts that were not accepted, and what clients took back
-
-    def describe(self) -> str:
-        """One line."""
-        return ", ".join(f"{value:,} {name}" for name, value in vars(self).items() if isinstance(value, int))
-
-
-@dataclass(eq=False, slots=True)
-class Request:
-    """A sequence that is served, or waits to be."""
-
-    tokens: list[int]  # known content, computed or not
-    stamps: list[int]  # one per token
-    target: int  # length at which it is finished
-    namespace: bytes
-    handle: int = -1
-    length: int = 0  # tokens scheduled
-    num_blocks: int = 0
-    committed: int = 0
-    ticket: int = -1  # newest work that its content depends on
-    drafting: bool = False
-    #: (flight, length before it), for what is done so far
-    flights: list[tuple[Flight, int]] = field(default_factory=list)
-
-    def done_length(self) -> int:
-        """Tokens that no pending step has still to write."""
-        return min([self.length, *(before for _, before in self.flights)])
-
-
-@dataclass(eq=False, slots=True)
-class Row:
-    """A request in a step, and what it was before."""
-
-    request: Request
-    handle: int
-    length: int
-    num_blocks: int
-    num_known: int  # tokens known before the step sampled more
-    drafts: int = 0
-
-
-@dataclass(eq=False, slots=True)
-class Flight:
-    """A step that the host does not know to be over."""
-
-    plan: Any
-    work: Work
-    rows: list[Row]
-    fork_mark: int  # forks made before it
-    executed: bool = False
-    noted: bool = False
-    over: bool = False
-
-    def rows_have(self, request: Request) -> bool:
-        """Tell whether the request is a row, not only a fork of one."""
-        return any(row.handle == request.handle for row in self.rows)
 
 
 class Host:
@@ -131,7 +58,9 @@ class Host:
         self.of_work: dict[int, Flight] = {}
         self.mailbox: list[Flight] = []
         self.pins: list[tuple[int, list[int]]] = []
+        self.states: Counter[tuple[str, str]] = Counter()  # what was aborted and preempted, in which state
         self.num_forks = self.ticket = 0
+        self.dead = -1  # handle of a sequence that was closed
         self.events = [getattr(self, name) for name in shape.weights]
         self.weights = list(shape.weights.values())
 
@@ -241,14 +170,20 @@ class Host:
         else:
             self.pool.close(request.handle)
         self.log.append(f"close {request.handle}")
+        self.dead = request.handle
         self.running.remove(request)
         request.handle = -1
 
     def abort(self) -> None:
         """A client leaves, whatever its request is doing."""
-        if self.running:
+        if self.running or self.waiting:
             self.tally.aborts += 1
-            self.close(self.rng.choice(self.running))
+            request = self.rng.choice(self.running + self.waiting)
+            self.states["abort", request.state()] += 1
+            if request.handle < 0:
+                self.waiting.remove(request)
+            else:
+                self.close(request)
 
     def finish(self) -> None:
         """Requests that have their tokens end, though steps beyond the end may be in flight."""
@@ -265,6 +200,7 @@ class Host:
             return
         request = self.rng.choice(self.running)
         self.tally.preemptions += 1
+        self.states["preempt", request.state()] += 1
         self.close(request)
         if len(self.waiting) < 8:
             again = Request(list(request.tokens), list(request.stamps), request.target, request.namespace)
@@ -524,7 +460,7 @@ class Host:
         except PlanStateError:
             if self.num_forks == flight.fork_mark:
                 raise
-            self.tally.refused += 1
+            self.tally.forbidden += 1
             if not flight.executed:  # a fork depends on it: it has to be executed after all
                 self.device.submit(flight.work)
             return False
@@ -597,3 +533,7 @@ class Host:
         if self.shape.prefix_cache:
             self.pool.flush(self.rng.choice([None, b"", b"other"]))
             self.log.append("flush")
+
+    def misuse(self) -> None:
+        """Somebody calls at the wrong moment."""
+        make_wrong_call(self)

@@ -23,6 +23,7 @@ EVENTS = {
     "pin": 0.3,
     "unpin": 0.3,
     "flush": 0.05,
+    "misuse": 0.5,
 }
 ALWAYS = ("execute", "schedule", "deliver", "admit", "submit", "finish", "give_up", "unpin", "abort")
 NAMESPACES = (b"", b"other")

@@ -1,0 +1,61 @@
+"""Calls that `kvpool.testing.simulator` makes at the wrong moment: each must be refused, and change nothing.
+
+They go by what the host knows: a plan in flight, a row in flight, a step that is not the newest, a dead handle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from kvpool.errors import PlanStateError, StaleHandle
+from kvpool.testing.simulator_device import Violation
+
+if TYPE_CHECKING:
+    from kvpool.testing.simulator_host import Host
+
+Wrong = tuple[str, type[Exception], Callable[[], Any]]
+
+
+def wrong_calls(host: Host) -> Iterator[Wrong]:
+    """Yield what would be wrong now, as (name, exception, call)."""
+    pool, flights = host.pool, host.flights
+    if flights and not host.shape.in_order:
+        flight = host.rng.choice(flights)
+        yield "step on a plan in flight", PlanStateError, lambda: pool.step(flight.plan, [], 0)
+        if flight.noted:
+            yield "done twice", PlanStateError, lambda: pool.done(flight.plan)
+        if flight is not flights[-1]:
+            yield "rollback of an older step", PlanStateError, lambda: pool.rollback(flight.plan)
+        row = host.rng.choice(flight.rows)
+        if row.request.handle == row.handle:
+            yield "truncate in flight", PlanStateError, lambda: pool.truncate(row.handle, 0)
+    if host.spare:
+        yield "done of a plan not in flight", PlanStateError, lambda: pool.done(host.spare[-1])
+    if host.dead >= 0:
+        for name in ("table", "close", "fork", "num_tokens"):
+            yield f"{name} of the dead", StaleHandle, partial(getattr(pool, name), host.dead)
+    if host.running:
+        request = host.rng.choice(host.running)
+        yield "truncate beyond the end", ValueError, lambda: pool.truncate(request.handle, request.length + 1)
+        known = request.tokens[request.committed : request.length]
+        if host.shape.prefix_cache and known and request.done_length() < request.length:
+            yield "commit of what is not done", ValueError, lambda: pool.commit(request.handle, known)
+
+
+def make_wrong_call(host: Host) -> None:
+    """Make one of them, and look whether anything changed."""
+    calls = list(wrong_calls(host))
+    if not calls:
+        return
+    name, exception, call = host.rng.choice(calls)
+    before = host.pool.fingerprint()
+    try:
+        call()
+    except exception:
+        host.tally.refused += 1
+    else:
+        raise Violation(f"{name} was not refused")
+    if host.pool.fingerprint() != before:
+        raise Violation(f"{name} was refused, but the pool changed")

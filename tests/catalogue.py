@@ -1,0 +1,77 @@
+"""The catalogue of regressions: one test body, run against kvpool, against the plain model, and against planted bugs.
+
+    @row(FreesEachOccurrence)
+    def test_a1_block_twice_in_one_free(make_pool): ...
+
+names the row A1 of docs/regressions.md and the bug that bit there, planted again. The body must pass on kvpool and on
+the sound model, and must fail on every planted bug. A bug is a `ModelPool` or `ModelPlan` with one mistake, or
+`broken(name=part)` for anything else that a test takes from the fixture `parts`.
+"""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvpool.errors import KVPoolError
+from kvpool.testing import ModelPlan, ModelPool
+
+#: What convicts: an assertion, a refusal that is missing, or one that nobody asked for. Anything else is a broken test.
+CONVICTIONS = (AssertionError, pytest.fail.Exception, KVPoolError, ValueError, IndexError, RecursionError)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a test is run against: the parts that replace kvpool's own."""
+
+    name: str
+    parts: dict[str, Any] = field(default_factory=dict)
+    is_faulty: bool = False
+
+
+KVPOOL = Subject("kvpool")
+MODEL = Subject("model", {"Pool": ModelPool, "Plan": ModelPlan})
+
+
+def broken(**parts):
+    """A planted bug in something besides the pool's logic; its name is that of the first part."""
+    (part, *_) = parts.values()
+    return Subject(getattr(part, "__name__", type(part).__name__), parts, True)
+
+
+def _subject(bug):
+    if isinstance(bug, Subject):
+        return bug
+    part = "Plan" if issubclass(bug, ModelPlan) else "Pool"
+    return Subject(bug.__name__, MODEL.parts | {part: bug}, True)
+
+
+def row(*bugs, model=True):
+    """Run a test against kvpool, the sound model (unless it can tell nothing there) and each planted bug."""
+    assert bugs, "a test of the catalogue has a planted bug"
+    subjects = [KVPOOL, *([MODEL] if model else []), *map(_subject, bugs)]
+    return pytest.mark.parametrize("subject", subjects, indirect=True, ids=lambda subject: subject.name)
+
+
+def parts_of(subject, defaults):
+    """kvpool's own parts, with those of the subject in their place."""
+    return SimpleNamespace(**(defaults | subject.parts))
+
+
+def idle(pool):
+    """No sequence, no reference, nothing pending: every block is blank or cached."""
+    stats = pool.stats()
+    pool.check()
+    return (
+        (stats.used, stats.limbo, stats.sequences, stats.pending, stats.shared) == (0, 0, 0, 0, 0)
+        and stats.free + stats.evictable == stats.num_blocks - stats.reserved
+        and pool.refcount_histogram().tolist() == [stats.num_blocks - stats.reserved]
+    )
+
+
+class Unchecked(ModelPool):
+    """A pool that does not notice by itself what is wrong with it."""
+
+    def check(self):
+        """See nothing."""

@@ -1,0 +1,302 @@
+"""Family A: one block freed twice, and free lists that lost their order. See docs/regressions.md."""
+
+import numpy as np
+import pytest
+from catalogue import Unchecked, broken, idle, row
+
+from kvpool.errors import DoubleFree, OutOfBlocks, StaleHandle
+from kvpool.testing.model_blocks import public_call
+from kvpool.testing.simulator import simulate
+from kvpool.testing.simulator_faults import CACHE, HitsStayOnTheList, model
+
+
+class FreesEachOccurrence(Unchecked):
+    """`free` counts down and queues once per name in its list, whatever it names."""
+
+    @public_call
+    def free(self, ids):
+        """Queue them all."""
+        for block in np.atleast_1d(ids).tolist():
+            self._raw[block] = self._raw.get(block, 0) - 1
+            self._blank.append(block)
+
+
+class CountsDownThenFilters(Unchecked):
+    """`decref` drops all references first, then queues every name in its list whose count is zero."""
+
+    @public_call
+    def decref(self, ids):
+        """Count, then filter."""
+        for block in np.atleast_1d(ids).tolist():
+            self._raw[block] -= 1
+        for block in np.atleast_1d(ids).tolist():
+            self._release(block)
+
+
+class ReplacedBlockIsFreed(Unchecked):
+    """Copy on write drops the shared block to the free list, though others refer to it."""
+
+    def _begin(self, *arguments):
+        step = super()._begin(*arguments)
+        self._blank += step.held()
+        return step
+
+
+class RevivedStaysQueued(Unchecked):
+    """A hit gains a reference and stays on the list it was on."""
+
+    def _revive(self, ids):
+        lru = list(self._lru)
+        super()._revive(ids)
+        self._lru = lru
+
+
+class IncrefRevivesAnything(Unchecked):
+    """`incref` counts up a block that is free."""
+
+    @public_call
+    def incref(self, ids):
+        """Count."""
+        for block in np.atleast_1d(ids).tolist():
+            self._raw[block] = self._raw.get(block, 0) + 1
+
+
+class QueuedTwice(Unchecked):
+    """Now and then a block enters the free list twice."""
+
+    def _leave(self, block):
+        super()._leave(block)
+        if block % 7 == 0:
+            super()._leave(block)
+
+
+class TruncatesTheDead(Unchecked):
+    """A second release path that asks nobody whether the sequence lives."""
+
+    @public_call
+    def truncate(self, handles, lens):
+        """Infer what it had from its slot."""
+        self._blank += [1, 2, 3]
+
+
+class CutFreesTheBlockItEndsIn(Unchecked):
+    """A block that is cut in the middle is freed with the rest."""
+
+    def _pop_blocks(self, seq, length):
+        super()._pop_blocks(seq, max(0, length - 1))
+
+
+class ClosesTwice(Unchecked):
+    """A dead handle closes whoever has its slot now, or nobody."""
+
+    @public_call
+    def close(self, handles):
+        """Go by the slot."""
+        for handle in np.atleast_1d(handles).tolist():
+            seq = self._sequences.get(handle & 0xFFFFF)
+            if seq is not None:
+                self._close(seq)
+
+
+class CountIsClamped(Unchecked):
+    """A count stops at zero, and nobody is told."""
+
+    @public_call
+    def decref(self, ids):
+        """Drop what is there."""
+        self._drop_raw([block for block in np.atleast_1d(ids).tolist() if self._raw.get(block)])
+
+
+class BatchIsFreedPerTable(Unchecked):
+    """Closing a batch queues every table of it, shared or not."""
+
+    @public_call
+    def close(self, handles):
+        """One table after the other."""
+        for seq in self._batch("close", handles, alone=True):
+            table = list(seq.table)
+            self._close(seq)
+            self._blank += [block for block in table if block not in self._blank or self._refcount(block)]
+
+
+@row(FreesEachOccurrence)
+def test_a1_same_block_twice_in_one_free(make_pool, refused):
+    """free([b, b]) decremented per occurrence and queued b twice."""
+    pool = make_pool()
+    pool.alloc(3)
+    with refused(pool, ValueError, "free", 2):
+        pool.free([2, 2])
+    pool.free(2)
+    assert sorted(pool.alloc(13).tolist()) == [2, *range(4, 16)]
+
+
+@row(ReplacedBlockIsFreed)
+def test_a2_fork_of_a_table_then_append_then_free(make_pool, make_plan, grow):
+    """Fork counted references per table entry, append dropped one, free dropped it again."""
+    pool = make_pool()
+    parent = pool.open()
+    grow(pool, parent, 7)
+    child = int(pool.fork(parent)[0])
+    plan = make_plan(pool)
+    pool.step(plan, [child, parent], 3)
+    pool.done(plan)
+    pool.close([parent, child])
+    assert idle(pool)
+
+
+@row(FreesEachOccurrence)
+def test_a3_null_block_never_reaches_the_free_list(make_pool, refused):
+    """Null placeholders and duplicates reached the free queue."""
+    pool = make_pool()
+    pool.alloc(3)
+    for ids in ([1, 0], [0, 0], [0]):
+        with refused(pool, ValueError, "free", 0):
+            pool.free(ids)
+    assert 0 not in pool.alloc(12).tolist()
+
+
+@row(CountsDownThenFilters)
+def test_a4_shared_block_twice_in_one_decref(make_pool, refused):
+    """All references were dropped first, then ref == 0 filtered: an id listed twice was queued twice."""
+    pool = make_pool()
+    block = pool.alloc()
+    pool.incref(block)
+    with refused(pool, ValueError, "decref", block):
+        pool.decref([block, block])
+    assert pool.refcount(block) == 2 and pool.stats().free == 14
+
+
+@row(broken(kit=model(HitsStayOnTheList, **CACHE)), model=False)
+def test_a5_free_list_stays_whole_under_hits_and_pins(parts):
+    """The free queue was corrupted with several connectors and frequent hits: here, many pins and hits at once."""
+    shape = parts.kit.shape | CACHE | {"weights": {"pin": 3.0, "unpin": 3.0}}
+    for seed in range(1, 4):
+        simulate(seed, 1, type(parts.kit)(parts.kit.Pool, parts.kit.Plan, parts.kit.Device, shape))
+
+
+@row(RevivedStaysQueued)
+def test_a6_reference_to_a_cached_block_takes_it_off_the_list(make_pool):
+    """Pin was an incref on a block that still sat in the free queue; release queued it again."""
+    pool = make_pool(4)
+    block = pool.alloc()
+    pool.mark_committed(block)
+    pool.free(block)
+    pool.revive(block)
+    assert pool.stats().evictable == 0
+    pool.alloc(2)
+    with pytest.raises(OutOfBlocks):
+        pool.alloc()  # the revived block is not to be had
+    pool.decref(block)
+    assert pool.stats().evictable == 1
+    assert pool.alloc() == block
+
+
+@row(IncrefRevivesAnything)
+def test_a6_incref_does_not_resurrect_a_free_block(make_pool, refused):
+    """The same, on a blank block."""
+    pool = make_pool()
+    pool.free(pool.alloc(1))
+    with refused(pool, DoubleFree, "incref", 1):
+        pool.incref(1)
+
+
+@row(QueuedTwice)
+def test_a7_one_id_is_never_handed_out_twice(make_pool):
+    """The wrong one of two blocks was pinned, and an id was handed out again and again."""
+    pool = make_pool(64)
+    rng, held = np.random.default_rng(1), set()
+    for _ in range(500):
+        if held and rng.random() < 0.5:
+            ids = rng.permutation(sorted(held))[: rng.integers(1, len(held) + 1)].astype(np.int32)
+            pool.free(ids)
+            held -= set(ids.tolist())
+        elif len(held) < 63:
+            ids = pool.alloc(int(rng.integers(1, 64 - len(held)))).tolist()
+            assert not held & set(ids) and len(set(ids)) == len(ids)
+            held |= set(ids)
+    assert pool.stats().used == len(held)
+
+
+@row(TruncatesTheDead)
+def test_a9_slot_released_by_close_cannot_be_released_by_truncate(make_pool, grow, refused):
+    """A slot was freed by two release paths, one of which inferred the length."""
+    pool = make_pool()
+    handle = pool.open()
+    grow(pool, handle, 9)
+    pool.close(handle)
+    with refused(pool, StaleHandle, "truncate", handle):
+        pool.truncate(handle, 0)
+    assert idle(pool)
+
+
+@row(CutFreesTheBlockItEndsIn)
+def test_a10_truncates_that_meet_inside_a_block_release_it_once(make_pool, grow):
+    """Two contiguous frees met inside one page, which was freed twice."""
+    pool = make_pool()
+    handle = pool.open()
+    grow(pool, handle, 12)
+    for length in (7, 6, 5, 4, 3, 2, 1, 0):
+        pool.truncate(handle, length)
+        assert len(pool.table(handle)) == -(-length // 4)
+    pool.close(handle)
+    assert idle(pool)
+
+
+@row(FreesEachOccurrence)
+def test_a11_second_free_is_a_typed_error(make_pool, refused):
+    """A connector popped a request's blocks twice; the server died of a bare assertion."""
+    pool = make_pool()
+    ids = pool.alloc(3)
+    pool.free(ids)
+    with refused(pool, DoubleFree, "free", 1):
+        pool.free(ids)
+
+
+@row(ClosesTwice)
+def test_a11_second_close_is_a_typed_error(make_pool, refused):
+    """The same, for a sequence."""
+    pool = make_pool()
+    handle = pool.open(8)
+    pool.close(handle)
+    with refused(pool, StaleHandle, "close", handle):
+        pool.close(handle)
+
+
+@row(CountIsClamped)
+def test_a12_counts_are_never_clamped(make_pool):
+    """A count of -1 was 'set back to 0 as a hack'."""
+    pool = make_pool()
+    block = pool.alloc()
+    pool.decref(block)
+    for _ in range(5):
+        with pytest.raises(DoubleFree):
+            pool.decref(block)
+    assert pool.alloc() == block
+    pool.incref(block)
+    assert pool.refcount(block) == 2
+
+
+@row(ClosesTwice)
+def test_a13_stale_mapping_cannot_free_another_owners_block(make_pool, refused):
+    """A stale mapping freed a slot that somebody else owned already."""
+    pool = make_pool(max_seqs=1)
+    former = pool.open(8)
+    pool.close(former)
+    owner = pool.open(8)
+    assert pool.table(owner).tolist() == [1, 2]
+    with refused(pool, StaleHandle, "close", former):
+        pool.close(former)
+    assert pool.table(owner).tolist() == [1, 2]
+
+
+@row(BatchIsFreedPerTable)
+def test_a14_batch_that_shares_blocks_releases_each_once(make_pool, grow):
+    """Batched frees of two pools needed a queue of their own, or a shared page was freed per group."""
+    pool = make_pool()
+    parent = pool.open()
+    grow(pool, parent, 10)
+    family = [parent, *pool.fork(parent, 3).tolist()]
+    pool.close(family[:2])
+    assert [pool.refcount(block) for block in (1, 2, 3)] == [2, 2, 2] and pool.stats().free == 12
+    pool.close(family[2:])
+    assert sorted(pool.alloc(15).tolist()) == list(range(1, 16))

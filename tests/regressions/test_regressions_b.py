@@ -1,0 +1,451 @@
+"""Family B: blocks that nobody gives back. See docs/regressions.md."""
+
+import gc
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from catalogue import Unchecked, broken, idle, row
+from prefixes import cache
+
+from kvpool import Plan, Pool
+from kvpool.config import KVSpec
+from kvpool.errors import OutOfBlocks, OutOfSequences
+from kvpool.manager import KVBlockManager
+from kvpool.testing.model_blocks import public_call
+
+
+class FailedStepKeepsABlock(Unchecked):
+    """What was taken before a step failed is not returned."""
+
+    def _judge(self, *arguments):
+        try:
+            return super()._judge(*arguments)
+        except MemoryError:
+            self._blank[:1] = []
+            raise
+
+
+class FailedOpenKeepsItsSlot(Unchecked):
+    """The slot of a sequence is taken before the blocks are looked for."""
+
+    def _open_blank(self, num_tokens):
+        slot = self._free_slots.popleft()
+        seq = super()._open_blank(num_tokens)
+        self._free_slots.appendleft(slot)
+        return seq
+
+
+class FailedForkKeepsReferences(Unchecked):
+    """References are counted up before the slots are looked for."""
+
+    def _refuse_slots(self, call, n):
+        for seq in self._sequences.values() if call == "fork" and n > len(self._free_slots) else ():
+            for block in seq.table:
+                self._raw[block] = self._raw.get(block, 0) + n
+        super()._refuse_slots(call, n)
+
+
+class LimboLosesABlock(Unchecked):
+    """A block that waited long enough is forgotten."""
+
+    def _drain_limbo(self):
+        if len(self._limbo) > 2:
+            self._limbo.pop(1)
+        super()._drain_limbo()
+
+
+class SharedIsEvictablePerHolder(Unchecked):
+    """A cached block enters the eviction list with every reference that it loses."""
+
+    def _release(self, block):
+        if block in self._committed and self._refcount(block):
+            self._lru.append(block)
+        else:
+            super()._release(block)
+
+
+class AbortForgetsWhatWasSetAside(Unchecked):
+    """Closing returns the written blocks, not those that are reserved."""
+
+    def _close(self, seq):
+        del seq.table[-(-seq.num_tokens // self.block_size) :]
+        super()._close(seq)
+
+
+class CompletionOfTheDeadIsDropped(Unchecked):
+    """The completion of a step is filtered by the sequences that are still known."""
+
+    @public_call
+    def done(self, plan):
+        """Look whom it is for."""
+        step = self._pending_step("done", plan)
+        if any(self._find(row.handle) for row in step.rows) or not step.rows:
+            step.noted = True
+            while self._pending and self._pending[0].noted:
+                self._pass(self._pending[0])
+
+
+class WaitsForItsOwnSignal(Unchecked):
+    """Only the completion of the very step lets go of a block, not its end by failure."""
+
+    @public_call
+    def rollback(self, plan):
+        """Undo, but do not look at limbo."""
+        step = self._pending_step("rollback", plan)
+        self._pending.remove(step)
+        plan._pending = False
+        for undone in reversed(step.rows):
+            self._undo(undone)
+
+
+class OvertakingDoneIsLost(Unchecked):
+    """A completion that comes before that of an older step is forgotten."""
+
+    @public_call
+    def done(self, plan):
+        """Take it only in order."""
+        step = self._pending_step("done", plan)
+        if step is self._pending[0]:
+            self._pass(step)
+
+
+class HoldIsNeverReleased(Unchecked):
+    """The source of a copy stays held when its last owner left during the copy."""
+
+    def _pass(self, step):
+        for block in step.held():
+            if not self._refcount(block):
+                step.rows = []
+        super()._pass(step)
+
+
+class FailedStepKeepsItsBlocks(Unchecked):
+    """What a failed step appended leaves the table, but not the books."""
+
+    def _undo(self, row):
+        seq = self._find(row.handle)
+        if seq is not None:
+            del seq.table[len(seq.table) - row.num_appended :]
+            row.num_appended = 0
+        super()._undo(row)
+
+
+class KeptAlive(Pool):
+    """Every pool is kept alive by something that it refers to."""
+
+    kept: ClassVar[list] = []
+
+    def __init__(self, *arguments, **options):
+        self.kept.append(self)
+
+
+class FinishKeepsReferences(Unchecked):
+    """Finishing removes the table and counts nothing down."""
+
+    def _close(self, seq):
+        for block in seq.table:
+            self._raw[block] = self._raw.get(block, 0) + 1
+        super()._close(seq)
+
+
+class UnpinForgets(Unchecked):
+    """Letting go of a pin removes its entry and returns nothing."""
+
+    @public_call
+    def unpin(self, handle):
+        """Remove the entry."""
+        seq = self._one("unpin", handle)
+        for block in seq.table:
+            self._raw[block] = self._raw.get(block, 0) + 1
+        self._close(seq)
+
+
+class CountsBeforeItCopies(KVBlockManager):
+    """The pool's step counts as done although the copy of the data failed."""
+
+    def _run(self, seq_ids, num_new, reserve=False, plan=None):
+        plan = plan or self._plan
+        self.pool.step(plan, seq_ids, num_new)
+        self.pool.done(plan)
+        self.backend.copy_blocks(plan)
+        return plan
+
+
+class Failing:
+    """A backend whose next copy fails."""
+
+    def __init__(self, backend):
+        self.backend = backend
+
+    def __getattr__(self, name):
+        return getattr(self.backend, name)
+
+    def copy_blocks(self, plan):
+        raise RuntimeError("the device is gone")
+
+
+def accounted(pool):
+    stats = pool.stats()
+    return stats.free + stats.evictable + stats.limbo + stats.used == stats.num_blocks - stats.reserved
+
+
+@row(FailedStepKeepsABlock)
+def test_b1_failed_step_keeps_no_block_and_no_slot(make_pool, make_plan):
+    """A slot was taken, then scheduling failed, and it was never returned."""
+    pool = make_pool(8, 4)
+    plan = make_plan(pool)
+    handles = [pool.open() for _ in range(3)]
+    for _ in range(100):
+        with pytest.raises(OutOfBlocks):
+            pool.step(plan, handles, 12)
+    pool.close(handles)
+    assert idle(pool)
+
+
+@row(FailedOpenKeepsItsSlot)
+def test_b1_failed_open_keeps_no_slot(make_pool):
+    """The same, in open."""
+    pool = make_pool(4, 4, max_seqs=2, max_blocks_per_seq=9)
+    for _ in range(10):
+        with pytest.raises(OutOfBlocks):
+            pool.open(16)
+    assert pool.stats().sequences == 0
+    pool.open(), pool.open()
+
+
+@row(FailedForkKeepsReferences)
+def test_b1_failed_fork_keeps_no_reference(make_pool, grow):
+    """The same, in fork."""
+    pool = make_pool(max_seqs=3)
+    parent = pool.open()
+    grow(pool, parent, 8)
+    with pytest.raises(OutOfSequences):
+        pool.fork(parent, 3)
+    assert pool.refcount(1) == 1
+    pool.close(parent)
+    assert idle(pool)
+
+
+@row(LimboLosesABlock)
+def test_b2_sum_of_all_places_is_the_pool_after_every_call(make_pool, make_plan):
+    """available + evictable != total, found by the idle check of a production server."""
+    rng = np.random.default_rng(2)
+    pool = make_pool(24, 4, max_seqs=8)
+    plans, pending, handles = [make_plan(pool) for _ in range(2)], [], []
+    for _ in range(400):
+        choice = rng.random()
+        if choice < 0.2 and len(handles) < 6:
+            handles.append(pool.open())
+        elif choice < 0.3 and handles and len(handles) < 8:
+            handles += pool.fork(handles[0]).tolist()
+        elif choice < 0.5 and handles:
+            table = pool.table(handles[-1])
+            full = pool.num_tokens(handles[-1]) // 4
+            pool.take_dropped()
+            pool.mark_committed(table[:full])
+            pool.close(handles.pop())
+        elif choice < 0.9 and len(pending) < 2:
+            plan = plans[0] if plans[0] not in pending else plans[1]
+            rows = [h for h in handles if pool.num_tokens(h) < 30]
+            pool.step(plan, rows, int(rng.integers(0, 6)), partial=True)
+            pending.append(plan)
+        elif pending:
+            pool.done(pending.pop(0))
+        assert accounted(pool)
+    for plan in pending:
+        pool.done(plan)
+    if handles:
+        pool.close(handles)
+    assert idle(pool)
+
+
+@row(SharedIsEvictablePerHolder)
+def test_b3_shared_block_is_evictable_once(make_pool, grow):
+    """The evictable size counted shared pages twice."""
+    pool = make_pool()
+    parent = pool.open()
+    grow(pool, parent, 8)
+    handles = [parent, *pool.fork(parent, 3).tolist()]
+    pool.mark_committed([1, 2])
+    pool.close(handles[:3])
+    assert pool.stats().evictable == 0
+    pool.close(handles[3])
+    assert pool.stats().evictable == 2
+
+
+def check_b4_abort_in_any_state_returns_everything(make_pool, make_plan, state):
+    pool = make_pool(8, 4)
+    plan = make_plan(pool)
+    handle = pool.open(8)
+    if state == "reserved":
+        pool.reserve(plan, [handle], 12)
+    if state in ("stepped", "forked", "done", "rolled back"):
+        pool.step(plan, [handle], 9)
+    if state == "forked":
+        pool.close(pool.fork(handle, 2))
+    if state == "done":
+        pool.done(plan)
+    if state == "rolled back":
+        pool.rollback(plan)
+    if state == "skipped":
+        raw = pool.alloc(5)
+        pool.step(plan, [handle], 12, partial=True)
+        assert plan.served.tolist() == [0]
+        pool.free(raw)
+    pool.close(handle)
+    if plan.is_pending:
+        pool.done(plan)
+    assert idle(pool)
+
+
+@row(AbortForgetsWhatWasSetAside)
+def test_b4_abort_in_any_state_returns_everything(make_pool, make_plan):
+    """An aborted request in an odd state was never given back."""
+    for state in ("new", "reserved", "stepped", "forked", "done", "rolled back", "skipped"):
+        check_b4_abort_in_any_state_returns_everything(make_pool, make_plan, state)
+
+
+@row(CompletionOfTheDeadIsDropped)
+def test_b5_step_of_an_aborted_request_completes_all_the_same(make_pool, make_plan):
+    """An abort took the id off a list, the completion was filtered by that list, and the blocks were held for ever."""
+    pool = make_pool()
+    plan = make_plan(pool)
+    handle = pool.open()
+    pool.step(plan, [handle], 9)
+    pool.close(handle)
+    assert pool.stats().limbo == 3
+    pool.done(plan)
+    assert idle(pool)
+
+
+@row(WaitsForItsOwnSignal)
+def test_b6_close_does_not_wait_for_a_signal_of_its_own(make_pool, make_plan):
+    """A delayed free waited for a signal that a dead peer never sent: any later done lets the blocks go."""
+    pool = make_pool()
+    lost, later = make_plan(pool), make_plan(pool)
+    handle = pool.open(8)
+    pool.step(lost, [handle], 8)
+    pool.close(handle)
+    pool.rollback(lost)  # the peer is dead
+    assert idle(pool)
+    pool.step(later, [], 0)
+    pool.done(later)
+
+
+@row(OvertakingDoneIsLost)
+def test_b7_abort_and_completion_come_in_any_order(make_pool, make_plan):
+    """An abort raced with a completion that had arrived already: nothing was ever freed."""
+    pool = make_pool()
+    older, newer = make_plan(pool), make_plan(pool)
+    first, second = pool.open(), pool.open()
+    pool.step(older, [first], 8)
+    pool.step(newer, [second], 8)
+    pool.done(newer)  # arrives first, waits for the older one
+    pool.close([second, first])
+    pool.done(older)
+    assert idle(pool)
+
+
+@row(HoldIsNeverReleased)
+def test_b8_owner_that_leaves_during_a_copy_leaks_nothing(make_pool, make_plan, grow):
+    """A client cancelled during a transfer, and its blocks leaked until the server hung."""
+    pool = make_pool()
+    parent = pool.open()
+    grow(pool, parent, 6)
+    child = int(pool.fork(parent)[0])
+    plan = make_plan(pool)
+    pool.step(plan, [child], 1)  # copies the tail out of the parent's block
+    pool.close([parent, child])
+    pool.done(plan)
+    assert idle(pool)
+
+
+@row(FailedStepKeepsItsBlocks)
+def test_b9_failed_steps_leave_the_whole_pool_for_the_next_request(make_pool, make_plan):
+    """Failed transfers kept their blocks: healthy to look at, and nothing was served any more."""
+    pool = make_pool(8, 4)
+    plan, handle = make_plan(pool), pool.open()
+    for _ in range(20):
+        pool.step(plan, [handle], 9)
+        pool.rollback(plan)
+    pool.step(plan, [handle], 28)
+    pool.done(plan)
+    pool.close(handle)
+    assert idle(pool)
+
+
+@row(broken(Pool=KeptAlive, Plan=Plan), model=False)
+def test_b10_pools_and_plans_that_nobody_holds_are_freed(parts):
+    """A block and a node of the tree referred to each other: 564,624 bytes leaked. Here: tags of pools come back."""
+    try:
+        for turn in range(3000):  # more than there are tags
+            pool = parts.Pool(4, 4, prefix_cache=True)
+            plan = parts.Plan(pool, 1)
+            pool.step(plan, [pool.open()], 1)
+            del pool, plan
+            if turn % 500 == 0:
+                gc.collect()
+    finally:
+        for pool in KeptAlive.kept:
+            pool.shutdown()
+        KeptAlive.kept.clear()
+
+
+@row(FinishKeepsReferences)
+def test_b11_finish_drops_the_references_not_only_the_table(make_pool, grow):
+    """Finish removed the table but never decremented: evictions 0 at 100 % use."""
+    pool = make_pool(5, 4)
+    for _ in range(20):
+        handle = pool.open()
+        grow(pool, handle, 16)
+        pool.take_dropped()
+        pool.mark_committed(pool.table(handle))
+        pool.close(handle)
+    stats = pool.stats()
+    assert (stats.used, stats.evictable, stats.evictions) == (0, 4, 76)
+
+
+@row(FinishKeepsReferences)
+def test_b11_many_prompts_one_after_another_without_reset(make_pool, make_plan):
+    """A page table that only a reset emptied."""
+    pool = make_pool(12, 4)
+    plan = make_plan(pool)
+    for length in [1, 4, 5, 17, 40, 3] * 20:
+        handle = pool.open(length)
+        pool.step(plan, [handle], length)
+        pool.done(plan)
+        pool.close(handle)
+    assert idle(pool)
+
+
+@row(UnpinForgets)
+def test_b12_every_pin_ends_with_its_unpin(make_pool, make_plan):
+    """A lookup pinned, the retrieval never came; an unpin after the last reference freed nothing."""
+    pool = make_pool(prefix_cache=True)
+    prompt = [1] * 4 + [2] * 4
+    cache(make_plan, pool, prompt)
+    for hit in (prompt, prompt[:4], [9] * 8):
+        pins = [pool.pin(hit) for _ in range(3)]
+        pool.unpin(pins.pop(0))
+        assert pool.stats().used == pool.num_tokens(pins[0]) // 4
+        for pin in pins:
+            pool.unpin(pin)
+        assert idle(pool) and pool.stats().evictable == 2
+
+
+@row(broken(Manager=CountsBeforeItCopies), model=False)
+def test_b13_copy_that_fails_counts_for_nothing(parts):
+    """A counter moved before the data was copied, and a buffer was not freed when there was no page."""
+    manager = parts.Manager(KVSpec(1, 1, 8, "float32", 4), num_blocks=8)
+    parent = manager.new_sequence(0).seq_id
+    manager.step([parent], 6)
+    child = manager.fork(parent).seq_id
+    backend, manager.backend = manager.backend, Failing(manager.backend)
+    with pytest.raises(RuntimeError):
+        manager.step([child], 1)
+    manager.backend = backend
+    assert manager.pool.num_tokens(child) == 6 and manager.pool.table(child).tolist() == [1, 2]
+    manager.free(parent)
+    manager.free(child)
+    assert idle(manager.pool)

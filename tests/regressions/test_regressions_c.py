@@ -1,0 +1,529 @@
+"""Family C: used after it was freed, evicted while in use, steps that are late. See docs/regressions.md."""
+
+import itertools
+import random
+
+import pytest
+from catalogue import Unchecked, broken, idle, row
+from prefixes import cache, compute, serve
+
+from kvpool.errors import OutOfBlocks, PlanStateError, StaleHandle
+from kvpool.testing import ModelPlan
+from kvpool.testing.model_blocks import public_call
+from kvpool.testing.simulator import simulate
+from kvpool.testing.simulator_faults import FAULTS
+from kvpool.testing.simulator_host import Kit
+
+A, B, C = ([n] * 4 for n in (1, 2, 3))
+
+
+class FreedUnderTheStep(Unchecked):
+    """A freed block is blank at once, whoever still writes it."""
+
+    def _release(self, block):
+        if not self._refcount(block) and block not in self._holds:
+            self._leave(block)
+
+
+class FreedWithTheFirstDone(Unchecked):
+    """Any completion frees what waits, not only that of the newest step."""
+
+    def _drain_limbo(self):
+        while self._limbo:
+            self._leave(self._limbo.pop(0)[0])
+
+
+class OptimisticLength(Unchecked):
+    """What a pending step will have computed counts as computed."""
+
+    def _done_length(self, seq):
+        return seq.num_tokens
+
+
+class TruncatesInFlight(Unchecked):
+    """A sequence is cut though a step in flight writes it, and its blocks are given back."""
+
+    @public_call
+    def truncate(self, handles, lens):
+        """Cut."""
+        for seq in self._batch("truncate", handles, alone=True):
+            self._pop_blocks(seq, -(-lens // self.block_size))
+            seq.num_tokens = lens
+
+
+class PaddingKeepsTheOldRow(ModelPlan):
+    """Rows beyond the batch are not written."""
+
+    def _write(self, batch, new, num_rows, num_tokens):
+        return super()._write(batch, new, len(batch), num_tokens)
+
+
+class SlotIsTheHandle(Unchecked):
+    """A request that was reset is taken for the one before it."""
+
+    def _sequence(self, call, handle):
+        return super()._sequence(call, getattr(self._sequences.get(handle & 0xFFFFF), "handle", handle))
+
+
+_buffers = {}
+
+
+class OneBuffer(ModelPlan):
+    """Every plan fills the same arrays."""
+
+    def __init__(self, pool, *arguments, **options):
+        super().__init__(pool, *arguments, **options)
+        self._base = _buffers.setdefault((id(pool), *self._base), self._base)
+
+
+class CachedIsNotTouched(Unchecked):
+    """A hit is found, but stays where it may be evicted."""
+
+    def _revive(self, ids):
+        lru = list(self._lru)
+        super()._revive(ids)
+        self._lru = lru
+
+    def _touch(self, block):
+        """Leave it where it is."""
+
+
+class RetractedGoesBlank(Unchecked):
+    """What a retracted request had committed is indexed, and on the free list."""
+
+    def _leave(self, block):
+        self._blank.append(block)
+
+
+class CommitMakesRoom(Unchecked):
+    """Committing needs room, and evicts from the request that is being committed."""
+
+    @public_call
+    def commit(self, handles, tokens, counts=None):
+        """Commit, then detach."""
+        seq = self._one("commit", handles)
+        super().commit.__wrapped__(self, handles, tokens, counts)
+        self._blank.append(seq.table.pop())
+
+
+class NodeNumbersComeBack(Unchecked):
+    """The number of a node that is gone is given to the next one, and its children with it."""
+
+    def _new_uid(self):
+        taken = {node.uid for node in self._nodes.values()} | set(self._roots.values())
+        return next(uid for uid in itertools.count(1) if uid not in taken)
+
+
+class TornDownByRecursion(Unchecked):
+    """A table is released by a function that calls itself."""
+
+    def _pop_blocks(self, seq, length):
+        if len(seq.table) > length:
+            self._release(seq.table.pop())
+            self._pop_blocks(seq, length)
+
+
+class HitsAreRoomToo(Unchecked):
+    """Evictable hits count as blocks that can be taken."""
+
+    def _out_of_blocks(self, *arguments, lost=0, **options):
+        super()._out_of_blocks(*arguments, **options)
+
+    def _available(self):
+        return super()._available() + sum(self._raw.get(b, 0) > 0 for b in self._committed)
+
+
+class RevivesAnything(Unchecked):
+    """A hit is believed though it was evicted since."""
+
+    @public_call
+    def revive(self, ids):
+        """Count up."""
+        self._raw[ids] = self._raw.get(ids, 0) + 1
+
+
+class EvictedIsFound(Unchecked):
+    """A block that is taken for other use keeps its node."""
+
+    def _evict_oldest(self):
+        nodes, block = dict(self._nodes), super()._evict_oldest()
+        self._nodes = nodes
+        return block
+
+
+class EvictedKeepsItsMark(Unchecked):
+    """A block that is taken for other use still counts as computed."""
+
+    def _evict_oldest(self):
+        block = super()._evict_oldest()
+        self._committed.add(block)
+        return block
+
+
+@row(FreedUnderTheStep)
+def test_c1_freed_block_waits_for_the_newest_step_in_flight(make_pool, make_plan):
+    """Blocks were freed on the output of step N while step N + 1, already dispatched, still wrote them."""
+    pool = make_pool()
+    steps = [make_plan(pool), make_plan(pool)]
+    handle = pool.open()
+    for plan in steps:
+        pool.step(plan, [handle], 4)
+    pool.done(steps[0])
+    pool.close(handle)  # finished by what step N produced
+    assert pool.stats().limbo == 2
+    assert not {1, 2} & set(pool.alloc(13).tolist())
+    pool.done(steps[1])
+    assert {1, 2} == set(pool.alloc(2).tolist())
+
+
+@row(FreedWithTheFirstDone)
+def test_c1_first_of_two_completions_frees_nothing(make_pool, make_plan):
+    """The same, closed before either completion has come."""
+    pool = make_pool()
+    steps = [make_plan(pool), make_plan(pool)]
+    handle = pool.open()
+    for plan in steps:
+        pool.step(plan, [handle], 4)
+    pool.close(handle)
+    pool.done(steps[0])
+    assert pool.stats().limbo == 2
+    pool.done(steps[1])
+    assert idle(pool)
+
+
+@row(FreedUnderTheStep)
+def test_c1_blocks_of_a_closed_request_wait_for_the_step_in_flight(make_pool, make_plan):
+    """vllm PR45357, vllm-ascend#14055: freed on the output of one step while the next one still writes."""
+    pool = make_pool(4, prefix_cache=True)  # three blocks
+    handle, plan = serve(make_plan, pool, A), make_plan(pool)
+    pool.step(plan, [handle], 1)
+    pool.close(handle)
+    assert pool.evict(16) == 0
+    with pytest.raises(OutOfBlocks):
+        pool.alloc(2)
+    pool.done(plan)
+    assert pool.alloc(3).tolist() == [2, 3, 1]  # the cached one last
+
+
+@row(OptimisticLength)
+def test_c2_tokens_in_flight_are_not_settled(make_pool, make_plan, refused):
+    """A window was pruned by the length that steps in flight would reach: a block too many was given away."""
+    pool = make_pool(prefix_cache=True)
+    first, second = make_plan(pool), make_plan(pool)
+    handle = pool.open()
+    pool.step(first, [handle], 3)
+    pool.step(second, [handle], 1)
+    pool.done(first)
+    with refused(pool, ValueError, "commit", 3):
+        pool.commit(handle, A)
+    pool.done(second)
+    pool.commit(handle, A)
+    assert pool.match(A + B) == 4
+
+
+@row(TruncatesInFlight)
+def test_c3_preempted_sequence_frees_nothing_in_flight(make_pool, make_plan, refused):
+    """Preemption returned blocks with a step in flight."""
+    pool = make_pool()
+    plan = make_plan(pool)
+    handle = pool.open()
+    pool.step(plan, [handle], 8)
+    with refused(pool, PlanStateError, "truncate"):
+        pool.truncate(handle, 0)
+    pool.done(plan)
+    pool.truncate(handle, 0)
+    assert pool.stats().free == 15
+
+
+@row(broken(kit=FAULTS["zombie rows"]), model=False)
+def test_c4_rows_of_the_dead_write_nothing(parts):
+    """Rows of finished requests went on writing blocks that had new owners: more than half of the answers were cut."""
+    for seed in (1, 2, 3):
+        simulate(seed, 1, parts.kit)
+
+
+@row(PaddingKeepsTheOldRow)
+def test_c5_row_of_a_dead_sequence_is_padded(make_pool, make_plan):
+    """An idle rank's dummy step wrote through stale block-table rows into cached blocks."""
+    pool = make_pool()
+    plan = make_plan(pool, 4, 4, table_width=3)
+    handles = [pool.open() for _ in range(3)]
+    pool.step(plan, handles, 1)
+    pool.done(plan)
+    pool.close(handles[1:])
+    pool.step(plan, handles[:1], 1, pad_to=(4, 4))
+    assert plan.block_tables.tolist() == [[1, 0, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0]]
+    assert plan.slot_mapping.tolist() == [5, -1, -1, -1]
+    assert plan.seq_lens.tolist() == [2, 0, 0, 0]
+
+
+@row(SlotIsTheHandle)
+def test_c6_late_call_with_the_old_handle_is_refused(make_pool, make_plan, refused):
+    """Late output after a preemption was applied to the request that had been reset."""
+    pool = make_pool(max_seqs=1)
+    plan = make_plan(pool)
+    first = pool.open()
+    pool.close(first)
+    second = pool.open()
+    with refused(pool, StaleHandle, "step", first, plans=[plan]):
+        pool.step(plan, [first], 1)
+    assert pool.num_tokens(second) == 0
+
+
+@row(SlotIsTheHandle)
+def test_c6_late_output_of_a_preempted_request_is_refused(make_pool, make_plan, refused):
+    """vllm PR49620: late output was applied to the request that came after."""
+    pool = make_pool(prefix_cache=True, max_seqs=1)
+    old = pool.open(A)
+    compute(make_plan, pool, old, 4)
+    pool.close(old)
+    new = pool.open(B)
+    compute(make_plan, pool, new, 4)
+    with refused(pool, StaleHandle, "commit", old):
+        pool.commit(old, A)
+    assert pool.match(A + C) == 0
+
+
+@row(CachedIsNotTouched)
+def test_c7_pin_keeps_a_prefix_while_somebody_copies_it_out(make_pool, make_plan):
+    """TensorRT-LLM#12540, #12542: sequence removed or evicted while an asynchronous sender read it."""
+    pool = make_pool(4, prefix_cache=True)
+    cache(make_plan, pool, A + B)
+    pin = pool.pin(A + B)
+    with pytest.raises(OutOfBlocks):
+        pool.open([9] * 8)
+    assert pool.table(pin).tolist() == [1, 2]
+    pool.unpin(pin)
+    assert pool.num_tokens(pool.open([9] * 8)) == 0
+
+
+@row(OneBuffer)
+def test_c8_contents_hold_until_the_next_step_on_the_plan(make_pool, make_plan):
+    """Asynchronous copies read ONE reused offsets buffer that the next iteration overwrote."""
+    pool = make_pool()
+    first, second = make_plan(pool), make_plan(pool)
+    handles = [pool.open(), pool.open()]
+    pool.step(first, handles, 3)
+    shown = first.block_tables.tolist(), first.slot_mapping.tolist(), first.seq_lens.tolist()
+    pool.step(second, handles[::-1], 5)
+    pool.done(first)
+    pool.close(handles)
+    assert (first.block_tables.tolist(), first.slot_mapping.tolist(), first.seq_lens.tolist()) == shown
+    with pytest.raises(PlanStateError):
+        pool.step(second, [], 0)  # still in flight: its buffers may not be reused
+
+
+@row(CachedIsNotTouched)
+def test_c9_cached_block_has_a_reference_or_is_on_the_list(make_pool, make_plan, grow):
+    """A prefill chunk was indexed, then its request was retracted and freed the pages."""
+    pool = make_pool()
+    handle = pool.open()
+    grow(pool, handle, 8)
+    pool.mark_committed([1, 2])
+    pool.close(handle)
+    assert pool.stats().evictable == 2
+    pool.revive([1, 2])
+    assert pool.stats().evictable == 0
+    assert not {1, 2} & set(pool.alloc(13).tolist())
+
+
+@row(RetractedGoesBlank)
+def test_c9_retracted_request_leaves_its_committed_chunk_in_one_place(make_pool, make_plan):
+    """sglang#38319: a prefill chunk was in the tree, and its pages were freed."""
+    pool = make_pool(prefix_cache=True)
+    handle = pool.open(A + B + C)
+    compute(make_plan, pool, handle, 6)
+    pool.commit(handle, A + B[:2])
+    pool.close(handle)
+    stats = pool.stats()
+    assert (stats.evictable, stats.used, stats.free) == (1, 0, 14)
+    assert pool.match(A + B) == 4
+    assert 1 not in pool.alloc(14).tolist()
+
+
+@row(CommitMakesRoom)
+def test_c10_commit_takes_and_evicts_nothing(make_pool, make_plan):
+    """TensorRT-LLM#17926: commit, alloc, evict: the request being committed lost its own blocks."""
+    pool = make_pool(4, prefix_cache=True)
+    handle = pool.open(A + B + C)
+    compute(make_plan, pool, handle, 12)
+    before = pool.stats()
+    pool.commit(handle, A + B + C)
+    assert pool.stats() == before
+    assert pool.table(handle).tolist() == [1, 2, 3]
+
+
+@row(NodeNumbersComeBack)
+def test_c11_orphan_of_an_evicted_parent_is_never_found(make_pool, make_plan):
+    """TensorRT-LLM PR15018: orphaned blocks came back with stale content."""
+    pool = make_pool(prefix_cache=True)
+    handle = serve(make_plan, pool, A + B)
+    pool.incref(2)
+    pool.close(handle)
+    pool.evict(1)
+    cache(make_plan, pool, A + C)
+    assert pool.match(A + B + C) == 4
+
+
+@row(NodeNumbersComeBack)
+def test_c12_chain_that_was_evicted_joins_no_other(make_pool, make_plan):
+    """Stale links joined chains that had ended."""
+    pool = make_pool(prefix_cache=True)
+    handle = serve(make_plan, pool, A + B)
+    pool.incref(2)
+    pool.close(handle)
+    pool.evict(1)  # the parent of the block that is still held
+    cache(make_plan, pool, C)  # what comes next has no children
+    assert pool.match([*C, *B, 0]) == 4
+    for turn in range(20):
+        prompt = [turn] * 4 + [turn + 1] * 4 + [turn % 2] * 4
+        cache(make_plan, pool, prompt)
+        for other in range(20):
+            assert pool.match([turn] * 4 + [turn + 1] * 4 + [other + 2] * 4 + [0]) == 8
+
+
+@row(TornDownByRecursion)
+def test_c12_deep_chain_ends_without_deep_recursion(make_pool, make_plan):
+    """A chain was torn down by recursion, and a long one overran the stack."""
+    pool = make_pool(3000, 1)
+    handle = pool.open()
+    plan = make_plan(pool, 1, 2999, formats=("seq_lens",))
+    pool.step(plan, [handle], 2999)
+    pool.done(plan)
+    pool.close(handle)
+    assert idle(pool)
+
+
+@row(CachedIsNotTouched, HitsAreRoomToo)
+def test_c13_hits_leave_the_free_list_before_the_capacity_check(make_pool):
+    """Hit blocks were counted as available and as hits: the check passed, the allocation failed."""
+    pool = make_pool(5, 4)
+    ids = pool.alloc(4)
+    pool.mark_committed(ids)
+    pool.free(ids)
+    pool.revive([1, 2])
+    with pytest.raises(OutOfBlocks) as caught:
+        pool.alloc(3)
+    assert (caught.value.evictable, caught.value.short_by) == (2, 1)
+    assert pool.alloc(2).tolist() == [3, 4]
+
+
+@row(HitsAreRoomToo)
+def test_c13_open_fits_exactly_when_its_blocks_are_there(make_pool, make_plan):
+    """Hits in the eviction list were counted as blocks to take, or taken before they were held."""
+    for cached, blank in itertools.product(range(4), range(4)):
+        for hits, need in itertools.product(range(cached + 1), range(1, 8)):
+            pool = make_pool(cached + blank + 9, 4, prefix_cache=True, watermark=0)
+            prompt = [t for block in range(cached) for t in [block + 1] * 4]
+            cache(make_plan, pool, prompt)
+            pool.alloc(pool.stats().free - blank)
+            request = prompt[: 4 * hits] + [99] * (4 * need)
+            if need <= blank + cached - hits:
+                handle = pool.open(request)
+                table = pool.table(handle).tolist()
+                assert pool.num_tokens(handle) == 4 * hits and len(set(table)) == len(table) == hits + need
+            else:
+                with pytest.raises(OutOfBlocks) as caught:
+                    pool.open(request)
+                assert caught.value.short_by == need - (blank + cached - hits)
+                assert pool.match([*prompt, 0]) == 4 * cached
+            pool.check()
+            pool.shutdown()
+
+
+@row(broken(kit=FAULTS["newest first"]), model=False)
+def test_c14_device_that_keeps_the_order_reads_what_was_written(parts):
+    """Stores ran beside the steps they depended on: what was restored was corrupt under load."""
+    shape = FAULTS["newest first"].shape
+    for seed in range(1, 4):
+        simulate(seed, 1, Kit(Device=parts.kit.Device, shape=shape))
+
+
+@row(RevivesAnything)
+def test_c15_hit_that_was_evicted_in_between_is_refused(make_pool, refused):
+    """A hit was evicted between lookup and use."""
+    pool = make_pool(2, 4)
+    block = pool.alloc()
+    pool.mark_committed(block)
+    pool.free(block)
+    pool.evict(1)
+    with refused(pool, ValueError, "revive", block):
+        pool.revive(block)
+
+
+@row(CachedIsNotTouched)
+def test_c15_hit_cannot_be_evicted_between_lookup_and_use(make_pool, make_plan):
+    """vllm#39702, #54914: looked up, evicted by somebody else, then used."""
+    pool = make_pool(4, prefix_cache=True)
+    cache(make_plan, pool, A)
+    handle = pool.open(A + B)
+    assert pool.evict(16) == 0
+    with pytest.raises(OutOfBlocks):
+        pool.open([9] * 12)
+    assert pool.table(handle).tolist() == [1, 2] and pool.num_tokens(handle) == 4
+
+
+@row(EvictedIsFound)
+def test_c16_output_is_the_same_under_eviction_pressure(make_pool, make_plan):
+    """vllm#37076: results changed under pressure. Here: whatever is found was written for exactly this prefix."""
+    rng = random.Random(5)
+    pool = make_pool(7, 2, prefix_cache=True)
+    content: dict[int, tuple[int, ...]] = {}
+    for _ in range(300):
+        prompt = tuple(rng.choice((1, 2)) for _ in range(rng.randrange(2, 12)))
+        handle = pool.open(list(prompt))
+        cached, table = pool.num_tokens(handle), pool.table(handle).tolist()
+        for i, block in enumerate(table[: cached // 2]):
+            assert content[block] == prompt[: 2 * i + 2]
+        compute(make_plan, pool, handle, len(prompt) - cached)
+        pool.commit(handle, list(prompt[cached:]))
+        for i in range(cached // 2, len(prompt) // 2):
+            content[table[i]] = prompt[: 2 * i + 2]
+        pool.close(handle)
+    assert pool.prefix_stats().evicted > 100 and pool.prefix_stats().hit_tokens > 100
+
+
+@row(EvictedKeepsItsMark)
+def test_c17_recycled_block_keeps_no_committed_bit(make_pool, make_plan):
+    """A recycled block kept its old hash, or its 'computed' bit."""
+    pool = make_pool(2, 4)
+    pool.alloc()
+    pool.mark_committed(1)
+    pool.free(1)
+    plan = make_plan(pool)
+    handle = pool.open()
+    pool.step(plan, [handle], 1)
+    assert pool.take_dropped().tolist() == [1]
+    pool.done(plan)
+    pool.step(plan, [handle], 1)  # in place: the block is not committed any more
+    assert plan.copies.shape == (0, 3) and plan.slot_mapping.tolist() == [5]
+    pool.done(plan)
+    pool.close(handle)
+    assert pool.stats().free == 1
+
+
+@row(EvictedIsFound)
+def test_c17_evicted_block_leaves_the_index_and_its_mark(make_pool, make_plan):
+    """vllm PR4761, PR5364, kvcached#362: a recycled block kept its old hash or its computed bit."""
+    pool = make_pool(3, prefix_cache=True)  # two blocks
+    for turn in range(10):
+        cache(make_plan, pool, [turn] * 4)
+        handle = pool.open()
+        compute(make_plan, pool, handle, 8)  # takes both
+        assert [pool.match([n] * 5) for n in range(turn + 1)] == [0] * (turn + 1)
+        pool.close(handle)
+        assert pool.stats().evictable == pool.prefix_stats().nodes == 0
+
+
+@row(SlotIsTheHandle)
+def test_c18_reader_that_was_slow_learns_that_its_blocks_are_gone(make_pool, grow):
+    """A read outlived its lease, and one path did not look at the lease after reading."""
+    pool = make_pool(max_seqs=1)
+    handle = pool.open()
+    grow(pool, handle, 8)
+    table = pool.table(handle)  # read what is in there, slowly; meanwhile:
+    pool.close(handle)
+    grow(pool, pool.open(), 8)
+    assert len(table) == 2 and not pool.is_open(handle)
+    with pytest.raises(StaleHandle):
+        pool.table(handle)

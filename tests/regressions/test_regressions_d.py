@@ -1,0 +1,169 @@
+"""Family D: copy on write, forks, aliases. See docs/regressions.md."""
+
+import numpy as np
+from catalogue import Unchecked, broken, row
+from simple_backend import Simple
+
+from kvpool.testing import ModelPool, conformance
+from kvpool.testing.model_blocks import public_call
+from kvpool.testing.simulator import simulate
+from kvpool.testing.simulator_faults import FAULTS
+
+
+class SharedTailIsWritten(Unchecked):
+    """Nothing is copied before it is written."""
+
+    def _row_needs(self, *arguments):
+        return [], super()._row_needs(*arguments)[1]
+
+
+class ResetKeepsPending(Unchecked):
+    """The sources of copies survive a reset."""
+
+    def _reset(self):
+        holds = list(self._holds)
+        super()._reset()
+        self._holds = holds
+        self._blank = [block for block in self._blank if block not in holds]
+
+
+class CopiesNothing(Simple):
+    """One backend of several has no copy."""
+
+    def copy_blocks(self, plan):
+        """Do nothing."""
+
+
+class CopyIsNotImplemented(Simple):
+    """The copy was left for later."""
+
+    def copy_blocks(self, plan):
+        """Raise at the first fork."""
+        raise NotImplementedError
+
+
+class ShowsItsOwnMemory(Unchecked):
+    """Arrays that were handed out change later."""
+
+    def table(self, handle):
+        """One array for all."""
+        if not hasattr(self, "_shown"):
+            self._shown = np.zeros(self.num_blocks, np.int32)
+        found = ModelPool.table(self, handle)
+        self._shown[: len(found)] = found
+        return self._shown[: len(found)]
+
+    def alloc(self, n=None, out=None):
+        """In the same array."""
+        ids = super().alloc(n)
+        if hasattr(self, "_shown"):
+            self._shown[:2] = np.atleast_1d(ids)[:2]
+        return ids
+
+
+class CutMovesTheLengthOnly(Unchecked):
+    """The length moves, the table stays."""
+
+    @public_call
+    def truncate(self, handles, lens):
+        """Move the length."""
+        for seq in self._batch("truncate", handles, alone=True):
+            seq.num_tokens = lens
+
+
+def check(factory, name):
+    """One case of the conformance kit."""
+    (case,) = [case for case in conformance.CASES if case.__name__ == name]
+    conformance.check_backend(factory, [case])
+
+
+@row(SharedTailIsWritten)
+def test_d1_fork_of_forks_keeps_each_history(make_pool, make_plan, grow):
+    """Beams whose ids no longer shared a parent kept each other's tokens."""
+    pool = make_pool(32)
+    plan = make_plan(pool)
+    beam = pool.open()
+    grow(pool, beam, 5)
+    beams = [beam, *pool.fork(beam, 3).tolist()]
+    pool.step(plan, beams, 1)
+    pool.done(plan)
+    survivor = beams[2]
+    pool.close([b for b in beams if b != survivor])
+    beams = [survivor, *pool.fork(survivor, 3).tolist()]
+    pool.step(plan, beams, 1)
+    tails = [pool.table(b).tolist()[-1] for b in beams]
+    assert len(set(tails)) == 4 and all(pool.table(b)[0] == 1 for b in beams)
+    source = plan.copies[0, 0]
+    assert plan.copies.tolist() == [[source, tail, 2] for tail in tails[:3]] and tails[3] == source
+
+
+@row(broken(kit=FAULTS["shared tail written in place"]), model=False)
+def test_d1_beams_read_their_own_history(parts):
+    """The same, by content, with beams that come and go."""
+    for seed in range(1, 5):
+        simulate(seed, 1, parts.kit)
+
+
+@row(ResetKeepsPending)
+def test_d2_reset_leaves_no_source_behind(make_pool, make_plan, grow):
+    """Reset kept stale source blocks of beams."""
+    pool = make_pool()
+    plan = make_plan(pool)
+    parent = pool.open()
+    grow(pool, parent, 6)
+    pool.step(plan, [parent, *pool.fork(parent, 2).tolist()], 1)
+    assert len(plan.copies) == 2
+    pool.reset()
+    assert (pool.stats().used, pool.stats().free) == (0, 15)
+    handle = pool.open()
+    pool.step(plan, [handle], 3)
+    assert plan.copies.shape == (0, 3) and pool.table(handle).tolist() == [1]
+
+
+@row(broken(Backend=CopiesNothing), model=False)
+def test_d2_every_backend_copies(parts):
+    """One backend of several had no copy on write."""
+    check(parts.Backend, "copies_take_exactly_the_valid_tokens")
+
+
+@row(broken(Backend=CopyIsNotImplemented), model=False)
+def test_d3_backend_without_a_copy_does_not_pass_for_one(parts):
+    """`copy_blocks` raised NotImplementedError at the first fork, in production."""
+    check(parts.Backend, "copies_writes_reads_happen_in_order")
+
+
+@row(ShowsItsOwnMemory)
+def test_d5_arrays_that_the_pool_returned_do_not_change_under_the_caller(make_pool, grow):
+    """An offset array was changed in place; the caller's reference changed with it."""
+    pool = make_pool()
+    handle = pool.open()
+    grow(pool, handle, 6)
+    table, ids = pool.table(handle), pool.alloc(2)
+    pool.truncate(handle, 0)
+    pool.free(ids)
+    pool.alloc(5)
+    assert table.tolist() == [1, 2] and ids.tolist() == [3, 4]
+
+
+@row(CutMovesTheLengthOnly)
+def test_d6_tokens_behind_a_truncation_belong_to_nobody(make_pool, make_plan, grow):
+    """Trim moved the offset, the tail kept another request's tokens."""
+    pool = make_pool()
+    plan = make_plan(pool, formats=("kv_slots", "positions", "slot_mapping"), kv_width=12)
+    a, b = pool.open(), pool.open()
+    grow(pool, a, 10)
+    pool.step(plan, [a], 0)
+    pool.done(plan)
+    pool.truncate(a, 2)
+    grow(pool, b, 8)  # takes the blocks that a gave back
+    assert pool.table(b).tolist() == [2, 3]
+    pool.step(plan, [a], 1)
+    assert plan.kv_slots.tolist() == [[4, 5, 6] + [0] * 9]
+    assert plan.positions.tolist() == [2] and plan.slot_mapping.tolist() == [6]
+
+
+@row(broken(kit=FAULTS["truncate one late"]), model=False)
+def test_d6_what_is_cut_off_is_never_read_again(parts):
+    """The same, by content: 22 of 204 answers held another request's tokens."""
+    for seed in range(1, 5):
+        simulate(seed, 1, parts.kit)

@@ -1,0 +1,352 @@
+"""Family E: one too many, one too few. See docs/regressions.md."""
+
+import itertools
+
+import numpy as np
+from catalogue import Unchecked, broken, row
+from prefixes import cache, compute, serve
+from simple_backend import Simple
+
+from kvpool.config import KVSpec
+from kvpool.errors import CapacityExceeded
+from kvpool.manager import KVBlockManager
+from kvpool.testing import ModelPlan, conformance_features
+from kvpool.testing.conformance import check_backend
+from kvpool.testing.model_blocks import public_call
+
+A, B, C = ([n] * 4 for n in (1, 2, 3))
+
+
+class OneBlockMore(Unchecked):
+    """A sequence of n tokens has n // block_size + 1 blocks, full or not."""
+
+    def _row_needs(self, seq, n, lost, floors):
+        replaced, appended = super()._row_needs(seq, n, lost, floors)
+        return replaced, appended + ((seq.num_tokens + n) % self.block_size == 0)
+
+
+class NothingIsLeftToCompute(Unchecked):
+    """A prompt that is cached as a whole leaves no token to compute."""
+
+    def _prompt_hits(self, tokens, namespace):
+        return self._hits(tokens, namespace, len(tokens) // self.block_size)
+
+
+class CutTwice(Unchecked):
+    """Two layers subtract the last token."""
+
+    def _prompt_hits(self, tokens, namespace):
+        return self._hits(tokens, namespace, max(0, len(tokens) - 2) // self.block_size)
+
+
+class MatchCountsAnotherWay(Unchecked):
+    """The scheduler's number and the worker's are computed in two places."""
+
+    @public_call
+    def match(self, tokens, namespace=b""):
+        """All full blocks."""
+        return len(self._hits(list(tokens), namespace, len(tokens) // self.block_size)) * self.block_size
+
+
+class LookaheadTakesOneMore(Unchecked):
+    """A reservation that ends at a boundary takes the block after it, too."""
+
+    @public_call
+    def reserve(self, plan, handles, num_new):
+        """One token more than was asked for."""
+        more = (np.atleast_1d(num_new) + 1).tolist() * len(handles)
+        super().reserve.__wrapped__(self, plan, handles, more[: len(handles)])
+
+
+class CutFromTheFront(Unchecked):
+    """What is too much is dropped from the wrong end."""
+
+    def _pop_blocks(self, seq, length):
+        while len(seq.table) > length:
+            self._release(seq.table.pop(0))
+
+
+class WindowIsOneShortUntilFull(Simple):
+    """The start of the window is wrong until the window is full."""
+
+    def oldest(self, x):
+        """One token too young."""
+        window = x.options.window
+        return 1 if window is not None and 1 < x.visible < window else super().oldest(x)
+
+
+class NoLimit(Unchecked):
+    """Nobody looks how wide a table may be."""
+
+    def _refuse_row(self, *arguments):
+        """Allow it."""
+
+
+class NoLimitForPrompts(Unchecked):
+    """Nobody looks how long a prompt may be."""
+
+    def _refuse_too_long(self, call, tokens):
+        return -(-len(tokens) // self.block_size)
+
+
+class CachedIsNotFree(Unchecked):
+    """Blocks in the eviction list do not count as room."""
+
+    def _available(self):
+        return len(self._blank)
+
+
+class NegativeCutGrows(Unchecked):
+    """Nobody looks at the sign."""
+
+    @public_call
+    def truncate(self, handles, lens):
+        """Subtract."""
+        self._one("truncate", handles).num_tokens -= lens
+
+
+class SlotIsMissingAtAChunk(ModelPlan):
+    """The last slot of a chunk of 256 is left out."""
+
+    def _show(self, num_rows, num_tokens, num_pages, num_slots):
+        super()._show(num_rows, num_tokens - (num_tokens % 256 == 0), num_pages, num_slots)
+
+
+class HandsOutOneMore(Unchecked):
+    """The pool believes in a block that the worker does not have."""
+
+    def _empty(self):
+        super()._empty()
+        self._blank.insert(0, self.num_blocks)
+
+
+class TwoCapacities(KVBlockManager):
+    """The pool is made of one number, its storage of another."""
+
+    def __init__(self, *arguments, num_blocks, **options):
+        super().__init__(*arguments, num_blocks=num_blocks, **options)
+        self.backend = type(self.backend)(self.spec, num_blocks - 1)
+
+
+class OpenTakesOneLess(Unchecked):
+    """`open` and `step` count blocks by two formulas."""
+
+    def _open_hits(self, hits, tokens, namespace, need):
+        return super()._open_hits(hits, tokens, namespace, max(0, need - 1))
+
+
+def check_e1_lengths_around_a_block_boundary(make_pool, make_plan, block_size, k, delta):
+    length = k * block_size + delta
+    pool = make_pool(8, block_size)
+    handle = pool.open()
+    plan = make_plan(pool, 1, 2048, formats=("csr", "slot_mapping", "seq_lens"))
+    pool.step(plan, [handle], length)
+    blocks = len([p for p in range(length) if p % block_size == 0])
+    assert pool.table(handle).tolist() == list(range(1, blocks + 1))
+    assert plan.slot_mapping.tolist() == [block_size + p for p in range(length)]
+    assert plan.last_page_len.tolist() == [length - (blocks - 1) * block_size if length else 0]
+    pool.done(plan)
+    pool.step(plan, [handle], 1)
+    assert plan.slot_mapping.tolist() == [block_size + length]
+    assert len(pool.table(handle)) == blocks + (length % block_size == 0)
+
+
+@row(OneBlockMore)
+def test_e1_lengths_around_a_block_boundary(make_pool, make_plan):
+    """len % block_size == 0 broke chains, lookahead and tables in every engine."""
+    for block_size, k, delta in itertools.product([1, 2, 3, 7, 16, 32, 256], [1, 2, 5], [-1, 0, 1]):
+        check_e1_lengths_around_a_block_boundary(make_pool, make_plan, block_size, k, delta)
+
+
+def check_e1_fully_cached_prompt_leaves_one_token_and_keeps_its_chain(make_pool, make_plan, block_size):
+    pool = make_pool(16, block_size, prefix_cache=True)
+    prompt = list(range(3 * block_size))
+    cache(make_plan, pool, prompt)
+    handle = pool.open(prompt)
+    assert pool.num_tokens(handle) == 2 * block_size
+    compute(make_plan, pool, handle, block_size)
+    pool.commit(handle, prompt[2 * block_size :])  # a duplicate of the third block
+    compute(make_plan, pool, handle, block_size)
+    pool.commit(handle, [7] * block_size)
+    assert pool.match([*prompt, *[7] * block_size, 8]) == 4 * block_size
+
+
+@row(NothingIsLeftToCompute)
+def test_e1_fully_cached_prompt_leaves_one_token_and_keeps_its_chain(make_pool, make_plan):
+    """vllm PR11186, PR12003: the whole prompt was cached, computing its last token again broke the chain."""
+    for block_size in [1, 2, 3, 4, 16]:
+        check_e1_fully_cached_prompt_leaves_one_token_and_keeps_its_chain(make_pool, make_plan, block_size)
+
+
+def check_e2_length_of_the_cached_part_is_not_cut_twice(make_pool, make_plan, length, cached):
+    pool = make_pool(8, 16, prefix_cache=True)
+    cache(make_plan, pool, list(range(48)))
+    assert pool.match(list(range(length))) == cached
+
+
+@row(CutTwice)
+def test_e2_length_of_the_cached_part_is_not_cut_twice(make_pool, make_plan):
+    """vllm PR40684: the last token was subtracted by two layers, 17 tokens became 0."""
+    for length, cached in [(16, 0), (17, 16), (31, 16), (32, 16), (33, 32)]:
+        check_e2_length_of_the_cached_part_is_not_cut_twice(make_pool, make_plan, length, cached)
+
+
+@row(MatchCountsAnotherWay)
+def test_e3_length_of_the_cached_part_has_one_source(make_pool, make_plan):
+    """vllm#52617: the scheduler said 894 tokens, the worker loaded 895."""
+    pool = make_pool(64, 4, prefix_cache=True)
+    cache(make_plan, pool, list(range(40)))
+    for length in range(1, 50):
+        prompt = list(range(length))
+        promised, before = pool.match(prompt), pool.prefix_stats().hit_tokens
+        handle = pool.open(prompt)
+        assert pool.num_tokens(handle) == promised == pool.prefix_stats().hit_tokens - before
+        pool.close(handle)
+
+
+@row(LookaheadTakesOneMore, CutFromTheFront)
+def test_e4_reservation_at_a_boundary_makes_no_extra_block(make_pool, make_plan):
+    """Lookahead made one extra block at len % block_size == 0, and the trim dropped the first data block."""
+    pool = make_pool()
+    plan = make_plan(pool)
+    handle = pool.open()
+    pool.step(plan, [handle], 8)
+    pool.done(plan)
+    pool.reserve(plan, [handle], 4)
+    pool.done(plan)
+    assert pool.table(handle).tolist() == [1, 2, 3]
+    pool.truncate(handle, 8)
+    assert pool.table(handle).tolist() == [1, 2]
+
+
+@row(CutFromTheFront)
+def test_e4_lookahead_at_a_block_boundary_loses_no_data_block(make_pool, make_plan):
+    """vllm#43996: one block more for drafts at a boundary; trimming dropped the first data block instead."""
+    pool = make_pool(prefix_cache=True)
+    handle, plan = serve(make_plan, pool, A + B), make_plan(pool)
+    pool.reserve(plan, [handle], 3)
+    assert pool.table(handle).tolist() == [1, 2, 3]
+    pool.done(plan)
+    pool.truncate(handle, 8)
+    assert pool.table(handle).tolist() == [1, 2]
+    assert pool.match(A + B + C) == 8
+
+
+@row(broken(Backend=WindowIsOneShortUntilFull), model=False)
+def test_e5_window_is_right_before_it_is_full_and_after(parts):
+    """The start of a ring was wrong until the window was full, or when it wrapped."""
+    (case,) = [case for case in conformance_features.CASES if case.__name__ == "window_hides_older_tokens"]
+    assert check_backend(parts.Backend, [case]) == {case.__name__: "passed"}
+
+
+@row(NoLimit)
+def test_e7_sequence_never_grows_past_its_table(make_pool, make_plan, refused):
+    """Allocation past the model length overflowed a row of the table."""
+    pool = make_pool(16, 4, max_blocks_per_seq=3)
+    plan = make_plan(pool, 2, 16, table_width=3)
+    handle = pool.open()
+    pool.step(plan, [handle], 12)
+    pool.done(plan)
+    for partial in (False, True):
+        with refused(pool, CapacityExceeded, "step", plans=[plan]):
+            pool.step(plan, [handle], 1, partial=partial)
+
+
+@row(NoLimitForPrompts)
+def test_e7_prompt_up_to_the_limit_fits_and_one_token_more_is_refused(make_pool, make_plan, refused):
+    """vllm PR10730: allocated past the longest sequence."""
+    pool = make_pool(prefix_cache=True, max_blocks_per_seq=2)
+    cache(make_plan, pool, A + B)
+    assert pool.num_tokens(pool.open(A + B)) == 4
+    with refused(pool, CapacityExceeded, "open"):
+        pool.open([*A, *B, 3])
+
+
+@row(CachedIsNotFree)
+def test_e8_cached_blocks_count_once_in_the_capacity_check(make_pool, make_plan):
+    """The number of touched blocks was wrong when cached blocks sat in the evictor."""
+    pool = make_pool(5, 4)
+    ids = pool.alloc(2)
+    pool.mark_committed(ids)
+    pool.free(ids)
+    handle = pool.open()
+    assert pool.can([handle], 16) is True
+    pool.step(make_plan(pool), [handle], 16)
+    assert pool.stats().evictions == 2
+
+
+def check_e9_negative_truncate_does_not_grow(make_pool, grow, refused, length):
+    pool = make_pool()
+    handle = pool.open()
+    grow(pool, handle, 6)
+    with refused(pool, ValueError, "truncate", length):
+        pool.truncate(handle, length)
+    assert pool.num_tokens(handle) == 6
+
+
+@row(NegativeCutGrows)
+def test_e9_negative_truncate_does_not_grow(make_pool, grow, refused):
+    """trim(-5) grew the offset."""
+    for length in (-1, -5):
+        check_e9_negative_truncate_does_not_grow(make_pool, grow, refused, length)
+
+
+@row(SlotIsMissingAtAChunk)
+def test_e11_one_slot_per_token(make_pool, make_plan):
+    """len(slot_mapping) != len(token_ids) at chunk 256 under load."""
+    pool = make_pool(200, 16)
+    plan = make_plan(pool, 4, 1024)
+    handles = [pool.open() for _ in range(4)]
+    for new in ([256, 255, 257, 1], [256, 256, 256, 256], [1, 0, 1, 0]):
+        pool.step(plan, handles, new)
+        assert len(plan.slot_mapping) == sum(new) == plan.num_tokens
+        assert len(set(plan.slot_mapping.tolist())) == sum(new)
+        pool.done(plan)
+
+
+@row(OpenTakesOneLess)
+def test_e11_slots_of_the_rest_of_a_prompt_are_as_many_as_its_tokens(make_pool, make_plan):
+    """LMCache#2327: slots and tokens differed in number."""
+    pool, stats = make_pool(64, 4, prefix_cache=True), []
+    prompt = list(range(30))
+    cache(make_plan, pool, prompt)
+    for length in range(1, 31):
+        handle, plan = pool.open(prompt[:length]), make_plan(pool, formats=("slot_mapping", "positions"))
+        cached, blocks = pool.num_tokens(handle), pool.stats().allocs
+        pool.step(plan, [handle], length - cached)
+        assert plan.positions.tolist() == list(range(cached, length)) and len(plan.slot_mapping) == length - cached
+        stats.append(pool.stats().allocs - blocks)
+        pool.done(plan)
+        pool.close(handle)
+    assert set(stats) == {0}  # vllm PR50531: open has taken what the prompt needs, by the same formula
+
+
+@row(HandsOutOneMore)
+def test_e12_ids_stay_below_num_blocks(make_pool):
+    """The scheduler had 35341 blocks, the worker 34435: ids were out of the worker's range."""
+    pool = make_pool(34)
+    assert max(pool.alloc(33).tolist()) == 33 and not pool.stats().free
+
+
+@row(broken(Manager=TwoCapacities), model=False)
+def test_e12_storage_has_as_many_blocks_as_its_pool(parts):
+    """The same, where one object owns both."""
+    manager = parts.Manager(KVSpec(1, 1, 8, "float32", 4), num_blocks=8)
+    assert manager.backend.num_blocks == manager.pool.stats().num_blocks
+
+
+@row(LookaheadTakesOneMore)
+def test_e13_reservation_and_step_agree_on_the_number_of_blocks(make_pool, make_plan):
+    """A formula that stood in two places drifted."""
+    for length in range(0, 14):
+        for new in range(0, 14):
+            pool = make_pool(16, 4)
+            reserved, stepped = pool.open(), pool.open()
+            plan = make_plan(pool)
+            pool.step(plan, [reserved, stepped], length)
+            pool.done(plan)
+            pool.reserve(plan, [reserved], new)
+            pool.done(plan)
+            pool.step(plan, [stepped], new)
+            assert pool.capacity(reserved) == pool.capacity(stepped)
+            pool.done(plan)

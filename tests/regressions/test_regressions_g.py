@@ -1,0 +1,152 @@
+"""Family G: products that do not fit, bounds that nobody checks. See docs/regressions.md."""
+
+import numpy as np
+import pytest
+from catalogue import Unchecked, broken, row
+
+from kvpool.config import KVSpec
+from kvpool.testing import ModelPlan
+from kvpool.testing.model_blocks import public_call
+from kvpool_backends.cpu import BlockStore, base_shapes
+
+
+class SlotsWrapAt32Bits(ModelPlan):
+    """The product is computed in 32 bits and widened afterwards."""
+
+    def _write(self, *arguments):
+        counts = super()._write(*arguments)
+        self._base["slot_mapping"][:] = self._base["slot_mapping"].astype(np.int32)
+        return counts
+
+
+class TakesAnySize(ModelPlan):
+    """Nobody looks whether slots fit the dtype."""
+
+    def __init__(self, pool, *arguments, **options):
+        size, pool.block_size = pool.block_size, 1
+        super().__init__(pool, *arguments, **options)
+        pool.block_size = size
+
+
+class BytesIn32Bits(KVSpec):
+    """Sizes are computed in 32 bits."""
+
+    def pool_nbytes(self, num_blocks):
+        """Wrap."""
+        return int(np.int64(super().pool_nbytes(num_blocks) % 2**32).astype(np.int32))
+
+
+class StrideIn32Bits(BlockStore):
+    """Slot times stride is computed in 32 bits."""
+
+    def write(self, layer, k, v, slots):
+        """Where the product ends."""
+        slots = (np.asarray(slots, np.int64) * 576).astype(np.int32) // 576
+        super().write(layer, k, v, slots % (self.num_blocks * 16))
+
+
+class CapacityIn32Bits(Unchecked):
+    """Blocks times block size is computed in 32 bits."""
+
+    @public_call
+    def capacity(self, handle):
+        """Wrap."""
+        return int(np.int64(len(self._one("capacity", handle).table) * self.block_size).astype(np.int32))
+
+
+class NoBounds(Unchecked):
+    """An id is an index into whatever is there."""
+
+    @public_call
+    def decref(self, ids):
+        """Those that exist."""
+        self._drop_raw([block for block in ids if block in self._raw])
+
+
+class CastTo32Bits(Unchecked):
+    """An id is narrowed before it is checked."""
+
+    @public_call
+    def free(self, ids):
+        """Narrow."""
+        super().free.__wrapped__(self, np.asarray(ids).astype(np.int32))
+
+
+def check_g1_slots_beyond_int32_are_exact(make_pool, make_plan, block_size):
+    pool = make_pool(40, block_size)
+    pool.alloc(36)
+    handle = pool.open()
+    plan = make_plan(pool, 1, 3, formats=("slot_mapping",), dtype="int64")
+    pool.step(plan, [handle], 2)
+    assert plan.slot_mapping.tolist() == [37 * block_size, 37 * block_size + 1]
+    pool.done(plan)
+    pool.step(plan, [handle], 1)
+    assert plan.slot_mapping.tolist() == [37 * block_size + 2]
+    assert pool.capacity(handle) == block_size
+
+
+@row(SlotsWrapAt32Bits)
+def test_g1_slots_beyond_int32_are_exact(make_pool, make_plan):
+    """block * block_size overflowed int32 in the slot mapping, and was widened afterwards."""
+    for block_size in (2**27, 2**28, 2**29, 2**30, 2**31 - 1):
+        check_g1_slots_beyond_int32_are_exact(make_pool, make_plan, block_size)
+
+
+@row(TakesAnySize)
+def test_g2_int32_slots_are_refused_rather_than_wrapped(make_pool, make_plan):
+    """Offsets at num_blocks * block_size >= 2^31 crashed, or were silently wrong."""
+    make_plan(make_pool(2**16 - 1, 2**15))  # 2^31 - 2^15 slots
+    with pytest.raises(ValueError, match=r"^\[Plan\] .*2147483648"):
+        make_plan(make_pool(2**16, 2**15))
+
+
+@row(broken(Spec=BytesIn32Bits), model=False)
+def test_g3_bytes_of_a_huge_pool_are_exact(parts):
+    """8,388,608 pages: strides were 32-bit, and the output was all zeros."""
+    spec = parts.Spec(1, 8, 128, "float16", 16)
+    for num_blocks in (2**16 - 1, 2**16, 2**17, 8_388_608, 2**31 - 1):
+        assert spec.pool_nbytes(num_blocks) == num_blocks * 16 * 8 * 128 * 2 * 2
+
+
+@row(broken(Store=StrideIn32Bits), model=False)
+def test_g4_slots_beyond_two_to_the_31_elements_hold_their_tokens(parts):
+    """slot * 576 overflowed at 3.7 million slots; memory that is never touched costs nothing."""
+    spec, num_blocks = KVSpec(1, 1, 576, "float16", 16, v_head_dim=8), 234_000
+    store = parts.Store(spec, num_blocks, [np.zeros(shape, np.float16) for shape in base_shapes(spec, num_blocks)])
+    slots = np.array([0, 2**31 // 576 - 1, 2**31 // 576 + 1, num_blocks * 16 - 1], np.int64)
+    k = np.arange(1, 5, dtype=np.float16)[:, None, None] * np.ones((4, 1, 576), np.float16)
+    store.write(0, k, k[:, :, :8], slots)
+    found = np.empty((4 * 16, 1, 576), np.float16)
+    store.gather(0, (slots // 16).astype(np.int32), found, np.empty((4 * 16, 1, 8), np.float16))
+    assert found[np.arange(4) * 16 + slots % 16, 0, 0].tolist() == [1, 2, 3, 4]
+
+
+@row(CapacityIn32Bits)
+def test_g5_capacity_is_computed_in_64_bits(make_pool):
+    """A 32-bit product was widened after it had overflowed."""
+    pool = make_pool(40, 2**28)
+    handle = pool.open(2**31 + 5)
+    assert (len(pool.table(handle)), pool.capacity(handle)) == (9, 9 * 2**28)
+
+
+def check_g6_both_bounds_of_an_id_are_checked(make_pool, refused, block):
+    pool = make_pool()
+    pool.alloc(3)
+    with refused(pool, IndexError, "decref", block):
+        pool.decref([1, block])
+
+
+@row(NoBounds)
+def test_g6_both_bounds_of_an_id_are_checked(make_pool, refused):
+    """slot < 0 was checked, slot >= capacity was not."""
+    for block in (-1, 16, 2**31 - 1, 2**31, 2**32 + 1, -(2**31)):
+        check_g6_both_bounds_of_an_id_are_checked(make_pool, refused, block)
+
+
+@row(CastTo32Bits)
+def test_g6_id_is_not_taken_modulo_2_32(make_pool, refused):
+    """The same, through a narrowing cast."""
+    pool = make_pool()
+    pool.alloc(3)
+    with refused(pool, IndexError, "free", 2**32 + 2):
+        pool.free(np.array([2**32 + 2], np.int64))

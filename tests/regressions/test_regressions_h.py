@@ -1,0 +1,217 @@
+"""Family H: failures half way, and waiting for ever. See docs/regressions.md."""
+
+import numpy as np
+import pytest
+from catalogue import Unchecked, idle, row
+from prefixes import compute
+
+from kvpool.errors import OutOfBlocks
+from kvpool.testing.model_blocks import public_call
+
+
+class TakesBeforeItLooks(Unchecked):
+    """Blocks are taken row by row until one fails; those taken have no owner."""
+
+    def _judge(self, *arguments):
+        try:
+            return super()._judge(*arguments)
+        except MemoryError:
+            self._blank.pop()
+            raise
+
+
+class TouchesBeforeItLooks(Unchecked):
+    """References go up before the room is counted."""
+
+    def _judge(self, call, batch, new, partial):
+        try:
+            return super()._judge(call, batch, new, partial)
+        except MemoryError:
+            for block in batch[0].table:
+                self._raw[block] = self._raw.get(block, 0) + 1
+            raise
+
+
+class CanForgetsCopies(Unchecked):
+    """The check counts what is appended, not what is copied."""
+
+    def _needs(self, batch, new, partial):
+        rows, total, short = super()._needs(batch, new, partial)
+        if self._judging:
+            return rows, total, short
+        needed = sum(need[1] for need in rows if need)
+        return rows, total, 0 if needed > self._available() else -1
+
+    _judging = False
+
+    def _judge(self, *arguments):
+        self._judging = True
+        try:
+            return super()._judge(*arguments)
+        finally:
+            self._judging = False
+
+
+class FailedBatchKeepsItsRows(Unchecked):
+    """What did fit of a batch that did not is not taken back."""
+
+    def _judge(self, call, batch, new, partial):
+        try:
+            return super()._judge(call, batch, new, partial)
+        except MemoryError:
+            batch[0].num_tokens += new[0]
+            raise
+
+
+class SecondBooks(Unchecked):
+    """A second allocator counts for itself, and never hears of what is given back."""
+
+    def _take(self):
+        self._taken = getattr(self, "_taken", 0) + 1
+        return super()._take()
+
+    def _available(self):
+        return min(super()._available(), self.num_blocks - self.reserved_blocks - getattr(self, "_taken", 0))
+
+
+class WaitsForRoom(Unchecked):
+    """A step without room serves nobody, and is tried again and again."""
+
+    def _judge(self, call, batch, new, partial):
+        return super()._judge(call, batch, new, True)
+
+
+class CommitsRowByRow(Unchecked):
+    """A batch is refused in its middle; what was before it has happened."""
+
+    @public_call
+    def commit(self, handles, tokens, counts=None):
+        """One row after the other."""
+        share = len(tokens) // len(handles)
+        for i, handle in enumerate(handles):
+            super().commit.__wrapped__(self, handle, tokens[i * share : (i + 1) * share])
+
+
+class LikesLargeBlocks(Unchecked):
+    """Block sizes that are documented, and that nobody tried."""
+
+    def __init__(self, num_blocks, block_size, **options):
+        super().__init__(num_blocks, max(16, block_size), **options)
+
+
+@row(TakesBeforeItLooks)
+def test_h1_failure_half_way_leaves_no_block_without_owner(make_pool, make_plan):
+    """Page allocation failed mid-way; blocks that were taken already had no owner."""
+    pool = make_pool(8, 4)
+    handles = [pool.open() for _ in range(4)]
+    plan = make_plan(pool)
+    with pytest.raises(OutOfBlocks) as caught:
+        pool.step(plan, handles, [8, 8, 8, 8])
+    assert caught.value.row == 3
+    assert [pool.capacity(h) for h in handles] == [0, 0, 0, 0]
+    assert (pool.stats().used, pool.stats().free) == (0, 7)
+
+
+@row(TouchesBeforeItLooks)
+def test_h2_failed_step_leaves_no_reference_up_or_down(make_pool, make_plan, grow, refused):
+    """Touch before the capacity check left references bumped on failure."""
+    pool = make_pool(8, 4)
+    parent = pool.open()
+    grow(pool, parent, 6)
+    rows = [parent, *pool.fork(parent, 3).tolist()]
+    plan = make_plan(pool)
+    with refused(pool, OutOfBlocks, "step", plans=[plan]):
+        pool.step(plan, rows, 7)  # three copies and eight appended blocks, five are free
+    assert [pool.refcount(b) for b in range(1, 8)] == [4, 4, 0, 0, 0, 0, 0]
+    assert [pool.table(h).tolist() for h in rows] == [[1, 2]] * 4
+
+
+@row(CanForgetsCopies)
+def test_h3_can_and_step_agree(make_pool, make_plan, grow):
+    """Check and take disagreed: 'failure to allocate KV blocks'."""
+    rng = np.random.default_rng(4)
+    for _ in range(400):
+        pool = make_pool(14, 4)
+        parent = pool.open()
+        grow(pool, parent, int(rng.integers(1, 9)))
+        rows = [parent, *pool.fork(parent, int(rng.integers(0, 3))).tolist(), pool.open(4)]
+        pool.alloc(int(rng.integers(0, 8)))
+        new = rng.integers(0, 9, len(rows))
+        plan = make_plan(pool)
+        if pool.can(rows, new):
+            pool.step(plan, rows, new)
+        else:
+            with pytest.raises(OutOfBlocks):
+                pool.step(plan, rows, new)
+
+
+@row(FailedBatchKeepsItsRows)
+def test_h4_batch_that_does_not_fit_can_be_tried_again_smaller(make_pool, make_plan):
+    """The cache's state was not restored when a batch did not fit."""
+    pool = make_pool(6, 4)
+    handles = [pool.open() for _ in range(3)]
+    plan = make_plan(pool)
+    with pytest.raises(OutOfBlocks):
+        pool.step(plan, handles, 8)
+    pool.step(plan, handles[:2], 8)
+    assert [pool.table(h).tolist() for h in handles] == [[1, 2], [3, 4], []]
+    assert plan.dirty_rows.tolist() == [0, 1]
+
+
+@row(SecondBooks)
+def test_h5_room_that_a_victim_gives_back_is_room(make_pool, make_plan):
+    """A second allocator had books of its own: it raised where the first would have preempted, and nothing moved."""
+    pool = make_pool(8, 4)
+    plan = make_plan(pool)
+    for _ in range(5):
+        victim, survivor = pool.open(), pool.open()
+        pool.step(plan, [victim, survivor], 12)
+        pool.done(plan)
+        with pytest.raises(OutOfBlocks) as caught:
+            pool.step(plan, [survivor], 8)
+        pool.close(victim)
+        assert caught.value.short_by <= 3
+        pool.step(plan, [survivor], 8)
+        pool.done(plan)
+        pool.close(survivor)
+    assert idle(pool)
+
+
+@row(WaitsForRoom)
+def test_h6_request_larger_than_the_pool_is_an_error_not_a_wait(make_pool, make_plan):
+    """Tiny pools hung."""
+    pool = make_pool(2, 4, max_blocks_per_seq=100)
+    handle = pool.open()
+    with pytest.raises(OutOfBlocks) as caught:
+        pool.step(make_plan(pool), [handle], 60)
+    assert (caught.value.needed, caught.value.short_by) == (15, 14)
+
+
+@row(CommitsRowByRow)
+def test_h7_batch_that_is_refused_in_its_middle_has_done_nothing(make_pool, make_plan, refused):
+    """Storing failed for some blocks of a batch, and the books of the others were updated."""
+    pool = make_pool(prefix_cache=True)
+    good, short = pool.open(), pool.open()
+    compute(make_plan, pool, good, 4)
+    compute(make_plan, pool, short, 3)
+    with refused(pool, ValueError, "commit", 3):
+        pool.commit([good, short], [1, 1, 1, 1, 2, 2, 2, 2])
+    assert pool.match([1] * 5) == 0
+
+
+def check_h8_small_block_sizes_and_empty_prompts(make_pool, make_plan, block_size):
+    pool = make_pool(8, block_size)
+    handle = pool.open(0)
+    plan = make_plan(pool)
+    pool.step(plan, [handle], 0)
+    assert plan.seq_lens.tolist() == [0] and plan.slot_mapping.shape == (0,)
+    pool.done(plan)
+    pool.step(plan, [handle], 1)
+    assert plan.slot_mapping.tolist() == [block_size]
+
+
+@row(LikesLargeBlocks)
+def test_h8_small_block_sizes_and_empty_prompts(make_pool, make_plan):
+    """Documented block sizes 1 and 8 crashed, and so did max_tokens = 0."""
+    for block_size in (1, 8):
+        check_h8_small_block_sizes_and_empty_prompts(make_pool, make_plan, block_size)

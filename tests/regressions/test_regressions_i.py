@@ -1,0 +1,236 @@
+"""Family I: keys, collisions, isolation of tenants. See docs/regressions.md."""
+
+import hashlib
+import itertools
+import os
+import subprocess
+import sys
+
+import numpy as np
+from catalogue import Unchecked, broken, row
+from prefixes import cache, serve
+
+from kvpool.namespaces import namespace
+
+A, B = ([n] * 4 for n in (1, 2))
+
+
+PYTHON_HASHES = """
+class Pool(Pool):
+    def drain_events(self):
+        return [(event[0], str(hash(("salt", *event[3]))).encode() * 2) for event in super().drain_events()]
+"""
+
+
+def without_salt(*, salt=None, **fields):
+    """Who asks decides nothing."""
+    return namespace(**fields)
+
+
+def without_lora(*, lora=None, **fields):
+    """The adapter decides nothing."""
+    return namespace(**fields)
+
+
+def untagged(**fields):
+    """Values without names."""
+    return repr([value for value in fields.values() if value]).encode()
+
+
+def joined(**fields):
+    """Values one after the other, as one text."""
+    return "".join(fields.values()).encode()
+
+
+def tokens_only(**fields):
+    """Model and format decide nothing."""
+    return b""
+
+
+def cut_digests(*, multimodal=()):
+    """Digests of 16 bits."""
+    return namespace(multimodal=[(at, digest[:2]) for at, digest in multimodal])
+
+
+def without_images(*, multimodal=()):
+    """Only placeholders."""
+    return b""
+
+
+def digest(image):
+    """Of everything that decides what an image is."""
+    return hashlib.sha256(repr((image.shape, image.dtype.str)).encode() + image.tobytes()).digest()
+
+
+def bytes_only(image):
+    """Of the bytes alone."""
+    return hashlib.sha256(image.tobytes()).digest()
+
+
+class PolynomialIsTheBlock(Unchecked):
+    """A polynomial of the tokens stands for them."""
+
+    def _block_of(self, tokens, i):
+        block = super()._block_of(tokens, i)
+        return (sum(t * 31**k for k, t in enumerate(block)) % 2**31,)
+
+
+class HashIsTheBlock(Unchecked):
+    """Equal hashes are taken for equal tokens."""
+
+    def _block_of(self, tokens, i):
+        return (sum(super()._block_of(tokens, i)) % 4,)
+
+
+class KeysWithoutSalt(Unchecked):
+    """The salt counts in the pool, but not in the keys that leave it."""
+
+    def _note(self, *event):
+        if event[0] == "stored":
+            event = (event[0], hashlib.sha256(repr(event[3]).encode()).digest()[:16], *event[2:])
+        super()._note(*event)
+
+
+@row(broken(prelude=PYTHON_HASHES), model=False)
+def test_i1_event_keys_do_not_depend_on_the_hash_seed_of_python(parts):
+    """CVE-2025-25183: keys built on Python's hash(), where hash(None) is a constant."""
+    program = (
+        "from kvpool.testing.model import ModelPlan as Plan, ModelPool as Pool\n"
+        if os.environ.get("KVPOOL_CORE") == "model"
+        else "from kvpool import Plan, Pool\n"
+    ) + (
+        parts.prelude + "pool = Pool(8, 2, prefix_cache=True, events=8); plan = Plan(pool, 1, 4)\n"
+        "handle = pool.open([1, 2, 3, 4], b'x'); pool.step(plan, [handle], 4); pool.done(plan)\n"
+        "pool.commit(handle, [1, 2, 3, 4]); print([event[1].hex() for event in pool.drain_events()])\n"
+    )
+    seen = set()
+    for seed in ("0", "7"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        seen.add(
+            subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=True).stdout
+        )
+    assert len(seen) == 1 and len(seen.pop()) > 64
+
+
+@row(broken(namespace=without_salt))
+def test_i3_tenants_with_one_salt_hit_and_with_two_do_not(make_pool, make_plan, parts):
+    """CVE-2025-46570: the time to the first token told one tenant what another had asked."""
+    pool = make_pool(prefix_cache=True)
+    cache(make_plan, pool, A, parts.namespace(salt="mine"))
+    assert pool.match(A + B, parts.namespace(salt="mine")) == 4
+    assert pool.match(A + B, parts.namespace(salt="yours")) == pool.match(A + B) == 0
+
+
+@row(PolynomialIsTheBlock)
+def test_i4_algebraic_neighbours_of_a_block_miss(make_pool, make_plan):
+    """Megatron-LM PR4158: with a polynomial hash, one token + 31 and the next - 1 collided."""
+    pool = make_pool(prefix_cache=True)
+    block = [1000, 2000, 3000, 4000]
+    cache(make_plan, pool, block)
+    for j, factor in itertools.product(range(3), (2, 31, 33, 37, 131, 257, 1000)):
+        for sign in (1, -1):
+            near = list(block)
+            near[j] += sign * factor if near[j] + sign * factor >= 0 else factor
+            near[j + 1] -= sign
+            assert pool.match([*near, 0]) == 0
+    for order in itertools.permutations(block):
+        assert pool.match([*order, 0]) == (4 if list(order) == block else 0)
+
+
+def check_i5_colliding_hash_is_no_proof(make_pool, make_plan, bits):
+    pool = make_pool(64, 4, prefix_cache=True, _hash_bits=bits)
+    prompts = [[i] * 4 + [i + 1] * 4 for i in range(20)]
+    tables = [pool.table(serve(make_plan, pool, prompt)).tolist() for prompt in prompts]
+    for i, prompt in enumerate(prompts):
+        hits = pool.table(pool.pin(prompt)).tolist()
+        assert hits == tables[i][: len(hits)]
+        assert pool.match([i] * 4 + [i + 2] * 4 + [0]) in (0, 4)
+        assert pool.match([i + 100] * 5) == 0
+
+
+@row(HashIsTheBlock)
+def test_i5_colliding_hash_is_no_proof(make_pool, make_plan):
+    """openvino.genai#3722, vllm PR54727: equal hashes were taken for equal tokens."""
+    for bits in (0, 1, 3):
+        check_i5_colliding_hash_is_no_proof(make_pool, make_plan, bits)
+
+
+@row(broken(namespace=untagged))
+def test_i6_adapter_and_salt_of_one_name_are_two(make_pool, make_plan, parts):
+    """vllm#44701, sglang#24638: untagged in one tuple; the base model hit blocks of an adapter."""
+    pool = make_pool(prefix_cache=True)
+    cache(make_plan, pool, A, parts.namespace(lora="a"))
+    assert pool.match(A + B, parts.namespace(lora="a")) == 4
+    assert pool.match(A + B, parts.namespace(salt="a")) == pool.match(A + B) == 0
+
+
+@row(broken(namespace=without_lora))
+def test_i7_adapter_with_new_weights_under_an_old_name_misses(make_pool, make_plan, parts):
+    """vllm#30931: the name of an adapter was its key."""
+    old, new = (parts.namespace(lora=hashlib.sha256(weights).digest()) for weights in (b"old", b"new"))
+    pool = make_pool(prefix_cache=True)
+    cache(make_plan, pool, A, old)
+    assert (pool.match(A + B, old), pool.match(A + B, new)) == (4, 0)
+
+
+@row(KeysWithoutSalt)
+def test_i8_keys_that_leave_the_pool_have_the_salt(make_pool, make_plan, parts):
+    """The salt was honoured in memory, and dropped in the keys of the next tier."""
+    keys = []
+    for salt in ("mine", "yours", "mine"):
+        pool = make_pool(prefix_cache=True, events=8)
+        cache(make_plan, pool, A + B, parts.namespace(salt=salt))
+        keys.append([event[1] for event in pool.drain_events()])
+    assert keys[0] == keys[2] and not set(keys[0]) & set(keys[1])
+
+
+@row(broken(namespace=tokens_only))
+def test_i9_model_and_format_are_in_the_key(make_pool, make_plan, parts):
+    """sglang#33268, #24758: the key lacked the weights' identity and the KV dtype."""
+    spaces = [parts.namespace(model=m, kv_dtype=d) for m in ("one", "two") for d in ("float16", "int8")]
+    pool = make_pool(prefix_cache=True)
+    cache(make_plan, pool, A, spaces[0])
+    assert [pool.match(A + B, space) for space in spaces] == [4, 0, 0, 0]
+
+
+@row(broken(digest=bytes_only))
+def test_i10_image_of_another_shape_with_the_same_bytes_misses(make_pool, make_plan, parts):
+    """Bytes without shape; 30 x 150 was 150 x 30. The digest is the caller's, of both."""
+    of = getattr(parts, "digest", digest)
+    pixels = np.zeros((30, 150), np.uint8)
+    one, other = (parts.namespace(multimodal=[(0, of(image))]) for image in (pixels, pixels.T.copy()))
+    pool = make_pool(prefix_cache=True)
+    cache(make_plan, pool, A, one)
+    assert (pool.match(A + B, one), pool.match(A + B, other)) == (4, 0)
+
+
+@row(broken(namespace=cut_digests))
+def test_i11_digests_are_compared_whole(make_pool, make_plan, parts):
+    """LMCache#3301: image hashes were cut to 16 bits."""
+    digest = hashlib.sha256(b"image").digest()
+    pool = make_pool(prefix_cache=True)
+    cache(make_plan, pool, A, parts.namespace(multimodal=[(0, digest)]))
+    for at in range(32):
+        near = digest[:at] + bytes([digest[at] ^ 1]) + digest[at + 1 :]
+        assert pool.match(A + B, parts.namespace(multimodal=[(0, near)])) == 0
+    assert pool.match(A + B, parts.namespace(multimodal=[(0, digest)])) == 4
+
+
+@row(broken(namespace=without_images))
+def test_i12_equal_placeholder_tokens_of_two_images_miss(make_pool, make_plan, parts):
+    """vllm PR49975, ATOM PR1358: placeholder ids are all equal, only the digest tells the images apart."""
+    placeholders = [32000] * 12
+    pool = make_pool(prefix_cache=True)
+    cache(make_plan, pool, placeholders, parts.namespace(multimodal=[(0, b"cat")]))
+    assert pool.match(placeholders, parts.namespace(multimodal=[(0, b"cat")])) == 8
+    assert pool.match(placeholders, parts.namespace(multimodal=[(0, b"dog")])) == 0
+    assert pool.match(placeholders) == 0
+
+
+@row(broken(namespace=joined))
+def test_i13_fields_that_join_to_one_text_are_told_apart(make_pool, make_plan, parts):
+    """confidential-model-router PR386: ("org_1", "2345") and ("org_12345", "")."""
+    one, other = parts.namespace(salt="org_1", lora="2345"), parts.namespace(salt="org_12345", lora="")
+    pool = make_pool(prefix_cache=True)
+    cache(make_plan, pool, A, one)
+    assert (pool.match(A + B, one), pool.match(A + B, other)) == (4, 0)

@@ -1,0 +1,84 @@
+"""Family K: how long things take, and that they end. See docs/regressions.md."""
+
+import time
+
+import pytest
+from catalogue import Unchecked, broken, row
+
+from kvpool import Pool
+
+SMALL, LARGE = 2**6, 2**15
+RATIO = 40  # a scan of every block makes it five hundred
+
+
+class ChecksInStats(Pool):
+    """A sanity check of every block whenever the pool is asked how it is."""
+
+    def stats(self):
+        """Look at everything."""
+        self.check()
+        return super().stats()
+
+
+class ScansForAVictim(Pool):
+    """Eviction looks at every block."""
+
+    def alloc(self, n=None):
+        """Look at everything."""
+        self.refcount_histogram()
+        return super().alloc(n)
+
+
+class AssertsInsteadOfRaising(Unchecked):
+    """Bad ids from outside reach an assertion."""
+
+    def _one(self, call, handle):
+        assert 0 <= handle < 2**63, "seq_id >= 0"
+        return super()._one(call, handle)
+
+
+def seconds_of(call, times):
+    """CPU seconds of so many calls, the best of three."""
+    best = float("inf")
+    for _ in range(3):
+        start = time.process_time()
+        for _ in range(times):
+            call()
+        best = min(best, time.process_time() - start)
+    return max(best, 1e-6)
+
+
+@row(broken(Pool=ChecksInStats), model=False)
+def test_k1_stats_cost_the_same_in_a_large_pool(make_pool):
+    """A sanity check of all N entries on every idle tick took tens of seconds: servers stood still."""
+    small, large = (seconds_of(make_pool(blocks).stats, 20) for blocks in (SMALL, LARGE))
+    assert large < RATIO * small
+
+
+@row(broken(Pool=ScansForAVictim), model=False)
+def test_k2_eviction_costs_the_same_in_a_large_pool(make_pool):
+    """Eviction scanned all blocks for each victim: 2000 ms where 30 would do."""
+    taken = []
+    for blocks in (SMALL, LARGE):
+        pool = make_pool(blocks)
+        ids = pool.alloc(blocks - 1)
+        pool.mark_committed(ids)
+        pool.free(ids)
+        taken.append(seconds_of(pool.alloc, 20))
+        assert pool.stats().evictions == 60
+    assert taken[1] < RATIO * taken[0]
+
+
+@row(AssertsInsteadOfRaising)
+def test_k4_bad_ids_are_refused_not_asserted(make_pool, make_plan):
+    """A negative or too large sequence id from bindings hit an assertion, and the process died."""
+    pool = make_pool()
+    for handle in (-1, -(2**63), 2**63, 2**64 + 1):
+        for call in (pool.table, pool.num_tokens, pool.capacity, pool.fork, pool.close):
+            with pytest.raises(ValueError):
+                call(handle)
+        with pytest.raises(ValueError):
+            pool.step(make_plan(pool), [handle], 1)
+    for handle in (0, 1, 2**62):
+        with pytest.raises(KeyError):
+            pool.table(handle)
