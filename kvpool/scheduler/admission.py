@@ -27,7 +27,7 @@ def blocks_kept(core: Core) -> int:
 
 
 def fits(core: Core, tokens: np.ndarray, namespace: bytes, extra: int = 0) -> bool:
-    """Whether `open(tokens)` and `extra` blocks more leave enough. Evicts nothing, counts nothing."""
+    """Whether `open(tokens)` and `extra` blocks more leave enough. Evicts nothing, but hits count as touched."""
     need = core.blocks(len(tokens)) + extra
     keep = max(blocks_kept(core), core.pool.watermark)
     available = core.available()
@@ -37,7 +37,7 @@ def fits(core: Core, tokens: np.ndarray, namespace: bytes, extra: int = 0) -> bo
         return False
     size = core.pool.block_size
     whole = tokens[: (len(tokens) - 1) // size * size]
-    hits = core.pool.match(whole, namespace) // size
+    hits = core.pool.match(tokens, namespace) // size
     if not hits or available - (need - hits) < keep:
         return False
     try:

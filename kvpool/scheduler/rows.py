@@ -137,8 +137,10 @@ class Rows:
 
     def logprobs_of(self, slot: int) -> NDArray[float32] | None:
         """Return a copy of its logprobs, None if there never were any."""
-        kept = self.logprobs
-        return None if kept is None else kept[slot, : self.generated[slot]].copy()
+        if self.logprobs is None:
+            return None
+        mine = self.logprobs[slot, : self.generated[slot]]
+        return None if np.isnan(mine).all() else mine.copy()
 
     def known(self, slot: int, begin: int, end: int) -> NDArray[int32]:
         """Return the tokens at positions begin .. end - 1 of prompt and generated ones."""
