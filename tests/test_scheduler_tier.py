@@ -103,7 +103,8 @@ def test_tier_spilled_comes_back_before_those_who_wait():
     while scheduler.stats().spilled:
         assert scheduler.stats().waiting == 3
         one(pool, scheduler, backend)
-    assert len(run(pool, scheduler, backend)) >= 4
+    run(pool, scheduler, backend)
+    assert pool.stats().used == 0
 
 
 def test_tier_cancelled_while_spilled_is_dropped():

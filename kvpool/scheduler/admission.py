@@ -21,9 +21,11 @@ def blocks_kept(core: Core) -> int:
     running = core.count[PREFILLING] + core.count[DECODING]
     if not running:
         return 0
-    decodes = core.batch().slots
-    growing = np.count_nonzero((rows.computed[decodes] % core.pool.block_size == 0) | rows.shared[decodes])
-    return int(growing) + (running if core.watermark is None else core.watermark)
+    if core.growing < 0:
+        decodes = core.batch().slots
+        full = rows.computed[decodes] % core.pool.block_size == 0
+        core.growing = int(np.count_nonzero(full | rows.shared[decodes]))
+    return core.growing + (running if core.watermark is None else core.watermark)
 
 
 def fits(core: Core, tokens: np.ndarray, namespace: bytes, extra: int = 0) -> bool:

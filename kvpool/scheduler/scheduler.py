@@ -293,6 +293,7 @@ class Scheduler:
         """Running prefills go on, then the budget that is left goes to admissions."""
         core, rows = self._core, self._core.rows
         chunks: list[tuple[int, int]] = []
+        core.growing = -1
         if core.count[PREFILLING]:
             for slot in rows.running(PREFILLING).tolist():
                 if budget <= 0 or len(chunks) == most:
