@@ -27,15 +27,13 @@ class Rows:
     high : int32
         Most tokens that were computed before the admission.
     limit : int32
-        Tokens to generate at most.
+        Tokens after which to look closer at the sequence: its most, or 0 when there are stop sequences.
     last : int32
         Last known token: the input of the next decode.
     shared : bool
         The tail may be shared with a fork: the next token may need a block for its copy.
     eos : int32 ``[slots, E]``
         Tokens that end the sequence, padded with -1.
-    stops : bool
-        There are stop sequences.
     width : int32
         Of the beam, 0: none.
     index : int32
@@ -60,11 +58,13 @@ class Rows:
         self.last = np.zeros(size, np.int32)
         self.shared = np.zeros(size, np.bool_)
         self.eos = np.full((size, 1), -1, np.int32)
-        self.stops = np.zeros(size, np.bool_)
         self.width = np.zeros(size, np.int32)
         self.index = np.zeros(size, np.int32)
         self.tokens = np.zeros((size, 64), np.int32)
         self.logprobs: NDArray[float32] | None = None
+        self.ones = np.ones(size, np.int64)  # what a row of a step looks like when all are decodes
+        self.order = np.arange(size, dtype=np.int32)
+        self.ones.flags.writeable = self.order.flags.writeable = False
         self.sequences: list[Sequence | None] = [None] * size
         self.free = list(range(size))
         heapify(self.free)
@@ -82,10 +82,9 @@ class Rows:
         self.prompt[slot] = request.prompt.size
         self.computed[slot] = self.committed[slot] = computed
         self.high[slot] = sequence.high
-        self.limit[slot] = request.max_tokens
+        self.limit[slot] = 0 if request.stop else request.max_tokens
         self.shared[slot] = False
         self._put_eos(slot, request.eos)
-        self.stops[slot] = bool(request.stop)
         self.width[slot] = request.beam_width
         self.index[slot] = sequence.index
         self.set_tokens(slot, sequence, sequence.tokens, sequence.logprobs)
