@@ -1,0 +1,345 @@
+"""What comes back: tokens of a step are checked, appended, and end sequences; samples fork; requests are cancelled."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy import float32, int32, int64
+from numpy.typing import NDArray
+
+from kvpool.errors import OutOfSequences
+from kvpool.scheduler.core import Batch, Core
+from kvpool.scheduler.request import MOST, Output, ends_with
+from kvpool.scheduler.rows import Rows
+from kvpool.scheduler.sequence import DECODING, FINISHED, PREFILLING, WAITING, Group, Sequence
+from kvpool.scheduler.step import Step
+
+
+class Given(NamedTuple):
+    """Checked arguments of `update`."""
+
+    tokens: NDArray[int32]
+    logprobs: NDArray[float32] | None
+    beam_tokens: NDArray[int32] | None
+    beam_logprobs: NDArray[float32] | None
+
+
+def read(step: Step, tokens: Any, logprobs: Any, beams: Any) -> Given:
+    """Check what `update` was given; nothing is changed."""
+    m = len(step.sample_at)
+    tokens = _tokens("tokens", tokens, (m,))
+    if logprobs is not None:
+        logprobs = _numbers("logprobs", logprobs, (m,))
+    rows = int(np.count_nonzero(step.beam_width))
+    if beams is None:
+        if rows:
+            raise ValueError(f"[update] {rows} rows of the step are of beams, beams is missing")
+        return Given(tokens, logprobs, None, None)
+    try:
+        beam_tokens, beam_logprobs = beams
+    except (TypeError, ValueError):
+        raise TypeError(f"[update] beams must be (tokens, logprobs), not {type(beams).__name__}") from None
+    shape = np.shape(beam_tokens)
+    least = 2 * int(step.beam_width.max(initial=0))
+    if len(shape) != 2 or shape[0] != rows or shape[1] < least:
+        raise ValueError(f"[update] the tokens of beams have shape {shape}, they must have ({rows}, {least} or more)")
+    beam_tokens = _tokens("the tokens of beams", beam_tokens, shape)
+    beam_logprobs = _numbers("the logprobs of beams", beam_logprobs, shape)
+    if np.isnan(beam_logprobs).any() or (beam_logprobs == np.inf).any():
+        raise ValueError("[update] the logprobs of beams must be finite or -inf, one is NaN or +inf")
+    return Given(tokens, logprobs, beam_tokens, beam_logprobs)
+
+
+def _tokens(name: str, array: Any, shape: tuple[int, ...]) -> NDArray[int32]:
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"[update] {name} must be an ndarray of integers, not {type(array).__name__}")
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"[update] {name} must be integers ({array.dtype})")
+    if array.shape != shape:
+        raise ValueError(f"[update] {name} must have shape {shape} ({array.shape})")
+    if array.size and array.min() < 0:
+        raise ValueError(f"[update] {name} must be 0 .. {MOST} ({array.min()})")
+    if array.dtype != np.int32 and array.size and array.max() > MOST:
+        raise ValueError(f"[update] {name} must be 0 .. {MOST} ({array.max()})")
+    return array.astype(np.int32, copy=False)
+
+
+def _numbers(name: str, array: Any, shape: tuple[int, ...]) -> NDArray[float32]:
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"[update] {name} must be an ndarray of float32, not {type(array).__name__}")
+    if array.dtype.kind != "f":
+        raise TypeError(f"[update] {name} must be float32 ({array.dtype})")
+    if array.shape != shape:
+        raise ValueError(f"[update] {name} must have shape {shape} ({array.shape})")
+    return array.astype(np.float32, copy=False)
+
+
+def fan_out(
+    core: Core, at: NDArray[int32], slot: NDArray[int32], index: NDArray[int32]
+) -> tuple[NDArray[int32], NDArray[int32], NDArray[int32]]:
+    """Let the rows of requests whose samples are not forked yet stand n times."""
+    groups = [core.rows.sequence(s).group for s in slot.tolist()]
+    times = np.array([1 if group.forked else group.request.n for group in groups], np.intp)
+    if not (times > 1).any():
+        return at, slot, index
+    begin = np.cumsum(times) - times
+    which = np.arange(times.sum()) - np.repeat(begin, times)
+    return np.repeat(at, times), np.repeat(slot, times), (np.repeat(index, times) + which).astype(np.int32)
+
+
+def take(core: Core, step: Step, given: Given) -> list[Output]:
+    """Move every sequence of an executed step on."""
+    core.step_out = False
+    core.steps += 1
+    if step.batch is None or core.dead:
+        return take_rows(core, step, given, 0)
+    outputs = take_decodes(core, step.batch, step.sample_position, given)
+    if len(step.slots) > step.num_decodes:
+        outputs += take_rows(core, step, given, step.num_decodes)
+    return outputs
+
+
+def take_rows(core: Core, step: Step, given: Given, begin: int) -> list[Output]:
+    """Move the rows from `begin` on; the samples before it are of the rows before it."""
+    rows = core.rows
+    slots, samples, position = step.slots[begin:], step.sample_slot[begin:], step.sample_position[begin:]
+    alive = rows.handle[slots] >= 0
+    core.idle_steps += not alive.all()
+    advance(core, slots[alive], step.num_new[begin:][alive], int(alive[: step.num_decodes - begin].sum()))
+    live = rows.handle[samples] >= 0
+    plain = live & (step.beam_width[begin:] == 0)
+    core.sampled_tokens += int(plain.sum())
+    fans = take_fans(core, samples, plain) if core.unforked else {}
+    ended = append(core, samples, given, plain, begin)
+    now = core.clock()
+    end_prompts(core, samples[live & (position == 0)], now)
+    for slot in step.slots[step.num_decodes :][alive[step.num_decodes - begin :]].tolist():
+        core.set_phase(slot)
+    outputs = [core.finish(rows.sequence(slot), reason, now) for slot, reason in ended]
+    for slot, ats in fans.items():
+        outputs += fork_samples(core, slot, [begin + at for at in ats], given, now)
+    if given.beam_tokens is not None and given.beam_logprobs is not None:
+        outputs += move_beams(core, step, begin, live, given.beam_tokens, given.beam_logprobs, now)
+    core.bury()
+    return outputs
+
+
+def take_decodes(core: Core, batch: Batch, at: NDArray[int32], given: Given) -> list[Output]:
+    """Move the decodes, the first rows of a step. No Python object per row, as long as none ends.
+
+    `at` begins with how many tokens each has generated before.
+    """
+    rows, slots, n = core.rows, batch.slots, len(batch.slots)
+    at, tokens = at[:n], given.tokens[:n]
+    core.decode_tokens += len(slots)
+    core.sampled_tokens += len(slots)
+    rows.computed[slots] += 1
+    if batch.shared:
+        rows.shared[slots] = batch.shared = False
+    generated = store(rows, slots, at, tokens, None if given.logprobs is None else given.logprobs[:n])
+    if not at.min():  # prompts that had one token left to compute
+        end_prompts(core, slots[at == 0], core.clock())
+    eos = batch.eos == tokens[:, None]
+    full = generated >= batch.limit
+    if not (eos.any() or full.any()):
+        return []
+    ended = why(rows, slots, generated, eos.any(axis=1), full)
+    if not ended:
+        return []
+    now = core.clock()
+    return [core.finish(rows.sequence(slot), reason, now) for slot, reason in ended]
+
+
+def end_prompts(core: Core, slots: np.ndarray, now: float) -> None:
+    """The first tokens of these sequences are there: their prompts are computed."""
+    for slot in slots.tolist():
+        group = core.rows.sequence(slot).group
+        group.first_token = now if group.first_token is None else group.first_token
+        core.commit(slot)
+
+
+def take_fans(core: Core, samples: NDArray[int32], plain: np.ndarray) -> dict[int, list[int]]:
+    """Take samples that are still to be forked out of `plain`: slot -> where they stand."""
+    fans: dict[int, list[int]] = {}
+    for at in np.flatnonzero(plain).tolist():
+        slot = int(samples[at])
+        if not core.rows.sequence(slot).group.forked:
+            fans.setdefault(slot, []).append(at)
+            plain[at] = False
+    return fans
+
+
+def move_beams(
+    core: Core,
+    step: Step,
+    first: int,
+    live: np.ndarray,
+    tokens: NDArray[int32],
+    logprobs: NDArray[float32],
+    now: float,
+) -> list[Output]:
+    """Move every beam of a step on; the rows of one stand together, all from sample `first` on."""
+    outputs: list[Output] = []
+    samples = np.flatnonzero(step.beam_width)
+    begin = 0
+    while begin < len(samples):
+        end = begin + 1
+        if live[samples[begin] - first]:
+            sequence = core.rows.sequence(step.sample_slot[samples[begin]])
+            beam = sequence.group.beam
+            end = begin + len(beam.live)
+            outputs += beam.move_on(core, tokens[begin:end], logprobs[begin:end], now)
+        begin = end
+    return outputs
+
+
+def advance(core: Core, slots: NDArray[int32], new: NDArray[int64], decodes: int) -> None:
+    """The inputs of these rows are computed; the first are decodes."""
+    rows = core.rows
+    core.decode_tokens += decodes
+    if len(slots) > decodes:
+        chunk, count = slots[decodes:], new[decodes:]
+        core.prefill_tokens += int(count.sum())
+        again = np.minimum(rows.high[chunk] - rows.computed[chunk], count)
+        core.recomputed_tokens += int(again[again > 0].sum())
+    rows.computed[slots] += new.astype(np.int32)
+    rows.shared[slots] = False
+
+
+def append(core: Core, samples: NDArray[int32], given: Given, chosen: np.ndarray, begin: int) -> list[tuple[int, str]]:
+    """Append one token each; return the slots that ended, and why, in order of rows."""
+    slots = samples[chosen]
+    if not len(slots):
+        return []
+    rows, tokens = core.rows, given.tokens[begin:][chosen]
+    logprobs = None if given.logprobs is None else given.logprobs[begin:][chosen]
+    generated = store(rows, slots, rows.generated[slots], tokens, logprobs)
+    eos = (rows.eos[slots] == tokens[:, None]).any(axis=1)
+    return why(rows, slots, generated, eos, generated >= rows.limit[slots])
+
+
+def store(
+    rows: Rows, slots: np.ndarray, at: NDArray[int32], tokens: NDArray[int32], logprobs: NDArray[float32] | None
+) -> NDArray[int32]:
+    """Append one token each to slots that have generated `at`; return how many they have now."""
+    rows.tokens[slots, at] = tokens
+    if logprobs is not None or rows.logprobs is not None:
+        rows.need_logprobs()[slots, at] = np.nan if logprobs is None else logprobs
+    rows.last[slots] = tokens
+    generated = at + np.int32(1)
+    rows.generated[slots] = generated
+    rows.make_room(int(generated.max()) + 1)
+    return generated
+
+
+def why(
+    rows: Rows, slots: np.ndarray, generated: NDArray[int32], eos: np.ndarray, maybe: np.ndarray
+) -> list[tuple[int, str]]:
+    """Which of the slots ended, and why; those that are neither in `eos` nor in `maybe` did not."""
+    ended = []
+    for row in np.flatnonzero(eos | maybe).tolist():
+        slot, length = int(slots[row]), int(generated[row])
+        request = rows.sequence(slot).group.request
+        if eos[row]:
+            ended.append((slot, "eos"))
+        elif request.stop and ends_with(rows.tokens[slot, :length], request.stop):
+            ended.append((slot, "stop"))
+        elif length >= request.max_tokens:
+            ended.append((slot, "length"))
+    return ended
+
+
+def why_ended(group: Group, tokens: NDArray[int32]) -> str | None:
+    """Why a sequence with these generated tokens ends; None: it goes on."""
+    request = group.request
+    if int(tokens[-1]) in request.eos:
+        return "eos"
+    if request.stop and ends_with(tokens, request.stop):
+        return "stop"
+    return "length" if len(tokens) >= request.max_tokens else None
+
+
+def fork_samples(core: Core, slot: int, ats: list[int], given: Given, now: float) -> list[Output]:
+    """The prompt of a request with n samples is computed: one sequence becomes n, with a first token each.
+
+    The first that goes on keeps slot and blocks, the others are forks as long as there is room; the rest wait.
+    """
+    rows = core.rows
+    first = rows.sequence(slot)
+    group = first.group
+    group.forked = True
+    core.unforked -= 1
+    group.sequences += [Sequence(group, index) for index in range(1, len(ats))]
+    group.unfinished += len(ats) - 1
+    core.count[WAITING] += len(ats) - 1
+    outputs, live = [], []
+    for sequence, at in zip(group.sequences, ats, strict=True):
+        sequence.tokens = given.tokens[at : at + 1].copy()
+        sequence.logprobs = None if given.logprobs is None else given.logprobs[at : at + 1].copy()
+        reason = why_ended(group, sequence.tokens)
+        if reason is None:
+            live.append(sequence)
+        else:
+            outputs.append((sequence, reason))
+    handle, computed = int(rows.handle[slot]), int(rows.computed[slot])
+    committed, admitted = int(rows.committed[slot]), int(rows.admitted[slot])
+    rows.leave(slot)
+    core.move(first, WAITING)
+    if not live:
+        core.pool.close(handle)
+    waiting = []
+    for number, sequence in enumerate(live):
+        own = handle if number == 0 else fork(core, handle)
+        if own is None:
+            waiting.append(sequence)
+            continue
+        sequence.high = computed
+        core.start(sequence, core.rows.take(), own, computed, core.admission_number() if number else admitted)
+        rows.committed[sequence.slot] = committed
+        rows.shared[sequence.slot] = computed % core.pool.block_size != 0
+    if len(live) > 1:
+        rows.shared[live[0].slot] = computed % core.pool.block_size != 0
+    for sequence in reversed(waiting):
+        core.wait(sequence, front=True)
+    return [core.finish(sequence, reason, now) for sequence, reason in outputs]
+
+
+def fork(core: Core, handle: int) -> int | None:
+    """Another handle on the same blocks, if a slot is free and its first own token would find a block."""
+    if not core.rows.free or core.available() <= core.count[DECODING] + core.count[PREFILLING]:
+        return None
+    try:
+        return int(core.pool.fork(handle)[0])
+    except OutOfSequences:
+        return None
+
+
+def cancel(core: Core, group: Group) -> list[Output]:
+    """End a request in whatever state it is."""
+    now = core.clock()
+    if group.beam is not None:
+        return group.beam.cancel(core, now)
+    outputs = []
+    if not group.forked:
+        core.unforked -= 1
+    for sequence in group.sequences:
+        if sequence.state != FINISHED:
+            core.release(sequence)
+            outputs.append(core.output(sequence, "cancelled", now))
+    if not group.forked:  # samples that were still to come
+        for index in range(1, group.request.n):
+            sequence = Sequence(group, index)
+            outputs.append(core.output(sequence, "cancelled", now))
+            core.cancelled += 1
+    core.close_group(group, group.unfinished)
+    return outputs
+
+
+def give_up(core: Core, step: Step) -> None:
+    """A step failed that cannot be rolled back: what it wrote is unknown, so its sequences start over."""
+    for slot in step.slots[::-1].tolist():
+        sequence = core.rows.sequences[slot]
+        if sequence is None:
+            continue
+        core.preempt(sequence)
