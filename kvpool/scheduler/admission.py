@@ -21,7 +21,7 @@ def blocks_kept(core: Core) -> int:
     running = core.count[PREFILLING] + core.count[DECODING]
     if not running:
         return 0
-    decodes = core.decodes()
+    decodes = core.batch().slots
     growing = np.count_nonzero((rows.computed[decodes] % core.pool.block_size == 0) | rows.shared[decodes])
     return int(growing) + (running if core.watermark is None else core.watermark)
 
