@@ -66,7 +66,7 @@ def serve(requests, arrivals, num_blocks, max_batch=8, **options):
             run.finished_at[output.id] = iteration
         iteration += 1
         assert iteration < 10_000
-        pool.check()
+        scheduler.check()
     for request in requests:
         assert run.outputs[request.id].tokens.tolist() == backend.solo(request)
     pool.check()
