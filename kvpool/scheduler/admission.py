@@ -33,7 +33,7 @@ def fits(core: Core, tokens: np.ndarray, namespace: bytes, extra: int = 0) -> bo
     available = core.available()
     if available - need >= keep:
         return True
-    if not core.caches:
+    if not core.caches or available <= keep:  # the last token always needs a block
         return False
     size = core.pool.block_size
     whole = tokens[: (len(tokens) - 1) // size * size]

@@ -13,6 +13,8 @@ from kvpool.scheduler.request import Output, Request, Times
 from kvpool.scheduler.rows import Rows
 from kvpool.scheduler.sequence import DECODING, FINISHED, PREFILLING, SPILLED, WAITING, Group, Sequence
 
+REMEMBERED = 4096
+
 
 class Batch:
     """The sequences that decode, until one comes or goes: what a step of them needs, gathered once.
@@ -50,6 +52,8 @@ class Batch:
         self.width = rows.width[slots]
         self.eos = rows.eos[slots]
         self.limit = np.where(rows.stops[slots], 0, rows.limit[slots])  # 0: look closer at every token
+        for array in (self.slots32, self.handles, self.num_new, self.sample_at, self.index, self.width):
+            array.flags.writeable = False  # the steps show them
         self.shared = bool(rows.shared[slots].any())
         self.plain = not self.width.any() and not (
             unforked and any(not rows.sequence(slot).group.forked for slot in slots.tolist())
@@ -85,6 +89,7 @@ class Core:
         self.queue = WaitingQueue()
         self.spilled: dict[Sequence, None] = {}  # oldest first
         self.groups: dict[Hashable, Group] = {}
+        self.ended: dict[Hashable, None] = {}  # ids of the latest, for messages
         self.beams: list[Any] = []  # running ones
         self.next_id = 0
         self.next_admission = 0
@@ -227,6 +232,9 @@ class Core:
         group.unfinished -= ended
         if group.unfinished == 0:
             del self.groups[group.id]
+            self.ended[group.id] = None
+            if len(self.ended) > REMEMBERED:
+                del self.ended[next(iter(self.ended))]
 
     def new_group(self, request: Request) -> Group:
         """A request arrives."""
@@ -236,6 +244,7 @@ class Core:
                 self.next_id += 1
             name = self.next_id
             self.next_id += 1
+        self.ended.pop(name, None)
         group = Group(request, name, self.clock())
         self.groups[name] = group
         self.unforked += not group.forked

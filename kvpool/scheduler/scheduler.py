@@ -125,7 +125,10 @@ class Scheduler:
                 raise TypeError(f"[{call}] pad_to must be (rows, tokens) or callable, not {pad_to!r}") from None
             rows = integer(call, "pad_to[0]", pad_rows, rows)
             tokens = integer(call, "pad_to[1]", pad_tokens, tokens)
-        self._plans = [Plan(pool, rows, tokens, formats=formats) for _ in range(plans)]
+        width = pool.max_blocks_per_seq
+        if self._max_model_len is not None:
+            width = min(width, -(-self._max_model_len // pool.block_size))
+        self._plans = [Plan(pool, rows, tokens, formats=formats, table_width=width) for _ in range(plans)]
         self._out: Step | None = None
         self._turn = 0
 
@@ -207,7 +210,10 @@ class Scheduler:
     def _find(self, call: str, name: Hashable) -> Group:
         group = self._core.groups.get(name)
         if group is None:
-            raise UnknownRequest(f"[{call}] no request {name!r}: it has finished, or was never added")
+            known = (
+                "has finished" if name in self._core.ended else "is not there: it was never added, or ended long ago"
+            )
+            raise UnknownRequest(f"[{call}] request {name!r} {known}")
         return group
 
     def cancel(self, id: Hashable) -> list[Output]:
