@@ -284,6 +284,8 @@ class Scheduler:
         if not core.count[DECODING]:
             return None, self._chunks(core.max_step_tokens, core.max_running) if core.mixed else []
         make_room(core, plan)
+        if not core.count[DECODING]:  # the policy named every decode; who stays goes on, or nobody would
+            return None, self._chunks(core.max_step_tokens, core.max_running if core.mixed else 1)
         batch = core.batch()  # who is admitted now is a chunk, not a decode
         return batch, self._chunks(core.max_step_tokens - len(batch.slots), core.max_running) if core.mixed else []
 
