@@ -124,6 +124,7 @@ class Watch:
 
     def failed(self) -> None:
         self.failures += 1
+        self.tokenless = 0
         self.preemptions = self.scheduler.stats().preemptions
         self.candidates = set()
         self.chunk_before = False
@@ -134,9 +135,9 @@ class Watch:
         self.candidates = set()
         self.computed = {handle: self.pool.num_tokens(handle) for handle in self.running if self.pool.is_open(handle)}
         self.tokenless = 0 if sampled else self.tokenless + 1
-        chunk = min(self.options["prefill_chunk"], self.options["max_step_tokens"] - self.options["max_running"])
+        chunk = min(self.options["prefill_chunk"], self.options["max_step_tokens"])
         longest = max(r.prompt.size + r.max_tokens for r in requests.values())
-        chunks, most = -(-longest // chunk), self.options["max_running"]
+        chunks, most = -(-longest // chunk) + 1, self.options["max_running"]  # a beam's last token comes by itself
         # Nothing is preempted without a token, so steps without one are chunks of those who run, once each.
         assert self.tokenless <= most * chunks, f"{self.tokenless} steps without a token, at most {most * chunks}"
         counts = self.scheduler.stats()

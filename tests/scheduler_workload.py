@@ -155,6 +155,8 @@ def draw_scheduler(rng: np.random.Generator, max_running: int, pressed: bool) ->
         "watermark": None if rng.random() < (0.3 if pressed else 0.6) else int(rng.choice([0, 0, 1, 3])),
         "plans": int(rng.integers(1, 3)),
     }
+    if rng.random() < 0.25:
+        options["max_step_tokens"] = log_uniform(rng, 1, 64)  # decodes may exceed it, prefills wait then
     if rng.random() < 0.15:
         options["max_waiting"] = int(rng.integers(1, 6))
     if rng.random() < 0.1:
@@ -162,7 +164,7 @@ def draw_scheduler(rng: np.random.Generator, max_running: int, pressed: bool) ->
     if rng.random() < 0.15:
         options["pad_to"] = (
             max_running + int(rng.integers(0, 4)),
-            options["max_step_tokens"] + int(rng.integers(0, 9)),
+            max(max_running, options["max_step_tokens"]) + int(rng.integers(0, 9)),
         )
     return options
 
@@ -220,9 +222,6 @@ class Guest:
         self.pool.decref(self.blocks)
         self.handles, self.blocks = [], []
         return had
-
-    def holds(self) -> int:
-        return len(self.blocks) + sum(len(self.pool.table(h)) for h in self.handles)
 
 
 class Runner:
