@@ -1,4 +1,4 @@
-"""The engine's tokens are those of the model alone: any family, route and chunk, tight pools, hits, samples, cancels."""
+"""Tokens of the engine are those of the model alone: any family, route and chunk, tight pools, samples, cancels."""
 
 import mlx.core as mx
 import numpy as np
