@@ -19,6 +19,7 @@ def check(core: Core, out: Step | None) -> None:
     sequences = live_sequences(core)
     check_states(core, sequences)
     check_slots(core, sequences)
+    require(out is not None or not core.dead, f"slots {core.dead} are kept for a step that is in")
     new = {} if out is None else dict(zip(out.handles.tolist(), out.num_new.tolist(), strict=True))
     blocks: set[int] = set()
     for sequence in sequences:
