@@ -23,6 +23,7 @@ class Watch:
         self.requests: dict[Any, Any] = {}
         self.gone: set[Any] = set()
         self.newcomers: list[Any] = []
+        self.door: dict[Any, Any] = {}  # requests that were added before this step was decided
         self.simple = self.strict = True
         self.chunk_before = False
         self.steps = self.tokenless = self.failures = 0
@@ -48,8 +49,29 @@ class Watch:
         self._watermark(handles)
         self._victims(step, decodes)
         sampled = np.isin(ends, step.sample_at)
+        if self.simple and options["mixed"]:
+            self._nothing_is_left_lying(step, sampled)
         self.candidates = set(handles[sampled].tolist())
         self.steps += 1
+
+    def _nothing_is_left_lying(self, step: Any, sampled: np.ndarray) -> None:
+        """While there is budget, chunks are whole; while there are slots and blocks too, nobody waits."""
+        left = self.options["max_step_tokens"] - len(step.tokens)
+        if left <= 0:
+            return
+        cut = ~sampled & (step.num_new < self.options["prefill_chunk"])
+        assert not cut.any(), f"a chunk was cut, {left} tokens of the budget are left"
+        running = set(self.running.values())
+        waiting = [r for name, r in self.door.items() if name not in self.gone and name not in running]
+        if not self.strict or not waiting or len(step.handles) >= self.options["max_running"]:
+            return
+        if any(r.n > 1 or r.beam_width for r in waiting) or self.pool.stats().sequences >= self.pool.max_seqs:
+            return
+        stats, size = self.pool.stats(), self.pool.block_size
+        need = max(-(-(r.prompt.size + r.max_tokens) // size) for r in waiting)
+        explicit = self.options["watermark"]
+        keep = 2 * len(step.handles) + (explicit or 0) + self.pool.watermark
+        assert stats.free + stats.evictable < need + keep, f"{len(waiting)} wait, {stats.free} blocks are free"
 
     def _stall_free(self, handles: np.ndarray, decodes: int, chunks: int) -> None:
         """Whoever got a token gets the next one in the next step, unless it ended or was preempted."""
@@ -152,6 +174,19 @@ class Watch:
         ended = [output.finish_reason for output in outputs.values()]
         assert counts.cancelled == ended.count("cancelled"), counts
         assert counts.finished == len(ended) - ended.count("cancelled"), counts
+        for output in outputs.values():
+            times = output.times
+            order = [t for t in (times.arrived, times.admitted, times.first_token, times.finished) if t is not None]
+            assert order == sorted(order), times
+            assert output.num_cached < requests[output.id].prompt.size
+            assert output.num_cached % self.pool.block_size == 0
+        if self.simple and not self.failures:
+            assert counts.preemptions == sum(output.preemptions for output in outputs.values()), counts
+            if not (counts.preemptions or counts.spills or counts.cancelled):
+                total = sum(requests[o.id].prompt.size + o.tokens.size - 1 for o in outputs.values())
+                computed = counts.prefill_tokens + counts.decode_tokens
+                assert computed + counts.hit_tokens == total, f"{total} tokens to compute, {counts}"
+                assert counts.hit_tokens == sum(output.num_cached for output in outputs.values())
 
     def _order(self, requests: Any, added: dict[int, int], outputs: Any) -> None:
         """First come first served within a priority; nobody is admitted while a higher one waits."""

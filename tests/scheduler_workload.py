@@ -62,9 +62,9 @@ def log_uniform(rng: np.random.Generator, low: int, high: int) -> int:
 
 
 def draw_request(
-    rng: np.random.Generator, model: TokenModel, name: int, templates: list[Any], width: int, pressed: bool
+    rng: np.random.Generator, model: TokenModel, name: int, templates: list[Any], width: int, pressed: bool, plain: bool
 ) -> Request:
-    """One request: prompts that share prefixes, ends that really happen."""
+    """One request: prompts that share prefixes, ends that really happen. Plain ones are one sequence each."""
     length = log_uniform(rng, 1, 25 if pressed else 70)
     prompt = rng.integers(model.vocabulary, size=length)
     if rng.random() < 0.5:
@@ -73,7 +73,7 @@ def draw_request(
         prompt = np.concatenate([template[:shared], prompt[: max(1, length - shared)]])
     how: dict[str, Any] = {"namespace": NAMESPACES[rng.choice(3, p=[0.7, 0.15, 0.15])]}
     max_tokens = log_uniform(rng, 6 if pressed else 1, 40 if pressed else 28)
-    kind = rng.random()
+    kind = 1.0 if plain else rng.random()
     if kind < 0.12:
         how["beam_width"] = int(rng.integers(1, min(4, width) + 1))
         how["n"] = int(rng.integers(1, how["beam_width"] + 1))
@@ -95,15 +95,15 @@ def draw_request(
 
 
 def draw(seed: int) -> Workload:
-    """Workload number `seed`. Half of them are under pressure: many at once, long outputs, few small blocks."""
+    """Workload number `seed`. Half are under pressure: many at once, long outputs, few small blocks."""
     rng = np.random.default_rng([seed, 20260])
     model = TokenModel()
-    pressed = bool(rng.random() < 0.5)
+    pressed, plain = bool(rng.random() < 0.5), bool(rng.random() < 0.35)
     block_size = int(rng.choice(BLOCK_SIZES[:5] if pressed else BLOCK_SIZES))
     max_running = log_uniform(rng, 4 if pressed else 1, 32)
     templates = [rng.integers(model.vocabulary, size=int(rng.integers(8, 50))) for _ in range(2)]
     count = log_uniform(rng, 5 if pressed else 1, 16)
-    requests = [draw_request(rng, model, i, templates, max_running, pressed) for i in range(count)]
+    requests = [draw_request(rng, model, i, templates, max_running, pressed, plain) for i in range(count)]
     tick, arrivals = 0, []
     gap = rng.choice([0.0, 0.5, 1.0 if pressed else 6.0])
     for request in requests:
@@ -238,7 +238,7 @@ class Runner:
         self.scheduler = scheduler_class(self.pool, clock=self.clock, tier=tier, **workload.scheduler)
         self.watch = Watch(self.scheduler, self.pool, workload.scheduler)
         self.guest = Guest(self.pool, self.rng)
-        self.watch.strict = not (workload.tier or workload.guests or workload.pool["in_order"])
+        self.watch.strict = not (workload.tier or workload.guests or workload.pool.get("in_order"))
         self.check_every = check_every
         self.outputs: dict[tuple[int, int], Any] = {}
         self.added: dict[int, int] = {}  # request: when
@@ -289,16 +289,18 @@ class Runner:
             if when > tick or (later and later[-1][0] <= tick):  # nobody overtakes at the door
                 later.append((when, request))
                 continue
+            most, waiting = self.workload.scheduler.get("max_waiting"), self.scheduler.stats().waiting
             try:
                 name = self.scheduler.add(request)
             except RequestRejected as error:
                 if error.reason == "queue_full":
-                    assert self.workload.scheduler.get("max_waiting") is not None
+                    assert most is not None and waiting >= most, f"{waiting} wait, {most} may"
                     later.append((when, request))
                     continue
                 self._refuse(request, error.reason)
                 continue
             assert name == request.id
+            assert most is None or waiting < most, f"{waiting} wait, {most} may"
             assert request.beam_width or blocks_alone(request, self.pool.block_size) <= self.usable()
             assert tokens_needed(request) <= self.workload.scheduler.get("max_model_len", 10**9)
             self.added[name] = self.now
@@ -331,6 +333,7 @@ class Runner:
             self._collect(self.scheduler.cancel(name))
 
     def _schedule(self) -> Any:
+        self.watch.door = {name: self.requests[name] for name in self.added}
         try:
             step = self.scheduler.schedule()
         except OutOfBlocks:

@@ -15,7 +15,7 @@ import pytest
 from scheduler_workload import Runner, Workload, draw
 
 from kvpool import Plan, Pool, Scheduler
-from kvpool.scheduler import results
+from kvpool.scheduler import admission, beams, results
 from kvpool.scheduler.core import Core
 from kvpool.scheduler.queue import WaitingQueue
 
@@ -43,6 +43,10 @@ def only_where(condition):
 def one_sequence_each(workload: Workload) -> bool:
     requests = [request for _, request in workload.arrivals]
     return len(requests) > 3 and all(request.n == 1 and not request.beam_width for request in requests)
+
+
+def has_a_beam(workload: Workload) -> bool:
+    return any(request.beam_width > 1 for _, request in workload.arrivals)
 
 
 def convicted(workload: Workload) -> bool:
@@ -381,6 +385,63 @@ def make_room_spares_nobody():
                 preempt(self, other)
 
     with mock.patch.object(Core, "preempt", all_of_them):
+        yield
+
+
+@only_where(one_sequence_each)
+@fault
+def place_is_left_empty():
+    """Every second admission finds nobody, though somebody waits."""
+    admit, looks = admission.admit_next, [0]
+
+    def sometimes(core):
+        looks[0] += 1
+        return admit(core) if looks[0] % 2 or not core.rows.running().size else None
+
+    with mock.patch("kvpool.scheduler.scheduler.admit_next", sometimes):
+        yield
+
+
+@fault
+def chunk_is_cut_though_there_is_budget():
+    wanted = Scheduler._wanted
+    with mock.patch.object(Scheduler, "_wanted", lambda self, slot: max(1, wanted(self, slot) - 1)):
+        yield
+
+
+# ---- faults of beams
+
+
+@only_where(has_a_beam)
+@fault
+def beam_ends_with_the_first_finished_hypotheses():
+    with mock.patch.object(beams, "decided", lambda beam, best, length: bool(beam.done)):
+        yield
+
+
+@only_where(has_a_beam)
+@fault
+def beam_score_is_not_divided_by_length():
+    made = beams.Hypothesis
+
+    def total(score, tokens, *rest):
+        return made(score * len(tokens), tokens, *rest)
+
+    with mock.patch.object(beams, "Hypothesis", total):
+        yield
+
+
+@only_where(has_a_beam)
+@fault
+def beam_gives_children_the_blocks_of_the_first_parent():
+    """The tokens are those of the right parent, the KV is not."""
+    reorder = beams.reorder
+
+    def wrong(core, beam, chosen):
+        first = chosen[0][0].parent
+        return reorder(core, beam, [(one._replace(parent=first), *rest) for one, *rest in chosen])
+
+    with mock.patch.object(beams, "reorder", wrong):
         yield
 
 
