@@ -104,6 +104,7 @@ class Core:
         self.was_chunk = False  # the last step was a chunk (not mixed)
         self.dead: list[int] = []  # slots whose sequence was cancelled while the step is out
         self.changed = True  # which sequences decode
+        self.growing = -1  # decodes of this step that may take a block, -1: not counted yet
         self._batch = Batch(self.rows, 0)
         self._length_plan: Plan | None = None
 

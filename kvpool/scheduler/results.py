@@ -190,8 +190,8 @@ def advance(core: Core, step: Step, alive: np.ndarray) -> None:
         chunk = slots[n:]
         before = rows.computed[chunk]
         core.prefill_tokens += int(new[n:].sum())
-        high = np.array([rows.sequence(slot).high for slot in chunk.tolist()])
-        core.recomputed_tokens += int(np.clip(high - before, 0, new[n:]).sum())
+        again = np.minimum(rows.high[chunk] - before, new[n:])
+        core.recomputed_tokens += int(again[again > 0].sum())
     rows.computed[slots] += new.astype(np.int32)
     rows.shared[slots] = False
 

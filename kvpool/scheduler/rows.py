@@ -24,6 +24,8 @@ class Rows:
         Number of the admission: the order of rows.
     prompt, generated, computed, committed : int32
         Tokens of the prompt; tokens generated; known tokens in the pool; tokens given to `Pool.commit`.
+    high : int32
+        Most tokens that were computed before the admission.
     limit : int32
         Tokens to generate at most.
     last : int32
@@ -53,6 +55,7 @@ class Rows:
         self.generated = np.zeros(size, np.int32)
         self.computed = np.zeros(size, np.int32)
         self.committed = np.zeros(size, np.int32)
+        self.high = np.zeros(size, np.int32)
         self.limit = np.zeros(size, np.int32)
         self.last = np.zeros(size, np.int32)
         self.shared = np.zeros(size, np.bool_)
@@ -78,6 +81,7 @@ class Rows:
         self.admitted[slot] = admitted
         self.prompt[slot] = request.prompt.size
         self.computed[slot] = self.committed[slot] = computed
+        self.high[slot] = sequence.high
         self.limit[slot] = request.max_tokens
         self.shared[slot] = False
         self._put_eos(slot, request.eos)
@@ -137,8 +141,10 @@ class Rows:
 
     def logprobs_of(self, slot: int) -> NDArray[float32] | None:
         """Return a copy of its logprobs, None if there never were any."""
-        kept = self.logprobs
-        return None if kept is None else kept[slot, : self.generated[slot]].copy()
+        if self.logprobs is None:
+            return None
+        mine = self.logprobs[slot, : self.generated[slot]]
+        return None if np.isnan(mine).all() else mine.copy()
 
     def known(self, slot: int, begin: int, end: int) -> NDArray[int32]:
         """Return the tokens at positions begin .. end - 1 of prompt and generated ones."""
@@ -170,8 +176,8 @@ class Rows:
 
     def running(self, state: int = -1) -> NDArray[np.intp]:
         """Return the slots in a state (any running one by default), in order of admission."""
-        chosen = np.flatnonzero(self.state == state if state >= 0 else self.state != WAITING)
-        return chosen[np.argsort(self.admitted[chosen], kind="stable")]
+        (chosen,) = (self.state == state if state >= 0 else self.state != WAITING).nonzero()
+        return chosen[self.admitted[chosen].argsort()]
 
     def sequence(self, slot: int) -> Sequence:
         """Return what runs in a slot that is not free."""

@@ -11,7 +11,7 @@ from numpy import int32
 from numpy.typing import NDArray
 
 from kvpool import Plan, Pool
-from kvpool.errors import OutOfBlocks, RequestRejected, UnknownRequest
+from kvpool.errors import OutOfBlocks, OutOfSequences, RequestRejected, UnknownRequest
 from kvpool.scheduler import results
 from kvpool.scheduler.admission import admit_next
 from kvpool.scheduler.beams import Beam
@@ -293,6 +293,7 @@ class Scheduler:
         """Running prefills go on, then the budget that is left goes to admissions."""
         core, rows = self._core, self._core.rows
         chunks: list[tuple[int, int]] = []
+        core.growing = -1
         if core.count[PREFILLING]:
             for slot in rows.running(PREFILLING).tolist():
                 if budget <= 0 or len(chunks) == most:
@@ -320,6 +321,8 @@ class Scheduler:
     def _explain_idle(self) -> None:
         """Nothing runs and nothing can be admitted: others hold the pool."""
         stats = self._core.pool.stats()
+        if stats.sequences == self._core.pool.max_seqs:
+            raise OutOfSequences(f"[schedule] nothing runs, and all {stats.sequences} sequences of the pool are open")
         raise OutOfBlocks(
             f"[schedule] nothing runs and the first in line finds no room: {stats.free} blocks free, "
             f"{stats.evictable} evictable, {stats.limbo} in limbo, {stats.sequences} sequences open; "
