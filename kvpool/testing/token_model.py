@@ -247,6 +247,17 @@ class TokenMemory:
         for plane, value in ((self.position, _EMPTY), (self.history, _POISON), (self.value, _POISON)):
             plane.reshape(-1, self.block_size)[blocks] = value
 
+    def save(self, blocks: Any) -> tuple[np.ndarray, ...]:
+        """A copy of what these blocks hold, for `load`: what a tier keeps."""
+        blocks = np.asarray(blocks, np.int64)
+        return tuple(p.reshape(-1, self.block_size)[blocks] for p in (self.position, self.history, self.value))
+
+    def load(self, kept: tuple[np.ndarray, ...], blocks: Any) -> None:
+        """Put what was saved into other blocks."""
+        blocks = np.asarray(blocks, np.int64)
+        for plane, part in zip((self.position, self.history, self.value), kept, strict=True):
+            plane.reshape(-1, self.block_size)[blocks] = part[: blocks.size]
+
     def spoil(self, plan: Any) -> None:
         """What a forward leaves that breaks off: copies done, half of the writes, wrong."""
         self._copy(np.asarray(plan.copies, np.int64))

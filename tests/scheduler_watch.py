@@ -1,0 +1,208 @@
+"""What docs/scheduling.md says of every step, judged from outside: by handles, the pool and the outputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+class Watch:
+    """Sees every step; keeps what it needs to judge the next one."""
+
+    def __init__(self, scheduler: Any, pool: Any, options: dict[str, Any]) -> None:
+        self.scheduler, self.pool, self.options = scheduler, pool, options
+        self.decoding: set[int] = set()  # handles that must be rows of the next step, if they are open still
+        self.candidates: set[int] = set()  # of the step that is out: rows that get a token
+        self.admissions = self.preemptions = 0
+        # For workloads in which each request is one sequence: handle -> request, in which order they came, how much
+        # is computed; requests seen, those that ended, those that a step has shown for the first time.
+        self.running: dict[int, Any] = {}
+        self.order: dict[int, int] = {}
+        self.computed: dict[int, int] = {}
+        self.requests: dict[Any, Any] = {}
+        self.gone: set[Any] = set()
+        self.newcomers: list[Any] = []
+        self.door: dict[Any, Any] = {}  # requests that were added before this step was decided
+        self.simple = self.strict = True
+        self.chunk_before = False
+        self.steps = self.tokenless = self.failures = 0
+
+    def step(self, step: Any) -> None:
+        """Judge a step that `schedule` has returned."""
+        handles, num_new, decodes = step.handles, step.num_new, step.num_decodes
+        total, options = len(step.tokens), self.options
+        assert len(handles) == len(num_new) == step.plan.num_rows == len(step.slots)
+        assert np.unique(handles).size == handles.size
+        assert int(num_new.sum()) == total == step.plan.num_tokens
+        assert (num_new > 0).all(), "a row without tokens"
+        assert (num_new[:decodes] == 1).all()
+        assert len(handles) <= options["max_running"], "more rows than max_running"
+        chunks = num_new[decodes:]
+        assert total <= max(options["max_step_tokens"], decodes), f"{total} tokens, budget {options['max_step_tokens']}"
+        assert (chunks <= options["prefill_chunk"]).all(), f"a chunk of {chunks.max()} tokens"
+        ends = np.cumsum(num_new) - 1
+        assert np.isin(step.sample_at, ends).all(), "a sample that is no last token of a row"
+        assert (np.diff(step.sample_at) >= 0).all()
+        assert np.isin(ends[:decodes], step.sample_at).all(), "a decode without a sample"
+        self._stall_free(handles, decodes, len(chunks))
+        self._watermark(handles)
+        self._victims(step, decodes)
+        sampled = np.isin(ends, step.sample_at)
+        if self.simple and options["mixed"]:
+            self._nothing_is_left_lying(step, sampled)
+        self.candidates = set(handles[sampled].tolist())
+        self.steps += 1
+
+    def _nothing_is_left_lying(self, step: Any, sampled: np.ndarray) -> None:
+        """While there is budget, chunks are whole; while there are slots and blocks too, nobody waits."""
+        left = self.options["max_step_tokens"] - len(step.tokens)
+        if left <= 0:
+            return
+        cut = ~sampled & (step.num_new < self.options["prefill_chunk"])
+        assert not cut.any(), f"a chunk was cut, {left} tokens of the budget are left"
+        running = set(self.running.values())
+        waiting = [r for name, r in self.door.items() if name not in self.gone and name not in running]
+        if not self.strict or not waiting or len(step.handles) >= self.options["max_running"]:
+            return
+        if any(r.n > 1 or r.beam_width for r in waiting) or self.pool.stats().sequences >= self.pool.max_seqs:
+            return
+        stats, size = self.pool.stats(), self.pool.block_size
+        need = max(-(-(r.prompt.size + r.max_tokens) // size) for r in waiting)
+        explicit = self.options["watermark"]
+        keep = 2 * len(step.handles) + (explicit or 0) + self.pool.watermark
+        assert stats.free + stats.evictable < need + keep, f"{len(waiting)} wait, {stats.free} blocks are free"
+
+    def _stall_free(self, handles: np.ndarray, decodes: int, chunks: int) -> None:
+        """Whoever got a token gets the next one in the next step, unless it ended or was preempted."""
+        must = {handle for handle in self.decoding if self.pool.is_open(handle)}
+        rows = set(handles[:decodes].tolist())
+        if self.options["mixed"]:
+            assert must <= rows, f"{len(must - rows)} decodes stalled"
+            return
+        assert not (chunks and decodes), "a mixed step without mixed=True"
+        assert chunks <= 1
+        if chunks:
+            assert not (must and self.chunk_before), "decodes stalled by two chunks"
+        else:
+            assert must <= rows, f"{len(must - rows)} decodes stalled in a step of decodes"
+        self.chunk_before = bool(chunks)
+
+    def _watermark(self, handles: np.ndarray) -> None:
+        """An admission beside others leaves the watermark."""
+        watermark, admissions = self.options["watermark"], self.scheduler.stats().admissions
+        if watermark and admissions > self.admissions and len(handles) > admissions - self.admissions:
+            stats = self.pool.stats()
+            assert stats.free + stats.evictable >= watermark, f"{stats.free + stats.evictable} blocks left: {watermark}"
+        self.admissions = admissions
+
+    def _victims(self, step: Any, decodes: int) -> None:
+        """Who lost its blocks, by the policy, for whom, and that nobody of its priority is admitted before it is."""
+        preemptions = self.scheduler.stats().preemptions
+        new = preemptions - self.preemptions
+        self.preemptions = preemptions
+        before = set(self.running)
+        if new and not decodes:  # the policy named every decode: each had its token since it was admitted
+            assert any(not self.pool.is_open(handle) for handle in self.decoding), "preempted for nobody's token"
+        assert not new or any(self.pool.is_open(handle) for handle in before), "nobody was spared"
+        for slot, handle in zip(step.slots.tolist(), step.handles.tolist(), strict=True):
+            request = self.scheduler.request_of(slot)
+            if request.n > 1 or request.beam_width:
+                self.simple = False  # several handles a request
+            fresh = request.id not in self.requests
+            self.requests[request.id] = request
+            if handle not in self.running:
+                self.running[handle] = request.id
+                self.order[handle] = len(self.order)
+                if fresh:
+                    self.newcomers.append(request)
+        lost = [handle for handle in before if not self.pool.is_open(handle) and self.running[handle] not in self.gone]
+        if self.simple:
+            if new:
+                self._policy(lost, [h for h in before if self.pool.is_open(h)])
+            for handle in before:
+                if not self.pool.is_open(handle):
+                    del self.running[handle]
+            back = set(self.running.values())
+            waiting = {name for name in self.requests if name not in self.gone and name not in back}
+            for request in self.newcomers:
+                first = [name for name in waiting if self.requests[name].priority == request.priority]
+                assert not first, f"{request.id} was admitted while {first}, which had been preempted, waited"
+        self.newcomers.clear()
+
+    def _policy(self, lost: list[int], stayed: list[int]) -> None:
+        """The victims are those that the policy names."""
+        policy = self.options["preempt"]
+        if not lost or not stayed or not self.strict:
+            return
+        if policy == "last":
+            assert min(self.order[h] for h in lost) > max(self.order[h] for h in stayed), "not the last was preempted"
+        elif policy == "longest":
+            shortest = min(self.computed.get(h, 0) for h in lost)
+            assert shortest >= max(self.computed.get(h, 0) for h in stayed), "not the longest was preempted"
+        elif policy == "priority":
+            highest = max(self.requests[self.running[h]].priority for h in lost)
+            assert highest <= min(self.requests[self.running[h]].priority for h in stayed), "not the lowest priority"
+
+    def failed(self) -> None:
+        self.failures += 1
+        self.tokenless = 0
+        self.preemptions = self.scheduler.stats().preemptions
+        self.candidates = set()
+        self.chunk_before = False
+
+    def updated(self, sampled: int, requests: Any) -> None:
+        """`update` has returned; so many tokens were sampled. Progress is judged here, so that no loop is endless."""
+        self.decoding = {h for h in self.decoding | self.candidates if self.pool.is_open(h)}
+        self.candidates = set()
+        self.computed = {handle: self.pool.num_tokens(handle) for handle in self.running if self.pool.is_open(handle)}
+        self.tokenless = 0 if sampled else self.tokenless + 1
+        chunk = min(self.options["prefill_chunk"], self.options["max_step_tokens"])
+        longest = max(r.prompt.size + r.max_tokens for r in requests.values())
+        chunks, most = -(-longest // chunk) + 1, self.options["max_running"]  # a beam's last token comes by itself
+        # Nothing is preempted without a token, so steps without one are chunks of those who run, once each.
+        assert self.tokenless <= most * chunks, f"{self.tokenless} steps without a token, at most {most * chunks}"
+        counts = self.scheduler.stats()
+        assert counts.steps <= counts.sampled_tokens + counts.admissions * chunks, f"too many steps: {counts}"
+        # (A pool in order cannot roll a failed step back: its rows start over.)
+        assert counts.preemptions <= most * (counts.sampled_tokens + self.failures), f"too many preemptions: {counts}"
+
+    def finished(self, requests: Any, added: dict[int, int], outputs: Any) -> None:
+        """The whole run: who was admitted before whom, and what was counted."""
+        self._order(requests, added, outputs)
+        counts = self.scheduler.stats()
+        ended = [output.finish_reason for output in outputs.values()]
+        assert counts.cancelled == ended.count("cancelled"), counts
+        assert counts.finished == len(ended) - ended.count("cancelled"), counts
+        for output in outputs.values():
+            times = output.times
+            order = [t for t in (times.arrived, times.admitted, times.first_token, times.finished) if t is not None]
+            assert order == sorted(order), times
+            assert output.num_cached < requests[output.id].prompt.size
+            assert output.num_cached % self.pool.block_size == 0
+        if self.simple and not self.failures:
+            assert counts.preemptions == sum(output.preemptions for output in outputs.values()), counts
+            if not (counts.preemptions or counts.spills or counts.cancelled):
+                total = sum(requests[o.id].prompt.size + o.tokens.size - 1 for o in outputs.values())
+                computed = counts.prefill_tokens + counts.decode_tokens
+                assert computed + counts.hit_tokens == total, f"{total} tokens to compute, {counts}"
+                assert counts.hit_tokens == sum(output.num_cached for output in outputs.values())
+
+    def _order(self, requests: Any, added: dict[int, int], outputs: Any) -> None:
+        """First come first served within a priority; nobody is admitted while a higher one waits."""
+        times = {}
+        for (name, _), output in outputs.items():
+            times.setdefault(name, output.times)
+        names = sorted(times, key=lambda name: added[name])
+        for i, first in enumerate(names):
+            for second in names[i + 1 :]:
+                one, two = times[first], times[second]
+                if requests[first].priority == requests[second].priority and one.admitted and two.admitted:
+                    assert one.admitted <= two.admitted, f"{second} overtook {first}"
+        for low in names:
+            for high in names:
+                when = times[low].admitted
+                if requests[high].priority <= requests[low].priority or not when or added[high] > when:
+                    continue
+                gone = times[high].admitted or times[high].finished
+                assert gone <= when, f"{low} was admitted while {high} of a higher priority waited"

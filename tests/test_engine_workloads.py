@@ -1,0 +1,158 @@
+"""The random workloads of the scheduler on a real model: every answer is what mlx-lm gives a request alone.
+
+The token model proves the scheduler; here the same kind of workload goes through the adapter, its forward passes and
+its sampler. ``KVPOOL_LONG=1`` runs 100 of them, ``KVPOOL_WORKLOAD=17`` number 17 alone.
+"""
+
+import os
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_models import ROUTES, on_cpu, tiny_llama
+from scheduler_workload import Guest, draw
+
+from kvpool import Pool, Request, RequestRejected
+from kvpool.adapters.mlx_lm.engine import Engine
+from kvpool.adapters.mlx_lm.sampling import Sampling, sample
+from kvpool.errors import OutOfBlocks
+from kvpool.testing.token_model import why_finished
+
+COUNT = 100 if os.environ.get("KVPOOL_LONG") else 8
+ONLY = os.environ.get("KVPOOL_WORKLOAD")
+SEEDS = [int(ONLY)] if ONLY else range(COUNT)
+
+
+class Broken(Exception):
+    """The planted failure of a forward pass."""
+
+
+class Alone:
+    """What the stock model gives a request by itself, with mlx-lm's own cache."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def logits(self, tokens, cache):
+        return self.model(mx.array([tokens]), cache=cache)[:, -1, :].astype(mx.float32)
+
+    def tokens(self, request, index=0):
+        """Sample `index` of a request, and why it ended."""
+        cache, fed, out, reason = make_prompt_cache(self.model), request.prompt.tolist(), [], None
+        while reason is None:
+            picked, _ = sample(self.logits(fed, cache), [request.user], np.array([index]), np.array([len(out)]))
+            out.append(int(picked[0]))
+            fed = out[-1:]
+            reason = why_finished(out, request.max_tokens, request.eos, request.stop)
+        return out, reason
+
+    def score(self, request, tokens):
+        """Of a hypothesis of a beam: the model's own, of the tokens that were found."""
+        logits = self.model(mx.array([request.prompt.tolist() + tokens]))[0, request.prompt.size - 1 : -1]
+        logits = logits.astype(mx.float32)
+        logprobs = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+        return logprobs[np.arange(len(tokens)), tokens].sum() / len(tokens) ** request.length_penalty
+
+
+def on_model(alone, request, rng):
+    """The request with sampling parameters, and with ends that the model does reach."""
+    how = {} if request.user is None else {"temperature": 1.0, "top_p": 0.9, "seed": request.user}
+    request = replace(request, user=Sampling(**how), eos=(), stop=())
+    if not request.beam_width and rng.random() < 0.5:
+        text, _ = alone.tokens(request)
+        at = int(rng.integers(len(text)))
+        end = {"eos": (text[at],)} if rng.random() < 0.5 else {"stop": [text[max(0, at - 1) : at + 1]]}
+        request = replace(request, **end)
+    return request
+
+
+def judge(alone, request, completion, cancelled):
+    for index, one in enumerate(completion.samples):
+        found = one.tokens.tolist()
+        if request.beam_width:
+            if found and one.finish_reason != "cancelled":
+                assert one.output.score == pytest.approx(alone.score(request, found), abs=1e-3)
+            continue
+        expected, reason = alone.tokens(request, index)
+        if one.finish_reason == "cancelled":
+            assert cancelled and found == expected[: len(found)], (request.id, index)
+        else:
+            assert (found, one.finish_reason) == (expected, reason), (request.id, index)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_workload_on_a_model_gives_what_it_gives_alone(seed):
+    workload = draw(seed)
+    print(workload)
+    rng = np.random.default_rng([seed, 9])
+    with on_cpu():
+        model = tiny_llama()
+        alone = Alone(model)
+        requests = {r.id: on_model(alone, r, rng) for _, r in workload.arrivals}
+        pool = Pool(seed=1, **(workload.pool | {"reserved_blocks": 1, "num_blocks": workload.pool["num_blocks"] + 1}))
+        names = ("max_running", "max_step_tokens", "prefill_chunk", "watermark", "preempt", "max_model_len", "plans")
+        options = {name: workload.scheduler[name] for name in names if name in workload.scheduler}
+        route = ROUTES[str(rng.choice(list(ROUTES), p=[0.6, 0.2, 0.2]))]
+        engine = Engine(model, pool=pool, prefix_cache=workload.pool["prefix_cache"], **options, **route)
+        forward, guest = engine._forward, Guest(pool, rng)
+
+        def sometimes(*arguments):
+            logits = forward(*arguments)
+            if rng.random() < workload.fail_rate:
+                mx.eval(logits)
+                raise Broken
+            return logits
+
+        engine._forward = sometimes
+        done, cancelled, refused, tick = {}, set(), set(), 0
+        arrivals = [(when, requests[request.id]) for when, request in workload.arrivals]
+        while arrivals or engine.num_unfinished:
+            while arrivals and arrivals[0][0] <= tick:
+                submit(engine, arrivals.pop(0)[1], refused)
+            for name, (when, _) in workload.cancels.items():
+                if when <= tick and name in engine:
+                    cancelled.add(name)
+                    done[name] = engine.cancel(name)
+            if workload.guests:
+                guest.visit()
+            try:
+                done |= {completion.id: completion for completion in engine.step()}
+            except Broken:
+                pass
+            except OutOfBlocks:
+                assert guest.leave(), "out of blocks without guests"
+            tick += 1
+            assert tick < 20_000
+        assert set(done) | refused == set(requests)
+        for name, completion in done.items():
+            judge(alone, requests[name], completion, name in cancelled)
+        guest.leave()
+        engine.scheduler.check()
+        pool.check()
+        stats = pool.stats()
+        assert (stats.used, stats.limbo, stats.sequences, stats.pending) == (0, 0, 0, 0)
+
+
+def submit(engine: Engine, request: Request, refused: set[int]) -> None:
+    try:
+        engine.submit(request)
+    except RequestRejected:
+        refused.add(request.id)
+
+
+def test_oracle_of_workloads_can_fail():
+    """With the keys of one layer lost, a workload is convicted."""
+    workload = draw(2)
+    with on_cpu():
+        model = tiny_llama()
+        alone = Alone(model)
+        request = next(replace(r, user=Sampling(), max_tokens=12) for _, r in workload.arrivals if not r.beam_width)
+        engine = Engine(model, 80, block_size=4, prefill_chunk=3)
+        write = engine.kv.backend.write_tokens
+        engine.kv.backend.write_tokens = lambda layer, k, v, arrays: write(layer, k * (layer != 1), v, arrays)
+        engine.submit(request)
+        (completion,) = [one for _ in range(100) for one in engine.step()]
+        with pytest.raises(AssertionError):
+            judge(alone, request, completion, False)

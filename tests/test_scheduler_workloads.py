@@ -1,0 +1,52 @@
+"""Random workloads: every output is what decoding alone gives, no block is missing, every step keeps the rules.
+
+``KVPOOL_FUZZ_EXAMPLES`` scales how many (100 by default), ``KVPOOL_LONG=1`` makes them 1,000; ``KVPOOL_WORKLOAD=17``
+runs number 17 alone. A failure names its number.
+"""
+
+import os
+
+import pytest
+from scheduler_workload import Runner, draw
+
+LONG = bool(os.environ.get("KVPOOL_LONG"))
+COUNT = 1000 if LONG else max(1, 100 * int(os.environ.get("KVPOOL_FUZZ_EXAMPLES", "1000")) // 1000)
+ONLY = os.environ.get("KVPOOL_WORKLOAD")
+PARTS = 10
+
+
+@pytest.mark.parametrize("part", range(1 if ONLY else PARTS))
+def test_random_workload_gives_what_decoding_alone_gives(part):
+    for seed in [int(ONLY)] if ONLY else range(part, COUNT, PARTS):
+        Runner(draw(seed), check_every=1 if ONLY else 7).run()
+
+
+def test_same_workload_takes_the_same_steps():
+    """Deterministic: same calls, same steps, to the last id."""
+    for seed in range(5):
+        one, two = (Runner(draw(seed)).run() for _ in range(2))
+        assert one.log == two.log
+        assert one.scheduler.stats() == two.scheduler.stats()
+        assert one.pool.fingerprint() == two.pool.fingerprint()
+
+
+def test_workloads_reach_what_they_are_for():
+    """Workloads in which nothing happens would prove nothing: each of these happens in several of the first 60."""
+    reached = {}
+    for seed in range(60):
+        workload = draw(seed)
+        requests = [request for _, request in workload.arrivals]
+        for name, happens in {
+            "one request fits exactly": workload.exact,
+            "samples": any(r.n > 1 and not r.beam_width for r in requests),
+            "beams": any(r.beam_width for r in requests),
+            "cancels": bool(workload.cancels),
+            "failing steps": workload.fail_rate > 0,
+            "guests": workload.guests,
+            "tier": workload.tier,
+            "not mixed": not workload.scheduler["mixed"],
+            "chunks of one token": workload.scheduler["prefill_chunk"] == 1,
+            "bounded queue": "max_waiting" in workload.scheduler,
+        }.items():
+            reached[name] = reached.get(name, 0) + bool(happens)
+    assert min(reached.values()) >= 3, reached
