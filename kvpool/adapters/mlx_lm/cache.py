@@ -81,17 +81,7 @@ class PagedKVCache:
         window = smaller_window(window_size, self._batch.kv.windows[self._layer])
         if self._batch.kv.is_fused:
             return PagedMask(window)
-        new = rows.num_new(N)
-        ends = rows.lens + new
-        kv_len = int(ends.max())
-        is_even = bool((ends == kv_len).all() and (new == N).all())
-        if is_even and (window is None or kv_len <= window):
-            if N == 1:
-                return None
-            if not return_array:
-                return "causal"
-        different = slice(1) if is_even else slice(None)  # one row stands for all equal ones
-        return _mask(rows.lens[different], ends[different], N, kv_len, window)
+        return causal_mask(rows.lens, rows.num_new(N), N, window, return_array)
 
     def update_and_fetch(
         self, keys: mx.array, values: mx.array
@@ -277,6 +267,25 @@ def _require_paged(call: str, caches: Sequence[Any]) -> None:
             f"[{call}] {', '.join(sorted(strangers))} cannot be in one batch with paged caches: it was made before "
             "install, or by another model"
         )
+
+
+def causal_mask(
+    lens: np.ndarray, new: np.ndarray, num_columns: int, window: int | None, return_array: bool = False
+) -> mx.array | str | None:
+    """The mask of a pass that adds `new` tokens ``[B]`` to sequences of `lens` tokens ``[B]``, in mlx-lm's forms.
+
+    None or "causal" where all rows are equally long and no window cuts in, else an array, see `PagedKVCache.make_mask`.
+    """
+    ends = lens + new
+    kv_len = int(ends.max())
+    is_even = bool((ends == kv_len).all() and (new == num_columns).all())
+    if is_even and (window is None or kv_len <= window):
+        if num_columns == 1:
+            return None
+        if not return_array:
+            return "causal"
+    different = slice(1) if is_even else slice(None)  # one row stands for all equal ones
+    return _mask(lens[different], ends[different], num_columns, kv_len, window)
 
 
 def _mask(starts: np.ndarray, ends: np.ndarray, num_columns: int, kv_len: int, window: int | None) -> mx.array:

@@ -8,7 +8,7 @@ else touches one of them gets an error that says so.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -16,7 +16,14 @@ import numpy as np
 from kvpool.protocol import AttentionOptions
 
 if TYPE_CHECKING:
-    from kvpool.adapters.mlx_lm.batch import Batch, Forward
+    from kvpool.adapters.mlx_lm.batch import Forward
+
+
+class Passes(Protocol):
+    """Who runs the forward passes: sequences of mlx-lm's engines (`batch`), or the tokens of a plan (`ragged`)."""
+
+    kv: Any
+    count: int  # moves when a pass is over
 
 
 class _Placeholder:
@@ -57,20 +64,20 @@ class PagedKeys(_Placeholder):
 
     Parameters
     ----------
-    batch, layer, forward
+    passes, layer, forward
         Whose they are.
     shape : (B, N)
         Rows and columns of the pass's input.
     """
 
-    __slots__ = ("batch", "count", "forward", "layer", "shape")
+    __slots__ = ("count", "forward", "layer", "passes", "shape")
 
-    def __init__(self, batch: Batch, layer: int, forward: Forward, shape: tuple[int, int]) -> None:
-        self.batch = batch
+    def __init__(self, passes: Passes, layer: int, forward: Forward, shape: tuple[int, int]) -> None:
+        self.passes = passes
         self.layer = layer
         self.forward = forward
         self.shape = shape
-        self.count = batch.count
+        self.count = passes.count
 
     def attend(
         self,
@@ -99,14 +106,14 @@ class PagedKeys(_Placeholder):
         TypeError, ValueError
             Values, queries or mask of something else.
         """
-        if self.batch.count != self.count:
+        if self.passes.count != self.count:
             raise RuntimeError("[attention] these keys are those of an earlier forward pass")
         if type(values) is not PagedValues or values.keys is not self:
             raise TypeError(f"[attention] values are {values!r}, not those that came with the keys")
         num_rows, num_heads, num_columns, _ = queries.shape
         if (num_rows, num_columns) != self.shape:
             raise ValueError(f"[attention] queries are for {num_rows} rows of {num_columns} columns, keys {self.shape}")
-        kv = self.batch.kv
+        kv = self.passes.kv
         options = None
         window = smaller_window(kv.windows[self.layer], _window_of(mask, num_columns))
         if not (window is None and sinks is None and soft_cap is None):

@@ -1,0 +1,219 @@
+"""One forward pass of an mlx-lm model over the tokens of a plan, whatever mix of chunks and decodes they are.
+
+A model of mlx-lm takes a rectangle of tokens and one cache per layer. On the fused route nothing but attention looks
+beyond a token, and attention is the kernels', which know from the plan which token belongs to which sequence. So the T
+tokens of a plan go in as T rows of one column, each at a position of its own: no padding, any mix. On the gather route
+the rows are sequences, as everywhere in mlx-lm: a plan has one token for each, or one chunk of a single one.
+
+The model is the one that was loaded; of what is around it a pass changes where its attention is found, and puts that
+back (`attention_hook`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from kvpool.adapters.mlx_lm.batch import Forward
+from kvpool.adapters.mlx_lm.cache import causal_mask
+from kvpool.adapters.mlx_lm.fused import PagedKeys, PagedMask, PagedValues, smaller_window, tokens_of
+from kvpool.adapters.mlx_lm.host import PagedKV
+
+
+class RaggedForward:
+    """Runs the plans of a pool through a model, one at a time.
+
+    Parameters
+    ----------
+    kv : PagedKV
+        From `install`. It need not be entered: a pass does that for itself, and for its own length.
+
+    Attributes
+    ----------
+    is_ragged : bool
+        Whether a pass takes any plan (the fused route).
+    """
+
+    def __init__(self, kv: PagedKV) -> None:
+        self.kv = kv
+        self.count = 0
+        self.is_ragged = bool(kv.sites)
+
+    def __call__(self, tokens: np.ndarray, plan: Any, lens: np.ndarray, rows: np.ndarray) -> mx.array:
+        """The logits of some tokens of a plan that was stepped, float32 ``[M, V]``, and nothing left to evaluate.
+
+        Copies, writes and reads of the plan are done when the call returns; what is the pool's (`done`, `rollback`) is
+        the caller's. Whatever the model raises is passed on.
+
+        Parameters
+        ----------
+        tokens : int32 ``[T]``
+            In the order of the plan's rows.
+        lens : int64 ``[S]``
+            Lengths of the plan's sequences after the step.
+        rows : int32 ``[M]``
+            Which of the T tokens; repetitions are allowed. With none the result is ``[0, V]``, or ``[0, 1]``.
+
+        Raises
+        ------
+        ValueError
+            On the gather route, a plan that is neither decodes only nor one chunk of one sequence.
+        """
+        kv = self.kv
+        new = np.diff(np.asarray(plan.cu_q_lens, np.int64)[: len(lens) + 1])
+        shape, starts = self._shape(len(tokens), lens, new)
+        if not (kv.overlap or kv.backend.is_in_place):
+            kv.backend.settle()
+        with self._hooked():
+            if plan.num_copies:
+                kv.backend.copy_blocks(plan.copies)
+            one = _Pass(self, Forward(kv.backend.step_arrays(plan, lens), None), shape, starts)
+            try:
+                caches = [RaggedCache(one, layer) for layer in range(kv.num_layers)]
+                logits = self._logits(mx.array(tokens.reshape(shape)), caches, rows)
+                mx.eval(logits, *(plane for layer in range(kv.num_layers) for plane in kv.backend.planes(layer)))
+            finally:
+                self.count += 1
+        return logits
+
+    def _shape(self, num_tokens: int, lens: np.ndarray, new: np.ndarray) -> tuple[tuple[int, int], np.ndarray]:
+        """Rows and columns of the model's input, and the position of each row's first token."""
+        starts = lens - new
+        if self.is_ragged:
+            first = np.concatenate([[0], np.cumsum(new)[:-1]]) if len(new) else new
+            positions = np.arange(num_tokens) + np.repeat(starts - first, new)
+            return (num_tokens, 1), positions
+        if len(lens) == 1:
+            return (1, num_tokens), starts
+        if (new != 1).any():
+            raise ValueError(
+                f"[forward] the plan has {len(lens)} rows with up to {new.max()} tokens: without kernels for this "
+                "model a pass is one token for each, or one row"
+            )
+        return (num_tokens, 1), starts
+
+    def _logits(self, inputs: mx.array, caches: list[RaggedCache], rows: np.ndarray) -> mx.array:
+        """Hidden states of all tokens, and of those asked for the logits."""
+        if not len(rows):
+            hidden = self.kv.model(inputs, cache=caches)  # built, and never evaluated
+            return mx.zeros((0, hidden.shape[-1]), mx.float32)
+        model, taken = _with_rows(self.kv.model, mx.array(rows))
+        logits = model(inputs, cache=caches)
+        logits = logits.reshape(-1, logits.shape[-1])
+        if taken is None:
+            logits = logits[mx.array(rows)]
+        return logits.astype(mx.float32)
+
+    @contextmanager
+    def _hooked(self) -> Iterator[None]:
+        """The model attends over the pool, inside."""
+        with ExitStack() as stack:
+            for site in self.kv.sites:
+                site.enter()
+                stack.callback(site.leave)
+            yield
+
+
+class _Pass:
+    """What the layers of one pass share."""
+
+    def __init__(self, passes: RaggedForward, forward: Forward, shape: tuple[int, int], starts: np.ndarray) -> None:
+        self.passes = passes
+        self.forward = forward
+        self.shape = shape
+        self.starts = starts
+        self.offsets = mx.array(starts.astype(np.int32))
+
+
+class RaggedCache:
+    """The cache of one layer, for one pass. Like `PagedKVCache` to the model, and of no use to mlx-lm's engines.
+
+    No ``__len__`` and no ``__bool__``: mlx-lm tests ``if cache`` and would take an empty cache for none.
+    """
+
+    def __init__(self, one: _Pass, layer: int) -> None:
+        self._pass = one
+        self._layer = layer
+        self._is_stored = False
+
+    @property
+    def offset(self) -> int | mx.array:
+        """The position of each row's first token; of the one behind its last token when the layer has stored."""
+        one = self._pass
+        ahead = one.shape[1] if self._is_stored else 0
+        return int(one.starts[0]) + ahead if one.shape[0] == 1 else one.offsets + ahead
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | PagedMask | None:
+        """The mask of the pass, see `PagedKVCache.make_mask`."""
+        kv = self._pass.passes.kv
+        window = smaller_window(window_size, kv.windows[self._layer])
+        if self._pass.passes.is_ragged:
+            return PagedMask(window)
+        starts = self._pass.starts
+        return causal_mask(starts, np.full(len(starts), N), N, window, return_array)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        """Store the layer's K ``[B, Hk, N, D]`` and V; the contexts, or what stands for them."""
+        kv = self._pass.passes.kv
+        if keys.dtype != kv.backend.dtype or values.dtype != kv.backend.dtype:
+            raise TypeError(
+                f"[update_and_fetch] keys are {keys.dtype}, values {values.dtype}, the pool holds {kv.backend.dtype}: "
+                "make the engine again after a model was cast"
+            )
+        arrays = self._pass.forward.arrays
+        kv.backend.write_tokens(self._layer, tokens_of(keys, None), tokens_of(values, None), arrays)
+        self._is_stored = True
+        if not self._pass.passes.is_ragged:
+            return self.keys_and_values()
+        paged = PagedKeys(self._pass.passes, self._layer, self._pass.forward, self._pass.shape)
+        return paged, PagedValues(paged)
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """The contexts of the pass, for layers that attend to another layer's cache."""
+        contexts: tuple[mx.array, mx.array] = self._pass.passes.kv.backend.read(self._layer, self._pass.forward.arrays)
+        return contexts
+
+
+# ------------------------------------------------------------------------------------ logits of some rows only
+
+
+class _RowsOf:
+    """A model's body, of whose hidden states only some rows come back. For the rest it is the body."""
+
+    def __init__(self, body: nn.Module, rows: mx.array) -> None:
+        self._body = body
+        self._rows = rows
+
+    def __call__(self, *args: Any, **options: Any) -> mx.array:
+        hidden = self._body(*args, **options)
+        return hidden.reshape(-1, 1, hidden.shape[-1])[self._rows]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._body, name)
+
+
+def _with_rows(model: nn.Module, rows: mx.array) -> tuple[nn.Module, mx.array | None]:
+    """`model` with a head that sees `rows` only, if it is built as most are: ``model.model`` and a head behind it.
+
+    The head of a large vocabulary costs as much as several layers, and a chunk of a prompt needs one row of it. The
+    result is a shallow copy that shares every weight, made for one pass, so the model itself stays untouched.
+    """
+    body = model.get("model")
+    if not isinstance(body, nn.Module) or type(model).__module__ not in _HEADS:
+        return model, None
+    one = copy.copy(model)
+    dict.__setitem__(one, "model", _RowsOf(body, rows))
+    return one, rows
+
+
+_FAMILIES = "gemma gemma2 gemma3_text gpt_oss llama ministral3 mixtral qwen2 qwen3 qwen3_moe"
+_HEADS = frozenset(f"mlx_lm.models.{name}" for name in _FAMILIES.split())
+"""Modules whose ``Model`` computes the head from ``self.model(...)`` token by token."""

@@ -1,0 +1,182 @@
+"""From logits to tokens, for rows that each want something else.
+
+A row's token depends on its logits, its `Sampling` and its position, and on nothing else: not on the rows beside it,
+not on what was sampled before. So a seeded request gives the same tokens however it is batched or preempted, as far as
+the model gives the same logits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+SEED_MAX = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the tokens of a request are chosen.
+
+    As in mlx-lm, `top_p`, `min_p` and `top_k` look at the model's own probabilities, and what they leave is sampled
+    at the temperature.
+
+    Attributes
+    ----------
+    temperature : float
+        0 takes the likeliest token, the first one of equals.
+    top_p : float
+        Keep the likeliest tokens that together have this probability; 0 < top_p <= 1.
+    top_k : int
+        Keep so many of the likeliest; 0 keeps all.
+    min_p : float
+        Keep tokens at least this probable, in units of the likeliest one's probability; 0 <= min_p <= 1.
+    seed : int, optional
+        0 .. 2^63 - 1. Sample i of a request is what a request of its own would get with seed + i. By default the
+        engine draws one.
+
+    Raises
+    ------
+    TypeError, ValueError
+        When it is made: not a number, or out of range.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _number("temperature", self.temperature, lambda x: x >= 0, "finite and at least 0")
+        _number("top_p", self.top_p, lambda x: 0 < x <= 1, "above 0 and at most 1")
+        _number("min_p", self.min_p, lambda x: 0 <= x <= 1, "0 .. 1")
+        _whole("top_k", self.top_k, 2**31 - 1)
+        if self.seed is not None:
+            _whole("seed", self.seed, SEED_MAX)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is taken."""
+        return self.temperature == 0
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether some tokens are left out."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+
+def sample(
+    logits: mx.array, settings: Sequence[Sampling], indices: np.ndarray, positions: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """One token per row.
+
+    Parameters
+    ----------
+    logits : float32 ``[M, V]``
+    settings : M of them, each with a seed unless greedy.
+    indices, positions : int ``[M]``
+        Which sample of its request the row is, and how many tokens it has.
+
+    Returns
+    -------
+    tokens : int32 ``[M]``
+    logprobs : float32 ``[M]``
+        Of these tokens, by the model's own probabilities.
+    """
+    if not len(settings):
+        return np.zeros(0, np.int32), np.zeros(0, np.float32)
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    tokens = np.array(mx.argmax(logits, axis=-1).astype(mx.int32))
+    for is_filtered in (False, True):  # a row's arithmetic must not depend on the rows beside it
+        rows = np.array(
+            [i for i, one in enumerate(settings) if not one.is_greedy and one.is_filtered == is_filtered], np.int64
+        )
+        if len(rows):
+            some = [settings[row] for row in rows]
+            chances = uniforms([one.seed or 0 for one in some], indices[rows], positions[rows])
+            choose = _filtered if is_filtered else _plain
+            tokens[rows] = choose(logprobs[mx.array(rows.astype(np.int32))], some, mx.array(chances)[:, None])
+    chosen = mx.take_along_axis(logprobs, mx.array(tokens)[:, None], axis=-1)
+    return tokens, np.array(chosen[:, 0])
+
+
+def best(logits: mx.array, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """The `k` likeliest tokens of each row, likeliest first: int32 and float32 ``[M, k]``. For beams."""
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    order = mx.argsort(-logprobs, axis=-1)[:, :k]
+    values = mx.take_along_axis(logprobs, order, axis=-1)
+    return np.array(order.astype(mx.int32)), np.array(values)
+
+
+def uniforms(seeds: Sequence[int], indices: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """A number in [0, 1) for each (seed + index, position), float32 ``[M]``, always the same one.
+
+    Two rounds of the finalizer of SplitMix64 (Steele, Lea and Flood, 2014), the second one on the position.
+    """
+    key = _mix(np.array(seeds, np.uint64) + indices.astype(np.uint64))
+    bits = _mix(key ^ _mix(positions.astype(np.uint64)))
+    return ((bits >> np.uint64(40)).astype(np.float64) / 2.0**24).astype(np.float32)  # 24 bits: exact, below 1
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _plain(logprobs: mx.array, settings: Sequence[Sampling], chances: mx.array) -> np.ndarray:
+    """Rows without filters: no sorting."""
+    weights = _heated(logprobs - logprobs.max(axis=-1, keepdims=True), settings)
+    return np.array(_pick(weights, chances).astype(mx.int32))
+
+
+def _filtered(logprobs: mx.array, settings: Sequence[Sampling], chances: mx.array) -> np.ndarray:
+    order = mx.argsort(-logprobs, axis=-1)
+    ranked = mx.take_along_axis(logprobs, order, axis=-1)
+    probs = mx.exp(ranked)
+    before = mx.cumsum(probs, axis=-1) - probs
+    top_p = _column(settings, "top_p")
+    keep = (before < top_p) | (top_p >= 1)
+    keep = keep & (probs >= _column(settings, "min_p") * probs[:, :1])
+    ranks, top_k = mx.arange(ranked.shape[-1]), _column(settings, "top_k")
+    keep = keep & ((ranks < top_k) | (top_k == 0)) | (ranks == 0)
+    weights = mx.where(keep, _heated(ranked - ranked[:, :1], settings), 0.0)
+    picked = mx.take_along_axis(order, _pick(weights, chances)[:, None], axis=-1)[:, 0]
+    return np.array(picked.astype(mx.int32))
+
+
+def _pick(weights: mx.array, chances: mx.array) -> mx.array:
+    """The first index whose cumulative weight passes the chance; always one of weight above 0."""
+    total = mx.cumsum(weights, axis=-1)
+    passed = total > chances * total[:, -1:]
+    last = weights.shape[-1] - 1 - mx.argmax((weights > 0)[:, ::-1], axis=-1)
+    return mx.minimum(mx.argmax(passed, axis=-1), last)
+
+
+def _heated(below: mx.array, settings: Sequence[Sampling]) -> mx.array:
+    """Weights at the rows' temperatures of log-probabilities, given as what they are below the largest."""
+    return mx.exp(below / mx.maximum(_column(settings, "temperature"), 1e-30))
+
+
+def _column(settings: Sequence[Sampling], name: str) -> mx.array:
+    return mx.array(np.array([getattr(one, name) for one in settings], np.float32))[:, None]
+
+
+def _number(name: str, value: Any, is_legal: Callable[[float], bool], limits: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.floating | np.integer):
+        raise TypeError(f"[Sampling] {name} must be a number, got {value!r}")
+    if not (math.isfinite(value) and is_legal(value)):
+        raise ValueError(f"[Sampling] {name} is {value}, it must be {limits}")
+
+
+def _whole(name: str, value: Any, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"[Sampling] {name} must be an int, got {value!r}")
+    if not 0 <= value <= most:
+        raise ValueError(f"[Sampling] {name} is {value}, it must be 0 .. {most}")

@@ -1,0 +1,81 @@
+"""A small random model with a tokenizer of bytes: everything that drives a model can be tried with it, offline.
+
+It is a llama whose weights are always the same random numbers, large enough that its output wanders. Of all tokens it
+prefers printable characters and now and then the end of the text; what it says means nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models import llama
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import save_config, save_model
+
+NAME = "tiny"
+END = "<end>"
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 257,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+    "eos_token_id": 256,
+}
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+def make() -> tuple[Any, TokenizerWrapper]:
+    """The model and its tokenizer, as ``mlx_lm.load`` gives them. The state of ``mx.random`` is left alone."""
+    model = llama.Model(llama.ModelArgs.from_dict(CONFIG))
+    key = mx.random.key(7)
+    weights = []
+    for name, weight in tree_flatten(model.parameters()):
+        if weight.ndim > 1:
+            key, own = mx.random.split(key)
+            weight = mx.random.normal(weight.shape, key=own) * 0.25
+        weights.append((name, weight))
+    model.update(tree_unflatten(weights))
+    tokenizer = byte_tokenizer()
+    letters = [tokenizer.decode([token]) for token in range(len(tokenizer) - 1)]
+    model.lm_head.weight *= mx.array([*(c.isascii() and c.isprintable() for c in letters), True])[:, None]
+    model.eval()
+    mx.eval(model.parameters())
+    return model, TokenizerWrapper(tokenizer)
+
+
+def byte_tokenizer() -> Any:
+    """A tokenizer of transformers with one token per byte of UTF-8, and one for the end of the text."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    plain = Tokenizer(models.BPE(vocab={letter: token for token, letter in enumerate(alphabet)}, merges=[]))
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    plain.decoder = decoders.ByteLevel()
+    plain.add_special_tokens([AddedToken(END, special=True)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=plain, eos_token=END, chat_template=TEMPLATE, clean_up_tokenization_spaces=False
+    )
+
+
+def save(folder: str | Path) -> None:
+    """Write both into a folder, for whatever takes a path to a model."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    model, tokenizer = make()
+    save_model(folder, model)
+    save_config(dict(CONFIG), folder / "config.json")
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,138 @@
+"""Tokens from logits: distributions, what filters leave, and that a row is on its own."""
+
+import math
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from kvpool.adapters.mlx_lm.sampling import Sampling, best, sample, uniforms
+
+RNG = np.random.default_rng(5)
+LOGITS = RNG.normal(size=(64, 40)).astype(np.float32) * 2
+ZEROS = np.zeros(64, np.int64)
+
+
+def run(logits, settings, indices=None, positions=None):
+    count = len(settings)
+    indices = np.zeros(count, np.int64) if indices is None else indices
+    positions = np.arange(count) if positions is None else positions
+    return sample(mx.array(logits), settings, indices, positions)
+
+
+def probabilities(row):
+    e = np.exp(row.astype(np.float64) - row.max())
+    return e / e.sum()
+
+
+def test_temperature_zero_takes_the_likeliest_and_tells_its_logprob():
+    tokens, logprobs = run(LOGITS, [Sampling()] * 64)
+    assert tokens.tolist() == LOGITS.argmax(-1).tolist()
+    expected = [math.log(probabilities(row)[t]) for row, t in zip(LOGITS, tokens, strict=True)]
+    np.testing.assert_allclose(logprobs, expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        Sampling(temperature=0.7, seed=3),
+        Sampling(temperature=1.0, top_p=0.8, seed=3),
+        Sampling(temperature=1.3, top_k=5, seed=3),
+        Sampling(temperature=0.9, min_p=0.2, seed=3),
+    ],
+    ids=str,
+)
+def test_frequencies_are_those_of_the_filtered_distribution(settings):
+    row, count = LOGITS[0], 20_000
+    tokens, _ = run(np.repeat(row[None], count, 0), [settings] * count)
+    p = probabilities(row)
+    ranked = np.sort(p)[::-1]
+    keep = p >= settings.min_p * p.max()
+    keep &= np.array([ranked[ranked > x].sum() < settings.top_p for x in p])
+    if settings.top_k:
+        keep &= p >= ranked[settings.top_k - 1]
+    wanted = np.where(keep, p ** (1 / settings.temperature), 0)
+    wanted /= wanted.sum()
+    counts = np.bincount(tokens, minlength=len(p))
+    assert not counts[~keep].any()
+    seen = keep & (wanted * count > 5)
+    chi2 = ((counts - wanted * count)[seen] ** 2 / (wanted * count)[seen]).sum()
+    degrees = seen.sum()
+    assert chi2 < degrees + 5 * math.sqrt(2 * degrees), (chi2, degrees)
+
+
+def test_a_row_gets_the_same_token_in_any_batch():
+    kinds = [Sampling(), Sampling(temperature=0.8, seed=4), Sampling(temperature=1.1, top_p=0.7, seed=9)]
+    settings = [kinds[i % 3] for i in range(64)]
+    indices, positions = RNG.integers(0, 4, 64), RNG.integers(0, 100, 64)
+    together, _ = run(LOGITS, settings, indices, positions)
+    for i in range(64):
+        alone, _ = run(LOGITS[i : i + 1], settings[i : i + 1], indices[i : i + 1], positions[i : i + 1])
+        assert alone[0] == together[i]
+    order = RNG.permutation(64)
+    mixed, _ = run(LOGITS[order], [settings[i] for i in order], indices[order], positions[order])
+    assert mixed.tolist() == together[order].tolist()
+
+
+def test_sample_i_is_what_seed_plus_i_gives():
+    first = [Sampling(temperature=1.0, seed=100)] * 64
+    later = [Sampling(temperature=1.0, seed=107)] * 64
+    assert run(LOGITS, first, ZEROS + 7)[0].tolist() == run(LOGITS, later, ZEROS)[0].tolist()
+    assert run(LOGITS, first, ZEROS)[0].tolist() != run(LOGITS, later, ZEROS)[0].tolist()
+
+
+def test_uniforms_are_uniform_and_independent_of_each_other():
+    u = uniforms([0] * 100_000, np.zeros(100_000, np.int64), np.arange(100_000)).astype(np.float64)
+    assert 0 <= u.min() and u.max() < 1
+    histogram = np.histogram(u, 100, (0, 1))[0]
+    assert ((histogram - 1000) ** 2 / 1000).sum() < 99 + 5 * math.sqrt(198)
+    assert abs(np.corrcoef(u[:-1], u[1:])[0, 1]) < 0.02
+    by_seed = uniforms(np.arange(100_000).tolist(), np.zeros(100_000, np.int64), np.zeros(100_000, np.int64))
+    assert abs(np.corrcoef(by_seed[:-1], by_seed[1:])[0, 1]) < 0.02
+    assert abs(by_seed.mean() - 0.5) < 0.01
+    assert uniforms([2**63 - 1], np.array([2**20]), np.array([0])).shape == (1,)  # wraps, and does not warn
+
+
+def test_a_certain_token_is_always_taken():
+    logits = np.full((3, 40), -np.inf, np.float32)
+    logits[:, 17] = 3.0
+    for settings in (Sampling(temperature=5.0, seed=0), Sampling(temperature=5.0, top_p=0.001, seed=0)):
+        assert run(logits, [settings] * 3)[0].tolist() == [17] * 3
+
+
+def test_a_tiny_temperature_is_as_greedy():
+    for settings in (Sampling(temperature=1e-300, seed=0), Sampling(temperature=1e-30, top_k=3, seed=0)):
+        assert run(LOGITS, [settings] * 64)[0].tolist() == LOGITS.argmax(-1).tolist()
+
+
+def test_best_ranks_the_likeliest():
+    tokens, logprobs = best(mx.array(LOGITS), 6)
+    for row, ranked, values in zip(LOGITS, tokens, logprobs, strict=True):
+        assert ranked.tolist() == np.argsort(-row, kind="stable")[:6].tolist()
+        np.testing.assert_allclose(values, np.log(probabilities(row)[ranked]), rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"temperature": math.nan}, ValueError, "temperature is nan"),
+        ({"temperature": -0.1}, ValueError, "temperature is -0.1"),
+        ({"temperature": math.inf}, ValueError, "temperature is inf"),
+        ({"temperature": "hot"}, TypeError, "temperature must be a number"),
+        ({"temperature": None}, TypeError, "temperature must be a number"),
+        ({"temperature": True}, TypeError, "temperature must be a number"),
+        ({"top_p": 0.0}, ValueError, "top_p is 0.0"),
+        ({"top_p": 1.5}, ValueError, "top_p is 1.5"),
+        ({"top_p": math.nan}, ValueError, "top_p is nan"),
+        ({"min_p": 1.5}, ValueError, "min_p is 1.5"),
+        ({"top_k": -1}, ValueError, "top_k is -1"),
+        ({"top_k": 2.0}, TypeError, "top_k must be an int"),
+        ({"seed": -1}, ValueError, "seed is -1"),
+        ({"seed": 2**63}, ValueError, "seed is 9223372036854775808"),
+        ({"seed": 1.5}, TypeError, "seed must be an int"),
+        ({"heat": 1}, TypeError, "heat"),
+    ],
+)
+def test_wrong_settings_are_refused(options, error, text):
+    with pytest.raises(error, match=text):
+        Sampling(**options)
