@@ -1,6 +1,7 @@
 """kvpool: a block allocator for the KV cache of LLM inference.
 
-`Pool` counts blocks and sequences, `Plan` is what one `Pool.step` writes for a backend. Neither sees a tensor.
+`Pool` counts blocks and sequences, `Plan` is what one `Pool.step` writes for a backend, `Scheduler` decides who is in
+a step. None of them sees a tensor.
 """
 
 from pathlib import Path
@@ -18,7 +19,9 @@ from kvpool.errors import (
     OutOfSequences,
     PlanStateError,
     PoolClosed,
+    RequestRejected,
     StaleHandle,
+    UnknownRequest,
 )
 
 try:
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
     from kvpool.manager import KVBlockManager
     from kvpool.namespaces import namespace
     from kvpool.protocol import AttentionOptions
+    from kvpool.scheduler import Output, Request, Scheduler, SchedulerStats, Step
 
 __version__ = "0.1.0"
 
@@ -55,6 +59,7 @@ __all__ = [
     "KVSpec",
     "OutOfBlocks",
     "OutOfSequences",
+    "Output",
     "PageBatchInfo",
     "Plan",
     "PlanStateError",
@@ -62,7 +67,13 @@ __all__ = [
     "PoolClosed",
     "PoolStats",
     "PrefixStats",
+    "Request",
+    "RequestRejected",
+    "Scheduler",
+    "SchedulerStats",
     "StaleHandle",
+    "Step",
+    "UnknownRequest",
     "blocks_for",
     "get_include",
     "namespace",
@@ -72,6 +83,11 @@ _LATE = {  # not everybody needs them, and they take time to import
     "AttentionOptions": "kvpool.protocol",
     "KVBlockManager": "kvpool.manager",
     "KVSpec": "kvpool.config",
+    "Output": "kvpool.scheduler",
+    "Request": "kvpool.scheduler",
+    "Scheduler": "kvpool.scheduler",
+    "SchedulerStats": "kvpool.scheduler",
+    "Step": "kvpool.scheduler",
     "blocks_for": "kvpool.config",
     "namespace": "kvpool.namespaces",
 }

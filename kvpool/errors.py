@@ -90,5 +90,23 @@ class CorruptState(KVPoolError, AssertionError):
     """`check` found an invariant that does not hold. The pool must not be used any further."""
 
 
+class RequestRejected(KVPoolError, ValueError):
+    """A request that could never run. The scheduler is as it was.
+
+    Attributes
+    ----------
+    reason : str
+        ``"too_long"`` for the model, ``"too_large"`` for the pool or the scheduler, ``"queue_full"``.
+    """
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class UnknownRequest(_HandleError):
+    """No request of this id is in the scheduler: it has finished, or was never there."""
+
+
 class BackendUnavailable(KVPoolError, ImportError):
     """A backend cannot be loaded; the message says what to install, the cause is chained."""

@@ -1,0 +1,11 @@
+"""Continuous batching as policy over a `Pool`: who computes what in the next step. docs/scheduling.md is the contract.
+
+Integers only: no tensors, no model, no framework.
+"""
+
+from kvpool.scheduler.request import Output, Request, Times
+from kvpool.scheduler.scheduler import Scheduler
+from kvpool.scheduler.stats import SchedulerStats
+from kvpool.scheduler.step import Step
+
+__all__ = ["Output", "Request", "Scheduler", "SchedulerStats", "Step", "Times"]

@@ -1,0 +1,326 @@
+"""`Beam`: the hypotheses of a beam search, in lockstep. They share blocks by fork; all of them run, or none.
+
+The search itself needs no pool: `rank` orders continuations, `decided` tells when it is over.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy import float32, int32
+from numpy.typing import NDArray
+
+from kvpool import Plan
+from kvpool.errors import OutOfBlocks, OutOfSequences
+from kvpool.scheduler.admission import count_admission, fits, known_tokens
+from kvpool.scheduler.core import Core
+from kvpool.scheduler.request import Output
+from kvpool.scheduler.results import why_ended
+from kvpool.scheduler.sequence import DECODING, FINISHED, PREFILLING, WAITING, Group, Sequence
+
+
+class Hypothesis(NamedTuple):
+    """A finished one."""
+
+    score: float
+    tokens: NDArray[int32]
+    logprobs: NDArray[float32]
+    reason: str
+
+
+class Candidate(NamedTuple):
+    """A continuation: of which live hypothesis, with which token."""
+
+    total: float
+    parent: int
+    token: int
+    logprob: float
+
+
+class Beam:
+    """One beam search.
+
+    Attributes
+    ----------
+    live : list of Sequence
+        Unfinished hypotheses, best first; the first leads in the waiting queue.
+    totals : list of float
+        Sum of logprobs of each.
+    done : list of Hypothesis
+        The best `width` finished ones, best first.
+    spare : list of int
+        Slots that the beam holds and does not use: it has `width` of them while it runs.
+    held : list of int
+        Handles that hold the blocks of hypotheses 1, 2, ... until the tokens they have in common are computed.
+    common : int
+        Tokens (whole blocks) that hypotheses 1, 2, ... will share with the first.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.width = group.request.beam_width
+        self.live = [group.sequences[0]]
+        self.totals = [0.0]
+        self.done: list[Hypothesis] = []
+        self.spare: list[int] = []
+        self.held: list[int] = []
+        self.common = 0
+        self.admitted = 0
+
+    # -- admission and preemption
+
+    def wanted(self, core: Core, sequence: Sequence) -> int:
+        """Tokens that one of them may compute now: with several live, the last one waits for the others."""
+        remaining = core.rows.remaining(sequence.slot)
+        if len(self.live) == 1:
+            return remaining
+        return remaining - 1 if not self.held or sequence is self.live[0] else 0
+
+    def spread(self, core: Core) -> None:
+        """Fork what is in common as soon as it is computed, and decode as soon as all are there."""
+        rows = core.rows
+        if self.held:
+            first = self.live[0]
+            if rows.computed[first.slot] < self.common or not self._fork_held(core):
+                return
+        if self.live[0].state == PREFILLING and all(rows.remaining(sequence.slot) == 1 for sequence in self.live):
+            for sequence in self.live:
+                core.move(sequence, DECODING)
+
+    def _fork_held(self, core: Core) -> bool:
+        """Exchange what holds the blocks for forks of the first hypothesis that have them. Nothing is copied."""
+        pool, rows = core.pool, core.rows
+        first = self.live[0]
+        others = self.live[1:]
+        pool.close(self.held)
+        self.held = []
+        handles = [int(h) for h in pool.fork(int(rows.handle[first.slot]), len(others))]
+        pool.truncate(handles, self.common)
+        plan = Plan(pool, len(handles), formats=("seq_lens",))
+        for sequence, handle in zip(others, handles, strict=True):
+            rows.handle[sequence.slot] = handle
+            rows.computed[sequence.slot] = self.common
+            rows.committed[sequence.slot] = min(self.common, int(rows.committed[first.slot]))
+        core.changed = True
+        try:
+            pool.reserve(plan, handles, [rows.remaining(sequence.slot) for sequence in others])
+        except OutOfBlocks:  # another user of the pool was faster
+            self.preempt(core)
+            return False
+        if not pool.in_order:
+            pool.done(plan)
+        return True
+
+    def admit(self, core: Core) -> bool:
+        """Give all hypotheses of a beam slots and blocks, if there is room for all."""
+        rows, pool, first = core.rows, core.pool, self.live[0]
+        if len(rows.free) < self.width:
+            return False
+        tokens = [known_tokens(sequence) for sequence in self.live]
+        namespace = self.group.request.namespace
+        common, extra = 0, 0
+        if len(tokens) > 1:
+            common = common_prefix(tokens) // pool.block_size * pool.block_size
+            extra = sum(core.blocks(len(known)) - common // pool.block_size for known in tokens[1:])
+        if not fits(core, tokens[0], namespace, extra):
+            return False
+        handles: list[int] = []
+        try:
+            handles.append(pool.open(tokens[0], namespace))
+            for known in tokens[1:]:
+                handles.append(pool.open(len(known) - common))
+        except (OutOfBlocks, OutOfSequences):
+            pool.close(handles)
+            return False
+        core.queue.remove(first)
+        self.common = common
+        self.admitted = core.admission_number(self.width)
+        self.held = handles[1:]
+        core.beams.append(self)
+        computed = pool.num_tokens(handles[0])
+        for rank, (sequence, handle, known) in enumerate(zip(self.live, handles, tokens, strict=True)):
+            found = 0 if rank else computed
+            count_admission(core, sequence, found, len(known) - (common if rank else 0))
+            core.start(sequence, rows.take(), handle, found, self.admitted + rank)
+        self.spare = [rows.take() for _ in range(self.width - len(self.live))]
+        self.spread(core)
+        return True
+
+    def preempt(self, core: Core) -> None:
+        """All of them lose their blocks; the first leads the rest in the queue."""
+        for sequence in self.live:
+            if not self.held or sequence is self.live[0]:
+                core.commit(sequence.slot)
+        self.close(core)
+        for sequence in self.live:
+            core.leave(sequence, WAITING)
+        self.stop_running(core)
+
+    def stop_running(self, core: Core) -> None:
+        """The live ones wait and hold nothing any more."""
+        for sequence in self.live:
+            sequence.preemptions += 1
+        core.preemptions += len(self.live)
+        self.give_back(core)
+        core.wait(self.live[0], front=True)
+
+    def close(self, core: Core) -> None:
+        """Close the handles of the live ones; `held` are those of all but the first."""
+        core.pool.close([int(core.rows.handle[sequence.slot]) for sequence in self.live])
+
+    def give_back(self, core: Core) -> None:
+        """The beam runs no longer: nothing is held for it."""
+        for slot in self.spare:
+            core.rows.give(slot)
+        self.spare, self.held = [], []
+        if self in core.beams:
+            core.beams.remove(self)
+
+    # -- a step of the search
+
+    def move_on(self, core: Core, tokens: NDArray[int32], logprobs: NDArray[float32], now: float) -> list[Output]:
+        """One token more: choose, end, fork, close."""
+        rows, group = core.rows, self.group
+        before = [rows.generated_of(sequence.slot) for sequence in self.live]
+        scored = [rows.logprobs_of(sequence.slot) for sequence in self.live]
+        chosen: list[tuple[Candidate, NDArray[int32], NDArray[float32]]] = []
+        for candidate in rank(self.totals, tokens, logprobs):
+            if len(chosen) == self.width:
+                break
+            longer = np.append(before[candidate.parent], np.int32(candidate.token))
+            old = scored[candidate.parent]
+            with_new = np.append(np.empty(0, np.float32) if old is None else old, np.float32(candidate.logprob))
+            reason = why_ended(group, longer)
+            if reason is None:
+                chosen.append((candidate, longer, with_new))
+            else:
+                score = candidate.total / len(longer) ** group.request.length_penalty
+                self.done.append(Hypothesis(score, longer, with_new, reason))
+        self.done = sorted(self.done, key=lambda hypothesis: -hypothesis.score)[: self.width]
+        core.sampled_tokens += len(self.live)
+        if not chosen or decided(self, chosen[0][0].total, len(chosen[0][1])):
+            return end_beam(core, self, now)
+        reorder(core, self, chosen)
+        return []
+
+    # -- the end
+
+    def cancel(self, core: Core, now: float) -> list[Output]:
+        """End it with what there is: the best of finished and live hypotheses."""
+        penalty = self.group.request.length_penalty
+        found = list(self.done)
+        preemptions = self.live[0].preemptions
+        for sequence, total in zip(self.live, self.totals, strict=True):
+            core.release(sequence)
+            length = len(sequence.tokens)
+            scores = sequence.logprobs if sequence.logprobs is not None else np.empty(0, np.float32)
+            found.append(Hypothesis(total / max(1, length) ** penalty, sequence.tokens, scores, "cancelled"))
+        core.cancelled -= len(self.live)
+        self.give_back(core)
+        while len(found) < self.group.request.n:  # before the first step there is one, and it is empty
+            found.append(found[-1])
+        outputs = self.outputs(core, sorted(found, key=lambda h: -h.score), "cancelled", preemptions, now)
+        core.cancelled += len(outputs)
+        core.close_group(self.group, self.group.unfinished)
+        return outputs
+
+    def outputs(
+        self, core: Core, found: list[Hypothesis], reason: str | None, preemptions: int, now: float
+    ) -> list[Output]:
+        """The best n of `found`."""
+        outputs = []
+        for place, hypothesis in enumerate(found[: self.group.request.n]):
+            sequence = Sequence(self.group, place)
+            sequence.tokens, sequence.logprobs = hypothesis.tokens, hypothesis.logprobs
+            sequence.preemptions = preemptions
+            outputs.append(core.output(sequence, reason or hypothesis.reason, now, hypothesis.score))
+        return outputs
+
+
+def common_prefix(tokens: list[NDArray[int32]]) -> int:
+    """Length of what all have in common; one token of each is always left."""
+    least = min(map(len, tokens)) - 1
+    first = tokens[0][:least]
+    for other in tokens[1:]:
+        differ = np.flatnonzero(first != other[: len(first)])
+        if differ.size:
+            first = first[: differ[0]]
+    return len(first)
+
+
+def rank(totals: list[float], tokens: NDArray[int32], logprobs: NDArray[float32]) -> list[Candidate]:
+    """All continuations that are possible, best first; of equals the lower row first, then the lower candidate."""
+    sums = np.asarray(totals, np.float64)[:, None] + logprobs.astype(np.float64)
+    order = np.argsort(-sums, axis=None, kind="stable")
+    width = tokens.shape[1]
+    return [
+        Candidate(float(sums.flat[at]), int(at) // width, int(tokens.flat[at]), float(logprobs.flat[at]))
+        for at in order
+        if sums.flat[at] > -np.inf
+    ]
+
+
+def decided(beam: Beam, best: float, length: int) -> bool:
+    """Whether no continuation of the best total can get among the `width` best finished ones."""
+    if len(beam.done) < beam.width:
+        return False
+    request = beam.group.request
+    most = max(best / n**request.length_penalty for n in (length + 1, request.max_tokens))
+    return beam.done[-1].score >= most
+
+
+def reorder(core: Core, beam: Beam, chosen: list[tuple[Candidate, NDArray[int32], NDArray[float32]]]) -> None:
+    """Let the chosen continuations be the live ones: the first child of a hypothesis keeps its blocks, others fork."""
+    rows, pool, group = core.rows, core.pool, beam.group
+    slots = [sequence.slot for sequence in beam.live]
+    handles = [int(rows.handle[slot]) for slot in slots]
+    committed = [int(rows.committed[slot]) for slot in slots]
+    computed = int(rows.computed[slots[0]])
+    parents = [candidate.parent for candidate, _, _ in chosen]
+    preemptions = beam.live[0].preemptions
+    pool.close([handle for at, handle in enumerate(handles) if at not in parents])
+    for sequence in beam.live:
+        core.drop(sequence)
+    free = sorted([slot for at, slot in enumerate(slots) if at not in parents] + beam.spare)
+    beam.live, beam.totals = [], [candidate.total for candidate, _, _ in chosen]
+    for place, (_, tokens, logprobs) in enumerate(chosen):
+        sequence = core.create(group, place)
+        sequence.tokens, sequence.logprobs = tokens, logprobs
+        sequence.preemptions, sequence.high = preemptions, computed
+        beam.live.append(sequence)
+    group.sequences = beam.live
+    own: list[int] = []
+    try:
+        for place, parent in enumerate(parents):
+            own.append(int(pool.fork(handles[parent])[0]) if parent in parents[:place] else handles[parent])
+    except OutOfSequences:  # another user of the pool was faster
+        pool.close(sorted({*own, *(handles[parent] for parent in parents)}))
+        beam.spare = sorted(slots + beam.spare)
+        beam.stop_running(core)
+        return
+    shared = computed % pool.block_size != 0
+    for place, (sequence, parent) in enumerate(zip(beam.live, parents, strict=True)):
+        slot = free.pop(0) if parent in parents[:place] else slots[parent]
+        core.start(sequence, slot, own[place], computed, beam.admitted + place)
+        rows.committed[slot] = committed[parent]
+        rows.shared[slot] = shared and parents.count(parent) > 1
+        core.move(sequence, DECODING)
+    beam.spare = free
+
+
+def end_beam(core: Core, beam: Beam, now: float) -> list[Output]:
+    """The search is over: the best n finished hypotheses."""
+    for sequence in beam.live:
+        core.commit(sequence.slot)
+    beam.close(core)
+    preemptions = beam.live[0].preemptions
+    for sequence in beam.live:
+        slot = sequence.slot
+        core.drop(sequence)
+        core.rows.give(slot)
+    beam.give_back(core)
+    outputs = beam.outputs(core, beam.done, None, preemptions, now)
+    core.count[FINISHED] += len(outputs)
+    core.close_group(beam.group, beam.group.unfinished)
+    return outputs

@@ -1,0 +1,190 @@
+"""What goes into the scheduler and what comes out: `Request` and `Output`. Checks arguments, keeps no state."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from numbers import Real
+from operator import index
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy import int32
+from numpy.typing import NDArray
+
+MOST = 2**31 - 1
+
+
+def integer(call: str, name: str, value: Any, low: int, high: int = MOST) -> int:
+    """Return `value` as an int, or say what is wrong with it."""
+    if isinstance(value, bool | np.bool_):
+        raise TypeError(f"[{call}] {name} must be an int, not bool ({value!r})")
+    try:
+        number = index(value)
+    except TypeError:
+        raise TypeError(f"[{call}] {name} must be an int, not {type(value).__name__} ({value!r})") from None
+    if not low <= number <= high:
+        raise ValueError(f"[{call}] {name} must be {low} .. {high} ({number})")
+    return number
+
+
+def token_array(call: str, name: str, tokens: Any) -> NDArray[int32]:
+    """Return a read-only int32 copy of a 1-D sequence of tokens; it may be empty."""
+    if isinstance(tokens, str | bytes | bytearray):
+        raise TypeError(f"[{call}] {name} must be integers, not {type(tokens).__name__}")
+    if isinstance(tokens, np.ndarray):
+        array = tokens
+        if array.dtype.kind not in "iu":
+            raise TypeError(f"[{call}] {name} must be integers ({array.dtype})")
+        if array.ndim != 1:
+            raise ValueError(f"[{call}] {name} must have one dimension (shape {array.shape})")
+    else:
+        try:
+            listed = list(tokens)
+        except TypeError:
+            raise TypeError(f"[{call}] {name} must be integers, not {type(tokens).__name__} ({tokens!r})") from None
+        array = np.array([integer(call, f"{name}[{i}]", token, 0) for i, token in enumerate(listed)], np.int64)
+    if array.size and not (int(array.min()) >= 0 and int(array.max()) <= MOST):
+        wrong = int(array.min()) if int(array.min()) < 0 else int(array.max())
+        raise ValueError(f"[{call}] a token of {name} must be 0 .. {MOST} ({wrong})")
+    owned = np.array(array, np.int32)
+    owned.flags.writeable = False
+    return owned
+
+
+def _token_tuple(name: str, tokens: Any) -> tuple[int, ...]:
+    return tuple(token_array("Request", name, tokens).tolist())
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """A prompt and what to do with it.
+
+    Parameters
+    ----------
+    prompt : ints
+        At least one token, each 0 .. 2^31 - 1. Kept as a read-only int32 array.
+    max_tokens : int, default 16
+        Tokens to generate at most, per sequence.
+    id : hashable, optional
+        Name of the request; the scheduler numbers requests without one.
+    eos : int or ints
+        Tokens that end a sequence. The token is part of the output.
+    stop : sequence of sequences of ints
+        The output ends when it ends with one of these. They are part of the output.
+    n : int, default 1
+        Samples of the prompt; with a beam, how many of the best hypotheses are returned.
+    beam_width : int, default 0
+        0: sampling. Otherwise beam search with so many hypotheses, ``n <= beam_width``.
+    length_penalty : float, default 1.0
+        A hypothesis scores ``sum of logprobs / length ** length_penalty``.
+    priority : int, default 0
+        Higher goes first.
+    namespace : bytes
+        Of the prefix cache, made by `kvpool.namespace`.
+    user : object
+        Handed through: whatever a runner wants to know when it samples.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument has a wrong type, or a wrong value.
+    """
+
+    prompt: Any
+    max_tokens: int = 16
+    _: KW_ONLY
+    id: Hashable = None
+    eos: Any = ()
+    stop: Any = ()
+    n: int = 1
+    beam_width: int = 0
+    length_penalty: float = 1.0
+    priority: int = 0
+    namespace: bytes = b""
+    user: Any = None
+
+    def __post_init__(self) -> None:
+        def put(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
+        put("prompt", token_array("Request", "prompt", self.prompt))
+        if not self.prompt.size:
+            raise ValueError("[Request] the prompt is empty, it needs at least one token")
+        put("max_tokens", integer("Request", "max_tokens", self.max_tokens, 1))
+        hash(self.id)
+        eos = self.eos
+        put("eos", _token_tuple("eos", eos if isinstance(eos, Iterable) else (integer("Request", "eos", eos, 0),)))
+        put("stop", self._stops(self.stop))
+        put("beam_width", integer("Request", "beam_width", self.beam_width, 0))
+        put("n", integer("Request", "n", self.n, 1))
+        if self.beam_width and self.n > self.beam_width:
+            raise ValueError(f"[Request] n must be 1 .. beam_width with a beam ({self.n} > {self.beam_width})")
+        penalty = self.length_penalty
+        if isinstance(penalty, bool) or not isinstance(penalty, Real):
+            raise TypeError(f"[Request] length_penalty must be a number, not {type(penalty).__name__} ({penalty!r})")
+        if not -32 <= penalty <= 32:
+            raise ValueError(f"[Request] length_penalty must be -32 .. 32 ({penalty})")
+        put("length_penalty", float(penalty))
+        put("priority", integer("Request", "priority", self.priority, -(2**63), 2**63 - 1))
+        if not isinstance(self.namespace, bytes):
+            raise TypeError(f"[Request] namespace must be bytes, not {type(self.namespace).__name__}")
+
+    @staticmethod
+    def _stops(stop: Any) -> tuple[tuple[int, ...], ...]:
+        if isinstance(stop, str | bytes) or not isinstance(stop, Iterable):
+            raise TypeError(f"[Request] stop must be sequences of tokens, not {type(stop).__name__} ({stop!r})")
+        stops = tuple(_token_tuple(f"stop[{i}]", tokens) for i, tokens in enumerate(stop))
+        if () in stops:
+            raise ValueError(f"[Request] stop[{stops.index(())}] is empty, it needs at least one token")
+        return stops
+
+
+class Times(NamedTuple):
+    """When things happened to a request, by the scheduler's clock; None: they did not."""
+
+    arrived: float
+    admitted: float | None
+    first_token: float | None
+    finished: float
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Output:
+    """One sequence that has ended.
+
+    Attributes
+    ----------
+    id : hashable
+        Of the request.
+    index : int
+        Which sample; with a beam, the rank of the hypothesis, best first.
+    tokens : int32 ``[N]``
+        Generated, with the eos token or the stop sequence that ended them.
+    logprobs : float32 ``[N]`` or None
+        As given to `update`, NaN for tokens that came without.
+    score : float or None
+        Of a hypothesis of a beam.
+    finish_reason : str
+        ``"eos"``, ``"stop"``, ``"length"`` or ``"cancelled"``.
+    num_cached : int
+        Prompt tokens that the prefix cache had when the request was first admitted.
+    preemptions : int
+        How often this sequence lost its blocks and was recomputed.
+    times : Times
+    """
+
+    id: Hashable
+    index: int
+    tokens: NDArray[int32]
+    logprobs: NDArray[np.float32] | None
+    score: float | None
+    finish_reason: str
+    num_cached: int
+    preemptions: int
+    times: Times
+
+
+def ends_with(tokens: NDArray[int32], stops: Sequence[tuple[int, ...]]) -> bool:
+    """Whether `tokens` end with one of these sequences."""
+    return any(len(stop) <= len(tokens) and tokens[-len(stop) :].tolist() == list(stop) for stop in stops)

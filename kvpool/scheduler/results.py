@@ -1,0 +1,290 @@
+"""What comes back: tokens of a step are checked, appended, and end sequences; samples fork; requests are cancelled."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy import float32, int32
+from numpy.typing import NDArray
+
+from kvpool.errors import OutOfSequences
+from kvpool.scheduler.core import Core
+from kvpool.scheduler.request import MOST, Output, ends_with
+from kvpool.scheduler.sequence import DECODING, FINISHED, PREFILLING, WAITING, Group, Sequence
+from kvpool.scheduler.step import Step
+
+
+class Given(NamedTuple):
+    """Checked arguments of `update`."""
+
+    tokens: NDArray[int32]
+    logprobs: NDArray[float32] | None
+    beam_tokens: NDArray[int32] | None
+    beam_logprobs: NDArray[float32] | None
+
+
+def read(step: Step, tokens: Any, logprobs: Any, beams: Any) -> Given:
+    """Check what `update` was given; nothing is changed."""
+    m = len(step.sample_at)
+    tokens = _tokens("tokens", tokens, (m,))
+    if logprobs is not None:
+        logprobs = _numbers("logprobs", logprobs, (m,))
+    rows = int(np.count_nonzero(step.beam_width))
+    if beams is None:
+        if rows:
+            raise ValueError(f"[update] {rows} rows of the step are of beams, beams is missing")
+        return Given(tokens, logprobs, None, None)
+    try:
+        beam_tokens, beam_logprobs = beams
+    except (TypeError, ValueError):
+        raise TypeError(f"[update] beams must be (tokens, logprobs), not {type(beams).__name__}") from None
+    shape = np.shape(beam_tokens)
+    least = 2 * int(step.beam_width.max(initial=0))
+    if len(shape) != 2 or shape[0] != rows or shape[1] < least:
+        raise ValueError(f"[update] the tokens of beams have shape {shape}, they must have ({rows}, {least} or more)")
+    beam_tokens = _tokens("the tokens of beams", beam_tokens, shape)
+    beam_logprobs = _numbers("the logprobs of beams", beam_logprobs, shape)
+    if np.isnan(beam_logprobs).any() or (beam_logprobs == np.inf).any():
+        raise ValueError("[update] the logprobs of beams must be finite or -inf, one is NaN or +inf")
+    return Given(tokens, logprobs, beam_tokens, beam_logprobs)
+
+
+def _tokens(name: str, array: Any, shape: tuple[int, ...]) -> NDArray[int32]:
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"[update] {name} must be an ndarray of integers, not {type(array).__name__}")
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"[update] {name} must be integers ({array.dtype})")
+    if array.shape != shape:
+        raise ValueError(f"[update] {name} must have shape {shape} ({array.shape})")
+    if array.size and array.min() < 0:
+        raise ValueError(f"[update] {name} must be 0 .. {MOST} ({array.min()})")
+    if array.dtype != np.int32 and array.size and array.max() > MOST:
+        raise ValueError(f"[update] {name} must be 0 .. {MOST} ({array.max()})")
+    return array.astype(np.int32, copy=False)
+
+
+def _numbers(name: str, array: Any, shape: tuple[int, ...]) -> NDArray[float32]:
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"[update] {name} must be an ndarray of float32, not {type(array).__name__}")
+    if array.dtype.kind != "f":
+        raise TypeError(f"[update] {name} must be float32 ({array.dtype})")
+    if array.shape != shape:
+        raise ValueError(f"[update] {name} must have shape {shape} ({array.shape})")
+    return array.astype(np.float32, copy=False)
+
+
+def fan_out(
+    core: Core, at: NDArray[int32], slot: NDArray[int32], index: NDArray[int32]
+) -> tuple[NDArray[int32], NDArray[int32], NDArray[int32]]:
+    """Let the rows of requests whose samples are not forked yet stand n times."""
+    groups = [core.rows.sequence(s).group for s in slot.tolist()]
+    times = np.array([1 if group.forked else group.request.n for group in groups], np.intp)
+    if not (times > 1).any():
+        return at, slot, index
+    begin = np.cumsum(times) - times
+    which = np.arange(times.sum()) - np.repeat(begin, times)
+    return np.repeat(at, times), np.repeat(slot, times), (np.repeat(index, times) + which).astype(np.int32)
+
+
+def take(core: Core, step: Step, given: Given) -> list[Output]:
+    """Move every sequence of an executed step on."""
+    rows = core.rows
+    core.step_out = False
+    core.steps += 1
+    alive = rows.handle[step.slots] >= 0
+    advance(core, step, alive)
+    live = rows.handle[step.sample_slot] >= 0
+    if not (live.any() or alive[step.num_decodes :].any()):
+        core.idle_steps += 1
+    core.sampled_tokens += int(np.count_nonzero(live & (step.beam_width == 0)))
+    outputs: list[Output] = []
+    now = None
+    plain = live & (step.beam_width == 0)
+    fans: dict[int, list[int]] = {}
+    if core.unforked:
+        for at in np.flatnonzero(plain).tolist():
+            slot = int(step.sample_slot[at])
+            if not rows.sequence(slot).group.forked:
+                fans.setdefault(slot, []).append(at)
+                plain[at] = False
+    ended = append(core, step.sample_slot[plain], given, plain)
+    fresh = step.sample_slot[live & (step.sample_position == 0)]
+    now = core.clock() if len(fresh) or len(ended) or step.beam_width.any() else 0.0
+    for slot in fresh.tolist():
+        group = rows.sequence(slot).group
+        if group.first_token is None:
+            group.first_token = now
+    for slot in step.slots[step.num_decodes :][alive[step.num_decodes :]].tolist():
+        if rows.generated[slot] <= 1 and rows.computed[slot] >= rows.prompt[slot]:
+            core.commit(slot)
+        core.set_phase(slot)
+    for slot, reason in ended:
+        sequence = rows.sequence(slot)
+        outputs.append(core.finish(sequence, reason, now))
+    for slot, ats in fans.items():
+        outputs += fork_samples(core, slot, ats, given, now)
+    if given.beam_tokens is not None and given.beam_logprobs is not None:
+        outputs += move_beams(core, step, live, given.beam_tokens, given.beam_logprobs, now)
+    core.bury()
+    return outputs
+
+
+def move_beams(
+    core: Core, step: Step, live: np.ndarray, tokens: NDArray[int32], logprobs: NDArray[float32], now: float
+) -> list[Output]:
+    """Move every beam of a step on; the rows of one stand together."""
+    outputs: list[Output] = []
+    samples = np.flatnonzero(step.beam_width)
+    begin = 0
+    while begin < len(samples):
+        end = begin + 1
+        if live[samples[begin]]:
+            sequence = core.rows.sequence(step.sample_slot[samples[begin]])
+            beam = sequence.group.beam
+            end = begin + len(beam.live)
+            outputs += beam.move_on(core, tokens[begin:end], logprobs[begin:end], now)
+        begin = end
+    return outputs
+
+
+def advance(core: Core, step: Step, alive: np.ndarray) -> None:
+    """The step's inputs are computed."""
+    rows, n = core.rows, step.num_decodes
+    slots, new = step.slots, step.num_new
+    if not alive.all():
+        slots, new = slots[alive], new[alive]
+        n = int(np.count_nonzero(alive[:n]))
+    core.decode_tokens += n
+    if len(slots) > n:
+        chunk = slots[n:]
+        before = rows.computed[chunk]
+        core.prefill_tokens += int(new[n:].sum())
+        high = np.array([rows.sequence(slot).high for slot in chunk.tolist()])
+        core.recomputed_tokens += int(np.clip(high - before, 0, new[n:]).sum())
+    rows.computed[slots] += new.astype(np.int32)
+    rows.shared[slots] = False
+
+
+def append(core: Core, slots: NDArray[int32], given: Given, chosen: np.ndarray) -> list[tuple[int, str]]:
+    """Append one token each; return the slots that ended, and why, in order of rows."""
+    if not len(slots):
+        return []
+    rows = core.rows
+    tokens = given.tokens[chosen]
+    at = rows.generated[slots]
+    rows.tokens[slots, at] = tokens
+    if given.logprobs is not None or rows.logprobs is not None:
+        rows.need_logprobs()[slots, at] = np.nan if given.logprobs is None else given.logprobs[chosen]
+    rows.last[slots] = tokens
+    at += 1
+    rows.generated[slots] = at
+    rows.make_room(int(at.max()) + 1)
+    eos = (rows.eos[slots] == tokens[:, None]).any(axis=1)
+    full = at >= rows.limit[slots]
+    maybe = eos | full | rows.stops[slots]
+    if not maybe.any():
+        return []
+    ended = []
+    for row in np.flatnonzero(maybe).tolist():
+        slot = int(slots[row])
+        sequence = rows.sequence(slot)
+        stopped = rows.stops[slot] and ends_with(rows.tokens[slot, : at[row]], sequence.group.request.stop)
+        if eos[row] or stopped or full[row]:
+            ended.append((slot, "eos" if eos[row] else "stop" if stopped else "length"))
+    return ended
+
+
+def why_ended(group: Group, tokens: NDArray[int32]) -> str | None:
+    """Why a sequence with these generated tokens ends; None: it goes on."""
+    request = group.request
+    if int(tokens[-1]) in request.eos:
+        return "eos"
+    if request.stop and ends_with(tokens, request.stop):
+        return "stop"
+    return "length" if len(tokens) >= request.max_tokens else None
+
+
+def fork_samples(core: Core, slot: int, ats: list[int], given: Given, now: float) -> list[Output]:
+    """The prompt of a request with n samples is computed: one sequence becomes n, with a first token each.
+
+    The first that goes on keeps slot and blocks, the others are forks as long as there is room; the rest wait.
+    """
+    rows = core.rows
+    first = rows.sequence(slot)
+    group = first.group
+    group.forked = True
+    core.unforked -= 1
+    group.sequences += [Sequence(group, index) for index in range(1, len(ats))]
+    group.unfinished += len(ats) - 1
+    core.count[WAITING] += len(ats) - 1
+    outputs, live = [], []
+    for sequence, at in zip(group.sequences, ats, strict=True):
+        sequence.tokens = given.tokens[at : at + 1].copy()
+        sequence.logprobs = None if given.logprobs is None else given.logprobs[at : at + 1].copy()
+        reason = why_ended(group, sequence.tokens)
+        if reason is None:
+            live.append(sequence)
+        else:
+            outputs.append((sequence, reason))
+    handle, computed = int(rows.handle[slot]), int(rows.computed[slot])
+    committed, admitted = int(rows.committed[slot]), int(rows.admitted[slot])
+    rows.leave(slot)
+    core.move(first, WAITING)
+    if not live:
+        core.pool.close(handle)
+    waiting = []
+    for number, sequence in enumerate(live):
+        own = handle if number == 0 else fork(core, handle)
+        if own is None:
+            waiting.append(sequence)
+            continue
+        sequence.high = computed
+        core.start(sequence, core.rows.take(), own, computed, core.admission_number() if number else admitted)
+        rows.committed[sequence.slot] = committed
+        rows.shared[sequence.slot] = computed % core.pool.block_size != 0
+    if len(live) > 1:
+        rows.shared[live[0].slot] = computed % core.pool.block_size != 0
+    for sequence in reversed(waiting):
+        core.wait(sequence, front=True)
+    return [core.finish(sequence, reason, now) for sequence, reason in outputs]
+
+
+def fork(core: Core, handle: int) -> int | None:
+    """Another handle on the same blocks, if a slot is free and its first own token would find a block."""
+    if not core.rows.free or core.available() <= core.count[DECODING] + core.count[PREFILLING]:
+        return None
+    try:
+        return int(core.pool.fork(handle)[0])
+    except OutOfSequences:
+        return None
+
+
+def cancel(core: Core, group: Group) -> list[Output]:
+    """End a request in whatever state it is."""
+    now = core.clock()
+    if group.beam is not None:
+        return group.beam.cancel(core, now)
+    outputs = []
+    if not group.forked:
+        core.unforked -= 1
+    for sequence in group.sequences:
+        if sequence.state != FINISHED:
+            core.release(sequence)
+            outputs.append(core.output(sequence, "cancelled", now))
+    if not group.forked:  # samples that were still to come
+        for index in range(1, group.request.n):
+            sequence = Sequence(group, index)
+            outputs.append(core.output(sequence, "cancelled", now))
+            core.cancelled += 1
+    core.close_group(group, group.unfinished)
+    return outputs
+
+
+def give_up(core: Core, step: Step) -> None:
+    """A step failed that cannot be rolled back: what it wrote is unknown, so its sequences start over."""
+    for slot in step.slots[::-1].tolist():
+        sequence = core.rows.sequences[slot]
+        if sequence is None:
+            continue
+        core.preempt(sequence)

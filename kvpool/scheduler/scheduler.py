@@ -1,0 +1,452 @@
+"""`Scheduler`: continuous batching over a pool, one step at a time. Checks arguments; its parts do the work."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import numpy as np
+from numpy import int32
+from numpy.typing import NDArray
+
+from kvpool import Plan, Pool
+from kvpool.errors import OutOfBlocks, RequestRejected, UnknownRequest
+from kvpool.scheduler import results
+from kvpool.scheduler.admission import admit_next
+from kvpool.scheduler.beams import Beam
+from kvpool.scheduler.core import Core
+from kvpool.scheduler.request import Output, Request, integer
+from kvpool.scheduler.room import POLICIES, make_room
+from kvpool.scheduler.sequence import DECODING, PREFILLING, SPILLED, WAITING, Group, Sequence
+from kvpool.scheduler.stats import SchedulerStats
+from kvpool.scheduler.step import Step, arange
+
+FORMATS = ("block_tables", "seq_lens", "slot_mapping", "cu_q_lens", "positions")
+PadTo = tuple[int, int] | Callable[[int, int], tuple[int, int]] | None
+
+
+class Scheduler:
+    """Continuous batching as policy over a pool: no tensors, no model. ``docs/scheduling.md`` has every rule.
+
+    Parameters
+    ----------
+    pool : Pool
+        May be used by others beside the scheduler.
+    max_running : int, default 256
+        Sequences that run at a time, at most; each has a slot below it.
+    max_step_tokens : int, default 2048
+        Token budget of a step. Decodes are never held back by it, prefill chunks take what they leave.
+    prefill_chunk : int, default 512
+        Prompt tokens of one sequence in one step, at most.
+    mixed : bool, default True
+        Decodes and chunks in one step. False, for runners without a ragged forward: decodes only, or one chunk.
+    watermark : int, optional
+        Blocks that an admission leaves free. Default: one per running sequence.
+    preempt : {"last", "longest", "grower", "priority"}
+        Who is recomputed when blocks run out.
+    max_waiting : int, optional
+        Requests beyond so many waiting sequences are rejected.
+    max_model_len : int, optional
+        Tokens of a sequence, at most.
+    formats : sequence of str
+        Of the plans, see `Plan`.
+    pad_to : (int, int) or callable, optional
+        Static shape ``(rows, tokens)`` of the plan's arrays; a callable is given the batch's and returns the shape.
+    tier : object, optional
+        ``spill_to_host(handle, blocks)`` and ``prefetch(kept, handle, blocks)``.
+    clock : callable, default `time.monotonic`
+        Fills the times of outputs, decides nothing.
+    plans : int, default 1
+        Plans that steps use in turn: with 2, a step's arrays hold until the one after the next.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A parameter is of the wrong type or out of range.
+
+    Examples
+    --------
+    >>> from kvpool import Pool, Request, Scheduler
+    >>> scheduler = Scheduler(Pool(num_blocks=16, block_size=4), max_running=4)
+    >>> scheduler.add(Request([1, 2, 3], max_tokens=2))
+    0
+    >>> while (step := scheduler.schedule()) is not None:
+    ...     outputs = scheduler.update(step, step.sample_position + 7)
+    >>> outputs[0].tokens.tolist(), outputs[0].finish_reason
+    ([7, 8], 'length')
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        *,
+        max_running: int = 256,
+        max_step_tokens: int = 2048,
+        prefill_chunk: int = 512,
+        mixed: bool = True,
+        watermark: int | None = None,
+        preempt: str = "last",
+        max_waiting: int | None = None,
+        max_model_len: int | None = None,
+        formats: tuple[str, ...] = FORMATS,
+        pad_to: PadTo = None,
+        tier: Any = None,
+        clock: Callable[[], float] = time.monotonic,
+        plans: int = 1,
+    ) -> None:
+        call = "Scheduler"
+        if not isinstance(pool, Pool):
+            raise TypeError(f"[{call}] pool must be a kvpool.Pool, not {type(pool).__name__}")
+        max_running = integer(call, "max_running", max_running, 1, 2**20)
+        max_step_tokens = integer(call, "max_step_tokens", max_step_tokens, 1)
+        chunk = integer(call, "prefill_chunk", prefill_chunk, 1)
+        plans = integer(call, "plans", plans, 1, 1024)
+        if not isinstance(mixed, bool):
+            raise TypeError(f"[{call}] mixed must be a bool, not {type(mixed).__name__} ({mixed!r})")
+        if watermark is not None:
+            watermark = integer(call, "watermark", watermark, 0)
+        if preempt not in POLICIES:
+            raise ValueError(f"[{call}] no such policy of preemption ({preempt!r}), there are {', '.join(POLICIES)}")
+        self._max_waiting = None if max_waiting is None else integer(call, "max_waiting", max_waiting, 0)
+        self._max_model_len = None if max_model_len is None else integer(call, "max_model_len", max_model_len, 1)
+        if tier is not None and not (hasattr(tier, "spill_to_host") and hasattr(tier, "prefetch")):
+            raise TypeError(f"[{call}] tier must have spill_to_host and prefetch, {type(tier).__name__} has not")
+        if not callable(clock):
+            raise TypeError(f"[{call}] clock must be callable, not {type(clock).__name__}")
+        self._core = Core(pool, max_running, max_step_tokens, chunk, mixed, watermark, preempt, tier, clock)
+        self._pad_to = pad_to
+        rows, tokens = max_running, max(max_step_tokens, max_running)
+        if pad_to is not None and not callable(pad_to):
+            try:
+                pad_rows, pad_tokens = pad_to
+            except (TypeError, ValueError):
+                raise TypeError(f"[{call}] pad_to must be (rows, tokens) or callable, not {pad_to!r}") from None
+            rows = integer(call, "pad_to[0]", pad_rows, rows)
+            tokens = integer(call, "pad_to[1]", pad_tokens, tokens)
+        self._plans = [Plan(pool, rows, tokens, formats=formats) for _ in range(plans)]
+        self._out: Step | None = None
+        self._turn = 0
+        self._ones = np.ones(max_running, np.int64)
+        self._zeros = np.zeros(max_running, np.int32)
+
+    def __repr__(self) -> str:
+        count = self._core.count
+        return (
+            f"<kvpool.Scheduler: {count[WAITING]} waiting, {count[PREFILLING]} prefilling, "
+            f"{count[DECODING]} decoding, {count[SPILLED]} spilled>"
+        )
+
+    # -- requests
+
+    def add(self, request: Request) -> Hashable:
+        """Queue a request; legal at any time, also while a step is out.
+
+        Returns
+        -------
+        hashable
+            Its id.
+
+        Raises
+        ------
+        RequestRejected
+            It could never run, or the queue is full; `reason` says which. State unchanged.
+        ValueError
+            The id is in use. State unchanged.
+        TypeError
+            Not a `Request`. State unchanged.
+        """
+        if not isinstance(request, Request):
+            raise TypeError(f"[add] request must be a kvpool.Request, not {type(request).__name__}")
+        if request.id is not None and request.id in self._core.groups:
+            raise ValueError(f"[add] the id is in use ({request.id!r})")
+        try:
+            self._judge(request)
+        except RequestRejected:
+            self._core.rejected += 1
+            raise
+        group = self._core.new_group(request)
+        if request.beam_width:
+            group.beam = Beam(group)
+        return group.id
+
+    def _judge(self, request: Request) -> None:
+        core, pool = self._core, self._core.pool
+        prompt = len(request.prompt)
+        tokens = prompt + request.max_tokens - 1  # nothing reads the KV of the last one: it is never written
+        need = core.blocks(tokens)
+        width = request.beam_width
+        if self._max_model_len is not None and tokens > self._max_model_len:
+            raise RequestRejected(
+                f"[add] {prompt} prompt tokens and {request.max_tokens} more, the model takes {self._max_model_len}",
+                "too_long",
+            )
+        if need > pool.max_blocks_per_seq:
+            raise RequestRejected(
+                f"[add] {tokens} tokens need {need} blocks, a sequence has at most {pool.max_blocks_per_seq}",
+                "too_large",
+            )
+        if width > min(core.max_running, pool.max_seqs):
+            raise RequestRejected(
+                f"[add] a beam of {width} sequences, {min(core.max_running, pool.max_seqs)} may run", "too_large"
+            )
+        usable = pool.num_blocks - pool.reserved_blocks - pool.watermark
+        shared = prompt // pool.block_size
+        if width > 1:
+            need = shared + width * (need - shared + 1)
+        if need > usable:
+            raise RequestRejected(
+                f"[add] {tokens} tokens{f' in a beam of {width}' if width > 1 else ''} need {need} blocks, "
+                f"the pool has {usable}",
+                "too_large",
+            )
+        if self._max_waiting is not None and len(core.queue) >= self._max_waiting:
+            raise RequestRejected(
+                f"[add] {len(core.queue)} sequences wait, the limit is {self._max_waiting}", "queue_full"
+            )
+
+    def _find(self, call: str, name: Hashable) -> Group:
+        group = self._core.groups.get(name)
+        if group is None:
+            raise UnknownRequest(f"[{call}] no request {name!r}: it has finished, or was never added")
+        return group
+
+    def cancel(self, id: Hashable) -> list[Output]:
+        """Drop a request in whatever state; its blocks are free at once (fences protect a step that is out).
+
+        Returns
+        -------
+        list of Output
+            One for each sequence that had not ended, with what it had so far.
+
+        Raises
+        ------
+        UnknownRequest
+            It has finished, or was never added. State unchanged.
+        """
+        return results.cancel(self._core, self._find("cancel", id))
+
+    # -- steps
+
+    def schedule(self) -> Step | None:
+        """Decide the next step and take its blocks: one allocator transaction for the whole batch.
+
+        Returns
+        -------
+        Step or None
+            None when no request is left.
+
+        Raises
+        ------
+        RuntimeError
+            A step is out: `update` or `fail` comes first. State unchanged.
+        OutOfBlocks, OutOfSequences
+            Nothing can run, because others of the pool hold what the first in line needs. Nothing is lost.
+
+        Notes
+        -----
+        The order of decisions is that of docs/scheduling.md: decodes, room for them, chunks, top-up. Iteration-level
+        scheduling is Orca's idea, chunks that never stall a decode are Sarathi-Serve's.
+        """
+        if self._out is not None:
+            raise RuntimeError("[schedule] a step is out; call update or fail first")
+        core = self._core
+        if not core.groups:
+            return None
+        plan = self._plans[self._turn]
+        if core.beams:
+            for beam in list(core.beams):
+                beam.spread(core)
+        decodes, chunks = self._decide(plan)
+        if not len(decodes) and not chunks:  # all that was admitted may be a beam that only has to decode
+            decodes, chunks = self._decide(plan)
+        if not len(decodes) and not chunks:
+            self._explain_idle()
+        step = self._build(plan, decodes, chunks)
+        self._turn = (self._turn + 1) % len(self._plans)
+        self._out = step
+        core.step_out = True
+        core.was_chunk = not len(decodes)
+        return step
+
+    def _decide(self, plan: Plan) -> tuple[np.ndarray, list[tuple[int, int]]]:
+        """Slots that decode, and (slot, tokens) of the chunks."""
+        core = self._core
+        if not core.mixed and not (core.was_chunk and len(core.decodes())):
+            chunks = self._chunks(core.max_step_tokens, 1)
+            if chunks:
+                return np.empty(0, np.intp), chunks
+        if len(core.decodes()):
+            make_room(core, plan)
+        decodes = core.decodes()
+        return decodes, self._chunks(core.max_step_tokens - len(decodes), core.max_running) if core.mixed else []
+
+    def _chunks(self, budget: int, most: int) -> list[tuple[int, int]]:
+        """Running prefills go on, then the budget that is left goes to admissions."""
+        core, rows = self._core, self._core.rows
+        chunks: list[tuple[int, int]] = []
+        if core.count[PREFILLING]:
+            for slot in rows.running(PREFILLING).tolist():
+                if budget <= 0 or len(chunks) == most:
+                    return chunks
+                new = min(self._wanted(slot), core.chunk, budget)
+                if new:
+                    chunks.append((slot, new))
+                    budget -= new
+        while budget > 0 and len(chunks) < most and (core.queue or core.spilled):
+            core.decodes()  # those of this step: the admitted are chunks
+            admitted = admit_next(core)
+            if admitted is None:
+                break
+            new = min(self._wanted(admitted.slot), core.chunk, budget)
+            if new:
+                chunks.append((admitted.slot, new))
+                budget -= new
+        return chunks
+
+    def _wanted(self, slot: int) -> int:
+        """Tokens that a prefilling sequence may compute now."""
+        sequence = self._core.rows.sequence(slot)
+        beam = sequence.group.beam
+        return self._core.rows.remaining(slot) if beam is None else beam.wanted(self._core, sequence)
+
+    def _explain_idle(self) -> None:
+        """Nothing runs and nothing can be admitted: others hold the pool."""
+        stats = self._core.pool.stats()
+        raise OutOfBlocks(
+            f"[schedule] nothing runs and the first in line finds no room: {stats.free} blocks free, "
+            f"{stats.evictable} evictable, {stats.limbo} in limbo, {stats.sequences} sequences open; "
+            f"others of the pool hold the rest",
+            free=stats.free,
+            evictable=stats.evictable,
+            limbo=stats.limbo,
+        )
+
+    def _build(self, plan: Plan, decodes: np.ndarray, chunks: list[tuple[int, int]]) -> Step:
+        """One allocator transaction, and the arrays for it."""
+        core, rows, n = self._core, self._core.rows, len(decodes)
+        slots = decodes.astype(np.int32)
+        tokens = rows.last[decodes]
+        num_new = self._ones[:n]
+        sample_at, sample_slot, sample_index = arange(n), slots, rows.index[slots]
+        handles = core.decode_handles() if n else rows.handle[slots]
+        if chunks:
+            added = np.array([slot for slot, _ in chunks], np.int32)
+            counts = np.array([new for _, new in chunks], np.int64)
+            begin = rows.computed[added]
+            parts = [rows.known(slot, at, at + new) for (slot, new), at in zip(chunks, begin.tolist(), strict=True)]
+            sampled = np.flatnonzero(begin + counts == rows.prompt[added] + rows.generated[added])
+            ends = n + np.cumsum(counts) - 1
+            slots, tokens = np.concatenate([slots, added]), np.concatenate([tokens, *parts])
+            num_new = np.concatenate([num_new, counts])
+            handles = rows.handle[slots]
+            sample_at = np.concatenate([sample_at, ends[sampled].astype(np.int32)])
+            sample_slot = np.concatenate([sample_slot, added[sampled]])
+            sample_index = rows.index[sample_slot]
+        if core.unforked:
+            sample_at, sample_slot, sample_index = results.fan_out(core, sample_at, sample_slot, sample_index)
+        pad_to = self._pad_to(len(slots), len(tokens)) if callable(self._pad_to) else self._pad_to
+        core.pool.step(plan, handles, 1 if not chunks else num_new, pad_to=pad_to)
+        return Step(plan, n, slots, handles, num_new, tokens, sample_at, sample_slot, sample_index, rows)
+
+    def update(
+        self,
+        step: Step,
+        tokens: NDArray[int32],
+        logprobs: NDArray[np.float32] | None = None,
+        beams: tuple[NDArray[int32], NDArray[np.float32]] | None = None,
+    ) -> list[Output]:
+        """Take the sampled tokens of a step that was executed.
+
+        Parameters
+        ----------
+        step : Step
+            The one that is out.
+        tokens : int32 ``[M]``
+            One for each of ``step.sample_at``; those of beams do not matter.
+        logprobs : float32 ``[M]``, optional
+            Of these tokens.
+        beams : (int32 ``[Mb, K]``, float32 ``[Mb, K]``), optional
+            For the Mb samples of beams, in order: K >= 2 * width best continuations and their logprobs (-inf: none).
+
+        Returns
+        -------
+        list of Output
+            Sequences that ended, in order of rows.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Wrong shapes or dtypes, tokens out of range, NaN. State unchanged, the step is still out.
+        RuntimeError
+            This step is not out. State unchanged.
+        """
+        self._check_out("update", step)
+        given = results.read(step, tokens, logprobs, beams)
+        if not self._core.pool.in_order:
+            self._core.pool.done(step.plan)
+        self._out = None
+        return results.take(self._core, step, given)
+
+    def fail(self, step: Step) -> None:
+        """Take back a step that the backend did not execute: every sequence is as before `schedule`.
+
+        Admissions stay; requests cancelled meanwhile stay cancelled. A pool with ``in_order=True`` cannot roll back:
+        there the sequences of the step are preempted, and will be recomputed.
+
+        Raises
+        ------
+        RuntimeError
+            This step is not out. State unchanged.
+        """
+        self._check_out("fail", step)
+        core = self._core
+        if not core.pool.in_order:
+            core.pool.rollback(step.plan)
+        self._out = None
+        core.step_out = False
+        core.idle_steps += 1
+        core.bury()
+        if core.pool.in_order:
+            results.give_up(core, step)
+
+    def _check_out(self, call: str, step: Step) -> None:
+        if not isinstance(step, Step):
+            raise TypeError(f"[{call}] step must be a kvpool.Step, not {type(step).__name__}")
+        if step is not self._out:
+            raise RuntimeError(f"[{call}] this step is not out: it was updated or failed, or another scheduler made it")
+
+    # -- questions
+
+    def tokens_of(self, id: Hashable, index: int = 0) -> NDArray[int32]:
+        """Tokens that a sequence of a request has generated so far, a copy.
+
+        Raises
+        ------
+        UnknownRequest
+            No such request.
+        ValueError
+            The request has no such sequence (yet).
+        """
+        group = self._find("tokens_of", id)
+        sequences = group.sequences
+        index = integer("tokens_of", "index", index, 0, len(sequences) - 1)
+        sequence = sequences[index]
+        return self._core.rows.generated_of(sequence.slot) if sequence.slot >= 0 else sequence.tokens.copy()
+
+    def request_of(self, slot: int) -> Request:
+        """The request that runs in a slot; ValueError if none does."""
+        slot = integer("request_of", "slot", slot, 0, self._core.max_running - 1)
+        sequence: Sequence | None = self._core.rows.sequences[slot]
+        if sequence is None:
+            raise ValueError(f"[request_of] nothing runs in slot {slot}")
+        return sequence.group.request
+
+    def stats(self) -> SchedulerStats:
+        """Counters, O(1)."""
+        core = self._core
+        counters = (
+            *(core.cancelled, core.rejected, core.admissions, core.preemptions, core.spills, core.steps),
+            *(core.decode_tokens, core.prefill_tokens, core.recomputed_tokens, core.hit_tokens, core.sampled_tokens),
+        )
+        return SchedulerStats._make((*core.count, *counters))
