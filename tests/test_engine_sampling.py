@@ -83,7 +83,7 @@ def test_sample_i_is_what_seed_plus_i_gives():
 
 def test_uniforms_are_uniform_and_independent_of_each_other():
     u = uniforms([0] * 100_000, np.zeros(100_000, np.int64), np.arange(100_000)).astype(np.float64)
-    assert 0 <= u.min() and u.max() < 1
+    assert u.min() >= 0 and u.max() < 1
     histogram = np.histogram(u, 100, (0, 1))[0]
     assert ((histogram - 1000) ** 2 / 1000).sum() < 99 + 5 * math.sqrt(198)
     assert abs(np.corrcoef(u[:-1], u[1:])[0, 1]) < 0.02

@@ -48,7 +48,7 @@ def test_continuous_batching_fills_a_place_as_soon_as_it_is_free():
     assert times_of(record) == {0: [1, 2, 3, 4], 1: [1], 2: [2, 3], 3: [4]}
     assert record.column("decodes").tolist() == [0, 1, 2, 1]
     assert record.column("prefill_tokens").tolist() == [4, 4, 0, 4]
-    assert record.column("running").tolist() == [1, 2, 1, 0]
+    assert record.column("running").tolist() == [2, 2, 2, 2]
     assert record.column("waiting").tolist() == [2, 1, 1, 0]
     assert record.wall == 4
 
@@ -106,8 +106,8 @@ def test_a_prompt_longer_than_a_chunk_takes_several_ticks_and_no_decode_waits_fo
 
 def test_a_server_that_loses_tokens_is_noticed():
     class Lossy(SlotServer):
-        def tick(self):
-            tick = super().tick()
+        def describe(self):
+            tick = super().describe()
             tick.emitted = tick.emitted[1:]
             return tick
 
@@ -132,7 +132,10 @@ class Scripted:
         return bool(self.left)
 
     def tick(self):
-        return self.left.pop(0)
+        self.last = self.left.pop(0)
+
+    def describe(self):
+        return self.last
 
 
 def scripted(ticks, seconds):
@@ -246,8 +249,8 @@ def test_the_summary_has_numbers_of_its_record():
 
 def test_samples_are_sequences_of_their_request():
     class Twice(SlotServer):
-        def tick(self):
-            tick = super().tick()
+        def describe(self):
+            tick = super().describe()
             tick.emitted = np.concatenate([2 * tick.emitted, 2 * tick.emitted + 1])
             return tick
 

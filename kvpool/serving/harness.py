@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,9 +27,9 @@ class Tick:
     decodes, prefill_tokens : int
         Rows of one token, and tokens of prompts that were computed.
     running, waiting : int
-        Sequences admitted, requests that are not, both after the step.
+        Sequences that were admitted, and requests that were not, while the step ran.
     blocks_in_use : int
-        After the step.
+        While it ran.
     context_tokens, blocks_touched : int
         Read by attention in each layer, summed over the rows.
     """
@@ -56,9 +56,22 @@ class Server(Protocol):
         """Whether a tick would do something."""
         ...
 
-    def tick(self) -> Tick:
-        """Do one step."""
+    def tick(self) -> None:
+        """Do one step. This is what is timed."""
         ...
+
+    def describe(self) -> Tick:
+        """Tell what the last step did. Not timed."""
+        ...
+
+
+class Timed(NamedTuple):
+    """One tick: when it ran, in seconds of the clock, its CPU time in seconds, and what it did."""
+
+    start: float
+    end: float
+    cpu: float
+    tick: Tick
 
 
 class Clock(Protocol):
@@ -68,16 +81,12 @@ class Clock(Protocol):
         """Seconds since the run began."""
         ...
 
-    def cpu(self) -> float:
-        """Seconds of CPU time."""
-        ...
-
     def skip_to(self, when: float) -> None:
         """Let the time until `when` pass: the server is idle."""
         ...
 
-    def passed(self, tick: Tick) -> None:
-        """A tick is through."""
+    def time_tick(self, server: Server) -> Timed:
+        """Let the server do a step."""
         ...
 
 
@@ -87,7 +96,7 @@ class SimulatedClock:
     Parameters
     ----------
     cost : callable
-        Seconds that a tick takes. The default is 1 s per tick with anything in it.
+        Seconds that a tick takes. By default 1.
     """
 
     def __init__(self, cost: Callable[[Tick], float] = lambda tick: 1.0) -> None:
@@ -97,21 +106,25 @@ class SimulatedClock:
         """Simulated seconds."""
         return self._now
 
-    def cpu(self) -> float:
-        """The same."""
-        return self._now
-
     def skip_to(self, when: float) -> None:
         """Go on at `when`."""
         self._now = max(self._now, when)
 
-    def passed(self, tick: Tick) -> None:
-        """Add the cost of a tick."""
-        self._now += self._cost(tick)
+    def time_tick(self, server: Server) -> Timed:
+        """Let the server do a step, and the time pass that it costs."""
+        server.tick()
+        tick, start = server.describe(), self._now
+        cost = self._cost(tick)
+        self._now += cost
+        return Timed(start, self._now, cost, tick)
 
 
 class WallClock:
-    """The machine's time, from the moment it is made. Idle time is skipped, not slept: nothing would happen in it."""
+    """The machine's time, from the moment it is made.
+
+    Idle time is skipped, not slept: nothing would happen in it. The clock stands while a server describes its step, so
+    that a look at it costs nothing. CPU time is that of the process, all of its threads.
+    """
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -120,16 +133,19 @@ class WallClock:
         """Seconds, skipped ones included."""
         return time.perf_counter() - self._start
 
-    def cpu(self) -> float:
-        """CPU time of this process, all threads of it."""
-        return time.process_time()
-
     def skip_to(self, when: float) -> None:
         """Go on at `when`, at once."""
         self._start = min(self._start, time.perf_counter() - when)
 
-    def passed(self, tick: Tick) -> None:
-        """Nothing: time has passed by itself."""
+    def time_tick(self, server: Server) -> Timed:
+        """Let the server do a step."""
+        cpu, start = time.process_time(), self.now()
+        server.tick()
+        end = self.now()
+        cpu = time.process_time() - cpu
+        tick = server.describe()
+        self._start = time.perf_counter() - end
+        return Timed(start, end, cpu, tick)
 
 
 def serve(
@@ -163,12 +179,9 @@ def serve(
                 break
             clock.skip_to(arrivals[number])
             continue
-        start, cpu = clock.now(), clock.cpu()
-        tick = server.tick()
-        clock.passed(tick)
-        cpu = clock.cpu() - cpu
-        record.add(start, clock.now(), cpu, tick)
-        progress(len(tick.emitted))
+        timed = clock.time_tick(server)
+        record.add(*timed)
+        progress(len(timed.tick.emitted))
     if record.num_tokens != workload.num_tokens:
         raise RuntimeError(f"[serve] {record.num_tokens} tokens were generated, {workload.num_tokens} were asked for")
     return record

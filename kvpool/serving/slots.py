@@ -30,6 +30,7 @@ class SlotServer:
         self.slots, self.slot_blocks, self.prefill_chunk = slots, slot_blocks, prefill_chunk
         self._waiting: deque[tuple[int, int, int]] = deque()
         self._running: list[list[int]] = []  # [number, prompt tokens left, context, tokens left]
+        self._tick = Tick()
 
     def add(self, number: int, prompt: NDArray[np.int32], max_tokens: int) -> None:
         """Take a request."""
@@ -40,7 +41,7 @@ class SlotServer:
         """Whether anything waits or runs."""
         return bool(self._waiting or self._running)
 
-    def tick(self) -> Tick:
+    def tick(self) -> None:
         """Decode everybody, fill slots, compute a chunk of prompts; the end of a prompt gives its first token."""
         while self._waiting and len(self._running) < self.slots:
             number, prompt, new = self._waiting.popleft()
@@ -62,9 +63,12 @@ class SlotServer:
             if sequence[1] == 0:
                 emitted.append(sequence[0])
                 sequence[3] -= 1
-        tick.blocks_in_use = len(self._running) * self.slot_blocks
-        tick.blocks_touched = tick.blocks_in_use
-        self._running = [sequence for sequence in self._running if sequence[3]]
         tick.running, tick.waiting = len(self._running), len(self._waiting)
+        tick.blocks_in_use = tick.blocks_touched = len(self._running) * self.slot_blocks
         tick.emitted = np.array(emitted, np.int64)
-        return tick
+        self._running = [sequence for sequence in self._running if sequence[3]]
+        self._tick = tick
+
+    def describe(self) -> Tick:
+        """The last step."""
+        return self._tick

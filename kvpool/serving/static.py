@@ -50,11 +50,15 @@ class StaticBatches:
     def _is_complete(self) -> bool:
         return bool(self._waiting) and len(self._waiting) >= min(self.batch, self._left)
 
-    def tick(self) -> Tick:
+    def tick(self) -> None:
         """A step of the batch that runs, or of the next one."""
         if not self.server.is_busy:
             self._begin()
-        tick = self.server.tick()
+        self.server.tick()
+
+    def describe(self) -> Tick:
+        """The last step, without the tokens that nobody asked for."""
+        tick = self.server.describe()
         wanted = self._tokens_left[tick.emitted] > 0
         self._tokens_left[tick.emitted] -= 1
         tick.emitted = tick.emitted[wanted]
