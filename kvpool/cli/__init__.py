@@ -1,9 +1,10 @@
 """The ``kvpool`` command.
 
-``kvpool demo`` shows on this machine what kvpool claims, ``kvpool replay`` runs a serving trace through a pool,
-``kvpool plan`` sizes a pool, ``kvpool doctor`` tells what is installed, ``kvpool bench`` measures kernels. Each
-command is a module with ``add_arguments(parser)`` and ``run(args) -> int``, the exit status: 0 done (and every claim
-held), 1 a claim did not hold, 2 it could not do what was asked. A module with ``COMMANDS`` is a group of commands.
+``kvpool demo`` shows on this machine what kvpool claims, ``kvpool generate`` runs a model of mlx-lm, ``kvpool replay``
+runs a serving trace through a pool, ``kvpool plan`` sizes a pool, ``kvpool doctor`` tells what is installed, ``kvpool
+bench`` measures kernels. Each command is a module with ``add_arguments(parser)`` and ``run(args) -> int``, the exit
+status: 0 done (and every claim held), 1 a claim did not hold, 2 it could not do what was asked. A module with
+``COMMANDS`` is a group of commands.
 
 Reading the arguments needs numpy and the standard library only; a command imports what it uses when it runs.
 """
@@ -17,10 +18,17 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 import kvpool
-from kvpool.cli import bench, demo, doctor, plan, replay
+from kvpool.cli import bench, demo, doctor, generate, plan, replay
 from kvpool.cli.console import CommandError
 
-COMMANDS = {"demo": demo, "replay": replay, "plan": plan, "doctor": doctor, "bench": bench}
+COMMANDS = {
+    "demo": demo,
+    "generate": generate,
+    "replay": replay,
+    "plan": plan,
+    "doctor": doctor,
+    "bench": bench,
+}
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import itertools
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -25,6 +26,18 @@ def whole(option: str, text: str, least: int = 1) -> int:
         raise CommandError(f"{option} {text}: not a whole number") from None
     if not least <= value <= INT_MAX:
         raise CommandError(f"{option} {text}: out of range, {least}..{INT_MAX}")
+    return value
+
+
+def real(option: str, text: str, least: float, most: float = math.inf) -> float:
+    """Return `text` as a finite number from `least` to `most`."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise CommandError(f"{option} {text}: not a number") from None
+    if not (math.isfinite(value) and least <= value <= most):
+        limits = f"at least {least:g}" if most == math.inf else f"{least:g}..{most:g}"
+        raise CommandError(f"{option} {text}: out of range, {limits}")
     return value
 
 

@@ -256,7 +256,7 @@ class PagedKV:
         self.overlap = overlap
         self.prefix_cache = prefix_cache
         self._number = str(next(_numbers))
-        self.namespace = self._own(b"")
+        self.namespace = self.own_namespace(b"")
         self.query_tokens = self.hit_tokens = 0
         self.batches: weakref.WeakValueDictionary[int, Batch] = weakref.WeakValueDictionary()  # by id
         self.lock = threading.RLock()  # held in every call of the pool: it takes one caller at a time
@@ -320,7 +320,7 @@ class PagedKV:
             Tokens in it.
         """
         self._require_prefix_cache("fetch")
-        own = self._own(namespace)
+        own = self.own_namespace(namespace)
         with self.lock:
             handle = self.pool.pin(tokens[: max(len(tokens) - 1, 0)], own)
             num_cached = self.pool.num_tokens(handle)
@@ -361,7 +361,7 @@ class PagedKV:
             raise ValueError(f"[commit] the caches of all {self.num_layers} layers of one sequence are needed")
         if len(batch.handles) != 1:
             raise ValueError(f"[commit] the cache holds {len(batch.handles)} sequences, the limit is 1")
-        if batch.known[0].namespace != self._own(namespace):
+        if batch.known[0].namespace != self.own_namespace(namespace):
             raise ValueError("[commit] the cache was made in another namespace; begin with fetch")
         length = int(batch.rows.lens[0])
         if len(tokens) < length:
@@ -378,7 +378,8 @@ class PagedKV:
         if not self.prefix_cache:
             raise RuntimeError(f"[{call}] the pool has no prefix cache: install(..., prefix_cache=True)")
 
-    def _own(self, namespace: bytes) -> bytes:
+    def own_namespace(self, namespace: bytes) -> bytes:
+        """`namespace`, for this model alone: others may be on the same pool."""
         return kvpool.namespace(model=self._number, salt=namespace)
 
     def _caches(self, batch: Batch) -> list[PagedKVCache]:

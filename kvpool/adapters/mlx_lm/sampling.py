@@ -171,7 +171,7 @@ def _column(settings: Sequence[Sampling], name: str) -> mx.array:
 def _number(name: str, value: Any, is_legal: Callable[[float], bool], limits: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float | np.floating | np.integer):
         raise TypeError(f"[Sampling] {name} must be a number, got {value!r}")
-    if not (math.isfinite(value) and is_legal(value)):
+    if not (math.isfinite(value) and is_legal(float(value))):
         raise ValueError(f"[Sampling] {name} is {value}, it must be {limits}")
 
 

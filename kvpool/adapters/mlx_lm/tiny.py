@@ -42,7 +42,8 @@ def make() -> tuple[Any, TokenizerWrapper]:
     model = llama.Model(llama.ModelArgs.from_dict(CONFIG))
     key = mx.random.key(7)
     weights = []
-    for name, weight in tree_flatten(model.parameters()):
+    parameters: Any = tree_flatten(model.parameters())
+    for name, weight in parameters:
         if weight.ndim > 1:
             key, own = mx.random.split(key)
             weight = mx.random.normal(weight.shape, key=own) * 0.25

@@ -1,0 +1,520 @@
+"""`Engine`: requests to an mlx-lm model through `kvpool.Scheduler`, prefill chunks and decodes in one forward pass.
+
+    with Engine(model, num_blocks=4096, tokenizer=tokenizer) as engine:
+        print(engine.generate("Once upon a time", max_tokens=100).text)
+        for piece in engine.stream("def main", temperature=0.7, seed=1):
+            print(piece.text, end="")
+        answers = engine.batch(prompts, n=4, temperature=1.0)
+
+A step is: the scheduler decides who gets how many tokens, and the pool gives them blocks; the model runs once over all
+of these tokens (`ragged`); each row that is due gets its next token (`sampling`); the scheduler takes the tokens, and
+whoever listens is told. Tokens are those of the model alone: what runs beside a request, chunks, preemption and the
+prefix cache change nothing but time.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
+
+import mlx.core as mx
+import numpy as np
+
+import kvpool
+from kvpool import Output, Request, Scheduler
+from kvpool.adapters.mlx_lm.host import install
+from kvpool.adapters.mlx_lm.ragged import RaggedForward
+from kvpool.adapters.mlx_lm.sampling import SEED_MAX, Sampling, best, sample
+from kvpool.adapters.mlx_lm.transcript import Transcript
+from kvpool.errors import UnknownRequest
+
+Listener = Callable[["Piece"], None]
+_SAMPLING = tuple(field.name for field in fields(Sampling))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one more token of a request brings.
+
+    Attributes
+    ----------
+    id, index
+        The request, and which of its samples.
+    token, logprob
+        The token, and the logarithm of its probability to the model.
+    text : str
+        What may be shown now: a character or a stop string that is not complete yet is held back.
+    finish_reason : str or None
+        "eos", "stop" or "length" with the last token of the sample.
+    """
+
+    id: Hashable
+    index: int
+    token: int
+    logprob: float
+    text: str
+    finish_reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One finished sequence of a request; ``output`` is the scheduler's own account of it.
+
+    Attributes
+    ----------
+    tokens : int32 ``[n]``
+    logprobs : float32 ``[n]`` or None
+        By the model's own probabilities; None for beams.
+    text : str
+        Without the end token and without stop strings; "" if the engine has no tokenizer.
+    finish_reason : str
+        "eos", "stop", "length" or "cancelled".
+    """
+
+    tokens: np.ndarray
+    logprobs: np.ndarray | None
+    text: str
+    finish_reason: str
+    output: Output
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """All samples of a request that has ended, by index; for beams, the best first.
+
+    Attributes
+    ----------
+    error : Exception or None
+        What its listener raised, which has ended it.
+    """
+
+    id: Hashable
+    samples: tuple[Sample, ...]
+    error: Exception | None = None
+
+    @property
+    def text(self) -> str:
+        """Of the first sample."""
+        return self.samples[0].text
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Of the first sample."""
+        return self.samples[0].tokens
+
+
+class Engine:
+    """Continuous batching of an mlx-lm model, or of any that is built like one.
+
+    Parameters
+    ----------
+    model
+        As loaded by ``mlx_lm.load``. It stays as it is between two steps.
+    num_blocks, block_size, pool, prefix_cache, strict, fused, kernels
+        See `install`. Prompts that begin alike share their blocks, unless `prefix_cache` is off.
+    tokenizer
+        mlx-lm's, or one of transformers: for prompts that are text, for stop strings, for the text of answers, and for
+        the tokens that end one. None: tokens in, tokens out.
+    max_running, max_step_tokens, prefill_chunk, scheduler options
+        See `kvpool.Scheduler`.
+    seed : int, optional
+        Of the seeds that requests without one get.
+
+    Notes
+    -----
+    One thread at a time. Everything takes effect between two steps; what a listener calls too.
+
+    Attributes
+    ----------
+    kv : PagedKV
+    scheduler : kvpool.Scheduler
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        num_blocks: int | None = None,
+        *,
+        tokenizer: Any = None,
+        pool: Any = None,
+        block_size: int = 16,
+        prefix_cache: bool = True,
+        max_running: int = 64,
+        max_step_tokens: int = 512,
+        prefill_chunk: int = 256,
+        fused: bool | None = None,
+        kernels: bool | None = None,
+        strict: bool = True,
+        seed: int | None = None,
+        **scheduling: Any,
+    ) -> None:
+        if (num_blocks is None) == (pool is None):
+            raise TypeError("[Engine] either num_blocks or pool is needed, and not both")
+        if num_blocks is not None:
+            pool = kvpool.Pool(num_blocks, block_size, max_seqs=2 * max_running + 16, prefix_cache=prefix_cache)
+        self.kv = install(model, pool=pool, prefix_cache=prefix_cache, fused=fused, kernels=kernels, strict=strict)
+        self.tokenizer = _with_detokenizer(tokenizer)
+        self._vocab_size = int(model(mx.zeros((1, 1), mx.int32)).shape[-1])  # traced, not computed
+        scheduling.setdefault("max_model_len", getattr(model.args, "max_position_embeddings", None))
+        self._forward = RaggedForward(self.kv)
+        self.scheduler = Scheduler(
+            pool,
+            max_running=max_running,
+            max_step_tokens=max_step_tokens,
+            prefill_chunk=prefill_chunk,
+            mixed=self._forward.is_ragged,
+            formats=self.kv.backend.required_formats,
+            **scheduling,
+        )
+        self._jobs: dict[Hashable, _Job] = {}
+        self._numbers = itertools.count()
+        self._seeds = np.random.default_rng(seed)
+        self._is_delivering = False
+        self._ended: list[Completion] = []  # to be returned by the next `step`
+
+    # ------------------------------------------------------------------------------------------- whole answers
+
+    def generate(self, prompt: str | Iterable[int], *, on_token: Listener | None = None, **options: Any) -> Completion:
+        """One request, run to its end together with whatever else is in the engine. Options: see `submit`."""
+        return self.batch([prompt], on_token=on_token, **options)[0]
+
+    def batch(
+        self, prompts: Sequence[str | Iterable[int]], *, on_token: Listener | None = None, **options: Any
+    ) -> list[Completion]:
+        """Several requests with the same options, run to their end.
+
+        Raises
+        ------
+        Exception
+            What the model or the listener has raised, or `submit`; none of these requests is left in the engine then.
+        """
+        ids: list[Hashable] = []
+        done: dict[Hashable, Completion] = {}
+        try:
+            for prompt in prompts:
+                ids.append(self.submit(prompt, on_token=on_token, **options))
+            while len(done) < len(ids):
+                self._sort(self.step(), ids, done)
+        finally:
+            self._drop(id for id in ids if id not in done)
+        for completion in done.values():
+            if completion.error is not None:
+                raise completion.error
+        return [done[id] for id in ids]
+
+    def stream(self, prompt: str | Iterable[int], **options: Any) -> Iterator[Piece]:
+        """One request, token by token; who stops listening cancels it. Beams have no tokens before the end."""
+        if options.get("beam_width"):
+            raise ValueError(f"[stream] beam_width is {options['beam_width']}, a beam cannot be streamed: generate()")
+        pieces: deque[Piece] = deque()
+        id = self.submit(prompt, on_token=pieces.append, **options)
+        return self._streamed(id, pieces)
+
+    def _streamed(self, id: Hashable, pieces: deque[Piece]) -> Iterator[Piece]:
+        done: dict[Hashable, Completion] = {}
+        try:
+            while not done:
+                self._sort(self.step(), [id], done)
+                while pieces:
+                    yield pieces.popleft()
+        finally:
+            if not done:
+                self._drop([id])
+
+    # ---------------------------------------------------------------------------------------------- low level
+
+    def submit(
+        self,
+        prompt: str | Iterable[int] | Request,
+        *,
+        on_token: Listener | None = None,
+        stop: str | Sequence[str | Sequence[int]] = (),
+        max_tokens: int = 256,
+        namespace: bytes = b"",
+        **options: Any,
+    ) -> Hashable:
+        """Put a request in the queue and return its id. `step` runs it.
+
+        Parameters
+        ----------
+        prompt : str, ints or Request
+            A `kvpool.Request` brings everything itself; its ``user`` is a `Sampling`, or None for greedy.
+        on_token : callable
+            Is called with a `Piece` for every token. If it raises, this request ends, and no other.
+        stop : str, or sequence of str or of tokens
+            Strings are looked for in the text and are no part of it. Sequences of tokens are part of the answer.
+        max_tokens, id, eos, n, beam_width, length_penalty, priority, namespace
+            See `kvpool.Request`. ``eos`` is what the tokenizer says, by default.
+        temperature, top_p, top_k, min_p, seed
+            See `Sampling`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Something is wrong with the request, the text says what; ValueError also for an id in use.
+        RequestRejected
+            It could never run: too long for the pool. The engine is as before.
+        """
+        texts: tuple[str, ...] = ()
+        if isinstance(prompt, Request):
+            if stop or options or namespace:
+                raise TypeError("[submit] a Request brings its options itself")
+            request = prompt
+        else:
+            texts, request = self._request(prompt, stop, max_tokens, options)
+            request = replace(request, namespace=namespace)
+        job = self._job(request, on_token, texts)
+        self.scheduler.add(job.request)
+        self._jobs[job.request.id] = job
+        return job.request.id
+
+    def cancel(self, id: Hashable) -> Completion:
+        """End a request now, with what it has so far. `UnknownRequest` for one that has ended or never was."""
+        if id not in self._jobs:
+            raise UnknownRequest(f"[cancel] no request {id!r}: it has ended, or was never submitted")
+        return self._cancelled(self._jobs[id])
+
+    def step(self) -> list[Completion]:
+        """Run the model once, for as many requests as fit; returns those that have ended.
+
+        Raises
+        ------
+        Exception
+            What the model raised. Every request is as before the step; the engine can go on.
+        """
+        if self._is_delivering:
+            raise RuntimeError("[step] a listener cannot run the engine that it listens to")
+        step = self.scheduler.schedule()
+        if step is not None:
+            try:
+                tokens, logprobs, beams = self._run(step)
+            except BaseException:
+                self.scheduler.fail(step)
+                raise
+            rows = [(request.id, i) for request, i in zip(step.requests, step.sample_index.tolist(), strict=True)]
+            is_sample = (step.beam_width == 0).tolist()
+            outputs = self.scheduler.update(step, tokens, logprobs, beams)
+            self._is_delivering = True
+            try:
+                self._deliver(rows, is_sample, tokens.tolist(), logprobs.tolist(), outputs)
+            finally:
+                self._is_delivering = False
+        ended, self._ended = self._ended, []
+        return ended
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests whose completion nobody has got yet."""
+        return len(self._jobs) + len(self._ended)
+
+    def __contains__(self, id: Hashable) -> bool:
+        """Whether this request was submitted and has not ended."""
+        return id in self._jobs
+
+    def close(self) -> None:
+        """Cancel what is left and give the blocks back. The pool stays usable."""
+        self._drop(list(self._jobs))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------------------------------- requests in
+
+    def _request(
+        self, prompt: Any, stop: Any, max_tokens: int, options: dict[str, Any]
+    ) -> tuple[tuple[str, ...], Request]:
+        """The request that `submit` was asked for, and its stop strings."""
+        if isinstance(prompt, str):
+            prompt = self._require_tokenizer("a prompt that is text").encode(prompt)
+        stops = [stop] if isinstance(stop, str) else list(stop)
+        texts = tuple(one for one in stops if isinstance(one, str))
+        if "" in texts:
+            raise ValueError("[submit] a stop string is empty")
+        if texts:
+            self._require_tokenizer("a stop string")
+        if self.tokenizer is not None:
+            options.setdefault("eos", tuple(self.tokenizer.eos_token_ids))
+        sampling = Sampling(**{name: options.pop(name) for name in _SAMPLING if name in options})
+        unknown = options.keys() - {field.name for field in fields(Request)}
+        if unknown or "user" in options:
+            raise TypeError(f"[submit] there is no option {', '.join(sorted(unknown)) or 'user'}")
+        stops = [one for one in stops if not isinstance(one, str)]
+        return texts, Request(prompt, max_tokens, stop=stops, user=sampling, **options)
+
+    def _job(self, request: Request, on_token: Listener | None, texts: tuple[str, ...]) -> _Job:
+        sampling = Sampling() if request.user is None else request.user
+        if not isinstance(sampling, Sampling):
+            raise TypeError(f"[submit] user of a request must be a Sampling or None, got {sampling!r}")
+        if on_token is not None and not callable(on_token):
+            raise TypeError(f"[submit] on_token must be callable, got {on_token!r}")
+        if request.beam_width and (on_token is not None or texts):
+            raise ValueError("[submit] a beam has no text before it ends: leave on_token and stop strings out")
+        if sampling.seed is None and not sampling.is_greedy:
+            sampling = replace(sampling, seed=int(self._seeds.integers(SEED_MAX)))
+        id = request.id
+        while id is None or (request.id is None and id in self._jobs):
+            id = next(self._numbers)
+        if request.prompt.max() >= self._vocab_size:
+            raise ValueError(
+                f"[submit] token {request.prompt.max()} in the prompt, the model has 0 .. {self._vocab_size - 1}"
+            )
+        request = replace(request, id=id, user=sampling, namespace=self.kv.own_namespace(request.namespace))
+        return _Job(request, on_token, texts, self.tokenizer)
+
+    def _require_tokenizer(self, what: str) -> Any:
+        if self.tokenizer is None:
+            raise TypeError(f"[submit] {what} needs a tokenizer: Engine(..., tokenizer=)")
+        return self.tokenizer
+
+    # ------------------------------------------------------------------------------------------------ one step
+
+    def _run(self, step: Any) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray] | None]:
+        """Tokens and logprobs of the step's samples, and candidates for its beams."""
+        if not len(step.tokens):
+            return np.zeros(0, np.int32), np.zeros(0, np.float32), None
+        lens = np.array(step.plan.seq_lens[: len(step.handles)], np.int64)
+        logits = self._forward(step.tokens, step.plan, lens, step.sample_at)
+        settings = [request.user for request in step.requests]
+        tokens, logprobs = sample(logits, settings, step.sample_index, step.sample_position)
+        in_beams = np.flatnonzero(step.beam_width)
+        beams = None
+        if len(in_beams):
+            k = min(2 * int(step.beam_width.max()), logits.shape[-1])
+            beams = best(logits[in_beams.tolist()], k)
+        return tokens, logprobs, beams
+
+    def _deliver(
+        self,
+        rows: list[tuple[Hashable, int]],
+        is_sample: list[bool],
+        tokens: list[int],
+        logprobs: list[float],
+        outputs: list[Output],
+    ) -> None:
+        """Tell the listeners, and end what has ended."""
+        reasons = {(output.id, output.index): output.finish_reason for output in outputs}
+        ended: dict[Hashable, _Job] = {}
+        for output in outputs:
+            job = self._jobs[output.id]
+            job.outputs[output.index] = output
+            if len(job.outputs) == job.request.n:
+                ended[output.id] = job
+        stopped: list[_Job] = []
+        for row, counts, token, logprob in zip(rows, is_sample, tokens, logprobs, strict=True):
+            current = self._jobs.get(row[0])
+            if current is None or not counts or not current.listens or current.error is not None:
+                continue
+            try:
+                current.hear(row, token, logprob, reasons.get(row))
+            except Exception as error:
+                current.error = error
+            if (current.error is not None or current.is_stopped) and row[0] not in ended:
+                stopped.append(current)
+        for job in ended.values():
+            if self._jobs.pop(job.request.id, None) is not None:
+                self._ended.append(job.completion())
+        for job in stopped:
+            if job.request.id in self._jobs:
+                self._ended.append(self._cancelled(job))
+
+    def _cancelled(self, job: _Job) -> Completion:
+        """End a request that runs or waits."""
+        for output in self.scheduler.cancel(job.request.id):
+            job.outputs[output.index] = output
+        del self._jobs[job.request.id]
+        return job.completion()
+
+    def _drop(self, ids: Iterable[Hashable]) -> None:
+        for id in ids:
+            with suppress(UnknownRequest, KeyError):
+                self.cancel(id)
+
+    def _sort(
+        self, completions: list[Completion], ids: Sequence[Hashable], done: dict[Hashable, Completion]
+    ) -> None:
+        """Into ours and those that somebody else waits for."""
+        for completion in completions:
+            if completion.id in ids and completion.id not in done:
+                done[completion.id] = completion
+            else:
+                self._ended.append(completion)
+
+
+class _Job:
+    """A request in the engine, and what is known of its samples."""
+
+    def __init__(
+        self, request: Request, on_token: Listener | None, stops: tuple[str, ...], tokenizer: Any
+    ) -> None:
+        self.request = request
+        self.outputs: dict[int, Output] = {}
+        self.error: Exception | None = None
+        self.listens = on_token is not None or bool(stops)
+        self._on_token = on_token
+        self._stops = stops
+        self._tokenizer = tokenizer
+        self._transcripts: dict[int, Transcript] = {}
+        self._counts: dict[int, int] = {}  # tokens of each sample, up to its stop string
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether all samples have come to a stop string."""
+        stopped = sum(one.is_stopped for one in self._transcripts.values())
+        return stopped == self.request.n
+
+    def hear(self, row: tuple[Hashable, int], token: int, logprob: float, reason: str | None) -> None:
+        """One token has come for a sample."""
+        id, index = row
+        transcript = self._transcripts.get(index)
+        if transcript is None:
+            transcript = self._transcripts[index] = self._transcript()
+        if transcript.is_stopped:
+            return
+        self._counts[index] = self._counts.get(index, 0) + 1
+        text = "" if reason == "eos" else transcript.add(token)
+        if reason is not None:
+            text += transcript.finish()
+        if transcript.is_stopped:
+            reason = "stop"
+        if self._on_token is not None:
+            self._on_token(Piece(id, index, token, logprob, text, reason))
+
+    def completion(self) -> Completion:
+        """What became of the request; its outputs are all there."""
+        samples = [self._sample(self.outputs[index]) for index in sorted(self.outputs)]
+        return Completion(self.request.id, tuple(samples), self.error)
+
+    def _sample(self, output: Output) -> Sample:
+        tokens, logprobs, reason = output.tokens, output.logprobs, output.finish_reason
+        transcript = self._transcripts.get(output.index) if not self.request.beam_width else None
+        if transcript is None:
+            transcript = self._transcript()
+            for token in tokens[: len(tokens) - (reason == "eos")].tolist():
+                transcript.add(token)
+        transcript.finish()
+        if transcript.is_stopped:
+            count = self._counts.get(output.index, len(tokens))
+            tokens, reason = tokens[:count], "stop"
+            logprobs = None if logprobs is None else logprobs[:count]
+        if self.request.beam_width:
+            logprobs = None
+        return Sample(tokens, logprobs, transcript.text, reason, output)
+
+    def _transcript(self) -> Transcript:
+        return Transcript(None if self._tokenizer is None else self._tokenizer.detokenizer, self._stops)
+
+
+def _with_detokenizer(tokenizer: Any) -> Any:
+    """mlx-lm's wrapper around a tokenizer, if it is not there."""
+    if tokenizer is None or hasattr(tokenizer, "detokenizer"):
+        return tokenizer
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    return TokenizerWrapper(tokenizer)

@@ -1,0 +1,48 @@
+"""Models by name, for the command line: a folder, a repository of the Hugging Face Hub, or ``tiny``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx_lm
+
+from kvpool.adapters.mlx_lm import tiny
+from kvpool.adapters.mlx_lm.host import inspect_model
+from kvpool.config import blocks_for
+
+
+class ModelNotLoaded(Exception):
+    """There is no such model, or it cannot be loaded. The message is one line."""
+
+
+def load(name: str) -> tuple[Any, Any]:
+    """A model and its tokenizer, as ``mlx_lm.load`` gives them.
+
+    Raises
+    ------
+    ModelNotLoaded
+        No such folder, no network to get it by, or nothing that mlx-lm can load.
+    """
+    if name == tiny.NAME:
+        return tiny.make()
+    folder = Path(name)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ModelNotLoaded(f"{name}: a folder without config.json")
+    if not folder.exists() and (name.startswith((".", "/", "~")) or name.count("/") != 1):
+        raise ModelNotLoaded(f"{name}: no such folder, and no repository of the form owner/name")
+    try:
+        model, tokenizer = mlx_lm.load(name)[:2]
+    except Exception as error:  # of the network, the hub, json, safetensors, transformers, mlx: whatever is in the way
+        text = " ".join(str(error).split())
+        raise ModelNotLoaded(f"{name}: {type(error).__name__}: {text[:200]}") from error
+    return model, tokenizer
+
+
+def blocks_in(memory: int | str, model: Any, block_size: int) -> int:
+    """Blocks of a model's KV cache that `memory` holds, see `kvpool.blocks_for`."""
+    import mlx.core as mx
+
+    spec, _, _ = inspect_model(model, block_size)
+    info = dict(mx.device_info()) if mx.metal.is_available() else None
+    return blocks_for(memory, spec, device_info=info, active_nbytes=mx.get_active_memory()).num_blocks

@@ -1,0 +1,72 @@
+"""The text of one sample while it grows: what may be shown, and where a stop string ends it. Knows no model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class Transcript:
+    """Text from tokens, one after the other.
+
+    Parameters
+    ----------
+    detokenizer
+        A fresh one of mlx-lm's, None for no text at all.
+    stops : sequence of str
+        The text ends before the first of these; they may begin and end inside of tokens.
+
+    Attributes
+    ----------
+    text : str
+        What was shown so far. Text that may turn out to be the beginning of a stop string is held back.
+    is_stopped : bool
+        Whether a stop string came.
+    """
+
+    def __init__(self, detokenizer: Any, stops: Sequence[str] = ()) -> None:
+        self._detokenizer = detokenizer
+        self._stops = tuple(stops)
+        self._seen = ""
+        self.text = ""
+        self.is_stopped = False
+
+    def add(self, token: int) -> str:
+        """The text that may be shown when `token` has come."""
+        if self._detokenizer is None or self.is_stopped:
+            return ""
+        self._detokenizer.add_token(token)
+        self._read()
+        return self._show(len(self._seen) - self._held())
+
+    def finish(self) -> str:
+        """The rest, when no token follows."""
+        if self._detokenizer is None or self.is_stopped:
+            return ""
+        self._detokenizer.finalize()
+        self._read()
+        return self._show(len(self._seen))
+
+    def _read(self) -> None:
+        before = len(self._seen)
+        self._seen += self._detokenizer.last_segment
+        found = (self._seen.find(stop, max(0, before - len(stop) + 1)) for stop in self._stops)
+        at = min((at for at in found if at >= 0), default=-1)
+        if at >= 0:
+            self._seen = self._seen[:at]
+            self.is_stopped = True
+
+    def _held(self) -> int:
+        """Characters at the end that a stop string may begin with."""
+        if self.is_stopped:
+            return 0
+        longest = max(map(len, self._stops), default=1) - 1
+        for count in range(min(longest, len(self._seen)), 0, -1):
+            if any(stop.startswith(self._seen[-count:]) for stop in self._stops):
+                return count
+        return 0
+
+    def _show(self, end: int) -> str:
+        new = self._seen[len(self.text) : end]
+        self.text += new
+        return new

@@ -1,0 +1,284 @@
+"""Generate text with a model of mlx-lm on a paged KV cache, any number of prompts at a time."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from kvpool.cli.console import CommandError, real, whole
+
+if TYPE_CHECKING:
+    from kvpool.adapters.mlx_lm.engine import Completion, Engine, Piece
+
+NUMBERS: tuple[tuple[str, str, str | None, str], ...] = (
+    ("--max-tokens", "N", "256", "tokens to generate per sample, at most (default: %(default)s)"),
+    ("--temperature", "T", "0", "0 takes the likeliest token (default: %(default)s)"),
+    ("--top-p", "P", "1", "sample from the likeliest tokens that together have this probability"),
+    ("--top-k", "K", "0", "sample from so many of the likeliest tokens; 0: from all"),
+    ("--min-p", "P", "0", "sample from tokens at least this probable, the likeliest being 1"),
+    ("--seed", "S", None, "the same seed gives the same text; sample i has S + i (default: a new one)"),
+    ("--n", "N", "1", "samples per prompt; they share the prompt's blocks (default: %(default)s)"),
+    ("--beam", "W", "0", "beam search with so many hypotheses, of which the --n best are printed"),
+    ("--chunk", "TOKENS", "256", "prompt tokens per step and prompt (default: %(default)s)"),
+    ("--kv-block-size", "TOKENS", "16", "tokens per block of the cache (default: %(default)s)"),
+    ("--num-blocks", "N", None, "blocks of the cache (default: what all prompts need at once)"),
+    ("--max-running", "N", "64", "samples that run at a time, at most (default: %(default)s)"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments. Numbers are read by `run`, which says in one line what is wrong with one."""
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="PATH_OR_ID",
+        help="a folder, a repository of the Hugging Face Hub, or tiny: a small random model that needs no download",
+    )
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="may be given several times; - reads standard input (default: -)",
+    )
+    for name, metavar, default, text in NUMBERS:
+        parser.add_argument(name, metavar=metavar, default=default, help=text)
+    parser.add_argument("--memory", metavar="SIZE", help="size the cache by memory, 2GiB or auto, not by --num-blocks")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
+    parser.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template")
+    parser.add_argument("--no-prefix-cache", action="store_true", help="do not share what prompts have in common")
+    parser.add_argument("--stats", action="store_true", help="print speed and use of the cache to stderr")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generate, and print text as it comes."""
+    options = request_options(args)
+    prompts = read_prompts(args.prompt or ["-"])
+    tokenizer, engine = make_engine(args, prompts, options)
+    printer = Printer(len(prompts), options["n"], quiet=args.json)
+    begin = time.perf_counter()
+    with engine:
+        submit(engine, printer, [encode(tokenizer, prompt, args.chat) for prompt in prompts], options)
+        done: dict[Any, Completion] = {}
+        while engine.num_unfinished:
+            for completion in engine.step():
+                if completion.error is not None:
+                    raise completion.error
+                done[completion.id] = completion
+                printer.end(completion)
+        facts = statistics(engine, list(done.values()), time.perf_counter() - begin)
+    if args.json:
+        answers = [describe(prompt, done[number]) for number, prompt in enumerate(prompts)]
+        print(json.dumps({"model": args.model, "answers": answers, "stats": facts}, indent=2))
+    elif args.stats:
+        print(f"\n{show(facts)}", file=sys.stderr)
+    return 0
+
+
+def request_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What `Engine.submit` is asked for, checked as far as it can be without a model."""
+    options: dict[str, Any] = {
+        "max_tokens": whole("--max-tokens", args.max_tokens),
+        "n": whole("--n", args.n),
+        "beam_width": whole("--beam", args.beam, 0),
+        "temperature": real("--temperature", args.temperature, 0),
+        "top_p": real("--top-p", args.top_p, 0, 1),
+        "min_p": real("--min-p", args.min_p, 0, 1),
+        "top_k": whole("--top-k", args.top_k, 0),
+        "stop": args.stop,
+    }
+    if options["top_p"] == 0:
+        raise CommandError(f"--top-p {args.top_p}: out of range, above 0 and at most 1")
+    if args.seed is not None:
+        options["seed"] = whole("--seed", args.seed, 0)
+    if options["beam_width"]:
+        if options["n"] > options["beam_width"]:
+            raise CommandError(f"--n {args.n}: a beam of {args.beam} has no more hypotheses than that")
+        if args.stop:
+            raise CommandError("--stop and --beam exclude each other")
+    if "" in args.stop:
+        raise CommandError("--stop: the text is empty")
+    if args.memory is not None and args.num_blocks is not None:
+        raise CommandError("--memory and --num-blocks exclude each other")
+    return options
+
+
+def read_prompts(texts: list[str]) -> list[str]:
+    """The prompts, with standard input in the place of -."""
+    if texts.count("-") > 1:
+        raise CommandError("--prompt -: standard input can be read only once")
+    prompts = [sys.stdin.read().rstrip("\n") if text == "-" else text for text in texts]
+    for text, prompt in zip(texts, prompts, strict=True):
+        if not prompt:
+            raise CommandError(f"--prompt {text}: standard input is empty" if text == "-" else "--prompt: it is empty")
+    return prompts
+
+
+def make_engine(args: argparse.Namespace, prompts: list[str], options: dict[str, Any]) -> tuple[Any, Engine]:
+    """The model, loaded, in an engine with a pool that fits."""
+    block_size, chunk = whole("--kv-block-size", args.kv_block_size), whole("--chunk", args.chunk)
+    max_running = whole("--max-running", args.max_running)
+    num_blocks = None if args.num_blocks is None else whole("--num-blocks", args.num_blocks, 2)
+    try:
+        from kvpool.adapters.mlx_lm import loading
+        from kvpool.adapters.mlx_lm.engine import Engine
+    except ImportError as exc:
+        raise CommandError(f"needs mlx-lm ({exc}): pip install 'kvpool[mlx]'") from None
+    try:
+        model, tokenizer = loading.load(args.model)
+    except loading.ModelNotLoaded as exc:
+        raise CommandError(f"--model {exc}") from None
+    try:
+        if num_blocks is None:
+            most = loading.blocks_in(args.memory or "auto", model, block_size)
+            sequences = max(options["n"], options["beam_width"]) + 1  # one more: copies, and shared beginnings
+            lengths = [len(encode(tokenizer, prompt, args.chat)) + options["max_tokens"] for prompt in prompts]
+            needed = 1 + sum(sequences * (-(-length // block_size) + 1) for length in lengths)
+            num_blocks = most if args.memory else min(most, max(needed, 64))
+        engine = Engine(
+            model,
+            num_blocks,
+            tokenizer=tokenizer,
+            block_size=block_size,
+            prefix_cache=not args.no_prefix_cache,
+            max_running=max_running,
+            max_step_tokens=max(2 * chunk, max_running),
+            prefill_chunk=chunk,
+        )
+    except (ValueError, TypeError, RuntimeError, MemoryError) as exc:
+        raise CommandError(f"--model {args.model}: {str(exc).rpartition('] ')[2] or 'not enough memory'}") from None
+    return tokenizer, engine
+
+
+def encode(tokenizer: Any, prompt: str, in_chat: bool) -> list[int]:
+    """The tokens of a prompt."""
+    if not in_chat:
+        return list(tokenizer.encode(prompt))
+    if not tokenizer.has_chat_template:
+        raise CommandError("--chat: this model has no chat template")
+    return list(tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True))
+
+
+def submit(engine: Engine, printer: Printer, prompts: list[list[int]], options: dict[str, Any]) -> None:
+    """Put all prompts in the queue, numbered from 0."""
+    for number, prompt in enumerate(prompts):
+        listener = None if options["beam_width"] else printer.hear
+        try:
+            engine.submit(prompt, id=number, on_token=listener, **options)
+        except (ValueError, TypeError) as exc:
+            raise CommandError(f"prompt {number + 1}: {str(exc).rpartition('] ')[2]}") from None
+
+
+class Printer:
+    """Text of samples that come side by side, printed one after the other, each as soon as it may be.
+
+    Parameters
+    ----------
+    prompts, samples : int
+        How many prompts, and samples of each.
+    quiet : bool
+        Print nothing.
+    """
+
+    def __init__(self, prompts: int, samples: int, quiet: bool) -> None:
+        self._quiet = quiet
+        self._prompts, self._samples = prompts, samples
+        self._waiting = [(number, index) for number in range(prompts) for index in range(samples)][::-1]
+        self._text: dict[tuple[Any, int], str] = {}
+        self._ended: set[tuple[Any, int]] = set()
+        self._is_open = False
+
+    def hear(self, piece: Piece) -> None:
+        """Text has come."""
+        self._add(piece.id, piece.index, piece.text, piece.finish_reason is not None)
+
+    def end(self, completion: Completion) -> None:
+        """A request has ended; its text has been heard, unless it is a beam."""
+        for index, sample in enumerate(completion.samples):
+            if (completion.id, index) not in self._ended:
+                self._add(completion.id, index, sample.text, True)
+
+    def _add(self, number: Any, index: int, text: str, is_last: bool) -> None:
+        key = number, index
+        self._text[key] = self._text.get(key, "") + text
+        if is_last:
+            self._ended.add(key)
+        while not self._quiet and self._waiting and self._waiting[-1] in self._text:
+            key = self._waiting[-1]
+            if not self._is_open:
+                self._is_open = True
+                self._head(*key)
+            sys.stdout.write(self._text[key])
+            self._text[key] = ""
+            if key not in self._ended:
+                break
+            sys.stdout.write("\n")
+            self._is_open = False
+            self._waiting.pop()
+        sys.stdout.flush()
+
+    def _head(self, number: int, index: int) -> None:
+        parts = [f"prompt {number + 1}"] * (self._prompts > 1) + [f"sample {index + 1}"] * (self._samples > 1)
+        if parts:
+            sys.stdout.write(f"=== {', '.join(parts)}\n")
+
+
+def describe(prompt: str, completion: Completion) -> dict[str, Any]:
+    """A request as JSON has it."""
+    return {
+        "prompt": prompt,
+        "samples": [
+            {
+                "text": one.text,
+                "tokens": one.tokens.tolist(),
+                "logprobs": None if one.logprobs is None else [round(float(x), 5) for x in one.logprobs],
+                "score": one.output.score,
+                "finish_reason": one.finish_reason,
+                "num_cached": one.output.num_cached,
+                "preemptions": one.output.preemptions,
+            }
+            for one in completion.samples
+        ],
+    }
+
+
+def statistics(engine: Engine, done: list[Completion], seconds: float) -> dict[str, Any]:
+    """Speed, and use of the cache, ready for JSON. Seconds are those from the first step to the last token."""
+    scheduler, pool = engine.scheduler.stats(), engine.kv.pool.stats()
+    firsts = sorted(
+        one.output.times.first_token - one.output.times.arrived
+        for completion in done
+        for one in completion.samples
+        if one.output.times.first_token is not None
+    )
+    tokens = sum(len(one.tokens) for completion in done for one in completion.samples)
+    return {
+        "route": engine.kv.route,
+        "seconds": round(seconds, 4),
+        "tokens": tokens,
+        "tokens_per_second": round(tokens / seconds, 1),
+        "first_token_seconds": round(firsts[len(firsts) // 2], 4) if firsts else None,
+        "steps": scheduler.steps,
+        "prefill_tokens": scheduler.prefill_tokens,
+        "hit_tokens": scheduler.hit_tokens,
+        "preemptions": scheduler.preemptions,
+        "blocks": pool.num_blocks,
+        "blocks_peak": pool.peak_used,
+        "blocks_left": pool.used,
+        "cow_copies": pool.cow_copies,
+    }
+
+
+def show(facts: dict[str, Any]) -> str:
+    """The statistics as aligned lines."""
+    rows = [
+        ("speed", f"{facts['tokens']} tokens in {facts['seconds']:.2f} s, {facts['tokens_per_second']} a second"),
+        ("first token", f"after {facts['first_token_seconds']} s (median)"),
+        ("prompts", f"{facts['prefill_tokens']} tokens computed, {facts['hit_tokens']} found in the prefix cache"),
+        ("steps", f"{facts['steps']}, with {facts['preemptions']} preemptions"),
+        ("blocks", f"{facts['blocks_peak']} of {facts['blocks']} used at most, {facts['cow_copies']} copied on write"),
+        ("attention", facts["route"]),
+    ]
+    return "\n".join(f"{name:<11}  {text}" for name, text in rows)

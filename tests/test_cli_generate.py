@@ -1,0 +1,129 @@
+"""``kvpool generate``: what is printed, in which order, and how nonsense is refused."""
+
+import io
+import json
+
+import pytest
+from mlx_models import on_cpu, solo_tokens
+
+from kvpool.adapters.mlx_lm import tiny
+from kvpool.cli import main
+
+PROMPTS = ["Hello", "The block table maps", "abc"]
+
+
+@pytest.fixture(autouse=True)
+def cpu():
+    with on_cpu():
+        yield
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """What the stock model says, as text."""
+    with on_cpu():
+        model, tokenizer = tiny.make()
+        texts = []
+        for prompt in PROMPTS:
+            tokens = solo_tokens(model, tokenizer.encode(prompt), 40)
+            end = tokens.index(256) if 256 in tokens else len(tokens)
+            texts.append(tokenizer.decode(tokens[:end]))
+        return texts
+
+
+def generate(*arguments):
+    return main(["generate", "--model", "tiny", "--max-tokens", "40", *arguments])
+
+
+def test_one_prompt_prints_its_text_alone(capsys, expected):
+    assert generate("--prompt", PROMPTS[0]) == 0
+    assert capsys.readouterr().out == expected[0] + "\n"
+
+
+def test_several_prompts_are_printed_in_order(capsys, expected):
+    assert generate(*[word for prompt in PROMPTS for word in ("--prompt", prompt)], "--chunk", "3") == 0
+    blocks = [f"=== prompt {i + 1}\n{text}\n" for i, text in enumerate(expected)]
+    assert capsys.readouterr().out == "".join(blocks)
+
+
+def test_standard_input_is_a_prompt(capsys, monkeypatch, expected):
+    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPTS[1] + "\n"))
+    assert generate("--prompt", "-") == 0
+    assert capsys.readouterr().out == expected[1] + "\n"
+
+
+def test_json_has_texts_tokens_and_statistics(capsys, expected):
+    assert generate("--prompt", PROMPTS[1], "--n", "3", "--temperature", "0.9", "--seed", "7", "--json") == 0
+    first = json.loads(capsys.readouterr().out)
+    (answer,) = first["answers"]
+    assert answer["prompt"] == PROMPTS[1]
+    assert len({one["text"] for one in answer["samples"]}) == 3
+    assert all(len(one["tokens"]) == len(one["logprobs"]) <= 40 for one in answer["samples"])
+    assert first["stats"]["blocks_left"] == 0 and first["stats"]["tokens"] > 3
+    assert generate("--prompt", PROMPTS[1], "--temperature", "0.9", "--seed", "9", "--json", "--num-blocks", "6") == 0
+    (alone,) = json.loads(capsys.readouterr().out)["answers"]
+    assert alone["samples"][0]["text"] == answer["samples"][2]["text"]
+
+
+def test_a_stop_string_ends_the_text_before_it(capsys, expected):
+    stop = expected[1][7:10]
+    assert generate("--prompt", PROMPTS[1], "--stop", stop, "--stop", "never there") == 0
+    assert capsys.readouterr().out == expected[1][: expected[1].index(stop)] + "\n"
+
+
+def test_a_beam_prints_its_best(capsys):
+    assert generate("--prompt", PROMPTS[0], "--beam", "3", "--n", "2") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("=== sample 1\n") and "\n=== sample 2\n" in out
+
+
+def test_stats_go_to_stderr(capsys, expected):
+    assert generate("--prompt", PROMPTS[0], "--stats", "--memory", "1MiB", "--chat", "--no-prefix-cache") == 0
+    captured = capsys.readouterr()
+    assert "tokens in" in captured.err and "blocks" in captured.err and "tokens in" not in captured.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", ""], "--prompt: it is empty"),
+        (["--prompt", "-", "--prompt", "-"], "--prompt -: standard input can be read only once"),
+        (["--temperature", "nan"], "--temperature nan: out of range, at least 0"),
+        (["--temperature", "-1"], "--temperature -1: out of range, at least 0"),
+        (["--temperature", "warm"], "--temperature warm: not a number"),
+        (["--top-p", "0"], "--top-p 0: out of range, above 0 and at most 1"),
+        (["--top-p", "1.1"], "--top-p 1.1: out of range, 0..1"),
+        (["--max-tokens", "-5"], "--max-tokens -5: out of range"),
+        (["--max-tokens", "9000"], "prompt 1: 1 prompt tokens and 9000 more, the model takes 8192"),
+        (["--n", "0"], "--n 0: out of range"),
+        (["--n", "3", "--beam", "2"], "--n 3: a beam of 2 has no more hypotheses than that"),
+        (["--beam", "2", "--stop", "x"], "--stop and --beam exclude each other"),
+        (["--stop", ""], "--stop: the text is empty"),
+        (["--seed", "-1"], "--seed -1: out of range"),
+        (["--num-blocks", "3"], "prompt 1: 40 tokens need 3 blocks"),
+        (["--num-blocks", "9", "--memory", "1MiB"], "--memory and --num-blocks exclude each other"),
+        (["--memory", "lots"], "lots"),
+        (["--model", "/no/such/folder"], "--model /no/such/folder: no such folder"),
+        (["--model", "nothing"], "--model nothing: no such folder, and no repository of the form owner/name"),
+    ],
+)
+def test_nonsense_is_refused_in_one_line(capsys, arguments, message):
+    prompt = [] if "--prompt" in arguments else ["--prompt", "x"]
+    assert generate(*prompt, *arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert message in captured.err, captured.err
+
+
+def test_a_folder_without_a_model_is_refused_in_one_line(capsys, tmp_path):
+    assert generate("--model", str(tmp_path), "--prompt", "x") == 2
+    assert capsys.readouterr().err == f"kvpool generate: --model {tmp_path}: a folder without config.json\n"
+    (tmp_path / "config.json").write_text("{}")
+    assert generate("--model", str(tmp_path), "--prompt", "x") == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_saved_model_is_loaded_from_its_folder(capsys, tmp_path, expected):
+    tiny.save(tmp_path)
+    assert generate("--model", str(tmp_path), "--prompt", PROMPTS[2]) == 0
+    assert capsys.readouterr().out == expected[2] + "\n"

@@ -1,0 +1,206 @@
+"""The engine's tokens are those of the model alone: any family, route and chunk, tight pools, hits, samples, cancels."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_families import FAMILIES
+from mlx_models import PROMPTS, ROUTES, VOCAB, on_cpu, random_prompts, solo_tokens, tiny_llama
+
+import kvpool
+from kvpool.adapters.mlx_lm.engine import Engine
+
+BLOCK = 4
+TOKENS = 12
+
+
+def ended(engine):
+    """Run the engine until nobody is left; returns {id: completion}."""
+    done = {}
+    while engine.num_unfinished:
+        done |= {completion.id: completion for completion in engine.step()}
+    return done
+
+
+def assert_nothing_leaked(engine):
+    getattr(engine.scheduler, "check", bool)()
+    engine.kv.pool.check()
+    stats = engine.kv.pool.stats()
+    assert (stats.used, stats.sequences, stats.pending) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_fused_tokens_are_those_of_the_stock_model(name):
+    with on_cpu():
+        model, prompts = FAMILIES[name](), random_prompts(PROMPTS)
+        expected = [solo_tokens(model, prompt, TOKENS) for prompt in prompts]
+        engine = Engine(model, 80, block_size=BLOCK, max_running=5, max_step_tokens=17, prefill_chunk=9, fused=True)
+        assert [one.tokens.tolist() for one in engine.batch(prompts, max_tokens=TOKENS)] == expected
+        assert len({token for tokens in expected for token in tokens}) > 10
+        assert_nothing_leaked(engine)
+
+
+@pytest.mark.parametrize("route", ["gathered", "plain"])
+@pytest.mark.parametrize("name", ["llama, two masks", "gemma3_text", "gpt_oss"])
+def test_gathered_tokens_are_those_of_the_stock_model(name, route):
+    with on_cpu():
+        model, prompts = FAMILIES[name](), random_prompts(PROMPTS)
+        expected = [solo_tokens(model, prompt, TOKENS) for prompt in prompts]
+        engine = Engine(model, 80, block_size=BLOCK, max_running=5, prefill_chunk=9, **ROUTES[route])
+        assert [one.tokens.tolist() for one in engine.batch(prompts, max_tokens=TOKENS)] == expected
+        assert_nothing_leaked(engine)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("route", ["fused", "gathered"])
+def test_random_workloads_give_solo_tokens(route, seed):
+    """Arrivals while others run, a pool that preempts, shared prompts, cancels, several samples, any chunk size."""
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    with on_cpu():
+        model = tiny_llama()
+        system = random_prompts([13], seed=50 + seed)[0]
+        prompts = [system[: rng.integers(0, 14)] + one for one in random_prompts(rng.integers(1, 30, 14), seed=seed)]
+        limits = rng.integers(1, 20, len(prompts)).tolist()
+        expected = [solo_tokens(model, prompt, limit) for prompt, limit in zip(prompts, limits, strict=True)]
+        longest = max(len(p) + n for p, n in zip(prompts, limits, strict=True))
+        engine = Engine(
+            model,
+            num_blocks=-(-longest // BLOCK) + int(rng.integers(2, 12)),
+            block_size=BLOCK,
+            max_running=int(rng.integers(2, 9)),
+            max_step_tokens=int(rng.integers(8, 64)),
+            prefill_chunk=int(rng.integers(1, 40)),
+            **ROUTES[route],
+        )
+        done, cancelled, arrivals = {}, {}, list(enumerate(prompts))
+        while arrivals or engine.num_unfinished:
+            while arrivals and rng.integers(3):
+                number, prompt = arrivals.pop()
+                n = int(rng.choice([1, 1, 1, 3]))
+                engine.submit(prompt, id=number, max_tokens=limits[number], n=n)
+            unfinished = [id for id in range(len(prompts)) if id in engine]
+            if unfinished and not rng.integers(8):
+                victim = int(rng.choice(unfinished))
+                cancelled[victim] = engine.cancel(victim)
+            for completion in engine.step():
+                done[completion.id] = completion
+        assert done.keys() | cancelled.keys() == set(range(len(prompts)))
+        for number, completion in done.items():
+            for one in completion.samples:
+                assert one.tokens.tolist() == expected[number], (seed, number)
+        for number, completion in cancelled.items():
+            for one in completion.samples:
+                assert one.tokens.tolist() == expected[number][: len(one.tokens)], (seed, number)
+        assert_nothing_leaked(engine)
+        print(engine.scheduler.stats())
+
+
+def test_a_tight_pool_preempts_and_the_tokens_stay():
+    with on_cpu():
+        model, prompts = tiny_llama(), random_prompts([17, 18, 19, 20])
+        expected = [solo_tokens(model, prompt, 20) for prompt in prompts]
+        engine = Engine(model, 23, block_size=BLOCK, max_running=4, prefix_cache=False)
+        assert [one.tokens.tolist() for one in engine.batch(prompts, max_tokens=20)] == expected
+        assert engine.scheduler.stats().preemptions > 0
+        assert_nothing_leaked(engine)
+
+
+def test_a_prompt_that_was_seen_is_found():
+    with on_cpu():
+        model, (prompt,) = tiny_llama(), random_prompts([41])
+        engine = Engine(model, 60, block_size=BLOCK)
+        first = engine.generate(prompt, max_tokens=9)
+        again = engine.generate(prompt, max_tokens=9)
+        other = engine.generate(prompt, max_tokens=9, namespace=b"other")
+        assert [one.samples[0].output.num_cached for one in (first, again, other)] == [0, 40, 0]
+        assert first.tokens.tolist() == again.tokens.tolist() == other.tokens.tolist() == solo_tokens(model, prompt, 9)
+        assert_nothing_leaked(engine)
+
+
+SAMPLED = {"temperature": 1.1, "top_p": 0.95}
+
+
+def test_sample_i_is_the_request_alone_with_seed_plus_i():
+    with on_cpu():
+        model, (prompt,) = tiny_llama(), random_prompts([11])
+        alone = [
+            Engine(model, 40, block_size=BLOCK).generate(prompt, max_tokens=15, seed=30 + i, **SAMPLED).tokens.tolist()
+            for i in range(5)
+        ]
+        assert len(set(map(tuple, alone))) == 5
+        engine = Engine(model, 21, block_size=BLOCK, max_running=3)  # not all of them at a time, and preempted
+        others = [engine.submit(p, max_tokens=30, seed=1, **SAMPLED) for p in random_prompts([20, 21, 5], seed=9)]
+        together = engine.generate(prompt, max_tokens=15, seed=30, n=5, **SAMPLED)
+        assert [one.tokens.tolist() for one in together.samples] == alone
+        assert len(ended(engine)) == len(others)
+        assert engine.scheduler.stats().preemptions > 0
+        assert_nothing_leaked(engine)
+
+
+def test_requests_without_a_seed_differ_unless_the_engine_has_one():
+    with on_cpu():
+        model, (prompt,) = tiny_llama(), random_prompts([11])
+
+        def pair(seed):
+            engine = Engine(model, 40, block_size=BLOCK, seed=seed)
+            return [engine.generate(prompt, temperature=1.5, max_tokens=12).tokens.tolist() for _ in range(2)]
+
+        first, second = pair(5)
+        assert first != second
+        assert pair(5) == [first, second]
+
+
+def stock_beam(model, prompt, width, max_tokens):
+    """Beam search by the textbook on full forward passes; all hypotheses run to max_tokens."""
+    beam = [((), 0.0)]
+    for _ in range(max_tokens):
+        grown = []
+        for tokens, score in beam:
+            logits = model(mx.array([prompt + list(tokens)]))[0, -1].astype(mx.float32)
+            logprobs = np.array(logits - mx.logsumexp(logits))
+            grown += [((*tokens, token), score + float(logprobs[token])) for token in range(VOCAB)]
+        beam = sorted(grown, key=lambda one: -one[1])[:width]
+    return beam
+
+
+def test_a_beam_finds_what_the_textbook_finds():
+    with on_cpu():
+        model, (prompt,) = tiny_llama(), random_prompts([9])
+        expected = stock_beam(model, prompt, 3, 6)
+        engine = Engine(model, 60, block_size=BLOCK)
+        found = engine.generate(prompt, max_tokens=6, beam_width=3, n=3)
+        assert [tuple(one.tokens.tolist()) for one in found.samples] == [tokens for tokens, _ in expected]
+        scores = [one.output.score * 6 for one in found.samples]
+        np.testing.assert_allclose(scores, [score for _, score in expected], rtol=1e-4)
+        assert_nothing_leaked(engine)
+
+
+def test_logprobs_are_the_models_own():
+    with on_cpu():
+        model, (prompt,) = tiny_llama(), random_prompts([9])
+        (one,) = Engine(model, 40, block_size=BLOCK).generate(prompt, max_tokens=8, seed=2, **SAMPLED).samples
+        logits = model(mx.array([prompt + one.tokens.tolist()]))[0, len(prompt) - 1 : -1].astype(mx.float32)
+        logprobs = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+        np.testing.assert_allclose(one.logprobs, logprobs[np.arange(8), one.tokens], atol=1e-4)
+
+
+def test_a_model_whose_tokens_are_wrong_would_show():
+    """The oracle above can fail: with keys of one layer spoiled the tokens differ."""
+    with on_cpu():
+        model, prompts = tiny_llama(), random_prompts(PROMPTS)
+        expected = [solo_tokens(model, prompt, TOKENS) for prompt in prompts]
+        engine = Engine(model, 80, block_size=BLOCK, prefill_chunk=4)
+        write = engine.kv.backend.write_tokens
+        engine.kv.backend.write_tokens = lambda layer, k, v, arrays: write(layer, k * (layer != 1), v, arrays)
+        assert [one.tokens.tolist() for one in engine.batch(prompts, max_tokens=TOKENS)] != expected
+
+
+def test_pool_of_others_is_shared():
+    """A pool that somebody else uses too: what he holds stays his."""
+    with on_cpu():
+        model, (prompt,) = tiny_llama(), random_prompts([9])
+        pool = kvpool.Pool(40, BLOCK)
+        mine = pool.open(20)
+        engine = Engine(model, pool=pool, prefix_cache=False)
+        assert engine.generate(prompt, max_tokens=8).tokens.tolist() == solo_tokens(model, prompt, 8)
+        assert pool.is_open(mine) and pool.stats().used == 5
