@@ -92,3 +92,18 @@ def usage(record: Record, token_nbytes: int = 0) -> dict[str, Any]:
         "running_peak": int(record.column("decodes").max()),
         "running_mean": float((record.column("decodes") * seconds).sum() / total) if total > 0 else None,
     }
+
+
+def utilization(record: Record, block_size: int, longest: int) -> dict[str, float | None]:
+    """Return tokens that steps read / positions held while they ran, summed over the run.
+
+    ``blocks``: of the blocks in use; sharing counts a block once and its tokens in every sequence, so it can pass 1.
+    ``static``: of a reservation of `longest` tokens for each running sequence.
+    """
+    tokens, blocks, running = (
+        float(record.column(name).sum()) for name in ("context_tokens", "blocks_in_use", "running")
+    )
+    return {
+        "blocks": tokens / (blocks * block_size) if blocks else None,
+        "static": tokens / (running * longest) if running else None,
+    }

@@ -167,7 +167,7 @@ def make_workload(
         np.concatenate([shared, for_tokens.integers(0, vocab_size, int(own), np.int32)])
         for own in prompt.draw(for_prompts, requests)
     ]
-    name = f"{requests} requests" + (f", {shared_prefix} tokens shared" if shared_prefix else "")
+    name = f"{requests} requests" + (f" that share {shared_prefix} tokens" if shared_prefix else "")
     return Workload(name, poisson_arrivals(requests, rate, for_arrivals), prompts, outputs, samples)
 
 

@@ -18,8 +18,13 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models import llama
 from numpy.typing import NDArray
 
+from kvpool import Request
+from kvpool.adapters.mlx_lm.engine import Engine
+from kvpool.adapters.mlx_lm.host import inspect_model
 from kvpool.cli.console import CommandError
+from kvpool.scheduler import Step
 from kvpool.serving import Tick
+from kvpool.serving.paged import Observer
 
 LLAMA = {
     "model_type": "llama",
@@ -74,6 +79,12 @@ def load(name: str) -> tuple[Any, int]:
 
 
 TIMED_CALLS = {"write_tokens": "kv_write", "read": "gather", "attend": "attend", "copy_blocks": "copy"}
+
+
+def block_nbytes(model: Any, block_size: int) -> int:
+    """Return the bytes of a block of a model's cache, all layers together."""
+    spec, *_ = inspect_model(model, block_size)
+    return int(spec.block_nbytes)
 
 
 class StockServer:
@@ -167,6 +178,13 @@ class Stopwatches:
             with suppress(AttributeError):
                 delattr(self.backend, call)
 
+    def per_tick(self, ticks: int) -> dict[str, float | None]:
+        """Return milliseconds per step, all layers together; None where calls only build a graph."""
+        names = (name for call, name in TIMED_CALLS.items() if hasattr(self.backend, call))
+        return {
+            f"{name}_ms": 1e3 * self.seconds[name] / max(ticks, 1) if self.backend.is_eager else None for name in names
+        }
+
     def _timed(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
         def timed(*args: Any, **options: Any) -> Any:
             mx.eval(*(arg for arg in args if isinstance(arg, mx.array)))
@@ -178,3 +196,76 @@ class Stopwatches:
                 self.calls[name] += 1
 
         return timed
+
+
+class EngineServer:
+    """`kvpool.adapters.mlx_lm.engine.Engine` on a pool of its own.
+
+    Parameters
+    ----------
+    num_blocks : int
+        Usable ones.
+    options
+        Of the engine.
+    """
+
+    def __init__(
+        self, model: Any, num_blocks: int, block_size: int, max_running: int, samples: int = 1, **options: Any
+    ) -> None:
+        self.engine = Engine(model, num_blocks + 1, block_size=block_size, max_running=max_running, **options)
+        self.samples = samples
+        self.tokens: dict[int, list[int]] = {}
+        self.pool, self.scheduler = self.engine.kv.pool, self.engine.scheduler
+        self._observer = Observer(self.scheduler, self.pool, max_running, samples)
+        self._schedule = self.scheduler.schedule
+        self.scheduler.schedule = self._observed  # type: ignore[method-assign]
+        self._tick = Tick()
+        self._ended: list[Any] = []
+
+    def _observed(self) -> Step | None:
+        step = self._schedule()
+        if step is not None:
+            self._tick = self._observer.see(step)
+        return step
+
+    def add(self, number: int, prompt: NDArray[np.int32], max_tokens: int) -> None:
+        """Take a request."""
+        self.engine.submit(Request(prompt, max_tokens, id=number, n=self.samples))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request is not through."""
+        return self.engine.num_unfinished > 0
+
+    def tick(self) -> None:
+        """One step of the engine."""
+        self._ended = self.engine.step()
+
+    def describe(self) -> Tick:
+        """The last step."""
+        for completion in self._ended:
+            for sample in completion.samples:
+                self.tokens[completion.id * self.samples + sample.output.index] = sample.tokens.tolist()
+        self._ended = []
+        self._observer.look()
+        return self._tick
+
+    @property
+    def refcounts(self) -> NDArray[np.int64]:
+        """See `Observer`."""
+        return self._observer.refcounts
+
+    @property
+    def token_nbytes(self) -> int:
+        """Bytes of K and V of one token in all layers."""
+        spec = self.engine.kv.backend.spec
+        return int(spec.block_nbytes // spec.block_size)
+
+    @property
+    def route(self) -> str:
+        """How the model attends."""
+        return str(self.engine.kv.route)
+
+    def close(self) -> None:
+        """Give everything back."""
+        self.engine.close()
