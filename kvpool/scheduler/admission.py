@@ -21,7 +21,7 @@ def blocks_kept(core: Core) -> int:
     running = core.count[PREFILLING] + core.count[DECODING]
     if not running:
         return 0
-    decodes = core.decodes()
+    decodes = core.batch().slots
     growing = np.count_nonzero((rows.computed[decodes] % core.pool.block_size == 0) | rows.shared[decodes])
     return int(growing) + (running if core.watermark is None else core.watermark)
 
@@ -33,7 +33,7 @@ def fits(core: Core, tokens: np.ndarray, namespace: bytes, extra: int = 0) -> bo
     available = core.available()
     if available - need >= keep:
         return True
-    if not core.caches:
+    if not core.caches or available <= keep:  # the last token always needs a block
         return False
     size = core.pool.block_size
     whole = tokens[: (len(tokens) - 1) // size * size]

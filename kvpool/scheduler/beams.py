@@ -106,6 +106,7 @@ class Beam:
         try:
             pool.reserve(plan, handles, [rows.remaining(sequence.slot) for sequence in others])
         except OutOfBlocks:  # another user of the pool was faster
+            core.setbacks += 1
             self.preempt(core)
             return False
         if not pool.in_order:
@@ -295,6 +296,7 @@ def reorder(core: Core, beam: Beam, chosen: list[tuple[Candidate, NDArray[int32]
         for place, parent in enumerate(parents):
             own.append(int(pool.fork(handles[parent])[0]) if parent in parents[:place] else handles[parent])
     except OutOfSequences:  # another user of the pool was faster
+        core.setbacks += 1
         pool.close(sorted({*own, *(handles[parent] for parent in parents)}))
         beam.spare = sorted(slots + beam.spare)
         beam.stop_running(core)

@@ -13,6 +13,52 @@ from kvpool.scheduler.request import Output, Request, Times
 from kvpool.scheduler.rows import Rows
 from kvpool.scheduler.sequence import DECODING, FINISHED, PREFILLING, SPILLED, WAITING, Group, Sequence
 
+REMEMBERED = 4096
+
+
+class Batch:
+    """The sequences that decode, until one comes or goes: what a step of them needs, gathered once.
+
+    Attributes
+    ----------
+    slots : intp ``[S]``
+        In order of admission.
+    plain : bool
+        Each samples one token: no beam, no samples to be forked.
+    """
+
+    __slots__ = (
+        "eos",
+        "handles",
+        "index",
+        "limit",
+        "num_new",
+        "plain",
+        "sample_at",
+        "shared",
+        "slots",
+        "slots32",
+        "width",
+    )
+
+    def __init__(self, rows: Rows, unforked: int) -> None:
+        slots = self.slots = rows.running(DECODING)
+        n = len(slots)
+        self.slots32 = slots.astype(np.int32)
+        self.handles = rows.handle[slots]
+        self.num_new = np.ones(n, np.int64)
+        self.sample_at = np.arange(n, dtype=np.int32)
+        self.index = rows.index[slots]
+        self.width = rows.width[slots]
+        self.eos = rows.eos[slots]
+        self.limit = np.where(rows.stops[slots], 0, rows.limit[slots])  # 0: look closer at every token
+        for array in (self.slots32, self.handles, self.num_new, self.sample_at, self.index, self.width):
+            array.flags.writeable = False  # the steps show them
+        self.shared = bool(rows.shared[slots].any())
+        self.plain = not self.width.any() and not (
+            unforked and any(not rows.sequence(slot).group.forked for slot in slots.tolist())
+        )
+
 
 class Core:
     """What a scheduler knows. Parameters as of `Scheduler`."""
@@ -43,37 +89,32 @@ class Core:
         self.queue = WaitingQueue()
         self.spilled: dict[Sequence, None] = {}  # oldest first
         self.groups: dict[Hashable, Group] = {}
+        self.ended: dict[Hashable, None] = {}  # ids of the latest, for messages
         self.beams: list[Any] = []  # running ones
         self.next_id = 0
         self.next_admission = 0
         self.count = [0] * 5  # sequences by state, as they are now; FINISHED: by themselves, ever
         self.cancelled = self.rejected = self.admissions = self.preemptions = self.spills = self.steps = 0
         self.decode_tokens = self.prefill_tokens = self.recomputed_tokens = self.hit_tokens = self.sampled_tokens = 0
-        self.idle_steps = 0  # steps whose rows were all cancelled, or that failed
+        self.idle_steps = 0  # steps that lost rows to a cancellation: they may have sampled nothing
+        self.setbacks = 0  # failed steps, and what other users of the pool took away: preemptions without progress
         self.chunks_allowed = 0  # sum over admissions of ceil(tokens to compute / chunk)
         self.unforked = 0  # requests with samples that are not forked yet
         self.step_out = False
         self.was_chunk = False  # the last step was a chunk (not mixed)
         self.dead: list[int] = []  # slots whose sequence was cancelled while the step is out
         self.changed = True  # which sequences decode
-        self._decodes = np.empty(0, np.intp)
-        self._handles = np.empty(0, np.int64)
+        self._batch = Batch(self.rows, 0)
         self._length_plan: Plan | None = None
 
     # -- who decodes
 
-    def decodes(self) -> np.ndarray:
-        """Slots that decode, in order of admission."""
+    def batch(self) -> Batch:
+        """Who decodes, as it is now."""
         if self.changed:
-            self._decodes = self.rows.running(DECODING)
-            self._handles = self.rows.handle[self._decodes]
+            self._batch = Batch(self.rows, self.unforked)
             self.changed = False
-        return self._decodes
-
-    def decode_handles(self) -> np.ndarray:
-        """Handles of `decodes`."""
-        self.decodes()
-        return self._handles
+        return self._batch
 
     def available(self) -> int:
         """Blocks that a call could take."""
@@ -191,6 +232,9 @@ class Core:
         group.unfinished -= ended
         if group.unfinished == 0:
             del self.groups[group.id]
+            self.ended[group.id] = None
+            if len(self.ended) > REMEMBERED:
+                del self.ended[next(iter(self.ended))]
 
     def new_group(self, request: Request) -> Group:
         """A request arrives."""
@@ -200,6 +244,7 @@ class Core:
                 self.next_id += 1
             name = self.next_id
             self.next_id += 1
+        self.ended.pop(name, None)
         group = Group(request, name, self.clock())
         self.groups[name] = group
         self.unforked += not group.forked

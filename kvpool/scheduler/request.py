@@ -43,7 +43,10 @@ def token_array(call: str, name: str, tokens: Any) -> NDArray[int32]:
             listed = list(tokens)
         except TypeError:
             raise TypeError(f"[{call}] {name} must be integers, not {type(tokens).__name__} ({tokens!r})") from None
-        array = np.array([integer(call, f"{name}[{i}]", token, 0) for i, token in enumerate(listed)], np.int64)
+        if set(map(type, listed)) <= {int} and max(listed, default=0) <= MOST and min(listed, default=0) >= 0:
+            array = np.array(listed, np.int32)
+        else:
+            array = np.array([integer(call, f"{name}[{i}]", token, 0) for i, token in enumerate(listed)], np.int32)
     if array.size and not (int(array.min()) >= 0 and int(array.max()) <= MOST):
         wrong = int(array.min()) if int(array.min()) < 0 else int(array.max())
         raise ValueError(f"[{call}] a token of {name} must be 0 .. {MOST} ({wrong})")
@@ -112,7 +115,10 @@ class Request:
         if not self.prompt.size:
             raise ValueError("[Request] the prompt is empty, it needs at least one token")
         put("max_tokens", integer("Request", "max_tokens", self.max_tokens, 1))
-        hash(self.id)
+        try:
+            hash(self.id)
+        except TypeError:
+            raise TypeError(f"[Request] id must be hashable, {type(self.id).__name__} is not ({self.id!r})") from None
         eos = self.eos
         put("eos", _token_tuple("eos", eos if isinstance(eos, Iterable) else (integer("Request", "eos", eos, 0),)))
         put("stop", self._stops(self.stop))

@@ -9,8 +9,9 @@ from numpy import float32, int32
 from numpy.typing import NDArray
 
 from kvpool.errors import OutOfSequences
-from kvpool.scheduler.core import Core
+from kvpool.scheduler.core import Batch, Core
 from kvpool.scheduler.request import MOST, Output, ends_with
+from kvpool.scheduler.rows import Rows
 from kvpool.scheduler.sequence import DECODING, FINISHED, PREFILLING, WAITING, Group, Sequence
 from kvpool.scheduler.step import Step
 
@@ -89,45 +90,74 @@ def fan_out(
 
 def take(core: Core, step: Step, given: Given) -> list[Output]:
     """Move every sequence of an executed step on."""
-    rows = core.rows
     core.step_out = False
     core.steps += 1
+    if step.batch is not None and not core.dead:
+        return take_decodes(core, step.batch, step.sample_position, given)
+    rows = core.rows
     alive = rows.handle[step.slots] >= 0
+    core.idle_steps += not alive.all()
     advance(core, step, alive)
     live = rows.handle[step.sample_slot] >= 0
-    if not (live.any() or alive[step.num_decodes :].any()):
-        core.idle_steps += 1
-    core.sampled_tokens += int(np.count_nonzero(live & (step.beam_width == 0)))
-    outputs: list[Output] = []
-    now = None
     plain = live & (step.beam_width == 0)
-    fans: dict[int, list[int]] = {}
-    if core.unforked:
-        for at in np.flatnonzero(plain).tolist():
-            slot = int(step.sample_slot[at])
-            if not rows.sequence(slot).group.forked:
-                fans.setdefault(slot, []).append(at)
-                plain[at] = False
+    core.sampled_tokens += int(np.count_nonzero(plain))
+    fans = take_fans(core, step, plain) if core.unforked else {}
     ended = append(core, step.sample_slot[plain], given, plain)
-    fresh = step.sample_slot[live & (step.sample_position == 0)]
-    now = core.clock() if len(fresh) or len(ended) or step.beam_width.any() else 0.0
-    for slot in fresh.tolist():
-        group = rows.sequence(slot).group
-        if group.first_token is None:
-            group.first_token = now
+    now = core.clock()
+    end_prompts(core, step.sample_slot[live & (step.sample_position == 0)], now)
     for slot in step.slots[step.num_decodes :][alive[step.num_decodes :]].tolist():
-        if rows.generated[slot] <= 1 and rows.computed[slot] >= rows.prompt[slot]:
-            core.commit(slot)
         core.set_phase(slot)
-    for slot, reason in ended:
-        sequence = rows.sequence(slot)
-        outputs.append(core.finish(sequence, reason, now))
+    outputs = [core.finish(rows.sequence(slot), reason, now) for slot, reason in ended]
     for slot, ats in fans.items():
         outputs += fork_samples(core, slot, ats, given, now)
     if given.beam_tokens is not None and given.beam_logprobs is not None:
         outputs += move_beams(core, step, live, given.beam_tokens, given.beam_logprobs, now)
     core.bury()
     return outputs
+
+
+def take_decodes(core: Core, batch: Batch, at: NDArray[int32], given: Given) -> list[Output]:
+    """The same, for a step of decodes alone. No Python object per row, as long as none ends.
+
+    `at` is how many tokens each has generated before.
+    """
+    rows, slots, tokens = core.rows, batch.slots, given.tokens
+    core.decode_tokens += len(slots)
+    core.sampled_tokens += len(slots)
+    rows.computed[slots] += 1
+    if batch.shared:
+        rows.shared[slots] = batch.shared = False
+    generated = store(rows, slots, at, tokens, given.logprobs)
+    if not at.min():  # prompts that had one token left to compute
+        end_prompts(core, slots[at == 0], core.clock())
+    eos = batch.eos == tokens[:, None]
+    full = generated >= batch.limit
+    if not (eos.any() or full.any()):
+        return []
+    ended = why(rows, slots, generated, eos.any(axis=1), full)
+    if not ended:
+        return []
+    now = core.clock()
+    return [core.finish(rows.sequence(slot), reason, now) for slot, reason in ended]
+
+
+def end_prompts(core: Core, slots: np.ndarray, now: float) -> None:
+    """The first tokens of these sequences are there: their prompts are computed."""
+    for slot in slots.tolist():
+        group = core.rows.sequence(slot).group
+        group.first_token = now if group.first_token is None else group.first_token
+        core.commit(slot)
+
+
+def take_fans(core: Core, step: Step, plain: np.ndarray) -> dict[int, list[int]]:
+    """Take samples that are still to be forked out of `plain`: slot -> where they stand."""
+    fans: dict[int, list[int]] = {}
+    for at in np.flatnonzero(plain).tolist():
+        slot = int(step.sample_slot[at])
+        if not core.rows.sequence(slot).group.forked:
+            fans.setdefault(slot, []).append(at)
+            plain[at] = False
+    return fans
 
 
 def move_beams(
@@ -170,28 +200,41 @@ def append(core: Core, slots: NDArray[int32], given: Given, chosen: np.ndarray) 
     """Append one token each; return the slots that ended, and why, in order of rows."""
     if not len(slots):
         return []
-    rows = core.rows
-    tokens = given.tokens[chosen]
-    at = rows.generated[slots]
-    rows.tokens[slots, at] = tokens
-    if given.logprobs is not None or rows.logprobs is not None:
-        rows.need_logprobs()[slots, at] = np.nan if given.logprobs is None else given.logprobs[chosen]
-    rows.last[slots] = tokens
-    at += 1
-    rows.generated[slots] = at
-    rows.make_room(int(at.max()) + 1)
+    rows, tokens = core.rows, given.tokens[chosen]
+    logprobs = None if given.logprobs is None else given.logprobs[chosen]
+    generated = store(rows, slots, rows.generated[slots], tokens, logprobs)
     eos = (rows.eos[slots] == tokens[:, None]).any(axis=1)
-    full = at >= rows.limit[slots]
-    maybe = eos | full | rows.stops[slots]
-    if not maybe.any():
-        return []
+    return why(rows, slots, generated, eos, rows.stops[slots] | (generated >= rows.limit[slots]))
+
+
+def store(
+    rows: Rows, slots: np.ndarray, at: NDArray[int32], tokens: NDArray[int32], logprobs: NDArray[float32] | None
+) -> NDArray[int32]:
+    """Append one token each to slots that have generated `at`; return how many they have now."""
+    rows.tokens[slots, at] = tokens
+    if logprobs is not None or rows.logprobs is not None:
+        rows.need_logprobs()[slots, at] = np.nan if logprobs is None else logprobs
+    rows.last[slots] = tokens
+    generated = at + np.int32(1)
+    rows.generated[slots] = generated
+    rows.make_room(int(generated.max()) + 1)
+    return generated
+
+
+def why(
+    rows: Rows, slots: np.ndarray, generated: NDArray[int32], eos: np.ndarray, maybe: np.ndarray
+) -> list[tuple[int, str]]:
+    """Which of the slots ended, and why; those that are neither in `eos` nor in `maybe` did not."""
     ended = []
-    for row in np.flatnonzero(maybe).tolist():
-        slot = int(slots[row])
-        sequence = rows.sequence(slot)
-        stopped = rows.stops[slot] and ends_with(rows.tokens[slot, : at[row]], sequence.group.request.stop)
-        if eos[row] or stopped or full[row]:
-            ended.append((slot, "eos" if eos[row] else "stop" if stopped else "length"))
+    for row in np.flatnonzero(eos | maybe).tolist():
+        slot, length = int(slots[row]), int(generated[row])
+        request = rows.sequence(slot).group.request
+        if eos[row]:
+            ended.append((slot, "eos"))
+        elif request.stop and ends_with(rows.tokens[slot, :length], request.stop):
+            ended.append((slot, "stop"))
+        elif length >= request.max_tokens:
+            ended.append((slot, "length"))
     return ended
 
 

@@ -26,13 +26,14 @@ def make_room(core: Core, probe: object) -> None:
     """
     pool = core.pool
     while True:
-        decodes = core.decodes()
-        if pool.num_free >= len(decodes) or pool.can(core.decode_handles()):
+        batch = core.batch()
+        if pool.num_free >= len(batch.handles) or pool.can(batch.handles):
             return
         running = core.rows.running()
         victim = choose(core, running, probe)
         unit = 1 if victim.group.beam is None else len(victim.group.beam.live)
         if unit == len(running):
+            core.setbacks += 1
             stats = pool.stats()
             raise OutOfBlocks(
                 f"[schedule] request {victim.group.id!r} runs alone and finds no block: "
@@ -52,7 +53,7 @@ def choose(core: Core, running: np.ndarray, probe: object) -> Sequence:
         lengths = rows.computed[running]
         slot = running[len(running) - 1 - int(np.argmax(lengths[::-1]))]  # of equals the last admitted
     elif core.policy == "grower":
-        slot = core.decodes()[first_short(core, probe)]
+        slot = core.batch().slots[first_short(core, probe)]
     elif core.policy == "priority":
         lowest = [rows.sequence(at).group.request.priority for at in running]
         slot = running[len(lowest) - 1 - lowest[::-1].index(min(lowest))]
@@ -65,7 +66,7 @@ def choose(core: Core, running: np.ndarray, probe: object) -> Sequence:
 def first_short(core: Core, probe: object) -> int:
     """Which row finds no block; some row does."""
     try:
-        core.pool.step(probe, core.decode_handles(), 1)  # type: ignore[arg-type]
+        core.pool.step(probe, core.batch().handles, 1)  # type: ignore[arg-type]
     except OutOfBlocks as error:
         return error.row
     raise AssertionError("the blocks are there")
@@ -77,6 +78,8 @@ def spill(core: Core, sequence: Sequence) -> bool:
         return False
     slot = sequence.slot
     handle = int(core.rows.handle[slot])
+    if not core.rows.computed[slot]:
+        return False
     blocks = core.pool.table(handle)[: core.blocks(int(core.rows.computed[slot]))]
     kept = core.tier.spill_to_host(handle, blocks)
     if kept is None:

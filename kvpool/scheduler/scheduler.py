@@ -15,12 +15,13 @@ from kvpool.errors import OutOfBlocks, RequestRejected, UnknownRequest
 from kvpool.scheduler import results
 from kvpool.scheduler.admission import admit_next
 from kvpool.scheduler.beams import Beam
-from kvpool.scheduler.core import Core
+from kvpool.scheduler.check import check
+from kvpool.scheduler.core import Batch, Core
 from kvpool.scheduler.request import Output, Request, integer
 from kvpool.scheduler.room import POLICIES, make_room
 from kvpool.scheduler.sequence import DECODING, PREFILLING, SPILLED, WAITING, Group, Sequence
 from kvpool.scheduler.stats import SchedulerStats
-from kvpool.scheduler.step import Step, arange
+from kvpool.scheduler.step import Step
 
 FORMATS = ("block_tables", "seq_lens", "slot_mapping", "cu_q_lens", "positions")
 PadTo = tuple[int, int] | Callable[[int, int], tuple[int, int]] | None
@@ -124,11 +125,12 @@ class Scheduler:
                 raise TypeError(f"[{call}] pad_to must be (rows, tokens) or callable, not {pad_to!r}") from None
             rows = integer(call, "pad_to[0]", pad_rows, rows)
             tokens = integer(call, "pad_to[1]", pad_tokens, tokens)
-        self._plans = [Plan(pool, rows, tokens, formats=formats) for _ in range(plans)]
+        width = pool.max_blocks_per_seq
+        if self._max_model_len is not None:
+            width = min(width, -(-self._max_model_len // pool.block_size))
+        self._plans = [Plan(pool, rows, tokens, formats=formats, table_width=width) for _ in range(plans)]
         self._out: Step | None = None
         self._turn = 0
-        self._ones = np.ones(max_running, np.int64)
-        self._zeros = np.zeros(max_running, np.int32)
 
     def __repr__(self) -> str:
         count = self._core.count
@@ -208,7 +210,10 @@ class Scheduler:
     def _find(self, call: str, name: Hashable) -> Group:
         group = self._core.groups.get(name)
         if group is None:
-            raise UnknownRequest(f"[{call}] no request {name!r}: it has finished, or was never added")
+            known = (
+                "has finished" if name in self._core.ended else "is not there: it was never added, or ended long ago"
+            )
+            raise UnknownRequest(f"[{call}] request {name!r} {known}")
         return group
 
     def cancel(self, id: Hashable) -> list[Output]:
@@ -257,29 +262,30 @@ class Scheduler:
         if core.beams:
             for beam in list(core.beams):
                 beam.spread(core)
-        decodes, chunks = self._decide(plan)
-        if not len(decodes) and not chunks:  # all that was admitted may be a beam that only has to decode
-            decodes, chunks = self._decide(plan)
-        if not len(decodes) and not chunks:
+        batch, chunks = self._decide(plan)
+        if batch is None and not chunks:  # all that was admitted may be a beam that only has to decode
+            batch, chunks = self._decide(plan)
+        if batch is None and not chunks:
             self._explain_idle()
-        step = self._build(plan, decodes, chunks)
+        step = self._build(plan, batch, chunks)
         self._turn = (self._turn + 1) % len(self._plans)
         self._out = step
         core.step_out = True
-        core.was_chunk = not len(decodes)
+        core.was_chunk = batch is None
         return step
 
-    def _decide(self, plan: Plan) -> tuple[np.ndarray, list[tuple[int, int]]]:
-        """Slots that decode, and (slot, tokens) of the chunks."""
+    def _decide(self, plan: Plan) -> tuple[Batch | None, list[tuple[int, int]]]:
+        """Who decodes, and (slot, tokens) of the chunks."""
         core = self._core
-        if not core.mixed and not (core.was_chunk and len(core.decodes())):
+        if not core.mixed and not (core.was_chunk and core.count[DECODING]):
             chunks = self._chunks(core.max_step_tokens, 1)
             if chunks:
-                return np.empty(0, np.intp), chunks
-        if len(core.decodes()):
-            make_room(core, plan)
-        decodes = core.decodes()
-        return decodes, self._chunks(core.max_step_tokens - len(decodes), core.max_running) if core.mixed else []
+                return None, chunks
+        if not core.count[DECODING]:
+            return None, self._chunks(core.max_step_tokens, core.max_running) if core.mixed else []
+        make_room(core, plan)
+        batch = core.batch()  # who is admitted now is a chunk, not a decode
+        return batch, self._chunks(core.max_step_tokens - len(batch.slots), core.max_running) if core.mixed else []
 
     def _chunks(self, budget: int, most: int) -> list[tuple[int, int]]:
         """Running prefills go on, then the budget that is left goes to admissions."""
@@ -294,7 +300,6 @@ class Scheduler:
                     chunks.append((slot, new))
                     budget -= new
         while budget > 0 and len(chunks) < most and (core.queue or core.spilled):
-            core.decodes()  # those of this step: the admitted are chunks
             admitted = admit_next(core)
             if admitted is None:
                 break
@@ -322,32 +327,47 @@ class Scheduler:
             limbo=stats.limbo,
         )
 
-    def _build(self, plan: Plan, decodes: np.ndarray, chunks: list[tuple[int, int]]) -> Step:
+    def _build(self, plan: Plan, batch: Batch | None, chunks: list[tuple[int, int]]) -> Step:
         """One allocator transaction, and the arrays for it."""
-        core, rows, n = self._core, self._core.rows, len(decodes)
-        slots = decodes.astype(np.int32)
-        tokens = rows.last[decodes]
-        num_new = self._ones[:n]
-        sample_at, sample_slot, sample_index = arange(n), slots, rows.index[slots]
-        handles = core.decode_handles() if n else rows.handle[slots]
-        if chunks:
-            added = np.array([slot for slot, _ in chunks], np.int32)
-            counts = np.array([new for _, new in chunks], np.int64)
-            begin = rows.computed[added]
-            parts = [rows.known(slot, at, at + new) for (slot, new), at in zip(chunks, begin.tolist(), strict=True)]
-            sampled = np.flatnonzero(begin + counts == rows.prompt[added] + rows.generated[added])
-            ends = n + np.cumsum(counts) - 1
-            slots, tokens = np.concatenate([slots, added]), np.concatenate([tokens, *parts])
-            num_new = np.concatenate([num_new, counts])
-            handles = rows.handle[slots]
-            sample_at = np.concatenate([sample_at, ends[sampled].astype(np.int32)])
-            sample_slot = np.concatenate([sample_slot, added[sampled]])
-            sample_index = rows.index[sample_slot]
+        rows = self._core.rows
+        if batch is not None and not chunks:
+            n = len(batch.slots)
+            tokens = rows.last[batch.slots]
+            self._take_blocks(plan, batch.handles, 1, n)
+            arrays = (batch.slots32, batch.handles, batch.num_new)
+            if batch.plain:
+                samples: tuple[np.ndarray, ...] = (batch.sample_at, batch.slots32, batch.index, batch.width)
+                return Step(rows, plan, batch, tokens, n, *arrays, *samples)
+            return Step(rows, plan, None, tokens, n, *arrays, *self._samples(batch.sample_at, batch.slots32))
+        slots = np.array([slot for slot, _ in chunks], np.int32)
+        num_new = np.array([new for _, new in chunks], np.int64)
+        begin = rows.computed[slots]
+        parts = [rows.known(slot, at, at + new) for (slot, new), at in zip(chunks, begin.tolist(), strict=True)]
+        sampled = begin + num_new == rows.prompt[slots] + rows.generated[slots]
+        decodes = 0 if batch is None else len(batch.slots)
+        at = (decodes + np.cumsum(num_new) - 1)[sampled].astype(np.int32)
+        of = slots[sampled]
+        if batch is not None:
+            parts.insert(0, rows.last[batch.slots])
+            slots, num_new = np.concatenate([batch.slots32, slots]), np.concatenate([batch.num_new, num_new])
+            at, of = np.concatenate([batch.sample_at, at]), np.concatenate([batch.slots32, of])
+        tokens = np.concatenate(parts)
+        handles = rows.handle[slots]
+        self._take_blocks(plan, handles, num_new, len(tokens))
+        return Step(rows, plan, None, tokens, decodes, slots, handles, num_new, *self._samples(at, of))
+
+    def _samples(self, at: np.ndarray, slot: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Where, for which slot and sample, of which width of beam."""
+        core = self._core
+        index = core.rows.index[slot]
         if core.unforked:
-            sample_at, sample_slot, sample_index = results.fan_out(core, sample_at, sample_slot, sample_index)
-        pad_to = self._pad_to(len(slots), len(tokens)) if callable(self._pad_to) else self._pad_to
-        core.pool.step(plan, handles, 1 if not chunks else num_new, pad_to=pad_to)
-        return Step(plan, n, slots, handles, num_new, tokens, sample_at, sample_slot, sample_index, rows)
+            at, slot, index = results.fan_out(core, at, slot, index)
+        return at, slot, index, core.rows.width[slot]
+
+    def _take_blocks(self, plan: Plan, handles: np.ndarray, num_new: int | np.ndarray, tokens: int) -> None:
+        """The one step of the pool."""
+        pad_to = self._pad_to(len(handles), tokens) if callable(self._pad_to) else self._pad_to
+        self._core.pool.step(plan, handles, num_new, pad_to=pad_to)
 
     def update(
         self,
@@ -405,7 +425,7 @@ class Scheduler:
             core.pool.rollback(step.plan)
         self._out = None
         core.step_out = False
-        core.idle_steps += 1
+        core.setbacks += 1
         core.bury()
         if core.pool.in_order:
             results.give_up(core, step)
@@ -450,3 +470,14 @@ class Scheduler:
             *(core.decode_tokens, core.prefill_tokens, core.recomputed_tokens, core.hit_tokens, core.sampled_tokens),
         )
         return SchedulerStats._make((*core.count, *counters))
+
+    def check(self) -> None:
+        """Recompute every counter and invariant, those of the pool too; legal at any time.
+
+        Raises
+        ------
+        CorruptState
+            Something does not hold.
+        """
+        self._core.pool.check()
+        check(self._core, self._out)

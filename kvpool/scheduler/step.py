@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from kvpool import Plan
+    from kvpool.scheduler.core import Batch
     from kvpool.scheduler.request import Request
     from kvpool.scheduler.rows import Rows
 
@@ -40,34 +41,28 @@ class Step:
 
     __slots__ = (
         *("plan", "num_decodes", "handles", "slots", "num_new", "tokens", "sample_at", "sample_slot", "sample_index"),
-        *("sample_position", "beam_width", "_rows"),
+        *("sample_position", "beam_width", "_rows", "batch"),
     )
 
     def __init__(
-        self,
-        plan: Plan,
-        num_decodes: int,
-        slots: NDArray[int32],
-        handles: NDArray[int64],
-        num_new: NDArray[int64],
-        tokens: NDArray[int32],
-        sample_at: NDArray[int32],
-        sample_slot: NDArray[int32],
-        sample_index: NDArray[int32],
-        rows: Rows,
+        self, rows: Rows, plan: Plan, batch: Batch | None, tokens: NDArray[int32], num_decodes: int, *arrays: np.ndarray
     ) -> None:
-        self.plan = plan
-        self.num_decodes = num_decodes
-        self.slots = slots
-        self.handles = handles
-        self.num_new = num_new
-        self.tokens = tokens
-        self.sample_at = sample_at
-        self.sample_slot = sample_slot
-        self.sample_index = sample_index
-        self.sample_position = rows.generated[sample_slot]
-        self.beam_width = rows.width[sample_slot]
         self._rows = rows
+        self.plan = plan
+        self.batch = batch  # of which this is a step and nothing else, or None
+        self.tokens = tokens
+        self.num_decodes = num_decodes
+        self.slots: NDArray[int32]
+        self.handles: NDArray[int64]
+        self.num_new: NDArray[int64]
+        self.sample_at: NDArray[int32]
+        self.sample_slot: NDArray[int32]
+        self.sample_index: NDArray[int32]
+        self.beam_width: NDArray[int32]
+        self.slots, self.handles, self.num_new, self.sample_at, self.sample_slot, self.sample_index, self.beam_width = (
+            arrays
+        )
+        self.sample_position: NDArray[int32] = rows.generated[self.sample_slot]
 
     def __repr__(self) -> str:
         return (
@@ -79,8 +74,3 @@ class Step:
     def requests(self) -> list[Request]:
         """The request of each sample, length M; made on demand."""
         return [self._rows.sequence(slot).group.request for slot in self.sample_slot.tolist()]
-
-
-def arange(n: int) -> NDArray[int32]:
-    """Return 0 .. n - 1 as int32."""
-    return np.arange(n, dtype=np.int32)

@@ -1,0 +1,118 @@
+"""`check`: every counter and invariant of a scheduler, recomputed. Reads everything, changes nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from kvpool.errors import CorruptState
+from kvpool.scheduler.core import Core
+from kvpool.scheduler.sequence import DECODING, FINISHED, PREFILLING, SPILLED, WAITING, Sequence
+from kvpool.scheduler.step import Step
+
+NAMES = ("waiting", "prefilling", "decoding", "spilled", "finished")
+
+
+def check(core: Core, out: Step | None) -> None:
+    """Raise `CorruptState` for the first thing that is not as it must be; `out` is the step that is out."""
+    sequences = live_sequences(core)
+    check_states(core, sequences)
+    check_slots(core, sequences)
+    new = {} if out is None else dict(zip(out.handles.tolist(), out.num_new.tolist(), strict=True))
+    blocks: set[int] = set()
+    for sequence in sequences:
+        if sequence.slot >= 0:
+            check_running(core, sequence, new)
+            blocks.update(core.pool.table(int(core.rows.handle[sequence.slot])).tolist())
+        else:
+            require(len(sequence.tokens) < sequence.group.request.max_tokens, f"{name(sequence)} waits with all tokens")
+    used = core.pool.stats().used
+    require(len(blocks) <= used, f"{len(blocks)} blocks are in tables, {used} in use")
+    check_progress(core, out)
+
+
+def require(holds: object, what: str) -> None:
+    """Raise unless it holds."""
+    if not holds:
+        raise CorruptState(f"[check] {what}")
+
+
+def name(sequence: Sequence) -> str:
+    """Name a sequence in a message."""
+    return f"request {sequence.group.id!r}[{sequence.index}]"
+
+
+def live_sequences(core: Core) -> list[Sequence]:
+    """Return all sequences that have not ended; a beam's are its unfinished hypotheses."""
+    found = []
+    for key, group in core.groups.items():
+        require(key == group.id, f"request {group.id!r} is filed as {key!r}")
+        mine = [sequence for sequence in group.sequences if sequence.state != FINISHED]
+        if group.beam is None:
+            require(len(mine) == group.unfinished, f"request {key!r} counts {group.unfinished}, has {len(mine)}")
+        require(mine, f"request {key!r} has ended and is still there")
+        found += mine
+    unforked = sum(not group.forked for group in core.groups.values())
+    require(unforked == core.unforked, f"{core.unforked} requests count as not forked, {unforked} are")
+    return found
+
+
+def check_states(core: Core, sequences: list[Sequence]) -> None:
+    """Counters of states, and the lists by state."""
+    states = Counter(sequence.state for sequence in sequences)
+    for state in (WAITING, PREFILLING, DECODING, SPILLED):
+        require(states[state] == core.count[state], f"{core.count[state]} count as {NAMES[state]}, {states[state]} are")
+    waiting = {s for s in sequences if s.state == WAITING and (s.group.beam is None or s.group.beam.live[0] is s)}
+    queued = list(core.queue)
+    require(len(queued) == len(core.queue) and set(queued) == waiting, "the queue is not who waits")
+    require(len(set(queued)) == len(queued), "somebody waits twice")
+    require(set(core.spilled) == {s for s in sequences if s.state == SPILLED}, "spilled is not who is spilled")
+
+
+def check_slots(core: Core, sequences: list[Sequence]) -> None:
+    """Each slot is free, dead, spare in a beam, or of one sequence; handles are open and different."""
+    rows = core.rows
+    used = [sequence.slot for sequence in sequences if sequence.slot >= 0]
+    spare = [slot for beam in core.beams for slot in beam.spare]
+    places = sorted([*used, *spare, *core.dead, *rows.free])
+    require(places == list(range(core.max_running)), f"slots are lost or used twice: {places}")
+    for sequence in sequences:
+        runs = sequence.state in (PREFILLING, DECODING)
+        require(runs == (sequence.slot >= 0), f"{name(sequence)} is {NAMES[sequence.state]} in slot {sequence.slot}")
+        if runs:
+            require(rows.sequences[sequence.slot] is sequence, f"slot {sequence.slot} is not of {name(sequence)}")
+            require(rows.state[sequence.slot] == sequence.state, f"slot {sequence.slot} has another state")
+    handles = rows.handle[used].tolist()
+    require(all(core.pool.is_open(handle) for handle in handles), "the handle of a running sequence is closed")
+    require(len(set(handles)) == len(handles), "two sequences have one handle")
+    idle = np.setdiff1d(np.arange(core.max_running), used)
+    require((rows.handle[idle] == -1).all() and (rows.state[idle] == WAITING).all(), "a free slot has a handle")
+
+
+def check_running(core: Core, sequence: Sequence, new: dict[int, int]) -> None:
+    """Lengths of one running sequence."""
+    rows, slot = core.rows, sequence.slot
+    handle, computed, remaining = int(rows.handle[slot]), int(rows.computed[slot]), rows.remaining(slot)
+    length = core.pool.num_tokens(handle) - new.get(handle, 0)
+    require(length == computed, f"{name(sequence)} has {computed} computed tokens, the pool {length}")
+    require(remaining >= 1, f"{name(sequence)} has computed more than it knows ({remaining} left)")
+    require(rows.generated[slot] < rows.limit[slot], f"{name(sequence)} runs with all tokens")
+    beam = sequence.group.beam
+    if beam is None or len(beam.live) == 1:
+        require((sequence.state == DECODING) == (remaining == 1), f"{name(sequence)} has {remaining} left to compute")
+    else:
+        require(sequence.state != DECODING or remaining == 1, f"{name(sequence)} decodes with {remaining} left")
+        require(len({s.state for s in beam.live}) == 1, f"the beam of {sequence.group.id!r} is not in lockstep")
+
+
+def check_progress(core: Core, out: Step | None) -> None:
+    """No livelock: steps and preemptions are bounded by what was achieved (docs/scheduling.md)."""
+    steps = core.steps - core.idle_steps
+    most = core.sampled_tokens + core.chunks_allowed + core.spills
+    require(steps <= most, f"{steps} steps for {core.sampled_tokens} tokens, at most {most}")
+    turns = core.sampled_tokens + core.idle_steps + core.setbacks + (out is not None)
+    require(
+        core.preemptions <= core.max_running * turns,
+        f"{core.preemptions} preemptions for {core.sampled_tokens} tokens and {core.max_running} slots",
+    )
