@@ -54,7 +54,7 @@ def test_help_lists_exactly_the_commands_that_exist(capsys):
     assert exit_info.value.code == 0
     lines = capsys.readouterr().out.splitlines()
     listed = [line.split()[0] for line in lines if line.startswith("    ") and not line.startswith("     ")]
-    assert listed == ["demo", "generate", "replay", "plan", "doctor", "bench"]
+    assert listed == ["demo", "generate", "serve", "replay", "plan", "doctor", "bench"]
 
 
 @pytest.mark.parametrize("command", ["demo", "replay", "plan", "doctor", "bench attention", "bench metal"])

@@ -1,10 +1,11 @@
 """The ``kvpool`` command.
 
-``kvpool demo`` shows on this machine what kvpool claims, ``kvpool generate`` runs a model of mlx-lm, ``kvpool replay``
-runs a serving trace through a pool, ``kvpool plan`` sizes a pool, ``kvpool doctor`` tells what is installed, ``kvpool
-bench`` measures kernels. Each command is a module with ``add_arguments(parser)`` and ``run(args) -> int``, the exit
-status: 0 done (and every claim held), 1 a claim did not hold, 2 it could not do what was asked. A module with
-``COMMANDS`` is a group of commands.
+``kvpool demo`` shows on this machine what kvpool claims, ``kvpool generate`` and ``kvpool serve`` run a model of
+mlx-lm, ``kvpool replay`` runs a serving trace through a pool, ``kvpool plan`` sizes a pool, ``kvpool doctor`` tells
+what is installed, ``kvpool bench`` measures kernels. Each command is a module with ``add_arguments(parser)`` and
+``run(args) -> int``, the exit status: 0 done (and every claim held), 1 a claim did not hold, 2 it could not do what
+was asked. A module with ``COMMANDS`` is a group of commands, one with ``PASSES_ON`` gets in ``args.rest`` the
+arguments that it did not declare.
 
 Reading the arguments needs numpy and the standard library only; a command imports what it uses when it runs.
 """
@@ -18,12 +19,13 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 import kvpool
-from kvpool.cli import bench, demo, doctor, generate, plan, replay
+from kvpool.cli import bench, demo, doctor, generate, plan, replay, serve
 from kvpool.cli.console import CommandError
 
 COMMANDS = {
     "demo": demo,
     "generate": generate,
+    "serve": serve,
     "replay": replay,
     "plan": plan,
     "doctor": doctor,
@@ -54,12 +56,16 @@ def add_commands(parser: argparse.ArgumentParser, modules: Mapping[str, ModuleTy
         command.add_argument(
             "--json", action="store_true", help="print one JSON object and nothing else on stdout"
         )
-        command.set_defaults(run=module.run, command=command.prog)
+        command.set_defaults(run=module.run, command=command.prog, passes_on=hasattr(module, "PASSES_ON"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest and not args.passes_on:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    args.rest = rest
     try:
         status: int = args.run(args)
         sys.stdout.flush()

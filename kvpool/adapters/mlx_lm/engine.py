@@ -333,6 +333,8 @@ class Engine:
         """The request that `submit` was asked for, and its stop strings."""
         if isinstance(prompt, str):
             prompt = self._require_tokenizer("a prompt that is text").encode(prompt)
+        if not isinstance(stop, Iterable):
+            raise TypeError(f"[submit] stop must be text, or a sequence of text or of tokens, got {stop!r}")
         stops = [stop] if isinstance(stop, str) else list(stop)
         texts = tuple(one for one in stops if isinstance(one, str))
         if "" in texts:

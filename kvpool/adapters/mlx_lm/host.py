@@ -119,7 +119,7 @@ def install(
         Not exactly one of `num_blocks` and `pool`.
     """
     if strict:
-        _require_tested_version()
+        require_tested_version("install")
     if (num_blocks is None) == (pool is None):
         raise TypeError("[install] either num_blocks or pool is needed, and not both")
     if num_blocks is not None:
@@ -134,10 +134,11 @@ def install(
     )
 
 
-def _require_tested_version() -> None:
+def require_tested_version(call: str) -> None:
+    """Raise RuntimeError if mlx-lm is not one of `SUPPORTED_VERSIONS`."""
     if mlx_lm.__version__ not in SUPPORTED_VERSIONS:
         raise RuntimeError(
-            f"[install] mlx-lm {mlx_lm.__version__} is installed, this adapter was tested with "
+            f"[{call}] mlx-lm {mlx_lm.__version__} is installed, this adapter was tested with "
             f"{', '.join(SUPPORTED_VERSIONS)}; strict=False tries it anyway"
         )
 

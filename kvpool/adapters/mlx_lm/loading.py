@@ -26,17 +26,22 @@ def load(name: str) -> tuple[Any, Any]:
     """
     if name == tiny.NAME:
         return tiny.make()
-    folder = Path(name)
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise ModelNotLoaded(f"{name}: a folder without config.json")
-    if not folder.exists() and (name.startswith((".", "/", "~")) or name.count("/") != 1):
-        raise ModelNotLoaded(f"{name}: no such folder, and no repository of the form owner/name")
+    check_name(name)
     try:
         model, tokenizer = mlx_lm.load(name)[:2]
     except Exception as error:  # of the network, the hub, json, safetensors, transformers, mlx: whatever is in the way
         text = " ".join(str(error).split())
         raise ModelNotLoaded(f"{name}: {type(error).__name__}: {text[:200]}") from error
     return model, tokenizer
+
+
+def check_name(name: str) -> None:
+    """Raise ModelNotLoaded for what can be seen without loading anything: no folder, nor the name of a repository."""
+    folder = Path(name)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ModelNotLoaded(f"{name}: a folder without config.json")
+    if not folder.exists() and (name.startswith((".", "/", "~")) or name.count("/") != 1):
+        raise ModelNotLoaded(f"{name}: no such folder, and no repository of the form owner/name")
 
 
 def blocks_in(memory: int | str, model: Any, block_size: int) -> int:

@@ -1,0 +1,381 @@
+"""mlx-lm's own HTTP server on paged caches: four of its classes, each with the little that it takes.
+
+``mlx_lm.server.main`` looks up what it uses by name. For the length of `serve` the names of its model provider, its
+batch generator and its ``run`` are bound to what stands below; the files of mlx-lm stay as they are.
+
+- `Provider` puts a model that was loaded on a pool (`install`).
+- `AdmittingGenerator` lets a request in when the pool can take it to its end, and holds it back until then, so
+  that an `OutOfBlocks` never reaches the engine in the middle of a step.
+- `Responder` refuses a request that could never fit, with a message for its client.
+- `Handler` answers ``GET /metrics``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from http.server import ThreadingHTTPServer
+from typing import Any
+
+from mlx_lm import server
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.models.cache import make_prompt_cache
+
+from kvpool.adapters.mlx_lm.hook import Hook
+from kvpool.adapters.mlx_lm.host import PagedKV, install, require_tested_version
+from kvpool.adapters.mlx_lm.loading import blocks_in
+from kvpool.adapters.mlx_lm.prefix import PagedPromptCache
+from kvpool.metrics import CONTENT_TYPE, Metric, counter, gauge, prometheus_text
+
+LONGEST = 32768  # tokens that a request may be expected to have, when the pool is sized by itself
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Of the pool of each model that is served.
+
+    Attributes
+    ----------
+    num_blocks, memory
+        One of them, or none: then as many blocks as the requests that run at a time may need, and the machine has.
+    names : mapping
+        Names that clients may use for a model, and what stands for them.
+    """
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    memory: str | None = None
+    names: tuple[tuple[str, str], ...] = ()
+
+
+class Provider(server.ModelProvider):
+    """mlx-lm's model provider; the models that it loads get their caches from a pool.
+
+    Attributes
+    ----------
+    kv : PagedKV or None
+        Of the model that is loaded.
+    prompts : PagedPromptCache or None
+    engine : AdmittingGenerator or None
+        The newest one.
+    failure : Exception or None
+        Why the model of the command line could not be loaded.
+    ready : threading.Event
+        Set when it was tried.
+    """
+
+    def __init__(self, cli_args: argparse.Namespace, settings: Settings) -> None:
+        super().__init__(cli_args)
+        self._model_map.update(settings.names)
+        self._settings = settings
+        self._installed = ExitStack()
+        self.kv: PagedKV | None = None
+        self.prompts: PagedPromptCache | None = None
+        self.engine: AdmittingGenerator | None = None
+        self.failure: Exception | None = None
+        self.ready = threading.Event()
+
+    def load_default(self) -> None:
+        """Load the model of the command line, and tell who waits for it whether that went well."""
+        try:
+            super().load_default()
+        except Exception as error:
+            self.failure = error
+        finally:
+            self.ready.set()
+
+    def reset(self) -> None:
+        """Let go of the model, as it was before it was loaded."""
+        self.kv = self.prompts = self.engine = None
+        self._installed.close()
+        super().reset()
+
+    def _load(self, *names: Any) -> None:
+        super()._load(*names)
+        try:
+            kv = self._install(self.model)
+            draft = None if self.draft_model is None else self._install(self.draft_model)
+            self.prompts = PagedPromptCache(kv, draft)
+            self.kv = kv
+        except BaseException:
+            self.reset()
+            raise
+
+    def _install(self, model: Any) -> PagedKV:
+        block_size, num_blocks = self._settings.block_size, self._settings.num_blocks
+        if num_blocks is None:
+            num_blocks = blocks_in(self._settings.memory or "auto", model, block_size)
+            if self._settings.memory is None:
+                longest = min(getattr(model.args, "max_position_embeddings", None) or LONGEST, LONGEST)
+                at_a_time = self.cli_args.decode_concurrency + self.cli_args.prompt_concurrency
+                num_blocks = min(num_blocks, 1 + at_a_time * -(-longest // block_size))
+        return self._installed.enter_context(install(model, num_blocks, block_size=block_size, prefix_cache=True))
+
+
+class PromptCache:
+    """The prompt cache of whatever model is loaded: the server makes one before there is a model."""
+
+    def __init__(self, provider: Provider) -> None:
+        self._provider = provider
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._provider.prompts, name)
+
+    def __len__(self) -> int:
+        return len(self._provider.prompts or ())
+
+
+class AdmittingGenerator(BatchGenerator):
+    """mlx-lm's engine, for a model with a pool: requests wait until the pool can take them to their end.
+
+    First come, first served. A request counts with all tokens that it may still generate, so one that was admitted
+    never runs out of blocks. What it holds of the prefix cache while it waits is given back if nothing else runs and
+    it would not fit otherwise, so the head of the queue always gets in.
+
+    Caches that were handed out, with a response or by `extract_cache`, are emptied at the next step: the server
+    stores them at once, but its variables keep them.
+    """
+
+    def __init__(self, model: Any, **options: Any) -> None:
+        super().__init__(model, **options)
+        hook = vars(model).get("make_cache")
+        self._kv: PagedKV | None = hook.installed[-1] if isinstance(hook, Hook) else None
+        self._limits: dict[int, int] = {}  # tokens at most, by uid
+        self._handed_out: list[list[Any]] = []
+        self._num_held = 0
+
+    @property
+    def num_requests(self) -> dict[str, int]:
+        """Requests by state, from any thread."""
+        return {
+            "waiting": len(self._unprocessed_sequences) + self._num_held,
+            "prefilling": len(self._prompt_batch),
+            "decoding": len(self._generation_batch),
+        }
+
+    def extract_cache(self, uids: Sequence[int]) -> Any:
+        """See mlx-lm's."""
+        found = super().extract_cache(uids)
+        self._handed_out += [caches for caches, _ in found.values()]
+        return found
+
+    def _next(self) -> Any:
+        if self._kv is None:
+            return super()._next()
+        while self._handed_out:
+            for cache in self._handed_out.pop():
+                cache.trim(cache.size())
+        held = self._hold_back(self._kv)
+        self._num_held = len(held)
+        try:
+            prompt_responses, responses = super()._next()
+        finally:
+            self._unprocessed_sequences.extend(held)
+            self._num_held = 0
+        self._handed_out += [one.prompt_cache for one in responses if one.prompt_cache is not None]
+        return prompt_responses, responses
+
+    def _hold_back(self, kv: PagedKV) -> deque[Any]:
+        """Leave in the queue who may come in now; returns the rest."""
+        running = self._running()
+        waiting, admitted = self._unprocessed_sequences, deque[Any]()
+        most = min(
+            self.prefill_batch_size - len(self._prompt_batch),
+            self.completion_batch_size - len(self._generation_batch),
+        )
+        while waiting and len(admitted) < most:
+            candidate = self._size(waiting[0])
+            if not kv.can_admit(0, 0, [*running, candidate]):
+                if running or not self._let_go(waiting):
+                    break
+                continue
+            running.append(candidate)
+            admitted.append(waiting.popleft())
+        self._unprocessed_sequences = admitted
+        return waiting
+
+    def _running(self) -> list[tuple[int, int]]:
+        """Tokens now and at most of each sequence that is in a batch."""
+        limits: dict[int, int] = {}
+        sizes = []
+        for batch in (self._prompt_batch, self._generation_batch):
+            if len(batch):
+                for uid, length in zip(batch.uids, batch.prompt_cache[0].batch.rows.lens.tolist(), strict=True):
+                    limits[uid] = self._limits[uid]
+                    sizes.append((length, max(length, limits[uid])))
+        self._limits = limits  # without those that have left
+        return sizes
+
+    def _size(self, sequence: Any) -> tuple[int, int]:
+        """The same of one that waits, which is noted."""
+        uid, segments, max_tokens, caches = sequence[:4]
+        cached = caches[0].size()
+        limit = cached + sum(map(len, segments)) + max_tokens
+        self._limits[uid] = limit
+        return cached, limit
+
+    def _let_go(self, waiting: deque[Any]) -> bool:
+        """Drop cached beginnings that requests hold while they wait, the head's at last; False if there are none."""
+        for at in range(len(waiting) - 1, -1, -1):
+            uid, segments, max_tokens, caches, tokens, *rest = waiting[at]
+            if caches[0].size():
+                segments = [tokens + segments[0], *segments[1:]] if len(segments) > 1 else [tokens, *segments]
+                waiting[at] = (uid, segments, max_tokens, make_prompt_cache(self.model), [], *rest)
+                return True
+        return False
+
+
+class Responder(server.ResponseGenerator):
+    """mlx-lm's link between HTTP and engine, which tells a client when its request could never fit."""
+
+    model_provider: Provider
+
+    def __init__(self, provider: Provider) -> None:
+        prompts: Any = PromptCache(provider)
+        super().__init__(provider, prompts)
+
+    def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
+        found = super()._tokenize(tokenizer, request, args)
+        kv = self.model_provider.kv
+        if kv is not None:
+            tokens = len(found[0]) + args.max_tokens
+            usable = min(kv.pool.num_blocks - kv.pool.reserved_blocks, kv.pool.max_blocks_per_seq) - 2
+            if kv.blocks_for(tokens) > usable:
+                raise ValueError(
+                    f"{len(found[0])} prompt tokens and {args.max_tokens} more need {kv.blocks_for(tokens)} blocks, "
+                    f"this server has {usable}: ask for fewer max_tokens"
+                )
+        return found
+
+
+class Handler(server.APIHandler):
+    """mlx-lm's requests, and ``GET /metrics``."""
+
+    response_generator: Responder
+
+    def do_GET(self) -> None:
+        """Answer a GET."""
+        if self.path.partition("?")[0] != "/metrics":
+            super().do_GET()
+            return
+        body = metrics_text(self.response_generator.model_provider).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", CONTENT_TYPE)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def metrics_text(provider: Provider) -> str:
+    """The statistics of the pool that serves now, for Prometheus; without a model, that there is none."""
+    kv = provider.kv
+    if kv is None:
+        return "# no model is loaded\n"
+    engine = provider.engine
+    numbers = {"waiting": 0, "prefilling": 0, "decoding": 0} if engine is None else engine.num_requests
+    summary = kv.summary()
+    extra = [
+        Metric(
+            "kvpool_requests",
+            "gauge",
+            "Requests of the server, by state.",
+            tuple(({"state": state}, number) for state, number in numbers.items()),
+        ),
+        gauge("kvpool_blocks_leaked", "Blocks in use that belong to no request.", summary.blocks_leaked),
+        gauge("kvpool_mlx_active_bytes", "Memory that MLX holds, weights and pool included.", kv.backend.memory()[2]),
+        counter("kvpool_prompt_tokens_total", "Tokens of prompts that were looked up.", kv.query_tokens),
+        counter("kvpool_prompt_cached_tokens_total", "Of these, tokens that were found.", kv.hit_tokens),
+    ]
+    with kv.lock:
+        return prometheus_text(kv.pool, extra=extra)
+
+
+def serve(arguments: Sequence[str], settings: Settings, on_ready: Callable[[Any, Provider], None]) -> Provider:
+    """Run mlx-lm's server with its own command-line arguments, until it is interrupted.
+
+    Parameters
+    ----------
+    arguments
+        Of ``mlx_lm.server``, without its name; what is wrong with them it says itself.
+    on_ready : callable
+        Is called with the HTTP server and the provider when clients may connect.
+
+    Returns
+    -------
+    Provider
+        As it was left; its model is gone.
+
+    Raises
+    ------
+    RuntimeError
+        mlx-lm is not one of `SUPPORTED_VERSIONS`.
+    Exception
+        Why the model of the command line could not be loaded.
+    """
+    require_tested_version("serve")
+    providers: list[Provider] = []
+
+    def make_provider(cli_args: argparse.Namespace) -> Provider:
+        providers.append(Provider(cli_args, settings))
+        return providers[0]
+
+    def make_generator(model: Any, **options: Any) -> AdmittingGenerator:
+        providers[0].engine = AdmittingGenerator(model, **options)
+        return providers[0].engine
+
+    def run(host: str, port: int, provider: Provider) -> None:
+        responder = Responder(provider)
+        try:
+            provider.ready.wait()
+            if provider.failure is not None:
+                raise provider.failure
+            server._run_http_server(host, port, responder, _http_server(provider, on_ready), Handler)
+        finally:
+            responder.stop_and_join()
+
+    with _bound(server, ModelProvider=make_provider, BatchGenerator=make_generator, run=run):
+        before, sys.argv = sys.argv, ["kvpool serve", *arguments]
+        try:
+            server.main()
+        finally:
+            sys.argv = before
+            for provider in providers:
+                provider.reset()
+    return providers[0]
+
+
+def _http_server(provider: Provider, on_ready: Callable[[Any, Provider], None]) -> type[ThreadingHTTPServer]:
+    class Server(ThreadingHTTPServer):
+        request_queue_size = 128  # clients that connect at the same moment
+        daemon_threads = True
+
+        def serve_forever(self, poll_interval: float = 0.5) -> None:
+            try:
+                on_ready(self, provider)
+                super().serve_forever(poll_interval)
+            finally:
+                self.server_close()
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            if not isinstance(sys.exception(), ConnectionError):  # a client that has gone is no error of ours
+                super().handle_error(request, client_address)
+
+    return Server
+
+
+@contextmanager
+def _bound(module: Any, **names: Any) -> Iterator[None]:
+    """These names of a module mean something else, inside."""
+    before = {name: getattr(module, name) for name in names}
+    for name, value in names.items():
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)

@@ -1,0 +1,93 @@
+"""Serve a model with mlx-lm's own OpenAI-style HTTP server, on a paged KV cache."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import tempfile
+import threading
+from contextlib import ExitStack
+from typing import Any, NoReturn
+
+from kvpool.cli.console import CommandError, whole
+
+PASSES_ON = True  # arguments that the parser does not know are mlx-lm's
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments that are ours."""
+    parser.epilog = (
+        "Every other argument is one of mlx_lm.server: --decode-concurrency, --prompt-concurrency, --max-tokens,"
+        " --temp, --draft-model, --log-level and so on. GET /metrics has statistics for Prometheus."
+    )
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="PATH_OR_ID",
+        help="a folder, a repository of the Hugging Face Hub, or tiny: a small random model that needs no download",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", default="8080", help="port to listen on, 0 for any (default: %(default)s)")
+    parser.add_argument(
+        "--kv-block-size", default="16", metavar="TOKENS", help="tokens per block of the cache (default: %(default)s)"
+    )
+    parser.add_argument("--num-blocks", metavar="N", help="blocks of the cache (default: what runs at a time may need)")
+    parser.add_argument("--memory", metavar="SIZE", help="size the cache by memory, 2GiB or auto, not by --num-blocks")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until interrupted; 0 if no block was left behind, else 1."""
+    block_size, port = whole("--kv-block-size", args.kv_block_size), whole("--port", args.port, 0)
+    num_blocks = None if args.num_blocks is None else whole("--num-blocks", args.num_blocks, 4)
+    if args.memory is not None and num_blocks is not None:
+        raise CommandError("--memory and --num-blocks exclude each other")
+    try:
+        from kvpool.adapters.mlx_lm import loading, serving, tiny
+    except ImportError as exc:
+        raise CommandError(f"needs mlx-lm ({exc}): pip install 'kvpool[mlx]'") from None
+    if args.model != tiny.NAME:
+        try:
+            loading.check_name(args.model)
+        except loading.ModelNotLoaded as exc:
+            raise CommandError(f"--model {exc}") from None
+    pools: list[Any] = []
+
+    def tell(httpd: Any, provider: Any) -> None:
+        host, bound = httpd.server_address[:2]
+        pools.append(provider.kv.pool)
+        facts = {"url": f"http://{host}:{bound}", "model": args.model, "route": provider.kv.route}
+        facts |= {"num_blocks": provider.kv.pool.num_blocks, "block_size": block_size}
+        if args.json:
+            print(json.dumps(facts), flush=True)
+            return
+        print(
+            f"kvpool serve: {facts['url']}/v1, {args.model} on {facts['num_blocks']} blocks of {block_size} tokens, "
+            f"attention: {facts['route']}; statistics at {facts['url']}/metrics",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    with ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():
+            stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _interrupt))
+        model, names = args.model, []
+        if model == tiny.NAME:
+            model = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpool-tiny-"))
+            tiny.save(model)
+            names = [(tiny.NAME, model)]
+        settings = serving.Settings(block_size, num_blocks, args.memory, tuple(names))
+        arguments = ["--model", model, "--host", args.host, "--port", str(port), *args.rest]
+        try:
+            serving.serve(arguments, settings, tell)
+        except Exception as exc:
+            text = " ".join(str(exc).split()).rpartition("] ")[2]
+            raise CommandError(f"--model {args.model}: {type(exc).__name__}: {text[:200]}") from exc
+    left = pools[0].stats().used if pools else 0
+    print(f"kvpool serve: stopped, {left} blocks in use", file=sys.stderr)
+    return 1 if left else 0
+
+
+def _interrupt(*_: object) -> NoReturn:
+    raise KeyboardInterrupt

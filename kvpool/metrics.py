@@ -1,0 +1,170 @@
+"""Statistics for Prometheus: text in its exposition format, version 0.0.4, and a collector for its client library.
+
+Needs the standard library only; `Collector` needs the package prometheus-client when it is asked. Names do not change
+between releases; counters end in ``_total``. Sizes are in blocks and tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Of an HTTP answer with `prometheus_text`."""
+
+
+class Metric(NamedTuple):
+    """One metric with its samples.
+
+    Attributes
+    ----------
+    name : str
+        Of a counter with its ``_total``.
+    kind : {"gauge", "counter"}
+    help : str
+    samples : tuple of (labels, value)
+    """
+
+    name: str
+    kind: str
+    help: str
+    samples: tuple[tuple[Mapping[str, str], float], ...]
+
+
+def prometheus_text(
+    pool: Any, scheduler: Any = None, extra: Iterable[Metric] = (), labels: Mapping[str, str] | None = None
+) -> str:
+    """The statistics of a pool, and of a scheduler on it, as Prometheus reads them.
+
+    Parameters
+    ----------
+    pool : kvpool.Pool
+        Calls of one pool must not overlap: hold the lock that its other callers hold, if there are such.
+    scheduler : kvpool.Scheduler, optional
+    extra : metrics, optional
+        To be put behind ours.
+    labels : mapping, optional
+        On every sample: which of several pools it is, for instance.
+
+    Notes
+    -----
+    O(1): nothing is recomputed.
+    """
+    lines = []
+    for metric in [*metrics_of(pool, scheduler), *extra]:
+        lines += [f"# HELP {metric.name} {_escaped(metric.help)}", f"# TYPE {metric.name} {metric.kind}"]
+        for own, value in metric.samples:
+            pairs = [f'{name}="{_escaped(text, quote=True)}"' for name, text in {**(labels or {}), **own}.items()]
+            where = f"{{{','.join(pairs)}}}" if pairs else ""
+            lines.append(f"{metric.name}{where} {value:.17g}")
+    return "\n".join(lines) + "\n"
+
+
+def metrics_of(pool: Any, scheduler: Any = None) -> list[Metric]:
+    """What `prometheus_text` writes, as values."""
+    stats, prefix = pool.stats(), pool.prefix_stats()
+    metrics = [
+        by_state("kvpool_blocks", "Blocks of the pool, by where they are.", stats, _PLACES),
+        gauge("kvpool_block_size_tokens", "Tokens of a block.", pool.block_size),
+        gauge("kvpool_blocks_shared", "Blocks with two references or more.", stats.shared),
+        gauge("kvpool_blocks_used_peak", "Most blocks in use at any time.", stats.peak_used),
+        gauge("kvpool_sequences", "Open sequences.", stats.sequences),
+        gauge("kvpool_sequence_tokens", "Tokens of open sequences.", stats.tokens),
+        gauge("kvpool_sequence_capacity_tokens", "Tokens that the blocks of open sequences hold.", stats.capacity),
+        gauge("kvpool_steps_pending", "Steps that are neither done nor rolled back.", stats.pending),
+        counter("kvpool_block_allocations_total", "Blocks taken.", stats.allocs),
+        counter("kvpool_block_evictions_total", "Cached blocks given up.", stats.evictions),
+        counter("kvpool_cow_copies_total", "Blocks copied because a shared one was written.", stats.cow_copies),
+        counter("kvpool_cow_tokens_total", "Tokens of these copies.", stats.cow_tokens),
+        gauge("kvpool_prefix_nodes", "Blocks that the prefix cache can find.", prefix.nodes),
+        counter("kvpool_prefix_queries_total", "Prompts looked up.", prefix.queries),
+        counter("kvpool_prefix_query_tokens_total", "Tokens of these prompts.", prefix.query_tokens),
+        counter("kvpool_prefix_hit_tokens_total", "Of these, tokens found.", prefix.hit_tokens),
+        counter("kvpool_prefix_evicted_total", "Blocks lost to the prefix cache by eviction.", prefix.evicted),
+    ]
+    if scheduler is not None:
+        now = scheduler.stats()
+        metrics.append(by_state("kvpool_requests", "Sequences of the scheduler, by state.", now, _STATES))
+        for name, text in _COUNTERS.items():
+            metrics.append(counter(f"kvpool_{name}_total", text, getattr(now, _FIELDS.get(name, name))))
+    return metrics
+
+
+def gauge(name: str, help: str, value: float) -> Metric:
+    """A metric that goes up and down, with one value."""
+    return Metric(name, "gauge", help, (({}, value),))
+
+
+def counter(name: str, help: str, value: float) -> Metric:
+    """A metric that only grows, with one value; `name` ends in ``_total``."""
+    return Metric(name, "counter", help, (({}, value),))
+
+
+def by_state(name: str, help: str, stats: Any, states: Iterable[str]) -> Metric:
+    """A gauge with a value per state, each an attribute of `stats`."""
+    return Metric(name, "gauge", help, tuple(({"state": state}, getattr(stats, state)) for state in states))
+
+
+class Collector:
+    """The same for the registry of the package prometheus-client, if that is what an application uses.
+
+        prometheus_client.REGISTRY.register(Collector(pool, scheduler))
+
+    Parameters
+    ----------
+    pool, scheduler
+        See `prometheus_text`.
+    extra : callable, optional
+        Returns more metrics.
+    lock : context manager, optional
+        Held while statistics are read: a registry is asked from a thread of its own.
+    """
+
+    def __init__(
+        self,
+        pool: Any,
+        scheduler: Any = None,
+        extra: Callable[[], Iterable[Metric]] = tuple,
+        lock: AbstractContextManager[Any] | None = None,
+    ) -> None:
+        self._pool = pool
+        self._scheduler = scheduler
+        self._extra = extra
+        self._lock = nullcontext() if lock is None else lock
+
+    def collect(self) -> Iterator[Any]:
+        """What the registry calls."""
+        from prometheus_client.metrics_core import Metric as Family
+
+        with self._lock:
+            metrics = [*metrics_of(self._pool, self._scheduler), *self._extra()]
+        for metric in metrics:
+            family = Family(metric.name.removesuffix("_total"), metric.help, metric.kind)
+            for labels, value in metric.samples:
+                family.add_sample(metric.name, dict(labels), value)
+            yield family
+
+
+_PLACES = ("free", "evictable", "limbo", "used", "reserved")
+_STATES = ("waiting", "prefilling", "decoding", "spilled")
+_FIELDS = {"requests_finished": "finished", "requests_cancelled": "cancelled", "requests_rejected": "rejected"}
+_COUNTERS = {
+    "requests_finished": "Sequences that ended by themselves.",
+    "requests_cancelled": "Sequences that were cancelled.",
+    "requests_rejected": "Requests that could never run.",
+    "admissions": "Sequences that got blocks, repeated ones included.",
+    "preemptions": "Sequences that lost their blocks.",
+    "spills": "Sequences whose blocks went to another tier.",
+    "steps": "Steps executed.",
+    "decode_tokens": "Tokens computed one by one.",
+    "prefill_tokens": "Tokens computed in chunks.",
+    "recomputed_tokens": "Tokens computed again after a preemption.",
+    "hit_tokens": "Tokens found in the prefix cache at admissions.",
+    "sampled_tokens": "Tokens sampled.",
+}
+
+
+def _escaped(text: str, quote: bool = False) -> str:
+    text = text.replace("\\", "\\\\").replace("\n", "\\n")
+    return text.replace('"', '\\"') if quote else text

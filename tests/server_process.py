@@ -1,0 +1,99 @@
+"""``kvpool serve`` as a process of its own, and clients for it, by the standard library."""
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from urllib.parse import urlsplit
+
+
+class Server:
+    """A process that serves the tiny model; `facts` is what it said when it was ready."""
+
+    def __init__(self, *arguments, model="tiny"):
+        command = [sys.executable, "-m", "kvpool", "serve", "--model", model, "--port", "0", "--json", *arguments]
+        self.process = subprocess.Popen(
+            [*command, "--log-level", "ERROR"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": os.getcwd(), "HF_HUB_OFFLINE": "1", "MLX_DEFAULT_DEVICE": "cpu"},
+        )
+        self.errors = []
+        self._reader = threading.Thread(target=lambda: self.errors.extend(self.process.stderr), daemon=True)
+        self._reader.start()
+        line = self.process.stdout.readline()
+        assert line, self.stop()
+        self.facts = json.loads(line)
+        self.address = urlsplit(self.facts["url"]).netloc
+
+    def connect(self):
+        return http.client.HTTPConnection(self.address, timeout=300)
+
+    def get(self, path):
+        with contextlib.closing(self.connect()) as connection:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            return response.status, response.getheader("Content-Type"), response.read().decode()
+
+    def post(self, path, body):
+        with contextlib.closing(self.connect()) as connection:
+            connection.request("POST", path, body if isinstance(body, bytes) else json.dumps(body))
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())
+
+    def stream(self, body, stop_after=None):
+        """The text of a streamed chat, until it ends or `stop_after` pieces have come; then the line is cut."""
+        connection = self.connect()
+        try:
+            connection.request("POST", "/v1/chat/completions", json.dumps(body | {"stream": True}))
+            response = connection.getresponse()
+            assert response.status == 200, response.read()
+            text, pieces = "", 0
+            for line in response:
+                if line.startswith(b"data: {"):
+                    text += json.loads(line[6:])["choices"][0]["delta"].get("content", "")
+                    pieces += 1
+                if line.startswith(b"data: [DONE]"):
+                    return text, True
+                if stop_after is not None and pieces >= stop_after:
+                    return text, False
+            raise AssertionError(f"the stream broke off after {text!r}")
+        finally:
+            connection.close()
+
+    def metrics(self):
+        """{"name{labels}": value} of GET /metrics."""
+        lines = self.get("/metrics")[2].splitlines()
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+
+    def idle_metrics(self):
+        """The same, once no request is left in the engine."""
+        for _ in range(2000):
+            found = self.metrics()
+            if not any(value for name, value in found.items() if name.startswith("kvpool_requests")):
+                return found
+            self.get("/health")
+        raise AssertionError(f"requests are left: {found}")
+
+    def rss(self):
+        """Resident bytes of the process."""
+        with open(f"/proc/{self.process.pid}/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def stop(self):
+        """End it; returns (status, what it wrote to stderr)."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            status = self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+        self._reader.join(10)
+        self.process.stdout.close()
+        self.process.stderr.close()
+        return status, b"".join(self.errors).decode()

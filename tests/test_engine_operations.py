@@ -1,0 +1,302 @@
+"""Streams, listeners, stop strings, failures and misuse of the engine; the others of a batch never notice."""
+
+import math
+
+import numpy as np
+import pytest
+from mlx_models import VOCAB, on_cpu, random_prompts, solo_tokens, tiny_llama
+
+import kvpool
+from kvpool.adapters.mlx_lm import tiny
+from kvpool.adapters.mlx_lm.engine import Engine
+from kvpool.adapters.mlx_lm.sampling import Sampling
+from kvpool.adapters.mlx_lm.transcript import Transcript
+from kvpool.errors import RequestRejected, UnknownRequest
+
+BLOCK = 4
+PROMPT = "The block table maps"
+
+
+@pytest.fixture(scope="module")
+def text_model():
+    with on_cpu():
+        return tiny.make()
+
+
+@pytest.fixture(scope="module")
+def answer(text_model):
+    """Text of the stock model alone."""
+    model, tokenizer = text_model
+    with on_cpu():
+        return tokenizer.decode(solo_tokens(model, tokenizer.encode(PROMPT), 40))
+
+
+@pytest.fixture
+def engine(text_model):
+    model, tokenizer = text_model
+    with on_cpu():
+        one = Engine(model, 100, block_size=BLOCK, tokenizer=tokenizer)
+        yield one
+        one.close()
+        one.scheduler.check()
+        one.kv.pool.check()
+        assert one.kv.pool.stats().used == 0
+
+
+def finish(engine):
+    done = {}
+    while engine.num_unfinished:
+        done |= {completion.id: completion for completion in engine.step()}
+    return done
+
+
+# ---------------------------------------------------------------------------------------------- text and streams
+
+
+def test_text_goes_in_and_out(engine, answer):
+    completion = engine.generate(PROMPT, max_tokens=40)
+    assert completion.text == answer and completion.samples[0].finish_reason == "length"
+    assert [one.text for one in engine.batch([PROMPT, PROMPT[:5]], max_tokens=40)][0] == answer
+
+
+def test_a_stream_gives_each_token_as_it_comes(engine, answer):
+    pieces = list(engine.stream(PROMPT, max_tokens=40))
+    assert "".join(piece.text for piece in pieces) == answer
+    assert [piece.finish_reason for piece in pieces] == [None] * 39 + ["length"]
+    assert [piece.token for piece in pieces] == engine.tokenizer.encode(answer)
+
+
+def test_a_stream_that_is_left_cancels_its_request(engine):
+    other = engine.submit("abc", max_tokens=5)
+    stream = engine.stream(PROMPT, max_tokens=40)
+    next(stream)
+    assert engine.num_unfinished == 2
+    stream.close()
+    assert engine.num_unfinished == 1
+    assert len(finish(engine)[other].tokens) == 5
+
+
+def test_an_answer_ends_where_the_tokenizer_says(engine):
+    completion = engine.generate("Hello", max_tokens=200)
+    sample = completion.samples[0]
+    assert sample.finish_reason == "eos" and sample.tokens[-1] == 256 and tiny.END not in sample.text
+    assert len(engine.generate("Hello", max_tokens=60, eos=()).tokens) == 60
+
+
+def test_a_stop_string_ends_one_sample_wherever_tokens_end(engine, answer):
+    heard = []
+    stop = answer[10:13]
+    completion = engine.generate(PROMPT, max_tokens=40, stop=[stop, "zzz"], on_token=heard.append)
+    sample = completion.samples[0]
+    assert sample.text == answer[: answer.index(stop)] == "".join(piece.text for piece in heard)
+    assert (sample.finish_reason, heard[-1].finish_reason) == ("stop", "stop")
+    assert len(sample.tokens) == len(sample.logprobs) == len(heard) == answer.index(stop) + 3
+    tokens = engine.generate(PROMPT, max_tokens=40, stop=[engine.tokenizer.encode(stop)])
+    assert tokens.text == answer[: answer.index(stop)] + stop and tokens.samples[0].finish_reason == "stop"
+
+
+def test_samples_come_to_their_stop_strings_one_by_one(engine):
+    options = {"temperature": 1.0, "seed": 3, "max_tokens": 60, "stop": ["e", "8"]}
+    together = engine.generate(PROMPT, n=4, **options)
+    alone = [engine.generate(PROMPT, **(options | {"seed": 3 + i})) for i in range(4)]
+    assert [one.text for one in together.samples] == [one.text for one in alone]
+    assert [one.tokens.tolist() for one in together.samples] == [one.tokens.tolist() for one in alone]
+    assert "stop" in {one.finish_reason for one in together.samples}
+
+
+class Letters:
+    """A detokenizer of one letter per token."""
+
+    def __init__(self):
+        self.last_segment = ""
+
+    def add_token(self, token):
+        self.last_segment = chr(token)
+
+    def finalize(self):
+        self.last_segment = ""
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "shown"),
+    [
+        ("abcdef", [], "abcdef"),
+        ("abcdef", ["cd"], "ab"),
+        ("ababac", ["abac"], "ab"),
+        ("abcab", ["abd"], "abcab"),
+        ("xabcy", ["bc", "abcd"], "xa"),
+        ("xabcdy", ["cd", "abcd"], "x"),
+    ],
+)
+def test_text_that_may_begin_a_stop_string_is_held_back(text, stops, shown):
+    transcript, seen = Transcript(Letters(), stops), ""
+    for letter in text:
+        seen += transcript.add(ord(letter))
+        assert shown.startswith(seen), "too much was shown"
+    seen += transcript.finish()
+    assert seen == transcript.text == shown
+
+
+# ----------------------------------------------------------------------------------------------------- failures
+
+
+def test_a_listener_that_raises_ends_its_own_request_only(engine, answer):
+    class Broken(Exception):
+        pass
+
+    def listener(piece):
+        if len(heard) == 3:
+            raise Broken
+        heard.append(piece)
+
+    heard = []
+    broken = engine.submit(PROMPT, max_tokens=40, on_token=listener)
+    other = engine.submit(PROMPT, max_tokens=40)
+    done = finish(engine)
+    assert isinstance(done[broken].error, Broken) and done[broken].samples[0].finish_reason == "cancelled"
+    assert len(heard) == 3 and done[other].text == answer and done[other].error is None
+    heard.clear()
+    with pytest.raises(Broken):
+        engine.generate(PROMPT, max_tokens=40, on_token=listener)
+    assert engine.num_unfinished == 0
+
+
+def test_a_listener_may_submit_and_cancel_but_not_step(engine, answer):
+    ids = []
+
+    def listener(piece):
+        if not ids:
+            ids.append(engine.submit("abc", max_tokens=4))
+            engine.cancel(victim)
+            with pytest.raises(RuntimeError, match="cannot run the engine"):
+                engine.step()
+
+    first = engine.submit(PROMPT, max_tokens=40, on_token=listener)
+    victim = engine.submit(PROMPT, max_tokens=40)
+    done = finish(engine)
+    assert done.keys() == {first, ids[0]}
+    assert done[first].text == answer and len(done[ids[0]].tokens) == 4
+
+
+def test_a_model_that_raises_leaves_every_request_as_it_was(engine, answer, monkeypatch):
+    id = engine.submit(PROMPT, max_tokens=40)
+    for _ in range(5):
+        engine.step()
+    attend, calls = engine.kv.backend.attend, []
+
+    def broken(layer, *arguments, **options):
+        calls.append(layer)
+        if layer == 1:
+            raise OSError("no device")
+        return attend(layer, *arguments, **options)
+
+    monkeypatch.setattr(engine.kv.backend, "attend", broken)
+    before = engine.kv.pool.num_tokens(engine.scheduler._core.rows.handle[0].item())
+    for _ in range(3):
+        with pytest.raises(OSError, match="no device"):
+            engine.step()
+    assert engine.kv.pool.num_tokens(engine.scheduler._core.rows.handle[0].item()) == before
+    with pytest.raises(OSError, match="no device"):
+        engine.generate("abc")  # which takes its own request back
+    monkeypatch.undo()
+    assert finish(engine)[id].text == answer and calls
+
+
+def test_requests_of_others_end_in_a_step_of_theirs(engine, answer):
+    id = engine.submit("abc", max_tokens=3)
+    engine.generate(PROMPT, max_tokens=40)
+    assert engine.num_unfinished == 1
+    (completion,) = engine.step()
+    assert completion.id == id and engine.step() == []
+
+
+# ------------------------------------------------------------------------------------------------------- misuse
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "error", "text"),
+    [
+        ("", {}, ValueError, "prompt is empty"),
+        ([], {}, ValueError, "prompt is empty"),
+        ([1, 257], {}, ValueError, r"token 257 in the prompt, the model has 0 \.\. 256"),
+        ([1, -1], {}, ValueError, "-1"),
+        ([1.5], {}, TypeError, "1.5"),
+        (b"abc", {}, TypeError, "bytes"),
+        (None, {}, TypeError, "None"),
+        ("a", {"max_tokens": 0}, ValueError, "max_tokens"),
+        ("a", {"max_tokens": -1}, ValueError, "max_tokens"),
+        ("a", {"max_tokens": 2.5}, TypeError, "max_tokens"),
+        ("a", {"max_tokens": 9000}, RequestRejected, "the model takes 8192"),
+        ("a", {"max_tokens": 1000}, RequestRejected, "the pool has|a sequence has at most"),
+        ("a", {"temperature": math.nan}, ValueError, "temperature is nan"),
+        ("a", {"top_p": 0}, ValueError, "top_p is 0"),
+        ("a", {"top_p": 1.01}, ValueError, "top_p is 1.01"),
+        ("a", {"stop": ""}, ValueError, "a stop string is empty"),
+        ("a", {"stop": 5}, TypeError, "stop"),
+        ("a", {"stop": [[]]}, ValueError, r"stop\[0\] is empty"),
+        ("a", {"n": 0}, ValueError, "n must be"),
+        ("a", {"beam_width": 2, "n": 3}, ValueError, "beam_width"),
+        ("a", {"beam_width": 2, "stop": "x"}, ValueError, "leave on_token and stop strings out"),
+        ("a", {"beam_width": 2, "on_token": print}, ValueError, "leave on_token and stop strings out"),
+        ("a", {"on_token": 5}, TypeError, "on_token must be callable"),
+        ("a", {"heat": 1}, TypeError, "there is no option heat"),
+        ("a", {"user": 1}, TypeError, "there is no option user"),
+        ("a", {"id": "taken"}, ValueError, "the id is in use"),
+        ("a", {"id": []}, TypeError, "hashable"),
+        (kvpool.Request([1], user="hot"), {}, TypeError, "must be a Sampling or None"),
+        (kvpool.Request([1]), {"n": 2}, TypeError, "brings its options itself"),
+    ],
+)
+def test_wrong_requests_are_refused_and_nothing_is_lost(engine, answer, prompt, options, error, text):
+    engine.submit(PROMPT, id="taken", max_tokens=40)
+    engine.step()
+    fingerprint = engine.kv.pool.fingerprint()
+    with pytest.raises(error, match=text):
+        engine.submit(prompt, **options)
+    assert engine.kv.pool.fingerprint() == fingerprint
+    assert finish(engine)["taken"].text == answer
+
+
+def test_unknown_requests_cannot_be_cancelled(engine):
+    id = engine.submit("abc", max_tokens=2)
+    finish(engine)
+    for unknown in (id, "never", None):
+        with pytest.raises(UnknownRequest, match=repr(unknown)):
+            engine.cancel(unknown)
+
+
+def test_a_beam_cannot_be_streamed(engine):
+    with pytest.raises(ValueError, match="a beam cannot be streamed"):
+        engine.stream(PROMPT, beam_width=2)
+
+
+def test_an_engine_without_a_tokenizer_takes_tokens_only(text_model):
+    with on_cpu():
+        engine = Engine(text_model[0], 40, block_size=BLOCK)
+        for options in ({"prompt": "text"}, {"prompt": [1], "stop": "x"}):
+            with pytest.raises(TypeError, match="needs a tokenizer"):
+                engine.submit(**options)
+        assert engine.generate([1, 2], max_tokens=3).text == ""
+
+
+def test_engines_are_refused_that_could_not_work(text_model):
+    with on_cpu():
+        for options in ({}, {"num_blocks": 20, "pool": kvpool.Pool(20, 4)}):
+            with pytest.raises(TypeError, match="either num_blocks or pool"):
+                Engine(text_model[0], **options)
+        for options in ({"max_running": 0}, {"prefill_chunk": -1}, {"num_blocks": 0}, {"preempt": "nobody"}):
+            with pytest.raises(ValueError):
+                Engine(text_model[0], **({"num_blocks": 20} | options))
+
+
+def test_a_request_made_by_hand_goes_in_as_it_is():
+    with on_cpu():
+        model, (prompt,) = tiny_llama(), random_prompts([9])
+        engine = Engine(model, 40, block_size=BLOCK)
+        request = kvpool.Request(np.array(prompt), 7, id="mine", user=Sampling(temperature=1.0, seed=4))
+        engine.submit(request)
+        assert finish(engine)["mine"].tokens.tolist() == (
+            engine.generate(prompt, max_tokens=7, temperature=1.0, seed=4).tokens.tolist()
+        )
+        assert engine.generate(kvpool.Request(prompt, 7)).tokens.tolist() == solo_tokens(model, prompt, 7)
+        assert max(prompt) < VOCAB

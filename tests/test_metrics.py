@@ -1,0 +1,111 @@
+"""Statistics in Prometheus' text format, read back by a reader of our own, and by a stand-in of its client library."""
+
+import re
+import sys
+import types
+
+import numpy as np
+
+import kvpool
+from kvpool.metrics import CONTENT_TYPE, Collector, counter, gauge, prometheus_text
+
+SAMPLE = re.compile(r'([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{((?:[a-z_]+="(?:[^"\\]|\\.)*",?)*)\})? (\S+)')
+LABEL = re.compile(r'([a-z_]+)="((?:[^"\\]|\\.)*)"')
+
+
+def read(text):
+    """{(name, labels): value} of an exposition, which is checked against the format on the way."""
+    assert text.endswith("\n")
+    types_seen, values, current = {}, {}, None
+    for line in text.splitlines():
+        if line.startswith("# HELP "):
+            current = line.split(" ", 3)[2]
+            assert current not in types_seen
+        elif line.startswith("# TYPE "):
+            _, _, name, kind = line.split(" ")
+            assert name == current and kind in ("gauge", "counter")
+            assert (kind == "counter") == name.endswith("_total")
+            types_seen[name] = kind
+        else:
+            name, labels, value = SAMPLE.fullmatch(line).groups()
+            assert name == current and name in types_seen
+            key = (name, tuple(LABEL.findall(labels or "")))
+            assert key not in values
+            values[key] = float(value)
+    return values
+
+
+def working_scheduler():
+    pool = kvpool.Pool(20, 4, prefix_cache=True)
+    scheduler = kvpool.Scheduler(pool, max_running=4, max_step_tokens=16)
+    for prompt in ([1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [7]):
+        scheduler.add(kvpool.Request(prompt, max_tokens=9))
+    for _ in range(3):
+        step = scheduler.schedule()
+        scheduler.update(step, np.zeros(len(step.sample_at), np.int32))
+    return pool, scheduler
+
+
+def test_values_are_those_of_the_pool_and_the_scheduler():
+    pool, scheduler = working_scheduler()
+    scheduler.cancel(2)
+    values = read(prometheus_text(pool, scheduler))
+    stats, now = pool.stats(), scheduler.stats()
+    for state in ("free", "evictable", "limbo", "used", "reserved"):
+        assert values["kvpool_blocks", (("state", state),)] == getattr(stats, state)
+    blocks = [value for (name, _), value in values.items() if name == "kvpool_blocks"]
+    assert sum(blocks) == pool.num_blocks == 20
+    assert values["kvpool_requests", (("state", "decoding"),)] == now.decoding == 2
+    assert values["kvpool_requests_cancelled_total", ()] == 1
+    assert values["kvpool_steps_total", ()] == 3
+    assert values["kvpool_prefill_tokens_total", ()] == now.prefill_tokens == 11
+    assert values["kvpool_block_allocations_total", ()] == stats.allocs > 0
+
+
+def test_a_pool_alone_has_no_requests():
+    values = read(prometheus_text(kvpool.Pool(8, 4)))
+    assert not any(name.startswith("kvpool_requests") for name, _ in values)
+    assert values["kvpool_blocks", (("state", "free"),)] == 7
+
+
+def test_labels_and_more_metrics_are_written_and_escaped():
+    text = prometheus_text(
+        kvpool.Pool(8, 4),
+        extra=[gauge("mine", "a\nb\\c", 2.5), counter("mine_total", "All.", 3)],
+        labels={"model": 'a"b\\c\nd'},
+    )
+    assert "# HELP mine a\\nb\\\\c\n" in text
+    values = read(text)
+    assert values["mine", (("model", 'a\\"b\\\\c\\nd'),)] == 2.5
+    assert values["kvpool_blocks", (("model", 'a\\"b\\\\c\\nd'), ("state", "free"))] == 7
+
+
+def test_counters_never_shrink_and_large_ones_are_exact():
+    pool = kvpool.Pool(8, 4)
+    before = read(prometheus_text(pool))
+    pool.close([pool.open(9)])
+    after = read(prometheus_text(pool))
+    assert all(after[key] >= before[key] for key in before if key[0].endswith("_total"))
+    text = prometheus_text(pool, extra=[counter("big_total", "", 2**53 - 1)])
+    assert f"big_total {2**53 - 1}\n" in text
+
+
+def test_the_collector_gives_families_as_the_client_library_wants_them(monkeypatch):
+    class Family:
+        def __init__(self, name, documentation, kind):
+            self.name, self.kind, self.samples = name, kind, []
+
+        def add_sample(self, name, labels, value):
+            self.samples.append((name, labels, value))
+
+    module = types.ModuleType("prometheus_client.metrics_core")
+    module.Metric = Family
+    monkeypatch.setitem(sys.modules, "prometheus_client", types.ModuleType("prometheus_client"))
+    monkeypatch.setitem(sys.modules, "prometheus_client.metrics_core", module)
+    pool, scheduler = working_scheduler()
+    found = {}
+    for family in Collector(pool, scheduler, extra=lambda: [gauge("mine", "", 1)]).collect():
+        assert not family.name.endswith("_total")
+        found |= {(name, tuple(labels.items())): value for name, labels, value in family.samples}
+    assert found == read(prometheus_text(pool, scheduler, extra=[gauge("mine", "", 1)]))
+    assert "version=0.0.4" in CONTENT_TYPE
