@@ -23,7 +23,8 @@ CORE_ORDER = (
 # Folders whose code drives a framework; elsewhere kvpool knows none.
 FRAMEWORK_USERS = (
     *("kvpool/adapters/", "kvpool_backends/mlx/"),
-    *("kvpool/cli/bench/dense.py", "kvpool/cli/bench/metal.py", "kvpool/cli/demo/", "kvpool/cli/doctor.py"),
+    *("kvpool/cli/bench/dense.py", "kvpool/cli/bench/metal.py", "kvpool/cli/bench/serving/lm.py"),
+    *("kvpool/cli/demo/", "kvpool/cli/doctor.py"),
 )
 FRAMEWORKS = ("mlx", "mlx_lm", "torch", "jax", "transformers")
 CYTHON_IMPORT = re.compile(

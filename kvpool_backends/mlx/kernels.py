@@ -84,11 +84,10 @@ class KernelBackend(MLXBackend):
         """Causal attention of ``q [T, Hq, D]`` over the paged context, see `KVBackend.attend`."""
         if return_attn:
             raise ValueError("[attend] return_attn is True, this backend does not return weights")
-        (q,) = _evaluated("attend", q)
+        q = q if isinstance(q, mx.array) else mx.array(q)
         if q.ndim != 3:
             raise ValueError(f"[attend] q has shape {q.shape}, it must be [T, Hq, D]")
-        out = mx.zeros((*q.shape[:2], self.spec.value_head_dim), q.dtype)
-        mx.eval(out)
+        q, out = _evaluated("attend", q, mx.zeros((*q.shape[:2], self.spec.value_head_dim), q.dtype))
         tables, seq_lens, cu_q_lens = (np.asarray(x) for x in (plan.block_tables, plan.seq_lens, plan.cu_q_lens))
         self._store.attend(layer, q, out, tables, seq_lens, cu_q_lens, scale, options)
         return out

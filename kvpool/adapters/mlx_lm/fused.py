@@ -68,11 +68,22 @@ class PagedKeys(_Placeholder):
         Whose they are.
     shape : (B, N)
         Rows and columns of the pass's input.
+    fresh : (k, v), optional
+        What is still to be stored, ``[T, H, D]`` each: with the first use, so that it is evaluated together with the
+        queries. Where kernels run at once, every evaluation is a wait.
     """
 
-    __slots__ = ("count", "forward", "layer", "passes", "shape")
+    __slots__ = ("count", "forward", "fresh", "layer", "passes", "shape")
 
-    def __init__(self, passes: Passes, layer: int, forward: Forward, shape: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        passes: Passes,
+        layer: int,
+        forward: Forward,
+        shape: tuple[int, int],
+        fresh: tuple[mx.array, mx.array] | None = None,
+    ) -> None:
+        self.fresh = fresh
         self.passes = passes
         self.layer = layer
         self.forward = forward
@@ -120,12 +131,21 @@ class PagedKeys(_Placeholder):
             heads = None if sinks is None else np.array(sinks.astype(mx.float32))
             options = AttentionOptions(window=window, soft_cap=soft_cap, sinks=heads)
         columns = self.forward.columns
-        out = kv.backend.attend(self.layer, tokens_of(queries, columns), self.forward.arrays, scale, options=options)
+        q = tokens_of(queries, columns)
+        self.store(q)
+        out = kv.backend.attend(self.layer, q, self.forward.arrays, scale, options=options)
         if columns is not None:  # padding columns see nothing
             padded = mx.zeros((num_rows * num_columns, *out.shape[1:]), out.dtype)
             padded[columns] = out
             out = padded
         return out.reshape(num_rows, num_columns, num_heads, -1).swapaxes(1, 2)
+
+    def store(self, *others: mx.array) -> None:
+        """Store what is fresh, if anything is; `others` are evaluated with it."""
+        if self.fresh is not None:
+            mx.eval(*self.fresh, *others)
+            self.passes.kv.backend.write_tokens(self.layer, *self.fresh, self.forward.arrays)
+            self.fresh = None
 
 
 class PagedValues(_Placeholder):

@@ -46,9 +46,10 @@ class RaggedForward:
         self.is_ragged = bool(kv.sites)
 
     def __call__(self, tokens: np.ndarray, plan: Any, lens: np.ndarray, rows: np.ndarray) -> mx.array:
-        """The logits of some tokens of a plan that was stepped, float32 ``[M, V]``, and nothing left to evaluate.
+        """The logits of some tokens of a plan that was stepped, float32 ``[M, V]``.
 
-        Copies, writes and reads of the plan are done when the call returns; what is the pool's (`done`, `rollback`) is
+        Copies, writes and reads of the plan are done when the call returns, though what the head computes from them may
+        be left to evaluate; what is the pool's (`done`, `rollback`) is
         the caller's. Whatever the model raises is passed on.
 
         Parameters
@@ -77,7 +78,9 @@ class RaggedForward:
             try:
                 caches = [RaggedCache(one, layer) for layer in range(kv.num_layers)]
                 logits = self._logits(mx.array(tokens.reshape(shape)), caches, rows)
-                mx.eval(logits, *(plane for layer in range(kv.num_layers) for plane in kv.backend.planes(layer)))
+                one.store_rest()
+                if not kv.backend.is_eager:
+                    mx.eval(logits, *(plane for layer in range(kv.num_layers) for plane in kv.backend.planes(layer)))
             finally:
                 self.count += 1
         return logits
@@ -129,6 +132,18 @@ class _Pass:
         self.shape = shape
         self.starts = starts
         self.offsets = mx.array(starts.astype(np.int32))
+        self._keys: PagedKeys | None = None
+
+    def keys(self, layer: int, keys: mx.array, values: mx.array) -> PagedKeys:
+        """A layer's new keys and values, still to be stored: when its queries are there, see `PagedKeys`."""
+        self.store_rest()
+        self._keys = PagedKeys(self.passes, layer, self.forward, self.shape, (keys, values))
+        return self._keys
+
+    def store_rest(self) -> None:
+        """Store what the last layer has left."""
+        if self._keys is not None:
+            self._keys.store()
 
 
 class RaggedCache:
@@ -168,9 +183,12 @@ class RaggedCache:
                 f"[update_and_fetch] keys are {keys.dtype}, values {values.dtype}, the pool holds {kv.backend.dtype}: "
                 "make the engine again after a model was cast"
             )
-        arrays = self._pass.forward.arrays
-        kv.backend.write_tokens(self._layer, tokens_of(keys, None), tokens_of(values, None), arrays)
+        keys, values = tokens_of(keys, None), tokens_of(values, None)
         self._is_stored = True
+        if self._pass.passes.is_ragged and kv.backend.is_eager:
+            paged = self._pass.keys(self._layer, keys, values)
+            return paged, PagedValues(paged)
+        kv.backend.write_tokens(self._layer, keys, values, self._pass.forward.arrays)
         if not self._pass.passes.is_ragged:
             return self.keys_and_values()
         paged = PagedKeys(self._pass.passes, self._layer, self._pass.forward, self._pass.shape)

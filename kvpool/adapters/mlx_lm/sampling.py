@@ -90,8 +90,14 @@ def sample(
     """
     if not len(settings):
         return np.zeros(0, np.int32), np.zeros(0, np.float32)
-    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    tokens = np.array(mx.argmax(logits, axis=-1).astype(mx.int32))
+    likeliest = mx.argmax(logits, axis=-1).astype(mx.int32)
+    total = mx.logsumexp(logits, axis=-1, keepdims=True)
+    if all(one.is_greedy for one in settings):  # one evaluation, and no array of the vocabulary's width is kept
+        found = (mx.take_along_axis(logits, likeliest[:, None], axis=-1) - total)[:, 0]
+        mx.eval(likeliest, found)
+        return np.array(likeliest), np.array(found)
+    logprobs = logits - total
+    tokens = np.array(likeliest)
     for is_filtered in (False, True):  # a row's arithmetic must not depend on the rows beside it
         rows = np.array(
             [i for i, one in enumerate(settings) if not one.is_greedy and one.is_filtered == is_filtered], np.int64

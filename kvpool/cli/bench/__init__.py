@@ -1,5 +1,5 @@
 """Measure this machine: kernels beside the yardsticks that limit them."""
 
-from kvpool.cli.bench import attention, metal
+from kvpool.cli.bench import attention, metal, serving
 
-COMMANDS = {"attention": attention, "metal": metal}
+COMMANDS = {"attention": attention, "metal": metal, "serving": serving}

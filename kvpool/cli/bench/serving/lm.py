@@ -1,0 +1,271 @@
+"""The mlx-lm side of ``kvpool bench serving``: models, stock's batch engine as a server, stopwatches.
+
+The only module of it that imports mlx and mlx-lm.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.models import llama
+from numpy.typing import NDArray
+
+from kvpool import Request
+from kvpool.adapters.mlx_lm.engine import Engine
+from kvpool.adapters.mlx_lm.host import inspect_model
+from kvpool.cli.console import CommandError
+from kvpool.scheduler import Step
+from kvpool.serving import Tick
+from kvpool.serving.paged import Observer
+
+LLAMA = {
+    "model_type": "llama",
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 1024,
+    "tie_word_embeddings": False,
+}
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": {
+        **{"hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 128},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+    },
+    "medium": {
+        **{"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 512},
+        **{"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64},
+    },
+}
+"""Llamas with random weights. A step of the medium one with 16 to 32 rows takes 20 to 50 ms on two cores with
+MLX for Linux, whose matrix products take as long for each row as for one row alone."""
+
+
+def load(name: str) -> tuple[Any, int]:
+    """Return a model and its number of tokens: one of `SIZES`, or a checkpoint that mlx-lm loads.
+
+    Raises
+    ------
+    CommandError
+        mlx-lm cannot load it.
+    """
+    if name not in SIZES:
+        import mlx_lm
+
+        try:
+            model, *_ = mlx_lm.load(name)
+        except Exception as exc:  # what is wrong with somebody's checkpoint can surface as anything
+            reason = (str(exc).splitlines() or [type(exc).__name__])[0]
+            raise CommandError(f"--model {name} cannot be loaded: {reason}") from exc
+        return model, int(model.args.vocab_size)
+    model = llama.Model(llama.ModelArgs.from_dict(LLAMA | SIZES[name]))
+    key = mx.random.key(7)
+    weights: list[Any] = []
+    parameters: Any = tree_flatten(model.parameters())
+    for path, weight in parameters:
+        if weight.ndim > 1:
+            key, own = mx.random.split(key)
+            weight = mx.random.normal(weight.shape, key=own) * 0.25
+        weights.append((path, weight))
+    model.update(tree_unflatten(weights))
+    model.eval()
+    mx.eval(model.parameters())
+    return model, int(LLAMA["vocab_size"])  # type: ignore[call-overload]
+
+
+TIMED_CALLS = {"write_tokens": "kv_write", "read": "gather", "attend": "attend", "copy_blocks": "copy"}
+
+
+def block_nbytes(model: Any, block_size: int) -> int:
+    """Return the bytes of a block of a model's cache, all layers together."""
+    spec, *_ = inspect_model(model, block_size)
+    return int(spec.block_nbytes)
+
+
+class StockServer:
+    """mlx-lm's own `BatchGenerator` on its own caches.
+
+    Parameters
+    ----------
+    batch : int
+        Sequences at a time, prompts among them.
+    prefill_chunk : int
+        Tokens of each prompt that one of its steps computes.
+    block_nbytes : int
+        Its caches are counted in blocks of so many bytes, to compare with a pool.
+    """
+
+    def __init__(self, model: Any, batch: int, *, prefill_chunk: int, block_nbytes: int) -> None:
+        self.generator = BatchGenerator(
+            model, completion_batch_size=batch, prefill_batch_size=batch, prefill_step_size=prefill_chunk
+        )
+        self.block_nbytes = block_nbytes
+        self.tokens: dict[int, list[int]] = {}
+        self._numbers: dict[int, int] = {}  # by uid, as long as the request is not through
+        self._prefilled: dict[int, int] = {}  # tokens of the prompts that were begun and are not through
+        self._answers: Any = ([], [])
+
+    def add(self, number: int, prompt: NDArray[np.int32], max_tokens: int) -> None:
+        """Take a request."""
+        (uid,) = self.generator.insert([prompt.tolist()], [max_tokens])
+        self._numbers[uid] = number
+        self.tokens[number] = []
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request is not through."""
+        return bool(self._numbers)
+
+    def tick(self) -> None:
+        """One step of the engine; what it computes for the step after goes on."""
+        self._answers = self.generator.next()
+
+    def describe(self) -> Tick:
+        """The last step. Its caches are counted as they are now."""
+        prompts, responses = self._answers
+        tick = Tick(decodes=len(responses), emitted=np.array([self._numbers[r.uid] for r in responses], np.int64))
+        for response in prompts:
+            done = response.progress[0]
+            tick.prefill_tokens += done - self._prefilled.get(response.uid, 0)
+            self._prefilled[response.uid] = done
+        for response in responses:
+            self.tokens[self._numbers[response.uid]].append(response.token)
+        tick.running = len(self._prefilled)
+        tick.waiting = len(self._numbers) - tick.running
+        for response in responses:
+            if response.finish_reason is not None:
+                del self._numbers[response.uid], self._prefilled[response.uid]
+        tick.blocks_in_use = -(-self.cache_nbytes() // self.block_nbytes)
+        return tick
+
+    def cache_nbytes(self) -> int:
+        """Bytes of its caches: of prompts that are computed, and of answers."""
+        batches = self.generator._prompt_batch, self.generator._generation_batch
+        return sum(cache.nbytes for batch in batches for cache in batch.prompt_cache)
+
+    def close(self) -> None:
+        """Let the engine go."""
+        mx.synchronize()
+        self.generator.close()
+
+
+class Stopwatches:
+    """Time inside of calls of a backend, by name. While it is entered; elsewhere it costs nothing.
+
+    The arrays that a call is given are evaluated before its time begins, as the call itself would do. A call that only
+    builds a graph is not timed by this.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.calls: dict[str, int] = defaultdict(int)
+
+    def __enter__(self) -> Stopwatches:
+        if self.backend.is_eager:
+            for call, name in TIMED_CALLS.items():
+                if hasattr(self.backend, call):
+                    setattr(self.backend, call, self._timed(getattr(self.backend, call), name))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for call in TIMED_CALLS:
+            with suppress(AttributeError):
+                delattr(self.backend, call)
+
+    def per_tick(self, ticks: int) -> dict[str, float | None]:
+        """Return milliseconds per step, all layers together; None where calls only build a graph."""
+        names = (name for call, name in TIMED_CALLS.items() if hasattr(self.backend, call))
+        return {
+            f"{name}_ms": 1e3 * self.seconds[name] / max(ticks, 1) if self.backend.is_eager else None for name in names
+        }
+
+    def _timed(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def timed(*args: Any, **options: Any) -> Any:
+            mx.eval(*(arg for arg in args if isinstance(arg, mx.array)))
+            start = time.perf_counter()
+            try:
+                return call(*args, **options)
+            finally:
+                self.seconds[name] += time.perf_counter() - start
+                self.calls[name] += 1
+
+        return timed
+
+
+class EngineServer:
+    """`kvpool.adapters.mlx_lm.engine.Engine` on a pool of its own.
+
+    Parameters
+    ----------
+    num_blocks : int
+        Usable ones.
+    options
+        Of the engine.
+    """
+
+    def __init__(
+        self, model: Any, num_blocks: int, block_size: int, max_running: int, samples: int = 1, **options: Any
+    ) -> None:
+        self.engine = Engine(model, num_blocks + 1, block_size=block_size, max_running=max_running, **options)
+        self.samples = samples
+        self.tokens: dict[int, list[int]] = {}
+        self.pool, self.scheduler = self.engine.kv.pool, self.engine.scheduler
+        self._observer = Observer(self.scheduler, self.pool, max_running, samples)
+        self._schedule = self.scheduler.schedule
+        self.scheduler.schedule = self._observed  # type: ignore[method-assign]
+        self._tick = Tick()
+        self._ended: list[Any] = []
+
+    def _observed(self) -> Step | None:
+        step = self._schedule()
+        if step is not None:
+            self._tick = self._observer.see(step)
+        return step
+
+    def add(self, number: int, prompt: NDArray[np.int32], max_tokens: int) -> None:
+        """Take a request."""
+        self.engine.submit(Request(prompt, max_tokens, id=number, n=self.samples))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request is not through."""
+        return self.engine.num_unfinished > 0
+
+    def tick(self) -> None:
+        """One step of the engine."""
+        self._ended = self.engine.step()
+
+    def describe(self) -> Tick:
+        """The last step."""
+        for completion in self._ended:
+            for sample in completion.samples:
+                self.tokens[completion.id * self.samples + sample.output.index] = sample.tokens.tolist()
+        self._ended = []
+        self._observer.look()
+        return self._tick
+
+    @property
+    def refcounts(self) -> NDArray[np.int64]:
+        """See `Observer`."""
+        return self._observer.refcounts
+
+    @property
+    def token_nbytes(self) -> int:
+        """Bytes of K and V of one token in all layers."""
+        spec = self.engine.kv.backend.spec
+        return int(spec.block_nbytes // spec.block_size)
+
+    @property
+    def route(self) -> str:
+        """How the model attends."""
+        return str(self.engine.kv.route)
+
+    def close(self) -> None:
+        """Give everything back."""
+        self.engine.close()

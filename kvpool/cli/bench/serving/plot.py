@@ -1,0 +1,149 @@
+"""One run over time as a PNG: blocks, sequences, steps, and the phases behind them; needs matplotlib."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvpool.cli.bench.serving.runs import Bench, Run
+from kvpool.serving import Phases, Record
+
+INK, MUTED, GRID = "#1f2933", "#6b7785", "#e4e7eb"
+BLOCKS, BLOCKS_LIGHT, STATIC = "#12718a", "#bfe0e6", "#c2571a"
+PHASES = {"ramp": "#fdf3e1", "steady": "#ffffff", "tail": "#eef0f3"}
+MARGIN = {"left": 0.085, "right": 0.975, "top": 0.86, "bottom": 0.075, "hspace": 0.32}
+
+
+def draw(path: Path, bench: Bench, run: Run) -> None:
+    """Write the picture of one run of kvpool."""
+    seconds = "simulated seconds" if bench.settings.is_null else "seconds"
+    title = f"{bench.settings.model}: {bench.workload.name}, {run.record.num_tokens:,} tokens generated"
+    steady = run.summary["steady_tokens_per_sec"]
+    rate = f"{run.rate:,.0f} tokens/s" + (f", {steady:,.0f} in the steady state" if steady else "")
+    draw_record(
+        path,
+        run.record,
+        run.phases,
+        title=title,
+        subtitle=f"kvpool's engine, at most {run.batch} sequences: {rate}",
+        num_blocks=bench.num_blocks,
+        slot_blocks=bench.slot_blocks,
+        unit=seconds,
+    )
+
+
+def draw_record(
+    path: Path,
+    record: Record,
+    phases: Phases,
+    *,
+    title: str,
+    subtitle: str,
+    num_blocks: int,
+    slot_blocks: int,
+    unit: str = "seconds",
+) -> None:
+    """Write the picture of any run.
+
+    Parameters
+    ----------
+    num_blocks : int
+        Of the pool.
+    slot_blocks : int
+        What a static reservation holds for each sequence.
+    unit : str
+        Of time.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 8.2), dpi=130, facecolor="white")
+    FigureCanvasAgg(figure)
+    top, middle, bottom = figure.subplots(3, 1, sharex=True, height_ratios=(3, 2, 3))
+    figure.subplots_adjust(**MARGIN)
+    figure.text(MARGIN["left"], 0.955, title, size=14, weight="bold", color=INK)
+    figure.text(MARGIN["left"], 0.925, subtitle, size=9.5, color=MUTED)
+    edges = np.append(record.column("start"), record.column("end")[-1])
+    _blocks(top, record, edges, num_blocks, slot_blocks)
+    _sequences(middle, record, edges)
+    _steps(bottom, record, phases)
+    for axes in (top, middle, bottom):
+        _shade(axes, phases, edges)
+        axes.set_xlim(min(edges[0], record.arrivals[0]), edges[-1])
+        axes.grid(axis="y", color=GRID, linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.tick_params(colors=MUTED, labelsize=8.5, length=0)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.spines["bottom"].set_color(GRID)
+    _name_phases(top, phases, edges)
+    bottom.set_xlabel(unit, color=MUTED)
+    figure.savefig(path, format="png")
+
+
+def _blocks(axes: Any, record: Record, edges: Any, num_blocks: int, slot_blocks: int) -> None:
+    used, reserved = record.column("blocks_in_use"), record.column("running") * slot_blocks
+    axes.stairs(used, edges, fill=True, color=BLOCKS_LIGHT)
+    axes.stairs(used, edges, color=BLOCKS, linewidth=1.3, baseline=None, label="in use")
+    label = f"a static reservation for the same sequences, {slot_blocks} each"
+    axes.stairs(reserved, edges, color=STATIC, linewidth=1.1, baseline=None, label=label)
+    axes.axhline(num_blocks, color=INK, linewidth=0.9, linestyle=(0, (5, 3)), label=f"the pool, {num_blocks:,}")
+    axes.set_ylim(0, 1.3 * max(float(reserved.max()), num_blocks))
+    _name(axes, "KV cache", "blocks")
+
+
+def _sequences(axes: Any, record: Record, edges: Any) -> None:
+    waiting = record.column("waiting")
+    axes.stairs(record.column("running"), edges, color=BLOCKS, linewidth=1.4, baseline=None, label="running")
+    axes.stairs(waiting, edges, color=STATIC, linewidth=1.1, baseline=None, label="waiting")
+    axes.set_ylim(0, 1.3 * max(float(record.column("running").max()), float(waiting.max()), 1.0))
+    _name(axes, "Sequences", "sequences")
+
+
+def _steps(axes: Any, record: Record, phases: Phases) -> None:
+    """Each step as a point at its end; those with a chunk of a prompt in a color of their own."""
+    ends, ms = record.column("end"), 1e3 * record.seconds
+    has_chunk = record.column("prefill_tokens") > 0
+    for chosen, color, label in ((~has_chunk, BLOCKS, "decodes only"), (has_chunk, STATIC, "with a chunk of a prompt")):
+        axes.scatter(ends[chosen], ms[chosen], s=9, color=color, linewidths=0, alpha=0.75, label=label)
+    steady = ms[phases.steady.first : phases.steady.last]
+    ceiling = float(ms.max())
+    if len(steady):
+        label = f"median of the steady state, {np.median(steady):.1f} ms"
+        axes.axhline(np.median(steady), color=INK, linewidth=0.9, label=label)
+    spike = 1e3 * phases.spike_threshold
+    if spike < 1.6 * ceiling:
+        label = f"a spike is above {spike:.1f} ms: {len(phases.spikes)}"
+        axes.axhline(spike, color=INK, linewidth=0.9, linestyle=(0, (5, 3)), label=label)
+        ceiling = max(ceiling, spike)
+    axes.set_ylim(0, 1.35 * ceiling)
+    _name(axes, "Time of each step", "ms")
+
+
+def _shade(axes: Any, phases: Phases, edges: Any) -> None:
+    for name, color in PHASES.items():
+        phase = getattr(phases, name)
+        if phase.ticks:
+            axes.axvspan(edges[phase.first], edges[phase.last], color=color, zorder=0, linewidth=0)
+
+
+def _name_phases(axes: Any, phases: Phases, edges: Any) -> None:
+    """Write each phase above its stretch, where there is room for it."""
+    for name in PHASES:
+        phase = getattr(phases, name)
+        width = (edges[phase.last] - edges[phase.first]) / (edges[-1] - edges[0]) if phase.ticks else 0
+        if width > 0.04:
+            middle = (edges[phase.first] + edges[phase.last]) / 2
+            axes.annotate(
+                name, (middle, 1.0), xycoords=("data", "axes fraction"), xytext=(0, -4), textcoords="offset points",
+                ha="center", va="top", size=9, color=MUTED, style="italic",
+            )  # fmt: skip
+
+
+def _name(axes: Any, title: str, unit: str) -> None:
+    axes.set_title(title, loc="left", size=10.5, color=INK)
+    axes.set_ylabel(unit, color=MUTED)
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    where: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1, 0.99), "ncols": 4, "borderaxespad": 0}
+    axes.legend(**where, frameon=False, fontsize=8.5, labelcolor=INK)

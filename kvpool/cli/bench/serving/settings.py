@@ -1,0 +1,212 @@
+"""What is to be served, and by whom: the command line's options, read and checked."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvpool.cli.console import CommandError, whole
+
+RIVALS = ("stock", "static")
+POLICIES = ("last", "longest", "grower", "priority")
+SWEEPS = {
+    "block-size": ("8", "16", "32"),
+    "max-batch": ("4", "8", "16", "32", "64"),
+    "chunk": ("16", "64", "256"),
+    "preempt": POLICIES,
+}
+"""What ``--sweep`` may vary, and the values it takes by itself."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is to be served, and by whom.
+
+    Attributes
+    ----------
+    model : str
+        "null", "tiny", "medium", or what mlx-lm loads.
+    requests, tokens_target : int or None
+        At most one of them; with a trace, its first requests.
+    rate : float
+        Arrivals per second, infinite: all at once.
+    prompt, output : str
+        Lengths, see `kvpool.serving.Lengths`; `shared_prefix` tokens come before every prompt.
+    num_blocks : int or None
+        Usable blocks. None: those that a quarter of `max_batch` sequences of the longest length would reserve.
+    max_batch : int
+        Sequences at a time. The others run as many as fit the same bytes when each reserves the longest length.
+    chunk : int
+        Tokens of prompts that a step computes at most.
+    tick_cost : (float, float, float)
+        Milliseconds that a step of the null model takes, for each row, and for each token of a prompt.
+    spike_factor, spike_seconds
+        See `kvpool.serving.find_phases`.
+    sweep : str or None
+        One of `SWEEPS`; `values` are what it takes.
+    """
+
+    model: str = "tiny"
+    requests: int | None = None
+    tokens_target: int | None = None
+    rate: float = math.inf
+    prompt: str = "lognormal:48:0.7:256"
+    output: str = "lognormal:32:0.7:128"
+    shared_prefix: int = 0
+    samples: int = 1
+    seed: int = 1
+    trace: Path | None = None
+    trace_scale: int = 1
+    num_blocks: int | None = None
+    block_size: int = 16
+    max_batch: int = 16
+    chunk: int = 64
+    preempt: str = "last"
+    against: tuple[str, ...] = RIVALS
+    repetitions: int = 3
+    tick_cost: tuple[float, float, float] = (20.0, 0.5, 0.3)
+    spike_factor: float = 5.0
+    spike_seconds: float | None = None
+    sweep: str | None = None
+    values: tuple[str, ...] = ()
+
+    @property
+    def is_null(self) -> bool:
+        """Whether nothing is computed, and time is simulated."""
+        return self.model == "null"
+
+
+NUMBERS: dict[str, tuple[str, str | None, str]] = {
+    "requests": ("N", None, "how many (default: 64, or those of the trace)"),
+    "tokens-target": ("N", None, "as many requests as it takes to generate so many tokens"),
+    "shared-prefix": ("TOKENS", "0", "that every prompt begins with"),
+    "samples": ("N", "1", "answers per prompt, by fork"),
+    "trace-scale": ("N", "1", "divide the lengths of a trace"),
+    "num-blocks": ("N", None, "of the pool (default: what a quarter of --max-batch sequences would reserve)"),
+    "block-size": ("TOKENS", "16", "tokens per block"),
+    "max-batch": ("N", "16", "most sequences at a time"),
+    "chunk": ("TOKENS", "64", "of prompts in one step"),
+    "repetitions": ("N", "3", "runs of everybody, in turns; the median counts"),
+    "seed": ("S", "1", "of arrivals, lengths and tokens"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options. Values are read by `settings`, which says in one line what is wrong with one."""
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        default="tiny",
+        help="null: nothing is computed, time is simulated; tiny, medium: Llamas with random weights; or a checkpoint: "
+        "a folder, or an id that mlx-lm downloads (default: %(default)s)",
+    )
+    texts = {
+        "rate": ("R", "inf", "Poisson arrivals per second; inf: all at once"),
+        "prompt": ("LENGTHS", Settings.prompt, "N, uniform:FIRST:LAST or lognormal:MEDIAN:SIGMA[:MAX]"),
+        "output": ("LENGTHS", Settings.output, "of the answers"),
+        "preempt": ("POLICY", "last", "who gives way when blocks run out: " + ", ".join(POLICIES)),
+        "against": ("A,B", None, "stock (mlx-lm's BatchGenerator; with null: slots), static batches; or none"),
+        "tick-cost": ("MS,MS,MS", "20,0.5,0.3", "of a step, a row, a prompt's token; the null model's"),
+        "spike-factor": ("X", "5", "a step is a spike if it takes more than X medians"),
+        "spike-seconds": ("S", None, "or more than S seconds"),
+        "sweep": ("NAME[:A,B]", None, "compare values of " + ", ".join(SWEEPS)),
+    }
+    for name, (metavar, default, text) in (NUMBERS | texts).items():
+        told = text if default is None else f"{text} (default: %(default)s)"
+        parser.add_argument(f"--{name}", metavar=metavar, default=default, help=told)
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="serve a trace, in the formats of kvpool replay")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the run of kvpool over time")
+    parser.add_argument(
+        "--gates", action="store_true", help="measure what has to hold instead; exit status 1 if something does not"
+    )
+
+
+def settings(args: argparse.Namespace) -> Settings:
+    """Return what the arguments ask for."""
+    numbers = {name: number(args, name) for name in NUMBERS}
+    if numbers["requests"] is not None and numbers["tokens-target"] is not None:
+        raise CommandError("--requests and --tokens-target exclude each other")
+    if args.trace is not None and numbers["tokens-target"] is not None:
+        raise CommandError("--trace and --tokens-target exclude each other")
+    for name in ("prompt", "output"):
+        lengths(name, getattr(args, name))
+    sweep, values = sweep_of(args.sweep)
+    spike_seconds = args.spike_seconds
+    cost = tuple(positive("--tick-cost", part, zero=True) for part in args.tick_cost.split(","))
+    if len(cost) != 3:
+        raise CommandError(f"--tick-cost {args.tick_cost}: three numbers")
+    return Settings(
+        model=args.model,
+        rate=positive("--rate", args.rate),
+        prompt=args.prompt,
+        output=args.output,
+        trace=args.trace,
+        preempt=known("--preempt", args.preempt, POLICIES),
+        against=() if args.against == "none" else rivals(args.against),
+        tick_cost=(cost[0], cost[1], cost[2]),
+        spike_factor=positive("--spike-factor", args.spike_factor),
+        spike_seconds=None if spike_seconds is None else positive("--spike-seconds", spike_seconds),
+        sweep=sweep,
+        values=values,
+        **{name.replace("-", "_"): value for name, value in numbers.items()},  # type: ignore[arg-type]
+    )
+
+
+def number(args: argparse.Namespace, name: str) -> int | None:
+    """Return a whole number, None if it was not given and has no default."""
+    text = getattr(args, name.replace("-", "_"))
+    least = 0 if name in ("seed", "shared-prefix") else 1
+    return None if text is None else whole(f"--{name}", text, least)
+
+
+def positive(option: str, text: str, *, zero: bool = False) -> float:
+    """Return a number above 0, or from 0 on."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise CommandError(f"{option} {text}: not a number") from None
+    if not (value > 0 or (zero and value == 0)):
+        raise CommandError(f"{option} {text}: has to be {'0 or more' if zero else 'more than 0'}")
+    return value
+
+
+def known(option: str, text: str, names: tuple[str, ...]) -> str:
+    """Return a name that has to be known."""
+    if text not in names:
+        raise CommandError(f"{option} {text}: there are {', '.join(names)}")
+    return text
+
+
+def rivals(text: str | None) -> tuple[str, ...]:
+    """Return who else serves."""
+    return RIVALS if text is None else tuple(dict.fromkeys(known("--against", t, RIVALS) for t in text.split(",")))
+
+
+def lengths(option: str, text: str) -> None:
+    """Refuse what is no distribution of lengths."""
+    from kvpool.serving import Lengths
+
+    try:
+        Lengths.parse(text)
+    except ValueError as exc:
+        raise CommandError(f"--{option} {exc}") from None
+
+
+def sweep_of(text: str | None) -> tuple[str | None, tuple[str, ...]]:
+    """Return ``"block-size:8,16"`` as its name and values."""
+    if text is None:
+        return None, ()
+    name, _, listed = text.partition(":")
+    known("--sweep", name, tuple(SWEEPS))
+    values = tuple(dict.fromkeys(listed.split(","))) if listed else SWEEPS[name]
+    check: Callable[[str], object] = (
+        (lambda value: known(f"--sweep {name}", value, POLICIES))
+        if name == "preempt"
+        else (lambda value: whole(f"--sweep {name}", value))
+    )
+    for value in values:
+        check(value)
+    return name, values

@@ -1,0 +1,30 @@
+"""Serving under an open loop: workloads, a harness with a clock, phases and latencies. Knows no framework.
+
+Requests arrive when they arrive, whether the server keeps up or not. `serve` drives any `Server` with a `Workload` and
+returns a `Record` of every tick and every token; `phases` and `metrics` say what it means. The command is
+``kvpool bench serving``. Not imported with kvpool.
+"""
+
+from kvpool.serving.harness import Server, SimulatedClock, Tick, WallClock, serve
+from kvpool.serving.phases import Phases, find_phases
+from kvpool.serving.record import Record
+from kvpool.serving.slots import SlotServer
+from kvpool.serving.static import StaticBatches
+from kvpool.serving.workload import Lengths, Workload, make_workload, trace_workload
+
+__all__ = [
+    "Lengths",
+    "Phases",
+    "Record",
+    "Server",
+    "SimulatedClock",
+    "SlotServer",
+    "StaticBatches",
+    "Tick",
+    "WallClock",
+    "Workload",
+    "find_phases",
+    "make_workload",
+    "serve",
+    "trace_workload",
+]

@@ -1,0 +1,123 @@
+"""Workloads of the serving harness: seeded, of the lengths asked for, and true to their trace."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from kvpool.replay import synthetic_trace
+from kvpool.serving import Lengths, make_workload, trace_workload
+
+
+def same(a, b):
+    return all(np.array_equal(x, y) for x, y in zip(a.prompts, b.prompts, strict=True)) and np.array_equal(
+        a.max_tokens, b.max_tokens
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "first", "last", "sigma"),
+    [
+        ("64", "fixed", 64, 64, 0),
+        ("uniform:3:9", "uniform", 3, 9, 0),
+        ("lognormal:20:0.5", "lognormal", 20, 160, 0.5),
+        ("lognormal:20:1:40", "lognormal", 20, 40, 1),
+    ],
+)
+def test_lengths_are_read_and_drawn_within_their_limits(text, kind, first, last, sigma):
+    lengths = Lengths.parse(text)
+    assert (lengths.kind, lengths.first, lengths.last, lengths.sigma) == (kind, first, last, sigma)
+    drawn = lengths.draw(np.random.default_rng(1), 4000)
+    assert drawn.min() >= (1 if kind == "lognormal" else first)
+    assert drawn.max() <= last
+    if kind != "lognormal" or last == 160:
+        assert drawn.mean() == pytest.approx(lengths.mean, rel=0.05)
+    assert np.median(drawn) == pytest.approx((first + last) / 2 if kind == "uniform" else first, abs=1)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "0", "-3", "x", "uniform:5", "uniform:9:3", "lognormal:8", "lognormal:8:nan", "normal:1:2", "1:2", "2e3"],
+)
+def test_bad_lengths_are_refused(text):
+    with pytest.raises(ValueError, match="lengths"):
+        Lengths.parse(text)
+
+
+def test_poisson_arrivals_are_seeded_ascending_and_of_their_rate():
+    lengths = Lengths.parse("2")
+    one, again, other = (
+        make_workload(lengths, lengths, requests=5000, rate=50, seed=seed).arrivals for seed in (7, 7, 8)
+    )
+    assert np.array_equal(one, again)
+    assert not np.array_equal(one, other)
+    gaps = np.diff(one, prepend=0)
+    assert gaps.min() >= 0
+    assert gaps.mean() == pytest.approx(1 / 50, rel=0.05)
+    assert gaps.std() == pytest.approx(1 / 50, rel=0.1)  # exponential: as large as the mean
+
+
+def test_an_infinite_rate_is_everybody_at_once():
+    work = make_workload(Lengths.parse("2"), Lengths.parse("3"), requests=4)
+    assert not work.arrivals.any()
+
+
+def test_the_rate_does_not_change_the_requests():
+    prompt, output = Lengths.parse("lognormal:8:0.7"), Lengths.parse("uniform:1:9")
+    slow, fast = (make_workload(prompt, output, requests=30, rate=rate) for rate in (1, math.inf))
+    assert same(slow, fast)
+
+
+def test_a_target_of_tokens_takes_the_least_number_of_requests():
+    output = Lengths.parse("uniform:1:30")
+    for samples in (1, 3):
+        work = make_workload(Lengths.parse("4"), output, tokens_target=1000, samples=samples)
+        assert work.num_tokens >= 1000 > work.num_tokens - samples * work.max_tokens[-1]
+        assert same(work, make_workload(Lengths.parse("4"), output, requests=len(work), samples=samples))
+
+
+def test_a_shared_prefix_is_shared_and_nothing_else_is():
+    work = make_workload(Lengths.parse("9"), Lengths.parse("1"), requests=20, shared_prefix=40, vocab_size=10_000)
+    prompts = np.array(work.prompts)
+    assert prompts.shape == (20, 49)
+    assert prompts.dtype == np.int32
+    assert (prompts[:, :40] == prompts[0, :40]).all()
+    assert len(np.unique(prompts[:, 40])) > 10
+    assert work.longest == 50
+
+
+def test_exactly_one_of_requests_and_target_is_needed():
+    lengths = Lengths.parse("2")
+    for options in ({}, {"requests": 3, "tokens_target": 3}):
+        with pytest.raises(TypeError, match="either"):
+            make_workload(lengths, lengths, **options)
+
+
+@pytest.mark.parametrize("scale", [1, 7])
+def test_a_trace_keeps_its_times_lengths_and_shared_prefixes(scale):
+    trace = synthetic_trace(seed=3, sessions=5)
+    work = trace_workload(trace, scale=scale, vocab_size=300)
+    assert len(work) == len(trace)
+    assert np.allclose(np.diff(work.arrivals), np.diff(trace.timestamps) / 1e3)
+    assert work.arrivals[0] == 0
+    assert [len(p) for p in work.prompts] == [-(-n // scale) for n in trace.prompts.tolist()]
+    assert work.max_tokens.tolist() == [max(1, -(-n // scale)) for n in trace.outputs.tolist()]
+    assert all(p.min() >= 0 and p.max() < 300 for p in work.prompts)
+    ids = [trace.ids_of(row) for row in range(len(trace))]
+    for i in range(0, len(trace), 3):
+        for j in range(i):
+            n = min(len(ids[i]), len(ids[j]))
+            differ = np.flatnonzero(ids[i][:n] != ids[j][:n])
+            shared = (int(differ[0]) if len(differ) else n) * trace.block_size
+            a, b = (work.prompts[k][: -(-shared // scale)] for k in (i, j))
+            m = min(len(a), len(b))
+            assert np.array_equal(a[:m], b[:m])
+
+
+def test_the_first_requests_of_a_trace():
+    trace = synthetic_trace(seed=3, sessions=5)
+    assert len(trace_workload(trace, requests=4)) == 4
+    with pytest.raises(ValueError, match="scale is 0"):
+        trace_workload(trace, scale=0)
