@@ -2,10 +2,10 @@
 
 ``kvpool demo`` shows on this machine what kvpool claims, ``kvpool generate`` and ``kvpool serve`` run a model of
 mlx-lm, ``kvpool replay`` runs a serving trace through a pool, ``kvpool plan`` sizes a pool, ``kvpool doctor`` tells
-what is installed, ``kvpool bench`` measures kernels, ``kvpool fuzz`` tries allocators with random programs. Each command is
-a module with ``add_arguments(parser)`` and ``run(args) -> int``, the exit status: 0 done (and every claim held), 1 a
-claim did not hold, 2 it could not do what was asked. A module with ``COMMANDS`` is a group of commands, one with ``PASSES_ON`` gets in ``args.rest`` the
-arguments that it did not declare.
+what is installed, ``kvpool bench`` measures kernels, ``kvpool fuzz`` tries allocators with random programs. Each
+command is a module with ``add_arguments(parser)`` and ``run(args) -> int``, the exit status: 0 done (and every claim
+held), 1 a claim did not hold, 2 it could not do what was asked. A module with ``COMMANDS`` is a group of commands,
+one with ``PASSES_ON`` gets in ``args.rest`` the arguments that it did not declare.
 
 Reading the arguments needs numpy and the standard library only; a command imports what it uses when it runs.
 """

@@ -1,0 +1,197 @@
+"""Ragged paged attention in JAX: Levanter's wire format, written by a kvpool pool.
+
+The KV of a layer is one array ``[pages, page_size, 2 * kv_heads, head_dim]`` with K and V heads interleaved
+(k0, v0, k1, v1, ...), which is what JAX's own ``ragged_paged_attention`` reads. JAX arrays are values, so `update` and
+`copy_pages` return the next one; donate the old one to the jitted step and XLA writes in place.
+
+    pages = PageTable(num_pages=256, page_size=16, max_seqs=8, pages_per_seq=32, max_tokens=64)
+    seq = pages.open(len(prompt))
+    info = pages.allocate([seq], [len(prompt)])      # PageBatchInfo, static shapes: [max_seqs], [max_tokens]
+    logits, kv = step(params, kv, tokens, info)      # jitted once, never again
+    pages.done()
+
+What Levanter's engine leaves open is wired up here: clones are forks that share every full page and copy the last one
+when it is written, finished sequences give their pages back in the loop, and a reset touches no KV.
+Host memory of a plan is copied when it goes to the device: on a CPU JAX would otherwise share it with the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool import Plan, Pool
+
+PADDINGS = (-1, 0, 2_000_000)  # what has stood for "no page" in Levanter's releases; any other value works as well
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PageBatchInfo:
+    """What one step tells the device, int32, static shapes: S = max_seqs, W = pages_per_seq, T = max_tokens.
+
+    Attributes
+    ----------
+    slot_ids : ``[S]``
+        Slot of each sequence in the pool, padded.
+    page_indices : ``[S, W]``
+        Pages of each sequence in order, padded.
+    seq_lens : ``[S]``
+        Length after this step, 0 for padding.
+    cu_q_lens : ``[S + 1]``
+        Prefix sums of the new tokens per sequence, flat at the end.
+    num_seqs : ``[1]``
+        Sequences that are no padding.
+    new_token_dests : ``[T]``
+        ``page * page_size + slot`` of each new token, padded with a value that no page has.
+    positions : ``[T]``
+        Position of each new token, 0 for padding.
+    copies : ``[S, 3]``
+        (source page, target page, tokens) to copy before anything is written; (0, 0, 0) does nothing.
+    page_size : int
+        Static.
+    """
+
+    slot_ids: jax.Array
+    page_indices: jax.Array
+    seq_lens: jax.Array
+    cu_q_lens: jax.Array
+    num_seqs: jax.Array
+    new_token_dests: jax.Array
+    positions: jax.Array
+    copies: jax.Array
+    page_size: int = field(metadata={"static": True})
+
+
+class PageTable:
+    """Levanter's allocator verbs on a pool of its own; page 0 is reserved, padded writes may land there.
+
+    Parameters
+    ----------
+    num_pages, page_size : int
+        Of the KV arrays.
+    max_seqs, pages_per_seq, max_tokens : int
+        S, W and T of `PageBatchInfo`. T is per call of `allocate`, which takes a smaller one for decode steps.
+    pad : int, default -1
+        Stands for "no page" and "no slot", see `PADDINGS`.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Of `kvpool.Pool` and `kvpool.Plan`; or `pad` is a slot that a sequence could own.
+    """
+
+    def __init__(
+        self, num_pages: int, page_size: int, max_seqs: int, pages_per_seq: int, max_tokens: int, *, pad: int = -1
+    ) -> None:
+        self.pool = Pool(num_pages, page_size, max_seqs=max_seqs, max_blocks_per_seq=pages_per_seq)
+        if page_size <= pad < num_pages * page_size:
+            raise ValueError(f"[PageTable] pad is {pad}, a slot of page {pad // page_size}")
+        pads = dict.fromkeys(("block_tables", "slot_ids", "slot_mapping"), pad)
+        self.plan = Plan(self.pool, max_seqs, max_tokens, formats=("page_batch_info", "positions"), pad=pads)
+        self.max_seqs, self.max_tokens = max_seqs, max_tokens
+        self._copies = np.zeros((max_seqs, 3), np.int32)
+
+    def open(self, num_tokens: int = 0) -> int:
+        """A new sequence with pages for so many tokens. Raises `OutOfBlocks`, state unchanged."""
+        return int(self.pool.open(num_tokens))
+
+    def clone(self, seq: int, n: int = 1) -> NDArray[np.int64]:
+        """`n` sequences that share every page of `seq`; whoever writes the last one first gets a copy of it."""
+        return self.pool.fork(seq, n)
+
+    def allocate(self, seqs: Sequence[int], num_new: Any = 1, *, max_tokens: int | None = None) -> PageBatchInfo:
+        """Make room for new tokens of a batch, and tell the device where everything is.
+
+        Parameters
+        ----------
+        seqs : int64 ``[n]``, n <= max_seqs
+        num_new : int or ints ``[n]``
+            New tokens of each.
+        max_tokens : int, optional
+            T of the result, the table's by default: one static shape for prefill, a smaller one for decode.
+
+        Raises
+        ------
+        OutOfBlocks, CapacityExceeded, StaleHandle
+            See `Pool.step`. State unchanged; else the step is pending until `done` or `undo`. O(n + changed pages).
+        """
+        plan, total = self.plan, self.max_tokens if max_tokens is None else max_tokens
+        self.pool.step(plan, seqs, num_new, pad_to=(self.max_seqs, total))
+        made = plan.num_copies
+        self._copies[:made] = plan.copies
+        self._copies[made:] = 0
+        return PageBatchInfo(
+            slot_ids=jnp.array(plan.slot_ids),
+            page_indices=jnp.array(plan.block_tables),
+            seq_lens=jnp.array(plan.seq_lens),
+            cu_q_lens=jnp.array(plan.cu_q_lens),
+            num_seqs=jnp.array([plan.num_rows], jnp.int32),
+            new_token_dests=jnp.array(plan.slot_mapping),
+            positions=jnp.array(plan.positions),
+            copies=jnp.array(self._copies),
+            page_size=self.pool.block_size,
+        )
+
+    def done(self) -> None:
+        """The step was dispatched: JAX runs steps in order, so the next one may be planned."""
+        self.pool.done(self.plan)
+
+    def undo(self) -> None:
+        """The step was not run: lengths and pages are as before it."""
+        self.pool.rollback(self.plan)
+
+    def free_finished(self, seqs: Sequence[int], finished: Any) -> int:
+        """Give back the pages of the sequences whose bool ``[n]`` entry is true; returns how many there were."""
+        return int(self.pool.close_finished(seqs, np.asarray(finished, np.bool_)))
+
+    def reset(self) -> None:
+        """Forget every sequence. Logical: no KV is zeroed, stale pages are beyond every ``seq_lens``."""
+        self.pool.reset()
+
+
+def copy_pages(kv_pages: jax.Array, info: PageBatchInfo) -> jax.Array:
+    """The copies of a step, before its writes: the first ``copies[:, 2]`` tokens of pages that were shared."""
+    source, target, tokens = info.copies.T
+    keep = jnp.arange(info.page_size)[None, :] < tokens[:, None]
+    moved = jnp.where(keep[..., None, None], kv_pages[source], kv_pages[target])
+    return kv_pages.at[jnp.where(tokens > 0, target, len(kv_pages))].set(moved, mode="drop")
+
+
+def update(kv_pages: jax.Array, info: PageBatchInfo, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Write new K and V, ``[T, kv_heads, head_dim]``, RoPE applied; padding goes nowhere."""
+    page_size = info.page_size
+    rows = jnp.stack([k, v], axis=2).reshape(len(k), -1, k.shape[-1]).astype(kv_pages.dtype)  # k0 v0 k1 v1 ...
+    num_slots = len(kv_pages) * page_size
+    dests = jnp.where((info.new_token_dests >= 0) & (info.new_token_dests < num_slots), info.new_token_dests, num_slots)
+    return kv_pages.at[dests // page_size, dests % page_size].set(rows, mode="drop")
+
+
+def attend(q: jax.Array, kv_pages: jax.Array, info: PageBatchInfo, scale: float) -> jax.Array:
+    """Causal attention of ``q [T, heads, head_dim]`` over the pages, jittable, in plain JAX; padding gives zeros.
+
+    The meaning of JAX's ``ref_ragged_paged_attention``, which loops over sequences in Python and so cannot be jitted.
+    On a TPU use ``ragged_paged_attention`` with the same arrays. O(T * W * page_size).
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    token = jnp.arange(num_tokens)
+    row = jnp.clip(jnp.searchsorted(info.cu_q_lens, token, side="right") - 1, 0, len(info.seq_lens) - 1)
+    valid = token < info.cu_q_lens[-1]
+    pages = jnp.clip(info.page_indices, 0, len(kv_pages) - 1)[row]
+    kv = kv_pages[pages].reshape(num_tokens, -1, kv_pages.shape[2] // 2, 2, head_dim)
+    k, v = kv[..., 0, :], kv[..., 1, :]
+    grouped = q.reshape(num_tokens, k.shape[2], -1, head_dim)
+    score = jnp.einsum("thgd,tkhd->thgk", grouped, k, preferred_element_type=jnp.float32) * scale
+    last = info.seq_lens[row] - info.cu_q_lens[row + 1] + token  # position of the token itself
+    seen = (jnp.arange(k.shape[1])[None, :] <= last[:, None]) & valid[:, None]
+    weight = jax.nn.softmax(jnp.where(seen[:, None, None, :], score, -jnp.inf), axis=-1)
+    weight = jnp.where(seen[:, None, None, :], weight, 0.0)
+    v = jnp.where(seen[:, :, None, None], v, 0)  # stale pages may hold anything, NaN included
+    out = jnp.einsum("thgk,tkhd->thgd", weight, v.astype(jnp.float32))
+    return out.reshape(num_tokens, num_heads, head_dim).astype(q.dtype)
