@@ -4,7 +4,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-metal test-golden-full test-long native lint bench bench-gates build debug asan \
+.PHONY: help demo test test-metal test-embed test-torch test-golden-full test-long native lint bench bench-gates build debug asan \
 	tsan coverage mutants proof clean
 MAKEFLAGS += --no-print-directory
 unexport KVPOOL_CORE  # left set, it would have the plain Python model tested in place of the core
@@ -28,6 +28,14 @@ test: lint  ## set everything up, check style and types, run the tests
 
 test-metal: $(VENV)/built $(VENV)/test  ## the tests of the Metal kernels, with 2,000 launches more
 	KVPOOL_METAL_LAUNCHES=2000 $(PYTEST) --timeout 3600 tests/test_metal_*.py tests/test_msl_*.py $(PYTEST_ARGS)
+
+test-embed: $(VENV)/built $(VENV)/test  ## the tests of the JAX adapter (installs jax)
+	$(PIP) "kvpool[jax]"
+	$(PYTEST) tests/embed $(PYTEST_ARGS)
+
+test-torch: $(VENV)/built $(VENV)/test  ## the tests of the transformers adapter (installs torch and transformers)
+	$(PIP) "kvpool[transformers]"
+	$(PYTEST) tests/torch $(PYTEST_ARGS)
 
 test-golden-full: $(VENV)/built $(VENV)/test  ## replay the full traces in the folder KVPOOL_TRACES
 	KVPOOL_REPLAY_FULL=1 $(PYTEST) tests/test_replay.py $(PYTEST_ARGS)
