@@ -352,8 +352,11 @@ FORKS = {"weights": {"fork": 4.0}}
 CACHE: dict[str, Any] = {"prefix_cache": True, "in_order": False}
 LATE: dict[str, Any] = {"in_order": False, "depth": 4}
 #: Tails that are shared, cut and undone, and little else.
-CUT_AND_UNDONE: dict[str, Any] = {"block_size": 8, "max_rows": 2, "num_layers": 1, "max_running": 6}
-CUT_AND_UNDONE |= {"prefix_cache": False, "drafting": 0.0, "reserving": 0.0, "weights": {"fork": 6.0, "trim": 6.0, "give_up": 6.0}}
+CUT_AND_UNDONE: dict[str, Any] = {
+    **{"block_size": 8, "max_rows": 2, "num_layers": 1, "max_running": 6},
+    **{"prefix_cache": False, "drafting": 0.0, "reserving": 0.0},
+    "weights": {"fork": 6.0, "trim": 6.0, "give_up": 6.0},
+}
 ALL_ARRIVES = {"losing": 0.0, "weights": {"give_up": 0.0}}
 #: Whoever is not asked for it makes no wrong calls: a fault has to show by what it does.
 MISUSE = {"weights": {"misuse": 5.0}}
