@@ -20,6 +20,7 @@ class Tally:
     forks: int = 0
     aborts: int = 0
     preemptions: int = 0
+    sends: int = 0  # transfers of blocks to somebody else
     lost: int = 0  # completions that never arrived
     rollbacks: int = 0
     forbidden: int = 0  # rollbacks that a fork forbade

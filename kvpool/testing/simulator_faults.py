@@ -19,7 +19,7 @@ from kvpool.testing.model import ModelPlan, ModelPool
 from kvpool.testing.simulator import Failure, Kit, simulate
 from kvpool.testing.simulator_device import Device, Work
 
-SEEDS = 60  # worlds in which every fault must show
+SEEDS = 100  # worlds in which every fault must show
 
 
 class NoFence(Pool):
@@ -200,6 +200,16 @@ class PinHoldsNothing(Pool):
         return found[handle][1] if handle in found else super().num_tokens(handle)
 
 
+class TransferHoldsNothing(Pool):
+    """Who copies blocks elsewhere believes that the request will wait."""
+
+    def incref(self, ids: Any) -> None:
+        """Hold nothing."""
+
+    def decref(self, ids: Any) -> None:
+        """Give nothing back."""
+
+
 class ForkSharesAllButTail(Pool):
     """The children of a fork hold the full blocks of their parent, and an empty tail."""
 
@@ -341,8 +351,12 @@ def model(pool: Any, **shape: Any) -> Kit:
 FORKS = {"weights": {"fork": 4.0}}
 CACHE: dict[str, Any] = {"prefix_cache": True, "in_order": False}
 LATE: dict[str, Any] = {"in_order": False, "depth": 4}
-WEIGHTS = {"fork": 4.0, "trim": 2.0, "give_up": 3.0}
-CUT_AND_UNDONE = {"block_size": 8, "max_rows": 4, "weights": WEIGHTS}
+#: Tails that are shared, cut and undone, and little else.
+CUT_AND_UNDONE: dict[str, Any] = {
+    **{"block_size": 8, "max_rows": 2, "num_layers": 1, "max_running": 6},
+    **{"prefix_cache": False, "drafting": 0.0, "reserving": 0.0},
+    "weights": {"fork": 6.0, "trim": 6.0, "give_up": 6.0},
+}
 ALL_ARRIVES = {"losing": 0.0, "weights": {"give_up": 0.0}}
 #: Whoever is not asked for it makes no wrong calls: a fault has to show by what it does.
 MISUSE = {"weights": {"misuse": 5.0}}
@@ -367,6 +381,7 @@ _KITS: dict[str, Kit] = {
     "namespace ignored": Kit(Pool=NamespaceIgnored, shape=CACHE),
     "tokens not compared": Kit(Pool=TokensNotCompared, shape=CACHE),
     "pin holds nothing": Kit(Pool=PinHoldsNothing, shape=CACHE | {"weights": {"pin": 6.0}}),
+    "transfer holds nothing": Kit(Pool=TransferHoldsNothing, shape={"weights": {"send": 3.0}}),
     "fork without the tail": Kit(Pool=ForkSharesAllButTail, shape=FORKS | {"in_order": False}),
     "copies skipped": Kit(Device=CopiesSkipped, shape=FORKS),
     "copies one short": Kit(Device=CopyOneShort, shape=FORKS),

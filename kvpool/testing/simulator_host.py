@@ -58,6 +58,7 @@ class Host:
         self.of_work: dict[int, Flight] = {}
         self.mailbox: list[Flight] = []
         self.pins: list[tuple[int, list[int]]] = []
+        self.sends: list[tuple[np.ndarray, list[int]]] = []  # blocks somebody else reads, and what they hold
         self.states: Counter[tuple[str, str]] = Counter()  # what was aborted and preempted, in which state
         self.num_forks = self.ticket = 0
         self.dead = -1  # handle of a sequence that was closed
@@ -83,6 +84,8 @@ class Host:
             self.close(request)
         while self.pins:
             self.unpin()
+        while self.sends:
+            self.sent()
         stats = self.pool.stats()
         busy = (stats.used, stats.limbo, stats.sequences, stats.pending)
         if any(busy) or stats.free + stats.evictable != stats.num_blocks - stats.reserved:
@@ -488,7 +491,7 @@ class Host:
         for flight in self.flights:
             flight.over = True
         self.spare = list(self.plans)
-        self.flights, self.mailbox, self.pins = [], [], []
+        self.flights, self.mailbox, self.pins, self.sends = [], [], [], []
         self.of_work.clear()
         for request in self.running[: 8 - len(self.waiting)]:
             self.waiting.append(Request(request.tokens, request.stamps, request.target, request.namespace))
@@ -527,6 +530,26 @@ class Host:
                 self.device.expect(self.pool.table(handle), stamps, f"pin {handle}")
             self.pool.unpin(handle)
             self.log.append(f"unpin {handle}")
+
+    def send(self) -> None:
+        """Somebody begins to copy a request's full blocks elsewhere, and holds them meanwhile."""
+        if self.running and len(self.sends) < 2:
+            request = self.rng.choice(self.running)
+            full = request.done_length() // self.shape.block_size
+            if full and self.device.is_settled(request.ticket):
+                blocks = self.pool.table(request.handle)[:full]
+                self.pool.incref(blocks)
+                self.sends.append((blocks, request.stamps[: full * self.shape.block_size]))
+                self.tally.sends += 1
+                self.log.append(f"send {request.handle} {blocks.tolist()}")
+
+    def sent(self) -> None:
+        """The copy is made: the blocks hold what they held when it began, whatever became of the request."""
+        if self.sends:
+            blocks, stamps = self.sends.pop(self.rng.randrange(len(self.sends)))
+            self.device.expect(blocks, stamps, "a transfer")
+            self.pool.decref(blocks)
+            self.log.append(f"sent {blocks.tolist()}")
 
     def flush(self) -> None:
         """Forget what is cached."""

@@ -22,10 +22,12 @@ EVENTS = {
     "give_up": 0.3,
     "pin": 0.3,
     "unpin": 0.3,
+    "send": 0.3,
+    "sent": 0.3,
     "flush": 0.05,
     "misuse": 0.5,
 }
-ALWAYS = ("execute", "schedule", "deliver", "admit", "submit", "finish", "give_up", "unpin", "abort")
+ALWAYS = ("execute", "schedule", "deliver", "admit", "submit", "finish", "give_up", "unpin", "sent", "abort")
 NAMESPACES = (b"", b"other")
 
 
