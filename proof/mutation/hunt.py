@@ -7,6 +7,7 @@ child, until something differs, the child dies, or a tape takes twenty times as 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import mmap
@@ -171,6 +172,8 @@ def main(argv: list[str] | None = None) -> int:
     tapes = list(record(options.tapes, options.seed))
     recorded = time.perf_counter() - start
     print(json.dumps({"mutants": len(mutants), "picked": len(picked), "recorded": recorded}), flush=True)
+    gc.collect()
+    gc.freeze()  # what is on the tapes stays; children collect what is theirs
     hunt = Hunt(tapes, options.blind)
     hunt.control()
     for mutant, how, tape in hunt.run(picked, options.jobs):

@@ -5,6 +5,7 @@ Only builds that can fail on demand (`kvpool._memory`) run the former.
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,7 @@ class Memory:
         from kvpool import _memory
 
         self._memory = _memory
+        gc.collect()
         self._before = _memory.allocations()[1]
 
     def fail_at(self, number: int) -> None:
@@ -30,6 +32,7 @@ class Memory:
 
     def living(self) -> int:
         """Blocks of memory taken and not given back."""
+        gc.collect()
         return self._memory.allocations()[1] - self._before
 
 
