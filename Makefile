@@ -26,8 +26,9 @@ test: lint  ## set everything up, check style and types, run the tests
 	@echo "==> running the tests"
 	$(PYTEST) $(PYTEST_ARGS)
 
-test-metal: $(VENV)/built $(VENV)/test  ## the tests of the Metal kernels, with 2,000 launches more
+test-metal: $(VENV)/built $(VENV)/test  ## the tests of the Metal kernels, with 2,000 launches more; threads under ThreadSanitizer
 	KVPOOL_METAL_LAUNCHES=2000 $(PYTEST) --timeout 3600 tests/test_metal_*.py tests/test_msl_*.py $(PYTEST_ARGS)
+	@[ "$$(uname)" != Linux ] || $(PY) -m proof threads
 
 test-embed: $(VENV)/built $(VENV)/test  ## the tests of the JAX adapter (installs jax)
 	$(PIP) "kvpool[jax]"

@@ -7,6 +7,7 @@ child, until something differs, the child dies, or a tape takes twenty times as 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import mmap
@@ -22,7 +23,7 @@ from typing import Any
 
 import kvpool
 from kvpool.testing import run
-from proof.mutation.memory import Memory, memory_that_runs_out
+from proof.mutation.memory import Guard, Memory, arrays_and_no_further, memory_that_runs_out
 from proof.mutation.scenarios import SCENARIOS
 from proof.mutation.tape import Differs, Tape, first_tag, play
 
@@ -39,12 +40,16 @@ def pool_of(*args: Any, **kwargs: Any) -> kvpool.Pool:
 
 def record(tapes: int, seed: int) -> Iterator[Tape]:
     """The scenarios, each on its tape; then `tapes` of the state machine, every other one with a prefix cache."""
-    kinds = {"Pool": pool_of, "Plan": kvpool.Plan, "Memory": Memory}
+    kinds = {"Pool": pool_of, "Plan": kvpool.Plan, "Memory": Memory, "Guard": Guard}
     for program in SCENARIOS:
         tape = Tape(program.__name__, kinds)
         first_tag()
         program(tape.make("Pool"), tape.make("Plan"))
         yield tape
+    tape = Tape("arrays and no further", kinds)
+    first_tag()
+    arrays_and_no_further(tape.make("Pool"), tape.make("Plan"), tape.make("Guard"))
+    yield tape
     for cached in (False, True):
         tape = Tape("memory that runs out", kinds)
         first_tag()
@@ -167,6 +172,8 @@ def main(argv: list[str] | None = None) -> int:
     tapes = list(record(options.tapes, options.seed))
     recorded = time.perf_counter() - start
     print(json.dumps({"mutants": len(mutants), "picked": len(picked), "recorded": recorded}), flush=True)
+    gc.collect()
+    gc.freeze()  # what is on the tapes stays; children collect what is theirs
     hunt = Hunt(tapes, options.blind)
     hunt.control()
     for mutant, how, tape in hunt.run(picked, options.jobs):

@@ -1,10 +1,11 @@
-"""Programs in which memory runs out: every allocation of a pool, a plan and their calls fails once.
+"""Programs about memory: all of it runs out, once at each allocation; arrays are filled to their ends and no further.
 
-Only builds that can fail on demand (`kvpool._memory`) run them.
+Only builds that can fail on demand (`kvpool._memory`) run the former.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,7 @@ class Memory:
         from kvpool import _memory
 
         self._memory = _memory
+        gc.collect()
         self._before = _memory.allocations()[1]
 
     def fail_at(self, number: int) -> None:
@@ -30,7 +32,46 @@ class Memory:
 
     def living(self) -> int:
         """Blocks of memory taken and not given back."""
+        gc.collect()
         return self._memory.allocations()[1] - self._before
+
+
+class Guard:
+    """An array with more behind it that nobody may write to."""
+
+    def __init__(self, size: int, dtype: str) -> None:
+        self.size, self.memory = size, np.full(size + 16, 77, dtype)
+
+    def bind(self, plan: Any, name: str) -> None:
+        """Let the plan write to it."""
+        plan.bind(**{name: self.memory[: self.size]})
+
+    def behind(self) -> list[int]:
+        """What stands behind its end."""
+        return self.memory[self.size :].tolist()
+
+
+def arrays_and_no_further(Pool: Any, Plan: Any, Guard: Any) -> None:
+    """Plans filled to the last row and token, one format at a time behind a guard."""
+    sizes = {"cu_q_lens": 5, "seq_lens": 4, "slot_mapping": 12, "positions": 12, "indptr": 5, "indices": 24}
+    sizes |= {"last_page_len": 4, "kv_slots_ragged": 48, "kv_indptr": 5, "slot_ids": 4}
+    for dtype in ("int32", "int64"):
+        pool = Pool(40, 2, max_seqs=4, max_blocks_per_seq=6)
+        plan = Plan(pool, 4, 12, formats=FORMATS, dtype=dtype)
+        guards = {name: Guard(size, dtype) for name, size in sizes.items()}
+        for name, guard in guards.items():
+            guard.bind(plan, name)
+        rows = [pool.open() for _ in range(4)]
+        for new in (3, 1, [0, 2, 1, 3], 1):
+            pool.step(plan, rows, new)
+            look(pool, plan)
+            pool.done(plan)
+            pool.step(plan, rows[:3], 1, pad_to=(4, 12))
+            look(pool, plan)
+            pool.done(plan)
+            for guard in guards.values():
+                guard.behind()
+        pool.shutdown()
 
 
 def each_failing(memory: Any, call: Callable[[], None]) -> None:

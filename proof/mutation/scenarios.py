@@ -72,8 +72,10 @@ def numbers_of_every_size(Pool: Any, Plan: Any) -> None:
         Plan(pool, 4, 200, formats=FORMATS, table_width=3),
         Plan(pool, 2, 200, formats=FORMATS, kv_width=10),
         Plan(pool, 2, 24, formats=FORMATS, table_width=6, kv_width=24),
+        Plan(pool, 2, 24, formats=("block_tables",), table_width=3),
     ]
     a, b = pool.open(), pool.open()
+    grown(pool, plans[0], [a, b], [1, 2])
     for new in (-1, 0, 1, 9, 10, 11, 12, 13, 24, 25, 2**31, 2**62, 2**63 - 1):
         for plan in plans:
             for handles in ([a], [a, b]):
@@ -145,6 +147,12 @@ def forks_that_all_write(Pool: Any, Plan: Any) -> None:
         pool.rollback(plans[2]) if plans[2].is_pending else None
         pool.done(plans[0])
         look(pool)
+        young = pool.fork(family[20], 6).tolist()
+        pool.step(plans[0], [*young, family[20]], 2)
+        pool.close(young[1:4])
+        look(pool, plans[0])
+        pool.rollback(plans[0])
+        look(pool)
         pool.truncate(family[10:20], [size - 1] * 10)
         look(pool)
         pool.close(family[:4])
@@ -179,6 +187,11 @@ def rows_that_come_and_go(Pool: Any, Plan: Any) -> None:
         pool = Pool(120, 4, max_seqs=12, max_blocks_per_seq=10)
         plan = Plan(pool, 6, 40, formats=FORMATS, dtype=dtype, kv_width=kv)
         rows = [pool.open() for _ in range(6)]
+        grown(pool, plan, rows[:2], 0)
+        pool.step(plan, [], [], pad_to=(6, 40))
+        look(pool, plan)
+        pool.done(plan)
+        grown(pool, plan, rows[:2], 0)
         for batch, new in (
             ([0], [1]), ([], []), ([0], [4]), ([1, 0], [5, 4]), ([1], [1]), ([1, 0, 2], [0, 0, 9]), ([2, 0], [1, 1]),
             ([0, 1, 2, 3, 4, 5], [1, 1, 1, 1, 1, 1]), ([3], [0]), ([3, 4], [1, 1]), ([4, 3], [1, 1]), ([5], [8]),
@@ -196,6 +209,12 @@ def rows_that_come_and_go(Pool: Any, Plan: Any) -> None:
         grown(pool, plan, rows, 1)
         plan.bind(block_tables=np.full((6, 10), -5, dtype))
         grown(pool, plan, rows[:2], 1)
+        pool.truncate(rows[:2], 0)
+        for count in (2, 6):
+            plan.bind(
+                indptr=np.full(7, 77, dtype), last_page_len=np.full(6, 78, dtype), cu_q_lens=np.full(7, 79, dtype)
+            )
+            grown(pool, plan, rows[:count], 0)
         pool.shutdown()
 
 
@@ -355,6 +374,32 @@ def duplicates_of_a_prefix(Pool: Any, Plan: Any) -> None:
         pool.match(text)
         look(pool)
         pool.shutdown()
+
+
+@scenario
+def other_tokens_for_a_known_block(Pool: Any, Plan: Any) -> None:
+    """Blocks that a fork has made known: the same tokens are welcome, one other token at any place is not."""
+    pool = Pool(20, 8, max_seqs=4, prefix_cache=True)
+    plan = Plan(pool, 2, 40, formats=("block_tables",))
+    text = np.arange(20, dtype=np.int32)
+    row = pool.open()
+    grown(pool, plan, [row], 20)
+    (child,) = pool.fork(row).tolist()
+    pool.commit(row, text[:18])
+    for at in range(18):
+        other = text[:18].copy()
+        other[at] += 1
+        tried(pool.commit, child, other)
+        look(pool)
+        if at < 16:
+            continue
+        (twin,) = pool.fork(row).tolist()
+        tried(pool.commit, twin, text[18:])
+        tried(pool.commit, twin, text)
+        pool.close(twin)
+    tried(pool.commit, child, text)
+    look(pool)
+    pool.shutdown()
 
 
 @scenario

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,14 +68,10 @@ class Mutant:
     function: str
     line: int
     kind: str
-    source: str  # the statement's text from the part that is wrong on
+    source: str  # the statement
     was: str
     now: str
-
-    @property
-    def key(self) -> str:
-        """What names it in the list of equivalents: no line number, nothing that moves with other code."""
-        return f"{self.function}: {self.source} | {self.was} -> {self.now}"
+    key: str  # names it without a line number: it stays when other code moves
 
 
 def covered(text: str) -> str:
@@ -120,6 +117,7 @@ class Schemata:
 
     def __init__(self) -> None:
         self.mutants: list[Mutant] = []
+        self.keys: Counter[str] = Counter()
         self.predicates: set[str] = set()  # functions that return a bint
 
     def file(self, name: str, text: str) -> str:
@@ -150,7 +148,7 @@ class Statement:
     """One statement of a nogil function."""
 
     def __init__(self, schemata: Schemata, where: tuple[str, str, int], text: str, indent: int) -> None:
-        self.mutants, self.predicates = schemata.mutants, schemata.predicates
+        self.mutants, self.keys, self.predicates = schemata.mutants, schemata.keys, schemata.predicates
         self.where, self.text, self.indent = where, text, indent
         self.plain = covered(text)
 
@@ -202,7 +200,10 @@ class Statement:
         """The number of one more mutant."""
         number = len(self.mutants) + 1
         source, was, now = (" ".join(part.split()) for part in (self.text, was, now))
-        self.mutants.append(Mutant(number, *self.where, kind, source, was, now))
+        key = f"{self.where[1]}: {source} | {was} -> {now}"
+        self.keys[key] += 1
+        key += f" #{self.keys[key]}" if self.keys[key] > 1 else ""
+        self.mutants.append(Mutant(number, *self.where, kind, source, was, now, key))
         return number
 
     def expression(self, first: int, last: int, *, condition: bool = False, whole: bool = True) -> str:
