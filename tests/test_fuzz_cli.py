@@ -99,6 +99,8 @@ def test_a_canary_that_is_not_found_fails_the_command(capsys, monkeypatch):
         ("--blocks", "3"),
         ("--block-size", "0"),
         ("--jobs", "0"),
+        ("--seed", "x"),
+        ("--large", "--blocks", "8"),
         ("--target", "nowhere"),
         ("--target", "kvpool:nothing"),
         ("--target", "no_such_module:f"),

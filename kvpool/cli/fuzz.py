@@ -26,6 +26,8 @@ from kvpool.cli.console import CommandError, whole
 
 SECONDS = 10.0
 CANARY_SECONDS = 30.0
+LARGE_CALLS_PER_RUN = 20_000_000
+LARGE_CHECK_EVERY = 2_000_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,15 +38,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", default=str(os.cpu_count() or 1), help="processes (default: one per CPU)")
     parser.add_argument("--blocks", help="blocks of every pool (default: 4 to 64)")
     parser.add_argument("--block-size", help="tokens per block (default: 1 to 16)")
+    parser.add_argument(
+        "--large",
+        action="store_true",
+        help=f"pools of a million blocks, checked every {LARGE_CHECK_EVERY:,} calls",
+    )
     parser.add_argument("--target", metavar="MODULE:FACTORY", help="somebody else's allocator or backend")
     parser.add_argument("--canary", action="store_true", help="plant bugs; each must be found")
 
 
 def run(args: argparse.Namespace) -> int:
     """Fuzz; 0 without a finding (with --canary: with all of them), 1 otherwise."""
+    if args.large and (args.canary or args.target or args.blocks or args.block_size):
+        raise CommandError("--large has pools of its own, it does not go with --canary, --target and sizes")
     if args.canary and args.target:
         raise CommandError("--canary plants bugs into this allocator, it does not go with --target")
-    seed = random.SystemRandom().getrandbits(31) if args.seed is None else int(args.seed)
+    seed = random.SystemRandom().getrandbits(31) if args.seed is None else _seed(args.seed)
     sizes = {
         "num_blocks": None if args.blocks is None else whole("--blocks", args.blocks, 4),
         "block_size": None if args.block_size is None else whole("--block-size", args.block_size),
@@ -56,9 +65,15 @@ def run(args: argparse.Namespace) -> int:
     elif args.canary:
         facts |= _fuzz_canaries(args, seed, sizes, limit["seconds"])
     else:
-        facts |= _fuzz_core(args, seed, sizes, limit)
+        facts |= _fuzz_core(args, seed, {"large": True} if args.large else sizes, limit)
     print(json.dumps(facts, indent=2) if args.json else describe(facts))
     return 1 if facts["finding"] else 0
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal():
+        raise CommandError(f"--seed {text}: not a whole number from 0 on")
+    return int(text)
 
 
 def _limits(args: argparse.Namespace) -> dict[str, Any]:
@@ -88,13 +103,18 @@ def _limits(args: argparse.Namespace) -> dict[str, Any]:
 def hunt_job(seed: int, job: int, fault: str | None, sizes: dict[str, Any], limit: dict[str, Any], told: Any) -> Any:
     """One process's share. `told` gets (calls, runs) now and then."""
     from kvpool.testing.fuzz import hunt
-    from kvpool.testing.fuzz_shape import draw_shape
+    from kvpool.testing.fuzz_shape import big_shape, draw_shape
 
     make_pool: Any = kvpool.Pool
     if fault is not None:
         from kvpool.testing._broken import broken
 
         make_pool = broken(fault)
+    if sizes.get("large"):
+        calls = min(limit["calls"] or LARGE_CALLS_PER_RUN, LARGE_CALLS_PER_RUN)
+        some: dict[str, Any] = {"calls_per_run": calls, "check_every": LARGE_CHECK_EVERY}
+        report = hunt(seed, job=job, make_pool=make_pool, make_shape=big_shape, told=told, **limit, **some)
+        return report, make_pool
     shape = functools.partial(draw_shape, **sizes)
     report = hunt(seed, job=job, make_pool=make_pool, make_shape=shape, told=told, **limit)
     return report, make_pool
@@ -197,6 +217,9 @@ def _conviction(report: Any, make_pool: Callable[..., Any], source: str, sizes: 
         return {"finding": None, "script": "", "again": ""}
     from kvpool.testing.fuzz_shrink import shrink
 
+    if not report.shape.full:  # too many calls to shrink
+        again = f"kvpool fuzz --large --seed {report.seed} --ops {LARGE_CALLS_PER_RUN} --jobs 1"
+        return {"finding": report.finding, "script": "", "again": again}
     failure = shrink(report.shape, report.words, make_pool, source)
     given = "".join(f" --{name.replace('num_', '').replace('_', '-')} {n}" for name, n in sizes.items() if n)
     return {

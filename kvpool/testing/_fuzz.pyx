@@ -185,8 +185,10 @@ cdef class Driver(Steps):
         return 0
 
     cdef uint32_t eased(self, const Word* w) noexcept:
-        """The word's operation; mostly one that makes room where nothing but refusals would follow."""
+        """The word's operation; another where it has nothing to do, mostly one that makes room where all is taken."""
         cdef uint32_t op = w.op
+        if self.s.num_queue == 0 and (op == DONE or op == DONE_ANY or op == EXECUTE or op == ROLLBACK):
+            return STEP
         if self.s.num_live == self.s.max_seqs and w.c >> 29 and (op <= PROMPT or op == FORK or op == PIN):
             return CLOSE
         if (op == STEP or op == PROMPT) and w.c >> 30 and (
@@ -235,6 +237,8 @@ cdef class Driver(Steps):
         cdef Line* line
         cdef int64_t done = self.done_length(p), bs = self.s.block_size
         self.expect(errors.OutOfSequences if n > self.s.max_seqs - self.s.num_live else None)
+        if self.due is not None and not self.full:
+            return self.nothing()
         if self.trace is not None:
             names = [f"h{len(self.names) + i}" for i in range(n)]
             self.say(f"[{', '.join(names)}] = pool.fork({self.names[p.handle]}, {n}).tolist()")
@@ -260,14 +264,19 @@ cdef class Driver(Steps):
             line.inherit = max(p.row_step, p.inherit)
             if line.inherit < self.oldest():
                 line.inherit = 0
+            self.newest_inherit = max(self.newest_inherit, line.inherit)
         return 0
 
     cdef int op_truncate(self, const Word* w) except -1:
         cdef int32_t slot = self.s.live[self.pick(w.b)]
         cdef Line* line = &self.s.line[slot]
         cdef int64_t n = w.a % <uint64_t>(line.length + 2), bs = self.s.block_size
+        if not self.full:
+            n = line.length - min(n % 4, line.length)
         self.expect(ValueError if n > line.length else
                     errors.PlanStateError if line.row_step >= self.oldest() else None)
+        if self.due is not None and not self.full:
+            return self.nothing()
         if self.trace is not None:
             self.say(f"pool.truncate({self.names[line.handle]}, {n})")
         try:
@@ -324,7 +333,7 @@ cdef class Driver(Steps):
         slot = self.s.live[self.pick(w.b)]
         line = &self.s.line[slot]
         most = self.done_length(line) - line.committed
-        n = most if w.a >> 29 else w.a % <uint64_t>(most + 2)
+        n = most if w.a >> 29 or not self.full else w.a % <uint64_t>(most + 2)
         self.expect(ValueError if n > most else None)
         memcpy(self.text, line_token(&self.s, slot) + line.committed, min(n, most) * sizeof(int32_t))
         if self.trace is not None:
@@ -429,6 +438,8 @@ cdef class Driver(Steps):
         last = op == DECREF and w.b & 1
         call = "free" if last else OPERATIONS[op]
         self.expect(ValueError if (last and block.refcount > 1) or (op == MARK and block.noted) else None)
+        if self.due is not None and not self.full:
+            return self.nothing()
         if self.trace is not None:
             self.say(f"pool.{call}({i})")
         try:

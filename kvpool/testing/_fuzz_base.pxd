@@ -88,6 +88,7 @@ cdef class Base:
     cdef int64_t alphabet
     cdef uint32_t[256] dice     # operation by weight
     cdef int64_t next_step
+    cdef int64_t newest_inherit # newest step whose work a fork got
     cdef int64_t fresh          # tokens that occur once
     cdef int64_t next_call
     cdef int64_t hot            # width of the window that sequences are picked from

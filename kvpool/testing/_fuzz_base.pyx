@@ -223,7 +223,7 @@ cdef class Base:
         """Tokens of a prompt, often those of an open sequence to some length; returns how many."""
         cdef int64_t n = 1 + w.a % (4 * self.s.block_size + 2), i, copied = 0
         cdef int32_t slot
-        if w.a >> 28 == 0:
+        if self.full and w.a >> 28 == 0:
             n = w.a % (self.s.capacity + self.s.block_size + 2)
         if self.s.num_live and w.c & 3:
             slot = self.s.live[self.pick(w.b)]
@@ -271,10 +271,12 @@ cdef class Base:
             n = self.make_prompt(w)
             hit = self.cached(n, SPACES[space], not pin)
         else:
-            n = w.a % (self.s.capacity + bs + 1 if w.a >> 28 == 0 else 2 * bs + 1)
+            n = w.a % (self.s.capacity + bs + 1 if self.full and w.a >> 28 == 0 else 2 * bs + 1)
         for k in range(hit.blocks):
             self.states[S_LIMBO_HITS] += self.pool.blocks.block[self.id[k]].place == LIMBO
         self.expect(self.judge_open(n, hit.blocks, hit.evictable, not pin))
+        if self.due is not None and not self.full:
+            return self.nothing()
         what = self.prompt[:n] if prompt else n
         if self.trace is not None:
             self.say(f"h{len(self.names)} = pool.{'pin' if pin else 'open'}"

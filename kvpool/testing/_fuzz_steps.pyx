@@ -79,7 +79,7 @@ cdef class Steps(Base):
             self.rows[i] = self.s.live[(first + i) % self.s.num_live]
             self.handle[i] = self.s.line[self.rows[i]].handle
             self.count[i] = (w.c if w.c < 16 else hash64(w.c + <uint64_t>i) >> 8) % <uint64_t>(self.appetite + 1)
-            if w.a >> 28:                           # else too many for the table or the plan, as may be
+            if w.a >> 28 or not self.full:          # else too many for the table or the plan, as may be
                 self.count[i] = min(self.count[i], self.s.capacity - self.s.line[self.rows[i]].length, left)
             left -= self.count[i]
         return n
@@ -432,6 +432,8 @@ cdef class Steps(Base):
         cdef int32_t i
         if self.s.plan[k].noted:
             return errors.PlanStateError
+        if self.newest_inherit < self.s.plan[k].step:
+            return None
         for i in range(self.s.num_live):
             if self.s.line[self.s.live[i]].inherit == self.s.plan[k].step:
                 return errors.PlanStateError
@@ -444,6 +446,8 @@ cdef class Steps(Base):
             return self.nothing()
         k = self.s.queue[self.s.num_queue - 1]
         self.expect(self.judge_rollback(k))
+        if self.due is not None and not self.full:
+            return self.nothing()
         if self.trace is not None:
             self.say(f"pool.rollback(p{k})")
         try:

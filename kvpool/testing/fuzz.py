@@ -61,7 +61,7 @@ def one_run(shape: Shape, make_pool: Callable[..., Any], report: Report, calls: 
     except (FuzzFinding, kvpool.errors.CorruptState) as finding:
         report.finding = str(finding)
         report.shape = shape
-        report.words = driver.words(0, driver.calls_made() + driver.idle)
+        report.words = driver.words(0, driver.calls_made() + driver.idle) if shape.full else []
     finally:
         report.add(driver)
         driver.shutdown()

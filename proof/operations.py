@@ -1,0 +1,89 @@
+"""Random operations: on small pools under the sanitizers, each one checked; on large ones as fast as they go.
+
+Both run ``kvpool fuzz``; an operation is one call of a pool (a step of eight rows is one operation). In short, this
+tree's own build takes the place of the two copies.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+from kvpool.testing._broken import broken
+from kvpool.testing.fuzz import hunt
+from proof.builds import ROOT, run
+from proof.figure import Budget, Figure
+
+NAME = "random operations"
+#: What has to be found before a run without a finding means something.
+PLANTED = ("fence removed", "write into a shared block", "evicted node stays in the index")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One row."""
+
+    name: str
+    target: str
+    variant: str
+    operations: int
+    most_seconds: int
+    options: tuple[str, ...] = ()
+
+
+PARTS = (
+    Part(
+        "random operations, sanitized",
+        "ASan+UBSan, pools of 4 to 64 blocks, all checked after every one: >= 1e8 in <= 10 min, 0 findings",
+        *("asan", 100_000_000, 600),
+    ),
+    Part(
+        "random operations, release",
+        "pools of 1M blocks, all checked at checkpoints: >= 1e9 in <= 5 min, 0 findings",
+        *("release", 1_000_000_000, 300),
+        ("--large",),
+    ),
+)
+
+
+def fuzz(variant: str | None, options: list[str]) -> dict:
+    """The facts of one command in one build, or in this one; a sanitizer's report is a finding."""
+    command = ["-m", "kvpool", "fuzz", *options, "--json"]
+    if variant is None:
+        done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+    else:
+        done = run(variant, command)
+    if done.returncode not in (0, 1) or not done.stdout.startswith("{"):
+        return {"calls": 0, "seconds": 0.0, "finding": f"exit {done.returncode}: {done.stderr.strip()[-2000:]}"}
+    return json.loads(done.stdout)
+
+
+def measure(budget: Budget) -> list[Figure]:
+    """Both parts, one after the other."""
+    return [measure_part(part, budget) for part in PARTS]
+
+
+def measure_part(part: Part, budget: Budget) -> Figure:
+    """One row; the seconds are those of the command, without what was compiled for it."""
+    start, least = time.monotonic(), budget.of(part.operations)
+    options = [*part.options, "--ops", str(least), "--jobs", str(budget.jobs), "--seed", str(budget.seed)]
+    facts = fuzz(part.variant if budget.share >= 1 else None, options)
+    seconds, calls = facts["seconds"], facts["calls"]
+    in_time = budget.share < 1 or seconds <= part.most_seconds
+    return Figure(
+        *(part.name, part.target),
+        measured=f"{calls:.4g} in {seconds:.0f} s, {int(facts['finding'] is not None)} findings",
+        holds=calls >= least and facts["finding"] is None and in_time,
+        command=f"python -m proof.builds {part.variant} -m kvpool fuzz {' '.join(options)}",
+        seconds=time.monotonic() - start,
+        notes=facts["finding"] or "",
+    )
+
+
+def planted(budget: Budget) -> Figure:
+    """The same driver on pools with planted bugs: holds only if one of them is not found."""
+    start = time.monotonic()
+    missed = [name for name in PLANTED if hunt(budget.seed, calls=200_000, make_pool=broken(name)).finding is None]
+    measured = f"{len(PLANTED)} planted bugs, {len(missed)} missed"
+    return Figure(NAME, "none missed", measured, bool(missed), "kvpool fuzz --canary", time.monotonic() - start)

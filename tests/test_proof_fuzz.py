@@ -1,0 +1,32 @@
+"""The gates that fuzz, in short: their figures hold, and not with what they have to find."""
+
+import pytest
+
+from proof import determinism, operations
+from proof.figure import Budget
+
+SHORTEST = Budget(0.0002)  # 2e4 checked operations, 2e5 on large pools, no run of 2,000 for determinism
+
+
+@pytest.mark.parametrize("part", operations.PARTS, ids=lambda part: part.variant)
+def test_operations_hold_in_short(part):
+    figure = operations.measure_part(part, SHORTEST)
+    assert figure.holds, figure.notes
+
+
+def test_operations_convict():
+    assert not operations.planted(SHORTEST).holds
+
+
+def test_traces_are_equal_in_short():
+    figure = determinism.measure(Budget(0.005))
+    assert figure.holds, figure.notes
+
+
+def test_trace_of_another_seed_is_convicted():
+    assert not determinism.planted(Budget(0.001)).holds
+
+
+def test_sanitizer_crash_is_a_finding(monkeypatch):
+    monkeypatch.setattr(operations, "ROOT", "/")
+    assert "exit" in operations.fuzz(None, ["--no-such-option"])["finding"]
