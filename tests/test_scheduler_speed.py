@@ -40,7 +40,7 @@ def calls(scheduler, rows):
     return count
 
 
-@pytest.mark.parametrize("request_options", [{}, {"eos": (2, 3)}], ids=repr)
+@pytest.mark.parametrize("request_options", [{}, {"eos": (2, 3), "stop": [(5, 4), (5, 5, 6)]}], ids=repr)
 def test_decode_step_python_calls_do_not_depend_on_the_rows(request_options):
     few, many = (calls(decoding(rows, **request_options), rows) for rows in (16, 256))
     assert few == many
