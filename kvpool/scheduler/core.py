@@ -27,7 +27,7 @@ class Batch:
         Each samples one token: no beam, no samples to be forked.
     """
 
-    __slots__ = ("eos", "handles", "index", "limit", "plain", "shared", "slots", "slots32", "width")
+    __slots__ = ("handles", "index", "limit", "plain", "shared", "slots", "slots32", "watch", "width")
 
     def __init__(self, rows: Rows, unforked: int) -> None:
         slots = self.slots = rows.running(DECODING)
@@ -35,7 +35,7 @@ class Batch:
         self.handles = rows.handle[slots]
         self.index = rows.index[slots]
         self.width = rows.width[slots]
-        self.eos = rows.eos[slots]
+        self.watch = rows.watch[slots]
         self.limit = rows.limit[slots]
         self.shared = bool(rows.shared[slots].any())
         for array in (self.slots32, self.handles, self.index, self.width):

@@ -140,11 +140,11 @@ def take_decodes(core: Core, batch: Batch, at: NDArray[int32], given: Given) -> 
     generated = store(rows, slots, at, tokens, None if given.logprobs is None else given.logprobs[:n])
     if not at.min():  # prompts that had one token left to compute
         end_prompts(core, slots[at == 0], core.clock())
-    eos = batch.eos == tokens[:, None]
+    watched = batch.watch == tokens[:, None]
     full = generated >= batch.limit
-    if not (eos.any() or full.any()):
+    if not (watched.any() or full.any()):
         return []
-    ended = why(rows, slots, generated, eos.any(axis=1), full)
+    ended = why(rows, slots, generated, watched.any(axis=1) | full)
     if not ended:
         return []
     now = core.clock()
@@ -215,8 +215,8 @@ def append(core: Core, samples: NDArray[int32], given: Given, chosen: np.ndarray
     rows, tokens = core.rows, given.tokens[begin:][chosen]
     logprobs = None if given.logprobs is None else given.logprobs[begin:][chosen]
     generated = store(rows, slots, rows.generated[slots], tokens, logprobs)
-    eos = (rows.eos[slots] == tokens[:, None]).any(axis=1)
-    return why(rows, slots, generated, eos, generated >= rows.limit[slots])
+    watched = (rows.watch[slots] == tokens[:, None]).any(axis=1)
+    return why(rows, slots, generated, watched | (generated >= rows.limit[slots]))
 
 
 def store(
@@ -233,20 +233,14 @@ def store(
     return generated
 
 
-def why(
-    rows: Rows, slots: np.ndarray, generated: NDArray[int32], eos: np.ndarray, maybe: np.ndarray
-) -> list[tuple[int, str]]:
-    """Which of the slots ended, and why; those that are neither in `eos` nor in `maybe` did not."""
+def why(rows: Rows, slots: np.ndarray, generated: NDArray[int32], maybe: np.ndarray) -> list[tuple[int, str]]:
+    """Which of the slots ended, and why; those not in `maybe` did not."""
     ended = []
-    for row in np.flatnonzero(eos | maybe).tolist():
-        slot, length = int(slots[row]), int(generated[row])
-        request = rows.sequence(slot).group.request
-        if eos[row]:
-            ended.append((slot, "eos"))
-        elif request.stop and ends_with(rows.tokens[slot, :length], request.stop):
-            ended.append((slot, "stop"))
-        elif length >= request.max_tokens:
-            ended.append((slot, "length"))
+    for row in maybe.nonzero()[0].tolist():
+        slot = int(slots[row])
+        reason = why_ended(rows.sequence(slot).group, rows.tokens[slot, : generated[row]])
+        if reason is not None:
+            ended.append((slot, reason))
     return ended
 
 

@@ -27,13 +27,13 @@ class Rows:
     high : int32
         Most tokens that were computed before the admission.
     limit : int32
-        Tokens after which to look closer at the sequence: its most, or 0 when there are stop sequences.
+        Tokens to generate at most.
     last : int32
         Last known token: the input of the next decode.
     shared : bool
         The tail may be shared with a fork: the next token may need a block for its copy.
-    eos : int32 ``[slots, E]``
-        Tokens that end the sequence, padded with -1.
+    watch : int32 ``[slots, E]``
+        Tokens that may end the sequence, padded with -1: eos, and the last ones of stop sequences.
     width : int32
         Of the beam, 0: none.
     index : int32
@@ -57,7 +57,7 @@ class Rows:
         self.limit = np.zeros(size, np.int32)
         self.last = np.zeros(size, np.int32)
         self.shared = np.zeros(size, np.bool_)
-        self.eos = np.full((size, 1), -1, np.int32)
+        self.watch = np.full((size, 1), -1, np.int32)
         self.width = np.zeros(size, np.int32)
         self.index = np.zeros(size, np.int32)
         self.tokens = np.zeros((size, 64), np.int32)
@@ -82,9 +82,9 @@ class Rows:
         self.prompt[slot] = request.prompt.size
         self.computed[slot] = self.committed[slot] = computed
         self.high[slot] = sequence.high
-        self.limit[slot] = 0 if request.stop else request.max_tokens
+        self.limit[slot] = request.max_tokens
         self.shared[slot] = False
-        self._put_eos(slot, request.eos)
+        self._put_watch(slot, {*request.eos, *(stop[-1] for stop in request.stop)})
         self.width[slot] = request.beam_width
         self.index[slot] = sequence.index
         self.set_tokens(slot, sequence, sequence.tokens, sequence.logprobs)
@@ -92,13 +92,13 @@ class Rows:
         sequence.slot = slot
         sequence.tokens, sequence.logprobs = sequence.tokens[:0], None
 
-    def _put_eos(self, slot: int, eos: tuple[int, ...]) -> None:
-        if len(eos) > self.eos.shape[1]:
-            wider = np.full((self.size, len(eos)), -1, np.int32)
-            wider[:, : self.eos.shape[1]] = self.eos
-            self.eos = wider
-        self.eos[slot] = -1
-        self.eos[slot, : len(eos)] = eos
+    def _put_watch(self, slot: int, tokens: set[int]) -> None:
+        if len(tokens) > self.watch.shape[1]:
+            wider = np.full((self.size, len(tokens)), -1, np.int32)
+            wider[:, : self.watch.shape[1]] = self.watch
+            self.watch = wider
+        self.watch[slot] = -1
+        self.watch[slot, : len(tokens)] = sorted(tokens)
 
     def set_tokens(
         self, slot: int, sequence: Sequence, tokens: NDArray[int32], logprobs: NDArray[float32] | None
