@@ -13,7 +13,7 @@ import numpy as np
 from scheduler_watch import Watch
 
 from kvpool import Pool, Request, Scheduler
-from kvpool.errors import OutOfBlocks, RequestRejected, UnknownRequest
+from kvpool.errors import OutOfBlocks, OutOfSequences, RequestRejected, UnknownRequest
 from kvpool.testing.token_model import TokenMemory, TokenModel, salt_of
 
 NAMESPACES = (b"", b"lora-1", b"tenant-2")
@@ -336,7 +336,7 @@ class Runner:
         self.watch.door = {name: self.requests[name] for name in self.added}
         try:
             step = self.scheduler.schedule()
-        except OutOfBlocks:
+        except (OutOfBlocks, OutOfSequences):
             assert self.guest.leave(), "out of blocks without guests"
             step = self.scheduler.schedule()
         if step is None:
