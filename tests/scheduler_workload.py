@@ -116,6 +116,7 @@ def draw(seed: int) -> Workload:
             late = int(rng.integers(0, 30))
             workload.cancels[name] = (arrivals[name][0] + late, str(rng.choice(["before", "out", "after"])))
     workload.fail_rate = float(rng.choice([0.0, 0.0, 0.1]))
+    workload.quantum = float(rng.choice([2.0**-16, 2.0**-16, 2.0**-2]))  # a coarse one: hypotheses of equal score
     workload.guests = bool(rng.random() < 0.2)
     largest = max(blocks_alone(request, block_size) for request in requests)
     usable = workload.pool["num_blocks"] - workload.pool["reserved_blocks"] - workload.pool["watermark"]
@@ -206,6 +207,10 @@ class Guest:
         self.blocks: list[int] = []
 
     def visit(self) -> None:
+        if self.rng.random() < 0.05:
+            self.pool.flush(NAMESPACES[self.rng.integers(3)] if self.rng.random() < 0.7 else None)
+        if self.rng.random() < 0.05:
+            self.pool.evict(int(self.rng.integers(1, 4)))
         stats = self.pool.stats()
         there = (stats.free + stats.evictable) // 2
         if self.rng.random() < 0.3:
@@ -385,6 +390,8 @@ class Runner:
             assert key not in self.outputs, f"{key} ended twice"
             self.outputs[key] = output
             self.watch.gone.add(output.id)
+            if output.finish_reason == "cancelled":
+                self.watch.tokenless = 0  # what was computed for it will not end in a token
             self._judge(output, self.requests[output.id])
 
     def _judge(self, output: Any, request: Request) -> None:
