@@ -158,7 +158,7 @@ def test_cancel_unknown_or_finished_request_says_which():
         *({"prefill_chunk": value} for value in (2.5, None)),
         *({"mixed": value} for value in (1, None, "no")),
         *({"watermark": value} for value in (1.5, True)),
-        {"tier": 7},
+        {"tier": 3},
         {"clock": 3},
         {"pad_to": 3},
         {"plans": None},

@@ -32,10 +32,8 @@ class Rows:
         Last known token: the input of the next decode.
     shared : bool
         The tail may be shared with a fork: the next token may need a block for its copy.
-    eos : int32 ``[slots, E]``
-        Tokens that end the sequence, padded with -1.
-    stops : bool
-        There are stop sequences.
+    watch : int32 ``[slots, E]``
+        Tokens that may end the sequence, padded with -1: eos, and the last ones of stop sequences.
     width : int32
         Of the beam, 0: none.
     index : int32
@@ -59,12 +57,14 @@ class Rows:
         self.limit = np.zeros(size, np.int32)
         self.last = np.zeros(size, np.int32)
         self.shared = np.zeros(size, np.bool_)
-        self.eos = np.full((size, 1), -1, np.int32)
-        self.stops = np.zeros(size, np.bool_)
+        self.watch = np.full((size, 1), -1, np.int32)
         self.width = np.zeros(size, np.int32)
         self.index = np.zeros(size, np.int32)
         self.tokens = np.zeros((size, 64), np.int32)
         self.logprobs: NDArray[float32] | None = None
+        self.ones = np.ones(size, np.int64)  # what a row of a step looks like when all are decodes
+        self.order = np.arange(size, dtype=np.int32)
+        self.ones.flags.writeable = self.order.flags.writeable = False
         self.sequences: list[Sequence | None] = [None] * size
         self.free = list(range(size))
         heapify(self.free)
@@ -84,8 +84,7 @@ class Rows:
         self.high[slot] = sequence.high
         self.limit[slot] = request.max_tokens
         self.shared[slot] = False
-        self._put_eos(slot, request.eos)
-        self.stops[slot] = bool(request.stop)
+        self._put_watch(slot, {*request.eos, *(stop[-1] for stop in request.stop)})
         self.width[slot] = request.beam_width
         self.index[slot] = sequence.index
         self.set_tokens(slot, sequence, sequence.tokens, sequence.logprobs)
@@ -93,13 +92,13 @@ class Rows:
         sequence.slot = slot
         sequence.tokens, sequence.logprobs = sequence.tokens[:0], None
 
-    def _put_eos(self, slot: int, eos: tuple[int, ...]) -> None:
-        if len(eos) > self.eos.shape[1]:
-            wider = np.full((self.size, len(eos)), -1, np.int32)
-            wider[:, : self.eos.shape[1]] = self.eos
-            self.eos = wider
-        self.eos[slot] = -1
-        self.eos[slot, : len(eos)] = eos
+    def _put_watch(self, slot: int, tokens: set[int]) -> None:
+        if len(tokens) > self.watch.shape[1]:
+            wider = np.full((self.size, len(tokens)), -1, np.int32)
+            wider[:, : self.watch.shape[1]] = self.watch
+            self.watch = wider
+        self.watch[slot] = -1
+        self.watch[slot, : len(tokens)] = sorted(tokens)
 
     def set_tokens(
         self, slot: int, sequence: Sequence, tokens: NDArray[int32], logprobs: NDArray[float32] | None
