@@ -26,6 +26,7 @@ class Watch:
         self.door: dict[Any, Any] = {}  # requests that were added before this step was decided
         self.simple = self.strict = True
         self.chunk_before = False
+        self.before: Any = None  # the last step and copies of what it showed
         self.steps = self.tokenless = self.failures = 0
 
     def step(self, step: Any) -> None:
@@ -45,6 +46,7 @@ class Watch:
         assert np.isin(step.sample_at, ends).all(), "a sample that is no last token of a row"
         assert (np.diff(step.sample_at) >= 0).all()
         assert np.isin(ends[:decodes], step.sample_at).all(), "a decode without a sample"
+        self._arrays_hold(step)
         self._stall_free(handles, decodes, len(chunks))
         self._watermark(handles)
         self._victims(step, decodes)
@@ -53,6 +55,19 @@ class Watch:
             self._nothing_is_left_lying(step, sampled)
         self.candidates = set(handles[sampled].tolist())
         self.steps += 1
+
+    def _arrays_hold(self, step: Any) -> None:
+        """With two plans in turn, what the step before shows is what it showed."""
+        if self.options.get("plans") == 2:
+            if self.before is not None:
+                old, shown = self.before
+                assert all(np.array_equal(a, b) for a, b in zip(self._shown(old), shown, strict=True))
+            self.before = step, [array.copy() for array in self._shown(step)]
+
+    @staticmethod
+    def _shown(step: Any) -> list[np.ndarray]:
+        plan = step.plan
+        return [step.handles, step.tokens, step.sample_at, plan.block_tables, plan.slot_mapping, plan.seq_lens]
 
     def _nothing_is_left_lying(self, step: Any, sampled: np.ndarray) -> None:
         """While there is budget, chunks are whole; while there are slots and blocks too, nobody waits."""

@@ -13,7 +13,7 @@ import numpy as np
 from scheduler_watch import Watch
 
 from kvpool import Pool, Request, Scheduler
-from kvpool.errors import OutOfBlocks, RequestRejected, UnknownRequest
+from kvpool.errors import OutOfBlocks, OutOfSequences, RequestRejected, UnknownRequest
 from kvpool.testing.token_model import TokenMemory, TokenModel, salt_of
 
 NAMESPACES = (b"", b"lora-1", b"tenant-2")
@@ -116,6 +116,7 @@ def draw(seed: int) -> Workload:
             late = int(rng.integers(0, 30))
             workload.cancels[name] = (arrivals[name][0] + late, str(rng.choice(["before", "out", "after"])))
     workload.fail_rate = float(rng.choice([0.0, 0.0, 0.1]))
+    workload.quantum = float(rng.choice([2.0**-16, 2.0**-16, 2.0**-2]))  # a coarse one: hypotheses of equal score
     workload.guests = bool(rng.random() < 0.2)
     largest = max(blocks_alone(request, block_size) for request in requests)
     usable = workload.pool["num_blocks"] - workload.pool["reserved_blocks"] - workload.pool["watermark"]
@@ -206,6 +207,10 @@ class Guest:
         self.blocks: list[int] = []
 
     def visit(self) -> None:
+        if self.rng.random() < 0.05:
+            self.pool.flush(NAMESPACES[self.rng.integers(3)] if self.rng.random() < 0.7 else None)
+        if self.rng.random() < 0.05:
+            self.pool.evict(int(self.rng.integers(1, 4)))
         stats = self.pool.stats()
         there = (stats.free + stats.evictable) // 2
         if self.rng.random() < 0.3:
@@ -336,7 +341,7 @@ class Runner:
         self.watch.door = {name: self.requests[name] for name in self.added}
         try:
             step = self.scheduler.schedule()
-        except OutOfBlocks:
+        except (OutOfBlocks, OutOfSequences):
             assert self.guest.leave(), "out of blocks without guests"
             step = self.scheduler.schedule()
         if step is None:
@@ -385,6 +390,8 @@ class Runner:
             assert key not in self.outputs, f"{key} ended twice"
             self.outputs[key] = output
             self.watch.gone.add(output.id)
+            if output.finish_reason == "cancelled":
+                self.watch.tokenless = 0  # what was computed for it will not end in a token
             self._judge(output, self.requests[output.id])
 
     def _judge(self, output: Any, request: Request) -> None:
