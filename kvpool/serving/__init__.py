@@ -5,7 +5,7 @@ returns a `Record` of every tick and every token; `phases` and `metrics` say wha
 ``kvpool bench serving``. Not imported with kvpool.
 """
 
-from kvpool.serving.harness import Server, SimulatedClock, Tick, WallClock, serve
+from kvpool.serving.harness import Server, SimulatedClock, Tick, WallClock, serve, serve_side_by_side
 from kvpool.serving.phases import Phases, find_phases
 from kvpool.serving.record import Record
 from kvpool.serving.slots import SlotServer
@@ -26,5 +26,6 @@ __all__ = [
     "find_phases",
     "make_workload",
     "serve",
+    "serve_side_by_side",
     "trace_workload",
 ]

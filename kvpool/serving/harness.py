@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -127,11 +127,19 @@ class WallClock:
     """
 
     def __init__(self) -> None:
-        self._start = time.perf_counter()
+        self._start = self._paused = time.perf_counter()
 
     def now(self) -> float:
         """Seconds, skipped ones included."""
         return time.perf_counter() - self._start
+
+    def pause(self) -> None:
+        """Stand still until `resume`."""
+        self._paused = time.perf_counter()
+
+    def resume(self) -> None:
+        """Go on."""
+        self._start += time.perf_counter() - self._paused
 
     def skip_to(self, when: float) -> None:
         """Go on at `when`, at once."""
@@ -167,6 +175,13 @@ def serve(
         The server is idle, but not all tokens were generated.
     """
     record = Record(workload.arrivals, workload.samples)
+    for tokens in ticks(server, workload, clock, record):
+        progress(tokens)
+    return record
+
+
+def ticks(server: Server, workload: Workload, clock: Clock, record: Record) -> Iterator[int]:
+    """Drive `server`, fill `record`, and yield after every tick how many tokens it generated. Raises as `serve`."""
     arrivals, limits = workload.arrivals.tolist(), workload.max_tokens.tolist()
     number, count = 0, len(workload)
     while True:
@@ -174,14 +189,46 @@ def serve(
         while number < count and arrivals[number] <= now:
             server.add(number, workload.prompts[number], limits[number])
             number += 1
-        if not server.is_busy:
-            if number == count:
-                break
+        if server.is_busy:
+            timed = clock.time_tick(server)
+            record.add(*timed)
+            yield len(timed.tick.emitted)
+        elif number < count:
             clock.skip_to(arrivals[number])
-            continue
-        timed = clock.time_tick(server)
-        record.add(*timed)
-        progress(len(timed.tick.emitted))
+        else:
+            break
     if record.num_tokens != workload.num_tokens:
         raise RuntimeError(f"[serve] {record.num_tokens} tokens were generated, {workload.num_tokens} were asked for")
-    return record
+
+
+def serve_side_by_side(
+    servers: Sequence[Server],
+    workload: Workload,
+    slice_seconds: float = 0.1,
+    progress: Callable[[int], object] = lambda tokens: None,
+) -> list[Record]:
+    """Drive several servers with the same workload, in turns of `slice_seconds`, each by a clock of its own.
+
+    The speed of a machine that others share changes from second to second; here it changes for everybody alike. A
+    server with a method ``settle`` finishes what it has begun before its turn ends; that is its own time.
+    """
+    records = [Record(workload.arrivals, workload.samples) for _ in servers]
+    clocks = [WallClock() for _ in servers]
+    for clock in clocks:
+        clock.pause()
+    lanes = list(zip(servers, records, clocks, strict=True))
+    going = [(server, clock, ticks(server, workload, clock, record)) for server, record, clock in lanes]
+    while going:
+        for lane in tuple(going):
+            server, clock, run = lane
+            clock.resume()
+            until = clock.now() + slice_seconds
+            for tokens in run:
+                progress(tokens)
+                if clock.now() >= until:
+                    break
+            else:
+                going.remove(lane)
+            getattr(server, "settle", lambda: None)()
+            clock.pause()
+    return records

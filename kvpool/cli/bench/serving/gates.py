@@ -22,7 +22,9 @@ SPIKES = 0
 NULL_RATE = 1e6
 NULL_BATCH = 256
 
-EQUAL_WORKLOAD: dict[str, Any] = {"prompt": "64", "output": "48", "requests": 32, "max_batch": 16, "shared_prefix": 0}
+EQUAL_WORKLOAD: dict[str, Any] = {
+    **{"prompt": "64", "output": "48", "requests": 32, "max_batch": 16, "shared_prefix": 0},
+}
 MIXED_WORKLOAD: dict[str, Any] = {
     **{"prompt": "lognormal:24:0.7:96", "output": "lognormal:32:0.7:128", "requests": 48},
     **{"max_batch": 16, "shared_prefix": 128},

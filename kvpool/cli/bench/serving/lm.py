@@ -143,6 +143,10 @@ class StockServer:
         tick.blocks_in_use = -(-self.cache_nbytes() // self.block_nbytes)
         return tick
 
+    def settle(self) -> None:
+        """Finish the step that was begun ahead."""
+        mx.synchronize(self.generator.stream)
+
     def cache_nbytes(self) -> int:
         """Bytes of its caches: of prompts that are computed, and of answers."""
         batches = self.generator._prompt_batch, self.generator._generation_batch

@@ -1,4 +1,4 @@
-"""Who serves the workload, and what came of it: everybody in turns, the run with the median rate counts."""
+"""Who serves the workload, and what came of it: everybody side by side, the run with the median rate counts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvpool.cli.bench.serving.settings import Settings
 from kvpool.cli.console import CommandError
@@ -25,6 +25,7 @@ from kvpool.serving import (
     find_phases,
     make_workload,
     serve,
+    serve_side_by_side,
     trace_workload,
 )
 from kvpool.serving.metrics import summarize, usage
@@ -76,6 +77,14 @@ class Run:
         return self.record.num_tokens / max(self.summary["cpu_seconds"], 1e-9)
 
 
+class Lane(NamedTuple):
+    """Who serves, and what the harness drives: the same, or static batches on it."""
+
+    name: str
+    server: Any
+    driven: Any
+
+
 @dataclass
 class Bench:
     """A model and what it is to serve.
@@ -114,26 +123,49 @@ class Bench:
 
     def run(self, name: str, *, watch: bool = False) -> Run:
         """Serve the workload once; with `watch` under stopwatches."""
-        s, work = self.settings, self.workload
-        batch = s.max_batch if name == "kvpool" else min(self.dense_batch, s.max_batch)
-        with contextlib.ExitStack() as stack:
-            server = self.server(name, batch)
-            stack.callback(getattr(server, "close", lambda: None))
+        with self.lane(name) as lane, contextlib.ExitStack() as stack:
             watches = None
-            if watch and hasattr(server, "engine"):
-                assert self.lm is not None
-                watches = stack.enter_context(self.lm.Stopwatches(server.engine.kv.backend))
-            driven = server
-            if name == "static":
-                driven = StaticBatches(server, batch, len(work), samples=work.samples, pad=s.is_null)
-            clock = SimulatedClock(self.cost) if s.is_null else WallClock()
-            record = serve(driven, work, clock, self.advance)
-            facts = pool_facts(server, record) if name == "kvpool" else {}
-            if watches is not None:
-                facts |= watches.per_tick(len(record))
-            spikes: dict[str, Any] = {"spike_factor": s.spike_factor, "spike_seconds": s.spike_seconds}
-            phases, cpu_phases = (find_phases(record, batch, by=by, **spikes) for by in ("wall", "cpu"))
-            return Run(name, batch, record, phases, cpu_phases, facts, getattr(server, "tokens", {}))
+            if watch and self.lm is not None:
+                watches = stack.enter_context(self.lm.Stopwatches(lane.server.engine.kv.backend))
+            clock = SimulatedClock(self.cost) if self.settings.is_null else WallClock()
+            record = serve(lane.driven, self.workload, clock, self.advance)
+            facts = {} if watches is None else watches.per_tick(len(record))
+            return self.result(lane, record, facts)
+
+    def run_side_by_side(self, names: Sequence[str]) -> list[Run]:
+        """Serve the workload by several at the same time, see `serve_side_by_side`."""
+        if self.settings.is_null:
+            return [self.run(name) for name in names]
+        with contextlib.ExitStack() as stack:
+            lanes = [stack.enter_context(self.lane(name)) for name in names]
+            records = serve_side_by_side([lane.driven for lane in lanes], self.workload, progress=self.advance)
+            return [self.result(lane, record) for lane, record in zip(lanes, records, strict=True)]
+
+    def batch(self, name: str) -> int:
+        """Sequences that somebody runs at a time."""
+        return self.settings.max_batch if name == "kvpool" else min(self.dense_batch, self.settings.max_batch)
+
+    @contextlib.contextmanager
+    def lane(self, name: str) -> Iterator[Lane]:
+        """Yield a fresh server, for the length of a ``with`` block."""
+        s, work, batch = self.settings, self.workload, self.batch(name)
+        server = self.server(name, batch)
+        driven = server
+        if name == "static":
+            driven = StaticBatches(server, batch, len(work), samples=work.samples, pad=s.is_null)
+        try:
+            yield Lane(name, server, driven)
+        finally:
+            if not s.is_null:
+                server.close()
+
+    def result(self, lane: Lane, record: Record, facts: dict[str, Any] | None = None) -> Run:
+        """Return what came of a run."""
+        s, batch = self.settings, self.batch(lane.name)
+        facts = (pool_facts(lane.server, record) if lane.name == "kvpool" else {}) | (facts or {})
+        spikes: dict[str, Any] = {"spike_factor": s.spike_factor, "spike_seconds": s.spike_seconds}
+        phases, cpu_phases = (find_phases(record, batch, by=by, **spikes) for by in ("wall", "cpu"))
+        return Run(lane.name, batch, record, phases, cpu_phases, facts, getattr(lane.server, "tokens", {}))
 
     def server(self, name: str, batch: int) -> Any:
         """Return a fresh server."""
@@ -245,13 +277,13 @@ def warm_up(bench: Bench, names: Sequence[str]) -> None:
 
 
 def run_all(bench: Bench, names: Sequence[str], repetitions: int) -> dict[str, list[Run]]:
-    """Return `repetitions` runs of everybody, in turns, each time in another order."""
+    """Return `repetitions` runs of everybody, side by side, each time in another order."""
     runs: dict[str, list[Run]] = {name: [] for name in names}
     for repetition in range(repetitions):
+        bench.say(f"{', '.join(names)}: run {repetition + 1} of {repetitions}")
         turn = repetition % len(names)
-        for name in [*names[turn:], *names[:turn]]:
-            bench.say(f"{name}, run {repetition + 1} of {repetitions}")
-            runs[name].append(bench.run(name))
+        for run in bench.run_side_by_side([*names[turn:], *names[:turn]]):
+            runs[run.name].append(run)
     return runs
 
 
