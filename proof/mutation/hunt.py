@@ -23,7 +23,7 @@ from typing import Any
 
 import kvpool
 from kvpool.testing import run
-from proof.mutation.memory import Guard, Memory, arrays_and_no_further, memory_that_runs_out
+from proof.mutation.memory import Guard, Memory, arrays_and_no_further, events_that_are_lost, memory_that_runs_out
 from proof.mutation.scenarios import SCENARIOS
 from proof.mutation.tape import Differs, Tape, first_tag, play
 
@@ -49,6 +49,10 @@ def record(tapes: int, seed: int) -> Iterator[Tape]:
     tape = Tape("arrays and no further", kinds)
     first_tag()
     arrays_and_no_further(tape.make("Pool"), tape.make("Plan"), tape.make("Guard"))
+    yield tape
+    tape = Tape("events that are lost", kinds)
+    first_tag()
+    events_that_are_lost(tape.make("Pool"), tape.make("Plan"), tape.make("Memory"))
     yield tape
     for cached in (False, True):
         tape = Tape("memory that runs out", kinds)

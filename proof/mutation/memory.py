@@ -88,6 +88,25 @@ def each_failing(memory: Any, call: Callable[[], None]) -> None:
         return
 
 
+def events_that_are_lost(Pool: Any, Plan: Any, Memory: Any) -> None:
+    """More events than there is room for, and no memory for more room: some are lost, the state is not."""
+    memory = Memory()
+    for k in (0, 1, 2):
+        pool = Pool(90, 2, max_seqs=4, prefix_cache=True, events=200)
+        plan = Plan(pool, 1, 140, formats=("block_tables",))
+        row = pool.open()
+        pool.step(plan, [row], 140)
+        pool.done(plan)
+        memory.fail_at(k)
+        pool.commit(row, np.arange(140, dtype=np.int32))
+        memory.fail_at(0)
+        look(pool)
+        pool.drain_events()
+        pool.shutdown()
+        drop(plan)
+        memory.living()
+
+
 def memory_that_runs_out(Pool: Any, Plan: Any, Memory: Any, cached: bool) -> None:
     """A pool, a plan, a step that replaces 40 blocks; with a cache, commits that note events."""
     memory, made = Memory(), {}

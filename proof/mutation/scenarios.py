@@ -47,6 +47,7 @@ def look(pool: Any, *plans: Any) -> None:
                 getattr(plan, name)
         _ = plan.num_tokens, plan.num_copies, plan.copied_tokens, plan.is_pending
     pool.stats()
+    tried(pool.prefix_stats)
     pool.check()
 
 
@@ -152,6 +153,15 @@ def forks_that_all_write(Pool: Any, Plan: Any) -> None:
         pool.close(young[1:4])
         look(pool, plans[0])
         pool.rollback(plans[0])
+        look(pool)
+        alone = pool.open()
+        pool.step(plans[0], [alone], 2 * size - 1)
+        pool.done(plans[0])
+        pool.take_dropped()
+        pool.mark_committed(pool.table(alone))
+        pool.step(plans[1], [alone, family[21]], 1)
+        pool.close(alone)
+        pool.rollback(plans[1])
         look(pool)
         pool.truncate(family[10:20], [size - 1] * 10)
         look(pool)
@@ -364,6 +374,13 @@ def duplicates_of_a_prefix(Pool: Any, Plan: Any) -> None:
                 pool.flush() if flush == 1 else pool.flush(b"") if flush == 2 else None
                 look(pool)
                 pool.match(text)
+        for other in (100, 200):
+            for row in rows:
+                pool.truncate(row, 5 * size)
+            grown(pool, plan, rows, 2 * size)
+            for row in rows:
+                pool.commit(row, np.arange(2 * size, dtype=np.int32) + other)
+                look(pool)
         forks = pool.fork(rows[0], 2).tolist()
         pool.close(rows)
         pool.evict(evict)
