@@ -9,7 +9,7 @@ from kvpool._record cimport Record
 cdef class BlockPool:
     cdef Blocks blocks
     cdef Record record          # of the calls that changed something
-    cdef bint busy
+    cdef unsigned busy          # 0, or the number of the process that is inside a call
     cdef bint indexed           # an index of our own looks after committed blocks
     cdef object __weakref__
 

@@ -15,6 +15,7 @@ from kvpool._blocks cimport (
     blocks_take_many,
     blocks_unref,
 )
+from kvpool._fork cimport process_number, watch_forks
 from kvpool._memory cimport xcalloc, xfree, xmalloc
 from kvpool._record cimport Record, record_array, record_batch, record_begin, record_end, record_one
 from kvpool._types cimport (
@@ -31,6 +32,9 @@ from kvpool._types cimport (
 )
 
 from kvpool.errors import ConcurrentUse, DoubleFree, OutOfBlocks, PoolClosed
+
+watch_forks()
+
 
 cdef class BlockPool:
     """Block-level calls, for engines that keep their own block tables. See `kvpool.Pool`."""
@@ -88,11 +92,11 @@ cdef class BlockPool:
 
     cdef int enter(self, str call) except -1:
         """Every public call starts here and ends with ``self.busy = False``."""
-        if self.busy:
+        if self.busy == process_number:         # of another process: a thread that this fork has not got
             raise ConcurrentUse(f"[{call}] the pool is inside another call; one caller at a time")
         if self.blocks.block == NULL:
             raise PoolClosed(f"[{call}] the pool was shut down")
-        self.busy = True
+        self.busy = process_number
         return 0
 
     cdef int refuse_indexed(self, str call) except -1:

@@ -2,6 +2,7 @@
 
 C functions on a `Blocks` struct. They cannot fail: callers check first, then commit.
 """
+from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memset
 
@@ -303,6 +304,8 @@ cdef str blocks_check(const Blocks* b):
     for i in range(5):
         places[i] = 0
     for i in range(b.num_blocks):
+        if i & 0xFFFF == 0:
+            PyErr_CheckSignals()            # a check of a million blocks takes a second
         block = &b.block[i]
         if block.place > RESERVED or (block.place == RESERVED) != (i < b.reserved):
             return f"block {i} has place {block.place}"
@@ -326,10 +329,13 @@ cdef str blocks_check(const Blocks* b):
     for i in range(b.num_blank):
         if b.blank[i] < b.reserved or b.blank[i] >= b.num_blocks or b.block[b.blank[i]].place != BLANK:
             return f"blank stack holds block {b.blank[i]} at {i}"
+    PyErr_CheckSignals()
     if len({b.blank[i] for i in range(b.num_blank)}) != b.num_blank or places[BLANK] != b.num_blank:
         return f"blank stack has {b.num_blank} entries for {places[BLANK]} blank blocks"
+    PyErr_CheckSignals()
     if sorted([b.dropped[i] for i in range(b.num_dropped)]) != [i for i in range(b.num_blocks) if b.block[i].noted]:
         return "the dropped list and the notes in the blocks differ"
+    PyErr_CheckSignals()
     if b.limbo.size and (b.newest_pending == 0 or b.fence[b.limbo.head] < b.oldest_pending):
         return f"limbo holds {b.limbo.size} blocks that no pending step can use"
     return (check_chain(b, &b.lru, CACHED, "LRU") or check_chain(b, &b.limbo, LIMBO, "limbo")

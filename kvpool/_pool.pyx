@@ -1,4 +1,5 @@
 """`Pool`: blocks, sequences and steps of one layer group, behind one call per step."""
+from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint64_t
 
 from kvpool._args cimport Ints, ints_at, ints_free, ints_get, to_int
@@ -553,6 +554,8 @@ cdef class Pool(PrefixPool):
                         holds[old] = holds.get(old, 0) + 1
                         floors[old] = max(floors.get(old, 0), plan.step.log[k].tokens)
                 for k in range(self.blocks.num_blocks):
+                    if k & 0xFFFF == 0:
+                        PyErr_CheckSignals()
                     if self.blocks.block[k].hold != holds.get(k, 0) or self.blocks.floor[k] != floors.get(k, 0):
                         finding = (f"block {k} has hold {self.blocks.block[k].hold} and floor {self.blocks.floor[k]}, "
                                    f"pending plans say {holds.get(k, 0)} and {floors.get(k, 0)}")

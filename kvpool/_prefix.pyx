@@ -5,6 +5,7 @@ tokens" proves by induction that the whole prefix is the same, whatever the hash
 pool, only finds candidates, and a collision costs a miss. All hashes of a prompt need its tokens alone, so the
 cache lines of the slots and of the tokens are fetched in groups, ahead of their use.
 """
+from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy, memset
 
@@ -363,6 +364,8 @@ cdef str index_check(const Index* ix, const Blocks* b):
     cdef uint32_t at, slots = 0
     nodes = set()
     for at in range(ix.mask + 1):
+        if at & 0xFFFF == 0:
+            PyErr_CheckSignals()
         i = ix.slot[at].id
         if i == NO_BLOCK:
             continue

@@ -23,6 +23,7 @@ cdef class PrefixPool(EventPool):
     cdef void sweep_namespaces(self)
     cdef object open_prompt(self, Tokens* tokens, bytes namespace, str call, bint take)
     cdef void record_open(self, const Tokens* tokens, bytes namespace, int32_t slot, bint take) noexcept
+    cdef void record_commit(self, const Ints* rows, const Ints* counts, const Tokens* tokens) noexcept
     cdef int judge_commit(self, int32_t slot, const int32_t* tokens, int64_t count, Py_ssize_t row) except -1
     cdef void commit_row(self, int32_t slot, const int32_t* tokens, int64_t count)
     cdef void note_done(self, const int64_t* handles, const int64_t* lengths, int32_t n)

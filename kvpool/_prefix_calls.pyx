@@ -18,7 +18,7 @@ from kvpool._prefix cimport (
     index_same,
 )
 from kvpool._prefix_events cimport EventPool
-from kvpool._record cimport FLUSH, record_array, record_begin, record_end, record_int, record_ints
+from kvpool._record cimport FLUSH, Record, record_array, record_begin, record_end, record_int, record_ints
 from kvpool._sequence cimport (
     OPEN,
     Seq,
@@ -53,7 +53,7 @@ cdef class PrefixPool(EventPool):
         cdef int64_t bits = to_int(_hash_bits, "Pool", "_hash_bits", 0, 64)
         cdef int64_t room = to_int(events, "Pool", "events", 0, 1 << 30)
         cdef int32_t i
-        self.seed = (int.from_bytes(os.urandom(8), "little") if seed is None
+        self.seed = (int.from_bytes(os.urandom(8), "little") >> 1 if seed is None
                      else to_int(seed, "Pool", "seed", 0, INT64_MAX))
         if not isinstance(prefix_cache, bool):
             raise TypeError(f"[Pool] prefix_cache must be a bool, not {type(prefix_cache).__name__} ({prefix_cache!r})")
@@ -457,18 +457,23 @@ cdef class PrefixPool(EventPool):
                 self.blocks.digest = mix(mix(mix(self.blocks.digest, OP_COMMIT), untagged(ints_at(&rows, k))),
                                          ints_at(&new, k))
             self.blocks.digest = mix(self.blocks.digest, self.index.next_uid)
-            if self.record.data != NULL:
-                record_begin(&self.record, OP_COMMIT, rows.size + new.size + all_tokens.size)
-                record_ints(&self.record, &rows, True)
-                record_ints(&self.record, &new, False)
-                record_array(&self.record, all_tokens.data, all_tokens.size)
-                record_end(&self.record, self.blocks.digest)
+            self.record_commit(&rows, &new, &all_tokens)
         finally:
             xfree(all_tokens.owned)
             ints_free(&rows)
             ints_free(&new)
             ints_free(&all_tokens.ints)
             self.busy = False
+
+    cdef void record_commit(self, const Ints* rows, const Ints* counts, const Tokens* tokens) noexcept:
+        cdef Record* r = &self.record
+        if r.data == NULL:
+            return
+        record_begin(r, OP_COMMIT, rows.size + counts.size + tokens.size)
+        record_ints(r, rows, True)
+        record_ints(r, counts, False)
+        record_array(r, tokens.data, tokens.size)
+        record_end(r, self.blocks.digest)
 
     cdef void note_done(self, const int64_t* handles, const int64_t* lengths, int32_t n):
         """The rows of a step that passed."""

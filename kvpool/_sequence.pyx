@@ -3,6 +3,7 @@
 A fork is metadata: it copies the block table and adds a reference per block. What a write to a shared block
 means is decided in `_step`, when the write is planned.
 """
+from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.string cimport memcpy, memset
 
@@ -201,14 +202,19 @@ cdef str seqs_check(const Seqs* s, const Blocks* b):
         tokens += q.num_tokens
         blocks += q.num_blocks
         for k in range(q.num_blocks):
+            if k & 0xFFFF == 0:
+                PyErr_CheckSignals()
             block = seq_table(s, slot)[k]
             if block < b.reserved or block >= b.num_blocks:
                 return f"sequence in slot {slot} has block {block} in its table"
             references[block] = references.get(block, 0) + 1
+    PyErr_CheckSignals()
     for k in range(b.num_blocks):
         if b.block[k].canonical_held:
             references[b.canonical[k]] = references.get(b.canonical[k], 0) + 1
     for k in range(b.reserved, b.num_blocks):
+        if k & 0xFFFF == 0:
+            PyErr_CheckSignals()
         if b.block[k].refcount != references.get(k, 0) + b.block[k].raw:
             return (f"block {k} has refcount {b.block[k].refcount}, tables name it {references.get(k, 0)} times "
                     f"and raw references are {b.block[k].raw}")

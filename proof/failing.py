@@ -51,9 +51,25 @@ def make_pool(rng: random.Random, cached: bool) -> dict[str, Any]:
     """Options of a pool."""
     options: dict[str, Any] = {"max_seqs": rng.choice([48, 64, 200]), "reserved_blocks": rng.randrange(3), "seed": 1}
     options["in_order"] = rng.random() < 0.4
+    if rng.random() < 0.3:
+        options["record"] = 4096
     if cached:
         options |= {"prefix_cache": True, "events": rng.choice([0, 3, 400])}
     return options
+
+
+def keep(s: Stage) -> None:
+    """File what the call before returned."""
+    if isinstance(s.made, kvpool.Plan):
+        s.plans.append(s.made)
+    elif isinstance(s.made, list):
+        s.told += sum(event[1] if event[0] == "lost" else 1 for event in s.made)
+    elif isinstance(s.made, int):
+        s.handles.append(s.made)
+    elif s.made.dtype == np.int64:
+        s.handles.extend(s.made.tolist())
+    else:
+        s.ids = s.made.tolist()
 
 
 def script(seed: int) -> list[Call]:
@@ -93,18 +109,6 @@ def script(seed: int) -> list[Call]:
 
     def drain(s: Stage) -> None:
         s.made = s.pool.drain_events()
-
-    def keep(s: Stage) -> None:
-        if isinstance(s.made, kvpool.Plan):
-            s.plans.append(s.made)
-        elif isinstance(s.made, list):
-            s.told += sum(event[1] if event[0] == "lost" else 1 for event in s.made)
-        elif isinstance(s.made, int):
-            s.handles.append(s.made)
-        elif s.made.dtype == np.int64:
-            s.handles.extend(s.made.tolist())
-        else:
-            s.ids = s.made.tolist()
 
     fill = [block_size * 2 + 1]
     kept = ("keep", keep)

@@ -22,6 +22,13 @@ ENDS = {
     "shut down": "pool.shutdown()",
     "shut down twice": "pool.shutdown(); pool.shutdown(); plan.seq_lens.sum(); del pool, plan",
     "deferred close": "pool.defer_close(handle)",
+    "recording": "pool = kvpool.Pool(64, 4, record=4096); kvpool.Plan(pool, 1); pool.open(9)",
+    "a manager on native kernels": """
+from kvpool.config import KVSpec
+from kvpool.manager import KVBlockManager
+manager = KVBlockManager(KVSpec(1, 1, 16, "float32", 4), 8, backend="cpu")
+slots = manager.step([manager.new_sequence(4).seq_id], 4)
+""",
     "closed at exit": "import atexit; atexit.register(lambda: pool.close([handle]))",
     "constructors that failed": """
 for wrong in ((0, 4), (8, 0), (8, "4"), (2**40, 4)):

@@ -135,6 +135,11 @@ def test_call_larger_than_the_ring_is_lost_and_the_next_reset_begins_anew(tmp_pa
     assert rerun(record) is None
 
 
+def test_random_seed_may_be_given_again():
+    for _ in range(64):
+        assert Pool(2, 1, seed=(seed := Pool(2, 1).seed)).seed == seed
+
+
 def test_recording_changes_nothing_else():
     with_record, without = Life(4).run(300), Life(4, record=0).run(300)
     assert with_record.digest() == without.digest() and with_record.fingerprint() == without.fingerprint()

@@ -16,7 +16,8 @@ SUFFIXES = (".py", ".pyx", ".pxd", ".pyi", ".c", ".h", ".metal", ".sh")
 UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X|HA" + r"CK)\b")
 # A module of the core may import those before it, never those after it.
 CORE_ORDER = (
-    *("_types", "_memory", "_args", "_record", "_blocks", "_sequence", "_prefix", "_step", "_wire"),  # C functions on structs
+    *("_types", "_fork", "_memory", "_args", "_record"),  # C functions on structs
+    *("_blocks", "_sequence", "_prefix", "_step", "_wire"),
     *("_block_calls", "_sequence_calls", "_plan"),  # what Python sees of them
     *("_prefix_events", "_prefix_calls", "_pool"),
 )

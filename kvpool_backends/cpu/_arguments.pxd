@@ -30,7 +30,7 @@ cdef struct Scratch:
 cdef class Arguments:
     cdef Py_buffer[MOST_BUFFERS] views
     cdef int count
-    cdef bint busy
+    cdef unsigned busy          # 0, or the number of the process that is inside a call
     cdef str call
     cdef list names             # of the buffers
     cdef int begin(self, str call) except -1

@@ -11,10 +11,15 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uintptr_t
 from libc.stdlib cimport calloc, free, llabs
 from libc.string cimport strcmp
 
+from kvpool._fork cimport process_number, watch_forks
+
 from kvpool.errors import ConcurrentUse
 
 cdef extern from "stdlib.h" nogil:
     int posix_memalign(void** data, size_t alignment, size_t nbytes)
+
+
+watch_forks()
 
 
 cdef class Arguments:
@@ -24,9 +29,11 @@ cdef class Arguments:
         self.names = [None] * MOST_BUFFERS
 
     cdef int begin(self, str call) except -1:
+        if self.busy and self.busy != process_number:
+            self.end()          # a forked child: the thread that was inside the call is the parent's
         if self.busy:
             raise ConcurrentUse(f"[{call}] the store is inside another call ({self.call}); one caller at a time")
-        self.busy = True
+        self.busy = process_number
         self.call = call
         return 0
 

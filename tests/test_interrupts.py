@@ -1,0 +1,71 @@
+"""Ctrl-C in a long call: it ends within 100 ms of CPU time, and the pool is as it was.
+
+`check` is the only call that takes longer than that at a million blocks: it looks for signals while it runs.
+"""
+
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from kvpool import Plan, Pool
+
+NUM_BLOCKS = 600_000
+LATENCY = 0.1  # seconds of CPU time
+
+
+@pytest.fixture
+def large_pool():
+    """Every block in a table, committed: all that `check` has to look at."""
+    pool = Pool(NUM_BLOCKS, 1, max_seqs=4, max_blocks_per_seq=NUM_BLOCKS, in_order=True, prefix_cache=True)
+    plan, handle = Plan(pool, 1, NUM_BLOCKS, formats=()), pool.open()
+    pool.step(plan, [handle], NUM_BLOCKS - 1)
+    pool.commit(handle, np.arange(NUM_BLOCKS - 1, dtype=np.int32))
+    return pool
+
+
+def test_check_of_a_large_pool_is_interrupted_soon(large_pool):
+    before = large_pool.fingerprint()
+    start = time.process_time()
+    large_pool.check()
+    whole = time.process_time() - start
+    latencies = []
+
+    def interrupt(signum, frame):
+        raise KeyboardInterrupt
+
+    former = signal.signal(signal.SIGPROF, interrupt)
+    try:
+        for part in (0.05, 0.2, 0.4, 0.6, 0.8):
+            start = time.process_time()
+            signal.setitimer(signal.ITIMER_PROF, part * whole)
+            with pytest.raises(KeyboardInterrupt):
+                large_pool.check()
+            latencies.append(time.process_time() - start - part * whole)
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, former)
+    assert max(latencies) < max(LATENCY, whole / 6), (whole, latencies)
+    assert large_pool.fingerprint() == before
+    large_pool.check()
+
+
+def test_signal_handler_inside_a_call_may_not_use_the_pool(large_pool):
+    refused = []
+
+    def use(signum, frame):
+        try:
+            large_pool.reset()
+        except RuntimeError as error:  # ConcurrentUse
+            refused.append(str(error))
+
+    former = signal.signal(signal.SIGPROF, use)
+    try:
+        signal.setitimer(signal.ITIMER_PROF, 0.02)
+        large_pool.check()
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, former)
+    assert refused and "inside another call" in refused[0]
+    assert large_pool.stats().used == NUM_BLOCKS - 1
