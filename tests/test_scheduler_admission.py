@@ -57,15 +57,15 @@ def test_admission_counts_prefix_hits():
 
 def test_admission_evictable_hits_are_not_counted_twice():
     """A cached prompt whose blocks nobody holds: hits are evictable, but not available to the rest of the request."""
-    pool = Pool(7, 4, prefix_cache=True, seed=1)
-    scheduler = Scheduler(pool, watermark=1)
+    pool = Pool(8, 4, prefix_cache=True, seed=1)
+    scheduler = Scheduler(pool, watermark=2)
     machine = Machine(scheduler, pool)
     scheduler.add(Request(range(14), max_tokens=1, id="warm"))
     machine.run()
     assert pool.stats().evictable == 3
     scheduler.add(Request([50, 51], max_tokens=4, id="a"))
-    machine.step()  # 1 block used, 2 free, 3 evictable
-    scheduler.add(Request(range(22), max_tokens=1, id="b"))  # 6 blocks, 3 of them hits: 3 more, 2 there
+    machine.step()  # 1 block used, 3 free, 3 evictable
+    scheduler.add(Request(range(22), max_tokens=1, id="b"))  # 6 blocks, 3 of them hits: 3 more, none left
     before = pool.prefix_stats()[:-1]
     step = scheduler.schedule()
     assert len(step.slots) == 1
