@@ -238,3 +238,27 @@ def test_schedule_same_calls_same_steps():
         traces.append((trace, pool.digest(), scheduler.stats()))
     assert traces[0] == traces[1]
     assert traces[0][2].preemptions > 0
+
+
+def test_schedule_plans_in_turn_keep_the_arrays_of_the_step_before():
+    pool = Pool(64, 4)
+    scheduler = Scheduler(pool, plans=2)
+    scheduler.add(Request(range(5), max_tokens=9))
+    machine = Machine(scheduler, pool)
+    first = machine.step()[0]
+    slots = first.plan.slot_mapping.tolist()
+    second = machine.step()[0]
+    assert second.plan is not first.plan and first.plan.slot_mapping.tolist() == slots
+    assert machine.step()[0].plan is first.plan
+
+
+def test_schedule_pad_to_that_raises_can_be_repeated():
+    pool = Pool(64, 4)
+    shapes = iter([(1, 1), "nonsense", (4, 8)])
+    scheduler = Scheduler(pool, max_running=4, max_step_tokens=8, pad_to=lambda rows, tokens: next(shapes))
+    scheduler.add(Request(range(5), max_tokens=2))
+    for error in (ValueError, TypeError):
+        with pytest.raises(error, match="pad_to"):
+            scheduler.schedule()
+        scheduler.check()
+    assert scheduler.schedule().tokens.tolist() == list(range(5))
