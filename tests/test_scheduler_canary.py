@@ -189,10 +189,22 @@ def stop_sequence_is_off_by_one():
 
 
 @fault
-def eos_is_not_looked_for():
+def ends_are_not_looked_for():
+    """Neither eos nor stop sequences: everything goes on to its length."""
     from kvpool.scheduler.rows import Rows
 
-    with mock.patch.object(Rows, "_put_eos", lambda self, slot, eos: None):
+    with mock.patch.object(Rows, "_put_watch", lambda self, slot, tokens: None):
+        yield
+
+
+@fault
+def eos_at_the_last_token_counts_as_length():
+    why = results.why_ended
+
+    def short(group, tokens):
+        return "length" if len(tokens) >= group.request.max_tokens else why(group, tokens)
+
+    with mock.patch.object(results, "why_ended", short):
         yield
 
 

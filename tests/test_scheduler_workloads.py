@@ -1,6 +1,6 @@
 """Random workloads: every output is what decoding alone gives, no block is missing, every step keeps the rules.
 
-``KVPOOL_FUZZ_EXAMPLES`` scales how many (100 by default), ``KVPOOL_LONG=1`` makes them 1,000; ``KVPOOL_WORKLOAD=17``
+``KVPOOL_FUZZ_EXAMPLES`` scales how many (60 by default), ``KVPOOL_LONG=1`` makes them 1,000; ``KVPOOL_WORKLOAD=17``
 runs number 17 alone. A failure names its number.
 """
 
@@ -10,7 +10,7 @@ import pytest
 from scheduler_workload import Runner, draw
 
 LONG = bool(os.environ.get("KVPOOL_LONG"))
-COUNT = 1000 if LONG else max(1, 100 * int(os.environ.get("KVPOOL_FUZZ_EXAMPLES", "1000")) // 1000)
+COUNT = 1000 if LONG else max(1, 60 * int(os.environ.get("KVPOOL_FUZZ_EXAMPLES", "1000")) // 1000)
 ONLY = os.environ.get("KVPOOL_WORKLOAD")
 PARTS = 10
 
