@@ -36,6 +36,8 @@ LIMITS = {
     "prompt as a list, per 1k tokens": (5_000, None),
     "prefix churn, per evicted block, 4,096 blocks": (1_000, None),
     "request: 2k prompt, half of it cached, 200 decode steps": (50_000, None),
+    "scheduler step, 256 decoding": (102_400, None),  # 2.5 million tokens per second
+    "scheduler, per token, 256 running, prompts of 256, 64 tokens each": (4_000, None),
 }
 SLOPE_RATIO_MAX = 3
 TABLE_SHARE_MAX = 1 / 8

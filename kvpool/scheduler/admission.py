@@ -21,13 +21,15 @@ def blocks_kept(core: Core) -> int:
     running = core.count[PREFILLING] + core.count[DECODING]
     if not running:
         return 0
-    decodes = core.batch().slots
-    growing = np.count_nonzero((rows.computed[decodes] % core.pool.block_size == 0) | rows.shared[decodes])
-    return int(growing) + (running if core.watermark is None else core.watermark)
+    if core.growing < 0:
+        decodes = core.batch().slots
+        full = rows.computed[decodes] % core.pool.block_size == 0
+        core.growing = int(np.count_nonzero(full | rows.shared[decodes]))
+    return core.growing + (running if core.watermark is None else core.watermark)
 
 
 def fits(core: Core, tokens: np.ndarray, namespace: bytes, extra: int = 0) -> bool:
-    """Whether `open(tokens)` and `extra` blocks more leave enough. Evicts nothing, counts nothing."""
+    """Whether `open(tokens)` and `extra` blocks more leave enough. Evicts nothing, but hits count as touched."""
     need = core.blocks(len(tokens)) + extra
     keep = max(blocks_kept(core), core.pool.watermark)
     available = core.available()
@@ -37,7 +39,7 @@ def fits(core: Core, tokens: np.ndarray, namespace: bytes, extra: int = 0) -> bo
         return False
     size = core.pool.block_size
     whole = tokens[: (len(tokens) - 1) // size * size]
-    hits = core.pool.match(whole, namespace) // size
+    hits = core.pool.match(tokens, namespace) // size
     if not hits or available - (need - hits) < keep:
         return False
     try:

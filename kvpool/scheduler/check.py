@@ -19,6 +19,7 @@ def check(core: Core, out: Step | None) -> None:
     sequences = live_sequences(core)
     check_states(core, sequences)
     check_slots(core, sequences)
+    require(out is not None or not core.dead, f"slots {core.dead} are kept for a step that is in")
     new = {} if out is None else dict(zip(out.handles.tolist(), out.num_new.tolist(), strict=True))
     blocks: set[int] = set()
     for sequence in sequences:
@@ -97,7 +98,7 @@ def check_running(core: Core, sequence: Sequence, new: dict[int, int]) -> None:
     length = core.pool.num_tokens(handle) - new.get(handle, 0)
     require(length == computed, f"{name(sequence)} has {computed} computed tokens, the pool {length}")
     require(remaining >= 1, f"{name(sequence)} has computed more than it knows ({remaining} left)")
-    require(rows.generated[slot] < rows.limit[slot], f"{name(sequence)} runs with all tokens")
+    require(rows.generated[slot] < sequence.group.request.max_tokens, f"{name(sequence)} runs with all tokens")
     beam = sequence.group.beam
     if beam is None or len(beam.live) == 1:
         require((sequence.state == DECODING) == (remaining == 1), f"{name(sequence)} has {remaining} left to compute")

@@ -27,34 +27,19 @@ class Batch:
         Each samples one token: no beam, no samples to be forked.
     """
 
-    __slots__ = (
-        "eos",
-        "handles",
-        "index",
-        "limit",
-        "num_new",
-        "plain",
-        "sample_at",
-        "shared",
-        "slots",
-        "slots32",
-        "width",
-    )
+    __slots__ = ("handles", "index", "limit", "plain", "shared", "slots", "slots32", "watch", "width")
 
     def __init__(self, rows: Rows, unforked: int) -> None:
         slots = self.slots = rows.running(DECODING)
-        n = len(slots)
         self.slots32 = slots.astype(np.int32)
         self.handles = rows.handle[slots]
-        self.num_new = np.ones(n, np.int64)
-        self.sample_at = np.arange(n, dtype=np.int32)
         self.index = rows.index[slots]
         self.width = rows.width[slots]
-        self.eos = rows.eos[slots]
-        self.limit = np.where(rows.stops[slots], 0, rows.limit[slots])  # 0: look closer at every token
-        for array in (self.slots32, self.handles, self.num_new, self.sample_at, self.index, self.width):
-            array.flags.writeable = False  # the steps show them
+        self.watch = rows.watch[slots]
+        self.limit = rows.limit[slots]
         self.shared = bool(rows.shared[slots].any())
+        for array in (self.slots32, self.handles, self.index, self.width):
+            array.flags.writeable = False  # the steps show them
         self.plain = not self.width.any() and not (
             unforked and any(not rows.sequence(slot).group.forked for slot in slots.tolist())
         )
@@ -104,6 +89,7 @@ class Core:
         self.was_chunk = False  # the last step was a chunk (not mixed)
         self.dead: list[int] = []  # slots whose sequence was cancelled while the step is out
         self.changed = True  # which sequences decode
+        self.growing = -1  # decodes of this step that may take a block, -1: not counted yet
         self._batch = Batch(self.rows, 0)
         self._length_plan: Plan | None = None
 

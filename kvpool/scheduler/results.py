@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy import float32, int32
+from numpy import float32, int32, int64
 from numpy.typing import NDArray
 
 from kvpool.errors import OutOfSequences
@@ -92,49 +92,59 @@ def take(core: Core, step: Step, given: Given) -> list[Output]:
     """Move every sequence of an executed step on."""
     core.step_out = False
     core.steps += 1
-    if step.batch is not None and not core.dead:
-        return take_decodes(core, step.batch, step.sample_position, given)
+    if step.batch is None or core.dead:
+        return take_rows(core, step, given, 0)
+    outputs = take_decodes(core, step.batch, step.sample_position, given)
+    if len(step.slots) > step.num_decodes:
+        outputs += take_rows(core, step, given, step.num_decodes)
+    return outputs
+
+
+def take_rows(core: Core, step: Step, given: Given, begin: int) -> list[Output]:
+    """Move the rows from `begin` on; the samples before it are of the rows before it."""
     rows = core.rows
-    alive = rows.handle[step.slots] >= 0
+    slots, samples, position = step.slots[begin:], step.sample_slot[begin:], step.sample_position[begin:]
+    alive = rows.handle[slots] >= 0
     core.idle_steps += not alive.all()
-    advance(core, step, alive)
-    live = rows.handle[step.sample_slot] >= 0
-    plain = live & (step.beam_width == 0)
-    core.sampled_tokens += int(np.count_nonzero(plain))
-    fans = take_fans(core, step, plain) if core.unforked else {}
-    ended = append(core, step.sample_slot[plain], given, plain)
+    advance(core, slots[alive], step.num_new[begin:][alive], int(alive[: step.num_decodes - begin].sum()))
+    live = rows.handle[samples] >= 0
+    plain = live & (step.beam_width[begin:] == 0)
+    core.sampled_tokens += int(plain.sum())
+    fans = take_fans(core, samples, plain) if core.unforked else {}
+    ended = append(core, samples, given, plain, begin)
     now = core.clock()
-    end_prompts(core, step.sample_slot[live & (step.sample_position == 0)], now)
-    for slot in step.slots[step.num_decodes :][alive[step.num_decodes :]].tolist():
+    end_prompts(core, samples[live & (position == 0)], now)
+    for slot in step.slots[step.num_decodes :][alive[step.num_decodes - begin :]].tolist():
         core.set_phase(slot)
     outputs = [core.finish(rows.sequence(slot), reason, now) for slot, reason in ended]
     for slot, ats in fans.items():
-        outputs += fork_samples(core, slot, ats, given, now)
+        outputs += fork_samples(core, slot, [begin + at for at in ats], given, now)
     if given.beam_tokens is not None and given.beam_logprobs is not None:
-        outputs += move_beams(core, step, live, given.beam_tokens, given.beam_logprobs, now)
+        outputs += move_beams(core, step, begin, live, given.beam_tokens, given.beam_logprobs, now)
     core.bury()
     return outputs
 
 
 def take_decodes(core: Core, batch: Batch, at: NDArray[int32], given: Given) -> list[Output]:
-    """The same, for a step of decodes alone. No Python object per row, as long as none ends.
+    """Move the decodes, the first rows of a step. No Python object per row, as long as none ends.
 
-    `at` is how many tokens each has generated before.
+    `at` begins with how many tokens each has generated before.
     """
-    rows, slots, tokens = core.rows, batch.slots, given.tokens
+    rows, slots, n = core.rows, batch.slots, len(batch.slots)
+    at, tokens = at[:n], given.tokens[:n]
     core.decode_tokens += len(slots)
     core.sampled_tokens += len(slots)
     rows.computed[slots] += 1
     if batch.shared:
         rows.shared[slots] = batch.shared = False
-    generated = store(rows, slots, at, tokens, given.logprobs)
+    generated = store(rows, slots, at, tokens, None if given.logprobs is None else given.logprobs[:n])
     if not at.min():  # prompts that had one token left to compute
         end_prompts(core, slots[at == 0], core.clock())
-    eos = batch.eos == tokens[:, None]
+    watched = batch.watch == tokens[:, None]
     full = generated >= batch.limit
-    if not (eos.any() or full.any()):
+    if not (watched.any() or full.any()):
         return []
-    ended = why(rows, slots, generated, eos.any(axis=1), full)
+    ended = why(rows, slots, generated, watched.any(axis=1) | full)
     if not ended:
         return []
     now = core.clock()
@@ -149,11 +159,11 @@ def end_prompts(core: Core, slots: np.ndarray, now: float) -> None:
         core.commit(slot)
 
 
-def take_fans(core: Core, step: Step, plain: np.ndarray) -> dict[int, list[int]]:
+def take_fans(core: Core, samples: NDArray[int32], plain: np.ndarray) -> dict[int, list[int]]:
     """Take samples that are still to be forked out of `plain`: slot -> where they stand."""
     fans: dict[int, list[int]] = {}
     for at in np.flatnonzero(plain).tolist():
-        slot = int(step.sample_slot[at])
+        slot = int(samples[at])
         if not core.rows.sequence(slot).group.forked:
             fans.setdefault(slot, []).append(at)
             plain[at] = False
@@ -161,15 +171,21 @@ def take_fans(core: Core, step: Step, plain: np.ndarray) -> dict[int, list[int]]
 
 
 def move_beams(
-    core: Core, step: Step, live: np.ndarray, tokens: NDArray[int32], logprobs: NDArray[float32], now: float
+    core: Core,
+    step: Step,
+    first: int,
+    live: np.ndarray,
+    tokens: NDArray[int32],
+    logprobs: NDArray[float32],
+    now: float,
 ) -> list[Output]:
-    """Move every beam of a step on; the rows of one stand together."""
+    """Move every beam of a step on; the rows of one stand together, all from sample `first` on."""
     outputs: list[Output] = []
     samples = np.flatnonzero(step.beam_width)
     begin = 0
     while begin < len(samples):
         end = begin + 1
-        if live[samples[begin]]:
+        if live[samples[begin] - first]:
             sequence = core.rows.sequence(step.sample_slot[samples[begin]])
             beam = sequence.group.beam
             end = begin + len(beam.live)
@@ -178,33 +194,29 @@ def move_beams(
     return outputs
 
 
-def advance(core: Core, step: Step, alive: np.ndarray) -> None:
-    """The step's inputs are computed."""
-    rows, n = core.rows, step.num_decodes
-    slots, new = step.slots, step.num_new
-    if not alive.all():
-        slots, new = slots[alive], new[alive]
-        n = int(np.count_nonzero(alive[:n]))
-    core.decode_tokens += n
-    if len(slots) > n:
-        chunk = slots[n:]
-        before = rows.computed[chunk]
-        core.prefill_tokens += int(new[n:].sum())
-        high = np.array([rows.sequence(slot).high for slot in chunk.tolist()])
-        core.recomputed_tokens += int(np.clip(high - before, 0, new[n:]).sum())
+def advance(core: Core, slots: NDArray[int32], new: NDArray[int64], decodes: int) -> None:
+    """The inputs of these rows are computed; the first are decodes."""
+    rows = core.rows
+    core.decode_tokens += decodes
+    if len(slots) > decodes:
+        chunk, count = slots[decodes:], new[decodes:]
+        core.prefill_tokens += int(count.sum())
+        again = np.minimum(rows.high[chunk] - rows.computed[chunk], count)
+        core.recomputed_tokens += int(again[again > 0].sum())
     rows.computed[slots] += new.astype(np.int32)
     rows.shared[slots] = False
 
 
-def append(core: Core, slots: NDArray[int32], given: Given, chosen: np.ndarray) -> list[tuple[int, str]]:
+def append(core: Core, samples: NDArray[int32], given: Given, chosen: np.ndarray, begin: int) -> list[tuple[int, str]]:
     """Append one token each; return the slots that ended, and why, in order of rows."""
+    slots = samples[chosen]
     if not len(slots):
         return []
-    rows, tokens = core.rows, given.tokens[chosen]
-    logprobs = None if given.logprobs is None else given.logprobs[chosen]
+    rows, tokens = core.rows, given.tokens[begin:][chosen]
+    logprobs = None if given.logprobs is None else given.logprobs[begin:][chosen]
     generated = store(rows, slots, rows.generated[slots], tokens, logprobs)
-    eos = (rows.eos[slots] == tokens[:, None]).any(axis=1)
-    return why(rows, slots, generated, eos, rows.stops[slots] | (generated >= rows.limit[slots]))
+    watched = (rows.watch[slots] == tokens[:, None]).any(axis=1)
+    return why(rows, slots, generated, watched | (generated >= rows.limit[slots]))
 
 
 def store(
@@ -221,20 +233,14 @@ def store(
     return generated
 
 
-def why(
-    rows: Rows, slots: np.ndarray, generated: NDArray[int32], eos: np.ndarray, maybe: np.ndarray
-) -> list[tuple[int, str]]:
-    """Which of the slots ended, and why; those that are neither in `eos` nor in `maybe` did not."""
+def why(rows: Rows, slots: np.ndarray, generated: NDArray[int32], maybe: np.ndarray) -> list[tuple[int, str]]:
+    """Which of the slots ended, and why; those not in `maybe` did not."""
     ended = []
-    for row in np.flatnonzero(eos | maybe).tolist():
-        slot, length = int(slots[row]), int(generated[row])
-        request = rows.sequence(slot).group.request
-        if eos[row]:
-            ended.append((slot, "eos"))
-        elif request.stop and ends_with(rows.tokens[slot, :length], request.stop):
-            ended.append((slot, "stop"))
-        elif length >= request.max_tokens:
-            ended.append((slot, "length"))
+    for row in maybe.nonzero()[0].tolist():
+        slot = int(slots[row])
+        reason = why_ended(rows.sequence(slot).group, rows.tokens[slot, : generated[row]])
+        if reason is not None:
+            ended.append((slot, reason))
     return ended
 
 

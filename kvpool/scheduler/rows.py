@@ -24,16 +24,16 @@ class Rows:
         Number of the admission: the order of rows.
     prompt, generated, computed, committed : int32
         Tokens of the prompt; tokens generated; known tokens in the pool; tokens given to `Pool.commit`.
+    high : int32
+        Most tokens that were computed before the admission.
     limit : int32
         Tokens to generate at most.
     last : int32
         Last known token: the input of the next decode.
     shared : bool
         The tail may be shared with a fork: the next token may need a block for its copy.
-    eos : int32 ``[slots, E]``
-        Tokens that end the sequence, padded with -1.
-    stops : bool
-        There are stop sequences.
+    watch : int32 ``[slots, E]``
+        Tokens that may end the sequence, padded with -1: eos, and the last ones of stop sequences.
     width : int32
         Of the beam, 0: none.
     index : int32
@@ -53,15 +53,18 @@ class Rows:
         self.generated = np.zeros(size, np.int32)
         self.computed = np.zeros(size, np.int32)
         self.committed = np.zeros(size, np.int32)
+        self.high = np.zeros(size, np.int32)
         self.limit = np.zeros(size, np.int32)
         self.last = np.zeros(size, np.int32)
         self.shared = np.zeros(size, np.bool_)
-        self.eos = np.full((size, 1), -1, np.int32)
-        self.stops = np.zeros(size, np.bool_)
+        self.watch = np.full((size, 1), -1, np.int32)
         self.width = np.zeros(size, np.int32)
         self.index = np.zeros(size, np.int32)
         self.tokens = np.zeros((size, 64), np.int32)
         self.logprobs: NDArray[float32] | None = None
+        self.ones = np.ones(size, np.int64)  # what a row of a step looks like when all are decodes
+        self.order = np.arange(size, dtype=np.int32)
+        self.ones.flags.writeable = self.order.flags.writeable = False
         self.sequences: list[Sequence | None] = [None] * size
         self.free = list(range(size))
         heapify(self.free)
@@ -78,10 +81,10 @@ class Rows:
         self.admitted[slot] = admitted
         self.prompt[slot] = request.prompt.size
         self.computed[slot] = self.committed[slot] = computed
+        self.high[slot] = sequence.high
         self.limit[slot] = request.max_tokens
         self.shared[slot] = False
-        self._put_eos(slot, request.eos)
-        self.stops[slot] = bool(request.stop)
+        self._put_watch(slot, {*request.eos, *(stop[-1] for stop in request.stop)})
         self.width[slot] = request.beam_width
         self.index[slot] = sequence.index
         self.set_tokens(slot, sequence, sequence.tokens, sequence.logprobs)
@@ -89,13 +92,13 @@ class Rows:
         sequence.slot = slot
         sequence.tokens, sequence.logprobs = sequence.tokens[:0], None
 
-    def _put_eos(self, slot: int, eos: tuple[int, ...]) -> None:
-        if len(eos) > self.eos.shape[1]:
-            wider = np.full((self.size, len(eos)), -1, np.int32)
-            wider[:, : self.eos.shape[1]] = self.eos
-            self.eos = wider
-        self.eos[slot] = -1
-        self.eos[slot, : len(eos)] = eos
+    def _put_watch(self, slot: int, tokens: set[int]) -> None:
+        if len(tokens) > self.watch.shape[1]:
+            wider = np.full((self.size, len(tokens)), -1, np.int32)
+            wider[:, : self.watch.shape[1]] = self.watch
+            self.watch = wider
+        self.watch[slot] = -1
+        self.watch[slot, : len(tokens)] = sorted(tokens)
 
     def set_tokens(
         self, slot: int, sequence: Sequence, tokens: NDArray[int32], logprobs: NDArray[float32] | None
@@ -137,8 +140,10 @@ class Rows:
 
     def logprobs_of(self, slot: int) -> NDArray[float32] | None:
         """Return a copy of its logprobs, None if there never were any."""
-        kept = self.logprobs
-        return None if kept is None else kept[slot, : self.generated[slot]].copy()
+        if self.logprobs is None:
+            return None
+        mine = self.logprobs[slot, : self.generated[slot]]
+        return None if np.isnan(mine).all() else mine.copy()
 
     def known(self, slot: int, begin: int, end: int) -> NDArray[int32]:
         """Return the tokens at positions begin .. end - 1 of prompt and generated ones."""
@@ -170,8 +175,8 @@ class Rows:
 
     def running(self, state: int = -1) -> NDArray[np.intp]:
         """Return the slots in a state (any running one by default), in order of admission."""
-        chosen = np.flatnonzero(self.state == state if state >= 0 else self.state != WAITING)
-        return chosen[np.argsort(self.admitted[chosen], kind="stable")]
+        (chosen,) = (self.state == state if state >= 0 else self.state != WAITING).nonzero()
+        return chosen[self.admitted[chosen].argsort()]
 
     def sequence(self, slot: int) -> Sequence:
         """Return what runs in a slot that is not free."""

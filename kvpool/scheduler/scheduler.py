@@ -11,7 +11,7 @@ from numpy import int32
 from numpy.typing import NDArray
 
 from kvpool import Plan, Pool
-from kvpool.errors import OutOfBlocks, RequestRejected, UnknownRequest
+from kvpool.errors import OutOfBlocks, OutOfSequences, RequestRejected, UnknownRequest
 from kvpool.scheduler import results
 from kvpool.scheduler.admission import admit_next
 from kvpool.scheduler.beams import Beam
@@ -284,6 +284,8 @@ class Scheduler:
         if not core.count[DECODING]:
             return None, self._chunks(core.max_step_tokens, core.max_running) if core.mixed else []
         make_room(core, plan)
+        if not core.count[DECODING]:  # the policy named every decode; who stays goes on, or nobody would
+            return None, self._chunks(core.max_step_tokens, core.max_running if core.mixed else 1)
         batch = core.batch()  # who is admitted now is a chunk, not a decode
         return batch, self._chunks(core.max_step_tokens - len(batch.slots), core.max_running) if core.mixed else []
 
@@ -291,6 +293,7 @@ class Scheduler:
         """Running prefills go on, then the budget that is left goes to admissions."""
         core, rows = self._core, self._core.rows
         chunks: list[tuple[int, int]] = []
+        core.growing = -1
         if core.count[PREFILLING]:
             for slot in rows.running(PREFILLING).tolist():
                 if budget <= 0 or len(chunks) == most:
@@ -318,6 +321,8 @@ class Scheduler:
     def _explain_idle(self) -> None:
         """Nothing runs and nothing can be admitted: others hold the pool."""
         stats = self._core.pool.stats()
+        if stats.sequences == self._core.pool.max_seqs:
+            raise OutOfSequences(f"[schedule] nothing runs, and all {stats.sequences} sequences of the pool are open")
         raise OutOfBlocks(
             f"[schedule] nothing runs and the first in line finds no room: {stats.free} blocks free, "
             f"{stats.evictable} evictable, {stats.limbo} in limbo, {stats.sequences} sequences open; "
@@ -334,27 +339,29 @@ class Scheduler:
             n = len(batch.slots)
             tokens = rows.last[batch.slots]
             self._take_blocks(plan, batch.handles, 1, n)
-            arrays = (batch.slots32, batch.handles, batch.num_new)
+            arrays = (batch.slots32, batch.handles, rows.ones[:n])
             if batch.plain:
-                samples: tuple[np.ndarray, ...] = (batch.sample_at, batch.slots32, batch.index, batch.width)
+                samples: tuple[np.ndarray, ...] = (rows.order[:n], batch.slots32, batch.index, batch.width)
                 return Step(rows, plan, batch, tokens, n, *arrays, *samples)
-            return Step(rows, plan, None, tokens, n, *arrays, *self._samples(batch.sample_at, batch.slots32))
+            return Step(rows, plan, None, tokens, n, *arrays, *self._samples(rows.order[:n], batch.slots32))
         slots = np.array([slot for slot, _ in chunks], np.int32)
         num_new = np.array([new for _, new in chunks], np.int64)
         begin = rows.computed[slots]
         parts = [rows.known(slot, at, at + new) for (slot, new), at in zip(chunks, begin.tolist(), strict=True)]
         sampled = begin + num_new == rows.prompt[slots] + rows.generated[slots]
         decodes = 0 if batch is None else len(batch.slots)
-        at = (decodes + np.cumsum(num_new) - 1)[sampled].astype(np.int32)
+        at = (num_new.cumsum() + (decodes - 1))[sampled].astype(np.int32)
         of = slots[sampled]
+        handles = rows.handle[slots]
         if batch is not None:
             parts.insert(0, rows.last[batch.slots])
-            slots, num_new = np.concatenate([batch.slots32, slots]), np.concatenate([batch.num_new, num_new])
-            at, of = np.concatenate([batch.sample_at, at]), np.concatenate([batch.slots32, of])
+            slots, num_new = np.concatenate([batch.slots32, slots]), np.concatenate([rows.ones[:decodes], num_new])
+            at, of = np.concatenate([rows.order[:decodes], at]), np.concatenate([batch.slots32, of])
+            handles = np.concatenate([batch.handles, handles])
         tokens = np.concatenate(parts)
-        handles = rows.handle[slots]
         self._take_blocks(plan, handles, num_new, len(tokens))
-        return Step(rows, plan, None, tokens, decodes, slots, handles, num_new, *self._samples(at, of))
+        plain = batch if batch is not None and batch.plain else None
+        return Step(rows, plan, plain, tokens, decodes, slots, handles, num_new, *self._samples(at, of))
 
     def _samples(self, at: np.ndarray, slot: np.ndarray) -> tuple[np.ndarray, ...]:
         """Where, for which slot and sample, of which width of beam."""

@@ -49,7 +49,7 @@ class Step:
     ) -> None:
         self._rows = rows
         self.plan = plan
-        self.batch = batch  # of which this is a step and nothing else, or None
+        self.batch = batch  # the decodes, if each samples one token
         self.tokens = tokens
         self.num_decodes = num_decodes
         self.slots: NDArray[int32]

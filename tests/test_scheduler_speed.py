@@ -1,0 +1,88 @@
+"""A step of decodes does the same Python work for 16 rows as for 256: counted calls, no clock."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from benchmarks.scheduler_baseline import PythonScheduler
+from kvpool import Pool, Request, Scheduler
+from kvpool.scheduler import results
+
+STEPS = 20
+
+
+def decoding(rows, **request):
+    """Return a scheduler in which so many sequences decode."""
+    scheduler = Scheduler(Pool(rows * 20 + 1, 16, max_seqs=rows), max_running=rows, max_step_tokens=4096)
+    for _ in range(rows):
+        scheduler.add(Request([1] * 16, max_tokens=200, **request))
+    scheduler.update(scheduler.schedule(), np.full(rows, 5, np.int32))
+    assert scheduler.stats().decoding == rows
+    return scheduler
+
+
+def calls(scheduler, rows):
+    """Return how many calls, into Python and into C, `STEPS` steps make."""
+    tokens, count = np.full(rows, 5, np.int32), 0
+
+    def note(frame, event, argument):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    scheduler.update(scheduler.schedule(), tokens)
+    sys.setprofile(note)
+    try:
+        for _ in range(STEPS):
+            scheduler.update(scheduler.schedule(), tokens)
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("request_options", [{}, {"eos": (2, 3), "stop": [(5, 4), (5, 5, 6)]}], ids=repr)
+def test_decode_step_python_calls_do_not_depend_on_the_rows(request_options):
+    few, many = (calls(decoding(rows, **request_options), rows) for rows in (16, 256))
+    assert few == many
+    assert many / STEPS < 150
+
+
+def test_decode_step_gate_notices_work_per_row(monkeypatch):
+    store = results.store
+
+    def slow(rows, slots, *arguments):
+        for slot in slots.tolist():
+            rows.remaining(slot)
+        return store(rows, slots, *arguments)
+
+    monkeypatch.setattr(results, "store", slow)
+    assert calls(decoding(256), 256) > calls(decoding(16), 16) + 200 * STEPS
+
+
+def test_decode_step_keeps_no_memory():
+    scheduler, tokens = decoding(64), np.full(64, 5, np.int32)
+    for _ in range(20):
+        scheduler.update(scheduler.schedule(), tokens)
+    before = sys.getallocatedblocks()
+    for _ in range(40):
+        scheduler.update(scheduler.schedule(), tokens)
+    assert sys.getallocatedblocks() - before < 40
+
+
+def test_baseline_takes_the_same_decisions():
+    """What the benchmark compares with decides as kvpool does."""
+    rng = np.random.default_rng(1)
+    ours = Scheduler(Pool(401, 4), max_running=8, max_step_tokens=24, prefill_chunk=10)
+    theirs = PythonScheduler(400, 4, max_running=8, max_step_tokens=24, prefill_chunk=10)
+    for _ in range(40):
+        prompt, most = rng.integers(1, 9, rng.integers(2, 30)), int(rng.integers(1, 12))
+        ours.add(Request(prompt, most, eos=(0,)))
+        theirs.add(prompt.tolist(), most, {0})
+    while (step := ours.schedule()) is not None:
+        other = theirs.schedule()
+        assert step.tokens.tolist() == other.tokens.tolist()
+        assert (step.num_new.tolist(), step.sample_at.tolist()) == (other.num_new, other.sample_at)
+        tokens = rng.integers(0, 9, len(step.sample_at)).astype(np.int32)
+        ours.update(step, tokens)
+        theirs.update(other, tokens)
+    assert not theirs.running and not theirs.waiting
