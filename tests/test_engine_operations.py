@@ -56,7 +56,7 @@ def finish(engine):
 def test_text_goes_in_and_out(engine, answer):
     completion = engine.generate(PROMPT, max_tokens=40)
     assert completion.text == answer and completion.samples[0].finish_reason == "length"
-    assert [one.text for one in engine.batch([PROMPT, PROMPT[:5]], max_tokens=40)][0] == answer
+    assert engine.batch([PROMPT, PROMPT[:5]], max_tokens=40)[0].text == answer
 
 
 def test_a_stream_gives_each_token_as_it_comes(engine, answer):

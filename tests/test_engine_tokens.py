@@ -1,5 +1,8 @@
 """Tokens of the engine are those of the model alone: any family, route and chunk, tight pools, samples, cancels."""
 
+import contextlib
+import os
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -50,10 +53,10 @@ def test_gathered_tokens_are_those_of_the_stock_model(name, route):
         assert_nothing_leaked(engine)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(60 if os.environ.get("KVPOOL_LONG") else 3))
 @pytest.mark.parametrize("route", ["fused", "gathered"])
 def test_random_workloads_give_solo_tokens(route, seed):
-    """Arrivals while others run, a pool that preempts, shared prompts, cancels, several samples, any chunk size."""
+    """Arrivals while others run, a pool that preempts, shared prompts, cancels, samples, a backend that fails."""
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)
     with on_cpu():
@@ -72,6 +75,15 @@ def test_random_workloads_give_solo_tokens(route, seed):
             prefill_chunk=int(rng.integers(1, 40)),
             **ROUTES[route],
         )
+        write, failures = engine.kv.backend.write_tokens, []
+
+        def write_or_fail(*arguments):
+            if not rng.integers(60):
+                failures.append(arguments[0])
+                raise OSError("the backend is out of order")
+            write(*arguments)
+
+        engine.kv.backend.write_tokens = write_or_fail
         done, cancelled, arrivals = {}, {}, list(enumerate(prompts))
         while arrivals or engine.num_unfinished:
             while arrivals and rng.integers(3):
@@ -82,8 +94,10 @@ def test_random_workloads_give_solo_tokens(route, seed):
             if unfinished and not rng.integers(8):
                 victim = int(rng.choice(unfinished))
                 cancelled[victim] = engine.cancel(victim)
-            for completion in engine.step():
-                done[completion.id] = completion
+            with contextlib.suppress(OSError):
+                for completion in engine.step():
+                    done[completion.id] = completion
+        assert failures
         assert done.keys() | cancelled.keys() == set(range(len(prompts)))
         for number, completion in done.items():
             for one in completion.samples:

@@ -16,7 +16,7 @@ from server_process import Server
 from kvpool.adapters.mlx_lm import tiny
 
 LONG = bool(os.environ.get("KVPOOL_LONG"))
-CLIENTS, SECONDS, ROUNDS = (64, 120, None) if LONG else (16, None, 3)
+CLIENTS, SECONDS, ROUNDS = (64, 120, None) if LONG else (16, None, 2)
 BLOCKS, BLOCK = (160, 16) if LONG else (64, 16)
 TOKENS = 48
 SYSTEM = "You are a block table. Answer in slots, never in bytes, and share what you have with whoever begins alike."
@@ -93,24 +93,23 @@ def test_a_crowd_gets_the_stock_answers_and_leaves_nothing_behind(expected):
         until = (lambda n: time.monotonic() - begin > SECONDS) if SECONDS else (lambda n: n >= ROUNDS)
         warm_up = run_clients(server, expected, CLIENTS, lambda n: n >= (4 if LONG else 1), lambda: None)
         before, rss_before = server.idle_metrics(), server.rss()
-        waiting, memory = [], []
+        memory = []
 
         def watch():
-            found = server.metrics()
-            waiting.append(found['kvpool_requests{state="waiting"}'])
-            memory.append((server.rss(), found["kvpool_mlx_active_bytes"]))
+            memory.append(server.rss())
+            assert server.get("/metrics")[0] == 200
 
         clients = run_clients(server, expected, CLIENTS, until, watch)
         after, rss_after = server.idle_metrics(), server.rss()
     finally:
         status, errors = server.stop()
     finished, hung_up = (sum(getattr(one, name) for one in clients) for name in ("finished", "hung_up"))
-    print(f"{finished} answers, {hung_up} hung up, at most {max(waiting, default=0):.0f} waiting")
-    print(f"RSS {rss_before >> 20} -> {rss_after >> 20} MiB, at most {max(memory, default=(0,))[0] >> 20}")
+    print(f"{finished} answers, {hung_up} hung up, {after['kvpool_requests_waited_total']:.0f} had to wait")
+    print(f"RSS {rss_before >> 20} -> {rss_after >> 20} MiB, at most {max(memory, default=0) >> 20}")
     print(f"MLX {before['kvpool_mlx_active_bytes'] / 2**20:.2f} -> {after['kvpool_mlx_active_bytes'] / 2**20:.2f} MiB")
     assert [wrong for one in [*warm_up, *clients] for wrong in one.wrong] == []
     assert finished >= CLIENTS // 2 and hung_up >= CLIENTS // 2
-    assert max(waiting) > 0, "the pool was never short: the test asks for nothing"
+    assert after["kvpool_requests_waited_total"] > 0, "the pool was never short: the test asks for nothing"
     assert after['kvpool_blocks{state="used"}'] == after["kvpool_blocks_leaked"] == 0
     assert after["kvpool_prompt_cached_tokens_total"] > after["kvpool_prompt_tokens_total"] / 3
     assert after["kvpool_mlx_active_bytes"] <= before["kvpool_mlx_active_bytes"] + 2**20

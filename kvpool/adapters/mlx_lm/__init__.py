@@ -14,6 +14,9 @@ Every layer of the model shares one `kvpool.Pool`: a prompt of 100 tokens takes 
 not once per layer. ``copy.deepcopy`` of a cache (mlx-lm's prompt cache does it on every hit) is a fork that
 copies no KV, dropping a cache returns its blocks.
 
+`Engine` runs models without an engine of mlx-lm, by `kvpool.Scheduler`: prompts in chunks, preemption, samples that
+share their prompt, beams, all in one forward pass per step.
+
 Models of the Llama, Qwen, Mistral, Gemma and gpt-oss families attend straight over the blocks, by the kernels of Metal
 or of the CPU; others, and all models where there are no kernels, gather each context for MLX's own attention.
 ``kv.route`` says which.
@@ -25,12 +28,28 @@ nothing is quantized and the tokens are those of stock caches.
 
 Modules: `host` (pool and storage of one model), `hook` (how engines get there), `batch` (sequences that run
 together, the operation log), `cache` (what a layer of the model sees), `fused` and `attention_hook` (attention over
-the blocks, and how a model gets there), `prefix` (mlx-lm's prompt cache on shared blocks).
+the blocks, and how a model gets there), `prefix` (mlx-lm's prompt cache on shared blocks), `serving` (mlx-lm's HTTP
+server on all that); `engine`, with `ragged` (one forward pass), `sampling` and `transcript`; `tiny` and `loading`
+(models by name).
 """
 
 from kvpool.adapters.mlx_lm.batch import EngineStopped
 from kvpool.adapters.mlx_lm.cache import PagedKVCache
+from kvpool.adapters.mlx_lm.engine import Completion, Engine, Piece
 from kvpool.adapters.mlx_lm.host import SUPPORTED_VERSIONS, PagedKV, Summary, install
 from kvpool.adapters.mlx_lm.prefix import PagedPromptCache
+from kvpool.adapters.mlx_lm.sampling import Sampling
 
-__all__ = ["SUPPORTED_VERSIONS", "EngineStopped", "PagedKV", "PagedKVCache", "PagedPromptCache", "Summary", "install"]
+__all__ = [
+    "SUPPORTED_VERSIONS",
+    "Completion",
+    "Engine",
+    "EngineStopped",
+    "PagedKV",
+    "PagedKVCache",
+    "PagedPromptCache",
+    "Piece",
+    "Sampling",
+    "Summary",
+    "install",
+]

@@ -147,6 +147,8 @@ class AdmittingGenerator(BatchGenerator):
         self._kv: PagedKV | None = hook.installed[-1] if isinstance(hook, Hook) else None
         self._limits: dict[int, int] = {}  # tokens at most, by uid
         self._handed_out: list[list[Any]] = []
+        self._last_held = -1
+        self.num_waited = 0  # requests that found no room when it was their turn
         self._num_held = 0
 
     @property
@@ -191,6 +193,9 @@ class AdmittingGenerator(BatchGenerator):
         while waiting and len(admitted) < most:
             candidate = self._size(waiting[0])
             if not kv.can_admit(0, 0, [*running, candidate]):
+                if waiting[0][0] != self._last_held:
+                    self._last_held = waiting[0][0]
+                    self.num_waited += 1
                 if running or not self._let_go(waiting):
                     break
                 continue
@@ -278,6 +283,7 @@ def metrics_text(provider: Provider) -> str:
         return "# no model is loaded\n"
     engine = provider.engine
     numbers = {"waiting": 0, "prefilling": 0, "decoding": 0} if engine is None else engine.num_requests
+    waited = 0 if engine is None else engine.num_waited
     summary = kv.summary()
     extra = [
         Metric(
@@ -288,6 +294,7 @@ def metrics_text(provider: Provider) -> str:
         ),
         gauge("kvpool_blocks_leaked", "Blocks in use that belong to no request.", summary.blocks_leaked),
         gauge("kvpool_mlx_active_bytes", "Memory that MLX holds, weights and pool included.", kv.backend.memory()[2]),
+        counter("kvpool_requests_waited_total", "Requests that had to wait for blocks.", waited),
         counter("kvpool_prompt_tokens_total", "Tokens of prompts that were looked up.", kv.query_tokens),
         counter("kvpool_prompt_cached_tokens_total", "Of these, tokens that were found.", kv.hit_tokens),
     ]
@@ -325,8 +332,10 @@ def serve(arguments: Sequence[str], settings: Settings, on_ready: Callable[[Any,
         return providers[0]
 
     def make_generator(model: Any, **options: Any) -> AdmittingGenerator:
-        providers[0].engine = AdmittingGenerator(model, **options)
-        return providers[0].engine
+        engine, before = AdmittingGenerator(model, **options), providers[0].engine
+        engine.num_waited = 0 if before is None else before.num_waited
+        providers[0].engine = engine
+        return engine
 
     def run(host: str, port: int, provider: Provider) -> None:
         responder = Responder(provider)
