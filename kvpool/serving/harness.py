@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -202,33 +203,37 @@ def ticks(server: Server, workload: Workload, clock: Clock, record: Record) -> I
 
 
 def serve_side_by_side(
-    servers: Sequence[Server],
-    workload: Workload,
+    pairs: Sequence[tuple[Server, Workload]],
     slice_seconds: float = 0.1,
     progress: Callable[[int], object] = lambda tokens: None,
 ) -> list[Record]:
-    """Drive several servers with the same workload, in turns of `slice_seconds`, each by a clock of its own.
+    """Drive several servers with a workload each, in turns of `slice_seconds`, each by a clock of its own.
 
     The speed of a machine that others share changes from second to second; here it changes for everybody alike. A
     server with a method ``settle`` finishes what it has begun before its turn ends; that is its own time.
     """
-    records = [Record(workload.arrivals, workload.samples) for _ in servers]
-    clocks = [WallClock() for _ in servers]
+    records = [Record(workload.arrivals, workload.samples) for _, workload in pairs]
+    clocks = [WallClock() for _ in pairs]
     for clock in clocks:
         clock.pause()
-    lanes = list(zip(servers, records, clocks, strict=True))
-    going = [(server, clock, ticks(server, workload, clock, record)) for server, record, clock in lanes]
-    while going:
-        for lane in tuple(going):
-            server, clock, run = lane
-            clock.resume()
-            until = clock.now() + slice_seconds
-            for tokens in run:
-                progress(tokens)
-                if clock.now() >= until:
-                    break
-            else:
-                going.remove(lane)
-            getattr(server, "settle", lambda: None)()
-            clock.pause()
+    lanes = list(zip(pairs, records, clocks, strict=True))
+    going = [(one[0], clock, ticks(*one, clock, record)) for one, record, clock in lanes]
+    gc.collect()
+    gc.freeze()  # a collection that walks through all modules would be somebody's spike
+    try:
+        while going:
+            for lane in tuple(going):
+                server, clock, run = lane
+                clock.resume()
+                until = clock.now() + slice_seconds
+                for tokens in run:
+                    progress(tokens)
+                    if clock.now() >= until:
+                        break
+                else:
+                    going.remove(lane)
+                getattr(server, "settle", lambda: None)()
+                clock.pause()
+    finally:
+        gc.unfreeze()
     return records

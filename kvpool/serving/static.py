@@ -24,22 +24,20 @@ class StaticBatches:
         Requests of a batch.
     requests : int
         How many will come.
-    samples : int
-        Answers per request.
     pad : bool
         Whether to pad prompts here; a server that pads by itself does not need it.
     """
 
-    def __init__(self, server: Server, batch: int, requests: int, *, samples: int = 1, pad: bool = True) -> None:
-        self.server, self.batch, self.pad, self._samples = server, batch, pad, samples
+    def __init__(self, server: Server, batch: int, requests: int, *, pad: bool = True) -> None:
+        self.server, self.batch, self.pad = server, batch, pad
         self._left = requests  # not yet in a batch
         self._waiting: deque[tuple[int, NDArray[np.int32], int]] = deque()
-        self._tokens_left = np.zeros(requests * samples, np.int64)
+        self._tokens_left = np.zeros(requests, np.int64)
 
     def add(self, number: int, prompt: NDArray[np.int32], max_tokens: int) -> None:
         """Take a request."""
         self._waiting.append((number, prompt, max_tokens))
-        self._tokens_left[number * self._samples : (number + 1) * self._samples] = max_tokens
+        self._tokens_left[number] = max_tokens
 
     @property
     def is_busy(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,18 @@ class Workload:
 
     def __len__(self) -> int:
         return len(self.prompts)
+
+    def one_by_one(self) -> Workload:
+        """Return the same with every sample as a request of its own, for servers that know no samples."""
+        n = self.samples
+        prompts = [prompt for prompt in self.prompts for _ in range(n)]
+        return replace(
+            self,
+            arrivals=np.repeat(self.arrivals, n),
+            prompts=prompts,
+            max_tokens=np.repeat(self.max_tokens, n),
+            samples=1,
+        )
 
     @property
     def num_tokens(self) -> int:

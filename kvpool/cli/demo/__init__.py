@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="PNG",
         default=Settings.out,
-        help="where the picture goes (default: %(default)s)",
+        help="where the picture goes (default: %(default)s); that of serving beside it, named ...-serving",
     )
 
     parser.add_argument(
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 def all_parts() -> list[Part]:
     """Return the parts in the order they run, which is the order of the table."""
-    from kvpool.cli.demo import attention, engine, forks, occupancy, out_of_blocks, shared_prompt, step_cost
+    from kvpool.cli.demo import attention, engine, forks, occupancy, open_loop, out_of_blocks, shared_prompt, step_cost
 
     return [
         engine.PART,
@@ -84,6 +84,7 @@ def all_parts() -> list[Part]:
         out_of_blocks.PART,
         shared_prompt.PART,
         attention.PART,
+        open_loop.PART,
     ]
 
 

@@ -1,4 +1,4 @@
-"""The sizes of a demo run. The defaults fit 40 seconds on two slow cores; the tests take smaller ones."""
+"""The sizes of a demo run. The defaults fit 50 seconds on two slow cores; the tests take smaller ones."""
 
 from __future__ import annotations
 
@@ -31,6 +31,9 @@ class Settings:
         The attention part: sequences, tokens in each, decode steps by each route.
     requests, pool_blocks, max_len
         The occupancy part: requests served, blocks for both servers, longest sequence the server accepts.
+    open_requests, open_rate, open_prefix, open_running, dense_batch
+        The open-loop part: requests, arrivals per second, tokens that all of them begin with, sequences that run at a
+        time, and how many of the longest length fit the pool.
     seed : int
         Of every random number in the demo.
     """
@@ -53,4 +56,9 @@ class Settings:
     requests: int = 160
     pool_blocks: int = 512
     max_len: int = 1024
+    open_requests: int = 40
+    open_rate: float = 200.0
+    open_prefix: int = 128
+    open_running: int = 16
+    dense_batch: int = 4
     seed: int = 0

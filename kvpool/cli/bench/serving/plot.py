@@ -86,7 +86,7 @@ def _blocks(axes: Any, record: Record, edges: Any, num_blocks: int, slot_blocks:
     used, reserved = record.column("blocks_in_use"), record.column("running") * slot_blocks
     axes.stairs(used, edges, fill=True, color=BLOCKS_LIGHT)
     axes.stairs(used, edges, color=BLOCKS, linewidth=1.3, baseline=None, label="in use")
-    label = f"a static reservation for the same sequences, {slot_blocks} each"
+    label = f"a static reservation for the running ones, {slot_blocks} each"
     axes.stairs(reserved, edges, color=STATIC, linewidth=1.1, baseline=None, label=label)
     axes.axhline(num_blocks, color=INK, linewidth=0.9, linestyle=(0, (5, 3)), label=f"the pool, {num_blocks:,}")
     axes.set_ylim(0, 1.3 * max(float(reserved.max()), num_blocks))
@@ -105,16 +105,16 @@ def _steps(axes: Any, record: Record, phases: Phases) -> None:
     """Each step as a point at its end; those with a chunk of a prompt in a color of their own."""
     ends, ms = record.column("end"), 1e3 * record.seconds
     has_chunk = record.column("prefill_tokens") > 0
-    for chosen, color, label in ((~has_chunk, BLOCKS, "decodes only"), (has_chunk, STATIC, "with a chunk of a prompt")):
+    for chosen, color, label in ((~has_chunk, BLOCKS, "decodes only"), (has_chunk, STATIC, "with a chunk")):
         axes.scatter(ends[chosen], ms[chosen], s=9, color=color, linewidths=0, alpha=0.75, label=label)
     steady = ms[phases.steady.first : phases.steady.last]
     ceiling = float(ms.max())
     if len(steady):
-        label = f"median of the steady state, {np.median(steady):.1f} ms"
+        label = f"steady median, {np.median(steady):.1f} ms"
         axes.axhline(np.median(steady), color=INK, linewidth=0.9, label=label)
     spike = 1e3 * phases.spike_threshold
     if spike < 1.6 * ceiling:
-        label = f"a spike is above {spike:.1f} ms: {len(phases.spikes)}"
+        label = f"{len(phases.spikes)} spikes, above {spike:.1f} ms"
         axes.axhline(spike, color=INK, linewidth=0.9, linestyle=(0, (5, 3)), label=label)
         ceiling = max(ceiling, spike)
     axes.set_ylim(0, 1.35 * ceiling)

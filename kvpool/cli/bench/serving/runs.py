@@ -128,7 +128,7 @@ class Bench:
             if watch and self.lm is not None:
                 watches = stack.enter_context(self.lm.Stopwatches(lane.server.engine.kv.backend))
             clock = SimulatedClock(self.cost) if self.settings.is_null else WallClock()
-            record = serve(lane.driven, self.workload, clock, self.advance)
+            record = serve(lane.driven, self.workload_of(name), clock, self.advance)
             facts = {} if watches is None else watches.per_tick(len(record))
             return self.result(lane, record, facts)
 
@@ -138,8 +138,13 @@ class Bench:
             return [self.run(name) for name in names]
         with contextlib.ExitStack() as stack:
             lanes = [stack.enter_context(self.lane(name)) for name in names]
-            records = serve_side_by_side([lane.driven for lane in lanes], self.workload, progress=self.advance)
+            pairs = [(lane.driven, self.workload_of(lane.name)) for lane in lanes]
+            records = serve_side_by_side(pairs, progress=self.advance)
             return [self.result(lane, record) for lane, record in zip(lanes, records, strict=True)]
+
+    def workload_of(self, name: str) -> Workload:
+        """The workload as somebody knows it: samples are kvpool's."""
+        return self.workload if name == "kvpool" else self.workload.one_by_one()
 
     def batch(self, name: str) -> int:
         """Sequences that somebody runs at a time."""
@@ -148,11 +153,11 @@ class Bench:
     @contextlib.contextmanager
     def lane(self, name: str) -> Iterator[Lane]:
         """Yield a fresh server, for the length of a ``with`` block."""
-        s, work, batch = self.settings, self.workload, self.batch(name)
+        s, work, batch = self.settings, self.workload_of(name), self.batch(name)
         server = self.server(name, batch)
         driven = server
         if name == "static":
-            driven = StaticBatches(server, batch, len(work), samples=work.samples, pad=s.is_null)
+            driven = StaticBatches(server, batch, len(work), pad=s.is_null)
         try:
             yield Lane(name, server, driven)
         finally:

@@ -1,0 +1,160 @@
+"""`kvpool bench serving`: its options, its JSON, its picture and its gates."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvpool.cli import main
+from kvpool.cli.bench.serving import gates
+from kvpool.cli.bench.serving.gates import Gate
+from kvpool.cli.bench.serving.settings import SWEEPS
+
+NULL = ["bench", "serving", "--model", "null", "--requests", "30", "--shared-prefix", "40"]
+NAMED = {
+    *("static_tokens_per_sec", "stock_tokens_per_sec", "continuous_tokens_per_sec", "continuous_steady_tokens_per_sec"),
+    *("wall_seconds", "phases", "prefill_chunk_ms", "kv_write_ms", "gather_ms", "paged_kv_bytes_read"),
+    *("blocks_touched", "blocks_in_use", "refcount_histogram", "COW_clones_per_token", "hit_rate", "preemptions"),
+    *(f"{name}_ms_p{p}" for name in ("ttft", "tpot", "itl", "decode_tick") for p in (50, 95, 99)),
+}
+
+
+def served(capsys, *options):
+    assert main([*NULL, *options, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_json_has_every_number_by_name_and_simulated_time_is_the_same_every_time(capsys):
+    one, two = served(capsys, "--rate", "20"), served(capsys, "--rate", "20")
+    assert one.keys() >= NAMED
+    for found in (one, two):
+        del found["seconds"]
+    assert one == two
+    assert one["continuous_tokens_per_sec"] > one["stock_tokens_per_sec"] > one["static_tokens_per_sec"] > 0
+    assert one["simulated"] is True
+    assert one["hit_rate"] > 0.2
+    assert one["blocks_leaked"] == 0
+    for run in one["runs"].values():
+        assert sum(run["phases"][name]["tokens"] for name in ("ramp", "steady", "tail")) == one["workload"]["tokens"]
+
+
+def test_the_seed_the_target_and_the_samples_reach_the_workload(capsys):
+    base = served(capsys)
+    assert served(capsys, "--seed", "2")["workload"]["tokens"] != base["workload"]["tokens"]
+    assert served(capsys, "--samples", "3")["workload"]["tokens"] == 3 * base["workload"]["tokens"]
+    assert served(capsys, "--samples", "3")["COW_clones_per_token"] > 0
+    args = ["bench", "serving", "--model", "null", "--tokens-target", "500", "--json", "--against", "none"]
+    assert main(args) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert 500 <= found["workload"]["tokens"] < 700
+    assert found["static_tokens_per_sec"] is None
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_a_sweep_has_a_row_for_each_value(capsys, name):
+    found = served(capsys, "--sweep", name, "--against", "none")
+    assert [row[name] for row in found["sweep"]] == list(SWEEPS[name])
+    assert all(row["tokens"] == found["workload"]["tokens"] for row in found["sweep"])
+    if name == "max-batch":
+        waits = [row["ttft_ms_p50"] for row in found["sweep"]]
+        assert waits[0] > waits[2], "whoever waits for one of four places waits longer"
+
+
+def test_values_of_a_sweep_can_be_named(capsys):
+    rows = served(capsys, "--sweep", "chunk:8,32", "--against", "none")["sweep"]
+    assert [row["chunk"] for row in rows] == ["8", "32"]
+    assert rows[0]["ticks"] > rows[1]["ticks"]
+
+
+def test_a_trace_is_served(capsys, tmp_path):
+    path = tmp_path / "trace.jsonl"
+    rows = [{"timestamp": 100 * i, "input_length": 600, "output_length": 30, "hash_ids": [0, i]} for i in range(1, 6)]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    args = ["bench", "serving", "--model", "null", "--trace", str(path), "--trace-scale", "4", "--json"]
+    assert main(args) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["workload"]["prompt_tokens"] == 5 * 150
+    assert found["hit_rate"] > 0
+
+
+def test_the_table_and_the_picture(capsys, tmp_path):
+    path = tmp_path / "run.png"
+    assert main([*NULL, "--plot", str(path), "--sweep", "block-size"]) == 0
+    out = capsys.readouterr().out
+    for text in ("kvpool", "static batches", "slots of the longest", "ramp", "steady", "tail", "spikes", "block-size"):
+        assert text in out
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--rate", "0"], "--rate 0: has to be more than 0"),
+        (["--rate", "nan"], "--rate nan: has to be more than 0"),
+        (["--requests", "3", "--tokens-target", "3"], "exclude each other"),
+        (["--prompt", "some"], "--prompt some: lengths are"),
+        (["--preempt", "x"], "--preempt x: there are last"),
+        (["--against", "x"], "--against x: there are stock"),
+        (["--sweep", "x"], "--sweep x: there are block-size"),
+        (["--sweep", "chunk:0"], "--sweep chunk 0: out of range"),
+        (["--tick-cost", "1,2"], "--tick-cost 1,2: three numbers"),
+        (["--num-blocks", "1"], "--num-blocks 1: the longest request has"),
+        (["--trace", "/nowhere"], "--trace /nowhere: No such file"),
+        (["--plot", "/nowhere/x.png"], "--plot /nowhere/x.png: not a file"),
+    ],
+)
+def test_bad_values_are_named_in_one_line(capsys, options, said):
+    assert main(["bench", "serving", "--model", "null", *options]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert said in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_model_is_served_beside_stock_with_the_same_tokens(capsys):
+    args = ["--requests", "6", "--prompt", "uniform:5:20", "--output", "uniform:3:9", "--shared-prefix", "32"]
+    assert main(["bench", "serving", "--model", "tiny", *args, "--repetitions", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["same_tokens"] == 1.0
+    assert found["runs"].keys() == {"kvpool", "stock", "static"}
+    assert {run["tokens"] for run in found["runs"].values()} == {found["workload"]["tokens"]}
+    assert found["kv_write_ms"] > 0
+    assert found["gather_ms"] == 0, "the engine attends over the blocks"
+    assert found["paged_kv_bytes_read"] > 0
+
+
+# ------------------------------------------------------------------------------------------------- gates
+
+
+def test_scheduler_and_pool_keep_up_with_a_million_tokens_a_second():
+    gate = gates.null_gate(rounds=3, steps=60)
+    assert gate.holds, gate
+
+
+def test_a_slow_scheduler_misses_the_gate(monkeypatch):
+    """A third of a millisecond more for each step is too much."""
+    from time import process_time
+
+    from kvpool import Scheduler
+
+    schedule = Scheduler.schedule
+
+    def slow(self):
+        end = process_time() + 4e-4
+        while process_time() < end:
+            pass
+        return schedule(self)
+
+    monkeypatch.setattr(Scheduler, "schedule", slow)
+    assert not gates.null_gate(rounds=2, steps=40).holds
+
+
+def test_gates_decide_the_exit_status(capsys, monkeypatch):
+    for value, status in ((2.0, 0), (0.5, 1), (float("nan"), 1)):
+        monkeypatch.setattr(gates, "null_gate", lambda value=value: Gate("a gate", value, 1.0))
+        assert main(["bench", "serving", "--model", "null", "--gates"]) == status
+        out = capsys.readouterr().out
+        assert out.startswith("ok" if status == 0 else "NO")
+        assert main(["bench", "serving", "--model", "null", "--gates", "--json"]) == status
+        assert json.loads(capsys.readouterr().out)["held"] is (status == 0)
