@@ -14,7 +14,7 @@ from kvpool.testing.minimal import minimal
 SHORTEST = {
     "copy missing from the plan": 6,
     "fence removed": 8,
-    "write into a shared block": 6,
+    "write into a shared block": 10,
     "rollback loses a block": 4,
     "reservation lost": 3,
     "watermark ignored": 4,

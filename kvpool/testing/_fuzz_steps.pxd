@@ -28,5 +28,5 @@ cdef class Steps(Base):
     cdef object judge_rollback(self, int32_t k)
     cdef int op_rollback(self, const Word* w) except -1
     cdef int taken_back(self, int32_t k) except -1
-    cdef void void_slot(self, int64_t slot) noexcept
+    cdef void unwrite(self, Pending* p) noexcept
     cdef int settle_all(self) except -1

@@ -49,7 +49,6 @@ from kvpool.testing._shadow cimport (
     Pending,
     line_stamp,
     line_table,
-    poison,
     shadow_execute,
     shadow_poison,
     shadow_read,
@@ -473,17 +472,27 @@ cdef class Steps(Base):
             memcpy(line_table(&self.s, slot), p.table + <int64_t>i * self.s.width, line.blocks * sizeof(int32_t))
         self.states[S_ROLLBACKS] += 1
         self.states[S_EXECUTED_ROLLBACKS] += p.executed
-        if self.full and not p.executed:            # what will never be written
-            for t in range(p.tokens):
-                self.void_slot(p.slot[t])
-            for i in range(p.num_copies):
-                for t in range(p.copies[3 * i + 2]):
-                    self.void_slot(p.copies[3 * i + 1] * bs + t)
         self.leave_queue(self.s.num_queue - 1)
+        if self.full and not p.executed:
+            self.unwrite(p)
         return 0
 
-    cdef void void_slot(self, int64_t slot) noexcept:
-        self.s.real[slot] = self.s.virt[slot] = self.s.raw_stamp[slot] = poison(slot)
+    cdef void unwrite(self, Pending* p) noexcept:
+        """A plan will never run: `virt` is built again without it."""
+        cdef Pending* other
+        cdef int32_t i
+        cdef int64_t t, slot, bs = self.s.block_size
+        memcpy(self.s.virt, self.s.real, self.s.num_blocks * bs * sizeof(uint64_t))
+        for i in range(self.s.num_queue):
+            other = &self.s.plan[self.s.queue[i]]
+            if not other.executed:
+                shadow_execute(&self.s, other, self.s.virt)
+        for t in range(p.tokens):
+            self.s.raw_stamp[p.slot[t]] = self.s.virt[p.slot[t]]
+        for i in range(p.num_copies):
+            for t in range(p.copies[3 * i + 2]):
+                slot = p.copies[3 * i + 1] * bs + t
+                self.s.raw_stamp[slot] = self.s.virt[slot]
 
     cdef int settle_all(self) except -1:
         """Every pending plan runs and passes."""

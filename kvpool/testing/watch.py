@@ -301,11 +301,14 @@ class Watched:
                 assert self.pool.table(handle).tolist() == table, "rollback left another table"
                 del self.sequences[handle].stamps[length:]
         if not step.executed:
+            self.virtual = list(self.real)
+            for other in self.pending:
+                if not other.executed:
+                    self._run(self.virtual, other)
             copied = [d * self.block_size + k for _, d, n in step.copies for k in range(n)]
             for slot in [slot for slot, _ in step.writes] + copied:
-                self.real[slot] = self.virtual[slot] = POISON
                 if slot // self.block_size in self.raw:
-                    self.raw[slot // self.block_size][slot % self.block_size] = POISON
+                    self.raw[slot // self.block_size][slot % self.block_size] = self.virtual[slot]
         self._check()
 
     # ---- blocks -------------------------------------------------------------------------------------------
