@@ -47,7 +47,6 @@ def look(pool: Any, *plans: Any) -> None:
                 getattr(plan, name)
         _ = plan.num_tokens, plan.num_copies, plan.copied_tokens, plan.is_pending
     pool.stats()
-    tried(pool.prefix_stats)
     pool.check()
 
 
@@ -211,6 +210,7 @@ def rows_that_come_and_go(Pool: Any, Plan: Any) -> None:
                 look(pool, plan)
                 if plan.is_pending:
                     pool.rollback(plan) if pad and pad[0] == 6 and len(batch) % 2 else pool.done(plan)
+        grown(pool, plan, rows, 0)
         pool.truncate(rows[4:], [pool.num_tokens(row) - 1 for row in rows[4:]])
         grown(pool, plan, rows, 0)
         pool.truncate(rows[:3], [0, 1, 2])
@@ -367,6 +367,7 @@ def duplicates_of_a_prefix(Pool: Any, Plan: Any) -> None:
             grown(pool, plan, rows, len(new))
             for at, row in enumerate(rows):
                 pool.commit(row, new + (at == 3 and first == 5))
+                pool.prefix_stats()
                 look(pool)
             if first == 3:
                 pool.close(rows.pop(0))
@@ -380,6 +381,7 @@ def duplicates_of_a_prefix(Pool: Any, Plan: Any) -> None:
             grown(pool, plan, rows, 2 * size)
             for row in rows:
                 pool.commit(row, np.arange(2 * size, dtype=np.int32) + other)
+                pool.prefix_stats()
                 look(pool)
         forks = pool.fork(rows[0], 2).tolist()
         pool.close(rows)
