@@ -439,8 +439,7 @@ cdef class PrefixPool(EventPool):
             if counts is None and all_tokens.size % max(rows.size, 1):
                 raise ValueError(f"[commit] {all_tokens.size} tokens cannot be shared out evenly to {rows.size} "
                                  f"handles, counts are needed")
-            if counts is None:
-                new.scalar = all_tokens.size // rows.size if rows.size else 0
+            new.scalar = new.scalar if counts is not None else all_tokens.size // max(rows.size, 1)
             if new.size >= 0 and new.size != rows.size:
                 raise ValueError(f"[commit] {new.size} counts for {rows.size} handles")
             for k in range(rows.size):

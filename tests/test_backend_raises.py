@@ -119,5 +119,5 @@ def test_error_of_the_backend_is_what_the_caller_sees():
     engine = Engine()
     row = engine.manager.new_sequence(4).seq_id
     slots = engine.manager.step([row], 4)
-    with pytest.raises(Lost, match="copy_blocks|write"):
+    with pytest.raises(Lost, match=r"copy_blocks|write"):
         engine.manager.write(0, vectors(1, 4), vectors(2, 4), slots)
