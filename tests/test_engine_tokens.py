@@ -6,10 +6,12 @@ import os
 import mlx.core as mx
 import numpy as np
 import pytest
+from metal_engine import StandIn
 from mlx_families import FAMILIES
 from mlx_models import PROMPTS, ROUTES, VOCAB, on_cpu, random_prompts, solo_tokens, tiny_llama
 
 import kvpool
+import kvpool_backends.mlx
 from kvpool.adapters.mlx_lm.engine import Engine
 
 BLOCK = 4
@@ -107,6 +109,22 @@ def test_random_workloads_give_solo_tokens(route, seed):
                 assert one.tokens.tolist() == expected[number][: len(one.tokens)], (seed, number)
         assert_nothing_leaked(engine)
         print(engine.scheduler.stats())
+
+
+def test_tokens_are_the_same_by_the_kernels_of_metal(monkeypatch):
+    """On a stand-in for Metal; a chunk is longer than what the kernels take at once."""
+    make = kvpool_backends.mlx.MLXBackend
+    factory = StandIn().factory()
+    monkeypatch.setattr(
+        kvpool_backends.mlx, "MLXBackend", lambda spec, blocks, **_: make(spec, blocks, metal_kernel=factory)
+    )
+    with on_cpu():
+        model, prompts = tiny_llama(), random_prompts((40, 3, 6))
+        engine = Engine(model, 40, block_size=8, max_step_tokens=60, prefill_chunk=36)
+        assert engine.kv.backend.route == "metal" and engine.kv.route == "fused"
+        expected = [solo_tokens(model, prompt, 4) for prompt in prompts]
+        assert [one.tokens.tolist() for one in engine.batch(prompts, max_tokens=4)] == expected
+        assert_nothing_leaked(engine)
 
 
 def test_a_tight_pool_preempts_and_the_tokens_stay():

@@ -1,13 +1,14 @@
 """Requests wait until the pool can take them: mlx-lm's engine on a pool that cannot hold them all at once."""
 
 import gc
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
 from mlx_models import SMALL_STEPS, batch_tokens, on_cpu, random_prompts, solo_tokens, tiny_llama
 
 from kvpool.adapters.mlx_lm import PagedPromptCache, install
-from kvpool.adapters.mlx_lm.serving import AdmittingGenerator
+from kvpool.adapters.mlx_lm.serving import AdmittingGenerator, PromptCache
 from kvpool.errors import OutOfBlocks
 
 BLOCK = 4
@@ -111,6 +112,41 @@ def test_what_was_handed_out_is_empty_after_the_next_step(model):
         gc.collect()
         assert kv.summary().blocks_used == 0
         generator.close()
+
+
+def test_what_running_requests_store_never_takes_blocks_that_others_were_promised(model):
+    """The first one ends and leaves its prompt; the others, who have computed it too, store it while they run."""
+    beginning = random_prompts((16,), seed=3)[0]
+    prompts = [beginning + one for one in random_prompts((5, 40, 40))]
+    limits = [1, 9, 9]
+    expected = [solo_tokens(model, prompt, limit) for prompt, limit in zip(prompts, limits, strict=True)]
+    needed = sum(-(-(len(p) + n) // BLOCK) + 1 for p, n in zip(prompts, limits, strict=True))
+    with install(model, 1 + needed + 1, block_size=BLOCK, prefix_cache=True) as kv:
+        generator = AdmittingGenerator(model, **(SMALL_STEPS | {"prefill_step_size": 4}))
+        prompt_cache = PromptCache(SimpleNamespace(kv=kv, engine=generator, prompts=PagedPromptCache(kv)))
+        uids, tokens = [], {}
+        for prompt, limit in zip(prompts, limits, strict=True):
+            caches, _ = prompt_cache.fetch_nearest_cache("m", prompt)
+            uids += generator.insert_segments([[prompt[:40], prompt[40:]]], [limit], [caches])
+            tokens[uids[-1]] = []
+        del caches
+        promised = []
+        while True:
+            prompt_responses, responses = generator.next()
+            if not prompt_responses and not responses:
+                break
+            ends = [one.uid for one in prompt_responses if one.end_of_segment and not one.end_of_prompt]
+            for caches, key in generator.extract_cache(ends).values():
+                prompt_cache.insert_cache("m", key[:], caches, cache_type="user")
+            for one in responses:
+                tokens[one.uid].append(one.token)
+                if one.finish_reason:
+                    prompt_cache.insert_cache("m", one.all_tokens[:], one.prompt_cache)
+            stats = kv.pool.stats()
+            growth = sum(kv.blocks_for(limit) - kv.blocks_for(now) for now, limit in generator._running())
+            promised.append((growth, stats.free + stats.evictable))
+        assert [tokens[uid] for uid in uids] == expected
+        assert all(growth <= available for growth, available in promised), promised
 
 
 def test_models_without_a_pool_are_served_as_ever(model):

@@ -26,7 +26,7 @@ import numpy as np
 
 import kvpool
 from kvpool import Output, Request, Scheduler
-from kvpool.adapters.mlx_lm.host import install
+from kvpool.adapters.mlx_lm.host import install, max_positions
 from kvpool.adapters.mlx_lm.ragged import RaggedForward
 from kvpool.adapters.mlx_lm.sampling import SEED_MAX, Sampling, best, sample
 from kvpool.adapters.mlx_lm.transcript import Transcript
@@ -131,6 +131,7 @@ class Engine:
     Attributes
     ----------
     kv : PagedKV
+        Its ``summary`` knows caches of mlx-lm's engines only; ask ``kv.pool.stats()`` and ``scheduler.stats()``.
     scheduler : kvpool.Scheduler
     """
 
@@ -159,7 +160,7 @@ class Engine:
         self.kv = install(model, pool=pool, prefix_cache=prefix_cache, fused=fused, kernels=kernels, strict=strict)
         self.tokenizer = _with_detokenizer(tokenizer)
         self._vocab_size = int(model(mx.zeros((1, 1), mx.int32)).shape[-1])  # traced, not computed
-        scheduling.setdefault("max_model_len", getattr(model.args, "max_position_embeddings", None))
+        scheduling.setdefault("max_model_len", max_positions(model))
         self._forward = RaggedForward(self.kv)
         self.scheduler = Scheduler(
             pool,

@@ -188,6 +188,12 @@ def inspect_model(model: Any, block_size: int) -> tuple[KVSpec, tuple[int | None
     return KVSpec(len(caches), heads, k_dim, name, block_size, v_dim), windows, callers
 
 
+def max_positions(model: Any) -> int | None:
+    """Tokens that a model was made for, None if it does not say."""
+    found = getattr(getattr(model, "args", None), "max_position_embeddings", None)
+    return found if isinstance(found, int) else None
+
+
 class PagedKV:
     """One pool and one storage, serving one model; made by `install`.
 

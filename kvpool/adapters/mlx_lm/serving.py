@@ -27,7 +27,7 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvpool.adapters.mlx_lm.hook import Hook
-from kvpool.adapters.mlx_lm.host import PagedKV, install, require_tested_version
+from kvpool.adapters.mlx_lm.host import PagedKV, install, max_positions, require_tested_version
 from kvpool.adapters.mlx_lm.loading import blocks_in
 from kvpool.adapters.mlx_lm.prefix import PagedPromptCache
 from kvpool.metrics import CONTENT_TYPE, Metric, counter, gauge, prometheus_text
@@ -111,7 +111,7 @@ class Provider(server.ModelProvider):
         if num_blocks is None:
             num_blocks = blocks_in(self._settings.memory or "auto", model, block_size)
             if self._settings.memory is None:
-                longest = min(getattr(model.args, "max_position_embeddings", None) or LONGEST, LONGEST)
+                longest = min(max_positions(model) or LONGEST, LONGEST)
                 at_a_time = self.cli_args.decode_concurrency + self.cli_args.prompt_concurrency
                 num_blocks = min(num_blocks, 1 + at_a_time * -(-longest // block_size))
         return self._installed.enter_context(install(model, num_blocks, block_size=block_size, prefix_cache=True))
@@ -128,6 +128,20 @@ class PromptCache:
 
     def __len__(self) -> int:
         return len(self._provider.prompts or ())
+
+    def insert_cache(self, model: Any, tokens: list[int], prompt_cache: list[Any], **kind: Any) -> None:
+        """Store what a cache holds, unless it is a running request's and part of it is stored by another one.
+
+        The running one's copies would take hold of the stored blocks, until it ends: blocks that admission counts on.
+        """
+        provider = self._provider
+        if provider.kv is not None and provider.engine is not None and provider.engine.is_running(prompt_cache):
+            known = prompt_cache[0].batch.known[0]
+            with provider.kv.lock:
+                if provider.kv.pool.match([*tokens, 0], known.namespace) > known.num_tokens:
+                    return
+        assert provider.prompts is not None
+        provider.prompts.insert_cache(model, tokens, prompt_cache, **kind)
 
 
 class AdmittingGenerator(BatchGenerator):
@@ -147,6 +161,7 @@ class AdmittingGenerator(BatchGenerator):
         self._kv: PagedKV | None = hook.installed[-1] if isinstance(hook, Hook) else None
         self._limits: dict[int, int] = {}  # tokens at most, by uid
         self._handed_out: list[list[Any]] = []
+        self._extracted: list[list[Any]] = []
         self._last_held = -1
         self.num_waited = 0  # requests that found no room when it was their turn
         self._num_held = 0
@@ -163,12 +178,18 @@ class AdmittingGenerator(BatchGenerator):
     def extract_cache(self, uids: Sequence[int]) -> Any:
         """See mlx-lm's."""
         found = super().extract_cache(uids)
-        self._handed_out += [caches for caches, _ in found.values()]
+        self._extracted = [caches for caches, _ in found.values()]
+        self._handed_out += self._extracted
         return found
+
+    def is_running(self, caches: list[Any]) -> bool:
+        """Whether this is what `extract_cache` has just handed out: the request goes on."""
+        return any(caches is one for one in self._extracted)
 
     def _next(self) -> Any:
         if self._kv is None:
             return super()._next()
+        self._extracted = []
         while self._handed_out:
             for cache in self._handed_out.pop():
                 cache.trim(cache.size())
