@@ -65,7 +65,7 @@ class PagedKeys(_Placeholder):
     Parameters
     ----------
     passes, layer, forward
-        Whose they are.
+        Whose they are. Without `forward` nobody will look at the attention, and it is 0.
     shape : (B, N)
         Rows and columns of the pass's input.
     fresh : (k, v), optional
@@ -79,7 +79,7 @@ class PagedKeys(_Placeholder):
         self,
         passes: Passes,
         layer: int,
-        forward: Forward,
+        forward: Forward | None,
         shape: tuple[int, int],
         fresh: tuple[mx.array, mx.array] | None = None,
     ) -> None:
@@ -125,6 +125,8 @@ class PagedKeys(_Placeholder):
         if (num_rows, num_columns) != self.shape:
             raise ValueError(f"[attention] queries are for {num_rows} rows of {num_columns} columns, keys {self.shape}")
         kv = self.passes.kv
+        if self.forward is None:
+            return mx.zeros((*queries.shape[:-1], kv.backend.spec.value_head_dim), queries.dtype)
         options = None
         window = smaller_window(kv.windows[self.layer], _window_of(mask, num_columns))
         if not (window is None and sinks is None and soft_cap is None):
@@ -142,7 +144,7 @@ class PagedKeys(_Placeholder):
 
     def store(self, *others: mx.array) -> None:
         """Store what is fresh, if anything is; `others` are evaluated with it."""
-        if self.fresh is not None:
+        if self.fresh is not None and self.forward is not None:
             mx.eval(*self.fresh, *others)
             self.passes.kv.backend.write_tokens(self.layer, *self.fresh, self.forward.arrays)
             self.fresh = None

@@ -24,6 +24,7 @@ from kvpool.adapters.mlx_lm.batch import Forward
 from kvpool.adapters.mlx_lm.cache import causal_mask
 from kvpool.adapters.mlx_lm.fused import PagedKeys, PagedMask, PagedValues, smaller_window, tokens_of
 from kvpool.adapters.mlx_lm.host import PagedKV
+from kvpool.protocol import ArrayPlan
 
 
 class RaggedForward:
@@ -106,7 +107,7 @@ class RaggedForward:
         if not len(rows):
             hidden = self.kv.model(inputs, cache=caches)  # built, and never evaluated
             return mx.zeros((0, hidden.shape[-1]), mx.float32)
-        model, taken = _with_rows(self.kv.model, mx.array(rows))
+        model, taken = _with_rows(self.kv.model, mx.array(rows), caches[-1] if len(rows) < inputs.size else None)
         logits = model(inputs, cache=caches)
         logits = logits.reshape(-1, logits.shape[-1])
         if taken is None:
@@ -140,6 +141,19 @@ class _Pass:
         self._keys = PagedKeys(self.passes, layer, self.forward, self.shape, (keys, values))
         return self._keys
 
+    def keys_of(self, layer: int, rows: mx.array) -> PagedKeys:
+        """A layer's keys as some tokens of the pass see them: each is a sequence of its own that ends with it."""
+        arrays, starts = self.forward.arrays, self.starts
+        chosen = np.array(rows)
+        sequences = np.searchsorted(arrays.cu_q_lens[1 : len(arrays.seq_lens) + 1], chosen, side="right")
+        some = ArrayPlan(
+            block_tables=arrays.block_tables[sequences],
+            seq_lens=starts[chosen] + 1,
+            cu_q_lens=np.arange(len(chosen) + 1),
+            slot_mapping=arrays.slot_mapping[:0],
+        )
+        return PagedKeys(self.passes, layer, Forward(some, None), (len(chosen), 1))
+
     def store_rest(self) -> None:
         """Store what the last layer has left."""
         if self._keys is not None:
@@ -156,12 +170,30 @@ class RaggedCache:
         self._pass = one
         self._layer = layer
         self._is_stored = False
+        self._rows: mx.array | None = None  # of the pass, that go through the layer now
+        self._is_for_storage = False
+
+    @property
+    def splits(self) -> bool:
+        """Whether a layer can store all tokens first, and then compute some: `only_store` and `only_rows`."""
+        passes = self._pass.passes
+        return passes.is_ragged and bool(passes.kv.backend.is_eager)
+
+    def only_store(self) -> None:
+        """What the layer computes next is not looked at: its keys and values are stored, and that is all."""
+        self._is_for_storage = True
+
+    def only_rows(self, rows: mx.array) -> None:
+        """The layer goes on with some tokens of the pass, whose keys and values are stored."""
+        self._is_for_storage, self._is_stored, self._rows = False, False, rows
 
     @property
     def offset(self) -> int | mx.array:
         """The position of each row's first token; of the one behind its last token when the layer has stored."""
         one = self._pass
         ahead = one.shape[1] if self._is_stored else 0
+        if self._rows is not None:
+            return one.offsets[self._rows] + ahead
         return int(one.starts[0]) + ahead if one.shape[0] == 1 else one.offsets + ahead
 
     def make_mask(
@@ -183,8 +215,15 @@ class RaggedCache:
                 f"[update_and_fetch] keys are {keys.dtype}, values {values.dtype}, the pool holds {kv.backend.dtype}: "
                 "make the engine again after a model was cast"
             )
-        keys, values = tokens_of(keys, None), tokens_of(values, None)
         self._is_stored = True
+        if self._rows is not None:
+            paged = self._pass.keys_of(self._layer, self._rows)
+            return paged, PagedValues(paged)
+        keys, values = tokens_of(keys, None), tokens_of(values, None)
+        if self._is_for_storage:
+            self._pass.keys(self._layer, keys, values).store()
+            paged = PagedKeys(self._pass.passes, self._layer, None, self._pass.shape)
+            return paged, PagedValues(paged)
         if self._pass.passes.is_ragged and kv.backend.is_eager:
             paged = self._pass.keys(self._layer, keys, values)
             return paged, PagedValues(paged)
@@ -206,32 +245,69 @@ class RaggedCache:
 class _RowsOf:
     """A model's body, of whose hidden states only some rows come back. For the rest it is the body."""
 
-    def __init__(self, body: nn.Module, rows: mx.array) -> None:
+    def __init__(self, body: nn.Module, rows: mx.array, last: RaggedCache | None) -> None:
         self._body = body
         self._rows = rows
+        if last is not None and last.splits:
+            self._body = copy.copy(body)
+            dict.__setitem__(self._body, "layers", [*body.layers[:-1], _LastLayer(body.layers[-1], rows, last)])
+            self._is_split = True
+        else:
+            self._is_split = False
 
     def __call__(self, *args: Any, **options: Any) -> mx.array:
-        hidden = self._body(*args, **options)
+        hidden: mx.array = self._body(*args, **options)
+        if self._is_split:
+            return hidden
         return hidden.reshape(-1, 1, hidden.shape[-1])[self._rows]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._body, name)
 
 
-def _with_rows(model: nn.Module, rows: mx.array) -> tuple[nn.Module, mx.array | None]:
+class _LastLayer:
+    """The last layer of a model: of tokens that nobody samples it computes keys and values, and nothing else.
+
+    It is called twice. What the first call returns is dropped, so MLX never computes it; but it has stored the keys and
+    values of all tokens. The second one computes the rows that are asked for. For the rest it is the layer.
+    """
+
+    def __init__(self, layer: nn.Module, rows: mx.array, cache: RaggedCache) -> None:
+        self._layer = layer
+        self._rows = rows
+        self._cache = cache
+
+    def __call__(self, x: mx.array, *args: Any, **options: Any) -> Any:
+        self._cache.only_store()
+        self._layer(x, *args, **options)
+        self._cache.only_rows(self._rows)
+        return self._layer(x[self._rows], *args, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+def _with_rows(
+    model: nn.Module, rows: mx.array, last: RaggedCache | None = None
+) -> tuple[nn.Module, mx.array | None]:
     """`model` with a head that sees `rows` only, if it is built as most are: ``model.model`` and a head behind it.
 
     The head of a large vocabulary costs as much as several layers, and a chunk of a prompt needs one row of it. The
-    result is a shallow copy that shares every weight, made for one pass, so the model itself stays untouched.
+    result is a shallow copy that shares every weight, made for one pass, so the model itself stays untouched. With the
+    cache of the last layer that layer computes no more of the other tokens than what it stores.
     """
     body = model.get("model")
     if not isinstance(body, nn.Module) or type(model).__module__ not in _HEADS:
         return model, None
+    if type(model).__module__ in _PER_TOKEN:
+        last = None
     one = copy.copy(model)
-    dict.__setitem__(one, "model", _RowsOf(body, rows))
+    dict.__setitem__(one, "model", _RowsOf(body, rows, last))
     return one, rows
 
 
+_PER_TOKEN = frozenset({"mlx_lm.models.ministral3"})
+"""Of those below, modules that give a layer one more thing per token, besides its input."""
 _FAMILIES = "gemma gemma2 gemma3_text gpt_oss llama ministral3 mixtral qwen2 qwen3 qwen3_moe"
 _HEADS = frozenset(f"mlx_lm.models.{name}" for name in _FAMILIES.split())
 """Modules whose ``Model`` computes the head from ``self.model(...)`` token by token."""

@@ -13,7 +13,7 @@ from kvpool.cli.demo.settings import Settings
 from kvpool.serving import Lengths, Phases, Record, Workload, find_phases, make_workload, serve_side_by_side
 from kvpool.serving.metrics import summarize, usage, utilization
 
-CHUNK = 64  # tokens of prompts in one step
+CHUNK = 32  # tokens of prompts in one step
 
 
 def run(settings: Settings, say: Callable[[str], None]) -> Outcome:

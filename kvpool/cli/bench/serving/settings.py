@@ -15,7 +15,7 @@ POLICIES = ("last", "longest", "grower", "priority")
 SWEEPS = {
     "block-size": ("8", "16", "32"),
     "max-batch": ("4", "8", "16", "32", "64"),
-    "chunk": ("16", "64", "256"),
+    "chunk": ("16", "32", "64", "256"),
     "preempt": POLICIES,
 }
 """What ``--sweep`` may vary, and the values it takes by itself."""
@@ -63,7 +63,7 @@ class Settings:
     num_blocks: int | None = None
     block_size: int = 16
     max_batch: int = 16
-    chunk: int = 64
+    chunk: int = 32
     preempt: str = "last"
     against: tuple[str, ...] = RIVALS
     repetitions: int = 3
@@ -88,7 +88,7 @@ NUMBERS: dict[str, tuple[str, str | None, str]] = {
     "num-blocks": ("N", None, "of the pool (default: what a quarter of --max-batch sequences would reserve)"),
     "block-size": ("TOKENS", "16", "tokens per block"),
     "max-batch": ("N", "16", "most sequences at a time"),
-    "chunk": ("TOKENS", "64", "of prompts in one step"),
+    "chunk": ("TOKENS", "32", "of prompts in one step"),
     "repetitions": ("N", "3", "runs of everybody, in turns; the median counts"),
     "seed": ("S", "1", "of arrivals, lengths and tokens"),
 }
