@@ -17,7 +17,10 @@ from kvpool.cli.console import progress
 from proof.figure import FULL, SHORT, Figure
 
 #: The gates in the order of the table, each a module of this package.
-GATES = ("exhaustion", "mutants", "coverage", "threads", "simulator")
+GATES = (
+    *("operations", "determinism", "failures", "exhaustion", "misuse", "soak", "arithmetic", "complexity"),
+    *("mutants", "coverage", "threads", "simulator"),
+)
 COLUMNS = ("figure", "target", "measured", "holds", "planted fault", "command")
 
 

@@ -211,7 +211,7 @@ def measure_on(pool_type: type, budget: Budget) -> Figure:
         total += 1
         if finding:
             wrong.append(f"{name}: {finding}")
-    measured = f"{total - len(wrong):,} of {total:,} points, {len(CASES) + 3} kinds of calls"
+    measured = f"{total - len(wrong):,} of {total:,} points, {len(CASES) + 4} kinds of calls"
     enough = total >= (2000 if budget.share >= 1 else 200)
     return Figure(
         NAME, TARGET, measured, not wrong and enough, COMMAND, time.monotonic() - start, "\n".join(wrong[:20])
