@@ -1,6 +1,8 @@
 """JAX on a kvpool pool: tokens equal a model without cache, in every padding, with clones, frees and static shapes."""
 
+import sys
 import time
+from pathlib import Path
 from statistics import median
 
 import jax
@@ -235,3 +237,12 @@ def test_metadata_of_64_sequences_of_4k_costs_microseconds():
         table.done()
     print(f"64 x 4k: step {median(core) * 1e6:.1f} us, with JAX arrays {median(whole) * 1e6:.0f} us")
     assert median(core) < median(whole)
+
+
+def test_example_of_the_page_runs(capsys):
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from embedding_page import examples
+
+    (code,) = examples("jax")
+    exec(code, {})
+    assert capsys.readouterr().out == "(32, 4, 8) 2\n"

@@ -1,7 +1,9 @@
 """transformers' continuous batching on a kvpool pool: tokens equal `generate`, nothing leaks, and steps cost less."""
 
 import contextlib
+import sys
 import time
+from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 
@@ -269,3 +271,12 @@ def test_nothing_is_left_of_the_context_manager_after_an_error():
     with contextlib.suppress(KeyError), install():
         raise KeyError
     assert stock_cache.ATTN_TYPE_TO_ALLOCATOR[FULL_ATTENTION] is FullAttentionCacheAllocator
+
+
+def test_example_of_the_page_runs(capsys):
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from embedding_page import examples
+
+    (code,) = examples("torch")
+    exec(code, {})
+    assert "req_1" in capsys.readouterr().out
