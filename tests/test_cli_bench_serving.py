@@ -61,6 +61,12 @@ def test_a_sweep_has_a_row_for_each_value(capsys, name):
         assert waits[0] > waits[2], "whoever waits for one of four places waits longer"
 
 
+@pytest.mark.parametrize(("num_blocks", "is_tight"), [("200", False), ("30", True)])
+def test_a_sweep_over_policies_that_nobody_needed_says_so(capsys, num_blocks, is_tight):
+    assert main([*NULL, "--against", "none", "--sweep", "preempt", "--num-blocks", num_blocks]) == 0
+    assert ("Nobody was preempted" in capsys.readouterr().out) is not is_tight
+
+
 def test_values_of_a_sweep_can_be_named(capsys):
     rows = served(capsys, "--sweep", "chunk:8,32", "--against", "none")["sweep"]
     assert [row["chunk"] for row in rows] == ["8", "32"]

@@ -74,6 +74,7 @@ def test_bad_requests_are_refused_and_the_next_one_is_served(server, expected, b
     [
         (["--model", "/no/such/folder"], "--model /no/such/folder: no such folder"),
         (["--model", "tiny", "--port", "x"], "--port x: not a whole number"),
+        (["--model", "tiny", "--port", "65536"], "--port 65536: out of range, 0..65535"),
         (["--model", "tiny", "--num-blocks", "2"], "--num-blocks 2: out of range"),
         (["--model", "tiny", "--num-blocks", "20", "--memory", "1MiB"], "--memory and --num-blocks exclude each other"),
         (["--model", "tiny", "--memory", "lots", "--port", "0"], "lots"),

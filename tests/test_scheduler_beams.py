@@ -240,3 +240,50 @@ def test_beams_sequences_taken_by_others_restart_without_loss():
             held = []
     assert scheduler.stats().preemptions >= 3
     assert [output.tokens.tolist() for output in outputs] == [tokens for _, tokens in plain_beam_search(request)]
+
+
+class Crowded:
+    """A pool in which somebody is faster: when sequences are forked, all others are open for a moment."""
+
+    def __init__(self, pool):
+        self._pool = pool
+
+    def __getattr__(self, name):
+        return getattr(self._pool, name)
+
+    def fork(self, handle, n=1):
+        others = [self._pool.open() for _ in range(self._pool.max_seqs - self._pool.stats().sequences)]
+        try:
+            return self._pool.fork(handle, n)
+        finally:
+            self._pool.close(others)
+
+
+def test_beams_that_come_back_and_cannot_fork_wait_without_loss():
+    pool = Pool(64, 2, max_seqs=4)
+    scheduler = Scheduler(pool)
+    request = Request([1, 2, 3, 4, 5], max_tokens=6, beam_width=3, n=3)
+    scheduler.add(request)
+    machine = Machine(scheduler, pool)
+    for _ in range(3):
+        step = scheduler.schedule()
+        scores = [logprobs_of(context, VOCABULARY) for context in machine.execute(step)]
+        order = [np.argsort(-s, kind="stable") for s in scores]
+        given = np.int32(order), np.float32([s[o] for s, o in zip(scores, order, strict=True)])
+        scheduler.update(step, np.zeros(len(scores), np.int32), beams=given)
+    core = scheduler._core
+    core.beams[0].preempt(core)
+    before = scheduler.stats().preemptions
+    step = scheduler.schedule()  # what all have in common, if it is not in the cache
+    machine.execute(step)
+    scheduler.update(step, np.zeros(0, np.int32))
+    core.pool = Crowded(pool)
+    try:
+        step = scheduler.schedule()
+    finally:
+        core.pool = pool
+    assert scheduler.stats().preemptions > before
+    scheduler.check()
+    scheduler.fail(step)
+    (outputs,) = run(scheduler, pool, candidates=9).values()
+    assert [output.tokens.tolist() for output in outputs] == [tokens for _, tokens in plain_beam_search(request)]

@@ -84,12 +84,12 @@ def request_options(args: argparse.Namespace) -> dict[str, Any]:
         "n": whole("--n", args.n),
         "beam_width": whole("--beam", args.beam, 0),
         "temperature": real("--temperature", args.temperature, 0),
-        "top_p": real("--top-p", args.top_p, 0, 1),
+        "top_p": real("--top-p", args.top_p, 0),
         "min_p": real("--min-p", args.min_p, 0, 1),
         "top_k": whole("--top-k", args.top_k, 0),
         "stop": args.stop,
     }
-    if options["top_p"] == 0:
+    if not 0 < options["top_p"] <= 1:
         raise CommandError(f"--top-p {args.top_p}: out of range, above 0 and at most 1")
     if args.seed is not None:
         options["seed"] = whole("--seed", args.seed, 0)
@@ -98,6 +98,9 @@ def request_options(args: argparse.Namespace) -> dict[str, Any]:
             raise CommandError(f"--n {args.n}: a beam of {args.beam} has no more hypotheses than that")
         if args.stop:
             raise CommandError("--stop and --beam exclude each other")
+        for name, neutral in (("temperature", 0), ("top_p", 1), ("top_k", 0), ("min_p", 0)):
+            if options[name] != neutral:
+                raise CommandError(f"--{name.replace('_', '-')} and --beam exclude each other: a beam does not sample")
     if "" in args.stop:
         raise CommandError("--stop: the text is empty")
     if args.memory is not None and args.num_blocks is not None:
@@ -132,7 +135,7 @@ def make_engine(args: argparse.Namespace, prompts: list[str], options: dict[str,
         raise CommandError(f"--model {exc}") from None
     try:
         if num_blocks is None:
-            most = loading.blocks_in(args.memory or "auto", model, block_size)
+            most = blocks_in_memory(args.memory, model, block_size)
             sequences = max(options["n"], options["beam_width"]) + 1  # one more: copies, and shared beginnings
             lengths = [len(encode(tokenizer, prompt, args.chat)) + options["max_tokens"] for prompt in prompts]
             needed = 1 + sum(sequences * (-(-length // block_size) + 1) for length in lengths)
@@ -150,6 +153,18 @@ def make_engine(args: argparse.Namespace, prompts: list[str], options: dict[str,
     except (ValueError, TypeError, RuntimeError, MemoryError) as exc:
         raise CommandError(f"--model {args.model}: {str(exc).rpartition('] ')[2] or 'not enough memory'}") from None
     return tokenizer, engine
+
+
+def blocks_in_memory(size: str | None, model: Any, block_size: int) -> int:
+    """Blocks that --memory has room for; without it, that there is."""
+    from kvpool.adapters.mlx_lm import loading
+
+    try:
+        return loading.blocks_in(size or "auto", model, block_size)
+    except (ValueError, MemoryError) as exc:
+        if size is None:
+            raise
+        raise CommandError(f"--memory {size}: {str(exc).rpartition('] ')[2]}") from None
 
 
 def encode(tokenizer: Any, prompt: str, in_chat: bool) -> list[int]:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from kvpool.cli.console import CommandError, whole
 
+LAST_PORT = 65535
 PASSES_ON = True  # arguments that the parser does not know are mlx-lm's
 
 
@@ -40,6 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until interrupted; 0 if no block was left behind, else 1."""
     block_size, port = whole("--kv-block-size", args.kv_block_size), whole("--port", args.port, 0)
+    if port > LAST_PORT:  # the socket would take what is left of it after division by 65536
+        raise CommandError(f"--port {args.port}: out of range, 0..{LAST_PORT}")
     num_blocks = None if args.num_blocks is None else whole("--num-blocks", args.num_blocks, 4)
     if args.memory is not None and num_blocks is not None:
         raise CommandError("--memory and --num-blocks exclude each other")

@@ -94,8 +94,15 @@ class Beam:
         first = self.live[0]
         others = self.live[1:]
         pool.close(self.held)
+        try:
+            handles = [int(h) for h in pool.fork(int(rows.handle[first.slot]), len(others))]
+        except OutOfSequences:  # another user of the pool was faster
+            core.setbacks += 1
+            for sequence in others:
+                rows.handle[sequence.slot] = -1
+            self.preempt(core)
+            return False
         self.held = []
-        handles = [int(h) for h in pool.fork(int(rows.handle[first.slot]), len(others))]
         pool.truncate(handles, self.common)
         plan = Plan(pool, len(handles), formats=("seq_lens",))
         for sequence, handle in zip(others, handles, strict=True):
@@ -168,7 +175,8 @@ class Beam:
 
     def close(self, core: Core) -> None:
         """Close the handles of the live ones; `held` are those of all but the first."""
-        core.pool.close([int(core.rows.handle[sequence.slot]) for sequence in self.live])
+        handles = [int(core.rows.handle[sequence.slot]) for sequence in self.live]
+        core.pool.close([handle for handle in handles if handle >= 0])
 
     def give_back(self, core: Core) -> None:
         """The beam runs no longer: nothing is held for it."""

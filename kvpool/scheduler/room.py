@@ -59,8 +59,7 @@ def choose(core: Core, running: np.ndarray, probe: object) -> Sequence:
         slot = running[len(lowest) - 1 - lowest[::-1].index(min(lowest))]
     else:
         slot = running[-1]
-    sequence = rows.sequence(slot)
-    return sequence
+    return rows.sequence(slot)
 
 
 def first_short(core: Core, probe: object) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy import float32, int32
 from numpy.typing import NDArray
 
-from kvpool.scheduler.sequence import DECODING, PREFILLING, WAITING, Sequence
+from kvpool.scheduler.sequence import PREFILLING, WAITING, Sequence
 
 
 class Rows:
@@ -187,8 +187,3 @@ class Rows:
     def remaining(self, slot: int) -> int:
         """Known tokens that are not computed."""
         return int(self.prompt[slot] + self.generated[slot] - self.computed[slot])
-
-
-def is_decoding(remaining: int) -> int:
-    """Return the state of a sequence that has so many known tokens to compute."""
-    return DECODING if remaining == 1 else PREFILLING

@@ -114,6 +114,8 @@ def show(bench: Bench, result: dict[str, Any]) -> None:
     print_table("kvpool", usage_lines(result))
     if result["sweep"]:
         print_table(f"Sweep over {s.sweep}", sweep_lines(str(s.sweep), result["sweep"]))
+        if s.sweep == "preempt" and not any(row["preemptions"] for row in result["sweep"]):
+            print("Nobody was preempted, so that the policies are all the same: try fewer --num-blocks.")
     if result["same_tokens"] is not None:
         print(f"same tokens as stock: {result['same_tokens']:.1%} of the sequences")
     print(f"({result['seconds']:.0f} s)")
