@@ -103,6 +103,7 @@ def test_a_crowd_gets_the_stock_answers_and_leaves_nothing_behind(expected):
         after, rss_after = server.idle_metrics(), server.rss()
     finally:
         status, errors = server.stop()
+        print(errors)  # what it said is what explains a failure
     finished, hung_up = (sum(getattr(one, name) for one in clients) for name in ("finished", "hung_up"))
     print(f"{finished} answers, {hung_up} hung up, {after['kvpool_requests_waited_total']:.0f} had to wait")
     print(f"RSS {rss_before >> 20} -> {rss_after >> 20} MiB, at most {max(memory, default=0) >> 20}")
