@@ -1,6 +1,7 @@
 """Requests wait until the pool can take them: mlx-lm's engine on a pool that cannot hold them all at once."""
 
 import gc
+import random
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -227,6 +228,56 @@ def test_a_request_that_waited_finds_what_was_stored_meanwhile(model):
         assert tokens == dict.fromkeys(uids, solo_tokens(model, prompt, 9))
         assert list(computed.values()) == [30, 2, 2], "all but the last block is there"
         generator.close()
+
+
+def a_random_hour(model, kv, seed):
+    """Requests with common beginnings come, are cancelled and end, in any order; each step finds what was promised."""
+    rng = random.Random(seed)
+    generator = Watched(model, **(SMALL_STEPS | {"prefill_step_size": rng.choice((4, 8, 16))}))
+    prompt_cache = PromptCache(SimpleNamespace(kv=kv, engine=generator, prompts=PagedPromptCache(kv)))
+    beginnings = random_prompts((24, 24, 12), seed=seed)
+    asked, tokens, whole = {}, {}, []
+    for step in range(400):
+        if step < 60 and rng.random() < 0.4:
+            prompt = rng.choice(beginnings) + [rng.randrange(50) for _ in range(rng.randrange(1, 20))]
+            caches, rest = prompt_cache.fetch_nearest_cache("m", prompt)
+            cut = rng.randrange(len(rest))
+            limit, found = rng.randrange(1, 14), prompt[: len(prompt) - len(rest)]
+            (uid,) = generator.insert_segments([[rest[:cut], rest[cut:]]], [limit], [caches], [found])
+            asked[uid], tokens[uid] = (prompt, limit), []
+            del caches
+        prompt_responses, responses = generator.next()
+        done = [one.uid for one in prompt_responses if one.end_of_segment and not one.end_of_prompt]
+        for caches, key in generator.extract_cache(done).values():
+            prompt_cache.insert_cache("m", key[:], caches, cache_type="user")
+        for one in responses:
+            tokens[one.uid].append(one.token)
+            if one.finish_reason:
+                prompt_cache.insert_cache("m", one.all_tokens[:], one.prompt_cache)
+                whole.append(one.uid)
+        going = sorted(asked.keys() - set(whole))
+        if going and rng.random() < 0.08:
+            uid = rng.choice(going)
+            generator.remove([uid])
+            del asked[uid]
+        if step >= 60 and not going:
+            break
+    assert sorted(asked) == sorted(whole), "all that were not cancelled have ended"
+    assert [tokens[uid] for uid in asked] == [solo_tokens(model, *one) for one in asked.values()]
+    generator.close()
+    return generator.num_waited
+
+
+def test_random_requests_always_find_what_they_were_promised(model):
+    waited = hits = 0
+    for seed in range(6):
+        with install(model, 1 + 24, block_size=BLOCK, prefix_cache=True) as kv:
+            waited += a_random_hour(model, kv, seed)
+            hits += kv.hit_tokens
+            gc.collect()
+            assert kv.summary().blocks_used == 0
+            kv.pool.check()
+    assert waited > 20 and hits > 400, (waited, hits)
 
 
 def test_models_without_a_pool_are_served_as_ever(model):
