@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 class Server:
     """A process that serves the tiny model; `facts` is what it said when it was ready."""
 
-    def __init__(self, *arguments, model="tiny"):
-        command = [sys.executable, "-m", "kvpool", "serve", "--model", model, "--port", "0", "--json", *arguments]
+    def __init__(self, *arguments, model="tiny", program=("-m", "kvpool")):
+        command = [sys.executable, *program, "serve", "--model", model, "--port", "0", "--json", *arguments]
         self.process = subprocess.Popen(
             [*command, "--log-level", "ERROR"],
             stdout=subprocess.PIPE,
@@ -75,7 +75,8 @@ class Server:
         pause = threading.Event()
         for _ in range(2000):
             found = self.metrics()
-            if not any(value for name, value in found.items() if name.startswith("kvpool_requests")):
+            assert self.get("/health")[0] == 200, b"".join(self.errors).decode()
+            if not any(value for name, value in found.items() if name.startswith("kvpool_requests{")):
                 return found
             pause.wait(0.1)
         raise AssertionError(f"requests are left: {found}")

@@ -164,3 +164,11 @@ def test_gates_decide_the_exit_status(capsys, monkeypatch):
         assert out.startswith("ok" if status == 0 else "NO")
         assert main(["bench", "serving", "--model", "null", "--gates", "--json"]) == status
         assert json.loads(capsys.readouterr().out)["held"] is (status == 0)
+
+
+def test_a_gate_that_is_not_judged_is_shown_with_its_number_and_decides_nothing():
+    bad, reported = Gate("judged", 0.5, 1.0), Gate("reported", 0.5, 1.0, is_judged=False)
+    assert gates.held([reported]) and not gates.held([reported, bad])
+    shown = gates.text([bad, reported]).splitlines()
+    assert shown[0].startswith("NO judged") and shown[1].startswith("-- reported") and "0.50" in shown[1]
+    assert shown[2] == gates.WHY_NOT_JUDGED and gates.text([bad]).count("\n") == 0

@@ -1,13 +1,14 @@
 """Requests wait until the pool can take them: mlx-lm's engine on a pool that cannot hold them all at once."""
 
 import gc
+import random
 from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
 from mlx_models import SMALL_STEPS, batch_tokens, on_cpu, random_prompts, solo_tokens, tiny_llama
 
-from kvpool.adapters.mlx_lm import PagedPromptCache, install
+from kvpool.adapters.mlx_lm import PagedPromptCache, install, serving
 from kvpool.adapters.mlx_lm.serving import AdmittingGenerator, PromptCache
 from kvpool.errors import OutOfBlocks
 
@@ -114,39 +115,169 @@ def test_what_was_handed_out_is_empty_after_the_next_step(model):
         generator.close()
 
 
-def test_what_running_requests_store_never_takes_blocks_that_others_were_promised(model):
-    """The first one ends and leaves its prompt; the others, who have computed it too, store it while they run."""
-    beginning = random_prompts((16,), seed=3)[0]
-    prompts = [beginning + one for one in random_prompts((5, 40, 40))]
-    limits = [1, 9, 9]
+class Watched(AdmittingGenerator):
+    """Looks at the begin of each step whether what running requests were promised is there."""
+
+    def _hold_back(self, kv):
+        growth = sum(kv.blocks_for(limit) - kv.blocks_for(now) for now, limit in self._running())
+        assert growth <= kv.summary().blocks_free
+        return super()._hold_back(kv)
+
+
+def store_while_a_promise_counts_on_what_is_stored(model):
+    """The first request leaves its prompt; a third one is promised these blocks; then the second one, which has
+    computed that prompt too, stores it while it runs."""
+    beginning = random_prompts((32,), seed=3)[0]
+    ends, goes_on, waits = random_prompts((5, 40, 20), seed=4)
+    prompts, limits, cuts = [beginning + ends, beginning + goes_on, waits], [1, 9, 20], [36, 64, 19]
     expected = [solo_tokens(model, prompt, limit) for prompt, limit in zip(prompts, limits, strict=True)]
-    needed = sum(-(-(len(p) + n) // BLOCK) + 1 for p, n in zip(prompts, limits, strict=True))
-    with install(model, 1 + needed + 1, block_size=BLOCK, prefix_cache=True) as kv:
-        generator = AdmittingGenerator(model, **(SMALL_STEPS | {"prefill_step_size": 4}))
+    needed = [-(-(len(p) + n) // BLOCK) + 1 for p, n in zip(prompts, limits, strict=True)]
+    assert needed[2] == needed[0], "the third one takes the place of the first one exactly"
+    with install(model, 1 + needed[0] + needed[1] + 1, block_size=BLOCK, prefix_cache=True) as kv:
+        generator = Watched(model, **(SMALL_STEPS | {"prefill_step_size": 4}))
         prompt_cache = PromptCache(SimpleNamespace(kv=kv, engine=generator, prompts=PagedPromptCache(kv)))
-        uids, tokens = [], {}
-        for prompt, limit in zip(prompts, limits, strict=True):
+        tokens = {}
+        for prompt, limit, cut in zip(prompts, limits, cuts, strict=True):
             caches, _ = prompt_cache.fetch_nearest_cache("m", prompt)
-            uids += generator.insert_segments([[prompt[:40], prompt[40:]]], [limit], [caches])
-            tokens[uids[-1]] = []
+            tokens[generator.insert_segments([[prompt[:cut], prompt[cut:]]], [limit], [caches])[0]] = []
         del caches
-        promised = []
         while True:
             prompt_responses, responses = generator.next()
             if not prompt_responses and not responses:
                 break
-            ends = [one.uid for one in prompt_responses if one.end_of_segment and not one.end_of_prompt]
-            for caches, key in generator.extract_cache(ends).values():
+            done = [one.uid for one in prompt_responses if one.end_of_segment and not one.end_of_prompt]
+            for caches, key in generator.extract_cache(done).values():
                 prompt_cache.insert_cache("m", key[:], caches, cache_type="user")
             for one in responses:
                 tokens[one.uid].append(one.token)
                 if one.finish_reason:
                     prompt_cache.insert_cache("m", one.all_tokens[:], one.prompt_cache)
-            stats = kv.pool.stats()
-            growth = sum(kv.blocks_for(limit) - kv.blocks_for(now) for now, limit in generator._running())
-            promised.append((growth, stats.free + stats.evictable))
-        assert [tokens[uid] for uid in uids] == expected
-        assert all(growth <= available for growth, available in promised), promised
+        assert list(tokens.values()) == expected
+        assert generator.num_waited == 1
+
+
+def test_what_running_requests_store_takes_no_blocks_that_others_were_promised(model):
+    store_while_a_promise_counts_on_what_is_stored(model)
+
+
+def test_what_running_requests_store_would_take_blocks_that_others_were_promised(model, monkeypatch):
+    monkeypatch.setattr(AdmittingGenerator, "is_running", lambda self, caches: False)
+    with pytest.raises((AssertionError, OutOfBlocks)):
+        store_while_a_promise_counts_on_what_is_stored(model)
+
+
+def a_running_request_and_one_that_comes_for_its_blocks(model, kv):
+    """One request runs and was promised all blocks but two; another one finds its beginning in half of them."""
+    stored = PagedPromptCache(kv)
+    long, beginning = random_prompts((9, 29), seed=5)
+    caches, rest = stored.fetch_nearest_cache("m", beginning[:-1])
+    model(mx.array([rest]), cache=caches)
+    stored.insert_cache("m", beginning[:-1], caches)
+    del caches
+    gc.collect()
+    limit = (kv.summary().blocks_free - 2) * BLOCK - len(long)
+    generator = Watched(model, **SMALL_STEPS)
+    tokens = {generator.insert([long], [limit])[0]: []}
+    generator.next()
+    generator.next()
+    caches, rest = stored.fetch_nearest_cache("m", beginning)
+    assert len(rest) == 1
+    (uid,) = generator.insert([rest], [5], [caches], [beginning[:-1]])
+    del caches
+    tokens[uid] = []
+    while True:
+        prompt_responses, responses = generator.next()
+        if not prompt_responses and not responses:
+            break
+        for one in responses:
+            tokens[one.uid].append(one.token)
+    assert list(tokens.values()) == [solo_tokens(model, long, limit), solo_tokens(model, beginning, 5)]
+    generator.close()
+
+
+def test_what_a_request_finds_while_it_waits_is_not_taken_from_who_runs(model):
+    with install(model, 1 + 14, block_size=BLOCK, prefix_cache=True) as kv:
+        a_running_request_and_one_that_comes_for_its_blocks(model, kv)
+        gc.collect()
+        assert kv.summary().blocks_used == 0
+        kv.pool.check()
+
+
+def test_what_a_request_finds_would_be_taken_if_it_held_it_while_it_waits(model, monkeypatch):
+    monkeypatch.setattr(serving, "_without_prefix", lambda sequence: sequence)
+    broken = pytest.raises((AssertionError, OutOfBlocks))
+    with install(model, 1 + 14, block_size=BLOCK, prefix_cache=True) as kv, broken:
+        a_running_request_and_one_that_comes_for_its_blocks(model, kv)
+
+
+def test_a_request_that_waited_finds_what_was_stored_meanwhile(model):
+    (prompt,) = random_prompts((30,), seed=6)
+    with install(model, 1 + 14, block_size=BLOCK, prefix_cache=True) as kv:
+        stored = PagedPromptCache(kv)
+        generator = Watched(model, **SMALL_STEPS)
+        uids = [generator.insert([prompt], [9], [stored.fetch_nearest_cache("m", prompt)[0]])[0] for _ in range(3)]
+        tokens, computed = {uid: [] for uid in uids}, {}
+        for _ in range(200):
+            prompt_responses, responses = generator.next()
+            for one in prompt_responses:
+                computed[one.uid] = one.progress[1]
+            for one in responses:
+                tokens[one.uid].append(one.token)
+                if one.finish_reason:
+                    stored.insert_cache("m", one.all_tokens[:], one.prompt_cache)
+        assert tokens == dict.fromkeys(uids, solo_tokens(model, prompt, 9))
+        assert list(computed.values()) == [30, 2, 2], "all but the last block is there"
+        generator.close()
+
+
+def a_random_hour(model, kv, seed):
+    """Requests with common beginnings come, are cancelled and end, in any order; each step finds what was promised."""
+    rng = random.Random(seed)
+    generator = Watched(model, **(SMALL_STEPS | {"prefill_step_size": rng.choice((4, 8, 16))}))
+    prompt_cache = PromptCache(SimpleNamespace(kv=kv, engine=generator, prompts=PagedPromptCache(kv)))
+    beginnings = random_prompts((24, 24, 12), seed=seed)
+    asked, tokens, whole = {}, {}, []
+    for step in range(400):
+        if step < 60 and rng.random() < 0.4:
+            prompt = rng.choice(beginnings) + [rng.randrange(50) for _ in range(rng.randrange(1, 20))]
+            caches, rest = prompt_cache.fetch_nearest_cache("m", prompt)
+            cut = rng.randrange(len(rest))
+            limit, found = rng.randrange(1, 14), prompt[: len(prompt) - len(rest)]
+            (uid,) = generator.insert_segments([[rest[:cut], rest[cut:]]], [limit], [caches], [found])
+            asked[uid], tokens[uid] = (prompt, limit), []
+            del caches
+        prompt_responses, responses = generator.next()
+        done = [one.uid for one in prompt_responses if one.end_of_segment and not one.end_of_prompt]
+        for caches, key in generator.extract_cache(done).values():
+            prompt_cache.insert_cache("m", key[:], caches, cache_type="user")
+        for one in responses:
+            tokens[one.uid].append(one.token)
+            if one.finish_reason:
+                prompt_cache.insert_cache("m", one.all_tokens[:], one.prompt_cache)
+                whole.append(one.uid)
+        going = sorted(asked.keys() - set(whole))
+        if going and rng.random() < 0.08:
+            uid = rng.choice(going)
+            generator.remove([uid])
+            del asked[uid]
+        if step >= 60 and not going:
+            break
+    assert sorted(asked) == sorted(whole), "all that were not cancelled have ended"
+    assert [tokens[uid] for uid in asked] == [solo_tokens(model, *one) for one in asked.values()]
+    generator.close()
+    return generator.num_waited
+
+
+def test_random_requests_always_find_what_they_were_promised(model):
+    waited = hits = 0
+    for seed in range(6):
+        with install(model, 1 + 24, block_size=BLOCK, prefix_cache=True) as kv:
+            waited += a_random_hour(model, kv, seed)
+            hits += kv.hit_tokens
+            gc.collect()
+            assert kv.summary().blocks_used == 0
+            kv.pool.check()
+    assert waited > 20 and hits > 400, (waited, hits)
 
 
 def test_models_without_a_pool_are_served_as_ever(model):

@@ -18,9 +18,9 @@ from kvpool.adapters.mlx_lm import tiny
 LONG = bool(os.environ.get("KVPOOL_LONG"))
 CLIENTS, SECONDS, ROUNDS = (64, 120, None) if LONG else (16, None, 2)
 BLOCKS, BLOCK = (160, 16) if LONG else (64, 16)
-TOKENS = 48
+TOKENS, NUM_QUESTIONS = (48, 24) if LONG else (40, 10)
 SYSTEM = "You are a block table. Answer in slots, never in bytes, and share what you have with whoever begins alike."
-QUESTIONS = [f"Where is token {number} of sequence {number * 7 % 31}?" for number in range(24)]
+QUESTIONS = [f"Where is token {number} of sequence {number * 7 % 31}?" for number in range(NUM_QUESTIONS)]
 
 
 def messages(question):
@@ -38,7 +38,7 @@ def expected():
             tokens = solo_tokens(model, prompt, TOKENS)
             end = tokens.index(256) if 256 in tokens else len(tokens)
             answers[question] = tokenizer.decode(tokens[:end])
-        assert len({answer for answer in answers.values() if len(answer) > 10}) > 12
+        assert len({answer for answer in answers.values() if len(answer) > 10}) > NUM_QUESTIONS // 2
         return answers
 
 
@@ -103,6 +103,7 @@ def test_a_crowd_gets_the_stock_answers_and_leaves_nothing_behind(expected):
         after, rss_after = server.idle_metrics(), server.rss()
     finally:
         status, errors = server.stop()
+        print(errors)  # what it said is what explains a failure
     finished, hung_up = (sum(getattr(one, name) for one in clients) for name in ("finished", "hung_up"))
     print(f"{finished} answers, {hung_up} hung up, {after['kvpool_requests_waited_total']:.0f} had to wait")
     print(f"RSS {rss_before >> 20} -> {rss_after >> 20} MiB, at most {max(memory, default=0) >> 20}")

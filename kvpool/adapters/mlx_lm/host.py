@@ -327,12 +327,16 @@ class PagedKV:
             Tokens in it.
         """
         self._require_prefix_cache("fetch")
-        own = self.own_namespace(namespace)
+        caches, num_cached = self.pinned(tokens, self.own_namespace(namespace))
+        self.query_tokens += len(tokens)
+        self.hit_tokens += num_cached
+        return caches, num_cached
+
+    def pinned(self, tokens: Sequence[int], own: bytes) -> tuple[list[PagedKVCache], int]:
+        """`fetch` in a namespace as `own_namespace` has made it, and without an account."""
         with self.lock:
             handle = self.pool.pin(tokens[: max(len(tokens) - 1, 0)], own)
             num_cached = self.pool.num_tokens(handle)
-            self.query_tokens += len(tokens)
-            self.hit_tokens += num_cached
         known = Known(own, num_cached)
         return self._caches(Batch(self, [handle], [num_cached], False, [known])), num_cached
 

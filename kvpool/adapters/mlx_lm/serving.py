@@ -24,7 +24,6 @@ from typing import Any
 
 from mlx_lm import server
 from mlx_lm.generate import BatchGenerator
-from mlx_lm.models.cache import make_prompt_cache
 
 from kvpool.adapters.mlx_lm.hook import Hook
 from kvpool.adapters.mlx_lm.host import PagedKV, install, max_positions, require_tested_version
@@ -148,8 +147,15 @@ class AdmittingGenerator(BatchGenerator):
     """mlx-lm's engine, for a model with a pool: requests wait until the pool can take them to their end.
 
     First come, first served. A request counts with all tokens that it may still generate, so one that was admitted
-    never runs out of blocks. What it holds of the prefix cache while it waits is given back if nothing else runs and
-    it would not fit otherwise, so the head of the queue always gets in.
+    never runs out of blocks. The invariant at the begin of each step is: what the running ones may still take, and a
+    copy of a shared tail for each, is no more than free and evictable blocks together. Steps keep it. Between two steps
+    evictable blocks are held in three ways, and none of them goes unaccounted:
+
+    - A request that comes in finds a beginning in the prefix cache. It gives that back when it begins to wait, and
+      looks it up again, and maybe more, when it is its turn: what it holds then it needs no longer.
+    - A request that has ended stores its answer, which may refer to blocks that are stored already. It is emptied
+      before the next step.
+    - A request that goes on stores its prompt: only if it refers to no blocks but its own, see `PromptCache`.
 
     Caches that were handed out, with a response or by `extract_cache`, are emptied at the next step: the server
     stores them at once, but its variables keep them.
@@ -174,6 +180,15 @@ class AdmittingGenerator(BatchGenerator):
             "prefilling": len(self._prompt_batch),
             "decoding": len(self._generation_batch),
         }
+
+    def insert_segments(self, *args: Any, **options: Any) -> list[int]:
+        """See mlx-lm's. While the sequences wait, they hold nothing of the prefix cache."""
+        uids: list[int] = super().insert_segments(*args, **options)
+        if self._kv is not None:
+            queue = self._unprocessed_sequences
+            for at in range(-len(uids), 0):
+                queue[at] = _without_prefix(queue[at])
+        return uids
 
     def extract_cache(self, uids: Sequence[int]) -> Any:
         """See mlx-lm's."""
@@ -212,16 +227,17 @@ class AdmittingGenerator(BatchGenerator):
             self.completion_batch_size - len(self._generation_batch),
         )
         while waiting and len(admitted) < most:
-            candidate = self._size(waiting[0])
+            sequence = _with_prefix(kv, waiting[0])
+            candidate = self._size(sequence)
             if not kv.can_admit(0, 0, [*running, candidate]):
-                if waiting[0][0] != self._last_held:
-                    self._last_held = waiting[0][0]
+                if sequence[0] != self._last_held:
+                    self._last_held = sequence[0]
                     self.num_waited += 1
-                if running or not self._let_go(waiting):
-                    break
-                continue
+                _without_prefix(sequence)
+                break
             running.append(candidate)
-            admitted.append(waiting.popleft())
+            admitted.append(sequence)
+            waiting.popleft()
         self._unprocessed_sequences = admitted
         return waiting
 
@@ -245,15 +261,32 @@ class AdmittingGenerator(BatchGenerator):
         self._limits[uid] = limit
         return cached, limit
 
-    def _let_go(self, waiting: deque[Any]) -> bool:
-        """Drop cached beginnings that requests hold while they wait, the head's at last; False if there are none."""
-        for at in range(len(waiting) - 1, -1, -1):
-            uid, segments, max_tokens, caches, tokens, *rest = waiting[at]
-            if caches[0].size():
-                segments = [tokens + segments[0], *segments[1:]] if len(segments) > 1 else [tokens, *segments]
-                waiting[at] = (uid, segments, max_tokens, make_prompt_cache(self.model), [], *rest)
-                return True
-        return False
+
+def _without_prefix(sequence: Any) -> Any:
+    """A sequence that waits, and holds nothing of the prefix cache: what it had found becomes part of its prompt."""
+    uid, segments, max_tokens, caches, tokens, *rest = sequence
+    batch, size = caches[0].batch, caches[0].size()
+    if not 0 < size == batch.known[0].num_tokens == len(tokens):
+        return sequence  # nothing to give back, or something that could not be found again
+    for cache in caches:
+        cache.trim(size)
+    first = [[*tokens, *segments[0]]] if len(segments) > 1 else [list(tokens), segments[0]]
+    return (uid, [*first, *segments[1:]], max_tokens, caches, [], *rest)
+
+
+def _with_prefix(kv: PagedKV, sequence: Any) -> Any:
+    """The same sequence with what the prefix cache has of its prompt now."""
+    uid, segments, max_tokens, caches, tokens, *rest = sequence
+    if not kv.prefix_cache or tokens or caches[0].size():
+        return sequence
+    prompt = [token for segment in segments for token in segment]
+    caches, num_cached = kv.pinned(prompt, caches[0].batch.known[0].namespace)
+    skip, left = num_cached, []
+    for segment in segments:
+        if skip < len(segment):
+            left.append(segment[skip:])
+        skip = max(0, skip - len(segment))
+    return (uid, left, max_tokens, caches, prompt[:num_cached], *rest)
 
 
 class Responder(server.ResponseGenerator):

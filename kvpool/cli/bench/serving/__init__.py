@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
             with progress(quiet=args.json) as (say, _):
                 decided = gates.measure(wanted, say)
             print(json.dumps(gates.as_json(decided, wanted), indent=2) if args.json else gates.text(decided))
-            return 0 if all(gate.holds for gate in decided) else 1
+            return 0 if gates.held(decided) else 1
         bench = runs.make_bench(wanted)
         runs.check_fits(bench)
         found, swept, watched = measure(bench, quiet=args.json)

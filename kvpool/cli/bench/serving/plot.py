@@ -95,8 +95,9 @@ def _blocks(axes: Any, record: Record, edges: Any, num_blocks: int, slot_blocks:
 
 def _sequences(axes: Any, record: Record, edges: Any) -> None:
     waiting = record.column("waiting")
-    axes.stairs(record.column("running"), edges, color=BLOCKS, linewidth=1.4, baseline=None, label="running")
-    axes.stairs(waiting, edges, color=STATIC, linewidth=1.1, baseline=None, label="waiting")
+    line: dict[str, Any] = {"baseline": None, "clip_on": False, "zorder": 3}  # a line at zero is drawn whole
+    axes.stairs(record.column("running"), edges, color=BLOCKS, linewidth=1.4, label="running", **line)
+    axes.stairs(waiting, edges, color=STATIC, linewidth=1.1, label="waiting", **line)
     axes.set_ylim(0, 1.3 * max(float(record.column("running").max()), float(waiting.max()), 1.0))
     _name(axes, "Sequences", "sequences")
 
@@ -130,7 +131,7 @@ def _shade(axes: Any, phases: Phases, edges: Any) -> None:
 
 def _name_phases(axes: Any, phases: Phases, edges: Any) -> None:
     """Write each phase above its stretch, where there is room for it."""
-    for name in PHASES:
+    for name, color in PHASES.items():
         phase = getattr(phases, name)
         width = (edges[phase.last] - edges[phase.first]) / (edges[-1] - edges[0]) if phase.ticks else 0
         if width > 0.04:
@@ -138,6 +139,7 @@ def _name_phases(axes: Any, phases: Phases, edges: Any) -> None:
             axes.annotate(
                 name, (middle, 1.0), xycoords=("data", "axes fraction"), xytext=(0, -4), textcoords="offset points",
                 ha="center", va="top", size=9, color=MUTED, style="italic",
+                bbox={"facecolor": color, "linewidth": 0, "pad": 1.5},
             )  # fmt: skip
 
 
