@@ -24,7 +24,7 @@ cdef struct Record:
     int64_t next_plan           # number of the next plan
     uint32_t epoch              # of the START that plans were numbered since
     int active
-    uint8_t* at                 # where the running call goes on; NULL: it does not fit
+    int64_t at                  # byte of `data` at which the running call goes on; -1: it does not fit
 
 
 cdef void record_begin(Record* r, int call, int64_t values) noexcept nogil

@@ -19,21 +19,21 @@ cdef void record_begin(Record* r, int call, int64_t values) noexcept nogil:
         r.active ^= 1
         r.lost += r.calls[r.active]
         r.size[r.active] = r.calls[r.active] = 0
-    r.at = r.data + r.active * r.half + r.size[r.active] if room <= r.half else NULL
-    if r.at != NULL:
-        r.at[0] = <uint8_t>call
+    r.at = r.active * r.half + r.size[r.active] if room <= r.half else -1
+    if r.at >= 0:
+        r.data[r.at] = <uint8_t>call
         r.at += 1
 
 
 cdef void record_int(Record* r, int64_t value) noexcept nogil:
     cdef uint64_t bits = (<uint64_t>value << 1) ^ <uint64_t>(value >> 63)
-    if r.at == NULL:
+    if r.at < 0:
         return
     while bits >= 128:
-        r.at[0] = <uint8_t>(bits | 128)
+        r.data[r.at] = <uint8_t>(bits | 128)
         r.at += 1
         bits >>= 7
-    r.at[0] = <uint8_t>bits
+    r.data[r.at] = <uint8_t>bits
     r.at += 1
 
 
@@ -56,12 +56,12 @@ cdef void record_array(Record* r, const int32_t* values, int64_t n) noexcept nog
 
 cdef void record_end(Record* r, uint64_t digest) noexcept nogil:
     cdef uint32_t low = <uint32_t>digest
-    if r.at == NULL:            # a call larger than a half: what came before leads nowhere any more
+    if r.at < 0:                # a call larger than a half: what came before leads nowhere any more
         r.lost += r.calls[0] + r.calls[1] + 1
         r.size[0] = r.size[1] = r.calls[0] = r.calls[1] = 0
         return
-    memcpy(r.at, &low, 4)
-    r.size[r.active] = r.at + 4 - (r.data + r.active * r.half)
+    memcpy(&r.data[r.at], &low, 4)
+    r.size[r.active] = r.at + 4 - r.active * r.half
     r.calls[r.active] += 1
 
 

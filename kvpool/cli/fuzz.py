@@ -343,4 +343,6 @@ def describe(facts: dict[str, Any]) -> str:
     if facts["finding"] is None:
         return "\n".join([*lines, "no finding"])
     again = [f"again: {facts['again']}"] if facts["again"] else []
+    if facts["script"] and not facts.get("script_fails", True):
+        again.append("the script below is the shortest found, but passes on a pool of its own: trust the command")
     return "\n".join([*lines, f"FINDING: {facts['finding']}", *again, "", facts["script"]]).rstrip()

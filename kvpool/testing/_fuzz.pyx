@@ -243,7 +243,7 @@ cdef class Driver(Steps):
             names = [f"h{len(self.names) + i}" for i in range(n)]
             self.say(f"[{', '.join(names)}] = pool.fork({self.names[p.handle]}, {n}).tolist()")
         try:
-            children = self.pool.fork(p.handle, n)
+            children = self.do_fork(p.handle, n)
         except REFUSALS as error:
             return self.refused(error)
         self.accepted("fork")
@@ -280,7 +280,7 @@ cdef class Driver(Steps):
         if self.trace is not None:
             self.say(f"pool.truncate({self.names[line.handle]}, {n})")
         try:
-            self.pool.truncate(line.handle, n)
+            self.do_truncate(line.handle, n)
         except REFUSALS as error:
             return self.refused(error)
         self.accepted("truncate")
@@ -310,13 +310,13 @@ cdef class Driver(Steps):
         if op == CLOSE_BATCH and w.c & 1:
             self.pool.close_finished(self.handles[:n], [True] * n)
         elif op == CLOSE_BATCH:
-            self.pool.close(self.handles[:n])
+            self.do_close(self.handles[:n])
         elif op == DEFER:
             self.pool.defer_close(self.handle[0])
             self.pool.enter("num_free")             # the next call closes it
             self.pool.busy = False
         else:
-            self.pool.close(self.handle[0])
+            self.do_close(self.handle[0])
         for i in range(n):
             self.forget(self.rows[i])
         return 0
@@ -339,7 +339,7 @@ cdef class Driver(Steps):
         if self.trace is not None:
             self.say(f"pool.commit({self.names[line.handle]}, {self.prompt[:n].tolist()})")
         try:
-            self.pool.commit(line.handle, self.prompt[:n])
+            self.do_commit(line.handle, self.prompt[:n])
         except REFUSALS as error:
             return self.refused(error)
         self.accepted("commit")
@@ -411,10 +411,10 @@ cdef class Driver(Steps):
         return 0
 
     cdef int32_t find_block(self, uint32_t start, uint32_t op) noexcept:
-        """A block that the call is most likely legal for, -1 if none is near."""
-        cdef int64_t k, at, n = self.s.num_blocks - self.s.reserved
+        """A block that the call is most likely legal for, -1 if none is near; a miss in a large pool is slow."""
+        cdef int64_t k, at, n = self.s.num_blocks - self.s.reserved, near = 64 if self.full else 8
         cdef const Block* block
-        for k in range(min(n, 64)):
+        for k in range(min(n, near)):
             at = self.s.reserved + (start + k) % n
             block = &self.pool.blocks.block[at]
             if (self.s.raw[at] if op == DECREF else block.committed if op == REVIVE else block.refcount):

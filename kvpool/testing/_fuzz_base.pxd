@@ -79,6 +79,7 @@ cdef inline int32_t space_of(const Word* w) noexcept nogil:
 cdef class Base:
     cdef readonly object shape
     cdef Pool pool
+    cdef object do_open, do_fork, do_truncate, do_close, do_commit, do_done, do_rollback  # its methods, looked up once
     cdef list plans
     cdef Shadow s
     cdef bint full

@@ -47,6 +47,9 @@ cdef class Base:
         cdef int32_t i, k = 0, n
         self.shape = shape
         self.pool = make_pool(**shape.pool)
+        self.do_open, self.do_fork, self.do_truncate = self.pool.open, self.pool.fork, self.pool.truncate
+        self.do_close, self.do_commit = self.pool.close, self.pool.commit
+        self.do_done, self.do_rollback = self.pool.done, self.pool.rollback
         self.full = shape.full
         self.seed = shape.seed
         self.appetite = shape.appetite
@@ -282,7 +285,7 @@ cdef class Base:
             self.say(f"h{len(self.names)} = pool.{'pin' if pin else 'open'}"
                      f"({what.tolist() if prompt else n}, {SPACES[space]!r})")
         try:
-            handle = self.pool.pin(what, SPACES[space]) if pin else self.pool.open(what, SPACES[space])
+            handle = self.pool.pin(what, SPACES[space]) if pin else self.do_open(what, SPACES[space])
         except REFUSALS as error:
             return self.refused(error)
         self.accepted("open")

@@ -408,7 +408,7 @@ cdef class Steps(Base):
             if self.trace is not None:
                 self.trace.append(f"pool.done(p{k})")
             self.run_until(k)
-            self.pool.done(self.plans[k])
+            self.do_done(self.plans[k])
             self.s.plan[k].noted = True
             return self.pass_plans()
         return self.nothing()
@@ -450,7 +450,7 @@ cdef class Steps(Base):
         if self.trace is not None:
             self.say(f"pool.rollback(p{k})")
         try:
-            self.pool.rollback(self.plans[k])
+            self.do_rollback(self.plans[k])
         except REFUSALS as error:
             return self.refused(error)
         self.accepted("rollback")
@@ -505,7 +505,7 @@ cdef class Steps(Base):
             if self.trace is not None:
                 self.trace.append(f"pool.done(p{k})")
             self.run_until(k)
-            self.pool.done(self.plans[k])
+            self.do_done(self.plans[k])
             self.s.plan[k].noted = True
             self.pass_plans()
         return 0

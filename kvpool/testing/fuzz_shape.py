@@ -116,7 +116,7 @@ def big_shape(seed: int, num_blocks: int = 1 << 20) -> Shape:
     pool = {
         "num_blocks": num_blocks,
         "block_size": size,
-        "max_seqs": 1 << 15,
+        "max_seqs": rng.choice([1 << 12, 1 << 12, 1 << 15]),
         "max_blocks_per_seq": 48,
         "reserved_blocks": 1,
         "watermark": 0,
@@ -132,7 +132,7 @@ def big_shape(seed: int, num_blocks: int = 1 << 20) -> Shape:
         pool=pool,
         dice=faces({name: w * 2 ** rng.uniform(-0.5, 0.5) for name, w in possible.items()}),
         plans=3,
-        max_rows=2,
+        max_rows=rng.choice([1, 1, 2]),
         max_tokens=8,
         appetite=2,
         alphabet=64,

@@ -291,11 +291,12 @@ class ModelPool(PrefixModel):
         """Return whether a step of this batch would find its blocks and its table room."""
         names = args.handles("can", handles, False)
         new = args.per_row("can", "num_new", num_new, len(names), args.MIN_INT64)
-        batch = []
-        for row, seq in self._rows("can", names, new):
-            if not self._fits_pool(seq, new[row]):
-                return False
-            batch.append(seq)
+        batch = [seq for _, seq in self._rows("can", names, [0] * len(names))]  # all handles before any count
+        for row, n in enumerate(new):
+            if n < 0:
+                raise ValueError(f"[can] num_new[{row}] is negative ({n})")
+        if not all(self._fits_pool(seq, n) for seq, n in zip(batch, new, strict=True)):
+            return False
         return self._needs(batch, new, False)[2] < 0
 
     # ---- guards and statistics ----------------------------------------------------------------------------

@@ -68,11 +68,14 @@ def one_or_many(call: str, name: str, values: Any, dtypes: tuple[str, ...]) -> l
 
 
 def handles(call: str, values: Any, is_unique: bool = True, alone: bool = False) -> list[int]:
-    """Return a batch of handles, not decoded yet, each ``0 .. 2^63 - 1``; `alone`: an int is one too."""
+    """Return a batch of handles, not decoded yet; `alone`: an int is one too.
+
+    Negative ones are refused where they must be unique; else whoever judges row by row meets them in their turn.
+    """
     read = one_or_many if alone else integers
     batch = read(call, "handles", values, ("int64",))
     for handle in batch:
-        if not 0 <= handle <= MAX_INT64:
+        if not (0 if is_unique else MIN_INT64) <= handle <= MAX_INT64:
             raise ValueError(f"[{call}] handle is out of range ({handle}), 0 .. 2^63 - 1")
     if is_unique:
         refuse_duplicates(call, "handles", batch)

@@ -433,7 +433,7 @@ class PrefixModel(SequenceModel):
         return PrefixStats(
             hit_rate=self._use["hit_tokens"] / max(1, self._use["query_tokens"]),
             nodes=len(self._nodes),
-            namespaces=len(self._roots),
+            namespaces=len(self._roots) if self.prefix_cache else 0,
             reuse_gap=sum(self._gaps) / max(1, len(self._gaps)),
             **self._use,
         )

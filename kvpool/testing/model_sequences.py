@@ -33,6 +33,8 @@ class SequenceModel(BlockModel):
         return seq if seq is not None and seq.handle == handle else None
 
     def _sequence(self, call: str, handle: int) -> Sequence:
+        if handle < 0:
+            raise ValueError(f"[{call}] handle is negative ({handle})")
         seq = self._find(handle)
         if seq is None and handle >> (SLOT_BITS + GENERATION_BITS) != self._tag:
             raise ForeignHandle(f"[{call}] handle of another pool ({handle})")

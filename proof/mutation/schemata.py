@@ -43,7 +43,7 @@ OPERATORS = {
     ast.BitOr: "&",
     ast.BitXor: "&",
 }
-ASSIGNMENTS = {"+=": "-=", "-=": "+=", "*=": "+=", "&=": "|=", "|=": "&=", "^=": "&="}
+ASSIGNMENTS = {"+=": "-=", "-=": "+=", "*=": "+=", "&=": "|=", "|=": "&=", "^=": "&=", ">>=": "<<=", "<<=": ">>="}
 POINTERS = {"xcalloc", "xmalloc", "xrealloc"}  # what they return is NULL in a mutant
 UNTOUCHED = {"seq_table", "sizeof", "range"}  # a pointer that may not be NULL; no calls at all
 HEAD = "from kvpool._mutant cimport kv_mutant, kv_set_mutant\n"
@@ -168,7 +168,7 @@ class Statement:
             return "return " + self.expression(len(word), len(text))
         if word == "cdef":
             return self.declaration()
-        augmented = re.search(r" ([+*&|^-]=) ", self.plain)
+        augmented = re.search(r" ([+*&|^-]=|>>=|<<=) ", self.plain)
         if augmented:
             return self.augmented(augmented)
         sides = split_top(self.plain, "=")
