@@ -58,6 +58,7 @@ def test_metrics_are_served_as_prometheus_wants_them(server):
         ({"prompt": PROMPT, "max_tokens": 400}, 404, "more need 53 blocks, this server has 37"),
         ({"prompt": "x" * 500}, 404, "500 prompt tokens and 30 more need 67 blocks"),
         ({"prompt": PROMPT, "max_tokens": -1}, 400, "max_tokens must be at least 1"),
+        ({"prompt": ""}, 404, "the prompt is empty"),
         ({"prompt": PROMPT, "temperature": "hot"}, 400, "temperature must be of type"),
         ({"prompt": PROMPT, "model": "/no/such/model"}, 404, "/no/such/model"),
         (b"{", 400, "Invalid JSON"),

@@ -298,7 +298,11 @@ class Engine:
                 raise
             rows = [(request.id, i) for request, i in zip(step.requests, step.sample_index.tolist(), strict=True)]
             is_sample = (step.beam_width == 0).tolist()
-            outputs = self.scheduler.update(step, tokens, logprobs, beams)
+            try:
+                outputs = self.scheduler.update(step, tokens, logprobs, beams)
+            except ValueError:  # a model that gives NaN to a beam: nothing has changed, the step is still out
+                self.scheduler.fail(step)
+                raise
             self._is_delivering = True
             try:
                 self._deliver(rows, is_sample, tokens.tolist(), logprobs.tolist(), outputs)
@@ -389,8 +393,9 @@ class Engine:
         in_beams = np.flatnonzero(step.beam_width)
         beams = None
         if len(in_beams):
-            k = min(2 * int(step.beam_width.max()), logits.shape[-1])
-            beams = best(logits[in_beams.tolist()], k)
+            requests, width = step.requests, int(step.beam_width.max())
+            ends = max(len(requests[at].eos) + len(requests[at].stop) for at in in_beams.tolist())
+            beams = best(logits[in_beams.tolist()], width + max(width, ends))
         return tokens, logprobs, beams
 
     def _deliver(

@@ -112,11 +112,17 @@ def sample(
 
 
 def best(logits: mx.array, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """The `k` likeliest tokens of each row, likeliest first: int32 and float32 ``[M, k]``. For beams."""
+    """The `k` likeliest tokens of each row, likeliest first: int32 and float32 ``[M, k]``. For beams.
+
+    What a vocabulary of fewer than `k` tokens lacks is of probability 0.
+    """
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     order = mx.argsort(-logprobs, axis=-1)[:, :k]
     values = mx.take_along_axis(logprobs, order, axis=-1)
-    return np.array(order.astype(mx.int32)), np.array(values)
+    lacking = ((0, 0), (0, max(0, k - logits.shape[-1])))
+    return np.pad(np.array(order.astype(mx.int32)), lacking), np.pad(
+        np.array(values), lacking, constant_values=-np.inf
+    )
 
 
 def uniforms(seeds: Sequence[int], indices: np.ndarray, positions: np.ndarray) -> np.ndarray:

@@ -300,6 +300,8 @@ class Responder(server.ResponseGenerator):
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
         found = super()._tokenize(tokenizer, request, args)
+        if not found[0]:  # BatchGenerator would raise where nobody catches it: no request would be served any more
+            raise ValueError("the prompt is empty, it needs at least one token")
         kv = self.model_provider.kv
         if kv is not None:
             tokens = len(found[0]) + args.max_tokens
