@@ -40,6 +40,17 @@ TEMPLATE = (
 def make() -> tuple[Any, TokenizerWrapper]:
     """The model and its tokenizer, as ``mlx_lm.load`` gives them. The state of ``mx.random`` is left alone."""
     model = llama.Model(llama.ModelArgs.from_dict(CONFIG))
+    randomize(model)
+    tokenizer = byte_tokenizer()
+    letters = [tokenizer.decode([token]) for token in range(len(tokenizer) - 1)]
+    model.lm_head.weight *= mx.array([*(c.isascii() and c.isprintable() for c in letters), True])[:, None]
+    model.eval()
+    mx.eval(model.parameters())
+    return model, TokenizerWrapper(tokenizer)
+
+
+def randomize(model: Any) -> None:
+    """Weights large enough that greedy output wanders, the same ones every time."""
     key = mx.random.key(7)
     weights = []
     parameters: Any = tree_flatten(model.parameters())
@@ -49,12 +60,6 @@ def make() -> tuple[Any, TokenizerWrapper]:
             weight = mx.random.normal(weight.shape, key=own) * 0.25
         weights.append((name, weight))
     model.update(tree_unflatten(weights))
-    tokenizer = byte_tokenizer()
-    letters = [tokenizer.decode([token]) for token in range(len(tokenizer) - 1)]
-    model.lm_head.weight *= mx.array([*(c.isascii() and c.isprintable() for c in letters), True])[:, None]
-    model.eval()
-    mx.eval(model.parameters())
-    return model, TokenizerWrapper(tokenizer)
 
 
 def byte_tokenizer() -> Any:

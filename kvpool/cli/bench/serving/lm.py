@@ -13,7 +13,6 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models import llama
 from numpy.typing import NDArray
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 from kvpool import Request
 from kvpool.adapters.mlx_lm.engine import Engine
 from kvpool.adapters.mlx_lm.host import inspect_model
+from kvpool.adapters.mlx_lm.tiny import randomize
 from kvpool.cli.console import CommandError
 from kvpool.scheduler import Step
 from kvpool.serving import Tick
@@ -64,15 +64,7 @@ def load(name: str) -> tuple[Any, int]:
             raise CommandError(f"--model {name} cannot be loaded: {reason}") from exc
         return model, int(model.args.vocab_size)
     model = llama.Model(llama.ModelArgs.from_dict(LLAMA | SIZES[name]))
-    key = mx.random.key(7)
-    weights: list[Any] = []
-    parameters: Any = tree_flatten(model.parameters())
-    for path, weight in parameters:
-        if weight.ndim > 1:
-            key, own = mx.random.split(key)
-            weight = mx.random.normal(weight.shape, key=own) * 0.25
-        weights.append((path, weight))
-    model.update(tree_unflatten(weights))
+    randomize(model)
     model.eval()
     mx.eval(model.parameters())
     return model, int(LLAMA["vocab_size"])  # type: ignore[call-overload]
