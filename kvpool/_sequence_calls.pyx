@@ -254,6 +254,7 @@ cdef class SequencePool(BlockPool):
         cdef Seqs* s = &self.seqs
         cdef int32_t parent
         cdef int64_t count, k
+        cdef int64_t* made
         self.enter("fork")
         try:
             parent = self.get_one(handle, "fork")
@@ -262,13 +263,14 @@ cdef class SequencePool(BlockPool):
                 raise OutOfSequences(f"[fork] {count} children asked for, {s.num_open} sequences are open, "
                                      f"the limit is {s.max_seqs}")
             children = new_int64(count)
-            seq_fork(s, &self.blocks, parent, <int32_t>count, <int64_t*>array_data(children))
+            made = <int64_t*>array_data(children)   # asks for memory: nothing may fail once the fork is made
+            seq_fork(s, &self.blocks, parent, <int32_t>count, made)
             if self.record.data != NULL:
                 record_begin(&self.record, OP_FORK, count + 1)
                 record_int(&self.record, parent)
                 record_int(&self.record, count)
                 for k in range(count):
-                    record_int(&self.record, slot_of((<int64_t*>array_data(children))[k]))
+                    record_int(&self.record, slot_of(made[k]))
                 record_end(&self.record, self.blocks.digest)
             return children
         finally:
