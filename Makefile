@@ -32,11 +32,11 @@ test-metal: $(VENV)/built $(VENV)/test  ## the tests of the Metal kernels, with 
 
 test-embed: $(VENV)/built $(VENV)/test  ## the tests of the JAX adapter (installs jax)
 	$(PIP) "kvpool[jax]"
-	$(PYTEST) tests/embed $(PYTEST_ARGS)
+	$(PYTEST) tests/with_jax $(PYTEST_ARGS)
 
 test-torch: $(VENV)/built $(VENV)/test  ## the tests of the transformers adapter (installs torch and transformers)
 	$(PIP) "kvpool[transformers]"
-	$(PYTEST) tests/torch $(PYTEST_ARGS)
+	$(PYTEST) tests/with_torch $(PYTEST_ARGS)
 
 test-golden-full: $(VENV)/built $(VENV)/test  ## replay the full traces in the folder KVPOOL_TRACES
 	KVPOOL_REPLAY_FULL=1 $(PYTEST) tests/test_replay.py $(PYTEST_ARGS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from typing import Any, NoReturn
 from kvpool.cli.console import CommandError, whole
 
 LAST_PORT = 65535
+leave = os._exit
 PASSES_ON = True  # arguments that the parser does not know are mlx-lm's
 
 
@@ -89,6 +91,9 @@ def run(args: argparse.Namespace) -> int:
             raise CommandError(f"--model {args.model}: {type(exc).__name__}: {text[:200]}") from exc
     left = pools[0].stats().used if pools else 0
     print(f"kvpool serve: stopped, {left} blocks in use", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    leave(1 if left else 0)  # threads that still answer somebody must not meet an interpreter that is being taken down
     return 1 if left else 0
 
 
