@@ -26,9 +26,10 @@ def project_on_the_path(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(SCRIPT).parent.parent))
 
 
-def run(fault, timeout=60.0):
-    launched = launch([SCRIPT, fault], 2, timeout=timeout)
+def run(fault):
+    launched = launch([SCRIPT, fault], 2, timeout=120)
     print(launched.output)
+    assert "the ranks were ended" not in launched.output  # whatever happens to one, all end by themselves
     return launched
 
 
@@ -46,18 +47,21 @@ def test_ranks_diverging_pool_stops_both_in_that_step():
         assert f"rank {rank} stopped: RanksDisagree [agree] pools differ in step {WHEN}: rank 0 " in launched.output
 
 
-def test_ranks_one_dies_the_other_says_so():
-    launched = run("die")
+def test_ranks_one_leaves_the_other_says_so():
+    launched = run("leave")
     assert not launched.held
     assert f"rank 0 stopped: RankLost [agree] rank 0 of 2 lost another one in step {WHEN}" in launched.output
 
 
+def test_ranks_one_crashes_the_other_ends():
+    launched = run("crash")  # rank 0 sees it by itself, or is ended by mlx.launch: whichever is first
+    assert not launched.held and "done" not in launched.output
+
+
 def test_ranks_one_hangs_the_other_ends_in_time():
-    start = time.monotonic()
     launched = run("hang")
     assert not launched.held
     assert f"[agree] rank 0 of 2 has waited 3 s for the others in step {WHEN}, the limit" in launched.output
-    assert time.monotonic() - start < 50  # the silent one sleeps for 60
 
 
 def test_launch_workers_that_never_end_are_ended():
