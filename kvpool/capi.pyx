@@ -46,7 +46,8 @@ cdef tuple STATUSES = (         # the first that fits: a subclass stands before 
     (TypeError, KVPOOL_TYPE_ERROR),
     (MemoryError, KVPOOL_NO_MEMORY),
 )
-cdef str KEPT = "kvpool.capi"   # in the dictionary of a thread: (exception, message)
+cdef str KEPT = "kvpool.capi"   # in the dictionary of a thread: (exception, or None once it was raised; message)
+cdef tuple NOTHING_KEPT = (None, b"no failure is kept in this thread")
 cdef tuple NAMES = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens", "indptr", "indices",
                     "last_page_len", "kv_slots", "kv_slots_ragged", "kv_indptr", "slot_ids")
 cdef int64_t NOTHING = 0        # where an empty array is
@@ -77,8 +78,7 @@ cdef const char* error_message() noexcept:
         return b"the caller does not hold the GIL"
     kept = PyThreadState_GetDict()
     try:
-        last = (<dict>kept).get(KEPT) if kept != NULL else None
-        message = b"no failure is kept in this thread" if last is None else last[1]
+        message = ((<dict>kept).get(KEPT, NOTHING_KEPT) if kept != NULL else NOTHING_KEPT)[1]
         return message          # it lives as long as the dictionary has it
     except BaseException:
         return b"no memory for the message"
@@ -90,8 +90,11 @@ cdef void* raise_error() noexcept:
         return NULL
     kept = PyThreadState_GetDict()
     try:
-        last = (<dict>kept).get(KEPT) if kept != NULL else None
-        error = SystemError("[raise_error] no failure is kept in this thread") if last is None else last[0]
+        error, message = (<dict>kept).get(KEPT, NOTHING_KEPT) if kept != NULL else NOTHING_KEPT
+        if error is None:
+            error = SystemError("[raise_error] no failure is kept in this thread")
+        else:
+            (<dict>kept)[KEPT] = (None, message)    # it will have a traceback, whose frames are not to be kept
     except BaseException as other:
         error = other
     kind = type(error)

@@ -224,6 +224,8 @@ def test_failure_is_a_status_and_changes_nothing(world, way):
     with pytest.raises(kind) as raised:
         function("raise_error")()
     assert type(raised.value) is kind and str(raised.value) == message()
+    with pytest.raises(SystemError, match="no failure is kept"):
+        function("raise_error")()  # it was handed over: nothing here keeps the frames that it saw
     pool.check()
 
 

@@ -13,7 +13,7 @@
  *   serializes the calls on a pool by a lock of its own.
  * - 0 is success. Everything else is one of KVPOOL_* below; the state of the pool is as it was, the exception is kept
  *   for this thread until its next failure, and no Python exception is set: error_message() says what was wrong,
- *   raise_error() sets it. Out parameters are written on success only.
+ *   raise_error() sets it, once. Out parameters are written on success only.
  * - Pointers that come back are borrowed: those of an array from its plan, those of a table from its pool until the
  *   next call on it. The caller keeps the Python objects alive.
  * - Handles, lengths and counts are int64, block ids and tokens int32, as in Python.
