@@ -10,8 +10,10 @@ ROOT = Path(__file__).resolve().parent.parent
 FILE_LINES_MAX = 600
 FUNCTION_LINES_MAX = 70
 LINE_LENGTH_MAX = 120
-FOLDERS = ("kvpool", "kvpool_backends", "metal", "benchmarks", "proof", "tests", "scripts", "docs", ".ci")
-SUFFIXES = (".py", ".pyx", ".pxd", ".pyi", ".c", ".h", ".metal", ".sh")
+FOLDERS = (
+    *("kvpool", "kvpool_backends", "metal", "benchmarks", "examples", "proof", "tests", "scripts", "docs", ".ci"),
+)
+SUFFIXES = (".py", ".pyx", ".pxd", ".pyi", ".c", ".h", ".metal", ".rs", ".sh")
 # Spelled in halves, so that the list does not find itself.
 UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X|HA" + r"CK)\b")
 # A module of the core may import those before it, never those after it.
