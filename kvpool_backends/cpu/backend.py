@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvpool.config import DTYPES, LAYOUTS, KVSpec, checked_int
-from kvpool.protocol import FEATURES, ArrayPlan, AttentionOptions, BatchShape, Capabilities, PlanArrays
+from kvpool.protocol import FEATURES, ArrayPlan, AttentionOptions, BatchShape, Capabilities, PlanArrays, checked_scores
 from kvpool_backends.cpu._kernels import BlockStore, base_shapes
 from kvpool_backends.cpu.memory import zeroed
 
@@ -92,6 +92,8 @@ class CPUBackend:
         *,
         options: AttentionOptions | None = None,
         return_attn: bool = False,
+        scores: str | None = None,
+        scores_out: np.ndarray | None = None,
     ) -> np.ndarray:
         """Causal attention of ``q [T, Hq, D]`` over the paged context: float32 ``[T, Hq, Dv]``, a new array.
 
@@ -102,6 +104,7 @@ class CPUBackend:
         """
         if return_attn:
             raise ValueError("[attend] backend 'cpu' does not return weights (return_attn=True), only results")
+        checked_scores(scores, scores_out, self.capabilities(), (0, self.spec.num_kv_heads, 0))
         q = _tokens(q)
         if q.ndim != 3:
             raise ValueError(f"[attend] q must have shape [T, Hq, {self.spec.head_dim}], got {list(q.shape)}")
