@@ -13,7 +13,16 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from kvpool.config import DTYPES, LAYOUTS, KVSpec
-from kvpool.protocol import FEATURES, AttentionOptions, BatchShape, Capabilities, PlanArrays, checked_options
+from kvpool.protocol import (
+    FEATURES,
+    SCORES,
+    AttentionOptions,
+    BatchShape,
+    Capabilities,
+    PlanArrays,
+    checked_options,
+    checked_scores,
+)
 from kvpool_backends.numpy.bfloat16 import from_bfloat16, to_bfloat16
 
 _STORED: dict[str, np.dtype[Any]] = {
@@ -57,7 +66,13 @@ class NumpyBackend:
 
     def capabilities(self) -> Capabilities:
         return Capabilities(
-            name="numpy", layouts=LAYOUTS, dtypes=tuple(DTYPES), features=FEATURES, batch_invariant=True
+            name="numpy",
+            layouts=LAYOUTS,
+            dtypes=tuple(DTYPES),
+            features=FEATURES,
+            scores=SCORES,
+            scores_out=True,
+            batch_invariant=True,
         )
 
     def asarray(self, x: np.ndarray) -> np.ndarray:
@@ -118,6 +133,8 @@ class NumpyBackend:
         *,
         options: AttentionOptions | None = None,
         return_attn: bool = False,
+        scores: str | None = None,
+        scores_out: np.ndarray | None = None,
     ) -> Any:
         k_plane, v_plane = self._layer("attend", layer)
         q = np.asarray(q)
@@ -133,6 +150,8 @@ class NumpyBackend:
         num_tokens, num_q_heads, _ = q.shape
         longest = int(seq_lens.max(initial=0))
         options = checked_options(options, self.capabilities(), num_tokens, num_q_heads, longest)
+        exported = np.zeros((seq_lens.size, self.spec.num_kv_heads, longest), np.float32)
+        given = checked_scores(scores, scores_out, self.capabilities(), exported.shape)
         out = np.zeros((num_tokens, num_q_heads, self.spec.value_head_dim))
         attn = np.zeros((num_tokens, num_q_heads, longest if return_attn else 0))
         for row, seq_len in enumerate(seq_lens.tolist()):
@@ -147,13 +166,20 @@ class NumpyBackend:
                 oldest = 0 if options.window is None else max(0, position + 1 - options.window)
                 visible = slice(oldest, position + 1)
                 bias = _bias(options, token, position, visible)
-                weights, out[token] = _attend_one(q[token], keys[visible], values[visible], scale, options, bias)
+                one = _attend_one(q[token], keys[visible], values[visible], scale, options, bias)
+                raw, weights, out[token] = one
                 if return_attn:
                     attn[token, :, visible] = weights
+            exported[row, :, visible] = _of_kv_heads(weights if scores == "mass" else raw, keys.shape[1])
         dtype = np.float64 if q.dtype == np.float64 else np.float32
+        results = [out.astype(dtype)]
         if return_attn:
-            return out.astype(dtype), attn.astype(dtype)
-        return out.astype(dtype)
+            results.append(attn.astype(dtype))
+        if given is not None:
+            given[:] = exported
+        if scores is not None:
+            results.append(exported if given is None else given)
+        return results[0] if len(results) == 1 else tuple(results)
 
     def gather(
         self, layer: int, blocks: Sequence[int] | np.ndarray, num_tokens: int | None = None
@@ -302,8 +328,8 @@ def _bias(options: AttentionOptions, token: int, position: int, visible: slice) 
 
 def _attend_one(
     q: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float, options: AttentionOptions, bias: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Weights ``[Hq, C]`` and result ``[Hq, Dv]`` of one query token ``[Hq, D]`` over ``[C, Hk, ...]``."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Scores and weights ``[Hq, C]``, result ``[Hq, Dv]`` of one query token ``[Hq, D]`` over ``[C, Hk, ...]``."""
     num_q_heads, num_kv_heads = q.shape[0], keys.shape[1]
     groups = q.astype(np.float64).reshape(num_kv_heads, -1, q.shape[-1])  # contiguous groups of query heads
     scores = np.einsum("hgd,chd->hgc", groups, keys).reshape(num_q_heads, -1) * scale
@@ -317,4 +343,9 @@ def _attend_one(
     total = weights.sum(axis=-1, keepdims=True) + np.exp(sinks[:, None] - peak)
     weights /= np.where(total > 0, total, 1.0)
     result = np.einsum("hgc,chd->hgd", weights.reshape(*groups.shape[:2], -1), values)
-    return weights, result.reshape(num_q_heads, -1)
+    return scores, weights, result.reshape(num_q_heads, -1)
+
+
+def _of_kv_heads(scores: np.ndarray, num_kv_heads: int) -> np.ndarray:
+    """Means over the query heads of each KV head, ``[Hk, C]`` of ``[Hq, C]``; hidden ones (-inf) add nothing."""
+    return np.where(np.isneginf(scores), 0.0, scores).reshape(num_kv_heads, -1, scores.shape[-1]).mean(axis=1)
