@@ -247,8 +247,6 @@ def _fuzz_canaries(args: argparse.Namespace, seed: int, sizes: dict[str, Any], l
             print(f"{name:34} {report.calls:>9,} calls  {took:6.2f} s  {report.finding or 'NOT FOUND'}", flush=True)
     missed = [name for name, fact in found.items() if fact["found"] is None]
     again = f"kvpool fuzz --canary --seed {seed}"
-    if not args.json:
-        print(f"{len(found) - len(missed)} of {len(found)} planted bugs found; again: {again}")
     finding = f"planted bugs were not found: {', '.join(missed)}" if missed else None
     return {"canaries": found, "again": again, "finding": finding}
 
@@ -336,7 +334,9 @@ def describe(facts: dict[str, Any]) -> str:
     """The table for a person."""
     if "canaries" in facts:
         n = len(facts["canaries"])
-        return facts["finding"] or f"all {n} planted bugs were found (seed {facts['seed']})"
+        if facts["finding"]:
+            return f"{facts['finding']}\nagain: {facts['again']}"
+        return f"all {n} planted bugs were found (seed {facts['seed']})"
     lines = [f"{facts['calls']:,} calls in {facts['seconds']:.1f} s, seed {facts['seed']}"]
     if "operations" in facts:
         lines[0] += f", {facts['runs']:,} runs, {facts['jobs']} processes, {facts['calls_per_second']:,.0f} calls/s"
