@@ -91,14 +91,19 @@ def test_step_makes_no_object(decode_in, kind):
     assert kept(decode_in(kind)) <= 5
 
 
-def test_measure_sees_an_object_that_a_step_makes():
-    """The test above can fail: a loop that makes one object more in every thirtieth step, for a moment."""
+def test_measure_sees_an_object_that_a_step_makes(decode_in):
+    """The test above can fail: a loop that makes one object more after thirty steps, for a moment or to stay."""
+    stays = []
 
-    def decode(pool, plan, handles, steps):
-        total = examples.decode_python(pool, plan, handles, min(steps, 30))
-        return total + (len(bytes(200)) + examples.decode_python(pool, plan, handles, steps - 30) if steps > 30 else 0)
+    def moment(pool, plan, handles, steps):
+        return decode_in("c")(pool, plan, handles, steps) + len(bytes(500 if steps > 30 else 0))
 
-    assert growth(decode) > ONE_INT
+    def leak(pool, plan, handles, steps):
+        stays.extend([step] for step in range(steps // 30))
+        return decode_in("c")(pool, plan, handles, steps)
+
+    assert growth(moment) > ONE_INT
+    assert kept(leak) > 5
 
 
 @pytest.mark.parametrize("kind", KINDS)
