@@ -12,6 +12,10 @@ from kvpool import Plan, Pool
 
 PROGRAMS, CALLS = 24, 200
 NAMES = [b"", b"tenant"]
+WEIGHTS = {
+    "open": 3, "open_prompt": 4, "fork": 2, "truncate": 2, "close": 2, "commit": 3, "step": 10, "step_padded": 2,
+    "reserve": 2, "done": 8, "rollback": 2,
+}  # fmt: skip
 
 
 class ByPython:
@@ -107,11 +111,8 @@ class ByC(ByPython):
 
 
 def make_call(rng, known):
-    """Return a name and arguments; ints in lists of type `Handles` stand for places in the list of known handles."""
-    name = rng.choices(
-        ["open", "open_prompt", "fork", "truncate", "close", "commit", "step", "step_padded", "reserve", "done", "rollback"],
-        [3, 4, 2, 2, 2, 3, 10, 2, 2, 8, 2],
-    )[0]  # fmt: skip
+    """Return a name and arguments; a list of ints stands for places in the list of known handles."""
+    name = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
     rows = [rng.randrange(max(0, known - 7), known) for _ in range(rng.randint(0, 4))] if known else []
     if rng.random() < 0.9:
         rows = sorted(set(rows))
