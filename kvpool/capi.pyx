@@ -463,6 +463,7 @@ cdef int table(kvpool_pool* pool_, int64_t handle, const int32_t** blocks, int64
 
 cdef int num_tokens(kvpool_pool* pool_, int64_t handle, int64_t* tokens) noexcept:
     cdef Pool pool
+    cdef int32_t slot
     if not PyGILState_Check():
         return KVPOOL_NO_GIL
     try:
@@ -470,7 +471,8 @@ cdef int num_tokens(kvpool_pool* pool_, int64_t handle, int64_t* tokens) noexcep
         pool.enter("num_tokens")
         try:
             refuse_null(tokens, "num_tokens", "tokens")
-            tokens[0] = pool.seqs.seq[pool.find(handle, "num_tokens", -1)].num_tokens
+            slot = pool.find(handle, "num_tokens", -1)
+            tokens[0] = pool.seqs.seq[slot].num_tokens + pool.seqs.life[slot].evicted
         finally:
             pool.busy = False
     except BaseException as error:

@@ -29,7 +29,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvpool.config import LAYOUTS
-from kvpool.protocol import FEATURES, ArrayPlan, AttentionOptions, BatchShape, Capabilities, PlanArrays
+from kvpool.protocol import FEATURES, ArrayPlan, AttentionOptions, BatchShape, Capabilities, PlanArrays, checked_scores
 from kvpool_backends.cpu._kernels import BlockStore
 from kvpool_backends.mlx.backend import MLXBackend
 from kvpool_backends.mlx.storage import DTYPES, PoolMemory
@@ -80,10 +80,13 @@ class KernelBackend(MLXBackend):
         *,
         options: AttentionOptions | None = None,
         return_attn: bool = False,
+        scores: str | None = None,
+        scores_out: np.ndarray | None = None,
     ) -> mx.array:
         """Causal attention of ``q [T, Hq, D]`` over the paged context, see `KVBackend.attend`."""
         if return_attn:
             raise ValueError("[attend] return_attn is True, this backend does not return weights")
+        checked_scores(scores, scores_out, self.capabilities(), (0, self.spec.num_kv_heads, 0))
         q = q if isinstance(q, mx.array) else mx.array(q)
         if q.ndim != 3:
             raise ValueError(f"[attend] q has shape {q.shape}, it must be [T, Hq, D]")

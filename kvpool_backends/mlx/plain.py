@@ -7,7 +7,15 @@ from collections.abc import Iterable, Sequence
 import mlx.core as mx
 import numpy as np
 
-from kvpool.protocol import FEATURES, AttentionOptions, BatchShape, Capabilities, PlanArrays, checked_options
+from kvpool.protocol import (
+    FEATURES,
+    AttentionOptions,
+    BatchShape,
+    Capabilities,
+    PlanArrays,
+    checked_options,
+    checked_scores,
+)
 from kvpool_backends.mlx.attention import attention
 from kvpool_backends.mlx.backend import MLXBackend
 from kvpool_backends.mlx.scatter import PoolArrays, positions_of
@@ -80,6 +88,8 @@ class PlainBackend(MLXBackend):
         *,
         options: AttentionOptions | None = None,
         return_attn: bool = False,
+        scores: str | None = None,
+        scores_out: np.ndarray | None = None,
     ) -> mx.array:
         """Causal attention of ``q [T, Hq, D]`` over the paged context, see `KVBackend.attend`.
 
@@ -88,6 +98,7 @@ class PlainBackend(MLXBackend):
         """
         if return_attn:
             raise ValueError("[attend] return_attn is True, this backend does not return weights")
+        checked_scores(scores, scores_out, self.capabilities(), (0, self.spec.num_kv_heads, 0))
         self._check_layer("attend", layer)
         q = mx.array(q)
         cu = np.asarray(plan.cu_q_lens, np.int64)
