@@ -50,6 +50,12 @@ def test_example_does_what_python_does(decode_in, kind):
     assert examples.outcome(decode_in(kind)) == examples.outcome(examples.decode_python)
 
 
+def test_example_in_cython_does_not_depend_on_what_a_pool_is(decode_in):
+    """Their sizes change from release to release; ``from kvpool cimport capi`` would have them checked."""
+    decode_in("cython")
+    assert not re.search(r"\b_?\w*(PrefixPool|SequencePool|BlockPool)\b", (BUILD / "decode_cython.c").read_text())
+
+
 def peak(function):
     """Return how many bytes of Python's memory a call held at most, more than before it."""
     tracemalloc.reset_peak()
