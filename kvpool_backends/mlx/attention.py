@@ -60,8 +60,19 @@ def exported_scores(
     if options.window is not None:
         seen = seen & (distance > -min(options.window, 2**31 - 1))
     scores = _scores(q, k, scale, distance, seen, options, mask)
-    scores = _softmax(scores, options.sinks) if kind == "mass" else mx.where(scores == -mx.inf, 0, scores)
-    return scores.reshape(k.shape[0], k.shape[1], -1, k.shape[2]).mean(axis=2)
+    if kind == "mass":
+        return mass_of_scores(scores, k.shape[1], options.sinks)
+    return _of_kv_heads(mx.where(scores == -mx.inf, 0, scores), k.shape[1])
+
+
+def mass_of_scores(scores: mx.array, num_kv_heads: int, sinks: np.ndarray | None) -> mx.array:
+    """``[B, Hk, C]`` of what goes into exp, ``[B, Hq, 1, C]``: one more pass over it."""
+    return _of_kv_heads(_softmax(scores, sinks), num_kv_heads)
+
+
+def _of_kv_heads(x: mx.array, num_kv_heads: int) -> mx.array:
+    """Means over the query heads of each KV head: ``[B, Hk, C]`` of ``[B, Hq, 1, C]``."""
+    return x.reshape(x.shape[0], num_kv_heads, x.shape[1] // num_kv_heads, x.shape[3]).mean(axis=2)
 
 
 def _scores(
