@@ -29,6 +29,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvpool.config import LAYOUTS
+from kvpool.eviction.keep import compact_exported
 from kvpool.protocol import FEATURES, ArrayPlan, AttentionOptions, BatchShape, Capabilities, PlanArrays, checked_scores
 from kvpool_backends.cpu._kernels import BlockStore
 from kvpool_backends.mlx.backend import MLXBackend
@@ -57,6 +58,7 @@ class KernelBackend(MLXBackend):
             dtypes=tuple(DTYPES),
             return_attn=False,
             features=FEATURES,
+            compacts=True,
             batch_invariant=True,
         )
 
@@ -139,6 +141,10 @@ class KernelBackend(MLXBackend):
         (k, v), views = self._zeros(count, self.spec.num_kv_heads)
         self._store.gather(layer, ids[: -(-count // self.spec.block_size)], *views)
         return k.view(self.dtype), v.view(self.dtype)
+
+    def compact(self, blocks: Sequence[int] | np.ndarray, keep: Sequence[int] | np.ndarray) -> None:
+        """Move the tokens of one sequence that stay to the front of its blocks; by way of exported bytes."""
+        compact_exported(self, blocks, keep)
 
     def zero(self, blocks: Sequence[int] | np.ndarray) -> None:
         """Set whole blocks to 0 in all layers."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import mlx.core as mx
 import numpy as np
 
+from kvpool.eviction.keep import compact_exported
 from kvpool.protocol import (
     FEATURES,
     AttentionOptions,
@@ -45,7 +46,9 @@ class PlainBackend(MLXBackend):
     @staticmethod
     def capabilities() -> Capabilities:
         """What this backend accepts."""
-        return Capabilities(name="mlx", layouts=("NHD",), dtypes=tuple(DTYPES), return_attn=False, features=FEATURES)
+        return Capabilities(
+            name="mlx", layouts=("NHD",), dtypes=tuple(DTYPES), return_attn=False, features=FEATURES, compacts=True
+        )
 
     # ------------------------------------------------------------------------------------------ one step
 
@@ -212,6 +215,10 @@ class PlainBackend(MLXBackend):
         k, v = mx.contiguous(k[0, :count]), mx.contiguous(v[0, :count])
         mx.eval(k, v)
         return k, v
+
+    def compact(self, blocks: Sequence[int] | np.ndarray, keep: Sequence[int] | np.ndarray) -> None:
+        """Move the tokens of one sequence that stay to the front of its blocks; by way of exported bytes."""
+        compact_exported(self, blocks, keep)
 
     def zero(self, blocks: Sequence[int] | np.ndarray) -> None:
         """Set whole blocks to 0 in all layers."""
