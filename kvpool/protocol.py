@@ -244,6 +244,8 @@ class Capabilities:
     scores: tuple[str, ...] = ()  # kinds of scores that attend exports, of SCORES
     scores_out: bool = False  # attend(..., scores_out=array) fills an array of the caller's
     compacts: bool = False  # compact(blocks, keep) works
+    quant_bits: tuple[int, ...] = ()  # of spec.k_bits and spec.v_bits, besides None
+    quant_group_sizes: tuple[int, ...] = ()
     batch_invariant: bool = False  # a row's result has the same bits alone and in any batch, wherever its blocks are
 
     def lacks(self, options: AttentionOptions | None) -> tuple[str, ...]:
@@ -259,6 +261,9 @@ class Capabilities:
             ("block_size", spec.block_size, self.block_sizes),
             ("head_dim", spec.head_dim, self.head_dims),
             ("v_head_dim", spec.value_head_dim, self.head_dims),
+            ("k_bits", spec.k_bits, (None, *self.quant_bits)),
+            ("v_bits", spec.v_bits, (None, *self.quant_bits)),
+            ("quant_group_size", spec.quant_group_size, self.quant_group_sizes if spec.is_quantized else None),
         ):
             if accepted is not None and value not in accepted:
                 return f"{what} {value!r} is not among {accepted} of backend {self.name!r}"
@@ -410,7 +415,8 @@ class KVBackend(Protocol):
         Parameters
         ----------
         k, v : ``[T, Hk, D]`` and ``[T, Hk, Dv]``
-            Any float dtype; stored in the dtype of the spec, rounded to nearest even.
+            Any float dtype; stored in the dtype of the spec, rounded to nearest even, or quantized from that. A
+            group of quantized elements with a NaN or an infinity among them is stored as NaN, all of it.
         plan
             Token t goes to slot ``plan.slot_mapping[t]``; a negative slot is skipped. T includes padding
             tokens.
@@ -479,7 +485,8 @@ class KVBackend(Protocol):
     ) -> tuple[Array, Array]:
         """Copies of k ``[n, Hk, D]`` and v ``[n, Hk, Dv]`` of whole blocks, in the order given.
 
-        n is `num_tokens`, the number of leading positions that are wanted: by default all of them.
+        n is `num_tokens`, the number of leading positions that are wanted: by default all of them. What is
+        quantized comes back as floats.
         """
         ...
 
@@ -509,8 +516,8 @@ class KVBackend(Protocol):
     def export_blocks(self, blocks: Sequence[int] | np.ndarray) -> np.ndarray:
         """The bytes of whole blocks, uint8 ``[n, spec.block_nbytes]``.
 
-        The order inside a row does not depend on layout or backend: layer, plane (k, v), position, head,
-        element, little-endian. So what one backend exports, any other one with the same spec imports.
+        The order inside a row does not depend on layout or backend: layer, plane (`KVSpec.stored_planes`), position,
+        head, element, little-endian. So what one backend exports, any other one with the same spec imports.
         """
         ...
 

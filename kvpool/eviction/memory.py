@@ -192,7 +192,7 @@ class Memory:
 
 
 def block_sums(scores: np.ndarray, lens: np.ndarray, block_size: int) -> np.ndarray:
-    """Scores ``[..., B, Hk, C]`` summed by block: ``[..., B, Hk, ceil(C / block_size)]``; places behind `lens` are 0."""
+    """Scores ``[..., B, Hk, C]`` summed by block, ``[..., B, Hk, ceil(C / block_size)]``; behind `lens` is nothing."""
     length = scores.shape[-1]
     inside = np.arange(length) < np.asarray(lens)[:, None, None]
     padded = np.zeros((*scores.shape[:-1], -(-length // block_size) * block_size), scores.dtype)

@@ -337,7 +337,7 @@ def token_columns(spec: KVSpec, num_tokens: int) -> Iterator[slice]:
     """Where the first `num_tokens` positions are in a row of `export_blocks`: a slice per layer and plane."""
     begin = 0
     for _ in range(spec.num_layers):
-        for _, dim in spec.planes:
-            token = spec.num_kv_heads * dim * spec.itemsize_nbytes
+        for plane in spec.stored_planes:
+            token = spec.num_kv_heads * plane.dim * plane.itemsize_nbytes
             yield slice(begin, begin + int(num_tokens) * token)
             begin += spec.block_size * token

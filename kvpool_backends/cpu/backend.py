@@ -58,6 +58,9 @@ class CPUBackend:
     ) -> None:
         if not isinstance(spec, KVSpec):
             raise TypeError(f"[CPUBackend] spec must be a KVSpec, got {type(spec).__name__}")
+        refused = self.capabilities().refusal(spec)
+        if refused:
+            raise ValueError(f"[CPUBackend] {refused}")
         self.spec = spec
         self.num_blocks = checked_int("CPUBackend", "num_blocks", num_blocks)
         arrays = zeroed(base_shapes(spec, self.num_blocks), _STORED[spec.dtype], "CPUBackend")

@@ -24,13 +24,19 @@ from kvpool.protocol import (
     checked_options,
     checked_scores,
 )
+from kvpool.spec import QUANT_BITS, QUANT_GROUP_SIZES, WORD_BITS
 from kvpool_backends.numpy.bfloat16 import from_bfloat16, to_bfloat16
+from kvpool_backends.numpy.quantized import dequantize, quantize
 
 _STORED: dict[str, np.dtype[Any]] = {
     "float32": np.dtype("<f4"),
     "float16": np.dtype("<f2"),
     "bfloat16": np.dtype("<u2"),
+    "uint32": np.dtype("<u4"),  # words of a quantized plane
 }
+
+# Of keys, or of values: one array; or words, scales and biases.
+_Plane = np.ndarray | tuple[np.ndarray, ...]
 
 
 class NumpyBackend:
@@ -39,7 +45,7 @@ class NumpyBackend:
     Parameters
     ----------
     spec : KVSpec
-        Any layout, dtype, head dimensions and block size.
+        Any layout, dtype, bits, head dimensions and block size.
     num_blocks : int
         Blocks in the pool, reserved ones included. The storage, ``spec.pool_nbytes(num_blocks)``, is taken
         here.
@@ -61,8 +67,8 @@ class NumpyBackend:
             raise ValueError(f"[NumpyBackend] num_blocks is {num_blocks}, the minimum is 1")
         self.spec = spec
         self.num_blocks = int(num_blocks)
-        # _planes[layer] = (k, v), each a strided view [num_blocks, block_size, num_kv_heads, dim] of a base
-        # array.
+        # _planes[layer] = (k, v), or what is stored of them, each a strided view [num_blocks, block_size,
+        # num_kv_heads, dim] of a base array.
         self._planes = _allocate(spec, self.num_blocks)
 
     def capabilities(self) -> Capabilities:
@@ -75,6 +81,8 @@ class NumpyBackend:
             scores_out=True,
             compacts=True,
             batch_invariant=True,
+            quant_bits=QUANT_BITS,
+            quant_group_sizes=QUANT_GROUP_SIZES,
         )
 
     def asarray(self, x: np.ndarray) -> np.ndarray:
@@ -102,19 +110,19 @@ class NumpyBackend:
                 plane[dst, :num_tokens] = plane[src, :num_tokens]
 
     def write(self, layer: int, k: Any, v: Any, plan: PlanArrays) -> None:
-        planes = self._layer("write", layer)
+        planes = [part for plane in self._layer("write", layer) for part in _parts(plane)]
         slots = np.asarray(plan.slot_mapping)
         written = np.flatnonzero(slots >= 0)
         limit = self.num_blocks * self.spec.block_size
         if written.size and slots.max() >= limit:
             raise IndexError(f"[write] slot {slots.max()} is outside the pool, the limit is {limit}")
-        stored = []
-        for (name, dim), x in zip(self.spec.planes, (k, v), strict=True):
+        stored: list[np.ndarray] = []
+        for (name, dim), bits, x in zip(self.spec.planes, self.spec.bits, (k, v), strict=True):
             x = np.asarray(x)
             expected = (slots.size, self.spec.num_kv_heads, dim)
             if x.shape != expected:
                 raise ValueError(f"[write] {name} must have shape {list(expected)}, got {list(x.shape)}")
-            stored.append(self._to_stored(name, x[written]))
+            stored += self._to_parts(name, x[written], bits)
         block, offset = np.divmod(slots[written], self.spec.block_size)
         for plane, x in zip(planes, stored, strict=True):
             plane[block, offset] = x
@@ -247,12 +255,14 @@ class NumpyBackend:
             yield plane, slice(begin, end)
             begin = end
 
-    def _layer(self, call: str, layer: int) -> tuple[np.ndarray, np.ndarray]:
+    def _layer(self, call: str, layer: int) -> tuple[_Plane, _Plane]:
         if isinstance(layer, bool) or not isinstance(layer, (int, np.integer)):
             raise TypeError(f"[{call}] layer must be an int, got {type(layer).__name__}")
         if not 0 <= layer < self.spec.num_layers:
             raise IndexError(f"[{call}] layer is {layer}, the spec has {self.spec.num_layers} layers")
-        return self._planes[layer]
+        planes, num_k = self._planes[layer], 1 if self.spec.k_bits is None else 3
+        k, v = planes[:num_k], planes[num_k:]
+        return k[0] if len(k) == 1 else k, v[0] if len(v) == 1 else v
 
     def _block_ids(self, call: str, blocks: Sequence[int] | np.ndarray) -> np.ndarray:
         ids = np.atleast_1d(np.asarray(blocks))
@@ -285,13 +295,29 @@ class NumpyBackend:
             row = int(np.argmax(q_lens > seq_lens))
             raise ValueError(f"[attend] row {row} has {q_lens[row]} queries in a context of {seq_lens[row]} tokens")
 
-    def _context(self, call: str, plane: np.ndarray, table: np.ndarray, num_tokens: int) -> np.ndarray:
+    def _context(self, call: str, plane: _Plane, table: np.ndarray, num_tokens: int) -> np.ndarray:
         """float64 ``[num_tokens, Hk, dim]`` of the blocks in `table`, and nothing behind these tokens."""
         ids = self._block_ids(call, table)
         if ids.size * self.spec.block_size < num_tokens:
             raise ValueError(f"[{call}] {num_tokens} tokens do not fit the {ids.size} blocks of the table")
-        stored = plane[ids].reshape(-1, *plane.shape[2:])[:num_tokens]
-        return (from_bfloat16(stored) if self.spec.dtype == "bfloat16" else stored).astype(np.float64)
+        stored = [part[ids].reshape(-1, *part.shape[2:])[:num_tokens] for part in _parts(plane)]
+        if len(stored) == 1:
+            return self._as_floats(stored[0]).astype(np.float64)
+        words, scales, biases = stored
+        bits = WORD_BITS * words.shape[-1] // (scales.shape[-1] * self.spec.quant_group_size)
+        return dequantize(words, self._as_floats(scales), self._as_floats(biases), bits).astype(np.float64)
+
+    def _as_floats(self, stored: np.ndarray) -> np.ndarray:
+        """float32 of what is stored in the spec's dtype."""
+        return from_bfloat16(stored) if self.spec.dtype == "bfloat16" else stored.astype(np.float32)
+
+    def _to_parts(self, name: str, x: np.ndarray, bits: int | None) -> list[np.ndarray]:
+        """`x` as it is stored: quantized from what the spec's dtype holds of it."""
+        stored = self._to_stored(name, x)
+        if bits is None:
+            return [stored]
+        words, scales, biases = quantize(self._as_floats(stored), self.spec.quant_group_size, bits)
+        return [words, self._to_stored(name, scales), self._to_stored(name, biases)]
 
     def _to_stored(self, name: str, x: np.ndarray) -> np.ndarray:
         """`x` in the dtype of the storage, rounded to nearest even."""
@@ -306,24 +332,27 @@ class NumpyBackend:
         raise TypeError(f"[write] {name} must be a float array, got {x.dtype}")
 
 
-def _allocate(spec: KVSpec, num_blocks: int) -> list[tuple[np.ndarray, np.ndarray]]:
+def _allocate(spec: KVSpec, num_blocks: int) -> list[tuple[np.ndarray, ...]]:
     """Zeroed base arrays and, per layer, the strided view of each plane."""
-    dtype = _STORED[spec.dtype]
     bases: dict[tuple[str, int], np.ndarray] = {}
     layers = []
     for layer in range(spec.num_layers):
         planes = []
-        for name, dim in spec.planes:
-            layout = spec.plane_layout(name, num_blocks)
+        for stored in spec.stored_planes:
+            layout, dtype = spec.plane_layout(stored.name, num_blocks), _STORED[stored.dtype]
             key = (layout.array, layer if layout.per_layer else 0)
             if key not in bases:
                 bases[key] = np.zeros(layout.shape, dtype)
             base = bases[key].reshape(-1)[layout.offset + layer * layout.layer_stride :]
             strides = (layout.block_stride, layout.slot_stride, layout.head_stride, 1)
-            shape = (num_blocks, spec.block_size, spec.num_kv_heads, dim)
+            shape = (num_blocks, spec.block_size, spec.num_kv_heads, stored.dim)
             planes.append(as_strided(base, shape, [stride * dtype.itemsize for stride in strides]))
-        layers.append((planes[0], planes[1]))
+        layers.append(tuple(planes))
     return layers
+
+
+def _parts(plane: _Plane) -> tuple[np.ndarray, ...]:
+    return plane if isinstance(plane, tuple) else (plane,)
 
 
 def _bias(options: AttentionOptions, token: int, position: int, visible: slice) -> np.ndarray:
