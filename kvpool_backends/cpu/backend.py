@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvpool.config import DTYPES, LAYOUTS, KVSpec, checked_int
+from kvpool.eviction.keep import compact_exported
 from kvpool.protocol import (
     FEATURES,
     SCORES,
@@ -84,6 +85,7 @@ class CPUBackend:
             features=FEATURES,
             scores=SCORES,
             scores_out=True,
+            compacts=True,
             batch_invariant=True,
         )
 
@@ -164,6 +166,10 @@ class CPUBackend:
         k, v = (np.empty((count, heads, dim), stored) for _, dim in self.spec.planes)
         self.store.gather(layer, ids, k, v)
         return self._as_float32(k), self._as_float32(v)
+
+    def compact(self, blocks: Sequence[int] | np.ndarray, keep: Sequence[int] | np.ndarray) -> None:
+        """Move the tokens of one sequence that stay to the front of its blocks; by way of exported bytes."""
+        compact_exported(self, blocks, keep)
 
     def zero(self, blocks: Sequence[int] | np.ndarray) -> None:
         """Set every byte of these blocks to 0, in all layers and planes."""

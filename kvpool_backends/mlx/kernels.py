@@ -29,6 +29,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvpool.config import LAYOUTS
+from kvpool.eviction.keep import compact_exported
 from kvpool.protocol import (
     FEATURES,
     SCORES,
@@ -66,6 +67,7 @@ class KernelBackend(MLXBackend):
             dtypes=tuple(DTYPES),
             return_attn=False,
             features=FEATURES,
+            compacts=True,
             scores=SCORES,
             batch_invariant=True,
         )
@@ -157,6 +159,10 @@ class KernelBackend(MLXBackend):
         (k, v), views = self._zeros(count, self.spec.num_kv_heads)
         self._store.gather(layer, ids[: -(-count // self.spec.block_size)], *views)
         return k.view(self.dtype), v.view(self.dtype)
+
+    def compact(self, blocks: Sequence[int] | np.ndarray, keep: Sequence[int] | np.ndarray) -> None:
+        """Move the tokens of one sequence that stay to the front of its blocks; by way of exported bytes."""
+        compact_exported(self, blocks, keep)
 
     def zero(self, blocks: Sequence[int] | np.ndarray) -> None:
         """Set whole blocks to 0 in all layers."""
