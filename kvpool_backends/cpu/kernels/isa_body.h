@@ -5,11 +5,15 @@
 
 #include "read_sum.h"
 
+#include "dequantize.h"
+
 #include "decode.h"
 
 #include "chunk.h"
 
 #include "move.h"
+
+#include "quantize.h"
 
 const kv_isa KV_NAME(kv_isa) = {
     .name = KV_ISA_NAME,
@@ -22,5 +26,7 @@ const kv_isa KV_NAME(kv_isa) = {
     .chunk_scratch_floats = chunk_scratch_floats,
     .chunk_tile = chunk_tile,
     .convert = convert,
+    .quantize = quantize,
+    .dequantize = dequantize,
     .read_sum = read_sum,
 };
