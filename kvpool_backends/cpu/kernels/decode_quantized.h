@@ -1,7 +1,7 @@
 /* Decode on quantized planes: the numbers are multiplied as they are, their scales and biases come in once per group.
  *
- * q . k over a group is scale * sum(q_i n_i) + bias * sum(q_i), a weight times a value is (w * scale) n_i + w * bias: no
- * vector is ever dequantized. For that the scales and biases of a tile are laid out as floats first, group by group
+ * q . k over a group is scale * sum(q_i n_i) + bias * sum(q_i), a weight times a value is (w * scale) n_i + w * bias:
+ * no vector is ever dequantized. For that the scales and biases of a tile are laid out as floats first, group by group
  * with the tokens side by side.
  */
 typedef float v4 __attribute__((vector_size(16)));
