@@ -27,6 +27,7 @@ cdef class Plan:
     cdef object __weakref__
 
     cdef void write_step(self, Record* r, const Ints* rows, const Ints* num_new, bint advance, bint partial) noexcept
+    cdef int64_t number_in(self, Record* r) noexcept
     cdef object view(self, str name, int64_t length)
     cdef int declare(self, object formats, object dtype, object pad, object out) except -1
     cdef int check_width(self, str name, int width) except -1

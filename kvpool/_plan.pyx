@@ -299,16 +299,21 @@ cdef class Plan:
         """The step that is about to be committed, but for its end; rows as in the step before are not repeated."""
         cdef bint same = (self.record_number != 0 and self.record_epoch == r.epoch and self.rows == rows.size
                           and memcmp(self.step.handle, rows.data, rows.size * sizeof(int64_t)) == 0)
-        if self.record_number == 0 or self.record_epoch != r.epoch:
-            r.next_plan += 1
-            self.record_number = r.next_plan
-            self.record_epoch = r.epoch
+        cdef int64_t number = self.number_in(r)
         record_begin(r, OP_STEP if advance else OP_RESERVE, num_new.size + (0 if same else rows.size))
-        record_int(r, self.record_number)
+        record_int(r, number)
         record_int(r, same * SAME_ROWS + partial * PARTIAL)
         if not same:
             record_ints(r, rows, True)
         record_ints(r, num_new, False)
+
+    cdef int64_t number_in(self, Record* r) noexcept:
+        """By which number a record names this plan."""
+        if self.record_number == 0 or self.record_epoch != r.epoch:
+            r.next_plan += 1
+            self.record_number = r.next_plan
+            self.record_epoch = r.epoch
+        return self.record_number
 
     cdef object view(self, str name, int64_t length):
         """The first `length` entries of an array; the same object as long as the length stays."""

@@ -12,10 +12,10 @@ from kvpool._blocks cimport (
     blocks_lower_fences,
     blocks_reset,
 )
+from kvpool._evict_calls cimport EvictPool
 from kvpool._plan cimport Plan
 from kvpool._sequence cimport seq_table, seqs_check, seqs_fingerprint, seqs_reset
 from kvpool._prefix cimport index_check, index_fingerprint
-from kvpool._prefix_calls cimport PrefixPool
 from kvpool._record cimport record_end, record_one
 from kvpool._step cimport (
     BAD_HANDLE,
@@ -43,7 +43,7 @@ from kvpool._wire cimport wire_emit, wire_forget
 from kvpool.errors import CapacityExceeded, CorruptState, OutOfBlocks, PlanStateError
 from kvpool.stats import PoolStats
 
-cdef class Pool(PrefixPool):
+cdef class Pool(EvictPool):
     """Blocks, sequences and steps of one layer group. Integers only: the pool never sees a tensor.
 
     Parameters
@@ -213,13 +213,6 @@ cdef class Pool(PrefixPool):
         finally:
             self.busy = False
 
-    cdef Plan check_plan(self, object plan, str call):
-        if type(plan) is not Plan:
-            raise TypeError(f"[{call}] plan must be a kvpool.Plan, not {type(plan).__name__}")
-        if (<Plan>plan).pool is not self:
-            raise ValueError(f"[{call}] the plan belongs to another pool ({(<Plan>plan).pool!r})")
-        return <Plan>plan
-
     cdef int run(self, object plan_, object handles, object num_new, str call, bint advance, object partial,
                  object pad_to) except -1:
         cdef Plan plan = self.check_plan(plan_, call)
@@ -251,12 +244,7 @@ cdef class Pool(PrefixPool):
             if status != OK:
                 step_undo_check(&plan.step, &self.blocks, 0)
                 self.explain(status, &verdict, &rows, call, plan, pad_to)
-            if self.steps_pend:
-                try:
-                    self.pending.append(plan)
-                except MemoryError:
-                    step_undo_check(&plan.step, &self.blocks, 0)
-                    raise
+            self.note_pending(plan)
             if self.record.data != NULL:
                 plan.write_step(&self.record, &rows, &new, advance, partial)
             self.carry_out(plan, <const int64_t*>rows.data, advance, pad_rows, pad_tokens)
@@ -265,6 +253,16 @@ cdef class Pool(PrefixPool):
         finally:
             ints_free(&rows)
             ints_free(&new)
+        return 0
+
+    cdef int note_pending(self, Plan plan) except -1:
+        """Last thing that can fail before a judged step is carried out."""
+        if self.steps_pend:
+            try:
+                self.pending.append(plan)
+            except MemoryError:
+                step_undo_check(&plan.step, &self.blocks, 0)
+                raise
         return 0
 
     cdef void carry_out(self, Plan plan, const int64_t* handles, bint advance, int64_t pad_rows, int64_t pad_tokens):
@@ -485,7 +483,7 @@ cdef class Pool(PrefixPool):
                 plan.step.pending = False
             self.pending.clear()
             self.deferred.clear()
-            PrefixPool.release_memory(self)
+            EvictPool.release_memory(self)
         finally:
             self.busy = False
 
@@ -499,7 +497,8 @@ cdef class Pool(PrefixPool):
             return PoolStats(
                 b.num_blocks, b.reserved, b.num_blank, b.lru.size, b.limbo.size, b.num_used, b.num_shared,
                 self.seqs.num_open, len(self.pending), b.cow_copies, b.cow_tokens, b.allocs, b.evictions, b.peak_used,
-                self.seqs.sum_tokens, capacity, 1.0 - self.seqs.sum_tokens / <double>capacity if capacity else 0.0)
+                self.seqs.sum_tokens, capacity, 1.0 - self.seqs.sum_tokens / <double>capacity if capacity else 0.0,
+                self.seqs.evicted_tokens)
         finally:
             self.busy = False
 

@@ -351,6 +351,8 @@ cdef class PrefixPool(EventPool):
         cdef int32_t id
         if count < 0:
             raise ValueError(f"[commit] counts[{row}] is negative ({count})")
+        if count and self.seqs.life[slot].evicted:
+            raise ValueError(f"[commit] tokens of row {row} were evicted, it commits no more ({count} tokens)")
         if count > limit - at:
             raise ValueError(f"[commit] {count} tokens from position {at} on for row {row}, only {limit} of its "
                              f"{q.num_tokens} tokens are done")

@@ -284,21 +284,25 @@ cdef class SequencePool(BlockPool):
         handles : int or ints
             Open sequences, int64, shape ``(n,)``, no duplicates.
         lens : int or ints
-            New lengths in tokens, int32 or int64, shape ``(n,)``; each ``0 <= len <= num_tokens``.
+            New lengths in tokens as `num_tokens` counts them, int32 or int64, shape ``(n,)``; each
+            ``0 <= len <= num_tokens``.
 
         Raises
         ------
         PlanStateError
             A sequence is a row of a pending plan. State unchanged.
         ValueError
-            A length is negative or above the current one, or the shapes differ. State unchanged.
+            A length is negative or above the current one, or below the length at which tokens were evicted last;
+            the shapes differ. State unchanged.
         """
         cdef Seqs* s = &self.seqs
         cdef Blocks* b = &self.blocks
         cdef Ints batch, lengths
         cdef Py_ssize_t k
         cdef int64_t length
+        cdef int32_t slot
         cdef Seq* q
+        cdef SeqLife* life
         self.enter("truncate")
         batch.held = lengths.held = False
         batch.owned = lengths.owned = NULL
@@ -310,15 +314,19 @@ cdef class SequencePool(BlockPool):
                 raise ValueError(f"[truncate] {lengths.size} lens for {batch.size} handles")
             for k in range(batch.size):
                 q = &s.seq[seq_find(s, ints_at(&batch, k))]
+                life = &s.life[seq_find(s, ints_at(&batch, k))]
                 length = ints_at(&lengths, k)
-                if length < 0 or length > q.num_tokens:
-                    raise ValueError(f"[truncate] lens[{k}] is {length}, it must be in 0 .. {q.num_tokens}")
+                if length < life.point or length > q.num_tokens + life.evicted:
+                    raise ValueError(f"[truncate] lens[{k}] is {length}, it must be in "
+                                     f"{life.point} .. {q.num_tokens + life.evicted}")
                 if b.newest_pending and q.last_step >= b.oldest_pending:
                     raise PlanStateError(f"[truncate] handles[{k}] is a row of a pending plan "
                                          f"(step {q.last_step}); call done or rollback first")
             for k in range(batch.size):
-                self.uncommit(seq_find(s, ints_at(&batch, k)), ints_at(&lengths, k))
-                seq_truncate(s, b, seq_find(s, ints_at(&batch, k)), ints_at(&lengths, k))
+                slot = seq_find(s, ints_at(&batch, k))
+                length = ints_at(&lengths, k) - s.life[slot].evicted
+                self.uncommit(slot, length)
+                seq_truncate(s, b, slot, length)
             record_two(&self.record, OP_TRUNCATE, &batch, &lengths, b.digest)
         finally:
             ints_free(&batch)
@@ -413,10 +421,12 @@ cdef class SequencePool(BlockPool):
             self.busy = False
 
     def num_tokens(self, handle):
-        """Length of a sequence in tokens. O(1)."""
+        """Length of a sequence in tokens, evicted ones included: the position of the next one. O(1)."""
+        cdef int32_t slot
         self.enter("num_tokens")
         try:
-            return self.seqs.seq[self.get_one(handle, "num_tokens")].num_tokens
+            slot = self.get_one(handle, "num_tokens")
+            return self.seqs.seq[slot].num_tokens + self.seqs.life[slot].evicted
         finally:
             self.busy = False
 

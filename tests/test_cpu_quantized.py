@@ -197,3 +197,44 @@ def test_a_row_has_the_same_bits_on_any_number_of_threads():
     several = CPUBackend(spec, one.num_blocks, num_threads=3)
     several.import_blocks(np.arange(one.num_blocks), everything(one))
     assert np.array_equal(one.attend(0, q, plan), several.attend(0, q, plan))
+
+
+# ---------------------------------------------------------------------- compaction
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("k_bits", "v_bits"), [*BITS, (None, None)])
+def test_compact_moves_what_the_reference_moves(k_bits, v_bits, layout):
+    if layout == "interleaved" and k_bits != v_bits:
+        return
+    spec = KVSpec(2, 3, 64, "float16", 5, None, layout, k_bits, v_bits, 32)
+    mine, reference = pair(spec, 8)
+    rng = np.random.default_rng(SEED)
+    for layer in range(2):
+        k, v = (rng.standard_normal((40, 3, 64)).astype(np.float32) for _ in "kv")
+        for backend in (mine, reference):
+            backend.write(layer, k, v, ArrayPlan(slot_mapping=np.arange(40)))
+    keep = np.sort(rng.permuted(np.tile(np.arange(33), (2, 3, 1)), axis=-1)[..., :14], axis=-1)
+    blocks = [6, 1, 7, 0, 3, 2, 5]
+    before = [x.copy() for x in mine.gather(1, blocks)]
+    for backend in (mine, reference):
+        backend.compact(blocks, keep)
+    assert np.array_equal(everything(mine), everything(reference))
+    for old, new in zip(before, mine.gather(1, blocks, 14), strict=True):
+        for head in range(3):
+            assert np.array_equal(new[:, head], old[keep[1, head], head])
+
+
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [
+        (np.array([[3, 3]]), r"keep\[0, 1\] is 3 after 3, it must ascend"),
+        (np.array([[0, 8]]), r"keep\[0, 1\] is 8, the blocks hold 8 tokens"),
+        (np.array([[-1, 2]]), r"keep\[0, 0\] is -1"),
+        (np.array([[0], [1]]), "keep must have shape"),
+    ],
+)
+def test_compact_refuses_what_would_not_be_a_sequence(keep, message):
+    store = CPUBackend(KVSpec(1, 1, 32, "float32", 4), 3).store
+    with pytest.raises(ValueError, match=r"^\[compact\] " + message):
+        store.compact(np.array([1, 2]), keep)

@@ -19,7 +19,7 @@ CORE_ORDER = (
     *("_types", "_fork", "_memory", "_args", "_record"),  # C functions on structs
     *("_blocks", "_sequence", "_prefix", "_step", "_wire"),
     *("_block_calls", "_sequence_calls", "_plan"),  # what Python sees of them
-    *("_prefix_events", "_prefix_calls", "_pool"),
+    *("_prefix_events", "_prefix_calls", "_evict_calls", "_pool"),
 )
 # Folders whose code drives a framework; elsewhere kvpool knows none.
 FRAMEWORK_USERS = (

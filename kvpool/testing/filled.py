@@ -295,6 +295,18 @@ def close(actual: np.ndarray, expected: Expected, spec: KVSpec, what: str) -> No
         )
 
 
+def refused(call: Callable[[], Any], expected: type[Exception], what: str, verb: str = "attend") -> None:
+    """`call`, of the backend's method `verb`, raises this."""
+    try:
+        call()
+    except expected as error:
+        assert str(error).startswith(f"[{verb}] "), f"{what}: the message must begin with [{verb}], got {error}"
+        return
+    except Exception as error:
+        raise AssertionError(f"{what} raised {error!r}, not {expected.__name__}") from error
+    raise AssertionError(f"{what} was accepted, {expected.__name__} is documented")
+
+
 def same_bytes(actual: np.ndarray, expected: np.ndarray, what: str) -> None:
     assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, expected {expected.shape}"
     if not np.array_equal(actual, expected):

@@ -17,11 +17,11 @@ from kvpool._args cimport to_int
 from kvpool_backends.cpu._arguments cimport (
     UINT8, Arguments, Bases, copy_ints, extent_of, format_of, grow, kind_of, overlap,
 )
-from kvpool_backends.cpu._attention cimport Inputs, lists_nbytes, read_inputs, take_inputs, take_tokens
+from kvpool_backends.cpu._attention cimport Inputs, lists_nbytes, read_inputs, take_inputs, take_scores, take_tokens
 from kvpool_backends.cpu.kvcpu cimport (
-    KV_BF16, KV_F16, KV_F32, kv_attend, kv_attend_scratch_nbytes, kv_attention, kv_copy_blocks, kv_cpus, kv_export,
-    kv_gather, kv_import, kv_isa, kv_isa_at, kv_isa_count, kv_isa_name, kv_layer, kv_part, kv_plane, kv_read_sum,
-    kv_tokens, kv_write, kv_zero,
+    KV_BF16, KV_F16, KV_F32, kv_attend, kv_attend_scratch_nbytes, kv_attention, kv_compact, kv_copy_blocks, kv_cpus,
+    kv_export, kv_gather, kv_import, kv_isa, kv_isa_at, kv_isa_count, kv_isa_name, kv_layer, kv_part, kv_plane,
+    kv_read_sum, kv_scores_scratch_nbytes, kv_tokens, kv_write, kv_zero,
 )
 
 from kvpool.config import KVSpec
@@ -305,7 +305,8 @@ cdef class BlockStore:
         finally:
             arguments.end()
 
-    def attend(self, layer, q, out, block_tables, seq_lens, cu_q_lens, scale=None, options=None):
+    def attend(self, layer, q, out, block_tables, seq_lens, cu_q_lens, scale=None, options=None, *, scores=None,
+               scores_out=None):
         """Causal attention of the query tokens over their rows' contexts; docs/attention.md has the equations.
 
         Parameters
@@ -321,6 +322,15 @@ cdef class BlockStore:
             ``1 / sqrt(D)`` by default.
         options : AttentionOptions, optional
             Or any object with its attributes. Nobody looks for NaN in the mask: where it is visible, so is the NaN.
+        scores : "raw" or "mass", optional
+            See `KVBackend.attend`.
+        scores_out : float32 ``[>= B, Hk, >= C]``, with `scores`
+            C is the longest context; its first B rows and C positions are written. Positions are 4 bytes apart.
+
+        Returns
+        -------
+        int or None
+            C, with `scores`.
         """
         cdef Arguments arguments = self.arguments
         cdef kv_attention call
@@ -341,16 +351,23 @@ cdef class BlockStore:
                                  f"{call.layer.num_kv_heads} KV heads")
             results = take_tokens(&call.out, arguments, out, "out", call.num_tokens, call.num_q_heads, call.layer.v.dim)
             take_inputs(&inputs, &call, arguments, block_tables, seq_lens, cu_q_lens, scale, options)
+            if scores is not None:
+                take_scores(&inputs, &call, arguments, scores, scores_out)
+            elif scores_out is not None:
+                raise ValueError("[attend] scores_out needs scores, one of ['raw', 'mass']; scores is None")
             arguments.check_output(results)
             self.bases.check_apart(arguments)
             read_inputs(&inputs, &call, grow(&self.lists, lists_nbytes(&inputs, &call)))
-            if call.num_tokens == 0:
+            if call.num_tokens == 0 and inputs.scores == NULL:
                 return
             with nogil:
                 nbytes = kv_attend_scratch_nbytes(self.kernels, &call, threads)
             grow(&self.work, nbytes)
+            if inputs.scores != NULL:
+                self.scores_scratch_nbytes = max(self.scores_scratch_nbytes, kv_scores_scratch_nbytes(&call))
             with nogil:
                 kv_attend(self.kernels, &call, self.work.data, threads)
+            return None if inputs.scores == NULL else call.scores.columns
         finally:
             arguments.end()
 
@@ -419,6 +436,46 @@ cdef class BlockStore:
             self.bases.check_apart(arguments)
             with nogil:
                 kv_gather(self.kernels, where, ids, num_tokens, &keys, &values, threads)
+        finally:
+            arguments.end()
+
+    def compact(self, blocks, keep):
+        """Move the tokens of one sequence that stay to its front, in place, in all planes.
+
+        Parameters
+        ----------
+        blocks : int ``[n]``
+            Of the sequence, in order, distinct.
+        keep : int ``[L * Hk, t]``
+            Per layer and KV head the old positions, ascending, of what is at positions 0, 1, ... afterwards.
+        """
+        cdef Arguments arguments = self.arguments
+        cdef const Py_buffer* view
+        cdef int64_t* ids
+        cdef int64_t* places
+        cdef int64_t num_blocks, num_kept, i, j, limit, rows = self.num_layers * self.layers.num_kv_heads
+        cdef int threads = self.threads()
+        arguments.begin("compact")
+        try:
+            view = arguments.take_ints(keep, "keep", 2)
+            num_kept = view.shape[1]
+            arguments.check_shape(view, "keep", rows, num_kept)
+            grow(&self.work, rows * num_kept * sizeof(int64_t))
+            places = <int64_t*>self.work.data
+            copy_ints(places, view)
+            ids = self.block_list(blocks, &num_blocks)
+            self.check_distinct(ids, num_blocks, ids + num_blocks)
+            limit = num_blocks * self.layers.block_size
+            for i in range(rows):
+                for j in range(num_kept):
+                    if places[i * num_kept + j] < 0 or places[i * num_kept + j] >= limit:
+                        raise ValueError(f"[compact] keep[{i}, {j}] is {places[i * num_kept + j]}, the blocks hold "
+                                         f"{limit} tokens")
+                    if j > 0 and places[i * num_kept + j] <= places[i * num_kept + j - 1]:
+                        raise ValueError(f"[compact] keep[{i}, {j}] is {places[i * num_kept + j]} after "
+                                         f"{places[i * num_kept + j - 1]}, it must ascend")
+            with nogil:
+                kv_compact(self.layers, self.num_layers, ids, places, num_kept, threads)
         finally:
             arguments.end()
 

@@ -29,7 +29,9 @@ import mlx.core as mx
 import numpy as np
 
 from kvpool.config import LAYOUTS
-from kvpool.protocol import FEATURES, ArrayPlan, AttentionOptions, BatchShape, Capabilities, PlanArrays
+from kvpool.eviction.keep import checked_keep
+from kvpool.protocol import FEATURES, ArrayPlan, AttentionOptions, BatchShape, Capabilities, PlanArrays, checked_scores
+from kvpool.spec import QUANT_BITS, QUANT_GROUP_SIZES
 from kvpool_backends.cpu._kernels import BlockStore
 from kvpool_backends.mlx.backend import MLXBackend
 from kvpool_backends.mlx.storage import DTYPES, PoolMemory
@@ -57,6 +59,9 @@ class KernelBackend(MLXBackend):
             dtypes=tuple(DTYPES),
             return_attn=False,
             features=FEATURES,
+            compacts=True,
+            quant_bits=QUANT_BITS,
+            quant_group_sizes=QUANT_GROUP_SIZES,
             batch_invariant=True,
         )
 
@@ -80,10 +85,13 @@ class KernelBackend(MLXBackend):
         *,
         options: AttentionOptions | None = None,
         return_attn: bool = False,
+        scores: str | None = None,
+        scores_out: np.ndarray | None = None,
     ) -> mx.array:
         """Causal attention of ``q [T, Hq, D]`` over the paged context, see `KVBackend.attend`."""
         if return_attn:
             raise ValueError("[attend] return_attn is True, this backend does not return weights")
+        checked_scores(scores, scores_out, self.capabilities(), (0, self.spec.num_kv_heads, 0))
         q = q if isinstance(q, mx.array) else mx.array(q)
         if q.ndim != 3:
             raise ValueError(f"[attend] q has shape {q.shape}, it must be [T, Hq, D]")
@@ -136,6 +144,11 @@ class KernelBackend(MLXBackend):
         (k, v), views = self._zeros(count, self.spec.num_kv_heads)
         self._store.gather(layer, ids[: -(-count // self.spec.block_size)], *views)
         return k.view(self.dtype), v.view(self.dtype)
+
+    def compact(self, blocks: Sequence[int] | np.ndarray, keep: Sequence[int] | np.ndarray) -> None:
+        """Move the tokens of one sequence that stay to the front of its blocks."""
+        ids, places = checked_keep(self, blocks, keep)
+        self._store.compact(ids, places.reshape(places.shape[0] * places.shape[1], places.shape[2]))
 
     def zero(self, blocks: Sequence[int] | np.ndarray) -> None:
         """Set whole blocks to 0 in all layers."""

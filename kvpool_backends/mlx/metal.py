@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from kvpool.protocol import FEATURES, ArrayPlan, AttentionOptions, BatchShape, Capabilities, PlanArrays, checked_options
+from kvpool.protocol import (
+    FEATURES,
+    ArrayPlan,
+    AttentionOptions,
+    BatchShape,
+    Capabilities,
+    PlanArrays,
+    checked_options,
+    checked_scores,
+)
 from kvpool_backends.mlx.backend import MLXBackend
 from kvpool_backends.mlx.metal_kernels import (
     PART_TOKENS,
@@ -95,10 +104,13 @@ class MetalAttention(_Storage):
         *,
         options: AttentionOptions | None = None,
         return_attn: bool = False,
+        scores: str | None = None,
+        scores_out: np.ndarray | None = None,
     ) -> mx.array:
         """Causal attention of ``q [T, Hq, D]`` over the paged context, see `KVBackend.attend`."""
         if return_attn:
             raise ValueError("[attend] return_attn is True, this backend does not return weights")
+        checked_scores(scores, scores_out, self.capabilities(), (0, self.spec.num_kv_heads, 0))
         return self._launch(layer, *self._checked(layer, q, plan, options), scale)
 
     def write_and_attend(
@@ -332,6 +344,7 @@ def metal_capabilities(layouts: tuple[str, ...]) -> Capabilities:
         block_sizes=BLOCK_SIZES,
         return_attn=False,
         features=FEATURES,
+        compacts=True,
         batch_invariant=True,
     )
 

@@ -7,7 +7,16 @@ from collections.abc import Iterable, Sequence
 import mlx.core as mx
 import numpy as np
 
-from kvpool.protocol import FEATURES, AttentionOptions, BatchShape, Capabilities, PlanArrays, checked_options
+from kvpool.eviction.keep import compact_exported
+from kvpool.protocol import (
+    FEATURES,
+    AttentionOptions,
+    BatchShape,
+    Capabilities,
+    PlanArrays,
+    checked_options,
+    checked_scores,
+)
 from kvpool_backends.mlx.attention import attention
 from kvpool_backends.mlx.backend import MLXBackend
 from kvpool_backends.mlx.scatter import PoolArrays, positions_of
@@ -37,7 +46,9 @@ class PlainBackend(MLXBackend):
     @staticmethod
     def capabilities() -> Capabilities:
         """What this backend accepts."""
-        return Capabilities(name="mlx", layouts=("NHD",), dtypes=tuple(DTYPES), return_attn=False, features=FEATURES)
+        return Capabilities(
+            name="mlx", layouts=("NHD",), dtypes=tuple(DTYPES), return_attn=False, features=FEATURES, compacts=True
+        )
 
     # ------------------------------------------------------------------------------------------ one step
 
@@ -80,6 +91,8 @@ class PlainBackend(MLXBackend):
         *,
         options: AttentionOptions | None = None,
         return_attn: bool = False,
+        scores: str | None = None,
+        scores_out: np.ndarray | None = None,
     ) -> mx.array:
         """Causal attention of ``q [T, Hq, D]`` over the paged context, see `KVBackend.attend`.
 
@@ -88,6 +101,7 @@ class PlainBackend(MLXBackend):
         """
         if return_attn:
             raise ValueError("[attend] return_attn is True, this backend does not return weights")
+        checked_scores(scores, scores_out, self.capabilities(), (0, self.spec.num_kv_heads, 0))
         self._check_layer("attend", layer)
         q = mx.array(q)
         cu = np.asarray(plan.cu_q_lens, np.int64)
@@ -201,6 +215,10 @@ class PlainBackend(MLXBackend):
         k, v = mx.contiguous(k[0, :count]), mx.contiguous(v[0, :count])
         mx.eval(k, v)
         return k, v
+
+    def compact(self, blocks: Sequence[int] | np.ndarray, keep: Sequence[int] | np.ndarray) -> None:
+        """Move the tokens of one sequence that stay to the front of its blocks; by way of exported bytes."""
+        compact_exported(self, blocks, keep)
 
     def zero(self, blocks: Sequence[int] | np.ndarray) -> None:
         """Set whole blocks to 0 in all layers."""

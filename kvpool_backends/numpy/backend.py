@@ -13,7 +13,17 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from kvpool.config import DTYPES, LAYOUTS, KVSpec
-from kvpool.protocol import FEATURES, AttentionOptions, BatchShape, Capabilities, PlanArrays, checked_options
+from kvpool.eviction.keep import checked_keep
+from kvpool.protocol import (
+    FEATURES,
+    SCORES,
+    AttentionOptions,
+    BatchShape,
+    Capabilities,
+    PlanArrays,
+    checked_options,
+    checked_scores,
+)
 from kvpool.spec import QUANT_BITS, QUANT_GROUP_SIZES, WORD_BITS
 from kvpool_backends.numpy.bfloat16 import from_bfloat16, to_bfloat16
 from kvpool_backends.numpy.quantized import dequantize, quantize
@@ -67,6 +77,9 @@ class NumpyBackend:
             layouts=LAYOUTS,
             dtypes=tuple(DTYPES),
             features=FEATURES,
+            scores=SCORES,
+            scores_out=True,
+            compacts=True,
             batch_invariant=True,
             quant_bits=QUANT_BITS,
             quant_group_sizes=QUANT_GROUP_SIZES,
@@ -114,6 +127,16 @@ class NumpyBackend:
         for plane, x in zip(planes, stored, strict=True):
             plane[block, offset] = x
 
+    def compact(self, blocks: Sequence[int] | np.ndarray, keep: Any) -> None:
+        ids, places = checked_keep(self, blocks, keep)
+        new = np.arange(places.shape[-1])
+        heads = np.arange(self.spec.num_kv_heads)[:, None]
+        block, offset = ids[new // self.spec.block_size], new % self.spec.block_size
+        for planes, old in zip(self._planes, places, strict=True):
+            for plane in planes:
+                moved = plane[ids[old // self.spec.block_size], old % self.spec.block_size, heads]
+                plane[block, offset] = moved.swapaxes(0, 1)
+
     def zero(self, blocks: Sequence[int] | np.ndarray) -> None:
         ids = self._block_ids("zero", blocks)
         for plane in self._every_plane():
@@ -130,6 +153,8 @@ class NumpyBackend:
         *,
         options: AttentionOptions | None = None,
         return_attn: bool = False,
+        scores: str | None = None,
+        scores_out: np.ndarray | None = None,
     ) -> Any:
         k_plane, v_plane = self._layer("attend", layer)
         q = np.asarray(q)
@@ -145,6 +170,8 @@ class NumpyBackend:
         num_tokens, num_q_heads, _ = q.shape
         longest = int(seq_lens.max(initial=0))
         options = checked_options(options, self.capabilities(), num_tokens, num_q_heads, longest)
+        exported = np.zeros((seq_lens.size, self.spec.num_kv_heads, longest), np.float32)
+        given = checked_scores(scores, scores_out, self.capabilities(), exported.shape)
         out = np.zeros((num_tokens, num_q_heads, self.spec.value_head_dim))
         attn = np.zeros((num_tokens, num_q_heads, longest if return_attn else 0))
         for row, seq_len in enumerate(seq_lens.tolist()):
@@ -159,13 +186,20 @@ class NumpyBackend:
                 oldest = 0 if options.window is None else max(0, position + 1 - options.window)
                 visible = slice(oldest, position + 1)
                 bias = _bias(options, token, position, visible)
-                weights, out[token] = _attend_one(q[token], keys[visible], values[visible], scale, options, bias)
+                one = _attend_one(q[token], keys[visible], values[visible], scale, options, bias)
+                raw, weights, out[token] = one
                 if return_attn:
                     attn[token, :, visible] = weights
+            exported[row, :, visible] = _of_kv_heads(weights if scores == "mass" else raw, keys.shape[1])
         dtype = np.float64 if q.dtype == np.float64 else np.float32
+        results = [out.astype(dtype)]
         if return_attn:
-            return out.astype(dtype), attn.astype(dtype)
-        return out.astype(dtype)
+            results.append(attn.astype(dtype))
+        if given is not None:
+            given[:] = exported
+        if scores is not None:
+            results.append(exported if given is None else given)
+        return results[0] if len(results) == 1 else tuple(results)
 
     def gather(
         self, layer: int, blocks: Sequence[int] | np.ndarray, num_tokens: int | None = None
@@ -335,8 +369,8 @@ def _bias(options: AttentionOptions, token: int, position: int, visible: slice) 
 
 def _attend_one(
     q: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float, options: AttentionOptions, bias: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Weights ``[Hq, C]`` and result ``[Hq, Dv]`` of one query token ``[Hq, D]`` over ``[C, Hk, ...]``."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Scores and weights ``[Hq, C]``, result ``[Hq, Dv]`` of one query token ``[Hq, D]`` over ``[C, Hk, ...]``."""
     num_q_heads, num_kv_heads = q.shape[0], keys.shape[1]
     groups = q.astype(np.float64).reshape(num_kv_heads, -1, q.shape[-1])  # contiguous groups of query heads
     scores = np.einsum("hgd,chd->hgc", groups, keys).reshape(num_q_heads, -1) * scale
@@ -350,4 +384,9 @@ def _attend_one(
     total = weights.sum(axis=-1, keepdims=True) + np.exp(sinks[:, None] - peak)
     weights /= np.where(total > 0, total, 1.0)
     result = np.einsum("hgc,chd->hgd", weights.reshape(*groups.shape[:2], -1), values)
-    return weights, result.reshape(num_q_heads, -1)
+    return scores, weights, result.reshape(num_q_heads, -1)
+
+
+def _of_kv_heads(scores: np.ndarray, num_kv_heads: int) -> np.ndarray:
+    """Means over the query heads of each KV head, ``[Hk, C]`` of ``[Hq, C]``; hidden ones (-inf) add nothing."""
+    return np.where(np.isneginf(scores), 0.0, scores).reshape(num_kv_heads, -1, scores.shape[-1]).mean(axis=1)

@@ -1,7 +1,7 @@
 /* The two inner loops of decode, on registers: scores of a few tokens against a few queries, and weighted sums of V.
  *
- * Elements go in pairs of vectors: for bfloat16 and numbers of 4 bits the even and the odd ones of 2 * VL (one shift,
- * one mask: no shuffle), else the first and the second VL. Queries are stored in that order, results come out in it; a dot
+ * Elements go in pairs of vectors: for bfloat16 and numbers of 4 bits the even and the odd ones of 2 * VL (a shift, a
+ * mask: no shuffle), else the first and the second VL. Queries are stored in that order, results come out in it; a dot
  * product does not mind.
  */
 #if defined(KV_SIMD_AVX512) || defined(KV_SIMD_NEON)

@@ -55,6 +55,22 @@ typedef struct {
     int64_t token_stride, head_stride, dim_stride;
 } kv_tokens;
 
+typedef enum { KV_NO_SCORES = 0, KV_RAW = 1, KV_MASS = 2 } kv_score_kind;
+
+/* What the newest query of each row makes of every position. Entry (row, KV head, c) of `out` is element
+ * row * row_stride + head * head_stride + c, c < columns. The rest is of KV_MASS and lies in kv_attend's scratch: */
+typedef struct {
+    kv_score_kind kind;
+    float *out;
+    int64_t row_stride, head_stride, columns;
+    float *lanes;              /* per row [num_q_heads, kv_score_stride], from first_lane[row] on */
+    const int64_t *first_lane; /* [num_rows] */
+    float *largest, *share;    /* [num_rows, num_q_heads]: exp(s - largest) * share is a head's part of the mean */
+} kv_scores;
+
+/* Floats between the query heads of a row in `lanes`. */
+static inline int64_t kv_score_stride(int64_t seq_len) { return (seq_len + 15) / 16 * 16; }
+
 typedef struct {
     const kv_layer *layer;
     kv_tokens q, out;
@@ -70,11 +86,13 @@ typedef struct {
     const float *slopes; /* [num_q_heads] or NULL */
     const float *mask;   /* NULL: none; entry (t, h, c) at t * mask_token_stride + h * mask_head_stride + c */
     int64_t mask_token_stride, mask_head_stride;
+    kv_scores scores;
 } kv_attention;
 
 /* Bytes that kv_attend wants as scratch for this call: at most proportional to the batch, never to the pool. */
 typedef struct kv_isa kv_isa;
 int64_t kv_attend_scratch_nbytes(const kv_isa *isa, const kv_attention *call, int num_threads);
+int64_t kv_scores_scratch_nbytes(const kv_attention *call); /* of that, what scores take */
 /* scratch 64-byte aligned */
 void kv_attend(const kv_isa *isa, const kv_attention *call, void *scratch, int num_threads);
 
@@ -84,6 +102,10 @@ void kv_write(const kv_isa *isa, const kv_layer *layer, const kv_tokens *k, cons
 /* copies: [num_copies, 3] rows of (src, dst, num_tokens); no dst is a src. */
 void kv_copy_blocks(const kv_layer *layers, int64_t num_layers, const int64_t *copies, int64_t num_copies,
                     int num_threads);
+/* Position j of the sequence in `blocks` becomes its old position keep[(layer * num_kv_heads + head) * num_kept + j],
+ * which ascends, in all stored planes. */
+void kv_compact(const kv_layer *layers, int64_t num_layers, const int64_t *blocks, const int64_t *keep,
+                int64_t num_kept, int num_threads);
 /* k and v: in the dtype of the pool, or, of quantized planes, any. */
 void kv_gather(const kv_isa *isa, const kv_layer *layer, const int64_t *blocks, int64_t num_tokens, const kv_tokens *k,
                const kv_tokens *v, int num_threads);

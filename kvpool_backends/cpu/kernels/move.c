@@ -194,6 +194,39 @@ void kv_import(const kv_layer *layers, int64_t num_layers, const int64_t *blocks
     run_sweep(job, num_layers, num_threads);
 }
 
+/* -------- tokens that stay -------- */
+
+typedef struct {
+    const kv_layer *layers;
+    const int64_t *blocks, *keep;
+    int64_t num_kept;
+} staying;
+
+/* One head of one layer. What moves, moves to the front: nothing is overwritten before it has moved. */
+static void compact_item(void *context, int64_t item, int thread) {
+    const staying *job = context;
+    const int64_t heads = job->layers->num_kv_heads, block_size = job->layers->block_size, head = item % heads;
+    const int64_t *keep = job->keep + item * job->num_kept;
+    piece pieces[MOST_PIECES];
+    const int count = layer_pieces(job->layers + item / heads, pieces);
+    (void)thread;
+    for (int i = 0; i < count; i++) {
+        const piece *p = &pieces[i];
+        for (int64_t j = 0; j < job->num_kept; j++) {
+            const int64_t to = job->blocks[j / block_size], from = job->blocks[keep[j] / block_size];
+            if (keep[j] == j) continue;
+            memcpy(p->base + to * p->block + j % block_size * p->slot + head * p->head,
+                   p->base + from * p->block + keep[j] % block_size * p->slot + head * p->head, (size_t)p->run);
+        }
+    }
+}
+
+void kv_compact(const kv_layer *layers, int64_t num_layers, const int64_t *blocks, const int64_t *keep,
+                int64_t num_kept, int num_threads) {
+    staying job = {layers, blocks, keep, num_kept};
+    kv_parallel(compact_item, &job, num_layers * layers->num_kv_heads, num_threads);
+}
+
 /* -------- tokens of one layer -------- */
 
 typedef struct {

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvpool.errors import BackendUnavailable
-from kvpool.protocol import ArrayPlan, AttentionOptions, PlanArrays, checked_options
+from kvpool.protocol import ArrayPlan, AttentionOptions, PlanArrays, checked_options, checked_scores
 from kvpool_backends.cpu._kernels import num_threads
 from kvpool_backends.mlx import native
 from kvpool_backends.mlx.kernels import KernelBackend
@@ -76,10 +76,13 @@ class NativeBackend(KernelBackend):
         *,
         options: AttentionOptions | None = None,
         return_attn: bool = False,
+        scores: str | None = None,
+        scores_out: np.ndarray | None = None,
     ) -> mx.array:
         """Causal attention of ``q [T, Hq, D]`` over the paged context, see `KVBackend.attend`."""
         if return_attn:
             raise ValueError("[attend] return_attn is True, this backend does not return weights")
+        checked_scores(scores, scores_out, self.capabilities(), (0, self.spec.num_kv_heads, 0))
         self._check_layer("attend", layer)
         q = _array(q)
         plan = plan if type(plan) is NativePlan else self._native_plan(plan, with_slots=False)

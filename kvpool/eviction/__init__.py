@@ -1,0 +1,1 @@
+"""Which tokens of a sequence stay when there is no room for all."""
