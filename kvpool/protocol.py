@@ -241,11 +241,11 @@ class Capabilities:
     reads_see_writes: bool = True  # attend(layer, plan) sees what write(layer, plan) stored; else the next plan
     return_attn: bool = True  # attend(..., return_attn=True) works
     features: tuple[str, ...] = ()  # names of the fields of AttentionOptions that attend takes
-    quant_bits: tuple[int, ...] = ()  # of spec.k_bits and spec.v_bits, besides None
-    quant_group_sizes: tuple[int, ...] = ()
     scores: tuple[str, ...] = ()  # kinds of scores that attend exports, of SCORES
     scores_out: bool = False  # attend(..., scores_out=array) fills an array of the caller's
     compacts: bool = False  # compact(blocks, keep) works
+    quant_bits: tuple[int, ...] = ()  # of spec.k_bits and spec.v_bits, besides None
+    quant_group_sizes: tuple[int, ...] = ()
     batch_invariant: bool = False  # a row's result has the same bits alone and in any batch, wherever its blocks are
 
     def lacks(self, options: AttentionOptions | None) -> tuple[str, ...]:

@@ -10,8 +10,10 @@ ROOT = Path(__file__).resolve().parent.parent
 FILE_LINES_MAX = 600
 FUNCTION_LINES_MAX = 70
 LINE_LENGTH_MAX = 120
-FOLDERS = ("kvpool", "kvpool_backends", "metal", "benchmarks", "proof", "tests", "scripts", "docs", ".ci")
-SUFFIXES = (".py", ".pyx", ".pxd", ".pyi", ".c", ".h", ".metal", ".sh")
+FOLDERS = (
+    *("kvpool", "kvpool_backends", "metal", "benchmarks", "examples", "proof", "tests", "scripts", "docs", ".ci"),
+)
+SUFFIXES = (".py", ".pyx", ".pxd", ".pyi", ".c", ".h", ".metal", ".rs", ".sh")
 # Spelled in halves, so that the list does not find itself.
 UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X|HA" + r"CK)\b")
 # A module of the core may import those before it, never those after it.
@@ -25,6 +27,7 @@ CORE_ORDER = (
 FRAMEWORK_USERS = (
     *("kvpool/adapters/", "kvpool_backends/mlx/"),
     *("kvpool/cli/bench/dense.py", "kvpool/cli/bench/metal.py", "kvpool/cli/bench/serving/lm.py"),
+    "kvpool/cli/bench/quality/models.py",
     *("kvpool/cli/demo/", "kvpool/cli/doctor.py"),
 )
 FRAMEWORKS = ("mlx", "mlx_lm", "torch", "jax", "transformers")

@@ -124,8 +124,8 @@ cdef int take_scores(Inputs* inputs, kv_attention* call, Arguments arguments, ob
     if kind_of(view) != FLOAT32:
         raise TypeError(f"[attend] scores_out must be float32, got {format_of(view)}")
     if view.shape[0] < call.num_rows or view.shape[1] != call.layer.num_kv_heads:
-        raise ValueError(f"[attend] scores_out must have shape [{call.num_rows} or more, {call.layer.num_kv_heads}, C], "
-                         f"got {shape_of(view)}")
+        raise ValueError(f"[attend] scores_out must have shape [{call.num_rows} or more, {call.layer.num_kv_heads}, "
+                         f"C], got {shape_of(view)}")
     if view.shape[2] > 1 and view.strides[2] != 4:
         raise ValueError(f"[attend] scores_out has a stride of {view.strides[2]} bytes between positions, not 4")
     if view.len > 0:                    # empty arrays have any strides
@@ -174,8 +174,8 @@ cdef int read_inputs(const Inputs* inputs, kv_attention* call, char* lists) exce
     lists += aligned(8 * (call.num_rows + 1))
     longest = read_lengths(inputs, call)
     if inputs.scores != NULL and inputs.scores.shape[2] < longest:
-        raise ValueError(f"[attend] scores_out has {inputs.scores.shape[2]} positions, the longest context has {longest} "
-                         "tokens")
+        raise ValueError(f"[attend] scores_out has {inputs.scores.shape[2]} positions, the longest context has "
+                         f"{longest} tokens")
     call.scores.columns = longest
     if inputs.sinks != NULL:
         call.sinks = read_per_head(inputs.sinks, <float*>lists, "sinks")

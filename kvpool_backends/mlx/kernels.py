@@ -30,7 +30,16 @@ import numpy as np
 
 from kvpool.config import LAYOUTS
 from kvpool.eviction.keep import checked_keep
-from kvpool.protocol import FEATURES, ArrayPlan, AttentionOptions, BatchShape, Capabilities, PlanArrays, checked_scores
+from kvpool.protocol import (
+    FEATURES,
+    SCORES,
+    ArrayPlan,
+    AttentionOptions,
+    BatchShape,
+    Capabilities,
+    PlanArrays,
+    checked_scores,
+)
 from kvpool.spec import QUANT_BITS, QUANT_GROUP_SIZES
 from kvpool_backends.cpu._kernels import BlockStore
 from kvpool_backends.mlx.backend import MLXBackend
@@ -62,6 +71,7 @@ class KernelBackend(MLXBackend):
             compacts=True,
             quant_bits=QUANT_BITS,
             quant_group_sizes=QUANT_GROUP_SIZES,
+            scores=SCORES,
             batch_invariant=True,
         )
 
@@ -87,18 +97,26 @@ class KernelBackend(MLXBackend):
         return_attn: bool = False,
         scores: str | None = None,
         scores_out: np.ndarray | None = None,
-    ) -> mx.array:
+    ) -> Any:
         """Causal attention of ``q [T, Hq, D]`` over the paged context, see `KVBackend.attend`."""
         if return_attn:
             raise ValueError("[attend] return_attn is True, this backend does not return weights")
-        checked_scores(scores, scores_out, self.capabilities(), (0, self.spec.num_kv_heads, 0))
+        checked_scores(scores, scores_out, self.capabilities(), (0, 0, 0))
         q = q if isinstance(q, mx.array) else mx.array(q)
         if q.ndim != 3:
             raise ValueError(f"[attend] q has shape {q.shape}, it must be [T, Hq, D]")
         q, out = _evaluated("attend", q, mx.zeros((*q.shape[:2], self.spec.value_head_dim), q.dtype))
         tables, seq_lens, cu_q_lens = (np.asarray(x) for x in (plan.block_tables, plan.seq_lens, plan.cu_q_lens))
-        self._store.attend(layer, q, out, tables, seq_lens, cu_q_lens, scale, options)
-        return out
+        if scores is None:
+            self._store.attend(layer, q, out, tables, seq_lens, cu_q_lens, scale, options)
+            return out
+        shape = (seq_lens.size, self.spec.num_kv_heads, int(seq_lens.max(initial=0)))
+        (exported,) = _evaluated("attend", mx.zeros(shape, mx.float32))
+        view = np.asarray(memoryview(exported))  # type: ignore[arg-type]
+        self._store.attend(
+            layer, q, out, tables, seq_lens, cu_q_lens, scale, options, scores=scores, scores_out=view
+        )
+        return out, exported
 
     # -------------------------------------------------------------- the same, prepared once for all layers
 

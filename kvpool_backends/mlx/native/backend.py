@@ -78,12 +78,15 @@ class NativeBackend(KernelBackend):
         return_attn: bool = False,
         scores: str | None = None,
         scores_out: np.ndarray | None = None,
-    ) -> mx.array:
+    ) -> Any:
         """Causal attention of ``q [T, Hq, D]`` over the paged context, see `KVBackend.attend`."""
         if return_attn:
             raise ValueError("[attend] return_attn is True, this backend does not return weights")
-        checked_scores(scores, scores_out, self.capabilities(), (0, self.spec.num_kv_heads, 0))
+        checked_scores(scores, scores_out, self.capabilities(), (0, 0, 0))
         self._check_layer("attend", layer)
+        if scores is not None:  # no node of its own: policies read scores at once anyway
+            self._lazy.wait()
+            return super().attend(layer, _array(q), plan, scale, options=options, scores=scores)
         q = _array(q)
         plan = plan if type(plan) is NativePlan else self._native_plan(plan, with_slots=False)
         return self._lazy.attend(layer, q, plan.step, self._attention(q, plan, scale, options))
