@@ -243,6 +243,7 @@ class Capabilities:
     features: tuple[str, ...] = ()  # names of the fields of AttentionOptions that attend takes
     scores: tuple[str, ...] = ()  # kinds of scores that attend exports, of SCORES
     scores_out: bool = False  # attend(..., scores_out=array) fills an array of the caller's
+    compacts: bool = False  # compact(blocks, keep) works
     quant_bits: tuple[int, ...] = ()  # of spec.k_bits and spec.v_bits, besides None
     quant_group_sizes: tuple[int, ...] = ()
     batch_invariant: bool = False  # a row's result has the same bits alone and in any batch, wherever its blocks are
@@ -491,6 +492,25 @@ class KVBackend(Protocol):
 
     def zero(self, blocks: Sequence[int] | np.ndarray) -> None:
         """Set every byte of these blocks to 0, in all layers and planes."""
+        ...
+
+    def compact(self, blocks: Sequence[int] | np.ndarray, keep: Sequence[int] | np.ndarray) -> None:
+        """Move the tokens of one sequence that stay to the front of its blocks, in all layers and planes.
+
+        Parameters
+        ----------
+        blocks : ints ``[m]``
+            The table of the sequence, or its leading blocks; distinct.
+        keep : ints ``[L, Hk, n]``, or ``[n]`` for all layers and heads alike
+            Ascending places of tokens among these blocks. Afterwards place j of layer l and KV head h holds what
+            ``keep[l, h, j]`` held; what is stored moves as it is. Places from n on hold anything.
+
+        Notes
+        -----
+        `ValueError` before a byte is changed where `keep` does not ascend or leaves the blocks. Where
+        ``capabilities().compacts`` is False, `ValueError` in any case. It is one more piece of work in the order of
+        calls, after what was given before: `kvpool.Pool.compact` says when the blocks may be rewritten.
+        """
         ...
 
     def export_blocks(self, blocks: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -295,12 +295,12 @@ def close(actual: np.ndarray, expected: Expected, spec: KVSpec, what: str) -> No
         )
 
 
-def refused(call: Callable[[], Any], expected: type[Exception], what: str) -> None:
-    """`call`, an `attend`, raises this."""
+def refused(call: Callable[[], Any], expected: type[Exception], what: str, verb: str = "attend") -> None:
+    """`call`, of the backend's method `verb`, raises this."""
     try:
         call()
     except expected as error:
-        assert str(error).startswith("[attend] "), f"{what}: the message must begin with [attend], got {error}"
+        assert str(error).startswith(f"[{verb}] "), f"{what}: the message must begin with [{verb}], got {error}"
         return
     except Exception as error:
         raise AssertionError(f"{what} raised {error!r}, not {expected.__name__}") from error

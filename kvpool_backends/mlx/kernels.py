@@ -29,6 +29,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvpool.config import LAYOUTS
+from kvpool.eviction.keep import checked_keep
 from kvpool.protocol import (
     FEATURES,
     SCORES,
@@ -39,6 +40,7 @@ from kvpool.protocol import (
     PlanArrays,
     checked_scores,
 )
+from kvpool.spec import QUANT_BITS, QUANT_GROUP_SIZES
 from kvpool_backends.cpu._kernels import BlockStore
 from kvpool_backends.mlx.backend import MLXBackend
 from kvpool_backends.mlx.storage import DTYPES, PoolMemory
@@ -66,6 +68,9 @@ class KernelBackend(MLXBackend):
             dtypes=tuple(DTYPES),
             return_attn=False,
             features=FEATURES,
+            compacts=True,
+            quant_bits=QUANT_BITS,
+            quant_group_sizes=QUANT_GROUP_SIZES,
             scores=SCORES,
             batch_invariant=True,
         )
@@ -157,6 +162,11 @@ class KernelBackend(MLXBackend):
         (k, v), views = self._zeros(count, self.spec.num_kv_heads)
         self._store.gather(layer, ids[: -(-count // self.spec.block_size)], *views)
         return k.view(self.dtype), v.view(self.dtype)
+
+    def compact(self, blocks: Sequence[int] | np.ndarray, keep: Sequence[int] | np.ndarray) -> None:
+        """Move the tokens of one sequence that stay to the front of its blocks."""
+        ids, places = checked_keep(self, blocks, keep)
+        self._store.compact(ids, places.reshape(places.shape[0] * places.shape[1], places.shape[2]))
 
     def zero(self, blocks: Sequence[int] | np.ndarray) -> None:
         """Set whole blocks to 0 in all layers."""

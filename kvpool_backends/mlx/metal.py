@@ -390,6 +390,7 @@ def metal_capabilities(layouts: tuple[str, ...]) -> Capabilities:
         block_sizes=BLOCK_SIZES,
         return_attn=False,
         features=FEATURES,
+        compacts=True,
         scores=SCORES,
         batch_invariant=True,
     )

@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from kvpool.eviction.keep import compact_exported
 from kvpool.protocol import (
     FEATURES,
     SCORES,
@@ -54,6 +55,7 @@ class PlainBackend(MLXBackend):
             return_attn=False,
             features=FEATURES,
             scores=SCORES,
+            compacts=True,
         )
 
     # ------------------------------------------------------------------------------------------ one step
@@ -248,6 +250,10 @@ class PlainBackend(MLXBackend):
         k, v = mx.contiguous(k[0, :count]), mx.contiguous(v[0, :count])
         mx.eval(k, v)
         return k, v
+
+    def compact(self, blocks: Sequence[int] | np.ndarray, keep: Sequence[int] | np.ndarray) -> None:
+        """Move the tokens of one sequence that stay to the front of its blocks; by way of exported bytes."""
+        compact_exported(self, blocks, keep)
 
     def zero(self, blocks: Sequence[int] | np.ndarray) -> None:
         """Set whole blocks to 0 in all layers."""

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from kvpool.config import DTYPES, LAYOUTS, KVSpec
+from kvpool.eviction.keep import checked_keep
 from kvpool.protocol import (
     FEATURES,
     SCORES,
@@ -78,6 +79,7 @@ class NumpyBackend:
             features=FEATURES,
             scores=SCORES,
             scores_out=True,
+            compacts=True,
             batch_invariant=True,
             quant_bits=QUANT_BITS,
             quant_group_sizes=QUANT_GROUP_SIZES,
@@ -124,6 +126,16 @@ class NumpyBackend:
         block, offset = np.divmod(slots[written], self.spec.block_size)
         for plane, x in zip(planes, stored, strict=True):
             plane[block, offset] = x
+
+    def compact(self, blocks: Sequence[int] | np.ndarray, keep: Any) -> None:
+        ids, places = checked_keep(self, blocks, keep)
+        new = np.arange(places.shape[-1])
+        heads = np.arange(self.spec.num_kv_heads)[:, None]
+        block, offset = ids[new // self.spec.block_size], new % self.spec.block_size
+        for planes, old in zip(self._planes, places, strict=True):
+            for plane in planes:
+                moved = plane[ids[old // self.spec.block_size], old % self.spec.block_size, heads]
+                plane[block, offset] = moved.swapaxes(0, 1)
 
     def zero(self, blocks: Sequence[int] | np.ndarray) -> None:
         ids = self._block_ids("zero", blocks)

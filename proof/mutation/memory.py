@@ -90,7 +90,10 @@ def arrays_and_no_further(Pool: Any, Plan: Any, Guard: Any) -> None:
         for name, guard in guards.items():
             guard.bind(plan, name)
         rows = [pool.open() for _ in range(4)]
-        for new in (3, 1, [0, 2, 1, 3], 1):
+        for new in (3, 1, [0, 2, 1, 3], 1, None, [5, 4, 3, 0], 1):
+            if new is None:
+                pool.truncate(rows, [0] * 4)
+                continue
             pool.step(plan, rows, new)
             look(pool, plan)
             pool.done(plan)

@@ -44,9 +44,9 @@ class Recipe:
     """
 
     shape: Shape = field(default_factory=Shape)
-    stages: tuple[Stage, ...] = (Stage(400, 32, 96, 2), Stage(300, 8, 512))
-    recall: float = 5.0
-    rate: float = 3e-3
+    stages: tuple[Stage, ...] = (Stage(250, 32, 96, 2), Stage(300, 8, 512), Stage(50, 4, 1024))
+    recall: float = 2.0
+    rate: float = 4e-3
     warm_up: int = 40
     decay: float = 0.05
     betas: tuple[float, float] = (0.9, 0.98)
