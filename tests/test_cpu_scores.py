@@ -1,4 +1,4 @@
-"""Scores of the CPU kernels beyond the conformance kit: the same bits everywhere, no allocation, memory that is told."""
+"""Scores of the CPU kernels beyond the conformance kit: the same bits everywhere, no allocation, memory told."""
 
 import tracemalloc
 
