@@ -56,7 +56,7 @@ def compile_flags() -> tuple[list[str], list[str]]:
 def extensions() -> list[Extension]:
     """One per .pyx file; `_kernels` takes the C sources along, each of which sets its instruction set itself."""
     compile_args, link_args = compile_flags()
-    cpu = Path("kvpool_backends/cpu")
+    cpu, include = Path("kvpool_backends/cpu"), Path("kvpool/include")
     made = []
     folders = (Path("kvpool"), Path("kvpool/testing"), cpu)
     for source in [path for folder in folders for path in sorted(folder.glob("*.pyx"))]:
@@ -66,8 +66,8 @@ def extensions() -> list[Extension]:
             Extension(
                 ".".join([*source.parent.parts, source.stem]),
                 [str(source), *(map(str, sorted(kernels.glob("*.c"))) if has_kernels else ())],
-                include_dirs=[str(kernels)] if is_cpu else [],
-                depends=[str(header) for header in sorted(kernels.glob("*.h"))] if is_cpu else [],
+                include_dirs=[".", *([str(kernels)] if is_cpu else [])],
+                depends=[str(header) for header in sorted((kernels if is_cpu else include).glob("*.h"))],
                 extra_compile_args=[*compile_args, *(["-pthread"] if has_kernels else [])],
                 extra_link_args=[*link_args, *(["-pthread"] if has_kernels else [])],
             )

@@ -80,6 +80,7 @@ __all__ = [
 ]
 
 _LATE = {  # not everybody needs them, and they take time to import
+    "_C_API": "kvpool.capi",
     "AttentionOptions": "kvpool.protocol",
     "KVBlockManager": "kvpool.manager",
     "KVSpec": "kvpool.config",
@@ -102,5 +103,5 @@ def __getattr__(name: str) -> Any:
 
 
 def get_include() -> str:
-    """Folder that holds ``kvpool/``: the include path for extensions that ``cimport kvpool``."""
+    """Folder that holds ``kvpool/``: the include path for ``cimport kvpool`` and ``kvpool/include/kvpool.h``."""
     return str(Path(__file__).resolve().parent.parent)

@@ -4,7 +4,7 @@ from libc.stdint cimport int32_t, int64_t, uint32_t
 from kvpool._args cimport Ints
 from kvpool._record cimport Record
 from kvpool._sequence_calls cimport SequencePool
-from kvpool._step cimport Step
+from kvpool._step cimport Step, Verdict
 from kvpool._wire cimport Wire
 
 
@@ -26,7 +26,11 @@ cdef class Plan:
     cdef uint32_t record_epoch
     cdef object __weakref__
 
+    cdef int refuse_pending(self, str call) except -1
+    cdef int refuse_rows(self, int64_t rows, str call) except -1
+    cdef int refuse(self, int status, const Verdict* v, const Ints* handles, str call, int64_t pad_tokens) except -1
     cdef void write_step(self, Record* r, const Ints* rows, const Ints* num_new, bint advance, bint partial) noexcept
+    cdef int64_t number_in(self, Record* r) noexcept
     cdef object view(self, str name, int64_t length)
     cdef int declare(self, object formats, object dtype, object pad, object out) except -1
     cdef int check_width(self, str name, int width) except -1

@@ -2,17 +2,27 @@
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t
 from libc.string cimport memcmp
 
-from kvpool._args cimport Ints, array_data, show, to_int
+from kvpool._args cimport Ints, array_data, ints_at, show, to_int
+from kvpool._blocks cimport Blocks, blocks_available
 from kvpool._record cimport PARTIAL, SAME_ROWS, Record, record_begin, record_int, record_ints
 from kvpool._sequence cimport MAX_SEQS
 from kvpool._sequence_calls cimport SequencePool
-from kvpool._step cimport step_free, step_init
-from kvpool._types cimport OK, OP_RESERVE, OP_STEP
+from kvpool._step cimport (
+    BAD_HANDLE,
+    DUPLICATE,
+    NEGATIVE,
+    TABLE_TOO_WIDE,
+    TOO_MANY_TOKENS,
+    Verdict,
+    step_free,
+    step_init,
+)
+from kvpool._types cimport NO_MEMORY, OK, OP_RESERVE, OP_STEP, SHORT
 from kvpool._wire cimport Field, Wire, wire_forget, wire_free, wire_init
 
 import numpy as np
 
-from kvpool.errors import PlanStateError
+from kvpool.errors import CapacityExceeded, OutOfBlocks, PlanStateError
 from kvpool.stats import PageBatchInfo
 
 cdef int64_t INT32_MAX = (<int64_t>1 << 31) - 1
@@ -293,22 +303,69 @@ cdef class Plan:
         tokens[0] = to_int(pad_tokens, call, "pad_to[1]", 0, self.max_tokens_)
         return 0
 
+    # -- what a step cannot be
+
+    cdef int refuse_pending(self, str call) except -1:
+        if self.step.pending:
+            raise PlanStateError(f"[{call}] the plan is pending (step {self.step.id}); call done or rollback first")
+        return 0
+
+    cdef int refuse_rows(self, int64_t rows, str call) except -1:
+        if rows > self.wire.max_rows:
+            raise CapacityExceeded(f"[{call}] {rows} rows, the plan holds {self.wire.max_rows}")
+        return 0
+
+    cdef int refuse(self, int status, const Verdict* v, const Ints* handles, str call, int64_t pad_tokens) except -1:
+        """Raise what step_check found; `pad_tokens` -1: no padding was asked for."""
+        cdef Blocks* b = &self.pool.blocks
+        cdef int64_t available = blocks_available(b), most = self.pool.seqs.max_blocks * b.block_size
+        if status == NO_MEMORY:
+            raise MemoryError(f"[{call}] no memory for the undo log")
+        if status == SHORT:
+            raise OutOfBlocks(
+                f"[{call}] {v.needed} blocks needed, {b.num_blank} free and {b.lru.size} evictable, "
+                f"{v.needed - available} short; row {v.short_row} is the first that does not fit, "
+                f"{b.limbo.size} blocks are in limbo",
+                needed=v.needed, short_by=v.needed - available, row=v.short_row,
+                handle=ints_at(handles, v.short_row), free=b.num_blank, evictable=b.lru.size, limbo=b.limbo.size)
+        if v.reason == BAD_HANDLE:
+            self.pool.find(v.value, call, v.row)
+        if v.reason == DUPLICATE:
+            raise ValueError(f"[{call}] handles[{v.row}] is a duplicate ({v.value})")
+        if v.reason == NEGATIVE:
+            raise ValueError(f"[{call}] num_new[{v.row}] is negative ({v.value})")
+        if v.reason == TABLE_TOO_WIDE:
+            raise CapacityExceeded(f"[{call}] row {v.row} needs {v.value} table entries, "
+                                   f"the plan holds {self.wire.table_width}")
+        if v.reason == TOO_MANY_TOKENS and pad_tokens >= 0 and v.value <= self.max_tokens_:
+            raise ValueError(f"[{call}] pad_to has room for {pad_tokens} tokens, the batch has {v.value}")
+        if v.reason == TOO_MANY_TOKENS:
+            raise CapacityExceeded(f"[{call}] {v.value} new tokens, the plan holds {self.max_tokens_}")
+        raise CapacityExceeded(f"[{call}] row {v.row} would hold {v.value} tokens, "
+                               f"{'the plan holds' if self.seq_limit < most else 'the limit is'} "
+                               f"{min(self.seq_limit, most)}")
+
     # -- what the last step filled
 
     cdef void write_step(self, Record* r, const Ints* rows, const Ints* num_new, bint advance, bint partial) noexcept:
         """The step that is about to be committed, but for its end; rows as in the step before are not repeated."""
         cdef bint same = (self.record_number != 0 and self.record_epoch == r.epoch and self.rows == rows.size
                           and memcmp(self.step.handle, rows.data, rows.size * sizeof(int64_t)) == 0)
-        if self.record_number == 0 or self.record_epoch != r.epoch:
-            r.next_plan += 1
-            self.record_number = r.next_plan
-            self.record_epoch = r.epoch
+        cdef int64_t number = self.number_in(r)
         record_begin(r, OP_STEP if advance else OP_RESERVE, num_new.size + (0 if same else rows.size))
-        record_int(r, self.record_number)
+        record_int(r, number)
         record_int(r, same * SAME_ROWS + partial * PARTIAL)
         if not same:
             record_ints(r, rows, True)
         record_ints(r, num_new, False)
+
+    cdef int64_t number_in(self, Record* r) noexcept:
+        """By which number a record names this plan."""
+        if self.record_number == 0 or self.record_epoch != r.epoch:
+            r.next_plan += 1
+            self.record_number = r.next_plan
+            self.record_epoch = r.epoch
+        return self.record_number
 
     cdef object view(self, str name, int64_t length):
         """The first `length` entries of an array; the same object as long as the length stays."""

@@ -3,13 +3,13 @@ from typing import Self
 
 from typing_extensions import disjoint_base
 
+from kvpool._evict_calls import EvictPool
 from kvpool._plan import Plan
-from kvpool._prefix_calls import PrefixPool
 from kvpool._sequence_calls import _Counts, _Handles
 from kvpool.stats import PoolStats
 
 @disjoint_base
-class Pool(PrefixPool):
+class Pool(EvictPool):
     def __enter__(self) -> Self: ...
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -5,24 +5,18 @@ from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint64_t
 from kvpool._args cimport Ints, ints_at, ints_free, ints_get, to_int
 from kvpool._blocks cimport (
     Blocks,
-    blocks_available,
     blocks_check,
     blocks_drain_limbo,
     blocks_fingerprint,
     blocks_lower_fences,
     blocks_reset,
 )
+from kvpool._evict_calls cimport EvictPool
 from kvpool._plan cimport Plan
 from kvpool._sequence cimport seq_table, seqs_check, seqs_fingerprint, seqs_reset
 from kvpool._prefix cimport index_check, index_fingerprint
-from kvpool._prefix_calls cimport PrefixPool
 from kvpool._record cimport record_end, record_one
 from kvpool._step cimport (
-    BAD_HANDLE,
-    DUPLICATE,
-    NEGATIVE,
-    TABLE_TOO_WIDE,
-    TOO_MANY_TOKENS,
     Limits,
     Replaced,
     Step,
@@ -37,13 +31,13 @@ from kvpool._step cimport (
     step_rollback,
     step_undo_check,
 )
-from kvpool._types cimport NO_MEMORY, OK, OP_DONE, OP_RESET, OP_ROLLBACK, SHORT, mix
+from kvpool._types cimport NO_MEMORY, OK, OP_DONE, OP_RESET, OP_ROLLBACK, mix
 from kvpool._wire cimport wire_emit, wire_forget
 
-from kvpool.errors import CapacityExceeded, CorruptState, OutOfBlocks, PlanStateError
+from kvpool.errors import CorruptState, PlanStateError
 from kvpool.stats import PoolStats
 
-cdef class Pool(PrefixPool):
+cdef class Pool(EvictPool):
     """Blocks, sequences and steps of one layer group. Integers only: the pool never sees a tensor.
 
     Parameters
@@ -213,25 +207,14 @@ cdef class Pool(PrefixPool):
         finally:
             self.busy = False
 
-    cdef Plan check_plan(self, object plan, str call):
-        if type(plan) is not Plan:
-            raise TypeError(f"[{call}] plan must be a kvpool.Plan, not {type(plan).__name__}")
-        if (<Plan>plan).pool is not self:
-            raise ValueError(f"[{call}] the plan belongs to another pool ({(<Plan>plan).pool!r})")
-        return <Plan>plan
-
     cdef int run(self, object plan_, object handles, object num_new, str call, bint advance, object partial,
                  object pad_to) except -1:
         cdef Plan plan = self.check_plan(plan_, call)
         cdef Ints rows, new
-        cdef Limits limits
-        cdef Verdict verdict
-        cdef int status
-        cdef int64_t pad_rows = 0, pad_tokens = 0
+        cdef int64_t pad_rows = 0, pad_tokens = -1
         rows.held = new.held = False
         rows.owned = new.owned = NULL
-        if plan.step.pending:
-            raise PlanStateError(f"[{call}] the plan is pending (step {plan.step.id}); call done or rollback first")
+        plan.refuse_pending(call)
         if not isinstance(partial, bool):
             raise TypeError(f"[{call}] partial must be a bool, not {type(partial).__name__} ({partial!r})")
         try:
@@ -239,32 +222,45 @@ cdef class Pool(PrefixPool):
             ints_get(&new, num_new, call, "num_new", True, True)
             if new.size >= 0 and new.size != rows.size:
                 raise ValueError(f"[{call}] {new.size} num_new for {rows.size} handles")
-            if rows.size > plan.wire.max_rows:
-                raise CapacityExceeded(f"[{call}] {rows.size} rows, the plan holds {plan.wire.max_rows}")
+            plan.refuse_rows(rows.size, call)
             if pad_to is not None:
                 plan.get_pad(pad_to, call, rows.size, &pad_rows, &pad_tokens)
-            limits.max_tokens = min(pad_tokens if pad_to is not None else INT64_MAX, plan.max_tokens_)
-            limits.seq_tokens = min(plan.seq_limit, self.seqs.max_blocks * self.blocks.block_size)
-            limits.table_width = plan.wire.table_width
-            self.next_stamp()
-            status = step_check(&plan.step, &self.seqs, &self.blocks, &rows, &new, &limits, advance, partial, &verdict)
-            if status != OK:
-                step_undo_check(&plan.step, &self.blocks, 0)
-                self.explain(status, &verdict, &rows, call, plan, pad_to)
-            if self.steps_pend:
-                try:
-                    self.pending.append(plan)
-                except MemoryError:
-                    step_undo_check(&plan.step, &self.blocks, 0)
-                    raise
-            if self.record.data != NULL:
-                plan.write_step(&self.record, &rows, &new, advance, partial)
-            self.carry_out(plan, <const int64_t*>rows.data, advance, pad_rows, pad_tokens)
-            if self.record.data != NULL:
-                record_end(&self.record, self.blocks.digest)
+            self.run_rows(plan, &rows, &new, call, advance, partial, pad_rows, pad_tokens)
         finally:
             ints_free(&rows)
             ints_free(&new)
+        return 0
+
+    cdef int run_rows(self, Plan plan, const Ints* rows, const Ints* new, str call, bint advance, bint partial,
+                      int64_t pad_rows, int64_t pad_tokens) except -1:
+        """A step of arguments that are read and fit each other and the plan; `pad_tokens` -1: no padding asked for."""
+        cdef Limits limits
+        cdef Verdict verdict
+        cdef int status
+        limits.max_tokens = plan.max_tokens_ if pad_tokens < 0 else pad_tokens
+        limits.seq_tokens = min(plan.seq_limit, self.seqs.max_blocks * self.blocks.block_size)
+        limits.table_width = plan.wire.table_width
+        self.next_stamp()
+        status = step_check(&plan.step, &self.seqs, &self.blocks, rows, new, &limits, advance, partial, &verdict)
+        if status != OK:
+            step_undo_check(&plan.step, &self.blocks, 0)
+            plan.refuse(status, &verdict, rows, call, pad_tokens)
+        self.note_pending(plan)
+        if self.record.data != NULL:
+            plan.write_step(&self.record, rows, new, advance, partial)
+        self.carry_out(plan, <const int64_t*>rows.data, advance, pad_rows, max(pad_tokens, 0))
+        if self.record.data != NULL:
+            record_end(&self.record, self.blocks.digest)
+        return 0
+
+    cdef int note_pending(self, Plan plan) except -1:
+        """Last thing that can fail before a judged step is carried out."""
+        if self.steps_pend:
+            try:
+                self.pending.append(plan)
+            except MemoryError:
+                step_undo_check(&plan.step, &self.blocks, 0)
+                raise
         return 0
 
     cdef void carry_out(self, Plan plan, const int64_t* handles, bint advance, int64_t pad_rows, int64_t pad_tokens):
@@ -289,36 +285,6 @@ cdef class Pool(PrefixPool):
         if not self.steps_pend:
             step_release_holds(p, b)
             p.log_size = 0
-
-    cdef int explain(self, int status, Verdict* v, const Ints* handles, str call, Plan plan, object pad_to) except -1:
-        """Raise what step_check found."""
-        cdef Blocks* b = &self.blocks
-        cdef int64_t available = blocks_available(b), most = self.seqs.max_blocks * b.block_size
-        if status == NO_MEMORY:
-            raise MemoryError(f"[{call}] no memory for the undo log")
-        if status == SHORT:
-            raise OutOfBlocks(
-                f"[{call}] {v.needed} blocks needed, {b.num_blank} free and {b.lru.size} evictable, "
-                f"{v.needed - available} short; row {v.short_row} is the first that does not fit, "
-                f"{b.limbo.size} blocks are in limbo",
-                needed=v.needed, short_by=v.needed - available, row=v.short_row,
-                handle=ints_at(handles, v.short_row), free=b.num_blank, evictable=b.lru.size, limbo=b.limbo.size)
-        if v.reason == BAD_HANDLE:
-            self.find(v.value, call, v.row)
-        if v.reason == DUPLICATE:
-            raise ValueError(f"[{call}] handles[{v.row}] is a duplicate ({v.value})")
-        if v.reason == NEGATIVE:
-            raise ValueError(f"[{call}] num_new[{v.row}] is negative ({v.value})")
-        if v.reason == TABLE_TOO_WIDE:
-            raise CapacityExceeded(f"[{call}] row {v.row} needs {v.value} table entries, "
-                                   f"the plan holds {plan.wire.table_width}")
-        if v.reason == TOO_MANY_TOKENS and pad_to is not None and v.value <= plan.max_tokens_:
-            raise ValueError(f"[{call}] pad_to has room for {pad_to[1]} tokens, the batch has {v.value}")
-        if v.reason == TOO_MANY_TOKENS:
-            raise CapacityExceeded(f"[{call}] {v.value} new tokens, the plan holds {plan.max_tokens_}")
-        raise CapacityExceeded(f"[{call}] row {v.row} would hold {v.value} tokens, "
-                               f"{'the plan holds' if plan.seq_limit < most else 'the limit is'} "
-                               f"{min(plan.seq_limit, most)}")
 
     def can(self, handles, num_new=1):
         """Whether a `step` with these arguments would find its blocks and its table room. Nothing changes.
@@ -368,25 +334,28 @@ cdef class Pool(PrefixPool):
         PlanStateError
             The plan is not pending, or its `done` was noted already. State unchanged.
         """
-        cdef Plan p
         self.enter("done")
         try:
-            p = self.check_plan(plan, "done")
-            if not p.step.pending:
-                raise PlanStateError(f"[done] the plan is not pending{self.why_not_pending()}")
-            if p.step.noted_done:
-                raise PlanStateError(f"[done] step {p.step.id} was declared done already, older steps are not")
-            self.blocks.digest = mix(mix(self.blocks.digest, OP_DONE), self.next_step - p.step.id)
-            p.step.noted_done = True
-            while self.pending and (<Plan>self.pending[0]).step.noted_done:
-                p = <Plan>self.pending[0]
-                self.unlist(p)
-                self.note_done(p.step.handle, p.step.length, p.step.num_rows)
-                step_release_holds(&p.step, &self.blocks)
-                self.finish(p)
-            record_one(&self.record, OP_DONE, (<Plan>plan).record_number, self.blocks.digest)
+            self.end_done(self.check_plan(plan, "done"))
         finally:
             self.busy = False
+
+    cdef int end_done(self, Plan plan) except -1:
+        cdef Plan p
+        if not plan.step.pending:
+            raise PlanStateError(f"[done] the plan is not pending{self.why_not_pending()}")
+        if plan.step.noted_done:
+            raise PlanStateError(f"[done] step {plan.step.id} was declared done already, older steps are not")
+        self.blocks.digest = mix(mix(self.blocks.digest, OP_DONE), self.next_step - plan.step.id)
+        plan.step.noted_done = True
+        while self.pending and (<Plan>self.pending[0]).step.noted_done:
+            p = <Plan>self.pending[0]
+            self.unlist(p)
+            self.note_done(p.step.handle, p.step.length, p.step.num_rows)
+            step_release_holds(&p.step, &self.blocks)
+            self.finish(p)
+        record_one(&self.record, OP_DONE, plan.record_number, self.blocks.digest)
+        return 0
 
     def rollback(self, plan):
         """Take the newest pending step back: lengths, tables and references of its rows are as before it.
@@ -401,27 +370,29 @@ cdef class Pool(PrefixPool):
             The plan is not pending, not the newest, declared done, or a sequence that was forked from one of its
             rows since is open. State unchanged.
         """
-        cdef Plan p
         self.enter("rollback")
         try:
-            p = self.check_plan(plan, "rollback")
-            if not p.step.pending:
-                raise PlanStateError(f"[rollback] the plan is not pending{self.why_not_pending()}")
-            if self.pending[len(self.pending) - 1] is not p:
-                raise PlanStateError(f"[rollback] step {p.step.id} is not the newest, "
-                                     f"step {self.blocks.newest_pending} is pending")
-            if p.step.noted_done:
-                raise PlanStateError(f"[rollback] step {p.step.id} was declared done")
-            if step_has_children(&p.step, &self.seqs):
-                raise PlanStateError(f"[rollback] a sequence forked from a row of step {p.step.id} is open")
-            self.unlist(p)
-            blocks_lower_fences(&self.blocks)
-            step_rollback(&p.step, &self.seqs, &self.blocks)
-            wire_forget(&p.wire, p.step.num_rows, False, False)
-            self.finish(p)
-            record_one(&self.record, OP_ROLLBACK, p.record_number, self.blocks.digest)
+            self.end_rollback(self.check_plan(plan, "rollback"))
         finally:
             self.busy = False
+
+    cdef int end_rollback(self, Plan p) except -1:
+        if not p.step.pending:
+            raise PlanStateError(f"[rollback] the plan is not pending{self.why_not_pending()}")
+        if self.pending[len(self.pending) - 1] is not p:
+            raise PlanStateError(f"[rollback] step {p.step.id} is not the newest, "
+                                 f"step {self.blocks.newest_pending} is pending")
+        if p.step.noted_done:
+            raise PlanStateError(f"[rollback] step {p.step.id} was declared done")
+        if step_has_children(&p.step, &self.seqs):
+            raise PlanStateError(f"[rollback] a sequence forked from a row of step {p.step.id} is open")
+        self.unlist(p)
+        blocks_lower_fences(&self.blocks)
+        step_rollback(&p.step, &self.seqs, &self.blocks)
+        wire_forget(&p.wire, p.step.num_rows, False, False)
+        self.finish(p)
+        record_one(&self.record, OP_ROLLBACK, p.record_number, self.blocks.digest)
+        return 0
 
     cdef str why_not_pending(self):
         return "" if self.steps_pend else ": in an in_order pool a step is done when it returns"
@@ -485,7 +456,7 @@ cdef class Pool(PrefixPool):
                 plan.step.pending = False
             self.pending.clear()
             self.deferred.clear()
-            PrefixPool.release_memory(self)
+            EvictPool.release_memory(self)
         finally:
             self.busy = False
 
@@ -499,7 +470,8 @@ cdef class Pool(PrefixPool):
             return PoolStats(
                 b.num_blocks, b.reserved, b.num_blank, b.lru.size, b.limbo.size, b.num_used, b.num_shared,
                 self.seqs.num_open, len(self.pending), b.cow_copies, b.cow_tokens, b.allocs, b.evictions, b.peak_used,
-                self.seqs.sum_tokens, capacity, 1.0 - self.seqs.sum_tokens / <double>capacity if capacity else 0.0)
+                self.seqs.sum_tokens, capacity, 1.0 - self.seqs.sum_tokens / <double>capacity if capacity else 0.0,
+                self.seqs.evicted_tokens)
         finally:
             self.busy = False
 

@@ -18,6 +18,9 @@ cdef class PrefixPool(EventPool):
     cdef Py_ssize_t sweep_at    # namespaces at which dead ones are looked for
 
     cdef int get_tokens(self, Tokens* tokens, object value, str call) except -1
+    cdef int check_tokens(self, Tokens* tokens, str call) except -1
+    cdef int refuse_unindexed(self) except -1
+    cdef int commit_all(self, Ints* rows, Ints* counts, const Tokens* tokens, bint even) except -1
     cdef uint32_t find_root(self, bytes namespace, uint64_t* root_hash)
     cdef uint32_t make_root(self, bytes namespace)
     cdef void sweep_namespaces(self)

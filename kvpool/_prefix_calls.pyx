@@ -114,9 +114,12 @@ cdef class PrefixPool(EventPool):
 
     cdef int get_tokens(self, Tokens* tokens, object value, str call) except -1:
         """Read tokens as int32; int32 buffers are read in place. The caller must free ints and owned."""
-        cdef int64_t i, bad = -1, token
-        cdef int32_t all_bits = 0
         ints_get(&tokens.ints, value, call, "tokens", False, True)
+        return self.check_tokens(tokens, call)
+
+    cdef int check_tokens(self, Tokens* tokens, str call) except -1:
+        cdef int64_t i, token
+        cdef int32_t all_bits = 0
         tokens.size = tokens.ints.size
         if tokens.ints.width == 4:
             tokens.data = <const int32_t*>tokens.ints.data
@@ -351,6 +354,8 @@ cdef class PrefixPool(EventPool):
         cdef int32_t id
         if count < 0:
             raise ValueError(f"[commit] counts[{row}] is negative ({count})")
+        if count and self.seqs.life[slot].evicted:
+            raise ValueError(f"[commit] tokens of row {row} were evicted, it commits no more ({count} tokens)")
         if count > limit - at:
             raise ValueError(f"[commit] {count} tokens from position {at} on for row {row}, only {limit} of its "
                              f"{q.num_tokens} tokens are done")
@@ -420,8 +425,6 @@ cdef class PrefixPool(EventPool):
         """
         cdef Ints rows, new
         cdef Tokens all_tokens
-        cdef Py_ssize_t k
-        cdef int64_t at = 0
         self.enter("commit")
         rows.held = new.held = all_tokens.ints.held = False
         rows.owned = new.owned = all_tokens.ints.owned = NULL
@@ -429,40 +432,52 @@ cdef class PrefixPool(EventPool):
         new.data = NULL
         new.size = -1
         try:
-            if not self.indexed:
-                raise ValueError("[commit] the pool has no prefix cache (prefix_cache=False)")
+            self.refuse_unindexed()
             ints_get(&rows, handles, "commit", "handles", True, False)
             if counts is not None:
                 ints_get(&new, counts, "commit", "counts", True, True)
             self.get_tokens(&all_tokens, tokens, "commit")     # last: what was judged here must not change again
-            self.check_batch(&rows, "commit")
-            if counts is None and all_tokens.size % max(rows.size, 1):
-                raise ValueError(f"[commit] {all_tokens.size} tokens cannot be shared out evenly to {rows.size} "
-                                 f"handles, counts are needed")
-            new.scalar = new.scalar if counts is not None else all_tokens.size // max(rows.size, 1)
-            if new.size >= 0 and new.size != rows.size:
-                raise ValueError(f"[commit] {new.size} counts for {rows.size} handles")
-            for k in range(rows.size):
-                if ints_at(&new, k) > all_tokens.size - at:
-                    raise ValueError(f"[commit] counts ask for more than the {all_tokens.size} tokens")
-                self.judge_commit(seq_find(&self.seqs, ints_at(&rows, k)), all_tokens.data + at, ints_at(&new, k), k)
-                at += ints_at(&new, k)
-            if at != all_tokens.size:
-                raise ValueError(f"[commit] counts use {at} of {all_tokens.size} tokens")
-            at = 0
-            for k in range(rows.size):
-                self.commit_row(seq_find(&self.seqs, ints_at(&rows, k)), all_tokens.data + at, ints_at(&new, k))
-                at += ints_at(&new, k)
-                self.blocks.digest = mix(mix(mix(self.blocks.digest, OP_COMMIT), untagged(ints_at(&rows, k))),
-                                         ints_at(&new, k))
-            self.blocks.digest = mix(self.blocks.digest, self.index.next_uid)
-            self.record_commit(&rows, &new, &all_tokens)
+            self.commit_all(&rows, &new, &all_tokens, counts is None)
         finally:
             xfree(all_tokens.owned)
             ints_free(&rows)
             ints_free(&new)
             ints_free(&all_tokens.ints)
             self.busy = False
+
+    cdef int refuse_unindexed(self) except -1:
+        if not self.indexed:
+            raise ValueError("[commit] the pool has no prefix cache (prefix_cache=False)")
+        return 0
+
+    cdef int commit_all(self, Ints* rows, Ints* counts, const Tokens* tokens, bint even) except -1:
+        """All rows or none; `even`: equally many tokens for each, whatever `counts` is."""
+        cdef Py_ssize_t k
+        cdef int64_t at = 0
+        self.check_batch(rows, "commit")
+        if even and tokens.size % max(rows.size, 1):
+            raise ValueError(f"[commit] {tokens.size} tokens cannot be shared out evenly to {rows.size} "
+                             f"handles, counts are needed")
+        if even:
+            counts.scalar = tokens.size // max(rows.size, 1)
+        if counts.size >= 0 and counts.size != rows.size:
+            raise ValueError(f"[commit] {counts.size} counts for {rows.size} handles")
+        for k in range(rows.size):
+            if ints_at(counts, k) > tokens.size - at:
+                raise ValueError(f"[commit] counts ask for more than the {tokens.size} tokens")
+            self.judge_commit(seq_find(&self.seqs, ints_at(rows, k)), tokens.data + at, ints_at(counts, k), k)
+            at += ints_at(counts, k)
+        if at != tokens.size:
+            raise ValueError(f"[commit] counts use {at} of {tokens.size} tokens")
+        at = 0
+        for k in range(rows.size):
+            self.commit_row(seq_find(&self.seqs, ints_at(rows, k)), tokens.data + at, ints_at(counts, k))
+            at += ints_at(counts, k)
+            self.blocks.digest = mix(mix(mix(self.blocks.digest, OP_COMMIT), untagged(ints_at(rows, k))),
+                                     ints_at(counts, k))
+        self.blocks.digest = mix(self.blocks.digest, self.index.next_uid)
+        self.record_commit(rows, counts, tokens)
+        return 0
 
     cdef void record_commit(self, const Ints* rows, const Ints* counts, const Tokens* tokens) noexcept:
         cdef Record* r = &self.record

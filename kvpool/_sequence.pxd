@@ -17,7 +17,7 @@ cdef enum:
 
 cdef struct Seq:                # what a step reads and moves: 64 bytes, one cache line
     int64_t handle              # -1: not open
-    int64_t num_tokens
+    int64_t num_tokens          # that have a slot: the kv_len. What its user counts has SeqLife.evicted more
     int64_t next_slot           # slot of position num_tokens, if next_slot < stop_slot
     int64_t stop_slot           # end of the block that next_slot is in; else look the table up
     int64_t last_step           # newest step that had this sequence as a row, 0: none
@@ -30,6 +30,8 @@ cdef struct Seq:                # what a step reads and moves: 64 bytes, one cac
 
 cdef struct SeqLife:            # the rest
     int64_t fork_step           # pending step whose work this sequence inherited by a fork, 0: none
+    int64_t evicted             # tokens that left by eviction: position = place in the table + evicted
+    int64_t point               # length its user counts when tokens left last; truncate stops there
     uint32_t generation
     uint8_t life
 
@@ -44,6 +46,7 @@ cdef struct SeqPrefix:          # what a pool with a prefix cache knows besides
 
 # Invariants, recomputed by seqs_check:
 #   num_tokens <= num_blocks * block_size                       for every open sequence
+#   evicted <= point <= num_tokens + evicted; evicted == 0 == point, or the prefix cache has forgotten the sequence
 #   num_open + num_free_slots + retired slots == max_seqs
 #   sum_tokens == sum of num_tokens, sum_blocks == sum of num_blocks
 #   refcount[b] == entries equal to b in the tables of open sequences + raw[b]
@@ -64,6 +67,7 @@ cdef struct Seqs:
     uint64_t versions           # handed out so far
     int64_t tag
     int64_t watermark
+    int64_t evicted_tokens      # ever, of all sequences
     int64_t newest_fork_step    # largest fork_step that was ever given
     int64_t sum_tokens
     int64_t sum_blocks
@@ -105,6 +109,10 @@ cdef int64_t seq_done(const Seqs* s, const Blocks* b, int32_t slot) noexcept nog
 cdef void seq_fork(Seqs* s, Blocks* b, int32_t parent, int32_t n, int64_t* children) noexcept nogil
 cdef void seq_truncate(Seqs* s, Blocks* b, int32_t slot, int64_t length) noexcept nogil
 cdef void seq_close(Seqs* s, Blocks* b, int32_t slot) noexcept nogil
+cdef int32_t seq_rewritten(const Seqs* s, const Blocks* b, int32_t slot, int64_t first, int64_t length,
+                           int32_t from_) noexcept nogil
+cdef void seq_compact(Seqs* s, Blocks* b, int32_t slot, int64_t length) noexcept nogil
+cdef void seq_evict(Seqs* s, Blocks* b, int32_t slot, const int32_t* indices, int32_t n) noexcept nogil
 cdef void seqs_reset(Seqs* s) noexcept nogil
 cdef uint64_t seqs_fingerprint(const Seqs* s, const Blocks* b, uint64_t h, int64_t next_step) noexcept nogil
 cdef str seqs_check(const Seqs* s, const Blocks* b)

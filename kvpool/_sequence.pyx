@@ -7,8 +7,8 @@ from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.string cimport memcpy, memset
 
-from kvpool._blocks cimport Blocks, blocks_ref_many, blocks_unref_many, whole_blocks
-from kvpool._types cimport OP_CLOSE, OP_FORK, OP_TRUNCATE, mix
+from kvpool._blocks cimport Block, Blocks, blocks_ref_many, blocks_unref, blocks_unref_many, whole_blocks
+from kvpool._types cimport OP_CLOSE, OP_COMPACT, OP_EVICT_BLOCKS, OP_FORK, OP_TRUNCATE, mix
 
 cdef uint64_t GENERATIONS = 1ULL << 32
 
@@ -35,7 +35,7 @@ cdef int32_t seq_new(Seqs* s) noexcept nogil:
     s.num_free_slots -= 1
     s.num_open += 1
     s.life[slot].life = OPEN
-    s.life[slot].fork_step = 0
+    s.life[slot].fork_step = s.life[slot].evicted = s.life[slot].point = 0
     q.num_tokens = q.next_slot = q.stop_slot = 0
     q.num_blocks = 0
     q.epoch = 0
@@ -88,6 +88,81 @@ cdef void seq_truncate(Seqs* s, Blocks* b, int32_t slot, int64_t length) noexcep
     b.digest = mix(mix(mix(b.digest, OP_TRUNCATE), untagged(s.seq[slot].handle)), length)
 
 
+# ---- eviction ----------------------------------------------------------------------------------------------
+
+cdef int32_t seq_rewritten(const Seqs* s, const Blocks* b, int32_t slot, int64_t first, int64_t length,
+                           int32_t from_) noexcept nogil:
+    """First table index, `from_` at least, that compacting to `length` tokens rewrites and must not; -1: none.
+
+    The first `first` tokens stay where they are. A block may be rewritten iff a token could be written at its
+    beginning: one reference, not committed, and no pending copy reads it (the write rule of `_step`).
+    """
+    cdef const int32_t* table = seq_table(s, slot)
+    cdef int64_t index = max(whole_blocks(b, first), <int64_t>from_)
+    cdef int64_t end = whole_blocks(b, length + b.block_size - 1)
+    cdef const Block* block
+    if length == s.seq[slot].num_tokens:
+        return -1                           # nothing leaves, so nothing moves
+    while index < end:
+        block = &b.block[table[index]]
+        if block.refcount != 1 or block.committed or b.floor[table[index]]:
+            return <int32_t>index
+        index += 1
+    return -1
+
+
+cdef void lose_tokens(Seqs* s, int32_t slot, int64_t n) noexcept nogil:
+    """n > 0 tokens left the table. What a block holds follows from its tokens no more: the prefix cache forgets."""
+    cdef Seq* q = &s.seq[slot]
+    s.life[slot].point = q.num_tokens + s.life[slot].evicted
+    s.life[slot].evicted += n
+    s.evicted_tokens += n
+    s.sum_tokens -= n
+    q.num_tokens -= n
+    q.epoch += 1
+    seq_new_version(s, q)
+    if s.prefix != NULL:
+        s.prefix[slot].committed = s.prefix[slot].done = s.prefix[slot].forked_at = 0
+        s.prefix[slot].root = 0
+
+
+cdef void seq_compact(Seqs* s, Blocks* b, int32_t slot, int64_t length) noexcept nogil:
+    """The sequence keeps `length` of its tokens, at the front of its table. O(blocks that leave)."""
+    cdef Seq* q = &s.seq[slot]
+    cdef int32_t keep = <int32_t>whole_blocks(b, length + b.block_size - 1)
+    b.digest = mix(mix(mix(b.digest, OP_COMPACT), untagged(q.handle)), length)
+    if length == q.num_tokens:
+        return
+    if keep < q.num_blocks:
+        blocks_unref_many(b, seq_table(s, slot) + keep, q.num_blocks - keep)
+        s.sum_blocks -= q.num_blocks - keep
+        q.num_blocks = keep
+    lose_tokens(s, slot, q.num_tokens - length)
+    seq_refresh(s, b, slot)
+
+
+cdef void seq_evict(Seqs* s, Blocks* b, int32_t slot, const int32_t* indices, int32_t n) noexcept nogil:
+    """Full blocks leave the table, `indices` ascending; what is behind them moves up. O(blocks)."""
+    cdef Seq* q = &s.seq[slot]
+    cdef int32_t* table = seq_table(s, slot)
+    cdef int32_t k, at = 0
+    b.digest = mix(mix(mix(b.digest, OP_EVICT_BLOCKS), untagged(q.handle)), n)
+    if n == 0:
+        return
+    for k in range(n - 1, -1, -1):
+        b.digest = mix(b.digest, indices[k])
+        blocks_unref(b, table[indices[k]])
+    for k in range(q.num_blocks):
+        if at < n and indices[at] == k:
+            at += 1
+        else:
+            table[k - at] = table[k]
+    q.num_blocks -= n
+    s.sum_blocks -= n
+    lose_tokens(s, slot, n * b.block_size)
+    seq_refresh(s, b, slot)
+
+
 cdef int64_t seq_done(const Seqs* s, const Blocks* b, int32_t slot) noexcept nogil:
     """Leading tokens of a sequence that no pending step still has to write."""
     cdef const SeqPrefix* prefix = &s.prefix[slot]
@@ -112,6 +187,8 @@ cdef void seq_fork(Seqs* s, Blocks* b, int32_t parent, int32_t n, int64_t* child
         q = &s.seq[child]
         q.num_tokens = p.num_tokens
         q.num_blocks = shared
+        s.life[child].evicted = s.life[parent].evicted
+        s.life[child].point = s.life[parent].point
         memcpy(seq_table(s, child), seq_table(s, parent), shared * sizeof(int32_t))
         if b.newest_pending and inherited >= b.oldest_pending:
             s.life[child].fork_step = inherited
@@ -159,6 +236,8 @@ cdef uint64_t seqs_fingerprint(const Seqs* s, const Blocks* b, uint64_t h, int64
         if s.life[slot].life != OPEN:
             continue
         h = mix(mix(mix(h, q.num_tokens), q.num_blocks), q.epoch)
+        if s.life[slot].evicted:
+            h = mix(mix(h, ~s.life[slot].evicted), s.life[slot].point)
         if b.newest_pending and q.last_step >= b.oldest_pending:
             h = mix(h, next_step - q.last_step)
         if b.newest_pending and s.life[slot].fork_step >= b.oldest_pending:
@@ -189,6 +268,11 @@ cdef str seqs_check(const Seqs* s, const Blocks* b):
             continue
         if q.num_tokens < 0 or q.num_tokens > q.num_blocks * b.block_size or q.num_blocks > s.max_blocks:
             return f"sequence in slot {slot} has {q.num_tokens} tokens in {q.num_blocks} blocks"
+        if not 0 <= s.life[slot].evicted <= s.life[slot].point <= q.num_tokens + s.life[slot].evicted:
+            return (f"sequence in slot {slot} has {q.num_tokens} tokens, {s.life[slot].evicted} left by "
+                    f"{s.life[slot].point}")
+        if s.life[slot].evicted and s.prefix != NULL and (s.prefix[slot].committed or s.prefix[slot].root):
+            return f"sequence in slot {slot} was evicted from, and has {s.prefix[slot].committed} tokens made known"
         if q.next_slot < q.stop_slot:
             due = q.tail * b.block_size + q.num_tokens % b.block_size
             if q.tail != seq_table(s, slot)[q.num_tokens // b.block_size]:

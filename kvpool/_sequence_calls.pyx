@@ -251,30 +251,37 @@ cdef class SequencePool(BlockPool):
         -----
         O(blocks of the parent * n).
         """
-        cdef Seqs* s = &self.seqs
         cdef int32_t parent
-        cdef int64_t count, k
+        cdef int64_t count
         cdef int64_t* made
         self.enter("fork")
         try:
             parent = self.get_one(handle, "fork")
             count = to_int(n, "fork", "n", 0, INT64_MAX)
-            if count > s.num_free_slots:
-                raise OutOfSequences(f"[fork] {count} children asked for, {s.num_open} sequences are open, "
-                                     f"the limit is {s.max_seqs}")
+            self.check_slots(count)
             children = new_int64(count)
             made = <int64_t*>array_data(children)   # asks for memory: nothing may fail once the fork is made
-            seq_fork(s, &self.blocks, parent, <int32_t>count, made)
-            if self.record.data != NULL:
-                record_begin(&self.record, OP_FORK, count + 1)
-                record_int(&self.record, parent)
-                record_int(&self.record, count)
-                for k in range(count):
-                    record_int(&self.record, slot_of(made[k]))
-                record_end(&self.record, self.blocks.digest)
+            self.make_children(parent, count, made)
             return children
         finally:
             self.busy = False
+
+    cdef int check_slots(self, int64_t count) except -1:
+        if count > self.seqs.num_free_slots:
+            raise OutOfSequences(f"[fork] {count} children asked for, {self.seqs.num_open} sequences are open, "
+                                 f"the limit is {self.seqs.max_seqs}")
+        return 0
+
+    cdef void make_children(self, int32_t parent, int64_t count, int64_t* children) noexcept:
+        cdef int64_t k
+        seq_fork(&self.seqs, &self.blocks, parent, <int32_t>count, children)
+        if self.record.data != NULL:
+            record_begin(&self.record, OP_FORK, count + 1)
+            record_int(&self.record, parent)
+            record_int(&self.record, count)
+            for k in range(count):
+                record_int(&self.record, slot_of(children[k]))
+            record_end(&self.record, self.blocks.digest)
 
     def truncate(self, handles, lens):
         """Shorten sequences; blocks beyond the new length are released, youngest first, reserved ones too.
@@ -284,46 +291,59 @@ cdef class SequencePool(BlockPool):
         handles : int or ints
             Open sequences, int64, shape ``(n,)``, no duplicates.
         lens : int or ints
-            New lengths in tokens, int32 or int64, shape ``(n,)``; each ``0 <= len <= num_tokens``.
+            New lengths in tokens as `num_tokens` counts them, int32 or int64, shape ``(n,)``; each
+            ``0 <= len <= num_tokens``.
 
         Raises
         ------
         PlanStateError
             A sequence is a row of a pending plan. State unchanged.
         ValueError
-            A length is negative or above the current one, or the shapes differ. State unchanged.
+            A length is negative or above the current one, or below the length at which tokens were evicted last;
+            the shapes differ. State unchanged.
         """
-        cdef Seqs* s = &self.seqs
-        cdef Blocks* b = &self.blocks
         cdef Ints batch, lengths
-        cdef Py_ssize_t k
-        cdef int64_t length
-        cdef Seq* q
         self.enter("truncate")
         batch.held = lengths.held = False
         batch.owned = lengths.owned = NULL
         try:
             ints_get(&batch, handles, "truncate", "handles", True, False)
             ints_get(&lengths, lens, "truncate", "lens", True, True)
-            self.check_batch(&batch, "truncate")
-            if lengths.size >= 0 and lengths.size != batch.size:
-                raise ValueError(f"[truncate] {lengths.size} lens for {batch.size} handles")
-            for k in range(batch.size):
-                q = &s.seq[seq_find(s, ints_at(&batch, k))]
-                length = ints_at(&lengths, k)
-                if length < 0 or length > q.num_tokens:
-                    raise ValueError(f"[truncate] lens[{k}] is {length}, it must be in 0 .. {q.num_tokens}")
-                if b.newest_pending and q.last_step >= b.oldest_pending:
-                    raise PlanStateError(f"[truncate] handles[{k}] is a row of a pending plan "
-                                         f"(step {q.last_step}); call done or rollback first")
-            for k in range(batch.size):
-                self.uncommit(seq_find(s, ints_at(&batch, k)), ints_at(&lengths, k))
-                seq_truncate(s, b, seq_find(s, ints_at(&batch, k)), ints_at(&lengths, k))
-            record_two(&self.record, OP_TRUNCATE, &batch, &lengths, b.digest)
+            self.truncate_rows(&batch, &lengths)
         finally:
             ints_free(&batch)
             ints_free(&lengths)
             self.busy = False
+
+    cdef int truncate_rows(self, Ints* batch, const Ints* lengths) except -1:
+        cdef Seqs* s = &self.seqs
+        cdef Blocks* b = &self.blocks
+        cdef Py_ssize_t k
+        cdef int64_t length
+        cdef int32_t slot
+        cdef Seq* q
+        cdef SeqLife* life
+        self.check_batch(batch, "truncate")
+        if lengths.size >= 0 and lengths.size != batch.size:
+            raise ValueError(f"[truncate] {lengths.size} lens for {batch.size} handles")
+        for k in range(batch.size):
+            slot = seq_find(s, ints_at(batch, k))
+            q = &s.seq[slot]
+            life = &s.life[slot]
+            length = ints_at(lengths, k)
+            if length < life.point or length > q.num_tokens + life.evicted:
+                raise ValueError(f"[truncate] lens[{k}] is {length}, it must be in "
+                                 f"{life.point} .. {q.num_tokens + life.evicted}")
+            if b.newest_pending and q.last_step >= b.oldest_pending:
+                raise PlanStateError(f"[truncate] handles[{k}] is a row of a pending plan "
+                                     f"(step {q.last_step}); call done or rollback first")
+        for k in range(batch.size):
+            slot = seq_find(s, ints_at(batch, k))
+            length = ints_at(lengths, k) - s.life[slot].evicted
+            self.uncommit(slot, length)
+            seq_truncate(s, b, slot, length)
+        record_two(&self.record, OP_TRUNCATE, batch, lengths, b.digest)
+        return 0
 
     def close(self, handles):
         """End sequences, in the order given; their blocks are released youngest first. Legal while a plan is pending.
@@ -336,19 +356,23 @@ cdef class SequencePool(BlockPool):
             Duplicate handles. State unchanged.
         """
         cdef Ints batch
-        cdef Py_ssize_t k
         self.enter("close")
         batch.held = False
         batch.owned = NULL
         try:
             ints_get(&batch, handles, "close", "handles", True, False)
-            self.check_batch(&batch, "close")
-            for k in range(batch.size):
-                seq_close(&self.seqs, &self.blocks, seq_find(&self.seqs, ints_at(&batch, k)))
-            record_batch(&self.record, OP_CLOSE, &batch, True, self.blocks.digest)
+            self.close_rows(&batch)
         finally:
             ints_free(&batch)
             self.busy = False
+
+    cdef int close_rows(self, Ints* batch) except -1:
+        cdef Py_ssize_t k
+        self.check_batch(batch, "close")
+        for k in range(batch.size):
+            seq_close(&self.seqs, &self.blocks, seq_find(&self.seqs, ints_at(batch, k)))
+        record_batch(&self.record, OP_CLOSE, batch, True, self.blocks.digest)
+        return 0
 
     def close_finished(self, handles, mask):
         """Close the sequences whose mask byte is not zero; returns how many.
@@ -413,10 +437,12 @@ cdef class SequencePool(BlockPool):
             self.busy = False
 
     def num_tokens(self, handle):
-        """Length of a sequence in tokens. O(1)."""
+        """Length of a sequence in tokens, evicted ones included: the position of the next one. O(1)."""
+        cdef int32_t slot
         self.enter("num_tokens")
         try:
-            return self.seqs.seq[self.get_one(handle, "num_tokens")].num_tokens
+            slot = self.get_one(handle, "num_tokens")
+            return self.seqs.seq[slot].num_tokens + self.seqs.life[slot].evicted
         finally:
             self.busy = False
 

@@ -66,12 +66,15 @@ cdef enum:                      # reasons
     SEQ_TOO_LONG
     TABLE_TOO_WIDE
     TOO_MANY_TOKENS
+    BAD_LENGTH
 
 
 cdef int step_init(Step* p, int32_t max_rows) noexcept nogil
 cdef void step_free(Step* p) noexcept nogil
 cdef int step_check(Step* p, Seqs* s, Blocks* b, const Ints* handles, const Ints* num_new, const Limits* limits,
                     bint advance, bint partial, Verdict* verdict) noexcept nogil
+cdef int step_check_unshare(Step* p, Seqs* s, Blocks* b, const Ints* handles, const Ints* lens, int64_t first,
+                            const Limits* limits, Verdict* verdict) noexcept nogil
 cdef void step_undo_check(Step* p, Blocks* b, int32_t keep) noexcept nogil
 cdef void step_commit(Step* p, Seqs* s, Blocks* b, const int64_t* handles, bint advance, bint pends) noexcept nogil
 cdef void step_release_holds(Step* p, Blocks* b) noexcept nogil

@@ -34,6 +34,7 @@ from kvpool._sequence cimport (
     seq_find,
     seq_new_version,
     seq_refresh,
+    seq_rewritten,
     seq_table,
     slot_of,
     untagged,
@@ -230,6 +231,51 @@ cdef int step_check(Step* p, Seqs* s, Blocks* b, const Ints* handles, const Ints
         i += 1
     p.num_tokens = asked - unserved
     return SHORT if v.short_row >= 0 and not partial else OK
+
+
+cdef int step_check_unshare(Step* p, Seqs* s, Blocks* b, const Ints* handles, const Ints* lens, int64_t first,
+                            const Limits* limits, Verdict* v) noexcept nogil:
+    """Judge a batch that gets blocks of its own for compaction to `lens` tokens; like `step_check` otherwise."""
+    cdef int64_t available = blocks_available(b), length
+    cdef int32_t i, slot, index
+    cdef const Seq* q
+    cdef Event* event
+    v.short_row = -1
+    v.needed = 0
+    p.num_rows = <int32_t>handles.size
+    p.num_events = p.log_size = 0
+    p.num_tokens = 0
+    for i in range(p.num_rows):
+        slot = seq_find(s, ints_at(handles, i))
+        if slot < 0:
+            return refuse(v, i, BAD_HANDLE, ints_at(handles, i))
+        q = &s.seq[slot]
+        if q.mark == s.stamp:
+            return refuse(v, i, DUPLICATE, q.handle)
+        s.seq[slot].mark = s.stamp
+        length = ints_at(lens, i)
+        if length < 0 or length > q.num_tokens:
+            return refuse(v, i, BAD_LENGTH, length)
+        if q.num_tokens > limits.seq_tokens:
+            return refuse(v, i, SEQ_TOO_LONG, q.num_tokens)
+        if q.num_blocks > limits.table_width:
+            return refuse(v, i, TABLE_TOO_WIDE, q.num_blocks)
+        event = &p.event[i]
+        event.row = i
+        event.q_len = event.appended = event.replaced = 0
+        event.served = 1
+        p.num_events += 1
+        index = seq_rewritten(s, b, slot, first, length, 0)
+        while index >= 0:
+            if log_replacement(p, b, i, index, seq_table(s, slot)[index], <int32_t>min(
+                    b.block_size, q.num_tokens - index * b.block_size)) != OK:
+                return NO_MEMORY
+            event.replaced += 1
+            index = seq_rewritten(s, b, slot, first, length, index + 1)
+        v.needed += event.replaced
+        if v.needed > available and v.short_row < 0:
+            v.short_row = i
+    return SHORT if v.short_row >= 0 else OK
 
 
 cdef void step_undo_check(Step* p, Blocks* b, int32_t keep) noexcept nogil:

@@ -30,6 +30,9 @@ cdef enum:                      # first word of every digest entry: which call i
     OP_ROLLBACK
     OP_DONE
     OP_RESET
+    OP_COMPACT
+    OP_EVICT_BLOCKS
+    OP_UNSHARE
 
 
 cdef inline uint64_t mix(uint64_t state, uint64_t value) noexcept nogil:

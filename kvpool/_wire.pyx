@@ -211,22 +211,28 @@ cdef void emit_kv_ragged(Wire* w, const Step* p, const Seqs* s, const Blocks* b,
     w.kv_total = at
 
 
+cdef inline int64_t moved(const Seqs* s, int64_t handle) noexcept nogil:
+    """How much a token's position is ahead of its place in the table: what was evicted before it."""
+    return s.life[slot_of(handle)].evicted if s.evicted_tokens else 0
+
+
 cdef void emit_tokens(Wire* w, const Step* p, const Seqs* s, const Blocks* b) noexcept nogil:
     """slot_mapping, positions, cu_q_lens of a batch in which some row has more or less than one new token."""
     cdef int32_t i, q_len, at = 0
-    cdef int64_t t = 0
+    cdef int64_t t = 0, ahead
     for i in range(p.num_rows):
         q_len = 1
+        ahead = moved(s, p.handle[i])
         if at < p.num_events and p.event[at].row == i:
             q_len = p.event[at].q_len
             at += 1
         if q_len == 1:
             put(&w.field[SLOT_MAPPING], t, p.slot[i])
-            put(&w.field[POSITIONS], t, p.length[i] - 1)
+            put(&w.field[POSITIONS], t, ahead + p.length[i] - 1)
         elif q_len:
             put_slots(&w.field[SLOT_MAPPING], t, seq_table(s, slot_of(p.handle[i])), b.block_size,
                       p.length[i] - q_len, p.length[i])
-            put_range(&w.field[POSITIONS], t, p.length[i] - q_len, p.length[i])
+            put_range(&w.field[POSITIONS], t, ahead + p.length[i] - q_len, ahead + p.length[i])
         t += q_len
         put(&w.field[CU_Q_LENS], i + 1, t)
 
@@ -241,7 +247,11 @@ cdef void wire_emit(Wire* w, const Step* p, const Seqs* s, const Blocks* b, int3
     put(&w.field[CU_Q_LENS], 0, 0)
     if p.uniform:
         put_all(&w.field[SLOT_MAPPING], p.slot, p.num_rows, 0)
-        put_all(&w.field[POSITIONS], p.length, p.num_rows, -1)
+        if s.evicted_tokens == 0:
+            put_all(&w.field[POSITIONS], p.length, p.num_rows, -1)
+        else:
+            for i in range(p.num_rows):
+                put(&w.field[POSITIONS], i, p.length[i] + moved(s, p.handle[i]) - 1)
         put_range(&w.field[CU_Q_LENS], 1, 1, p.num_rows + 1)
     else:
         emit_tokens(w, p, s, b)

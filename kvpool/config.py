@@ -1,8 +1,7 @@
-"""Shapes and sizes: what the KV of one token is, where it lies in memory, and how many blocks fit a machine.
+"""Sizes: how many blocks fit a machine, and what a model's config says of its KV cache.
 
-`KVSpec` describes the storage, `blocks_for` divides memory by it and tells how, `spec_from_config` reads a
-Hugging Face style model config, and `describe_plan` puts the three together for people (the ``kvpool plan``
-command).
+`blocks_for` divides memory by a `KVSpec` (kvpool.spec) and tells how, `spec_from_config` reads a Hugging Face style
+model config, and `describe_plan` puts the three together for people (the ``kvpool plan`` command).
 
 All sizes are Python integers (no overflow) and carry their unit in the name: ``_nbytes``, ``num_tokens``,
 ``num_blocks``.
@@ -19,152 +18,25 @@ from operator import index
 from pathlib import Path
 from typing import Any
 
-DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}  # name: bytes per element
-LAYOUTS = ("NHD", "HND", "interleaved", "stacked")
+from kvpool.spec import DTYPES, LAYOUTS, KVSpec, PlaneLayout, checked_int
+
+__all__ = [
+    "DTYPES",
+    "LAYOUTS",
+    "KVSpec",
+    "PlaneLayout",
+    "PoolSize",
+    "available_memory_nbytes",
+    "blocks_for",
+    "checked_int",
+    "describe_plan",
+    "format_nbytes",
+    "parse_nbytes",
+    "spec_from_config",
+]
 
 _MAX_INT64 = 2**63 - 1
 _MAX_INT32 = 2**31 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class PlaneLayout:
-    """Where one plane (the keys, or the values) lies in its base array; offset and strides in elements.
-
-    Element (layer, block, slot, head, d) of the plane is element ``offset + layer * layer_stride + block *
-    block_stride + slot * slot_stride + head * head_stride + d`` of the base array (64-bit arithmetic). With
-    `per_layer`, each layer has a base array of its own and ``layer_stride`` is 0.
-    """
-
-    array: str  # name of the base array; planes with the same name share it
-    shape: tuple[int, ...]  # of the base array, C-contiguous
-    per_layer: bool
-    offset: int
-    layer_stride: int
-    block_stride: int
-    slot_stride: int
-    head_stride: int
-
-
-@dataclass(frozen=True, slots=True)
-class KVSpec:
-    """What a backend stores for one layer group of a model.
-
-    Parameters
-    ----------
-    num_layers, num_kv_heads, head_dim : int
-        As in the model; `head_dim` is that of the keys.
-    dtype : {"float32", "float16", "bfloat16"}
-        Of the stored elements.
-    block_size : int
-        Tokens per block, any value >= 1.
-    v_head_dim : int, optional
-        Head dimension of the values, `head_dim` by default.
-    layout : {"NHD", "HND", "interleaved", "stacked"}
-        Order of the axes in memory, see Notes.
-
-    Raises
-    ------
-    TypeError, ValueError
-        ``[KVSpec] ...`` for a wrong type, a value < 1, an unknown name, or a block of 2^63 bytes and more.
-
-    Notes
-    -----
-    Two planes per layer, k and v. The layouts differ in strides only (`plane_layout`); with S = block_size, H
-    = num_kv_heads:
-
-    - ``NHD``: per layer and plane ``[num_blocks, S, H, D]``. The default: a token is one contiguous store, a
-      block one contiguous copy.
-    - ``HND``: per layer and plane ``[num_blocks, H, S, D]``, head-major.
-    - ``interleaved``: per layer ``[num_blocks, S, 2 * H, D]``, heads in the order k0, v0, k1, v1, ...
-      (Levanter, ragged paged attention on TPU).
-    - ``stacked``: per plane, all layers in one array ``[num_layers, H, num_blocks, S, D]`` (the MLX
-      paged-attention plan).
-    """
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: str = "float16"
-    block_size: int = 16
-    v_head_dim: int | None = None
-    layout: str = "NHD"
-
-    def __post_init__(self) -> None:
-        for name in ("num_layers", "num_kv_heads", "head_dim", "block_size", "v_head_dim"):
-            value = getattr(self, name)
-            if value is None and name == "v_head_dim":
-                continue
-            object.__setattr__(self, name, checked_int("KVSpec", name, value))
-        _one_of("KVSpec", "dtype", self.dtype, tuple(DTYPES))
-        _one_of("KVSpec", "layout", self.layout, LAYOUTS)
-        if self.layout == "interleaved" and self.value_head_dim != self.head_dim:
-            raise ValueError(
-                f"[KVSpec] layout 'interleaved' holds keys and values in one array and needs equal head dims "
-                f"(head_dim {self.head_dim}, v_head_dim {self.value_head_dim})"
-            )
-        if self.block_nbytes > _MAX_INT64:
-            raise ValueError(f"[KVSpec] one block has {self.block_nbytes} bytes, the limit is 2^63 - 1")
-
-    @property
-    def value_head_dim(self) -> int:
-        """Head dimension of the values, never None."""
-        return self.head_dim if self.v_head_dim is None else self.v_head_dim
-
-    @property
-    def planes(self) -> tuple[tuple[str, int], ...]:
-        """(name, head dimension) of the planes of a layer, in the order of `export_blocks`."""
-        return (("k", self.head_dim), ("v", self.value_head_dim))
-
-    @property
-    def itemsize_nbytes(self) -> int:
-        """Bytes of one stored element."""
-        return DTYPES[self.dtype]
-
-    @property
-    def token_nbytes(self) -> int:
-        """Bytes that one token takes in all layers, keys and values."""
-        per_head = (self.head_dim + self.value_head_dim) * self.itemsize_nbytes
-        return self.num_layers * self.num_kv_heads * per_head
-
-    @property
-    def block_nbytes(self) -> int:
-        """Bytes of one block in all layers, keys and values."""
-        return self.block_size * self.token_nbytes
-
-    def pool_nbytes(self, num_blocks: int) -> int:
-        """Bytes of the whole storage."""
-        return num_blocks * self.block_nbytes
-
-    @property
-    def array_block_nbytes(self) -> int:
-        """Bytes of one block in the largest base array: devices limit the size of a single array."""
-        arrays: dict[str, int] = {}
-        for plane, dim in self.planes:
-            layout = self.plane_layout(plane, 1)
-            layers = 1 if layout.per_layer else self.num_layers
-            nbytes = layers * self.block_size * self.num_kv_heads * dim * self.itemsize_nbytes
-            arrays[layout.array] = arrays.get(layout.array, 0) + nbytes
-        return max(arrays.values())
-
-    def plane_layout(self, plane: str, num_blocks: int) -> PlaneLayout:
-        """Base array and strides of plane ``"k"`` or ``"v"`` in a pool of `num_blocks` blocks."""
-        _one_of("plane_layout", "plane", plane, ("k", "v"))
-        layers, heads, slots = self.num_layers, self.num_kv_heads, self.block_size
-        dim = dict(self.planes)[plane]
-        if self.layout == "NHD":
-            shape: tuple[int, ...] = (num_blocks, slots, heads, dim)
-            strides = (0, slots * heads * dim, heads * dim, dim)
-        elif self.layout == "HND":
-            shape = (num_blocks, heads, slots, dim)
-            strides = (0, heads * slots * dim, dim, slots * dim)
-        elif self.layout == "interleaved":
-            shape = (num_blocks, slots, 2 * heads, dim)
-            strides = (0, slots * 2 * heads * dim, 2 * heads * dim, 2 * dim)
-            return PlaneLayout("kv", shape, True, 0 if plane == "k" else dim, *strides)
-        else:
-            shape = (layers, heads, num_blocks, slots, dim)
-            strides = (heads * num_blocks * slots * dim, slots * dim, dim, num_blocks * slots * dim)
-        return PlaneLayout(plane, shape, self.layout != "stacked", 0, *strides)
 
 
 # ---------------------------------------------------------------------- memory to blocks
@@ -382,6 +254,9 @@ def spec_from_config(
     block_size: int = 16,
     dtype: str | None = None,
     layout: str = "NHD",
+    k_bits: int | None = None,
+    v_bits: int | None = None,
+    quant_group_size: int = 64,
 ) -> KVSpec:
     """The KV spec of a model from its Hugging Face style config.
 
@@ -392,6 +267,8 @@ def spec_from_config(
         ``text_config`` counts.
     dtype : str, optional
         Overrides the model's ``dtype`` / ``torch_dtype``.
+    k_bits, v_bits, quant_group_size
+        As in `KVSpec`.
 
     Raises
     ------
@@ -424,6 +301,9 @@ def spec_from_config(
         dtype=str(dtype).removeprefix("torch."),
         block_size=block_size,
         layout=layout,
+        k_bits=k_bits,
+        v_bits=v_bits,
+        quant_group_size=quant_group_size,
     )
 
 
@@ -486,13 +366,17 @@ def describe_plan(
     block_size: int = 16,
     dtype: str | None = None,
     max_len: int | None = None,
+    *,
+    k_bits: int | None = None,
+    v_bits: int | None = None,
+    quant_group_size: int = 64,
     **machine: Any,
 ) -> tuple[dict[str, Any], str]:
     """What a model's KV cache costs and how much of it fits, for machines (a dict) and for people (a text).
 
     Parameters
     ----------
-    config, block_size, dtype
+    config, block_size, dtype, k_bits, v_bits, quant_group_size
         As in `spec_from_config`.
     memory : int, str
         As in `blocks_for`, which also takes the keywords in `machine`.
@@ -500,7 +384,9 @@ def describe_plan(
         Tokens that a static cache would reserve per sequence; the model's ``max_position_embeddings`` by
         default, else 4096.
     """
-    spec = spec_from_config(config, block_size=block_size, dtype=dtype)
+    spec = spec_from_config(
+        config, block_size=block_size, dtype=dtype, k_bits=k_bits, v_bits=v_bits, quant_group_size=quant_group_size
+    )
     size = blocks_for(memory, spec, **machine)
     if max_len is None:
         max_len = _text_config(config).get("max_position_embeddings") or 4096
@@ -516,6 +402,9 @@ def describe_plan(
         "head_dim": spec.head_dim,
         "v_head_dim": spec.value_head_dim,
         "dtype": spec.dtype,
+        "k_bits": spec.k_bits,
+        "v_bits": spec.v_bits,
+        "quant_group_size": spec.quant_group_size if spec.is_quantized else None,
         "block_size": spec.block_size,
         "token_nbytes": spec.token_nbytes,
         "block_nbytes": spec.block_nbytes,
@@ -533,7 +422,7 @@ def describe_plan(
     }
     lines = [
         f"model      {spec.num_layers} layers, {spec.num_kv_heads} KV heads, "
-        f"head_dim {spec.head_dim} / {spec.value_head_dim}, {spec.dtype}",
+        f"head_dim {spec.head_dim} / {spec.value_head_dim}, {spec.storage}",
         f"KV bytes   {spec.token_nbytes} per token, {spec.block_nbytes} per block of {block_size} tokens",
         size.how,
         f"Sequences that fit (static: each one reserves {max_len} tokens):",
@@ -541,23 +430,3 @@ def describe_plan(
         *(f"  {n:>12} {count:>10} {static:>10}" for n, count in fits.items()),
     ]
     return facts, "\n".join(lines)
-
-
-# ---------------------------------------------------------------------- checks
-
-
-def checked_int(call: str, name: str, value: Any, least: int = 1) -> int:
-    """`value` as an int, if it is one (a bool is none) and in the range ``least .. 2^63 - 1``."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"[{call}] {name} must be an int, got {type(value).__name__} ({value!r})")
-    number = index(value)
-    if not least <= number <= _MAX_INT64:
-        raise ValueError(f"[{call}] {name} is {number}, the range is {least} .. 2^63 - 1")
-    return number
-
-
-def _one_of(call: str, name: str, value: Any, known: tuple[str, ...]) -> None:
-    if not isinstance(value, str):
-        raise TypeError(f"[{call}] {name} must be a str, got {type(value).__name__} ({value!r})")
-    if value not in known:
-        raise ValueError(f"[{call}] {name} is {value!r}, known are {', '.join(known)}")

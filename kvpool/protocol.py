@@ -178,6 +178,7 @@ class AttentionOptions:
 
 
 FEATURES: tuple[str, ...] = tuple(option.name for option in fields(AttentionOptions))
+SCORES: tuple[str, ...] = ("raw", "mass")  # kinds of scores that `KVBackend.attend` can export
 
 _LARGEST_WINDOW = 2**63 - 1  # what a kernel can hold
 
@@ -240,6 +241,11 @@ class Capabilities:
     reads_see_writes: bool = True  # attend(layer, plan) sees what write(layer, plan) stored; else the next plan
     return_attn: bool = True  # attend(..., return_attn=True) works
     features: tuple[str, ...] = ()  # names of the fields of AttentionOptions that attend takes
+    scores: tuple[str, ...] = ()  # kinds of scores that attend exports, of SCORES
+    scores_out: bool = False  # attend(..., scores_out=array) fills an array of the caller's
+    compacts: bool = False  # compact(blocks, keep) works
+    quant_bits: tuple[int, ...] = ()  # of spec.k_bits and spec.v_bits, besides None
+    quant_group_sizes: tuple[int, ...] = ()
     batch_invariant: bool = False  # a row's result has the same bits alone and in any batch, wherever its blocks are
 
     def lacks(self, options: AttentionOptions | None) -> tuple[str, ...]:
@@ -255,6 +261,9 @@ class Capabilities:
             ("block_size", spec.block_size, self.block_sizes),
             ("head_dim", spec.head_dim, self.head_dims),
             ("v_head_dim", spec.value_head_dim, self.head_dims),
+            ("k_bits", spec.k_bits, (None, *self.quant_bits)),
+            ("v_bits", spec.v_bits, (None, *self.quant_bits)),
+            ("quant_group_size", spec.quant_group_size, self.quant_group_sizes if spec.is_quantized else None),
         ):
             if accepted is not None and value not in accepted:
                 return f"{what} {value!r} is not among {accepted} of backend {self.name!r}"
@@ -297,6 +306,66 @@ def checked_options(
         raise ValueError(f"[attend] backend {can.name!r} has no {', '.join(missing)}, only {list(can.features)}")
     options.check(num_tokens, num_q_heads, longest)
     return options
+
+
+def checked_scores(
+    scores: str | None, scores_out: Any, can: Capabilities, shape: tuple[int, int, int]
+) -> np.ndarray | None:
+    """Where an `attend` puts its scores: for use inside backends, before anything else.
+
+    Parameters
+    ----------
+    scores, scores_out
+        As given to `attend`.
+    can : Capabilities
+        Of the backend.
+    shape : (B, Hk, C)
+        Of the scores of this batch.
+
+    Returns
+    -------
+    ndarray or None
+        float32 `shape` of the caller's memory; None where there are no scores, or where the backend makes the array.
+
+    Raises
+    ------
+    TypeError, ValueError
+        ``[attend] ...``: no kind of scores, one that the backend lacks, an array that does not fit.
+    """
+    if scores is None:
+        if scores_out is not None:
+            raise ValueError(f"[attend] scores_out needs scores, one of {list(can.scores)}; scores is None")
+        return None
+    if not isinstance(scores, str):
+        raise TypeError(f"[attend] scores must be a str, got {type(scores).__name__}")
+    if scores not in SCORES:
+        raise ValueError(f"[attend] scores is {scores!r}, the kinds are {list(SCORES)}")
+    if scores not in can.scores:
+        only = f"no scores {scores!r}, only {list(can.scores)}" if can.scores else "no scores"
+        raise ValueError(f"[attend] backend {can.name!r} exports {only}")
+    if scores_out is None:
+        return None
+    if not can.scores_out:
+        raise ValueError(f"[attend] backend {can.name!r} fills no scores_out, it returns a new array")
+    return _fitting_scores(scores_out, shape)
+
+
+def _fitting_scores(scores_out: Any, shape: tuple[int, int, int]) -> np.ndarray:
+    if not isinstance(scores_out, np.ndarray) or scores_out.dtype != np.float32:
+        found = scores_out.dtype if isinstance(scores_out, np.ndarray) else type(scores_out).__name__
+        raise TypeError(f"[attend] scores_out must be a float32 numpy array, got {found}")
+    rows, heads, longest = shape
+    given = scores_out.shape
+    if len(given) != 3 or given[0] < rows or given[1] != heads or given[2] < longest:
+        raise ValueError(
+            f"[attend] scores_out has shape {list(given)}, it must be [B', {heads}, C'] with B' >= {rows} "
+            f"and C' >= {longest}"
+        )
+    if not scores_out.flags.writeable:
+        raise ValueError("[attend] scores_out is read-only, it is written")
+    if given[2] > 1 and scores_out.strides[2] != 4:
+        raise ValueError(f"[attend] scores_out has a stride of {scores_out.strides[2]} bytes between positions, not 4")
+    return scores_out[:rows, :, :longest]
 
 
 @runtime_checkable
@@ -346,7 +415,8 @@ class KVBackend(Protocol):
         Parameters
         ----------
         k, v : ``[T, Hk, D]`` and ``[T, Hk, Dv]``
-            Any float dtype; stored in the dtype of the spec, rounded to nearest even.
+            Any float dtype; stored in the dtype of the spec, rounded to nearest even, or quantized from that. A
+            group of quantized elements with a NaN or an infinity among them is stored as NaN, all of it.
         plan
             Token t goes to slot ``plan.slot_mapping[t]``; a negative slot is skipped. T includes padding
             tokens.
@@ -362,7 +432,9 @@ class KVBackend(Protocol):
         *,
         options: AttentionOptions | None = None,
         return_attn: bool = False,
-    ) -> Array | tuple[Array, Array]:
+        scores: str | None = None,
+        scores_out: np.ndarray | None = None,
+    ) -> Array | tuple[Array, ...]:
         """Causal attention of the query tokens over the paged context: decode and ragged chunks alike.
 
         Parameters
@@ -380,6 +452,14 @@ class KVBackend(Protocol):
             does not name, see `checked_options`.
         return_attn : bool
             Also return the weights, for debugging.
+        scores : "raw" or "mass", optional
+            Also return how much each position matters to the newest query of its row, a kind that
+            ``capabilities().scores`` names, for policies that evict. With s_hc what `AttentionOptions` adds
+            up for query head h and position c, and G query heads to a KV head: "raw" is the mean of s_hc over
+            those heads; "mass" is the mean of their softmax weights, a sink in the denominator.
+        scores_out : float32 ``[B', Hk, C']``, optional
+            Filled instead of a new array where ``capabilities().scores_out``: B' >= B, C' >= C, positions 4 bytes
+            apart. What lies beyond B or C is left alone.
 
         Returns
         -------
@@ -388,6 +468,10 @@ class KVBackend(Protocol):
         attn : ``[T, Hq, C]``, only with `return_attn`
             Softmax weights in logical token order, 0 where nothing is visible. C is the longest ``seq_lens``.
             With sinks a row of weights sums to less than 1: the rest is the sink's.
+        s : float32 ``[B, Hk, C]``, only with `scores`, and then last
+            In logical token order: column c is position c of the row's table. 0 where the newest query sees nothing
+            (past ``seq_lens[i]``, behind the window, masked) and in rows without queries. A head that does not see a
+            position adds nothing to its mean; the divisor is always G. `scores_out[:B, :, :C]` where that is given.
 
         Notes
         -----
@@ -401,7 +485,8 @@ class KVBackend(Protocol):
     ) -> tuple[Array, Array]:
         """Copies of k ``[n, Hk, D]`` and v ``[n, Hk, Dv]`` of whole blocks, in the order given.
 
-        n is `num_tokens`, the number of leading positions that are wanted: by default all of them.
+        n is `num_tokens`, the number of leading positions that are wanted: by default all of them. What is
+        quantized comes back as floats.
         """
         ...
 
@@ -409,11 +494,30 @@ class KVBackend(Protocol):
         """Set every byte of these blocks to 0, in all layers and planes."""
         ...
 
+    def compact(self, blocks: Sequence[int] | np.ndarray, keep: Sequence[int] | np.ndarray) -> None:
+        """Move the tokens of one sequence that stay to the front of its blocks, in all layers and planes.
+
+        Parameters
+        ----------
+        blocks : ints ``[m]``
+            The table of the sequence, or its leading blocks; distinct.
+        keep : ints ``[L, Hk, n]``, or ``[n]`` for all layers and heads alike
+            Ascending places of tokens among these blocks. Afterwards place j of layer l and KV head h holds what
+            ``keep[l, h, j]`` held; what is stored moves as it is. Places from n on hold anything.
+
+        Notes
+        -----
+        `ValueError` before a byte is changed where `keep` does not ascend or leaves the blocks. Where
+        ``capabilities().compacts`` is False, `ValueError` in any case. It is one more piece of work in the order of
+        calls, after what was given before: `kvpool.Pool.compact` says when the blocks may be rewritten.
+        """
+        ...
+
     def export_blocks(self, blocks: Sequence[int] | np.ndarray) -> np.ndarray:
         """The bytes of whole blocks, uint8 ``[n, spec.block_nbytes]``.
 
-        The order inside a row does not depend on layout or backend: layer, plane (k, v), position, head,
-        element, little-endian. So what one backend exports, any other one with the same spec imports.
+        The order inside a row does not depend on layout or backend: layer, plane (`KVSpec.stored_planes`), position,
+        head, element, little-endian. So what one backend exports, any other one with the same spec imports.
         """
         ...
 

@@ -23,9 +23,10 @@ class PoolStats(NamedTuple):
     allocs: int  #: blocks taken, ever
     evictions: int  #: cached blocks given up, ever
     peak_used: int  #: most blocks in use at any time
-    tokens: int  #: sum of the lengths of open sequences
+    tokens: int  #: sum of the lengths of open sequences, without what was evicted
     capacity: int  #: sum of their capacities, in tokens
     fragmentation: float  #: 1 - tokens / capacity; 0.0 without capacity
+    evicted_tokens: int  #: tokens that left open sequences by eviction, ever
 
 
 class PrefixStats(NamedTuple):

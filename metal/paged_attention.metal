@@ -59,7 +59,7 @@ const int num_queries = work[8 * item + 2];
 const int first_position = work[8 * item + 3];
 const int run_begin = work[8 * item + 4] + simd * work[8 * item + 5];
 const int seen_begin = max(run_begin, work[8 * item + 6]);
-const int seen_end = min(run_begin + work[8 * item + 5], work[8 * item + 7]);
+const int seen_end = min(run_begin + work[8 * item + 5], work[8 * item + 7]);  // scores: item
 
 kv::Chunk<Q> query[ROWS][Keys::PER_LANE];
 float4 values[ROWS][Values::PER_LANE];
@@ -128,7 +128,7 @@ for (int tile = run_begin + (seen_begin - run_begin) / 32 * 32; tile < seen_end;
   }
 
   // The token whose scores this lane holds.
-  const int my_token = tile + lane % Keys::LANES * Keys::ROWS + lane / Keys::LANES;
+  const int my_token = tile + lane % Keys::LANES * Keys::ROWS + lane / Keys::LANES;  // scores: tile
   KV_UNROLL
   for (int r = 0; r < ROWS; r++) {
     const int token = first_query + r / HEADS;
@@ -150,7 +150,7 @@ for (int tile = run_begin + (seen_begin - run_begin) / 32 * 32; tile < seen_end;
       visible = added != -INFINITY;
       score += added;
     }
-    // Here lane and `my_token` are one: whoever wants the scores takes them from here, in logical order.
+    // Here lane and `my_token` are one. scores: row
     score = visible ? score * kv::LOG2E : -INFINITY;
 
     const float top = max(largest[r], simd_max(score));
@@ -163,7 +163,7 @@ for (int tile = run_begin + (seen_begin - run_begin) / 32 * 32; tile < seen_end;
       values[r][j] *= correction;
     }
   }
-
+  // scores: end
   for (int t = skipped / Values::STEP * Values::STEP; t < num_tokens; t += Values::STEP) {
     const int64_t block = simd_shuffle(block_of_lane, ushort(t));
     const device T* first = v_pool + v_head.row(block, (tile + t) % BLOCK_SIZE);

@@ -69,7 +69,7 @@ VARIANTS = {
     "tsan": TSAN,
     "tsan-cpu": replace(TSAN, cpu=True),
     "coverage": Variant({"KVPOOL_COVERAGE": "1", "KVPOOL_FAULTS": "1"}),
-    "mutants": Variant({"KVPOOL_OPTIMIZE": "1", "KVPOOL_FAULTS": "1"}),
+    "mutants": Variant({"KVPOOL_OPTIMIZE": "1", "KVPOOL_FAULTS": "1", "CFLAGS": "-include proof/mutation/guarded.h"}),
 }
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvpool.config import KVSpec
 from kvpool.protocol import AttentionOptions
-from kvpool.testing.dense import dense_attention, round_to
+from kvpool.testing.dense import dense_attention, dense_scores, round_to
 from kvpool_backends.mlx import metal_kernels
 from kvpool_backends.mlx.metal_kernels import (
     DTYPES,
@@ -23,6 +23,7 @@ from kvpool_backends.mlx.metal_kernels import (
     head_tiles,
     plan_attention,
     plane_strides,
+    score_export,
 )
 
 TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1e-2}
@@ -150,6 +151,10 @@ class Batch:
 
     def run(self, factory: Any, **changed: Any) -> np.ndarray:
         """What the kernels say, float32 ``[T, Hq, Dv]``."""
+        return self.run_with_scores(factory, None, **changed)[0]
+
+    def run_with_scores(self, factory: Any, scores: str | None, **changed: Any) -> list[np.ndarray]:
+        """The same, and what `MetalKernels.attend` exports."""
         batch = dataclasses.replace(self, **changed) if changed else self
         longest = int(np.diff(batch.cu_q_lens).max())
         work = plan_attention(
@@ -162,9 +167,24 @@ class Batch:
             part_tokens=batch.part_tokens,
         )
         step = attention_step(work, mx.array(self.tables), self.head_dim**-0.5, batch.options)
+        if scores is not None:
+            step = step._replace(export=score_export(work, batch.seq_lens, batch.options.window, 8))
         kernels = MetalKernels(batch.spec, batch.num_blocks, factory)
-        out = kernels.attend(batch.layer, mx.array(batch.q).astype(DTYPES[batch.dtype]), *self.pools, step)
-        return np.array(out.astype(mx.float32))
+        q = mx.array(batch.q).astype(DTYPES[batch.dtype])
+        return [
+            np.array(x.astype(mx.float32)) for x in kernels.attend(batch.layer, q, *self.pools, step, scores)
+        ]
+
+    def expected_scores(self, kind: str) -> np.ndarray:
+        """float64 ``[B, Hk, C]``, of the newest queries."""
+        scores = np.zeros((len(self.seq_lens), self.kv_heads, max(self.seq_lens)))
+        for row, (k, _) in enumerate(self.content):
+            if self.cu_q_lens[row] < self.cu_q_lens[row + 1]:
+                newest = slice(self.cu_q_lens[row + 1] - 1, self.cu_q_lens[row + 1])
+                mask = self.options.mask
+                options = dataclasses.replace(self.options, mask=None if mask is None else mask[newest])
+                scores[row, :, : len(k)] = dense_scores(self.q[newest], k, kind, None, options)
+        return scores
 
     def check(self, out: np.ndarray) -> None:
         """Compare with float64: the largest error of a head relative to its largest magnitude."""

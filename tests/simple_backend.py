@@ -78,9 +78,14 @@ class Simple(NumpyBackend):
 
     # ------------------------------------------------------------------------------------ the call
 
-    def attend(self, layer, q, plan, scale=None, *, options=None, return_attn=False):
-        if return_attn:
-            return super().attend(layer, q, plan, scale, options=options, return_attn=True)
+    def attend(
+        self, layer, q, plan, scale=None, *, options=None, return_attn=False, scores=None, scores_out=None
+    ):
+        if return_attn or scores is not None or scores_out is not None:
+            whole = super().attend(
+                layer, q, plan, scale, options=options, return_attn=return_attn, scores=scores, scores_out=scores_out
+            )
+            return whole if return_attn else (self.attend(layer, q, plan, scale, options=options), whole[1])
         planes = self._layer("attend", layer)
         self._check_queries(q, plan.cu_q_lens, plan.seq_lens)
         longest = int(plan.seq_lens.max(initial=0))

@@ -281,6 +281,7 @@ def test_capabilities_narrow_what_the_kit_tries():
                 mixed_head_dims=False,
                 return_attn=False,
                 features=FEATURES,
+                scores=("raw",),
             )
 
     outcome = conformance.check_backend(Narrow)
@@ -289,4 +290,6 @@ def test_capabilities_narrow_what_the_kit_tries():
         "value_heads_may_have_another_dim",
         "attention_weights_are_returned",
         "a_row_has_the_same_bits_in_any_batch",
+        "scores_come_after_weights",
+        "scores_out_is_filled_in_place",
     }

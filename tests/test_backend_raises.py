@@ -1,14 +1,23 @@
-"""A backend that raises in any one of its calls: the pool has lost nothing, and the same call made again goes well."""
+"""A backend that raises in any one of its calls: the pool has lost nothing, and the same call made again goes well.
+
+That of mlx-lm's adapter is in `test_mlx_lm_raises`.
+"""
+
+from collections import Counter
 
 import numpy as np
 import pytest
 
 from kvpool.config import KVSpec
 from kvpool.manager import KVBlockManager
+from kvpool.testing.engine import RandomEngine
 from kvpool_backends.numpy import NumpyBackend
 
 SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", block_size=4)
-CALLS = ("write", "attend", "copy_blocks")
+CALLS = (
+    *("asarray", "to_numpy", "write", "attend", "copy_blocks", "gather"),
+    *("zero", "export_blocks", "import_blocks"),
+)
 
 
 class Lost(Exception):
@@ -16,18 +25,24 @@ class Lost(Exception):
 
 
 class Failing(NumpyBackend):
-    """The reference, whose call number `fail_at` raises: half of them before they do anything, half after."""
+    """The reference, whose call number `fail_at` raises: before it does anything, or when it has done it all."""
 
-    fail_at, made = 0, 0
+    fail_at, made, is_late, failed = 0, 0, False, Counter()
+
+    @classmethod
+    def begin(cls, fail_at, is_late=False):
+        cls.fail_at, cls.made, cls.is_late = fail_at, 0, is_late
 
 
 def _fails(name):
     def call(self, *arguments, **options):
         Failing.made += 1
-        if Failing.made == Failing.fail_at and Failing.fail_at % 2:
+        fails = Failing.made == Failing.fail_at
+        Failing.failed[name] += fails
+        if fails and not Failing.is_late:
             raise Lost(name)
         result = getattr(NumpyBackend, name)(self, *arguments, **options)
-        if Failing.made == Failing.fail_at:
+        if fails:
             raise Lost(name)
         return result
 
@@ -59,6 +74,8 @@ class Engine:
         for number in range(5):
             yield from self.step(lambda: list(self.rows), 1, number)
         yield lambda: manager.free(self.rows.pop(0))
+        yield from self.swap(lambda: manager.table(self.rows[0])[0])
+        yield lambda: self.seen.append(manager.k[:, :, 1:4])
         yield from self.step(lambda: list(self.rows), 2)
 
     def step(self, rows, new, seed=7):
@@ -74,6 +91,13 @@ class Engine:
             )
             yield lambda layer=layer: self.look(layer, rows(), seed)
 
+    def swap(self, blocks):
+        """The bytes of some blocks leave the backend and come back."""
+        kept, backend = [], self.manager.backend
+        yield lambda: kept.append(backend.export_blocks(blocks()))
+        yield lambda: backend.zero(blocks())
+        yield lambda: backend.import_blocks(blocks(), kept[0])
+
     def look(self, layer, rows, seed):
         q = np.broadcast_to(vectors(seed + 20, 4)[:, :1].reshape(1, 4, 1, 8), (len(rows), 4, 1, 8)).copy()
         self.seen.append(self.manager.paged_attention(q, *self.manager.batch_tables(rows), layer).copy())
@@ -85,9 +109,9 @@ class Engine:
         return tables, [self.manager.table(row)[1] for row in self.rows], stats[:9], len(self.seen)
 
 
-def run(fail_at):
-    """Run the program; a call that raises is made again. Returns (what was seen, state at the end, failures)."""
-    Failing.fail_at, Failing.made = fail_at, 0
+def run(fail_at, is_late=False):
+    """Run the program; a call that raises is made again. Returns (what was seen, failures, calls of the backend)."""
+    Failing.begin(fail_at, is_late)
     engine, failures = Engine(), 0
     for action in engine.program():
         before = engine.state()
@@ -105,19 +129,77 @@ def run(fail_at):
     return engine.seen, failures, Failing.made
 
 
-def test_every_call_of_the_backend_fails_once():
+@pytest.mark.parametrize("is_late", [False, True])
+def test_every_call_of_the_backend_of_a_manager_fails_once(is_late):
     peace, failures, total = run(0)
     assert failures == 0 and total > 30
+    Failing.failed.clear()
     for number in range(1, total + 1):
-        seen, failures, _ = run(number)
+        seen, failures, _ = run(number, is_late)
         assert failures == 1, number
         assert all(np.array_equal(a, b) for a, b in zip(seen, peace, strict=True)), number
+    assert {"write", "attend", "copy_blocks", "gather", "zero"} <= set(+Failing.failed)
 
 
 def test_error_of_the_backend_is_what_the_caller_sees():
-    Failing.fail_at, Failing.made = 1, 0
+    Failing.begin(1)
     engine = Engine()
     row = engine.manager.new_sequence(4).seq_id
     slots = engine.manager.step([row], 4)
-    with pytest.raises(Lost, match=r"copy_blocks|write"):
+    with pytest.raises(Lost, match=r"asarray|copy_blocks|write"):
         engine.manager.write(0, vectors(1, 4), vectors(2, 4), slots)
+
+
+class Watched(RandomEngine):
+    """A random engine that keeps what it saw in the steps that went well."""
+
+    def __init__(self, seed):
+        super().__init__(Failing, SPEC, seed, failure=Lost)
+        self.seen, self.rollbacks = [], 0
+
+    def _execute(self, handles, tokens, fail=False):
+        super()._execute(handles, tokens, fail)
+        lens = self.plan.seq_lens[: len(handles)].tolist()
+        layers = [self.backend.gather(layer, range(self.pool.num_blocks)) for layer in range(SPEC.num_layers)]
+        for row, length in enumerate(lens):
+            slots = self.plan.block_tables[row].repeat(4)[:length] * 4 + np.arange(length) % 4
+            self.seen.append([(k[slots], v[slots]) for k, v in layers])
+
+    def _roll_back(self):
+        super()._roll_back()
+        self.rollbacks += 1
+
+    def _poison(self):
+        """No engine does this: it does not count, and does not fail."""
+        made, Failing.made, Failing.fail_at, at = Failing.made, 0, 0, Failing.fail_at
+        super()._poison()
+        Failing.made, Failing.fail_at = made, at
+
+
+def run_engine(fail_at, is_late=False, seed=5, turns=14):
+    """Return (keys and values of all rows of all steps, rollbacks, calls of the backend)."""
+    Failing.begin(fail_at, is_late)
+    engine = Watched(seed)
+    engine.run(turns)
+    return engine.seen, engine.rollbacks, Failing.made
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_engine_rolls_back_whatever_call_fails_and_steps_again(is_late):
+    peace, rollbacks, total = run_engine(0)
+    assert rollbacks == 0 and total > 60
+    Failing.failed.clear()
+    for number in range(1, total + 1):
+        seen, rollbacks, _ = run_engine(number, is_late)
+        assert rollbacks == 1, number
+        for step, (found, due) in enumerate(zip(seen, peace, strict=True)):
+            for a, b in zip(found, due, strict=True):
+                assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True)), (number, step)
+    assert {"asarray", "to_numpy", "write", "attend", "copy_blocks"} <= set(+Failing.failed)
+
+
+def test_engine_that_goes_on_without_a_rollback_is_convicted(monkeypatch):
+    """The step is taken for done: its tokens are in the pool twice, or not at all."""
+    monkeypatch.setattr(RandomEngine, "_roll_back", lambda engine: engine.pool.done(engine.plan))
+    with pytest.raises(AssertionError):
+        run_engine(run_engine(0)[2] // 2)

@@ -166,6 +166,23 @@ def test_rollback_of_growth_in_another_plan_makes_the_row_dirty(steps, make_plan
     assert plan.block_tables[0, :2].tolist() == [1, 4]
 
 
+def test_row_whose_growth_was_rolled_back_is_shown_without_it(steps):
+    pool, plan, h, step = steps([4, 1])
+    step(h, 0)
+    pool.step(plan, h, [1, 0])
+    grown = plan.block_tables[0].tolist()
+    pool.rollback(plan)
+    assert 0 in step(h, 0)
+    assert plan.block_tables[0].tolist() == [grown[0], *grown[2:], grown[2]] != grown
+
+
+def test_forgotten_row_of_a_new_sequence_is_dirty(steps):
+    _, plan, h, step = steps([0])
+    assert step(h, 0) == [0] and step(h, 0) == []
+    plan.forget()
+    assert step(h, 0) == [0]
+
+
 def test_padding_over_a_row_makes_it_dirty_and_forgets_it(steps):
     _, plan, h, step = steps([1, 1, 1], block_size=16)
     step(h)

@@ -245,6 +245,7 @@ def test_requests_of_others_end_in_a_step_of_theirs(engine, answer):
         ("a", {"id": []}, TypeError, "hashable"),
         (kvpool.Request([1], user="hot"), {}, TypeError, "must be a Sampling or None"),
         (kvpool.Request([1]), {"n": 2}, TypeError, "brings its options itself"),
+        (kvpool.Request([1]), {"max_tokens": 256}, TypeError, "brings its options itself"),
     ],
 )
 def test_wrong_requests_are_refused_and_nothing_is_lost(engine, answer, prompt, options, error, text):

@@ -19,6 +19,7 @@ from kvpool.config import KVSpec
 from kvpool.errors import BackendUnavailable
 from kvpool.protocol import ArrayPlan, AttentionOptions, BatchShape
 from kvpool.testing import conformance
+from kvpool.testing.conformance_scores import check as check_scores
 from kvpool.testing.filled import fill
 from kvpool_backends.mlx import MLXBackend
 from kvpool_backends.mlx import metal as metal_route
@@ -43,12 +44,15 @@ CASES = (
     "sinks_are_counted_once",
     "masks_of_bools_and_floats_are_applied",
     "options_that_cannot_be_served_are_refused",
+    "scores_of_padding_are_zero",
+    "scores_that_cannot_be_served_are_refused",
 )
 NATIVE_CASES = (
     "wide_groups_equal_dense_attention",
     "copies_writes_reads_happen_in_order",
     "misuse_is_refused_before_a_byte_changes",
     "import_restores_what_export_took",
+    "scores_of_padding_are_zero",
 )
 
 
@@ -108,6 +112,15 @@ def test_long_chunks_take_mlx_attention_and_equal_float64(make, gathers, q_lens,
     filled = fill(make, SPEC, [n + 9 for n in q_lens])
     filled.check(q_lens, 4, f"chunks {q_lens}")
     assert len(gathers) == 2 * chunks * SPEC.num_layers
+
+
+@pytest.mark.parametrize("kind", ["raw", "mass"])
+@pytest.mark.parametrize("q_lens", [(33,), (1, 40, 0, 7, 32)], ids=str)
+def test_scores_of_long_chunks_equal_float64(make, kind, q_lens):
+    filled = fill(make, SPEC, [n + 9 for n in q_lens])
+    sinks = AttentionOptions(sinks=np.linspace(-1, 2, 4))
+    for options in (None, sinks):
+        check_scores(filled, q_lens, 4, kind, options)
 
 
 def test_long_chunks_with_sinks_equal_float64_and_other_options_stay_in_the_kernel(metal, gathers):

@@ -103,7 +103,8 @@ def test_sdist_holds_every_source_and_nothing_built(distributions, source_tree):
     (path,) = distributions.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    folders = ("kvpool", "kvpool_backends", "metal", "tests", "benchmarks", "docs", "scripts", ".ci", ".github")
+    folders = ["kvpool", "kvpool_backends", "metal", "tests", "benchmarks", "docs", "examples", "scripts", ".ci"]
+    folders.append(".github")
     files = [file for folder in folders for file in (source_tree / folder).rglob("*")] + list(source_tree.glob("*"))
     expected = {str(file.relative_to(source_tree)) for file in files if file.is_file()}
     assert expected - {".gitignore", ".git"} - names == set()
@@ -221,6 +222,17 @@ def test_another_extension_can_cimport_kvpool(origin, tmp_path, request):
     """
     output = run(sys.executable, "-c", textwrap.dedent(code), cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{site}")
     assert output.startswith(site) and output.endswith("[1, 1]\n")
+
+
+NEEDS_CARGO = pytest.mark.skipif(shutil.which("cargo") is None, reason="cargo is not installed")
+
+
+@pytest.mark.parametrize("kind", ["c", "cython", pytest.param("rust", marks=NEEDS_CARGO)])
+def test_native_example_runs_on_an_installed_wheel(kind, site, tmp_path):
+    """The command of docs/embedding.md, far from the sources of kvpool."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    output = run(sys.executable, "examples/run.py", kind, cwd=tmp_path, PYTHONPATH=str(site))
+    assert output.startswith(f"kvpool of {site}") and f": {kind} gives" in output
 
 
 def test_source_tree_that_is_not_built_says_what_to_type(source_tree):

@@ -20,7 +20,7 @@ VERBS = [
     "write",
     "attend",
     "gather",
-    "zero",
+    "zero", "compact",
     "export_blocks",
     "import_blocks",
     "warmup",

@@ -11,8 +11,9 @@ import pytest
 mx = pytest.importorskip("mlx.core", reason="the ranks talk through mlx")
 
 from kvpool import Pool  # noqa: E402
-from kvpool.adapters import ranks as ranks_module  # noqa: E402
-from kvpool.adapters.ranks import Ranks, launch  # noqa: E402
+from kvpool.adapters import launch as launch_module  # noqa: E402
+from kvpool.adapters.launch import launch  # noqa: E402
+from kvpool.adapters.ranks import Ranks  # noqa: E402
 from kvpool.cli import main  # noqa: E402
 from kvpool.cli.demo.ranks import part  # noqa: E402
 from kvpool.cli.demo.settings import Settings  # noqa: E402
@@ -26,9 +27,10 @@ def project_on_the_path(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(SCRIPT).parent.parent))
 
 
-def run(fault, timeout=60.0):
-    launched = launch([SCRIPT, fault], 2, timeout=timeout)
+def run(fault):
+    launched = launch([SCRIPT, fault], 2, timeout=120)
     print(launched.output)
+    assert "the ranks were ended" not in launched.output  # whatever happens to one, all end by themselves
     return launched
 
 
@@ -46,24 +48,26 @@ def test_ranks_diverging_pool_stops_both_in_that_step():
         assert f"rank {rank} stopped: RanksDisagree [agree] pools differ in step {WHEN}: rank 0 " in launched.output
 
 
-def test_ranks_one_dies_the_other_says_so():
-    launched = run("die")
+def test_ranks_one_leaves_the_other_says_so():
+    launched = run("leave")
     assert not launched.held
     assert f"rank 0 stopped: RankLost [agree] rank 0 of 2 lost another one in step {WHEN}" in launched.output
 
 
+def test_ranks_one_crashes_the_other_ends():
+    launched = run("crash")  # rank 0 sees it by itself, or is ended by mlx.launch: whichever is first
+    assert not launched.held and "done" not in launched.output
+
+
 def test_ranks_one_hangs_the_other_ends_in_time():
-    start = time.monotonic()
     launched = run("hang")
     assert not launched.held
     assert f"[agree] rank 0 of 2 has waited 3 s for the others in step {WHEN}, the limit" in launched.output
-    assert time.monotonic() - start < 50  # the silent one sleeps for 60
 
 
 def test_launch_workers_that_never_end_are_ended():
-    launched = launch(["-c", "import time; print('here', flush=True); time.sleep(60)"], 2, timeout=3)
+    launched = launch(["-c", "import time; time.sleep(3600)"], 2, timeout=3)
     assert not launched.held
-    assert launched.output.count("here") == 2
     assert "the ranks were ended after 3 s" in launched.output
 
 
@@ -75,9 +79,9 @@ def test_ports_in_use_are_passed_over():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        assert not ranks_module._is_free(taken.getsockname()[1])
-    first = ranks_module._free_ports(3)
-    assert all(ranks_module._is_free(first + k) for k in range(3))
+        assert not launch_module._is_free(taken.getsockname()[1])
+    first = launch_module._free_ports(3)
+    assert all(launch_module._is_free(first + k) for k in range(3))
 
 
 def test_ranks_of_one_agree_with_themselves_and_call_back_when_late():

@@ -73,6 +73,14 @@ class Life:
         elif verb == "commit":
             h = rng.choice(self.open)
             pool.commit(h, [rng.randrange(3) for _ in range(rng.randrange(9))])
+        elif verb == "unshare":
+            rows = self.some(self.open)
+            pool.unshare(rng.choice(self.plans), rows, [rng.randint(0, pool.kv_len(h)) for h in rows], rng.randrange(6))
+        elif verb == "compact":
+            rows = self.some(self.open)
+            pool.compact(rows, [rng.randint(0, pool.kv_len(h)) for h in rows], rng.randrange(6))
+        elif verb == "evict_blocks":
+            pool.evict_blocks(h := rng.choice(self.open), self.some(range(pool.kv_len(h) // 4)))
         elif verb == "pin":
             self.open.append(pool.pin([rng.randrange(3) for _ in range(8)]))
         elif verb == "flush":
@@ -87,7 +95,7 @@ class Life:
         verbs = [
             *("open", "step", "step", "again", "reserve", "done", "done", "rollback", "fork", "truncate", "close"),
             *("close_finished", "defer", "alloc", "free", "decref", "incref", "mark_committed", "evict"),
-            *("take_dropped", "commit", "commit", "pin", "flush"),
+            *("take_dropped", "commit", "commit", "pin", "flush", "unshare", "compact", "compact", "evict_blocks"),
         ]
         for _ in range(count):
             try:

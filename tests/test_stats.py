@@ -24,6 +24,7 @@ def test_fresh_pool(make_pool):
         "tokens": 0,
         "capacity": 0,
         "fragmentation": 0.0,
+        "evicted_tokens": 0,
     }
 
 

@@ -10,8 +10,10 @@ ROOT = Path(__file__).resolve().parent.parent
 FILE_LINES_MAX = 600
 FUNCTION_LINES_MAX = 70
 LINE_LENGTH_MAX = 120
-FOLDERS = ("kvpool", "kvpool_backends", "metal", "benchmarks", "proof", "tests", "scripts", "docs", ".ci")
-SUFFIXES = (".py", ".pyx", ".pxd", ".pyi", ".c", ".h", ".metal", ".sh")
+FOLDERS = (
+    *("kvpool", "kvpool_backends", "metal", "benchmarks", "examples", "proof", "tests", "scripts", "docs", ".ci"),
+)
+SUFFIXES = (".py", ".pyx", ".pxd", ".pyi", ".c", ".h", ".metal", ".rs", ".sh")
 # Spelled in halves, so that the list does not find itself.
 UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X|HA" + r"CK)\b")
 # A module of the core may import those before it, never those after it.
@@ -19,7 +21,7 @@ CORE_ORDER = (
     *("_types", "_fork", "_memory", "_args", "_record"),  # C functions on structs
     *("_blocks", "_sequence", "_prefix", "_step", "_wire"),
     *("_block_calls", "_sequence_calls", "_plan"),  # what Python sees of them
-    *("_prefix_events", "_prefix_calls", "_pool"),
+    *("_prefix_events", "_prefix_calls", "_evict_calls", "_pool"),
 )
 # Folders whose code drives a framework; elsewhere kvpool knows none.
 FRAMEWORK_USERS = (

@@ -11,20 +11,16 @@ results, with one all-gather of eight bytes a rank:
             generator.next()
             ranks.agree(kv.pool, generator.stream)
 
-Start it by `mlx.launch`, or by `launch` below. Needs nothing but mlx; pools must have the same ``seed=`` on all ranks,
-and requests must come in the same order.
+Start it by `mlx.launch`, or by `kvpool.adapters.launch`. Needs nothing but mlx; pools must have the same ``seed=`` on
+all ranks, and requests must come in the same order.
 """
 
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -167,75 +163,3 @@ class Ranks:
 def _end_process(message: str) -> NoReturn:
     print(message, file=sys.stderr, flush=True)
     os._exit(TIMED_OUT)
-
-
-@dataclass(frozen=True, slots=True)
-class Launched:
-    """What `launch` saw.
-
-    Attributes
-    ----------
-    held : bool
-        Every rank printed its last line. `mlx.launch` itself returns 0 whatever its workers do.
-    output : str
-        Everything that the ranks printed, standard error included.
-    """
-
-    held: bool
-    output: str
-
-
-def launch(
-    command: Sequence[str], ranks: int, *, timeout: float = 120.0, last_line: str = "rank {rank}: done"
-) -> Launched:
-    """Run ``python command...`` as so many local processes on MLX's ring, on ports that are free now.
-
-    Parameters
-    ----------
-    command : sequence of str
-        Arguments of the interpreter that runs this.
-    ranks : int
-    timeout : float
-        Seconds; after them all processes are ended, and `held` is False.
-    last_line : str
-        What rank r prints when it has succeeded, with ``{rank}`` in it.
-    """
-    argv = [
-        *(str(Path(sys.executable).with_name("mlx.launch")), "-n", str(ranks), "--backend", "ring"),
-        *("--starting-port", str(_free_ports(ranks)), "--", sys.executable, *command),
-    ]
-    process = subprocess.Popen(
-        argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 15)
-        try:
-            output, _ = process.communicate(timeout=10)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            output, _ = process.communicate()
-        return Launched(False, f"{output}\n[launch] the ranks were ended after {timeout:g} s, the limit\n")
-    lines = output.splitlines()
-    return Launched(all(last_line.format(rank=rank) in lines for rank in range(ranks)), output)
-
-
-def _free_ports(count: int) -> int:
-    """The first of `count` ports in a row that nobody on this machine listens on now."""
-    for _ in range(100):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            first = int(probe.getsockname()[1])
-        if first + count <= 65536 and all(_is_free(first + k) for k in range(count)):
-            return first
-    raise RankLost(f"[launch] no {count} free ports in a row were found")
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True

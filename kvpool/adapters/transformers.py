@@ -113,8 +113,7 @@ class PoolAllocator(FullAttentionCacheAllocator):
             self.handles[request_id] = self.blocks.open(past_length + query_length)
             return
         self.blocks.reserve(self.one_row, [handle], past_length + query_length - self.blocks.num_tokens(handle))
-        source, target, _ = self.one_row.copies.T
-        self.copy_blocks(source.tolist(), target.tolist())
+        self.copy_blocks(*self.one_row.copies.T[:2].tolist())
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """The request is over. What the prefix cache knows of it stays until its blocks are needed."""

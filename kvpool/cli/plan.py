@@ -23,6 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--block-size", type=int, default=16, metavar="TOKENS", help="tokens per block (default: %(default)s)"
     )
     parser.add_argument("--dtype", help="element type of the cache (default: the model's)")
+    parser.add_argument("--k-bits", type=int, metavar="BITS", help="quantize keys to 4 or 8 bits (default: not)")
+    parser.add_argument("--v-bits", type=int, metavar="BITS", help="the same for values")
+    parser.add_argument(
+        "--quant-group-size", type=int, default=64, metavar="N", help="elements per scale (default: %(default)s)"
+    )
     parser.add_argument(
         "--max-len",
         type=int,
@@ -37,7 +42,16 @@ def run(args: argparse.Namespace) -> int:
 
     memory = f"{args.memory}B" if args.memory.isdecimal() else args.memory
     try:
-        facts, text = describe_plan(args.model, memory, args.block_size, args.dtype, args.max_len)
+        facts, text = describe_plan(
+            args.model,
+            memory,
+            args.block_size,
+            args.dtype,
+            args.max_len,
+            k_bits=args.k_bits,
+            v_bits=args.v_bits,
+            quant_group_size=args.quant_group_size,
+        )
     except OSError as exc:
         raise CommandError(f"--model {args.model}: {exc.strerror or exc}") from None
     except (TypeError, ValueError) as exc:

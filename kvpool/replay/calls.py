@@ -21,7 +21,8 @@ from kvpool.errors import KVPoolError
 MAGIC = b"KVCALLS1"
 NAMES = {  # the enums of kvpool/_types.pxd and kvpool/_record.pxd
     1: "alloc", 2: "incref", 3: "decref", 4: "free", 5: "commit", 6: "revive", 7: "evict", 8: "take_dropped", 9: "open",
-    10: "fork", 11: "truncate", 12: "close", 13: "step", 14: "reserve", 15: "rollback", 16: "done", 32: "start",
+    10: "fork", 11: "truncate", 12: "close", 13: "step", 14: "reserve", 15: "rollback", 16: "done", 18: "compact",
+    19: "evict_blocks", 20: "unshare", 32: "start",
     33: "flush", 34: "close_finished", 35: "defer_close",
 }  # fmt: skip
 SAME_ROWS, PARTIAL = 1, 2
@@ -178,6 +179,13 @@ def _arguments(read: _Reader, name: str, indexed: bool) -> dict[str, Any]:
         return {"rows": read.batch()}
     if name == "truncate":
         return {"rows": read.batch(), "lens": read.batch()}
+    if name == "compact":
+        return {"rows": read.batch(), "lens": read.batch(), "first": read.number()}
+    if name == "unshare":
+        plan = read.number()
+        return {"plan": plan, "rows": read.batch(), "lens": read.batch(), "first": read.number()}
+    if name == "evict_blocks":
+        return {"row": read.number(), "indices": read.batch()}
     if name == "close_finished":
         closing = read.batch()
         return {"rows": closing, "mask": read.numbers(len(closing) if isinstance(closing, list) else 1)}

@@ -44,7 +44,7 @@ class Player:
     def start(self, arguments: dict[str, Any]) -> None:
         """Make the new pool what a reset left: generations of slots, content that was dropped, the digest."""
         pool, dropped = self.pool, arguments["dropped"]
-        if dropped:
+        if dropped and not pool.index_nbytes:  # an index forgets what was dropped in the next call
             pool.alloc(pool.num_free)
             pool.mark_committed(dropped)
             pool.free(dropped)
@@ -75,6 +75,13 @@ class Player:
         pool, a = self.pool, call.arguments
         if call.name in ("step", "reserve"):
             self.step(call)
+        elif call.name == "unshare":
+            self.rows[a["plan"]] = rows = self.take(a["rows"])
+            pool.unshare(self.plan(a["plan"], len(rows), 0), rows, a["lens"], a["first"])
+        elif call.name == "compact":
+            pool.compact(self.take(a["rows"]), a["lens"], a["first"])
+        elif call.name == "evict_blocks":
+            pool.evict_blocks(self.handles[a["row"]], a["indices"])
         elif call.name in ("done", "rollback"):
             getattr(pool, call.name)(self.plans[a["plan"]])
         elif call.name == "alloc":
@@ -227,7 +234,7 @@ def _with_rows(calls: Sequence[Call]) -> list[Call]:
     rows: dict[int, list[int]] = {}
     found = []
     for call in calls:
-        if call.name in ("step", "reserve"):
+        if call.name in ("step", "reserve", "unshare"):
             number = call.arguments["plan"]
             if call.arguments["rows"] is not None:
                 rows[number] = call.arguments["rows"]

@@ -14,8 +14,8 @@ Every pool is filled with NaN first, in every slot of every block, the reserved 
 are then written into randomly chosen blocks, and what comes out is compared with dense float64 attention
 (`kvpool.testing.dense`) over the values as the dtype rounds them. So a backend that reads one slot too many
 answers NaN. How large an error may be: `kvpool.testing.filled.TOLERANCE`. Cases try only what `capabilities()`
-claims; a case for which nothing is left raises `NotApplicable`. More of them are in `conformance_shapes` and
-`conformance_features`, by way of `CASES`.
+claims; a case for which nothing is left raises `NotApplicable`. More of them are in `conformance_shapes`,
+`conformance_features` and `conformance_scores`, by way of `CASES`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import numpy as np
 from kvpool import Plan, Pool
 from kvpool.config import DTYPES, LAYOUTS
 from kvpool.protocol import ArrayPlan, BatchShape, KVBackend
-from kvpool.testing import conformance_features, conformance_shapes
+from kvpool.testing import conformance_compact, conformance_features, conformance_scores, conformance_shapes
 from kvpool.testing.dense import dense_attention, dense_attention_and_size, round_to, stored_bytes
 from kvpool.testing.engine import RandomEngine
 from kvpool.testing.filled import (
@@ -495,4 +495,4 @@ def refused_specs_raise(factory: Factory) -> None:
         raise NotApplicable
 
 
-CASES += conformance_shapes.CASES + conformance_features.CASES
+CASES += conformance_shapes.CASES + conformance_features.CASES + conformance_scores.CASES + conformance_compact.CASES

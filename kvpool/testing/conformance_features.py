@@ -6,7 +6,6 @@ A case runs where `capabilities().features` names what it needs; what is not nam
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from itertools import chain, combinations, product
 from typing import Any
@@ -31,6 +30,7 @@ from kvpool.testing.filled import (
     head_counts,
     mask_rows,
     random_mask,
+    refused,
     same_bytes,
     slots_of,
     some_options,
@@ -313,19 +313,8 @@ def options_that_cannot_be_served_are_refused(factory: Factory) -> None:
         backend, before = filled.backend, everything(filled.backend)
         q, plan = backend.asarray(filled.queries([2, 1], 4)), filled.plan([2, 1])
         for what, expected, options in _bad_options(features):
-            _refused(partial(backend.attend, 0, q, plan, options=options), expected, what)
+            refused(partial(backend.attend, 0, q, plan, options=options), expected, what)
         same_bytes(everything(backend), before, "refused options")
-
-
-def _refused(call: Callable[[], Any], expected: type[Exception], what: str) -> None:
-    try:
-        call()
-    except expected as error:
-        assert str(error).startswith("[attend] "), f"{what}: the message must begin with [attend], got {error}"
-        return
-    except Exception as error:
-        raise AssertionError(f"{what} raised {error!r}, not {expected.__name__}") from error
-    raise AssertionError(f"{what} was accepted, {expected.__name__} is documented")
 
 
 def _bad_options(features: tuple[str, ...]) -> list[tuple[str, type[Exception], Any]]:

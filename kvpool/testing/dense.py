@@ -46,35 +46,75 @@ def dense_attention(
         With sinks they sum to less than 1; all 0 for a query that sees nothing.
     """
     options = AttentionOptions() if options is None else options
+    num_queries, num_q_heads = q.shape[:2]
+    out = np.empty((num_queries, num_q_heads, v.shape[2]))
+    weights = np.empty((num_queries, num_q_heads, len(k)))
+    for head in range(num_q_heads):
+        weights[:, head] = _weights_of_head(_scores_of_head(q, k, head, scale, options), head, options)
+        out[:, head] = weights[:, head] @ v[:, head // (num_q_heads // k.shape[1])].astype(np.float64)
+    return out, weights
+
+
+def _scores_of_head(
+    q: np.ndarray, k: np.ndarray, head: int, scale: float | None, options: AttentionOptions
+) -> np.ndarray:
+    """What goes into exp, float64 ``[n, C]``; -inf where the query does not see the key."""
     num_queries, num_q_heads, dim = q.shape
     context, num_kv_heads = k.shape[0], k.shape[1]
-    scale = 1.0 / np.sqrt(dim) if scale is None else scale
     # Of key minus query, [n, C]: 0 on the diagonal that ends in the last corner.
     distance = np.arange(context)[None, :] - np.arange(context - num_queries, context)[:, None]
     seen = distance <= 0
     if options.window is not None:
         seen &= -distance < options.window
-    out = np.empty((num_queries, num_q_heads, v.shape[2]))
-    weights = np.empty((num_queries, num_q_heads, context))
-    for head in range(num_q_heads):
-        kv_head = head // (num_q_heads // num_kv_heads)
-        scores = q[:, head].astype(np.float64) @ k[:, kv_head].astype(np.float64).T * scale
-        if options.soft_cap is not None:
-            scores = np.tanh(scores / options.soft_cap) * options.soft_cap
-        if options.alibi_slopes is not None:
-            scores += float(options.alibi_slopes[head]) * distance
-        seen_here = seen
-        if options.mask is not None:
-            mask = options.mask if options.mask.ndim == 2 else options.mask[:, min(head, options.mask.shape[1] - 1)]
-            if mask.dtype == np.bool_:
-                seen_here = seen & mask[:, :context]
-            else:
-                scores += mask[:, :context]
-        scores = np.where(seen_here, scores, -np.inf)
-        sink = -np.inf if options.sinks is None else float(options.sinks[head])
-        weights[:, head] = _softmax(np.column_stack([scores, np.full(num_queries, sink)]))[:, :-1]
-        out[:, head] = weights[:, head] @ v[:, kv_head].astype(np.float64)
-    return out, weights
+    kv_head = head // (num_q_heads // num_kv_heads)
+    scores = q[:, head].astype(np.float64) @ k[:, kv_head].astype(np.float64).T
+    scores = scores * (1.0 / np.sqrt(dim) if scale is None else scale)
+    if options.soft_cap is not None:
+        scores = np.tanh(scores / options.soft_cap) * options.soft_cap
+    if options.alibi_slopes is not None:
+        scores += float(options.alibi_slopes[head]) * distance
+    if options.mask is not None:
+        mask = options.mask if options.mask.ndim == 2 else options.mask[:, min(head, options.mask.shape[1] - 1)]
+        if mask.dtype == np.bool_:
+            seen = seen & mask[:, :context]
+        else:
+            scores += mask[:, :context]
+    return np.where(seen, scores, -np.inf)
+
+
+def _weights_of_head(scores: np.ndarray, head: int, options: AttentionOptions) -> np.ndarray:
+    sink = -np.inf if options.sinks is None else float(options.sinks[head])
+    return _softmax(np.column_stack([scores, np.full(len(scores), sink)]))[:, :-1]
+
+
+def dense_scores(
+    q: np.ndarray,
+    k: np.ndarray,
+    kind: str,
+    scale: float | None = None,
+    options: AttentionOptions | None = None,
+) -> np.ndarray:
+    """What `KVBackend.attend` exports with ``scores=kind`` for one row whose newest token alone is the query.
+
+    Parameters
+    ----------
+    q : ``[1, Hq, D]``
+    k : ``[C, Hk, D]``
+    kind : "raw" or "mass"
+
+    Returns
+    -------
+    float64 ``[Hk, C]``
+        Means over the query heads of each KV head.
+    """
+    options = AttentionOptions() if options is None else options
+    scores = np.zeros((k.shape[1], len(k)))
+    group = q.shape[1] // k.shape[1]
+    for head in range(q.shape[1]):
+        one = _scores_of_head(q, k, head, scale, options)
+        one = _weights_of_head(one, head, options) if kind == "mass" else np.where(one == -np.inf, 0.0, one)
+        scores[head // group] += one[0] / group
+    return scores
 
 
 def dense_attention_and_size(

@@ -37,12 +37,23 @@ class RandomEngine:
     fail_every : int
         If > 0, every that many-th step is broken off in its last layer, half written, rolled back, and done
         again.
+    failure : type of exception
+        What a backend that fails raises, from any call but the ones that fill dead slots: the step, or the
+        reservation, is rolled back and done again, once. Choices are the same as without the failure.
     """
 
-    def __init__(self, factory: Factory, spec: KVSpec, seed: int, fail_every: int = 0) -> None:
+    def __init__(
+        self,
+        factory: Factory,
+        spec: KVSpec,
+        seed: int,
+        fail_every: int = 0,
+        failure: type[BaseException] = _BackendFailed,
+    ) -> None:
         self.spec = spec
         self.seed = seed
         self.fail_every = fail_every
+        self.failure = failure
         self.rng = np.random.default_rng(seed)
         num_blocks = 2 + max(6, 64 // spec.block_size)
         self.pool = Pool(num_blocks, spec.block_size, max_seqs=12)
@@ -92,9 +103,7 @@ class RandomEngine:
         pad_to = (_MAX_ROWS, _MAX_TOKENS) if self.rng.random() < 0.3 else None
         try:
             if self.rng.random() < 0.2:  # a reservation's copies are work of their own
-                self.pool.reserve(self.plan, handles, num_new)
-                self.backend.copy_blocks(self.plan)
-                self.pool.done(self.plan)
+                self._reserve(handles, num_new)
             self._poison()
             self.pool.step(self.plan, handles, num_new, pad_to=pad_to)
         except (OutOfBlocks, CapacityExceeded):  # a sequence may outgrow the pool
@@ -103,16 +112,36 @@ class RandomEngine:
             del self.history[longest]
             return
         self.num_steps += 1
-        if self.fail_every and self.num_steps % self.fail_every == 0:
-            try:
-                self._execute(handles, tokens, fail=True)
-            except _BackendFailed:
-                self.pool.rollback(self.plan)
+        fail = self.fail_every > 0 and self.num_steps % self.fail_every == 0
+        drawn = self.rng.bit_generator.state
+        try:
+            self._execute(handles, tokens, fail)
+        except self.failure:
+            self._roll_back()
+            self.rng.bit_generator.state = drawn
             self.pool.step(self.plan, handles, num_new, pad_to=pad_to)
-        self._execute(handles, tokens)
+            self._execute(handles, tokens)
         self.pool.done(self.plan)
         for handle, new in zip(handles, tokens, strict=True):
             self.history[handle] += new
+
+    def _reserve(self, handles: list[int], num_new: np.ndarray) -> None:
+        self.pool.reserve(self.plan, handles, num_new)
+        try:
+            self.backend.copy_blocks(self.plan)
+        except self.failure:
+            self._roll_back()
+            self.pool.reserve(self.plan, handles, num_new)
+            self.backend.copy_blocks(self.plan)
+        self.pool.done(self.plan)
+
+    def _roll_back(self) -> None:
+        """Take the step back; every sequence has the length that it had."""
+        self.pool.rollback(self.plan)
+        self.pool.check()
+        for handle, history in self.history.items():
+            length = self.pool.num_tokens(handle)
+            assert length == len(history), f"{length} tokens after a rollback, not {len(history)} (seed {self.seed})"
 
     def _execute(self, handles: list[int], tokens: list[list[int]], fail: bool = False) -> None:
         """One forward: copies, then per layer writes and reads."""
@@ -132,7 +161,7 @@ class RandomEngine:
                 half = plan.slot_mapping.copy()
                 half[::2] = -1
                 backend.write(layer, k, v, ArrayPlan(slot_mapping=half))
-                raise _BackendFailed
+                raise self.failure
             backend.write(layer, k, v, plan)
             q = values(self.rng, (new.size, _Q_HEADS, self.spec.head_dim), self.spec.dtype)
             out = attend(backend, layer, q, reads)

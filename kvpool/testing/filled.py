@@ -295,6 +295,18 @@ def close(actual: np.ndarray, expected: Expected, spec: KVSpec, what: str) -> No
         )
 
 
+def refused(call: Callable[[], Any], expected: type[Exception], what: str, verb: str = "attend") -> None:
+    """`call`, of the backend's method `verb`, raises this."""
+    try:
+        call()
+    except expected as error:
+        assert str(error).startswith(f"[{verb}] "), f"{what}: the message must begin with [{verb}], got {error}"
+        return
+    except Exception as error:
+        raise AssertionError(f"{what} raised {error!r}, not {expected.__name__}") from error
+    raise AssertionError(f"{what} was accepted, {expected.__name__} is documented")
+
+
 def same_bytes(actual: np.ndarray, expected: np.ndarray, what: str) -> None:
     assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, expected {expected.shape}"
     if not np.array_equal(actual, expected):
@@ -325,7 +337,7 @@ def token_columns(spec: KVSpec, num_tokens: int) -> Iterator[slice]:
     """Where the first `num_tokens` positions are in a row of `export_blocks`: a slice per layer and plane."""
     begin = 0
     for _ in range(spec.num_layers):
-        for _, dim in spec.planes:
-            token = spec.num_kv_heads * dim * spec.itemsize_nbytes
+        for plane in spec.stored_planes:
+            token = spec.num_kv_heads * plane.dim * plane.itemsize_nbytes
             yield slice(begin, begin + int(num_tokens) * token)
             begin += spec.block_size * token

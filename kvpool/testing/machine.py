@@ -13,6 +13,7 @@ Examples
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -50,6 +51,8 @@ WHICH_BLOCKS = {
     "free": "raw",
     "revive": "committed",
 }
+#: Ways to let tokens go; "settled": every pending step is done before.
+HOW_TO_EVICT = ("unshare settled", "unshare", "compact settled", "compact", "blocks", "blocks settled")
 which_plan = st.integers(0, len(PLANS) - 1)
 
 
@@ -207,10 +210,16 @@ class PoolMachine(RuleBasedStateMachine):
         self._truncate(rows, new)
 
     def _truncate(self, rows: list[int], new: list[int]) -> None:
-        form = np.array(new, np.int32 if len(new) % 2 else np.int64) if self._as_array() else new
+        lens = [n + self._evicted(name) for name, n in zip(rows, new, strict=True)]
+        form = np.array(lens, np.int32 if len(new) % 2 else np.int64) if self._as_array() else lens
         if self.both(lambda side: side.pool.truncate(side.batch(rows, self._as_array()), form)) is not RAISED:
             for name, length in zip(rows, new, strict=True):
                 self.content.truncated(name, length)
+
+    def _evicted(self, name: int) -> int:
+        """Tokens that left a sequence."""
+        pool, handle = self.pair.test.pool, self.pair.test.handle(name)
+        return pool.num_tokens(handle) - pool.kv_len(handle)
 
     @rule(chosen=picks, how=st.sampled_from(["close", "cache", "finished", "defer"]), bits=small)
     def close(self, chosen: list[int], how: str, bits: int) -> None:
@@ -266,7 +275,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.content.took(block for block in table if block not in before.get(name, ()))
         slots = []
         for name, table in zip(rows, tables, strict=True):
-            grown = range(lengths[name], test.pool.num_tokens(test.handle(name)))
+            grown = range(lengths[name], test.pool.kv_len(test.handle(name)))
             slots.append([table[p // self.block_size] * self.block_size + p % self.block_size for p in grown])
         if hasattr(plan, "slot_mapping"):
             flat = [slot for row in slots for slot in row]
@@ -352,6 +361,43 @@ class PoolMachine(RuleBasedStateMachine):
             rows,
             lambda side, plan: side.pool.reserve(plan, side.batch(rows, self._as_array()), num_new),
         )
+
+    @rule(index=which_plan, chosen=picks, lens=counts, first=small, how=st.sampled_from(HOW_TO_EVICT), salt=small)
+    def evict_tokens(self, index: int, chosen: list[int], lens: list[int], first: int, how: str, salt: int) -> None:
+        """Tokens leave sequences: compaction, with blocks made private before or not, or whole blocks."""
+        rows = self._rows(chosen)
+        if how.endswith("settled"):
+            for pending in list(self.before):
+                self._done(pending)
+        if how.startswith("blocks"):
+            self._evict_blocks(rows[0], salt)
+            return
+        now = [len(self.content.stamps[name]) for name in rows]
+        keep = [max(0, n - lens[i % len(lens)] * self.appetite) for i, n in enumerate(now)]
+        if how.startswith("unshare"):
+            index = self._idle_plan(index)
+            self._start(index, rows, lambda side, p: side.pool.unshare(p, side.batch(rows, True), keep, first))
+            if how.endswith("settled") and index in self.before:
+                self._done(index)
+        self._compact(rows, keep, first, salt)
+
+    def _compact(self, rows: list[int], keep: list[int], first: int, salt: int) -> None:
+        """Compaction to so many tokens, which ones by chance; the fake backend moves them."""
+        test = self.pair.test
+        old = [test.pool.table(test.handle(name)).tolist() for name in rows]
+        if self.both(lambda side: side.pool.compact(side.batch(rows, True), keep, first)) is RAISED:
+            return
+        for name, table, n in zip(rows, old, keep, strict=True):
+            length = len(self.content.stamps[name])
+            start = min(first, n)
+            rest = random.Random(salt).sample(range(start, length), n - start)
+            self.content.compacted(name, table, [*range(start), *sorted(rest)])
+
+    def _evict_blocks(self, name: int, salt: int) -> None:
+        full = len(self.content.stamps[name]) // self.block_size
+        places = sorted(random.Random(salt).sample(range(full), salt % (full + 1)))
+        if self.both(lambda side: side.pool.evict_blocks(side.handle(name), places)) is not RAISED:
+            self.content.lost_blocks(name, places)
 
     def is_pending(self) -> bool:
         """Whether a step is pending and its `done` was not called."""

@@ -91,6 +91,25 @@ class Content:
         """The sequence lost its end."""
         del self.stamps[handle][length:]
 
+    def compacted(self, handle: int, table: list[int], keep: list[int]) -> None:
+        """The sequence keeps these of its tokens, moved to the front of `table`, after all that was issued."""
+        stamps = self.stamps[handle]
+        work = Work(-1, noted=True)
+        if len(keep) < len(stamps):
+            at = self._context(table, len(stamps))
+            work.copies.append(([at[k] for k in keep], at[: len(keep)]))
+            self.stamps[handle] = [stamps[k] for k in keep]
+        work.reads.append((handle, self._context(table, len(keep)), list(self.stamps[handle])))
+        self.queue.append(work)
+        work.run(self.now)
+        self._verify_reads(work, self.now, "when tokens were moved")
+        self._run_queue()
+
+    def lost_blocks(self, handle: int, places: list[int]) -> None:
+        """Whole blocks of a sequence left."""
+        stamps, bs = self.stamps[handle], self.block_size
+        self.stamps[handle] = [stamp for i, stamp in enumerate(stamps) if i // bs not in places]
+
     def closed(self, handle: int) -> None:
         """The sequence is gone; a second time changes nothing."""
         self.stamps.pop(handle, None)

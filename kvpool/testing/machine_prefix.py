@@ -18,6 +18,7 @@ from kvpool.testing.machine import PoolMachine, _some, counts, picks, small, whi
 from kvpool.testing.machine_content import Content
 from kvpool.testing.machine_sides import PLANS, RAISED, Side
 
+NOBODYS = 2**31 - 1  # a token that no prompt has
 NAMESPACES = (b"", b"", b"", b"a", b"b")
 namespaces = st.sampled_from(NAMESPACES)
 styles = st.sampled_from([0, 0, 0, 1, 2, 3])
@@ -100,6 +101,22 @@ class PrefixContent(Content):
         if length % 2:
             prompt, style = self.script[handle]
             self.script[handle] = prompt[:length], style + 1
+
+    def compacted(self, handle: int, table: list[int], keep: list[int]) -> None:
+        """Nothing that the sequence has or will have may be found any more: its tokens are no prefix."""
+        if len(keep) < len(self.stamps[handle]):
+            self._no_prefix(handle, len(keep))
+        super().compacted(handle, table, keep)
+
+    def lost_blocks(self, handle: int, places: list[int]) -> None:
+        """Like compaction; what stays found are the blocks that left."""
+        super().lost_blocks(handle, places)
+        if places:
+            self._no_prefix(handle, len(self.stamps[handle]))
+
+    def _no_prefix(self, handle: int, length: int) -> None:
+        self.tokens[handle] = [NOBODYS] * length
+        self.committed[handle] = 0
 
     def next_token(self, handle: int, position: int) -> int:
         """The token that the sequence has at a position."""

@@ -151,11 +151,12 @@ class Pair:
             assert tuple(got) == tuple(want), f"prefix_stats: {got}, due {want}"
         state = oracle.state()
         tables = {}
-        for name, (length, table, _, _) in state["sequences"].items():
+        for name, (length, table, _, _, (evicted, _)) in state["sequences"].items():
             handle = self.test.handle(name)
             tables[name] = test.table(handle).tolist()
             assert tables[name] == table, f"table of {name}: {tables[name]}, due {table}"
-            assert test.num_tokens(handle) == length, f"num_tokens of {name}"
+            assert test.kv_len(handle) == length, f"kv_len of {name}"
+            assert test.num_tokens(handle) == length + evicted, f"num_tokens of {name}"
             assert test.capacity(handle) == len(table) * test.block_size, f"capacity of {name}"
             assert test.is_open(handle), f"is_open of {name}"
         for block in range(test.reserved_blocks, test.num_blocks):

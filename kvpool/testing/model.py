@@ -29,13 +29,13 @@ from kvpool.errors import CapacityExceeded, CorruptState, PlanStateError
 from kvpool.stats import PoolStats
 from kvpool.testing import model_args as args
 from kvpool.testing.model_blocks import Row, Sequence, Step, _live_tags, ceil_div, public_call
+from kvpool.testing.model_eviction import EvictionModel
 from kvpool.testing.model_plan import ModelPlan
-from kvpool.testing.model_prefix import PrefixModel
 
 __all__ = ["ModelPlan", "ModelPool"]
 
 
-class ModelPool(PrefixModel):
+class ModelPool(EvictionModel):
     """A pool of KV blocks in plain Python; same constructor, methods and errors as `kvpool.Pool`.
 
     See `kvpool.testing.model_blocks.BlockModel` and `kvpool.testing.model_prefix.PrefixModel` for the parameters.
@@ -364,6 +364,7 @@ class ModelPool(PrefixModel):
                     list(seq.table),
                     seq.epoch,
                     [(local(parent), newest - now) for parent, newest in seq.ancestors],
+                    (seq.evicted, seq.point),
                 )
                 for _, seq in sorted(self._sequences.items())
             },

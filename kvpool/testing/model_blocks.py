@@ -37,6 +37,9 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     #: (step, done tokens) when it was forked from a row of a pending step
     forked_in: tuple[int, int] | None = None
+    #: tokens that left; `num_tokens` are those that are there, and positions go on from the sum of both
+    evicted: int = 0
+    point: int = 0  #: that sum when tokens left last
 
 
 @dataclass(eq=False, slots=True)
@@ -144,7 +147,8 @@ class BlockModel:
         self._closed = self._busy = False
         self._next_step = 1
         self._generations: dict[int, int] = {}
-        self._counters = dict.fromkeys(("cow_copies", "cow_tokens", "allocs", "evictions", "peak_used"), 0)
+        counted = ("cow_copies", "cow_tokens", "allocs", "evictions", "peak_used", "evicted_tokens")
+        self._counters = dict.fromkeys(counted, 0)
         self._dropped: list[int] = []
         self._deferred: list[int] = []
         self._digest = 0

@@ -271,7 +271,7 @@ class ModelPlan:
             "block_tables": lambda: table("block_tables", [seq.table for seq in batch], self.table_width),
             "seq_lens": lambda: padded("seq_lens", lens, num_rows),
             "slot_mapping": lambda: padded("slot_mapping", [slot(seq, p) for seq, p in fresh], num_tokens),
-            "positions": lambda: padded("positions", [p for _, p in fresh], num_tokens),
+            "positions": lambda: padded("positions", [p + seq.evicted for seq, p in fresh], num_tokens),
             "cu_q_lens": lambda: sums(new),
             "indptr": lambda: sums([len(row) for row in pages]),
             "indices": lambda: [b for row in pages for b in row],

@@ -237,6 +237,8 @@ class PrefixModel(SequenceModel):
 
     def _refuse_commit(self, seq: Sequence, row: list[int]) -> None:
         known = seq.tokens + row
+        if row and seq.evicted:
+            raise ValueError(f"[commit] tokens were evicted from {seq.handle}, it commits no more")
         if row and len(known) > self._done_length(seq):
             raise ValueError(
                 f"[commit] {len(known)} tokens would be committed, {self._done_length(seq)} are done ({seq.handle})"

@@ -92,6 +92,7 @@ class SequenceModel(BlockModel):
             child = self._create(parent.num_tokens, parent.table[:shared])
             child.ancestors = [*parent.ancestors, (parent.handle, self._next_step - 1)]
             child.root, child.tokens = parent.root, list(parent.tokens)
+            child.evicted, child.point = parent.evicted, parent.point
             child.forked_in = self._fork_in(parent)
             children.append(child.handle)
         self._chain("fork", self._local(parent.handle), *map(self._local, children))
@@ -108,17 +109,18 @@ class SequenceModel(BlockModel):
         batch = self._batch("truncate", handles, alone=True)
         lengths = args.per_row("truncate", "lens", lens, len(batch))
         for seq, length in zip(batch, lengths, strict=True):
-            if length > seq.num_tokens:
-                raise ValueError(f"[truncate] len is too large ({length}), num_tokens is {seq.num_tokens}")
+            if not seq.point <= length <= seq.num_tokens + seq.evicted:
+                raise ValueError(f"[truncate] len is {length}, {seq.point} .. {seq.num_tokens + seq.evicted} is legal")
         for seq in batch:
             if any(row.handle == seq.handle for step in self._pending for row in step.rows):
                 raise PlanStateError(f"[truncate] handle is a row of a pending plan ({seq.handle})")
         for seq, length in zip(batch, lengths, strict=True):
-            keep = ceil_div(length, self.block_size)
+            left = length - seq.evicted
+            keep = ceil_div(left, self.block_size)
             seq.epoch += keep < len(seq.table)
             self._pop_blocks(seq, keep)
-            seq.num_tokens = length
-            del seq.tokens[length:]
+            seq.num_tokens = left
+            del seq.tokens[left:]
         self._chain("truncate", *(self._local(seq.handle) for seq in batch), *lengths)
 
     def _close(self, seq: Sequence) -> None:
@@ -177,8 +179,9 @@ class SequenceModel(BlockModel):
 
     @public_call
     def num_tokens(self, handle: int) -> int:
-        """Return the length of a sequence in tokens."""
-        return self._one("num_tokens", handle).num_tokens
+        """Return the length of a sequence in tokens, evicted ones included."""
+        seq = self._one("num_tokens", handle)
+        return seq.num_tokens + seq.evicted
 
     @public_call
     def capacity(self, handle: int) -> int:

@@ -15,7 +15,7 @@ cdef enum Kind:                 # of the elements of a buffer
     BOOL
 
 cdef enum:
-    MOST_BUFFERS = 8            # that a call takes: q, out, tables, two kinds of lengths, sinks, slopes, mask
+    MOST_BUFFERS = 9            # that a call takes: q, out, tables, two kinds of lengths, sinks, slopes, mask, scores
 
 
 cdef struct Extent:

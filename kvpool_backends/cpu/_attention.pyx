@@ -11,7 +11,7 @@ from kvpool._args cimport to_int
 from kvpool_backends.cpu._arguments cimport (
     BFLOAT16, BOOL, FLOAT16, FLOAT32, FLOAT64, Arguments, any_outside, copy_ints, format_of, int_at, kind_of, shape_of,
 )
-from kvpool_backends.cpu.kvcpu cimport KV_BF16, KV_F16, KV_F32, kv_attention, kv_tokens
+from kvpool_backends.cpu.kvcpu cimport KV_BF16, KV_F16, KV_F32, KV_MASS, KV_RAW, kv_attention, kv_tokens
 
 
 cdef const Py_buffer* take_tokens(kv_tokens* tokens, Arguments arguments, object value, str name, int64_t num_tokens,
@@ -56,7 +56,7 @@ cdef int take_inputs(Inputs* inputs, kv_attention* call, Arguments arguments, ob
     inputs.tables = arguments.take_ints(block_tables, "block_tables", 2)
     inputs.seq_lens = arguments.take_ints(seq_lens, "seq_lens", 1)
     inputs.cu_q_lens = arguments.take_ints(cu_q_lens, "cu_q_lens", 1)
-    inputs.sinks = inputs.slopes = inputs.mask = NULL
+    inputs.sinks = inputs.slopes = inputs.mask = inputs.scores = NULL
     num_rows = inputs.seq_lens.shape[0]
     arguments.check_shape(inputs.cu_q_lens, "cu_q_lens", num_rows + 1)
     if inputs.tables.shape[0] < num_rows:
@@ -111,6 +111,33 @@ cdef const Py_buffer* take_mask(kv_attention* call, Arguments arguments, object 
     return view
 
 
+cdef int take_scores(Inputs* inputs, kv_attention* call, Arguments arguments, object kind, object out) except -1:
+    """Hold and check where scores go: after `take_inputs`."""
+    cdef Py_buffer* view
+    if not isinstance(kind, str):
+        raise TypeError(f"[attend] scores must be a str, got {type(kind).__name__}")
+    if kind != "raw" and kind != "mass":
+        raise ValueError(f"[attend] scores is {kind!r}, the kinds are ['raw', 'mass']")
+    if out is None:
+        raise ValueError(f"[attend] scores {kind!r} need scores_out, an array to fill")
+    view = arguments.take(out, "scores_out", 3)
+    if kind_of(view) != FLOAT32:
+        raise TypeError(f"[attend] scores_out must be float32, got {format_of(view)}")
+    if view.shape[0] < call.num_rows or view.shape[1] != call.layer.num_kv_heads:
+        raise ValueError(f"[attend] scores_out must have shape [{call.num_rows} or more, {call.layer.num_kv_heads}, "
+                         f"C], got {shape_of(view)}")
+    if view.shape[2] > 1 and view.strides[2] != 4:
+        raise ValueError(f"[attend] scores_out has a stride of {view.strides[2]} bytes between positions, not 4")
+    if view.len > 0:                    # empty arrays have any strides
+        arguments.check_output(view)
+    call.scores.kind = KV_RAW if kind == "raw" else KV_MASS
+    call.scores.out = <float*>view.buf
+    call.scores.row_stride = element_stride(view, 0)
+    call.scores.head_stride = element_stride(view, 1)
+    inputs.scores = view
+    return 0
+
+
 # ---------------------------------------------------------------------- lists, as the kernels want them
 
 cdef int64_t aligned(int64_t nbytes) noexcept:
@@ -146,6 +173,10 @@ cdef int read_inputs(const Inputs* inputs, kv_attention* call, char* lists) exce
     call.cu_q_lens = <int64_t*>lists
     lists += aligned(8 * (call.num_rows + 1))
     longest = read_lengths(inputs, call)
+    if inputs.scores != NULL and inputs.scores.shape[2] < longest:
+        raise ValueError(f"[attend] scores_out has {inputs.scores.shape[2]} positions, the longest context has "
+                         f"{longest} tokens")
+    call.scores.columns = longest
     if inputs.sinks != NULL:
         call.sinks = read_per_head(inputs.sinks, <float*>lists, "sinks")
     lists += aligned(4 * call.num_q_heads)

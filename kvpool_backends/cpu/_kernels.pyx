@@ -17,11 +17,11 @@ from kvpool._args cimport to_int
 from kvpool_backends.cpu._arguments cimport (
     UINT8, Arguments, Bases, copy_ints, extent_of, format_of, grow, kind_of, overlap,
 )
-from kvpool_backends.cpu._attention cimport Inputs, lists_nbytes, read_inputs, take_inputs, take_tokens
+from kvpool_backends.cpu._attention cimport Inputs, lists_nbytes, read_inputs, take_inputs, take_scores, take_tokens
 from kvpool_backends.cpu.kvcpu cimport (
     KV_BF16, KV_F16, KV_F32, kv_attend, kv_attend_scratch_nbytes, kv_attention, kv_copy_blocks, kv_cpus, kv_export,
-    kv_gather, kv_import, kv_isa, kv_isa_at, kv_isa_count, kv_isa_name, kv_layer, kv_plane, kv_read_sum, kv_tokens,
-    kv_write, kv_zero,
+    kv_gather, kv_import, kv_isa, kv_isa_at, kv_isa_count, kv_isa_name, kv_layer, kv_plane, kv_read_sum,
+    kv_scores_scratch_nbytes, kv_tokens, kv_write, kv_zero,
 )
 
 from kvpool.config import KVSpec
@@ -283,7 +283,8 @@ cdef class BlockStore:
         finally:
             arguments.end()
 
-    def attend(self, layer, q, out, block_tables, seq_lens, cu_q_lens, scale=None, options=None):
+    def attend(self, layer, q, out, block_tables, seq_lens, cu_q_lens, scale=None, options=None, *, scores=None,
+               scores_out=None):
         """Causal attention of the query tokens over their rows' contexts; docs/attention.md has the equations.
 
         Parameters
@@ -299,6 +300,15 @@ cdef class BlockStore:
             ``1 / sqrt(D)`` by default.
         options : AttentionOptions, optional
             Or any object with its attributes. Nobody looks for NaN in the mask: where it is visible, so is the NaN.
+        scores : "raw" or "mass", optional
+            See `KVBackend.attend`.
+        scores_out : float32 ``[>= B, Hk, >= C]``, with `scores`
+            C is the longest context; its first B rows and C positions are written. Positions are 4 bytes apart.
+
+        Returns
+        -------
+        int or None
+            C, with `scores`.
         """
         cdef Arguments arguments = self.arguments
         cdef kv_attention call
@@ -319,16 +329,23 @@ cdef class BlockStore:
                                  f"{call.layer.num_kv_heads} KV heads")
             results = take_tokens(&call.out, arguments, out, "out", call.num_tokens, call.num_q_heads, call.layer.v.dim)
             take_inputs(&inputs, &call, arguments, block_tables, seq_lens, cu_q_lens, scale, options)
+            if scores is not None:
+                take_scores(&inputs, &call, arguments, scores, scores_out)
+            elif scores_out is not None:
+                raise ValueError("[attend] scores_out needs scores, one of ['raw', 'mass']; scores is None")
             arguments.check_output(results)
             self.bases.check_apart(arguments)
             read_inputs(&inputs, &call, grow(&self.lists, lists_nbytes(&inputs, &call)))
-            if call.num_tokens == 0:
+            if call.num_tokens == 0 and inputs.scores == NULL:
                 return
             with nogil:
                 nbytes = kv_attend_scratch_nbytes(self.kernels, &call, threads)
             grow(&self.work, nbytes)
+            if inputs.scores != NULL:
+                self.scores_scratch_nbytes = max(self.scores_scratch_nbytes, kv_scores_scratch_nbytes(&call))
             with nogil:
                 kv_attend(self.kernels, &call, self.work.data, threads)
+            return None if inputs.scores == NULL else call.scores.columns
         finally:
             arguments.end()
 

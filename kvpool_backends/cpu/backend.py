@@ -8,7 +8,17 @@ from typing import Any
 import numpy as np
 
 from kvpool.config import DTYPES, LAYOUTS, KVSpec, checked_int
-from kvpool.protocol import FEATURES, ArrayPlan, AttentionOptions, BatchShape, Capabilities, PlanArrays
+from kvpool.eviction.keep import compact_exported
+from kvpool.protocol import (
+    FEATURES,
+    SCORES,
+    ArrayPlan,
+    AttentionOptions,
+    BatchShape,
+    Capabilities,
+    PlanArrays,
+    checked_scores,
+)
 from kvpool_backends.cpu._kernels import BlockStore, base_shapes
 from kvpool_backends.cpu.memory import zeroed
 
@@ -48,6 +58,9 @@ class CPUBackend:
     ) -> None:
         if not isinstance(spec, KVSpec):
             raise TypeError(f"[CPUBackend] spec must be a KVSpec, got {type(spec).__name__}")
+        refused = self.capabilities().refusal(spec)
+        if refused:
+            raise ValueError(f"[CPUBackend] {refused}")
         self.spec = spec
         self.num_blocks = checked_int("CPUBackend", "num_blocks", num_blocks)
         arrays = zeroed(base_shapes(spec, self.num_blocks), _STORED[spec.dtype], "CPUBackend")
@@ -62,6 +75,9 @@ class CPUBackend:
             dtypes=tuple(DTYPES),
             return_attn=False,
             features=FEATURES,
+            scores=SCORES,
+            scores_out=True,
+            compacts=True,
             batch_invariant=True,
         )
 
@@ -92,8 +108,13 @@ class CPUBackend:
         *,
         options: AttentionOptions | None = None,
         return_attn: bool = False,
-    ) -> np.ndarray:
+        scores: str | None = None,
+        scores_out: np.ndarray | None = None,
+    ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
         """Causal attention of ``q [T, Hq, D]`` over the paged context: float32 ``[T, Hq, Dv]``, a new array.
+
+        With `scores` also these, float32 ``[B, Hk, C]``. "raw" costs a store per KV head and position; "mass" lays the
+        scores of all query heads aside meanwhile, ``4 * Hq`` bytes for a token (`BlockStore.scores_scratch_nbytes`).
 
         Raises
         ------
@@ -106,8 +127,21 @@ class CPUBackend:
         if q.ndim != 3:
             raise ValueError(f"[attend] q must have shape [T, Hq, {self.spec.head_dim}], got {list(q.shape)}")
         out = np.empty((*q.shape[:2], self.spec.value_head_dim), np.float32)
-        self.store.attend(layer, q, out, plan.block_tables, plan.seq_lens, plan.cu_q_lens, scale, options)
-        return out
+        if scores is None and scores_out is None:
+            self.store.attend(layer, q, out, plan.block_tables, plan.seq_lens, plan.cu_q_lens, scale, options)
+            return out
+        rows = len(plan.seq_lens)
+        if scores_out is None:
+            shape = (rows, self.spec.num_kv_heads, int(np.max(plan.seq_lens, initial=0)))
+            checked_scores(scores, None, self.capabilities(), shape)
+            scores_out = np.empty(shape, np.float32)
+        elif not isinstance(scores_out, np.ndarray):
+            raise TypeError(f"[attend] scores_out must be a float32 numpy array, got {type(scores_out).__name__}")
+        longest = self.store.attend(
+            layer, q, out, plan.block_tables, plan.seq_lens, plan.cu_q_lens, scale, options,
+            scores=scores, scores_out=scores_out,
+        )  # fmt: skip
+        return out, scores_out[:rows, :, :longest]
 
     # ---------------------------------------------------------------------- whole blocks
 
@@ -124,6 +158,10 @@ class CPUBackend:
         k, v = (np.empty((count, heads, dim), stored) for _, dim in self.spec.planes)
         self.store.gather(layer, ids, k, v)
         return self._as_float32(k), self._as_float32(v)
+
+    def compact(self, blocks: Sequence[int] | np.ndarray, keep: Sequence[int] | np.ndarray) -> None:
+        """Move the tokens of one sequence that stay to the front of its blocks; by way of exported bytes."""
+        compact_exported(self, blocks, keep)
 
     def zero(self, blocks: Sequence[int] | np.ndarray) -> None:
         """Set every byte of these blocks to 0, in all layers and planes."""

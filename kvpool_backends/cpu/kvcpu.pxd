@@ -24,6 +24,16 @@ cdef extern from "kvcpu.h" nogil:
         kv_dtype dtype
         int64_t token_stride, head_stride, dim_stride
 
+    ctypedef enum kv_score_kind:
+        KV_NO_SCORES
+        KV_RAW
+        KV_MASS
+
+    ctypedef struct kv_scores:
+        kv_score_kind kind
+        float* out
+        int64_t row_stride, head_stride, columns
+
     ctypedef struct kv_attention:
         const kv_layer* layer
         kv_tokens q, out
@@ -38,11 +48,13 @@ cdef extern from "kvcpu.h" nogil:
         const float* slopes
         const float* mask
         int64_t mask_token_stride, mask_head_stride
+        kv_scores scores
 
     ctypedef struct kv_isa:
         pass
 
     int64_t kv_attend_scratch_nbytes(const kv_isa* isa, const kv_attention* call, int num_threads)
+    int64_t kv_scores_scratch_nbytes(const kv_attention* call)
     void kv_attend(const kv_isa* isa, const kv_attention* call, void* scratch, int num_threads)
     void kv_write(const kv_isa* isa, const kv_layer* layer, const kv_tokens* k, const kv_tokens* v,
                   const int64_t* slots, int64_t num_tokens, int num_threads)

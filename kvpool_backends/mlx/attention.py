@@ -41,6 +41,50 @@ def attention(
     if options.soft_cap is options.alibi_slopes is mask is None:
         sinks = None if options.sinks is None else mx.array(options.sinks).astype(q.dtype)
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=seen, sinks=sinks)
+    weights = _softmax(_scores(q, k, scale, distance, seen, options, mask), options.sinks)
+    return _by_kv_head(weights, v.astype(mx.float32)).astype(q.dtype)
+
+
+def exported_scores(
+    q: mx.array,
+    k: mx.array,
+    scale: float,
+    position: np.ndarray,
+    options: AttentionOptions,
+    mask: np.ndarray | None,
+    kind: str,
+) -> mx.array:
+    """What `KVBackend.attend` exports for one query per row: float32 ``[B, Hk, C]``. Arguments as of `attention`."""
+    distance = mx.arange(k.shape[2]) - mx.array(position.astype(np.int32))[:, None, :, None]
+    seen = distance <= 0
+    if options.window is not None:
+        seen = seen & (distance > -min(options.window, 2**31 - 1))
+    scores = _scores(q, k, scale, distance, seen, options, mask)
+    if kind == "mass":
+        return mass_of_scores(scores, k.shape[1], options.sinks)
+    return _of_kv_heads(mx.where(scores == -mx.inf, 0, scores), k.shape[1])
+
+
+def mass_of_scores(scores: mx.array, num_kv_heads: int, sinks: np.ndarray | None) -> mx.array:
+    """``[B, Hk, C]`` of what goes into exp, ``[B, Hq, 1, C]``: one more pass over it."""
+    return _of_kv_heads(_softmax(scores, sinks), num_kv_heads)
+
+
+def _of_kv_heads(x: mx.array, num_kv_heads: int) -> mx.array:
+    """Means over the query heads of each KV head: ``[B, Hk, C]`` of ``[B, Hq, 1, C]``."""
+    return x.reshape(x.shape[0], num_kv_heads, x.shape[1] // num_kv_heads, x.shape[3]).mean(axis=2)
+
+
+def _scores(
+    q: mx.array,
+    k: mx.array,
+    scale: float,
+    distance: mx.array,
+    seen: mx.array,
+    options: AttentionOptions,
+    mask: np.ndarray | None,
+) -> mx.array:
+    """What goes into exp, float32 ``[B, Hq, n, C]``; -inf where the query does not see the key."""
     scores = _by_kv_head(q.astype(mx.float32) * scale, k.astype(mx.float32).swapaxes(2, 3))
     if options.soft_cap is not None:
         scores = mx.tanh(scores / options.soft_cap) * options.soft_cap
@@ -52,9 +96,7 @@ def attention(
             seen = seen & given
         else:
             scores = scores + given
-    scores = mx.where(seen, scores, -mx.inf)
-    weights = _softmax(scores, options.sinks)
-    return _by_kv_head(weights, v.astype(mx.float32)).astype(q.dtype)
+    return mx.where(seen, scores, -mx.inf)
 
 
 def _by_kv_head(x: mx.array, y: mx.array) -> mx.array:

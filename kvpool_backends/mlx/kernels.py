@@ -29,7 +29,17 @@ import mlx.core as mx
 import numpy as np
 
 from kvpool.config import LAYOUTS
-from kvpool.protocol import FEATURES, ArrayPlan, AttentionOptions, BatchShape, Capabilities, PlanArrays
+from kvpool.eviction.keep import compact_exported
+from kvpool.protocol import (
+    FEATURES,
+    SCORES,
+    ArrayPlan,
+    AttentionOptions,
+    BatchShape,
+    Capabilities,
+    PlanArrays,
+    checked_scores,
+)
 from kvpool_backends.cpu._kernels import BlockStore
 from kvpool_backends.mlx.backend import MLXBackend
 from kvpool_backends.mlx.storage import DTYPES, PoolMemory
@@ -57,6 +67,8 @@ class KernelBackend(MLXBackend):
             dtypes=tuple(DTYPES),
             return_attn=False,
             features=FEATURES,
+            compacts=True,
+            scores=SCORES,
             batch_invariant=True,
         )
 
@@ -80,17 +92,28 @@ class KernelBackend(MLXBackend):
         *,
         options: AttentionOptions | None = None,
         return_attn: bool = False,
-    ) -> mx.array:
+        scores: str | None = None,
+        scores_out: np.ndarray | None = None,
+    ) -> Any:
         """Causal attention of ``q [T, Hq, D]`` over the paged context, see `KVBackend.attend`."""
         if return_attn:
             raise ValueError("[attend] return_attn is True, this backend does not return weights")
+        checked_scores(scores, scores_out, self.capabilities(), (0, 0, 0))
         q = q if isinstance(q, mx.array) else mx.array(q)
         if q.ndim != 3:
             raise ValueError(f"[attend] q has shape {q.shape}, it must be [T, Hq, D]")
         q, out = _evaluated("attend", q, mx.zeros((*q.shape[:2], self.spec.value_head_dim), q.dtype))
         tables, seq_lens, cu_q_lens = (np.asarray(x) for x in (plan.block_tables, plan.seq_lens, plan.cu_q_lens))
-        self._store.attend(layer, q, out, tables, seq_lens, cu_q_lens, scale, options)
-        return out
+        if scores is None:
+            self._store.attend(layer, q, out, tables, seq_lens, cu_q_lens, scale, options)
+            return out
+        shape = (seq_lens.size, self.spec.num_kv_heads, int(seq_lens.max(initial=0)))
+        (exported,) = _evaluated("attend", mx.zeros(shape, mx.float32))
+        view = np.asarray(memoryview(exported))  # type: ignore[arg-type]
+        self._store.attend(
+            layer, q, out, tables, seq_lens, cu_q_lens, scale, options, scores=scores, scores_out=view
+        )
+        return out, exported
 
     # -------------------------------------------------------------- the same, prepared once for all layers
 
@@ -136,6 +159,10 @@ class KernelBackend(MLXBackend):
         (k, v), views = self._zeros(count, self.spec.num_kv_heads)
         self._store.gather(layer, ids[: -(-count // self.spec.block_size)], *views)
         return k.view(self.dtype), v.view(self.dtype)
+
+    def compact(self, blocks: Sequence[int] | np.ndarray, keep: Sequence[int] | np.ndarray) -> None:
+        """Move the tokens of one sequence that stay to the front of its blocks; by way of exported bytes."""
+        compact_exported(self, blocks, keep)
 
     def zero(self, blocks: Sequence[int] | np.ndarray) -> None:
         """Set whole blocks to 0 in all layers."""

@@ -16,7 +16,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from kvpool.protocol import FEATURES, ArrayPlan, AttentionOptions, BatchShape, Capabilities, PlanArrays, checked_options
+from kvpool.protocol import (
+    FEATURES,
+    SCORES,
+    ArrayPlan,
+    AttentionOptions,
+    BatchShape,
+    Capabilities,
+    PlanArrays,
+    checked_options,
+    checked_scores,
+)
+from kvpool_backends.mlx.attention import exported_scores, mass_of_scores
 from kvpool_backends.mlx.backend import MLXBackend
 from kvpool_backends.mlx.metal_kernels import (
     PART_TOKENS,
@@ -25,6 +36,7 @@ from kvpool_backends.mlx.metal_kernels import (
     attention_step,
     head_tiles,
     plan_attention,
+    score_export,
     with_arrays,
 )
 from kvpool_backends.mlx.plain import PlainBackend
@@ -95,11 +107,15 @@ class MetalAttention(_Storage):
         *,
         options: AttentionOptions | None = None,
         return_attn: bool = False,
-    ) -> mx.array:
+        scores: str | None = None,
+        scores_out: np.ndarray | None = None,
+    ) -> Any:
         """Causal attention of ``q [T, Hq, D]`` over the paged context, see `KVBackend.attend`."""
         if return_attn:
             raise ValueError("[attend] return_attn is True, this backend does not return weights")
-        return self._launch(layer, *self._checked(layer, q, plan, options), scale)
+        checked_scores(scores, scores_out, self.capabilities(), (0, 0, 0))
+        out, *exported = self._launch(layer, *self._checked(layer, q, plan, options), scale, scores)
+        return (out, *exported) if exported else out
 
     def write_and_attend(
         self,
@@ -115,7 +131,7 @@ class MetalAttention(_Storage):
         """`write` and then `attend`, with the checks of both before anything is written."""
         checked = self._checked(layer, q, plan, options)
         self.write(layer, k, v, plan)
-        return self._launch(layer, *checked, scale)
+        return self._launch(layer, *checked, scale)[0]
 
     def step_arrays(self, plan: PlanArrays, seq_lens: np.ndarray) -> MetalPlan:
         """What the layers of one step need: a copy, so that the plan may go on to its next step. Nothing is checked.
@@ -180,38 +196,76 @@ class MetalAttention(_Storage):
         return MetalPlan(tables, seq_lens, cu_q_lens, np.asarray(plan.slot_mapping), tables=_on_device(tables))
 
     def _launch(
-        self, layer: int, q: mx.array, plan: MetalPlan, options: AttentionOptions, scale: float | None
-    ) -> mx.array:
+        self,
+        layer: int,
+        q: mx.array,
+        plan: MetalPlan,
+        options: AttentionOptions,
+        scale: float | None,
+        scores: str | None = None,
+    ) -> list[mx.array]:
+        """The result, and the scores where they are asked for."""
         if not len(q) or not plan.cu_q_lens[-1]:
-            return mx.zeros((*q.shape[:2], self.spec.value_head_dim), q.dtype)
+            shape = (len(plan.seq_lens), self.spec.num_kv_heads, int(plan.seq_lens.max(initial=0)))
+            out = mx.zeros((*q.shape[:2], self.spec.value_head_dim), q.dtype)
+            return [out] if scores is None else [out, mx.zeros(shape)]
         scale = self.spec.head_dim**-0.5 if scale is None else float(scale)
-        work = self._work(plan, q, scale, options)
+        work = self._work(plan, q, scale, options, scores)
 
         def kernel(k_pool: mx.array, v_pool: mx.array) -> list[mx.array]:
             results = []
             if work.step is not None:
-                tokens = q if work.tokens is None else q[work.tokens]
-                results.append(self._kernels.attend(layer, tokens, k_pool, v_pool, with_arrays(work.step, options)))
+                tokens, step = q if work.tokens is None else q[work.tokens], with_arrays(work.step, options)
+                results += self._kernels.attend(layer, tokens, k_pool, v_pool, step, scores)
             for row, _, _ in work.chunks:
                 results += self._contexts(layer, (k_pool, v_pool), plan, slice(row, row + 1))
             return results
 
         results = self._on_pool(layer, kernel)
-        outs = results[: work.step is not None]
+        of_step = 0 if work.step is None else 1 if scores is None else 2
+        outs, exported, contexts = results[:of_step][:1], results[:of_step][1:], results[of_step:]
         sinks = None if options.sinks is None else mx.array(options.sinks).astype(q.dtype)
-        for (_, first, last), k, v in zip(
-            work.chunks, results[len(outs) :: 2], results[len(outs) + 1 :: 2], strict=True
-        ):
+        for (_, first, last), k, v in zip(work.chunks, contexts[::2], contexts[1::2], strict=True):
             queries = q[first:last].swapaxes(0, 1)[None]
             k, v = k.astype(q.dtype), v.astype(q.dtype)
             out = mx.fast.scaled_dot_product_attention(queries, k, v, scale=scale, mask="causal", sinks=sinks)
             outs.append(out[0].swapaxes(0, 1))
-        return outs[0] if work.order is None else mx.concatenate(outs)[work.order]
+        out = outs[0] if work.order is None else mx.concatenate(outs)[work.order]
+        if scores is None:
+            return [out]
+        return [out, self._scores(q, plan, work, exported, contexts[::2], scale, options, scores)]
 
-    def _work(self, plan: MetalPlan, q: mx.array, scale: float, options: AttentionOptions) -> Work:
+    def _scores(
+        self,
+        q: mx.array,
+        plan: MetalPlan,
+        work: Work,
+        exported: list[mx.array],
+        keys: list[mx.array],
+        scale: float,
+        options: AttentionOptions,
+        kind: str,
+    ) -> mx.array:
+        """``[B, Hk, C]``: what the kernel exported, and of long chunks what MLX computes from their gathered keys."""
+        heads, longest = self.spec.num_kv_heads, int(plan.seq_lens.max())
+        if not exported:
+            result = mx.zeros((len(plan.seq_lens), heads, longest))
+        elif kind == "raw":
+            (result,) = exported
+        else:
+            result = mass_of_scores(exported[0][:, :, None], heads, options.sinks)
+        for (row, _, last), k in zip(work.chunks, keys, strict=True):
+            newest = q[last - 1 : last, :, None]
+            position = plan.seq_lens[row : row + 1, None] - 1
+            result[row, :, : k.shape[2]] = exported_scores(newest, k, scale, position, options, None, kind)[0]
+        return result
+
+    def _work(
+        self, plan: MetalPlan, q: mx.array, scale: float, options: AttentionOptions, scores: str | None
+    ) -> Work:
         """How `q` is attended, made once for all layers that ask for the same."""
         has_long = not set(options.features) - {"sinks"}
-        key = (*q.shape[:2], scale, options.window, options.soft_cap, has_long)
+        key = (*q.shape[:2], scale, options.window, options.soft_cap, has_long, scores is None)
         if key in plan.work:
             return plan.work[key]
         q_lens, num_tokens = np.diff(plan.cu_q_lens), len(q)
@@ -223,7 +277,7 @@ class MetalAttention(_Storage):
         tokens, q_lens = tokens[tokens >= 0], np.where(np.isin(np.arange(len(q_lens)), rows), 0, q_lens)
         step = None
         if len(tokens):
-            step = self._attention_step(plan, q_lens, len(tokens), q.shape[1], scale, options)
+            step = self._attention_step(plan, q_lens, len(tokens), q.shape[1], scale, options, scores is not None)
         if not chunks:
             plan.work[key] = Work(step, None, (), None)
         else:
@@ -239,6 +293,7 @@ class MetalAttention(_Storage):
         num_heads: int,
         scale: float,
         options: AttentionOptions,
+        with_scores: bool,
     ) -> AttentionStep:
         spec = self.spec
         tiles = head_tiles(
@@ -255,9 +310,12 @@ class MetalAttention(_Storage):
         )
         padding = max(0, -(-CONSTANT_SIZE_MAX // work.parts.shape[1]) - len(work.parts))
         work = work._replace(parts=np.pad(work.parts, ((0, padding), (0, 0)), constant_values=1))
-        return attention_step(
+        step = attention_step(
             work, plan.tables, scale, AttentionOptions(window=options.window, soft_cap=options.soft_cap)
         )
+        if not with_scores:
+            return step
+        return step._replace(export=score_export(work, plan.seq_lens, options.window, CONSTANT_SIZE_MAX))
 
     def _contexts(
         self,
@@ -332,6 +390,8 @@ def metal_capabilities(layouts: tuple[str, ...]) -> Capabilities:
         block_sizes=BLOCK_SIZES,
         return_attn=False,
         features=FEATURES,
+        compacts=True,
+        scores=SCORES,
         batch_invariant=True,
     )
 

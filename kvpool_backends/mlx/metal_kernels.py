@@ -10,17 +10,18 @@ Nothing here needs a Metal device: any factory with the interface of ``metal_ker
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import numpy as np
 
 from kvpool.config import KVSpec
-from kvpool.protocol import AttentionOptions
+from kvpool.protocol import SCORES, AttentionOptions
 
 # What is right here only a Mac can tell; results depend on these numbers in their last bits only.
 SIMDGROUPS = 8  # of an attention threadgroup: 256 threads
@@ -81,6 +82,16 @@ class AttentionStep(NamedTuple):
     sinks: mx.array  # the same
     mask: mx.array  # float32 [T, 1 or Hq, C]; of one 0 where there is none
     features: tuple[str, ...]  # of the options
+    export: ScoreExport | None = None  # for steps whose scores are asked for
+
+
+class ScoreExport(NamedTuple):
+    """What it takes to export scores of a step."""
+
+    observed: mx.array  # int32 [N or more]: see scores.metal
+    num_rows: int  # B
+    columns: int  # C
+    covered: bool  # by the kernel, all of [B, C]
 
 
 def head_tiles(group: int, head_dim: int, longest: int) -> HeadTiles:
@@ -209,6 +220,34 @@ def _uploaded(x: np.ndarray) -> mx.array:
     return mx.array(np.ascontiguousarray(x))  # MLX takes no negative strides
 
 
+def score_export(
+    work: AttentionWork, seq_lens: np.ndarray, window: int | None, at_least: int = 1
+) -> ScoreExport:
+    """Which items of a work list hold the newest query of a row, on the device.
+
+    Parameters
+    ----------
+    work : AttentionWork
+        Of `plan_attention`.
+    seq_lens : int ``[B]``
+        Of the whole batch.
+    window : int, optional
+        As `work` was planned with.
+    at_least : int
+        Length of the list on the device.
+    """
+    row, _, count, position, _, _, _, end = work.items.T
+    seq_lens = np.asarray(seq_lens, np.int64)
+    newest = (end > 0) & (position + count == seq_lens[row]) if len(seq_lens) else np.zeros(len(row), bool)
+    longest = int(seq_lens.max(initial=0))
+    covered = bool((seq_lens == longest).all()) and len(np.unique(row[newest])) == len(seq_lens)
+    observed = np.full(max(len(row), at_least), -1, np.int32)
+    observed[: len(row)] = np.where(newest, count - 1, -1)
+    return ScoreExport(
+        mx.array(observed), len(seq_lens), longest, covered and (window is None or window >= longest)
+    )
+
+
 class MetalKernels:
     """Launches the kernels on the pool of one spec.
 
@@ -240,8 +279,23 @@ class MetalKernels:
         self._layouts: dict[int, mx.array] = {}
         self._built: dict[str, Kernel] = {}
 
-    def attend(self, layer: int, q: mx.array, k_pool: mx.array, v_pool: mx.array, step: AttentionStep) -> mx.array:
-        """Attention of ``q [T, Hq, D]`` over contexts in the pool, ``[T, Hq, Dv]`` in the dtype of q. No checks."""
+    def attend(
+        self,
+        layer: int,
+        q: mx.array,
+        k_pool: mx.array,
+        v_pool: mx.array,
+        step: AttentionStep,
+        scores: str | None = None,
+    ) -> list[mx.array]:
+        """Attention of ``q [T, Hq, D]`` over contexts in the pool. No checks.
+
+        Returns
+        -------
+        list
+            ``[T, Hq, Dv]`` in the dtype of q. With `scores`, for a step that has an `export`, float32 beside it: for
+            "raw" the means ``[B, Hk, C]``, for "mass" what goes into exp, ``[B, Hq, C]``.
+        """
         spec, tiles = self.spec, step.tiles
         num_tokens, num_q_heads = q.shape[:2]
         shared = {
@@ -266,19 +320,24 @@ class MetalKernels:
         num_items, num_groups = step.items.shape[0], spec.num_kv_heads * tiles.groups
         result = (num_tokens, num_q_heads, spec.value_head_dim)
         partials = (num_items, num_groups, tiles.rows, spec.value_head_dim + 4)
-        (out,) = self._kernel("paged_attention")(
+        more_inputs, more_shapes, more = self._score_arguments(step, num_q_heads, scores)
+        out, *exported = self._kernel("paged_attention" if scores is None else f"paged_attention_{scores}")(
             inputs=[
                 *(q, k_pool, v_pool, self._layout(layer), step.tables, step.items),
                 *(step.numbers, step.window, step.slopes, step.sinks, step.mask),
+                *more_inputs,
             ],
             template=list(template.items()),
-            output_shapes=[result if step.direct else partials],
-            output_dtypes=[q.dtype if step.direct else mx.float32],
+            output_shapes=[result if step.direct else partials, *more_shapes],
+            output_dtypes=[q.dtype if step.direct else mx.float32, *[mx.float32] * len(more_shapes)],
             grid=(num_groups * SIMDGROUPS * LANES, num_items, 1),
             threadgroup=(SIMDGROUPS * LANES, 1, 1),
+            **more,
         )
+        if scores == "raw":
+            exported = [exported[0].sum(axis=2) if tiles.groups > 1 else exported[0].squeeze(2)]
         if step.direct:
-            return out
+            return [out, *exported]
         chunks = spec.value_head_dim // 4
         (out,) = self._kernel("paged_reduce")(
             inputs=[out, step.parts, step.sinks],
@@ -288,7 +347,19 @@ class MetalKernels:
             grid=(chunks, num_q_heads, num_tokens),
             threadgroup=(chunks, min(num_q_heads, 256 // chunks), 1),
         )
-        return out
+        return [out, *exported]
+
+    def _score_arguments(
+        self, step: AttentionStep, num_q_heads: int, scores: str | None
+    ) -> tuple[list[Any], list[tuple[int, ...]], dict[str, float]]:
+        """Inputs, shapes of outputs and other arguments of a launch that exports scores; nothing for None."""
+        if scores is None:
+            return [], [], {}
+        assert step.export is not None
+        observed, num_rows, columns, covered = step.export
+        heads = (self.spec.num_kv_heads, step.tiles.groups) if scores == "raw" else (num_q_heads,)
+        hidden = 0.0 if scores == "raw" else -np.inf
+        return [observed, columns], [(num_rows, *heads, columns)], {} if covered else {"init_value": hidden}
 
     def gather(
         self, layer: int, plane: str, pool: mx.array, tables: mx.array, seq_lens: mx.array, longest: int
@@ -314,11 +385,11 @@ class MetalKernels:
 
     def _kernel(self, name: str) -> Kernel:
         if name not in self._built:
-            header, source = source_text("kv_layout.h"), source_text(f"{name}.metal")
+            header, source = source_text("kv_layout.h"), kernel_text(name)
             self._built[name] = self._factory(
                 name=f"kvpool_{name}_{content_hash(header, source)}",
                 input_names=list(INPUTS[name]),
-                output_names=["out"],
+                output_names=["out", "exported"] if "columns" in INPUTS[name] else ["out"],
                 source=source,
                 header=header,
                 ensure_row_contiguous=False,  # strides are read: a copy of the pool is never made
@@ -326,11 +397,14 @@ class MetalKernels:
         return self._built[name]
 
 
+_ATTENTION_INPUTS = (
+    *("q", "k_pool", "v_pool", "layout", "tables", "work"),
+    *("numbers", "window", "slopes", "sinks", "mask"),
+)
 INPUTS = {
-    "paged_attention": (
-        *("q", "k_pool", "v_pool", "layout", "tables", "work"),
-        *("numbers", "window", "slopes", "sinks", "mask"),
-    ),
+    "paged_attention": _ATTENTION_INPUTS,
+    "paged_attention_raw": (*_ATTENTION_INPUTS, "observed", "columns"),
+    "paged_attention_mass": (*_ATTENTION_INPUTS, "observed", "columns"),
     "paged_reduce": ("partials", "parts", "sinks"),
     "gather_blocks": ("pool", "layout", "tables", "seq_lens"),
 }
@@ -387,12 +461,32 @@ def source_text(name: str) -> str:
 
     MLX looks for the names of built-in values all over the text and hashes it at every launch.
     """
+    return _without_comments(_file_text(name))
+
+
+def kernel_text(name: str) -> str:
+    """The text of a kernel of `INPUTS`; with the parts of scores.metal for one that exports scores."""
+    base, kind = name.rsplit("_", 1)
+    if kind not in SCORES:
+        return source_text(f"{name}.metal")
+    text = _file_text(f"{base}.metal")
+    a_part = rf"^// {kind}: (\w+)\n((?:(?!//|\n).*\n)+)"
+    for part, lines in re.findall(a_part, _file_text("scores.metal"), re.MULTILINE):
+        before, marker, after = text.partition(f"scores: {part}\n")
+        text = before + marker + lines + after
+    return _without_comments(text)
+
+
+def _without_comments(text: str) -> str:
+    return "".join(line.split("//")[0].rstrip() + "\n" for line in text.splitlines())
+
+
+def _file_text(name: str) -> str:
     try:
         folder = files("kvpool_backends.metal")
     except ModuleNotFoundError:  # a checkout that is not installed
         folder = Path(__file__).parents[2] / "metal"
-    lines = folder.joinpath(name).read_text().splitlines()
-    return "".join(line.split("//")[0].rstrip() + "\n" for line in lines)
+    return folder.joinpath(name).read_text()
 
 
 def content_hash(*texts: str) -> str:

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from kvpool.protocol import FEATURES, AttentionOptions, BatchShape, Capabilities, PlanArrays, checked_options
-from kvpool_backends.mlx.attention import attention
+from kvpool.eviction.keep import compact_exported
+from kvpool.protocol import (
+    FEATURES,
+    SCORES,
+    AttentionOptions,
+    BatchShape,
+    Capabilities,
+    PlanArrays,
+    checked_options,
+    checked_scores,
+)
+from kvpool_backends.mlx.attention import attention, exported_scores
 from kvpool_backends.mlx.backend import MLXBackend
 from kvpool_backends.mlx.scatter import PoolArrays, positions_of
 from kvpool_backends.mlx.storage import DTYPES
@@ -37,7 +48,15 @@ class PlainBackend(MLXBackend):
     @staticmethod
     def capabilities() -> Capabilities:
         """What this backend accepts."""
-        return Capabilities(name="mlx", layouts=("NHD",), dtypes=tuple(DTYPES), return_attn=False, features=FEATURES)
+        return Capabilities(
+            name="mlx",
+            layouts=("NHD",),
+            dtypes=tuple(DTYPES),
+            return_attn=False,
+            features=FEATURES,
+            scores=SCORES,
+            compacts=True,
+        )
 
     # ------------------------------------------------------------------------------------------ one step
 
@@ -80,7 +99,9 @@ class PlainBackend(MLXBackend):
         *,
         options: AttentionOptions | None = None,
         return_attn: bool = False,
-    ) -> mx.array:
+        scores: str | None = None,
+        scores_out: np.ndarray | None = None,
+    ) -> Any:
         """Causal attention of ``q [T, Hq, D]`` over the paged context, see `KVBackend.attend`.
 
         Queries are padded to the longest chunk of the batch, so a batch that mixes one long prefill with many
@@ -88,6 +109,7 @@ class PlainBackend(MLXBackend):
         """
         if return_attn:
             raise ValueError("[attend] return_attn is True, this backend does not return weights")
+        checked_scores(scores, scores_out, self.capabilities(), (0, 0, 0))
         self._check_layer("attend", layer)
         q = mx.array(q)
         cu = np.asarray(plan.cu_q_lens, np.int64)
@@ -99,11 +121,19 @@ class PlainBackend(MLXBackend):
         longest = int(seq_lens.max(initial=0))
         options = checked_options(options, self.capabilities(), num_tokens, num_heads, longest)
         rows = np.flatnonzero(q_lens)
+        exported = mx.zeros((len(seq_lens), self.spec.num_kv_heads, longest))
         if not len(rows):
-            return mx.zeros((num_tokens, num_heads, self.spec.value_head_dim), q.dtype)
+            out = mx.zeros((num_tokens, num_heads, self.spec.value_head_dim), q.dtype)
+            return out if scores is None else (out, exported)
         tables = _int32(self._used_tables(np.asarray(plan.block_tables)[rows], seq_lens[rows]))
         arrays = self._arrays(np.zeros(0, np.int32), seq_lens[rows], tables)
-        return self._attend(layer, q, arrays, cu[rows], q_lens[rows], seq_lens[rows], scale, options)
+        out = self._attend(layer, q, arrays, cu[rows], q_lens[rows], seq_lens[rows], scale, options)
+        if scores is None:
+            return out
+        exported[_int32(rows), :, : arrays.kv_len] = self._scores(
+            layer, q, arrays, cu[rows] + q_lens[rows] - 1, seq_lens[rows], scale, options, scores
+        )
+        return out, exported
 
     def _attend(
         self,
@@ -139,6 +169,25 @@ class PlainBackend(MLXBackend):
         result = mx.zeros((q.shape[0], *out.shape[2:]), out.dtype)
         result[_int32(index[real])] = out.flatten(0, 1)[_int32(np.flatnonzero(real))]
         return result
+
+    def _scores(
+        self,
+        layer: int,
+        q: mx.array,
+        arrays: StepArrays,
+        newest: np.ndarray,
+        seq_lens: np.ndarray,
+        scale: float | None,
+        options: AttentionOptions,
+        kind: str,
+    ) -> mx.array:
+        """``[B, Hk, C]`` of the rows that have queries; int64 ``[B]`` `newest` are their newest ones."""
+        k, _ = self.read(layer, arrays)
+        mask = options.mask
+        if mask is not None:
+            mask = mask.reshape(mask.shape[0], 1, -1, mask.shape[-1])[newest, ..., : arrays.kv_len]
+        scale = self.spec.head_dim**-0.5 if scale is None else scale
+        return exported_scores(q[_int32(newest)][:, :, None], k, scale, seq_lens[:, None] - 1, options, mask, kind)
 
     # -------------------------------------------------------------- the same, prepared once for all layers
 
@@ -201,6 +250,10 @@ class PlainBackend(MLXBackend):
         k, v = mx.contiguous(k[0, :count]), mx.contiguous(v[0, :count])
         mx.eval(k, v)
         return k, v
+
+    def compact(self, blocks: Sequence[int] | np.ndarray, keep: Sequence[int] | np.ndarray) -> None:
+        """Move the tokens of one sequence that stay to the front of its blocks; by way of exported bytes."""
+        compact_exported(self, blocks, keep)
 
     def zero(self, blocks: Sequence[int] | np.ndarray) -> None:
         """Set whole blocks to 0 in all layers."""

@@ -13,14 +13,30 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from kvpool.config import DTYPES, LAYOUTS, KVSpec
-from kvpool.protocol import FEATURES, AttentionOptions, BatchShape, Capabilities, PlanArrays, checked_options
+from kvpool.eviction.keep import checked_keep
+from kvpool.protocol import (
+    FEATURES,
+    SCORES,
+    AttentionOptions,
+    BatchShape,
+    Capabilities,
+    PlanArrays,
+    checked_options,
+    checked_scores,
+)
+from kvpool.spec import QUANT_BITS, QUANT_GROUP_SIZES, WORD_BITS
 from kvpool_backends.numpy.bfloat16 import from_bfloat16, to_bfloat16
+from kvpool_backends.numpy.quantized import dequantize, quantize
 
 _STORED: dict[str, np.dtype[Any]] = {
     "float32": np.dtype("<f4"),
     "float16": np.dtype("<f2"),
     "bfloat16": np.dtype("<u2"),
+    "uint32": np.dtype("<u4"),  # words of a quantized plane
 }
+
+# Of keys, or of values: one array; or words, scales and biases.
+_Plane = np.ndarray | tuple[np.ndarray, ...]
 
 
 class NumpyBackend:
@@ -29,7 +45,7 @@ class NumpyBackend:
     Parameters
     ----------
     spec : KVSpec
-        Any layout, dtype, head dimensions and block size.
+        Any layout, dtype, bits, head dimensions and block size.
     num_blocks : int
         Blocks in the pool, reserved ones included. The storage, ``spec.pool_nbytes(num_blocks)``, is taken
         here.
@@ -51,13 +67,22 @@ class NumpyBackend:
             raise ValueError(f"[NumpyBackend] num_blocks is {num_blocks}, the minimum is 1")
         self.spec = spec
         self.num_blocks = int(num_blocks)
-        # _planes[layer] = (k, v), each a strided view [num_blocks, block_size, num_kv_heads, dim] of a base
-        # array.
+        # _planes[layer] = (k, v), or what is stored of them, each a strided view [num_blocks, block_size,
+        # num_kv_heads, dim] of a base array.
         self._planes = _allocate(spec, self.num_blocks)
 
     def capabilities(self) -> Capabilities:
         return Capabilities(
-            name="numpy", layouts=LAYOUTS, dtypes=tuple(DTYPES), features=FEATURES, batch_invariant=True
+            name="numpy",
+            layouts=LAYOUTS,
+            dtypes=tuple(DTYPES),
+            features=FEATURES,
+            scores=SCORES,
+            scores_out=True,
+            compacts=True,
+            batch_invariant=True,
+            quant_bits=QUANT_BITS,
+            quant_group_sizes=QUANT_GROUP_SIZES,
         )
 
     def asarray(self, x: np.ndarray) -> np.ndarray:
@@ -85,22 +110,32 @@ class NumpyBackend:
                 plane[dst, :num_tokens] = plane[src, :num_tokens]
 
     def write(self, layer: int, k: Any, v: Any, plan: PlanArrays) -> None:
-        planes = self._layer("write", layer)
+        planes = [part for plane in self._layer("write", layer) for part in _parts(plane)]
         slots = np.asarray(plan.slot_mapping)
         written = np.flatnonzero(slots >= 0)
         limit = self.num_blocks * self.spec.block_size
         if written.size and slots.max() >= limit:
             raise IndexError(f"[write] slot {slots.max()} is outside the pool, the limit is {limit}")
-        stored = []
-        for (name, dim), x in zip(self.spec.planes, (k, v), strict=True):
+        stored: list[np.ndarray] = []
+        for (name, dim), bits, x in zip(self.spec.planes, self.spec.bits, (k, v), strict=True):
             x = np.asarray(x)
             expected = (slots.size, self.spec.num_kv_heads, dim)
             if x.shape != expected:
                 raise ValueError(f"[write] {name} must have shape {list(expected)}, got {list(x.shape)}")
-            stored.append(self._to_stored(name, x[written]))
+            stored += self._to_parts(name, x[written], bits)
         block, offset = np.divmod(slots[written], self.spec.block_size)
         for plane, x in zip(planes, stored, strict=True):
             plane[block, offset] = x
+
+    def compact(self, blocks: Sequence[int] | np.ndarray, keep: Any) -> None:
+        ids, places = checked_keep(self, blocks, keep)
+        new = np.arange(places.shape[-1])
+        heads = np.arange(self.spec.num_kv_heads)[:, None]
+        block, offset = ids[new // self.spec.block_size], new % self.spec.block_size
+        for planes, old in zip(self._planes, places, strict=True):
+            for plane in planes:
+                moved = plane[ids[old // self.spec.block_size], old % self.spec.block_size, heads]
+                plane[block, offset] = moved.swapaxes(0, 1)
 
     def zero(self, blocks: Sequence[int] | np.ndarray) -> None:
         ids = self._block_ids("zero", blocks)
@@ -118,6 +153,8 @@ class NumpyBackend:
         *,
         options: AttentionOptions | None = None,
         return_attn: bool = False,
+        scores: str | None = None,
+        scores_out: np.ndarray | None = None,
     ) -> Any:
         k_plane, v_plane = self._layer("attend", layer)
         q = np.asarray(q)
@@ -133,6 +170,8 @@ class NumpyBackend:
         num_tokens, num_q_heads, _ = q.shape
         longest = int(seq_lens.max(initial=0))
         options = checked_options(options, self.capabilities(), num_tokens, num_q_heads, longest)
+        exported = np.zeros((seq_lens.size, self.spec.num_kv_heads, longest), np.float32)
+        given = checked_scores(scores, scores_out, self.capabilities(), exported.shape)
         out = np.zeros((num_tokens, num_q_heads, self.spec.value_head_dim))
         attn = np.zeros((num_tokens, num_q_heads, longest if return_attn else 0))
         for row, seq_len in enumerate(seq_lens.tolist()):
@@ -147,13 +186,20 @@ class NumpyBackend:
                 oldest = 0 if options.window is None else max(0, position + 1 - options.window)
                 visible = slice(oldest, position + 1)
                 bias = _bias(options, token, position, visible)
-                weights, out[token] = _attend_one(q[token], keys[visible], values[visible], scale, options, bias)
+                one = _attend_one(q[token], keys[visible], values[visible], scale, options, bias)
+                raw, weights, out[token] = one
                 if return_attn:
                     attn[token, :, visible] = weights
+            exported[row, :, visible] = _of_kv_heads(weights if scores == "mass" else raw, keys.shape[1])
         dtype = np.float64 if q.dtype == np.float64 else np.float32
+        results = [out.astype(dtype)]
         if return_attn:
-            return out.astype(dtype), attn.astype(dtype)
-        return out.astype(dtype)
+            results.append(attn.astype(dtype))
+        if given is not None:
+            given[:] = exported
+        if scores is not None:
+            results.append(exported if given is None else given)
+        return results[0] if len(results) == 1 else tuple(results)
 
     def gather(
         self, layer: int, blocks: Sequence[int] | np.ndarray, num_tokens: int | None = None
@@ -209,12 +255,14 @@ class NumpyBackend:
             yield plane, slice(begin, end)
             begin = end
 
-    def _layer(self, call: str, layer: int) -> tuple[np.ndarray, np.ndarray]:
+    def _layer(self, call: str, layer: int) -> tuple[_Plane, _Plane]:
         if isinstance(layer, bool) or not isinstance(layer, (int, np.integer)):
             raise TypeError(f"[{call}] layer must be an int, got {type(layer).__name__}")
         if not 0 <= layer < self.spec.num_layers:
             raise IndexError(f"[{call}] layer is {layer}, the spec has {self.spec.num_layers} layers")
-        return self._planes[layer]
+        planes, num_k = self._planes[layer], 1 if self.spec.k_bits is None else 3
+        k, v = planes[:num_k], planes[num_k:]
+        return k[0] if len(k) == 1 else k, v[0] if len(v) == 1 else v
 
     def _block_ids(self, call: str, blocks: Sequence[int] | np.ndarray) -> np.ndarray:
         ids = np.atleast_1d(np.asarray(blocks))
@@ -247,13 +295,29 @@ class NumpyBackend:
             row = int(np.argmax(q_lens > seq_lens))
             raise ValueError(f"[attend] row {row} has {q_lens[row]} queries in a context of {seq_lens[row]} tokens")
 
-    def _context(self, call: str, plane: np.ndarray, table: np.ndarray, num_tokens: int) -> np.ndarray:
+    def _context(self, call: str, plane: _Plane, table: np.ndarray, num_tokens: int) -> np.ndarray:
         """float64 ``[num_tokens, Hk, dim]`` of the blocks in `table`, and nothing behind these tokens."""
         ids = self._block_ids(call, table)
         if ids.size * self.spec.block_size < num_tokens:
             raise ValueError(f"[{call}] {num_tokens} tokens do not fit the {ids.size} blocks of the table")
-        stored = plane[ids].reshape(-1, *plane.shape[2:])[:num_tokens]
-        return (from_bfloat16(stored) if self.spec.dtype == "bfloat16" else stored).astype(np.float64)
+        stored = [part[ids].reshape(-1, *part.shape[2:])[:num_tokens] for part in _parts(plane)]
+        if len(stored) == 1:
+            return self._as_floats(stored[0]).astype(np.float64)
+        words, scales, biases = stored
+        bits = WORD_BITS * words.shape[-1] // (scales.shape[-1] * self.spec.quant_group_size)
+        return dequantize(words, self._as_floats(scales), self._as_floats(biases), bits).astype(np.float64)
+
+    def _as_floats(self, stored: np.ndarray) -> np.ndarray:
+        """float32 of what is stored in the spec's dtype."""
+        return from_bfloat16(stored) if self.spec.dtype == "bfloat16" else stored.astype(np.float32)
+
+    def _to_parts(self, name: str, x: np.ndarray, bits: int | None) -> list[np.ndarray]:
+        """`x` as it is stored: quantized from what the spec's dtype holds of it."""
+        stored = self._to_stored(name, x)
+        if bits is None:
+            return [stored]
+        words, scales, biases = quantize(self._as_floats(stored), self.spec.quant_group_size, bits)
+        return [words, self._to_stored(name, scales), self._to_stored(name, biases)]
 
     def _to_stored(self, name: str, x: np.ndarray) -> np.ndarray:
         """`x` in the dtype of the storage, rounded to nearest even."""
@@ -268,24 +332,27 @@ class NumpyBackend:
         raise TypeError(f"[write] {name} must be a float array, got {x.dtype}")
 
 
-def _allocate(spec: KVSpec, num_blocks: int) -> list[tuple[np.ndarray, np.ndarray]]:
+def _allocate(spec: KVSpec, num_blocks: int) -> list[tuple[np.ndarray, ...]]:
     """Zeroed base arrays and, per layer, the strided view of each plane."""
-    dtype = _STORED[spec.dtype]
     bases: dict[tuple[str, int], np.ndarray] = {}
     layers = []
     for layer in range(spec.num_layers):
         planes = []
-        for name, dim in spec.planes:
-            layout = spec.plane_layout(name, num_blocks)
+        for stored in spec.stored_planes:
+            layout, dtype = spec.plane_layout(stored.name, num_blocks), _STORED[stored.dtype]
             key = (layout.array, layer if layout.per_layer else 0)
             if key not in bases:
                 bases[key] = np.zeros(layout.shape, dtype)
             base = bases[key].reshape(-1)[layout.offset + layer * layout.layer_stride :]
             strides = (layout.block_stride, layout.slot_stride, layout.head_stride, 1)
-            shape = (num_blocks, spec.block_size, spec.num_kv_heads, dim)
+            shape = (num_blocks, spec.block_size, spec.num_kv_heads, stored.dim)
             planes.append(as_strided(base, shape, [stride * dtype.itemsize for stride in strides]))
-        layers.append((planes[0], planes[1]))
+        layers.append(tuple(planes))
     return layers
+
+
+def _parts(plane: _Plane) -> tuple[np.ndarray, ...]:
+    return plane if isinstance(plane, tuple) else (plane,)
 
 
 def _bias(options: AttentionOptions, token: int, position: int, visible: slice) -> np.ndarray:
@@ -302,8 +369,8 @@ def _bias(options: AttentionOptions, token: int, position: int, visible: slice) 
 
 def _attend_one(
     q: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float, options: AttentionOptions, bias: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Weights ``[Hq, C]`` and result ``[Hq, Dv]`` of one query token ``[Hq, D]`` over ``[C, Hk, ...]``."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Scores and weights ``[Hq, C]``, result ``[Hq, Dv]`` of one query token ``[Hq, D]`` over ``[C, Hk, ...]``."""
     num_q_heads, num_kv_heads = q.shape[0], keys.shape[1]
     groups = q.astype(np.float64).reshape(num_kv_heads, -1, q.shape[-1])  # contiguous groups of query heads
     scores = np.einsum("hgd,chd->hgc", groups, keys).reshape(num_q_heads, -1) * scale
@@ -317,4 +384,9 @@ def _attend_one(
     total = weights.sum(axis=-1, keepdims=True) + np.exp(sinks[:, None] - peak)
     weights /= np.where(total > 0, total, 1.0)
     result = np.einsum("hgc,chd->hgd", weights.reshape(*groups.shape[:2], -1), values)
-    return weights, result.reshape(num_q_heads, -1)
+    return scores, weights, result.reshape(num_q_heads, -1)
+
+
+def _of_kv_heads(scores: np.ndarray, num_kv_heads: int) -> np.ndarray:
+    """Means over the query heads of each KV head, ``[Hk, C]`` of ``[Hq, C]``; hidden ones (-inf) add nothing."""
+    return np.where(np.isneginf(scores), 0.0, scores).reshape(num_kv_heads, -1, scores.shape[-1]).mean(axis=1)

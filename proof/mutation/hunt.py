@@ -23,8 +23,16 @@ from typing import Any
 
 import kvpool
 from kvpool.testing import run
-from proof.mutation.memory import Guard, Memory, arrays_and_no_further, events_that_are_lost, memory_that_runs_out
-from proof.mutation.scenarios import SCENARIOS
+from proof.mutation.edges import SCENARIOS
+from proof.mutation.memory import (
+    Beyond,
+    Guard,
+    Memory,
+    arrays_and_no_further,
+    batches_and_no_further,
+    events_that_are_lost,
+    memory_that_runs_out,
+)
 from proof.mutation.tape import Differs, Tape, first_tag, play
 
 MUTANTS = Path(__file__).resolve().parent.parent / "mutants.json"
@@ -40,20 +48,18 @@ def pool_of(*args: Any, **kwargs: Any) -> kvpool.Pool:
 
 def record(tapes: int, seed: int) -> Iterator[Tape]:
     """The scenarios, each on its tape; then `tapes` of the state machine, every other one with a prefix cache."""
-    kinds = {"Pool": pool_of, "Plan": kvpool.Plan, "Memory": Memory, "Guard": Guard}
+    kinds = {"Pool": pool_of, "Plan": kvpool.Plan, "Memory": Memory, "Guard": Guard, "Beyond": Beyond}
     for program in SCENARIOS:
         tape = Tape(program.__name__, kinds)
         first_tag()
         program(tape.make("Pool"), tape.make("Plan"))
         yield tape
-    tape = Tape("arrays and no further", kinds)
-    first_tag()
-    arrays_and_no_further(tape.make("Pool"), tape.make("Plan"), tape.make("Guard"))
-    yield tape
-    tape = Tape("events that are lost", kinds)
-    first_tag()
-    events_that_are_lost(tape.make("Pool"), tape.make("Plan"), tape.make("Memory"))
-    yield tape
+    beside = {"Guard": arrays_and_no_further, "Beyond": batches_and_no_further, "Memory": events_that_are_lost}
+    for kind, program in beside.items():
+        tape = Tape(program.__name__, kinds)
+        first_tag()
+        program(tape.make("Pool"), tape.make("Plan"), tape.make(kind))
+        yield tape
     for cached in (False, True):
         tape = Tape("memory that runs out", kinds)
         first_tag()

@@ -51,6 +51,34 @@ class Guard:
         return self.memory[self.size :].tolist()
 
 
+class Beyond:
+    """Steps with arrays behind whose ends stands what would be welcome, too."""
+
+    def __init__(self, seqs: list[int]) -> None:
+        self.handles = np.array(seqs, np.int64)
+
+    def step(self, pool: Any, plan: Any, first: int, last: int, new: list[int], dtype: str) -> None:
+        """Step the sequences from `first` to before `last`; those behind them would have one new token each."""
+        numbers = np.array(new + [1] * len(self.handles), dtype)
+        pool.step(plan, self.handles[first:last], numbers[: len(new)])
+
+
+def batches_and_no_further(Pool: Any, Plan: Any, Beyond: Any) -> None:
+    """Decodes and chunks of the first sequences of many."""
+    pool = Pool(60, 4, max_seqs=12)
+    plan = Plan(pool, 12, 60, formats=FORMATS)
+    rows = [pool.open() for _ in range(12)]
+    beyond = Beyond(rows)
+    for turn in range(12):
+        for new in ([1] * (turn + 1), [2] + [1] * turn, [1] * turn + [3]):
+            for dtype in ("int32", "int64"):
+                beyond.step(pool, plan, 0, len(new), new, dtype)
+                look(pool, plan)
+                pool.rollback(plan) if len(new) % 2 else pool.done(plan)
+        pool.truncate(rows, [min(pool.num_tokens(row), 5) for row in rows])
+    pool.shutdown()
+
+
 def arrays_and_no_further(Pool: Any, Plan: Any, Guard: Any) -> None:
     """Plans filled to the last row and token, one format at a time behind a guard."""
     sizes = {"cu_q_lens": 5, "seq_lens": 4, "slot_mapping": 12, "positions": 12, "indptr": 5, "indices": 24}

@@ -537,7 +537,7 @@ def counts_at_the_end_of_64_bits(Pool: Any, Plan: Any) -> None:
     """A length that just is a number, and one that is none."""
     pool = Pool(8, 4, max_seqs=2)
     plan, handle = Plan(pool, 2, 8), pool.open()
-    pool.step(plan, [handle], 3)
+    grown(pool, plan, [handle], 3)
     for new in (2**63 - 5, 2**63 - 4, 2**63 - 3, 2**63 - 1):
         tried(pool.step, plan, [handle], [new])
         tried(pool.reserve, plan, [handle], [new])

@@ -20,7 +20,9 @@ import mlx.core as mx
 import numpy as np
 
 import kvpool
+from kvpool.adapters.mlx_lm.eviction import Eviction
 from kvpool.errors import KVPoolError, PoolClosed
+from kvpool.eviction import Policy
 
 if TYPE_CHECKING:
     from kvpool.adapters.mlx_lm.host import PagedKV
@@ -39,23 +41,26 @@ class Rows:
     Attributes
     ----------
     lens : int64 ``[B]``
-        Tokens of each sequence.
+        Tokens of each sequence that are in the pool.
+    gone : int64 ``[B]``
+        Tokens that were evicted: the next one has position ``lens + gone``.
     todo : int64 ``[B]``, optional
         While right-padded input is being processed: real tokens that are still to come.
     """
 
-    __slots__ = ("_offsets", "lens", "todo")
+    __slots__ = ("_offsets", "gone", "lens", "todo")
 
-    def __init__(self, lens: np.ndarray, todo: np.ndarray | None = None) -> None:
+    def __init__(self, lens: np.ndarray, todo: np.ndarray | None = None, gone: np.ndarray | None = None) -> None:
         self.lens = lens
+        self.gone = np.zeros_like(lens) if gone is None else gone
         self.todo = todo
         self._offsets: mx.array | None = None
 
     @property
     def offsets(self) -> mx.array:
-        """`lens` as int32 ``[B]`` on the device, made once."""
+        """Positions of the next tokens as int32 ``[B]`` on the device, made once."""
         if self._offsets is None:
-            self._offsets = mx.array(self.lens.astype(np.int32))
+            self._offsets = mx.array((self.lens + self.gone).astype(np.int32))
         return self._offsets
 
     def num_new(self, num_columns: int) -> np.ndarray:
@@ -66,7 +71,7 @@ class Rows:
 
     def after(self, new: np.ndarray) -> Rows:
         """The rows when `new` tokens per row have been added."""
-        return Rows(self.lens + new, None if self.todo is None else self.todo - new)
+        return Rows(self.lens + new, None if self.todo is None else self.todo - new, self.gone)
 
 
 class Forward(NamedTuple):
@@ -104,6 +109,8 @@ class Batch:
         mlx-lm's batch caches, else an int.
     known : sequence of Known, optional
         What the prefix cache knows of each sequence; by default nothing.
+    policy : Policy, optional
+        By which tokens leave, see `kvpool.eviction`.
     """
 
     def __init__(
@@ -113,6 +120,7 @@ class Batch:
         lens: Sequence[int],
         is_merged: bool,
         known: Sequence[Known] | None = None,
+        policy: Policy | None = None,
     ) -> None:
         self.kv = kv
         self.handles = list(handles)
@@ -126,6 +134,7 @@ class Batch:
         self._operation: _Operation | None = None
         self._missing = 0  # layers that have yet to issue the last operation
         self._plan: Any = None
+        self.eviction = None if policy is None else Eviction(kv, policy, len(self.handles))
         kv.batches[id(self)] = self
 
     def __del__(self) -> None:
@@ -198,6 +207,8 @@ class Batch:
     def recover(self, rows: Rows) -> None:
         """Back to `rows`, what was there before the forward pass that some layers have not done."""
         self.rows = self.base_rows = rows
+        if self.eviction is not None:
+            self.eviction.forget()
         self.count += 1  # even the layers that did it are behind now, and take `rows` over
         self.base = self.count
         self._missing = 0
@@ -211,7 +222,6 @@ class Batch:
             self._spread(num_rows)
         kv, before = self.kv, self.rows
         new = before.num_new(num_columns)
-        after = before.after(new)
         try:
             kv.begin_forward()
         except BaseException:
@@ -220,6 +230,10 @@ class Batch:
         try:
             with kv.lock:
                 self._open_all()
+                if self.eviction is not None:
+                    lens, gone = self.eviction.run(self.handles, before.lens, before.gone)
+                    before = self.rows = Rows(lens, before.todo, gone)
+                after = before.after(new)
                 plan = self._fitting_plan(int(new.sum()), int(after.lens.max()))
                 kv.pool.step(plan, np.array(self.handles, np.int64), new)
                 kv.note_forward(self, plan, before)
@@ -230,6 +244,8 @@ class Batch:
                 real = np.arange(num_columns) < new[:, None]
                 columns = mx.array(np.flatnonzero(real).astype(np.int32))
             forward = Forward(kv.backend.step_arrays(plan, after.lens), columns)
+            if self.eviction is not None:
+                self.eviction.begin(after.lens, new)
         except BaseException:
             kv.undo_forward()
             if self.is_merged:
@@ -248,6 +264,8 @@ class Batch:
             self.handles = self.handles[:num_rows] + [NOT_OPENED] * (num_rows - len(self.handles))
             self.known = (self.known + [Known(self.kv.namespace)] * num_rows)[:num_rows]
         self.rows = Rows(np.zeros(num_rows, np.int64))
+        if self.eviction is not None:
+            self.eviction = Eviction(self.kv, self.eviction.policy, num_rows)
 
     def _open_all(self) -> None:
         for row, handle in enumerate(self.handles):
@@ -274,7 +292,7 @@ class Batch:
 
     def fork(self, indices: Sequence[int], is_merged: bool) -> Batch:
         """A new batch of forks of these rows. Copies no KV."""
-        forks = Batch(self.kv, [], [], is_merged)
+        forks = Batch(self.kv, [], [], is_merged, policy=self.policy)
         forks._append(self, indices)
         return forks
 
@@ -289,6 +307,7 @@ class Batch:
     def _append(self, other: Batch, indices: Sequence[int]) -> None:
         """Fork rows of `other` into this batch, all or none."""
         forks: list[int] = []
+        self._require_policy(other)
         with self.kv.lock:
             try:
                 for i in indices:
@@ -299,7 +318,20 @@ class Batch:
                 raise
             self.handles += forks
             self.known += [other.known[i] for i in indices]
-        self.rows = Rows(np.concatenate([self.rows.lens, other.rows.lens[list(indices)]]))
+        if self.eviction is not None:
+            self.eviction.append(other.eviction, indices)
+        rows, chosen = (self.rows, other.rows), list(indices)
+        lens, gone = (np.concatenate([mine, more[chosen]]) for mine, more in zip(*((r.lens, r.gone) for r in rows)))
+        self.rows = Rows(lens, gone=gone)
+
+    @property
+    def policy(self) -> Policy | None:
+        """By which tokens leave; None: none does."""
+        return None if self.eviction is None else self.eviction.policy
+
+    def _require_policy(self, other: Batch) -> None:
+        if self.policy != other.policy:
+            raise ValueError(f"[extend] caches that evict by {self.policy} and by {other.policy} cannot be in one batch")
 
     def filter(self, keep: Sequence[int]) -> tuple[None, Rows]:
         """Keep the rows `keep`, in that order; close the others."""
@@ -311,7 +343,9 @@ class Batch:
             self.handles, self.known = kept, [self.known[i] for i in keep]
         todo = self.rows.todo
         index = np.array(keep, np.int64)
-        return None, Rows(self.rows.lens[index], None if todo is None else todo[index])
+        if self.eviction is not None:
+            self.eviction.keep_rows(keep)
+        return None, Rows(self.rows.lens[index], None if todo is None else todo[index], self.rows.gone[index])
 
     def trim(self, num_tokens: int) -> tuple[int, Rows]:
         """Drop `num_tokens` tokens of every row, or as many as it has; the result is the largest drop."""
@@ -319,25 +353,33 @@ class Batch:
         opened = [i for i, handle in enumerate(self.handles) if handle != NOT_OPENED]
         if opened:
             with self.kv.lock:
-                self.kv.pool.truncate(np.array(self.handles, np.int64)[opened], lens[opened])
+                logical = lens + self.rows.gone
+                self.kv.pool.truncate(np.array(self.handles, np.int64)[opened], logical[opened])
+        if self.eviction is not None:
+            self.eviction.truncate(lens)
         self.known = [
             Known(known.namespace, min(known.num_tokens, n)) for known, n in zip(self.known, lens.tolist(), strict=True)
         ]
-        return int((self.rows.lens - lens).max(initial=0)), Rows(lens)
+        return int((self.rows.lens - lens).max(initial=0)), Rows(lens, gone=self.rows.gone)
 
     def prepare(self, lengths: Sequence[int]) -> tuple[None, Rows]:
         """The next forward passes bring `lengths` real tokens per row, then padding."""
         if len(lengths) != len(self.handles):
             raise ValueError(f"[prepare] {len(lengths)} lengths, the cache has {len(self.handles)} sequences")
-        return None, Rows(self.rows.lens, np.array(lengths, np.int64))
+        return None, Rows(self.rows.lens, np.array(lengths, np.int64), self.rows.gone)
 
     def finalize(self) -> tuple[None, Rows]:
         """The padded input is through."""
-        return None, Rows(self.rows.lens)
+        return None, Rows(self.rows.lens, gone=self.rows.gone)
 
     def commit(self, tokens: Sequence[int]) -> int:
-        """Give the prefix cache the tokens of the only sequence; returns how many it had not known."""
+        """Give the prefix cache the tokens of the only sequence; returns how many it had not known.
+
+        None where tokens were evicted: what is left is the cache of no prompt.
+        """
         self.require_idle("commit")
+        if self.rows.gone[0]:
+            return 0
         (known,) = self.known
         length = int(self.rows.lens[0])
         if known.num_tokens < length:

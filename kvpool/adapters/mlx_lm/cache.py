@@ -60,9 +60,9 @@ class PagedKVCache:
 
     @property
     def offset(self) -> int | mx.array:
-        """Tokens in the cache: an int, or int32 ``[B]`` for merged caches."""
+        """Position of the next token: an int, or int32 ``[B]`` for merged caches. Evicted tokens count."""
         rows = self._seen()
-        return rows.offsets if self._batch.is_merged else int(rows.lens[0])
+        return rows.offsets if self._batch.is_merged else int(rows.lens[0] + rows.gone[0])
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
@@ -81,7 +81,10 @@ class PagedKVCache:
         window = smaller_window(window_size, self._batch.kv.windows[self._layer])
         if self._batch.kv.is_fused:
             return PagedMask(window)
-        return causal_mask(rows.lens, rows.num_new(N), N, window, return_array)
+        eviction, lens = self._batch.eviction, rows.lens
+        if eviction is not None:
+            lens = eviction.lens_after(lens)  # what `update_and_fetch` will find
+        return causal_mask(lens, rows.num_new(N), N, window, return_array)
 
     def update_and_fetch(
         self, keys: mx.array, values: mx.array
@@ -139,7 +142,7 @@ class PagedKVCache:
         def execute() -> tuple[Batch, Rows]:
             for batch in batches:
                 batch.require_idle("merge")
-            merged = Batch(first._batch.kv, [], [], is_merged=True)
+            merged = Batch(first._batch.kv, [], [], is_merged=True, policy=first._batch.policy)
             for batch in batches:
                 merged.extend(batch)
             return merged, first._batch.rows
@@ -202,8 +205,8 @@ class PagedKVCache:
     # ----------------------------------------------------------------------------------- length and memory
 
     def is_trimmable(self) -> bool:
-        """True, always."""
-        return True
+        """Whether every token is still there; tokens that were evicted do not come back."""
+        return not self._seen().gone.any()
 
     def trim(self, n: int) -> int:
         """Drop the last `n` tokens of every row, or as many as there are; returns how many."""

@@ -234,7 +234,7 @@ class Engine:
         *,
         on_token: Listener | None = None,
         stop: str | Sequence[str | Sequence[int]] = (),
-        max_tokens: int = 256,
+        max_tokens: int | None = None,
         namespace: bytes = b"",
         **options: Any,
     ) -> Hashable:
@@ -249,7 +249,7 @@ class Engine:
         stop : str, or sequence of str or of tokens
             Strings are looked for in the text and are no part of it. Sequences of tokens are part of the answer.
         max_tokens, id, eos, n, beam_width, length_penalty, priority, namespace
-            See `kvpool.Request`. ``eos`` is what the tokenizer says, by default.
+            See `kvpool.Request`. ``max_tokens`` is 256 by default, ``eos`` what the tokenizer says.
         temperature, top_p, top_k, min_p, seed
             See `Sampling`.
 
@@ -262,11 +262,11 @@ class Engine:
         """
         texts: tuple[str, ...] = ()
         if isinstance(prompt, Request):
-            if stop or options or namespace:
+            if stop or options or namespace or max_tokens is not None:
                 raise TypeError("[submit] a Request brings its options itself")
             request = prompt
         else:
-            texts, request = self._request(prompt, stop, max_tokens, options)
+            texts, request = self._request(prompt, stop, 256 if max_tokens is None else max_tokens, options)
             request = replace(request, namespace=namespace)
         job = self._job(request, on_token, texts)
         self.scheduler.add(job.request)

@@ -24,6 +24,7 @@ class Passes(Protocol):
 
     kv: Any
     count: int  # moves when a pass is over
+    eviction: Any  # who wants scores, or None
 
 
 class _Placeholder:
@@ -135,7 +136,13 @@ class PagedKeys(_Placeholder):
         columns = self.forward.columns
         q = tokens_of(queries, columns)
         self.store(q)
-        out = kv.backend.attend(self.layer, q, self.forward.arrays, scale, options=options)
+        eviction = self.passes.eviction
+        if eviction is None or eviction.policy.scores is None:
+            out = kv.backend.attend(self.layer, q, self.forward.arrays, scale, options=options)
+        else:
+            kind = eviction.policy.scores
+            out, scores = kv.backend.attend(self.layer, q, self.forward.arrays, scale, options=options, scores=kind)
+            eviction.observe(self.layer, scores)
         if columns is not None:  # padding columns see nothing
             padded = mx.zeros((num_rows * num_columns, *out.shape[1:]), out.dtype)
             padded[columns] = out

@@ -21,9 +21,11 @@ import kvpool
 from kvpool.adapters.mlx_lm.attention_hook import Caller, Site, find_sites, watch
 from kvpool.adapters.mlx_lm.batch import NOT_OPENED, Batch, Known, Rows
 from kvpool.adapters.mlx_lm.cache import PagedKVCache
+from kvpool.adapters.mlx_lm.eviction import check_policy
 from kvpool.adapters.mlx_lm.hook import Hook
 from kvpool.config import KVSpec
 from kvpool.errors import ConcurrentUse, StaleHandle
+from kvpool.eviction import Policy
 
 SUPPORTED_VERSIONS = ("0.32.2",)  # releases of mlx-lm whose engines the tests run on kvpool
 
@@ -77,6 +79,7 @@ def install(
     kernels: bool | None = None,
     overlap: bool = False,
     strict: bool = True,
+    eviction: Policy | None = None,
 ) -> PagedKV:
     """Give a model of mlx-lm a paged KV cache, for the length of a ``with`` block.
 
@@ -102,6 +105,8 @@ def install(
         though MLX then copies arrays of the pool. By default each step waits, and writes are in place, as elsewhere.
     strict : bool
         Refuse releases of mlx-lm that this adapter was not tested with.
+    eviction : kvpool.eviction.Policy, optional
+        Let tokens of a sequence leave, in all caches that are not made with another policy by `PagedKV.make_cache`.
 
     Returns
     -------
@@ -116,7 +121,7 @@ def install(
     ValueError
         The model keeps something else than keys and values in some layer, or layers differ in shape.
     TypeError
-        Not exactly one of `num_blocks` and `pool`.
+        Not exactly one of `num_blocks` and `pool`; an `eviction` that is none.
     """
     if strict:
         require_tested_version("install")
@@ -130,8 +135,9 @@ def install(
     backend = MLXBackend(spec, pool.num_blocks, kernels=kernels)
     sites, why_gather = _choose_route(callers, backend, fused)
     return PagedKV(
-        model, pool, backend, windows, sites=sites, why_gather=why_gather, prefix_cache=prefix_cache, overlap=overlap
-    )
+        model, pool, backend, windows, sites=sites, why_gather=why_gather, prefix_cache=prefix_cache, overlap=overlap,
+        eviction=eviction,
+    )  # fmt: skip
 
 
 def require_tested_version(call: str) -> None:
@@ -252,6 +258,7 @@ class PagedKV:
         why_gather: str = "",
         prefix_cache: bool = False,
         overlap: bool = False,
+        eviction: Policy | None = None,
     ) -> None:
         self.model = model
         self.pool = pool
@@ -267,6 +274,7 @@ class PagedKV:
         self.query_tokens = self.hit_tokens = 0
         self.batches: weakref.WeakValueDictionary[int, Batch] = weakref.WeakValueDictionary()  # by id
         self.lock = threading.RLock()  # held in every call of the pool: it takes one caller at a time
+        self.eviction = check_policy(eviction, self)
         self._driver: threading.Thread | None = None  # who is in a forward pass
         self._last_driver: threading.Thread | None = None
         self._running: tuple[weakref.ref[Batch], Any, Rows] | None = None  # the forward pass in progress
@@ -298,9 +306,13 @@ class PagedKV:
         why = self._why_gather or covered
         return f"gather: {why}" if why else "fused"
 
-    def make_cache(self) -> list[PagedKVCache]:
-        """An empty cache, one facade per layer: for ``prompt_cache=``, ``insert(caches=[...])`` and so on."""
-        return self._caches(Batch(self, [NOT_OPENED], [0], is_merged=False))
+    def make_cache(self, eviction: Policy | None = None) -> list[PagedKVCache]:
+        """An empty cache, one facade per layer: for ``prompt_cache=``, ``insert(caches=[...])`` and so on.
+
+        `eviction` is the policy by which its tokens leave, that of `install` by default.
+        """
+        policy = self.eviction if eviction is None else check_policy(eviction, self)
+        return self._caches(Batch(self, [NOT_OPENED], [0], is_merged=False, policy=policy))
 
     # ------------------------------------------------------------------------------------------ prefix cache
 
@@ -338,7 +350,8 @@ class PagedKV:
             handle = self.pool.pin(tokens[: max(len(tokens) - 1, 0)], own)
             num_cached = self.pool.num_tokens(handle)
         known = Known(own, num_cached)
-        return self._caches(Batch(self, [handle], [num_cached], False, [known])), num_cached
+        batch = Batch(self, [handle], [num_cached], False, [known], self.eviction)
+        return self._caches(batch), num_cached
 
     def commit(self, caches: Sequence[PagedKVCache], tokens: Sequence[int], namespace: bytes = b"") -> int:
         """Let later `fetch` calls find the tokens that a cache holds.
@@ -374,7 +387,7 @@ class PagedKV:
             raise ValueError(f"[commit] the cache holds {len(batch.handles)} sequences, the limit is 1")
         if batch.known[0].namespace != self.own_namespace(namespace):
             raise ValueError("[commit] the cache was made in another namespace; begin with fetch")
-        length = int(batch.rows.lens[0])
+        length = int(batch.rows.lens[0] + batch.rows.gone[0])
         if len(tokens) < length:
             raise ValueError(
                 f"[commit] {len(tokens)} tokens, the cache holds {length}: all are needed, from the first on"
@@ -543,7 +556,9 @@ class PagedKV:
                 if plan.is_pending:
                     self.pool.rollback(plan)
                 elif batch is not None:  # a pool with in_order=True
-                    self.pool.truncate(np.array(batch.handles, np.int64), before.lens)
+                    self.pool.truncate(np.array(batch.handles, np.int64), before.lens + before.gone)
+            if batch is not None and batch.eviction is not None:
+                batch.eviction.forget()
         self._driver = None
 
     def recover(self) -> bool:

@@ -44,6 +44,7 @@ class RaggedForward:
     def __init__(self, kv: PagedKV) -> None:
         self.kv = kv
         self.count = 0
+        self.eviction: Any = None  # nobody asks for scores
         self.is_ragged = bool(kv.sites)
 
     def __call__(self, tokens: np.ndarray, plan: Any, lens: np.ndarray, rows: np.ndarray) -> mx.array:

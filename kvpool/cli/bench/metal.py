@@ -286,7 +286,7 @@ class Paged:
     def attend(self, q: Any, planes: Any) -> Any:
         """Straight over the pool."""
         k_pool, v_pool = self.pools(planes)
-        return self.kernels.attend(0, q, k_pool, v_pool, self.step)
+        return self.kernels.attend(0, q, k_pool, v_pool, self.step)[0]
 
     def gather_and_attend(self, q: Any, planes: Any) -> Any:
         """MLX's attention on contexts that were gathered."""

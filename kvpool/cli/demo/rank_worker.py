@@ -2,7 +2,7 @@
 
     python -m kvpool.cli.demo.rank_worker SETTINGS [--diverge STEP]
 
-Started by `kvpool.adapters.ranks.launch`. With ``--diverge`` the last rank opens a sequence of its own in that step,
+Started by `kvpool.adapters.launch.launch`. With ``--diverge`` the last rank opens a sequence of its own in that step,
 which is what a scheduler does whose ranks do not see the same requests.
 """
 

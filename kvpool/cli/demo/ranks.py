@@ -19,7 +19,7 @@ def part(num_ranks: int) -> Part:
 
     def run(settings: Settings, say: Callable[[str], None]) -> Outcome:
         try:
-            from kvpool.adapters.ranks import launch
+            from kvpool.adapters.launch import launch
         except ImportError as exc:
             raise NotRun(f"needs mlx ({exc}): pip install 'kvpool[mlx]'") from None
         command = ["-m", "kvpool.cli.demo.rank_worker"]

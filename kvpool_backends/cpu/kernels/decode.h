@@ -17,7 +17,7 @@
 
 typedef struct {
     const kv_attention *call;
-    int64_t row, num_queries, group, lanes, num_lanes; /* lanes of a KV head, lanes of all */
+    int64_t row, first_query, num_queries, group, lanes, num_lanes; /* lanes of a KV head, lanes of all */
     int64_t k_padded, v_padded;
     float *largest, *sum, *acc;      /* the state: [num_lanes], [num_lanes], [num_lanes, v_padded] */
     float *q;                        /* [num_lanes, k_padded] scaled */
@@ -46,10 +46,10 @@ static void decoding_set_state(decoding *run, float *state) {
     run->acc = run->sum + whole_lines(run->num_lanes);
 }
 
-/* Lays the scratch out; the state comes last. */
-static decoding decoding_of(const kv_attention *call, int64_t row, float *scratch) {
-    decoding run = {.call = call, .row = row};
-    run.num_queries = call->cu_q_lens[row + 1] - call->cu_q_lens[row];
+/* Of a row's newest queries. Lays the scratch out; the state comes last. */
+static decoding decoding_of(const kv_attention *call, int64_t row, int64_t num_queries, float *scratch) {
+    decoding run = {.call = call, .row = row, .num_queries = num_queries};
+    run.first_query = call->cu_q_lens[row + 1] - num_queries;
     run.group = call->num_q_heads / call->layer->num_kv_heads;
     run.lanes = run.num_queries * run.group;
     run.num_lanes = run.num_queries * call->num_q_heads;
@@ -65,7 +65,7 @@ static decoding decoding_of(const kv_attention *call, int64_t row, float *scratc
 
 /* The token (counted in call->q) and the query head of a lane. */
 static int64_t lane_token(const decoding *run, int64_t lane) {
-    return run->call->cu_q_lens[run->row] + lane % run->lanes / run->group;
+    return run->first_query + lane % run->lanes / run->group;
 }
 static int64_t lane_head(const decoding *run, int64_t lane) {
     return lane / run->lanes * run->group + lane % run->group;
@@ -91,8 +91,10 @@ static void decoding_load_queries(decoding *run) {
 
 /* -------- scores -------- */
 
-/* All of a head's lanes against the tile; meanwhile the same head of `ahead` is fetched. */
-KV_INLINE void head_scores_as(kv_dtype dtype, decoding *run, const kv_tile *tile, int64_t head) {
+/* All of a head's lanes against the tile; meanwhile the same head's values at `values` are fetched, unless that is
+ * NULL. */
+KV_INLINE void head_scores_as(kv_dtype dtype, decoding *run, const kv_tile *tile, int64_t head,
+                              const char *const *values) {
     const kv_plane *k = &run->call->layer->k, *v = &run->call->layer->v;
     const int64_t offset = head * k->head_stride * kv_itemsize(dtype);
     const int64_t ahead_offset = head * v->head_stride * kv_itemsize(dtype);
@@ -100,7 +102,7 @@ KV_INLINE void head_scores_as(kv_dtype dtype, decoding *run, const kv_tile *tile
     for (int64_t t = 0; t < tile->count; t += 4) {
         const float *q = run->q + head * run->lanes * step;
         float *scores = run->scores + t;
-        const char *const *tokens = tile->k + t, *const *ahead = tile->v + t;
+        const char *const *tokens = tile->k + t, *const *ahead = values == NULL ? NULL : values + t;
         int64_t left = run->lanes;
         for (; left >= LANES; left -= LANES, q += LANES * step, scores += LANES * TILE, ahead = NULL)
             scores_of_4(dtype, LANES, tokens, offset, k->dim, q, scores, ahead, ahead_offset);
@@ -110,11 +112,11 @@ KV_INLINE void head_scores_as(kv_dtype dtype, decoding *run, const kv_tile *tile
     }
 }
 
-static void head_scores(decoding *run, const kv_tile *tile, int64_t head) {
+static void head_scores(decoding *run, const kv_tile *tile, int64_t head, const char *const *values) {
     switch (run->call->layer->dtype) {
-    case KV_F32: head_scores_as(KV_F32, run, tile, head); break;
-    case KV_F16: head_scores_as(KV_F16, run, tile, head); break;
-    case KV_BF16: head_scores_as(KV_BF16, run, tile, head); break;
+    case KV_F32: head_scores_as(KV_F32, run, tile, head, values); break;
+    case KV_F16: head_scores_as(KV_F16, run, tile, head, values); break;
+    case KV_BF16: head_scores_as(KV_BF16, run, tile, head, values); break;
     }
 }
 
@@ -167,6 +169,35 @@ static void lane_softmax(decoding *run, int64_t lane, float *scores, float *deca
     run->largest[lane] = largest;
 }
 
+/* Lays what goes into exp for the newest query aside, for the second pass of KV_MASS. */
+static void head_lay_aside(const decoding *run, const kv_tile *tile, int64_t head, const float *scores) {
+    const kv_scores *to = &run->call->scores;
+    const int64_t stride = kv_score_stride(run->call->seq_lens[run->row]);
+    float *lanes = to->lanes + to->first_lane[run->row] + head * run->group * stride + tile->first;
+    for (int64_t i = 0; i < run->group; i++)
+        memcpy(lanes + i * stride, scores + i * TILE, (size_t)tile->count * sizeof(float));
+}
+
+/* The mean over the group of what goes into exp for the newest query, to its place; what is hidden (-inf) counts as 0.
+ * `all_seen` is a constant where speed matters. */
+KV_INLINE void head_export(const decoding *run, const kv_tile *tile, int64_t head, const float *scores,
+                           const int all_seen) {
+    const kv_scores *to = &run->call->scores;
+    float *out = to->out + run->row * to->row_stride + head * to->head_stride + tile->first;
+    const float part = 1 / (float)run->group;
+    vf sum[TILE / VL] = {{0}};
+    for (int64_t i = 0; i < run->group; i++)
+        KV_UNROLL
+        for (int t = 0; t < TILE / VL; t++) {
+            const vf s = v_load(scores + i * TILE + t * VL);
+            sum[t] += all_seen ? s : v_select(s == -INFINITY, (vf){0}, s);
+        }
+    KV_UNROLL
+    for (int t = 0; t < TILE / VL; t++) sum[t] *= part;
+    if (all_seen) memcpy(out, sum, sizeof sum);
+    else memcpy(out, sum, (size_t)tile->count * sizeof(float));
+}
+
 static void head_weights(decoding *run, const kv_tile *tile, int64_t head) {
     const kv_attention *call = run->call;
     const int64_t first_position = call->seq_lens[run->row] - run->num_queries;
@@ -174,10 +205,17 @@ static void head_weights(decoding *run, const kv_tile *tile, int64_t head) {
     const int all_seen = tile->count == TILE && tile->first + TILE - 1 <= first_position &&
                          (call->window > last_position || tile->first > last_position - call->window);
     const int plain = all_seen && call->soft_cap == 0 && call->slopes == NULL && call->mask == NULL;
-    for (int64_t i = 0; i < run->lanes; i++) {
-        if (!plain) lane_features(run, tile, head * run->lanes + i, run->scores + i * TILE);
-        lane_softmax(run, head * run->lanes + i, run->scores + i * TILE, run->decay + i);
+    if (!plain)
+        for (int64_t i = 0; i < run->lanes; i++)
+            lane_features(run, tile, head * run->lanes + i, run->scores + i * TILE);
+    if (call->scores.kind != KV_NO_SCORES) {
+        const float *newest = run->scores + (run->lanes - run->group) * TILE;
+        if (call->scores.kind == KV_MASS) head_lay_aside(run, tile, head, newest);
+        else if (plain) head_export(run, tile, head, newest, 1);
+        else head_export(run, tile, head, newest, 0);
     }
+    for (int64_t i = 0; i < run->lanes; i++)
+        lane_softmax(run, head * run->lanes + i, run->scores + i * TILE, run->decay + i);
 }
 
 /* -------- values -------- */
@@ -241,18 +279,31 @@ static void head_values(decoding *run, const kv_tile *tile, int64_t head, const 
 
 /* -------- a part, the end -------- */
 
-/* Divides by the sum, the sink included, and writes one lane's row of `out`. */
+/* What a lane's acc has to be multiplied with: one over the sum, the sink included. Kept for KV_MASS. */
+static float lane_factor(const decoding *run, int64_t lane, float largest, float sum) {
+    const kv_attention *call = run->call;
+    const int64_t head = lane_head(run, lane);
+    float factor = 1, offset = largest;
+    if (call->sinks != NULL && call->sinks[head] > -INFINITY) {
+        const float sink = call->sinks[head];
+        offset = sink > largest ? sink : largest;
+        factor = expf(largest - offset);
+        sum = sum * factor + expf(sink - offset);
+    }
+    if (call->scores.kind == KV_MASS && lane % run->lanes >= run->lanes - run->group) {
+        const int64_t at = run->row * call->num_q_heads + head;
+        call->scores.largest[at] = sum == 0 ? 0 : offset;
+        call->scores.share[at] = sum == 0 ? 0 : 1 / sum / (float)run->group;
+    }
+    return sum == 0 ? 0 : factor / sum;
+}
+
+/* Divides by the sum and writes one lane's row of `out`. */
 static void lane_finish(const decoding *run, int64_t lane, float largest, float sum, const float *acc) {
     const kv_attention *call = run->call;
     const kv_tokens *out = &call->out;
     const int64_t dim = call->layer->v.dim, size = kv_itemsize(out->dtype), head = lane_head(run, lane);
-    float factor = 1;
-    if (call->sinks != NULL && call->sinks[head] > -INFINITY) {
-        const float sink = call->sinks[head], offset = sink > largest ? sink : largest;
-        factor = expf(largest - offset);
-        sum = sum * factor + expf(sink - offset);
-    }
-    factor = sum == 0 ? 0 : factor / sum;
+    const float factor = lane_factor(run, lane, largest, sum);
     char *to = out->base + (lane_token(run, lane) * out->token_stride + head * out->head_stride) * size;
     for (int64_t d = 0; d < dim; d += VL) {
         const int64_t n = dim - d < VL ? dim - d : VL;
@@ -264,7 +315,7 @@ static void lane_finish(const decoding *run, int64_t lane, float largest, float 
 
 static void decode_part(const kv_attention *call, int64_t row, int64_t begin, int64_t end, float *scratch,
                         float *partial) {
-    decoding run = decoding_of(call, row, scratch);
+    decoding run = decoding_of(call, row, call->cu_q_lens[row + 1] - call->cu_q_lens[row], scratch);
     const kv_layer *layer = call->layer;
     const int64_t k_head_step = layer->k.head_stride * kv_itemsize(layer->dtype);
     kv_tile tiles[2];
@@ -285,7 +336,7 @@ static void decode_part(const kv_attention *call, int64_t row, int64_t begin, in
         }
         for (int64_t head = 0; head < layer->num_kv_heads; head++) {
             const int is_last = head + 1 == layer->num_kv_heads;
-            head_scores(&run, tile, head);
+            head_scores(&run, tile, head, tile->v);
             head_weights(&run, tile, head);
             head_values(&run, tile, head, is_last ? next->k : tile->k, is_last ? 0 : (head + 1) * k_head_step);
         }
@@ -297,7 +348,7 @@ static void decode_part(const kv_attention *call, int64_t row, int64_t begin, in
 
 static void decode_merge(const kv_attention *call, int64_t row, const float *partials, int64_t num_partials,
                          float *scratch) {
-    decoding run = decoding_of(call, row, scratch);
+    decoding run = decoding_of(call, row, call->cu_q_lens[row + 1] - call->cu_q_lens[row], scratch);
     const int64_t step = partial_floats(call, run.num_queries);
     for (int64_t lane = 0; lane < run.num_lanes; lane++) {
         float largest = -INFINITY, sum = 0;

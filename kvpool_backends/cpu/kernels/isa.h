@@ -18,6 +18,16 @@ struct kv_isa {
     void (*decode_merge)(const kv_attention *call, int64_t row, const float *partials, int64_t num_partials,
                          float *scratch);
 
+    /* Scores of the newest query of rows that go by chunk_tile (scores.h): parts as above, with partials of
+     * score_floats, which score_merge combines where the kind is KV_MASS. Then for all rows mass_part: what
+     * `call->scores.lanes` holds of tokens [begin, end) becomes `call->scores.out`. */
+    int64_t (*score_floats)(const kv_attention *call);
+    void (*score_part)(const kv_attention *call, int64_t row, int64_t begin, int64_t end, float *scratch,
+                       float *partial);
+    void (*score_merge)(const kv_attention *call, int64_t row, const float *partials, int64_t num_partials,
+                        float *scratch);
+    void (*mass_part)(const kv_attention *call, int64_t row, int64_t begin, int64_t end);
+
     /* Tiles of queries of long chunks (chunk.h). A tile is queries [first_query, first_query + num_queries) of `row`
      * for all query heads of `kv_head`; first_query is a multiple of chunk_queries, num_queries at most that. */
     int64_t (*chunk_queries)(const kv_attention *call);

@@ -7,6 +7,8 @@
 
 #include "decode.h"
 
+#include "scores.h"
+
 #include "chunk.h"
 
 #include "move.h"
@@ -18,6 +20,10 @@ const kv_isa KV_NAME(kv_isa) = {
     .partial_floats = partial_floats,
     .decode_part = decode_part,
     .decode_merge = decode_merge,
+    .score_floats = score_floats,
+    .score_part = score_part,
+    .score_merge = score_merge,
+    .mass_part = mass_part,
     .chunk_queries = chunk_queries,
     .chunk_scratch_floats = chunk_scratch_floats,
     .chunk_tile = chunk_tile,

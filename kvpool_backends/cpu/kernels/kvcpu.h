@@ -34,6 +34,22 @@ typedef struct {
     int64_t token_stride, head_stride, dim_stride;
 } kv_tokens;
 
+typedef enum { KV_NO_SCORES = 0, KV_RAW = 1, KV_MASS = 2 } kv_score_kind;
+
+/* What the newest query of each row makes of every position. Entry (row, KV head, c) of `out` is element
+ * row * row_stride + head * head_stride + c, c < columns. The rest is of KV_MASS and lies in kv_attend's scratch: */
+typedef struct {
+    kv_score_kind kind;
+    float *out;
+    int64_t row_stride, head_stride, columns;
+    float *lanes;              /* per row [num_q_heads, kv_score_stride], from first_lane[row] on */
+    const int64_t *first_lane; /* [num_rows] */
+    float *largest, *share;    /* [num_rows, num_q_heads]: exp(s - largest) * share is a head's part of the mean */
+} kv_scores;
+
+/* Floats between the query heads of a row in `lanes`. */
+static inline int64_t kv_score_stride(int64_t seq_len) { return (seq_len + 15) / 16 * 16; }
+
 typedef struct {
     const kv_layer *layer;
     kv_tokens q, out;
@@ -49,11 +65,13 @@ typedef struct {
     const float *slopes; /* [num_q_heads] or NULL */
     const float *mask;   /* NULL: none; entry (t, h, c) at t * mask_token_stride + h * mask_head_stride + c */
     int64_t mask_token_stride, mask_head_stride;
+    kv_scores scores;
 } kv_attention;
 
 /* Bytes that kv_attend wants as scratch for this call: at most proportional to the batch, never to the pool. */
 typedef struct kv_isa kv_isa;
 int64_t kv_attend_scratch_nbytes(const kv_isa *isa, const kv_attention *call, int num_threads);
+int64_t kv_scores_scratch_nbytes(const kv_attention *call); /* of that, what scores take */
 /* scratch 64-byte aligned */
 void kv_attend(const kv_isa *isa, const kv_attention *call, void *scratch, int num_threads);
 

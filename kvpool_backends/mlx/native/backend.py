@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvpool.errors import BackendUnavailable
-from kvpool.protocol import ArrayPlan, AttentionOptions, PlanArrays, checked_options
+from kvpool.protocol import ArrayPlan, AttentionOptions, PlanArrays, checked_options, checked_scores
 from kvpool_backends.cpu._kernels import num_threads
 from kvpool_backends.mlx import native
 from kvpool_backends.mlx.kernels import KernelBackend
@@ -76,11 +76,17 @@ class NativeBackend(KernelBackend):
         *,
         options: AttentionOptions | None = None,
         return_attn: bool = False,
-    ) -> mx.array:
+        scores: str | None = None,
+        scores_out: np.ndarray | None = None,
+    ) -> Any:
         """Causal attention of ``q [T, Hq, D]`` over the paged context, see `KVBackend.attend`."""
         if return_attn:
             raise ValueError("[attend] return_attn is True, this backend does not return weights")
+        checked_scores(scores, scores_out, self.capabilities(), (0, 0, 0))
         self._check_layer("attend", layer)
+        if scores is not None:  # no node of its own: policies read scores at once anyway
+            self._lazy.wait()
+            return super().attend(layer, _array(q), plan, scale, options=options, scores=scores)
         q = _array(q)
         plan = plan if type(plan) is NativePlan else self._native_plan(plan, with_slots=False)
         return self._lazy.attend(layer, q, plan.step, self._attention(q, plan, scale, options))

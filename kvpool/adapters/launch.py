@@ -1,0 +1,86 @@
+"""Local processes on MLX's ring: `mlx.launch` with the interpreter named, on free ports, and whether they succeeded.
+
+For tests, demos and one machine. Needs nothing but mlx; what the processes do is theirs, see `kvpool.adapters.ranks`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """What `launch` saw.
+
+    Attributes
+    ----------
+    held : bool
+        Every rank printed its last line. `mlx.launch` itself returns 0 whatever its workers do.
+    output : str
+        Everything that the ranks printed, standard error included.
+    """
+
+    held: bool
+    output: str
+
+
+def launch(
+    command: Sequence[str], ranks: int, *, timeout: float = 120.0, last_line: str = "rank {rank}: done"
+) -> Launched:
+    """Run ``python command...`` as so many local processes on MLX's ring, on ports that are free now.
+
+    Parameters
+    ----------
+    command : sequence of str
+        Arguments of the interpreter that runs this.
+    ranks : int
+    timeout : float
+        Seconds; after them all processes are ended, and `held` is False.
+    last_line : str
+        What rank r prints when it has succeeded, with ``{rank}`` in it.
+    """
+    argv = [
+        *(str(Path(sys.executable).with_name("mlx.launch")), "-n", str(ranks), "--backend", "ring"),
+        *("--starting-port", str(_free_ports(ranks)), "--", sys.executable, *command),
+    ]
+    process = subprocess.Popen(
+        argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 15)
+        try:
+            output, _ = process.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            output, _ = process.communicate()
+        return Launched(False, f"{output}\n[launch] the ranks were ended after {timeout:g} s, the limit\n")
+    lines = output.splitlines()
+    return Launched(all(last_line.format(rank=rank) in lines for rank in range(ranks)), output)
+
+
+def _free_ports(count: int) -> int:
+    """The first of `count` ports in a row that nobody on this machine listens on now."""
+    for _ in range(100):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            first = int(probe.getsockname()[1])
+        if first + count <= 65536 and all(_is_free(first + k) for k in range(count)):
+            return first
+    raise OSError(f"[launch] no {count} free ports in a row were found")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,1 @@
+_C_API: object  # a capsule: kvpool/include/kvpool.h

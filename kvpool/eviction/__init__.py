@@ -1,0 +1,26 @@
+"""Which tokens of a sequence stay when there is no room for all.
+
+`H2O`, `SlidingWindow` and `BlockEviction` are policies, `advise` suggests a budget, `Memory` holds what a policy has
+seen of a batch of sequences and makes its choice. The pool's side is `kvpool.Pool.compact` and `evict_blocks`, the
+backend's `KVBackend.compact`; ``kvpool.adapters.mlx_lm`` brings them together.
+
+>>> from kvpool.eviction import H2O, advise
+>>> budget = advise(4096)
+>>> H2O(max_kv=budget.max_kv, heavy=budget.heavy).recent
+508
+"""
+
+from kvpool.eviction.memory import Memory, block_sums
+from kvpool.eviction.policies import H2O, BlockEviction, Budget, Policy, SlidingWindow, advise, check_backend
+
+__all__ = [
+    "H2O",
+    "BlockEviction",
+    "Budget",
+    "Memory",
+    "Policy",
+    "SlidingWindow",
+    "advise",
+    "block_sums",
+    "check_backend",
+]

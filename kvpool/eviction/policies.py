@@ -1,0 +1,273 @@
+"""Policies: how many tokens a sequence may keep, and which ones stay.
+
+A policy is a few numbers, checked when it is made; what it learns about sequences is in a `kvpool.eviction.Memory`.
+Budgets are the same for all layers and heads, so that one table serves them all; which tokens stay is decided for each.
+
+Sources: H2O is "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models" (Zhang et al.,
+2023), sinks are from "Efficient Streaming Language Models with Attention Sinks" (Xiao et al., 2023), whole blocks from
+"PagedEviction: Structured Block-wise KV Cache Pruning for Efficient Large Language Model Inference" (2025).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from kvpool.protocol import SCORES, Capabilities
+
+__all__ = ["H2O", "BlockEviction", "Budget", "Policy", "SlidingWindow", "advise", "check_backend"]
+
+
+class Budget(NamedTuple):
+    """What `advise` says."""
+
+    max_kv: int  #: tokens that a sequence keeps at most
+    heavy: int  #: of these, by their scores
+
+
+def advise(context: int) -> Budget:
+    """A budget for contexts of so many tokens: a quarter of them, and of that one half by scores.
+
+    Raises
+    ------
+    TypeError, ValueError
+        `context` is no int, or below 16.
+    """
+    context = _count("advise", "context", context, 16)
+    return Budget(context // 4, context // 8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What all policies have.
+
+    Parameters
+    ----------
+    max_kv : int
+        Tokens that a sequence holds at most while it generates. A prompt that comes in chunks passes it by one chunk.
+    sink : int, default 4
+        Leading tokens that always stay.
+    slack : int, optional
+        How far below `max_kv` an eviction goes, so that the next one is that many tokens away. By default 16, and an
+        eighth of a `max_kv` below 128.
+    """
+
+    max_kv: int
+    sink: int = 4
+    slack: int | None = None
+
+    scores: ClassVar[str | None] = None  #: kind of scores that it looks at, of `kvpool.protocol.SCORES`
+    whole_blocks: ClassVar[bool] = False  #: whether blocks leave as they are, and no token moves
+
+    def __post_init__(self) -> None:
+        call = type(self).__name__
+        object.__setattr__(self, "max_kv", _count(call, "max_kv", self.max_kv, 1))
+        object.__setattr__(self, "sink", _count(call, "sink", self.sink, 0))
+        slack = max(1, min(16, self.max_kv // 8)) if self.slack is None else _count(call, "slack", self.slack, 1)
+        object.__setattr__(self, "slack", slack)
+
+    @property
+    def recent(self) -> int:
+        """Newest tokens that always stay."""
+        raise NotImplementedError
+
+    @property
+    def protected(self) -> int:
+        """Tokens that always stay."""
+        return self.sink + self.recent
+
+    def lens_after(self, lens: np.ndarray, block_size: int) -> np.ndarray:
+        """Tokens that sequences of `lens` tokens have after eviction; one that has less than `max_kv` keeps all."""
+        assert self.slack is not None
+        return np.where(lens >= self.max_kv, self.max_kv - self.slack, lens)
+
+    def _require_room(self) -> None:
+        assert self.slack is not None
+        call = type(self).__name__
+        if self.protected + self.slack > self.max_kv:
+            raise ValueError(
+                f"[{call}] max_kv is {self.max_kv}, smaller than sink {self.sink} + recent {self.recent} + slack "
+                f"{self.slack}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlidingWindow(Policy):
+    """The first `sink` tokens and the newest ones: StreamingLLM.
+
+    Parameters
+    ----------
+    max_kv, sink, slack
+        As in `Policy`. Sinks and window together have `max_kv` tokens.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A number is no int or too small; `max_kv` has no room for the sinks.
+
+    Examples
+    --------
+    >>> SlidingWindow(max_kv=64).recent
+    52
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.recent < 1:
+            raise ValueError(
+                f"[SlidingWindow] max_kv is {self.max_kv}, too small for sink {self.sink} + slack {self.slack} and a "
+                "recent token"
+            )
+
+    @property
+    def recent(self) -> int:
+        assert self.slack is not None
+        return self.max_kv - self.sink - self.slack
+
+
+@dataclass(frozen=True, kw_only=True)
+class H2O(Policy):
+    """Sinks, heavy hitters and the newest tokens, chosen anew for each layer and KV head.
+
+    Parameters
+    ----------
+    max_kv, sink, slack
+        As in `Policy`.
+    heavy : int, optional
+        Tokens that stay for their scores; half of `max_kv` by default. The rest of `max_kv`, without the sinks, is for
+        the newest ones. An eviction leaves `slack` fewer heavy hitters, for the tokens to come.
+    kind : {"raw", "mass"}, default "raw"
+        Scores: the mean of what goes into the softmax over the query heads of a KV head, taken absolute, or of what
+        comes out of it.
+    alpha : float, default 0.95
+        Of the moving average of scores, ``average = alpha * average + (1 - alpha) * score``; a token begins with its
+        first score.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A number of the wrong type or out of range; a budget smaller than what has to stay.
+
+    Examples
+    --------
+    >>> policy = H2O(max_kv=128)
+    >>> policy.sink, policy.heavy, policy.recent
+    (4, 64, 60)
+    """
+
+    heavy: int | None = None
+    kind: str = "raw"
+    alpha: float = 0.95
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        heavy = self.max_kv // 2 if self.heavy is None else _count("H2O", "heavy", self.heavy, 1)
+        object.__setattr__(self, "heavy", heavy)
+        _check_scores("H2O", self.kind)
+        _check_alpha("H2O", self.alpha)
+        if self.recent < 1:
+            raise ValueError(
+                f"[H2O] max_kv is {self.max_kv}, too small for sink {self.sink} + heavy {heavy} and a recent token"
+            )
+        self._require_room()
+
+    @property
+    def scores(self) -> str:  # type: ignore[override]
+        return self.kind
+
+    @property
+    def recent(self) -> int:
+        assert self.heavy is not None
+        return self.max_kv - self.sink - self.heavy
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockEviction(Policy):
+    """Whole blocks leave, those with the lowest mean score first; no token moves, and shared blocks stay shared.
+
+    Parameters
+    ----------
+    max_kv, sink
+        As in `Policy`. The block of a protected token stays as a whole.
+    recent_tokens : int, optional
+        Newest tokens that always stay; a quarter of `max_kv` by default.
+    kind, alpha
+        As in `H2O`; the scores of all layers and heads count together.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `H2O`.
+
+    Notes
+    -----
+    A sequence with `max_kv` tokens gives up as many blocks as bring it below; `slack` is not used.
+    """
+
+    recent_tokens: int | None = None
+    kind: str = "mass"
+    alpha: float = 0.95
+
+    whole_blocks: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.slack is None:
+            object.__setattr__(self, "slack", 1)
+        super().__post_init__()
+        recent = self.max_kv // 4 if self.recent_tokens is None else self.recent_tokens
+        object.__setattr__(self, "recent_tokens", _count("BlockEviction", "recent_tokens", recent, 1))
+        _check_scores("BlockEviction", self.kind)
+        _check_alpha("BlockEviction", self.alpha)
+        self._require_room()
+
+    @property
+    def scores(self) -> str:  # type: ignore[override]
+        return self.kind
+
+    @property
+    def recent(self) -> int:
+        assert self.recent_tokens is not None
+        return self.recent_tokens
+
+    def lens_after(self, lens: np.ndarray, block_size: int) -> np.ndarray:
+        """As in `Policy`; what leaves are whole blocks, as many as there are to choose from at most."""
+        first, end = self.candidates(lens, block_size)
+        blocks = np.clip((lens - self.max_kv) // block_size + 1, 0, np.maximum(end - first, 0))
+        return np.asarray(lens - blocks * block_size)
+
+    def candidates(self, lens: Any, block_size: int) -> tuple[int, Any]:
+        """First table index that may leave, and the end of them: full blocks without a protected token."""
+        return -(-self.sink // block_size), (lens - self.recent) // block_size
+
+
+def check_backend(policy: Policy, can: Capabilities) -> None:
+    """Raise ValueError where a backend cannot do what a policy needs: export its scores, or move tokens."""
+    call = type(policy).__name__
+    if policy.scores is not None and policy.scores not in can.scores:
+        only = f"only {list(can.scores)}" if can.scores else "none at all"
+        raise ValueError(f"[{call}] backend {can.name!r} exports no scores {policy.scores!r}, {only}")
+    if not policy.whole_blocks and not can.compacts:
+        raise ValueError(f"[{call}] backend {can.name!r} cannot move tokens; BlockEviction moves none")
+
+
+def _count(call: str, name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"[{call}] {name} must be an int, not {type(value).__name__} ({value!r})")
+    if not least <= value < 2**31:
+        raise ValueError(f"[{call}] {name} is {value}, the least is {least}, the most 2^31 - 1")
+    return int(value)
+
+
+def _check_scores(call: str, kind: Any) -> None:
+    if kind not in SCORES:
+        raise ValueError(f"[{call}] kind is {kind!r}, it must be one of {', '.join(SCORES)}")
+
+
+def _check_alpha(call: str, alpha: Any) -> None:
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float | np.floating):
+        raise TypeError(f"[{call}] alpha must be a float, not {type(alpha).__name__} ({alpha!r})")
+    if not (math.isfinite(alpha) and 0 < alpha < 1):
+        raise ValueError(f"[{call}] alpha is {alpha}, it must be in (0, 1)")

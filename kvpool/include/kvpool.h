@@ -1,0 +1,188 @@
+/* kvpool.h: the allocator's calls for C99, C++ and whoever can call C, inside a Python process.
+ *
+ * Pools and plans are made in Python (kvpool.Pool, kvpool.Plan) and handed over as objects; from then on a step is one
+ * call through a table of functions, without a call of Python and without an object made.
+ *
+ *     const kvpool_api *kv = kvpool_import();             // NULL: ImportError is set
+ *     kvpool_pool *pool;
+ *     if (kv->pool_from(object, &pool)) return kv->raise_error();
+ *     if (kv->step(pool, plan, handles, NULL, n, 0)) return kv->raise_error();
+ *
+ * The rules, for every function:
+ * - The caller holds the GIL; without it the call is refused (KVPOOL_NO_GIL) and does nothing. A free-threaded host
+ *   serializes the calls on a pool by a lock of its own.
+ * - 0 is success. Everything else is one of KVPOOL_* below; the state of the pool is as it was, the exception is kept
+ *   for this thread until its next failure, and no Python exception is set: error_message() says what was wrong,
+ *   raise_error() sets it, once. Out parameters are written on success only.
+ * - Pointers that come back are borrowed: those of an array from its plan, those of a table from its pool until the
+ *   next call on it. The caller keeps the Python objects alive.
+ * - Handles, lengths and counts are int64, block ids and tokens int32, as in Python.
+ *
+ * The table grows at its end, under the same KVPOOL_ABI_VERSION; anything else changes the version.
+ */
+#ifndef KVPOOL_H
+#define KVPOOL_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define KVPOOL_ABI_MAGIC UINT64_C(0x6b76706f6f6c4331) /* "kvpoolC1" */
+#define KVPOOL_ABI_VERSION 1
+#define KVPOOL_CAPSULE "kvpool._C_API"
+
+enum kvpool_status {
+    KVPOOL_OK = 0,
+    KVPOOL_OUT_OF_BLOCKS = 1,
+    KVPOOL_OUT_OF_SEQUENCES = 2,
+    KVPOOL_STALE_HANDLE = 3,
+    KVPOOL_FOREIGN_HANDLE = 4,
+    KVPOOL_CAPACITY_EXCEEDED = 5,
+    KVPOOL_PLAN_STATE = 6,
+    KVPOOL_CONCURRENT_USE = 7,
+    KVPOOL_CLOSED = 8,      /* the pool was shut down */
+    KVPOOL_VALUE_ERROR = 9, /* also: a NULL pointer, a negative count */
+    KVPOOL_TYPE_ERROR = 10,
+    KVPOOL_NO_MEMORY = 11,
+    KVPOOL_NO_GIL = 12,
+    KVPOOL_OTHER = 13 /* an exception that none of these stands for */
+};
+
+enum kvpool_step_flag {
+    KVPOOL_PARTIAL = 1 /* serve rows in order, skip those whose blocks are not there */
+};
+
+enum kvpool_array_name { /* of kvpool.Plan, which says their shapes */
+    KVPOOL_BLOCK_TABLES = 0,
+    KVPOOL_SEQ_LENS = 1,
+    KVPOOL_SLOT_MAPPING = 2,
+    KVPOOL_POSITIONS = 3,
+    KVPOOL_CU_Q_LENS = 4,
+    KVPOOL_INDPTR = 5,
+    KVPOOL_INDICES = 6,
+    KVPOOL_LAST_PAGE_LEN = 7,
+    KVPOOL_KV_SLOTS = 8,
+    KVPOOL_KV_SLOTS_RAGGED = 9,
+    KVPOOL_KV_INDPTR = 10,
+    KVPOOL_SLOT_IDS = 11,
+    KVPOOL_COPIES = 12, /* rows of (source block, target block, tokens) */
+    KVPOOL_DIRTY_ROWS = 13,
+    KVPOOL_SERVED = 14,
+    KVPOOL_HANDLES = 15
+};
+
+typedef struct kvpool_pool kvpool_pool; /* a kvpool.Pool */
+typedef struct kvpool_plan kvpool_plan; /* a kvpool.Plan */
+
+typedef struct kvpool_array { /* the part of an array that the last step filled, rows C-contiguous */
+    const void *data;
+    int64_t length; /* rows */
+    int64_t width;  /* elements per row, 1 for one dimension */
+    int32_t itemsize; /* bytes per element: 1 (served), 4 or 8 */
+} kvpool_array;
+
+typedef struct kvpool_stats { /* blocks, but for the last three; see kvpool.PoolStats */
+    int64_t num_blocks;
+    int64_t reserved;
+    int64_t free;
+    int64_t evictable;
+    int64_t limbo;
+    int64_t used;
+    int64_t shared;
+    int64_t sequences;
+    int64_t pending_plans;
+    int64_t tokens; /* of all open sequences */
+} kvpool_stats;
+
+typedef struct kvpool_api {
+    uint64_t magic;
+    uint32_t abi_version;
+    uint32_t struct_size; /* bytes */
+
+    /* From Python objects, a borrowed pointer each. */
+    int (*pool_from)(void *object, kvpool_pool **pool);
+    int (*plan_from)(void *object, kvpool_plan **plan);
+
+    /* What a status means. raise_error sets the Python exception of this thread's last failure and returns NULL. */
+    const char *(*error_message)(void);
+    void *(*raise_error)(void);
+
+    /* Sequences. tokens: blocks are taken for so many. prompt: its cached prefix is found; *cached may be NULL. */
+    int (*open)(kvpool_pool *pool, int64_t tokens, int64_t *handle);
+    int (*open_prompt)(kvpool_pool *pool, const int32_t *prompt, int64_t n, const char *name_space, int64_t name_bytes,
+                       int64_t *handle, int64_t *cached);
+    int (*fork)(kvpool_pool *pool, int64_t handle, int64_t n, int64_t *children);
+    int (*truncate)(kvpool_pool *pool, const int64_t *handles, const int64_t *lens, int64_t n);
+    int (*close)(kvpool_pool *pool, const int64_t *handles, int64_t n);
+    int (*commit)(kvpool_pool *pool, const int64_t *handles, const int64_t *counts, int64_t n, const int32_t *tokens,
+                  int64_t num_tokens);
+
+    /* Steps. num_new NULL: one token each. */
+    int (*step)(kvpool_pool *pool, kvpool_plan *plan, const int64_t *handles, const int64_t *num_new, int64_t n,
+                int32_t flags);
+    int (*step_padded)(kvpool_pool *pool, kvpool_plan *plan, const int64_t *handles, const int64_t *num_new, int64_t n,
+                       int32_t flags, int64_t pad_rows, int64_t pad_tokens);
+    int (*reserve)(kvpool_pool *pool, kvpool_plan *plan, const int64_t *handles, const int64_t *num_new, int64_t n);
+    int (*done)(kvpool_pool *pool, kvpool_plan *plan);
+    int (*rollback)(kvpool_pool *pool, kvpool_plan *plan);
+
+    /* Reading. size is sizeof(kvpool_stats): a newer caller's new members become 0. */
+    int (*array)(kvpool_plan *plan, int32_t name, kvpool_array *array);
+    int (*table)(kvpool_pool *pool, int64_t handle, const int32_t **blocks, int64_t *n);
+    int (*num_tokens)(kvpool_pool *pool, int64_t handle, int64_t *tokens);
+    int (*num_free)(kvpool_pool *pool, int64_t *blocks);
+    int (*stats)(kvpool_pool *pool, kvpool_stats *stats, int64_t size);
+    int (*digest)(kvpool_pool *pool, uint64_t *digest);
+} kvpool_api;
+
+#ifdef Py_PYTHON_H /* #include <Python.h> first: how C and C++ get at the table */
+
+/* The table in a capsule, NULL with ImportError set if it is not one that this header describes. */
+static inline const kvpool_api *kvpool_from_capsule(PyObject *capsule) {
+    const kvpool_api *api = (const kvpool_api *)PyCapsule_GetPointer(capsule, KVPOOL_CAPSULE);
+    if (api == NULL) {
+        PyErr_Clear();
+        PyErr_SetString(PyExc_ImportError, "[kvpool.h] this is no capsule named " KVPOOL_CAPSULE);
+        return NULL;
+    }
+    if (api->magic != KVPOOL_ABI_MAGIC) {
+        PyErr_SetString(PyExc_ImportError, "[kvpool.h] the capsule holds no table of kvpool's (magic)");
+        return NULL;
+    }
+    if (api->abi_version != KVPOOL_ABI_VERSION) {
+        PyErr_Format(PyExc_ImportError, "[kvpool.h] kvpool has ABI version %u, this extension was compiled for %u",
+                     (unsigned)api->abi_version, (unsigned)KVPOOL_ABI_VERSION);
+        return NULL;
+    }
+    if (api->struct_size < sizeof(kvpool_api)) { /* a larger one has functions that this header does not know */
+        PyErr_Format(PyExc_ImportError,
+                     "[kvpool.h] kvpool's table has %u bytes, this extension was compiled for %u: a newer kvpool is "
+                     "needed",
+                     (unsigned)api->struct_size, (unsigned)sizeof(kvpool_api));
+        return NULL;
+    }
+    return api;
+}
+
+/* Import kvpool and return its table, valid as long as the process; NULL with an exception set. */
+static inline const kvpool_api *kvpool_import(void) {
+    const kvpool_api *api = NULL;
+    PyObject *module = PyImport_ImportModule("kvpool");
+    PyObject *capsule = module == NULL ? NULL : PyObject_GetAttrString(module, "_C_API");
+    if (capsule != NULL) {
+        api = kvpool_from_capsule(capsule);
+    }
+    Py_XDECREF(capsule);
+    Py_XDECREF(module);
+    return api;
+}
+
+#endif /* Py_PYTHON_H */
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* KVPOOL_H */

@@ -1,0 +1,262 @@
+"""`KVSpec`: what the KV of one token is and where it lies in memory, dense or quantized.
+
+All sizes are Python integers (no overflow) and carry their unit in the name: ``_nbytes``, ``num_tokens``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import index
+from typing import Any
+
+DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}  # name: bytes per element
+LAYOUTS = ("NHD", "HND", "interleaved", "stacked")
+QUANT_BITS = (4, 8)
+QUANT_GROUP_SIZES = (32, 64, 128)
+WORD_BITS = 32  # quantized elements are packed into words of uint32, the first one lowest
+
+_MAX_INT64 = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneLayout:
+    """Where one stored plane lies in its base array; offset and strides in elements.
+
+    Element (layer, block, slot, head, d) of the plane is element ``offset + layer * layer_stride + block *
+    block_stride + slot * slot_stride + head * head_stride + d`` of the base array (64-bit arithmetic). With
+    `per_layer`, each layer has a base array of its own and ``layer_stride`` is 0.
+    """
+
+    array: str  # name of the base array; planes with the same name share it
+    shape: tuple[int, ...]  # of the base array, C-contiguous
+    per_layer: bool
+    offset: int
+    layer_stride: int
+    block_stride: int
+    slot_stride: int
+    head_stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPlane:
+    """One plane of a layer as it is stored: keys, values, or their scales or biases."""
+
+    name: str  # "k", "k_scales", "k_biases", "v", "v_scales", "v_biases"
+    dim: int  # elements per token and head
+    dtype: str  # that of the spec, or "uint32" for packed words
+    itemsize_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpec:
+    """What a backend stores for one layer group of a model.
+
+    Parameters
+    ----------
+    num_layers, num_kv_heads, head_dim : int
+        As in the model; `head_dim` is that of the keys.
+    dtype : {"float32", "float16", "bfloat16"}
+        Of the stored elements.
+    block_size : int
+        Tokens per block, any value >= 1.
+    v_head_dim : int, optional
+        Head dimension of the values, `head_dim` by default.
+    layout : {"NHD", "HND", "interleaved", "stacked"}
+        Order of the axes in memory, see Notes.
+    k_bits, v_bits : {None, 4, 8}
+        Keys or values are stored as they are (None) or quantized to so many bits.
+    quant_group_size : {32, 64, 128}
+        Elements that share a scale and a bias; divides the head dimension of what is quantized.
+
+    Raises
+    ------
+    TypeError, ValueError
+        ``[KVSpec] ...`` for a wrong type, a value < 1, an unknown name, bits or groups that do not fit, or a block of
+        2^63 bytes and more.
+
+    Notes
+    -----
+    Two planes per layer, k and v. A quantized one has three: words, scales, biases, as ``mx.quantize(x, group_size,
+    bits)`` makes them of `x` in `dtype`. D elements are ``D * bits / 32`` words of uint32, the first element in the
+    lowest bits, and ``D / group_size`` scales and biases of `dtype`; the planes lie each like a plane of so many
+    elements per head (`stored_planes`). docs/quantized.md has the arithmetic.
+
+    The layouts differ in strides only (`plane_layout`); with S = block_size, H = num_kv_heads:
+
+    - ``NHD``: per layer and plane ``[num_blocks, S, H, D]``. The default: a token is one contiguous store, a
+      block one contiguous copy.
+    - ``HND``: per layer and plane ``[num_blocks, H, S, D]``, head-major.
+    - ``interleaved``: per layer ``[num_blocks, S, 2 * H, D]``, heads in the order k0, v0, k1, v1, ...
+      (Levanter, ragged paged attention on TPU).
+    - ``stacked``: per plane, all layers in one array ``[num_layers, H, num_blocks, S, D]`` (the MLX
+      paged-attention plan).
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str = "float16"
+    block_size: int = 16
+    v_head_dim: int | None = None
+    layout: str = "NHD"
+    k_bits: int | None = None
+    v_bits: int | None = None
+    quant_group_size: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_kv_heads", "head_dim", "block_size", "v_head_dim"):
+            value = getattr(self, name)
+            if value is None and name == "v_head_dim":
+                continue
+            object.__setattr__(self, name, checked_int("KVSpec", name, value))
+        _one_of("KVSpec", "dtype", self.dtype, tuple(DTYPES))
+        _one_of("KVSpec", "layout", self.layout, LAYOUTS)
+        if self.layout == "interleaved" and self.value_head_dim != self.head_dim:
+            raise ValueError(
+                f"[KVSpec] layout 'interleaved' holds keys and values in one array and needs equal head dims "
+                f"(head_dim {self.head_dim}, v_head_dim {self.value_head_dim})"
+            )
+        self._check_quantization()
+        if self.block_nbytes > _MAX_INT64:
+            raise ValueError(f"[KVSpec] one block has {self.block_nbytes} bytes, the limit is 2^63 - 1")
+
+    def _check_quantization(self) -> None:
+        for name in ("k_bits", "v_bits"):
+            if getattr(self, name) is not None:
+                _one_number("KVSpec", name, getattr(self, name), QUANT_BITS, "None or ")
+        _one_number("KVSpec", "quant_group_size", self.quant_group_size, QUANT_GROUP_SIZES)
+        for name, bits, dim in (
+            ("head_dim", self.k_bits, self.head_dim),
+            ("v_head_dim", self.v_bits, self.value_head_dim),
+        ):
+            if bits is not None and dim % self.quant_group_size:
+                raise ValueError(
+                    f"[KVSpec] {name} is {dim}, no multiple of quant_group_size {self.quant_group_size}: a group of "
+                    f"{bits}-bit elements lies in one head"
+                )
+        if self.layout == "interleaved" and self.k_bits != self.v_bits:
+            raise ValueError(
+                f"[KVSpec] layout 'interleaved' holds keys and values in one array and needs equal bits "
+                f"(k_bits {self.k_bits}, v_bits {self.v_bits})"
+            )
+
+    @property
+    def value_head_dim(self) -> int:
+        """Head dimension of the values, never None."""
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
+
+    @property
+    def planes(self) -> tuple[tuple[str, int], ...]:
+        """(name, head dimension) of keys and values, as they are given to `write` and come from `gather`."""
+        return (("k", self.head_dim), ("v", self.value_head_dim))
+
+    @property
+    def bits(self) -> tuple[int | None, int | None]:
+        """Bits of quantized keys and of quantized values."""
+        return (self.k_bits, self.v_bits)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether keys or values are."""
+        return self.bits != (None, None)
+
+    @property
+    def stored_planes(self) -> tuple[StoredPlane, ...]:
+        """The planes of a layer as they are stored, in the order of `export_blocks`."""
+        stored = []
+        for (name, dim), bits in zip(self.planes, self.bits, strict=True):
+            if bits is None:
+                stored.append(StoredPlane(name, dim, self.dtype, self.itemsize_nbytes))
+                continue
+            stored.append(StoredPlane(name, dim * bits // WORD_BITS, "uint32", WORD_BITS // 8))
+            for what in ("scales", "biases"):
+                groups = dim // self.quant_group_size
+                stored.append(StoredPlane(f"{name}_{what}", groups, self.dtype, self.itemsize_nbytes))
+        return tuple(stored)
+
+    @property
+    def storage(self) -> str:
+        """What is stored, in words: ``float16``, or ``float16, keys 8 bits, values 4 bits, groups of 64``."""
+        if not self.is_quantized:
+            return self.dtype
+        parts = [f"{name} {bits} bits" for name, bits in zip(("keys", "values"), self.bits, strict=True) if bits]
+        return f"{self.dtype}, {', '.join(parts)}, groups of {self.quant_group_size}"
+
+    @property
+    def itemsize_nbytes(self) -> int:
+        """Bytes of one element of `dtype`."""
+        return DTYPES[self.dtype]
+
+    @property
+    def token_nbytes(self) -> int:
+        """Bytes that one token takes in all layers and planes."""
+        per_head = sum(plane.dim * plane.itemsize_nbytes for plane in self.stored_planes)
+        return self.num_layers * self.num_kv_heads * per_head
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of one block in all layers and planes."""
+        return self.block_size * self.token_nbytes
+
+    def pool_nbytes(self, num_blocks: int) -> int:
+        """Bytes of the whole storage."""
+        return num_blocks * self.block_nbytes
+
+    @property
+    def array_block_nbytes(self) -> int:
+        """Bytes of one block in the largest base array: devices limit the size of a single array."""
+        arrays: dict[str, int] = {}
+        for plane in self.stored_planes:
+            layout = self.plane_layout(plane.name, 1)
+            layers = 1 if layout.per_layer else self.num_layers
+            nbytes = layers * self.block_size * self.num_kv_heads * plane.dim * plane.itemsize_nbytes
+            arrays[layout.array] = arrays.get(layout.array, 0) + nbytes
+        return max(arrays.values())
+
+    def plane_layout(self, plane: str, num_blocks: int) -> PlaneLayout:
+        """Base array and strides of a stored plane, such as ``"k"``, in a pool of `num_blocks` blocks."""
+        dims = {stored.name: stored.dim for stored in self.stored_planes}
+        _one_of("plane_layout", "plane", plane, tuple(dims))
+        layers, heads, slots, dim = self.num_layers, self.num_kv_heads, self.block_size, dims[plane]
+        if self.layout == "NHD":
+            shape: tuple[int, ...] = (num_blocks, slots, heads, dim)
+            strides = (0, slots * heads * dim, heads * dim, dim)
+        elif self.layout == "HND":
+            shape = (num_blocks, heads, slots, dim)
+            strides = (0, heads * slots * dim, dim, slots * dim)
+        elif self.layout == "interleaved":
+            shape = (num_blocks, slots, 2 * heads, dim)
+            strides = (0, slots * 2 * heads * dim, 2 * heads * dim, 2 * dim)
+            return PlaneLayout(f"kv{plane[1:]}", shape, True, 0 if plane[0] == "k" else dim, *strides)
+        else:
+            shape = (layers, heads, num_blocks, slots, dim)
+            strides = (heads * num_blocks * slots * dim, slots * dim, dim, num_blocks * slots * dim)
+        return PlaneLayout(plane, shape, self.layout != "stacked", 0, *strides)
+
+
+# ---------------------------------------------------------------------- checks
+
+
+def checked_int(call: str, name: str, value: Any, least: int = 1) -> int:
+    """`value` as an int, if it is one (a bool is none) and in the range ``least .. 2^63 - 1``."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"[{call}] {name} must be an int, got {type(value).__name__} ({value!r})")
+    number = index(value)
+    if not least <= number <= _MAX_INT64:
+        raise ValueError(f"[{call}] {name} is {number}, the range is {least} .. 2^63 - 1")
+    return number
+
+
+def _one_of(call: str, name: str, value: Any, known: tuple[str, ...]) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"[{call}] {name} must be a str, got {type(value).__name__} ({value!r})")
+    if value not in known:
+        raise ValueError(f"[{call}] {name} is {value!r}, known are {', '.join(known)}")
+
+
+def _one_number(call: str, name: str, value: Any, known: tuple[int, ...], besides: str = "") -> None:
+    listed = f"{besides}{' or '.join(map(str, known))}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"[{call}] {name} must be {listed}, got {type(value).__name__} ({value!r})")
+    if value not in known:
+        raise ValueError(f"[{call}] {name} is {value}, it must be {listed}")

@@ -1,0 +1,148 @@
+"""Programs at the ends of arrays: where one is used to its last place, what lies beside it is out of reach.
+
+The build of the mutants has pages beside each array that nobody may touch (guarded.h): a mutant that goes on reading
+dies. An array of whole pages is guarded before its first place too, so sizes here are such that arrays fill pages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from proof.mutation.scenarios import CORE_ONLY, FORMATS, SCENARIOS, core_only, grown, look, prompts, scenario, tried
+
+__all__ = ["CORE_ONLY", "SCENARIOS"]  # with the programs of this module on them
+
+PAGE = 4096 // 4  # int32 in a page
+
+
+@scenario
+def every_cached_block_taken_in_one_call(Pool: Any, Plan: Any) -> None:
+    """All nodes are forgotten at once: the list of them is full, and shorter or longer than what is fetched ahead."""
+    for blocks in (1, 7, 8, 9, 15, 16, 17, 40, PAGE):
+        pool = Pool(blocks, 1, max_seqs=2, prefix_cache=True, reserved_blocks=0)
+        plan = Plan(pool, 1, blocks, formats=("block_tables",))
+        text = np.arange(blocks, dtype=np.int32)
+        for turn in range(2):
+            prompts(pool, plan, [text + turn])
+        pool.match(text)
+        pool.prefix_stats()
+        look(pool)
+        pool.shutdown()
+
+
+@scenario
+def sequences_as_long_as_they_may_be(Pool: Any, Plan: Any) -> None:
+    """Tables filled to their ends, those of the first and of the last sequence too, block by block."""
+    for seqs, blocks, size in ((1, 8, 2), (8, PAGE // 8, 1), (2, 6, 4)):
+        pool = Pool(seqs * blocks + 1, size, max_seqs=seqs, max_blocks_per_seq=blocks, prefix_cache=True)
+        plan = Plan(pool, seqs, seqs * blocks * size, formats=FORMATS)
+        text = np.arange(blocks * size, dtype=np.int32)
+        rows = [pool.open(text + 7 * row) for row in range(seqs)]
+        for first, last in ((0, 1), (1, size), (size, 2 * size), (2 * size, blocks * size)):
+            if first == last:
+                continue
+            grown(pool, plan, rows, last - first)
+            for at, row in enumerate(rows):
+                pool.commit(row, text[first:last] + 7 * at)
+                look(pool)
+        tried(pool.step, plan, rows, 1)
+        tried(pool.reserve, plan, rows, 1)
+        for row in rows:
+            tried(pool.step, plan, [row], [1])
+        pool.truncate(rows, [0, blocks * size - 1][:seqs] + [size] * (seqs - 2))
+        grown(pool, plan, rows[1:2], 1)
+        pool.close(rows)
+        look(pool)
+        pool.shutdown()
+
+
+@scenario
+def forks_of_a_block_that_is_half_known(Pool: Any, Plan: Any) -> None:
+    """A fork goes on where its parent's commit ended, within a block."""
+    for known in range(9):
+        pool = Pool(20, 8, max_seqs=6, prefix_cache=True)
+        plan = Plan(pool, 4, 40, formats=("block_tables",))
+        text = np.arange(40, 57, dtype=np.int32)
+        row = pool.open()
+        grown(pool, plan, [row], 8)
+        pool.commit(row, text[:known])
+        rows = [row, *pool.fork(row, 2).tolist()]
+        grown(pool, plan, rows, 8)
+        for at, fork in enumerate(rows):
+            pool.commit(fork, np.concatenate([text[known:9], text[9:16] + at]))
+            look(pool)
+        pool.match(text)
+        pool.close(rows)
+        pool.match(text)
+        pool.evict(3)
+        pool.match(text)
+        look(pool)
+        pool.shutdown()
+
+
+@scenario
+def reset_of_high_blocks(Pool: Any, Plan: Any) -> None:
+    """What pending steps hold back on blocks of high numbers is gone, as that on low ones."""
+    pool = Pool(90, 4, max_seqs=10)
+    plan, other = (Plan(pool, 9, 60, formats=("block_tables",)) for _ in range(2))
+    for _ in range(2):
+        pool.alloc(70)
+        rows = [pool.open() for _ in range(2)]
+        grown(pool, plan, rows, 3)
+        forks = [*pool.fork(rows[0], 2).tolist(), *pool.fork(rows[1], 2).tolist()]
+        pool.step(plan, [*rows, *forks], 1)
+        pool.step(other, forks, 2)
+        pool.reset()
+        look(pool)
+    pool.shutdown()
+
+
+@scenario
+def rows_that_show_what_is_no_more(Pool: Any, Plan: Any) -> None:
+    """A row is shown again after its growth was rolled back, and after its plan forgot it, with no new token."""
+    for kv in (None, 16):
+        pool = Pool(30, 2, max_seqs=4)
+        plan, other = (Plan(pool, 4, 20, formats=FORMATS, kv_width=kv) for _ in range(2))
+        rows = [pool.open() for _ in range(3)]
+        for new in (0, 3, 1):
+            for _ in range(2):
+                grown(pool, plan, rows, new if _ == 0 else 0)
+                plan.forget()
+        for first in (plan, other):
+            for new in (5, [0, 4, 1], [1, 2, 6]):
+                pool.step(first, rows, new)
+                look(pool, first)
+                pool.rollback(first)
+                look(pool, first)
+                grown(pool, plan, rows, 0)
+                grown(pool, other, rows[::-1], 0)
+        twins = pool.fork(rows[0], 1).tolist()
+        for new in (1, 3):
+            pool.step(plan, [rows[0], *twins], new)
+            look(pool, plan)
+            pool.rollback(plan)
+            grown(pool, plan, [rows[0], *twins], 0)
+        pool.shutdown()
+
+
+@core_only
+def calls_without_rows_that_are_recorded(Pool: Any, Plan: Any) -> None:
+    """A step of no sequence is a call all the same; a batch of none says so."""
+    for record in (1 << 12, 300, 120):
+        pool = Pool(40, 2, max_seqs=6, record=record)
+        plan = Plan(pool, 4, 20, formats=("block_tables",))
+        for new in ([], 0, 1):
+            tried(pool.step, plan, [], new)
+            if plan.is_pending:
+                pool.done(plan)
+            pool._recorded()
+            row = pool.open()
+            grown(pool, plan, [row], 3)
+            tried(pool.truncate, [], new)
+            pool.close_finished([row], [False])
+            pool.close([])
+            pool.incref(np.empty(0, np.int32))
+            pool._recorded()
+        pool.shutdown()

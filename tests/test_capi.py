@@ -1,0 +1,370 @@
+"""The C interface does what `Pool` does: same results, same digests, same arrays; a status for every exception."""
+
+import ctypes
+import threading
+
+import numpy as np
+import pytest
+from capi_table import KV_TO_PYTHON, Array, C, Stats, at, call, call_without_gil, function, message
+
+from kvpool import OutOfBlocks, Plan, Pool
+
+FORMATS = {
+    "block_tables": "block_tables", "seq_lens": "seq_lens", "slot_mapping": "slot_mapping", "positions": "positions",
+    "cu_q_lens": "cu_q_lens", "indptr": "csr", "indices": "csr", "last_page_len": "csr", "kv_slots": "kv_slots",
+    "kv_slots_ragged": "kv_slots_ragged", "kv_indptr": "kv_slots_ragged", "slot_ids": "slot_ids",
+}  # fmt: skip
+ARRAYS = (*FORMATS, "copies", "dirty_rows", "served", "handles")
+PROMPT = np.arange(50, dtype=np.int32)
+
+
+def ints(*values):
+    return np.array(values, np.int64)
+
+
+def new(**options):
+    """Return a pool and a plan with every array."""
+    pool = Pool(32, 4, max_seqs=8, max_blocks_per_seq=16, seed=7, prefix_cache=True, **options)
+    return pool, Plan(pool, 4, 256, formats=sorted(set(FORMATS.values())), dtype={"positions": "int64"})
+
+
+def shown(plan, name):
+    """Return an array of a plan as the C interface gives it."""
+    array = Array()
+    assert call("array", plan, C[f"KVPOOL_{name.upper()}"], array) == 0
+    code = {1: np.uint8, 4: np.int32, 8: np.int64}[array.itemsize]
+    size = array.length * array.width
+    flat = np.ctypeslib.as_array((np.ctypeslib.as_ctypes_type(code) * size).from_address(array.data)) if size else []
+    return np.array(flat, code).reshape((array.length, array.width) if array.width > 1 else (array.length,))
+
+
+def python_way(pool, plan):
+    """Return the handles and numbers of a life of requests, yielding after each step."""
+    first, second = pool.open(PROMPT, b"tenant"), pool.open(3)
+    pool.step(plan, ints(first, second), ints(50, 3))
+    yield
+    pool.done(plan)
+    pool.commit([first], PROMPT[:48])
+    children = pool.fork(first, 2)
+    pool.step(plan, children, 1, pad_to=(4, 8))
+    yield
+    pool.rollback(plan)
+    pool.reserve(plan, children, ints(5, 6))
+    yield
+    pool.done(plan)
+    pool.truncate(ints(first, second), ints(40, 1))
+    pool.step(plan, ints(first, second), ints(0, 2), partial=True)
+    yield
+    pool.done(plan)
+    pool.close(children)
+    again = pool.open(PROMPT, b"tenant")
+    assert pool.num_tokens(again) == 48
+    yield
+
+
+def c_way(pool, plan):
+    first, second, cached, again = (ctypes.c_int64(-1) for _ in range(4))
+    assert call("open_prompt", pool, PROMPT, 50, ctypes.create_string_buffer(b"tenant"), 6, first, cached) == 0
+    assert (cached.value, call("open", pool, 3, second)) == (0, 0)
+    both = ints(first.value, second.value)
+    assert call("step", pool, plan, both, ints(50, 3), 2, 0) == 0
+    yield
+    assert call("done", pool, plan) == 0
+    assert call("commit", pool, both, None, 1, PROMPT[:48], 48) == 0
+    children = ints(-1, -1)
+    assert call("fork", pool, first.value, 2, children) == 0
+    assert call("step_padded", pool, plan, children, None, 2, 0, 4, 8) == 0
+    yield
+    assert call("rollback", pool, plan) == 0
+    assert call("reserve", pool, plan, children, ints(5, 6), 2) == 0
+    yield
+    assert call("done", pool, plan) == 0
+    assert call("truncate", pool, both, ints(40, 1), 2) == 0
+    assert call("step", pool, plan, both, ints(0, 2), 2, C["KVPOOL_PARTIAL"]) == 0
+    yield
+    assert call("done", pool, plan) == 0
+    assert call("close", pool, children, 2) == 0
+    assert call("open_prompt", pool, PROMPT, 50, ctypes.create_string_buffer(b"tenant"), 6, again, cached) == 0
+    tokens = ctypes.c_int64()
+    assert call("num_tokens", pool, again.value, tokens) == 0
+    assert tokens.value == cached.value == 48
+    yield
+
+
+def test_c_calls_do_what_python_calls_do():
+    """Array by array after every step; the chained digests compare every change and every result."""
+    python, c = new(), new()
+    for _ in zip(python_way(*python), c_way(*c), strict=True):
+        for name in ARRAYS:
+            expected, found = getattr(python[1], name), shown(c[1], name)
+            if name == "handles":
+                expected, found = expected & 0xFFFFF, found & 0xFFFFF  # their tags differ
+            assert found.tolist() == expected.tolist(), name
+            assert found.dtype == expected.dtype, name
+        digest = ctypes.c_uint64()
+        assert call("digest", c[0], digest) == 0
+        assert digest.value == python[0].digest()
+    python[0].check()
+    c[0].check()
+
+
+def test_calls_are_recorded_as_those_of_python():
+    python, c = new(record=1 << 16), new(record=1 << 16)
+    for _ in zip(python_way(*python), c_way(*c), strict=True):
+        pass
+    assert c[0]._recorded() == python[0]._recorded()
+
+
+def test_stats_table_and_num_free_are_those_of_the_pool():
+    pool, plan = new()
+    handle = pool.open(PROMPT)
+    pool.step(plan, [handle], 50)
+    stats, expected = Stats(), pool.stats()
+    assert call("stats", pool, stats, ctypes.sizeof(Stats)) == 0
+    names = {"pending_plans": "pending"}
+    assert {n: getattr(stats, n) for n, _ in Stats._fields_} == {
+        n: getattr(expected, names.get(n, n)) for n, _ in Stats._fields_
+    }
+    blocks, n, free = ctypes.c_void_p(), ctypes.c_int64(), ctypes.c_int64()
+    assert call("table", pool, handle, blocks, n) == 0
+    assert list((ctypes.c_int32 * n.value).from_address(blocks.value)) == pool.table(handle).tolist()
+    assert call("num_free", pool, free) == 0
+    assert free.value == pool.num_free
+
+
+def test_objects_of_python_become_pointers():
+    pool, plan = new()
+    out = ctypes.c_void_p()
+    assert call("pool_from", pool, out) == 0 and out.value == id(pool)
+    assert call("plan_from", plan, out) == 0 and out.value == id(plan)
+    assert call("pool_from", plan, out) == C["KVPOOL_TYPE_ERROR"] and "no kvpool.Pool but Plan" in message()
+    assert call("plan_from", pool, out) == C["KVPOOL_TYPE_ERROR"] and "no kvpool.Plan but Pool" in message()
+    assert call("pool_from", None, out) == C["KVPOOL_VALUE_ERROR"]
+    assert out.value == id(plan)
+
+
+# -- failures
+
+
+def failing():
+    """Every way to fail: name -> (status, words of the message, what to do before, the call)."""
+    big = 1 << 40
+    value = "VALUE_ERROR"
+    return {
+        "out of blocks": ("OUT_OF_BLOCKS", "blocks needed", "step", ["h3", ints(60, 60, 60), 3, 0]),
+        "open without blocks": ("CAPACITY_EXCEEDED", "open", "open", [big, "out"]),
+        "stale handle": ("STALE_HANDLE", "stale", "step", ["closed", None, 1, 0]),
+        "foreign handle": ("FOREIGN_HANDLE", "not of this pool", "close", ["foreign", 1]),
+        "too many rows": ("CAPACITY_EXCEEDED", "the plan holds 4", "step", ["h", None, 5, 0]),
+        "sequences": ("OUT_OF_SEQUENCES", "the limit is 8", "fork", ["one", 9, "children"]),
+        "not pending": ("PLAN_STATE", "not pending", "done", []),
+        "rollback of nothing": ("PLAN_STATE", "not pending", "rollback", []),
+        "negative rows": (value, "negative (-1)", "step", ["h", None, -1, 0]),
+        "negative count": (value, "num_new[0] is negative (-2)", "step", ["h", ints(-2), 1, 0]),
+        "duplicates": (value, "duplicate", "close", ["twice", 2]),
+        "null handles": (value, "handles is NULL", "step", [None, None, 1, 0]),
+        "null counts": (value, "num_new is NULL", "reserve", ["h", None, 1]),
+        "flags": (value, "flags are unknown (6)", "step", ["h", None, 1, 6]),
+        "pad rows": (value, "pad_to[0]", "step_padded", ["h", None, 1, 0, 5, 8]),
+        "pad tokens": (value, "pad_to[1]", "step_padded", ["h", None, 1, 0, 4, -8]),
+        "small pad": (value, "room for 0 tokens", "step_padded", ["h", None, 1, 0, 4, 0]),
+        "negative tokens": (value, "tokens is negative (-5)", "open", [-5, "out"]),
+        "null out": (value, "handle is NULL", "open", [1, None]),
+        "negative prompt": (value, "negative (-1)", "open_prompt", [PROMPT, -1, None, 0, "out", None]),
+        "null prompt": (value, "tokens is NULL", "open_prompt", [None, 1, None, 0, "out", None]),
+        "null name": (value, "name_space", "open_prompt", [PROMPT, 1, None, 4, "out", None]),
+        "bad token": (value, "tokens[1]", "open_prompt", [np.array([1, -2], np.int32), 2, None, 0, "out", None]),
+        "negative children": (value, "n is negative (-1)", "fork", ["one", -1, "children"]),
+        "null children": (value, "children is NULL", "fork", ["one", 1, None]),
+        "long": (value, "lens[0] is 99", "truncate", ["h", ints(99), 1]),
+        "null lens": (value, "lens is NULL", "truncate", ["h", None, 1]),
+        "not done": (value, "tokens from position", "commit", ["h", None, 1, PROMPT, 50]),
+        "counts": (value, "counts use 0 of 2", "commit", ["h", ints(0), 1, PROMPT, 2]),
+        "null tokens": (value, "tokens is NULL", "commit", ["h", None, 1, None, 2]),
+        "null table": (value, "blocks is NULL", "table", ["one", None, "out"]),
+        "table of none": ("STALE_HANDLE", "stale", "table", ["gone", "out", "out"]),
+        "null length": (value, "tokens is NULL", "num_tokens", ["one", None]),
+        "null free": (value, "blocks is NULL", "num_free", [None]),
+        "null stats": (value, "stats is NULL", "stats", [None, 80]),
+        "small stats": (value, "size is 72", "stats", ["out", 72]),
+        "null digest": (value, "digest is NULL", "digest", [None]),
+    }
+
+
+@pytest.fixture
+def world():
+    """A pool with three sequences and names for what calls take."""
+    pool, plan = new()
+    handles = ints(*(pool.open() for _ in range(5)))
+    pool.step(plan, handles[:3], 2)
+    pool.done(plan)
+    pool.commit(handles[:1], PROMPT[:2])
+    gone = pool.open()
+    pool.close([gone])
+    given = {
+        "h": handles, "h3": handles[:3].copy(), "one": int(handles[0]), "twice": ints(handles[0], handles[0]),
+        "closed": ints(gone), "gone": gone, "foreign": ints(Pool(4, 4).open()), "children": np.zeros(9, np.int64),
+        "out": ctypes.create_string_buffer(8),
+    }  # fmt: skip
+    return pool, plan, given
+
+
+@pytest.mark.parametrize("way", failing())
+def test_failure_is_a_status_and_changes_nothing(world, way):
+    pool, plan, given = world
+    status, words, name, arguments = failing()[way]
+    plans = [plan] if name in ("step", "step_padded", "reserve", "done", "rollback") else []
+    before, out = pool.fingerprint(), bytes(given["out"])
+    arguments = [given[a] if isinstance(a, str) else a for a in arguments]
+    arguments = [ctypes.addressof(a) if isinstance(a, ctypes.Array) else a for a in arguments]
+    assert call(name, pool, *plans, *arguments) == C[f"KVPOOL_{status}"], message()
+    assert words in message() and message().startswith(f"[{name}] ")
+    assert pool.fingerprint() == before and bytes(given["out"]) == out
+    kind = KV_TO_PYTHON[C[f"KVPOOL_{status}"]]
+    with pytest.raises(kind) as raised:
+        function("raise_error")()
+    assert type(raised.value) is kind and str(raised.value) == message()
+    with pytest.raises(SystemError, match="no failure is kept"):
+        function("raise_error")()  # it was handed over: nothing here keeps the frames that it saw
+    pool.check()
+
+
+@pytest.mark.parametrize(
+    "name", ["open", "open_prompt", "fork", "truncate", "close", "commit", "table", "num_tokens", "num_free", "stats"]
+)  # fmt: skip
+def test_null_pool_is_refused(name):
+    rest = [None] * (len(function(name).argtypes or ()) - 1)
+    arguments = [0 if kind is ctypes.c_int64 else None for kind in function(name).argtypes[1:]] if rest else []
+    assert call(name, None, *arguments) == C["KVPOOL_VALUE_ERROR"]
+    assert message() == f"[{name}] pool is NULL"
+
+
+def test_null_plan_is_refused():
+    pool, _ = new()
+    for name, rest in {"step": [None, None, 0, 0], "done": [], "rollback": []}.items():
+        assert call(name, pool, None, *rest) == C["KVPOOL_VALUE_ERROR"]
+        assert message() == f"[{name}] plan is NULL"
+
+
+def test_plan_of_another_pool_is_refused():
+    pool, _ = new()
+    _, other = new()
+    assert call("step", pool, other, ints(pool.open()), None, 1, 0) == C["KVPOOL_VALUE_ERROR"]
+    assert "belongs to another pool" in message()
+
+
+def test_error_keeps_its_attributes(world):
+    pool, plan, given = world
+    call("step", pool, plan, given["h3"], ints(60, 60, 60), 3, 0)
+    with pytest.raises(OutOfBlocks) as raised:
+        function("raise_error")()
+    assert raised.value.needed == 45 and raised.value.row >= 0
+
+
+def test_array_that_nobody_asked_for_is_refused():
+    pool = Pool(8, 4)
+    plan = Plan(pool, 2)
+    assert call("array", plan, C["KVPOOL_POSITIONS"], Array()) == C["KVPOOL_VALUE_ERROR"]
+    assert "positions was not asked for" in message()
+    for number in (-1, 16, 1 << 30):
+        assert call("array", plan, number, Array()) == C["KVPOOL_VALUE_ERROR"]
+        assert f"no such array ({number})" in message()
+    assert call("array", plan, C["KVPOOL_SEQ_LENS"], None) == C["KVPOOL_VALUE_ERROR"]
+    assert call("array", None, C["KVPOOL_SEQ_LENS"], Array()) == C["KVPOOL_VALUE_ERROR"]
+
+
+def test_stats_of_a_newer_caller_are_filled_with_zeros():
+    pool, _ = new()
+    memory = ctypes.create_string_buffer(b"\xff" * 96, 96)
+    assert call("stats", pool, ctypes.addressof(memory), 88) == 0
+    assert Stats.from_buffer(memory).num_blocks == 32
+    assert memory.raw[80:] == b"\0" * 8 + b"\xff" * 8
+
+
+def test_closed_pool_is_refused():
+    pool, plan = new()
+    pool.shutdown()
+    assert call("step", pool, plan, ints(0), None, 1, 0) == C["KVPOOL_CLOSED"]
+    assert message() == "[step] the pool was shut down"
+
+
+def test_pool_without_a_prefix_cache_commits_nothing():
+    pool = Pool(8, 4)
+    assert call("commit", pool, ints(pool.open()), None, 1, PROMPT, 0) == C["KVPOOL_VALUE_ERROR"]
+    assert message() == "[commit] the pool has no prefix cache (prefix_cache=False)"
+
+
+class Intruder:
+    """An integer that uses the pool while a call of Python reads it, by this thread or by another one."""
+
+    def __init__(self, act, threaded):
+        self.act, self.threaded = act, threaded
+
+    def __index__(self):
+        if self.threaded:
+            thread = threading.Thread(target=self.act)
+            thread.start()
+            thread.join()
+        else:
+            self.act()
+        return 1
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_call_inside_a_call_is_refused(threaded):
+    pool, plan = new()
+    handle, found = pool.open(), []
+
+    def act():
+        found.append((call("step", pool, plan, ints(handle), None, 1, 0), message()))
+
+    pool.step(plan, [handle], [Intruder(act, threaded)])
+    assert found == [(C["KVPOOL_CONCURRENT_USE"], "[step] the pool is inside another call; one caller at a time")]
+    assert plan.num_tokens == 1
+    pool.check()
+
+
+def test_failure_belongs_to_its_thread():
+    pool, plan = new()
+    assert call("done", pool, plan) == C["KVPOOL_PLAN_STATE"]
+    before, others = message(), []
+
+    def act():
+        others.append(message())
+        call("close", pool, ints(-4), 1)
+        others.append(message())
+
+    thread = threading.Thread(target=act)
+    thread.start()
+    thread.join()
+    assert others == ["no failure is kept in this thread", "[close] handles[0] is negative (-4)"]
+    assert message() == before
+
+
+def test_nothing_kept_is_said():
+    found = []
+
+    def act():
+        try:
+            function("raise_error")()
+        except SystemError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=act)
+    thread.start()
+    thread.join()
+    assert found == ["[raise_error] no failure is kept in this thread"]
+
+
+def test_caller_without_the_lock_of_python_is_refused():
+    """Every function; what they would change is as it was."""
+    pool, plan = new()
+    handle = ints(pool.open())
+    before = pool.fingerprint()
+    for name in ("step", "done", "close", "open", "digest", "array", "stats", "pool_from", "fork", "reserve"):
+        kinds = function(name).argtypes
+        arguments = [at(handle) if kind is ctypes.c_void_p else 0 for kind in kinds]
+        arguments[0] = at(plan if name == "array" else pool)
+        assert call_without_gil(name, *arguments) == C["KVPOOL_NO_GIL"], name
+    assert call_without_gil("error_message") == b"the caller does not hold the GIL"
+    assert pool.fingerprint() == before

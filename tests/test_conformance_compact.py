@@ -1,0 +1,137 @@
+"""The conformance cases of `compact`: every backend passes, and each case catches the fault that it is meant for."""
+
+import numpy as np
+import pytest
+
+from kvpool.eviction.keep import checked_keep, compact_exported
+from kvpool.testing import conformance, conformance_compact
+from kvpool_backends.cpu import CPUBackend
+from kvpool_backends.numpy import NumpyBackend
+
+CASES = {case.__name__: case for case in conformance_compact.CASES}
+
+
+class Exported(NumpyBackend):
+    """Moves tokens by way of exported bytes."""
+
+    def compact(self, blocks, keep):
+        compact_exported(self, blocks, keep)
+
+
+@pytest.mark.parametrize("factory", [NumpyBackend, Exported, CPUBackend])
+def test_backend_moves_tokens_as_due(factory):
+    assert set(conformance.check_backend(factory, list(CASES.values())).values()) == {"passed"}
+
+
+class Moves(NumpyBackend):
+    """Right, from parts that a test replaces."""
+
+    def compact(self, blocks, keep):
+        ids, places = checked_keep(self, blocks, keep)
+        for layer, planes in enumerate(self._planes):
+            for number, plane in enumerate(planes):
+                self.move(plane, ids, self.places(places, layer, number))
+
+    def places(self, places, layer, plane):
+        return places[layer]
+
+    def order(self, n):
+        return range(n)
+
+    def move(self, plane, ids, places):
+        size = self.spec.block_size
+        for head in range(self.spec.num_kv_heads):
+            for j in self.order(places.shape[1]):
+                old = places[head, j]
+                plane[ids[j // size], j % size, head] = plane[ids[old // size], old % size, head]
+
+
+class OneLayerForAll(Moves):
+    def places(self, places, layer, plane):
+        return places[0]
+
+
+class OneHeadForAll(Moves):
+    def places(self, places, layer, plane):
+        return np.repeat(places[layer, :1], self.spec.num_kv_heads, 0)
+
+
+class KeysAlone(Moves):
+    def places(self, places, layer, plane):
+        return places[layer] if plane == 0 else np.arange(places.shape[2])[None].repeat(self.spec.num_kv_heads, 0)
+
+
+class FromTheEnd(Moves):
+    """In place, an ascending move must start at the front: from the end it overwrites what it has still to read."""
+
+    def order(self, n):
+        return reversed(range(n))
+
+
+class ClearsWhatLeft(Moves):
+    def move(self, plane, ids, places):
+        super().move(plane, ids, places)
+        n, size = places.shape[1], self.spec.block_size
+        plane[ids[-(-n // size) :]] = 0
+
+
+class MovesBeforeItLooks(Moves):
+    def compact(self, blocks, keep):
+        try:
+            super().compact(blocks, keep)
+        except ValueError:
+            super().compact(blocks, [0])
+            for plane in self._every_plane():
+                plane[blocks[0], 0] += 1
+            raise
+
+
+class Believes(Moves):
+    def compact(self, blocks, keep):
+        keep = np.asarray(keep)
+        if keep.ndim == 1 and keep.size and keep.dtype.kind == "i":
+            keep = np.unique(keep)
+        super().compact(blocks, keep)
+
+
+FAULTS = {
+    OneLayerForAll: "compaction_moves_what_stays_and_nothing_else",
+    OneHeadForAll: "compacted_rows_answer_from_what_stays",
+    KeysAlone: "compacted_rows_answer_from_what_stays",
+    FromTheEnd: "compaction_moves_what_stays_and_nothing_else",
+    ClearsWhatLeft: "compaction_moves_what_stays_and_nothing_else",
+    MovesBeforeItLooks: "misplaced_tokens_are_refused_before_a_byte_changes",
+    Believes: "misplaced_tokens_are_refused_before_a_byte_changes",
+}
+
+
+def test_backend_of_parts_is_right():
+    assert set(conformance.check_backend(Moves, list(CASES.values())).values()) == {"passed"}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_planted_fault_is_caught_by_its_case(fault):
+    with pytest.raises((AssertionError, ValueError)):
+        CASES[FAULTS[fault]](fault)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "compaction_moves_what_stays_and_nothing_else",
+        "compacted_rows_answer_from_what_stays",
+    ],
+)
+def test_cases_do_not_apply_to_a_backend_without_the_capability(case):
+    class Cannot(NumpyBackend):
+        def capabilities(self):
+            from dataclasses import replace
+
+            return replace(super().capabilities(), compacts=False)
+
+        def compact(self, blocks, keep):
+            raise ValueError("[compact] backend 'numpy' cannot move tokens")
+
+    cases = [CASES[case], CASES["misplaced_tokens_are_refused_before_a_byte_changes"]]
+    found = conformance.check_backend(Cannot, cases)
+    assert list(found.values()) == ["not applicable", "passed"]

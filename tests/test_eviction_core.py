@@ -1,0 +1,360 @@
+"""Tokens that leave a sequence which goes on: compaction, whole blocks, blocks of one's own, and two lengths."""
+
+import numpy as np
+import pytest
+
+from kvpool import Plan, Pool
+from kvpool.errors import CapacityExceeded, OutOfBlocks, PlanStateError, StaleHandle
+from kvpool.replay import calls as files
+from kvpool.replay.rerun import rerun
+
+
+@pytest.fixture
+def grown(make_pool, make_plan):
+    """``grown(14)``: a pool, a plan, and a sequence of so many tokens that are done."""
+
+    def make(tokens, num_blocks=32, **options):
+        pool = make_pool(num_blocks, 4, **options)
+        plan = make_plan(pool, formats=("block_tables", "seq_lens", "slot_mapping", "positions", "csr", "kv_slots"))
+        handle = pool.open()
+        step(pool, plan, [handle], tokens)
+        return pool, plan, handle
+
+    return make
+
+
+def step(pool, plan, handles, new):
+    pool.step(plan, handles, new)
+    if not pool.in_order:
+        pool.done(plan)
+
+
+def lengths(pool, handle):
+    return pool.num_tokens(handle), pool.kv_len(handle)
+
+
+# --- compact ----------------------------------------------------------------------------------------------
+
+
+def test_compact_keeps_positions_and_gives_back_the_youngest_blocks(grown):
+    pool, _plan, h = grown(14)
+    pool.compact(h, 5)
+    assert lengths(pool, h) == (14, 5) and pool.table(h).tolist() == [1, 2] and pool.capacity(h) == 8
+    assert pool.alloc(2).tolist() == [3, 4]  # released youngest first: 4, then 3 on top
+    assert pool.stats().evicted_tokens == 9 and pool.stats().tokens == 5
+    pool.check()
+
+
+def test_step_after_compaction_goes_on_with_positions_and_writes_behind_what_stayed(grown):
+    pool, plan, h = grown(14)
+    other = pool.open()
+    pool.compact(h, 5)
+    step(pool, plan, [h, other], [4, 2])
+    assert plan.positions.tolist() == [14, 15, 16, 17, 0, 1]
+    assert plan.seq_lens.tolist() == [9, 2] and plan.last_page_len.tolist() == [1, 2]
+    assert plan.slot_mapping.tolist() == [9, 10, 11, 12, 16, 17]
+    assert 0 in plan.dirty_rows.tolist() and plan.kv_slots[0, :9].tolist() == [4, 5, 6, 7, 8, 9, 10, 11, 12]
+    step(pool, plan, [h, other], 1)  # every row one token: the other way of filling
+    assert plan.positions.tolist() == [18, 2] and plan.seq_lens.tolist() == [10, 3]
+
+
+def test_compact_to_the_length_there_is_leaves_the_sequence_alone(grown):
+    pool, _plan, h = grown(8, prefix_cache=True)
+    child = int(pool.fork(h)[0])
+    before = pool.fingerprint()
+    pool.compact([h, child], 8)  # shared, but nothing moves
+    assert pool.fingerprint() == before and lengths(pool, h) == (8, 8)
+    pool.commit(h, list(range(8)))
+    pool.truncate(h, 0)
+
+
+def test_compact_to_nothing_is_an_empty_sequence_that_knows_its_position(grown):
+    pool, plan, h = grown(6)
+    pool.compact(h, 0)
+    assert lengths(pool, h) == (6, 0) and pool.table(h).tolist() == []
+    step(pool, plan, [h], 2)
+    assert plan.positions.tolist() == [6, 7] and plan.seq_lens.tolist() == [2]
+
+
+@pytest.mark.parametrize("why", ["fork", "raw reference", "committed"])
+def test_compact_refuses_to_rewrite_what_others_read(grown, refused, why):
+    pool, _plan, h = grown(14, prefix_cache=why == "committed")
+    if why == "fork":
+        pool.fork(h)
+    elif why == "committed":
+        pool.commit(h, list(range(8)))
+    else:
+        pool.incref([2])
+    with refused(pool, ValueError, "compact", 2 if why == "raw reference" else 1):
+        pool.compact(h, 7)
+    pool.compact(h, 7, first=8)  # blocks 1 and 2 stay as they are: the tail leaves
+    assert lengths(pool, h) == (14, 7)
+
+
+def test_compact_refuses_a_block_that_a_pending_copy_reads(grown, refused, make_plan):
+    pool, plan, h = grown(6)
+    child = int(pool.fork(h)[0])
+    pool.step(plan, [child], 1)  # copies block 2, which is h's alone from now on
+    assert pool.refcount(2) == 1
+    with refused(pool, ValueError, "compact", 2):
+        pool.compact(h, 5, first=4)
+    pool.done(plan)
+    pool.compact(h, 5, first=4)
+
+
+def test_compact_refuses_rows_of_pending_plans(grown, refused):
+    pool, plan, h = grown(9)
+    pool.step(plan, [h], 1)
+    with refused(pool, PlanStateError, "compact", None):
+        pool.compact(h, 3)
+    with refused(pool, PlanStateError, "evict_blocks", None):
+        pool.evict_blocks(h, [0])
+    pool.rollback(plan)
+    pool.compact(h, 3)
+
+
+def test_compacted_blocks_wait_for_pending_steps(grown):
+    pool, plan, h = grown(12)
+    other = pool.open()
+    pool.step(plan, [other], 1)
+    pool.compact(h, 4)
+    assert pool.stats().limbo == 2
+    pool.done(plan)
+    assert pool.stats().limbo == 0
+
+
+def test_compact_is_all_or_nothing_over_a_batch(grown, refused):
+    pool, plan, h = grown(12)
+    two = pool.open()
+    step(pool, plan, [two], 12)
+    pool.fork(two)
+    with refused(pool, ValueError, "compact", None):
+        pool.compact([h, two], [3, 3])
+    pool.compact([h, two], np.array([3, 12], np.int32))
+    assert lengths(pool, h) == (12, 3) and lengths(pool, two) == (12, 12)
+
+
+@pytest.mark.parametrize("length", [-1, 13, 2**40])
+def test_compact_refuses_lengths_out_of_range(grown, refused, length):
+    pool, plan, h = grown(12)
+    with refused(pool, ValueError, "compact", length):
+        pool.compact(h, length)
+    with refused(pool, ValueError, "unshare", length):
+        pool.unshare(plan, [h], length)
+
+
+@pytest.mark.parametrize("wrong", [1.5, True, None, "3", [1, 2]])
+def test_compact_refuses_wrong_types_and_shapes(grown, wrong):
+    pool, plan, h = grown(12)
+    before = pool.fingerprint()
+    for call in (
+        lambda: pool.compact(h, wrong),
+        lambda: pool.compact([h, h], 3),
+        lambda: pool.compact(h, 3, first=wrong),
+        lambda: pool.unshare(plan, [h], wrong),
+        lambda: pool.unshare(wrong, [h], 3),
+        lambda: pool.evict_blocks(h, wrong if isinstance(wrong, list) else [wrong]) if wrong != [1, 2] else 1 / 0,
+    ):
+        with pytest.raises((TypeError, ValueError, ZeroDivisionError)):
+            call()
+    assert pool.fingerprint() == before
+
+
+def test_eviction_stops_where_positions_would_pass_int32(refused):
+    pool = Pool(8, 2**27, max_blocks_per_seq=4, in_order=True)  # the model has no room for so many tokens
+    plan = Plan(pool, 1, 2**31 - 1, formats=("seq_lens",))
+    h = pool.open()
+    for tokens in (2**29, 2**29, 2**29 - 1):
+        pool.step(plan, [h], tokens)
+        pool.compact(h, 0)
+    pool.step(plan, [h], 2**29)
+    with refused(pool, CapacityExceeded, "compact", None):
+        pool.compact(h, 0)
+    assert pool.num_tokens(h) == 2**31 - 1
+
+
+# --- unshare ----------------------------------------------------------------------------------------------
+
+
+def test_unshare_copies_what_compaction_rewrites_and_nothing_else(grown):
+    pool, plan, h = grown(14)
+    child = int(pool.fork(h)[0])
+    pool.unshare(plan, [h], 5)
+    assert plan.copies.tolist() == [[1, 5, 4], [2, 6, 4]] and plan.num_tokens == 0
+    assert pool.table(h).tolist() == [5, 6, 3, 4] and pool.table(child).tolist() == [1, 2, 3, 4]
+    pool.done(plan)
+    pool.compact(h, 5)
+    assert pool.table(h).tolist() == [5, 6] and pool.table(child).tolist() == [1, 2, 3, 4]
+
+
+def test_unshare_leaves_leading_blocks_that_stay(grown):
+    pool, plan, h = grown(14)
+    pool.fork(h)
+    pool.unshare(plan, [h], 9, first=7)
+    assert plan.copies.tolist() == [[2, 5, 4], [3, 6, 4]]
+    pool.done(plan)
+    pool.compact(h, 9, first=7)
+    assert pool.refcount(1) == 2
+
+
+def test_unshare_copies_the_filled_part_of_a_tail(grown):
+    pool, plan, h = grown(6)
+    pool.fork(h)
+    pool.unshare(plan, [h], 5)
+    assert plan.copies.tolist() == [[1, 3, 4], [2, 4, 2]]
+
+
+def test_unshare_takes_committed_blocks_along(grown):
+    pool, plan, h = grown(8, prefix_cache=True)
+    pool.commit(h, list(range(8)))
+    pool.unshare(plan, [h], 4)
+    pool.done(plan)
+    pool.compact(h, 4)
+    assert pool.match([*range(8), 9]) == 8  # the cache keeps what it had
+
+
+def test_unshare_of_a_batch_copies_for_each_that_shares(grown):
+    pool, plan, h = grown(8)
+    rows = [h, *pool.fork(h, 2).tolist()]
+    pool.unshare(plan, rows, 7)
+    assert plan.num_copies == 6  # the last one too: its blocks are read by the copies of the others
+    pool.done(plan)
+    pool.compact(rows, 7)
+    assert pool.stats().used == 6
+
+
+def test_unshare_without_blocks_changes_nothing(grown, refused):
+    pool, plan, h = grown(12, num_blocks=6)
+    pool.fork(h)
+    with refused(pool, OutOfBlocks, "unshare", None) as caught:
+        pool.unshare(plan, [h], 11)
+    assert (caught.value.needed, caught.value.short_by, caught.value.row) == (3, 1, 0)
+
+
+def test_unshare_rolls_back_like_a_step(grown):
+    pool, plan, h = grown(12)
+    pool.fork(h)
+    before = pool.fingerprint()
+    pool.unshare(plan, [h], 7)
+    pool.rollback(plan)
+    assert pool.table(h).tolist() == [1, 2, 3] and pool.kv_len(h) == 12
+    assert pool.fingerprint() != before  # its epoch went on
+    pool.check()
+
+
+# --- blocks -----------------------------------------------------------------------------------------------
+
+
+def test_evict_blocks_takes_whole_blocks_out_of_the_table(grown):
+    pool, plan, h = grown(18)
+    child = int(pool.fork(h)[0])
+    pool.evict_blocks(h, [1, 3])
+    assert lengths(pool, h) == (18, 10) and pool.table(h).tolist() == [1, 3, 5]
+    assert pool.table(child).tolist() == [1, 2, 3, 4, 5]  # others go on reading them
+    pool.close(child)
+    step(pool, plan, [h], 3)
+    assert plan.positions.tolist() == [18, 19, 20] and plan.slot_mapping.tolist() == [22, 23, 8]
+
+
+@pytest.mark.parametrize("indices", [[4], [-1], [1, 1], [2, 1], [2**40]])
+def test_evict_blocks_refuses_the_tail_and_disorder(grown, refused, indices):
+    pool, _plan, h = grown(18)
+    with refused(pool, ValueError, "evict_blocks", None):
+        pool.evict_blocks(h, indices)
+
+
+def test_evict_blocks_leaves_cached_ones_to_the_prefix_cache(grown):
+    pool, _plan, h = grown(9, prefix_cache=True)
+    pool.commit(h, list(range(9)))
+    pool.evict_blocks(h, [0])
+    assert pool.stats().evictable == 1 and pool.match([*range(9), 9]) == 8
+
+
+def test_evict_no_blocks_changes_nothing(grown):
+    pool, _plan, h = grown(9)
+    before = pool.fingerprint()
+    pool.evict_blocks(h, [])
+    assert pool.fingerprint() == before
+
+
+# --- with everything else ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["compact", "blocks"])
+def test_evicted_sequence_commits_no_more(grown, refused, how):
+    pool, _plan, h = grown(14, prefix_cache=True)
+    pool.compact(h, 8) if how == "compact" else pool.evict_blocks(h, [0])
+    with refused(pool, ValueError, "commit", None):
+        pool.commit(h, [1, 2, 3, 4])
+    pool.commit(h, [])
+    child = int(pool.fork(h)[0])
+    with refused(pool, ValueError, "commit", None):
+        pool.commit(child, [1])
+
+
+@pytest.mark.parametrize("how", ["compact", "blocks"])
+def test_truncate_stops_at_the_point_of_eviction(grown, refused, how):
+    pool, plan, h = grown(14)
+    pool.compact(h, 6) if how == "compact" else pool.evict_blocks(h, [0, 1])
+    step(pool, plan, [h], 5)
+    with refused(pool, ValueError, "truncate", 13):
+        pool.truncate(h, 13)
+    with refused(pool, ValueError, "truncate", 20):
+        pool.truncate(h, 20)
+    pool.truncate(h, 15)
+    assert lengths(pool, h) == (15, 7)
+    pool.truncate(h, 14)
+    assert lengths(pool, h) == (14, 6)
+
+
+def test_fork_of_an_evicted_sequence_has_both_lengths(grown, refused):
+    pool, plan, h = grown(14)
+    pool.compact(h, 6)
+    child = int(pool.fork(h)[0])
+    step(pool, plan, [h, child], 1)
+    assert plan.positions.tolist() == [14, 14] and plan.seq_lens.tolist() == [7, 7]
+    with refused(pool, ValueError, "truncate", 13):
+        pool.truncate(child, 13)
+    pool.close(h)
+    assert lengths(pool, child) == (15, 7)
+
+
+def test_slot_that_held_an_evicted_sequence_starts_anew(grown):
+    pool, plan, h = grown(14, max_seqs=1)
+    pool.compact(h, 6)
+    pool.close(h)
+    h = pool.open()
+    step(pool, plan, [h], 3)
+    assert lengths(pool, h) == (3, 3) and plan.positions.tolist() == [0, 1, 2]
+    pool.truncate(h, 0)
+
+
+def test_dead_handles_are_refused(grown, refused):
+    pool, plan, h = grown(5)
+    pool.close(h)
+    for name, call in {
+        "compact": lambda: pool.compact(h, 0),
+        "unshare": lambda: pool.unshare(plan, [h], 0),
+        "evict_blocks": lambda: pool.evict_blocks(h, [0]),
+        "kv_len": lambda: pool.kv_len(h),
+    }.items():
+        with refused(pool, StaleHandle, name, h):
+            call()
+
+
+def test_recorded_evictions_are_made_again(tmp_path):
+    pool = Pool(64, 4, record=1 << 16, prefix_cache=True, seed=3)
+    plan = Plan(pool, 4, 64)
+    h = pool.open([*range(20)])
+    step(pool, plan, [h], 20)
+    pool.commit(h, [*range(20)])
+    pool.unshare(plan, [h], [9], 4)
+    pool.done(plan)
+    pool.compact([h], [9], 4)
+    step(pool, plan, [h], 7)
+    pool.evict_blocks(h, [1, 2])
+    step(pool, plan, [h], 1)
+    assert files.save(pool, tmp_path / "calls") == 12
+    record = files.load(tmp_path / "calls")
+    assert {"unshare", "compact", "evict_blocks"} <= {call.name for call in record.calls}
+    assert rerun(record) is None

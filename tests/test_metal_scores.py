@@ -1,0 +1,208 @@
+"""Scores exported by `paged_attention`: their values, the stores that they cost, and the text without them.
+
+``KVPOOL_METAL_LAUNCHES=2000`` asks for every pair of choices.
+"""
+
+import difflib
+import os
+
+import numpy as np
+import pytest
+from metal_cases import FEATURES, Batch, pairwise
+from metal_engine import StandIn
+from msl import MetalError
+
+from kvpool_backends.mlx import metal_kernels
+from kvpool_backends.mlx.metal_kernels import kernel_text, source_text
+
+KINDS = ("raw", "mass")
+TOLERANCE = 1e-5  # of scores: queries and keys are exact in every dtype
+FACTORS = {
+    "dtype": ("float32", "float16", "bfloat16"),
+    "head_dim": (64, 80, 128, 256),
+    "group": (1, 4, 6, 20),
+    "block_size": (8, 16, 32),
+    "seq_lens": ((1,), (33, 32, 31), (100, 1), (257,), (64, 9, 600)),
+    "layout": ("NHD", "HND"),
+    "features": ((), *((name,) for name in FEATURES), FEATURES),
+    "part_tokens": (32, 512),
+}
+CHOICES = pairwise(FACTORS)
+if not os.environ.get("KVPOOL_METAL_LAUNCHES"):
+    CHOICES = CHOICES[::16]
+
+
+def softmax_of(batch, exported):
+    """What the backend makes of scores laid aside, in float64."""
+    sinks = batch.options.sinks
+    sink = np.full((batch.num_q_heads, 1), -np.inf) if sinks is None else sinks[:, None].astype(float)
+    peak = np.maximum(exported.max(axis=-1, keepdims=True), sink)
+    peak = np.where(np.isneginf(peak), 0, peak)
+    weights = np.exp(exported.astype(float) - peak)
+    total = weights.sum(axis=-1, keepdims=True) + np.exp(sink - peak)
+    weights /= np.where(total > 0, total, 1)
+    return weights.reshape(len(exported), batch.kv_heads, batch.group, -1).mean(axis=2)
+
+
+def check_scores(batch, kind, factory):
+    out, exported = batch.run_with_scores(factory, kind)
+    batch.check(out)
+    expected = batch.expected_scores(kind)
+    if kind == "mass":
+        exported = softmax_of(batch, exported)
+    size = 1 + np.abs(expected) if kind == "raw" else 1e-3 + np.abs(expected)
+    assert exported.shape == expected.shape
+    error = np.abs(exported - expected) / size
+    assert (error <= TOLERANCE).all(), f"{batch}, {kind}: {np.argwhere(~(error <= TOLERANCE))[:3].tolist()}"
+    assert kind == "mass" or not exported[expected == 0].any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: "-".join(str(x) for x in choice.values()))
+def test_scores_of_decode_equal_float64(engine, choice, kind):
+    batch = Batch(kv_heads=1 if choice["group"] > 4 else 2, **choice)
+    check_scores(batch, kind, engine.factory(engine.schedules[-1]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("features", "group"), [((), 20), (("window",), 3), (FEATURES, 3)])
+def test_scores_of_chunks_are_of_the_newest_query(engine, features, group, kind):
+    """Several tiles of queries, several of heads; rows without any; padding."""
+    batch = Batch(
+        dtype="float16",
+        head_dim=80,
+        group=group,
+        seq_lens=(90, 300, 40, 20, 5),
+        q_lens=(3, 1, 8, 20, 0),
+        features=features,
+        part_tokens=64,
+        padding=2,
+        seed=2,
+    )
+    check_scores(batch, kind, engine.factory(0))
+
+
+def test_the_result_has_the_same_bits_with_and_without_scores(engine):
+    batch = Batch(dtype="float16", seq_lens=(300, 20), q_lens=(2, 5), features=FEATURES, part_tokens=64)
+    plain = batch.run(engine.factory(0))
+    for kind in KINDS:
+        assert np.array_equal(batch.run_with_scores(engine.factory(0), kind)[0], plain)
+
+
+# ------------------------------------------------------------------------------------------------- counts
+
+
+@pytest.mark.parametrize(
+    ("group", "head_dim", "part_tokens"), [(1, 64, 512), (4, 128, 512), (4, 128, 64), (16, 80, 64)]
+)
+def test_raw_scores_cost_one_store_of_four_bytes_per_kv_head_and_position(
+    counting_engine, group, head_dim, part_tokens
+):
+    batch = Batch(dtype="float16", head_dim=head_dim, group=group, seq_lens=(256, 256), part_tokens=part_tokens)
+    runs, plain = [], []
+    batch.run_with_scores(counting_engine.factory(0, runs=runs), "raw")
+    batch.run(counting_engine.factory(0, runs=plain))
+    stores = runs[0].writes["exported"]
+    positions = batch.kv_heads * sum(batch.seq_lens)
+    # One lane and four bytes each: nothing is stored twice, and nothing is left for another pass.
+    assert stores.bytes == stores.lane_bytes == stores.distinct_bytes == 4 * positions
+    assert runs[0].reads["exported"].bytes == 0
+    assert len(runs) == len(plain)
+    for name in ("q", "k_pool", "v_pool", "tables"):
+        assert runs[0].reads[name] == plain[0].reads[name]
+    assert runs[0].writes["out"] == plain[0].writes["out"]
+    assert (runs[0].threadgroup_barriers, runs[0].threadgroup_memory) == (
+        plain[0].threadgroup_barriers,
+        plain[0].threadgroup_memory,
+    )
+    assert runs[0].simd_operations == plain[0].simd_operations
+    if part_tokens == 512:  # simdgroups have 32 tokens at least: 32 lanes store one whole line
+        assert stores.transactions == stores.full_transactions == 4 * positions // 128
+
+
+def test_ragged_rows_store_what_they_have(counting_engine):
+    runs = []
+    batch = Batch(dtype="float16", head_dim=128, seq_lens=(200, 33, 1), q_lens=(1, 4, 0))
+    batch.run_with_scores(counting_engine.factory(0, runs=runs), "raw")
+    assert runs[0].writes["exported"].bytes == 4 * batch.kv_heads * (200 + 33)
+
+
+def test_mass_lays_aside_one_score_per_query_head_and_position(counting_engine):
+    runs = []
+    batch = Batch(dtype="float16", head_dim=128, group=4, seq_lens=(150, 150), part_tokens=64)
+    batch.run_with_scores(counting_engine.factory(0, runs=runs), "mass")
+    stores = runs[0].writes["exported"]
+    assert stores.bytes == stores.distinct_bytes == 4 * batch.num_q_heads * sum(batch.seq_lens)
+
+
+# --------------------------------------------------------------------------------------------------- text
+
+
+def test_text_without_scores_is_the_text_without_the_feature(monkeypatch):
+    """Nothing of scores.metal is in it: it is the same where that file says something else, or nothing."""
+    before, real = kernel_text("paged_attention"), metal_kernels._file_text
+    monkeypatch.setattr(metal_kernels, "_file_text", lambda name: "" if name == "scores.metal" else real(name))
+    source_text.cache_clear()
+    assert kernel_text("paged_attention") == before
+    assert not any(word in before for word in ("exported", "observed", "sum_of_heads", "columns"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_add_lines_and_change_none(kind):
+    without, with_scores = (kernel_text(f"paged_attention{x}").splitlines() for x in ("", f"_{kind}"))
+    changes = [line[0] for line in difflib.ndiff(without, with_scores)]
+    assert "-" not in changes and "?" not in changes
+    assert changes.count("+") == {"raw": 9, "mass": 4}[kind]
+
+
+def test_kinds_are_other_kernels_under_other_names():
+    described = []
+    kernels = metal_kernels.MetalKernels(Batch().spec, 4, lambda **what: described.append(what))
+    for name in ("paged_attention", *(f"paged_attention_{kind}" for kind in KINDS)):
+        kernels._kernel(name)
+    assert len({what["name"] for what in described}) == 3
+    assert [what["output_names"] for what in described] == [["out"], ["out", "exported"], ["out", "exported"]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_metal_would_take_the_texts_of_scores(kind):
+    batch = Batch(dtype="bfloat16", seq_lens=(70,), features=FEATURES, part_tokens=32)
+    check_scores(batch, kind, StandIn().factory(0, lint=True))
+
+
+# ------------------------------------------------------------------------------------------------- faults
+
+FAULTS = {
+    "heads are summed up": ("raw", "sum_of_heads / float(GROUP)", "sum_of_heads"),
+    "scores in base 2": ("raw", "sum_of_heads += score;", "sum_of_heads += score * kv::LOG2E;"),
+    "the first query's": ("raw", "if (r / HEADS == observed_query && visible)", "if (r / HEADS == 0 && visible)"),
+    "every query's": ("raw", "if (r / HEADS == observed_query && visible)", "if (visible)"),
+    "hidden positions too": ("raw", "if (r / HEADS == observed_query && visible)", "if (r / HEADS == observed_query)"),
+    "the row of the first sequence": ("raw", "int64_t(batch_row) * threadgroups_per_grid.x", "int64_t(0)"),
+    "one tile of heads": ("raw", "threadgroup_position_in_grid.x;", "kv_head;"),
+    "a token late": ("raw", "exported[row * columns + my_token]", "exported[row * columns + my_token + 1]"),
+    "the first head's": ("mass", "num_q_heads + head)", "num_q_heads + kv_head * GROUP)"),
+    "hidden positions aside": ("mass", "visible ? score : -INFINITY", "score"),
+    "aside for every query": ("mass", "exists && r / HEADS == observed_query", "exists"),
+    "aside a token late": ("mass", "* columns + my_token]", "* columns + my_token + 1]"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.replace(" ", "-"))
+def test_planted_faults_are_caught(monkeypatch, fault):
+    kind, before, after = FAULTS[fault]
+    real = kernel_text
+    assert real(f"paged_attention_{kind}").count(before) == 1, "the text has changed: say again where the fault goes"
+    monkeypatch.setattr(metal_kernels, "kernel_text", lambda name: real(name).replace(before, after))
+    with pytest.raises((AssertionError, MetalError)) as caught:
+        for features, group in ((("window",), 3), (FEATURES, 20)):
+            test_scores_of_chunks_are_of_the_newest_query(StandIn(), features, group, kind)
+    assert "the compiler refused" not in str(caught.value)
+
+
+def test_no_race_in_any_schedule(counting_engine):
+    batch = Batch(dtype="float16", kv_heads=1, group=20, seq_lens=(40, 90), q_lens=(2, 3), part_tokens=32, padding=1)
+    schedules = counting_engine.schedules
+    for schedule in schedules if os.environ.get("KVPOOL_METAL_LAUNCHES") else schedules[1:2]:
+        for kind in KINDS:
+            batch.check(batch.run_with_scores(counting_engine.factory(schedule, runs=[]), kind)[0])

@@ -1,0 +1,150 @@
+"""The adapter's storage raises in any one of its calls: no block is lost, and the same pass made again gives the same.
+
+That of the core's other users is in `test_backend_raises`; of the model, in `test_mlx_lm_recover`.
+"""
+
+import copy
+from collections import Counter
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_models import ROUTES, on_cpu, random_prompts, tiny_llama
+
+from kvpool import Request
+from kvpool.adapters.mlx_lm import install
+from kvpool.adapters.mlx_lm.engine import Engine
+
+CALLS = ("attend", "copy_blocks", "planes", "read", "settle", "step_arrays", "write_tokens")
+
+
+class Lost(Exception):
+    """The device is gone."""
+
+
+class Failing:
+    """Stands in front of the storage of a `PagedKV`: call number `fail_at` raises, before its work or after it."""
+
+    def __init__(self, kv, fail_at, is_late):
+        self.fail_at, self.is_late, self.made, self.failed = fail_at, is_late, 0, Counter()
+        for name in CALLS:
+            setattr(kv.backend, name, self.failing(name, getattr(kv.backend, name)))
+
+    def failing(self, name, call):
+        def counted(*arguments, **options):
+            self.made += 1
+            fails = self.made == self.fail_at
+            self.failed[name] += fails
+            if fails and not self.is_late:
+                raise Lost(name)
+            result = call(*arguments, **options)
+            if fails:
+                raise Lost(name)
+            return result
+
+        return counted
+
+
+def passes(model, route, fail_at=0, is_late=False):
+    """A prompt, decoding, a fork of it. Returns (logits of all passes, what failed, calls)."""
+    with on_cpu():
+        kv = install(model, 60, block_size=4, **ROUTES[route])
+    failing = Failing(kv, fail_at, is_late)
+    with kv:
+        caches, seen = kv.make_cache(), []
+        for tokens in (random_prompts([6]), [[5]], [[6, 7]]):
+            seen.append(np.array(again(kv, model, mx.array(tokens), caches)))
+        kv.pool.check()
+        fork = copy.deepcopy(caches)
+        for cache in (caches, fork):  # the first of them writes into a copy of the block that they share
+            seen.append(np.array(again(kv, model, mx.array([[9, 8, 7]]), cache)))
+        del caches, fork, cache
+        kv.pool.check()
+    stats = kv.pool.stats()
+    assert (stats.used, stats.sequences, stats.pending) == (0, 0, 0)
+    return seen, failing
+
+
+def again(kv, model, tokens, cache):
+    """A pass, made again if it fails: `recover` takes it back, or it is in the pool, and is trimmed off."""
+    length = cache[0].offset
+    try:
+        logits = model(tokens, cache=cache)
+        mx.eval(logits)
+        return logits
+    except Lost:
+        if not kv.recover():
+            assert {layer.offset for layer in cache} in ({length}, {length + tokens.shape[1]})
+            for layer in cache:
+                layer.trim(layer.offset - length)
+    kv.pool.check()
+    assert {layer.offset for layer in cache} == {length} and kv.pool.stats().pending == 0
+    return model(tokens, cache=cache)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_cache_fed_by_hand_repeats_the_pass_in_which_the_storage_failed(route):
+    model = tiny_llama()
+    peace, undisturbed = passes(model, route)
+    assert undisturbed.made > 20 and not +undisturbed.failed
+    failed = Counter()
+    for number in range(1, undisturbed.made + 1):
+        seen, failing = passes(model, route, number, number % 2 == 0)
+        failed += failing.failed
+        assert failing.failed.total() == 1, number
+        assert all(np.array_equal(a, b) for a, b in zip(seen, peace, strict=True)), (number, failing.failed)
+    assert failed.keys() >= {"copy_blocks", "step_arrays", "write_tokens", "attend" if route == "fused" else "read"}
+
+
+def served(model, route, fail_at=0, is_late=False):
+    """Two requests, one of three samples. Returns (tokens by request, the storage)."""
+    with on_cpu():
+        engine = Engine(model, 60, block_size=4, prefill_chunk=5, **ROUTES[route])
+        failing = Failing(engine.kv, fail_at, is_late)
+        prompts = random_prompts([9, 6])
+        for number, prompt in enumerate(prompts):
+            request = Request(id=number, prompt=np.array(prompt, np.int32), max_tokens=4, n=1 + 2 * number)
+            engine.submit(request)
+        done, raised = {}, 0
+        while engine.num_unfinished:
+            try:
+                done |= {one.id: [sample.tokens.tolist() for sample in one.samples] for one in engine.step()}
+            except Lost:
+                raised += 1
+                engine.kv.pool.check()
+                engine.scheduler.check()
+                assert engine.kv.pool.stats().pending == 0
+        engine.close()
+        engine.kv.pool.check()
+        stats = engine.kv.pool.stats()
+        assert (stats.used, stats.limbo, stats.sequences, stats.pending) == (0, 0, 0, 0)
+        assert raised == failing.failed.total()
+    return done, failing
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_engine_goes_on_after_any_call_of_the_storage_that_fails(route):
+    model = tiny_llama()
+    peace, undisturbed = served(model, route)
+    assert undisturbed.made > 20 and not +undisturbed.failed and len(peace) == 2
+    failed = Counter()
+    for number in range(1, undisturbed.made + 1):
+        done, failing = served(model, route, number, number % 2 == 0)
+        failed += failing.failed
+        assert failing.failed.total() == 1, number
+        assert done == peace, (number, failing.failed)
+    assert failed.keys() >= {"step_arrays", "write_tokens", "copy_blocks"}
+
+
+def forgetful(storage, name, call):
+    """The second layer's keys are lost."""
+    if name != "write_tokens":
+        return call
+    return lambda layer, k, v, arrays: call(layer, k * (layer != 1), v, arrays)
+
+
+def test_storage_that_loses_what_it_was_given_is_convicted(monkeypatch):
+    model = tiny_llama()
+    peace, _ = served(model, "gathered")
+    monkeypatch.setattr(Failing, "failing", forgetful)
+    assert served(model, "gathered")[0] != peace
