@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 KINDS = ("unlimited", "rotating", "h2o", "block", "random")
 SINK = 4
+DECAY = 0.95
+"""Of the average of a token's scores, a step."""
 BITS = ((None, None), (8, 8), (8, 4), (4, 8), (4, 4))
 """Of K and V; None is 16."""
 
