@@ -367,6 +367,18 @@ cdef class Plan:
             self.record_epoch = r.epoch
         return self.record_number
 
+    cdef int room_for_copies(self, int32_t n) except -1:
+        """A step makes a copy per row at most; to make blocks private may take one of each block."""
+        if n <= <Py_ssize_t>len(self.arrays["copies"]):
+            return 0
+        array = np.empty((n, 3), np.int32)
+        array[:self.copies_made] = self.arrays["copies"][:self.copies_made]
+        array.flags.writeable = False
+        self.step.copies = <int32_t*>array_data(array)
+        self.arrays["copies"] = array
+        self.views.pop("copies", None)
+        return 0
+
     cdef object view(self, str name, int64_t length):
         """The first `length` entries of an array; the same object as long as the length stays."""
         cached = self.views.get(name)

@@ -223,6 +223,25 @@ def test_unshare_of_a_batch_copies_for_each_that_shares(grown):
     assert pool.stats().used == 6
 
 
+def test_unshare_copies_more_blocks_than_the_plan_has_rows(make_pool, make_plan):
+    pool = make_pool(3000, 4, max_blocks_per_seq=1000)
+    plan = make_plan(pool, 1, 4000)
+    h = pool.open()
+    step(pool, plan, [h], 4000)
+    child = pool.fork(h)[0]
+    old, shown = pool.table(child).tolist(), plan.copies
+    pool.unshare(plan, [child], 3999)
+    new = pool.table(child).tolist()
+    assert plan.num_copies == 1000 and plan.copied_tokens == 4000 and plan.copies is not shown
+    assert plan.copies.tolist() == [[a, b, 4] for a, b in zip(old, new, strict=True)]
+    assert not plan.copies.flags.writeable
+    pool.done(plan)
+    pool.compact(child, 3999)
+    step(pool, plan, [child], 1)
+    assert plan.copies.shape == (0, 3)
+    pool.check()
+
+
 def test_unshare_without_blocks_changes_nothing(grown, refused):
     pool, plan, h = grown(12, num_blocks=6)
     pool.fork(h)
