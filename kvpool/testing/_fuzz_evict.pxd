@@ -9,6 +9,7 @@ cdef class Evictions(Steps):
     cdef int64_t rewritten_end(self, int32_t slot, int64_t length) noexcept
     cdef bint is_own(self, int32_t block) noexcept
     cdef int64_t shorter(self, int32_t slot, uint64_t word) noexcept
+    cdef int look(self) except -1
     cdef object judge_unshare(self, int32_t n)
     cdef int op_unshare(self, const Word* w) except -1
     cdef int unshare(self, int32_t k, int32_t n) except -1

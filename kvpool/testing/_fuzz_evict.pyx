@@ -6,7 +6,7 @@ stamps that a sequence has to read are moved accordingly, and what lies behind i
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
 from kvpool.testing._fuzz_base cimport S_COMPACTED, Word, hash64
-from kvpool.testing._shadow cimport Line, line_stamp, line_table, line_token, poison
+from kvpool.testing._shadow cimport Line, line_stamp, line_table, line_token, poison, shadow_observe
 
 from kvpool import errors
 
@@ -29,6 +29,11 @@ cdef class Evictions(Steps):
         if word >> 27 == 31:
             return length + 1
         return length - <int64_t>(word % <uint64_t>(min(length, 2 * self.s.block_size + 1) + 1))
+
+    cdef int look(self) except -1:
+        """Judge what the call has done so far; counts and floors are fresh then."""
+        shadow_observe(&self.s, &self.pool.blocks)
+        return self.check()
 
     # -- blocks of one's own
 
@@ -103,7 +108,7 @@ cdef class Evictions(Steps):
         self.first = w.c % <uint64_t>(2 * self.s.block_size)
         if w.c >> 30:
             self.settle_all()
-            self.check()
+            self.look()
         k = self.free_plan(w)
         if w.c >> 29 and k >= 0 and self.judge_eviction(slot, length) is ValueError:
             self.rows[0] = slot
@@ -112,7 +117,7 @@ cdef class Evictions(Steps):
             self.unshare(k, 1)
             if w.c >> 30:
                 self.settle_all()
-            self.check()
+            self.look()
         self.expect(self.judge_eviction(slot, length))
         if self.trace is not None:
             self.say(f"pool.compact({self.names[self.s.line[slot].handle]}, {length}, {self.first})")
@@ -175,7 +180,7 @@ cdef class Evictions(Steps):
         line = &self.s.line[slot]
         if w.c >> 30:
             self.settle_all()
-            self.check()
+            self.look()
         leaving = [k for k in range(line.length // bs) if hash64(w.a + <uint64_t>k) % 3 == 0]
         if w.a >> 28 == 15:
             leaving.append(line.length // bs)

@@ -100,10 +100,8 @@ def install(
     spec, windows, callers = inspect_model(model, pool.block_size)
     backend = MLXBackend(spec, pool.num_blocks, kernels=kernels)
     sites, why_gather = _choose_route(callers, backend, fused)
-    return PagedKV(
-        model, pool, backend, windows, sites=sites, why_gather=why_gather, prefix_cache=prefix_cache, overlap=overlap,
-        eviction=eviction,
-    )  # fmt: skip
+    options: dict[str, Any] = {"prefix_cache": prefix_cache, "overlap": overlap, "eviction": eviction}
+    return PagedKV(model, pool, backend, windows, sites=sites, why_gather=why_gather, **options)
 
 
 def require_tested_version(call: str) -> None:
