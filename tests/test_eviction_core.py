@@ -197,6 +197,20 @@ def test_unshare_leaves_leading_blocks_that_stay(grown):
     assert pool.refcount(1) == 2
 
 
+def test_unshare_makes_room_for_more_copies_than_rows(make_pool, make_plan):
+    pool = make_pool(600, 2)
+    plan, large = make_plan(pool, 1), make_plan(pool, 1, 512)
+    h = pool.open()
+    step(pool, large, [h], 400)
+    pool.fork(h)
+    shown = plan.copies
+    pool.unshare(plan, [h], 399)
+    assert len(shown) == 0 and plan.copies.tolist() == [[1 + i, 201 + i, 2] for i in range(200)]
+    pool.rollback(plan)
+    pool.unshare(plan, [h], 5)
+    assert plan.num_copies == 3 and not plan.copies.flags.writeable
+
+
 def test_unshare_copies_the_filled_part_of_a_tail(grown):
     pool, plan, h = grown(6)
     pool.fork(h)
