@@ -8,7 +8,6 @@ import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from operator import index
 from typing import Any, Self
 
@@ -21,7 +20,7 @@ from kvpool.adapters.mlx_lm.batch import NOT_OPENED, Batch, Known, Rows
 from kvpool.adapters.mlx_lm.cache import PagedKVCache
 from kvpool.adapters.mlx_lm.eviction import check_policy
 from kvpool.adapters.mlx_lm.hook import Hook
-from kvpool.adapters.mlx_lm.shapes import inspect_model
+from kvpool.adapters.mlx_lm.shapes import inspect_model, with_bits
 from kvpool.adapters.mlx_lm.summary import Summary
 from kvpool.errors import ConcurrentUse, StaleHandle
 from kvpool.eviction import Policy
@@ -45,10 +44,7 @@ def install(
     overlap: bool = False,
     strict: bool = True,
     eviction: Policy | None = None,
-    kv_bits: int | None = None,
-    k_bits: int | None = None,
-    v_bits: int | None = None,
-    quant_group_size: int = 64,
+    **quantization: int | None,
 ) -> PagedKV:
     """Give a model of mlx-lm a paged KV cache, for the length of a ``with`` block.
 
@@ -77,7 +73,7 @@ def install(
     eviction : kvpool.eviction.Policy, optional
         Let tokens of a sequence leave, in all caches that are not made with another policy by `PagedKV.make_cache`.
     kv_bits, k_bits, v_bits, quant_group_size : int, optional
-        Store keys and values, or one of them, in 8 or 4 bits: `KVSpec`, docs/quantized.md. By the kernels of the CPU.
+        Store both, or one of them, in 8 or 4 bits: `shapes.with_bits`. By the kernels of the CPU.
 
     Returns
     -------
@@ -90,8 +86,7 @@ def install(
     RuntimeError
         mlx-lm is not one of `SUPPORTED_VERSIONS` (and `strict`), or `fused` is True and cannot be; the text says why.
     ValueError
-        The model keeps something else than keys and values in some layer, or layers differ in shape; bits or groups
-        that do not fit it, or that its backend has no kernels for.
+        The model keeps something else than keys and values in some layer, or layers differ; bits that do not fit.
     TypeError
         Not exactly one of `num_blocks` and `pool`; an `eviction` that is none; `kv_bits` beside `k_bits` or `v_bits`.
     """
@@ -99,16 +94,12 @@ def install(
         require_tested_version("install")
     if (num_blocks is None) == (pool is None):
         raise TypeError("[install] either num_blocks or pool is needed, and not both")
-    if kv_bits is not None and (k_bits, v_bits) != (None, None):
-        raise TypeError("[install] kv_bits is for both, give it or k_bits and v_bits")
     if num_blocks is not None:
         pool = kvpool.Pool(num_blocks, block_size, max_seqs=max_seqs, prefix_cache=prefix_cache)
     from kvpool_backends.mlx import MLXBackend  # here, because kvpool does not depend on its backends
 
     spec, windows, callers = inspect_model(model, pool.block_size)
-    bits = (k_bits, v_bits) if kv_bits is None else (kv_bits, kv_bits)
-    spec = replace(spec, k_bits=bits[0], v_bits=bits[1], quant_group_size=quant_group_size)
-    backend = MLXBackend(spec, pool.num_blocks, kernels=kernels)
+    backend = MLXBackend(with_bits(spec, **quantization), pool.num_blocks, kernels=kernels)
     sites, why_gather = _choose_route(callers, backend, fused)
     options: dict[str, Any] = {"prefix_cache": prefix_cache, "overlap": overlap, "eviction": eviction}
     return PagedKV(model, pool, backend, windows, sites=sites, why_gather=why_gather, **options)
