@@ -68,7 +68,7 @@ def extensions() -> list[Extension]:
                 [str(source), *(map(str, sorted(kernels.glob("*.c"))) if has_kernels else ())],
                 include_dirs=[".", *([str(kernels)] if is_cpu else [])],
                 depends=[str(header) for header in sorted((kernels if is_cpu else include).glob("*.h"))],
-                extra_compile_args=[*compile_args, *(["-pthread"] if has_kernels else [])],
+                extra_compile_args=[*compile_args, *(["-pthread", "-ffp-contract=off"] if has_kernels else [])],
                 extra_link_args=[*link_args, *(["-pthread"] if has_kernels else [])],
             )
         )

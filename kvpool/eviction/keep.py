@@ -59,7 +59,7 @@ def checked_keep(backend: Any, blocks: Sequence[int] | np.ndarray, keep: Any) ->
 
 
 def compact_exported(backend: Any, blocks: Sequence[int] | np.ndarray, keep: Any) -> None:
-    """`KVBackend.compact` by way of `export_blocks` and `import_blocks`: right for any dense backend, and slow."""
+    """`KVBackend.compact` by way of `export_blocks` and `import_blocks`: right for any backend, and slow."""
     spec, (ids, places) = backend.spec, checked_keep(backend, blocks, keep)
     used = -(-places.shape[-1] // spec.block_size)
     if not used:
@@ -68,8 +68,8 @@ def compact_exported(backend: Any, blocks: Sequence[int] | np.ndarray, keep: Any
     begin = 0
     for layer in range(spec.num_layers):
         order = places[layer].T[:, :, None]
-        for _, dim in spec.planes:
-            width = spec.num_kv_heads * dim * spec.itemsize_nbytes
+        for plane in spec.stored_planes:
+            width = spec.num_kv_heads * plane.dim * plane.itemsize_nbytes
             columns = slice(begin, begin + spec.block_size * width)
             begin = columns.stop
             tokens = np.ascontiguousarray(data[:, columns]).reshape(-1, spec.num_kv_heads, width // spec.num_kv_heads)

@@ -29,7 +29,13 @@ import numpy as np
 from kvpool import Plan, Pool
 from kvpool.config import DTYPES, LAYOUTS
 from kvpool.protocol import ArrayPlan, BatchShape, KVBackend
-from kvpool.testing import conformance_compact, conformance_features, conformance_scores, conformance_shapes
+from kvpool.testing import (
+    conformance_compact,
+    conformance_features,
+    conformance_quantized,
+    conformance_scores,
+    conformance_shapes,
+)
 from kvpool.testing.dense import dense_attention, dense_attention_and_size, round_to, stored_bytes
 from kvpool.testing.engine import RandomEngine
 from kvpool.testing.filled import (
@@ -496,3 +502,4 @@ def refused_specs_raise(factory: Factory) -> None:
 
 
 CASES += conformance_shapes.CASES + conformance_features.CASES + conformance_scores.CASES + conformance_compact.CASES
+CASES += conformance_quantized.CASES

@@ -11,7 +11,8 @@ import numpy as np
 
 from kvpool.config import DTYPES, LAYOUTS, KVSpec
 from kvpool.protocol import ArrayPlan, AttentionOptions, Capabilities, KVBackend, PlanArrays
-from kvpool.testing.dense import dense_attention_and_size, round_to
+from kvpool.testing.dense import dense_attention_and_size, round_to, stored_bytes
+from kvpool.testing.quantize import quantized
 
 Factory = Callable[[KVSpec, int], KVBackend]
 Case = Callable[[Factory], None]
@@ -127,7 +128,10 @@ class Expected(NamedTuple):
 
 @dataclass
 class Filled:
-    """A backend whose rows hold known tokens. ``k[layer][row]`` is ``[context, Hk, D]``."""
+    """A backend whose rows hold known tokens. ``k[layer][row]`` is ``[context, Hk, D]``, as it comes back.
+
+    ``given_k`` and ``given_v`` are what was written: the same, but for quantized planes.
+    """
 
     backend: KVBackend
     tables: np.ndarray
@@ -135,6 +139,8 @@ class Filled:
     rng: np.random.Generator
     k: list[list[np.ndarray]] = field(default_factory=list)
     v: list[list[np.ndarray]] = field(default_factory=list)
+    given_k: list[list[np.ndarray]] = field(default_factory=list)
+    given_v: list[list[np.ndarray]] = field(default_factory=list)
 
     def plan(self, q_lens: Sequence[int]) -> ArrayPlan:
         """A plan of which the last ``q_lens[i]`` tokens of row i are the queries."""
@@ -148,6 +154,11 @@ class Filled:
             cu_q_lens=np.cumsum([0, *q_lens], dtype=np.int32),
             slot_mapping=np.array(slots, np.int32),
         )
+
+    def stored(self, x: np.ndarray, bits: int | None) -> list[np.ndarray]:
+        """The bytes of tokens in each stored plane of keys, or of values."""
+        spec = self.backend.spec
+        return [stored_bytes(x, spec.dtype)] if bits is None else quantized(x, spec, bits)[0]
 
     def queries(self, q_lens: Sequence[int], q_heads: int) -> np.ndarray:
         spec = self.backend.spec
@@ -178,13 +189,15 @@ class Filled:
         what: str,
         scale: float | None = None,
         options: AttentionOptions | None = None,
+        tolerance: float = 0.0,
     ) -> None:
-        """Attention in every layer equals dense attention."""
+        """Attention in every layer equals dense attention, within `tolerance` where that is more than usual."""
         plan = self.plan(q_lens)
         for layer in range(self.backend.spec.num_layers):
             q = self.queries(q_lens, q_heads)
             out = attend(self.backend, layer, q, plan, scale, options)
-            close(out, self.expected(layer, q, q_lens, scale, options), self.backend.spec, f"{what}, layer {layer}")
+            expected = self.expected(layer, q, q_lens, scale, options)
+            close(out, expected, self.backend.spec, f"{what}, layer {layer}", tolerance)
 
 
 def fill(
@@ -217,8 +230,10 @@ def fill(
         rows = []
         for _, dim in spec.planes:
             rows.append([values(rng, (context, spec.num_kv_heads, dim), spec.dtype) for context in contexts])
-        filled.k.append(rows[0])
-        filled.v.append(rows[1])
+        filled.given_k.append(rows[0])
+        filled.given_v.append(rows[1])
+        for kept, plane, bits in zip((filled.k, filled.v), rows, spec.bits, strict=True):
+            kept.append(plane if bits is None else [quantized(x, spec, bits)[1] for x in plane])
         k, v = (np.concatenate(plane) for plane in rows)
         backend.write(layer, backend.asarray(k), backend.asarray(v), plan)
     return filled
@@ -280,18 +295,19 @@ def attend(
     return backend.to_numpy(backend.attend(layer, backend.asarray(q), plan, scale, options=options))
 
 
-def close(actual: np.ndarray, expected: Expected, spec: KVSpec, what: str) -> None:
-    """Every token and head of ``[T, Hq, n]`` is right within `TOLERANCE`."""
+def close(actual: np.ndarray, expected: Expected, spec: KVSpec, what: str, tolerance: float = 0.0) -> None:
+    """Every token and head of ``[T, Hq, n]`` is right within `TOLERANCE`, or `tolerance` where that is more."""
+    tolerance = max(tolerance, TOLERANCE[spec.dtype])
     what = f"{what} ({spec.dtype}, {spec.layout}, block_size {spec.block_size}, seed {SEED})"
     assert actual.shape == expected.out.shape, f"{what}: shape {actual.shape}, expected {expected.out.shape}"
     error = np.abs(actual - expected.out) / np.maximum(expected.size, _TINY)
-    wrong = ~(error <= TOLERANCE[spec.dtype])  # NaN counts as wrong
+    wrong = ~(error <= tolerance)  # NaN counts as wrong
     if wrong.any():
         token, head = np.argwhere(wrong)[0][:2]
         worst = np.nanmax(error) if np.isfinite(actual).any() else np.nan
         raise AssertionError(
             f"{what}: token {token}, head {head} is wrong; {int(np.isnan(actual).sum())} NaN, "
-            f"largest relative error {worst:.3g}, allowed {TOLERANCE[spec.dtype]:g}"
+            f"largest relative error {worst:.3g}, allowed {tolerance:g}"
         )
 
 

@@ -2,6 +2,7 @@
 
 from kvpool_backends.cpu._kernels import (
     BlockStore,
+    base_arrays,
     base_shapes,
     default_isa,
     isas,
@@ -14,6 +15,7 @@ from kvpool_backends.cpu.backend import CPUBackend
 __all__ = [
     "BlockStore",
     "CPUBackend",
+    "base_arrays",
     "base_shapes",
     "default_isa",
     "isas",

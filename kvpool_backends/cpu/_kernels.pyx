@@ -19,9 +19,9 @@ from kvpool_backends.cpu._arguments cimport (
 )
 from kvpool_backends.cpu._attention cimport Inputs, lists_nbytes, read_inputs, take_inputs, take_scores, take_tokens
 from kvpool_backends.cpu.kvcpu cimport (
-    KV_BF16, KV_F16, KV_F32, kv_attend, kv_attend_scratch_nbytes, kv_attention, kv_copy_blocks, kv_cpus, kv_export,
-    kv_gather, kv_import, kv_isa, kv_isa_at, kv_isa_count, kv_isa_name, kv_layer, kv_plane, kv_read_sum,
-    kv_scores_scratch_nbytes, kv_tokens, kv_write, kv_zero,
+    KV_BF16, KV_F16, KV_F32, kv_attend, kv_attend_scratch_nbytes, kv_attention, kv_compact, kv_copy_blocks, kv_cpus,
+    kv_export, kv_gather, kv_import, kv_isa, kv_isa_at, kv_isa_count, kv_isa_name, kv_layer, kv_part, kv_plane,
+    kv_read_sum, kv_scores_scratch_nbytes, kv_tokens, kv_write, kv_zero,
 )
 
 from kvpool.config import KVSpec
@@ -123,28 +123,37 @@ def read_sum(arrays, num_threads=None):
 
 # ---------------------------------------------------------------------- the base arrays of a store
 
+def base_arrays(spec, num_blocks):
+    """(shape, dtype, bytes of an element) of the base arrays that a `BlockStore` wants, in its order.
+
+    The dtype is a name of `KVSpec.stored_planes`; see `KVSpec.plane_layout`.
+    """
+    arrays = {}
+    for layer, plane in product(range(spec.num_layers), spec.stored_planes):
+        layout = spec.plane_layout(plane.name, num_blocks)
+        key = layout.array, layer if layout.per_layer else 0
+        arrays.setdefault(key, (layout.shape, plane.dtype, plane.itemsize_nbytes))
+    return list(arrays.values())
+
+
 def base_shapes(spec, num_blocks):
-    """Shapes of the base arrays that a `BlockStore` wants, in its order; see `KVSpec.plane_layout`."""
-    shapes = {}
-    for layer, (plane, _) in product(range(spec.num_layers), spec.planes):
-        layout = spec.plane_layout(plane, num_blocks)
-        shapes.setdefault((layout.array, layer if layout.per_layer else 0), layout.shape)
-    return list(shapes.values())
+    """Shapes of the base arrays that a `BlockStore` wants, in its order; see `base_arrays`."""
+    return [shape for shape, _, _ in base_arrays(spec, num_blocks)]
 
 
 cdef int check_bases(Bases bases, object spec, int64_t num_blocks) except -1:
     """Raise unless these are the base arrays of `spec`: number, sizes, alignment, memory of their own."""
     cdef const Py_buffer* view
     cdef int64_t i, j
-    shapes = base_shapes(spec, num_blocks)
-    if len(shapes) != bases.count:
-        raise ValueError(f"[BlockStore] there are {bases.count} arrays, layout {spec.layout!r} has {len(shapes)}")
-    for i, shape in enumerate(shapes):
-        nbytes = prod(shape) * spec.itemsize_nbytes
+    wanted = base_arrays(spec, num_blocks)
+    if len(wanted) != bases.count:
+        raise ValueError(f"[BlockStore] there are {bases.count} arrays, layout {spec.layout!r} has {len(wanted)}")
+    for i, (shape, _, itemsize) in enumerate(wanted):
+        nbytes = prod(shape) * itemsize
         view = &bases.views[i]
-        if view.itemsize != spec.itemsize_nbytes or view.len != nbytes:
+        if view.itemsize != itemsize or view.len != nbytes:
             raise ValueError(f"[BlockStore] arrays[{i}] has {view.len} bytes in elements of {view.itemsize}, "
-                             f"it must have {nbytes} bytes in elements of {spec.itemsize_nbytes}")
+                             f"it must have {nbytes} bytes in elements of {itemsize}")
         if <uintptr_t>view.buf % view.itemsize:
             raise ValueError(f"[BlockStore] arrays[{i}] must be aligned to its elements of {view.itemsize} bytes")
         for j in range(i):
@@ -154,25 +163,38 @@ cdef int check_bases(Bases bases, object spec, int64_t num_blocks) except -1:
 
 
 cdef int place_layers(kv_layer* layers, object spec, int64_t num_blocks, Bases bases) except -1:
-    """Where each plane of each layer lies; the arrays in the order of `base_shapes`."""
+    """Where each plane of each layer lies; the arrays in the order of `base_arrays`."""
     cdef kv_plane* plane
-    cdef int64_t layer, index, offset
-    order = {}
+    cdef kv_part* part
+    cdef char* base
+    cdef int64_t layer, index
+    order, dims, bits = {}, dict(spec.planes), dict(zip("kv", spec.bits))
     for layer in range(spec.num_layers):
         layers[layer].dtype = DTYPES[spec.dtype]
         layers[layer].num_blocks = num_blocks
         layers[layer].block_size = spec.block_size
         layers[layer].num_kv_heads = spec.num_kv_heads
-        for name, dim in spec.planes:
-            layout = spec.plane_layout(name, num_blocks)
+        for stored in spec.stored_planes:
+            layout = spec.plane_layout(stored.name, num_blocks)
             index = order.setdefault((layout.array, layer if layout.per_layer else 0), len(order))
-            offset = (layout.offset + layer * layout.layer_stride) * spec.itemsize_nbytes
+            base = <char*>bases.views[index].buf
+            base += <int64_t>((layout.offset + layer * layout.layer_stride) * stored.itemsize_nbytes)
+            name = stored.name[0]
             plane = &layers[layer].k if name == "k" else &layers[layer].v
-            plane.base = <char*>bases.views[index].buf + offset
-            plane.block_stride = layout.block_stride
-            plane.slot_stride = layout.slot_stride
-            plane.head_stride = layout.head_stride
-            plane.dim = dim
+            if stored.name == name:
+                plane.base = base
+                plane.block_stride = layout.block_stride
+                plane.slot_stride = layout.slot_stride
+                plane.head_stride = layout.head_stride
+                plane.dim = dims[name]
+                plane.bits = bits[name] or 0
+                plane.group_size = spec.quant_group_size if bits[name] else 0
+                continue
+            part = &plane.scales if stored.name.endswith("scales") else &plane.biases
+            part.base = base
+            part.block_stride = layout.block_stride
+            part.slot_stride = layout.slot_stride
+            part.head_stride = layout.head_stride
     return 0
 
 
@@ -383,7 +405,7 @@ cdef class BlockStore:
         Parameters
         ----------
         blocks : int ``[n]``
-        k_out, v_out : ``[t, Hk, D]``, ``[t, Hk, Dv]``, in the dtype of the pool
+        k_out, v_out : ``[t, Hk, D]``, ``[t, Hk, Dv]``, in the dtype of the pool; of quantized keys or values any
             t is the number of tokens that are wanted, at most ``n * block_size``.
         """
         cdef Arguments arguments = self.arguments
@@ -400,10 +422,11 @@ cdef class BlockStore:
             k_view = take_tokens(&keys, arguments, k_out, "k_out", -1, where.num_kv_heads, where.k.dim)
             num_tokens = k_view.shape[0]
             v_view = take_tokens(&values, arguments, v_out, "v_out", num_tokens, where.num_kv_heads, where.v.dim)
-            if keys.dtype != where.dtype or values.dtype != where.dtype:
-                wrong = k_view if keys.dtype != where.dtype else v_view
-                raise TypeError(f"[gather] {'k_out' if wrong == k_view else 'v_out'} must have the dtype of the pool, "
-                                f"{self.spec.dtype}, got {format_of(wrong)}")
+            for name, is_wrong in (("k_out", where.k.bits == 0 and keys.dtype != where.dtype),
+                                   ("v_out", where.v.bits == 0 and values.dtype != where.dtype)):
+                if is_wrong:
+                    raise TypeError(f"[gather] {name} must have the dtype of the pool, {self.spec.dtype}, got "
+                                    f"{format_of(k_view if name == 'k_out' else v_view)}")
             ids = self.block_list(blocks, &num_blocks)
             if num_tokens > num_blocks * where.block_size:
                 raise ValueError(f"[gather] k_out has {num_tokens} tokens, {num_blocks} blocks hold "
@@ -412,7 +435,47 @@ cdef class BlockStore:
             arguments.check_output(v_view)
             self.bases.check_apart(arguments)
             with nogil:
-                kv_gather(where, ids, num_tokens, &keys, &values, threads)
+                kv_gather(self.kernels, where, ids, num_tokens, &keys, &values, threads)
+        finally:
+            arguments.end()
+
+    def compact(self, blocks, keep):
+        """Move the tokens of one sequence that stay to its front, in place, in all planes.
+
+        Parameters
+        ----------
+        blocks : int ``[n]``
+            Of the sequence, in order, distinct.
+        keep : int ``[L * Hk, t]``
+            Per layer and KV head the old positions, ascending, of what is at positions 0, 1, ... afterwards.
+        """
+        cdef Arguments arguments = self.arguments
+        cdef const Py_buffer* view
+        cdef int64_t* ids
+        cdef int64_t* places
+        cdef int64_t num_blocks, num_kept, i, j, limit, rows = self.num_layers * self.layers.num_kv_heads
+        cdef int threads = self.threads()
+        arguments.begin("compact")
+        try:
+            view = arguments.take_ints(keep, "keep", 2)
+            num_kept = view.shape[1]
+            arguments.check_shape(view, "keep", rows, num_kept)
+            grow(&self.work, rows * num_kept * sizeof(int64_t))
+            places = <int64_t*>self.work.data
+            copy_ints(places, view)
+            ids = self.block_list(blocks, &num_blocks)
+            self.check_distinct(ids, num_blocks, ids + num_blocks)
+            limit = num_blocks * self.layers.block_size
+            for i in range(rows):
+                for j in range(num_kept):
+                    if places[i * num_kept + j] < 0 or places[i * num_kept + j] >= limit:
+                        raise ValueError(f"[compact] keep[{i}, {j}] is {places[i * num_kept + j]}, the blocks hold "
+                                         f"{limit} tokens")
+                    if j > 0 and places[i * num_kept + j] <= places[i * num_kept + j - 1]:
+                        raise ValueError(f"[compact] keep[{i}, {j}] is {places[i * num_kept + j]} after "
+                                         f"{places[i * num_kept + j - 1]}, it must ascend")
+            with nogil:
+                kv_compact(self.layers, self.num_layers, ids, places, num_kept, threads)
         finally:
             arguments.end()
 

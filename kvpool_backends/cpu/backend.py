@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvpool.config import DTYPES, LAYOUTS, KVSpec, checked_int
-from kvpool.eviction.keep import compact_exported
+from kvpool.eviction.keep import checked_keep
 from kvpool.protocol import (
     FEATURES,
     SCORES,
@@ -19,13 +19,15 @@ from kvpool.protocol import (
     PlanArrays,
     checked_scores,
 )
-from kvpool_backends.cpu._kernels import BlockStore, base_shapes
+from kvpool.spec import QUANT_BITS, QUANT_GROUP_SIZES
+from kvpool_backends.cpu._kernels import BlockStore, base_arrays
 from kvpool_backends.cpu.memory import zeroed
 
 _STORED: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(np.uint16),
+    "uint32": np.dtype(np.uint32),
 }
 
 
@@ -35,7 +37,7 @@ class CPUBackend:
     Parameters
     ----------
     spec : KVSpec
-        Any layout, dtype, head dimensions and block size.
+        Any layout, dtype, bits, head dimensions and block size.
     num_blocks : int
         Blocks in the pool, reserved ones included. ``spec.pool_nbytes(num_blocks)`` of address space is taken here;
         the system hands out zeroed pages when they are first written.
@@ -63,7 +65,8 @@ class CPUBackend:
             raise ValueError(f"[CPUBackend] {refused}")
         self.spec = spec
         self.num_blocks = checked_int("CPUBackend", "num_blocks", num_blocks)
-        arrays = zeroed(base_shapes(spec, self.num_blocks), _STORED[spec.dtype], "CPUBackend")
+        bases = base_arrays(spec, self.num_blocks)
+        arrays = zeroed([shape for shape, _, _ in bases], [_STORED[dtype] for _, dtype, _ in bases], "CPUBackend")
         self.store = BlockStore(spec, self.num_blocks, arrays, isa=isa, num_threads=num_threads)
 
     @staticmethod
@@ -75,6 +78,8 @@ class CPUBackend:
             dtypes=tuple(DTYPES),
             return_attn=False,
             features=FEATURES,
+            quant_bits=QUANT_BITS,
+            quant_group_sizes=QUANT_GROUP_SIZES,
             scores=SCORES,
             scores_out=True,
             compacts=True,
@@ -154,14 +159,18 @@ class CPUBackend:
         count = capacity if num_tokens is None else checked_int("gather", "num_tokens", num_tokens, least=0)
         if count > capacity:
             raise ValueError(f"[gather] num_tokens is {count}, the blocks hold {capacity}")
-        heads, stored = self.spec.num_kv_heads, _STORED[self.spec.dtype]
-        k, v = (np.empty((count, heads, dim), stored) for _, dim in self.spec.planes)
+        heads, floats = self.spec.num_kv_heads, np.dtype(np.float32)
+        k, v = (
+            np.empty((count, heads, dim), floats if bits else _STORED[self.spec.dtype])
+            for (_, dim), bits in zip(self.spec.planes, self.spec.bits, strict=True)
+        )
         self.store.gather(layer, ids, k, v)
         return self._as_float32(k), self._as_float32(v)
 
     def compact(self, blocks: Sequence[int] | np.ndarray, keep: Sequence[int] | np.ndarray) -> None:
-        """Move the tokens of one sequence that stay to the front of its blocks; by way of exported bytes."""
-        compact_exported(self, blocks, keep)
+        """Move the tokens of one sequence that stay to the front of its blocks."""
+        ids, places = checked_keep(self, blocks, keep)
+        self.store.compact(ids, places.reshape(places.shape[0] * places.shape[1], places.shape[2]))
 
     def zero(self, blocks: Sequence[int] | np.ndarray) -> None:
         """Set every byte of these blocks to 0, in all layers and planes."""
@@ -196,7 +205,7 @@ class CPUBackend:
     # ---------------------------------------------------------------------- internals
 
     def _as_float32(self, stored: np.ndarray) -> np.ndarray:
-        if self.spec.dtype == "bfloat16":  # the upper half of a float32
+        if stored.dtype == np.uint16:  # bfloat16, the upper half of a float32
             return (stored.astype(np.uint32) << 16).view(np.float32)
         return stored.astype(np.float32, copy=False)
 

@@ -10,9 +10,15 @@ cdef extern from "kvcpu.h" nogil:
 
     int64_t kv_itemsize(kv_dtype dtype)
 
+    ctypedef struct kv_part:
+        char* base
+        int64_t block_stride, slot_stride, head_stride
+
     ctypedef struct kv_plane:
         char* base
         int64_t block_stride, slot_stride, head_stride, dim
+        int64_t bits, group_size
+        kv_part scales, biases
 
     ctypedef struct kv_layer:
         kv_plane k, v
@@ -60,8 +66,10 @@ cdef extern from "kvcpu.h" nogil:
                   const int64_t* slots, int64_t num_tokens, int num_threads)
     void kv_copy_blocks(const kv_layer* layers, int64_t num_layers, const int64_t* copies, int64_t num_copies,
                         int num_threads)
-    void kv_gather(const kv_layer* layer, const int64_t* blocks, int64_t num_tokens, const kv_tokens* k,
-                   const kv_tokens* v, int num_threads)
+    void kv_compact(const kv_layer* layers, int64_t num_layers, const int64_t* blocks, const int64_t* keep,
+                    int64_t num_kept, int num_threads)
+    void kv_gather(const kv_isa* isa, const kv_layer* layer, const int64_t* blocks, int64_t num_tokens,
+                   const kv_tokens* k, const kv_tokens* v, int num_threads)
     void kv_zero(const kv_layer* layers, int64_t num_layers, const int64_t* blocks, int64_t num_blocks,
                  int num_threads)
     void kv_export(const kv_layer* layers, int64_t num_layers, const int64_t* blocks, int64_t num_blocks, char* data,

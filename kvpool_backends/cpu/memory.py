@@ -14,8 +14,10 @@ _HUGE_PAGE_NBYTES = 2 * 2**20
 _PAGE_NBYTES = 4096
 
 
-def zeroed(shapes: Sequence[tuple[int, ...]], dtype: Any, call: str = "zeroed") -> list[np.ndarray]:
+def zeroed(shapes: Sequence[tuple[int, ...]], dtypes: Any, call: str = "zeroed") -> list[np.ndarray]:
     """Arrays of zeros, each from the start of a page on, in one mapping that asks for huge pages.
+
+    `dtypes` is one for all, or a list.
 
     The system hands out the pages when they are first written. Two things make this faster than `numpy.zeros` for
     attention: with pages of 4 KB every second block of a random table misses the TLB, and numpy's arrays begin 16
@@ -26,9 +28,9 @@ def zeroed(shapes: Sequence[tuple[int, ...]], dtype: Any, call: str = "zeroed") 
     MemoryError
         ``[call] ...``: the system has not that much address space.
     """
-    dtype = np.dtype(dtype)
+    kinds = list(map(np.dtype, dtypes)) if isinstance(dtypes, list) else [np.dtype(dtypes)] * len(shapes)
     begins, end = [], 0
-    for shape in shapes:
+    for shape, dtype in zip(shapes, kinds, strict=True):
         begins.append(end)
         end += -(-prod(shape) * dtype.itemsize // _PAGE_NBYTES) * _PAGE_NBYTES
     # Private: a shared mapping would be the parent's pool in a forked child, and gets no huge pages.
@@ -42,5 +44,5 @@ def zeroed(shapes: Sequence[tuple[int, ...]], dtype: Any, call: str = "zeroed") 
     first = -np.frombuffer(memory, np.uint8).ctypes.data % _HUGE_PAGE_NBYTES
     return [
         np.frombuffer(memory, dtype, prod(shape), first + begin).reshape(shape)
-        for shape, begin in zip(shapes, begins, strict=True)
+        for shape, dtype, begin in zip(shapes, kinds, begins, strict=True)
     ]

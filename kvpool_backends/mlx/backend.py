@@ -234,7 +234,7 @@ def _choose(
     elif kernels is not False:
         refusal = kernels_refusal()
         if refusal is None:
-            return _cpu_route(with_native())
+            return _cpu_route(native is True or (not spec.is_quantized and with_native()))
     if kernels or native:
         raise BackendUnavailable(f"[MLXBackend] {'kernels' if kernels else 'native'}=True, but {refusal}")
     from kvpool_backends.mlx.plain import PlainBackend

@@ -29,7 +29,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvpool.config import LAYOUTS
-from kvpool.eviction.keep import compact_exported
+from kvpool.eviction.keep import checked_keep
 from kvpool.protocol import (
     FEATURES,
     SCORES,
@@ -40,6 +40,7 @@ from kvpool.protocol import (
     PlanArrays,
     checked_scores,
 )
+from kvpool.spec import QUANT_BITS, QUANT_GROUP_SIZES
 from kvpool_backends.cpu._kernels import BlockStore
 from kvpool_backends.mlx.backend import MLXBackend
 from kvpool_backends.mlx.storage import DTYPES, PoolMemory
@@ -68,6 +69,8 @@ class KernelBackend(MLXBackend):
             return_attn=False,
             features=FEATURES,
             compacts=True,
+            quant_bits=QUANT_BITS,
+            quant_group_sizes=QUANT_GROUP_SIZES,
             scores=SCORES,
             batch_invariant=True,
         )
@@ -161,8 +164,9 @@ class KernelBackend(MLXBackend):
         return k.view(self.dtype), v.view(self.dtype)
 
     def compact(self, blocks: Sequence[int] | np.ndarray, keep: Sequence[int] | np.ndarray) -> None:
-        """Move the tokens of one sequence that stay to the front of its blocks; by way of exported bytes."""
-        compact_exported(self, blocks, keep)
+        """Move the tokens of one sequence that stay to the front of its blocks."""
+        ids, places = checked_keep(self, blocks, keep)
+        self._store.compact(ids, places.reshape(places.shape[0] * places.shape[1], places.shape[2]))
 
     def zero(self, blocks: Sequence[int] | np.ndarray) -> None:
         """Set whole blocks to 0 in all layers."""

@@ -13,6 +13,7 @@ from kvpool.config import KVSpec
 _log = logging.getLogger(__name__)
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+_STORED = {**DTYPES, "uint32": mx.uint32}
 
 
 class PoolMemory:
@@ -37,12 +38,12 @@ class PoolMemory:
         self.arrays: list[mx.array] = []
         made: set[tuple[str, int]] = set()
         for layer in range(spec.num_layers):
-            for name, _ in spec.planes:
-                layout = spec.plane_layout(name, num_blocks)
+            for plane in spec.stored_planes:
+                layout = spec.plane_layout(plane.name, num_blocks)
                 key = layout.array, layer if layout.per_layer else 0
                 if key not in made:
                     made.add(key)
-                    self.arrays.append(_zeros(layout.shape, DTYPES[spec.dtype], alignment))
+                    self.arrays.append(_zeros(layout.shape, _STORED[plane.dtype], alignment))
         mx.eval(self.arrays)
         self.num_copies = 0
         self._addresses = self.addresses()

@@ -26,9 +26,10 @@ import numpy as np
 
 import kvpool
 from kvpool import Output, Request, Scheduler
-from kvpool.adapters.mlx_lm.host import install, max_positions
+from kvpool.adapters.mlx_lm.host import install
 from kvpool.adapters.mlx_lm.ragged import RaggedForward
 from kvpool.adapters.mlx_lm.sampling import SEED_MAX, Sampling, best, sample
+from kvpool.adapters.mlx_lm.shapes import max_positions
 from kvpool.adapters.mlx_lm.transcript import Transcript
 from kvpool.errors import UnknownRequest
 

@@ -8,22 +8,20 @@ import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import index
 from typing import Any, Self
 
-import mlx.core as mx
 import mlx_lm
 import numpy as np
-from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 import kvpool
-from kvpool.adapters.mlx_lm.attention_hook import Caller, Site, find_sites, watch
+from kvpool.adapters.mlx_lm.attention_hook import Caller, Site, find_sites
 from kvpool.adapters.mlx_lm.batch import NOT_OPENED, Batch, Known, Rows
 from kvpool.adapters.mlx_lm.cache import PagedKVCache
 from kvpool.adapters.mlx_lm.eviction import check_policy
 from kvpool.adapters.mlx_lm.hook import Hook
-from kvpool.config import KVSpec
+from kvpool.adapters.mlx_lm.shapes import inspect_model
 from kvpool.errors import ConcurrentUse, StaleHandle
 from kvpool.eviction import Policy
 
@@ -80,6 +78,10 @@ def install(
     overlap: bool = False,
     strict: bool = True,
     eviction: Policy | None = None,
+    kv_bits: int | None = None,
+    k_bits: int | None = None,
+    v_bits: int | None = None,
+    quant_group_size: int = 64,
 ) -> PagedKV:
     """Give a model of mlx-lm a paged KV cache, for the length of a ``with`` block.
 
@@ -107,6 +109,8 @@ def install(
         Refuse releases of mlx-lm that this adapter was not tested with.
     eviction : kvpool.eviction.Policy, optional
         Let tokens of a sequence leave, in all caches that are not made with another policy by `PagedKV.make_cache`.
+    kv_bits, k_bits, v_bits, quant_group_size : int, optional
+        Store keys and values, or one of them, in 8 or 4 bits: `KVSpec`, docs/quantized.md. By the kernels of the CPU.
 
     Returns
     -------
@@ -119,19 +123,24 @@ def install(
     RuntimeError
         mlx-lm is not one of `SUPPORTED_VERSIONS` (and `strict`), or `fused` is True and cannot be; the text says why.
     ValueError
-        The model keeps something else than keys and values in some layer, or layers differ in shape.
+        The model keeps something else than keys and values in some layer, or layers differ in shape; bits or groups
+        that do not fit it, or that its backend has no kernels for.
     TypeError
-        Not exactly one of `num_blocks` and `pool`; an `eviction` that is none.
+        Not exactly one of `num_blocks` and `pool`; an `eviction` that is none; `kv_bits` beside `k_bits` or `v_bits`.
     """
     if strict:
         require_tested_version("install")
     if (num_blocks is None) == (pool is None):
         raise TypeError("[install] either num_blocks or pool is needed, and not both")
+    if kv_bits is not None and (k_bits, v_bits) != (None, None):
+        raise TypeError("[install] kv_bits is for both, give it or k_bits and v_bits")
     if num_blocks is not None:
         pool = kvpool.Pool(num_blocks, block_size, max_seqs=max_seqs, prefix_cache=prefix_cache)
     from kvpool_backends.mlx import MLXBackend  # here, because kvpool does not depend on its backends
 
     spec, windows, callers = inspect_model(model, pool.block_size)
+    bits = (k_bits, v_bits) if kv_bits is None else (kv_bits, kv_bits)
+    spec = replace(spec, k_bits=bits[0], v_bits=bits[1], quant_group_size=quant_group_size)
     backend = MLXBackend(spec, pool.num_blocks, kernels=kernels)
     sites, why_gather = _choose_route(callers, backend, fused)
     return PagedKV(
@@ -167,37 +176,6 @@ def _choose_route(callers: Sequence[Caller | None], backend: Any, fused: bool | 
     if fused:
         raise RuntimeError(f"[install] fused=True, but {why}")
     return (), why
-
-
-def inspect_model(model: Any, block_size: int) -> tuple[KVSpec, tuple[int | None, ...], list[Caller | None]]:
-    """Shapes of a model's KV cache, the attention window of each layer (None: sees everything), and who attends.
-
-    Found by tracing one token through the model with mlx-lm's own caches. Nothing is computed.
-    """
-    caches = Hook.stock_caches(model)
-    for layer, cache in enumerate(caches):
-        if type(cache) not in (KVCache, RotatingKVCache) or getattr(cache, "keep", 0) != 0:
-            raise ValueError(f"[install] layer {layer} uses {type(cache).__name__}, not KVCache or RotatingKVCache")
-    callers = watch(caches)
-    model(mx.zeros((1, 1), mx.int32), cache=caches)
-    idle = [layer for layer, cache in enumerate(caches) if cache.keys is None]
-    if idle:
-        raise ValueError(f"[install] layers {idle} never use their cache")
-    shapes = {
-        (c.keys.shape[1], c.keys.shape[3], c.values.shape[3], x.dtype) for c in caches for x in (c.keys, c.values)
-    }
-    if len(shapes) != 1:
-        raise ValueError(f"[install] layers differ in KV heads, head dims or dtype: {sorted(map(str, shapes))}")
-    ((heads, k_dim, v_dim, dtype),) = shapes
-    name = str(dtype).removeprefix("mlx.core.")
-    windows = tuple(getattr(cache, "max_size", None) for cache in caches)
-    return KVSpec(len(caches), heads, k_dim, name, block_size, v_dim), windows, callers
-
-
-def max_positions(model: Any) -> int | None:
-    """Tokens that a model was made for, None if it does not say."""
-    found = getattr(getattr(model, "args", None), "max_position_embeddings", None)
-    return found if isinstance(found, int) else None
 
 
 class PagedKV:

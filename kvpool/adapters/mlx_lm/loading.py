@@ -8,7 +8,7 @@ from typing import Any
 import mlx_lm
 
 from kvpool.adapters.mlx_lm import tiny
-from kvpool.adapters.mlx_lm.host import inspect_model
+from kvpool.adapters.mlx_lm.shapes import inspect_model
 from kvpool.config import blocks_for
 
 

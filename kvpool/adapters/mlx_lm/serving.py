@@ -26,9 +26,10 @@ from mlx_lm import server
 from mlx_lm.generate import BatchGenerator
 
 from kvpool.adapters.mlx_lm.hook import Hook
-from kvpool.adapters.mlx_lm.host import PagedKV, install, max_positions, require_tested_version
+from kvpool.adapters.mlx_lm.host import PagedKV, install, require_tested_version
 from kvpool.adapters.mlx_lm.loading import blocks_in
 from kvpool.adapters.mlx_lm.prefix import PagedPromptCache
+from kvpool.adapters.mlx_lm.shapes import max_positions
 from kvpool.metrics import CONTENT_TYPE, Metric, counter, gauge, prometheus_text
 
 LONGEST = 32768  # tokens that a request may be expected to have, when the pool is sized by itself

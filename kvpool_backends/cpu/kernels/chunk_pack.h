@@ -29,18 +29,30 @@ static const char *chunk_slot(const chunk_item *item, const kv_plane *plane, int
     const kv_layer *layer = item->call->layer;
     const int64_t block = item->table[position / layer->block_size], slot = position % layer->block_size;
     const int64_t at = block * plane->block_stride + slot * plane->slot_stride + item->kv_head * plane->head_stride;
-    return plane->base + at * kv_itemsize(layer->dtype);
+    return plane->base + at * kv_itemsize(kv_stored(layer, plane));
+}
+
+/* The key or value of a position as floats. */
+static void chunk_load_token(const chunk_item *item, const kv_plane *plane, int64_t position, float *line) {
+    const kv_layer *layer = item->call->layer;
+    if (plane->bits == 0) {
+        chunk_load_line(layer->dtype, chunk_slot(item, plane, position), 1, plane->dim, line);
+        return;
+    }
+    const int64_t block = item->table[position / layer->block_size], slot = position % layer->block_size;
+    const kv_packed from = packed_at(layer, plane, block, slot, item->kv_head);
+    dequantize_line(&from, plane->dim, line);
 }
 
 /* Asks for key and value of a position: blocks lie anywhere, so the hardware cannot foresee them. Into L2, because rows
  * that are a power of two apart would push each other out of L1. Inline, because GCC 12 takes a function that does
  * nothing but prefetch for one without effects, and drops the call. */
 KV_INLINE void chunk_prefetch(const chunk_item *item, int64_t position) {
-    const int64_t size = kv_itemsize(item->call->layer->dtype);
-    const char *k = chunk_slot(item, &item->call->layer->k, position);
-    const char *v = chunk_slot(item, &item->call->layer->v, position);
-    for (int64_t at = 0; at < item->dim * size; at += 64) __builtin_prefetch(k + at, 0, 2);
-    for (int64_t at = 0; at < item->v_dim * size; at += 64) __builtin_prefetch(v + at, 0, 2);
+    const kv_layer *layer = item->call->layer;
+    const int64_t k_bits = kv_bits(kv_stored(layer, &layer->k)), v_bits = kv_bits(kv_stored(layer, &layer->v));
+    const char *k = chunk_slot(item, &layer->k, position), *v = chunk_slot(item, &layer->v, position);
+    for (int64_t at = 0; at < item->dim * k_bits / 8; at += 64) __builtin_prefetch(k + at, 0, 2);
+    for (int64_t at = 0; at < item->v_dim * v_bits / 8; at += 64) __builtin_prefetch(v + at, 0, 2);
 }
 
 /* Queries of a panel as [D][lanes], times `scale`; the running state of its rows at "nothing seen". */
@@ -75,8 +87,8 @@ static void chunk_load_keys(chunk_item *item, int64_t tile, int64_t begin, int64
         float *key = item->keys + c * dim;
         if (tile + c >= begin && tile + c < end) {
             if (tile + c + CHUNK_AHEAD < end) chunk_prefetch(item, tile + c + CHUNK_AHEAD);
-            chunk_load_line(layer->dtype, chunk_slot(item, &layer->k, tile + c), 1, dim, key);
-            chunk_load_line(layer->dtype, chunk_slot(item, &layer->v, tile + c), 1, v_dim, item->line);
+            chunk_load_token(item, &layer->k, tile + c, key);
+            chunk_load_token(item, &layer->v, tile + c, item->line);
             for (int64_t d = 0; d < v_rows; d += VL) bad = v_fma(v_load(item->line + d), v_set(0), bad);
         } else {
             memset(key, 0, sizeof(float) * dim);

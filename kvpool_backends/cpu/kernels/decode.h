@@ -15,6 +15,8 @@
 
 #include "decode_inner.h"
 
+#include "decode_quantized.h"
+
 typedef struct {
     const kv_attention *call;
     int64_t row, first_query, num_queries, group, lanes, num_lanes; /* lanes of a KV head, lanes of all */
@@ -23,6 +25,9 @@ typedef struct {
     float *q;                        /* [num_lanes, k_padded] scaled */
     float *scores, *decay;           /* of one KV head: [lanes, TILE], [lanes] */
     char *zeros;                     /* a value vector */
+    factors k, v;                    /* of the tile, where quantized, and the next two */
+    float *q_sums;                   /* [num_lanes, groups] */
+    float *scaled, *shifts;          /* of one KV head: [groups, lanes, TILE], [lanes, groups] */
 } decoding;
 
 /* Floats that fill cache lines. */
@@ -33,11 +38,31 @@ static int64_t partial_floats(const kv_attention *call, int64_t num_queries) {
     return 2 * whole_lines(num_lanes) + num_lanes * padded(call->layer->v.dim);
 }
 
+/* Floats that quantized planes want in the scratch; laid out there if `run` is given. */
+static int64_t quantized_floats(const kv_layer *layer, int64_t num_lanes, int64_t lanes, decoding *run,
+                                float *scratch) {
+    const int64_t heads = layer->num_kv_heads, k_groups = kv_groups(&layer->k), v_groups = kv_groups(&layer->v);
+    decoding unused;
+    if (run == NULL) run = &unused;
+    struct { float **part; int64_t floats; } parts[] = {
+        {&run->k.scales, heads * k_groups * TILE}, {&run->k.biases, heads * k_groups * TILE},
+        {&run->v.scales, heads * v_groups * TILE}, {&run->v.biases, heads * v_groups * TILE},
+        {&run->q_sums, num_lanes * k_groups}, {&run->scaled, v_groups * lanes * TILE},
+        {&run->shifts, v_groups * lanes},
+    };
+    int64_t used = 0;
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
+        *parts[i].part = scratch == NULL ? NULL : scratch + used;
+        used += whole_lines(parts[i].floats);
+    }
+    return used;
+}
+
 static int64_t decode_scratch_floats(const kv_attention *call, int64_t num_queries) {
     const int64_t num_lanes = num_queries * call->num_q_heads, lanes = num_lanes / call->layer->num_kv_heads;
     const int64_t v_padded = padded(call->layer->v.dim);
     return partial_floats(call, num_queries) + num_lanes * padded(call->layer->k.dim) + lanes * TILE
-        + whole_lines(lanes) + v_padded;
+        + whole_lines(lanes) + v_padded + quantized_floats(call->layer, num_lanes, lanes, NULL, NULL);
 }
 
 static void decoding_set_state(decoding *run, float *state) {
@@ -59,7 +84,9 @@ static decoding decoding_of(const kv_attention *call, int64_t row, int64_t num_q
     run.scores = run.q + run.num_lanes * run.k_padded;
     run.decay = run.scores + run.lanes * TILE;
     run.zeros = (char *)(run.decay + whole_lines(run.lanes));
-    decoding_set_state(&run, run.decay + whole_lines(run.lanes) + run.v_padded);
+    float *rest = run.decay + whole_lines(run.lanes) + run.v_padded;
+    rest += quantized_floats(call->layer, run.num_lanes, run.lanes, &run, rest);
+    decoding_set_state(&run, rest);
     return run;
 }
 
@@ -74,7 +101,9 @@ static int64_t lane_head(const decoding *run, int64_t lane) {
 static void decoding_load_queries(decoding *run) {
     const kv_attention *call = run->call;
     const kv_tokens *q = &call->q;
+    const kv_dtype stored = kv_stored(call->layer, &call->layer->k);
     const int64_t dim = call->layer->k.dim, size = kv_itemsize(q->dtype);
+    const int64_t groups = kv_groups(&call->layer->k), group_size = call->layer->k.group_size;
     memset(run->q, 0, (size_t)(run->num_lanes * run->k_padded) * sizeof(float));
     for (int64_t lane = 0; lane < run->num_lanes; lane++) {
         const char *from = q->base
@@ -84,39 +113,60 @@ static void decoding_load_queries(decoding *run) {
             const int64_t n = dim - d < VL ? dim - d : VL;
             float some[VL];
             v_store(some, v_load_strided_as(q->dtype, from + d * q->dim_stride * size, q->dim_stride, n) * call->scale);
-            for (int64_t i = 0; i < n; i++) to[pair_place(call->layer->dtype, d + i)] = some[i];
+            for (int64_t i = 0; i < n; i++) to[pair_place(stored, d + i)] = some[i];
+        }
+        for (int64_t g = 0; g < groups; g++) {
+            vf sum = v_set(0);
+            for (int64_t d = 0; d < group_size; d += VL) sum += v_load(to + g * group_size + d);
+            run->q_sums[lane * groups + g] = v_sum(sum);
         }
     }
 }
 
 /* -------- scores -------- */
 
+/* `rows` lanes of a head from the i-th on against 4 tokens from t on. */
+KV_INLINE void some_scores(kv_dtype dtype, const int rows, const decoding *run, const kv_tile *tile, int64_t t,
+                           int64_t head, int64_t i, const char *const *ahead, int64_t ahead_bits) {
+    const kv_layer *layer = run->call->layer;
+    const kv_plane *k = &layer->k, *v = &layer->v;
+    const int64_t lane = head * run->lanes + i, groups = kv_groups(k);
+    const int64_t offset = head * k->head_stride * kv_itemsize(dtype);
+    const int64_t ahead_offset = head * v->head_stride * kv_itemsize(kv_stored(layer, v));
+    const float *q = run->q + lane * run->k_padded;
+    float *scores = run->scores + i * TILE + t;
+    if (dtype == KV_U8 || dtype == KV_U4)
+        numbers_of_4(dtype, rows, tile->k + t, offset, k, q, run->q_sums + lane * groups,
+                     run->k.scales + head * groups * TILE + t, run->k.biases + head * groups * TILE + t, scores, ahead,
+                     ahead_offset, ahead_bits);
+    else
+        scores_of_4(dtype, rows, tile->k + t, offset, k->dim, q, scores, ahead, ahead_offset, ahead_bits);
+}
+
 /* All of a head's lanes against the tile; meanwhile the same head's values at `values` are fetched, unless that is
  * NULL. */
-KV_INLINE void head_scores_as(kv_dtype dtype, decoding *run, const kv_tile *tile, int64_t head,
+KV_INLINE void head_scores_as(kv_dtype dtype, int64_t ahead_bits, decoding *run, const kv_tile *tile, int64_t head,
                               const char *const *values) {
-    const kv_plane *k = &run->call->layer->k, *v = &run->call->layer->v;
-    const int64_t offset = head * k->head_stride * kv_itemsize(dtype);
-    const int64_t ahead_offset = head * v->head_stride * kv_itemsize(dtype);
-    const int64_t step = run->k_padded;
     for (int64_t t = 0; t < tile->count; t += 4) {
-        const float *q = run->q + head * run->lanes * step;
-        float *scores = run->scores + t;
-        const char *const *tokens = tile->k + t, *const *ahead = values == NULL ? NULL : values + t;
-        int64_t left = run->lanes;
-        for (; left >= LANES; left -= LANES, q += LANES * step, scores += LANES * TILE, ahead = NULL)
-            scores_of_4(dtype, LANES, tokens, offset, k->dim, q, scores, ahead, ahead_offset);
-        if (left == 3) scores_of_4(dtype, 3, tokens, offset, k->dim, q, scores, ahead, ahead_offset);
-        if (left == 2) scores_of_4(dtype, 2, tokens, offset, k->dim, q, scores, ahead, ahead_offset);
-        if (left == 1) scores_of_4(dtype, 1, tokens, offset, k->dim, q, scores, ahead, ahead_offset);
+        const char *const *ahead = values == NULL ? NULL : values + t;
+        int64_t i = 0;
+        for (; i + LANES <= run->lanes; i += LANES, ahead = NULL)
+            some_scores(dtype, LANES, run, tile, t, head, i, ahead, ahead_bits);
+        if (run->lanes - i == 3) some_scores(dtype, 3, run, tile, t, head, i, ahead, ahead_bits);
+        if (run->lanes - i == 2) some_scores(dtype, 2, run, tile, t, head, i, ahead, ahead_bits);
+        if (run->lanes - i == 1) some_scores(dtype, 1, run, tile, t, head, i, ahead, ahead_bits);
     }
 }
 
 static void head_scores(decoding *run, const kv_tile *tile, int64_t head, const char *const *values) {
-    switch (run->call->layer->dtype) {
-    case KV_F32: head_scores_as(KV_F32, run, tile, head, values); break;
-    case KV_F16: head_scores_as(KV_F16, run, tile, head, values); break;
-    case KV_BF16: head_scores_as(KV_BF16, run, tile, head, values); break;
+    const kv_layer *layer = run->call->layer;
+    const int64_t ahead_bits = kv_bits(kv_stored(layer, &layer->v));
+    switch (kv_stored(layer, &layer->k)) {
+    case KV_F32: head_scores_as(KV_F32, ahead_bits, run, tile, head, values); break;
+    case KV_F16: head_scores_as(KV_F16, ahead_bits, run, tile, head, values); break;
+    case KV_BF16: head_scores_as(KV_BF16, ahead_bits, run, tile, head, values); break;
+    case KV_U8: head_scores_as(KV_U8, ahead_bits, run, tile, head, values); break;
+    case KV_U4: head_scores_as(KV_U4, ahead_bits, run, tile, head, values); break;
     }
 }
 
@@ -232,48 +282,66 @@ static void used_values(const decoding *run, const kv_tile *tile, int64_t offset
 
 /* `rows` lanes of a head from the i-th on. */
 KV_INLINE void lanes_values(kv_dtype dtype, const int rows, decoding *run, const char *const *tokens, int64_t count,
-                            int64_t offset, int64_t head, int64_t i, const char *const *ahead, int64_t ahead_offset) {
-    const int64_t dim = run->call->layer->v.dim, stride = run->v_padded;
-    const float *weights = run->scores + i * TILE, *decay = run->decay + i;
+                            int64_t offset, int64_t head, int64_t i, const char *const *ahead, int64_t ahead_offset,
+                            int64_t ahead_bits) {
+    const kv_plane *plane = &run->call->layer->v;
+    const int is_quantized = dtype == KV_U8 || dtype == KV_U4;
+    const int64_t dim = plane->dim, stride = run->v_padded, groups = is_quantized ? kv_groups(plane) : 1;
+    const float *decay = run->decay + i, *starts = NULL;
     float *acc = run->acc + (head * run->lanes + i) * stride;
-    int64_t d = 0;
+    for (int64_t g = 0, d = 0; g < groups; g++) {
+        const float *weights = (is_quantized ? run->scaled + g * run->lanes * TILE : run->scores) + i * TILE;
+        const int64_t end = is_quantized ? (g + 1) * plane->group_size : dim;
+        if (is_quantized) starts = run->shifts + i * groups + g;
 #if defined(KV_SIMD_AVX512) || defined(KV_SIMD_NEON) /* 32 registers */
-    for (; d + 2 * PAIR <= dim; d += 2 * PAIR)
-        weigh(dtype, rows, 2, 0, tokens, count, offset, d, stride, weights, decay, acc, ahead, ahead_offset);
+        for (; d + 2 * PAIR <= end; d += 2 * PAIR)
+            weigh(dtype, rows, 2, 0, tokens, count, offset, d, stride, weights, decay, acc, starts, groups, ahead,
+                  ahead_offset, ahead_bits);
 #endif
-    for (; d + PAIR <= dim; d += PAIR)
-        weigh(dtype, rows, 1, 0, tokens, count, offset, d, stride, weights, decay, acc, ahead, ahead_offset);
-    if (d < dim)
-        weigh(dtype, rows, 1, dim - d, tokens, count, offset, d, stride, weights, decay, acc, ahead, ahead_offset);
+        for (; d + PAIR <= end; d += PAIR)
+            weigh(dtype, rows, 1, 0, tokens, count, offset, d, stride, weights, decay, acc, starts, groups, ahead,
+                  ahead_offset, ahead_bits);
+        if (!is_quantized && d < end)
+            weigh(dtype, rows, 1, dim - d, tokens, count, offset, d, stride, weights, decay, acc, starts, groups, ahead,
+                  ahead_offset, ahead_bits);
+    }
 }
 
 /* Sums up the tile's values of a head; meanwhile the keys at `ahead` are fetched, those that are used next. */
 KV_INLINE void head_values_as(kv_dtype dtype, decoding *run, const kv_tile *tile, int64_t head,
                               const char *const *ahead,
-                              int64_t ahead_offset) {
+                              int64_t ahead_offset, int64_t ahead_bits) {
     const char *used[TILE], *const *tokens = tile->v;
     const int64_t count = tile->count;
     int64_t offset = head * run->call->layer->v.head_stride * kv_itemsize(dtype), i = 0;
-    if (run->call->mask != NULL) {
+    if (dtype == KV_U8 || dtype == KV_U4) {
+        const int64_t groups = kv_groups(&run->call->layer->v), at = head * groups * TILE;
+        scale_weights(run->scores, run->lanes, groups, count, run->v.scales + at, run->v.biases + at, run->scaled,
+                      run->shifts);
+    } else if (run->call->mask != NULL) {
         used_values(run, tile, offset, used);
         tokens = used;
         offset = 0;
     }
     for (; i + 4 <= run->lanes; i += 4, ahead = NULL)
-        lanes_values(dtype, 4, run, tokens, count, offset, head, i, ahead, ahead_offset);
+        lanes_values(dtype, 4, run, tokens, count, offset, head, i, ahead, ahead_offset, ahead_bits);
     switch (run->lanes - i) {
-    case 3: lanes_values(dtype, 3, run, tokens, count, offset, head, i, ahead, ahead_offset); break;
-    case 2: lanes_values(dtype, 2, run, tokens, count, offset, head, i, ahead, ahead_offset); break;
-    case 1: lanes_values(dtype, 1, run, tokens, count, offset, head, i, ahead, ahead_offset); break;
+    case 3: lanes_values(dtype, 3, run, tokens, count, offset, head, i, ahead, ahead_offset, ahead_bits); break;
+    case 2: lanes_values(dtype, 2, run, tokens, count, offset, head, i, ahead, ahead_offset, ahead_bits); break;
+    case 1: lanes_values(dtype, 1, run, tokens, count, offset, head, i, ahead, ahead_offset, ahead_bits); break;
     }
 }
 
 static void head_values(decoding *run, const kv_tile *tile, int64_t head, const char *const *ahead,
                         int64_t ahead_offset) {
-    switch (run->call->layer->dtype) {
-    case KV_F32: head_values_as(KV_F32, run, tile, head, ahead, ahead_offset); break;
-    case KV_F16: head_values_as(KV_F16, run, tile, head, ahead, ahead_offset); break;
-    case KV_BF16: head_values_as(KV_BF16, run, tile, head, ahead, ahead_offset); break;
+    const kv_layer *layer = run->call->layer;
+    const int64_t ahead_bits = kv_bits(kv_stored(layer, &layer->k));
+    switch (kv_stored(layer, &layer->v)) {
+    case KV_F32: head_values_as(KV_F32, run, tile, head, ahead, ahead_offset, ahead_bits); break;
+    case KV_F16: head_values_as(KV_F16, run, tile, head, ahead, ahead_offset, ahead_bits); break;
+    case KV_BF16: head_values_as(KV_BF16, run, tile, head, ahead, ahead_offset, ahead_bits); break;
+    case KV_U8: head_values_as(KV_U8, run, tile, head, ahead, ahead_offset, ahead_bits); break;
+    case KV_U4: head_values_as(KV_U4, run, tile, head, ahead, ahead_offset, ahead_bits); break;
     }
 }
 
@@ -302,14 +370,31 @@ static float lane_factor(const decoding *run, int64_t lane, float largest, float
 static void lane_finish(const decoding *run, int64_t lane, float largest, float sum, const float *acc) {
     const kv_attention *call = run->call;
     const kv_tokens *out = &call->out;
+    const kv_dtype stored = kv_stored(call->layer, &call->layer->v);
     const int64_t dim = call->layer->v.dim, size = kv_itemsize(out->dtype), head = lane_head(run, lane);
     const float factor = lane_factor(run, lane, largest, sum);
     char *to = out->base + (lane_token(run, lane) * out->token_stride + head * out->head_stride) * size;
     for (int64_t d = 0; d < dim; d += VL) {
         const int64_t n = dim - d < VL ? dim - d : VL;
         float some[VL] = {0};
-        for (int64_t i = 0; i < n; i++) some[i] = acc[pair_place(call->layer->dtype, d + i)];
+        for (int64_t i = 0; i < n; i++) some[i] = acc[pair_place(stored, d + i)];
         v_store_strided_as(out->dtype, to + d * out->dim_stride * size, out->dim_stride, n, v_load(some) * factor);
+    }
+}
+
+/* Scales and biases of the tile, where there are any. */
+static void decoding_find_factors(const decoding *run, const kv_tile *tile) {
+    const kv_layer *layer = run->call->layer;
+    if (layer->k.bits != 0) tile_factors(run->call, run->row, tile, &layer->k, run->k);
+    if (layer->v.bits != 0) tile_factors(run->call, run->row, tile, &layer->v, run->v);
+}
+
+KV_INLINE void decoding_fetch_factors(const decoding *run, const kv_tile *tile) {
+    for (int i = 0; i < 2; i++) {
+        const kv_plane *plane = i ? &run->call->layer->v : &run->call->layer->k;
+        if (plane->bits == 0) continue;
+        fetch_factors(run->call, run->row, tile, &plane->scales, kv_groups(plane));
+        fetch_factors(run->call, run->row, tile, &plane->biases, kv_groups(plane));
     }
 }
 
@@ -317,7 +402,7 @@ static void decode_part(const kv_attention *call, int64_t row, int64_t begin, in
                         float *partial) {
     decoding run = decoding_of(call, row, call->cu_q_lens[row + 1] - call->cu_q_lens[row], scratch);
     const kv_layer *layer = call->layer;
-    const int64_t k_head_step = layer->k.head_stride * kv_itemsize(layer->dtype);
+    const int64_t k_head_step = layer->k.head_stride * kv_itemsize(kv_stored(layer, &layer->k));
     kv_tile tiles[2];
     if (partial != NULL) decoding_set_state(&run, partial);
     decoding_load_queries(&run);
@@ -333,7 +418,9 @@ static void decode_part(const kv_attention *call, int64_t row, int64_t begin, in
         if (begin < end) {
             tile_find(&tiles[1 - now], call, row, begin, end);
             if (tiles[1 - now].count == TILE) next = &tiles[1 - now];
+            decoding_fetch_factors(&run, &tiles[1 - now]);
         }
+        decoding_find_factors(&run, tile);
         for (int64_t head = 0; head < layer->num_kv_heads; head++) {
             const int is_last = head + 1 == layer->num_kv_heads;
             head_scores(&run, tile, head, tile->v);

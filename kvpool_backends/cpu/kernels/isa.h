@@ -4,6 +4,29 @@
 
 #include "kvcpu.h"
 
+/* Where the quantized numbers of one token and head are. */
+typedef struct {
+    char *words, *scales, *biases;
+    kv_dtype dtype; /* of scales and biases */
+    int64_t bits, group_size;
+} kv_packed;
+
+/* Where the numbers of a token of a plane are. */
+static inline kv_packed packed_at(const kv_layer *layer, const kv_plane *plane, int64_t block, int64_t slot,
+                                  int64_t head) {
+    const kv_part *scales = &plane->scales, *biases = &plane->biases;
+    const int64_t size = kv_itemsize(layer->dtype);
+    return (kv_packed){
+        .words = plane->base
+            + (block * plane->block_stride + slot * plane->slot_stride + head * plane->head_stride) * 4,
+        .scales = scales->base
+            + (block * scales->block_stride + slot * scales->slot_stride + head * scales->head_stride) * size,
+        .biases = biases->base
+            + (block * biases->block_stride + slot * biases->slot_stride + head * biases->head_stride) * size,
+        .dtype = layer->dtype, .bits = plane->bits, .group_size = plane->group_size,
+    };
+}
+
 struct kv_isa {
     const char *name;
     int (*is_supported)(void);
@@ -37,6 +60,10 @@ struct kv_isa {
 
     /* n elements, rounded to nearest even, to dst without gaps (move.h). */
     void (*convert)(char *dst, kv_dtype to, const char *src, kv_dtype from, int64_t src_stride_elements, int64_t n);
+
+    /* n numbers of one token and head, a multiple of the group, to and from packed words (quantize.h). */
+    void (*quantize)(const kv_packed *to, const char *src, kv_dtype from, int64_t src_stride, int64_t n);
+    void (*dequantize)(const kv_packed *from, char *dst, kv_dtype to, int64_t dst_stride, int64_t n);
 
     float (*read_sum)(const char *bytes, int64_t nbytes); /* read_sum.h */
 };

@@ -5,6 +5,8 @@
 
 #include "read_sum.h"
 
+#include "dequantize.h"
+
 #include "decode.h"
 
 #include "scores.h"
@@ -12,6 +14,8 @@
 #include "chunk.h"
 
 #include "move.h"
+
+#include "quantize.h"
 
 const kv_isa KV_NAME(kv_isa) = {
     .name = KV_ISA_NAME,
@@ -28,5 +32,7 @@ const kv_isa KV_NAME(kv_isa) = {
     .chunk_scratch_floats = chunk_scratch_floats,
     .chunk_tile = chunk_tile,
     .convert = convert,
+    .quantize = quantize,
+    .dequantize = dequantize,
     .read_sum = read_sum,
 };

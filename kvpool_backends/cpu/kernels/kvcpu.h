@@ -9,16 +9,32 @@
 #include <stddef.h>
 #include <stdint.h>
 
-typedef enum { KV_F32 = 0, KV_F16 = 1, KV_BF16 = 2 } kv_dtype;
+/* KV_U8 and KV_U4 are quantized elements in a plane, see kv_stored; tokens outside the pool are floats. */
+typedef enum { KV_F32 = 0, KV_F16 = 1, KV_BF16 = 2, KV_U8 = 3, KV_U4 = 4 } kv_dtype;
 
-static inline int64_t kv_itemsize(kv_dtype dtype) { return dtype == KV_F32 ? 4 : 2; }
+static inline int64_t kv_bits(kv_dtype dtype) {
+    return dtype == KV_F32 ? 32 : dtype == KV_U8 ? 8 : dtype == KV_U4 ? 4 : 16;
+}
+/* Bytes that a stride counts: of a float, or of a word of quantized elements. */
+static inline int64_t kv_itemsize(kv_dtype dtype) { return dtype == KV_F16 || dtype == KV_BF16 ? 2 : 4; }
+
+/* Scales or biases of a plane, in the dtype of the layer: those of (block, slot, head) begin at element
+ * block * block_stride + slot * slot_stride + head * head_stride of `base`. */
+typedef struct {
+    char *base;
+    int64_t block_stride, slot_stride, head_stride;
+} kv_part;
 
 /* One plane of one layer: element (block, slot, head, d) is element
- * block * block_stride + slot * slot_stride + head * head_stride + d of `base`. */
+ * block * block_stride + slot * slot_stride + head * head_stride + d of `base`. Where bits is not 0, words of uint32
+ * are elements: a head has dim * bits / 32 of them, the first of its numbers in the lowest bits of the first one, and
+ * for each group_size numbers a scale and a bias. All 0 for a plane of floats. */
 typedef struct {
     char *base;
     int64_t block_stride, slot_stride, head_stride;
     int64_t dim;
+    int64_t bits, group_size;
+    kv_part scales, biases;
 } kv_plane;
 
 typedef struct {
@@ -26,6 +42,11 @@ typedef struct {
     kv_dtype dtype;
     int64_t num_blocks, block_size, num_kv_heads;
 } kv_layer;
+
+static inline kv_dtype kv_stored(const kv_layer *layer, const kv_plane *plane) {
+    return plane->bits == 0 ? layer->dtype : plane->bits == 8 ? KV_U8 : KV_U4;
+}
+static inline int64_t kv_groups(const kv_plane *plane) { return plane->bits == 0 ? 0 : plane->dim / plane->group_size; }
 
 /* Tokens outside the pool, [T, heads, dim]: k and v to be written, queries, results. Strides may be negative or 0. */
 typedef struct {
@@ -81,10 +102,15 @@ void kv_write(const kv_isa *isa, const kv_layer *layer, const kv_tokens *k, cons
 /* copies: [num_copies, 3] rows of (src, dst, num_tokens); no dst is a src. */
 void kv_copy_blocks(const kv_layer *layers, int64_t num_layers, const int64_t *copies, int64_t num_copies,
                     int num_threads);
-void kv_gather(const kv_layer *layer, const int64_t *blocks, int64_t num_tokens, const kv_tokens *k, const kv_tokens *v,
-               int num_threads); /* same dtype as the pool */
+/* Position j of the sequence in `blocks` becomes its old position keep[(layer * num_kv_heads + head) * num_kept + j],
+ * which ascends, in all stored planes. */
+void kv_compact(const kv_layer *layers, int64_t num_layers, const int64_t *blocks, const int64_t *keep,
+                int64_t num_kept, int num_threads);
+/* k and v: in the dtype of the pool, or, of quantized planes, any. */
+void kv_gather(const kv_isa *isa, const kv_layer *layer, const int64_t *blocks, int64_t num_tokens, const kv_tokens *k,
+               const kv_tokens *v, int num_threads);
 void kv_zero(const kv_layer *layers, int64_t num_layers, const int64_t *blocks, int64_t num_blocks, int num_threads);
-/* data: [num_blocks, block_nbytes] in the portable order: layer, plane, position, head, element. */
+/* data: [num_blocks, block_nbytes] in the portable order: layer, stored plane, position, head, element. */
 void kv_export(const kv_layer *layers, int64_t num_layers, const int64_t *blocks, int64_t num_blocks, char *data,
                int num_threads);
 void kv_import(const kv_layer *layers, int64_t num_layers, const int64_t *blocks, int64_t num_blocks, const char *data,

@@ -53,89 +53,121 @@ static void zero_box(char *dst, axis tokens, axis heads, int64_t run) {
         for (int64_t h = 0; h < heads.count; h++) memset(dst + t * tokens.dst + h * heads.dst, 0, (size_t)run);
 }
 
+/* A stored plane: keys or values, their words, scales or biases. All in bytes. */
+typedef struct {
+    char *base;
+    int64_t block, slot, head, run; /* steps, and what a token has of a head */
+} piece;
+
+enum { MOST_PIECES = 6 };
+
+static int plane_pieces(const kv_layer *layer, const kv_plane *plane, piece *out) {
+    const int64_t size = kv_itemsize(kv_stored(layer, plane)), dim = plane->dim;
+    const int64_t run = plane->bits == 0 ? dim * size : dim * plane->bits / 8;
+    out[0] = (piece){plane->base, plane->block_stride * size, plane->slot_stride * size, plane->head_stride * size,
+                     run};
+    if (plane->bits == 0) return 1;
+    for (int i = 0; i < 2; i++) {
+        const kv_part *part = i ? &plane->biases : &plane->scales;
+        const int64_t step = kv_itemsize(layer->dtype);
+        out[1 + i] = (piece){part->base, part->block_stride * step, part->slot_stride * step, part->head_stride * step,
+                             kv_groups(plane) * step};
+    }
+    return 3;
+}
+
+/* In the order of an export. */
+static int layer_pieces(const kv_layer *layer, piece *out) {
+    const int count = plane_pieces(layer, &layer->k, out);
+    return count + plane_pieces(layer, &layer->v, out + count);
+}
+
 /* The keys and values of `interleaved` alternate in one array: for who moves both, one plane of longer heads. */
-static int is_interleaved(const kv_layer *layer) {
-    const kv_plane *k = &layer->k, *v = &layer->v;
-    return k->base + k->dim * kv_itemsize(layer->dtype) == v->base && k->dim == v->dim &&
-           k->head_stride == 2 * k->dim && v->head_stride == k->head_stride && v->slot_stride == k->slot_stride &&
-           v->block_stride == k->block_stride;
+static int is_interleaved(const piece *k, const piece *v) {
+    return k->base + k->run == v->base && k->run == v->run && k->head == 2 * k->run && v->head == k->head &&
+           v->slot == k->slot && v->block == k->block;
 }
 
 /* -------- sweeps: some blocks, all layers and planes -------- */
 
 typedef struct sweep sweep;
 struct sweep {
-    void (*visit)(const sweep *job, const kv_layer *layer, const kv_plane *plane, int64_t row, int64_t at);
+    void (*visit)(const sweep *job, const kv_layer *layer, int index, int64_t row);
     const kv_layer *layers;
     const int64_t *rows; /* of block ids, or of (src, dst, num_tokens) */
     char *data;          /* what is exported or imported */
-    int64_t num_rows, row_nbytes; /* row_nbytes: of a block in `data` */
+    int64_t num_rows, num_pieces; /* num_pieces: of a layer */
+    int64_t at[MOST_PIECES];      /* where a piece begins in what a row of `data` has of a layer */
+    int64_t layer_nbytes, row_nbytes; /* of a row of `data` */
     int64_t num_visits, visits_per_item;
 };
 
-/* Visits go row by row within a plane: the memory of one plane lies together. */
+/* Visits go row by row within a piece: the memory of one plane lies together. */
 static void sweep_item(void *context, int64_t item, int thread) {
     const sweep *job = context;
     (void)thread;
     const int64_t end = smaller(job->num_visits, (item + 1) * job->visits_per_item);
     for (int64_t i = item * job->visits_per_item; i < end; i++) {
-        const int64_t plane = i / job->num_rows, row = i % job->num_rows;
-        const kv_layer *layer = job->layers + plane / 2;
-        const int64_t token_nbytes = layer->num_kv_heads * kv_itemsize(layer->dtype);
-        const int64_t k_nbytes = layer->block_size * token_nbytes * layer->k.dim;
-        const int64_t v_nbytes = layer->block_size * token_nbytes * layer->v.dim;
-        const int64_t at = plane / 2 * (k_nbytes + v_nbytes) + (plane % 2 ? k_nbytes : 0);
-        job->visit(job, layer, plane % 2 ? &layer->v : &layer->k, row, at);
+        const int64_t plane = i / job->num_rows;
+        job->visit(job, job->layers + plane / job->num_pieces, (int)(plane % job->num_pieces), i % job->num_rows);
     }
 }
 
 static void run_sweep(sweep job, int64_t num_layers, int num_threads) {
     const kv_layer *layer = job.layers;
-    const int64_t head_nbytes = (layer->k.dim + layer->v.dim) * kv_itemsize(layer->dtype);
-    const int64_t block_nbytes = layer->block_size * layer->num_kv_heads * head_nbytes; /* of one layer */
+    piece pieces[MOST_PIECES];
     if (job.num_rows == 0) return;
-    job.row_nbytes = num_layers * block_nbytes;
-    job.num_visits = job.num_rows * num_layers * 2;
-    job.visits_per_item = larger(1, ITEM_NBYTES / larger(1, block_nbytes / 2));
+    job.num_pieces = layer_pieces(layer, pieces);
+    for (int i = 0; i < job.num_pieces; i++) {
+        job.at[i] = job.layer_nbytes;
+        job.layer_nbytes += layer->block_size * layer->num_kv_heads * pieces[i].run;
+    }
+    job.row_nbytes = num_layers * job.layer_nbytes;
+    job.num_visits = job.num_rows * num_layers * job.num_pieces;
+    job.visits_per_item = larger(1, ITEM_NBYTES / larger(1, job.layer_nbytes / job.num_pieces));
     kv_parallel(sweep_item, &job, (job.num_visits + job.visits_per_item - 1) / job.visits_per_item, num_threads);
 }
 
-static void copy_visit(const sweep *job, const kv_layer *layer, const kv_plane *plane, int64_t row, int64_t at) {
-    const int64_t *copy = job->rows + 3 * row, size = kv_itemsize(layer->dtype);
-    int64_t dim = plane->dim;
-    (void)at;
-    if (is_interleaved(layer)) {
-        if (plane == &layer->v) return;
-        dim *= 2;
+static axis bytes_of(const piece *p) { return (axis){p->run, 1, 1}; }
+
+static void copy_visit(const sweep *job, const kv_layer *layer, int index, int64_t row) {
+    const int64_t *copy = job->rows + 3 * row;
+    piece pieces[MOST_PIECES], *p = &pieces[index];
+    const int half = layer_pieces(layer, pieces) / 2;
+    if (is_interleaved(&pieces[index % half], &pieces[index % half + half])) {
+        if (index >= half) return;
+        p->run *= 2;
     }
-    const axis tokens = {copy[2], plane->slot_stride * size, plane->slot_stride * size};
-    const axis heads = {layer->num_kv_heads, plane->head_stride * size, plane->head_stride * size};
-    copy_box(token_at(plane, copy[1], 0, size), token_at(plane, copy[0], 0, size), tokens, heads,
-             (axis){dim, size, size}, size);
+    const axis tokens = {copy[2], p->slot, p->slot}, heads = {layer->num_kv_heads, p->head, p->head};
+    copy_box(p->base + copy[1] * p->block, p->base + copy[0] * p->block, tokens, heads, bytes_of(p), 1);
 }
 
-static void zero_visit(const sweep *job, const kv_layer *layer, const kv_plane *plane, int64_t row, int64_t at) {
-    const int64_t size = kv_itemsize(layer->dtype);
-    const axis tokens = {layer->block_size, plane->slot_stride * size, plane->slot_stride * size};
-    const axis heads = {layer->num_kv_heads, plane->head_stride * size, plane->head_stride * size};
-    (void)at;
-    zero_box(token_at(plane, job->rows[row], 0, size), tokens, heads, plane->dim * size);
+static void zero_visit(const sweep *job, const kv_layer *layer, int index, int64_t row) {
+    piece pieces[MOST_PIECES], *p = &pieces[index];
+    layer_pieces(layer, pieces);
+    const axis tokens = {layer->block_size, p->slot, p->slot}, heads = {layer->num_kv_heads, p->head, p->head};
+    zero_box(p->base + job->rows[row] * p->block, tokens, heads, p->run);
 }
 
-static void export_visit(const sweep *job, const kv_layer *layer, const kv_plane *plane, int64_t row, int64_t at) {
-    const int64_t size = kv_itemsize(layer->dtype), run = plane->dim * size;
-    const axis tokens = {layer->block_size, layer->num_kv_heads * run, plane->slot_stride * size};
-    const axis heads = {layer->num_kv_heads, run, plane->head_stride * size};
-    copy_box(job->data + row * job->row_nbytes + at, token_at(plane, job->rows[row], 0, size), tokens, heads,
-             (axis){plane->dim, size, size}, size);
+/* Where a row of `data` has this piece of this layer. */
+static char *data_at(const sweep *job, const kv_layer *layer, int index, int64_t row) {
+    return job->data + row * job->row_nbytes + (layer - job->layers) * job->layer_nbytes + job->at[index];
 }
 
-static void import_visit(const sweep *job, const kv_layer *layer, const kv_plane *plane, int64_t row, int64_t at) {
-    const int64_t size = kv_itemsize(layer->dtype), run = plane->dim * size;
-    const axis tokens = {layer->block_size, plane->slot_stride * size, layer->num_kv_heads * run};
-    const axis heads = {layer->num_kv_heads, plane->head_stride * size, run};
-    copy_box(token_at(plane, job->rows[row], 0, size), job->data + row * job->row_nbytes + at, tokens, heads,
-             (axis){plane->dim, size, size}, size);
+static void export_visit(const sweep *job, const kv_layer *layer, int index, int64_t row) {
+    piece pieces[MOST_PIECES], *p = &pieces[index];
+    layer_pieces(layer, pieces);
+    const axis tokens = {layer->block_size, layer->num_kv_heads * p->run, p->slot};
+    const axis heads = {layer->num_kv_heads, p->run, p->head};
+    copy_box(data_at(job, layer, index, row), p->base + job->rows[row] * p->block, tokens, heads, bytes_of(p), 1);
+}
+
+static void import_visit(const sweep *job, const kv_layer *layer, int index, int64_t row) {
+    piece pieces[MOST_PIECES], *p = &pieces[index];
+    layer_pieces(layer, pieces);
+    const axis tokens = {layer->block_size, p->slot, layer->num_kv_heads * p->run};
+    const axis heads = {layer->num_kv_heads, p->head, p->run};
+    copy_box(p->base + job->rows[row] * p->block, data_at(job, layer, index, row), tokens, heads, bytes_of(p), 1);
 }
 
 void kv_copy_blocks(const kv_layer *layers, int64_t num_layers, const int64_t *copies, int64_t num_copies,
@@ -162,6 +194,39 @@ void kv_import(const kv_layer *layers, int64_t num_layers, const int64_t *blocks
     run_sweep(job, num_layers, num_threads);
 }
 
+/* -------- tokens that stay -------- */
+
+typedef struct {
+    const kv_layer *layers;
+    const int64_t *blocks, *keep;
+    int64_t num_kept;
+} staying;
+
+/* One head of one layer. What moves, moves to the front: nothing is overwritten before it has moved. */
+static void compact_item(void *context, int64_t item, int thread) {
+    const staying *job = context;
+    const int64_t heads = job->layers->num_kv_heads, block_size = job->layers->block_size, head = item % heads;
+    const int64_t *keep = job->keep + item * job->num_kept;
+    piece pieces[MOST_PIECES];
+    const int count = layer_pieces(job->layers + item / heads, pieces);
+    (void)thread;
+    for (int i = 0; i < count; i++) {
+        const piece *p = &pieces[i];
+        for (int64_t j = 0; j < job->num_kept; j++) {
+            const int64_t to = job->blocks[j / block_size], from = job->blocks[keep[j] / block_size];
+            if (keep[j] == j) continue;
+            memcpy(p->base + to * p->block + j % block_size * p->slot + head * p->head,
+                   p->base + from * p->block + keep[j] % block_size * p->slot + head * p->head, (size_t)p->run);
+        }
+    }
+}
+
+void kv_compact(const kv_layer *layers, int64_t num_layers, const int64_t *blocks, const int64_t *keep,
+                int64_t num_kept, int num_threads) {
+    staying job = {layers, blocks, keep, num_kept};
+    kv_parallel(compact_item, &job, num_layers * layers->num_kv_heads, num_threads);
+}
+
 /* -------- tokens of one layer -------- */
 
 typedef struct {
@@ -173,11 +238,20 @@ typedef struct {
     int64_t num_tokens, tokens_per_item;
 } move;
 
+/* Quantized, or as floats. */
 static void write_token(const move *job, const kv_plane *plane, const kv_tokens *tokens, int64_t token, int64_t slot) {
     const int64_t size = kv_itemsize(job->layer->dtype), from_size = kv_itemsize(tokens->dtype);
-    char *dst = token_at(plane, slot / job->layer->block_size, slot % job->layer->block_size, size);
+    const int64_t block = slot / job->layer->block_size, offset = slot % job->layer->block_size;
     const char *src = tokens->base + token * tokens->token_stride * from_size;
     int64_t heads = job->layer->num_kv_heads, dim = plane->dim;
+    if (plane->bits != 0) {
+        for (int64_t h = 0; h < heads; h++) {
+            const kv_packed to = packed_at(job->layer, plane, block, offset, h);
+            job->isa->quantize(&to, src + h * tokens->head_stride * from_size, tokens->dtype, tokens->dim_stride, dim);
+        }
+        return;
+    }
+    char *dst = token_at(plane, block, offset, size);
     if (plane->head_stride == dim && tokens->dim_stride == 1 && tokens->head_stride == dim) {
         dim *= heads; /* one run on both sides */
         heads = 1;
@@ -198,6 +272,18 @@ static void write_item(void *context, int64_t item, int thread) {
     }
 }
 
+/* Tokens of one block, as floats. */
+static void gather_quantized(const move *job, const kv_plane *plane, const kv_tokens *out, int64_t token,
+                             int64_t count) {
+    const int64_t size = kv_itemsize(out->dtype);
+    for (int64_t i = 0; i < count; i++)
+        for (int64_t h = 0; h < job->layer->num_kv_heads; h++) {
+            const kv_packed from = packed_at(job->layer, plane, job->blocks[token / job->layer->block_size], i, h);
+            char *to = out->base + ((token + i) * out->token_stride + h * out->head_stride) * size;
+            job->isa->dequantize(&from, to, out->dtype, out->dim_stride, plane->dim);
+        }
+}
+
 static void gather_item(void *context, int64_t item, int thread) {
     const move *job = context;
     const kv_layer *layer = job->layer;
@@ -208,6 +294,10 @@ static void gather_item(void *context, int64_t item, int thread) {
             const kv_plane *plane = p ? &layer->v : &layer->k;
             const kv_tokens *out = job->planes[p];
             const int64_t count = smaller(layer->block_size, end - token);
+            if (plane->bits != 0) {
+                gather_quantized(job, plane, out, token, count);
+                continue;
+            }
             const axis tokens = {count, out->token_stride * size, plane->slot_stride * size};
             const axis heads = {layer->num_kv_heads, out->head_stride * size, plane->head_stride * size};
             const axis elements = {plane->dim, out->dim_stride * size, size};
@@ -230,8 +320,8 @@ void kv_write(const kv_isa *isa, const kv_layer *layer, const kv_tokens *k, cons
     run_move(&job, write_item, 1, num_threads);
 }
 
-void kv_gather(const kv_layer *layer, const int64_t *blocks, int64_t num_tokens, const kv_tokens *k, const kv_tokens *v,
-               int num_threads) {
-    move job = {.layer = layer, .planes = {k, v}, .blocks = blocks, .num_tokens = num_tokens};
+void kv_gather(const kv_isa *isa, const kv_layer *layer, const int64_t *blocks, int64_t num_tokens, const kv_tokens *k,
+               const kv_tokens *v, int num_threads) {
+    move job = {.isa = isa, .layer = layer, .planes = {k, v}, .blocks = blocks, .num_tokens = num_tokens};
     run_move(&job, gather_item, layer->block_size, num_threads);
 }

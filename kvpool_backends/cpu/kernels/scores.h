@@ -19,6 +19,7 @@ static void score_part(const kv_attention *call, int64_t row, int64_t begin, int
     for (int64_t lane = 0; lane < run.num_lanes; lane++) run.largest[lane] = -INFINITY;
     for (; begin < end; begin += tile.count) {
         tile_find(&tile, call, row, begin, end);
+        decoding_find_factors(&run, &tile);
         for (int64_t head = 0; head < call->layer->num_kv_heads; head++) {
             head_scores(&run, &tile, head, NULL);
             head_weights(&run, &tile, head);

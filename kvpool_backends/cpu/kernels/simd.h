@@ -34,6 +34,7 @@ typedef float vf __attribute__((vector_size(16)));
 typedef int32_t vi __attribute__((vector_size(4 * VL)));  /* what a comparison gives: lanes of 0 or -1 */
 typedef uint32_t vu __attribute__((vector_size(4 * VL)));
 typedef uint16_t vh __attribute__((vector_size(2 * VL))); /* float16 or bfloat16 as bits */
+typedef uint8_t vb __attribute__((vector_size(VL)));
 typedef struct { float lane[4]; } four;
 
 /* -------- float vectors -------- */
@@ -236,6 +237,45 @@ KV_INLINE vh v_load_half_n(const char *p, int64_t n) {
     vh x = {0};
     memcpy(&x, p, 2 * (size_t)n);
     return x;
+#endif
+}
+
+/* -------- bytes -------- */
+
+/* VL unsigned bytes. */
+KV_INLINE vi v_load_bytes(const char *p) {
+#if defined(KV_SIMD_AVX512)
+    return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)p));
+#elif defined(KV_SIMD_AVX2)
+    return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)p));
+#else
+    vb bytes;
+    memcpy(&bytes, p, sizeof bytes);
+    return __builtin_convertvector(bytes, vi);
+#endif
+}
+
+/* The lowest `bits` (4 or 8) bits of a's lanes, then of b's, packed; all higher ones are 0. */
+KV_INLINE void v_store_packed(int bits, char *p, vi a, vi b) {
+#if defined(KV_SIMD_AVX512)
+    const __m256i bytes = _mm256_set_m128i(_mm512_cvtepi32_epi8((__m512i)b), _mm512_cvtepi32_epi8((__m512i)a));
+    if (bits == 8) _mm256_storeu_si256((void *)p, bytes);
+    else
+        _mm_storeu_si128((void *)p, _mm256_cvtepi16_epi8(_mm256_maddubs_epi16(bytes, _mm256_set1_epi16(0x1001))));
+#elif defined(KV_SIMD_AVX2)
+    const __m256i halves = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)a, (__m256i)b), 0xd8);
+    const __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+    if (bits == 8) _mm_storeu_si128((void *)p, bytes);
+    else {
+        const __m128i pairs = _mm_maddubs_epi16(bytes, _mm_set1_epi16(0x1001));
+        _mm_storel_epi64((void *)p, _mm_packus_epi16(pairs, pairs));
+    }
+#else
+    int32_t numbers[2 * VL];
+    memcpy(numbers, &a, sizeof a);
+    memcpy(numbers + VL, &b, sizeof b);
+    for (int i = 0; i < 2 * VL * bits / 8; i++)
+        p[i] = (char)(bits == 8 ? numbers[i] : numbers[2 * i] | numbers[2 * i + 1] << 4);
 #endif
 }
 

@@ -14,15 +14,16 @@ typedef struct {
 static void tile_find(kv_tile *tile, const kv_attention *call, int64_t row, int64_t first, int64_t end) {
     const kv_layer *layer = call->layer;
     const int32_t *table = call->tables + row * call->table_stride;
-    const int64_t size = kv_itemsize(layer->dtype), block_size = layer->block_size;
-    const int64_t k_step = layer->k.slot_stride * size, v_step = layer->v.slot_stride * size;
+    const int64_t k_size = kv_itemsize(kv_stored(layer, &layer->k)), block_size = layer->block_size;
+    const int64_t v_size = kv_itemsize(kv_stored(layer, &layer->v));
+    const int64_t k_step = layer->k.slot_stride * k_size, v_step = layer->v.slot_stride * v_size;
     int64_t index = first / block_size, slot = first % block_size, found = 0;
     tile->first = first;
     tile->count = end - first < TILE ? end - first : TILE;
     for (; found < tile->count; index++, slot = 0) {
         const int64_t left = tile->count - found, count = block_size - slot < left ? block_size - slot : left;
-        const char *k = layer->k.base + table[index] * layer->k.block_stride * size + slot * k_step;
-        const char *v = layer->v.base + table[index] * layer->v.block_stride * size + slot * v_step;
+        const char *k = layer->k.base + table[index] * layer->k.block_stride * k_size + slot * k_step;
+        const char *v = layer->v.base + table[index] * layer->v.block_stride * v_size + slot * v_step;
         for (int64_t i = 0; i < count; i++, found++) {
             tile->k[found] = k + i * k_step;
             tile->v[found] = v + i * v_step;

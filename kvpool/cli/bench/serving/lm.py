@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from kvpool import Request
 from kvpool.adapters.mlx_lm.engine import Engine
-from kvpool.adapters.mlx_lm.host import inspect_model
+from kvpool.adapters.mlx_lm.shapes import inspect_model
 from kvpool.adapters.mlx_lm.tiny import randomize
 from kvpool.cli.console import CommandError
 from kvpool.scheduler import Step

@@ -1,0 +1,43 @@
+"""What a model's KV cache is like, found by asking the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+from kvpool.adapters.mlx_lm.attention_hook import Caller, watch
+from kvpool.adapters.mlx_lm.hook import Hook
+from kvpool.config import KVSpec
+
+
+def inspect_model(model: Any, block_size: int) -> tuple[KVSpec, tuple[int | None, ...], list[Caller | None]]:
+    """Shapes of a model's KV cache, the attention window of each layer (None: sees everything), and who attends.
+
+    Found by tracing one token through the model with mlx-lm's own caches. Nothing is computed.
+    """
+    caches = Hook.stock_caches(model)
+    for layer, cache in enumerate(caches):
+        if type(cache) not in (KVCache, RotatingKVCache) or getattr(cache, "keep", 0) != 0:
+            raise ValueError(f"[install] layer {layer} uses {type(cache).__name__}, not KVCache or RotatingKVCache")
+    callers = watch(caches)
+    model(mx.zeros((1, 1), mx.int32), cache=caches)
+    idle = [layer for layer, cache in enumerate(caches) if cache.keys is None]
+    if idle:
+        raise ValueError(f"[install] layers {idle} never use their cache")
+    shapes = {
+        (c.keys.shape[1], c.keys.shape[3], c.values.shape[3], x.dtype) for c in caches for x in (c.keys, c.values)
+    }
+    if len(shapes) != 1:
+        raise ValueError(f"[install] layers differ in KV heads, head dims or dtype: {sorted(map(str, shapes))}")
+    ((heads, k_dim, v_dim, dtype),) = shapes
+    name = str(dtype).removeprefix("mlx.core.")
+    windows = tuple(getattr(cache, "max_size", None) for cache in caches)
+    return KVSpec(len(caches), heads, k_dim, name, block_size, v_dim), windows, callers
+
+
+def max_positions(model: Any) -> int | None:
+    """Tokens that a model was made for, None if it does not say."""
+    found = getattr(getattr(model, "args", None), "max_position_embeddings", None)
+    return found if isinstance(found, int) else None

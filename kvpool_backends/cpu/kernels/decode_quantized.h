@@ -1,0 +1,143 @@
+/* Decode on quantized planes: the numbers are multiplied as they are, their scales and biases come in once per group.
+ *
+ * q . k over a group is scale * sum(q_i n_i) + bias * sum(q_i), a weight times a value is (w * scale) n_i + w * bias:
+ * no vector is ever dequantized. For that the scales and biases of a tile are laid out as floats first, group by group
+ * with the tokens side by side.
+ */
+typedef float v4 __attribute__((vector_size(16)));
+
+KV_INLINE v4 v4_load(const float *p) { v4 x; memcpy(&x, p, sizeof x); return x; }
+
+/* -------- scales and biases of a tile -------- */
+
+/* Of consecutive tokens [slot, slot + count) of a block, to [heads * groups][TILE] from token `at` of the tile on. */
+KV_INLINE void lay_out_as(kv_dtype dtype, const kv_layer *layer, const kv_part *part, int64_t groups, int64_t block,
+                          int64_t slot, int64_t count, int64_t at, float *out) {
+    const int64_t heads = layer->num_kv_heads, size = kv_itemsize(dtype);
+    const int is_head_major = part->slot_stride == groups, is_token_major = part->head_stride == groups;
+    /* A line is what lies without gaps: all heads of a token, or all tokens of a head. */
+    const int64_t lines_per_token = is_token_major ? 1 : heads, lines_per_head = is_head_major ? 1 : count;
+    const int64_t length = is_head_major ? count * groups : is_token_major ? heads * groups : groups;
+    for (int64_t line = 0; line < (is_head_major ? heads : lines_per_token * lines_per_head); line++) {
+        const int64_t head = is_head_major ? line : line % lines_per_token;
+        const int64_t token = is_head_major ? 0 : line / lines_per_token;
+        const char *from = part->base
+            + (block * part->block_stride + (slot + token) * part->slot_stride + head * part->head_stride) * size;
+        float *to = out + head * groups * TILE + at + token;
+        int64_t g = 0;
+        for (int64_t i = 0; i < length; i += VL) {
+            const int64_t n = length - i < VL ? length - i : VL;
+            float some[VL];
+            v_store(some, n == VL ? v_load_as(dtype, from + i * size) : v_load_n_as(dtype, from + i * size, n));
+            for (int64_t j = 0; j < n; j++) {
+                to[g * TILE] = some[j];
+                if (++g == groups && is_head_major) { /* the next token */
+                    g = 0;
+                    to++;
+                }
+            }
+        }
+    }
+}
+
+static void lay_out(const kv_layer *layer, const kv_part *part, int64_t groups, int64_t block, int64_t slot,
+                    int64_t count, int64_t at, float *out) {
+    switch (layer->dtype) {
+    case KV_F16: lay_out_as(KV_F16, layer, part, groups, block, slot, count, at, out); break;
+    case KV_BF16: lay_out_as(KV_BF16, layer, part, groups, block, slot, count, at, out); break;
+    default: lay_out_as(KV_F32, layer, part, groups, block, slot, count, at, out);
+    }
+}
+
+/* Scales and biases of one plane as floats, each [heads * groups][TILE]; tokens beyond the tile's are left alone. */
+typedef struct { float *scales, *biases; } factors;
+
+static void tile_factors(const kv_attention *call, int64_t row, const kv_tile *tile, const kv_plane *plane,
+                         factors out) {
+    const kv_layer *layer = call->layer;
+    const int32_t *table = call->tables + row * call->table_stride;
+    const int64_t groups = kv_groups(plane);
+    for (int64_t at = 0; at < tile->count;) {
+        const int64_t position = tile->first + at, slot = position % layer->block_size;
+        const int64_t left = tile->count - at, room = layer->block_size - slot, count = room < left ? room : left;
+        const int64_t block = table[position / layer->block_size];
+        lay_out(layer, &plane->scales, groups, block, slot, count, at, out.scales);
+        lay_out(layer, &plane->biases, groups, block, slot, count, at, out.biases);
+        at += count;
+    }
+}
+
+/* Asks for what tile_factors will read. */
+KV_INLINE void fetch_factors(const kv_attention *call, int64_t row, const kv_tile *tile, const kv_part *part,
+                             int64_t groups) {
+    const kv_layer *layer = call->layer;
+    const int32_t *table = call->tables + row * call->table_stride;
+    const int64_t size = kv_itemsize(layer->dtype);
+    const int is_head_major = part->slot_stride == groups;
+    for (int64_t at = 0; at < tile->count; at += layer->block_size) {
+        const int64_t position = tile->first + at;
+        const char *block = part->base + table[position / layer->block_size] * part->block_stride * size;
+        const int64_t lines = is_head_major ? layer->num_kv_heads : 1;
+        const int64_t nbytes = layer->block_size * part->slot_stride * size;
+        for (int64_t line = 0; line < lines; line++)
+            for (int64_t byte = 0; byte < nbytes; byte += LINE)
+                __builtin_prefetch(block + line * part->head_stride * size + byte, 0, 2);
+    }
+}
+
+/* -------- the inner loops -------- */
+
+/* scores[r * TILE + t] = q[r] . k[t] for 4 tokens t and `rows` <= 4 queries r, as scores_of_4 on floats. `scales` and
+ * `biases` are those of the head at the first token, `sums` of the queries group by group. */
+KV_INLINE void numbers_of_4(kv_dtype dtype, const int rows, const char *const *tokens, int64_t offset,
+                            const kv_plane *plane, const float *q, const float *sums, const float *scales,
+                            const float *biases, float *scores, const char *const *ahead, int64_t ahead_offset,
+                            int64_t ahead_bits) {
+    const char *const k[4] = {tokens[0] + offset, tokens[1] + offset, tokens[2] + offset, tokens[3] + offset};
+    const int64_t stride = padded(plane->dim), size = plane->group_size, groups = kv_groups(plane);
+    v4 total[4] = {{0}};
+    for (int64_t g = 0; g < groups; g++) {
+        vf sum[4][4] = {{{0}}};
+        for (int64_t d = g * size; d < (g + 1) * size; d += PAIR) {
+            vpair key[4];
+            KV_UNROLL
+            for (int t = 0; t < 4; t++) {
+                if (ahead != NULL) fetch(ahead[t] + ahead_offset, d, PAIR, ahead_bits);
+                key[t] = pair_load(dtype, k[t] + d * kv_bits(dtype) / 8);
+            }
+            KV_UNROLL
+            for (int r = 0; r < rows; r++) {
+                const vf a = v_load(q + r * stride + d), b = v_load(q + r * stride + d + VL);
+                KV_UNROLL
+                for (int t = 0; t < 4; t++) sum[r][t] = v_fma(b, key[t].b, v_fma(a, key[t].a, sum[r][t]));
+            }
+        }
+        const v4 scale = v4_load(scales + g * TILE), bias = v4_load(biases + g * TILE);
+        KV_UNROLL
+        for (int r = 0; r < rows; r++) {
+            const four dots = v_sum4(sum[r][0], sum[r][1], sum[r][2], sum[r][3]);
+            total[r] += v4_load(dots.lane) * scale + bias * sums[r * groups + g];
+        }
+    }
+    KV_UNROLL
+    for (int r = 0; r < rows; r++) memcpy(scores + r * TILE, &total[r], sizeof total[r]);
+}
+
+/* Weights times scales, and what the biases add: `scaled` [groups][lanes][TILE], `shifts` [lanes][groups]. A weight of
+ * 0 takes nothing from its token, NaN or not. */
+static void scale_weights(const float *weights, int64_t lanes, int64_t groups, int64_t count, const float *scales,
+                          const float *biases, float *scaled, float *shifts) {
+    const int64_t whole = (count + VL - 1) / VL * VL;
+    for (int64_t g = 0; g < groups; g++)
+        for (int64_t i = 0; i < lanes; i++) {
+            vf shift = v_set(0);
+            for (int64_t t = 0; t < whole; t += VL) {
+                const vf weight = v_load(weights + i * TILE + t), none = v_set(0);
+                const vi unused = weight == none;
+                v_store(scaled + (g * lanes + i) * TILE + t,
+                        v_select(unused, none, weight * v_load(scales + g * TILE + t)));
+                shift += v_select(unused, none, weight * v_load(biases + g * TILE + t));
+            }
+            shifts[i * groups + g] = v_sum(shift);
+        }
+}

@@ -1,0 +1,240 @@
+"""Quantized storage by the cpu kernels, against the reference backend: bytes equal, attention within 1e-3 and less."""
+
+import numpy as np
+import pytest
+from test_quantized import MLX, rows
+
+from kvpool.config import LAYOUTS, KVSpec
+from kvpool.protocol import ArrayPlan, AttentionOptions
+from kvpool_backends.cpu import CPUBackend, isas
+from kvpool_backends.numpy import NumpyBackend
+from kvpool_backends.numpy.bfloat16 import to_bfloat16
+
+SEED = 8_105
+BITS = [(8, 8), (4, 4), (8, 4), (4, 8), (None, 4), (8, None)]
+
+
+def pair(spec, num_blocks, **options):
+    return CPUBackend(spec, num_blocks, **options), NumpyBackend(spec, num_blocks)
+
+
+def everything(backend):
+    return backend.export_blocks(np.arange(backend.num_blocks))
+
+
+def given_as(x, dtype):
+    return to_bfloat16(x) if dtype == "bfloat16" else x.astype(dtype)
+
+
+# ---------------------------------------------------------------------- writes
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("dtype", list(MLX))
+@pytest.mark.parametrize("given", list(MLX))
+@pytest.mark.parametrize(("bits", "group"), [(8, 32), (8, 64), (4, 32), (4, 128)])
+def test_write_stores_the_bytes_of_the_reference(bits, group, given, dtype, isa):
+    spec = KVSpec(1, 3, 256, dtype, 7, k_bits=bits, v_bits=bits, quant_group_size=group)
+    mine, reference = pair(spec, 30, isa=isa)
+    rng = np.random.default_rng(SEED)
+    k, v = (given_as(rows(rng, (200, 3, 256)), given) for _ in "kv")
+    k_floats, v_floats = ((x.astype(np.uint32) << 16).view(np.float32) if given == "bfloat16" else x for x in (k, v))
+    plan = ArrayPlan(slot_mapping=rng.permutation(210)[:200])
+    mine.write(0, k, v, plan)
+    reference.write(0, k_floats, v_floats, plan)
+    assert np.array_equal(everything(mine), everything(reference))
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("bits", [4, 8])
+def test_write_near_ties_rounds_as_a_division_does(bits, isa):
+    """Elements a unit or two of the last place around (n + 1/2) * scale: 1 / scale times them would often be wrong."""
+    spec = KVSpec(1, 1, 64, "float32", 16, k_bits=bits, v_bits=bits)
+    mine, reference = pair(spec, 65, isa=isa)
+    rng = np.random.default_rng(SEED)
+    steps = 2**bits - 1
+    x = np.empty((1024, 1, 64), np.float32)
+    for row in x[:, 0]:
+        low, high = np.float32(-rng.random() - 0.5), np.float32(rng.random() + 0.2)
+        scale = low / np.rint(low / ((high - low) / np.float32(steps)))
+        ties = low + (rng.integers(0, steps, 64) + 0.5) * np.abs(scale)
+        row[:] = np.clip(ties.astype(np.float32) * (1 + rng.integers(-2, 3, 64) * 2.0**-24), low, high)
+        row[:2] = low, high
+    plan = ArrayPlan(slot_mapping=np.arange(1024) + 16)
+    mine.write(0, x, x, plan)
+    reference.write(0, x, x, plan)
+    assert np.array_equal(everything(mine), everything(reference))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_write_of_a_group_that_is_not_finite_stores_nan(bad):
+    spec = KVSpec(1, 1, 64, "float16", 4, k_bits=8, v_bits=4, quant_group_size=32)
+    for isa in isas():
+        mine, reference = pair(spec, 2, isa=isa)
+        k = np.ones((1, 1, 64), np.float32)
+        k[0, 0, 40] = bad
+        for backend in (mine, reference):
+            backend.write(0, k, k, ArrayPlan(slot_mapping=np.array([5])))
+            for x in backend.gather(0, [1]):
+                assert np.isnan(x[1, 0, 32:]).all() and (x[1, 0, :32] == 1).all()
+
+
+# ---------------------------------------------------------------------- whole blocks
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("k_bits", "v_bits"), BITS)
+def test_whole_blocks_move_as_in_the_reference(k_bits, v_bits, layout):
+    if layout == "interleaved" and k_bits != v_bits:  # one array
+        return
+    spec = KVSpec(3, 2, 64, "bfloat16", 5, None, layout, k_bits, v_bits, 32)
+    backends = pair(spec, 9)
+    rng = np.random.default_rng(SEED)
+    for layer in range(3):
+        k, v = (rows(rng, (45, 2, 64)) for _ in "kv")
+        for backend in backends:
+            backend.write(layer, k, v, ArrayPlan(slot_mapping=np.arange(45)))
+    mine, reference = backends
+    assert np.array_equal(everything(mine), everything(reference))
+    for backend in backends:
+        backend.copy_blocks(np.array([[1, 2, 3], [4, 7, 5]]))
+        backend.zero([3])
+        backend.import_blocks([8, 0], backend.export_blocks([5, 6]))
+    assert np.array_equal(everything(mine), everything(reference))
+    for one, other in zip(mine.gather(1, [2, 7, 0], 13), reference.gather(1, [2, 7, 0], 13), strict=True):
+        assert np.array_equal(one, other)
+
+
+# ---------------------------------------------------------------------- attention
+
+
+def context(spec, length, num_queries, seed=SEED, isa=None):
+    """Both backends with one row of `length` tokens in random blocks, and a plan of its last queries."""
+    rng = np.random.default_rng(seed)
+    need = -(-length // spec.block_size)
+    mine, reference = pair(spec, need + 2, isa=isa)
+    table = rng.permutation(need + 2)[:need]
+    slots = (table[:, None] * spec.block_size + np.arange(spec.block_size)).ravel()[:length]
+    k, v = (rng.standard_normal((length, spec.num_kv_heads, dim)).astype(np.float32) for _, dim in spec.planes)
+    for backend in (mine, reference):
+        nan = np.full((backend.num_blocks * spec.block_size, spec.num_kv_heads, 1), np.nan, np.float32)
+        every = [np.repeat(nan, dim, axis=2) for _, dim in spec.planes]
+        backend.write(0, *every, ArrayPlan(slot_mapping=np.arange(len(nan))))
+        backend.write(0, k, v, ArrayPlan(slot_mapping=slots))
+    plan = ArrayPlan(table[None].astype(np.int32), np.array([length]), np.array([0, num_queries]))
+    return mine, reference, plan, rng
+
+
+def check(spec, length, num_queries, group, make_options=lambda rng, heads: None, isa=None):
+    mine, reference, plan, rng = context(spec, length, num_queries, isa=isa)
+    heads = group * spec.num_kv_heads
+    q = rng.standard_normal((num_queries, heads, spec.head_dim)).astype(np.float32)
+    options = make_options(rng, heads)
+    ours = mine.attend(0, q, plan, options=options)
+    error = np.abs(ours - reference.attend(0, q.astype(np.float64), plan, options=options)).max()
+    assert error < 2e-5, error  # the bound of the field is 1e-3
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("length", [64, 65, 333, 1024, 4096])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_fused_decode_equals_dequantize_then_dense(bits, length, sinks):
+    spec = KVSpec(1, 2, 128, "bfloat16", 16, k_bits=bits, v_bits=bits)
+    check(spec, length, 1, 4, lambda rng, heads: AttentionOptions(sinks=rng.standard_normal(heads)) if sinks else None)
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("k_bits", "v_bits"), BITS)
+def test_decode_of_any_layout_and_bits_is_right(k_bits, v_bits, layout, isa):
+    if layout == "interleaved" and k_bits != v_bits:
+        return
+    for dtype, group_size, num_queries, group, block in (
+        ("float32", 32, 1, 1, 3), ("float16", 64, 3, 3, 16), ("bfloat16", 32, 2, 5, 7),
+    ):  # fmt: skip
+        v_dim = None if layout == "interleaved" else 192
+        spec = KVSpec(1, 3, 128, dtype, block, v_dim, layout, k_bits, v_bits, group_size)
+        check(spec, 77, num_queries, group, isa=isa)
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize(("k_bits", "v_bits"), BITS)
+def test_chunks_are_right(k_bits, v_bits, isa):
+    spec = KVSpec(1, 2, 64, "float16", 16, None, "NHD", k_bits, v_bits, 32)
+    check(spec, 300, 70, 2, isa=isa)
+
+
+@pytest.mark.parametrize("num_queries", [1, 20])
+def test_options_work_on_quantized_tokens(num_queries):
+    spec = KVSpec(1, 2, 64, "float32", 16, k_bits=8, v_bits=4)
+    check(
+        spec, 150, num_queries, 2,
+        lambda rng, heads: AttentionOptions(
+            window=100, soft_cap=3.0, sinks=rng.standard_normal(heads), alibi_slopes=rng.random(heads),
+            mask=np.where(rng.random((num_queries, 150)) < 0.3, -np.inf, 0.5),
+        ),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("num_queries", [1, 20])
+def test_masked_tokens_that_are_nan_never_matter(num_queries):
+    spec = KVSpec(1, 1, 64, "float16", 4, k_bits=8, v_bits=8)
+    mine, _, plan, rng = context(spec, 40, num_queries)
+    q = rng.standard_normal((num_queries, 2, 64)).astype(np.float32)
+    mask = np.ones((num_queries, 40), bool)
+    mask[:, 7] = False
+    expected = mine.attend(0, q, plan, options=AttentionOptions(mask=mask))
+    nan = np.full((1, 1, 64), np.nan, np.float32)
+    mine.write(0, nan, nan, ArrayPlan(slot_mapping=np.array([plan.block_tables[0, 1] * 4 + 3])))
+    assert np.array_equal(mine.attend(0, q, plan, options=AttentionOptions(mask=mask)), expected)
+    assert np.isnan(mine.attend(0, q, plan)).any()
+
+
+def test_a_row_has_the_same_bits_on_any_number_of_threads():
+    spec = KVSpec(1, 2, 64, "float16", 16, k_bits=8, v_bits=4)
+    one, _, plan, _ = context(spec, 3000, 1)
+    q = np.ones((1, 4, 64), np.float32)
+    several = CPUBackend(spec, one.num_blocks, num_threads=3)
+    several.import_blocks(np.arange(one.num_blocks), everything(one))
+    assert np.array_equal(one.attend(0, q, plan), several.attend(0, q, plan))
+
+
+# ---------------------------------------------------------------------- compaction
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("k_bits", "v_bits"), [*BITS, (None, None)])
+def test_compact_moves_what_the_reference_moves(k_bits, v_bits, layout):
+    if layout == "interleaved" and k_bits != v_bits:
+        return
+    spec = KVSpec(2, 3, 64, "float16", 5, None, layout, k_bits, v_bits, 32)
+    mine, reference = pair(spec, 8)
+    rng = np.random.default_rng(SEED)
+    for layer in range(2):
+        k, v = (rng.standard_normal((40, 3, 64)).astype(np.float32) for _ in "kv")
+        for backend in (mine, reference):
+            backend.write(layer, k, v, ArrayPlan(slot_mapping=np.arange(40)))
+    keep = np.sort(rng.permuted(np.tile(np.arange(33), (2, 3, 1)), axis=-1)[..., :14], axis=-1)
+    blocks = [6, 1, 7, 0, 3, 2, 5]
+    before = [x.copy() for x in mine.gather(1, blocks)]
+    for backend in (mine, reference):
+        backend.compact(blocks, keep)
+    assert np.array_equal(everything(mine), everything(reference))
+    for old, new in zip(before, mine.gather(1, blocks, 14), strict=True):
+        for head in range(3):
+            assert np.array_equal(new[:, head], old[keep[1, head], head])
+
+
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [
+        (np.array([[3, 3]]), r"keep\[0, 1\] is 3 after 3, it must ascend"),
+        (np.array([[0, 8]]), r"keep\[0, 1\] is 8, the blocks hold 8 tokens"),
+        (np.array([[-1, 2]]), r"keep\[0, 0\] is -1"),
+        (np.array([[0], [1]]), "keep must have shape"),
+    ],
+)
+def test_compact_refuses_what_would_not_be_a_sequence(keep, message):
+    store = CPUBackend(KVSpec(1, 1, 32, "float32", 4), 3).store
+    with pytest.raises(ValueError, match=r"^\[compact\] " + message):
+        store.compact(np.array([1, 2]), keep)

@@ -1,0 +1,84 @@
+"""mlx-lm on quantized pools: one sequence beside mlx-lm's own quantized cache, batches beside one sequence."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.models.cache import QuantizedKVCache
+from mlx_models import on_cpu, tiny_llama
+
+from kvpool.adapters.mlx_lm import install
+
+PROMPTS = [[5, 9, 200, 31, 7] * 5, [11, 12, 13], list(range(40, 80))]
+TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def model():
+    with on_cpu():
+        yield tiny_llama(head_dim=64)
+
+
+def greedy(model, prompt, cache):
+    return [int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=TOKENS, prompt_cache=cache)]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("fused", [True, False])
+def test_logits_of_one_sequence_are_those_of_mlx_lms_quantized_cache(model, bits, fused):
+    stock = [QuantizedKVCache(64, bits) for _ in range(3)]
+    with install(model, num_blocks=16, kv_bits=bits, fused=fused) as kv:
+        paged = kv.make_cache()
+        for tokens in (PROMPTS[0], [17], [18], [19, 20, 21]):
+            expected, got = (model(mx.array([tokens]), cache=cache) for cache in (stock, paged))
+            # A number on the edge between two steps may fall to either side, and layers behind it see that.
+            assert mx.abs(expected - got).max() < 0.02 * mx.abs(expected).max()
+            assert mx.array_equal(expected.argmax(-1), got.argmax(-1))
+
+
+@pytest.mark.parametrize("bits", [{"kv_bits": 8}, {"k_bits": 8, "v_bits": 4}, {"v_bits": 4, "quant_group_size": 32}])
+def test_batches_generate_what_sequences_generate_alone(model, bits):
+    with install(model, num_blocks=40, **bits) as kv:
+        alone = [greedy(model, prompt, kv.make_cache()) for prompt in PROMPTS]
+        generator = BatchGenerator(model, max_tokens=TOKENS)
+        ids = generator.insert(PROMPTS)
+        together = {uid: [] for uid in ids}
+        while responses := generator.next_generated():
+            for response in responses:
+                together[response.uid].append(response.token)
+    assert [together[uid] for uid in ids] == alone
+    assert kv.summary().blocks_leaked == 0
+
+
+def test_a_forked_quantized_cache_goes_on_by_itself(model):
+    import copy
+
+    with install(model, num_blocks=40, kv_bits=8) as kv:
+        whole = greedy(model, PROMPTS[0] + [1, 2], kv.make_cache())
+        cache = kv.make_cache()
+        model(mx.array([PROMPTS[0]]), cache=cache)
+        fork = copy.deepcopy(cache)
+        greedy(model, [3, 4, 5], cache)
+        assert greedy(model, [1, 2], fork) == whole
+
+
+def test_pool_of_8_bits_takes_the_bytes_of_its_format(model):
+    with install(model, num_blocks=16) as dense, install(model, num_blocks=16, kv_bits=8) as quantized:
+        ratio = quantized.summary().pool_nbytes / dense.summary().pool_nbytes
+    assert ratio == (1 + 8 / 64) / 4  # float32, and so are its scales
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"kv_bits": 3}, ValueError, "k_bits is 3"),
+        ({"kv_bits": 8, "v_bits": 4}, TypeError, "kv_bits is for both"),
+        ({"kv_bits": 8, "quant_group_size": 128}, ValueError, "head_dim is 64, no multiple of quant_group_size 128"),
+        ({"kv_bits": 8, "kernels": False}, ValueError, "k_bits 8 is not among"),
+    ],
+)
+def test_bits_that_cannot_be_are_refused_and_leave_the_model_alone(model, options, error, message):
+    before = dict(vars(model))
+    with pytest.raises(error, match=message):
+        install(model, num_blocks=8, **options)
+    assert vars(model) == before and np.isfinite(mx.array(0).item())
