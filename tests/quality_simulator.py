@@ -16,18 +16,18 @@ from kvpool.cli.bench.quality.answers import Answer
 from kvpool.cli.bench.quality.network import EPS, Array, Shape, Weights
 from kvpool.cli.bench.quality.policies import DECAY, SINK, Policy
 
+BLOCK_SIZE = 16
+
 
 class Simulated:
     """A llama on simulated caches.
 
     Parameters
     ----------
-    block_size : int
-        What block eviction evicts.
     """
 
-    def __init__(self, shape: Shape, weights: Weights, block_size: int = 16, seed: int = 1) -> None:
-        self.shape, self.weights, self.block_size, self.seed = shape, weights, block_size, seed
+    def __init__(self, shape: Shape, weights: Weights, seed: int = 1) -> None:
+        self.shape, self.weights, self.seed = shape, weights, seed
 
     def answer(
         self, documents: NDArray[np.int32], policy: Policy, advance: Callable[[int], None] = lambda tokens: None
@@ -38,6 +38,7 @@ class Simulated:
         states = [_Layer(self, policy, rows, length, layer) for layer in range(self.shape.layers)]
         at = np.arange(rows)
         for step in range(length - 1):
+            self._evict(policy, step, states)
             logits = self._step(documents[:, step], step, states)
             logits -= logits.max(axis=-1, keepdims=True)
             target = documents[:, step + 1]
@@ -47,6 +48,24 @@ class Simulated:
         s = self.shape
         each = policy.bytes_per_token(s.kv_heads, (s.head_dim, s.head_dim), s.layers)
         return Answer(nats, right, each * int(states[0].alive[0, 0].sum()), time.perf_counter() - start)
+
+    def _evict(self, policy: Policy, now: int, states: list[_Layer]) -> None:
+        """Before a token is stored: if there is no room for it, leave `max_kv` less `slack` tokens."""
+        if policy.kind == "unlimited" or states[0].alive[0, 0].sum() < policy.max_kv:
+            return
+        if policy.kind != "block":
+            for state in states:
+                state.evict(now)
+            return
+        for row in range(len(states[0].alive)):  # one table for all layers and heads: their scores count together
+            alive = states[0].alive[row, 0, :now]
+            places = np.flatnonzero(alive)
+            ours = places[: (len(places) - policy.max_kv // 4) // BLOCK_SIZE * BLOCK_SIZE].reshape(-1, BLOCK_SIZE)[1:]
+            if not len(ours):
+                continue
+            worth = [sum(float(state.scores[row, :, block].sum()) for state in states) for block in ours]
+            for state in states:
+                state.alive[row][:, ours[int(np.argmin(worth))]] = False
 
     def _step(self, tokens: NDArray[np.int32], position: int, states: list[_Layer]) -> Array:
         w = self.weights
@@ -86,7 +105,6 @@ class _Layer:
         self.k[:, :, position] = _packed(k, self.policy.k_bits, self.policy.group_size)
         self.v[:, :, position] = _packed(v, self.policy.v_bits, self.policy.group_size)
         self.alive[:, :, position] = True
-        self._evict(now)
         grouped = q.reshape(rows, s.kv_heads, -1, s.head_dim)
         alive = self.alive[:, :, :now]
         raw = grouped @ self.k[:, :, :now].swapaxes(-1, -2) * np.float32(s.head_dim**-0.5)
@@ -95,38 +113,25 @@ class _Layer:
         mass /= mass.sum(axis=-1, keepdims=True)
         if self.policy.kind in ("h2o", "block"):
             seen = np.abs(raw.mean(axis=2)) if self.policy.scores == "raw" else mass.mean(axis=2)
-            self.scores[:, :, :now] += (1 - DECAY) * (seen - self.scores[:, :, :now])
+            self.scores[:, :, :position] += (1 - DECAY) * (seen - self.scores[:, :, :now])[..., :position]
+            self.scores[:, :, position] = seen[..., position]
         return (mass @ self.v[:, :, :now]).reshape(rows, -1)
 
-    def _evict(self, now: int) -> None:
-        """Leave no more than `max_kv` tokens, the new one included."""
+    def evict(self, now: int) -> None:
+        """Leave `max_kv` less `slack` of the tokens at places below `now`."""
         policy = self.policy
-        kept = int(self.alive[0, 0].sum())
-        if policy.kind == "unlimited" or kept <= policy.max_kv:
-            return
-        if policy.kind == "block":
-            self._evict_block(now)
-            return
-        middle = slice(SINK, now - (policy.max_kv - SINK - policy.heavy))
+        newest = policy.max_kv - SINK - policy.heavy - (policy.slack if policy.kind == "rotating" else 0)
+        middle = slice(SINK, now - newest)
         alive = self.alive[:, :, middle]
         if policy.kind == "rotating":
             alive[...] = False
             return
+        count = policy.heavy - policy.slack
         worth = self.scores[:, :, middle] if policy.kind == "h2o" else self.rng.random(alive.shape)
-        worth = np.where(alive, worth, -1)
-        best = np.argpartition(-worth, policy.heavy - 1, axis=-1)[..., : policy.heavy]
+        best = np.argpartition(-np.where(alive, worth, -1), count - 1, axis=-1)[..., :count]
         chosen = np.zeros_like(alive)
         np.put_along_axis(chosen, best, True, axis=-1)
         alive &= chosen
-
-    def _evict_block(self, now: int) -> None:
-        """Let the block with the least score leave, the same for all heads; the first and the newest stay."""
-        size = self.model.block_size
-        blocks = now // size - 1
-        worth = self.scores[:, :, size : size * (1 + blocks)].reshape(len(self.scores), -1, blocks, size).sum((1, 3))
-        there = self.alive[:, 0, size : size * (1 + blocks) : size]
-        for row, block in enumerate(np.where(there, worth, np.inf).argmin(axis=-1)):
-            self.alive[row, :, size * (1 + block) : size * (2 + block)] = False
 
 
 def _norm(x: Array, weight: Array) -> Array:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.cli.bench.quality.answers import Answer
-from kvpool.cli.bench.quality.policies import SINK, Policy
+from kvpool.cli.bench.quality.policies import DECAY, SINK, Policy
 from kvpool.cli.bench.quality.simulated import SimulatedCache, observing, watched
 
 PREFILL = 32
@@ -57,26 +58,55 @@ class Model:
         """Layers, each with a cache."""
         return len(self.model.layers)
 
-    def caches(self, policy: Policy) -> list[Any]:
-        """Return empty caches of all layers."""
+    @contextlib.contextmanager
+    def caches(self, policy: Policy, rows: int) -> Iterator[tuple[list[Any], Callable[[], float]]]:
+        """Yield empty caches of all layers for so many sequences, and what tells the bytes of K and V in them."""
         from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-        if policy.k_bits is policy.v_bits is None and policy.kind == "unlimited":
-            return [KVCache() for _ in range(self.num_layers)]
-        if policy.k_bits is policy.v_bits is None and policy.kind == "rotating":
-            return [RotatingKVCache(policy.max_kv, keep=SINK) for _ in range(self.num_layers)]
-        return [SimulatedCache(policy, layer) for layer in range(self.num_layers)]
+        found: list[Any]
+        is_dense = policy.k_bits is policy.v_bits is None
+        if is_dense and policy.kind in ("h2o", "block"):
+            with self._paged(policy, rows) as paged:
+                yield paged
+            return
+        if is_dense and policy.kind == "unlimited":
+            found = [KVCache() for _ in range(self.num_layers)]
+        elif is_dense and policy.kind == "rotating":
+            found = [RotatingKVCache(policy.max_kv, keep=SINK) for _ in range(self.num_layers)]
+        else:
+            found = [SimulatedCache(policy, layer) for layer in range(self.num_layers)]
+        with observing(self.model):
+            yield found, lambda: sum(cache.nbytes for cache in found)
+
+    @contextlib.contextmanager
+    def _paged(self, policy: Policy, rows: int) -> Iterator[tuple[list[Any], Callable[[], float]]]:
+        """Yield kvpool's caches, which evict."""
+        from kvpool.adapters.mlx_lm import PagedKVCache, install
+        from kvpool.eviction import H2O, BlockEviction
+
+        if policy.kind == "block":
+            eviction: Any = BlockEviction(max_kv=policy.max_kv, sink=SINK, alpha=DECAY)
+        else:
+            chosen: Any = {"heavy": policy.heavy, "kind": policy.scores, "slack": policy.slack}
+            eviction = H2O(max_kv=policy.max_kv, sink=SINK, alpha=DECAY, **chosen)
+        blocks = 2 * rows * (-(-(policy.max_kv + PREFILL) // 16) + 1)
+        with install(self.model, num_blocks=blocks, eviction=eviction) as kv:
+            layers = zip(*(kv.make_cache() for _ in range(rows)), strict=True)
+            merged = [PagedKVCache.merge(layer) for layer in layers]
+            batch, spec = merged[0].batch, kv.backend.spec
+            each = policy.bytes_per_token(spec.num_kv_heads, (spec.head_dim, spec.value_head_dim), spec.num_layers)
+            yield merged, lambda: int(batch.rows.lens.sum()) * each
 
     def answer(
         self, documents: NDArray[np.int32], policy: Policy, advance: Callable[[int], None] = lambda tokens: None
     ) -> Answer:
         """Read documents: `PREFILL` tokens at once, the others one by one."""
         rows, length = documents.shape
-        caches, tokens = self.caches(policy), mx.array(documents)
+        tokens = mx.array(documents)
         nats, right = np.zeros((rows, length - 1), np.float32), np.zeros((rows, length - 1), bool)
         edges = [0, *range(min(PREFILL, length - 1), length)]
         start = time.perf_counter()
-        with observing(self.model):
+        with self.caches(policy, rows) as (caches, nbytes):
             for begin, end in itertools.pairwise(edges):
                 logits = self.model(tokens[:, begin:end], cache=caches).astype(mx.float32)
                 target = tokens[:, begin + 1 : end + 1]
@@ -86,8 +116,8 @@ class Model:
                 mx.eval(nat, hit)
                 nats[:, begin:end], right[:, begin:end] = np.array(nat), np.array(hit)
                 advance(rows * (end - begin))
-        seconds = time.perf_counter() - start
-        return Answer(nats, right, sum(cache.nbytes for cache in caches) / rows, seconds)
+            stored = nbytes()
+        return Answer(nats, right, stored / rows, time.perf_counter() - start)
 
     def profile(self, documents: NDArray[np.int32]) -> list[dict[str, float]]:
         """Return for each layer the entropy of attention in nats, and the share of the `TOP` tokens that get most.
@@ -122,8 +152,8 @@ class Model:
             mx.clear_cache()
             before = mx.get_active_memory()
             mx.reset_peak_memory()
-            with observing(self.model):
-                rates.append(self._rate(self.caches(policy), prompt, tokens))
+            with self.caches(policy, 1) as (caches, _):
+                rates.append(self._rate(caches, prompt, tokens))
             peak = max(peak, mx.get_peak_memory() - before)
         return float(np.median(rates)), peak
 

@@ -1,7 +1,7 @@
-"""Caches of any policy on dense arrays of MLX, for any model of mlx-lm that attends by mlx-lm's own function.
+"""Caches on dense arrays of MLX, for what kvpool's caches under mlx-lm do not do: quantize, or evict at random.
 
 Nothing is paged and nothing is packed: evicted tokens are cut out, K and V of few bits make a round trip through
-`mx.quantize`. What a policy keeps, and so what a model says, is what it would be with the real thing.
+`mx.quantize`. What stays, and so what a model says, is what it would be in packed storage.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ import numpy as np
 
 from kvpool.cli.bench.quality.policies import DECAY, SINK, Policy
 
-BLOCK_SIZE = 16
 SEED = 1
 
 
 class SimulatedCache:
     """One layer's cache, with the methods of mlx-lm's own.
 
-    Before a token is attended to, others leave until no more than `policy.max_kv` are there. Positions go on counting.
+    Before a token is stored where `policy.max_kv` are, some leave. Positions go on counting.
 
     Attributes
     ----------
@@ -57,6 +56,8 @@ class SimulatedCache:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Store K and V ``[rows, kv_heads, new, head_dim]``, evict, and return what is kept."""
         new = keys.shape[2]
+        if self.policy.kind != "unlimited" and self.keys is not None and self.keys.shape[2] >= self.policy.max_kv:
+            self._keep(self._chosen(self.keys.shape[2]))
         keys, values = self._stored(keys, self.policy.k_bits), self._stored(values, self.policy.v_bits)
         fresh = mx.zeros(keys.shape[:3], mx.float32)
         if self.keys is None:
@@ -66,27 +67,20 @@ class SimulatedCache:
             self.values = mx.concatenate([self.values, values], axis=2)
             self.scores = mx.concatenate([self.scores, fresh], axis=2)
         self.offset += new
-        if self.policy.kind != "unlimited" and self.keys.shape[2] > self.policy.max_kv:
-            if new > 1:
-                raise ValueError(f"[quality] {new} tokens at once into a full cache of {self.policy.max_kv}")
-            self._keep(self._chosen(self.keys.shape[2]))
         return self.keys, self.values
 
     def observe(self, queries: mx.array, scale: float) -> None:
-        """Learn from the queries ``[rows, heads, new, head_dim]`` what every kept token is worth."""
-        if self.policy.kind not in ("h2o", "block"):
+        """Learn from the newest of the queries ``[rows, heads, new, head_dim]`` what every kept token is worth."""
+        if self.policy.kind != "h2o":
             return
         rows, _, new, dim = queries.shape
         kv_heads, kept = self.keys.shape[1:3]
-        grouped = (queries * scale).reshape(rows, kv_heads, -1, dim)
-        raw = (grouped @ self.keys.swapaxes(-1, -2)).astype(mx.float32).reshape(rows, kv_heads, -1, new, kept)
-        places = mx.arange(kept)[None] <= mx.arange(kept - new, kept)[:, None]
-        if self.policy.scores == "raw":
-            seen = mx.where(places, mx.abs(raw.mean(axis=2)), 0)
-        else:
-            seen = mx.softmax(mx.where(places, raw, -mx.inf), axis=-1).mean(axis=2)
-        for step in range(new):
-            self.scores = self.scores + (1 - DECAY) * (seen[:, :, step] - self.scores)
+        grouped = (queries[:, :, -1] * scale).reshape(rows, kv_heads, -1, dim)
+        raw = (grouped @ self.keys.swapaxes(-1, -2)).astype(mx.float32)
+        seen = mx.abs(raw.mean(axis=2)) if self.policy.scores == "raw" else mx.softmax(raw, axis=-1).mean(axis=2)
+        known = kept - new
+        moved = self.scores[..., :known] + (1 - DECAY) * (seen - self.scores)[..., :known]
+        self.scores = mx.concatenate([moved, seen[..., known:]], axis=-1)
 
     def _stored(self, x: mx.array, bits: int | None) -> mx.array:
         if bits is None:
@@ -95,31 +89,16 @@ class SimulatedCache:
         return mx.dequantize(*packed, self.policy.group_size, bits)
 
     def _chosen(self, kept: int) -> mx.array:
-        """Return the places that stay, ascending: ``[rows or 1, kv_heads or 1, fewer]``."""
-        policy = self.policy
-        if policy.kind == "block":
-            return self._without_a_block(kept)
-        end = kept - (policy.max_kv - SINK - policy.heavy)
-        places = [mx.arange(SINK), mx.arange(end, kept)]
-        if policy.kind == "rotating":
-            return mx.concatenate(places)[None, None]
-        rows, heads = self.keys.shape[:2]
+        """Return the places that stay, ascending: ``[rows, kv_heads, max_kv - slack]``."""
+        policy, (rows, heads) = self.policy, self.keys.shape[:2]
+        count, end = policy.heavy - policy.slack, kept - (policy.max_kv - SINK - policy.heavy)
         if policy.kind == "h2o":
             worth = self.scores[:, :, SINK:end]
         else:
             worth = mx.array(self._rng.random((rows, heads, end - SINK), np.float32))
-        best = mx.argpartition(-worth, policy.heavy - 1, axis=-1)[..., : policy.heavy]
-        sink, newest = (mx.broadcast_to(part, (rows, heads, part.size)) for part in places)
+        best = mx.argpartition(-worth, count - 1, axis=-1)[..., :count]
+        sink, newest = (mx.broadcast_to(x, (rows, heads, x.size)) for x in (mx.arange(SINK), mx.arange(end, kept)))
         return mx.concatenate([sink, mx.sort(best, axis=-1) + SINK, newest], axis=-1)
-
-    def _without_a_block(self, kept: int) -> mx.array:
-        """All but the block with the least score, the same for all heads; the first and the newest are not asked."""
-        blocks = (kept - 1) // BLOCK_SIZE - 1
-        inner = self.scores[:, :, BLOCK_SIZE : BLOCK_SIZE * (1 + blocks)]
-        worth = inner.reshape(len(inner), -1, blocks, BLOCK_SIZE).sum(axis=(1, 3))
-        gone = BLOCK_SIZE * (1 + mx.argmin(worth, axis=-1))[:, None]
-        places = mx.arange(kept - BLOCK_SIZE)[None]
-        return mx.where(places < gone, places, places + BLOCK_SIZE)[:, None]
 
     def _keep(self, places: mx.array) -> None:
         self.scores = mx.take_along_axis(
