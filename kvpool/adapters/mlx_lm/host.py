@@ -56,8 +56,7 @@ def install(
     num_blocks, block_size, max_seqs
         Size of the pool to make: blocks (one of them reserved), tokens per block, sequences at a time.
     prefix_cache : bool
-        Make the pool with a prefix cache, or use that of the given `pool`: needed by `PagedKV.fetch`,
-        `PagedKV.commit` and `PagedPromptCache`.
+        Make the pool with a prefix cache, or use that of `pool`, for `PagedKV.fetch`, `commit` and `PagedPromptCache`.
     pool : kvpool.Pool, optional
         Use this pool in place of a new one.
     fused : bool, optional
@@ -78,8 +77,7 @@ def install(
     Returns
     -------
     PagedKV
-        A context manager. Where one model has several, the last one entered makes the caches; they may leave
-        in any order.
+        A context manager. Where one model has several, the last one entered makes the caches; they leave in any order.
 
     Raises
     ------
