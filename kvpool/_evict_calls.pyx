@@ -106,11 +106,7 @@ cdef class EvictPool(PrefixPool):
                     raise ValueError(f"[unshare] lens[{verdict.row}] is {verdict.value}, it must be in 0 .. "
                                      f"{self.seqs.seq[slot_of(ints_at(&rows, verdict.row))].num_tokens}")
                 p.refuse(status, &verdict, &rows, "unshare", -1)
-            try:
-                p.room_for_copies(p.step.log_size)
-            except MemoryError:
-                step_undo_check(&p.step, &self.blocks, 0)
-                raise
+            p.room_for_copies()
             self.note_pending(p)
             if self.record.data != NULL:
                 record_begin(&self.record, OP_UNSHARE, 5 + rows.size + lengths.size)

@@ -16,6 +16,7 @@ from kvpool._step cimport (
     Verdict,
     step_free,
     step_init,
+    step_undo_check,
 )
 from kvpool._types cimport NO_MEMORY, OK, OP_RESERVE, OP_STEP, SHORT
 from kvpool._wire cimport Field, Wire, wire_forget, wire_free, wire_init
@@ -367,15 +368,19 @@ cdef class Plan:
             self.record_epoch = r.epoch
         return self.record_number
 
-    cdef int room_for_copies(self, int32_t n) except -1:
-        """A step makes a copy per row at most; to make blocks private may take one of each block."""
-        if n <= <Py_ssize_t>len(self.arrays["copies"]):
+    cdef int room_for_copies(self) except -1:
+        """A step copies one block per row at most; one that was judged for `unshare` may copy them all."""
+        if self.step.log_size <= <Py_ssize_t>len(self.arrays["copies"]):
             return 0
-        array = np.empty((n, 3), np.int32)
-        array[:self.copies_made] = self.arrays["copies"][:self.copies_made]
-        array.flags.writeable = False
-        self.step.copies = <int32_t*>array_data(array)
-        self.arrays["copies"] = array
+        try:
+            array = np.empty((self.step.log_size, 3), np.int32)
+            array[:self.copies_made] = self.arrays["copies"][:self.copies_made]
+            array.flags.writeable = False
+            self.step.copies = <int32_t*>array_data(array)
+            self.arrays["copies"] = array
+        except MemoryError:
+            step_undo_check(&self.step, &self.pool.blocks, 0)
+            raise
         self.views.pop("copies", None)
         return 0
 
