@@ -110,11 +110,11 @@ def blocks_of_many_made_their_own(Pool: Any, Plan: Any) -> None:
     for size, first, blocks in ((1, 0, 300), (4, 5, 90), (4, 0, 300), (1, 0, 47)):
         pool = Pool(blocks, size, max_seqs=60)
         plan, other = (Plan(pool, 50, 60, formats=FORMATS) for _ in range(2))
-        length = 2 * size + 1
+        length = 3 * size + 1 - size // 2  # a tail that is not full, where blocks have room for one
         parent = pool.open()
         grown(pool, plan, [parent], length)
         family = [parent, *pool.fork(parent, 40).tolist()]
-        for keep in (0, 1, size, size + 1, 2 * size, length):
+        for keep in (0, 1, size, size + 1, 2 * size, length - 1, length):
             for batch in (family[:1], family[1:3], family[3:21], family):
                 tried(pool.unshare, plan, batch, keep, first)
                 measured(pool, batch[:2], plan)
@@ -138,6 +138,29 @@ def blocks_of_many_made_their_own(Pool: Any, Plan: Any) -> None:
         grown(pool, plan, family[8:12], 1)
         pool.close(family[:4] + family[8:])
         look(pool)
+        pool.shutdown()
+
+
+@scenario
+def blocks_of_their_own_for_some(Pool: Any, Plan: Any) -> None:
+    """One block more is there each time, until all rows of a batch get theirs; and tables with reserved blocks."""
+    for free in range(8):
+        pool = Pool(14 + free, 2, max_seqs=6, reserved_blocks=0)
+        plan, narrow = Plan(pool, 4, 40, formats=FORMATS), Plan(pool, 4, 40, formats=FORMATS, table_width=4)
+        parent = pool.open()
+        grown(pool, plan, [parent], 6)
+        rows = [parent, *pool.fork(parent, 2).tolist()]
+        pool.alloc(11)
+        for keep in ([4, 4, 4], [0, 5, 5], [5, 0, 2], 5):
+            tried(pool.unshare, plan, rows, keep)
+            ended(pool, plan, "rollback")
+        pool.close(rows[1:])
+        for new in (2, 3, 4, 6):
+            tried(pool.reserve, plan, rows[:1], new)
+            ended(pool, plan, "done")
+            tried(pool.unshare, narrow, rows[:1], 3)
+            ended(pool, narrow, "rollback")
+        measured(pool, rows[:1])
         pool.shutdown()
 
 

@@ -163,6 +163,13 @@ def memory_that_runs_out(Pool: Any, Plan: Any, Memory: Any, cached: bool) -> Non
     rows = [row, *made["pool"].fork(row, 40).tolist()]
     each_failing(memory, lambda: made["pool"].step(made["plan"], rows, 1))
     look(made["pool"], made["plan"])
+    made["pool"].done(made["plan"])
+    made["pool"].close(rows[20:])
+    drop(made["plan"])
+    each_failing(memory, plan)
+    each_failing(memory, lambda: made["pool"].unshare(made["plan"], rows[2:4], 30))
+    each_failing(memory, lambda: made["pool"].evict_blocks(rows[5], [1, 3]))
+    look(made["pool"], made["plan"])
     made["pool"].shutdown()
     memory.living()
     drop(made["plan"])
