@@ -115,21 +115,21 @@ def scores_of_decode_equal_dense_scores(factory: Factory) -> None:
             ):
                 filled = fill(factory, spec, contexts(spec.block_size))
                 check(filled, [1] * len(filled.contexts), q_heads, kind)
-        for spec in specs(factory, dtypes=tuple(DTYPES), block_sizes=(16,), layouts=capabilities_of(factory).layouts):
+        for spec in specs(factory, block_sizes=(16,), layouts=capabilities_of(factory).layouts, layers=1):
             check(fill(factory, spec, _LONG), [1] * len(_LONG), 4, kind)
         for bits in capabilities_of(factory).quant_bits:
             for spec in specs(factory, head_dims=(64, 64), block_sizes=(16,), layers=1):
                 quantized = replace(spec, k_bits=bits, v_bits=bits)
-                check(fill(factory, quantized, _LONG), [1, 1, 33, 1], 4, kind, tolerance=1e-4)
+                check(fill(factory, quantized, [1, 17, 60]), [1, 1, 33], 4, kind, tolerance=1e-4)
 
 
 @_case
 def scores_of_chunks_are_of_the_newest_query(factory: Factory) -> None:
     """Rows with no query, a few and many: the newest one's scores; zeros where there is none."""
     for kind in _kinds(factory):
-        for spec in specs(factory, dtypes=tuple(DTYPES), block_sizes=(3, 16)):
+        for spec in specs(factory, dtypes=tuple(DTYPES), block_sizes=(16,), layers=1):
             filled = fill(factory, spec, _LONG)
-            for q_lens in (_LONG_CHUNKS, [0, 16, 9, 1], [1, 0, 300, 0], [0] * 4):
+            for q_lens in (_LONG_CHUNKS, [0, 16, 9, 1], [1, 0, 70, 0], [0] * 4):
                 check(filled, q_lens, 4, kind)
 
 
@@ -138,10 +138,11 @@ def scores_are_what_goes_into_exp(factory: Factory) -> None:
     """Each option alone, and all of them: capped, biased, masked; hidden positions score 0; sinks take their share."""
     features = capabilities_of(factory).features
     for kind in _kinds(factory):
-        for spec in specs(factory, dtypes=tuple(DTYPES), block_sizes=(16,)):
+        for spec in specs(factory, dtypes=tuple(DTYPES), block_sizes=(16,), layers=1):
             filled = fill(factory, spec, _LONG)
+            each = [(name,) for name in features] if spec.dtype == "float32" else []
             for q_lens in ([1] * 4, _LONG_CHUNKS):
-                for some in (*((name,) for name in features), features):
+                for some in (*each, features):
                     options = some_options(filled, q_lens, 4, some)
                     check(filled, q_lens, 4, kind, options)
 
