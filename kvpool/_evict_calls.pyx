@@ -37,6 +37,15 @@ cdef class EvictPool(PrefixPool):
             raise ValueError(f"[{call}] the plan belongs to another pool ({(<Plan>plan).pool!r})")
         return <Plan>plan
 
+    cdef int make_room(self, Plan p) except -1:
+        """What can fail before a judged `unshare` is carried out."""
+        try:
+            p.make_room(p.step.log_size)
+        except MemoryError:
+            step_undo_check(&p.step, &self.blocks, 0)
+            raise
+        return self.note_pending(p)
+
     # -- verbs
 
     cdef int judge_eviction(self, int32_t slot, int64_t leaving, str call, Py_ssize_t row) except -1:
@@ -106,7 +115,7 @@ cdef class EvictPool(PrefixPool):
                     raise ValueError(f"[unshare] lens[{verdict.row}] is {verdict.value}, it must be in 0 .. "
                                      f"{self.seqs.seq[slot_of(ints_at(&rows, verdict.row))].num_tokens}")
                 p.refuse(status, &verdict, &rows, "unshare", -1)
-            self.note_pending(p)
+            self.make_room(p)
             if self.record.data != NULL:
                 record_begin(&self.record, OP_UNSHARE, 5 + rows.size + lengths.size)
                 record_int(&self.record, p.number_in(&self.record))

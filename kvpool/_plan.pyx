@@ -359,6 +359,17 @@ cdef class Plan:
             record_ints(r, rows, True)
         record_ints(r, num_new, False)
 
+    cdef int make_room(self, int32_t copies) except -1:
+        """A step makes one copy a row at most, and the array has room for that; `unshare` may need more."""
+        if copies > len(self.arrays["copies"]):
+            grown = np.empty((copies, 3), np.int32)
+            grown[:self.copies_made] = self.arrays["copies"][:self.copies_made]     # shown until the call succeeds
+            grown.flags.writeable = False
+            self.arrays["copies"] = grown
+            self.views.pop("copies", None)
+            self.step.copies = <int32_t*>array_data(grown)
+        return 0
+
     cdef int64_t number_in(self, Record* r) noexcept:
         """By which number a record names this plan."""
         if self.record_number == 0 or self.record_epoch != r.epoch:

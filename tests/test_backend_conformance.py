@@ -10,15 +10,17 @@ import pytest
 from simple_backend import Simple
 
 from kvpool.protocol import FEATURES, ArrayPlan
-from kvpool.testing import conformance
+from kvpool.testing import conformance, conformance_quantized
 from kvpool_backends.numpy import NumpyBackend
 from kvpool_backends.numpy import backend as numpy_backend
+
+QUANTIZED = {case.__name__ for case in conformance_quantized.CASES} - {"other_bits_and_groups_are_refused"}
 
 
 @pytest.mark.parametrize("case", conformance.CASES, ids=lambda case: case.__name__)
 def test_numpy_backend_conforms(case):
     """It refuses no spec; every other case applies."""
-    left_out = case.__name__ == "refused_specs_raise"
+    left_out = case.__name__ in ("refused_specs_raise", "other_bits_and_groups_are_refused")
     expected = "not applicable" if left_out else "passed"
     assert conformance.check_backend(NumpyBackend, [case]) == {case.__name__: expected}
 
@@ -289,6 +291,7 @@ def test_capabilities_narrow_what_the_kit_tries():
     assert left_out == {
         "value_heads_may_have_another_dim",
         "attention_weights_are_returned",
+        *QUANTIZED,
         "a_row_has_the_same_bits_in_any_batch",
         "scores_come_after_weights",
         "scores_out_is_filled_in_place",

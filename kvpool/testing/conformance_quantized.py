@@ -83,7 +83,8 @@ def groups_of_every_kind_are_stored_by_the_formula(factory: Factory) -> None:
             x[5], x[6], x[7] = rng.integers(-4, 5, x[5].shape), x[6] * 1e-6, x[7] * 1e3
             x[8, 0, 3], x[9, 1, dim - 1], x[10, 0, 0] = np.nan, np.inf, -np.inf
             given.append(x)
-        backend.write(0, *map(backend.asarray, given), ArrayPlan(slot_mapping=np.arange(n, 2 * n, dtype=np.int32)))
+        k, v = map(backend.asarray, given)
+        backend.write(0, k, v, ArrayPlan(slot_mapping=np.arange(n, 2 * n, dtype=np.int32)))
         got = [backend.to_numpy(x) for x in backend.gather(0, [1])]
         for x, bits, back in zip(given, spec.bits, got, strict=True):
             if bits is not None:

@@ -8,7 +8,6 @@ import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from operator import index
 from typing import Any, Self
 
@@ -21,7 +20,8 @@ from kvpool.adapters.mlx_lm.batch import NOT_OPENED, Batch, Known, Rows
 from kvpool.adapters.mlx_lm.cache import PagedKVCache
 from kvpool.adapters.mlx_lm.eviction import check_policy
 from kvpool.adapters.mlx_lm.hook import Hook
-from kvpool.adapters.mlx_lm.shapes import inspect_model
+from kvpool.adapters.mlx_lm.shapes import inspect_model, with_bits
+from kvpool.adapters.mlx_lm.summary import Summary
 from kvpool.errors import ConcurrentUse, StaleHandle
 from kvpool.eviction import Policy
 
@@ -29,40 +29,6 @@ SUPPORTED_VERSIONS = ("0.32.2",)  # releases of mlx-lm whose engines the tests r
 
 _log = logging.getLogger(__name__)
 _numbers = itertools.count()  # a model's blocks mean nothing to another model on the same pool
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """Where the memory of one `PagedKV` is. Blocks cover all layers."""
-
-    blocks_used: int  # in tables now
-    blocks_peak: int  # the most at any time
-    blocks_free: int  # what a new sequence could take, the cached ones included
-    blocks_cached: int  # of these, kept by the prefix cache until somebody needs them
-    blocks_leaked: int  # in use, but in no table of a live cache of this model
-    sequences: int
-    kv_nbytes: int  # blocks_used * bytes per block
-    kv_nbytes_peak: int
-    pool_nbytes: int  # allocated, once
-    mlx_peak_nbytes: int  # mx.get_peak_memory(): all of MLX, weights and activations included
-    cow_copies: int  # blocks copied because a shared tail was written
-    cow_tokens: int
-    query_tokens: int  # tokens that `PagedKV.fetch` was asked for
-    hit_tokens: int  # of these, found in the prefix cache
-    mlx_pool_copies: int  # whole pool arrays that MLX copied to write to them, as counted by the last `settle`
-    route: str  # "fused", or "gather: " and why, see `PagedKV.route`
-
-    def __str__(self) -> str:
-        mib = 1 / 2**20
-        return (
-            f"blocks: {self.blocks_used} used, {self.blocks_peak} peak, {self.blocks_free} free "
-            f"({self.blocks_cached} cached), {self.blocks_leaked} leaked; {self.sequences} sequences\n"
-            f"KV: {self.kv_nbytes * mib:.2f} MiB used, {self.kv_nbytes_peak * mib:.2f} MiB peak, "
-            f"{self.pool_nbytes * mib:.2f} MiB allocated; MLX peak {self.mlx_peak_nbytes * mib:.2f} MiB\n"
-            f"copies: {self.cow_copies} blocks on write ({self.cow_tokens} tokens), "
-            f"{self.mlx_pool_copies} pool arrays by MLX\n"
-            f"attention: {self.route}"
-        )
 
 
 def install(
@@ -78,10 +44,7 @@ def install(
     overlap: bool = False,
     strict: bool = True,
     eviction: Policy | None = None,
-    kv_bits: int | None = None,
-    k_bits: int | None = None,
-    v_bits: int | None = None,
-    quant_group_size: int = 64,
+    **quantization: int | None,
 ) -> PagedKV:
     """Give a model of mlx-lm a paged KV cache, for the length of a ``with`` block.
 
@@ -110,7 +73,7 @@ def install(
     eviction : kvpool.eviction.Policy, optional
         Let tokens of a sequence leave, in all caches that are not made with another policy by `PagedKV.make_cache`.
     kv_bits, k_bits, v_bits, quant_group_size : int, optional
-        Store keys and values, or one of them, in 8 or 4 bits: `KVSpec`, docs/quantized.md. By the kernels of the CPU.
+        Store both, or one of them, in 8 or 4 bits: `shapes.with_bits`. By the kernels of the CPU.
 
     Returns
     -------
@@ -123,8 +86,7 @@ def install(
     RuntimeError
         mlx-lm is not one of `SUPPORTED_VERSIONS` (and `strict`), or `fused` is True and cannot be; the text says why.
     ValueError
-        The model keeps something else than keys and values in some layer, or layers differ in shape; bits or groups
-        that do not fit it, or that its backend has no kernels for.
+        The model keeps something else than keys and values in some layer, or layers differ; bits that do not fit.
     TypeError
         Not exactly one of `num_blocks` and `pool`; an `eviction` that is none; `kv_bits` beside `k_bits` or `v_bits`.
     """
@@ -132,21 +94,15 @@ def install(
         require_tested_version("install")
     if (num_blocks is None) == (pool is None):
         raise TypeError("[install] either num_blocks or pool is needed, and not both")
-    if kv_bits is not None and (k_bits, v_bits) != (None, None):
-        raise TypeError("[install] kv_bits is for both, give it or k_bits and v_bits")
     if num_blocks is not None:
         pool = kvpool.Pool(num_blocks, block_size, max_seqs=max_seqs, prefix_cache=prefix_cache)
     from kvpool_backends.mlx import MLXBackend  # here, because kvpool does not depend on its backends
 
     spec, windows, callers = inspect_model(model, pool.block_size)
-    bits = (k_bits, v_bits) if kv_bits is None else (kv_bits, kv_bits)
-    spec = replace(spec, k_bits=bits[0], v_bits=bits[1], quant_group_size=quant_group_size)
-    backend = MLXBackend(spec, pool.num_blocks, kernels=kernels)
+    backend = MLXBackend(with_bits(spec, **quantization), pool.num_blocks, kernels=kernels)
     sites, why_gather = _choose_route(callers, backend, fused)
-    return PagedKV(
-        model, pool, backend, windows, sites=sites, why_gather=why_gather, prefix_cache=prefix_cache, overlap=overlap,
-        eviction=eviction,
-    )  # fmt: skip
+    options: dict[str, Any] = {"prefix_cache": prefix_cache, "overlap": overlap, "eviction": eviction}
+    return PagedKV(model, pool, backend, windows, sites=sites, why_gather=why_gather, **options)
 
 
 def require_tested_version(call: str) -> None:

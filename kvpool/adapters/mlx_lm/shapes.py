@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -41,3 +42,26 @@ def max_positions(model: Any) -> int | None:
     """Tokens that a model was made for, None if it does not say."""
     found = getattr(getattr(model, "args", None), "max_position_embeddings", None)
     return found if isinstance(found, int) else None
+
+
+def with_bits(
+    spec: KVSpec,
+    *,
+    kv_bits: int | None = None,
+    k_bits: int | None = None,
+    v_bits: int | None = None,
+    quant_group_size: int | None = None,
+) -> KVSpec:
+    """`spec` with quantized keys, values, or both (`kv_bits`); docs/quantized.md.
+
+    Raises
+    ------
+    TypeError, ValueError
+        `kv_bits` beside one of the others; what `KVSpec` refuses.
+    """
+    if kv_bits is not None and (k_bits, v_bits) != (None, None):
+        raise TypeError("[install] kv_bits is for both, give it or k_bits and v_bits")
+    if kv_bits is not None:
+        k_bits = v_bits = kv_bits
+    group_size = spec.quant_group_size if quant_group_size is None else quant_group_size
+    return replace(spec, k_bits=k_bits, v_bits=v_bits, quant_group_size=group_size)

@@ -11,6 +11,12 @@ typedef struct {
     int64_t bits, group_size;
 } kv_packed;
 
+/* Of all heads of one token: those of the first, and the bytes from one to the next. */
+typedef struct {
+    kv_packed first;
+    int64_t heads, words_step, scales_step, biases_step;
+} kv_packed_heads;
+
 /* Where the numbers of a token of a plane are. */
 static inline kv_packed packed_at(const kv_layer *layer, const kv_plane *plane, int64_t block, int64_t slot,
                                   int64_t head) {
@@ -61,8 +67,9 @@ struct kv_isa {
     /* n elements, rounded to nearest even, to dst without gaps (move.h). */
     void (*convert)(char *dst, kv_dtype to, const char *src, kv_dtype from, int64_t src_stride_elements, int64_t n);
 
-    /* n numbers of one token and head, a multiple of the group, to and from packed words (quantize.h). */
-    void (*quantize)(const kv_packed *to, const char *src, kv_dtype from, int64_t src_stride, int64_t n);
+    /* n numbers of each head of one token to packed words (quantize.h), and those of one head back to floats. */
+    void (*quantize)(const kv_packed_heads *to, const char *src, kv_dtype from, int64_t src_head_stride,
+                     int64_t src_stride, int64_t n);
     void (*dequantize)(const kv_packed *from, char *dst, kv_dtype to, int64_t dst_stride, int64_t n);
 
     float (*read_sum)(const char *bytes, int64_t nbytes); /* read_sum.h */

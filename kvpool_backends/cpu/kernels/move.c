@@ -245,10 +245,9 @@ static void write_token(const move *job, const kv_plane *plane, const kv_tokens 
     const char *src = tokens->base + token * tokens->token_stride * from_size;
     int64_t heads = job->layer->num_kv_heads, dim = plane->dim;
     if (plane->bits != 0) {
-        for (int64_t h = 0; h < heads; h++) {
-            const kv_packed to = packed_at(job->layer, plane, block, offset, h);
-            job->isa->quantize(&to, src + h * tokens->head_stride * from_size, tokens->dtype, tokens->dim_stride, dim);
-        }
+        const kv_packed_heads to = {packed_at(job->layer, plane, block, offset, 0), heads, plane->head_stride * 4,
+                                    plane->scales.head_stride * size, plane->biases.head_stride * size};
+        job->isa->quantize(&to, src, tokens->dtype, tokens->head_stride, tokens->dim_stride, dim);
         return;
     }
     char *dst = token_at(plane, block, offset, size);

@@ -1,105 +1,150 @@
-/* Floats to quantized numbers and back, for one token and head: a template, see isa_body.h.
+/* Floats to quantized numbers, for all heads of a token: a template, see isa_body.h.
  *
- * As mx.quantize does it, bit for bit (docs/quantized.md). What MLX divides by the scale is multiplied with 1 / scale
- * here; where a product comes so close to a tie that the two could round differently, the group is done again with
- * divisions.
+ * As mx.quantize does it, bit for bit (docs/quantized.md). VL groups go together: their ranges are found one after the
+ * other, their scales and biases lane by lane, then they are packed. What MLX divides by the scale is multiplied with
+ * 1 / scale here; where a product comes so close to a tie that the two could round differently, the group is done again
+ * with divisions.
  */
 enum { MOST_GROUP = 128 };
 
-/* A group as it is quantized. */
 typedef struct {
-    float numbers[MOST_GROUP]; /* in the dtype of the layer, as floats */
-    vf below, most, bad;       /* lane by lane: minus the least, the largest; bad is 0 where all are finite */
-} group_of_floats;
+    float numbers[VL][MOST_GROUP]; /* in the dtype of the layer, as floats */
+    vf below[VL], most[VL];        /* of each group, lane by lane: minus the least, the largest */
+    vf bad;                        /* 0 where all are finite */
+} kv_batch;
 
 KV_INLINE vf v_round_to(kv_dtype dtype, vf x) {
     if (dtype == KV_F16) return v_from_f16(v_to_f16(x));
     return dtype == KV_BF16 ? v_from_bf16(v_to_bf16(x)) : x;
 }
 
-KV_INLINE void load_group_as(group_of_floats *group, kv_dtype dtype, kv_dtype from, const char *src, int64_t stride,
-                             int64_t n) {
+KV_INLINE void load_group_as(kv_batch *batch, int64_t index, kv_dtype dtype, kv_dtype from, const char *src,
+                             int64_t stride, int64_t n) {
     const int64_t step = stride * kv_itemsize(from);
-    group->below = group->most = v_set(-INFINITY);
-    group->bad = v_set(0);
+    vf below = v_set(-INFINITY), most = below, bad = batch->bad;
     for (int64_t i = 0; i < n; i += VL) {
         vf x = stride == 1 ? v_load_as(from, src + i * step) : v_load_strided_as(from, src + i * step, stride, VL);
         if (dtype != from) x = v_round_to(dtype, x);
-        group->below = v_max(-x, group->below);
-        group->most = v_max(x, group->most);
-        group->bad = v_fma(x, v_set(0), group->bad);
-        v_store(group->numbers + i, x);
+        below = v_max(-x, below);
+        most = v_max(x, most);
+        bad = v_fma(x, v_set(0), bad); /* inf * 0 and NaN * 0 are NaN */
+        v_store(batch->numbers[index] + i, x);
     }
+    batch->below[index] = below;
+    batch->most[index] = most;
+    batch->bad = bad;
 }
 
-static void load_group(group_of_floats *group, kv_dtype dtype, kv_dtype from, const char *src, int64_t stride,
+static void load_group(kv_batch *batch, int64_t index, kv_dtype dtype, kv_dtype from, const char *src, int64_t stride,
                        int64_t n) {
     if (dtype == from || dtype == KV_F32) { /* nothing is rounded */
-        if (from == KV_F32) load_group_as(group, KV_F32, KV_F32, src, stride, n);
-        else if (from == KV_F16) load_group_as(group, KV_F32, KV_F16, src, stride, n);
-        else load_group_as(group, KV_F32, KV_BF16, src, stride, n);
+        if (from == KV_F32) load_group_as(batch, index, KV_F32, KV_F32, src, stride, n);
+        else if (from == KV_F16) load_group_as(batch, index, KV_F32, KV_F16, src, stride, n);
+        else load_group_as(batch, index, KV_F32, KV_BF16, src, stride, n);
     } else if (dtype == KV_F16) {
-        if (from == KV_F32) load_group_as(group, KV_F16, KV_F32, src, stride, n);
-        else load_group_as(group, KV_F16, KV_BF16, src, stride, n);
+        if (from == KV_F32) load_group_as(batch, index, KV_F16, KV_F32, src, stride, n);
+        else load_group_as(batch, index, KV_F16, KV_BF16, src, stride, n);
     } else {
-        if (from == KV_F32) load_group_as(group, KV_BF16, KV_F32, src, stride, n);
-        else load_group_as(group, KV_BF16, KV_F16, src, stride, n);
+        if (from == KV_F32) load_group_as(batch, index, KV_BF16, KV_F32, src, stride, n);
+        else load_group_as(batch, index, KV_BF16, KV_F16, src, stride, n);
     }
 }
 
-/* n numbers as they are packed. Returns how far from a whole number the farthest of them was, at most 0.5: above
- * SAFE, `exact` may have another result. */
-#define SAFE 0.4999f
-
-KV_INLINE float pack_group(int bits, int exact, char *words, const float *x, float scale, float bias, int64_t n) {
+/* Packs n numbers. Returns whether one of them was so close to a tie, or the scale so large, that only `exact` is
+ * sure to round as a division does. */
+KV_INLINE int pack_group(int bits, int exact, char *words, const float *x, float scale, float bias, float inverse,
+                         int64_t n) {
     const float magic = 0x1.8p23f; /* adding it leaves the nearest integer, ties to even, in the lowest bits */
-    const float most = bits == 8 ? 255 : 15;
-    const vf inverse = v_set(1 / scale);
-    vf farthest = v_set(0);
+    const vf most = v_set(bits == 8 ? 255 : 15), none = v_set(0);
+    vf farthest = none;
     for (int64_t i = 0; i < n; i += 2 * VL) {
         vi whole[2];
         KV_UNROLL
         for (int j = 0; j < 2; j++) {
             vf y = v_load(x + i + j * VL) - bias;
             y = exact ? y / scale : y * inverse;
-            y = -v_max(-v_max(y, v_set(0)), v_set(-most));
+            y = v_min(v_max(y, none), most);
             const vf shifted = y + magic;
-            const vf off = y - (shifted - magic);
-            if (!exact) farthest = v_max(v_max(off, -off), farthest);
+            if (!exact) farthest = v_max(v_abs(y - (shifted - magic)), farthest);
             whole[j] = (vi)shifted & (bits == 8 ? 255 : 15);
         }
         v_store_packed(bits, words + i * bits / 8, whole[0], whole[1]);
     }
-    return exact ? 0 : v_largest(farthest);
+    return !exact && (v_any(farthest > 0.4999f) || fabsf(scale) > 1e30f);
 }
 
-KV_INLINE void quantize_as(int bits, const kv_packed *to, const char *src, kv_dtype from, int64_t stride, int64_t n) {
-    const int64_t size = to->group_size, float_size = kv_itemsize(to->dtype);
-    for (int64_t g = 0; g < n / size; g++) {
-        char *words = to->words + g * size * bits / 8;
-        group_of_floats group;
-        load_group(&group, to->dtype, from, src + g * size * stride * kv_itemsize(from), stride, size);
-        const float low = -v_largest(group.below), high = v_largest(group.most), bad = v_sum(group.bad);
-        const int is_below = fabsf(low) > fabsf(high);
-        const float edge = is_below ? low : high, least = 1e-7f, step = (high - low) / (bits == 8 ? 255.0f : 15.0f);
-        float scale = step > least ? step : least, bias = 0;
-        if (!is_below) scale = -scale;
-        const float whole = rintf(edge / scale);
-        if (whole != 0) {
-            scale = edge / whole;
-            bias = edge;
+/* Scale and bias of each group of a batch, lane by lane. */
+KV_INLINE void find_scales(int bits, const kv_batch *batch, vf *scale_out, vf *bias_out) {
+    const vf low = -v_largest_of_each(batch->below), high = v_largest_of_each(batch->most);
+    const vi is_below = v_abs(low) > v_abs(high);
+    const vf edge = v_select(is_below, low, high);
+    vf scale = v_max((high - low) / (bits == 8 ? 255.0f : 15.0f), v_set(1e-7f));
+    scale = v_select(is_below, scale, -scale);
+    const vf whole = v_rint(edge / scale);
+    const vi is_zero = whole == 0;
+    *scale_out = v_select(is_zero, scale, edge / whole);
+    *bias_out = v_select(is_zero, v_set(0), edge);
+}
+
+KV_INLINE int is_finite(const float *x, int64_t n) {
+    vf bad = v_set(0);
+    for (int64_t i = 0; i < n; i += VL) bad = v_fma(v_load(x + i), v_set(0), bad);
+    return !v_any(bad != 0);
+}
+
+KV_INLINE void quantize_as(int bits, const kv_packed_heads *to, const char *src, kv_dtype from, int64_t head_stride,
+                           int64_t stride, int64_t n) {
+    const kv_dtype dtype = to->first.dtype;
+    const int64_t size = to->first.group_size, per_head = n / size, count = to->heads * per_head;
+    const int64_t from_size = kv_itemsize(from), float_size = kv_itemsize(dtype);
+    kv_batch batch;
+    int64_t head = 0, group = 0;
+    for (int64_t first = 0; first < count; first += VL) {
+        const int64_t here = count - first < VL ? count - first : VL;
+        int64_t heads[VL], groups[VL];
+        batch.bad = v_set(0);
+        for (int64_t i = 0; i < here; i++) {
+            heads[i] = head;
+            groups[i] = group;
+            load_group(&batch, i, dtype, from, src + (head * head_stride + group * size * stride) * from_size, stride,
+                       size);
+            if (++group == per_head) {
+                group = 0;
+                head++;
+            }
         }
-        if (bad != 0) { /* inf * 0 and NaN * 0 are NaN */
-            scale = bias = NAN;
-            memset(words, 0, (size_t)(size * bits / 8));
-        } else if (fabsf(scale) > 1e30f || pack_group(bits, 0, words, group.numbers, scale, bias, size) > SAFE)
-            pack_group(bits, 1, words, group.numbers, scale, bias, size);
-        v_store_strided_as(to->dtype, to->scales + g * float_size, 1, 1, v_set(scale));
-        v_store_strided_as(to->dtype, to->biases + g * float_size, 1, 1, v_set(bias));
+        for (int64_t i = here; i < VL; i++) batch.below[i] = batch.most[i] = v_set(0);
+        vf scale, bias;
+        find_scales(bits, &batch, &scale, &bias);
+        const vf inverse = v_set(1) / scale;
+        const int all_finite = !v_any(batch.bad != 0);
+        for (int64_t i = 0; i < here; i++) {
+            char *words = to->first.words + heads[i] * to->words_step + groups[i] * size * bits / 8;
+            if (!all_finite && !is_finite(batch.numbers[i], size)) {
+                scale[i] = bias[i] = NAN;
+                memset(words, 0, (size_t)(size * bits / 8));
+            } else if (pack_group(bits, 0, words, batch.numbers[i], scale[i], bias[i], inverse[i], size))
+                pack_group(bits, 1, words, batch.numbers[i], scale[i], bias[i], inverse[i], size);
+        }
+        char scales[4 * VL], biases[4 * VL];
+        v_store_strided_as(dtype, scales, 1, VL, scale);
+        v_store_strided_as(dtype, biases, 1, VL, bias);
+        for (int64_t i = 0; i < here; i++) {
+            char *s = to->first.scales + heads[i] * to->scales_step + groups[i] * float_size;
+            char *b = to->first.biases + heads[i] * to->biases_step + groups[i] * float_size;
+            if (float_size == 4) {
+                memcpy(s, scales + 4 * i, 4);
+                memcpy(b, biases + 4 * i, 4);
+            } else {
+                memcpy(s, scales + 2 * i, 2);
+                memcpy(b, biases + 2 * i, 2);
+            }
+        }
     }
 }
 
-static void quantize(const kv_packed *to, const char *src, kv_dtype from, int64_t stride, int64_t n) {
-    if (to->bits == 8) quantize_as(8, to, src, from, stride, n);
-    else quantize_as(4, to, src, from, stride, n);
+static void quantize(const kv_packed_heads *to, const char *src, kv_dtype from, int64_t head_stride, int64_t stride,
+                     int64_t n) {
+    if (to->first.bits == 8) quantize_as(8, to, src, from, head_stride, stride, n);
+    else quantize_as(4, to, src, from, head_stride, stride, n);
 }

@@ -4,6 +4,7 @@
  * vectors (GCC, Clang); what it has no word for stands here. Nothing but `vf` reaches the kernels, so a further
  * instruction set is one more branch in this file.
  */
+#include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -91,7 +92,48 @@ KV_INLINE vf v_max(vf a, vf b) {
 #endif
 }
 
+KV_INLINE vf v_min(vf a, vf b) {
+#if defined(KV_SIMD_AVX512)
+    return _mm512_min_ps(a, b);
+#elif defined(KV_SIMD_AVX2)
+    return _mm256_min_ps(a, b);
+#elif defined(KV_SIMD_NEON)
+    return vminq_f32(a, b);
+#else
+    return v_select(a < b, a, b);
+#endif
+}
+
+KV_INLINE vf v_abs(vf x) { return (vf)((vi)x & 0x7fffffff); }
+
+/* To the nearest integer, ties to even. */
+KV_INLINE vf v_rint(vf x) {
+#if defined(KV_SIMD_AVX512)
+    return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(KV_SIMD_AVX2)
+    return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(KV_SIMD_NEON)
+    return vrndnq_f32(x);
+#else
+    for (int i = 0; i < VL; i++) x[i] = rintf(x[i]);
+    return x;
+#endif
+}
+
 /* -------- across lanes -------- */
+
+/* Whether some lane of a comparison is true. */
+KV_INLINE int v_any(vi which) {
+#if defined(KV_SIMD_AVX512)
+    return _mm512_movepi32_mask((__m512i)which) != 0;
+#elif defined(KV_SIMD_AVX2)
+    return _mm256_movemask_ps((vf)which) != 0;
+#elif defined(KV_SIMD_NEON)
+    return vmaxvq_u32((uint32x4_t)which) != 0;
+#else
+    return (which[0] | which[1] | which[2] | which[3]) != 0;
+#endif
+}
 
 KV_INLINE float v_sum(vf x) {
 #if defined(KV_SIMD_AVX512)
@@ -114,6 +156,24 @@ KV_INLINE float v_largest(vf x) {
     for (int step = VL / 2; step > 0; step /= 2)
         for (int i = 0; i < step; i++) lanes[i] = lanes[i] > lanes[i + step] ? lanes[i] : lanes[i + step];
     return lanes[0];
+#endif
+}
+
+/* The largest lane of each of VL vectors. */
+KV_INLINE vf v_largest_of_each(const vf *x) {
+#if defined(KV_SIMD_AVX2)
+    vf four[2];
+    for (int i = 0; i < 2; i++) {
+        const vf *y = x + 4 * i;
+        const vf ab = v_max(_mm256_unpacklo_ps(y[0], y[1]), _mm256_unpackhi_ps(y[0], y[1]));
+        const vf cd = v_max(_mm256_unpacklo_ps(y[2], y[3]), _mm256_unpackhi_ps(y[2], y[3]));
+        four[i] = v_max(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+    }
+    return v_max(_mm256_permute2f128_ps(four[0], four[1], 0x20), _mm256_permute2f128_ps(four[0], four[1], 0x31));
+#else
+    vf largest;
+    for (int i = 0; i < VL; i++) largest[i] = v_largest(x[i]);
+    return largest;
 #endif
 }
 

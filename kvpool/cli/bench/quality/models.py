@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.cli.bench.quality.answers import Answer
-from kvpool.cli.bench.quality.policies import SINK, Policy
+from kvpool.cli.bench.quality.policies import DECAY, SINK, Policy
+from kvpool.cli.bench.quality.simulated import SimulatedCache, observing, watched
 
 PREFILL = 32
 """Tokens of a document that are read at once, before the first decision."""
@@ -27,12 +27,6 @@ def save(folder: Path, config: dict[str, Any], weights: dict[str, NDArray[Any]])
     """Write a checkpoint as mlx-lm reads it: ``config.json`` and ``model.safetensors``."""
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     mx.save_safetensors(str(folder / "model.safetensors"), {name: mx.array(w) for name, w in weights.items()})
-
-
-def weights_of(folder: Path) -> dict[str, NDArray[Any]]:
-    """Read the arrays that `save` wrote."""
-    arrays: Any = mx.load(str(folder / "model.safetensors"))
-    return {name: np.array(w) for name, w in arrays.items()}
 
 
 class Model:
@@ -64,36 +58,66 @@ class Model:
         """Layers, each with a cache."""
         return len(self.model.layers)
 
-    def caches(self, policy: Policy, rows: int) -> list[Any]:
-        """Return empty caches of all layers for so many sequences."""
+    @contextlib.contextmanager
+    def caches(self, policy: Policy, rows: int) -> Iterator[tuple[list[Any], Callable[[], float]]]:
+        """Yield empty caches of all layers for so many sequences, and what tells the bytes of K and V in them."""
         from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-        if policy.kind == "unlimited" and policy.k_bits is policy.v_bits is None:
-            return [KVCache() for _ in range(self.num_layers)]
-        if policy.kind == "rotating" and policy.k_bits is policy.v_bits is None:
-            return [RotatingKVCache(policy.max_kv, keep=SINK) for _ in range(self.num_layers)]
-        raise NotImplementedError(f"[quality] no cache for {policy.name}, {policy.bits} bits")
+        found: list[Any]
+        is_dense = policy.k_bits is policy.v_bits is None
+        if is_dense and policy.kind in ("h2o", "block"):
+            with self._paged(policy, rows) as paged:
+                yield paged
+            return
+        if is_dense and policy.kind == "unlimited":
+            found = [KVCache() for _ in range(self.num_layers)]
+        elif is_dense and policy.kind == "rotating":
+            found = [RotatingKVCache(policy.max_kv, keep=SINK) for _ in range(self.num_layers)]
+        else:
+            found = [SimulatedCache(policy, layer) for layer in range(self.num_layers)]
+        with observing(self.model):
+            yield found, lambda: sum(cache.nbytes for cache in found)
+
+    @contextlib.contextmanager
+    def _paged(self, policy: Policy, rows: int) -> Iterator[tuple[list[Any], Callable[[], float]]]:
+        """Yield kvpool's caches, which evict."""
+        from kvpool.adapters.mlx_lm import PagedKVCache, install
+        from kvpool.eviction import H2O, BlockEviction
+
+        if policy.kind == "block":
+            eviction: Any = BlockEviction(max_kv=policy.max_kv, sink=SINK, alpha=DECAY)
+        else:
+            chosen: Any = {"heavy": policy.heavy, "kind": policy.scores, "slack": policy.slack}
+            eviction = H2O(max_kv=policy.max_kv, sink=SINK, alpha=DECAY, **chosen)
+        blocks = 2 * rows * (-(-(policy.max_kv + PREFILL) // 16) + 1)
+        with install(self.model, num_blocks=blocks, eviction=eviction) as kv:
+            layers = zip(*(kv.make_cache() for _ in range(rows)), strict=True)
+            merged = [PagedKVCache.merge(layer) for layer in layers]
+            batch, spec = merged[0].batch, kv.backend.spec
+            each = policy.bytes_per_token(spec.num_kv_heads, (spec.head_dim, spec.value_head_dim), spec.num_layers)
+            yield merged, lambda: int(batch.rows.lens.sum()) * each
 
     def answer(
         self, documents: NDArray[np.int32], policy: Policy, advance: Callable[[int], None] = lambda tokens: None
     ) -> Answer:
         """Read documents: `PREFILL` tokens at once, the others one by one."""
         rows, length = documents.shape
-        caches, tokens = self.caches(policy, rows), mx.array(documents)
+        tokens = mx.array(documents)
         nats, right = np.zeros((rows, length - 1), np.float32), np.zeros((rows, length - 1), bool)
         edges = [0, *range(min(PREFILL, length - 1), length)]
         start = time.perf_counter()
-        for begin, end in itertools.pairwise(edges):
-            logits = self.model(tokens[:, begin:end], cache=caches).astype(mx.float32)
-            target = tokens[:, begin + 1 : end + 1]
-            said = mx.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
-            nat = mx.logsumexp(logits, axis=-1) - said
-            hit = mx.argmax(logits, axis=-1) == target
-            mx.eval(nat, hit)
-            nats[:, begin:end], right[:, begin:end] = np.array(nat), np.array(hit)
-            advance(rows * (end - begin))
-        seconds = time.perf_counter() - start
-        return Answer(nats, right, sum(cache.nbytes for cache in caches) / rows, seconds)
+        with self.caches(policy, rows) as (caches, nbytes):
+            for begin, end in itertools.pairwise(edges):
+                logits = self.model(tokens[:, begin:end], cache=caches).astype(mx.float32)
+                target = tokens[:, begin + 1 : end + 1]
+                said = mx.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
+                nat = mx.logsumexp(logits, axis=-1) - said
+                hit = mx.argmax(logits, axis=-1) == target
+                mx.eval(nat, hit)
+                nats[:, begin:end], right[:, begin:end] = np.array(nat), np.array(hit)
+                advance(rows * (end - begin))
+            stored = nbytes()
+        return Answer(nats, right, stored / rows, time.perf_counter() - start)
 
     def profile(self, documents: NDArray[np.int32]) -> list[dict[str, float]]:
         """Return for each layer the entropy of attention in nats, and the share of the `TOP` tokens that get most.
@@ -102,7 +126,7 @@ class Model:
         """
         found: list[dict[str, float]] = []
 
-        def watch(queries: mx.array, keys: mx.array, scale: float) -> None:
+        def watch(queries: mx.array, keys: mx.array, cache: Any, scale: float) -> None:
             group = queries.shape[1] // keys.shape[1]
             spread = mx.repeat(keys, group, 1).astype(mx.float32)
             scores = (queries * scale).astype(mx.float32) @ spread.swapaxes(-1, -2)
@@ -114,25 +138,9 @@ class Model:
             top = mx.topk(p, min(TOP, length), axis=-1).sum(axis=-1)
             found.append({"entropy": float(entropy.mean()), "top_share": float(top.mean())})
 
-        with self._watched(watch):
+        with watched(self.model, watch):
             mx.eval(self.model(mx.array(documents)))
         return found
-
-    @contextlib.contextmanager
-    def _watched(self, watch: Callable[[mx.array, mx.array, float], None]) -> Iterator[None]:
-        """Have every attention of the model tell its queries and keys first."""
-        module = sys.modules[type(self.model).__module__]
-        original = module.scaled_dot_product_attention
-
-        def attend(queries: mx.array, keys: mx.array, values: mx.array, *args: Any, **options: Any) -> mx.array:
-            watch(queries, keys, options["scale"])
-            return original(queries, keys, values, *args, **options)
-
-        module.scaled_dot_product_attention = attend  # type: ignore[attr-defined]
-        try:
-            yield
-        finally:
-            module.scaled_dot_product_attention = original  # type: ignore[attr-defined]
 
     def speed(self, policy: Policy, prompt: NDArray[np.int32], tokens: int, runs: int = 3) -> tuple[float, int]:
         """Return tokens per second of greedy decoding behind a prompt, the median of several runs, and the peak bytes.
@@ -141,18 +149,22 @@ class Model:
         """
         rates, peak = [], 0
         for _ in range(runs):
-            caches = self.caches(policy, 1)
             mx.clear_cache()
             before = mx.get_active_memory()
             mx.reset_peak_memory()
-            for begin in range(0, len(prompt), PREFILL):
-                logits = self.model(mx.array(prompt[None, begin : begin + PREFILL]), cache=caches)
-                mx.eval(logits)
-            token = mx.argmax(logits[:, -1:], axis=-1)
-            start = time.perf_counter()
-            for _ in range(tokens):
-                token = mx.argmax(self.model(token, cache=caches)[:, -1:], axis=-1)
-                mx.eval(token)
-            rates.append(tokens / (time.perf_counter() - start))
+            with self.caches(policy, 1) as (caches, _):
+                rates.append(self._rate(caches, prompt, tokens))
             peak = max(peak, mx.get_peak_memory() - before)
         return float(np.median(rates)), peak
+
+    def _rate(self, caches: list[Any], prompt: NDArray[np.int32], tokens: int) -> float:
+        logits = self.model(mx.array(prompt[None, :PREFILL]), cache=caches)
+        for place in range(PREFILL, len(prompt)):
+            logits = self.model(mx.array(prompt[None, place : place + 1]), cache=caches)
+            mx.eval(logits)
+        token = mx.argmax(logits[:, -1:], axis=-1)
+        start = time.perf_counter()
+        for _ in range(tokens):
+            token = mx.argmax(self.model(token, cache=caches)[:, -1:], axis=-1)
+            mx.eval(token)
+        return tokens / (time.perf_counter() - start)

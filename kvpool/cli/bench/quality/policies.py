@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 KINDS = ("unlimited", "rotating", "h2o", "block", "random")
 SINK = 4
+DECAY = 0.95
+"""Of the average of a token's scores, a step."""
 BITS = ((None, None), (8, 8), (8, 4), (4, 8), (4, 4))
 """Of K and V; None is 16."""
 
@@ -26,6 +28,8 @@ class Policy:
     scores : str
         What makes a token a heavy hitter: "mass", its share of attention, or "raw", the absolute value of its score
         before the softmax.
+    slack : int
+        Tokens that leave at a time, and so how far below `max_kv` they leave a sequence.
     k_bits, v_bits : int or None
         4 or 8, None for 16.
     """
@@ -34,6 +38,7 @@ class Policy:
     max_kv: int = 0
     heavy: int = 0
     scores: str = "mass"
+    slack: int = 1
     k_bits: int | None = None
     v_bits: int | None = None
     group_size: int = 32
@@ -66,6 +71,11 @@ class Policy:
 UNLIMITED = Policy()
 
 
+def slack_of(max_kv: int) -> int:
+    """Return what `kvpool.eviction` evicts at a time by itself."""
+    return max(1, min(16, max_kv // 8))
+
+
 def rotating(max_kv: int) -> Policy:
     """Return the stock baseline."""
     return Policy("rotating", max_kv)
@@ -73,12 +83,12 @@ def rotating(max_kv: int) -> Policy:
 
 def h2o(max_kv: int, share: int = 2, scores: str = "mass") -> Policy:
     """Return H2O with a heavy budget of `max_kv` over `share`."""
-    return Policy("h2o", max_kv, max_kv // share, scores)
+    return Policy("h2o", max_kv, max_kv // share, scores, slack_of(max_kv))
 
 
 def compared(max_kv: int) -> tuple[Policy, ...]:
     """Return all policies at one budget, the unlimited first."""
     return (
         *(UNLIMITED, rotating(max_kv), h2o(max_kv, 4), h2o(max_kv), h2o(max_kv, scores="raw")),
-        *(Policy("block", max_kv), Policy("random", max_kv, max_kv // 2)),
+        *(Policy("block", max_kv), Policy("random", max_kv, max_kv // 2, slack=slack_of(max_kv))),
     )

@@ -1,151 +1,140 @@
-"""The policies on dense arrays in NumPy, for llamas: an evicted token is masked, nothing is moved and nothing packed.
+"""Caches on dense arrays of MLX, for what kvpool's caches under mlx-lm do not do: quantize, or evict at random.
 
-Slow and plain. It is what the caches of kvpool are compared with.
+Nothing is paged and nothing is packed: evicted tokens are cut out, K and V of few bits make a round trip through
+`mx.quantize`. What stays, and so what a model says, is what it would be in packed storage.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
-from numpy.typing import NDArray
 
-from kvpool.cli.bench.quality.answers import Answer
-from kvpool.cli.bench.quality.network import EPS, Array, Shape, Weights
-from kvpool.cli.bench.quality.policies import SINK, Policy
+from kvpool.cli.bench.quality.policies import DECAY, SINK, Policy
 
-DECAY = 0.95
+SEED = 1
 
 
-class Simulated:
-    """A llama on simulated caches.
+class SimulatedCache:
+    """One layer's cache, with the methods of mlx-lm's own.
 
-    Parameters
+    Before a token is stored where `policy.max_kv` are, some leave. Positions go on counting.
+
+    Attributes
     ----------
-    block_size : int
-        What block eviction evicts.
+    offset : int
+        Tokens read.
+    keys, values : array ``[rows, kv_heads, kept, head_dim]``, or None
+        What is kept, in the order of positions.
+    scores : float32 ``[rows, kv_heads, kept]``
+        What makes them worth keeping.
     """
 
-    def __init__(self, shape: Shape, weights: Weights, block_size: int = 16, seed: int = 1) -> None:
-        self.shape, self.weights, self.block_size, self.seed = shape, weights, block_size, seed
+    def __init__(self, policy: Policy, layer: int) -> None:
+        self.policy, self.offset = policy, 0
+        self.keys: Any = None
+        self.values: Any = None
+        self.scores: Any = None
+        self._rng = np.random.default_rng([SEED, layer])
 
-    def answer(
-        self, documents: NDArray[np.int32], policy: Policy, advance: Callable[[int], None] = lambda tokens: None
-    ) -> Answer:
-        """Read documents token by token."""
-        start, (rows, length) = time.perf_counter(), documents.shape
-        nats, right = np.zeros((rows, length - 1), np.float32), np.zeros((rows, length - 1), bool)
-        states = [_Layer(self, policy, rows, length, layer) for layer in range(self.shape.layers)]
-        at = np.arange(rows)
-        for step in range(length - 1):
-            logits = self._step(documents[:, step], step, states)
-            logits -= logits.max(axis=-1, keepdims=True)
-            target = documents[:, step + 1]
-            nats[:, step] = np.log(np.exp(logits).sum(axis=-1)) - logits[at, target]
-            right[:, step] = logits.argmax(axis=-1) == target
-            advance(rows)
-        s = self.shape
-        each = policy.bytes_per_token(s.kv_heads, (s.head_dim, s.head_dim), s.layers)
-        return Answer(nats, right, each * int(states[0].alive[0, 0].sum()), time.perf_counter() - start)
+    @property
+    def nbytes(self) -> float:
+        """Bytes that K and V take where they are packed."""
+        if self.keys is None:
+            return 0.0
+        rows, heads, kept, _ = self.keys.shape
+        return rows * kept * self.policy.bytes_per_token(heads, (self.keys.shape[-1], self.values.shape[-1]), 1)
 
-    def _step(self, tokens: NDArray[np.int32], position: int, states: list[_Layer]) -> Array:
-        w = self.weights
-        x = w["model.embed_tokens.weight"][tokens]
-        for layer, state in enumerate(states):
-            at = f"model.layers.{layer}."
-            h = _norm(x, w[f"{at}input_layernorm.weight"])
-            x = x + state.attend(h, position) @ w[f"{at}self_attn.o_proj.weight"].T
-            h = _norm(x, w[f"{at}post_attention_layernorm.weight"])
-            gate = h @ w[f"{at}mlp.gate_proj.weight"].T
-            up = h @ w[f"{at}mlp.up_proj.weight"].T
-            x = x + (gate / (1 + np.exp(-gate)) * up) @ w[f"{at}mlp.down_proj.weight"].T
-        head = w.get("lm_head.weight", w["model.embed_tokens.weight"])
-        return _norm(x, w["model.norm.weight"]) @ head.T
+    def make_mask(self, length: int, *args: Any, **options: Any) -> Any:
+        """Return the mask of the next tokens: many are read only while everything is kept."""
+        return "causal" if length > 1 else None
 
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Store K and V ``[rows, kv_heads, new, head_dim]``, evict, and return what is kept."""
+        new = keys.shape[2]
+        if self.policy.kind != "unlimited" and self.keys is not None and self.keys.shape[2] >= self.policy.max_kv:
+            self._keep(self._chosen(self.keys.shape[2]))
+        keys, values = self._stored(keys, self.policy.k_bits), self._stored(values, self.policy.v_bits)
+        fresh = mx.zeros(keys.shape[:3], mx.float32)
+        if self.keys is None:
+            self.keys, self.values, self.scores = keys, values, fresh
+        else:
+            self.keys = mx.concatenate([self.keys, keys], axis=2)
+            self.values = mx.concatenate([self.values, values], axis=2)
+            self.scores = mx.concatenate([self.scores, fresh], axis=2)
+        self.offset += new
+        return self.keys, self.values
 
-class _Layer:
-    """K, V, scores and who is alive, ``[rows, kv_heads, length]`` each."""
-
-    def __init__(self, model: Simulated, policy: Policy, rows: int, length: int, layer: int) -> None:
-        s = model.shape
-        self.model, self.policy, self.layer = model, policy, layer
-        self.k = np.zeros((rows, s.kv_heads, length, s.head_dim), np.float32)
-        self.v = np.zeros_like(self.k)
-        self.alive = np.zeros((rows, s.kv_heads, length), bool)
-        self.scores = np.zeros((rows, s.kv_heads, length), np.float32)
-        self.rng = np.random.default_rng([model.seed, layer])
-
-    def attend(self, h: Array, position: int) -> Array:
-        """Store K and V of one token of each row, evict, attend: ``[rows, heads * head_dim]``."""
-        s, w, rows, now = self.model.shape, self.model.weights, len(h), position + 1
-        at = f"model.layers.{self.layer}.self_attn."
-        q, k, v = ((h @ w[f"{at}{n}_proj.weight"].T).reshape(rows, -1, s.head_dim) for n in "qkv")
-        half = s.head_dim // 2
-        angle = position * s.theta ** (-np.arange(half) / half)
-        q, k = (_turn(x, angle) for x in (q, k))
-        self.k[:, :, position] = _packed(k, self.policy.k_bits, self.policy.group_size)
-        self.v[:, :, position] = _packed(v, self.policy.v_bits, self.policy.group_size)
-        self.alive[:, :, position] = True
-        self._evict(now)
-        grouped = q.reshape(rows, s.kv_heads, -1, s.head_dim)
-        alive = self.alive[:, :, :now]
-        raw = grouped @ self.k[:, :, :now].swapaxes(-1, -2) * np.float32(s.head_dim**-0.5)
-        hidden = np.where(alive[:, :, None], raw, -np.inf)
-        mass = np.exp(hidden - hidden.max(axis=-1, keepdims=True))
-        mass /= mass.sum(axis=-1, keepdims=True)
-        if self.policy.kind in ("h2o", "block"):
-            seen = np.abs(raw.mean(axis=2)) if self.policy.scores == "raw" else mass.mean(axis=2)
-            self.scores[:, :, :now] += (1 - DECAY) * (seen - self.scores[:, :, :now])
-        return (mass @ self.v[:, :, :now]).reshape(rows, -1)
-
-    def _evict(self, now: int) -> None:
-        """Leave no more than `max_kv` tokens, the new one included."""
-        policy = self.policy
-        kept = int(self.alive[0, 0].sum())
-        if policy.kind == "unlimited" or kept <= policy.max_kv:
+    def observe(self, queries: mx.array, scale: float) -> None:
+        """Learn from the newest of the queries ``[rows, heads, new, head_dim]`` what every kept token is worth."""
+        if self.policy.kind != "h2o":
             return
-        if policy.kind == "block":
-            self._evict_block(now)
-            return
-        middle = slice(SINK, now - (policy.max_kv - SINK - policy.heavy))
-        alive = self.alive[:, :, middle]
-        if policy.kind == "rotating":
-            alive[...] = False
-            return
-        worth = self.scores[:, :, middle] if policy.kind == "h2o" else self.rng.random(alive.shape)
-        worth = np.where(alive, worth, -1)
-        best = np.argpartition(-worth, policy.heavy - 1, axis=-1)[..., : policy.heavy]
-        chosen = np.zeros_like(alive)
-        np.put_along_axis(chosen, best, True, axis=-1)
-        alive &= chosen
+        rows, _, new, dim = queries.shape
+        kv_heads, kept = self.keys.shape[1:3]
+        grouped = (queries[:, :, -1] * scale).reshape(rows, kv_heads, -1, dim)
+        raw = (grouped @ self.keys.swapaxes(-1, -2)).astype(mx.float32)
+        seen = mx.abs(raw.mean(axis=2)) if self.policy.scores == "raw" else mx.softmax(raw, axis=-1).mean(axis=2)
+        known = kept - new
+        moved = self.scores[..., :known] + (1 - DECAY) * (seen - self.scores)[..., :known]
+        self.scores = mx.concatenate([moved, seen[..., known:]], axis=-1)
 
-    def _evict_block(self, now: int) -> None:
-        """Let the block with the least score leave, the same for all heads; the first and the newest stay."""
-        size = self.model.block_size
-        blocks = now // size - 1
-        worth = self.scores[:, :, size : size * (1 + blocks)].reshape(len(self.scores), -1, blocks, size).sum((1, 3))
-        there = self.alive[:, 0, size : size * (1 + blocks) : size]
-        for row, block in enumerate(np.where(there, worth, np.inf).argmin(axis=-1)):
-            self.alive[row, :, size * (1 + block) : size * (2 + block)] = False
+    def _stored(self, x: mx.array, bits: int | None) -> mx.array:
+        if bits is None:
+            return x
+        packed = mx.quantize(x, self.policy.group_size, bits)
+        return mx.dequantize(*packed, self.policy.group_size, bits)
+
+    def _chosen(self, kept: int) -> mx.array:
+        """Return the places that stay, ascending: ``[rows, kv_heads, max_kv - slack]``."""
+        policy, (rows, heads) = self.policy, self.keys.shape[:2]
+        count, end = policy.heavy - policy.slack, kept - (policy.max_kv - SINK - policy.heavy)
+        if policy.kind == "h2o":
+            worth = self.scores[:, :, SINK:end]
+        else:
+            worth = mx.array(self._rng.random((rows, heads, end - SINK), np.float32))
+        best = mx.argpartition(-worth, count - 1, axis=-1)[..., :count]
+        sink, newest = (mx.broadcast_to(x, (rows, heads, x.size)) for x in (mx.arange(SINK), mx.arange(end, kept)))
+        return mx.concatenate([sink, mx.sort(best, axis=-1) + SINK, newest], axis=-1)
+
+    def _keep(self, places: mx.array) -> None:
+        self.scores = mx.take_along_axis(
+            self.scores, mx.broadcast_to(places, (*self.keys.shape[:2], places.shape[2])), 2
+        )
+        self.keys, self.values = (mx.take_along_axis(x, places[..., None], axis=2) for x in (self.keys, self.values))
 
 
-def _norm(x: Array, weight: Array) -> Array:
-    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + EPS) * weight
+Watch = Callable[[mx.array, mx.array, Any, float], None]
 
 
-def _turn(x: Array, angle: Any) -> Array:
-    a, b = np.split(x, 2, axis=-1)
-    cos, sin = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
-    return np.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+@contextlib.contextmanager
+def watched(model: Any, watch: Watch) -> Iterator[None]:
+    """Have every attention of a model tell its queries, keys, cache and scale when it is done."""
+    module: Any = sys.modules[type(model).__module__]
+    original = module.scaled_dot_product_attention
+
+    def attend(
+        queries: mx.array, keys: mx.array, values: mx.array, cache: Any, scale: float, *args: Any, **options: Any
+    ) -> mx.array:
+        out = original(queries, keys, values, cache, scale, *args, **options)
+        watch(queries, keys, cache, scale)
+        return out
+
+    module.scaled_dot_product_attention = attend
+    try:
+        yield
+    finally:
+        module.scaled_dot_product_attention = original
 
 
-def _packed(x: Array, bits: int | None, group: int) -> Array:
-    """Return what comes back from storage: 16 bits, or the nearest of 2^bits steps from a group's least to its most."""
-    if bits is None:
-        return x.astype(np.float16).astype(np.float32)
-    groups = x.reshape(*x.shape[:-1], -1, group)
-    least = groups.min(axis=-1, keepdims=True)
-    step = np.maximum((groups.max(axis=-1, keepdims=True) - least) / (2**bits - 1), 1e-7)
-    return (np.rint((groups - least) / step) * step + least).reshape(x.shape)
+def observing(model: Any) -> contextlib.AbstractContextManager[None]:
+    """Have the simulated caches of a model learn from its attention."""
+
+    def watch(queries: mx.array, keys: mx.array, cache: Any, scale: float) -> None:
+        if isinstance(cache, SimulatedCache):
+            cache.observe(queries, scale)
+
+    return watched(model, watch)

@@ -9,8 +9,7 @@ from kvpool.cli.bench.quality import corpus, documents
 from kvpool.cli.bench.quality.corpus import Corpus
 from kvpool.cli.bench.quality.policies import UNLIMITED, h2o, rotating
 from kvpool.cli.bench.quality.settings import Settings
-from kvpool.cli.bench.quality.simulated import Simulated
-from kvpool.cli.bench.quality.tables import Bench, Subject
+from kvpool.cli.bench.quality.tables import Bench
 from kvpool.cli.bench.quality.training import Recipe, folder_of, trained
 from kvpool.cli.console import progress
 
@@ -33,10 +32,7 @@ class Told:
         prompt = self.bench.documents(s.context).tokens[0]
         for policy in (UNLIMITED, rotating(s.max_kv), h2o(s.max_kv, 4), h2o(s.max_kv)):
             self.bench.say(f"speed: {policy.name}")
-            try:
-                rate, peak = self.model.speed(policy, prompt, GENERATED)
-            except NotImplementedError:
-                continue
+            rate, peak = self.model.speed(policy, prompt, GENERATED)
             row = {"policy": policy.name, "max_kv": policy.max_kv, "bits": policy.bits}
             found.append(row | {"rate": rate, "peak_nbytes": peak})
         return found
@@ -50,7 +46,7 @@ class Told:
 
 def make(s: Settings, *, quiet: bool, recipe: Recipe | None = None, text: Corpus | None = None) -> Told:
     """Load the model that is to be asked; train it first if it is the one of this bench and is not there yet."""
-    from kvpool.cli.bench.quality.models import Model, weights_of
+    from kvpool.cli.bench.quality.models import Model
 
     text = corpus.read() if text is None else text
     if s.model is not None:
@@ -60,8 +56,7 @@ def make(s: Settings, *, quiet: bool, recipe: Recipe | None = None, text: Corpus
     recipe = Recipe() if recipe is None else recipe
     folder = train(s, recipe, text, quiet=quiet)
     model = Model(str(folder), has_tokenizer=False)
-    subject: Subject = Simulated(recipe.shape, weights_of(folder))
-    bench = Bench(s, subject, lambda *drawn: documents.planted(text, *drawn))
+    bench = Bench(s, model, lambda *drawn: documents.planted(text, *drawn))
     of = recipe.shape
     name = f"llama of {of.layers} layers, {of.heads} heads over {of.kv_heads} of K and V, {of.head_dim} wide"
     return Told(f"{name}, {recipe.steps} steps", bench, model)

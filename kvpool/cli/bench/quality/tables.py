@@ -44,11 +44,12 @@ def heavy(s: Settings) -> list[Question]:
 
 
 def max_kv(s: Settings) -> list[Question]:
-    """Budgets from a sixteenth of the context, two blocks at least, to all of it."""
+    """Budgets from a sixteenth of the context to all of it; whole blocks leave where there are four or more."""
     rows = [Question(s.context, UNLIMITED)]
     for share in (16, 8, 4, 2, 1):
         budget = max(32, s.context // share)
-        rows += [Question(s.context, policy) for policy in (rotating(budget), h2o(budget), Policy("block", budget))]
+        blocks = [Policy("block", budget)] if budget >= 64 else []
+        rows += [Question(s.context, policy) for policy in (rotating(budget), h2o(budget), *blocks)]
     return rows
 
 

@@ -45,7 +45,7 @@ class Recipe:
 
     shape: Shape = field(default_factory=Shape)
     stages: tuple[Stage, ...] = (Stage(250, 32, 96, 2), Stage(300, 8, 512), Stage(50, 4, 1024))
-    recall: float = 2.0
+    recall: float = 4.0
     rate: float = 4e-3
     warm_up: int = 40
     decay: float = 0.05

@@ -1,0 +1,151 @@
+"""Quantized storage on the cpu backend: decode beside dense storage, writes beside memcpy, errors.
+
+    python -m benchmarks.quantized [--threads 1,2] [--layouts NHD,HND] [--json] [--gates]
+
+All contestants of a table take turns in one process, and ratios are of the fastest times. ``--gates``: exit status 1
+where a bound is missed.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+
+import numpy as np
+
+from kvpool.config import KVSpec
+from kvpool.protocol import ArrayPlan, AttentionOptions
+from kvpool_backends.cpu import CPUBackend
+
+HEADS, GROUP, DIM, BLOCK, ROWS = 8, 4, 128, 16, 16
+FORMATS = {
+    "bfloat16": {"dtype": "bfloat16"},
+    "float32": {"dtype": "float32"},
+    "int8": {"dtype": "bfloat16", "k_bits": 8, "v_bits": 8},
+    "int4": {"dtype": "bfloat16", "k_bits": 4, "v_bits": 4},
+    "keys int8, values int4": {"dtype": "bfloat16", "k_bits": 8, "v_bits": 4},
+}
+DECODE_MAX, OF_FLOAT32_MIN, WRITE_MAX, ERROR_MAX = 1.1, 1.5, 1.4, 1e-3
+SEED = 1
+
+
+def race(contestants, repetitions):
+    """Fastest time of each, in seconds; they take turns."""
+    best = dict.fromkeys(contestants, float("inf"))
+    for _ in range(repetitions):
+        for name, run in contestants.items():
+            begin = time.perf_counter()
+            run()
+            best[name] = min(best[name], time.perf_counter() - begin)
+    return best
+
+
+def spec_of(name, layout):
+    return KVSpec(1, HEADS, DIM, block_size=BLOCK, layout=layout, **FORMATS[name])
+
+
+def decode(layout, threads, context, repetitions):
+    """Decode of 16 rows in random blocks."""
+    rng = np.random.default_rng(SEED)
+    per_row = context // BLOCK
+    table = rng.permutation(ROWS * per_row).reshape(ROWS, per_row).astype(np.int32)
+    plan = ArrayPlan(table, np.full(ROWS, context), np.arange(ROWS + 1))
+    q = rng.standard_normal((ROWS, HEADS * GROUP, DIM)).astype(np.float32)
+    contestants = {}
+    for name in FORMATS:
+        backend = CPUBackend(spec_of(name, layout), ROWS * per_row, num_threads=threads)
+        for first in range(0, ROWS * context, 1024):
+            x = rng.standard_normal((1024, HEADS, DIM)).astype(np.float32)
+            backend.write(0, x, x, ArrayPlan(slot_mapping=np.arange(first, first + 1024)))
+        contestants[name] = lambda backend=backend: backend.attend(0, q, plan)
+    times = race(contestants, repetitions)
+    what = f"decode {ROWS} x {context}, {layout}, {threads} threads"
+    for name, seconds in times.items():
+        row = {"what": what, "format": name, "ms": seconds * 1e3, "of bfloat16": seconds / times["bfloat16"]}
+        row["float32 takes"] = times["float32"] / seconds
+        row["ok"] = name not in ("int8", "int4") or (
+            row["of bfloat16"] <= DECODE_MAX and row["float32 takes"] >= OF_FLOAT32_MIN
+        )
+        yield row
+
+
+def write(layout, threads, repetitions, num_tokens=512):
+    """Writes of 512 tokens to random blocks of a large pool, beside memcpy of as many tokens in bfloat16."""
+    rng = np.random.default_rng(SEED)
+    given = {
+        "float32": [rng.standard_normal((num_tokens, HEADS, DIM)).astype(np.float32) for _ in "kv"],
+        "bfloat16": [rng.integers(0x3C00, 0x4100, (num_tokens, HEADS, DIM)).astype(np.uint16) for _ in "kv"],
+    }
+    num_blocks = 4096
+    slots = (rng.permutation(num_blocks)[: num_tokens // BLOCK, None] * BLOCK + np.arange(BLOCK)).ravel()
+    source, target = (np.ones(2 * num_tokens * HEADS * DIM, np.uint16) for _ in range(2))
+    contestants = {"memcpy": lambda: np.copyto(target, source)}
+    for name in ("bfloat16", "int8", "int4"):
+        backend = CPUBackend(spec_of(name, layout), num_blocks, num_threads=threads)
+        for dtype, (k, v) in given.items():
+            contestants[f"{dtype} to {name}"] = lambda backend=backend, k=k, v=v: backend.store.write(0, k, v, slots)
+    times = race(contestants, repetitions)
+    what = f"write {num_tokens} tokens, {layout}, {threads} threads"
+    for name, seconds in times.items():
+        ratio = seconds / times["memcpy"]
+        yield {"what": what, "format": name, "ms": seconds * 1e3, "of memcpy": ratio, "ok": "int" not in name
+               or ratio <= WRITE_MAX}  # fmt: skip
+
+
+def errors():
+    """Fused decode against dequantize-then-dense in float64, with and without sinks."""
+    rng = np.random.default_rng(SEED)
+    for name in ("int8", "int4"):
+        worst = 0.0
+        for context in (64, 300, 1024, 4096):
+            backend = CPUBackend(spec_of(name, "NHD"), context // BLOCK + 1)
+            k, v = (rng.standard_normal((context, HEADS, DIM)).astype(np.float32) for _ in "kv")
+            backend.write(0, k, v, ArrayPlan(slot_mapping=np.arange(context)))
+            blocks = np.arange(-(-context // BLOCK))
+            k, v = (x.astype(np.float64) for x in backend.gather(0, blocks, context))
+            q = rng.standard_normal((1, HEADS * GROUP, DIM)).astype(np.float32)
+            plan = ArrayPlan(blocks[None].astype(np.int32), np.array([context]), np.array([0, 1]))
+            for sinks in (None, rng.standard_normal(HEADS * GROUP).astype(np.float32)):
+                options = None if sinks is None else AttentionOptions(sinks=sinks)
+                scores = np.einsum("hgd,chd->hgc", q[0].reshape(HEADS, GROUP, DIM).astype(np.float64), k) / DIM**0.5
+                weights = np.exp(scores)
+                extra = 0.0 if sinks is None else np.exp(sinks.astype(np.float64)).reshape(HEADS, GROUP, 1)
+                weights /= weights.sum(-1, keepdims=True) + extra
+                expected = np.einsum("hgc,chd->hgd", weights, v).reshape(1, HEADS * GROUP, DIM)
+                worst = max(worst, float(np.abs(backend.attend(0, q, plan, options=options) - expected).max()))
+        what = "error of decode, contexts 64..4096"
+        yield {"what": what, "format": name, "largest": worst, "ok": worst <= ERROR_MAX}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", default="1,2", help="numbers of threads (default: %(default)s)")
+    parser.add_argument("--layouts", default="NHD,HND")
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--repetitions", type=int, default=11)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--gates", action="store_true", help="exit status 1 where a bound is missed")
+    args = parser.parse_args()
+    rows = []
+    for threads in map(int, args.threads.split(",")):
+        for layout in args.layouts.split(","):
+            rows += decode(layout, threads, args.context, args.repetitions)
+            rows += write(layout, threads, 5 * args.repetitions)
+    rows += errors()
+    if args.json:
+        print(json.dumps({"load": os.getloadavg()[0], "rows": rows}, indent=2))
+    else:
+        what = None
+        for row in rows:
+            if row["what"] != what:
+                what = row["what"]
+                print(what)
+            numbers = "  ".join(f"{key} {row[key]:.3g}" for key in row if key not in ("what", "format", "ok"))
+            print(f"  {row['format']:<24} {numbers}{'' if row['ok'] else '  MISSED'}")
+    if args.gates and not all(row["ok"] for row in rows):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
