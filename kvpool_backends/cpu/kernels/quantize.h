@@ -1,9 +1,8 @@
 /* Floats to quantized numbers, for all heads of a token: a template, see isa_body.h.
  *
  * As mx.quantize does it, bit for bit (docs/quantized.md). VL groups go together: their ranges are found one after the
- * other, their scales and biases lane by lane, then they are packed. What MLX divides by the scale is multiplied with
- * 1 / scale here; where a product comes so close to a tie that the two could round differently, the group is done again
- * with divisions.
+ * other, their scales and biases lane by lane, then they are packed. What MLX divides by the scale is divided here too,
+ * by way of 1 / scale, which is found once per group.
  */
 enum { MOST_GROUP = 128 };
 
@@ -50,27 +49,35 @@ static void load_group(kv_batch *batch, int64_t index, kv_dtype dtype, kv_dtype 
     }
 }
 
-/* Packs n numbers. Returns whether one of them was so close to a tie, or the scale so large, that only `exact` is
- * sure to round as a division does. */
-KV_INLINE int pack_group(int bits, int exact, char *words, const float *x, float scale, float bias, float inverse,
-                         int64_t n) {
+/* a / b as a division rounds it, with inverse = 1 / b so rounded: two steps of Newton's, of which the second one is
+ * exact (P. Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990). */
+KV_INLINE vf v_quotient(vf a, vf b, vf inverse) {
+#if defined(KV_SIMD_AVX512) || defined(KV_SIMD_AVX2) || defined(KV_SIMD_NEON)
+    vf q = a * inverse;
+    q = v_fma(v_fma(-q, b, a), inverse, q);
+    return v_fma(v_fma(-q, b, a), inverse, q);
+#else /* without fused multiplications the remainders would be rounded */
+    (void)inverse;
+    return a / b;
+#endif
+}
+
+/* Packs n numbers; `wide` where the scale is so large that its inverse loses digits. */
+KV_INLINE void pack_group(int bits, int wide, char *words, const float *x, float scale, float bias, float inverse,
+                          int64_t n) {
     const float magic = 0x1.8p23f; /* adding it leaves the nearest integer, ties to even, in the lowest bits */
-    const vf most = v_set(bits == 8 ? 255 : 15), none = v_set(0);
-    vf farthest = none;
+    const vf most = v_set(bits == 8 ? 255 : 15), by = v_set(scale), times = v_set(inverse);
     for (int64_t i = 0; i < n; i += 2 * VL) {
         vi whole[2];
         KV_UNROLL
         for (int j = 0; j < 2; j++) {
-            vf y = v_load(x + i + j * VL) - bias;
-            y = exact ? y / scale : y * inverse;
-            y = v_min(v_max(y, none), most);
-            const vf shifted = y + magic;
-            if (!exact) farthest = v_max(v_abs(y - (shifted - magic)), farthest);
-            whole[j] = (vi)shifted & (bits == 8 ? 255 : 15);
+            const vf distance = v_load(x + i + j * VL) - bias;
+            vf y = v_quotient(distance, by, times);
+            if (wide) y = distance / by;
+            whole[j] = (vi)(v_min(v_max(y, v_set(0)), most) + magic) & (bits == 8 ? 255 : 15);
         }
         v_store_packed(bits, words + i * bits / 8, whole[0], whole[1]);
     }
-    return !exact && (v_any(farthest > 0.4999f) || fabsf(scale) > 1e30f);
 }
 
 /* Scale and bias of each group of a batch, lane by lane. */
@@ -116,19 +123,23 @@ KV_INLINE void quantize_as(int bits, const kv_packed_heads *to, const char *src,
         for (int64_t i = here; i < VL; i++) batch.below[i] = batch.most[i] = v_set(0);
         vf scale, bias;
         find_scales(bits, &batch, &scale, &bias);
-        const vf inverse = v_set(1) / scale;
+        float scale_of[VL], bias_of[VL], inverse_of[VL];
+        v_store(scale_of, scale);
+        v_store(bias_of, bias);
+        v_store(inverse_of, v_set(1) / scale);
         const int all_finite = !v_any(batch.bad != 0);
         for (int64_t i = 0; i < here; i++) {
             char *words = to->first.words + heads[i] * to->words_step + groups[i] * size * bits / 8;
             if (!all_finite && !is_finite(batch.numbers[i], size)) {
-                scale[i] = bias[i] = NAN;
+                scale_of[i] = bias_of[i] = NAN;
                 memset(words, 0, (size_t)(size * bits / 8));
-            } else if (pack_group(bits, 0, words, batch.numbers[i], scale[i], bias[i], inverse[i], size))
-                pack_group(bits, 1, words, batch.numbers[i], scale[i], bias[i], inverse[i], size);
+            } else if (fabsf(scale_of[i]) > 1e30f)
+                pack_group(bits, 1, words, batch.numbers[i], scale_of[i], bias_of[i], inverse_of[i], size);
+            else pack_group(bits, 0, words, batch.numbers[i], scale_of[i], bias_of[i], inverse_of[i], size);
         }
         char scales[4 * VL], biases[4 * VL];
-        v_store_strided_as(dtype, scales, 1, VL, scale);
-        v_store_strided_as(dtype, biases, 1, VL, bias);
+        v_store_strided_as(dtype, scales, 1, VL, v_load(scale_of));
+        v_store_strided_as(dtype, biases, 1, VL, v_load(bias_of));
         for (int64_t i = 0; i < here; i++) {
             char *s = to->first.scales + heads[i] * to->scales_step + groups[i] * float_size;
             char *b = to->first.biases + heads[i] * to->biases_step + groups[i] * float_size;
