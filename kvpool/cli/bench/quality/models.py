@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,12 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.cli.bench.quality.answers import Answer
+from kvpool.cli.bench.quality.control import RandomCache
 from kvpool.cli.bench.quality.policies import DECAY, SINK, Policy
-from kvpool.cli.bench.quality.simulated import SimulatedCache, observing, watched
 
 PREFILL = 32
 """Tokens of a document that are read at once, before the first decision."""
 TOP = 32
+BLOCK_SIZE = 16
 
 
 def save(folder: Path, config: dict[str, Any], weights: dict[str, NDArray[Any]]) -> None:
@@ -59,38 +61,39 @@ class Model:
         return len(self.model.layers)
 
     @contextlib.contextmanager
-    def caches(self, policy: Policy, rows: int) -> Iterator[tuple[list[Any], Callable[[], float]]]:
-        """Yield empty caches of all layers for so many sequences, and what tells the bytes of K and V in them."""
+    def caches(self, policy: Policy, rows: int, length: int) -> Iterator[tuple[list[Any], Callable[[], float]]]:
+        """Yield empty caches of all layers for sequences of `length` tokens, and what tells the bytes of K and V."""
         from mlx_lm.models.cache import KVCache, RotatingKVCache
 
         found: list[Any]
-        is_dense = policy.k_bits is policy.v_bits is None
-        if is_dense and policy.kind in ("h2o", "block"):
-            with self._paged(policy, rows) as paged:
+        if policy.kind in ("h2o", "block") or policy.bits != "16/16":
+            with self._paged(policy, rows, length) as paged:
                 yield paged
             return
-        if is_dense and policy.kind == "unlimited":
+        if policy.kind == "unlimited":
             found = [KVCache() for _ in range(self.num_layers)]
-        elif is_dense and policy.kind == "rotating":
+        elif policy.kind == "rotating":
             found = [RotatingKVCache(policy.max_kv, keep=SINK) for _ in range(self.num_layers)]
         else:
-            found = [SimulatedCache(policy, layer) for layer in range(self.num_layers)]
-        with observing(self.model):
-            yield found, lambda: sum(cache.nbytes for cache in found)
+            found = [RandomCache(policy, layer) for layer in range(self.num_layers)]
+        yield found, lambda: sum(cache.nbytes for cache in found)
 
     @contextlib.contextmanager
-    def _paged(self, policy: Policy, rows: int) -> Iterator[tuple[list[Any], Callable[[], float]]]:
-        """Yield kvpool's caches, which evict."""
+    def _paged(self, policy: Policy, rows: int, length: int) -> Iterator[tuple[list[Any], Callable[[], float]]]:
+        """Yield kvpool's caches, merged to one batch."""
         from kvpool.adapters.mlx_lm import PagedKVCache, install
         from kvpool.eviction import H2O, BlockEviction
 
+        eviction: Any = None
         if policy.kind == "block":
-            eviction: Any = BlockEviction(max_kv=policy.max_kv, sink=SINK, alpha=DECAY)
-        else:
+            eviction = BlockEviction(max_kv=policy.max_kv, sink=SINK, alpha=DECAY)
+        elif policy.kind == "h2o":
             chosen: Any = {"heavy": policy.heavy, "kind": policy.scores, "slack": policy.slack}
             eviction = H2O(max_kv=policy.max_kv, sink=SINK, alpha=DECAY, **chosen)
-        blocks = 2 * rows * (-(-(policy.max_kv + PREFILL) // 16) + 1)
-        with install(self.model, num_blocks=blocks, eviction=eviction) as kv:
+        most = length if eviction is None else policy.max_kv + PREFILL
+        stored: Any = {"k_bits": policy.k_bits, "v_bits": policy.v_bits, "quant_group_size": policy.group_size}
+        blocks = rows * (-(-most // BLOCK_SIZE) + 2)
+        with install(self.model, num_blocks=blocks, block_size=BLOCK_SIZE, eviction=eviction, **stored) as kv:
             layers = zip(*(kv.make_cache() for _ in range(rows)), strict=True)
             merged = [PagedKVCache.merge(layer) for layer in layers]
             batch, spec = merged[0].batch, kv.backend.spec
@@ -106,7 +109,7 @@ class Model:
         nats, right = np.zeros((rows, length - 1), np.float32), np.zeros((rows, length - 1), bool)
         edges = [0, *range(min(PREFILL, length - 1), length)]
         start = time.perf_counter()
-        with self.caches(policy, rows) as (caches, nbytes):
+        with self.caches(policy, rows, length) as (caches, nbytes):
             for begin, end in itertools.pairwise(edges):
                 logits = self.model(tokens[:, begin:end], cache=caches).astype(mx.float32)
                 target = tokens[:, begin + 1 : end + 1]
@@ -126,7 +129,7 @@ class Model:
         """
         found: list[dict[str, float]] = []
 
-        def watch(queries: mx.array, keys: mx.array, cache: Any, scale: float) -> None:
+        def watch(queries: mx.array, keys: mx.array, scale: float) -> None:
             group = queries.shape[1] // keys.shape[1]
             spread = mx.repeat(keys, group, 1).astype(mx.float32)
             scores = (queries * scale).astype(mx.float32) @ spread.swapaxes(-1, -2)
@@ -138,9 +141,27 @@ class Model:
             top = mx.topk(p, min(TOP, length), axis=-1).sum(axis=-1)
             found.append({"entropy": float(entropy.mean()), "top_share": float(top.mean())})
 
-        with watched(self.model, watch):
+        with self._watched(watch):
             mx.eval(self.model(mx.array(documents)))
         return found
+
+    @contextlib.contextmanager
+    def _watched(self, watch: Callable[[mx.array, mx.array, float], None]) -> Iterator[None]:
+        """Have every attention of the model tell its queries, keys and scale."""
+        module: Any = sys.modules[type(self.model).__module__]
+        original = module.scaled_dot_product_attention
+
+        def attend(
+            queries: mx.array, keys: mx.array, values: mx.array, cache: Any, scale: float, *args: Any, **options: Any
+        ) -> mx.array:
+            watch(queries, keys, scale)
+            return original(queries, keys, values, cache, scale, *args, **options)
+
+        module.scaled_dot_product_attention = attend
+        try:
+            yield
+        finally:
+            module.scaled_dot_product_attention = original
 
     def speed(self, policy: Policy, prompt: NDArray[np.int32], tokens: int, runs: int = 3) -> tuple[float, int]:
         """Return tokens per second of greedy decoding behind a prompt, the median of several runs, and the peak bytes.
@@ -152,7 +173,7 @@ class Model:
             mx.clear_cache()
             before = mx.get_active_memory()
             mx.reset_peak_memory()
-            with self.caches(policy, 1) as (caches, _):
+            with self.caches(policy, 1, len(prompt) + tokens) as (caches, _):
                 rates.append(self._rate(caches, prompt, tokens))
             peak = max(peak, mx.get_peak_memory() - before)
         return float(np.median(rates)), peak
