@@ -10,5 +10,4 @@ cdef class EvictPool(PrefixPool):
     cdef Plan check_plan(self, object plan, str call)
     cdef int note_pending(self, Plan plan) except -1
     cdef void carry_out(self, Plan plan, const int64_t* handles, bint advance, int64_t pad_rows, int64_t pad_tokens)
-    cdef int make_room(self, Plan p) except -1
     cdef int explain_shared(self, int32_t id, Py_ssize_t row) except -1
