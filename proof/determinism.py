@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from proof.builds import ROOT, build, environment
@@ -71,21 +72,26 @@ def measure(budget: Budget) -> Figure:
     """Traces of all builds and Pythons; in short, of this one with two hash seeds."""
     start, runs = time.monotonic(), budget.of(RUNS)
     here = {**os.environ, "PYTHONPATH": str(ROOT)}
-    traces = {
-        f"hash seed {n}": trace(sys.executable, ROOT, here | {"PYTHONHASHSEED": n}, budget.seed, runs) for n in "12"
-    }
+    which = {f"hash seed {n}": (sys.executable, ROOT, here | {"PYTHONHASHSEED": n}) for n in "12"}
     missing = []
     if budget.share >= 1:
-        for name in BUILDS:
-            traces[name] = trace(sys.executable, build(name), environment(name), budget.seed, runs)
+        which |= {name: (sys.executable, build(name), environment(name)) for name in BUILDS}
         for name, python in other_pythons().items():
             try:
                 inside = environment_for(name, python)
             except subprocess.CalledProcessError as error:
                 missing.append(f"Python {name}: {error.stderr.strip().splitlines()[-1:]}")
                 continue
-            traces[f"Python {name}"] = trace(inside, build("release"), environment("release"), budget.seed, runs)
-    return judge(traces, runs, start, missing)
+            which[f"Python {name}"] = (str(inside), build("release"), environment("release"))
+    return judge(traced(which, budget, runs), runs, start, missing)
+
+
+def traced(which: dict[str, tuple[str, Path, dict[str, str]]], budget: Budget, runs: int) -> dict[str, str]:
+    """The hashes of processes by name, so many at a time as the budget has jobs; the slowest (asan) begins first."""
+    order = sorted(which, key=lambda name: name != "asan")
+    with ThreadPoolExecutor(budget.jobs) as pool:
+        found = dict(zip(order, pool.map(lambda name: trace(*which[name], budget.seed, runs), order), strict=True))
+    return {name: found[name] for name in which}
 
 
 def judge(traces: dict[str, str], runs: int, start: float, missing: list[str]) -> Figure:

@@ -77,6 +77,23 @@ def copies(scene: Scene) -> None:
     scene.call = lambda: scene.pool.step(scene.plan, rows, 1)
 
 
+def own_blocks(scene: Scene) -> None:
+    """A sequence that shares all its blocks gets copies of them."""
+    parent = scene.pool.open()
+    scene.grow(parent, 2 * scene.need)
+    child = scene.pool.fork(parent, 1)
+    scene.call = lambda: scene.pool.unshare(scene.plan, child, 2 * scene.need - 1)
+
+
+def own_rows(scene: Scene) -> None:
+    """need children of a sequence, a copy each."""
+    parent = scene.pool.open()
+    scene.grow(parent, 2)
+    children = scene.pool.fork(parent, scene.need)
+    scene.rows_short = True
+    scene.call = lambda: scene.pool.unshare(scene.plan, children, 1)
+
+
 def prompt(scene: Scene) -> None:
     """The first blocks of the prompt are cached, evictable, and no room for the rest of it."""
     hits = min(3, scene.need)
@@ -105,6 +122,8 @@ CASES: dict[str, tuple[Callable[[Scene], None], dict[str, Any], bool]] = {  # wh
     "step, copies of a shared tail": (copies, {}, False),
     "reserve, one row": (lambda scene: one_row(scene, "reserve"), {}, False),
     "reserve, a block per row": (lambda scene: many_rows(scene, "reserve"), {}, True),
+    "unshare, one row": (own_blocks, {}, True),
+    "unshare, a block per row": (own_rows, {}, False),
     "open, watermark": (watermark, {"watermark": 5}, False),
     "alloc": (raw, {}, True),
 }

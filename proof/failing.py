@@ -33,6 +33,7 @@ class Stage:
         self.plans: list[Any] = []
         self.handles: list[int] = []
         self.ids: Any = None
+        self.own: Any = None  # the plan that gives a sequence blocks of its own
         self.told = 0  # events of the prefix cache, those included that were lost
         self.made: Any = None  # what the last call returned, for "keep" to file: the call itself ends with the pool's
 
@@ -104,6 +105,10 @@ def script(seed: int) -> list[Call]:
         if cached:
             s.pool.commit(s.handles[:1], prompt[: s.pool.num_tokens(s.handles[0])])
 
+    def own(s: Stage) -> None:
+        s.own = kvpool.Plan(s.pool, 1, 0, formats=())
+        s.pool.unshare(s.own, s.handles[4:5], 2 * block_size)  # more copies than rows
+
     def take(s: Stage) -> None:
         s.made = s.pool.alloc(3)
 
@@ -124,6 +129,9 @@ def script(seed: int) -> list[Call]:
         ("decref", lambda s: s.pool.decref(s.ids)), ("free", lambda s: s.pool.free(s.ids)),
         ("match", lambda s: s.pool.match(prompt, b"tenant")),
         ("truncate", lambda s: s.pool.truncate(s.handles[1:3], [1, 0])),
+        ("unshare", own), ("keep", lambda s: s.own.is_pending and s.pool.done(s.own)),
+        ("compact", lambda s: s.pool.compact(s.handles[4:5], [block_size + 1])),
+        ("evict_blocks", lambda s: s.pool.evict_blocks(s.handles[17], [0, 1])),
         ("close", lambda s: s.pool.close(s.handles[1:4])),
         ("keep", lambda s: [s.pool.defer_close(h) for h in s.handles[6:16]] and None),
         ("stats", lambda s: s.pool.stats()),

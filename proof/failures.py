@@ -9,6 +9,7 @@ import importlib.util
 import json
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from proof import builds
@@ -38,12 +39,13 @@ def measure(budget: Budget, *more: str) -> Figure:
     """The core, built with AddressSanitizer (C) and with assertions (Python's allocations)."""
     start = time.monotonic()
     full = budget.share >= 1
-    memory = run_child("failing", POINTS if full else SHORT_POINTS, budget, *more, leaks=full)
-    findings, notes = list(memory["findings"]), ""
-    if importlib.util.find_spec("_testcapi") is None:
-        python, notes = {"points": 0, "findings": []}, f"{sys.version.split()[0]} has no _testcapi here"
-    else:
-        python = run_child("nomemory", SCRIPTS if full else 1, budget, *more)
+    here = importlib.util.find_spec("_testcapi") is not None
+    with ThreadPoolExecutor(budget.jobs) as pool:
+        first = pool.submit(run_child, "failing", POINTS if full else SHORT_POINTS, budget, *more, leaks=full)
+        second = pool.submit(run_child, "nomemory", SCRIPTS if full else 1, budget, *more) if here else None
+        memory, python = first.result(), second.result() if second else {"points": 0, "findings": []}
+    notes = "" if here else f"{sys.version.split()[0]} has no _testcapi here"
+    findings = list(memory["findings"])
     findings += python["findings"]
     wrong = len(findings)
     total = memory["points"] + python["points"]

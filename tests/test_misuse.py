@@ -58,6 +58,9 @@ ONE_HANDLE = {
     "fork": lambda s, v: s.pool.fork(v),
     "close": lambda s, v: s.pool.close(v),
     "truncate": lambda s, v: s.pool.truncate(v, 0),
+    "kv_len": lambda s, v: s.pool.kv_len(v),
+    "compact": lambda s, v: s.pool.compact(v, 1),
+    "evict_blocks": lambda s, v: s.pool.evict_blocks(v, [0]),
 }
 COUNTS = {  # "call parameter": an integer >= 0 is expected
     "alloc n": lambda s, v: s.pool.alloc(v),
@@ -68,6 +71,10 @@ COUNTS = {  # "call parameter": an integer >= 0 is expected
     "can num_new": lambda s, v: s.pool.can([s.a], v),
     "step num_new": lambda s, v: s.pool.step(s.plan, [s.a], v),
     "reserve num_new": lambda s, v: s.pool.reserve(s.plan, [s.a], v),
+    "compact lens": lambda s, v: s.pool.compact(s.a, v),
+    "compact first": lambda s, v: s.pool.compact(s.a, 1, v),
+    "unshare lens": lambda s, v: s.pool.unshare(s.plan, [s.a], v),
+    "unshare first": lambda s, v: s.pool.unshare(s.plan, [s.a], 1, v),
 }
 CONSTRUCTOR = {
     "Pool num_blocks": lambda s, v: s.core.Pool(v, 4),
@@ -85,12 +92,16 @@ HANDLE_BATCH = {
     "can": lambda s, v: s.pool.can(v, 0),
     "step": lambda s, v: s.pool.step(s.plan, v, 0),
     "reserve": lambda s, v: s.pool.reserve(s.plan, v, 0),
+    "compact": lambda s, v: s.pool.compact(v, 0),
+    "unshare": lambda s, v: s.pool.unshare(s.plan, v, 0),
 }
 NUM_NEW = {  # one integer per row
     "truncate": lambda s, v: s.pool.truncate([s.a, s.b], v),
     "can": lambda s, v: s.pool.can([s.a, s.b], v),
     "step": lambda s, v: s.pool.step(s.plan, [s.a, s.b], v),
     "reserve": lambda s, v: s.pool.reserve(s.plan, [s.a, s.b], v),
+    "compact": lambda s, v: s.pool.compact([s.a, s.b], v),
+    "unshare": lambda s, v: s.pool.unshare(s.plan, [s.a, s.b], v),
 }
 ID_BATCH = {name: call for name, call in ONE_BLOCK.items() if name != "refcount"}
 
@@ -173,7 +184,7 @@ def test_batch_of_handles_that_is_no_batch_is_a_type_error(scene, refused, call,
         HANDLE_BATCH[call](scene, NOT_AN_INT[value])
 
 
-@pytest.mark.parametrize("call", ["step", "reserve", "can", "close_finished"])
+@pytest.mark.parametrize("call", ["step", "reserve", "can", "close_finished", "unshare"])
 def test_one_handle_where_a_batch_is_needed_is_a_type_error(scene, refused, call):
     with refused(scene.pool, TypeError, call, plans=[scene.plan]):
         HANDLE_BATCH[call](scene, scene.a)
@@ -182,16 +193,16 @@ def test_one_handle_where_a_batch_is_needed_is_a_type_error(scene, refused, call
 @pytest.mark.parametrize(
     "value", [None, 3, "plan", object(), np.zeros(3, np.int64)], ids=["None", "int", "str", "object", "array"]
 )
-@pytest.mark.parametrize("call", ["step", "reserve", "done", "rollback"])
+@pytest.mark.parametrize("call", ["step", "reserve", "unshare", "done", "rollback"])
 def test_plan_of_a_wrong_type_is_a_type_error(scene, refused, call, value):
-    arguments = ([scene.a], 1) if call in ("step", "reserve") else ()
+    arguments = ([scene.a], 1) if call in ("step", "reserve", "unshare") else ()
     with refused(scene.pool, TypeError, call):
         getattr(scene.pool, call)(value, *arguments)
 
 
-@pytest.mark.parametrize("call", ["step", "reserve", "done", "rollback"])
+@pytest.mark.parametrize("call", ["step", "reserve", "unshare", "done", "rollback"])
 def test_plan_of_another_pool_is_a_value_error(scene, refused, call):
-    arguments = ([scene.a], 1) if call in ("step", "reserve") else ()
+    arguments = ([scene.a], 1) if call in ("step", "reserve", "unshare") else ()
     with refused(scene.pool, ValueError, call, plans=[scene.foreign_plan]):
         getattr(scene.pool, call)(scene.foreign_plan, *arguments)
 
@@ -230,6 +241,8 @@ HUGE = {  # what a count far beyond the pool, but inside int64, is refused with
     "truncate lens": ValueError,
     "step num_new": CapacityExceeded,
     "reserve num_new": CapacityExceeded,
+    "compact lens": ValueError,
+    "unshare lens": ValueError,
 }
 
 
@@ -431,7 +444,7 @@ def test_array_of_ids_in_a_wrong_form_is_refused(scene, refused, call, value):
 
 @pytest.mark.parametrize("call", HANDLE_BATCH)
 def test_array_of_handles_without_a_dimension(scene, refused, call):
-    if call in ("close", "truncate"):
+    if call in ("close", "truncate", "compact"):
         return  # one handle is legal there
     with refused(scene.pool, (TypeError, ValueError), call, plans=[scene.plan]):
         HANDLE_BATCH[call](scene, np.array(scene.a))

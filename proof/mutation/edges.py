@@ -65,6 +65,8 @@ def forks_of_a_block_that_is_half_known(Pool: Any, Plan: Any) -> None:
         pool = Pool(20, 8, max_seqs=6, prefix_cache=True)
         plan = Plan(pool, 4, 40, formats=("block_tables",))
         text = np.arange(40, 57, dtype=np.int32)
+        if known % 2:
+            pool.open()
         row = pool.open()
         grown(pool, plan, [row], 8)
         pool.commit(row, text[:known])
@@ -141,6 +143,17 @@ def formats_alone(Pool: Any, Plan: Any) -> None:
         pool.rollback(plan)
         grown(pool, plan, rows[1:], 0)
         pool.shutdown()
+
+
+@scenario
+def fewer_rows_with_several_tokens(Pool: Any, Plan: Any) -> None:
+    """What a plan noted of its last step stands behind what it notes of this one."""
+    pool = Pool(20, 16, max_seqs=3)
+    plan = Plan(pool, 3, 30, formats=FORMATS)
+    rows = [pool.open() for _ in range(3)]
+    for new in ([3, 3, 3], [3, 1, 1], [0, 0, 2], [2, 1, 1], [1, 3, 1], [0, 2, 0], [0, 1, 1]):
+        grown(pool, plan, rows, new)
+    pool.shutdown()
 
 
 @core_only
