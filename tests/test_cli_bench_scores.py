@@ -39,11 +39,12 @@ def test_slow_scores_miss_their_gate(monkeypatch):
     monkeypatch.setattr(gates, "SCORES_CONTEXT", 1)
     monkeypatch.setattr(gates, "REPETITIONS", 1)
     kernels = NumpyKernels()
-    kernels.attend_seconds, kernels.scores_seconds = 0.02, 0.01
-    settings = replace(SETTINGS, batches=(1,))
+    kernels.attend_seconds, kernels.scores_seconds = 0.05, 0.05
+    settings = replace(SETTINGS, batches=(1,), repetitions=5)
     (gate,) = gates.decide(attention.measure(Bench(kernels, settings), quiet=True), settings)
     assert gate.name == "decode with raw scores float32"
-    assert gate.value > 1.2 and not gate.holds
+    assert not gate.holds
+    assert gate.value is None or gate.value > 1.2  # None on a machine too busy to say
 
 
 @pytest.mark.parametrize("kind", scores.KINDS)

@@ -231,8 +231,11 @@ def test_steps_that_settle_copy_nothing(make):
 # ------------------------------------------------------------------------------------------------- warmup
 
 
-@pytest.mark.parametrize("options", [None, AttentionOptions(soft_cap=3.0, sinks=np.zeros(8), window=9)])
-def test_after_warmup_no_kernel_is_new(engine, monkeypatch, options):
+@pytest.mark.parametrize(
+    ("options", "scores"),
+    [(None, None), (None, "raw"), (AttentionOptions(soft_cap=3.0, sinks=np.zeros(8), window=9), None)],
+)
+def test_after_warmup_no_kernel_is_new(engine, monkeypatch, options, scores):
     monkeypatch.setattr(metal_route.MetalAttention, "part_tokens", 32)
     kernels = set()
 
@@ -254,11 +257,13 @@ def test_after_warmup_no_kernel_is_new(engine, monkeypatch, options):
         return MLXBackend(spec, num_blocks, native=False, metal_kernel=factory)
 
     filled = fill(make, SPEC, [3, 60, 40])
-    filled.backend.warmup([BatchShape(4, 64, 8, 8)], [] if options is None else [options])
+    filled.backend.warmup([BatchShape(4, 64, 8, 8)], [] if options is None else [options], scores=scores)
     warm = frozenset(kernels)
     assert len(warm) >= 5
     for q_lens in ((1, 1, 1), (2, 1, 1), (3, 1, 20), (1, 60, 1), (3, 50, 33), (0, 0, 1)):
         filled.check(q_lens, 8, f"{q_lens}", options=options)
+        if scores is not None:
+            check_scores(filled, q_lens, 8, scores, options)
     new = kernels - warm
     assert not new, "\n".join(map(str, new))
 

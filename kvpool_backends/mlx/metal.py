@@ -154,7 +154,13 @@ class MetalAttention(_Storage):
         k, v = self._on_pool(layer, lambda *pools: self._contexts(layer, pools, arrays))
         return k, v
 
-    def warmup(self, shapes: Iterable[BatchShape], options: Sequence[AttentionOptions] = ()) -> None:
+    def warmup(
+        self,
+        shapes: Iterable[BatchShape],
+        options: Sequence[AttentionOptions] = (),
+        *,
+        scores: str | None = None,
+    ) -> None:
         """Build every kernel that batches of these shapes launch: each one is run once, on zeros or on old blocks.
 
         Parameters
@@ -163,12 +169,15 @@ class MetalAttention(_Storage):
             Of the longest contexts: batches with shorter ones, and with chunks of any length, are prepared too.
         options
             That a model attends with, besides none. Kernels depend on which fields are given, not on their values.
+        scores : str, optional
+            A kind that is going to be asked for, besides none.
         """
         for shape in shapes:
             self._warm_write(shape.num_tokens)
             for chosen in (None, *options):
                 for num_queries, context in self._variants(shape):
-                    self._warm_attend(shape.num_q_heads, num_queries, context, chosen)
+                    for kind in (None,) if scores is None else (None, scores):
+                        self._warm_attend(shape.num_q_heads, num_queries, context, chosen, kind)
 
     # ----------------------------------------------------------------------------------------- internals
 
@@ -353,7 +362,7 @@ class MetalAttention(_Storage):
             yield LONG_CHUNK + 1, LONG_CHUNK + 1
 
     def _warm_attend(
-        self, num_q_heads: int, num_queries: int, context: int, options: AttentionOptions | None
+        self, num_q_heads: int, num_queries: int, context: int, options: AttentionOptions | None, scores: str | None
     ) -> None:
         spec = self.spec
         plan = ArrayPlan(
@@ -365,7 +374,7 @@ class MetalAttention(_Storage):
             mask = np.zeros((num_queries, *options.mask.shape[1:-1], context), np.float32)
             options = AttentionOptions(options.window, options.soft_cap, options.sinks, options.alibi_slopes, mask)
         q = mx.zeros((num_queries, num_q_heads, spec.head_dim), self.dtype)
-        mx.eval(self.attend(0, q, plan, options=options))
+        mx.eval(self.attend(0, q, plan, options=options, scores=scores))
 
 
 class MetalBackend(MetalAttention, PlainBackend):  # type: ignore[misc]  # a step is another class on each route
