@@ -90,8 +90,7 @@ def install(
     num_blocks, block_size, max_seqs
         Size of the pool to make: blocks (one of them reserved), tokens per block, sequences at a time.
     prefix_cache : bool
-        Make the pool with a prefix cache, or use that of the given `pool`: needed by `PagedKV.fetch`,
-        `PagedKV.commit` and `PagedPromptCache`.
+        Make the pool with a prefix cache, or use that of `pool`, for `PagedKV.fetch`, `.commit`, `PagedPromptCache`.
     pool : kvpool.Pool, optional
         Use this pool in place of a new one.
     fused : bool, optional
@@ -112,8 +111,7 @@ def install(
     Returns
     -------
     PagedKV
-        A context manager. Where one model has several, the last one entered makes the caches; they may leave
-        in any order.
+        A context manager. Of several on one model the last one entered makes the caches; they leave in any order.
 
     Raises
     ------
@@ -135,8 +133,8 @@ def install(
     spec, windows, callers = inspect_model(model, pool.block_size)
     backend = MLXBackend(with_bits(spec, **quantization), pool.num_blocks, kernels=kernels)
     sites, why_gather = _choose_route(callers, backend, fused)
-    options: dict[str, Any] = {"prefix_cache": prefix_cache, "overlap": overlap, "eviction": eviction}
-    return PagedKV(model, pool, backend, windows, sites=sites, why_gather=why_gather, **options)
+    routed: dict[str, Any] = {"sites": sites, "why_gather": why_gather, "overlap": overlap}
+    return PagedKV(model, pool, backend, windows, prefix_cache=prefix_cache, eviction=eviction, **routed)
 
 
 def require_tested_version(call: str) -> None:
