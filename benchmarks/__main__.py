@@ -24,6 +24,8 @@ LIMITS = {
         for step in ("decode step in order", "decode step and done")
         for rows in STEP_ROWS
     },
+    "decode step from C, 64 sequences": (900, 1.2),  # the floor is the core's own loop
+    "decode step and done from C, 64 sequences": (1_000, None),
     **{f"fork of 4k tokens, {children} a call": (500, None) for children in (1, 64)},
     **{f"close of 4k tokens, {children} a call": (700, None) for children in (1, 64)},
     "prefix hit per 1k tokens, 4k prompt, 1,024 blocks": (2_600, None),

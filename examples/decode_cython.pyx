@@ -3,7 +3,7 @@
 from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, int64_t
 
-from kvpool cimport capi
+cimport kvpool.capi as capi
 
 
 def decode(pool_object, plan_object, const int64_t[::1] handles, int64_t steps):

@@ -1,10 +1,8 @@
 """Calls that let tokens leave a sequence; the layer between `PrefixPool` and `kvpool.Pool`."""
 from libc.stdint cimport int32_t, int64_t
 
-from kvpool._args cimport Ints
 from kvpool._plan cimport Plan
 from kvpool._prefix_calls cimport PrefixPool
-from kvpool._step cimport Verdict
 
 
 cdef class EvictPool(PrefixPool):
@@ -13,4 +11,3 @@ cdef class EvictPool(PrefixPool):
     cdef int note_pending(self, Plan plan) except -1
     cdef void carry_out(self, Plan plan, const int64_t* handles, bint advance, int64_t pad_rows, int64_t pad_tokens)
     cdef int explain_shared(self, int32_t id, Py_ssize_t row) except -1
-    cdef int explain(self, int status, Verdict* v, const Ints* handles, str call, Plan plan, object pad_to) except -1

@@ -30,9 +30,6 @@ cdef class EvictPool(PrefixPool):
     cdef void carry_out(self, Plan plan, const int64_t* handles, bint advance, int64_t pad_rows, int64_t pad_tokens):
         raise NotImplementedError
 
-    cdef int explain(self, int status, Verdict* v, const Ints* handles, str call, Plan plan, object pad_to) except -1:
-        raise NotImplementedError
-
     cdef Plan check_plan(self, object plan, str call):
         if type(plan) is not Plan:
             raise TypeError(f"[{call}] plan must be a kvpool.Plan, not {type(plan).__name__}")
@@ -91,15 +88,13 @@ cdef class EvictPool(PrefixPool):
         rows.owned = lengths.owned = NULL
         try:
             p = self.check_plan(plan, "unshare")
-            if p.step.pending:
-                raise PlanStateError(f"[unshare] the plan is pending (step {p.step.id}); call done or rollback first")
+            p.refuse_pending("unshare")
             ints_get(&rows, handles, "unshare", "handles", False, False)
             ints_get(&lengths, lens, "unshare", "lens", True, True)
             keep = to_int(first, "unshare", "first", 0, INT64_MAX)
             if lengths.size >= 0 and lengths.size != rows.size:
                 raise ValueError(f"[unshare] {lengths.size} lens for {rows.size} handles")
-            if rows.size > p.wire.max_rows:
-                raise CapacityExceeded(f"[unshare] {rows.size} rows, the plan holds {p.wire.max_rows}")
+            p.refuse_rows(rows.size, "unshare")
             limits.max_tokens = 0
             limits.seq_tokens = min(p.seq_limit, self.seqs.max_blocks * self.blocks.block_size)
             limits.table_width = p.wire.table_width
@@ -110,7 +105,8 @@ cdef class EvictPool(PrefixPool):
                 if status == BAD_ROW and verdict.reason == BAD_LENGTH:
                     raise ValueError(f"[unshare] lens[{verdict.row}] is {verdict.value}, it must be in 0 .. "
                                      f"{self.seqs.seq[slot_of(ints_at(&rows, verdict.row))].num_tokens}")
-                self.explain(status, &verdict, &rows, "unshare", p, None)
+                p.refuse(status, &verdict, &rows, "unshare", -1)
+            p.room_for_copies()
             self.note_pending(p)
             if self.record.data != NULL:
                 record_begin(&self.record, OP_UNSHARE, 5 + rows.size + lengths.size)

@@ -31,6 +31,7 @@ cdef class Plan:
     cdef int refuse(self, int status, const Verdict* v, const Ints* handles, str call, int64_t pad_tokens) except -1
     cdef void write_step(self, Record* r, const Ints* rows, const Ints* num_new, bint advance, bint partial) noexcept
     cdef int64_t number_in(self, Record* r) noexcept
+    cdef int room_for_copies(self) except -1
     cdef object view(self, str name, int64_t length)
     cdef int declare(self, object formats, object dtype, object pad, object out) except -1
     cdef int check_width(self, str name, int width) except -1

@@ -16,6 +16,7 @@ from kvpool._step cimport (
     Verdict,
     step_free,
     step_init,
+    step_undo_check,
 )
 from kvpool._types cimport NO_MEMORY, OK, OP_RESERVE, OP_STEP, SHORT
 from kvpool._wire cimport Field, Wire, wire_forget, wire_free, wire_init
@@ -366,6 +367,22 @@ cdef class Plan:
             self.record_number = r.next_plan
             self.record_epoch = r.epoch
         return self.record_number
+
+    cdef int room_for_copies(self) except -1:
+        """A step copies one block per row at most; one that was judged for `unshare` may copy them all."""
+        if self.step.log_size <= <Py_ssize_t>len(self.arrays["copies"]):
+            return 0
+        try:
+            array = np.empty((self.step.log_size, 3), np.int32)
+            array[:self.copies_made] = self.arrays["copies"][:self.copies_made]
+            array.flags.writeable = False
+            self.step.copies = <int32_t*>array_data(array)
+            self.arrays["copies"] = array
+        except MemoryError:
+            step_undo_check(&self.step, &self.pool.blocks, 0)
+            raise
+        self.views.pop("copies", None)
+        return 0
 
     cdef object view(self, str name, int64_t length):
         """The first `length` entries of an array; the same object as long as the length stays."""

@@ -17,7 +17,6 @@ cdef class Pool(EvictPool):
                  object pad_to) except -1
     cdef int run_rows(self, Plan plan, const Ints* rows, const Ints* new, str call, bint advance, bint partial,
                       int64_t pad_rows, int64_t pad_tokens) except -1
-    cdef Plan check_plan(self, object plan, str call)
     cdef int note_pending(self, Plan plan) except -1
     cdef void carry_out(self, Plan plan, const int64_t* handles, bint advance, int64_t pad_rows, int64_t pad_tokens)
     cdef int end_done(self, Plan plan) except -1

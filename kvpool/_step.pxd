@@ -32,7 +32,7 @@ cdef struct Step:
     int64_t* prev_step          # [max_rows] last_step of the sequence before, while pending
     Event* event                # [max_rows], num_events valid, by row
     Replaced* log               # [log_room], log_size valid; grows, never shrinks
-    int32_t* copies             # [max_rows, 3] = (src, dst, num_tokens), memory of the plan's array
+    int32_t* copies             # [max_rows or more, 3] = (src, dst, num_tokens), memory of the plan's array
     int32_t max_rows
     int32_t num_rows
     int32_t num_events

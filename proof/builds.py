@@ -26,7 +26,7 @@ from proof.mutation.schemata import mutate
 ROOT = Path(__file__).resolve().parent.parent
 #: What a copy consists of; `kvpool_backends/cpu` only where the variant has it.
 PARTS = (
-    *("kvpool", "kvpool_backends", "proof", "tests", "metal", "docs"),
+    *("kvpool", "kvpool_backends", "proof", "tests", "metal", "docs", "examples"),
     *("setup.py", "pyproject.toml", "README.md", "LICENSE"),
 )
 CPU = Path("kvpool_backends/cpu")

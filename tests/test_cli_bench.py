@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvpool.cli import main
-from kvpool.cli.bench import attention, decode, dense, gates, moves, prefill, stores
+from kvpool.cli.bench import attention, decode, dense, gates, moves, prefill, scores, stores
 from kvpool.cli.bench.bench import Bench
 from kvpool.cli.bench.cache import ELEMENTS, PagedCall, WrongResult, narrowed, random_elements, widened
 from kvpool.cli.bench.gates import Gate
@@ -24,9 +24,10 @@ from kvpool.cli.bench.measure import ROUNDS_PER_REPETITION, RUNS_MIN, Contestant
 from kvpool.cli.bench.rows import CACHED_NBYTES, Row, timed
 from kvpool.cli.bench.settings import Settings
 from kvpool.config import KVSpec
-from kvpool.testing.dense import dense_attention, round_to, stored_bytes
+from kvpool.testing.dense import dense_attention, dense_scores, round_to, stored_bytes
 
 DTYPES = ("float32", "bfloat16", "float16")
+ALL_PARTS = {"decode", "prefill", "write", "copy", "stores", "raw", "mass"}  # of rows
 
 # ---------------------------------------------------------------------------------------------- measuring
 
@@ -152,6 +153,7 @@ def good_rows(dtype="float32"):
         make_row("write", dtype=dtype, yardstick="memcpy", nbytes=2**22),
         make_row("copy", dtype=dtype, yardstick="memcpy"),
         make_row("stores", dtype=dtype, threads=2, **gain),
+        make_row("raw", dtype=dtype, yardstick="decode", median=1.01, nbytes=2**22),
     ]
 
 
@@ -161,9 +163,9 @@ def missed(rows, **settings):
 
 def test_gates_good_rows_hold_and_reach_their_goals():
     decided = gates.decide([row for dtype in DTYPES for row in good_rows(dtype)], Settings())
-    assert len(decided) == 3 * 6 + 1
+    assert len(decided) == 3 * 7 + 1
     assert all(gate.holds and gate.reaches_goal for gate in decided)
-    assert gates.summary(decided) == "all 19 gates hold, 19 reach their goal"
+    assert gates.summary(decided) == "all 22 gates hold, 22 reach their goal"
 
 
 @pytest.mark.parametrize(
@@ -177,6 +179,7 @@ def test_gates_good_rows_hold_and_reach_their_goals():
         (4, {"best": 1.41}, "write float32"),
         (5, {"best": 1.11}, "copy_blocks float32"),
         (6, {"gain": 1.7}, "two stores, two threads, float32"),
+        (7, {"median": 1.031}, "decode with raw scores float32"),
     ],
 )
 def test_gates_planted_fault_is_missed_and_no_other(number, fault, gate):
@@ -247,11 +250,11 @@ class NumpyStore:
 
     def __init__(self, kernels, spec, num_blocks, arrays, num_threads=None):
         assert [array.shape for array in arrays] == [spec.plane_layout(name, num_blocks).shape for name in "kv"]
-        self.kernels, self.spec, self.planes = kernels, spec, arrays
+        self.kernels, self.spec, self.planes, self.scores_scratch_nbytes = kernels, spec, arrays, 0
         self.by_slot = [array.swapaxes(1, 2) if spec.layout == "HND" else array for array in arrays]
 
-    def attend(self, layer, q, out, block_tables, seq_lens, cu_q_lens):
-        time.sleep(self.kernels.attend_seconds)
+    def attend(self, layer, q, out, block_tables, seq_lens, cu_q_lens, scores=None, scores_out=None):
+        time.sleep(self.kernels.attend_seconds + (scores is not None) * self.kernels.scores_seconds)
         for row, length in enumerate(seq_lens):
             mine = slice(cu_q_lens[row], cu_q_lens[row + 1])
             k, v = (
@@ -259,6 +262,8 @@ class NumpyStore:
                 for array in self.by_slot
             )
             result, _ = dense_attention(widened(q[mine], self.spec.dtype), k, v)
+            if scores is not None:
+                scores_out[row] = dense_scores(widened(q[mine], self.spec.dtype), k, scores) + self.kernels.wrong
             out[mine] = narrowed((result + self.kernels.wrong).astype(np.float32), self.spec.dtype)
 
     def write(self, layer, k, v, slots):
@@ -276,7 +281,7 @@ class NumpyStore:
 class NumpyKernels:
     """What `kvpool_backends.cpu._kernels` offers, slow or wrong on request."""
 
-    attend_seconds = move_seconds = wrong = 0.0
+    attend_seconds = move_seconds = scores_seconds = wrong = 0.0
     slot_shift = 0
 
     def BlockStore(self, *args, **options):
@@ -317,6 +322,7 @@ def small(monkeypatch):
     monkeypatch.setattr(prefill, "SIDE", 16)
     monkeypatch.setattr(stores, "CONTEXT", 32)
     monkeypatch.setattr(stores, "BATCH", 2)
+    monkeypatch.setattr(scores, "RUN_NBYTES", 1)
     monkeypatch.setattr(moves, "POOL_NBYTES", 2**20)
     monkeypatch.setattr(moves, "NUM_TOKENS", 32)
     monkeypatch.setattr(moves, "NUM_PAIRS", 8)
@@ -499,7 +505,7 @@ def test_command_json_has_everything(kernels, capsys):
     out, err = capsys.readouterr()
     facts = json.loads(out)
     assert err == ""
-    assert {row["part"] for row in facts["rows"]} == {"decode", "prefill", "write", "copy", "stores"}
+    assert {row["part"] for row in facts["rows"]} == ALL_PARTS
     decode_rows = [row for row in facts["rows"] if row["part"] == "decode"]
     assert len(decode_rows) == 3 * 2 * 2 * 2  # dtypes, batches, threads, block sizes
     for row in decode_rows:
@@ -548,7 +554,7 @@ def test_command_measures_the_real_kernels(small, capsys, layout):
     """Every part, in small; the results are checked by the command itself."""
     assert run_command("--json", "--layout", layout, "--repetitions", "1") == 0
     facts = json.loads(capsys.readouterr().out)
-    assert {row["part"] for row in facts["rows"]} == {"decode", "prefill", "write", "copy", "stores"}
+    assert {row["part"] for row in facts["rows"]} == ALL_PARTS
     assert {row["layout"] for row in facts["rows"]} == {layout}
     assert all(0 < row["best"] <= row["median"] for row in facts["rows"])
     assert facts["isa"] in ("portable", "avx2", "avx512", "neon")

@@ -47,7 +47,7 @@ class OtherScores(Scored):
             if begin == end:
                 continue
             table = plan.block_tables[row, : -(-seq_len // self.spec.block_size)]
-            keys = self._context("attend", self._planes[layer][0], table, seq_len)
+            keys = self.gather(layer, table, seq_len)[0]
             s[row, :, :seq_len] = self.one(q, keys, begin, end, kind, options)
         return s
 
@@ -189,6 +189,20 @@ class ScoresPaddingRows(Scored):
         return np.where((np.diff(plan.cu_q_lens) == 0)[:, None, None], 1.0, s)
 
 
+class ScoresOfTheWords(OtherScores):
+    """Quantized keys without their biases."""
+
+    def one(self, q, keys, begin, end, kind, options):
+        return super().one(q, keys - (keys.min() if self.spec.k_bits else 0), begin, end, kind, options)
+
+
+class RoundsToTheLongestRow(Scored):
+    """As a kernel whose order of additions follows the batch."""
+
+    def changed(self, s, layer, q, plan, options, kind):
+        return s * np.float32(1 + 2**-23 * (plan.seq_lens.max() % 7))
+
+
 class ChangesTheResult(Scored):
     def result(self, out):
         return out * np.float32(1 + 2**-22)
@@ -265,7 +279,9 @@ FAULTS = {
     WithoutTheSink: "scores_are_what_goes_into_exp",
     BehindTheWindow: "scores_are_what_goes_into_exp",
     HiddenIsInfinite: "scores_are_what_goes_into_exp",
-    UsedSlotsLeak: "scores_ignore_slots_that_nobody_sees",
+    UsedSlotsLeak: "scores_of_a_row_follow_from_what_it_sees",
+    ScoresOfTheWords: "scores_of_decode_equal_dense_scores",
+    RoundsToTheLongestRow: "scores_of_a_row_follow_from_what_it_sees",
     ScoresPaddingRows: "scores_of_padding_are_zero",
     MassIsNormalizedOverTheSum: "scores_come_after_weights",
     IgnoresScoresOut: "scores_out_is_filled_in_place",

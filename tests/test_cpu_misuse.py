@@ -68,6 +68,8 @@ class Given:
                 "block_tables": ints([1, 2, -1], [3, 4, 5]),
                 "seq_lens": ints(5, 9),
                 "cu_q_lens": ints(0, 2, 3),
+                "scores": "raw",
+                "scores_out": np.full((2, HEADS, 9), 7, np.float32),
             },
             "copy_blocks": {"copies": ints([1, 2, 3], [3, 4, 1])},
             "gather": {
@@ -167,6 +169,7 @@ def cases():
     yield from block_cases()
     yield from value_cases()
     yield from option_cases()
+    yield from score_cases()
 
 
 def block_cases():
@@ -283,6 +286,24 @@ def option_cases():
         yield "attend", "options", options(**{name: np.array([1, 1e39, 3, 4])}), ValueError
         for value in (ones(4, dtype=np.int32), ones(4, dtype=np.float16), [1.0] * 4, 1.0):
             yield "attend", "options", options(**{name: value}), TypeError
+
+
+def score_cases():
+    for kind, error in (("entropy", ValueError), ("", ValueError), ("RAW", ValueError), (None, ValueError),
+                        (True, TypeError), (1, TypeError), (b"raw", TypeError), (["raw"], TypeError)):  # fmt: skip
+        yield "attend", "scores", kind, error
+    for value, error in FLOATS:
+        yield "attend", "scores_out", value, ValueError if value is None else error
+    for shape in ((1, HEADS, 9), (2, HEADS + 1, 9), (2, HEADS - 1, 9), (2, HEADS, 8), (0, HEADS, 9), (2, 9, HEADS)):
+        yield "attend", "scores_out", ones(*shape), ValueError
+    for dtype in (np.float16, np.uint16, np.int32):
+        yield "attend", "scores_out", ones(2, HEADS, 9, dtype=dtype), TypeError
+    yield "attend", "scores_out", ones(2, HEADS, 18)[..., ::2], ValueError
+    yield "attend", "scores_out", ones(2, HEADS, 9)[..., ::-1], ValueError
+    yield "attend", "scores_out", read_only(ones(2, HEADS, 9)), ValueError
+    for strides in ((0, 64, 4), (128, 0, 4), (128, 64, 0), (128, 32, 4), (64, 64, 4)):
+        array = np.lib.stride_tricks.as_strided(np.zeros(999, np.float32), (2, HEADS, 9), strides)
+        yield "attend", "scores_out", array, ValueError
 
 
 CASES = list(cases())

@@ -197,6 +197,20 @@ def test_unshare_leaves_leading_blocks_that_stay(grown):
     assert pool.refcount(1) == 2
 
 
+def test_unshare_makes_room_for_more_copies_than_rows(make_pool, make_plan):
+    pool = make_pool(600, 2)
+    plan, large = make_plan(pool, 1), make_plan(pool, 1, 512)
+    h = pool.open()
+    step(pool, large, [h], 400)
+    pool.fork(h)
+    shown = plan.copies
+    pool.unshare(plan, [h], 399)
+    assert len(shown) == 0 and plan.copies.tolist() == [[1 + i, 201 + i, 2] for i in range(200)]
+    pool.rollback(plan)
+    pool.unshare(plan, [h], 5)
+    assert plan.num_copies == 3 and not plan.copies.flags.writeable
+
+
 def test_unshare_copies_the_filled_part_of_a_tail(grown):
     pool, plan, h = grown(6)
     pool.fork(h)
@@ -221,6 +235,25 @@ def test_unshare_of_a_batch_copies_for_each_that_shares(grown):
     pool.done(plan)
     pool.compact(rows, 7)
     assert pool.stats().used == 6
+
+
+def test_unshare_copies_more_blocks_than_the_plan_has_rows(make_pool, make_plan):
+    pool = make_pool(3000, 4, max_blocks_per_seq=1000)
+    plan = make_plan(pool, 1, 4000)
+    h = pool.open()
+    step(pool, plan, [h], 4000)
+    child = pool.fork(h)[0]
+    old, shown = pool.table(child).tolist(), plan.copies
+    pool.unshare(plan, [child], 3999)
+    new = pool.table(child).tolist()
+    assert plan.num_copies == 1000 and plan.copied_tokens == 4000 and plan.copies is not shown
+    assert plan.copies.tolist() == [[a, b, 4] for a, b in zip(old, new, strict=True)]
+    assert not plan.copies.flags.writeable
+    pool.done(plan)
+    pool.compact(child, 3999)
+    step(pool, plan, [child], 1)
+    assert plan.copies.shape == (0, 3)
+    pool.check()
 
 
 def test_unshare_without_blocks_changes_nothing(grown, refused):

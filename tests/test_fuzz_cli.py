@@ -85,8 +85,9 @@ def test_a_canary_that_is_not_found_fails_the_command(capsys, monkeypatch):
 
     harmless = {"nothing at all": (("step",), None, None, None)}
     monkeypatch.setattr(_broken, "FAULTS", harmless)
-    status, facts = facts_of(capsys, "--canary", "--seed", "1", "--seconds", "0.2")
-    assert status == 1 and "nothing at all" in facts["finding"]
+    for limit in (("--seconds", "0.2"), ("--ops", "2000")):
+        status, facts = facts_of(capsys, "--canary", "--seed", "1", *limit)
+        assert status == 1 and "nothing at all" in facts["finding"] and facts["again"].endswith("--canary --seed 1")
 
 
 @pytest.mark.parametrize(

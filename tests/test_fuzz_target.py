@@ -1,6 +1,8 @@
 """`kvpool fuzz --target`: somebody else's allocator or backend, through its adapter."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from seed_allocator import FAULTS, Adapter, sound
@@ -92,6 +94,15 @@ def test_script_fails_on_the_allocator_that_made_it():
     space = {}
     exec(report.script.replace("Adapter(", "sound(").replace("import Adapter", "import sound"), space)
     space["test_fuzz_target"]()
+
+
+def test_readme_shows_what_the_command_prints(capsys):
+    page = Path(__file__).with_name("README.md").read_text()
+    (command,) = re.findall(r"`kvpool (fuzz --target\s+seed_allocator:Adapter --seed \d+)` ends at once", page)
+    assert main(command.split()) == 1
+    printed = re.sub(r"in [\d.]+ s", "in 0.0 s", capsys.readouterr().out).strip()
+    shown = "\n".join(f"    {line}".rstrip() for line in printed.splitlines())
+    assert shown in re.sub(r"in [\d.]+ s", "in 0.0 s", page)
 
 
 def test_a_missing_copy_is_a_finding():

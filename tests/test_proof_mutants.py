@@ -7,8 +7,8 @@ import pytest
 import kvpool
 from kvpool.testing import ModelPlan, ModelPool
 from proof import SHORT, mutants
-from proof.mutation.edges import CORE_ONLY, SCENARIOS
 from proof.mutation.equivalents import EQUIVALENTS
+from proof.mutation.evictions import CORE_ONLY, SCENARIOS
 from proof.mutation.schemata import Schemata, covered, mutate
 from proof.mutation.tape import Differs, Tape, first_tag, play, tags_off
 

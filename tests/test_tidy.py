@@ -27,7 +27,7 @@ CORE_ORDER = (
 FRAMEWORK_USERS = (
     *("kvpool/adapters/", "kvpool_backends/mlx/"),
     *("kvpool/cli/bench/dense.py", "kvpool/cli/bench/metal.py", "kvpool/cli/bench/serving/lm.py"),
-    "kvpool/cli/bench/quality/models.py",
+    *("kvpool/cli/bench/quality/models.py", "kvpool/cli/bench/quality/control.py"),
     *("kvpool/cli/demo/", "kvpool/cli/doctor.py"),
 )
 FRAMEWORKS = ("mlx", "mlx_lm", "torch", "jax", "transformers")

@@ -25,14 +25,14 @@ import kvpool
 from kvpool.cli.console import CommandError, whole
 
 SECONDS = 10.0
-CANARY_SECONDS = 30.0
+CANARY_CALLS = 40_000_000  # for one planted bug; the rarest takes 2 million on average, most a thousandth
 LARGE_CALLS_PER_RUN = 20_000_000
 LARGE_CHECK_EVERY = 2_000_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--seconds", help=f"how long to run (default {SECONDS:g}; with --canary: for each bug)")
+    parser.add_argument("--seconds", help=f"how long to run (default {SECONDS:g}); with --canary: for each bug")
     parser.add_argument("--ops", help="calls to make instead, in all processes together")
     parser.add_argument("--seed", help="seed of the first run; with --ops 1 --jobs 1 that run alone (default: random)")
     parser.add_argument("--jobs", default=str(os.cpu_count() or 1), help="processes (default: one per CPU)")
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     if args.target:
         facts |= _fuzz_target(args, seed, sizes, limit)
     elif args.canary:
-        facts |= _fuzz_canaries(args, seed, sizes, limit["seconds"])
+        facts |= _fuzz_canaries(args, seed, sizes, limit)
     else:
         facts |= _fuzz_core(args, seed, {"large": True} if args.large else sizes, limit)
     print(json.dumps(facts, indent=2) if args.json else describe(facts))
@@ -93,7 +93,7 @@ def _limits(args: argparse.Namespace) -> dict[str, Any]:
         if calls < 1:
             raise CommandError(f"--ops {args.ops}: out of range, at least 1")
     if seconds is None and calls is None:
-        seconds = CANARY_SECONDS if args.canary else SECONDS
+        seconds, calls = (None, CANARY_CALLS) if args.canary else (SECONDS, None)
     return {"seconds": seconds, "calls": calls}
 
 
@@ -233,13 +233,12 @@ def _conviction(report: Any, make_pool: Callable[..., Any], source: str, sizes: 
 # ---- planted bugs ------------------------------------------------------------------------------------------
 
 
-def _fuzz_canaries(args: argparse.Namespace, seed: int, sizes: dict[str, Any], seconds: float | None) -> dict[str, Any]:
+def _fuzz_canaries(args: argparse.Namespace, seed: int, sizes: dict[str, Any], limit: dict[str, Any]) -> dict[str, Any]:
     """Every planted bug: how many calls it takes to find it."""
     from kvpool.testing._broken import FAULTS
 
     found = {}
     for name in FAULTS:
-        limit = {"seconds": seconds, "calls": None}
         began = time.monotonic()
         report, _ = hunt_job(seed, 0, name, sizes, limit, None)
         took = time.monotonic() - began
@@ -247,7 +246,9 @@ def _fuzz_canaries(args: argparse.Namespace, seed: int, sizes: dict[str, Any], s
         if not args.json:
             print(f"{name:34} {report.calls:>9,} calls  {took:6.2f} s  {report.finding or 'NOT FOUND'}", flush=True)
     missed = [name for name, fact in found.items() if fact["found"] is None]
-    return {"canaries": found, "finding": f"planted bugs were not found: {', '.join(missed)}" if missed else None}
+    again = f"kvpool fuzz --canary --seed {seed}"
+    finding = f"planted bugs were not found: {', '.join(missed)}" if missed else None
+    return {"canaries": found, "again": again, "finding": finding}
 
 
 # ---- somebody else's ---------------------------------------------------------------------------------------
@@ -333,7 +334,9 @@ def describe(facts: dict[str, Any]) -> str:
     """The table for a person."""
     if "canaries" in facts:
         n = len(facts["canaries"])
-        return facts["finding"] or f"all {n} planted bugs were found (seed {facts['seed']})"
+        if facts["finding"]:
+            return f"{facts['finding']}\nagain: {facts['again']}"
+        return f"all {n} planted bugs were found (seed {facts['seed']})"
     lines = [f"{facts['calls']:,} calls in {facts['seconds']:.1f} s, seed {facts['seed']}"]
     if "operations" in facts:
         lines[0] += f", {facts['runs']:,} runs, {facts['jobs']} processes, {facts['calls_per_second']:,.0f} calls/s"

@@ -108,7 +108,7 @@ class Memory:
         mine = self.scores[..., :length]
         lens = np.asarray(lens)
         if seen is not None and not seen.all():
-            for row in np.flatnonzero(seen):
+            for row in np.flatnonzero(seen).tolist():
                 self._blend(mine[:, row], scores[:, row], alpha, int(self.known[row]))
                 self.known[row] = lens[row]
             return

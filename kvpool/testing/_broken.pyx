@@ -71,6 +71,13 @@ def _fork_uncounted(pool, kept, handle, *_):
             o.b.num_shared -= o.b.block[i].refcount == 1
 
 
+def _positions_anew(pool, kept, handle, *_):
+    cdef _Opened o = _Opened(pool)
+    cdef int32_t slot = o.find(handle)
+    if slot >= 0:
+        o.s.life[slot].evicted = o.s.life[slot].point = 0
+
+
 def _released_twice(pool, kept, *_):
     cdef _Opened o = _Opened(pool)
     if 0 < o.b.num_blank < o.b.num_blocks:
@@ -319,6 +326,10 @@ FAULTS = {
     "eviction order inverted": (("close",), None, _lru_swapped, None),
     "hold never released": (("done",), _hold_forgotten, None, None),
     "pending tokens committed": (("commit",), _pending_hidden, _pending_shown, _pending_shown),
+    "shared block compacted": (("compact",), _take_shares, _put_shares, _put_shares),
+    "committed block compacted": (("compact",), _take_commits, _put_commits, _put_commits),
+    "copy missing from an unshare": (("unshare",), None, _copy_missing, None),
+    "positions begin again after eviction": (("compact", "evict_blocks"), None, _positions_anew, None),
     "refused step leaves a trace": (("step",), None, None, _trace_left),
 }
 

@@ -2,10 +2,10 @@
 from libc.stdint cimport int32_t, int64_t, uint32_t
 
 from kvpool.testing._fuzz_base cimport Word
-from kvpool.testing._fuzz_steps cimport Steps
+from kvpool.testing._fuzz_evict cimport Evictions
 
 
-cdef class Driver(Steps):
+cdef class Driver(Evictions):
     cdef void draw(self, int64_t at, Word* w) noexcept nogil
     cdef int observe(self) except -1
     cdef int apply(self, const Word* w) except -1

@@ -22,6 +22,7 @@ from kvpool.testing._fuzz_base cimport (
     CLOSE,
     CLOSE_BATCH,
     COMMIT,
+    COMPACT,
     DECREF,
     DEFER,
     DONE,
@@ -31,6 +32,7 @@ from kvpool.testing._fuzz_base cimport (
     FLUSH,
     FORK,
     INCREF,
+    LEAVE,
     MARK,
     MATCH,
     MISUSE,
@@ -45,12 +47,13 @@ from kvpool.testing._fuzz_base cimport (
     S_LIMBO,
     STEP,
     TRUNCATE,
+    UNSHARE,
     V_OK,
     Word,
     hash64,
     space_of,
 )
-from kvpool.testing._fuzz_steps cimport Steps
+from kvpool.testing._fuzz_evict cimport Evictions
 from kvpool.testing._shadow cimport Line, line_stamp, line_table, line_token, shadow_observe, shadow_poison
 
 from kvpool import errors
@@ -65,7 +68,7 @@ def blank_blocks(Pool pool):
     return [pool.blocks.blank[k] for k in range(pool.blocks.num_blank)]
 
 
-cdef class Driver(Steps):
+cdef class Driver(Evictions):
     """One run: one pool, its plans, and what is known about them.
 
     Parameters
@@ -172,6 +175,12 @@ cdef class Driver(Steps):
             self.op_open(w, op != OPEN, op == PIN)
         elif op <= DEFER:
             self.on_sequences(w, op)
+        elif op == UNSHARE:
+            self.op_unshare(w)
+        elif op == COMPACT:
+            self.op_compact(w)
+        elif op == LEAVE:
+            self.op_leave(w)
         elif op <= FLUSH:
             self.on_pool(w, op)
         else:
@@ -258,6 +267,8 @@ cdef class Driver(Steps):
             memcpy(line_stamp(&self.s, slot), line_stamp(&self.s, parent), p.known * sizeof(uint64_t))
             memcpy(line_token(&self.s, slot), line_token(&self.s, parent), p.known * sizeof(int32_t))
             line.known = p.known
+            line.evicted = p.evicted
+            line.point = p.point
             line.committed = p.committed
             line.done = done
             line.space = p.space
@@ -273,14 +284,14 @@ cdef class Driver(Steps):
         cdef int64_t n = w.a % <uint64_t>(line.length + 2), bs = self.s.block_size
         if not self.full:
             n = line.length - min(n % 4, line.length)
-        self.expect(ValueError if n > line.length else
+        self.expect(ValueError if n > line.length or n + line.evicted < line.point else
                     errors.PlanStateError if line.row_step >= self.oldest() else None)
         if self.due is not None and not self.full:
             return self.nothing()
         if self.trace is not None:
-            self.say(f"pool.truncate({self.names[line.handle]}, {n})")
+            self.say(f"pool.truncate({self.names[line.handle]}, {n + line.evicted})")
         try:
-            self.do_truncate(line.handle, n)
+            self.do_truncate(line.handle, n + line.evicted)
         except REFUSALS as error:
             return self.refused(error)
         self.accepted("truncate")
@@ -334,7 +345,7 @@ cdef class Driver(Steps):
         line = &self.s.line[slot]
         most = self.done_length(line) - line.committed
         n = most if w.a >> 29 or not self.full else w.a % <uint64_t>(most + 2)
-        self.expect(ValueError if n > most else None)
+        self.expect(ValueError if n > most or (n and line.evicted) else None)
         memcpy(self.text, line_token(&self.s, slot) + line.committed, min(n, most) * sizeof(int32_t))
         if self.trace is not None:
             self.say(f"pool.commit({self.names[line.handle]}, {self.prompt[:n].tolist()})")

@@ -33,6 +33,9 @@ cdef enum:                      # in the order of OPERATIONS
     CAN
     RESET
     MISUSE
+    UNSHARE
+    COMPACT
+    LEAVE
     NUM_OPS
 
 cdef enum:                      # in the order of STATES
@@ -50,6 +53,7 @@ cdef enum:                      # in the order of STATES
     S_REFUSED
     S_PENDING_CLOSES
     S_NOTED
+    S_COMPACTED
     NUM_STATES
 
 cdef enum:
@@ -103,6 +107,9 @@ cdef class Base:
     cdef int32_t* id            # memory of `ids`
     cdef uint8_t[1024] served
     cdef int32_t[1024] rows
+    cdef int64_t[1024] lens     # what `unshare` prepares for
+    cdef int64_t first          # tokens that stay in place
+    cdef bint unsharing         # the running step is an `unshare`
     cdef int64_t[STALE] stale
     cdef int64_t num_stale
     cdef uint64_t before        # fingerprint, if a refusal is due

@@ -186,7 +186,7 @@ cdef class Base:
         line.length = line.done = line.forked_at = line.committed = length
         line.blocks = blocks
         line.known = 0
-        line.row_step = line.inherit = 0
+        line.row_step = line.inherit = line.evicted = line.point = 0
         line.at = self.s.num_live
         self.s.live[self.s.num_live] = slot
         self.s.num_live += 1

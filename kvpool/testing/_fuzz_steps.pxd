@@ -16,6 +16,7 @@ cdef class Steps(Base):
     cdef int stepped(self, int32_t k, int32_t n, bint advance) except -1
     cdef int64_t clock_salt(self) noexcept
     cdef int grown(self, Pending* p, int32_t row, int32_t slot, int64_t new) except -1
+    cdef int unshared(self, Pending* p, int32_t row, int32_t slot) except -1
     cdef int check_plan_arrays(self, Plan plan, Pending* p) except -1
     cdef int check_lengths(self, Plan plan, Pending* p) except -1
     cdef int check_formats(self, Plan plan, Pending* p) except -1

@@ -259,6 +259,8 @@ cdef class Steps(Base):
         cdef int32_t valid
         memcpy(p.table + <int64_t>row * self.s.width, table, line.blocks * sizeof(int32_t))
         p.blocks[row] = line.blocks
+        if self.unsharing:
+            return self.unshared(p, row, slot)
         if new == 0:
             return 0
         for index in range(line.length // bs, end):
@@ -280,6 +282,29 @@ cdef class Steps(Base):
                 table[index] = now[index]
                 shadow_poison(&self.s, now[index])
         line.blocks = max(line.blocks, <int32_t>end)
+        return 0
+
+    cdef int unshared(self, Pending* p, int32_t row, int32_t slot) except -1:
+        """One row of an `unshare`: like `grown`, where compaction is going to write."""
+        cdef int64_t bs = self.s.block_size, length = self.s.line[slot].length, index
+        cdef int64_t end = 0 if self.lens[row] == length else (self.lens[row] + bs - 1) // bs
+        cdef int32_t* table = line_table(&self.s, slot)
+        cdef const int32_t* now = seq_table(&self.pool.seqs, slot)
+        cdef int32_t valid
+        for index in range(self.first // bs, end):
+            if now[index] != table[index]:
+                valid = <int32_t>min(bs, length - index * bs)
+                p.held[p.num_held] = table[index]
+                p.held_tokens[p.num_held] = valid
+                p.num_held += 1
+                p.copies[3 * p.num_copies] = table[index]
+                p.copies[3 * p.num_copies + 1] = now[index]
+                p.copies[3 * p.num_copies + 2] = valid
+                p.num_copies += 1
+                self.states[S_COPIES] += 1
+                self.states[S_REPLACED] += 1
+                table[index] = now[index]
+                shadow_poison(&self.s, now[index])
         return 0
 
     # -- arrays
@@ -323,8 +348,8 @@ cdef class Steps(Base):
                 self.fail(f"row {i} has length {get(&f[SEQ_LENS], i)} from token {get(&f[CU_Q_LENS], i)} on, "
                           f"not {p.length[i]} from {t}")
             for at in range(p.before[i], p.length[i]):
-                if get(&f[POSITIONS], t) != at:
-                    self.fail(f"positions[{t}] is {get(&f[POSITIONS], t)}, not {at}")
+                if get(&f[POSITIONS], t) != at + self.s.line[self.rows[i]].evicted:
+                    self.fail(f"positions[{t}] is {get(&f[POSITIONS], t)}, not {at} and what was evicted")
                 t += 1
         if get(&f[CU_Q_LENS], p.rows) != t:
             self.fail(f"cu_q_lens ends with {get(&f[CU_Q_LENS], p.rows)}, not {t}")

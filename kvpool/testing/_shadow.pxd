@@ -17,6 +17,8 @@ cdef struct Line:               # one open sequence; its index is its slot in th
     int64_t committed           # tokens made known to the prefix cache
     int64_t done                # tokens that no pending step still has to write, while it is part of one
     int64_t forked_at
+    int64_t evicted             # tokens that left
+    int64_t point               # length, these included, when they did
     int64_t row_step            # newest step that it was a row of
     int64_t inherit             # pending step whose work it got by a fork
     int32_t space               # its namespace

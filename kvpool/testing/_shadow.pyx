@@ -261,6 +261,9 @@ cdef int count_references(Shadow* s, const Blocks* b, const Seqs* q) noexcept no
         if seq.handle != line.handle or seq.num_tokens != line.length or seq.num_blocks != line.blocks:
             return found(s, b"sequence %lld has %lld tokens in %lld blocks, and should not", line.handle,
                          seq.num_tokens, seq.num_blocks)
+        if q.life[slot].evicted != line.evicted or q.life[slot].point != line.point:
+            return found(s, b"sequence %lld has lost %lld tokens up to %lld, and should not", line.handle,
+                         q.life[slot].evicted, q.life[slot].point)
         for k in range(line.blocks):
             if table[k] != line_table(s, slot)[k]:
                 return found(s, b"the table of sequence %lld changed at %lld to block %lld", line.handle, k, table[k])

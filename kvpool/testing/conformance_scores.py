@@ -76,9 +76,14 @@ def expected(
 
 
 def check(
-    filled: Filled, q_lens: Sequence[int], q_heads: int, kind: str, options: AttentionOptions | None = None
+    filled: Filled,
+    q_lens: Sequence[int],
+    q_heads: int,
+    kind: str,
+    options: AttentionOptions | None = None,
+    tolerance: float = 0.0,
 ) -> None:
-    """Scores are right; the result beside them has the bits of the one without."""
+    """Scores are right, within `tolerance` where that is more than usual; the result has the bits of one without."""
     q, plan, spec = filled.queries(q_lens, q_heads), filled.plan(q_lens), filled.backend.spec
     what = f"{kind} scores, {list(q_lens)} queries in {filled.contexts}, {told(options)} ({spec}, seed {SEED})"
     out, scores = exported(filled, q, plan, kind, options)
@@ -88,7 +93,7 @@ def check(
     assert scores.shape == right.shape, f"{what}: shape {scores.shape}, expected {right.shape}"
     # A raw score's rounding is in proportion to what was added up, a weight's to itself and to its score.
     size = 1 + np.abs(right) if kind == "raw" else np.abs(right) * 10 + 1e-6
-    wrong = ~(np.abs(scores - right) <= TOLERANCE[spec.dtype] * 4 * size)  # NaN counts as wrong
+    wrong = ~(np.abs(scores - right) <= max(TOLERANCE[spec.dtype] * 4, tolerance) * size)  # NaN counts as wrong
     if wrong.any():
         row, head, c = np.argwhere(wrong)[0]
         raise AssertionError(
@@ -102,7 +107,7 @@ def check(
 
 @_case
 def scores_of_decode_equal_dense_scores(factory: Factory) -> None:
-    """One query per row; every dtype, block size and head grouping; contexts around every block boundary, and long."""
+    """One query per row; every dtype, block size, head grouping, bits; contexts around block boundaries, and long."""
     for kind in _kinds(factory):
         for kv_heads, q_heads in head_counts(factory, (2, 2), (2, 8), (1, 4), (2, 6)):
             for spec in specs(
@@ -110,17 +115,21 @@ def scores_of_decode_equal_dense_scores(factory: Factory) -> None:
             ):
                 filled = fill(factory, spec, contexts(spec.block_size))
                 check(filled, [1] * len(filled.contexts), q_heads, kind)
-        for spec in specs(factory, dtypes=tuple(DTYPES), block_sizes=(16,), layouts=capabilities_of(factory).layouts):
+        for spec in specs(factory, block_sizes=(16,), layouts=capabilities_of(factory).layouts, layers=1):
             check(fill(factory, spec, _LONG), [1] * len(_LONG), 4, kind)
+        for bits in capabilities_of(factory).quant_bits:
+            for spec in specs(factory, head_dims=(64, 64), block_sizes=(16,), layers=1):
+                quantized = replace(spec, k_bits=bits, v_bits=bits)
+                check(fill(factory, quantized, [1, 17, 60]), [1, 1, 33], 4, kind, tolerance=1e-4)
 
 
 @_case
 def scores_of_chunks_are_of_the_newest_query(factory: Factory) -> None:
     """Rows with no query, a few and many: the newest one's scores; zeros where there is none."""
     for kind in _kinds(factory):
-        for spec in specs(factory, dtypes=tuple(DTYPES), block_sizes=(3, 16)):
+        for spec in specs(factory, dtypes=tuple(DTYPES), block_sizes=(16,), layers=1):
             filled = fill(factory, spec, _LONG)
-            for q_lens in (_LONG_CHUNKS, [0, 16, 9, 1], [1, 0, 300, 0], [0] * 4):
+            for q_lens in (_LONG_CHUNKS, [0, 16, 9, 1], [1, 0, 70, 0], [0] * 4):
                 check(filled, q_lens, 4, kind)
 
 
@@ -129,27 +138,34 @@ def scores_are_what_goes_into_exp(factory: Factory) -> None:
     """Each option alone, and all of them: capped, biased, masked; hidden positions score 0; sinks take their share."""
     features = capabilities_of(factory).features
     for kind in _kinds(factory):
-        for spec in specs(factory, dtypes=tuple(DTYPES), block_sizes=(16,)):
+        for spec in specs(factory, dtypes=tuple(DTYPES), block_sizes=(16,), layers=1):
             filled = fill(factory, spec, _LONG)
+            each = [(name,) for name in features] if spec.dtype == "float32" else []
             for q_lens in ([1] * 4, _LONG_CHUNKS):
-                for some in (*((name,) for name in features), features):
+                for some in (*each, features):
                     options = some_options(filled, q_lens, 4, some)
                     check(filled, q_lens, 4, kind, options)
 
 
 @_case
-def scores_ignore_slots_that_nobody_sees(factory: Factory) -> None:
-    """Whatever other slots hold, NaN included, and wherever the blocks are: the same scores, bit for bit."""
+def scores_of_a_row_follow_from_what_it_sees(factory: Factory) -> None:
+    """Whatever other slots hold, NaN included, wherever the blocks are, and, if a backend says so, alone or in a batch:
+    the same scores, bit for bit.
+    """
     for kind in _kinds(factory):
         for spec in specs(factory, block_sizes=(8, 16)):
-            results = []
+            results, q_lens = [], [1, 0, 5, 1]
             for poison, pad, shift in ((0.0, 0, 0), (np.nan, -1, 0), (np.inf, 1, 1)):
                 filled = fill(factory, spec, [1, 8, 13, 600], poison=poison, pad=pad, shift=shift)
-                q_lens = [1, 0, 5, 1]
-                q = filled.queries(q_lens, 4)
-                results.append(exported(filled, q, filled.plan(q_lens), kind)[1])
+                q, plan = filled.queries(q_lens, 4), filled.plan(q_lens)
+                results.append(exported(filled, q, plan, kind)[1])
             for result in results[1:]:
                 assert np.array_equal(result, results[0]), f"a slot out of sight matters ({spec}, seed {SEED})"
+            for row in range(4) if capabilities_of(factory).batch_invariant else ():
+                mine, tokens = slice(row, row + 1), slice(*plan.cu_q_lens[row : row + 2])
+                own = ArrayPlan(plan.block_tables[mine], plan.seq_lens[mine], np.array([0, q_lens[row]], np.int32))
+                alone = exported(filled, q[tokens], own, kind)[1][0]
+                assert np.array_equal(result[row, :, : filled.contexts[row]], alone), f"other rows matter ({spec})"
 
 
 @_case

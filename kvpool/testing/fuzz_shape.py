@@ -10,11 +10,13 @@ OPERATIONS = (
     *("open", "open_prompt", "step", "reserve", "fork", "truncate", "close", "close_batch", "defer_close"),
     *("done", "done_any", "execute", "rollback", "commit", "match", "pin", "evict", "flush"),
     *("alloc", "incref", "decref", "mark_committed", "revive", "take_dropped", "can", "reset", "misuse"),
+    *("unshare", "compact", "evict_blocks"),
 )
 #: What has to be seen to believe that a run went everywhere.
 STATES = (
     *("copies", "replaced", "rollbacks", "rollbacks_of_executed", "late_plans", "calls_with_limbo", "limbo_hits"),
     *("prefix_hits", "evictions", "out_of_blocks", "partial", "refusals", "closed_while_pending", "done_out_of_order"),
+    "compactions",
 )
 #: Usual weights; a run draws its own around them, and some are off.
 WEIGHTS = {
@@ -22,10 +24,12 @@ WEIGHTS = {
     **{"close_batch": 1, "defer_close": 1, "done": 18, "done_any": 4, "execute": 4, "rollback": 5, "commit": 10},
     **{"match": 1, "pin": 2, "evict": 1, "flush": 0.4, "alloc": 3, "incref": 3, "decref": 5, "mark_committed": 4},
     **{"revive": 4, "take_dropped": 1, "can": 2, "reset": 0.1, "misuse": 2},
+    **{"unshare": 1, "compact": 5, "evict_blocks": 2},
 }
 ALWAYS = ("open", "step", "close", "done")  # a program without these goes nowhere
 PREFIX_ONLY = ("open_prompt", "commit", "match", "pin", "flush")
 BARE_ONLY = ("mark_committed", "revive", "take_dropped")
+EVICTIONS = ("unshare", "compact", "evict_blocks")
 SPACES = (b"", b"a", b"b")
 _FORMATS = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens")
 
@@ -126,6 +130,7 @@ def big_shape(seed: int, num_blocks: int = 1 << 20) -> Shape:
         "_hash_bits": 64,
     }
     usual = {**WEIGHTS, "defer_close": 0.5, "misuse": 0, "reset": 0, "flush": 0, "match": 0.5, "can": 0.5}
+    usual |= dict.fromkeys(EVICTIONS, 0)  # the judges of large pools see too little of them
     possible = {name: w for name, w in usual.items() if w and name not in (BARE_ONLY if prefix else PREFIX_ONLY)}
     return Shape(
         seed=rng.getrandbits(63),

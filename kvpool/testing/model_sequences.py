@@ -111,7 +111,6 @@ class SequenceModel(BlockModel):
         for seq, length in zip(batch, lengths, strict=True):
             if not seq.point <= length <= seq.num_tokens + seq.evicted:
                 raise ValueError(f"[truncate] len is {length}, {seq.point} .. {seq.num_tokens + seq.evicted} is legal")
-        for seq in batch:
             if any(row.handle == seq.handle for step in self._pending for row in step.rows):
                 raise PlanStateError(f"[truncate] handle is a row of a pending plan ({seq.handle})")
         for seq, length in zip(batch, lengths, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,6 +29,14 @@ _STORED: dict[str, np.dtype[Any]] = {
     "bfloat16": np.dtype(np.uint16),
     "uint32": np.dtype(np.uint32),
 }
+
+
+class MemoryReport(NamedTuple):
+    """Memory of a backend, in bytes."""
+
+    pool_nbytes: int  # blocks * bytes per block
+    scratch_nbytes: int  # that calls have left for the next ones
+    scores_nbytes: int  # of that, the most that the scores of a call took: 0 but for "mass"
 
 
 class CPUBackend:
@@ -187,8 +195,16 @@ class CPUBackend:
         """Overwrite whole blocks, distinct ones, with rows of `export_blocks`."""
         self.store.import_blocks(_block_ids("import_blocks", blocks), np.ascontiguousarray(data))
 
-    def warmup(self, shapes: Iterable[BatchShape]) -> None:
-        """Run each shape once over block 0, so that scratch has its size and the threads run. Changes no block."""
+    def memory(self) -> MemoryReport:
+        """What is held now. Arrays that `attend` returned are the caller's: scores are ``4 * Hk`` bytes per token."""
+        pool_nbytes = self.num_blocks * self.spec.block_nbytes
+        return MemoryReport(pool_nbytes, self.store.scratch_nbytes, self.store.scores_scratch_nbytes)
+
+    def warmup(self, shapes: Iterable[BatchShape], *, scores: str | None = None) -> None:
+        """Run each shape once over block 0, so that scratch has its size and the threads run. Changes no block.
+
+        `scores` are those that the engine is going to ask for.
+        """
         heads = self.spec.num_kv_heads
         for shape in shapes:
             num_rows, num_tokens, width, num_q_heads = shape
@@ -200,7 +216,7 @@ class CPUBackend:
             )
             k, v = (np.zeros((num_tokens, heads, dim), np.float32) for _, dim in self.spec.planes)
             self.write(0, k, v, plan)
-            self.attend(0, np.zeros((num_tokens, num_q_heads, self.spec.head_dim), np.float32), plan)
+            self.attend(0, np.zeros((num_tokens, num_q_heads, self.spec.head_dim), np.float32), plan, scores=scores)
 
     # ---------------------------------------------------------------------- internals
 

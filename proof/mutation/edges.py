@@ -127,6 +127,22 @@ def rows_that_show_what_is_no_more(Pool: Any, Plan: Any) -> None:
         pool.shutdown()
 
 
+@scenario
+def formats_alone(Pool: Any, Plan: Any) -> None:
+    """Plans with one format each, and with all but one."""
+    for formats in [(name,) for name in FORMATS] + [tuple(set(FORMATS) - {name}) for name in FORMATS]:
+        pool = Pool(60, 2, max_seqs=5)
+        plan = Plan(pool, 4, 20, formats=sorted(formats, key=FORMATS.index))
+        rows = [pool.open() for _ in range(4)]
+        for new in (1, [0, 2, 0, 3], 1, 0):
+            grown(pool, plan, rows, new)
+        pool.step(plan, rows[:2], 1, pad_to=(4, 20))
+        look(pool, plan)
+        pool.rollback(plan)
+        grown(pool, plan, rows[1:], 0)
+        pool.shutdown()
+
+
 @core_only
 def calls_without_rows_that_are_recorded(Pool: Any, Plan: Any) -> None:
     """A step of no sequence is a call all the same; a batch of none says so."""

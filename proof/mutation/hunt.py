@@ -23,7 +23,7 @@ from typing import Any
 
 import kvpool
 from kvpool.testing import run
-from proof.mutation.edges import SCENARIOS
+from proof.mutation.evictions import SCENARIOS
 from proof.mutation.memory import (
     Beyond,
     Guard,

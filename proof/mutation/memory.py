@@ -90,7 +90,10 @@ def arrays_and_no_further(Pool: Any, Plan: Any, Guard: Any) -> None:
         for name, guard in guards.items():
             guard.bind(plan, name)
         rows = [pool.open() for _ in range(4)]
-        for new in (3, 1, [0, 2, 1, 3], 1):
+        for new in (3, 1, [0, 2, 1, 3], 1, None, [5, 4, 3, 0], 1):
+            if new is None:
+                pool.truncate(rows, [0] * 4)
+                continue
             pool.step(plan, rows, new)
             look(pool, plan)
             pool.done(plan)
@@ -159,6 +162,13 @@ def memory_that_runs_out(Pool: Any, Plan: Any, Memory: Any, cached: bool) -> Non
             made["pool"].drain_events()
     rows = [row, *made["pool"].fork(row, 40).tolist()]
     each_failing(memory, lambda: made["pool"].step(made["plan"], rows, 1))
+    look(made["pool"], made["plan"])
+    made["pool"].done(made["plan"])
+    made["pool"].close(rows[20:])
+    drop(made["plan"])
+    each_failing(memory, plan)
+    each_failing(memory, lambda: made["pool"].unshare(made["plan"], rows[2:4], 30))
+    each_failing(memory, lambda: made["pool"].evict_blocks(rows[5], [1, 3]))
     look(made["pool"], made["plan"])
     made["pool"].shutdown()
     memory.living()

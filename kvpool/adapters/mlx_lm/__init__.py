@@ -21,6 +21,9 @@ Models of the Llama, Qwen, Mistral, Gemma and gpt-oss families attend straight o
 or of the CPU; others, and all models where there are no kernels, gather each context for MLX's own attention.
 ``kv.route`` says which.
 
+With ``install(model, num_blocks=4096, eviction=H2O(max_kv=1024))`` no sequence holds more than so many tokens, whatever
+its length; ``kv.make_cache(policy)``, or `make_cache`, does that for one cache. See docs/eviction.md.
+
 Two options of mlx-lm's engines do not go with paged caches. ``max_kv_size``, on a model that has no ``make_cache`` of
 its own, is a ValueError when the caches are made (other models ignore it, here as there). ``kv_bits`` is a ValueError
 when mlx-lm wants to quantize: not before a cache has ``quantized_kv_start`` tokens, 5000 by default, up to which
@@ -28,7 +31,8 @@ nothing is quantized and the tokens are those of stock caches.
 
 Modules: `host` (pool and storage of one model), `hook` (how engines get there), `batch` (sequences that run
 together, the operation log), `cache` (what a layer of the model sees), `fused` and `attention_hook` (attention over
-the blocks, and how a model gets there), `prefix` (mlx-lm's prompt cache on shared blocks), `serving` (mlx-lm's HTTP
+the blocks, and how a model gets there), `eviction` (tokens leave before a pass), `summary` (the account),
+`prefix` (mlx-lm's prompt cache on shared blocks), `serving` (mlx-lm's HTTP
 server on all that); `engine`, with `ragged` (one forward pass), `sampling` and `transcript`; `tiny` and `loading`
 (models by name).
 """
@@ -36,9 +40,11 @@ server on all that); `engine`, with `ragged` (one forward pass), `sampling` and 
 from kvpool.adapters.mlx_lm.batch import EngineStopped
 from kvpool.adapters.mlx_lm.cache import PagedKVCache
 from kvpool.adapters.mlx_lm.engine import Completion, Engine, Piece
-from kvpool.adapters.mlx_lm.host import SUPPORTED_VERSIONS, PagedKV, Summary, install
+from kvpool.adapters.mlx_lm.eviction import make_cache
+from kvpool.adapters.mlx_lm.host import SUPPORTED_VERSIONS, PagedKV, install
 from kvpool.adapters.mlx_lm.prefix import PagedPromptCache
 from kvpool.adapters.mlx_lm.sampling import Sampling
+from kvpool.adapters.mlx_lm.summary import Summary
 
 __all__ = [
     "SUPPORTED_VERSIONS",
@@ -52,4 +58,5 @@ __all__ = [
     "Sampling",
     "Summary",
     "install",
+    "make_cache",
 ]

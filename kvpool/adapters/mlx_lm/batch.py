@@ -321,8 +321,8 @@ class Batch:
         if self.eviction is not None:
             self.eviction.append(other.eviction, indices)
         rows, chosen = (self.rows, other.rows), list(indices)
-        lens, gone = (np.concatenate([mine, more[chosen]]) for mine, more in zip(*((r.lens, r.gone) for r in rows)))
-        self.rows = Rows(lens, gone=gone)
+        lens = np.concatenate([rows[0].lens, rows[1].lens[chosen]])
+        self.rows = Rows(lens, gone=np.concatenate([rows[0].gone, rows[1].gone[chosen]]))
 
     @property
     def policy(self) -> Policy | None:
@@ -331,7 +331,7 @@ class Batch:
 
     def _require_policy(self, other: Batch) -> None:
         if self.policy != other.policy:
-            raise ValueError(f"[extend] caches that evict by {self.policy} and by {other.policy} cannot be in one batch")
+            raise ValueError(f"[extend] {self.policy} and {other.policy}: caches of one batch evict by one policy")
 
     def filter(self, keep: Sequence[int]) -> tuple[None, Rows]:
         """Keep the rows `keep`, in that order; close the others."""

@@ -13,7 +13,30 @@ import mlx.core as mx
 import numpy as np
 
 import kvpool
+from kvpool.adapters.mlx_lm.hook import Hook
 from kvpool.eviction import Memory, Policy, check_backend
+
+
+def make_cache(model: Any, eviction: Policy | None = None) -> list[Any]:
+    """An empty cache of a model inside ``with install(model, ...)``, one `PagedKVCache` per layer.
+
+    Parameters
+    ----------
+    model
+    eviction : kvpool.eviction.Policy, optional
+        By which its tokens leave; by default that of `install`.
+
+    Raises
+    ------
+    RuntimeError
+        The model is not installed now.
+    TypeError, ValueError
+        See `check_policy`.
+    """
+    hook = vars(model).get("make_cache")
+    if not isinstance(hook, Hook):
+        raise RuntimeError("[make_cache] the model has no paged cache here: with install(model, ...)")
+    return hook.installed[-1].make_cache(eviction)
 
 
 def check_policy(policy: Any, kv: Any) -> Policy | None:
@@ -121,7 +144,7 @@ class Eviction:
         if not rows.size:
             return lens, gone
         move = self._evict_blocks if self.policy.whole_blocks else self._compact
-        move([handles[row] for row in rows], rows, lens, after, lens + gone)
+        move([handles[row] for row in rows.tolist()], rows, lens, after, lens + gone)
         return after, gone + lens - after
 
     def _evict_blocks(

@@ -8,7 +8,6 @@ import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from operator import index
 from typing import Any, Self
 
@@ -22,6 +21,7 @@ from kvpool.adapters.mlx_lm.cache import PagedKVCache
 from kvpool.adapters.mlx_lm.eviction import check_policy
 from kvpool.adapters.mlx_lm.hook import Hook
 from kvpool.adapters.mlx_lm.shapes import inspect_model, with_bits
+from kvpool.adapters.mlx_lm.summary import Summary
 from kvpool.errors import ConcurrentUse, StaleHandle
 from kvpool.eviction import Policy
 
@@ -29,40 +29,6 @@ SUPPORTED_VERSIONS = ("0.32.2",)  # releases of mlx-lm whose engines the tests r
 
 _log = logging.getLogger(__name__)
 _numbers = itertools.count()  # a model's blocks mean nothing to another model on the same pool
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """Where the memory of one `PagedKV` is. Blocks cover all layers."""
-
-    blocks_used: int  # in tables now
-    blocks_peak: int  # the most at any time
-    blocks_free: int  # what a new sequence could take, the cached ones included
-    blocks_cached: int  # of these, kept by the prefix cache until somebody needs them
-    blocks_leaked: int  # in use, but in no table of a live cache of this model
-    sequences: int
-    kv_nbytes: int  # blocks_used * bytes per block
-    kv_nbytes_peak: int
-    pool_nbytes: int  # allocated, once
-    mlx_peak_nbytes: int  # mx.get_peak_memory(): all of MLX, weights and activations included
-    cow_copies: int  # blocks copied because a shared tail was written
-    cow_tokens: int
-    query_tokens: int  # tokens that `PagedKV.fetch` was asked for
-    hit_tokens: int  # of these, found in the prefix cache
-    mlx_pool_copies: int  # whole pool arrays that MLX copied to write to them, as counted by the last `settle`
-    route: str  # "fused", or "gather: " and why, see `PagedKV.route`
-
-    def __str__(self) -> str:
-        mib = 1 / 2**20
-        return (
-            f"blocks: {self.blocks_used} used, {self.blocks_peak} peak, {self.blocks_free} free "
-            f"({self.blocks_cached} cached), {self.blocks_leaked} leaked; {self.sequences} sequences\n"
-            f"KV: {self.kv_nbytes * mib:.2f} MiB used, {self.kv_nbytes_peak * mib:.2f} MiB peak, "
-            f"{self.pool_nbytes * mib:.2f} MiB allocated; MLX peak {self.mlx_peak_nbytes * mib:.2f} MiB\n"
-            f"copies: {self.cow_copies} blocks on write ({self.cow_tokens} tokens), "
-            f"{self.mlx_pool_copies} pool arrays by MLX\n"
-            f"attention: {self.route}"
-        )
 
 
 def install(
@@ -90,7 +56,7 @@ def install(
     num_blocks, block_size, max_seqs
         Size of the pool to make: blocks (one of them reserved), tokens per block, sequences at a time.
     prefix_cache : bool
-        Make the pool with a prefix cache, or use that of `pool`, for `PagedKV.fetch`, `.commit`, `PagedPromptCache`.
+        Make the pool with a prefix cache, or use that of `pool`, for `PagedKV.fetch`, `commit` and `PagedPromptCache`.
     pool : kvpool.Pool, optional
         Use this pool in place of a new one.
     fused : bool, optional
@@ -111,7 +77,7 @@ def install(
     Returns
     -------
     PagedKV
-        A context manager. Of several on one model the last one entered makes the caches; they leave in any order.
+        A context manager. Where one model has several, the last one entered makes the caches; they leave in any order.
 
     Raises
     ------

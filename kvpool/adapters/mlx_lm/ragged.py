@@ -42,6 +42,8 @@ class RaggedForward:
     """
 
     def __init__(self, kv: PagedKV) -> None:
+        if kv.eviction is not None:
+            raise ValueError("[RaggedForward] plans keep every token, kv evicts: install without eviction")
         self.kv = kv
         self.count = 0
         self.eviction: Any = None  # nobody asks for scores

@@ -71,7 +71,7 @@ def load_kernels(isa: str | None) -> Any:
 
 def measure(bench: Bench, *, quiet: bool) -> list[Row]:
     """Return the rows of all parts that are wanted."""
-    from kvpool.cli.bench import decode, moves, prefill, stores
+    from kvpool.cli.bench import decode, moves, prefill, scores, stores
     from kvpool.cli.bench.cache import WrongResult
 
     all_parts = {
@@ -80,6 +80,7 @@ def measure(bench: Bench, *, quiet: bool) -> list[Row]:
         "write": Part(moves.count, moves.write_rows),
         "copy": Part(moves.count, moves.copy_rows),
         "stores": Part(stores.count, stores.rows),
+        "scores": Part(scores.count, scores.rows),
     }
     parts = [part for name, part in all_parts.items() if name in bench.settings.parts]
     with progress(sum(part.count(bench) for part in parts), quiet) as bench.say:

@@ -13,12 +13,14 @@ REPETITIONS = 15
 BLOCK_SIZE = 16
 HEADS = (32, 8, 128)  # query heads, KV heads, head dim
 NUM_TOKENS = 16384  # of all contexts together
+SCORES_CONTEXT = 4096
 DECODE = {"float32": (1.5, 1.2), "bfloat16": (1.8, 1.3), "float16": (1.8, 1.25)}  # gate, goal
 GAIN = (0.9, 1.0)
 TORCH = (2.0, 2.5)
 PREFILL = (75.0, 90.0)
 WRITE = (1.4, 1.15)
 COPY = (1.1, 1.0)
+RAW_SCORES = (1.03, 1.015)
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,10 @@ def decide(rows: Sequence[Row], settings: Settings) -> list[Gate]:
             able = [row for row in mine if row.part == "stores" and is_able(row) and not row.is_cached]
             name = f"two stores, two threads, {dtype}"
             gates.append(worst(name, "x gain of the read", *GAIN, False, able, share_of_gain))
+        if "scores" in settings.parts:
+            able = [row for row in mine if is_able_scores(row) and is_standard(settings)]
+            name = f"decode with raw scores {dtype}"
+            gates.append(worst(name, "x without", *RAW_SCORES, True, able, lambda row: row.median_ratio))
     return gates
 
 
@@ -110,6 +116,11 @@ def is_able_decode(row: Row) -> bool:
     """Whether a row of decode decides: memory decides its time, and blocks have the standard size."""
     is_large = not row.is_cached and row.batch * row.context >= NUM_TOKENS
     return row.part == "decode" and is_able(row) and is_large and row.block_size == BLOCK_SIZE
+
+
+def is_able_scores(row: Row) -> bool:
+    """Whether a row of scores decides: cached or not, the context must outweigh the call."""
+    return row.part == "raw" and is_able(row) and row.context >= SCORES_CONTEXT
 
 
 def is_standard(settings: Settings) -> bool:

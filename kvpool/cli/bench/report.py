@@ -17,6 +17,7 @@ from kvpool.cli.bench.gates import BLOCK_SIZE, Gate, summary
 from kvpool.cli.bench.rows import Row, tokens
 from kvpool.cli.bench.settings import RIVALS
 from kvpool.cli.machine import cache_nbytes, cpu_model, huge_pages
+from kvpool.config import format_nbytes
 
 WIDTH = 200  # of a table where no terminal says: it is not folded
 
@@ -52,7 +53,7 @@ def show(bench: Bench, rows: Sequence[Row], gates: Sequence[Gate], seconds: floa
     print(f"load before: {bench.load:.1f}{', others were at work' if bench.load > 0.5 else ''}\n")
     title = "Decode: time / time to read the same K and V; how many times faster than dense attention"
     print_table(title, decode_lines(rows))
-    print_table("Prefill, moving bytes, two stores", other_lines(rows))
+    print_table("Prefill, moving bytes, two stores, scores", other_lines(rows))
     print_table("Gates: the worst row of each", gate_lines(gates))
     reasons: dict[str, list[str]] = {}
     for what, why in bench.left_out:
@@ -101,11 +102,14 @@ def other_lines(rows: Sequence[Row]) -> Lines:
             "prefill": f"{100 / row.ratio:.0f} % of sgemm",
             "write": f"{row.ratio:.2f} x memcpy",
             "copy": f"{row.ratio:.2f} x memcpy",
+            "raw": f"{row.median_ratio:.3f} x without scores, which take {format_nbytes(row.scores_nbytes or 0)}",
+            "mass": f"{row.median_ratio:.3f} x without scores, which take {format_nbytes(row.scores_nbytes or 0)}",
             "stores": f"{row.gain or 0:.2f} x one thread, the read {row.yardstick_gain or 0:.2f} x",
         }
         if row.part in compared:
             remark = "" if row.is_complete else "disturbed"
-            lines.append((f"{row.part} {row.name}", f"{row.best * 1e3:.2f} ms", compared[row.part], remark))
+            part = f"{row.part} scores" if row.part in ("raw", "mass") else row.part
+            lines.append((f"{part} {row.name}", f"{row.best * 1e3:.2f} ms", compared[row.part], remark))
     return lines if len(lines) > 1 else []
 
 

@@ -17,12 +17,13 @@ class Row:
 
     Attributes
     ----------
-    part : {"decode", "prefill", "write", "copy", "stores"}
+    part : {"decode", "prefill", "write", "copy", "stores", "raw", "mass"}
+        The last two are decode that exports scores.
     batch, context, block_size : int
         Rows of the batch, tokens of each row's context, tokens per block.
     nbytes : int
         What the yardstick moves: K and V of all contexts, or the stored bytes.
-    yardstick : {"read", "sgemm", "memcpy"}
+    yardstick : {"read", "sgemm", "memcpy", "decode"}
         What the time is compared with, at the same work and the same number of threads.
     best, median, yardstick_best, yardstick_median : float
     repetitions, rejected : int
@@ -35,6 +36,8 @@ class Row:
         Largest difference from float64 attention, as a share of the largest result of a head.
     gain, yardstick_gain : float, optional
         Stores only: what a second thread brings, to the kernels and to the read.
+    scores_nbytes : int, optional
+        Scores only: memory of theirs, scratch included.
     """
 
     part: str
@@ -57,6 +60,7 @@ class Row:
     error: float | None = None
     gain: float | None = None
     yardstick_gain: float | None = None
+    scores_nbytes: int | None = None
 
     @property
     def ratio(self) -> float:

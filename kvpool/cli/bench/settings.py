@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvpool.cli.console import CommandError, whole
 
-PARTS = ("decode", "prefill", "write", "copy", "stores")
+PARTS = ("decode", "prefill", "write", "copy", "stores", "scores")
 DTYPES = ("float32", "bfloat16", "float16")
 LAYOUTS = ("NHD", "HND")
 RIVALS = ("numpy", "torch", "mlx")

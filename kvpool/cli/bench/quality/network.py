@@ -23,12 +23,12 @@ class Shape:
     """Sizes of the model."""
 
     vocab: int = 264
-    dim: int = 64
+    dim: int = 96
     layers: int = 2
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 32
-    hidden: int = 192
+    hidden: int = 256
     theta: float = 10000.0
 
     def config(self) -> dict[str, Any]:

@@ -1,0 +1,127 @@
+"""Two loops of decode steps: from C through the capsule, and the core's own. Built when they are asked for.
+
+``python -m benchmarks.capi_loops``: how many times the instructions and the time of the second the first takes.
+"""
+
+import ctypes
+import functools
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+import kvpool
+from benchmarks.baselines import BUILD, HERE, load_c
+
+ROWS, STEPS = 64, 256
+BLOCK_SIZE = 16
+LOOPS = ("capsule", "core")
+
+
+@functools.cache
+def core_steps():
+    """Return the function of core_loop.pyx, compiled unless that was done already."""
+    source, library = HERE / "core_loop.pyx", BUILD / f"core_loop{sysconfig.get_config_var('EXT_SUFFIX')}"
+    newest = max(file.stat().st_mtime for file in [source, *Path(kvpool.__file__).parent.glob("*.pxd")])
+    if not library.exists() or library.stat().st_mtime < newest:
+        BUILD.mkdir(parents=True, exist_ok=True)
+        code, lookup = BUILD / "core_loop.c", ["-undefined", "dynamic_lookup"] * (sys.platform == "darwin")
+        subprocess.run([sys.executable, "-m", "cython", "-I", HERE.parent, source, "-o", code], check=True)
+        compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
+        include = f"-I{sysconfig.get_path('include')}"
+        subprocess.run([*compiler, "-O3", "-shared", "-fPIC", *lookup, include, code, "-o", library], check=True)
+    spec = importlib.util.spec_from_file_location("core_loop", library)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.core_steps
+
+
+@functools.cache
+def capi_steps():
+    """Return the function of capi_loop.c, and the table of functions that it takes."""
+    library = ctypes.PyDLL(load_c("capi_loop")._name)  # keeps the GIL
+    library.capi_steps.argtypes = [*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 2, ctypes.c_int]
+    get = ctypes.pythonapi.PyCapsule_GetPointer
+    get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    return library.capi_steps, get(kvpool._C_API, b"kvpool._C_API")
+
+
+def decoding(rows=ROWS, *, in_order=True):
+    """Return a pool, a plan and the handles of `rows` sequences of staggered lengths, room for a long run."""
+    width = 1 << 12
+    pool = kvpool.Pool(rows * width + 1, BLOCK_SIZE, max_seqs=rows, max_blocks_per_seq=width, in_order=in_order, seed=1)
+    plan, handles = kvpool.Plan(pool, rows), np.array([pool.open() for _ in range(rows)], np.int64)
+    prompts = kvpool.Plan(pool, rows, rows * BLOCK_SIZE)
+    pool.step(prompts, handles, 1 + np.arange(rows) % BLOCK_SIZE)
+    if not in_order:
+        pool.done(prompts)
+    return pool, plan, handles
+
+
+def loop(who, steps=STEPS, *, in_order=True):
+    """Return a function that makes `steps` decode steps, and its pool."""
+    pool, plan, handles = decoding(in_order=in_order)
+    if who == "core":
+        function, arguments = core_steps(), (pool, plan, handles, steps)
+    else:
+        function, table = capi_steps()
+        arguments = (table, id(pool), id(plan), handles.ctypes.data, len(handles), steps, not in_order)
+
+    def run(keep=(pool, plan, handles)):
+        if function(*arguments):
+            raise RuntimeError(f"a step of the {who}'s loop failed")
+
+    return run, pool
+
+
+def time_ratio(rounds=40):
+    """Return the capsule's time over the core's, of the best rounds; the two take turns."""
+    loops = {who: loop(who)[0] for who in LOOPS}
+    best = dict.fromkeys(LOOPS, float("inf"))
+    for run in loops.values():
+        run()
+    for _ in range(rounds):
+        for who, run in loops.items():
+            start = time.thread_time_ns()
+            run()
+            best[who] = min(best[who], time.thread_time_ns() - start)
+    return best["capsule"] / best["core"]
+
+
+def instructions(who, steps):
+    """Return the instructions of a process that makes so many steps, by callgrind."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out"
+        command = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={out}", sys.executable]
+        environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONMALLOC": "malloc"}
+        subprocess.run(
+            [*command, "-m", "benchmarks.capi_loops", who, str(steps)], check=True, capture_output=True,
+            cwd=HERE.parent, env=environment,
+        )  # fmt: skip
+        return int(re.search(r"^(?:summary|totals): (\d+)", out.read_text(), re.MULTILINE)[1])
+
+
+def instruction_counts():
+    """Return instructions per step of both loops, or None without valgrind: the difference of two runs."""
+    if shutil.which("valgrind") is None:
+        return None
+    return {who: (instructions(who, 2064) - instructions(who, 16)) / 2048 for who in LOOPS}
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 3:
+        loop(sys.argv[1], int(sys.argv[2]))[0]()
+    else:
+        counts = instruction_counts()
+        ratio = counts and round(counts["capsule"] / counts["core"], 4)
+        print(json.dumps({"instructions per step": counts, "ratio": ratio, "time ratio": round(time_ratio(), 4)}))

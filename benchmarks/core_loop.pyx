@@ -1,0 +1,38 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
+"""The core's own loop: decode steps by its C functions one after the other, without the GIL and without a check of
+arguments. For measuring what the C interface adds; the core's functions are no interface.
+"""
+from libc.stdint cimport INT64_MAX, int64_t
+
+from kvpool._args cimport Ints
+from kvpool._plan cimport Plan
+from kvpool._pool cimport Pool
+from kvpool._step cimport Limits, Verdict, step_check, step_commit, step_release_holds
+from kvpool._types cimport OK
+from kvpool._wire cimport wire_emit
+
+
+def core_steps(Pool pool, Plan plan, const int64_t[::1] handles, int64_t steps):
+    """Make decode steps in a pool that is in order; return 0, or what step_check says."""
+    cdef Ints rows, new
+    cdef Limits limits
+    cdef Verdict verdict
+    cdef int status = OK
+    rows.data, rows.size, rows.width = &handles[0], handles.shape[0], 8
+    new.data, new.size, new.scalar = NULL, -1, 1
+    limits.max_tokens = plan.max_tokens_
+    limits.seq_tokens = min(plan.seq_limit, pool.seqs.max_blocks * pool.blocks.block_size)
+    limits.table_width = plan.wire.table_width
+    with nogil:
+        while status == OK and steps > 0:
+            steps -= 1
+            pool.seqs.stamp += 1
+            status = step_check(&plan.step, &pool.seqs, &pool.blocks, &rows, &new, &limits, True, False, &verdict)
+            if status == OK:
+                plan.step.id = pool.next_step
+                pool.next_step += 1
+                step_commit(&plan.step, &pool.seqs, &pool.blocks, <const int64_t*>rows.data, True, False)
+                wire_emit(&plan.wire, &plan.step, &pool.seqs, &pool.blocks, 0, 0)
+                step_release_holds(&plan.step, &pool.blocks)
+                plan.step.log_size = 0
+    return status

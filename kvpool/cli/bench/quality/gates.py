@@ -1,0 +1,89 @@
+"""What has to hold, whatever the tables say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvpool.cli.bench.quality.answers import Quality, more
+from kvpool.cli.bench.quality.tables import Table, of
+
+ERRORS = 2.0
+LOST = 0.5
+INT8 = 0.2
+
+
+@dataclass(frozen=True)
+class Gate:
+    """One promise: `value` has to be at most `limit`. NaN is not."""
+
+    name: str
+    value: float
+    limit: float
+    note: str = ""
+
+    @property
+    def holds(self) -> bool:
+        """Whether it does."""
+        return self.value <= self.limit
+
+
+def judge(tables: Mapping[str, Table], context: int) -> list[Gate]:
+    """Return all gates, of the tables ``max_kv``, ``policies`` and ``bits``."""
+    sweep = tables["max_kv"]
+    budgets = sorted({q.policy.max_kv for q, _ in sweep if 0 < q.policy.max_kv <= context // 2})
+    found = [
+        no_worse(budget, of(sweep, kind="h2o", max_kv=budget), of(sweep, kind="rotating", max_kv=budget))
+        for budget in budgets
+    ]
+    table, budget = tables["policies"], context // 4
+    whole, stock = of(table, kind="unlimited"), of(table, kind="rotating", max_kv=budget)
+    ours = of(table, kind="h2o", heavy=budget // 2, scores="mass")
+    found.append(recall(f"recall at {budget}: H2O heavy", whole, stock, ours))
+    found.append(blind(whole, stock, budget))
+    return found + [int8(tables["bits"], kind) for kind in ("unlimited", "h2o")]
+
+
+def no_worse(budget: int, ours: Quality, stock: Quality) -> Gate:
+    """H2O heavy loses no more perplexity of code than rotating, and two standard errors."""
+    difference, error = more(ours.code_nats, stock.code_nats)
+    note = f"perplexity {ours.code_perplexity:.3f} against {stock.code_perplexity:.3f}, {len(ours.nats)} seeds"
+    return Gate(f"max_kv {budget}: nats of H2O heavy over rotating's", difference, ERRORS * error, note)
+
+
+def recall(name: str, whole: Quality, stock: Quality, ours: Quality) -> Gate:
+    """Eviction loses at most half of the recall that rotating loses."""
+    lost, lost_by_stock = (float((whole.recall - q.recall).mean()) for q in (ours, stock))
+    note = f"{whole.recall.mean():.1%} unlimited, {stock.recall.mean():.1%} rotating, {ours.recall.mean():.1%}"
+    return Gate(
+        f"{name} loses, over what rotating loses",
+        lost / lost_by_stock if lost_by_stock > 0 else float("nan"),
+        LOST,
+        note,
+    )
+
+
+def blind(whole: Quality, stock: Quality, budget: int) -> Gate:
+    """The task is one: the model does it, and rotating cannot."""
+    kept = float(stock.recall.mean() / whole.recall.mean()) if whole.recall.mean() > 0 else float("nan")
+    return Gate(f"recall at {budget}: of rotating, over unlimited's", kept, 0.5, "the window is shorter than the way")
+
+
+def int8(table: Table, kind: str) -> Gate:
+    """K and V in int8 are within 0.2 points of perplexity of float16."""
+    dense, packed = (of(table, kind=kind, k_bits=bits, v_bits=bits).perplexity for bits in (None, 8))
+    return Gate(f"int8 {kind}: points of perplexity from fp16", abs(packed - dense), INT8, f"{dense:.3f}, {packed:.3f}")
+
+
+def held(gates: Sequence[Gate]) -> bool:
+    """Whether all do."""
+    return all(gate.holds for gate in gates)
+
+
+def text(gates: Sequence[Gate]) -> str:
+    """Return a line for each."""
+    width = max(len(gate.name) for gate in gates)
+    return "\n".join(
+        f"{'ok' if gate.holds else 'NO'} {gate.name:{width}} {gate.value:>8.4f} <= {gate.limit:<8.4f} {gate.note}"
+        for gate in gates
+    )

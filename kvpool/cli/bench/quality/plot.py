@@ -1,0 +1,68 @@
+"""Quality against memory: a curve for each policy over its budgets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kvpool.cli.bench.quality.tables import Table
+
+INK, MUTED, GRID = "#1f2328", "#59636e", "#e6e8eb"
+CURVES = {
+    "rotating": ("rotating (keep 4)", "#d9822b", "s"),
+    "block": ("block eviction", "#7a5fb0", "^"),
+    "h2o": ("H2O heavy", "#1f6feb", "o"),
+}
+
+
+def draw(path: Path, table: Table, title: str) -> None:
+    """Write a PNG of the table ``max_kv``: perplexity of code, and recall, over the bytes of K and V of a sequence.
+
+    Raises
+    ------
+    OSError
+        It cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.6), dpi=130, facecolor="white")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    figure.subplots_adjust(left=0.075, right=0.98, top=0.8, bottom=0.13, wspace=0.22)
+    figure.text(0.075, 0.93, "Quality against memory", size=14, weight="bold", color=INK)
+    figure.text(0.075, 0.885, title, size=9.5, color=MUTED)
+    whole = next(quality for question, quality in table if question.policy.kind == "unlimited")
+    for axes, name in ((left, "perplexity of code"), (right, "definitions recalled, %")):
+        _curves(axes, table, is_recall=axes is right)
+        level = 100 * whole.recall.mean() if axes is right else whole.code_perplexity
+        axes.axhline(level, color=INK, linewidth=0.9, linestyle=(0, (5, 3)), label="everything kept")
+        _name(axes, name)
+    right.set_ylim(-4, 104)
+    left.legend(frameon=False, fontsize=9, labelcolor=INK)
+    figure.savefig(path, format="png")
+
+
+def _curves(axes: Any, table: Table, *, is_recall: bool) -> None:
+    for kind, (label, color, marker) in CURVES.items():
+        rows = [quality for question, quality in table if question.policy.kind == kind]
+        values = [100 * q.recall.mean() if is_recall else q.code_perplexity for q in rows]
+        errors = None
+        if is_recall and len(rows) and len(rows[0].recall) > 1:
+            errors = [100 * float(q.recall.std(ddof=1)) / len(q.recall) ** 0.5 for q in rows]
+        axes.errorbar(
+            [q.nbytes / 1024 for q in rows], values, yerr=errors,
+            color=color, marker=marker, markersize=5, linewidth=1.6, capsize=2, label=label,
+        )  # fmt: skip
+
+
+def _name(axes: Any, title: str) -> None:
+    axes.set_title(title, loc="left", size=10.5, color=INK)
+    axes.set_xlabel("K and V of a sequence, KiB", color=MUTED)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=MUTED, labelsize=8.5, length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(GRID)

@@ -1,0 +1,197 @@
+"""Policies and what they remember: which tokens stay, by an oracle that sorts everything, and what is refused."""
+
+import numpy as np
+import pytest
+
+from kvpool.eviction import H2O, BlockEviction, Memory, Policy, SlidingWindow, advise, block_sums, check_backend
+from kvpool.protocol import Capabilities
+
+LAYERS, HEADS, BLOCK = 2, 3, 4
+
+
+def memory(policy, rows=1):
+    return Memory(policy, LAYERS, HEADS, BLOCK, rows)
+
+
+def draw(seed, rows, length):
+    return np.random.default_rng(seed).standard_normal((LAYERS, rows, HEADS, length)).astype(np.float32)
+
+
+def test_advice_is_a_quarter_and_half_of_that():
+    assert advise(4096) == (1024, 512)
+    with pytest.raises(ValueError, match=r"\[advise\] context is 8"):
+        advise(8)
+
+
+@pytest.mark.parametrize("alpha", [0.5, 0.95])
+@pytest.mark.parametrize("kind", ["raw", "mass"])
+def test_scores_are_a_moving_average_that_begins_with_the_first_one(alpha, kind):
+    policy = H2O(max_kv=64, alpha=alpha, kind=kind)
+    known, expected = memory(policy, 3), np.zeros((LAYERS, 3, HEADS, 40), np.float64)
+    lens = np.array([3, 10, 1])
+    for step in range(12):
+        new = draw(step, 3, int(lens.max()))
+        for row, n in enumerate(lens.tolist()):
+            seen = np.abs(new[:, row, :, :n])
+            before = n - 2 if step else 0  # two tokens a step; with the first one all are new
+            expected[:, row, :, :before] *= alpha
+            expected[:, row, :, :before] += (1 - alpha) * seen[..., :before]
+            expected[:, row, :, before:n] = seen[..., before:]
+        known.observe(new.copy(), lens)
+        lens = lens + 2
+    for row, n in enumerate((lens - 2).tolist()):
+        np.testing.assert_allclose(known.scores[:, row, :, :n], expected[:, row, :, :n], rtol=1e-5)
+        assert known.known[row] == n
+
+
+def test_rows_without_a_query_learn_nothing():
+    known = memory(H2O(max_kv=64), 2)
+    known.observe(np.ones((LAYERS, 2, HEADS, 5), np.float32), np.array([5, 5]))
+    known.observe(np.full((LAYERS, 2, HEADS, 6), 9, np.float32), np.array([6, 5]), np.array([True, False]))
+    assert (known.scores[:, 1, :, :5] == 1).all() and known.known.tolist() == [6, 5]
+    assert (known.scores[:, 0, :, :5] > 1).all()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_h2o_keeps_sinks_the_newest_and_the_heaviest(seed):
+    policy = H2O(max_kv=32, sink=3, heavy=14, slack=4)
+    known, n = memory(policy, 2), 50
+    scores = draw(seed, 2, n)
+    known.observe(scores.copy(), np.array([n, n]))
+    (_, target) = policy.lens_after(np.array([31, n]), BLOCK)
+    assert target == 28
+    keep = known.select(1, n, target)
+    assert keep.shape == (LAYERS, HEADS, target) and (np.diff(keep) > 0).all()
+    for layer in range(LAYERS):
+        for head in range(HEADS):
+            middle = np.abs(scores[layer, 1, head, 3 : n - 15])
+            heaviest = 3 + np.argsort(middle)[::-1][:10]
+            due = sorted({0, 1, 2, *range(n - 15, n), *heaviest.tolist()})
+            assert keep[layer, head].tolist() == due
+
+
+def test_sliding_window_keeps_sinks_and_the_newest():
+    policy = SlidingWindow(max_kv=12, sink=2, slack=3)
+    assert policy.lens_after(np.array([11, 12, 40]), BLOCK).tolist() == [11, 9, 9]
+    keep = memory(policy).select(0, 12, 9)
+    assert (keep == [0, 1, 5, 6, 7, 8, 9, 10, 11]).all() and keep.shape == (LAYERS, HEADS, 9)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_blocks_with_the_lowest_scores_leave(seed):
+    policy = BlockEviction(max_kv=24, sink=5, recent_tokens=6)
+    known, n = memory(policy), 39
+    scores = draw(seed, 1, n)
+    known.observe(scores.copy(), np.array([n]))
+    target = int(policy.lens_after(np.array([n]), BLOCK)[0])
+    assert target == 23  # four blocks
+    sums = [float(np.abs(scores[..., b * 4 : b * 4 + 4]).sum()) for b in range(2, 8)]  # blocks 2 .. 7 may leave
+    due = sorted(2 + int(i) for i in np.argsort(sums)[:4])
+    assert known.select(0, n, target).tolist() == due
+
+
+def test_blocks_leave_as_far_as_there_are_any_to_choose_from():
+    policy = BlockEviction(max_kv=16, sink=4, recent_tokens=8)
+    lens = np.array([15, 16, 17, 19, 20, 60])
+    after = policy.lens_after(lens, BLOCK)
+    assert after.tolist() == [15, 12, 13, 15, 12, 12] and ((lens - after) % BLOCK == 0).all()
+
+
+def test_positions_follow_what_moves():
+    policy = H2O(max_kv=16, sink=2, heavy=6, slack=3)
+    known, held = memory(policy), np.tile(np.arange(20), (LAYERS, HEADS, 1))
+    tokens = 20
+    for step in range(6):
+        n = held.shape[2]
+        known.observe(draw(step, 1, n), np.array([n]))
+        keep = known.select(0, n, 13)
+        known.evicted(0, n, keep, tokens)
+        held = np.take_along_axis(held, keep, -1)
+        assert (known.positions(0, 13, tokens) == held).all()
+        new = np.arange(tokens, tokens + 3 + step)
+        tokens += len(new)
+        held = np.concatenate([held, np.broadcast_to(new, (LAYERS, HEADS, len(new)))], axis=-1)
+        assert (known.positions(0, held.shape[2], tokens) == held).all()
+    assert known.nbytes == known.scores.nbytes + LAYERS * HEADS * 13 * 4
+
+
+def test_positions_follow_blocks_that_leave():
+    policy = BlockEviction(max_kv=16, sink=1, recent_tokens=4)
+    known = memory(policy)
+    known.observe(draw(0, 1, 18), np.array([18]))
+    known.evicted(0, 18, np.array([1, 3]), 18)
+    assert known.positions(0, 11, 19)[0, 0].tolist() == [0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18]
+
+
+def test_rows_of_a_memory_are_copied_kept_and_cut():
+    policy = H2O(max_kv=64)
+    one, two = memory(policy, 2), memory(policy, 1)
+    one.observe(draw(1, 2, 9), np.array([9, 4]))
+    two.observe(draw(2, 1, 30), np.array([30]))
+    one.append(two, [0, 0])
+    assert one.known.tolist() == [9, 4, 30, 30] and (one.scores[:, 3, :, :30] == two.scores[:, 0, :, :30]).all()
+    one.keep_rows([3, 0])
+    one.truncate(np.array([12, 20]))
+    assert one.known.tolist() == [12, 9]
+    two.scores[:] = 7
+    assert not (one.scores == 7).any()  # copies
+
+
+def test_block_sums_are_sums_of_what_is_there():
+    scores = draw(3, 2, 10)
+    sums = block_sums(scores, np.array([10, 5]), 4)
+    assert sums.shape == (LAYERS, 2, HEADS, 3)
+    np.testing.assert_allclose(sums[:, 1, :, 1], scores[:, 1, :, 4], rtol=1e-6)
+    assert not sums[:, 1, :, 2].any()
+    np.testing.assert_allclose(sums[:, 0].sum(-1), scores[:, 0].sum(-1), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: H2O(max_kv=8), r"\[H2O\] max_kv is 8, too small for sink 4 \+ heavy 4"),
+        (lambda: H2O(max_kv=64, heavy=60), r"\[H2O\] max_kv is 64, too small"),
+        (lambda: H2O(max_kv=64, heavy=8, slack=9), r"\[H2O\] max_kv is 64, smaller than sink 4 \+ recent 52"),
+        (lambda: H2O(max_kv=64, alpha=0.0), r"\[H2O\] alpha is 0.0, it must be in \(0, 1\)"),
+        (lambda: H2O(max_kv=64, alpha=1.0), r"\[H2O\] alpha is 1.0"),
+        (lambda: H2O(max_kv=64, alpha=float("nan")), r"\[H2O\] alpha is nan"),
+        (lambda: H2O(max_kv=64, kind="weights"), r"\[H2O\] kind is 'weights', it must be one of raw, mass"),
+        (lambda: H2O(max_kv=0), r"\[H2O\] max_kv is 0, the least is 1"),
+        (lambda: H2O(max_kv=64, sink=-1), r"\[H2O\] sink is -1"),
+        (lambda: SlidingWindow(max_kv=5), r"\[SlidingWindow\] max_kv is 5, too small for sink 4 \+ slack 1"),
+        (lambda: SlidingWindow(max_kv=64, slack=0), r"\[SlidingWindow\] slack is 0"),
+        (lambda: BlockEviction(max_kv=4), r"\[BlockEviction\] max_kv is 4, smaller than sink 4 \+ recent 1"),
+        (lambda: BlockEviction(max_kv=64, alpha=2.0), r"\[BlockEviction\] alpha is 2.0"),
+    ],
+)
+def test_bad_numbers_are_refused_when_a_policy_is_made(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("value", [True, 1.5, "64", None])
+def test_numbers_of_other_types_are_refused(value):
+    for make in (lambda: H2O(max_kv=value), lambda: SlidingWindow(max_kv=64, sink=value), lambda: advise(value)):
+        with pytest.raises(TypeError):
+            make()
+    with pytest.raises(TypeError, match="alpha must be a float"):
+        H2O(max_kv=64, alpha=value if value != 1.5 else "0.5")
+
+
+def test_backends_that_cannot_are_named():
+    plain = Capabilities("plain", ("NHD",), ("float32",))
+    with pytest.raises(ValueError, match=r"\[H2O\] backend 'plain' exports no scores 'raw', none at all"):
+        check_backend(H2O(max_kv=64), plain)
+    with pytest.raises(ValueError, match=r"\[SlidingWindow\] backend 'plain' cannot move tokens"):
+        check_backend(SlidingWindow(max_kv=64), plain)
+    can = Capabilities("can", ("NHD",), ("float32",), scores=("mass",))
+    check_backend(BlockEviction(max_kv=64), can)
+    with pytest.raises(ValueError, match=r"exports no scores 'raw', only \['mass'\]"):
+        check_backend(H2O(max_kv=64), can)
+
+
+def test_policies_are_values():
+    assert H2O(max_kv=64) == H2O(max_kv=64) != H2O(max_kv=64, heavy=20)
+    assert isinstance(H2O(max_kv=64), Policy) and H2O(max_kv=64).scores == "raw"
+    with pytest.raises(AttributeError):
+        H2O(max_kv=64).max_kv = 3

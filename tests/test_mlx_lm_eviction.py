@@ -1,0 +1,229 @@
+"""Eviction under mlx-lm's own engines: budgets hold, positions go on, and nobody else's tokens change."""
+
+import copy
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import KVCache
+from mlx_models import batch_tokens, on_cpu, random_prompts, solo_tokens, tiny_llama
+
+from kvpool import Pool
+from kvpool.adapters.mlx_lm import install, make_cache
+from kvpool.errors import OutOfBlocks
+from kvpool.eviction import H2O, BlockEviction, SlidingWindow
+
+POLICIES = {
+    "window": SlidingWindow(max_kv=20, sink=3),
+    "h2o": H2O(max_kv=20),
+    "h2o mass": H2O(max_kv=20, kind="mass", slack=5),
+    "blocks": BlockEviction(max_kv=20, recent_tokens=6),
+}
+PROMPT = random_prompts([33])[0]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama()
+
+
+@pytest.fixture
+def kv(model):
+    with on_cpu(), install(model, 200, block_size=4, prefix_cache=True) as paged:
+        yield paged
+        paged.pool.check()
+
+
+@pytest.fixture(params=POLICIES)
+def policy(request):
+    return POLICIES[request.param]
+
+
+def tokens(model, caches, prompt=PROMPT, n=40):
+    return solo_tokens(model, prompt, n, prompt_cache=caches)
+
+
+def test_budget_that_holds_the_context_changes_nothing(model, kv):
+    due = tokens(model, kv.make_cache())
+    for roomy in (H2O(max_kv=200), SlidingWindow(max_kv=200), BlockEviction(max_kv=200)):
+        caches = kv.make_cache(roomy)
+        assert tokens(model, caches) == due
+        assert kv.pool.kv_len(caches[0].batch.handles[0]) == caches[0].offset
+
+
+def test_budget_holds_while_a_sequence_generates(model, kv, policy):
+    caches = kv.make_cache(policy)
+    tokens(model, caches, n=60)
+    (handle,) = caches[0].batch.handles
+    assert caches[0].offset == kv.pool.num_tokens(handle) == len(PROMPT) + 60
+    assert kv.pool.kv_len(handle) == caches[0].size() <= policy.max_kv
+    assert kv.pool.stats().used <= -(-policy.max_kv // 4)
+    assert not caches[0].is_trimmable()
+
+
+class Dense(KVCache):
+    """A stock cache that keeps the sinks and the newest tokens, as `SlidingWindow` says, by plain slices."""
+
+    policy = POLICIES["window"]
+
+    def update_and_fetch(self, keys, values):
+        held = 0 if self.keys is None else self.keys.shape[2]
+        if held >= self.policy.max_kv:
+            recent = int(self.policy.lens_after(np.array([held]), 4)[0]) - self.policy.sink
+            parts = [(x[:, :, : self.policy.sink], x[:, :, held - recent :]) for x in (self.keys, self.values)]
+            self.keys, self.values = (mx.concatenate(pair, axis=2) for pair in parts)
+        if self.keys is not None:
+            keys = mx.concatenate([self.keys, keys], axis=2)
+            values = mx.concatenate([self.values, values], axis=2)
+        self.offset += keys.shape[2] - (0 if self.keys is None else self.keys.shape[2])
+        self.keys, self.values = keys, values
+        return keys, values
+
+    def make_mask(self, N, return_array=False, window_size=None):
+        if N == 1:
+            return None
+        held = 0 if self.keys is None else self.keys.shape[2]
+        held = int(self.policy.lens_after(np.array([held]), 4)[0])
+        return mx.arange(held + N)[None] <= mx.arange(held, held + N)[:, None]
+
+
+def test_window_says_what_a_dense_cache_that_slides_says(model, kv):
+    due = tokens(model, [Dense() for _ in range(kv.num_layers)], n=60)
+    assert tokens(model, kv.make_cache(POLICIES["window"]), n=60) == due
+
+
+def test_keys_of_the_first_layer_are_those_of_their_positions(model, kv, policy):
+    # They depend on token and position alone, so what stays must be, turned for turned, what nobody evicted has.
+    caches, whole = kv.make_cache(policy), kv.make_cache()
+    said = tokens(model, caches, n=50)
+    model(mx.array([PROMPT + said]), cache=whole)
+    backend, batch = kv.backend, caches[0].batch
+    length = int(batch.rows.lens[0])
+    places = batch.eviction.memory.positions(0, length, caches[0].offset)[0]
+    for got, all_of in zip(
+        backend.gather(0, kv.pool.table(batch.handles[0]), length),
+        backend.gather(0, kv.pool.table(whole[0].batch.handles[0]), whole[0].offset),
+        strict=True,
+    ):
+        due = np.take_along_axis(np.array(all_of), places.T[:, :, None].astype(np.int64), 0)
+        np.testing.assert_allclose(np.array(got), due, rtol=1e-5, atol=1e-5)
+    assert len({tuple(row) for row in places.tolist()}) >= (2 if "h2o" in str(policy).lower() else 1)
+
+
+def test_others_on_a_shared_prefix_say_what_they_say_alone(model, kv, policy):
+    due = tokens(model, kv.make_cache())
+    first = kv.make_cache()
+    tokens(model, first, n=2)
+    kv.commit(first, PROMPT + due)
+    kept, cached = kv.fetch(PROMPT)
+    kv.eviction = policy
+    evicting, found = kv.fetch(PROMPT)
+    assert cached == found == 32 and kv.pool.table(evicting[0].batch.handles[0]).tolist() == (
+        kv.pool.table(kept[0].batch.handles[0]).tolist()
+    )
+    tokens(model, evicting, PROMPT[found:])
+    assert kv.pool.kv_len(evicting[0].batch.handles[0]) <= policy.max_kv
+    assert tokens(model, kept, PROMPT[cached:]) == due
+    assert kv.fetch(PROMPT)[1] == cached  # the cache has what it had
+
+
+def test_fork_of_an_evicted_sequence_goes_its_own_way(model, kv, policy):
+    caches = kv.make_cache(policy)
+    tokens(model, caches)
+    other = copy.deepcopy(caches)
+    due = tokens(model, copy.deepcopy(caches), [5], 30)
+    tokens(model, caches, [7], 30)
+    assert tokens(model, other, [5], 30) == due
+
+
+def test_what_left_never_matters(model, kv, policy):
+    caches = kv.make_cache(policy)
+    tokens(model, caches)
+    due = tokens(model, copy.deepcopy(caches), [5], 30)
+    (handle,) = caches[0].batch.handles
+    mine, length, backend = kv.pool.table(handle), kv.pool.kv_len(handle), kv.backend
+    others = np.setdiff1d(np.arange(kv.pool.num_blocks), mine)
+    backend.import_blocks(others, np.full((others.size, backend.spec.block_nbytes), 255, np.uint8))  # NaN
+    if length % 4:
+        tail = np.array(backend.export_blocks(mine[-1:]))
+        rows = tail.reshape(-1, 4, tail.shape[1] // (2 * backend.spec.num_layers * 4))
+        rows[:, length % 4 :] = 255
+        backend.import_blocks(mine[-1:], tail)
+    assert tokens(model, caches, [5], 30) == due
+
+
+def test_rows_of_a_batch_say_what_each_says_alone(model, kv, policy):
+    prompts = random_prompts((33, 5, 21, 12, 40), seed=3)
+    kv.eviction = policy
+    limits = [30, 60, 12, 40, 25]
+    # As the engine does: all but the last token in chunks of seven, in passes of their own.
+    alone = [batch_tokens(model, [prompt], n)[0] for prompt, n in zip(prompts, limits, strict=True)]
+    together = batch_tokens(model, prompts, limits, prefill_batch_size=1)
+    assert together == alone
+    assert kv.summary().blocks_leaked == 0
+
+
+def test_cut_that_an_eviction_stands_behind_is_refused(model, kv):
+    caches = kv.make_cache(POLICIES["h2o"])
+    tokens(model, caches)
+    before = kv.pool.fingerprint()
+    with pytest.raises(ValueError, match=r"\[truncate\]"):
+        caches[0].trim(30)
+    assert kv.pool.fingerprint() == before
+
+
+def test_pass_that_is_taken_back_is_as_if_it_had_not_been(model, kv, policy):
+    caches, twin = kv.make_cache(policy), kv.make_cache(policy)
+    for one in (caches, twin):
+        tokens(model, one)
+    k = mx.zeros((1, 2, 1, 8))
+    caches[0].update_and_fetch(k, k)  # one layer of three
+    assert kv.recover()
+    assert tokens(model, caches, [5], 30) == tokens(model, twin, [5], 30)
+
+
+def test_evicted_sequence_is_not_committed(model, kv):
+    caches = kv.make_cache(POLICIES["h2o"])
+    said = tokens(model, caches)
+    assert kv.commit(caches, PROMPT + said) == 0 and kv.fetch(PROMPT)[1] == 0
+
+
+def test_caches_of_different_policies_stay_apart(model, kv):
+    one, two = kv.make_cache(POLICIES["h2o"]), kv.make_cache(POLICIES["window"])
+    with pytest.raises(ValueError, match=r"\[extend\]"):
+        type(one[0]).merge([one[0], two[0]])
+
+
+def test_pool_without_blocks_for_copies_is_out_of_blocks_and_as_before(model):
+    with on_cpu(), install(model, 10, block_size=4, eviction=POLICIES["h2o"]) as kv:
+        caches = kv.make_cache()
+        model(mx.array([PROMPT[:20]]), cache=caches)  # the next pass has to evict
+        forks = [copy.deepcopy(caches) for _ in range(2)]
+        merged = [type(caches[0]).merge([fork[layer] for fork in (caches, *forks)]) for layer in range(3)]
+        with pytest.raises(OutOfBlocks, match=r"\[unshare\]"):  # four blocks are free, each row needs five
+            model(mx.array([[5]] * 3), cache=merged)
+        assert [kv.pool.kv_len(h) for h in merged[0].batch.handles] == [20, 20, 20]
+        kv.pool.check()
+
+
+def test_policies_that_the_route_cannot_serve_are_refused(model):
+    with on_cpu():
+        with pytest.raises(ValueError, match=r"\[make_cache\] H2O needs scores, and this model's route is gather"):
+            install(model, 50, block_size=4, fused=False, eviction=POLICIES["h2o"])
+        with pytest.raises(TypeError, match="eviction must be a policy"):
+            install(model, 50, block_size=4, eviction=20)
+        with install(model, 50, block_size=4, fused=False, eviction=POLICIES["window"]) as gathered:
+            got = tokens(model, make_cache(model), n=60)
+            assert not gathered.is_fused
+        due = tokens(model, [Dense() for _ in range(gathered.num_layers)], n=60)
+        assert got == due
+    with pytest.raises(RuntimeError, match=r"\[make_cache\] the model has no paged cache here"):
+        make_cache(model, POLICIES["h2o"])
+
+
+def test_pool_that_is_done_at_once_evicts_too(model, policy):
+    with on_cpu(), install(model, pool=Pool(100, 4, in_order=True)) as kv:
+        caches = kv.make_cache(policy)
+        said = tokens(model, caches)
+    with on_cpu(), install(model, 100, block_size=4) as kv:
+        assert tokens(model, kv.make_cache(policy)) == said
