@@ -99,8 +99,8 @@ def install(
     spec, windows, callers = inspect_model(model, pool.block_size)
     backend = MLXBackend(with_bits(spec, **quantization), pool.num_blocks, kernels=kernels)
     sites, why_gather = _choose_route(callers, backend, fused)
-    options: dict[str, Any] = {"prefix_cache": prefix_cache, "overlap": overlap, "eviction": eviction}
-    return PagedKV(model, pool, backend, windows, sites=sites, why_gather=why_gather, **options)
+    routed: dict[str, Any] = {"sites": sites, "why_gather": why_gather, "overlap": overlap}
+    return PagedKV(model, pool, backend, windows, prefix_cache=prefix_cache, eviction=eviction, **routed)
 
 
 def require_tested_version(call: str) -> None:

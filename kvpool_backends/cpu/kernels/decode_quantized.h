@@ -6,6 +6,10 @@
  */
 typedef float v4 __attribute__((vector_size(16)));
 
+/* A group is few vectors where vectors are long: there its sums across lanes would cost more than a product for each
+ * vector of numbers, which all queries share. */
+enum { SCALE_NUMBERS = VL >= 16 };
+
 KV_INLINE v4 v4_load(const float *p) { v4 x; memcpy(&x, p, sizeof x); return x; }
 
 /* -------- scales and biases of a tile -------- */
@@ -96,14 +100,16 @@ KV_INLINE void numbers_of_4(kv_dtype dtype, const int rows, const char *const *t
     const char *const k[4] = {tokens[0] + offset, tokens[1] + offset, tokens[2] + offset, tokens[3] + offset};
     const int64_t stride = padded(plane->dim), size = plane->group_size, groups = kv_groups(plane);
     v4 total[4] = {{0}};
+    vf sum[4][4] = {{{0}}};
     for (int64_t g = 0; g < groups; g++) {
-        vf sum[4][4] = {{{0}}};
+        const v4 scale = v4_load(scales + g * TILE), bias = v4_load(biases + g * TILE);
         for (int64_t d = g * size; d < (g + 1) * size; d += PAIR) {
             vpair key[4];
             KV_UNROLL
             for (int t = 0; t < 4; t++) {
                 if (ahead != NULL) fetch(ahead[t] + ahead_offset, d, PAIR, ahead_bits);
                 key[t] = pair_load(dtype, k[t] + d * kv_bits(dtype) / 8);
+                if (SCALE_NUMBERS) key[t] = (vpair){key[t].a * scale[t], key[t].b * scale[t]};
             }
             KV_UNROLL
             for (int r = 0; r < rows; r++) {
@@ -112,15 +118,21 @@ KV_INLINE void numbers_of_4(kv_dtype dtype, const int rows, const char *const *t
                 for (int t = 0; t < 4; t++) sum[r][t] = v_fma(b, key[t].b, v_fma(a, key[t].a, sum[r][t]));
             }
         }
-        const v4 scale = v4_load(scales + g * TILE), bias = v4_load(biases + g * TILE);
         KV_UNROLL
         for (int r = 0; r < rows; r++) {
+            total[r] += bias * sums[r * groups + g];
+            if (SCALE_NUMBERS) continue;
             const four dots = v_sum4(sum[r][0], sum[r][1], sum[r][2], sum[r][3]);
-            total[r] += v4_load(dots.lane) * scale + bias * sums[r * groups + g];
+            total[r] += v4_load(dots.lane) * scale;
+            KV_UNROLL
+            for (int t = 0; t < 4; t++) sum[r][t] = v_set(0);
         }
     }
     KV_UNROLL
-    for (int r = 0; r < rows; r++) memcpy(scores + r * TILE, &total[r], sizeof total[r]);
+    for (int r = 0; r < rows; r++) {
+        if (SCALE_NUMBERS) total[r] += v4_load(v_sum4(sum[r][0], sum[r][1], sum[r][2], sum[r][3]).lane);
+        memcpy(scores + r * TILE, &total[r], sizeof total[r]);
+    }
 }
 
 /* Weights times scales, and what the biases add: `scaled` [groups][lanes][TILE], `shifts` [lanes][groups]. A weight of
