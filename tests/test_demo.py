@@ -54,6 +54,8 @@ class SmallSettings(Settings):
     open_rate: float = 1000.0
     open_running: int = 8
     dense_batch: int = 2
+    talk_tokens: int = 60
+    talk_budget: int = 32
 
 
 @pytest.fixture
@@ -469,7 +471,7 @@ def test_without_mlx_its_parts_are_not_run_and_not_held(small_demo, monkeypatch,
     monkeypatch.setitem(sys.modules, module, None)
     assert main(["demo", "--json", "--out", str(tmp_path / "p.png")]) == 1
     result = json.loads(capsys.readouterr().out)
-    assert set(result["not_run"]) == {"engine", "forks", "shared_prompt", "attention", "open_loop"}
+    assert set(result["not_run"]) == {"engine", "forks", "shared_prompt", "attention", "conversation", "open_loop"}
     assert all("pip install 'kvpool[mlx]'" in reason for reason in result["not_run"].values())
     assert result["claims"]["tokens_identical"] is False
     assert result["claims"]["step_same_tables"] is True

@@ -54,11 +54,11 @@ def install(
         As loaded by ``mlx_lm.load``. Inside the block ``model.make_cache`` makes paged caches, so every engine of
         mlx-lm uses them; it is set on this instance only and put back at the end. The caches outlive the block.
     num_blocks, block_size, max_seqs
-        Size of the pool to make: blocks (one of them reserved), tokens per block, sequences at a time.
+        Of the pool to make: blocks (one of them reserved), tokens per block, sequences at a time.
     prefix_cache : bool
-        Make the pool with a prefix cache, or use that of `pool`, for `PagedKV.fetch`, `commit` and `PagedPromptCache`.
+        Make the pool with a prefix cache, or use that of `pool`: for `PagedKV.fetch` and `commit`, `PagedPromptCache`.
     pool : kvpool.Pool, optional
-        Use this pool in place of a new one.
+        Use this pool.
     fused : bool, optional
         Attend straight over the pool (True), or gather every context for mlx-lm's own attention (False). By default
         the first, if there are kernels for it and the model is one of `attention_hook.KNOWN`. See `PagedKV.route`.
@@ -70,7 +70,7 @@ def install(
     strict : bool
         Refuse releases of mlx-lm that this adapter was not tested with.
     eviction : kvpool.eviction.Policy, optional
-        Let tokens of a sequence leave, in all caches that are not made with another policy by `PagedKV.make_cache`.
+        Let tokens of a sequence leave, in all caches that `PagedKV.make_cache` is not told another policy for.
     kv_bits, k_bits, v_bits, quant_group_size : int, optional
         Store both, or one of them, in 8 or 4 bits: `shapes.with_bits`. By the kernels of the CPU.
 
@@ -99,8 +99,8 @@ def install(
     spec, windows, callers = inspect_model(model, pool.block_size)
     backend = MLXBackend(with_bits(spec, **quantization), pool.num_blocks, kernels=kernels)
     sites, why_gather = _choose_route(callers, backend, fused)
-    routed: dict[str, Any] = {"sites": sites, "why_gather": why_gather, "overlap": overlap}
-    return PagedKV(model, pool, backend, windows, prefix_cache=prefix_cache, eviction=eviction, **routed)
+    kept: dict[str, Any] = {"prefix_cache": prefix_cache, "overlap": overlap, "eviction": eviction}
+    return PagedKV(model, pool, backend, windows, sites=sites, why_gather=why_gather, **kept)
 
 
 def require_tested_version(call: str) -> None:

@@ -74,7 +74,17 @@ def run(args: argparse.Namespace) -> int:
 
 def all_parts() -> list[Part]:
     """Return the parts in the order they run, which is the order of the table."""
-    from kvpool.cli.demo import attention, engine, forks, occupancy, open_loop, out_of_blocks, shared_prompt, step_cost
+    from kvpool.cli.demo import (
+        attention,
+        conversation,
+        engine,
+        forks,
+        occupancy,
+        open_loop,
+        out_of_blocks,
+        shared_prompt,
+        step_cost,
+    )
 
     return [
         engine.PART,
@@ -84,6 +94,7 @@ def all_parts() -> list[Part]:
         out_of_blocks.PART,
         shared_prompt.PART,
         attention.PART,
+        conversation.PART,
         open_loop.PART,
     ]
 

@@ -19,7 +19,7 @@ import numpy as np
 from mlx.utils import tree_map
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models import llama
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from kvpool.adapters.mlx_lm import PagedKV, Summary, install
 from kvpool.cli.console import CommandError
@@ -251,6 +251,50 @@ def decode(model: Any, num_rows: int, context: int, steps: int, block_size: int,
     finally:
         mx.set_default_device(device)
     return Decoded([list(row) for row in zip(*tokens[1:], strict=True)], ms[1:])
+
+
+@dataclass(frozen=True)
+class Talk:
+    """One sequence, token by token: what was fed, what came out of it, and what it took."""
+
+    tokens: list[int]
+    choices: list[int]  # the likeliest next token after each
+    logits: list[bytes]  # after each
+    most_held: int  # tokens in the cache at any time
+    nbytes: int  # of the cache, the most at any time
+
+    def share_like(self, other: Talk) -> float:
+        """Share of the choices that are those of another talk."""
+        return sum(a == b for a, b in zip(self.choices, other.choices, strict=True)) / len(self.choices)
+
+
+def talk(model: Any, tokens: list[int], length: int, cache: list[Any] | None) -> Talk:
+    """Feed `tokens` one by one, and the likeliest ones after them, up to `length`."""
+    cache = make_prompt_cache(model) if cache is None else cache
+    fed, most, nbytes = list(tokens[:length]), 0, 0
+    choices: list[int] = []
+    logits: list[bytes] = []
+    for at in range(length):
+        if at == len(fed):
+            fed.append(choices[-1])
+        out = model(mx.array([[fed[at]]]), cache=cache)[0, -1].astype(mx.float32)
+        logits.append(np.array(out).tobytes())
+        choices.append(int(mx.argmax(out)))
+        most = max(most, cache[0].size())
+        nbytes = max(nbytes, sum(layer.nbytes for layer in cache))
+    return Talk(fed, choices, logits, most, nbytes)
+
+
+def rotating_cache(model: Any, max_size: int) -> list[Any]:
+    """mlx-lm's caches of the newest tokens, and the first four."""
+    return [RotatingKVCache(max_size=max_size, keep=4) for _ in model.layers]
+
+
+def positions_held(caches: list[Any]) -> np.ndarray:
+    """Logical positions that a paged cache holds, ``[L, Hk, n]``."""
+    batch = caches[0].batch
+    batch.eviction.settle()
+    return np.array(batch.eviction.memory.positions(0, int(batch.rows.lens[0]), caches[0].offset))
 
 
 def install_pool(

@@ -34,6 +34,8 @@ class Settings:
     open_requests, open_rate, open_prefix, open_running, dense_batch
         The open-loop part: requests, arrivals per second, tokens that all of them begin with, sequences that run at a
         time, and how many of the longest length fit the pool.
+    talk_tokens, talk_budget
+        The conversation part: tokens, and how many of them may be held.
     seed : int
         Of every random number in the demo.
     """
@@ -61,4 +63,6 @@ class Settings:
     open_prefix: int = 128
     open_running: int = 16
     dense_batch: int = 4
+    talk_tokens: int = 200
+    talk_budget: int = 64
     seed: int = 0
