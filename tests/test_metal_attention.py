@@ -160,7 +160,7 @@ def test_a_row_gets_the_same_bits_in_any_batch(engine):
                 tiles=head_tiles(together.group, together.head_dim, queries),
             )
             step = attention_step(work, mx.array(together.tables[row : row + 1]), together.head_dim**-0.5)
-            alone = kernels.attend(0, mx.array(together.q[tokens]), *together.pools, step)
+            (alone,) = kernels.attend(0, mx.array(together.q[tokens]), *together.pools, step)
             np.testing.assert_array_equal(np.array(alone), out[tokens])
 
 
@@ -172,7 +172,8 @@ def test_strided_queries_are_read_where_they_are(engine):
     kernels = MetalKernels(batch.spec, batch.num_blocks, engine.factory(0))
     heads_first = mx.contiguous(mx.array(batch.q).swapaxes(0, 1)).swapaxes(0, 1)
     step = attention_step(work, mx.array(batch.tables), 1 / 8)
-    batch.check(np.array(kernels.attend(0, heads_first, *batch.pools, step)))
+    (out,) = kernels.attend(0, heads_first, *batch.pools, step)
+    batch.check(np.array(out))
 
 
 # Few kernels, many batches: compiling costs more than running.

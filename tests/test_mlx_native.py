@@ -11,6 +11,7 @@ import os
 import shutil
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -20,8 +21,9 @@ from mlx_models import batch_tokens, on_cpu, random_prompts, solo_tokens, tiny_g
 
 from kvpool.adapters.mlx_lm import install
 from kvpool.config import LAYOUTS, KVSpec
+from kvpool.errors import BackendUnavailable
 from kvpool.protocol import ArrayPlan, AttentionOptions
-from kvpool.testing import conformance, conformance_quantized
+from kvpool.testing import conformance
 from kvpool_backends.mlx import MLXBackend
 from kvpool_backends.mlx.native import load, loading, status
 from kvpool_backends.mlx.native.build import BuildError, build, compile_to
@@ -87,9 +89,15 @@ def test_native_backend_conforms(case, native):
     try:
         case(lambda spec, num_blocks: native(spec, num_blocks))
     except conformance.NotApplicable:
-        left_out = {"attention_weights_are_returned", "refused_specs_raise"}
-        left_out |= {case.__name__ for case in conformance_quantized.CASES} - {"other_bits_and_groups_are_refused"}
+        left_out = {"attention_weights_are_returned", "refused_specs_raise", "other_bits_and_groups_are_refused"}
         assert case.__name__ in left_out | {"scores_come_after_weights", "scores_out_is_filled_in_place"}
+
+
+def test_quantized_storage_is_not_for_the_native_route(native):
+    quantized = replace(KVSpec(2, 2, 32, "float32", 4), k_bits=8, quant_group_size=32)
+    assert type(native(quantized, 8)).__name__ == "KernelBackend"
+    with pytest.raises(BackendUnavailable, match="native=True, but the extension has no quantized storage"):
+        native(quantized, 8, native=True)
 
 
 def test_native_route_is_taken_where_it_is_built(native):

@@ -233,8 +233,10 @@ def _choose(
             return route
     elif kernels is not False:
         refusal = kernels_refusal()
+        if native and spec.is_quantized:
+            refusal = refusal or "the extension has no quantized storage"
         if refusal is None:
-            return _cpu_route(native is True or (not spec.is_quantized and with_native()))
+            return _cpu_route(not spec.is_quantized and with_native())
     if kernels or native:
         raise BackendUnavailable(f"[MLXBackend] {'kernels' if kernels else 'native'}=True, but {refusal}")
     from kvpool_backends.mlx.plain import PlainBackend

@@ -33,8 +33,8 @@ class NativeBackend(KernelBackend):
     A call never waits, so a step can be built while the one before runs (``mx.async_eval``), and the pool is never
     copied whatever is in flight. Calls take effect in the order in which they were made (`InPlacePool`), so a block
     may be given to another sequence as soon as the last call that uses it has returned, as on the eager route.
-    What reads or writes whole blocks (`gather`, `zero`, `export_blocks`, `import_blocks`, `read`) waits for what was
-    built before and works at once; `copy_blocks` is lazy.
+    What reads or writes whole blocks (`gather`, `compact`, `zero`, `export_blocks`, `import_blocks`, `read`) waits for
+    what was built before and works at once; `copy_blocks` is lazy.
 
     Threads: one at a time builds or evaluates. Threads may take turns, under a lock; who leaves has called `settle`,
     because what one thread has built MLX does not evaluate in another.
@@ -130,6 +130,11 @@ class NativeBackend(KernelBackend):
         """Copies of K ``[n, Hk, D]`` and V ``[n, Hk, Dv]``, the first `num_tokens` tokens of `blocks`."""
         self._lazy.wait()
         return super().gather(layer, blocks, num_tokens)
+
+    def compact(self, blocks: Sequence[int] | np.ndarray, keep: Sequence[int] | np.ndarray) -> None:
+        """Move the tokens of one sequence that stay to the front of its blocks."""
+        self._lazy.wait()
+        super().compact(blocks, keep)
 
     def zero(self, blocks: Sequence[int] | np.ndarray) -> None:
         """Set whole blocks to 0 in all layers."""
