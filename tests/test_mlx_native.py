@@ -86,8 +86,6 @@ def tokens(value, count=1, spec=SPEC):
 
 @pytest.mark.parametrize("case", conformance.CASES, ids=lambda case: case.__name__)
 def test_native_backend_conforms(case, native):
-    if case.__name__ == "other_bits_and_groups_are_refused":  # MLXBackend takes the eager route for such specs
-        return
     try:
         case(lambda spec, num_blocks: native(spec, num_blocks))
     except conformance.NotApplicable:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from kvpool.errors import BackendUnavailable
-from kvpool.protocol import ArrayPlan, AttentionOptions, Capabilities, PlanArrays, checked_options, checked_scores
+from kvpool.protocol import ArrayPlan, AttentionOptions, PlanArrays, checked_options, checked_scores
 from kvpool_backends.cpu._kernels import num_threads
 from kvpool_backends.mlx import native
 from kvpool_backends.mlx.kernels import KernelBackend
@@ -41,11 +41,6 @@ class NativeBackend(KernelBackend):
     """
 
     is_eager = False
-
-    @staticmethod
-    def capabilities() -> Capabilities:
-        """Those of the eager route, but for quantized storage."""
-        return replace(KernelBackend.capabilities(), quant_bits=(), quant_group_sizes=())
 
     def _allocate(self) -> None:
         module = native.load()
