@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from conftest import ONE_HANDLE_CALLS
 
-from kvpool.errors import ForeignHandle, OutOfSequences, StaleHandle
+from kvpool.errors import CapacityExceeded, ForeignHandle, OutOfSequences, StaleHandle
 
 LAST_GENERATION = 2**32 - 1
 
@@ -178,3 +178,25 @@ def test_is_open_answers_false_for_stale_and_foreign(make_pool):
     assert other.is_open(handle) is False
     pool.close(handle)
     assert pool.is_open(handle) is False
+
+
+@pytest.mark.parametrize(
+    ("second", "counts", "of_step", "of_can"),
+    [
+        (-5, [1000, 1], CapacityExceeded, ValueError),
+        (12345, [1000, 1], CapacityExceeded, ForeignHandle),
+        (12345, [-1, 1], ValueError, ForeignHandle),
+        (None, [1000, 1], CapacityExceeded, ValueError),
+        (None, [1, -1], ValueError, ValueError),
+    ],
+)
+def test_two_errors_in_a_batch_the_first_row_is_named_by_step_and_handles_come_first_in_can(
+    make_pool, make_plan, second, counts, of_step, of_can
+):
+    pool = make_pool(16, 4, max_seqs=4)
+    plan, first = make_plan(pool, 4, 16), pool.open(2)
+    handles = [first, first if second is None else second]
+    with pytest.raises(of_step):
+        pool.step(plan, handles, counts)
+    with pytest.raises(of_can):
+        pool.can(handles, counts)

@@ -587,25 +587,3 @@ def test_long_batch_of_dead_handles_is_refused_quickly(scene, refused, call):
 def test_unknown_format_is_a_value_error(scene, refused, name):
     with refused(scene.pool, ValueError, "Plan", repr(name)):
         scene.core.Plan(scene.pool, 4, formats=(name,))
-
-
-@pytest.mark.parametrize(
-    ("second", "counts", "of_step", "of_can"),
-    [
-        (-5, [1000, 1], CapacityExceeded, ValueError),
-        (12345, [1000, 1], CapacityExceeded, ForeignHandle),
-        (12345, [-1, 1], ValueError, ForeignHandle),
-        (None, [1000, 1], CapacityExceeded, ValueError),
-        (None, [1, -1], ValueError, ValueError),
-    ],
-)
-def test_two_errors_in_a_batch_the_first_row_is_named_by_step_and_handles_come_first_in_can(
-    make_pool, make_plan, second, counts, of_step, of_can
-):
-    pool = make_pool(16, 4, max_seqs=4)
-    plan, first = make_plan(pool, 4, 16), pool.open(2)
-    handles = [first, first if second is None else second]
-    with pytest.raises(of_step):
-        pool.step(plan, handles, counts)
-    with pytest.raises(of_can):
-        pool.can(handles, counts)
