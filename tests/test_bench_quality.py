@@ -238,6 +238,17 @@ def test_json_has_every_table_and_gates_decide_the_exit_status(small, capsys, tm
     assert main(args) == 0
 
 
+def test_long_documents_are_a_table_of_their_own(small, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "LONG", (1024,))
+    assert main(["bench", "quality", "--cache-dir", str(tmp_path), "--json", "--long", "--tables", "layers"]) == 0
+    found = json.loads(capsys.readouterr().out)["tables"]
+    assert found.keys() == {"long"}
+    assert [(row["tokens"], row["policy"], row["max_kv"], len(row["nats_of_seeds"])) for row in found["long"]] == [
+        *((1024, "unlimited", 0, 1), (1024, "rotating (keep 4)", 256, 1), (1024, "H2O heavy", 256, 1)),
+        *((1024, "rotating (keep 4)", 512, 1), (1024, "H2O heavy", 512, 1)),
+    ]
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

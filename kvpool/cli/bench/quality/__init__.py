@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
             layers = told.layers() if "layers" in wanted.tables else []
     except (ModelNotLoaded, ValueError, MemoryError) as exc:
         raise CommandError(str(exc) or "not enough memory") from None
-    decided = gates.judge(tables, wanted.context) if {"policies", "max_kv", "bits"} <= tables.keys() else []
+    decided = gates.judge(tables, wanted.context) if {"max_kv", "bits"} <= tables.keys() else []
     if args.plot is not None:
         draw(args, tables["max_kv"], f"{model}, {wanted.context} tokens")
     if args.json:

@@ -2,8 +2,7 @@
 
 A planted document is source code with definitions in its first quarter and uses of them in the rest. A definition is
 one token, which names a key and its value; a use is a token that names the key alone, and after it the definition
-is repeated. Only who remembers the definition can tell the value, and in most places it is far away. Documents for
-training also mention definitions without being asked, as code does with names.
+is repeated. Only who remembers the definition can tell the value, and in most places it is far away.
 """
 
 from __future__ import annotations
@@ -65,34 +64,30 @@ def excerpt(rng: np.random.Generator, text: Bytes, length: int) -> Bytes:
     return text[start : start + length]
 
 
-def planted(
-    rng: np.random.Generator, text: Bytes, length: int, uses: int = 1, mentions: int = 0, after: int = 0
-) -> tuple[Tokens, Marks]:
+def planted(rng: np.random.Generator, text: Bytes, length: int, uses: int = 1, after: int = 0) -> tuple[Tokens, Marks]:
     """Return a document of `length` tokens and which of them are definitions to be recalled.
 
-    Every key is defined in the first quarter of the code, and used and mentioned so many times, at random places at
-    least `after` bytes of code behind it. A mention is the definition again, without a question.
+    Every key is defined in the first quarter of the code and used so many times, at random places at least `after`
+    bytes of code behind it.
     """
-    code = length - KEYS * (1 + 2 * uses + mentions)
+    code = length - KEYS * (1 + 2 * uses)
     quarter = code // 4
     if quarter < 1 or quarter + after > code:
         raise ValueError(f"[corpus] {uses} uses of {KEYS} keys, {after} bytes behind, do not fit in {length} tokens")
     definitions = BYTES + KEYS + VALUES * np.arange(KEYS) + rng.integers(0, VALUES, KEYS)
-    inserted = [(int(place), key, False) for key, place in enumerate(rng.integers(0, quarter, KEYS))]
-    for times, is_asked in ((uses, True), (mentions, False)):
-        places = rng.integers(quarter + after, code + 1, times * KEYS)
-        inserted += [(int(place), number % KEYS, is_asked) for number, place in enumerate(places)]
-    body, at, tokens, marks = excerpt(rng, text, code).astype(np.int32), [], [], []
-    for place, key, is_asked in sorted(inserted, key=lambda one: one[0]):
-        at += [place] * (1 + is_asked)
-        tokens += [BYTES + key] * is_asked + [definitions[key]]
-        marks += [False] * is_asked + [is_asked]
-    return np.insert(body, at, tokens), np.insert(np.zeros(code, bool), at, marks)
+    order = rng.permutation(KEYS)
+    asked = rng.permutation(np.repeat(np.arange(KEYS), uses))
+    places = np.concatenate([rng.integers(0, quarter, KEYS), rng.integers(quarter + after, code + 1, len(asked))])
+    places.sort()
+    inserted = [definitions[order, None], np.stack([BYTES + asked, definitions[asked]], axis=1)]
+    at = np.concatenate([places[:KEYS], np.repeat(places[KEYS:], 2)])
+    body = excerpt(rng, text, code).astype(np.int32)
+    document = np.insert(body, at, np.concatenate([part.ravel() for part in inserted]))
+    marks = np.insert(np.zeros(code, bool), at, [False] * KEYS + [False, True] * len(asked))
+    return document.astype(np.int32), marks
 
 
-def batch(
-    rng: np.random.Generator, text: Bytes, size: int, length: int, uses: int = 1, mentions: int = 0
-) -> tuple[Tokens, Marks]:
+def batch(rng: np.random.Generator, text: Bytes, size: int, length: int, uses: int = 1) -> tuple[Tokens, Marks]:
     """Return planted documents ``[size, length]`` and their marks."""
-    found = [planted(rng, text, length, uses, mentions) for _ in range(size)]
+    found = [planted(rng, text, length, uses) for _ in range(size)]
     return np.stack([document for document, _ in found]), np.stack([marks for _, marks in found])

@@ -29,18 +29,18 @@ class Gate:
 
 
 def judge(tables: Mapping[str, Table], context: int) -> list[Gate]:
-    """Return all gates, of the tables ``max_kv``, ``policies`` and ``bits``."""
+    """Return all gates, of the tables ``max_kv`` and ``bits``."""
     sweep = tables["max_kv"]
     budgets = sorted({q.policy.max_kv for q, _ in sweep if 0 < q.policy.max_kv <= context // 2})
     found = [
         no_worse(budget, of(sweep, kind="h2o", max_kv=budget), of(sweep, kind="rotating", max_kv=budget))
         for budget in budgets
     ]
-    table, budget = tables["policies"], context // 4
-    whole, stock = of(table, kind="unlimited"), of(table, kind="rotating", max_kv=budget)
-    ours = of(table, kind="h2o", heavy=budget // 2, scores="mass")
-    found.append(recall(f"recall at {budget}: H2O heavy", whole, stock, ours))
-    found.append(blind(whole, stock, budget))
+    half = context // 2
+    whole = of(sweep, kind="unlimited")
+    stock, ours = (of(sweep, kind=kind, max_kv=half) for kind in ("rotating", "h2o"))
+    found.append(recall(f"recall at {half}: H2O heavy", whole, stock, ours))
+    found.append(blind(whole, stock, half))
     return found + [int8(tables["bits"], kind) for kind in ("unlimited", "h2o")]
 
 

@@ -24,7 +24,7 @@ class Shape:
 
     vocab: int = 264
     dim: int = 96
-    layers: int = 2
+    layers: int = 3
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 32

@@ -81,7 +81,7 @@ def settings(args: argparse.Namespace) -> Settings:
         if name not in TABLES:
             raise CommandError(f"--tables {name}: there are {', '.join(TABLES)}")
     if args.gates:
-        needed = ("policies", "max_kv", "bits")
+        needed = ("max_kv", "bits")
         tables = tuple(name for name in TABLES if name in (*tables, *needed))
     if args.plot is not None and "max_kv" not in tables:
         raise CommandError("--plot draws the table max_kv, which --tables leaves out")

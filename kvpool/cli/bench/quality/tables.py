@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from kvpool.cli.bench.quality.answers import Answer, Quality
 from kvpool.cli.bench.quality.documents import Documents
-from kvpool.cli.bench.quality.policies import BITS, UNLIMITED, Policy, compared, h2o, rotating
+from kvpool.cli.bench.quality.policies import BITS, UNLIMITED, Policy, compared, h2o, rotating, slack_of
 from kvpool.cli.bench.quality.settings import Settings
 
 LONG = (16384, 32768)
@@ -49,7 +49,8 @@ def max_kv(s: Settings) -> list[Question]:
     for share in (16, 8, 4, 2, 1):
         budget = max(32, s.context // share)
         blocks = [Policy("block", budget)] if budget >= 64 else []
-        rows += [Question(s.context, policy) for policy in (rotating(budget), h2o(budget), *blocks)]
+        control = [Policy("random", budget, budget // 2, slack=slack_of(budget))] if share == 2 else []
+        rows += [Question(s.context, policy) for policy in (rotating(budget), h2o(budget), *blocks, *control)]
     return rows
 
 

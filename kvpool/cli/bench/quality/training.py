@@ -21,13 +21,12 @@ from kvpool.cli.bench.quality.network import Pass, Shape, Weights, initial
 
 @dataclass(frozen=True)
 class Stage:
-    """So many steps on batches of `size` documents of `length` tokens, their keys used and mentioned so often."""
+    """So many steps on batches of `size` documents of `length` tokens, their keys used so often."""
 
     steps: int
     size: int
     length: int
     uses: int = 1
-    mentions: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Recipe:
 
     shape: Shape = field(default_factory=Shape)
     stages: tuple[Stage, ...] = (Stage(250, 32, 96, 2), Stage(300, 8, 512), Stage(50, 4, 1024))
-    recall: float = 4.0
+    recall: float = 2.0
     rate: float = 4e-3
     warm_up: int = 40
     decay: float = 0.05
@@ -71,7 +70,7 @@ def train(corpus: Corpus, recipe: Recipe, watch: Watch = lambda step, recall, te
     optimizer = AdamW(weights, recipe)
     for stage in recipe.stages:
         for _ in range(stage.steps):
-            documents, marks = batch(rng, corpus.train, stage.size, stage.length, stage.uses, stage.mentions)
+            documents, marks = batch(rng, corpus.train, stage.size, stage.length, stage.uses)
             marks = marks[:, 1:]
             run = Pass(recipe.shape, weights, documents[:, :-1])
             _, entropy = run.loss(documents[:, 1:], np.where(marks, np.float32(recipe.recall), np.float32(1)))
