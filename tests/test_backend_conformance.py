@@ -283,6 +283,7 @@ def test_capabilities_narrow_what_the_kit_tries():
                 mixed_head_dims=False,
                 return_attn=False,
                 features=FEATURES,
+                compacts=True,
                 scores=("raw",),
             )
 
