@@ -227,7 +227,7 @@ def _generation_kept(pool, kept, handles):
 def _nodes_stay(pool, kept, *_):
     cdef _Opened o = _Opened(pool)
     cdef int32_t k
-    if o.pool.indexed:
+    if o.pool.indexed and 2 * <int64_t>o.pool.index.num_nodes < o.pool.index.mask:  # a search ends
         for k in range(o.b.num_dropped):
             o.b.block[o.b.dropped[k]].noted = 0
         o.b.num_dropped = 0

@@ -40,12 +40,13 @@ FORMATS = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens")
 
 @dataclass
 class _Sequence:
-    stamps: list[int]  # what each position has to read
+    stamps: list[int]  # what each place has to read
     namespace: bytes = b""
     tokens: list[int] = field(default_factory=list)  # as far as they were committed
+    evicted: int = 0
 
     def copy(self) -> _Sequence:
-        return _Sequence(list(self.stamps), self.namespace, list(self.tokens))
+        return _Sequence(list(self.stamps), self.namespace, list(self.tokens), self.evicted)
 
 
 @dataclass
@@ -136,7 +137,8 @@ class Watched:
         stores = [self.virtual] if self.pending else [self.virtual, self.real]
         for handle, sequence in self.sequences.items():
             table = self.pool.table(handle).tolist()
-            assert self.pool.num_tokens(handle) == len(sequence.stamps), f"{handle} has another length"
+            length = len(sequence.stamps) + sequence.evicted
+            assert self.pool.num_tokens(handle) == length, f"{handle} has another length"
             for store in stores:
                 found = self._read(store, table, len(sequence.stamps))
                 assert found == sequence.stamps, f"{handle} with table {table} reads {found}, not {sequence.stamps}"
@@ -195,10 +197,38 @@ class Watched:
 
     def truncate(self, handle: int, length: int) -> None:
         """`Pool.truncate` of one sequence."""
-        keep = self.pool.table(handle).tolist()[: -(-length // self.block_size)]
+        left = length - self.sequences[handle].evicted
+        keep = self.pool.table(handle).tolist()[: -(-left // self.block_size)]
         self._attempt(lambda: self.pool.truncate(handle, length))
         assert self.pool.table(handle).tolist() == keep, "truncate kept other blocks than the first"
-        del self.sequences[handle].stamps[length:], self.sequences[handle].tokens[length:]
+        del self.sequences[handle].stamps[left:], self.sequences[handle].tokens[left:]
+        self._check()
+
+    def compact(self, handle: int, length: int, first: int = 0) -> None:
+        """`Pool.compact` of one sequence; of the tokens behind `first` the newest stay."""
+        sequence, table = self.sequences[handle], self.pool.table(handle).tolist()
+        self._attempt(lambda: self.pool.compact(handle, length, first))
+        n, still = len(sequence.stamps), min(first, length)
+        keep = [*range(still), *range(n - length + still, n)]
+        for store in (self.real, self.virtual):
+            found = self._read(store, table, n)
+            for place, k in enumerate(keep):
+                store[table[place // self.block_size] * self.block_size + place % self.block_size] = found[k]
+        self._evicted(sequence, keep)
+
+    def evict_blocks(self, handle: int, indices: list[int]) -> None:
+        """`Pool.evict_blocks`."""
+        sequence, table = self.sequences[handle], self.pool.table(handle).tolist()
+        self._attempt(lambda: self.pool.evict_blocks(handle, indices))
+        stay = [block for k, block in enumerate(table) if k not in indices]
+        assert self.pool.table(handle).tolist() == stay, "evict_blocks kept other blocks"
+        self._evicted(sequence, [k for k in range(len(sequence.stamps)) if k // self.block_size not in indices])
+
+    def _evicted(self, sequence: _Sequence, keep: list[int]) -> None:
+        if len(keep) < len(sequence.stamps):
+            sequence.evicted += len(sequence.stamps) - len(keep)
+            sequence.stamps = [sequence.stamps[k] for k in keep]
+            sequence.tokens = []
         self._check()
 
     def close(self, handles: Any) -> None:
@@ -248,6 +278,12 @@ class Watched:
         before = {h: (len(self.sequences[h].stamps), self.pool.table(h).tolist()) for h in handles}
         self._attempt(lambda: self.pool.reserve(plan, handles, counts))
         self._stepped(plan, handles, [0] * len(handles), before, counts)
+
+    def unshare(self, plan: Any, handles: list[int], lens: list[int], first: int = 0) -> None:
+        """`Pool.unshare`: copies like those of a step, and lengths stay."""
+        before = {h: (len(self.sequences[h].stamps), self.pool.table(h).tolist()) for h in handles}
+        self._attempt(lambda: self.pool.unshare(plan, handles, lens, first))
+        self._stepped(plan, handles, [0] * len(handles), before, [0] * len(handles))
 
     def _stepped(self, plan: Any, handles: list[int], new: list[int], before: dict[int, Any], room: list[int]) -> None:
         size, writes, reads, fresh = self.block_size, [], [], []
