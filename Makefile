@@ -67,9 +67,9 @@ debug: $(VENV)/made  ## compile the core in place with every check on; make buil
 asan: $(VENV)/built $(VENV)/test  ## the core's and the CPU backend's tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(PY) -m proof.builds asan-cpu -m pytest -n auto --maxprocesses 4 --dist loadfile $(PYTEST_ARGS) \
 		--ignore tests/test_packaging.py --ignore tests/test_import_cost.py --ignore tests/test_stubs.py \
-		--ignore tests/test_make.py --ignore tests/test_demo.py --ignore tests/test_tidy.py \
+		--ignore tests/test_make.py --ignore-glob '*demo*' --ignore tests/test_tidy.py \
 		--ignore tests/test_readme.py --ignore-glob '*proof*' --ignore-glob '*mlx*' --ignore-glob '*metal*' \
-		--ignore-glob '*msl*'
+		--ignore-glob '*msl*' --ignore tests/test_capi_speed.py --ignore tests/test_baselines.py
 
 tsan: $(VENV)/built $(VENV)/test  ## threads on pools, under ThreadSanitizer (Linux, gcc, setarch -R)
 	$(PY) -m proof threads
