@@ -12,6 +12,7 @@ Environment switches::
 """
 
 import os
+import sys
 from pathlib import Path
 
 from Cython.Build import cythonize
@@ -23,6 +24,7 @@ FAULTS = DEBUG or os.environ.get("KVPOOL_FAULTS", "0") not in ("", "0")
 COVERAGE = os.environ.get("KVPOOL_COVERAGE", "0") not in ("", "0")
 OPTIMIZE = os.environ.get("KVPOOL_OPTIMIZE", "")
 VARIANT_FILE = Path("build/cython/variant")
+FOR_SIZE = ("_broken",)  # compiled for size: nobody waits for it
 
 DIRECTIVES = {
     "language_level": 3,
@@ -50,6 +52,8 @@ def compile_flags() -> tuple[list[str], list[str]]:
     if COVERAGE:
         compile_args += ["--coverage"]
         link_args += ["--coverage"]
+    if sys.platform == "linux" and not (DEBUG or SANITIZE or COVERAGE):
+        link_args += ["-Wl,-s"]  # a small wheel; a debug build has symbols
     return compile_args, link_args
 
 
@@ -68,7 +72,11 @@ def extensions() -> list[Extension]:
                 [str(source), *(map(str, sorted(kernels.glob("*.c"))) if has_kernels else ())],
                 include_dirs=[".", *([str(kernels)] if is_cpu else [])],
                 depends=[str(header) for header in sorted((kernels if is_cpu else include).glob("*.h"))],
-                extra_compile_args=[*compile_args, *(["-pthread", "-ffp-contract=off"] if has_kernels else [])],
+                extra_compile_args=[
+                    *compile_args,
+                    *(["-pthread", "-ffp-contract=off"] if has_kernels else []),
+                    *(["-Os"] if source.stem in FOR_SIZE and not COVERAGE else []),
+                ],
                 extra_link_args=[*link_args, *(["-pthread"] if has_kernels else [])],
             )
         )
