@@ -5,9 +5,10 @@ import statistics
 import subprocess
 import sys
 
-IMPORT_MS_MAX = 150
+IMPORT_MS_MAX = 60  # beside numpy, which takes 90 to 200 itself, as fast as the machine is
 TIME_IMPORT = """
 import time
+import numpy
 start = time.process_time()
 import kvpool
 print((time.process_time() - start) * 1e3)
@@ -21,8 +22,8 @@ def output_of(code):
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
-def test_import_takes_at_most_150_ms():
-    """CPU time, numpy included, median of five; a first run fills the file cache."""
+def test_import_takes_at_most_60_ms_more_than_numpy():
+    """CPU time, median of five; a first run fills the file cache."""
     output_of(TIME_IMPORT)
     times = [float(output_of(TIME_IMPORT)) for _ in range(5)]
     assert statistics.median(times) <= IMPORT_MS_MAX, times
