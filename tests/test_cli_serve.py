@@ -60,6 +60,8 @@ def test_metrics_are_served_as_prometheus_wants_them(server):
         ({"prompt": PROMPT, "max_tokens": -1}, 400, "max_tokens must be at least 1"),
         ({"prompt": ""}, 404, "the prompt is empty"),
         ({"prompt": PROMPT, "temperature": "hot"}, 400, "temperature must be of type"),
+        ({"prompt": PROMPT, "temperature": float("nan")}, 400, "temperature must be finite"),
+        ({"prompt": PROMPT, "temperature": float("inf")}, 400, "temperature must be finite"),
         ({"prompt": PROMPT, "model": "/no/such/model"}, 404, "/no/such/model"),
         (b"{", 400, "Invalid JSON"),
     ],

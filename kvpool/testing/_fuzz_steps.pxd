@@ -17,6 +17,7 @@ cdef class Steps(Base):
     cdef int64_t clock_salt(self) noexcept
     cdef int grown(self, Pending* p, int32_t row, int32_t slot, int64_t new) except -1
     cdef int unshared(self, Pending* p, int32_t row, int32_t slot) except -1
+    cdef void replaced(self, Pending* p, int32_t* entry, int32_t now, int32_t valid) noexcept
     cdef int check_plan_arrays(self, Plan plan, Pending* p) except -1
     cdef int check_lengths(self, Plan plan, Pending* p) except -1
     cdef int check_formats(self, Plan plan, Pending* p) except -1

@@ -269,18 +269,7 @@ cdef class Steps(Base):
                 shadow_poison(&self.s, now[index])
             elif now[index] != table[index]:
                 valid = <int32_t>(line.length - index * bs) if index * bs < line.length else 0
-                p.held[p.num_held] = table[index]
-                p.held_tokens[p.num_held] = valid
-                p.num_held += 1
-                if valid:
-                    p.copies[3 * p.num_copies] = table[index]
-                    p.copies[3 * p.num_copies + 1] = now[index]
-                    p.copies[3 * p.num_copies + 2] = valid
-                    p.num_copies += 1
-                    self.states[S_COPIES] += 1
-                self.states[S_REPLACED] += 1
-                table[index] = now[index]
-                shadow_poison(&self.s, now[index])
+                self.replaced(p, table + index, now[index], valid)
         line.blocks = max(line.blocks, <int32_t>end)
         return 0
 
@@ -290,22 +279,25 @@ cdef class Steps(Base):
         cdef int64_t end = 0 if self.lens[row] == length else (self.lens[row] + bs - 1) // bs
         cdef int32_t* table = line_table(&self.s, slot)
         cdef const int32_t* now = seq_table(&self.pool.seqs, slot)
-        cdef int32_t valid
         for index in range(self.first // bs, end):
             if now[index] != table[index]:
-                valid = <int32_t>min(bs, length - index * bs)
-                p.held[p.num_held] = table[index]
-                p.held_tokens[p.num_held] = valid
-                p.num_held += 1
-                p.copies[3 * p.num_copies] = table[index]
-                p.copies[3 * p.num_copies + 1] = now[index]
-                p.copies[3 * p.num_copies + 2] = valid
-                p.num_copies += 1
-                self.states[S_COPIES] += 1
-                self.states[S_REPLACED] += 1
-                table[index] = now[index]
-                shadow_poison(&self.s, now[index])
+                self.replaced(p, table + index, now[index], <int32_t>min(bs, length - index * bs))
         return 0
+
+    cdef void replaced(self, Pending* p, int32_t* entry, int32_t now, int32_t valid) noexcept:
+        """The block that stood at an entry of a table is held by the step, and copied as far as it is filled."""
+        p.held[p.num_held] = entry[0]
+        p.held_tokens[p.num_held] = valid
+        p.num_held += 1
+        if valid:
+            p.copies[3 * p.num_copies] = entry[0]
+            p.copies[3 * p.num_copies + 1] = now
+            p.copies[3 * p.num_copies + 2] = valid
+            p.num_copies += 1
+            self.states[S_COPIES] += 1
+        self.states[S_REPLACED] += 1
+        entry[0] = now
+        shadow_poison(&self.s, now)
 
     # -- arrays
 

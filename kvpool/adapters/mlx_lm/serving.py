@@ -13,6 +13,7 @@ batch generator and its ``run`` are bound to what stands below; the files of mlx
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import threading
 from collections import deque
@@ -319,6 +320,13 @@ class Handler(server.APIHandler):
     """mlx-lm's requests, and ``GET /metrics``."""
 
     response_generator: Responder
+
+    def _validate(self, name: str, *args: Any, **options: Any) -> None:
+        """mlx-lm's check of one parameter; NaN, which Python reads out of JSON, passes every comparison of it."""
+        super()._validate(name, *args, **options)
+        value = getattr(self, name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name} must be finite")
 
     def do_GET(self) -> None:
         """Answer a GET."""
