@@ -9,12 +9,13 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from types import ModuleType
 
 from kvpool.cli.console import progress
-from proof.figure import FULL, SHORT, Figure
+from proof.figure import FULL, SHORT, Budget, Figure
 
 #: The gates in the order of the table, each a module of this package.
 GATES = (
@@ -29,12 +30,20 @@ def figures_of(made: Figure | Sequence[Figure]) -> list[Figure]:
     return [made] if isinstance(made, Figure) else list(made)
 
 
-def run_gate(gate: ModuleType, budget, planted: bool) -> tuple[list[Figure], bool | None]:
-    """The gate's rows, and whether it caught its planted fault: every row of it must not hold."""
-    rows = figures_of(gate.measure(budget))
-    if not planted:
-        return rows, None
-    return rows, not any(figure.holds for figure in figures_of(gate.planted(SHORT)))
+def run_gate(name: str, gate: ModuleType, budget: Budget, planted: bool) -> list[tuple[Figure, bool | None]]:
+    """The gate's rows, each with whether the gate caught its planted fault: no row of it may hold then.
+
+    A gate that breaks is a row that does not hold: half an hour of other figures is not lost with it.
+    """
+    begun = time.perf_counter()
+    try:
+        rows = figures_of(gate.measure(budget))
+        caught = not any(figure.holds for figure in figures_of(gate.planted(SHORT))) if planted else None
+    except Exception:
+        seconds, said = time.perf_counter() - begun, traceback.format_exc()
+        broken = Figure(gate.NAME, gate.TARGET, "the gate failed", False, f"python -m proof {name}", seconds, said)
+        return [(broken, None)]
+    return [(figure, caught) for figure in rows]
 
 
 def show(rows: list[tuple[Figure, bool | None]]) -> None:
@@ -76,8 +85,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     with progress(len(names), quiet=False) as begin:
         for name in names:
             begin(name)
-            figures, caught = run_gate(importlib.import_module(f"proof.{name}"), budget, not options.no_planted)
-            rows += [(figure, caught) for figure in figures]
+            begun = time.perf_counter()
+            gate = importlib.import_module(f"proof.{name}")
+            rows += (made := run_gate(name, gate, budget, not options.no_planted))
+            for figure, _ in made:
+                print(f"  {'' if figure.holds else 'DOES NOT HOLD: '}{figure.measured}", file=sys.stderr, flush=True)
+            print(f"  {time.perf_counter() - begun:.0f} s, builds and planted fault too", file=sys.stderr, flush=True)
     if options.json:
         shown = [asdict(figure) | {"planted_caught": caught} for figure, caught in rows]
         print(json.dumps({"figures": shown, "seconds": time.perf_counter() - start}, indent=1))

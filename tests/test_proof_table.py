@@ -13,6 +13,8 @@ from proof import SHORT, Figure
 class Gate:
     """Stands for a module."""
 
+    NAME, TARGET = "one", ">= 3"
+
     def __init__(self, holds=True, caught=True, rows=1):
         self.holds, self.caught, self.rows = holds, caught, rows
 
@@ -25,6 +27,13 @@ class Gate:
     def planted(self, budget):
         assert budget == SHORT
         return self.figure(not self.caught)
+
+
+class Breaking(Gate):
+    """A gate that raises."""
+
+    def measure(self, budget):
+        raise RuntimeError("no such compiler")
 
 
 @pytest.fixture
@@ -63,6 +72,14 @@ def test_figure_that_fails_or_fault_that_is_missed_fails(gates, bad, capsys):
     shown = json.loads(capsys.readouterr().out)["figures"]
     assert [figure["holds"] and figure["planted_caught"] for figure in shown] == [True, False]
     assert table.main(["one"]) == table.main(["--only", "one"]) == 0
+
+
+def test_gate_that_breaks_is_a_row_and_the_others_stand(gates, capsys):
+    gates(one=Breaking(), two=Gate())
+    assert table.main([]) == 1
+    printed = capsys.readouterr()
+    assert "the gate failed" in printed.out and "no such compiler" in printed.out and "caught" in printed.out
+    assert "DOES NOT HOLD: the gate failed" in printed.err and "  4\n" in printed.err
 
 
 def test_gate_that_nobody_knows_is_refused(gates, capsys):
