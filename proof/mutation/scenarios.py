@@ -190,6 +190,28 @@ def steps_that_end_in_every_order(Pool: Any, Plan: Any) -> None:
 
 
 @scenario
+def rollbacks_around_forks(Pool: Any, Plan: Any) -> None:
+    """The newest of two steps is rolled back where sequences were forked in it, before it, and are closed or not."""
+    for closed, earlier in itertools.product((0, 1, 2), (0, 1)):
+        pool = Pool(60, 2, max_seqs=20)
+        plans = [Plan(pool, 8, 20) for _ in range(2)]
+        rows = [pool.open(4) for _ in range(3)]
+        pool.step(plans[0], rows, [1, 2, 3])
+        kept = pool.fork(rows[1], earlier).tolist()
+        pool.step(plans[1], rows[:2], [2, 1])
+        children = pool.fork(rows[0], 2).tolist()
+        pool.close(children[:closed])
+        tried(pool.rollback, plans[1])
+        look(pool, *plans)
+        pool.close(children[closed:])
+        tried(pool.rollback, plans[1])
+        look(pool, *plans)
+        pool.done(plans[0])
+        pool.close([*kept, *rows])
+        pool.shutdown()
+
+
+@scenario
 def rows_that_come_and_go(Pool: Any, Plan: Any) -> None:
     """Static shapes: padded rows that held a sequence, sequences that come back, batches that shrink and grow."""
     for dtype, kv in (("int32", None), ("int64", 40)):
