@@ -19,7 +19,7 @@ TARGET = ">= 500 mutants of the core; >= 95 % killed, equivalents apart; >= 90 %
 COMMAND = "python -m proof mutants"
 CORE = ROOT / "kvpool"
 LEAST, LEAST_RAW, LEAST_MUTANTS = 0.95, 0.90, 500
-SHORT_SHARE, SHORT_TAPES, TAPES = 0.02, 0, 12
+SHORT_SHARE, SHORT_TAPES, TAPES = 0.02, 0, 8
 
 
 def hunted(budget: Budget, *more: str) -> list[dict]:
