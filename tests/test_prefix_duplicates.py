@@ -172,6 +172,6 @@ def test_duplicate_behind_a_copy_of_unshare_whose_canonical_block_is_gone_is_not
     pool.evict(2)
     pool.commit(second, C)
     pool.commit(second, D)
-    assert [pool.match(text + [0]) for text in (A, A + B, A + B + C, B + C, C)] == [0] * 5
+    assert [pool.match([*text, 0]) for text in (A, A + B, A + B + C, B + C, C)] == [0] * 5
     assert pool.prefix_stats().nodes == 0
     pool.check()
