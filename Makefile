@@ -12,7 +12,7 @@ unexport KVPOOL_CORE  # left set, it would have the plain Python model tested in
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --disable-pip-version-check
-PYTEST := $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile
+PYTEST := $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 SOURCES := $(wildcard kvpool/*.pyx kvpool/*.pxd kvpool/include/*.h) \
 	$(wildcard $(addprefix kvpool_backends/cpu/,*.pyx *.pxd kernels/*.c kernels/*.h))
 

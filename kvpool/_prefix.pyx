@@ -231,6 +231,14 @@ cdef bint index_same(const Index* ix, int32_t id, const int32_t* tokens) noexcep
     return memcmp(ix.tokens + id * ix.block_size, tokens, ix.block_size * sizeof(int32_t)) == 0
 
 
+cdef inline uint32_t node_above(const Index* ix, const Blocks* b, const int32_t* table, int32_t at,
+                                uint32_t root) noexcept nogil:
+    """Parent of the node of table[at]; 0: none, as above it is a copy that `unshare` made, whatever it was before."""
+    if at == 0:
+        return root
+    return ix.uid[table[at - 1]] if b.block[table[at - 1]].committed else 0
+
+
 cdef bint adopt(Index* ix, Blocks* b, int32_t id, uint32_t parent) noexcept nogil:
     """Make block `id` a duplicate if the node (parent, its tokens) exists."""
     cdef uint32_t at = find(ix, key_of(ix.hash[id]) & ix.mask, key_of(ix.hash[id]), parent,
@@ -246,9 +254,10 @@ cdef bint adopt(Index* ix, Blocks* b, int32_t id, uint32_t parent) noexcept nogi
 cdef void hold_canonicals(Index* ix, Blocks* b, const int32_t* table, int32_t at, uint32_t root) noexcept nogil:
     """A node is about to be inserted below table[at - 1]: duplicates right above it take a reference on their
     canonical blocks, so that no parent is evicted under a live child. Where a canonical block is gone, the
-    duplicate takes its place, and those behind it follow.
+    duplicate takes its place, and those behind it follow; without a parent, they stand for nothing any more.
     """
     cdef int32_t first = at, id
+    cdef uint32_t parent
     cdef bint broken = False
     while first > 0 and b.block[table[first - 1]].committed == 2 and b.canonical[table[first - 1]] != NO_BLOCK:
         first -= 1
@@ -258,9 +267,15 @@ cdef void hold_canonicals(Index* ix, Blocks* b, const int32_t* table, int32_t at
             continue
         if not broken and ix.uid[b.canonical[id]] != ix.uid[id]:
             broken = True
-        if broken and not adopt(ix, b, id, ix.uid[table[first - 1]] if first else root):
-            insert(ix, b, id, ix.uid[table[first - 1]] if first else root)
-            continue
+        if broken:
+            parent = node_above(ix, b, table, first, root)
+            if parent == 0:
+                ix.uid[id] = 0
+                b.canonical[id] = NO_BLOCK
+                continue
+            if not adopt(ix, b, id, parent):
+                insert(ix, b, id, parent)
+                continue
         blocks_touch(b, b.canonical[id])
         b.block[id].canonical_held = 1
 
@@ -269,7 +284,7 @@ cdef void index_commit(Index* ix, Blocks* b, const int32_t* table, int32_t at, u
                        const int32_t* tokens) noexcept nogil:
     """Block table[at] of a sequence is full and known. `root` 0: its namespace was flushed, nothing is indexed."""
     cdef int32_t id = table[at]
-    cdef uint32_t parent = root
+    cdef uint32_t parent, now
     if b.block[id].committed:
         return                              # shared, and committed by another sequence with the same tokens
     memcpy(ix.tokens + id * ix.block_size, tokens, ix.block_size * sizeof(int32_t))
@@ -278,16 +293,18 @@ cdef void index_commit(Index* ix, Blocks* b, const int32_t* table, int32_t at, u
     b.block[id].committed = 2
     b.canonical[id] = NO_BLOCK
     ix.uid[id] = 0
-    if at:
-        parent = ix.uid[table[at - 1]]
+    parent = node_above(ix, b, table, at, root)
     if root == 0 or parent == 0:
         return
     if adopt(ix, b, id, parent):
         ix.duplicates += 1
         return
     hold_canonicals(ix, b, table, at, root)
-    if at and ix.uid[table[at - 1]] != parent:
-        parent = ix.uid[table[at - 1]]
+    now = node_above(ix, b, table, at, root)
+    if now == 0:
+        return
+    if now != parent:
+        parent = now
         if adopt(ix, b, id, parent):
             ix.duplicates += 1
             return

@@ -30,6 +30,7 @@ PARTS = (
     *("setup.py", "pyproject.toml", "README.md", "LICENSE"),
 )
 CPU = Path("kvpool_backends/cpu")
+FUZZ = Path("kvpool/testing")
 #: Functions below which the interpreter and numpy allocate what they never free: their modules' code and constants.
 KEPT = ("_multiarray_umath_exec", "r_object", "fill_time")
 MADE = (".so", ".o", ".pyc", ".gcda", ".gcno", ".html")  # never copied, never removed
@@ -43,6 +44,8 @@ class Variant:
     runtime: dict[str, str] = field(default_factory=dict)
     preload: tuple[str, ...] = ()  # libraries of gcc
     cpu: bool = False  # with the CPU backend
+    fuzz: bool = True  # with the fuzzer, a third of all there is to compile
+    mutants: bool = False  # with all mutants
 
     @property
     def prefix(self) -> tuple[str, ...]:
@@ -60,6 +63,11 @@ ASAN = Variant(
     ("libasan.so", "libubsan.so"),
 )
 TSAN = Variant({"KVPOOL_SANITIZE": "thread"}, {"TSAN_OPTIONS": "exitcode=66:history_size=2"}, ("libtsan.so",))
+MUTANTS = Variant(
+    {"KVPOOL_OPTIMIZE": "1", "KVPOOL_FAULTS": "1", "CFLAGS": "-include proof/mutation/guarded.h"},
+    fuzz=False,
+    mutants=True,
+)
 #: The CPU kernels take several times as long to compile as the core: only "-cpu" variants have them.
 VARIANTS = {
     "release": Variant(),
@@ -68,22 +76,30 @@ VARIANTS = {
     "asan-cpu": replace(ASAN, cpu=True),
     "tsan": TSAN,
     "tsan-cpu": replace(TSAN, cpu=True),
-    "coverage": Variant({"KVPOOL_COVERAGE": "1", "KVPOOL_FAULTS": "1"}),
-    "mutants": Variant({"KVPOOL_OPTIMIZE": "1", "KVPOOL_FAULTS": "1", "CFLAGS": "-include proof/mutation/guarded.h"}),
+    "coverage": Variant({"KVPOOL_COVERAGE": "1", "KVPOOL_FAULTS": "1"}, fuzz=False),
+    "mutants": MUTANTS,
+    "mutants-quick": replace(MUTANTS, switches=MUTANTS.switches | {"KVPOOL_OPTIMIZE": "0"}),  # to compile, not to run
 }
+
+
+def _is_left_out(kind: Variant, inside: Path) -> bool:
+    """Whether a variant does without a file of the tree."""
+    if CPU in inside.parents:
+        return not kind.cpu
+    return not kind.fuzz and inside.parent == FUZZ and inside.suffix in (".pyx", ".pxd")
 
 
 def _sources(variant: str) -> dict[Path, bytes]:
     """Path in the copy -> text."""
-    found = {}
+    kind, found = VARIANTS[variant], {}
     for part in PARTS:
         top = ROOT / part
         for path in [top, *top.rglob("*")] if top.is_dir() else [top]:
             inside = path.relative_to(ROOT)
             skipped = path.suffix in MADE or "__pycache__" in path.parts
-            if path.is_file() and not skipped and (VARIANTS[variant].cpu or CPU not in inside.parents):
+            if path.is_file() and not skipped and not _is_left_out(kind, inside):
                 found[inside] = path.read_bytes()
-    if variant == "mutants":
+    if kind.mutants:
         rewritten, mutants = mutate(ROOT / "kvpool")
         found |= {Path("kvpool") / name: text.encode() for name, text in rewritten.items()}
         found[Path("proof/mutants.json")] = json.dumps([asdict(mutant) for mutant in mutants], indent=0).encode()

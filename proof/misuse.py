@@ -1,6 +1,8 @@
 """Every public call with every kind of wrong argument, in child processes under AddressSanitizer.
 
-The cases are tests: each names the documented exception, and that fingerprint, digest and plans are as before.
+The cases are tests: each names the documented exception, and that fingerprint, digest and plans are as before. Those of
+the CPU kernels (``tests/test_cpu_misuse.py``) have no pool whose fingerprint could change, and their copy takes several
+times as long to compile as the core's: ``make asan`` runs them.
 """
 
 from __future__ import annotations

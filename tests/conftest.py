@@ -88,6 +88,20 @@ def pytest_configure(config):
         host.SUPPORTED_VERSIONS = (mlx_lm.__version__,)
 
 
+#: Files that take longest, a whole file being one process's: begun last, one of them would be waited for alone.
+LONG_FILES = (
+    *("packaging", "proof_mutants", "demo", "fuzz_machine", "metal_attention", "backend_conformance", "backend_mlx"),
+    *("proof_coverage", "metal_backend", "backend_cpu", "fuzz_canary", "fuzz_prefix", "ranks", "mlx_lm_adapter"),
+    *("mlx_native", "metal_bytes", "published_notebook_model", "metal_mutations", "mlx_fused", "cli_bench"),
+)
+
+
+def pytest_collection_modifyitems(items):
+    """The long files first; ``--no-loadscope-reorder`` keeps it so, where xdist would begin with many tests."""
+    place = {f"test_{name}": number for number, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
 @pytest.fixture(scope="session")
 def core():
     """The implementation under test: an object with the classes `Pool` and `Plan`."""

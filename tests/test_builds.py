@@ -71,6 +71,14 @@ def test_only_variants_that_want_it_have_the_cpu_backend(tree):
     assert not (builds.build("asan") / "kvpool_backends/cpu").exists()
 
 
+def test_variants_that_do_not_fuzz_compile_no_fuzzer(tree):
+    (tree / "kvpool" / "testing").mkdir()
+    for name in ("_fuzz.pyx", "_fuzz.pxd", "model.py"):
+        (tree / "kvpool" / "testing" / name).write_text("")
+    for variant, names in (("asan", {"_fuzz.pyx", "_fuzz.pxd", "model.py"}), ("coverage", {"model.py"})):
+        assert {path.name for path in (builds.build(variant) / "kvpool" / "testing").iterdir()} == names
+
+
 def test_run_imports_the_copy_and_never_the_build_in_place(tree):
     code = "import kvpool, os, sys; print(kvpool.__file__); print(os.getcwd()); sys.exit(3)"
     done = builds.run("release", ["-c", code])

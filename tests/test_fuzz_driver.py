@@ -2,8 +2,11 @@
 
 import pytest
 
+from kvpool import Pool
+from kvpool.testing._broken import broken
 from kvpool.testing._fuzz import Driver
-from kvpool.testing.fuzz_shape import OPERATIONS, STATES, big_shape, draw_shape, faces
+from kvpool.testing.fuzz import hunt
+from kvpool.testing.fuzz_shape import EVICTIONS, OPERATIONS, STATES, big_shape, draw_shape, faces
 
 RUNS = 150
 CALLS = 1500
@@ -65,6 +68,33 @@ def test_large_pool_is_sound_at_checkpoints():
     driver = Driver(big_shape(1, num_blocks=1 << 12))
     driver.run(30_000, check_every=10_000)
     driver.audit()
+
+
+def hunt_large(make_pool=Pool):
+    """Runs of large pools, on pools that are small enough to be checked often."""
+    return hunt(
+        seed=1,
+        calls=200_000,
+        make_pool=make_pool,
+        make_shape=lambda seed: big_shape(seed, num_blocks=1 << 11),
+        calls_per_run=20_000,
+        check_every=2_000,
+    )
+
+
+def test_runs_of_large_pools_evict_tokens_and_find_nothing():
+    report = hunt_large()
+    assert report.finding is None
+    assert all(report.by_operation[name] > 100 for name in EVICTIONS), report.by_operation
+    assert report.states["compactions"] > 100
+
+
+PLANTED = ("shared block compacted", "committed block compacted", "copy missing from an unshare")
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_runs_of_large_pools_find_what_is_planted_into_evictions(fault):
+    assert hunt_large(broken(fault)).finding is not None
 
 
 def test_dice_have_a_face_for_whatever_is_on():

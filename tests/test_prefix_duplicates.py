@@ -138,3 +138,40 @@ def test_duplicates_in_one_batch_are_committed_in_order_of_rows(make_pool, make_
     pool.commit(pair[::-1], A + A)
     assert pool.prefix_stats().duplicates == 1
     assert pool.table(pool.open(A + B)).tolist()[0] == 2  # of the second, whose row came first
+
+
+def unshared(pool, make_plan, handle, tokens):
+    """The blocks that compaction to so many tokens would rewrite are the sequence's own."""
+    plan = make_plan(pool)
+    pool.unshare(plan, [handle], [tokens])
+    pool.done(plan)
+
+
+def test_block_behind_a_copy_of_unshare_is_not_found_below_what_its_block_was_before(make_pool, make_plan):
+    pool = make_pool(prefix_cache=True)
+    _, second = twins(pool, make_plan, A)
+    pool.commit(second, A)
+    third = pool.open(B)
+    compute(make_plan, pool, third, 8)
+    pool.commit(third, B)
+    (duplicate,) = pool.table(second).tolist()
+    pool.close(second)
+    unshared(pool, make_plan, third, 4)
+    assert pool.table(third).tolist()[0] == duplicate
+    pool.commit(third, C)
+    assert pool.match([*A, *C, 0]) == pool.match([*B, *C, 0]) == 4
+
+
+def test_duplicate_behind_a_copy_of_unshare_whose_canonical_block_is_gone_is_not_found(make_pool, make_plan):
+    pool = make_pool(prefix_cache=True)
+    first, second = twins(pool, make_plan, A + B)
+    compute(make_plan, pool, second, 8)
+    pool.commit(second, A + B)
+    unshared(pool, make_plan, second, 4)
+    pool.close(first)
+    pool.evict(2)
+    pool.commit(second, C)
+    pool.commit(second, D)
+    assert [pool.match([*text, 0]) for text in (A, A + B, A + B + C, B + C, C)] == [0] * 5
+    assert pool.prefix_stats().nodes == 0
+    pool.check()

@@ -1,7 +1,11 @@
 """The gates that fuzz, in short: their figures hold, and not with what they have to find."""
 
+from collections import Counter
+
 import pytest
 
+from kvpool.testing.fuzz_digests import digest_trace
+from kvpool.testing.fuzz_shape import OPERATIONS
 from proof import determinism, operations
 from proof.figure import Budget
 
@@ -21,6 +25,13 @@ def test_operations_convict():
 def test_traces_are_equal_in_short():
     figure = determinism.measure(Budget(0.005))
     assert figure.holds, figure.notes
+
+
+def test_traces_are_of_programs_with_every_operation():
+    """As many runs as the short form has; tokens leave sequences in them too."""
+    counted = Counter()
+    digest_trace(1, 10, counted)
+    assert not [name for name in OPERATIONS if not counted[name]], counted
 
 
 def test_trace_of_another_seed_is_convicted():

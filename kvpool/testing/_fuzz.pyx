@@ -346,6 +346,8 @@ cdef class Driver(Evictions):
         most = self.done_length(line) - line.committed
         n = most if w.a >> 29 or not self.full else w.a % <uint64_t>(most + 2)
         self.expect(ValueError if n > most or (n and line.evicted) else None)
+        if self.due is not None and not self.full:
+            return self.nothing()
         memcpy(self.text, line_token(&self.s, slot) + line.committed, min(n, most) * sizeof(int32_t))
         if self.trace is not None:
             self.say(f"pool.commit({self.names[line.handle]}, {self.prompt[:n].tolist()})")

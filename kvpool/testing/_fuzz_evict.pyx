@@ -5,6 +5,7 @@ stamps that a sequence has to read are moved accordingly, and what lies behind i
 """
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
+from kvpool._blocks cimport Blocks
 from kvpool.testing._fuzz_base cimport S_COMPACTED, Word, hash64
 from kvpool.testing._shadow cimport Line, line_stamp, line_table, line_token, poison, shadow_observe
 
@@ -21,24 +22,30 @@ cdef class Evictions(Steps):
         return 0 if length == self.s.line[slot].length else (length + self.s.block_size - 1) // self.s.block_size
 
     cdef bint is_own(self, int32_t block) noexcept:
-        return self.s.count[block] == 1 and not self.pool.blocks.block[block].committed and self.s.floor[block] == 0
+        """By recomputed counts; those of a large pool are fresh at checkpoints only, which judge the pool's own."""
+        cdef const Blocks* b = &self.pool.blocks
+        cdef int32_t count = self.s.count[block] if self.full else b.block[block].refcount
+        cdef int32_t floor = self.s.floor[block] if self.full else b.floor[block]
+        return count == 1 and not b.block[block].committed and floor == 0
 
     cdef int64_t shorter(self, int32_t slot, uint64_t word) noexcept:
         """A length to compact to: mostly a few tokens less, now and then one too many."""
         cdef int64_t length = self.s.line[slot].length
-        if word >> 27 == 31:
+        if word >> 27 == 31 and self.full:
             return length + 1
         return length - <int64_t>(word % <uint64_t>(min(length, 2 * self.s.block_size + 1) + 1))
 
     cdef int look(self) except -1:
-        """Judge what the call has done so far; counts and floors are fresh then."""
+        """Judge what the call has done so far; counts and floors are fresh then. A large pool has to wait."""
+        if not self.full:
+            return 0
         shadow_observe(&self.s, &self.pool.blocks)
         return self.check()
 
     # -- blocks of one's own
 
     cdef object judge_unshare(self, int32_t n):
-        """The exception that is due, or None. Spoils the recomputed counts."""
+        """The exception that is due, or None. Spoils the recomputed counts; of a large pool, none may be due."""
         cdef int64_t index, needed = 0
         cdef int32_t i, block
         for i in range(n):
@@ -49,24 +56,30 @@ cdef class Evictions(Steps):
                 block = line_table(&self.s, self.rows[i])[index]
                 if not self.is_own(block):
                     needed += 1
+                    if not self.full:
+                        continue
                     self.s.count[block] -= 1
                     self.s.floor[block] = max(self.s.floor[block], 1)
         return errors.OutOfBlocks if needed > self.pool.blocks.num_blank + self.pool.blocks.lru.size else None
 
     cdef int op_unshare(self, const Word* w) except -1:
         cdef int32_t k = self.free_plan(w), n, i
-        if k < 0 or self.s.num_live == 0 or not self.full:
+        if k < 0 or self.s.num_live == 0:
             return self.nothing()
         n = self.choose_rows(w)
         self.first = w.c % <uint64_t>(2 * self.s.block_size)
         for i in range(n):
             self.lens[i] = self.shorter(self.rows[i], hash64(w.c + <uint64_t>i) >> 32)
+        if not self.full and self.judge_unshare(n) is not None:
+            return self.nothing()
         return self.unshare(k, n)
 
     cdef int unshare(self, int32_t k, int32_t n) except -1:
         """`lens` and `first` for the chosen rows; recomputed counts have to be fresh."""
         cdef int32_t i
         self.expect(self.judge_unshare(n))
+        if self.due is not None and not self.full:
+            return 0
         lens = [self.lens[i] for i in range(n)]
         if self.trace is not None:
             self.say(f"pool.unshare(p{k}, {self.names_of(n)}, {lens}, {self.first})")
@@ -75,6 +88,7 @@ cdef class Evictions(Steps):
         except REFUSALS as error:
             return self.refused(error)
         self.accepted("unshare")
+        self.s.low_blank = min(self.s.low_blank, self.pool.blocks.num_blank)
         for i in range(n):
             self.count[i] = 0
             self.served[i] = 1
@@ -101,7 +115,7 @@ cdef class Evictions(Steps):
         """Mostly with everything done before and blocks of its own, now and then as it comes."""
         cdef int32_t slot, k
         cdef int64_t length
-        if self.s.num_live == 0 or not self.full:
+        if self.s.num_live == 0:
             return self.nothing()
         slot = self.s.live[self.pick(w.b)]
         length = self.shorter(slot, w.a)
@@ -119,6 +133,8 @@ cdef class Evictions(Steps):
                 self.settle_all()
             self.look()
         self.expect(self.judge_eviction(slot, length))
+        if self.due is not None and not self.full:
+            return self.nothing()
         if self.trace is not None:
             self.say(f"pool.compact({self.names[self.s.line[slot].handle]}, {length}, {self.first})")
         try:
@@ -147,13 +163,16 @@ cdef class Evictions(Steps):
                 at = table[place // bs] * bs + place % bs
                 was = table[old // bs] * bs + old % bs
                 self.s.real[at] = self.s.real[was]
-                self.s.virt[at] = self.s.virt[was]
+                if self.full:
+                    self.s.virt[at] = self.s.virt[was]
                 line_stamp(&self.s, slot)[place] = line_stamp(&self.s, slot)[old]
                 line_token(&self.s, slot)[place] = line_token(&self.s, slot)[old]
                 place += 1
         for place in range(max(length, self.first // bs * bs), (length + bs - 1) // bs * bs):
             at = table[place // bs] * bs + place % bs
-            self.s.real[at] = self.s.virt[at] = poison(at)
+            self.s.real[at] = poison(at)
+            if self.full:
+                self.s.virt[at] = poison(at)
         line.blocks = <int32_t>((length + bs - 1) // bs)
         self.lost(slot, line.length - length)
         return 0
@@ -174,7 +193,7 @@ cdef class Evictions(Steps):
         cdef int32_t slot, k, n = 0
         cdef int64_t at, place = 0, bs = self.s.block_size
         cdef Line* line
-        if self.s.num_live == 0 or not self.full:
+        if self.s.num_live == 0:
             return self.nothing()
         slot = self.s.live[self.pick(w.b)]
         line = &self.s.line[slot]
@@ -186,6 +205,8 @@ cdef class Evictions(Steps):
             leaving.append(line.length // bs)
         self.expect(ValueError if w.a >> 28 == 15 else
                     errors.PlanStateError if line.row_step >= self.oldest() else None)
+        if self.due is not None and not self.full:
+            return self.nothing()
         if self.trace is not None:
             self.say(f"pool.evict_blocks({self.names[line.handle]}, {leaving})")
         try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections import Counter
 
 from kvpool.testing._fuzz import Driver
 from kvpool.testing.fuzz import seeds
@@ -16,8 +17,8 @@ CALLS_PER_RUN = 1000
 EVERY = 50  # calls between two entries
 
 
-def digest_trace(seed: int, runs: int) -> str:
-    """SHA-256 over digest and fingerprint after every so many calls of so many runs."""
+def digest_trace(seed: int, runs: int, counted: Counter[str] | None = None) -> str:
+    """SHA-256 over digest and fingerprint after every so many calls of so many runs; `counted` gets their calls."""
     trace = hashlib.sha256()
     for run_seed, _ in zip(seeds(seed), range(runs), strict=False):
         driver = Driver(draw_shape(run_seed))
@@ -25,6 +26,8 @@ def digest_trace(seed: int, runs: int) -> str:
             driver.run(EVERY)
             trace.update(driver.digest().to_bytes(8, "little"))
             trace.update(driver.fingerprint().to_bytes(8, "little"))
+        if counted is not None:
+            counted.update(driver.results()[0])
         driver.shutdown()
     return trace.hexdigest()
 

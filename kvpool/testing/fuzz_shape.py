@@ -130,7 +130,7 @@ def big_shape(seed: int, num_blocks: int = 1 << 20) -> Shape:
         "_hash_bits": 64,
     }
     usual = {**WEIGHTS, "defer_close": 0.5, "misuse": 0, "reset": 0, "flush": 0, "match": 0.5, "can": 0.5}
-    usual |= dict.fromkeys(EVICTIONS, 0)  # the judges of large pools see too little of them
+    usual |= {"unshare": 0.2, "compact": 0.6, "evict_blocks": 0.6}  # rare: they cost many times what a step does
     possible = {name: w for name, w in usual.items() if w and name not in (BARE_ONLY if prefix else PREFIX_ONLY)}
     return Shape(
         seed=rng.getrandbits(63),

@@ -261,7 +261,8 @@ class PrefixModel(SequenceModel):
         if node is None:
             self._hold_canonicals(seq, i)
             parent = self._parent(seq, i)
-            assert parent is not None
+            if parent is None:
+                return
             node = self._nodes.get((parent, tokens))
         if node is None:
             self._insert(seq, i)
@@ -287,7 +288,9 @@ class PrefixModel(SequenceModel):
             is_broken = is_broken or node is None
             if is_broken:  # the canonical block is gone: the chain goes by what is indexed now
                 parent = self._parent(seq, i)
-                assert parent is not None
+                if parent is None:  # above it is a copy that `unshare` made
+                    del self._stands_for[block]
+                    continue
                 node = self._nodes.get((parent, self._block_of(seq.tokens, i)))
                 if node is None:
                     self._insert(seq, i)

@@ -305,6 +305,40 @@ def rows_shown_after_an_eviction(Pool: Any, Plan: Any) -> None:
         pool.shutdown()
 
 
+@scenario
+def commits_behind_copies(Pool: Any, Plan: Any) -> None:
+    """A sequence commits on after some of its blocks were replaced; what their copies were before counts no more."""
+    text = [np.arange(9, dtype=np.int32) + 20 * k for k in range(3)]
+    for size, first, gone in itertools.product((1, 2), (0, 1, 2), (0, 1, 9)):
+        pool = Pool(40, size, max_seqs=8, prefix_cache=True, events=200)
+        plan = Plan(pool, 4, 60, formats=("block_tables",))
+        twins = [pool.open(text[0]) for _ in range(3)]
+        grown(pool, plan, twins, 9)
+        for twin in twins:
+            pool.commit(twin, text[0][:6])
+        other = pool.open(text[1])
+        grown(pool, plan, [other], 9)
+        pool.commit(other, text[1][:4])
+        pool.close(twins[2])
+        for row, given in ((twins[1], text[0][6:]), (other, text[1][4:])):
+            tried(pool.unshare, plan, [row], 2 + first, first)
+            ended(pool, plan, "done")
+            if row == other:
+                pool.close(twins[0])
+                pool.evict(gone)
+            pool.commit(row, given[:2])
+            look(pool)
+            pool.commit(row, given[2:])
+            look(pool)
+        for a, b in itertools.product(text, repeat=2):
+            for k in range(9):
+                pool.match(np.concatenate([a[:k], b[k:]]))
+        pool.close([twins[1], other])
+        pool.drain_events()
+        look(pool)
+        pool.shutdown()
+
+
 @core_only
 def evictions_that_are_recorded(Pool: Any, Plan: Any) -> None:
     """Rings that hold all calls, or those of the last half, or not one."""
