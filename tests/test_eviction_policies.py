@@ -47,7 +47,7 @@ def test_scores_are_a_moving_average_that_begins_with_the_first_one(alpha, kind)
 def test_rows_without_a_query_learn_nothing():
     known = memory(H2O(max_kv=64), 2)
     known.observe(np.ones((LAYERS, 2, HEADS, 5), np.float32), np.array([5, 5]))
-    known.observe(np.full((LAYERS, 2, HEADS, 6), 9, np.float32), np.array([6, 5]), np.array([True, False]))
+    known.observe(np.full((LAYERS, 2, HEADS, 6), 9, np.float32), np.array([6, 5]), np.array([0, -1]))
     assert (known.scores[:, 1, :, :5] == 1).all() and known.known.tolist() == [6, 5]
     assert (known.scores[:, 0, :, :5] > 1).all()
 

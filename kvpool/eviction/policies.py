@@ -84,6 +84,10 @@ class Policy:
         assert self.slack is not None
         return np.where(lens >= self.max_kv, self.max_kv - self.slack, lens)
 
+    def most(self, block_size: int) -> int:
+        """Tokens that a sequence holds at most when a forward pass begins; those of the pass come on top."""
+        return self.max_kv - 1
+
     def _require_room(self) -> None:
         assert self.slack is not None
         call = type(self).__name__
@@ -237,6 +241,10 @@ class BlockEviction(Policy):
         first, end = self.candidates(lens, block_size)
         blocks = np.clip((lens - self.max_kv) // block_size + 1, 0, np.maximum(end - first, 0))
         return np.asarray(lens - blocks * block_size)
+
+    def most(self, block_size: int) -> int:
+        """As in `Policy`; blocks of protected tokens and the last one stay, also where they are more than `max_kv`."""
+        return max(self.max_kv, -(-self.sink // block_size) * block_size + self.recent + block_size) - 1
 
     def candidates(self, lens: Any, block_size: int) -> tuple[int, Any]:
         """First table index that may leave, and the end of them: full blocks without a protected token."""
