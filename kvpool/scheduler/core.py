@@ -78,6 +78,7 @@ class Core:
         self.beams: list[Any] = []  # running ones
         self.next_id = 0
         self.next_admission = 0
+        self.alone_until = 0  # `next_admission` after the last admission at which nobody ran
         self.count = [0] * 5  # sequences by state, as they are now; FINISHED: by themselves, ever
         self.cancelled = self.rejected = self.admissions = self.preemptions = self.spills = self.steps = 0
         self.decode_tokens = self.prefill_tokens = self.recomputed_tokens = self.hit_tokens = self.sampled_tokens = 0
@@ -134,6 +135,8 @@ class Core:
 
     def admission_number(self, n: int = 1) -> int:
         """First of n consecutive numbers."""
+        if not self.count[PREFILLING] + self.count[DECODING]:
+            self.alone_until = self.next_admission + n
         self.next_admission += n
         return self.next_admission - n
 
@@ -166,6 +169,10 @@ class Core:
         sequence.high = max(sequence.high, sequence.computed)
         rows.leave(slot)
         self.move(sequence, state)
+
+    def was_alone(self) -> bool:
+        """Whether the request that runs alone has done so since it was admitted."""
+        return self.next_admission == self.alone_until
 
     def preempt(self, sequence: Sequence) -> None:
         """A running sequence loses its blocks and waits, first of its priority; with a beam all of it."""

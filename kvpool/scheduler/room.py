@@ -23,6 +23,11 @@ def make_room(core: Core, probe: object) -> None:
     ------
     OutOfBlocks
         One request alone is left and finds no block: others of the pool hold them.
+
+    Notes
+    -----
+    A request that has run beside others may have computed what one of them had cached before: the prefix cache then
+    keeps both copies of a block. If it is left alone and finds no block, it starts over, once, and finds them cached.
     """
     pool = core.pool
     while True:
@@ -34,6 +39,9 @@ def make_room(core: Core, probe: object) -> None:
         unit = 1 if victim.group.beam is None else len(victim.group.beam.live)
         if unit == len(running):
             core.setbacks += 1
+            if core.caches and not core.was_alone():
+                core.preempt(victim)
+                return
             stats = pool.stats()
             raise OutOfBlocks(
                 f"[schedule] request {victim.group.id!r} runs alone and finds no block: "
