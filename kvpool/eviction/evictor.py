@@ -66,7 +66,7 @@ class Evictor:
         self.memory = Memory(policy, spec.num_layers, spec.num_kv_heads, spec.block_size, num_rows)
         self._staged: list[Any] = [None] * spec.num_layers
         self._step: tuple[np.ndarray, np.ndarray] | None = None  # rows of the step that is out, lengths after it
-        self._plan: Any = None
+        self._plan: kvpool.Plan | None = None
 
     # ------------------------------------------------------------------------------------------- scores
 
@@ -162,21 +162,40 @@ class Evictor:
             self.backend.compact(table[: -(-now // self.memory.block_size)], keep)
             self.memory.evicted(row, now, keep, logical)
 
+    def reserve(self, handle: int, tokens: int) -> None:
+        """Take the blocks for more tokens of a sequence, and copy what it shares of the first of them.
+
+        Raises
+        ------
+        OutOfBlocks
+            They are not there. Nothing has changed.
+        """
+        plan = self._fitting_plan(1, -(-(self.pool.kv_len(handle) + tokens) // self.pool.block_size))
+        self.pool.reserve(plan, [handle], tokens)
+        self._copy(plan)
+
     def _unshare(self, handles: Sequence[int], lens: list[int], sink: int) -> None:
         """Blocks of their own for rows that share what will be rewritten."""
-        pool = self.pool
-        width = max(-(-pool.capacity(handle) // pool.block_size) for handle in handles)
+        width = max(-(-self.pool.capacity(handle) // self.pool.block_size) for handle in handles)
+        plan = self._fitting_plan(len(handles), width)
+        self.pool.unshare(plan, handles, lens, sink)
+        self._copy(plan)
+
+    def _fitting_plan(self, rows: int, width: int) -> kvpool.Plan:
+        """The plan for copies, or a larger one."""
         plan = self._plan
-        if plan is None or plan.max_rows < len(handles) or plan.table_width < width:
-            width = min(2 * width, pool.max_blocks_per_seq)
-            self._plan = plan = kvpool.Plan(pool, 2 * len(handles), formats=(), table_width=width)
-        pool.unshare(plan, handles, lens, sink)
+        if plan is None or plan.max_rows < rows or plan.table_width < width:
+            width = min(2 * width, self.pool.max_blocks_per_seq)
+            self._plan = plan = kvpool.Plan(self.pool, 2 * rows, 2**31 - 1, formats=(), table_width=width)
+        return plan
+
+    def _copy(self, plan: kvpool.Plan) -> None:
         try:
             if plan.num_copies:
                 self.backend.copy_blocks(plan.copies)
         except BaseException:
             if plan.is_pending:
-                pool.rollback(plan)
+                self.pool.rollback(plan)
             raise
         if plan.is_pending:
-            pool.done(plan)
+            self.pool.done(plan)

@@ -80,10 +80,15 @@ def first_short(core: Core, probe: object) -> int:
 
 
 def spill(core: Core, sequence: Sequence) -> bool:
-    """Move a sequence's KV to the tier, if there is one and it takes it. A beam shares blocks: it is never spilled."""
+    """Move a sequence's KV to the tier, if there is one and it takes it.
+
+    Never a beam, which shares blocks; nor one with fewer tokens than it knows, or one that is to lose some.
+    """
     if core.tier is None or sequence.group.beam is not None:
         return False
     slot = sequence.slot
+    if core.eviction is not None and (core.rows.gone[slot] or core.rows.computed[slot] > core.eviction.most):
+        return False
     handle = int(core.rows.handle[slot])
     if not core.rows.computed[slot]:
         return False
