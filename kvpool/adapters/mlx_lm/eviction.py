@@ -11,7 +11,7 @@ from kvpool.adapters.mlx_lm.hook import Hook
 from kvpool.eviction import Evictor, Policy, check_backend
 
 
-def make_cache(model: Any, eviction: Policy | None = None) -> list[Any]:
+def make_cache(model: Any, eviction: Policy | None = None, **quantization: int | None) -> list[Any]:
     """An empty cache of a model inside ``with install(model, ...)``, one `PagedKVCache` per layer.
 
     Parameters
@@ -19,21 +19,23 @@ def make_cache(model: Any, eviction: Policy | None = None) -> list[Any]:
     model
     eviction : kvpool.eviction.Policy, optional
         By which its tokens leave; by default that of `install`.
+    kv_bits, k_bits, v_bits, quant_group_size : int, optional
+        Those of `install`, by default: all caches of a model are in the same blocks.
 
     Raises
     ------
     RuntimeError
         The model is not installed now.
     TypeError, ValueError
-        See `check_policy`.
+        See `check_policy`; bits that the blocks do not have.
     """
     hook = vars(model).get("make_cache")
     if not isinstance(hook, Hook):
         raise RuntimeError("[make_cache] the model has no paged cache here: with install(model, ...)")
-    return hook.installed[-1].make_cache(eviction)
+    return hook.installed[-1].make_cache(eviction, **quantization)
 
 
-def check_policy(policy: Any, kv: Any) -> Policy | None:
+def check_policy(policy: Any, kv: Any, call: str = "make_cache") -> Policy | None:
     """`policy`, if the caches of `kv` can follow it.
 
     Raises
@@ -44,10 +46,10 @@ def check_policy(policy: Any, kv: Any) -> Policy | None:
     if policy is None:
         return None
     if not isinstance(policy, Policy):
-        raise TypeError(f"[make_cache] eviction must be a policy of kvpool.eviction, not {type(policy).__name__}")
+        raise TypeError(f"[{call}] eviction must be a policy of kvpool.eviction, not {type(policy).__name__}")
     check_backend(policy, kv.backend.capabilities())
     if policy.scores is not None and not kv.sites:
-        raise ValueError(f"[make_cache] {type(policy).__name__} needs scores, and this model's route is {kv.route}")
+        raise ValueError(f"[{call}] {type(policy).__name__} needs scores, and this model's route is {kv.route}")
     return policy
 
 
