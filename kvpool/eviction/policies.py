@@ -143,9 +143,10 @@ class H2O(Policy):
     heavy : int, optional
         Tokens that stay for their scores; half of `max_kv` by default. The rest of `max_kv`, without the sinks, is for
         the newest ones. An eviction leaves `slack` fewer heavy hitters, for the tokens to come.
-    kind : {"raw", "mass"}, default "raw"
-        Scores: the mean of what goes into the softmax over the query heads of a KV head, taken absolute, or of what
-        comes out of it.
+    kind : {"mass", "raw"}, default "mass"
+        Scores: the mean over the query heads of a KV head of what comes out of the softmax, as in the paper, or of what
+        goes into it, taken absolute. Raw scores cost less to export, and choose no better than a window where
+        ``docs/quality.md`` has looked.
     alpha : float, default 0.95
         Of the moving average of scores, ``average = alpha * average + (1 - alpha) * score``; a token begins with its
         first score.
@@ -163,7 +164,7 @@ class H2O(Policy):
     """
 
     heavy: int | None = None
-    kind: str = "raw"
+    kind: str = "mass"
     alpha: float = 0.95
 
     def __post_init__(self) -> None:
