@@ -306,10 +306,14 @@ class Runner:
                 continue
             assert name == request.id
             assert most is None or waiting < most, f"{waiting} wait, {most} may"
-            assert request.beam_width or blocks_alone(request, self.pool.block_size) <= self.usable()
+            assert request.beam_width or self.need(request) <= self.usable()
             assert tokens_needed(request) <= self.workload.scheduler.get("max_model_len", 10**9)
             self.added[name] = self.now
         return later
+
+    def need(self, request: Request) -> int:
+        """Blocks with which a request can run."""
+        return blocks_alone(request, self.pool.block_size)
 
     def usable(self) -> int:
         return self.pool.num_blocks - self.pool.reserved_blocks - self.pool.watermark
@@ -321,7 +325,7 @@ class Runner:
             return
         assert reason == "too_large", reason
         too_wide = request.beam_width > self.workload.scheduler["max_running"]
-        assert too_wide or blocks_alone(request, self.pool.block_size) > self.usable(), f"{request.id} fits"
+        assert too_wide or self.need(request) > self.usable(), f"{request.id} fits"
 
     def _cancel(self, tick: int, moment: str) -> None:
         for name, (when, where) in self.workload.cancels.items():

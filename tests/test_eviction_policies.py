@@ -47,7 +47,7 @@ def test_scores_are_a_moving_average_that_begins_with_the_first_one(alpha, kind)
 def test_rows_without_a_query_learn_nothing():
     known = memory(H2O(max_kv=64), 2)
     known.observe(np.ones((LAYERS, 2, HEADS, 5), np.float32), np.array([5, 5]))
-    known.observe(np.full((LAYERS, 2, HEADS, 6), 9, np.float32), np.array([6, 5]), np.array([True, False]))
+    known.observe(np.full((LAYERS, 2, HEADS, 6), 9, np.float32), np.array([6, 5]), np.array([0, -1]))
     assert (known.scores[:, 1, :, :5] == 1).all() and known.known.tolist() == [6, 5]
     assert (known.scores[:, 0, :, :5] > 1).all()
 
@@ -180,18 +180,19 @@ def test_numbers_of_other_types_are_refused(value):
 
 def test_backends_that_cannot_are_named():
     plain = Capabilities("plain", ("NHD",), ("float32",))
-    with pytest.raises(ValueError, match=r"\[H2O\] backend 'plain' exports no scores 'raw', none at all"):
+    with pytest.raises(ValueError, match=r"\[H2O\] backend 'plain' exports no scores 'mass', none at all"):
         check_backend(H2O(max_kv=64), plain)
     with pytest.raises(ValueError, match=r"\[SlidingWindow\] backend 'plain' cannot move tokens"):
         check_backend(SlidingWindow(max_kv=64), plain)
     can = Capabilities("can", ("NHD",), ("float32",), scores=("mass",))
     check_backend(BlockEviction(max_kv=64), can)
     with pytest.raises(ValueError, match=r"exports no scores 'raw', only \['mass'\]"):
-        check_backend(H2O(max_kv=64), can)
+        check_backend(H2O(max_kv=64, kind="raw"), can)
 
 
 def test_policies_are_values():
     assert H2O(max_kv=64) == H2O(max_kv=64) != H2O(max_kv=64, heavy=20)
-    assert isinstance(H2O(max_kv=64), Policy) and H2O(max_kv=64).scores == "raw"
+    assert isinstance(H2O(max_kv=64), Policy) and H2O(max_kv=64).scores == "mass"
+    assert H2O(max_kv=64, kind="raw").scores == "raw" and BlockEviction(max_kv=64).scores == "mass"
     with pytest.raises(AttributeError):
         H2O(max_kv=64).max_kv = 3

@@ -15,7 +15,7 @@ from kvpool.eviction import H2O, BlockEviction, SlidingWindow
 
 POLICIES = {
     "window": SlidingWindow(max_kv=20, sink=3),
-    "h2o": H2O(max_kv=20),
+    "h2o": H2O(max_kv=20, kind="raw"),
     "h2o mass": H2O(max_kv=20, kind="mass", slack=5),
     "blocks": BlockEviction(max_kv=20, recent_tokens=6),
 }

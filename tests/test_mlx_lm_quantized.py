@@ -7,7 +7,8 @@ from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import QuantizedKVCache
 from mlx_models import on_cpu, tiny_llama
 
-from kvpool.adapters.mlx_lm import install
+from kvpool.adapters.mlx_lm import install, make_cache
+from kvpool.eviction import H2O
 
 PROMPTS = [[5, 9, 200, 31, 7] * 5, [11, 12, 13], list(range(40, 80))]
 TOKENS = 12
@@ -82,3 +83,31 @@ def test_bits_that_cannot_be_are_refused_and_leave_the_model_alone(model, option
     with pytest.raises(error, match=message):
         install(model, num_blocks=8, **options)
     assert vars(model) == before and np.isfinite(mx.array(0).item())
+
+
+def test_caches_are_asked_for_with_the_bits_of_the_pool(model):
+    with install(model, num_blocks=40, k_bits=8, v_bits=4, quant_group_size=32) as kv:
+        due = greedy(model, PROMPTS[0], kv.make_cache())
+        asked = make_cache(model, k_bits=8, v_bits=4, quant_group_size=32)
+        assert greedy(model, PROMPTS[0], asked) == due
+        assert greedy(model, PROMPTS[0], make_cache(model, H2O(max_kv=100), k_bits=8, v_bits=4)) == due
+        with pytest.raises(ValueError, match=r"\[make_cache\] k_bits 8, v_bits 8, .* have k_bits 8, v_bits 4"):
+            make_cache(model, kv_bits=8)
+        with pytest.raises(ValueError, match="quant_group_size 64 are asked for"):
+            make_cache(model, k_bits=8, v_bits=4, quant_group_size=64)
+        with pytest.raises(ValueError, match="k_bits is 3"):
+            make_cache(model, kv_bits=3)
+        with pytest.raises(TypeError, match=r"\[make_cache\] kv_bits is for both"):
+            make_cache(model, kv_bits=8, k_bits=8)
+        with pytest.raises(TypeError, match="unexpected keyword argument 'bits'"):
+            make_cache(model, bits=8)
+    with install(model, num_blocks=40), pytest.raises(ValueError, match="the blocks have k_bits None, v_bits None"):
+        make_cache(model, kv_bits=8)
+
+
+def test_budget_goes_with_bits(model):
+    with install(model, num_blocks=40, kv_bits=8, eviction=H2O(max_kv=24)) as kv:
+        cache = kv.make_cache()
+        greedy(model, PROMPTS[2], cache)
+        (handle,) = cache[0].batch.handles
+        assert kv.pool.kv_len(handle) <= 24 < cache[0].offset

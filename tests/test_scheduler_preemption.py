@@ -141,3 +141,18 @@ def test_preempt_beam_goes_as_a_whole(policy):
         preempted = preempted or (scheduler.stats().preemptions > 0 and "beam" not in running)
     assert preempted or policy == "longest"
     assert pool.stats().used == 0
+
+
+def test_request_left_alone_with_blocks_that_are_cached_twice_starts_over():
+    """Both compute the same five tokens; the first one's are cached, and the cache needs them below the second's."""
+    pool = Pool(20, 1, reserved_blocks=0, prefix_cache=True)
+    scheduler = Scheduler(pool, watermark=0)
+    machine = Machine(scheduler, pool)
+    short = Request([*range(5), 50], max_tokens=1, id="short")
+    exact = Request([*range(5), *range(60, 65)], max_tokens=11, id="exact")  # 20 tokens with KV: the whole pool
+    scheduler.add(short)
+    scheduler.add(exact)
+    outputs = machine.run()
+    assert outputs["exact", 0].tokens.tolist() == greedy(exact)[0]
+    assert (outputs["short", 0].preemptions, outputs["exact", 0].preemptions) == (0, 1)
+    assert pool.stats().used == 0

@@ -1,8 +1,9 @@
 """Which tokens of a sequence stay when there is no room for all.
 
 `H2O`, `SlidingWindow` and `BlockEviction` are policies, `advise` suggests a budget, `Memory` holds what a policy has
-seen of a batch of sequences and makes its choice. The pool's side is `kvpool.Pool.compact` and `evict_blocks`, the
-backend's `KVBackend.compact`; ``kvpool.adapters.mlx_lm`` brings them together.
+seen of a batch of sequences and makes its choice, `Evictor` carries it out: by `kvpool.Pool.compact` and
+`evict_blocks`, and the backend's `KVBackend.compact`. `kvpool.Scheduler` takes one, ``kvpool.adapters.mlx_lm`` makes
+them.
 
 >>> from kvpool.eviction import H2O, advise
 >>> budget = advise(4096)
@@ -10,6 +11,7 @@ backend's `KVBackend.compact`; ``kvpool.adapters.mlx_lm`` brings them together.
 508
 """
 
+from kvpool.eviction.evictor import Evictor
 from kvpool.eviction.memory import Memory, block_sums
 from kvpool.eviction.policies import H2O, BlockEviction, Budget, Policy, SlidingWindow, advise, check_backend
 
@@ -17,6 +19,7 @@ __all__ = [
     "H2O",
     "BlockEviction",
     "Budget",
+    "Evictor",
     "Memory",
     "Policy",
     "SlidingWindow",

@@ -71,6 +71,33 @@ class Memory:
         self.known = self.known[rows]
         self._positions = [self._positions[row] for row in rows]
 
+    def start(self, row: int) -> None:
+        """A new sequence without tokens is in this row; there are more rows if it takes more."""
+        now = len(self.known)
+        if row >= now:
+            more = max(row + 1, 2 * now) - now
+            layers, _, heads, room = self.scores.shape
+            self.scores = np.concatenate([self.scores, np.zeros((layers, more, heads, room), np.float32)], axis=1)
+            self.known = np.concatenate([self.known, np.zeros(more, np.int64)])
+            self._positions += [None] * more
+        self.known[row] = 0
+        self._positions[row] = None
+
+    def saved(self, row: int) -> Memory:
+        """A memory of one row, a copy of this one: for `put`."""
+        _, _, heads, _ = self.scores.shape
+        one = Memory(self.policy, len(self.scores), heads, self.block_size)
+        one.append(self, [row])
+        return one
+
+    def put(self, row: int, saved: Memory) -> None:
+        """What `saved` has copied is in this row, which was started."""
+        length = int(saved.known[0])
+        self.reserve(length)
+        self.scores[:, row, :, :length] = saved.scores[:, 0, :, :length]
+        self.known[row] = length
+        self._positions[row] = saved._positions[0]
+
     def truncate(self, lens: np.ndarray) -> None:
         """Rows lost what lies behind `lens` places."""
         self.known = np.minimum(self.known, lens)
@@ -85,39 +112,37 @@ class Memory:
 
     # ------------------------------------------------------------------------------------------- scores
 
-    def observe(self, scores: np.ndarray, lens: np.ndarray, seen: np.ndarray | None = None) -> None:
+    def observe(self, scores: np.ndarray, lens: np.ndarray, rows: np.ndarray | None = None) -> None:
         """Take what one step has seen.
 
         Parameters
         ----------
-        scores : float32 ``[L, B, Hk, C]``
+        scores : float32 ``[L, S, Hk, C]``
             As `KVBackend.attend` exports them, for each layer.
-        lens : ``[B]``
+        lens : ``[S]``
             Tokens of each row after the step.
-        seen : bool ``[B]``, optional
-            Rows that had a query; the others learn nothing.
+        rows : int ``[S]``, optional
+            Which rows these are, by default 0, 1, 2, ...; -1: none, it had no query or has ended.
 
         Notes
         -----
-        O(L * B * Hk * C), a few passes over the array; `scores` is overwritten.
+        O(L * S * Hk * C), a few passes over the array; `scores` is overwritten.
         """
         alpha = np.float32(getattr(self.policy, "alpha", 0.0))
         length = scores.shape[3]
         self.reserve(length)
         np.abs(scores, out=scores)
-        mine = self.scores[..., :length]
-        lens = np.asarray(lens)
-        if seen is not None and not seen.all():
-            for row in np.flatnonzero(seen).tolist():
-                self._blend(mine[:, row], scores[:, row], alpha, int(self.known[row]))
-                self.known[row] = lens[row]
+        mine, lens = self.scores[..., :length], np.asarray(lens, np.int64)
+        places = np.arange(len(lens)) if rows is None else np.asarray(rows)
+        known = self.known
+        if len(places) == len(known) and (places == np.arange(len(places))).all() and (known == known[:1]).all():
+            self._blend(mine, scores, alpha, int(known[0]) if len(known) else 0)
+            self.known = lens.copy()
             return
-        if len(self.known) and (self.known == self.known[0]).all():
-            self._blend(mine, scores, alpha, int(self.known[0]))
-        else:
-            for row, known in enumerate(self.known.tolist()):
-                self._blend(mine[:, row], scores[:, row], alpha, known)
-        self.known = lens.astype(np.int64)
+        for at, row in enumerate(places.tolist()):
+            if row >= 0:
+                self._blend(mine[:, row], scores[:, at], alpha, int(known[row]))
+                known[row] = lens[at]
 
     def _blend(self, mine: np.ndarray, new: np.ndarray, alpha: np.float32, known: int) -> None:
         """A token that is known moves by 1 - alpha, a new one begins where it is."""

@@ -84,6 +84,10 @@ class Policy:
         assert self.slack is not None
         return np.where(lens >= self.max_kv, self.max_kv - self.slack, lens)
 
+    def most(self, block_size: int) -> int:
+        """Tokens that a sequence holds at most when a forward pass begins; those of the pass come on top."""
+        return self.max_kv - 1
+
     def _require_room(self) -> None:
         assert self.slack is not None
         call = type(self).__name__
@@ -139,9 +143,10 @@ class H2O(Policy):
     heavy : int, optional
         Tokens that stay for their scores; half of `max_kv` by default. The rest of `max_kv`, without the sinks, is for
         the newest ones. An eviction leaves `slack` fewer heavy hitters, for the tokens to come.
-    kind : {"raw", "mass"}, default "raw"
-        Scores: the mean of what goes into the softmax over the query heads of a KV head, taken absolute, or of what
-        comes out of it.
+    kind : {"mass", "raw"}, default "mass"
+        Scores: the mean over the query heads of a KV head of what comes out of the softmax, as in the paper, or of what
+        goes into it, taken absolute. Raw scores cost less to export, and choose no better than a window where
+        ``docs/quality.md`` has looked.
     alpha : float, default 0.95
         Of the moving average of scores, ``average = alpha * average + (1 - alpha) * score``; a token begins with its
         first score.
@@ -159,7 +164,7 @@ class H2O(Policy):
     """
 
     heavy: int | None = None
-    kind: str = "raw"
+    kind: str = "mass"
     alpha: float = 0.95
 
     def __post_init__(self) -> None:
@@ -237,6 +242,10 @@ class BlockEviction(Policy):
         first, end = self.candidates(lens, block_size)
         blocks = np.clip((lens - self.max_kv) // block_size + 1, 0, np.maximum(end - first, 0))
         return np.asarray(lens - blocks * block_size)
+
+    def most(self, block_size: int) -> int:
+        """As in `Policy`; blocks of protected tokens and the last one stay, also where they are more than `max_kv`."""
+        return max(self.max_kv, -(-self.sink // block_size) * block_size + self.recent + block_size) - 1
 
     def candidates(self, lens: Any, block_size: int) -> tuple[int, Any]:
         """First table index that may leave, and the end of them: full blocks without a protected token."""

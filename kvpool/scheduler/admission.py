@@ -6,6 +6,7 @@ import numpy as np
 
 from kvpool.errors import OutOfBlocks, OutOfSequences
 from kvpool.scheduler.core import Core
+from kvpool.scheduler.eviction import most_tokens, open_within
 from kvpool.scheduler.sequence import DECODING, PREFILLING, Sequence
 
 
@@ -23,14 +24,15 @@ def blocks_kept(core: Core) -> int:
         return 0
     if core.growing < 0:
         decodes = core.batch().slots
-        full = rows.computed[decodes] % core.pool.block_size == 0
+        full = rows.kv_lens(decodes) % core.pool.block_size == 0
         core.growing = int(np.count_nonzero(full | rows.shared[decodes]))
     return core.growing + (running if core.watermark is None else core.watermark)
 
 
 def fits(core: Core, tokens: np.ndarray, namespace: bytes, extra: int = 0) -> bool:
     """Whether `open(tokens)` and `extra` blocks more leave enough. Evicts nothing, but hits count as touched."""
-    need = core.blocks(len(tokens)) + extra
+    need = core.blocks(most_tokens(core, len(tokens))) + extra
+    tokens = tokens[: core.findable + 1]
     keep = max(blocks_kept(core), core.pool.watermark)
     available = core.available()
     if available - need >= keep:
@@ -63,7 +65,7 @@ def admit(core: Core, sequence: Sequence) -> bool:
     if not fits(core, tokens, namespace):
         return False
     try:
-        handle = core.pool.open(tokens, namespace)
+        handle = open_within(core, tokens, namespace)
     except (OutOfBlocks, OutOfSequences):
         return False
     computed = core.pool.num_tokens(handle)
@@ -90,10 +92,10 @@ def restore(core: Core, sequence: Sequence) -> bool:
         return False
     prompt = sequence.group.request.prompt
     known = len(prompt) + len(sequence.tokens)
-    if core.available() - core.blocks(known) < max(blocks_kept(core), core.pool.watermark):
+    if core.available() - core.blocks(most_tokens(core, known)) < max(blocks_kept(core), core.pool.watermark):
         return False
     try:
-        handle = core.pool.open(known, sequence.group.request.namespace)
+        handle = core.pool.open(most_tokens(core, known), sequence.group.request.namespace)
     except (OutOfBlocks, OutOfSequences):
         return False
     computed = sequence.computed

@@ -8,6 +8,7 @@ import numpy as np
 
 from kvpool.errors import CorruptState
 from kvpool.scheduler.core import Core
+from kvpool.scheduler.eviction import most_tokens
 from kvpool.scheduler.sequence import DECODING, FINISHED, PREFILLING, SPILLED, WAITING, Sequence
 from kvpool.scheduler.step import Step
 
@@ -97,6 +98,10 @@ def check_running(core: Core, sequence: Sequence, new: dict[int, int]) -> None:
     handle, computed, remaining = int(rows.handle[slot]), int(rows.computed[slot]), rows.remaining(slot)
     length = core.pool.num_tokens(handle) - new.get(handle, 0)
     require(length == computed, f"{name(sequence)} has {computed} computed tokens, the pool {length}")
+    held, gone = core.pool.kv_len(handle) - new.get(handle, 0), int(rows.gone[slot])
+    require(held == computed - gone, f"{name(sequence)} has lost {gone} of {computed} tokens, the pool has {held}")
+    most = most_tokens(core, computed)
+    require(held <= most, f"{name(sequence)} holds {held} tokens, {most} are the most")
     require(remaining >= 1, f"{name(sequence)} has computed more than it knows ({remaining} left)")
     require(rows.generated[slot] < sequence.group.request.max_tokens, f"{name(sequence)} runs with all tokens")
     beam = sequence.group.beam

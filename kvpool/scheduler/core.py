@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,6 +12,9 @@ from kvpool.scheduler.queue import WaitingQueue
 from kvpool.scheduler.request import Output, Request, Times
 from kvpool.scheduler.rows import Rows
 from kvpool.scheduler.sequence import DECODING, FINISHED, PREFILLING, SPILLED, WAITING, Group, Sequence
+
+if TYPE_CHECKING:
+    from kvpool.eviction import Evictor
 
 REMEMBERED = 4096
 
@@ -59,6 +62,7 @@ class Core:
         policy: str,
         tier: Any,
         clock: Callable[[], float],
+        eviction: Evictor | None = None,
     ) -> None:
         self.pool = pool
         self.max_running = max_running
@@ -69,6 +73,10 @@ class Core:
         self.policy = policy
         self.tier = tier
         self.clock = clock
+        self.eviction = eviction
+        self.findable = 2**31 - 1  # tokens of a prompt that are looked up and published at most
+        if eviction is not None:  # a sequence begins below its budget: what leaves has been looked at
+            self.findable = (eviction.policy.max_kv - 1) // pool.block_size * pool.block_size
         self.caches = pool.index_nbytes > 0
         self.rows = Rows(max_running)
         self.queue = WaitingQueue()
@@ -78,9 +86,11 @@ class Core:
         self.beams: list[Any] = []  # running ones
         self.next_id = 0
         self.next_admission = 0
+        self.alone_until = 0  # `next_admission` after the last admission at which nobody ran
         self.count = [0] * 5  # sequences by state, as they are now; FINISHED: by themselves, ever
         self.cancelled = self.rejected = self.admissions = self.preemptions = self.spills = self.steps = 0
         self.decode_tokens = self.prefill_tokens = self.recomputed_tokens = self.hit_tokens = self.sampled_tokens = 0
+        self.evicted_tokens = 0
         self.idle_steps = 0  # steps that lost rows to a cancellation: they may have sampled nothing
         self.setbacks = 0  # failed steps, and what other users of the pool took away: preemptions without progress
         self.chunks_allowed = 0  # sum over admissions of ceil(tokens to compute / chunk)
@@ -129,11 +139,15 @@ class Core:
     def start(self, sequence: Sequence, slot: int, handle: int, computed: int, admitted: int) -> None:
         """A sequence gets a slot (taken already) and a handle."""
         self.rows.put(slot, sequence, handle, computed, admitted)
+        if self.eviction is not None:
+            self.eviction.memory.start(slot)
         self.move(sequence, PREFILLING)
         self.set_phase(slot)
 
     def admission_number(self, n: int = 1) -> int:
         """First of n consecutive numbers."""
+        if not self.count[PREFILLING] + self.count[DECODING]:
+            self.alone_until = self.next_admission + n
         self.next_admission += n
         return self.next_admission - n
 
@@ -148,11 +162,11 @@ class Core:
             self.move(sequence, state)
 
     def commit(self, slot: int) -> None:
-        """Publish what is computed in a slot; nothing without a prefix cache."""
+        """Publish what is computed in a slot; nothing without a prefix cache, or where tokens were evicted."""
         rows = self.rows
-        begin, end = int(rows.committed[slot]), int(rows.computed[slot])
+        begin, end = int(rows.committed[slot]), min(int(rows.computed[slot]), self.findable)
         size = self.pool.block_size
-        if not self.caches or end // size == begin // size:
+        if not self.caches or rows.gone[slot] or end // size <= begin // size:
             return
         self.pool.commit(int(rows.handle[slot]), rows.known(slot, begin, end))
         rows.committed[slot] = end
@@ -166,6 +180,10 @@ class Core:
         sequence.high = max(sequence.high, sequence.computed)
         rows.leave(slot)
         self.move(sequence, state)
+
+    def was_alone(self) -> bool:
+        """Whether the request that runs alone has done so since it was admitted."""
+        return self.next_admission == self.alone_until
 
     def preempt(self, sequence: Sequence) -> None:
         """A running sequence loses its blocks and waits, first of its priority; with a beam all of it."""

@@ -92,6 +92,8 @@ def take(core: Core, step: Step, given: Given) -> list[Output]:
     """Move every sequence of an executed step on."""
     core.step_out = False
     core.steps += 1
+    if core.eviction is not None:
+        core.eviction.settle()
     if step.batch is None or core.dead:
         return take_rows(core, step, given, 0)
     outputs = take_decodes(core, step.batch, step.sample_position, given)
@@ -277,7 +279,8 @@ def fork_samples(core: Core, slot: int, ats: list[int], given: Given, now: float
         else:
             outputs.append((sequence, reason))
     handle, computed = int(rows.handle[slot]), int(rows.computed[slot])
-    committed, admitted = int(rows.committed[slot]), int(rows.admitted[slot])
+    committed, admitted, gone = int(rows.committed[slot]), int(rows.admitted[slot]), int(rows.gone[slot])
+    seen = None if core.eviction is None else core.eviction.memory.saved(slot)
     rows.leave(slot)
     core.move(first, WAITING)
     if not live:
@@ -290,10 +293,12 @@ def fork_samples(core: Core, slot: int, ats: list[int], given: Given, now: float
             continue
         sequence.high = computed
         core.start(sequence, core.rows.take(), own, computed, core.admission_number() if number else admitted)
-        rows.committed[sequence.slot] = committed
-        rows.shared[sequence.slot] = computed % core.pool.block_size != 0
+        rows.committed[sequence.slot], rows.gone[sequence.slot] = committed, gone
+        if core.eviction is not None and seen is not None:
+            core.eviction.memory.put(sequence.slot, seen)
+        rows.shared[sequence.slot] = (computed - gone) % core.pool.block_size != 0
     if len(live) > 1:
-        rows.shared[live[0].slot] = computed % core.pool.block_size != 0
+        rows.shared[live[0].slot] = (computed - gone) % core.pool.block_size != 0
     for sequence in reversed(waiting):
         core.wait(sequence, front=True)
     return [core.finish(sequence, reason, now) for sequence, reason in outputs]

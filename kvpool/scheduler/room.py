@@ -23,6 +23,11 @@ def make_room(core: Core, probe: object) -> None:
     ------
     OutOfBlocks
         One request alone is left and finds no block: others of the pool hold them.
+
+    Notes
+    -----
+    A request that has run beside others may have computed what one of them had cached before: the prefix cache then
+    keeps both copies of a block. If it is left alone and finds no block, it starts over, once, and finds them cached.
     """
     pool = core.pool
     while True:
@@ -34,6 +39,9 @@ def make_room(core: Core, probe: object) -> None:
         unit = 1 if victim.group.beam is None else len(victim.group.beam.live)
         if unit == len(running):
             core.setbacks += 1
+            if core.caches and not core.was_alone():
+                core.preempt(victim)
+                return
             stats = pool.stats()
             raise OutOfBlocks(
                 f"[schedule] request {victim.group.id!r} runs alone and finds no block: "
@@ -72,10 +80,15 @@ def first_short(core: Core, probe: object) -> int:
 
 
 def spill(core: Core, sequence: Sequence) -> bool:
-    """Move a sequence's KV to the tier, if there is one and it takes it. A beam shares blocks: it is never spilled."""
+    """Move a sequence's KV to the tier, if there is one and it takes it.
+
+    Never a beam, which shares blocks; nor one with fewer tokens than it knows, or one that is to lose some.
+    """
     if core.tier is None or sequence.group.beam is not None:
         return False
     slot = sequence.slot
+    if core.eviction is not None and (core.rows.gone[slot] or core.rows.computed[slot] > core.eviction.most):
+        return False
     handle = int(core.rows.handle[slot])
     if not core.rows.computed[slot]:
         return False

@@ -24,6 +24,8 @@ class Rows:
         Number of the admission: the order of rows.
     prompt, generated, computed, committed : int32
         Tokens of the prompt; tokens generated; known tokens in the pool; tokens given to `Pool.commit`.
+    gone : int32
+        Of the computed ones, those that were evicted.
     high : int32
         Most tokens that were computed before the admission.
     limit : int32
@@ -53,6 +55,7 @@ class Rows:
         self.generated = np.zeros(size, np.int32)
         self.computed = np.zeros(size, np.int32)
         self.committed = np.zeros(size, np.int32)
+        self.gone = np.zeros(size, np.int32)
         self.high = np.zeros(size, np.int32)
         self.limit = np.zeros(size, np.int32)
         self.last = np.zeros(size, np.int32)
@@ -81,6 +84,7 @@ class Rows:
         self.admitted[slot] = admitted
         self.prompt[slot] = request.prompt.size
         self.computed[slot] = self.committed[slot] = computed
+        self.gone[slot] = 0
         self.high[slot] = sequence.high
         self.limit[slot] = request.max_tokens
         self.shared[slot] = False
@@ -183,6 +187,11 @@ class Rows:
         sequence = self.sequences[slot]
         assert sequence is not None
         return sequence
+
+    def kv_lens(self, slots: NDArray[np.intp]) -> NDArray[int32]:
+        """Tokens of these slots that the pool holds: those computed, without those evicted."""
+        lens: NDArray[int32] = self.computed[slots] - self.gone[slots]
+        return lens
 
     def remaining(self, slot: int) -> int:
         """Known tokens that are not computed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy import int32
@@ -17,11 +17,16 @@ from kvpool.scheduler.admission import admit_next
 from kvpool.scheduler.beams import Beam
 from kvpool.scheduler.check import check
 from kvpool.scheduler.core import Batch, Core
+from kvpool.scheduler.eviction import blocks_alone, keep_budgets, most_tokens
+from kvpool.scheduler.eviction import judge as judge_eviction
 from kvpool.scheduler.request import Output, Request, integer
 from kvpool.scheduler.room import POLICIES, make_room
 from kvpool.scheduler.sequence import DECODING, PREFILLING, SPILLED, WAITING, Group, Sequence
 from kvpool.scheduler.stats import SchedulerStats
 from kvpool.scheduler.step import Step
+
+if TYPE_CHECKING:
+    from kvpool.eviction import Evictor
 
 FORMATS = ("block_tables", "seq_lens", "slot_mapping", "cu_q_lens", "positions")
 PadTo = tuple[int, int] | Callable[[int, int], tuple[int, int]] | None
@@ -60,6 +65,8 @@ class Scheduler:
         Fills the times of outputs, decides nothing.
     plans : int, default 1
         Plans that steps use in turn: with 2, a step's arrays hold until the one after the next.
+    eviction : kvpool.eviction.Evictor, optional
+        Keeps sequences within a budget of tokens: between two steps some leave.
 
     Raises
     ------
@@ -95,6 +102,7 @@ class Scheduler:
         tier: Any = None,
         clock: Callable[[], float] = time.monotonic,
         plans: int = 1,
+        eviction: Evictor | None = None,
     ) -> None:
         call = "Scheduler"
         if not isinstance(pool, Pool):
@@ -115,7 +123,9 @@ class Scheduler:
             raise TypeError(f"[{call}] tier must have spill_to_host and prefetch, {type(tier).__name__} has not")
         if not callable(clock):
             raise TypeError(f"[{call}] clock must be callable, not {type(clock).__name__}")
-        self._core = Core(pool, max_running, max_step_tokens, chunk, mixed, watermark, preempt, tier, clock)
+        _check_evictor(call, eviction, pool)
+        numbers = (max_running, max_step_tokens, chunk, mixed, watermark, preempt)
+        self._core = Core(pool, *numbers, tier, clock, eviction)
         self._pad_to = pad_to
         rows, tokens = max_running, max(max_step_tokens, max_running)
         if pad_to is not None and not callable(pad_to):
@@ -176,16 +186,18 @@ class Scheduler:
         core, pool = self._core, self._core.pool
         prompt = len(request.prompt)
         tokens = prompt + request.max_tokens - 1  # nothing reads the KV of the last one: it is never written
-        need = core.blocks(tokens)
+        judge_eviction(core, request)
+        need = blocks_alone(core, tokens)
         width = request.beam_width
         if self._max_model_len is not None and tokens > self._max_model_len:
             raise RequestRejected(
                 f"[add] {prompt} prompt tokens and {request.max_tokens} more, the model takes {self._max_model_len}",
                 "too_long",
             )
-        if need > pool.max_blocks_per_seq:
+        own = core.blocks(most_tokens(core, tokens))
+        if own > pool.max_blocks_per_seq:
             raise RequestRejected(
-                f"[add] {tokens} tokens need {need} blocks, a sequence has at most {pool.max_blocks_per_seq}",
+                f"[add] {tokens} tokens need {own} blocks, a sequence has at most {pool.max_blocks_per_seq}",
                 "too_large",
             )
         if width > min(core.max_running, pool.max_seqs):
@@ -258,6 +270,8 @@ class Scheduler:
         core = self._core
         if not core.groups:
             return None
+        if core.eviction is not None:
+            keep_budgets(core)
         plan = self._plans[self._turn]
         if core.beams:
             for beam in list(core.beams):
@@ -433,6 +447,8 @@ class Scheduler:
         self._out = None
         core.step_out = False
         core.setbacks += 1
+        if core.eviction is not None:
+            core.eviction.forget()
         core.bury()
         if core.pool.in_order:
             results.give_up(core, step)
@@ -475,6 +491,7 @@ class Scheduler:
         counters = (
             *(core.cancelled, core.rejected, core.admissions, core.preemptions, core.spills, core.steps),
             *(core.decode_tokens, core.prefill_tokens, core.recomputed_tokens, core.hit_tokens, core.sampled_tokens),
+            core.evicted_tokens,
         )
         return SchedulerStats._make((*core.count, *counters))
 
@@ -488,3 +505,14 @@ class Scheduler:
         """
         self._core.pool.check()
         check(self._core, self._out)
+
+
+def _check_evictor(call: str, eviction: Any, pool: Pool) -> None:
+    if eviction is None:
+        return
+    from kvpool.eviction import Evictor
+
+    if not isinstance(eviction, Evictor):
+        raise TypeError(f"[{call}] eviction must be a kvpool.eviction.Evictor, not {type(eviction).__name__}")
+    if eviction.pool is not pool:
+        raise ValueError(f"[{call}] the evictor is on another pool ({eviction.pool!r})")

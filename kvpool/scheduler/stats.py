@@ -26,3 +26,4 @@ class SchedulerStats(NamedTuple):
     recomputed_tokens: int  #: of these, computed before a preemption already
     hit_tokens: int  #: found in the prefix cache at admissions
     sampled_tokens: int  #: tokens that became known by `update`
+    evicted_tokens: int  #: that left sequences for their budgets

@@ -71,6 +71,12 @@ class Step:
         )
 
     @property
+    def evicted(self) -> NDArray[int32]:
+        """Tokens of each row that have left, ``[S]``: how much positions are ahead of places in the table."""
+        gone: NDArray[int32] = self._rows.gone[self.slots]
+        return gone
+
+    @property
     def requests(self) -> list[Request]:
         """The request of each sample, length M; made on demand."""
         return [self._rows.sequence(slot).group.request for slot in self.sample_slot.tolist()]

@@ -245,7 +245,7 @@ class Batch:
                 columns = mx.array(np.flatnonzero(real).astype(np.int32))
             forward = Forward(kv.backend.step_arrays(plan, after.lens), columns)
             if self.eviction is not None:
-                self.eviction.begin(after.lens, new)
+                self.eviction.begin_pass(after.lens, new)
         except BaseException:
             kv.undo_forward()
             if self.is_merged:

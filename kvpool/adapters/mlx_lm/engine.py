@@ -9,7 +9,8 @@
 A step is: the scheduler decides who gets how many tokens, and the pool gives them blocks; the model runs once over all
 of these tokens (`ragged`); each row that is due gets its next token (`sampling`); the scheduler takes the tokens, and
 whoever listens is told. Tokens are those of the model alone: what runs beside a request, chunks, preemption and the
-prefix cache change nothing but time.
+prefix cache change nothing but time. (With `eviction`, below the budget; beyond it, what a token sees depends on where
+chunks end.)
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ import numpy as np
 
 import kvpool
 from kvpool import Output, Request, Scheduler
+from kvpool.adapters.mlx_lm.eviction import check_policy
 from kvpool.adapters.mlx_lm.host import install
 from kvpool.adapters.mlx_lm.ragged import RaggedForward
 from kvpool.adapters.mlx_lm.sampling import SEED_MAX, Sampling, best, sample
 from kvpool.adapters.mlx_lm.shapes import max_positions
 from kvpool.adapters.mlx_lm.transcript import Transcript
 from kvpool.errors import UnknownRequest
+from kvpool.eviction import Evictor, Policy
 
 Listener = Callable[["Piece"], None]
 _SAMPLING = tuple(field.name for field in fields(Sampling))
@@ -122,6 +125,10 @@ class Engine:
         the tokens that end one. None: tokens in, tokens out.
     max_running, max_step_tokens, prefill_chunk, scheduler options
         See `kvpool.Scheduler`.
+    eviction : kvpool.eviction.Policy, optional
+        Keeps every sequence within a budget of tokens. See the scheduler's page for what that changes.
+    kv_bits, k_bits, v_bits, quant_group_size : int, optional
+        See `install`.
     seed : int, optional
         Of the seeds that requests without one get.
 
@@ -152,17 +159,26 @@ class Engine:
         kernels: bool | None = None,
         strict: bool = True,
         seed: int | None = None,
+        eviction: Policy | None = None,
+        kv_bits: int | None = None,
+        k_bits: int | None = None,
+        v_bits: int | None = None,
+        quant_group_size: int | None = None,
         **scheduling: Any,
     ) -> None:
         if (num_blocks is None) == (pool is None):
             raise TypeError("[Engine] either num_blocks or pool is needed, and not both")
         if num_blocks is not None:
             pool = kvpool.Pool(num_blocks, block_size, max_seqs=2 * max_running + 16, prefix_cache=prefix_cache)
-        self.kv = install(model, pool=pool, prefix_cache=prefix_cache, fused=fused, kernels=kernels, strict=strict)
+        how: dict[str, Any] = {"prefix_cache": prefix_cache, "fused": fused, "kernels": kernels, "strict": strict}
+        how |= {"kv_bits": kv_bits, "k_bits": k_bits, "v_bits": v_bits, "quant_group_size": quant_group_size}
+        self.kv = install(model, pool=pool, **how)
+        policy = check_policy(eviction, self.kv, "Engine")
         self.tokenizer = _with_detokenizer(tokenizer)
         self._vocab_size = int(model(mx.zeros((1, 1), mx.int32)).shape[-1])  # traced, not computed
         scheduling.setdefault("max_model_len", max_positions(model))
         self._forward = RaggedForward(self.kv)
+        self._forward.eviction = None if policy is None else Evictor(policy, pool, self.kv.backend)
         self.scheduler = Scheduler(
             pool,
             max_running=max_running,
@@ -170,6 +186,7 @@ class Engine:
             prefill_chunk=prefill_chunk,
             mixed=self._forward.is_ragged,
             formats=self.kv.backend.required_formats,
+            eviction=self._forward.eviction,
             **scheduling,
         )
         self._jobs: dict[Hashable, _Job] = {}
@@ -388,7 +405,10 @@ class Engine:
         if not len(step.tokens):
             return np.zeros(0, np.int32), np.zeros(0, np.float32), None
         lens = np.array(step.plan.seq_lens[: len(step.handles)], np.int64)
-        logits = self._forward(step.tokens, step.plan, lens, step.sample_at)
+        evictor = self._forward.eviction
+        if evictor is not None:
+            evictor.begin(step.slots, lens)
+        logits = self._forward(step.tokens, step.plan, lens, step.sample_at, None if evictor is None else step.evicted)
         settings = [request.user for request in step.requests]
         tokens, logprobs = sample(logits, settings, step.sample_index, step.sample_position)
         in_beams = np.flatnonzero(step.beam_width)

@@ -20,7 +20,7 @@ from kvpool.adapters.mlx_lm.batch import NOT_OPENED, Batch, Known, Rows
 from kvpool.adapters.mlx_lm.cache import PagedKVCache
 from kvpool.adapters.mlx_lm.eviction import check_policy
 from kvpool.adapters.mlx_lm.hook import Hook
-from kvpool.adapters.mlx_lm.shapes import inspect_model, with_bits
+from kvpool.adapters.mlx_lm.shapes import inspect_model, require_bits, with_bits
 from kvpool.adapters.mlx_lm.summary import Summary
 from kvpool.errors import ConcurrentUse, StaleHandle
 from kvpool.eviction import Policy
@@ -238,11 +238,13 @@ class PagedKV:
         why = self._why_gather or covered
         return f"gather: {why}" if why else "fused"
 
-    def make_cache(self, eviction: Policy | None = None) -> list[PagedKVCache]:
+    def make_cache(self, eviction: Policy | None = None, **quantization: int | None) -> list[PagedKVCache]:
         """An empty cache, one facade per layer: for ``prompt_cache=``, ``insert(caches=[...])`` and so on.
 
-        `eviction` is the policy by which its tokens leave, that of `install` by default.
+        `eviction` is the policy by which its tokens leave, that of `install` by default. Blocks are all alike: bits
+        (`kv_bits` and so on) other than those of `install` are a ValueError.
         """
+        require_bits(self.backend.spec, **quantization)
         policy = self.eviction if eviction is None else check_policy(eviction, self)
         return self._caches(Batch(self, [NOT_OPENED], [0], is_merged=False, policy=policy))
 

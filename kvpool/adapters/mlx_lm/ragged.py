@@ -39,6 +39,13 @@ class RaggedForward:
     ----------
     is_ragged : bool
         Whether a pass takes any plan (the fused route).
+    eviction : kvpool.eviction.Evictor or None
+        Who wants the scores that the layers see; it is told of a pass by `Evictor.begin`.
+
+    Raises
+    ------
+    ValueError
+        `kv` evicts by itself: plans and policy are one caller's business, see `Engine`.
     """
 
     def __init__(self, kv: PagedKV) -> None:
@@ -46,10 +53,12 @@ class RaggedForward:
             raise ValueError("[RaggedForward] plans keep every token, kv evicts: install without eviction")
         self.kv = kv
         self.count = 0
-        self.eviction: Any = None  # nobody asks for scores
+        self.eviction: Any = None
         self.is_ragged = bool(kv.sites)
 
-    def __call__(self, tokens: np.ndarray, plan: Any, lens: np.ndarray, rows: np.ndarray) -> mx.array:
+    def __call__(
+        self, tokens: np.ndarray, plan: Any, lens: np.ndarray, rows: np.ndarray, evicted: np.ndarray | None = None
+    ) -> mx.array:
         """The logits of some tokens of a plan that was stepped, float32 ``[M, V]``.
 
         Copies, writes and reads of the plan are done when the call returns, though what the head computes from them may
@@ -61,9 +70,11 @@ class RaggedForward:
         tokens : int32 ``[T]``
             In the order of the plan's rows.
         lens : int64 ``[S]``
-            Lengths of the plan's sequences after the step.
+            Lengths of the plan's sequences after the step: tokens that have slots.
         rows : int32 ``[M]``
             Which of the T tokens; repetitions are allowed. With none the result is ``[0, V]``, or ``[0, 1]``.
+        evicted : int ``[S]``, optional
+            How many tokens each sequence has lost: so much are positions ahead of places.
 
         Raises
         ------
@@ -78,7 +89,8 @@ class RaggedForward:
         with self._hooked():
             if plan.num_copies:
                 kv.backend.copy_blocks(plan.copies)
-            one = _Pass(self, Forward(kv.backend.step_arrays(plan, lens), None), shape, starts)
+            ahead = 0 if evicted is None else evicted if len(starts) == len(lens) else np.repeat(evicted, new)
+            one = _Pass(self, Forward(kv.backend.step_arrays(plan, lens), None), shape, starts, starts + ahead)
             try:
                 caches = [RaggedCache(one, layer) for layer in range(kv.num_layers)]
                 logits = self._logits(mx.array(tokens.reshape(shape)), caches, rows)
@@ -90,7 +102,7 @@ class RaggedForward:
         return logits
 
     def _shape(self, num_tokens: int, lens: np.ndarray, new: np.ndarray) -> tuple[tuple[int, int], np.ndarray]:
-        """Rows and columns of the model's input, and the position of each row's first token."""
+        """Rows and columns of the model's input, and the place of each row's first token."""
         starts = lens - new
         if self.is_ragged:
             first = np.concatenate([[0], np.cumsum(new)[:-1]]) if len(new) else new
@@ -130,12 +142,20 @@ class RaggedForward:
 class _Pass:
     """What the layers of one pass share."""
 
-    def __init__(self, passes: RaggedForward, forward: Forward, shape: tuple[int, int], starts: np.ndarray) -> None:
+    def __init__(
+        self,
+        passes: RaggedForward,
+        forward: Forward,
+        shape: tuple[int, int],
+        starts: np.ndarray,
+        positions: np.ndarray,
+    ) -> None:
         self.passes = passes
         self.forward = forward
         self.shape = shape
         self.starts = starts
-        self.offsets = mx.array(starts.astype(np.int32))
+        self.positions = positions
+        self.offsets = mx.array(positions.astype(np.int32))
         self._keys: PagedKeys | None = None
 
     def keys(self, layer: int, keys: mx.array, values: mx.array) -> PagedKeys:
@@ -178,9 +198,13 @@ class RaggedCache:
 
     @property
     def splits(self) -> bool:
-        """Whether a layer can store all tokens first, and then compute some: `only_store` and `only_rows`."""
-        passes = self._pass.passes
-        return passes.is_ragged and bool(passes.kv.backend.is_eager)
+        """Whether a layer can store all tokens first, and then compute some: `only_store` and `only_rows`.
+
+        Not where scores are wanted: those of the last token of every row, sampled or not.
+        """
+        passes, eviction = self._pass.passes, self._pass.passes.eviction
+        wants_scores = eviction is not None and eviction.policy.scores is not None
+        return passes.is_ragged and bool(passes.kv.backend.is_eager) and not wants_scores
 
     def only_store(self) -> None:
         """What the layer computes next is not looked at: its keys and values are stored, and that is all."""
@@ -197,7 +221,7 @@ class RaggedCache:
         ahead = one.shape[1] if self._is_stored else 0
         if self._rows is not None:
             return one.offsets[self._rows] + ahead
-        return int(one.starts[0]) + ahead if one.shape[0] == 1 else one.offsets + ahead
+        return int(one.positions[0]) + ahead if one.shape[0] == 1 else one.offsets + ahead
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None

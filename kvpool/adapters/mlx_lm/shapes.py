@@ -46,6 +46,8 @@ def max_positions(model: Any) -> int | None:
 
 def with_bits(
     spec: KVSpec,
+    call: str = "install",
+    /,
     *,
     kv_bits: int | None = None,
     k_bits: int | None = None,
@@ -60,8 +62,18 @@ def with_bits(
         `kv_bits` beside one of the others; what `KVSpec` refuses.
     """
     if kv_bits is not None and (k_bits, v_bits) != (None, None):
-        raise TypeError("[install] kv_bits is for both, give it or k_bits and v_bits")
+        raise TypeError(f"[{call}] kv_bits is for both, give it or k_bits and v_bits")
     if kv_bits is not None:
         k_bits = v_bits = kv_bits
     group_size = spec.quant_group_size if quant_group_size is None else quant_group_size
     return replace(spec, k_bits=k_bits, v_bits=v_bits, quant_group_size=group_size)
+
+
+def require_bits(spec: KVSpec, **bits: int | None) -> None:
+    """Raise unless `spec` is what `with_bits` would make of it; no bits at all are any."""
+    if all(value is None for value in bits.values()):
+        return
+    asked = with_bits(spec, "make_cache", **bits)
+    if asked != spec:
+        shown = [f"k_bits {s.k_bits}, v_bits {s.v_bits}, quant_group_size {s.quant_group_size}" for s in (asked, spec)]
+        raise ValueError(f"[make_cache] {shown[0]} are asked for, the blocks have {shown[1]}: give them to install")

@@ -1,0 +1,201 @@
+"""`Evictor`: a policy at work on the sequences of a pool: takes scores in, lets tokens leave between two steps.
+
+What one step has seen is kept as it is until the next one begins, so nothing waits for it, and a step that is taken
+back leaves no trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+import kvpool
+from kvpool.eviction.memory import Memory
+from kvpool.eviction.policies import Policy, check_backend
+
+__all__ = ["Evictor"]
+
+
+class Evictor:
+    """What `kvpool.Scheduler` is given as ``eviction=``: it says when, this says which, and moves them.
+
+    Parameters
+    ----------
+    policy : Policy
+    pool : kvpool.Pool
+    backend : kvpool.protocol.KVBackend
+        Holds the pool's keys and values. Every token of a step is written when the next one is scheduled.
+    num_rows : int, default 0
+        Sequences; `start` makes room for more. The scheduler's rows are its slots.
+
+    Attributes
+    ----------
+    memory : Memory
+
+    Raises
+    ------
+    TypeError, ValueError
+        No policy, no pool; a backend of another block size or another number of blocks, or one that exports no such
+        scores or moves no tokens.
+
+    Notes
+    -----
+    A runner whose policy looks at scores (``policy.scores``) calls `begin` with every step and `observe` for every
+    layer; who decides that the step counts calls `settle`, or `forget` (`kvpool.Scheduler` does, in `update` and
+    `fail`).
+    """
+
+    def __init__(self, policy: Policy, pool: kvpool.Pool, backend: Any, num_rows: int = 0) -> None:
+        if not isinstance(policy, Policy):
+            raise TypeError(f"[Evictor] policy must be one of kvpool.eviction, not {type(policy).__name__}")
+        if not isinstance(pool, kvpool.Pool):
+            raise TypeError(f"[Evictor] pool must be a kvpool.Pool, not {type(pool).__name__}")
+        check_backend(policy, backend.capabilities())
+        spec = backend.spec
+        for name, mine, theirs in (
+            ("block_size", spec.block_size, pool.block_size),
+            ("num_blocks", backend.num_blocks, pool.num_blocks),
+        ):
+            if mine != theirs:
+                raise ValueError(f"[Evictor] {name} is {mine} in the backend, {theirs} in the pool")
+        self.policy = policy
+        self.pool = pool
+        self.backend = backend
+        self.memory = Memory(policy, spec.num_layers, spec.num_kv_heads, spec.block_size, num_rows)
+        self._staged: list[Any] = [None] * spec.num_layers
+        self._step: tuple[np.ndarray, np.ndarray] | None = None  # rows of the step that is out, lengths after it
+        self._plan: kvpool.Plan | None = None
+
+    # ------------------------------------------------------------------------------------------- scores
+
+    def begin(self, rows: np.ndarray, lens: np.ndarray) -> None:
+        """A step begins that has queries in these rows, after which they hold `lens` tokens each.
+
+        Parameters
+        ----------
+        rows : int ``[S]``
+            Row i of what `observe` is given belongs to ``rows[i]``; -1: to nobody.
+        lens : int ``[S]``
+            ``kv_len`` of each after the step.
+        """
+        self.forget()
+        self._step = np.asarray(rows), np.asarray(lens)
+
+    def observe(self, layer: int, scores: Any) -> None:
+        """A layer has seen ``[S, Hk, C]``, as `KVBackend.attend` exports it."""
+        self._staged[layer] = scores
+
+    def forget(self) -> None:
+        """The step was taken back."""
+        self._step = None
+        self._staged = [None] * len(self._staged)
+
+    def settle(self) -> None:
+        """Take over what the last step has seen."""
+        step, staged = self._step, self._staged
+        self.forget()
+        if step is None or all(scores is None for scores in staged):
+            return
+        shape = next(scores.shape for scores in staged if scores is not None)
+        found = np.zeros((len(staged), *shape), np.float32)
+        for layer, scores in enumerate(staged):
+            if scores is not None:
+                found[layer] = scores
+        self.memory.observe(found, step[1], step[0])
+
+    # ------------------------------------------------------------------------------------------- eviction
+
+    def lens_after(self, lens: np.ndarray) -> np.ndarray:
+        """Lengths that rows of `lens` tokens have when the next step begins."""
+        return self.policy.lens_after(lens, self.memory.block_size)
+
+    @property
+    def most(self) -> int:
+        """Tokens that a row holds when a step begins, at most."""
+        return self.policy.most(self.memory.block_size)
+
+    def evict(
+        self, handles: Sequence[int], rows: np.ndarray, lens: np.ndarray, after: np.ndarray, num_tokens: np.ndarray
+    ) -> None:
+        """Let tokens leave; `settle` comes first.
+
+        Parameters
+        ----------
+        handles : ints
+            Sequences without a pending step.
+        rows : int ``[S]``
+        lens, after : int ``[S]``
+            ``kv_len`` now, and a smaller one from then on.
+        num_tokens : int ``[S]``
+            Logical lengths.
+
+        Raises
+        ------
+        OutOfBlocks
+            No blocks for copies of shared ones. Nothing has changed.
+        Exception
+            What the backend raises. Before the numbers have changed (no copy, no token moved), or when they have: then
+            what these sequences hold is not to be read any more.
+        """
+        move = self._evict_blocks if self.policy.whole_blocks else self._compact
+        move(handles, *(np.asarray(array).tolist() for array in (rows, lens, after, num_tokens)))
+
+    def _evict_blocks(
+        self, handles: Sequence[int], rows: list[int], lens: list[int], after: list[int], num_tokens: list[int]
+    ) -> None:
+        for handle, row, now, target, logical in zip(handles, rows, lens, after, num_tokens, strict=True):
+            blocks = self.memory.select(row, now, target)
+            self.pool.evict_blocks(handle, blocks)
+            self.memory.evicted(row, now, blocks, logical)
+
+    def _compact(
+        self, handles: Sequence[int], rows: list[int], lens: list[int], after: list[int], num_tokens: list[int]
+    ) -> None:
+        pool, sink = self.pool, self.policy.sink
+        self._unshare(handles, after, sink)
+        tables = [pool.table(handle) for handle in handles]
+        pool.compact(handles, after, sink)
+        for table, row, now, target, logical in zip(tables, rows, lens, after, num_tokens, strict=True):
+            keep = self.memory.select(row, now, target)
+            self.backend.compact(table[: -(-now // self.memory.block_size)], keep)
+            self.memory.evicted(row, now, keep, logical)
+
+    def reserve(self, handle: int, tokens: int) -> None:
+        """Take the blocks for more tokens of a sequence, and copy what it shares of the first of them.
+
+        Raises
+        ------
+        OutOfBlocks
+            They are not there. Nothing has changed.
+        """
+        plan = self._fitting_plan(1, -(-(self.pool.kv_len(handle) + tokens) // self.pool.block_size))
+        self.pool.reserve(plan, [handle], tokens)
+        self._copy(plan)
+
+    def _unshare(self, handles: Sequence[int], lens: list[int], sink: int) -> None:
+        """Blocks of their own for rows that share what will be rewritten."""
+        width = max(-(-self.pool.capacity(handle) // self.pool.block_size) for handle in handles)
+        plan = self._fitting_plan(len(handles), width)
+        self.pool.unshare(plan, handles, lens, sink)
+        self._copy(plan)
+
+    def _fitting_plan(self, rows: int, width: int) -> kvpool.Plan:
+        """The plan for copies, or a larger one."""
+        plan = self._plan
+        if plan is None or plan.max_rows < rows or plan.table_width < width:
+            width = min(2 * width, self.pool.max_blocks_per_seq)
+            self._plan = plan = kvpool.Plan(self.pool, 2 * rows, 2**31 - 1, formats=(), table_width=width)
+        return plan
+
+    def _copy(self, plan: kvpool.Plan) -> None:
+        try:
+            if plan.num_copies:
+                self.backend.copy_blocks(plan.copies)
+        except BaseException:
+            if plan.is_pending:
+                self.pool.rollback(plan)
+            raise
+        if plan.is_pending:
+            self.pool.done(plan)

@@ -1,0 +1,257 @@
+"""The random workloads of `scheduler_workload` with a budget per sequence, and an oracle of what each row then holds.
+
+The oracle knows tokens and positions: of every sequence a list of positions that must be in its blocks, in this
+order, each with the digest that the token model gives to the tokens up to there. Scores are a fixed function of that
+digest, so what a policy must choose follows from the list too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from scheduler_workload import Runner, Workload, draw, tokens_needed
+
+from kvpool import Pool, Request, Scheduler
+from kvpool.config import KVSpec
+from kvpool.eviction import H2O, BlockEviction, Evictor, Policy, SlidingWindow
+from kvpool.protocol import Capabilities
+from kvpool.testing.token_model import TokenMemory, TokenModel, mix, salt_of
+
+
+class EvictedMemory(TokenMemory):
+    """A `TokenMemory` whose sequences lose tokens: also the backend that an `Evictor` moves them in."""
+
+    def __init__(self, model: TokenModel, pool: Pool) -> None:
+        super().__init__(model, pool.num_blocks, pool.block_size)
+        self.spec = KVSpec(1, 1, 8, "float32", pool.block_size)
+        self.num_blocks = pool.num_blocks
+        self.rows: list[tuple[np.ndarray, np.ndarray]] = []  # of the last forward: positions and values of each row
+        self.fail_next: str | None = None  # "copy_blocks" or "compact" raises, once
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities("tokens", ("NHD",), ("float32",), scores=("raw", "mass"), compacts=True)
+
+    def _fails(self, call: str) -> None:
+        if self.fail_next == call:
+            self.fail_next = None
+            raise OSError(f"{call} is broken")
+
+    def copy_blocks(self, copies: Any) -> None:
+        self._fails("copy_blocks")
+        self._copy(np.asarray(copies, np.int64))
+
+    def compact(self, blocks: Any, keep: np.ndarray) -> None:
+        places = np.arange(self.block_size)
+        slots = (np.asarray(blocks, np.int64)[:, None] * self.block_size + places).ravel()
+        read, write = slots[np.asarray(keep)[0, 0]], slots[: np.shape(keep)[-1]]
+        for plane in (self.position, self.history, self.value):
+            kept = plane[read]
+            plane[write[: len(kept) // 2]] = kept[: len(kept) // 2]
+            self._fails("compact")  # half done
+            plane[write] = kept
+
+    def _forward(self, tokens, plan, slots, seq_lens, q_lens, salts):  # type: ignore[no-untyped-def]
+        row = np.repeat(np.arange(q_lens.size), q_lens)
+        offset = np.arange(row.size) - np.repeat(np.cumsum(q_lens) - q_lens, q_lens)
+        self._copy(np.asarray(plan.copies, np.int64))
+        begins = seq_lens - q_lens
+        positions = np.asarray(plan.positions[: row.size], np.int64)
+        self._write(tokens, slots, positions, row, offset, self._before(plan, begins, salts))
+        self.rows, states = [], []
+        for i, (length, new) in enumerate(zip(seq_lens.tolist(), q_lens.tolist(), strict=True)):
+            read = self._slots(plan, np.full(length, i), np.arange(length))
+            self.rows.append((self.position[read], self.value[read]))
+            states.append(np.cumsum(self.value[read], dtype=np.uint64)[length - new :])
+        return np.concatenate(states)
+
+
+def score_of(values: np.ndarray) -> np.ndarray:
+    """Of a token, float32: 24 bits of what it is, so that no two are alike."""
+    return (values >> np.uint64(40)).astype(np.float32) - np.float32(2**23)
+
+
+class Oracle(Evictor):
+    """An evictor that says what must be left: `held` are positions, and `values` what they stand for."""
+
+    def __init__(self, policy: Policy, pool: Pool, memory: EvictedMemory) -> None:
+        super().__init__(policy, pool, memory)
+        self.held: dict[int, np.ndarray] = {}
+        self.values: dict[int, np.ndarray] = {}
+        self.evictions = self.shared = 0
+        self.parent_of: Any = None  # slot of a fork: what its parent held at the end of the prompt
+
+    def evict(self, handles, rows, lens, after, num_tokens):  # type: ignore[no-untyped-def]
+        (handle,), size = handles, self.pool.block_size
+        if handle not in self.held:  # a fork that has not been in a step yet
+            self.held[handle], self.values[handle] = self.parent_of(int(rows[0]))
+        self.shared += any(self.pool.refcount(b) > 1 for b in self.pool.table(handle).tolist())
+        held, target = self.held[handle], int(after[0])
+        assert len(held) == int(lens[0]) == self.pool.kv_len(handle)
+        super().evict(handles, rows, lens, after, num_tokens)
+        self.evictions += 1
+        scores = np.abs(score_of(self.values[handle][held]))
+        stays = np.zeros(len(held), bool)
+        stays[: self.policy.sink] = True
+        recent = min(self.policy.recent, target - self.policy.sink)
+        if isinstance(self.policy, BlockEviction):
+            first = -(-self.policy.sink // size)
+            end = (len(held) - recent) // size
+            blocks = sorted(range(first, end), key=lambda b: scores[b * size : b * size + size].sum(dtype=np.float64))
+            stays[:] = True
+            for block in blocks[: (len(held) - target) // size]:
+                stays[block * size : block * size + size] = False
+        else:
+            stays[len(held) - recent :] = True
+            middle = sorted(range(self.policy.sink, len(held) - recent), key=lambda at: -scores[at])
+            stays[middle[: target - self.policy.sink - recent]] = True
+        assert stays.sum() == target
+        self.held[handle] = held[stays]
+
+
+def draw_policy(rng: np.random.Generator, block_size: int) -> Policy:
+    """One with a budget that most requests pass."""
+    max_kv, sink = int(rng.integers(8, 36)), int(rng.integers(0, 4))
+    kind = str(rng.choice(["raw", "mass"]))
+    which = rng.random()
+    if which < 0.3:
+        return SlidingWindow(max_kv=max_kv, sink=sink)
+    if which < 0.7:
+        return H2O(max_kv=max_kv, sink=sink, heavy=int(rng.integers(2, max_kv // 2)), alpha=0.5, kind=kind, slack=1)
+    return BlockEviction(max_kv=max_kv, sink=sink, recent_tokens=int(rng.integers(1, max_kv // 2)), alpha=0.5)
+
+
+def alone(policy: Policy, request: Request, block_size: int, chunk: int, caches: bool) -> int:
+    """Blocks with which a request runs under a policy, as docs/scheduling.md says."""
+    tokens = tokens_needed(request)
+    most = policy.max_kv - 1
+    if isinstance(policy, BlockEviction):
+        most = max(most, -(-policy.sink // block_size) * block_size + policy.recent + block_size - 1)
+    need = -(-min(tokens, most + chunk) // block_size)
+    if caches and tokens > policy.max_kv and not policy.whole_blocks:
+        need += -(-most // block_size)
+    if caches and tokens > policy.max_kv:
+        need += 1
+    return need
+
+
+def draw_evicting(seed: int) -> tuple[Workload, Policy]:
+    """Workload number `seed`, without beams, and a budget; in half of them no block more than one request needs."""
+    rng = np.random.default_rng([seed, 8])
+    workload = draw(seed)
+    workload.arrivals = [(tick, request) for tick, request in workload.arrivals if not request.beam_width]
+    if not workload.arrivals:
+        return draw_evicting(seed + 1000)
+    named = {request.id for _, request in workload.arrivals}
+    workload.cancels = {name: cancel for name, cancel in workload.cancels.items() if name in named}
+    size, options, pool = workload.pool["block_size"], workload.scheduler, workload.pool
+    policy = draw_policy(rng, size)
+    chunk = min(options["prefill_chunk"], options["max_step_tokens"])
+    need = max(alone(policy, r, size, chunk, pool["prefix_cache"]) for _, r in workload.arrivals)
+    spare = 0 if rng.random() < 0.4 else int(rng.integers(0, 3 * need))
+    pool["num_blocks"] = pool["reserved_blocks"] + pool["watermark"] + need + spare
+    return workload, policy
+
+
+class EvictingRunner(Runner):
+    """A `Runner` under a policy: what each row reads is what the oracle says it holds."""
+
+    def __init__(self, workload: Workload, policy: Policy, break_rate: float = 0.0, **how: Any) -> None:
+        found: list[Oracle] = []
+
+        def make(pool: Pool, **options: Any) -> Scheduler:
+            found.append(Oracle(policy, pool, EvictedMemory(TokenModel(quantum=workload.quantum), pool)))
+            return Scheduler(pool, eviction=found[0], **options)
+
+        super().__init__(workload, make, **how)
+        (self.oracle,) = found
+        self.policy, self.break_rate = policy, break_rate
+        self.memory: Any = self.oracle.backend
+        tier = self.scheduler._core.tier
+        if tier is not None:
+            tier.memory = self.memory
+        self.watch.strict = self.watch.simple = False
+        self.watch._victims = lambda *_: None
+        self.watch.updated = lambda *_: None  # its bounds are those of a scheduler that preempts for decodes only
+        self.at_end_of_prompt: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
+        self.oracle.parent_of = lambda slot: self.at_end_of_prompt[self.scheduler.request_of(slot).id]
+
+    def need(self, request: Request) -> int:
+        options = self.workload.scheduler
+        chunk = min(options["prefill_chunk"], options["max_step_tokens"])
+        return alone(self.policy, request, self.pool.block_size, chunk, self.workload.pool["prefix_cache"])
+
+    def roomy(self, request: Request) -> bool:
+        return tokens_needed(request) <= self.policy.max_kv
+
+    def _schedule(self) -> Any:
+        if self.rng.random() < self.break_rate:
+            self.memory.fail_next = str(self.rng.choice(["copy_blocks", "compact"]))
+        try:
+            return super()._schedule()
+        except OSError:
+            self.check()
+            return super()._schedule()
+        finally:
+            self.memory.fail_next = None
+
+    def _execute(self, step: Any, tick: int) -> None:
+        self.pool.check()
+        self.scheduler.check()
+        rows = self.scheduler._core.rows
+        for row, (slot, handle) in enumerate(zip(step.slots.tolist(), step.handles.tolist(), strict=True)):
+            sequence = rows.sequence(slot)
+            request, begin = sequence.group.request, int(rows.computed[slot])
+            tokens = rows.known(slot, 0, begin + int(step.num_new[row]))
+            digests = self.model.digests(tokens, np.arange(len(tokens)))
+            start = self.model.start(salt_of(request.namespace))
+            self.oracle.values[handle] = mix(start + np.cumsum(digests, dtype=np.uint64))
+            if handle not in self.oracle.held:
+                fork = step.evicted[row] > 0
+                self.oracle.held[handle] = self.at_end_of_prompt[request.id][0] if fork else np.arange(begin)
+            assert len(self.oracle.held[handle]) <= self.oracle.most, "a step begins above the budget"
+        super()._execute(step, tick)
+
+    def sample(self, step: Any, states: np.ndarray) -> tuple[Any, Any, Any]:
+        """What the rows have read is judged, and shown to the policy."""
+        lens = np.array([len(positions) for positions, _ in self.memory.rows])
+        scores = np.zeros((len(lens), 1, int(lens.max(initial=0))), np.float32)
+        for row, (handle, (positions, values)) in enumerate(zip(step.handles.tolist(), self.memory.rows, strict=True)):
+            held, known = self.oracle.held[handle], self.oracle.values[handle]
+            due = np.concatenate([held, np.arange(len(known) - int(step.num_new[row]), len(known))])
+            assert np.array_equal(positions, due), f"row {row} holds {positions.tolist()}, not {due.tolist()}"
+            assert np.array_equal(values, known[due]), f"row {row} reads tokens of somebody else"
+            self.oracle.held[handle] = due
+            scores[row, 0, : len(values)] = score_of(values)
+        first = step.sample_position == 0
+        handle_of = dict(zip(step.slots.tolist(), step.handles.tolist(), strict=True))
+        for slot, request in zip(step.sample_slot[first].tolist(), self.requests_of(step, first), strict=True):
+            handle = handle_of[slot]
+            self.at_end_of_prompt[request] = self.oracle.held[handle], self.oracle.values[handle]
+        if self.policy.scores is not None:
+            self.oracle.begin(step.slots, lens)
+            self.oracle.observe(0, scores)
+        return super().sample(step, states)
+
+    def requests_of(self, step: Any, chosen: np.ndarray) -> list[Any]:
+        return [request.id for request, is_first in zip(step.requests, chosen.tolist(), strict=True) if is_first]
+
+    def _judge(self, output: Any, request: Request) -> None:
+        if self.roomy(request):
+            super()._judge(output, request)
+
+    def check(self) -> None:
+        expected = self.expected
+        self.expected = dict(expected)
+        for name in self.added:
+            if not self.roomy(self.requests[name]) and (name, 0) not in self.outputs:
+                self.expected[name] = [Tokens(self.scheduler.tokens_of(name))]
+        super().check()
+        self.expected = expected
+
+
+class Tokens:
+    """What stands where nobody knows better."""
+
+    def __init__(self, tokens: np.ndarray) -> None:
+        self.tokens = tokens

@@ -1,0 +1,327 @@
+"""A budget per sequence under the scheduler: what rows hold, what requests need, and that nothing else changes.
+
+``KVPOOL_LONG=1`` runs 500 random workloads, ``KVPOOL_WORKLOAD=17`` number 17 alone.
+"""
+
+import os
+from contextlib import contextmanager, suppress
+from unittest import mock
+
+import numpy as np
+import pytest
+from eviction_workload import EvictedMemory, EvictingRunner, draw_evicting
+from scheduler_workload import Runner, draw
+
+from kvpool import Pool, Request, Scheduler
+from kvpool.errors import OutOfBlocks, RequestRejected
+from kvpool.eviction import H2O, BlockEviction, Evictor, Memory, SlidingWindow
+from kvpool.testing.token_model import TokenModel
+
+COUNT = 500 if os.environ.get("KVPOOL_LONG") else 24
+ONLY = os.environ.get("KVPOOL_WORKLOAD")
+WINDOW = SlidingWindow(max_kv=16, sink=2, slack=2)
+POLICIES = (WINDOW, H2O(max_kv=16, sink=2, slack=2), BlockEviction(max_kv=16, sink=2, recent_tokens=4))
+
+
+def test_random_workload_holds_what_the_policy_says():
+    evictions = shared = preempted = spilled = 0
+    for seed in [int(ONLY)] if ONLY else range(COUNT):
+        runner = EvictingRunner(*draw_evicting(seed), break_rate=0.05 * (seed % 2)).run()
+        counts = runner.scheduler.stats()
+        evictions += runner.oracle.evictions
+        shared += runner.oracle.shared
+        preempted += counts.preemptions > 0
+        spilled += counts.spills > 0
+        assert (counts.evicted_tokens > 0) == (runner.oracle.evictions > 0)
+    if not ONLY:  # workloads in which nothing happens would prove nothing
+        assert evictions > 500 and shared > 50 and min(preempted, spilled) >= 2, (evictions, shared, preempted, spilled)
+
+
+def plain_workload(seed):
+    workload = draw(seed)
+    workload.arrivals = [(tick, request) for tick, request in workload.arrivals if not request.beam_width]
+    named = {request.id for _, request in workload.arrivals}
+    workload.cancels = {name: cancel for name, cancel in workload.cancels.items() if name in named}
+    return workload
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_budget_that_no_context_reaches_changes_no_step(seed):
+    plain = Runner(plain_workload(seed)).run()
+
+    class Roomy(Runner):
+        def __init__(self, workload):
+            def make(pool, **options):
+                memory = EvictedMemory(TokenModel(), pool)
+                return Scheduler(pool, eviction=Evictor(H2O(max_kv=4096), pool, memory), **options)
+
+            super().__init__(workload, make)
+
+    evicting = Roomy(plain_workload(seed)).run()
+    assert evicting.log == plain.log and evicting.scheduler.stats() == plain.scheduler.stats()
+    assert evicting.pool.fingerprint() == plain.pool.fingerprint()
+
+
+# ---- one at a time
+
+
+def build(policy, num_blocks=40, block_size=4, prefix_cache=False, **options):
+    pool = Pool(num_blocks, block_size, prefix_cache=prefix_cache)
+    memory = EvictedMemory(TokenModel(), pool)
+    evictor = Evictor(policy, pool, memory)
+    return pool, memory, Scheduler(pool, eviction=evictor, **{"prefill_chunk": 8, "max_step_tokens": 64, **options})
+
+
+def run(scheduler, memory, steps=10**6):
+    outputs = []
+    while steps and (step := scheduler.schedule()) is not None:
+        states = memory.forward(step.tokens, step.plan)
+        outputs += scheduler.update(step, TokenModel().greedy(states[step.sample_at]))
+        scheduler.check()
+        steps -= 1
+    return outputs
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_long_request_needs_its_budget_and_a_chunk(policy):
+    # 16 - 1 tokens when a step begins and 8 of the step: 23, in blocks of four six.
+    pool, memory, scheduler = build(policy, num_blocks=7)
+    scheduler.add(Request(range(100), max_tokens=60))
+    most = 0
+    while (step := scheduler.schedule()) is not None:
+        states = memory.forward(step.tokens, step.plan)
+        most = max(most, pool.stats().used)
+        assert (step.evicted >= step.plan.positions[0] - 15).all()
+        outputs = scheduler.update(step, TokenModel().greedy(states[step.sample_at]))
+        scheduler.check()
+    assert outputs[0].tokens.size == 60 and outputs[0].preemptions == 0
+    assert most <= 6 and pool.stats().used == 0
+    with pytest.raises(RequestRejected, match="need 6 blocks, a sequence has at most 5"):
+        build(policy, num_blocks=6)[2].add(Request(range(100), max_tokens=60))
+
+
+def test_copies_of_a_cached_prompt_count_where_a_request_is_judged():
+    request = Request(range(100), max_tokens=60)
+    # Six, four for copies, one cached twice, one reserved.
+    build(WINDOW, num_blocks=12, prefix_cache=True)[2].add(request)
+    with pytest.raises(RequestRejected, match="need 11 blocks, the pool has 10"):
+        build(WINDOW, num_blocks=11, prefix_cache=True)[2].add(request)
+    build(POLICIES[2], num_blocks=8, prefix_cache=True)[2].add(request)  # whole blocks are never copied
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_prompt_is_found_again_as_far_as_it_came_before_it_lost_tokens(policy):
+    pool, memory, scheduler = build(policy, prefix_cache=True)
+    scheduler.add(Request(range(60), max_tokens=5))
+    (first,) = run(scheduler, memory)
+    scheduler.add(Request(range(60), max_tokens=5))
+    (second,) = run(scheduler, memory)
+    assert (first.num_cached, second.num_cached) == (0, 12)  # below the budget of 16, in whole blocks
+    scheduler.add(Request(range(10), max_tokens=3))  # below the budget: as ever
+    (third,) = run(scheduler, memory)
+    assert third.num_cached == 8
+    assert np.array_equal(third.tokens, TokenModel().solo(range(10), 3).tokens)
+    assert pool.stats().used == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("state", ["waiting", "prefilling", "out", "decoding"])
+def test_cancel_gives_everything_back_in_every_state(policy, state):
+    pool, memory, scheduler = build(policy)
+    kept = scheduler.add(Request(range(50), max_tokens=30, id="kept"))
+    if state == "waiting":
+        dropped = scheduler.add(Request(range(50), max_tokens=30, id="dropped"))
+    else:
+        dropped = scheduler.add(Request(range(7, 57), max_tokens=30, id="dropped"))
+        run(scheduler, memory, {"prefilling": 4, "out": 12, "decoding": 12}[state])
+        assert scheduler.stats().evicted_tokens
+    if state == "out":
+        step = scheduler.schedule()
+        scheduler.cancel(dropped)
+        states = memory.forward(step.tokens, step.plan)
+        scheduler.update(step, TokenModel().greedy(states[step.sample_at]))
+    else:
+        scheduler.cancel(dropped)
+    scheduler.check()
+    (output,) = run(scheduler, memory)
+    assert output.id == kept and output.tokens.size == 30
+    stats = pool.stats()
+    assert (stats.used, stats.limbo, stats.sequences) == (0, 0, 0)
+
+
+def test_failed_step_leaves_no_score_and_no_token():
+    memory, scheduler = build(POLICIES[1])[1:]
+    scheduler.add(Request(range(40), max_tokens=30))
+    run(scheduler, memory, 7)
+    evictor = scheduler._core.eviction
+    step = scheduler.schedule()
+    before = evictor.memory.scores.copy(), evictor.memory.known.copy()
+    evictor.begin(step.slots, step.plan.seq_lens[: len(step.slots)].copy())
+    evictor.observe(0, np.ones((1, 1, 16), np.float32))
+    memory.spoil(step.plan)
+    scheduler.fail(step)
+    scheduler.check()
+    assert np.array_equal(evictor.memory.scores, before[0]) and np.array_equal(evictor.memory.known, before[1])
+    assert run(scheduler, memory)[0].tokens.size == 30
+
+
+@pytest.mark.parametrize("call", ["copy_blocks", "compact"])
+def test_backend_that_breaks_between_steps_costs_a_preemption(call):
+    pool, memory, scheduler = build(WINDOW, prefix_cache=True)
+    scheduler.add(Request(range(40), max_tokens=30))
+    memory.fail_next = call
+    with pytest.raises(OSError, match="broken"):
+        run(scheduler, memory)
+    scheduler.check()
+    assert scheduler.stats().preemptions == 1 and pool.stats().used == 0
+    (output,) = run(scheduler, memory)
+    assert output.tokens.size == 30 and output.preemptions == 1
+
+
+def test_compacted_sequence_is_not_spilled():
+    class Tier:
+        calls = 0
+
+        def spill_to_host(self, handle, blocks):
+            self.calls += 1
+            return list(blocks)
+
+        def prefetch(self, kept, handle, blocks):
+            raise AssertionError("nothing was spilled")
+
+    tier = Tier()
+    pool, memory, scheduler = build(WINDOW, num_blocks=9, tier=tier, watermark=0)
+    for name in range(2):
+        scheduler.add(Request(range(name, name + 30), max_tokens=40))
+        run(scheduler, memory, 6)
+    guest = pool.alloc(pool.stats().free)
+    with suppress(OutOfBlocks):
+        run(scheduler, memory, 8)
+    assert not tier.calls
+    pool.decref(guest)
+    assert all(output.tokens.size == 40 for output in run(scheduler, memory))
+
+
+def test_samples_of_a_prompt_that_lost_tokens_go_their_own_ways():
+    pool, memory, scheduler = build(POLICIES[1], max_running=3)
+    scheduler.add(Request(range(50), max_tokens=20, n=3))
+    step = 0
+    found = []
+    while (now := scheduler.schedule()) is not None:
+        states = memory.forward(now.tokens, now.plan)
+        tokens = TokenModel().sample(states[now.sample_at], 3, now.sample_index, now.sample_position)
+        found += scheduler.update(now, tokens)
+        scheduler.check()
+        step += 1
+    assert len(found) == 3 and len({tuple(output.tokens.tolist()) for output in found}) == 3
+    assert pool.stats().used == 0 and scheduler.stats().preemptions == 0
+
+
+# ---- what is refused
+
+
+def test_what_does_not_go_with_eviction_is_refused():
+    pool, memory, scheduler = build(WINDOW)
+    with pytest.raises(RequestRejected, match=r"\[add\] a beam of 2 sequences keeps every token") as caught:
+        scheduler.add(Request([1, 2], beam_width=2, n=1))
+    assert caught.value.reason == "beam" and scheduler.stats().rejected == 1
+    with pytest.raises(TypeError, match=r"\[Scheduler\] eviction must be a kvpool.eviction.Evictor, not SlidingWindow"):
+        Scheduler(pool, eviction=WINDOW)
+    with pytest.raises(ValueError, match=r"\[Scheduler\] the evictor is on another pool"):
+        Scheduler(Pool(8, 4), eviction=Evictor(WINDOW, pool, memory))
+
+
+def test_evictor_that_could_not_work_is_not_made():
+    pool, memory = build(WINDOW)[:2]
+    with pytest.raises(TypeError, match=r"\[Evictor\] policy must be one of kvpool.eviction, not int"):
+        Evictor(16, pool, memory)
+    with pytest.raises(TypeError, match=r"\[Evictor\] pool must be a kvpool.Pool, not EvictedMemory"):
+        Evictor(WINDOW, memory, memory)
+    with pytest.raises(ValueError, match=r"\[Evictor\] block_size is 4 in the backend, 8 in the pool"):
+        Evictor(WINDOW, Pool(40, 8), memory)
+    with pytest.raises(ValueError, match=r"\[Evictor\] num_blocks is 40 in the backend, 41 in the pool"):
+        Evictor(WINDOW, Pool(41, 4), memory)
+
+
+# ---- faults that the workloads convict
+
+
+@contextmanager
+def scores_go_to_the_next_row():
+    observe = Memory.observe
+
+    def wrong(self, scores, lens, rows=None):
+        observe(self, np.roll(scores, 1, axis=1), lens, rows)
+
+    with mock.patch.object(Memory, "observe", wrong):
+        yield
+
+
+@contextmanager
+def slot_keeps_what_was_seen_before():
+    start = Memory.start
+    with mock.patch.object(Memory, "start", lambda self, row: start(self, row) if row >= len(self.known) else None):
+        yield
+
+
+@contextmanager
+def fork_has_seen_nothing():
+    with mock.patch.object(Memory, "put", lambda self, row, saved: None):
+        yield
+
+
+@contextmanager
+def shared_blocks_are_compacted_as_they_are():
+    compact = Pool.compact
+
+    def force(self, handles, lens, first=0):
+        return compact(self, handles, lens, 2**30)  # as if nothing had to move
+
+    with (
+        mock.patch.object(Evictor, "_unshare", lambda *_: None),
+        mock.patch("eviction_workload.Pool", type("Forced", (Pool,), {"compact": force})),
+        mock.patch("scheduler_workload.Pool", type("Forced", (Pool,), {"compact": force})),
+    ):
+        yield
+
+
+@contextmanager
+def evicted_sequence_keeps_no_blocks_for_its_chunks():
+    with mock.patch.object(Evictor, "reserve", lambda self, handle, n: None):
+        yield
+
+
+@contextmanager
+def compaction_is_off_by_one():
+    compact = EvictedMemory.compact
+
+    def wrong(self, blocks, keep):
+        keep = keep.copy()
+        keep[..., -1] -= keep[..., -1] > keep[..., -2] + 1
+        if keep.shape[-1] > 3:
+            keep[..., 2] += keep[..., 2] + 1 < keep[..., 3]
+        compact(self, blocks, keep)
+
+    with mock.patch.object(EvictedMemory, "compact", wrong):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("fault", "seed"),  # of the first workload that shows it, so that the test is short; others do too
+    [
+        (scores_go_to_the_next_row, 5),
+        (slot_keeps_what_was_seen_before, 6),
+        (fork_has_seen_nothing, 3),
+        (shared_blocks_are_compacted_as_they_are, 6),
+        (evicted_sequence_keeps_no_blocks_for_its_chunks, 15),
+        (compaction_is_off_by_one, 0),
+    ],
+)
+def test_planted_fault_is_convicted(fault, seed):
+    with fault():
+        for number in range(seed, seed + 60):
+            try:
+                EvictingRunner(*draw_evicting(number)).run()
+            except (AssertionError, OutOfBlocks):
+                return
+    raise AssertionError("no workload noticed")
