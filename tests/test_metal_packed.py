@@ -155,7 +155,7 @@ def test_a_write_moves_each_byte_once(bits):
 def test_packed_tokens_are_those_of_mx_quantize(engine, bits, size, dtype):
     spec = KVSpec(1, 3, 128, dtype, 8, k_bits=bits, quant_group_size=size)
     x = round_to(tokens(np.random.default_rng(SEED), (16, 3, 128)), dtype)
-    given = mx.array(x.transpose(1, 0, 2)).astype(DTYPES[dtype]).swapaxes(0, 1)  # by strides
+    given = mx.array(np.ascontiguousarray(x.swapaxes(0, 1))).astype(DTYPES[dtype]).swapaxes(0, 1)  # by strides
     for schedule in engine.schedules:
         made = MetalKernels(spec, NUM_BLOCKS, engine.factory(schedule)).packed("k", given)
         for part, expected in zip(made, packed(x, dtype, bits, size), strict=True):
@@ -176,9 +176,7 @@ def test_gather_equals_what_mx_dequantize_gives(engine, layout, k_bits, v_bits, 
     for schedule in engine.schedules[:2]:
         kernels = MetalKernels(batch.spec, batch.num_blocks, engine.factory(schedule))
         for at, (plane, _) in enumerate(batch.spec.planes):
-            out = np.array(
-                kernels.gather(batch.layer, plane, batch.pools[at], tables, seq_lens, 45).astype(mx.float32)
-            )
+            out = np.array(kernels.gather(batch.layer, plane, batch.pools[at], tables, seq_lens, 45).astype(mx.float32))
             for row, length in enumerate(batch.seq_lens):
                 wanted = batch.content[row][at].swapaxes(0, 1)
                 room = 2.0**-10 * np.abs(wanted) + 1e-6  # rounded to the dtype; a fused product to less
