@@ -18,7 +18,7 @@ from kvpool_backends.mlx import metal_kernels
 ENGINE = StandIn()
 HEADER, PARTS = "kv_packed.h", "packed.metal"
 WRITE, GATHER, TOKENS, COPY = "kv_write_packed.metal", "gather_packed.metal", "packed_tokens.metal", "copy_blocks.metal"
-SPEC = KVSpec(1, 3, 128, "float16", 8, k_bits=8, v_bits=4, quant_group_size=32)
+SPEC = KVSpec(1, 3, 128, "float16", 8, k_bits=8, quant_group_size=32)
 
 
 class Mutant(NamedTuple):
@@ -104,7 +104,7 @@ MUTANTS = [
         "uchar(int(x[0]) | int(x[1]) << 4)",
         "uchar(int(x[1]) | int(x[0]) << 4)",
         planes.check_write,
-        write(),
+        write(KVSpec(1, 3, 128, "float16", 8, v_bits=4)),
     ),
     Mutant(
         "not rounded to the dtype",
