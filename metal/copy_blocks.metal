@@ -2,10 +2,11 @@
 // kernel.
 //
 // Thread (c, i, n) copies elements 4 c .. 4 c + 3 of head i % Hk at position i / Hk of copy n, for Hk * BLOCK_SIZE
-// values of i. No block is both read and written.
+// values of i; with WIDTH 1 element c, for scales and biases of packed planes, of which a row need not have four. No
+// block is both read and written.
 
 // layout: offset, block, slot and head stride. copies: [K, 3], rows of source, destination, number of positions.
-template <typename T, int BLOCK_SIZE>
+template <typename T, int BLOCK_SIZE, int WIDTH = 4>
 [[kernel]] void copy_blocks(device T* pool [[buffer(0)]],
                             const device int* copies [[buffer(1)]],
                             const constant int64_t* layout [[buffer(2)]],
@@ -19,6 +20,10 @@ template <typename T, int BLOCK_SIZE>
   }
   const kv::Head rows = kv::head_of(layout, head);
   const int64_t from = rows.row(copy[0], slot), to = rows.row(copy[1], slot);
+  if (WIDTH == 1) {
+    pool[to + thread_position.x] = pool[from + thread_position.x];
+    return;
+  }
   reinterpret_cast<device kv::Chunk<T>*>(pool + to)[thread_position.x] =
       reinterpret_cast<const device kv::Chunk<T>*>(pool + from)[thread_position.x];
 }

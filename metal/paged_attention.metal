@@ -38,8 +38,8 @@ constexpr int ROWS = HEADS * QUERIES;
 constexpr int HEAD_GROUPS = (GROUP + HEADS - 1) / HEADS;
 // Else a row may not see a token that another one sees, and 0 times infinity must not come in.
 constexpr bool ALL_SEE_THE_SAME = QUERIES == 1 && !MASK;
-using Keys = kv::Rows<T, DIM, TOUCHING>;
-using Values = kv::Rows<T, VALUE_DIM, TOUCHING>;
+using Keys = kv::Rows<T, DIM, TOUCHING>;  // packed k: rows
+using Values = kv::Rows<T, VALUE_DIM, TOUCHING>;  // packed v: rows
 
 const int lane = thread_index_in_simdgroup;
 const int simd = simdgroup_index_in_threadgroup;
@@ -48,8 +48,8 @@ const int first_head = threadgroup_position_in_grid.x % HEAD_GROUPS * HEADS;  //
 const int num_q_heads = threads_per_grid.x / (32 * SIMDGROUPS * HEAD_GROUPS) * GROUP;
 const int item = threadgroup_position_in_grid.y;
 
-const kv::Head k_head = kv::head_of(layout, kv_head);
-const kv::Head v_head = kv::head_of(layout + 4, kv_head);
+const kv::Head k_head = kv::head_of(layout, kv_head);  // packed k: head
+const kv::Head v_head = kv::head_of(layout + 4, kv_head);  // packed v: head
 const float scale = numbers[0], soft_cap = numbers[1];
 const int window_tokens = window;
 
@@ -61,7 +61,7 @@ const int run_begin = work[8 * item + 4] + simd * work[8 * item + 5];
 const int seen_begin = max(run_begin, work[8 * item + 6]);
 const int seen_end = min(run_begin + work[8 * item + 5], work[8 * item + 7]);  // scores: item
 
-kv::Chunk<Q> query[ROWS][Keys::PER_LANE];
+kv::Chunk<Q> query[ROWS][Keys::PER_LANE];  // packed k: query
 float4 values[ROWS][Values::PER_LANE];
 float largest[ROWS];  // score so far, the same in all lanes
 float sum[ROWS];      // of this lane's weights
@@ -80,7 +80,7 @@ for (int r = 0; r < ROWS; r++) {
         query[r][j][e] = q[row + 4 * c + e];
       }
     }
-  }
+  }  // packed k: sum
   KV_UNROLL
   for (int j = 0; j < Values::PER_LANE; j++) {
     values[r][j] = float4(0.0f);
@@ -103,9 +103,9 @@ for (int tile = run_begin + (seen_begin - run_begin) / 32 * 32; tile < seen_end;
   }
   for (int t = skipped / Keys::STEP * Keys::STEP; t < num_tokens; t += Keys::STEP) {
     const int64_t block = simd_shuffle(block_of_lane, ushort(t));
-    const device T* first = k_pool + k_head.row(block, (tile + t) % BLOCK_SIZE);
+    const device T* first = k_pool + k_head.row(block, (tile + t) % BLOCK_SIZE);  // packed k: first
     Keys keys;
-    keys.load(first, k_head.slot_stride, skipped - t, num_tokens - t, lane);
+    keys.load(first, k_head.slot_stride, skipped - t, num_tokens - t, lane);  // packed k: load
     KV_UNROLL
     for (int r = 0; r < ROWS; r++) {
       KV_UNROLL
@@ -115,7 +115,7 @@ for (int tile = run_begin + (seen_begin - run_begin) / 32 * 32; tile < seen_end;
         for (int i = 0; i < 4; i++) {
           KV_UNROLL
           for (int j = 0; j < Keys::PER_LANE; j++) {
-            products[i] += kv::dot(query[r][j], keys.chunk[a + i][j]);
+            products[i] += kv::dot(query[r][j], keys.chunk[a + i][j]);  // packed k: dot
           }
         }
         products = kv::sum_lanes<Keys::LANES>(products);
@@ -166,9 +166,9 @@ for (int tile = run_begin + (seen_begin - run_begin) / 32 * 32; tile < seen_end;
   // scores: end
   for (int t = skipped / Values::STEP * Values::STEP; t < num_tokens; t += Values::STEP) {
     const int64_t block = simd_shuffle(block_of_lane, ushort(t));
-    const device T* first = v_pool + v_head.row(block, (tile + t) % BLOCK_SIZE);
+    const device T* first = v_pool + v_head.row(block, (tile + t) % BLOCK_SIZE);  // packed v: first
     Values rows;
-    rows.load(first, v_head.slot_stride, skipped - t, num_tokens - t, lane);
+    rows.load(first, v_head.slot_stride, skipped - t, num_tokens - t, lane);  // packed v: load
     KV_UNROLL
     for (int a = 0; a < Values::ACCESSES; a++) {
       const int token = t + a * Values::ROWS + lane / Values::LANES;
@@ -179,7 +179,7 @@ for (int tile = run_begin + (seen_begin - run_begin) / 32 * 32; tile < seen_end;
         if (ALL_SEE_THE_SAME || w != 0.0f) {
           KV_UNROLL
           for (int j = 0; j < Values::PER_LANE; j++) {
-            values[r][j] += w * float4(rows.chunk[a][j]);
+            values[r][j] += w * float4(rows.chunk[a][j]);  // packed v: add
           }
         }
       }

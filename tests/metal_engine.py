@@ -78,7 +78,7 @@ def launch_in_place(
     schedule: int = 0,
     **chosen: Any,
 ) -> msl.Run:
-    """Run "kv_write" or "copy_blocks" on arrays, in order of their buffer indices; those in `writable` change.
+    """Run a whole kernel on arrays, in order of their buffer indices; those in `writable` change.
 
     `chosen` are settings of the launch.
     """

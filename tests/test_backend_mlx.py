@@ -7,15 +7,14 @@ from mlx_models import on_cpu
 
 from kvpool.config import KVSpec
 from kvpool.protocol import ArrayPlan
-from kvpool.testing import conformance, conformance_quantized
+from kvpool.testing import conformance
 from kvpool_backends.mlx import MLXBackend
 
 SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", block_size=4)
 # It returns no attention weights, takes every dtype, and with kernels every layout that the kit tries.
 OF_NO_ROUTE = {"attention_weights_are_returned", "scores_come_after_weights", "scores_out_is_filled_in_place"}
-QUANTIZED = {case.__name__ for case in conformance_quantized.CASES} - {"other_bits_and_groups_are_refused"}
 NOT_APPLICABLE = {
-    "plain": OF_NO_ROUTE | QUANTIZED | {"a_row_has_the_same_bits_in_any_batch"},
+    "plain": OF_NO_ROUTE | {"a_row_has_the_same_bits_in_any_batch", "other_bits_and_groups_are_refused"},
     "kernels": OF_NO_ROUTE | {"refused_specs_raise", "other_bits_and_groups_are_refused"},
 }
 

@@ -21,8 +21,9 @@ from kvpool_backends.mlx.metal_kernels import (
     source_text,
 )
 
+FOLDER = Path(__file__).parents[1] / "metal"
 BODIES = tuple(INPUTS)
-WHOLE_KERNELS = ("kv_write", "copy_blocks")
+WHOLE_KERNELS = ("kv_write", "kv_write_packed", "copy_blocks")
 
 
 def described(spec=None):
@@ -69,7 +70,7 @@ def test_every_input_is_used_and_named():
 
 
 def test_texts_hold_nothing_that_mlx_does_not_see():
-    whole = (source_text(name) for name in ("kv_layout.h", *(f"{name}.metal" for name in WHOLE_KERNELS)))
+    whole = (source_text(name) for name in ("kv_layout.h", "kv_packed.h", *(f"{name}.metal" for name in WHOLE_KERNELS)))
     for text in (*whole, *map(kernel_text, BODIES)):
         assert "//" not in text  # a built-in value that a comment names becomes an argument
         assert "function_constant" not in text  # not part of MLX's key of a compiled kernel
@@ -79,13 +80,13 @@ def test_threadgroup_variables_have_fixed_sizes_in_kernel_bodies():
     # No threadgroup memory is sized at launch: there is no length that could fail to be a multiple of 16 bytes.
     declared = re.findall(r"^threadgroup \w+ \w+\[[^\]]+\];$", source_text("paged_attention.metal"), re.MULTILINE)
     assert len(declared) == 3
-    for name in ("kv_layout.h", "paged_reduce.metal", "gather_blocks.metal", "kv_write.metal", "copy_blocks.metal"):
+    without = {"paged_attention.metal", "packed.metal", "scores.metal"}
+    for name in {path.name for path in FOLDER.iterdir() if path.suffix in (".metal", ".h")} - without:
         assert not re.search(r"\bthreadgroup ", source_text(name))
 
 
 def test_line_numbers_of_texts_are_those_of_the_files():
-    folder = Path(__file__).parents[1] / "metal"
-    for path in [*folder.glob("*.metal"), *folder.glob("*.h")]:
+    for path in [*FOLDER.glob("*.metal"), *FOLDER.glob("*.h")]:
         assert source_text(path.name).count("\n") == path.read_text().count("\n")
 
 

@@ -71,6 +71,18 @@ def test_floats_round_to_the_nearest_half():
     same_bits(elementwise("a", np.float16, cases), expected)  # implicit, as in Metal
 
 
+def test_a_half_between_two_vectors_of_floats_rounds():
+    x = np.random.default_rng(5).standard_normal(64).astype(np.float32) * 1e-3
+    body = """
+        const device float4* from = reinterpret_cast<const device float4*>(x);
+        reinterpret_cast<device float4*>(y)[thread_position_in_grid.x] = float4(half4(from[thread_position_in_grid.x]));
+    """
+    (y,) = metal_kernel("rounded", ["x"], ["y"], body)(
+        inputs=[x], output_shapes=[x.shape], output_dtypes=[np.float32], grid=(16, 1, 1), threadgroup=(16, 1, 1)
+    )
+    same_bits(y, x.astype(np.float16).astype(np.float32))
+
+
 def test_every_bfloat_converts_to_float():
     bfloats = ALL_16_BITS.view(BFLOAT16)
     expected = (ALL_16_BITS.astype(np.uint32) << 16).view(np.float32)

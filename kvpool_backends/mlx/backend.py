@@ -223,20 +223,20 @@ def _choose(
     from kvpool_backends.mlx.native import load
 
     def with_native() -> bool:
-        return bool(native) or (native is None and load() is not None)
+        return not spec.is_quantized and (bool(native) or (native is None and load() is not None))
 
     refusal: str | None = "kernels=False"
-    if kernels is not False and (metal_kernel is not None or has_metal()):
+    if kernels is not False and native and spec.is_quantized:
+        refusal = "the extension has no quantized storage"
+    elif kernels is not False and (metal_kernel is not None or has_metal()):
         route = _metal_route(with_native())
         refusal = None if metal_kernel is not None else route.capabilities().refusal(spec)
         if refusal is None:
             return route
     elif kernels is not False:
         refusal = kernels_refusal()
-        if native and spec.is_quantized:
-            refusal = refusal or "the extension has no quantized storage"
         if refusal is None:
-            return _cpu_route(not spec.is_quantized and with_native())
+            return _cpu_route(with_native())
     if kernels or native:
         raise BackendUnavailable(f"[MLXBackend] {'kernels' if kernels else 'native'}=True, but {refusal}")
     from kvpool_backends.mlx.plain import PlainBackend

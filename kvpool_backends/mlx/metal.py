@@ -27,12 +27,14 @@ from kvpool.protocol import (
     checked_options,
     checked_scores,
 )
+from kvpool.spec import QUANT_BITS, QUANT_GROUP_SIZES
 from kvpool_backends.mlx.attention import exported_scores, mass_of_scores
 from kvpool_backends.mlx.backend import MLXBackend
 from kvpool_backends.mlx.metal_kernels import (
     PART_TOKENS,
     AttentionStep,
     MetalKernels,
+    Plane,
     attention_step,
     head_tiles,
     plan_attention,
@@ -93,7 +95,7 @@ class MetalAttention(_Storage):
         self._kernels = MetalKernels(self.spec, self.num_blocks, self._metal_kernel)
 
     def _on_pool(self, layer: int, kernel: Callable[..., list[mx.array]]) -> list[mx.array]:
-        """The results of ``kernel(k_pool, v_pool)`` on the arrays of a layer, in order with its writes."""
+        """The results of ``kernel(k_pool, v_pool)`` on the planes of a layer, in order with its writes."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------------------------------ one step
@@ -221,7 +223,7 @@ class MetalAttention(_Storage):
         scale = self.spec.head_dim**-0.5 if scale is None else float(scale)
         work = self._work(plan, q, scale, options, scores)
 
-        def kernel(k_pool: mx.array, v_pool: mx.array) -> list[mx.array]:
+        def kernel(k_pool: Plane, v_pool: Plane) -> list[mx.array]:
             results = []
             if work.step is not None:
                 tokens, step = q if work.tokens is None else q[work.tokens], with_arrays(work.step, options)
@@ -329,7 +331,7 @@ class MetalAttention(_Storage):
     def _contexts(
         self,
         layer: int,
-        pools: Sequence[mx.array],
+        pools: Sequence[Plane],
         plan: MetalPlan,
         rows: slice = slice(None),
     ) -> list[mx.array]:
@@ -383,14 +385,18 @@ class MetalBackend(MetalAttention, PlainBackend):  # type: ignore[misc]  # a ste
     @staticmethod
     def capabilities() -> Capabilities:
         """What this backend accepts."""
-        return metal_capabilities(("NHD",))
+        return metal_capabilities(("NHD",), QUANT_BITS)
+
+    def _allocate(self) -> None:
+        super()._allocate()
+        self._pool.pack = self._kernels.packed
 
     def _on_pool(self, layer: int, kernel: Callable[..., list[mx.array]]) -> list[mx.array]:
-        return kernel(*self._pool.planes[layer])
+        return kernel(*self._pool.sides(layer))
 
 
-def metal_capabilities(layouts: tuple[str, ...]) -> Capabilities:
-    """What the kernels serve."""
+def metal_capabilities(layouts: tuple[str, ...], quant_bits: tuple[int, ...] = ()) -> Capabilities:
+    """What the kernels serve, beside what stores in these layouts and bits."""
     return Capabilities(
         name="mlx",
         layouts=layouts,
@@ -400,6 +406,8 @@ def metal_capabilities(layouts: tuple[str, ...]) -> Capabilities:
         return_attn=False,
         features=FEATURES,
         compacts=True,
+        quant_bits=quant_bits,
+        quant_group_sizes=QUANT_GROUP_SIZES if quant_bits else (),
         scores=SCORES,
         batch_invariant=True,
     )

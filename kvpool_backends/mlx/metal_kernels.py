@@ -35,11 +35,13 @@ LANES = 32
 LINE_NBYTES = 128
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
-TYPE_NAMES = {"float32": "float", "float16": "float16_t", "bfloat16": "bfloat16_t"}  # as MLX's prelude spells them
+# As MLX's prelude spells them; words are what is copied of packed planes.
+TYPE_NAMES = {"float32": "float", "float16": "float16_t", "bfloat16": "bfloat16_t", "uint32": "uint"}
 NO_WINDOW = 2**31 - 1
 
 Kernel = Callable[..., list[mx.array]]
 Factory = Callable[..., Kernel]
+Plane = mx.array | tuple[mx.array, ...]  # base arrays: one, or words, scales and biases of a packed plane
 
 
 class HeadTiles(NamedTuple):
@@ -274,17 +276,17 @@ class MetalKernels:
         self.spec = spec
         self.num_blocks = num_blocks
         self._factory = cast(Factory, mx.fast.metal_kernel) if factory is None else factory
-        layouts = (spec.plane_layout(plane, num_blocks) for plane, _ in spec.planes)
-        self._touching = all(x.slot_stride == dim for x, (_, dim) in zip(layouts, spec.planes, strict=True))
-        self._layouts: dict[int, mx.array] = {}
+        dense = [plane for plane, bits in zip(spec.planes, spec.bits, strict=True) if bits is None]
+        self._touching = all(spec.plane_layout(name, num_blocks).slot_stride == dim for name, dim in dense)
+        self._layouts: dict[tuple[int, str], mx.array] = {}
         self._built: dict[str, Kernel] = {}
 
     def attend(
         self,
         layer: int,
         q: mx.array,
-        k_pool: mx.array,
-        v_pool: mx.array,
+        k_pool: Plane,
+        v_pool: Plane,
         step: AttentionStep,
         scores: str | None = None,
     ) -> list[mx.array]:
@@ -306,28 +308,18 @@ class MetalKernels:
             "QUERIES": tiles.queries,
             "SINKS": "sinks" in step.features,
         }
-        template = shared | {
-            "T": DTYPES[spec.dtype],
-            "DIM": spec.head_dim,
-            "BLOCK_SIZE": spec.block_size,
-            "SIMDGROUPS": SIMDGROUPS,
-            "TOUCHING": self._touching,
-            "SOFT_CAP": "soft_cap" in step.features,
-            "ALIBI": "alibi_slopes" in step.features,
-            "MASK": "mask" in step.features,
-            "DIRECT": step.direct,
-        }
         num_items, num_groups = step.items.shape[0], spec.num_kv_heads * tiles.groups
         result = (num_tokens, num_q_heads, spec.value_head_dim)
         partials = (num_items, num_groups, tiles.rows, spec.value_head_dim + 4)
         more_inputs, more_shapes, more = self._score_arguments(step, num_q_heads, scores)
-        out, *exported = self._kernel("paged_attention" if scores is None else f"paged_attention_{scores}")(
+        (keys, *k_factors), (values, *v_factors) = map(_arrays, (k_pool, v_pool))
+        out, *exported = self._kernel(attention_name(spec, scores))(
             inputs=[
-                *(q, k_pool, v_pool, self._layout(layer), step.tables, step.items),
+                *(q, keys, values, self._layout(layer), step.tables, step.items),
                 *(step.numbers, step.window, step.slopes, step.sinks, step.mask),
-                *more_inputs,
+                *(*k_factors, *v_factors, *more_inputs),
             ],
-            template=list(template.items()),
+            template=[*shared.items(), *self._template(step)],
             output_shapes=[result if step.direct else partials, *more_shapes],
             output_dtypes=[q.dtype if step.direct else mx.float32, *[mx.float32] * len(more_shapes)],
             grid=(num_groups * SIMDGROUPS * LANES, num_items, 1),
@@ -362,15 +354,17 @@ class MetalKernels:
         return [observed, columns], [(num_rows, *heads, columns)], {} if covered else {"init_value": hidden}
 
     def gather(
-        self, layer: int, plane: str, pool: mx.array, tables: mx.array, seq_lens: mx.array, longest: int
+        self, layer: int, plane: str, pool: Plane, tables: mx.array, seq_lens: mx.array, longest: int
     ) -> mx.array:
         """Contexts of plane "k" or "v" as ``[B, Hk, longest, D]``, 0 past the end of a row. Nothing is checked."""
         spec = self.spec
-        dim = dict(spec.planes)[plane]
-        layout = self._layout(layer)[:4] if plane == "k" else self._layout(layer)[4:]
-        (out,) = self._kernel("gather_blocks")(
-            inputs=[pool, layout, tables, seq_lens],
-            template=[("T", DTYPES[spec.dtype]), ("DIM", dim), ("BLOCK_SIZE", spec.block_size)],
+        dim, bits = dict(spec.planes)[plane], spec.k_bits if plane == "k" else spec.v_bits
+        template = {"T": DTYPES[spec.dtype], "DIM": dim, "BLOCK_SIZE": spec.block_size}
+        if bits is not None:
+            template |= {"BITS": bits, "SIZE": spec.quant_group_size}
+        (out,) = self._kernel("gather_blocks" if bits is None else "gather_packed")(
+            inputs=[*_arrays(pool), self._layout(layer, plane), tables, seq_lens],
+            template=list(template.items()),
             output_shapes=[(tables.shape[0], spec.num_kv_heads, longest, dim)],
             output_dtypes=[DTYPES[spec.dtype]],
             grid=(dim // 4, tables.shape[0] * longest, spec.num_kv_heads),
@@ -378,18 +372,55 @@ class MetalKernels:
         )
         return out
 
-    def _layout(self, layer: int) -> mx.array:
-        if layer not in self._layouts:
-            self._layouts[layer] = mx.array(plane_strides(self.spec, self.num_blocks, layer))
-        return self._layouts[layer]
+    def packed(self, plane: str, x: mx.array) -> list[mx.array]:
+        """Tokens ``[T, Hk, D]`` of a packed plane as words, scales and biases ``[T, Hk, n]``. Nothing is checked."""
+        spec, (num_tokens, num_heads, dim) = self.spec, x.shape
+        size, bits = spec.quant_group_size, spec.k_bits if plane == "k" else spec.v_bits
+        assert bits is not None
+        factors = (num_tokens, num_heads, dim // size)
+        return self._kernel("packed_tokens")(
+            inputs=[x],
+            template=[("T", DTYPES[spec.dtype]), ("DIM", dim), ("BITS", bits), ("SIZE", size)],
+            output_shapes=[(num_tokens, num_heads, dim * bits // 32), factors, factors],
+            output_dtypes=[mx.uint32, DTYPES[spec.dtype], DTYPES[spec.dtype]],
+            grid=(dim // 4, num_heads, num_tokens),
+            threadgroup=(dim // 4, min(num_heads, 1024 // dim), 1),
+        )
+
+    def _template(self, step: AttentionStep) -> list[tuple[str, Any]]:
+        """Template arguments of attention that its reduction does not have."""
+        spec = self.spec
+        arguments = {
+            "T": DTYPES[spec.dtype],
+            "DIM": spec.head_dim,
+            "BLOCK_SIZE": spec.block_size,
+            "SIMDGROUPS": SIMDGROUPS,
+            "TOUCHING": self._touching,
+            "SOFT_CAP": "soft_cap" in step.features,
+            "ALIBI": "alibi_slopes" in step.features,
+            "MASK": "mask" in step.features,
+            "DIRECT": step.direct,
+        }
+        if spec.is_quantized:
+            packed = {"K_BITS": spec.k_bits, "V_BITS": spec.v_bits, "SIZE": spec.quant_group_size}
+            arguments |= {name: value for name, value in packed.items() if value is not None}
+        return list(arguments.items())
+
+    def _layout(self, layer: int, plane: str = "") -> mx.array:
+        """What a kernel takes as `layout`: of both planes, or of one."""
+        key = layer, plane
+        if key not in self._layouts:
+            numbers = plane_strides(self.spec, self.num_blocks, layer).reshape(-1, 2, 4)
+            self._layouts[key] = mx.array(numbers[:, "kv".index(plane)] if plane else numbers).flatten()
+        return self._layouts[key]
 
     def _kernel(self, name: str) -> Kernel:
         if name not in self._built:
-            header, source = source_text("kv_layout.h"), kernel_text(name)
+            header, source = header_text(name), kernel_text(name)
             self._built[name] = self._factory(
                 name=f"kvpool_{name}_{content_hash(header, source)}",
                 input_names=list(INPUTS[name]),
-                output_names=["out", "exported"] if "columns" in INPUTS[name] else ["out"],
+                output_names=list(OUTPUTS.get(name, ("out", "exported") if "columns" in INPUTS[name] else ("out",))),
                 source=source,
                 header=header,
                 ensure_row_contiguous=False,  # strides are read: a copy of the pool is never made
@@ -402,12 +433,30 @@ _ATTENTION_INPUTS = (
     *("numbers", "window", "slopes", "sinks", "mask"),
 )
 INPUTS = {
-    "paged_attention": _ATTENTION_INPUTS,
-    "paged_attention_raw": (*_ATTENTION_INPUTS, "observed", "columns"),
-    "paged_attention_mass": (*_ATTENTION_INPUTS, "observed", "columns"),
+    f"paged_attention{packed and '_packed_'}{packed}{scores}": (
+        *_ATTENTION_INPUTS,
+        *(f"{plane}_{factors}" for plane in packed for factors in ("scales", "biases")),
+        *(("observed", "columns") if scores else ()),
+    )
+    for packed in ("", "k", "v", "kv")
+    for scores in ("", "_raw", "_mass")
+} | {
     "paged_reduce": ("partials", "parts", "sinks"),
     "gather_blocks": ("pool", "layout", "tables", "seq_lens"),
+    "gather_packed": ("words", "scales", "biases", "layout", "tables", "seq_lens"),
+    "packed_tokens": ("x",),
 }
+OUTPUTS = {"packed_tokens": ("words", "scales", "biases")}
+
+
+def attention_name(spec: KVSpec, scores: str | None = None) -> str:
+    """The kernel of `INPUTS` that attends over a pool of `spec`, and exports `scores`."""
+    packed = "".join(plane for plane, bits in zip("kv", spec.bits, strict=True) if bits is not None)
+    return f"paged_attention{packed and '_packed_'}{packed}{'' if scores is None else f'_{scores}'}"
+
+
+def _arrays(plane: Plane) -> tuple[mx.array, ...]:
+    return plane if isinstance(plane, tuple) else (plane,)
 
 
 def preferred_layout(spec: KVSpec) -> str:
@@ -421,9 +470,16 @@ def preferred_layout(spec: KVSpec) -> str:
 
 
 def plane_strides(spec: KVSpec, num_blocks: int, layer: int) -> np.ndarray:
-    """Offset, block, slot and head stride of K, then of V, in elements of their base arrays; int64 ``[8]``."""
+    """Offset, block, slot and head stride of K, then of V, in elements of their base arrays; int64 ``[8]``.
+
+    Of a quantized pool ``[16]``: then those of the scales of K and of V, which are those of their biases too.
+    """
     numbers = []
-    for plane, _ in spec.planes:
+    stored = [plane.name for plane in spec.stored_planes]
+    for plane in ("k", "v", "k_scales", "v_scales")[: 4 if spec.is_quantized else 2]:
+        if plane not in stored:
+            numbers += [0] * 4
+            continue
         layout = spec.plane_layout(plane, num_blocks)
         offset = layout.offset + layer * layout.layer_stride
         numbers += [offset, layout.block_stride, layout.slot_stride, layout.head_stride]
@@ -435,11 +491,12 @@ def in_place_source(name: str, types: tuple[str, ...], numbers: tuple[int, ...])
 
     Parameters
     ----------
-    name : {"kv_write", "copy_blocks"}
-    types : names of `DTYPES`
-        Template arguments that are types: pool and input of "kv_write", pool of "copy_blocks".
+    name : {"kv_write", "kv_write_packed", "copy_blocks"}
+    types : names of `TYPE_NAMES`
+        Template arguments that are types: pool and input of the writes, pool of "copy_blocks".
     numbers : int
-        The others: DIM, VALUE_DIM, BLOCK_SIZE and VECTORS (0 or 1); or BLOCK_SIZE.
+        The others: DIM, VALUE_DIM, BLOCK_SIZE and VECTORS (0 or 1); DIM, BLOCK_SIZE, VECTORS, BITS and SIZE;
+        BLOCK_SIZE and, where it is not 4, WIDTH.
 
     Returns
     -------
@@ -448,7 +505,7 @@ def in_place_source(name: str, types: tuple[str, ...], numbers: tuple[int, ...])
     text : str
         What to compile, after MLX's prelude.
     """
-    text = source_text("kv_layout.h") + source_text(f"{name}.metal")
+    text = header_text(name) + source_text(f"{name}.metal")
     arguments = ", ".join([*(TYPE_NAMES[t] for t in types), *map(str, numbers)])
     function = "_".join(["kvpool", name, *types, *map(str, numbers), content_hash(text)])
     instance = f"{name}<{arguments}>"
@@ -464,17 +521,32 @@ def source_text(name: str) -> str:
     return _without_comments(_file_text(name))
 
 
+def header_text(name: str) -> str:
+    """What stands in front of a kernel."""
+    return source_text("kv_layout.h") + (source_text("kv_packed.h") if "packed" in name else "")
+
+
 def kernel_text(name: str) -> str:
-    """The text of a kernel of `INPUTS`; with the parts of scores.metal for one that exports scores."""
-    base, kind = name.rsplit("_", 1)
-    if kind not in SCORES:
+    """The text of a kernel of `INPUTS`: paged_attention.metal with what packed.metal and scores.metal change in it."""
+    found = re.fullmatch(rf"(paged_attention)(?:_packed_(k?v?))?(?:_({'|'.join(SCORES)}))?", name)
+    if not found:
+        return source_text(f"{name}.metal")
+    base, packed, kind = found.groups()
+    if not packed and not kind:
         return source_text(f"{name}.metal")
     text = _file_text(f"{base}.metal")
-    a_part = rf"^// {kind}: (\w+)\n((?:(?!//|\n).*\n)+)"
-    for part, lines in re.findall(a_part, _file_text("scores.metal"), re.MULTILINE):
+    for plane in packed or "":
+        for part, lines in _parts("packed.metal", plane):
+            text = re.sub(rf".*// packed {plane}: {part}\n", lines, text)
+    for part, lines in _parts("scores.metal", kind) if kind else ():
         before, marker, after = text.partition(f"scores: {part}\n")
         text = before + marker + lines + after
     return _without_comments(text)
+
+
+def _parts(name: str, kind: str) -> list[tuple[str, str]]:
+    """The parts of one kind of a file: their names and lines."""
+    return re.findall(rf"^// {kind}: (\w+)\n((?:(?!//|\n).*\n)+)", _file_text(name), re.MULTILINE)
 
 
 def _without_comments(text: str) -> str:

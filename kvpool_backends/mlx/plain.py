@@ -19,6 +19,7 @@ from kvpool.protocol import (
     checked_options,
     checked_scores,
 )
+from kvpool.spec import QUANT_BITS, QUANT_GROUP_SIZES
 from kvpool_backends.mlx.attention import attention, exported_scores
 from kvpool_backends.mlx.backend import MLXBackend
 from kvpool_backends.mlx.scatter import PoolArrays, positions_of
@@ -56,6 +57,8 @@ class PlainBackend(MLXBackend):
             features=FEATURES,
             scores=SCORES,
             compacts=True,
+            quant_bits=QUANT_BITS,
+            quant_group_sizes=QUANT_GROUP_SIZES,
         )
 
     # ------------------------------------------------------------------------------------------ one step
@@ -322,9 +325,10 @@ class PlainBackend(MLXBackend):
         """Run a scatter as `write` does, into an array of its own."""
         spec = self.spec
         where = mx.zeros((num_tokens,), mx.int32)
-        for _, dim in spec.planes:
-            scratch = mx.zeros((1, spec.block_size, spec.num_kv_heads, dim), self.dtype)
-            scratch[where, where] = mx.zeros((num_tokens, spec.num_kv_heads, dim), self.dtype)
+        k, v = (mx.zeros((num_tokens, spec.num_kv_heads, dim), self.dtype) for _, dim in spec.planes)
+        for rows in self._pool.stored(k, v):
+            scratch = mx.zeros((1, spec.block_size, *rows.shape[1:]), rows.dtype)
+            scratch[where, where] = rows
             mx.eval(scratch)
 
     # --------------------------------------------------------------------------------------------- memory

@@ -16,35 +16,75 @@ have run or not.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import mlx.core as mx
 import numpy as np
 
 from kvpool.config import KVSpec
-from kvpool_backends.mlx.storage import PoolMemory
+from kvpool_backends.mlx.storage import DTYPES, PoolMemory
 
 
 class PoolArrays(PoolMemory):
-    """K ``[N, S, Hk, D]`` and V ``[N, S, Hk, Dv]`` of every layer.
+    """The stored planes ``[N, S, Hk, n]`` of every layer.
 
     Attributes
     ----------
-    planes : list of [k, v]
-        Per layer. Read them in one expression; a name kept on a view of one makes every write a copy.
+    planes : list of lists
+        Per layer, in the order of `KVSpec.stored_planes`. Read them in one expression; a name kept on a view of one
+        makes every write a copy.
+    pack : callable
+        ``pack(plane, x)``: words, scales and biases of tokens ``[T, Hk, D]`` of plane "k" or "v"; those of
+        ``mx.quantize`` unless somebody puts something else here.
     """
 
     def __init__(self, spec: KVSpec, num_blocks: int) -> None:
         super().__init__(spec, num_blocks)
-        self.planes = [self.arrays[i : i + 2] for i in range(0, len(self.arrays), 2)]
+        self._spec = spec
+        self.pack: Callable[[str, mx.array], list[mx.array]] = self._quantized
+        count = len(spec.stored_planes)
+        self.planes = [self.arrays[i : i + count] for i in range(0, len(self.arrays), count)]
+
+    def sides(self, layer: int) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...]]:
+        """The planes of the keys and of the values of a layer."""
+        planes, count = self.planes[layer], 1 if self._spec.k_bits is None else 3
+        return tuple(planes[:count]), tuple(planes[count:])
+
+    def stored(self, k: mx.array, v: mx.array) -> list[mx.array]:
+        """What the planes of a layer hold of tokens. Lazy."""
+        parts = []
+        for (name, _), bits, x in zip(self._spec.planes, self._spec.bits, (k, v), strict=True):
+            parts += [x.astype(DTYPES[self._spec.dtype])] if bits is None else self.pack(name, x)
+        return parts
+
+    def _quantized(self, plane: str, x: mx.array) -> list[mx.array]:
+        bits, size = dict(zip("kv", self._spec.bits, strict=True))[plane], self._spec.quant_group_size
+        x = x.astype(DTYPES[self._spec.dtype])
+        words, scales, biases = mx.quantize(x, size, bits)
+        finite = mx.unflatten(mx.isfinite(x), -1, (-1, size)).all(axis=-1)
+        words = mx.where(mx.repeat(finite, words.shape[-1] // finite.shape[-1], axis=-1), words, 0)
+        return [words, *(mx.where(finite, part, mx.array(mx.nan, part.dtype)) for part in (scales, biases))]
 
     def write(self, layer: int, blocks: mx.array, offsets: mx.array, k: mx.array, v: mx.array) -> None:
         """Token t, ``k[t]`` and ``v[t]``, goes to position ``offsets[t]`` of block ``blocks[t]``. Lazy."""
-        for plane, rows in zip(self.planes[layer], (k, v), strict=True):
-            plane[blocks, offsets] = rows.astype(plane.dtype)
+        for plane, rows in zip(self.planes[layer], self.stored(k, v), strict=True):
+            plane[blocks, offsets] = rows
 
     def read(self, layer: int, tables: mx.array) -> tuple[mx.array, mx.array]:
         """The blocks of `tables` ``[B, W]`` as K ``[B, W * S, Hk, D]`` and V, lazy and not a view."""
-        k, v = (plane[tables].flatten(1, 2) for plane in self.planes[layer])
+        k, v = (
+            self._floats([plane[tables].flatten(1, 2) for plane in planes], bits)
+            for planes, bits in zip(self.sides(layer), self._spec.bits, strict=True)
+        )
         return k, v
+
+    def _floats(self, parts: list[mx.array], bits: int | None) -> mx.array:
+        """What comes back of the planes of the keys or of the values, rounded once."""
+        if bits is None:
+            return parts[0]
+        words, *factors = parts
+        scales, biases = (part.astype(mx.float32) for part in factors)
+        return mx.dequantize(words, scales, biases, self._spec.quant_group_size, bits).astype(factors[0].dtype)
 
     def copy(self, src: tuple[mx.array, mx.array], dst: tuple[mx.array, mx.array]) -> None:
         """Copy positions ``src = (blocks, offsets)`` to `dst` in all layers and planes.

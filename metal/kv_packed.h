@@ -1,0 +1,131 @@
+// Planes of 8 or 4 bits: how groups of elements become numbers, scale and bias, and how a simdgroup reads them. Behind
+// kv_layout.h, in front of the kernels that need it.
+//
+// A plane is three: words of 32 bits, of which the first element has the lowest bits, scales and biases. Chunk c of a
+// row, its elements 4 c .. 4 c + 3, is BITS / 2 bytes; `SIZE` elements, SIZE / 4 chunks, have a scale and a bias.
+#ifndef KV_PACKED_H
+#define KV_PACKED_H
+
+namespace kv {
+
+// Four numbers as they are stored.
+template <int BITS>
+using PackedChunk = metal::vec<uchar, BITS / 2>;
+
+METAL_FUNC float4 numbers(metal::vec<uchar, 4> bytes) {
+  return float4(bytes);
+}
+
+METAL_FUNC float4 numbers(metal::vec<uchar, 2> bytes) {
+  return float4(bytes[0] & 15, bytes[0] >> 4, bytes[1] & 15, bytes[1] >> 4);
+}
+
+METAL_FUNC void pack(float4 x, thread metal::vec<uchar, 4>& bytes) {
+  bytes = metal::vec<uchar, 4>(uchar(x[0]), uchar(x[1]), uchar(x[2]), uchar(x[3]));
+}
+
+METAL_FUNC void pack(float4 x, thread metal::vec<uchar, 2>& bytes) {
+  bytes = metal::vec<uchar, 2>(uchar(int(x[0]) | int(x[1]) << 4), uchar(int(x[2]) | int(x[3]) << 4));
+}
+
+// Whether one of four floats is NaN or infinite; of their bits, because compilers may take floats for finite.
+METAL_FUNC bool any_not_finite(float4 x) {
+  bool found = false;
+  KV_UNROLL
+  for (int e = 0; e < 4; e++) {
+    found = found || (as_type<uint>(x[e]) & 0x7f800000u) == 0x7f800000u;
+  }
+  return found;
+}
+
+// What a lane has of a group: four numbers, and the group's scale and bias.
+template <int BITS>
+struct Quantized {
+  PackedChunk<BITS> chunk;
+  float scale, bias;
+};
+
+// Quantizes groups of `SIZE` elements, four in a lane, as mx.quantize does it. Neighbouring lanes hold a group, and the
+// first of them is a multiple of SIZE / 4. All lanes of the simdgroup that have not returned come here.
+template <int BITS, int SIZE>
+METAL_FUNC Quantized<BITS> quantize(float4 x) {
+  constexpr float MOST = BITS == 8 ? 255.0f : 15.0f;
+  float low = metal::min(metal::min(x[0], x[1]), metal::min(x[2], x[3]));
+  float high = metal::max(metal::max(x[0], x[1]), metal::max(x[2], x[3]));
+  uint bad = any_not_finite(x) ? 1u : 0u;
+  KV_UNROLL
+  for (int distance = SIZE / 8; distance > 0; distance /= 2) {
+    low = metal::min(low, metal::simd_shuffle_xor(low, ushort(distance)));
+    high = metal::max(high, metal::simd_shuffle_xor(high, ushort(distance)));
+    bad |= metal::simd_shuffle_xor(bad, ushort(distance));
+  }
+  Quantized<BITS> result;
+  if (bad != 0) {
+    result.chunk = PackedChunk<BITS>(uchar(0));
+    result.scale = result.bias = as_type<float>(0x7fc00000u);
+    return result;
+  }
+  const bool below = metal::abs(low) > metal::abs(high);
+  const float edge = below ? low : high;
+  const float step = metal::max((high - low) / MOST, 1e-7f);
+  const float signed_step = below ? step : -step;
+  const float whole = metal::rint(edge / signed_step);
+  result.scale = whole == 0.0f ? signed_step : edge / whole;
+  result.bias = whole == 0.0f ? 0.0f : edge;
+  float4 steps;
+  KV_UNROLL
+  for (int e = 0; e < 4; e++) {
+    steps[e] = metal::min(metal::max(metal::rint((x[e] - result.bias) / result.scale), 0.0f), MOST);
+  }
+  pack(steps, result.chunk);
+  return result;
+}
+
+// Rows of a packed plane as `Rows` of kv_layout.h, each row read for itself.
+template <typename T, int DIM, int BITS, int SIZE>
+struct PackedRows {
+  KV_CONST int CHUNKS = chunks_per_row<DIM>();
+  KV_CONST int LANES = lanes_per_row<DIM>();
+  KV_CONST int ROWS = rows_per_access<DIM>();
+  KV_CONST int PER_LANE = chunks_per_lane<DIM>();
+  KV_CONST int ACCESSES = 4;
+  KV_CONST int STEP = ACCESSES * ROWS;
+
+  PackedChunk<BITS> chunk[ACCESSES][PER_LANE];
+  float scale[ACCESSES][PER_LANE], bias[ACCESSES][PER_LANE];
+
+  // Reads rows begin <= row < end: words from `words` on, `stride` of them apart; scales and biases likewise.
+  METAL_FUNC void load(const device uint* words, int64_t stride, const device T* scales, const device T* biases,
+                       int64_t factor_stride, int begin, int end, int lane) {
+    KV_UNROLL
+    for (int a = 0; a < ACCESSES; a++) {
+      const int row = a * ROWS + lane / LANES;
+      const device PackedChunk<BITS>* chunks = reinterpret_cast<const device PackedChunk<BITS>*>(words + row * stride);
+      KV_UNROLL
+      for (int j = 0; j < PER_LANE; j++) {
+        const int c = lane % LANES + 32 * j;
+        chunk[a][j] = PackedChunk<BITS>(uchar(0));
+        scale[a][j] = bias[a][j] = 0.0f;
+        if (c < CHUNKS && row >= begin && row < end) {
+          chunk[a][j] = chunks[c];
+          scale[a][j] = float(scales[row * factor_stride + 4 * c / SIZE]);
+          bias[a][j] = float(biases[row * factor_stride + 4 * c / SIZE]);
+        }
+      }
+    }
+  }
+
+  // The product with four elements whose sum is known: numbers are multiplied, scale and bias come in once.
+  template <typename Q>
+  METAL_FUNC float dot(int a, int j, Chunk<Q> other, float sum_of_other) const {
+    return scale[a][j] * metal::dot(float4(other), numbers(chunk[a][j])) + bias[a][j] * sum_of_other;
+  }
+
+  METAL_FUNC float4 floats(int a, int j) const {
+    return scale[a][j] * numbers(chunk[a][j]) + bias[a][j];
+  }
+};
+
+}  // namespace kv
+
+#endif

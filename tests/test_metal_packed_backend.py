@@ -1,0 +1,104 @@
+"""Pools of 8 and 4 bits behind `MetalBackend`: the conformance kit, long chunks, warmup, choice of route, mlx-lm."""
+
+import numpy as np
+import pytest
+from mlx_models import batch_tokens, on_cpu, random_prompts, tiny_llama
+
+import kvpool_backends.mlx
+import kvpool_backends.mlx.native
+from kvpool.adapters.mlx_lm import install
+from kvpool.config import KVSpec
+from kvpool.errors import BackendUnavailable
+from kvpool.protocol import AttentionOptions, BatchShape
+from kvpool.testing import conformance_quantized
+from kvpool.testing.conformance_scores import check as check_scores
+from kvpool.testing.filled import fill
+from kvpool_backends.mlx import MLXBackend
+
+SPEC = KVSpec(2, 2, 64, "float32", 8, k_bits=8, v_bits=4, quant_group_size=32)
+CASES = [case for case in conformance_quantized.CASES if case.__name__ != "other_bits_and_groups_are_refused"]
+
+
+@pytest.fixture
+def metal(engine):
+    return lambda spec, num_blocks: MLXBackend(spec, num_blocks, native=False, metal_kernel=engine.factory(1))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_metal_backend_conforms(case, metal, monkeypatch):
+    # Each kernel takes half a second to compile: two specs of all.
+    real, few = conformance_quantized._specs, (("float32", (8, 4)), ("float16", (4, 4)))
+    monkeypatch.setattr(
+        conformance_quantized, "_specs", lambda *a, **k: (x for x in real(*a, **k) if (x.dtype, x.bits) in few)
+    )
+    case(metal)
+
+
+@pytest.mark.parametrize("kind", [None, "raw", "mass"])
+def test_long_chunks_are_gathered_as_floats_and_equal_float64(metal, kind):
+    filled = fill(metal, SPEC, [50, 9])
+    if kind is None:
+        filled.check((40, 1), 4, "long chunks", options=AttentionOptions(sinks=np.zeros(4)), tolerance=2e-5)
+    else:
+        check_scores(filled, (40, 1), 4, kind, None)
+
+
+def test_reads_give_what_gather_gives(metal):
+    filled = fill(metal, SPEC, [20, 9])
+    arrays = filled.backend.step_arrays(filled.plan((1, 1)), np.array([20, 9]))
+    read = filled.backend.read(1, arrays)
+    for row, n in enumerate((20, 9)):
+        for x, whole in zip(read, filled.backend.gather(1, filled.tables[row, : -(-n // 8)], n), strict=True):
+            assert x.shape == (2, 2, 20, 64) and not x[row, :, n:].any()
+            np.testing.assert_allclose(np.array(x[row, :, :n].swapaxes(0, 1)), np.array(whole), rtol=0, atol=1e-6)
+
+
+def test_after_warmup_no_kernel_is_new(engine):
+    kernels = set()
+
+    def factory(**description):
+        kernel = engine.factory(0)(**description)
+
+        def launch(**call):
+            kernels.add((description["name"], str(call["template"]), str(call["output_dtypes"])))
+            return kernel(**call)
+
+        return launch
+
+    filled = fill(lambda spec, n: MLXBackend(spec, n, native=False, metal_kernel=factory), SPEC, [3, 60, 40])
+    kernels.clear()
+    filled.backend.warmup([BatchShape(4, 64, 8, 8)])
+    warm = frozenset(kernels)
+    assert {name.rsplit("_", 1)[0] for name, *_ in warm} == {
+        "kvpool_paged_attention_packed_kv",
+        "kvpool_gather_packed",
+        "kvpool_packed_tokens",
+    }
+    for q_lens in ((1, 1, 1), (3, 1, 20), (3, 50, 33)):
+        filled.check(q_lens, 8, f"{q_lens}", tolerance=2e-5)
+    assert kernels == warm
+
+
+def test_a_quantized_pool_takes_the_route_that_has_it(engine, monkeypatch):
+    factory = engine.factory(0)
+    monkeypatch.setattr(kvpool_backends.mlx.native, "load", object)  # there is an extension
+    with on_cpu():
+        assert type(MLXBackend(SPEC, 4, metal_kernel=factory)).__name__ == "MetalBackend"
+        with pytest.raises(BackendUnavailable, match="native=True, but the extension has no quantized storage"):
+            MLXBackend(SPEC, 4, native=True, metal_kernel=factory)
+        assert MLXBackend(SPEC, 4, kernels=False).route == "plain"
+        with pytest.raises(ValueError, match=r"layout 'HND' is not among .* by the metal route"):
+            MLXBackend(KVSpec(1, 2, 64, layout="HND", k_bits=8), 4, metal_kernel=factory)
+
+
+def test_mlx_lm_generates_what_it_does_with_the_kernels_of_the_cpu(metal, monkeypatch):
+    with on_cpu():
+        model, prompts = tiny_llama(head_dim=64), random_prompts((3, 40, 9))
+        with install(model, 40, block_size=8, k_bits=8, v_bits=4) as kv:
+            assert kv.backend.route == "kernels"
+            expected = batch_tokens(model, prompts, 5)
+        monkeypatch.setattr(kvpool_backends.mlx, "MLXBackend", lambda spec, n, kernels: metal(spec, n))
+        with install(model, 40, block_size=8, k_bits=8, v_bits=4, fused=True) as kv:
+            assert kv.backend.route == "metal" and kv.backend.spec.bits == (8, 4)
+            assert batch_tokens(model, prompts, 5) == expected
+        assert kv.settle() == kv.summary().mlx_pool_copies == 0

@@ -1,0 +1,248 @@
+"""Faults planted into what the kernels have for planes of 8 and 4 bits, each caught by the test named with it.
+
+As in test_metal_mutations.py: a wrong result, a wrong count or an error of the launch is caught, and a text that
+does not compile counts as nothing.
+"""
+
+from typing import NamedTuple
+
+import pytest
+import test_metal_packed as planes
+import test_metal_packed_attention as attention
+from metal_engine import StandIn
+from msl import MetalError
+
+from kvpool.config import KVSpec
+from kvpool_backends.mlx import metal_kernels
+
+ENGINE = StandIn()
+HEADER, PARTS = "kv_packed.h", "packed.metal"
+WRITE, GATHER, TOKENS, COPY = "kv_write_packed.metal", "gather_packed.metal", "packed_tokens.metal", "copy_blocks.metal"
+SPEC = KVSpec(1, 3, 128, "float16", 8, k_bits=8, quant_group_size=32)
+
+
+class Mutant(NamedTuple):
+    name: str
+    file: str
+    before: str
+    after: str
+    test: object
+    arguments: tuple
+
+
+def write(spec=SPEC, x_dtype="float16", vectors=True):
+    return spec, x_dtype, vectors, None, (0,)
+
+
+def decode(bits=(8, 4), contexts=(42,), features=(), **choice):
+    """One batch, without the schedules of the test itself."""
+    choice = {"head_dim": 64, "size": 32, "seq_lens": contexts, "group": 2, "features": features} | choice
+    batch = attention.batch_of(bits, **choice)
+    batch.check(batch.run(ENGINE.factory(0)))
+
+
+def unequal_decode():
+    decode(v_head_dim=128)
+
+
+def near_ties(bits=8):
+    planes.test_write_near_ties_rounds_as_a_division_does(bits)
+
+
+GATHERED = planes.test_gather_equals_what_mx_dequantize_gives
+COPIED = planes.test_copy_blocks_copies_every_plane
+MUTANTS = [
+    # Quantization
+    Mutant(
+        "one step less", HEADER, "BITS == 8 ? 255.0f : 15.0f", "BITS == 8 ? 254.0f : 14.0f", planes.check_write, write()
+    ),
+    Mutant(
+        "half a group", HEADER, "int distance = SIZE / 8;", "int distance = SIZE / 16;", planes.check_write, write()
+    ),
+    Mutant("the sign of the scale", HEADER, "below ? step : -step", "step", planes.check_write, write()),
+    Mutant(
+        "0 is no step", HEADER, "whole == 0.0f ? signed_step : edge / whole", "signed_step", planes.check_write, write()
+    ),
+    Mutant("the bias of a group at 0", HEADER, "whole == 0.0f ? 0.0f : edge", "edge", planes.check_write, write()),
+    Mutant("the edge is the least", HEADER, "edge = below ? low : high", "edge = low", planes.check_write, write()),
+    Mutant("the least scale is another", HEADER, "1e-7f", "1e-6f", planes.check_write, write()),
+    Mutant(
+        "times the inverse",
+        HEADER,
+        "(x[e] - result.bias) / result.scale)",
+        "(x[e] - result.bias) * (1.0f / result.scale))",
+        near_ties,
+        (8,),
+    ),
+    Mutant(
+        "ties away from zero",
+        HEADER,
+        "metal::rint((x[e] - result.bias) / result.scale)",
+        "metal::floor((x[e] - result.bias) / result.scale + 0.5f)",
+        planes.check_write,
+        write(),
+    ),
+    Mutant(
+        "infinity is finite",
+        HEADER,
+        "& 0x7f800000u) == 0x7f800000u",
+        "& 0x7fffffffu) > 0x7f800000u",
+        planes.test_a_group_that_is_not_finite_is_nan_and_its_neighbours_are_not,
+        (float("inf"),),
+    ),
+    Mutant(
+        "NaN in one lane alone",
+        HEADER,
+        "    bad |= metal::simd_shuffle_xor(bad, ushort(distance));\n",
+        "",
+        planes.test_a_group_that_is_not_finite_is_nan_and_its_neighbours_are_not,
+        (float("nan"),),
+    ),
+    Mutant(
+        "the first element highest",
+        HEADER,
+        "uchar(int(x[0]) | int(x[1]) << 4)",
+        "uchar(int(x[1]) | int(x[0]) << 4)",
+        planes.check_write,
+        write(KVSpec(1, 3, 128, "float16", 8, v_bits=4)),
+    ),
+    Mutant(
+        "not rounded to the dtype",
+        WRITE,
+        "float4(kv::Chunk<T>(float4(chunk)))",
+        "float4(chunk)",
+        planes.check_write,
+        write(x_dtype="float32"),
+    ),
+    # Where it goes
+    Mutant("negative slots are written", WRITE, "if (slot < 0)", "if (false)", planes.check_write, write()),
+    Mutant("the element stride forgotten", WRITE, "* strides[2]", "", planes.check_write, write(vectors=False)),
+    Mutant(
+        "the layout of the words for scales",
+        WRITE,
+        "head_of(layout + 4, head)",
+        "head_of(layout, head)",
+        planes.check_write,
+        write(),
+    ),
+    Mutant(
+        "every lane stores the scale",
+        WRITE,
+        "if (4 * c % SIZE == 0)",
+        "if (true)",
+        planes.test_a_write_moves_each_byte_once,
+        (4,),
+    ),
+    Mutant(
+        "scale and bias swapped",
+        WRITE,
+        "scales[factor] = T(made.scale)",
+        "scales[factor] = T(made.bias)",
+        planes.check_write,
+        write(),
+    ),
+    Mutant(
+        "strides of tokens forgotten",
+        TOKENS,
+        "token * x_strides[0] + head * x_strides[1]",
+        "(token * threads_per_grid.y + head) * DIM",
+        planes.test_packed_tokens_are_those_of_mx_quantize,
+        (ENGINE, 8, 64, "float16"),
+    ),
+    Mutant(
+        "four elements of a plane that has one", COPY, "if (WIDTH == 1)", "if (false)", COPIED, ("NHD", "k_scales", 1)
+    ),
+    # Reads
+    Mutant(
+        "nibbles swapped", HEADER, "bytes[0] & 15, bytes[0] >> 4,", "bytes[0] >> 4, bytes[0] & 15,", decode, ((4, 4),)
+    ),
+    Mutant(
+        "the scale of the first group",
+        HEADER,
+        "float(scales[row * factor_stride + 4 * c / SIZE])",
+        "float(scales[row * factor_stride])",
+        decode,
+        (),
+    ),
+    Mutant(
+        "the bias of the next token",
+        HEADER,
+        "biases[row * factor_stride",
+        "biases[(row + 1) * factor_stride",
+        decode,
+        (),
+    ),
+    Mutant("the bias once per element", HEADER, "bias[a][j] * sum_of_other", "bias[a][j]", decode, ()),
+    Mutant(
+        "the bias of values forgotten",
+        HEADER,
+        "numbers(chunk[a][j]) + bias[a][j];",
+        "numbers(chunk[a][j]);",
+        decode,
+        (),
+    ),
+    Mutant("rows nobody has are read", HEADER, " && row >= begin && row < end", "", decode, ()),
+    Mutant("the layout of the keys' scales for values", PARTS, "layout + 12", "layout + 8", unequal_decode, ()),
+    Mutant("the scales of the keys for values", PARTS, "v_scales + factor", "k_scales + factor", decode, ()),
+    Mutant("the sum of another query", PARTS, "sum_of_query[r][j]);", "sum_of_query[0][j]);", decode, ()),
+    Mutant(
+        "a query head reads for itself",
+        "metal_kernels",
+        "",
+        "",
+        attention.test_decode_reads_the_bytes_of_the_format,
+        (ENGINE, (4, 4), 64, 4, 0.5625),
+    ),
+    Mutant(
+        "gathered past the end",
+        GATHER,
+        "token < seq_lens[batch_row]",
+        "true",
+        GATHERED,
+        (ENGINE, "NHD", 8, 8, 64, "float16"),
+    ),
+    Mutant(
+        "gathered with the layout of the words",
+        GATHER,
+        "layout + 4",
+        "layout",
+        GATHERED,
+        (ENGINE, "HND", 8, 8, 64, "float16"),
+    ),
+    Mutant(
+        "gathered with another group's scale",
+        GATHER,
+        "+ 4 * c / SIZE",
+        "+ 0 * c / SIZE",
+        GATHERED,
+        (ENGINE, "NHD", 4, 4, 32, "float32"),
+    ),
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
+def test_planted_faults_are_caught(mutant, monkeypatch):
+    if mutant.file == "metal_kernels":
+        monkeypatch.setattr(metal_kernels, "ROWS_MAX", 1)
+    else:
+        real = metal_kernels._file_text
+        assert real(mutant.file).count(mutant.before) == 1, "the text has changed: say again where the fault goes"
+        monkeypatch.setattr(
+            metal_kernels,
+            "_file_text",
+            lambda name: real(name).replace(mutant.before, mutant.after) if name == mutant.file else real(name),
+        )
+    metal_kernels.source_text.cache_clear()
+    try:
+        with pytest.raises((AssertionError, MetalError)) as caught:
+            mutant.test(*mutant.arguments)
+    finally:
+        metal_kernels.source_text.cache_clear()
+    assert "the compiler refused" not in str(caught.value)
+
+
+def test_without_a_fault_the_same_batches_pass():
+    for mutant in MUTANTS:
+        if mutant.test in (decode, unequal_decode, planes.check_write):
+            mutant.test(*mutant.arguments)
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
