@@ -66,6 +66,43 @@ def test_write_near_ties_rounds_as_a_division_does(bits, isa):
     assert np.array_equal(everything(mine), everything(reference))
 
 
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("bits", [4, 8])
+def test_write_divides_by_every_scale_whose_quotients_are_hard_to_round(bits, isa):
+    """Scales with the lower half of the significand near 0: nothing else brings a quotient that near to a tie of a tie.
+
+    A group from -L to nearly L has the scale L / 2^(bits - 1), so its significand is anything that L has.
+    """
+    spec = KVSpec(1, 1, 64, "float32", 16, k_bits=bits, v_bits=bits)
+    rng = np.random.default_rng(SEED)
+    half = 2 ** (bits - 1)
+    low = (np.arange(129, 256)[:, None] * 2**16 + np.arange(-20, 21)).ravel().astype(np.float32)
+    near = np.float32(low[:, None] / half * (rng.integers(0, 2 * half - 1, (low.size, 64)) + 0.5))
+    near = (near.view(np.int32) + rng.integers(-3, 4, near.shape, np.int32)).view(np.float32)
+    x = (near - low[:, None]).clip(-low[:, None], low[:, None] * np.float32((half - 1) / half))
+    x[:, 0], x[:, 1] = -low, low * np.float32((half - 1) / half)
+    mine, reference = pair(spec, -(-low.size // 16), isa=isa)
+    for backend in (mine, reference):
+        backend.write(0, x[:, None], x[:, None], ArrayPlan(slot_mapping=np.arange(low.size)))
+    assert np.array_equal(everything(mine), everything(reference))
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("isa", isas())
+def test_write_of_ranges_beyond_float32_and_of_few_tokens_equals_the_reference(isa, group):
+    """A scale that is infinite; NaN of both signs and with payloads; batches that are not full; heads far apart."""
+    spec = KVSpec(1, 3, 128, "float32", 16, k_bits=8, v_bits=4, quant_group_size=group)
+    mine, reference = pair(spec, 2, isa=isa)
+    x = rows(np.random.default_rng(SEED), (19, 5, 128))[:, 1:4]
+    x[1, 0, :2] = 3e38, -3e38
+    x[2, 1, 3], x[2, 2, 5] = np.array([0x7F800001, 0xFFFFFFFF], np.uint32).view(np.float32)
+    slots = np.arange(19)
+    slots[[0, 7, 18]] = -1
+    for backend in (mine, reference):
+        backend.write(0, x, x, ArrayPlan(slot_mapping=slots))
+    assert np.array_equal(everything(mine), everything(reference))
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_write_of_a_group_that_is_not_finite_stores_nan(bad):
     spec = KVSpec(1, 1, 64, "float16", 4, k_bits=8, v_bits=4, quant_group_size=32)

@@ -11,8 +11,9 @@ typedef struct {
     int64_t bits, group_size;
 } kv_packed;
 
-/* Of all heads of one token: those of the first, and the bytes from one to the next. */
+/* Of all heads of one token: those of the first, the bytes from one to the next, and the floats to be stored. */
 typedef struct {
+    const char *src;
     kv_packed first;
     int64_t heads, words_step, scales_step, biases_step;
 } kv_packed_heads;
@@ -67,8 +68,8 @@ struct kv_isa {
     /* n elements, rounded to nearest even, to dst without gaps (move.h). */
     void (*convert)(char *dst, kv_dtype to, const char *src, kv_dtype from, int64_t src_stride_elements, int64_t n);
 
-    /* n numbers of each head of one token to packed words (quantize.h), and those of one head back to floats. */
-    void (*quantize)(const kv_packed_heads *to, const char *src, kv_dtype from, int64_t src_head_stride,
+    /* n numbers of each head of some tokens to packed words (quantize.h), and those of one head back to floats. */
+    void (*quantize)(const kv_packed_heads *to, int64_t num_tokens, kv_dtype from, int64_t src_head_stride,
                      int64_t src_stride, int64_t n);
     void (*dequantize)(const kv_packed *from, char *dst, kv_dtype to, int64_t dst_stride, int64_t n);
 

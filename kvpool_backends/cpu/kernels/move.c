@@ -238,18 +238,11 @@ typedef struct {
     int64_t num_tokens, tokens_per_item;
 } move;
 
-/* Quantized, or as floats. */
 static void write_token(const move *job, const kv_plane *plane, const kv_tokens *tokens, int64_t token, int64_t slot) {
     const int64_t size = kv_itemsize(job->layer->dtype), from_size = kv_itemsize(tokens->dtype);
     const int64_t block = slot / job->layer->block_size, offset = slot % job->layer->block_size;
     const char *src = tokens->base + token * tokens->token_stride * from_size;
     int64_t heads = job->layer->num_kv_heads, dim = plane->dim;
-    if (plane->bits != 0) {
-        const kv_packed_heads to = {packed_at(job->layer, plane, block, offset, 0), heads, plane->head_stride * 4,
-                                    plane->scales.head_stride * size, plane->biases.head_stride * size};
-        job->isa->quantize(&to, src, tokens->dtype, tokens->head_stride, tokens->dim_stride, dim);
-        return;
-    }
     char *dst = token_at(plane, block, offset, size);
     if (plane->head_stride == dim && tokens->dim_stride == 1 && tokens->head_stride == dim) {
         dim *= heads; /* one run on both sides */
@@ -260,14 +253,40 @@ static void write_token(const move *job, const kv_plane *plane, const kv_tokens 
                           src + h * tokens->head_stride * from_size, tokens->dtype, tokens->dim_stride, dim);
 }
 
+/* Tokens [begin, end): some at a time, because a batch of groups may be of several. */
+static void quantize_tokens(const move *job, const kv_plane *plane, const kv_tokens *tokens, int64_t begin,
+                            int64_t end) {
+    enum { AT_ONCE = 16 };
+    const kv_layer *layer = job->layer;
+    const int64_t size = kv_itemsize(layer->dtype);
+    kv_packed_heads to[AT_ONCE];
+    int64_t count = 0;
+    for (int64_t token = begin; token < end; token++) {
+        const int64_t slot = job->slots[token];
+        if (slot >= 0)
+            to[count++] = (kv_packed_heads){
+                .src = tokens->base + token * tokens->token_stride * kv_itemsize(tokens->dtype),
+                .first = packed_at(layer, plane, slot / layer->block_size, slot % layer->block_size, 0),
+                .heads = layer->num_kv_heads, .words_step = plane->head_stride * 4,
+                .scales_step = plane->scales.head_stride * size, .biases_step = plane->biases.head_stride * size,
+            };
+        if (count == AT_ONCE || (count > 0 && token + 1 == end)) {
+            job->isa->quantize(to, count, tokens->dtype, tokens->head_stride, tokens->dim_stride, plane->dim);
+            count = 0;
+        }
+    }
+}
+
 static void write_item(void *context, int64_t item, int thread) {
     const move *job = context;
-    const int64_t end = smaller(job->num_tokens, (item + 1) * job->tokens_per_item);
+    const int64_t begin = item * job->tokens_per_item, end = smaller(job->num_tokens, begin + job->tokens_per_item);
     (void)thread;
-    for (int64_t token = item * job->tokens_per_item; token < end; token++) {
-        if (job->slots[token] < 0) continue;
-        write_token(job, &job->layer->k, job->planes[0], token, job->slots[token]);
-        write_token(job, &job->layer->v, job->planes[1], token, job->slots[token]);
+    for (int p = 0; p < 2; p++) {
+        const kv_plane *plane = p ? &job->layer->v : &job->layer->k;
+        if (plane->bits != 0) quantize_tokens(job, plane, job->planes[p], begin, end);
+        else
+            for (int64_t token = begin; token < end; token++)
+                if (job->slots[token] >= 0) write_token(job, plane, job->planes[p], token, job->slots[token]);
     }
 }
 

@@ -34,6 +34,7 @@ typedef float vf __attribute__((vector_size(16)));
 
 typedef int32_t vi __attribute__((vector_size(4 * VL)));  /* what a comparison gives: lanes of 0 or -1 */
 typedef uint32_t vu __attribute__((vector_size(4 * VL)));
+typedef int16_t vs __attribute__((vector_size(4 * VL)));  /* of these 2 * VL */
 typedef uint16_t vh __attribute__((vector_size(2 * VL))); /* float16 or bfloat16 as bits */
 typedef uint8_t vb __attribute__((vector_size(VL)));
 typedef struct { float lane[4]; } four;
@@ -104,6 +105,28 @@ KV_INLINE vf v_min(vf a, vf b) {
 #endif
 }
 
+/* The larger of integers of `size` bytes, 4 or 2 */
+KV_INLINE vi v_most(int64_t size, vi a, vi b) {
+#if defined(KV_SIMD_AVX512)
+    return (vi)(size == 4 ? _mm512_max_epi32((__m512i)a, (__m512i)b) : _mm512_max_epi16((__m512i)a, (__m512i)b));
+#elif defined(KV_SIMD_AVX2)
+    return (vi)(size == 4 ? _mm256_max_epi32((__m256i)a, (__m256i)b) : _mm256_max_epi16((__m256i)a, (__m256i)b));
+#else
+    const vi which = size == 4 ? a > b : (vi)((vs)a > (vs)b);
+    return (which & a) | (~which & b);
+#endif
+}
+
+KV_INLINE vi v_least(int64_t size, vi a, vi b) {
+#if defined(KV_SIMD_AVX512)
+    return (vi)(size == 4 ? _mm512_min_epi32((__m512i)a, (__m512i)b) : _mm512_min_epi16((__m512i)a, (__m512i)b));
+#elif defined(KV_SIMD_AVX2)
+    return (vi)(size == 4 ? _mm256_min_epi32((__m256i)a, (__m256i)b) : _mm256_min_epi16((__m256i)a, (__m256i)b));
+#else
+    return ~v_most(size, ~a, ~b);
+#endif
+}
+
 KV_INLINE vf v_abs(vf x) { return (vf)((vi)x & 0x7fffffff); }
 
 /* To the nearest integer, ties to even. */
@@ -159,22 +182,45 @@ KV_INLINE float v_largest(vf x) {
 #endif
 }
 
-/* The largest lane of each of VL vectors. */
-KV_INLINE vf v_largest_of_each(const vf *x) {
-#if defined(KV_SIMD_AVX2)
-    vf four[2];
-    for (int i = 0; i < 2; i++) {
-        const vf *y = x + 4 * i;
-        const vf ab = v_max(_mm256_unpacklo_ps(y[0], y[1]), _mm256_unpackhi_ps(y[0], y[1]));
-        const vf cd = v_max(_mm256_unpacklo_ps(y[2], y[3]), _mm256_unpackhi_ps(y[2], y[3]));
-        four[i] = v_max(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+/* Lane i: the largest integer of x[i], which are of `size` bytes, 4 or 2; those of 2 in the upper half, below which
+ * there is anything. */
+KV_INLINE vi v_most_of_each(int64_t size, const vi *x) {
+    vi most;
+#if defined(KV_SIMD_AVX512)
+    vi four[4], two[2];
+    for (int i = 0; i < 4; i++) {
+        const __m512i *y = (const __m512i *)x + 4 * i;
+        const __m512i ab =
+            (__m512i)v_most(size, (vi)_mm512_unpacklo_epi32(y[0], y[1]), (vi)_mm512_unpackhi_epi32(y[0], y[1]));
+        const __m512i cd =
+            (__m512i)v_most(size, (vi)_mm512_unpacklo_epi32(y[2], y[3]), (vi)_mm512_unpackhi_epi32(y[2], y[3]));
+        four[i] = v_most(size, (vi)_mm512_unpacklo_epi64(ab, cd), (vi)_mm512_unpackhi_epi64(ab, cd));
     }
-    return v_max(_mm256_permute2f128_ps(four[0], four[1], 0x20), _mm256_permute2f128_ps(four[0], four[1], 0x31));
+    for (int i = 0; i < 2; i++) {
+        const __m512i a = (__m512i)four[2 * i], b = (__m512i)four[2 * i + 1];
+        two[i] = v_most(size, (vi)_mm512_shuffle_i32x4(a, b, 0x44), (vi)_mm512_shuffle_i32x4(a, b, 0xee));
+    }
+    const __m512i a = (__m512i)two[0], b = (__m512i)two[1];
+    most = v_most(size, (vi)_mm512_shuffle_i32x4(a, b, 0x88), (vi)_mm512_shuffle_i32x4(a, b, 0xdd));
+#elif defined(KV_SIMD_AVX2)
+    __m256i four[2];
+    for (int i = 0; i < 2; i++) {
+        const __m256i *y = (const __m256i *)x + 4 * i;
+        const __m256i ab =
+            (__m256i)v_most(size, (vi)_mm256_unpacklo_epi32(y[0], y[1]), (vi)_mm256_unpackhi_epi32(y[0], y[1]));
+        const __m256i cd =
+            (__m256i)v_most(size, (vi)_mm256_unpacklo_epi32(y[2], y[3]), (vi)_mm256_unpackhi_epi32(y[2], y[3]));
+        four[i] = (__m256i)v_most(size, (vi)_mm256_unpacklo_epi64(ab, cd), (vi)_mm256_unpackhi_epi64(ab, cd));
+    }
+    most = v_most(size, (vi)_mm256_permute2x128_si256(four[0], four[1], 0x20),
+                  (vi)_mm256_permute2x128_si256(four[0], four[1], 0x31));
 #else
-    vf largest;
-    for (int i = 0; i < VL; i++) largest[i] = v_largest(x[i]);
-    return largest;
+    for (int i = 0; i < VL; i++) { /* VL is 4 */
+        const vi two = v_most(size, x[i], (vi){x[i][2], x[i][3], x[i][0], x[i][1]});
+        most[i] = v_most(size, two, (vi){two[1], two[0], two[3], two[2]})[0];
+    }
 #endif
+    return size == 4 ? most : v_most(4, most, most << 16);
 }
 
 /* The sums of four vectors, at the price of about two. */
@@ -334,6 +380,41 @@ KV_INLINE void v_store_packed(int bits, char *p, vi a, vi b) {
     int32_t numbers[2 * VL];
     memcpy(numbers, &a, sizeof a);
     memcpy(numbers + VL, &b, sizeof b);
+    for (int i = 0; i < 2 * VL * bits / 8; i++)
+        p[i] = (char)(bits == 8 ? numbers[i] : numbers[2 * i] | numbers[2 * i + 1] << 4);
+#endif
+}
+
+/* The lowest 16 bits of a's lanes and b's in turns (a's first, b's first, a's second ...), packed to `bits`; those that
+ * are too large become the largest that fits. */
+KV_INLINE void v_store_packed_in_turns(int bits, char *p, vi a, vi b) {
+    vi both = b << 16;
+#if defined(KV_SIMD_AVX512)
+    both = (vi)_mm512_ternarylogic_epi32(_mm512_set1_epi32(0xffff), (__m512i)a, (__m512i)both, 0xca);
+    if (bits == 8) {
+        _mm256_storeu_si256((void *)p, _mm512_cvtusepi16_epi8((__m512i)both));
+        return;
+    }
+    both = (vi)_mm512_min_epu16((__m512i)both, _mm512_set1_epi16(15));
+    _mm_storeu_si128((void *)p, _mm512_cvtepi32_epi8((__m512i)(both | (vi)((vu)both >> 12))));
+#elif defined(KV_SIMD_AVX2)
+    both = (vi)_mm256_blend_epi16((__m256i)a, (__m256i)both, 0xaa);
+    if (bits == 4) {
+        both = (vi)_mm256_min_epu16((__m256i)both, _mm256_set1_epi16(15));
+        both = (both | (vi)((vu)both >> 12)) & 255;
+    }
+    const __m128i low = _mm256_castsi256_si128((__m256i)both), high = _mm256_extracti128_si256((__m256i)both, 1);
+    if (bits == 8) _mm_storeu_si128((void *)p, _mm_packus_epi16(low, high));
+    else {
+        const __m128i halves = _mm_packus_epi32(low, high);
+        _mm_storel_epi64((void *)p, _mm_packus_epi16(halves, halves));
+    }
+#else
+    uint16_t numbers[2 * VL];
+    both |= a & 0xffff;
+    memcpy(numbers, &both, sizeof both);
+    for (int i = 0; i < 2 * VL; i++)
+        if (numbers[i] > (1 << bits) - 1) numbers[i] = (uint16_t)((1 << bits) - 1);
     for (int i = 0; i < 2 * VL * bits / 8; i++)
         p[i] = (char)(bits == 8 ? numbers[i] : numbers[2 * i] | numbers[2 * i + 1] << 4);
 #endif
