@@ -259,7 +259,7 @@ SIZES, STEPS = ((8, 64, 256, 1024), 1000) if LONG else ((8, 64, 256), 150)
 @pytest.mark.parametrize("pipelined", [False, True], ids=["synchronous", "pipelined"])
 def test_pool_stays_where_it_is_and_steps_take_as_long_in_large_pools(native, pipelined):
     spec = KVSpec(2, 4, 64, "float16", 16)
-    medians, results = [], []
+    fastest, results = [], []
     for size in SIZES:
         backend = native(spec, size * 2**20 // spec.block_nbytes)
         addresses = backend._pool.addresses()
@@ -270,14 +270,14 @@ def test_pool_stays_where_it_is_and_steps_take_as_long_in_large_pools(native, pi
         assert mx.get_peak_memory() - before < 4 * 2**20  # a copy of the smallest plane is not in it
         assert backend.settle() == 0 and backend.pool_copies == 0
         assert backend._pool.addresses() == addresses
-        medians.append(np.median(seconds))
+        fastest.append(min(seconds))  # a copy would be in every step, what else this machine does is not
         results.append(result)
         del backend
-    print("ms per step:", *(f"{size} MB {m * 1e3:.3f}" for size, m in zip(SIZES, medians, strict=True)))
+    print("ms per step:", *(f"{size} MB {m * 1e3:.3f}" for size, m in zip(SIZES, fastest, strict=True)))
     for result in results:
         np.testing.assert_array_equal(result, results[0])
     # A copy of one plane of the largest pool takes longer than that.
-    assert max(medians) < min(medians) + 8e-3
+    assert max(fastest) < min(fastest) + 8e-3
 
 
 def test_pipelined_steps_give_what_synchronous_ones_give(native):

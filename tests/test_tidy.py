@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from conftest import LONG_FILES
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE_LINES_MAX = 600
@@ -217,3 +218,8 @@ def test_cython_functions_are_measured():
         "    def g(self):\n        pass\n\ncdef inline int h(int a) noexcept nogil:\n    return a\n"
     )
     assert cython_functions(text) == [("f", 4), ("g", 2), ("h", 2)]
+
+
+def test_long_files_are_there():
+    """What conftest.py has begin first, by name: a file that was renamed would begin last."""
+    assert [name for name in LONG_FILES if not (ROOT / "tests" / f"test_{name}.py").exists()] == []

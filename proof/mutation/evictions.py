@@ -323,7 +323,7 @@ def commits_behind_copies(Pool: Any, Plan: Any) -> None:
         for row, given in ((twins[1], text[0][6:]), (other, text[1][4:])):
             tried(pool.unshare, plan, [row], 2 + first, first)
             ended(pool, plan, "done")
-            if row == other:
+            if (row == other) == (gone < 9):
                 pool.close(twins[0])
                 pool.evict(gone)
             pool.commit(row, given[:2])

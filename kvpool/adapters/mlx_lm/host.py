@@ -506,7 +506,8 @@ class PagedKV:
         Returns
         -------
         bool
-            Whether there was one.
+            Whether there was one. False too where what failed came after the last layer's write, in the model's head
+            or in sampling: the pass is through, its tokens are in the caches, and `trim` takes them out.
 
         Raises
         ------
