@@ -176,7 +176,13 @@ def test_bad_numbers_are_refused_when_a_policy_is_made(make, message):
 
 @pytest.mark.parametrize("value", [True, 1.5, "64", None])
 def test_numbers_of_other_types_are_refused(value):
-    for make in (lambda: H2O(max_kv=value), lambda: SlidingWindow(max_kv=64, sink=value), lambda: advise(value)):
+    for make in (
+        lambda: H2O(max_kv=value),
+        lambda: H2O(max_kv=64, queries=value),
+        lambda: BlockEviction(max_kv=64, queries=value),
+        lambda: SlidingWindow(max_kv=64, sink=value),
+        lambda: advise(value),
+    ):
         with pytest.raises(TypeError):
             make()
     with pytest.raises(TypeError, match="alpha must be a float"):
