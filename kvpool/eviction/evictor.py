@@ -172,6 +172,8 @@ class Evictor:
         ------
         OutOfBlocks
             No blocks for copies of shared ones. Nothing has changed.
+        PlanStateError
+            A row of a pending plan. Nothing has changed.
         Exception
             What the backend raises. Before the numbers have changed (no copy, no token moved), or when they have: then
             what these sequences hold is not to be read any more.
@@ -191,6 +193,7 @@ class Evictor:
         self, handles: Sequence[int], rows: list[int], lens: list[int], after: list[int], num_tokens: list[int]
     ) -> None:
         pool, sink = self.pool, self.policy.sink
+        pool.compact(handles, lens, sink)  # nothing leaves: it raises for a pending row, before a block is copied
         self._unshare(handles, after, sink)
         tables = [pool.table(handle) for handle in handles]
         pool.compact(handles, after, sink)
