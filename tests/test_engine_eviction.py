@@ -1,11 +1,18 @@
-"""The engine under a budget: what mlx-lm's own loop says under the same policy, and what is refused."""
+"""The engine under a budget: what mlx-lm's own loop says under the same policy, and what is refused.
+
+``KVPOOL_LONG=1`` adds the kernels of Metal.
+"""
+
+import os
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from metal_engine import StandIn
 from mlx_models import on_cpu, random_prompts, solo_tokens, tiny_llama
 
 import kvpool
+import kvpool_backends.mlx
 from kvpool.adapters.mlx_lm import install
 from kvpool.adapters.mlx_lm.engine import Engine
 from kvpool.adapters.mlx_lm.ragged import RaggedForward
@@ -177,3 +184,23 @@ def test_ragged_pass_on_quantized_blocks_has_the_logits_of_the_cache(model):
         kv.pool.done(plan)
         assert mx.abs(got - due).max() < 2e-5 * mx.abs(due).max()
         kv.pool.close(handle)
+
+
+@pytest.mark.skipif(not os.environ.get("KVPOOL_LONG"), reason="most of it is the compiler that stands in for Metal's")
+def test_tokens_are_the_same_by_the_kernels_of_metal(monkeypatch):
+    """On a stand-in for Metal: everything is lazy there, and a chunk's queries are attended once more."""
+    prompt, policy = PROMPTS[4][: 2 * CHUNK + 1], H2O(max_kv=12)
+    with on_cpu():
+        model = tiny_llama()
+        how = {"block_size": 8, "prefill_chunk": CHUNK, "prefix_cache": False, "eviction": policy}
+        due = Engine(model, 12, **how).generate(prompt, max_tokens=3)
+        make, factory = kvpool_backends.mlx.MLXBackend, StandIn().factory()
+        monkeypatch.setattr(
+            kvpool_backends.mlx, "MLXBackend", lambda spec, blocks, **_: make(spec, blocks, metal_kernel=factory)
+        )
+        engine = Engine(model, 12, **how)
+        assert engine.kv.backend.route == "metal"
+        got = engine.generate(prompt, max_tokens=3)
+        assert got.tokens.tolist() == due.tokens.tolist() and engine.scheduler.stats().evicted_tokens > 0
+        np.testing.assert_allclose(got.samples[0].logprobs, due.samples[0].logprobs, atol=1e-4)
+        assert_nothing_leaked(engine)

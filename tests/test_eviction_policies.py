@@ -162,6 +162,11 @@ def test_block_sums_are_sums_of_what_is_there():
         (lambda: SlidingWindow(max_kv=64, slack=0), r"\[SlidingWindow\] slack is 0"),
         (lambda: BlockEviction(max_kv=4), r"\[BlockEviction\] max_kv is 4, smaller than sink 4 \+ recent 1"),
         (lambda: BlockEviction(max_kv=64, alpha=2.0), r"\[BlockEviction\] alpha is 2.0"),
+        (lambda: H2O(max_kv=64, queries=0), r"\[H2O\] queries is 0, the least is 1"),
+        (lambda: BlockEviction(max_kv=64, queries=0), r"\[BlockEviction\] queries is 0"),
+        (lambda: BlockEviction(max_kv=64, kind="rows"), r"\[BlockEviction\] kind is 'rows'"),
+        (lambda: BlockEviction(max_kv=64, recent_tokens=62), r"\[BlockEviction\] max_kv is 64, smaller than sink 4"),
+        (lambda: BlockEviction(max_kv=64, recent_tokens=0), r"\[BlockEviction\] recent_tokens is 0"),
     ],
 )
 def test_bad_numbers_are_refused_when_a_policy_is_made(make, message):
@@ -171,7 +176,13 @@ def test_bad_numbers_are_refused_when_a_policy_is_made(make, message):
 
 @pytest.mark.parametrize("value", [True, 1.5, "64", None])
 def test_numbers_of_other_types_are_refused(value):
-    for make in (lambda: H2O(max_kv=value), lambda: SlidingWindow(max_kv=64, sink=value), lambda: advise(value)):
+    for make in (
+        lambda: H2O(max_kv=value),
+        lambda: H2O(max_kv=64, queries=value),
+        lambda: BlockEviction(max_kv=64, queries=value),
+        lambda: SlidingWindow(max_kv=64, sink=value),
+        lambda: advise(value),
+    ):
         with pytest.raises(TypeError):
             make()
     with pytest.raises(TypeError, match="alpha must be a float"):
@@ -196,3 +207,12 @@ def test_policies_are_values():
     assert H2O(max_kv=64, kind="raw").scores == "raw" and BlockEviction(max_kv=64).scores == "mass"
     with pytest.raises(AttributeError):
         H2O(max_kv=64).max_kv = 3
+
+
+def test_most_is_what_a_sequence_holds_when_a_step_begins():
+    for policy in (H2O(max_kv=19), SlidingWindow(max_kv=19), BlockEviction(max_kv=19, sink=5, recent_tokens=7)):
+        lens = np.arange(200)
+        for size in (1, 4, 16):
+            after = policy.lens_after(lens, size)
+            assert after.max() <= policy.most(size) and (after <= lens).all()
+    assert BlockEviction(max_kv=19, sink=5, recent_tokens=7).most(16) == 16 + 7 + 15

@@ -1,6 +1,7 @@
 """Eviction under mlx-lm's own engines: budgets hold, positions go on, and nobody else's tokens change."""
 
 import copy
+import itertools
 
 import mlx.core as mx
 import numpy as np
@@ -207,11 +208,13 @@ def test_pool_without_blocks_for_copies_is_out_of_blocks_and_as_before(model):
 
 
 def test_policies_that_the_route_cannot_serve_are_refused(model):
+    before = dict(vars(model))
     with on_cpu():
         with pytest.raises(ValueError, match=r"\[make_cache\] H2O needs scores, and this model's route is gather"):
             install(model, 50, block_size=4, fused=False, eviction=POLICIES["h2o"])
         with pytest.raises(TypeError, match="eviction must be a policy"):
             install(model, 50, block_size=4, eviction=20)
+        assert vars(model) == before
         with install(model, 50, block_size=4, fused=False, eviction=POLICIES["window"]) as gathered:
             got = tokens(model, make_cache(model), n=60)
             assert not gathered.is_fused
@@ -227,3 +230,52 @@ def test_pool_that_is_done_at_once_evicts_too(model, policy):
         said = tokens(model, caches)
     with on_cpu(), install(model, 100, block_size=4) as kv:
         assert tokens(model, kv.make_cache(policy)) == said
+
+
+@pytest.mark.parametrize("kind", ["raw", "mass"])
+@pytest.mark.parametrize("queries", [1, 6, 40])
+def test_chunk_is_looked_at_through_its_newest_queries(model, kv, kind, queries):
+    # As if they had come one by one; those before them look at nothing.
+    def seen(pieces):
+        caches = kv.make_cache(H2O(max_kv=100, kind=kind, queries=queries))
+        for begin, end in itertools.pairwise(pieces):
+            model(mx.array([PROMPT[begin:end]]), cache=caches)
+        eviction = caches[0].batch.eviction
+        eviction.settle()
+        assert eviction.memory.known.tolist() == [pieces[-1]]
+        return eviction.memory.scores[:, 0, :, : pieces[-1]]
+
+    chunks = seen([0, 20, 33])
+    if queries == 40:
+        due = seen(list(range(34)))
+    else:  # by hand: the newest of each chunk, one by one
+        whole, due = kv.make_cache(H2O(max_kv=100, kind=kind)), None
+        for at in range(33):
+            model(mx.array([PROMPT[at : at + 1]]), cache=whole)
+            eviction = whole[0].batch.eviction
+            new = np.abs(np.stack([np.array(scores)[0] for scores in eviction._staged]))
+            eviction.forget()
+            if 20 - queries <= at < 20 or at >= 33 - queries:
+                old = 0 if due is None else due.shape[2]
+                blended = [] if due is None else [0.95 * due + 0.05 * new[..., :old]]
+                due = np.concatenate([*blended, new[..., old:]], axis=2)
+    np.testing.assert_allclose(chunks, due, rtol=2e-3, atol=1e-5)
+
+
+def test_chunks_of_a_padded_batch_are_looked_at_row_by_row(model, kv):
+    policy = H2O(max_kv=100, queries=9)
+    layers = zip(kv.make_cache(policy), kv.make_cache(policy), strict=True)
+    merged = [type(layer[0]).merge(layer) for layer in layers]
+    rows = [PROMPT[:14], PROMPT[3:8]]
+    for cache in merged:
+        cache.prepare(lengths=[14, 5], right_padding=[0, 9])
+    model(mx.array([rows[0], rows[1] + [0] * 9]), cache=merged)
+    eviction = merged[0].batch.eviction
+    eviction.settle()
+    for row, prompt in enumerate(rows):
+        caches = kv.make_cache(policy)
+        model(mx.array([prompt]), cache=caches)
+        caches[0].batch.eviction.settle()
+        due = caches[0].batch.eviction.memory.scores[:, 0, :, : len(prompt)]
+        np.testing.assert_allclose(eviction.memory.scores[:, row, :, : len(prompt)], due, rtol=2e-3, atol=1e-5)
+    assert eviction.memory.known.tolist() == [14, 5]

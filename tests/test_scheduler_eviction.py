@@ -13,7 +13,7 @@ from eviction_workload import EvictedMemory, EvictingRunner, draw_evicting
 from scheduler_workload import Runner, draw
 
 from kvpool import Pool, Request, Scheduler
-from kvpool.errors import OutOfBlocks, RequestRejected
+from kvpool.errors import OutOfBlocks, PlanStateError, RequestRejected
 from kvpool.eviction import H2O, BlockEviction, Evictor, Memory, SlidingWindow
 from kvpool.testing.token_model import TokenModel
 
@@ -215,6 +215,24 @@ def test_samples_of_a_prompt_that_lost_tokens_go_their_own_ways():
         step += 1
     assert len(found) == 3 and len({tuple(output.tokens.tolist()) for output in found}) == 3
     assert pool.stats().used == 0 and scheduler.stats().preemptions == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_row_of_a_step_that_is_out_is_not_touched(policy):
+    pool, memory, scheduler = build(policy)
+    scheduler.add(Request(range(40), max_tokens=30))
+    run(scheduler, memory, 6)
+    step = scheduler.schedule()
+    (handle,), evictor, before = step.handles.tolist(), scheduler._core.eviction, pool.fingerprint()
+    length, written = pool.kv_len(handle), memory.position.copy()
+    with pytest.raises(PlanStateError, match="is a row of a pending plan"):
+        evictor.evict([handle], step.slots, [length], [length - 4], [pool.num_tokens(handle)])
+    assert pool.fingerprint() == before and np.array_equal(memory.position, written)
+    with pytest.raises(RuntimeError, match="a step is out"):
+        scheduler.schedule()
+    states = memory.forward(step.tokens, step.plan)
+    scheduler.update(step, TokenModel().greedy(states[step.sample_at]))
+    assert run(scheduler, memory)[0].tokens.size == 30
 
 
 # ---- what is refused

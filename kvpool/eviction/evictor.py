@@ -7,6 +7,7 @@ back leaves no trace.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,29 @@ import kvpool
 from kvpool.eviction.memory import Memory
 from kvpool.eviction.policies import Policy, check_backend
 
-__all__ = ["Evictor"]
+__all__ = ["Evictor", "Observed"]
+
+
+@dataclass
+class Observed:
+    """Queries of a step that are looked at, where a row has several: each is a row of its own that ends with it.
+
+    Attributes
+    ----------
+    queries : int ``[R]``
+        Which of the step's tokens; those of a row stand together, oldest first.
+    rows : int ``[R]``
+        Of the step, whose table they read.
+    lens : int ``[R]``
+        Tokens that each of them sees.
+    arrays
+        What the runner's backend makes of these, once for all layers.
+    """
+
+    queries: np.ndarray
+    rows: np.ndarray
+    lens: np.ndarray
+    arrays: Any = None
 
 
 class Evictor:
@@ -33,6 +56,8 @@ class Evictor:
     Attributes
     ----------
     memory : Memory
+    observed : Observed or None
+        What `begin` has said of the step that is out. None: the newest query of each row, as `KVBackend.attend` has it.
 
     Raises
     ------
@@ -66,11 +91,12 @@ class Evictor:
         self.memory = Memory(policy, spec.num_layers, spec.num_kv_heads, spec.block_size, num_rows)
         self._staged: list[Any] = [None] * spec.num_layers
         self._step: tuple[np.ndarray, np.ndarray] | None = None  # rows of the step that is out, lengths after it
+        self.observed: Observed | None = None
         self._plan: kvpool.Plan | None = None
 
     # ------------------------------------------------------------------------------------------- scores
 
-    def begin(self, rows: np.ndarray, lens: np.ndarray) -> None:
+    def begin(self, rows: np.ndarray, lens: np.ndarray, new: np.ndarray | None = None) -> None:
         """A step begins that has queries in these rows, after which they hold `lens` tokens each.
 
         Parameters
@@ -79,17 +105,28 @@ class Evictor:
             Row i of what `observe` is given belongs to ``rows[i]``; -1: to nobody.
         lens : int ``[S]``
             ``kv_len`` of each after the step.
+        new : int ``[S]``, optional
+            Tokens of each in the step. With them chunks are looked at through their newest ``policy.queries``: then
+            `observed` says for which queries `observe` is due.
         """
         self.forget()
-        self._step = np.asarray(rows), np.asarray(lens)
+        rows, lens = np.asarray(rows), np.asarray(lens)
+        if new is not None and self.policy.scores is not None and np.max(new, initial=0) > 1:
+            new = np.asarray(new)
+            counts = np.minimum(new, self.policy.queries)
+            of = np.repeat(np.arange(len(rows)), counts)
+            back = np.repeat(np.cumsum(counts), counts) - 1 - np.arange(len(of))  # from the newest of its row
+            self.observed = Observed(np.cumsum(new)[of] - 1 - back, of, lens[of] - back)
+            rows, lens = rows[of], self.observed.lens
+        self._step = rows, lens
 
     def observe(self, layer: int, scores: Any) -> None:
-        """A layer has seen ``[S, Hk, C]``, as `KVBackend.attend` exports it."""
+        """A layer has seen ``[S, Hk, C]``, as `KVBackend.attend` exports it; with `observed`, ``[R, Hk, C]``."""
         self._staged[layer] = scores
 
     def forget(self) -> None:
         """The step was taken back."""
-        self._step = None
+        self._step = self.observed = None
         self._staged = [None] * len(self._staged)
 
     def settle(self) -> None:
@@ -135,6 +172,8 @@ class Evictor:
         ------
         OutOfBlocks
             No blocks for copies of shared ones. Nothing has changed.
+        PlanStateError
+            A row of a pending plan. Nothing has changed.
         Exception
             What the backend raises. Before the numbers have changed (no copy, no token moved), or when they have: then
             what these sequences hold is not to be read any more.
@@ -154,6 +193,7 @@ class Evictor:
         self, handles: Sequence[int], rows: list[int], lens: list[int], after: list[int], num_tokens: list[int]
     ) -> None:
         pool, sink = self.pool, self.policy.sink
+        pool.compact(handles, lens, sink)  # nothing leaves: it raises for a pending row, before a block is copied
         self._unshare(handles, after, sink)
         tables = [pool.table(handle) for handle in handles]
         pool.compact(handles, after, sink)

@@ -122,7 +122,8 @@ class Memory:
         lens : ``[S]``
             Tokens of each row after the step.
         rows : int ``[S]``, optional
-            Which rows these are, by default 0, 1, 2, ...; -1: none, it had no query or has ended.
+            Which rows these are, by default 0, 1, 2, ...; -1: none, it had no query or has ended. A row that is there
+            several times is seen so often, in this order.
 
         Notes
         -----

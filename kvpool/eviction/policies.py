@@ -60,6 +60,7 @@ class Policy:
     slack: int | None = None
 
     scores: ClassVar[str | None] = None  #: kind of scores that it looks at, of `kvpool.protocol.SCORES`
+    queries = 1  #: newest queries of a chunk that are looked at
     whole_blocks: ClassVar[bool] = False  #: whether blocks leave as they are, and no token moves
 
     def __post_init__(self) -> None:
@@ -147,6 +148,8 @@ class H2O(Policy):
         Scores: the mean over the query heads of a KV head of what comes out of the softmax, as in the paper, or of what
         goes into it, taken absolute. Raw scores cost less to export, and choose no better than a window where
         ``docs/quality.md`` has looked.
+    queries : int, default 32
+        Newest queries of a chunk of a prompt that are looked at, each like a step of its own.
     alpha : float, default 0.95
         Of the moving average of scores, ``average = alpha * average + (1 - alpha) * score``; a token begins with its
         first score.
@@ -166,6 +169,7 @@ class H2O(Policy):
     heavy: int | None = None
     kind: str = "mass"
     alpha: float = 0.95
+    queries: int = 32
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -173,6 +177,7 @@ class H2O(Policy):
         object.__setattr__(self, "heavy", heavy)
         _check_scores("H2O", self.kind)
         _check_alpha("H2O", self.alpha)
+        object.__setattr__(self, "queries", _count("H2O", "queries", self.queries, 1))
         if self.recent < 1:
             raise ValueError(
                 f"[H2O] max_kv is {self.max_kv}, too small for sink {self.sink} + heavy {heavy} and a recent token"
@@ -199,7 +204,7 @@ class BlockEviction(Policy):
         As in `Policy`. The block of a protected token stays as a whole.
     recent_tokens : int, optional
         Newest tokens that always stay; a quarter of `max_kv` by default.
-    kind, alpha
+    kind, queries, alpha
         As in `H2O`; the scores of all layers and heads count together.
 
     Raises
@@ -215,6 +220,7 @@ class BlockEviction(Policy):
     recent_tokens: int | None = None
     kind: str = "mass"
     alpha: float = 0.95
+    queries: int = 32
 
     whole_blocks: ClassVar[bool] = True
 
@@ -226,6 +232,7 @@ class BlockEviction(Policy):
         object.__setattr__(self, "recent_tokens", _count("BlockEviction", "recent_tokens", recent, 1))
         _check_scores("BlockEviction", self.kind)
         _check_alpha("BlockEviction", self.alpha)
+        object.__setattr__(self, "queries", _count("BlockEviction", "queries", self.queries, 1))
         self._require_room()
 
     @property

@@ -22,7 +22,8 @@ or of the CPU; others, and all models where there are no kernels, gather each co
 ``kv.route`` says which.
 
 With ``install(model, num_blocks=4096, eviction=H2O(max_kv=1024))`` no sequence holds more than so many tokens, whatever
-its length; ``kv.make_cache(policy)``, or `make_cache`, does that for one cache. See docs/eviction.md.
+its length; ``kv.make_cache(policy)``, or `make_cache`, does that for one cache, ``Engine(model, 4096,
+eviction=...)`` for an engine. See docs/eviction.md.
 
 Two options of mlx-lm's engines do not go with paged caches. ``max_kv_size``, on a model that has no ``make_cache`` of
 its own, is a ValueError when the caches are made (other models ignore it, here as there). ``kv_bits`` is a ValueError

@@ -407,7 +407,7 @@ class Engine:
         lens = np.array(step.plan.seq_lens[: len(step.handles)], np.int64)
         evictor = self._forward.eviction
         if evictor is not None:
-            evictor.begin(step.slots, lens)
+            evictor.begin(step.slots, lens, step.num_new)
         logits = self._forward(step.tokens, step.plan, lens, step.sample_at, None if evictor is None else step.evicted)
         settings = [request.user for request in step.requests]
         tokens, logprobs = sample(logits, settings, step.sample_index, step.sample_position)

@@ -90,7 +90,7 @@ class Eviction(Evictor):
 
     def begin_pass(self, lens: np.ndarray, new: np.ndarray) -> None:
         """A pass begins, after which rows have `lens` tokens, `new` of them from it."""
-        self.begin(np.where(new > 0, np.arange(len(lens)), -1), lens)
+        self.begin(np.where(new > 0, np.arange(len(lens)), -1), lens, new)
 
     def run(self, handles: Sequence[int], lens: np.ndarray, gone: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Before a pass: let tokens leave where there is no room; returns lengths, and how many have left, per row.

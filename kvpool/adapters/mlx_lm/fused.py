@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import mlx.core as mx
 import numpy as np
 
-from kvpool.protocol import AttentionOptions
+from kvpool.protocol import ArrayPlan, AttentionOptions
 
 if TYPE_CHECKING:
     from kvpool.adapters.mlx_lm.batch import Forward
@@ -137,10 +137,12 @@ class PagedKeys(_Placeholder):
         q = tokens_of(queries, columns)
         self.store(q)
         eviction = self.passes.eviction
-        if eviction is None or eviction.policy.scores is None:
+        kind = None if eviction is None else eviction.policy.scores
+        if kind is None or eviction.observed is not None:
             out = kv.backend.attend(self.layer, q, self.forward.arrays, scale, options=options)
+            if kind is not None:
+                eviction.observe(self.layer, self._scores(q, eviction.observed, scale, options))
         else:
-            kind = eviction.policy.scores
             out, scores = kv.backend.attend(self.layer, q, self.forward.arrays, scale, options=options, scores=kind)
             eviction.observe(self.layer, scores)
         if columns is not None:  # padding columns see nothing
@@ -148,6 +150,22 @@ class PagedKeys(_Placeholder):
             padded[columns] = out
             out = padded
         return out.reshape(num_rows, num_columns, num_heads, -1).swapaxes(1, 2)
+
+    def _scores(self, q: mx.array, observed: Any, scale: float, options: AttentionOptions | None) -> mx.array:
+        """What some queries of the pass see, ``[R, Hk, C]``: attended once more, each in a row of its own."""
+        assert self.forward is not None
+        backend = self.passes.kv.backend
+        if observed.arrays is None:
+            some = ArrayPlan(
+                block_tables=self.forward.arrays.block_tables[observed.rows],
+                seq_lens=observed.lens,
+                cu_q_lens=np.arange(len(observed.rows) + 1),
+                slot_mapping=self.forward.arrays.slot_mapping[:0],
+            )
+            observed.arrays = backend.step_arrays(some, observed.lens)
+        chosen, kind = q[mx.array(observed.queries)], self.passes.eviction.policy.scores
+        _, scores = backend.attend(self.layer, chosen, observed.arrays, scale, options=options, scores=kind)
+        return scores
 
     def store(self, *others: mx.array) -> None:
         """Store what is fresh, if anything is; `others` are evaluated with it."""
