@@ -213,6 +213,7 @@ class ModelPlan:
         self.handles = np.array([seq.handle for seq in batch], np.int64)
         self.served = np.array(served, np.uint8)
         self.copies = np.array(copies, np.int32).reshape(-1, 3)
+        self.copies.flags.writeable = False
         self.dirty_rows = np.zeros(0, np.int32)
 
     def _fill(
