@@ -1,5 +1,7 @@
 """The conformance cases of quantized storage: backends pass, and each case catches the fault that it is meant for."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -122,11 +124,17 @@ def test_planted_fault_is_caught_by_its_case(fault):
 
 
 def test_a_backend_without_quantization_refuses_the_spec():
-    from kvpool_backends.mlx import MLXBackend
+    from kvpool_backends.mlx.plain import PlainBackend
+
+    class Dense(PlainBackend):
+        @staticmethod
+        def capabilities():
+            return replace(PlainBackend.capabilities(), quant_bits=(), quant_group_sizes=())
 
     spec = KVSpec(1, 2, 64, "float16", k_bits=8)
     with pytest.raises(ValueError, match="k_bits 8 is not among"):
-        MLXBackend(spec, 2, kernels=False)
+        Dense(spec, 2)
+    CASES["other_bits_and_groups_are_refused"](Dense)
 
 
 def test_half_a_step_is_the_most_that_quantization_takes():

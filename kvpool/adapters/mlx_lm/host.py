@@ -72,7 +72,7 @@ def install(
     eviction : kvpool.eviction.Policy, optional
         Let tokens of a sequence leave, in all caches that `PagedKV.make_cache` is not told another policy for.
     kv_bits, k_bits, v_bits, quant_group_size : int, optional
-        Store both, or one of them, in 8 or 4 bits: `shapes.with_bits`. By the kernels of the CPU.
+        Store both, or one of them, in 8 or 4 bits: `shapes.with_bits`.
 
     Returns
     -------
