@@ -19,8 +19,8 @@ from kvpool_backends.cpu._arguments cimport (
 )
 from kvpool_backends.cpu._attention cimport Inputs, lists_nbytes, read_inputs, take_inputs, take_scores, take_tokens
 from kvpool_backends.cpu.kvcpu cimport (
-    KV_BF16, KV_F16, KV_F32, KV_F8, kv_attend, kv_attend_scratch_nbytes, kv_attention, kv_compact, kv_copy_blocks, kv_cpus,
-    kv_export, kv_gather, kv_import, kv_isa, kv_isa_at, kv_isa_count, kv_isa_name, kv_layer, kv_part, kv_plane,
+    KV_BF16, KV_F8, KV_F16, KV_F32, kv_attend, kv_attend_scratch_nbytes, kv_attention, kv_compact, kv_copy_blocks,
+    kv_cpus, kv_export, kv_gather, kv_import, kv_isa, kv_isa_at, kv_isa_count, kv_isa_name, kv_layer, kv_part, kv_plane,
     kv_read_sum, kv_scores_scratch_nbytes, kv_tokens, kv_write, kv_zero,
 )
 
@@ -212,8 +212,8 @@ cdef class BlockStore:
     arrays : sequence of buffers
         The base arrays that `KVSpec.plane_layout` describes, layer by layer and inside a layer plane by plane, one for
         all layers where the layout has it so; see `base_shapes`. Any writable C-contiguous buffers of the right size
-        and item size, bfloat16 as uint16 or as MLX's own, float8 as uint8. They are held, and must stay where they are, for the life
-        of the store.
+        and item size, bfloat16 as uint16 or as MLX's own, float8 as uint8. They are held, and must stay where they
+        are, for the life of the store.
     isa : str, optional
         One of `isas()`, `default_isa()` by default.
     num_threads : int, optional
