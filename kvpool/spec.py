@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from operator import index
 from typing import Any
 
-DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}  # name: bytes per element
+DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3": 1}  # name: bytes per element
 LAYOUTS = ("NHD", "HND", "interleaved", "stacked")
 QUANT_BITS = (4, 8)
 QUANT_GROUP_SIZES = (32, 64, 128)
@@ -55,8 +55,9 @@ class KVSpec:
     ----------
     num_layers, num_kv_heads, head_dim : int
         As in the model; `head_dim` is that of the keys.
-    dtype : {"float32", "float16", "bfloat16"}
-        Of the stored elements.
+    dtype : {"float32", "float16", "bfloat16", "float8_e4m3"}
+        Of the stored elements. float8 (4 bits of exponent, 3 of mantissa, no infinity) ends at 448: what is beyond is
+        stored as 448. Queries and results are floats of 16 or 32 bits.
     block_size : int
         Tokens per block, any value >= 1.
     v_head_dim : int, optional
@@ -124,6 +125,11 @@ class KVSpec:
         for name in ("k_bits", "v_bits"):
             if getattr(self, name) is not None:
                 _one_number("KVSpec", name, getattr(self, name), QUANT_BITS, "None or ")
+        if self.is_quantized and self.dtype == "float8_e4m3":
+            raise ValueError(
+                f"[KVSpec] dtype 'float8_e4m3' has too few digits for the scales of quantized planes (k_bits "
+                f"{self.k_bits}, v_bits {self.v_bits}), choose another dtype or None"
+            )
         _one_number("KVSpec", "quant_group_size", self.quant_group_size, QUANT_GROUP_SIZES)
         for name, bits, dim in (
             ("head_dim", self.k_bits, self.head_dim),

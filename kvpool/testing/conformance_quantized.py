@@ -43,7 +43,7 @@ def _specs(factory: Factory, *, layouts: bool = False, dtypes: bool = False, lay
     """Quantized specs that the backend accepts: bits of keys and values, groups, and on request layouts and dtypes."""
     can, found = capabilities_of(factory), False
     for layout in can.layouts if layouts else can.layouts[:1]:
-        for dtype in [d for d in DTYPES if d in can.dtypes] if dtypes else can.dtypes[:1]:
+        for dtype in [d for d in DTYPES if d in can.dtypes and d != "float8_e4m3"] if dtypes else can.dtypes[:1]:
             for number, (k_bits, v_bits) in enumerate([(8, 8), (4, 4), (8, 4), (None, 8), (4, None)]):
                 if layout == "interleaved" and k_bits != v_bits:
                     continue

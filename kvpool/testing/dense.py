@@ -12,6 +12,8 @@ from kvpool.protocol import AttentionOptions
 
 _MANTISSA_BITS = {"float32": 24, "float16": 11, "bfloat16": 8}  # the hidden bit included
 _MIN_EXPONENT = {"float32": -126, "float16": -14, "bfloat16": -126}  # of the smallest normal number
+_FLOAT8 = [(1 + m / 8) * 2.0**e for e in range(-6, 9) for m in range(8)]  # normal ones, 2**8 * 1.875 is NaN
+FLOAT8_E4M3 = np.array([*(m * 2.0**-9 for m in range(8)), *_FLOAT8[:-1]])  # value of each code 0 .. 0x7e
 _MAX = {
     "float32": float(np.finfo(np.float32).max),
     "float16": 65504.0,
@@ -143,9 +145,12 @@ def _softmax(scores: np.ndarray) -> np.ndarray:
 
 
 def round_to(x: np.ndarray, dtype: str) -> np.ndarray:
-    """Nearest values of `dtype` as float32: ties to even, infinite beyond the largest, NaN stays NaN."""
+    """Nearest values of `dtype` as float32: ties to even, infinite (float8: 448) beyond the largest, NaN stays NaN."""
     with np.errstate(invalid="ignore"):  # a signalling NaN
         x = np.asarray(x, np.float64)
+    if dtype == "float8_e4m3":
+        rounded = np.copysign(FLOAT8_E4M3[_float8_codes(np.abs(x))], x)  # infinities too
+        return np.where(np.isnan(x), x, rounded).astype(np.float32)
     _, exponent = np.frexp(x)  # |x| = mantissa * 2**exponent, 0.5 <= mantissa < 1
     bits = _MANTISSA_BITS[dtype]
     step = np.maximum(exponent, _MIN_EXPONENT[dtype] + 1) - bits  # exponent of the last place, fixed below normal
@@ -155,9 +160,20 @@ def round_to(x: np.ndarray, dtype: str) -> np.ndarray:
         return np.where(np.isfinite(x), rounded, x).astype(np.float32)
 
 
+def _float8_codes(size: np.ndarray) -> np.ndarray:
+    """Codes of the nearest entries of the table; of NaN any."""
+    upper = np.searchsorted(FLOAT8_E4M3, size).clip(1, len(FLOAT8_E4M3) - 1)  # the first that is not smaller
+    size = np.minimum(size, FLOAT8_E4M3[-1])
+    below, above = size - FLOAT8_E4M3[upper - 1], FLOAT8_E4M3[upper] - size
+    return np.where((below < above) | ((below == above) & (upper % 2 == 1)), upper - 1, upper)
+
+
 def stored_bytes(x: np.ndarray, dtype: str) -> np.ndarray:
     """Bytes (uint8, flat, little-endian) of values that `dtype` represents exactly."""
     if dtype == "bfloat16":
         pairs = np.ascontiguousarray(x, "<f4").view(np.uint8).reshape(-1, 4)
         return pairs[:, 2:].reshape(-1)  # the upper half of a float32
+    if dtype == "float8_e4m3":
+        codes = np.where(np.isnan(x), 0x7F, _float8_codes(np.abs(x)))
+        return (codes + 128 * np.signbit(x)).astype(np.uint8).reshape(-1)
     return np.ascontiguousarray(x, {"float32": "<f4", "float16": "<f2"}[dtype]).view(np.uint8).reshape(-1)

@@ -19,8 +19,8 @@ from kvpool_backends.cpu._arguments cimport (
 )
 from kvpool_backends.cpu._attention cimport Inputs, lists_nbytes, read_inputs, take_inputs, take_scores, take_tokens
 from kvpool_backends.cpu.kvcpu cimport (
-    KV_BF16, KV_F16, KV_F32, kv_attend, kv_attend_scratch_nbytes, kv_attention, kv_compact, kv_copy_blocks, kv_cpus,
-    kv_export, kv_gather, kv_import, kv_isa, kv_isa_at, kv_isa_count, kv_isa_name, kv_layer, kv_part, kv_plane,
+    KV_BF16, KV_F8, KV_F16, KV_F32, kv_attend, kv_attend_scratch_nbytes, kv_attention, kv_compact, kv_copy_blocks,
+    kv_cpus, kv_export, kv_gather, kv_import, kv_isa, kv_isa_at, kv_isa_count, kv_isa_name, kv_layer, kv_part, kv_plane,
     kv_read_sum, kv_scores_scratch_nbytes, kv_tokens, kv_write, kv_zero,
 )
 
@@ -30,7 +30,7 @@ MOST_THREADS = 1024
 
 cdef const kv_isa* default_kernels = NULL
 cdef int process_threads = 1
-cdef dict DTYPES = {"float32": KV_F32, "float16": KV_F16, "bfloat16": KV_BF16}
+cdef dict DTYPES = {"float32": KV_F32, "float16": KV_F16, "bfloat16": KV_BF16, "float8_e4m3": KV_F8}
 
 
 # ---------------------------------------------------------------------- instruction sets and threads
@@ -212,8 +212,8 @@ cdef class BlockStore:
     arrays : sequence of buffers
         The base arrays that `KVSpec.plane_layout` describes, layer by layer and inside a layer plane by plane, one for
         all layers where the layout has it so; see `base_shapes`. Any writable C-contiguous buffers of the right size
-        and item size, bfloat16 as uint16 or as MLX's own. They are held, and must stay where they are, for the life
-        of the store.
+        and item size, bfloat16 as uint16 or as MLX's own, float8 as uint8. They are held, and must stay where they
+        are, for the life of the store.
     isa : str, optional
         One of `isas()`, `default_isa()` by default.
     num_threads : int, optional
@@ -405,7 +405,7 @@ cdef class BlockStore:
         Parameters
         ----------
         blocks : int ``[n]``
-        k_out, v_out : ``[t, Hk, D]``, ``[t, Hk, Dv]``, in the dtype of the pool; of quantized keys or values any
+        k_out, v_out : ``[t, Hk, D]``, ``[t, Hk, Dv]``, in the dtype of the pool; of what is quantized or float8, any
             t is the number of tokens that are wanted, at most ``n * block_size``.
         """
         cdef Arguments arguments = self.arguments
@@ -424,7 +424,7 @@ cdef class BlockStore:
             v_view = take_tokens(&values, arguments, v_out, "v_out", num_tokens, where.num_kv_heads, where.v.dim)
             for name, is_wrong in (("k_out", where.k.bits == 0 and keys.dtype != where.dtype),
                                    ("v_out", where.v.bits == 0 and values.dtype != where.dtype)):
-                if is_wrong:
+                if is_wrong and where.dtype != KV_F8:
                     raise TypeError(f"[gather] {name} must have the dtype of the pool, {self.spec.dtype}, got "
                                     f"{format_of(k_view if name == 'k_out' else v_view)}")
             ids = self.block_list(blocks, &num_blocks)

@@ -27,6 +27,7 @@ _STORED: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(np.uint16),
+    "float8_e4m3": np.dtype(np.uint8),
     "uint32": np.dtype(np.uint32),
 }
 
@@ -168,8 +169,9 @@ class CPUBackend:
         if count > capacity:
             raise ValueError(f"[gather] num_tokens is {count}, the blocks hold {capacity}")
         heads, floats = self.spec.num_kv_heads, np.dtype(np.float32)
+        is_float8 = self.spec.dtype == "float8_e4m3"
         k, v = (
-            np.empty((count, heads, dim), floats if bits else _STORED[self.spec.dtype])
+            np.empty((count, heads, dim), floats if bits or is_float8 else _STORED[self.spec.dtype])
             for (_, dim), bits in zip(self.spec.planes, self.spec.bits, strict=True)
         )
         self.store.gather(layer, ids, k, v)

@@ -7,6 +7,7 @@ cdef extern from "kvcpu.h" nogil:
         KV_F32
         KV_F16
         KV_BF16
+        KV_F8
 
     int64_t kv_itemsize(kv_dtype dtype)
 

@@ -26,12 +26,14 @@ from kvpool.protocol import (
 )
 from kvpool.spec import QUANT_BITS, QUANT_GROUP_SIZES, WORD_BITS
 from kvpool_backends.numpy.bfloat16 import from_bfloat16, to_bfloat16
+from kvpool_backends.numpy.float8 import from_float8, to_float8
 from kvpool_backends.numpy.quantized import dequantize, quantize
 
 _STORED: dict[str, np.dtype[Any]] = {
     "float32": np.dtype("<f4"),
     "float16": np.dtype("<f2"),
     "bfloat16": np.dtype("<u2"),
+    "float8_e4m3": np.dtype("u1"),
     "uint32": np.dtype("<u4"),  # words of a quantized plane
 }
 
@@ -309,6 +311,8 @@ class NumpyBackend:
 
     def _as_floats(self, stored: np.ndarray) -> np.ndarray:
         """float32 of what is stored in the spec's dtype."""
+        if self.spec.dtype == "float8_e4m3":
+            return from_float8(stored)
         return from_bfloat16(stored) if self.spec.dtype == "bfloat16" else stored.astype(np.float32)
 
     def _to_parts(self, name: str, x: np.ndarray, bits: int | None) -> list[np.ndarray]:
@@ -326,6 +330,8 @@ class NumpyBackend:
                 return x
             if np.issubdtype(x.dtype, np.floating):
                 return to_bfloat16(x)
+        elif self.spec.dtype == "float8_e4m3" and np.issubdtype(x.dtype, np.floating):
+            return to_float8(x)
         elif np.issubdtype(x.dtype, np.floating):
             with np.errstate(over="ignore"):  # beyond the largest float16 is infinity, as everywhere
                 return x.astype(_STORED[self.spec.dtype])

@@ -16,6 +16,8 @@ static void chunk_load_line(kv_dtype dtype, const char *p, int64_t stride, int64
         chunk_load_as(KV_F32, p, stride, n, line);
     else if (dtype == KV_F16)
         chunk_load_as(KV_F16, p, stride, n, line);
+    else if (dtype == KV_F8)
+        chunk_load_as(KV_F8, p, stride, n, line);
     else
         chunk_load_as(KV_BF16, p, stride, n, line);
 }

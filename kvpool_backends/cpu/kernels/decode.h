@@ -164,6 +164,7 @@ static void head_scores(decoding *run, const kv_tile *tile, int64_t head, const 
     switch (kv_stored(layer, &layer->k)) {
     case KV_F32: head_scores_as(KV_F32, ahead_bits, run, tile, head, values); break;
     case KV_F16: head_scores_as(KV_F16, ahead_bits, run, tile, head, values); break;
+    case KV_F8: head_scores_as(KV_F8, ahead_bits, run, tile, head, values); break;
     case KV_BF16: head_scores_as(KV_BF16, ahead_bits, run, tile, head, values); break;
     case KV_U8: head_scores_as(KV_U8, ahead_bits, run, tile, head, values); break;
     case KV_U4: head_scores_as(KV_U4, ahead_bits, run, tile, head, values); break;
@@ -339,6 +340,7 @@ static void head_values(decoding *run, const kv_tile *tile, int64_t head, const 
     switch (kv_stored(layer, &layer->v)) {
     case KV_F32: head_values_as(KV_F32, run, tile, head, ahead, ahead_offset, ahead_bits); break;
     case KV_F16: head_values_as(KV_F16, run, tile, head, ahead, ahead_offset, ahead_bits); break;
+    case KV_F8: head_values_as(KV_F8, run, tile, head, ahead, ahead_offset, ahead_bits); break;
     case KV_BF16: head_values_as(KV_BF16, run, tile, head, ahead, ahead_offset, ahead_bits); break;
     case KV_U8: head_values_as(KV_U8, run, tile, head, ahead, ahead_offset, ahead_bits); break;
     case KV_U4: head_values_as(KV_U4, run, tile, head, ahead, ahead_offset, ahead_bits); break;

@@ -33,6 +33,13 @@ static void dequantize_line(const kv_packed *from, int64_t n, float *to) {
 
 static void dequantize(const kv_packed *from, char *dst, kv_dtype to, int64_t stride, int64_t n) {
     const int64_t size = from->group_size, step = stride * kv_itemsize(to);
+    if (from->bits == 0) { /* KV_F8 */
+        for (int64_t i = 0; i < n; i += VL) {
+            const int64_t count = n - i < VL ? n - i : VL;
+            v_store_strided_as(to, dst + i * step, stride, count, v_load_n_as(KV_F8, from->words + i, count));
+        }
+        return;
+    }
     float line[128]; /* a group at a time */
     for (int64_t g = 0; g < n / size; g++) {
         kv_packed group = *from;

@@ -8,7 +8,7 @@
 typedef struct {
     char *words, *scales, *biases;
     kv_dtype dtype; /* of scales and biases */
-    int64_t bits, group_size;
+    int64_t bits, group_size; /* 0 bits: floats of `dtype`, only `words` is used */
 } kv_packed;
 
 /* Of all heads of one token: those of the first, the bytes from one to the next, and the floats to be stored. */
@@ -25,7 +25,8 @@ static inline kv_packed packed_at(const kv_layer *layer, const kv_plane *plane, 
     const int64_t size = kv_itemsize(layer->dtype);
     return (kv_packed){
         .words = plane->base
-            + (block * plane->block_stride + slot * plane->slot_stride + head * plane->head_stride) * 4,
+            + (block * plane->block_stride + slot * plane->slot_stride + head * plane->head_stride)
+                * kv_itemsize(kv_stored(layer, plane)),
         .scales = scales->base
             + (block * scales->block_stride + slot * scales->slot_stride + head * scales->head_stride) * size,
         .biases = biases->base

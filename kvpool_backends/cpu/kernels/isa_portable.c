@@ -4,4 +4,8 @@
 
 static int is_supported_portable(void) { return 1; }
 
+#if defined(__x86_64__) && !defined(__clang__) /* a machine there has AVX2: these are for size */
+#pragma GCC optimize("Os")
+#endif
+
 #include "isa_body.h"

@@ -9,14 +9,16 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* KV_U8 and KV_U4 are quantized elements in a plane, see kv_stored; tokens outside the pool are floats. */
-typedef enum { KV_F32 = 0, KV_F16 = 1, KV_BF16 = 2, KV_U8 = 3, KV_U4 = 4 } kv_dtype;
+/* KV_F8 (e4m3) is an element of a pool only. KV_U8 and KV_U4 are quantized elements in a plane, see kv_stored. */
+typedef enum { KV_F32 = 0, KV_F16 = 1, KV_BF16 = 2, KV_U8 = 3, KV_U4 = 4, KV_F8 = 5 } kv_dtype;
 
 static inline int64_t kv_bits(kv_dtype dtype) {
-    return dtype == KV_F32 ? 32 : dtype == KV_U8 ? 8 : dtype == KV_U4 ? 4 : 16;
+    return dtype == KV_F32 ? 32 : dtype == KV_U8 || dtype == KV_F8 ? 8 : dtype == KV_U4 ? 4 : 16;
 }
 /* Bytes that a stride counts: of a float, or of a word of quantized elements. */
-static inline int64_t kv_itemsize(kv_dtype dtype) { return dtype == KV_F16 || dtype == KV_BF16 ? 2 : 4; }
+static inline int64_t kv_itemsize(kv_dtype dtype) {
+    return dtype == KV_F16 || dtype == KV_BF16 ? 2 : dtype == KV_F8 ? 1 : 4;
+}
 
 /* Scales or biases of a plane, in the dtype of the layer: those of (block, slot, head) begin at element
  * block * block_stride + slot * slot_stride + head * head_stride of `base`. */
@@ -106,7 +108,7 @@ void kv_copy_blocks(const kv_layer *layers, int64_t num_layers, const int64_t *c
  * which ascends, in all stored planes. */
 void kv_compact(const kv_layer *layers, int64_t num_layers, const int64_t *blocks, const int64_t *keep,
                 int64_t num_kept, int num_threads);
-/* k and v: in the dtype of the pool, or, of quantized planes, any. */
+/* k and v: in the dtype of the pool, or, of quantized planes and of KV_F8, any. */
 void kv_gather(const kv_isa *isa, const kv_layer *layer, const int64_t *blocks, int64_t num_tokens, const kv_tokens *k,
                const kv_tokens *v, int num_threads);
 void kv_zero(const kv_layer *layers, int64_t num_layers, const int64_t *blocks, int64_t num_blocks, int num_threads);

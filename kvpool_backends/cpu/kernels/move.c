@@ -312,7 +312,7 @@ static void gather_item(void *context, int64_t item, int thread) {
             const kv_plane *plane = p ? &layer->v : &layer->k;
             const kv_tokens *out = job->planes[p];
             const int64_t count = smaller(layer->block_size, end - token);
-            if (plane->bits != 0) {
+            if (plane->bits != 0 || layer->dtype == KV_F8) {
                 gather_quantized(job, plane, out, token, count);
                 continue;
             }

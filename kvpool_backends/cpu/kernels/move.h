@@ -1,4 +1,4 @@
-/* Conversion between float32, float16 and bfloat16: a template, see isa_body.h. */
+/* Conversion between float32, float16 and bfloat16, and from them to float8: a template, see isa_body.h. */
 
 /* `to` and `from` are constants in every call, so each pair has a loop of its own. */
 KV_INLINE void convert_run(char *dst, kv_dtype to, const char *src, kv_dtype from, int64_t stride, int64_t n) {
@@ -23,6 +23,9 @@ static void gather_elements(char *dst, const char *src, int64_t size, int64_t st
 static void convert(char *dst, kv_dtype to, const char *src, kv_dtype from, int64_t stride, int64_t n) {
     if (to == from && stride == 1) memcpy(dst, src, (size_t)(n * kv_itemsize(to)));
     else if (to == from) gather_elements(dst, src, kv_itemsize(to), stride, n);
+    else if (to == KV_F8 && from == KV_F32) convert_run(dst, KV_F8, src, KV_F32, stride, n);
+    else if (to == KV_F8 && from == KV_F16) convert_run(dst, KV_F8, src, KV_F16, stride, n);
+    else if (to == KV_F8) convert_run(dst, KV_F8, src, KV_BF16, stride, n);
     else if (to == KV_BF16 && from == KV_F32) convert_run(dst, KV_BF16, src, KV_F32, stride, n);
     else if (to == KV_F16 && from == KV_F32) convert_run(dst, KV_F16, src, KV_F32, stride, n);
     else if (to == KV_BF16 && from == KV_F16) convert_run(dst, KV_BF16, src, KV_F16, stride, n);

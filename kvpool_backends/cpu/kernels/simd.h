@@ -346,6 +346,59 @@ KV_INLINE vh v_load_half_n(const char *p, int64_t n) {
 #endif
 }
 
+/* -------- float8: e4m3, without infinities -------- */
+
+/* A float16 has the same digits and 8 more in the exponent. */
+KV_INLINE vf v_from_f8(const char *p) {
+#if defined(KV_SIMD_AVX512)
+    vh bits = (vh)_mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)p));
+#elif defined(KV_SIMD_AVX2)
+    vh bits = (vh)_mm_cvtepi8_epi16(_mm_loadl_epi64((const void *)p));
+#else
+    vh bits = {0};
+    for (int i = 0; i < VL; i++) bits[i] = (uint16_t)(signed char)p[i];
+#endif
+    bits = (bits << 7) & 0xbf80;                          /* the sign was there twice */
+    bits |= (vh)((bits & 0x3f80) == 0x3f80) & 0x7c00;     /* NaN */
+    return v_from_f16(bits) * 256;
+}
+
+KV_INLINE vf v_from_f8_n(const char *p, int64_t n) {
+    char some[VL] = {0};
+    memcpy(some, p, (size_t)n);
+    return v_from_f8(some);
+}
+
+/* Round to nearest even; beyond 448 it is 448, infinity too; NaN stays a NaN. In the lowest bits. */
+KV_INLINE vu v_to_f8(vf x) {
+    const vu sign = (vu)x & 0x80000000u;
+    const vi is_nan = x != x;
+    const vf size = v_min(v_abs(x), v_set(448));
+    const vu bits = (vu)size;
+    const vu small = (vu)(size + 0x1p14f) - 0x46800000u; /* below 2^-6 digits end at 2^-9, as those of this sum */
+    const vu normal = (bits - (120u << 23) + 0x7ffff + ((bits >> 20) & 1)) >> 20;
+    const vu is_small = (vu)(size < 0x1p-6f);
+    const vu rounded = (is_small & small) | (~is_small & normal);
+    return (((vu)is_nan & 0x7f) | (~(vu)is_nan & rounded)) | sign >> 24;
+}
+
+/* The first n <= VL to bytes. */
+KV_INLINE void v_store_f8(char *p, int64_t n, vf x) {
+    const vu bits = v_to_f8(x);
+    char bytes[16];
+#if defined(KV_SIMD_AVX512)
+    _mm_storeu_si128((void *)bytes, _mm512_cvtepi32_epi8((__m512i)bits));
+#elif defined(KV_SIMD_AVX2)
+    const __m128i low = _mm256_castsi256_si128((__m256i)bits), high = _mm256_extracti128_si256((__m256i)bits, 1);
+    const __m128i halves = _mm_packus_epi32(low, high);
+    _mm_storeu_si128((void *)bytes, _mm_packus_epi16(halves, halves));
+#else
+    for (int i = 0; i < VL; i++) bytes[i] = (char)bits[i];
+#endif
+    if (n == VL) memcpy(p, bytes, VL);
+    else memcpy(p, bytes, (size_t)n);
+}
+
 /* -------- bytes -------- */
 
 /* VL unsigned bytes. */
@@ -425,12 +478,14 @@ KV_INLINE void v_store_packed_in_turns(int bits, char *p, vi a, vi b) {
 /* VL consecutive elements as floats. */
 KV_INLINE vf v_load_as(kv_dtype dtype, const char *p) {
     if (dtype == KV_F32) return v_load((const float *)(const void *)p);
+    if (dtype == KV_F8) return v_from_f8(p);
     return dtype == KV_F16 ? v_from_f16(v_load_half(p)) : v_from_bf16(v_load_half(p));
 }
 
 /* The first n <= VL of them, then zeros. */
 KV_INLINE vf v_load_n_as(kv_dtype dtype, const char *p, int64_t n) {
     if (dtype == KV_F32) return v_load_n((const float *)(const void *)p, n);
+    if (dtype == KV_F8) return v_from_f8_n(p, n);
     return dtype == KV_F16 ? v_from_f16(v_load_half_n(p, n)) : v_from_bf16(v_load_half_n(p, n));
 }
 
@@ -447,6 +502,10 @@ KV_INLINE vf v_load_strided_as(kv_dtype dtype, const char *p, int64_t stride, in
 KV_INLINE void v_store_strided_as(kv_dtype dtype, char *p, int64_t stride, int64_t n, vf x) {
     char packed[4 * VL];
     const int64_t size = kv_itemsize(dtype);
+    if (dtype == KV_F8) { /* only ever to a pool, where elements lie without gaps */
+        v_store_f8(p, n, x);
+        return;
+    }
     const vh half = dtype == KV_F16 ? v_to_f16(x) : v_to_bf16(x);
     if (dtype == KV_F32) memcpy(packed, &x, sizeof x);
     else memcpy(packed, &half, sizeof half);

@@ -1,0 +1,127 @@
+"""Storage in float8 e4m3: bytes by a table of its values, on the reference and on every instruction set."""
+
+import numpy as np
+import pytest
+
+from kvpool.config import LAYOUTS, KVSpec
+from kvpool.protocol import ArrayPlan
+from kvpool.testing.conformance import CASES as ALL_CASES
+from kvpool.testing.dense import FLOAT8_E4M3, round_to, stored_bytes
+from kvpool_backends.cpu import CPUBackend, isas
+from kvpool_backends.numpy import NumpyBackend
+from kvpool_backends.numpy.bfloat16 import from_bfloat16, to_bfloat16
+from kvpool_backends.numpy.float8 import from_float8, to_float8
+
+SEED = 8_108
+CASES = {case.__name__: case for case in ALL_CASES}
+SPEC = KVSpec(1, 2, 64, "float8_e4m3", 16)
+
+
+def all_kinds() -> np.ndarray:
+    """float32 ``[T, 2, 64]``: any bits, ordinary sizes, every middle between two values and its neighbours."""
+    rng = np.random.default_rng(SEED)
+    middles = ((FLOAT8_E4M3[1:] + FLOAT8_E4M3[:-1]) / 2).astype(np.float32)
+    near = [(middles.view(np.int32) + k).view(np.float32) for k in (-1, 0, 1)]
+    any_bits = rng.integers(0, 2**32, 30_000, np.uint32).view(np.float32)
+    x = np.concatenate([
+        np.where(np.isnan(any_bits), np.float32(np.nan), any_bits),
+        rng.standard_normal(30_000, np.float32) * np.float32(10.0) ** rng.integers(-4, 4, 30_000),
+        *near, *np.negative(near), FLOAT8_E4M3, -FLOAT8_E4M3, [np.nan, -np.nan, np.inf, -np.inf, 448, 464, 1e30, -0.0],
+    ]).astype(np.float32)  # fmt: skip
+    return np.resize(x, (-(-x.size // 128), 2, 64))
+
+
+def test_numpy_rounds_as_the_table_of_values_says():
+    x = all_kinds()
+    assert np.array_equal(to_float8(x).ravel(), stored_bytes(x, "float8_e4m3"))
+    assert np.array_equal(from_float8(to_float8(x)), round_to(x, "float8_e4m3"), equal_nan=True)
+    assert np.array_equal(from_float8(np.arange(127)), FLOAT8_E4M3)
+    assert np.isnan(from_float8(np.array([127, 255]))).all()
+
+
+def test_the_table_has_the_ends_that_the_format_is_known_for():
+    assert FLOAT8_E4M3.size == 127 and (np.diff(FLOAT8_E4M3) > 0).all()
+    assert FLOAT8_E4M3[[0, 1, 8, 126]].tolist() == [0, 2.0**-9, 2.0**-6, 448]
+    given, stored = [0.0, -0.0, 1e-4, 17, 18, 19, 1e9, -np.inf], [0, -0.0, 0, 16, 18, 20, 448, -448]
+    assert round_to(np.array(given), "float8_e4m3").tolist() == stored  # 17 and 19 are ties
+
+
+@pytest.mark.parametrize("given", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("isa", isas())
+def test_cpu_stores_and_gathers_the_bytes_of_the_table(isa, given):
+    x = all_kinds()
+    if given == "float16":
+        with np.errstate(over="ignore"):
+            k = x.astype(np.float16)
+        x = k.astype(np.float32)
+    elif given == "bfloat16":
+        k = to_bfloat16(x)
+        x = from_bfloat16(k)
+    else:
+        k = x
+    backend = CPUBackend(SPEC, -(-len(x) // 16), isa=isa)
+    backend.write(0, k, k[::-1], ArrayPlan(slot_mapping=np.arange(len(x))))
+    got = backend.gather(0, np.arange(backend.num_blocks), len(x))
+    for expected, back in zip((x, x[::-1]), got, strict=True):
+        rounded = round_to(expected, "float8_e4m3")
+        assert back.dtype == np.float32 and np.array_equal(back, rounded, equal_nan=True)
+    reference = NumpyBackend(SPEC, backend.num_blocks)
+    reference.write(0, x, x[::-1], ArrayPlan(slot_mapping=np.arange(len(x))))
+    ids = np.arange(backend.num_blocks)
+    assert np.array_equal(backend.export_blocks(ids), reference.export_blocks(ids))
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("dim", "num_queries", "group"), [(128, 1, 4), (72, 3, 3), (20, 1, 1), (64, 40, 2)])
+def test_attention_of_any_shape_equals_the_reference(dim, num_queries, group, layout, isa):
+    spec = KVSpec(1, 3, dim, "float8_e4m3", 7, layout=layout)
+    rng, length = np.random.default_rng(SEED), 150
+    mine, reference = CPUBackend(spec, 24, isa=isa), NumpyBackend(spec, 24)
+    table = rng.permutation(24)[:22]
+    slots = (table[:, None] * 7 + np.arange(7)).ravel()[:length]
+    nan = np.full((168, 3, dim), np.nan, np.float32)
+    k, v = (rng.standard_normal((length, 3, dim)).astype(np.float32) for _ in "kv")
+    for backend in (mine, reference):
+        backend.write(0, nan, nan, ArrayPlan(slot_mapping=np.arange(168)))
+        backend.write(0, k, v, ArrayPlan(slot_mapping=slots))
+    plan = ArrayPlan(table[None].astype(np.int32), np.array([length]), np.array([0, num_queries]))
+    q = rng.standard_normal((num_queries, 3 * group, dim)).astype(np.float32)
+    assert np.abs(mine.attend(0, q, plan) - reference.attend(0, q, plan)).max() < 5e-6
+
+
+class Truncates(NumpyBackend):
+    def _to_stored(self, name, x):
+        if self.spec.dtype != "float8_e4m3":
+            return super()._to_stored(name, x)
+        return to_float8((x.astype(np.float32).view(np.uint32) & 0xFFF00000).view(np.float32))
+
+
+class OverflowsToNaN(NumpyBackend):
+    def _to_stored(self, name, x):
+        if self.spec.dtype != "float8_e4m3":
+            return super()._to_stored(name, x)
+        return to_float8(np.where(np.abs(x) > 464, np.nan, x))
+
+
+@pytest.mark.parametrize("fault", [Truncates, OverflowsToNaN])
+def test_planted_fault_is_caught_by_the_case_of_rounding(fault):
+    with pytest.raises(AssertionError):
+        CASES["written_values_are_rounded_to_nearest_even"](fault)
+
+
+def test_bad_input_is_refused():
+    with pytest.raises(ValueError, match=r"^\[KVSpec\] dtype 'float8_e4m3' has too few digits for the scales"):
+        KVSpec(1, 2, 64, "float8_e4m3", k_bits=8)
+    with pytest.raises(ValueError, match="known are float32, float16, bfloat16, float8_e4m3"):
+        KVSpec(1, 2, 64, "float8_e5m2")
+    backend = CPUBackend(SPEC, 2)
+    before = backend.export_blocks([0, 1])
+    for wrong in (np.zeros((1, 2, 64), np.uint8), np.zeros((1, 2, 64), np.int32)):
+        with pytest.raises(TypeError, match=r"^\[write\] k must be float32, float16 or bfloat16"):
+            backend.write(0, wrong, wrong, ArrayPlan(slot_mapping=np.array([3])))
+    assert np.array_equal(backend.export_blocks([0, 1]), before)
+
+
+def test_a_token_takes_one_byte_an_element():
+    assert SPEC.token_nbytes == 2 * 2 * 64 and SPEC.storage == "float8_e4m3"
