@@ -15,18 +15,12 @@ import time
 
 import numpy as np
 
-from kvpool.config import KVSpec
+from kvpool.cli.bench import quantized
 from kvpool.protocol import ArrayPlan, AttentionOptions
 from kvpool_backends.cpu import CPUBackend
 
 HEADS, GROUP, DIM, BLOCK, ROWS = 8, 4, 128, 16, 16
-FORMATS = {
-    "bfloat16": {"dtype": "bfloat16"},
-    "float32": {"dtype": "float32"},
-    "int8": {"dtype": "bfloat16", "k_bits": 8, "v_bits": 8},
-    "int4": {"dtype": "bfloat16", "k_bits": 4, "v_bits": 4},
-    "keys int8, values int4": {"dtype": "bfloat16", "k_bits": 8, "v_bits": 4},
-}
+FORMATS = {"bfloat16": "bfloat16", "float32": "float32", "int8": "8", "int4": "4", "keys int8, values int4": "8/4"}
 DECODE_MAX, OF_FLOAT32_MIN, WRITE_MAX, ERROR_MAX = 1.1, 1.5, 1.4, 1e-3
 SEED = 1
 
@@ -43,23 +37,16 @@ def race(contestants, repetitions):
 
 
 def spec_of(name, layout):
-    return KVSpec(1, HEADS, DIM, block_size=BLOCK, layout=layout, **FORMATS[name])
+    return quantized.spec_of(FORMATS[name], num_kv_heads=HEADS, head_dim=DIM, block_size=BLOCK, layout=layout)
 
 
 def decode(layout, threads, context, repetitions):
     """Decode of 16 rows in random blocks."""
     rng = np.random.default_rng(SEED)
-    per_row = context // BLOCK
-    table = rng.permutation(ROWS * per_row).reshape(ROWS, per_row).astype(np.int32)
-    plan = ArrayPlan(table, np.full(ROWS, context), np.arange(ROWS + 1))
-    q = rng.standard_normal((ROWS, HEADS * GROUP, DIM)).astype(np.float32)
-    contestants = {}
-    for name in FORMATS:
-        backend = CPUBackend(spec_of(name, layout), ROWS * per_row, num_threads=threads)
-        for first in range(0, ROWS * context, 1024):
-            x = rng.standard_normal((1024, HEADS, DIM)).astype(np.float32)
-            backend.write(0, x, x, ArrayPlan(slot_mapping=np.arange(first, first + 1024)))
-        contestants[name] = lambda backend=backend: backend.attend(0, q, plan)
+    contestants = {
+        name: quantized.Call(spec_of(name, layout), ROWS, context, HEADS * GROUP, threads, rng).attend
+        for name in FORMATS
+    }
     times = race(contestants, repetitions)
     what = f"decode {ROWS} x {context}, {layout}, {threads} threads"
     for name, seconds in times.items():

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvpool.config import DTYPES, LAYOUTS, KVSpec
+from kvpool.config import LAYOUTS, KVSpec
 from kvpool.errors import ConcurrentUse
 from kvpool.protocol import AttentionOptions
 from kvpool.testing.dense import dense_attention
@@ -130,7 +130,7 @@ def test_integers_of_any_width_and_stride_are_read(width, how):
 
 
 @pytest.mark.parametrize("isa", isas())
-@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("dtype", list(NUMPY))
 def test_queries_and_results_may_have_any_dtype_and_stride(dtype, isa):
     case = Case(isa=isa)
     bits = case.q.view(np.uint32) & 0xFFFF0000  # bfloat16 and, in this range, float16 hold the upper bits exactly

@@ -71,7 +71,7 @@ def load_kernels(isa: str | None) -> Any:
 
 def measure(bench: Bench, *, quiet: bool) -> list[Row]:
     """Return the rows of all parts that are wanted."""
-    from kvpool.cli.bench import decode, moves, prefill, scores, stores
+    from kvpool.cli.bench import decode, moves, prefill, quantized, scores, stores
     from kvpool.cli.bench.cache import WrongResult
 
     all_parts = {
@@ -82,7 +82,9 @@ def measure(bench: Bench, *, quiet: bool) -> list[Row]:
         "stores": Part(stores.count, stores.rows),
         "scores": Part(scores.count, scores.rows),
     }
+    quantized_part = Part(quantized.count, quantized.rows)
     parts = [part for name, part in all_parts.items() if name in bench.settings.parts]
+    parts += [quantized_part] if bench.settings.kv_bits else []
     with progress(sum(part.count(bench) for part in parts), quiet) as bench.say:
         try:
             return [row for part in parts for row in part.rows(bench)]

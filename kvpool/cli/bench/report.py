@@ -104,6 +104,7 @@ def other_lines(rows: Sequence[Row]) -> Lines:
             "copy": f"{row.ratio:.2f} x memcpy",
             "raw": f"{row.median_ratio:.3f} x without scores, which take {format_nbytes(row.scores_nbytes or 0)}",
             "mass": f"{row.median_ratio:.3f} x without scores, which take {format_nbytes(row.scores_nbytes or 0)}",
+            "quantized": f"{row.median_ratio:.2f} x bfloat16, {row.nbytes / 1e6:,.0f} MB",
             "stores": f"{row.gain or 0:.2f} x one thread, the read {row.yardstick_gain or 0:.2f} x",
         }
         if row.part in compared:

@@ -17,8 +17,8 @@ class Row:
 
     Attributes
     ----------
-    part : {"decode", "prefill", "write", "copy", "stores", "raw", "mass"}
-        The last two are decode that exports scores.
+    part : {"decode", "prefill", "write", "copy", "stores", "raw", "mass", "quantized"}
+        The last three are decode: with scores, and from what --kv-bits stores.
     batch, context, block_size : int
         Rows of the batch, tokens of each row's context, tokens per block.
     nbytes : int

@@ -44,6 +44,7 @@ class Settings:
     head_dim: int = 128
     layout: str = "NHD"
     rivals: tuple[str, ...] = RIVALS
+    kv_bits: tuple[str, ...] = ()
     repetitions: int = 15
     memory_nbytes: int = 2**33
     seed: int = 1
@@ -69,6 +70,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="leave out what needs more, such as 8GiB (default: half of what is available)",
     )
+    parser.add_argument(
+        "--kv-bits",
+        metavar="A,B,...",
+        help="decode from quantized K and V too, beside bfloat16: 8, 4, 8/4 (keys / values), fp8",
+    )
     parser.add_argument("--seed", metavar="S", default="1", help="of tables and contents (default: %(default)s)")
     parser.add_argument(
         "--quick", action="store_true", help="a minute or two: blocks of 16, batches 1 and 4, contexts 4k and 16k"
@@ -79,6 +85,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def settings(args: argparse.Namespace, num_threads: int) -> Settings:
     """Return what the arguments ask for; `num_threads` is what the kernels use by themselves."""
+    from kvpool.cli.bench.quantized import checked_kv_bits
+
     num_q_heads, num_kv_heads = heads(args.heads)
     against = chosen(args, "against")
     return Settings(
@@ -93,6 +101,7 @@ def settings(args: argparse.Namespace, num_threads: int) -> Settings:
         head_dim=whole("--head-dim", args.head_dim),
         layout=some("--layout", args.layout, LAYOUTS)[0],
         rivals=() if against == "none" else some("--against", against, RIVALS),
+        kv_bits=checked_kv_bits(args.kv_bits) if args.kv_bits else (),
         repetitions=whole("--repetitions", args.repetitions),
         memory_nbytes=memory_nbytes(args.max_memory),
         seed=whole("--seed", args.seed, least=0),
