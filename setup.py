@@ -24,8 +24,8 @@ FAULTS = DEBUG or os.environ.get("KVPOOL_FAULTS", "0") not in ("", "0")
 COVERAGE = os.environ.get("KVPOOL_COVERAGE", "0") not in ("", "0")
 OPTIMIZE = os.environ.get("KVPOOL_OPTIMIZE", "")
 VARIANT_FILE = Path("build/cython/variant")
-#: Compiled for size: nobody waits for them; arguments of the CPU backend are checked once a call, beside a kernel.
-FOR_SIZE = ("_broken", "_arguments")
+#: Compiled for size: nobody waits for them, or a kernel does more for each call than they do.
+FOR_SIZE = ("_broken", "_prefix_events", "_arguments", "_attention")
 
 DIRECTIVES = {
     "language_level": 3,
