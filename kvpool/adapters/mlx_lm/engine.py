@@ -178,7 +178,8 @@ class Engine:
         self._vocab_size = int(model(mx.zeros((1, 1), mx.int32)).shape[-1])  # traced, not computed
         scheduling.setdefault("max_model_len", max_positions(model))
         self._forward = RaggedForward(self.kv)
-        self._forward.eviction = None if policy is None else Evictor(policy, pool, self.kv.backend)
+        self._evictor = None if policy is None else Evictor(policy, pool, self.kv.backend)
+        self._forward.eviction = self._evictor
         self.scheduler = Scheduler(
             pool,
             max_running=max_running,
@@ -186,7 +187,7 @@ class Engine:
             prefill_chunk=prefill_chunk,
             mixed=self._forward.is_ragged,
             formats=self.kv.backend.required_formats,
-            eviction=self._forward.eviction,
+            eviction=self._evictor,
             **scheduling,
         )
         self._jobs: dict[Hashable, _Job] = {}
@@ -405,7 +406,7 @@ class Engine:
         if not len(step.tokens):
             return np.zeros(0, np.int32), np.zeros(0, np.float32), None
         lens = np.array(step.plan.seq_lens[: len(step.handles)], np.int64)
-        evictor = self._forward.eviction
+        evictor = self._evictor
         if evictor is not None:
             evictor.begin(step.slots, lens, step.num_new)
         logits = self._forward(step.tokens, step.plan, lens, step.sample_at, None if evictor is None else step.evicted)

@@ -19,7 +19,7 @@ from kvpool.cli.bench import settings as options
 from kvpool.cli.bench.measure import Contestant, race
 from kvpool.cli.bench.rows import tokens
 from kvpool.cli.console import CommandError, progress, whole
-from kvpool.config import DTYPES, KVSpec
+from kvpool.config import KVSpec
 
 LAYERS_MIN, LAYERS_MAX = 4, 32
 RUN_NBYTES = 2**28  # of K and V that the layers of a run have together, if they may be as many: more than caches hold
@@ -130,7 +130,7 @@ def settings(args: argparse.Namespace) -> Settings:
         if num_q_heads % group:
             raise CommandError(f"--group {group}: {num_q_heads} query heads are no multiple of it")
     return Settings(
-        dtypes=options.some("--dtype", args.dtype, tuple(DTYPES)),
+        dtypes=options.some("--dtype", args.dtype, options.DTYPES),
         block_sizes=options.numbers("--block-size", args.block_size),
         batches=options.numbers("--batch", args.batch),
         contexts=options.numbers("--context", args.context),

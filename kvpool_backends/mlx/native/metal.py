@@ -5,8 +5,9 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from kvpool.config import DTYPES, KVSpec
+from kvpool.config import KVSpec
 from kvpool_backends.mlx.metal_kernels import in_place_source
+from kvpool_backends.mlx.storage import DTYPES
 
 
 def metal_texts(module: ModuleType, spec: KVSpec) -> Any:
