@@ -22,6 +22,7 @@ import numpy as np
 
 from kvpool.config import KVSpec
 from kvpool.protocol import SCORES, AttentionOptions
+from kvpool_backends.mlx.storage import DTYPES
 
 # What is right here only a Mac can tell; results depend on these numbers in their last bits only.
 SIMDGROUPS = 8  # of an attention threadgroup: 256 threads
@@ -34,7 +35,6 @@ WINDOW_MAX = 8  # rows with more queries than this have threadgroups enough with
 LANES = 32
 LINE_NBYTES = 128
 
-DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 # As MLX's prelude spells them; words are what is copied of packed planes.
 TYPE_NAMES = {"float32": "float", "float16": "float16_t", "bfloat16": "bfloat16_t", "uint32": "uint"}
 NO_WINDOW = 2**31 - 1

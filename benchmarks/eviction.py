@@ -1,0 +1,119 @@
+"""What an eviction policy takes of a decode step: a batch under mlx-lm's engine, on a llama with random weights.
+
+    python -m benchmarks.eviction [--model medium] [--rows 4] [--tokens 512] [--steps 128] [--json] [--gates]
+
+Every row holds as many tokens as its budget, so that each evicts once in `slack` steps. The policy's share is the time
+inside it, what it has seen taken over, what leaves chosen and moved; scores are exported by the attention kernel, whose
+part `kvpool bench attention --part scores` measures. ``--gates``: exit status 1 where the share is above its bound.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+
+import numpy as np
+from mlx_lm.generate import BatchGenerator
+
+from kvpool.adapters.mlx_lm import install
+from kvpool.adapters.mlx_lm.eviction import Eviction
+from kvpool.cli.bench.serving import lm
+from kvpool.eviction import H2O, BlockEviction, SlidingWindow
+
+SHARE_MAX = 0.05
+PASSES = 3
+SEED = 1
+
+
+def policies(budget):
+    """Name -> policy; None: everything is kept."""
+    return {
+        "everything kept": None,
+        "H2O": H2O(max_kv=budget),
+        "H2O, raw": H2O(max_kv=budget, kind="raw"),
+        "blocks": BlockEviction(max_kv=budget),
+        "window": SlidingWindow(max_kv=budget),
+    }
+
+
+class Stopwatch:
+    """Seconds inside the policy, while it is a context."""
+
+    def __init__(self):
+        self.seconds, self.originals = 0.0, {name: getattr(Eviction, name) for name in ("run", "begin_pass")}
+
+    def __enter__(self):
+        for name, original in self.originals.items():
+            setattr(Eviction, name, self.timed(original))
+        return self
+
+    def __exit__(self, *exc):
+        for name, original in self.originals.items():
+            setattr(Eviction, name, original)
+
+    def timed(self, original):
+        def call(*args, **kwargs):
+            begin = time.perf_counter()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - begin
+
+        return call
+
+
+def decode(model, policy, rows, tokens, steps):
+    """(seconds of a decode step, seconds of it inside the policy), means over the steps."""
+    rng = np.random.default_rng(SEED)
+    prompts = [rng.integers(1, 1000, tokens).tolist() for _ in range(rows)]
+    blocks = 2 * rows * -(-(tokens + steps + 64) // 16)
+    with install(model, num_blocks=blocks, eviction=policy), Stopwatch() as watch:
+        engine = BatchGenerator(model, completion_batch_size=rows, prefill_batch_size=rows, prefill_step_size=tokens)
+        engine.insert(prompts, [steps + 8] * rows)
+        begun = 0
+        while begun < 4:  # the prompts, and steps until caches are warm
+            begun += len(engine.next()[1]) == rows
+        watch.seconds, begin = 0.0, time.perf_counter()
+        for _ in range(steps):
+            engine.next()
+        return (time.perf_counter() - begin) / steps, watch.seconds / steps
+
+
+def measure(options):
+    """A row for each policy, medians of the passes; policies take turns."""
+    model, _ = lm.load(options.model)
+    sizes = options.rows, options.tokens, options.steps
+    made = policies(options.tokens)
+    times = {name: [] for name in made}
+    for _ in range(PASSES):
+        for name, policy in made.items():
+            times[name].append(decode(model, policy, *sizes))
+    for name in made:
+        step = statistics.median(step for step, _ in times[name])
+        share = statistics.median(inside / step for step, inside in times[name])
+        yield {"policy": name, "ms": step * 1e3, "share": share, "ok": share <= SHARE_MAX}
+
+
+def main(argv=None):
+    """Print the table; 1 if a gate is asked for and missed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.eviction", description=__doc__)
+    parser.add_argument("--model", default="medium")
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=128)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--gates", action="store_true")
+    options = parser.parse_args(argv)
+    table = list(measure(options))
+    if options.json:
+        print(json.dumps(table, indent=1))
+    else:
+        print(f"decode of {options.rows} x {options.tokens} tokens, {options.model}: ms a step, share of the policy")
+        for row in table:
+            print(f"  {row['policy']:16} {row['ms']:7.2f} ms  {row['share']:6.1%}  {'' if row['ok'] else 'ABOVE'}")
+    return int(options.gates and not all(row["ok"] for row in table))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
