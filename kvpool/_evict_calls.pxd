@@ -11,3 +11,4 @@ cdef class EvictPool(PrefixPool):
     cdef int note_pending(self, Plan plan) except -1
     cdef void carry_out(self, Plan plan, const int64_t* handles, bint advance, int64_t pad_rows, int64_t pad_tokens)
     cdef int explain_shared(self, int32_t id, Py_ssize_t row) except -1
+    cdef void copy_known(self, Plan p) noexcept

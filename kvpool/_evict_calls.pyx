@@ -4,6 +4,7 @@ After an eviction a sequence has two lengths. `num_tokens` counts all it ever ha
 those that still have a slot and gives the lengths and slots of plans.
 """
 from libc.stdint cimport INT64_MAX, int32_t, int64_t
+from libc.string cimport memcpy
 
 from kvpool._args cimport Ints, ints_at, ints_free, ints_get, to_int
 from kvpool._blocks cimport Block, Blocks, whole_blocks
@@ -115,12 +116,23 @@ cdef class EvictPool(PrefixPool):
                 record_ints(&self.record, &lengths, False)
                 record_int(&self.record, keep)
             self.carry_out(p, <const int64_t*>rows.data, False, 0, 0)
+            self.copy_known(p)
             if self.record.data != NULL:
                 record_end(&self.record, self.blocks.digest)
         finally:
             ints_free(&rows)
             ints_free(&lengths)
             self.busy = False
+
+    cdef void copy_known(self, Plan p) noexcept:
+        """A copy is not committed, but a `truncate` into it has to know which tokens are left in front."""
+        cdef int64_t bs = self.blocks.block_size
+        cdef int32_t k
+        if not self.indexed:
+            return
+        for k in range(p.step.log_size):
+            memcpy(self.index.tokens + p.step.log[k].new * bs, self.index.tokens + p.step.log[k].old * bs,
+                   bs * sizeof(int32_t))
 
     def compact(self, handles, lens, first=0):
         """Keep `lens` tokens of each sequence, moved to the front of its table; the blocks behind them are released.

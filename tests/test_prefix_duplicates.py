@@ -175,3 +175,16 @@ def test_duplicate_behind_a_copy_of_unshare_whose_canonical_block_is_gone_is_not
     assert [pool.match([*text, 0]) for text in (A, A + B, A + B + C, B + C, C)] == [0] * 5
     assert pool.prefix_stats().nodes == 0
     pool.check()
+
+
+def test_copy_of_unshare_that_is_truncated_into_is_committed_with_its_own_tokens(make_pool, make_plan):
+    pool = make_pool(prefix_cache=True)
+    text = [1, 2, 3, 4, 5, 6, 7, 8]
+    handle = pool.open(text)
+    compute(make_plan, pool, handle, 8)
+    pool.commit(handle, text)
+    unshared(pool, make_plan, handle, 4)
+    pool.truncate(handle, 2)
+    compute(make_plan, pool, handle, 2)
+    pool.commit(handle, [9, 9])
+    assert pool.match([1, 2, 9, 9, 0]) == 4
