@@ -5,16 +5,16 @@
             page_size=16, num_blocks=256, max_batch_tokens=256, use_async_batching=False))
 
 transformers looks its allocators up in a registry; inside the block the one for full attention is `PoolAllocator`. A
-request is a sequence, the prefix cache is the pool's (a hit is proved by equal tokens), a fork shares every block and
-copies the last one when somebody writes to it, and cached blocks leave one by one when blocks are needed. Where
-transformers lists the indices of a step in Python, one per token of every context, stand one `Pool.step` and a few
-numpy calls. Nothing is changed on disk; leaving the block puts everything back, and engines made in it must end there.
+request is a sequence, the prefix cache is the pool's, a fork shares every block and copies the last one when somebody
+writes to it. Where transformers lists the indices of a step in Python, one per token of every context, stand one
+`Pool.step` and a few numpy calls. Leaving the block puts everything back; engines made in it must end there.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections import UserDict
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -67,20 +67,16 @@ class PoolAllocator(FullAttentionCacheAllocator):
         if pool.num_allocators > 1:
             raise ValueError(f"[install] the model has {pool.num_allocators} kinds of attention layers, the limit is 1")
         reserved = 2 * self.blocks_per_sector  # transformers pads with them
-        self.blocks = Pool(
-            self.num_blocks + reserved,
-            self.tokens_per_page,
-            max_seqs=min(1 << 20, max(64, 4 * self.num_blocks)),
-            max_blocks_per_seq=self.num_blocks,
-            reserved_blocks=reserved,
-            in_order=True,  # transformers runs one step after the other
-            prefix_cache=self.use_block_sharing,
-        )
+        self.blocks = Pool(  # in order: transformers runs one step after the other
+            self.num_blocks + reserved, self.tokens_per_page, max_seqs=min(1 << 20, max(64, 4 * self.num_blocks)),
+            reserved_blocks=reserved, in_order=True, prefix_cache=self.use_block_sharing
+        )  # fmt: skip
         self.handles: dict[str, int] = {}  # by request
-        self.block_table = Tables(self)
+        self.block_table = Tables(self.blocks, self.handles)
         self.known: dict[str, int] = {}  # tokens that the prefix cache knows of each request
         self.one_row = Plan(self.blocks, 1, formats=())
         self.plan = Plan(self.blocks, 64, 1024, formats=("csr", "slot_mapping"), dtype="int64")  # grows
+        self.scratch = np.empty((2, 0, self.tokens_per_page), np.int64)  # grows
         self.prompt: list[int] = []
         self.take_over()
 
@@ -91,8 +87,7 @@ class PoolAllocator(FullAttentionCacheAllocator):
 
     def __len__(self) -> int:
         """Free blocks, cached ones included."""
-        stats = self.blocks.stats()
-        return stats.free + stats.evictable
+        return (stats := self.blocks.stats()).free + stats.evictable
 
     def delete_full_trees(self) -> list[int]:
         """Sectors to give back: none, there is nobody else."""
@@ -117,10 +112,9 @@ class PoolAllocator(FullAttentionCacheAllocator):
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """The request is over. What the prefix cache knows of it stays until its blocks are needed."""
-        handle = self.handles.pop(request_id, None)
         self.known.pop(request_id, None)
-        if handle is not None:
-            self.blocks.close(handle)
+        if request_id in self.handles:
+            self.blocks.close(self.handles.pop(request_id))
 
     def count_non_shareable_blocks(self, source_request_id: str, past_length: int) -> int:
         """A fork needs no block until somebody writes."""
@@ -163,48 +157,44 @@ class PoolAllocator(FullAttentionCacheAllocator):
         """Step the pool for the batch of `io`, and write where its tokens go and what they read."""
         handles = [self.handles[future.state.request_id] for future in io.requests_in_batch]
         write, read = self.indices(handles, [future.query_length for future in io.requests_in_batch])
-        if io.use_block_table:
-            return
-        store(io.write_index_storage[self.index], write)
-        io.true_write_sizes[self.index] = len(write)
-        if io.max_kv_read:
-            store(io.read_index_storage[self.index], read)
-            io.true_read_sizes[self.index] = len(read)
+        if not io.use_block_table:
+            io.true_write_sizes[self.index] = store(io.write_index_storage[self.index], write)
+            if io.max_kv_read:
+                io.true_read_sizes[self.index] = store(io.read_index_storage[self.index], read)
 
     def indices(self, handles: list[int], counts: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Step the pool; rows of the flat KV tensor that the new tokens are written to, and that all contexts read."""
-        rows, tokens = len(handles), sum(counts)
+        """Step the pool; rows of the flat KV tensor that the new tokens are written to, and that all contexts read.
+
+        The latter are a view of memory that the next call writes to.
+        """
+        rows, tokens, page, stride = len(handles), sum(counts), self.tokens_per_page, self.block_physical_stride
         if rows > self.plan.max_rows or tokens > self.plan.max_tokens:
             self.plan = Plan(self.blocks, 2 * rows, 2 * tokens, formats=("csr", "slot_mapping"), dtype="int64")
-        plan, page, stride = self.plan, self.tokens_per_page, self.block_physical_stride
+        plan = self.plan
         self.blocks.step(plan, handles, counts)
-        slots = plan.slot_mapping
-        tables = np.add.outer(plan.indices * stride, np.arange(page)).reshape(-1)  # whole blocks
-        begins = plan.indptr[:-1] * page
-        ends = plan.indptr[1:] * page - page + plan.last_page_len
-        read = np.concatenate([tables[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)])
-        return slots + slots // page * (stride - page), read
+        if len(plan.indices) > self.scratch.shape[1]:
+            self.scratch = np.empty((2, 2 * len(plan.indices), page), np.int64)
+        np.add.outer(plan.indices * stride, np.arange(page), out=self.scratch[0, : len(plan.indices)])
+        (whole, read), end = self.scratch.reshape(2, -1), 0
+        lengths = np.diff(plan.indptr) * page - page + plan.last_page_len
+        for block, length in zip(plan.indptr[:-1].tolist(), lengths.tolist(), strict=True):
+            begin, end = end, end + length
+            read[begin:end] = whole[block * page : block * page + length]
+        return plan.slot_mapping + plan.slot_mapping // page * (stride - page), read[:end]
 
 
-def store(storage: torch.Tensor, values: NDArray[np.int64]) -> None:
+def store(storage: torch.Tensor, values: NDArray[np.int64]) -> int:
     """Copy to the beginning of a tensor; on the CPU without torch, whose threads take longer to meet than to copy."""
-    if storage.device.type == "cpu":
-        storage.numpy()[: len(values)] = values
-    else:
-        storage[: len(values)] = torch.from_numpy(values)
+    on_cpu = storage.device.type == "cpu"
+    (storage.numpy() if on_cpu else storage)[: len(values)] = values if on_cpu else torch.from_numpy(values)
+    return len(values)
 
 
-class Tables(Mapping[str, list[int]]):
+class Tables(UserDict[str, Any]):
     """The block table of each request, as transformers reads it when it frees all or makes room."""
 
-    def __init__(self, allocator: PoolAllocator) -> None:
-        self.allocator = allocator
+    def __init__(self, blocks: Pool, handles: dict[str, int]) -> None:
+        self.blocks, self.data = blocks, handles
 
     def __getitem__(self, request_id: str) -> list[int]:
-        return self.allocator.blocks.table(self.allocator.handles[request_id]).tolist()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.allocator.handles)
-
-    def __len__(self) -> int:
-        return len(self.allocator.handles)
+        return self.blocks.table(self.data[request_id]).tolist()

@@ -230,7 +230,10 @@ def test_request_that_does_not_fit_changes_nothing():
 
 
 def test_indices_of_64_requests_of_4k_are_20_times_faster_than_stock():
-    """Both build what one decode step needs, as tensors, in one run; CPU time, medians."""
+    """Both build what one decode step needs, as tensors, in one run; medians.
+
+    The time is that of this thread: torch's others spin on after they have copied for stock, into the time of ours.
+    """
     names, length, blocks = [str(i) for i in range(64)], 4096, 64 * 260
     ours, stock = allocator_of(PoolAllocator, blocks), allocator_of(FullAttentionCacheAllocator, blocks)
     cache = SimpleNamespace(cache_allocators={FULL_ATTENTION: stock})
@@ -243,20 +246,20 @@ def test_indices_of_64_requests_of_4k_are_20_times_faster_than_stock():
     times = {"stock": [], "kvpool": []}
     for step in range(9):
         past = length + step
-        start = time.process_time()
+        start = time.thread_time()
         read, write = [[]], [[]]
         for name in names:
             stock_cache.PagedAttentionCache.extend_read_and_write_indices(cache, name, past, 1, read, write)
         for index in (read[0], write[0]):
             storage[: len(index)] = torch.tensor(index, dtype=torch.int64)
-        times["stock"].append(time.process_time() - start)
-        start = time.process_time()
+        times["stock"].append(time.thread_time() - start)
+        start = time.thread_time()
         for name in names:
             ours.allocate_cache_to_request(name, past, 1)
-        allocated = time.process_time()
+        allocated = time.thread_time()
         for index in ours.indices(handles, [1] * 64):
             adapter.store(storage, index)
-        times["kvpool"].append(time.process_time() - allocated)
+        times["kvpool"].append(time.thread_time() - allocated)
         print(
             f"step {step}: stock {times['stock'][-1] * 1e3:.2f} ms, kvpool {times['kvpool'][-1] * 1e3:.2f} ms, "
             f"reserving blocks {(allocated - start) * 1e3:.2f} ms"
