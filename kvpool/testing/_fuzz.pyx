@@ -164,6 +164,7 @@ cdef class Driver(Evictions):
         cdef int32_t k, top
         cdef uint32_t op = self.eased(w)
         self.s.clock += 1
+        self.salt = (w.a ^ w.b ^ w.c) % 3
         self.calls[op] += 1
         self.op = op
         self.due = None

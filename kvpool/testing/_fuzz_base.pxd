@@ -117,6 +117,7 @@ cdef class Base:
     cdef list trace
     cdef dict names
     cdef uint32_t op            # of the running call
+    cdef uint64_t salt          # of the tokens that it decides: of the word alone, so that words before it can go
     cdef readonly int64_t idle  # words that met a state in which there was nothing to call
     cdef int64_t[NUM_OPS] calls
     cdef int64_t[NUM_STATES] states

@@ -14,7 +14,6 @@ cdef class Steps(Base):
     cdef int op_step(self, const Word* w, bint advance) except -1
     cdef int direct_step(self, Plan plan, int32_t n, bint advance, bint partial) except -100
     cdef int stepped(self, int32_t k, int32_t n, bint advance) except -1
-    cdef int64_t clock_salt(self) noexcept
     cdef int grown(self, Pending* p, int32_t row, int32_t slot, int64_t new) except -1
     cdef int unshared(self, Pending* p, int32_t row, int32_t slot) except -1
     cdef void replaced(self, Pending* p, int32_t* entry, int32_t now, int32_t valid) noexcept

@@ -226,7 +226,7 @@ cdef class Steps(Base):
             p.row_step[i] = line.row_step
             self.grown(p, i, slot, new)
             if advance:
-                self.extend(slot, line.length + new, <uint64_t>self.clock_salt())
+                self.extend(slot, line.length + new, self.salt)
                 for at in range(line.length, line.length + new):
                     p.slot[p.tokens] = line_table(&self.s, slot)[at // bs] * bs + at % bs
                     p.stamp[p.tokens] = line_stamp(&self.s, slot)[at]
@@ -246,9 +246,6 @@ cdef class Steps(Base):
         self.run_plan(p)
         p.step = p.num_held = 0
         return 0
-
-    cdef int64_t clock_salt(self) noexcept:
-        return self.s.clock % 3
 
     cdef int grown(self, Pending* p, int32_t row, int32_t slot, int64_t new) except -1:
         """One row: which table entries were replaced, which were added; what is held and copied for it."""

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 Word = tuple[int, int, int, int]
+SHORT = 48  # items, of which all pairs are tried
 
 
 def minimal(items: list[Any], fails: Callable[[list[Any]], bool]) -> list[Any]:
-    """A part of `items` that still fails, and of which no single item can be left out (ddmin)."""
-    parts = 2
-    while len(items) >= 2:
-        size = -(-len(items) // parts)
-        for at in range(0, len(items), size):
+    """A part of `items` that still fails, and of which no item can be left out, nor two of a short one.
+
+    Like ddmin, but for one thing: after a piece was left out, the pieces behind it are tried, not those before it again,
+    which had to stay a moment ago. A pass takes as many tries as there are pieces, however many of them go.
+    """
+    size = len(items) // 2
+    while size:
+        at, before = 0, len(items)
+        while at < len(items):
             rest = items[:at] + items[at + size :]
             if fails(rest):
-                items, parts = rest, max(parts - 1, 2)
-                break
-        else:
-            if size == 1:
-                return items
-            parts = min(2 * parts, len(items))
+                items = rest
+            else:
+                at += size
+        if size > 1 or len(items) == before:
+            size = min(size // 2, len(items))
+    pairs = itertools.combinations(range(len(items)), 2) if len(items) <= SHORT else ()
+    for first, second in pairs:  # what opens and what closes
+        rest = items[:first] + items[first + 1 : second] + items[second + 1 :]
+        if fails(rest):
+            return minimal(rest, fails)
     return items
 
 
