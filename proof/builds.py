@@ -56,7 +56,7 @@ class Variant:
 ASAN = Variant(
     {"KVPOOL_DEBUG": "1", "KVPOOL_SANITIZE": "address,undefined"},
     {
-        "ASAN_OPTIONS": "detect_leaks=0",
+        "ASAN_OPTIONS": "detect_leaks=0:malloc_context_size=2",
         "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
         "PYTHONMALLOC": "malloc",
     },
@@ -128,6 +128,24 @@ def _copy(variant: str, folder: Path) -> bool:
 def folder_of(variant: str) -> Path:
     """Where the copy stands."""
     return ROOT / "build" / variant
+
+
+def is_release() -> bool:
+    """Whether the build in place is the one that users get: then nobody needs a copy that is called so."""
+    variant = ROOT / "build" / "cython" / "variant"
+    plain = "debug=False sanitize= faults=False coverage=False optimize="
+    return variant.exists() and variant.read_text() == plain
+
+
+def copied(variant: str) -> Path:
+    """Bring a copy up to date without compiling it; returns its folder."""
+    folder = folder_of(variant)
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if _copy(variant, folder):
+            (folder / "compiled").unlink(missing_ok=True)
+    return folder
 
 
 def build(variant: str) -> Path:

@@ -18,8 +18,8 @@ from proof.figure import Budget, Figure
 NAME = "failures"
 TARGET = "state unchanged, no leak, no abort at 100 % of >= 2,000 points"
 COMMAND = "python -m proof failures"
-POINTS = 3000  # allocations of C, each of which fails alone and with all behind it
-SCRIPTS = 12  # whose allocations of Python fail
+POINTS = 1500  # allocations of C, each of which fails alone and with all behind it
+SCRIPTS = 8  # whose allocations of Python fail
 SHORT_POINTS = 120
 
 

@@ -19,7 +19,7 @@ from proof.figure import Budget, Figure
 NAME = "threads"
 TARGET = "0 reports of ThreadSanitizer in our code; the control without a lock is reported"
 COMMAND = "python -m proof threads"
-OPERATIONS = 20_000_000
+OPERATIONS = 5_000_000
 CLEAN = ("pools_apart", "pool_with_a_lock", "pool_with_the_busy_flag")
 CONTROL = "pool_without_a_lock"
 WARNING = "WARNING: ThreadSanitizer"
