@@ -137,6 +137,17 @@ def test_rows_of_a_memory_are_copied_kept_and_cut():
     assert not (one.scores == 7).any()  # copies
 
 
+@pytest.mark.parametrize(("mine", "theirs"), [(24, 25), (25, 24), (0, 9)])
+def test_rows_of_a_memory_with_more_room_or_less_are_taken_over(mine, theirs):
+    one, two = (memory(H2O(max_kv=64)) for _ in range(2))
+    for each, length in ((one, mine), (two, theirs)):
+        each.observe(np.full((LAYERS, 1, HEADS, length), length, np.float32), np.array([length]), np.array([0]))
+    one.append(two, [0])
+    for row, length in enumerate((mine, theirs)):
+        assert (one.scores[:, row, :, :length] == length).all() and not one.scores[:, row, :, length:].any()
+    assert one.known.tolist() == [mine, theirs]
+
+
 def test_block_sums_are_sums_of_what_is_there():
     scores = draw(3, 2, 10)
     sums = block_sums(scores, np.array([10, 5]), 4)
