@@ -148,6 +148,33 @@ def test_rows_of_a_memory_with_more_room_or_less_are_taken_over(mine, theirs):
     assert one.known.tolist() == [mine, theirs]
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("kind", ["raw", "mass"])
+def test_tokens_with_scores_that_are_no_numbers_count_as_the_heaviest(bad, kind):
+    """In the head that has seen them; the others choose as ever."""
+    policy = H2O(max_kv=64, kind=kind)
+    told, clean = memory(policy), memory(policy)
+    for step in range(3):
+        scores = draw(step, 1, 64)
+        clean.observe(scores.copy(), np.array([64]))
+        scores[0, 0, 1, 20:23] = bad
+        told.observe(scores, np.array([64]))
+    keep, due = told.select(0, 64, 56), clean.select(0, 64, 56)
+    assert (np.diff(keep, axis=-1) > 0).all() and np.isin([20, 21, 22], keep[0, 1]).all()
+    assert (keep[1] == due[1]).all() and (keep[0, [0, 2]] == due[0, [0, 2]]).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_blocks_with_scores_that_are_no_numbers_are_not_the_lowest(bad):
+    policy = BlockEviction(max_kv=64, recent_tokens=8)
+    told = memory(policy)
+    scores = np.ones((LAYERS, 1, HEADS, 64), np.float32)
+    scores[0, 0, 1, 10:50] = bad
+    told.observe(scores, np.array([64]))
+    (leaves,) = told.select(0, 64, 60)
+    assert not 10 // BLOCK <= leaves <= 49 // BLOCK
+
+
 def test_block_sums_are_sums_of_what_is_there():
     scores = draw(3, 2, 10)
     sums = block_sums(scores, np.array([10, 5]), 4)
