@@ -75,6 +75,7 @@ def metrics_of(pool: Any, scheduler: Any = None) -> list[Metric]:
         gauge("kvpool_steps_pending", "Steps that are neither done nor rolled back.", stats.pending),
         counter("kvpool_block_allocations_total", "Blocks taken.", stats.allocs),
         counter("kvpool_block_evictions_total", "Cached blocks given up.", stats.evictions),
+        counter("kvpool_evicted_tokens_total", "Tokens that left sequences that go on.", stats.evicted_tokens),
         counter("kvpool_cow_copies_total", "Blocks copied because a shared one was written.", stats.cow_copies),
         counter("kvpool_cow_tokens_total", "Tokens of these copies.", stats.cow_tokens),
         gauge("kvpool_prefix_nodes", "Blocks that the prefix cache can find.", prefix.nodes),

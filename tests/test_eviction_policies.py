@@ -137,6 +137,44 @@ def test_rows_of_a_memory_are_copied_kept_and_cut():
     assert not (one.scores == 7).any()  # copies
 
 
+@pytest.mark.parametrize(("mine", "theirs"), [(24, 25), (25, 24), (0, 9)])
+def test_rows_of_a_memory_with_more_room_or_less_are_taken_over(mine, theirs):
+    one, two = (memory(H2O(max_kv=64)) for _ in range(2))
+    for each, length in ((one, mine), (two, theirs)):
+        each.observe(np.full((LAYERS, 1, HEADS, length), length, np.float32), np.array([length]), np.array([0]))
+    one.append(two, [0])
+    for row, length in enumerate((mine, theirs)):
+        assert (one.scores[:, row, :, :length] == length).all() and not one.scores[:, row, :, length:].any()
+    assert one.known.tolist() == [mine, theirs]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("kind", ["raw", "mass"])
+def test_tokens_with_scores_that_are_no_numbers_count_as_the_heaviest(bad, kind):
+    """In the head that has seen them; the others choose as ever."""
+    policy = H2O(max_kv=64, kind=kind)
+    told, clean = memory(policy), memory(policy)
+    for step in range(3):
+        scores = draw(step, 1, 64)
+        clean.observe(scores.copy(), np.array([64]))
+        scores[0, 0, 1, 20:23] = bad
+        told.observe(scores, np.array([64]))
+    keep, due = told.select(0, 64, 56), clean.select(0, 64, 56)
+    assert (np.diff(keep, axis=-1) > 0).all() and np.isin([20, 21, 22], keep[0, 1]).all()
+    assert (keep[1] == due[1]).all() and (keep[0, [0, 2]] == due[0, [0, 2]]).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_blocks_with_scores_that_are_no_numbers_are_not_the_lowest(bad):
+    policy = BlockEviction(max_kv=64, recent_tokens=8)
+    told = memory(policy)
+    scores = np.ones((LAYERS, 1, HEADS, 64), np.float32)
+    scores[0, 0, 1, 10:50] = bad
+    told.observe(scores, np.array([64]))
+    (leaves,) = told.select(0, 64, 60)
+    assert not 10 // BLOCK <= leaves <= 49 // BLOCK
+
+
 def test_block_sums_are_sums_of_what_is_there():
     scores = draw(3, 2, 10)
     sums = block_sums(scores, np.array([10, 5]), 4)

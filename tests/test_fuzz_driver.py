@@ -70,6 +70,12 @@ def test_large_pool_is_sound_at_checkpoints():
     driver.audit()
 
 
+def test_half_a_million_calls_with_evictions_find_nothing():
+    report = hunt(seed=1, calls=500_000)
+    assert report.finding is None and report.calls >= 500_000
+    assert all(report.by_operation[name] > 1_000 for name in EVICTIONS), report.by_operation
+
+
 def hunt_large(make_pool=Pool):
     """Runs of large pools, on pools that are small enough to be checked often."""
     return hunt(

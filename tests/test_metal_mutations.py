@@ -1,10 +1,7 @@
 """Faults planted into the shipped kernels, each caught by the test that is named with it.
 
-A fault that its test does not notice fails here: the tests of the kernels are tested. What is caught is a wrong result
-or an error of the launch; a text that does not compile counts as nothing.
+A fault that its test does not notice fails here: the tests of the kernels are tested.
 """
-
-from typing import NamedTuple
 
 import pytest
 import test_metal_attention as attention
@@ -13,24 +10,12 @@ import test_metal_gather as gather
 import test_metal_in_place as in_place
 import test_metal_text as text
 from metal_cases import Batch
-from metal_engine import StandIn
-from msl import MetalError
+from metal_mutants import ENGINE, Mutant, convict, planted
 
 from kvpool.config import KVSpec
-from kvpool_backends.mlx import metal_kernels
 
-ENGINE = StandIn()
 ATTENTION, REDUCE, HEADER = "paged_attention.metal", "paged_reduce.metal", "kv_layout.h"
 FLOATS = KVSpec(1, 2, 80, "float32", 8)
-
-
-class Mutant(NamedTuple):
-    name: str
-    file: str
-    before: str
-    after: str
-    test: object
-    arguments: tuple = (ENGINE,)
 
 
 def decode(**choice):
@@ -402,17 +387,8 @@ MUTANTS = [
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
 def test_planted_faults_are_caught(mutant, monkeypatch):
-    real = metal_kernels.source_text
-    assert real(mutant.file).count(mutant.before) == 1, "the shipped text has changed: say again where the fault goes"
-    monkeypatch.setattr(
-        metal_kernels,
-        "source_text",
-        lambda name: real(name).replace(mutant.before, mutant.after) if name == mutant.file else real(name),
-    )
-    monkeypatch.setattr(text, "source_text", metal_kernels.source_text)
-    with pytest.raises((AssertionError, MetalError)) as caught:
-        mutant.test(*mutant.arguments)
-    assert "the compiler refused" not in str(caught.value)
+    with planted(mutant, monkeypatch):
+        convict(mutant.test, mutant.arguments)
 
 
 def test_there_are_enough_faults_of_every_kind():

@@ -62,6 +62,36 @@ def test_budget_holds_while_a_sequence_generates(model, kv, policy):
     assert not caches[0].is_trimmable()
 
 
+def passes(model, caches, prompt=PROMPT, n=30):
+    """Logits of each pass: the prompt in chunks of seven, then tokens that are always the same."""
+    for at in range(0, len(prompt), 7):
+        yield np.array(model(mx.array([prompt[at : at + 7]]), cache=caches))
+    for token in range(n):
+        yield np.array(model(mx.array([[token]]), cache=caches))
+
+
+@pytest.mark.parametrize(
+    "roomy", [H2O(max_kv=64), H2O(max_kv=64, kind="raw"), BlockEviction(max_kv=64), SlidingWindow(max_kv=64)]
+)
+def test_logits_below_the_budget_have_the_same_bits(model, kv, roomy):
+    due = list(passes(model, kv.make_cache()))
+    assert all(map(np.array_equal, passes(model, make_cache(model, roomy)), due))
+    assert not all(map(np.array_equal, passes(model, make_cache(model, POLICIES["window"])), due))
+
+
+def test_logits_of_who_shares_a_prefix_keep_their_bits_while_another_evicts(model, kv, policy):
+    first = kv.make_cache()
+    due = list(passes(model, first, [*PROMPT, 1]))[-30:]
+    kv.commit(first, [*PROMPT, 1, *range(30)])
+    kept, cached = kv.fetch(PROMPT)
+    kv.eviction = policy
+    evicting, _ = kv.fetch(PROMPT)
+    pairs = zip(passes(model, kept, [*PROMPT, 1][cached:]), passes(model, evicting, [9, 8]), strict=True)
+    got = [mine for mine, _ in pairs][-30:]
+    assert kv.pool.kv_len(evicting[0].batch.handles[0]) <= policy.max_kv < cached
+    assert all(map(np.array_equal, got, due))
+
+
 class Dense(KVCache):
     """A stock cache that keeps the sinks and the newest tokens, as `SlidingWindow` says, by plain slices."""
 
@@ -162,6 +192,16 @@ def test_rows_of_a_batch_say_what_each_says_alone(model, kv, policy):
     together = batch_tokens(model, prompts, limits, prefill_batch_size=1)
     assert together == alone
     assert kv.summary().blocks_leaked == 0
+
+
+def test_caches_that_were_made_with_a_policy_go_into_the_engine(model, kv, policy):
+    prompts = random_prompts((33, 5, 21), seed=4)
+    kv.eviction = policy
+    due = batch_tokens(model, prompts, 40, prefill_batch_size=1)
+    kv.eviction = None
+    caches = [make_cache(model, policy) for _ in prompts]
+    assert batch_tokens(model, prompts, 40, prefill_batch_size=1, caches=caches) == due
+    assert batch_tokens(model, prompts, 40) != due
 
 
 def test_cut_that_an_eviction_stands_behind_is_refused(model, kv):

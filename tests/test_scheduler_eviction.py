@@ -295,10 +295,11 @@ def shared_blocks_are_compacted_as_they_are():
     def force(self, handles, lens, first=0):
         return compact(self, handles, lens, 2**30)  # as if nothing had to move
 
+    forced = type("Forced", (Pool,), {"compact": force})
     with (
         mock.patch.object(Evictor, "_unshare", lambda *_: None),
-        mock.patch("eviction_workload.Pool", type("Forced", (Pool,), {"compact": force})),
-        mock.patch("scheduler_workload.Pool", type("Forced", (Pool,), {"compact": force})),
+        mock.patch("eviction_workload.Pool", forced),
+        mock.patch("scheduler_workload.Pool", forced),
     ):
         yield
 

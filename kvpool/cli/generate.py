@@ -8,6 +8,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from kvpool.cli.cache import add_cache_arguments, bits_of, policy_of
 from kvpool.cli.console import CommandError, real, whole
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template")
     parser.add_argument("--no-prefix-cache", action="store_true", help="do not share what prompts have in common")
     parser.add_argument("--stats", action="store_true", help="print speed and use of the cache to stderr")
+    add_cache_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -123,6 +125,9 @@ def make_engine(args: argparse.Namespace, prompts: list[str], options: dict[str,
     """The model, loaded, in an engine with a pool that fits."""
     block_size, chunk = whole("--kv-block-size", args.kv_block_size), whole("--chunk", args.chunk)
     max_running = whole("--max-running", args.max_running)
+    policy, bits = policy_of(args), bits_of(args)
+    if policy is not None and options["beam_width"]:
+        raise CommandError("--eviction and --beam exclude each other: a beam keeps every token")
     num_blocks = None if args.num_blocks is None else whole("--num-blocks", args.num_blocks, 2)
     try:
         from kvpool.adapters.mlx_lm import loading
@@ -135,7 +140,7 @@ def make_engine(args: argparse.Namespace, prompts: list[str], options: dict[str,
         raise CommandError(f"--model {exc}") from None
     try:
         if num_blocks is None:
-            most = blocks_in_memory(args.memory, model, block_size)
+            most = blocks_in_memory(args.memory, model, block_size, bits)
             sequences = max(options["n"], options["beam_width"]) + 1  # one more: copies, and shared beginnings
             lengths = [len(encode(tokenizer, prompt, args.chat)) + options["max_tokens"] for prompt in prompts]
             needed = 1 + sum(sequences * (-(-length // block_size) + 1) for length in lengths)
@@ -149,18 +154,20 @@ def make_engine(args: argparse.Namespace, prompts: list[str], options: dict[str,
             max_running=max_running,
             max_step_tokens=max(2 * chunk, max_running),
             prefill_chunk=chunk,
+            eviction=policy,
+            **bits,
         )
     except (ValueError, TypeError, RuntimeError, MemoryError) as exc:
         raise CommandError(f"--model {args.model}: {str(exc).rpartition('] ')[2] or 'not enough memory'}") from None
     return tokenizer, engine
 
 
-def blocks_in_memory(size: str | None, model: Any, block_size: int) -> int:
+def blocks_in_memory(size: str | None, model: Any, block_size: int, bits: dict[str, Any]) -> int:
     """Blocks that --memory has room for; without it, that there is."""
     from kvpool.adapters.mlx_lm import loading
 
     try:
-        return loading.blocks_in(size or "auto", model, block_size)
+        return loading.blocks_in(size or "auto", model, block_size, **bits)
     except (ValueError, MemoryError) as exc:
         if size is None:
             raise

@@ -12,6 +12,7 @@ import threading
 from contextlib import ExitStack
 from typing import Any, NoReturn
 
+from kvpool.cli.cache import add_cache_arguments, bits_of, policy_of
 from kvpool.cli.console import CommandError, whole
 
 LAST_PORT = 65535
@@ -38,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--num-blocks", metavar="N", help="blocks of the cache (default: what runs at a time may need)")
     parser.add_argument("--memory", metavar="SIZE", help="size the cache by memory, 2GiB or auto, not by --num-blocks")
+    add_cache_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,6 +48,10 @@ def run(args: argparse.Namespace) -> int:
     if port > LAST_PORT:  # the socket would take what is left of it after division by 65536
         raise CommandError(f"--port {args.port}: out of range, 0..{LAST_PORT}")
     num_blocks = None if args.num_blocks is None else whole("--num-blocks", args.num_blocks, 4)
+    policy, bits = policy_of(args), bits_of(args)
+    for argument in args.rest:
+        if argument.partition("=")[0] == "--quantized-kv-start":
+            raise CommandError("--quantized-kv-start: blocks are quantized from the first token on; leave it out")
     if args.memory is not None and num_blocks is not None:
         raise CommandError("--memory and --num-blocks exclude each other")
     try:
@@ -64,12 +70,14 @@ def run(args: argparse.Namespace) -> int:
         pools.append(provider.kv.pool)
         facts = {"url": f"http://{host}:{bound}", "model": args.model, "route": provider.kv.route}
         facts |= {"num_blocks": provider.kv.pool.num_blocks, "block_size": block_size}
+        facts |= {"eviction": args.eviction, "max_kv": None if policy is None else policy.max_kv} | {"bits": bits}
         if args.json:
             print(json.dumps(facts), flush=True)
             return
         print(
             f"kvpool serve: {facts['url']}/v1, {args.model} on {facts['num_blocks']} blocks of {block_size} tokens, "
-            f"attention: {facts['route']}; statistics at {facts['url']}/metrics",
+            f"attention: {facts['route']}, {'nothing leaves' if policy is None else policy}; "
+            f"statistics at {facts['url']}/metrics",
             file=sys.stderr,
             flush=True,
         )
@@ -82,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
             model = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpool-tiny-"))
             tiny.save(model)
             names = [(tiny.NAME, model)]
-        settings = serving.Settings(block_size, num_blocks, args.memory, tuple(names))
+        settings = serving.Settings(block_size, num_blocks, args.memory, tuple(names), policy, tuple(bits.items()))
         arguments = ["--model", model, "--host", args.host, "--port", str(port), *args.rest]
         try:
             serving.serve(arguments, settings, tell)

@@ -56,9 +56,9 @@ class Memory:
         rows = list(rows)
         if not rows:
             return
-        room = max(self.scores.shape[3], other.scores.shape[3])
-        self.reserve(room)
-        more = np.zeros((*other.scores.shape[:1], len(rows), other.scores.shape[2], room), np.float32)
+        self.reserve(other.scores.shape[3])
+        layers, _, heads, room = self.scores.shape
+        more = np.zeros((layers, len(rows), heads, room), np.float32)
         more[..., : other.scores.shape[3]] = other.scores[:, rows]
         self.scores = np.concatenate([self.scores, more], axis=1)
         self.known = np.concatenate([self.known, other.known[rows]])

@@ -2,9 +2,9 @@
 
 A host schedules requests, a device executes their plans later, and a seeded choice of events decides who moves next:
 several steps in flight, results that arrive late, in another order or never, aborts and preemptions in every state,
-forks, drafts that are cut off, prefix hits, pins, flushes, resets. Pools hold a few requests only. Every read is
-compared with what the reader wrote; a block that is handed out is poisoned. A world is made by its seed alone, so a
-failure is replayed by it: ``python -m kvpool.testing.simulator --seed 1 --steps 100000``.
+forks, drafts that are cut off, tokens that leave, prefix hits, pins, flushes, resets. Pools hold a few requests only.
+Every read is compared with what the reader wrote; a block that is handed out is poisoned. A world is made by its seed
+alone, so a failure is replayed by it: ``python -m kvpool.testing.simulator --seed 1 --steps 100000``.
 
 Examples
 --------

@@ -27,6 +27,8 @@ class Tally:
     refused: int = 0  # calls that were made at the wrong moment
     resets: int = 0
     out_of_order: int = 0
+    compactions: int = 0
+    evicted: int = 0  # tokens that left sequences which go on
     cut: int = 0  # tokens cut off: drafts that were not accepted, and what clients took back
 
     def describe(self) -> str:
@@ -48,6 +50,10 @@ class Request:
     committed: int = 0
     ticket: int = -1  # newest work that its content depends on
     drafting: bool = False
+    gone: int = 0  # tokens that left; none of the lengths here counts them
+    least: int = 0  # length below which nothing can be cut any more
+    salt: int = 0  # of the stamps of what it computes, since tokens left
+    wish: tuple[int, int] | None = None  # length to compact to, and tokens that stay in front
     #: (flight, length before it), for what is done so far
     flights: list[tuple[Flight, int]] = field(default_factory=list)
 

@@ -34,6 +34,25 @@ class Work:
     next_operation: int = 0
 
 
+@dataclass(eq=False, slots=True)
+class Move:
+    """Tokens to move to the front of their table."""
+
+    ticket: int
+    table: np.ndarray  # as it was
+    keep: list[int]
+    next_operation: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Poison:
+    """Blocks that have a new owner once what is before it in the queue has read them."""
+
+    ticket: int
+    blocks: list[int]
+    next_operation: int = 0
+
+
 @dataclass(slots=True)
 class Arrays:
     """A plan's arrays as they were when it was issued: for pools whose plans are not pending afterwards."""
@@ -65,7 +84,7 @@ class Device:
         self.num_layers = num_layers
         self.memory = np.full((num_layers, num_blocks * block_size), POISON, np.int64)
         self.blocks = self.memory.reshape(num_layers, num_blocks, block_size)
-        self.queue: deque[Work] = deque()
+        self.queue: deque[Any] = deque()  # of Work, Move and Poison
         self._by_tables = by_tables
         self._tables: dict[int, np.ndarray] = {}  # id of a plan -> its rows as last uploaded
         self.reads = 0  # tokens that were read and compared
@@ -74,11 +93,22 @@ class Device:
         """Put work at the end of the queue."""
         self.queue.append(work)
 
+    def submit_move(self, move: Move) -> None:
+        """The same for what eviction leaves to do."""
+        self.queue.append(move)
+
     def advance(self) -> Work | None:
         """Do the next small operation; returns the work that it completed, if any."""
         if not self.queue:
             return None
         work = self.queue[0]
+        if not isinstance(work, Work):
+            self.queue.popleft()
+            if isinstance(work, Move):
+                self._move(work)
+            else:
+                self.blocks[:, work.blocks] = POISON
+            return None
         layer, operation = divmod(work.next_operation, len(OPERATIONS))
         (self._copy, self._write, self._read)[operation](work, self.memory[layer])
         work.next_operation += 1
@@ -100,8 +130,12 @@ class Device:
         return not self.queue or self.queue[0].ticket > ticket
 
     def poison(self, blocks: Any) -> None:
-        """These blocks have a new owner: nobody may need what they hold."""
-        self.blocks[:, blocks] = POISON
+        """These blocks have a new owner: nobody may need what they hold, but a move that comes first."""
+        moving = {block for move in self.queue if isinstance(move, Move) for block in move.table.tolist()}
+        later = [block for block in map(int, blocks) if block in moving]
+        self.blocks[:, [block for block in map(int, blocks) if block not in moving]] = POISON
+        if later:
+            self.queue.append(Poison(self.queue[-1].ticket, later))
 
     def expect(self, table: np.ndarray, stamps: list[int], who: str) -> None:
         """Compare what a sequence reads through its table with what it must read."""
@@ -140,6 +174,10 @@ class Device:
                 f"must be {work.context[at]} ({(got != work.context).sum()} wrong)"
             )
         self.reads += got.size
+
+    def _move(self, move: Move) -> None:
+        slots = (move.table[:, None] * self.block_size + np.arange(self.block_size)).ravel()
+        self.memory[:, slots[: len(move.keep)]] = self.memory[:, slots[move.keep]]
 
     def _copies(self, work: Work) -> list[list[int]]:
         return work.plan.copies.tolist()

@@ -17,7 +17,7 @@ from kvpool import Plan, Pool
 from kvpool.errors import OutOfBlocks, StaleHandle
 from kvpool.testing.model import ModelPlan, ModelPool
 from kvpool.testing.simulator import Failure, Kit, simulate
-from kvpool.testing.simulator_device import Device, Work
+from kvpool.testing.simulator_device import Device, Move, Work
 
 SEEDS = 100  # worlds in which every fault must show
 
@@ -96,6 +96,20 @@ class AnyDoneFreesAll(_Issued):
     def done(self, plan: Any) -> None:
         """Every step is done."""
         self._all_done()
+
+
+class EvictionWithoutFence(_Issued):
+    """Blocks that eviction releases do not wait for the steps in flight."""
+
+    def compact(self, handles: Any, lens: Any, first: int = 0) -> None:
+        """Free at once."""
+        self._all_done()
+        super().compact(handles, lens, first)
+
+    def evict_blocks(self, handle: int, indices: Any) -> None:
+        """Free at once."""
+        self._all_done()
+        super().evict_blocks(handle, indices)
 
 
 class CommitBeforeDone(_Issued):
@@ -276,6 +290,14 @@ class ZombieRows(Device):
             self.memory[:, slots[: stamps.size]] = stamps
 
 
+class MovesOvertake(Device):
+    """Tokens move at once, before the steps that were issued earlier."""
+
+    def submit_move(self, move: Move) -> None:
+        """Do not wait."""
+        self._move(move)
+
+
 class NewestFirst(Device):
     """Steps are not executed in the order in which they were issued."""
 
@@ -336,6 +358,30 @@ class CommittedWrittenInPlace(ModelPool):
         return needs
 
 
+class SharedCompacted(ModelPool):
+    """Compaction rewrites blocks that others read."""
+
+    def _is_own(self, *arguments: Any) -> bool:
+        """Every block is."""
+        return True
+
+
+class PendingCompacted(ModelPool):
+    """Tokens may leave rows of a step in flight."""
+
+    def _judge_eviction(self, *arguments: Any) -> None:
+        """All may."""
+
+
+class LeftoversCommitted(ModelPool):
+    """What is left of a sequence may be committed, as if it were the beginning of a prompt."""
+
+    def _refuse_commit(self, seq: Any, row: list[int]) -> None:
+        """Not where tokens left."""
+        if not seq.evicted:
+            super()._refuse_commit(seq, row)
+
+
 class HitsStayOnTheList(ModelPool):
     """A hit gains a reference but stays evictable."""
 
@@ -357,9 +403,11 @@ CUT_AND_UNDONE: dict[str, Any] = {
     **{"prefix_cache": False, "drafting": 0.0, "reserving": 0.0},
     "weights": {"fork": 6.0, "trim": 6.0, "give_up": 6.0},
 }
-ALL_ARRIVES = {"losing": 0.0, "weights": {"give_up": 0.0}}
+#: And nothing is evicted: blocks that are still to be moved are poisoned later.
+ALL_ARRIVES = {"losing": 0.0, "weights": {"give_up": 0.0, "compact": 0.0, "evict_blocks": 0.0}}
 #: Whoever is not asked for it makes no wrong calls: a fault has to show by what it does.
 MISUSE = {"weights": {"misuse": 5.0}}
+LEAVING = {"weights": {"fork": 2.0, "compact": 3.0, "evict_blocks": 1.0}}
 
 
 def quiet(kit: Kit) -> Kit:
@@ -371,6 +419,7 @@ _KITS: dict[str, Kit] = {
     "no fence": Kit(Pool=NoFence, shape=LATE | ALL_ARRIVES),
     "close without fence": Kit(Pool=CloseWithoutFence, shape=LATE | ALL_ARRIVES),
     "any done frees all": Kit(Pool=AnyDoneFreesAll, shape=LATE | ALL_ARRIVES),
+    "eviction without fence": Kit(Pool=EvictionWithoutFence, shape=LATE | LEAVING),
     "found before it is written": Kit(Pool=CommitBeforeDone, shape=LATE | CACHE | ALL_ARRIVES),
     "rollback ignored": Kit(Pool=RollbackIgnored, shape=LATE),
     "truncate ignored": Kit(Pool=TruncateIgnored, shape={"drafting": 0.5}),
@@ -388,6 +437,7 @@ _KITS: dict[str, Kit] = {
     "dirty rows forgotten": Kit(Device=DirtyRowsForgotten, shape={"by_tables": True, "in_order": False}),
     "one buffer for all plans": Kit(Plan=one_buffer, shape=LATE),
     "zombie rows": Kit(Device=ZombieRows, shape=LATE),
+    "moves overtake": Kit(Device=MovesOvertake, shape={"in_order": True, "depth": 4} | LEAVING),
     "newest first": Kit(Device=NewestFirst, shape=LATE),
     "copies in one layer only": Kit(Device=OtherLayersForgotten, shape=FORKS | {"num_layers": 2}),
     "source of a copy not held": model(NoHold, **LATE | FORKS),
@@ -395,6 +445,9 @@ _KITS: dict[str, Kit] = {
     "shared tail written in place": model(SharedWrittenInPlace, **FORKS),
     "limbo skipped": model(LimboSkipped, **LATE),
     "cached block written in place": model(CommittedWrittenInPlace, **CACHE | {"weights": {"trim": 2.0}}),
+    "shared blocks compacted": model(SharedCompacted, **LEAVING),
+    "pending rows compacted": model(PendingCompacted, **LATE, weights=LEAVING["weights"] | MISUSE["weights"]),
+    "leftovers are committed": model(LeftoversCommitted, **CACHE, weights=LEAVING["weights"] | MISUSE["weights"]),
     "hits stay on the list": model(HitsStayOnTheList, **CACHE),
 }
 

@@ -17,6 +17,7 @@ from kvpool import Plan, Pool
 from kvpool.errors import OutOfBlocks, OutOfSequences, PlanStateError
 from kvpool.testing.simulator_books import Flight, Request, Row, Tally
 from kvpool.testing.simulator_device import Arrays, Device, Violation, Work
+from kvpool.testing.simulator_evict import compact, evict_blocks
 from kvpool.testing.simulator_misuse import make_wrong_call
 from kvpool.testing.simulator_world import Shape, Stamps, prompts
 
@@ -109,8 +110,8 @@ class Host:
 
     def verify(self, request: Request) -> None:
         """A request has its length, and reads what it wrote as far as that is executed."""
-        length = self.pool.num_tokens(request.handle)
-        if length != request.length:
+        length = self.pool.num_tokens(request.handle) - request.gone
+        if length != request.length or self.pool.kv_len(request.handle) != length:
             raise Violation(f"sequence {request.handle} has {length} tokens, {request.length} were written")
         if request.length and self.device.is_settled(request.ticket):
             table = self.pool.table(request.handle)
@@ -190,8 +191,9 @@ class Host:
 
     def finish(self) -> None:
         """Requests that have their tokens end, though steps beyond the end may be in flight."""
-        for request in [r for r in self.running if r.length >= r.target]:
-            if self.rng.random() < 0.3 and len(request.tokens) < self.shape.max_length:  # comes back with an answer
+        for request in [r for r in self.running if r.length + r.gone >= r.target]:
+            whole = not request.gone and len(request.tokens) < self.shape.max_length
+            if self.rng.random() < 0.3 and whole:  # comes back with an answer
                 self.prompts.append((request.namespace, list(request.tokens), list(request.stamps)))
                 if len(self.prompts) > self.shape.num_prompts:
                     self.prompts.pop(self.rng.randrange(len(self.prompts)))
@@ -206,8 +208,15 @@ class Host:
         self.states["preempt", request.state()] += 1
         self.close(request)
         if len(self.waiting) < 8:
-            again = Request(list(request.tokens), list(request.stamps), request.target, request.namespace)
-            self.waiting.insert(0, again)
+            self.waiting.insert(0, self.again(request))
+
+    def again(self, request: Request) -> Request:
+        """The same request from its beginning; of one that lost tokens, what is left."""
+        tokens, stamps = list(request.tokens), list(request.stamps)
+        if request.gone:
+            tokens, stamps = tokens or [0], []
+            self.stamps.extend(stamps, tokens, request.namespace)
+        return Request(tokens, stamps, request.target, request.namespace)
 
     def fork(self) -> None:
         """A request becomes a few, in whatever state it is."""
@@ -228,6 +237,7 @@ class Host:
             child = Request(list(parent.tokens), list(parent.stamps), parent.target, parent.namespace, handle)
             child.length, child.num_blocks, child.ticket = parent.length, shared, parent.ticket
             child.committed, child.flights = parent.committed, list(pending)
+            child.gone, child.least, child.salt = parent.gone, parent.least, parent.salt
             self.running.append(child)
 
     # ---- events: steps ------------------------------------------------------------------------------------
@@ -289,7 +299,7 @@ class Host:
             request = row.request
             if ok and sampled:
                 request.tokens += sampled
-                self.stamps.extend(request.stamps, sampled, request.namespace)
+                self.stamps.extend(request.stamps, sampled, request.namespace, request.salt)
                 request.drafting = row.drafts > 0
             elif not ok:
                 row.drafts = 0
@@ -406,7 +416,7 @@ class Host:
         """Shorten a sequence that is in no step; what it had beyond is forgotten."""
         self.tally.cut += request.length - keep
         self.log.append(f"truncate {request.handle} {keep}")
-        self.pool.truncate(request.handle, keep)
+        self.pool.truncate(request.handle, keep + request.gone)
         request.length = keep
         request.num_blocks = -(-keep // self.shape.block_size)
         request.committed = min(request.committed, keep)
@@ -414,11 +424,23 @@ class Host:
 
     def trim(self) -> None:
         """A client takes back the end of its text."""
-        idle = [r for r in self.running if r.length > 1 and not r.drafting]
-        idle = [r for r in idle if not any(flight.rows_have(r) for flight, _ in r.flights)]
+        idle = [r for r in self.idle() if r.length > max(1, r.least)]
         if idle:
             request = self.rng.choice(idle)
-            self.cut(request, self.rng.randint(1, request.length - 1))
+            self.cut(request, self.rng.randint(max(1, request.least), request.length - 1))
+
+    def idle(self) -> list[Request]:
+        """Those that run and are in no step; forks of rows in flight too."""
+        idle = [r for r in self.running if not r.drafting]
+        return [r for r in idle if not any(flight.rows_have(r) for flight, _ in r.flights)]
+
+    def compact(self) -> None:
+        """Tokens leave."""
+        compact(self)
+
+    def evict_blocks(self) -> None:
+        """Blocks leave."""
+        evict_blocks(self)
 
     def over(self, flight: Flight) -> None:
         """Its plan is free, and nobody waits for it any more."""
@@ -457,6 +479,7 @@ class Host:
         """Undo the newest step, executed, half executed or not at all; False when that is not allowed."""
         if flight.noted:
             return False
+        queue = self.device.queue.copy()
         self.device.cancel(flight.work)
         try:
             self.pool.rollback(flight.plan)
@@ -465,7 +488,7 @@ class Host:
                 raise
             self.tally.forbidden += 1
             if not flight.executed:  # a fork depends on it: it has to be executed after all
-                self.device.submit(flight.work)
+                self.device.queue = queue
             return False
         self.log.append(f"rollback {flight.work.ticket}")
         self.tally.rollbacks += 1
@@ -494,7 +517,7 @@ class Host:
         self.flights, self.mailbox, self.pins, self.sends = [], [], [], []
         self.of_work.clear()
         for request in self.running[: 8 - len(self.waiting)]:
-            self.waiting.append(Request(request.tokens, request.stamps, request.target, request.namespace))
+            self.waiting.append(self.again(request))
         self.running = []
 
     # ---- events: the prefix cache -------------------------------------------------------------------------
@@ -505,7 +528,7 @@ class Host:
             return
         request = self.rng.choice(self.running)
         done = request.done_length()
-        if done > request.committed:
+        if done > request.committed and not request.gone:
             upto = done if self.rng.random() < 0.7 else self.rng.randint(request.committed + 1, done)
             self.pool.commit(request.handle, request.tokens[request.committed : upto])
             self.log.append(f"commit {request.handle} {request.tokens[:upto]}")

@@ -30,7 +30,10 @@ def wrong_calls(host: Host) -> Iterator[Wrong]:
             yield "rollback of an older step", PlanStateError, lambda: pool.rollback(flight.plan)
         row = host.rng.choice(flight.rows)
         if row.request.handle == row.handle:
-            yield "truncate in flight", PlanStateError, lambda: pool.truncate(row.handle, 0)
+            least = row.request.least + row.request.gone
+            yield "truncate in flight", PlanStateError, lambda: pool.truncate(row.handle, least)
+            yield "compact in flight", PlanStateError, lambda: pool.compact(row.handle, 0)
+            yield "evict_blocks in flight", PlanStateError, lambda: pool.evict_blocks(row.handle, [])
     if host.spare:
         yield "done of a plan not in flight", PlanStateError, lambda: pool.done(host.spare[-1])
     if host.dead >= 0:
@@ -38,8 +41,16 @@ def wrong_calls(host: Host) -> Iterator[Wrong]:
             yield f"{name} of the dead", StaleHandle, partial(getattr(pool, name), host.dead)
     if host.running:
         request = host.rng.choice(host.running)
-        yield "truncate beyond the end", ValueError, lambda: pool.truncate(request.handle, request.length + 1)
+        end = request.length + request.gone
+        yield "truncate beyond the end", ValueError, lambda: pool.truncate(request.handle, end + 1)
+        yield "compact beyond the end", ValueError, lambda: pool.compact(request.handle, request.length + 1)
         known = request.tokens[request.committed : request.length]
+        if request.gone:
+            if host.shape.prefix_cache:
+                yield "commit of what is left", ValueError, lambda: pool.commit(request.handle, [0])
+            if request in host.idle():
+                yield "truncate into what left", ValueError, lambda: pool.truncate(request.handle, 0)
+            return
         if host.shape.prefix_cache and known and request.done_length() < request.length:
             yield "commit of what is not done", ValueError, lambda: pool.commit(request.handle, known)
 

@@ -19,6 +19,8 @@ EVENTS = {
     "abort": 0.08,
     "preempt": 0.06,
     "trim": 0.2,
+    "compact": 0.8,
+    "evict_blocks": 0.2,
     "give_up": 0.3,
     "pin": 0.3,
     "unpin": 0.3,
@@ -117,15 +119,15 @@ class Stamps:
     """A number for every token in every context: equal numbers, equal contents."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, int], int] = {}
+        self._known: dict[tuple[int, int, int], int] = {}
         self._roots = {namespace: -2 - i for i, namespace in enumerate(NAMESPACES)}
 
-    def extend(self, stamps: list[int], tokens: list[int], namespace: bytes) -> None:
-        """Append the stamps of `tokens`, which follow on what `stamps` stand for."""
+    def extend(self, stamps: list[int], tokens: list[int], namespace: bytes, salt: int = 0) -> None:
+        """Append the stamps of `tokens`, which follow on what `stamps` stand for; `salt`: on what is left of it."""
         known = self._known
         last = stamps[-1] if stamps else self._roots[namespace]
         for token in tokens:
-            last = known.setdefault((last, token), len(known))
+            last = known.setdefault((last, token, salt), len(known))
             stamps.append(last)
 
 

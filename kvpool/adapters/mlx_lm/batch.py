@@ -362,6 +362,16 @@ class Batch:
         ]
         return int((self.rows.lens - lens).max(initial=0)), Rows(lens, gone=self.rows.gone)
 
+    def discard(self) -> tuple[None, Rows]:
+        """Give everything back; what is left are empty sequences, as new. Unlike `trim` after an eviction too."""
+        with self.kv.lock:
+            self._close(self.handles)
+            self.handles = [NOT_OPENED] * len(self.handles)
+        self.known = [Known(known.namespace) for known in self.known]
+        if self.policy is not None:
+            self.eviction = Eviction(self.kv, self.policy, len(self.handles))
+        return None, Rows(np.zeros(len(self.handles), np.int64))
+
     def prepare(self, lengths: Sequence[int]) -> tuple[None, Rows]:
         """The next forward passes bring `lengths` real tokens per row, then padding."""
         if len(lengths) != len(self.handles):

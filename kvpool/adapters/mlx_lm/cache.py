@@ -215,6 +215,10 @@ class PagedKVCache:
             raise ValueError(f"[trim] n is {n}, the least is 0")
         return self._issue("trim", n, lambda: self._batch.trim(n))
 
+    def discard(self) -> None:
+        """Give back all that the rows hold. Tokens that were evicted do not forbid it, as they forbid `trim`."""
+        self._issue("discard", (), self._batch.discard)
+
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
         """Refused: mlx-lm calls this for ``kv_bits``, and blocks here hold what the model wrote."""
         raise ValueError(f"[to_quantized] paged caches cannot be quantized (kv_bits={bits}); leave kv_bits out")

@@ -53,6 +53,17 @@ def check_policy(policy: Any, kv: Any, call: str = "make_cache") -> Policy | Non
     return policy
 
 
+def blocks_at_most(policy: Policy, tokens: int, chunk: int, block_size: int) -> int:
+    """Blocks that a sequence which comes to so many tokens holds at any time, in passes of `chunk` tokens at most.
+
+    What it holds when an eviction begins, beside the copies of all that will be rewritten (somebody may share it, or
+    the prefix cache know it), and one more: a copy of its tail.
+    """
+    held = min(tokens, policy.most(block_size) + chunk)
+    copies = policy.most(block_size) if tokens > policy.max_kv and not policy.whole_blocks else 0
+    return 1 - (-held // block_size) - (-copies // block_size)
+
+
 class Eviction(Evictor):
     """What belongs to one `Batch`: the policy, what it knows, and what the last pass has seen.
 

@@ -8,7 +8,7 @@ from typing import Any
 import mlx_lm
 
 from kvpool.adapters.mlx_lm import tiny
-from kvpool.adapters.mlx_lm.shapes import inspect_model
+from kvpool.adapters.mlx_lm.shapes import inspect_model, with_bits
 from kvpool.config import blocks_for
 
 
@@ -44,10 +44,10 @@ def check_name(name: str) -> None:
         raise ModelNotLoaded(f"{name}: no such folder, and no repository of the form owner/name")
 
 
-def blocks_in(memory: int | str, model: Any, block_size: int) -> int:
-    """Blocks of a model's KV cache that `memory` holds, see `kvpool.blocks_for`."""
+def blocks_in(memory: int | str, model: Any, block_size: int, **quantization: int | None) -> int:
+    """Blocks of a model's KV cache that `memory` holds, see `kvpool.blocks_for`; `quantization` as for `install`."""
     import mlx.core as mx
 
-    spec, _, _ = inspect_model(model, block_size)
+    spec = with_bits(inspect_model(model, block_size)[0], **quantization)
     info = dict(mx.device_info()) if mx.metal.is_available() else None
     return blocks_for(memory, spec, device_info=info, active_nbytes=mx.get_active_memory()).num_blocks

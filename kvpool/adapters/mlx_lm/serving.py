@@ -26,11 +26,13 @@ from typing import Any
 from mlx_lm import server
 from mlx_lm.generate import BatchGenerator
 
+from kvpool.adapters.mlx_lm.eviction import blocks_at_most
 from kvpool.adapters.mlx_lm.hook import Hook
 from kvpool.adapters.mlx_lm.host import PagedKV, install, require_tested_version
 from kvpool.adapters.mlx_lm.loading import blocks_in
 from kvpool.adapters.mlx_lm.prefix import PagedPromptCache
 from kvpool.adapters.mlx_lm.shapes import max_positions
+from kvpool.eviction import Policy
 from kvpool.metrics import CONTENT_TYPE, Metric, counter, gauge, prometheus_text
 
 LONGEST = 32768  # tokens that a request may be expected to have, when the pool is sized by itself
@@ -46,12 +48,18 @@ class Settings:
         One of them, or none: then as many blocks as the requests that run at a time may need, and the machine has.
     names : mapping
         Names that clients may use for a model, and what stands for them.
+    eviction : Policy, optional
+        Keeps every sequence within a budget.
+    quantization : pairs
+        `kv_bits` and so on, see `install`.
     """
 
     block_size: int = 16
     num_blocks: int | None = None
     memory: str | None = None
     names: tuple[tuple[str, str], ...] = ()
+    eviction: Policy | None = None
+    quantization: tuple[tuple[str, int], ...] = ()
 
 
 class Provider(server.ModelProvider):
@@ -97,6 +105,8 @@ class Provider(server.ModelProvider):
         super().reset()
 
     def _load(self, *names: Any) -> None:
+        if self._settings.eviction is not None and names[2:] not in ((), (None,)):
+            raise ValueError("a draft model and eviction exclude each other: what has left does not come back")
         super()._load(*names)
         try:
             kv = self._install(self.model)
@@ -108,14 +118,27 @@ class Provider(server.ModelProvider):
             raise
 
     def _install(self, model: Any) -> PagedKV:
-        block_size, num_blocks = self._settings.block_size, self._settings.num_blocks
+        settings = self._settings
+        block_size, num_blocks, policy = settings.block_size, settings.num_blocks, settings.eviction
+        longest = min(max_positions(model) or LONGEST, LONGEST)
+        bits: dict[str, Any] = dict(settings.quantization)
         if num_blocks is None:
-            num_blocks = blocks_in(self._settings.memory or "auto", model, block_size)
-            if self._settings.memory is None:
-                longest = min(max_positions(model) or LONGEST, LONGEST)
+            num_blocks = blocks_in(settings.memory or "auto", model, block_size, **bits)
+            if settings.memory is None:
+                each = -(-longest // block_size)
+                if policy is not None:
+                    each = blocks_at_most(policy, longest, self.cli_args.prefill_step_size, block_size)
                 at_a_time = self.cli_args.decode_concurrency + self.cli_args.prompt_concurrency
-                num_blocks = min(num_blocks, 1 + at_a_time * -(-longest // block_size))
-        return self._installed.enter_context(install(model, num_blocks, block_size=block_size, prefix_cache=True))
+                num_blocks = min(num_blocks, 1 + at_a_time * each)
+        if policy is not None:
+            needed = blocks_at_most(policy, min(policy.max_kv + 1, longest), 1, block_size)
+            if needed >= num_blocks:
+                raise ValueError(
+                    f"{num_blocks} blocks of {block_size} tokens, one of them reserved, are too few: a sequence of "
+                    f"{policy.max_kv} tokens needs {needed}, copies of what is shared included"
+                )
+        kv = install(model, num_blocks, block_size=block_size, prefix_cache=True, eviction=policy, **bits)
+        return self._installed.enter_context(kv)
 
 
 class PromptCache:
@@ -158,6 +181,10 @@ class AdmittingGenerator(BatchGenerator):
     - A request that has ended stores its answer, which may refer to blocks that are stored already. It is emptied
       before the next step.
     - A request that goes on stores its prompt: only if it refers to no blocks but its own, see `PromptCache`.
+
+    With eviction what a sequence holds goes up and down, and shared blocks have to be copied before it does. So there
+    the invariant is that all blocks together are enough for what each of the running ones holds at most, as if nothing
+    were shared: `blocks_at_most`.
 
     Caches that were handed out, with a response or by `extract_cache`, are emptied at the next step: the server
     stores them at once, but its variables keep them.
@@ -209,7 +236,7 @@ class AdmittingGenerator(BatchGenerator):
         self._extracted = []
         while self._handed_out:
             for cache in self._handed_out.pop():
-                cache.trim(cache.size())
+                cache.discard()
         held = self._hold_back(self._kv)
         self._num_held = len(held)
         try:
@@ -231,7 +258,7 @@ class AdmittingGenerator(BatchGenerator):
         while waiting and len(admitted) < most:
             sequence = _with_prefix(kv, waiting[0])
             candidate = self._size(sequence)
-            if not kv.can_admit(0, 0, [*running, candidate]):
+            if not self._have_room(kv, [*running, candidate]):
                 if sequence[0] != self._last_held:
                     self._last_held = sequence[0]
                     self.num_waited += 1
@@ -242,6 +269,15 @@ class AdmittingGenerator(BatchGenerator):
             waiting.popleft()
         self._unprocessed_sequences = admitted
         return waiting
+
+    def _have_room(self, kv: PagedKV, requests: list[tuple[int, int]]) -> bool:
+        """Whether these requests, each with tokens now and at most, find all blocks that they may come to need."""
+        policy = kv.eviction
+        if policy is None:
+            return kv.can_admit(0, 0, requests)
+        size, chunk = kv.pool.block_size, self.prefill_step_size
+        most = sum(blocks_at_most(policy, limit, chunk, size) for _, limit in requests)
+        return most <= kv.pool.num_blocks - kv.pool.reserved_blocks
 
     def _running(self) -> list[tuple[int, int]]:
         """Tokens now and at most of each sequence that is in a batch."""
@@ -306,11 +342,15 @@ class Responder(server.ResponseGenerator):
             raise ValueError("the prompt is empty, it needs at least one token")
         kv = self.model_provider.kv
         if kv is not None:
-            tokens = len(found[0]) + args.max_tokens
+            tokens, size = len(found[0]) + args.max_tokens, kv.pool.block_size
             usable = min(kv.pool.num_blocks - kv.pool.reserved_blocks, kv.pool.max_blocks_per_seq) - 2
-            if kv.blocks_for(tokens) > usable:
+            needed = kv.blocks_for(tokens)
+            if kv.eviction is not None:  # with copies, see `AdmittingGenerator`
+                usable, chunk = usable + 2, self.model_provider.cli_args.prefill_step_size
+                needed = blocks_at_most(kv.eviction, tokens, chunk, size)
+            if needed > usable:
                 raise ValueError(
-                    f"{len(found[0])} prompt tokens and {args.max_tokens} more need {kv.blocks_for(tokens)} blocks, "
+                    f"{len(found[0])} prompt tokens and {args.max_tokens} more need {needed} blocks, "
                     f"this server has {usable}: ask for fewer max_tokens"
                 )
         return found

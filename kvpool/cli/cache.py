@@ -1,0 +1,91 @@
+"""Options of commands that serve a model: what leaves its cache, and in how many bits the rest is stored."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from kvpool.cli.console import CommandError, real, whole
+
+if TYPE_CHECKING:
+    from kvpool.eviction import Policy
+
+POLICIES = {"h2o": "H2O", "window": "SlidingWindow", "blocks": "BlockEviction"}
+#: option, metavar, field of the policy, its least value, policies that have it, help
+FIELDS: tuple[tuple[str, str, str, int | None, tuple[str, ...], str], ...] = (
+    ("--max-kv", "TOKENS", "max_kv", 1, tuple(POLICIES), "the budget: tokens that a sequence keeps at most"),
+    ("--sink", "TOKENS", "sink", 0, tuple(POLICIES), "leading tokens that always stay (default: 4)"),
+    ("--slack", "TOKENS", "slack", 1, ("h2o", "window"), "tokens that leave at a time (default: 16, or max-kv / 8)"),
+    ("--heavy", "TOKENS", "heavy", 1, ("h2o",), "tokens that stay for their scores (default: max-kv / 2)"),
+    ("--recent", "TOKENS", "recent_tokens", 1, ("blocks",), "newest tokens that stay (default: max-kv / 4)"),
+    ("--scores", "KIND", "kind", None, ("h2o", "blocks"), "mass or raw (default: mass)"),
+    ("--alpha", "A", "alpha", None, ("h2o", "blocks"), "of the moving average of scores (default: 0.95)"),
+    ("--queries", "N", "queries", 1, ("h2o", "blocks"), "newest queries of a chunk that are looked at (default: 32)"),
+)
+BITS = (
+    ("--kv-bits", "kv_bits", "8 or 4: store keys and values in so many bits, from the first token on"),
+    ("--k-bits", "k_bits", "the same for keys alone"),
+    ("--v-bits", "v_bits", "the same for values alone"),
+    ("--kv-group-size", "quant_group_size", "elements that share a scale: 32, 64 or 128 (default: 64)"),
+)
+
+
+def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare them; they are read by `policy_of` and `bits_of`."""
+    group = parser.add_argument_group("a fixed budget per sequence (docs/eviction.md)")
+    group.add_argument("--eviction", metavar="POLICY", help="which tokens leave: h2o, window or blocks")
+    for name, metavar, field, _, policies, text in FIELDS:
+        of = "" if len(policies) == len(POLICIES) else f"{' and '.join(policies)}: "
+        group.add_argument(name, metavar=metavar, dest=f"eviction_{field}", help=of + text)
+    group = parser.add_argument_group("quantized storage (docs/quantized.md)")
+    for name, field, text in BITS:
+        group.add_argument(name, metavar="N", dest=field, help=text)
+
+
+def policy_of(args: argparse.Namespace) -> Policy | None:
+    """The policy that the arguments ask for, None without `--eviction`; CommandError for what makes none."""
+    name = args.eviction
+    given = {field: getattr(args, f"eviction_{field}") for _, _, field, _, _, _ in FIELDS}
+    if name is not None and name not in POLICIES:
+        raise CommandError(f"--eviction {name}: not one of {', '.join(POLICIES)}")
+    values: dict[str, Any] = {}
+    for option, _, field, least, policies, _ in FIELDS:
+        text = given[field]
+        if text is None:
+            continue
+        if name is None:
+            raise CommandError(f"{option} {text}: only with --eviction")
+        if name not in policies:
+            raise CommandError(f"{option} {text}: not with --eviction {name}, only with {' and '.join(policies)}")
+        if field == "alpha":
+            values[field] = real(option, text, 0, 1)
+        else:
+            values[field] = text if least is None else whole(option, text, least)
+    if name is None:
+        return None
+    if "max_kv" not in values:
+        raise CommandError(f"--eviction {name}: needs --max-kv")
+    from kvpool import eviction
+
+    try:
+        policy: Policy = getattr(eviction, POLICIES[name])(**values)
+    except ValueError as exc:
+        raise CommandError(f"--eviction {name}: {str(exc).rpartition('] ')[2]}") from None
+    return policy
+
+
+def bits_of(args: argparse.Namespace) -> dict[str, Any]:
+    """`kv_bits` and so on, as `install` and `Engine` take them; only those that are given."""
+    given = {field: (name, getattr(args, field)) for name, field, _ in BITS}
+    bits: dict[str, Any] = {field: whole(name, text) for field, (name, text) in given.items() if text is not None}
+    if "kv_bits" in bits and bits.keys() & {"k_bits", "v_bits"}:
+        raise CommandError("--kv-bits is for both: not with --k-bits or --v-bits")
+    for name, field, _ in BITS[:3]:
+        if bits.get(field, 8) not in (4, 8):
+            raise CommandError(f"{name} {bits[field]}: not 8 or 4")
+    if "quant_group_size" in bits:
+        if len(bits) == 1:
+            raise CommandError("--kv-group-size: only with --kv-bits, --k-bits or --v-bits")
+        if bits["quant_group_size"] not in (32, 64, 128):
+            raise CommandError(f"--kv-group-size {bits['quant_group_size']}: not 32, 64 or 128")
+    return bits

@@ -1,0 +1,170 @@
+"""``kvpool serve`` and ``kvpool generate`` with a budget per sequence, and with quantized blocks."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from mlx_models import batch_tokens, on_cpu, solo_tokens
+from server_process import Server
+
+from kvpool.adapters.mlx_lm import host, install, tiny
+from kvpool.cli import main
+from kvpool.eviction import H2O, SlidingWindow
+
+PROMPT = "The block table maps positions to slots, and a policy says which of them stay."
+H2O_48 = ["--eviction", "h2o", "--max-kv", "48", "--heavy", "20", "--sink", "2", "--slack", "4"]
+
+
+@pytest.fixture(scope="module")
+def server():
+    options = ["--num-blocks", "60", "--kv-block-size", "8", "--max-tokens", "60", "--prefill-step-size", "7"]
+    one = Server(*H2O_48, *options)
+    yield one
+    status, errors = one.stop()
+    assert status == 0 and "stopped, 0 blocks in use" in errors, errors
+
+
+def said(policy, one_at_a_time=False, n=60, **bits):
+    """What mlx-lm's own engines say in this process."""
+    with on_cpu():
+        model, tokenizer = tiny.make()
+        with install(model, 60, block_size=8, prefix_cache=True, eviction=policy, **bits):
+            prompt = tokenizer.encode(PROMPT)
+            tokens = solo_tokens(model, prompt, n) if one_at_a_time else batch_tokens(model, [prompt], n)[0]
+        return tokenizer.decode(tokens[: tokens.index(256)] if 256 in tokens else tokens)
+
+
+def test_server_keeps_the_budget_that_it_was_told(server):
+    assert (server.facts["eviction"], server.facts["max_kv"]) == ("h2o", 48)
+    expected = said(H2O(max_kv=48, heavy=20, sink=2, slack=4))
+    assert expected != said(None), "a budget that changes nothing shows nothing"
+    status, answer = server.post("/v1/completions", {"prompt": PROMPT})
+    assert status == 200 and answer["choices"][0]["text"] == expected
+    found = server.idle_metrics()
+    assert found["kvpool_evicted_tokens_total"] >= answer["usage"]["total_tokens"] - 1 - 48
+    assert found["kvpool_blocks_used_peak"] <= 2 * 7 + 2, "what it holds, and copies"
+
+
+def test_crowd_of_long_answers_is_served_on_the_blocks_of_a_few(server):
+    """Unbounded they would need 24 blocks each, and the pool has 59."""
+    bodies = [{"prompt": f"{i} {PROMPT}", "max_tokens": 110} for i in range(6)]
+    with ThreadPoolExecutor(6) as clients:
+        answers = list(clients.map(lambda body: server.post("/v1/completions", body), bodies))
+    assert [status for status, _ in answers] == [200] * 6, answers
+    assert all(answer["choices"][0]["text"] for _, answer in answers)
+    assert server.idle_metrics()['kvpool_blocks{state="used"}'] == 0
+
+
+def test_request_that_is_served_alone_keeps_the_budget_too(server):
+    prompt = "With a seed mlx-lm serves one at a time. " + PROMPT
+    before = server.idle_metrics()["kvpool_evicted_tokens_total"]
+    assert server.post("/v1/completions", {"prompt": prompt, "seed": 1})[0] == 200
+    assert server.idle_metrics()["kvpool_evicted_tokens_total"] > before
+
+
+def test_answer_longer_than_the_pool_is_served(server):
+    """Of 59 blocks of 8 tokens; it would be refused without a budget."""
+    status, answer = server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 500, "temperature": 1.0})
+    assert status == 200 and answer["usage"]["completion_tokens"] <= 500
+
+
+def test_quantized_server_says_what_quantized_blocks_say(tmp_path, monkeypatch):
+    monkeypatch.setattr(tiny, "CONFIG", tiny.CONFIG | {"head_dim": 32})
+    tiny.save(tmp_path)
+    bits = {"k_bits": 8, "v_bits": 4, "quant_group_size": 32}
+    expected = said(SlidingWindow(max_kv=40), **bits)
+    options = ["--k-bits", "8", "--v-bits", "4", "--kv-group-size", "32", "--eviction", "window", "--max-kv", "40"]
+    options += ["--num-blocks", "60", "--kv-block-size", "8", "--prefill-step-size", "7"]
+    server = Server(*options, model=str(tmp_path))
+    try:
+        assert server.facts["bits"] == bits
+        status, answer = server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 60})
+    finally:
+        assert server.stop()[0] == 0
+    assert status == 200 and answer["choices"][0]["text"] == expected
+    assert expected != said(SlidingWindow(max_kv=40))
+
+
+def test_generate_keeps_a_budget(capsys):
+    options = ["--prompt", PROMPT, "--max-tokens", "60", "--chunk", "7", "--kv-block-size", "8"]
+    with on_cpu():
+        assert main(["generate", "--model", "tiny", *options, *H2O_48, "--json"]) == 0
+    (answer,) = json.loads(capsys.readouterr().out)["answers"]
+    with on_cpu():
+        assert main(["generate", "--model", "tiny", *options, "--json"]) == 0
+    (free,) = json.loads(capsys.readouterr().out)["answers"]
+    assert answer["samples"][0]["text"] != free["samples"][0]["text"] == said(None)
+
+
+NONSENSE = [
+    (["--eviction", "lru", "--max-kv", "64"], "--eviction lru: not one of h2o, window, blocks"),
+    (["--eviction", "h2o"], "--eviction h2o: needs --max-kv"),
+    (["--max-kv", "64"], "--max-kv 64: only with --eviction"),
+    (["--eviction", "h2o", "--max-kv", "x"], "--max-kv x: not a whole number"),
+    (["--eviction", "h2o", "--max-kv", "0"], "--max-kv 0: out of range, 1.."),
+    (
+        ["--eviction", "h2o", "--max-kv", "16", "--heavy", "10", "--sink", "8"],
+        "--eviction h2o: max_kv is 16, too small for sink 8 + heavy 10 and a recent token",
+    ),
+    (["--eviction", "window", "--max-kv", "8", "--sink", "8"], "--eviction window: max_kv is 8, too small for sink 8"),
+    (
+        ["--eviction", "blocks", "--max-kv", "16", "--recent", "16"],
+        "--eviction blocks: max_kv is 16, smaller than sink 4 + recent 16",
+    ),
+    (
+        ["--eviction", "window", "--max-kv", "64", "--heavy", "8"],
+        "--heavy 8: not with --eviction window, only with h2o",
+    ),
+    (["--eviction", "h2o", "--max-kv", "64", "--alpha", "1"], "--eviction h2o: alpha is 1.0, it must be in (0, 1)"),
+    (["--eviction", "h2o", "--max-kv", "64", "--alpha", "nan"], "--alpha nan: out of range, 0..1"),
+    (["--eviction", "h2o", "--max-kv", "64", "--scores", "max"], "kind is 'max', it must be one of raw, mass"),
+    (["--kv-bits", "5"], "--kv-bits 5: not 8 or 4"),
+    (["--kv-bits", "8", "--v-bits", "4"], "--kv-bits is for both: not with --k-bits or --v-bits"),
+    (["--kv-group-size", "64"], "--kv-group-size: only with --kv-bits"),
+    (["--kv-bits", "8", "--kv-group-size", "48"], "--kv-group-size 48: not 32, 64 or 128"),
+    (["--kv-bits", "8"], "head_dim is 16"),
+]
+
+
+@pytest.mark.parametrize("command", ["serve", "generate"])
+@pytest.mark.parametrize(("options", "message"), NONSENSE)
+def test_nonsense_is_refused_in_one_line(capsys, command, options, message):
+    mine = ["--port", "0", "--log-level", "ERROR"] if command == "serve" else ["--prompt", "x"]
+    with on_cpu():
+        assert main([command, "--model", "tiny", *mine, *options]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and message in captured.err and captured.err.count("\n") == 1, captured.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--draft-model", "tiny"], "a draft model and eviction exclude each other"),
+        (["--num-blocks", "9"], "9 blocks of 16 tokens, one of them reserved, are too few: a sequence of 64"),
+        (["--quantized-kv-start", "5"], "--quantized-kv-start: blocks are quantized from the first token on"),
+    ],
+)
+def test_what_a_server_cannot_keep_is_refused_at_its_start(capsys, options, message):
+    mine = ["--port", "0", "--log-level", "ERROR", "--eviction", "h2o", "--max-kv", "64"]
+    with on_cpu():
+        assert main(["serve", "--model", "tiny", *mine, *options]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and message in captured.err and captured.err.count("\n") == 1, captured.err
+
+
+@pytest.mark.parametrize("command", ["serve", "generate"])
+def test_policy_on_a_route_without_scores_is_refused(capsys, monkeypatch, command):
+    def nowhere(callers):
+        raise LookupError("nobody knows this model")
+
+    monkeypatch.setattr(host, "find_sites", nowhere)
+    mine = ["--port", "0", "--log-level", "ERROR"] if command == "serve" else ["--prompt", "x"]
+    with on_cpu():
+        assert main([command, "--model", "tiny", *mine, "--eviction", "h2o", "--max-kv", "64"]) == 2
+    assert "H2O needs scores, and this model's route is gather: nobody knows this model" in capsys.readouterr().err
+
+
+def test_beam_with_a_budget_is_refused(capsys):
+    with on_cpu():
+        assert main(["generate", "--model", "tiny", "--prompt", "x", "--beam", "2", *H2O_48]) == 2
+    assert "--eviction and --beam exclude each other: a beam keeps every token" in capsys.readouterr().err
