@@ -20,7 +20,7 @@ COMMAND = "python -m proof mutants"
 CORE = ROOT / "kvpool"
 LEAST, LEAST_RAW, LEAST_MUTANTS = 0.95, 0.90, 500
 TAPES = 8
-SHORT_SHARE, BLIND_SHARE = 0.015, 0.003  # of the mutants; a blind killer plays all tapes with almost every one
+SHORT_SHARE, BLIND_SHARE = 0.015, 0.0015  # of the mutants; a blind killer plays all tapes with almost every one
 
 
 def hunted(budget: Budget, share: float, *more: str) -> list[dict]:

@@ -333,7 +333,7 @@ def on_every_pass(monkeypatch, before):
 
 def serve_slowly(monkeypatch):
     """Wait in every step."""
-    on_every_pass(monkeypatch, lambda number: time.sleep(0.2))
+    on_every_pass(monkeypatch, lambda number: time.sleep(0.05))
 
 
 def serve_a_spike(monkeypatch):
