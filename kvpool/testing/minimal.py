@@ -13,8 +13,8 @@ SHORT = 48  # items, of which all pairs are tried
 def minimal(items: list[Any], fails: Callable[[list[Any]], bool]) -> list[Any]:
     """A part of `items` that still fails, and of which no item can be left out, nor two of a short one.
 
-    Like ddmin, but for one thing: after a piece was left out, the pieces behind it are tried, not those before it again,
-    which had to stay a moment ago. A pass takes as many tries as there are pieces, however many of them go.
+    Like ddmin, but for one thing: after a piece was left out, the pieces behind it are tried, not again those before
+    it, which had to stay a moment ago. A pass takes as many tries as there are pieces, however many of them go.
     """
     size = len(items) // 2
     while size:
