@@ -62,6 +62,8 @@ ASAN = Variant(
     },
     ("libasan.so", "libubsan.so"),
 )
+#: A fuzzer's pool of a million blocks lies in arrays of many megabytes: glibc asks for large pages for them.
+RELEASE = Variant(runtime={"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"})
 TSAN = Variant({"KVPOOL_SANITIZE": "thread"}, {"TSAN_OPTIONS": "exitcode=66:history_size=2"}, ("libtsan.so",))
 MUTANTS = Variant(
     {"KVPOOL_OPTIMIZE": "1", "KVPOOL_FAULTS": "1", "CFLAGS": "-include proof/mutation/guarded.h"},
@@ -70,7 +72,7 @@ MUTANTS = Variant(
 )
 #: The CPU kernels take several times as long to compile as the core: only "-cpu" variants have them.
 VARIANTS = {
-    "release": Variant(),
+    "release": RELEASE,
     "debug": Variant({"KVPOOL_DEBUG": "1"}),
     "asan": ASAN,
     "asan-cpu": replace(ASAN, cpu=True),
