@@ -95,7 +95,11 @@ if __name__ == "__main__":
     setup(
         packages=[*packages, "kvpool_backends.metal"],
         ext_modules=cythonize(
-            extensions(), build_dir="build/cython", compiler_directives=DIRECTIVES, force=changed
+            extensions(),
+            build_dir="build/cython",
+            compiler_directives=DIRECTIVES,
+            force=changed,
+            nthreads=os.cpu_count() if sys.platform == "linux" else 0,  # processes, which elsewhere are no forks
         ),
         options={"build_ext": {"force": changed, "parallel": os.cpu_count()}},
     )
