@@ -14,9 +14,11 @@ cdef class Driver(Evictions):
     cdef int on_pool(self, const Word* w, uint32_t op) except -1
     cdef int on_blocks(self, const Word* w, uint32_t op) except -1
     cdef int op_fork(self, const Word* w) except -1
+    cdef int direct_fork(self, int32_t parent, int64_t n) except -1
     cdef int op_truncate(self, const Word* w) except -1
     cdef int op_close(self, const Word* w, uint32_t op) except -1
     cdef int op_commit(self, const Word* w) except -1
+    cdef int direct_commit(self, int64_t handle, int64_t n) except -1
     cdef int op_match(self, const Word* w) except -1
     cdef int op_evict(self, const Word* w) except -1
     cdef int op_flush(self, const Word* w) except -1

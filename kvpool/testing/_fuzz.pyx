@@ -12,9 +12,11 @@ counts, steps below the reading of arguments. The judges are in `_shadow`, steps
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
+from kvpool._args cimport Ints
 from kvpool._blocks cimport Block
 from kvpool._pool cimport Pool
 from kvpool._prefix cimport Match
+from kvpool._prefix_calls cimport Tokens
 from kvpool._sequence cimport seq_fork
 from kvpool.testing._fuzz_base cimport (
     ALLOC,
@@ -253,13 +255,17 @@ cdef class Driver(Evictions):
             names = [f"h{len(self.names) + i}" for i in range(n)]
             self.say(f"[{', '.join(names)}] = pool.fork({self.names[p.handle]}, {n}).tolist()")
         try:
-            children = self.do_fork(p.handle, n)
+            if self.full:
+                children = self.do_fork(p.handle, n)
+                for i in range(n):
+                    self.made[i] = children[i]
+            else:
+                self.direct_fork(parent, n)
         except REFUSALS as error:
             return self.refused(error)
         self.accepted("fork")
         for i in range(n):
-            handle = int(children[i])
-            line = self.register(handle, p.length, <int32_t>((p.length + bs - 1) // bs))
+            line = self.register(self.made[i], p.length, <int32_t>((p.length + bs - 1) // bs))
             slot = <int32_t>(line - self.s.line)
             for k in range(line.blocks):
                 if line_table(&self.s, slot)[k] != line_table(&self.s, parent)[k]:
@@ -277,6 +283,16 @@ cdef class Driver(Evictions):
             if line.inherit < self.oldest():
                 line.inherit = 0
             self.newest_inherit = max(self.newest_inherit, line.inherit)
+        return 0
+
+    cdef int direct_fork(self, int32_t parent, int64_t n) except -1:
+        """What `Pool.fork` does once it has read its arguments."""
+        self.pool.enter("fork")
+        try:
+            self.pool.check_slots(n)
+            self.pool.make_children(parent, n, self.made)
+        finally:
+            self.pool.busy = False
         return 0
 
     cdef int op_truncate(self, const Word* w) except -1:
@@ -353,11 +369,28 @@ cdef class Driver(Evictions):
         if self.trace is not None:
             self.say(f"pool.commit({self.names[line.handle]}, {self.prompt[:n].tolist()})")
         try:
-            self.do_commit(line.handle, self.prompt[:n])
+            if self.full:
+                self.do_commit(line.handle, self.prompt[:n])
+            else:
+                self.direct_commit(line.handle, n)
         except REFUSALS as error:
             return self.refused(error)
         self.accepted("commit")
         line.committed += n
+        return 0
+
+    cdef int direct_commit(self, int64_t handle, int64_t n) except -1:
+        """What `Pool.commit` does once it has read its arguments."""
+        cdef Ints rows, counts
+        cdef Tokens tokens
+        rows.data, rows.size, rows.width = &handle, 1, 8
+        counts.data, counts.size = NULL, -1
+        tokens.data, tokens.size = self.text, n
+        self.pool.enter("commit")
+        try:
+            self.pool.commit_all(&rows, &counts, &tokens, True)
+        finally:
+            self.pool.busy = False
         return 0
 
     cdef int op_match(self, const Word* w) except -1:

@@ -108,6 +108,7 @@ cdef class Base:
     cdef uint8_t[1024] served
     cdef int32_t[1024] rows
     cdef int64_t[1024] lens     # what `unshare` prepares for
+    cdef int64_t[4] made        # handles of a fork's children
     cdef int64_t first          # tokens that stay in place
     cdef bint unsharing         # the running step is an `unshare`
     cdef int64_t[STALE] stale
