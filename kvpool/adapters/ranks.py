@@ -24,14 +24,15 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any, NoReturn, Self
 
 import mlx.core as mx
 import numpy as np
 
+from kvpool.adapters.releases import require
 from kvpool.errors import KVPoolError
 
+RELEASES = ("0.32.2", "0.33")  # of mlx: the oldest that the tests run, and the first that they do not
 TIMED_OUT = 70  # exit status of a rank that waited in vain
 BACKENDS = ("[ring]", "[mpi]", "[jaccl]", "[nccl]", "[distributed]")  # how errors of MLX's collectives begin
 
@@ -49,8 +50,7 @@ class RanksDisagree(KVPoolError, RuntimeError):
 
     def __init__(self, message: str, digests: tuple[int, ...], step: int) -> None:
         super().__init__(message)
-        self.digests = digests
-        self.step = step
+        self.digests, self.step = digests, step
 
 
 class RankLost(KVPoolError, RuntimeError):
@@ -68,6 +68,8 @@ class Ranks:
         interrupted, so a rank that waits longer says so on stderr and ends its process with status 70 (`TIMED_OUT`).
     on_timeout : callable, optional
         Called with the message in place of that, on a thread of its own.
+    strict : bool, default True
+        RuntimeError if mlx is not in `RELEASES`.
 
     Notes
     -----
@@ -75,8 +77,9 @@ class Ranks:
     """
 
     def __init__(
-        self, group: Any, *, timeout: float = 60.0, on_timeout: Callable[[str], object] | None = None
+        self, group: Any, *, timeout: float = 60.0, on_timeout: Callable[[str], Any] | None = None, strict: bool = True
     ) -> None:
+        require("Ranks", "mlx", vars(mx)["__version__"], *RELEASES, strict=strict)
         if not timeout > 0:
             raise ValueError(f"[Ranks] timeout is {timeout}, it must be positive")
         self.group = group
@@ -94,9 +97,7 @@ class Ranks:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -197,8 +197,11 @@ def test_a_page_copied_wrongly_is_convicted(params, prompts, monkeypatch):
 
 
 def test_bad_calls_are_refused_and_change_nothing():
-    with pytest.raises(ValueError, match="pad is 30, a slot of page 7"):
-        PageTable(20, PAGE, MAX_SEQS, WIDTH, PREFILL, pad=30)
+    for pad in (1, 19, 20, 30, 20 * PAGE - 1):  # pages, then slots
+        with pytest.raises(ValueError, match=f"pad is {pad}, a page or a slot: they are below 80"):
+            PageTable(20, PAGE, MAX_SEQS, WIDTH, PREFILL, pad=pad)
+    for pad in (*PADDINGS, 20 * PAGE):
+        assert PageTable(20, PAGE, MAX_SEQS, WIDTH, PREFILL, pad=pad).plan.max_rows == MAX_SEQS
     table = PageTable(6, PAGE, MAX_SEQS, WIDTH, PREFILL)
     seq = table.open(8)
     before = table.pool.fingerprint()
