@@ -97,6 +97,12 @@ def test_launch_workers_that_fail_are_no_success_whatever_mlx_launch_returns():
     assert not launch(["-c", "raise SystemExit(1)"], 2, timeout=60).held
 
 
+def test_launch_without_mlx_launch_beside_the_interpreter_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(FileNotFoundError, match=r"^\[launch\] .*mlx\.launch does not exist; mlx installs it beside"):
+        launch(["-c", "pass"], 2)
+
+
 def test_ports_in_use_are_passed_over():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
