@@ -249,3 +249,22 @@ def test_example_of_the_page_runs(capsys):
     (code,) = examples("jax")
     exec(code, {})
     assert capsys.readouterr().out == "(32, 4, 8) 2\n"
+
+
+def test_decode_step_takes_no_more_memory_with_more_pages(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent))
+    from test_adapter_allocation import GROWTH_MAX, STEPS, measured
+
+    peaks = []
+    for num_pages, width in ((256, 64), (4096, 512)):
+        table = PageTable(num_pages, 16, MAX_SEQS, width, MAX_SEQS)
+        seqs = [table.open(num_pages // 8 * 16) for _ in range(MAX_SEQS)]
+
+        def step(table=table, seqs=seqs):
+            table.allocate(seqs)
+            table.undo()
+
+        peak, stays = measured(step)
+        assert stays <= 128 * STEPS  # JAX's own caches; one array that is kept in each step would be more
+        peaks.append(peak)
+    assert peaks[1] - peaks[0] <= GROWTH_MAX
