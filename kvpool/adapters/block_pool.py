@@ -184,10 +184,9 @@ class BlockPool:
 
     def _known(self, call: str, ids: BlockIds, keep_null: bool = False) -> list[int]:
         """The ids as ints, all of them blocks of the pool."""
-        known, last = [index(i) for i in ids if keep_null or i != NULL_BLOCK], self._pool.num_blocks - 1
-        for i in known:
-            if not 0 <= i <= last:
-                raise IndexError(f"[{call}] no such block ({i}), ids are 0 .. {last}")
+        known, last = [index(i) for i in ids] if keep_null else _without_null(ids), self._pool.num_blocks - 1
+        if strangers := [i for i in known if not 0 <= i <= last]:
+            raise IndexError(f"[{call}] no such block ({strangers[0]}), ids are 0 .. {last}")
         return known
 
     def _forget(self, ids: Iterable[int]) -> None:
