@@ -191,6 +191,20 @@ def test_block_pool_key_known_already_the_new_block_stays_blank():
     assert pool.get(2).tolist().count(first) == 0  # blank blocks before cached ones
 
 
+@pytest.mark.parametrize("stranger", [-1, 4, 99, 1 << 40])
+def test_block_pool_ids_that_are_no_block_are_refused_by_every_call(stranger):
+    pool = BlockPool(4)
+    (block,) = pool.get(1).tolist()
+    pool.cache([block], ["a"])
+    before = pool._pool.fingerprint()
+    ids = [block, stranger]
+    for call, arguments in (("evict", ()), ("cache", (["a", "a"],)), ("touch", ()), ("free", ())):
+        with pytest.raises(IndexError, match=rf"^\[\w+\] .*\({stranger}\), ids are 0 .. 3"):
+            getattr(pool, call)(ids, *arguments)
+        assert pool._pool.fingerprint() == before and pool.lookup(["a"]) == [block]
+    pool.check()
+
+
 def test_block_pool_reset_refuses_while_a_block_is_in_use():
     pool = BlockPool(4)
     ids = pool.get(1)

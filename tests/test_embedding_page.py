@@ -1,14 +1,22 @@
 """docs/embedding.md does what it says: its examples run. Those of JAX and transformers run in folders of their own."""
 
 import re
+from pathlib import Path
 
 import pytest
 from embedding_page import PAGE, examples
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.parametrize("code", [*examples(), *examples("mlx")], ids=lambda code: code.split()[1])
 def test_example_runs(code):
     exec(code, {"__name__": "example"})
+
+
+def test_adapters_can_be_read_in_one_sitting():
+    lines = {path.name: len(path.read_text().splitlines()) for path in (ROOT / "kvpool" / "adapters").glob("*.py")}
+    assert len(lines) >= 6 and max(lines.values()) <= 200, lines
 
 
 def test_wire_formats_of_the_table_exist():

@@ -13,10 +13,11 @@ mx = pytest.importorskip("mlx.core", reason="the ranks talk through mlx")
 from kvpool import Pool  # noqa: E402
 from kvpool.adapters import launch as launch_module  # noqa: E402
 from kvpool.adapters.launch import launch  # noqa: E402
-from kvpool.adapters.ranks import Ranks  # noqa: E402
+from kvpool.adapters.ranks import RankLost, Ranks  # noqa: E402
 from kvpool.cli import main  # noqa: E402
 from kvpool.cli.demo.ranks import part  # noqa: E402
 from kvpool.cli.demo.settings import Settings  # noqa: E402
+from kvpool.errors import OutOfBlocks  # noqa: E402
 
 SCRIPT = str(Path(__file__).with_name("rank_script.py"))
 STEPS, WHEN = 12, 5  # as in the script
@@ -46,12 +47,33 @@ def test_ranks_diverging_pool_stops_both_in_that_step():
     assert not launched.held
     for rank in range(2):
         assert f"rank {rank} stopped: RanksDisagree [agree] pools differ in step {WHEN}: rank 0 " in launched.output
+    assert launched.output.count(f"after {WHEN - 1} passes") == 2  # the row too many has reached no sum
 
 
 def test_ranks_one_leaves_the_other_says_so():
     launched = run("leave")
     assert not launched.held
     assert f"rank 0 stopped: RankLost [agree] rank 0 of 2 lost another one in step {WHEN}" in launched.output
+
+
+def test_ranks_one_leaves_in_the_middle_of_the_model_the_other_says_so():
+    launched = run("model-leave")
+    assert not launched.held
+    assert f"rank 0 stopped: RankLost [step] rank 0 of 2 lost another one in step {WHEN}: [ring] " in launched.output
+
+
+def test_ranks_other_batch_stops_both_before_the_model_runs():
+    launched = run("batch")
+    for rank in range(2):
+        assert f"rank {rank} stopped: RanksDisagree [agree] batches differ in step {WHEN}: rank 0 " in launched.output
+    assert launched.output.count(f"after {WHEN - 1} passes") == 2 and not launched.held
+
+
+def test_ranks_one_hangs_in_the_model_all_end_in_time():
+    launched = run("model-hang")
+    assert not launched.held
+    for rank in range(2):  # the one that hangs as well
+        assert f"[step] rank {rank} of 2 has waited 1.5 s for the others in step {WHEN}, the limit" in launched.output
 
 
 def test_ranks_one_crashes_the_other_ends():
@@ -62,7 +84,7 @@ def test_ranks_one_crashes_the_other_ends():
 def test_ranks_one_hangs_the_other_ends_in_time():
     launched = run("hang")
     assert not launched.held
-    assert f"[agree] rank 0 of 2 has waited 3 s for the others in step {WHEN}, the limit" in launched.output
+    assert f"[agree] rank 0 of 2 has waited 1.5 s for the others in step {WHEN}, the limit" in launched.output
 
 
 def test_launch_workers_that_never_end_are_ended():
@@ -73,6 +95,12 @@ def test_launch_workers_that_never_end_are_ended():
 
 def test_launch_workers_that_fail_are_no_success_whatever_mlx_launch_returns():
     assert not launch(["-c", "raise SystemExit(1)"], 2, timeout=60).held
+
+
+def test_launch_without_mlx_launch_beside_the_interpreter_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(FileNotFoundError, match=r"^\[launch\] .*mlx\.launch does not exist; mlx installs it beside"):
+        launch(["-c", "pass"], 2)
 
 
 def test_ports_in_use_are_passed_over():
@@ -93,12 +121,28 @@ def test_ranks_of_one_agree_with_themselves_and_call_back_when_late():
     with Ranks(group, timeout=0.05, on_timeout=late.append) as ranks:
         pool = Pool(8, 4, seed=1)
         assert ranks.agree(pool) == pool.digest()
-        ranks._expect(7)  # as if the others were silent
+        ranks._expect(("agree", 7))  # as if the others were silent
         deadline = time.monotonic() + 20
         while not late and time.monotonic() < deadline:
             time.sleep(0.01)
         assert late == ["[agree] rank 0 of 1 has waited 0.05 s for the others in step 7, the limit"]
     assert not ranks._watch.is_alive()
+
+
+def test_step_of_one_rank_passes_on_what_is_no_fault_of_the_others():
+    pool = Pool(8, 4, seed=1)
+    with Ranks(mx.distributed.init(backend="any")) as ranks:
+        with ranks.step(pool, batch=[1, 2]) as digest:
+            assert digest == pool.digest() and ranks._waiting == ("step", 1)
+            ranks.agree(pool)
+            assert ranks._waiting == ("step", 1)  # watched again after the comparison inside
+        for error in (RuntimeError("the sampler failed"), OutOfBlocks("[step] full"), KeyboardInterrupt()):
+            with pytest.raises(type(error)) as caught, ranks.step(pool):
+                raise error
+            assert caught.value is error and ranks._waiting is None
+        message = r"^\[step\] rank 0 of 1 lost another one in step 6: \[ring\] gone$"
+        with pytest.raises(RankLost, match=message), ranks.step(pool):
+            raise RuntimeError("[ring] gone")
 
 
 def test_demo_on_two_ranks_holds_every_claim():

@@ -127,14 +127,16 @@ class BlockPool:
         Raises
         ------
         DoubleFree
-            A block has no reference. State unchanged.
+            A block that would get a key has no reference. State unchanged.
         ValueError
             A block has another key, or there are not as many keys as blocks. State unchanged.
+        IndexError
+            There is no such block. State unchanged.
         """
         if len(ids) != len(keys):
             raise ValueError(f"[cache] {len(keys)} keys for {len(ids)} blocks")
         fresh: dict[Hashable, int] = {}
-        for block, key in zip(map(index, ids), keys, strict=True):
+        for block, key in zip(self._known("cache", ids, keep_null=True), keys, strict=True):
             if block == NULL_BLOCK or key in self._block_of or key in fresh:
                 continue
             if block in self._key_of:
@@ -155,8 +157,14 @@ class BlockPool:
         return found
 
     def evict(self, ids: BlockIds) -> None:
-        """Forget the keys of these blocks, whoever holds them: nobody finds them again."""
-        self._forget(_without_null(ids))
+        """Forget the keys of these blocks, whoever holds them: nobody finds them again.
+
+        Raises
+        ------
+        IndexError
+            There is no such block. State unchanged.
+        """
+        self._forget(self._known("evict", ids))
 
     def reset(self) -> bool:
         """Forget every key, if no block is in use; tells whether it was so."""
@@ -173,6 +181,13 @@ class BlockPool:
         self._pool.check()
         if {key: block for block, key in self._key_of.items()} != self._block_of:
             raise AssertionError("[check] keys and blocks are not one to one")
+
+    def _known(self, call: str, ids: BlockIds, keep_null: bool = False) -> list[int]:
+        """The ids as ints, all of them blocks of the pool."""
+        known, last = [index(i) for i in ids] if keep_null else _without_null(ids), self._pool.num_blocks - 1
+        if strangers := [i for i in known if not 0 <= i <= last]:
+            raise IndexError(f"[{call}] no such block ({strangers[0]}), ids are 0 .. {last}")
+        return known
 
     def _forget(self, ids: Iterable[int]) -> None:
         for block in ids:

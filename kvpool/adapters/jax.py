@@ -22,16 +22,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
 from kvpool import Plan, Pool
+from kvpool.adapters.releases import importing, require
 
+RELEASES = ("0.10", "0.11")  # the oldest that the tests run on kvpool, and the first that they do not
+with importing("jax", jax.__version__, ">= {}, < {}".format(*RELEASES)):
+    import jax.numpy as jnp
+    from jax.tree_util import register_dataclass
 PADDINGS = (-1, 0, 2_000_000)  # what has stood for "no page" in Levanter's releases; any other value works as well
 
 
-@jax.tree_util.register_dataclass
+@register_dataclass
 @dataclass(frozen=True)
 class PageBatchInfo:
     """What one step tells the device, int32, static shapes: S = max_seqs, W = pages_per_seq, T = max_tokens.
@@ -54,8 +58,7 @@ class PageBatchInfo:
         Position of each new token, 0 for padding.
     copies : ``[S, 3]``
         (source page, target page, tokens) to copy before anything is written; (0, 0, 0) does nothing.
-    page_size : int
-        Static.
+    page_size : int, static
     """
 
     slot_ids: jax.Array
@@ -83,20 +86,22 @@ class PageTable:
 
     Raises
     ------
-    ValueError, TypeError
-        Of `kvpool.Pool` and `kvpool.Plan`; or `pad` is a slot that a sequence could own.
+    ValueError, TypeError, RuntimeError
+        Of `Pool` and `Plan`; or `pad` is a page or slot that a sequence could own; JAX is not in `RELEASES` (`strict`).
     """
 
     def __init__(
-        self, num_pages: int, page_size: int, max_seqs: int, pages_per_seq: int, max_tokens: int, *, pad: int = -1
-    ) -> None:
+        self, num_pages: int, page_size: int, max_seqs: int, pages_per_seq: int, max_tokens: int, *, pad: int = -1,
+        strict: bool = True
+    ) -> None:  # fmt: skip
+        require("PageTable", "jax", jax.__version__, *RELEASES, strict=strict)
         self.pool = Pool(num_pages, page_size, max_seqs=max_seqs, max_blocks_per_seq=pages_per_seq)
-        if page_size <= pad < num_pages * page_size:
-            raise ValueError(f"[PageTable] pad is {pad}, a slot of page {pad // page_size}")
+        if 0 < pad < num_pages * page_size:
+            raise ValueError(f"[PageTable] pad is {pad}, a page or a slot: they are below {num_pages * page_size}")
         pads = dict.fromkeys(("block_tables", "slot_ids", "slot_mapping"), pad)
         self.plan = Plan(self.pool, max_seqs, max_tokens, formats=("page_batch_info", "positions"), pad=pads)
         self.max_seqs, self.max_tokens = max_seqs, max_tokens
-        self._copies = np.zeros((max_seqs, 3), np.int32)
+        self._copies, self._num_seqs = np.zeros((max_seqs, 3), np.int32), np.zeros(1, np.int32)
 
     def open(self, num_tokens: int = 0) -> int:
         """A new sequence with pages for so many tokens. Raises `OutOfBlocks`, state unchanged."""
@@ -112,8 +117,7 @@ class PageTable:
         Parameters
         ----------
         seqs : int64 ``[n]``, n <= max_seqs
-        num_new : int or ints ``[n]``
-            New tokens of each.
+        num_new : int or ints ``[n]``, new tokens of each
         max_tokens : int, optional
             T of the result, the table's by default: one static shape for prefill, a smaller one for decode.
 
@@ -124,15 +128,15 @@ class PageTable:
         """
         plan, total = self.plan, self.max_tokens if max_tokens is None else max_tokens
         self.pool.step(plan, seqs, num_new, pad_to=(self.max_seqs, total))
-        made = plan.num_copies
-        self._copies[:made] = plan.copies
-        self._copies[made:] = 0
+        self._copies[: plan.num_copies] = plan.copies
+        self._copies[plan.num_copies :] = 0
+        self._num_seqs[0] = plan.num_rows
         return PageBatchInfo(
             slot_ids=jnp.array(plan.slot_ids),
             page_indices=jnp.array(plan.block_tables),
             seq_lens=jnp.array(plan.seq_lens),
             cu_q_lens=jnp.array(plan.cu_q_lens),
-            num_seqs=jnp.array([plan.num_rows], jnp.int32),
+            num_seqs=jnp.array(self._num_seqs),
             new_token_dests=jnp.array(plan.slot_mapping),
             positions=jnp.array(plan.positions),
             copies=jnp.array(self._copies),
@@ -166,11 +170,10 @@ def copy_pages(kv_pages: jax.Array, info: PageBatchInfo) -> jax.Array:
 
 def update(kv_pages: jax.Array, info: PageBatchInfo, k: jax.Array, v: jax.Array) -> jax.Array:
     """Write new K and V, ``[T, kv_heads, head_dim]``, RoPE applied; padding goes nowhere."""
-    page_size = info.page_size
     rows = jnp.stack([k, v], axis=2).reshape(len(k), -1, k.shape[-1]).astype(kv_pages.dtype)  # k0 v0 k1 v1 ...
-    num_slots = len(kv_pages) * page_size
+    num_slots = len(kv_pages) * info.page_size
     dests = jnp.where((info.new_token_dests >= 0) & (info.new_token_dests < num_slots), info.new_token_dests, num_slots)
-    return kv_pages.at[dests // page_size, dests % page_size].set(rows, mode="drop")
+    return kv_pages.at[dests // info.page_size, dests % info.page_size].set(rows, mode="drop")
 
 
 def attend(q: jax.Array, kv_pages: jax.Array, info: PageBatchInfo, scale: float) -> jax.Array:
@@ -179,8 +182,7 @@ def attend(q: jax.Array, kv_pages: jax.Array, info: PageBatchInfo, scale: float)
     The meaning of JAX's ``ref_ragged_paged_attention``, which loops over sequences in Python and so cannot be jitted.
     On a TPU use ``ragged_paged_attention`` with the same arrays. O(T * W * page_size).
     """
-    num_tokens, num_heads, head_dim = q.shape
-    token = jnp.arange(num_tokens)
+    (num_tokens, num_heads, head_dim), token = q.shape, jnp.arange(len(q))
     row = jnp.clip(jnp.searchsorted(info.cu_q_lens, token, side="right") - 1, 0, len(info.seq_lens) - 1)
     valid = token < info.cu_q_lens[-1]
     pages = jnp.clip(info.page_indices, 0, len(kv_pages) - 1)[row]

@@ -44,9 +44,19 @@ def launch(
         Seconds; after them all processes are ended, and `held` is False.
     last_line : str
         What rank r prints when it has succeeded, with ``{rank}`` in it.
+
+    Raises
+    ------
+    FileNotFoundError
+        There is no ``mlx.launch`` beside the interpreter. Nothing was started.
     """
+    starter = Path(sys.executable).with_name("mlx.launch")
+    if not starter.is_file():
+        raise FileNotFoundError(
+            f"[launch] {starter} does not exist; mlx installs it beside the interpreter: pip install 'kvpool[mlx]'"
+        )
     argv = [
-        *(str(Path(sys.executable).with_name("mlx.launch")), "-n", str(ranks), "--backend", "ring"),
+        *(str(starter), "-n", str(ranks), "--backend", "ring"),
         *("--starting-port", str(_free_ports(ranks)), "--", sys.executable, *command),
     ]
     process = subprocess.Popen(

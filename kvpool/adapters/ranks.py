@@ -2,14 +2,15 @@
 
 With tensor parallelism every rank holds some of the KV heads of every block. A pool is deterministic: the same calls
 give the same block ids, so each rank runs a pool of its own on the same requests, and no table is ever sent. What
-remains is to notice when that stops being true. `Ranks.agree` compares `Pool.digest`, which chains every call and its
-results, with one all-gather of eight bytes a rank:
+remains is to notice when that stops being true, before a sum of the model meets another one or nobody. `Ranks.step`
+compares `Pool.digest`, which chains every call and its results, and a hash of the batch with one all-gather of eight
+bytes a rank, and watches over the forward pass that follows:
 
     model.shard(group)                                # mlx-lm's own: KV heads / ranks
     with Ranks(group) as ranks, install(model, pool=Pool(4096, 16, seed=0)) as kv:
         while work:
-            generator.next()
-            ranks.agree(kv.pool, generator.stream)
+            with ranks.step(kv.pool, batch=requests_and_their_last_tokens, stream=generator.stream):
+                generator.next()
 
 Start it by `mlx.launch`, or by `kvpool.adapters.launch`. Needs nothing but mlx; pools must have the same ``seed=`` on
 all ranks, and requests must come in the same order.
@@ -17,35 +18,39 @@ all ranks, and requests must come in the same order.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import sys
 import threading
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, Self
 
 import mlx.core as mx
+import numpy as np
 
+from kvpool.adapters.releases import require
 from kvpool.errors import KVPoolError
 
+RELEASES = ("0.32.2", "0.33")  # of mlx: the oldest that the tests run, and the first that they do not
 TIMED_OUT = 70  # exit status of a rank that waited in vain
+BACKENDS = ("[ring]", "[mpi]", "[jaccl]", "[nccl]", "[distributed]")  # how errors of MLX's collectives begin
 
 
 class RanksDisagree(KVPoolError, RuntimeError):
-    """Pools that ought to be equal are not: tables differ from now on, so no rank may go on. Raised on every rank.
+    """Pools or batches that ought to be equal are not, so no rank may go on. Raised on every rank.
 
     Attributes
     ----------
     digests : tuple of int
-        By rank.
+        By rank, of what differs.
     step : int
         Which comparison it was, from 1 on.
     """
 
     def __init__(self, message: str, digests: tuple[int, ...], step: int) -> None:
         super().__init__(message)
-        self.digests = digests
-        self.step = step
+        self.digests, self.step = digests, step
 
 
 class RankLost(KVPoolError, RuntimeError):
@@ -59,10 +64,12 @@ class Ranks:
     ----------
     group : mlx.core.distributed.Group
     timeout : float, default 60
-        Seconds that one `agree` may wait for the others. MLX's collective calls cannot be interrupted, so a rank
-        that waits longer says so on stderr and ends its process with status 70 (`TIMED_OUT`).
+        Seconds that one `agree`, or what stands in one `step`, may take. MLX's collective calls cannot be
+        interrupted, so a rank that waits longer says so on stderr and ends its process with status 70 (`TIMED_OUT`).
     on_timeout : callable, optional
         Called with the message in place of that, on a thread of its own.
+    strict : bool, default True
+        RuntimeError if mlx is not in `RELEASES`.
 
     Notes
     -----
@@ -70,8 +77,9 @@ class Ranks:
     """
 
     def __init__(
-        self, group: Any, *, timeout: float = 60.0, on_timeout: Callable[[str], object] | None = None
+        self, group: Any, *, timeout: float = 60.0, on_timeout: Callable[[str], Any] | None = None, strict: bool = True
     ) -> None:
+        require("Ranks", "mlx", vars(mx)["__version__"], *RELEASES, strict=strict)
         if not timeout > 0:
             raise ValueError(f"[Ranks] timeout is {timeout}, it must be positive")
         self.group = group
@@ -81,7 +89,7 @@ class Ranks:
         self.timeout = timeout
         self._on_timeout = on_timeout or _end_process
         self._wake = threading.Condition()
-        self._waiting_for = 0  # number of the comparison that is under way, 0: none
+        self._waiting: tuple[str, int] | None = None  # call and number of the step that is under way
         self._is_closed = False
         self._watch = threading.Thread(target=self._watch_over, name="kvpool ranks", daemon=True)
         self._watch.start()
@@ -89,9 +97,7 @@ class Ranks:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -101,8 +107,19 @@ class Ranks:
             self._wake.notify()
         self._watch.join()
 
-    def agree(self, pool: Any, stream: Any = None) -> int:
-        """Compare the digest of `pool` with those of the other ranks; returns it.
+    @contextlib.contextmanager
+    def step(self, pool: Any, *, batch: Any = None, stream: Any = None) -> Iterator[int]:
+        """`agree`, then the forward pass, which stands inside and waits for the others no longer than `timeout`.
+
+        Yields the digest. Raises what `agree` does, before anything inside has run; `RankLost` also for an error of
+        MLX's collectives inside, after which a step that is pending stays so.
+        """
+        digest = self.agree(pool, stream, batch=batch)
+        with self._watched("step", self.steps):
+            yield digest
+
+    def agree(self, pool: Any, stream: Any = None, *, batch: Any = None) -> int:
+        """Compare the digest of `pool`, and the batch if there is one, with the other ranks'; returns the digest.
 
         Parameters
         ----------
@@ -111,6 +128,9 @@ class Ranks:
             The one on which the model's own collectives run, the CPU's default stream by default. Collectives pair
             up in the order in which they are executed, and only within a stream is that the order of the program:
             from another stream this one could meet a sum of the model on the other rank.
+        batch : bytes or integers, optional
+            What decides the shapes of the next forward pass and is not in the pool yet: with an engine that plans
+            by itself its requests and the last token of each. A step that is planned already is in the digest.
 
         Raises
         ------
@@ -119,45 +139,60 @@ class Ranks:
         RankLost
             A rank has gone. The pool is unchanged.
         """
-        digest = pool.digest()
-        self._expect(self.steps + 1)
-        try:
-            halves = mx.array([digest >> 32, digest & 0xFFFFFFFF], mx.uint32)
-            flat: Any = mx.distributed.all_gather(halves, group=self.group, stream=stream or mx.cpu).tolist()
-        except RuntimeError as error:
-            raise RankLost(
-                f"[agree] rank {self.rank} of {self.size} lost another one in step {self.steps + 1}: {error}"
-            ) from error
-        finally:
-            self._expect(0)
-        self.steps += 1
-        digests = tuple(high << 32 | low for high, low in zip(flat[::2], flat[1::2], strict=True))
-        if len(set(digests)) > 1:
-            shown = ", ".join(f"rank {rank} {value:016x}" for rank, value in enumerate(digests))
-            raise RanksDisagree(
-                f"[agree] pools differ in step {self.steps}: {shown}; every rank must make the same calls in the same "
-                "order on a pool with the same sizes and seed",
-                digests,
-                self.steps,
-            )
+        digest, step = int(pool.digest()), self.steps + 1
+        mixed = digest if batch is None else digest ^ _hash(batch)
+        with self._watched("agree", step):
+            values, what = self._gather(mixed, stream), "batches"
+            if differ := len(set(values)) > 1:  # on every rank, so all are here to say which of the two it is
+                pools = self._gather(digest, stream)
+                values, what = (pools, "pools") if len(set(pools)) > 1 else (values, what)
+        self.steps = step
+        if differ:
+            shown = ", ".join(f"rank {rank} {value:016x}" for rank, value in enumerate(values))
+            wanted = "every rank must make the same calls in the same order on a pool with the same sizes and seed"
+            raise RanksDisagree(f"[agree] {what} differ in step {step}: {shown}; {wanted}", values, step)
         return digest
 
-    def _expect(self, step: int) -> None:
+    def _gather(self, value: int, stream: Any) -> tuple[int, ...]:
+        halves = mx.array([value >> 32, value & 0xFFFFFFFF], mx.uint32)
+        flat: Any = mx.distributed.all_gather(halves, group=self.group, stream=stream or mx.cpu).tolist()
+        return tuple(high << 32 | low for high, low in zip(flat[::2], flat[1::2], strict=True))
+
+    @contextlib.contextmanager
+    def _watched(self, call: str, step: int) -> Iterator[None]:
+        before = self._waiting
+        try:
+            self._expect((call, step))
+            yield
+        except RuntimeError as error:
+            if isinstance(error, KVPoolError) or (call == "step" and not str(error).startswith(BACKENDS)):
+                raise  # what stands inside has failed by itself
+            who = f"[{call}] rank {self.rank} of {self.size}"
+            raise RankLost(f"{who} lost another one in step {step}: {error}") from error
+        finally:
+            self._expect(before)
+
+    def _expect(self, waiting: tuple[str, int] | None) -> None:
         with self._wake:
-            self._waiting_for = step
+            self._waiting = waiting
             self._wake.notify()
 
     def _watch_over(self) -> None:
         with self._wake:
             while not self._is_closed:
-                step = self._waiting_for
-                in_time = self._wake.wait(self.timeout if step else None)
-                if not in_time and self._waiting_for == step:
+                waiting = self._waiting
+                in_time = self._wake.wait(self.timeout if waiting else None)
+                if not in_time and waiting is not None and self._waiting is waiting:
                     self._on_timeout(
-                        f"[agree] rank {self.rank} of {self.size} has waited {self.timeout:g} s for the others in step "
-                        f"{step}, the limit"
+                        f"[{waiting[0]}] rank {self.rank} of {self.size} has waited {self.timeout:g} s for the others "
+                        f"in step {waiting[1]}, the limit"
                     )
-                    self._waiting_for = 0
+                    self._waiting = None
+
+
+def _hash(batch: Any) -> int:
+    data = batch if isinstance(batch, bytes) else np.asarray(batch, np.int64).tobytes()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest())
 
 
 def _end_process(message: str) -> NoReturn:

@@ -21,13 +21,15 @@ import numpy as np
 import torch
 import transformers
 from numpy.typing import NDArray
-from transformers.generation.continuous_batching import cache as stock_cache
-from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION, FullAttentionCacheAllocator
-from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 
 from kvpool import Plan, Pool
+from kvpool.adapters.releases import importing
 
 SUPPORTED_VERSIONS = ("5.23.0",)  # releases whose engine the tests run on kvpool
+with importing("transformers", transformers.__version__, ", ".join(SUPPORTED_VERSIONS)):
+    from transformers.generation.continuous_batching import cache as stock_cache
+    from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION, FullAttentionCacheAllocator
+    from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 
 
 @contextlib.contextmanager
@@ -96,15 +98,13 @@ class PoolAllocator(FullAttentionCacheAllocator):
     def needs_new_sectors(self, request_id: str, past_length: int, query_length: int) -> int:
         """0 if the request fits; else 1, which is more than there are."""
         self.take_over()
-        handle = self.handles.get(request_id)
-        if handle is None:
+        if (handle := self.handles.get(request_id)) is None:
             return int(self.needs_new_blocks(request_id, past_length, query_length) > len(self))
         return int(not self.blocks.can([handle], past_length + query_length - self.blocks.num_tokens(handle)))
 
     def allocate_cache_to_request(self, request_id: str, past_length: int, query_length: int) -> None:
         """Reserve the blocks of the next tokens, and copy a last block that is shared."""
-        handle = self.handles.get(request_id)
-        if handle is None:
+        if (handle := self.handles.get(request_id)) is None:
             self.handles[request_id] = self.blocks.open(past_length + query_length)
             return
         self.blocks.reserve(self.one_row, [handle], past_length + query_length - self.blocks.num_tokens(handle))

@@ -197,8 +197,11 @@ def test_a_page_copied_wrongly_is_convicted(params, prompts, monkeypatch):
 
 
 def test_bad_calls_are_refused_and_change_nothing():
-    with pytest.raises(ValueError, match="pad is 30, a slot of page 7"):
-        PageTable(20, PAGE, MAX_SEQS, WIDTH, PREFILL, pad=30)
+    for pad in (1, 19, 20, 30, 20 * PAGE - 1):  # pages, then slots
+        with pytest.raises(ValueError, match=f"pad is {pad}, a page or a slot: they are below 80"):
+            PageTable(20, PAGE, MAX_SEQS, WIDTH, PREFILL, pad=pad)
+    for pad in (*PADDINGS, 20 * PAGE):
+        assert PageTable(20, PAGE, MAX_SEQS, WIDTH, PREFILL, pad=pad).plan.max_rows == MAX_SEQS
     table = PageTable(6, PAGE, MAX_SEQS, WIDTH, PREFILL)
     seq = table.open(8)
     before = table.pool.fingerprint()
@@ -246,3 +249,22 @@ def test_example_of_the_page_runs(capsys):
     (code,) = examples("jax")
     exec(code, {})
     assert capsys.readouterr().out == "(32, 4, 8) 2\n"
+
+
+def test_decode_step_takes_no_more_memory_with_more_pages(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent))
+    from test_adapter_allocation import GROWTH_MAX, STEPS, measured
+
+    peaks = []
+    for num_pages, width in ((256, 64), (4096, 512)):
+        table = PageTable(num_pages, 16, MAX_SEQS, width, MAX_SEQS)
+        seqs = [table.open(num_pages // 8 * 16) for _ in range(MAX_SEQS)]
+
+        def step(table=table, seqs=seqs):
+            table.allocate(seqs)
+            table.undo()
+
+        peak, stays = measured(step)
+        assert stays <= 128 * STEPS  # JAX's own caches; one array that is kept in each step would be more
+        peaks.append(peak)
+    assert peaks[1] - peaks[0] <= GROWTH_MAX

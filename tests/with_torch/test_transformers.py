@@ -283,3 +283,25 @@ def test_example_of_the_page_runs(capsys):
     (code,) = examples("torch")
     exec(code, {})
     assert "req_1" in capsys.readouterr().out
+
+
+def test_indices_of_a_step_take_no_more_memory_with_more_blocks(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent))
+    from test_adapter_allocation import GROWTH_MAX, STAYS_MAX, measured
+
+    peaks, length = [], 400
+    for num_blocks in (256, 4096):
+        allocator = allocator_of(PoolAllocator, num_blocks)
+        for name in "abcd":
+            allocator.allocate_cache_to_request(name, 0, length)
+        handles = [allocator.handles[name] for name in "abcd"]
+        allocator.indices(handles, [length] * 4)
+
+        def step(allocator=allocator, handles=handles, lengths=(length,) * 4):
+            allocator.blocks.truncate(handles, lengths)
+            allocator.indices(handles, [1] * 4)
+
+        peak, stays = measured(step)
+        assert stays <= STAYS_MAX
+        peaks.append(peak)
+    assert peaks[1] - peaks[0] <= GROWTH_MAX

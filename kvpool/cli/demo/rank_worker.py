@@ -19,7 +19,7 @@ from mlx_lm.generate import BatchGenerator
 
 import kvpool
 from kvpool.adapters.mlx_lm import PagedKV, install
-from kvpool.adapters.ranks import Ranks, RanksDisagree
+from kvpool.adapters.ranks import RankLost, Ranks, RanksDisagree
 from kvpool.cli.demo import lm
 from kvpool.cli.demo.settings import Settings
 
@@ -27,8 +27,13 @@ KV_HEADS, PROMPTS, NEW_TOKENS, NUM_BLOCKS = 4, (7, 40, 95, 18), 24, 128
 TIMEOUT = 60.0  # seconds: ranks on a busy machine are slow, not gone
 
 
+def state(tokens: dict[int, list[int]]) -> list[tuple[int, int, int]]:
+    """Each request, its length and its last token: what mlx-lm's engine makes the next batch of."""
+    return [(uid, len(known), known[-1] if known else -1) for uid, known in tokens.items()]
+
+
 def serve(kv: PagedKV, ranks: Ranks, prompts: list[list[int]], diverge: int | None) -> list[list[int]]:
-    """Continue `prompts` with mlx-lm's engine, and compare pools after every step."""
+    """Continue `prompts` with mlx-lm's engine, and compare pools and requests before every step."""
     engine = BatchGenerator(kv.model, max_tokens=NEW_TOKENS, prefill_batch_size=2, prefill_step_size=32)
     try:
         tokens: dict[int, list[int]] = {uid: [] for uid in engine.insert(prompts)}
@@ -36,11 +41,12 @@ def serve(kv: PagedKV, ranks: Ranks, prompts: list[list[int]], diverge: int | No
         while busy:
             if ranks.steps + 1 == diverge and ranks.rank == ranks.size - 1:
                 kv.pool.open()
-            prompt_responses, responses = engine.next()
+            with ranks.step(kv.pool, batch=state(tokens), stream=engine.stream):
+                prompt_responses, responses = engine.next()
             for response in responses:
                 tokens[response.uid].append(response.token)
-            ranks.agree(kv.pool, engine.stream)
             busy = bool(prompt_responses or responses)
+        ranks.agree(kv.pool, engine.stream)
     finally:
         engine.close()
     return list(tokens.values())
@@ -78,7 +84,7 @@ def main() -> int:
     group = mx.distributed.init(strict=True, backend="ring")
     try:
         seen = work(group, Settings(**json.loads(args.settings)), args.diverge)
-    except RanksDisagree as error:
+    except (RanksDisagree, RankLost) as error:
         print(f"rank {group.rank()} stopped: {error}", flush=True)
         return 0  # mlx.launch ends the other ranks when one fails, before they can say why they stopped
     print(f"rank {group.rank()} saw {json.dumps(seen)}\nrank {group.rank()}: done", flush=True)

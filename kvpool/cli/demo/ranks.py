@@ -41,7 +41,7 @@ def part(num_ranks: int) -> Part:
         f"{num_ranks} ranks of mx.distributed: KV heads are shared out, tables are computed by everybody",
         {
             "ranks_tokens_identical": "same tokens as one process",
-            "ranks_agree": "equal pools after every step",
+            "ranks_agree": "equal pools and batches in every step",
             "ranks_share_heads": "each rank holds its share of the KV heads",
             "ranks_divergence_stops_all": "a pool that differs stops every rank",
         },
