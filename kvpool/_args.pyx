@@ -5,6 +5,7 @@ An integer is whatever `operator.index` takes, except a bool. A batch is a list 
 before a call looks at the state of the pool.
 """
 from cpython.buffer cimport PyBUF_FORMAT, PyBUF_STRIDES, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer
+from cpython.exc cimport PyErr_CheckSignals
 from cpython.list cimport PyList_GET_SIZE
 from cpython.long cimport PyLong_AsLongLong, PyLong_AsLongLongAndOverflow, PyLong_CheckExact
 from cpython.number cimport PyNumber_Index
@@ -65,6 +66,11 @@ cdef int _from_list(Ints* ints, object value, str call, str name, type huge) exc
         raise MemoryError(f"[{call}] no memory for {n} {name}")
     try:
         for i in range(n):
+            if i & 0xFFFF == 0xFFFF:            # nothing was judged yet that a handler could change: as in __index__
+                PyErr_CheckSignals()
+                if true_length(value) != n:
+                    raise ValueError(f"[{call}] {name} changed its length during the call")
+                items = PySequence_Fast_ITEMS(value)
             if PyLong_CheckExact(<object>items[i]):
                 data[i] = PyLong_AsLongLongAndOverflow(<object>items[i], &overflow)
                 if not overflow:

@@ -4,13 +4,16 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from seed_allocator import FAULTS, Adapter, sound
 
 import kvpool
 from kvpool.cli import main
 from kvpool.testing import conformance
+from kvpool.testing.fuzz_backend import hunt_backend
 from kvpool.testing.fuzz_target import Checked, hunt_target
+from kvpool_backends.numpy import NumpyBackend
 
 CALLS = 20_000
 
@@ -100,9 +103,13 @@ def test_readme_shows_what_the_command_prints(capsys):
     page = Path(__file__).with_name("README.md").read_text()
     (command,) = re.findall(r"`kvpool (fuzz --target\s+seed_allocator:Adapter --seed \d+)` ends at once", page)
     assert main(command.split()) == 1
-    printed = re.sub(r"in [\d.]+ s", "in 0.0 s", capsys.readouterr().out).strip()
+
+    def timeless(text):
+        return re.sub(r"# kvpool \S+", "# kvpool", re.sub(r"in [\d.]+ s", "in 0.0 s", text))
+
+    printed = timeless(capsys.readouterr().out).strip()
     shown = "\n".join(f"    {line}".rstrip() for line in printed.splitlines())
-    assert shown in re.sub(r"in [\d.]+ s", "in 0.0 s", page)
+    assert shown in timeless(page)
 
 
 def test_a_missing_copy_is_a_finding():
@@ -148,4 +155,171 @@ def test_command_drives_a_backend(capsys, few_cases):
 
 def test_command_convicts_a_backend(capsys, few_cases):
     assert main(["fuzz", "--target", "seed_backend:Broken", "--ops", "2000", "--seed", "1", "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["finding"]
+    facts = json.loads(capsys.readouterr().out)
+    assert "is wrong" in facts["finding"] and 0 < facts["calls"] <= 2000
+    assert_repeats(capsys, facts)
+
+
+def assert_repeats(capsys, facts):
+    """The command that is printed makes the same finding in one run; the script makes it without the command."""
+    command, _, version = facts["again"].partition("  # ")
+    assert version == f"kvpool {kvpool.__version__}"
+    assert main([*command.split()[1:], "--json"]) == 1
+    again = json.loads(capsys.readouterr().out)
+    assert (again["finding"], again["script"]) == (facts["finding"], facts["script"])
+    assert again["runs"] <= 1
+    space = {}
+    exec(facts["script"], space)
+    (test,) = (what for name, what in space.items() if name.startswith("test_"))
+    with pytest.raises((AssertionError, IndexError)) as raised:
+        test()
+    assert str(raised.value) in facts["finding"]
+
+
+# ---- what the target raises or returns ---------------------------------------------------------------------
+
+
+class InNumpy:
+    """A sound allocator; tables, counts and copies as NumPy has them."""
+
+    max_new = 1
+
+    def __init__(self, num_blocks, block_size):
+        self.mine = sound(num_blocks, block_size)
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.open, self.free = self.mine.open, self.mine.free
+
+    @property
+    def num_free(self):
+        return np.int64(self.mine.num_free)
+
+    def table(self, seq):
+        return np.array(self.mine.table(seq), np.int32)
+
+    def append(self, seq, tokens):
+        before = list(self.mine.table(seq))
+        self.mine.append(seq, tokens)
+        pairs = zip(before, self.mine.table(seq), strict=False)
+        return np.array([(old, new, self.block_size) for old, new in pairs if old != new], np.int32).reshape(-1, 3)
+
+
+class Raises(InNumpy):
+    """From its third question on, one of them raises."""
+
+    asked, bad = 0, ""
+
+    def ask(self, name):
+        self.asked += 1
+        if name == self.bad and self.asked > 3:
+            raise IndexError("out of range")
+
+    @property
+    def num_free(self):
+        self.ask("num_free")
+        return InNumpy.num_free.fget(self)
+
+    def table(self, seq):
+        self.ask("table")
+        return super().table(seq)
+
+
+class RaisesInTable(Raises):
+    bad = "table"
+
+
+class RaisesInNumFree(Raises):
+    bad = "num_free"
+
+
+class RefusesOddSizes(InNumpy):
+    def __init__(self, num_blocks, block_size):
+        if block_size % 2:
+            raise TypeError(f"block_size {block_size} is odd")
+        super().__init__(num_blocks, block_size)
+
+
+class RaisesInCopies(NumpyBackend):
+    """Only copies raise, and only those of a step."""
+
+    def copy_blocks(self, plan):
+        if plan.copies.size:
+            raise IndexError("copies are out of range")
+
+
+HERE = __name__
+
+
+def test_numpy_integers_are_integers():
+    report = hunt_target(InNumpy, calls=2000)
+    assert report.finding is None, report.script
+
+
+@pytest.mark.parametrize(
+    ("factory", "what"),
+    [
+        ("RaisesInTable", "table raised IndexError"),
+        ("RaisesInNumFree", "num_free raised IndexError"),
+        ("RefusesOddSizes", "the factory raised TypeError: block_size"),
+    ],
+)
+def test_whatever_an_allocator_raises_is_a_finding(capsys, factory, what):
+    assert main(["fuzz", "--target", f"{HERE}:{factory}", "--ops", "2000", "--seed", "1", "--json"]) == 1
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["kind"] == "exception" and what in facts["finding"]
+    assert facts["script"].count("checked.") <= 2, facts["script"]
+    assert main([*facts["again"].partition("  # ")[0].split()[1:], "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["script"] == facts["script"]
+
+
+def test_command_that_repeats_has_the_sizes(capsys):
+    argv = ["--blocks", "4", "--block-size", "3"]
+    assert main(["fuzz", "--target", "seed_allocator:Adapter", "--ops", "1e5", "--seed", "2", *argv, "--json"]) == 1
+    facts = json.loads(capsys.readouterr().out)
+    assert " ".join(argv) in facts["again"] and "Adapter(num_blocks=4, block_size=3)" in facts["script"]
+    assert_repeats(capsys, facts)
+
+
+@pytest.mark.parametrize("sizes", [[], ["--blocks", "9", "--block-size", "4"]])
+def test_whatever_a_backend_raises_is_a_finding(capsys, few_cases, sizes):
+    argv = ["fuzz", "--target", f"{HERE}:RaisesInCopies", "--ops", "2000", "--seed", "3", *sizes, "--json"]
+    assert main(argv) == 1
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["finding"] == "exception: IndexError: copies are out of range"
+    assert facts["calls"] > 0 and " ".join(sizes) in facts["again"]
+    turns = re.search(r"play\(\[([\d, ]*)\]\)", facts["script"])[1].split(", ")
+    assert len(turns) <= 5, facts["script"]
+    assert_repeats(capsys, facts)
+
+
+def test_cases_that_a_backend_fails_are_a_finding(capsys, few_cases):
+    report = hunt_backend(NumpyBackend, 1, calls=20)
+    assert report.finding is None and report.cases == {"protocol_is_implemented": "passed"}
+    conformance.CASES.append(a_case_that_fails)
+    report = hunt_backend(NumpyBackend, 1, calls=20)
+    assert report.finding.startswith("1 of 2 cases of the conformance kit failed\n- a_case_that_fails: ValueError")
+    assert "a_case_that_fails(factory)" in report.script
+
+
+def a_case_that_fails(factory):
+    raise ValueError("never right")
+
+
+def test_interrupt_is_no_finding():
+    def factory(spec, num_blocks):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        hunt_backend(factory, 1, calls=20)
+
+
+@pytest.mark.parametrize(
+    ("more", "what"),
+    [
+        (["seed_allocator:sound", "--jobs", "2"], "--jobs 2"),
+        (["seed_allocator:FAULTS"], "cannot be called"),
+        (["seed_allocator:SeedAllocator.take"], "takes neither"),
+    ],
+)
+def test_what_cannot_be_a_target_is_refused(capsys, more, what):
+    assert main(["fuzz", "--ops", "10", "--target", *more]) == 2
+    assert what in capsys.readouterr().err

@@ -1,9 +1,13 @@
 """Ctrl-C in a long call: it ends within 100 ms of CPU time, and the pool is as it was.
 
-`check` is the only call that takes longer than that at 300,000 blocks: it looks for signals while it runs.
+At 300,000 blocks `check` is the only call that takes longer on blocks alone, and it looks for signals while it runs; so
+does what reads a list, however long. docs/core.md has the times of the others, `commit` of more blocks among them.
 """
 
+import ctypes
+import functools
 import gc
+import itertools
 import signal
 import time
 
@@ -73,3 +77,66 @@ def test_signal_handler_inside_a_call_may_not_use_the_pool(large_pool):
         signal.signal(signal.SIGPROF, former)
     assert refused and "inside another call" in refused[0]
     assert large_pool.stats().used == NUM_BLOCKS - 1
+
+
+class Rings:
+    """An int that raises a signal when it is read. No bytecode runs here that could handle it: only C."""
+
+    __index__ = functools.partial(ctypes.CDLL(None)["raise"], signal.SIGUSR1)  # returns 0
+
+
+LISTS = {
+    "match": lambda pool, plan, handle, ints: pool.match(ints),
+    "open": lambda pool, plan, handle, ints: pool.open(ints),
+    "commit": lambda pool, plan, handle, ints: pool.commit(handle, ints),
+    "free": lambda pool, plan, handle, ints: pool.free(ints),
+    "close": lambda pool, plan, handle, ints: pool.close(ints),
+    "step": lambda pool, plan, handle, ints: pool.step(plan, [handle], ints),
+}
+
+
+@pytest.mark.parametrize("call", LISTS.values(), ids=LISTS)
+def test_reading_a_long_list_is_interrupted_after_65536_items_at_most(call):
+    read = itertools.count()
+
+    class Counted:
+        """An int that counts how often it is read, in C too."""
+
+        __index__ = functools.partial(next, read)
+
+    pool = Pool(64, 1, prefix_cache=True)
+    plan, handle = Plan(pool, 1, 16), pool.open()
+    pool.step(plan, [handle], 8)
+    pool.done(plan)
+    before, inside = pool.fingerprint(), []
+
+    def interrupt(signum, frame):
+        try:
+            pool.stats()
+        except RuntimeError as error:  # ConcurrentUse
+            inside.append(str(error))
+        raise KeyboardInterrupt
+
+    former = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            call(pool, plan, handle, [Rings()] + [Counted()] * 300_000)
+    finally:
+        signal.signal(signal.SIGUSR1, former)
+    assert inside and "inside another call" in inside[0]
+    assert next(read) <= 1 << 16
+    assert pool.fingerprint() == before
+    pool.check()
+
+
+def test_handler_that_shortens_the_list_being_read_is_refused():
+    pool = Pool(64, 1, prefix_cache=True)
+    ints = [Rings()] + [0] * 300_000
+    former = signal.signal(signal.SIGUSR1, lambda signum, frame: ints.clear())
+    before = pool.fingerprint()
+    try:
+        with pytest.raises(ValueError, match="changed its length"):
+            pool.match(ints)
+    finally:
+        signal.signal(signal.SIGUSR1, former)
+    assert pool.fingerprint() == before

@@ -1,6 +1,7 @@
 """The short form of the gate `proof.failures`: allocations of the core, and of Python inside of its calls, fail.
 
-The builds that can fail on demand are made when they are not there (half a minute, once).
+Allocations of C fail in the build of the mutants' short form, where none of them is on: it can fail on demand, and is
+made for tests/test_proof_mutants.py anyway. Python's fail in the build in place.
 """
 
 import importlib.util
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from kvpool import _memory
+from proof import SHORT, builds
+from proof.failures import SHORT_POINTS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -23,9 +26,30 @@ def sweep(*more):
     return json.loads(done.stdout)
 
 
+linux = pytest.mark.skipif(sys.platform != "linux", reason="a build beside this one")
 needs_testcapi = pytest.mark.skipif(
     importlib.util.find_spec("_testcapi") is None, reason="this Python has no _testcapi"
 )
+
+
+def c_sweep(*more):
+    """Allocations of C fail, one after the other, in scripts of calls."""
+    argv = ["-W", "ignore", "-m", "proof.failing", str(SHORT_POINTS), str(SHORT.seed), *more]
+    done = builds.run("mutants-quick", argv)
+    assert not done.returncode, done.stderr
+    return json.loads(done.stdout)
+
+
+@linux
+def test_call_whose_allocation_fails_changes_nothing():
+    result = c_sweep()
+    assert result["points"] >= SHORT_POINTS and not result["findings"], result
+    assert {"Pool", "Plan", "open", "step", "commit", "match", "compact"} <= set(result["by_call"])
+
+
+@linux
+def test_call_that_leaves_a_sequence_behind_is_convicted():
+    assert any("step" in finding for finding in c_sweep("planted")["findings"])
 
 
 @needs_testcapi

@@ -15,7 +15,15 @@ def test_short_form_holds(name):
     assert figure.holds, figure
 
 
-@pytest.mark.parametrize("name", ["arithmetic", "soak"])
+@pytest.mark.parametrize("name", GATES)
 def test_planted_fault_is_convicted(name):
-    """Those of the others take longer: ``python -m proof`` plants them."""
-    assert not GATES[name].planted(SHORT).holds
+    figure = GATES[name].planted(SHORT)
+    if name == "complexity" and "no valgrind" in figure.measured:
+        pytest.skip("valgrind counts the instructions, and is not here")
+    assert not figure.holds
+
+
+def test_wrong_calls_are_counted_and_not_tests():
+    """A file without a wrong call that is checked counts none, however many tests it has."""
+    _, refused, failed, last = misuse.run_file("prefix_hostile", "")
+    assert (refused, failed) == (0, 0) and "passed" in last

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import inspect
 import json
 import multiprocessing
 import os
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", help=f"how long to run (default {SECONDS:g}); with --canary: for each bug")
     parser.add_argument("--ops", help="calls to make instead, in all processes together")
     parser.add_argument("--seed", help="seed of the first run; with --ops 1 --jobs 1 that run alone (default: random)")
-    parser.add_argument("--jobs", default=str(os.cpu_count() or 1), help="processes (default: one per CPU)")
+    parser.add_argument("--jobs", help="processes (default: one per CPU; --target and --canary have one)")
     parser.add_argument("--blocks", help="blocks of every pool (default: 4 to 64)")
     parser.add_argument("--block-size", help="tokens per block (default: 1 to 16)")
     parser.add_argument(
@@ -53,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError("--large has pools of its own, it does not go with --canary, --target and sizes")
     if args.canary and args.target:
         raise CommandError("--canary plants bugs into this allocator, it does not go with --target")
+    if (args.canary or args.target) and args.jobs not in (None, "1"):
+        raise CommandError(f"--jobs {args.jobs}: --target and --canary run in one process")
     seed = random.SystemRandom().getrandbits(31) if args.seed is None else _seed(args.seed)
     sizes = {
         "num_blocks": None if args.blocks is None else whole("--blocks", args.blocks, 4),
@@ -192,7 +195,7 @@ class Progress:
 def _fuzz_core(args: argparse.Namespace, seed: int, sizes: dict[str, Any], limit: dict[str, Any]) -> dict[str, Any]:
     from kvpool.testing.fuzz_shape import OPERATIONS, STATES
 
-    jobs = whole("--jobs", args.jobs)
+    jobs = (os.cpu_count() or 1) if args.jobs is None else whole("--jobs", args.jobs)
     began = time.monotonic()
     options = {"seed": seed, "fault": None, "sizes": sizes, "limit": limit}
     reports = run_jobs(jobs, args.json, options)
@@ -221,13 +224,18 @@ def _conviction(report: Any, make_pool: Callable[..., Any], source: str, sizes: 
         again = f"kvpool fuzz --large --seed {report.seed} --ops {LARGE_CALLS_PER_RUN} --jobs 1"
         return {"finding": report.finding, "script": "", "again": again}
     failure = shrink(report.shape, report.words, make_pool, source)
-    given = "".join(f" --{name.replace('num_', '').replace('_', '-')} {n}" for name, n in sizes.items() if n)
     return {
         "finding": failure.what,
         "script": failure.script,
         "script_fails": failure.reproduces,
-        "again": f"kvpool fuzz --seed {report.seed} --ops 1 --jobs 1{given}  # kvpool {kvpool.__version__}",
+        "again": f"kvpool fuzz --seed {report.seed} --ops 1 --jobs 1{_given(sizes)}",
     }
+
+
+def _given(sizes: dict[str, Any]) -> str:
+    """The end of a command that makes a run again: the sizes asked for, and the version whose programs these are."""
+    options = "".join(f" --{name.replace('num_', '').replace('_', '-')} {n}" for name, n in sizes.items() if n)
+    return f"{options}  # kvpool {kvpool.__version__}"
 
 
 # ---- planted bugs ------------------------------------------------------------------------------------------
@@ -271,59 +279,55 @@ def load_target(text: str) -> Callable[..., Any]:
     return found  # type: ignore[return-value]
 
 
+def _takes(factory: Callable[..., Any], *values: Any, **named: Any) -> bool:
+    """Whether a call with these arguments is one that the factory takes; what it does with them is not asked."""
+    try:
+        inspect.signature(factory).bind(*values, **named)
+    except TypeError:
+        return False
+    except ValueError:  # compiled, and does not say
+        return True
+    return True
+
+
 def _fuzz_target(args: argparse.Namespace, seed: int, sizes: dict[str, Any], limit: dict[str, Any]) -> dict[str, Any]:
     factory = load_target(args.target)
-    try:
-        made = factory(num_blocks=sizes["num_blocks"] or 8, block_size=sizes["block_size"] or 2)
-    except TypeError:
-        return {"target": args.target} | _fuzz_backend(factory, seed, limit)
-    if not hasattr(made, "append"):
-        raise CommandError(f"--target {args.target}: {type(made).__name__} has no append, so it is no allocator")
-    from kvpool.testing.fuzz_target import hunt_target
-
+    if not callable(factory):
+        raise CommandError(f"--target {args.target}: {factory!r} cannot be called")
     module, _, name = args.target.partition(":")
-    source = f"from {module} import {name.partition('.')[0]}\n{name}"
-    told = None if args.json else Progress(limit)
-    report = hunt_target(factory, seed, source=source, told=told, **sizes, **limit)
+    options: dict[str, Any] = {
+        "source": f"from {module} import {name.partition('.')[0]}\n{name}",
+        "told": None if args.json else Progress(limit),
+        **sizes,
+        **limit,
+    }
+    report: Any
+    if _takes(factory, num_blocks=8, block_size=2):
+        from kvpool.testing.fuzz_target import hunt_target
+
+        report = hunt_target(factory, seed, **options)
+        more = {"kind": report.kind}
+    elif _takes(factory, None, 8):
+        from kvpool.testing.fuzz_backend import hunt_backend
+
+        try:
+            report = hunt_backend(factory, seed, **options)
+        except ValueError as error:
+            raise CommandError(f"--target {args.target}: {error}") from None
+        more = {"cases": report.cases}
+    else:
+        neither = "it takes neither (num_blocks=, block_size=) nor (spec, num_blocks)"
+        raise CommandError(f"--target {args.target}: {neither}")
+    again = f"kvpool fuzz --target {args.target} --seed {report.seed} --ops 1{_given(sizes)}"
     return {
         "target": args.target,
+        **more,
         "runs": report.runs,
         "calls": report.calls,
         "seconds": report.seconds,
         "finding": report.finding,
-        "kind": report.kind,
         "script": report.script,
-        "again": f"kvpool fuzz --target {args.target} --seed {seed}" if report.finding else "",
-    }
-
-
-def _fuzz_backend(factory: Callable[..., Any], seed: int, limit: dict[str, Any]) -> dict[str, Any]:
-    """Random engines until the limit, then the conformance kit; a turn of an engine counts as a call."""
-    from kvpool.config import KVSpec
-    from kvpool.testing import conformance
-    from kvpool.testing.engine import RandomEngine
-    from kvpool.testing.filled import specs
-
-    began, calls, finding, cases = time.monotonic(), 0, None, {}
-    try:
-        offered: list[KVSpec] = list(specs(factory))
-        rng = random.Random(seed)
-        while True:
-            RandomEngine(factory, rng.choice(offered), rng.getrandbits(31)).run(20)
-            calls += 20
-            spent = time.monotonic() - began
-            if (limit["calls"] and calls >= limit["calls"]) or (limit["seconds"] and spent >= limit["seconds"]):
-                break
-        cases = conformance.check_backend(factory, conformance.CASES)
-    except AssertionError as error:
-        finding = str(error)
-    return {
-        "cases": cases,
-        "calls": calls,
-        "seconds": time.monotonic() - began,
-        "finding": finding,
-        "script": "",
-        "again": "",
+        "again": again if report.finding else "",
     }
 
 

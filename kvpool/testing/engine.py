@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from kvpool import Plan, Pool
@@ -40,6 +42,8 @@ class RandomEngine:
     failure : type of exception
         What a backend that fails raises, from any call but the ones that fill dead slots: the step, or the
         reservation, is rolled back and done again, once. Choices are the same as without the failure.
+    num_blocks : int, optional
+        Of the pool and the backend; without it there is room for the longest row of a step.
     """
 
     def __init__(
@@ -49,13 +53,14 @@ class RandomEngine:
         seed: int,
         fail_every: int = 0,
         failure: type[BaseException] = _BackendFailed,
+        num_blocks: int | None = None,
     ) -> None:
         self.spec = spec
         self.seed = seed
         self.fail_every = fail_every
         self.failure = failure
         self.rng = np.random.default_rng(seed)
-        num_blocks = 2 + max(6, 64 // spec.block_size)
+        num_blocks = num_blocks or 2 + max(6, 64 // spec.block_size)
         self.pool = Pool(num_blocks, spec.block_size, max_seqs=12)
         self.backend: KVBackend = factory(spec, num_blocks)
         self.plan = Plan(self.pool, _MAX_ROWS, _MAX_TOKENS, formats=tuple(self.backend.required_formats))
@@ -63,12 +68,22 @@ class RandomEngine:
         self.k = [values(self.rng, (*shape, spec.head_dim), spec.dtype) for _ in range(spec.num_layers)]
         self.v = [values(self.rng, (*shape, spec.value_head_dim), spec.dtype) for _ in range(spec.num_layers)]
         self.history: dict[int, list[int]] = {}
-        self.num_steps = 0
+        self.num_turns = self.num_steps = 0
 
     def run(self, num_turns: int) -> None:
         """Draw and check `num_turns` turns, then close everything: no block may be missing."""
         for _ in range(num_turns):
             self._turn()
+        self._end()
+
+    def play(self, turns: Iterable[int]) -> None:
+        """Like `run`, but each turn draws from numbers of its own: others can be left out, and it stays what it is."""
+        for turn in turns:
+            self.rng = np.random.default_rng([self.seed, turn])
+            self._turn()
+        self._end()
+
+    def _end(self) -> None:
         self.pool.close(list(self.history))
         stats = self.pool.stats()
         assert stats.free == stats.num_blocks - stats.reserved, f"blocks leaked: {stats} (seed {self.seed})"
@@ -76,6 +91,7 @@ class RandomEngine:
         self.pool.shutdown()
 
     def _turn(self) -> None:
+        self.num_turns += 1
         live = list(self.history)
         what = self.rng.choice(["step", "fork", "truncate", "close", "open"], p=[0.55, 0.15, 0.1, 0.08, 0.12])
         if not live or (what == "open" and len(live) < 8):

@@ -8,6 +8,7 @@ programs and shrinks what fails to a test in Python.
 
 from __future__ import annotations
 
+import operator
 import random
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -70,6 +71,18 @@ class TargetFinding(FuzzFinding):
         self.kind = kind
 
 
+def _raised(name: str, error: Exception) -> TargetFinding:
+    """The finding that a call of the allocator raised what it should not."""
+    return TargetFinding("exception", f"{name} raised {type(error).__name__}: {error}")
+
+
+def _copies(given: Iterable[Any] | None) -> list[Copy] | None:
+    """What `append` returned, as plain numbers."""
+    if given is None:
+        return None
+    return [(operator.index(src), operator.index(dst), operator.index(n)) for src, dst, n in given]
+
+
 @dataclass
 class _Sequence:
     key: Any  # of the allocator
@@ -97,7 +110,9 @@ class Checked:
         sequence = _Sequence(key, list(tokens), [])
         sequence.table = self._table(sequence)
         shared = {block for other in self.sequences for block in other.table}
-        cached = self.allocator.cached(key) if hasattr(self.allocator, "cached") else None
+        cached = None
+        if hasattr(self.allocator, "cached"):
+            cached = self._asked("cached", lambda: operator.index(self.allocator.cached(key)))
         self.sequences.append(sequence)
         stamps = self._stamps(tokens)
         for position in range(len(tokens)):
@@ -112,7 +127,7 @@ class Checked:
         """More tokens: copies first, then writes."""
         before, start = list(sequence.table), len(sequence.tokens)
         most = max(0, -(-(start + len(tokens)) // self.size) - len(before)) + 1
-        copies = self._call("append", lambda: self.allocator.append(sequence.key, list(tokens)), most)
+        copies = self._call("append", lambda: _copies(self.allocator.append(sequence.key, list(tokens))), most)
         sequence.tokens += tokens
         sequence.table = self._table(sequence)
         if copies is None:
@@ -152,28 +167,41 @@ class Checked:
 
     def _call(self, name: str, call: Callable[[], Any], most: int) -> Any:
         """Make a call that takes at most `most` blocks; a refusal must be true and change nothing."""
-        free = self.allocator.num_free
+        free = self._num_free()
         try:
             return call()
         except self.refusal:
             if free >= most:
                 raise TargetFinding("refusal", f"{name} needs {most} blocks and was refused, {free} are free") from None
-            if self.allocator.num_free != free:
-                now = self.allocator.num_free
+            if (now := self._num_free()) != free:
                 raise TargetFinding("refusal", f"{name} was refused, and left {now} of {free} blocks free") from None
             self._check()
             raise
-        except TargetFinding:
-            raise
         except Exception as error:
-            raise TargetFinding("exception", f"{name} raised {type(error).__name__}: {error}") from error
+            raise _raised(name, error) from error
+
+    def _asked(self, name: str, question: Callable[[], Any]) -> Any:
+        """The answer to a question, which takes no block: there is nothing to refuse."""
+        try:
+            return question()
+        except Exception as error:
+            raise _raised(name, error) from error
+
+    def _num_free(self) -> int:
+        """The free count, as the allocator says it."""
+        return int(self._asked("num_free", lambda: operator.index(self.allocator.num_free)))
 
     def _table(self, sequence: _Sequence) -> list[int]:
         """The table of a sequence, which must be one."""
-        table = list(self.allocator.table(sequence.key))
-        for block in table:
-            if not isinstance(block, int) or not 0 <= block < self.limit:
-                raise TargetFinding("table", f"{table} has an entry that is no block ({block})")
+        given: list[Any] = self._asked("table", lambda: list(self.allocator.table(sequence.key)))
+        table: list[int] = []
+        for block in given:
+            try:
+                table.append(operator.index(block))  # an int, or one of NumPy
+            except TypeError:
+                raise TargetFinding("table", f"{given} has an entry that is no block ({block})") from None
+            if not 0 <= table[-1] < self.limit:
+                raise TargetFinding("table", f"{given} has an entry that is no block ({block})")
         if len(set(table)) != len(table):
             raise TargetFinding("table", f"{table} has a block twice")
         if len(table) * self.size < len(sequence.tokens):
@@ -205,7 +233,7 @@ class Checked:
         for slot in [slot for slot in self.store if slot // self.size not in used]:
             if not hasattr(self.allocator, "cached"):
                 del self.store[slot]
-        free = self.allocator.num_free
+        free = self._num_free()
         if free != self.allocator.num_blocks - len(used):
             raise TargetFinding(
                 "count", f"{free} blocks are free, {len(used)} of {self.allocator.num_blocks} are in use"
@@ -290,9 +318,17 @@ class TargetReport:
     script: str = ""
 
 
+def _made(factory: Callable[..., Any], sizes: dict[str, int]) -> Checked:
+    """A new allocator, checked."""
+    try:
+        return Checked(factory(**sizes))
+    except Exception as error:
+        raise _raised("the factory", error) from error
+
+
 def _fails(factory: Callable[..., Any], sizes: dict[str, int], words: list[Word]) -> TargetFinding | None:
     try:
-        play(Checked(factory(**sizes)), words)
+        play(_made(factory, sizes), words)
     except TargetFinding as finding:
         return finding
     return None
@@ -303,7 +339,7 @@ def make_script(factory: Callable[..., Any], sizes: dict[str, int], words: list[
     trace: list[str] = []
     what = ""
     try:
-        play(Checked(factory(**sizes)), words, trace)
+        play(_made(factory, sizes), words, trace)
     except TargetFinding as finding:
         what = str(finding)
     imports, _, expression = source.rpartition("\n")
@@ -343,12 +379,13 @@ def hunt_target(
 ) -> TargetReport:
     """Random programs on allocators of ``factory(num_blocks=..., block_size=...)`` until one fails.
 
-    Returns a report whose `finding` is None, or says what is wrong, with the shortest test found in `script`.
+    Returns a report whose `finding` is None, or says what is wrong, with the shortest test found in `script`. The first
+    run is that of `seed`, so the report's `seed` and ``calls=1`` repeat the run that failed.
     `source` is the expression that makes the factory in that test, the imports it needs in lines before it.
     """
     report, rng, began = TargetReport(), random.Random(seed), time.monotonic()
     while report.finding is None:
-        report.seed = run_seed = rng.getrandbits(32)
+        report.seed = run_seed = rng.getrandbits(32) if report.runs else seed
         shape = random.Random(run_seed)
         sizes = {
             "num_blocks": num_blocks or shape.randint(3, 24),
@@ -357,7 +394,7 @@ def hunt_target(
         words = make_words(run_seed)
         report.runs += 1
         try:
-            report.calls += play(Checked(factory(**sizes)), words)
+            report.calls += play(_made(factory, sizes), words)
         except TargetFinding as finding:
             report.calls += len(words)
             _convict(report, factory, sizes, words, finding.kind, source)

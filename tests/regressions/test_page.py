@@ -61,7 +61,7 @@ def test_every_test_has_a_planted_bug():
         ("| A1 |", "| A99 |"),
         ("`test_a1_", "`test_a1_never_written_"),
         ("<br>`test_c17_", "<br>`"),
-        ("| -: blocks are not offloaded to a second tier. |", "|  |"),
+        ("| -: sessions are not saved. |", "|  |"),
     ],
 )
 def test_page_that_lost_something_is_noticed(old, new):
