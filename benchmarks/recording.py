@@ -1,6 +1,8 @@
-"""What ``Pool(record=...)`` costs: a decode step of 64 and of 256 rows, with and without.
+"""What ``Pool(record=...)`` costs, call by call and for the life of requests, with and without.
 
-``python -m benchmarks.recording`` prints instructions (callgrind, None without valgrind) and the best time of many.
+``python -m benchmarks.recording`` prints, for each case, instructions (callgrind, None without valgrind) and the best
+CPU time of many. Calls are made from Python with arrays of int32 and int64, the cheapest way there is: what recording
+adds is the same from everywhere, and nowhere a larger share.
 """
 
 import gc
@@ -19,47 +21,144 @@ import numpy as np
 import kvpool
 from benchmarks.baselines import load_c
 
-ROWS = (64, 256)
-STEPS = 64  # four blocks of each row
 RECORD = 1 << 20
+PROMPT = 2048
+LIVES, LIFE_STEPS = 64, 200  # of the requests that are served together
 
 
-def decoder(rows, record):
-    """Return what makes `STEPS` decode steps, and what takes them back."""
+def steps(rows, record):
+    """Decode steps of so many rows: four blocks of each row."""
     pool = kvpool.Pool(40 * rows + 1, 16, max_seqs=rows, max_blocks_per_seq=32, in_order=True, seed=1, record=record)
     plan, handles = kvpool.Plan(pool, rows), np.array([pool.open() for _ in range(rows)])
     lengths = np.zeros(rows, np.int32)
 
     def run():
-        for _ in repeat(None, STEPS):
+        for _ in repeat(None, 64):
             pool.step(plan, handles, 1)
 
-    return run, lambda: pool.truncate(handles, lengths)
+    return 64, run, lambda: pool.truncate(handles, lengths)
+
+
+def blocks(record):
+    """Four blocks, taken and given back."""
+    pool = kvpool.Pool(1000, 16, seed=1, record=record)
+
+    def run():
+        for _ in repeat(None, 64):
+            pool.free(pool.alloc(4))
+
+    return 64, run, lambda: None
+
+
+def forks(record):
+    """A fork of a sequence of 64 blocks, closed again."""
+    pool = kvpool.Pool(1000, 16, seed=1, record=record)
+    parent = pool.open(1024)
+
+    def run():
+        for _ in repeat(None, 64):
+            pool.close(pool.fork(parent))
+
+    return 64, run, lambda: None
+
+
+def prompts(record):
+    """A cached prompt, opened and closed."""
+    pool = kvpool.Pool(1000, 16, prefix_cache=True, in_order=True, seed=1, record=record)
+    tokens = np.random.default_rng(1).integers(0, 150_000, PROMPT, np.int32)
+    pool.step(kvpool.Plan(pool, 1, PROMPT), [first := pool.open(tokens)], PROMPT)
+    pool.commit(first, tokens)
+
+    def run():
+        for _ in repeat(None, 16):
+            pool.close(pool.open(tokens))
+
+    return 16, run, lambda: None
+
+
+def commits(record):
+    """A block of tokens, committed."""
+    pool = kvpool.Pool(1000, 16, prefix_cache=True, in_order=True, seed=1, record=record)
+    tokens = np.random.default_rng(1).integers(0, 150_000, PROMPT, np.int32)
+    handle, parts = pool.open(tokens), np.split(tokens, PROMPT // 16)
+    pool.step(kvpool.Plan(pool, 1, PROMPT), [handle], PROMPT)
+
+    def run():
+        for part in parts:
+            pool.commit(handle, part)
+
+    def undo():
+        pool.truncate(handle, 0)
+        pool.flush()
+        pool.step(plan, [handle], PROMPT)
+
+    plan = kvpool.Plan(pool, 1, PROMPT)
+    return len(parts), run, undo
+
+
+def lives(record):
+    """What a server asks for: prompts, nowhere cached, each with its step; decode steps together; commits; the end."""
+    size = PROMPT + LIFE_STEPS
+    pool = kvpool.Pool(
+        LIVES * (size // 16 + 2), 16, max_seqs=LIVES, prefix_cache=True, in_order=True, seed=1, record=record
+    )
+    plan = kvpool.Plan(pool, LIVES, PROMPT)
+    texts = np.random.default_rng(1).integers(0, 150_000, (LIVES, size), np.int32)
+    prompt, rest = [np.ascontiguousarray(part) for part in np.split(texts, [PROMPT], 1)]
+
+    def run():
+        handles = np.empty(LIVES, np.int64)
+        for i in range(LIVES):
+            handles[i] = pool.open(prompt[i])
+            pool.step(plan, handles[i : i + 1], PROMPT)
+            pool.commit(handles[i], prompt[i])
+        for _ in repeat(None, LIFE_STEPS):
+            pool.step(plan, handles, 1)
+        for i in range(LIVES):
+            pool.commit(handles[i], rest[i])
+            pool.close(handles[i])
+
+    return LIVES, run, pool.flush
+
+
+CASES = {  # name: what makes a run of so many calls, and what takes it back
+    **{f"step of {rows}": lambda record, rows=rows: steps(rows, record) for rows in (1, 8, 64, 256)},
+    "alloc + free of 4": blocks, "fork + close": forks, "open of a cached prompt + close": prompts,
+    "commit of a block": commits, "life of a request": lives,
+}  # fmt: skip
+
+BOUND = 0.05  # most that recording may add to the instructions of a case
+
+
+def too_dear(counts):
+    """Names of the cases to which recording adds more than it may, or nothing at all."""
+    return [name for name, (without, with_record) in counts.items()
+            if not without < with_record <= (1 + BOUND) * without]  # fmt: skip
 
 
 def count():
-    """Under callgrind: dump the instructions of each case."""
+    """Under callgrind: dump the instructions of each case, four times: addresses decide what Python's memory costs."""
     marks = load_c("counting")
     marks.count_prepare()
     gc.disable()
-    for rows in ROWS:
-        for record in (0, RECORD):
-            run, undo = decoder(rows, record)
-            for _ in range(3):
+    for name, make in CASES.items():
+        for record in (0, RECORD) * 4:
+            calls, run, undo = make(record)
+            for _ in range(2):
                 run()
                 undo()
             marks.count_toggle()
             run()
             marks.count_toggle()
-            marks.count_dump(f"{record}|{rows}".encode())
+            marks.count_dump(f"{record}|{calls}|{name}".encode())
 
 
 def instructions():
-    """Return rows -> (without, with) in instructions per step, None without valgrind."""
+    """Return case -> (without, with) in instructions per call, the least of four runs; None without valgrind."""
     if shutil.which("valgrind") is None:
         return None
     load_c("counting")
-    found = {rows: [0.0, 0.0] for rows in ROWS}
+    found = {name: [float("inf")] * 2 for name in CASES}
     with tempfile.TemporaryDirectory() as folder:
         command = [
             "valgrind", "--tool=callgrind", "--instr-atstart=no", "--collect-atstart=no",
@@ -68,30 +167,40 @@ def instructions():
         subprocess.run(command, check=True, cwd=Path(__file__).parent.parent, capture_output=True)
         for path in Path(folder).iterdir():
             text = path.read_text()
-            trigger = re.search(r"^desc: Trigger: Client Request: (\d+)\|(\d+)$", text, re.MULTILINE)
+            trigger = re.search(r"^desc: Trigger: Client Request: (\d+)\|(\d+)\|(.*)$", text, re.MULTILINE)
             total = re.search(r"^(?:totals|summary): (\d+)", text, re.MULTILINE)
             if trigger and total:
-                found[int(trigger[2])][trigger[1] != "0"] = int(total[1]) / STEPS
+                pair, which = found[trigger[3]], trigger[1] != "0"
+                pair[which] = min(pair[which], int(total[1]) / int(trigger[2]))
     return found
 
 
 def times(rounds=200):
-    """Return rows -> (without, with), ns per step: the best of many rounds, in turn."""
+    """Return case -> (without, with), ns of CPU per call: the best of many rounds, in turn."""
     found = {}
-    for rows in ROWS:
-        pair, best = [decoder(rows, 0), decoder(rows, RECORD)], [float("inf")] * 2
-        for _ in range(rounds):
-            for which, (run, undo) in enumerate(pair):
-                start = time.perf_counter_ns()
+    for name, make in CASES.items():
+        pair, best = [make(0), make(RECORD)], [float("inf")] * 2
+        for _ in range(rounds if name != "life of a request" else rounds // 4):
+            for which, (calls, run, undo) in enumerate(pair):
+                start = time.thread_time_ns()
                 run()
-                best[which] = min(best[which], (time.perf_counter_ns() - start) / STEPS)
+                best[which] = min(best[which], (time.thread_time_ns() - start) / calls)
                 undo()
-        found[rows] = best
+        found[name] = best
     return found
+
+
+def report():
+    """Print all of it as JSON: without, with, and the share that recording adds."""
+    measured = {"instructions": instructions(), "ns": times()}
+    for of in measured.values():
+        for name, (without, with_record) in (of or {}).items():
+            of[name] = [round(without), round(with_record), round(with_record / without - 1, 4)]
+    json.dump(measured, sys.stdout, indent=2)
 
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["count"]:
         count()
     else:
-        json.dump({"instructions": instructions(), "ns": times()}, sys.stdout, indent=2)
+        report()

@@ -1,5 +1,5 @@
 """Block-level calls: alloc, incref, decref, free and the seam for an index of committed blocks."""
-from libc.stdint cimport INT64_MAX, INT64_MIN, int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport INT64_MAX, INT64_MIN, int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memset
 
 from kvpool._args cimport Ints, array_data, ints_at, ints_free, ints_get, new_int32, new_int64, to_int
@@ -17,7 +17,7 @@ from kvpool._blocks cimport (
 )
 from kvpool._fork cimport process_number, watch_forks
 from kvpool._memory cimport xcalloc, xfree, xmalloc
-from kvpool._record cimport Record, record_array, record_batch, record_begin, record_end, record_one
+from kvpool._record cimport BATCH, Record, put_words, record_begin, record_blocks, record_end, record_one
 from kvpool._types cimport (
     MAX_REFCOUNT,
     OP_ALLOC,
@@ -62,9 +62,9 @@ cdef class BlockPool:
         for n in range(b.reserved):
             b.block[n].place = RESERVED
         blocks_reset(b)
-        self.record.half = to_int(record, "Pool", "record", 0, <int64_t>1 << 40) // 2
+        self.record.half = to_int(record, "Pool", "record", 0, <int64_t>1 << 40) // 8
         if self.record.half:
-            self.record.data = <uint8_t*>xmalloc(2 * self.record.half)
+            self.record.data = <uint32_t*>xmalloc(8 * self.record.half)
             if self.record.data == NULL:
                 BlockPool.release_memory(self)
                 raise MemoryError(f"[Pool] no memory for a record of {record} bytes")
@@ -190,6 +190,7 @@ cdef class BlockPool:
     cdef void alloc_raw(self, int32_t* ids, int32_t count):
         cdef Blocks* b = &self.blocks
         cdef int32_t k
+        cdef uint32_t* at
         cdef uint64_t h = mix(mix(b.digest, OP_ALLOC), count)
         blocks_take_many(b, ids, count)
         for k in range(count):
@@ -197,9 +198,8 @@ cdef class BlockPool:
             h = mix(h, ids[k])
         b.digest = h
         if self.record.data != NULL:
-            record_begin(&self.record, OP_ALLOC, count)
-            record_array(&self.record, ids, count)
-            record_end(&self.record, h)
+            at = record_begin(&self.record, OP_ALLOC, count + BATCH)
+            record_end(&self.record, put_words(at, ids, count) if at != NULL else NULL, h)
 
     def incref(self, ids):
         """Add one raw reference to each block.
@@ -237,7 +237,7 @@ cdef class BlockPool:
                 blocks_ref(b, <int32_t>ints_at(&batch, k), 1)
                 b.block[ints_at(&batch, k)].raw += 1
                 b.digest = mix(b.digest, ints_at(&batch, k))
-            record_batch(&self.record, OP_INCREF, &batch, False, b.digest)
+            record_blocks(&self.record, OP_INCREF, &batch, b.digest)
         finally:
             ints_free(&batch)
             self.busy = False
@@ -294,7 +294,7 @@ cdef class BlockPool:
                 blocks_unref(b, i)
                 h = mix(h, i)
             b.digest = h
-            record_batch(&self.record, OP_FREE if last else OP_DECREF, &batch, False, h)
+            record_blocks(&self.record, OP_FREE if last else OP_DECREF, &batch, h)
         finally:
             ints_free(&batch)
             self.busy = False
@@ -333,7 +333,7 @@ cdef class BlockPool:
             for k in range(batch.size):
                 b.block[ints_at(&batch, k)].committed = 1
                 b.digest = mix(b.digest, ints_at(&batch, k))
-            record_batch(&self.record, OP_COMMIT, &batch, False, b.digest)
+            record_blocks(&self.record, OP_COMMIT, &batch, b.digest)
         finally:
             ints_free(&batch)
             self.busy = False
@@ -372,7 +372,7 @@ cdef class BlockPool:
             for k in range(batch.size):
                 blocks_revive(b, <int32_t>ints_at(&batch, k))
                 b.digest = mix(b.digest, ints_at(&batch, k))
-            record_batch(&self.record, OP_REVIVE, &batch, False, b.digest)
+            record_blocks(&self.record, OP_REVIVE, &batch, b.digest)
         finally:
             ints_free(&batch)
             self.busy = False
@@ -428,9 +428,9 @@ cdef class BlockPool:
         try:
             if r.data == NULL:
                 return b"", 0, 0
-            newer = <const char*>r.data + r.active * r.half
-            older = <const char*>r.data + (r.active ^ 1) * r.half
-            return older[:r.size[r.active ^ 1]] + newer[:r.size[r.active]], r.calls[0] + r.calls[1], r.lost
+            newer = <const char*>(r.data + r.active * r.half)
+            older = <const char*>(r.data + (r.active ^ 1) * r.half)
+            return older[:4 * r.size[r.active ^ 1]] + newer[:4 * r.size[r.active]], r.calls[0] + r.calls[1], r.lost
         finally:
             self.busy = False
 

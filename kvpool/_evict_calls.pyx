@@ -3,14 +3,14 @@
 After an eviction a sequence has two lengths. `num_tokens` counts all it ever had and gives positions; `kv_len` counts
 those that still have a slot and gives the lengths and slots of plans.
 """
-from libc.stdint cimport INT64_MAX, int32_t, int64_t
+from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint32_t
 from libc.string cimport memcpy
 
 from kvpool._args cimport Ints, ints_at, ints_free, ints_get, to_int
 from kvpool._blocks cimport Block, Blocks, whole_blocks
 from kvpool._memory cimport xcalloc, xfree
 from kvpool._plan cimport Plan
-from kvpool._record cimport record_begin, record_end, record_int, record_ints
+from kvpool._record cimport BATCH, put, put_ints, put_slots, put_wide, record_begin, record_end
 from kvpool._sequence cimport Seqs, seq_compact, seq_evict, seq_rewritten, seq_table, slot_of
 from kvpool._step cimport BAD_LENGTH, Limits, Verdict, step_check_unshare, step_undo_check
 from kvpool._types cimport BAD_ROW, OK, OP_COMPACT, OP_EVICT_BLOCKS, OP_UNSHARE
@@ -82,6 +82,7 @@ cdef class EvictPool(PrefixPool):
         cdef Ints rows, lengths
         cdef Limits limits
         cdef Verdict verdict
+        cdef uint32_t* word = NULL
         cdef int64_t keep
         cdef int status
         self.enter("unshare")
@@ -110,15 +111,14 @@ cdef class EvictPool(PrefixPool):
             p.room_for_copies()
             self.note_pending(p)
             if self.record.data != NULL:
-                record_begin(&self.record, OP_UNSHARE, 5 + rows.size + lengths.size)
-                record_int(&self.record, p.number_in(&self.record))
-                record_ints(&self.record, &rows, True)
-                record_ints(&self.record, &lengths, False)
-                record_int(&self.record, keep)
+                word = record_begin(&self.record, OP_UNSHARE, 3 + 2 * BATCH + rows.size + 2 * lengths.size)
+                if word != NULL:
+                    word = put_wide(put(word, p.number_in(&self.record)), keep)
+                    word = put_ints(put_slots(word, &rows), &lengths)
             self.carry_out(p, <const int64_t*>rows.data, False, 0, 0)
             self.copy_known(p)
             if self.record.data != NULL:
-                record_end(&self.record, self.blocks.digest)
+                record_end(&self.record, word, self.blocks.digest)
         finally:
             ints_free(&rows)
             ints_free(&lengths)
@@ -168,6 +168,7 @@ cdef class EvictPool(PrefixPool):
         cdef Seqs* s = &self.seqs
         cdef Ints batch, lengths
         cdef Py_ssize_t k
+        cdef uint32_t* word
         cdef int64_t keep
         cdef int32_t slot, index
         self.enter("compact")
@@ -192,11 +193,10 @@ cdef class EvictPool(PrefixPool):
             for k in range(batch.size):
                 seq_compact(s, &self.blocks, slot_of(ints_at(&batch, k)), ints_at(&lengths, k))
             if self.record.data != NULL:
-                record_begin(&self.record, OP_COMPACT, 3 + batch.size + max(lengths.size, 0))
-                record_ints(&self.record, &batch, True)
-                record_ints(&self.record, &lengths, False)
-                record_int(&self.record, keep)
-                record_end(&self.record, self.blocks.digest)
+                word = record_begin(&self.record, OP_COMPACT, 2 + 2 * BATCH + batch.size + 2 * max(lengths.size, 0))
+                if word != NULL:
+                    word = put_ints(put_slots(put_wide(word, keep), &batch), &lengths)
+                record_end(&self.record, word, self.blocks.digest)
         finally:
             ints_free(&batch)
             ints_free(&lengths)
@@ -238,6 +238,7 @@ cdef class EvictPool(PrefixPool):
         cdef int32_t slot
         cdef int64_t full
         cdef int32_t* at = NULL
+        cdef uint32_t* word
         self.enter("evict_blocks")
         places.held = False
         places.owned = NULL
@@ -260,10 +261,10 @@ cdef class EvictPool(PrefixPool):
                 at[k] = <int32_t>ints_at(&places, k)
             seq_evict(&self.seqs, &self.blocks, slot, at, <int32_t>places.size)
             if self.record.data != NULL:
-                record_begin(&self.record, OP_EVICT_BLOCKS, 2 + places.size)
-                record_int(&self.record, slot)
-                record_ints(&self.record, &places, False)
-                record_end(&self.record, self.blocks.digest)
+                word = record_begin(&self.record, OP_EVICT_BLOCKS, 1 + BATCH + 2 * places.size)
+                if word != NULL:
+                    word = put_ints(put(word, slot), &places)
+                record_end(&self.record, word, self.blocks.digest)
         finally:
             xfree(at)
             ints_free(&places)

@@ -29,7 +29,8 @@ cdef class Plan:
     cdef int refuse_pending(self, str call) except -1
     cdef int refuse_rows(self, int64_t rows, str call) except -1
     cdef int refuse(self, int status, const Verdict* v, const Ints* handles, str call, int64_t pad_tokens) except -1
-    cdef void write_step(self, Record* r, const Ints* rows, const Ints* num_new, bint advance, bint partial) noexcept
+    cdef uint32_t* write_step(self, Record* r, const Ints* rows, const Ints* num_new, bint advance,
+                              bint partial) noexcept
     cdef int64_t number_in(self, Record* r) noexcept
     cdef int room_for_copies(self) except -1
     cdef object view(self, str name, int64_t length)

@@ -4,7 +4,7 @@ from libc.string cimport memcmp
 
 from kvpool._args cimport Ints, array_data, ints_at, show, to_int
 from kvpool._blocks cimport Blocks, blocks_available
-from kvpool._record cimport PARTIAL, SAME_ROWS, Record, record_begin, record_int, record_ints
+from kvpool._record cimport BATCH, ONE_EACH, PARTIAL, SAME_ROWS, Record, put, put_ints, put_slots, record_begin
 from kvpool._sequence cimport MAX_SEQS
 from kvpool._sequence_calls cimport SequencePool
 from kvpool._step cimport (
@@ -348,17 +348,27 @@ cdef class Plan:
 
     # -- what the last step filled
 
-    cdef void write_step(self, Record* r, const Ints* rows, const Ints* num_new, bint advance, bint partial) noexcept:
-        """The step that is about to be committed, but for its end; rows as in the step before are not repeated."""
-        cdef bint same = (self.record_number != 0 and self.record_epoch == r.epoch and self.rows == rows.size
-                          and memcmp(self.step.handle, rows.data, rows.size * sizeof(int64_t)) == 0)
-        cdef int64_t number = self.number_in(r)
-        record_begin(r, OP_STEP if advance else OP_RESERVE, num_new.size + (0 if same else rows.size))
-        record_int(r, number)
-        record_int(r, same * SAME_ROWS + partial * PARTIAL)
+    cdef uint32_t* write_step(self, Record* r, const Ints* rows, const Ints* num_new, bint advance,
+                              bint partial) noexcept:
+        """The step that is about to be committed, but for its digest; rows as in the step before are not repeated.
+
+        Returns where the record ends, for `record_end`.
+        """
+        cdef const int64_t* handle = <const int64_t*>rows.data
+        cdef bint same = (                      # one row is compared here: the call would take longer
+            self.record_number != 0 and self.record_epoch == r.epoch and self.rows == rows.size
+            and (rows.size == 1 and handle[0] == self.step.handle[0]
+                 or memcmp(self.step.handle, handle, rows.size * sizeof(int64_t)) == 0))
+        cdef bint one = num_new.size < 0 and num_new.scalar == 1
+        cdef uint32_t* at = record_begin(
+            r, (OP_STEP if advance else OP_RESERVE) | (same * SAME_ROWS + partial * PARTIAL + one * ONE_EACH) << 8,
+            1 + 2 * BATCH + rows.size + 2 * num_new.size)
+        if at == NULL:
+            return NULL
+        at = put(at, self.record_number if same else self.number_in(r))
         if not same:
-            record_ints(r, rows, True)
-        record_ints(r, num_new, False)
+            at = put_slots(at, rows)
+        return at if one else put_ints(at, num_new)
 
     cdef int64_t number_in(self, Record* r) noexcept:
         """By which number a record names this plan."""

@@ -1,6 +1,6 @@
 """`Pool`: blocks, sequences and steps of one layer group, behind one call per step."""
 from cpython.exc cimport PyErr_CheckSignals
-from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint64_t
+from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint32_t, uint64_t
 
 from kvpool._args cimport Ints, ints_at, ints_free, ints_get, to_int
 from kvpool._blocks cimport (
@@ -236,6 +236,7 @@ cdef class Pool(EvictPool):
         """A step of arguments that are read and fit each other and the plan; `pad_tokens` -1: no padding asked for."""
         cdef Limits limits
         cdef Verdict verdict
+        cdef uint32_t* word = NULL
         cdef int status
         limits.max_tokens = plan.max_tokens_ if pad_tokens < 0 else pad_tokens
         limits.seq_tokens = min(plan.seq_limit, self.seqs.max_blocks * self.blocks.block_size)
@@ -247,10 +248,10 @@ cdef class Pool(EvictPool):
             plan.refuse(status, &verdict, rows, call, pad_tokens)
         self.note_pending(plan)
         if self.record.data != NULL:
-            plan.write_step(&self.record, rows, new, advance, partial)
+            word = plan.write_step(&self.record, rows, new, advance, partial)
         self.carry_out(plan, <const int64_t*>rows.data, advance, pad_rows, max(pad_tokens, 0))
         if self.record.data != NULL:
-            record_end(&self.record, self.blocks.digest)
+            record_end(&self.record, word, self.blocks.digest)
         return 0
 
     cdef int note_pending(self, Plan plan) except -1:

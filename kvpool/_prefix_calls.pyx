@@ -18,7 +18,10 @@ from kvpool._prefix cimport (
     index_same,
 )
 from kvpool._prefix_events cimport EventPool
-from kvpool._record cimport FLUSH, Record, record_array, record_begin, record_end, record_int, record_ints
+from kvpool._record cimport (
+    ALL, BATCH, COUNT, FLUSH, PIN,
+    Record, put, put_bytes, put_ints, put_slots, put_wide, put_words, record_begin, record_end,
+)
 from kvpool._sequence cimport (
     OPEN,
     Seq,
@@ -304,19 +307,14 @@ cdef class PrefixPool(EventPool):
         return handle
 
     cdef void record_open(self, const Tokens* tokens, bytes namespace, int32_t slot, bint take) noexcept:
-        cdef Py_ssize_t k
-        record_begin(&self.record, OP_OPEN, 5 + len(namespace) + (tokens.size if tokens.data != NULL else 0))
-        record_int(&self.record, slot)
-        record_int(&self.record, take)
-        record_int(&self.record, len(namespace))
-        for k in range(len(namespace)):
-            record_int(&self.record, <unsigned char>namespace[k])
-        if tokens.data == NULL:
-            record_int(&self.record, -1)
-            record_int(&self.record, tokens.size)
-        else:
-            record_array(&self.record, tokens.data, tokens.size)
-        record_end(&self.record, self.blocks.digest)
+        cdef bint counted = tokens.data == NULL
+        cdef uint32_t* at = record_begin(
+            &self.record, OP_OPEN | ((not take) * PIN + counted * COUNT) << 8,
+            4 + BATCH + len(namespace) // 4 + (0 if counted else tokens.size))
+        if at != NULL:
+            at = put_bytes(put(at, slot), <char*>namespace, len(namespace))
+            at = put_wide(at, tokens.size) if counted else put_words(at, tokens.data, tokens.size)
+        record_end(&self.record, at, self.blocks.digest)
 
     def match(self, tokens, namespace=b""):
         """Tokens of a prompt that `open` would find cached. No side effect. O(n)."""
@@ -481,13 +479,13 @@ cdef class PrefixPool(EventPool):
 
     cdef void record_commit(self, const Ints* rows, const Ints* counts, const Tokens* tokens) noexcept:
         cdef Record* r = &self.record
+        cdef uint32_t* at
         if r.data == NULL:
             return
-        record_begin(r, OP_COMMIT, rows.size + counts.size + tokens.size)
-        record_ints(r, rows, True)
-        record_ints(r, counts, False)
-        record_array(r, tokens.data, tokens.size)
-        record_end(r, self.blocks.digest)
+        at = record_begin(r, OP_COMMIT, 3 * BATCH + rows.size + 2 * counts.size + tokens.size)
+        if at != NULL:
+            at = put_words(put_ints(put_slots(at, rows), counts), tokens.data, tokens.size)
+        record_end(r, at, self.blocks.digest)
 
     cdef void note_done(self, const int64_t* handles, const int64_t* lengths, int32_t n):
         """The rows of a step that passed."""
@@ -530,7 +528,8 @@ cdef class PrefixPool(EventPool):
         cdef uint32_t root
         cdef int32_t blank
         cdef object uid
-        cdef Py_ssize_t size, k
+        cdef Py_ssize_t size
+        cdef uint32_t* at
         self.enter("flush")
         try:
             if namespace is not None and type(namespace) is not bytes:
@@ -550,11 +549,10 @@ cdef class PrefixPool(EventPool):
                     self.add_event(event)
             self.blocks.digest = mix(mix(self.blocks.digest, OP_COMMIT), ~<uint64_t>blank)
             if self.record.data != NULL:
-                record_begin(&self.record, FLUSH, 1 + size)
-                record_int(&self.record, size)
-                for k in range(size):
-                    record_int(&self.record, <unsigned char>(<bytes>namespace)[k])
-                record_end(&self.record, self.blocks.digest)
+                at = record_begin(&self.record, FLUSH | (size < 0) * ALL << 8, 2 + size // 4)
+                if at != NULL and namespace is not None:
+                    at = put_bytes(at, <char*><bytes>namespace, size)
+                record_end(&self.record, at, self.blocks.digest)
             return blank
         finally:
             self.busy = False

@@ -1,92 +1,91 @@
-"""A ring of calls: one byte for the call, integers as zigzag varints, the low half of the digest after it.
+"""A ring of calls: 32-bit words, the call and its flags first, the low half of the digest second, then what it names.
 
 Only calls that changed something are written, after they did; sequences are named by their slots and blocks by their
-ids, so that a replay on a new pool, whose handles have another tag, names the same ones.
+ids, so that a replay on a new pool, whose handles have another tag, names the same ones. Words and not bytes of as many
+bits as a number needs: they are stored and copied many at a time.
+
+A batch begins with a word that says in its low two bits what follows: so many values of one word each, so many of two
+words each, one value for all in the other 30 bits, or one in the next two words.
 """
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint32_t
 from libc.string cimport memcpy
 
 from kvpool._args cimport Ints, ints_at
 
 cdef int64_t SLOT = (1 << 20) - 1
-cdef int64_t WORST = 10         # bytes of a varint
+cdef enum:                      # the low bits of a batch
+    NARROW
+    WIDE
+    SCALAR
+    WIDE_SCALAR
 
 
-cdef void record_begin(Record* r, int call, int64_t values) noexcept nogil:
-    """A call with at most so many integers. Where it does not fit, the older half makes room."""
-    cdef int64_t room = (values + 4) * WORST + 8
-    if r.size[r.active] + room > r.half:
-        r.active ^= 1
-        r.lost += r.calls[r.active]
-        r.size[r.active] = r.calls[r.active] = 0
-    r.at = r.active * r.half + r.size[r.active] if room <= r.half else -1
-    if r.at >= 0:
-        r.data[r.at] = <uint8_t>call
-        r.at += 1
+cdef uint32_t* record_turn(Record* r, int64_t words) noexcept nogil:
+    """The older half makes room, unless the call is larger than it (or than a batch can say)."""
+    if words > r.half or words >= 1 << 30:
+        return NULL
+    r.active ^= 1
+    r.lost += r.calls[r.active]
+    r.size[r.active] = r.calls[r.active] = 0
+    return r.data + r.active * r.half
 
 
-cdef void record_int(Record* r, int64_t value) noexcept nogil:
-    cdef uint64_t bits = (<uint64_t>value << 1) ^ <uint64_t>(value >> 63)
-    if r.at < 0:
-        return
-    while bits >= 128:
-        r.data[r.at] = <uint8_t>(bits | 128)
-        r.at += 1
-        bits >>= 7
-    r.data[r.at] = <uint8_t>bits
-    r.at += 1
+cdef void record_too_large(Record* r) noexcept nogil:
+    """What came before the call leads nowhere any more."""
+    r.lost += r.calls[0] + r.calls[1] + 1
+    r.size[0] = r.size[1] = r.calls[0] = r.calls[1] = 0
 
 
-cdef void record_ints(Record* r, const Ints* values, bint slots) noexcept nogil:
-    """Their number and the integers, or -1 and the one for all."""
-    cdef Py_ssize_t k
-    record_int(r, values.size)
-    if values.size < 0:
-        record_int(r, values.scalar & SLOT if slots else values.scalar)
-    for k in range(values.size):
-        record_int(r, ints_at(values, k) & SLOT if slots else ints_at(values, k))
+cdef uint32_t* put_scalar(uint32_t* at, int64_t value) noexcept nogil:
+    if -(1 << 29) <= value < 1 << 29:
+        return put(at, value * 4 + SCALAR)
+    return put_wide(put(at, WIDE_SCALAR), value)
 
 
-cdef void record_array(Record* r, const int32_t* values, int64_t n) noexcept nogil:
-    cdef int64_t k
-    record_int(r, n)
+cdef uint32_t* put_ints(uint32_t* at, const Ints* values) noexcept nogil:
+    """A batch of integers, one word for each where all fit; at most two words for each and BATCH."""
+    cdef Py_ssize_t k, n = values.size
+    cdef int64_t over = 0
+    cdef const int64_t* wide = <const int64_t*>values.data
+    cdef int32_t* narrow = <int32_t*>(at + 1)
+    if n != 0 and wide == NULL:
+        return put_scalar(at, values.scalar)
+    if values.width == 4:
+        return put_words(at, values.data, n)
     for k in range(n):
-        record_int(r, values[k])
+        narrow[k] = <int32_t>wide[k]
+        over |= wide[k] ^ <int64_t>narrow[k]
+    if over == 0:
+        at[0] = <uint32_t>(n * 4 + NARROW)
+        return at + 1 + n
+    at[0] = <uint32_t>(n * 4 + WIDE)
+    memcpy(at + 1, wide, n * sizeof(int64_t))
+    return at + 1 + 2 * n
 
 
-cdef void record_end(Record* r, uint64_t digest) noexcept nogil:
-    cdef uint32_t low = <uint32_t>digest
-    if r.at < 0:                # a call larger than a half: what came before leads nowhere any more
-        r.lost += r.calls[0] + r.calls[1] + 1
-        r.size[0] = r.size[1] = r.calls[0] = r.calls[1] = 0
-        return
-    memcpy(&r.data[r.at], &low, 4)
-    r.size[r.active] = r.at + 4 - r.active * r.half
-    r.calls[r.active] += 1
+cdef uint32_t* put_slots(uint32_t* at, const Ints* handles) noexcept nogil:
+    """A batch of slots of handles, one word for each and BATCH."""
+    cdef Py_ssize_t k, n = handles.size
+    cdef const int64_t* wide = <const int64_t*>handles.data
+    if n != 0 and wide == NULL:
+        return put_scalar(at, handles.scalar & SLOT)
+    at[0] = <uint32_t>(n * 4 + NARROW)
+    for k in range(n):
+        at[1 + k] = <uint32_t>wide[k] & <uint32_t>SLOT
+    return at + 1 + n
 
 
-cdef void record_batch(Record* r, int call, const Ints* values, bint slots, uint64_t digest) noexcept nogil:
-    """A call with one batch: slots of handles, or plain integers."""
-    if r.data == NULL:
-        return
-    record_begin(r, call, values.size)
-    record_ints(r, values, slots)
-    record_end(r, digest)
+cdef uint32_t* put_words(uint32_t* at, const void* data, int64_t size) noexcept nogil:
+    """A batch of integers that are 32-bit words already."""
+    at[0] = <uint32_t>(size * 4 + NARROW)
+    memcpy(at + 1, data, size * sizeof(uint32_t))
+    return at + 1 + size
 
 
-cdef void record_two(Record* r, int call, const Ints* rows, const Ints* values, uint64_t digest) noexcept nogil:
-    """A call with handles and an integer for each."""
-    if r.data == NULL:
-        return
-    record_begin(r, call, rows.size + values.size)
-    record_ints(r, rows, True)
-    record_ints(r, values, False)
-    record_end(r, digest)
-
-
-cdef void record_one(Record* r, int call, int64_t value, uint64_t digest) noexcept nogil:
-    if r.data == NULL:
-        return
-    record_begin(r, call, 1)
-    record_int(r, value)
-    record_end(r, digest)
+cdef uint32_t* put_bytes(uint32_t* at, const void* data, int64_t size) noexcept nogil:
+    """So many bytes and their number, zeros up to a whole word: at most size // 4 + 2 words."""
+    cdef int64_t words = (size + 3) // 4
+    at[0] = <uint32_t>size
+    at[words] = 0 if words else at[0]
+    memcpy(at + 1, data, size)
+    return at + 1 + words

@@ -7,18 +7,21 @@ from kvpool._block_calls cimport BlockPool
 from kvpool._blocks cimport Blocks, blocks_available, blocks_take_many, whole_blocks
 from kvpool._memory cimport xcalloc, xfree
 from kvpool._record cimport (
+    BATCH,
     CLOSE_FINISHED,
     DEFERRED,
     START,
     Record,
-    record_array,
-    record_batch,
+    put,
+    put_bytes,
+    put_ints,
+    put_slots,
+    put_wide,
+    put_words,
     record_begin,
     record_end,
-    record_int,
-    record_ints,
     record_one,
-    record_two,
+    record_slots,
 )
 from kvpool._sequence cimport (
     FREE_SLOT,
@@ -207,21 +210,21 @@ cdef class SequencePool(BlockPool):
         """The pool was reset: a replay may begin here, with what a reset leaves as it is."""
         cdef Seqs* s = &self.seqs
         cdef Record* r = &self.record
+        cdef uint32_t* at
         cdef int32_t slot, used = 0
         if r.data == NULL:
             return
         r.epoch += 1
         for slot in range(s.max_seqs):
             used += s.life[slot].generation != 0
-        record_begin(r, START, 3 + 2 * <int64_t>used + self.blocks.num_dropped)
-        record_int(r, <int64_t>self.blocks.digest)
-        record_array(r, self.blocks.dropped, self.blocks.num_dropped)
-        record_int(r, used)
-        for slot in range(s.max_seqs):
-            if s.life[slot].generation:
-                record_int(r, slot)
-                record_int(r, s.life[slot].generation)
-        record_end(r, self.blocks.digest)
+        at = record_begin(r, START, 3 + BATCH + 2 * <int64_t>used + self.blocks.num_dropped)
+        if at != NULL:
+            at = put_wide(at, <int64_t>self.blocks.digest)
+            at = put(put_words(at, self.blocks.dropped, self.blocks.num_dropped), used)
+            for slot in range(s.max_seqs):
+                if s.life[slot].generation:
+                    at = put(put(at, slot), s.life[slot].generation)
+        record_end(r, at, self.blocks.digest)
 
     # -- verbs
 
@@ -273,15 +276,17 @@ cdef class SequencePool(BlockPool):
         return 0
 
     cdef void make_children(self, int32_t parent, int64_t count, int64_t* children) noexcept:
+        cdef uint32_t* at
         cdef int64_t k
         seq_fork(&self.seqs, &self.blocks, parent, <int32_t>count, children)
         if self.record.data != NULL:
-            record_begin(&self.record, OP_FORK, count + 1)
-            record_int(&self.record, parent)
-            record_int(&self.record, count)
-            for k in range(count):
-                record_int(&self.record, slot_of(children[k]))
-            record_end(&self.record, self.blocks.digest)
+            at = record_begin(&self.record, OP_FORK, 2 + count)
+            if at != NULL:
+                at = put(put(at, parent), count)
+                for k in range(count):
+                    at[k] = slot_of(children[k])
+                at += count
+            record_end(&self.record, at, self.blocks.digest)
 
     def truncate(self, handles, lens):
         """Shorten sequences; blocks beyond the new length are released, youngest first, reserved ones too.
@@ -323,6 +328,7 @@ cdef class SequencePool(BlockPool):
         cdef int32_t slot
         cdef Seq* q
         cdef SeqLife* life
+        cdef uint32_t* word
         self.check_batch(batch, "truncate")
         if lengths.size >= 0 and lengths.size != batch.size:
             raise ValueError(f"[truncate] {lengths.size} lens for {batch.size} handles")
@@ -342,7 +348,11 @@ cdef class SequencePool(BlockPool):
             length = ints_at(lengths, k) - s.life[slot].evicted
             self.uncommit(slot, length)
             seq_truncate(s, b, slot, length)
-        record_two(&self.record, OP_TRUNCATE, batch, lengths, b.digest)
+        if self.record.data != NULL:
+            word = record_begin(&self.record, OP_TRUNCATE, 2 * BATCH + batch.size + 2 * lengths.size)
+            if word != NULL:
+                word = put_ints(put_slots(word, batch), lengths)
+            record_end(&self.record, word, b.digest)
         return 0
 
     def close(self, handles):
@@ -371,7 +381,7 @@ cdef class SequencePool(BlockPool):
         self.check_batch(batch, "close")
         for k in range(batch.size):
             seq_close(&self.seqs, &self.blocks, seq_find(&self.seqs, ints_at(batch, k)))
-        record_batch(&self.record, OP_CLOSE, batch, True, self.blocks.digest)
+        record_slots(&self.record, OP_CLOSE, batch, self.blocks.digest)
         return 0
 
     def close_finished(self, handles, mask):
@@ -391,7 +401,9 @@ cdef class SequencePool(BlockPool):
         """
         cdef Ints batch
         cdef Py_ssize_t k
+        cdef bytes done
         cdef object closed
+        cdef uint32_t* word
         self.enter("close_finished")
         batch.held = False
         batch.owned = NULL
@@ -404,11 +416,10 @@ cdef class SequencePool(BlockPool):
                 if done[k]:
                     seq_close(&self.seqs, &self.blocks, seq_find(&self.seqs, ints_at(&batch, k)))
             if self.record.data != NULL:
-                record_begin(&self.record, CLOSE_FINISHED, 2 * batch.size)
-                record_ints(&self.record, &batch, True)
-                for k in range(batch.size):
-                    record_int(&self.record, done[k])
-                record_end(&self.record, self.blocks.digest)
+                word = record_begin(&self.record, CLOSE_FINISHED, BATCH + 2 + batch.size + batch.size // 4)
+                if word != NULL:
+                    word = put_bytes(put_slots(word, &batch), <char*>done, batch.size)
+                record_end(&self.record, word, self.blocks.digest)
             return closed
         finally:
             ints_free(&batch)

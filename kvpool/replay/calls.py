@@ -1,8 +1,9 @@
 """The calls that a pool recorded (``Pool(..., record=N)``): to a file, from a file, and as calls again.
 
-A file is ``KVCALLS1``, the length of a JSON header (uint32, little-endian), the header (version of kvpool, parameters
-of the pool, numbers of calls kept and lost, digest at the end), the bytes of the ring, and the CRC-32 of all of it. A
-call is a byte that names it, integers as zigzag varints, and the low 32 bits of the pool's digest after it.
+A file is ``KVCALLS2``, the length of a JSON header (uint32, little-endian), the header (version of kvpool, parameters
+of the pool, numbers of calls kept and lost, digest at the end), the words of the ring, and the CRC-32 of all of it. A
+call is a word of 32 bits that names it and has its flags, the low 32 bits of the pool's digest after it, and what it
+was given; `kvpool/_record.pyx` says how.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ from typing import Any
 import kvpool
 from kvpool.errors import KVPoolError
 
-MAGIC = b"KVCALLS1"
+MAGIC = b"KVCALLS2"
 NAMES = {  # the enums of kvpool/_types.pxd and kvpool/_record.pxd
     1: "alloc", 2: "incref", 3: "decref", 4: "free", 5: "commit", 6: "revive", 7: "evict", 8: "take_dropped", 9: "open",
     10: "fork", 11: "truncate", 12: "close", 13: "step", 14: "reserve", 15: "rollback", 16: "done", 18: "compact",
     19: "evict_blocks", 20: "unshare", 32: "start",
     33: "flush", 34: "close_finished", 35: "defer_close",
 }  # fmt: skip
-SAME_ROWS, PARTIAL = 1, 2
+SAME_ROWS, PARTIAL, ONE_EACH = 1, 2, 4
+PIN, COUNT, ALL = 1, 2, 1
+NARROW, WIDE, SCALAR, WIDE_SCALAR = range(4)
 PARAMETERS = (
     *("num_blocks", "block_size", "max_seqs", "max_blocks_per_seq", "reserved_blocks", "watermark", "in_order", "seed"),
 )
@@ -118,34 +121,41 @@ def load(path: str | Path) -> Calls:
 
 
 class _Reader:
-    """Integers out of bytes."""
+    """Numbers out of words of 32 bits."""
 
     def __init__(self, data: bytes, offset: int) -> None:
         self.data, self.at, self.offset = data, 0, offset
 
+    def unpack(self, kind: str, size: int) -> list[int]:
+        """So many numbers of a kind of `struct`."""
+        length = struct.calcsize(f"<{kind}")
+        if size > (len(self.data) - self.at) // length:
+            raise RecordError(f"{size} numbers at byte {self.offset + self.at}, the record ends before")
+        found = struct.unpack_from(f"<{size}{kind}", self.data, self.at)
+        self.at += size * length
+        return list(found)
+
     def number(self) -> int:
-        """The next integer."""
-        value = shift = 0
-        while True:
-            if self.at >= len(self.data) or shift > 63:
-                raise RecordError(f"no integer at byte {self.offset + self.at}")
-            byte = self.data[self.at]
-            self.at += 1
-            value |= (byte & 127) << shift
-            shift += 7
-            if byte < 128:
-                return (value >> 1) ^ -(value & 1)
+        """A word."""
+        return self.unpack("I", 1)[0]
+
+    def wide(self) -> int:
+        """A number of two words."""
+        return self.unpack("q", 1)[0]
 
     def batch(self) -> int | list[int]:
-        """Integers with their number before them, or one for all."""
-        size = self.number()
-        return self.number() if size < 0 else self.numbers(size)
+        """Integers, or one for all."""
+        (head,) = self.unpack("i", 1)
+        kind, value = head & 3, head >> 2
+        if kind in (SCALAR, WIDE_SCALAR):
+            return value if kind == SCALAR else self.wide()
+        return self.unpack("q" if kind == WIDE else "i", value & (1 << 30) - 1)
 
-    def numbers(self, size: int) -> list[int]:
-        """So many integers."""
-        if not 0 <= size <= len(self.data) - self.at:
-            raise RecordError(f"{size} integers at byte {self.offset + self.at}, the record ends before")
-        return [self.number() for _ in range(size)]
+    def text(self) -> bytes:
+        """So many bytes, to the next whole word."""
+        at, size = self.at + 4, self.number()
+        self.unpack("I", (size + 3) // 4)
+        return self.data[at : at + size]
 
 
 def parse(data: bytes, offset: int, indexed: bool) -> Iterator[Call]:
@@ -153,58 +163,49 @@ def parse(data: bytes, offset: int, indexed: bool) -> Iterator[Call]:
     read = _Reader(data, offset)
     while read.at < len(data):
         at = read.at
-        name = NAMES.get(data[at])
+        head, digest = read.unpack("I", 2)
+        name = NAMES.get(head & 255)
         if name is None:
-            raise RecordError(f"no such call ({data[at]}) at byte {offset + at}")
-        read.at += 1
-        arguments = _arguments(read, name, indexed)
-        if read.at + 4 > len(data):
-            raise RecordError(f"the call at byte {offset + at} has no end")
-        (digest,) = struct.unpack_from("<I", data, read.at)
-        read.at += 4
-        yield Call(name, arguments, digest)
+            raise RecordError(f"no such call ({head & 255}) at byte {offset + at}")
+        yield Call(name, _arguments(read, name, head >> 8, indexed), digest)
 
 
-def _arguments(read: _Reader, name: str, indexed: bool) -> dict[str, Any]:
+def _arguments(read: _Reader, name: str, flags: int, indexed: bool) -> dict[str, Any]:
     """What `kvpool._record` wrote after the name of a call."""
     if name in ("incref", "decref", "free", "revive", "alloc") or (name == "commit" and not indexed):
         return {"ids": read.batch()}
     if name in ("evict", "take_dropped"):
-        return {"n": read.number()}
+        return {"n": read.wide()}
     if name in ("done", "rollback"):
-        return {"plan": read.number()}
+        return {"plan": read.wide()}
     if name == "defer_close":
-        return {"rows": [read.number()]}
+        return {"rows": [read.wide()]}
     if name == "close":
         return {"rows": read.batch()}
     if name == "truncate":
         return {"rows": read.batch(), "lens": read.batch()}
     if name == "compact":
-        return {"rows": read.batch(), "lens": read.batch(), "first": read.number()}
+        return {"first": read.wide(), "rows": read.batch(), "lens": read.batch()}
     if name == "unshare":
-        plan = read.number()
-        return {"plan": plan, "rows": read.batch(), "lens": read.batch(), "first": read.number()}
+        return {"plan": read.number(), "first": read.wide(), "rows": read.batch(), "lens": read.batch()}
     if name == "evict_blocks":
         return {"row": read.number(), "indices": read.batch()}
     if name == "close_finished":
-        closing = read.batch()
-        return {"rows": closing, "mask": read.numbers(len(closing) if isinstance(closing, list) else 1)}
+        return {"rows": read.batch(), "mask": list(read.text())}
     if name == "fork":
-        parent = read.number()
-        return {"row": parent, "children": read.numbers(read.number())}
+        return {"row": read.number(), "children": read.unpack("I", read.number())}
     if name == "commit":
         return {"rows": read.batch(), "counts": read.batch(), "tokens": read.batch()}
     if name == "flush":
-        size = read.number()
-        return {"namespace": None if size < 0 else bytes(n & 255 for n in read.numbers(size)).hex()}
+        return {"namespace": None if flags & ALL else read.text().hex()}
     if name == "open":
-        row, take = read.number(), read.number()
-        namespace = bytes(n & 255 for n in read.numbers(read.number())).hex()
-        return {"row": row, "pin": not take, "namespace": namespace, "tokens": read.batch()}
+        row, namespace = read.number(), read.text().hex()
+        tokens = read.wide() if flags & COUNT else read.batch()
+        return {"row": row, "pin": bool(flags & PIN), "namespace": namespace, "tokens": tokens}
     if name == "start":
-        digest, dropped = read.number() & (1 << 64) - 1, read.batch()
-        pairs = read.numbers(2 * read.number())
+        digest, dropped = read.unpack("Q", 1)[0], read.batch()
+        pairs = read.unpack("I", 2 * read.number())
         return {"digest": digest, "dropped": dropped, "generations": list(zip(pairs[::2], pairs[1::2], strict=True))}
-    plan, flags = read.number(), read.number()
-    named = None if flags & SAME_ROWS else read.batch()
-    return {"plan": plan, "rows": named, "num_new": read.batch(), "partial": bool(flags & PARTIAL)}
+    number, named = read.number(), None if flags & SAME_ROWS else read.batch()
+    new = 1 if flags & ONE_EACH else read.batch()
+    return {"plan": number, "rows": named, "num_new": new, "partial": bool(flags & PARTIAL)}
