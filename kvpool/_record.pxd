@@ -64,7 +64,7 @@ cdef inline void record_end(Record* r, uint32_t* at, uint64_t digest) noexcept n
         record_too_large(r)
         return
     half[r.size[r.active] + 1] = <uint32_t>digest
-    r.size[r.active] = at - half
+    r.size[r.active] = (<int64_t>at - <int64_t>half) // <int64_t>sizeof(uint32_t)
     r.calls[r.active] += 1
 
 

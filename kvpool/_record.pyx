@@ -37,7 +37,7 @@ cdef void record_too_large(Record* r) noexcept nogil:
 
 
 cdef uint32_t* put_scalar(uint32_t* at, int64_t value) noexcept nogil:
-    if -(1 << 29) <= value < 1 << 29:
+    if value < 1 << 29:
         return put(at, value * 4 + SCALAR)
     return put_wide(put(at, WIDE_SCALAR), value)
 
@@ -85,7 +85,7 @@ cdef uint32_t* put_words(uint32_t* at, const void* data, int64_t size) noexcept 
 cdef uint32_t* put_bytes(uint32_t* at, const void* data, int64_t size) noexcept nogil:
     """So many bytes and their number, zeros up to a whole word: at most size // 4 + 2 words."""
     cdef int64_t words = (size + 3) // 4
+    at[words] = 0
     at[0] = <uint32_t>size
-    at[words] = 0 if words else at[0]
     memcpy(at + 1, data, size)
     return at + 1 + words

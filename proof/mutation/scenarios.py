@@ -517,7 +517,7 @@ def events_of_many_blocks(Pool: Any, Plan: Any) -> None:
 @core_only
 def calls_that_are_recorded(Pool: Any, Plan: Any) -> None:
     """Rings that hold all calls, those of the last half, or less than one call."""
-    for record in (1 << 16, 1496, 400, 200, 130, 116, 64):
+    for record in (1 << 16, 1496, 400, 200, 130, 116, 64, 24):
         pool = Pool(300, 2, max_seqs=70, record=record)
         plan = Plan(pool, 70, 200, formats=("block_tables",))
         rows = pool.alloc(70)
@@ -550,6 +550,22 @@ def calls_that_are_recorded(Pool: Any, Plan: Any) -> None:
         pool.truncate([handle], lens)
         pool._recorded()
         pool.close(handle)
+        pool._recorded()
+    pool.shutdown()
+    pool = Pool(40, 1 << 30, max_seqs=4, record=1 << 12)
+    plan = Plan(pool, 2, (1 << 31) - 1, formats=("block_tables",))
+    for most, steps in (((1 << 29) + 3, 1), ((1 << 29) + 2, 1), ((1 << 30) - 1, 1), ((1 << 30) - 1, 5)):
+        pair = [pool.open(), pool.open()]
+        for _ in range(steps):
+            pool.step(plan, pair, [most, most - 3])
+            pool.done(plan)
+        pool._recorded()
+        pool.truncate(pair, steps * (most - 3))  # what one word says, and what takes two
+        pool._recorded()
+        pool.truncate(pair, [steps * (most - 4), 7])
+        pool._recorded()
+        pool.truncate(pair, [5, 6])
+        pool.close(pair)
         pool._recorded()
     pool.shutdown()
 

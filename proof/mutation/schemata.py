@@ -44,7 +44,11 @@ OPERATORS = {
     ast.BitXor: "&",
 }
 ASSIGNMENTS = {"+=": "-=", "-=": "+=", "*=": "+=", "&=": "|=", "|=": "&=", "^=": "&=", ">>=": "<<=", "<<=": ">>="}
-POINTERS = {"xcalloc", "xmalloc", "xrealloc"}  # what they return is NULL in a mutant
+#: What they return is NULL in a mutant.
+POINTERS = {
+    *("xcalloc", "xmalloc", "xrealloc", "record_turn", "record_begin"),
+    *("put", "put_wide", "put_scalar", "put_ints", "put_slots", "put_words", "put_bytes"),
+}
 UNTOUCHED = {"seq_table", "sizeof", "range"}  # a pointer that may not be NULL; no calls at all
 HEAD = "from kvpool._mutant cimport kv_mutant, kv_set_mutant\n"
 SETTER = "\n\ndef set_mutant(int number):\n    kv_set_mutant(number)\n"
