@@ -123,7 +123,7 @@ cdef class SequencePool(BlockPool):
 
     cdef void release_memory(self):
         cdef Seqs* s = &self.seqs
-        if s.tag:
+        if s.tag and _live_tags is not None:    # a free-threaded interpreter forgets modules before objects
             _live_tags.discard(s.tag)
         xfree(s.memory)
         xfree(s.life)
