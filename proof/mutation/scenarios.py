@@ -515,62 +515,6 @@ def events_of_many_blocks(Pool: Any, Plan: Any) -> None:
 
 
 @core_only
-def calls_that_are_recorded(Pool: Any, Plan: Any) -> None:
-    """Rings that hold all calls, those of the last half, or less than one call."""
-    for record in (1 << 16, 1496, 400, 200, 130, 116, 64, 24):
-        pool = Pool(300, 2, max_seqs=70, record=record)
-        plan = Plan(pool, 70, 200, formats=("block_tables",))
-        rows = pool.alloc(70)
-        for n in (1, 3, 1, 2, 66):
-            handles = [pool.open(size) for size in (0, 3, 150)[: 1 + n % 3]] + pool.fork(pool.open(2), n).tolist()
-            pool._recorded()
-            for new in (1, [1] * (len(handles) - 1) + [2], 1, 0):
-                pool.step(plan, handles, new)
-                pool.done(plan)
-                pool._recorded()
-            pool.truncate(handles, [0] * len(handles))
-            pool._recorded()
-            pool.close(handles)
-            pool._recorded()
-            pool.close_finished([pool.open(1), pool.open(5)], [True, False])
-            pool.incref(rows[:n])
-            pool.decref(rows[:n])
-            pool.incref(int(rows[0]))
-            pool._recorded()
-            pool.reset()
-            rows = pool.alloc(70)
-        pool._recorded()
-        pool.shutdown()
-    pool = Pool(40, 1 << 22, max_seqs=4, record=4096)
-    plan = Plan(pool, 1, 1 << 22, formats=("block_tables",))
-    for lens in ([3 << 20], 5 << 19, 1 << 20, 0):
-        handle = pool.open()
-        pool.step(plan, [handle], 3 << 20)
-        pool.done(plan)
-        pool.truncate([handle], lens)
-        pool._recorded()
-        pool.close(handle)
-        pool._recorded()
-    pool.shutdown()
-    pool = Pool(40, 1 << 30, max_seqs=4, record=1 << 12)
-    plan = Plan(pool, 2, (1 << 31) - 1, formats=("block_tables",))
-    for most, steps in (((1 << 29) + 3, 1), ((1 << 29) + 2, 1), ((1 << 30) - 1, 1), ((1 << 30) - 1, 5)):
-        pair = [pool.open(), pool.open()]
-        for _ in range(steps):
-            pool.step(plan, pair, [most, most - 3])
-            pool.done(plan)
-        pool._recorded()
-        pool.truncate(pair, steps * (most - 3))  # what one word says, and what takes two
-        pool._recorded()
-        pool.truncate(pair, [steps * (most - 4), 7])
-        pool._recorded()
-        pool.truncate(pair, [5, 6])
-        pool.close(pair)
-        pool._recorded()
-    pool.shutdown()
-
-
-@core_only
 def counts_at_the_end_of_64_bits(Pool: Any, Plan: Any) -> None:
     """A length that just is a number, and one that is none."""
     pool = Pool(8, 4, max_seqs=2)
