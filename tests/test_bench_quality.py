@@ -106,6 +106,16 @@ def test_the_model_says_what_the_simulator_says(simulated, asked, some, policy, 
         assert found.nbytes == expected.nbytes
 
 
+def test_a_long_document_where_nothing_leaves_is_read_in_pieces_and_says_the_same(simulated, asked, some, monkeypatch):
+    monkeypatch.setattr(models, "LONG", 96)
+    assert models.edges_of(UNLIMITED, 96) == [0, 95]
+    monkeypatch.setattr(models, "PIECE", 40)
+    assert models.edges_of(UNLIMITED, 96) == [0, 40, 80, 95]
+    assert models.edges_of(h2o(64), 96)[-3:] == [93, 94, 95]
+    found, expected = asked.answer(some.tokens, UNLIMITED), simulated.answer(some.tokens, UNLIMITED)
+    np.testing.assert_allclose(found.nats, expected.nats, atol=1e-4)
+
+
 def test_bytes_of_a_token_are_those_of_the_format():
     of = [UNLIMITED.stored(*bits).bytes_per_token(2, (64, 64), 3) for bits in ((None, None), (8, 8), (8, 4), (4, 4))]
     assert of == [1536, 1536 * (8 + 1) / 16, 1536 * (6 + 1) / 16, 1536 * (4 + 1) / 16]

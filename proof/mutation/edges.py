@@ -225,8 +225,10 @@ def calls_that_are_recorded(Pool: Any, Plan: Any) -> None:
         pool._recorded()
         pool.truncate(pair, steps * (most - 3))  # what one word says, and what takes two
         pool._recorded()
-        pool.truncate(pair, [steps * (most - 4), 7])
+        third = pool.open()
+        pool.truncate([*pair, third], [steps * (most - 4), 7, 0])
         pool._recorded()
+        pool.close(third)
         pool.truncate(pair, [5, 6])
         pool.close(pair)
         pool._recorded()

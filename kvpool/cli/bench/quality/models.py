@@ -21,6 +21,8 @@ from kvpool.cli.bench.quality.policies import DECAY, SINK, Policy
 
 PREFILL = 32
 """Tokens of a document that are read at once, before the first decision."""
+LONG, PIECE = 16384, 128
+"""From how many tokens on a document is long, and what is then read at once where nothing is to be decided."""
 TOP = 32
 BLOCK_SIZE = 16
 
@@ -29,6 +31,18 @@ def save(folder: Path, config: dict[str, Any], weights: dict[str, NDArray[Any]])
     """Write a checkpoint as mlx-lm reads it: ``config.json`` and ``model.safetensors``."""
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     mx.save_safetensors(str(folder / "model.safetensors"), {name: mx.array(w) for name, w in weights.items()})
+
+
+def edges_of(policy: Policy, length: int) -> list[int]:
+    """Return where each piece of a document begins that is read at once, and where the last one ends.
+
+    A policy decides before every token. Where all are kept nothing is decided, and a long document, whose tokens would
+    take an hour one by one, is read in larger pieces: the same attention, summed in another order.
+    """
+    last = length - 1
+    if policy.kind == "unlimited" and length >= LONG:
+        return [*range(0, last, PIECE), last]
+    return [0, *range(min(PREFILL, last), length)]
 
 
 class Model:
@@ -103,14 +117,13 @@ class Model:
     def answer(
         self, documents: NDArray[np.int32], policy: Policy, advance: Callable[[int], None] = lambda tokens: None
     ) -> Answer:
-        """Read documents: `PREFILL` tokens at once, the others one by one."""
+        """Read documents: `PREFILL` tokens at once, the others one by one (see `edges_of`)."""
         rows, length = documents.shape
         tokens = mx.array(documents)
         nats, right = np.zeros((rows, length - 1), np.float32), np.zeros((rows, length - 1), bool)
-        edges = [0, *range(min(PREFILL, length - 1), length)]
         start = time.perf_counter()
         with self.caches(policy, rows, length) as (caches, nbytes):
-            for begin, end in itertools.pairwise(edges):
+            for begin, end in itertools.pairwise(edges_of(policy, length)):
                 logits = self.model(tokens[:, begin:end], cache=caches).astype(mx.float32)
                 target = tokens[:, begin + 1 : end + 1]
                 said = mx.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
