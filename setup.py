@@ -11,6 +11,7 @@ Environment switches::
 ``python -m proof.builds`` makes and runs such builds beside the one in place.
 """
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -89,7 +90,8 @@ def extensions() -> list[Extension]:
 
 if __name__ == "__main__":
     # File times alone would keep objects that other switches made.
-    variant = f"debug={DEBUG} sanitize={SANITIZE} faults={FAULTS} coverage={COVERAGE} optimize={OPTIMIZE}"
+    switches = {"debug": DEBUG, "sanitize": SANITIZE, "faults": FAULTS, "coverage": COVERAGE, "optimize": OPTIMIZE}
+    variant = json.dumps(switches)
     changed = not VARIANT_FILE.exists() or VARIANT_FILE.read_text() != variant
     packages = find_packages(include=["kvpool", "kvpool.*", "kvpool_backends", "kvpool_backends.*"])
     setup(

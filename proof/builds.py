@@ -133,10 +133,12 @@ def folder_of(variant: str) -> Path:
 
 
 def is_release() -> bool:
-    """Whether the build in place is the one that users get: then nobody needs a copy that is called so."""
-    variant = ROOT / "build" / "cython" / "variant"
-    plain = "debug=False sanitize= faults=False coverage=False optimize="
-    return variant.exists() and variant.read_text() == plain
+    """Whether the build in place is what users get, of the sources as they are: then nobody needs a copy of it."""
+    stamp = ROOT / "build" / "cython" / "variant"  # setup.py writes it last
+    if not stamp.exists() or any(json.loads(stamp.read_text()).values()):
+        return False
+    sources = [path for path in (ROOT / "kvpool").rglob("*") if path.suffix in (".pyx", ".pxd", ".h")]
+    return max(path.stat().st_mtime for path in [*sources, ROOT / "setup.py"]) <= stamp.stat().st_mtime
 
 
 def copied(variant: str) -> Path:

@@ -12,13 +12,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from proof.builds import ROOT, build, copied, environment
+from proof.builds import ROOT, build, copied, environment, is_release
 from proof.figure import Budget, Figure
 
 NAME = "determinism"
 TARGET = "same seed, same digest trace on every build and Python: 100 %"
 RUNS = 1000
-BUILDS = ("debug", "asan")  # and the one in place
+BUILDS = ("debug", "asan")  # and release
 OLDEST = (3, 11)
 COMMAND = "python -m proof.determinism"
 
@@ -69,10 +69,12 @@ def environment_for(name: str, python: str) -> Path:
 
 
 def measure(budget: Budget) -> Figure:
-    """Traces of all builds and Pythons; in short, of this one with two hash seeds."""
+    """Traces of all builds and Pythons, release with two hash seeds; in short, these two of the build in place."""
     start, runs = time.monotonic(), budget.of(RUNS)
-    here = {**os.environ, "PYTHONPATH": str(ROOT)}
-    which = {f"hash seed {n}": (sys.executable, ROOT, here | {"PYTHONHASHSEED": n}) for n in "12"}
+    tree, here = ROOT, {**os.environ, "PYTHONPATH": str(ROOT)}
+    if budget.share >= 1 and not is_release():
+        tree, here = build("release"), environment("release")
+    which = {f"hash seed {n}": (sys.executable, tree, here | {"PYTHONHASHSEED": n}) for n in "12"}
     missing = []
     if budget.share >= 1:
         which |= {name: (sys.executable, build(name), environment(name)) for name in BUILDS}

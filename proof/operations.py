@@ -52,10 +52,22 @@ PARTS = (
 )
 
 
+def is_this_build(variant: str | None) -> bool:
+    """Whether the build in place will do."""
+    return variant is None or (variant == "release" and is_release())
+
+
+def start_of(variant: str | None) -> str:
+    """How the command begins that runs Python in a build as `fuzz` does."""
+    if not is_this_build(variant):
+        return f"python -m proof.builds {variant}"
+    return " ".join([*(f"{name}={value}" for name, value in RELEASE.runtime.items()), "python"])
+
+
 def fuzz(variant: str | None, options: list[str]) -> dict:
     """The facts of one command in one build, or in this one; a sanitizer's report is a finding."""
     command = ["-m", "kvpool", "fuzz", *options, "--json"]
-    if variant is None or (variant == "release" and is_release()):
+    if is_this_build(variant):
         env = {**os.environ, **RELEASE.runtime}
         done = subprocess.run([sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True)
     else:
@@ -73,15 +85,16 @@ def measure(budget: Budget) -> list[Figure]:
 def measure_part(part: Part, budget: Budget) -> Figure:
     """One row; the seconds are those of the command, without what was compiled for it."""
     start, least = time.monotonic(), budget.of(part.operations)
+    variant = part.variant if budget.share >= 1 else None
     options = [*part.options, "--ops", str(least), "--jobs", str(budget.jobs), "--seed", str(budget.seed)]
-    facts = fuzz(part.variant if budget.share >= 1 else None, options)
+    facts = fuzz(variant, options)
     seconds, calls = facts["seconds"], facts["calls"]
     in_time = budget.share < 1 or seconds <= part.most_seconds
     return Figure(
         *(part.name, part.target),
         measured=f"{calls:.4g} in {seconds:.0f} s, {int(facts['finding'] is not None)} findings",
         holds=calls >= least and facts["finding"] is None and in_time,
-        command=f"python -m proof.builds {part.variant} -m kvpool fuzz {' '.join(options)}",
+        command=f"{start_of(variant)} -m kvpool fuzz {' '.join(options)}",
         seconds=time.monotonic() - start,
         notes=facts["finding"] or part.notes,
     )

@@ -70,8 +70,20 @@ def test_figure_that_fails_or_fault_that_is_missed_fails(gates, bad, capsys):
     gates(one=Gate(), two=bad)
     assert table.main(["--json"]) == 1
     shown = json.loads(capsys.readouterr().out)["figures"]
-    assert [figure["holds"] and figure["planted_caught"] for figure in shown] == [True, False]
+    assert [figure["holds"] and figure["planted_caught"] for figure in shown[:2]] == [True, False]
     assert table.main(["one"]) == table.main(["--only", "one"]) == 0
+
+
+@pytest.mark.parametrize(("limit", "holds"), [(1e9, True), (0.0, False)])
+def test_all_gates_together_have_half_an_hour(gates, monkeypatch, capsys, limit, holds):
+    gates(one=Gate(), two=Gate())
+    assert table.MOST_SECONDS == 1800
+    monkeypatch.setattr(table, "MOST_SECONDS", limit)
+    assert table.main(["--json"]) == (0 if holds else 1)
+    last = json.loads(capsys.readouterr().out)["figures"][-1]
+    assert last["name"] == "all of it" and last["holds"] is holds
+    assert table.main(["--json", "one"]) == table.main(["--json", "--short"]) == 0  # no half hours
+    assert "all of it" not in capsys.readouterr().out
 
 
 def test_gate_that_breaks_is_a_row_and_the_others_stand(gates, capsys):
