@@ -23,3 +23,4 @@ cdef int64_t lists_nbytes(const Inputs* inputs, const kv_attention* call) noexce
 cdef int read_inputs(const Inputs* inputs, kv_attention* call, char* lists) except -1
 cdef const Py_buffer* take_tokens(kv_tokens* tokens, Arguments arguments, object value, str name, int64_t num_tokens,
                                   int64_t num_heads, int64_t dim) except NULL
+cdef int raise_from_handler() except -1

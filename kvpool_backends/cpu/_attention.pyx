@@ -14,6 +14,10 @@ from kvpool_backends.cpu._arguments cimport (
 from kvpool_backends.cpu.kvcpu cimport KV_BF16, KV_F16, KV_F32, KV_MASS, KV_RAW, kv_attention, kv_tokens
 
 
+cdef extern from "Python.h":
+    int run_signal_handlers "PyErr_CheckSignals"() noexcept
+
+
 cdef const Py_buffer* take_tokens(kv_tokens* tokens, Arguments arguments, object value, str name, int64_t num_tokens,
                                   int64_t num_heads, int64_t dim) except NULL:
     """Hold a float array ``[T, heads, dim]``; a size < 0 may be any."""
@@ -168,6 +172,7 @@ cdef int64_t lists_nbytes(const Inputs* inputs, const kv_attention* call) noexce
 cdef int read_inputs(const Inputs* inputs, kv_attention* call, char* lists) except -1:
     """Fill and check lengths, tables and options; `lists` has `lists_nbytes`, aligned to 64."""
     cdef int64_t longest
+    call.ask = has_raised
     call.seq_lens = <int64_t*>lists
     lists += aligned(8 * call.num_rows)
     call.cu_q_lens = <int64_t*>lists
@@ -309,3 +314,13 @@ cdef void write_mask(const Py_buffer* view, float* out, int64_t num_tokens, int6
                 for c in range(longest):
                     out[c] = 0.0 if (<const uint8_t*>(row + c * step))[0] else -INFINITY
             out += longest
+
+
+cdef int has_raised() noexcept with gil:
+    """Run the handlers of signals that came, in the main thread; what one raises stays set."""
+    return run_signal_handlers() != 0
+
+
+cdef int raise_from_handler() except -1:
+    """When `has_raised` has ended a call."""
+    return -1

@@ -17,7 +17,9 @@ from kvpool._args cimport to_int
 from kvpool_backends.cpu._arguments cimport (
     UINT8, Arguments, Bases, copy_ints, extent_of, format_of, grow, kind_of, overlap,
 )
-from kvpool_backends.cpu._attention cimport Inputs, lists_nbytes, read_inputs, take_inputs, take_scores, take_tokens
+from kvpool_backends.cpu._attention cimport (
+    Inputs, lists_nbytes, raise_from_handler, read_inputs, take_inputs, take_scores, take_tokens,
+)
 from kvpool_backends.cpu.kvcpu cimport (
     KV_BF16, KV_F8, KV_F16, KV_F32, kv_attend, kv_attend_scratch_nbytes, kv_attention, kv_compact, kv_copy_blocks,
     kv_cpus, kv_export, kv_gather, kv_import, kv_isa, kv_isa_at, kv_isa_count, kv_isa_name, kv_layer, kv_part, kv_plane,
@@ -338,7 +340,7 @@ cdef class BlockStore:
         cdef const Py_buffer* queries
         cdef const Py_buffer* results
         cdef int64_t nbytes
-        cdef int threads = self.threads()
+        cdef int is_stopped, threads = self.threads()
         memset(&call, 0, sizeof(call))
         arguments.begin("attend")
         try:
@@ -366,7 +368,9 @@ cdef class BlockStore:
             if inputs.scores != NULL:
                 self.scores_scratch_nbytes = max(self.scores_scratch_nbytes, kv_scores_scratch_nbytes(&call))
             with nogil:
-                kv_attend(self.kernels, &call, self.work.data, threads)
+                is_stopped = kv_attend(self.kernels, &call, self.work.data, threads)
+            if is_stopped:
+                raise_from_handler()
             return None if inputs.scores == NULL else call.scores.columns
         finally:
             arguments.end()

@@ -56,13 +56,14 @@ cdef extern from "kvcpu.h" nogil:
         const float* mask
         int64_t mask_token_stride, mask_head_stride
         kv_scores scores
+        int (*ask)() noexcept nogil
 
     ctypedef struct kv_isa:
         pass
 
     int64_t kv_attend_scratch_nbytes(const kv_isa* isa, const kv_attention* call, int num_threads)
     int64_t kv_scores_scratch_nbytes(const kv_attention* call)
-    void kv_attend(const kv_isa* isa, const kv_attention* call, void* scratch, int num_threads)
+    int kv_attend(const kv_isa* isa, const kv_attention* call, void* scratch, int num_threads)
     void kv_write(const kv_isa* isa, const kv_layer* layer, const kv_tokens* k, const kv_tokens* v,
                   const int64_t* slots, int64_t num_tokens, int num_threads)
     void kv_copy_blocks(const kv_layer* layers, int64_t num_layers, const int64_t* copies, int64_t num_copies,

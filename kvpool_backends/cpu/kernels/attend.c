@@ -234,14 +234,14 @@ static void do_unseen(void *context, int64_t row, int thread) {
     }
 }
 
-static void finish_scores(kv_plan_of_work *plan, int num_threads) {
+static int finish_scores(kv_plan_of_work *plan, int num_threads) {
     const kv_attention *call = &plan->call;
     const int64_t num_items = plan->first_score_item[call->num_rows];
     int has_chunks = 0;
     for (int64_t row = 0; row < call->num_rows; row++) has_chunks |= row_queries(call, row) > DECODE_QUERIES;
-    if (has_chunks) kv_parallel(do_score_part, plan, num_items, num_threads);
-    if (call->scores.kind == KV_MASS) kv_parallel(do_mass_part, plan, num_items, num_threads);
-    kv_parallel(do_unseen, plan, call->num_rows, num_threads);
+    if (has_chunks && kv_parallel(do_score_part, plan, num_items, num_threads, call->ask)) return 1;
+    if (call->scores.kind == KV_MASS && kv_parallel(do_mass_part, plan, num_items, num_threads, call->ask)) return 1;
+    return kv_parallel(do_unseen, plan, call->num_rows, num_threads, call->ask);
 }
 
 /* Tokens beyond the last row are padding: their results are 0. */
@@ -255,9 +255,9 @@ static void zero_padding(const kv_attention *call) {
         }
 }
 
-void kv_attend(const kv_isa *isa, const kv_attention *call, void *scratch, int num_threads) {
+int kv_attend(const kv_isa *isa, const kv_attention *call, void *scratch, int num_threads) {
     kv_plan_of_work plan = plan_work(isa, call, scratch, num_threads);
     zero_padding(call);
-    kv_parallel(do_item, &plan, plan.first_item[call->num_rows], num_threads);
-    if (call->scores.kind != KV_NO_SCORES) finish_scores(&plan, num_threads);
+    if (kv_parallel(do_item, &plan, plan.first_item[call->num_rows], num_threads, call->ask)) return 1;
+    return call->scores.kind == KV_NO_SCORES ? 0 : finish_scores(&plan, num_threads);
 }

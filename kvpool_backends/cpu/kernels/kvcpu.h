@@ -73,6 +73,9 @@ typedef struct {
 /* Floats between the query heads of a row in `lanes`. */
 static inline int64_t kv_score_stride(int64_t seq_len) { return (seq_len + 15) / 16 * 16; }
 
+/* What a caller of a long call asks now and then, on its own thread: whether to end it. */
+typedef int (*kv_ask)(void);
+
 typedef struct {
     const kv_layer *layer;
     kv_tokens q, out;
@@ -89,14 +92,15 @@ typedef struct {
     const float *mask;   /* NULL: none; entry (t, h, c) at t * mask_token_stride + h * mask_head_stride + c */
     int64_t mask_token_stride, mask_head_stride;
     kv_scores scores;
+    kv_ask ask;          /* NULL: never */
 } kv_attention;
 
 /* Bytes that kv_attend wants as scratch for this call: at most proportional to the batch, never to the pool. */
 typedef struct kv_isa kv_isa;
 int64_t kv_attend_scratch_nbytes(const kv_isa *isa, const kv_attention *call, int num_threads);
 int64_t kv_scores_scratch_nbytes(const kv_attention *call); /* of that, what scores take */
-/* scratch 64-byte aligned */
-void kv_attend(const kv_isa *isa, const kv_attention *call, void *scratch, int num_threads);
+/* scratch 64-byte aligned; returns 1 if `ask` ended it, and then some results are missing */
+int kv_attend(const kv_isa *isa, const kv_attention *call, void *scratch, int num_threads);
 
 /* slots[t] = block * block_size + offset, negative: skip. */
 void kv_write(const kv_isa *isa, const kv_layer *layer, const kv_tokens *k, const kv_tokens *v, const int64_t *slots,
@@ -126,9 +130,9 @@ float kv_read_sum(const kv_isa *isa, const char *const *ranges, const int64_t *n
 
 typedef void (*kv_work)(void *context, int64_t item, int thread);
 /* Calls work(context, item, thread) once for each item 0 .. num_items - 1, in any order, on at most num_threads
- * threads, the caller among them (thread 0); returns when all are done. When another call has the workers, the
- * caller works alone. */
-void kv_parallel(kv_work work, void *context, int64_t num_items, int num_threads);
+ * threads, the caller among them (thread 0); returns 0 when all are done, or 1 when `ask` said so (NULL: nobody is
+ * asked) and no item is being worked on any more. When another call has the workers, the caller works alone. */
+int kv_parallel(kv_work work, void *context, int64_t num_items, int num_threads, kv_ask ask);
 int kv_cpus(void); /* that this process may use */
 
 /* -------- instruction sets (dispatch.c) -------- */

@@ -125,7 +125,7 @@ static void run_sweep(sweep job, int64_t num_layers, int num_threads) {
     job.row_nbytes = num_layers * job.layer_nbytes;
     job.num_visits = job.num_rows * num_layers * job.num_pieces;
     job.visits_per_item = larger(1, ITEM_NBYTES / larger(1, job.layer_nbytes / job.num_pieces));
-    kv_parallel(sweep_item, &job, (job.num_visits + job.visits_per_item - 1) / job.visits_per_item, num_threads);
+    kv_parallel(sweep_item, &job, (job.num_visits + job.visits_per_item - 1) / job.visits_per_item, num_threads, NULL);
 }
 
 static axis bytes_of(const piece *p) { return (axis){p->run, 1, 1}; }
@@ -224,7 +224,7 @@ static void compact_item(void *context, int64_t item, int thread) {
 void kv_compact(const kv_layer *layers, int64_t num_layers, const int64_t *blocks, const int64_t *keep,
                 int64_t num_kept, int num_threads) {
     staying job = {layers, blocks, keep, num_kept};
-    kv_parallel(compact_item, &job, num_layers * layers->num_kv_heads, num_threads);
+    kv_parallel(compact_item, &job, num_layers * layers->num_kv_heads, num_threads, NULL);
 }
 
 /* -------- tokens of one layer -------- */
@@ -329,7 +329,7 @@ static void run_move(move *job, kv_work work, int64_t granule, int num_threads) 
     const int64_t token_nbytes = layer->num_kv_heads * (layer->k.dim + layer->v.dim) * kv_itemsize(layer->dtype);
     const int64_t granules = larger(1, ITEM_NBYTES / larger(1, granule * token_nbytes));
     job->tokens_per_item = granules * granule;
-    kv_parallel(work, job, (job->num_tokens + job->tokens_per_item - 1) / job->tokens_per_item, num_threads);
+    kv_parallel(work, job, (job->num_tokens + job->tokens_per_item - 1) / job->tokens_per_item, num_threads, NULL);
 }
 
 void kv_write(const kv_isa *isa, const kv_layer *layer, const kv_tokens *k, const kv_tokens *v, const int64_t *slots,

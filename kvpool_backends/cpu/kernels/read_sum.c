@@ -34,6 +34,6 @@ float kv_read_sum(const kv_isa *isa, const char *const *ranges, const int64_t *n
     reading run = {isa, ranges, nbytes, num_ranges, 0};
     int64_t pieces = 0;
     for (int64_t i = 0; i < num_ranges; i++) pieces += (nbytes[i] + READ_PIECE - 1) / READ_PIECE;
-    kv_parallel(read_piece, &run, pieces, num_threads);
+    kv_parallel(read_piece, &run, pieces, num_threads, NULL);
     return run.sum;
 }

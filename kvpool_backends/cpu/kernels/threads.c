@@ -17,7 +17,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { MAX_WORKERS = 1023, SPIN_NANOSECONDS = 50000 };
+enum { MAX_WORKERS = 1023, SPIN_NANOSECONDS = 50000, ASK_NANOSECONDS = 20000000 };
 
 static struct {
     atomic_flag busy;           /* a call has the workers */
@@ -70,6 +70,21 @@ static void take_items(kv_work work, void *context, int64_t num_items, int threa
         work(context, item, thread);
 }
 
+/* The same for a caller, who asks every 20 ms; whoever shares `next` with him ends when he does. */
+static int take_and_ask(kv_work work, void *context, atomic_llong *next, int64_t num_items, kv_ask ask) {
+    int64_t item, asked = ask == NULL ? 0 : nanoseconds();
+    while ((item = atomic_fetch_add_explicit(next, 1, memory_order_relaxed)) < num_items) {
+        work(context, item, 0);
+        if (ask == NULL || nanoseconds() < asked + ASK_NANOSECONDS) continue;
+        if (ask()) {
+            atomic_store(next, num_items);
+            return 1;
+        }
+        asked = nanoseconds();
+    }
+    return 0;
+}
+
 static void *worker(void *unused) {
     unsigned long long seen = 0;
     for (;;) {
@@ -110,11 +125,12 @@ static void start_workers(int wanted) {
     }
 }
 
-void kv_parallel(kv_work work, void *context, int64_t num_items, int num_threads) {
+int kv_parallel(kv_work work, void *context, int64_t num_items, int num_threads, kv_ask ask) {
     if (num_threads > num_items) num_threads = (int)num_items;
     if (num_threads <= 1 || atomic_flag_test_and_set_explicit(&pool.busy, memory_order_acquire)) {
-        for (int64_t item = 0; item < num_items; item++) work(context, item, 0);
-        return;
+        atomic_llong next;
+        atomic_init(&next, 0);
+        return take_and_ask(work, context, &next, num_items, ask);
     }
     start_workers(num_threads - 1);
     pthread_mutex_lock(&pool.lock);
@@ -129,7 +145,7 @@ void kv_parallel(kv_work work, void *context, int64_t num_items, int num_threads
     if (pool.num_asleep > 0) pthread_cond_broadcast(&pool.wake);
     pthread_mutex_unlock(&pool.lock);
 
-    take_items(work, context, num_items, 0);
+    const int is_stopped = take_and_ask(work, context, &pool.next, num_items, ask);
 
     pthread_mutex_lock(&pool.lock);
     pool.limit = 0;
@@ -139,6 +155,7 @@ void kv_parallel(kv_work work, void *context, int64_t num_items, int num_threads
         if (spins < 10000) relax();
         else sched_yield(); /* a worker has lost its core in the middle of an item */
     atomic_flag_clear_explicit(&pool.busy, memory_order_release);
+    return is_stopped;
 }
 
 /* A container's share of CPU time (cgroup v2), in whole CPUs; 0 where none is set. */
