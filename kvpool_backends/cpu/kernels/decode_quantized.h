@@ -14,34 +14,49 @@ KV_INLINE v4 v4_load(const float *p) { v4 x; memcpy(&x, p, sizeof x); return x; 
 
 /* -------- scales and biases of a tile -------- */
 
+/* `count` tokens of a head without gaps, [count][groups] with groups <= 4, to [groups][TILE]. */
+KV_INLINE void lay_out_head(kv_dtype dtype, const char *from, const int groups, int64_t count, float *to) {
+    const int64_t size = kv_itemsize(dtype);
+    for (int64_t t = 0; t < count; t += VL) {
+        const int64_t tokens = count - t < VL ? count - t : VL, length = tokens * groups;
+        float some[4 * VL];
+        for (int64_t i = 0; i < length; i += VL, from += VL * size)
+            v_store(some + i, length - i < VL ? v_load_n_as(dtype, from, length - i) : v_load_as(dtype, from));
+        for (int g = 0; g < groups; g++)
+            if (tokens == VL) /* of a constant length: shuffled in registers */
+                for (int j = 0; j < VL; j++) to[g * TILE + t + j] = some[j * groups + g];
+            else
+                for (int64_t j = 0; j < tokens; j++) to[g * TILE + t + j] = some[j * groups + g];
+    }
+}
+
 /* Of consecutive tokens [slot, slot + count) of a block, to [heads * groups][TILE] from token `at` of the tile on. */
 KV_INLINE void lay_out_as(kv_dtype dtype, const kv_layer *layer, const kv_part *part, int64_t groups, int64_t block,
                           int64_t slot, int64_t count, int64_t at, float *out) {
     const int64_t heads = layer->num_kv_heads, size = kv_itemsize(dtype);
+    const char *from = part->base + (block * part->block_stride + slot * part->slot_stride) * size;
     const int is_head_major = part->slot_stride == groups, is_token_major = part->head_stride == groups;
-    /* A line is what lies without gaps: all heads of a token, or all tokens of a head. */
-    const int64_t lines_per_token = is_token_major ? 1 : heads, lines_per_head = is_head_major ? 1 : count;
-    const int64_t length = is_head_major ? count * groups : is_token_major ? heads * groups : groups;
-    for (int64_t line = 0; line < (is_head_major ? heads : lines_per_token * lines_per_head); line++) {
-        const int64_t head = is_head_major ? line : line % lines_per_token;
-        const int64_t token = is_head_major ? 0 : line / lines_per_token;
-        const char *from = part->base
-            + (block * part->block_stride + (slot + token) * part->slot_stride + head * part->head_stride) * size;
-        float *to = out + head * groups * TILE + at + token;
-        int64_t g = 0;
-        for (int64_t i = 0; i < length; i += VL) {
-            const int64_t n = length - i < VL ? length - i : VL;
-            float some[VL];
-            v_store(some, n == VL ? v_load_as(dtype, from + i * size) : v_load_n_as(dtype, from + i * size, n));
-            for (int64_t j = 0; j < n; j++) {
-                to[g * TILE] = some[j];
-                if (++g == groups && is_head_major) { /* the next token */
-                    g = 0;
-                    to++;
-                }
+    if (is_head_major && (groups == 1 || groups == 2 || groups == 4)) {
+        for (int64_t head = 0; head < heads; head++, from += part->head_stride * size) {
+            float *to = out + head * groups * TILE + at;
+            if (groups == 1) lay_out_head(dtype, from, 1, count, to);
+            else if (groups == 2) lay_out_head(dtype, from, 2, count, to);
+            else lay_out_head(dtype, from, 4, count, to);
+        }
+        return;
+    }
+    const int64_t lines = is_token_major ? 1 : heads, length = is_token_major ? heads * groups : groups;
+    for (int64_t token = 0; token < count; token++)
+        for (int64_t line = 0; line < lines; line++) {
+            const char *numbers = from + (token * part->slot_stride + line * part->head_stride) * size;
+            float *to = out + line * groups * TILE + at + token;
+            for (int64_t i = 0; i < length; i += VL, numbers += VL * size) {
+                const int64_t n = length - i < VL ? length - i : VL;
+                float some[VL];
+                v_store(some, n == VL ? v_load_as(dtype, numbers) : v_load_n_as(dtype, numbers, n));
+                for (int64_t j = 0; j < n; j++) to[(i + j) * TILE] = some[j];
             }
         }
-    }
 }
 
 static void lay_out(const kv_layer *layer, const kv_part *part, int64_t groups, int64_t block, int64_t slot,
