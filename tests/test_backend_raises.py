@@ -8,15 +8,18 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from kvpool import Plan, Pool
 from kvpool.config import KVSpec
+from kvpool.eviction import H2O, Evictor, Memory
 from kvpool.manager import KVBlockManager
 from kvpool.testing.engine import RandomEngine
 from kvpool_backends.numpy import NumpyBackend
 
 SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", block_size=4)
+HEAVIEST = H2O(max_kv=12, sink=4, heavy=4, slack=1)
 CALLS = (
     *("asarray", "to_numpy", "write", "attend", "copy_blocks", "gather"),
-    *("zero", "export_blocks", "import_blocks"),
+    *("compact", "zero", "export_blocks", "import_blocks"),
 )
 
 
@@ -203,3 +206,82 @@ def test_engine_that_goes_on_without_a_rollback_is_convicted(monkeypatch):
     monkeypatch.setattr(RandomEngine, "_roll_back", lambda engine: engine.pool.done(engine.plan))
     with pytest.raises(AssertionError):
         run_engine(run_engine(0)[2] // 2)
+
+
+class Evicting:
+    """Two rows of 13 tokens, one a fork of the other, that are to keep 9 of them."""
+
+    def __init__(self, policy):
+        Failing.begin(0)
+        self.pool, self.backend = Pool(24, 4), Failing(SPEC, 24)
+        plan = Plan(self.pool, 1, 13)
+        first = int(self.pool.open())
+        self.pool.step(plan, [first], 13)
+        self.pool.done(plan)
+        self.handles = [first, int(self.pool.fork(first)[0])]
+        for layer in range(SPEC.num_layers):
+            self.backend.write(layer, vectors(layer, 13), vectors(layer + 9, 13), plan)
+        self.evictor = Evictor(policy, self.pool, self.backend, 2)
+        scores = np.abs(np.random.default_rng(3).standard_normal((SPEC.num_layers, 2, 2, 13))).astype(np.float32)
+        self.evictor.memory.observe(scores, np.array([13, 13]))
+
+    def evict(self):
+        rows = np.arange(2)
+        self.evictor.evict(self.handles, rows, np.full(2, 13), np.full(2, 9), np.full(2, 13))
+
+    def lens(self):
+        return [self.pool.kv_len(handle) for handle in self.handles]
+
+    def held(self):
+        """Keys and values of both rows."""
+        found = []
+        for handle, length in zip(self.handles, self.lens(), strict=True):
+            table = self.pool.table(handle)
+            for layer in range(SPEC.num_layers):
+                found += NumpyBackend.gather(self.backend, layer, table, length)
+        return found
+
+
+def same(found, due):
+    return all(np.array_equal(a, b) for a, b in zip(found, due, strict=True))
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_eviction_that_the_backend_breaks_off_has_done_nothing_or_all_of_it_in_the_pool(is_late):
+    peace = Evicting(HEAVIEST)
+    before = peace.held()
+    Failing.begin(0)
+    peace.evict()
+    total = Failing.made
+    assert total == 3 and peace.lens() == [9, 9]  # copies, and a move for each row
+    for number in range(1, total + 1):
+        engine = Evicting(HEAVIEST)
+        Failing.begin(number, is_late)
+        with pytest.raises(Lost) as caught:
+            engine.evict()
+        engine.pool.check()
+        assert engine.pool.stats().pending == 0
+        if str(caught.value) == "compact":
+            assert engine.lens() == [9, 9]
+            continue
+        assert engine.lens() == [13, 13] and same(engine.held(), before)
+        engine.evict()
+        assert engine.lens() == [9, 9] and same(engine.held(), peace.held())
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_choice_that_fails_leaves_every_row_as_it_was(row, monkeypatch):
+    engine, select = Evicting(HEAVIEST), Memory.select
+    before, data = engine.pool.fingerprint(), engine.held()
+
+    def fail(memory, at, kv_len, target):
+        if at == row:
+            raise Lost("select")
+        return select(memory, at, kv_len, target)
+
+    with monkeypatch.context() as patch, pytest.raises(Lost, match="select"):
+        patch.setattr(Memory, "select", fail)
+        engine.evict()
+    assert engine.pool.fingerprint() == before and same(engine.held(), data)
+    engine.evict()
+    assert engine.lens() == [9, 9]

@@ -12,10 +12,11 @@ import pytest
 from mlx_models import ROUTES, on_cpu, random_prompts, tiny_llama
 
 from kvpool import Request
-from kvpool.adapters.mlx_lm import install
+from kvpool.adapters.mlx_lm import EngineStopped, install
 from kvpool.adapters.mlx_lm.engine import Engine
+from kvpool.eviction import H2O, BlockEviction
 
-CALLS = ("attend", "copy_blocks", "planes", "read", "settle", "step_arrays", "write_tokens")
+CALLS = ("attend", "compact", "copy_blocks", "planes", "read", "settle", "step_arrays", "write_tokens")
 
 
 class Lost(Exception):
@@ -94,6 +95,66 @@ def test_cache_fed_by_hand_repeats_the_pass_in_which_the_storage_failed(route):
         assert failing.failed.total() == 1, number
         assert all(np.array_equal(a, b) for a, b in zip(seen, peace, strict=True)), (number, failing.failed)
     assert failed.keys() >= {"copy_blocks", "step_arrays", "write_tokens", "attend" if route == "fused" else "read"}
+
+
+POLICIES = (H2O(max_kv=12, slack=2), BlockEviction(max_kv=12))
+
+
+def within_a_budget(model, policy, fail_at=0, is_late=False):
+    """A prompt and a fork of it, decoding past a budget. Returns (logits of all passes, what failed, calls)."""
+    with on_cpu():
+        kv = install(model, 60, block_size=4, eviction=policy)
+    failing = Failing(kv, fail_at, is_late)
+    with kv:
+        pieces, seen = [*random_prompts([7, 4]), [5]], []
+        first = fed(kv, model, kv.make_cache(), pieces, seen=seen)
+        for cache, token in ((copy.deepcopy(first), 8), (first, 9)):
+            fed(kv, model, cache, [*pieces, *([token + n] for n in range(4))], len(pieces), seen)
+        del first, cache
+        kv.pool.check()
+    stats = kv.pool.stats()
+    assert (stats.used, stats.sequences, stats.pending) == (0, 0, 0)
+    return seen, failing
+
+
+def fed(kv, model, cache, pieces, begin=0, seen=None):
+    """The cache after passes on `pieces` from `begin` on; one that fails is made again, if it can be in that cache."""
+    for number in range(begin, len(pieces)):
+        tokens, length = mx.array([pieces[number]]), cache[0].offset
+        try:
+            logits = model(tokens, cache=cache)
+            mx.eval(logits)
+        except Lost as lost:
+            is_torn = str(lost) == "compact"
+            if is_torn:
+                requires_a_new_cache(model, tokens, cache)
+            if not kv.recover() and (is_torn or cache[0].offset > length):
+                cache = fed(kv, model, kv.make_cache(), pieces[:number])
+            kv.pool.check()
+            logits = model(tokens, cache=cache)
+        if seen is not None:
+            seen.append(np.array(logits))
+    return cache
+
+
+def requires_a_new_cache(model, tokens, cache):
+    for use in (lambda: model(tokens, cache=cache), lambda: copy.deepcopy(cache), lambda: cache[0].trim(1)):
+        with pytest.raises(EngineStopped, match=r"\] an eviction failed when these 1 sequences had lost tokens"):
+            use()
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
+def test_cache_within_a_budget_goes_on_or_says_that_it_cannot(policy):
+    model = tiny_llama()
+    peace, undisturbed = within_a_budget(model, policy)
+    assert undisturbed.made > 20 and not +undisturbed.failed
+    failed = Counter()
+    for number in range(1, undisturbed.made + 1):
+        seen, failing = within_a_budget(model, policy, number, number % 2 == 0)
+        failed += failing.failed
+        assert failing.failed.total() == 1, number
+        assert all(np.array_equal(a, b) for a, b in zip(seen, peace, strict=True)), (number, failing.failed)
+    assert failed.keys() >= {"attend", *(() if policy.whole_blocks else ("compact", "copy_blocks"))}
 
 
 def served(model, route, fail_at=0, is_late=False):

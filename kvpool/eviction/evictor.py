@@ -175,8 +175,8 @@ class Evictor:
         PlanStateError
             A row of a pending plan. Nothing has changed.
         Exception
-            What the backend raises. Before the numbers have changed (no copy, no token moved), or when they have: then
-            what these sequences hold is not to be read any more.
+            What the choice or the backend raises. Before the numbers have changed (no copy, no token moved), or when
+            they have, as ``pool.kv_len`` says: then what these sequences hold is not to be read any more.
         """
         move = self._evict_blocks if self.policy.whole_blocks else self._compact
         move(handles, *(np.asarray(array).tolist() for array in (rows, lens, after, num_tokens)))
@@ -194,11 +194,11 @@ class Evictor:
     ) -> None:
         pool, sink = self.pool, self.policy.sink
         pool.compact(handles, lens, sink)  # nothing leaves: it raises for a pending row, before a block is copied
+        keeps = [self.memory.select(*one) for one in zip(rows, lens, after, strict=True)]
         self._unshare(handles, after, sink)
         tables = [pool.table(handle) for handle in handles]
         pool.compact(handles, after, sink)
-        for table, row, now, target, logical in zip(tables, rows, lens, after, num_tokens, strict=True):
-            keep = self.memory.select(row, now, target)
+        for table, keep, row, now, logical in zip(tables, keeps, rows, lens, num_tokens, strict=True):
             self.backend.compact(table[: -(-now // self.memory.block_size)], keep)
             self.memory.evicted(row, now, keep, logical)
 

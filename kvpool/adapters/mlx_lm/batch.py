@@ -31,7 +31,10 @@ NOT_OPENED = -1  # in place of a handle: an empty sequence, opened when it gets 
 
 
 class EngineStopped(KVPoolError, RuntimeError):
-    """A batch was in an engine when a forward pass failed. The engine may have lost tokens: make a new one."""
+    """A batch was in an engine when a forward pass failed. The engine may have lost tokens: make a new one.
+
+    Or an eviction failed half-way, in any cache: what it holds cannot be read any more.
+    """
 
 
 class Rows:
@@ -131,6 +134,7 @@ class Batch:
         self.base = 0  # operations before it need not be followed any more, see `recover`
         self.base_rows = self.rows  # what a facade that is still before `base` sees
         self.is_stopped = False  # see `PagedKV.stop_engines`
+        self.is_torn = False  # an eviction failed half-way
         self._operation: _Operation | None = None
         self._missing = 0  # layers that have yet to issue the last operation
         self._plan: Any = None
@@ -192,11 +196,16 @@ class Batch:
             self.kv.finish_forward()
 
     def require_idle(self, call: str) -> None:
-        """Raise unless every layer has issued the last operation, and no engine was stopped in the middle."""
+        """Raise unless every layer has issued the last operation, and nothing was stopped in the middle."""
         if self.is_stopped:
             raise EngineStopped(
                 f"[{call}] a forward pass failed while these {len(self.handles)} sequences were in an engine, "
                 "which may have lost tokens: discard it, make a new one and insert its prompts again"
+            )
+        if self.is_torn:
+            raise EngineStopped(
+                f"[{call}] an eviction failed when these {len(self.handles)} sequences had lost tokens and what stays "
+                "was not moved yet, they cannot be read any more: make a new cache and feed it their tokens again"
             )
         if self._operation is not None:
             raise RuntimeError(
@@ -250,8 +259,15 @@ class Batch:
             kv.undo_forward()
             if self.is_merged:
                 kv.stop_engines()
+            self.is_torn = self.eviction is not None and self._has_lost_tokens()
             raise
         return forward, after
+
+    def _has_lost_tokens(self) -> bool:
+        """Whether the pool has let tokens go that are still counted here: nobody has moved what stays."""
+        lens = zip(self.handles, self.rows.lens.tolist(), strict=True)
+        with self.kv.lock:
+            return any(handle != NOT_OPENED and self.kv.pool.kv_len(handle) != n for handle, n in lens)
 
     def _spread(self, num_rows: int) -> None:
         """An empty, unmerged cache takes input of any number of rows, as mlx-lm's does; they stay equal."""

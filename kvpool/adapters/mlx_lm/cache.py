@@ -104,7 +104,7 @@ class PagedKVCache:
         ConcurrentUse
             Another thread is in a forward pass.
         EngineStopped
-            A pass failed while these sequences were in an engine, see `PagedKV.recover`.
+            A pass failed while these sequences were in an engine, see `PagedKV.recover`; or an eviction half-way.
         """
         batch, kv = self._batch, self._batch.kv
         dtype = kv.backend.dtype
