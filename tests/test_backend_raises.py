@@ -10,7 +10,7 @@ import pytest
 
 from kvpool import Plan, Pool
 from kvpool.config import KVSpec
-from kvpool.eviction import H2O, Evictor, Memory
+from kvpool.eviction import H2O, BlockEviction, Evictor, Memory
 from kvpool.manager import KVBlockManager
 from kvpool.testing.engine import RandomEngine
 from kvpool_backends.numpy import NumpyBackend
@@ -269,9 +269,10 @@ def test_eviction_that_the_backend_breaks_off_has_done_nothing_or_all_of_it_in_t
         assert engine.lens() == [9, 9] and same(engine.held(), peace.held())
 
 
+@pytest.mark.parametrize("policy", [HEAVIEST, BlockEviction(max_kv=12)], ids=["tokens", "blocks"])
 @pytest.mark.parametrize("row", [0, 1])
-def test_choice_that_fails_leaves_every_row_as_it_was(row, monkeypatch):
-    engine, select = Evicting(HEAVIEST), Memory.select
+def test_choice_that_fails_leaves_every_row_as_it_was(policy, row, monkeypatch):
+    engine, select = Evicting(policy), Memory.select
     before, data = engine.pool.fingerprint(), engine.held()
 
     def fail(memory, at, kv_len, target):

@@ -12,8 +12,8 @@ import pytest
 from eviction_workload import EvictedMemory, EvictingRunner, draw_evicting
 from scheduler_workload import Runner, draw
 
-from kvpool import Pool, Request, Scheduler
-from kvpool.errors import OutOfBlocks, PlanStateError, RequestRejected
+from kvpool import Plan, Pool, Request, Scheduler
+from kvpool.errors import CapacityExceeded, OutOfBlocks, PlanStateError, RequestRejected
 from kvpool.eviction import H2O, BlockEviction, Evictor, Memory, SlidingWindow
 from kvpool.testing.token_model import TokenModel
 
@@ -233,6 +233,61 @@ def test_row_of_a_step_that_is_out_is_not_touched(policy):
     states = memory.forward(step.tokens, step.plan)
     scheduler.update(step, TokenModel().greedy(states[step.sample_at]))
     assert run(scheduler, memory)[0].tokens.size == 30
+
+
+def two_rows(policy, pool):
+    """An evictor with two sequences of 20 tokens, and the plan that they were stepped by."""
+    memory = EvictedMemory(TokenModel(), pool)
+    plan = Plan(pool, 2, 64, formats=("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens"))
+    handles = [int(pool.open()) for _ in range(2)]
+    pool.step(plan, handles, 20)
+    memory.forward(np.arange(40), plan)
+    pool.done(plan)
+    return Evictor(policy, pool, memory, 2), plan, handles
+
+
+def evict_both(evictor, handles, after):
+    pool = evictor.pool
+    lens = [pool.kv_len(handle) for handle in handles]
+    evictor.evict(handles, np.arange(2), lens, after, [pool.num_tokens(handle) for handle in handles])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("pending", [0, 1])
+def test_row_before_one_of_a_pending_plan_is_not_touched(policy, pending):
+    pool = Pool(40, 4)
+    evictor, plan, handles = two_rows(policy, pool)
+    pool.step(plan, handles[pending : pending + 1], 1)
+    before, written = pool.fingerprint(), evictor.backend.position.copy()
+    lens = [pool.kv_len(handle) for handle in handles]
+    with pytest.raises(PlanStateError, match="is a row of a pending plan"):
+        evict_both(evictor, handles, [n - 8 for n in lens])
+    assert pool.fingerprint() == before and np.array_equal(evictor.backend.position, written)
+    assert not evictor.memory.known.any()
+    pool.done(plan)
+    evict_both(evictor, handles, [n - 8 for n in lens])
+    assert [pool.kv_len(handle) for handle in handles] == [n - 8 for n in lens]
+
+
+class Ends(Pool):
+    """Its positions end when a sequence has lost more than eight tokens."""
+
+    def evict_blocks(self, handle, indices):
+        if self.num_tokens(handle) - self.kv_len(handle) + 4 * len(indices) > 8:
+            raise CapacityExceeded("positions end")
+        super().evict_blocks(handle, indices)
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_row_before_one_whose_positions_end_is_not_touched(last):
+    pool = Ends(40, 4)
+    evictor, _, handles = two_rows(POLICIES[2], pool)
+    before = pool.fingerprint()
+    with pytest.raises(CapacityExceeded):
+        evict_both(evictor, handles, [8 if row == last else 12 for row in range(2)])
+    assert pool.fingerprint() == before and not evictor.memory.known.any()
+    evict_both(evictor, handles, [12, 12])
+    assert [pool.kv_len(handle) for handle in handles] == [12, 12]
 
 
 # ---- what is refused

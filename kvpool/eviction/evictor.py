@@ -172,33 +172,47 @@ class Evictor:
         ------
         OutOfBlocks
             No blocks for copies of shared ones. Nothing has changed.
-        PlanStateError
-            A row of a pending plan. Nothing has changed.
+        PlanStateError, CapacityExceeded
+            A row of a pending plan; one that has lost so much that its positions end. No token has left.
         Exception
             What the choice or the backend raises. Before the numbers have changed (no copy, no token moved), or when
             they have, as ``pool.kv_len`` says: then what these sequences hold is not to be read any more.
         """
+        numbers = [np.asarray(array).tolist() for array in (rows, lens, after, num_tokens)]
+        self.pool.compact(handles, numbers[1])  # nothing leaves: it raises for a pending row, before a block is copied
+        chosen = [self.memory.select(*one) for one in zip(*numbers[:3], strict=True)]
         move = self._evict_blocks if self.policy.whole_blocks else self._compact
-        move(handles, *(np.asarray(array).tolist() for array in (rows, lens, after, num_tokens)))
+        move(handles, chosen, *numbers)
 
     def _evict_blocks(
-        self, handles: Sequence[int], rows: list[int], lens: list[int], after: list[int], num_tokens: list[int]
+        self,
+        handles: Sequence[int],
+        chosen: list[np.ndarray],
+        rows: list[int],
+        lens: list[int],
+        after: list[int],
+        num_tokens: list[int],
     ) -> None:
-        for handle, row, now, target, logical in zip(handles, rows, lens, after, num_tokens, strict=True):
-            blocks = self.memory.select(row, now, target)
-            self.pool.evict_blocks(handle, blocks)
-            self.memory.evicted(row, now, blocks, logical)
+        # Who will have lost the most goes first: if the pool refuses one because its positions would end, it is this.
+        lost = [logical - target for logical, target in zip(num_tokens, after, strict=True)]
+        for at in sorted(range(len(lost)), key=lambda at: -lost[at]):
+            self.pool.evict_blocks(handles[at], chosen[at])
+            self.memory.evicted(rows[at], lens[at], chosen[at], num_tokens[at])
 
     def _compact(
-        self, handles: Sequence[int], rows: list[int], lens: list[int], after: list[int], num_tokens: list[int]
+        self,
+        handles: Sequence[int],
+        chosen: list[np.ndarray],
+        rows: list[int],
+        lens: list[int],
+        after: list[int],
+        num_tokens: list[int],
     ) -> None:
         pool, sink = self.pool, self.policy.sink
-        pool.compact(handles, lens, sink)  # nothing leaves: it raises for a pending row, before a block is copied
-        keeps = [self.memory.select(*one) for one in zip(rows, lens, after, strict=True)]
         self._unshare(handles, after, sink)
         tables = [pool.table(handle) for handle in handles]
         pool.compact(handles, after, sink)
-        for table, keep, row, now, logical in zip(tables, keeps, rows, lens, num_tokens, strict=True):
+        for table, keep, row, now, logical in zip(tables, chosen, rows, lens, num_tokens, strict=True):
             self.backend.compact(table[: -(-now // self.memory.block_size)], keep)
             self.memory.evicted(row, now, keep, logical)
 
