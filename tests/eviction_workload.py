@@ -118,15 +118,15 @@ def draw_policy(rng: np.random.Generator, block_size: int) -> Policy:
         return SlidingWindow(max_kv=max_kv, sink=sink)
     if which < 0.7:
         return H2O(max_kv=max_kv, sink=sink, heavy=int(rng.integers(2, max_kv // 2)), alpha=0.5, kind=kind, slack=1)
-    return BlockEviction(max_kv=max_kv, sink=sink, recent_tokens=int(rng.integers(1, max_kv // 2)), alpha=0.5)
+    recent = int(rng.integers(1, max_kv // 2))
+    least = -(-sink // block_size) * block_size + recent + block_size
+    return BlockEviction(max_kv=max(max_kv, least), sink=sink, recent_tokens=recent, alpha=0.5)
 
 
 def alone(policy: Policy, request: Request, block_size: int, chunk: int, caches: bool) -> int:
     """Blocks with which a request runs under a policy, as docs/scheduling.md says."""
     tokens = tokens_needed(request)
     most = policy.max_kv - 1
-    if isinstance(policy, BlockEviction):
-        most = max(most, -(-policy.sink // block_size) * block_size + policy.recent + block_size - 1)
     need = -(-min(tokens, most + chunk) // block_size)
     if caches and tokens > policy.max_kv and not policy.whole_blocks:
         need += -(-most // block_size)

@@ -112,6 +112,10 @@ NONSENSE = [
         "--eviction blocks: max_kv is 16, smaller than sink 4 + recent 16",
     ),
     (
+        ["--eviction", "blocks", "--max-kv", "64", "--kv-block-size", "32"],
+        "--eviction blocks: max_kv is 64, in blocks of 32 the least is 80: those of sink 4, recent 16 and one more",
+    ),
+    (
         ["--eviction", "window", "--max-kv", "64", "--heavy", "8"],
         "--heavy 8: not with --eviction window, only with h2o",
     ),

@@ -1,5 +1,7 @@
 """Policies and what they remember: which tokens stay, by an oracle that sorts everything, and what is refused."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -230,13 +232,15 @@ def test_numbers_of_other_types_are_refused(value):
 def test_backends_that_cannot_are_named():
     plain = Capabilities("plain", ("NHD",), ("float32",))
     with pytest.raises(ValueError, match=r"\[H2O\] backend 'plain' exports no scores 'mass', none at all"):
-        check_backend(H2O(max_kv=64), plain)
+        check_backend(H2O(max_kv=64), plain, 16)
     with pytest.raises(ValueError, match=r"\[SlidingWindow\] backend 'plain' cannot move tokens"):
-        check_backend(SlidingWindow(max_kv=64), plain)
+        check_backend(SlidingWindow(max_kv=64), plain, 16)
     can = Capabilities("can", ("NHD",), ("float32",), scores=("mass",))
-    check_backend(BlockEviction(max_kv=64), can)
+    check_backend(BlockEviction(max_kv=64), can, 16)
     with pytest.raises(ValueError, match=r"exports no scores 'raw', only \['mass'\]"):
-        check_backend(H2O(max_kv=64, kind="raw"), can)
+        check_backend(H2O(max_kv=64, kind="raw"), can, 16)
+    with pytest.raises(ValueError, match=r"\[BlockEviction\] max_kv is 64, in blocks of 32 the least is 80:"):
+        check_backend(BlockEviction(max_kv=64), can, 32)
 
 
 def test_policies_are_values():
@@ -248,9 +252,21 @@ def test_policies_are_values():
 
 
 def test_most_is_what_a_sequence_holds_when_a_step_begins():
+    lens = np.arange(200)
     for policy in (H2O(max_kv=19), SlidingWindow(max_kv=19), BlockEviction(max_kv=19, sink=5, recent_tokens=7)):
-        lens = np.arange(200)
-        for size in (1, 4, 16):
+        for size in (1, 2, 4):
+            policy.check_block_size(size)
             after = policy.lens_after(lens, size)
-            assert after.max() <= policy.most(size) and (after <= lens).all()
-    assert BlockEviction(max_kv=19, sink=5, recent_tokens=7).most(16) == 16 + 7 + 15
+            assert after.max() == policy.most == 18 and (after <= lens).all()
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 16])
+def test_blocks_are_refused_where_a_sequence_would_hold_more_than_its_budget(size):
+    lens = np.arange(300)
+    for max_kv, sink, recent in itertools.product(range(20, 60, 3), (0, 4, 5), (1, 8, 13)):
+        policy = BlockEviction(max_kv=max_kv, sink=sink, recent_tokens=recent)
+        if policy.lens_after(lens, size).max() < max_kv:
+            policy.check_block_size(size)
+        else:
+            with pytest.raises(ValueError, match=rf"\[BlockEviction\] max_kv is {max_kv}, in blocks of {size} the lea"):
+                policy.check_block_size(size)

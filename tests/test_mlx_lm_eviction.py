@@ -11,6 +11,7 @@ from mlx_models import batch_tokens, on_cpu, random_prompts, solo_tokens, tiny_l
 
 from kvpool import Pool
 from kvpool.adapters.mlx_lm import install, make_cache
+from kvpool.adapters.mlx_lm.engine import Engine
 from kvpool.errors import OutOfBlocks
 from kvpool.eviction import H2O, BlockEviction, SlidingWindow
 
@@ -254,7 +255,12 @@ def test_policies_that_the_route_cannot_serve_are_refused(model):
             install(model, 50, block_size=4, fused=False, eviction=POLICIES["h2o"])
         with pytest.raises(TypeError, match="eviction must be a policy"):
             install(model, 50, block_size=4, eviction=20)
+        for make in (install, Engine):  # the last block may be full, and sinks have one of their own
+            with pytest.raises(ValueError, match=r"\[BlockEviction\] max_kv is 20, in blocks of 8 the least is 22"):
+                make(model, 50, block_size=8, eviction=POLICIES["blocks"])
         assert vars(model) == before
+        with install(model, 50, block_size=8) as kv, pytest.raises(ValueError, match="in blocks of 8 the least is 22"):
+            kv.make_cache(POLICIES["blocks"])
         with install(model, 50, block_size=4, fused=False, eviction=POLICIES["window"]) as gathered:
             got = tokens(model, make_cache(model), n=60)
             assert not gathered.is_fused

@@ -310,6 +310,8 @@ def test_evictor_that_could_not_work_is_not_made():
         Evictor(16, pool, memory)
     with pytest.raises(TypeError, match=r"\[Evictor\] pool must be a kvpool.Pool, not EvictedMemory"):
         Evictor(WINDOW, memory, memory)
+    with pytest.raises(ValueError, match=r"\[BlockEviction\] max_kv is 16, in blocks of 8 the least is 20"):
+        build(POLICIES[2], block_size=8)
     with pytest.raises(ValueError, match=r"\[Evictor\] block_size is 4 in the backend, 8 in the pool"):
         Evictor(WINDOW, Pool(40, 8), memory)
     with pytest.raises(ValueError, match=r"\[Evictor\] num_blocks is 40 in the backend, 41 in the pool"):

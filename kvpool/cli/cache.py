@@ -42,7 +42,7 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(name, metavar="N", dest=field, help=text)
 
 
-def policy_of(args: argparse.Namespace) -> Policy | None:
+def policy_of(args: argparse.Namespace, block_size: int) -> Policy | None:
     """The policy that the arguments ask for, None without `--eviction`; CommandError for what makes none."""
     name = args.eviction
     given = {field: getattr(args, f"eviction_{field}") for _, _, field, _, _, _ in FIELDS}
@@ -69,6 +69,7 @@ def policy_of(args: argparse.Namespace) -> Policy | None:
 
     try:
         policy: Policy = getattr(eviction, POLICIES[name])(**values)
+        policy.check_block_size(block_size)
     except ValueError as exc:
         raise CommandError(f"--eviction {name}: {str(exc).rpartition('] ')[2]}") from None
     return policy

@@ -125,7 +125,7 @@ def make_engine(args: argparse.Namespace, prompts: list[str], options: dict[str,
     """The model, loaded, in an engine with a pool that fits."""
     block_size, chunk = whole("--kv-block-size", args.kv_block_size), whole("--chunk", args.chunk)
     max_running = whole("--max-running", args.max_running)
-    policy, bits = policy_of(args), bits_of(args)
+    policy, bits = policy_of(args, block_size), bits_of(args)
     if policy is not None and options["beam_width"]:
         raise CommandError("--eviction and --beam exclude each other: a beam keeps every token")
     num_blocks = None if args.num_blocks is None else whole("--num-blocks", args.num_blocks, 2)

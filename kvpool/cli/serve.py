@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     if port > LAST_PORT:  # the socket would take what is left of it after division by 65536
         raise CommandError(f"--port {args.port}: out of range, 0..{LAST_PORT}")
     num_blocks = None if args.num_blocks is None else whole("--num-blocks", args.num_blocks, 4)
-    policy, bits = policy_of(args), bits_of(args)
+    policy, bits = policy_of(args, block_size), bits_of(args)
     for argument in args.rest:
         if argument.partition("=")[0] == "--quantized-kv-start":
             raise CommandError("--quantized-kv-start: blocks are quantized from the first token on; leave it out")

@@ -63,7 +63,7 @@ class Evictor:
     ------
     TypeError, ValueError
         No policy, no pool; a backend of another block size or another number of blocks, or one that exports no such
-        scores or moves no tokens.
+        scores or moves no tokens; blocks too large for the policy.
 
     Notes
     -----
@@ -77,8 +77,8 @@ class Evictor:
             raise TypeError(f"[Evictor] policy must be one of kvpool.eviction, not {type(policy).__name__}")
         if not isinstance(pool, kvpool.Pool):
             raise TypeError(f"[Evictor] pool must be a kvpool.Pool, not {type(pool).__name__}")
-        check_backend(policy, backend.capabilities())
         spec = backend.spec
+        check_backend(policy, backend.capabilities(), spec.block_size)
         for name, mine, theirs in (
             ("block_size", spec.block_size, pool.block_size),
             ("num_blocks", backend.num_blocks, pool.num_blocks),
@@ -151,7 +151,7 @@ class Evictor:
     @property
     def most(self) -> int:
         """Tokens that a row holds when a step begins, at most."""
-        return self.policy.most(self.memory.block_size)
+        return self.policy.most
 
     def evict(
         self, handles: Sequence[int], rows: np.ndarray, lens: np.ndarray, after: np.ndarray, num_tokens: np.ndarray

@@ -85,9 +85,13 @@ class Policy:
         assert self.slack is not None
         return np.where(lens >= self.max_kv, self.max_kv - self.slack, lens)
 
-    def most(self, block_size: int) -> int:
+    @property
+    def most(self) -> int:
         """Tokens that a sequence holds at most when a forward pass begins; those of the pass come on top."""
         return self.max_kv - 1
+
+    def check_block_size(self, block_size: int) -> None:
+        """Raise ValueError where `max_kv` cannot be kept in blocks of so many tokens."""
 
     def _require_room(self) -> None:
         assert self.slack is not None
@@ -201,7 +205,8 @@ class BlockEviction(Policy):
     Parameters
     ----------
     max_kv, sink
-        As in `Policy`. The block of a protected token stays as a whole.
+        As in `Policy`. The block of a protected token stays as a whole, so `max_kv` has a least value for each size of
+        blocks, see `check_block_size`.
     recent_tokens : int, optional
         Newest tokens that always stay; a quarter of `max_kv` by default.
     kind, queries, alpha
@@ -250,23 +255,29 @@ class BlockEviction(Policy):
         blocks = np.clip((lens - self.max_kv) // block_size + 1, 0, np.maximum(end - first, 0))
         return np.asarray(lens - blocks * block_size)
 
-    def most(self, block_size: int) -> int:
-        """As in `Policy`; blocks of protected tokens and the last one stay, also where they are more than `max_kv`."""
-        return max(self.max_kv, -(-self.sink // block_size) * block_size + self.recent + block_size) - 1
+    def check_block_size(self, block_size: int) -> None:
+        """As in `Policy`: blocks of protected tokens stay, and the newest of these may begin at the end of a block."""
+        least = -(-self.sink // block_size) * block_size + self.recent + block_size
+        if self.max_kv < least:
+            raise ValueError(
+                f"[BlockEviction] max_kv is {self.max_kv}, in blocks of {block_size} the least is {least}: those of "
+                f"sink {self.sink}, recent {self.recent} and one more block"
+            )
 
     def candidates(self, lens: Any, block_size: int) -> tuple[int, Any]:
         """First table index that may leave, and the end of them: full blocks without a protected token."""
         return -(-self.sink // block_size), (lens - self.recent) // block_size
 
 
-def check_backend(policy: Policy, can: Capabilities) -> None:
-    """Raise ValueError where a backend cannot do what a policy needs: export its scores, or move tokens."""
+def check_backend(policy: Policy, can: Capabilities, block_size: int) -> None:
+    """Raise ValueError where a backend cannot serve a policy: export its scores, move tokens, have such blocks."""
     call = type(policy).__name__
     if policy.scores is not None and policy.scores not in can.scores:
         only = f"only {list(can.scores)}" if can.scores else "none at all"
         raise ValueError(f"[{call}] backend {can.name!r} exports no scores {policy.scores!r}, {only}")
     if not policy.whole_blocks and not can.compacts:
         raise ValueError(f"[{call}] backend {can.name!r} cannot move tokens; BlockEviction moves none")
+    policy.check_block_size(block_size)
 
 
 def _count(call: str, name: str, value: Any, least: int) -> int:

@@ -41,13 +41,14 @@ def check_policy(policy: Any, kv: Any, call: str = "make_cache") -> Policy | Non
     Raises
     ------
     TypeError, ValueError
-        No policy; one that needs scores on a route or a backend without, or moves tokens where nothing can.
+        No policy; one that needs scores on a route or a backend without, or moves tokens where nothing can, or smaller
+        blocks.
     """
     if policy is None:
         return None
     if not isinstance(policy, Policy):
         raise TypeError(f"[{call}] eviction must be a policy of kvpool.eviction, not {type(policy).__name__}")
-    check_backend(policy, kv.backend.capabilities())
+    check_backend(policy, kv.backend.capabilities(), kv.backend.spec.block_size)
     if policy.scores is not None and not kv.sites:
         raise ValueError(f"[{call}] {type(policy).__name__} needs scores, and this model's route is {kv.route}")
     return policy
@@ -59,8 +60,8 @@ def blocks_at_most(policy: Policy, tokens: int, chunk: int, block_size: int) -> 
     What it holds when an eviction begins, beside the copies of all that will be rewritten (somebody may share it, or
     the prefix cache know it), and one more: a copy of its tail.
     """
-    held = min(tokens, policy.most(block_size) + chunk)
-    copies = policy.most(block_size) if tokens > policy.max_kv and not policy.whole_blocks else 0
+    held = min(tokens, policy.most + chunk)
+    copies = policy.most if tokens > policy.max_kv and not policy.whole_blocks else 0
     return 1 - (-held // block_size) - (-copies // block_size)
 
 
