@@ -509,7 +509,8 @@ class KVBackend(Protocol):
         -----
         `ValueError` before a byte is changed where `keep` does not ascend or leaves the blocks. Where
         ``capabilities().compacts`` is False, `ValueError` in any case. It is one more piece of work in the order of
-        calls, after what was given before: `kvpool.Pool.compact` says when the blocks may be rewritten.
+        calls, after what was given before. Whether the blocks may be rewritten, as rows of a pending plan may not, is
+        the pool's to judge: `kvpool.Pool.compact` raises, a backend knows of no plans.
         """
         ...
 

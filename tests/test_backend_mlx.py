@@ -76,6 +76,22 @@ def test_a_write_while_a_read_is_outstanding_is_counted_as_a_copy():
     assert backend.pool_copies == backend.memory().pool_copies == 2
 
 
+def test_compaction_stays_on_the_device_and_in_place(monkeypatch):
+    backend = plain(SPEC, 8)
+    for layer in range(SPEC.num_layers):
+        k = mx.arange(8 * 16, dtype=mx.float32).reshape(8, 2, 8) + 1000 * layer
+        backend.write(layer, k, -k, ArrayPlan(slot_mapping=np.arange(8, 16)))
+    backend.settle()
+    for name in ("export_blocks", "import_blocks"):
+        monkeypatch.setattr(backend, name, None)
+    backend.compact([2, 3], [[[0, 3, 5], [0, 1, 7]], [[0, 1, 2], [1, 2, 6]]])
+    assert backend.settle() == 0
+    for layer, keep in enumerate(([[0, 0], [3, 1], [5, 7]], [[0, 1], [1, 2], [2, 6]])):
+        due = np.arange(8 * 16, dtype=np.float32).reshape(8, 2, 8)[keep, [0, 1]] + 1000 * layer
+        k, v = backend.gather(layer, [2, 3], 3)
+        assert np.array_equal(k, due) and np.array_equal(v, -due)
+
+
 def test_copies_by_mlx_are_said_once_however_many(caplog):
     backend = plain(SPEC, 8)
     arrays = one_row(backend, 1)

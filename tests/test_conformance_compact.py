@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvpool.eviction.keep import checked_keep, compact_exported
+from kvpool.eviction.keep import checked_keep
 from kvpool.testing import conformance, conformance_compact
 from kvpool_backends.cpu import CPUBackend
 from kvpool_backends.numpy import NumpyBackend
@@ -11,14 +11,7 @@ from kvpool_backends.numpy import NumpyBackend
 CASES = {case.__name__: case for case in conformance_compact.CASES}
 
 
-class Exported(NumpyBackend):
-    """Moves tokens by way of exported bytes."""
-
-    def compact(self, blocks, keep):
-        compact_exported(self, blocks, keep)
-
-
-@pytest.mark.parametrize("factory", [NumpyBackend, Exported, CPUBackend])
+@pytest.mark.parametrize("factory", [NumpyBackend, CPUBackend])
 def test_backend_moves_tokens_as_due(factory):
     assert set(conformance.check_backend(factory, list(CASES.values())).values()) == {"passed"}
 

@@ -37,6 +37,7 @@ CASES = (
     "padding_is_inert",
     "copies_writes_reads_happen_in_order",
     "zero_clears_only_what_it_names",
+    "compaction_moves_what_stays_and_nothing_else",
     "warmup_changes_nothing",
     "misuse_is_refused_before_a_byte_changes",
     "refused_specs_raise",

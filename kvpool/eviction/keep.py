@@ -1,4 +1,4 @@
-"""What `KVBackend.compact` is given, checked; and a way to do it for backends that have no kernel of their own."""
+"""What `KVBackend.compact` is given, checked."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["checked_keep", "compact_exported"]
+__all__ = ["checked_keep"]
 
 
 def checked_keep(backend: Any, blocks: Sequence[int] | np.ndarray, keep: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -56,23 +56,3 @@ def checked_keep(backend: Any, blocks: Sequence[int] | np.ndarray, keep: Any) ->
             raise ValueError("[compact] keep must ascend along its last axis")
     places = np.broadcast_to(places.astype(np.int64), (*heads, places.shape[-1]))
     return ids.astype(np.int64), np.ascontiguousarray(places)
-
-
-def compact_exported(backend: Any, blocks: Sequence[int] | np.ndarray, keep: Any) -> None:
-    """`KVBackend.compact` by way of `export_blocks` and `import_blocks`: right for any backend, and slow."""
-    spec, (ids, places) = backend.spec, checked_keep(backend, blocks, keep)
-    used = -(-places.shape[-1] // spec.block_size)
-    if not used:
-        return
-    data = np.array(backend.export_blocks(ids))
-    begin = 0
-    for layer in range(spec.num_layers):
-        order = places[layer].T[:, :, None]
-        for plane in spec.stored_planes:
-            width = spec.num_kv_heads * plane.dim * plane.itemsize_nbytes
-            columns = slice(begin, begin + spec.block_size * width)
-            begin = columns.stop
-            tokens = np.ascontiguousarray(data[:, columns]).reshape(-1, spec.num_kv_heads, width // spec.num_kv_heads)
-            tokens[: len(order)] = np.take_along_axis(tokens, order, 0)
-            data[:, columns] = tokens.reshape(len(ids), -1)
-    backend.import_blocks(ids[:used], data[:used])

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from kvpool.eviction.keep import compact_exported
+from kvpool.eviction.keep import checked_keep
 from kvpool.protocol import (
     FEATURES,
     SCORES,
@@ -74,7 +74,7 @@ class PlainBackend(MLXBackend):
             raise ValueError(f"[copy_blocks] num_tokens {counts.tolist()}, the range is 1 .. {limit}")
         if len(copies):
             src, dst = positions_of(copies, limit)
-            self._pool.copy(src, dst)
+            self._pool.copy([src] * self.spec.num_layers, dst)
 
     def write(self, layer: int, k: mx.array, v: mx.array, plan: PlanArrays) -> None:
         """Store ``k [T, Hk, D]`` and ``v [T, Hk, Dv]`` at ``plan.slot_mapping``, negative slots skipped."""
@@ -255,8 +255,14 @@ class PlainBackend(MLXBackend):
         return k, v
 
     def compact(self, blocks: Sequence[int] | np.ndarray, keep: Sequence[int] | np.ndarray) -> None:
-        """Move the tokens of one sequence that stay to the front of its blocks; by way of exported bytes."""
-        compact_exported(self, blocks, keep)
+        """Move the tokens of one sequence that stay to the front of its blocks, on the device. Waits for MLX."""
+        ids, places = checked_keep(self, blocks, keep)
+        to = np.flatnonzero((places != np.arange(places.shape[-1])).any(axis=(0, 1)))  # those before are there already
+        if len(to):
+            size, heads = self.spec.block_size, mx.arange(self.spec.num_kv_heads)
+            moved = places[..., to].swapaxes(1, 2)
+            src = [(_int32(ids[old // size]), _int32(old % size), heads) for old in moved]
+            self._pool.copy(src, (_int32(ids[to // size]), _int32(to % size)))
 
     def zero(self, blocks: Sequence[int] | np.ndarray) -> None:
         """Set whole blocks to 0 in all layers."""

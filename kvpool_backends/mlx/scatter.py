@@ -16,7 +16,7 @@ have run or not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -86,13 +86,13 @@ class PoolArrays(PoolMemory):
         scales, biases = (part.astype(mx.float32) for part in factors)
         return mx.dequantize(words, scales, biases, self._spec.quant_group_size, bits).astype(factors[0].dtype)
 
-    def copy(self, src: tuple[mx.array, mx.array], dst: tuple[mx.array, mx.array]) -> None:
-        """Copy positions ``src = (blocks, offsets)`` to `dst` in all layers and planes.
+    def copy(self, src: Sequence[tuple[mx.array, ...]], dst: tuple[mx.array, mx.array]) -> None:
+        """Copy positions of each layer, ``(blocks, offsets)`` or ``(blocks, offsets, heads)``, to `dst` in its planes.
 
         The rows are read out first and for good: a scatter that reads the array which it writes cannot be in
         place. This waits for all work that was queued before.
         """
-        rows = [[plane[src] for plane in planes] for planes in self.planes]
+        rows = [[plane[at] for plane in planes] for at, planes in zip(src, self.planes, strict=True)]
         mx.eval(rows)
         for planes, taken in zip(self.planes, rows, strict=True):
             for plane, row in zip(planes, taken, strict=True):
