@@ -75,3 +75,7 @@ def test_scripts_of_sound_runs_pass():
 
 def test_minimal_leaves_what_matters():
     assert minimal(list(range(200)), lambda items: {3, 77, 150} <= set(items)) == [3, 77, 150]
+
+
+def test_minimal_of_one_item_that_does_not_matter_is_nothing():
+    assert minimal([3], lambda items: True) == minimal([], lambda items: True) == []

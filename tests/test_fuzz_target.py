@@ -1,5 +1,6 @@
 """`kvpool fuzz --target`: somebody else's allocator or backend, through its adapter."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -137,7 +138,7 @@ def test_command_drives_an_allocator(capsys, target, status):
     facts = json.loads(capsys.readouterr().out)
     assert facts["target"] == target
     assert bool(facts["finding"]) == bool(status)
-    assert ("def test_" in facts["script"]) == bool(status)
+    assert ("def test_" in facts["script"]) == facts["script_fails"] == bool(status)
 
 
 @pytest.fixture
@@ -246,6 +247,26 @@ class RaisesInCopies(NumpyBackend):
             raise IndexError("copies are out of range")
 
 
+class Asserts(NumpyBackend):
+    """Says nothing about what is wrong."""
+
+    def copy_blocks(self, plan):
+        if plan.copies.size:
+            raise AssertionError
+
+
+def any_allocator(*args, **options):
+    return sound(*args, **options)
+
+
+def any_backend(*args, **options):
+    return NumpyBackend(*args, **options)
+
+
+def no_allocator(num_blocks, block_size):
+    return [num_blocks, block_size]
+
+
 HERE = __name__
 
 
@@ -291,13 +312,71 @@ def test_whatever_a_backend_raises_is_a_finding(capsys, few_cases, sizes):
     assert_repeats(capsys, facts)
 
 
+def test_assert_without_a_message_is_a_finding(capsys, few_cases):
+    assert main(["fuzz", "--target", f"{HERE}:Asserts", "--ops", "2000", "--seed", "3", "--json"]) == 1
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["finding"] == "an assert without a message failed" and facts["script_fails"]
+    assert_repeats(capsys, facts)
+
+
+def test_backend_that_fails_once_is_a_finding_and_its_script_is_said_to_pass(capsys, monkeypatch, few_cases):
+    written = itertools.count()
+
+    class FailsOnce(NumpyBackend):
+        def write(self, *args):
+            if next(written) == 50:
+                raise IndexError("once")
+            super().write(*args)
+
+    report = hunt_backend(FailsOnce, 1, calls=200)
+    assert (report.finding, report.script_fails) == ("exception: IndexError: once", False)
+    assert f".play({list(range(20))})" in report.script, "the whole run"
+    written = itertools.count()
+    monkeypatch.setitem(globals(), "FailsOnce", FailsOnce)
+    assert main(["fuzz", "--target", f"{HERE}:FailsOnce", "--ops", "200", "--seed", "1"]) == 1
+    assert "fails only sometimes: the script below may pass" in capsys.readouterr().out
+
+
+def test_allocator_that_fails_once_is_a_finding_and_its_script_is_said_to_pass():
+    asked = itertools.count()
+
+    class FailsOnce(InNumpy):
+        def table(self, seq):
+            if next(asked) == 50:
+                raise IndexError("once")
+            return super().table(seq)
+
+    report = hunt_target(FailsOnce, 1, calls=2000)
+    assert (report.finding, report.kind) == ("exception: table raised IndexError: once", "exception")
+    assert not report.script_fails and "# exception: table raised IndexError: once\n" in report.script
+    assert report.script.count("checked.") > 10, "the whole run"
+
+
+def test_case_that_fails_once_is_a_finding_and_its_script_is_said_to_pass(few_cases):
+    tried = itertools.count()
+
+    def a_case_that_fails_once(factory):
+        if next(tried) == 0:
+            raise IndexError("once")
+
+    conformance.CASES.append(a_case_that_fails_once)
+    report = hunt_backend(NumpyBackend, 1, calls=20)
+    assert report.finding.endswith("IndexError: once") and not report.script_fails
+
+
+@pytest.mark.parametrize("target", ["any_allocator", "any_backend"])
+def test_factory_that_takes_anything_is_judged_by_what_it_makes(capsys, few_cases, target):
+    assert main(["fuzz", "--target", f"{HERE}:{target}", "--ops", "20", "--json"]) == 0
+    assert ("cases" in json.loads(capsys.readouterr().out)) == (target == "any_backend")
+
+
 def test_cases_that_a_backend_fails_are_a_finding(capsys, few_cases):
     report = hunt_backend(NumpyBackend, 1, calls=20)
     assert report.finding is None and report.cases == {"protocol_is_implemented": "passed"}
     conformance.CASES.append(a_case_that_fails)
     report = hunt_backend(NumpyBackend, 1, calls=20)
     assert report.finding.startswith("1 of 2 cases of the conformance kit failed\n- a_case_that_fails: ValueError")
-    assert "a_case_that_fails(factory)" in report.script
+    assert "a_case_that_fails(factory)" in report.script and report.script_fails
 
 
 def a_case_that_fails(factory):
@@ -318,6 +397,10 @@ def test_interrupt_is_no_finding():
         (["seed_allocator:sound", "--jobs", "2"], "--jobs 2"),
         (["seed_allocator:FAULTS"], "cannot be called"),
         (["seed_allocator:SeedAllocator.take"], "takes neither"),
+        (["collections:UserDict"], "it has no num_blocks, block_size, num_free, open, append, table, free"),
+        (["builtins:dict"], "(spec, num_blocks) made no backend: TypeError: dict expected"),
+        (["kvpool:Pool"], "it has no append"),
+        ([f"{HERE}:no_allocator"], "it has no num_blocks, block_size, num_free, open, table, free"),
     ],
 )
 def test_what_cannot_be_a_target_is_refused(capsys, more, what):

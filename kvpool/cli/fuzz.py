@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         facts |= _fuzz_core(args, seed, {"large": True} if args.large else sizes, limit)
     print(json.dumps(facts, indent=2) if args.json else describe(facts))
-    return 1 if facts["finding"] else 0
+    return 0 if facts["finding"] is None else 1
 
 
 def _seed(text: str) -> int:
@@ -279,15 +279,53 @@ def load_target(text: str) -> Callable[..., Any]:
     return found  # type: ignore[return-value]
 
 
-def _takes(factory: Callable[..., Any], *values: Any, **named: Any) -> bool:
-    """Whether a call with these arguments is one that the factory takes; what it does with them is not asked."""
+def _takes(factory: Callable[..., Any], *values: Any, **named: Any) -> bool | None:
+    """Whether the factory takes these arguments, by its signature; None: that does not say it."""
     try:
-        inspect.signature(factory).bind(*values, **named)
+        signature = inspect.signature(factory)
+    except ValueError:  # compiled
+        return None
+    try:
+        taken = signature.bind(*values, **named).arguments
     except TypeError:
         return False
-    except ValueError:  # compiled, and does not say
-        return True
-    return True
+    anything = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return None if any(signature.parameters[name].kind in anything for name in taken) else True
+
+
+def _makes_allocators(target: str, factory: Callable[..., Any], sizes: dict[str, Any]) -> bool:
+    """Whether the factory makes allocators, not backends: its signature says it, else what it makes.
+
+    What the fuzzer needs and does not find is no finding but a wrong target: CommandError.
+    """
+    from kvpool.testing.filled import capabilities_of
+    from kvpool.testing.fuzz_target import missing
+
+    small = {"num_blocks": sizes["num_blocks"] or 8, "block_size": sizes["block_size"] or 2}
+    as_allocator, as_backend = _takes(factory, **small), _takes(factory, None, 8)
+    if as_allocator is False and as_backend is False:
+        raise CommandError(f"--target {target}: it takes neither (num_blocks=, block_size=) nor (spec, num_blocks)")
+    reasons = []
+    if as_allocator is not False:
+        try:
+            lacks = missing(factory(**small))
+        except Exception as error:
+            if as_allocator:
+                return True  # that is a finding
+            reasons.append(f"(num_blocks=, block_size=) raised {type(error).__name__}: {error}")
+        else:
+            if not lacks:
+                return True
+            reasons.append(f"what it makes is no allocator, it has no {', '.join(lacks)}")
+    if as_backend and not as_allocator:
+        return False
+    if as_backend is None and not as_allocator:
+        try:
+            capabilities_of(factory)
+            return False
+        except Exception as error:
+            reasons.append(f"(spec, num_blocks) made no backend: {type(error).__name__}: {error}")
+    raise CommandError(f"--target {target}: {'; '.join(reasons)}")
 
 
 def _fuzz_target(args: argparse.Namespace, seed: int, sizes: dict[str, Any], limit: dict[str, Any]) -> dict[str, Any]:
@@ -302,12 +340,12 @@ def _fuzz_target(args: argparse.Namespace, seed: int, sizes: dict[str, Any], lim
         **limit,
     }
     report: Any
-    if _takes(factory, num_blocks=8, block_size=2):
+    if _makes_allocators(args.target, factory, sizes):
         from kvpool.testing.fuzz_target import hunt_target
 
         report = hunt_target(factory, seed, **options)
         more = {"kind": report.kind}
-    elif _takes(factory, None, 8):
+    else:
         from kvpool.testing.fuzz_backend import hunt_backend
 
         try:
@@ -315,9 +353,6 @@ def _fuzz_target(args: argparse.Namespace, seed: int, sizes: dict[str, Any], lim
         except ValueError as error:
             raise CommandError(f"--target {args.target}: {error}") from None
         more = {"cases": report.cases}
-    else:
-        neither = "it takes neither (num_blocks=, block_size=) nor (spec, num_blocks)"
-        raise CommandError(f"--target {args.target}: {neither}")
     again = f"kvpool fuzz --target {args.target} --seed {report.seed} --ops 1{_given(sizes)}"
     return {
         "target": args.target,
@@ -327,7 +362,8 @@ def _fuzz_target(args: argparse.Namespace, seed: int, sizes: dict[str, Any], lim
         "seconds": report.seconds,
         "finding": report.finding,
         "script": report.script,
-        "again": again if report.finding else "",
+        "script_fails": report.script_fails,
+        "again": "" if report.finding is None else again,
     }
 
 
@@ -338,7 +374,7 @@ def describe(facts: dict[str, Any]) -> str:
     """The table for a person."""
     if "canaries" in facts:
         n = len(facts["canaries"])
-        if facts["finding"]:
+        if facts["finding"] is not None:
             return f"{facts['finding']}\nagain: {facts['again']}"
         return f"all {n} planted bugs were found (seed {facts['seed']})"
     lines = [f"{facts['calls']:,} calls in {facts['seconds']:.1f} s, seed {facts['seed']}"]
@@ -351,5 +387,8 @@ def describe(facts: dict[str, Any]) -> str:
         return "\n".join([*lines, "no finding"])
     again = [f"again: {facts['again']}"] if facts["again"] else []
     if facts["script"] and not facts.get("script_fails", True):
-        again.append("the script below is the shortest found, but passes on a pool of its own: trust the command")
+        if "target" in facts:
+            again.append("the target fails only sometimes: the script below may pass")
+        else:
+            again.append("the script below is the shortest found, but passes on a pool of its own: trust the command")
     return "\n".join([*lines, f"FINDING: {facts['finding']}", *again, "", facts["script"]]).rstrip()

@@ -22,7 +22,10 @@ TURNS = 20  # of one engine
 
 @dataclass(slots=True)
 class BackendReport:
-    """What a hunt on a foreign backend did, and found; `calls` are turns of engines, those of shrinking left out."""
+    """What a hunt on a foreign backend did, and found; `calls` are turns of engines, those of shrinking left out.
+
+    `script_fails`: the test in `script` failed when it was tried; else the backend fails only sometimes.
+    """
 
     runs: int = 0
     calls: int = 0
@@ -30,11 +33,14 @@ class BackendReport:
     finding: str | None = None
     seed: int | None = None
     script: str = ""
+    script_fails: bool = False
     cases: dict[str, str] = field(default_factory=dict)
 
 
 def _told(error: Exception) -> str:
-    return str(error) if isinstance(error, AssertionError) else f"exception: {type(error).__name__}: {error}"
+    if isinstance(error, AssertionError):
+        return str(error) or "an assert without a message failed"
+    return f"exception: {type(error).__name__}: {error}"
 
 
 def _script(source: str, imports: str, what: str, call: str) -> str:
@@ -61,15 +67,17 @@ class _Run:
             return engine.num_turns if engine else 0, error
         return engine.num_turns, None
 
-    def convict(self, report: BackendReport, kind: type[Exception], source: str) -> None:
+    def convict(self, report: BackendReport, first: Exception, source: str) -> None:
         """Fill in the finding: the fewest turns that raise the same kind of exception."""
 
         def fails(tried: list[int]) -> bool:
-            return type(self.play(tried)[1]) is kind
+            return type(self.play(tried)[1]) is type(first)
 
         turns = minimal(list(range(TURNS)), fails)
         error = self.play(turns)[1]
-        assert error is not None
+        report.script_fails = type(error) is type(first)
+        if error is None or not report.script_fails:
+            turns, error = list(range(TURNS)), first
         report.finding = _told(error)
         expression = source.rpartition("\n")[2]
         sizes = f", num_blocks={self.num_blocks}" if self.num_blocks else ""
@@ -97,6 +105,10 @@ def _conform(report: BackendReport, factory: Factory, source: str) -> None:
     expression, case = source.rpartition("\n")[2], failed[0]
     imports = f"from {case.__module__} import {case.__name__}"
     report.script = _script(source, imports, told[0], f"{case.__name__}({expression})")
+    try:
+        case(factory)
+    except Exception:
+        report.script_fails = True
 
 
 def hunt_backend(
@@ -141,7 +153,7 @@ def hunt_backend(
             told(report)
         if error is not None:
             report.seed = run.seed
-            run.convict(report, type(error), source)
+            run.convict(report, error, source)
             return report
         if (calls and report.calls >= calls) or (seconds and report.seconds >= seconds):
             break

@@ -8,6 +8,7 @@ programs and shrinks what fails to a test in Python.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import random
 import time
@@ -61,6 +62,21 @@ class Allocator(Protocol):
 
     def cached(self, seq: Any) -> int:
         """Optional, asked right after `open`: leading tokens that were found in a cache, and are not written."""
+
+
+NEEDED = ("num_blocks", "block_size", "num_free", "open", "append", "table", "free")
+
+
+def missing(allocator: Any) -> list[str]:
+    """What every `Allocator` has, and this object has not."""
+
+    def has(name: str) -> bool:
+        try:
+            return hasattr(allocator, name)
+        except Exception:  # it is there, and raises
+            return True
+
+    return [name for name in NEEDED if not has(name)]
 
 
 class TargetFinding(FuzzFinding):
@@ -305,7 +321,10 @@ def play(checked: Checked, words: Iterable[Word], trace: list[str] | None = None
 
 @dataclass(slots=True)
 class TargetReport:
-    """What a hunt on a foreign allocator did, and found."""
+    """What a hunt on a foreign allocator did, and found.
+
+    `script_fails`: the calls in `script` failed when they were tried; else the allocator fails only sometimes.
+    """
 
     runs: int = 0
     calls: int = 0
@@ -316,6 +335,7 @@ class TargetReport:
     num_blocks: int = 0
     block_size: int = 0
     script: str = ""
+    script_fails: bool = False
 
 
 def _made(factory: Callable[..., Any], sizes: dict[str, int]) -> Checked:
@@ -334,14 +354,11 @@ def _fails(factory: Callable[..., Any], sizes: dict[str, int], words: list[Word]
     return None
 
 
-def make_script(factory: Callable[..., Any], sizes: dict[str, int], words: list[Word], source: str) -> str:
-    """A test with the calls of a program."""
+def make_script(factory: Callable[..., Any], sizes: dict[str, int], words: list[Word], source: str, what: str) -> str:
+    """A test with the calls of a program; `what` is wrong with them."""
     trace: list[str] = []
-    what = ""
-    try:
+    with contextlib.suppress(TargetFinding):
         play(_made(factory, sizes), words, trace)
-    except TargetFinding as finding:
-        what = str(finding)
     imports, _, expression = source.rpartition("\n")
     arguments = ", ".join(f"{name}={value}" for name, value in sizes.items())
     body = [f"# {what}", f"checked = Checked({expression}({arguments}))"]
@@ -352,18 +369,27 @@ def make_script(factory: Callable[..., Any], sizes: dict[str, int], words: list[
 
 
 def _convict(
-    report: TargetReport, factory: Callable[..., Any], sizes: dict[str, int], words: list[Word], kind: str, source: str
+    report: TargetReport,
+    factory: Callable[..., Any],
+    sizes: dict[str, int],
+    words: list[Word],
+    first: TargetFinding,
+    source: str,
 ) -> None:
     """Shrink a program that fails to one that fails in the same way."""
 
     def fails(tried: list[Word]) -> bool:
         finding = _fails(factory, sizes, tried)
-        return finding is not None and finding.kind == kind
+        return finding is not None and finding.kind == first.kind
 
-    words = smaller_numbers(minimal(words, fails), fails)
-    report.finding, report.kind = str(_fails(factory, sizes, words)), kind
+    few = smaller_numbers(minimal(words, fails), fails)
+    finding = _fails(factory, sizes, few)
+    report.script_fails = finding is not None and finding.kind == first.kind
+    if finding is None or not report.script_fails:
+        few, finding = words, first
+    report.finding, report.kind = str(finding), finding.kind
     report.num_blocks, report.block_size = sizes["num_blocks"], sizes["block_size"]
-    report.script = make_script(factory, sizes, words, source)
+    report.script = make_script(factory, sizes, few, source, report.finding)
 
 
 def hunt_target(
@@ -397,7 +423,7 @@ def hunt_target(
             report.calls += play(_made(factory, sizes), words)
         except TargetFinding as finding:
             report.calls += len(words)
-            _convict(report, factory, sizes, words, finding.kind, source)
+            _convict(report, factory, sizes, words, finding, source)
         report.seconds = time.monotonic() - began
         if told:
             told(report)

@@ -16,7 +16,7 @@ def minimal(items: list[Any], fails: Callable[[list[Any]], bool]) -> list[Any]:
     Like ddmin, but for one thing: after a piece was left out, the pieces behind it are tried, not again those before
     it, which had to stay a moment ago. A pass takes as many tries as there are pieces, however many of them go.
     """
-    size = len(items) // 2
+    size = max(1, len(items) // 2)
     while size:
         at, before = 0, len(items)
         while at < len(items):
