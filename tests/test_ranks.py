@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 mx = pytest.importorskip("mlx.core", reason="the ranks talk through mlx")
@@ -69,10 +70,18 @@ def test_ranks_other_batch_stops_both_before_the_model_runs():
     assert launched.output.count(f"after {WHEN - 1} passes") == 2 and not launched.held
 
 
+def test_ranks_batch_of_no_integers_stops_both_before_the_model_runs():
+    launched = run("words")
+    assert f"rank 0 stopped: RanksDisagree [agree] batches differ in step {WHEN}: rank 0 " in launched.output
+    message = f"rank 1 stopped: TypeError [agree] batch must be bytes or integers in step {WHEN}: they are <U1"
+    assert message in launched.output
+    assert launched.output.count(f"after {WHEN - 1} passes") == 2 and not launched.held
+
+
 def test_ranks_one_hangs_in_the_model_all_end_in_time():
     launched = run("model-hang")
     assert not launched.held
-    said = [f"[step] rank {rank} of 2 has waited 1.5 s for the others in step {WHEN}, the limit" for rank in range(2)]
+    said = [f"[step] rank {rank} of 2: step {WHEN} is not over after 3 s, the limit" for rank in range(2)]
     assert any(line in launched.output for line in said)  # whoever is first ends, and mlx.launch ends the other
     assert "digest" not in launched.output  # neither came through
 
@@ -85,7 +94,7 @@ def test_ranks_one_crashes_the_other_ends():
 def test_ranks_one_hangs_the_other_ends_in_time():
     launched = run("hang")
     assert not launched.held
-    assert f"[agree] rank 0 of 2 has waited 1.5 s for the others in step {WHEN}, the limit" in launched.output
+    assert f"[agree] rank 0 of 2: step {WHEN} is not over after 3 s, the limit" in launched.output
 
 
 def test_launch_workers_that_never_end_are_ended():
@@ -126,7 +135,7 @@ def test_ranks_of_one_agree_with_themselves_and_call_back_when_late():
         deadline = time.monotonic() + 20
         while not late and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert late == ["[agree] rank 0 of 1 has waited 0.05 s for the others in step 7, the limit"]
+        assert late == ["[agree] rank 0 of 1: step 7 is not over after 0.05 s, the limit"]
     assert not ranks._watch.is_alive()
 
 
@@ -144,6 +153,36 @@ def test_step_of_one_rank_passes_on_what_is_no_fault_of_the_others():
         message = r"^\[step\] rank 0 of 1 lost another one in step 6: \[ring\] gone$"
         with pytest.raises(RankLost, match=message), ranks.step(pool):
             raise RuntimeError("[ring] gone")
+
+
+def mixed(ranks, pool, monkeypatch, batch):
+    """What a rank sends for a batch."""
+    sent, gather = [], ranks._gather
+    monkeypatch.setattr(ranks, "_gather", lambda value, stream: sent.append(value) or gather(value, stream))
+    ranks.agree(pool, batch=batch)
+    monkeypatch.undo()
+    return sent[0]
+
+
+def test_batches_of_other_shapes_or_values_are_told_apart(monkeypatch):
+    batches = [None, b"", b"\1", [], [[]], [1], [[1]], [1, 2, 3, 4], [[1, 2], [3, 4]], 1, -1, [2], [1 << 40]]
+    with Ranks(mx.distributed.init(backend="any")) as ranks:
+        pool = Pool(8, 4, seed=1)
+        values = [mixed(ranks, pool, monkeypatch, batch) for batch in batches]
+        assert len(set(values)) == len(batches)
+        for same in ([1, 2], (1, 2), np.array([1, 2], np.int32), mx.array([1, 2])):
+            assert mixed(ranks, pool, monkeypatch, same) == mixed(ranks, pool, monkeypatch, np.array([1, 2]))
+
+
+@pytest.mark.parametrize("batch", [[1.2], 1.0, "ab", [[1], [1, 2]], [None], [1 << 64], [True], object()])
+def test_batch_of_no_integers_is_refused_with_the_pool_as_it_was(batch):
+    with Ranks(mx.distributed.init(backend="any")) as ranks:
+        pool = Pool(8, 4, seed=1)
+        before = pool.fingerprint()
+        with pytest.raises(TypeError, match=r"^\[agree\] batch must be bytes or integers in step 1: "):
+            ranks.agree(pool, batch=batch)
+        assert pool.fingerprint() == before
+        assert ranks.agree(pool, batch=[1]) == pool.digest() and ranks.steps == 2
 
 
 def test_demo_on_two_ranks_holds_every_claim():

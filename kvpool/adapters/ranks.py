@@ -12,8 +12,7 @@ bytes a rank, and watches over the forward pass that follows:
             with ranks.step(kv.pool, batch=requests_and_their_last_tokens, stream=generator.stream):
                 generator.next()
 
-Start it by `mlx.launch`, or by `kvpool.adapters.launch`. Needs nothing but mlx; pools must have the same ``seed=`` on
-all ranks, and requests must come in the same order.
+Start it by `mlx.launch` or `kvpool.adapters.launch`, with the same ``seed=`` and the same order of requests everywhere.
 """
 
 from __future__ import annotations
@@ -40,12 +39,7 @@ BACKENDS = ("[ring]", "[mpi]", "[jaccl]", "[nccl]", "[distributed]")  # how erro
 class RanksDisagree(KVPoolError, RuntimeError):
     """Pools or batches that ought to be equal are not, so no rank may go on. Raised on every rank.
 
-    Attributes
-    ----------
-    digests : tuple of int
-        By rank, of what differs.
-    step : int
-        Which comparison it was, from 1 on.
+    `digests`, of what differs, are by rank; `step` says which comparison it was, from 1 on.
     """
 
     def __init__(self, message: str, digests: tuple[int, ...], step: int) -> None:
@@ -58,22 +52,19 @@ class RankLost(KVPoolError, RuntimeError):
 
 
 class Ranks:
-    """The ranks of one group, and a watch over the calls that wait for all of them.
+    """The ranks of one group, and a watch over the calls that wait for all of them. O(1) a step: 8 bytes a rank.
 
     Parameters
     ----------
     group : mlx.core.distributed.Group
     timeout : float, default 60
         Seconds that one `agree`, or what stands in one `step`, may take. MLX's collective calls cannot be
-        interrupted, so a rank that waits longer says so on stderr and ends its process with status 70 (`TIMED_OUT`).
+        interrupted, so a rank that takes longer says so on stderr and ends its process with status 70 (`TIMED_OUT`):
+        slowness alone does it. Take several times the slowest step, often the first (it compiles) or a long prompt.
     on_timeout : callable, optional
         Called with the message in place of that, on a thread of its own.
     strict : bool, default True
         RuntimeError if mlx is not in `RELEASES`.
-
-    Notes
-    -----
-    O(1) a step: 8 bytes a rank.
     """
 
     def __init__(
@@ -109,7 +100,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def step(self, pool: Any, *, batch: Any = None, stream: Any = None) -> Iterator[int]:
-        """`agree`, then the forward pass, which stands inside and waits for the others no longer than `timeout`.
+        """`agree`, then the forward pass, which stands inside and may take `timeout`, its own work included.
 
         Yields the digest. Raises what `agree` does, before anything inside has run; `RankLost` also for an error of
         MLX's collectives inside, after which a step that is pending stays so.
@@ -128,7 +119,7 @@ class Ranks:
             The one on which the model's own collectives run, the CPU's default stream by default. Collectives pair
             up in the order in which they are executed, and only within a stream is that the order of the program:
             from another stream this one could meet a sum of the model on the other rank.
-        batch : bytes or integers, optional
+        batch : bytes or integers of any shape, optional
             What decides the shapes of the next forward pass and is not in the pool yet: with an engine that plans
             by itself its requests and the last token of each. A step that is planned already is in the digest.
 
@@ -138,15 +129,22 @@ class Ranks:
             On every rank, if any two differ. Pools are unchanged.
         RankLost
             A rank has gone. The pool is unchanged.
+        TypeError
+            `batch` is something else. The pool is unchanged; the other ranks, which wait, raise `RanksDisagree`.
         """
-        digest, step = int(pool.digest()), self.steps + 1
-        mixed = digest if batch is None else digest ^ _hash(batch)
+        digest, step, wrong = int(pool.digest()), self.steps + 1, None
+        try:
+            mixed = digest if batch is None else digest ^ _hash(batch)
+        except Exception as error:
+            mixed, wrong = int.from_bytes(os.urandom(8)), error  # a value that no other rank has
         with self._watched("agree", step):
             values, what = self._gather(mixed, stream), "batches"
             if differ := len(set(values)) > 1:  # on every rank, so all are here to say which of the two it is
                 pools = self._gather(digest, stream)
                 values, what = (pools, "pools") if len(set(pools)) > 1 else (values, what)
         self.steps = step
+        if wrong is not None:
+            raise TypeError(f"[agree] batch must be bytes or integers in step {step}: {wrong}") from wrong
         if differ:
             shown = ", ".join(f"rank {rank} {value:016x}" for rank, value in enumerate(values))
             wanted = "every rank must make the same calls in the same order on a pool with the same sizes and seed"
@@ -183,16 +181,18 @@ class Ranks:
                 waiting = self._waiting
                 in_time = self._wake.wait(self.timeout if waiting else None)
                 if not in_time and waiting is not None and self._waiting is waiting:
-                    self._on_timeout(
-                        f"[{waiting[0]}] rank {self.rank} of {self.size} has waited {self.timeout:g} s for the others "
-                        f"in step {waiting[1]}, the limit"
-                    )
+                    who = f"[{waiting[0]}] rank {self.rank} of {self.size}"
+                    self._on_timeout(f"{who}: step {waiting[1]} is not over after {self.timeout:g} s, the limit")
                     self._waiting = None
 
 
 def _hash(batch: Any) -> int:
-    data = batch if isinstance(batch, bytes) else np.asarray(batch, np.int64).tobytes()
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest())
+    if not isinstance(batch, bytes):
+        array = np.asarray(batch)
+        if array.size and array.dtype.kind not in "iu":
+            raise TypeError(f"they are {array.dtype}")
+        batch = repr(array.shape).encode() + array.astype(np.int64).tobytes()
+    return int.from_bytes(hashlib.blake2b(batch, digest_size=8).digest())
 
 
 def _end_process(message: str) -> NoReturn:
