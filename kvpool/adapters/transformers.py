@@ -13,14 +13,12 @@ writes to it. Where transformers lists the indices of a step in Python, one per 
 from __future__ import annotations
 
 import contextlib
-from collections import UserDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from numpy.typing import NDArray
 
 from kvpool import Plan, Pool
 from kvpool.adapters.releases import importing
@@ -162,16 +160,12 @@ class PoolAllocator(FullAttentionCacheAllocator):
             if io.max_kv_read:
                 io.true_read_sizes[self.index] = store(io.read_index_storage[self.index], read)
 
-    def indices(self, handles: list[int], counts: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Step the pool; rows of the flat KV tensor that the new tokens are written to, and that all contexts read.
-
-        The latter are a view of memory that the next call writes to.
-        """
+    def indices(self, handles: list[int], counts: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Step the pool; rows of the flat KV tensor to write new tokens to, and, until the next call, to read from."""
         rows, tokens, page, stride = len(handles), sum(counts), self.tokens_per_page, self.block_physical_stride
         if rows > self.plan.max_rows or tokens > self.plan.max_tokens:
             self.plan = Plan(self.blocks, 2 * rows, 2 * tokens, formats=("csr", "slot_mapping"), dtype="int64")
-        plan = self.plan
-        self.blocks.step(plan, handles, counts)
+        self.blocks.step(plan := self.plan, handles, counts)
         if len(plan.indices) > self.scratch.shape[1]:
             self.scratch = np.empty((2, 2 * len(plan.indices), page), np.int64)
         np.add.outer(plan.indices * stride, np.arange(page), out=self.scratch[0, : len(plan.indices)])
@@ -183,18 +177,24 @@ class PoolAllocator(FullAttentionCacheAllocator):
         return plan.slot_mapping + plan.slot_mapping // page * (stride - page), read[:end]
 
 
-def store(storage: torch.Tensor, values: NDArray[np.int64]) -> int:
+def store(storage: torch.Tensor, values: np.ndarray) -> int:
     """Copy to the beginning of a tensor; on the CPU without torch, whose threads take longer to meet than to copy."""
     on_cpu = storage.device.type == "cpu"
     (storage.numpy() if on_cpu else storage)[: len(values)] = values if on_cpu else torch.from_numpy(values)
     return len(values)
 
 
-class Tables(UserDict[str, Any]):
+class Tables(Mapping[str, list[int]]):
     """The block table of each request, as transformers reads it when it frees all or makes room."""
 
     def __init__(self, blocks: Pool, handles: dict[str, int]) -> None:
-        self.blocks, self.data = blocks, handles
+        self.blocks, self.handles = blocks, handles
 
     def __getitem__(self, request_id: str) -> list[int]:
-        return self.blocks.table(self.data[request_id]).tolist()
+        return self.blocks.table(self.handles[request_id]).tolist()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.handles)
+
+    def __len__(self) -> int:
+        return len(self.handles)

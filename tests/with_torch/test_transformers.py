@@ -213,6 +213,18 @@ def test_indices_equal_those_that_transformers_works_out():
         assert table.tolist() == wanted_table.tolist()
 
 
+def test_tables_are_read_and_a_request_ends_by_free_blocks_alone():
+    ours = allocator_of(PoolAllocator, 8)
+    ours.allocate_cache_to_request("a", 0, 40)
+    ours.allocate_cache_to_request("b", 0, 16)
+    tables = {name: ours.blocks.table(handle).tolist() for name, handle in ours.handles.items()}
+    assert dict(ours.block_table) == tables and ours.block_table.get("c", []) == []
+    for change in ("pop", "clear", "__delitem__", "__setitem__"):
+        assert not hasattr(ours.block_table, change), "it would lose the handle, and the blocks for good"
+    ours.free_all_requests()
+    assert not ours.block_table and ours.blocks.stats().used == 0
+
+
 def test_request_that_does_not_fit_changes_nothing():
     ours = allocator_of(PoolAllocator, 4)
     ours.allocate_cache_to_request("a", 0, 40)
