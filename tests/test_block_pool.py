@@ -113,11 +113,13 @@ class Program:
         held = sorted(self.model.references)
         before = self.pool._pool.fingerprint()
         blank = [i for i in range(1, NUM_BLOCKS) if i not in held and i not in self.model.lru]
-        with pytest.raises(DoubleFree):
+        with pytest.raises(DoubleFree, match=r"^\[free\] "):
             self.pool.free([*held, *held[:1]] if held else [1])
         if blank:
             with pytest.raises(ValueError, match="neither in use nor cached"):
                 self.pool.touch([*held, blank[0]])
+            with pytest.raises(DoubleFree, match=rf"^\[free\] block {blank[0]} has no reference left$"):
+                self.pool.free([*held, blank[0]])
             with pytest.raises(DoubleFree):
                 self.pool.cache([blank[0]], ["nobody's"])
         with pytest.raises(IndexError):
@@ -199,7 +201,7 @@ def test_block_pool_ids_that_are_no_block_are_refused_by_every_call(stranger):
     before = pool._pool.fingerprint()
     ids = [block, stranger]
     for call, arguments in (("evict", ()), ("cache", (["a", "a"],)), ("touch", ()), ("free", ())):
-        with pytest.raises(IndexError, match=rf"^\[\w+\] .*\({stranger}\), ids are 0 .. 3"):
+        with pytest.raises(IndexError, match=rf"^\[{call}\] no such block \({stranger}\), ids are 0 .. 3$"):
             getattr(pool, call)(ids, *arguments)
         assert pool._pool.fingerprint() == before and pool.lookup(["a"]) == [block]
     pool.check()

@@ -92,10 +92,10 @@ class BlockPool:
 
         Raises
         ------
-        ValueError
-            A block is neither, or stands twice. State unchanged.
+        ValueError, IndexError
+            A block is neither, or stands twice; there is no such block. State unchanged.
         """
-        named = _without_null(ids)
+        named = self._known("touch", ids)
         held = [i for i in named if self._pool.refcount(i)]
         cached = [i for i in named if not self._pool.refcount(i)]
         strangers = [i for i in cached if i not in self._key_of]
@@ -111,12 +111,14 @@ class BlockPool:
 
         Raises
         ------
-        DoubleFree
-            A block has no reference left, also by standing here twice. State unchanged.
+        DoubleFree, IndexError
+            A block has no reference left, also by standing here twice; there is no such block. State unchanged.
         """
-        named = _without_null(ids)
+        named = self._known("free", ids)
         if len(set(named)) != len(named):
             raise DoubleFree(f"[free] a block stands twice in {named}")
+        if ended := [i for i in named if not self._pool.refcount(i)]:
+            raise DoubleFree(f"[free] block {ended[0]} has no reference left")
         self._pool.decref(named)
 
     def cache(self, ids: BlockIds, keys: Sequence[Hashable]) -> None:
@@ -184,7 +186,7 @@ class BlockPool:
 
     def _known(self, call: str, ids: BlockIds, keep_null: bool = False) -> list[int]:
         """The ids as ints, all of them blocks of the pool."""
-        known, last = [index(i) for i in ids] if keep_null else _without_null(ids), self._pool.num_blocks - 1
+        known, last = [index(i) for i in ids if keep_null or i != NULL_BLOCK], self._pool.num_blocks - 1
         if strangers := [i for i in known if not 0 <= i <= last]:
             raise IndexError(f"[{call}] no such block ({strangers[0]}), ids are 0 .. {last}")
         return known
@@ -194,7 +196,3 @@ class BlockPool:
             key = self._key_of.pop(block, None)
             if key is not None:
                 del self._block_of[key]
-
-
-def _without_null(ids: BlockIds) -> list[int]:
-    return [index(i) for i in ids if i != NULL_BLOCK]
