@@ -82,7 +82,7 @@ def test_signal_handler_inside_a_call_may_not_use_the_pool(large_pool):
 class Rings:
     """An int that raises a signal when it is read. No bytecode runs here that could handle it: only C."""
 
-    __index__ = functools.partial(ctypes.CDLL(None)["raise"], signal.SIGUSR1)  # returns 0
+    __index__ = staticmethod(functools.partial(ctypes.CDLL(None)["raise"], signal.SIGUSR1))  # returns 0
 
 
 LISTS = {
@@ -102,7 +102,7 @@ def test_reading_a_long_list_is_interrupted_after_65536_items_at_most(call):
     class Counted:
         """An int that counts how often it is read, in C too."""
 
-        __index__ = functools.partial(next, read)
+        __index__ = staticmethod(functools.partial(next, read))
 
     pool = Pool(64, 1, prefix_cache=True)
     plan, handle = Plan(pool, 1, 16), pool.open()
