@@ -1,8 +1,8 @@
 """What ``Pool(record=...)`` costs, call by call and for the life of requests, with and without.
 
 ``python -m benchmarks.recording`` prints, for each case, instructions (callgrind, None without valgrind) and the best
-CPU time of many. Calls are made from Python with arrays of int32 and int64, the cheapest way there is: what recording
-adds is the same from everywhere, and nowhere a larger share.
+CPU time of many. Calls are made from Python with arrays of int32 and int64, the cheapest way there is from Python: what
+recording adds is the same from everywhere, and from Python nowhere a larger share; of calls from C it is one.
 """
 
 import gc

@@ -32,7 +32,7 @@ RELEASES = ("0.10", "0.11")  # the oldest that the tests run on kvpool, and the 
 with importing("jax", jax.__version__, ">= {}, < {}".format(*RELEASES)):
     import jax.numpy as jnp
     from jax.tree_util import register_dataclass
-PADDINGS = (-1, 0, 2_000_000)  # what has stood for "no page" in Levanter's releases; any other value works as well
+PADDINGS = (-1, 0, 2_000_000)  # what has stood for "no page" in Levanter's releases; any that is no page or slot works
 
 
 @register_dataclass
@@ -82,18 +82,18 @@ class PageTable:
     max_seqs, pages_per_seq, max_tokens : int
         S, W and T of `PageBatchInfo`. T is per call of `allocate`, which takes a smaller one for decode steps.
     pad : int, default -1
-        Stands for "no page" and "no slot", see `PADDINGS`.
+        Stands for "no page" and "no slot", see `PADDINGS`: not 1 .. num_pages * page_size - 1.
+    strict : bool, default True
+        Refuse a JAX that is not in `RELEASES`.
 
     Raises
     ------
     ValueError, TypeError, RuntimeError
-        Of `Pool` and `Plan`; or `pad` is a page or slot that a sequence could own; JAX is not in `RELEASES` (`strict`).
+        Of `Pool` and `Plan`; or `pad` is a page or slot that a sequence could own; JAX is another one (`strict`).
     """
 
-    def __init__(
-        self, num_pages: int, page_size: int, max_seqs: int, pages_per_seq: int, max_tokens: int, *, pad: int = -1,
-        strict: bool = True
-    ) -> None:  # fmt: skip
+    def __init__(self, num_pages: int, page_size: int, max_seqs: int, pages_per_seq: int, max_tokens: int, *,
+                 pad: int = -1, strict: bool = True) -> None:  # fmt: skip
         require("PageTable", "jax", jax.__version__, *RELEASES, strict=strict)
         self.pool = Pool(num_pages, page_size, max_seqs=max_seqs, max_blocks_per_seq=pages_per_seq)
         if 0 < pad < num_pages * page_size:

@@ -43,7 +43,8 @@ class RandomEngine:
         What a backend that fails raises, from any call but the ones that fill dead slots: the step, or the
         reservation, is rolled back and done again, once. Choices are the same as without the failure.
     num_blocks : int, optional
-        Of the pool and the backend; without it there is room for the longest row of a step.
+        Of the pool and the backend; by default ``2 + max(6, 64 // block_size)``. A step that finds too few closes the
+        longest sequence instead.
     """
 
     def __init__(
