@@ -42,7 +42,7 @@ cdef class BlockPool:
     def __cinit__(self, num_blocks, block_size, *, max_seqs=1024, max_blocks_per_seq=None, reserved_blocks=1,
                   watermark=0, in_order=False, seed=None, prefix_cache=False, events=0, record=0, _hash_bits=64):
         cdef Blocks* b = &self.blocks
-        cdef int64_t n = to_int(num_blocks, "Pool", "num_blocks", 1, (<int64_t>1 << 31) - 1)
+        cdef int64_t size, n = to_int(num_blocks, "Pool", "num_blocks", 1, (<int64_t>1 << 31) - 1)
         b.block_size = to_int(block_size, "Pool", "block_size", 1, min((<int64_t>1 << 31) - 1, (<int64_t>1 << 62) // n))
         b.shift = (<object>b.block_size).bit_length() - 1 if b.block_size & (b.block_size - 1) == 0 else -1
         b.reserved = <int32_t>to_int(reserved_blocks, "Pool", "reserved_blocks", 0, n - 1)
@@ -62,8 +62,11 @@ cdef class BlockPool:
         for n in range(b.reserved):
             b.block[n].place = RESERVED
         blocks_reset(b)
-        self.record.half = to_int(record, "Pool", "record", 0, <int64_t>1 << 40) // 8
-        if self.record.half:
+        size = to_int(record, "Pool", "record", 0, <int64_t>1 << 33)    # what fits has fewer than 2^30 words
+        if 0 < size < 8:
+            raise ValueError(f"[Pool] record is too small ({size} bytes), it must be 0 or in 8 .. {<int64_t>1 << 33}")
+        self.record.half = size // 8
+        if size:
             self.record.data = <uint32_t*>xmalloc(8 * self.record.half)
             if self.record.data == NULL:
                 BlockPool.release_memory(self)

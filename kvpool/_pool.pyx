@@ -64,7 +64,7 @@ cdef class Pool(EvictPool):
     events : int, default 0
         Keep up to this many events of the prefix cache for `drain_events`; 0: none.
     record : int, default 0
-        Bytes of a ring that keeps the calls which changed something, for ``kvpool replay --ops``; 0: none.
+        Bytes of a ring that keeps the calls which changed something, for ``kvpool replay --ops``, 8 .. 2^33; 0: none.
 
     Raises
     ------

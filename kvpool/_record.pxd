@@ -29,7 +29,7 @@ cdef enum:                      # words that a call needs beside its batches
 # The ring is two halves: calls go to one until it is full, then the older half is given up.
 cdef struct Record:
     uint32_t* data              # [2, half], NULL: nothing is recorded
-    int64_t half                # words
+    int64_t half                # words, at most 2^30
     int64_t[2] size             # words of each half
     int64_t[2] calls
     int64_t lost                # calls that were given up

@@ -5,7 +5,8 @@ ids, so that a replay on a new pool, whose handles have another tag, names the s
 bits as a number needs: they are stored and copied many at a time.
 
 A batch begins with a word that says in its low two bits what follows: so many values of one word each, so many of two
-words each, one value for all in the other 30 bits, or one in the next two words.
+words each, one value for all in the other 30 bits, or one in the next two words. A half of the ring is no larger than
+2^30 words, so 30 bits have room for the size of any batch in it.
 """
 from libc.stdint cimport int32_t, int64_t, uint32_t
 from libc.string cimport memcpy
@@ -21,8 +22,8 @@ cdef enum:                      # the low bits of a batch
 
 
 cdef uint32_t* record_turn(Record* r, int64_t words) noexcept nogil:
-    """The older half makes room, unless the call is larger than it (or than a batch can say)."""
-    if words > r.half or words >= 1 << 30:
+    """The older half makes room, unless the call is larger than it."""
+    if words > r.half:
         return NULL
     r.active ^= 1
     r.lost += r.calls[r.active]

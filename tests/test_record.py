@@ -162,6 +162,20 @@ def test_same_rows_are_written_once(tmp_path):
     assert len(body) <= 64 * 24 + 64 * 4 + 11 * 16
 
 
+@pytest.mark.parametrize("record", [1, 7, -1, (1 << 33) + 1, 1 << 40, 1 << 64])
+def test_ring_of_a_size_out_of_range_is_refused(record):
+    """Above it the number of a batch would not fit into its head; below it nothing is kept, and nobody would know."""
+    with pytest.raises(ValueError, match=rf"^\[Pool\] record is .*\({record}\D.* {1 << 33}$"):
+        Pool(8, 4, record=record)
+
+
+def test_smallest_ring_says_what_it_lost(tmp_path):
+    pool = Pool(8, 4, record=8)
+    pool.free(pool.alloc(1))
+    assert files.save(pool, tmp_path / "calls") == 0
+    assert files.load(tmp_path / "calls").header["lost"] == 2
+
+
 def test_pool_that_records_nothing_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"\[save\].*record="):
         files.save(Pool(8, 4), tmp_path / "calls")
