@@ -7,6 +7,7 @@ from catalogue import CONVICTIONS, KVPOOL, parts_of
 
 from kvpool.config import KVSpec
 from kvpool.errors import PoolClosed
+from kvpool.eviction import SlidingWindow
 from kvpool.manager import KVBlockManager
 from kvpool.namespaces import namespace
 from kvpool.testing.simulator import Kit
@@ -38,7 +39,7 @@ def parts(subject, core):
     """The parts under test by name: kvpool's own, unless the subject replaces them."""
     pool = {"Pool": core.Pool, "Plan": core.Plan, "namespace": namespace, "kit": Kit(), "prelude": ""}
     storage = {"Backend": NumpyBackend, "Manager": KVBlockManager, "Spec": KVSpec, "Store": BlockStore}
-    return parts_of(subject, pool | storage)
+    return parts_of(subject, pool | storage | {"Window": SlidingWindow})
 
 
 @pytest.fixture

@@ -40,6 +40,13 @@ class OptimisticLength(Unchecked):
         return seq.num_tokens
 
 
+class LeavesInFlight(Unchecked):
+    """Tokens leave a sequence by the length that a step in flight will have given it."""
+
+    def _judge_eviction(self, call, seq, leaving):
+        """Allow it."""
+
+
 class TruncatesInFlight(Unchecked):
     """A sequence is cut though a step in flight writes it, and its blocks are given back."""
 
@@ -219,6 +226,27 @@ def test_c2_tokens_in_flight_are_not_settled(make_pool, make_plan, refused):
     pool.done(second)
     pool.commit(handle, A)
     assert pool.match(A + B) == 4
+
+
+@row(LeavesInFlight)
+def test_c2_nothing_leaves_a_row_in_flight(make_pool, make_plan, refused):
+    """The same where a window makes blocks leave: the block before it is given away when the last step is through."""
+    pool = make_pool()
+    first, second = make_plan(pool), make_plan(pool)
+    handle = pool.open()
+    pool.step(first, [handle], 8)
+    pool.step(second, [handle], 1)  # a window of 5 tokens needs the first block no more, if this step counts
+    pool.done(first)
+    with refused(pool, PlanStateError, "evict_blocks", plans=[second]):
+        pool.evict_blocks(handle, [0])
+    with refused(pool, PlanStateError, "compact", plans=[second]):
+        pool.compact(handle, 5)
+    pool.rollback(second)
+    assert pool.table(handle).tolist() == [1, 2] and pool.kv_len(handle) == 8
+    pool.step(second, [handle], 1)
+    pool.done(second)
+    pool.evict_blocks(handle, [0])
+    assert pool.table(handle)[0] == 2 and pool.kv_len(handle) == 5 and pool.num_tokens(handle) == 9
 
 
 @row(TruncatesInFlight)

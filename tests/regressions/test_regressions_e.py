@@ -7,12 +7,15 @@ from catalogue import Unchecked, broken, row
 from prefixes import cache, compute, serve
 from simple_backend import Simple
 
+from kvpool import Plan, Pool
 from kvpool.config import KVSpec
 from kvpool.errors import CapacityExceeded
+from kvpool.eviction import Evictor, SlidingWindow
 from kvpool.manager import KVBlockManager
 from kvpool.testing import ModelPlan, conformance_features
 from kvpool.testing.conformance import check_backend
 from kvpool.testing.model_blocks import public_call
+from kvpool_backends.numpy import NumpyBackend
 
 A, B, C = ([n] * 4 for n in (1, 2, 3))
 
@@ -75,6 +78,14 @@ class WindowIsOneShortUntilFull(Simple):
         return 1 if window is not None and 1 < x.visible < window else super().oldest(x)
 
 
+class WindowIsFullOneLater(SlidingWindow):
+    """A window lets tokens leave one token late."""
+
+    def lens_after(self, lens, block_size):
+        """One token too many stays."""
+        return np.where(lens > self.max_kv, super().lens_after(lens, block_size), lens)
+
+
 class NoLimit(Unchecked):
     """Nobody looks how wide a table may be."""
 
@@ -103,6 +114,27 @@ class NegativeCutGrows(Unchecked):
     def truncate(self, handles, lens):
         """Subtract."""
         self._one("truncate", handles).num_tokens -= lens
+
+
+class CutByTheSlots(Unchecked):
+    """A length that counts what has left is taken for one that counts slots."""
+
+    @public_call
+    def truncate(self, handles, lens):
+        """Cut."""
+        seq = self._one("truncate", handles)
+        seq.num_tokens = min(lens, seq.num_tokens)
+        self._pop_blocks(seq, -(-seq.num_tokens // self.block_size))
+
+
+class PositionsOfTheSlots(ModelPlan):
+    """Positions are counted by what is left."""
+
+    def _write(self, batch, new, num_rows, num_tokens):
+        found = super()._write(batch, new, num_rows, num_tokens)
+        left = [p for seq, n in zip(batch, new, strict=True) for p in range(seq.num_tokens - n, seq.num_tokens)]
+        self._base["positions"][: len(left)] = left
+        return found
 
 
 class SlotIsMissingAtAChunk(ModelPlan):
@@ -239,6 +271,36 @@ def test_e5_window_is_right_before_it_is_full_and_after(parts):
     assert check_backend(parts.Backend, [case]) == {case.__name__: "passed"}
 
 
+def expected_window(window, num_tokens):
+    """Positions that a sequence holds which was written token by token, and lost some before each when it was full."""
+    seen = num_tokens - 1  # by the last eviction that may have been
+    if seen < window.max_kv:
+        return list(range(num_tokens))
+    last = seen - (seen - window.max_kv) % window.slack
+    oldest = last - (window.max_kv - window.slack - window.sink)
+    return [*range(window.sink), *range(oldest, num_tokens)]
+
+
+@row(broken(Window=WindowIsFullOneLater), model=False)
+def test_e5_sliding_window_is_right_before_it_is_full_and_after(parts):
+    """The same where tokens leave because of a window: what is read back are the positions that are due."""
+    for max_kv, sink, slack in ((8, 2, 1), (9, 0, 4), (7, 3, 3), (16, 4, 5)):
+        window = parts.Window(max_kv=max_kv, sink=sink, slack=slack)
+        pool, backend = Pool(16, 4, max_seqs=1, seed=1), NumpyBackend(KVSpec(1, 1, 1, "float32", 4), 16)
+        evictor, plan, handle = Evictor(window, pool, backend, 1), Plan(pool, 1), pool.open()
+        for num_tokens in range(1, 4 * max_kv):
+            length = np.array([pool.kv_len(handle)])
+            after = evictor.lens_after(length)
+            if after < length:
+                evictor.evict([handle], [0], length, after, [num_tokens - 1])
+            pool.step(plan, [handle], 1)
+            backend.write(0, *np.full((2, 1, 1, 1), num_tokens - 1, np.float32), plan)
+            pool.done(plan)
+            keys, _ = backend.gather(0, pool.table(handle), pool.kv_len(handle))
+            assert keys.ravel().tolist() == expected_window(window, num_tokens)
+        pool.check()
+
+
 @row(NoLimit)
 def test_e7_sequence_never_grows_past_its_table(make_pool, make_plan, refused):
     """Allocation past the model length overflowed a row of the table."""
@@ -289,6 +351,29 @@ def test_e9_negative_truncate_does_not_grow(make_pool, grow, refused):
     """trim(-5) grew the offset."""
     for length in (-1, -5):
         check_e9_negative_truncate_does_not_grow(make_pool, grow, refused, length)
+
+
+@row(CutByTheSlots, PositionsOfTheSlots)
+def test_e10_cut_behind_an_eviction_is_by_the_logical_length(make_pool, make_plan, refused):
+    """A ring was cut by its logical length, and its step taken for its offset: two numbers once tokens have left."""
+    pool = make_pool()
+    plan = make_plan(pool, formats=("seq_lens", "positions", "slot_mapping"))
+    handle = pool.open()
+    pool.step(plan, [handle], 12)
+    pool.done(plan)
+    pool.compact(handle, 6)
+    pool.step(plan, [handle], 5)
+    assert plan.positions.tolist() == [12, 13, 14, 15, 16] and plan.seq_lens.tolist() == [11]
+    pool.done(plan)
+    table = pool.table(handle).tolist()
+    for length in (11, 18):  # tokens that have a slot; one more than there ever were
+        with refused(pool, ValueError, "truncate", length):
+            pool.truncate(handle, length)
+    pool.truncate(handle, 14)
+    assert (pool.num_tokens(handle), pool.kv_len(handle), pool.table(handle).tolist()) == (14, 8, table[:2])
+    pool.step(plan, [handle], 1)
+    assert plan.positions.tolist() == [14] and plan.seq_lens.tolist() == [9]
+    assert plan.slot_mapping.tolist() == [4 * int(pool.table(handle)[2])]
 
 
 @row(SlotIsMissingAtAChunk)
