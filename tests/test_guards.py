@@ -36,6 +36,15 @@ INSIDE = {  # calls that convert an argument while the pool is busy
     "reserve": lambda pool, plan, h, n: pool.reserve(plan, [h], n),
     "refcount": lambda pool, plan, h, n: pool.refcount(n),
     "incref": lambda pool, plan, h, n: pool.incref([n]),
+    "unshare": lambda pool, plan, h, n: pool.unshare(plan, [h], [n]),
+    "unshare, first": lambda pool, plan, h, n: pool.unshare(plan, [h], 1, n),
+    "compact": lambda pool, plan, h, n: pool.compact([h], [n]),
+    "compact, first": lambda pool, plan, h, n: pool.compact(h, 1, n),
+    "evict_blocks": lambda pool, plan, h, n: pool.evict_blocks(h, [n]),
+    "commit": lambda pool, plan, h, n: pool.commit(h, [n]),
+    "commit, counts": lambda pool, plan, h, n: pool.commit([h], [5], [n]),
+    "match": lambda pool, plan, h, n: pool.match([n]),
+    "pin": lambda pool, plan, h, n: pool.pin([n]),
 }
 SECOND = {
     "alloc": lambda pool, plan, h: pool.alloc(),
@@ -48,14 +57,28 @@ SECOND = {
     "reset": lambda pool, plan, h: pool.reset(),
     "shutdown": lambda pool, plan, h: pool.shutdown(),
     "check": lambda pool, plan, h: pool.check(),
+    "unshare": lambda pool, plan, h: pool.unshare(plan, [h], 1),
+    "compact": lambda pool, plan, h: pool.compact(h, 1),
+    "evict_blocks": lambda pool, plan, h: pool.evict_blocks(h, [0]),
+    "commit": lambda pool, plan, h: pool.commit(h, [5]),
+    "match": lambda pool, plan, h: pool.match([5]),
+    "pin": lambda pool, plan, h: pool.pin([5]),
 }
+
+
+@pytest.fixture
+def busy(make_pool, make_plan, grow):
+    """A pool, a plan of it and a sequence of two full blocks: every call of `INSIDE` is legal with the number 1."""
+    pool = make_pool(prefix_cache=True)
+    handle = pool.open(12)
+    grow(pool, handle, 8)
+    return pool, make_plan(pool), handle
 
 
 @pytest.mark.parametrize("second", SECOND)
 @pytest.mark.parametrize("first", INSIDE)
-def test_call_from_inside_a_call_is_concurrent_use(make_pool, make_plan, refused, first, second):
-    pool = make_pool()
-    plan, handle = make_plan(pool), pool.open(4)
+def test_call_from_inside_a_call_is_concurrent_use(busy, refused, first, second):
+    pool, plan, handle = busy
     number = Reenter(1, lambda: SECOND[second](pool, plan, handle))
     with refused(pool, ConcurrentUse, second, plans=[plan]):
         INSIDE[first](pool, plan, handle, number)
@@ -63,9 +86,8 @@ def test_call_from_inside_a_call_is_concurrent_use(make_pool, make_plan, refused
 
 
 @pytest.mark.parametrize("first", INSIDE)
-def test_exception_from_an_argument_passes_through_and_changes_nothing(make_pool, make_plan, refused, first):
-    pool = make_pool()
-    plan, handle = make_plan(pool), pool.open(4)
+def test_exception_from_an_argument_passes_through_and_changes_nothing(busy, first):
+    pool, plan, handle = busy
     before = pool.fingerprint()
 
     def fail():
@@ -78,9 +100,8 @@ def test_exception_from_an_argument_passes_through_and_changes_nothing(make_pool
 
 
 @pytest.mark.parametrize("first", INSIDE)
-def test_call_that_swallows_the_refused_inner_call_goes_on(make_pool, make_plan, first):
-    pool = make_pool()
-    plan, handle = make_plan(pool), pool.open(4)
+def test_call_that_swallows_the_refused_inner_call_goes_on(busy, first):
+    pool, plan, handle = busy
     seen = []
 
     def try_close():
@@ -89,8 +110,7 @@ def test_call_that_swallows_the_refused_inner_call_goes_on(make_pool, make_plan,
         except ConcurrentUse as error:
             seen.append(str(error))
 
-    value = 0 if first == "truncate" else 1
-    INSIDE[first](pool, plan, handle, Reenter(value, try_close))
+    INSIDE[first](pool, plan, handle, Reenter(1, try_close))
     assert len(seen) == 1 and seen[0].startswith("[close] ")
     assert pool.is_open(handle)
 
@@ -161,10 +181,18 @@ class WritesWhenRead(list):
         return super().__iter__()
 
 
-SECOND_ARGUMENT = {  # `handles` is the caller's memory, and written while the other argument is read
-    "truncate": lambda pool, handles, write: pool.truncate(handles, [Reenter(0, write), 0]),
-    "close_finished": lambda pool, handles, write: pool.close_finished(handles, WritesWhenRead([True, True], write)),
-    "can": lambda pool, handles, write: pool.can(handles, [Reenter(1, write), 1]),
+SECOND_ARGUMENT = {  # `handles` is the caller's memory, and written while another argument is read
+    "truncate": lambda pool, plan, handles, write: pool.truncate(handles, [Reenter(0, write), 0]),
+    "close_finished": lambda pool, plan, handles, write: pool.close_finished(
+        handles, WritesWhenRead([True, True], write)
+    ),
+    "can": lambda pool, plan, handles, write: pool.can(handles, [Reenter(1, write), 1]),
+    "unshare": lambda pool, plan, handles, write: pool.unshare(plan, handles, [Reenter(1, write), 1]),
+    "unshare, first": lambda pool, plan, handles, write: pool.unshare(plan, handles, 1, Reenter(0, write)),
+    "compact": lambda pool, plan, handles, write: pool.compact(handles, [Reenter(0, write), 0]),
+    "compact, first": lambda pool, plan, handles, write: pool.compact(handles, 0, Reenter(0, write)),
+    "commit": lambda pool, plan, handles, write: pool.commit(handles, [Reenter(5, write), *[5] * 11], [6, 6]),
+    "commit, counts": lambda pool, plan, handles, write: pool.commit(handles, [5] * 12, [Reenter(6, write), 6]),
 }
 
 
@@ -179,7 +207,7 @@ def test_handles_changed_after_they_were_checked_do_no_harm(core, call, change):
 
 
 def change_while_reading(core, call, change):
-    pool = core.Pool(16, 4, max_seqs=4)
+    pool = core.Pool(16, 4, max_seqs=4, prefix_cache=True)
     plan = core.Plan(pool, 2, 12)
     live, dead = [pool.open(), pool.open()], pool.open()
     pool.close(dead)
@@ -193,15 +221,32 @@ def change_while_reading(core, call, change):
         handles[0] = value
 
     try:
-        SECOND_ARGUMENT[call](pool, handles, write)
+        SECOND_ARGUMENT[call](pool, plan, handles, write)
     except (KVPoolError, ValueError):
         assert pool.fingerprint() == before
     pool.check()
     for handle in live:  # a call that went through did to each sequence what it was asked for, or nothing
-        assert not pool.is_open(handle) or pool.num_tokens(handle) in (0, 6)
+        assert not pool.is_open(handle) or {pool.num_tokens(handle), pool.kv_len(handle)} <= {0, 6}
     pool.reset()
     pool.check()
     pool.shutdown()
+
+
+@pytest.mark.parametrize("indices", [[0], [1], [1, 0], [-1], [2], [10**9]])
+def test_indices_changed_while_the_handle_is_read_do_no_harm(busy, indices):
+    """They are judged when nothing of the caller's runs any more."""
+    pool, _, handle = busy
+    before, given = pool.fingerprint(), np.arange(len(indices))
+
+    def write():
+        given[:] = indices
+
+    try:
+        pool.evict_blocks(Reenter(handle, write), given)
+    except ValueError:
+        assert pool.fingerprint() == before and indices not in ([0], [1])
+    else:
+        assert pool.table(handle).tolist() == [block for block in (1, 2, 3) if block - 1 not in indices]
 
 
 @pytest.mark.parametrize("call", ["can", "step", "reserve"])
