@@ -93,17 +93,19 @@ def test_the_result_has_the_same_bits_with_and_without_scores(engine):
 
 
 @pytest.mark.parametrize(
-    ("group", "head_dim", "part_tokens"), [(1, 64, 512), (4, 128, 512), (4, 128, 64), (16, 80, 64)]
+    ("group", "head_dim", "part_tokens", "tiles"),
+    [(1, 64, 512, 1), (4, 128, 512, 1), (4, 128, 64, 1), (16, 80, 64, 1), (20, 80, 64, 2), (20, 64, 512, 2)],
 )
-def test_raw_scores_cost_one_store_of_four_bytes_per_kv_head_and_position(
-    counting_engine, group, head_dim, part_tokens
+def test_raw_scores_cost_one_store_of_four_bytes_per_tile_of_heads_and_position(
+    counting_engine, group, head_dim, part_tokens, tiles
 ):
+    """A KV head has one tile for up to 16 query heads; what several store is added up behind the kernel."""
     batch = Batch(dtype="float16", head_dim=head_dim, group=group, seq_lens=(256, 256), part_tokens=part_tokens)
     runs, plain = [], []
     batch.run_with_scores(counting_engine.factory(0, runs=runs), "raw")
     batch.run(counting_engine.factory(0, runs=plain))
     stores = runs[0].writes["exported"]
-    positions = batch.kv_heads * sum(batch.seq_lens)
+    positions = batch.kv_heads * tiles * sum(batch.seq_lens)
     # One lane and four bytes each: nothing is stored twice, and nothing is left for another pass.
     assert stores.bytes == stores.lane_bytes == stores.distinct_bytes == 4 * positions
     assert runs[0].reads["exported"].bytes == 0
