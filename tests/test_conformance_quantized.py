@@ -59,6 +59,13 @@ class BiasesFirst(Changed):
         return words, biases, scales
 
 
+class HalfOfAGroupOf128(Changed):
+    """The scale of a group of 128 is that of a group of 64."""
+
+    def change(self, words, scales, biases, bits):
+        return words, scales / 2 if self.spec.quant_group_size == 128 else scales, biases
+
+
 class NaNIsZero(Changed):
     def change(self, words, scales, biases, bits):
         return words, np.nan_to_num(scales), np.nan_to_num(biases)
@@ -107,6 +114,7 @@ class AcceptsAll(NumpyBackend):
 FAULTS = {
     OneStepLess: "quantized_bytes_are_those_of_the_formula",
     HighestFirst: "quantized_bytes_are_those_of_the_formula",
+    HalfOfAGroupOf128: "quantized_bytes_are_those_of_the_formula",
     BiasesFirst: "quantized_bytes_are_those_of_the_formula",
     ScaleOfTheFirstGroup: "quantized_contexts_equal_dense_attention",
     ScalesOfTheNextToken: "quantized_contexts_equal_dense_attention",

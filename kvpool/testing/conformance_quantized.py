@@ -36,6 +36,8 @@ CASES: list[Case] = []
 _case = collector(CASES)
 
 _CONTEXTS = [1, 17, 99]
+# Bits of keys, bits of values, group.
+_KINDS = [(8, 8, 64), (4, 4, 32), (8, 4, 64), (None, 8, 32), (4, None, 64), (4, 4, 128)]
 _TOLERANCE = 2e-5  # of float32 results: scale * sum(q n) and bias * sum(q) cancel to a few of 255 steps
 
 
@@ -44,11 +46,12 @@ def _specs(factory: Factory, *, layouts: bool = False, dtypes: bool = False, lay
     can, found = capabilities_of(factory), False
     for layout in can.layouts if layouts else can.layouts[:1]:
         for dtype in [d for d in DTYPES if d in can.dtypes and d != "float8_e4m3"] if dtypes else can.dtypes[:1]:
-            for number, (k_bits, v_bits) in enumerate([(8, 8), (4, 4), (8, 4), (None, 8), (4, None)]):
+            for k_bits, v_bits, group in _KINDS:
                 if layout == "interleaved" and k_bits != v_bits:
                     continue
-                v_dim = 64 if number % 2 or layout == "interleaved" else 128
-                spec = KVSpec(layers, 2, 64, dtype, 16, v_dim, layout, k_bits, v_bits, 32 if number % 2 else 64)
+                dim = max(group, 64)
+                v_dim = dim if group == 32 or layout == "interleaved" else 128
+                spec = KVSpec(layers, 2, dim, dtype, 16, v_dim, layout, k_bits, v_bits, group)
                 if can.refusal(spec, 4) is None:
                     found = True
                     yield spec
