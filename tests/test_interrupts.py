@@ -5,6 +5,7 @@ does what reads a list, however long. docs/core.md has the times of the others, 
 """
 
 import ctypes
+import dataclasses
 import functools
 import gc
 import itertools
@@ -15,6 +16,8 @@ import numpy as np
 import pytest
 
 from kvpool import Plan, Pool
+from kvpool.testing._fuzz import Driver
+from kvpool.testing.fuzz_shape import big_shape, faces
 
 NUM_BLOCKS = 300_000
 LATENCY = 0.1  # seconds of CPU time
@@ -77,6 +80,29 @@ def test_signal_handler_inside_a_call_may_not_use_the_pool(large_pool):
         signal.signal(signal.SIGPROF, former)
     assert refused and "inside another call" in refused[0]
     assert large_pool.stats().used == NUM_BLOCKS - 1
+
+
+@pytest.mark.parametrize("check_every", [1 << 40, 1], ids=["calls", "checkpoints"])
+def test_run_of_the_fuzzer_on_a_large_pool_is_interrupted_soon(check_every):
+    """Steps alone: a program in which no Python code runs that would look for signals."""
+    dice = faces({"step": 1.0, "done": 1.0})
+    driver = Driver(dataclasses.replace(big_shape(1, NUM_BLOCKS), dice=dice))
+    driver.run(1000)  # the sequence is open, and full
+
+    def interrupt(signum, frame):
+        raise KeyboardInterrupt
+
+    former = signal.signal(signal.SIGPROF, interrupt)
+    start = time.process_time()
+    try:
+        signal.setitimer(signal.ITIMER_PROF, 0.05)
+        with pytest.raises(KeyboardInterrupt):
+            driver.run(30_000_000 if check_every > 1 else 1000, check_every)
+        assert time.process_time() - start - 0.05 < LATENCY
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, former)
+        driver.shutdown()
 
 
 class Rings:

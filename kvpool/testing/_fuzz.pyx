@@ -9,6 +9,7 @@ The driver calls the pool as Python does (`full`: everything is checked after ev
 counts, steps below the reading of arguments. The judges are in `_shadow`, steps in `_fuzz_steps`, opening in
 `_fuzz_base`.
 """
+from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
@@ -109,6 +110,8 @@ cdef class Driver(Evictions):
         cdef int64_t k
         try:
             for k in range(n):
+                if k & 0xFFF == 0:
+                    PyErr_CheckSignals()            # no Python code runs here that would; 2 ms without checks
                 self.draw(self.next_call, &w)
                 self.next_call += 1
                 self.apply(&w)

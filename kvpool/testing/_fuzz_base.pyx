@@ -3,6 +3,7 @@
 A refusal is predicted before the call, from what the driver knows, so that one without a reason is a finding as
 much as one that is missing; and it must leave the pool's fingerprint as it was.
 """
+from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
@@ -102,6 +103,7 @@ cdef class Base:
                                                                     self.s.finding.c))
 
     cdef int check(self) except -1:
+        PyErr_CheckSignals()                        # a large pool takes tens of milliseconds
         if shadow_check(&self.s, &self.pool.blocks, &self.pool.seqs):
             self.report()
         return 0
