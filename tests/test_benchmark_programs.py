@@ -1,0 +1,96 @@
+"""The benchmarks with tables of their own run, on sizes of nothing, and `python -m benchmarks` asks for their gates."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import __main__ as whole
+from benchmarks import eviction, quantized
+
+SMALL = {"HEADS": 1, "GROUP": 1, "DIM": 64, "ROWS": 2}
+NO_LIMITS = {"DECODE_MAX": 1e9, "OF_FLOAT32_MIN": 0, "WRITE_MAX": 1e9, "ERROR_MAX": 1}
+ASKED = ["--threads", "1", "--layouts", "NHD", "--context", "64", "--repetitions", "1"]
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Sizes of nothing, and limits that nothing misses."""
+    for name, value in (SMALL | NO_LIMITS).items():
+        monkeypatch.setattr(quantized, name, value)
+
+
+# ----------------------------------------------------------------------------------------------- all of them
+
+
+def statuses(monkeypatch, arguments, **status_of):
+    """The programs that ``python -m benchmarks`` runs, and its exit status, where they end with these."""
+    asked = []
+
+    def run(command, **options):
+        asked.append(command[1:])
+        return subprocess.CompletedProcess(command, status_of.get(command[2].rpartition(".")[2], 0))
+
+    monkeypatch.setattr(whole, "run_benchmarks", lambda arguments: [])
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments])
+    with pytest.raises(SystemExit) as end:
+        whole.main()
+    return asked, end.value.code
+
+
+@pytest.mark.parametrize("missed", ["quantized", "eviction"])
+def test_gates_of_a_program_decide_the_exit_status_of_all(monkeypatch, capsys, missed):
+    programs = [["-m", f"benchmarks.{name}", "--gates"] for name in ("quantized", "eviction")]
+    assert statuses(monkeypatch, ["--gates"]) == (programs, 0)
+    assert statuses(monkeypatch, ["--gates"], **{missed: 1}) == (programs, 1)
+    assert "A TARGET IS MISSED" in capsys.readouterr().out
+    assert statuses(monkeypatch, [], **{missed: 1}) == (programs, 0)
+
+
+def test_arguments_for_pytest_leave_the_programs_out(monkeypatch):
+    assert statuses(monkeypatch, ["--gates", "-k", "fork"], quantized=1) == ([], 0)
+
+
+# ------------------------------------------------------------------------------------------------- quantized
+
+
+def test_quantized_prints_a_row_per_format_of_every_table(small, capsys):
+    assert quantized.main([*ASKED, "--json", "--gates"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    tables = {}
+    for row in rows:
+        tables.setdefault(row["what"].split(" ")[0], []).append(row["format"])
+    writes = [f"{dtype} to {name}" for name in ("bfloat16", "int8", "int4") for dtype in ("float32", "bfloat16")]
+    assert tables == {"decode": list(quantized.FORMATS), "write": ["memcpy", *writes] * 2, "error": ["int8", "int4"]}
+    assert all(row["ms"] > 0 for row in rows if "ms" in row)
+    assert all(0 < row["largest"] < 1e-3 for row in rows if "largest" in row)
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "missed"),
+    [("DECODE_MAX", 0, 2), ("OF_FLOAT32_MIN", 1e9, 2), ("WRITE_MAX", 0, 2), ("ERROR_MAX", 0, 2)],
+)
+def test_quantized_gate_that_is_missed_is_the_exit_status(small, monkeypatch, capsys, limit, value, missed):
+    monkeypatch.setattr(quantized, limit, value)
+    assert quantized.main([*ASKED, "--gates"]) == 1
+    assert capsys.readouterr().out.count("MISSED") == missed
+    assert quantized.main(ASKED) == 0, "not asked for"
+
+
+# -------------------------------------------------------------------------------------------------- eviction
+
+
+def test_eviction_prints_a_share_for_every_policy_and_its_gate_is_the_exit_status(monkeypatch, capsys):
+    monkeypatch.setattr(eviction, "PASSES", 1)
+    asked = ["--model", "tiny", "--rows", "2", "--tokens", "64", "--steps", "8", "--json"]
+    monkeypatch.setattr(eviction, "SHARE_MAX", 1)
+    assert eviction.main([*asked, "--gates"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["policy"] for row in rows] == list(eviction.policies(64))
+    assert all(row["ms"] > 0 for row in rows)
+    assert all((0 < row["share"] < 1) == (row["policy"] != "everything kept") for row in rows)
+    monkeypatch.setattr(eviction, "SHARE_MAX", -1)
+    assert eviction.main([*asked, "--gates"]) == 1
+    assert eviction.main(asked) == 0, "not asked for"
