@@ -1,9 +1,9 @@
 """Quantized storage on the cpu backend: decode beside dense storage, writes beside memcpy, errors.
 
-    python -m benchmarks.quantized [--threads 1,2] [--layouts NHD,HND] [--json] [--gates]
+    python -m benchmarks.quantized [--isa avx2] [--threads 1,2] [--layouts NHD,HND] [--json] [--gates]
 
 All contestants of a table take turns in one process, and ratios are of the fastest times. ``--gates``: exit status 1
-where a bound is missed.
+where a bound is missed; docs/quantized.md says where they are known to be.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import numpy as np
 
 from kvpool.cli.bench import quantized
 from kvpool.protocol import ArrayPlan, AttentionOptions
-from kvpool_backends.cpu import CPUBackend
+from kvpool_backends.cpu import CPUBackend, default_isa, isas
 
 HEADS, GROUP, DIM, BLOCK, ROWS = 8, 4, 128, 16, 16
 FORMATS = {"bfloat16": "bfloat16", "float32": "float32", "int8": "8", "int4": "4", "keys int8, values int4": "8/4"}
@@ -40,11 +40,11 @@ def spec_of(name, layout):
     return quantized.spec_of(FORMATS[name], num_kv_heads=HEADS, head_dim=DIM, block_size=BLOCK, layout=layout)
 
 
-def decode(layout, threads, context, repetitions):
+def decode(isa, layout, threads, context, repetitions):
     """Decode of 16 rows in random blocks."""
     rng = np.random.default_rng(SEED)
     contestants = {
-        name: quantized.Call(spec_of(name, layout), ROWS, context, HEADS * GROUP, threads, rng).attend
+        name: quantized.Call(spec_of(name, layout), ROWS, context, HEADS * GROUP, threads, rng, isa).attend
         for name in FORMATS
     }
     times = race(contestants, repetitions)
@@ -64,7 +64,7 @@ def in_turn(count, run):
     return lambda: run(next(turns))
 
 
-def write(layout, threads, repetitions, is_cold, num_tokens=512):
+def write(isa, layout, threads, repetitions, is_cold, num_tokens=512):
     """Writes of 512 tokens to random blocks of a large pool, beside memcpy of as many tokens in bfloat16.
 
     Cold: of ever other tokens to ever other blocks, so that neither is in a cache of the core's own; only these decide
@@ -82,7 +82,7 @@ def write(layout, threads, repetitions, is_cold, num_tokens=512):
     sources, targets = (np.ones((count, 2 * num_tokens * HEADS * DIM), np.uint16) for _ in range(2))
     contestants = {"memcpy": in_turn(count, lambda i: np.copyto(targets[i], sources[i]))}
     for name in ("bfloat16", "int8", "int4"):
-        store = CPUBackend(spec_of(name, layout), num_blocks, num_threads=threads).store
+        store = CPUBackend(spec_of(name, layout), num_blocks, isa=isa, num_threads=threads).store
         for dtype, tokens in given.items():
             contestants[f"{dtype} to {name}"] = in_turn(
                 count, lambda i, store=store, tokens=tokens: store.write(0, *tokens[i], slots[i])
@@ -96,13 +96,13 @@ def write(layout, threads, repetitions, is_cold, num_tokens=512):
                "ok": not (is_cold and name.startswith("bfloat16 to int")) or ratio <= WRITE_MAX}  # fmt: skip
 
 
-def errors():
+def errors(isa):
     """Fused decode against dequantize-then-dense in float64, with and without sinks."""
     rng = np.random.default_rng(SEED)
     for name in ("int8", "int4"):
         worst = 0.0
         for context in (64, 300, 1024, 4096):
-            backend = CPUBackend(spec_of(name, "NHD"), context // BLOCK + 1)
+            backend = CPUBackend(spec_of(name, "NHD"), context // BLOCK + 1, isa=isa)
             k, v = (rng.standard_normal((context, HEADS, DIM)).astype(np.float32) for _ in "kv")
             backend.write(0, k, v, ArrayPlan(slot_mapping=np.arange(context)))
             blocks = np.arange(-(-context // BLOCK))
@@ -128,6 +128,7 @@ def main(argv=None):
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--isa", choices=isas(), default=default_isa(), help="of the kernels (default: %(default)s)")
     parser.add_argument("--threads", default="1,2", help="numbers of threads (default: %(default)s)")
     parser.add_argument("--layouts", default="NHD,HND")
     parser.add_argument("--context", type=int, default=1024)
@@ -138,13 +139,14 @@ def main(argv=None):
     rows = []
     for threads in map(int, args.threads.split(",")):
         for layout in args.layouts.split(","):
-            rows += decode(layout, threads, args.context, args.repetitions)
+            rows += decode(args.isa, layout, threads, args.context, args.repetitions)
             for is_cold in (False, True):
-                rows += write(layout, threads, 5 * args.repetitions, is_cold)
-    rows += errors()
+                rows += write(args.isa, layout, threads, 5 * args.repetitions, is_cold)
+    rows += errors(args.isa)
     if args.json:
-        print(json.dumps({"load": os.getloadavg()[0], "rows": rows}, indent=2))
+        print(json.dumps({"isa": args.isa, "load": os.getloadavg()[0], "rows": rows}, indent=2))
     else:
+        print(f"kernels for {args.isa}")
         what = None
         for row in rows:
             if row["what"] != what:

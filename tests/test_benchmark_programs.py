@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import __main__ as whole
 from benchmarks import eviction, quantized
+from kvpool_backends.cpu import CPUBackend, default_isa, isas
 
 SMALL = {"HEADS": 1, "GROUP": 1, "DIM": 64, "ROWS": 2}
 NO_LIMITS = {"DECODE_MAX": 1e9, "OF_FLOAT32_MIN": 0, "WRITE_MAX": 1e9, "ERROR_MAX": 1}
@@ -77,6 +78,25 @@ def test_quantized_gate_that_is_missed_is_the_exit_status(small, monkeypatch, ca
     assert quantized.main([*ASKED, "--gates"]) == 1
     assert capsys.readouterr().out.count("MISSED") == missed
     assert quantized.main(ASKED) == 0, "not asked for"
+
+
+def test_quantized_measures_the_instruction_set_that_is_asked_for(small, monkeypatch, capsys):
+    made, init = [], CPUBackend.__init__
+
+    def watched(backend, *args, **options):
+        init(backend, *args, **options)
+        made.append(backend.store.isa)
+
+    monkeypatch.setattr(CPUBackend, "__init__", watched)
+    for isa in isas():
+        made.clear()
+        assert quantized.main([*ASKED, "--isa", isa]) == 0
+        assert set(made) == {isa} and f"kernels for {isa}" in capsys.readouterr().out
+    made.clear()
+    quantized.main(ASKED)
+    assert set(made) == {default_isa()}
+    with pytest.raises(SystemExit, match="2"):
+        quantized.main([*ASKED, "--isa", "vax"])
 
 
 # -------------------------------------------------------------------------------------------------- eviction

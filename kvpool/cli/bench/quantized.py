@@ -48,13 +48,20 @@ class Call:
     """Decode of `batch` contexts whose blocks lie at random in a pool that they fill."""
 
     def __init__(
-        self, spec: KVSpec, batch: int, context: int, num_q_heads: int, num_threads: int, rng: np.random.Generator
+        self,
+        spec: KVSpec,
+        batch: int,
+        context: int,
+        num_q_heads: int,
+        num_threads: int,
+        rng: np.random.Generator,
+        isa: str | None = None,
     ) -> None:
         from kvpool_backends.cpu import CPUBackend
 
         width = padded(context, spec.block_size) // spec.block_size
         self.spec, self.context = spec, context
-        self.backend = CPUBackend(spec, batch * width, num_threads=num_threads)
+        self.backend = CPUBackend(spec, batch * width, isa=isa, num_threads=num_threads)
         slots = batch * width * spec.block_size
         x = rng.standard_normal((min(slots, _WRITTEN), spec.num_kv_heads, spec.head_dim), np.float32)
         for first in range(0, slots, _WRITTEN):
