@@ -31,6 +31,7 @@ def run(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     try:
         told = subjects.make(wanted, quiet=args.json)
+        told.check()
         bench, model = told.bench, told.name
         with progress(bench.total + 5, args.json) as bench.say:
             tables = dict(bench.rows())

@@ -7,7 +7,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,28 +69,39 @@ class Model:
     def _norms(self) -> list[tuple[str, Any]]:
         return [(name, module) for name, module in self.model.named_modules() if name.endswith("norm")]
 
-    @property
-    def num_layers(self) -> int:
-        """Layers, each with a cache."""
-        return len(self.model.layers)
-
     @contextlib.contextmanager
     def caches(self, policy: Policy, rows: int, length: int) -> Iterator[tuple[list[Any], Callable[[], float]]]:
-        """Yield empty caches of all layers for sequences of `length` tokens, and what tells the bytes of K and V."""
-        from mlx_lm.models.cache import KVCache, RotatingKVCache
+        """Yield empty caches of all layers for sequences of `length` tokens, and what tells the bytes of K and V.
 
-        found: list[Any]
+        Raises
+        ------
+        ValueError
+            The model's own caches are such that the policy's cannot stand in for them.
+        """
+        from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+
         if policy.kind in ("h2o", "block") or policy.bits != "16/16":
             with self._paged(policy, rows, length) as paged:
                 yield paged
             return
-        if policy.kind == "unlimited":
-            found = [KVCache() for _ in range(self.num_layers)]
-        elif policy.kind == "rotating":
-            found = [RotatingKVCache(policy.max_kv, keep=SINK) for _ in range(self.num_layers)]
-        else:
-            found = [RandomCache(policy, layer) for layer in range(self.num_layers)]
+        found = make_prompt_cache(self.model)
+        if policy.kind != "unlimited":
+            for layer, cache in enumerate(found):
+                if type(cache) is not KVCache:
+                    name = type(cache).__name__
+                    raise ValueError(f"[quality] layer {layer} uses {name}, {policy.name} stands in for KVCache only")
+            is_stock = policy.kind == "rotating"
+            found = [
+                RotatingKVCache(policy.max_kv, keep=SINK) if is_stock else RandomCache(policy, layer)
+                for layer in range(len(found))
+            ]
         yield found, lambda: sum(cache.nbytes for cache in found)
+
+    def check(self, policies: Iterable[Policy]) -> None:
+        """Raise the ValueError that one of the policies would end in: nothing has to be measured to see it."""
+        for policy in policies:
+            with self.caches(policy, 1, 1):
+                pass
 
     @contextlib.contextmanager
     def _paged(self, policy: Policy, rows: int, length: int) -> Iterator[tuple[list[Any], Callable[[], float]]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvpool.cli.bench.quality import corpus, documents
 from kvpool.cli.bench.quality.corpus import Corpus
-from kvpool.cli.bench.quality.policies import UNLIMITED, h2o, rotating
+from kvpool.cli.bench.quality.policies import UNLIMITED, Policy, h2o, rotating
 from kvpool.cli.bench.quality.settings import Settings
 from kvpool.cli.bench.quality.tables import Bench
 from kvpool.cli.bench.quality.training import Recipe, folder_of, trained
@@ -26,11 +26,23 @@ class Told:
     bench: Bench
     model: Any
 
+    @property
+    def timed(self) -> tuple[Policy, ...]:
+        """Policies of the table of speeds."""
+        budget = self.bench.settings.max_kv
+        return UNLIMITED, rotating(budget), h2o(budget, 4), h2o(budget)
+
+    def check(self) -> None:
+        """Raise ValueError if some policy that is asked for is none for this model."""
+        asked = [question.policy for questions in self.bench.tables.values() for question in questions]
+        asked += self.timed if "speed" in self.bench.settings.tables else ()
+        self.model.check(dict.fromkeys(asked))
+
     def speed(self) -> list[dict[str, Any]]:
         """Return tokens per second and peak memory of some policies, decoding behind a prompt of the context."""
         s, found = self.bench.settings, []
         prompt = self.bench.documents(s.context).tokens[0]
-        for policy in (UNLIMITED, rotating(s.max_kv), h2o(s.max_kv, 4), h2o(s.max_kv)):
+        for policy in self.timed:
             self.bench.say(f"speed: {policy.name}")
             rate, peak = self.model.speed(policy, prompt, GENERATED)
             row = {"policy": policy.name, "max_kv": policy.max_kv, "bits": policy.bits}

@@ -1,0 +1,118 @@
+"""`kvpool bench quality --model`: a checkpoint from end to end, and models with caches of their own."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
+
+from kvpool.adapters.mlx_lm import tiny
+from kvpool.cli import main
+from kvpool.cli.bench.quality import corpus, documents, models, policies
+from kvpool.cli.bench.quality.policies import UNLIMITED, Policy, h2o, rotating
+
+CONTEXT, KEYS, WINDOW = 256, 3, 64  # a byte is a token: more keys do not fit
+ASKED = ["bench", "quality", "--context", str(CONTEXT), "--seeds", "1", "--samples", "1"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A library of forty sources."""
+    folder = tmp_path_factory.mktemp("library")
+    for number in range(40):
+        (folder / f"module_{number}.py").write_text(f"# {number}\n" + "def f(x):\n    return x + 1\n" * 60)
+    return corpus.read(folder, least=100)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A llama with random weights and a tokenizer of bytes."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tiny.save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory):
+    """The same, but for its first layer, which sees a window."""
+    folder = tmp_path_factory.mktemp("windowed")
+    tiny.save(folder)
+    types = ["sliding_attention", "full_attention", "full_attention"]
+    (folder / "config.json").write_text(json.dumps(tiny.CONFIG | {"layer_types": types, "sliding_window": WINDOW}))
+    return folder
+
+
+@pytest.fixture
+def short(monkeypatch, text):
+    """The command reads a library of its own, and plants few keys."""
+    monkeypatch.setattr(corpus, "read", lambda: text)
+    monkeypatch.setattr(documents, "written", functools.partial(documents.written, keys=KEYS))
+
+
+def whole_pass(model, tokens):
+    """Nats of all tokens but the first, by one pass without any cache."""
+    logits = model.model(mx.array(tokens)).astype(mx.float32)[:, :-1]
+    said = mx.take_along_axis(logits, mx.array(tokens)[:, 1:, None], axis=-1)[..., 0]
+    return np.array(mx.logsumexp(logits, axis=-1) - said)
+
+
+def test_command_measures_a_checkpoint_in_its_own_tokens(short, text, checkpoint, capsys):
+    assert main([*ASKED, "--model", str(checkpoint), "--tables", "heavy,layers", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"] == str(checkpoint) and len(found["layers"]) == tiny.CONFIG["num_hidden_layers"]
+    rows = found["tables"]["heavy"]
+    assert [row["policy"] for row in rows] == [
+        *("unlimited", "rotating (keep 4)", "H2O h=16", "H2O balanced", "H2O heavy"),
+    ]
+    model = models.Model(str(checkpoint))
+    asked = documents.written(text, model.tokenizer, CONTEXT, 1, 1)
+    assert rows[0]["nats_of_seeds"] == pytest.approx([whole_pass(model, asked.tokens).mean()], abs=0.02)
+    each = UNLIMITED.bytes_per_token(2, (16, 16), 3)
+    half = CONTEXT // 2
+    assert [row["kv_bytes"] for row in rows[:2]] == [CONTEXT * each, half * each]
+    assert all((half - 16) * each <= row["kv_bytes"] <= half * each for row in rows[2:])
+
+
+def test_unlimited_is_what_the_model_says_with_the_caches_that_it_makes(windowed, text):
+    model = models.Model(str(windowed))
+    with model.caches(UNLIMITED, 1, CONTEXT) as (caches, _):
+        assert [type(cache) for cache in caches] == [RotatingKVCache, KVCache, KVCache]
+        assert caches[0].max_size == WINDOW
+    tokens = documents.written(text, model.tokenizer, CONTEXT, 1, 1, keys=KEYS).tokens
+    found = model.answer(tokens, UNLIMITED)
+    np.testing.assert_allclose(found.nats.mean(), whole_pass(model, tokens).mean(), atol=0.02)
+    assert found.nbytes < CONTEXT * UNLIMITED.bytes_per_token(2, (16, 16), 3)
+
+
+@pytest.mark.parametrize("table", ["policies", "heavy", "max_kv", "length", "speed"])
+def test_command_refuses_stand_ins_for_windows_before_anything_is_measured(
+    short, windowed, capsys, monkeypatch, table
+):
+    for name in ("answer", "speed", "profile"):
+        monkeypatch.setattr(models.Model, name, lambda *_: pytest.fail("measured"))
+    assert main([*ASKED, "--model", str(windowed), "--tables", f"layers,{table}"]) == 2
+    out, err = capsys.readouterr()
+    said = "[quality] layer 0 uses RotatingKVCache, rotating (keep 4) stands in for KVCache only"
+    assert out == "" and err.splitlines()[-1].endswith(said)
+
+
+def test_policies_are_refused_where_their_caches_do_not_go(checkpoint, windowed, monkeypatch):
+    model = models.Model(str(windowed))
+    with pytest.raises(ValueError, match=r"^\[quality\] layer 0 uses RotatingKVCache, random stands in for KVCache"):
+        model.check([UNLIMITED, h2o(64), Policy("random", 64, 32)])
+    model.check([UNLIMITED, *(p for p in policies.compared(64) if p.kind in ("h2o", "block"))])
+
+    plain = models.Model(str(checkpoint))
+    plain.check(policies.compared(64))
+    with pytest.raises(ValueError, match=r"^\[KVSpec\] head_dim is 16, no multiple of quant_group_size 32"):
+        plain.check([UNLIMITED.stored(8, 8)])
+    monkeypatch.setattr(plain.model, "make_cache", lambda: [KVCache(), ArraysCache(2), KVCache()])
+    plain.check([UNLIMITED])
+    with pytest.raises(ValueError, match=r"^\[quality\] layer 1 uses ArraysCache, rotating"):
+        plain.check([rotating(64)])
+    with pytest.raises(ValueError, match=r"^\[install\] layer 1 uses ArraysCache, not KVCache or RotatingKVCache$"):
+        plain.check([h2o(64)])
