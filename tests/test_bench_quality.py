@@ -196,7 +196,23 @@ def failed(found):
 
 def test_gates_hold_where_they_should():
     assert gates.held(gates.judge(answered(), 512)), gates.text(gates.judge(answered(), 512))
-    assert len(gates.judge(answered(), 512)) == 4 + 2 + 2, "every budget up to half of the context has one"
+    assert len(gates.judge(answered(), 512)) == 4 + 4 + 1 + 2, "every budget up to half of the context has one or two"
+
+
+def test_recall_is_reported_at_every_budget_and_judged_at_half_of_the_context():
+    found = answered()
+    poor = quality(1.05, 0.1)
+    found["max_kv"] = [(q, poor if q.policy.kind == "h2o" and q.policy.max_kv < 256 else a) for q, a in found["max_kv"]]
+    decided = gates.judge(found, 512)
+    ratios = {gate.name.split(":")[0]: gate for gate in decided if "over what rotating loses" in gate.name}
+    assert [*ratios] == [f"recall at {budget}" for budget in (32, 64, 128, 256)]
+    assert [gate.limit for gate in ratios.values()] == [None, None, None, 0.5]
+    assert [gate.value for gate in ratios.values()] == pytest.approx([0.88 / 0.93] * 3 + [0.08 / 0.93])
+    assert gates.held(decided)
+    lines = [line for line in gates.text(decided).splitlines() if "over what rotating loses" in line]
+    assert [line.split()[0] for line in lines] == ["--", "--", "--", "ok"]
+    assert ["0.9462 reported" in line for line in lines] == [True, True, True, False]
+    assert "0.0860 <= 0.5000" in lines[3]
 
 
 @pytest.mark.parametrize(

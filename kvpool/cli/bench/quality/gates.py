@@ -15,17 +15,17 @@ INT8 = 0.2
 
 @dataclass(frozen=True)
 class Gate:
-    """One promise: `value` has to be at most `limit`. NaN is not."""
+    """One promise: `value` has to be at most `limit`. NaN is not. Without a limit it is reported, not judged."""
 
     name: str
     value: float
-    limit: float
+    limit: float | None
     note: str = ""
 
     @property
     def holds(self) -> bool:
         """Whether it does."""
-        return self.value <= self.limit
+        return self.limit is None or self.value <= self.limit
 
 
 def judge(tables: Mapping[str, Table], context: int) -> list[Gate]:
@@ -36,11 +36,11 @@ def judge(tables: Mapping[str, Table], context: int) -> list[Gate]:
         no_worse(budget, of(sweep, kind="h2o", max_kv=budget), of(sweep, kind="rotating", max_kv=budget))
         for budget in budgets
     ]
-    half = context // 2
-    whole = of(sweep, kind="unlimited")
-    stock, ours = (of(sweep, kind=kind, max_kv=half) for kind in ("rotating", "h2o"))
-    found.append(recall(f"recall at {half}: H2O heavy", whole, stock, ours))
-    found.append(blind(whole, stock, half))
+    half, whole = context // 2, of(sweep, kind="unlimited")
+    for budget in budgets:
+        stock, ours = (of(sweep, kind=kind, max_kv=budget) for kind in ("rotating", "h2o"))
+        found.append(recall(f"recall at {budget}: H2O heavy", whole, stock, ours, LOST if budget == half else None))
+    found.append(blind(whole, of(sweep, kind="rotating", max_kv=half), half))
     return found + [int8(tables["bits"], kind) for kind in ("unlimited", "h2o")]
 
 
@@ -51,14 +51,14 @@ def no_worse(budget: int, ours: Quality, stock: Quality) -> Gate:
     return Gate(f"max_kv {budget}: nats of H2O heavy over rotating's", difference, ERRORS * error, note)
 
 
-def recall(name: str, whole: Quality, stock: Quality, ours: Quality) -> Gate:
-    """Eviction loses at most half of the recall that rotating loses."""
+def recall(name: str, whole: Quality, stock: Quality, ours: Quality, limit: float | None = LOST) -> Gate:
+    """Eviction loses at most half of the recall that rotating loses. Judged at one budget: docs/quality.md says why."""
     lost, lost_by_stock = (float((whole.recall - q.recall).mean()) for q in (ours, stock))
     note = f"{whole.recall.mean():.1%} unlimited, {stock.recall.mean():.1%} rotating, {ours.recall.mean():.1%}"
     return Gate(
         f"{name} loses, over what rotating loses",
         lost / lost_by_stock if lost_by_stock > 0 else float("nan"),
-        LOST,
+        limit,
         note,
     )
 
@@ -82,8 +82,10 @@ def held(gates: Sequence[Gate]) -> bool:
 
 def text(gates: Sequence[Gate]) -> str:
     """Return a line for each."""
-    width = max(len(gate.name) for gate in gates)
-    return "\n".join(
-        f"{'ok' if gate.holds else 'NO'} {gate.name:{width}} {gate.value:>8.4f} <= {gate.limit:<8.4f} {gate.note}"
-        for gate in gates
-    )
+    width, found = max(len(gate.name) for gate in gates), []
+    for gate in gates:
+        verdict, limit = "--", "reported"
+        if gate.limit is not None:
+            verdict, limit = "ok" if gate.holds else "NO", f"<= {gate.limit:.4f}"
+        found.append(f"{verdict} {gate.name:{width}} {gate.value:>8.4f} {limit:11} {gate.note}")
+    return "\n".join(found)
