@@ -135,10 +135,13 @@ def folder_of(variant: str) -> Path:
 def is_release() -> bool:
     """Whether the build in place is what users get, of the sources as they are: then nobody needs a copy of it."""
     stamp = ROOT / "build" / "cython" / "variant"  # setup.py writes it last
-    if not stamp.exists() or any(json.loads(stamp.read_text()).values()):
+    try:
+        switches = json.loads(stamp.read_text())
+    except (OSError, ValueError):
         return False
     sources = [path for path in (ROOT / "kvpool").rglob("*") if path.suffix in (".pyx", ".pxd", ".h")]
-    return max(path.stat().st_mtime for path in [*sources, ROOT / "setup.py"]) <= stamp.stat().st_mtime
+    newest = max(path.stat().st_mtime for path in [*sources, ROOT / "setup.py"])
+    return not any(switches.values()) and newest <= stamp.stat().st_mtime
 
 
 def copied(variant: str) -> Path:

@@ -1,5 +1,6 @@
 """`proof.builds`: copies of the tree, compiled otherwise and only when something changed."""
 
+import os
 import sys
 
 import pytest
@@ -77,6 +78,23 @@ def test_variants_that_do_not_fuzz_compile_no_fuzzer(tree):
         (tree / "kvpool" / "testing" / name).write_text("")
     for variant, names in (("asan", {"_fuzz.pyx", "_fuzz.pxd", "model.py"}), ("coverage", {"model.py"})):
         assert {path.name for path in (builds.build(variant) / "kvpool" / "testing").iterdir()} == names
+
+
+def test_build_in_place_is_release_only_while_it_is_plain_and_new(tree):
+    stamp = tree / "build" / "cython" / "variant"
+    assert not builds.is_release()
+    stamp.parent.mkdir(parents=True)
+    for text, is_plain in (
+        ('{"debug": false, "sanitize": ""}', True),
+        ('{"debug": true, "sanitize": ""}', False),
+        ("debug=False sanitize=", False),  # what setup.py once wrote
+    ):
+        stamp.write_text(text)
+        assert builds.is_release() is is_plain
+    stamp.write_text("{}")
+    later = stamp.stat().st_mtime + 5
+    os.utime(tree / "kvpool" / "_core.pyx", (later, later))
+    assert not builds.is_release()
 
 
 def test_run_imports_the_copy_and_never_the_build_in_place(tree):

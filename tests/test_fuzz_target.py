@@ -370,6 +370,16 @@ def test_factory_that_takes_anything_is_judged_by_what_it_makes(capsys, few_case
     assert ("cases" in json.loads(capsys.readouterr().out)) == (target == "any_backend")
 
 
+def never_made(**sizes):
+    """Can be an allocator only."""
+    raise IndexError(f"no room for {sizes['num_blocks']} blocks")
+
+
+def test_factory_of_nothing_but_names_that_raises_is_a_finding(capsys):
+    assert main(["fuzz", "--target", f"{HERE}:never_made", "--ops", "20"]) == 1
+    assert "the factory raised IndexError: no room for" in capsys.readouterr().out
+
+
 def test_cases_that_a_backend_fails_are_a_finding(capsys, few_cases):
     report = hunt_backend(NumpyBackend, 1, calls=20)
     assert report.finding is None and report.cases == {"protocol_is_implemented": "passed"}

@@ -269,6 +269,17 @@ def test_row_before_one_of_a_pending_plan_is_not_touched(policy, pending):
     assert [pool.kv_len(handle) for handle in handles] == [n - 8 for n in lens]
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_rows_of_another_length_than_the_pool_says_are_refused(policy):
+    pool = Pool(40, 4)
+    evictor, _, handles = two_rows(policy, pool)
+    before, written = pool.fingerprint(), evictor.backend.position.copy()
+    for lens in ([20, 19], [20, 21]):
+        with pytest.raises(ValueError, match=r"\[evict\] lens\[1\] is \d+, the sequence holds 20 tokens"):
+            evictor.evict(handles, np.arange(2), lens, [12, 12], [20, 20])
+    assert pool.fingerprint() == before and np.array_equal(evictor.backend.position, written)
+
+
 class Ends(Pool):
     """Its positions end when a sequence has lost more than eight tokens."""
 

@@ -37,7 +37,7 @@ BACKENDS = ("[ring]", "[mpi]", "[jaccl]", "[nccl]", "[distributed]")  # how erro
 
 
 class RanksDisagree(KVPoolError, RuntimeError):
-    """Pools or batches that ought to be equal are not, so no rank may go on. Raised on every rank.
+    """Pools or batches that ought to be equal are not, so no rank may go on. Every rank raises.
 
     `digests`, of what differs, are by rank; `step` says which comparison it was, from 1 on.
     """

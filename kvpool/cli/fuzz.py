@@ -310,7 +310,7 @@ def _makes_allocators(target: str, factory: Callable[..., Any], sizes: dict[str,
         try:
             lacks = missing(factory(**small))
         except Exception as error:
-            if as_allocator:
+            if as_allocator or as_backend is False:
                 return True  # that is a finding
             reasons.append(f"(num_blocks=, block_size=) raised {type(error).__name__}: {error}")
         else:

@@ -170,6 +170,8 @@ class Evictor:
 
         Raises
         ------
+        ValueError
+            Not as many tokens as the pool says. Nothing has changed.
         OutOfBlocks
             No blocks for copies of shared ones. Nothing has changed.
         PlanStateError, CapacityExceeded
@@ -179,6 +181,9 @@ class Evictor:
             they have, as ``pool.kv_len`` says: then what these sequences hold is not to be read any more.
         """
         numbers = [np.asarray(array).tolist() for array in (rows, lens, after, num_tokens)]
+        for i, (handle, held) in enumerate(zip(handles, numbers[1], strict=True)):
+            if self.pool.kv_len(handle) != held:
+                raise ValueError(f"[evict] lens[{i}] is {held}, the sequence holds {self.pool.kv_len(handle)} tokens")
         self.pool.compact(handles, numbers[1])  # nothing leaves: it raises for a pending row, before a block is copied
         chosen = [self.memory.select(*one) for one in zip(*numbers[:3], strict=True)]
         move = self._evict_blocks if self.policy.whole_blocks else self._compact

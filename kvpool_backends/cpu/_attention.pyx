@@ -4,6 +4,9 @@ First `take_inputs` holds every array and checks types and shapes; then `lists_n
 need as the kernels want them; then `read_inputs` fills and checks those. Lengths cost O(rows), ids one vectorised pass
 over the blocks in use (`any_outside`).
 """
+import threading
+
+from cpython.object cimport PyObject
 from libc.math cimport INFINITY, isfinite, sqrt
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t
 
@@ -16,6 +19,13 @@ from kvpool_backends.cpu.kvcpu cimport KV_BF16, KV_F16, KV_F32, KV_MASS, KV_RAW,
 
 cdef extern from "Python.h":
     int run_signal_handlers "PyErr_CheckSignals"() noexcept
+    unsigned long get_ident "PyThread_get_thread_ident"() noexcept
+    void set_error "PyErr_SetString"(PyObject* kind, const char* text) noexcept
+
+cdef extern from "unistd.h":
+    int getpid() noexcept
+
+cdef unsigned long main_thread = threading.main_thread().ident
 
 
 cdef const Py_buffer* take_tokens(kv_tokens* tokens, Arguments arguments, object value, str name, int64_t num_tokens,
@@ -172,7 +182,8 @@ cdef int64_t lists_nbytes(const Inputs* inputs, const kv_attention* call) noexce
 cdef int read_inputs(const Inputs* inputs, kv_attention* call, char* lists) except -1:
     """Fill and check lengths, tables and options; `lists` has `lists_nbytes`, aligned to 64."""
     cdef int64_t longest
-    call.ask = has_raised
+    if get_ident() == main_thread:              # others handle no signals, and need not wait for the GIL
+        call.ask = has_raised
     call.seq_lens = <int64_t*>lists
     lists += aligned(8 * call.num_rows)
     call.cu_q_lens = <int64_t*>lists
@@ -318,7 +329,14 @@ cdef void write_mask(const Py_buffer* view, float* out, int64_t num_tokens, int6
 
 cdef int has_raised() noexcept with gil:
     """Run the handlers of signals that came, in the main thread; what one raises stays set."""
-    return run_signal_handlers() != 0
+    cdef int here = getpid()
+    if run_signal_handlers() != 0:
+        return 1
+    if getpid() == here:
+        return 0
+    set_error(<PyObject*>RuntimeError, b"[attend] a signal's handler has forked this process inside the call: "
+                                       b"only the parent ends it, its worker threads stayed there")
+    return 1
 
 
 cdef int raise_from_handler() except -1:

@@ -4,7 +4,8 @@
  * (online softmax: Milakov & Gimelshein 2018), its V is summed up. K and V come from memory once. What holds a
  * decode up is the memory's latency, and the hardware's own prefetchers lose track at every block. So each of these
  * phases fetches what the next one reads, row for row at the pace of its own reading: K's the V of the same tokens,
- * V's the K of the next head or tile. Row for row, because a burst would fill the buffers that loads wait for.
+ * V's the K of the next head or tile. Row for row, because a burst would fill the buffers that loads wait
+ * for; of quantized rows, which are short, some at once.
  *
  * The queries of a KV head, those of its group of heads for each token of the window, are called its lanes:
  * lane = token * group + head in group. All arrays below go by KV head, then lane.

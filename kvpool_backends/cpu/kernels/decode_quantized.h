@@ -117,9 +117,12 @@ KV_INLINE void numbers_of_4(kv_dtype dtype, const int rows, const char *const *t
     v4 total[4] = {{0}};
     vf sum[4][4] = {{{0}}};
     if (ahead != NULL) /* all at once: a group is too little work to ask between its vectors */
-        for (int t = 0; t < 4; t++)
-            for (int64_t byte = 0; byte < plane->dim * ahead_bits / 8; byte += LINE)
-                __builtin_prefetch((const void *)((uintptr_t)ahead[t] + (uintptr_t)(ahead_offset + byte)), 0, 2);
+        for (int t = 0; t < 4; t++) {
+            const uintptr_t first = (uintptr_t)ahead[t] + (uintptr_t)ahead_offset;
+            const uintptr_t end = first + (uintptr_t)(plane->dim * ahead_bits / 8);
+            for (uintptr_t line = first / LINE * LINE; line < end; line += LINE)
+                __builtin_prefetch((const void *)line, 0, 2);
+        }
     for (int64_t g = 0; g < groups; g++) {
         const v4 scale = v4_load(scales + g * TILE), bias = v4_load(biases + g * TILE);
         for (int64_t d = g * size; d < (g + 1) * size; d += PAIR) {
