@@ -7,6 +7,7 @@ import json
 
 import numpy as np
 import pytest
+import quality_library
 from quality_simulator import Simulated
 
 from kvpool.cli import main
@@ -23,11 +24,7 @@ SMALL = Shape(vocab=corpus.VOCAB_SIZE, dim=16, layers=2, heads=4, kv_heads=2, he
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """A library of forty sources."""
-    folder = tmp_path_factory.mktemp("library")
-    for number in range(40):
-        (folder / f"module_{number}.py").write_text(f"# {number}\n" + "def f(x):\n    return x + 1\n" * 60)
-    return corpus.read(folder, least=100)
+    return quality_library.read(tmp_path_factory.mktemp("library"))
 
 
 def instant(model, documents, policy, advance=lambda tokens: None):

@@ -8,6 +8,7 @@ import json
 import mlx.core as mx
 import numpy as np
 import pytest
+import quality_library
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from kvpool.adapters.mlx_lm import tiny
@@ -21,11 +22,7 @@ ASKED = ["bench", "quality", "--context", str(CONTEXT), "--seeds", "1", "--sampl
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """A library of forty sources."""
-    folder = tmp_path_factory.mktemp("library")
-    for number in range(40):
-        (folder / f"module_{number}.py").write_text(f"# {number}\n" + "def f(x):\n    return x + 1\n" * 60)
-    return corpus.read(folder, least=100)
+    return quality_library.read(tmp_path_factory.mktemp("library"))
 
 
 @pytest.fixture(scope="module")

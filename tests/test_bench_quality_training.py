@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import quality_library
 
 from kvpool.cli.bench.quality import corpus, training
 from kvpool.cli.bench.quality.network import Pass, Shape, initial
@@ -15,11 +16,7 @@ SMALL = Shape(dim=32, layers=2, heads=4, kv_heads=2, head_dim=8, hidden=48)
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """A library of forty sources, the same bytes in each but the first line."""
-    folder = tmp_path_factory.mktemp("library")
-    for number in range(40):
-        (folder / f"module_{number}.py").write_text(f"# {number}\n" + "def f(x):\n    return x + 1\n" * 20)
-    return corpus.read(folder, least=100)
+    return quality_library.read(tmp_path_factory.mktemp("library"), functions=20)
 
 
 def test_gradients_are_those_that_mlx_derives_from_mlx_lm():

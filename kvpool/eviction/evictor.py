@@ -187,32 +187,18 @@ class Evictor:
         self.pool.compact(handles, numbers[1])  # nothing leaves: it raises for a pending row, before a block is copied
         chosen = [self.memory.select(*one) for one in zip(*numbers[:3], strict=True)]
         move = self._evict_blocks if self.policy.whole_blocks else self._compact
-        move(handles, chosen, *numbers)
+        move(handles, chosen, numbers)
 
-    def _evict_blocks(
-        self,
-        handles: Sequence[int],
-        chosen: list[np.ndarray],
-        rows: list[int],
-        lens: list[int],
-        after: list[int],
-        num_tokens: list[int],
-    ) -> None:
+    def _evict_blocks(self, handles: Sequence[int], chosen: list[np.ndarray], numbers: list[list[int]]) -> None:
+        rows, lens, after, num_tokens = numbers
         # Who will have lost the most goes first: if the pool refuses one because its positions would end, it is this.
         lost = [logical - target for logical, target in zip(num_tokens, after, strict=True)]
         for at in sorted(range(len(lost)), key=lambda at: -lost[at]):
             self.pool.evict_blocks(handles[at], chosen[at])
             self.memory.evicted(rows[at], lens[at], chosen[at], num_tokens[at])
 
-    def _compact(
-        self,
-        handles: Sequence[int],
-        chosen: list[np.ndarray],
-        rows: list[int],
-        lens: list[int],
-        after: list[int],
-        num_tokens: list[int],
-    ) -> None:
+    def _compact(self, handles: Sequence[int], chosen: list[np.ndarray], numbers: list[list[int]]) -> None:
+        rows, lens, after, num_tokens = numbers
         pool, sink = self.pool, self.policy.sink
         self._unshare(handles, after, sink)
         tables = [pool.table(handle) for handle in handles]

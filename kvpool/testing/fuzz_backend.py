@@ -107,7 +107,7 @@ def _conform(report: BackendReport, factory: Factory, source: str) -> None:
     report.script = _script(source, imports, told[0], f"{case.__name__}({expression})")
     try:
         case(factory)
-    except Exception:
+    except Exception:  # whatever it is: the case fails once more, so the script will
         report.script_fails = True
 
 
