@@ -16,7 +16,7 @@ from kvpool_backends.cpu import CPUBackend
 
 CONTEXT, CHUNK, BLOCK_SIZE = 16_384, 1_024, 16
 SPEC = KVSpec(num_layers=1, num_kv_heads=4, head_dim=64, block_size=BLOCK_SIZE, dtype="float32")
-LATENCY = 0.1  # seconds
+LATENCY = 0.1  # seconds; of CPU time, because other processes may have the cores
 
 
 class Prefill:
@@ -46,12 +46,12 @@ class Interrupted(BaseException):
 
 
 def late(prefill, after):
-    """Seconds from the signal to the end of the call."""
+    """Seconds of CPU time from the signal to the end of the call."""
     with pytest.raises(Interrupted):
-        start = time.perf_counter()
-        signal.setitimer(signal.ITIMER_REAL, after)
+        start = time.process_time()
+        signal.setitimer(signal.ITIMER_PROF, after)
         prefill.attend()
-    return time.perf_counter() - start - after
+    return time.process_time() - start - after
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
@@ -61,16 +61,16 @@ def test_attend_is_interrupted_soon_and_can_be_called_again(num_threads):
 
     prefill = Prefill(num_threads)
     expected = prefill.attend()
-    start = time.perf_counter()
+    start = time.process_time()
     prefill.attend()
-    whole = time.perf_counter() - start
-    former = signal.signal(signal.SIGALRM, interrupt)
+    whole = time.process_time() - start
+    former = signal.signal(signal.SIGPROF, interrupt)
     try:
         found = [late(prefill, part * whole) for part in (0.05, 0.08, 0.12, 0.16, 0.2)]
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, former)
-    assert np.median(found) < min(whole / 2, max(LATENCY, whole / 4)), (whole, found)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, former)
+    assert np.median(found) < min(whole / 2, max(LATENCY * num_threads, whole / 4)), (whole, found)
     np.testing.assert_array_equal(prefill.attend(), expected)
 
 
