@@ -26,7 +26,7 @@ COVERAGE = os.environ.get("KVPOOL_COVERAGE", "0") not in ("", "0")
 OPTIMIZE = os.environ.get("KVPOOL_OPTIMIZE", "")
 VARIANT_FILE = Path("build/cython/variant")
 #: Compiled for size: nobody waits for them, or a kernel does more for each call than they do.
-FOR_SIZE = ("_broken", "_prefix_events", "_arguments", "_attention")
+FOR_SIZE = ("_broken", "_events", "_names", "_refuse", "_arguments", "_attention")
 #: Plain and fast under the address sanitizer: the judge of the fuzzer walks all of the state, within bounds of its own.
 PLAIN = ("_shadow",) if "address" in SANITIZE else ()
 

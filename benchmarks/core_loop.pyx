@@ -7,8 +7,8 @@ from libc.stdint cimport INT64_MAX, int64_t
 from kvpool._args cimport Ints
 from kvpool._plan cimport Plan
 from kvpool._pool cimport Pool
-from kvpool._step cimport Limits, Verdict, step_check, step_commit, step_release_holds
-from kvpool._types cimport OK
+from kvpool._step cimport Limits, step_check, step_commit, step_release_holds
+from kvpool._types cimport OK, Verdict
 from kvpool._wire cimport wire_emit
 
 

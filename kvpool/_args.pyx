@@ -1,28 +1,124 @@
 """From Python arguments to C integers.
 
 An integer is whatever `operator.index` takes, except a bool. A batch is a list or tuple of such integers, or a
-1-D, C-contiguous buffer of native int32 / int64; its memory is read in place. Everything else is refused here,
-before a call looks at the state of the pool.
+1-D, C-contiguous, aligned buffer of native int32 / int64. A batch is copied at once: what a call judges and what it
+then works on is the same memory, which nobody else can write to. Everything that is no such integer is refused here,
+before a call takes the lock of its pool.
 """
-from cpython.buffer cimport PyBUF_FORMAT, PyBUF_STRIDES, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer
+from cpython.buffer cimport (
+    Py_buffer,
+    PyBUF_FORMAT,
+    PyBUF_STRIDES,
+    PyBuffer_Release,
+    PyObject_CheckBuffer,
+    PyObject_GetBuffer,
+)
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.list cimport PyList_GET_SIZE
-from cpython.long cimport PyLong_AsLongLong, PyLong_AsLongLongAndOverflow, PyLong_CheckExact
+from cpython.long cimport PyLong_AsLongLong, PyLong_CheckExact
 from cpython.number cimport PyNumber_Index
 from cpython.tuple cimport PyTuple_GET_SIZE
-from cpython.object cimport PyObject
-from libc.stdint cimport INT64_MAX, INT64_MIN, int64_t
-from kvpool._memory cimport xfree, xmalloc
+from libc.stdint cimport INT64_MAX, INT64_MIN, int32_t, int64_t
+from libc.string cimport memcpy
+from kvpool._memory cimport FAULTS, xfree, xmalloc
 
 import numpy as np
 
-cdef extern from "Python.h":
-    PyObject** PySequence_Fast_ITEMS(object value)
+cdef extern from *:
+    """
+    static inline void *kv_exchange(void **place, void *value) {
+        return __atomic_exchange_n(place, value, __ATOMIC_ACQ_REL);
+    }
+    static inline int kv_put(void **place, void *value) {
+        void *empty = NULL;
+        return __atomic_compare_exchange_n(place, &empty, value, 0, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
+    }
+
+    /* Whether item i of a list or tuple is an int of 64 bits, which goes to `out`. No Python code runs. */
+    static inline int kv_plain_int(PyObject *batch, Py_ssize_t i, int64_t *out) {
+        int fits, overflow = 0;
+    #ifdef Py_GIL_DISABLED
+        PyObject *item = PyList_Check(batch) ? PyList_GetItemRef(batch, i) : Py_NewRef(PyTuple_GET_ITEM(batch, i));
+        if (item == NULL) { PyErr_Clear(); return 0; }
+    #else
+        PyObject *item = PyList_Check(batch) ? PyList_GET_ITEM(batch, i) : PyTuple_GET_ITEM(batch, i);
+    #endif
+        fits = PyLong_CheckExact(item);
+        if (fits) { *out = PyLong_AsLongLongAndOverflow(item, &overflow); fits = !overflow; }
+    #ifdef Py_GIL_DISABLED
+        Py_DECREF(item);
+    #endif
+        return fits;
+    }
+    """
+    bint plain_int "kv_plain_int"(object batch, Py_ssize_t i, int64_t* out) noexcept
+    void* exchange "kv_exchange"(void** place, void* value) noexcept nogil
+    bint put_if_empty "kv_put"(void** place, void* value) noexcept nogil
+
+cdef enum:
+    HEAD = 16                   # bytes in front of spare memory: how much of it there is
+    LEAST = 4096                # bytes of a new one
+    MOST = 1 << 20              # larger ones are not kept
 
 cdef object empty = np.empty
 cdef object INT32 = np.dtype(np.int32)      # a name would be looked up on every call
 cdef object INT64 = np.dtype(np.int64)
 
+
+# ---- memory of arguments -----------------------------------------------------------------------------------
+
+cdef void* take_memory(Spare* spare, size_t size) noexcept nogil:
+    """Memory for so many bytes, a spare one if there is one that is large enough."""
+    cdef int k
+    cdef char* memory
+    for k in range(SPARES):
+        memory = <char*>exchange(&spare.memory[k], NULL)
+        if memory != NULL and (<size_t*>memory)[0] >= size:
+            return memory + HEAD
+        xfree(memory)
+    memory = <char*>xmalloc(HEAD + (size if size > LEAST or FAULTS else <size_t>LEAST))
+    if memory == NULL:
+        return NULL
+    (<size_t*>memory)[0] = size if size > LEAST or FAULTS else <size_t>LEAST
+    return memory + HEAD
+
+
+cdef void give_memory(Spare* spare, void* taken) noexcept nogil:
+    cdef char* memory = <char*>taken - HEAD
+    cdef int k
+    if not FAULTS and (<size_t*>memory)[0] <= MOST:
+        for k in range(SPARES):
+            if put_if_empty(&spare.memory[k], memory):
+                return
+    xfree(memory)
+
+
+cdef void spare_free(Spare* spare) noexcept nogil:
+    cdef int k
+    for k in range(SPARES):
+        xfree(exchange(&spare.memory[k], NULL))
+
+
+cdef void* ints_room(Ints* ints, Py_ssize_t size, int width, str call, str name) except NULL:
+    """Where a batch of `size` integers goes."""
+    cdef void* room = ints.small
+    if size > SMALL:
+        room = ints.owned = take_memory(ints.spare, size * width)
+        if room == NULL:
+            raise MemoryError(f"[{call}] no memory for {size} {name}")
+    ints.data = room
+    ints.size = size
+    ints.width = width
+    return room
+
+
+cdef void ints_free(Ints* ints) noexcept nogil:
+    if ints.owned != NULL:
+        give_memory(ints.spare, ints.owned)
+        ints.owned = NULL
+
+
+# ---- reading -----------------------------------------------------------------------------------------------
 
 cdef str show(object value):
     """The value as a message shows it: short, whatever it is."""
@@ -57,41 +153,24 @@ cdef Py_ssize_t true_length(object value):
     return PyTuple_GET_SIZE(value) if isinstance(value, tuple) else PyList_GET_SIZE(value)
 
 
-cdef int _from_list(Ints* ints, object value, str call, str name, type huge) except -1:
+cdef int from_list(Ints* ints, object value, str call, str name, type huge) except -1:
+    """A list may change as it is read, by an `__index__`, a signal handler or another thread: then it is refused."""
     cdef Py_ssize_t i, n = true_length(value)
-    cdef PyObject** items = PySequence_Fast_ITEMS(value)
-    cdef int overflow = 0
-    cdef int64_t* data = <int64_t*>xmalloc(max(n, 1) * sizeof(int64_t))
-    if data == NULL:
-        raise MemoryError(f"[{call}] no memory for {n} {name}")
-    try:
-        for i in range(n):
-            if i & 0xFFFF == 0xFFFF:            # nothing was judged yet that a handler could change: as in __index__
-                PyErr_CheckSignals()
-                if true_length(value) != n:
-                    raise ValueError(f"[{call}] {name} changed its length during the call")
-                items = PySequence_Fast_ITEMS(value)
-            if PyLong_CheckExact(<object>items[i]):
-                data[i] = PyLong_AsLongLongAndOverflow(<object>items[i], &overflow)
-                if not overflow:
-                    continue
+    cdef int64_t* data = <int64_t*>ints_room(ints, n, 8, call, name)
+    for i in range(n):
+        if i & 0xFFFF == 0xFFFF:
+            PyErr_CheckSignals()
+        if true_length(value) != n:
+            break
+        if not plain_int(value, i, &data[i]):
             item = value[i]
             data[i] = to_int(item, call, f"{name}[{i}]", INT64_MIN, INT64_MAX, huge)
-            if true_length(value) != n:         # its __index__ changed the list
-                raise ValueError(f"[{call}] {name} changed its length during the call")
-            items = PySequence_Fast_ITEMS(value)
-    except BaseException:
-        xfree(data)
-        raise
-    ints.owned = data
-    ints.data = data
-    ints.size = n
-    ints.width = 8
+    if true_length(value) != n:
+        raise ValueError(f"[{call}] {name} changed its length during the call")
     return 0
 
 
-cdef int _check_view(Ints* ints, str call, str name, bint narrow) except -1:
-    cdef Py_buffer* view = &ints.view
+cdef int check_view(const Py_buffer* view, str call, str name, bint narrow) except -1:
     cdef const char* code = view.format         # numpy and array.array write the native codes without a prefix
     cdef bint known = code != NULL and (code[0] == b"q" or code[0] == b"l" or code[0] == b"i") and code[1] == 0
     if not known or not (view.itemsize == 8 or (view.itemsize == 4 and narrow)):
@@ -103,35 +182,43 @@ cdef int _check_view(Ints* ints, str call, str name, bint narrow) except -1:
         raise ValueError(f"[{call}] {name} must have one dimension ({view.ndim})")
     if view.shape[0] > 1 and view.strides != NULL and view.strides[0] != view.itemsize:
         raise ValueError(f"[{call}] {name} must be C-contiguous (stride {view.strides[0]} bytes)")
-    ints.data = view.buf
-    ints.size = view.shape[0]
-    ints.width = <int>view.itemsize
+    if <size_t>view.buf % view.itemsize and view.shape[0]:
+        raise ValueError(f"[{call}] {name} must be aligned to {view.itemsize} bytes (address {<size_t>view.buf:#x})")
+    return 0
+
+
+cdef int from_buffer(Ints* ints, object value, str call, str name, bint scalar, bint narrow) except -1:
+    """Copy a buffer. No Python code runs between asking for its memory and the copy. Returns 1 for an array of one
+    number without a dimension, which is read as an int."""
+    cdef Py_buffer view
+    try:
+        PyObject_GetBuffer(value, &view, PyBUF_STRIDES | PyBUF_FORMAT)
+    except (BufferError, ValueError) as error:          # a dtype that has no buffer format
+        raise TypeError(f"[{call}] {name} must be an array of ints ({error})") from None
+    try:
+        if view.ndim == 0:
+            return 1
+        check_view(&view, call, name, narrow)
+        memcpy(ints_room(ints, view.shape[0], <int>view.itemsize, call, name), view.buf,
+               view.shape[0] * view.itemsize)
+    finally:
+        PyBuffer_Release(&view)
     return 0
 
 
 cdef int ints_get(Ints* ints, object value, str call, str name, bint scalar, bint narrow,
                   type huge=ValueError) except -1:
-    """Read `value` into `ints`; the caller must `ints_free` it, also after an exception.
+    """Copy `value` into `ints`, which was initialised; the caller must `ints_free` it, also after an exception.
 
     scalar: one int is accepted; narrow: int32 is accepted beside int64.
     """
-    ints.data = NULL
-    ints.owned = NULL
-    ints.held = False
-    ints.size = -1
-    ints.width = 8
     if PyLong_CheckExact(value):
         pass
     elif isinstance(value, (list, tuple)):
-        return _from_list(ints, value, call, name, huge)
+        return from_list(ints, value, call, name, huge)
     elif PyObject_CheckBuffer(value):
-        try:
-            PyObject_GetBuffer(value, &ints.view, PyBUF_STRIDES | PyBUF_FORMAT)
-        except (BufferError, ValueError) as error:      # a dtype that has no buffer format
-            raise TypeError(f"[{call}] {name} must be an array of ints ({error})") from None
-        ints.held = True
-        if ints.view.ndim > 0:
-            return _check_view(ints, call, name, narrow)
+        if from_buffer(ints, value, call, name, scalar, narrow) == 0:
+            return 0
     elif not scalar or not hasattr(value, "__index__"):
         raise TypeError(f"[{call}] {name} must be {'an int or ' if scalar else ''}an array of ints, "
                         f"not {type(value).__name__} ({show(value)})")
@@ -141,13 +228,40 @@ cdef int ints_get(Ints* ints, object value, str call, str name, bint scalar, bin
     return 0
 
 
-cdef void ints_free(Ints* ints) noexcept:
-    if ints.held:
-        PyBuffer_Release(&ints.view)
-        ints.held = False
-    xfree(ints.owned)
-    ints.owned = NULL
+cdef int ints_copy(Ints* ints, const void* data, Py_ssize_t size, int width, str call, str name) except -1:
+    """Copy an array of C's."""
+    if size < 0:
+        raise ValueError(f"[{call}] the number of {name} is negative ({size})")
+    if size > 0 and data == NULL:
+        raise ValueError(f"[{call}] {name} is NULL")
+    memcpy(ints_room(ints, size, width, call, name), data, size * width)
+    return 0
 
+
+cdef int ints_tokens(Ints* tokens, str call) except -1:
+    """Judge a batch of token ids, and make it one of int32, in place."""
+    cdef int64_t i, token, outside = 0
+    cdef int32_t* narrow = <int32_t*>tokens.data
+    if tokens.width == 4:
+        for i in range(tokens.size):
+            outside |= narrow[i]
+    else:
+        for i in range(tokens.size):
+            outside |= ints_at(tokens, i)
+    if outside < 0 or outside > 0x7FFFFFFF:
+        for i in range(tokens.size):
+            token = ints_at(tokens, i)
+            if token < 0 or token > 0x7FFFFFFF:
+                raise ValueError(f"[{call}] tokens[{i}] is out of range ({token}), it must be in 0 .. {0x7FFFFFFF}")
+    if tokens.width == 8:
+        for i in range(tokens.size):
+            memcpy(&token, <const char*>tokens.data + 8 * i, 8)
+            narrow[i] = <int32_t>token
+        tokens.width = 4
+    return 0
+
+
+# ---- results -----------------------------------------------------------------------------------------------
 
 cdef object new_int32(Py_ssize_t size):
     return empty(size, INT32)

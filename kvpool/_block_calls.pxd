@@ -1,21 +1,33 @@
 """Block-level calls, for engines that keep their own block tables; the base of `kvpool.Pool`."""
-from libc.stdint cimport int32_t
+from libc.stdint cimport int32_t, int64_t
 
-from kvpool._args cimport Ints
+from kvpool._args cimport Ints, Spare
 from kvpool._blocks cimport Blocks
+from kvpool._lock cimport Lock
 from kvpool._record cimport Record
+from kvpool._types cimport Verdict
 
 
 cdef class BlockPool:
+    cdef Lock mutex
+    cdef Spare spare            # memory for arguments
     cdef Blocks blocks
     cdef Record record          # of the calls that changed something
-    cdef unsigned busy          # 0, or the number of the process that is inside a call
     cdef bint indexed           # an index of our own looks after committed blocks
     cdef object __weakref__
 
-    cdef int enter(self, str call) except -1
-    cdef int refuse_indexed(self, str call) except -1
-    cdef int get_ids(self, Ints* ids, object value, str call) except -1
-    cdef void release_memory(self)
-    cdef void alloc_raw(self, int32_t* ids, int32_t count)
+    cdef int lock(self, str call) except -1
+    cdef void unlock(self) noexcept nogil
+    cdef void catch_up(self) noexcept nogil
+    cdef void release_memory(self) noexcept nogil
+    cdef int32_t next_block(self) noexcept nogil
+    cdef object alloc_into(self, object out, int64_t count)
+    cdef int alloc_raw(self, int32_t* ids, int64_t count, Verdict* v) noexcept nogil
+    cdef int incref_ids(self, Ints* ids, Verdict* v) noexcept nogil
     cdef int drop(self, object ids, str call, bint last) except -1
+    cdef int drop_ids(self, Ints* ids, bint last, Verdict* v) noexcept nogil
+    cdef int mark_committed_ids(self, Ints* ids, Verdict* v) noexcept nogil
+    cdef int revive_ids(self, Ints* ids, Verdict* v) noexcept nogil
+    cdef void evict_oldest(self, int64_t count) noexcept nogil
+    cdef int drain_dropped(self, int32_t* ids, int32_t count, Verdict* v) noexcept nogil
+    cdef int64_t count_references(self, int64_t* counts, int64_t size) noexcept nogil

@@ -1,25 +1,44 @@
-"""Block-level calls: alloc, incref, decref, free and the seam for an index of committed blocks."""
-from libc.stdint cimport INT64_MAX, INT64_MIN, int32_t, int64_t, uint32_t, uint64_t
-from libc.string cimport memset
+"""Block-level calls: alloc, incref, decref, free and the seam for an index of committed blocks.
 
-from kvpool._args cimport Ints, array_data, ints_at, ints_free, ints_get, new_int32, new_int64, to_int
+Every call reads its arguments, takes the pool's lock, judges and moves in C, lets go of the lock, and only then
+raises or makes its result: no Python object is made under the lock.
+"""
+from cpython.buffer cimport PyBUF_FORMAT, PyBUF_STRIDES, PyBUF_WRITABLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from libc.stdint cimport INT64_MAX, INT64_MIN, int32_t, int64_t, uint32_t, uint64_t
+from libc.string cimport memcpy, memset
+
+from kvpool._args cimport (
+    Ints, array_data, ints_at, ints_free, ints_get, ints_init, new_int32, new_int64, spare_free, to_int,
+)
 from kvpool._blocks cimport (
+    CANONICAL,
     RESERVED,
     Block,
     Blocks,
     blocks_available,
     blocks_evict,
+    blocks_new_stamp,
     blocks_ref,
     blocks_reset,
     blocks_revive,
+    blocks_short,
     blocks_take_many,
     blocks_unref,
 )
-from kvpool._fork cimport process_number, watch_forks
+from kvpool._lock cimport lock_free, lock_init, lock_release, lock_try, lock_wait
 from kvpool._memory cimport xcalloc, xfree, xmalloc
 from kvpool._record cimport BATCH, Record, put_words, record_begin, record_blocks, record_end, record_one
+from kvpool._refuse cimport refuse
 from kvpool._types cimport (
+    DUPLICATE_BLOCK,
+    INDEXED,
     MAX_REFCOUNT,
+    NOT_COMMITTED,
+    NOT_DRAINED,
+    NO_RAW_REFERENCE,
+    NO_SUCH_BLOCK,
+    OK,
     OP_ALLOC,
     OP_COMMIT,
     OP_DECREF,
@@ -28,12 +47,36 @@ from kvpool._types cimport (
     OP_FREE,
     OP_INCREF,
     OP_REVIVE,
+    REFERENCE_LIMIT,
+    RESERVED_BLOCK,
+    RETRY,
+    STILL_SHARED,
+    UNREFERENCED,
+    Verdict,
     mix,
+    refused,
 )
 
-from kvpool.errors import ConcurrentUse, DoubleFree, OutOfBlocks, PoolClosed
+from kvpool.errors import ConcurrentUse, PoolClosed
 
-watch_forks()
+
+cdef int judge_ids(Blocks* b, Ints* ids, Verdict* v) noexcept nogil:
+    """Block ids of a call: in range, not reserved, no duplicates. A scalar becomes a batch of one."""
+    cdef Py_ssize_t k
+    cdef int64_t i
+    if ids.size < 0:
+        ids.size = 1
+    blocks_new_stamp(b)
+    for k in range(ids.size):
+        i = ints_at(ids, k)
+        if i < 0 or i >= b.num_blocks:
+            return refused(v, NO_SUCH_BLOCK, k, i, 0, b.num_blocks - 1, 0)
+        if i < b.reserved:
+            return refused(v, RESERVED_BLOCK, k, i, 0, b.reserved - 1, 0)
+        if b.mark[i] == b.stamp:
+            return refused(v, DUPLICATE_BLOCK, k, i, 0, 0, 0)
+        b.mark[i] = b.stamp
+    return OK
 
 
 cdef class BlockPool:
@@ -41,6 +84,7 @@ cdef class BlockPool:
 
     def __cinit__(self, num_blocks, block_size, *, max_seqs=1024, max_blocks_per_seq=None, reserved_blocks=1,
                   watermark=0, in_order=False, seed=None, prefix_cache=False, events=0, record=0, _hash_bits=64):
+        lock_init(&self.mutex)
         cdef Blocks* b = &self.blocks
         cdef int64_t size, n = to_int(num_blocks, "Pool", "num_blocks", 1, (<int64_t>1 << 31) - 1)
         b.block_size = to_int(block_size, "Pool", "block_size", 1, min((<int64_t>1 << 31) - 1, (<int64_t>1 << 62) // n))
@@ -74,8 +118,10 @@ cdef class BlockPool:
 
     def __dealloc__(self):
         BlockPool.release_memory(self)
+        spare_free(&self.spare)
+        lock_free(&self.mutex)
 
-    cdef void release_memory(self):
+    cdef void release_memory(self) noexcept nogil:
         cdef Blocks* b = &self.blocks
         xfree(b.block)
         xfree(b.next)
@@ -93,42 +139,21 @@ cdef class BlockPool:
     def __reduce__(self):
         raise TypeError("[Pool] a pool cannot be pickled or copied")
 
-    cdef int enter(self, str call) except -1:
-        """Every public call starts here and ends with ``self.busy = False``."""
-        if self.busy == process_number:         # of another process: a thread that this fork has not got
-            raise ConcurrentUse(f"[{call}] the pool is inside another call; one caller at a time")
+    cdef int lock(self, str call) except -1:
+        """Take the pool: no Python code may run from here to `unlock`. What earlier calls left to do is done first."""
+        if not lock_try(&self.mutex) and not lock_wait(&self.mutex):
+            raise ConcurrentUse(f"[{call}] this thread is inside another call on the pool")
         if self.blocks.block == NULL:
+            self.unlock()
             raise PoolClosed(f"[{call}] the pool was shut down")
-        self.busy = process_number
+        self.catch_up()
         return 0
 
-    cdef int refuse_indexed(self, str call) except -1:
-        if self.indexed:
-            raise ValueError(f"[{call}] the prefix cache looks after committed blocks in this pool")
-        return 0
+    cdef void unlock(self) noexcept nogil:
+        lock_release(&self.mutex)
 
-    cdef int get_ids(self, Ints* ids, object value, str call) except -1:
-        """Block ids of a call: in range, not reserved, no duplicates."""
-        cdef Blocks* b = &self.blocks
-        cdef Py_ssize_t k
-        cdef int64_t i
-        ints_get(ids, value, call, "ids", True, True, IndexError)
-        if ids.size < 0:
-            ids.size = 1
-        b.stamp += 1
-        if b.stamp == 0:
-            memset(b.mark, 0, b.num_blocks * sizeof(uint32_t))
-            b.stamp = 1
-        for k in range(ids.size):
-            i = ints_at(ids, k)
-            if i < 0 or i >= b.num_blocks:
-                raise IndexError(f"[{call}] ids[{k}] is no block ({i}), ids are 0 .. {b.num_blocks - 1}")
-            if i < b.reserved:
-                raise ValueError(f"[{call}] ids[{k}] is a reserved block ({i}), reserved are 0 .. {b.reserved - 1}")
-            if b.mark[i] == b.stamp:
-                raise ValueError(f"[{call}] ids[{k}] is a duplicate ({i})")
-            b.mark[i] = b.stamp
-        return 0
+    cdef void catch_up(self) noexcept nogil:
+        """For the layers above."""
 
     def alloc(self, n=None, *, out=None):
         """Take blank blocks, or evict cached ones; each comes with one raw reference.
@@ -153,49 +178,83 @@ cdef class BlockPool:
         -----
         O(n), no Python object per block.
         """
-        cdef Blocks* b = &self.blocks
-        cdef Ints target
         cdef int64_t count = 1
-        cdef int32_t one
-        cdef int32_t* ids = &one
-        self.enter("alloc")
-        target.held = False
-        target.owned = NULL
+        cdef int32_t one, next_one
+        cdef int32_t* data
+        cdef Verdict v
+        cdef int status = RETRY
+        if n is not None:
+            count = to_int(n, "alloc", "n", 0, INT64_MAX)
+        if out is not None:
+            return self.alloc_into(out, count)
+        if n is not None:
+            # More blocks than there are will be refused: no array for them.
+            ids = new_int32(count if count <= self.blocks.num_blocks else 0)
+            data = <int32_t*>array_data(ids)
+            self.lock("alloc")
+            status = self.alloc_raw(data, count, &v)
+            self.unlock()
+            if status != OK:
+                refuse("alloc", &v)
+            return ids
+        while status == RETRY:
+            self.lock("alloc")
+            next_one = self.next_block()
+            self.unlock()
+            found = next_one            # made before anything moves
+            self.lock("alloc")
+            status = RETRY if self.next_block() != next_one else self.alloc_raw(&one, 1, &v)
+            self.unlock()
+        if status != OK:
+            refuse("alloc", &v)
+        return found
+
+    cdef int32_t next_block(self) noexcept nogil:
+        """The block that will be taken next; -1: there is none."""
+        cdef Blocks* b = &self.blocks
+        return b.blank[b.num_blank - 1] if b.num_blank else b.lru.head
+
+    cdef object alloc_into(self, object out, int64_t count):
+        """The ids go to the caller's array, once they are taken: nothing can fail then."""
+        cdef Py_buffer view
+        cdef Ints made
+        cdef Verdict v
+        cdef int32_t* ids
+        cdef int status
+        ints_init(&made, &self.spare)
         try:
-            if n is not None:
-                count = to_int(n, "alloc", "n", 0, INT64_MAX)
-            if out is not None:
-                ints_get(&target, out, "alloc", "out", False, True)
-                if not target.held or target.width != 4:
-                    raise TypeError("[alloc] out must be an int32 array")
-                if target.view.readonly:
-                    raise ValueError("[alloc] out is read-only")
-                if target.size < count:
-                    raise ValueError(f"[alloc] out is too small ({target.size}), it must hold {count} ids")
-                ids = <int32_t*>target.data
-            if count > blocks_available(b):
-                raise OutOfBlocks(
-                    f"[alloc] {count} blocks asked for, {b.num_blank} free and {b.lru.size} evictable, "
-                    f"{b.limbo.size} in limbo",
-                    needed=count, short_by=count - blocks_available(b), free=b.num_blank,
-                    evictable=b.lru.size, limbo=b.limbo.size)
-            if n is not None and out is None:
-                out = new_int32(count)
-                ids = <int32_t*>array_data(out)
-            if ids == &one:
-                out = b.blank[b.num_blank - 1] if b.num_blank else b.lru.head   # made before anything moves
-            self.alloc_raw(ids, <int32_t>count)
+            ints_get(&made, out, "alloc", "out", False, True)
+            if made.width != 4 or isinstance(out, (list, tuple)):
+                raise TypeError("[alloc] out must be an int32 array")
+            if made.size < count:
+                raise ValueError(f"[alloc] out is too small ({made.size}), it must hold {count} ids")
+            ids = <int32_t*>made.data
+            try:
+                PyObject_GetBuffer(out, &view, PyBUF_STRIDES | PyBUF_FORMAT | PyBUF_WRITABLE)
+            except (BufferError, ValueError):
+                raise ValueError("[alloc] out is read-only") from None
+            try:
+                self.lock("alloc")
+                status = self.alloc_raw(ids, count, &v)
+                self.unlock()
+                if status != OK:
+                    refuse("alloc", &v)
+                memcpy(view.buf, ids, count * sizeof(int32_t))
+            finally:
+                PyBuffer_Release(&view)
             return out
         finally:
-            ints_free(&target)
-            self.busy = False
+            ints_free(&made)
 
-    cdef void alloc_raw(self, int32_t* ids, int32_t count):
+    cdef int alloc_raw(self, int32_t* ids, int64_t count, Verdict* v) noexcept nogil:
         cdef Blocks* b = &self.blocks
-        cdef int32_t k
+        cdef int64_t k, available = blocks_available(b)
         cdef uint32_t* at
-        cdef uint64_t h = mix(mix(b.digest, OP_ALLOC), count)
-        blocks_take_many(b, ids, count)
+        cdef uint64_t h
+        if count > available:
+            return blocks_short(b, v, -1, -1, count, count - available)
+        h = mix(mix(b.digest, OP_ALLOC), count)
+        blocks_take_many(b, ids, <int32_t>count)
         for k in range(count):
             b.block[ids[k]].raw = 1
             h = mix(h, ids[k])
@@ -203,6 +262,7 @@ cdef class BlockPool:
         if self.record.data != NULL:
             at = record_begin(&self.record, OP_ALLOC, count + BATCH)
             record_end(&self.record, put_words(at, ids, count) if at != NULL else NULL, h)
+        return OK
 
     def incref(self, ids):
         """Add one raw reference to each block.
@@ -219,31 +279,41 @@ cdef class BlockPool:
         IndexError, ValueError, OverflowError
             No such block; reserved or duplicate; the count is at its limit of 2^30. State unchanged.
         """
-        cdef Blocks* b = &self.blocks
         cdef Ints batch
-        cdef Py_ssize_t k
-        cdef Block* block
-        self.enter("incref")
-        batch.held = False
-        batch.owned = NULL
+        cdef Verdict v
+        cdef int status
+        ints_init(&batch, &self.spare)
         try:
-            self.get_ids(&batch, ids, "incref")
-            for k in range(batch.size):
-                block = &b.block[ints_at(&batch, k)]
-                if block.refcount == 0:
-                    raise DoubleFree(f"[incref] block {ints_at(&batch, k)} has no reference to add to")
-                if block.refcount >= MAX_REFCOUNT:
-                    raise OverflowError(f"[incref] block {ints_at(&batch, k)} has {block.refcount} references, "
-                                        f"the limit")
-            b.digest = mix(mix(b.digest, OP_INCREF), batch.size)
-            for k in range(batch.size):
-                blocks_ref(b, <int32_t>ints_at(&batch, k), 1)
-                b.block[ints_at(&batch, k)].raw += 1
-                b.digest = mix(b.digest, ints_at(&batch, k))
-            record_blocks(&self.record, OP_INCREF, &batch, b.digest)
+            ints_get(&batch, ids, "incref", "ids", True, True, IndexError)
+            self.lock("incref")
+            status = self.incref_ids(&batch, &v)
+            self.unlock()
         finally:
             ints_free(&batch)
-            self.busy = False
+        if status != OK:
+            refuse("incref", &v)
+
+    cdef int incref_ids(self, Ints* ids, Verdict* v) noexcept nogil:
+        cdef Blocks* b = &self.blocks
+        cdef Py_ssize_t k
+        cdef int64_t i
+        cdef int status = judge_ids(b, ids, v)
+        if status != OK:
+            return status
+        for k in range(ids.size):
+            i = ints_at(ids, k)
+            if b.block[i].refcount == 0:
+                return refused(v, UNREFERENCED, k, i, 0, 0, 0)
+            if b.block[i].refcount >= MAX_REFCOUNT:
+                return refused(v, REFERENCE_LIMIT, k, i, 0, 0, b.block[i].refcount)
+        b.digest = mix(mix(b.digest, OP_INCREF), ids.size)
+        for k in range(ids.size):
+            i = ints_at(ids, k)
+            blocks_ref(b, <int32_t>i, 1)
+            b.block[i].raw += 1
+            b.digest = mix(b.digest, i)
+        record_blocks(&self.record, OP_INCREF, ids, b.digest)
+        return OK
 
     def decref(self, ids):
         """Drop one raw reference of each block, in the order given; the last reference releases the block.
@@ -272,36 +342,44 @@ cdef class BlockPool:
         self.drop(ids, "free", True)
 
     cdef int drop(self, object ids, str call, bint last) except -1:
-        cdef Blocks* b = &self.blocks
         cdef Ints batch
+        cdef Verdict v
+        cdef int status
+        ints_init(&batch, &self.spare)
+        try:
+            ints_get(&batch, ids, call, "ids", True, True, IndexError)
+            self.lock(call)
+            status = self.drop_ids(&batch, last, &v)
+            self.unlock()
+        finally:
+            ints_free(&batch)
+        if status != OK:
+            refuse(call, &v)
+        return 0
+
+    cdef int drop_ids(self, Ints* ids, bint last, Verdict* v) noexcept nogil:
+        cdef Blocks* b = &self.blocks
         cdef Py_ssize_t k
         cdef int32_t i
         cdef uint64_t h
-        self.enter(call)
-        batch.held = False
-        batch.owned = NULL
-        try:
-            self.get_ids(&batch, ids, call)
-            for k in range(batch.size):
-                i = <int32_t>ints_at(&batch, k)
-                if b.block[i].raw == 0:
-                    raise DoubleFree(f"[{call}] block {i} has no raw reference to drop "
-                                     f"(refcount {b.block[i].refcount})")
-                if last and b.block[i].refcount > 1:
-                    raise ValueError(f"[{call}] block {i} has {b.block[i].refcount} references, "
-                                     f"only a block with one can be freed")
-            h = mix(mix(b.digest, OP_FREE if last else OP_DECREF), batch.size)
-            for k in range(batch.size):
-                i = <int32_t>ints_at(&batch, k)
-                b.block[i].raw -= 1
-                blocks_unref(b, i)
-                h = mix(h, i)
-            b.digest = h
-            record_blocks(&self.record, OP_FREE if last else OP_DECREF, &batch, h)
-        finally:
-            ints_free(&batch)
-            self.busy = False
-        return 0
+        cdef int status = judge_ids(b, ids, v)
+        if status != OK:
+            return status
+        for k in range(ids.size):
+            i = <int32_t>ints_at(ids, k)
+            if b.block[i].raw == 0:
+                return refused(v, NO_RAW_REFERENCE, k, i, 0, 0, b.block[i].refcount)
+            if last and b.block[i].refcount > 1:
+                return refused(v, STILL_SHARED, k, i, 0, 0, b.block[i].refcount)
+        h = mix(mix(b.digest, OP_FREE if last else OP_DECREF), ids.size)
+        for k in range(ids.size):
+            i = <int32_t>ints_at(ids, k)
+            b.block[i].raw -= 1
+            blocks_unref(b, i)
+            h = mix(h, i)
+        b.digest = h
+        record_blocks(&self.record, OP_FREE if last else OP_DECREF, ids, h)
+        return OK
 
     def mark_committed(self, ids):
         """Declare the content of blocks final: they are never written again, and stay cached when released.
@@ -316,30 +394,42 @@ cdef class BlockPool:
         IndexError
             No such block. State unchanged.
         """
-        cdef Blocks* b = &self.blocks
         cdef Ints batch
-        cdef Py_ssize_t k
-        cdef int32_t i
-        self.enter("mark_committed")
-        batch.held = False
-        batch.owned = NULL
+        cdef Verdict v
+        cdef int status
+        ints_init(&batch, &self.spare)
         try:
-            self.refuse_indexed("mark_committed")
-            self.get_ids(&batch, ids, "mark_committed")
-            for k in range(batch.size):
-                i = <int32_t>ints_at(&batch, k)
-                if b.block[i].refcount == 0:
-                    raise DoubleFree(f"[mark_committed] block {i} has no reference")
-                if b.block[i].noted:
-                    raise ValueError(f"[mark_committed] block {i} is in the dropped list, call take_dropped first")
-            b.digest = mix(mix(b.digest, OP_COMMIT), batch.size)
-            for k in range(batch.size):
-                b.block[ints_at(&batch, k)].committed = 1
-                b.digest = mix(b.digest, ints_at(&batch, k))
-            record_blocks(&self.record, OP_COMMIT, &batch, b.digest)
+            ints_get(&batch, ids, "mark_committed", "ids", True, True, IndexError)
+            self.lock("mark_committed")
+            status = self.mark_committed_ids(&batch, &v)
+            self.unlock()
         finally:
             ints_free(&batch)
-            self.busy = False
+        if status != OK:
+            refuse("mark_committed", &v)
+
+    cdef int mark_committed_ids(self, Ints* ids, Verdict* v) noexcept nogil:
+        cdef Blocks* b = &self.blocks
+        cdef Py_ssize_t k
+        cdef int64_t i
+        cdef int status
+        if self.indexed:
+            return refused(v, INDEXED, -1, 0, 0, 0, 0)
+        status = judge_ids(b, ids, v)
+        if status != OK:
+            return status
+        for k in range(ids.size):
+            i = ints_at(ids, k)
+            if b.block[i].refcount == 0:
+                return refused(v, UNREFERENCED, k, i, 0, 0, 0)
+            if b.block[i].noted:
+                return refused(v, NOT_DRAINED, k, i, 0, 0, 0)
+        b.digest = mix(mix(b.digest, OP_COMMIT), ids.size)
+        for k in range(ids.size):
+            b.block[ints_at(ids, k)].committed = CANONICAL
+            b.digest = mix(b.digest, ints_at(ids, k))
+        record_blocks(&self.record, OP_COMMIT, ids, b.digest)
+        return OK
 
     def revive(self, ids):
         """A cache hit: add one raw reference to committed blocks, wherever they are.
@@ -355,87 +445,119 @@ cdef class BlockPool:
         OverflowError
             The count is at its limit of 2^30. State unchanged.
         """
-        cdef Blocks* b = &self.blocks
         cdef Ints batch
-        cdef Py_ssize_t k
-        cdef int32_t i
-        self.enter("revive")
-        batch.held = False
-        batch.owned = NULL
+        cdef Verdict v
+        cdef int status
+        ints_init(&batch, &self.spare)
         try:
-            self.refuse_indexed("revive")
-            self.get_ids(&batch, ids, "revive")
-            for k in range(batch.size):
-                i = <int32_t>ints_at(&batch, k)
-                if not b.block[i].committed:
-                    raise ValueError(f"[revive] block {i} is not committed")
-                if b.block[i].refcount >= MAX_REFCOUNT:
-                    raise OverflowError(f"[revive] block {i} has {b.block[i].refcount} references, the limit")
-            b.digest = mix(mix(b.digest, OP_REVIVE), batch.size)
-            for k in range(batch.size):
-                blocks_revive(b, <int32_t>ints_at(&batch, k))
-                b.digest = mix(b.digest, ints_at(&batch, k))
-            record_blocks(&self.record, OP_REVIVE, &batch, b.digest)
+            ints_get(&batch, ids, "revive", "ids", True, True, IndexError)
+            self.lock("revive")
+            status = self.revive_ids(&batch, &v)
+            self.unlock()
         finally:
             ints_free(&batch)
-            self.busy = False
+        if status != OK:
+            refuse("revive", &v)
+
+    cdef int revive_ids(self, Ints* ids, Verdict* v) noexcept nogil:
+        cdef Blocks* b = &self.blocks
+        cdef Py_ssize_t k
+        cdef int64_t i
+        cdef int status
+        if self.indexed:
+            return refused(v, INDEXED, -1, 0, 0, 0, 0)
+        status = judge_ids(b, ids, v)
+        if status != OK:
+            return status
+        for k in range(ids.size):
+            i = ints_at(ids, k)
+            if not b.block[i].committed:
+                return refused(v, NOT_COMMITTED, k, i, 0, 0, 0)
+            if b.block[i].refcount >= MAX_REFCOUNT:
+                return refused(v, REFERENCE_LIMIT, k, i, 0, 0, b.block[i].refcount)
+        b.digest = mix(mix(b.digest, OP_REVIVE), ids.size)
+        for k in range(ids.size):
+            blocks_revive(b, <int32_t>ints_at(ids, k))
+            b.digest = mix(b.digest, ints_at(ids, k))
+        record_blocks(&self.record, OP_REVIVE, ids, b.digest)
+        return OK
 
     def evict(self, n):
         """Clear the `n` oldest evictable blocks, or all if there are fewer. Returns how many. O(n)."""
+        cdef int64_t asked = to_int(n, "evict", "n", 0, INT64_MAX), count = -1
+        cdef int status = RETRY
+        while status == RETRY:
+            evicted = count                 # made before anything moves
+            self.lock("evict")
+            if count == min(asked, <int64_t>self.blocks.lru.size):
+                self.evict_oldest(count)
+                status = OK
+            count = min(asked, <int64_t>self.blocks.lru.size)
+            self.unlock()
+        return evicted
+
+    cdef void evict_oldest(self, int64_t count) noexcept nogil:
         cdef Blocks* b = &self.blocks
-        cdef int64_t count
-        cdef int32_t k, i
-        cdef object evicted
-        self.enter("evict")
-        try:
-            count = min(to_int(n, "evict", "n", 0, INT64_MAX), b.lru.size)
-            evicted = count
-            b.digest = mix(mix(b.digest, OP_EVICT), count)
-            for k in range(count):
-                i = blocks_evict(b)
-                b.digest = mix(b.digest, i)
-            record_one(&self.record, OP_EVICT, count, b.digest)
-            return evicted
-        finally:
-            self.busy = False
+        cdef int64_t k
+        b.digest = mix(mix(b.digest, OP_EVICT), count)
+        for k in range(count):
+            b.digest = mix(b.digest, blocks_evict(b))
+        record_one(&self.record, OP_EVICT, count, b.digest)
 
     def take_dropped(self):
         """Ids of committed blocks whose content was given up since the last call, oldest first; int32 ``(n,)``.
 
         An index of committed blocks must forget these before it commits them again.
         """
+        cdef int32_t count = 0
+        cdef int32_t* data
+        cdef Verdict v
+        cdef int status = RETRY
+        while status == RETRY:
+            ids = new_int32(count)
+            data = <int32_t*>array_data(ids)
+            self.lock("take_dropped")
+            status = self.drain_dropped(data, count, &v)
+            count = self.blocks.num_dropped
+            self.unlock()
+        if status != OK:
+            refuse("take_dropped", &v)
+        return ids
+
+    cdef int drain_dropped(self, int32_t* ids, int32_t count, Verdict* v) noexcept nogil:
+        """RETRY: there are not `count` of them."""
         cdef Blocks* b = &self.blocks
         cdef int32_t k
-        cdef int32_t* data
-        self.enter("take_dropped")
-        try:
-            self.refuse_indexed("take_dropped")
-            ids = new_int32(b.num_dropped)
-            data = <int32_t*>array_data(ids)
-            b.digest = mix(mix(b.digest, OP_DRAIN), b.num_dropped)
-            for k in range(b.num_dropped):
-                data[k] = b.dropped[k]
-                b.block[data[k]].noted = 0
-            b.num_dropped = 0
-            record_one(&self.record, OP_DRAIN, ids.size, b.digest)
-            return ids
-        finally:
-            self.busy = False
+        if self.indexed:
+            return refused(v, INDEXED, -1, 0, 0, 0, 0)
+        if count != b.num_dropped:
+            return RETRY
+        b.digest = mix(mix(b.digest, OP_DRAIN), b.num_dropped)
+        for k in range(count):
+            ids[k] = b.dropped[k]
+            b.block[ids[k]].noted = 0
+        b.num_dropped = 0
+        record_one(&self.record, OP_DRAIN, count, b.digest)
+        return OK
 
     def _recorded(self):
         """(bytes of the record, calls in it, calls that it lost); see `kvpool.replay.calls`."""
         cdef Record* r = &self.record
-        cdef const char* older
-        cdef const char* newer
-        self.enter("_recorded")
-        try:
-            if r.data == NULL:
-                return b"", 0, 0
-            newer = <const char*>(r.data + r.active * r.half)
-            older = <const char*>(r.data + (r.active ^ 1) * r.half)
-            return older[:4 * r.size[r.active ^ 1]] + newer[:4 * r.size[r.active]], r.calls[0] + r.calls[1], r.lost
-        finally:
-            self.busy = False
+        cdef int64_t size = 0, found = -1, older, calls = 0, lost = 0
+        cdef char* data
+        while found != size:
+            size = max(found, 0)
+            made = PyBytes_FromStringAndSize(NULL, size)
+            data = PyBytes_AS_STRING(made)
+            self.lock("_recorded")
+            found = 4 * (r.size[0] + r.size[1])
+            if found == size and r.data != NULL:
+                older = 4 * r.size[r.active ^ 1]
+                memcpy(data, r.data + (r.active ^ 1) * r.half, older)
+                memcpy(data + older, r.data + r.active * r.half, size - older)
+                calls, lost = r.calls[0] + r.calls[1], r.lost
+            self.unlock()
+        return made, calls, lost
 
     def _set_digest(self, digest):
         """For replays that begin at a reset."""
@@ -443,32 +565,39 @@ cdef class BlockPool:
 
     def refcount(self, block):
         """References on one block: table entries of sequences plus raw ones. O(1)."""
-        cdef int64_t i
-        self.enter("refcount")
-        try:
-            i = to_int(block, "refcount", "block", INT64_MIN, INT64_MAX, IndexError)
-            if i < 0 or i >= self.blocks.num_blocks:
-                raise IndexError(f"[refcount] no such block ({i}), ids are 0 .. {self.blocks.num_blocks - 1}")
-            if i < self.blocks.reserved:
-                raise ValueError(f"[refcount] block {i} is reserved, reserved are 0 .. {self.blocks.reserved - 1}")
-            return self.blocks.block[i].refcount
-        finally:
-            self.busy = False
+        cdef int64_t i = to_int(block, "refcount", "block", INT64_MIN, INT64_MAX, IndexError)
+        cdef int32_t count = 0
+        self.lock("refcount")
+        if 0 <= i < self.blocks.num_blocks:
+            count = self.blocks.block[i].refcount
+        self.unlock()
+        if i < 0 or i >= self.blocks.num_blocks:
+            raise IndexError(f"[refcount] no such block ({i}), ids are 0 .. {self.blocks.num_blocks - 1}")
+        if i < self.blocks.reserved:
+            raise ValueError(f"[refcount] block {i} is reserved, reserved are 0 .. {self.blocks.reserved - 1}")
+        return count
 
     def refcount_histogram(self):
         """How many unreserved blocks have 0, 1, 2, ... references; int64 ``(max refcount + 1,)``. O(num_blocks)."""
+        cdef int64_t size = 0, found = -1
+        cdef int64_t* data
+        while found != size:
+            size = max(found, 0)
+            counts = new_int64(size)
+            data = <int64_t*>array_data(counts)
+            self.lock("refcount_histogram")
+            found = self.count_references(data, size)
+            self.unlock()
+        return counts
+
+    cdef int64_t count_references(self, int64_t* counts, int64_t size) noexcept nogil:
+        """Entries that the histogram has; it is filled if `size` is that."""
         cdef Blocks* b = &self.blocks
         cdef int32_t i, most = 0
-        cdef int64_t* data
-        self.enter("refcount_histogram")
-        try:
+        for i in range(b.reserved, b.num_blocks):
+            most = max(most, b.block[i].refcount)
+        if size == <int64_t>most + 1:
+            memset(counts, 0, size * sizeof(int64_t))
             for i in range(b.reserved, b.num_blocks):
-                most = max(most, b.block[i].refcount)
-            counts = new_int64(<Py_ssize_t>most + 1)
-            data = <int64_t*>array_data(counts)
-            memset(data, 0, (<Py_ssize_t>most + 1) * sizeof(int64_t))
-            for i in range(b.reserved, b.num_blocks):
-                data[b.block[i].refcount] += 1
-            return counts
-        finally:
-            self.busy = False
+                counts[b.block[i].refcount] += 1
+        return <int64_t>most + 1

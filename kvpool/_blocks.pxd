@@ -1,6 +1,11 @@
 """Blocks: free stack, reference counts, evictable list, limbo. Nothing here knows what a sequence is."""
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
+from kvpool._types cimport Verdict
+
+
+cdef enum:
+    FINDING = 256               # bytes of what a check found, in words
 
 cdef enum:
     BLANK = 0                   # on the blank stack
@@ -9,13 +14,19 @@ cdef enum:
     USED = 3                    # referenced or held
     RESERVED = 4
 
+cdef enum:                      # Block.committed
+    PLAIN = 0                   # may be written
+    CANONICAL = 1               # cached when released
+    UNINDEXED = 2               # immutable like the others, blank when released
+    HELD = 3                    # its tokens are known, the index has not been offered it yet; blank when released
+
 
 cdef struct Block:              # 16 bytes: four to a cache line
     int32_t refcount            # table entries of sequences + raw + duplicates that hold the block
     int32_t raw                 # references of block-level calls, counted in refcount too
     int32_t hold                # pending plans that replaced this block in a table
     uint8_t place
-    uint8_t committed           # immutable; 1: cached when released, 2: blank when released
+    uint8_t committed           # PLAIN, or immutable
     uint8_t noted               # its id is in the dropped list
     uint8_t canonical_held      # a duplicate that holds a reference on its canonical block
 
@@ -31,13 +42,15 @@ cdef struct Chain:              # doubly linked list through Blocks.next / Block
 #   place == USED  <=>  refcount + hold > 0
 #   refcount == entries in tables of open sequences + raw + duplicates that hold it   (checked where the tables are)
 #   floor == 0 unless hold > 0
-#   num_shared == number of blocks with refcount > 1
+#   USED and fence >= oldest_pending > 0  <=>  dst of a copy of a pending plan  (<= is checked where the plans are)
+#   num_shared == number of blocks with refcount > 1, num_held of those that are HELD
 #   limbo fences never decrease from head to tail, and are >= oldest_pending; limbo is empty when newest_pending == 0
 cdef struct Blocks:
     Block* block                # [num_blocks]
     int32_t* next               # [num_blocks] links of the list a block is on
     int32_t* prev               # [num_blocks]
-    int64_t* fence              # [num_blocks] in limbo: step that must pass; cached: `allocs` when it got there
+    int64_t* fence              # [num_blocks] step that must pass: in limbo, and for the dst of its copy to have
+                                # content, else a number no pending step has; cached: `allocs` when it got there
     int32_t* floor              # [num_blocks] most tokens any pending copy reads from the block
     int32_t* blank              # [num_blocks] stack of blank ids, top at num_blank - 1
     int32_t* dropped            # [num_blocks] committed ids that were taken since the last drain
@@ -49,6 +62,7 @@ cdef struct Blocks:
     int32_t num_blank
     int32_t num_used
     int32_t num_shared
+    int32_t num_held            # blocks that are HELD
     int32_t num_dropped
     int32_t peak_used
     int64_t block_size          # tokens
@@ -71,6 +85,9 @@ cdef inline int64_t whole_blocks(const Blocks* b, int64_t tokens) noexcept nogil
     return tokens >> b.shift if b.shift >= 0 else tokens // b.block_size
 
 
+cdef int blocks_short(const Blocks* b, Verdict* v, Py_ssize_t row, int64_t handle, int64_t needed,
+                      int64_t short_by) noexcept nogil
+cdef void blocks_new_stamp(Blocks* b) noexcept nogil
 cdef int32_t blocks_available(const Blocks* b) noexcept nogil
 cdef int32_t blocks_take(Blocks* b) noexcept nogil
 cdef void blocks_take_many(Blocks* b, int32_t* out, int32_t n) noexcept nogil
@@ -89,4 +106,9 @@ cdef void blocks_drop(Blocks* b, int32_t i) noexcept nogil
 cdef void blocks_drain_limbo(Blocks* b) noexcept nogil
 cdef void blocks_reset(Blocks* b) noexcept nogil
 cdef uint64_t blocks_fingerprint(const Blocks* b, uint64_t h, int64_t next_step) noexcept nogil
-cdef str blocks_check(const Blocks* b)
+cdef bint blocks_check(const Blocks* b, int32_t* seen, char* finding) noexcept nogil
+
+
+cdef inline bint unwritten(const Blocks* b, int32_t i) noexcept nogil:
+    """Whether a block in use is the dst of a copy that a pending plan still has to make."""
+    return b.oldest_pending != 0 and b.fence[i] >= b.oldest_pending

@@ -2,11 +2,11 @@
 
 C functions on a `Blocks` struct. They cannot fail: callers check first, then commit.
 """
-from cpython.exc cimport PyErr_CheckSignals
-from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdio cimport snprintf
 from libc.string cimport memset
 
-from kvpool._types cimport NO_BLOCK, mix
+from kvpool._types cimport NO_BLOCK, OUT_OF_BLOCKS, Verdict, mix, refused
 
 # ---- lists -------------------------------------------------------------------------------------------------
 
@@ -39,10 +39,30 @@ cdef int32_t blocks_available(const Blocks* b) noexcept nogil:
     return b.num_blank + b.lru.size
 
 
+cdef void blocks_new_stamp(Blocks* b) noexcept nogil:
+    """No block is marked."""
+    b.stamp += 1
+    if b.stamp == 0:
+        memset(b.mark, 0, b.num_blocks * sizeof(uint32_t))
+        b.stamp = 1
+
+
+cdef int blocks_short(const Blocks* b, Verdict* v, Py_ssize_t row, int64_t handle, int64_t needed,
+                      int64_t short_by) noexcept nogil:
+    """Refuse a call for want of blocks; `row` is the first that does not fit, -1: the call has no rows."""
+    v.needed = needed
+    v.short_by = short_by
+    v.free = b.num_blank
+    v.evictable = b.lru.size
+    v.limbo = b.limbo.size
+    return refused(v, OUT_OF_BLOCKS, row, -1, 0, handle, 0)
+
+
 cdef void drop_oldest(Blocks* b, int32_t i) noexcept nogil:
     """Take block i, the oldest evictable one, off the LRU list and note that its content is gone."""
     chain_unlink(b, &b.lru, i)
-    b.block[i].committed = 0
+    b.block[i].committed = PLAIN
+    b.fence[i] = 0
     b.evictions += 1
     b.block[i].noted = 1        # it was not: a noted block cannot be committed
     b.dropped[b.num_dropped] = i
@@ -98,12 +118,13 @@ cdef inline void leave_use(Blocks* b, int32_t i) noexcept nogil:
 
 
 cdef inline void settle(Blocks* b, int32_t i) noexcept nogil:
-    if b.block[i].committed == 1:
+    if b.block[i].committed == CANONICAL:
         b.block[i].place = CACHED
         b.fence[i] = b.allocs
         chain_push(b, &b.lru, i)
     else:
-        b.block[i].committed = 0
+        b.num_held -= b.block[i].committed == HELD
+        b.block[i].committed = PLAIN
         b.block[i].place = BLANK
         b.blank[b.num_blank] = i
         b.num_blank += 1
@@ -211,7 +232,8 @@ cdef void blocks_revive(Blocks* b, int32_t i) noexcept nogil:
 cdef void blocks_drop(Blocks* b, int32_t i) noexcept nogil:
     """Clear an evictable block to blank; who indexed it knows."""
     chain_unlink(b, &b.lru, i)
-    b.block[i].committed = 0
+    b.block[i].committed = PLAIN
+    b.fence[i] = 0
     settle(b, i)
 
 
@@ -226,11 +248,12 @@ cdef int32_t blocks_evict(Blocks* b) noexcept nogil:
 cdef void blocks_reset(Blocks* b) noexcept nogil:
     """Every unreserved block blank, the lowest id on top; committed ones are noted as dropped."""
     cdef int32_t i
-    b.num_blank = b.num_used = b.num_shared = 0
+    b.num_blank = b.num_used = b.num_shared = b.num_held = 0
     b.newest_pending = b.oldest_pending = 0
     b.lru.head = b.lru.tail = b.limbo.head = b.limbo.tail = NO_BLOCK
     b.lru.size = b.limbo.size = 0
     memset(b.floor, 0, b.num_blocks * sizeof(int32_t))
+    memset(b.fence, 0, b.num_blocks * sizeof(int64_t))
     for i in range(b.reserved, b.num_blocks):
         if b.block[i].committed and not b.block[i].noted:
             b.block[i].noted = 1
@@ -274,70 +297,100 @@ cdef uint64_t blocks_fingerprint(const Blocks* b, uint64_t h, int64_t next_step)
     return h
 
 
-cdef str check_chain(const Blocks* b, const Chain* chain, uint8_t place, str name):
+cdef bint check_chain(const Blocks* b, const Chain* chain, uint8_t place, const char* name,
+                      char* finding) noexcept nogil:
     cdef int32_t i = chain.head, previous = NO_BLOCK, count = 0
     while i != NO_BLOCK:
         if i < b.reserved or i >= b.num_blocks or count > b.num_blocks:
-            return f"{name} list is broken at block {i}"
+            return snprintf(finding, FINDING, b"%s list is broken at block %d", name, i) > 0
         if b.block[i].place != place:
-            return f"block {i} is on the {name} list, but its place is {b.block[i].place}"
+            return snprintf(finding, FINDING, b"block %d is on the %s list, but its place is %d", i, name,
+                            <int>b.block[i].place) > 0
         if b.prev[i] != previous:
-            return f"{name} list: block {i} does not point back at {previous}"
+            return snprintf(finding, FINDING, b"%s list: block %d does not point back at %d", name, i, previous) > 0
         if place == LIMBO and (b.fence[i] > b.newest_pending
                                or (previous != NO_BLOCK and b.fence[i] < b.fence[previous])):
-            return f"limbo is not in the order of its fences at block {i}"
+            return snprintf(finding, FINDING, b"limbo is not in the order of its fences at block %d", i) > 0
         previous = i
         i = b.next[i]
         count += 1
     if previous != chain.tail or count != chain.size:
-        return f"{name} list has {count} blocks, its counter says {chain.size}"
-    return None
+        return snprintf(finding, FINDING, b"%s list has %d blocks, its counter says %d", name, count, chain.size) > 0
+    return False
 
 
-cdef str blocks_check(const Blocks* b):
-    """The first invariant that does not hold, in words, or None. O(num_blocks)."""
-    cdef int32_t i, used = 0, shared = 0
+cdef bint check_block(const Blocks* b, int32_t i, char* finding) noexcept nogil:
+    cdef const Block* block = &b.block[i]
+    if block.place > RESERVED or (block.place == RESERVED) != (i < b.reserved):
+        return snprintf(finding, FINDING, b"block %d has place %d", i, <int>block.place) > 0
+    if block.refcount < 0 or block.raw < 0 or block.hold < 0 or block.raw > block.refcount:
+        return snprintf(finding, FINDING, b"block %d has refcount %d, raw %d, hold %d", i, block.refcount, block.raw,
+                        block.hold) > 0
+    if (block.place == USED) != (block.refcount + block.hold > 0):
+        return snprintf(finding, FINDING, b"block %d has place %d with refcount %d and hold %d", i, <int>block.place,
+                        block.refcount, block.hold) > 0
+    if block.noted and block.committed:
+        return snprintf(finding, FINDING, b"block %d is committed, and in the dropped list", i) > 0
+    if block.place == BLANK and block.committed:
+        return snprintf(finding, FINDING, b"block %d is blank and committed", i) > 0
+    if block.place == CACHED and block.committed != CANONICAL:
+        return snprintf(finding, FINDING, b"block %d is evictable, but not committed", i) > 0
+    if b.floor[i] and not block.hold:
+        return snprintf(finding, FINDING, b"block %d has floor %d without a hold", i, b.floor[i]) > 0
+    return False
+
+
+cdef bint check_ids(const Blocks* b, int32_t* seen, char* finding) noexcept nogil:
+    """The blank stack and the dropped list name each of their blocks once; `seen` is zero, and is again."""
+    cdef int32_t k, id, noted = 0
+    for k in range(b.num_blank):
+        id = b.blank[k]
+        if id < b.reserved or id >= b.num_blocks or b.block[id].place != BLANK or seen[id]:
+            return snprintf(finding, FINDING, b"blank stack holds block %d at %d", id, k) > 0
+        seen[id] = 1
+    memset(seen, 0, b.num_blocks * sizeof(int32_t))
+    for k in range(b.num_dropped):
+        id = b.dropped[k]
+        if id < b.reserved or id >= b.num_blocks or not b.block[id].noted or seen[id]:
+            return snprintf(finding, FINDING, b"the dropped list holds block %d at %d", id, k) > 0
+        seen[id] = 1
+    memset(seen, 0, b.num_blocks * sizeof(int32_t))
+    for k in range(b.num_blocks):
+        noted += b.block[k].noted
+    if noted != b.num_dropped:
+        return snprintf(finding, FINDING, b"the dropped list has %d entries, %d blocks are noted", b.num_dropped,
+                        noted) > 0
+    return False
+
+
+cdef bint blocks_check(const Blocks* b, int32_t* seen, char* finding) noexcept nogil:
+    """Whether an invariant does not hold; the first one, in words. `seen` is zero for every block. O(num_blocks)."""
+    cdef int32_t i, shared = 0, held = 0
     cdef int32_t[5] places
-    cdef const Block* block
     if not (0 <= b.num_blank <= b.num_blocks and 0 <= b.num_dropped <= b.num_blocks):
-        return f"the blank stack has {b.num_blank} entries and the dropped list {b.num_dropped}"
-    for i in range(5):
-        places[i] = 0
+        return snprintf(finding, FINDING, b"the blank stack has %d entries and the dropped list %d", b.num_blank,
+                        b.num_dropped) > 0
+    memset(places, 0, sizeof(places))
     for i in range(b.num_blocks):
-        if i & 0xFFFF == 0:
-            PyErr_CheckSignals()            # a check of a million blocks takes a second
-        block = &b.block[i]
-        if block.place > RESERVED or (block.place == RESERVED) != (i < b.reserved):
-            return f"block {i} has place {block.place}"
-        places[block.place] += 1
-        if block.refcount < 0 or block.raw < 0 or block.hold < 0 or block.raw > block.refcount:
-            return f"block {i} has refcount {block.refcount}, raw {block.raw}, hold {block.hold}"
-        if (block.place == USED) != (block.refcount + block.hold > 0):
-            return f"block {i} has place {block.place} with refcount {block.refcount} and hold {block.hold}"
-        if block.noted and block.committed:
-            return f"block {i} is committed, and in the dropped list"
-        if block.place == BLANK and block.committed:
-            return f"block {i} is blank and committed"
-        if block.place == CACHED and block.committed != 1:
-            return f"block {i} is evictable, but not committed"
-        if b.floor[i] and not block.hold:
-            return f"block {i} has floor {b.floor[i]} without a hold"
-        used += block.place == USED
-        shared += block.refcount > 1
-    if used != b.num_used or shared != b.num_shared or b.num_used > b.peak_used:
-        return f"counted {used} used and {shared} shared blocks, the counters say {b.num_used} and {b.num_shared}"
-    for i in range(b.num_blank):
-        if b.blank[i] < b.reserved or b.blank[i] >= b.num_blocks or b.block[b.blank[i]].place != BLANK:
-            return f"blank stack holds block {b.blank[i]} at {i}"
-    PyErr_CheckSignals()
-    if len({b.blank[i] for i in range(b.num_blank)}) != b.num_blank or places[BLANK] != b.num_blank:
-        return f"blank stack has {b.num_blank} entries for {places[BLANK]} blank blocks"
-    PyErr_CheckSignals()
-    if sorted([b.dropped[i] for i in range(b.num_dropped)]) != [i for i in range(b.num_blocks) if b.block[i].noted]:
-        return "the dropped list and the notes in the blocks differ"
-    PyErr_CheckSignals()
+        if check_block(b, i, finding):
+            return True
+        places[b.block[i].place] += 1
+        shared += b.block[i].refcount > 1
+        held += b.block[i].committed == HELD
+    if held != b.num_held:
+        return snprintf(finding, FINDING, b"%d blocks are held back, the counter says %d", held, b.num_held) > 0
+    if places[USED] != b.num_used or shared != b.num_shared or b.num_used > b.peak_used:
+        return snprintf(finding, FINDING, b"counted %d used and %d shared blocks, the counters say %d and %d",
+                        places[USED], shared, b.num_used, b.num_shared) > 0
+    if check_ids(b, seen, finding):
+        return True
+    if places[BLANK] != b.num_blank:
+        return snprintf(finding, FINDING, b"blank stack has %d entries for %d blank blocks", b.num_blank,
+                        places[BLANK]) > 0
     if b.limbo.size and (b.newest_pending == 0 or b.fence[b.limbo.head] < b.oldest_pending):
-        return f"limbo holds {b.limbo.size} blocks that no pending step can use"
-    return (check_chain(b, &b.lru, CACHED, "LRU") or check_chain(b, &b.limbo, LIMBO, "limbo")
-            or (None if places[CACHED] == b.lru.size and places[LIMBO] == b.limbo.size
-                else "a block is on no list"))
+        return snprintf(finding, FINDING, b"limbo holds %d blocks that no pending step can use", b.limbo.size) > 0
+    if check_chain(b, &b.lru, CACHED, b"LRU", finding) or check_chain(b, &b.limbo, LIMBO, b"limbo", finding):
+        return True
+    if places[CACHED] != b.lru.size or places[LIMBO] != b.limbo.size:
+        return snprintf(finding, FINDING, b"a block is on no list") > 0
+    return False

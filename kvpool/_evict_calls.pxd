@@ -1,14 +1,24 @@
 """Calls that let tokens leave a sequence; the layer between `PrefixPool` and `kvpool.Pool`."""
 from libc.stdint cimport int32_t, int64_t
 
+from kvpool._args cimport Ints
 from kvpool._plan cimport Plan
 from kvpool._prefix_calls cimport PrefixPool
+from kvpool._step cimport Step
+from kvpool._types cimport Verdict
 
 
 cdef class EvictPool(PrefixPool):
-    cdef int judge_eviction(self, int32_t slot, int64_t leaving, str call, Py_ssize_t row) except -1
+    cdef int judge_eviction(self, int32_t slot, int64_t leaving, Py_ssize_t row, Verdict* v) noexcept nogil
     cdef Plan check_plan(self, object plan, str call)
-    cdef int note_pending(self, Plan plan) except -1
-    cdef void carry_out(self, Plan plan, const int64_t* handles, bint advance, int64_t pad_rows, int64_t pad_tokens)
-    cdef int explain_shared(self, int32_t id, Py_ssize_t row) except -1
-    cdef void copy_known(self, Plan p) noexcept
+    cdef int keep_plan(self, Plan plan) except -1
+    cdef int let_go_of_plan(self, Plan plan) except -1
+    cdef void carry_out(self, Plan plan, const int64_t* handles, bint advance, int64_t pad_rows,
+                        int64_t pad_tokens) noexcept nogil
+    cdef int unshare_rows(self, Plan plan, const Ints* rows, const Ints* lengths, int64_t first,
+                          Verdict* v) noexcept nogil
+    cdef void copy_known(self, const Step* p) noexcept nogil
+    cdef void keep_known(self, const Step* p) noexcept nogil
+    cdef int judge_compact(self, Ints* batch, const Ints* lengths, int64_t first, Verdict* v) noexcept nogil
+    cdef int compact_rows(self, Ints* batch, const Ints* lengths, int64_t first, Verdict* v) noexcept nogil
+    cdef int evict_places(self, int64_t handle, Ints* places, Verdict* v) noexcept nogil

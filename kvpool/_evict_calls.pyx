@@ -6,16 +6,20 @@ those that still have a slot and gives the lengths and slots of plans.
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint32_t
 from libc.string cimport memcpy
 
-from kvpool._args cimport Ints, ints_at, ints_free, ints_get, to_int
-from kvpool._blocks cimport Block, Blocks, whole_blocks
-from kvpool._memory cimport xcalloc, xfree
+from kvpool._args cimport Ints, ints_at, ints_free, ints_get, ints_init, to_int
+from kvpool._blocks cimport HELD, Block, Blocks, whole_blocks
 from kvpool._plan cimport Plan
+from kvpool._prefix_calls cimport PrefixPool
 from kvpool._record cimport BATCH, put, put_ints, put_slots, put_wide, record_begin, record_end
-from kvpool._sequence cimport Seqs, seq_compact, seq_evict, seq_rewritten, seq_table, slot_of
-from kvpool._step cimport BAD_LENGTH, Limits, Verdict, step_check_unshare, step_undo_check
-from kvpool._types cimport BAD_ROW, OK, OP_COMPACT, OP_EVICT_BLOCKS, OP_UNSHARE
-
-from kvpool.errors import CapacityExceeded, PlanStateError
+from kvpool._refuse cimport refuse
+from kvpool._sequence cimport (
+    Seqs, seq_compact, seq_evict, seq_find, seq_judge, seq_rewritten, seq_table, seqs_judge, seqs_new_stamp, slot_of,
+)
+from kvpool._step cimport Limits, Replaced, Step, step_check_unshare, step_undo_check
+from kvpool._types cimport (
+    BAD_INDEX, BAD_LENGTH, BAD_SHAPE, INDEX_ORDER, LOST_TOO_MANY, NOT_REWRITABLE, OK, OP_COMPACT, OP_EVICT_BLOCKS,
+    OP_UNSHARE, PENDING_ROW, PLAN_PENDING, RETRY, Verdict, refused,
+)
 
 cdef int64_t INT32_MAX = (<int64_t>1 << 31) - 1
 
@@ -25,10 +29,14 @@ cdef class EvictPool(PrefixPool):
 
     # -- what `kvpool.Pool` does, where steps are
 
-    cdef int note_pending(self, Plan plan) except -1:
+    cdef void carry_out(self, Plan plan, const int64_t* handles, bint advance, int64_t pad_rows,
+                        int64_t pad_tokens) noexcept nogil:
+        pass
+
+    cdef int keep_plan(self, Plan plan) except -1:
         raise NotImplementedError
 
-    cdef void carry_out(self, Plan plan, const int64_t* handles, bint advance, int64_t pad_rows, int64_t pad_tokens):
+    cdef int let_go_of_plan(self, Plan plan) except -1:
         raise NotImplementedError
 
     cdef Plan check_plan(self, object plan, str call):
@@ -40,18 +48,16 @@ cdef class EvictPool(PrefixPool):
 
     # -- verbs
 
-    cdef int judge_eviction(self, int32_t slot, int64_t leaving, str call, Py_ssize_t row) except -1:
+    cdef int judge_eviction(self, int32_t slot, int64_t leaving, Py_ssize_t row, Verdict* v) noexcept nogil:
         """Refuse what no eviction may touch; row -1: not in a batch."""
         cdef Seqs* s = &self.seqs
         cdef Blocks* b = &self.blocks
-        name = "handle" if row < 0 else f"handles[{row}]"
+        cdef int64_t most = s.max_blocks * b.block_size
         if b.newest_pending and s.seq[slot].last_step >= b.oldest_pending:
-            raise PlanStateError(f"[{call}] {name} is a row of a pending plan "
-                                 f"(step {s.seq[slot].last_step}); call done or rollback first")
-        if leaving and s.life[slot].evicted + leaving + s.max_blocks * b.block_size > INT32_MAX:
-            raise CapacityExceeded(f"[{call}] {name} would have lost {s.life[slot].evicted + leaving} tokens, with "
-                                   f"the {s.max_blocks * b.block_size} it may hold positions end at {INT32_MAX}")
-        return 0
+            return refused(v, PENDING_ROW, row, s.seq[slot].last_step, 0, 0, 0)
+        if leaving and s.life[slot].evicted + leaving + most > INT32_MAX:
+            return refused(v, LOST_TOO_MANY, row, s.life[slot].evicted + leaving, 0, INT32_MAX, most)
+        return OK
 
     def unshare(self, plan, handles, lens, first=0):
         """Give sequences blocks of their own where `compact` is going to rewrite them: a step without tokens.
@@ -78,61 +84,93 @@ cdef class EvictPool(PrefixPool):
         are judged in order, so each but the last of the sequences that share a block gets a copy, and the last too
         while the copies are pending. O(blocks).
         """
-        cdef Plan p
+        cdef Plan p = self.check_plan(plan, "unshare")
         cdef Ints rows, lengths
-        cdef Limits limits
-        cdef Verdict verdict
-        cdef uint32_t* word = NULL
+        cdef Verdict v
         cdef int64_t keep
-        cdef int status
-        self.enter("unshare")
-        rows.held = lengths.held = False
-        rows.owned = lengths.owned = NULL
+        cdef int status = RETRY
+        ints_init(&rows, &self.spare)
+        ints_init(&lengths, &self.spare)
+        p.refuse_pending("unshare")
         try:
-            p = self.check_plan(plan, "unshare")
-            p.refuse_pending("unshare")
             ints_get(&rows, handles, "unshare", "handles", False, False)
             ints_get(&lengths, lens, "unshare", "lens", True, True)
             keep = to_int(first, "unshare", "first", 0, INT64_MAX)
             if lengths.size >= 0 and lengths.size != rows.size:
                 raise ValueError(f"[unshare] {lengths.size} lens for {rows.size} handles")
             p.refuse_rows(rows.size, "unshare")
-            limits.max_tokens = 0
-            limits.seq_tokens = min(p.seq_limit, self.seqs.max_blocks * self.blocks.block_size)
-            limits.table_width = p.wire.table_width
-            self.next_stamp()
-            status = step_check_unshare(&p.step, &self.seqs, &self.blocks, &rows, &lengths, keep, &limits, &verdict)
-            if status != OK:
-                step_undo_check(&p.step, &self.blocks, 0)
-                if status == BAD_ROW and verdict.reason == BAD_LENGTH:
-                    raise ValueError(f"[unshare] lens[{verdict.row}] is {verdict.value}, it must be in 0 .. "
-                                     f"{self.seqs.seq[slot_of(ints_at(&rows, verdict.row))].num_tokens}")
-                p.refuse(status, &verdict, &rows, "unshare", -1)
-            p.room_for_copies()
-            self.note_pending(p)
-            if self.record.data != NULL:
-                word = record_begin(&self.record, OP_UNSHARE, 3 + 2 * BATCH + rows.size + 2 * lengths.size)
-                if word != NULL:
-                    word = put_wide(put(word, p.number_in(&self.record)), keep)
-                    word = put_ints(put_slots(word, &rows), &lengths)
-            self.carry_out(p, <const int64_t*>rows.data, False, 0, 0)
-            self.copy_known(p)
-            if self.record.data != NULL:
-                record_end(&self.record, word, self.blocks.digest)
+            p.refuse_resized("unshare")
+            self.keep_plan(p)
+            try:
+                v.value = 0
+                while status == RETRY:
+                    p.room_for_copies(v.value)
+                    self.lock("unshare")
+                    status = self.unshare_rows(p, &rows, &lengths, keep, &v)
+                    self.unlock()
+            finally:
+                if status != OK:
+                    self.let_go_of_plan(p)
         finally:
             ints_free(&rows)
             ints_free(&lengths)
-            self.busy = False
+        if status != OK:
+            refuse("unshare", &v)
 
-    cdef void copy_known(self, Plan p) noexcept:
+    cdef int unshare_rows(self, Plan plan, const Ints* rows, const Ints* lengths, int64_t first,
+                          Verdict* v) noexcept nogil:
+        """RETRY: the plan has no room for the copies, of which there are `v.value`."""
+        cdef Limits limits
+        cdef uint32_t* word = NULL
+        cdef int status
+        if plan.step.pending:
+            return refused(v, PLAN_PENDING, -1, plan.step.id, 0, 0, 0)
+        limits.max_tokens = 0
+        limits.seq_tokens = min(plan.seq_limit, self.seqs.max_blocks * self.blocks.block_size)
+        limits.table_width = plan.wire.table_width
+        seqs_new_stamp(&self.seqs)
+        status = step_check_unshare(&plan.step, &self.seqs, &self.blocks, rows, lengths, first, &limits, v)
+        if status == OK and plan.step.log_size > plan.copies_room:
+            v.value = plan.step.log_size
+            status = RETRY
+        if status != OK:
+            step_undo_check(&plan.step, &self.blocks, 0)
+            return status
+        if self.record.data != NULL:
+            word = record_begin(&self.record, OP_UNSHARE, 3 + 2 * BATCH + rows.size + 2 * lengths.size)
+            if word != NULL:
+                word = put_wide(put(word, plan.number_in(&self.record)), first)
+                word = put_ints(put_slots(word, rows), lengths)
+        self.carry_out(plan, <const int64_t*>rows.data, False, 0, 0)
+        self.copy_known(&plan.step)
+        if self.record.data != NULL:
+            record_end(&self.record, word, self.blocks.digest)
+        return OK
+
+    cdef void copy_known(self, const Step* p) noexcept nogil:
         """A copy is not committed, but a `truncate` into it has to know which tokens are left in front."""
         cdef int64_t bs = self.blocks.block_size
         cdef int32_t k
         if not self.indexed:
             return
-        for k in range(p.step.log_size):
-            memcpy(self.index.tokens + p.step.log[k].new * bs, self.index.tokens + p.step.log[k].old * bs,
-                   bs * sizeof(int32_t))
+        for k in range(p.log_size):
+            memcpy(self.index.tokens + p.log[k].new * bs, self.index.tokens + p.log[k].old * bs, bs * sizeof(int32_t))
+
+    cdef void keep_known(self, const Step* p) noexcept nogil:
+        """The same before a rollback puts the sources of its copies back: what was told of the copies is known of them.
+
+        A source that is committed has its own tokens.
+        """
+        cdef int64_t bs = self.blocks.block_size
+        cdef const Replaced* entry
+        cdef int32_t k
+        if not self.indexed:
+            return
+        for k in range(p.log_size):
+            entry = &p.log[k]
+            if (seq_find(&self.seqs, p.handle[entry.row]) >= 0 and self.blocks.block[entry.new].committed == HELD
+                    and not self.blocks.block[entry.old].committed):
+                memcpy(self.index.tokens + entry.old * bs, self.index.tokens + entry.new * bs, bs * sizeof(int32_t))
 
     def compact(self, handles, lens, first=0):
         """Keep `lens` tokens of each sequence, moved to the front of its table; the blocks behind them are released.
@@ -165,49 +203,66 @@ cdef class EvictPool(PrefixPool):
         released youngest first, through limbo while steps are pending. From here on the sequence commits no more
         blocks, and cannot be truncated below the `num_tokens` it has now. O(blocks).
         """
-        cdef Seqs* s = &self.seqs
         cdef Ints batch, lengths
-        cdef Py_ssize_t k
-        cdef uint32_t* word
+        cdef Verdict v
         cdef int64_t keep
-        cdef int32_t slot, index
-        self.enter("compact")
-        batch.held = lengths.held = False
-        batch.owned = lengths.owned = NULL
+        cdef int status
+        ints_init(&batch, &self.spare)
+        ints_init(&lengths, &self.spare)
         try:
             ints_get(&batch, handles, "compact", "handles", True, False)
             ints_get(&lengths, lens, "compact", "lens", True, True)
             keep = to_int(first, "compact", "first", 0, INT64_MAX)
-            self.check_batch(&batch, "compact")
-            if lengths.size >= 0 and lengths.size != batch.size:
-                raise ValueError(f"[compact] {lengths.size} lens for {batch.size} handles")
-            for k in range(batch.size):
-                slot = slot_of(ints_at(&batch, k))
-                if not 0 <= ints_at(&lengths, k) <= s.seq[slot].num_tokens:
-                    raise ValueError(f"[compact] lens[{k}] is {ints_at(&lengths, k)}, it must be in "
-                                     f"0 .. {s.seq[slot].num_tokens}")
-                self.judge_eviction(slot, s.seq[slot].num_tokens - ints_at(&lengths, k), "compact", k)
-                index = seq_rewritten(s, &self.blocks, slot, keep, ints_at(&lengths, k), 0)
-                if index >= 0:
-                    self.explain_shared(seq_table(s, slot)[index], k)
-            for k in range(batch.size):
-                seq_compact(s, &self.blocks, slot_of(ints_at(&batch, k)), ints_at(&lengths, k))
-            if self.record.data != NULL:
-                word = record_begin(&self.record, OP_COMPACT, 2 + 2 * BATCH + batch.size + 2 * max(lengths.size, 0))
-                if word != NULL:
-                    word = put_ints(put_slots(put_wide(word, keep), &batch), &lengths)
-                record_end(&self.record, word, self.blocks.digest)
+            self.lock("compact")
+            status = self.compact_rows(&batch, &lengths, keep, &v)
+            self.unlock()
         finally:
             ints_free(&batch)
             ints_free(&lengths)
-            self.busy = False
+        if status != OK:
+            refuse("compact", &v)
 
-    cdef int explain_shared(self, int32_t id, Py_ssize_t row) except -1:
-        cdef const Block* block = &self.blocks.block[id]
-        why = (f"has {block.refcount} references" if block.refcount > 1 else
-               "is committed" if block.committed else "is read by a pending copy")
-        raise ValueError(f"[compact] block {id} of handles[{row}] {why}, it must not be rewritten; "
-                         f"call unshare first")
+    cdef int judge_compact(self, Ints* batch, const Ints* lengths, int64_t first, Verdict* v) noexcept nogil:
+        cdef Seqs* s = &self.seqs
+        cdef const Block* block
+        cdef int64_t length
+        cdef Py_ssize_t k
+        cdef int32_t slot, index, id
+        cdef int status = seqs_judge(s, batch, v)
+        if status != OK:
+            return status
+        if lengths.size >= 0 and lengths.size != batch.size:
+            return refused(v, BAD_SHAPE, -1, lengths.size, 0, 0, batch.size)
+        for k in range(batch.size):
+            slot = slot_of(ints_at(batch, k))
+            length = ints_at(lengths, k)
+            if not 0 <= length <= s.seq[slot].num_tokens:
+                return refused(v, BAD_LENGTH, k, length, 0, s.seq[slot].num_tokens, 0)
+            status = self.judge_eviction(slot, s.seq[slot].num_tokens - length, k, v)
+            if status != OK:
+                return status
+            index = seq_rewritten(s, &self.blocks, slot, first, length, 0)
+            if index >= 0:
+                id = seq_table(s, slot)[index]
+                block = &self.blocks.block[id]
+                return refused(v, NOT_REWRITABLE, k, id, block.refcount, block.committed, 0)
+        return OK
+
+    cdef int compact_rows(self, Ints* batch, const Ints* lengths, int64_t first, Verdict* v) noexcept nogil:
+        cdef Py_ssize_t k
+        cdef uint32_t* word
+        cdef int status = self.judge_compact(batch, lengths, first, v)
+        if status != OK:
+            return status
+        for k in range(batch.size):
+            seq_compact(&self.seqs, &self.blocks, slot_of(ints_at(batch, k)), ints_at(lengths, k))
+        if self.record.data != NULL:
+            word = record_begin(&self.record, OP_COMPACT,
+                                2 + 2 * BATCH + batch.size + 2 * max(lengths.size, <Py_ssize_t>0))
+            if word != NULL:
+                word = put_ints(put_slots(put_wide(word, first), batch), lengths)
+            record_end(&self.record, word, self.blocks.digest)
+        return OK
 
     def evict_blocks(self, handle, indices):
         """Whole blocks leave the table of a sequence; no data moves, and shared blocks stay as others read them.
@@ -233,47 +288,43 @@ cdef class EvictPool(PrefixPool):
         -----
         What `compact` says of lengths, `truncate` and `commit` holds here too. O(blocks).
         """
+        cdef int64_t wanted = self.get_handle(handle, "evict_blocks")
         cdef Ints places
-        cdef Py_ssize_t k
-        cdef int32_t slot
-        cdef int64_t full
-        cdef int32_t* at = NULL
-        cdef uint32_t* word
-        self.enter("evict_blocks")
-        places.held = False
-        places.owned = NULL
+        cdef Verdict v
+        cdef int status
+        ints_init(&places, &self.spare)
         try:
             ints_get(&places, indices, "evict_blocks", "indices", False, True)
-            slot = self.get_one(handle, "evict_blocks")
-            full = whole_blocks(&self.blocks, self.seqs.seq[slot].num_tokens)
-            for k in range(places.size):
-                if not 0 <= ints_at(&places, k) < full:
-                    raise ValueError(f"[evict_blocks] indices[{k}] is {ints_at(&places, k)}, the sequence has {full} "
-                                     f"full blocks")
-                if k and ints_at(&places, k) <= ints_at(&places, k - 1):
-                    raise ValueError(f"[evict_blocks] indices[{k}] is {ints_at(&places, k)} after "
-                                     f"{ints_at(&places, k - 1)}, they must ascend")
-            self.judge_eviction(slot, places.size * self.blocks.block_size, "evict_blocks", -1)
-            at = <int32_t*>xcalloc(places.size + 1, sizeof(int32_t))
-            if at == NULL:
-                raise MemoryError(f"[evict_blocks] no memory for {places.size} indices")
-            for k in range(places.size):
-                at[k] = <int32_t>ints_at(&places, k)
-            seq_evict(&self.seqs, &self.blocks, slot, at, <int32_t>places.size)
-            if self.record.data != NULL:
-                word = record_begin(&self.record, OP_EVICT_BLOCKS, 1 + BATCH + 2 * places.size)
-                if word != NULL:
-                    word = put_ints(put(word, slot), &places)
-                record_end(&self.record, word, self.blocks.digest)
+            self.lock("evict_blocks")
+            status = self.evict_places(wanted, &places, &v)
+            self.unlock()
         finally:
-            xfree(at)
             ints_free(&places)
-            self.busy = False
+        if status != OK:
+            refuse("evict_blocks", &v)
 
-    def kv_len(self, handle):
-        """Tokens of a sequence that still have a slot: `num_tokens` without those that were evicted. O(1)."""
-        self.enter("kv_len")
-        try:
-            return self.seqs.seq[self.get_one(handle, "kv_len")].num_tokens
-        finally:
-            self.busy = False
+    cdef int evict_places(self, int64_t handle, Ints* places, Verdict* v) noexcept nogil:
+        cdef int32_t slot = seq_judge(&self.seqs, handle, -1, v)
+        cdef int64_t full, place
+        cdef Py_ssize_t k
+        cdef uint32_t* word
+        cdef int status
+        if slot < 0:
+            return v.reason
+        full = whole_blocks(&self.blocks, self.seqs.seq[slot].num_tokens)
+        for k in range(places.size):
+            place = ints_at(places, k)
+            if not 0 <= place < full:
+                return refused(v, BAD_INDEX, k, place, 0, full, 0)
+            if k and place <= ints_at(places, k - 1):
+                return refused(v, INDEX_ORDER, k, place, 0, 0, ints_at(places, k - 1))
+        status = self.judge_eviction(slot, places.size * self.blocks.block_size, -1, v)
+        if status != OK:
+            return status
+        seq_evict(&self.seqs, &self.blocks, slot, places)
+        if self.record.data != NULL:
+            word = record_begin(&self.record, OP_EVICT_BLOCKS, 1 + BATCH + 2 * places.size)
+            if word != NULL:
+                word = put_ints(put(word, slot), places)
+            record_end(&self.record, word, self.blocks.digest)
+        return OK

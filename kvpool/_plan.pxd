@@ -4,8 +4,15 @@ from libc.stdint cimport int32_t, int64_t, uint32_t
 from kvpool._args cimport Ints
 from kvpool._record cimport Record
 from kvpool._sequence_calls cimport SequencePool
-from kvpool._step cimport Step, Verdict
+from kvpool._step cimport Step
+from kvpool._types cimport Verdict
 from kvpool._wire cimport Wire
+
+
+cdef class Memory:              # of an array: nobody can move it or make it smaller, as one could an array that owns it
+    cdef char* data
+    cdef Py_ssize_t size
+    cdef bint writable
 
 
 cdef class Plan:
@@ -19,8 +26,10 @@ cdef class Plan:
     cdef int32_t rows
     cdef int64_t tokens
     cdef int32_t copies_made
+    cdef int32_t copies_room    # copies that the array holds
     cdef dict arrays            # name -> whole array
     cdef dict views             # name -> (length, view)
+    cdef list bound             # of the caller's arrays: (name, array, address, shape), and the owners of their memory
     cdef tuple names
     cdef int64_t record_number  # in the pool's record, 0: none
     cdef uint32_t record_epoch
@@ -28,11 +37,12 @@ cdef class Plan:
 
     cdef int refuse_pending(self, str call) except -1
     cdef int refuse_rows(self, int64_t rows, str call) except -1
-    cdef int refuse(self, int status, const Verdict* v, const Ints* handles, str call, int64_t pad_tokens) except -1
+    cdef int refuse_resized(self, str call) except -1
+    cdef int refuse(self, const Verdict* v, str call, int64_t pad_tokens) except -1
     cdef uint32_t* write_step(self, Record* r, const Ints* rows, const Ints* num_new, bint advance,
-                              bint partial) noexcept
-    cdef int64_t number_in(self, Record* r) noexcept
-    cdef int room_for_copies(self) except -1
+                              bint partial) noexcept nogil
+    cdef int64_t number_in(self, Record* r) noexcept nogil
+    cdef int room_for_copies(self, int64_t copies) except -1
     cdef object view(self, str name, int64_t length)
     cdef int declare(self, object formats, object dtype, object pad, object out) except -1
     cdef int check_width(self, str name, int width) except -1

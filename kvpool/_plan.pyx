@@ -1,29 +1,21 @@
 """`Plan`: what one step hands to a backend, its arrays, and what it takes to undo the step."""
+from cpython.buffer cimport PyBUF_STRIDES, Py_buffer, PyBuffer_FillInfo, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t
-from libc.string cimport memcmp
+from libc.string cimport memcmp, memcpy, memset
 
 from kvpool._args cimport Ints, array_data, ints_at, show, to_int
-from kvpool._blocks cimport Blocks, blocks_available
+from kvpool._memory cimport xcalloc, xfree
 from kvpool._record cimport BATCH, ONE_EACH, PARTIAL, SAME_ROWS, Record, put, put_ints, put_slots, record_begin
+from kvpool._refuse cimport refuse
 from kvpool._sequence cimport MAX_SEQS
 from kvpool._sequence_calls cimport SequencePool
-from kvpool._step cimport (
-    BAD_HANDLE,
-    DUPLICATE,
-    NEGATIVE,
-    TABLE_TOO_WIDE,
-    TOO_MANY_TOKENS,
-    Verdict,
-    step_free,
-    step_init,
-    step_undo_check,
-)
-from kvpool._types cimport NO_MEMORY, OK, OP_RESERVE, OP_STEP, SHORT
-from kvpool._wire cimport Field, Wire, wire_forget, wire_free, wire_init
+from kvpool._step cimport step_free, step_init
+from kvpool._types cimport OK, OP_RESERVE, OP_STEP, PLAN_PENDING, TOO_MANY_TOKENS, Verdict, refused
+from kvpool._wire cimport BLOCK_TABLES, KV_SLOTS, NUM_FIELDS, Field, Wire, wire_forget, wire_free, wire_init
 
 import numpy as np
 
-from kvpool.errors import CapacityExceeded, OutOfBlocks, PlanStateError
+from kvpool.errors import CapacityExceeded, PlanStateError
 from kvpool.stats import PageBatchInfo
 
 cdef int64_t INT32_MAX = (<int64_t>1 << 31) - 1
@@ -45,6 +37,31 @@ FORMATS = {
 SLOT_FIELDS = ("slot_mapping", "kv_slots", "kv_slots_ragged")
 LENGTH_FIELDS = ("seq_lens", "positions")
 ROW_FORMATS = ("block_tables", "csr", "kv_slots", "page_batch_info")
+
+
+cdef class Memory:
+    """Memory of an array of a plan, zeros at first. An array over it owns nothing, so it cannot be resized."""
+
+    def __cinit__(self, Py_ssize_t size, bint writable):
+        self.data = <char*>xcalloc(max(size, 1), 1)
+        if self.data == NULL:
+            raise MemoryError(f"[Plan] no memory for an array of {size} bytes")
+        self.size = size
+        self.writable = writable
+
+    def __dealloc__(self):
+        xfree(self.data)
+
+    def __getbuffer__(self, Py_buffer* view, int flags):
+        PyBuffer_FillInfo(view, self, self.data, self.size, not self.writable, flags)
+
+
+cdef object new_array(object shape, object dtype, bint writable):
+    """An array of zeros in memory of its own."""
+    size = np.dtype(dtype).itemsize
+    for length in shape:
+        size *= length
+    return np.ndarray(shape, dtype, Memory(size, writable))
 
 
 cdef class Plan:
@@ -89,8 +106,8 @@ cdef class Plan:
         if not isinstance(pool, SequencePool):
             raise TypeError(f"[Plan] pool must be a kvpool.Pool, not {type(pool).__name__}")
         self.pool = pool
-        self.pool.enter("Plan")
-        self.pool.busy = False
+        self.pool.lock("Plan")
+        self.pool.unlock()
         cdef Wire* w = &self.wire
         cdef int64_t bs = self.pool.blocks.block_size
         cdef int64_t rows = to_int(max_rows, "Plan", "max_rows", 1, MAX_SEQS)
@@ -104,18 +121,20 @@ cdef class Plan:
         if step_init(&self.step, <int32_t>rows) != OK or wire_init(w, <int32_t>rows) != OK:
             raise MemoryError(f"[Plan] no memory for {rows} rows")
         self.views = {}
-        self.arrays = {
-            "copies": np.empty((rows, 3), np.int32),
-            "dirty_rows": np.empty(rows, np.int32),
-            "served": np.empty(rows, np.uint8),
-            "handles": np.empty(rows, np.int64),
+        self.bound = []
+        self.arrays = {                         # an undo relies on them, so nobody else writes them
+            "copies": new_array((rows, 3), np.int32, False),
+            "dirty_rows": new_array((rows,), np.int32, False),
+            "served": new_array((rows,), np.uint8, False),
+            "handles": new_array((rows,), np.int64, False),
         }
-        for array in self.arrays.values():
-            array.flags.writeable = False       # an undo relies on them; the core writes through pointers
         self.step.copies = <int32_t*>array_data(self.arrays["copies"])
+        self.copies_room = <int32_t>rows
         w.dirty = <int32_t*>array_data(self.arrays["dirty_rows"])
         w.served = <uint8_t*>array_data(self.arrays["served"])
         self.step.handle = <int64_t*>array_data(self.arrays["handles"])
+        self.step.plan = <void*>self
+        self.step.wire = w
         self.declare(formats, dtype, {} if pad is None else pad, {} if out is None else out)
 
     def __dealloc__(self):
@@ -211,7 +230,9 @@ cdef class Plan:
         cdef Field* field = &self.wire.field[FIELDS.index(name)]
         shape = self.array_shape(name)
         code = np.int32 if field.width == 4 else np.int64
-        array = np.zeros(shape, code) if field.pad == 0 else np.full(shape, field.pad, code)
+        array = new_array(shape, code, True)
+        if field.pad != 0:
+            array.fill(field.pad)
         self.arrays[name] = array
         field.data = array_data(array)
         return 0
@@ -236,15 +257,52 @@ cdef class Plan:
 
     cdef int attach(self, dict arrays, str call) except -1:
         """Bind the caller's arrays, all or none."""
+        cdef Py_buffer view
+        cdef void* data[NUM_FIELDS]
+        cdef Verdict v
+        cdef int k, status = OK
+        cdef bint arrays_given = len(arrays) > 0
         held = {**self.arrays, **arrays}
+        views = {name: shown for name, shown in self.views.items() if name not in arrays}
+        bound = [entry for entry in self.bound if entry[0] not in arrays]
+        memset(data, 0, sizeof(data))
         for name, array in arrays.items():
             self.check_array(name, array, held, call)
-        self.arrays = held
-        for name, array in arrays.items():
-            self.wire.field[FIELDS.index(name)].data = array_data(array)
-            self.views.pop(name, None)
-        if arrays:
-            wire_forget(&self.wire, self.wire.max_rows, "block_tables" in arrays, "kv_slots" in arrays)
+            owner = array
+            while isinstance(owner, np.ndarray):    # the array, and those whose memory it shows
+                PyObject_GetBuffer(owner, &view, PyBUF_STRIDES)
+                bound.append((name, owner, <size_t>view.buf, owner.shape))
+                PyBuffer_Release(&view)
+                owner = owner.base
+            data[<int>FIELDS.index(name)] = array_data(array)
+        self.pool.lock(call)
+        if self.step.pending:
+            status = refused(&v, PLAN_PENDING, -1, self.step.id, 0, 0, 0)
+        elif arrays_given:
+            for k in range(NUM_FIELDS):
+                if data[k] != NULL:
+                    self.wire.field[k].data = data[k]
+            wire_forget(&self.wire, self.wire.max_rows, data[BLOCK_TABLES] != NULL, data[KV_SLOTS] != NULL)
+        self.pool.unlock()
+        if status != OK:
+            refuse(call, &v)
+        self.arrays, self.views, self.bound = held, views, bound
+        return 0
+
+    cdef int refuse_resized(self, str call) except -1:
+        """A bound array must be where it was: NumPy resizes one on request, whoever else holds its memory."""
+        cdef Py_buffer view
+        cdef int d
+        cdef bint moved
+        for name, array, address, shape in self.bound:
+            PyObject_GetBuffer(array, &view, PyBUF_STRIDES)
+            moved = <size_t>view.buf != <size_t>address or view.ndim != <int>len(<tuple>shape)
+            for d in range(0 if moved else view.ndim):
+                moved |= view.shape[d] != <Py_ssize_t>(<tuple>shape)[d]
+            PyBuffer_Release(&view)
+            if moved:
+                raise BufferError(f"[{call}] {name} was resized or moved since it was bound (shape {array.shape}, it "
+                                  f"had {shape}); bind an array again")
         return 0
 
     def bind(self, **arrays):
@@ -267,16 +325,10 @@ cdef class Plan:
         -----
         Every row is dirty in the next step.
         """
-        self.pool.enter("bind")
-        try:
-            if self.step.pending:
-                raise PlanStateError(f"[bind] the plan is pending (step {self.step.id})")
-            for name in arrays:
-                if name not in self.names:
-                    raise ValueError(f"[bind] no such array ({name!r}), there are {', '.join(self.names)}")
-            self.attach(arrays, "bind")
-        finally:
-            self.pool.busy = False
+        for name in arrays:
+            if name not in self.names:
+                raise ValueError(f"[bind] no such array ({name!r}), there are {', '.join(self.names)}")
+        self.attach(arrays, "bind")
 
     def forget(self):
         """Carry every row into the next `dirty_rows`: the consumer of the arrays lost what it had.
@@ -286,13 +338,10 @@ cdef class Plan:
         PlanStateError
             The plan is pending. State unchanged.
         """
-        self.pool.enter("forget")
-        try:
-            if self.step.pending:
-                raise PlanStateError(f"[forget] the plan is pending (step {self.step.id})")
-            wire_forget(&self.wire, self.wire.max_rows, False, False)
-        finally:
-            self.pool.busy = False
+        self.attach({}, "forget")
+        self.pool.lock("forget")
+        wire_forget(&self.wire, self.wire.max_rows, False, False)
+        self.pool.unlock()
 
     cdef int get_pad(self, object pad_to, str call, int64_t num_rows, int64_t* rows, int64_t* tokens) except -1:
         """Read and judge a `pad_to` argument for a batch of `num_rows` rows."""
@@ -316,40 +365,16 @@ cdef class Plan:
             raise CapacityExceeded(f"[{call}] {rows} rows, the plan holds {self.wire.max_rows}")
         return 0
 
-    cdef int refuse(self, int status, const Verdict* v, const Ints* handles, str call, int64_t pad_tokens) except -1:
-        """Raise what step_check found; `pad_tokens` -1: no padding was asked for."""
-        cdef Blocks* b = &self.pool.blocks
-        cdef int64_t available = blocks_available(b), most = self.pool.seqs.max_blocks * b.block_size
-        if status == NO_MEMORY:
-            raise MemoryError(f"[{call}] no memory for the undo log")
-        if status == SHORT:
-            raise OutOfBlocks(
-                f"[{call}] {v.needed} blocks needed, {b.num_blank} free and {b.lru.size} evictable, "
-                f"{v.needed - available} short; row {v.short_row} is the first that does not fit, "
-                f"{b.limbo.size} blocks are in limbo",
-                needed=v.needed, short_by=v.needed - available, row=v.short_row,
-                handle=ints_at(handles, v.short_row), free=b.num_blank, evictable=b.lru.size, limbo=b.limbo.size)
-        if v.reason == BAD_HANDLE:
-            self.pool.find(v.value, call, v.row)
-        if v.reason == DUPLICATE:
-            raise ValueError(f"[{call}] handles[{v.row}] is a duplicate ({v.value})")
-        if v.reason == NEGATIVE:
-            raise ValueError(f"[{call}] num_new[{v.row}] is negative ({v.value})")
-        if v.reason == TABLE_TOO_WIDE:
-            raise CapacityExceeded(f"[{call}] row {v.row} needs {v.value} table entries, "
-                                   f"the plan holds {self.wire.table_width}")
+    cdef int refuse(self, const Verdict* v, str call, int64_t pad_tokens) except -1:
+        """Raise what a step was refused for; `pad_tokens` -1: no padding was asked for."""
         if v.reason == TOO_MANY_TOKENS and pad_tokens >= 0 and v.value <= self.max_tokens_:
             raise ValueError(f"[{call}] pad_to has room for {pad_tokens} tokens, the batch has {v.value}")
-        if v.reason == TOO_MANY_TOKENS:
-            raise CapacityExceeded(f"[{call}] {v.value} new tokens, the plan holds {self.max_tokens_}")
-        raise CapacityExceeded(f"[{call}] row {v.row} would hold {v.value} tokens, "
-                               f"{'the plan holds' if self.seq_limit < most else 'the limit is'} "
-                               f"{min(self.seq_limit, most)}")
+        return refuse(call, v)
 
     # -- what the last step filled
 
     cdef uint32_t* write_step(self, Record* r, const Ints* rows, const Ints* num_new, bint advance,
-                              bint partial) noexcept:
+                              bint partial) noexcept nogil:
         """The step that is about to be committed, but for its digest; rows as in the step before are not repeated.
 
         Returns where the record ends, for `record_end`.
@@ -370,7 +395,7 @@ cdef class Plan:
             at = put_slots(at, rows)
         return at if one else put_ints(at, num_new)
 
-    cdef int64_t number_in(self, Record* r) noexcept:
+    cdef int64_t number_in(self, Record* r) noexcept nogil:
         """By which number a record names this plan."""
         if self.record_number == 0 or self.record_epoch != r.epoch:
             r.next_plan += 1
@@ -378,20 +403,21 @@ cdef class Plan:
             self.record_epoch = r.epoch
         return self.record_number
 
-    cdef int room_for_copies(self) except -1:
-        """A step copies one block per row at most; one that was judged for `unshare` may copy them all."""
-        if self.step.log_size <= <Py_ssize_t>len(self.arrays["copies"]):
+    cdef int room_for_copies(self, int64_t copies) except -1:
+        """A step copies one block per row at most; `unshare` may copy them all."""
+        cdef int32_t* data
+        if copies <= self.copies_room:
             return 0
-        try:
-            array = np.empty((self.step.log_size, 3), np.int32)
-            array[:self.copies_made] = self.arrays["copies"][:self.copies_made]
-            array.flags.writeable = False
-            self.step.copies = <int32_t*>array_data(array)
-            self.arrays["copies"] = array
-        except MemoryError:
-            step_undo_check(&self.step, &self.pool.blocks, 0)
-            raise
-        self.views.pop("copies", None)
+        array = new_array((copies, 3), np.int32, False)
+        held = {**self.arrays, "copies": array}
+        views = {name: shown for name, shown in self.views.items() if name != "copies"}
+        data = <int32_t*>array_data(array)
+        self.pool.lock("unshare")
+        memcpy(data, self.step.copies, 12 * <size_t>self.copies_made)
+        self.step.copies = data
+        self.copies_room = <int32_t>copies
+        self.pool.unlock()
+        self.arrays, self.views = held, views
         return 0
 
     cdef object view(self, str name, int64_t length):

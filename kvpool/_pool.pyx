@@ -1,26 +1,32 @@
 """`Pool`: blocks, sequences and steps of one layer group, behind one call per step."""
-from cpython.exc cimport PyErr_CheckSignals
+from cpython.ref cimport Py_DECREF
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint32_t, uint64_t
+from libc.stdio cimport snprintf
+from libc.string cimport memset
 
-from kvpool._args cimport Ints, ints_at, ints_free, ints_get, to_int
+from kvpool._args cimport Ints, ints_at, ints_free, ints_get, ints_init, to_int
 from kvpool._blocks cimport (
+    FINDING,
+    USED,
     Blocks,
     blocks_check,
-    blocks_drain_limbo,
     blocks_fingerprint,
     blocks_lower_fences,
     blocks_reset,
 )
 from kvpool._evict_calls cimport EvictPool
+from kvpool._memory cimport xcalloc, xfree
 from kvpool._plan cimport Plan
-from kvpool._sequence cimport seq_table, seqs_check, seqs_fingerprint, seqs_reset
 from kvpool._prefix cimport index_check, index_fingerprint
 from kvpool._record cimport record_end, record_one
+from kvpool._refuse cimport refuse
+from kvpool._sequence cimport Seqs, seq_find, seq_table, seqs_check, seqs_fingerprint, seqs_judge, seqs_new_stamp, seqs_reset
 from kvpool._step cimport (
     Limits,
-    Replaced,
     Step,
-    Verdict,
+    pending_add,
+    pending_remove,
+    pending_settle,
     step_check,
     step_commit,
     step_fingerprint,
@@ -31,11 +37,23 @@ from kvpool._step cimport (
     step_rollback,
     step_undo_check,
 )
-from kvpool._types cimport NO_MEMORY, OK, OP_DONE, OP_RESET, OP_ROLLBACK, mix
-from kvpool._wire cimport wire_emit, wire_forget
+from kvpool._types cimport (
+    BAD_SHAPE, NEGATIVE_NEW, NO_MEMORY, OK, OP_DONE, OP_PUBLISH, OP_RESET, OP_ROLLBACK, OUT_OF_BLOCKS,
+    PLAN_HAS_CHILDREN, PLAN_NOT_NEWEST, PLAN_NOT_PENDING, PLAN_NOTED, PLAN_PENDING, RETRY, SEQ_TOO_LONG, TABLE_TOO_WIDE, Verdict, mix, refused,
+)
+from kvpool._wire cimport Wire, wire_emit, wire_forget
 
-from kvpool.errors import CorruptState, PlanStateError
+from kvpool.errors import CorruptState
 from kvpool.stats import PoolStats
+cdef extern from *:
+    """
+    static inline void kv_add_reference(void *object) { Py_INCREF((PyObject *)object); }
+    """
+    void add_reference "kv_add_reference"(void* object) noexcept nogil     # the thread is attached, though it says nogil
+
+cdef enum:
+    FEW_PLANS = 16              # that pass at once without memory for their list
+
 
 cdef class Pool(EvictPool):
     """Blocks, sequences and steps of one layer group. Integers only: the pool never sees a tensor.
@@ -73,8 +91,9 @@ cdef class Pool(EvictPool):
 
     Notes
     -----
-    All memory is taken here, about 48 bytes a block and 84 a sequence plus its table. One caller at a time;
-    pools are independent of each other. See ``docs/core.md`` for the exact rules.
+    All memory is taken here, about 48 bytes a block and 84 a sequence plus its table. A pool is thread-safe: a call
+    waits until the pool's lock is free, without the GIL. Pools are independent of each other. See ``docs/core.md`` for
+    the exact rules.
 
     Examples
     --------
@@ -94,7 +113,7 @@ cdef class Pool(EvictPool):
             raise TypeError(f"[Pool] in_order must be a bool, not {type(in_order).__name__} ({in_order!r})")
         self.next_step = 1
         self.steps_pend = not in_order
-        self.pending = []
+        self.plans = []
 
     def __dealloc__(self):
         step_free(&self.scratch)
@@ -149,9 +168,11 @@ cdef class Pool(EvictPool):
     @property
     def num_free(self):
         """Blank blocks; `stats` has the rest."""
-        self.enter("num_free")
-        self.busy = False
-        return self.blocks.num_blank
+        cdef int32_t found
+        self.lock("num_free")
+        found = self.blocks.num_blank
+        self.unlock()
+        return found
 
     # -- steps
 
@@ -189,11 +210,7 @@ cdef class Pool(EvictPool):
         O(S) for a decode step with unchanged rows, plus O(blocks) for rows that changed. No Python object per
         token, row or block. The plan is pending until `done` or `rollback`.
         """
-        self.enter("step")
-        try:
-            self.run(plan, handles, num_new, "step", True, partial, pad_to)
-        finally:
-            self.busy = False
+        self.run(plan, handles, num_new, "step", True, partial, pad_to)
 
     def reserve(self, plan, handles, num_new):
         """Take the blocks for `num_new` more tokens per row, without the tokens: lengths do not move.
@@ -201,19 +218,15 @@ cdef class Pool(EvictPool):
         Copies that shared blocks need are in the plan, which is pending like after `step`. Until a sequence is
         forked, steps inside its reservation cannot run out of blocks. Raises like `step`.
         """
-        self.enter("reserve")
-        try:
-            self.run(plan, handles, num_new, "reserve", False, False, None)
-        finally:
-            self.busy = False
+        self.run(plan, handles, num_new, "reserve", False, False, None)
 
     cdef int run(self, object plan_, object handles, object num_new, str call, bint advance, object partial,
                  object pad_to) except -1:
         cdef Plan plan = self.check_plan(plan_, call)
         cdef Ints rows, new
         cdef int64_t pad_rows = 0, pad_tokens = -1
-        rows.held = new.held = False
-        rows.owned = new.owned = NULL
+        ints_init(&rows, &self.spare)
+        ints_init(&new, &self.spare)
         plan.refuse_pending(call)
         if not isinstance(partial, bool):
             raise TypeError(f"[{call}] partial must be a bool, not {type(partial).__name__} ({partial!r})")
@@ -225,57 +238,78 @@ cdef class Pool(EvictPool):
             plan.refuse_rows(rows.size, call)
             if pad_to is not None:
                 plan.get_pad(pad_to, call, rows.size, &pad_rows, &pad_tokens)
-            self.run_rows(plan, &rows, &new, call, advance, partial, pad_rows, pad_tokens)
+            self.run_plan(plan, &rows, &new, call, advance, partial, pad_rows, pad_tokens)
         finally:
             ints_free(&rows)
             ints_free(&new)
         return 0
 
-    cdef int run_rows(self, Plan plan, const Ints* rows, const Ints* new, str call, bint advance, bint partial,
+    cdef int run_plan(self, Plan plan, const Ints* rows, const Ints* new, str call, bint advance, bint partial,
                       int64_t pad_rows, int64_t pad_tokens) except -1:
-        """A step of arguments that are read and fit each other and the plan; `pad_tokens` -1: no padding asked for."""
+        """A step of arguments that fit each other and the plan; `pad_tokens` -1: no padding asked for."""
+        cdef Verdict v
+        cdef int status = RETRY
+        if plan.bound:
+            plan.refuse_resized(call)
+        self.keep_plan(plan)
+        try:
+            self.lock(call)
+            status = self.run_rows(plan, rows, new, advance, partial, pad_rows, pad_tokens, &v)
+            self.unlock()
+        finally:
+            if status != OK:
+                self.let_go_of_plan(plan)
+        if status != OK:
+            plan.refuse(&v, call, pad_tokens)
+        return 0
+
+    cdef int keep_plan(self, Plan plan) except -1:
+        """Last thing that can fail before the lock is taken: a plan lives as long as its step is pending."""
+        if self.steps_pend:
+            self.plans.append(plan)
+        return 0
+
+    cdef int let_go_of_plan(self, Plan plan) except -1:
+        if self.steps_pend:
+            try:
+                self.plans.remove(plan)
+            except ValueError:              # the pool was shut down meanwhile
+                pass
+        return 0
+
+    cdef int run_rows(self, Plan plan, const Ints* rows, const Ints* new, bint advance, bint partial,
+                      int64_t pad_rows, int64_t pad_tokens, Verdict* v) noexcept nogil:
+        """Judge a step, and carry it out."""
         cdef Limits limits
-        cdef Verdict verdict
         cdef uint32_t* word = NULL
         cdef int status
+        if plan.step.pending:
+            return refused(v, PLAN_PENDING, -1, plan.step.id, 0, 0, 0)
         limits.max_tokens = plan.max_tokens_ if pad_tokens < 0 else pad_tokens
         limits.seq_tokens = min(plan.seq_limit, self.seqs.max_blocks * self.blocks.block_size)
         limits.table_width = plan.wire.table_width
-        self.next_stamp()
-        status = step_check(&plan.step, &self.seqs, &self.blocks, rows, new, &limits, advance, partial, &verdict)
+        seqs_new_stamp(&self.seqs)
+        status = step_check(&plan.step, &self.seqs, &self.blocks, rows, new, &limits, advance, partial, v)
         if status != OK:
             step_undo_check(&plan.step, &self.blocks, 0)
-            plan.refuse(status, &verdict, rows, call, pad_tokens)
-        self.note_pending(plan)
+            return status
         if self.record.data != NULL:
             word = plan.write_step(&self.record, rows, new, advance, partial)
-        self.carry_out(plan, <const int64_t*>rows.data, advance, pad_rows, max(pad_tokens, 0))
+        self.carry_out(plan, <const int64_t*>rows.data, advance, pad_rows, max(pad_tokens, <int64_t>0))
         if self.record.data != NULL:
             record_end(&self.record, word, self.blocks.digest)
-        return 0
+        return OK
 
-    cdef int note_pending(self, Plan plan) except -1:
-        """Last thing that can fail before a judged step is carried out."""
-        if self.steps_pend:
-            try:
-                self.pending.append(plan)
-            except MemoryError:
-                step_undo_check(&plan.step, &self.blocks, 0)
-                raise
-        return 0
-
-    cdef void carry_out(self, Plan plan, const int64_t* handles, bint advance, int64_t pad_rows, int64_t pad_tokens):
+    cdef void carry_out(self, Plan plan, const int64_t* handles, bint advance, int64_t pad_rows,
+                        int64_t pad_tokens) noexcept nogil:
         """Second half of a step: nothing here can fail."""
         cdef Step* p = &plan.step
         cdef Blocks* b = &self.blocks
         p.id = self.next_step
         p.noted_done = False
-        p.pending = self.steps_pend
         self.next_step += 1
         if self.steps_pend:
-            b.newest_pending = p.id
-            if b.oldest_pending == 0:
-                b.oldest_pending = p.id
+            pending_add(&self.pending, p, b)
         step_commit(p, &self.seqs, b, handles, advance, self.steps_pend)
         wire_emit(&plan.wire, p, &self.seqs, b, <int32_t>pad_rows, pad_tokens)
         plan.rows = p.num_rows
@@ -293,39 +327,45 @@ cdef class Pool(EvictPool):
         Raises what `step` raises for bad handles and counts. O(S).
         """
         cdef Ints rows, new
-        cdef Limits limits
-        cdef Verdict verdict
-        cdef Py_ssize_t i
+        cdef Verdict v
         cdef int status
-        self.enter("can")
-        rows.held = new.held = False
-        rows.owned = new.owned = NULL
+        ints_init(&rows, &self.spare)
+        ints_init(&new, &self.spare)
         try:
             ints_get(&rows, handles, "can", "handles", False, False)
             ints_get(&new, num_new, "can", "num_new", True, True)
-            self.check_batch(&rows, "can")
-            if new.size >= 0 and new.size != rows.size:
-                raise ValueError(f"[can] {new.size} num_new for {rows.size} handles")
-            for i in range(rows.size):
-                if ints_at(&new, i) < 0:
-                    raise ValueError(f"[can] num_new[{i}] is negative ({ints_at(&new, i)})")
-            if rows.size > self.scratch.max_rows:
-                step_free(&self.scratch)
-                if step_init(&self.scratch, <int32_t>rows.size) != OK:
-                    raise MemoryError(f"[can] no memory for {rows.size} rows")
-            limits.max_tokens = INT64_MAX
-            limits.seq_tokens = self.seqs.max_blocks * self.blocks.block_size
-            limits.table_width = self.seqs.max_blocks
-            self.next_stamp()
-            status = step_check(&self.scratch, &self.seqs, &self.blocks, &rows, &new, &limits, True, False, &verdict)
-            step_undo_check(&self.scratch, &self.blocks, 0)
-            if status == NO_MEMORY:
-                raise MemoryError("[can] no memory for the undo log")
-            return status == OK
+            self.lock("can")
+            status = self.can_rows(&rows, &new, &v)
+            self.unlock()
         finally:
             ints_free(&rows)
             ints_free(&new)
-            self.busy = False
+        if status not in (OK, OUT_OF_BLOCKS, TABLE_TOO_WIDE, SEQ_TOO_LONG):
+            refuse("can", &v)
+        return status == OK
+
+    cdef int can_rows(self, Ints* rows, const Ints* new, Verdict* v) noexcept nogil:
+        cdef Limits limits
+        cdef Py_ssize_t i
+        cdef int status = seqs_judge(&self.seqs, rows, v)
+        if status != OK:
+            return status
+        if new.size >= 0 and new.size != rows.size:
+            return refused(v, BAD_SHAPE, -1, new.size, 0, 0, rows.size)
+        for i in range(rows.size):
+            if ints_at(new, i) < 0:
+                return refused(v, NEGATIVE_NEW, i, ints_at(new, i), 0, 0, 0)
+        if rows.size > self.scratch.max_rows:
+            step_free(&self.scratch)
+            if step_init(&self.scratch, <int32_t>rows.size) != OK:
+                return refused(v, NO_MEMORY, -1, rows.size, 0, 0, 0)
+        limits.max_tokens = INT64_MAX
+        limits.seq_tokens = self.seqs.max_blocks * self.blocks.block_size
+        limits.table_width = self.seqs.max_blocks
+        seqs_new_stamp(&self.seqs)
+        status = step_check(&self.scratch, &self.seqs, &self.blocks, rows, new, &limits, True, False, v)
+        step_undo_check(&self.scratch, &self.blocks, 0)
+        return status
 
     def done(self, plan):
         """Declare a pending plan executed. Plans finish in step order; an early `done` is noted until its turn.
@@ -335,28 +375,73 @@ cdef class Pool(EvictPool):
         PlanStateError
             The plan is not pending, or its `done` was noted already. State unchanged.
         """
-        self.enter("done")
-        try:
-            self.end_done(self.check_plan(plan, "done"))
-        finally:
-            self.busy = False
+        self.end_done(self.check_plan(plan, "done"), "done")
 
-    cdef int end_done(self, Plan plan) except -1:
-        cdef Plan p
+    cdef int end_done(self, Plan plan, str call) except -1:
+        cdef void* few[FEW_PLANS]
+        cdef void** passed = few
+        cdef Verdict v
+        cdef int32_t k, room = FEW_PLANS, count = 0
+        cdef int status = RETRY
+        try:
+            while status == RETRY:
+                self.lock(call)
+                status = self.note_done(plan, passed, room, &count, &v)
+                room = max(room, self.pending.size)
+                self.unlock()
+                if status == RETRY:
+                    if passed != few:
+                        xfree(passed)
+                    passed = <void**>xcalloc(room, sizeof(void*))
+                    if passed == NULL:
+                        raise MemoryError(f"[{call}] no memory for {room} plans")
+            if status != OK:
+                refuse(call, &v)
+            for k in range(count):
+                self.let_go_of_plan(<Plan>passed[k])
+                Py_DECREF(<Plan>passed[k])
+        finally:
+            if passed != few:
+                xfree(passed)
+        return 0
+
+    cdef int note_done(self, Plan plan, void** passed, int32_t room, int32_t* count, Verdict* v) noexcept nogil:
+        """Note that a plan was executed; it passes, and others that waited for it, oldest first.
+
+        `passed`: the plans that did, with a reference each for the caller. RETRY: it has no room for all that may.
+        """
+        cdef Step* p = self.pending.oldest
         if not plan.step.pending:
-            raise PlanStateError(f"[done] the plan is not pending{self.why_not_pending()}")
+            return refused(v, PLAN_NOT_PENDING, -1, plan.step.id, 0, 0, not self.steps_pend)
         if plan.step.noted_done:
-            raise PlanStateError(f"[done] step {plan.step.id} was declared done already, older steps are not")
+            return refused(v, PLAN_NOTED, -1, plan.step.id, 0, 0, 0)
+        if self.pending.size > room:
+            return RETRY
         self.blocks.digest = mix(mix(self.blocks.digest, OP_DONE), self.next_step - plan.step.id)
         plan.step.noted_done = True
-        while self.pending and (<Plan>self.pending[0]).step.noted_done:
-            p = <Plan>self.pending[0]
-            self.unlist(p)
-            self.note_done(p.step.handle, p.step.length, p.step.num_rows)
-            step_release_holds(&p.step, &self.blocks)
-            self.finish(p)
+        while p != NULL and p.noted_done:
+            passed[count[0]] = p.plan
+            count[0] += 1
+            add_reference(p.plan)
+            self.pass_step(p)
+            p = self.pending.oldest
         record_one(&self.record, OP_DONE, plan.record_number, self.blocks.digest)
-        return 0
+        return OK
+
+    cdef void pass_step(self, Step* p) noexcept nogil:
+        cdef bint copied = p.log_size > 0
+        cdef int32_t i, slot
+        pending_remove(&self.pending, p, &self.blocks)
+        if self.indexed:
+            for i in range(p.num_rows):
+                slot = seq_find(&self.seqs, p.handle[i])
+                if slot >= 0:
+                    self.seqs.prefix[slot].done = p.length[i]
+        step_release_holds(p, &self.blocks)
+        pending_settle(&self.pending, p, &self.blocks)
+        if copied and self.blocks.num_held:
+            self.publish_waiting()
+            self.blocks.digest = mix(mix(self.blocks.digest, OP_PUBLISH), self.index.next_uid)
 
     def rollback(self, plan):
         """Take the newest pending step back: lengths, tables and references of its rows are as before it.
@@ -371,54 +456,37 @@ cdef class Pool(EvictPool):
             The plan is not pending, not the newest, declared done, or a sequence that was forked from one of its
             rows since is open. State unchanged.
         """
-        self.enter("rollback")
-        try:
-            self.end_rollback(self.check_plan(plan, "rollback"))
-        finally:
-            self.busy = False
+        self.end_rollback(self.check_plan(plan, "rollback"), "rollback")
 
-    cdef int end_rollback(self, Plan p) except -1:
-        if not p.step.pending:
-            raise PlanStateError(f"[rollback] the plan is not pending{self.why_not_pending()}")
-        if self.pending[len(self.pending) - 1] is not p:
-            raise PlanStateError(f"[rollback] step {p.step.id} is not the newest, "
-                                 f"step {self.blocks.newest_pending} is pending")
-        if p.step.noted_done:
-            raise PlanStateError(f"[rollback] step {p.step.id} was declared done")
-        if step_has_children(&p.step, &self.seqs):
-            raise PlanStateError(f"[rollback] a sequence forked from a row of step {p.step.id} is open")
-        self.unlist(p)
-        blocks_lower_fences(&self.blocks)
-        step_rollback(&p.step, &self.seqs, &self.blocks)
-        wire_forget(&p.wire, p.step.num_rows, False, False)
-        self.finish(p)
-        record_one(&self.record, OP_ROLLBACK, p.record_number, self.blocks.digest)
+    cdef int end_rollback(self, Plan plan, str call) except -1:
+        cdef Verdict v
+        cdef int status
+        self.lock(call)
+        status = self.roll_back(plan, &v)
+        self.unlock()
+        if status != OK:
+            refuse(call, &v)
+        self.let_go_of_plan(plan)
         return 0
 
-    cdef str why_not_pending(self):
-        return "" if self.steps_pend else ": in an in_order pool a step is done when it returns"
-
-    cdef void unlist(self, Plan plan):
-        """Take a plan off the pending list: from now on blocks do not wait for it."""
-        self.pending.remove(plan)
-        plan.step.pending = False
-        self.blocks.oldest_pending = (<Plan>self.pending[0]).step.id if self.pending else 0
-        self.blocks.newest_pending = (<Plan>self.pending[len(self.pending) - 1]).step.id if self.pending else 0
-
-    cdef void finish(self, Plan plan):
-        """Recompute the floors that the plan's log touched, then let blocks out of limbo."""
-        cdef Plan other
-        cdef const Replaced* entry
-        cdef int32_t k
-        for k in range(plan.step.log_size):
-            self.blocks.floor[plan.step.log[k].old] = 0
-        if plan.step.log_size:
-            for other in self.pending:
-                for k in range(other.step.log_size):
-                    entry = &other.step.log[k]
-                    self.blocks.floor[entry.old] = max(self.blocks.floor[entry.old], entry.tokens)
-        plan.step.log_size = 0
-        blocks_drain_limbo(&self.blocks)
+    cdef int roll_back(self, Plan plan, Verdict* v) noexcept nogil:
+        cdef Step* p = &plan.step
+        if not p.pending:
+            return refused(v, PLAN_NOT_PENDING, -1, p.id, 0, 0, not self.steps_pend)
+        if self.pending.newest != p:
+            return refused(v, PLAN_NOT_NEWEST, -1, p.id, 0, 0, self.blocks.newest_pending)
+        if p.noted_done:
+            return refused(v, PLAN_NOTED, -1, p.id, 0, 0, 0)
+        if step_has_children(p, &self.seqs):
+            return refused(v, PLAN_HAS_CHILDREN, -1, p.id, 0, 0, 0)
+        self.keep_known(p)
+        pending_remove(&self.pending, p, &self.blocks)
+        blocks_lower_fences(&self.blocks)
+        step_rollback(p, &self.seqs, &self.blocks)
+        wire_forget(&plan.wire, p.num_rows, False, False)
+        pending_settle(&self.pending, p, &self.blocks)
+        record_one(&self.record, OP_ROLLBACK, plan.record_number, self.blocks.digest)
+        return OK
 
     # -- the whole pool
 
@@ -427,54 +495,78 @@ cdef class Pool(EvictPool):
 
         Every handle is stale afterwards; plans stay usable. The backend must be idle. O(num_blocks + max_seqs).
         """
-        cdef int32_t slot
-        cdef Plan plan
-        self.enter("reset")
+        cdef int32_t room = 0, count = -1, k
+        cdef void** plans = NULL
         try:
-            for plan in self.pending:
-                plan.step.pending = False
-                plan.step.log_size = 0
-                wire_forget(&plan.wire, plan.step.num_rows, False, False)
-            self.pending.clear()
-            self.blocks.newest_pending = self.blocks.oldest_pending = 0
-            if self.indexed:
-                self.flush_root(0)
-            seqs_reset(&self.seqs)
-            blocks_reset(&self.blocks)
-            self.blocks.digest = mix(self.blocks.digest, OP_RESET)
-            self.record_start()
+            while count < 0:                    # memory for the plans to let go of, before anything moves
+                xfree(plans)
+                plans = <void**>xcalloc(room + 1, sizeof(void*))
+                if plans == NULL:
+                    raise MemoryError(f"[reset] no memory for {room} plans")
+                self.lock("reset")
+                if self.pending.size <= room:
+                    count = self.forget_all(plans)
+                room = self.pending.size
+                self.unlock()
+            for k in range(count):
+                self.let_go_of_plan(<Plan>plans[k])
+                Py_DECREF(<Plan>plans[k])
         finally:
-            self.busy = False
+            xfree(plans)
+
+    cdef int32_t forget_all(self, void** plans) noexcept nogil:
+        """Make the pool as it was when it was new; `plans` were pending, with a reference each for the caller."""
+        cdef Step* p = self.pending.oldest
+        cdef int32_t count = 0
+        while p != NULL:
+            p.pending = False
+            p.log_size = 0
+            wire_forget(<Wire*>p.wire, p.num_rows, False, False)
+            plans[count] = p.plan
+            add_reference(p.plan)
+            count += 1
+            p = p.newer
+        memset(&self.pending, 0, sizeof(self.pending))
+        self.blocks.newest_pending = self.blocks.oldest_pending = 0
+        if self.indexed:
+            self.flush_root(0)
+        seqs_reset(&self.seqs)
+        blocks_reset(&self.blocks)
+        self.blocks.digest = mix(self.blocks.digest, OP_RESET)
+        self.record_start()
+        return count
 
     def shutdown(self):
         """Give back all memory; every later call raises `PoolClosed`. Idempotent."""
-        cdef Plan plan
+        cdef Step* p
         if self.blocks.block == NULL:
             return
-        self.enter("shutdown")
-        try:
-            for plan in self.pending:
-                plan.step.pending = False
-            self.pending.clear()
-            self.deferred.clear()
-            EvictPool.release_memory(self)
-        finally:
-            self.busy = False
+        self.lock("shutdown")
+        p = self.pending.oldest
+        while p != NULL:
+            p.pending = False
+            p = p.newer
+        memset(&self.pending, 0, sizeof(self.pending))
+        EvictPool.release_memory(self)
+        self.unlock()
+        self.plans.clear()
 
     def stats(self):
         """Counters, O(1); see `kvpool.PoolStats`."""
-        cdef Blocks* b = &self.blocks
+        cdef Blocks b
+        cdef Seqs s
+        cdef int32_t pending
         cdef int64_t capacity
-        self.enter("stats")
-        try:
-            capacity = self.seqs.sum_blocks * b.block_size
-            return PoolStats(
-                b.num_blocks, b.reserved, b.num_blank, b.lru.size, b.limbo.size, b.num_used, b.num_shared,
-                self.seqs.num_open, len(self.pending), b.cow_copies, b.cow_tokens, b.allocs, b.evictions, b.peak_used,
-                self.seqs.sum_tokens, capacity, 1.0 - self.seqs.sum_tokens / <double>capacity if capacity else 0.0,
-                self.seqs.evicted_tokens)
-        finally:
-            self.busy = False
+        self.lock("stats")
+        b = self.blocks
+        s = self.seqs
+        pending = self.pending.size
+        self.unlock()
+        capacity = s.sum_blocks * b.block_size
+        return PoolStats(
+            b.num_blocks, b.reserved, b.num_blank, b.lru.size, b.limbo.size, b.num_used, b.num_shared, s.num_open,
+            pending, b.cow_copies, b.cow_tokens, b.allocs, b.evictions, b.peak_used, s.sum_tokens, capacity,
+            1.0 - s.sum_tokens / <double>capacity if capacity else 0.0, s.evicted_tokens)
 
     def digest(self):
         """64 bits chained over every call that changed something, and its results. O(1).
@@ -482,28 +574,28 @@ cdef class Pool(EvictPool):
         Equal calls on equally built pools give equal digests, in any process and build: ranks that keep
         replicated tables compare 8 bytes instead of tables.
         """
-        self.enter("digest")
-        try:
-            return self.blocks.digest
-        finally:
-            self.busy = False
+        cdef uint64_t found
+        self.lock("digest")
+        found = self.blocks.digest
+        self.unlock()
+        return found
 
     def fingerprint(self):
         """64 bits recomputed from all that influences a later call, orders of lists included. O(state)."""
         cdef uint64_t h
-        cdef Plan plan
-        self.enter("fingerprint")
-        try:
-            h = blocks_fingerprint(&self.blocks, 0, self.next_step)
-            h = seqs_fingerprint(&self.seqs, &self.blocks, h, self.next_step)
-            if self.indexed:
-                h = index_fingerprint(&self.index, &self.blocks, h)
-            h = mix(mix(h, self.steps_pend), len(self.pending))
-            for plan in self.pending:
-                h = step_fingerprint(&plan.step, h, self.next_step)
-            return h
-        finally:
-            self.busy = False
+        cdef const Step* p
+        self.lock("fingerprint")
+        h = blocks_fingerprint(&self.blocks, 0, self.next_step)
+        h = seqs_fingerprint(&self.seqs, &self.blocks, h, self.next_step)
+        if self.indexed:
+            h = index_fingerprint(&self.index, &self.blocks, h)
+        h = mix(mix(h, self.steps_pend), self.pending.size)
+        p = self.pending.oldest
+        while p != NULL:
+            h = step_fingerprint(p, h, self.next_step)
+            p = p.newer
+        self.unlock()
+        return h
 
     def check(self):
         """Recompute every invariant and every counter. O(state), for tests and for the worst of nights.
@@ -513,35 +605,58 @@ cdef class Pool(EvictPool):
         CorruptState
             Something does not hold; the message says what.
         """
-        cdef Plan plan
-        cdef int32_t k
-        self.enter("check")
+        cdef char[FINDING] finding
+        cdef bint wrong
+        cdef int32_t* seen = <int32_t*>xcalloc(2 * <size_t>self.blocks.num_blocks + 1, sizeof(int32_t))
+        if seen == NULL:
+            raise MemoryError(f"[check] no memory for {self.blocks.num_blocks} blocks")
         try:
-            finding = (blocks_check(&self.blocks) or seqs_check(&self.seqs, &self.blocks)
-                       or (index_check(&self.index, &self.blocks) if self.indexed else None))
-            if finding is None:
-                holds, floors = {}, {}
-                for plan in self.pending:
-                    for k in range(plan.step.log_size):
-                        old = plan.step.log[k].old
-                        holds[old] = holds.get(old, 0) + 1
-                        floors[old] = max(floors.get(old, 0), plan.step.log[k].tokens)
-                for k in range(self.blocks.num_blocks):
-                    if k & 0xFFFF == 0:
-                        PyErr_CheckSignals()
-                    if self.blocks.block[k].hold != holds.get(k, 0) or self.blocks.floor[k] != floors.get(k, 0):
-                        finding = (f"block {k} has hold {self.blocks.block[k].hold} and floor {self.blocks.floor[k]}, "
-                                   f"pending plans say {holds.get(k, 0)} and {floors.get(k, 0)}")
-                        break
-            if finding is None:
-                ids = [plan.step.id for plan in self.pending]
-                if ids != sorted(ids) or (min(ids, default=0), max(ids, default=0)) != (self.blocks.oldest_pending,
-                                                                                       self.blocks.newest_pending):
-                    finding = f"pending steps {ids} do not match the fences"
-            if finding is not None:
-                raise CorruptState(f"[check] {finding}")
+            self.lock("check")
+            wrong = self.find_fault(seen, finding)
+            self.unlock()
         finally:
-            self.busy = False
+            xfree(seen)
+        if wrong:
+            raise CorruptState(f"[check] {finding.decode()}")
+
+    cdef bint find_fault(self, int32_t* seen, char* finding) noexcept nogil:
+        """`seen` has two numbers for every block, all zero."""
+        cdef size_t size = self.blocks.num_blocks * sizeof(int32_t)
+        if blocks_check(&self.blocks, seen, finding) or seqs_check(&self.seqs, &self.blocks, seen, finding):
+            return True
+        if self.indexed and index_check(&self.index, &self.blocks, finding):
+            return True
+        memset(seen, 0, size)
+        return self.check_pending(seen, seen + self.blocks.num_blocks, finding)
+
+    cdef bint check_pending(self, int32_t* holds, int32_t* floors, char* finding) noexcept nogil:
+        """Holds, floors and fences are those of the plans that are pending; these are in the order of their steps."""
+        cdef Blocks* b = &self.blocks
+        cdef const Step* p = self.pending.oldest
+        cdef int64_t last = 0
+        cdef int32_t k, size = 0
+        while p != NULL:
+            if p.id <= last or not p.pending:
+                return snprintf(finding, FINDING, b"step %lld is pending behind step %lld", <long long>p.id,
+                                <long long>last) > 0
+            for k in range(p.log_size):
+                holds[p.log[k].old] += 1
+                floors[p.log[k].old] = max(floors[p.log[k].old], p.log[k].tokens)
+                if b.block[p.log[k].new].place == USED and b.fence[p.log[k].new] != p.id:
+                    return snprintf(finding, FINDING, b"block %d is made by step %lld, its fence is %lld",
+                                    p.log[k].new, <long long>p.id, <long long>b.fence[p.log[k].new]) > 0
+            last = p.id
+            size += 1
+            p = p.newer
+        if size != self.pending.size or b.newest_pending != last or b.oldest_pending != (
+                self.pending.oldest.id if size else 0):
+            return snprintf(finding, FINDING, b"%d steps are pending up to %lld, the fences say %lld .. %lld", size,
+                            <long long>last, <long long>b.oldest_pending, <long long>b.newest_pending) > 0
+        for k in range(b.num_blocks):
+            if b.block[k].hold != holds[k] or b.floor[k] != floors[k]:
+                return snprintf(finding, FINDING, b"block %d has hold %d and floor %d, pending plans say %d and %d", k,
+                                b.block[k].hold, b.floor[k], holds[k], floors[k]) > 0
+        return False
 
     def _corrupt(self, what, index):
         """For tests of `check`: break one piece of state. `index` is a block, or a slot of sequences."""

@@ -5,12 +5,15 @@ tokens" proves by induction that the whole prefix is the same, whatever the hash
 pool, only finds candidates, and a collision costs a miss. All hashes of a prompt need its tokens alone, so the
 cache lines of the slots and of the tokens are fetched in groups, ahead of their use.
 """
-from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdio cimport snprintf
 from libc.string cimport memcmp, memcpy, memset
 
-from kvpool._blocks cimport CACHED, Blocks, blocks_drop, blocks_touch
-from kvpool._memory cimport xcalloc, xfree, xmalloc, xrealloc
+from kvpool._blocks cimport CACHED, CANONICAL, FINDING, HELD, UNINDEXED, Blocks, blocks_drop, blocks_touch
+from kvpool._events cimport REMOVED, STORED, ring_add, ring_free, ring_init
+from kvpool._memory cimport xcalloc, xfree, xmalloc
+from kvpool._names cimport names_by_uid, names_free, names_init
+from kvpool._sha256 cimport sha256
 from kvpool._types cimport NO_BLOCK, NO_MEMORY, OK, mix
 
 cdef extern from *:
@@ -39,7 +42,7 @@ cdef enum:
 
 # ---- memory ------------------------------------------------------------------------------------------------
 
-cdef int index_init(Index* ix, const Blocks* b, uint64_t seed, uint64_t keep) noexcept nogil:
+cdef int index_init(Index* ix, const Blocks* b, uint64_t seed, uint64_t keep, int64_t events) noexcept nogil:
     cdef uint64_t slots = 8
     cdef size_t n = b.num_blocks
     while slots * 3 < <uint64_t>n * 4:
@@ -47,14 +50,17 @@ cdef int index_init(Index* ix, const Blocks* b, uint64_t seed, uint64_t keep) no
     ix.mask = <uint32_t>(slots - 1)
     ix.slot = <Slot*>xmalloc(slots * sizeof(Slot))
     ix.hash = <uint64_t*>xcalloc(n, sizeof(uint64_t))
-    ix.uid = <uint32_t*>xcalloc(n, sizeof(uint32_t))
-    ix.root = <uint32_t*>xcalloc(n, sizeof(uint32_t))
+    ix.uid = <uint64_t*>xcalloc(n, sizeof(uint64_t))
+    ix.root = <uint64_t*>xcalloc(n, sizeof(uint64_t))
     ix.tokens = <int32_t*>xcalloc(n, b.block_size * sizeof(int32_t))
+    ix.key = <uint8_t*>xcalloc(n, 16) if events else NULL
     ix.block_size = b.block_size
     ix.seed = seed
     ix.keep = keep
     ix.next_uid = 1
-    if ix.slot == NULL or ix.hash == NULL or ix.uid == NULL or ix.root == NULL or ix.tokens == NULL:
+    ring_init(&ix.ring, events, b.block_size)
+    if (names_init(&ix.names) != OK or ix.slot == NULL or ix.hash == NULL or ix.uid == NULL or ix.root == NULL
+            or ix.tokens == NULL or (events and ix.key == NULL)):
         index_free(ix)
         return NO_MEMORY
     memset(ix.slot, 0xFF, slots * sizeof(Slot))
@@ -67,7 +73,9 @@ cdef void index_free(Index* ix) noexcept nogil:
     xfree(ix.uid)
     xfree(ix.root)
     xfree(ix.tokens)
-    xfree(ix.journal)
+    xfree(ix.key)
+    ring_free(&ix.ring)
+    names_free(&ix.names)
     memset(ix, 0, sizeof(Index))
 
 
@@ -75,7 +83,8 @@ cdef int64_t index_nbytes(const Index* ix, const Blocks* b) noexcept nogil:
     """Bytes of the index itself, the canonical references in `Blocks` included."""
     if ix.slot == NULL:
         return 0
-    return (ix.mask + <int64_t>1) * sizeof(Slot) + b.num_blocks * (20 + ix.block_size * <int64_t>sizeof(int32_t))
+    return ((ix.mask + <int64_t>1) * sizeof(Slot)
+            + b.num_blocks * (28 + ix.block_size * <int64_t>sizeof(int32_t) + (16 if ix.key != NULL else 0)))
 
 
 # ---- hash --------------------------------------------------------------------------------------------------
@@ -108,7 +117,7 @@ cdef inline uint32_t key_of(uint64_t h) noexcept nogil:
 
 # ---- slots -------------------------------------------------------------------------------------------------
 
-cdef inline uint32_t find(const Index* ix, uint32_t at, uint32_t key, uint32_t parent,
+cdef inline uint32_t find(const Index* ix, uint32_t at, uint32_t key, uint64_t parent,
                           const int32_t* tokens) noexcept nogil:
     """Position of the node (parent, tokens), probing from `at` on; or of the empty slot that ends the search."""
     cdef const Slot* slot = &ix.slot[at]
@@ -140,26 +149,18 @@ cdef void remove_slot(Index* ix, int32_t id) noexcept nogil:
     ix.num_nodes -= 1
 
 
-cdef void note(Index* ix, int32_t id, uint32_t uid, uint32_t parent) noexcept nogil:
-    """Remember for the events that a node came (id) or went (NO_BLOCK)."""
-    cdef int32_t* journal
-    if ix.journal == NULL:
-        return
-    if ix.journal_size == ix.journal_room:
-        journal = <int32_t*>xrealloc(ix.journal, 6 * <size_t>ix.journal_room * sizeof(int32_t))
-        if journal == NULL:
-            ix.journal_lost += 1            # an event is lost, not the state
-            return
-        ix.journal = journal
-        ix.journal_room *= 2
-    ix.journal[3 * ix.journal_size] = id
-    ix.journal[3 * ix.journal_size + 1] = <int32_t>uid
-    ix.journal[3 * ix.journal_size + 2] = <int32_t>parent
-    ix.journal_size += 1
+cdef void make_key(Index* ix, int32_t id, int32_t before) noexcept nogil:
+    """The content key of a block, from that of the block before it; NO_BLOCK: it is the first of its namespace."""
+    cdef const uint8_t* start
+    if before == NO_BLOCK:
+        start = names_by_uid(&ix.names, ix.root[id]).key
+    else:
+        start = &ix.key[16 * <int64_t>before]
+    sha256(start, ix.tokens + id * ix.block_size, ix.block_size * sizeof(int32_t), &ix.key[16 * <int64_t>id])
 
 
-cdef void insert(Index* ix, Blocks* b, int32_t id, uint32_t parent) noexcept nogil:
-    """Make block `id`, whose hash and tokens are set, the canonical block of a new node."""
+cdef void insert(Index* ix, Blocks* b, int32_t id, uint64_t parent, int32_t before) noexcept nogil:
+    """Make block `id`, whose hash and tokens are set, the canonical block of a new node below block `before`."""
     cdef uint32_t at = key_of(ix.hash[id]) & ix.mask
     while ix.slot[at].id != NO_BLOCK:
         at = (at + 1) & ix.mask
@@ -167,18 +168,21 @@ cdef void insert(Index* ix, Blocks* b, int32_t id, uint32_t parent) noexcept nog
     ix.next_uid += 1
     ix.slot[at].key = key_of(ix.hash[id])
     ix.slot[at].id = id
-    ix.slot[at].uid = ix.uid[id]
     ix.slot[at].parent = parent
     ix.num_nodes += 1
     ix.inserted += 1
-    b.block[id].committed = 1
+    b.block[id].committed = CANONICAL
     b.canonical[id] = NO_BLOCK
-    note(ix, id, ix.uid[id], parent)
+    if ix.key != NULL:
+        make_key(ix, id, before)
+        ring_add(&ix.ring, STORED, &ix.key[16 * <int64_t>id],
+                 &ix.key[16 * <int64_t>before] if before != NO_BLOCK else NULL,
+                 names_by_uid(&ix.names, ix.root[id]), ix.tokens + id * ix.block_size, ix.block_size)
 
 
 # ---- lookup ------------------------------------------------------------------------------------------------
 
-cdef Match index_match(const Index* ix, const Blocks* b, uint32_t root, uint64_t root_hash, const int32_t* tokens,
+cdef Match index_match(const Index* ix, const Blocks* b, uint64_t root, uint64_t root_hash, const int32_t* tokens,
                        int32_t max_blocks, int32_t* ids) noexcept nogil:
     """Canonical blocks of the longest cached prefix, at most `max_blocks`; `ids` may be NULL.
 
@@ -189,8 +193,7 @@ cdef Match index_match(const Index* ix, const Blocks* b, uint32_t root, uint64_t
     cdef uint32_t[GROUP] at
     cdef int32_t first = 0, size, k, id
     cdef int64_t bs = ix.block_size
-    cdef uint32_t parent = root
-    cdef uint64_t h = root_hash
+    cdef uint64_t parent = root, h = root_hash
     found.blocks = found.evictable = 0
     found.hash = root_hash
     while first < max_blocks:
@@ -210,12 +213,13 @@ cdef Match index_match(const Index* ix, const Blocks* b, uint32_t root, uint64_t
                 break
             kv_prefetch(ix.tokens + id * bs)
             kv_prefetch(&b.block[id])
+            kv_prefetch(&ix.uid[id])
         for k in range(size):
             at[k] = find(ix, at[k], key_of(hashes[k]), parent, tokens + (first + k) * bs)
             id = ix.slot[at[k]].id
             if id == NO_BLOCK:
                 return found
-            parent = ix.slot[at[k]].uid
+            parent = ix.uid[id]
             found.evictable += b.block[id].place == CACHED
             if ids != NULL:
                 ids[found.blocks] = id
@@ -231,35 +235,49 @@ cdef bint index_same(const Index* ix, int32_t id, const int32_t* tokens) noexcep
     return memcmp(ix.tokens + id * ix.block_size, tokens, ix.block_size * sizeof(int32_t)) == 0
 
 
-cdef inline uint32_t node_above(const Index* ix, const Blocks* b, const int32_t* table, int32_t at,
-                                uint32_t root) noexcept nogil:
+cdef void index_tell(Index* ix, Blocks* b, int32_t id, const int32_t* tokens) noexcept nogil:
+    """A full block's tokens are known: it is immutable from here on, and held back until it is published."""
+    if b.block[id].committed:
+        return                              # shared, and committed by another sequence with the same tokens
+    memcpy(ix.tokens + id * ix.block_size, tokens, ix.block_size * sizeof(int32_t))
+    b.block[id].committed = HELD
+    b.num_held += 1
+    b.canonical[id] = NO_BLOCK
+    ix.uid[id] = 0
+
+
+cdef inline uint64_t node_above(const Index* ix, const Blocks* b, const int32_t* table, int32_t at,
+                                uint64_t root) noexcept nogil:
     """Parent of the node of table[at]; 0: none, as above it is a copy that `unshare` made, whatever it was before."""
     if at == 0:
         return root
     return ix.uid[table[at - 1]] if b.block[table[at - 1]].committed else 0
 
 
-cdef bint adopt(Index* ix, Blocks* b, int32_t id, uint32_t parent) noexcept nogil:
+cdef bint adopt(Index* ix, Blocks* b, int32_t id, uint64_t parent) noexcept nogil:
     """Make block `id` a duplicate if the node (parent, its tokens) exists."""
     cdef uint32_t at = find(ix, key_of(ix.hash[id]) & ix.mask, key_of(ix.hash[id]), parent,
                             ix.tokens + id * ix.block_size)
-    if ix.slot[at].id == NO_BLOCK:
+    cdef int32_t known = ix.slot[at].id
+    if known == NO_BLOCK:
         return False
-    ix.uid[id] = ix.slot[at].uid
-    b.block[id].committed = 2
-    b.canonical[id] = ix.slot[at].id
+    ix.uid[id] = ix.uid[known]
+    b.block[id].committed = UNINDEXED
+    b.canonical[id] = known
+    if ix.key != NULL:
+        memcpy(&ix.key[16 * <int64_t>id], &ix.key[16 * <int64_t>known], 16)
     return True
 
 
-cdef void hold_canonicals(Index* ix, Blocks* b, const int32_t* table, int32_t at, uint32_t root) noexcept nogil:
+cdef void hold_canonicals(Index* ix, Blocks* b, const int32_t* table, int32_t at, uint64_t root) noexcept nogil:
     """A node is about to be inserted below table[at - 1]: duplicates right above it take a reference on their
     canonical blocks, so that no parent is evicted under a live child. Where a canonical block is gone, the
     duplicate takes its place, and those behind it follow; without a parent, they stand for nothing any more.
     """
     cdef int32_t first = at, id
-    cdef uint32_t parent
+    cdef uint64_t parent
     cdef bint broken = False
-    while first > 0 and b.block[table[first - 1]].committed == 2 and b.canonical[table[first - 1]] != NO_BLOCK:
+    while first > 0 and b.block[table[first - 1]].committed == UNINDEXED and b.canonical[table[first - 1]] != NO_BLOCK:
         first -= 1
     for first in range(first, at):
         id = table[first]
@@ -274,25 +292,21 @@ cdef void hold_canonicals(Index* ix, Blocks* b, const int32_t* table, int32_t at
                 b.canonical[id] = NO_BLOCK
                 continue
             if not adopt(ix, b, id, parent):
-                insert(ix, b, id, parent)
+                insert(ix, b, id, parent, table[first - 1] if first else NO_BLOCK)
                 continue
         blocks_touch(b, b.canonical[id])
         b.block[id].canonical_held = 1
 
 
-cdef void index_commit(Index* ix, Blocks* b, const int32_t* table, int32_t at, uint32_t root, uint64_t root_hash,
-                       const int32_t* tokens) noexcept nogil:
-    """Block table[at] of a sequence is full and known. `root` 0: its namespace was flushed, nothing is indexed."""
+cdef void index_publish(Index* ix, Blocks* b, const int32_t* table, int32_t at, uint64_t root,
+                        uint64_t root_hash) noexcept nogil:
+    """Offer a held block, whose content exists, to the index. `root` 0: its namespace was flushed, or it lost tokens."""
     cdef int32_t id = table[at]
-    cdef uint32_t parent, now
-    if b.block[id].committed:
-        return                              # shared, and committed by another sequence with the same tokens
-    memcpy(ix.tokens + id * ix.block_size, tokens, ix.block_size * sizeof(int32_t))
-    ix.hash[id] = chain(ix, ix.hash[table[at - 1]] if at else root_hash, tokens)
+    cdef uint64_t parent, now
+    ix.hash[id] = chain(ix, ix.hash[table[at - 1]] if at else root_hash, ix.tokens + id * ix.block_size)
     ix.root[id] = root
-    b.block[id].committed = 2
-    b.canonical[id] = NO_BLOCK
-    ix.uid[id] = 0
+    b.block[id].committed = UNINDEXED
+    b.num_held -= 1
     parent = node_above(ix, b, table, at, root)
     if root == 0 or parent == 0:
         return
@@ -308,7 +322,7 @@ cdef void index_commit(Index* ix, Blocks* b, const int32_t* table, int32_t at, u
         if adopt(ix, b, id, parent):
             ix.duplicates += 1
             return
-    insert(ix, b, id, parent)
+    insert(ix, b, id, parent, table[at - 1] if at else NO_BLOCK)
 
 
 # ---- forgetting --------------------------------------------------------------------------------------------
@@ -316,7 +330,8 @@ cdef void index_commit(Index* ix, Blocks* b, const int32_t* table, int32_t at, u
 cdef void forget(Index* ix, int32_t id) noexcept nogil:
     """The content of a canonical block is gone."""
     remove_slot(ix, id)
-    note(ix, NO_BLOCK, ix.uid[id], 0)
+    if ix.key != NULL:
+        ring_add(&ix.ring, REMOVED, &ix.key[16 * <int64_t>id], NULL, NULL, NULL, 0)
     ix.uid[id] = 0
 
 
@@ -341,7 +356,16 @@ cdef void index_drain(Index* ix, Blocks* b) noexcept nogil:
     b.num_dropped = 0
 
 
-cdef int32_t index_flush(Index* ix, Blocks* b, uint32_t root) noexcept nogil:
+cdef int32_t index_evictable(const Index* ix, const Blocks* b, uint64_t root) noexcept nogil:
+    """Evictable blocks below `root` (0: all): what `index_flush` will make blank. O(evictable blocks)."""
+    cdef int32_t id = b.lru.head, found = 0
+    while id != NO_BLOCK:
+        found += root == 0 or ix.root[id] == root
+        id = b.next[id]
+    return found
+
+
+cdef int32_t index_flush(Index* ix, Blocks* b, uint64_t root) noexcept nogil:
     """Forget every node below `root` (0: all nodes). Returns how many blocks became blank. O(num_blocks)."""
     cdef int32_t id, next_id, blank = 0
     id = b.lru.head
@@ -354,9 +378,9 @@ cdef int32_t index_flush(Index* ix, Blocks* b, uint32_t root) noexcept nogil:
         id = next_id
     for id in range(b.num_blocks):
         if ix.uid[id] and (root == 0 or ix.root[id] == root):
-            if b.block[id].committed == 1:
+            if b.block[id].committed == CANONICAL:
                 forget(ix, id)
-                b.block[id].committed = 2
+                b.block[id].committed = UNINDEXED
             ix.uid[id] = 0
     return blank
 
@@ -370,34 +394,35 @@ cdef uint64_t index_fingerprint(const Index* ix, const Blocks* b, uint64_t h) no
     for i in range(b.num_blocks):
         if b.block[i].committed == 0:
             continue
-        h = mix(mix(h, (<uint64_t>ix.uid[i] << 32) | ix.root[i]), <uint32_t>b.canonical[i])
+        h = mix(mix(mix(h, ix.uid[i]), ix.root[i]), <uint32_t>b.canonical[i])
         for k in range(ix.block_size):
             h = mix(h, ix.tokens[i * ix.block_size + k])
+    h = mix(h, ix.names.size)
+    for i in range(ix.names.size):
+        h = mix(mix(h, ix.names.list[i].uid), ix.names.list[i].hash)
     return h
 
 
-cdef str index_check(const Index* ix, const Blocks* b):
+cdef bint index_check(const Index* ix, const Blocks* b, char* finding) noexcept nogil:
+    """Whether an invariant does not hold; the first one, in words. O(num_blocks + slots)."""
     cdef int32_t i, canonical = 0
-    cdef uint32_t at, slots = 0
-    nodes = set()
-    for at in range(ix.mask + 1):
-        if at & 0xFFFF == 0:
-            PyErr_CheckSignals()
+    cdef int64_t at, slots = 0
+    for at in range(ix.mask + <int64_t>1):
         i = ix.slot[at].id
         if i == NO_BLOCK:
             continue
         slots += 1
-        if i < b.reserved or i >= b.num_blocks or ix.uid[i] != ix.slot[at].uid or b.block[i].committed != 1:
-            return f"slot {at} of the index names block {i}, which is not canonical for node {ix.slot[at].uid}"
-        nodes.add((ix.slot[at].parent, (<const char*>(ix.tokens + i * ix.block_size))[:ix.block_size * 4]))
+        if i < b.reserved or i >= b.num_blocks or ix.uid[i] == 0 or b.block[i].committed != CANONICAL:
+            return snprintf(finding, FINDING, b"slot %lld of the index names block %d, which is not canonical",
+                            <long long>at, i) > 0
         if find(ix, key_of(ix.hash[i]) & ix.mask, ix.slot[at].key, ix.slot[at].parent,
-                ix.tokens + i * ix.block_size) != at:
-            return f"block {i} cannot be found in the index"
+                ix.tokens + i * ix.block_size) != at:          # it finds the first of two that are equal
+            return snprintf(finding, FINDING, b"block %d cannot be found in the index", i) > 0
     for i in range(b.num_blocks):
-        canonical += b.block[i].committed == 1
-        if b.block[i].canonical_held and (b.block[i].committed != 2 or b.canonical[i] == NO_BLOCK):
-            return f"block {i} holds a canonical block, but is no duplicate"
-    if not slots == canonical == ix.num_nodes == len(nodes):
-        return (f"the index has {slots} slots for {len(nodes)} contents and {canonical} canonical blocks, "
-                f"its counter says {ix.num_nodes}")
-    return None
+        canonical += b.block[i].committed == CANONICAL
+        if b.block[i].canonical_held and (b.block[i].committed != UNINDEXED or b.canonical[i] == NO_BLOCK):
+            return snprintf(finding, FINDING, b"block %d holds a canonical block, but is no duplicate", i) > 0
+    if not slots == canonical == ix.num_nodes:
+        return snprintf(finding, FINDING, b"the index has %lld slots for %d canonical blocks, its counter says %d",
+                        <long long>slots, canonical, ix.num_nodes) > 0
+    return False

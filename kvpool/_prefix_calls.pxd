@@ -1,36 +1,39 @@
-"""Calls of the prefix cache; the layer between `EventPool` and `kvpool.Pool`."""
-from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+"""Calls of the prefix cache; the layer between `SequencePool` and `kvpool.Pool`."""
+from libc.stdint cimport int32_t, int64_t, uint64_t
 
 from kvpool._args cimport Ints
-from kvpool._prefix_events cimport EventPool
+from kvpool._names cimport Name
+from kvpool._prefix cimport Index, Match
+from kvpool._sequence_calls cimport SequencePool
+from kvpool._types cimport Verdict
 
 
-cdef struct Tokens:             # tokens of a call as int32, checked
-    const int32_t* data
-    int64_t size
-    int32_t* owned              # memory of converted tokens
-    Ints ints
-
-
-cdef class PrefixPool(EventPool):
+cdef class PrefixPool(SequencePool):
+    cdef Index index
     cdef readonly object seed
-    cdef dict roots             # namespace -> uid of its root
-    cdef Py_ssize_t sweep_at    # namespaces at which dead ones are looked for
 
-    cdef int get_tokens(self, Tokens* tokens, object value, str call) except -1
-    cdef int check_tokens(self, Tokens* tokens, str call) except -1
-    cdef int refuse_unindexed(self) except -1
-    cdef int commit_all(self, Ints* rows, Ints* counts, const Tokens* tokens, bint even) except -1
-    cdef uint32_t find_root(self, bytes namespace, uint64_t* root_hash)
-    cdef uint32_t make_root(self, bytes namespace)
-    cdef void sweep_namespaces(self)
-    cdef object open_prompt(self, Tokens* tokens, bytes namespace, str call, bint take)
-    cdef void record_open(self, const Tokens* tokens, bytes namespace, int32_t slot, bint take) noexcept
-    cdef void record_commit(self, const Ints* rows, const Ints* counts, const Tokens* tokens) noexcept
-    cdef int judge_commit(self, int32_t slot, const int32_t* tokens, int64_t count, Py_ssize_t row) except -1
-    cdef void commit_row(self, int32_t slot, const int32_t* tokens, int64_t count)
-    cdef void note_done(self, const int64_t* handles, const int64_t* lengths, int32_t n)
-    cdef int32_t flush_root(self, uint32_t root) except -1
-    cdef int catch_up(self) except -1
+    cdef int make_root(self, const char* space, int64_t size, uint64_t* root, Verdict* v) noexcept nogil
+    cdef void sweep_namespaces(self) noexcept nogil
     cdef object with_tokens(self, object tokens, object namespace, str call, bint take)
-    cdef bint same_tail(self, int32_t slot, int32_t id, const int32_t* tokens, int64_t start) noexcept
+    cdef int64_t next_handle(self) noexcept nogil
+    cdef int open_prompt(self, const Ints* tokens, const char* space, int64_t space_size, bint take,
+                         Verdict* v) noexcept nogil
+    cdef void begin(self, int32_t slot, const Ints* tokens, const Match* found, int32_t need, uint64_t root,
+                    uint64_t root_hash, bint take) noexcept nogil
+    cdef void record_open(self, const Ints* tokens, const char* space, int64_t space_size, int32_t slot,
+                          bint take) noexcept nogil
+    cdef int64_t match_tokens(self, const Ints* prompt, const char* space, int64_t space_size) noexcept nogil
+    cdef int commit_all(self, Ints* rows, Ints* counts, const Ints* tokens, bint even, Verdict* v) noexcept nogil
+    cdef int judge_commit(self, const Ints* rows, const Ints* counts, const int32_t* tokens, Py_ssize_t row,
+                          int64_t at, Verdict* v) noexcept nogil
+    cdef int32_t token_of(self, int32_t slot, int64_t index, const int32_t* tokens, int64_t k) noexcept nogil
+    cdef bint same_block(self, int32_t slot, int64_t index, const int32_t* tokens, const int32_t* known) noexcept nogil
+    cdef bint same_rows(self, const Ints* rows, const Ints* counts, const int32_t* tokens, int32_t earlier,
+                        int32_t slot, int64_t index, const int32_t* own) noexcept nogil
+    cdef void commit_row(self, int32_t slot, const int32_t* tokens, int64_t count) noexcept nogil
+    cdef void publish(self, int32_t slot) noexcept nogil
+    cdef void publish_waiting(self) noexcept nogil
+    cdef void record_commit(self, const Ints* rows, const Ints* counts, const Ints* tokens) noexcept nogil
+    cdef int flush_blocks(self, const char* space, int64_t size, int32_t* count, Verdict* v) noexcept nogil
+    cdef int flush_name(self, Name* name, const char* space, int64_t size, Verdict* v) noexcept nogil
+    cdef void flush_root(self, uint64_t root) noexcept nogil

@@ -1,52 +1,74 @@
-"""Calls of the prefix cache: open with tokens, match, commit, pin, flush, statistics."""
+"""Calls of the prefix cache: open with tokens, match, commit, pin, flush, events, statistics."""
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint32_t, uint64_t
+from libc.string cimport memcmp, memcpy
 
-from kvpool._args cimport Ints, ints_at, ints_free, ints_get, to_int
-from kvpool._blocks cimport CACHED, Blocks, blocks_available, blocks_take_many, blocks_touch, whole_blocks
-from kvpool._memory cimport xcalloc, xfree, xmalloc
+from kvpool._args cimport Ints, ints_at, ints_free, ints_get, ints_init, ints_tokens, to_int
+from kvpool._blocks cimport (
+    CACHED,
+    HELD,
+    Blocks,
+    blocks_available,
+    blocks_new_stamp,
+    blocks_short,
+    blocks_take_many,
+    blocks_touch,
+    unwritten,
+    whole_blocks,
+)
+from kvpool._events cimport CLEARED, CLEARED_ALL, Ring, ring_add, ring_event, ring_free, ring_take, ring_told
+from kvpool._lock cimport lock_try, lock_wait
+from kvpool._memory cimport xcalloc, xmalloc
+from kvpool._names cimport (
+    Name, name_let_go, name_new, names_add, names_by_uid, names_clear, names_find, names_keep_live, names_remove,
+)
 from kvpool._prefix cimport (
     Index,
     Match,
-    index_commit,
     index_drain,
+    index_evictable,
     index_flush,
     index_free,
     index_init,
     index_match,
     index_nbytes,
+    index_publish,
     index_root_hash,
-    index_same,
+    index_tell,
 )
-from kvpool._prefix_events cimport EventPool
 from kvpool._record cimport (
     ALL, BATCH, COUNT, FLUSH, PIN,
     Record, put, put_bytes, put_ints, put_slots, put_wide, put_words, record_begin, record_end,
 )
+from kvpool._refuse cimport refuse
 from kvpool._sequence cimport (
     OPEN,
     Seq,
     SeqPrefix,
     Seqs,
     seq_done,
-    seq_find,
+    seq_judge,
     seq_new,
     seq_next_handle,
     seq_refresh,
     seq_table,
+    seqs_judge,
+    slot_of,
     untagged,
 )
-from kvpool._types cimport NO_BLOCK, OK, OP_COMMIT, OP_OPEN, mix
+from kvpool._sequence_calls cimport SequencePool
+from kvpool._types cimport (
+    BAD_SHAPE, EVICTED_ROW, NEGATIVE_COUNT, NO_BLOCK, NO_MEMORY, NOT_DONE_YET, NOT_INDEXED, OK, OP_COMMIT, OP_FLUSH,
+    OP_OPEN, OTHER_TOKENS, OUT_OF_SEQUENCES, PROMPT_TOO_LONG, RETRY, TOO_FEW_TOKENS, TOO_MANY_LEFT, UNEVEN_TOKENS,
+    Verdict, mix, mix_bytes, mix_tokens, refused,
+)
 
 import os
-from collections import deque
 
-from kvpool.errors import CapacityExceeded, OutOfBlocks, OutOfSequences
 from kvpool.stats import PrefixStats
 
-cdef uint32_t MOST_UIDS = 0xFFFFFFF0
 
-
-cdef class PrefixPool(EventPool):
+cdef class PrefixPool(SequencePool):
     """A prefix cache over committed blocks. See `kvpool.Pool` and docs/prefix.md."""
 
     def __cinit__(self, num_blocks, block_size, *, max_seqs=1024, max_blocks_per_seq=None, reserved_blocks=1,
@@ -62,8 +84,6 @@ cdef class PrefixPool(EventPool):
             raise TypeError(f"[Pool] prefix_cache must be a bool, not {type(prefix_cache).__name__} ({prefix_cache!r})")
         if room and not prefix_cache:
             raise ValueError(f"[Pool] events ({room}) need prefix_cache=True")
-        self.roots = {}
-        self.sweep_at = 1024
         if not prefix_cache:
             return
         b.canonical = <int32_t*>xmalloc(b.num_blocks * sizeof(int32_t))
@@ -71,111 +91,55 @@ cdef class PrefixPool(EventPool):
         s.partial = <int32_t*>xcalloc(s.max_seqs, b.block_size * sizeof(int32_t))
         if (b.canonical == NULL or s.prefix == NULL or s.partial == NULL
                 or index_init(&self.index, b, mix(0x5851F42D4C957F2DULL, <uint64_t>self.seed),
-                              <uint64_t>-1 >> (64 - bits) if bits else 0) != OK):
+                              <uint64_t>-1 >> (64 - bits) if bits else 0, room) != OK):
             raise MemoryError(f"[Pool] no memory for an index of {b.num_blocks} blocks of {b.block_size} tokens")
         for i in range(b.num_blocks):
             b.canonical[i] = NO_BLOCK
         self.indexed = True
-        if room:
-            self.events = deque(maxlen=room)
-            self.keys = {}
-            self.names = {}
-            self.index.journal_room = 64
-            self.index.journal = <int32_t*>xmalloc(3 * 64 * sizeof(int32_t))
-            if self.index.journal == NULL:
-                raise MemoryError("[Pool] no memory for events")
 
     def __dealloc__(self):
         index_free(&self.index)
 
-    cdef void release_memory(self):
+    cdef void release_memory(self) noexcept nogil:
         index_free(&self.index)
         self.indexed = False
-        EventPool.release_memory(self)
+        SequencePool.release_memory(self)
 
-    cdef int enter(self, str call) except -1:
-        EventPool.enter(self, call)
-        if self.indexed:
-            try:
-                self.catch_up()
-            except BaseException:
-                self.busy = False
-                raise
-        return 0
-
-    cdef int catch_up(self) except -1:
-        """What the calls before left to do."""
-        if self.blocks.num_dropped:             # they took cached blocks
+    cdef void catch_up(self) noexcept nogil:
+        if self.num_deferred:
+            SequencePool.catch_up(self)
+        if self.indexed and self.blocks.num_dropped:    # the calls before took cached blocks
             index_drain(&self.index, &self.blocks)
-        if self.index.journal_size or self.index.journal_lost:
-            self.publish()
-        if self.index.next_uid >= MOST_UIDS - 2 * <uint32_t>self.blocks.num_blocks:
-            self.flush_root(0)      # node numbers are never reused while a node lives: they ran out, forget all
-        return 0
-
-    # -- arguments
-
-    cdef int get_tokens(self, Tokens* tokens, object value, str call) except -1:
-        """Read tokens as int32; int32 buffers are read in place. The caller must free ints and owned."""
-        ints_get(&tokens.ints, value, call, "tokens", False, True)
-        return self.check_tokens(tokens, call)
-
-    cdef int check_tokens(self, Tokens* tokens, str call) except -1:
-        cdef int64_t i, token
-        cdef int32_t all_bits = 0
-        tokens.size = tokens.ints.size
-        if tokens.ints.width == 4:
-            tokens.data = <const int32_t*>tokens.ints.data
-            for i in range(tokens.size):
-                all_bits |= tokens.data[i]
-            if all_bits >= 0:
-                return 0
-        else:
-            tokens.owned = <int32_t*>xmalloc(max(tokens.size, 1) * sizeof(int32_t))
-            if tokens.owned == NULL:
-                raise MemoryError(f"[{call}] no memory for {tokens.size} tokens")
-            tokens.data = tokens.owned
-        for i in range(tokens.size):
-            token = ints_at(&tokens.ints, i)
-            if token < 0 or token > 0x7FFFFFFF:
-                raise ValueError(f"[{call}] tokens[{i}] is out of range ({token}), it must be in 0 .. {0x7FFFFFFF}")
-            if tokens.owned != NULL:
-                tokens.owned[i] = <int32_t>token
-        return 0
 
     # -- namespaces
 
-    cdef uint32_t find_root(self, bytes namespace, uint64_t* root_hash):
-        """uid of a namespace's root, 0 if it is unknown."""
-        root_hash[0] = index_root_hash(&self.index, namespace, len(namespace))
-        return self.roots.get(namespace, 0)
+    cdef int make_root(self, const char* space, int64_t size, uint64_t* root, Verdict* v) noexcept nogil:
+        """Give a namespace that is not known a root. Last of what can fail in a call."""
+        cdef Index* ix = &self.index
+        if ix.names.size >= ix.names.sweep_at:
+            self.sweep_namespaces()
+        if names_add(&ix.names, space, size, ix.next_uid) == NULL:
+            return refused(v, NO_MEMORY, -1, ix.names.size + 1, 0, 0, 0)
+        root[0] = ix.next_uid
+        ix.next_uid += 1
+        return OK
 
-    cdef uint32_t make_root(self, bytes namespace):
-        cdef object uid
-        if namespace not in self.roots:
-            if len(self.roots) >= self.sweep_at:
-                self.sweep_namespaces()
-            uid = self.index.next_uid
-            if self.events is not None:
-                self.names[uid] = namespace
-            self.roots[namespace] = uid         # last of what can fail
-            self.index.next_uid += 1
-        return self.roots[namespace]
-
-    cdef void sweep_namespaces(self):
+    cdef void sweep_namespaces(self) noexcept nogil:
         """Forget namespaces without a node and without an open sequence, so that tenants do not pile up."""
+        cdef Index* ix = &self.index
+        cdef Name* name
         cdef int32_t i
-        live = set()
         for i in range(self.blocks.num_blocks):
-            if self.index.uid[i] and self.blocks.block[i].committed:
-                live.add(self.index.root[i])
+            if ix.uid[i] and self.blocks.block[i].committed:
+                name = names_by_uid(&ix.names, ix.root[i])
+                if name != NULL:
+                    name.live = True
         for i in range(self.seqs.max_seqs):
             if self.seqs.life[i].life == OPEN:
-                live.add(self.seqs.prefix[i].root)
-        self.roots = {name: root for name, root in self.roots.items() if root in live}
-        if self.names is not None:
-            self.names = {root: name for name, root in self.roots.items()}
-        self.sweep_at = max(1024, 2 * len(self.roots))
+                name = names_by_uid(&ix.names, self.seqs.prefix[i].root)
+                if name != NULL:
+                    name.live = True
+        names_keep_live(&ix.names)
 
     # -- open, match, pin
 
@@ -226,74 +190,101 @@ cdef class PrefixPool(EventPool):
         self.close(handle)
 
     cdef object with_tokens(self, object tokens, object namespace, str call, bint take):
-        cdef Tokens prompt
-        prompt.owned = NULL
-        prompt.ints.held = False
-        prompt.ints.owned = NULL
-        self.enter(call)
+        cdef Ints prompt
+        cdef int64_t next_handle
+        cdef Verdict v
+        cdef int status = RETRY
+        ints_init(&prompt, &self.spare)
         try:
             if type(namespace) is not bytes:
                 raise TypeError(f"[{call}] namespace must be bytes, not {type(namespace).__name__}")
             if take and (not hasattr(tokens, "__len__") or getattr(tokens, "ndim", 1) == 0):
-                prompt.size = to_int(tokens, call, "tokens", 0, INT64_MAX)
-                prompt.data = NULL              # a count: there is nothing to match
+                prompt.size = to_int(tokens, call, "tokens", 0, INT64_MAX)      # a count: there is nothing to match
             else:
-                self.get_tokens(&prompt, tokens, call)
-            return self.open_prompt(&prompt, namespace, call, take)
+                ints_get(&prompt, tokens, call, "tokens", False, True)
+                ints_tokens(&prompt, call)
+            while status == RETRY:
+                self.lock(call)
+                next_handle = self.next_handle()
+                self.unlock()
+                handle = next_handle            # made before anything moves
+                self.lock(call)
+                status = RETRY if self.next_handle() != next_handle else self.open_prompt(
+                    &prompt, PyBytes_AS_STRING(namespace), PyBytes_GET_SIZE(namespace), take, &v)
+                self.unlock()
         finally:
-            xfree(prompt.owned)
-            ints_free(&prompt.ints)
-            self.busy = False
+            ints_free(&prompt)
+        if status != OK:
+            refuse(call, &v)
+        return handle
 
-    cdef object open_prompt(self, Tokens* tokens, bytes namespace, str call, bint take):
-        """Match, judge, then commit. `take`: blocks for the rest of the prompt, and its last token is computed."""
+    cdef int64_t next_handle(self) noexcept nogil:
+        """The handle that the next sequence gets; -1: there is no room for one."""
+        return seq_next_handle(&self.seqs) if self.seqs.num_free_slots else -1
+
+    cdef int open_prompt(self, const Ints* tokens, const char* space, int64_t space_size, bint take,
+                         Verdict* v) noexcept nogil:
+        """Match, judge, then commit. `take`: blocks for the rest of the prompt, and its last token is computed.
+
+        `tokens.data` NULL: a count. The sequence gets the handle that `next_handle` told.
+        """
         cdef Seqs* s = &self.seqs
         cdef Blocks* b = &self.blocks
         cdef Match found
-        cdef uint64_t root_hash = 0
-        cdef uint32_t root = 0
-        cdef int64_t total, need, available
-        cdef object handle
-        cdef int32_t slot = s.free_slot[s.first_free] if s.num_free_slots else -1, k
-        cdef int32_t* table = seq_table(s, slot) if slot >= 0 else NULL
+        cdef Name* name
+        cdef uint64_t root_hash = 0, root = 0
+        cdef int64_t need, available
+        cdef int32_t slot = s.free_slot[s.first_free] if s.num_free_slots else -1
         found.blocks = found.evictable = 0
         found.hash = 0
         if tokens.size > s.max_blocks * b.block_size:
-            raise CapacityExceeded(f"[{call}] {tokens.size} tokens, a sequence has at most "
-                                   f"{s.max_blocks * b.block_size}")
-        total = whole_blocks(b, tokens.size + b.block_size - 1)
+            return refused(v, PROMPT_TOO_LONG, -1, tokens.size, 0, s.max_blocks * b.block_size, 0)
         if self.indexed:
-            root = self.find_root(namespace, &root_hash)
+            root_hash = index_root_hash(&self.index, <const unsigned char*>space, space_size)
+            name = names_find(&self.index.names, space, space_size)
+            root = name.uid if name != NULL else 0
             if root and tokens.data != NULL:
-                found = index_match(&self.index, b, root, root_hash, tokens.data,
-                                    <int32_t>whole_blocks(b, max(tokens.size - take, 0)), table)
-        need = total - found.blocks if take else 0
+                found = index_match(&self.index, b, root, root_hash, <const int32_t*>tokens.data,
+                                    <int32_t>whole_blocks(b, max(tokens.size - take, <int64_t>0)),
+                                    seq_table(s, slot) if slot >= 0 else NULL)
+        need = whole_blocks(b, tokens.size + b.block_size - 1) - found.blocks if take else 0
         available = blocks_available(b) - found.evictable
         if need and need + s.watermark > available:
-            raise OutOfBlocks(
-                f"[{call}] {need} blocks for {tokens.size} tokens of which {found.blocks * b.block_size} are cached, "
-                f"{b.num_blank} free and {b.lru.size} evictable ({found.evictable} of them part of the prefix), "
-                f"watermark {s.watermark}", needed=need, short_by=need + s.watermark - available,
-                free=b.num_blank, evictable=b.lru.size - found.evictable, limbo=b.limbo.size)
+            blocks_short(b, v, -1, -1, need, need + s.watermark - available)
+            v.evictable -= found.evictable
+            v.value, v.other, v.low = tokens.size, found.blocks * b.block_size, s.watermark
+            return v.reason
         if slot < 0:
-            raise OutOfSequences(f"[{call}] {s.num_open} sequences are open, the limit is {s.max_seqs}")
-        handle = seq_next_handle(s)             # made before anything moves
-        if self.indexed:
-            root = self.make_root(namespace)
+            return refused(v, OUT_OF_SEQUENCES, -1, 1, 0, s.max_seqs, s.num_open)
+        if self.indexed and root == 0 and self.make_root(space, space_size, &root, v) != OK:
+            return v.reason
+        self.begin(slot, tokens, &found, <int32_t>need, root, root_hash, take)
+        if self.record.data != NULL:
+            self.record_open(tokens, space, space_size, slot, take)
+        return OK
+
+    cdef void begin(self, int32_t slot, const Ints* tokens, const Match* found, int32_t need, uint64_t root,
+                    uint64_t root_hash, bint take) noexcept nogil:
+        """Open the sequence in `slot`, whose table begins with the blocks that were found."""
+        cdef Seqs* s = &self.seqs
+        cdef Blocks* b = &self.blocks
+        cdef int32_t* table = seq_table(s, slot)
+        cdef int32_t k
         for k in range(found.blocks):
             if b.block[table[k]].place == CACHED:
                 b.revivals += 1
                 b.reuse_gap += b.allocs - b.fence[table[k]]
             blocks_touch(b, table[k])
-        blocks_take_many(b, table + found.blocks, <int32_t>need)
+        blocks_take_many(b, table + found.blocks, need)
         seq_new(s)
-        s.seq[slot].num_blocks = found.blocks + <int32_t>need
+        s.seq[slot].num_blocks = found.blocks + need
         s.seq[slot].num_tokens = found.blocks * b.block_size
         s.sum_blocks += s.seq[slot].num_blocks
         s.sum_tokens += s.seq[slot].num_tokens
         seq_refresh(s, b, slot)
         if self.indexed:
             s.prefix[slot].committed = s.prefix[slot].done = s.prefix[slot].forked_at = s.seq[slot].num_tokens
+            s.prefix[slot].published = found.blocks
             s.prefix[slot].root = root
             s.prefix[slot].root_hash = root_hash
             if take and tokens.data != NULL:
@@ -302,99 +293,63 @@ cdef class PrefixPool(EventPool):
                 self.index.hit_tokens += s.seq[slot].num_tokens
         b.digest = mix(mix(mix(b.digest, OP_OPEN), need), found.hash)
         b.digest = mix(mix(b.digest, found.blocks), untagged(s.seq[slot].handle))
-        if self.record.data != NULL:
-            self.record_open(tokens, namespace, slot, take)
-        return handle
 
-    cdef void record_open(self, const Tokens* tokens, bytes namespace, int32_t slot, bint take) noexcept:
+    cdef void record_open(self, const Ints* tokens, const char* space, int64_t space_size, int32_t slot,
+                          bint take) noexcept nogil:
         cdef bint counted = tokens.data == NULL
         cdef uint32_t* at = record_begin(
             &self.record, OP_OPEN | ((not take) * PIN + counted * COUNT) << 8,
-            4 + BATCH + len(namespace) // 4 + (0 if counted else tokens.size))
+            4 + BATCH + space_size // 4 + (0 if counted else tokens.size))
         if at != NULL:
-            at = put_bytes(put(at, slot), <char*>namespace, len(namespace))
+            at = put_bytes(put(at, slot), space, space_size)
             at = put_wide(at, tokens.size) if counted else put_words(at, tokens.data, tokens.size)
         record_end(&self.record, at, self.blocks.digest)
 
     def match(self, tokens, namespace=b""):
         """Tokens of a prompt that `open` would find cached. No side effect. O(n)."""
-        cdef Tokens prompt
-        cdef uint64_t root_hash
-        cdef uint32_t root
-        prompt.owned = NULL
-        prompt.ints.held = False
-        prompt.ints.owned = NULL
-        self.enter("match")
+        cdef Ints prompt
+        cdef int64_t found
+        ints_init(&prompt, &self.spare)
         try:
             if type(namespace) is not bytes:
                 raise TypeError(f"[match] namespace must be bytes, not {type(namespace).__name__}")
-            self.get_tokens(&prompt, tokens, "match")
-            if not self.indexed:
-                return 0
-            root = self.find_root(namespace, &root_hash)
-            if root == 0:
-                return 0
-            return index_match(
-                &self.index, &self.blocks, root, root_hash, prompt.data,
-                <int32_t>min(whole_blocks(&self.blocks, max(prompt.size - 1, 0)), self.seqs.max_blocks), NULL,
-            ).blocks * self.blocks.block_size
+            ints_get(&prompt, tokens, "match", "tokens", False, True)
+            ints_tokens(&prompt, "match")
+            self.lock("match")
+            found = self.match_tokens(&prompt, PyBytes_AS_STRING(namespace), PyBytes_GET_SIZE(namespace))
+            self.unlock()
+            return found
         finally:
-            xfree(prompt.owned)
-            ints_free(&prompt.ints)
-            self.busy = False
+            ints_free(&prompt)
+
+    cdef int64_t match_tokens(self, const Ints* prompt, const char* space, int64_t space_size) noexcept nogil:
+        cdef Blocks* b = &self.blocks
+        cdef Name* name = names_find(&self.index.names, space, space_size) if self.indexed else NULL
+        cdef int64_t most = min(whole_blocks(b, max(prompt.size - 1, <Py_ssize_t>0)), <int64_t>self.seqs.max_blocks)
+        if name == NULL:
+            return 0
+        return index_match(
+            &self.index, b, name.uid, index_root_hash(&self.index, <const unsigned char*>space, space_size),
+            <const int32_t*>prompt.data, <int32_t>most, NULL).blocks * b.block_size
 
     # -- commit
 
-    cdef int judge_commit(self, int32_t slot, const int32_t* tokens, int64_t count, Py_ssize_t row) except -1:
-        cdef Seq* q = &self.seqs.seq[slot]
-        cdef int64_t at = self.seqs.prefix[slot].committed, limit = seq_done(&self.seqs, &self.blocks, slot)
-        cdef int64_t bs = self.blocks.block_size, done
-        cdef int32_t id
-        if count < 0:
-            raise ValueError(f"[commit] counts[{row}] is negative ({count})")
-        if count and self.seqs.life[slot].evicted:
-            raise ValueError(f"[commit] tokens of row {row} were evicted, it commits no more ({count} tokens)")
-        if count > limit - at:
-            raise ValueError(f"[commit] {count} tokens from position {at} on for row {row}, only {limit} of its "
-                             f"{q.num_tokens} tokens are done")
-        done = -(at % bs)                       # first block boundary, from the first token of this call
-        while done + bs <= count:               # a block that somebody else committed must say the same
-            id = seq_table(&self.seqs, slot)[(at + done) // bs]
-            if self.blocks.block[id].committed and not (
-                    index_same(&self.index, id, tokens + done) if done >= 0 else
-                    self.same_tail(slot, id, tokens, done)):
-                raise ValueError(f"[commit] block {id} of row {row} was committed with other tokens")
-            done += bs
-        return 0
+    def committed(self, handle):
+        """Tokens of a sequence that `commit` was told, or `open` found: the position from which `commit` goes on.
 
-    cdef bint same_tail(self, int32_t slot, int32_t id, const int32_t* tokens, int64_t start) noexcept:
-        """index_same for a block whose first tokens were committed by earlier calls."""
-        cdef int64_t k, bs = self.blocks.block_size
-        cdef const int32_t* known = self.index.tokens + id * bs
-        for k in range(bs):
-            if known[k] != (tokens[start + k] if start + k >= 0 else self.seqs.partial[slot * bs + k]):
-                return False
-        return True
-
-    cdef void commit_row(self, int32_t slot, const int32_t* tokens, int64_t count):
-        cdef SeqPrefix* prefix = &self.seqs.prefix[slot]
-        cdef int64_t bs = self.blocks.block_size, offset, n, k
-        cdef int32_t* partial = self.seqs.partial + slot * bs
-        while count:
-            offset = prefix.committed % bs
-            n = min(count, bs - offset)
-            prefix.committed += n
-            if n == bs:
-                index_commit(&self.index, &self.blocks, seq_table(&self.seqs, slot),
-                             <int32_t>(prefix.committed // bs) - 1, prefix.root, prefix.root_hash, tokens)
-            else:
-                for k in range(n):
-                    partial[offset + k] = tokens[k]
-                if offset + n == bs:
-                    index_commit(&self.index, &self.blocks, seq_table(&self.seqs, slot),
-                                 <int32_t>(prefix.committed // bs) - 1, prefix.root, prefix.root_hash, partial)
-            tokens += n
-            count -= n
+        0 in a pool without a prefix cache, and after tokens were evicted. O(1).
+        """
+        cdef int64_t wanted = self.get_handle(handle, "committed"), found = 0
+        cdef int32_t slot
+        cdef Verdict v
+        self.lock("committed")
+        slot = seq_judge(&self.seqs, wanted, -1, &v)
+        if slot >= 0 and self.indexed:
+            found = self.seqs.prefix[slot].committed
+        self.unlock()
+        if slot < 0:
+            refuse("committed", &v)
+        return found
 
     def commit(self, handles, tokens, counts=None):
         """Make tokens known: the blocks they fill become immutable, and hits for later prompts.
@@ -421,63 +376,171 @@ cdef class PrefixPool(EventPool):
         -----
         O(tokens). A duplicate of a known block stays where it is: running tables never change.
         """
-        cdef Ints rows, new
-        cdef Tokens all_tokens
-        self.enter("commit")
-        rows.held = new.held = all_tokens.ints.held = False
-        rows.owned = new.owned = all_tokens.ints.owned = NULL
-        all_tokens.owned = NULL
-        new.data = NULL
-        new.size = -1
+        cdef Ints rows, new, all_tokens
+        cdef Verdict v
+        cdef int status
+        ints_init(&rows, &self.spare)
+        ints_init(&new, &self.spare)
+        ints_init(&all_tokens, &self.spare)
         try:
-            self.refuse_unindexed()
             ints_get(&rows, handles, "commit", "handles", True, False)
             if counts is not None:
                 ints_get(&new, counts, "commit", "counts", True, True)
-            self.get_tokens(&all_tokens, tokens, "commit")     # last: what was judged here must not change again
-            self.commit_all(&rows, &new, &all_tokens, counts is None)
+            ints_get(&all_tokens, tokens, "commit", "tokens", False, True)
+            ints_tokens(&all_tokens, "commit")
+            self.lock("commit")
+            status = self.commit_all(&rows, &new, &all_tokens, counts is None, &v)
+            self.unlock()
         finally:
-            xfree(all_tokens.owned)
             ints_free(&rows)
             ints_free(&new)
-            ints_free(&all_tokens.ints)
-            self.busy = False
+            ints_free(&all_tokens)
+        if status != OK:
+            refuse("commit", &v)
 
-    cdef int refuse_unindexed(self) except -1:
-        if not self.indexed:
-            raise ValueError("[commit] the pool has no prefix cache (prefix_cache=False)")
-        return 0
-
-    cdef int commit_all(self, Ints* rows, Ints* counts, const Tokens* tokens, bint even) except -1:
+    cdef int commit_all(self, Ints* rows, Ints* counts, const Ints* tokens, bint even, Verdict* v) noexcept nogil:
         """All rows or none; `even`: equally many tokens for each, whatever `counts` is."""
+        cdef const int32_t* data = <const int32_t*>tokens.data
         cdef Py_ssize_t k
-        cdef int64_t at = 0
-        self.check_batch(rows, "commit")
-        if even and tokens.size % max(rows.size, 1):
-            raise ValueError(f"[commit] {tokens.size} tokens cannot be shared out evenly to {rows.size} "
-                             f"handles, counts are needed")
+        cdef int64_t at = 0, count
+        cdef int status = OK
+        if not self.indexed:
+            return refused(v, NOT_INDEXED, -1, 0, 0, 0, 0)
+        status = seqs_judge(&self.seqs, rows, v)
+        if status != OK:
+            return status
+        if even and tokens.size % max(rows.size, <Py_ssize_t>1):
+            return refused(v, UNEVEN_TOKENS, -1, tokens.size, 0, 0, rows.size)
         if even:
-            counts.scalar = tokens.size // max(rows.size, 1)
+            counts.scalar = tokens.size // max(rows.size, <Py_ssize_t>1)
         if counts.size >= 0 and counts.size != rows.size:
-            raise ValueError(f"[commit] {counts.size} counts for {rows.size} handles")
+            return refused(v, BAD_SHAPE, -1, counts.size, 0, 0, rows.size)
+        blocks_new_stamp(&self.blocks)
         for k in range(rows.size):
-            if ints_at(counts, k) > tokens.size - at:
-                raise ValueError(f"[commit] counts ask for more than the {tokens.size} tokens")
-            self.judge_commit(seq_find(&self.seqs, ints_at(rows, k)), tokens.data + at, ints_at(counts, k), k)
-            at += ints_at(counts, k)
+            count = ints_at(counts, k)
+            if count > tokens.size - at:
+                return refused(v, TOO_FEW_TOKENS, k, tokens.size, 0, 0, 0)
+            status = self.judge_commit(rows, counts, data, k, at, v)
+            if status != OK:
+                return status
+            at += count
         if at != tokens.size:
-            raise ValueError(f"[commit] counts use {at} of {tokens.size} tokens")
+            return refused(v, TOO_MANY_LEFT, -1, tokens.size, 0, 0, at)
         at = 0
         for k in range(rows.size):
-            self.commit_row(seq_find(&self.seqs, ints_at(rows, k)), tokens.data + at, ints_at(counts, k))
-            at += ints_at(counts, k)
-            self.blocks.digest = mix(mix(mix(self.blocks.digest, OP_COMMIT), untagged(ints_at(rows, k))),
-                                     ints_at(counts, k))
+            count = ints_at(counts, k)
+            self.commit_row(slot_of(ints_at(rows, k)), data + at, count)
+            self.blocks.digest = mix(mix(self.blocks.digest, OP_COMMIT), untagged(ints_at(rows, k)))
+            self.blocks.digest = mix_tokens(self.blocks.digest, data + at, count)
+            at += count
         self.blocks.digest = mix(self.blocks.digest, self.index.next_uid)
         self.record_commit(rows, counts, tokens)
-        return 0
+        return OK
 
-    cdef void record_commit(self, const Ints* rows, const Ints* counts, const Tokens* tokens) noexcept:
+    cdef int judge_commit(self, const Ints* rows, const Ints* counts, const int32_t* tokens, Py_ssize_t row,
+                          int64_t at, Verdict* v) noexcept nogil:
+        """Row `row`, whose tokens are those from `at` on. A block that another sequence committed, or that an earlier
+        row of this very call is going to, must say the same."""
+        cdef Blocks* b = &self.blocks
+        cdef int32_t slot = slot_of(ints_at(rows, row)), id
+        cdef int64_t count = ints_at(counts, row), known = self.seqs.prefix[slot].committed
+        cdef int64_t limit = seq_done(&self.seqs, b, slot), bs = b.block_size
+        cdef int64_t index = known // bs
+        if count < 0:
+            return refused(v, NEGATIVE_COUNT, row, count, 0, 0, 0)
+        if count and self.seqs.life[slot].evicted:
+            return refused(v, EVICTED_ROW, row, count, 0, 0, 0)
+        if count > limit - known:
+            return refused(v, NOT_DONE_YET, row, count, known, limit, self.seqs.seq[slot].num_tokens)
+        while (index + 1) * bs <= known + count:
+            id = seq_table(&self.seqs, slot)[index]
+            if b.block[id].committed:
+                if not self.same_block(slot, index, tokens + at, self.index.tokens + id * bs):
+                    return refused(v, OTHER_TOKENS, row, id, 0, 0, 0)
+            elif b.mark[id] == b.stamp:
+                if not self.same_rows(rows, counts, tokens, b.canonical[id], slot, index, tokens + at):
+                    return refused(v, OTHER_TOKENS, row, id, 0, 0, 0)
+            elif b.block[id].refcount > 1:
+                b.mark[id] = b.stamp
+                b.canonical[id] = <int32_t>row          # of no meaning before the block is committed
+            index += 1
+        return OK
+
+    cdef int32_t token_of(self, int32_t slot, int64_t index, const int32_t* tokens, int64_t k) noexcept nogil:
+        """Token k of block `index` of a sequence that commits `tokens`."""
+        cdef int64_t bs = self.blocks.block_size, at = index * bs + k - self.seqs.prefix[slot].committed
+        return tokens[at] if at >= 0 else self.seqs.partial[slot * bs + k]
+
+    cdef bint same_block(self, int32_t slot, int64_t index, const int32_t* tokens, const int32_t* known) noexcept nogil:
+        cdef int64_t k, bs = self.blocks.block_size, start = index * bs - self.seqs.prefix[slot].committed
+        if start >= 0:
+            return memcmp(tokens + start, known, bs * sizeof(int32_t)) == 0
+        for k in range(bs):
+            if known[k] != self.token_of(slot, index, tokens, k):
+                return False
+        return True
+
+    cdef bint same_rows(self, const Ints* rows, const Ints* counts, const int32_t* tokens, int32_t earlier,
+                        int32_t slot, int64_t index, const int32_t* own) noexcept nogil:
+        """Whether an earlier row of the call says the same of a block that both fill."""
+        cdef int32_t other = slot_of(ints_at(rows, earlier)), row
+        cdef int64_t k
+        for row in range(earlier):
+            tokens += ints_at(counts, row)
+        for k in range(self.blocks.block_size):
+            if self.token_of(other, index, tokens, k) != self.token_of(slot, index, own, k):
+                return False
+        return True
+
+    cdef void commit_row(self, int32_t slot, const int32_t* tokens, int64_t count) noexcept nogil:
+        cdef SeqPrefix* prefix = &self.seqs.prefix[slot]
+        cdef const int32_t* table = seq_table(&self.seqs, slot)
+        cdef int64_t bs = self.blocks.block_size, offset, n
+        cdef int32_t* partial = self.seqs.partial + slot * bs
+        while count:
+            offset = prefix.committed % bs
+            n = min(count, bs - offset)
+            if n < bs:
+                memcpy(partial + offset, tokens, n * sizeof(int32_t))
+            if offset + n == bs:
+                index_tell(&self.index, &self.blocks, table[prefix.committed // bs], tokens if n == bs else partial)
+            prefix.committed += n
+            tokens += n
+            count -= n
+        self.publish(slot)
+
+    cdef void publish(self, int32_t slot) noexcept nogil:
+        """Offer the full blocks of a sequence to the index, in order, as far as their content exists.
+
+        A block waits while the copy that makes it is pending, and with it all behind it. A block that is not
+        committed is a copy that was made after its tokens were told, or what a rollback put back: nothing behind it
+        is published either.
+        """
+        cdef SeqPrefix* prefix = &self.seqs.prefix[slot]
+        cdef const int32_t* table = seq_table(&self.seqs, slot)
+        cdef Blocks* b = &self.blocks
+        cdef int64_t full = whole_blocks(b, prefix.committed)
+        cdef int32_t id
+        while prefix.published < full:
+            id = table[prefix.published]
+            if b.block[id].committed == HELD:
+                if unwritten(b, id):
+                    return
+                index_publish(&self.index, b, table, <int32_t>prefix.published, prefix.root, prefix.root_hash)
+            elif not b.block[id].committed:
+                return
+            prefix.published += 1
+
+    cdef void publish_waiting(self) noexcept nogil:
+        """A plan with copies has passed: blocks that waited for it. O(max_seqs)."""
+        cdef Seqs* s = &self.seqs
+        cdef int32_t slot
+        for slot in range(s.max_seqs):
+            if (s.life[slot].life == OPEN
+                    and s.prefix[slot].published < whole_blocks(&self.blocks, s.prefix[slot].committed)):
+                self.publish(slot)
+
+    cdef void record_commit(self, const Ints* rows, const Ints* counts, const Ints* tokens) noexcept nogil:
         cdef Record* r = &self.record
         cdef uint32_t* at
         if r.data == NULL:
@@ -487,29 +550,18 @@ cdef class PrefixPool(EventPool):
             at = put_words(put_ints(put_slots(at, rows), counts), tokens.data, tokens.size)
         record_end(r, at, self.blocks.digest)
 
-    cdef void note_done(self, const int64_t* handles, const int64_t* lengths, int32_t n):
-        """The rows of a step that passed."""
-        cdef int32_t i, slot
-        if not self.indexed:
-            return
-        for i in range(n):
-            slot = seq_find(&self.seqs, handles[i])
-            if slot >= 0:
-                self.seqs.prefix[slot].done = lengths[i]
-
-    cdef void uncommit(self, int32_t slot, int64_t length):
+    cdef void uncommit(self, int32_t slot, int64_t length) noexcept nogil:
         cdef SeqPrefix* prefix
-        cdef int64_t bs = self.blocks.block_size, k
-        cdef int32_t id
+        cdef int64_t bs = self.blocks.block_size, full = whole_blocks(&self.blocks, length)
         if not self.indexed:
             return
         prefix = &self.seqs.prefix[slot]
         if length < prefix.committed:
-            if length // bs < prefix.committed // bs and length % bs:       # a full block becomes the tail
-                id = seq_table(&self.seqs, slot)[length // bs]
-                for k in range(length % bs):
-                    self.seqs.partial[slot * bs + k] = self.index.tokens[id * bs + k]
+            if full < whole_blocks(&self.blocks, prefix.committed) and length % bs:     # a full block becomes the tail
+                memcpy(self.seqs.partial + slot * bs, self.index.tokens + seq_table(&self.seqs, slot)[full] * bs,
+                       (length % bs) * sizeof(int32_t))
             prefix.committed = length
+            prefix.published = min(prefix.published, full)
         prefix.done = min(prefix.done, length)
         prefix.forked_at = min(prefix.forked_at, length)
 
@@ -525,57 +577,82 @@ cdef class PrefixPool(EventPool):
         int
             Blocks that became blank. O(num_blocks + max_seqs).
         """
-        cdef uint32_t root
-        cdef int32_t blank
-        cdef object uid
-        cdef Py_ssize_t size
-        cdef uint32_t* at
-        self.enter("flush")
-        try:
-            if namespace is not None and type(namespace) is not bytes:
+        cdef const char* space = NULL
+        cdef int64_t size = -1
+        cdef int32_t count = -1
+        cdef Verdict v
+        cdef int status = RETRY
+        if namespace is not None:
+            if type(namespace) is not bytes:
                 raise TypeError(f"[flush] namespace must be bytes or None, not {type(namespace).__name__}")
-            size = -1 if namespace is None else len(<bytes>namespace)
-            if not self.indexed:
-                return 0
-            if namespace is None:
-                blank = self.flush_root(0)
-            else:
-                event = ("cleared", namespace)
-                uid = self.roots.pop(namespace, 0)
-                root = uid
-                blank = self.flush_root(root) if root else 0
-                if self.events is not None:     # also for one that is not known any more: nobody shall see that
-                    self.names.pop(uid, None)
-                    self.add_event(event)
-            self.blocks.digest = mix(mix(self.blocks.digest, OP_COMMIT), ~<uint64_t>blank)
-            if self.record.data != NULL:
-                at = record_begin(&self.record, FLUSH | (size < 0) * ALL << 8, 2 + size // 4)
-                if at != NULL and namespace is not None:
-                    at = put_bytes(at, <char*><bytes>namespace, size)
-                record_end(&self.record, at, self.blocks.digest)
-            return blank
-        finally:
-            self.busy = False
+            space, size = PyBytes_AS_STRING(namespace), PyBytes_GET_SIZE(namespace)
+        while status == RETRY:
+            blank = max(count, 0)               # made before anything moves
+            self.lock("flush")
+            status = self.flush_blocks(space, size, &count, &v)
+            self.unlock()
+        if status != OK:
+            refuse("flush", &v)
+        return blank
 
-    cdef int32_t flush_root(self, uint32_t root) except -1:
-        """Forget every node below a root, 0: all; sequences go on without the index. Returns blocks made blank."""
-        cdef int32_t slot, blank = index_flush(&self.index, &self.blocks, root)
+    cdef int flush_blocks(self, const char* space, int64_t size, int32_t* count, Verdict* v) noexcept nogil:
+        """Forget a namespace, `size` -1: all. RETRY: the blocks that would become blank are not `count`, but now are."""
+        cdef Index* ix = &self.index
+        cdef Name* name = NULL
+        cdef uint32_t* at
+        cdef int32_t blank = 0
+        if self.indexed:
+            name = names_find(&ix.names, space, size) if size >= 0 else NULL
+            if size < 0 or name != NULL:
+                blank = index_evictable(ix, &self.blocks, name.uid if name != NULL else 0)
+        if count[0] != blank:
+            count[0] = blank
+            return RETRY
+        if not self.indexed:
+            return OK
+        if size < 0:
+            self.flush_root(0)
+        elif self.flush_name(name, space, size, v) != OK:
+            return v.reason
+        self.blocks.digest = mix(mix(self.blocks.digest, OP_FLUSH), <uint64_t>blank)
+        self.blocks.digest = mix_bytes(self.blocks.digest, <const unsigned char*>space, size)
+        if self.record.data != NULL:
+            at = record_begin(&self.record, FLUSH | (size < 0) * ALL << 8, 2 + size // 4)
+            if at != NULL and size >= 0:
+                at = put_bytes(at, space, size)
+            record_end(&self.record, at, self.blocks.digest)
+        return OK
+
+    cdef int flush_name(self, Name* name, const char* space, int64_t size, Verdict* v) noexcept nogil:
+        """`name` NULL: the namespace is not known; that is an event all the same."""
+        cdef Index* ix = &self.index
+        cdef Name* told = name if name != NULL or ix.key == NULL else name_new(space, size)
+        if told == NULL:
+            return OK if ix.key == NULL else refused(v, NO_MEMORY, -1, 1, 0, 0, 0)
+        if name != NULL:
+            self.flush_root(name.uid)
+        ring_add(&ix.ring, CLEARED, NULL, NULL, told, NULL, 0)
+        if name != NULL:
+            names_remove(&ix.names, name)
+        else:
+            name_let_go(told)
+        return OK
+
+    cdef void flush_root(self, uint64_t root) noexcept nogil:
+        """Forget every node below a root, 0: all; sequences go on without the index."""
+        cdef int32_t slot
+        index_flush(&self.index, &self.blocks, root)
         for slot in range(self.seqs.max_seqs):
             if self.seqs.life[slot].life == OPEN and (root == 0 or self.seqs.prefix[slot].root == root):
                 self.seqs.prefix[slot].root = 0
         if root == 0:
-            self.roots.clear()
+            names_clear(&self.index.names)
             self.index.next_uid = 1             # no node and no root is left that could be mistaken
-        if self.events is not None:
-            self.publish()
-            if root == 0:
-                self.names.clear()
-                self.add_event(("cleared", None))
-        return blank
+            ring_add(&self.index.ring, CLEARED_ALL, NULL, NULL, NULL, NULL, 0)
 
     def _set_next_uid(self, uid):
         """For tests: the number of the next node."""
-        self.index.next_uid = <uint32_t>to_int(uid, "_set_next_uid", "uid", self.index.next_uid, (<int64_t>1 << 32) - 1)
+        self.index.next_uid = <uint64_t>to_int(uid, "_set_next_uid", "uid", self.index.next_uid, INT64_MAX)
 
     # -- statistics and events
 
@@ -586,12 +663,42 @@ cdef class PrefixPool(EventPool):
 
     def prefix_stats(self):
         """Counters of the prefix cache, O(1); see `kvpool.stats.PrefixStats`."""
-        cdef Index* ix = &self.index
-        self.enter("prefix_stats")
+        cdef Index ix
+        cdef int64_t revivals, reuse_gap
+        self.lock("prefix_stats")
+        ix = self.index
+        revivals = self.blocks.revivals
+        reuse_gap = self.blocks.reuse_gap
+        self.unlock()
+        return PrefixStats(
+            ix.queries, ix.query_tokens, ix.hit_tokens, ix.hit_tokens / <double>ix.query_tokens if ix.query_tokens
+            else 0.0, ix.num_nodes, ix.inserted, ix.duplicates, ix.evicted, ix.names.size,
+            reuse_gap / <double>revivals if revivals else 0.0)
+
+    def drain_events(self):
+        """Events since the last call, oldest first: tuples as docs/prefix.md lists them.
+
+        The lock of the pool is held while they are taken, not while they become Python objects. If there is no memory
+        for these, they count as lost.
+        """
+        cdef Ring taken
+        cdef int64_t k, count, told = 0
+        cdef int64_t block_size = self.blocks.block_size
+        found = []
+        self.lock("drain_events")
+        taken = ring_take(&self.index.ring)
+        self.unlock()
+        count = taken.size + taken.lost
         try:
-            return PrefixStats(
-                ix.queries, ix.query_tokens, ix.hit_tokens, ix.hit_tokens / <double>ix.query_tokens if ix.query_tokens
-                else 0.0, ix.num_nodes, ix.inserted, ix.duplicates, ix.evicted, len(self.roots),
-                self.blocks.reuse_gap / <double>self.blocks.revivals if self.blocks.revivals else 0.0)
+            if taken.lost:
+                found.append(("lost", taken.lost))
+            for k in range(taken.size):
+                found.append(ring_event(&taken, k, block_size))
+            told = count
         finally:
-            self.busy = False
+            if not lock_try(&self.mutex):
+                lock_wait(&self.mutex)          # not `lock`: the pool may have been shut down meanwhile
+            ring_free(&taken)
+            ring_told(&self.index.ring, count, count - told)
+            self.unlock()
+        return found

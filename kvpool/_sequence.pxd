@@ -1,7 +1,9 @@
 """Sequences: block tables, lengths, handles. Knows blocks, not plans."""
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
+from kvpool._args cimport Ints
 from kvpool._blocks cimport Blocks
+from kvpool._types cimport Verdict
 
 cdef enum:
     SLOT_BITS = 20              # handle = tag << 52 | generation << 20 | slot
@@ -38,14 +40,16 @@ cdef struct SeqLife:            # the rest
 
 cdef struct SeqPrefix:          # what a pool with a prefix cache knows besides
     int64_t committed           # tokens made known, <= num_tokens
+    int64_t published           # of the full blocks of these, how many the index was offered, in order
     int64_t done                # length after the newest step that passed
     int64_t forked_at           # length when it was forked
     uint64_t root_hash          # of its namespace
-    uint32_t root               # uid of its namespace's root, 0: flushed since
+    uint64_t root               # uid of its namespace's root, 0: flushed since
 
 
 # Invariants, recomputed by seqs_check:
 #   num_tokens <= num_blocks * block_size                       for every open sequence
+#   published <= committed // block_size
 #   evicted <= point <= num_tokens + evicted; evicted == 0 == point, or the prefix cache has forgotten the sequence
 #   num_open + num_free_slots + retired slots == max_seqs
 #   sum_tokens == sum of num_tokens, sum_blocks == sum of num_blocks
@@ -103,6 +107,9 @@ cdef inline void seq_new_version(Seqs* s, Seq* q) noexcept nogil:
     q.version = s.versions
 
 
+cdef int32_t seq_judge(const Seqs* s, int64_t handle, Py_ssize_t row, Verdict* v) noexcept nogil
+cdef int seqs_judge(Seqs* s, Ints* batch, Verdict* v) noexcept nogil
+cdef void seqs_new_stamp(Seqs* s) noexcept nogil
 cdef void seq_refresh(const Seqs* s, const Blocks* b, int32_t slot) noexcept nogil
 cdef int32_t seq_new(Seqs* s) noexcept nogil
 cdef int64_t seq_done(const Seqs* s, const Blocks* b, int32_t slot) noexcept nogil
@@ -112,7 +119,7 @@ cdef void seq_close(Seqs* s, Blocks* b, int32_t slot) noexcept nogil
 cdef int32_t seq_rewritten(const Seqs* s, const Blocks* b, int32_t slot, int64_t first, int64_t length,
                            int32_t from_) noexcept nogil
 cdef void seq_compact(Seqs* s, Blocks* b, int32_t slot, int64_t length) noexcept nogil
-cdef void seq_evict(Seqs* s, Blocks* b, int32_t slot, const int32_t* indices, int32_t n) noexcept nogil
+cdef void seq_evict(Seqs* s, Blocks* b, int32_t slot, const Ints* places) noexcept nogil
 cdef void seqs_reset(Seqs* s) noexcept nogil
 cdef uint64_t seqs_fingerprint(const Seqs* s, const Blocks* b, uint64_t h, int64_t next_step) noexcept nogil
-cdef str seqs_check(const Seqs* s, const Blocks* b)
+cdef bint seqs_check(const Seqs* s, const Blocks* b, int32_t* references, char* finding) noexcept nogil

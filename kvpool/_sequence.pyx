@@ -3,14 +3,76 @@
 A fork is metadata: it copies the block table and adds a reference per block. What a write to a shared block
 means is decided in `_step`, when the write is planned.
 """
-from cpython.exc cimport PyErr_CheckSignals
-from libc.stdint cimport int32_t, int64_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.stdio cimport snprintf
 from libc.string cimport memcpy, memset
 
-from kvpool._blocks cimport Block, Blocks, blocks_ref_many, blocks_unref, blocks_unref_many, whole_blocks
-from kvpool._types cimport OP_CLOSE, OP_COMPACT, OP_EVICT_BLOCKS, OP_FORK, OP_TRUNCATE, mix
+from kvpool._args cimport Ints, ints_at
+from kvpool._blocks cimport FINDING, Block, Blocks, blocks_ref_many, blocks_unref, blocks_unref_many, whole_blocks
+from kvpool._types cimport (
+    DUPLICATE_HANDLE,
+    FOREIGN_HANDLE,
+    NEGATIVE_HANDLE,
+    NO_SUCH_SEQUENCE,
+    OK,
+    OP_CLOSE,
+    OP_COMPACT,
+    OP_EVICT_BLOCKS,
+    OP_FORK,
+    OP_TRUNCATE,
+    STALE_HANDLE,
+    Verdict,
+    mix,
+    refused,
+)
 
 cdef uint64_t GENERATIONS = 1ULL << 32
+
+# ---- handles -----------------------------------------------------------------------------------------------
+
+cdef int32_t seq_judge(const Seqs* s, int64_t handle, Py_ssize_t row, Verdict* v) noexcept nogil:
+    """Slot of a live handle, or -1 and why it has none (row -1: not in a batch)."""
+    cdef int32_t slot = seq_find(s, handle)
+    if slot >= 0:
+        return slot
+    slot = slot_of(handle)
+    if handle < 0:
+        refused(v, NEGATIVE_HANDLE, row, handle, 0, 0, 0)
+    elif handle >> TAG_SHIFT != s.tag:
+        refused(v, FOREIGN_HANDLE, row, handle, 0, 0, 0)
+    elif slot >= s.max_seqs:
+        refused(v, NO_SUCH_SEQUENCE, row, handle, 0, s.max_seqs, slot)
+    else:
+        refused(v, STALE_HANDLE, row, handle, 0, 0, s.life[slot].generation)
+    return -1
+
+
+cdef void seqs_new_stamp(Seqs* s) noexcept nogil:
+    cdef int32_t slot
+    s.stamp += 1
+    if s.stamp == 0:
+        for slot in range(s.max_seqs):
+            s.seq[slot].mark = 0
+        s.stamp = 1
+
+
+cdef int seqs_judge(Seqs* s, Ints* batch, Verdict* v) noexcept nogil:
+    """Handles of a call: live, no duplicates. A scalar becomes a batch of one."""
+    cdef Py_ssize_t k
+    cdef int32_t slot
+    if batch.size < 0:
+        batch.size = 1
+        return OK if seq_judge(s, batch.scalar, -1, v) >= 0 else v.reason
+    seqs_new_stamp(s)
+    for k in range(batch.size):
+        slot = seq_judge(s, ints_at(batch, k), k, v)
+        if slot < 0:
+            return v.reason
+        if s.seq[slot].mark == s.stamp:
+            return refused(v, DUPLICATE_HANDLE, k, ints_at(batch, k), 0, 0, 0)
+        s.seq[slot].mark = s.stamp
+    return OK
+
 
 # ---- one sequence ------------------------------------------------------------------------------------------
 
@@ -122,7 +184,7 @@ cdef void lose_tokens(Seqs* s, int32_t slot, int64_t n) noexcept nogil:
     q.epoch += 1
     seq_new_version(s, q)
     if s.prefix != NULL:
-        s.prefix[slot].committed = s.prefix[slot].done = s.prefix[slot].forked_at = 0
+        s.prefix[slot].committed = s.prefix[slot].published = s.prefix[slot].done = s.prefix[slot].forked_at = 0
         s.prefix[slot].root = 0
 
 
@@ -141,19 +203,19 @@ cdef void seq_compact(Seqs* s, Blocks* b, int32_t slot, int64_t length) noexcept
     seq_refresh(s, b, slot)
 
 
-cdef void seq_evict(Seqs* s, Blocks* b, int32_t slot, const int32_t* indices, int32_t n) noexcept nogil:
-    """Full blocks leave the table, `indices` ascending; what is behind them moves up. O(blocks)."""
+cdef void seq_evict(Seqs* s, Blocks* b, int32_t slot, const Ints* places) noexcept nogil:
+    """Full blocks leave the table, at `places`, ascending; what is behind them moves up. O(blocks)."""
     cdef Seq* q = &s.seq[slot]
     cdef int32_t* table = seq_table(s, slot)
-    cdef int32_t k, at = 0
+    cdef int32_t k, n = <int32_t>places.size, at = 0
     b.digest = mix(mix(mix(b.digest, OP_EVICT_BLOCKS), untagged(q.handle)), n)
     if n == 0:
         return
     for k in range(n - 1, -1, -1):
-        b.digest = mix(b.digest, indices[k])
-        blocks_unref(b, table[indices[k]])
+        b.digest = mix(b.digest, ints_at(places, k))
+        blocks_unref(b, table[ints_at(places, k)])
     for k in range(q.num_blocks):
-        if at < n and indices[at] == k:
+        if at < n and ints_at(places, at) == k:
             at += 1
         else:
             table[k - at] = table[k]
@@ -246,69 +308,116 @@ cdef uint64_t seqs_fingerprint(const Seqs* s, const Blocks* b, uint64_t h, int64
             h = mix(h, seq_table(s, slot)[k])
         if s.prefix != NULL:
             h = mix(mix(mix(h, s.prefix[slot].committed), s.prefix[slot].done), s.prefix[slot].forked_at)
-            h = mix(h, s.prefix[slot].root)
+            h = mix(mix(h, s.prefix[slot].root), s.prefix[slot].published)
             for k in range(s.prefix[slot].committed % b.block_size):
                 h = mix(h, s.partial[slot * b.block_size + k])
     return h
 
 
-cdef str seqs_check(const Seqs* s, const Blocks* b):
-    """The first invariant that does not hold, in words, or None. O(sum of table lengths + num_blocks)."""
-    cdef int32_t slot, k, num_open = 0, retired = 0
-    cdef int64_t tokens = 0, blocks = 0
-    cdef const Seq* q
-    cdef dict references = {}
-    for slot in range(s.max_seqs):
-        q = &s.seq[slot]
-        num_open += s.life[slot].life == OPEN
-        retired += s.life[slot].life == RETIRED
-        if (s.life[slot].life == OPEN) != (q.handle >= 0):
-            return f"slot {slot} has life {s.life[slot].life} and handle {q.handle}"
-        if s.life[slot].life != OPEN:
-            continue
-        if q.num_tokens < 0 or q.num_tokens > q.num_blocks * b.block_size or q.num_blocks > s.max_blocks:
-            return f"sequence in slot {slot} has {q.num_tokens} tokens in {q.num_blocks} blocks"
-        if not 0 <= s.life[slot].evicted <= s.life[slot].point <= q.num_tokens + s.life[slot].evicted:
-            return (f"sequence in slot {slot} has {q.num_tokens} tokens, {s.life[slot].evicted} left by "
-                    f"{s.life[slot].point}")
-        if s.life[slot].evicted and s.prefix != NULL and (s.prefix[slot].committed or s.prefix[slot].root):
-            return f"sequence in slot {slot} was evicted from, and has {s.prefix[slot].committed} tokens made known"
-        if q.next_slot < q.stop_slot:
-            due = q.tail * b.block_size + q.num_tokens % b.block_size
-            if q.tail != seq_table(s, slot)[q.num_tokens // b.block_size]:
-                return f"sequence in slot {slot} has tail {q.tail}, its table says otherwise"
-            if q.stop_slot != (q.tail + <int64_t>1) * b.block_size:
-                return f"sequence in slot {slot} has a tail that ends at slot {q.stop_slot}"
-        else:                               # looked up by the next step, legal only at the end of a block
-            due = q.next_slot if q.num_tokens % b.block_size == 0 else -1
-        if q.next_slot != due:
-            return f"sequence in slot {slot} would write its next token to slot {q.next_slot}"
-        tokens += q.num_tokens
-        blocks += q.num_blocks
-        for k in range(q.num_blocks):
-            if k & 0xFFFF == 0:
-                PyErr_CheckSignals()
-            block = seq_table(s, slot)[k]
-            if block < b.reserved or block >= b.num_blocks:
-                return f"sequence in slot {slot} has block {block} in its table"
-            references[block] = references.get(block, 0) + 1
-    PyErr_CheckSignals()
+cdef bint check_sequence(const Seqs* s, const Blocks* b, int32_t slot, char* finding) noexcept nogil:
+    """An open sequence: lengths, and where its next token goes."""
+    cdef const Seq* q = &s.seq[slot]
+    cdef const SeqLife* life = &s.life[slot]
+    cdef const SeqPrefix* prefix
+    cdef int64_t due
+    if q.num_tokens < 0 or q.num_tokens > q.num_blocks * b.block_size or not 0 <= q.num_blocks <= s.max_blocks:
+        return snprintf(finding, FINDING, b"sequence in slot %d has %lld tokens in %d blocks", slot,
+                        <long long>q.num_tokens, q.num_blocks) > 0
+    if not 0 <= life.evicted <= life.point <= q.num_tokens + life.evicted:
+        return snprintf(finding, FINDING, b"sequence in slot %d has %lld tokens, %lld left by %lld", slot,
+                        <long long>q.num_tokens, <long long>life.evicted, <long long>life.point) > 0
+    if s.prefix != NULL:
+        prefix = &s.prefix[slot]
+        if life.evicted and (prefix.committed or prefix.root):
+            return snprintf(finding, FINDING, b"sequence in slot %d was evicted from, and has %lld tokens made known",
+                            slot, <long long>prefix.committed) > 0
+        if not (0 <= prefix.published <= prefix.committed // b.block_size and prefix.committed <= q.num_tokens):
+            return snprintf(finding, FINDING, b"sequence in slot %d has %lld blocks published of %lld tokens made known",
+                            slot, <long long>prefix.published, <long long>prefix.committed) > 0
+    if q.next_slot < q.stop_slot:
+        due = q.tail * b.block_size + q.num_tokens % b.block_size
+        if q.num_tokens // b.block_size >= q.num_blocks or q.tail != seq_table(s, slot)[q.num_tokens // b.block_size]:
+            return snprintf(finding, FINDING, b"sequence in slot %d has tail %d, its table says otherwise", slot,
+                            q.tail) > 0
+        if q.stop_slot != (q.tail + <int64_t>1) * b.block_size:
+            return snprintf(finding, FINDING, b"sequence in slot %d has a tail that ends at slot %lld", slot,
+                            <long long>q.stop_slot) > 0
+    else:                                   # looked up by the next step, legal only at the end of a block
+        due = q.next_slot if q.num_tokens % b.block_size == 0 else -1
+    if q.next_slot != due:
+        return snprintf(finding, FINDING, b"sequence in slot %d would write its next token to slot %lld", slot,
+                        <long long>q.next_slot) > 0
+    return False
+
+
+cdef bint check_references(const Blocks* b, int32_t* references, char* finding) noexcept nogil:
+    """`references` has the entries of tables; duplicates that hold a block are added here."""
+    cdef int32_t k
     for k in range(b.num_blocks):
         if b.block[k].canonical_held:
-            references[b.canonical[k]] = references.get(b.canonical[k], 0) + 1
+            references[b.canonical[k]] += 1
     for k in range(b.reserved, b.num_blocks):
-        if k & 0xFFFF == 0:
-            PyErr_CheckSignals()
-        if b.block[k].refcount != references.get(k, 0) + b.block[k].raw:
-            return (f"block {k} has refcount {b.block[k].refcount}, tables name it {references.get(k, 0)} times "
-                    f"and raw references are {b.block[k].raw}")
-    if tokens != s.sum_tokens or blocks != s.sum_blocks:
-        return f"counted {tokens} tokens in {blocks} blocks, the counters say {s.sum_tokens} and {s.sum_blocks}"
-    free_slots = {s.free_slot[(s.first_free + k) % s.max_seqs] for k in range(s.num_free_slots)}
-    if len(free_slots) != s.num_free_slots or num_open != s.num_open:
-        return f"{num_open} sequences are open, the counter says {s.num_open}"
-    if any(s.life[slot].life != FREE_SLOT for slot in free_slots):
-        return "a slot that is not free is on the list of free slots"
+        if b.block[k].refcount != references[k] + b.block[k].raw:
+            return snprintf(finding, FINDING,
+                            b"block %d has refcount %d, tables name it %d times and raw references are %d", k,
+                            b.block[k].refcount, references[k], b.block[k].raw) > 0
+    return False
+
+
+cdef bint check_free_slots(const Seqs* s, int32_t num_open, int32_t retired, char* finding) noexcept nogil:
+    """Each free slot stands on the list once: there are as many as free slots, all free, none twice."""
+    cdef int32_t k, slot, at, listed = 0
+    if num_open != s.num_open:
+        return snprintf(finding, FINDING, b"%d sequences are open, the counter says %d", num_open, s.num_open) > 0
     if num_open + retired + s.num_free_slots != s.max_seqs:
-        return f"{num_open} open, {retired} retired and {s.num_free_slots} free slots of {s.max_seqs}"
-    return None
+        return snprintf(finding, FINDING, b"%d open, %d retired and %d free slots of %d", num_open, retired,
+                        s.num_free_slots, s.max_seqs) > 0
+    for k in range(s.num_free_slots):
+        at = (s.first_free + k) % s.max_seqs
+        slot = s.free_slot[at]
+        if slot < 0 or slot >= s.max_seqs or s.life[slot].life != FREE_SLOT:
+            return snprintf(finding, FINDING, b"a slot that is not free is on the list of free slots") > 0
+        s.seq[slot].mark = 0
+    for k in range(s.num_free_slots):
+        slot = s.free_slot[(s.first_free + k) % s.max_seqs]
+        listed += s.seq[slot].mark == 0
+        s.seq[slot].mark = ~<uint32_t>0
+    for slot in range(s.max_seqs):
+        if s.life[slot].life == FREE_SLOT:
+            s.seq[slot].mark = 0
+    if listed != s.num_free_slots:
+        return snprintf(finding, FINDING, b"the list of free slots names %d slots, the counter says %d", listed,
+                        s.num_free_slots) > 0
+    return False
+
+
+cdef bint seqs_check(const Seqs* s, const Blocks* b, int32_t* references, char* finding) noexcept nogil:
+    """Whether an invariant does not hold; the first one, in words. `references` is zero for every block.
+
+    O(sum of table lengths + num_blocks + max_seqs).
+    """
+    cdef int32_t slot, k, block, num_open = 0, retired = 0
+    cdef int64_t tokens = 0, blocks = 0
+    for slot in range(s.max_seqs):
+        num_open += s.life[slot].life == OPEN
+        retired += s.life[slot].life == RETIRED
+        if (s.life[slot].life == OPEN) != (s.seq[slot].handle >= 0):
+            return snprintf(finding, FINDING, b"slot %d has life %d and handle %lld", slot, <int>s.life[slot].life,
+                            <long long>s.seq[slot].handle) > 0
+        if s.life[slot].life != OPEN:
+            continue
+        if check_sequence(s, b, slot, finding):
+            return True
+        tokens += s.seq[slot].num_tokens
+        blocks += s.seq[slot].num_blocks
+        for k in range(s.seq[slot].num_blocks):
+            block = seq_table(s, slot)[k]
+            if block < b.reserved or block >= b.num_blocks:
+                return snprintf(finding, FINDING, b"sequence in slot %d has block %d in its table", slot, block) > 0
+            references[block] += 1
+    if check_references(b, references, finding):
+        return True
+    if tokens != s.sum_tokens or blocks != s.sum_blocks:
+        return snprintf(finding, FINDING, b"counted %lld tokens in %lld blocks, the counters say %lld and %lld",
+                        <long long>tokens, <long long>blocks, <long long>s.sum_tokens, <long long>s.sum_blocks) > 0
+    return check_free_slots(s, num_open, retired, finding)

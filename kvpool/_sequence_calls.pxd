@@ -3,21 +3,23 @@ from libc.stdint cimport int32_t, int64_t
 
 from kvpool._args cimport Ints
 from kvpool._block_calls cimport BlockPool
-from kvpool._sequence cimport Seqs
+from kvpool._sequence cimport Seq, SeqLife, Seqs
+from kvpool._types cimport Verdict
 
 
 cdef class SequencePool(BlockPool):
     cdef Seqs seqs
-    cdef list deferred          # handles whose owners were finalized
+    cdef int64_t* deferred      # [deferred_room] handles whose owners were finalized, num_deferred valid
+    cdef int64_t num_deferred
+    cdef int64_t deferred_room
 
-    cdef int32_t find(self, int64_t handle, str call, Py_ssize_t row) except -1
-    cdef int32_t get_one(self, object handle, str call) except -1
-    cdef int check_batch(self, Ints* batch, str call) except -1
-    cdef int check_slots(self, int64_t count) except -1
-    cdef void make_children(self, int32_t parent, int64_t count, int64_t* children) noexcept
-    cdef int truncate_rows(self, Ints* batch, const Ints* lengths) except -1
-    cdef int close_rows(self, Ints* batch) except -1
-    cdef void drain(self)
-    cdef void uncommit(self, int32_t slot, int64_t length)
-    cdef void record_start(self) noexcept
-    cdef void next_stamp(self) noexcept
+    cdef int defer(self, int64_t handle, Verdict* v) noexcept nogil
+    cdef int64_t get_handle(self, object handle, str call) except? -1
+    cdef int read(self, object handle, str call, Seq* q, SeqLife* life) except -1
+    cdef int make_children(self, int64_t handle, int64_t count, int64_t* children, Verdict* v) noexcept nogil
+    cdef int judge_truncate(self, Ints* batch, const Ints* lengths, Verdict* v) noexcept nogil
+    cdef int truncate_rows(self, Ints* batch, const Ints* lengths, Verdict* v) noexcept nogil
+    cdef int close_rows(self, Ints* batch, Verdict* v) noexcept nogil
+    cdef int close_marked(self, Ints* batch, const unsigned char* finished, Verdict* v) noexcept nogil
+    cdef void uncommit(self, int32_t slot, int64_t length) noexcept nogil
+    cdef void record_start(self) noexcept nogil

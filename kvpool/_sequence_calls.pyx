@@ -2,10 +2,11 @@
 from libc.stdint cimport INT64_MAX, INT64_MIN, int32_t, int64_t, uint32_t
 from libc.string cimport memcpy, memset
 
-from kvpool._args cimport Ints, array_data, ints_at, ints_free, ints_get, new_int32, new_int64, to_int
+from kvpool._args cimport Ints, array_data, ints_at, ints_free, ints_get, ints_init, new_int32, new_int64, to_int
 from kvpool._block_calls cimport BlockPool
-from kvpool._blocks cimport Blocks, blocks_available, blocks_take_many, whole_blocks
-from kvpool._memory cimport xcalloc, xfree
+from kvpool._blocks cimport Blocks
+from kvpool._lock cimport lock_try, lock_wait, tag_give_back, tag_take
+from kvpool._memory cimport xcalloc, xfree, xrealloc
 from kvpool._record cimport (
     BATCH,
     CLOSE_FINISHED,
@@ -23,54 +24,39 @@ from kvpool._record cimport (
     record_one,
     record_slots,
 )
+from kvpool._refuse cimport refuse
 from kvpool._sequence cimport (
     FREE_SLOT,
     MAX_SEQS,
     MAX_TAG,
-    SLOT_BITS,
-    TAG_SHIFT,
     Seq,
     SeqLife,
     Seqs,
     seq_close,
     seq_find,
     seq_fork,
-    seq_new,
-    seq_refresh,
+    seq_judge,
     seq_table,
     seq_truncate,
+    seqs_judge,
     slot_of,
-    untagged,
 )
-from kvpool._types cimport OP_CLOSE, OP_FORK, OP_TRUNCATE
+from kvpool._types cimport (
+    BAD_LENGTH, BAD_SHAPE, NO_MEMORY, OK, OP_CLOSE, OP_FORK, OP_TRUNCATE, OUT_OF_SEQUENCES, PENDING_ROW, RETRY,
+    Verdict, refused,
+)
 
 import gc
 
-from kvpool.errors import CapacityExceeded, ForeignHandle, OutOfBlocks, OutOfSequences, PlanStateError, StaleHandle
-
-_live_tags = set()              # tags of live pools in this process
-_last_tag = 0
-
-
-def _free_tag():
-    """The next tag nobody has, round robin: the handles of a dead pool stay foreign for as long as possible."""
-    for k in range(MAX_TAG):
-        tag = (_last_tag + k) % MAX_TAG + 1
-        if tag not in _live_tags:
-            return tag
-    return 0
-
 
 cdef int64_t take_tag() except -1:
-    global _last_tag
-    tag = _free_tag()
-    if not tag:
+    """A tag that no live pool of this process has."""
+    cdef int64_t tag = tag_take()
+    if tag == 0:
         gc.collect()            # pools that only a cycle keeps, with their pending plans
-        tag = _free_tag()
-    if not tag:
+        tag = tag_take()
+    if tag == 0:
         raise ValueError(f"[Pool] {MAX_TAG} pools are alive in this process, the limit")
-    _live_tags.add(tag)
-    _last_tag = tag
     return tag
 
 
@@ -103,7 +89,6 @@ cdef class SequencePool(BlockPool):
         else:
             s.max_blocks = <int32_t>to_int(max_blocks_per_seq, "Pool", "max_blocks_per_seq", 1, (<int64_t>1 << 31) - 1)
         s.watermark = to_int(watermark, "Pool", "watermark", 0, usable)
-        self.deferred = []
         s.memory = xcalloc(s.max_seqs + 1, sizeof(Seq))
         s.life = <SeqLife*>xcalloc(s.max_seqs, sizeof(SeqLife))
         s.table = <int32_t*>xcalloc(s.max_seqs, s.max_blocks * sizeof(int32_t))
@@ -121,10 +106,10 @@ cdef class SequencePool(BlockPool):
     def __dealloc__(self):
         SequencePool.release_memory(self)
 
-    cdef void release_memory(self):
+    cdef void release_memory(self) noexcept nogil:
         cdef Seqs* s = &self.seqs
-        if s.tag and _live_tags is not None:    # a free-threaded interpreter forgets modules before objects
-            _live_tags.discard(s.tag)
+        if s.tag:
+            tag_give_back(s.tag)
         xfree(s.memory)
         xfree(s.life)
         xfree(s.prefix)
@@ -132,81 +117,61 @@ cdef class SequencePool(BlockPool):
         xfree(s.table)
         xfree(s.free_slot)
         memset(s, 0, sizeof(Seqs))
+        xfree(self.deferred)
+        self.deferred = NULL
+        self.num_deferred = self.deferred_room = 0
         BlockPool.release_memory(self)
 
-    cdef int enter(self, str call) except -1:
-        BlockPool.enter(self, call)
-        if self.deferred:
-            self.drain()
-        return 0
+    # -- closes that finalizers left behind
 
-    cdef void drain(self):
-        """Close what finalizers left behind; a handle that is dead already is skipped."""
-        cdef Py_ssize_t k = 0
+    def defer_close(self, handle):
+        """Ask for a sequence to be closed by the next public call. Never mutates: for finalizers.
+
+        A handle that is dead by then is skipped, so it is safe to call for a sequence that was closed, and for a
+        pool that was shut down.
+        """
+        cdef int64_t closing = to_int(handle, "defer_close", "handle", INT64_MIN, INT64_MAX)
+        cdef int status = OK
+        cdef Verdict v
+        if not lock_try(&self.mutex):
+            lock_wait(&self.mutex)
+        if self.blocks.block != NULL:
+            status = self.defer(closing, &v)
+        self.unlock()
+        if status != OK:
+            refuse("defer_close", &v)
+
+    cdef int defer(self, int64_t handle, Verdict* v) noexcept nogil:
+        cdef int64_t room = max(2 * self.deferred_room, <int64_t>16)
+        cdef int64_t* deferred
+        if self.num_deferred == self.deferred_room:
+            deferred = <int64_t*>xrealloc(self.deferred, room * sizeof(int64_t))
+            if deferred == NULL:
+                return refused(v, NO_MEMORY, -1, room, 0, 0, 0)
+            self.deferred = deferred
+            self.deferred_room = room
+        self.deferred[self.num_deferred] = handle
+        self.num_deferred += 1
+        return OK
+
+    cdef void catch_up(self) noexcept nogil:
+        """Close what finalizers left behind, in the order in which they did; a handle that is dead is skipped."""
+        cdef int64_t k
         cdef int32_t slot
-        while k < len(self.deferred):           # a finalizer can run meanwhile and add one
+        for k in range(self.num_deferred):
             slot = seq_find(&self.seqs, self.deferred[k])
             if slot >= 0:
                 seq_close(&self.seqs, &self.blocks, slot)
                 record_one(&self.record, DEFERRED, slot, self.blocks.digest)
-            k += 1
-        self.deferred.clear()                   # takes no memory, so it cannot fail
+        self.num_deferred = 0
 
-    # -- handles
+    cdef int64_t get_handle(self, object handle, str call) except? -1:
+        return to_int(handle, call, "handle", INT64_MIN, INT64_MAX)
 
-    cdef int32_t find(self, int64_t handle, str call, Py_ssize_t row) except -1:
-        """Slot of a handle, or the exception that says why it has none (row -1: not in a batch)."""
-        cdef int32_t slot = seq_find(&self.seqs, handle)
-        if slot >= 0:
-            return slot
-        name = "handle" if row < 0 else f"handles[{row}]"
-        if handle < 0:
-            raise ValueError(f"[{call}] {name} is negative ({handle})")
-        if handle >> TAG_SHIFT != self.seqs.tag:
-            raise ForeignHandle(f"[{call}] {name} is not of this pool ({handle})")
-        slot = slot_of(handle)
-        if slot >= self.seqs.max_seqs:
-            raise StaleHandle(f"[{call}] {name} names slot {slot} ({handle}), the pool has {self.seqs.max_seqs}")
-        raise StaleHandle(f"[{call}] {name} is stale ({handle}: generation {<uint32_t>(handle >> SLOT_BITS)}, "
-                          f"current {self.seqs.life[slot].generation})")
-
-    cdef int32_t get_one(self, object handle, str call) except -1:
-        return self.find(to_int(handle, call, "handle", INT64_MIN, INT64_MAX), call, -1)
-
-    cdef int check_batch(self, Ints* batch, str call) except -1:
-        """Handles of a call: live, no duplicates. A scalar becomes a batch of one.
-
-        Python code can run while arguments are read (an __index__), and change the arrays of others: so all
-        arguments are read first, and from here on to the end of the call everything is C.
-        """
-        cdef Seqs* s = &self.seqs
-        cdef Py_ssize_t k
-        cdef int32_t slot
-        if batch.size < 0:
-            batch.size = 1
-            self.find(batch.scalar, call, -1)
-            return 0
-        self.next_stamp()
-        for k in range(batch.size):
-            slot = self.find(ints_at(batch, k), call, k)
-            if s.seq[slot].mark == s.stamp:
-                raise ValueError(f"[{call}] handles[{k}] is a duplicate ({ints_at(batch, k)})")
-            s.seq[slot].mark = s.stamp
-        return 0
-
-    cdef void uncommit(self, int32_t slot, int64_t length):
+    cdef void uncommit(self, int32_t slot, int64_t length) noexcept nogil:
         """A sequence is about to be shortened; for the layer that knows about tokens."""
 
-    cdef void next_stamp(self) noexcept:
-        cdef Seqs* s = &self.seqs
-        cdef int32_t slot
-        s.stamp += 1
-        if s.stamp == 0:
-            for slot in range(s.max_seqs):
-                s.seq[slot].mark = 0
-            s.stamp = 1
-
-    cdef void record_start(self) noexcept:
+    cdef void record_start(self) noexcept nogil:
         """The pool was reset: a replay may begin here, with what a reset leaves as it is."""
         cdef Seqs* s = &self.seqs
         cdef Record* r = &self.record
@@ -254,31 +219,30 @@ cdef class SequencePool(BlockPool):
         -----
         O(blocks of the parent * n).
         """
-        cdef int32_t parent
-        cdef int64_t count
+        cdef int64_t parent = self.get_handle(handle, "fork")
+        cdef int64_t count = to_int(n, "fork", "n", 0, INT64_MAX)
         cdef int64_t* made
-        self.enter("fork")
-        try:
-            parent = self.get_one(handle, "fork")
-            count = to_int(n, "fork", "n", 0, INT64_MAX)
-            self.check_slots(count)
-            children = new_int64(count)
-            made = <int64_t*>array_data(children)   # asks for memory: nothing may fail once the fork is made
-            self.make_children(parent, count, made)
-            return children
-        finally:
-            self.busy = False
+        cdef Verdict v
+        cdef int status
+        children = new_int64(count if count <= self.seqs.max_seqs else 0)       # more will be refused
+        made = <int64_t*>array_data(children)   # asks for memory: nothing may fail once the fork is made
+        self.lock("fork")
+        status = self.make_children(parent, count, made, &v)
+        self.unlock()
+        if status != OK:
+            refuse("fork", &v)
+        return children
 
-    cdef int check_slots(self, int64_t count) except -1:
-        if count > self.seqs.num_free_slots:
-            raise OutOfSequences(f"[fork] {count} children asked for, {self.seqs.num_open} sequences are open, "
-                                 f"the limit is {self.seqs.max_seqs}")
-        return 0
-
-    cdef void make_children(self, int32_t parent, int64_t count, int64_t* children) noexcept:
+    cdef int make_children(self, int64_t handle, int64_t count, int64_t* children, Verdict* v) noexcept nogil:
+        cdef Seqs* s = &self.seqs
         cdef uint32_t* at
         cdef int64_t k
-        seq_fork(&self.seqs, &self.blocks, parent, <int32_t>count, children)
+        cdef int32_t parent = seq_judge(s, handle, -1, v)
+        if parent < 0:
+            return v.reason
+        if count > s.num_free_slots:
+            return refused(v, OUT_OF_SEQUENCES, -1, count, 0, s.max_seqs, s.num_open)
+        seq_fork(s, &self.blocks, parent, <int32_t>count, children)
         if self.record.data != NULL:
             at = record_begin(&self.record, OP_FORK, 2 + count)
             if at != NULL:
@@ -287,6 +251,7 @@ cdef class SequencePool(BlockPool):
                     at[k] = slot_of(children[k])
                 at += count
             record_end(&self.record, at, self.blocks.digest)
+        return OK
 
     def truncate(self, handles, lens):
         """Shorten sequences; blocks beyond the new length are released, youngest first, reserved ones too.
@@ -308,19 +273,23 @@ cdef class SequencePool(BlockPool):
             the shapes differ. State unchanged.
         """
         cdef Ints batch, lengths
-        self.enter("truncate")
-        batch.held = lengths.held = False
-        batch.owned = lengths.owned = NULL
+        cdef Verdict v
+        cdef int status
+        ints_init(&batch, &self.spare)
+        ints_init(&lengths, &self.spare)
         try:
             ints_get(&batch, handles, "truncate", "handles", True, False)
             ints_get(&lengths, lens, "truncate", "lens", True, True)
-            self.truncate_rows(&batch, &lengths)
+            self.lock("truncate")
+            status = self.truncate_rows(&batch, &lengths, &v)
+            self.unlock()
         finally:
             ints_free(&batch)
             ints_free(&lengths)
-            self.busy = False
+        if status != OK:
+            refuse("truncate", &v)
 
-    cdef int truncate_rows(self, Ints* batch, const Ints* lengths) except -1:
+    cdef int judge_truncate(self, Ints* batch, const Ints* lengths, Verdict* v) noexcept nogil:
         cdef Seqs* s = &self.seqs
         cdef Blocks* b = &self.blocks
         cdef Py_ssize_t k
@@ -328,32 +297,42 @@ cdef class SequencePool(BlockPool):
         cdef int32_t slot
         cdef Seq* q
         cdef SeqLife* life
-        cdef uint32_t* word
-        self.check_batch(batch, "truncate")
+        cdef int status = seqs_judge(s, batch, v)
+        if status != OK:
+            return status
         if lengths.size >= 0 and lengths.size != batch.size:
-            raise ValueError(f"[truncate] {lengths.size} lens for {batch.size} handles")
+            return refused(v, BAD_SHAPE, -1, lengths.size, 0, 0, batch.size)
         for k in range(batch.size):
-            slot = seq_find(s, ints_at(batch, k))
+            slot = slot_of(ints_at(batch, k))
             q = &s.seq[slot]
             life = &s.life[slot]
             length = ints_at(lengths, k)
             if length < life.point or length > q.num_tokens + life.evicted:
-                raise ValueError(f"[truncate] lens[{k}] is {length}, it must be in "
-                                 f"{life.point} .. {q.num_tokens + life.evicted}")
+                return refused(v, BAD_LENGTH, k, length, life.point, q.num_tokens + life.evicted, 0)
             if b.newest_pending and q.last_step >= b.oldest_pending:
-                raise PlanStateError(f"[truncate] handles[{k}] is a row of a pending plan "
-                                     f"(step {q.last_step}); call done or rollback first")
+                return refused(v, PENDING_ROW, k, q.last_step, 0, 0, 0)
+        return OK
+
+    cdef int truncate_rows(self, Ints* batch, const Ints* lengths, Verdict* v) noexcept nogil:
+        cdef Seqs* s = &self.seqs
+        cdef Py_ssize_t k
+        cdef int64_t length
+        cdef int32_t slot
+        cdef uint32_t* word
+        cdef int status = self.judge_truncate(batch, lengths, v)
+        if status != OK:
+            return status
         for k in range(batch.size):
-            slot = seq_find(s, ints_at(batch, k))
+            slot = slot_of(ints_at(batch, k))
             length = ints_at(lengths, k) - s.life[slot].evicted
             self.uncommit(slot, length)
-            seq_truncate(s, b, slot, length)
+            seq_truncate(s, &self.blocks, slot, length)
         if self.record.data != NULL:
             word = record_begin(&self.record, OP_TRUNCATE, 2 * BATCH + batch.size + 2 * lengths.size)
             if word != NULL:
                 word = put_ints(put_slots(word, batch), lengths)
-            record_end(&self.record, word, b.digest)
-        return 0
+            record_end(&self.record, word, self.blocks.digest)
+        return OK
 
     def close(self, handles):
         """End sequences, in the order given; their blocks are released youngest first. Legal while a plan is pending.
@@ -366,23 +345,28 @@ cdef class SequencePool(BlockPool):
             Duplicate handles. State unchanged.
         """
         cdef Ints batch
-        self.enter("close")
-        batch.held = False
-        batch.owned = NULL
+        cdef Verdict v
+        cdef int status
+        ints_init(&batch, &self.spare)
         try:
             ints_get(&batch, handles, "close", "handles", True, False)
-            self.close_rows(&batch)
+            self.lock("close")
+            status = self.close_rows(&batch, &v)
+            self.unlock()
         finally:
             ints_free(&batch)
-            self.busy = False
+        if status != OK:
+            refuse("close", &v)
 
-    cdef int close_rows(self, Ints* batch) except -1:
+    cdef int close_rows(self, Ints* batch, Verdict* v) noexcept nogil:
         cdef Py_ssize_t k
-        self.check_batch(batch, "close")
+        cdef int status = seqs_judge(&self.seqs, batch, v)
+        if status != OK:
+            return status
         for k in range(batch.size):
-            seq_close(&self.seqs, &self.blocks, seq_find(&self.seqs, ints_at(batch, k)))
+            seq_close(&self.seqs, &self.blocks, slot_of(ints_at(batch, k)))
         record_slots(&self.record, OP_CLOSE, batch, self.blocks.digest)
-        return 0
+        return OK
 
     def close_finished(self, handles, mask):
         """Close the sequences whose mask byte is not zero; returns how many.
@@ -400,78 +384,115 @@ cdef class SequencePool(BlockPool):
             A handle is not open, duplicates, shapes that differ, another dtype. State unchanged.
         """
         cdef Ints batch
-        cdef Py_ssize_t k
+        cdef Verdict v
         cdef bytes done
         cdef object closed
-        cdef uint32_t* word
-        self.enter("close_finished")
-        batch.held = False
-        batch.owned = NULL
+        cdef int status
+        cdef const unsigned char* finished
+        ints_init(&batch, &self.spare)
         try:
             ints_get(&batch, handles, "close_finished", "handles", False, False)
             done = get_mask(mask, batch.size)
-            self.check_batch(&batch, "close_finished")
+            finished = done
             closed = batch.size - done.count(b"\0")     # made before anything moves
-            for k in range(batch.size):
-                if done[k]:
-                    seq_close(&self.seqs, &self.blocks, seq_find(&self.seqs, ints_at(&batch, k)))
-            if self.record.data != NULL:
-                word = record_begin(&self.record, CLOSE_FINISHED, BATCH + 2 + batch.size + batch.size // 4)
-                if word != NULL:
-                    word = put_bytes(put_slots(word, &batch), <char*>done, batch.size)
-                record_end(&self.record, word, self.blocks.digest)
-            return closed
+            self.lock("close_finished")
+            status = self.close_marked(&batch, finished, &v)
+            self.unlock()
         finally:
             ints_free(&batch)
-            self.busy = False
+        if status != OK:
+            refuse("close_finished", &v)
+        return closed
 
-    def defer_close(self, handle):
-        """Ask for a sequence to be closed by the next public call. Never mutates: for finalizers.
-
-        A handle that is dead by then is skipped, so it is safe to call for a sequence that was closed.
-        """
-        if self.blocks.block != NULL:
-            self.deferred.append(to_int(handle, "defer_close", "handle", INT64_MIN, INT64_MAX))
+    cdef int close_marked(self, Ints* batch, const unsigned char* finished, Verdict* v) noexcept nogil:
+        cdef Py_ssize_t k
+        cdef uint32_t* word
+        cdef int status = seqs_judge(&self.seqs, batch, v)
+        if status != OK:
+            return status
+        for k in range(batch.size):
+            if finished[k]:
+                seq_close(&self.seqs, &self.blocks, slot_of(ints_at(batch, k)))
+        if self.record.data != NULL:
+            word = record_begin(&self.record, CLOSE_FINISHED, BATCH + 2 + batch.size + batch.size // 4)
+            if word != NULL:
+                word = put_bytes(put_slots(word, batch), finished, batch.size)
+            record_end(&self.record, word, self.blocks.digest)
+        return OK
 
     # -- reading
 
     def table(self, handle):
         """Block ids of a sequence in order, reserved ones included; int32 ``(blocks,)``, a copy."""
+        cdef int64_t wanted = self.get_handle(handle, "table")
+        cdef int32_t room = -1, found = -1, slot = -1
+        cdef int32_t* data = NULL
+        cdef Verdict v
+        cdef int status = RETRY
+        ids = None
+        while status == RETRY:
+            room = found
+            if room >= 0:
+                ids = new_int32(room)
+                data = <int32_t*>array_data(ids)
+            self.lock("table")
+            slot = seq_judge(&self.seqs, wanted, -1, &v)
+            if slot < 0:
+                status = v.reason
+            else:
+                found = self.seqs.seq[slot].num_blocks
+                if found == room:
+                    memcpy(data, seq_table(&self.seqs, slot), room * sizeof(int32_t))
+                    status = OK
+            self.unlock()
+        if status != OK:
+            refuse("table", &v)
+        return ids
+
+    cdef int read(self, object handle, str call, Seq* q, SeqLife* life) except -1:
+        """A copy of what the pool knows of a sequence."""
+        cdef int64_t wanted = self.get_handle(handle, call)
         cdef int32_t slot
-        self.enter("table")
-        try:
-            slot = self.get_one(handle, "table")
-            ids = new_int32(self.seqs.seq[slot].num_blocks)
-            memcpy(array_data(ids), seq_table(&self.seqs, slot), self.seqs.seq[slot].num_blocks * sizeof(int32_t))
-            return ids
-        finally:
-            self.busy = False
+        cdef Verdict v
+        self.lock(call)
+        slot = seq_judge(&self.seqs, wanted, -1, &v)
+        if slot >= 0:
+            q[0] = self.seqs.seq[slot]
+            life[0] = self.seqs.life[slot]
+        self.unlock()
+        if slot < 0:
+            refuse(call, &v)
+        return 0
 
     def num_tokens(self, handle):
         """Length of a sequence in tokens, evicted ones included: the position of the next one. O(1)."""
-        cdef int32_t slot
-        self.enter("num_tokens")
-        try:
-            slot = self.get_one(handle, "num_tokens")
-            return self.seqs.seq[slot].num_tokens + self.seqs.life[slot].evicted
-        finally:
-            self.busy = False
+        cdef Seq q
+        cdef SeqLife life
+        self.read(handle, "num_tokens", &q, &life)
+        return q.num_tokens + life.evicted
+
+    def kv_len(self, handle):
+        """Tokens of a sequence that still have a slot: `num_tokens` without those that were evicted. O(1)."""
+        cdef Seq q
+        cdef SeqLife life
+        self.read(handle, "kv_len", &q, &life)
+        return q.num_tokens
 
     def capacity(self, handle):
         """Tokens that the blocks of a sequence can hold. O(1)."""
-        self.enter("capacity")
-        try:
-            return self.seqs.seq[self.get_one(handle, "capacity")].num_blocks * self.blocks.block_size
-        finally:
-            self.busy = False
+        cdef Seq q
+        cdef SeqLife life
+        self.read(handle, "capacity", &q, &life)
+        return q.num_blocks * self.blocks.block_size
 
     def is_open(self, handle):
         """Whether a handle names an open sequence of this pool. O(1)."""
-        self.enter("is_open")
-        try:
-            return seq_find(&self.seqs, to_int(handle, "is_open", "handle", 0, INT64_MAX)) >= 0
-        finally:
-            self.busy = False
+        cdef int64_t wanted = to_int(handle, "is_open", "handle", 0, INT64_MAX)
+        cdef bint found
+        self.lock("is_open")
+        found = seq_find(&self.seqs, wanted) >= 0
+        self.unlock()
+        return found
 
     def _set_generation(self, slot, generation):
         """For tests: the generation that the next sequence in a free slot gets."""

@@ -1,9 +1,10 @@
 """One step of a batch: check everything, then commit; and how a pending step ends."""
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
 
 from kvpool._args cimport Ints
 from kvpool._blocks cimport Blocks
 from kvpool._sequence cimport Seqs
+from kvpool._types cimport Verdict
 
 
 cdef struct Event:              # a row that did more than put one token into its tail
@@ -44,29 +45,22 @@ cdef struct Step:
     bint uniform                # every row was served one token
     bint pending
     bint noted_done             # done was called while an older plan was pending
+    Step* newer                 # the next pending step, NULL: this is the newest
+    Step* older
+    void* plan                  # the Plan whose step this is
+    void* wire                  # its Wire
+
+
+cdef struct Pending:            # the steps that are neither done nor rolled back
+    Step* oldest
+    Step* newest
+    int32_t size
 
 
 cdef struct Limits:             # what the plan at hand can take
     int64_t max_tokens          # of a batch
     int64_t seq_tokens          # of a sequence after the step
     int32_t table_width         # blocks of a sequence
-
-
-cdef struct Verdict:            # why a batch is refused
-    Py_ssize_t row
-    int reason
-    int64_t value
-    int64_t needed              # blocks, of all rows
-    Py_ssize_t short_row        # first row that does not fit, -1: all fit
-
-cdef enum:                      # reasons
-    BAD_HANDLE = 1
-    DUPLICATE
-    NEGATIVE
-    SEQ_TOO_LONG
-    TABLE_TOO_WIDE
-    TOO_MANY_TOKENS
-    BAD_LENGTH
 
 
 cdef int step_init(Step* p, int32_t max_rows) noexcept nogil
@@ -77,6 +71,9 @@ cdef int step_check_unshare(Step* p, Seqs* s, Blocks* b, const Ints* handles, co
                             const Limits* limits, Verdict* verdict) noexcept nogil
 cdef void step_undo_check(Step* p, Blocks* b, int32_t keep) noexcept nogil
 cdef void step_commit(Step* p, Seqs* s, Blocks* b, const int64_t* handles, bint advance, bint pends) noexcept nogil
+cdef void pending_add(Pending* pending, Step* p, Blocks* b) noexcept nogil
+cdef void pending_remove(Pending* pending, Step* p, Blocks* b) noexcept nogil
+cdef void pending_settle(const Pending* pending, Step* p, Blocks* b) noexcept nogil
 cdef void step_release_holds(Step* p, Blocks* b) noexcept nogil
 cdef bint step_has_children(const Step* p, const Seqs* s) noexcept nogil
 cdef void step_rollback(Step* p, Seqs* s, Blocks* b) noexcept nogil

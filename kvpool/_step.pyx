@@ -13,11 +13,15 @@ from libc.string cimport memmove, memset
 from kvpool._args cimport Ints, ints_at
 from kvpool._blocks cimport (
     Block,
+    HELD,
+    PLAIN,
     Blocks,
     blocks_available,
+    blocks_drain_limbo,
     blocks_hold,
     blocks_ref,
     blocks_settle,
+    blocks_short,
     blocks_take,
     blocks_take_many,
     blocks_unhold,
@@ -32,6 +36,7 @@ from kvpool._sequence cimport (
     Seq,
     Seqs,
     seq_find,
+    seq_judge,
     seq_new_version,
     seq_refresh,
     seq_rewritten,
@@ -39,7 +44,10 @@ from kvpool._sequence cimport (
     slot_of,
     untagged,
 )
-from kvpool._types cimport BAD_ROW, NO_MEMORY, OK, OP_RESERVE, OP_ROLLBACK, OP_STEP, SHORT, mix
+from kvpool._types cimport (
+    BAD_LENGTH, DUPLICATE_HANDLE, NEGATIVE_NEW, NO_MEMORY, OK, OP_RESERVE, OP_ROLLBACK, OP_STEP, SEQ_TOO_LONG,
+    TABLE_TOO_WIDE, TOO_MANY_TOKENS, Verdict, mix, refused,
+)
 
 cdef int step_init(Step* p, int32_t max_rows) noexcept nogil:
     p.length = <int64_t*>xcalloc(max_rows, sizeof(int64_t))
@@ -112,13 +120,6 @@ cdef int check_writes(Step* p, const Seqs* s, Blocks* b, Event* event, int32_t s
     return OK
 
 
-cdef inline int refuse(Verdict* v, Py_ssize_t row, int reason, int64_t value) noexcept nogil:
-    v.row = row
-    v.reason = reason
-    v.value = value
-    return BAD_ROW
-
-
 cdef int check_row(Step* p, const Seqs* s, Blocks* b, Event* event, Py_ssize_t i, int32_t slot, int64_t new,
                    const Limits* limits, Verdict* v) noexcept nogil:
     """A row that may do more than put one token into its tail: what will happen to it stands in its event."""
@@ -127,13 +128,14 @@ cdef int check_row(Step* p, const Seqs* s, Blocks* b, Event* event, Py_ssize_t i
     event.q_len = event.appended = event.replaced = 0
     event.served = 1
     if new < 0:
-        return refuse(v, i, NEGATIVE, new)
+        return refused(v, NEGATIVE_NEW, i, new, 0, 0, 0)
     if new > limits.seq_tokens - q.num_tokens:
-        return refuse(v, i, SEQ_TOO_LONG, new if new > INT64_MAX - q.num_tokens else q.num_tokens + new)
+        return refused(v, SEQ_TOO_LONG, i, new if new > INT64_MAX - q.num_tokens else q.num_tokens + new, 0,
+                       limits.seq_tokens, 0)
     if new and check_writes(p, s, b, event, slot, new) != OK:
-        return NO_MEMORY
+        return refused(v, NO_MEMORY, i, p.log_room, 0, 0, 0)
     if q.num_blocks + event.appended > limits.table_width:
-        return refuse(v, i, TABLE_TOO_WIDE, q.num_blocks + event.appended)
+        return refused(v, TABLE_TOO_WIDE, i, q.num_blocks + event.appended, 0, limits.table_width, 0)
     return OK
 
 
@@ -180,30 +182,35 @@ cdef inline Py_ssize_t run_of_ones(const Ints* num_new, Py_ssize_t i, Py_ssize_t
 
 cdef int step_check(Step* p, Seqs* s, Blocks* b, const Ints* handles, const Ints* num_new, const Limits* limits,
                     bint advance, bint partial, Verdict* v) noexcept nogil:
-    """Judge a batch and note what it will do. Unless it returns OK the caller must `step_undo_check`."""
-    cdef Py_ssize_t i = 0, simple, ones = 0     # rows before `ones` and not before i have one new token
+    """Judge a batch and note what it will do. Unless it returns OK the caller must `step_undo_check`.
+
+    The rows before `simple` and not before i put one token into a tail of their own; how many more may, before the
+    batch has more tokens than `limits` allow, is `room`.
+    """
+    cdef Py_ssize_t i = 0, simple, room, ones = 0       # rows before `ones` and not before i have one new token
+    cdef Py_ssize_t short_row = -1
     cdef const int64_t* handle = <const int64_t*>handles.data
     cdef int64_t new, need, asked = 0, unserved = 0, available = blocks_available(b)
     cdef int32_t slot, log_before
     cdef int status
     cdef Event* event
-    v.short_row = -1
     v.needed = 0
     p.num_rows = <int32_t>handles.size
     p.num_events = p.log_size = 0
     while i < handles.size:
         if advance:
             ones = run_of_ones(num_new, max(i, ones), handles.size)
-            simple = check_simple(s, b, handle, i, min(ones, i + limits.max_tokens - asked), limits)
+            room = <Py_ssize_t>min(limits.max_tokens - asked, <int64_t>(handles.size - i))
+            simple = check_simple(s, b, handle, i, min(ones, i + room), limits)
             asked += simple - i
             i = simple
             if i == handles.size:
                 break
-        slot = seq_find(s, handle[i])
+        slot = seq_judge(s, handle[i], i, v)
         if slot < 0:
-            return refuse(v, i, BAD_HANDLE, handle[i])
+            return v.reason
         if s.seq[slot].mark == s.stamp:
-            return refuse(v, i, DUPLICATE, handle[i])
+            return refused(v, DUPLICATE_HANDLE, i, handle[i], 0, 0, 0)
         s.seq[slot].mark = s.stamp
         new = ints_at(num_new, i)
         event = &p.event[p.num_events]
@@ -214,13 +221,13 @@ cdef int step_check(Step* p, Seqs* s, Blocks* b, const Ints* handles, const Ints
         p.num_events += 1
         if advance:
             if new > limits.max_tokens - asked:
-                return refuse(v, i, TOO_MANY_TOKENS, asked + new)
+                return refused(v, TOO_MANY_TOKENS, i, asked + new, 0, limits.max_tokens, 0)
             asked += new
             event.q_len = <int32_t>new
         need = event.replaced + event.appended
         if v.needed + need > available:
-            if v.short_row < 0:
-                v.short_row = i
+            if short_row < 0:
+                short_row = i
             if partial:
                 step_undo_check(p, b, log_before)
                 event.served = 0
@@ -230,36 +237,37 @@ cdef int step_check(Step* p, Seqs* s, Blocks* b, const Ints* handles, const Ints
         v.needed += need
         i += 1
     p.num_tokens = asked - unserved
-    return SHORT if v.short_row >= 0 and not partial else OK
+    if short_row >= 0 and not partial:
+        return blocks_short(b, v, short_row, handle[short_row], v.needed, v.needed - available)
+    return OK
 
 
 cdef int step_check_unshare(Step* p, Seqs* s, Blocks* b, const Ints* handles, const Ints* lens, int64_t first,
                             const Limits* limits, Verdict* v) noexcept nogil:
     """Judge a batch that gets blocks of its own for compaction to `lens` tokens; like `step_check` otherwise."""
     cdef int64_t available = blocks_available(b), length
-    cdef int32_t i, slot, index
+    cdef int32_t i, slot, index, short_row = -1
     cdef const Seq* q
     cdef Event* event
-    v.short_row = -1
     v.needed = 0
     p.num_rows = <int32_t>handles.size
     p.num_events = p.log_size = 0
     p.num_tokens = 0
     for i in range(p.num_rows):
-        slot = seq_find(s, ints_at(handles, i))
+        slot = seq_judge(s, ints_at(handles, i), i, v)
         if slot < 0:
-            return refuse(v, i, BAD_HANDLE, ints_at(handles, i))
+            return v.reason
         q = &s.seq[slot]
         if q.mark == s.stamp:
-            return refuse(v, i, DUPLICATE, q.handle)
+            return refused(v, DUPLICATE_HANDLE, i, q.handle, 0, 0, 0)
         s.seq[slot].mark = s.stamp
         length = ints_at(lens, i)
         if length < 0 or length > q.num_tokens:
-            return refuse(v, i, BAD_LENGTH, length)
+            return refused(v, BAD_LENGTH, i, length, 0, q.num_tokens, 0)
         if q.num_tokens > limits.seq_tokens:
-            return refuse(v, i, SEQ_TOO_LONG, q.num_tokens)
+            return refused(v, SEQ_TOO_LONG, i, q.num_tokens, 0, limits.seq_tokens, 0)
         if q.num_blocks > limits.table_width:
-            return refuse(v, i, TABLE_TOO_WIDE, q.num_blocks)
+            return refused(v, TABLE_TOO_WIDE, i, q.num_blocks, 0, limits.table_width, 0)
         event = &p.event[i]
         event.row = i
         event.q_len = event.appended = event.replaced = 0
@@ -269,13 +277,15 @@ cdef int step_check_unshare(Step* p, Seqs* s, Blocks* b, const Ints* handles, co
         while index >= 0:
             if log_replacement(p, b, i, index, seq_table(s, slot)[index], <int32_t>min(
                     b.block_size, q.num_tokens - index * b.block_size)) != OK:
-                return NO_MEMORY
+                return refused(v, NO_MEMORY, i, p.log_room, 0, 0, 0)
             event.replaced += 1
             index = seq_rewritten(s, b, slot, first, length, index + 1)
         v.needed += event.replaced
-        if v.needed > available and v.short_row < 0:
-            v.short_row = i
-    return SHORT if v.short_row >= 0 else OK
+        if v.needed > available and short_row < 0:
+            short_row = i
+    if short_row >= 0:
+        return blocks_short(b, v, short_row, ints_at(handles, short_row), v.needed, v.needed - available)
+    return OK
 
 
 cdef void step_undo_check(Step* p, Blocks* b, int32_t keep) noexcept nogil:
@@ -287,13 +297,19 @@ cdef void step_undo_check(Step* p, Blocks* b, int32_t keep) noexcept nogil:
 
 # ---- pass 2: commit ----------------------------------------------------------------------------------------
 
-cdef void commit_blocks(Step* p, Seqs* s, Blocks* b, const Event* event, int32_t slot, Replaced* log) noexcept nogil:
-    """Take the blocks of one row: replacements by ascending index, then the new ones at the end."""
+cdef void commit_blocks(Step* p, Seqs* s, Blocks* b, const Event* event, int32_t slot, Replaced* log,
+                        int64_t step_id) noexcept nogil:
+    """Take the blocks of one row: replacements by ascending index, then the new ones at the end.
+
+    Only a replacement can be the block of a token that is done already, while the step that takes it is pending: it
+    remembers the step (its fence), so that nobody takes its content for written.
+    """
     cdef Seq* q = &s.seq[slot]
     cdef int32_t* table = seq_table(s, slot)
     cdef int32_t k
     for k in range(event.replaced):
         log[k].new = blocks_take(b)
+        b.fence[log[k].new] = step_id
         table[log[k].index] = log[k].new
         if log[k].tokens:
             p.copies[3 * p.num_copies] = log[k].old
@@ -364,7 +380,7 @@ cdef void step_commit(Step* p, Seqs* s, Blocks* b, const int64_t* handles, bint 
         commit_simple(p, s, b, handles, done, i, step_id)
         done = i + 1
         slot = slot_of(handles[i])
-        commit_blocks(p, s, b, event, slot, p.log + log_at)
+        commit_blocks(p, s, b, event, slot, p.log + log_at, step_id)
         log_at += event.replaced
         p.uniform &= event.q_len == 1
         q = &s.seq[slot]
@@ -381,6 +397,53 @@ cdef void step_commit(Step* p, Seqs* s, Blocks* b, const int64_t* handles, bint 
 
 
 # ---- how a pending step ends -------------------------------------------------------------------------------
+
+cdef void pending_add(Pending* pending, Step* p, Blocks* b) noexcept nogil:
+    """A step is the newest pending one: blocks that are released from now on wait for it."""
+    p.pending = True
+    p.older = pending.newest
+    p.newer = NULL
+    if pending.newest != NULL:
+        pending.newest.newer = p
+    else:
+        pending.oldest = p
+        b.oldest_pending = p.id
+    pending.newest = p
+    b.newest_pending = p.id
+    pending.size += 1
+
+
+cdef void pending_remove(Pending* pending, Step* p, Blocks* b) noexcept nogil:
+    """A step is pending no more: from now on blocks do not wait for it."""
+    p.pending = False
+    if p.older != NULL:
+        p.older.newer = p.newer
+    else:
+        pending.oldest = p.newer
+    if p.newer != NULL:
+        p.newer.older = p.older
+    else:
+        pending.newest = p.older
+    pending.size -= 1
+    b.oldest_pending = pending.oldest.id if pending.oldest != NULL else 0
+    b.newest_pending = pending.newest.id if pending.newest != NULL else 0
+
+
+cdef void pending_settle(const Pending* pending, Step* p, Blocks* b) noexcept nogil:
+    """A step has ended: recompute the floors that its log touched, then let blocks out of limbo."""
+    cdef const Step* other = pending.oldest
+    cdef const Replaced* entry
+    cdef int32_t k
+    for k in range(p.log_size):
+        b.floor[p.log[k].old] = 0
+    while p.log_size and other != NULL:
+        for k in range(other.log_size):
+            entry = &other.log[k]
+            b.floor[entry.old] = max(b.floor[entry.old], entry.tokens)
+        other = other.newer
+    p.log_size = 0
+    blocks_drain_limbo(b)
+
 
 cdef void step_release_holds(Step* p, Blocks* b) noexcept nogil:
     """The copies of a step were made: let go of their sources, in the order they were taken.
@@ -422,6 +485,8 @@ cdef void rollback_row(Seqs* s, Blocks* b, int32_t slot, int32_t q_len, int32_t 
         table[log[k].index] = log[k].old
         b.block[log[k].old].hold -= 1
         blocks_ref(b, log[k].old, 1)
+        b.num_held -= b.block[log[k].new].committed == HELD
+        b.block[log[k].new].committed = PLAIN           # its copy will never be made
         blocks_unref(b, log[k].new)
     if replaced or appended:
         q.epoch += 1

@@ -1,6 +1,6 @@
 """The C interface: `Pool`'s calls as functions on opaque pointers that return a status; kvpool.h is the contract.
 
-A call reads C arrays in place and makes no Python object, unless it fails: then the exception that Python would have
+A call copies C arrays and makes no Python object, unless it fails: then the exception that Python would have
 seen is kept in the dictionary of the thread, and becomes a status. `cimport kvpool.capi` gets at the functions by
 name, everybody else at the same ones through the capsule ``kvpool._C_API``.
 """
@@ -9,11 +9,12 @@ from cpython.pycapsule cimport PyCapsule_New
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
-from kvpool._args cimport Ints
+from kvpool._args cimport Ints, ints_copy, ints_free, ints_init, ints_tokens
 from kvpool._plan cimport Plan
 from kvpool._pool cimport Pool
-from kvpool._prefix_calls cimport Tokens
-from kvpool._sequence cimport seq_table
+from kvpool._refuse cimport refuse
+from kvpool._sequence cimport seq_judge, seq_table, slot_of
+from kvpool._types cimport OK, Verdict
 from kvpool._wire cimport NUM_FIELDS
 
 from kvpool.errors import (
@@ -50,7 +51,7 @@ cdef str KEPT = "kvpool.capi"   # in the dictionary of a thread: (exception, or 
 cdef tuple NOTHING_KEPT = (None, b"no failure is kept in this thread")
 cdef tuple NAMES = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens", "indptr", "indices",
                     "last_page_len", "kv_slots", "kv_slots_ragged", "kv_indptr", "slot_ids")
-cdef int64_t NOTHING = 0        # where an empty array is
+cdef const char* UNNAMED = b""  # the namespace of no bytes
 
 
 # -- failures
@@ -122,24 +123,6 @@ cdef int refuse_null(const void* pointer, str call, str name) except -1:
     return 0
 
 
-cdef int get_ints(Ints* ints, const void* data, int64_t n, int width, str call, str name) except -1:
-    """An array of the caller's, in place."""
-    if n < 0:
-        raise ValueError(f"[{call}] the number of {name} is negative ({n})")
-    if n > 0 and data == NULL:
-        raise ValueError(f"[{call}] {name} is NULL")
-    ints.data = data if n else &NOTHING     # NULL would be a scalar
-    ints.size = n
-    ints.width = width
-    return 0
-
-
-cdef int get_tokens(Tokens* tokens, Pool pool, const int32_t* data, int64_t n, str call) except -1:
-    tokens.owned = NULL                     # stays: int32 is read in place
-    get_ints(&tokens.ints, data, n, 4, call, "tokens")
-    return pool.check_tokens(tokens, call)
-
-
 cdef int pool_from(void* object, kvpool_pool** pool) noexcept:
     if not PyGILState_Check():
         return KVPOOL_NO_GIL
@@ -170,31 +153,37 @@ cdef int plan_from(void* object, kvpool_plan** plan) noexcept:
 
 # -- sequences
 
-cdef int open_tokens(Pool pool, Tokens* tokens, bytes namespace, str call, int64_t* handle, int64_t* cached) except -1:
-    cdef int64_t made = pool.open_prompt(tokens, namespace, call, True)
-    handle[0] = made
-    if cached != NULL:
-        cached[0] = pool.seqs.seq[pool.find(made, call, -1)].num_tokens
+cdef int open_tokens(Pool pool, const Ints* tokens, const char* space, int64_t size, str call, int64_t* handle,
+                     int64_t* cached) except -1:
+    cdef Verdict v
+    cdef int64_t made
+    cdef int status
+    pool.lock(call)
+    made = pool.next_handle()
+    status = pool.open_prompt(tokens, space, size, True, &v)
+    if status == OK:
+        handle[0] = made
+        if cached != NULL:
+            cached[0] = pool.seqs.seq[slot_of(made)].num_tokens
+    pool.unlock()
+    if status != OK:
+        refuse(call, &v)
     return 0
 
 
 cdef int open(kvpool_pool* pool_, int64_t tokens, int64_t* handle) noexcept:
     cdef Pool pool
-    cdef Tokens count
+    cdef Ints count
     if not PyGILState_Check():
         return KVPOOL_NO_GIL
     try:
         pool = get_pool(pool_, "open")
-        pool.enter("open")
-        try:
-            refuse_null(handle, "open", "handle")
-            if tokens < 0:
-                raise ValueError(f"[open] tokens is negative ({tokens})")
-            count.data = NULL
-            count.size = tokens
-            open_tokens(pool, &count, b"", "open", handle, NULL)
-        finally:
-            pool.busy = False
+        refuse_null(handle, "open", "handle")
+        if tokens < 0:
+            raise ValueError(f"[open] tokens is negative ({tokens})")
+        ints_init(&count, &pool.spare)
+        count.size = tokens
+        open_tokens(pool, &count, UNNAMED, 0, "open", handle, NULL)
     except BaseException as error:
         return failed(error)
     return KVPOOL_OK
@@ -203,21 +192,21 @@ cdef int open(kvpool_pool* pool_, int64_t tokens, int64_t* handle) noexcept:
 cdef int open_prompt(kvpool_pool* pool_, const int32_t* prompt, int64_t n, const char* name_space, int64_t name_bytes,
                      int64_t* handle, int64_t* cached) noexcept:
     cdef Pool pool
-    cdef Tokens tokens
+    cdef Ints tokens
     if not PyGILState_Check():
         return KVPOOL_NO_GIL
     try:
         pool = get_pool(pool_, "open_prompt")
-        pool.enter("open_prompt")
+        refuse_null(handle, "open_prompt", "handle")
+        if name_bytes < 0 or (name_bytes > 0 and name_space == NULL):
+            raise ValueError(f"[open_prompt] name_space of {name_bytes} bytes is no name")
+        ints_init(&tokens, &pool.spare)
         try:
-            refuse_null(handle, "open_prompt", "handle")
-            if name_bytes < 0 or (name_bytes > 0 and name_space == NULL):
-                raise ValueError(f"[open_prompt] name_space of {name_bytes} bytes is no name")
-            get_tokens(&tokens, pool, prompt, n, "open_prompt")
-            name = name_space[:name_bytes] if name_bytes else b""
-            open_tokens(pool, &tokens, name, "open_prompt", handle, cached)
+            ints_copy(&tokens, prompt, n, 4, "open_prompt", "tokens")
+            ints_tokens(&tokens, "open_prompt")
+            open_tokens(pool, &tokens, name_space if name_bytes else UNNAMED, name_bytes, "open_prompt", handle, cached)
         finally:
-            pool.busy = False
+            ints_free(&tokens)
     except BaseException as error:
         return failed(error)
     return KVPOOL_OK
@@ -225,22 +214,21 @@ cdef int open_prompt(kvpool_pool* pool_, const int32_t* prompt, int64_t n, const
 
 cdef int fork(kvpool_pool* pool_, int64_t handle, int64_t n, int64_t* children) noexcept:
     cdef Pool pool
-    cdef int32_t parent
+    cdef Verdict v
+    cdef int status
     if not PyGILState_Check():
         return KVPOOL_NO_GIL
     try:
         pool = get_pool(pool_, "fork")
-        pool.enter("fork")
-        try:
-            parent = pool.find(handle, "fork", -1)
-            if n < 0:
-                raise ValueError(f"[fork] n is negative ({n})")
-            if n:
-                refuse_null(children, "fork", "children")
-            pool.check_slots(n)
-            pool.make_children(parent, n, children)
-        finally:
-            pool.busy = False
+        if n < 0:
+            raise ValueError(f"[fork] n is negative ({n})")
+        if n:
+            refuse_null(children, "fork", "children")
+        pool.lock("fork")
+        status = pool.make_children(handle, n, children, &v)
+        pool.unlock()
+        if status != OK:
+            refuse("fork", &v)
     except BaseException as error:
         return failed(error)
     return KVPOOL_OK
@@ -249,17 +237,25 @@ cdef int fork(kvpool_pool* pool_, int64_t handle, int64_t n, int64_t* children) 
 cdef int truncate(kvpool_pool* pool_, const int64_t* handles, const int64_t* lens, int64_t n) noexcept:
     cdef Pool pool
     cdef Ints batch, lengths
+    cdef Verdict v
+    cdef int status
     if not PyGILState_Check():
         return KVPOOL_NO_GIL
     try:
         pool = get_pool(pool_, "truncate")
-        pool.enter("truncate")
+        ints_init(&batch, &pool.spare)
+        ints_init(&lengths, &pool.spare)
         try:
-            get_ints(&batch, handles, n, 8, "truncate", "handles")
-            get_ints(&lengths, lens, n, 8, "truncate", "lens")
-            pool.truncate_rows(&batch, &lengths)
+            ints_copy(&batch, handles, n, 8, "truncate", "handles")
+            ints_copy(&lengths, lens, n, 8, "truncate", "lens")
+            pool.lock("truncate")
+            status = pool.truncate_rows(&batch, &lengths, &v)
+            pool.unlock()
         finally:
-            pool.busy = False
+            ints_free(&batch)
+            ints_free(&lengths)
+        if status != OK:
+            refuse("truncate", &v)
     except BaseException as error:
         return failed(error)
     return KVPOOL_OK
@@ -268,16 +264,22 @@ cdef int truncate(kvpool_pool* pool_, const int64_t* handles, const int64_t* len
 cdef int close(kvpool_pool* pool_, const int64_t* handles, int64_t n) noexcept:
     cdef Pool pool
     cdef Ints batch
+    cdef Verdict v
+    cdef int status
     if not PyGILState_Check():
         return KVPOOL_NO_GIL
     try:
         pool = get_pool(pool_, "close")
-        pool.enter("close")
+        ints_init(&batch, &pool.spare)
         try:
-            get_ints(&batch, handles, n, 8, "close", "handles")
-            pool.close_rows(&batch)
+            ints_copy(&batch, handles, n, 8, "close", "handles")
+            pool.lock("close")
+            status = pool.close_rows(&batch, &v)
+            pool.unlock()
         finally:
-            pool.busy = False
+            ints_free(&batch)
+        if status != OK:
+            refuse("close", &v)
     except BaseException as error:
         return failed(error)
     return KVPOOL_OK
@@ -286,24 +288,31 @@ cdef int close(kvpool_pool* pool_, const int64_t* handles, int64_t n) noexcept:
 cdef int commit(kvpool_pool* pool_, const int64_t* handles, const int64_t* counts, int64_t n, const int32_t* tokens,
                 int64_t num_tokens) noexcept:
     cdef Pool pool
-    cdef Ints batch, new
-    cdef Tokens known
+    cdef Ints batch, new, known
+    cdef Verdict v
+    cdef int status
     if not PyGILState_Check():
         return KVPOOL_NO_GIL
     try:
         pool = get_pool(pool_, "commit")
-        pool.enter("commit")
+        ints_init(&batch, &pool.spare)
+        ints_init(&new, &pool.spare)
+        ints_init(&known, &pool.spare)
         try:
-            pool.refuse_unindexed()
-            get_ints(&batch, handles, n, 8, "commit", "handles")
-            new.data = NULL
-            new.size = -1
+            ints_copy(&batch, handles, n, 8, "commit", "handles")
             if counts != NULL:
-                get_ints(&new, counts, n, 8, "commit", "counts")
-            get_tokens(&known, pool, tokens, num_tokens, "commit")
-            pool.commit_all(&batch, &new, &known, counts == NULL)
+                ints_copy(&new, counts, n, 8, "commit", "counts")
+            ints_copy(&known, tokens, num_tokens, 4, "commit", "tokens")
+            ints_tokens(&known, "commit")
+            pool.lock("commit")
+            status = pool.commit_all(&batch, &new, &known, counts == NULL, &v)
+            pool.unlock()
         finally:
-            pool.busy = False
+            ints_free(&batch)
+            ints_free(&new)
+            ints_free(&known)
+        if status != OK:
+            refuse("commit", &v)
     except BaseException as error:
         return failed(error)
     return KVPOOL_OK
@@ -316,29 +325,29 @@ cdef int run(kvpool_pool* pool_, kvpool_plan* plan_, const int64_t* handles, con
     cdef Pool pool
     cdef Plan plan
     cdef Ints rows, new
+    cdef Verdict v
     if not PyGILState_Check():
         return KVPOOL_NO_GIL
     try:
         pool = get_pool(pool_, call)
-        pool.enter(call)
+        plan = pool.check_plan(get_plan(plan_, call), call)
+        plan.refuse_pending(call)
+        if flags & ~KVPOOL_PARTIAL:
+            raise ValueError(f"[{call}] flags are unknown ({flags})")
+        ints_init(&rows, &pool.spare)
+        ints_init(&new, &pool.spare)
         try:
-            plan = pool.check_plan(get_plan(plan_, call), call)
-            plan.refuse_pending(call)
-            if flags & ~KVPOOL_PARTIAL:
-                raise ValueError(f"[{call}] flags are unknown ({flags})")
-            get_ints(&rows, handles, n, 8, call, "handles")
-            new.data = NULL
-            new.scalar = 1
-            new.size = -1
+            ints_copy(&rows, handles, n, 8, call, "handles")
             if num_new != NULL or not advance:
-                get_ints(&new, num_new, n, 8, call, "num_new")
+                ints_copy(&new, num_new, n, 8, call, "num_new")
             plan.refuse_rows(n, call)
             if padded and (pad_rows < n or pad_rows > plan.wire.max_rows or pad_tokens < 0
                            or pad_tokens > plan.max_tokens_):
                 plan.get_pad((pad_rows, pad_tokens), call, n, &pad_rows, &pad_tokens)       # says what is wrong
-            pool.run_rows(plan, &rows, &new, call, advance, flags & KVPOOL_PARTIAL, pad_rows, pad_tokens)
+            pool.run_plan(plan, &rows, &new, call, advance, flags & KVPOOL_PARTIAL, pad_rows, pad_tokens)
         finally:
-            pool.busy = False
+            ints_free(&rows)
+            ints_free(&new)
     except BaseException as error:
         return failed(error)
     return KVPOOL_OK
@@ -365,11 +374,7 @@ cdef int done(kvpool_pool* pool_, kvpool_plan* plan) noexcept:
         return KVPOOL_NO_GIL
     try:
         pool = get_pool(pool_, "done")
-        pool.enter("done")
-        try:
-            pool.end_done(pool.check_plan(get_plan(plan, "done"), "done"))
-        finally:
-            pool.busy = False
+        pool.end_done(pool.check_plan(get_plan(plan, "done"), "done"), "done")
     except BaseException as error:
         return failed(error)
     return KVPOOL_OK
@@ -381,11 +386,7 @@ cdef int rollback(kvpool_pool* pool_, kvpool_plan* plan) noexcept:
         return KVPOOL_NO_GIL
     try:
         pool = get_pool(pool_, "rollback")
-        pool.enter("rollback")
-        try:
-            pool.end_rollback(pool.check_plan(get_plan(plan, "rollback"), "rollback"))
-        finally:
-            pool.busy = False
+        pool.end_rollback(pool.check_plan(get_plan(plan, "rollback"), "rollback"), "rollback")
     except BaseException as error:
         return failed(error)
     return KVPOOL_OK
@@ -442,20 +443,22 @@ cdef int array(kvpool_plan* plan, int32_t name, kvpool_array* array) noexcept:
 
 cdef int table(kvpool_pool* pool_, int64_t handle, const int32_t** blocks, int64_t* n) noexcept:
     cdef Pool pool
+    cdef Verdict v
     cdef int32_t slot
     if not PyGILState_Check():
         return KVPOOL_NO_GIL
     try:
         pool = get_pool(pool_, "table")
-        pool.enter("table")
-        try:
-            refuse_null(blocks, "table", "blocks")
-            refuse_null(n, "table", "n")
-            slot = pool.find(handle, "table", -1)
+        refuse_null(blocks, "table", "blocks")
+        refuse_null(n, "table", "n")
+        pool.lock("table")
+        slot = seq_judge(&pool.seqs, handle, -1, &v)
+        if slot >= 0:
             blocks[0] = seq_table(&pool.seqs, slot)
             n[0] = pool.seqs.seq[slot].num_blocks
-        finally:
-            pool.busy = False
+        pool.unlock()
+        if slot < 0:
+            refuse("table", &v)
     except BaseException as error:
         return failed(error)
     return KVPOOL_OK
@@ -463,18 +466,20 @@ cdef int table(kvpool_pool* pool_, int64_t handle, const int32_t** blocks, int64
 
 cdef int num_tokens(kvpool_pool* pool_, int64_t handle, int64_t* tokens) noexcept:
     cdef Pool pool
+    cdef Verdict v
     cdef int32_t slot
     if not PyGILState_Check():
         return KVPOOL_NO_GIL
     try:
         pool = get_pool(pool_, "num_tokens")
-        pool.enter("num_tokens")
-        try:
-            refuse_null(tokens, "num_tokens", "tokens")
-            slot = pool.find(handle, "num_tokens", -1)
+        refuse_null(tokens, "num_tokens", "tokens")
+        pool.lock("num_tokens")
+        slot = seq_judge(&pool.seqs, handle, -1, &v)
+        if slot >= 0:
             tokens[0] = pool.seqs.seq[slot].num_tokens + pool.seqs.life[slot].evicted
-        finally:
-            pool.busy = False
+        pool.unlock()
+        if slot < 0:
+            refuse("num_tokens", &v)
     except BaseException as error:
         return failed(error)
     return KVPOOL_OK
@@ -486,10 +491,10 @@ cdef int num_free(kvpool_pool* pool_, int64_t* blocks) noexcept:
         return KVPOOL_NO_GIL
     try:
         pool = get_pool(pool_, "num_free")
-        pool.enter("num_free")
-        pool.busy = False
         refuse_null(blocks, "num_free", "blocks")
+        pool.lock("num_free")
         blocks[0] = pool.blocks.num_blank
+        pool.unlock()
     except BaseException as error:
         return failed(error)
     return KVPOOL_OK
@@ -502,11 +507,10 @@ cdef int stats(kvpool_pool* pool_, kvpool_stats* stats, int64_t size) noexcept:
         return KVPOOL_NO_GIL
     try:
         pool = get_pool(pool_, "stats")
-        pool.enter("stats")
-        pool.busy = False
         refuse_null(stats, "stats", "stats")
         if size < <int64_t>sizeof(kvpool_stats) or size > 4096:
             raise ValueError(f"[stats] size is {size}, this kvpool's kvpool_stats has {sizeof(kvpool_stats)} bytes")
+        pool.lock("stats")
         found.num_blocks = pool.blocks.num_blocks
         found.reserved = pool.blocks.reserved
         found.free = pool.blocks.num_blank
@@ -515,8 +519,9 @@ cdef int stats(kvpool_pool* pool_, kvpool_stats* stats, int64_t size) noexcept:
         found.used = pool.blocks.num_used
         found.shared = pool.blocks.num_shared
         found.sequences = pool.seqs.num_open
-        found.pending_plans = len(pool.pending)
+        found.pending_plans = pool.pending.size
         found.tokens = pool.seqs.sum_tokens
+        pool.unlock()
         memset(stats, 0, size)
         memcpy(stats, &found, sizeof(found))
     except BaseException as error:
@@ -530,10 +535,10 @@ cdef int digest(kvpool_pool* pool_, uint64_t* digest) noexcept:
         return KVPOOL_NO_GIL
     try:
         pool = get_pool(pool_, "digest")
-        pool.enter("digest")
-        pool.busy = False
         refuse_null(digest, "digest", "digest")
+        pool.lock("digest")
         digest[0] = pool.blocks.digest
+        pool.unlock()
     except BaseException as error:
         return failed(error)
     return KVPOOL_OK

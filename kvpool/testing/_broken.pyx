@@ -8,6 +8,7 @@ from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memcpy
 
 from kvpool._blocks cimport BLANK, LIMBO, USED, Block, Blocks, blocks_drain_limbo, blocks_unref
+from kvpool._names cimport Name, names_find
 from kvpool._plan cimport Plan
 from kvpool._pool cimport Pool
 from kvpool._sequence cimport Seq, Seqs, seq_find, seq_refresh, seq_table, slot_of
@@ -238,11 +239,15 @@ def _fake_tokens(pool, tokens=0, namespace=b""):
     cdef Pool p = pool
     cdef int64_t k, bs = p.blocks.block_size
     cdef int32_t id
-    if not p.indexed or not hasattr(tokens, "__len__") or len(tokens) <= bs or namespace not in p.roots:
+    cdef Name* name
+    if not p.indexed or not hasattr(tokens, "__len__") or len(tokens) <= bs:
+        return None
+    name = names_find(&p.index.names, <const char*><bytes>namespace, len(namespace))
+    if name == NULL:
         return None
     for at in range(<int64_t>p.index.mask + 1):
         id = p.index.slot[at].id
-        if id != NO_BLOCK and p.index.slot[at].parent == p.roots[namespace] and p.blocks.block[id].place != LIMBO:
+        if id != NO_BLOCK and p.index.slot[at].parent == name.uid and p.blocks.block[id].place != LIMBO:
             kept = [p.index.tokens[id * bs + k] for k in range(bs)]
             for k in range(bs):
                 p.index.tokens[id * bs + k] = tokens[k]

@@ -17,8 +17,8 @@ from kvpool._args cimport Ints
 from kvpool._blocks cimport Block
 from kvpool._pool cimport Pool
 from kvpool._prefix cimport Match
-from kvpool._prefix_calls cimport Tokens
-from kvpool._sequence cimport seq_fork
+from kvpool._refuse cimport refuse
+from kvpool._types cimport OK, Verdict
 from kvpool.testing._fuzz_base cimport (
     ALLOC,
     CAN,
@@ -290,12 +290,13 @@ cdef class Driver(Evictions):
 
     cdef int direct_fork(self, int32_t parent, int64_t n) except -1:
         """What `Pool.fork` does once it has read its arguments."""
-        self.pool.enter("fork")
-        try:
-            self.pool.check_slots(n)
-            self.pool.make_children(parent, n, self.made)
-        finally:
-            self.pool.busy = False
+        cdef Verdict v
+        cdef int status
+        self.pool.lock("fork")
+        status = self.pool.make_children(self.s.line[parent].handle, n, self.made, &v)
+        self.pool.unlock()
+        if status != OK:
+            refuse("fork", &v)
         return 0
 
     cdef int op_truncate(self, const Word* w) except -1:
@@ -344,8 +345,8 @@ cdef class Driver(Evictions):
             self.do_close(self.handles[:n])
         elif op == DEFER:
             self.pool.defer_close(self.handle[0])
-            self.pool.enter("num_free")             # the next call closes it
-            self.pool.busy = False
+            self.pool.lock("num_free")              # the next call closes it
+            self.pool.unlock()
         else:
             self.do_close(self.handle[0])
         for i in range(n):
@@ -384,16 +385,17 @@ cdef class Driver(Evictions):
 
     cdef int direct_commit(self, int64_t handle, int64_t n) except -1:
         """What `Pool.commit` does once it has read its arguments."""
-        cdef Ints rows, counts
-        cdef Tokens tokens
+        cdef Ints rows, counts, tokens
+        cdef Verdict v
+        cdef int status
         rows.data, rows.size, rows.width = &handle, 1, 8
         counts.data, counts.size = NULL, -1
-        tokens.data, tokens.size = self.text, n
-        self.pool.enter("commit")
-        try:
-            self.pool.commit_all(&rows, &counts, &tokens, True)
-        finally:
-            self.pool.busy = False
+        tokens.data, tokens.size, tokens.width = self.text, n, 4
+        self.pool.lock("commit")
+        status = self.pool.commit_all(&rows, &counts, &tokens, True, &v)
+        self.pool.unlock()
+        if status != OK:
+            refuse("commit", &v)
         return 0
 
     cdef int op_match(self, const Word* w) except -1:

@@ -11,7 +11,8 @@ from kvpool._args cimport array_data
 from kvpool._blocks cimport LIMBO, Blocks
 from kvpool._plan cimport Plan
 from kvpool._pool cimport Pool
-from kvpool._prefix cimport Match, index_match
+from kvpool._names cimport Name, names_find
+from kvpool._prefix cimport Match, index_match, index_root_hash
 from kvpool._sequence cimport seq_table, slot_of
 from kvpool._types cimport mix
 from kvpool.testing._shadow cimport (
@@ -253,14 +254,14 @@ cdef class Base:
     cdef Match cached(self, int64_t n, bytes space, bint last) except *:
         """What the pool has of the prompt; `id` gets the blocks."""
         cdef Match hit
-        cdef uint64_t root_hash = 0
-        cdef uint32_t root
+        cdef Name* name
         hit.blocks = hit.evictable = 0
         if self.indexed and n <= self.s.capacity:
             self.pool.catch_up()                # as every call does first
-            root = self.pool.find_root(space, &root_hash)
-            if root:
-                hit = index_match(&self.pool.index, &self.pool.blocks, root, root_hash, self.text,
+            name = names_find(&self.pool.index.names, <const char*>space, len(space))
+            if name != NULL:
+                hit = index_match(&self.pool.index, &self.pool.blocks, name.uid, index_root_hash(
+                                      &self.pool.index, <const unsigned char*>space, len(space)), self.text,
                                   <int32_t>(max(n - last, 0) // self.s.block_size), self.id)
         return hit
 

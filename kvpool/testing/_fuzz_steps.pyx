@@ -11,8 +11,7 @@ from kvpool._args cimport Ints
 from kvpool._blocks cimport Blocks
 from kvpool._plan cimport Plan
 from kvpool._sequence cimport seq_table
-from kvpool._step cimport Limits, Verdict, step_check, step_undo_check
-from kvpool._types cimport OK
+from kvpool._types cimport OK, Verdict
 from kvpool._wire cimport (
     BLOCK_TABLES,
     CU_Q_LENS,
@@ -177,29 +176,18 @@ cdef class Steps(Base):
     cdef int direct_step(self, Plan plan, int32_t n, bint advance, bint partial) except -100:
         """A step without Python arguments: what `Pool.step` does once it has read them."""
         cdef Ints rows, new
-        cdef Limits limits
         cdef Verdict verdict
         cdef int status
         rows.data = self.handle
         new.data = self.count
         rows.size = new.size = n
         rows.width = new.width = 8
-        limits.max_tokens = plan.max_tokens_
-        limits.seq_tokens = self.s.capacity
-        limits.table_width = plan.wire.table_width
-        self.pool.enter("step")
-        try:
-            self.pool.next_stamp()
-            status = step_check(&plan.step, &self.pool.seqs, &self.pool.blocks, &rows, &new, &limits, advance,
-                                partial, &verdict)
-            if status != OK:
-                step_undo_check(&plan.step, &self.pool.blocks, 0)
-                return status
-            if self.pool.steps_pend:
-                self.pool.pending.append(plan)
-            self.pool.carry_out(plan, self.handle, advance, 0, 0)
-        finally:
-            self.pool.busy = False
+        self.pool.keep_plan(plan)
+        self.pool.lock("step")
+        status = self.pool.run_rows(plan, &rows, &new, advance, partial, 0, -1, &verdict)
+        self.pool.unlock()
+        if status != OK:
+            self.pool.let_go_of_plan(plan)
         return status
 
     cdef int stepped(self, int32_t k, int32_t n, bint advance) except -1:
