@@ -1,4 +1,5 @@
 """From Python arguments to C integers: one place that decides what is accepted and how refusals read."""
+from cpython.buffer cimport Py_buffer
 from libc.stdint cimport int32_t, int64_t
 
 cdef enum:
@@ -24,6 +25,8 @@ cdef struct Ints:
 cdef int64_t to_int(object value, str call, str name, int64_t low, int64_t high, type huge=*) except? -1
 cdef int ints_get(Ints* ints, object value, str call, str name, bint scalar, bint narrow,
                   type huge=*) except -1
+cdef int buffer_judge(const Py_buffer* view, str call, str name, bint narrow) except -1
+cdef void* ints_room(Ints* ints, Py_ssize_t size, int width, str call, str name) except NULL
 cdef int ints_copy(Ints* ints, const void* data, Py_ssize_t size, int width, str call, str name) except -1
 cdef int ints_tokens(Ints* tokens, str call) except -1
 cdef void ints_free(Ints* ints) noexcept nogil

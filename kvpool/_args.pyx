@@ -170,7 +170,7 @@ cdef int from_list(Ints* ints, object value, str call, str name, type huge) exce
     return 0
 
 
-cdef int check_view(const Py_buffer* view, str call, str name, bint narrow) except -1:
+cdef int buffer_judge(const Py_buffer* view, str call, str name, bint narrow) except -1:
     cdef const char* code = view.format         # numpy and array.array write the native codes without a prefix
     cdef bint known = code != NULL and (code[0] == b"q" or code[0] == b"l" or code[0] == b"i") and code[1] == 0
     if not known or not (view.itemsize == 8 or (view.itemsize == 4 and narrow)):
@@ -198,7 +198,7 @@ cdef int from_buffer(Ints* ints, object value, str call, str name, bint scalar, 
     try:
         if view.ndim == 0:
             return 1
-        check_view(&view, call, name, narrow)
+        buffer_judge(&view, call, name, narrow)
         memcpy(ints_room(ints, view.shape[0], <int>view.itemsize, call, name), view.buf,
                view.shape[0] * view.itemsize)
     finally:
@@ -242,9 +242,11 @@ cdef int ints_tokens(Ints* tokens, str call) except -1:
     """Judge a batch of token ids, and make it one of int32, in place."""
     cdef int64_t i, token, outside = 0
     cdef int32_t* narrow = <int32_t*>tokens.data
+    cdef int32_t signs = 0
     if tokens.width == 4:
         for i in range(tokens.size):
-            outside |= narrow[i]
+            signs |= narrow[i]
+        outside = signs
     else:
         for i in range(tokens.size):
             outside |= ints_at(tokens, i)

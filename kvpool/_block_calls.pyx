@@ -3,13 +3,31 @@
 Every call reads its arguments, takes the pool's lock, judges and moves in C, lets go of the lock, and only then
 raises or makes its result: no Python object is made under the lock.
 """
-from cpython.buffer cimport PyBUF_FORMAT, PyBUF_STRIDES, PyBUF_WRITABLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
+from cpython.buffer cimport (
+    PyBUF_FORMAT,
+    PyBUF_STRIDES,
+    Py_buffer,
+    PyBuffer_Release,
+    PyObject_CheckBuffer,
+    PyObject_GetBuffer,
+)
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from libc.stdint cimport INT64_MAX, INT64_MIN, int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
 from kvpool._args cimport (
-    Ints, array_data, ints_at, ints_free, ints_get, ints_init, new_int32, new_int64, spare_free, to_int,
+    Ints,
+    array_data,
+    buffer_judge,
+    ints_at,
+    ints_free,
+    ints_get,
+    ints_init,
+    ints_room,
+    new_int32,
+    new_int64,
+    spare_free,
+    to_int,
 )
 from kvpool._blocks cimport (
     CANONICAL,
@@ -221,30 +239,29 @@ cdef class BlockPool:
         cdef Verdict v
         cdef int32_t* ids
         cdef int status
+        if not PyObject_CheckBuffer(out):
+            raise TypeError(f"[alloc] out must be an int32 array, not {type(out).__name__}")
+        PyObject_GetBuffer(out, &view, PyBUF_STRIDES | PyBUF_FORMAT)
         ints_init(&made, &self.spare)
         try:
-            ints_get(&made, out, "alloc", "out", False, True)
-            if made.width != 4 or isinstance(out, (list, tuple)):
+            buffer_judge(&view, "alloc", "out", True)
+            if view.itemsize != 4:
                 raise TypeError("[alloc] out must be an int32 array")
-            if made.size < count:
-                raise ValueError(f"[alloc] out is too small ({made.size}), it must hold {count} ids")
-            ids = <int32_t*>made.data
-            try:
-                PyObject_GetBuffer(out, &view, PyBUF_STRIDES | PyBUF_FORMAT | PyBUF_WRITABLE)
-            except (BufferError, ValueError):
-                raise ValueError("[alloc] out is read-only") from None
-            try:
-                self.lock("alloc")
-                status = self.alloc_raw(ids, count, &v)
-                self.unlock()
-                if status != OK:
-                    refuse("alloc", &v)
-                memcpy(view.buf, ids, count * sizeof(int32_t))
-            finally:
-                PyBuffer_Release(&view)
-            return out
+            if view.readonly:
+                raise ValueError("[alloc] out is read-only")
+            if view.shape[0] < count:
+                raise ValueError(f"[alloc] out is too small ({view.shape[0]}), it must hold {count} ids")
+            ids = <int32_t*>ints_room(&made, count, 4, "alloc", "ids")
+            self.lock("alloc")
+            status = self.alloc_raw(ids, count, &v)
+            self.unlock()
+            if status != OK:
+                refuse("alloc", &v)
+            memcpy(view.buf, ids, count * sizeof(int32_t))
         finally:
             ints_free(&made)
+            PyBuffer_Release(&view)
+        return out
 
     cdef int alloc_raw(self, int32_t* ids, int64_t count, Verdict* v) noexcept nogil:
         cdef Blocks* b = &self.blocks

@@ -15,6 +15,21 @@ cdef class Memory:              # of an array: nobody can move it or make it sma
     cdef bint writable
 
 
+cdef enum:
+    MOST_DIMENSIONS = 8
+
+
+cdef class Bound:
+    cdef readonly str name      # of the plan's array
+    cdef object array
+    cdef void* data
+    cdef int nd
+    cdef bint plain             # its first members are those of NumPy's array object
+    cdef Py_ssize_t[MOST_DIMENSIONS] shape
+
+    cdef bint in_place(self) except -1
+
+
 cdef class Plan:
     cdef readonly SequencePool pool
     cdef Step step
@@ -29,7 +44,7 @@ cdef class Plan:
     cdef int32_t copies_room    # copies that the array holds
     cdef dict arrays            # name -> whole array
     cdef dict views             # name -> (length, view)
-    cdef list bound             # of the caller's arrays: (name, array, address, shape), and the owners of their memory
+    cdef list bound             # of Bound: the caller's arrays, and the arrays whose memory they show
     cdef tuple names
     cdef int64_t record_number  # in the pool's record, 0: none
     cdef uint32_t record_epoch

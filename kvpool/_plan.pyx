@@ -38,6 +38,20 @@ SLOT_FIELDS = ("slot_mapping", "kv_slots", "kv_slots_ragged")
 LENGTH_FIELDS = ("seq_lens", "positions")
 ROW_FORMATS = ("block_tables", "csr", "kv_slots", "page_batch_info")
 
+cdef extern from *:
+    """
+    /* The first members of NumPy's array object, as its C headers have them. Looked at only in arrays in which they
+       were found to be what the buffer protocol says. */
+    typedef struct { PyObject_HEAD char *data; int nd; Py_ssize_t *dimensions; } kv_array;
+    static inline int kv_is_at(PyObject *array, const void *data, int nd, const Py_ssize_t *shape) {
+        const kv_array *now = (const kv_array *)array;
+        int same = now->data == data && now->nd == nd;
+        for (int d = 0; same && d < nd; d++) same = now->dimensions[d] == shape[d];
+        return same;
+    }
+    """
+    bint is_at "kv_is_at"(void* array, const void* data, int nd, const Py_ssize_t* shape) noexcept nogil
+
 
 cdef class Memory:
     """Memory of an array of a plan, zeros at first. An array over it owns nothing, so it cannot be resized."""
@@ -54,6 +68,32 @@ cdef class Memory:
 
     def __getbuffer__(self, Py_buffer* view, int flags):
         PyBuffer_FillInfo(view, self, self.data, self.size, not self.writable, flags)
+
+
+cdef class Bound:
+    """An array of the caller's, or one whose memory it shows, and where it was when it was bound."""
+
+    def __cinit__(self, str name, object array):
+        cdef Py_buffer view
+        self.name = name
+        self.array = array
+        PyObject_GetBuffer(array, &view, PyBUF_STRIDES)
+        self.data = view.buf
+        self.nd = min(view.ndim, MOST_DIMENSIONS)
+        for d in range(self.nd):
+            self.shape[d] = view.shape[d]
+        PyBuffer_Release(&view)
+        self.plain = view.ndim <= MOST_DIMENSIONS and is_at(<void*>array, self.data, self.nd, self.shape)
+
+    cdef bint in_place(self) except -1:
+        cdef Py_buffer view
+        cdef bint same
+        if self.plain:
+            return is_at(<void*>self.array, self.data, self.nd, self.shape)
+        PyObject_GetBuffer(self.array, &view, PyBUF_STRIDES)    # an array unlike those that NumPy makes today
+        same = view.buf == self.data
+        PyBuffer_Release(&view)
+        return same
 
 
 cdef object new_array(object shape, object dtype, bint writable):
@@ -256,29 +296,25 @@ cdef class Plan:
         return 0
 
     cdef int attach(self, dict arrays, str call) except -1:
-        """Bind the caller's arrays, all or none."""
-        cdef Py_buffer view
+        """Bind the caller's arrays, all or none; what rows hold is forgotten."""
         cdef void* data[NUM_FIELDS]
         cdef Verdict v
         cdef int k, status = OK
-        cdef bint arrays_given = len(arrays) > 0
         held = {**self.arrays, **arrays}
         views = {name: shown for name, shown in self.views.items() if name not in arrays}
-        bound = [entry for entry in self.bound if entry[0] not in arrays]
+        bound = [entry for entry in self.bound if entry.name not in arrays]
         memset(data, 0, sizeof(data))
         for name, array in arrays.items():
             self.check_array(name, array, held, call)
             owner = array
             while isinstance(owner, np.ndarray):    # the array, and those whose memory it shows
-                PyObject_GetBuffer(owner, &view, PyBUF_STRIDES)
-                bound.append((name, owner, <size_t>view.buf, owner.shape))
-                PyBuffer_Release(&view)
+                bound.append(Bound(name, owner))
                 owner = owner.base
             data[<int>FIELDS.index(name)] = array_data(array)
         self.pool.lock(call)
         if self.step.pending:
             status = refused(&v, PLAN_PENDING, -1, self.step.id, 0, 0, 0)
-        elif arrays_given:
+        else:
             for k in range(NUM_FIELDS):
                 if data[k] != NULL:
                     self.wire.field[k].data = data[k]
@@ -291,18 +327,11 @@ cdef class Plan:
 
     cdef int refuse_resized(self, str call) except -1:
         """A bound array must be where it was: NumPy resizes one on request, whoever else holds its memory."""
-        cdef Py_buffer view
-        cdef int d
-        cdef bint moved
-        for name, array, address, shape in self.bound:
-            PyObject_GetBuffer(array, &view, PyBUF_STRIDES)
-            moved = <size_t>view.buf != <size_t>address or view.ndim != <int>len(<tuple>shape)
-            for d in range(0 if moved else view.ndim):
-                moved |= view.shape[d] != <Py_ssize_t>(<tuple>shape)[d]
-            PyBuffer_Release(&view)
-            if moved:
-                raise BufferError(f"[{call}] {name} was resized or moved since it was bound (shape {array.shape}, it "
-                                  f"had {shape}); bind an array again")
+        cdef Bound entry
+        for entry in self.bound:
+            if not entry.in_place():
+                raise BufferError(f"[{call}] {entry.name} was resized or moved since it was bound (shape "
+                                  f"{entry.array.shape}); bind an array again")
         return 0
 
     def bind(self, **arrays):
@@ -325,6 +354,7 @@ cdef class Plan:
         -----
         Every row is dirty in the next step.
         """
+        self.refuse_pending("bind")
         for name in arrays:
             if name not in self.names:
                 raise ValueError(f"[bind] no such array ({name!r}), there are {', '.join(self.names)}")
@@ -338,10 +368,8 @@ cdef class Plan:
         PlanStateError
             The plan is pending. State unchanged.
         """
+        self.refuse_pending("forget")
         self.attach({}, "forget")
-        self.pool.lock("forget")
-        wire_forget(&self.wire, self.wire.max_rows, False, False)
-        self.pool.unlock()
 
     cdef int get_pad(self, object pad_to, str call, int64_t num_rows, int64_t* rows, int64_t* tokens) except -1:
         """Read and judge a `pad_to` argument for a batch of `num_rows` rows."""
