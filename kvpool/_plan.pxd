@@ -9,7 +9,7 @@ from kvpool._types cimport Verdict
 from kvpool._wire cimport Wire
 
 
-cdef class Memory:              # of an array: nobody can move it or make it smaller, as one could an array that owns it
+cdef class _Memory:             # of an array, which owns nothing and so cannot be resized
     cdef char* data
     cdef Py_ssize_t size
     cdef bint writable
@@ -19,7 +19,7 @@ cdef enum:
     MOST_DIMENSIONS = 8
 
 
-cdef class Bound:
+cdef class _Bound:
     cdef readonly str name      # of the plan's array
     cdef object array
     cdef void* data
@@ -44,7 +44,7 @@ cdef class Plan:
     cdef int32_t copies_room    # copies that the array holds
     cdef dict arrays            # name -> whole array
     cdef dict views             # name -> (length, view)
-    cdef list bound             # of Bound: the caller's arrays, and the arrays whose memory they show
+    cdef list bound             # of _Bound: the caller's arrays, and the arrays whose memory they show
     cdef tuple names
     cdef int64_t record_number  # in the pool's record, 0: none
     cdef uint32_t record_epoch

@@ -53,7 +53,7 @@ cdef extern from *:
     bint is_at "kv_is_at"(void* array, const void* data, int nd, const Py_ssize_t* shape) noexcept nogil
 
 
-cdef class Memory:
+cdef class _Memory:
     """Memory of an array of a plan, zeros at first. An array over it owns nothing, so it cannot be resized."""
 
     def __cinit__(self, Py_ssize_t size, bint writable):
@@ -70,7 +70,7 @@ cdef class Memory:
         PyBuffer_FillInfo(view, self, self.data, self.size, not self.writable, flags)
 
 
-cdef class Bound:
+cdef class _Bound:
     """An array of the caller's, or one whose memory it shows, and where it was when it was bound."""
 
     def __cinit__(self, str name, object array):
@@ -101,7 +101,7 @@ cdef object new_array(object shape, object dtype, bint writable):
     size = np.dtype(dtype).itemsize
     for length in shape:
         size *= length
-    return np.ndarray(shape, dtype, Memory(size, writable))
+    return np.ndarray(shape, dtype, _Memory(size, writable))
 
 
 cdef class Plan:
@@ -308,7 +308,7 @@ cdef class Plan:
             self.check_array(name, array, held, call)
             owner = array
             while isinstance(owner, np.ndarray):    # the array, and those whose memory it shows
-                bound.append(Bound(name, owner))
+                bound.append(_Bound(name, owner))
                 owner = owner.base
             data[<int>FIELDS.index(name)] = array_data(array)
         self.pool.lock(call)
@@ -327,7 +327,7 @@ cdef class Plan:
 
     cdef int refuse_resized(self, str call) except -1:
         """A bound array must be where it was: NumPy resizes one on request, whoever else holds its memory."""
-        cdef Bound entry
+        cdef _Bound entry
         for entry in self.bound:
             if not entry.in_place():
                 raise BufferError(f"[{call}] {entry.name} was resized or moved since it was bound (shape "

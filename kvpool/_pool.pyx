@@ -20,7 +20,16 @@ from kvpool._plan cimport Plan
 from kvpool._prefix cimport index_check, index_fingerprint
 from kvpool._record cimport record_end, record_one
 from kvpool._refuse cimport refuse
-from kvpool._sequence cimport Seqs, seq_find, seq_table, seqs_check, seqs_fingerprint, seqs_judge, seqs_new_stamp, seqs_reset
+from kvpool._sequence cimport (
+    Seqs,
+    seq_find,
+    seq_table,
+    seqs_check,
+    seqs_fingerprint,
+    seqs_judge,
+    seqs_new_stamp,
+    seqs_reset,
+)
 from kvpool._step cimport (
     Limits,
     Step,

@@ -596,7 +596,7 @@ cdef class PrefixPool(SequencePool):
         return blank
 
     cdef int flush_blocks(self, const char* space, int64_t size, int32_t* count, Verdict* v) noexcept nogil:
-        """Forget a namespace, `size` -1: all. RETRY: the blocks that would become blank are not `count`, but now are."""
+        """Forget a namespace, `size` -1: all. RETRY: `count` was not, and now is, what will become blank."""
         cdef Index* ix = &self.index
         cdef Name* name = NULL
         cdef uint32_t* at

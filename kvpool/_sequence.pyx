@@ -332,7 +332,7 @@ cdef bint check_sequence(const Seqs* s, const Blocks* b, int32_t slot, char* fin
             return snprintf(finding, FINDING, b"sequence in slot %d was evicted from, and has %lld tokens made known",
                             slot, <long long>prefix.committed) > 0
         if not (0 <= prefix.published <= prefix.committed // b.block_size and prefix.committed <= q.num_tokens):
-            return snprintf(finding, FINDING, b"sequence in slot %d has %lld blocks published of %lld tokens made known",
+            return snprintf(finding, FINDING, b"sequence in slot %d has %lld blocks published of %lld tokens known",
                             slot, <long long>prefix.published, <long long>prefix.committed) > 0
     if q.next_slot < q.stop_slot:
         due = q.tail * b.block_size + q.num_tokens % b.block_size

@@ -79,7 +79,11 @@ class PlanStateError(KVPoolError, RuntimeError):
 
 
 class ConcurrentUse(KVPoolError, RuntimeError):
-    """A call entered the pool while another one was inside it (thread, callback, signal handler)."""
+    """A thread called an object while it was inside another call on it.
+
+    A pool makes other threads wait, so only a signal handler in C can be refused by one. A backend's store takes one
+    call at a time.
+    """
 
 
 class PoolClosed(KVPoolError, RuntimeError):

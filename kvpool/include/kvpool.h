@@ -9,8 +9,9 @@
  *     if (kv->step(pool, plan, handles, NULL, n, 0)) return kv->raise_error();
  *
  * The rules, for every function:
- * - The caller holds the GIL; without it the call is refused (KVPOOL_NO_GIL) and does nothing. A free-threaded host
- *   serializes the calls on a pool by a lock of its own.
+ * - The caller holds the GIL (in a free-threaded process: an attached thread); without it the call is refused
+ *   (KVPOOL_NO_GIL) and does nothing. A call takes the lock of the pool, as Python's calls do, and may give up the GIL
+ *   while it waits for another thread.
  * - 0 is success. Everything else is one of KVPOOL_* below; the state of the pool is as it was, the exception is kept
  *   for this thread until its next failure, and no Python exception is set: error_message() says what was wrong,
  *   raise_error() sets it, once. Out parameters are written on success only.
@@ -42,7 +43,7 @@ enum kvpool_status {
     KVPOOL_FOREIGN_HANDLE = 4,
     KVPOOL_CAPACITY_EXCEEDED = 5,
     KVPOOL_PLAN_STATE = 6,
-    KVPOOL_CONCURRENT_USE = 7,
+    KVPOOL_CONCURRENT_USE = 7, /* this thread is inside another call: a signal handler */
     KVPOOL_CLOSED = 8,      /* the pool was shut down */
     KVPOOL_VALUE_ERROR = 9, /* also: a NULL pointer, a negative count */
     KVPOOL_TYPE_ERROR = 10,

@@ -11,7 +11,7 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uintptr_t
 from libc.stdlib cimport calloc, free, llabs
 from libc.string cimport strcmp
 
-from kvpool._fork cimport process_number, watch_forks
+from kvpool._lock cimport current_process
 
 from kvpool.errors import ConcurrentUse
 
@@ -19,7 +19,6 @@ cdef extern from "stdlib.h" nogil:
     int posix_memalign(void** data, size_t alignment, size_t nbytes)
 
 
-watch_forks()
 
 
 cdef class Arguments:
@@ -29,11 +28,11 @@ cdef class Arguments:
         self.names = [None] * MOST_BUFFERS
 
     cdef int begin(self, str call) except -1:
-        if self.busy and self.busy != process_number:
+        if self.busy and self.busy != current_process():
             self.end()          # a forked child: the thread that was inside the call is the parent's
         if self.busy:
             raise ConcurrentUse(f"[{call}] the store is inside another call ({self.call}); one caller at a time")
-        self.busy = process_number
+        self.busy = current_process()
         self.call = call
         return 0
 
