@@ -1,0 +1,69 @@
+"""How long calls hold the lock of a pool: CPU time of the longest ones, everything in one call.
+
+``python -m benchmarks.holds [--blocks 100000 1000000]``: what other threads wait for in the worst case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from kvpool import Plan, Pool
+
+BLOCK_SIZE = 16
+ROUNDS = 3
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """CPU time of one call in this thread; reading and copying its arguments is in it."""
+    start = time.thread_time()
+    call()
+    return time.thread_time() - start
+
+
+def calls(num_blocks: int) -> Iterator[tuple[str, float]]:
+    """Calls that touch every block of a pool, and how long each took."""
+    tokens = np.arange((num_blocks - 2) * BLOCK_SIZE, dtype=np.int32)
+    with Pool(num_blocks, BLOCK_SIZE, max_seqs=4, max_blocks_per_seq=num_blocks, prefix_cache=True, seed=1) as pool:
+        plan = Plan(pool, 1, max_tokens=len(tokens), formats=("seq_lens",))
+        handle = pool.open(0)
+        yield "step", seconds(lambda: pool.step(plan, [handle], len(tokens)))
+        yield "done", seconds(lambda: pool.done(plan))
+        yield "commit", seconds(lambda: pool.commit(handle, tokens))
+        yield "fork", seconds(lambda: pool.fork(handle))
+        yield "match", seconds(lambda: pool.match(tokens))
+        yield "check", seconds(pool.check)
+        yield "fingerprint", seconds(pool.fingerprint)
+        pool.reset()
+        handle = pool.open(0)
+        pool.step(plan, [handle], len(tokens))
+        pool.done(plan)
+        pool.commit(handle, tokens)
+        yield "close", seconds(lambda: pool.close(handle))
+        yield "open", seconds(lambda: pool.open(tokens))
+        pool.close(pool.open(tokens))
+        yield "flush", seconds(pool.flush)
+        yield "reset", seconds(pool.reset)
+
+
+def main() -> None:
+    """Print a line per call."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--blocks", type=int, nargs="+", default=[100_000, 1_000_000])
+    sizes = parser.parse_args().blocks
+    best: dict[str, dict[int, float]] = {}
+    for size in sizes:
+        for _ in range(ROUNDS):
+            for name, took in calls(size):
+                row = best.setdefault(name, {})
+                row[size] = min(row.get(size, took), took)
+    print(f"{'ms of CPU time':>14}" + "".join(f"{size:>14,}" for size in sizes) + "  blocks in one call")
+    for name, row in sorted(best.items(), key=lambda item: -item[1][sizes[-1]]):
+        print(f"{name:>14}" + "".join(f"{1e3 * row[size]:>14.2f}" for size in sizes))
+
+
+if __name__ == "__main__":
+    main()
