@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "async_engine.py
 def load_example():
     spec = importlib.util.spec_from_file_location("async_engine", EXAMPLE)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look for the names of their annotations
     spec.loader.exec_module(module)
     return module
 
