@@ -1,0 +1,95 @@
+"""Types and names as a user's editor and interpreter show them."""
+
+import pydoc
+import rlcompleter
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from type_reports import MARK, planted, reported
+from user_program import by_hand, by_scheduler
+
+import kvpool
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """A folder with copies of what the checkers read of the packages."""
+    for package in ("kvpool", "kvpool_backends"):
+        ignored = shutil.ignore_patterns("*.so", "*.pyx", "*.c", "__pycache__")
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=ignored)
+    return tmp_path
+
+
+def test_program_runs():
+    prompt = [5, 9, 23, 31, 7, 2]
+    (alone,) = by_hand(prompt, num_samples=1)
+    assert len(set(alone)) > 3
+    assert by_hand(prompt) == [alone, alone]
+    served = by_scheduler([prompt, [1, 2, 3]])
+    assert served[0] == alone and served[1] != alone
+
+
+@pytest.mark.parametrize("checker", MARK)
+def test_checker_reports_each_mistake_and_nothing_else(checker, sources):
+    assert len(planted(checker)) > 12
+    assert reported(checker, sources) == planted(checker)
+
+
+FAULTS = [
+    ("kvpool/_block_calls.pyi", ") -> Self", ") -> BlockPool"),
+    ("kvpool/_plan.pyi", ") -> Self", ") -> object"),
+    ("kvpool/__init__.py", "if not TYPE_CHECKING:", "if True:"),
+]
+
+
+@pytest.mark.parametrize(("file", "right", "fault"), FAULTS, ids=lambda value: value.replace("/", "-"))
+def test_wrong_types_of_the_package_are_seen_in_the_program(file, right, fault, sources):
+    text = (sources / file).read_text()
+    assert text.count(right) == 1
+    (sources / file).write_text(text.replace(right, fault))
+    assert reported("pyright", sources) != planted("pyright")
+
+
+# ------------------------------------------------------------------------------------------------- names
+
+
+def completions(text):
+    completer, found = rlcompleter.Completer({"kvpool": kvpool}), []
+    while (match := completer.complete(text, len(found))) is not None:
+        found.append(match.rstrip("()"))
+    return found
+
+
+def test_dir_is_what_the_package_offers():
+    names = {name for name in dir(kvpool) if not name.startswith("__")}
+    assert names == set(kvpool.__all__)
+    assert all(getattr(kvpool, name) is not None for name in names)
+    assert "__version__" in dir(kvpool)
+
+
+def test_dir_is_the_same_before_and_after_the_late_names_are_loaded():
+    code = """if True:
+        import kvpool
+        before = dir(kvpool)
+        for name in before: getattr(kvpool, name)
+        assert dir(kvpool) == before, set(dir(kvpool)) ^ set(before)
+    """
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+
+def test_completion_finds_late_names():
+    assert completions("kvpool.S") == [
+        *("kvpool.Scheduler", "kvpool.SchedulerStats", "kvpool.StaleHandle", "kvpool.Step")
+    ]
+    assert completions("kvpool.T") == completions("kvpool.e") == completions("kvpool.st") == []
+
+
+def test_help_lists_every_class_and_function():
+    text = pydoc.plain(pydoc.render_doc(kvpool))
+    missing = [name for name in kvpool.__all__ if f"class {name}(" not in text and f"    {name}(" not in text]
+    assert not missing
