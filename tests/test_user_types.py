@@ -1,17 +1,22 @@
 """Types and names as a user's editor and interpreter show them."""
 
 import pydoc
+import re
 import rlcompleter
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from type_reports import MARK, planted, reported
-from user_program import by_hand, by_scheduler
+from user_program import SPEC, by_hand, by_scheduler
 
 import kvpool
+from kvpool.protocol import ArrayPlan
+from kvpool_backends import load_backend
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -93,3 +98,23 @@ def test_help_lists_every_class_and_function():
     text = pydoc.plain(pydoc.render_doc(kvpool))
     missing = [name for name in kvpool.__all__ if f"class {name}(" not in text and f"    {name}(" not in text]
     assert not missing
+
+
+# --------------------------------------------------------------------------------------------------- repr
+
+
+def test_backends_say_what_they_store():
+    text = "of 8 blocks of 4 tokens, 2 layers of 4 x 16 in float32, NHD, 32768 bytes"
+    assert repr(load_backend("numpy")(SPEC, 8)) == f"<NumpyBackend {text}>"
+    assert re.fullmatch(rf"<CPUBackend {text}, \w+>", repr(load_backend("cpu")(SPEC, 8)))
+    bits = replace(SPEC, k_bits=8, quant_group_size=32, head_dim=64)
+    assert "in float32, keys 8 bits, groups of 32, NHD" in repr(load_backend("numpy")(bits, 8))
+
+
+def test_managers_and_plans_say_what_they_hold():
+    manager = kvpool.KVBlockManager(SPEC, 8, backend="numpy")
+    manager.step([manager.new_sequence().seq_id], 5)
+    assert repr(manager) == f"<kvpool.KVBlockManager: {manager.pool!r} on {manager.backend!r}>"
+    assert "2 used by 1 sequences" in repr(manager)
+    plan = ArrayPlan(seq_lens=np.array([5, 7]), slot_mapping=np.arange(3))
+    assert repr(plan) == "<ArrayPlan of 2 rows and 3 tokens, 0 copies>"
