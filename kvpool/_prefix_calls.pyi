@@ -1,18 +1,17 @@
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from numpy import int32, int64
 from numpy.typing import NDArray
 from typing_extensions import disjoint_base
 
-from kvpool._prefix_events import EventPool
-from kvpool._sequence_calls import _Counts, _Handles
+from kvpool._sequence_calls import SequencePool, _Counts, _Handles
 from kvpool.stats import PrefixStats
 
 _Tokens: TypeAlias = Sequence[int] | NDArray[int32] | NDArray[int64]
 
 @disjoint_base
-class PrefixPool(EventPool):
+class PrefixPool(SequencePool):
     @property
     def seed(self) -> int: ...
     @property
@@ -22,6 +21,8 @@ class PrefixPool(EventPool):
     def unpin(self, handle: int) -> None: ...
     def match(self, tokens: _Tokens, namespace: bytes = b"") -> int: ...
     def commit(self, handles: int | _Handles, tokens: _Tokens, counts: _Counts | None = None) -> None: ...
+    def committed(self, handle: int) -> int: ...
     def flush(self, namespace: bytes | None = None) -> int: ...
     def prefix_stats(self) -> PrefixStats: ...
+    def drain_events(self) -> list[tuple[Any, ...]]: ...
     def _set_next_uid(self, uid: int) -> None: ...
