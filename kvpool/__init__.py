@@ -5,7 +5,7 @@ a step. None of them sees a tensor.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvpool.errors import (
     BackendUnavailable,
@@ -94,12 +94,18 @@ _LATE = {  # not everybody needs them, and they take time to import
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _LATE:
-        raise AttributeError(f"module 'kvpool' has no attribute {name!r}")
-    from importlib import import_module
+if not TYPE_CHECKING:  # a type checker would take any name for one that is there
 
-    return getattr(import_module(_LATE[name]), name)
+    def __getattr__(name: str) -> object:
+        if name not in _LATE:
+            raise AttributeError(f"module 'kvpool' has no attribute {name!r}")
+        from importlib import import_module
+
+        return getattr(import_module(_LATE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])
 
 
 def get_include() -> str:

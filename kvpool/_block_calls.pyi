@@ -1,5 +1,5 @@
 from collections.abc import Sequence
-from typing import NoReturn, TypeAlias, overload
+from typing import NoReturn, Self, TypeAlias, overload
 
 from numpy import int32, int64
 from numpy.typing import NDArray
@@ -24,7 +24,7 @@ class BlockPool:
         events: int = 0,
         record: int = 0,
         _hash_bits: int = 64,
-    ) -> BlockPool: ...
+    ) -> Self: ...
     def __reduce__(self) -> NoReturn: ...
     @overload
     def alloc(self, n: None = None, *, out: None = None) -> int: ...

@@ -120,6 +120,9 @@ class KVBlockManager:
             formats=("block_tables", "seq_lens", "slot_mapping"),
         )
 
+    def __repr__(self) -> str:
+        return f"<kvpool.KVBlockManager: {self.pool!r} on {self.backend!r}>"
+
     # ---------------------------------------------------------------------- sequences
 
     def new_sequence(self, prompt_len: int = 0) -> BlockTableView:

@@ -76,7 +76,7 @@ def _nothing() -> np.ndarray:
     return np.zeros(0, np.int32)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ArrayPlan:
     """A plan of plain arrays, for tests and for engines that keep their own tables. Nothing is checked."""
 
@@ -85,6 +85,12 @@ class ArrayPlan:
     cu_q_lens: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int32))
     slot_mapping: np.ndarray = field(default_factory=_nothing)
     copies: np.ndarray = field(default_factory=_no_copies)
+
+    def __repr__(self) -> str:
+        return (
+            f"<{type(self).__name__} of {len(self.seq_lens)} rows and {len(self.slot_mapping)} tokens, "
+            f"{len(self.copies)} copies>"
+        )
 
 
 class BatchShape(NamedTuple):

@@ -188,6 +188,14 @@ class KVSpec:
         parts = [f"{name} {bits} bits" for name, bits in zip(("keys", "values"), self.bits, strict=True) if bits]
         return f"{self.dtype}, {', '.join(parts)}, groups of {self.quant_group_size}"
 
+    def describe(self, num_blocks: int) -> str:
+        """One line about a pool of so many blocks, for the ``repr`` of what holds one."""
+        heads = f"{self.num_kv_heads} x {self.head_dim}"
+        return (
+            f"{num_blocks} blocks of {self.block_size} tokens, {self.num_layers} layers of {heads} in {self.storage}, "
+            f"{self.layout}, {self.pool_nbytes(num_blocks)} bytes"
+        )
+
     @property
     def itemsize_nbytes(self) -> int:
         """Bytes of one element of `dtype`."""

@@ -82,3 +82,45 @@ def test_a_model_that_is_installed_cannot_be_deep_copied_and_is_told_why(model):
             copy.deepcopy(model)
         assert maker(model) is kv
     assert maker(copy.deepcopy(model)) is None
+
+
+def test_deleted_hook_is_told_by_the_route_and_at_the_end_of_the_block(model):
+    kv = install(model, 8)
+    with pytest.raises(RuntimeError, match=r"\[install\] somebody has deleted model\.make_cache inside the block"), kv:
+        assert kv.route == kv.summary().route == "fused"
+        del model.make_cache
+        assert maker(model) is None
+        assert kv.route == kv.summary().route == "lost: somebody has deleted model.make_cache"
+    assert maker(model) is None and "make_cache" not in vars(model)
+    assert not any(site.is_active for site in kv.sites)
+    with install(model, 8) as again:
+        assert maker(model) is again and again.route == "fused"
+    assert maker(model) is None
+
+
+def test_replaced_hook_is_told_by_the_route(model):
+    with install(model, 8) as kv:
+        paged, model.make_cache = model.make_cache, list
+        assert kv.route == "lost: somebody has set model.make_cache to <class 'list'>"
+        model.make_cache = paged
+        assert kv.route == "fused"
+
+
+def test_every_block_of_a_deleted_hook_can_be_left(model):
+    """One hook stands for both; what was installed since has a hook of its own, which goes on."""
+    outer, inner, later = (install(model, 8) for _ in range(3))
+    outer.__enter__()
+    inner.__enter__()
+    del model.make_cache
+    with later:
+        assert maker(model) is later
+        assert inner.route.startswith("lost: somebody has set model.make_cache to ") and later.route == "fused"
+    for kv in (inner, outer):
+        with pytest.raises(RuntimeError, match=r"somebody has deleted model\.make_cache"):
+            kv.__exit__(None, None, None)
+    assert maker(model) is None and not any(site.is_active for site in outer.sites)
+
+
+def test_paged_kv_says_what_it_is(model):
+    with install(model, 8) as kv:
+        assert repr(kv) == f"<PagedKV of 1 layers on {kv.pool!r}, route fused>"

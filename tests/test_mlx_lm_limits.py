@@ -2,12 +2,18 @@
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 from mlx_lm.generate import BatchGenerator
-from mlx_lm.models import qwen2
+from mlx_lm.models import llama, qwen2
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache, save_prompt_cache
-from mlx_models import VOCAB, batch_tokens, random_prompts, randomized, solo_tokens, tiny_llama
+from mlx_models import VOCAB, batch_tokens, on_cpu, random_prompts, randomized, solo_tokens, tiny_llama
 
 from kvpool.adapters.mlx_lm import PagedKVCache, install
+
+LAZY = {
+    **{"model_type": "llama", "hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 1024, "vocab_size": 64},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "tie_word_embeddings": False},
+}
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +92,8 @@ def test_max_kv_size_is_ignored_where_stock_ignores_it(model):
 def test_kv_bits_is_refused_when_quantization_would_begin_and_harmless_before(model):
     (prompt,) = random_prompts([20])
     with install(model, 50, block_size=4):
-        with pytest.raises(ValueError, match=r"\[to_quantized\] .*kv_bits=4"):
+        text = r"\[to_quantized\] kv_bits=4 with groups of 64, the blocks hold float32: .*install\(\.\.\., kv_bits=4"
+        with pytest.raises(ValueError, match=text):
             solo_tokens(model, prompt, kv_bits=4, quantized_kv_start=10)
         paged = solo_tokens(model, prompt, kv_bits=4)  # mlx-lm begins at 5000 tokens
     assert paged == solo_tokens(model, prompt, kv_bits=4)
@@ -149,3 +156,23 @@ def test_values_of_another_dtype_than_the_keys_are_refused():
 
     with pytest.raises(ValueError, match=r"\[install\] layers differ in .*dtype"):
         install(Mixed(), 16)
+
+
+# --------------------------------------------------------------------------------------- models built lazily
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_forward_pass_of_a_lazy_model_loads_its_weights_where_kernels_run_at_once(kernels):
+    """What the docstring of the adapter says: with kernels of the CPU the call itself computes, else nothing does."""
+    with on_cpu():
+        model = llama.Model(llama.ModelArgs(**LAZY))
+        weights = sum(x.nbytes for _, x in tree_flatten(model.parameters()))
+        with install(model, 8, kernels=kernels) as kv:
+            cache = kv.make_cache()
+            before = mx.get_active_memory()
+            logits = model(mx.array([[1, 2, 3]]), cache=cache)
+            loaded = mx.get_active_memory() - before
+            assert kv.backend.is_eager == kernels
+            assert loaded > weights // 2 if kernels else loaded < weights // 8, (loaded, weights)
+            mx.eval(logits)
+            assert mx.get_active_memory() - before > weights * 3 // 4

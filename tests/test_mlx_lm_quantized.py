@@ -112,6 +112,19 @@ def test_caches_are_asked_for_with_the_bits_of_the_pool(model):
         make_cache(model, kv_bits=8)
 
 
+def test_bits_of_the_engine_that_the_blocks_have_change_nothing(model):
+    with install(model, num_blocks=40, kv_bits=8) as kv:
+        due = greedy(model, PROMPTS[0], kv.make_cache())
+        options = {"max_tokens": TOKENS, "quantized_kv_start": 0}
+        given = [int(t) for t, _ in generate_step(mx.array(PROMPTS[0]), model, kv_bits=8, **options)]
+        assert given == due
+        for other in ({"kv_bits": 4}, {"kv_bits": 8, "kv_group_size": 32}):
+            with pytest.raises(ValueError, match=r"\[to_quantized\] .* the blocks hold float32, keys 8 bits"):
+                list(generate_step(mx.array(PROMPTS[0]), model, **other, **options))
+    with install(model, num_blocks=40, k_bits=8, v_bits=4), pytest.raises(ValueError, match="kv_bits=8 with groups"):
+        list(generate_step(mx.array(PROMPTS[0]), model, kv_bits=8, **options))
+
+
 def test_budget_goes_with_bits(model):
     with install(model, num_blocks=40, kv_bits=8, eviction=H2O(max_kv=24)) as kv:
         cache = kv.make_cache()

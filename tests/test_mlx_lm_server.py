@@ -30,7 +30,7 @@ def tokenizer():
     return TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=plain, chat_template=TEMPLATE))
 
 
-def provide(model, tokenizer):
+def provide(model, tokenizer, kv_bits=None):
     """What the server asks of its model provider."""
     cli_args = SimpleNamespace(
         decode_concurrency=4,
@@ -38,7 +38,7 @@ def provide(model, tokenizer):
         prefill_step_size=16,
         prompt_cache_bytes=2**30,
         chat_template_args={},
-        kv_bits=None,
+        kv_bits=kv_bits,
         kv_group_size=64,
         quantized_kv_start=0,
     )
@@ -72,9 +72,9 @@ def arguments(seed):
     )
 
 
-def converse(model, tokenizer, prompt_cache, seed):
+def converse(model, tokenizer, prompt_cache, seed, kv_bits=None):
     """Ask every question in a chat of its own; returns the answers and how many prompt tokens were cached."""
-    generator = server.ResponseGenerator(provide(model, tokenizer), prompt_cache)
+    generator = server.ResponseGenerator(provide(model, tokenizer, kv_bits), prompt_cache)
     answers, cached = [], []
     try:
         for question in QUESTIONS:
@@ -103,3 +103,14 @@ def test_the_server_answers_the_same_and_finds_what_prompts_share(tokenizer, see
     assert kv.summary().blocks_used == 0
     assert kv.hit_tokens == sum(cached)
     kv.pool.check()
+
+
+def test_the_server_takes_the_bits_of_the_pool_for_its_own(tokenizer):
+    """An error in the middle of a request would close its connection without an answer."""
+    model = tiny_llama(head_dim=64)
+    with install(model, 300, block_size=BLOCK, prefix_cache=True, kv_bits=8) as kv:
+        expected, _ = converse(model, tokenizer, PagedPromptCache(kv), seed=1)
+        kv.pool.flush()
+        answers, cached = converse(model, tokenizer, PagedPromptCache(kv), seed=None, kv_bits=8)
+    assert answers == expected and len({token for answer in answers for token in answer}) > 3
+    assert cached[0] == 0 and min(cached[1:]) > len(SYSTEM) // 8

@@ -20,6 +20,7 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+from type_reports import MARK, planted, reported
 
 import kvpool
 
@@ -125,6 +126,29 @@ def test_wheel_holds_the_packages_and_what_embedding_needs(wheel_names, source_t
                 expected.add(f"{place}/{path.relative_to(source_tree / folder)}")
     assert "kvpool/__init__.pxd" in expected and "kvpool_backends/metal/__init__.py" in expected
     assert expected - wheel_names == set()
+
+
+def patterns_without_files(tree, project):
+    """Patterns of the package data that match nothing: setuptools leaves them out without a word."""
+    setuptools = project["tool"]["setuptools"]
+    places = {package: setuptools["package-dir"].get(package, package.replace(".", "/"))
+              for package in setuptools["package-data"]}  # fmt: skip
+    declared = [(places[package], pattern) for package, many in setuptools["package-data"].items() for pattern in many]
+    return [f"{place}/{pattern}" for place, pattern in declared if not any((tree / place).glob(pattern))]
+
+
+def test_every_pattern_of_the_package_data_matches_a_file():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert patterns_without_files(ROOT, project) == []
+    project["tool"]["setuptools"]["package-data"]["kvpool_backends"].append("py.untyped")
+    assert patterns_without_files(ROOT, project) == ["kvpool_backends/py.untyped"]
+
+
+@pytest.mark.parametrize("checker", MARK)
+def test_types_of_the_wheel_are_those_of_the_sources(checker, site, tmp_path):
+    """A user's program far from the sources; without a py.typed all of kvpool_backends would be Any."""
+    python = site.parent.parent.parent / "bin" / "python"
+    assert reported(checker, tmp_path, python) == planted(checker)
 
 
 def test_wheel_holds_nothing_else(wheel_names):

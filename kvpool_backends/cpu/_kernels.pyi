@@ -1,5 +1,5 @@
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Self
 
 from typing_extensions import disjoint_base
 
@@ -28,7 +28,7 @@ class BlockStore:
         *,
         isa: str | None = None,
         num_threads: int | None = None,
-    ) -> BlockStore: ...
+    ) -> Self: ...
     @property
     def spec(self) -> KVSpec: ...
     @property

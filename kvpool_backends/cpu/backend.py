@@ -78,6 +78,9 @@ class CPUBackend:
         arrays = zeroed([shape for shape, _, _ in bases], [_STORED[dtype] for _, dtype, _ in bases], "CPUBackend")
         self.store = BlockStore(spec, self.num_blocks, arrays, isa=isa, num_threads=num_threads)
 
+    def __repr__(self) -> str:
+        return f"<CPUBackend of {self.spec.describe(self.num_blocks)}, {self.store.isa}>"
+
     @staticmethod
     def capabilities() -> Capabilities:
         """What this backend accepts."""

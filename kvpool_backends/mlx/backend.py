@@ -129,7 +129,7 @@ class MLXBackend:
         raise NotImplementedError
 
     def __repr__(self) -> str:
-        return f"<MLXBackend route={self.route!r} {self.spec.dtype} {self.spec.layout} blocks={self.num_blocks}>"
+        return f"<MLXBackend of {self.spec.describe(self.num_blocks)}, route={self.route!r}>"
 
     # ------------------------------------------------------------------------------------------- the machine
 

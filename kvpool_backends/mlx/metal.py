@@ -64,7 +64,7 @@ else:
     _Storage = object
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class MetalPlan(ArrayPlan):
     """The arrays of a step, and what its layers share on the device."""
 

@@ -73,6 +73,9 @@ class NumpyBackend:
         # num_kv_heads, dim] of a base array.
         self._planes = _allocate(spec, self.num_blocks)
 
+    def __repr__(self) -> str:
+        return f"<NumpyBackend of {self.spec.describe(self.num_blocks)}>"
+
     def capabilities(self) -> Capabilities:
         return Capabilities(
             name="numpy",

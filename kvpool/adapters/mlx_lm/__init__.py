@@ -27,8 +27,16 @@ eviction=...)`` for an engine. See docs/eviction.md.
 
 Two options of mlx-lm's engines do not go with paged caches. ``max_kv_size``, on a model that has no ``make_cache`` of
 its own, is a ValueError when the caches are made (other models ignore it, here as there). ``kv_bits`` is a ValueError
-when mlx-lm wants to quantize: not before a cache has ``quantized_kv_start`` tokens, 5000 by default, up to which
-nothing is quantized and the tokens are those of stock caches.
+when mlx-lm wants to quantize, unless the blocks have these bits and groups from `install`. That is not before a cache
+has ``quantized_kv_start`` tokens, 5000 by default. mlx-lm's server closes the connection of such a request: give the
+bits to `install`, and to the server the same or none.
+
+`install` computes nothing of the model. With the kernels of the CPU a forward pass computes while it is called, so it
+loads the weights of a model that was loaded with ``lazy=True``, even if nobody evaluates its result. Elsewhere it only
+builds the graph, as with mlx-lm's own caches.
+
+Who deletes or replaces ``model.make_cache`` inside the block gets mlx-lm's own caches. Then ``kv.route`` begins with
+"lost: ", and the end of the block is a RuntimeError.
 
 Modules: `host` (pool and storage of one model), `hook` (how engines get there), `batch` (sequences that run
 together, the operation log), `cache` (what a layer of the model sees), `fused` and `attention_hook` (attention over

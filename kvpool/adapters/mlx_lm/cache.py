@@ -220,8 +220,20 @@ class PagedKVCache:
         self._issue("discard", (), self._batch.discard)
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
-        """Refused: mlx-lm calls this for ``kv_bits``, and blocks here hold what the model wrote."""
-        raise ValueError(f"[to_quantized] paged caches cannot be quantized (kv_bits={bits}); leave kv_bits out")
+        """What mlx-lm calls for its ``kv_bits``: the cache itself, if its blocks are stored like that already.
+
+        Raises
+        ------
+        ValueError
+            They are not. What is stored stays as it is; the bits are those of `install`.
+        """
+        spec = self._batch.kv.backend.spec
+        if spec.bits == (bits, bits) and spec.quant_group_size == group_size:
+            return self
+        raise ValueError(
+            f"[to_quantized] kv_bits={bits} with groups of {group_size}, the blocks hold {spec.storage}: leave kv_bits "
+            f"out and let the pool store such bits, install(..., kv_bits={bits}, quant_group_size={group_size})"
+        )
 
     def size(self) -> int:
         """Tokens of the longest row."""

@@ -35,28 +35,49 @@ class Hook:
         raise TypeError("[install] a model cannot be copied inside the block, its caches are those of one pool")
 
     @classmethod
-    def enter(cls, kv: PagedKV) -> None:
-        """Make `kv` the one whose caches ``kv.model`` hands out."""
+    def enter(cls, kv: PagedKV) -> Hook:
+        """Make `kv` the one whose caches ``kv.model`` hands out; returns the hook that does it."""
         hook = vars(kv.model).get(_NAME)
         if not isinstance(hook, cls):
             hook = cls(kv.model)
             setattr(kv.model, _NAME, hook)
         hook.installed.append(kv)
+        return hook
 
-    @classmethod
-    def leave(cls, kv: PagedKV) -> None:
-        """Take back one `enter` of `kv`, wherever it stands. Raises RuntimeError if it is not there."""
-        hook = vars(kv.model).get(_NAME)
-        if not isinstance(hook, cls) or kv not in hook.installed:
+    def lost(self, model: Any) -> str:
+        """Why mlx-lm does not come here any more for caches of the model; "" if it does."""
+        found = vars(model).get(_NAME, _NOTHING)
+        if found is _NOTHING:
+            return "somebody has deleted model.make_cache"
+        return "" if found is self else f"somebody has set model.make_cache to {found!r}"
+
+    def require_ours(self, model: Any) -> None:
+        """Raise RuntimeError if something else is in this hook's place, which leaving would overwrite."""
+        found = vars(model).get(_NAME, self)
+        if found is not self:
             raise RuntimeError(
-                f"[install] model.make_cache is {hook!r}, which somebody has set inside the block: put back what "
+                f"[install] model.make_cache is {found!r}, which somebody has set inside the block: put back what "
                 "was there before the block ends"
             )
-        hook.installed.reverse()
-        hook.installed.remove(kv)  # its newest
-        hook.installed.reverse()
-        if not hook.installed:
-            hook._uncover(kv.model)
+
+    def leave(self, kv: PagedKV) -> None:
+        """Take back one `enter` of `kv`, wherever it stands.
+
+        Raises
+        ------
+        RuntimeError
+            Somebody has deleted the hook. `kv` has left all the same: there is nothing that could be put back.
+        """
+        self.installed.reverse()
+        self.installed.remove(kv)  # its newest
+        self.installed.reverse()
+        if lost := self.lost(kv.model):
+            raise RuntimeError(
+                f"[install] {lost} inside the block: mlx-lm has made its own caches since, outside the pool; end the "
+                "block to take the hook away"
+            )
+        if not self.installed:
+            self._uncover(kv.model)
 
     @classmethod
     def stock_caches(cls, model: Any) -> list[Any]:

@@ -197,6 +197,7 @@ class PagedKV:
         self.backend = backend
         self.windows = windows
         self.sites = sites
+        self._hooks: list[Hook] = []  # one for each time that the block was entered
         self._why_gather = why_gather
         self.num_layers = len(windows)
         self.overlap = overlap
@@ -211,20 +212,26 @@ class PagedKV:
         self._last_driver: threading.Thread | None = None
         self._running: tuple[weakref.ref[Batch], Any, Rows] | None = None  # the forward pass in progress
 
+    def __repr__(self) -> str:
+        return f"<PagedKV of {self.num_layers} layers on {self.pool!r}, route {self.route}>"
+
     # ------------------------------------------------------------------------------------------- the hook
 
     def __enter__(self) -> Self:
-        Hook.enter(self)
+        self._hooks.append(Hook.enter(self))
         for site in self.sites:
             site.enter()
         return self
 
     def __exit__(self, *exc: object) -> None:
+        if not self._hooks:
+            raise RuntimeError("[install] this block was never entered, or has ended already")
         for site in self.sites:
             site.require_ours()  # first, so that a block that cannot be left is still there as a whole
-        Hook.leave(self)
+        self._hooks[-1].require_ours(self.model)
         for site in self.sites:
             site.leave()
+        self._hooks.pop().leave(self)
 
     @property
     def is_fused(self) -> bool:
@@ -233,7 +240,12 @@ class PagedKV:
 
     @property
     def route(self) -> str:
-        """How the model attends inside the block: "fused", or "gather: " and why."""
+        """How the model attends inside the block: "fused", or "gather: " and why.
+
+        Or "lost: " and why, when mlx-lm does not find the hook any more and makes its own caches, outside the pool.
+        """
+        if lost := self._hooks and self._hooks[-1].lost(self.model):
+            return f"lost: {lost}"
         covered = ", ".join(f"somebody has set {site}" for site in self.sites if site.is_covered)
         why = self._why_gather or covered
         return f"gather: {why}" if why else "fused"

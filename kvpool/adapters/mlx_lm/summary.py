@@ -24,7 +24,7 @@ class Summary:
     query_tokens: int  # tokens that `PagedKV.fetch` was asked for
     hit_tokens: int  # of these, found in the prefix cache
     mlx_pool_copies: int  # whole pool arrays that MLX copied to write to them, as counted by the last `settle`
-    route: str  # "fused", or "gather: " and why, see `PagedKV.route`
+    route: str  # "fused", or "gather: " or "lost: " and why, see `PagedKV.route`
 
     def __str__(self) -> str:
         mib = 1 / 2**20
