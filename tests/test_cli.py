@@ -14,6 +14,7 @@ import pytest
 from kvpool.cli import machine, main
 
 LLAMA_8B = {
+    "model_type": "llama",
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
