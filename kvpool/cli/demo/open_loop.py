@@ -1,4 +1,4 @@
-"""Part (h): the engine under an open loop of mixed requests, beside mlx-lm's batch engine in the same memory."""
+"""Part (h): the engine under an open loop of mixed requests, beside mlx-lm's batch engine and its prompt cache."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def picture(path: Path, ours: Record, phases: Phases, work: Workload, num_blocks
             ours,
             phases,
             title=f"{work.name}, {ours.num_tokens:,} tokens generated",
-            subtitle="kvpool's engine on a small Llama; mlx-lm's batch engine had the same memory at the same time",
+            subtitle="kvpool's engine on a small Llama; mlx-lm's batch engine served the same at the same time",
             num_blocks=num_blocks,
             slot_blocks=-(-work.longest // settings.block_size),
         )
