@@ -1,7 +1,7 @@
-"""Sizes: how many blocks fit a machine, and what a model's config says of its KV cache.
+"""Sizes: how many blocks fit a machine.
 
-`blocks_for` divides memory by a `KVSpec` (kvpool.spec) and tells how, `spec_from_config` reads a Hugging Face style
-model config, and `describe_plan` puts the three together for people (the ``kvpool plan`` command).
+`blocks_for` divides memory by a `KVSpec` (kvpool.spec) and tells how, and `describe_plan` says so of a model's config
+(kvpool.model_config), for people and for machines (the ``kvpool plan`` command).
 
 All sizes are Python integers (no overflow) and carry their unit in the name: ``_nbytes``, ``num_tokens``,
 ``num_blocks``.
@@ -9,7 +9,6 @@ All sizes are Python integers (no overflow) and carry their unit in the name: ``
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from operator import index
 from pathlib import Path
 from typing import Any
 
+from kvpool.model_config import model_fields, shortened, sliding_window, spec_from_config
 from kvpool.spec import DTYPES, LAYOUTS, KVSpec, PlaneLayout, checked_int
 
 __all__ = [
@@ -233,7 +233,7 @@ def parse_nbytes(memory: int | str) -> int:
     else:
         nbytes = index(memory)
     if nbytes > _MAX_INT64:
-        raise ValueError(f"[memory] {_shortened(memory)} is too much, the limit is 2^63 - 1 bytes")
+        raise ValueError(f"[memory] {shortened(memory)} is too much, the limit is 2^63 - 1 bytes")
     return int(nbytes)
 
 
@@ -245,118 +245,9 @@ def format_nbytes(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
-# ---------------------------------------------------------------------- model configs
-
-
-def spec_from_config(
-    config: Mapping[str, Any] | str | os.PathLike[str],
-    *,
-    block_size: int = 16,
-    dtype: str | None = None,
-    layout: str = "NHD",
-    k_bits: int | None = None,
-    v_bits: int | None = None,
-    quant_group_size: int = 64,
-) -> KVSpec:
-    """The KV spec of a model from its Hugging Face style config.
-
-    Parameters
-    ----------
-    config : mapping, path
-        The content of a ``config.json``, the file, or the folder that holds it. Of a multimodal config,
-        ``text_config`` counts.
-    dtype : str, optional
-        Overrides the model's ``dtype`` / ``torch_dtype``.
-    k_bits, v_bits, quant_group_size
-        As in `KVSpec`.
-
-    Raises
-    ------
-    ValueError
-        A field is missing or wrong, or the model keeps something else than keys and values per token in every
-        layer.
-    """
-    fields = _text_config(config)
-    _refuse_other_caches(fields)
-    # Multi-head models leave num_key_value_heads out, most models leave head_dim out.
-    num_kv_heads = _field(fields, "num_key_value_heads", default="num_attention_heads")
-    if fields.get("head_dim") is not None:
-        head_dim = _field(fields, "head_dim")
-    else:
-        hidden_size, num_heads = _field(fields, "hidden_size"), _field(fields, "num_attention_heads")
-        head_dim = hidden_size // num_heads
-        if hidden_size % num_heads:
-            raise ValueError(
-                f"[config] there is no head_dim, and hidden_size {hidden_size} is no multiple of "
-                f"num_attention_heads {num_heads}"
-            )
-    dtype = dtype or fields.get("dtype") or fields.get("torch_dtype")
-    if dtype is None:
-        raise ValueError("[config] neither dtype nor torch_dtype is given; pass dtype, such as 'float16'")
-    return KVSpec(
-        num_layers=_field(fields, "num_hidden_layers"),
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        v_head_dim=fields.get("v_head_dim"),
-        dtype=str(dtype).removeprefix("torch."),
-        block_size=block_size,
-        layout=layout,
-        k_bits=k_bits,
-        v_bits=v_bits,
-        quant_group_size=quant_group_size,
-    )
-
-
-def _refuse_other_caches(fields: Mapping[str, Any]) -> None:
-    """Sizes for a model that does not keep keys and values per head in every layer would be wrong."""
-    rank = fields.get("kv_lora_rank")
-    if rank is not None:
-        raise ValueError(f"[config] latent attention (kv_lora_rank {rank}) keeps no keys and values per head")
-    per_token = {"full_attention", "sliding_attention", "chunked_attention"}
-    layer_types = fields.get("layer_types") or []
-    if not isinstance(layer_types, list | tuple) or not all(isinstance(name, str) for name in layer_types):
-        raise ValueError(f"[config] layer_types must be a list of strings, got {_shortened(layer_types)}")
-    others = sorted(set(layer_types) - per_token)
-    if others:
-        raise ValueError(
-            f"[config] layers of type {others} keep no keys and values per token; "
-            "describe the attention layers with KVSpec"
-        )
-
-
-def _text_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
-    if not isinstance(config, Mapping):
-        path = Path(config)
-        path = path / "config.json" if path.is_dir() else path
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:  # no UTF-8, no JSON, or a number of thousands of digits
-            raise ValueError(f"[config] {path} is not JSON: {error}") from error
-        except RecursionError as error:
-            raise ValueError(f"[config] {path} is nested too deeply for a model config") from error
-        if not isinstance(config, Mapping):
-            raise ValueError(f"[config] {path} holds {type(config).__name__}, not an object")
-    inner = config.get("text_config")
-    return inner if isinstance(inner, Mapping) and "num_hidden_layers" not in config else config
-
-
-def _shortened(value: Any) -> str:
-    """`value` as in Python, cut to fit a message."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _field(fields: Mapping[str, Any], name: str, default: str | None = None) -> int:
-    """Field `name`, or field `default` where `name` is absent or null; a positive int."""
-    if fields.get(name) is None and default is not None:
-        return _field(fields, default)
-    if fields.get(name) is None:
-        raise ValueError(f"[config] {name} is missing; the fields are {', '.join(sorted(fields)) or '(none)'}")
-    return checked_int("config", name, fields[name])
-
-
 # ---------------------------------------------------------------------- what `kvpool plan` says
 
+_KEPT = "window     layers with a sliding window of {} tokens keep every token here, as the others do"
 _TYPICAL_LENGTHS = (512, 2048, 8192, 32768, 131072)
 
 
@@ -384,19 +275,42 @@ def describe_plan(
         Tokens that a static cache would reserve per sequence; the model's ``max_position_embeddings`` by
         default, else 4096.
     """
+    fields = model_fields(config)
     spec = spec_from_config(
-        config, block_size=block_size, dtype=dtype, k_bits=k_bits, v_bits=v_bits, quant_group_size=quant_group_size
+        fields, block_size=block_size, dtype=dtype, k_bits=k_bits, v_bits=v_bits, quant_group_size=quant_group_size
     )
+    window = sliding_window(fields)
     size = blocks_for(memory, spec, **machine)
     if max_len is None:
-        max_len = _text_config(config).get("max_position_embeddings") or 4096
+        max_len = fields.get("max_position_embeddings") or 4096
     max_len = checked_int("plan", "max_len", max_len)
     usable = size.num_blocks - size.reserved_blocks
     static = size.pool_nbytes // (max_len * spec.token_nbytes)
     lengths = [n for n in _TYPICAL_LENGTHS if n < max_len] + [max_len]
     fits = {n: usable // -(-n // spec.block_size) for n in lengths}
 
-    facts: dict[str, Any] = {
+    facts = _facts(spec, size) | {
+        "sliding_window": window,
+        "max_len": max_len,
+        "num_static_sequences": static,
+        "num_paged_sequences": {str(n): count for n, count in fits.items()},
+    }
+    lines = [
+        f"model      {spec.num_layers} layers, {spec.num_kv_heads} KV heads, "
+        f"head_dim {spec.head_dim} / {spec.value_head_dim}, {spec.storage}",
+        f"KV bytes   {spec.token_nbytes} per token, {spec.block_nbytes} per block of {block_size} tokens",
+        *([] if window is None else [_KEPT.format(window)]),
+        size.how,
+        f"Sequences that fit (static: each one reserves {max_len} tokens):",
+        f"  {'tokens each':>12} {'paged':>10} {'static':>10}",
+        *(f"  {n:>12} {count:>10} {static:>10}" for n, count in fits.items()),
+    ]
+    return facts, "\n".join(lines)
+
+
+def _facts(spec: KVSpec, size: PoolSize) -> dict[str, Any]:
+    """A spec and a size as JSON can hold them."""
+    return {
         "num_layers": spec.num_layers,
         "num_kv_heads": spec.num_kv_heads,
         "head_dim": spec.head_dim,
@@ -416,17 +330,4 @@ def describe_plan(
         "source": size.source,
         "breakdown": [{"what": what, "nbytes": nbytes} for what, nbytes in size.breakdown],
         "limited_by": size.limited_by,
-        "max_len": max_len,
-        "num_static_sequences": static,
-        "num_paged_sequences": {str(n): count for n, count in fits.items()},
     }
-    lines = [
-        f"model      {spec.num_layers} layers, {spec.num_kv_heads} KV heads, "
-        f"head_dim {spec.head_dim} / {spec.value_head_dim}, {spec.storage}",
-        f"KV bytes   {spec.token_nbytes} per token, {spec.block_nbytes} per block of {block_size} tokens",
-        size.how,
-        f"Sequences that fit (static: each one reserves {max_len} tokens):",
-        f"  {'tokens each':>12} {'paged':>10} {'static':>10}",
-        *(f"  {n:>12} {count:>10} {static:>10}" for n, count in fits.items()),
-    ]
-    return facts, "\n".join(lines)

@@ -6,7 +6,7 @@ between releases; counters end in ``_total``. Sizes are in blocks and tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -33,7 +33,11 @@ class Metric(NamedTuple):
 
 
 def prometheus_text(
-    pool: Any, scheduler: Any = None, extra: Iterable[Metric] = (), labels: Mapping[str, str] | None = None
+    pool: Any,
+    scheduler: Any = None,
+    extra: Iterable[Metric] = (),
+    labels: Mapping[str, str] | None = None,
+    without: Collection[str] = (),
 ) -> str:
     """The statistics of a pool, and of a scheduler on it, as Prometheus reads them.
 
@@ -46,13 +50,16 @@ def prometheus_text(
         To be put behind ours.
     labels : mapping, optional
         On every sample: which of several pools it is, for instance.
+    without : collection of str, optional
+        Names to leave out: counters of calls that an application does not make would stay 0 for ever.
 
     Notes
     -----
     O(1): nothing is recomputed.
     """
     lines = []
-    for metric in [*metrics_of(pool, scheduler), *extra]:
+    own_metrics = (metric for metric in metrics_of(pool, scheduler) if metric.name not in without)
+    for metric in [*own_metrics, *extra]:
         lines += [f"# HELP {metric.name} {_escaped(metric.help)}", f"# TYPE {metric.name} {metric.kind}"]
         for own, value in metric.samples:
             pairs = [f'{name}="{_escaped(text, quote=True)}"' for name, text in {**(labels or {}), **own}.items()]

@@ -19,7 +19,7 @@ def run(tmp_path, files, code):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     return result.stderr.strip().splitlines()[-1] if result.returncode else result.stdout.strip()
 
 

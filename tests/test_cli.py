@@ -14,6 +14,7 @@ import pytest
 from kvpool.cli import machine, main
 
 LLAMA_8B = {
+    "model_type": "llama",
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
@@ -31,7 +32,7 @@ def config(tmp_path):
 
 
 def run_python(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, *args], capture_output=True, text=True)
 
 
 def refusal(capsys, *argv: str) -> str:
@@ -88,7 +89,7 @@ def test_reader_that_goes_away_leaves_no_traceback():
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "kvpool", "doctor"]
-    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert result.returncode == 1
     assert result.stderr == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from kvpool.cli import main
@@ -130,6 +131,29 @@ def test_a_model_is_served_beside_stock_with_the_same_tokens(capsys):
     assert found["paged_kv_bytes_read"] > 0
 
 
+@pytest.mark.parametrize("shared_prefix", [32, 0])
+def test_stock_computes_a_shared_prefix_once_with_the_prompt_cache_of_its_server(shared_prefix):
+    lm = pytest.importorskip("kvpool.cli.bench.serving.lm")
+    model, vocab_size = lm.load("tiny")
+    nbytes = lm.block_nbytes(model, 16)
+    rng = np.random.default_rng(3)
+    shared = rng.integers(0, vocab_size, 32)
+    prompts = [np.append(shared, rng.integers(0, vocab_size, 8)).astype(np.int32) for _ in range(6)]
+    tokens, computed = [], []
+    for prefix in (shared_prefix, 0):
+        server = lm.StockServer(model, 2, prefill_chunk=16, block_nbytes=nbytes, shared_prefix=prefix)
+        for number, prompt in enumerate(prompts):
+            server.add(number, prompt, 5)
+        computed.append(0)
+        while server.is_busy:
+            server.tick()
+            computed[-1] += server.describe().prefill_tokens
+        tokens.append(server.tokens)
+        server.close()
+    assert tokens[0] == tokens[1]
+    assert computed[1] >= 6 * 39 and (computed[0] <= computed[1] - 4 * 32) == (shared_prefix > 0)
+
+
 # ------------------------------------------------------------------------------------------------- gates
 
 
@@ -164,11 +188,3 @@ def test_gates_decide_the_exit_status(capsys, monkeypatch):
         assert out.startswith("ok" if status == 0 else "NO")
         assert main(["bench", "serving", "--model", "null", "--gates", "--json"]) == status
         assert json.loads(capsys.readouterr().out)["held"] is (status == 0)
-
-
-def test_a_gate_that_is_not_judged_is_shown_with_its_number_and_decides_nothing():
-    bad, reported = Gate("judged", 0.5, 1.0), Gate("reported", 0.5, 1.0, is_judged=False)
-    assert gates.held([reported]) and not gates.held([reported, bad])
-    shown = gates.text([bad, reported]).splitlines()
-    assert shown[0].startswith("NO judged") and shown[1].startswith("-- reported") and "0.50" in shown[1]
-    assert shown[2] == gates.WHY_NOT_JUDGED and gates.text([bad]).count("\n") == 0

@@ -50,6 +50,7 @@ def test_metrics_are_served_as_prometheus_wants_them(server):
     assert sum(value for name, value in found.items() if name.startswith("kvpool_blocks{")) == 40
     assert found['kvpool_blocks{state="used"}'] == 0
     assert found["kvpool_prompt_tokens_total"] >= len(PROMPT)
+    assert "kvpool_prefix_queries_total" not in text, "it would stay 0 for ever"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from kvpool import config
 from kvpool.config import LAYOUTS, KVSpec, blocks_for, describe_plan, parse_nbytes, spec_from_config
 
 LLAMA_8B = {
+    "model_type": "llama",
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
@@ -283,76 +284,6 @@ def test_blocks_for_something_else_than_a_spec_is_refused():
 def test_blocks_for_a_fraction_out_of_range_is_refused(fraction):
     with pytest.raises(ValueError, match="fraction"):
         blocks_for("auto", KVSpec(1, 1, 8), fraction=fraction, device_info=METAL)
-
-
-# ---------------------------------------------------------------------- model configs
-
-
-def test_spec_from_config_derives_head_dim():
-    assert spec_from_config(LLAMA_8B) == KVSpec(32, 8, 128, "bfloat16", 16)
-
-
-def test_spec_from_config_prefers_what_is_given():
-    fields = LLAMA_8B | {"head_dim": 96, "v_head_dim": 64, "dtype": "torch.float16"}
-    assert spec_from_config(fields, block_size=32) == KVSpec(32, 8, 96, "float16", 32, v_head_dim=64)
-    assert spec_from_config(fields, dtype="float32").dtype == "float32"
-
-
-def test_spec_from_config_without_kv_heads_is_multi_head():
-    assert spec_from_config(LLAMA_8B | {"num_key_value_heads": None}).num_kv_heads == 32
-
-
-def test_spec_from_config_needs_no_query_heads_when_head_dim_is_given():
-    fields = {"num_hidden_layers": 2, "num_key_value_heads": 4, "head_dim": 64, "dtype": "float16"}
-    assert spec_from_config(fields) == KVSpec(2, 4, 64, "float16")
-
-
-def test_spec_from_config_reads_files_folders_and_text_configs(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"text_config": LLAMA_8B, "vision_config": {}}))
-    assert spec_from_config(tmp_path) == spec_from_config(str(tmp_path / "config.json")) == spec_from_config(LLAMA_8B)
-
-
-@pytest.mark.parametrize("missing", ["num_hidden_layers", "num_attention_heads", "hidden_size", "torch_dtype"])
-def test_spec_from_config_names_what_is_missing(missing):
-    fields = {name: value for name, value in LLAMA_8B.items() if name != missing}
-    with pytest.raises(ValueError, match=rf"\[config\] .*{missing}"):
-        spec_from_config(fields)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"hidden_size": 4097}, "no multiple"),
-        ({"kv_lora_rank": 512}, "latent attention"),
-        ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
-        ({"layer_types": 5}, r"^\[config\] layer_types must be a list of strings, got 5$"),
-        ({"layer_types": "full_attention"}, r"^\[config\] layer_types must be a list of strings, got 'full"),
-        ({"layer_types": [["full_attention"]]}, r"^\[config\] layer_types must be a list of strings, got \[\["),
-        ({"layer_types": [0] * 10_000}, r"^\[config\] layer_types must be .{0,110}\.\.\.$"),
-        ({"torch_dtype": "float8"}, "dtype is 'float8'"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
-    ],
-)
-def test_spec_from_config_refuses_what_would_be_sized_wrongly(fields, message):
-    with pytest.raises(ValueError, match=message):
-        spec_from_config(LLAMA_8B | fields)
-
-
-def test_spec_from_config_of_a_bad_file_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="is not JSON"):
-        spec_from_config(tmp_path)
-    (tmp_path / "config.json").write_bytes(b"\x93NUMPY\xff\xfe")
-    with pytest.raises(ValueError, match=r"config\.json is not JSON: 'utf-8'"):
-        spec_from_config(tmp_path)
-    (tmp_path / "config.json").write_text('{"num_hidden_layers": ' + "[" * 100_000)
-    with pytest.raises(ValueError, match=r"config\.json is nested too deeply"):
-        spec_from_config(tmp_path)
-    (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(ValueError, match="holds list"):
-        spec_from_config(tmp_path)
-    with pytest.raises(FileNotFoundError):
-        spec_from_config(tmp_path / "nowhere.json")
 
 
 # ---------------------------------------------------------------------- describe_plan

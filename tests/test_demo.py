@@ -93,7 +93,7 @@ def test_demo_json_is_one_object_of_every_promise_that_all_hold(small_demo, tmp_
 
 def test_demo_with_its_default_sizes_holds_in_time(tmp_path):
     command = [sys.executable, "-m", "kvpool", "demo", "--json", "--out", str(tmp_path / "p.png")]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     assert json.loads(result.stdout)["seconds"] < 90  # a third of it on two idle cores
 

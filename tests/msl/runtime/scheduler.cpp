@@ -3,7 +3,6 @@
 #include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
-#include <ucontext.h>
 
 #include <algorithm>
 #include <cstdarg>

@@ -1,4 +1,4 @@
-"""Serving under an open loop: kvpool's engine beside mlx-lm's own and beside static batches, in the same memory.
+"""Serving under an open loop: kvpool's engine beside mlx-lm's own and beside static batches.
 
 Requests arrive by Poisson or by a trace, whether the server keeps up or not. Everybody serves the same workload in one
 process, in turns of a tenth of a second, so that a machine that others share is as fast for all; of several runs that

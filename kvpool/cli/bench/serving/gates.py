@@ -16,36 +16,35 @@ from kvpool.cli.bench.serving.runs import Bench, Run, make_bench, run_all, warm_
 from kvpool.cli.bench.serving.settings import Settings
 from kvpool.cli.machine import cpu_model
 
-EQUAL, MIXED = 1.0, 1.3
+EQUAL, SHORT, MIXED = 1.0, 0.9, 1.3
 TICKS = 3.0
 SPIKES = 0
 NULL_RATE = 1e6
 NULL_BATCH = 256
 
+STEADY_CHUNK = 32
+
 EQUAL_WORKLOAD: dict[str, Any] = {
-    **{"prompt": "256", "output": "64", "requests": 32, "max_batch": 16, "shared_prefix": 0},
+    **{"prompt": "256", "output": "64", "requests": 32, "max_batch": 16, "shared_prefix": 0, "chunk": 512},
 }
 SHORT_WORKLOAD: dict[str, Any] = EQUAL_WORKLOAD | {"prompt": "64", "output": "32"}
-WHY_NOT_JUDGED = (
-    "-- is reported and not judged: steps of equal short requests are so short that the time of Python and of starting "
-    "kernels decides, which stock overlaps with the step before and this engine does not."
-)
 MIXED_WORKLOAD: dict[str, Any] = {
     **{"prompt": "lognormal:24:0.7:96", "output": "lognormal:32:0.7:128", "requests": 48},
-    **{"max_batch": 16, "shared_prefix": 128},
+    **{"max_batch": 16, "shared_prefix": 128, "chunk": 128},
 }
+"""Rates are compared with as many tokens of prompts in a step for both as stock is fast with, 32 of each prompt. How
+even steps are is a matter of `STEADY_CHUNK`: fewer tokens of prompts stand between two tokens of an answer."""
 
 
 @dataclass(frozen=True)
 class Gate:
-    """One promise: `value` has to be at least (or at most) `limit`. If it is not judged, it is only reported."""
+    """One promise: `value` has to be at least (or at most) `limit`."""
 
     name: str
     value: float
     limit: float
     at_most: bool = False
     note: str = ""
-    is_judged: bool = True
 
     @property
     def holds(self) -> bool:
@@ -65,8 +64,7 @@ def measure(settings: Settings, say: Callable[[str], None]) -> list[Gate]:
     warm_up(equal, ("kvpool", "stock"))
     gates += compared(f"equal {_shape(EQUAL_WORKLOAD)}", equal, EQUAL)
     short = _with_workload(equal, replace(settings, **SHORT_WORKLOAD, num_blocks=blocks))
-    rate, *others = compared(f"equal short {_shape(SHORT_WORKLOAD)}", short, EQUAL)
-    gates += [replace(rate, is_judged=False), *others]
+    gates += compared(f"equal short {_shape(SHORT_WORKLOAD)}", short, SHORT, by="cpu")
     mixed = _with_workload(equal, replace(settings, **MIXED_WORKLOAD, num_blocks=None))
     return gates + compared("mixed lengths, shared prefix", mixed, MIXED)
 
@@ -79,19 +77,26 @@ def _shape(workload: dict[str, Any]) -> str:
     return f"({workload['prompt']}/{workload['output']})"
 
 
-def compared(name: str, bench: Bench, limit: float) -> list[Gate]:
-    """Return the gates of one workload: the rate beside stock's, and the steps of the steady state."""
+def compared(name: str, bench: Bench, limit: float, by: str = "wall") -> list[Gate]:
+    """Return the gates of one workload: the rate beside stock's, and the steps of the steady state.
+
+    `by` "cpu" compares tokens per second of CPU time, for rates so close to each other that a busy machine decides.
+    """
     s = bench.settings
     bench.say(f"{name}: {bench.dense_batch} sequences fit the pool densely")
     runs = run_all(bench, ("kvpool", "stock"), s.repetitions)
-    ratios = [a.rate / b.rate for a, b in zip(runs["kvpool"], runs["stock"], strict=True)]
-    by_cpu = median(a.cpu_rate / b.cpu_rate for a, b in zip(runs["kvpool"], runs["stock"], strict=True))
+    pairs = list(zip(runs["kvpool"], runs["stock"], strict=True))
+    wall, cpu = median(a.rate / b.rate for a, b in pairs), median(a.cpu_rate / b.cpu_rate for a, b in pairs)
     rates = " against ".join(f"{median(run.rate for run in runs[who]):,.0f}" for who in ("kvpool", "stock"))
-    ours, title = runs["kvpool"], f"{s.model}, {name}"
+    bench.say(f"{name}: kvpool alone, {STEADY_CHUNK} tokens of prompts in a step")
+    ours = run_all(bench.with_settings(chunk=STEADY_CHUNK), ("kvpool",), s.repetitions)["kvpool"]
+    title, small = f"{s.model}, {name}", f"CPU time, {STEADY_CHUNK} tokens of prompts in a step"
     return [
-        Gate(f"{title}: tokens/s over stock's", median(ratios), limit, note=f"{rates}; {by_cpu:.2f} by CPU time"),
-        Gate(f"{title}: steady steps, p99 / p50", steady_ratio(ours), TICKS, True, "CPU time"),
-        Gate(f"{title}: spikes", median(map(spikes, ours)), SPIKES, True, "CPU time, > 5 medians"),
+        Gate(f"{title}: tokens/s over stock's", wall, limit, note=f"{rates}; {cpu:.2f} by CPU time")
+        if by == "wall"
+        else Gate(f"{title}: tokens/s of CPU time over stock's", cpu, limit, note=f"{wall:.2f} by the clock, {rates}"),
+        Gate(f"{title}: steady steps, p99 / p50", steady_ratio(ours), TICKS, True, small),
+        Gate(f"{title}: spikes", median(map(spikes, ours)), SPIKES, True, f"{small}, > 5 medians"),
     ]
 
 
@@ -147,24 +152,20 @@ def as_json(gates: Sequence[Gate], settings: Settings) -> dict[str, Any]:
         "model": settings.model,
         "gates": [asdict(gate) | {"holds": gate.holds} for gate in gates],
         "held": held(gates),
-        "note": WHY_NOT_JUDGED,
     }
 
 
 def held(gates: Sequence[Gate]) -> bool:
-    """Whether all that are judged do."""
-    return all(gate.holds for gate in gates if gate.is_judged)
+    """Whether all of them do."""
+    return all(gate.holds for gate in gates)
 
 
 def text(gates: Sequence[Gate]) -> str:
-    """Return a line for each gate, and why one of them is not judged."""
+    """Return a line for each gate."""
     width = max(len(gate.name) for gate in gates)
     lines = []
     for gate in gates:
         value = f"{gate.value:,.0f}" if gate.value >= 100 else f"{gate.value:.2f}"
         limit = f"{'<=' if gate.at_most else '>='} {gate.limit:,g}"
-        verdict = ("ok" if gate.holds else "NO") if gate.is_judged else "--"
-        lines.append(f"{verdict} {gate.name:{width}} {value:>10} {limit:>14}  {gate.note}")
-    if any(not gate.is_judged for gate in gates):
-        lines.append(WHY_NOT_JUDGED)
+        lines.append(f"{'ok' if gate.holds else 'NO'} {gate.name:{width}} {value:>10} {limit:>14}  {gate.note}")
     return "\n".join(lines)

@@ -6,7 +6,7 @@ The only module of it that imports mlx and mlx-lm.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models import llama
+from mlx_lm.models.cache import LRUPromptCache
 from numpy.typing import NDArray
 
 from kvpool import Request
@@ -70,6 +71,9 @@ def load(name: str) -> tuple[Any, int]:
     return model, int(LLAMA["vocab_size"])  # type: ignore[call-overload]
 
 
+PROMPT_CACHES = 10
+"""Sequences that mlx-lm's server remembers, by default."""
+
 TIMED_CALLS = {"write_tokens": "kv_write", "read": "gather", "attend": "attend", "copy_blocks": "copy"}
 
 
@@ -80,7 +84,7 @@ def block_nbytes(model: Any, block_size: int) -> int:
 
 
 class StockServer:
-    """mlx-lm's own `BatchGenerator` on its own caches.
+    """mlx-lm's own `BatchGenerator` on its own caches, with the prompt cache of mlx-lm's server where that helps.
 
     Parameters
     ----------
@@ -90,32 +94,66 @@ class StockServer:
         Tokens of each prompt that one of its steps computes.
     block_nbytes : int
         Its caches are counted in blocks of so many bytes, to compare with a pool.
+    shared_prefix : int
+        Tokens that every prompt begins with. If there are any, requests look the prompt cache up when it is their
+        turn, and leave there the shared prefix and what they computed, as mlx-lm's server does.
     """
 
-    def __init__(self, model: Any, batch: int, *, prefill_chunk: int, block_nbytes: int) -> None:
+    def __init__(
+        self, model: Any, batch: int, *, prefill_chunk: int, block_nbytes: int, shared_prefix: int = 0
+    ) -> None:
         self.generator = BatchGenerator(
             model, completion_batch_size=batch, prefill_batch_size=batch, prefill_step_size=prefill_chunk
         )
-        self.block_nbytes = block_nbytes
+        self.batch, self.block_nbytes, self.shared_prefix = batch, block_nbytes, shared_prefix
+        self.prompt_cache = LRUPromptCache(PROMPT_CACHES) if shared_prefix else None
         self.tokens: dict[int, list[int]] = {}
+        self._waiting: deque[tuple[int, list[int], int]] = deque()  # number, prompt, most tokens
         self._numbers: dict[int, int] = {}  # by uid, as long as the request is not through
         self._prefilled: dict[int, int] = {}  # tokens of the prompts that were begun and are not through
         self._answers: Any = ([], [])
 
     def add(self, number: int, prompt: NDArray[np.int32], max_tokens: int) -> None:
         """Take a request."""
-        (uid,) = self.generator.insert([prompt.tolist()], [max_tokens])
-        self._numbers[uid] = number
         self.tokens[number] = []
+        self._waiting.append((number, prompt.tolist(), max_tokens))
 
     @property
     def is_busy(self) -> bool:
         """Whether a request is not through."""
-        return bool(self._numbers)
+        return bool(self._numbers or self._waiting)
 
     def tick(self) -> None:
         """One step of the engine; what it computes for the step after goes on."""
+        while self._waiting and (self.prompt_cache is None or len(self._numbers) < self.batch):
+            number, prompt, max_tokens = self._waiting.popleft()
+            self._numbers[self._insert(prompt, max_tokens)] = number
         self._answers = self.generator.next()
+        if self.prompt_cache is not None:
+            self._remember(*self._answers)
+
+    def _insert(self, prompt: list[int], max_tokens: int) -> int:
+        """Hand a request to the engine, with the KV that the prompt cache has of it; return its uid."""
+        cache: Any = None
+        rest = prompt
+        if self.prompt_cache is not None:
+            cache, rest = self.prompt_cache.fetch_nearest_cache("", prompt)
+        if not rest:  # the last token has to be computed, for what comes next
+            cache, rest = None, prompt
+        done = len(prompt) - len(rest)
+        parts = [prompt[done : self.shared_prefix], prompt[max(done, self.shared_prefix) :]]
+        (uid,) = self.generator.insert_segments([parts], [max_tokens], caches=[cache], all_tokens=[prompt[:done]])
+        return int(uid)
+
+    def _remember(self, prompts: list[Any], responses: list[Any]) -> None:
+        """Leave the shared prefix, and each sequence that ends, in the prompt cache."""
+        assert self.prompt_cache is not None
+        begun = [r.uid for r in prompts if r.end_of_segment and not r.end_of_prompt]
+        for cache, tokens in self.generator.extract_cache(begun).values():
+            self.prompt_cache.insert_cache("", tokens[:], cache, cache_type="system")
+        for response in responses:
+            if response.finish_reason is not None:
+                self.prompt_cache.insert_cache("", response.all_tokens[:], response.prompt_cache)
 
     def describe(self) -> Tick:
         """The last step. Its caches are counted as they are now."""
@@ -128,7 +166,7 @@ class StockServer:
         for response in responses:
             self.tokens[self._numbers[response.uid]].append(response.token)
         tick.running = len(self._prefilled)
-        tick.waiting = len(self._numbers) - tick.running
+        tick.waiting = len(self._waiting) + len(self._numbers) - tick.running
         for response in responses:
             if response.finish_reason is not None:
                 del self._numbers[response.uid], self._prefilled[response.uid]
@@ -140,9 +178,10 @@ class StockServer:
         mx.synchronize(self.generator.stream)
 
     def cache_nbytes(self) -> int:
-        """Bytes of its caches: of prompts that are computed, and of answers."""
+        """Bytes of its caches: of prompts that are computed, of answers, and of the prompt cache."""
         batches = self.generator._prompt_batch, self.generator._generation_batch
-        return sum(cache.nbytes for batch in batches for cache in batch.prompt_cache)
+        kept = 0 if self.prompt_cache is None else self.prompt_cache.nbytes
+        return kept + sum(cache.nbytes for batch in batches for cache in batch.prompt_cache)
 
     def close(self) -> None:
         """Let the engine go."""

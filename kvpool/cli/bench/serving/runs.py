@@ -186,7 +186,10 @@ class Bench:
             chunk = s.chunk if name == "stock" else 2**31
             return SlotServer(batch, slot_blocks=self.slot_blocks, prefill_chunk=chunk)
         block_nbytes = self.lm.block_nbytes(self.model, s.block_size)
-        return self.lm.StockServer(self.model, batch, prefill_chunk=s.chunk, block_nbytes=block_nbytes)
+        per_prompt, shared = max(1, s.chunk // batch), s.shared_prefix if name == "stock" else 0
+        return self.lm.StockServer(
+            self.model, batch, prefill_chunk=per_prompt, block_nbytes=block_nbytes, shared_prefix=shared
+        )
 
     def cost(self, tick: Tick) -> float:
         """Seconds that a step takes, where nothing is computed."""

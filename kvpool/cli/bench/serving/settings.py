@@ -40,7 +40,7 @@ class Settings:
     max_batch : int
         Sequences at a time. The others run as many as fit the same bytes when each reserves the longest length.
     chunk : int
-        Tokens of prompts that a step computes at most.
+        Tokens of prompts that a step computes at most, all prompts together, whoever serves.
     tick_cost : (float, float, float)
         Milliseconds that a step of the null model takes, for each row, and for each token of a prompt.
     spike_factor, spike_seconds
@@ -63,7 +63,7 @@ class Settings:
     num_blocks: int | None = None
     block_size: int = 16
     max_batch: int = 16
-    chunk: int = 32
+    chunk: int = 128
     preempt: str = "last"
     against: tuple[str, ...] = RIVALS
     repetitions: int = 3
@@ -88,7 +88,7 @@ NUMBERS: dict[str, tuple[str, str | None, str]] = {
     "num-blocks": ("N", None, "of the pool (default: what a quarter of --max-batch sequences would reserve)"),
     "block-size": ("TOKENS", "16", "tokens per block"),
     "max-batch": ("N", "16", "most sequences at a time"),
-    "chunk": ("TOKENS", "32", "of prompts in one step"),
+    "chunk": ("TOKENS", "128", "of prompts in one step, all together"),
     "repetitions": ("N", "3", "runs of everybody, in turns; the median counts"),
     "seed": ("S", "1", "of arrivals, lengths and tokens"),
 }
