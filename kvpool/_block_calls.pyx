@@ -75,6 +75,7 @@ from kvpool._types cimport (
     refused,
 )
 
+from kvpool import _signatures
 from kvpool.errors import ConcurrentUse, PoolClosed
 
 
@@ -100,9 +101,10 @@ cdef int judge_ids(Blocks* b, Ints* ids, Verdict* v) noexcept nogil:
 cdef class BlockPool:
     """Block-level calls, for engines that keep their own block tables. See `kvpool.Pool`."""
 
-    def __cinit__(self, num_blocks, block_size, *, max_seqs=1024, max_blocks_per_seq=None, reserved_blocks=1,
-                  watermark=0, in_order=False, seed=None, prefix_cache=False, events=0, record=0, _hash_bits=64):
+    def __cinit__(self, *args, **options):
         lock_init(&self.mutex)
+        # This __cinit__ runs first and refuses wrong calls for all of them: errors of Cython would say __cinit__().
+        num_blocks, block_size, _, _, reserved_blocks, *_, record, _ = _signatures.Pool(*args, **options)
         cdef Blocks* b = &self.blocks
         cdef int64_t size, n = to_int(num_blocks, "Pool", "num_blocks", 1, (<int64_t>1 << 31) - 1)
         b.block_size = to_int(block_size, "Pool", "block_size", 1, min((<int64_t>1 << 31) - 1, (<int64_t>1 << 62) // n))

@@ -13,8 +13,11 @@ from kvpool._step cimport step_free, step_init
 from kvpool._types cimport OK, OP_RESERVE, OP_STEP, PLAN_PENDING, TOO_MANY_TOKENS, Verdict, refused
 from kvpool._wire cimport BLOCK_TABLES, KV_SLOTS, NUM_FIELDS, Field, Wire, wire_forget, wire_free, wire_init
 
+from inspect import signature
+
 import numpy as np
 
+from kvpool import _signatures
 from kvpool.errors import CapacityExceeded, PlanStateError
 from kvpool.stats import PageBatchInfo
 
@@ -141,8 +144,10 @@ cdef class Plan:
     this plan; an attribute is the same array object as long as its shape stays.
     """
 
-    def __cinit__(self, pool, max_rows, max_tokens=None, *, formats=("block_tables", "seq_lens", "slot_mapping"),
-                  table_width=None, kv_width=None, dtype="int32", pad=None, out=None):
+    __signature__ = signature(_signatures.Plan)
+
+    def __cinit__(self, *args, **options):
+        pool, max_rows, max_tokens, formats, table_width, kv_width, dtype, pad, out = _signatures.Plan(*args, **options)
         if not isinstance(pool, SequencePool):
             raise TypeError(f"[Plan] pool must be a kvpool.Pool, not {type(pool).__name__}")
         self.pool = pool

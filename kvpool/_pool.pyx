@@ -52,6 +52,9 @@ from kvpool._types cimport (
 )
 from kvpool._wire cimport Wire, wire_emit, wire_forget
 
+from inspect import signature
+
+from kvpool import _signatures
 from kvpool.errors import CorruptState
 from kvpool.stats import PoolStats
 cdef extern from *:
@@ -115,6 +118,8 @@ cdef class Pool(EvictPool):
     ([[1, 2]], [4, 5, 6, 7, 8, 9])
     >>> pool.done(plan)
     """
+
+    __signature__ = signature(_signatures.Pool)
 
     def __cinit__(self, num_blocks, block_size, *, max_seqs=1024, max_blocks_per_seq=None, reserved_blocks=1,
                   watermark=0, in_order=False, seed=None, prefix_cache=False, events=0, record=0, _hash_bits=64):

@@ -10,8 +10,8 @@ import kvpool
 PACKAGE = Path(kvpool.__file__).parent
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.pyi"))
 BACKEND_MODULES = ["kvpool_backends.cpu._kernels"]
-# What Cython puts into modules and classes beside what their sources define.
-MADE_BY_CYTHON = r".*\.__(test__|pyx_capi__|reduce_cython__|setstate_cython__)"
+# What Cython puts into modules and classes beside what their sources define, and what `inspect` reads.
+MADE_BY_CYTHON = r".*\.__(test__|signature__|pyx_capi__|reduce_cython__|setstate_cython__)"
 
 
 def test_every_public_class_has_a_stub():

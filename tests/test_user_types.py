@@ -1,5 +1,7 @@
-"""Types and names as a user's editor and interpreter show them."""
+"""Types, names and signatures as a user's editor and interpreter show them."""
 
+import ast
+import inspect
 import pydoc
 import re
 import rlcompleter
@@ -118,3 +120,44 @@ def test_managers_and_plans_say_what_they_hold():
     assert "2 used by 1 sequences" in repr(manager)
     plan = ArrayPlan(seq_lens=np.array([5, 7]), slot_mapping=np.arange(3))
     assert repr(plan) == "<ArrayPlan of 2 rows and 3 tokens, 0 copies>"
+
+# ------------------------------------------------------------------------------------------- constructors
+
+
+def stub_signature(stub, cls):
+    """What a stub says of a constructor: [(name, kind, default)]."""
+    (found,) = [node for node in ast.parse((ROOT / stub).read_text()).body if getattr(node, "name", "") == cls]
+    (new,) = [node for node in found.body if getattr(node, "name", "") == "__new__"]
+    given = new.args.args[1:]
+    defaults = [None] * (len(given) - len(new.args.defaults)) + new.args.defaults
+    pairs = [(arg, "POSITIONAL_OR_KEYWORD", default) for arg, default in zip(given, defaults, strict=True)]
+    pairs += [(arg, "KEYWORD_ONLY", default)
+              for arg, default in zip(new.args.kwonlyargs, new.args.kw_defaults, strict=True)]  # fmt: skip
+    empty = inspect.Parameter.empty
+    return [(arg.arg, kind, empty if value is None else ast.literal_eval(value)) for arg, kind, value in pairs]
+
+
+@pytest.mark.parametrize(
+    ("cls", "stub"), [(kvpool.Pool, "_block_calls.pyi BlockPool"), (kvpool.Plan, "_plan.pyi Plan")]
+)
+def test_signatures_of_constructors_are_those_of_the_stubs(cls, stub):
+    file, name = stub.split()
+    found = inspect.signature(cls).parameters.values()
+    assert [(one.name, one.kind.name, one.default) for one in found] == stub_signature(f"kvpool/{file}", name)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda pool: kvpool.Pool(), "Pool() missing 2 required positional arguments"),
+        (lambda pool: kvpool.Pool(8, 4, 16), "Pool() takes 2 positional arguments but 3 were given"),
+        (lambda pool: kvpool.Pool(8, 4, num_seqs=2), "Pool() got an unexpected keyword argument 'num_seqs'"),
+        (lambda pool: kvpool.Pool(8, num_blocks=8), "Pool() got multiple values for argument 'num_blocks'"),
+        (lambda pool: kvpool.Plan(pool), "Plan() missing 1 required positional argument: 'max_rows'"),
+        (lambda pool: kvpool.Plan(pool, 1, 1, "csr"), "Plan() takes from 2 to 3 positional arguments but 4 were given"),
+        (lambda pool: kvpool.Plan(pool, 1, format="csr"), "Plan() got an unexpected keyword argument 'format'"),
+    ],
+)
+def test_wrong_calls_of_constructors_name_the_class(call, text):
+    with pytest.raises(TypeError, match=re.escape(text)):
+        call(kvpool.Pool(8, 4))

@@ -1,0 +1,37 @@
+"""What the constructors of the core's classes take, and in what order: they hand their arguments to these functions.
+
+An error of a wrong call names the function that was called, so it says ``Pool()`` and not ``__cinit__()``.
+"""
+
+
+def Pool(
+    num_blocks,
+    block_size,
+    *,
+    max_seqs=1024,
+    max_blocks_per_seq=None,
+    reserved_blocks=1,
+    watermark=0,
+    in_order=False,
+    seed=None,
+    prefix_cache=False,
+    events=0,
+    record=0,
+    _hash_bits=64,
+):
+    return tuple(locals().values())
+
+
+def Plan(
+    pool,
+    max_rows,
+    max_tokens=None,
+    *,
+    formats=("block_tables", "seq_lens", "slot_mapping"),
+    table_width=None,
+    kv_width=None,
+    dtype="int32",
+    pad=None,
+    out=None,
+):
+    return tuple(locals().values())
