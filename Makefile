@@ -5,7 +5,7 @@
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-metal test-embed test-torch test-golden-full test-long native lint bench bench-gates build debug asan \
-	tsan coverage mutants proof clean
+	tsan freethreaded coverage mutants proof clean
 MAKEFLAGS += --no-print-directory
 unexport KVPOOL_CORE  # left set, it would have the plain Python model tested in place of the core
 
@@ -74,6 +74,10 @@ asan: $(VENV)/built $(VENV)/test  ## the core's and the CPU backend's tests unde
 
 tsan: $(VENV)/built $(VENV)/test  ## threads on pools, under ThreadSanitizer (Linux, gcc, setarch -R)
 	$(PY) -m proof threads
+
+freethreaded: $(VENV)/built $(VENV)/test  ## build a CPython without a GIL, run the core in it (Debian; 20 minutes once)
+	$(PY) -m proof.interpreter
+	$(PY) -m proof freethreaded
 
 coverage: $(VENV)/built $(VENV)/test  ## lines and branches of the core's nogil functions that its tests reach (gcov)
 	$(PY) -m proof coverage

@@ -38,6 +38,7 @@ DIRECTIVES = {
     "nonecheck": DEBUG,
     "cdivision": True,
     "embedsignature": True,
+    "freethreading_compatible": True,  # a pool has a lock of its own, and no module has state that threads share bare
 }
 
 

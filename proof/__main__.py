@@ -20,7 +20,7 @@ from proof.figure import FULL, SHORT, Budget, Figure
 #: The gates in the order of the table, each a module of this package.
 GATES = (
     *("operations", "determinism", "failures", "exhaustion", "misuse", "soak", "arithmetic", "complexity"),
-    *("mutants", "coverage", "threads", "simulator"),
+    *("mutants", "coverage", "threads", "simulator", "freethreaded"),
 )
 MOST_SECONDS = 1800  # for all of them
 COLUMNS = ("figure", "target", "measured", "holds", "planted fault", "command")
@@ -45,6 +45,12 @@ def run_gate(name: str, gate: ModuleType, budget: Budget, planted: bool) -> list
         broken = Figure(gate.NAME, gate.TARGET, "the gate failed", False, f"python -m proof {name}", seconds, said)
         return [(broken, None)]
     return [(figure, caught) for figure in rows]
+
+
+def reasons() -> dict[str, str]:
+    """Gates that need what this machine lacks, and why: they are run only by name."""
+    found = {name: getattr(importlib.import_module(f"proof.{name}"), "missing", lambda: None)() for name in GATES}
+    return {name: why for name, why in found.items() if why}
 
 
 def show(rows: list[tuple[Figure, bool | None]]) -> None:
@@ -84,7 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-planted", action="store_true", help="leave the planted faults out")
     parser.add_argument("--json", action="store_true", help="print JSON, no table")
     options = parser.parse_args(argv)
-    names = [*options.gates, *options.only] or list(GATES)
+    names, left_out = [*options.gates, *options.only], {}
+    if not names:
+        left_out = reasons()
+        names = [name for name in GATES if name not in left_out]
     if unknown := sorted(set(names) - set(GATES)):
         parser.error(f"no gate has the name {', '.join(unknown)}; there are {', '.join(GATES)}")
     budget = replace(SHORT if options.short else FULL, seed=options.seed, jobs=options.jobs)
@@ -99,13 +108,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"  {'' if figure.holds else 'DOES NOT HOLD: '}{figure.measured}", file=sys.stderr, flush=True)
             print(f"  {time.perf_counter() - begun:.0f} s, builds and planted fault too", file=sys.stderr, flush=True)
     seconds = time.perf_counter() - start
-    if budget.share >= 1 and set(names) == set(GATES):
+    if budget.share >= 1 and set(names) | set(left_out) == set(GATES):
         rows.append((whole(seconds), None))
     if options.json:
         shown = [asdict(figure) | {"planted_caught": caught} for figure, caught in rows]
-        print(json.dumps({"figures": shown, "seconds": seconds}, indent=1))
+        print(json.dumps({"figures": shown, "not_run": left_out, "seconds": seconds}, indent=1))
     else:
         show(rows)
+        for name, why in left_out.items():
+            print(f"not run: {name}: {why}")
         print(f"{seconds:.0f} s in all")
     return 0 if all(figure.holds and caught is not False for figure, caught in rows) else 1
 

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from proof.interpreter import packages, python_of
 from proof.mutation.schemata import mutate
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,11 +47,22 @@ class Variant:
     cpu: bool = False  # with the CPU backend
     fuzz: bool = True  # with the fuzzer, a third of all there is to compile
     mutants: bool = False  # with all mutants
+    interpreter: str = ""  # that runs it, of `proof.interpreter`; this one by default
 
     @property
     def prefix(self) -> tuple[str, ...]:
         """What stands before a command: ThreadSanitizer needs addresses where it expects them."""
-        return ("setarch", "-R") if "libtsan.so" in self.preload else ()
+        return ("setarch", "-R") if "thread" in self.switches.get("KVPOOL_SANITIZE", "") else ()
+
+    @property
+    def compiles(self) -> str:
+        """The interpreter that compiles the copy: a sanitized one is slow, and the same headers serve both."""
+        return str(python_of("release")) if self.interpreter else sys.executable
+
+    @property
+    def runs(self) -> str:
+        """The interpreter that runs what is in it."""
+        return str(python_of(self.interpreter)) if self.interpreter else sys.executable
 
 
 ASAN = Variant(
@@ -65,6 +77,9 @@ ASAN = Variant(
 #: A fuzzer's pool of a million blocks lies in arrays of many megabytes: glibc asks for large pages for them.
 RELEASE = Variant(runtime={"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"})
 TSAN = Variant({"KVPOOL_SANITIZE": "thread"}, {"TSAN_OPTIONS": "exitcode=66:history_size=2"}, ("libtsan.so",))
+#: Without a GIL: as users have it; under ThreadSanitizer; and with a lock that locks nothing.
+FREE = Variant(interpreter="release", cpu=True)
+FREE_TSAN = replace(TSAN, preload=(), interpreter="tsan", cpu=True, fuzz=False)
 MUTANTS = Variant(
     {"KVPOOL_OPTIMIZE": "1", "KVPOOL_FAULTS": "1", "CFLAGS": "-include proof/mutation/guarded.h"},
     fuzz=False,
@@ -78,6 +93,10 @@ VARIANTS = {
     "asan-cpu": replace(ASAN, cpu=True),
     "tsan": TSAN,
     "tsan-cpu": replace(TSAN, cpu=True),
+    "free": FREE,
+    "free-tsan": FREE_TSAN,
+    "free-unlocked": replace(FREE, switches={"CFLAGS": "-DKVPOOL_NO_LOCK=1"}, fuzz=False),
+    "free-tsan-unlocked": replace(FREE_TSAN, switches=FREE_TSAN.switches | {"CFLAGS": "-DKVPOOL_NO_LOCK=1"}),
     "coverage": Variant({"KVPOOL_COVERAGE": "1", "KVPOOL_FAULTS": "1"}, fuzz=False),
     "mutants": MUTANTS,
     "mutants-quick": replace(MUTANTS, switches=MUTANTS.switches | {"KVPOOL_OPTIMIZE": "0"}),  # to compile, not to run
@@ -171,7 +190,7 @@ def build(variant: str) -> Path:
     kind, folder = VARIANTS[variant], folder_of(variant)
     folder.mkdir(parents=True, exist_ok=True)
     stamp = folder / "compiled"
-    made_by = f"{sys.version}\ncython {importlib.metadata.version('cython')}\n{kind.switches}\n"
+    made_by = f"{kind.compiles}\n{sys.version}\ncython {importlib.metadata.version('cython')}\n{kind.switches}\n"
     made_by += (ROOT / "setup.py").read_text()
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # tests run in several processes
@@ -181,7 +200,7 @@ def build(variant: str) -> Path:
         stamp.unlink(missing_ok=True)
         if not same:
             shutil.rmtree(folder / "build", ignore_errors=True)  # objects of another compiler or other switches
-        command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+        command = [kind.compiles, "setup.py", "-q", "build_ext", "--inplace"]
         done = subprocess.run(command, cwd=folder, env=_plain() | kind.switches, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"[builds] {variant} does not compile:\n{done.stdout}{done.stderr}")
@@ -200,7 +219,8 @@ def environment(variant: str, **more: str) -> dict[str, str]:
     libraries = [
         subprocess.check_output(["gcc", f"-print-file-name={name}"], text=True).strip() for name in kind.preload
     ]
-    made = _plain() | kind.runtime | {"PYTHONPATH": str(folder_of(variant)), "PYTHONDONTWRITEBYTECODE": "1"}
+    path = [str(folder_of(variant)), *([str(packages())] if kind.interpreter else [])]
+    made = _plain() | kind.runtime | {"PYTHONPATH": os.pathsep.join(path), "PYTHONDONTWRITEBYTECODE": "1"}
     return made | ({"LD_PRELOAD": " ".join(libraries)} if libraries else {}) | more
 
 
@@ -225,7 +245,7 @@ def run(variant: str, argv: Sequence[str], *, leaks: bool = False, **options) ->
         (folder / "kept").write_text("".join(f"leak:{name}\n" for name in KEPT))
         more["LSAN_OPTIONS"] = f"suppressions={folder / 'kept'}:print_suppressions=0"
     options = {"cwd": folder, "text": True} | ({} if "stdout" in options else {"capture_output": True}) | options
-    command = [*VARIANTS[variant].prefix, sys.executable, *argv]
+    command = [*VARIANTS[variant].prefix, VARIANTS[variant].runs, *argv]
     return subprocess.run(command, env=environment(variant, **more), **options)
 
 

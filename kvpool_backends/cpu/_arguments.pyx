@@ -7,6 +7,7 @@ from cpython.buffer cimport (
     PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_RECORDS_RO, PyBUF_WRITABLE, PyBuffer_Release, PyObject_CheckBuffer,
     PyObject_GetBuffer,
 )
+from cpython.unicode cimport PyUnicode_AsUTF8
 from libc.stdint cimport int32_t, int64_t, uint32_t, uintptr_t
 from libc.stdlib cimport calloc, free, llabs
 from libc.string cimport strcmp
@@ -18,7 +19,13 @@ from kvpool.errors import ConcurrentUse
 cdef extern from "stdlib.h" nogil:
     int posix_memalign(void** data, size_t alignment, size_t nbytes)
 
-
+cdef extern from *:
+    unsigned load_flag "__atomic_load_n"(unsigned* at, int order) nogil
+    void store_flag "__atomic_store_n"(unsigned* at, unsigned value, int order) nogil
+    bint swap_flag "__atomic_compare_exchange_n"(unsigned* at, unsigned* seen, unsigned value, bint weak, int order,
+                                                 int otherwise) nogil
+    const char* load_name "__atomic_load_n"(const char** at, int order) nogil
+    void store_name "__atomic_store_n"(const char** at, const char* name, int order) nogil
 
 
 cdef class Arguments:
@@ -26,21 +33,27 @@ cdef class Arguments:
 
     def __cinit__(self):
         self.names = [None] * MOST_BUFFERS
+        self.inside = b"a call"
 
     cdef int begin(self, str call) except -1:
-        if self.busy and self.busy != current_process():
-            self.end()          # a forked child: the thread that was inside the call is the parent's
-        if self.busy:
-            raise ConcurrentUse(f"[{call}] the store is inside another call ({self.call}); one caller at a time")
-        self.busy = current_process()
+        cdef unsigned here = current_process(), seen = load_flag(&self.busy, RELAXED)
+        if seen == here or not swap_flag(&self.busy, &seen, here, False, ACQUIRE, RELAXED):
+            other = load_name(&self.inside, RELAXED).decode()
+            raise ConcurrentUse(f"[{call}] the store is inside another call ({other}); one caller at a time")
+        if seen:
+            self.give_back()    # a forked child: the thread that was inside the call is the parent's
         self.call = call
+        store_name(&self.inside, PyUnicode_AsUTF8(call), RELAXED)
         return 0
 
     cdef void end(self) noexcept:
+        self.give_back()
+        store_flag(&self.busy, 0, RELEASE)
+
+    cdef void give_back(self) noexcept:
         while self.count > 0:
             self.count -= 1
             PyBuffer_Release(&self.views[self.count])
-        self.busy = False
 
     cdef Py_buffer* take(self, object value, str name, int ndim) except NULL:
         """An array of `ndim` dimensions whose strides are whole, aligned elements; held until `end`."""
@@ -255,9 +268,14 @@ cdef char* grow(Scratch* scratch, int64_t nbytes) except NULL:
     nbytes = (max(nbytes, scratch.nbytes + scratch.nbytes // 2) + 4095) // 4096 * 4096 + 4096
     free(scratch.data)
     scratch.data = NULL
-    scratch.nbytes = 0
+    store_size(&scratch.nbytes, 0, RELAXED)
     if posix_memalign(&data, 64, nbytes) != 0:
         raise MemoryError(f"no memory for {nbytes} bytes of scratch")
     scratch.data = <char*>data
-    scratch.nbytes = nbytes
+    store_size(&scratch.nbytes, nbytes, RELAXED)
     return scratch.data
+
+
+cdef int compare_ids(const void* a, const void* b) noexcept nogil:
+    cdef int64_t x = (<const int64_t*>a)[0], y = (<const int64_t*>b)[0]
+    return (x > y) - (x < y)

@@ -17,7 +17,7 @@ cdef class BlockStore:
     cdef Arguments arguments
     cdef Scratch lists                  # integers and options of a call, as the kernels want them
     cdef Scratch work                   # what kv_attend asks for
-    cdef readonly int64_t scores_scratch_nbytes  # of `work`, the most that a call's scores took
+    cdef int64_t scores_nbytes          # of `work`, the most that a call's scores took
     cdef object __weakref__
     cdef int threads(self) noexcept
     cdef const kv_layer* layer_of(self, object layer) except NULL

@@ -15,7 +15,8 @@ from libc.string cimport memcpy, memset
 
 from kvpool._args cimport to_int
 from kvpool_backends.cpu._arguments cimport (
-    UINT8, Arguments, Bases, copy_ints, extent_of, format_of, grow, kind_of, overlap,
+    RELAXED, UINT8, Arguments, Bases, compare_ids, copy_ints, extent_of, format_of, grow, kind_of, load_int, load_size,
+    overlap, store_int, store_size,
 )
 from kvpool_backends.cpu._attention cimport (
     Inputs, lists_nbytes, raise_from_handler, read_inputs, take_inputs, take_scores, take_tokens,
@@ -49,13 +50,12 @@ def default_isa():
 
 def num_threads():
     """Threads of a call: the CPUs that the process may use, or ``KVPOOL_NUM_THREADS``, or `set_num_threads`."""
-    return process_threads
+    return load_int(&process_threads, RELAXED)
 
 
 def set_num_threads(n):
     """Set the number of threads for calls of all stores that were made without a number of their own."""
-    global process_threads
-    process_threads = <int>to_int(n, "set_num_threads", "n", 1, MOST_THREADS)
+    store_int(&process_threads, <int>to_int(n, "set_num_threads", "n", 1, MOST_THREADS), RELAXED)
 
 
 cdef const kv_isa* find_isa(str name) noexcept:
@@ -97,7 +97,7 @@ def read_sum(arrays, num_threads=None):
     num_threads : int, optional
         `num_threads()` by default.
     """
-    cdef int threads = process_threads
+    cdef int threads = load_int(&process_threads, RELAXED)
     cdef Bases bases = Bases()
     cdef const char** ranges = NULL
     cdef int64_t* nbytes = NULL
@@ -265,7 +265,12 @@ cdef class BlockStore:
     @property
     def scratch_nbytes(self):
         """Memory that calls have left for the next ones: as much as the largest needed."""
-        return self.lists.nbytes + self.work.nbytes
+        return load_size(&self.lists.nbytes, RELAXED) + load_size(&self.work.nbytes, RELAXED)
+
+    @property
+    def scores_scratch_nbytes(self):
+        """Of it, the most that the scores of a call took."""
+        return load_size(&self.scores_nbytes, RELAXED)
 
     def addresses(self):
         """Addresses of the base arrays."""
@@ -366,7 +371,7 @@ cdef class BlockStore:
                 nbytes = kv_attend_scratch_nbytes(self.kernels, &call, threads)
             grow(&self.work, nbytes)
             if inputs.scores != NULL:
-                self.scores_scratch_nbytes = max(self.scores_scratch_nbytes, kv_scores_scratch_nbytes(&call))
+                store_size(&self.scores_nbytes, max(self.scores_nbytes, kv_scores_scratch_nbytes(&call)), RELAXED)
             with nogil:
                 is_stopped = kv_attend(self.kernels, &call, self.work.data, threads)
             if is_stopped:
@@ -533,7 +538,7 @@ cdef class BlockStore:
     # ------------------------------------------------------------------ checks
 
     cdef int threads(self) noexcept:
-        return self.num_threads if self.num_threads else process_threads
+        return self.num_threads if self.num_threads else load_int(&process_threads, RELAXED)
 
     cdef const kv_layer* layer_of(self, object layer) except NULL:
         return &self.layers[to_int(layer, self.arguments.call, "layer", 0, self.num_layers - 1, IndexError)]
@@ -592,8 +597,3 @@ cdef class BlockStore:
             if bsearch(&rows[3 * i], ordered, n, sizeof(int64_t), &compare_ids) != NULL:
                 raise ValueError(f"[copy_blocks] block {rows[3 * i]} is a src and a dst, it can be only one")
         return 0
-
-
-cdef int compare_ids(const void* a, const void* b) noexcept nogil:
-    cdef int64_t x = (<const int64_t*>a)[0], y = (<const int64_t*>b)[0]
-    return (x > y) - (x < y)
