@@ -44,7 +44,7 @@ def prometheus_text(
     Parameters
     ----------
     pool : kvpool.Pool
-        Calls of one pool must not overlap: hold the lock that its other callers hold, if there are such.
+        It may be in use by other threads.
     scheduler : kvpool.Scheduler, optional
     extra : metrics, optional
         To be put behind ours.
