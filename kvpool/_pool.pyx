@@ -48,7 +48,8 @@ from kvpool._step cimport (
 )
 from kvpool._types cimport (
     BAD_SHAPE, NEGATIVE_NEW, NO_MEMORY, OK, OP_DONE, OP_PUBLISH, OP_RESET, OP_ROLLBACK, OUT_OF_BLOCKS,
-    PLAN_HAS_CHILDREN, PLAN_NOT_NEWEST, PLAN_NOT_PENDING, PLAN_NOTED, PLAN_PENDING, RETRY, SEQ_TOO_LONG, TABLE_TOO_WIDE, Verdict, mix, refused,
+    PLAN_HAS_CHILDREN, PLAN_NOT_NEWEST, PLAN_NOT_PENDING, PLAN_NOTED, PLAN_PENDING, RETRY, SEQ_TOO_LONG,
+    TABLE_TOO_WIDE, Verdict, mix, refused,
 )
 from kvpool._wire cimport Wire, wire_emit, wire_forget
 
@@ -61,7 +62,7 @@ cdef extern from *:
     """
     static inline void kv_add_reference(void *object) { Py_INCREF((PyObject *)object); }
     """
-    void add_reference "kv_add_reference"(void* object) noexcept nogil     # the thread is attached, though it says nogil
+    void add_reference "kv_add_reference"(void* object) noexcept nogil      # for threads that are attached
 
 cdef enum:
     FEW_PLANS = 16              # that pass at once without memory for their list

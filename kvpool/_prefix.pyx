@@ -300,7 +300,7 @@ cdef void hold_canonicals(Index* ix, Blocks* b, const int32_t* table, int32_t at
 
 cdef void index_publish(Index* ix, Blocks* b, const int32_t* table, int32_t at, uint64_t root,
                         uint64_t root_hash) noexcept nogil:
-    """Offer a held block, whose content exists, to the index. `root` 0: its namespace was flushed, or it lost tokens."""
+    """Offer a held block, whose content exists, to the index. `root` 0: it may not be found, as after a flush."""
     cdef int32_t id = table[at]
     cdef uint64_t parent, now
     ix.hash[id] = chain(ix, ix.hash[table[at - 1]] if at else root_hash, ix.tokens + id * ix.block_size)
