@@ -572,7 +572,7 @@ cdef class BlockStore:
         """Raise if an id comes twice; the ids are left in order in `ordered`."""
         cdef int64_t i
         memcpy(ordered, ids, n * sizeof(int64_t))
-        qsort(ordered, n, sizeof(int64_t), &compare_ids)
+        qsort(ordered, n, sizeof(int64_t), compare_ids)
         for i in range(1, n):
             if ordered[i] == ordered[i - 1]:
                 raise ValueError(f"[{self.arguments.call}] block {ordered[i]} is named twice, blocks must be distinct")
@@ -590,10 +590,10 @@ cdef class BlockStore:
                 raise ValueError(f"[copy_blocks] num_tokens of copy {i} is {rows[3 * i + 2]}, the range is 1 .. "
                                  f"{self.layers.block_size}")
             ordered[i] = rows[3 * i + 1]
-        qsort(ordered, n, sizeof(int64_t), &compare_ids)
+        qsort(ordered, n, sizeof(int64_t), compare_ids)
         for i in range(n):
             if i > 0 and ordered[i] == ordered[i - 1]:
                 raise ValueError(f"[copy_blocks] block {ordered[i]} is the dst of two copies, the limit is one")
-            if bsearch(&rows[3 * i], ordered, n, sizeof(int64_t), &compare_ids) != NULL:
+            if bsearch(&rows[3 * i], ordered, n, sizeof(int64_t), compare_ids) != NULL:
                 raise ValueError(f"[copy_blocks] block {rows[3 * i]} is a src and a dst, it can be only one")
         return 0
