@@ -171,7 +171,9 @@ cdef int from_list(Ints* ints, object value, str call, str name, type huge) exce
 
 
 cdef int buffer_judge(const Py_buffer* view, str call, str name, bint narrow) except -1:
-    cdef const char* code = view.format         # numpy and array.array write the native codes without a prefix
+    cdef const char* code = view.format         # without a prefix, or one that says native; "=": numpy, misaligned
+    if code != NULL and (code[0] == b"@" or code[0] == b"="):
+        code += 1
     cdef bint known = code != NULL and (code[0] == b"q" or code[0] == b"l" or code[0] == b"i") and code[1] == 0
     if not known or not (view.itemsize == 8 or (view.itemsize == 4 and narrow)):
         wanted = "int32 or int64" if narrow else "int64"

@@ -17,6 +17,7 @@ cdef class BlockPool:
     cdef object __weakref__
 
     cdef int lock(self, str call) except -1
+    cdef int lock_open_or_not(self, str call) except -1
     cdef void unlock(self) noexcept nogil
     cdef void catch_up(self) noexcept nogil
     cdef void release_memory(self) noexcept nogil

@@ -161,12 +161,17 @@ cdef class BlockPool:
 
     cdef int lock(self, str call) except -1:
         """Take the pool: no Python code may run from here to `unlock`. What earlier calls left to do is done first."""
-        if not lock_try(&self.mutex) and not lock_wait(&self.mutex):
-            raise ConcurrentUse(f"[{call}] this thread is inside another call on the pool")
+        self.lock_open_or_not(call)
         if self.blocks.block == NULL:
             self.unlock()
             raise PoolClosed(f"[{call}] the pool was shut down")
         self.catch_up()
+        return 0
+
+    cdef int lock_open_or_not(self, str call) except -1:
+        """The lock alone, also of a pool that was shut down."""
+        if not lock_try(&self.mutex) and not lock_wait(&self.mutex):
+            raise ConcurrentUse(f"[{call}] this thread is inside another call on the pool")
         return 0
 
     cdef void unlock(self) noexcept nogil:
@@ -199,6 +204,7 @@ cdef class BlockPool:
         O(n), no Python object per block.
         """
         cdef int64_t count = 1
+        cdef object found           # an int: Cython would keep a C integer, and make the object at the end
         cdef int32_t one, next_one
         cdef int32_t* data
         cdef Verdict v
@@ -504,6 +510,7 @@ cdef class BlockPool:
     def evict(self, n):
         """Clear the `n` oldest evictable blocks, or all if there are fewer. Returns how many. O(n)."""
         cdef int64_t asked = to_int(n, "evict", "n", 0, INT64_MAX), count = -1
+        cdef object evicted
         cdef int status = RETRY
         while status == RETRY:
             evicted = count                 # made before anything moves

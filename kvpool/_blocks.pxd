@@ -42,7 +42,7 @@ cdef struct Chain:              # doubly linked list through Blocks.next / Block
 #   place == USED  <=>  refcount + hold > 0
 #   refcount == entries in tables of open sequences + raw + duplicates that hold it   (checked where the tables are)
 #   floor == 0 unless hold > 0
-#   USED and fence >= oldest_pending > 0  <=>  dst of a copy of a pending plan  (<= is checked where the plans are)
+#   USED and fence >= oldest_pending > 0  =>  dst of a copy of the pending plan with that id  (checked with the plans)
 #   num_shared == number of blocks with refcount > 1, num_held of those that are HELD
 #   limbo fences never decrease from head to tail, and are >= oldest_pending; limbo is empty when newest_pending == 0
 cdef struct Blocks:

@@ -99,7 +99,6 @@ cdef class EvictPool(PrefixPool):
             if lengths.size >= 0 and lengths.size != rows.size:
                 raise ValueError(f"[unshare] {lengths.size} lens for {rows.size} handles")
             p.refuse_rows(rows.size, "unshare")
-            p.refuse_resized("unshare")
             self.keep_plan(p)
             try:
                 v.value = 0
@@ -115,7 +114,7 @@ cdef class EvictPool(PrefixPool):
             ints_free(&rows)
             ints_free(&lengths)
         if status != OK:
-            refuse("unshare", &v)
+            p.refuse(&v, "unshare", -1)
 
     cdef int unshare_rows(self, Plan plan, const Ints* rows, const Ints* lengths, int64_t first,
                           Verdict* v) noexcept nogil:
@@ -125,6 +124,9 @@ cdef class EvictPool(PrefixPool):
         cdef int status
         if plan.step.pending:
             return refused(v, PLAN_PENDING, -1, plan.step.id, 0, 0, 0)
+        status = plan.judge_arrays(v)
+        if status != OK:
+            return status
         limits.max_tokens = 0
         limits.seq_tokens = min(plan.seq_limit, self.seqs.max_blocks * self.blocks.block_size)
         limits.table_width = plan.wire.table_width

@@ -27,6 +27,7 @@ cdef extern from *:
     static void kv_lock_init(kv_lock *lock) {
         pthread_mutex_init(&lock->mutex, NULL);
         lock->owner = 0;
+        lock->made = 1;
         pthread_mutex_lock(&kv_all);
         lock->prev = NULL;
         lock->next = kv_first;
@@ -35,6 +36,7 @@ cdef extern from *:
         pthread_mutex_unlock(&kv_all);
     }
     static void kv_lock_destroy(kv_lock *lock) {
+        if (!lock->made) return;    /* its pool was never made */
         pthread_mutex_lock(&kv_all);
         if (lock->prev != NULL) lock->prev->next = lock->next;
         else kv_first = lock->next;

@@ -19,17 +19,19 @@ cdef struct Names:
     int32_t room
     uint32_t mask
     int64_t sweep_at            # names at which dead ones are looked for
+    uint64_t seed               # of their hash, so that nobody can choose names that collide
 
 
-cdef int names_init(Names* names) noexcept nogil
+cdef int names_init(Names* names, uint64_t seed) noexcept nogil
 cdef void names_free(Names* names) noexcept nogil
 cdef Name* names_find(const Names* names, const void* data, int64_t size) noexcept nogil
 cdef Name* names_by_uid(const Names* names, uint64_t uid) noexcept nogil
-cdef Name* names_add(Names* names, const void* data, int64_t size, uint64_t uid) noexcept nogil
+cdef int names_reserve(Names* names) noexcept nogil
+cdef void names_add(Names* names, Name* name, uint64_t uid) noexcept nogil
 cdef void names_remove(Names* names, Name* name) noexcept nogil
 cdef void names_keep_live(Names* names) noexcept nogil
 cdef void names_clear(Names* names) noexcept nogil
-cdef Name* name_new(const void* data, int64_t size) noexcept nogil
+cdef Name* name_new(const Names* names, const void* data, int64_t size) noexcept nogil
 cdef void name_let_go(Name* name) noexcept nogil
 
 

@@ -11,7 +11,7 @@ cdef enum:
     SWEEP = 1024                # fewest names that are looked through for dead ones
 
 
-cdef int names_init(Names* names) noexcept nogil:
+cdef int names_init(Names* names, uint64_t seed) noexcept nogil:
     names.list = <Name**>xmalloc(LEAST * sizeof(Name*))
     names.table = <int32_t*>xmalloc(2 * LEAST * sizeof(int32_t))
     if names.list == NULL or names.table == NULL:
@@ -21,6 +21,7 @@ cdef int names_init(Names* names) noexcept nogil:
     names.mask = 2 * LEAST - 1
     names.size = 0
     names.sweep_at = SWEEP
+    names.seed = seed
     rebuild(names)
     return OK
 
@@ -49,7 +50,7 @@ cdef void enter(Names* names, int32_t k) noexcept nogil:
 
 cdef Name* names_find(const Names* names, const void* data, int64_t size) noexcept nogil:
     """A namespace by its bytes; NULL: it has no root."""
-    cdef uint64_t h = mix_bytes(0, <const unsigned char*>data, size)
+    cdef uint64_t h = mix_bytes(names.seed, <const unsigned char*>data, size)
     cdef uint32_t at = <uint32_t>h & names.mask
     cdef Name* name
     while names.table[at] >= 0:
@@ -88,13 +89,13 @@ cdef int grow(Names* names) noexcept nogil:
     return OK
 
 
-cdef Name* name_new(const void* data, int64_t size) noexcept nogil:
+cdef Name* name_new(const Names* names, const void* data, int64_t size) noexcept nogil:
     """A name with one user, in no table; NULL: no memory."""
     cdef Name* name = <Name*>xmalloc(sizeof(Name) + <size_t>size)
     if name == NULL:
         return NULL
     name.uid = 0
-    name.hash = mix_bytes(0, <const unsigned char*>data, size)
+    name.hash = mix_bytes(names.seed, <const unsigned char*>data, size)
     name.size = size
     name.users = 1
     name.live = False
@@ -110,19 +111,17 @@ cdef void name_let_go(Name* name) noexcept nogil:
             xfree(name)
 
 
-cdef Name* names_add(Names* names, const void* data, int64_t size, uint64_t uid) noexcept nogil:
-    """Give a namespace that has none a root, `uid`, the largest so far; NULL: no memory, nothing changed."""
-    cdef Name* name
-    if names.size == names.room and grow(names) != OK:
-        return NULL
-    name = name_new(data, size)
-    if name == NULL:
-        return NULL
+cdef int names_reserve(Names* names) noexcept nogil:
+    """See to it that there is room for one more."""
+    return grow(names) if names.size == names.room else OK
+
+
+cdef void names_add(Names* names, Name* name, uint64_t uid) noexcept nogil:
+    """Give a namespace that has none a root, `uid`, the largest so far. The caller has reserved the room."""
     name.uid = uid
     names.list[names.size] = name
     enter(names, names.size)
     names.size += 1
-    return name
 
 
 cdef void names_remove(Names* names, Name* name) noexcept nogil:

@@ -19,15 +19,12 @@ cdef enum:
     MOST_DIMENSIONS = 8
 
 
-cdef class _Bound:
-    cdef readonly str name      # of the plan's array
-    cdef object array
-    cdef void* data
-    cdef int nd
-    cdef bint plain             # its first members are those of NumPy's array object
-    cdef Py_ssize_t[MOST_DIMENSIONS] shape
-
-    cdef bint in_place(self) except -1
+cdef struct Bound:              # an array of the caller's, or one whose memory it shows, as it was when it was bound
+    int field
+    void* array                 # `bound_arrays` has it
+    void* data
+    int nd
+    Py_ssize_t[MOST_DIMENSIONS] shape
 
 
 cdef class Plan:
@@ -44,7 +41,10 @@ cdef class Plan:
     cdef int32_t copies_room    # copies that the array holds
     cdef dict arrays            # name -> whole array
     cdef dict views             # name -> (length, view)
-    cdef list bound             # of _Bound: the caller's arrays, and the arrays whose memory they show
+    cdef Bound* bound           # [num_bound]
+    cdef int num_bound
+    cdef list bound_arrays      # (field, array) of these
+    cdef int64_t changes        # of the arrays: two threads may bind at a time
     cdef tuple names
     cdef int64_t record_number  # in the pool's record, 0: none
     cdef uint32_t record_epoch
@@ -52,7 +52,7 @@ cdef class Plan:
 
     cdef int refuse_pending(self, str call) except -1
     cdef int refuse_rows(self, int64_t rows, str call) except -1
-    cdef int refuse_resized(self, str call) except -1
+    cdef int judge_arrays(self, Verdict* v) noexcept nogil
     cdef int refuse(self, const Verdict* v, str call, int64_t pad_tokens) except -1
     cdef uint32_t* write_step(self, Record* r, const Ints* rows, const Ints* num_new, bint advance,
                               bint partial) noexcept nogil
@@ -62,6 +62,9 @@ cdef class Plan:
     cdef int declare(self, object formats, object dtype, object pad, object out) except -1
     cdef int check_width(self, str name, int width) except -1
     cdef int own(self, str name) except -1
+    cdef int refuse_shape(self, str name, object shape, str call) except -1
     cdef int check_array(self, str name, object array, dict held, str call) except -1
     cdef int attach(self, dict arrays, str call) except -1
+    cdef int watch(self, Bound* bound, int field, object array, str call) except -1
+    cdef int exchange_arrays(self, void** data, Bound** bound, int num_bound, int64_t seen, Verdict* v) noexcept nogil
     cdef int get_pad(self, object pad_to, str call, int64_t num_rows, int64_t* rows, int64_t* tokens) except -1

@@ -10,7 +10,7 @@ from kvpool._refuse cimport refuse
 from kvpool._sequence cimport MAX_SEQS
 from kvpool._sequence_calls cimport SequencePool
 from kvpool._step cimport step_free, step_init
-from kvpool._types cimport OK, OP_RESERVE, OP_STEP, PLAN_PENDING, TOO_MANY_TOKENS, Verdict, refused
+from kvpool._types cimport ARRAY_MOVED, OK, OP_RESERVE, OP_STEP, PLAN_PENDING, RETRY, TOO_MANY_TOKENS, Verdict, refused
 from kvpool._wire cimport BLOCK_TABLES, KV_SLOTS, NUM_FIELDS, Field, Wire, wire_forget, wire_free, wire_init
 
 from inspect import signature
@@ -73,37 +73,26 @@ cdef class _Memory:
         PyBuffer_FillInfo(view, self, self.data, self.size, not self.writable, flags)
 
 
-cdef class _Bound:
-    """An array of the caller's, or one whose memory it shows, and where it was when it was bound."""
-
-    def __cinit__(self, str name, object array):
-        cdef Py_buffer view
-        self.name = name
-        self.array = array
-        PyObject_GetBuffer(array, &view, PyBUF_STRIDES)
-        self.data = view.buf
-        self.nd = min(view.ndim, MOST_DIMENSIONS)
-        for d in range(self.nd):
-            self.shape[d] = view.shape[d]
-        PyBuffer_Release(&view)
-        self.plain = view.ndim <= MOST_DIMENSIONS and is_at(<void*>array, self.data, self.nd, self.shape)
-
-    cdef bint in_place(self) except -1:
-        cdef Py_buffer view
-        cdef bint same
-        if self.plain:
-            return is_at(<void*>self.array, self.data, self.nd, self.shape)
-        PyObject_GetBuffer(self.array, &view, PyBUF_STRIDES)    # an array unlike those that NumPy makes today
-        same = view.buf == self.data
-        PyBuffer_Release(&view)
-        return same
+cdef list owners_of(object array):
+    """An array, and the arrays whose memory it shows."""
+    found = []
+    while True:
+        if isinstance(array, memoryview):
+            array = array.obj
+        elif isinstance(array, np.ndarray):
+            found.append(array)
+            array = array.base
+        else:
+            return found
 
 
 cdef object new_array(object shape, object dtype, bint writable):
     """An array of zeros in memory of its own."""
-    size = np.dtype(dtype).itemsize
+    cdef object size = np.dtype(dtype).itemsize
     for length in shape:
         size *= length
+    if size > INT64_MAX:
+        raise MemoryError(f"[Plan] no memory for an array of {size} bytes")
     return np.ndarray(shape, dtype, _Memory(size, writable))
 
 
@@ -166,7 +155,7 @@ cdef class Plan:
         if step_init(&self.step, <int32_t>rows) != OK or wire_init(w, <int32_t>rows) != OK:
             raise MemoryError(f"[Plan] no memory for {rows} rows")
         self.views = {}
-        self.bound = []
+        self.bound_arrays = []
         self.arrays = {                         # an undo relies on them, so nobody else writes them
             "copies": new_array((rows, 3), np.int32, False),
             "dirty_rows": new_array((rows,), np.int32, False),
@@ -183,6 +172,7 @@ cdef class Plan:
         self.declare(formats, dtype, {} if pad is None else pad, {} if out is None else out)
 
     def __dealloc__(self):
+        xfree(self.bound)
         step_free(&self.step)
         wire_free(&self.wire)
 
@@ -282,6 +272,11 @@ cdef class Plan:
         field.data = array_data(array)
         return 0
 
+    cdef int refuse_shape(self, str name, object shape, str call) except -1:
+        if shape != self.array_shape(name):
+            raise ValueError(f"[{call}] {name} has shape {shape}, it must be {self.array_shape(name)}")
+        return 0
+
     cdef int check_array(self, str name, object array, dict held, str call) except -1:
         """All that can be wrong with a caller's array; `held` are the arrays it must not overlap."""
         cdef int width = self.wire.field[FIELDS.index(name)].width
@@ -291,8 +286,7 @@ cdef class Plan:
             raise TypeError(f"[{call}] {name} must be int{8 * width} ({array.dtype})")
         if not array.dtype.isnative:
             raise ValueError(f"[{call}] {name} must be in native byte order ({array.dtype})")
-        if array.shape != self.array_shape(name):
-            raise ValueError(f"[{call}] {name} has shape {array.shape}, it must be {self.array_shape(name)}")
+        self.refuse_shape(name, array.shape, call)
         if not array.flags.c_contiguous or not array.flags.writeable or not array.flags.aligned:
             raise ValueError(f"[{call}] {name} must be C-contiguous, aligned and writable")
         for other, taken in held.items():
@@ -302,42 +296,92 @@ cdef class Plan:
 
     cdef int attach(self, dict arrays, str call) except -1:
         """Bind the caller's arrays, all or none; what rows hold is forgotten."""
+        cdef Bound* bound = NULL
         cdef void* data[NUM_FIELDS]
         cdef Verdict v
-        cdef int k, status = OK
-        held = {**self.arrays, **arrays}
-        views = {name: shown for name, shown in self.views.items() if name not in arrays}
-        bound = [entry for entry in self.bound if entry.name not in arrays]
-        memset(data, 0, sizeof(data))
-        for name, array in arrays.items():
-            self.check_array(name, array, held, call)
-            owner = array
-            while isinstance(owner, np.ndarray):    # the array, and those whose memory it shows
-                bound.append(_Bound(name, owner))
-                owner = owner.base
-            data[<int>FIELDS.index(name)] = array_data(array)
-        self.pool.lock(call)
-        if self.step.pending:
-            status = refused(&v, PLAN_PENDING, -1, self.step.id, 0, 0, 0)
-        else:
-            for k in range(NUM_FIELDS):
-                if data[k] != NULL:
-                    self.wire.field[k].data = data[k]
-            wire_forget(&self.wire, self.wire.max_rows, data[BLOCK_TABLES] != NULL, data[KV_SLOTS] != NULL)
-        self.pool.unlock()
+        cdef int64_t seen
+        cdef int num_bound, status = RETRY
+        try:
+            while status == RETRY:
+                seen = self.changes
+                held = {**self.arrays, **arrays}
+                shown = {name: view for name, view in self.views.items() if name not in arrays}
+                kept = [entry for entry in self.bound_arrays if FIELDS[entry[0]] not in arrays]
+                for name, array in arrays.items():
+                    self.check_array(name, array, held, call)
+                    kept += [(FIELDS.index(name), owner) for owner in owners_of(array)]
+                xfree(bound)
+                bound = <Bound*>xcalloc(<size_t>len(kept) + 1, sizeof(Bound))
+                if bound == NULL:
+                    raise MemoryError(f"[{call}] no memory for {len(kept)} arrays")
+                memset(data, 0, sizeof(data))
+                num_bound = 0
+                for field, owner in kept:
+                    self.watch(&bound[num_bound], field, owner, call)
+                    if FIELDS[field] in arrays and data[<int>field] == NULL:    # the array itself, as it is now
+                        data[<int>field] = bound[num_bound].data
+                        self.refuse_shape(FIELDS[field], tuple([bound[num_bound].shape[d] for d in
+                                                                range(bound[num_bound].nd)]), call)
+                    num_bound += 1
+                self.pool.lock(call)
+                status = self.exchange_arrays(data, &bound, num_bound, seen, &v)
+                if status == OK:            # exchanged, not assigned: what was there is let go of outside of the lock
+                    held, self.arrays = self.arrays, held
+                    shown, self.views = self.views, shown
+                    kept, self.bound_arrays = self.bound_arrays, kept
+                self.pool.unlock()
+        finally:
+            xfree(bound)
         if status != OK:
             refuse(call, &v)
-        self.arrays, self.views, self.bound = held, views, bound
         return 0
 
-    cdef int refuse_resized(self, str call) except -1:
-        """A bound array must be where it was: NumPy resizes one on request, whoever else holds its memory."""
-        cdef _Bound entry
-        for entry in self.bound:
-            if not entry.in_place():
-                raise BufferError(f"[{call}] {entry.name} was resized or moved since it was bound (shape "
-                                  f"{entry.array.shape}); bind an array again")
+    cdef int watch(self, Bound* bound, int field, object array, str call) except -1:
+        """Note where an array is now."""
+        cdef Py_buffer view
+        cdef int d
+        PyObject_GetBuffer(array, &view, PyBUF_STRIDES)
+        bound.field = field
+        bound.array = <void*>array
+        bound.data = view.buf
+        bound.nd = min(view.ndim, MOST_DIMENSIONS)
+        for d in range(bound.nd):
+            bound.shape[d] = view.shape[d]
+        PyBuffer_Release(&view)
+        if view.ndim > MOST_DIMENSIONS or not is_at(bound.array, bound.data, bound.nd, bound.shape):
+            raise ValueError(f"[{call}] {FIELDS[field]} is an array of a kind that cannot be watched "
+                             f"({type(array).__name__})")
         return 0
+
+    cdef int exchange_arrays(self, void** data, Bound** bound, int num_bound, int64_t seen, Verdict* v) noexcept nogil:
+        """Write to the arrays at `data` from now on. RETRY: another thread has bound arrays since `seen`."""
+        cdef int k, j
+        cdef Bound* old = self.bound
+        if self.step.pending:
+            return refused(v, PLAN_PENDING, -1, self.step.id, 0, 0, 0)
+        if self.changes != seen:
+            return RETRY
+        self.changes += 1
+        for k in range(NUM_FIELDS):
+            if data[k] != NULL:
+                self.wire.field[k].data = data[k]
+        for k in range(num_bound):              # what stays bound is where it was when it was bound
+            for j in range(self.num_bound):
+                if data[bound[0][k].field] == NULL and old[j].array == bound[0][k].array:
+                    bound[0][k] = old[j]
+        self.bound = bound[0]
+        self.num_bound = num_bound
+        bound[0] = old
+        wire_forget(&self.wire, self.wire.max_rows, data[BLOCK_TABLES] != NULL, data[KV_SLOTS] != NULL)
+        return OK
+
+    cdef int judge_arrays(self, Verdict* v) noexcept nogil:
+        """A bound array must be where it was: NumPy resizes one on request, whoever else holds its memory."""
+        cdef int k
+        for k in range(self.num_bound):
+            if not is_at(self.bound[k].array, self.bound[k].data, self.bound[k].nd, self.bound[k].shape):
+                return refused(v, ARRAY_MOVED, -1, self.bound[k].field, 0, 0, 0)
+        return OK
 
     def bind(self, **arrays):
         """Write into the caller's arrays from the next step on.
@@ -400,6 +444,8 @@ cdef class Plan:
 
     cdef int refuse(self, const Verdict* v, str call, int64_t pad_tokens) except -1:
         """Raise what a step was refused for; `pad_tokens` -1: no padding was asked for."""
+        if v.reason == ARRAY_MOVED:
+            raise BufferError(f"[{call}] {FIELDS[v.value]} was resized or moved since it was bound; bind an array again")
         if v.reason == TOO_MANY_TOKENS and pad_tokens >= 0 and v.value <= self.max_tokens_:
             raise ValueError(f"[{call}] pad_to has room for {pad_tokens} tokens, the batch has {v.value}")
         return refuse(call, v)
@@ -439,18 +485,22 @@ cdef class Plan:
     cdef int room_for_copies(self, int64_t copies) except -1:
         """A step copies one block per row at most; `unshare` may copy them all."""
         cdef int32_t* data
-        if copies <= self.copies_room:
-            return 0
-        array = new_array((copies, 3), np.int32, False)
-        held = {**self.arrays, "copies": array}
-        views = {name: shown for name, shown in self.views.items() if name != "copies"}
-        data = <int32_t*>array_data(array)
-        self.pool.lock("unshare")
-        memcpy(data, self.step.copies, 12 * <size_t>self.copies_made)
-        self.step.copies = data
-        self.copies_room = <int32_t>copies
-        self.pool.unlock()
-        self.arrays, self.views = held, views
+        cdef int64_t seen
+        while copies > self.copies_room:
+            seen = self.changes
+            array = new_array((copies, 3), np.int32, False)
+            data = <int32_t*>array_data(array)
+            held = {**self.arrays, "copies": array}
+            shown = {name: view for name, view in self.views.items() if name != "copies"}
+            self.pool.lock("unshare")
+            if self.changes == seen:
+                self.changes += 1
+                memcpy(data, self.step.copies, 12 * <size_t>self.copies_made)
+                self.step.copies = data
+                self.copies_room = <int32_t>copies
+                held, self.arrays = self.arrays, held       # what was there is let go of outside of the lock
+                shown, self.views = self.views, shown
+            self.pool.unlock()
         return 0
 
     cdef object view(self, str name, int64_t length):
@@ -530,7 +580,7 @@ cdef class Plan:
         cdef int64_t total = 0
         cdef int32_t k
         for k in range(self.copies_made):
-            total += self.step.copies[3 * k + 2]
+            total += self.step.copies[3 * <int64_t>k + 2]
         return total
 
     @property

@@ -13,8 +13,10 @@ from kvpool._blocks cimport (
     blocks_fingerprint,
     blocks_lower_fences,
     blocks_reset,
+    unwritten,
 )
 from kvpool._evict_calls cimport EvictPool
+from kvpool._lock cimport tag_give_back
 from kvpool._memory cimport xcalloc, xfree
 from kvpool._plan cimport Plan
 from kvpool._prefix cimport index_check, index_fingerprint
@@ -264,8 +266,6 @@ cdef class Pool(EvictPool):
         """A step of arguments that fit each other and the plan; `pad_tokens` -1: no padding asked for."""
         cdef Verdict v
         cdef int status = RETRY
-        if plan.bound:
-            plan.refuse_resized(call)
         self.keep_plan(plan)
         try:
             self.lock(call)
@@ -300,6 +300,9 @@ cdef class Pool(EvictPool):
         cdef int status
         if plan.step.pending:
             return refused(v, PLAN_PENDING, -1, plan.step.id, 0, 0, 0)
+        status = plan.judge_arrays(v)
+        if status != OK:
+            return status
         limits.max_tokens = plan.max_tokens_ if pad_tokens < 0 else pad_tokens
         limits.seq_tokens = min(plan.seq_limit, self.seqs.max_blocks * self.blocks.block_size)
         limits.table_width = plan.wire.table_width
@@ -444,7 +447,6 @@ cdef class Pool(EvictPool):
         return OK
 
     cdef void pass_step(self, Step* p) noexcept nogil:
-        cdef bint copied = p.log_size > 0
         cdef int32_t i, slot
         pending_remove(&self.pending, p, &self.blocks)
         if self.indexed:
@@ -454,7 +456,7 @@ cdef class Pool(EvictPool):
                     self.seqs.prefix[slot].done = p.length[i]
         step_release_holds(p, &self.blocks)
         pending_settle(&self.pending, p, &self.blocks)
-        if copied and self.blocks.num_held:
+        if self.blocks.num_held:
             self.publish_waiting()
             self.blocks.digest = mix(mix(self.blocks.digest, OP_PUBLISH), self.index.next_uid)
 
@@ -554,9 +556,9 @@ cdef class Pool(EvictPool):
     def shutdown(self):
         """Give back all memory; every later call raises `PoolClosed`. Idempotent."""
         cdef Step* p
-        if self.blocks.block == NULL:
-            return
-        self.lock("shutdown")
+        cdef int64_t tag
+        self.lock_open_or_not("shutdown")
+        tag = self.seqs.tag
         p = self.pending.oldest
         while p != NULL:
             p.pending = False
@@ -564,6 +566,8 @@ cdef class Pool(EvictPool):
         memset(&self.pending, 0, sizeof(self.pending))
         EvictPool.release_memory(self)
         self.unlock()
+        if tag:
+            tag_give_back(tag)      # takes the lock that a fork takes before those of pools
         self.plans.clear()
 
     def stats(self):
@@ -649,7 +653,7 @@ cdef class Pool(EvictPool):
         cdef Blocks* b = &self.blocks
         cdef const Step* p = self.pending.oldest
         cdef int64_t last = 0
-        cdef int32_t k, size = 0
+        cdef int32_t k, size = 0, made = 0
         while p != NULL:
             if p.id <= last or not p.pending:
                 return snprintf(finding, FINDING, b"step %lld is pending behind step %lld", <long long>p.id,
@@ -657,9 +661,7 @@ cdef class Pool(EvictPool):
             for k in range(p.log_size):
                 holds[p.log[k].old] += 1
                 floors[p.log[k].old] = max(floors[p.log[k].old], p.log[k].tokens)
-                if b.block[p.log[k].new].place == USED and b.fence[p.log[k].new] != p.id:
-                    return snprintf(finding, FINDING, b"block %d is made by step %lld, its fence is %lld",
-                                    p.log[k].new, <long long>p.id, <long long>b.fence[p.log[k].new]) > 0
+                made += b.block[p.log[k].new].place == USED and b.fence[p.log[k].new] == p.id
             last = p.id
             size += 1
             p = p.newer
@@ -668,9 +670,12 @@ cdef class Pool(EvictPool):
             return snprintf(finding, FINDING, b"%d steps are pending up to %lld, the fences say %lld .. %lld", size,
                             <long long>last, <long long>b.oldest_pending, <long long>b.newest_pending) > 0
         for k in range(b.num_blocks):
+            made -= b.block[k].place == USED and unwritten(b, k)
             if b.block[k].hold != holds[k] or b.floor[k] != floors[k]:
                 return snprintf(finding, FINDING, b"block %d has hold %d and floor %d, pending plans say %d and %d", k,
                                 b.block[k].hold, b.floor[k], holds[k], floors[k]) > 0
+        if made != 0:
+            return snprintf(finding, FINDING, b"%d more blocks are made by pending copies than wait for one", made) > 0
         return False
 
     def _corrupt(self, what, index):

@@ -59,7 +59,7 @@ cdef int index_init(Index* ix, const Blocks* b, uint64_t seed, uint64_t keep, in
     ix.keep = keep
     ix.next_uid = 1
     ring_init(&ix.ring, events, b.block_size)
-    if (names_init(&ix.names) != OK or ix.slot == NULL or ix.hash == NULL or ix.uid == NULL or ix.root == NULL
+    if (names_init(&ix.names, seed) != OK or ix.slot == NULL or ix.hash == NULL or ix.uid == NULL or ix.root == NULL
             or ix.tokens == NULL or (events and ix.key == NULL)):
         index_free(ix)
         return NO_MEMORY
@@ -337,7 +337,8 @@ cdef void forget(Index* ix, int32_t id) noexcept nogil:
 
 cdef void index_drain(Index* ix, Blocks* b) noexcept nogil:
     """Forget the nodes of blocks that were taken for other use in the running call."""
-    cdef int32_t k, id, ahead
+    cdef int64_t k
+    cdef int32_t id, ahead
     for k in range(-2 * AHEAD, b.num_dropped):
         if k + 2 * AHEAD < b.num_dropped:
             ahead = b.dropped[k + 2 * AHEAD]

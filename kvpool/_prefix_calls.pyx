@@ -17,10 +17,18 @@ from kvpool._blocks cimport (
     whole_blocks,
 )
 from kvpool._events cimport CLEARED, CLEARED_ALL, Ring, ring_add, ring_event, ring_free, ring_take, ring_told
-from kvpool._lock cimport lock_try, lock_wait
 from kvpool._memory cimport xcalloc, xmalloc
 from kvpool._names cimport (
-    Name, name_let_go, name_new, names_add, names_by_uid, names_clear, names_find, names_keep_live, names_remove,
+    Name,
+    name_let_go,
+    name_new,
+    names_add,
+    names_by_uid,
+    names_clear,
+    names_find,
+    names_keep_live,
+    names_remove,
+    names_reserve,
 )
 from kvpool._prefix cimport (
     Index,
@@ -116,12 +124,15 @@ cdef class PrefixPool(SequencePool):
     cdef int make_root(self, const char* space, int64_t size, uint64_t* root, Verdict* v) noexcept nogil:
         """Give a namespace that is not known a root. Last of what can fail in a call."""
         cdef Index* ix = &self.index
+        cdef Name* name = name_new(&self.index.names, space, size)
+        if name == NULL or names_reserve(&ix.names) != OK:
+            name_let_go(name)
+            return refused(v, NO_MEMORY, -1, ix.names.size + <int64_t>1, 0, 0, 0)
         if ix.names.size >= ix.names.sweep_at:
             self.sweep_namespaces()
-        if names_add(&ix.names, space, size, ix.next_uid) == NULL:
-            return refused(v, NO_MEMORY, -1, ix.names.size + 1, 0, 0, 0)
         root[0] = ix.next_uid
         ix.next_uid += 1
+        names_add(&ix.names, name, root[0])
         return OK
 
     cdef void sweep_namespaces(self) noexcept nogil:
@@ -191,6 +202,7 @@ cdef class PrefixPool(SequencePool):
 
     cdef object with_tokens(self, object tokens, object namespace, str call, bint take):
         cdef Ints prompt
+        cdef object handle
         cdef int64_t next_handle
         cdef Verdict v
         cdef int status = RETRY
@@ -532,7 +544,7 @@ cdef class PrefixPool(SequencePool):
             prefix.published += 1
 
     cdef void publish_waiting(self) noexcept nogil:
-        """A plan with copies has passed: blocks that waited for it. O(max_seqs)."""
+        """A plan has passed: blocks that may have waited for it. O(max_seqs), where blocks are held back."""
         cdef Seqs* s = &self.seqs
         cdef int32_t slot
         for slot in range(s.max_seqs):
@@ -580,6 +592,7 @@ cdef class PrefixPool(SequencePool):
         cdef const char* space = NULL
         cdef int64_t size = -1
         cdef int32_t count = -1
+        cdef object blank
         cdef Verdict v
         cdef int status = RETRY
         if namespace is not None:
@@ -626,7 +639,7 @@ cdef class PrefixPool(SequencePool):
     cdef int flush_name(self, Name* name, const char* space, int64_t size, Verdict* v) noexcept nogil:
         """`name` NULL: the namespace is not known; that is an event all the same."""
         cdef Index* ix = &self.index
-        cdef Name* told = name if name != NULL or ix.key == NULL else name_new(space, size)
+        cdef Name* told = name if name != NULL or ix.key == NULL else name_new(&self.index.names, space, size)
         if told == NULL:
             return OK if ix.key == NULL else refused(v, NO_MEMORY, -1, 1, 0, 0, 0)
         if name != NULL:
@@ -696,8 +709,7 @@ cdef class PrefixPool(SequencePool):
                 found.append(ring_event(&taken, k, block_size))
             told = count
         finally:
-            if not lock_try(&self.mutex):
-                lock_wait(&self.mutex)          # not `lock`: the pool may have been shut down meanwhile
+            self.lock_open_or_not("drain_events")   # the pool may have been shut down meanwhile
             ring_free(&taken)
             ring_told(&self.index.ring, count, count - told)
             self.unlock()

@@ -5,7 +5,7 @@ from libc.string cimport memcpy, memset
 from kvpool._args cimport Ints, array_data, ints_at, ints_free, ints_get, ints_init, new_int32, new_int64, to_int
 from kvpool._block_calls cimport BlockPool
 from kvpool._blocks cimport Blocks
-from kvpool._lock cimport lock_try, lock_wait, tag_give_back, tag_take
+from kvpool._lock cimport tag_give_back, tag_take
 from kvpool._memory cimport xcalloc, xfree, xrealloc
 from kvpool._record cimport (
     BATCH,
@@ -104,12 +104,12 @@ cdef class SequencePool(BlockPool):
         s.tag = take_tag()
 
     def __dealloc__(self):
+        if self.seqs.tag:
+            tag_give_back(self.seqs.tag)
         SequencePool.release_memory(self)
 
     cdef void release_memory(self) noexcept nogil:
         cdef Seqs* s = &self.seqs
-        if s.tag:
-            tag_give_back(s.tag)
         xfree(s.memory)
         xfree(s.life)
         xfree(s.prefix)
@@ -133,8 +133,7 @@ cdef class SequencePool(BlockPool):
         cdef int64_t closing = to_int(handle, "defer_close", "handle", INT64_MIN, INT64_MAX)
         cdef int status = OK
         cdef Verdict v
-        if not lock_try(&self.mutex):
-            lock_wait(&self.mutex)
+        self.lock_open_or_not("defer_close")
         if self.blocks.block != NULL:
             status = self.defer(closing, &v)
         self.unlock()

@@ -38,7 +38,7 @@ cdef struct Step:
     int32_t num_rows
     int32_t num_events
     int32_t log_size
-    int32_t log_room
+    int64_t log_room
     int32_t num_copies
     int64_t num_tokens          # tokens served
     int64_t id                  # 0: never stepped

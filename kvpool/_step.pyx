@@ -312,9 +312,9 @@ cdef void commit_blocks(Step* p, Seqs* s, Blocks* b, const Event* event, int32_t
         b.fence[log[k].new] = step_id
         table[log[k].index] = log[k].new
         if log[k].tokens:
-            p.copies[3 * p.num_copies] = log[k].old
-            p.copies[3 * p.num_copies + 1] = log[k].new
-            p.copies[3 * p.num_copies + 2] = log[k].tokens
+            p.copies[3 * <int64_t>p.num_copies] = log[k].old
+            p.copies[3 * <int64_t>p.num_copies + 1] = log[k].new
+            p.copies[3 * <int64_t>p.num_copies + 2] = log[k].tokens
             p.num_copies += 1
             b.cow_copies += 1
             b.cow_tokens += log[k].tokens
@@ -487,6 +487,7 @@ cdef void rollback_row(Seqs* s, Blocks* b, int32_t slot, int32_t q_len, int32_t 
         blocks_ref(b, log[k].old, 1)
         b.num_held -= b.block[log[k].new].committed == HELD
         b.block[log[k].new].committed = PLAIN           # its copy will never be made
+        b.fence[log[k].new] = 0
         blocks_unref(b, log[k].new)
     if replaced or appended:
         q.epoch += 1

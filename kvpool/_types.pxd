@@ -51,6 +51,7 @@ cdef enum:                      # what a C function reports: OK, NO_MEMORY, RETR
     NOT_REWRITABLE
     BAD_INDEX
     INDEX_ORDER
+    ARRAY_MOVED
 
 
 cdef struct Verdict:            # why a call is refused: what the text of the exception needs, `_refuse` writes it
