@@ -444,7 +444,6 @@ cdef class Pool(EvictPool):
         return OK
 
     cdef void pass_step(self, Step* p) noexcept nogil:
-        cdef bint copied = p.log_size > 0
         cdef int32_t i, slot
         pending_remove(&self.pending, p, &self.blocks)
         if self.indexed:
@@ -454,7 +453,7 @@ cdef class Pool(EvictPool):
                     self.seqs.prefix[slot].done = p.length[i]
         step_release_holds(p, &self.blocks)
         pending_settle(&self.pending, p, &self.blocks)
-        if copied and self.blocks.num_held:
+        if self.blocks.num_held:
             self.publish_waiting()
             self.blocks.digest = mix(mix(self.blocks.digest, OP_PUBLISH), self.index.next_uid)
 

@@ -532,7 +532,7 @@ cdef class PrefixPool(SequencePool):
             prefix.published += 1
 
     cdef void publish_waiting(self) noexcept nogil:
-        """A plan with copies has passed: blocks that waited for it. O(max_seqs)."""
+        """A plan has passed: blocks that waited for it. O(max_seqs)."""
         cdef Seqs* s = &self.seqs
         cdef int32_t slot
         for slot in range(s.max_seqs):
