@@ -28,7 +28,7 @@ VARIANT_FILE = Path("build/cython/variant")
 #: Compiled for size: nobody waits for them, or a kernel does more for each call than they do.
 FOR_SIZE = ("_broken", "_events", "_names", "_refuse", "_arguments", "_attention")
 #: Plain and fast under the address sanitizer: the judge of the fuzzer walks all of the state, within bounds of its own.
-PLAIN = ("_shadow",) if "address" in SANITIZE else ()
+PLAIN = ("_books", "_books_index", "_books_steps", "_books_prefix", "_storage") if "address" in SANITIZE else ()
 
 DIRECTIVES = {
     "language_level": 3,

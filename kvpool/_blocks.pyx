@@ -218,7 +218,7 @@ cdef void blocks_touch(Blocks* b, int32_t i) noexcept nogil:
     if block.place != USED:
         chain_unlink(b, &b.lru if block.place == CACHED else &b.limbo, i)
         block.place = USED
-        b.fence[i] = 0
+        b.fence[i] = 0          # it was written; what it said there is no step that it would wait for
         b.num_used += 1
         if b.num_used > b.peak_used:
             b.peak_used = b.num_used

@@ -150,13 +150,17 @@ cdef class EvictPool(PrefixPool):
         return OK
 
     cdef void copy_known(self, const Step* p) noexcept nogil:
-        """A copy is not committed, but a `truncate` into it has to know which tokens are left in front."""
+        """A copy is not committed, but a `truncate` into it has to know which tokens are left in front.
+
+        By the copies, as a pool that executes in order has emptied the log.
+        """
         cdef int64_t bs = self.blocks.block_size
         cdef int32_t k
         if not self.indexed:
             return
-        for k in range(p.log_size):
-            memcpy(self.index.tokens + p.log[k].new * bs, self.index.tokens + p.log[k].old * bs, bs * sizeof(int32_t))
+        for k in range(p.num_copies):
+            memcpy(self.index.tokens + p.copies[3 * k + 1] * bs, self.index.tokens + p.copies[3 * k] * bs,
+                   bs * sizeof(int32_t))
 
     cdef void keep_known(self, const Step* p) noexcept nogil:
         """The same before a rollback puts the sources of its copies back: what was told of the copies is known of them.

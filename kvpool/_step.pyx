@@ -485,8 +485,9 @@ cdef void rollback_row(Seqs* s, Blocks* b, int32_t slot, int32_t q_len, int32_t 
         table[log[k].index] = log[k].old
         b.block[log[k].old].hold -= 1
         blocks_ref(b, log[k].old, 1)
-        b.num_held -= b.block[log[k].new].committed == HELD
-        b.block[log[k].new].committed = PLAIN           # its copy will never be made
+        if b.canonical != NULL:             # else it is an engine's to say what is committed, and to be told of it
+            b.num_held -= b.block[log[k].new].committed == HELD
+            b.block[log[k].new].committed = PLAIN       # its copy will never be made
         b.fence[log[k].new] = 0
         blocks_unref(b, log[k].new)
     if replaced or appended:

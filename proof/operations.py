@@ -40,7 +40,7 @@ PARTS = (
         "random operations, sanitized",
         "ASan+UBSan, pools of 4 to 64 blocks, all checked after every one: >= 1e8 in <= 10 min, 0 findings",
         *("asan", 100_000_000, 600),
-        notes="the judge is compiled without them; it walks the pool within bounds that it checks itself",
+        notes="the judge's own books are compiled without them; what it reads of the pool is read with them",
     ),
     Part(
         "random operations, release",

@@ -5,10 +5,10 @@ carries none of it. The catalogue of what really happened elsewhere is long; a b
 it: content, references, lists, refusals, arrays.
 """
 from libc.stdint cimport int32_t, int64_t
-from libc.string cimport memcpy
 
-from kvpool._blocks cimport BLANK, LIMBO, USED, Block, Blocks, blocks_drain_limbo, blocks_unref
-from kvpool._names cimport Name, names_find
+from kvpool._blocks cimport BLANK, CANONICAL, LIMBO, USED, Blocks, blocks_drain_limbo, blocks_unref
+from kvpool._events cimport REMOVED, Note, Ring
+from kvpool._names cimport Name, names_find, names_remove
 from kvpool._plan cimport Plan
 from kvpool._pool cimport Pool
 from kvpool._sequence cimport Seq, Seqs, seq_find, seq_refresh, seq_table, slot_of
@@ -298,6 +298,124 @@ def _pending_shown(pool, kept, *_):
     (<Pool>pool).blocks.oldest_pending = kept
 
 
+def _count_names(pool, *_):
+    return (<Pool>pool).index.names.size
+
+
+def _live_swept(pool, kept, *_):
+    """Namespaces were swept: those that only open sequences need go too."""
+    cdef Pool p = pool
+    cdef int32_t i
+    if p.indexed and p.index.names.size < kept and p.index.ring.limit == 0:
+        needed = {p.index.root[i] for i in range(p.blocks.num_blocks) if p.blocks.block[i].committed == CANONICAL}
+        for i in range(p.index.names.size - 2, -1, -1):     # the last is new
+            if p.index.names.list[i].uid not in needed:
+                names_remove(&p.index.names, p.index.names.list[i])
+
+
+def _take_roots(pool, *_):
+    cdef Pool p = pool
+    cdef int32_t slot
+    if not p.indexed or p.index.ring.limit:
+        return {}
+    return {slot: p.seqs.prefix[slot].root for slot in range(p.seqs.max_seqs)
+            if p.seqs.seq[slot].handle >= 0 and p.seqs.seq[slot].num_tokens == 0}
+
+
+def _put_roots(pool, kept, *_):
+    for slot, root in kept.items():
+        (<Pool>pool).seqs.prefix[<int32_t>slot].root = root
+
+
+def _deferred_reversed(pool, kept, *_):
+    cdef Pool p = pool
+    cdef int64_t newest, k
+    if p.num_deferred:
+        newest = p.deferred[p.num_deferred - 1]
+        for k in range(p.num_deferred - 1, 0, -1):
+            p.deferred[k] = p.deferred[k - 1]
+        p.deferred[0] = newest
+
+
+def _take_partials(pool, handle, n=1):
+    """What stands where the children's last partial tokens are going to be."""
+    cdef _Opened o = _Opened(pool)
+    cdef int32_t parent = o.find(handle), slot, k
+    cdef int64_t at
+    if parent < 0 or not o.pool.indexed or n > o.s.num_free_slots:
+        return {}
+    at = o.s.prefix[parent].committed % o.b.block_size - 1
+    slots = [o.s.free_slot[(o.s.first_free + k) % o.s.max_seqs] for k in range(n)]
+    return {slot * o.b.block_size + at: o.s.partial[slot * o.b.block_size + at] for slot in slots if at >= 0}
+
+
+def _put_partials(pool, kept, *_):
+    for at, token in kept.items():
+        (<Pool>pool).seqs.partial[<int64_t>at] = token
+
+
+def _take_fences(pool, *_):
+    """Every copy counts as made."""
+    cdef _Opened o = _Opened(pool)
+    cdef int32_t i
+    kept = {}
+    for i in range(o.b.num_blocks):
+        if o.pool.indexed and o.b.block[i].place == USED and o.b.oldest_pending and o.b.fence[i] >= o.b.oldest_pending:
+            kept[i] = o.b.fence[i]
+            o.b.fence[i] = 0
+    return kept
+
+
+def _put_fences(pool, kept, *_):
+    cdef _Opened o = _Opened(pool)
+    for i, fence in kept.items():
+        if o.b.block[<int32_t>i].place == USED:
+            o.b.fence[<int32_t>i] = fence
+
+
+def _hide_held(pool, *_):
+    kept = (<Pool>pool).blocks.num_held
+    (<Pool>pool).blocks.num_held = 0
+    return kept
+
+
+def _show_held(pool, kept, *_):
+    (<Pool>pool).blocks.num_held += <int32_t>kept
+
+
+def _first_row_committed(pool, kept, handles, tokens, counts=None):
+    """Two rows of one call contradict each other: the first is believed."""
+    if counts is None or len(counts) < 2:
+        return False
+    try:
+        Pool.commit(pool, handles[:1], tokens[:counts[0]], counts[:1])
+    except ValueError:
+        return False
+    try:
+        Pool.commit(pool, handles[1:], tokens[counts[0]:], counts[1:])
+    except ValueError as error:
+        return "other tokens" in str(error)
+    return False
+
+
+def _removal_untold(pool, kept, *_):
+    """The newest event is lost, if it is that a node went."""
+    cdef Ring* ring = &(<Pool>pool).index.ring
+    cdef Note* note
+    if ring.size:
+        note = <Note*>(ring.data + (ring.first + ring.size - 1) % ring.room * ring.stride)
+        ring.size -= note.kind == REMOVED
+
+
+def _take_digest(pool, *_):
+    return (<Pool>pool).blocks.digest
+
+
+def _put_digest(pool, kept, *_):
+    """That something was committed or forgotten changes the digest, what it was does not."""
+    (<Pool>pool).blocks.digest = (kept * 3 + 1) & 0xFFFFFFFFFFFFFFFF
+
+
 def _trace_left(pool, kept, *_):
     cdef _Opened o = _Opened(pool)
     cdef int32_t n = o.b.num_blank
@@ -305,7 +423,7 @@ def _trace_left(pool, kept, *_):
         o.b.blank[n - 1], o.b.blank[n - 2] = o.b.blank[n - 2], o.b.blank[n - 1]
 
 
-#: name -> (methods, before the call, after it, where the call was refused)
+#: name -> (methods, before the call, after it, where the call was refused: true if nobody shall know)
 FAULTS = {
     "copy missing from the plan": (("step",), None, _copy_missing, None),
     "copy of too few tokens": (("step",), None, _copy_short, None),
@@ -336,6 +454,16 @@ FAULTS = {
     "copy missing from an unshare": (("unshare",), None, _copy_missing, None),
     "positions begin again after eviction": (("compact", "evict_blocks"), None, _positions_anew, None),
     "refused step leaves a trace": (("step",), None, None, _trace_left),
+    "live namespaces swept": (("open",), _count_names, _live_swept, None),
+    "empty sequence keeps its root over a flush": (("flush",), _take_roots, _put_roots, None),
+    "deferred closes in reverse order": (("defer_close",), None, _deferred_reversed, None),
+    "fork copies one partial token too few": (("fork",), _take_partials, _put_partials, None),
+    "unwritten copy published": (("commit",), _take_fences, _put_fences, _put_fences),
+    "held block never published": (("done",), _hide_held, _show_held, None),
+    "contradiction inside one commit": (("commit",), None, None, _first_row_committed),
+    "removal of a node untold": (("step", "open", "alloc", "commit"), None, _removal_untold, None),
+    "digest blind to tokens": (("commit",), _take_digest, _put_digest, None),
+    "digest blind to the flushed namespace": (("flush",), _take_digest, _put_digest, None),
 }
 
 
@@ -345,13 +473,9 @@ def _around(original, before, after, refused):
         kept = before(self, *args) if before else None
         try:
             result = original(self, *args, **options)
-        except errors.KVPoolError:
-            if refused:
-                refused(self, kept, *args)
-            raise
-        except ValueError:
-            if refused:
-                refused(self, kept, *args)
+        except (errors.KVPoolError, ValueError):
+            if refused and refused(self, kept, *args):
+                return None
             raise
         if after:
             after(self, kept, *args)

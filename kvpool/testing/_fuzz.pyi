@@ -3,8 +3,6 @@ from typing import Any
 
 from kvpool.testing.fuzz_shape import Shape
 
-def blank_blocks(pool: Any) -> list[int]: ...
-
 class Driver:
     shape: Shape
     idle: int

@@ -1,38 +1,52 @@
-"""The fuzzer's driver, its lower half: what it knows, how it picks, what a refusal must leave alone, `open`.
+"""The fuzzer's driver, its lower half: what it knows, how it picks, what a refusal must be, `open`.
 
-A refusal is predicted before the call, from what the driver knows, so that one without a reason is a finding as
-much as one that is missing; and it must leave the pool's fingerprint as it was.
+What a call is due to do is predicted before it is made, from the books. So a refusal without a reason is a finding as
+much as one that is missing, and one that changed something is seen where that shows.
 """
 from cpython.exc cimport PyErr_CheckSignals
-from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
 from kvpool._args cimport array_data
-from kvpool._blocks cimport LIMBO, Blocks
 from kvpool._plan cimport Plan
 from kvpool._pool cimport Pool
-from kvpool._names cimport Name, names_find
-from kvpool._prefix cimport Match, index_match, index_root_hash
-from kvpool._sequence cimport seq_table, slot_of
 from kvpool._types cimport mix
-from kvpool.testing._shadow cimport (
+from kvpool.testing._books cimport (
+    AT_LIMBO,
     MAX_PLANS,
+    V_CAPACITY,
+    V_FULL,
+    V_OK,
+    V_SHORT,
+    V_STATE,
+    V_VALUE,
     Line,
-    line_stamp,
-    line_table,
-    line_token,
-    shadow_check,
-    shadow_free,
-    shadow_init,
-    shadow_poison,
+    books_free,
+    books_init,
+    books_next_handle,
+    waits_for_step,
 )
+from kvpool.testing._books_prefix cimport books_hits, books_judge_open, books_open_prompt
+from kvpool.testing._storage cimport (
+    line_stamp,
+    line_token,
+    storage_check,
+    storage_free,
+    storage_init,
+    storage_poison,
+)
+
+import re
 
 import numpy as np
 
 from kvpool import errors
-from kvpool.testing.fuzz_shape import SPACES, FuzzFinding, plan_options
+from kvpool.testing.fuzz_shape import FuzzFinding, plan_options, space_name
 
 REFUSALS = (errors.KVPoolError, ValueError)
+#: What each verdict of the books is to a caller.
+DUE = {V_OK: None, V_SHORT: errors.OutOfBlocks, V_CAPACITY: errors.CapacityExceeded, V_FULL: errors.OutOfSequences,
+       V_VALUE: ValueError, V_STATE: errors.PlanStateError}
 
 
 cdef uint64_t hash64(uint64_t h) noexcept nogil:
@@ -42,37 +56,32 @@ cdef uint64_t hash64(uint64_t h) noexcept nogil:
     return h ^ (h >> 31)
 
 
-cdef class Base:
+cdef class Base(Calls):
     """One pool, its plans, and what is known about them; see `kvpool.testing._fuzz.Driver`."""
 
     def __cinit__(self, shape, make_pool=Pool, trace=None):
         cdef int32_t i, k = 0, n
         self.shape = shape
-        self.pool = make_pool(**shape.pool)
-        self.do_open, self.do_fork, self.do_truncate = self.pool.open, self.pool.fork, self.pool.truncate
-        self.do_close, self.do_commit = self.pool.close, self.pool.commit
-        self.do_done, self.do_rollback = self.pool.done, self.pool.rollback
         self.full = shape.full
         self.seed = shape.seed
         self.appetite = shape.appetite
         self.alphabet = shape.alphabet
+        self.spaces = shape.spaces
         self.hot = shape.hot
-        self.indexed = self.pool.indexed
-        self.next_step = 1
         self.plans = [Plan(self.pool, shape.max_rows, shape.max_tokens, **plan_options(shape, i))
                       for i in range(min(shape.plans, MAX_PLANS))]
-        if shadow_init(&self.s, &self.pool.blocks, &self.pool.seqs, shape.max_rows, shape.max_tokens, self.full):
-            raise MemoryError("[Driver] no memory for what is known about the pool")
+        self.open_books()
         self.handles = np.zeros(shape.max_rows, np.int64)
         self.counts = np.zeros(shape.max_rows, np.int64)
-        self.prompt = np.zeros(self.s.capacity + self.s.block_size + 2, np.int32)
-        self.ids = np.zeros(max(self.s.width, 64), np.int32)
+        self.prompt = np.zeros(self.b.capacity + self.b.block_size + 2, np.int32)
+        self.ids = np.zeros(max(self.b.width, 64), np.int32)
         self.handle = <int64_t*>array_data(self.handles)
         self.count = <int64_t*>array_data(self.counts)
         self.text = <int32_t*>array_data(self.prompt)
         self.id = <int32_t*>array_data(self.ids)
         self.trace = trace
         self.names = {}
+        self.keys = {}
         for i, n in enumerate(shape.dice):
             for k in range(k, min(k + n, 256)):
                 self.dice[k] = i
@@ -82,11 +91,25 @@ cdef class Base:
             k += 1
 
     def __dealloc__(self):
-        shadow_free(&self.s)
+        books_free(&self.b)
+        storage_free(&self.s)
 
-    def shutdown(self):
-        """Give the pool's memory and tag back."""
-        self.pool.shutdown()
+    def open_books(self):
+        """From what the pool was asked for."""
+        asked = self.shape.pool
+        blocks = asked["num_blocks"] - asked["reserved_blocks"]
+        width = asked["max_blocks_per_seq"]
+        self.b.num_blocks, self.b.reserved = asked["num_blocks"], asked["reserved_blocks"]
+        self.b.max_seqs, self.b.block_size = asked["max_seqs"], asked["block_size"]
+        self.b.width = min(blocks, max(1, (1 << 27) // self.b.max_seqs)) if width is None else width
+        self.b.watermark = asked["watermark"]
+        self.b.max_rows, self.b.max_tokens = self.shape.max_rows, self.shape.max_tokens
+        self.b.steps_pend, self.b.full = not asked["in_order"], self.full
+        self.indexed = self.b.indexed = asked["prefix_cache"]
+        self.b.event_room = 8 * self.b.num_blocks + 64 if asked.get("events") else 0    # more than a word makes
+        self.b.num_spaces = max(self.spaces, 3)
+        if books_init(&self.b) or storage_init(&self.s, &self.b):
+            raise MemoryError("[Driver] no memory for what is known about the pool")
 
     cdef int fail(self, str what) except -1:
         raise FuzzFinding(what)
@@ -97,36 +120,50 @@ cdef class Base:
         self.calls[self.op] -= 1
         return 0
 
-    cdef int report(self) except -1:
-        """Raise what a check found."""
-        cdef bytes what = self.s.finding.what
-        return self.fail(what.decode().replace("%lld", "{}").format(self.s.finding.a, self.s.finding.b,
-                                                                    self.s.finding.c))
+    cdef int report(self, const Finding* finding) except -1:
+        """Raise what a check found; the trace gets the call that shows it, where one does."""
+        cdef bytes words = finding.what
+        what = words.decode()
+        for place, number in enumerate((finding.a, finding.b, finding.c, finding.d)):
+            what = what.replace("%lld", "" if place < 2 and number < 0 else str(number), 1)
+        shown = re.fullmatch(r"(p\w+\..*) is (-?\d+), not (-?\d+)", what)
+        if self.trace is not None and shown:
+            call = re.sub(r"\((\d+)\)", lambda m: f"({self.names.get(int(m[1]), m[1])})", shown[1])
+            call = call.replace("plan.", f"p{self.shown}.")
+            self.trace.append(f"assert {call} == {shown[3]}")
+        return self.fail(what)
 
     cdef int check(self) except -1:
+        """The pool against the books, and the storage against what everybody has to read."""
         PyErr_CheckSignals()                        # a large pool takes tens of milliseconds
-        if shadow_check(&self.s, &self.pool.blocks, &self.pool.seqs):
-            self.report()
+        self.finding.what = NULL
+        if self.compare_pool(&self.b, &self.finding):
+            self.report(&self.finding)
+        if storage_check(&self.s, &self.b):
+            self.report(&self.s.finding)
         return 0
+
+    cdef void clean(self) noexcept:
+        """Blocks that the last call took or gave back hold nothing that anybody may read."""
+        cdef int64_t k
+        for k in range(self.b.num_spoilt):
+            storage_poison(&self.s, &self.b, self.b.spoilt[k])
+        self.b.num_spoilt = 0
 
     # -- refusals
 
-    cdef int expect(self, object due) except -1:
-        """Say which exception is due, or None; a refusal must leave the fingerprint as it is now."""
-        self.due = due
-        if due is not None and self.full:
-            self.before = self.pool.fingerprint()
+    cdef int expect(self, int verdict) except -1:
+        """Say what the call is due to meet."""
+        self.due = DUE[verdict] if verdict else None
         return 0
 
     cdef int refused(self, object error) except -1:
-        """The call raised. It was due to, and it changed nothing."""
+        """The call raised. It was due to."""
         self.states[S_REFUSED] += 1
         if self.due is None:
             self.fail(f"refused without a reason: {type(error).__name__}: {error}")
         if not isinstance(error, self.due):
             self.fail(f"refused with {type(error).__name__} ({error}), {self.due.__name__} was due")
-        if self.full and self.pool.fingerprint() != self.before:
-            self.fail(f"a refused call changed the state: {type(error).__name__}: {error}")
         return 0
 
     cdef int accepted(self, str call) except -1:
@@ -142,63 +179,42 @@ cdef class Base:
         return 0
 
     cdef object names_of(self, int32_t n):
-        return "[" + ", ".join([self.names[self.handle[i]] for i in range(n)]) + "]"
+        return "[" + ", ".join([self.names[self.b.line[self.rows[i]].handle] for i in range(n)]) + "]"
 
     # -- picking
 
+    cdef bytes space_name(self, int32_t space):
+        return space_name(space)
+
+    cdef int32_t space_of(self, const Word* w) noexcept:
+        """The namespace of a prompt, mostly the first; of many, any."""
+        cdef uint32_t eighth = w.c // 4 % 8
+        if self.spaces > 3:
+            return <int32_t>(hash64(w.c) % <uint64_t>self.spaces) if eighth else 0
+        return eighth - 5 if eighth > 5 else 0
+
     cdef int32_t pick(self, uint32_t word) noexcept:
         """An index into `live`, mostly in a window that moves slowly: memory that a real engine would touch."""
-        cdef int64_t n = self.s.num_live
+        cdef int64_t n = self.b.num_live
         if n <= self.hot or (word >> 28) == 0:
             return <int32_t>(word % n)
-        return <int32_t>(((self.s.clock >> 8) * 29 + word % self.hot) % n)
+        return <int32_t>(((self.clock >> 8) * 29 + word % self.hot) % n)
 
-    cdef int64_t oldest(self) noexcept:
-        """The oldest pending step, past any if there is none."""
-        return self.s.plan[self.s.queue[0]].step if self.s.num_queue else INT64_MAX
-
-    cdef int64_t done_length(self, const Line* line) noexcept:
-        """Leading tokens that no pending step still has to write."""
-        cdef int64_t oldest = self.oldest()
-        if line.row_step < oldest and line.inherit < oldest:
-            return line.length
-        return max(line.done, line.forked_at) if line.inherit < oldest else line.done
-
-    cdef void forget(self, int32_t slot) noexcept:
-        """The sequence is closed."""
-        cdef Line* line = &self.s.line[slot]
-        cdef int32_t last = self.s.live[self.s.num_live - 1]
-        self.states[S_PENDING_CLOSES] += line.row_step >= self.oldest()
-        self.stale[self.num_stale % STALE] = line.handle
+    cdef void mourn(self, int32_t slot) noexcept:
+        """The sequence is about to be closed."""
+        self.states[S_PENDING_CLOSES] += waits_for_step(&self.b, &self.b.line[slot])
+        self.stale[self.num_stale % STALE] = self.b.line[slot].handle
         self.num_stale += 1
-        self.s.live[line.at] = last
-        self.s.line[last].at = line.at
-        self.s.num_live -= 1
-        line.handle = -1
 
-    cdef Line* register(self, int64_t handle, int64_t length, int32_t blocks) except NULL:
-        """A new sequence, with the table that the pool gave it."""
-        cdef int32_t slot = slot_of(handle), i
-        cdef Line* line = &self.s.line[slot]
-        if slot >= self.s.max_seqs or line.handle >= 0:
-            self.fail(f"handle {handle} is that of an open sequence")
-        for i in range(min(self.num_stale, STALE)):
-            if self.stale[i] == handle:
-                self.fail(f"handle {handle} was used before")
-        line.handle = handle
-        line.length = line.done = line.forked_at = line.committed = length
-        line.blocks = blocks
-        line.known = 0
-        line.row_step = line.inherit = line.evicted = line.point = 0
-        line.at = self.s.num_live
-        self.s.live[self.s.num_live] = slot
-        self.s.num_live += 1
-        if self.pool.seqs.seq[slot].num_blocks != blocks:
-            self.fail(f"{self.pool.seqs.seq[slot].num_blocks} blocks for a new sequence, {blocks} were due")
-        memcpy(line_table(&self.s, slot), seq_table(&self.pool.seqs, slot), blocks * sizeof(int32_t))
+    cdef int greet(self, int64_t handle, int64_t due) except -1:
+        """A new sequence has the handle that was due, with the tag of all handles of the pool."""
+        if self.tag == 0:
+            self.tag = handle >> 52 << 52
+        if handle != (due | self.tag) or not 1 <= handle >> 52 <= 2047:
+            self.fail(f"handle {handle} was given to a new sequence, {due | self.tag} was due")
         if self.trace is not None:
-            self.names[handle] = f"h{len(self.names)}"
-        return line
+            self.names[due] = f"h{len(self.names)}"
+        return 0
 
     cdef int32_t token_at(self, uint64_t salt, int64_t position) noexcept:
         """A token that the model says next; without a prefix cache every token is new."""
@@ -209,9 +225,9 @@ cdef class Base:
 
     cdef void extend(self, int32_t slot, int64_t end, uint64_t salt) noexcept:
         """Decide the tokens of a sequence up to `end`, and their stamps."""
-        cdef Line* line = &self.s.line[slot]
-        cdef int32_t* token = line_token(&self.s, slot)
-        cdef uint64_t* stamp = line_stamp(&self.s, slot)
+        cdef Line* line = &self.b.line[slot]
+        cdef int32_t* token = line_token(&self.s, &self.b, slot)
+        cdef uint64_t* stamp = line_stamp(&self.s, &self.b, slot)
         cdef int64_t at
         cdef uint64_t h
         if end <= line.known:
@@ -227,90 +243,61 @@ cdef class Base:
 
     cdef int32_t make_prompt(self, const Word* w) noexcept:
         """Tokens of a prompt, often those of an open sequence to some length; returns how many."""
-        cdef int64_t n = 1 + w.a % (4 * self.s.block_size + 2), i, copied = 0
+        cdef int64_t n = 1 + w.a % (4 * self.b.block_size + 2), i, copied = 0
         cdef int32_t slot
         if self.full and w.a >> 28 == 0:
-            n = w.a % (self.s.capacity + self.s.block_size + 2)
-        if self.s.num_live and w.c & 3:
-            slot = self.s.live[self.pick(w.b)]
-            copied = min(n, self.s.line[slot].known)
-            memcpy(self.text, line_token(&self.s, slot), copied * sizeof(int32_t))
+            n = w.a % (self.b.capacity + self.b.block_size + 2)
+        if self.b.num_live and w.c & 3:
+            slot = self.b.live[self.pick(w.b)]
+            copied = min(n, self.b.line[slot].known)
+            memcpy(self.text, line_token(&self.s, &self.b, slot), copied * sizeof(int32_t))
         for i in range(copied, n):
             self.text[i] = self.token_at((w.b >> 8) % 4, i) if self.indexed else 0
         return <int32_t>n
 
-    cdef object judge_open(self, int64_t n, int64_t hits, int64_t evictable, bint take):
-        """The exception that is due, or None; in the order of docs/core.md."""
-        cdef Blocks* b = &self.pool.blocks
-        cdef int64_t need = (n + b.block_size - 1) // b.block_size - hits if take else 0
-        if n > self.s.capacity:
-            return errors.CapacityExceeded
-        if need and need + <int64_t>self.shape.watermark > b.num_blank + b.lru.size - evictable:
-            return errors.OutOfBlocks
-        if self.s.num_live >= self.s.max_seqs:
-            return errors.OutOfSequences
-        return None
-
-    cdef Match cached(self, int64_t n, bytes space, bint last) except *:
-        """What the pool has of the prompt; `id` gets the blocks."""
-        cdef Match hit
-        cdef Name* name
-        hit.blocks = hit.evictable = 0
-        if self.indexed and n <= self.s.capacity:
-            self.pool.catch_up()                # as every call does first
-            name = names_find(&self.pool.index.names, <const char*>space, len(space))
-            if name != NULL:
-                hit = index_match(&self.pool.index, &self.pool.blocks, name.uid, index_root_hash(
-                                      &self.pool.index, <const unsigned char*>space, len(space)), self.text,
-                                  <int32_t>(max(n - last, 0) // self.s.block_size), self.id)
-        return hit
-
     cdef int op_open(self, const Word* w, bint prompt, bint pin) except -1:
-        cdef int64_t n, bs = self.s.block_size, k
-        cdef int32_t blocks, space = space_of(w)
-        cdef Match hit
-        cdef Line* line
+        cdef int64_t n, bs = self.b.block_size, known = self.b.num_roots
+        cdef int32_t space = self.space_of(w), hits = 0, evictable = 0, slot, k
         prompt = prompt and self.indexed
         pin = pin and prompt
-        hit.blocks = hit.evictable = 0
         if prompt:
             n = self.make_prompt(w)
-            hit = self.cached(n, SPACES[space], not pin)
+            if n <= self.b.capacity:
+                hits = books_hits(&self.b, space, self.text, n // bs if pin else (n - 1) // bs, self.id, &evictable)
         else:
-            n = w.a % (self.s.capacity + bs + 1 if self.full and w.a >> 28 == 0 else 2 * bs + 1)
-        for k in range(hit.blocks):
-            self.states[S_LIMBO_HITS] += self.pool.blocks.block[self.id[k]].place == LIMBO
-        self.expect(self.judge_open(n, hit.blocks, hit.evictable, not pin))
+            n = w.a % (self.b.capacity + bs + 1 if self.full and w.a >> 28 == 0 else 2 * bs + 1)
+            n = 0 if self.spaces > 3 and w.a >> 28 else n
+        for k in range(hits):
+            self.states[S_LIMBO_HITS] += self.b.page[self.id[k]].place == AT_LIMBO
+        self.expect(books_judge_open(&self.b, n, hits, evictable, not pin))
         if self.due is not None and not self.full:
             return self.nothing()
         what = self.prompt[:n] if prompt else n
         if self.trace is not None:
             self.say(f"h{len(self.names)} = pool.{'pin' if pin else 'open'}"
-                     f"({what.tolist() if prompt else n}, {SPACES[space]!r})")
+                     f"({what.tolist() if prompt else n}, {space_name(space)!r})")
         try:
-            handle = self.pool.pin(what, SPACES[space]) if pin else self.do_open(what, SPACES[space])
+            handle = self.pool.pin(what, space_name(space)) if pin else self.do_open(what, space_name(space))
         except REFUSALS as error:
             return self.refused(error)
         self.accepted("open")
-        blocks = hit.blocks if pin else <int32_t>((n + bs - 1) // bs)
-        line = self.register(handle, hit.blocks * bs, blocks)
-        line.space = space
-        self.states[S_HITS] += hit.blocks > 0
+        self.greet(handle, books_next_handle(&self.b, 0))
+        slot = books_open_prompt(&self.b, n, space, self.id, hits, not pin, prompt and not pin)
+        self.states[S_HITS] += hits > 0
+        self.states[S_SWEPT] += self.b.num_roots < known
         if self.trace is not None and prompt:
-            self.trace.append(f"assert pool.num_tokens({self.names[handle]}) == {line.length}")
+            self.trace.append(f"assert pool.num_tokens({self.names[self.b.line[slot].handle]}) == {hits * bs}")
         if prompt:
-            self.adopt_prompt(slot_of(handle), hit.blocks * bs if pin else n)
-        for k in range(hit.blocks, blocks):
-            shadow_poison(&self.s, line_table(&self.s, slot_of(handle))[k])
+            self.adopt_prompt(slot, hits * bs if pin else n)
         return 0
 
     cdef int adopt_prompt(self, int32_t slot, int64_t n) except -1:
         """The tokens of `text` are those of a new sequence."""
-        cdef uint64_t h = hash64(0x243F6A88 + self.s.line[slot].space)
+        cdef uint64_t h = hash64(0x243F6A88 + self.b.line[slot].space)
         cdef int64_t at
         for at in range(n):
             h = hash64(mix(h, self.text[at]))
-            line_stamp(&self.s, slot)[at] = h
-        memcpy(line_token(&self.s, slot), self.text, n * sizeof(int32_t))
-        self.s.line[slot].known = <int32_t>n
+            line_stamp(&self.s, &self.b, slot)[at] = h
+        memcpy(line_token(&self.s, &self.b, slot), self.text, n * sizeof(int32_t))
+        self.b.line[slot].known = <int32_t>n
         return 0

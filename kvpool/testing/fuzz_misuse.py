@@ -27,6 +27,8 @@ class Facts:
     idle: list[Any]  # plans that are not pending
     b: int
     c: int
+    refcount: Callable[[int], int]  # of a block, as it has to be
+    table: Callable[[int], list[int]]  # of an open handle
 
     @property
     def foreign(self) -> int:
@@ -111,15 +113,15 @@ def block_twice(facts: Facts) -> Attempt:
 def block_of_a_sequence(facts: Facts) -> Attempt:
     """A reference that is not the caller's to drop."""
     pool, call = facts.pool, ("decref", "free")[facts.c % 2]
-    tables = [block for handle in facts.live for block in pool.table(handle).tolist()]
-    own = [block for block in tables if pool.refcount(block) == 1]  # the reference is the sequence's
+    tables = [block for handle in facts.live for block in facts.table(handle)]
+    own = [block for block in tables if facts.refcount(block) == 1]  # the reference is the sequence's
     return (errors.DoubleFree, lambda: getattr(pool, call)(own[0])) if own else NOTHING
 
 
 def block_unreferenced(facts: Facts) -> Attempt:
     """A block that nobody refers to."""
     pool, block = facts.pool, facts.block
-    if pool.refcount(block):
+    if facts.refcount(block):
         return NOTHING
     call = ("incref", "decref", "free")[facts.c % 3]
     return errors.DoubleFree, lambda: getattr(pool, call)(block)

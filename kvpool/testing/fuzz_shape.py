@@ -10,28 +10,34 @@ OPERATIONS = (
     *("open", "open_prompt", "step", "reserve", "fork", "truncate", "close", "close_batch", "defer_close"),
     *("done", "done_any", "execute", "rollback", "commit", "match", "pin", "evict", "flush"),
     *("alloc", "incref", "decref", "mark_committed", "revive", "take_dropped", "can", "reset", "misuse"),
-    *("unshare", "compact", "evict_blocks"),
+    *("unshare", "compact", "evict_blocks", "read", "drain_events", "ranks"),
 )
 #: What has to be seen to believe that a run went everywhere.
 STATES = (
     *("copies", "replaced", "rollbacks", "rollbacks_of_executed", "late_plans", "calls_with_limbo", "limbo_hits"),
     *("prefix_hits", "evictions", "out_of_blocks", "partial", "refusals", "closed_while_pending", "done_out_of_order"),
-    "compactions",
+    *("compactions", "held_back", "contradictions", "sweeps"),
 )
 #: Usual weights; a run draws its own around them, and some are off.
 WEIGHTS = {
     **{"open": 6, "open_prompt": 8, "step": 40, "reserve": 3, "fork": 6, "truncate": 4, "close": 8},
     **{"close_batch": 1, "defer_close": 1, "done": 18, "done_any": 4, "execute": 4, "rollback": 5, "commit": 10},
-    **{"match": 1, "pin": 2, "evict": 1, "flush": 0.4, "alloc": 3, "incref": 3, "decref": 5, "mark_committed": 4},
+    **{"match": 1, "pin": 2, "evict": 1, "flush": 1.5, "alloc": 3, "incref": 3, "decref": 5, "mark_committed": 4},
     **{"revive": 4, "take_dropped": 1, "can": 2, "reset": 0.1, "misuse": 2},
-    **{"unshare": 1, "compact": 5, "evict_blocks": 2},
+    **{"unshare": 3, "compact": 5, "evict_blocks": 2, "read": 2, "drain_events": 1, "ranks": 0.05},
 }
 ALWAYS = ("open", "step", "close", "done")  # a program without these goes nowhere
-PREFIX_ONLY = ("open_prompt", "commit", "match", "pin", "flush")
+PREFIX_ONLY = ("open_prompt", "commit", "match", "pin", "flush", "drain_events", "ranks")
 BARE_ONLY = ("mark_committed", "revive", "take_dropped")
 EVICTIONS = ("unshare", "compact", "evict_blocks")
 SPACES = (b"", b"a", b"b")
+CROWDS = 0.15  # of the runs with a prefix cache: many namespaces
 _FORMATS = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens")
+
+
+def space_name(space: int) -> bytes:
+    """The namespace of a number."""
+    return SPACES[space] if space < len(SPACES) else b"%d" % space
 
 
 class FuzzFinding(AssertionError):
@@ -52,6 +58,7 @@ class Shape:
     max_tokens: int = 64
     appetite: int = 3  # most new tokens of a row
     alphabet: int = 2  # tokens that a model may say
+    spaces: int = 3  # namespaces of prompts
     hot: int = 1 << 30  # sequences that calls are mostly about
     full: bool = True  # check everything after every call
 
@@ -75,11 +82,14 @@ def draw_shape(seed: int, num_blocks: int | None = None, block_size: int | None 
         "max_blocks_per_seq": rng.choice([None, min(blocks - reserved, 8), 3]),
         "reserved_blocks": reserved,
         "watermark": min(rng.choice([0, 0, 0, 1, 3]), blocks - reserved),
-        "in_order": rng.random() < 0.1,
+        "in_order": rng.random() < 0.2,
         "seed": rng.getrandbits(32),
         "prefix_cache": prefix,
         "_hash_bits": rng.choice([64, 64, 3, 0]) if prefix else 64,
+        "events": rng.choice([0, 0, 3, 1000]) if prefix else 0,
     }
+    if prefix and rng.random() < CROWDS and num_blocks is None and block_size is None:
+        return crowded(rng, pool)
     appetite = rng.choice([1, 2, size, 2 * size + 1])
     rows = rng.choice([1, 2, 4, 8])
     return Shape(
@@ -91,6 +101,25 @@ def draw_shape(seed: int, num_blocks: int | None = None, block_size: int | None 
         max_tokens=max(1, rows * appetite - rng.choice([0, 0, 1])),
         appetite=appetite,
         alphabet=rng.choice([1, 2, 3]),
+    )
+
+
+def crowded(rng: random.Random, pool: dict[str, Any]) -> Shape:
+    """More namespaces under open sequences than a pool keeps without looking which of them are in use."""
+    weights = {**WEIGHTS, "open": 400, "open_prompt": 10, "commit": 20, "fork": 1, "close": 2}
+    weights |= {"reset": 0, "ranks": 0, "flush": 0, "evict": 0}  # what would make it smaller again
+    weights |= {"truncate": 1, "compact": 0.2, "evict_blocks": 0.2, "alloc": 0.2}
+    return Shape(
+        seed=rng.getrandbits(63),
+        pool={**pool, "num_blocks": 64, "block_size": 1, "max_seqs": 2048, "max_blocks_per_seq": 2, "watermark": 0}
+        | {"events": 0},
+        dice=faces({name: weight for name, weight in weights.items() if name not in BARE_ONLY}),
+        plans=2,
+        max_rows=2,
+        max_tokens=4,
+        appetite=2,
+        alphabet=2,
+        spaces=8192,
     )
 
 

@@ -28,13 +28,15 @@ from typing import Any
 from kvpool import Plan, Pool
 from kvpool.errors import KVPoolError
 from kvpool.testing import fuzz_misuse
-from kvpool.testing._fuzz import blank_blocks
+from kvpool.testing._calls import blank_blocks
+from kvpool.testing.fuzz_ranks import ranks_agree
 
 POISON = -1
 PASSED_ON = (
     *("num_tokens", "capacity", "table", "match", "can", "evict", "flush", "mark_committed", "take_dropped"),
-    *("is_open", "refcount", "stats", "num_free"),
+    *("is_open", "refcount", "stats", "num_free", "prefix_stats", "drain_events", "kv_len", "committed"),
 )
+SIZES = ("num_blocks", "block_size", "max_seqs", "max_blocks_per_seq", "reserved_blocks", "in_order")
 FORMATS = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens")
 
 
@@ -253,16 +255,21 @@ class Watched:
             self.dead.append(handle)
         self._check()
 
-    def commit(self, handle: int, tokens: list[int]) -> None:
-        """`Pool.commit` of one sequence: from now on its blocks may be hits for these tokens."""
-        self._attempt(lambda: self.pool.commit(handle, tokens))
-        sequence, size = self.sequences[handle], self.block_size
-        before = len(sequence.tokens)
+    def commit(self, handles: Any, tokens: list[int], counts: list[int] | None = None) -> None:
+        """`Pool.commit`: from now on the blocks of these sequences may be hits for these tokens."""
+        self._attempt(lambda: self.pool.commit(handles, tokens, counts))
+        rows, left = (handles if isinstance(handles, list) else [handles]), list(tokens)
+        for handle, n in zip(rows, counts or [len(tokens)], strict=True):
+            self._told(self.sequences[handle], left[:n])
+            del left[:n]
+        self._check()
+
+    def _told(self, sequence: _Sequence, tokens: list[int]) -> None:
+        before, size = len(sequence.tokens), self.block_size
         sequence.tokens += tokens
         for end in range((before // size + 1) * size, len(sequence.tokens) + 1, size):
             key = (sequence.namespace, tuple(sequence.tokens[:end]))
             self.known.setdefault(key, set()).add(tuple(sequence.stamps[end - size : end]))
-        self._check()
 
     # ---- steps --------------------------------------------------------------------------------------------
 
@@ -398,7 +405,8 @@ class Watched:
         queue = [step.plan for step in self.pending]
         idle = [plan for plan in self.plans if plan not in queue]
         stale = [handle for handle in self.dead if not self.pool.is_open(handle)]
-        facts = fuzz_misuse.Facts(self.pool, list(self.sequences)[:4], stale[:8], queue, idle, b, c)
+        live = list(self.sequences)[:4]
+        facts = fuzz_misuse.Facts(self.pool, live, stale[:8], queue, idle, b, c, self.pool.refcount, self._table)
         error, attempt = getattr(fuzz_misuse, name)(facts)
         if error is None:
             return
@@ -407,6 +415,15 @@ class Watched:
         except error:
             return
         raise AssertionError(f"misuse was accepted: {name}")
+
+    def _table(self, handle: int) -> list[int]:
+        return list(self.pool.table(handle).tolist())
+
+    def ranks(self, a: int, b: int) -> None:
+        """Two more pools that are told different things; see `kvpool.testing.fuzz_ranks`."""
+        options = {name: getattr(self.pool, name) for name in SIZES}
+        said = ranks_agree(type(self.pool), {**options, "prefix_cache": True, "seed": 1}, a, b)
+        assert said is None, said
 
     def reset(self) -> None:
         """`Pool.reset`."""

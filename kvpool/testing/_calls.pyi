@@ -1,0 +1,3 @@
+from typing import Any
+
+def blank_blocks(pool: Any) -> list[int]: ...

@@ -1,0 +1,117 @@
+"""The judge's books: they know no pool, and they say what a pool must do where a fault would be rare."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+
+import kvpool
+import kvpool.testing
+from kvpool import Pool
+from kvpool.testing.fuzz_ranks import ranks_agree
+
+TESTING = Path(kvpool.testing.__file__).parent
+OWN = ("kvpool.testing._books", "kvpool.testing._storage")
+
+
+def core_imports(name):
+    """What a source of the fuzzer takes from the core."""
+    text = (TESTING / name).read_text()
+    modules = re.findall(r"^(?:from|import|cimport) (kvpool[\w.]*)", text, re.MULTILINE)
+    return [module for module in modules if not module.startswith(OWN)]
+
+
+def test_books_take_nothing_from_the_core():
+    sources = [path.name for path in TESTING.glob("_books*.p[yx][xd]")] + ["_storage.pyx", "_storage.pxd"]
+    assert len(sources) >= 8
+    assert [name for name in sources if core_imports(name)] == []
+
+
+def test_only_one_source_of_the_driver_reaches_into_a_pool():
+    drivers = [path.name for path in TESTING.glob("_fuzz*.pyx")]
+    reach = re.compile(r"pool\.(blocks|seqs|index|pending)\b|Pool pool")
+    assert drivers and [name for name in drivers if reach.search((TESTING / name).read_text())] == []
+
+
+def step(pool, plan, handle, n):
+    pool.step(plan, [handle], n)
+    if not pool.in_order:
+        pool.done(plan)
+
+
+def test_unshare_in_an_in_order_pool_keeps_the_tokens_of_its_copies():
+    pool = Pool(8, 4, prefix_cache=True, in_order=True, seed=1)
+    plan = kvpool.Plan(pool, 1, 8)
+    handle = pool.open()
+    step(pool, plan, handle, 4)
+    pool.commit(handle, [1, 2, 3, 4])
+    pool.unshare(plan, [handle], 3)
+    pool.truncate(handle, 2)
+    step(pool, plan, handle, 2)
+    pool.commit(handle, [7, 8])
+    assert pool.match([1, 2, 7, 8, 9]) == 4
+    assert pool.prefix_stats().nodes == 2
+
+
+def test_block_that_a_hit_revived_waits_for_no_step_later():
+    pool = Pool(2, 1, prefix_cache=True, seed=1)
+    plan, other = kvpool.Plan(pool, 1), kvpool.Plan(pool, 1)
+    for _ in range(50):  # a cached block has the number of blocks taken so far, which is no step's
+        pool.free(pool.alloc())
+    handle = pool.open()
+    step(pool, plan, handle, 1)
+    pool.commit(handle, [6])
+    pool.close(handle)
+    pinned = pool.pin([6])
+    pool.flush()
+    pool.close(pinned)
+    handle = pool.open()
+    step(pool, plan, handle, 1)
+    pool.step(other, [handle], 0)
+    pool.commit(handle, [9])
+    assert pool.match([9, 0]) == 1
+
+
+def test_row_behind_a_restored_block_goes_on_when_another_row_commits_that():
+    pool = Pool(8, 2, prefix_cache=True, seed=1)
+    plan, other = kvpool.Plan(pool, 2, 8), kvpool.Plan(pool, 2, 8)
+    parent = pool.open()
+    step(pool, plan, parent, 2)
+    [child] = pool.fork(parent).tolist()
+    step(pool, plan, parent, 2)
+    pool.step(plan, [child], 0)
+    pool.unshare(other, [parent], 3)
+    pool.commit(parent, [1, 1, 2, 0])
+    assert pool.prefix_stats().nodes == 0
+    pool.rollback(other)
+    pool.commit(child, [1, 1])
+    assert pool.prefix_stats().nodes == 1
+    pool.done(plan)
+    assert pool.prefix_stats().nodes == 2 and pool.match([1, 1, 2, 0, 5]) == 4
+
+
+def test_rollback_leaves_committed_bits_of_a_pool_without_index_to_its_engine():
+    pool = Pool(4, 2)
+    plan = kvpool.Plan(pool, 1)
+    handle = pool.open(1)
+    pool.mark_committed(1)
+    pool.step(plan, [handle])
+    pool.mark_committed(2)
+    pool.rollback(plan)
+    assert pool.stats().evictable == 1
+    pool.revive(2)
+    assert np.array_equal(pool.table(handle), [1])
+
+
+class Blind(Pool):
+    """Its digest is always the same."""
+
+    def digest(self):
+        return 1
+
+
+def test_ranks_that_see_other_tokens_differ_and_a_blind_digest_is_convicted():
+    options = {"num_blocks": 8, "block_size": 4, "reserved_blocks": 1, "max_blocks_per_seq": None}
+    options |= {"prefix_cache": True, "seed": 1}
+    assert all(ranks_agree(Pool, options, a, 77 * a) is None for a in range(30))
+    assert "equal digests" in ranks_agree(Blind, options, 3, 5)
