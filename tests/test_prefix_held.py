@@ -208,7 +208,7 @@ def test_copy_is_found_when_its_plan_is_done(Pool, Plan):
 @planted(WaitingIsForgotten)
 def test_done_that_is_noted_publishes_when_it_passes(Pool, Plan):
     """The copies of a step wait for the older steps too."""
-    pool, plan, backend, first, second = family(Pool, Plan)
+    pool, plan, _, first, second = family(Pool, Plan)
     older = Plan(pool, 1, 4)
     pool.step(older, [second], 1)
     pool.unshare(plan, [first], 10)
@@ -280,7 +280,7 @@ def test_held_block_that_is_released_becomes_blank(Pool, Plan):
     pool.commit(first, PROMPT)
     pool.close([first, second])
     backend.execute(plan)
-    assert (pool.num_evictable, pool.num_free) == (0, 31) and backend.ask() == 0
+    assert (pool.stats().evictable, pool.num_free) == (0, 31) and backend.ask() == 0
 
 
 @planted(YoungestFirst)
@@ -307,7 +307,7 @@ def test_flush_while_blocks_are_held_back_keeps_them_unfound(Pool, Plan):
     backend.execute(plan)
     assert backend.ask() == 0
     pool.close(first)
-    assert pool.num_evictable == 0
+    assert pool.stats().evictable == 0
 
 
 @planted(WaitsForEveryStep)
@@ -332,7 +332,7 @@ def test_pool_that_runs_in_order_publishes_at_once(Pool, Plan):
 @planted(CommittedForgetsTruncate)
 def test_committed_tells_where_the_next_commit_goes_on(Pool, Plan):
     """Of a new sequence, one that found something, and after whatever changes it."""
-    pool, plan, _, first, second = family(Pool, Plan)
+    pool, _, _, first, second = family(Pool, Plan)
     assert pool.committed(first) == 0
     pool.commit(first, PROMPT[:6])
     assert pool.committed(first) == 6 and pool.committed(second) == 0

@@ -374,8 +374,9 @@ class PrefixMachine(PoolMachine):
     def _family_act(self, act: str, index: int, name: int, pick: int) -> list[int] | None:
         length, index = len(self.content.stamps[name]), self._idle_plan(index)
         if act == "unshare":
-            keep, first = [max(0, length - 1 - pick // 8)], pick % 2
-            self._start(index, [name], lambda side, plan: side.pool.unshare(plan, side.batch([name], True), keep, first))
+            keep = [max(0, length - 1 - pick // 8)]
+            rows, first = [name], pick % 2
+            self._start(index, rows, lambda side, plan: side.pool.unshare(plan, side.batch(rows, True), keep, first))
         elif act == "commit":
             self._commit([name])
         elif act == "step":
@@ -398,17 +399,20 @@ class PrefixMachine(PoolMachine):
         content, bs = self.content, self.block_size
         start = content.committed[name]
         full = range(bs - 1, start + self._done_amounts([name])[0], bs)  # where blocks end
-        for other in self.opened():
-            same = other != name and content.committed[other] == start and self._done_amounts([other])[0]
-            shared = [end for end in full if start <= end < start + same]
-            shared = [end for end in shared if self.tables[name][end // bs] == self.tables[other][end // bs]]
-            if shared:
-                count = shared[0] + 1 - start
-                told = content.tokens[name][start : start + count]
-                form = self._form([*told, *told[:-1], told[-1] + 1])
-                got = self.both(lambda side: side.pool.commit(side.batch([name, other], True), form))
-                assert got is RAISED, "one block was told two different tokens in one commit"
-                return
+        others = [other for other in self.opened() if other != name and content.committed[other] == start]
+        both = [
+            (other, end)
+            for other in others
+            for end in full
+            if start <= end < start + self._done_amounts([other])[0]
+            and self.tables[name][end // bs] == self.tables[other][end // bs]
+        ]
+        if both:
+            other, end = both[0]
+            told = content.tokens[name][start : end + 1]
+            form = self._form([*told, *told[:-1], told[-1] + 1])
+            got = self.both(lambda side: side.pool.commit(side.batch([name, other], True), form))
+            assert got is RAISED, "one block was told two different tokens in one commit"
 
     @rule(style=styles, blocks=st.integers(0, 6), namespace=namespaces)
     def pin(self, style: int, blocks: int, namespace: bytes) -> None:
