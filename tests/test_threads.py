@@ -155,8 +155,9 @@ def attack(Pool: Any, Plan: Any, call: str, many: int, rounds: int) -> None:
 
     def write() -> None:
         good = getattr(target, name)
-        array[:] = wrong_half(good, good | wrong if name == "handles" else wrong)
-        array[:] = good
+        bad = wrong_half(good, good | wrong if name == "handles" else wrong)
+        for source in (bad, good) * 10:  # threads change at the end of a turn: the array is bad for half of the time
+            array[:] = source
 
     pools = (target.pool, target.raw)
     with running(write) as raised:
@@ -298,9 +299,8 @@ def test_callers_that_wait_get_blocks_of_their_own(Pool, Plan):
 
     def take(me: int) -> Callable[[], None]:
         def turn() -> None:
-            n = 1 + rounds[me - 1] % 7
             try:
-                ids = pool.alloc(n)
+                ids = pool.alloc(3)
             except OutOfBlocks:
                 raise AssertionError("a call that waits is no call that fails") from None
             assert not owner[ids].any(), "a block has two owners"

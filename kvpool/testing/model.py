@@ -235,7 +235,8 @@ class ModelPool(EvictionModel):
             self._holds.remove(block)
             self._release(block)
         self._drain_limbo()
-        self._publish_waiting()
+        if step.copies:
+            self._publish_waiting()
 
     def _pending_step(self, call: str, plan: ModelPlan) -> Step:
         if not isinstance(plan, ModelPlan):
