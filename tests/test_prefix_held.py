@@ -349,3 +349,109 @@ def test_committed_tells_where_the_next_commit_goes_on(Pool, Plan):
         pool.committed(first)
     plain = Pool(8, 4)
     assert plain.committed(plain.open()) == 0
+
+
+# ---- what is told ------------------------------------------------------------------------------------------
+
+
+class RowsOfABatchAreJudgedAlone(Unchecked):
+    """A row is judged by what was committed before the call."""
+
+    def _refuse_commit(self, seq: Any, row: list[int], told: Any) -> None:
+        super()._refuse_commit(seq, row, dict(self._block_tokens))
+
+
+@planted(RowsOfABatchAreJudgedAlone)
+def test_tokens_that_contradict_inside_one_commit_are_refused(Pool, Plan):
+    """As they are one after the other; those that agree are accepted."""
+    pool, _, backend, first, second = family(Pool, Plan)
+    before = pool.fingerprint(), pool.digest()
+    for rows in ([first, second], [second, first]):
+        with pytest.raises(ValueError, match=r"\[commit\]"):
+            pool.commit(rows, [*PROMPT[:4], *PROMPT[4:8], *PROMPT[:4], 9, 9, 9, 9])
+    assert (pool.fingerprint(), pool.digest()) == before
+    pool.commit([first, second], [*PROMPT[:8], *PROMPT[:8]])
+    pool.commit([first, second], [*PROMPT[8:], *PROMPT[8:11]], [4, 3])
+    with pytest.raises(ValueError, match=r"\[commit\]"):
+        pool.commit(second, [9])
+    assert backend.ask() == 12 and pool.prefix_stats().nodes == 3
+
+
+class NumbersRunOut(Unchecked):
+    """Before the numbers of nodes pass 32 bits, everything is flushed."""
+
+    def commit(self, *arguments: Any) -> None:
+        """Flush in good time."""
+        if self._next_uid > 2**32 - 2 * self.num_blocks:
+            self.flush()
+            self._next_uid = 1
+        super().commit(*arguments)
+
+
+@planted(NumbersRunOut)
+def test_node_numbers_pass_32_bits_and_nothing_is_forgotten(Pool, Plan):
+    """A long-lived sequence stays found and goes on to be indexed, and so does everything after it."""
+    for start in (2**31, 2**32, 2**48):
+        pool, plan, backend, first, _ = family(Pool, Plan, events=64)
+        pool.commit(first, PROMPT[:8])
+        if hasattr(pool, "_set_next_uid"):
+            pool._set_next_uid(start - 1)
+        else:
+            pool._next_uid = start - 1
+        assert backend.ask() == 8
+        pool.commit(first, PROMPT[8:])
+        assert backend.ask() == 12
+        pool.step(plan, [first], 8)
+        backend.execute(plan, [*range(8)])
+        pool.commit(first, [*range(8)])
+        assert backend.ask([*PROMPT, *range(8)]) == 20 and pool.prefix_stats().nodes == 5
+        assert [event[0] for event in pool.drain_events()] == ["stored"] * 5
+        other = pool.open([7] * 5, b"other")
+        pool.step(plan, [other], 4)
+        pool.done(plan)
+        pool.commit(other, [7] * 4)
+        assert pool.match([7] * 5, b"other") == 4 and pool.match([7] * 5) == 0
+        pool.check()
+
+
+class DigestWithoutTokens(ModelPool):
+    """The digest sees that there was a commit or a flush, not of what."""
+
+    def _chain(self, *words: Any) -> None:
+        super()._chain(words[0] if words[0] in ("commit", "flush") else words)
+
+
+@planted(DigestWithoutTokens)
+def test_digest_sees_the_tokens_of_a_commit(Pool, Plan):
+    """Ranks that sampled different tokens differ from that call on, and equal ones never do."""
+    digests = []
+    for tokens in (PROMPT, PROMPT, [*PROMPT[:11], 5], [PROMPT[1], PROMPT[0], *PROMPT[2:]], PROMPT[:11]):
+        pool, _, _, first, _ = family(Pool, Plan)
+        before = pool.digest()
+        pool.commit(first, tokens)
+        assert pool.digest() != before
+        digests.append(pool.digest())
+    assert digests[0] == digests[1] and len(set(digests)) == 4
+    pools = [family(Pool, Plan) for _ in range(2)]
+    for pool, _, _, first, _ in pools:
+        for token in PROMPT:
+            pool.commit(first, [token])
+    assert pools[0][0].digest() == pools[1][0].digest()
+
+
+@planted(DigestWithoutTokens)
+def test_digest_sees_the_namespace_of_a_flush(Pool, Plan):
+    """Of two that hold the same, the one or the other, or all."""
+    digests = []
+    for flushed in (b"a", b"b", None):
+        pool = Pool(16, 4, max_seqs=8, prefix_cache=True, seed=1)
+        plan = Plan(pool, 1, 8)
+        for namespace in (b"a", b"b"):
+            handle = pool.open(PROMPT, namespace)
+            pool.step(plan, [handle], 8)
+            pool.done(plan)
+            pool.commit(handle, PROMPT[:8])
+            pool.close(handle)
+        pool.flush(flushed)
+        digests.append(pool.digest())
+    assert len(set(digests)) == 3

@@ -402,7 +402,7 @@ def test_finalizer_calls_the_pool_whenever_the_collector_runs():
     threshold = gc.get_threshold()
     gc.set_threshold(1)
     try:
-        for i in range(300):
+        for i in range(1200):  # from 1,024 on, namespaces are swept
             Owner()
             pool.step(plan, handles, 1)
             pool.done(plan)
@@ -411,5 +411,5 @@ def test_finalizer_calls_the_pool_whenever_the_collector_runs():
     finally:
         gc.set_threshold(*threshold)
     gc.collect()
-    assert len(closed) == 300 and pool.stats().sequences == 8
+    assert len(closed) == 1200 and pool.stats().sequences == 8
     pool.check()

@@ -15,15 +15,24 @@ import numpy as np
 MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1
 
 
-def own(value: Any) -> Any:
+def own(call: str, value: Any) -> Any:
     """Return the argument as the call's own: ints for what has an ``__index__``, copies of lists and arrays.
 
     What no call accepts stays as it is, and is refused where its turn comes.
+
+    Raises
+    ------
+    ValueError
+        A list changed its length while its items were read.
     """
     if isinstance(value, np.ndarray):
         return value.copy() if value.flags.c_contiguous and value.flags.aligned else value
     if isinstance(value, list | tuple):
-        return [own(item) for item in value]
+        length = len(value)
+        items = [own(call, item) for item in value]
+        if len(items) != length or len(value) != length:
+            raise ValueError(f"[{call}] a list changed its length while it was read ({length})")
+        return items
     if hasattr(value, "__index__") and not isinstance(value, bool | np.bool_):
         return operator.index(value)
     return value

@@ -78,8 +78,8 @@ def public_call(method: Callable) -> Callable:
     def call(self: BlockModel, *arguments: Any, **options: Any) -> Any:
         name = method.__name__.lstrip("_")
         self._refuse_closed(name)
-        arguments = tuple(args.own(value) for value in arguments)
-        options = {key: args.own(value) for key, value in options.items()}
+        arguments = tuple(args.own(name, value) for value in arguments)
+        options = {key: args.own(name, value) for key, value in options.items()}
         self._refuse_closed(name)
         self._drain()
         return method(self, *arguments, **options)
