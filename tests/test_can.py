@@ -67,9 +67,10 @@ def test_can_says_what_step_would_whatever_the_rows_ask_for(Pool, Plan):
 def cpu_seconds(call: Any) -> float:
     """The best of some rounds, in CPU time."""
     best = float("inf")
-    for _ in range(20):
+    for _ in range(40):
         start = time.process_time()
-        call()
+        for _ in range(10):
+            call()
         best = min(best, time.process_time() - start)
     return max(best, 1e-6)
 
@@ -81,4 +82,4 @@ def test_can_with_a_first_row_of_no_tokens_costs_what_it_costs_otherwise(Pool, P
     ones = np.ones(ROWS, np.int32)
     zero_first = ones.copy()
     zero_first[0] = 0
-    assert cpu_seconds(lambda: pool.can(handles, zero_first)) < 8 * cpu_seconds(lambda: pool.can(handles, ones))
+    assert cpu_seconds(lambda: pool.can(handles, zero_first)) < 1.6 * cpu_seconds(lambda: pool.can(handles, ones))

@@ -124,13 +124,14 @@ def test_store_of_the_cpu_backend_is_free_in_a_child():
 EVENTS = """
     import itertools, time
 
-    pool = Pool(128, 4, max_seqs=4, prefix_cache=True, events=256, in_order=True)
-    plan = Plan(pool, 1, 512)
+    SIZE = 2048                         # tokens of a block: to hash them takes a while
+    pool = Pool(128, SIZE, max_seqs=4, prefix_cache=True, events=256, in_order=True)
+    plan = Plan(pool, 1, 100 * SIZE)
 
     def tell(k):
-        tokens = np.arange(400, dtype=np.int32) + 1000 * k
+        tokens = np.arange(100 * SIZE, dtype=np.int32) + 1000 * k
         handle = pool.open(tokens)
-        pool.step(plan, [handle], 400)
+        pool.step(plan, [handle], 100 * SIZE)
         pool.commit(handle, tokens)
         pool.close(handle)
 

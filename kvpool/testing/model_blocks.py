@@ -258,14 +258,14 @@ class BlockModel:
 
     def alloc(self, n: int | None = None, out: np.ndarray | None = None) -> int | np.ndarray:
         """Take one block and return its id, or `n` blocks as int32 ``[n]``; raw = refcount = 1."""
-        blocks = self._alloc(n, lambda count: out is None or args.check_out("alloc", out, count))
+        blocks = self._alloc(n, lambda count: None if out is None else args.check_out("alloc", out, count))
         if out is not None:
             out[: len(blocks)] = blocks
             return out
         return blocks[0] if n is None else np.array(blocks, np.int32)
 
     @public_call
-    def _alloc(self, n: int | None, check_out: Callable[[int], Any]) -> list[int]:
+    def _alloc(self, n: int | None, check_out: Callable[[int], None]) -> list[int]:
         count = 1 if n is None else args.count("alloc", "n", n)
         check_out(count)
         if count > self._available():

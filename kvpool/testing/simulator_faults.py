@@ -376,10 +376,10 @@ class PendingCompacted(ModelPool):
 class LeftoversCommitted(ModelPool):
     """What is left of a sequence may be committed, as if it were the beginning of a prompt."""
 
-    def _refuse_commit(self, seq: Any, row: list[int]) -> None:
+    def _refuse_commit(self, seq: Any, row: list[int], told: dict[int, tuple[int, ...]]) -> None:
         """Not where tokens left."""
         if not seq.evicted:
-            super()._refuse_commit(seq, row)
+            super()._refuse_commit(seq, row, told)
 
 
 class CopyIsPublished(ModelPool):
