@@ -75,3 +75,27 @@ class Unchecked(ModelPool):
 
     def check(self):
         """See nothing."""
+
+
+def planted(*bugs, model=True):
+    """Run ``test(Pool, Plan)`` on kvpool and on the sound model; on every planted bug it has to fail.
+
+    Like `row`, for tests that are no rows of docs/regressions.md.
+    """
+    assert bugs, "a test that cannot fail says nothing"
+    subjects = [KVPOOL, *([MODEL] if model else []), *map(_subject, bugs)]
+
+    def decorate(test):
+        @pytest.mark.parametrize("subject", subjects, ids=lambda subject: subject.name)
+        def run(core, subject):
+            parts = {"Pool": core.Pool, "Plan": core.Plan} | subject.parts
+            if not subject.is_faulty:
+                test(**parts)
+                return
+            with pytest.raises(CONVICTIONS):
+                test(**parts)
+
+        run.__name__, run.__doc__ = test.__name__, test.__doc__
+        return run
+
+    return decorate

@@ -119,3 +119,55 @@ def test_grandchild_too():
 @pytest.mark.skipif(sys.platform == "darwin", reason="frameworks of macOS do not survive a fork with threads")
 def test_store_of_the_cpu_backend_is_free_in_a_child():
     run(POOL, STORE)
+
+
+EVENTS = """
+    import itertools, time
+
+    SIZE = 2048                         # tokens of a block: to hash them takes a while
+    pool = Pool(128, SIZE, max_seqs=4, prefix_cache=True, events=256, in_order=True)
+    plan = Plan(pool, 1, 100 * SIZE)
+
+    def tell(k):
+        tokens = np.arange(100 * SIZE, dtype=np.int32) + 1000 * k
+        handle = pool.open(tokens)
+        pool.step(plan, [handle], 100 * SIZE)
+        pool.commit(handle, tokens)
+        pool.close(handle)
+
+    def told():
+        # Whatever was not drained before the fork is there, or is said to be lost.
+        events = [*pool.drain_events(), *itertools.chain(*drained)]
+        stored = sum(event[0] == "stored" for event in events)
+        assert stored + sum(event[1] for event in events if event[0] == "lost") == 100, (stored, events[:1])
+
+    for k in range(40):
+        pool.reset()
+        pool.drain_events()
+        drained = []                    # as soon as the call returns, without a chance to fork in between
+        thread = threading.Thread(target=lambda: drained.extend(map(Pool.drain_events, [pool])))
+        tell(k)
+        thread.start()
+        time.sleep(k % 5 / 1000)
+        status = in_a_child(told)
+        thread.join()
+        assert status == 0, k
+"""
+SLOW_DRAIN = """
+    import kvpool, time
+
+    class Pool(kvpool.Pool):
+        def drain_events(self):
+            events = super().drain_events()
+            time.sleep(0.01)            # a child that is forked now finds neither the events nor that they are lost
+            return events
+"""
+
+
+def test_child_forked_while_events_are_drained_has_them_or_is_told():
+    run(POOL, EVENTS)
+
+
+def test_events_that_vanish_in_a_fork_are_noticed():
+    with pytest.raises(AssertionError, match="AssertionError"):
+        run(POOL, SLOW_DRAIN, EVENTS)

@@ -151,6 +151,51 @@ class CanonicalLeaks(Unchecked):
         self._held_canonicals = held
 
 
+class CopyIsPublished(Unchecked):
+    """What a row says is in a block can be found before the copy that brings it has run."""
+
+    def _publish(self, seq: Sequence) -> None:
+        pending, self._pending = self._pending, []
+        super()._publish(seq)
+        self._pending = pending
+
+
+class WaitingIsForgotten(Unchecked):
+    """Blocks that were held back are not published when their step has passed."""
+
+    def _publish_waiting(self) -> None:
+        """Publish nothing."""
+
+
+class WaitingIsPassed(Unchecked):
+    """A block behind one that is held back does not wait for it."""
+
+    def _publish(self, seq: Sequence) -> None:
+        super()._publish(seq)
+        published, seq.published = seq.published, seq.published + 1
+        super()._publish(seq)
+        seq.published = max(published, min(seq.published, len(seq.tokens) // self.block_size))
+
+
+class HeldIsKeptByRollback(Unchecked):
+    """A copy that never ran stays committed, and its row goes on as if it had."""
+
+    def rollback(self, plan: Any) -> None:
+        """Restore everything but what was committed."""
+        held, tokens = set(self._held_back), dict(self._block_tokens)
+        super().rollback(plan)
+        for block in held - self._held_back:
+            self._committed.add(block)
+            self._block_tokens[block] = tokens[block]
+
+
+class RowsOfABatchAreJudgedAlone(Unchecked):
+    """Two rows of one commit may tell different tokens of a block that they share."""
+
+    def _refuse_commit(self, seq: Sequence, row: list[int], told: dict[int, tuple[int, ...]]) -> None:
+        super()._refuse_commit(seq, row, dict(self._block_tokens))
+
+
 class StatsCountRefused(Unchecked):
     """A request that does not fit is counted as a query."""
 
@@ -172,7 +217,9 @@ def test_machine_broken_prefix_cache_is_convicted_by_the_model(pool: type) -> No
     convict(pool, (ModelPool, ModelPlan))
 
 
-@pytest.mark.parametrize("pool", [ParentIsNotCompared, NamespaceIgnored, EvictedIsFound, HitStaysEvictable])
+@pytest.mark.parametrize(
+    "pool", [ParentIsNotCompared, NamespaceIgnored, EvictedIsFound, HitStaysEvictable, CopyIsPublished]
+)
 def test_machine_wrong_hit_is_convicted_by_its_content_alone(pool: type) -> None:
     found = [str(convict(pool, (pool, ModelPlan), seed=1))]
     while "content:" not in found[-1] and len(found) < 8:  # what broke in its own way first says nothing of the content

@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+from catalogue import planted
 
 from kvpool.errors import PlanStateError
+from kvpool.testing import ModelPlan
 
 
 def test_bound_arrays_receive_what_the_step_writes(make_pool, make_plan):
@@ -195,3 +197,59 @@ def test_plan_refuses_bad_options(core, make_pool, refused, case):
 def test_plan_needs_a_pool(core, not_a_pool):
     with pytest.raises(TypeError):
         core.Plan(not_a_pool, 4)
+
+
+class WritesWhereItWas(ModelPlan):
+    """A plan trusts that an array stays where it was bound."""
+
+    def _refuse_moved(self, call):
+        """Look at nothing."""
+
+
+RESIZES = {
+    "smaller": lambda array: array.resize((1, 1), refcheck=False),
+    "larger": lambda array: array.resize((512, 512), refcheck=False),
+    "reshaped": lambda array: setattr(array, "shape", (4, 2)),
+}
+
+
+@planted(WritesWhereItWas)
+def test_bound_array_that_was_resized_is_refused_before_anything_is_written(Pool, Plan):
+    """NumPy resizes an array behind a held buffer when it is asked to; its memory is somebody else's then."""
+    calls = {
+        "step": lambda pool, plan, handle: pool.step(plan, [handle], 1),
+        "reserve": lambda pool, plan, handle: pool.reserve(plan, [handle], 1),
+        "unshare": lambda pool, plan, handle: pool.unshare(plan, [handle], 0),
+    }
+    for name, call in calls.items():
+        for resize in RESIZES.values():
+            pool = Pool(16, 4, max_seqs=4, seed=1)
+            tables, handle = np.zeros((2, 4), np.int32), pool.open(4)
+            plan = Plan(pool, 2, 8, table_width=4, out={"block_tables": tables})
+            before = pool.fingerprint(), pool.digest()
+            resize(tables)
+            with pytest.raises(BufferError, match=rf"\[{name}\] .*block_tables"):
+                call(pool, plan, handle)
+            assert (pool.fingerprint(), pool.digest()) == before and not plan.is_pending
+            again = np.zeros((2, 4), np.int32)
+            plan.bind(block_tables=again)
+            call(pool, plan, handle)
+            assert again[0, 0] == 1
+            pool.check()
+
+
+@planted(WritesWhereItWas)
+def test_array_bound_later_and_resized_is_refused_too(Pool, Plan):
+    """A plan that ran well yesterday looks again today."""
+    pool = Pool(16, 4, max_seqs=4, seed=1)
+    lens, handle = np.zeros(2, np.int32), pool.open(4)
+    plan = Plan(pool, 2, 8)
+    pool.step(plan, [handle], 1)
+    pool.done(plan)
+    plan.bind(seq_lens=lens)
+    pool.step(plan, [handle], 1)
+    pool.done(plan)
+    lens.resize(4096, refcheck=False)
+    with pytest.raises(BufferError, match=r"\[step\] .*seq_lens"):
+        pool.step(plan, [handle], 1)
+    assert pool.num_tokens(handle) == 2

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from kvpool import errors
 
 Attempt = tuple[Any, Any]
@@ -152,6 +154,46 @@ def wrong_type(facts: Facts) -> Attempt:
     return TypeError, calls[facts.c % len(calls)]
 
 
+def misaligned(facts: Facts) -> Attempt:
+    """Memory that begins at an odd address."""
+    pool, handle = facts.pool, (facts.live or [0])[0]
+    memory = bytearray(24)
+    at = 1 - (np.frombuffer(memory, np.uint8).ctypes.data & 1)
+    view = memoryview(memory)[at : at + 16].cast("q")
+    view[0] = view[1] = handle if facts.c % 4 < 2 else facts.block
+    calls: list[Callable[[], Any]] = [
+        lambda: pool.close(view[:1]),
+        lambda: pool.can(view[:1]),
+        lambda: pool.incref(view[:1]),
+        lambda: pool.decref(view),
+    ]
+    return ValueError, calls[facts.c % len(calls)]
+
+
+class _Shortens:
+    """A number that takes items from the list that it is read from."""
+
+    def __init__(self, batch: list[Any], number: int) -> None:
+        self.batch, self.number = batch, number
+
+    def __index__(self) -> int:
+        del self.batch[1:]
+        return self.number
+
+
+def list_that_changes(facts: Facts) -> Attempt:
+    """A list that is shorter when it has been read than when the call began."""
+    pool, batch = facts.pool, [0, 0, 0]
+    batch[0] = _Shortens(batch, (facts.live or [0])[0])  # type: ignore[call-overload]
+    calls: list[Callable[[], Any]] = [
+        lambda: pool.close(batch),
+        lambda: pool.can(batch),
+        lambda: pool.incref(batch),
+        lambda: pool.truncate(batch, 0),
+    ]
+    return ValueError, calls[facts.c % len(calls)]
+
+
 def plan_pending(facts: Facts) -> Attempt:
     """A step on a plan that is pending."""
     if not facts.queue:
@@ -194,5 +236,5 @@ def bad_padding(facts: Facts) -> Attempt:
 MISUSES = (
     *(stale, foreign, negative, duplicate, block_out_of_range, block_reserved, block_twice, block_of_a_sequence),
     *(block_unreferenced, negative_count, wrong_type, plan_pending, plan_idle, rollback_of_an_older, too_many_rows),
-    bad_padding,
+    *(bad_padding, misaligned, list_that_changes),
 )

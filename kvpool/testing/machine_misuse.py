@@ -120,6 +120,35 @@ def handles_of_wrong_form(machine: PoolMachine, pick: int) -> Call:
     return lambda side: side.pool.close(form(side.handle(name)))
 
 
+class Shortens:
+    """A number that takes items from the list that it is read from."""
+
+    def __init__(self, batch: list[Any], number: int) -> None:
+        self.batch, self.number = batch, number
+
+    def __index__(self) -> int:
+        del self.batch[1:]
+        return self.number
+
+
+def list_that_changes(machine: PoolMachine, pick: int) -> Call:
+    """A list that is shorter when it has been read than when the call began."""
+    name = machine.opened()[0] if machine.any_open() else 0
+    calls: tuple[Callable[[Side, Any], Any], ...] = (
+        lambda side, batch: side.pool.close(batch),
+        lambda side, batch: side.pool.can(batch),
+        lambda side, batch: side.pool.truncate(batch, 0),
+        lambda side, batch: side.pool.incref(batch),
+    )
+
+    def make(side: Side) -> Any:
+        batch: list[Any] = [0, 0, 0]
+        batch[0] = Shortens(batch, side.handle(name))
+        return calls[pick % len(calls)](side, batch)
+
+    return make
+
+
 def pending_plan(machine: PoolMachine, pick: int) -> Call | None:
     """A plan whose step is not through, noted or not."""
     pending = [i for i, plan in enumerate(machine.pair.oracle.plans) if plan.is_pending]
@@ -356,6 +385,7 @@ MISUSE: dict[str, Callable[[PoolMachine, int], Call | None]] = {
         handle_out_of_range,
         duplicate_handles,
         handles_of_wrong_form,
+        list_that_changes,
         pending_plan,
         idle_plan,
         plan_of_another_pool,

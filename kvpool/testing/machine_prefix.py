@@ -1,8 +1,9 @@
 """The prefix cache's part of `kvpool.testing.machine`: prompts that share prefixes, and what a hit must hold.
 
 The judges are the same two. `ModelPool` predicts every hit, and `PrefixContent` knows for every stamp ever written
-which prefix of which namespace it ends: a hit is read from the memory of the fake backend and must be exactly the
-tokens that were asked for, written in this namespace since its last flush.
+which prefix of which namespace it ends: a hit is read from both memories of the fake backend and must be exactly the
+tokens that were asked for, written in this namespace since its last flush. In the late memory only what is done was
+executed: a hit on a copy that is still pending reads poison there, whether it is rolled back or not.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 from hypothesis import strategies as st
-from hypothesis.stateful import rule
+from hypothesis.stateful import invariant, rule
 
 from kvpool.testing.machine import PoolMachine, _some, counts, picks, small, which_plan
 from kvpool.testing.machine_content import Content
@@ -22,6 +23,11 @@ NOBODYS = 2**31 - 1  # a token that no prompt has
 NAMESPACES = (b"", b"", b"", b"a", b"b")
 namespaces = st.sampled_from(NAMESPACES)
 styles = st.sampled_from([0, 0, 0, 1, 2, 3])
+#: What a family of one prompt does while plans are in flight.
+FAMILY_ACTS = (
+    *("commit", "commit", "commit", "rollback", "rollback", "ask", "ask", "ask", "done"),
+    *("unshare", "fork", "step", "reserve", "truncate", "close", "contradict"),
+)
 WRONG_TOKENS: tuple[Any, ...] = (
     [-1],
     [0, 2**31],
@@ -74,11 +80,14 @@ class PrefixContent(Content):
 
     def found(self, handle: int, table: list[int], length: int) -> None:
         """The sequence came with `length` cached tokens: they must be what its prompt says."""
-        stamps = [self.now[slot] for slot in self._context(table, length)]
+        slots = self._context(table, length)
+        stamps = [self.now[slot] for slot in slots]
         prompt, space = tuple(self.script[handle][0]), self.space[handle]
-        for position, stamp in enumerate(stamps):
+        for position, slot in enumerate(slots):
             due = space, prompt[: position + 1]
-            assert self.ends.get(stamp) == due, f"content: a hit holds {self.ends.get(stamp)}, asked was {due}"
+            for memory in (self.now, self.late):
+                held = self.ends.get(memory[slot])
+                assert held == due, f"content: a hit holds {held}, asked was {due}"
         self.stamps[handle] = [stamp for stamp in stamps if stamp is not None]
         self.tokens[handle] = list(prompt[:length])
         self.committed[handle] = length
@@ -163,6 +172,16 @@ class PrefixMachine(PoolMachine):
     content: PrefixContent
     # No different on pools with a prefix cache: they leave their turns to the rules below.
     generate = misuse = step_padded = None  # type: ignore[assignment]
+
+    @invariant()
+    def everything_agrees(self) -> None:
+        """Also how much of every sequence is committed."""
+        is_quiet = self.quiet
+        super().everything_agrees()
+        for name in () if is_quiet else self.opened():
+            for side in (self.pair.test, self.pair.oracle):
+                got, due = side.pool.committed(side.handle(name)), self.content.committed[name]
+                assert got == due, f"committed of {name}: {got}, due {due}"
 
     # ---- helpers ------------------------------------------------------------------------------------------
 
@@ -323,6 +342,77 @@ class PrefixMachine(PoolMachine):
         self.everything_agrees()
         self._grow(index, names[1:], [len(prompt) + self.block_size])
         self._commit(names[1:])
+
+    @rule(
+        style=styles,
+        blocks=st.integers(1, 3),
+        more=st.integers(0, 1),
+        index=which_plan,
+        acts=st.lists(st.tuples(st.sampled_from(FAMILY_ACTS), small), min_size=3, max_size=8),
+    )
+    def family(self, style: int, blocks: int, more: int, index: int, acts: list[tuple[str, int]]) -> None:
+        """A prompt is computed and forked; copies are made, told and undone in any order, and others ask for it."""
+        self._forget_deferred()
+        prompt = self._prompt(style, blocks * self.block_size + more)
+        first = self._open_prompt(prompt, style, b"")
+        if first is None:
+            return
+        self._grow(index, [first], [len(prompt)])
+        members = [first, *self._fork(first, 1)]
+        for act, pick in [("unshare", 0), *acts]:
+            self.everything_agrees()
+            members = [name for name in members if name in self.content.stamps]
+            if act == "ask":
+                name = self._open_prompt([*prompt, 0], style, b"")
+                members += [] if name is None else [name]
+            elif act in ("rollback", "done") and self.before:
+                (self.rollback if act == "rollback" else self.done)(0)
+            elif members:
+                name = members[pick % len(members) if pick % 3 == 0 else 0]  # mostly to one of them
+                members += self._family_act(act, index, name, pick) or []
+
+    def _family_act(self, act: str, index: int, name: int, pick: int) -> list[int] | None:
+        length, index = len(self.content.stamps[name]), self._idle_plan(index)
+        if act == "unshare":
+            keep = [max(0, length - 1 - pick // 8)]
+            rows, first = [name], pick % 2
+            self._start(index, rows, lambda side, plan: side.pool.unshare(plan, side.batch(rows, True), keep, first))
+        elif act == "commit":
+            self._commit([name])
+        elif act == "step":
+            self._step(index, [name], 1 + pick % 3)
+        elif act == "reserve":
+            self._start(index, [name], lambda side, plan: side.pool.reserve(plan, side.batch([name], True), 1 + pick))
+        elif act == "truncate":
+            self._truncate([name], [max(0, length - 1 - pick % 4)])
+        elif act == "close":
+            self._close_one(name)
+        elif act == "fork":
+            return self._fork(name, 1)
+        elif act == "contradict":
+            self._contradict(name)
+        return None
+
+    def _contradict(self, name: int) -> None:
+        """Two rows of one commit tell different tokens of a block that they share."""
+        self._read_tables(self.opened())
+        content, bs = self.content, self.block_size
+        start = content.committed[name]
+        full = range(bs - 1, start + self._done_amounts([name])[0], bs)  # where blocks end
+        others = [other for other in self.opened() if other != name and content.committed[other] == start]
+        both = [
+            (other, end)
+            for other in others
+            for end in full
+            if start <= end < start + self._done_amounts([other])[0]
+            and self.tables[name][end // bs] == self.tables[other][end // bs]
+        ]
+        if both:
+            other, end = both[0]
+            told = content.tokens[name][start : end + 1]
+            form = self._form([*told, *told[:-1], told[-1] + 1])
+            got = self.both(lambda side: side.pool.commit(side.batch([name, other], True), form))
+            assert got is RAISED, "one block was told two different tokens in one commit"
 
     @rule(style=styles, blocks=st.integers(0, 6), namespace=namespaces)
     def pin(self, style: int, blocks: int, namespace: bytes) -> None:

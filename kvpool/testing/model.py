@@ -98,6 +98,7 @@ class ModelPool(EvictionModel):
             raise ValueError(f"[{call}] the plan belongs to another pool")
         if plan.is_pending:
             raise PlanStateError(f"[{call}] the plan is pending (step {plan.step_id}), done or rollback is due")
+        plan._refuse_moved(call)
 
     def _shape(self, pad_to: Any, plan: ModelPlan, num_rows: int) -> tuple[int, int] | None:
         if pad_to is None:
@@ -227,13 +228,15 @@ class ModelPool(EvictionModel):
             self._pass(step)
 
     def _pass(self, step: Step) -> None:
-        """The oldest pending step is through: its holds go, then limbo drains."""
+        """The oldest pending step is through: its holds go, limbo drains, and what waited for it is published."""
         self._pending.remove(step)
         step.plan._pending = False
         for block in step.held():
             self._holds.remove(block)
             self._release(block)
         self._drain_limbo()
+        if step.copies:
+            self._publish_waiting()
 
     def _pending_step(self, call: str, plan: ModelPlan) -> Step:
         if not isinstance(plan, ModelPlan):
@@ -266,6 +269,8 @@ class ModelPool(EvictionModel):
                 raise PlanStateError(f"[rollback] a fork of a row made after the step is open ({seq.handle})")
         self._pending.pop()
         plan._pending = False
+        for block in self._held_back & {dst for _, dst, _ in step.copies}:  # it will never hold what its row said
+            self._blank_committed(block)
         for row in reversed(step.rows):
             self._undo(row)
         plan._carry(len(step.rows))

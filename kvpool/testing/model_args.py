@@ -1,6 +1,7 @@
 """How `kvpool.testing.model` reads its arguments: types first, then values, then duplicates.
 
-Nothing here looks at the state of a pool.
+Nothing here looks at the state of a pool. `own` comes first, before the call is judged: nothing that the caller's
+code or another thread does afterwards to an argument changes what the call was given.
 """
 
 from __future__ import annotations
@@ -12,6 +13,29 @@ from typing import Any
 import numpy as np
 
 MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1
+
+
+def own(call: str, value: Any) -> Any:
+    """Return the argument as the call's own: ints for what has an ``__index__``, copies of lists and arrays.
+
+    What no call accepts stays as it is, and is refused where its turn comes.
+
+    Raises
+    ------
+    ValueError
+        A list changed its length while its items were read.
+    """
+    if isinstance(value, np.ndarray):
+        return value.copy() if value.flags.c_contiguous and value.flags.aligned else value
+    if isinstance(value, list | tuple):
+        length = len(value)
+        items = [own(call, item) for item in value]
+        if len(items) != length or len(value) != length:
+            raise ValueError(f"[{call}] a list changed its length while it was read ({length})")
+        return items
+    if hasattr(value, "__index__") and not isinstance(value, bool | np.bool_):
+        return operator.index(value)
+    return value
 
 
 def integer(call: str, name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
@@ -41,6 +65,8 @@ def _array(call: str, name: str, values: np.ndarray, dtypes: tuple[str, ...]) ->
         raise ValueError(f"[{call}] {name} has {values.ndim} dimensions, 1 is needed")
     if not values.flags.c_contiguous:
         raise ValueError(f"[{call}] {name} is not contiguous")
+    if not values.flags.aligned:
+        raise ValueError(f"[{call}] {name} is not aligned")
     return values.tolist()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.errors import ConcurrentUse, DoubleFree, KVPoolError, OutOfBlocks, PoolClosed
+from kvpool.errors import DoubleFree, KVPoolError, OutOfBlocks, PoolClosed
 from kvpool.testing import model_args as args
 from kvpool.testing.model_plan import ModelPlan
 
@@ -35,6 +35,7 @@ class Sequence:
     #: what `commit` and the prefix cache know, see `kvpool.testing.model_prefix`
     root: int | None = None
     tokens: list[int] = field(default_factory=list)
+    published: int = 0  #: how many of its full blocks the index was offered
     #: (step, done tokens) when it was forked from a row of a pending step
     forked_in: tuple[int, int] | None = None
     #: tokens that left; `num_tokens` are those that are there, and positions go on from the sum of both
@@ -68,20 +69,20 @@ class Step:
 
 
 def public_call(method: Callable) -> Callable:
-    """Every public call: refuse a closed or busy pool, drain the deferred closes, then run."""
+    """Every public call: read the arguments, refuse a closed pool, drain the deferred closes, then run.
+
+    Reading may run the caller's code; a call that this code makes is an earlier call.
+    """
 
     @functools.wraps(method)
     def call(self: BlockModel, *arguments: Any, **options: Any) -> Any:
-        if self._closed:
-            raise PoolClosed(f"[{method.__name__}] the pool was shut down")
-        if self._busy:
-            raise ConcurrentUse(f"[{method.__name__}] another call is inside the pool")
-        self._busy = True
-        try:
-            self._drain()
-            return method(self, *arguments, **options)
-        finally:
-            self._busy = False
+        name = method.__name__.lstrip("_")
+        self._refuse_closed(name)
+        arguments = tuple(args.own(name, value) for value in arguments)
+        options = {key: args.own(name, value) for key, value in options.items()}
+        self._refuse_closed(name)
+        self._drain()
+        return method(self, *arguments, **options)
 
     return call
 
@@ -144,7 +145,7 @@ class BlockModel:
         self.watermark = watermark
         self.in_order = in_order
         self._tag = self._take_tag()
-        self._closed = self._busy = False
+        self._closed = False
         self._next_step = 1
         self._generations: dict[int, int] = {}
         counted = ("cow_copies", "cow_tokens", "allocs", "evictions", "peak_used", "evicted_tokens")
@@ -173,6 +174,10 @@ class BlockModel:
         self._sequences: dict[int, Sequence] = {}  # slot -> sequence
         self._free_slots = deque(s for s in range(self.max_seqs) if self._generations.get(s, 0) <= MAX_GENERATION)
         self._pending: list[Step] = []  # oldest first
+
+    def _refuse_closed(self, call: str) -> None:
+        if self._closed:
+            raise PoolClosed(f"[{call}] the pool was shut down")
 
     def _drain(self) -> None:
         """Close the sequences whose close was deferred."""
@@ -251,12 +256,18 @@ class BlockModel:
             limbo=len(self._limbo),
         )
 
-    @public_call
     def alloc(self, n: int | None = None, out: np.ndarray | None = None) -> int | np.ndarray:
         """Take one block and return its id, or `n` blocks as int32 ``[n]``; raw = refcount = 1."""
-        count = 1 if n is None else args.count("alloc", "n", n)
+        blocks = self._alloc(n, lambda count: None if out is None else args.check_out("alloc", out, count))
         if out is not None:
-            args.check_out("alloc", out, count)
+            out[: len(blocks)] = blocks
+            return out
+        return blocks[0] if n is None else np.array(blocks, np.int32)
+
+    @public_call
+    def _alloc(self, n: int | None, check_out: Callable[[int], None]) -> list[int]:
+        count = 1 if n is None else args.count("alloc", "n", n)
+        check_out(count)
         if count > self._available():
             self._out_of_blocks("alloc", count)
         blocks = []
@@ -264,10 +275,7 @@ class BlockModel:
             blocks.append(self._take())
             self._raw[blocks[-1]] = 1
         self._chain("alloc", *blocks)
-        if out is not None:
-            out[:count] = blocks
-            return out
-        return blocks[0] if n is None else np.array(blocks, np.int32)
+        return blocks
 
     @public_call
     def incref(self, ids: Any) -> None:

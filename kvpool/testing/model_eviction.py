@@ -102,7 +102,7 @@ class EvictionModel(PrefixModel):
         seq.evicted += n
         seq.num_tokens -= n
         seq.epoch += 1
-        seq.root, seq.tokens = None, []
+        seq.root, seq.tokens, seq.published = None, [], 0
         self._counters["evicted_tokens"] += n
 
     @public_call

@@ -36,6 +36,11 @@ ROW_FORMATS = {"block_tables", "csr", "kv_slots", "page_batch_info"}
 SLOT_ARRAYS = {"slot_mapping", "kv_slots", "kv_slots_ragged"}
 
 
+def _place(array: np.ndarray) -> tuple[int, tuple[int, ...]]:
+    """Where the memory of an array is, and its shape."""
+    return array.__array_interface__["data"][0], array.shape
+
+
 class ModelPlan:
     """The arrays that one step fills; same constructor, attributes and errors as `kvpool.Plan`.
 
@@ -89,6 +94,7 @@ class ModelPlan:
         self._dtypes = self._array_dtypes(dtype)
         self._pads = self._array_pads(pad)
         self._base = {n: np.full(s, self._pads.get(n, 0), self._dtypes[n]) for n, s in self._shapes.items()}
+        self._bound: dict[str, tuple[int, tuple[int, ...]]] = {}  # where the arrays of others were
         self._views: dict[str, np.ndarray] = {}
         # row -> (handle, epoch, blocks written); None if carried; rows that show padding are not in it
         self._memory: dict[int, tuple[int, int, int] | None] = dict.fromkeys(range(self.max_rows))
@@ -193,11 +199,18 @@ class ModelPlan:
                 if np.may_share_memory(base[one], base[other]):
                     raise ValueError(f"[{call}] {one} overlaps {other}")
         self._base = base
+        self._bound.update((name, _place(array)) for name, array in arrays.items())
         for name in arrays:
             if name in self._views:
                 self._views[name] = base[name][: len(self._views[name])]
         if arrays:
             self._carry(self.max_rows)
+
+    def _refuse_moved(self, call: str) -> None:
+        """Refuse to write into an array that was resized since it was bound."""
+        for name, place in self._bound.items():
+            if _place(self._base[name]) != place:
+                raise BufferError(f"[{call}] {name} was resized while it is bound, bind it again")
 
     # ---- what a step writes -------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """The prefix half of `kvpool.testing.model`: which committed blocks are indexed, and who finds them.
 
 It follows ``docs/prefix.md`` and has no hash: a node is an entry of a dict under (uid of its parent, its tokens), and
-everything else (which block is canonical, who is alive) is looked up there when it is needed.
+everything else (which block is canonical, who is alive) is looked up there when it is needed. A block that `commit`
+filled is *held back* until its row may publish it: nobody finds it, and what is behind it waits.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class PrefixModel(SequenceModel):
         self._nodes: dict[tuple[int, tuple[int, ...]], Node] = {}  # (uid of the parent, tokens) -> node
         self._stands_for: dict[int, int] = {}  # committed block -> uid of its node, its own or its canonical block's
         self._block_tokens: dict[int, tuple[int, ...]] = {}  # committed block -> what it was committed with
+        self._held_back: set[int] = set()  # committed blocks that the index was not offered yet
         self._held_canonicals: dict[int, int] = {}  # duplicate -> canonical block that it holds
         self._cached_at: dict[int, int] = {}  # evictable block -> blocks taken before it became that
 
@@ -125,7 +127,7 @@ class PrefixModel(SequenceModel):
         length = len(hits) * self.block_size
         self._gaps += [self._counters["allocs"] - self._cached_at[b] for b in hits if b in self._cached_at]
         seq = self._create(length, list(hits))
-        seq.root, seq.tokens = self._root(namespace), tokens[:length]
+        seq.root, seq.tokens, seq.published = self._root(namespace), tokens[:length], len(hits)
         for block in hits:
             self._touch(block)
         for _ in range(need):
@@ -224,18 +226,21 @@ class PrefixModel(SequenceModel):
         lengths = self._row_counts(counts, len(names), len(given))
         batch = [self._sequence("commit", name) for name in names]
         rows = []
+        told = dict(self._block_tokens)  # as if the rows before had been committed
         for seq, count in zip(batch, lengths, strict=True):
             row, given = given[:count], given[count:]
-            self._refuse_commit(seq, row)
+            self._refuse_commit(seq, row, told)
             rows.append(row)
         for seq, row in zip(batch, rows, strict=True):
             first = len(seq.tokens) // self.block_size
             seq.tokens += row
             for i in range(first, len(seq.tokens) // self.block_size):
-                self._commit_block(seq, i)
+                self._commit_block(seq.table[i], self._block_of(seq.tokens, i))
+            self._publish(seq)
         self._chain("commit", *map(self._local, names), *rows)
 
-    def _refuse_commit(self, seq: Sequence, row: list[int]) -> None:
+    def _refuse_commit(self, seq: Sequence, row: list[int], told: dict[int, tuple[int, ...]]) -> None:
+        """Refuse tokens that are not computed, or that contradict what was `told` of a block; adds to `told`."""
         known = seq.tokens + row
         if row and seq.evicted:
             raise ValueError(f"[commit] tokens were evicted from {seq.handle}, it commits no more")
@@ -244,16 +249,36 @@ class PrefixModel(SequenceModel):
                 f"[commit] {len(known)} tokens would be committed, {self._done_length(seq)} are done ({seq.handle})"
             )
         for i in range(len(seq.tokens) // self.block_size, len(known) // self.block_size):
-            was = self._block_tokens.get(seq.table[i])
-            if was is not None and was != self._block_of(known, i):
+            if told.setdefault(seq.table[i], self._block_of(known, i)) != self._block_of(known, i):
                 raise ValueError(f"[commit] block {seq.table[i]} was committed with other tokens ({seq.handle})")
 
-    def _commit_block(self, seq: Sequence, i: int) -> None:
+    def _commit_block(self, block: int, tokens: tuple[int, ...]) -> None:
+        """The block is full and known: immutable from now on, and held back until a row publishes it."""
+        if block not in self._committed:  # else shared, and committed by another sequence
+            self._committed.add(block)
+            self._held_back.add(block)
+            self._block_tokens[block] = tokens
+
+    def _publish(self, seq: Sequence) -> None:
+        """Offer the index the blocks of a row, in order, as far as it can be certain of their content."""
+        unwritten = {dst for step in self._pending for _, dst, _ in step.copies}
+        while seq.published < len(seq.tokens) // self.block_size:
+            block = seq.table[seq.published]
+            is_held = block in self._held_back
+            if block not in self._committed or (is_held and block in unwritten):
+                return
+            if is_held:
+                self._held_back.remove(block)
+                self._index(seq, seq.published)
+            seq.published += 1
+
+    def _publish_waiting(self) -> None:
+        """A step has passed: what waited for it is published, rows in the order of their slots."""
+        for _, seq in sorted(self._sequences.items()):
+            self._publish(seq)
+
+    def _index(self, seq: Sequence, i: int) -> None:
         block, tokens = seq.table[i], self._block_of(seq.tokens, i)
-        if block in self._committed:  # shared, and committed by another sequence
-            return
-        self._committed.add(block)
-        self._block_tokens[block] = tokens
         parent = self._parent(seq, i)
         if seq.root is None or parent is None:
             return
@@ -335,6 +360,7 @@ class PrefixModel(SequenceModel):
     def _blank_committed(self, block: int) -> None:
         """The block's content is of no use any more."""
         self._committed.discard(block)
+        self._held_back.discard(block)
         self._stands_for.pop(block, None)
         self._block_tokens.pop(block, None)
         self._cached_at.pop(block, None)
@@ -433,6 +459,11 @@ class PrefixModel(SequenceModel):
         return events
 
     @public_call
+    def committed(self, handle: int) -> int:
+        """Return the committed length of a sequence: where the next `commit` goes on."""
+        return len(self._one("committed", handle).tokens)
+
+    @public_call
     def prefix_stats(self) -> PrefixStats:
         """Return the counters of the prefix cache."""
         return PrefixStats(
@@ -448,8 +479,9 @@ class PrefixModel(SequenceModel):
             "roots": dict(self._roots),
             "nodes": {key: (node.uid, node.block) for key, node in self._nodes.items()},
             "stands_for": dict(self._stands_for),
+            "held_back": sorted(self._held_back),
             "held_canonicals": dict(self._held_canonicals),
-            "sequences": [(seq.root, list(seq.tokens)) for _, seq in sorted(self._sequences.items())],
+            "sequences": [(seq.root, list(seq.tokens), seq.published) for _, seq in sorted(self._sequences.items())],
             "use": dict(self._use),
         }
 
@@ -457,8 +489,15 @@ class PrefixModel(SequenceModel):
         canonical = [node.block for node in self._nodes.values()]
         if len(set(canonical)) != len(canonical) or not set(canonical) <= self._committed:
             raise CorruptState(f"[check] nodes without a block of their own: {sorted(canonical)}")
+        unwritten = {dst for step in self._pending for _, dst, _ in step.copies}
+        if unwritten & set(canonical):
+            raise CorruptState(f"[check] indexed before it is written: {sorted(unwritten & set(canonical))}")
+        if not self._held_back <= self._committed - set(canonical):
+            raise CorruptState(f"[check] held back, but indexed or not committed: {sorted(self._held_back)}")
         if self.prefix_cache and not set(self._lru) <= set(canonical):
             raise CorruptState("[check] the LRU has a block that is not indexed")
         for seq in self._sequences.values():
             if len(seq.tokens) > seq.num_tokens:
                 raise CorruptState(f"[check] more tokens are committed than there are ({seq.handle})")
+            if seq.published > len(seq.tokens) // self.block_size:
+                raise CorruptState(f"[check] more blocks are published than committed ({seq.handle})")

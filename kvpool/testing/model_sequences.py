@@ -91,7 +91,7 @@ class SequenceModel(BlockModel):
         for _ in range(n):
             child = self._create(parent.num_tokens, parent.table[:shared])
             child.ancestors = [*parent.ancestors, (parent.handle, self._next_step - 1)]
-            child.root, child.tokens = parent.root, list(parent.tokens)
+            child.root, child.tokens, child.published = parent.root, list(parent.tokens), parent.published
             child.evicted, child.point = parent.evicted, parent.point
             child.forked_in = self._fork_in(parent)
             children.append(child.handle)
@@ -120,6 +120,7 @@ class SequenceModel(BlockModel):
             self._pop_blocks(seq, keep)
             seq.num_tokens = left
             del seq.tokens[left:]
+            seq.published = min(seq.published, left // self.block_size)
         self._chain("truncate", *(self._local(seq.handle) for seq in batch), *lengths)
 
     def _close(self, seq: Sequence) -> None:

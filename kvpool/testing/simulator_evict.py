@@ -42,6 +42,8 @@ def compact(host: Host) -> None:
         host.sync(flight)
         if flight.over:
             shrink(host, request, target, first)  # now nothing is in the way
+    elif host.rng.random() < 0.5:
+        host.tell(request)  # while its copies are in flight
 
 
 def sizes(request: Request) -> tuple[int, int, int]:

@@ -376,10 +376,19 @@ class PendingCompacted(ModelPool):
 class LeftoversCommitted(ModelPool):
     """What is left of a sequence may be committed, as if it were the beginning of a prompt."""
 
-    def _refuse_commit(self, seq: Any, row: list[int]) -> None:
+    def _refuse_commit(self, seq: Any, row: list[int], told: dict[int, tuple[int, ...]]) -> None:
         """Not where tokens left."""
         if not seq.evicted:
-            super()._refuse_commit(seq, row)
+            super()._refuse_commit(seq, row, told)
+
+
+class CopyIsPublished(ModelPool):
+    """What a row says is in a block is found before the copy that brings it has run."""
+
+    def _publish(self, seq: Any) -> None:
+        pending, self._pending = self._pending, []
+        super()._publish(seq)
+        self._pending = pending
 
 
 class HitsStayOnTheList(ModelPool):
@@ -402,6 +411,11 @@ CUT_AND_UNDONE: dict[str, Any] = {
     **{"block_size": 8, "max_rows": 2, "num_layers": 1, "max_running": 6},
     **{"prefix_cache": False, "drafting": 0.0, "reserving": 0.0},
     "weights": {"fork": 6.0, "trim": 6.0, "give_up": 6.0},
+}
+#: Few prompts, forked and told while their blocks are copied.
+COPIES_TOLD: dict[str, Any] = LATE | CACHE | {
+    **{"num_prompts": 2, "drafting": 0.0, "max_running": 8},
+    "weights": {"compact": 4.0, "commit": 0.5, "fork": 6.0, "give_up": 2.0},
 }
 #: And nothing is evicted: blocks that are still to be moved are poisoned later.
 ALL_ARRIVES = {"losing": 0.0, "weights": {"give_up": 0.0, "compact": 0.0, "evict_blocks": 0.0}}
@@ -448,6 +462,7 @@ _KITS: dict[str, Kit] = {
     "shared blocks compacted": model(SharedCompacted, **LEAVING),
     "pending rows compacted": model(PendingCompacted, **LATE, weights=LEAVING["weights"] | MISUSE["weights"]),
     "leftovers are committed": model(LeftoversCommitted, **CACHE, weights=LEAVING["weights"] | MISUSE["weights"]),
+    "found before it is copied": model(CopyIsPublished, **COPIES_TOLD),
     "hits stay on the list": model(HitsStayOnTheList, **CACHE),
 }
 

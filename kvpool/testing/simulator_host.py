@@ -523,12 +523,14 @@ class Host:
     # ---- events: the prefix cache -------------------------------------------------------------------------
 
     def commit(self) -> None:
-        """Make known what is computed."""
-        if not self.shape.prefix_cache or not self.running:
-            return
-        request = self.rng.choice(self.running)
+        """Make known what a request has computed."""
+        if self.running:
+            self.tell(self.rng.choice(self.running))
+
+    def tell(self, request: Request) -> None:
+        """Commit what is done of it, or a part."""
         done = request.done_length()
-        if done > request.committed and not request.gone:
+        if self.shape.prefix_cache and done > request.committed and not request.gone:
             upto = done if self.rng.random() < 0.7 else self.rng.randint(request.committed + 1, done)
             self.pool.commit(request.handle, request.tokens[request.committed : upto])
             self.log.append(f"commit {request.handle} {request.tokens[:upto]}")

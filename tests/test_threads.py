@@ -1,0 +1,416 @@
+"""Threads on one pool: an array that is written while a call reads it, readers, and callers that wait.
+
+Short by default; ``KVPOOL_LONG=1`` runs a hundred times as many rounds. Nothing here goes by the clock: a call is
+accepted as a whole or refused without a trace, and everybody gets what he asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from catalogue import broken, planted
+
+from kvpool import Plan, Pool
+from kvpool.errors import ConcurrentUse, KVPoolError, OutOfBlocks
+from kvpool.testing import ModelPlan, ModelPool
+
+LONG = 100 if os.environ.get("KVPOOL_LONG") else 1
+MANY = 50_000  # sequences: numpy writes this many without the GIL
+
+if os.environ.get("KVPOOL_CORE") == "model":
+    pytest.skip("the model is no fortress: one thread at a time", allow_module_level=True)
+
+
+@contextlib.contextmanager
+def running(*loops: Callable[[], Any]) -> Iterator[list[BaseException]]:
+    """Threads that do these things over and over while the body runs; yields what they raised."""
+    stop, raised = threading.Event(), []
+
+    def turn(loop: Callable[[], Any]) -> None:
+        try:
+            while not stop.is_set():
+                loop()
+        except BaseException as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=turn, args=(loop,), daemon=True) for loop in loops]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        yield raised
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(60)
+        sys.setswitchinterval(before)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+# ---- an array that is written while a call reads it --------------------------------------------------------
+
+
+class Target:
+    """A pool with many sequences of one block each, and arrays that a hostile thread writes."""
+
+    def __init__(self, Pool: Any, Plan: Any, many: int) -> None:
+        self.pool = Pool(4 * many, 4, max_seqs=many, max_blocks_per_seq=2, prefix_cache=True, seed=1)
+        self.plan = Plan(self.pool, many, 5 * many, formats=("seq_lens",))
+        self.raw = Pool(2 * many, 4, seed=1)
+        self.handles = np.array([self.pool.open(4) for _ in range(many)], np.int64)
+        self.pool.step(self.plan, self.handles, 4)
+        self.pool.done(self.plan)
+        self.ids = self.raw.alloc(many)
+        self.counts = np.ones(many, np.int32)
+        self.tokens = np.arange(many, dtype=np.int32) % 1000
+
+    def undo(self) -> None:
+        """Every sequence has four tokens again, and nothing is pending."""
+        if self.plan.is_pending:
+            self.pool.rollback(self.plan)
+
+
+def wrong_half(good: np.ndarray, wrong: np.ndarray | int) -> np.ndarray:
+    """The second half is wrong."""
+    bad = good.copy()
+    half = len(bad) // 2
+    bad[half:] = wrong[half:] if isinstance(wrong, np.ndarray) else wrong
+    return bad
+
+
+#: name -> (which array is written, what its second half becomes, the call, what undoes it)
+CALLS: dict[str, tuple[str, Any, Callable, Callable]] = {
+    "step": ("handles", 0xFFFFF, lambda t, a: t.pool.step(t.plan, a, 0), Target.undo),
+    "step, num_new": ("counts", 2**31 - 1, lambda t, a: t.pool.step(t.plan, t.handles, a), Target.undo),
+    "reserve": ("handles", 0xFFFFF, lambda t, a: t.pool.reserve(t.plan, a, 1), Target.undo),
+    "reserve, num_new": ("counts", -1, lambda t, a: t.pool.reserve(t.plan, t.handles, a), Target.undo),
+    "unshare": ("handles", 0xFFFFF, lambda t, a: t.pool.unshare(t.plan, a, 3), Target.undo),
+    "unshare, lens": ("counts", 5, lambda t, a: t.pool.unshare(t.plan, t.handles, a), Target.undo),
+    "can": ("handles", 0xFFFFF, lambda t, a: t.pool.can(a, 1), Target.undo),
+    "can, num_new": ("counts", -1, lambda t, a: t.pool.can(t.handles, a), Target.undo),
+    "truncate": ("handles", 0xFFFFF, lambda t, a: t.pool.truncate(a, 3), lambda t: regrow(t)),
+    "truncate, lens": ("counts", 9, lambda t, a: t.pool.truncate(t.handles, a), lambda t: regrow(t)),
+    "compact": ("handles", 0xFFFFF, lambda t, a: t.pool.compact(a, 3), lambda t: regrow(t)),
+    "compact, lens": ("counts", 9, lambda t, a: t.pool.compact(t.handles, a), lambda t: regrow(t)),
+    "close_finished": ("handles", 0xFFFFF, lambda t, a: t.pool.close_finished(a, t.counts == 0), Target.undo),
+    "close": ("handles", 0xFFFFF, lambda t, a: t.pool.close(a), lambda t: reopen(t)),
+    "commit": ("handles", 0xFFFFF, lambda t, a: t.pool.commit(a, []), Target.undo),
+    "commit, tokens": ("tokens", -1, lambda t, a: t.pool.commit(t.handles[: len(a) // 4], a), lambda t: recommit(t)),
+    "commit, counts": ("counts", 99, lambda t, a: t.pool.commit(t.handles, t.tokens, a), lambda t: recommit(t)),
+    "open": ("tokens", -1, lambda t, a: t.pool.close(t.pool.open(a[:8])), Target.undo),
+    "match": ("tokens", -1, lambda t, a: t.pool.match(a), Target.undo),
+    "pin": ("tokens", -1, lambda t, a: t.pool.unpin(t.pool.pin(a[:8])), Target.undo),
+    "incref": ("ids", 2**31 - 1, lambda t, a: t.raw.incref(a), lambda t: settle(t)),
+    "decref": ("ids", 2**31 - 1, lambda t, a: t.raw.decref(a), lambda t: settle(t)),
+    "free": ("ids", 0, lambda t, a: t.raw.free(a), lambda t: settle(t)),
+    "mark_committed": ("ids", -1, lambda t, a: t.raw.mark_committed(a), lambda t: settle(t)),
+    "revive": ("ids", 2**31 - 1, lambda t, a: t.raw.revive(a), lambda t: settle(t)),
+}
+
+
+def regrow(target: Target) -> None:
+    """Sequences that were shortened are replaced by new ones."""
+    if target.pool.stats().tokens != 4 * len(target.handles):
+        reopen(target)
+
+
+def reopen(target: Target) -> None:
+    """All sequences anew; the array that is written keeps its own handles, which are stale from now on."""
+    target.undo()
+    target.pool.reset()
+    target.handles[:] = [target.pool.open(4) for _ in target.handles]
+    target.pool.step(target.plan, target.handles, 4)
+    target.pool.done(target.plan)
+
+
+def recommit(target: Target) -> None:
+    """Sequences that were committed are replaced by new ones."""
+    if target.pool.prefix_stats().nodes:
+        reopen(target)
+
+
+def settle(target: Target) -> None:
+    """Every block has one raw reference again."""
+    target.raw.reset()
+    target.raw.take_dropped()
+    target.ids[:] = target.raw.alloc(len(target.ids))
+
+
+def attack(Pool: Any, Plan: Any, call: str, many: int, rounds: int) -> None:
+    """Make one call over and over while a thread writes its array: good, bad, good, bad."""
+    name, wrong, make, undo = CALLS[call]
+    target = Target(Pool, Plan, many)
+    array = getattr(target, name).copy()
+
+    def write() -> None:
+        good = getattr(target, name)
+        bad = wrong_half(good, good | wrong if name == "handles" else wrong)
+        for source in (bad, good) * 10:  # threads change at the end of a turn: the array is bad for half of the time
+            array[:] = source
+
+    pools = (target.pool, target.raw)
+    with running(write) as raised:
+        for _ in range(rounds):
+            before = [pool.fingerprint() for pool in pools]
+            time.sleep(0)  # the writer is in the middle of it when the call begins
+            try:
+                make(target, array)
+            except (KVPoolError, ValueError, IndexError, OverflowError):
+                assert [pool.fingerprint() for pool in pools] == before, f"{call} was refused, and left a trace"
+            for pool in pools:
+                pool.check()
+            undo(target)
+    assert not raised, raised
+    for pool in pools:
+        pool.reset()
+        pool.check()
+        pool.shutdown()
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_array_written_by_another_thread_is_accepted_as_a_whole_or_refused(call):
+    attack(Pool, Plan, call, MANY, 12 * LONG)
+
+
+class JudgesThenReads(ModelPool):
+    """A call reads the caller's memory twice: to judge it, and to do what it says."""
+
+    def truncate(self, handles: Any, lens: Any) -> None:
+        """Judge, give way, read again and go on."""
+        judged = self._batch("truncate", handles, alone=True)
+        time.sleep(0)
+        for handle, _ in zip(handles, judged, strict=True):
+            super().truncate(int(handle), lens)
+
+
+def test_call_that_reads_its_array_twice_is_noticed():
+    with pytest.raises(AssertionError, match="left a trace"):
+        attack(Traced, ModelPlan, "truncate", 12, 2_000)
+
+
+class Traced(JudgesThenReads):
+    """The fingerprint sees how often the pool was changed."""
+
+    def fingerprint(self) -> int:
+        """Return the digest too."""
+        return hash((super().fingerprint(), self.digest()))
+
+
+@pytest.mark.parametrize("count", [1, 3, 500])
+def test_ids_written_into_an_array_that_somebody_writes_do_no_harm(count):
+    """`alloc(out=)` writes the caller's memory and never reads it."""
+    pool, out = Pool(2048, 4, seed=1), np.zeros(count, np.int32)
+    with running(lambda: out.fill(-7)) as raised:
+        for _ in range(200 * LONG):
+            assert pool.alloc(count, out=out) is out
+            assert pool.stats().used == count
+            pool.check()
+            pool.reset()
+    assert not raised
+
+
+# ---- readers, and callers that wait ------------------------------------------------------------------------
+
+
+class BusyFlag(Pool):
+    """A second call inside a running one is refused."""
+
+    def _enter(self, call: str) -> None:
+        if self.__dict__.get("busy"):
+            raise ConcurrentUse(f"[{call}] another call is inside the pool")
+        self.busy = True
+        time.sleep(0)
+
+    def step(self, *arguments: Any, **options: Any) -> None:
+        """Refuse, or keep others out."""
+        self._enter("step")
+        super().step(*arguments, **options)
+        self.busy = False
+
+    def stats(self) -> Any:
+        """Refuse, or keep others out."""
+        self._enter("stats")
+        stats = super().stats()
+        self.busy = False
+        return stats
+
+
+class Finalized:
+    """A cycle with a finalizer, as sockets and futures are: the collector runs it inside of anything."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+    def __del__(self) -> None:
+        sum(range(100))
+
+
+@planted(broken(Pool=BusyFlag), model=False)
+def test_reader_is_never_refused_and_never_in_the_way(Pool, Plan):
+    """A thread that reads beside an engine, while finalizers run."""
+    pool = Pool(256, 4, max_seqs=16, prefix_cache=True, events=64, seed=1)
+    plan, handles = Plan(pool, 16), [pool.open(4) for _ in range(16)]
+
+    def read() -> None:
+        stats = pool.stats()
+        assert stats.free + stats.evictable + stats.limbo + stats.used == 255 and stats.sequences == 16
+        pool.num_tokens(handles[3]), pool.table(handles[3]), pool.is_open(handles[3]), pool.digest()
+        pool.match([1, 2, 3]), pool.prefix_stats(), pool.drain_events(), pool.check(), pool.fingerprint()
+
+    with running(read, read, Finalized) as raised:
+        for _ in range(500 * LONG):
+            pool.step(plan, handles, 1)
+            pool.done(plan)
+            pool.truncate(handles, 0)
+    assert not raised, raised
+    assert not plan.is_pending
+
+
+class LosesBlocks(Pool):
+    """Two threads are inside at once, and one overwrites what the other counted."""
+
+    def alloc(self, n: int) -> Any:
+        """Give out what was free a moment ago."""
+        ids = self.__dict__.get("last")
+        if ids is None or len(ids) != n:
+            ids = super().alloc(n)
+        self.last = None
+        time.sleep(0)
+        self.last = ids.copy()
+        return ids
+
+
+@planted(broken(Pool=LosesBlocks), model=False)
+def test_callers_that_wait_get_blocks_of_their_own(Pool, Plan):
+    """Four threads take, write and give back: no block has two owners, and none is lost."""
+    pool = Pool(400, 4, seed=1)
+    owner = np.zeros(400, np.int64)
+    rounds = [0] * 4
+
+    def take(me: int) -> Callable[[], None]:
+        def turn() -> None:
+            try:
+                ids = pool.alloc(3)
+            except OutOfBlocks:
+                raise AssertionError("a call that waits is no call that fails") from None
+            assert not owner[ids].any(), "a block has two owners"
+            owner[ids] = me
+            assert (owner[ids] == me).all()
+            owner[ids] = 0
+            pool.free(ids)
+            rounds[me - 1] += 1
+
+        return turn
+
+    with running(*map(take, range(1, 5))) as raised:
+        while min(rounds) < 200 * LONG and not raised:
+            time.sleep(0.001)
+    assert not raised, raised
+    pool.check()
+    assert pool.stats().used == 0 and pool.num_free == 399
+
+
+def test_thread_that_waits_for_a_pool_keeps_nobody_else_waiting():
+    """One pool is used by four threads; a fifth, on another pool, goes on."""
+    pool, other, moved = Pool(1 << 16, 4, seed=1), Pool(8, 4, seed=1), [0]
+
+    def apart() -> None:
+        other.free(other.alloc(1))
+        moved[0] += 1
+
+    with running(pool.check, pool.check, pool.fingerprint, lambda: pool.free(pool.alloc(50)), apart) as raised:
+        while moved[0] < 100 * LONG and not raised:
+            time.sleep(0.001)
+    assert not raised, raised
+
+
+def test_plan_that_two_threads_step_is_garbage_at_worst():
+    """A plan belongs to one thread; misused it may hold garbage, and the pool stays whole."""
+    pool = Pool(256, 4, max_seqs=8, seed=1)
+    plan, handles = Plan(pool, 8, 64), [pool.open() for _ in range(8)]
+
+    def use() -> None:
+        for call in (lambda: pool.step(plan, handles, 3), lambda: pool.rollback(plan), plan.forget):
+            with contextlib.suppress(KVPoolError, ValueError):
+                call()
+
+    with running(use, use) as raised:
+        for _ in range(300 * LONG):
+            use()
+            pool.check()
+    assert not raised, raised
+    if plan.is_pending:
+        pool.rollback(plan)
+    pool.close(handles)
+    assert pool.num_free == 255
+
+
+# ---- code that runs in the middle of a call ----------------------------------------------------------------
+
+
+def test_signal_handler_calls_the_pool_it_interrupts():
+    """A handler runs between two calls or while arguments are read, never inside: its calls are calls like others."""
+    pool = Pool(64, 4, max_seqs=64, prefix_cache=True, seed=1)
+    plan, handles = Plan(pool, 64), [pool.open(4) for _ in range(8)]
+    handled = []
+
+    def handle(*_: Any) -> None:
+        name = pool.open(3)
+        assert pool.num_tokens(name) == 0 and pool.stats().sequences >= 9
+        pool.close(name)
+        pool.check()
+        handled.append(name)
+
+    before = signal.signal(signal.SIGALRM, handle)
+    signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
+    try:
+        while len(handled) < 50 * LONG:
+            pool.step(plan, handles, [1] * 8)
+            pool.done(plan)
+            pool.truncate(handles, 0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    pool.check()
+    assert pool.stats().sequences == 8
+
+
+def test_finalizer_calls_the_pool_whenever_the_collector_runs():
+    """Not even a finalizer that closes at once, instead of deferring, finds the pool in the middle of a call."""
+    pool = Pool(64, 4, max_seqs=64, prefix_cache=True, seed=1)
+    plan, handles, closed = Plan(pool, 64), [pool.open(4) for _ in range(8)], []
+
+    class Owner:
+        def __init__(self) -> None:
+            self.handle, self.me = pool.open(4), self
+
+        def __del__(self) -> None:
+            pool.close(self.handle)
+            pool.check()
+            closed.append(self.handle)
+
+    threshold = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        for i in range(1200):  # from 1,024 on, namespaces are swept
+            Owner()
+            pool.step(plan, handles, 1)
+            pool.done(plan)
+            pool.truncate(handles, 0)
+            pool.close(pool.open(i % 2, b"tenant %d" % i))
+    finally:
+        gc.set_threshold(*threshold)
+    gc.collect()
+    assert len(closed) == 1200 and pool.stats().sequences == 8
+    pool.check()
