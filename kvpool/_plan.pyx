@@ -9,7 +9,7 @@ from kvpool._record cimport BATCH, ONE_EACH, PARTIAL, SAME_ROWS, Record, put, pu
 from kvpool._refuse cimport refuse
 from kvpool._sequence cimport MAX_SEQS
 from kvpool._sequence_calls cimport SequencePool
-from kvpool._step cimport step_free, step_init
+from kvpool._step cimport flag, step_free, step_init
 from kvpool._types cimport ARRAY_MOVED, OK, OP_RESERVE, OP_STEP, PLAN_PENDING, RETRY, TOO_MANY_TOKENS, Verdict, refused
 from kvpool._wire cimport BLOCK_TABLES, KV_SLOTS, NUM_FIELDS, Field, Wire, wire_forget, wire_free, wire_init
 
@@ -180,7 +180,7 @@ cdef class Plan:
         raise TypeError("[Plan] a plan cannot be pickled or copied")
 
     def __repr__(self):
-        state = f"pending as step {self.step.id}" if self.step.pending else "not pending"
+        state = f"pending as step {self.step.id}" if flag(&self.step.pending) else "not pending"
         return f"<kvpool.Plan of {self.wire.max_rows} rows and {self.max_tokens_} tokens, {state}>"
 
     cdef int declare(self, object formats, object dtype, object pad, object out) except -1:
@@ -433,7 +433,7 @@ cdef class Plan:
     # -- what a step cannot be
 
     cdef int refuse_pending(self, str call) except -1:
-        if self.step.pending:
+        if flag(&self.step.pending):
             raise PlanStateError(f"[{call}] the plan is pending (step {self.step.id}); call done or rollback first")
         return 0
 
@@ -547,7 +547,7 @@ cdef class Plan:
     @property
     def is_pending(self):
         """Whether the plan waits for `done` or `rollback`."""
-        return self.step.pending
+        return flag(&self.step.pending)
 
     @property
     def step_id(self):

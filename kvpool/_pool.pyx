@@ -38,6 +38,7 @@ from kvpool._step cimport (
     pending_add,
     pending_remove,
     pending_settle,
+    set_flag,
     step_check,
     step_commit,
     step_fingerprint,
@@ -58,7 +59,7 @@ from kvpool._wire cimport Wire, wire_emit, wire_forget
 from inspect import signature
 
 from kvpool import _signatures
-from kvpool.errors import CorruptState
+from kvpool.errors import CorruptState, PoolClosed
 from kvpool.stats import PoolStats
 cdef extern from *:
     """
@@ -142,10 +143,15 @@ cdef class Pool(EvictPool):
         self.shutdown()
 
     def __repr__(self):
-        if self.blocks.block == NULL:
+        cdef int32_t used, sequences
+        try:
+            self.lock("repr")
+        except PoolClosed:
             return "<kvpool.Pool, shut down>"
+        used, sequences = self.blocks.num_used, self.seqs.num_open
+        self.unlock()
         return (f"<kvpool.Pool of {self.blocks.num_blocks} blocks of {self.blocks.block_size} tokens, "
-                f"{self.blocks.num_used} used by {self.seqs.num_open} sequences>")
+                f"{used} used by {sequences} sequences>")
 
     @property
     def num_blocks(self):
@@ -536,7 +542,7 @@ cdef class Pool(EvictPool):
         cdef Step* p = self.pending.oldest
         cdef int32_t count = 0
         while p != NULL:
-            p.pending = False
+            set_flag(&p.pending, False)
             p.log_size = 0
             wire_forget(<Wire*>p.wire, p.num_rows, False, False)
             plans[count] = p.plan
@@ -561,7 +567,7 @@ cdef class Pool(EvictPool):
         tag = self.seqs.tag
         p = self.pending.oldest
         while p != NULL:
-            p.pending = False
+            set_flag(&p.pending, False)
             p = p.newer
         memset(&self.pending, 0, sizeof(self.pending))
         EvictPool.release_memory(self)

@@ -6,6 +6,14 @@ from kvpool._blocks cimport Blocks
 from kvpool._sequence cimport Seqs
 from kvpool._types cimport Verdict
 
+cdef extern from *:             # a thread may ask for its plan while another one's `done` lets it pass
+    """
+    static inline int kv_flag(const int *at) { return __atomic_load_n(at, __ATOMIC_RELAXED); }
+    static inline void kv_set_flag(int *at, int value) { __atomic_store_n(at, value, __ATOMIC_RELAXED); }
+    """
+    bint flag "kv_flag"(const bint* at) noexcept nogil
+    void set_flag "kv_set_flag"(bint* at, bint value) noexcept nogil
+
 
 cdef struct Event:              # a row that did more than put one token into its tail
     int32_t row
@@ -43,7 +51,7 @@ cdef struct Step:
     int64_t num_tokens          # tokens served
     int64_t id                  # 0: never stepped
     bint uniform                # every row was served one token
-    bint pending
+    bint pending                # read by `flag` where the lock is not held, so written by `set_flag`
     bint noted_done             # done was called while an older plan was pending
     Step* newer                 # the next pending step, NULL: this is the newest
     Step* older

@@ -400,7 +400,7 @@ cdef void step_commit(Step* p, Seqs* s, Blocks* b, const int64_t* handles, bint 
 
 cdef void pending_add(Pending* pending, Step* p, Blocks* b) noexcept nogil:
     """A step is the newest pending one: blocks that are released from now on wait for it."""
-    p.pending = True
+    set_flag(&p.pending, True)
     p.older = pending.newest
     p.newer = NULL
     if pending.newest != NULL:
@@ -415,7 +415,7 @@ cdef void pending_add(Pending* pending, Step* p, Blocks* b) noexcept nogil:
 
 cdef void pending_remove(Pending* pending, Step* p, Blocks* b) noexcept nogil:
     """A step is pending no more: from now on blocks do not wait for it."""
-    p.pending = False
+    set_flag(&p.pending, False)
     if p.older != NULL:
         p.older.newer = p.newer
     else:

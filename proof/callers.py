@@ -298,6 +298,9 @@ class Caller:
             self.call("digest")
         elif kind == 2 and self.cached:
             self.call("prefix_stats")
+        elif kind == 6:
+            self.same("blank blocks in range", 0 <= self.pool.num_free <= self.usable(), True)
+            repr((self.pool, self.plans[0]))
         elif kind == 3 and self.dead:
             self.same("a closed handle", self.call("is_open", self.rng.choice(self.dead)), False)
         elif self.lengths:

@@ -1,8 +1,8 @@
 """Threads on pools under ThreadSanitizer: without the GIL on one pool each, and on one pool together.
 
-Pools share nothing: what threads do to one pool each, without the GIL, is what they would do alone. A pool has one
-caller at a time: a call that meets another is refused. The control, threads on one pool with nothing between them, must
-be reported, or the sanitizer would see nothing at all.
+Pools share nothing: what threads do to one pool each, without the GIL, is what they would do alone. Public calls of
+many threads on one pool wait for each other. The control, threads on one pool with nothing between them, must be
+reported, or the sanitizer would see nothing at all. `proof.freethreaded` has more of it, without a GIL.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TARGET = "0 reports of ThreadSanitizer in our code; the control without a lock i
 COMMAND = "python -m proof threads"
 OPERATIONS = 5_000_000
 LEAST = 40_000  # fewer are over before the second thread has begun
-CLEAN = ("pools_apart", "pool_with_a_lock", "pool_with_the_busy_flag")
+CLEAN = ("pools_apart", "pool_with_a_lock", "pool_of_all")
 CONTROL = "pool_without_a_lock"
 WARNING = "WARNING: ThreadSanitizer"
 

@@ -2,37 +2,11 @@
 
 from __future__ import annotations
 
-import random
 import sys
 import threading
-import time
-from collections.abc import Callable
 
 import kvpool
-from kvpool import ConcurrentUse, KVPoolError
-
-THREADS = 4
-
-
-def together(work: Callable[[int], None]) -> None:
-    """Run ``work(number)`` in each thread, all at once; an exception of one is raised."""
-    errors: list[BaseException] = []
-    start = threading.Barrier(THREADS)
-
-    def run(number: int) -> None:
-        start.wait()
-        try:
-            work(number)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+from proof.freethreaded_run import THREADS, shared, together
 
 
 def new_pool() -> kvpool.Pool:
@@ -79,51 +53,12 @@ def pool_without_a_lock(operations: int) -> str:
     return "1 pool without a lock"
 
 
-class Slow:
-    """An int that lets other threads run while the pool asks for it."""
-
-    def __index__(self) -> int:
-        time.sleep(0)
-        return 1
+def pool_of_all(operations: int) -> str:
+    """One pool, public calls of many threads: each does what it has to, and none is refused."""
+    return f"1 pool of all, {shared(max(4_000, operations // 100), 1)['calls']} public calls"
 
 
-def pool_with_the_busy_flag(operations: int) -> str:
-    """One pool, public calls of many threads that give way inside of them: `ConcurrentUse`, never corruption."""
-    pool = new_pool()
-    refused = [0] * THREADS
-
-    def work(number: int) -> None:
-        rng = random.Random(number)
-        plan = None
-        handles: list[int] = []
-        for _ in range(max(200, operations // 400)):
-            try:
-                if plan is None:
-                    plan = kvpool.Plan(pool, 4, 64)
-                if len(handles) < 5:
-                    handles.append(pool.open(rng.randrange(9)))
-                elif rng.random() < 0.3:
-                    pool.close(handles[0])
-                    handles.pop(0)
-                else:
-                    pool.step(plan, handles[: rng.randrange(1, 4)], [Slow(), Slow(), Slow()][: rng.randrange(1, 4)])
-            except ConcurrentUse:
-                refused[number] += 1
-            except (KVPoolError, ValueError):
-                pass
-            try:
-                if plan is not None and plan.is_pending:
-                    pool.done(plan)
-            except ConcurrentUse:
-                refused[number] += 1
-
-    together(work)
-    pool.check()
-    assert sum(refused), "no call met another one: the test tests nothing"
-    return f"1 pool, {sum(refused)} calls refused with ConcurrentUse"
-
-
-CASES = {case.__name__: case for case in (pools_apart, pool_with_a_lock, pool_with_the_busy_flag, pool_without_a_lock)}
+CASES = {case.__name__: case for case in (pools_apart, pool_with_a_lock, pool_of_all, pool_without_a_lock)}
 
 if __name__ == "__main__":
     print(CASES[sys.argv[1]](int(sys.argv[2])))

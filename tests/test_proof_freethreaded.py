@@ -1,4 +1,4 @@
-"""What `proof.freethreaded` runs without a GIL, here with whatever this interpreter has; and how it gets its interpreter."""
+"""What `proof.freethreaded` runs without a GIL, run here as it is; and how it gets its interpreter."""
 
 import subprocess
 import sys
@@ -198,9 +198,8 @@ def test_source_that_nobody_has_is_said(empty, monkeypatch):
 def test_apt_is_given_a_list_of_its_own(empty, monkeypatch):
     given = []
     monkeypatch.setattr(interpreter, "mirror", lambda: "http://mirror.example/debian/")
-    monkeypatch.setattr(
-        interpreter.subprocess, "run", lambda command, **more: given.append(command) or subprocess.CompletedProcess([], 0)
-    )
+    ended = subprocess.CompletedProcess([], 0)
+    monkeypatch.setattr(interpreter.subprocess, "run", lambda command, **more: given.append(command) or ended)
     assert interpreter.apt("sid", "update", cwd=empty)
     listed = empty / "apt" / "sid" / "suite.sources"
     assert "Types: deb-src\nURIs: http://mirror.example/debian/\nSuites: sid\n" in listed.read_text()

@@ -2,23 +2,25 @@
 
 import pytest
 
-from proof import SHORT, threads, threads_run
+from kvpool import Pool
+from proof import SHORT, freethreaded_run, threads, threads_run
+from proof.callers import Wrong
 
 
-def test_calls_of_many_threads_are_refused_and_corrupt_nothing():
-    assert "refused with ConcurrentUse" in threads_run.pool_with_the_busy_flag(0)
+def test_calls_of_many_threads_on_one_pool_are_all_made():
+    assert "1 pool of all, 4" in threads_run.pool_of_all(0)
 
 
-def test_pool_that_lets_calls_in_is_convicted(monkeypatch):
-    """No call is ever refused: the case says that it tests nothing, or the pool's invariants are gone."""
+def test_pool_that_does_something_else_is_convicted(monkeypatch):
+    class Careless(Pool):
+        def num_tokens(self, handle):
+            return super().num_tokens(handle) // 2
 
-    class Careless(threads_run.kvpool.Pool):
-        def step(self, plan, handles, num_new):
-            return super().step(plan, handles, [int(n.__index__()) for n in num_new])
-
-    monkeypatch.setattr(threads_run, "new_pool", lambda: Careless(200, 4, max_seqs=40, max_blocks_per_seq=12, seed=1))
-    with pytest.raises(AssertionError, match="tests nothing"):
-        threads_run.pool_with_the_busy_flag(0)
+    monkeypatch.setattr(
+        freethreaded_run, "new_pool", lambda turn, **more: Careless(200, 4, max_seqs=40, max_blocks_per_seq=12, **more)
+    )
+    with pytest.raises(Wrong, match="num_tokens"):
+        threads_run.pool_of_all(0)
 
 
 def test_machine_without_setarch_is_told_so(monkeypatch):
