@@ -346,10 +346,7 @@ def misaligned_view(values, code):
     return memoryview(ints.view(np.uint8)).cast(code)
 
 
-NAMED_OTHERWISE = pytest.mark.xfail(strict=True, reason="numpy's name of the format is taken for another dtype")
-
-
-@pytest.mark.parametrize("memory", [pytest.param(misaligned, marks=NAMED_OTHERWISE), misaligned_view])
+@pytest.mark.parametrize("memory", [misaligned, misaligned_view])
 @pytest.mark.parametrize("call", MISALIGNED)
 def test_misaligned_memory_is_refused(written, refused, call, memory):
     pool, plan, handle = written
