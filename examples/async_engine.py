@@ -110,7 +110,7 @@ async def main(requests: int = 40, seed: int = 1) -> dict[str, int]:
     watcher = asyncio.create_task(watch(engine.pool, seen))
     shared = [draw.randrange(1000) for _ in range(64)]
     tasks = [
-        asyncio.create_task(engine.generate(shared[: draw.randrange(16, 64)] + [k], draw.randrange(4, 40)))
+        asyncio.create_task(engine.generate([*shared[: draw.randrange(16, 64)], k], draw.randrange(4, 40)))
         for k in range(requests)
     ]
     for task in tasks[::10]:
