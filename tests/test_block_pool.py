@@ -215,7 +215,7 @@ class EvictsBackwards(BlockPool):
 
 class TakesTheNewKey(BlockPool):
     def cache(self, ids, keys):
-        self.evict([self._block_of[key] for key in dict.fromkeys(keys) if key in self._block_of])
+        self.evict([self._keys.block_of[key] for key in dict.fromkeys(keys) if key in self._keys.block_of])
         super().cache(ids, keys)
 
 
@@ -223,7 +223,7 @@ class CommitsWithoutKey(BlockPool):
     """A block whose key another one has stays cached, and is found by nobody."""
 
     def cache(self, ids, keys):
-        others = [block for block, key in zip(ids, keys, strict=True) if key in self._block_of]
+        others = [block for block, key in zip(ids, keys, strict=True) if key in self._keys.block_of]
         super().cache(ids, keys)
         self._blocks.commit(others)
 
@@ -234,7 +234,7 @@ class EvictsTheNewest(BlockPool):
 
 
 class TellsNothing(BlockPool):
-    def _tell(self, event):
+    def _tell(self, *event):
         pass
 
 

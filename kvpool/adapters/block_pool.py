@@ -25,12 +25,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool import Pool
+from kvpool._keys import Keys
 from kvpool.errors import CorruptState
 
 BlockIds = Sequence[int] | NDArray[np.int32]
-Event = tuple[str, list[Hashable]] | tuple[str, int] | tuple[str]
+Event = tuple[str, *tuple[object, ...]]
 NULL_BLOCK = 0
-NO_KEY = object()
 
 
 class BlockPoolStats(NamedTuple):
@@ -73,10 +73,11 @@ class BlockPool:
     def __init__(self, num_blocks: int, *, events: int = 0) -> None:
         self._pool = Pool(num_blocks, 1, max_seqs=1, max_blocks_per_seq=1, reserved_blocks=1, in_order=True)
         self._blocks = self._pool.blocks
-        self._block_of: dict[Hashable, int] = {}
-        self._key_of: list[Hashable] = [NO_KEY] * num_blocks
+        self._keys = Keys(num_blocks)
         self._events: deque[Event] | None = deque(maxlen=events) if events else None
         self._lost = self._queries = self._hits = self._evictions = 0
+        if type(self).touch is BlockPool.touch:  # a frame of Python would cost as much as the call
+            self.touch = self._blocks.touch  # type: ignore[method-assign]
 
     @property
     def num_free(self) -> int:
@@ -86,7 +87,7 @@ class BlockPool:
     @property
     def num_cached(self) -> int:
         """Blocks that have a key, in use or not."""
-        return len(self._block_of)
+        return len(self._keys)
 
     @property
     def usage(self) -> float:
@@ -105,8 +106,7 @@ class BlockPool:
 
     def key(self, block: int) -> Hashable | None:
         """The key of a block, None: it has none."""
-        key = self._key_of[block]
-        return None if key is NO_KEY else key
+        return self._keys.key(block)
 
     def free_order(self) -> list[int]:
         """The free blocks in the order in which `get` hands them out."""
@@ -123,7 +123,7 @@ class BlockPool:
         ids, evicted = self._blocks.take(n)
         if evicted:
             self._evictions += evicted
-            self._forget(ids[-evicted:])
+            self._forget(ids)  # blank ones have no key
         return ids
 
     def touch(self, ids: BlockIds) -> None:
@@ -160,45 +160,33 @@ class BlockPool:
         IndexError
             There is no such block. State unchanged.
         """
-        named = ids if type(ids) is list else list(map(index, ids))
-        if len(named) != len(keys):
-            raise ValueError(f"[cache] {len(keys)} keys for {len(named)} blocks")
+        blocks = ids if type(ids) is list else list(map(index, ids))
+        named = keys if type(keys) is list else list(keys)
+        if len(blocks) != len(named):
+            raise ValueError(f"[cache] {len(named)} keys for {len(blocks)} blocks")
         try:
-            self._blocks.commit(named)
+            self._blocks.commit(blocks)
         except ValueError:  # of a block that gets no key, perhaps
-            named, keys = self._new_pairs(named, keys)
-            self._blocks.commit(named)
-        owner_of, key_of = self._block_of.setdefault, self._key_of
-        others = []  # whose key belongs to another block
+            blocks, named = self._new_pairs(blocks, named)
+            self._blocks.commit(blocks)
         try:
-            for block, key in zip(named, keys):  # noqa: B905, as many as that
-                if owner_of(key, block) == block:
-                    key_of[block] = key
-                else:
-                    others.append(block)
+            others = self._keys.add(blocks, named)
         except BaseException:  # a key that cannot be hashed or compared
-            self._take_back(named)
+            self._keys.forget(blocks)
+            self._blocks.uncommit(blocks)
             raise
-        if key_of[NULL_BLOCK] is not NO_KEY:
-            self._take_back([NULL_BLOCK])
         if others:
             self._blocks.uncommit(others)
+        if self._keys.key(NULL_BLOCK) is not None:
+            self._keys.forget([NULL_BLOCK])
         if self._events is not None:
-            if stored := [key_of[block] for block in named if block not in others and block != NULL_BLOCK]:
-                self._tell(("stored", stored))
+            kept = {*blocks} - {*others, NULL_BLOCK}
+            self._tell("stored", [key for block, key in zip(blocks, named, strict=True) if block in kept])
 
     def lookup(self, keys: Sequence[Hashable]) -> list[int]:
         """Blocks of the longest prefix of `keys` that is cached. Nothing changes: `touch` them before anything else."""
+        found = self._keys.find(keys)
         self._queries += len(keys)
-        first = self._block_of.get(keys[0]) if keys else None
-        if first is None:
-            return []
-        found = [first]
-        if len(keys) > 1:  # hits end where a prefix ends: mostly all are found, or none
-            try:
-                found = [self._block_of[key] for key in keys]
-            except KeyError:  # one by one, as far as it goes
-                found = list(iter(map(self._block_of.get, keys).__next__, None))
         self._hits += len(found)
         return found
 
@@ -219,10 +207,9 @@ class BlockPool:
             return False
         self._pool.reset()
         self._pool.take_dropped()
-        self._block_of.clear()
-        self._key_of = [NO_KEY] * len(self._key_of)
+        self._keys.clear()
         if self._events is not None:
-            self._tell(("cleared",))
+            self._tell("cleared")
         return True
 
     def drain_events(self) -> list[Event]:
@@ -242,45 +229,30 @@ class BlockPool:
     def check(self) -> None:
         """Recompute every invariant. O(blocks)."""
         self._pool.check()
-        keyed = {block: key for block, key in enumerate(self._key_of) if key is not NO_KEY}
-        if {key: block for block, key in keyed.items()} != self._block_of or len(keyed) != len(self._block_of):
-            raise CorruptState("[check] keys and blocks are not one to one")
-        free = int((self._blocks.refcounts(list(keyed)) == 0).sum())
+        try:
+            keyed = self._keys.check()
+        except AssertionError as error:
+            raise CorruptState(f"[check] keys and blocks are not one to one: {error}") from None
+        free = int((self._blocks.refcounts(keyed) == 0).sum())
         if free != self._blocks.num_free - self._blocks.num_blank:
             raise CorruptState(f"[check] {free} free blocks have a key, the core caches another number of them")
 
-    def _tell(self, event: Event) -> None:
+    def _tell(self, what: str, *about: list[Hashable]) -> None:
         assert self._events is not None
-        self._lost += len(self._events) == self._events.maxlen
-        self._events.append(event)
+        if all(about):  # what happened to no key did not happen
+            self._lost += len(self._events) == self._events.maxlen
+            self._events.append((what, *about))
 
     def _forget(self, ids: BlockIds) -> None:
         """The core gave up what these blocks hold."""
-        block_of, key_of, none = self._block_of, self._key_of, NO_KEY
-        removed = [] if self._events is not None else None
-        for block in ids:
-            key = key_of[block]
-            if key is not none:
-                key_of[block] = none
-                del block_of[key]
-                if removed is not None:
-                    removed.append(key)
-        if removed:
-            self._tell(("removed", removed))
+        dropped = self._keys.drop(ids)
+        if self._events is not None:
+            self._tell("removed", dropped)
 
-    def _new_pairs(self, ids: list[int], keys: Sequence[Hashable]) -> tuple[list[int], list[Hashable]]:
+    def _new_pairs(self, ids: list[int], keys: list[Hashable]) -> tuple[list[int], list[Hashable]]:
         """The pairs that get a key: the first of every key that is new."""
         fresh: dict[Hashable, int] = {}
         for block, key in zip(ids, keys, strict=True):
-            if block != NULL_BLOCK and key not in self._block_of:
+            if block != NULL_BLOCK and key not in self._keys.block_of:
                 fresh.setdefault(key, block)
         return list(fresh.values()), list(fresh)
-
-    def _take_back(self, ids: list[int]) -> None:
-        """These blocks got no key after all, however far that went."""
-        named = set(ids)
-        for key in [key for key, block in self._block_of.items() if block in named]:
-            del self._block_of[key]
-        for block in ids:
-            self._key_of[block] = NO_KEY
-        self._blocks.uncommit(ids)
