@@ -29,6 +29,7 @@ cdef int buffer_judge(const Py_buffer* view, str call, str name, bint narrow) ex
 cdef void* ints_room(Ints* ints, Py_ssize_t size, int width, str call, str name) except NULL
 cdef int ints_copy(Ints* ints, const void* data, Py_ssize_t size, int width, str call, str name) except -1
 cdef int ints_tokens(Ints* tokens, str call) except -1
+cdef void* ints_room(Ints* ints, Py_ssize_t size, int width, str call, str name) except NULL
 cdef void ints_free(Ints* ints) noexcept nogil
 cdef void spare_free(Spare* spare) noexcept nogil
 cdef str show(object value)

@@ -34,24 +34,39 @@ cdef extern from *:
         return __atomic_compare_exchange_n(place, &empty, value, 0, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
     }
 
-    /* Whether item i of a list or tuple is an int of 64 bits, which goes to `out`. No Python code runs. */
-    static inline int kv_plain_int(PyObject *batch, Py_ssize_t i, int64_t *out) {
-        int fits, overflow = 0;
+    /* Items from .. to - 1 of a list or tuple, as far as they are ints of 64 bits; returns where it stopped. No Python
+       code runs. */
+    static inline Py_ssize_t kv_plain_ints(PyObject *batch, Py_ssize_t from, Py_ssize_t to, int64_t *out) {
+        int is_list = PyList_Check(batch);
+        for (Py_ssize_t i = from; i < to; i++) {
+            int fits, overflow = 0;
     #ifdef Py_GIL_DISABLED
-        PyObject *item = PyList_Check(batch) ? PyList_GetItemRef(batch, i) : Py_NewRef(PyTuple_GET_ITEM(batch, i));
-        if (item == NULL) { PyErr_Clear(); return 0; }
+            PyObject *item = is_list ? PyList_GetItemRef(batch, i) : Py_NewRef(PyTuple_GET_ITEM(batch, i));
+            if (item == NULL) { PyErr_Clear(); return i; }
     #else
-        PyObject *item = PyList_Check(batch) ? PyList_GET_ITEM(batch, i) : PyTuple_GET_ITEM(batch, i);
+            PyObject *item = is_list ? PyList_GET_ITEM(batch, i) : PyTuple_GET_ITEM(batch, i);
     #endif
-        fits = PyLong_CheckExact(item);
-        if (fits) { *out = PyLong_AsLongLongAndOverflow(item, &overflow); fits = !overflow; }
+            fits = PyLong_CheckExact(item);
+            if (fits) {
+    #if PY_VERSION_HEX >= 0x030C0000
+                if (PyUnstable_Long_IsCompact((PyLongObject *)item))
+                    out[i] = PyUnstable_Long_CompactValue((PyLongObject *)item);
+    #else
+                Py_ssize_t digits = Py_SIZE(item);
+                if (digits >= -1 && digits <= 1)
+                    out[i] = digits * (int64_t)((PyLongObject *)item)->ob_digit[0];
+    #endif
+                else { out[i] = PyLong_AsLongLongAndOverflow(item, &overflow); fits = !overflow; }
+            }
     #ifdef Py_GIL_DISABLED
-        Py_DECREF(item);
+            Py_DECREF(item);
     #endif
-        return fits;
+            if (!fits) return i;
+        }
+        return to;
     }
     """
-    bint plain_int "kv_plain_int"(object batch, Py_ssize_t i, int64_t* out) noexcept
+    Py_ssize_t plain_ints "kv_plain_ints"(object batch, Py_ssize_t start, Py_ssize_t stop, int64_t* out) noexcept
     void* exchange "kv_exchange"(void** place, void* value) noexcept nogil
     bint put_if_empty "kv_put"(void** place, void* value) noexcept nogil
 
@@ -155,16 +170,16 @@ cdef Py_ssize_t true_length(object value):
 
 cdef int from_list(Ints* ints, object value, str call, str name, type huge) except -1:
     """A list may change as it is read, by an `__index__`, a signal handler or another thread: then it is refused."""
-    cdef Py_ssize_t i, n = true_length(value)
+    cdef Py_ssize_t i = 0, n = true_length(value)
     cdef int64_t* data = <int64_t*>ints_room(ints, n, 8, call, name)
-    for i in range(n):
-        if i & 0xFFFF == 0xFFFF:
+    while i < n and true_length(value) == n:
+        i = plain_ints(value, i, min(n, i + 0x10000), data)
+        if i & 0xFFFF == 0:
             PyErr_CheckSignals()
-        if true_length(value) != n:
-            break
-        if not plain_int(value, i, &data[i]):
+        if i < n and true_length(value) == n and plain_ints(value, i, i + 1, data) == i:
             item = value[i]
             data[i] = to_int(item, call, f"{name}[{i}]", INT64_MIN, INT64_MAX, huge)
+            i += 1
     if true_length(value) != n:
         raise ValueError(f"[{call}] {name} changed its length during the call")
     return 0

@@ -103,6 +103,13 @@ cdef void blocks_revive(Blocks* b, int32_t i) noexcept nogil
 cdef int32_t blocks_evict(Blocks* b) noexcept nogil
 cdef void blocks_touch(Blocks* b, int32_t i) noexcept nogil
 cdef void blocks_drop(Blocks* b, int32_t i) noexcept nogil
+cdef void blocks_revive_many(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil
+cdef int32_t blocks_take_raw(Blocks* b, int32_t* out, int32_t n) noexcept nogil
+cdef void blocks_take_blank(Blocks* b, int32_t i) noexcept nogil
+cdef void blocks_release(Blocks* b, const int32_t* ids, int32_t n, bint oldest) noexcept nogil
+cdef void blocks_commit(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil
+cdef void blocks_uncommit(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil
+cdef int32_t blocks_free_order(const Blocks* b, int32_t* out, int32_t n) noexcept nogil
 cdef void blocks_drain_limbo(Blocks* b) noexcept nogil
 cdef void blocks_reset(Blocks* b) noexcept nogil
 cdef uint64_t blocks_fingerprint(const Blocks* b, uint64_t h, int64_t next_step) noexcept nogil

@@ -4,7 +4,7 @@ C functions on a `Blocks` struct. They cannot fail: callers check first, then co
 """
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdio cimport snprintf
-from libc.string cimport memset
+from libc.string cimport memmove, memset
 
 from kvpool._types cimport NO_BLOCK, OUT_OF_BLOCKS, Verdict, mix, refused
 
@@ -18,6 +18,17 @@ cdef void chain_push(Blocks* b, Chain* chain, int32_t i) noexcept nogil:
     else:
         b.next[chain.tail] = i
     chain.tail = i
+    chain.size += 1
+
+
+cdef void chain_push_front(Blocks* b, Chain* chain, int32_t i) noexcept nogil:
+    b.prev[i] = NO_BLOCK
+    b.next[i] = chain.head
+    if chain.head == NO_BLOCK:
+        chain.tail = i
+    else:
+        b.prev[chain.head] = i
+    chain.head = i
     chain.size += 1
 
 
@@ -58,12 +69,17 @@ cdef int blocks_short(const Blocks* b, Verdict* v, Py_ssize_t row, int64_t handl
     return refused(v, OUT_OF_BLOCKS, row, -1, 0, handle, 0)
 
 
-cdef void drop_oldest(Blocks* b, int32_t i) noexcept nogil:
-    """Take block i, the oldest evictable one, off the LRU list and note that its content is gone."""
+cdef inline void give_up(Blocks* b, int32_t i) noexcept nogil:
+    """Take an evictable block off the LRU list: its content is gone."""
     chain_unlink(b, &b.lru, i)
     b.block[i].committed = PLAIN
     b.fence[i] = 0
     b.evictions += 1
+
+
+cdef void drop_oldest(Blocks* b, int32_t i) noexcept nogil:
+    """Take block i, the oldest evictable one, off the LRU list and note that its content is gone."""
+    give_up(b, i)
     b.block[i].noted = 1        # it was not: a noted block cannot be committed
     b.dropped[b.num_dropped] = i
     b.num_dropped += 1
@@ -212,8 +228,7 @@ cdef void blocks_lower_fences(Blocks* b) noexcept nogil:
         i = b.prev[i]
 
 
-cdef void blocks_touch(Blocks* b, int32_t i) noexcept nogil:
-    """One more reference on a committed block, wherever it is. O(1)."""
+cdef inline void touch(Blocks* b, int32_t i) noexcept nogil:
     cdef Block* block = &b.block[i]
     if block.place != USED:
         chain_unlink(b, &b.lru if block.place == CACHED else &b.limbo, i)
@@ -225,9 +240,21 @@ cdef void blocks_touch(Blocks* b, int32_t i) noexcept nogil:
     ref(b, i, 1)
 
 
+cdef void blocks_touch(Blocks* b, int32_t i) noexcept nogil:
+    """One more reference on a committed block, wherever it is. O(1)."""
+    touch(b, i)
+
+
 cdef void blocks_revive(Blocks* b, int32_t i) noexcept nogil:
-    blocks_touch(b, i)
+    touch(b, i)
     b.block[i].raw += 1
+
+
+cdef void blocks_revive_many(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
+    cdef int32_t k
+    for k in range(n):
+        touch(b, ids[k])
+        b.block[ids[k]].raw += 1
 
 
 cdef void blocks_drop(Blocks* b, int32_t i) noexcept nogil:
@@ -244,6 +271,102 @@ cdef int32_t blocks_evict(Blocks* b) noexcept nogil:
     drop_oldest(b, i)
     settle(b, i)
     return i
+
+
+# ---- blocks by name, for tables that are not ours ----------------------------------------------------------
+
+cdef inline void now_raw(Blocks* b, int32_t n) noexcept nogil:
+    """n blocks were taken."""
+    b.allocs += n
+    b.num_used += n
+    if b.num_used > b.peak_used:
+        b.peak_used = b.num_used
+
+
+cdef inline void own(Blocks* b, int32_t i) noexcept nogil:
+    b.block[i].refcount = b.block[i].raw = 1
+    b.block[i].place = USED
+
+
+cdef int32_t blocks_take_raw(Blocks* b, int32_t* out, int32_t n) noexcept nogil:
+    """n blocks with one raw reference each; returns how many of them, the last ones, were evicted. None is noted."""
+    cdef int32_t k, i, blank = n if n < b.num_blank else b.num_blank
+    for k in range(blank):
+        i = b.blank[b.num_blank - 1 - k]
+        own(b, i)
+        out[k] = i
+    b.num_blank -= blank
+    for k in range(blank, n):
+        i = b.lru.head
+        give_up(b, i)
+        own(b, i)
+        out[k] = i
+    now_raw(b, n)
+    return n - blank
+
+
+cdef void blocks_take_blank(Blocks* b, int32_t i) noexcept nogil:
+    """Blank block i with one raw reference. O(blank blocks that would have been taken before it)."""
+    cdef int32_t k = b.num_blank - 1
+    while b.blank[k] != i:
+        k -= 1
+    memmove(&b.blank[k], &b.blank[k + 1], (b.num_blank - 1 - k) * sizeof(int32_t))
+    b.num_blank -= 1
+    own(b, i)
+    now_raw(b, 1)
+
+
+cdef void blocks_release(Blocks* b, const int32_t* ids, int32_t n, bint oldest) noexcept nogil:
+    """Drop a raw reference of each block; of those that end, the first named is taken first from where it goes.
+
+    oldest: committed ones go to the old end of the LRU list; no step may be pending then.
+    """
+    cdef int32_t k, i
+    for k in range(n - 1, -1, -1):              # on a stack, or at the old end, who comes last is first
+        i = ids[k]
+        if oldest or b.block[i].committed != CANONICAL:
+            b.block[i].raw -= 1
+            unref(b, i)
+            if b.block[i].place == CACHED:
+                chain_unlink(b, &b.lru, i)
+                chain_push_front(b, &b.lru, i)
+    if oldest:
+        return
+    for k in range(n):
+        i = ids[k]
+        if b.block[i].committed == CANONICAL:
+            b.block[i].raw -= 1
+            unref(b, i)
+
+
+cdef void blocks_commit(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
+    cdef int32_t k
+    for k in range(n):
+        b.block[ids[k]].committed = CANONICAL
+
+
+cdef void blocks_uncommit(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
+    """Clear committed bits: evictable blocks are blank now, the first named on top; others when they are released."""
+    cdef int32_t k
+    for k in range(n - 1, -1, -1):
+        if b.block[ids[k]].place == CACHED:
+            give_up(b, ids[k])
+            settle(b, ids[k])
+        b.block[ids[k]].committed = PLAIN
+
+
+cdef int32_t blocks_free_order(const Blocks* b, int32_t* out, int32_t n) noexcept nogil:
+    """The next blocks that would be taken, n at the most; returns how many."""
+    cdef int32_t k, i = b.lru.head
+    cdef int32_t blank = n if n < b.num_blank else b.num_blank
+    for k in range(blank):
+        out[k] = b.blank[b.num_blank - 1 - k]
+    k = blank
+    while k < n and i != NO_BLOCK:
+        out[k] = i
+        i = b.next[i]
+        k += 1
+    return k
 
 
 cdef void blocks_reset(Blocks* b) noexcept nogil:

@@ -20,6 +20,7 @@ cdef enum:                      # flags of a call
     PIN = 1                     # open: only what is cached
     COUNT = 2                   # open: a number of tokens, not the tokens
     ALL = 1                     # flush: of all namespaces
+    OLDEST = 1                  # release: committed blocks are evicted before all others
 
 cdef enum:                      # words that a call needs beside its batches
     HEAD = 2                    # call and flags, digest

@@ -5,12 +5,12 @@ after the lock was let go.
 """
 from kvpool._sequence cimport SLOT_BITS
 from kvpool._types cimport (
-    BAD_INDEX, BAD_LENGTH, BAD_SHAPE, DUPLICATE_BLOCK, DUPLICATE_HANDLE, EVICTED_ROW, FOREIGN_HANDLE, INDEXED,
-    INDEX_ORDER, LOST_TOO_MANY, MAX_REFCOUNT, NEGATIVE_COUNT, NEGATIVE_HANDLE, NEGATIVE_NEW, NO_MEMORY,
-    NO_RAW_REFERENCE, NO_SUCH_BLOCK, NO_SUCH_SEQUENCE, NOT_COMMITTED, NOT_DONE_YET, NOT_DRAINED, NOT_INDEXED,
-    NOT_REWRITABLE, OTHER_TOKENS, OUT_OF_BLOCKS, OUT_OF_SEQUENCES, PENDING_ROW, PLAN_HAS_CHILDREN, PLAN_NOT_NEWEST,
+    BAD_INDEX, BAD_LENGTH, BAD_SHAPE, DUPLICATE_BLOCK, DUPLICATE_HANDLE, EVICTED_ROW, FOREIGN_HANDLE, HAS_CONTENT,
+    INDEXED, INDEX_ORDER, LOST_TOO_MANY, MAX_REFCOUNT, NAMED_TWICE, NEGATIVE_COUNT, NEGATIVE_HANDLE, NEGATIVE_NEW, NO_MEMORY,
+    NO_RAW_REFERENCE, NO_SUCH_BLOCK, NO_SUCH_SEQUENCE, NOT_BLANK, NOT_COMMITTED, NOT_DONE_YET, NOT_DRAINED,
+    NOT_INDEXED, NOT_KEPT, NOT_REWRITABLE, OTHER_TOKENS, OUT_OF_BLOCKS, OUT_OF_SEQUENCES, PENDING_ROW, PLAN_HAS_CHILDREN, PLAN_NOT_NEWEST,
     PLAN_NOT_PENDING, PLAN_NOTED, PLAN_PENDING, PROMPT_TOO_LONG, REFERENCE_LIMIT, RESERVED_BLOCK, SEQ_TOO_LONG,
-    STALE_HANDLE, STILL_SHARED, TABLE_TOO_WIDE, TOO_FEW_TOKENS, TOO_MANY_LEFT, TOO_MANY_TOKENS, UNEVEN_TOKENS,
+    STALE_HANDLE, STEP_PENDING, STILL_SHARED, TABLE_TOO_WIDE, TOO_FEW_TOKENS, TOO_MANY_LEFT, TOO_MANY_TOKENS, UNEVEN_TOKENS,
     UNREFERENCED,
 )
 
@@ -70,6 +70,11 @@ cdef dict TEXTS = {             # what `refuse` raises: the values are named lik
                                  "call unshare first"),
     BAD_INDEX: (ValueError, "indices[{row}] is {value}, the sequence has {high} full blocks"),
     INDEX_ORDER: (ValueError, "indices[{row}] is {value} after {other}, they must ascend"),
+    NOT_KEPT: (ValueError, "block {value} is neither in use nor committed: its content is gone, take another"),
+    NAMED_TWICE: (DoubleFree, "block {value} stands twice, ids[{row}] is its second place"),
+    HAS_CONTENT: (ValueError, "block {value} is committed already, uncommit it first"),
+    NOT_BLANK: (ValueError, "block {value} is not blank: it is reserved, in use, committed or in limbo"),
+    STEP_PENDING: (PlanStateError, "step {value} is pending, what is released waits for it; call done first"),
 }
 
 

@@ -52,6 +52,11 @@ cdef enum:                      # what a C function reports: OK, NO_MEMORY, RETR
     BAD_INDEX
     INDEX_ORDER
     ARRAY_MOVED
+    NOT_KEPT                    # a block that is blank, or in limbo without content
+    NAMED_TWICE                 # a block, in a release
+    HAS_CONTENT                 # a block that is committed already
+    NOT_BLANK
+    STEP_PENDING
 
 
 cdef struct Verdict:            # why a call is refused: what the text of the exception needs, `_refuse` writes it
@@ -91,6 +96,12 @@ cdef enum:                      # first word of every digest entry: which call i
     OP_UNSHARE
     OP_FLUSH
     OP_PUBLISH
+    OP_TAKE
+    OP_TAKE_BLOCK
+    OP_TOUCH
+    OP_RELEASE
+    OP_COMMIT_BLOCKS
+    OP_UNCOMMIT
 
 
 cdef inline int refused(Verdict* v, int reason, Py_ssize_t row, int64_t value, int64_t low, int64_t high,

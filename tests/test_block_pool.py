@@ -1,50 +1,64 @@
-"""The block pool for engines with own tables, held against a small independent model after every call."""
+"""The block pool for engines with own tables, held against a model made from its docstring, and against vLLM's."""
 
 import random
-from collections import OrderedDict
 
 import pytest
 
+from benchmarks import vllm_source
 from kvpool.adapters.block_pool import BlockPool
 from kvpool.errors import DoubleFree, OutOfBlocks
 
 NUM_BLOCKS = 9
+SEEDS, CALLS = range(20), 300
 
 
 class Model:
-    """What the pool promises, from a dict of references and an ordered dict of cached blocks."""
+    """What the docstring of `BlockPool` says, in lists: who is free, in the order in which they are taken."""
 
     def __init__(self, num_blocks):
         self.size = num_blocks - 1
-        self.references = {}
-        self.lru = OrderedDict()  # cached and free, oldest first
+        self.references = dict.fromkeys(range(1, num_blocks), 0)
+        self.blank = list(range(1, num_blocks))  # free without a key, the next to be taken first
+        self.cached = []  # free with a key, likewise
         self.key_of = {}
 
     @property
-    def num_free(self):
-        return self.size - len(self.references)
+    def free_order(self):
+        return self.blank + self.cached
 
-    def got(self, ids):
-        """The pool took `ids`; returns the keys that had to go, which the model works out itself."""
-        blank = self.num_free - len(self.lru)
-        evicted = [self.lru.popitem(last=False)[0] for _ in range(max(0, len(ids) - blank))]
-        for block in evicted:
+    def in_use(self):
+        return [block for block, count in self.references.items() if count]
+
+    def get(self, n):
+        taken = self.free_order[:n]
+        for block in taken:
+            self.references[block] = 1
             self.key_of.pop(block, None)
-        assert set(evicted) <= set(ids)
-        self.references.update(dict.fromkeys(ids, 1))
+        self.blank, self.cached = self.blank[n:], self.cached[max(0, n - len(self.blank)) :]
+        return taken
 
     def touch(self, ids):
         for block in ids:
-            self.lru.pop(block, None)
-            self.references[block] = self.references.get(block, 0) + 1
+            self.references[block] += 1
+        self.cached = [block for block in self.cached if block not in ids]
 
-    def free(self, ids, final):
+    def free(self, ids):
         for block in ids:
             self.references[block] -= 1
-            if not self.references[block]:
-                del self.references[block]
-                if block in final:
-                    self.lru[block] = None
+        ended = [block for block in ids if not self.references[block]]
+        self.blank = [block for block in ended if block not in self.key_of] + self.blank
+        self.cached += [block for block in ended if block in self.key_of]
+
+    def cache(self, ids, keys):
+        for block, key in zip(ids, keys, strict=True):
+            if key not in self.key_of.values():
+                self.key_of[block] = key
+
+    def evict(self, ids):
+        for block in ids:
+            self.key_of.pop(block, None)
+        self.blank = [block for block in ids if block in self.cached] + self.blank
+        self.cached = [block for block in self.cached if block not in ids]
 
     def lookup(self, keys):
         block_of = {key: block for block, key in self.key_of.items()}
@@ -60,93 +74,113 @@ class Program:
     """Random calls on both, with what engines do by mistake in between."""
 
     def __init__(self, seed):
+        print(f"seed {seed}")
         self.random = random.Random(seed)
-        self.pool, self.model = BlockPool(NUM_BLOCKS), Model(NUM_BLOCKS)
-        self.final = set()  # blocks whose content was declared final since they were taken
-        self.refused = self.hits = 0
+        self.pool, self.model = BlockPool(NUM_BLOCKS, events=1000), Model(NUM_BLOCKS)
+        self.findable = set()  # keys, as the events tell it
+        self.refused = self.hits = self.evicted_in_use = 0
 
     def some(self, blocks):
         blocks = list(blocks)
         return self.random.sample(blocks, self.random.randint(0, len(blocks)))
 
+    def with_null(self, ids):
+        at = self.random.randint(0, len(ids))
+        return [*ids[:at], 0, *ids[at:]]
+
+    def key(self):
+        return f"key {self.random.randrange(12)}"
+
     def get(self):
         n = self.random.randint(0, 4)
-        if n > self.model.num_free:
+        if n > len(self.model.free_order):
             with pytest.raises(OutOfBlocks):
                 self.pool.get(n)
             self.refused += 1
             return
-        ids = self.pool.get(n).tolist()
-        assert len(set(ids)) == n and 0 not in ids and not set(ids) & set(self.model.references)
-        self.model.got(ids)
-        self.final -= set(ids)
+        assert self.pool.get(n) == self.model.get(n)
 
     def touch(self):
-        keys = [f"key {self.random.randrange(12)}" for _ in range(2)]
-        ids = list(dict.fromkeys(self.pool.lookup(keys)))
+        ids = list(dict.fromkeys(self.pool.lookup([self.key(), self.key()])))
         self.hits += len(ids)
-        ids = [*ids, *(i for i in self.some(self.model.references) if i not in ids), 0]
-        self.pool.touch(ids)
-        self.model.touch([i for i in ids if i])
+        ids += [block for block in self.some(self.model.in_use()) if block not in ids]
+        self.pool.touch(self.with_null(ids))
+        self.model.touch(ids)
 
     def free(self):
-        ids = [*self.some(self.model.references), 0]
-        self.pool.free(ids)
-        self.model.free([i for i in ids if i], self.final)
+        ids = self.some(self.model.in_use())
+        self.pool.free(self.with_null(ids))
+        self.model.free(ids)
 
     def cache(self):
-        ids = [i for i in self.some(self.model.references) if i not in self.model.key_of]
-        keys = [f"key {self.random.randrange(12)}" for _ in ids]
+        ids = [block for block in self.some(self.model.in_use()) if block not in self.model.key_of]
+        keys = [self.key() for _ in ids]
         self.pool.cache(ids, keys)
-        for block, key in zip(ids, keys, strict=True):
-            if key not in self.model.key_of.values():
-                self.model.key_of[block] = key
-                self.final.add(block)
+        self.model.cache(ids, keys)
 
     def evict(self):
-        ids = self.some(range(1, NUM_BLOCKS))[:1]
-        self.pool.evict(ids)
-        for block in ids:
-            self.model.key_of.pop(block, None)
+        ids = self.some(range(1, NUM_BLOCKS))[:3]
+        self.evicted_in_use += any(block in self.model.key_of and self.model.references[block] for block in ids)
+        self.pool.evict(self.with_null(ids))
+        self.model.evict(ids)
 
     def misuse(self):
-        held = sorted(self.model.references)
-        before = self.pool._pool.fingerprint()
-        blank = [i for i in range(1, NUM_BLOCKS) if i not in held and i not in self.model.lru]
-        with pytest.raises(DoubleFree, match=r"^\[free\] "):
-            self.pool.free([*held, *held[:1]] if held else [1])
-        if blank:
-            with pytest.raises(ValueError, match="neither in use nor cached"):
-                self.pool.touch([*held, blank[0]])
-            with pytest.raises(DoubleFree, match=rf"^\[free\] block {blank[0]} has no reference left$"):
-                self.pool.free([*held, blank[0]])
-            with pytest.raises(DoubleFree):
-                self.pool.cache([blank[0]], ["nobody's"])
+        held, free = self.model.in_use(), self.model.blank
+        before = self.pool._pool.fingerprint(), self.pool._pool.digest()
+        if held:
+            with pytest.raises(DoubleFree, match=rf"^\[release\] block {held[0]} stands twice"):
+                self.pool.free([*held, held[0]])
+        if free:
+            with pytest.raises(ValueError, match=rf"^\[touch\] block {free[0]} is neither in use nor committed"):
+                self.pool.touch([*held, free[0]])
+            with pytest.raises(DoubleFree, match=rf"^\[release\] block {free[0]} has no raw reference"):
+                self.pool.free([*held, free[0]])
+            with pytest.raises(DoubleFree, match=rf"^\[commit\] block {free[0]} has no reference$"):
+                self.pool.cache([free[0]], ["nobody's"])
+        keyed = [block for block in held if block in self.model.key_of]
+        if keyed:
+            with pytest.raises(ValueError, match=rf"^\[commit\] block {keyed[0]} is committed already"):
+                self.pool.cache([*held, keyed[0]][-1:], ["another"])
+        if held:
+            with pytest.raises(TypeError, match="unhashable"):
+                self.pool.cache(held[:1], [["no key"]])
         with pytest.raises(IndexError):
             self.pool.free([*held, NUM_BLOCKS])
         with pytest.raises(TypeError):
             self.pool.free([1.5])
-        assert self.pool._pool.fingerprint() == before
+        assert self.pool._pool.fingerprint() == before[0]
+        assert self.pool._pool.digest() == before[1] or held  # a key that is no key was noticed late, and undone
 
     def compare(self):
-        assert self.pool.num_free == self.model.num_free
-        assert self.pool.usage == len(self.model.references) / self.model.size
-        assert self.pool.num_cached == len(self.model.key_of)
-        for block in range(1, NUM_BLOCKS):
-            assert self.pool.refcount(block) == self.model.references.get(block, 0)
+        pool, model = self.pool, self.model
+        assert pool.free_order() == model.free_order
+        assert pool.num_free == len(model.free_order)
+        assert pool.usage == len(model.in_use()) / model.size
+        assert pool.num_cached == len(model.key_of)
+        assert {block: pool.refcount(block) for block in range(1, NUM_BLOCKS)} == model.references
         for key in range(12):
-            assert self.pool.lookup([f"key {key}"]) == self.model.lookup([f"key {key}"])
-        self.pool.check()
+            assert pool.lookup([f"key {key}"]) == model.lookup([f"key {key}"])
+        keys = [self.key() for _ in range(3)]
+        assert pool.lookup(keys) == model.lookup(keys)
+        for what, *about in pool.drain_events():
+            keys = set(about[0])
+            assert keys and (not keys & self.findable if what == "stored" else keys <= self.findable)
+            self.findable ^= keys
+        assert self.findable == set(model.key_of.values())
+        pool.check()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_block_pool_random_calls_equal_the_model(seed):
     program = Program(seed)
     calls = [program.get, program.get, program.touch, program.free, program.cache, program.evict, program.misuse]
-    for _ in range(300):
+    for _ in range(CALLS):
         program.random.choice(calls)()
         program.compare()
-    assert program.refused and program.hits
+    assert program.refused and program.hits and program.evicted_in_use
+
+
+# ---- planted faults ----------------------------------------------------------------------------------------
 
 
 class FreesBackwards(BlockPool):
@@ -159,72 +193,313 @@ class ForgetsToForget(BlockPool):
         pass
 
 
+class KeepsCommitted(BlockPool):
+    """The old fault: a block that lost its key goes on being evicted last."""
+
+    def evict(self, ids):
+        self._forget(ids)
+
+
+class KeepsHeldCommitted(BlockPool):
+    """The same of blocks in use alone."""
+
+    def evict(self, ids):
+        self._blocks.uncommit([block for block in ids if block and not self.refcount(block)])
+        self._forget(ids)
+
+
+class EvictsBackwards(BlockPool):
+    def evict(self, ids):
+        super().evict(ids[::-1])
+
+
 class TakesTheNewKey(BlockPool):
     def cache(self, ids, keys):
-        self._forget([self._block_of[key] for key in keys if key in self._block_of])
+        self.evict([self._keys.block_of[key] for key in dict.fromkeys(keys) if key in self._keys.block_of])
         super().cache(ids, keys)
 
 
-@pytest.mark.parametrize("broken", [FreesBackwards, ForgetsToForget, TakesTheNewKey])
+class CommitsWithoutKey(BlockPool):
+    """A block whose key another one has stays cached, and is found by nobody."""
+
+    def cache(self, ids, keys):
+        others = [block for block, key in zip(ids, keys, strict=True) if key in self._keys.block_of]
+        super().cache(ids, keys)
+        self._blocks.commit(others)
+
+
+class EvictsTheNewest(BlockPool):
+    def free(self, ids):
+        self._blocks.release(ids, oldest=True)
+
+
+class TellsNothing(BlockPool):
+    def _tell(self, *event):
+        pass
+
+
+FAULTS = [FreesBackwards, ForgetsToForget, KeepsCommitted, KeepsHeldCommitted, EvictsBackwards, TakesTheNewKey]
+FAULTS += [CommitsWithoutKey, EvictsTheNewest, TellsNothing]
+
+
+@pytest.mark.parametrize("broken", FAULTS)
 def test_block_pool_broken_pool_is_convicted(broken, monkeypatch):
     monkeypatch.setitem(globals(), "BlockPool", broken)
-    with pytest.raises((AssertionError, pytest.fail.Exception)):
-        for seed in range(5):
+    with pytest.raises((AssertionError, KeyError, ValueError, pytest.fail.Exception)):
+        for seed in SEEDS:
             test_block_pool_random_calls_equal_the_model(seed)
 
 
-def test_block_pool_frees_the_first_named_is_evicted_first():
-    pool = BlockPool(5)
-    table = pool.get(4).tolist()
-    pool.cache(table, ["a", "b", "c", "d"])
+# ---- vLLM's own pool ---------------------------------------------------------------------------------------
+
+
+class Peer:
+    """vLLM's pool beside ours: the same calls, the same ids, the same order of the free blocks.
+
+    One rule differs: a free block that loses its key is blank at once here, and stays where it was in the queue
+    there; `evict` moves it. Keys are new, since two blocks with one key are both findable there.
+    """
+
+    def __init__(self, modules, seed):
+        print(f"seed {seed}")
+        self.random, self.pool = random.Random(seed), BlockPool(NUM_BLOCKS)
+        self.peer = modules[0].BlockPool(NUM_BLOCKS, True, 16)
+        self.held, self.keys, self.evicted_in_use = [], 0, 0
+
+    def blocks(self, ids):
+        return [self.peer.blocks[block] for block in ids]
+
+    def some(self, ids):
+        ids = sorted(set(ids))
+        return self.random.sample(ids, self.random.randint(0, len(ids)))
+
+    def call(self):
+        pool, peer = self.pool, self.peer
+        what = self.random.choice(["get", "get", "free", "free", "touch", "cache", "cache", "evict"])
+        if what == "get":
+            n = self.random.randint(0, min(4, pool.num_free))
+            ids = [block.block_id for block in peer.get_new_blocks(n)]
+            assert pool.get(n) == ids
+            self.held += ids
+        elif what == "free":
+            ids = self.some(self.held)
+            pool.free(ids)
+            peer.free_blocks(self.blocks(ids))
+            for block in ids:
+                self.held.remove(block)
+        elif what == "touch":
+            ids = self.some(block for block in range(1, NUM_BLOCKS) if peer.blocks[block].block_hash or block in self.held)
+            pool.touch(ids)
+            peer.touch(self.blocks(ids))
+            self.held += ids
+        elif what == "cache":
+            ids = self.some(block for block in self.held if peer.blocks[block].block_hash is None)
+            keys = [(self.keys + k).to_bytes(32, "big") for k in range(len(ids))]
+            self.keys += len(ids)
+            pool.cache(ids, keys)
+            peer.cache_full_blocks(vllm_source.request(keys), self.blocks(ids), 0, len(ids), 16, 0)
+        else:
+            ids = self.some(range(1, NUM_BLOCKS))[:3]
+            queue = peer.free_block_queue
+            cached = [b for b in self.blocks(ids) if b.block_hash is not None and not b.ref_cnt]
+            self.evicted_in_use += any(b.block_hash is not None and b.ref_cnt for b in self.blocks(ids))
+            pool.evict(ids)
+            peer.evict_blocks(set(ids))
+            for block in cached:
+                queue.remove(block)
+            queue.prepend_n(cached)
+
+    def compare(self):
+        found = [block.block_id for block in self.peer.free_block_queue.get_all_free_blocks()]
+        assert self.pool.free_order() == found
+        assert [self.pool.refcount(i) for i in range(1, NUM_BLOCKS)] == [b.ref_cnt for b in self.peer.blocks[1:]]
+        assert self.pool.usage == pytest.approx(self.peer.get_usage())
+        for key in range(max(0, self.keys - 20), self.keys):
+            theirs = self.peer.get_cached_block(key.to_bytes(32, "big"), [0]) or []
+            assert self.pool.lookup([key.to_bytes(32, "big")]) == [block.block_id for block in theirs]
+
+
+@pytest.fixture(scope="module")
+def vllm():
+    found = vllm_source.load()
+    if found is None:
+        pytest.skip(vllm_source.ABSENT)
+    return found
+
+
+def test_block_pool_random_calls_equal_vllms_pool(vllm):
+    evicted_in_use = cached = 0
+    for seed in range(200):
+        peer = Peer(vllm, seed)
+        for _ in range(60):
+            peer.call()
+            peer.compare()
+        evicted_in_use += peer.evicted_in_use > 0
+        cached += peer.pool.num_cached
+    assert evicted_in_use > 100 and cached > 200
+
+
+@pytest.mark.parametrize("broken", [FreesBackwards, KeepsCommitted, KeepsHeldCommitted, EvictsTheNewest])
+def test_block_pool_broken_pool_differs_from_vllms(vllm, broken, monkeypatch):
+    monkeypatch.setitem(globals(), "BlockPool", broken)
+    with pytest.raises((AssertionError, ValueError)):
+        test_block_pool_random_calls_equal_vllms_pool(vllm)
+
+
+# ---- by hand -----------------------------------------------------------------------------------------------
+
+
+def test_block_pool_frees_the_first_named_is_taken_first():
+    pool = BlockPool(7)
+    table = pool.get(6)
+    pool.cache(table[:4], ["a", "b", "c", "d"])
     pool.free(table[::-1])
-    assert pool.lookup("abcd") == table
-    assert pool.get(1).tolist() == table[3:]  # the tail of the request
+    assert pool.lookup("abcd") == table[:4]
+    assert pool.free_order() == [table[5], table[4], table[3], table[2], table[1], table[0]]
+    assert pool.get(3) == [table[5], table[4], table[3]]  # the tail of the request
     assert pool.lookup("abcd") == table[:3]
 
 
-def test_block_pool_key_known_already_the_new_block_stays_blank():
+def test_block_pool_evicted_block_in_use_leaves_before_cached_ones():
     pool = BlockPool(4)
-    first, second = pool.get(2).tolist()
+    a, b, c = pool.get(3)
+    pool.cache([a, b, c], "abc")
+    pool.free([a])
+    pool.evict([b])
+    pool.free([c, b])
+    assert pool.free_order() == [b, a, c]
+    assert pool.get(1) == [b] and pool.lookup("a") == [a] and pool.lookup("c") == [c]
+
+
+def test_block_pool_evicted_free_block_leaves_before_cached_ones():
+    pool = BlockPool(4)
+    a, b, c = pool.get(3)
+    pool.cache([a, b, c], "abc")
+    pool.free([a, b, c])
+    pool.evict([c, b])
+    assert pool.free_order() == [c, b, a]
+    with pytest.raises(ValueError, match="neither in use nor committed"):
+        pool.touch([b])
+
+
+def test_block_pool_evicted_block_gets_a_new_key():
+    pool = BlockPool(4)
+    a, b = pool.get(2)
+    pool.cache([a], "a")
+    pool.evict([a])
+    pool.cache([a, b], "xy")
+    pool.free([a, b])
+    assert pool.lookup("a") == [] and pool.lookup("xy") == [a, b]
+    pool.check()
+
+
+def test_block_pool_key_known_already_the_new_block_stays_blank():
+    pool = BlockPool(5)
+    first, second, third = pool.get(3)
     pool.cache([first], ["a"])
-    pool.cache([second], ["a"])
-    pool.free([second, first])
-    assert pool.lookup("a") == [first]
-    assert pool.get(2).tolist().count(first) == 0  # blank blocks before cached ones
+    pool.cache([first], ["a"])  # said again
+    pool.cache([second, third, second], ["a", "b", "a"])
+    pool.check()
+    pool.free([second, first, third])
+    assert pool.lookup("ab") == [first, third]
+    assert pool.get(2) == [second, 4]  # blank blocks before cached ones
+
+
+def test_block_pool_key_twice_in_a_call_the_first_block_has_it():
+    pool = BlockPool(4)
+    ids = pool.get(3)
+    pool.cache(ids, "aba")
+    assert pool.lookup("ab") == ids[:2] and pool.num_cached == 2
+    pool.check()
+    pool.free(ids)
+    assert pool.free_order() == [ids[2], ids[0], ids[1]]
+
+
+@pytest.mark.parametrize("key", [[], {}])
+def test_block_pool_key_that_cannot_be_hashed_changes_nothing(key):
+    pool = BlockPool(4)
+    ids = pool.get(3)
+    before = pool._pool.fingerprint()
+    with pytest.raises(TypeError):
+        pool.cache(ids, ["a", key, "c"])
+    assert pool._pool.fingerprint() == before and pool.num_cached == 0 and pool.lookup("a") == []
+    pool.check()
 
 
 @pytest.mark.parametrize("stranger", [-1, 4, 99, 1 << 40])
 def test_block_pool_ids_that_are_no_block_are_refused_by_every_call(stranger):
     pool = BlockPool(4)
-    (block,) = pool.get(1).tolist()
+    (block,) = pool.get(1)
     pool.cache([block], ["a"])
     before = pool._pool.fingerprint()
     ids = [block, stranger]
-    for call, arguments in (("evict", ()), ("cache", (["a", "a"],)), ("touch", ()), ("free", ())):
-        with pytest.raises(IndexError, match=rf"^\[{call}\] no such block \({stranger}\), ids are 0 .. 3$"):
+    calls = (("evict", "uncommit", ()), ("cache", "commit", (["a", "a"],)), ("touch", "touch", ()))
+    for call, core, arguments in (*calls, ("free", "release", ())):
+        with pytest.raises(IndexError, match=rf"^\[{core}\] ids\[1\] is no block \({stranger}\), ids are 0 .. 3$"):
             getattr(pool, call)(ids, *arguments)
         assert pool._pool.fingerprint() == before and pool.lookup(["a"]) == [block]
     pool.check()
 
 
+def test_block_pool_arrays_are_ids():
+    np = pytest.importorskip("numpy")
+    pool = BlockPool(6)
+    ids = np.array(pool.get(3), np.int32)
+    pool.cache(ids, "abc")
+    pool.touch(ids)
+    pool.free(ids)
+    pool.evict(ids[1:])
+    pool.free(ids)
+    assert pool.lookup("abc") == [1] and type(pool.lookup("a")[0]) is int
+    assert pool.free_order() == [2, 3, 4, 5, 1]
+    pool.check()
+
+
 def test_block_pool_reset_refuses_while_a_block_is_in_use():
-    pool = BlockPool(4)
+    pool = BlockPool(4, events=9)
     ids = pool.get(1)
     pool.cache(ids, ["a"])
     assert not pool.reset() and pool.num_cached == 1
     pool.free(ids)
     assert pool.reset() and pool.num_cached == 0 and pool.num_free == 3
+    assert pool.drain_events() == [("stored", ["a"]), ("cleared",)] and pool.drain_events() == []
+    pool.cache(pool.get(3), "abc")
     pool.check()
+
+
+def test_block_pool_events_that_have_no_room_are_counted():
+    pool = BlockPool(9, events=2)
+    for key in "abcde":
+        pool.cache(pool.get(1), [key])
+    assert pool.drain_events() == [("lost", 3), ("stored", ["d"]), ("stored", ["e"])]
+    pool.evict([1, 2])
+    assert pool.drain_events() == [("removed", ["a", "b"])]
+    assert BlockPool(4).drain_events() == []
+
+
+def test_block_pool_stats_count_hits_and_evictions():
+    pool = BlockPool(4)
+    ids = pool.get(3)
+    pool.cache(ids, "abc")
+    pool.lookup("abx")
+    pool.lookup("")
+    pool.free(ids)
+    pool.get(2)
+    stats = pool.stats()
+    assert (stats.queries, stats.hits, stats.evictions) == (3, 2, 2)
+    assert (stats.usage, stats.num_free, stats.num_cached) == (2 / 3, 1, 1)
 
 
 def test_block_pool_null_block_is_never_handed_out_or_counted():
     pool = BlockPool(3)
-    assert sorted(pool.get(2).tolist()) == [1, 2]
+    assert pool.get(2) == [1, 2]
     assert pool.usage == 1.0
     pool.touch([0])
     pool.cache([0], ["nothing"])
+    pool.cache([0, 1, 0], ["x", "y", "z"])
     pool.free([0])
-    assert pool.lookup(["nothing"]) == [] and pool.usage == 1.0
+    assert pool.lookup(["nothing"]) == pool.lookup("x") == [] and pool.lookup("y") == [1] and pool.usage == 1.0
+    pool.check()
 
 
 def test_block_pool_scheduler_page_runs_as_written():
@@ -235,7 +510,7 @@ def test_block_pool_scheduler_page_runs_as_written():
         ids = pool.lookup(keys)
         assert len(ids) == expected_hits
         pool.touch(ids)
-        table = [*ids, *pool.get(4 - len(ids)).tolist()]
+        table = ids + pool.get(4 - len(ids))
         pool.cache(table[:3], keys)
         pool.free(table[::-1])
     assert pool.usage == 0.0

@@ -87,6 +87,15 @@ class Life:
             pool.flush(rng.choice([None, b"tenant"]))
         elif verb in ("evict", "take_dropped"):
             getattr(pool, verb)(*([3] if verb == "evict" else []))
+        elif verb == "blocks.take":
+            self.ids += pool.blocks.take(rng.randrange(4))[0]
+        elif verb == "blocks.take_block":
+            pool.blocks.take_block(i := rng.randrange(1, 48))
+            self.ids.append(i)
+        elif verb.startswith("blocks."):
+            ids = self.some(self.ids)
+            options = {"oldest": rng.random() < 0.5} if verb == "blocks.release" else {}
+            getattr(pool.blocks, verb.removeprefix("blocks."))(ids, **options)
         elif verb == "reset":
             pool.reset()
             self.open, self.ids = [], []
@@ -97,6 +106,9 @@ class Life:
             *("close_finished", "defer", "alloc", "free", "decref", "incref", "mark_committed", "evict"),
             *("take_dropped", "commit", "commit", "pin", "flush", "unshare", "compact", "compact", "evict_blocks"),
         ]
+        if not self.cached:
+            calls = ("take", "take_block", "commit", "commit", "release", "release", "touch", "uncommit")
+            verbs += [f"blocks.{call}" for call in calls]
         for _ in range(count):
             try:
                 self.do("reset" if self.rng.random() < reset else self.rng.choice(verbs))

@@ -3,30 +3,45 @@
 The shape is the one that such engines expect of a block pool: get new blocks, touch cached ones, free a request's
 blocks in the order in which they may be evicted, look up content keys, evict, usage; block 0 is the null block, which
 stands for "nothing here" in a table and is never handed out. Counting, eviction order and refusals are those of
-`kvpool.Pool`: a block freed twice raises and nothing has changed, where hand-written pools queue it twice.
+`Pool.blocks`: a block freed twice raises and nothing has changed, where hand-written pools queue it twice.
 
 A scheduler that has ``kv_cache_manager.block_pool`` calls:
 
     ids = pool.lookup(keys)                     # longest cached prefix, nothing changes
     pool.touch(ids)                             # now it cannot be evicted
-    table = [*ids, *pool.get(n)]                # OutOfBlocks, and nothing was taken: undo with free(ids)
+    table = ids + pool.get(n)                   # OutOfBlocks, and nothing was taken: undo with free(ids)
     pool.cache(table[a:b], keys[a:b])           # blocks that are full and computed
     pool.free(table[::-1])                      # the request is over: its tail is evicted first
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections import deque
+from collections.abc import Hashable, Sequence
 from operator import index
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvpool import Pool
-from kvpool.errors import DoubleFree
+from kvpool._keys import Keys
+from kvpool.errors import CorruptState
 
 BlockIds = Sequence[int] | NDArray[np.int32]
+Event = tuple[str, *tuple[object, ...]]
 NULL_BLOCK = 0
+
+
+class BlockPoolStats(NamedTuple):
+    """Of a `BlockPool`, since it was made."""
+
+    usage: float  #: share of the blocks that somebody holds
+    num_free: int  #: blocks that `get` can hand out
+    num_cached: int  #: blocks that have a key
+    queries: int  #: keys that `lookup` was asked for
+    hits: int  #: of these, found
+    evictions: int  #: keys that `get` took away
 
 
 class BlockPool:
@@ -36,46 +51,68 @@ class BlockPool:
     ----------
     num_blocks : int
         Blocks of the KV storage, the null block included.
+    events : int, default 0
+        Keep up to this many events for `drain_events`; 0: none.
 
     Notes
     -----
     Every call is O(ids it names); `get` adds O(blocks it evicts), once each. A block is cached while it has a key and
-    nobody needs it for something else: freed without a key it is blank and goes first, freed with a key it goes to
-    the new end of the LRU list, and blank blocks are always taken before cached ones.
+    nobody needs it for something else. Freed without a key it is blank, freed with a key it goes to the new end of the
+    LRU list, and blank blocks are always taken before cached ones. A block that loses its key is as one that never
+    had any: it is blank at once if it is free, and when it is freed if it is in use. Of the blocks of one call of
+    `free` or `evict`, the first named is taken first, among blank ones and among cached ones.
+
+    Ids are a list of ints or an int32 array, none of them twice. What the core refuses, it names by the core's call:
+    `take` for `get`, `release` for `free`, `commit` for `cache`, `uncommit` for `evict`.
 
     Invariants, recomputed by `check`: keys and blocks are one to one; a block with a key is referenced or evictable.
     """
 
     null_block = NULL_BLOCK
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, *, events: int = 0) -> None:
         self._pool = Pool(num_blocks, 1, max_seqs=1, max_blocks_per_seq=1, reserved_blocks=1, in_order=True)
-        self._block_of: dict[Hashable, int] = {}
-        self._key_of: dict[int, Hashable] = {}
+        self._blocks = self._pool.blocks
+        self._keys = Keys(num_blocks)
+        self._events: deque[Event] | None = deque(maxlen=events) if events else None
+        self._lost = self._queries = self._hits = self._evictions = 0
+        if type(self).touch is BlockPool.touch:  # a frame of Python would cost as much as the call
+            self.touch = self._blocks.touch  # type: ignore[method-assign]
 
     @property
     def num_free(self) -> int:
         """Blocks that `get` can hand out, cached ones included."""
-        stats = self._pool.stats()
-        return stats.free + stats.evictable
+        return self._blocks.num_free
 
     @property
     def num_cached(self) -> int:
         """Blocks that have a key, in use or not."""
-        return len(self._block_of)
+        return len(self._keys)
 
     @property
     def usage(self) -> float:
         """Share of the blocks that somebody holds, 0.0 to 1.0; the null block does not count."""
-        stats = self._pool.stats()
-        usable = stats.num_blocks - stats.reserved
-        return stats.used / usable if usable else 0.0
+        return self._blocks.usage
+
+    def stats(self) -> BlockPoolStats:
+        """Usage, and how often keys were found and lost."""
+        return BlockPoolStats(
+            self.usage, self.num_free, self.num_cached, self._queries, self._hits, self._evictions
+        )
 
     def refcount(self, block: int) -> int:
         """References of a block: one for `get`, one more for every `touch`."""
         return self._pool.refcount(block)
 
-    def get(self, n: int) -> NDArray[np.int32]:
+    def key(self, block: int) -> Hashable | None:
+        """The key of a block, None: it has none."""
+        return self._keys.key(block)
+
+    def free_order(self) -> list[int]:
+        """The free blocks in the order in which `get` hands them out."""
+        return self._blocks.free_order().tolist()
+
+    def get(self, n: int) -> list[int]:
         """Take `n` blocks, each with one reference; cached ones lose their keys, least recently freed first.
 
         Raises
@@ -83,8 +120,10 @@ class BlockPool:
         OutOfBlocks
             Fewer than `n` are free. State unchanged.
         """
-        ids = self._pool.alloc(n)
-        self._forget(self._pool.take_dropped().tolist())
+        ids, evicted = self._blocks.take(n)
+        if evicted:
+            self._evictions += evicted
+            self._forget(ids)  # blank ones have no key
         return ids
 
     def touch(self, ids: BlockIds) -> None:
@@ -95,31 +134,17 @@ class BlockPool:
         ValueError, IndexError
             A block is neither, or stands twice; there is no such block. State unchanged.
         """
-        named = self._known("touch", ids)
-        held = [i for i in named if self._pool.refcount(i)]
-        cached = [i for i in named if not self._pool.refcount(i)]
-        strangers = [i for i in cached if i not in self._key_of]
-        if strangers:
-            raise ValueError(f"[touch] blocks {strangers} are neither in use nor cached")
-        if len(set(named)) != len(named):
-            raise ValueError(f"[touch] a block stands twice in {named}")
-        self._pool.incref(held)
-        self._pool.revive(cached)
+        self._blocks.touch(ids)
 
     def free(self, ids: BlockIds) -> None:
-        """Give back one reference of each block; of those that end, the first named is evicted first.
+        """Give back one reference of each block; of those that end, the first named is taken first.
 
         Raises
         ------
         DoubleFree, IndexError
             A block has no reference left, also by standing here twice; there is no such block. State unchanged.
         """
-        named = self._known("free", ids)
-        if len(set(named)) != len(named):
-            raise DoubleFree(f"[free] a block stands twice in {named}")
-        if ended := [i for i in named if not self._pool.refcount(i)]:
-            raise DoubleFree(f"[free] block {ended[0]} has no reference left")
-        self._pool.decref(named)
+        self._blocks.release(ids)
 
     def cache(self, ids: BlockIds, keys: Sequence[Hashable]) -> None:
         """Blocks that are full and computed become findable, and immutable: their content is `keys`.
@@ -131,31 +156,38 @@ class BlockPool:
         DoubleFree
             A block that would get a key has no reference. State unchanged.
         ValueError
-            A block has another key, or there are not as many keys as blocks. State unchanged.
+            A block has another key, or stands twice, or there are not as many keys as blocks. State unchanged.
         IndexError
             There is no such block. State unchanged.
         """
-        if len(ids) != len(keys):
-            raise ValueError(f"[cache] {len(keys)} keys for {len(ids)} blocks")
-        fresh: dict[Hashable, int] = {}
-        for block, key in zip(self._known("cache", ids, keep_null=True), keys, strict=True):
-            if block == NULL_BLOCK or key in self._block_of or key in fresh:
-                continue
-            if block in self._key_of:
-                raise ValueError(f"[cache] block {block} has a key already ({self._key_of[block]!r})")
-            fresh[key] = block
-        self._pool.mark_committed(list(fresh.values()))
-        self._block_of.update(fresh)
-        self._key_of.update((block, key) for key, block in fresh.items())
+        blocks = ids if type(ids) is list else list(map(index, ids))
+        named = keys if type(keys) is list else list(keys)
+        if len(blocks) != len(named):
+            raise ValueError(f"[cache] {len(named)} keys for {len(blocks)} blocks")
+        try:
+            self._blocks.commit(blocks)
+        except ValueError:  # of a block that gets no key, perhaps
+            blocks, named = self._new_pairs(blocks, named)
+            self._blocks.commit(blocks)
+        try:
+            others = self._keys.add(blocks, named)
+        except BaseException:  # a key that cannot be hashed or compared
+            self._keys.forget(blocks)
+            self._blocks.uncommit(blocks)
+            raise
+        if others:
+            self._blocks.uncommit(others)
+        if self._keys.key(NULL_BLOCK) is not None:
+            self._keys.forget([NULL_BLOCK])
+        if self._events is not None:
+            kept = {*blocks} - {*others, NULL_BLOCK}
+            self._tell("stored", [key for block, key in zip(blocks, named, strict=True) if block in kept])
 
-    def lookup(self, keys: Iterable[Hashable]) -> list[int]:
+    def lookup(self, keys: Sequence[Hashable]) -> list[int]:
         """Blocks of the longest prefix of `keys` that is cached. Nothing changes: `touch` them before anything else."""
-        found: list[int] = []
-        for key in keys:
-            block = self._block_of.get(key)
-            if block is None:
-                break
-            found.append(block)
+        found = self._keys.find(keys)
+        self._queries += len(keys)
+        self._hits += len(found)
         return found
 
     def evict(self, ids: BlockIds) -> None:
@@ -163,10 +195,11 @@ class BlockPool:
 
         Raises
         ------
-        IndexError
-            There is no such block. State unchanged.
+        ValueError, IndexError
+            A block stands twice; there is no such block. State unchanged.
         """
-        self._forget(self._known("evict", ids))
+        self._blocks.uncommit(ids)
+        self._forget(ids)
 
     def reset(self) -> bool:
         """Forget every key, if no block is in use; tells whether it was so."""
@@ -174,25 +207,52 @@ class BlockPool:
             return False
         self._pool.reset()
         self._pool.take_dropped()
-        self._block_of.clear()
-        self._key_of.clear()
+        self._keys.clear()
+        if self._events is not None:
+            self._tell("cleared")
         return True
+
+    def drain_events(self) -> list[Event]:
+        """What happened to keys since the last call, oldest first; the list is empty without `events`.
+
+        ``("stored", keys)``: `cache` made them findable. ``("removed", keys)``: `get` or `evict` took them away.
+        ``("cleared",)``: `reset` did with all. ``("lost", n)``, the first of a list: so many older events had no room.
+        """
+        if self._events is None:
+            return []
+        told: list[Event] = [("lost", self._lost)] if self._lost else []
+        told += self._events
+        self._events.clear()
+        self._lost = 0
+        return told
 
     def check(self) -> None:
         """Recompute every invariant. O(blocks)."""
         self._pool.check()
-        if {key: block for block, key in self._key_of.items()} != self._block_of:
-            raise AssertionError("[check] keys and blocks are not one to one")
+        try:
+            keyed = self._keys.check()
+        except AssertionError as error:
+            raise CorruptState(f"[check] keys and blocks are not one to one: {error}") from None
+        free = int((self._blocks.refcounts(keyed) == 0).sum())
+        if free != self._blocks.num_free - self._blocks.num_blank:
+            raise CorruptState(f"[check] {free} free blocks have a key, the core caches another number of them")
 
-    def _known(self, call: str, ids: BlockIds, keep_null: bool = False) -> list[int]:
-        """The ids as ints, all of them blocks of the pool."""
-        known, last = [index(i) for i in ids if keep_null or i != NULL_BLOCK], self._pool.num_blocks - 1
-        if strangers := [i for i in known if not 0 <= i <= last]:
-            raise IndexError(f"[{call}] no such block ({strangers[0]}), ids are 0 .. {last}")
-        return known
+    def _tell(self, what: str, *about: list[Hashable]) -> None:
+        assert self._events is not None
+        if all(about):  # what happened to no key did not happen
+            self._lost += len(self._events) == self._events.maxlen
+            self._events.append((what, *about))
 
-    def _forget(self, ids: Iterable[int]) -> None:
-        for block in ids:
-            key = self._key_of.pop(block, None)
-            if key is not None:
-                del self._block_of[key]
+    def _forget(self, ids: BlockIds) -> None:
+        """The core gave up what these blocks hold."""
+        dropped = self._keys.drop(ids)
+        if self._events is not None:
+            self._tell("removed", dropped)
+
+    def _new_pairs(self, ids: list[int], keys: list[Hashable]) -> tuple[list[int], list[Hashable]]:
+        """The pairs that get a key: the first of every key that is new."""
+        fresh: dict[Hashable, int] = {}
+        for block, key in zip(ids, keys, strict=True):
+            if block != NULL_BLOCK and key not in self._keys.block_of:
+                fresh.setdefault(key, block)
+        return list(fresh.values()), list(fresh)

@@ -23,11 +23,13 @@ MAGIC = b"KVCALLS2"
 NAMES = {  # the enums of kvpool/_types.pxd and kvpool/_record.pxd
     1: "alloc", 2: "incref", 3: "decref", 4: "free", 5: "commit", 6: "revive", 7: "evict", 8: "take_dropped", 9: "open",
     10: "fork", 11: "truncate", 12: "close", 13: "step", 14: "reserve", 15: "rollback", 16: "done", 18: "compact",
-    19: "evict_blocks", 20: "unshare", 32: "start",
+    19: "evict_blocks", 20: "unshare",
+    23: "blocks.take", 24: "blocks.take_block", 25: "blocks.touch", 26: "blocks.release", 27: "blocks.commit",
+    28: "blocks.uncommit", 32: "start",
     33: "flush", 34: "close_finished", 35: "defer_close",
 }  # fmt: skip
 SAME_ROWS, PARTIAL, ONE_EACH = 1, 2, 4
-PIN, COUNT, ALL = 1, 2, 1
+PIN, COUNT, ALL, OLDEST = 1, 2, 1, 1
 NARROW, WIDE, SCALAR, WIDE_SCALAR = range(4)
 PARAMETERS = (
     *("num_blocks", "block_size", "max_seqs", "max_blocks_per_seq", "reserved_blocks", "watermark", "in_order", "seed"),
@@ -174,6 +176,8 @@ def _arguments(read: _Reader, name: str, flags: int, indexed: bool) -> dict[str,
     """What `kvpool._record` wrote after the name of a call."""
     if name in ("incref", "decref", "free", "revive", "alloc") or (name == "commit" and not indexed):
         return {"ids": read.batch()}
+    if name.startswith("blocks."):
+        return {"ids": read.batch()} | ({"oldest": bool(flags & OLDEST)} if name == "blocks.release" else {})
     if name in ("evict", "take_dropped"):
         return {"n": read.wide()}
     if name in ("done", "rollback"):

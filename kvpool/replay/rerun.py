@@ -86,6 +86,8 @@ class Player:
             getattr(pool, call.name)(self.plans[a["plan"]])
         elif call.name == "alloc":
             self.blocks |= zip(a["ids"], pool.alloc(len(a["ids"])).tolist(), strict=True)
+        elif call.name.startswith("blocks."):
+            self.named(call.name.removeprefix("blocks."), **a)
         elif call.name == "open":
             namespace = bytes.fromhex(a["namespace"])
             self.handles[a["row"]] = (pool.pin if a["pin"] else pool.open)(a["tokens"], namespace)
@@ -113,6 +115,16 @@ class Player:
             pool.take_dropped()
         else:
             getattr(pool, call.name)(self.ids(a["ids"]))
+
+    def named(self, name: str, ids: list[int], **options: Any) -> None:
+        """A call of `Pool.blocks`."""
+        blocks = self.pool.blocks
+        if name == "take":
+            self.blocks |= zip(ids, blocks.take(len(ids))[0], strict=True)
+        elif name == "take_block":
+            blocks.take_block(ids[0])
+        else:
+            getattr(blocks, name)(self.ids(ids), **options)
 
     def step(self, call: Call) -> None:
         """`step` or `reserve`."""

@@ -43,6 +43,11 @@ BLOCK_CALLS = (
     *("mark_committed", "mark_committed", "alloc", "decref", "revive", "free"),
     *("incref", "evict", "take_dropped"),
 )
+#: Calls of `Pool.blocks`.
+NAMED_CALLS = (
+    *("take", "commit", "commit", "touch", "release", "release", "release oldest", "uncommit", "uncommit"),
+    *("take_block", "free_order"),
+)
 #: Where the blocks of a call are mostly taken from, see `ModelPool.state`.
 WHICH_BLOCKS = {
     "mark_committed": "refcounts",
@@ -50,6 +55,12 @@ WHICH_BLOCKS = {
     "decref": "raw",
     "free": "raw",
     "revive": "committed",
+    "commit": "raw",
+    "touch": "committed",
+    "release": "raw",
+    "release oldest": "raw",
+    "uncommit": "committed",
+    "take_block": "blank",
 }
 #: Ways to let tokens go; "settled": every pending step is done before.
 HOW_TO_EVICT = ("unshare settled", "unshare", "compact settled", "compact", "blocks", "blocks settled")
@@ -451,6 +462,29 @@ class PoolMachine(RuleBasedStateMachine):
             ids = self._ids(blocks)
             self.both(lambda side: getattr(side.pool, kind)(ids))
 
+    @rule(kind=st.sampled_from(NAMED_CALLS), chosen=picks, n=st.integers(0, 4))
+    def named_call(self, kind: str, chosen: list[int], n: int) -> None:
+        """What engines with own tables and own content keys do, by `Pool.blocks`."""
+        self._forget_deferred()
+        blocks = self._blocks(chosen, WHICH_BLOCKS.get(kind, "refcounts"))
+        ids = self._ids(blocks)
+        if kind == "take":
+            got = self.both(lambda side: side.pool.blocks.take(n))
+            self._took([] if got is RAISED else got[0])
+        elif kind == "take_block":
+            if self.both(lambda side: side.pool.blocks.take_block(blocks[0])) is not RAISED:
+                self._took(blocks[:1])
+        elif kind == "free_order":
+            self.both(lambda side: side.pool.blocks.free_order(n or None))
+        elif kind == "release oldest":
+            self.both(lambda side: side.pool.blocks.release(ids, oldest=True))
+        elif self.both(lambda side: getattr(side.pool.blocks, kind)(ids)) is not RAISED:
+            for block in blocks:
+                if kind == "commit":
+                    self.content.freeze(block)
+                elif kind == "uncommit":
+                    self.content.frozen.pop(block, None)
+
     def _blocks(self, chosen: list[int], which: str) -> list[int]:
         """Blocks by what they are to the oracle (see `ModelPool.state`), or any when there are none."""
         state = self.pair.oracle.pool.state()
@@ -466,7 +500,9 @@ class PoolMachine(RuleBasedStateMachine):
         got = self.both(lambda side: side.pool.alloc(n) if n else side.pool.alloc())
         if got is RAISED:
             return
-        blocks = got.tolist() if n else [got]
+        self._took(got.tolist() if n else [got])
+
+    def _took(self, blocks: list[int]) -> None:
         self.content.took(blocks)
         for block in blocks:
             self.content.wrote_raw(block)

@@ -256,6 +256,15 @@ class BlockModel:
             limbo=len(self._limbo),
         )
 
+    @property
+    def blocks(self) -> Any:
+        """Blocks by name, in pools without a prefix cache."""
+        from kvpool.testing.model_pool_blocks import ModelPoolBlocks  # which stands on this module
+
+        if getattr(self, "prefix_cache", False):
+            raise AttributeError("[blocks] the prefix cache looks after the blocks of this pool")
+        return ModelPoolBlocks(self)
+
     def alloc(self, n: int | None = None, out: np.ndarray | None = None) -> int | np.ndarray:
         """Take one block and return its id, or `n` blocks as int32 ``[n]``; raw = refcount = 1."""
         blocks = self._alloc(n, lambda count: None if out is None else args.check_out("alloc", out, count))
