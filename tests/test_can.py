@@ -28,7 +28,7 @@ class LooksAtEachRowAlone(Pool):
     def can(self, handles: Any, num_new: Any = 1) -> bool:
         """Make a call per row."""
         if np.ndim(num_new) and num_new[0] == 0:
-            return all(super(LooksAtEachRowAlone, self).can([int(h)], int(n)) for h, n in zip(handles, num_new))  # noqa: B905
+            return all([super(LooksAtEachRowAlone, self).can([int(h)], 1) for h in handles])
         return super().can(handles, num_new)
 
 

@@ -25,7 +25,7 @@ class ScansForAVictim(Pool):
 
     def alloc(self, n=None):
         """Look at everything."""
-        self.refcount_histogram()
+        self.check()
         return super().alloc(n)
 
 
