@@ -7,7 +7,7 @@ keys. It knows nothing of a pool.
 from cpython.dict cimport PyDict_GetItemWithError, PyDict_SetDefault
 from cpython.object cimport PyObject
 
-cdef object NO_KEY = object()
+NO_KEY = object()
 
 
 cdef class Keys:

@@ -445,7 +445,8 @@ cdef class Plan:
     cdef int refuse(self, const Verdict* v, str call, int64_t pad_tokens) except -1:
         """Raise what a step was refused for; `pad_tokens` -1: no padding was asked for."""
         if v.reason == ARRAY_MOVED:
-            raise BufferError(f"[{call}] {FIELDS[v.value]} was resized or moved since it was bound; bind an array again")
+            raise BufferError(f"[{call}] {FIELDS[v.value]} was resized or moved since it was bound; "
+                              f"bind an array again")
         if v.reason == TOO_MANY_TOKENS and pad_tokens >= 0 and v.value <= self.max_tokens_:
             raise ValueError(f"[{call}] pad_to has room for {pad_tokens} tokens, the batch has {v.value}")
         return refuse(call, v)

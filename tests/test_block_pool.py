@@ -288,7 +288,8 @@ class Peer:
             for block in ids:
                 self.held.remove(block)
         elif what == "touch":
-            ids = self.some(block for block in range(1, NUM_BLOCKS) if peer.blocks[block].block_hash or block in self.held)
+            known = [block for block in range(1, NUM_BLOCKS) if peer.blocks[block].block_hash or block in self.held]
+            ids = self.some(known)
             pool.touch(ids)
             peer.touch(self.blocks(ids))
             self.held += ids

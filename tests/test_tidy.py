@@ -22,7 +22,7 @@ CORE_ORDER = (
     *("_types", "_memory", "_lock", "_sha256", "_args", "_record"),  # C functions on structs
     *("_blocks", "_sequence", "_names", "_events", "_prefix", "_step", "_wire"),
     *("_refuse", "_block_calls", "_sequence_calls", "_plan"),  # what Python sees of them
-    *("_prefix_calls", "_evict_calls", "_pool"),
+    *("_keys", "_pool_blocks", "_prefix_calls", "_evict_calls", "_pool"),
 )
 # Folders whose code drives a framework; elsewhere kvpool knows none.
 FRAMEWORK_USERS = (

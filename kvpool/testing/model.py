@@ -235,8 +235,7 @@ class ModelPool(EvictionModel):
             self._holds.remove(block)
             self._release(block)
         self._drain_limbo()
-        if step.copies:
-            self._publish_waiting()
+        self._publish_waiting()
 
     def _pending_step(self, call: str, plan: ModelPlan) -> Step:
         if not isinstance(plan, ModelPlan):
