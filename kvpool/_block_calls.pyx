@@ -159,12 +159,6 @@ cdef class BlockPool:
     def __reduce__(self):
         raise TypeError("[Pool] a pool cannot be pickled or copied")
 
-    def __getattr__(self, name):
-        if name == "blocks":
-            from kvpool._pool_blocks import PoolBlocks
-            return PoolBlocks(self)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
     cdef int lock(self, str call) except -1:
         """Take the pool: no Python code may run from here to `unlock`. What earlier calls left to do is done first."""
         self.lock_open_or_not(call)

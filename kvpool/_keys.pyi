@@ -1,5 +1,8 @@
 from collections.abc import Hashable, Iterable
 
+from typing_extensions import disjoint_base
+
+@disjoint_base
 class Keys:
     @property
     def block_of(self) -> dict[Hashable, int]: ...

@@ -7,7 +7,7 @@ keys. It knows nothing of a pool.
 from cpython.dict cimport PyDict_GetItemWithError, PyDict_SetDefault
 from cpython.object cimport PyObject
 
-NO_KEY = object()
+_NO_KEY = object()
 
 
 cdef class Keys:
@@ -24,11 +24,11 @@ cdef class Keys:
     """
 
     cdef readonly dict block_of
-    cdef list key_of            # [num_blocks], NO_KEY: none
+    cdef list key_of            # [num_blocks], _NO_KEY: none
 
     def __init__(self, num_blocks):
         self.block_of = {}
-        self.key_of = [NO_KEY] * num_blocks
+        self.key_of = [_NO_KEY] * num_blocks
 
     def __len__(self):
         return len(self.block_of)
@@ -36,7 +36,7 @@ cdef class Keys:
     def key(self, Py_ssize_t block):
         """The key of a block, None: it has none."""
         key = self.key_of[block]
-        return None if key is NO_KEY else key
+        return None if key is _NO_KEY else key
 
     def find(self, keys):
         """Blocks of the longest prefix of `keys` that all have one."""
@@ -71,8 +71,8 @@ cdef class Keys:
         for block in blocks:
             i = block
             key = self.key_of[i]
-            if key is not NO_KEY:
-                self.key_of[i] = NO_KEY
+            if key is not _NO_KEY:
+                self.key_of[i] = _NO_KEY
                 del self.block_of[key]
                 dropped.append(key)
         return dropped
@@ -85,17 +85,17 @@ cdef class Keys:
             del self.block_of[key]
         for block in named:
             i = block
-            self.key_of[i] = NO_KEY
+            self.key_of[i] = _NO_KEY
 
     def clear(self):
         """Take all keys away."""
         self.block_of.clear()
-        self.key_of = [NO_KEY] * len(self.key_of)
+        self.key_of = [_NO_KEY] * len(self.key_of)
 
     def check(self):
         """Blocks that have a key, ascending; AssertionError: keys and blocks are not one to one. O(blocks)."""
         cdef dict found = {}
-        cdef list keyed = [block for block, key in enumerate(self.key_of) if key is not NO_KEY]
+        cdef list keyed = [block for block, key in enumerate(self.key_of) if key is not _NO_KEY]
         for block in keyed:
             found[self.key_of[block]] = block
         if found != self.block_of or len(found) != len(keyed):

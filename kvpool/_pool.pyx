@@ -59,6 +59,7 @@ from kvpool._wire cimport Wire, wire_emit, wire_forget
 from inspect import signature
 
 from kvpool import _signatures
+from kvpool._pool_blocks import PoolBlocks
 from kvpool.errors import CorruptState, PoolClosed
 from kvpool.stats import PoolStats
 cdef extern from *:
@@ -141,6 +142,11 @@ cdef class Pool(EvictPool):
 
     def __exit__(self, *exc):
         self.shutdown()
+
+    def __getattr__(self, name):
+        if name == "blocks":                # no property: the struct has the name
+            return PoolBlocks(self)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self):
         cdef int32_t used, sequences
