@@ -174,7 +174,7 @@ cdef int from_list(Ints* ints, object value, str call, str name, type huge) exce
     cdef int64_t* data = <int64_t*>ints_room(ints, n, 8, call, name)
     while i < n and true_length(value) == n:
         i = plain_ints(value, i, min(n, i + 0x10000), data)
-        if i & 0xFFFF == 0:
+        if i < n:
             PyErr_CheckSignals()
         if i < n and true_length(value) == n and plain_ints(value, i, i + 1, data) == i:
             item = value[i]

@@ -16,7 +16,7 @@ def test_example_runs(code):
 
 def test_adapters_can_be_read_in_one_sitting():
     lines = {path.name: len(path.read_text().splitlines()) for path in (ROOT / "kvpool" / "adapters").glob("*.py")}
-    assert len(lines) >= 6 and max(lines.values()) <= 200, lines
+    assert len(lines) >= 6 and max(lines.values()) <= 260, lines
 
 
 def test_wire_formats_of_the_table_exist():
