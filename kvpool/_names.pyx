@@ -12,7 +12,7 @@ cdef enum:
 
 
 cdef int names_init(Names* names, uint64_t seed) noexcept nogil:
-    names.list = <Name**>xmalloc(LEAST * sizeof(Name*))
+    names.list = <Name**>xmalloc(LEAST * sizeof(void*))
     names.table = <int32_t*>xmalloc(2 * LEAST * sizeof(int32_t))
     if names.list == NULL or names.table == NULL:
         names_free(names)
@@ -74,7 +74,7 @@ cdef Name* names_by_uid(const Names* names, uint64_t uid) noexcept nogil:
 
 
 cdef int grow(Names* names) noexcept nogil:
-    cdef Name** list_ = <Name**>xrealloc(names.list, 2 * <size_t>names.room * sizeof(Name*))
+    cdef Name** list_ = <Name**>xrealloc(names.list, 2 * <size_t>names.room * sizeof(void*))
     cdef int32_t* table
     if list_ == NULL:
         return NO_MEMORY

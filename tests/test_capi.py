@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from capi_table import KV_TO_PYTHON, Array, C, Stats, at, call, call_without_gil, function, message
 
-from kvpool import OutOfBlocks, Plan, Pool
+from kvpool import OutOfBlocks, Plan, PlanStateError, Pool
 
 FORMATS = {
     "block_tables": "block_tables", "seq_lens": "seq_lens", "slot_mapping": "slot_mapping", "positions": "positions",
@@ -318,7 +318,7 @@ def test_call_made_while_arguments_are_read_is_an_earlier_call(threaded):
     def act():
         found.append(call("step", pool, plan, ints(handle), None, 1, 0))
 
-    with pytest.raises(kvpool.PlanStateError, match="pending"):
+    with pytest.raises(PlanStateError, match="pending"):
         pool.step(plan, [handle], [Intruder(act, threaded)])
     assert found == [C["KVPOOL_OK"]]
     assert plan.num_tokens == 1 and pool.num_tokens(handle) == 1

@@ -388,7 +388,7 @@ def test_signal_handler_calls_the_pool_it_interrupts():
 
 def test_finalizer_calls_the_pool_whenever_the_collector_runs():
     """Not even a finalizer that closes at once, instead of deferring, finds the pool in the middle of a call."""
-    pool = Pool(64, 4, max_seqs=64, prefix_cache=True, seed=1)
+    pool = Pool(2048, 4, max_seqs=2048, prefix_cache=True, seed=1)
     plan, handles, closed = Plan(pool, 64), [pool.open(4) for _ in range(8)], []
 
     class Owner:
