@@ -70,6 +70,7 @@ cdef extern from *:
         kv_tag_used[tag] = 0;
         pthread_mutex_unlock(&kv_all);
     }
+    static void kv_set_last_tag(int tag) { kv_last_tag = tag; }
     static unsigned kv_current_process(void) { return kv_process; }
     """
     int watch_forks "kv_watch_forks"()
@@ -79,6 +80,7 @@ cdef extern from *:
     void c_lock_until_free "kv_lock_until_free"(Lock* lock) noexcept nogil
     int c_tag_take "kv_tag_take"() noexcept nogil
     void c_tag_give_back "kv_tag_give_back"(int tag) noexcept nogil
+    void c_set_last_tag "kv_set_last_tag"(int tag) noexcept
     unsigned c_current_process "kv_current_process"() noexcept nogil
 
 cdef enum:
@@ -121,3 +123,8 @@ cdef int64_t tag_take() noexcept nogil:
 
 cdef void tag_give_back(int64_t tag) noexcept nogil:
     c_tag_give_back(<int>tag)
+
+
+def set_last_tag(tag):
+    """For recordings of calls: the next pool gets the tag after this one, if no living pool has it."""
+    c_set_last_tag(tag)

@@ -6,13 +6,15 @@ from kvpool._memory cimport xfree, xmalloc, xrealloc
 from kvpool._sha256 cimport sha256
 from kvpool._types cimport NO_MEMORY, OK, mix_bytes
 
+ctypedef Name* Entry            # of the list
+
 cdef enum:
     LEAST = 16                  # names that there is room for at first; a power of two
     SWEEP = 1024                # fewest names that are looked through for dead ones
 
 
 cdef int names_init(Names* names, uint64_t seed) noexcept nogil:
-    names.list = <Name**>xmalloc(LEAST * sizeof(void*))
+    names.list = <Name**>xmalloc(LEAST * sizeof(Entry))
     names.table = <int32_t*>xmalloc(2 * LEAST * sizeof(int32_t))
     if names.list == NULL or names.table == NULL:
         names_free(names)
@@ -74,7 +76,7 @@ cdef Name* names_by_uid(const Names* names, uint64_t uid) noexcept nogil:
 
 
 cdef int grow(Names* names) noexcept nogil:
-    cdef Name** list_ = <Name**>xrealloc(names.list, 2 * <size_t>names.room * sizeof(void*))
+    cdef Name** list_ = <Name**>xrealloc(names.list, 2 * <size_t>names.room * sizeof(Entry))
     cdef int32_t* table
     if list_ == NULL:
         return NO_MEMORY

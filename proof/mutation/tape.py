@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpool import _sequence_calls, errors
+from kvpool import _lock, errors
 
 #: After these the state is looked at by the next call only: to read the digest closes what was deferred.
 QUIET = ("defer_close", "digest", "fingerprint", "check", "stats", "table", "num_tokens", "capacity", "refcount")
@@ -61,7 +61,7 @@ class Tape:
 
 def first_tag() -> None:
     """The next pool has tag 1, if no other pool lives: handles are the same in every recording and every play."""
-    _sequence_calls._last_tag = 0
+    _lock.set_last_tag(0)
 
 
 def plain(value: Any) -> Any:
