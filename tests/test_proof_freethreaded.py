@@ -162,10 +162,18 @@ def test_finding_is_what_the_child_said_last(monkeypatch):
         assert facts == expected[0] and expected[1] in finding
 
 
+def test_case_that_does_not_end_is_a_finding(monkeypatch):
+    def run(*given, timeout):
+        raise subprocess.TimeoutExpired("python", timeout)
+
+    monkeypatch.setattr(freethreaded, "run", run)
+    assert freethreaded.child("free", "shared", 1, 1)[1] == "shared: no end in 900 s"
+
+
 def test_report_that_names_nothing_of_ours_is_the_interpreters(monkeypatch):
     text = f"{freethreaded.WARNING}: data race\n  #0 numpy/_core\n"
     monkeypatch.setattr(
-        freethreaded, "run", lambda *given, **more: subprocess.CompletedProcess([], 0, '{"calls": 1}', text)
+        freethreaded, "run", lambda *given, **more: subprocess.CompletedProcess([], 66, '{"calls": 1}', text)
     )
     assert freethreaded.child("free-tsan", "shared", 1, 1) == ({"calls": 1, "reports": 0}, "")
 
