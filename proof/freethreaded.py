@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from proof import coverage
 from proof.builds import run
 from proof.figure import Budget, Figure
-from proof.interpreter import missing
+from proof.interpreter import missing as missing_interpreter
+from proof.threads import refused
 
 NAME = "without a GIL"
 TARGET = "GIL off, tests pass, 0 findings in 1e7 calls of 4 threads, 0 reports of ThreadSanitizer, CPU <= 1.05x"
@@ -40,6 +41,11 @@ TESTS = tuple(
 WARNING = "WARNING: ThreadSanitizer"
 REPORTED = 66  # the exit status of a process with reports; those that name nothing of ours are the interpreter's
 OURS = ("kvpool/", "kvpool_backends/", "kv_")
+
+
+def missing() -> str | None:
+    """Why this gate cannot run here, if it cannot."""
+    return missing_interpreter() or refused()
 
 
 def child(variant: str, case: str, calls: int, seed: int) -> tuple[dict, str]:

@@ -134,11 +134,14 @@ def test_gate_without_an_interpreter_says_so_and_is_left_out_of_the_table(empty)
     assert list(table.reasons()) == ["freethreaded"]
 
 
-def test_gate_with_an_interpreter_is_in_the_table(empty):
+def test_gate_with_an_interpreter_is_in_the_table(empty, monkeypatch):
     for kind in interpreter.KINDS:
         (empty / kind).mkdir()
         (empty / kind / "made").touch()
+    monkeypatch.setattr(freethreaded, "refused", lambda: None)
     assert table.reasons() == {}
+    monkeypatch.setattr(freethreaded, "refused", lambda: "setarch is refused")
+    assert table.reasons() == {"freethreaded": "setarch is refused"}
 
 
 def test_table_names_the_gates_that_were_not_run(monkeypatch, capsys):
@@ -220,6 +223,14 @@ def test_machine_without_apt_is_told_so(monkeypatch, capsys):
     monkeypatch.setattr(interpreter.shutil, "which", lambda name: None)
     assert interpreter.main() == 2
     assert "Debian" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the interpreter is built on Debian")
+def test_machine_without_headers_is_told_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr(interpreter.shutil, "which", lambda name: name)
+    monkeypatch.setattr(interpreter, "HEADERS", {"no/such.h": "libno-dev"})
+    assert interpreter.main() == 2
+    assert "apt-get install libno-dev" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------- this very interpreter
