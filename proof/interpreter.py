@@ -21,6 +21,8 @@ KINDS = {"release": (), "tsan": ("--with-thread-sanitizer",)}
 PACKAGES = ("numpy", "cython>=3.1", "setuptools>=77", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
 #: Wheels alone: pip would compile a newer numpy that has none for this interpreter.
 PIP = ("-m", "pip", "install", "--disable-pip-version-check", "--root-user-action", "ignore", "--only-binary", ":all:")
+#: Without these a CPython is built too, one that cannot download or import what the tests need. -> Debian's packages.
+HEADERS = {"openssl/ssl.h": "libssl-dev", "zlib.h": "zlib1g-dev", "ffi.h": "libffi-dev"}
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 
 
@@ -128,10 +130,20 @@ def make(kind: str) -> None:
     (prefix / "made").touch()
 
 
+def refused() -> str | None:
+    """Why the interpreters cannot be built here, if they cannot."""
+    if not sys.platform.startswith("linux") or shutil.which("apt-get") is None:
+        return "the source comes from Debian by apt-get, which this machine lacks"
+    text = "".join(f"#include <{header}>\n" for header in HEADERS)
+    if subprocess.run(["gcc", "-E", "-"], input=text, capture_output=True, text=True).returncode:
+        return f"pip and numpy need {', '.join(HEADERS)}: apt-get install {' '.join(HEADERS.values())}"
+    return None
+
+
 def main() -> int:
     """Build what is not there yet."""
-    if not sys.platform.startswith("linux") or shutil.which("apt-get") is None:
-        print("[interpreter] the source comes from Debian by apt-get, which this machine lacks", file=sys.stderr)
+    if why := refused():
+        print(f"[interpreter] {why}", file=sys.stderr)
         return 2
     for kind in KINDS:
         make(kind)

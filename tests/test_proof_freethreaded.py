@@ -134,11 +134,14 @@ def test_gate_without_an_interpreter_says_so_and_is_left_out_of_the_table(empty)
     assert list(table.reasons()) == ["freethreaded"]
 
 
-def test_gate_with_an_interpreter_is_in_the_table(empty):
+def test_gate_with_an_interpreter_is_in_the_table(empty, monkeypatch):
     for kind in interpreter.KINDS:
         (empty / kind).mkdir()
         (empty / kind / "made").touch()
+    monkeypatch.setattr(freethreaded, "refused", lambda: None)
     assert table.reasons() == {}
+    monkeypatch.setattr(freethreaded, "refused", lambda: "setarch is refused")
+    assert table.reasons() == {"freethreaded": "setarch is refused"}
 
 
 def test_table_names_the_gates_that_were_not_run(monkeypatch, capsys):
@@ -162,10 +165,18 @@ def test_finding_is_what_the_child_said_last(monkeypatch):
         assert facts == expected[0] and expected[1] in finding
 
 
+def test_case_that_does_not_end_is_a_finding(monkeypatch):
+    def run(*given, timeout):
+        raise subprocess.TimeoutExpired("python", timeout)
+
+    monkeypatch.setattr(freethreaded, "run", run)
+    assert freethreaded.child("free", "shared", 1, 1)[1] == "shared: no end in 900 s"
+
+
 def test_report_that_names_nothing_of_ours_is_the_interpreters(monkeypatch):
     text = f"{freethreaded.WARNING}: data race\n  #0 numpy/_core\n"
     monkeypatch.setattr(
-        freethreaded, "run", lambda *given, **more: subprocess.CompletedProcess([], 0, '{"calls": 1}', text)
+        freethreaded, "run", lambda *given, **more: subprocess.CompletedProcess([], 66, '{"calls": 1}', text)
     )
     assert freethreaded.child("free-tsan", "shared", 1, 1) == ({"calls": 1, "reports": 0}, "")
 
@@ -212,6 +223,14 @@ def test_machine_without_apt_is_told_so(monkeypatch, capsys):
     monkeypatch.setattr(interpreter.shutil, "which", lambda name: None)
     assert interpreter.main() == 2
     assert "Debian" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the interpreter is built on Debian")
+def test_machine_without_headers_is_told_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr(interpreter.shutil, "which", lambda name: name)
+    monkeypatch.setattr(interpreter, "HEADERS", {"no/such.h": "libno-dev"})
+    assert interpreter.main() == 2
+    assert "apt-get install libno-dev" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------- this very interpreter
