@@ -149,14 +149,18 @@ cdef void remove_slot(Index* ix, int32_t id) noexcept nogil:
     ix.num_nodes -= 1
 
 
+cdef inline uint8_t* key_at(const Index* ix, int32_t id) noexcept nogil:
+    return ix.key + 16 * <int64_t>id
+
+
 cdef void make_key(Index* ix, int32_t id, int32_t before) noexcept nogil:
     """The content key of a block, from that of the block before it; NO_BLOCK: it is the first of its namespace."""
     cdef const uint8_t* start
     if before == NO_BLOCK:
         start = names_by_uid(&ix.names, ix.root[id]).key
     else:
-        start = &ix.key[16 * <int64_t>before]
-    sha256(start, ix.tokens + id * ix.block_size, ix.block_size * sizeof(int32_t), &ix.key[16 * <int64_t>id])
+        start = key_at(ix, before)
+    sha256(start, ix.tokens + id * ix.block_size, ix.block_size * sizeof(int32_t), key_at(ix, id))
 
 
 cdef void insert(Index* ix, Blocks* b, int32_t id, uint64_t parent, int32_t before) noexcept nogil:
@@ -175,8 +179,8 @@ cdef void insert(Index* ix, Blocks* b, int32_t id, uint64_t parent, int32_t befo
     b.canonical[id] = NO_BLOCK
     if ix.key != NULL:
         make_key(ix, id, before)
-        ring_add(&ix.ring, STORED, &ix.key[16 * <int64_t>id],
-                 &ix.key[16 * <int64_t>before] if before != NO_BLOCK else NULL,
+        ring_add(&ix.ring, STORED, key_at(ix, id),
+                 key_at(ix, before) if before != NO_BLOCK else NULL,
                  names_by_uid(&ix.names, ix.root[id]), ix.tokens + id * ix.block_size, ix.block_size)
 
 
@@ -265,7 +269,7 @@ cdef bint adopt(Index* ix, Blocks* b, int32_t id, uint64_t parent) noexcept nogi
     b.block[id].committed = UNINDEXED
     b.canonical[id] = known
     if ix.key != NULL:
-        memcpy(&ix.key[16 * <int64_t>id], &ix.key[16 * <int64_t>known], 16)
+        memcpy(key_at(ix, id), key_at(ix, known), 16)
     return True
 
 
@@ -331,7 +335,7 @@ cdef void forget(Index* ix, int32_t id) noexcept nogil:
     """The content of a canonical block is gone."""
     remove_slot(ix, id)
     if ix.key != NULL:
-        ring_add(&ix.ring, REMOVED, &ix.key[16 * <int64_t>id], NULL, NULL, NULL, 0)
+        ring_add(&ix.ring, REMOVED, key_at(ix, id), NULL, NULL, NULL, 0)
     ix.uid[id] = 0
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 NOGIL = re.compile(r"^cdef [^\n]*?\b(\w+)\((?:[^()]|\([^()]*\))*\) noexcept nogil:\n", re.MULTILINE)
 PREDICATE = re.compile(r"^cdef (?:inline )?bint (\w+)\(", re.MULTILINE)
-CAST = re.compile(r"<(?:const )?(?:unsigned )?[A-Za-z_]\w*\s?\**>")
+CAST = re.compile(r"<(?:const )?(?:unsigned )?(?:long )?[A-Za-z_]\w*\s?\**>")
 SUFFIX = re.compile(r"\b(0[xX][0-9A-Fa-f]+|\d+)(ULL|LL|U|L)\b")
 CONSTANT_NAME = re.compile(r"[A-Z][A-Z0-9_]*$")
 IMPORT = re.compile(r"^(?:from|cimport|import|cdef)\b", re.MULTILINE)
