@@ -62,14 +62,15 @@ cdef int name_blocks(const Blocks* b, const Ints* given, int32_t* ids, int32_t* 
     cdef Py_ssize_t k, n = given.size if given.size >= 0 else 1
     cdef const int64_t* wide = <const int64_t*>given.data if given.data != NULL else &given.scalar
     cdef const int32_t* narrow = <const int32_t*>given.data
-    cdef int32_t named = 0
+    cdef int32_t named = 0, num_blocks = b.num_blocks, reserved = b.reserved
+    cdef bint is_narrow = given.width == 4
     cdef int64_t i
     for k in range(n):
-        i = narrow[k] if given.width == 4 else wide[k]
-        if i < 0 or i >= b.num_blocks:
-            return refused(v, NO_SUCH_BLOCK, k, i, 0, b.num_blocks - 1, 0)
+        i = narrow[k] if is_narrow else wide[k]
+        if i < 0 or i >= num_blocks:
+            return refused(v, NO_SUCH_BLOCK, k, i, 0, num_blocks - 1, 0)
         ids[named] = <int32_t>i
-        named += i >= b.reserved
+        named += i >= reserved
     size[0] = named
     return OK
 
@@ -90,17 +91,21 @@ cdef inline int judge_block(const Block* block, int op) noexcept nogil:
 
 
 cdef int judge_blocks(Blocks* b, const int32_t* ids, int32_t n, int op, Verdict* v) noexcept nogil:
+    cdef const Block* block = b.block
+    cdef uint32_t* mark = b.mark
+    cdef uint32_t stamp
     cdef int32_t k, i
     cdef int reason
     blocks_new_stamp(b)
+    stamp = b.stamp
     for k in range(n):
         i = ids[k]
-        reason = judge_block(&b.block[i], op)
-        if b.mark[i] == b.stamp:
+        reason = judge_block(&block[i], op)
+        if mark[i] == stamp:
             reason = NAMED_TWICE if op == OP_RELEASE else DUPLICATE_BLOCK
         if reason != OK:
-            return refused(v, reason, k, i, 0, 0, b.block[i].refcount)
-        b.mark[i] = b.stamp
+            return refused(v, reason, k, i, 0, 0, block[i].refcount)
+        mark[i] = stamp
     return OK
 
 
