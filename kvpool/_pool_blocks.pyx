@@ -243,7 +243,7 @@ cdef class PoolBlocks:
         OutOfBlocks
             Fewer than `n` blocks are free. State unchanged.
         """
-        cdef Blocks* b = &self.pool.blocks
+        cdef Blocks* b = &self.pool.all_blocks
         cdef Ints room
         cdef Verdict v
         cdef int64_t available, count = to_int(n, "take", "n", 0, INT64_MAX)
@@ -287,7 +287,7 @@ cdef class PoolBlocks:
         IndexError
             No such block. State unchanged.
         """
-        cdef Blocks* b = &self.pool.blocks
+        cdef Blocks* b = &self.pool.all_blocks
         cdef Verdict v
         cdef int64_t i = to_int(block, "take_block", "block", INT64_MIN, INT64_MAX, IndexError)
         cdef int32_t id
@@ -313,7 +313,7 @@ cdef class PoolBlocks:
         try:
             ints_get(&given, ids, call, "ids", True, True, IndexError)
             self.pool.lock(call)
-            status = carry_out(&self.pool.blocks, &self.pool.record, &given, op, oldest, &v)
+            status = carry_out(&self.pool.all_blocks, &self.pool.record, &given, op, oldest, &v)
             self.pool.unlock()
         finally:
             ints_free(&given)
@@ -402,10 +402,10 @@ cdef class PoolBlocks:
             self.pool.lock("refcounts")
             for k in range(given.size if given.size >= 0 else 1):
                 i = ints_at(&given, k)
-                if i < 0 or i >= self.pool.blocks.num_blocks:
-                    status = refused(&v, NO_SUCH_BLOCK, k, i, 0, self.pool.blocks.num_blocks - 1, 0)
+                if i < 0 or i >= self.pool.all_blocks.num_blocks:
+                    status = refused(&v, NO_SUCH_BLOCK, k, i, 0, self.pool.all_blocks.num_blocks - 1, 0)
                     break
-                counts[k] = self.pool.blocks.block[i].refcount
+                counts[k] = self.pool.all_blocks.block[i].refcount
             self.pool.unlock()
         finally:
             ints_free(&given)
@@ -418,7 +418,7 @@ cdef class PoolBlocks:
 
         Blank blocks come first, then committed ones, the least recently released before the others. O(ids returned).
         """
-        cdef Blocks* b = &self.pool.blocks
+        cdef Blocks* b = &self.pool.all_blocks
         cdef int64_t asked = INT64_MAX if n is None else to_int(n, "free_order", "n", 0, INT64_MAX)
         cdef int64_t room = -1, size = 0
         cdef int32_t* ids
@@ -438,7 +438,7 @@ cdef class PoolBlocks:
         """Blocks that `take` can give: without a reference, blank or committed."""
         cdef int32_t found
         self.pool.lock("num_free")
-        found = blocks_available(&self.pool.blocks)
+        found = blocks_available(&self.pool.all_blocks)
         self.pool.unlock()
         return found
 
@@ -447,7 +447,7 @@ cdef class PoolBlocks:
         """Blank blocks: so many are taken before one is evicted."""
         cdef int32_t found
         self.pool.lock("num_blank")
-        found = self.pool.blocks.num_blank
+        found = self.pool.all_blocks.num_blank
         self.pool.unlock()
         return found
 
@@ -456,6 +456,6 @@ cdef class PoolBlocks:
         """Share of the blocks that somebody holds, 0.0 to 1.0; reserved ones do not count."""
         cdef int32_t used, all_
         self.pool.lock("usage")
-        used, all_ = self.pool.blocks.num_used, self.pool.blocks.num_blocks - self.pool.blocks.reserved
+        used, all_ = self.pool.all_blocks.num_used, self.pool.all_blocks.num_blocks - self.pool.all_blocks.reserved
         self.pool.unlock()
         return <double>used / all_
