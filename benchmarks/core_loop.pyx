@@ -21,18 +21,18 @@ def core_steps(Pool pool, Plan plan, const int64_t[::1] handles, int64_t steps):
     rows.data, rows.size, rows.width = &handles[0], handles.shape[0], 8
     new.data, new.size, new.scalar = NULL, -1, 1
     limits.max_tokens = plan.max_tokens_
-    limits.seq_tokens = min(plan.seq_limit, pool.seqs.max_blocks * pool.blocks.block_size)
+    limits.seq_tokens = min(plan.seq_limit, pool.seqs.max_blocks * pool.all_blocks.block_size)
     limits.table_width = plan.wire.table_width
     with nogil:
         while status == OK and steps > 0:
             steps -= 1
             pool.seqs.stamp += 1
-            status = step_check(&plan.step, &pool.seqs, &pool.blocks, &rows, &new, &limits, True, False, &verdict)
+            status = step_check(&plan.step, &pool.seqs, &pool.all_blocks, &rows, &new, &limits, True, False, &verdict)
             if status == OK:
                 plan.step.id = pool.next_step
                 pool.next_step += 1
-                step_commit(&plan.step, &pool.seqs, &pool.blocks, <const int64_t*>rows.data, True, False)
-                wire_emit(&plan.wire, &plan.step, &pool.seqs, &pool.blocks, 0, 0)
-                step_release_holds(&plan.step, &pool.blocks)
+                step_commit(&plan.step, &pool.seqs, &pool.all_blocks, <const int64_t*>rows.data, True, False)
+                wire_emit(&plan.wire, &plan.step, &pool.seqs, &pool.all_blocks, 0, 0)
+                step_release_holds(&plan.step, &pool.all_blocks)
                 plan.step.log_size = 0
     return status

@@ -11,7 +11,7 @@ from kvpool._types cimport Verdict
 cdef class BlockPool:
     cdef Lock mutex
     cdef Spare spare            # memory for arguments
-    cdef Blocks blocks
+    cdef Blocks all_blocks
     cdef Record record          # of the calls that changed something
     cdef bint indexed           # an index of our own looks after committed blocks
     cdef object __weakref__

@@ -105,7 +105,7 @@ cdef class BlockPool:
         lock_init(&self.mutex)
         # This __cinit__ runs first and refuses wrong calls for all of them: errors of Cython would say __cinit__().
         num_blocks, block_size, _, _, reserved_blocks, *_, record, _ = _signatures.Pool(*args, **options)
-        cdef Blocks* b = &self.blocks
+        cdef Blocks* b = &self.all_blocks
         cdef int64_t size, n = to_int(num_blocks, "Pool", "num_blocks", 1, (<int64_t>1 << 31) - 1)
         b.block_size = to_int(block_size, "Pool", "block_size", 1, min((<int64_t>1 << 31) - 1, (<int64_t>1 << 62) // n))
         b.shift = (<object>b.block_size).bit_length() - 1 if b.block_size & (b.block_size - 1) == 0 else -1
@@ -142,7 +142,7 @@ cdef class BlockPool:
         lock_free(&self.mutex)
 
     cdef void release_memory(self) noexcept nogil:
-        cdef Blocks* b = &self.blocks
+        cdef Blocks* b = &self.all_blocks
         xfree(b.block)
         xfree(b.next)
         xfree(b.prev)
@@ -162,7 +162,7 @@ cdef class BlockPool:
     cdef int lock(self, str call) except -1:
         """Take the pool: no Python code may run from here to `unlock`. What earlier calls left to do is done first."""
         self.lock_open_or_not(call)
-        if self.blocks.block == NULL:
+        if self.all_blocks.block == NULL:
             self.unlock()
             raise PoolClosed(f"[{call}] the pool was shut down")
         self.catch_up()
@@ -215,7 +215,7 @@ cdef class BlockPool:
             return self.alloc_into(out, count)
         if n is not None:
             # More blocks than there are will be refused: no array for them.
-            ids = new_int32(count if count <= self.blocks.num_blocks else 0)
+            ids = new_int32(count if count <= self.all_blocks.num_blocks else 0)
             data = <int32_t*>array_data(ids)
             self.lock("alloc")
             status = self.alloc_raw(data, count, &v)
@@ -237,7 +237,7 @@ cdef class BlockPool:
 
     cdef int32_t next_block(self) noexcept nogil:
         """The block that will be taken next; -1: there is none."""
-        cdef Blocks* b = &self.blocks
+        cdef Blocks* b = &self.all_blocks
         return b.blank[b.num_blank - 1] if b.num_blank else b.lru.head
 
     cdef object alloc_into(self, object out, int64_t count):
@@ -272,7 +272,7 @@ cdef class BlockPool:
         return out
 
     cdef int alloc_raw(self, int32_t* ids, int64_t count, Verdict* v) noexcept nogil:
-        cdef Blocks* b = &self.blocks
+        cdef Blocks* b = &self.all_blocks
         cdef int64_t k, available = blocks_available(b)
         cdef uint32_t* at
         cdef uint64_t h
@@ -319,7 +319,7 @@ cdef class BlockPool:
             refuse("incref", &v)
 
     cdef int incref_ids(self, Ints* ids, Verdict* v) noexcept nogil:
-        cdef Blocks* b = &self.blocks
+        cdef Blocks* b = &self.all_blocks
         cdef Py_ssize_t k
         cdef int64_t i
         cdef int status = judge_ids(b, ids, v)
@@ -383,7 +383,7 @@ cdef class BlockPool:
         return 0
 
     cdef int drop_ids(self, Ints* ids, bint last, Verdict* v) noexcept nogil:
-        cdef Blocks* b = &self.blocks
+        cdef Blocks* b = &self.all_blocks
         cdef Py_ssize_t k
         cdef int32_t i
         cdef uint64_t h
@@ -434,7 +434,7 @@ cdef class BlockPool:
             refuse("mark_committed", &v)
 
     cdef int mark_committed_ids(self, Ints* ids, Verdict* v) noexcept nogil:
-        cdef Blocks* b = &self.blocks
+        cdef Blocks* b = &self.all_blocks
         cdef Py_ssize_t k
         cdef int64_t i
         cdef int status
@@ -485,7 +485,7 @@ cdef class BlockPool:
             refuse("revive", &v)
 
     cdef int revive_ids(self, Ints* ids, Verdict* v) noexcept nogil:
-        cdef Blocks* b = &self.blocks
+        cdef Blocks* b = &self.all_blocks
         cdef Py_ssize_t k
         cdef int64_t i
         cdef int status
@@ -515,15 +515,15 @@ cdef class BlockPool:
         while status == RETRY:
             evicted = count                 # made before anything moves
             self.lock("evict")
-            if count == min(asked, <int64_t>self.blocks.lru.size):
+            if count == min(asked, <int64_t>self.all_blocks.lru.size):
                 self.evict_oldest(count)
                 status = OK
-            count = min(asked, <int64_t>self.blocks.lru.size)
+            count = min(asked, <int64_t>self.all_blocks.lru.size)
             self.unlock()
         return evicted
 
     cdef void evict_oldest(self, int64_t count) noexcept nogil:
-        cdef Blocks* b = &self.blocks
+        cdef Blocks* b = &self.all_blocks
         cdef int64_t k
         b.digest = mix(mix(b.digest, OP_EVICT), count)
         for k in range(count):
@@ -544,7 +544,7 @@ cdef class BlockPool:
             data = <int32_t*>array_data(ids)
             self.lock("take_dropped")
             status = self.drain_dropped(data, count, &v)
-            count = self.blocks.num_dropped
+            count = self.all_blocks.num_dropped
             self.unlock()
         if status != OK:
             refuse("take_dropped", &v)
@@ -552,7 +552,7 @@ cdef class BlockPool:
 
     cdef int drain_dropped(self, int32_t* ids, int32_t count, Verdict* v) noexcept nogil:
         """RETRY: there are not `count` of them."""
-        cdef Blocks* b = &self.blocks
+        cdef Blocks* b = &self.all_blocks
         cdef int32_t k
         if self.indexed:
             return refused(v, INDEXED, -1, 0, 0, 0, 0)
@@ -587,20 +587,20 @@ cdef class BlockPool:
 
     def _set_digest(self, digest):
         """For replays that begin at a reset."""
-        self.blocks.digest = digest
+        self.all_blocks.digest = digest
 
     def refcount(self, block):
         """References on one block: table entries of sequences plus raw ones. O(1)."""
         cdef int64_t i = to_int(block, "refcount", "block", INT64_MIN, INT64_MAX, IndexError)
         cdef int32_t count = 0
         self.lock("refcount")
-        if 0 <= i < self.blocks.num_blocks:
-            count = self.blocks.block[i].refcount
+        if 0 <= i < self.all_blocks.num_blocks:
+            count = self.all_blocks.block[i].refcount
         self.unlock()
-        if i < 0 or i >= self.blocks.num_blocks:
-            raise IndexError(f"[refcount] no such block ({i}), ids are 0 .. {self.blocks.num_blocks - 1}")
-        if i < self.blocks.reserved:
-            raise ValueError(f"[refcount] block {i} is reserved, reserved are 0 .. {self.blocks.reserved - 1}")
+        if i < 0 or i >= self.all_blocks.num_blocks:
+            raise IndexError(f"[refcount] no such block ({i}), ids are 0 .. {self.all_blocks.num_blocks - 1}")
+        if i < self.all_blocks.reserved:
+            raise ValueError(f"[refcount] block {i} is reserved, reserved are 0 .. {self.all_blocks.reserved - 1}")
         return count
 
     def refcount_histogram(self):
@@ -618,7 +618,7 @@ cdef class BlockPool:
 
     cdef int64_t count_references(self, int64_t* counts, int64_t size) noexcept nogil:
         """Entries that the histogram has; it is filled if `size` is that."""
-        cdef Blocks* b = &self.blocks
+        cdef Blocks* b = &self.all_blocks
         cdef int32_t i, most = 0
         for i in range(b.reserved, b.num_blocks):
             most = max(most, b.block[i].refcount)

@@ -51,7 +51,7 @@ cdef class EvictPool(PrefixPool):
     cdef int judge_eviction(self, int32_t slot, int64_t leaving, Py_ssize_t row, Verdict* v) noexcept nogil:
         """Refuse what no eviction may touch; row -1: not in a batch."""
         cdef Seqs* s = &self.seqs
-        cdef Blocks* b = &self.blocks
+        cdef Blocks* b = &self.all_blocks
         cdef int64_t most = s.max_blocks * b.block_size
         if b.newest_pending and s.seq[slot].last_step >= b.oldest_pending:
             return refused(v, PENDING_ROW, row, s.seq[slot].last_step, 0, 0, 0)
@@ -128,15 +128,15 @@ cdef class EvictPool(PrefixPool):
         if status != OK:
             return status
         limits.max_tokens = 0
-        limits.seq_tokens = min(plan.seq_limit, self.seqs.max_blocks * self.blocks.block_size)
+        limits.seq_tokens = min(plan.seq_limit, self.seqs.max_blocks * self.all_blocks.block_size)
         limits.table_width = plan.wire.table_width
         seqs_new_stamp(&self.seqs)
-        status = step_check_unshare(&plan.step, &self.seqs, &self.blocks, rows, lengths, first, &limits, v)
+        status = step_check_unshare(&plan.step, &self.seqs, &self.all_blocks, rows, lengths, first, &limits, v)
         if status == OK and plan.step.log_size > plan.copies_room:
             v.value = plan.step.log_size
             status = RETRY
         if status != OK:
-            step_undo_check(&plan.step, &self.blocks, 0)
+            step_undo_check(&plan.step, &self.all_blocks, 0)
             return status
         if self.record.data != NULL:
             word = record_begin(&self.record, OP_UNSHARE, 3 + 2 * BATCH + rows.size + 2 * lengths.size)
@@ -146,7 +146,7 @@ cdef class EvictPool(PrefixPool):
         self.carry_out(plan, <const int64_t*>rows.data, False, 0, 0)
         self.copy_known(&plan.step)
         if self.record.data != NULL:
-            record_end(&self.record, word, self.blocks.digest)
+            record_end(&self.record, word, self.all_blocks.digest)
         return OK
 
     cdef void copy_known(self, const Step* p) noexcept nogil:
@@ -154,7 +154,7 @@ cdef class EvictPool(PrefixPool):
 
         By the copies, as a pool that executes in order has emptied the log.
         """
-        cdef int64_t bs = self.blocks.block_size
+        cdef int64_t bs = self.all_blocks.block_size
         cdef int32_t k
         if not self.indexed:
             return
@@ -167,15 +167,15 @@ cdef class EvictPool(PrefixPool):
 
         A source that is committed has its own tokens.
         """
-        cdef int64_t bs = self.blocks.block_size
+        cdef int64_t bs = self.all_blocks.block_size
         cdef const Replaced* entry
         cdef int32_t k
         if not self.indexed:
             return
         for k in range(p.log_size):
             entry = &p.log[k]
-            if (seq_find(&self.seqs, p.handle[entry.row]) >= 0 and self.blocks.block[entry.new].committed == HELD
-                    and not self.blocks.block[entry.old].committed):
+            if (seq_find(&self.seqs, p.handle[entry.row]) >= 0 and self.all_blocks.block[entry.new].committed == HELD
+                    and not self.all_blocks.block[entry.old].committed):
                 memcpy(self.index.tokens + entry.old * bs, self.index.tokens + entry.new * bs, bs * sizeof(int32_t))
 
     def compact(self, handles, lens, first=0):
@@ -247,10 +247,10 @@ cdef class EvictPool(PrefixPool):
             status = self.judge_eviction(slot, s.seq[slot].num_tokens - length, k, v)
             if status != OK:
                 return status
-            index = seq_rewritten(s, &self.blocks, slot, first, length, 0)
+            index = seq_rewritten(s, &self.all_blocks, slot, first, length, 0)
             if index >= 0:
                 id = seq_table(s, slot)[index]
-                block = &self.blocks.block[id]
+                block = &self.all_blocks.block[id]
                 return refused(v, NOT_REWRITABLE, k, id, block.refcount, block.committed, 0)
         return OK
 
@@ -261,13 +261,13 @@ cdef class EvictPool(PrefixPool):
         if status != OK:
             return status
         for k in range(batch.size):
-            seq_compact(&self.seqs, &self.blocks, slot_of(ints_at(batch, k)), ints_at(lengths, k))
+            seq_compact(&self.seqs, &self.all_blocks, slot_of(ints_at(batch, k)), ints_at(lengths, k))
         if self.record.data != NULL:
             word = record_begin(&self.record, OP_COMPACT,
                                 2 + 2 * BATCH + batch.size + 2 * max(lengths.size, <Py_ssize_t>0))
             if word != NULL:
                 word = put_ints(put_slots(put_wide(word, first), batch), lengths)
-            record_end(&self.record, word, self.blocks.digest)
+            record_end(&self.record, word, self.all_blocks.digest)
         return OK
 
     def evict_blocks(self, handle, indices):
@@ -317,20 +317,20 @@ cdef class EvictPool(PrefixPool):
         cdef int status
         if slot < 0:
             return v.reason
-        full = whole_blocks(&self.blocks, self.seqs.seq[slot].num_tokens)
+        full = whole_blocks(&self.all_blocks, self.seqs.seq[slot].num_tokens)
         for k in range(places.size):
             place = ints_at(places, k)
             if not 0 <= place < full:
                 return refused(v, BAD_INDEX, k, place, 0, full, 0)
             if k and place <= ints_at(places, k - 1):
                 return refused(v, INDEX_ORDER, k, place, 0, 0, ints_at(places, k - 1))
-        status = self.judge_eviction(slot, places.size * self.blocks.block_size, -1, v)
+        status = self.judge_eviction(slot, places.size * self.all_blocks.block_size, -1, v)
         if status != OK:
             return status
-        seq_evict(&self.seqs, &self.blocks, slot, places)
+        seq_evict(&self.seqs, &self.all_blocks, slot, places)
         if self.record.data != NULL:
             word = record_begin(&self.record, OP_EVICT_BLOCKS, 1 + BATCH + 2 * places.size)
             if word != NULL:
                 word = put_ints(put(word, slot), places)
-            record_end(&self.record, word, self.blocks.digest)
+            record_end(&self.record, word, self.all_blocks.digest)
         return OK

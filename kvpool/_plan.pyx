@@ -143,7 +143,7 @@ cdef class Plan:
         self.pool.lock("Plan")
         self.pool.unlock()
         cdef Wire* w = &self.wire
-        cdef int64_t bs = self.pool.blocks.block_size
+        cdef int64_t bs = self.pool.all_blocks.block_size
         cdef int64_t rows = to_int(max_rows, "Plan", "max_rows", 1, MAX_SEQS)
         self.max_tokens_ = rows if max_tokens is None else to_int(max_tokens, "Plan", "max_tokens", 0, INT32_MAX)
         w.table_width = self.pool.seqs.max_blocks
@@ -208,7 +208,7 @@ cdef class Plan:
         w.tracks = any(f in ROW_FORMATS for f in formats)
         self.names = tuple(wanted)
         self.seq_limit = w.kv_width if {"kv_slots", "kv_slots_ragged"} & set(wanted) else INT64_MAX
-        low = 0 if self.pool.blocks.reserved else -1
+        low = 0 if self.pool.all_blocks.reserved else -1
         pads = {"block_tables": -1 if "page_batch_info" in formats else low, "kv_slots": low, "slot_mapping": -1,
                 "slot_ids": -1}
         for name in wanted:
@@ -230,12 +230,12 @@ cdef class Plan:
 
     cdef int check_width(self, str name, int width) except -1:
         """Refuse int32 where the values do not fit."""
-        cdef int64_t slots = self.pool.blocks.num_blocks * self.pool.blocks.block_size
+        cdef int64_t slots = self.pool.all_blocks.num_blocks * self.pool.all_blocks.block_size
         if width == 8:
             return 0
         if name in SLOT_FIELDS and slots > INT32_MAX:
-            raise ValueError(f"[Plan] {name} needs int64: {self.pool.blocks.num_blocks} blocks of "
-                             f"{self.pool.blocks.block_size} tokens have {slots} slots, int32 holds {INT32_MAX}")
+            raise ValueError(f"[Plan] {name} needs int64: {self.pool.all_blocks.num_blocks} blocks of "
+                             f"{self.pool.all_blocks.block_size} tokens have {slots} slots, int32 holds {INT32_MAX}")
         if name in LENGTH_FIELDS:
             self.seq_limit = min(self.seq_limit, INT32_MAX)
         if name in ("indptr", "kv_indptr"):
@@ -652,4 +652,4 @@ cdef class Plan:
     def page_batch_info(self):
         """Levanter's fields of the last step, see `kvpool.PageBatchInfo`; needs the format ``page_batch_info``."""
         return PageBatchInfo(self.slot_ids, self.block_tables, self.seq_lens, self.cu_q_lens, self.rows,
-                             self.slot_mapping, self.pool.blocks.block_size)
+                             self.slot_mapping, self.pool.all_blocks.block_size)

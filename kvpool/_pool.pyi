@@ -5,6 +5,7 @@ from typing_extensions import disjoint_base
 
 from kvpool._evict_calls import EvictPool
 from kvpool._plan import Plan
+from kvpool._pool_blocks import PoolBlocks
 from kvpool._sequence_calls import _Counts, _Handles
 from kvpool.stats import PoolStats
 
@@ -28,6 +29,8 @@ class Pool(EvictPool):
     def watermark(self) -> int: ...
     @property
     def in_order(self) -> bool: ...
+    @property
+    def blocks(self) -> PoolBlocks: ...
     @property
     def num_free(self) -> int: ...
     def step(

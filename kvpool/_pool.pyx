@@ -143,10 +143,16 @@ cdef class Pool(EvictPool):
     def __exit__(self, *exc):
         self.shutdown()
 
-    def __getattr__(self, name):
-        if name == "blocks":                # no property: the struct has the name
-            return PoolBlocks(self)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    @property
+    def blocks(self):
+        """The blocks by name, for an engine with block tables and content keys of its own: a `PoolBlocks`.
+
+        Raises
+        ------
+        AttributeError
+            The pool has a prefix cache, which looks after its blocks.
+        """
+        return PoolBlocks(self)
 
     def __repr__(self):
         cdef int32_t used, sequences
@@ -154,25 +160,25 @@ cdef class Pool(EvictPool):
             self.lock("repr")
         except PoolClosed:
             return "<kvpool.Pool, shut down>"
-        used, sequences = self.blocks.num_used, self.seqs.num_open
+        used, sequences = self.all_blocks.num_used, self.seqs.num_open
         self.unlock()
-        return (f"<kvpool.Pool of {self.blocks.num_blocks} blocks of {self.blocks.block_size} tokens, "
+        return (f"<kvpool.Pool of {self.all_blocks.num_blocks} blocks of {self.all_blocks.block_size} tokens, "
                 f"{used} used by {sequences} sequences>")
 
     @property
     def num_blocks(self):
         """Blocks of the pool, reserved ones included."""
-        return self.blocks.num_blocks
+        return self.all_blocks.num_blocks
 
     @property
     def block_size(self):
         """Tokens per block."""
-        return self.blocks.block_size
+        return self.all_blocks.block_size
 
     @property
     def reserved_blocks(self):
         """Blocks that are never handed out."""
-        return self.blocks.reserved
+        return self.all_blocks.reserved
 
     @property
     def max_seqs(self):
@@ -199,7 +205,7 @@ cdef class Pool(EvictPool):
         """Blank blocks; `stats` has the rest."""
         cdef int32_t found
         self.lock("num_free")
-        found = self.blocks.num_blank
+        found = self.all_blocks.num_blank
         self.unlock()
         return found
 
@@ -316,25 +322,25 @@ cdef class Pool(EvictPool):
         if status != OK:
             return status
         limits.max_tokens = plan.max_tokens_ if pad_tokens < 0 else pad_tokens
-        limits.seq_tokens = min(plan.seq_limit, self.seqs.max_blocks * self.blocks.block_size)
+        limits.seq_tokens = min(plan.seq_limit, self.seqs.max_blocks * self.all_blocks.block_size)
         limits.table_width = plan.wire.table_width
         seqs_new_stamp(&self.seqs)
-        status = step_check(&plan.step, &self.seqs, &self.blocks, rows, new, &limits, advance, partial, v)
+        status = step_check(&plan.step, &self.seqs, &self.all_blocks, rows, new, &limits, advance, partial, v)
         if status != OK:
-            step_undo_check(&plan.step, &self.blocks, 0)
+            step_undo_check(&plan.step, &self.all_blocks, 0)
             return status
         if self.record.data != NULL:
             word = plan.write_step(&self.record, rows, new, advance, partial)
         self.carry_out(plan, <const int64_t*>rows.data, advance, pad_rows, max(pad_tokens, <int64_t>0))
         if self.record.data != NULL:
-            record_end(&self.record, word, self.blocks.digest)
+            record_end(&self.record, word, self.all_blocks.digest)
         return OK
 
     cdef void carry_out(self, Plan plan, const int64_t* handles, bint advance, int64_t pad_rows,
                         int64_t pad_tokens) noexcept nogil:
         """Second half of a step: nothing here can fail."""
         cdef Step* p = &plan.step
-        cdef Blocks* b = &self.blocks
+        cdef Blocks* b = &self.all_blocks
         p.id = self.next_step
         p.noted_done = False
         self.next_step += 1
@@ -390,11 +396,11 @@ cdef class Pool(EvictPool):
             if step_init(&self.scratch, <int32_t>rows.size) != OK:
                 return refused(v, NO_MEMORY, -1, rows.size, 0, 0, 0)
         limits.max_tokens = INT64_MAX
-        limits.seq_tokens = self.seqs.max_blocks * self.blocks.block_size
+        limits.seq_tokens = self.seqs.max_blocks * self.all_blocks.block_size
         limits.table_width = self.seqs.max_blocks
         seqs_new_stamp(&self.seqs)
-        status = step_check(&self.scratch, &self.seqs, &self.blocks, rows, new, &limits, True, False, v)
-        step_undo_check(&self.scratch, &self.blocks, 0)
+        status = step_check(&self.scratch, &self.seqs, &self.all_blocks, rows, new, &limits, True, False, v)
+        step_undo_check(&self.scratch, &self.all_blocks, 0)
         return status
 
     def done(self, plan):
@@ -447,7 +453,7 @@ cdef class Pool(EvictPool):
             return refused(v, PLAN_NOTED, -1, plan.step.id, 0, 0, 0)
         if self.pending.size > room:
             return RETRY
-        self.blocks.digest = mix(mix(self.blocks.digest, OP_DONE), self.next_step - plan.step.id)
+        self.all_blocks.digest = mix(mix(self.all_blocks.digest, OP_DONE), self.next_step - plan.step.id)
         plan.step.noted_done = True
         while p != NULL and p.noted_done:
             passed[count[0]] = p.plan
@@ -455,22 +461,22 @@ cdef class Pool(EvictPool):
             add_reference(p.plan)
             self.pass_step(p)
             p = self.pending.oldest
-        record_one(&self.record, OP_DONE, plan.record_number, self.blocks.digest)
+        record_one(&self.record, OP_DONE, plan.record_number, self.all_blocks.digest)
         return OK
 
     cdef void pass_step(self, Step* p) noexcept nogil:
         cdef int32_t i, slot
-        pending_remove(&self.pending, p, &self.blocks)
+        pending_remove(&self.pending, p, &self.all_blocks)
         if self.indexed:
             for i in range(p.num_rows):
                 slot = seq_find(&self.seqs, p.handle[i])
                 if slot >= 0:
                     self.seqs.prefix[slot].done = p.length[i]
-        step_release_holds(p, &self.blocks)
-        pending_settle(&self.pending, p, &self.blocks)
-        if self.blocks.num_held:
+        step_release_holds(p, &self.all_blocks)
+        pending_settle(&self.pending, p, &self.all_blocks)
+        if self.all_blocks.num_held:
             self.publish_waiting()
-            self.blocks.digest = mix(mix(self.blocks.digest, OP_PUBLISH), self.index.next_uid)
+            self.all_blocks.digest = mix(mix(self.all_blocks.digest, OP_PUBLISH), self.index.next_uid)
 
     def rollback(self, plan):
         """Take the newest pending step back: lengths, tables and references of its rows are as before it.
@@ -503,18 +509,18 @@ cdef class Pool(EvictPool):
         if not p.pending:
             return refused(v, PLAN_NOT_PENDING, -1, p.id, 0, 0, not self.steps_pend)
         if self.pending.newest != p:
-            return refused(v, PLAN_NOT_NEWEST, -1, p.id, 0, 0, self.blocks.newest_pending)
+            return refused(v, PLAN_NOT_NEWEST, -1, p.id, 0, 0, self.all_blocks.newest_pending)
         if p.noted_done:
             return refused(v, PLAN_NOTED, -1, p.id, 0, 0, 0)
         if step_has_children(p, &self.seqs):
             return refused(v, PLAN_HAS_CHILDREN, -1, p.id, 0, 0, 0)
         self.keep_known(p)
-        pending_remove(&self.pending, p, &self.blocks)
-        blocks_lower_fences(&self.blocks)
-        step_rollback(p, &self.seqs, &self.blocks)
+        pending_remove(&self.pending, p, &self.all_blocks)
+        blocks_lower_fences(&self.all_blocks)
+        step_rollback(p, &self.seqs, &self.all_blocks)
         wire_forget(&plan.wire, p.num_rows, False, False)
-        pending_settle(&self.pending, p, &self.blocks)
-        record_one(&self.record, OP_ROLLBACK, plan.record_number, self.blocks.digest)
+        pending_settle(&self.pending, p, &self.all_blocks)
+        record_one(&self.record, OP_ROLLBACK, plan.record_number, self.all_blocks.digest)
         return OK
 
     # -- the whole pool
@@ -556,12 +562,12 @@ cdef class Pool(EvictPool):
             count += 1
             p = p.newer
         memset(&self.pending, 0, sizeof(self.pending))
-        self.blocks.newest_pending = self.blocks.oldest_pending = 0
+        self.all_blocks.newest_pending = self.all_blocks.oldest_pending = 0
         if self.indexed:
             self.flush_root(0)
         seqs_reset(&self.seqs)
-        blocks_reset(&self.blocks)
-        self.blocks.digest = mix(self.blocks.digest, OP_RESET)
+        blocks_reset(&self.all_blocks)
+        self.all_blocks.digest = mix(self.all_blocks.digest, OP_RESET)
         self.record_start()
         return count
 
@@ -589,7 +595,7 @@ cdef class Pool(EvictPool):
         cdef int32_t pending
         cdef int64_t capacity
         self.lock("stats")
-        b = self.blocks
+        b = self.all_blocks
         s = self.seqs
         pending = self.pending.size
         self.unlock()
@@ -607,7 +613,7 @@ cdef class Pool(EvictPool):
         """
         cdef uint64_t found
         self.lock("digest")
-        found = self.blocks.digest
+        found = self.all_blocks.digest
         self.unlock()
         return found
 
@@ -616,10 +622,10 @@ cdef class Pool(EvictPool):
         cdef uint64_t h
         cdef const Step* p
         self.lock("fingerprint")
-        h = blocks_fingerprint(&self.blocks, 0, self.next_step)
-        h = seqs_fingerprint(&self.seqs, &self.blocks, h, self.next_step)
+        h = blocks_fingerprint(&self.all_blocks, 0, self.next_step)
+        h = seqs_fingerprint(&self.seqs, &self.all_blocks, h, self.next_step)
         if self.indexed:
-            h = index_fingerprint(&self.index, &self.blocks, h)
+            h = index_fingerprint(&self.index, &self.all_blocks, h)
         h = mix(mix(h, self.steps_pend), self.pending.size)
         p = self.pending.oldest
         while p != NULL:
@@ -638,9 +644,9 @@ cdef class Pool(EvictPool):
         """
         cdef char[FINDING] finding
         cdef bint wrong
-        cdef int32_t* seen = <int32_t*>xcalloc(2 * <size_t>self.blocks.num_blocks + 1, sizeof(int32_t))
+        cdef int32_t* seen = <int32_t*>xcalloc(2 * <size_t>self.all_blocks.num_blocks + 1, sizeof(int32_t))
         if seen == NULL:
-            raise MemoryError(f"[check] no memory for {self.blocks.num_blocks} blocks")
+            raise MemoryError(f"[check] no memory for {self.all_blocks.num_blocks} blocks")
         try:
             self.lock("check")
             wrong = self.find_fault(seen, finding)
@@ -652,17 +658,17 @@ cdef class Pool(EvictPool):
 
     cdef bint find_fault(self, int32_t* seen, char* finding) noexcept nogil:
         """`seen` has two numbers for every block, all zero."""
-        cdef size_t size = self.blocks.num_blocks * sizeof(int32_t)
-        if blocks_check(&self.blocks, seen, finding) or seqs_check(&self.seqs, &self.blocks, seen, finding):
+        cdef size_t size = self.all_blocks.num_blocks * sizeof(int32_t)
+        if blocks_check(&self.all_blocks, seen, finding) or seqs_check(&self.seqs, &self.all_blocks, seen, finding):
             return True
-        if self.indexed and index_check(&self.index, &self.blocks, finding):
+        if self.indexed and index_check(&self.index, &self.all_blocks, finding):
             return True
         memset(seen, 0, size)
-        return self.check_pending(seen, seen + self.blocks.num_blocks, finding)
+        return self.check_pending(seen, seen + self.all_blocks.num_blocks, finding)
 
     cdef bint check_pending(self, int32_t* holds, int32_t* floors, char* finding) noexcept nogil:
         """Holds, floors and fences are those of the plans that are pending; these are in the order of their steps."""
-        cdef Blocks* b = &self.blocks
+        cdef Blocks* b = &self.all_blocks
         cdef const Step* p = self.pending.oldest
         cdef int64_t last = 0
         cdef int32_t k, size = 0, made = 0
@@ -692,7 +698,7 @@ cdef class Pool(EvictPool):
 
     def _corrupt(self, what, index):
         """For tests of `check`: break one piece of state. `index` is a block, or a slot of sequences."""
-        cdef Blocks* b = &self.blocks
+        cdef Blocks* b = &self.all_blocks
         cdef int64_t i = to_int(index, "_corrupt", "index", 0, b.num_blocks - 1)
         cdef dict fields = {
             "refcount": <size_t>&b.block[i].refcount, "raw": <size_t>&b.block[i].raw,

@@ -62,14 +62,15 @@ cdef int name_blocks(const Blocks* b, const Ints* given, int32_t* ids, int32_t* 
     cdef Py_ssize_t k, n = given.size if given.size >= 0 else 1
     cdef const int64_t* wide = <const int64_t*>given.data if given.data != NULL else &given.scalar
     cdef const int32_t* narrow = <const int32_t*>given.data
-    cdef int32_t named = 0
+    cdef int32_t named = 0, num_blocks = b.num_blocks, reserved = b.reserved
+    cdef bint is_narrow = given.width == 4
     cdef int64_t i
     for k in range(n):
-        i = narrow[k] if given.width == 4 else wide[k]
-        if i < 0 or i >= b.num_blocks:
-            return refused(v, NO_SUCH_BLOCK, k, i, 0, b.num_blocks - 1, 0)
+        i = narrow[k] if is_narrow else wide[k]
+        if i < 0 or i >= num_blocks:
+            return refused(v, NO_SUCH_BLOCK, k, i, 0, num_blocks - 1, 0)
         ids[named] = <int32_t>i
-        named += i >= b.reserved
+        named += i >= reserved
     size[0] = named
     return OK
 
@@ -90,17 +91,21 @@ cdef inline int judge_block(const Block* block, int op) noexcept nogil:
 
 
 cdef int judge_blocks(Blocks* b, const int32_t* ids, int32_t n, int op, Verdict* v) noexcept nogil:
+    cdef const Block* block = b.block
+    cdef uint32_t* mark = b.mark
+    cdef uint32_t stamp
     cdef int32_t k, i
     cdef int reason
     blocks_new_stamp(b)
+    stamp = b.stamp
     for k in range(n):
         i = ids[k]
-        reason = judge_block(&b.block[i], op)
-        if b.mark[i] == b.stamp:
+        reason = judge_block(&block[i], op)
+        if mark[i] == stamp:
             reason = NAMED_TWICE if op == OP_RELEASE else DUPLICATE_BLOCK
         if reason != OK:
-            return refused(v, reason, k, i, 0, 0, b.block[i].refcount)
-        b.mark[i] = b.stamp
+            return refused(v, reason, k, i, 0, 0, block[i].refcount)
+        mark[i] = stamp
     return OK
 
 
@@ -238,7 +243,7 @@ cdef class PoolBlocks:
         OutOfBlocks
             Fewer than `n` blocks are free. State unchanged.
         """
-        cdef Blocks* b = &self.pool.blocks
+        cdef Blocks* b = &self.pool.all_blocks
         cdef Ints room
         cdef Verdict v
         cdef int64_t available, count = to_int(n, "take", "n", 0, INT64_MAX)
@@ -282,7 +287,7 @@ cdef class PoolBlocks:
         IndexError
             No such block. State unchanged.
         """
-        cdef Blocks* b = &self.pool.blocks
+        cdef Blocks* b = &self.pool.all_blocks
         cdef Verdict v
         cdef int64_t i = to_int(block, "take_block", "block", INT64_MIN, INT64_MAX, IndexError)
         cdef int32_t id
@@ -308,7 +313,7 @@ cdef class PoolBlocks:
         try:
             ints_get(&given, ids, call, "ids", True, True, IndexError)
             self.pool.lock(call)
-            status = carry_out(&self.pool.blocks, &self.pool.record, &given, op, oldest, &v)
+            status = carry_out(&self.pool.all_blocks, &self.pool.record, &given, op, oldest, &v)
             self.pool.unlock()
         finally:
             ints_free(&given)
@@ -397,10 +402,10 @@ cdef class PoolBlocks:
             self.pool.lock("refcounts")
             for k in range(given.size if given.size >= 0 else 1):
                 i = ints_at(&given, k)
-                if i < 0 or i >= self.pool.blocks.num_blocks:
-                    status = refused(&v, NO_SUCH_BLOCK, k, i, 0, self.pool.blocks.num_blocks - 1, 0)
+                if i < 0 or i >= self.pool.all_blocks.num_blocks:
+                    status = refused(&v, NO_SUCH_BLOCK, k, i, 0, self.pool.all_blocks.num_blocks - 1, 0)
                     break
-                counts[k] = self.pool.blocks.block[i].refcount
+                counts[k] = self.pool.all_blocks.block[i].refcount
             self.pool.unlock()
         finally:
             ints_free(&given)
@@ -413,7 +418,7 @@ cdef class PoolBlocks:
 
         Blank blocks come first, then committed ones, the least recently released before the others. O(ids returned).
         """
-        cdef Blocks* b = &self.pool.blocks
+        cdef Blocks* b = &self.pool.all_blocks
         cdef int64_t asked = INT64_MAX if n is None else to_int(n, "free_order", "n", 0, INT64_MAX)
         cdef int64_t room = -1, size = 0
         cdef int32_t* ids
@@ -433,7 +438,7 @@ cdef class PoolBlocks:
         """Blocks that `take` can give: without a reference, blank or committed."""
         cdef int32_t found
         self.pool.lock("num_free")
-        found = blocks_available(&self.pool.blocks)
+        found = blocks_available(&self.pool.all_blocks)
         self.pool.unlock()
         return found
 
@@ -442,7 +447,7 @@ cdef class PoolBlocks:
         """Blank blocks: so many are taken before one is evicted."""
         cdef int32_t found
         self.pool.lock("num_blank")
-        found = self.pool.blocks.num_blank
+        found = self.pool.all_blocks.num_blank
         self.pool.unlock()
         return found
 
@@ -451,6 +456,6 @@ cdef class PoolBlocks:
         """Share of the blocks that somebody holds, 0.0 to 1.0; reserved ones do not count."""
         cdef int32_t used, all_
         self.pool.lock("usage")
-        used, all_ = self.pool.blocks.num_used, self.pool.blocks.num_blocks - self.pool.blocks.reserved
+        used, all_ = self.pool.all_blocks.num_used, self.pool.all_blocks.num_blocks - self.pool.all_blocks.reserved
         self.pool.unlock()
         return <double>used / all_

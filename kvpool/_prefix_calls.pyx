@@ -81,7 +81,7 @@ cdef class PrefixPool(SequencePool):
 
     def __cinit__(self, num_blocks, block_size, *, max_seqs=1024, max_blocks_per_seq=None, reserved_blocks=1,
                   watermark=0, in_order=False, seed=None, prefix_cache=False, events=0, record=0, _hash_bits=64):
-        cdef Blocks* b = &self.blocks
+        cdef Blocks* b = &self.all_blocks
         cdef Seqs* s = &self.seqs
         cdef int64_t bits = to_int(_hash_bits, "Pool", "_hash_bits", 0, 64)
         cdef int64_t room = to_int(events, "Pool", "events", 0, 1 << 30)
@@ -116,8 +116,8 @@ cdef class PrefixPool(SequencePool):
     cdef void catch_up(self) noexcept nogil:
         if self.num_deferred:
             SequencePool.catch_up(self)
-        if self.indexed and self.blocks.num_dropped:    # the calls before took cached blocks
-            index_drain(&self.index, &self.blocks)
+        if self.indexed and self.all_blocks.num_dropped:    # the calls before took cached blocks
+            index_drain(&self.index, &self.all_blocks)
 
     # -- namespaces
 
@@ -140,8 +140,8 @@ cdef class PrefixPool(SequencePool):
         cdef Index* ix = &self.index
         cdef Name* name
         cdef int32_t i
-        for i in range(self.blocks.num_blocks):
-            if ix.uid[i] and self.blocks.block[i].committed:
+        for i in range(self.all_blocks.num_blocks):
+            if ix.uid[i] and self.all_blocks.block[i].committed:
                 name = names_by_uid(&ix.names, ix.root[i])
                 if name != NULL:
                     name.live = True
@@ -241,7 +241,7 @@ cdef class PrefixPool(SequencePool):
         `tokens.data` NULL: a count. The sequence gets the handle that `next_handle` told.
         """
         cdef Seqs* s = &self.seqs
-        cdef Blocks* b = &self.blocks
+        cdef Blocks* b = &self.all_blocks
         cdef Match found
         cdef Name* name
         cdef uint64_t root_hash = 0, root = 0
@@ -279,7 +279,7 @@ cdef class PrefixPool(SequencePool):
                     uint64_t root_hash, bint take) noexcept nogil:
         """Open the sequence in `slot`, whose table begins with the blocks that were found."""
         cdef Seqs* s = &self.seqs
-        cdef Blocks* b = &self.blocks
+        cdef Blocks* b = &self.all_blocks
         cdef int32_t* table = seq_table(s, slot)
         cdef int32_t k
         for k in range(found.blocks):
@@ -315,7 +315,7 @@ cdef class PrefixPool(SequencePool):
         if at != NULL:
             at = put_bytes(put(at, slot), space, space_size)
             at = put_wide(at, tokens.size) if counted else put_words(at, tokens.data, tokens.size)
-        record_end(&self.record, at, self.blocks.digest)
+        record_end(&self.record, at, self.all_blocks.digest)
 
     def match(self, tokens, namespace=b""):
         """Tokens of a prompt that `open` would find cached. No side effect. O(n)."""
@@ -335,7 +335,7 @@ cdef class PrefixPool(SequencePool):
             ints_free(&prompt)
 
     cdef int64_t match_tokens(self, const Ints* prompt, const char* space, int64_t space_size) noexcept nogil:
-        cdef Blocks* b = &self.blocks
+        cdef Blocks* b = &self.all_blocks
         cdef Name* name = names_find(&self.index.names, space, space_size) if self.indexed else NULL
         cdef int64_t most = min(whole_blocks(b, max(prompt.size - 1, <Py_ssize_t>0)), <int64_t>self.seqs.max_blocks)
         if name == NULL:
@@ -427,7 +427,7 @@ cdef class PrefixPool(SequencePool):
             counts.scalar = tokens.size // max(rows.size, <Py_ssize_t>1)
         if counts.size >= 0 and counts.size != rows.size:
             return refused(v, BAD_SHAPE, -1, counts.size, 0, 0, rows.size)
-        blocks_new_stamp(&self.blocks)
+        blocks_new_stamp(&self.all_blocks)
         for k in range(rows.size):
             count = ints_at(counts, k)
             if count > tokens.size - at:
@@ -442,10 +442,10 @@ cdef class PrefixPool(SequencePool):
         for k in range(rows.size):
             count = ints_at(counts, k)
             self.commit_row(slot_of(ints_at(rows, k)), data + at, count)
-            self.blocks.digest = mix(mix(self.blocks.digest, OP_COMMIT), untagged(ints_at(rows, k)))
-            self.blocks.digest = mix_tokens(self.blocks.digest, data + at, count)
+            self.all_blocks.digest = mix(mix(self.all_blocks.digest, OP_COMMIT), untagged(ints_at(rows, k)))
+            self.all_blocks.digest = mix_tokens(self.all_blocks.digest, data + at, count)
             at += count
-        self.blocks.digest = mix(self.blocks.digest, self.index.next_uid)
+        self.all_blocks.digest = mix(self.all_blocks.digest, self.index.next_uid)
         self.record_commit(rows, counts, tokens)
         return OK
 
@@ -453,7 +453,7 @@ cdef class PrefixPool(SequencePool):
                           int64_t at, Verdict* v) noexcept nogil:
         """Row `row`, whose tokens are those from `at` on. A block that another sequence committed, or that an earlier
         row of this very call is going to, must say the same."""
-        cdef Blocks* b = &self.blocks
+        cdef Blocks* b = &self.all_blocks
         cdef int32_t slot = slot_of(ints_at(rows, row)), id
         cdef int64_t count = ints_at(counts, row), known = self.seqs.prefix[slot].committed
         cdef int64_t limit = seq_done(&self.seqs, b, slot), bs = b.block_size
@@ -480,11 +480,11 @@ cdef class PrefixPool(SequencePool):
 
     cdef int32_t token_of(self, int32_t slot, int64_t index, const int32_t* tokens, int64_t k) noexcept nogil:
         """Token k of block `index` of a sequence that commits `tokens`."""
-        cdef int64_t bs = self.blocks.block_size, at = index * bs + k - self.seqs.prefix[slot].committed
+        cdef int64_t bs = self.all_blocks.block_size, at = index * bs + k - self.seqs.prefix[slot].committed
         return tokens[at] if at >= 0 else self.seqs.partial[slot * bs + k]
 
     cdef bint same_block(self, int32_t slot, int64_t index, const int32_t* tokens, const int32_t* known) noexcept nogil:
-        cdef int64_t k, bs = self.blocks.block_size, start = index * bs - self.seqs.prefix[slot].committed
+        cdef int64_t k, bs = self.all_blocks.block_size, start = index * bs - self.seqs.prefix[slot].committed
         if start >= 0:
             return memcmp(tokens + start, known, bs * sizeof(int32_t)) == 0
         for k in range(bs):
@@ -499,7 +499,7 @@ cdef class PrefixPool(SequencePool):
         cdef int64_t k
         for row in range(earlier):
             tokens += ints_at(counts, row)
-        for k in range(self.blocks.block_size):
+        for k in range(self.all_blocks.block_size):
             if self.token_of(other, index, tokens, k) != self.token_of(slot, index, own, k):
                 return False
         return True
@@ -507,7 +507,7 @@ cdef class PrefixPool(SequencePool):
     cdef void commit_row(self, int32_t slot, const int32_t* tokens, int64_t count) noexcept nogil:
         cdef SeqPrefix* prefix = &self.seqs.prefix[slot]
         cdef const int32_t* table = seq_table(&self.seqs, slot)
-        cdef int64_t bs = self.blocks.block_size, offset, n
+        cdef int64_t bs = self.all_blocks.block_size, offset, n
         cdef int32_t* partial = self.seqs.partial + slot * bs
         while count:
             offset = prefix.committed % bs
@@ -515,7 +515,7 @@ cdef class PrefixPool(SequencePool):
             if n < bs:
                 memcpy(partial + offset, tokens, n * sizeof(int32_t))
             if offset + n == bs:
-                index_tell(&self.index, &self.blocks, table[prefix.committed // bs], tokens if n == bs else partial)
+                index_tell(&self.index, &self.all_blocks, table[prefix.committed // bs], tokens if n == bs else partial)
             prefix.committed += n
             tokens += n
             count -= n
@@ -530,7 +530,7 @@ cdef class PrefixPool(SequencePool):
         """
         cdef SeqPrefix* prefix = &self.seqs.prefix[slot]
         cdef const int32_t* table = seq_table(&self.seqs, slot)
-        cdef Blocks* b = &self.blocks
+        cdef Blocks* b = &self.all_blocks
         cdef int64_t full = whole_blocks(b, prefix.committed)
         cdef int32_t id
         while prefix.published < full:
@@ -549,7 +549,7 @@ cdef class PrefixPool(SequencePool):
         cdef int32_t slot
         for slot in range(s.max_seqs):
             if (s.life[slot].life == OPEN
-                    and s.prefix[slot].published < whole_blocks(&self.blocks, s.prefix[slot].committed)):
+                    and s.prefix[slot].published < whole_blocks(&self.all_blocks, s.prefix[slot].committed)):
                 self.publish(slot)
 
     cdef void record_commit(self, const Ints* rows, const Ints* counts, const Ints* tokens) noexcept nogil:
@@ -560,16 +560,17 @@ cdef class PrefixPool(SequencePool):
         at = record_begin(r, OP_COMMIT, 3 * BATCH + rows.size + 2 * counts.size + tokens.size)
         if at != NULL:
             at = put_words(put_ints(put_slots(at, rows), counts), tokens.data, tokens.size)
-        record_end(r, at, self.blocks.digest)
+        record_end(r, at, self.all_blocks.digest)
 
     cdef void uncommit(self, int32_t slot, int64_t length) noexcept nogil:
         cdef SeqPrefix* prefix
-        cdef int64_t bs = self.blocks.block_size, full = whole_blocks(&self.blocks, length)
+        cdef int64_t bs = self.all_blocks.block_size, full = whole_blocks(&self.all_blocks, length)
         if not self.indexed:
             return
         prefix = &self.seqs.prefix[slot]
         if length < prefix.committed:
-            if full < whole_blocks(&self.blocks, prefix.committed) and length % bs:     # a full block becomes the tail
+            # a full block becomes the tail
+            if full < whole_blocks(&self.all_blocks, prefix.committed) and length % bs:
                 memcpy(self.seqs.partial + slot * bs, self.index.tokens + seq_table(&self.seqs, slot)[full] * bs,
                        (length % bs) * sizeof(int32_t))
             prefix.committed = length
@@ -617,7 +618,7 @@ cdef class PrefixPool(SequencePool):
         if self.indexed:
             name = names_find(&ix.names, space, size) if size >= 0 else NULL
             if size < 0 or name != NULL:
-                blank = index_evictable(ix, &self.blocks, name.uid if name != NULL else 0)
+                blank = index_evictable(ix, &self.all_blocks, name.uid if name != NULL else 0)
         if count[0] != blank:
             count[0] = blank
             return RETRY
@@ -627,13 +628,13 @@ cdef class PrefixPool(SequencePool):
             self.flush_root(0)
         elif self.flush_name(name, space, size, v) != OK:
             return v.reason
-        self.blocks.digest = mix(mix(self.blocks.digest, OP_FLUSH), <uint64_t>blank)
-        self.blocks.digest = mix_bytes(self.blocks.digest, <const unsigned char*>space, size)
+        self.all_blocks.digest = mix(mix(self.all_blocks.digest, OP_FLUSH), <uint64_t>blank)
+        self.all_blocks.digest = mix_bytes(self.all_blocks.digest, <const unsigned char*>space, size)
         if self.record.data != NULL:
             at = record_begin(&self.record, FLUSH | (size < 0) * ALL << 8, 2 + size // 4)
             if at != NULL and size >= 0:
                 at = put_bytes(at, space, size)
-            record_end(&self.record, at, self.blocks.digest)
+            record_end(&self.record, at, self.all_blocks.digest)
         return OK
 
     cdef int flush_name(self, Name* name, const char* space, int64_t size, Verdict* v) noexcept nogil:
@@ -654,7 +655,7 @@ cdef class PrefixPool(SequencePool):
     cdef void flush_root(self, uint64_t root) noexcept nogil:
         """Forget every node below a root, 0: all; sequences go on without the index."""
         cdef int32_t slot
-        index_flush(&self.index, &self.blocks, root)
+        index_flush(&self.index, &self.all_blocks, root)
         for slot in range(self.seqs.max_seqs):
             if self.seqs.life[slot].life == OPEN and (root == 0 or self.seqs.prefix[slot].root == root):
                 self.seqs.prefix[slot].root = 0
@@ -672,7 +673,7 @@ cdef class PrefixPool(SequencePool):
     @property
     def index_nbytes(self):
         """Bytes that the index has taken, once; 0 without a prefix cache."""
-        return index_nbytes(&self.index, &self.blocks)
+        return index_nbytes(&self.index, &self.all_blocks)
 
     def prefix_stats(self):
         """Counters of the prefix cache, O(1); see `kvpool.stats.PrefixStats`."""
@@ -680,8 +681,8 @@ cdef class PrefixPool(SequencePool):
         cdef int64_t revivals, reuse_gap
         self.lock("prefix_stats")
         ix = self.index
-        revivals = self.blocks.revivals
-        reuse_gap = self.blocks.reuse_gap
+        revivals = self.all_blocks.revivals
+        reuse_gap = self.all_blocks.reuse_gap
         self.unlock()
         return PrefixStats(
             ix.queries, ix.query_tokens, ix.hit_tokens, ix.hit_tokens / <double>ix.query_tokens if ix.query_tokens
@@ -696,7 +697,7 @@ cdef class PrefixPool(SequencePool):
         """
         cdef Ring taken
         cdef int64_t k, count, told = 0
-        cdef int64_t block_size = self.blocks.block_size
+        cdef int64_t block_size = self.all_blocks.block_size
         found = []
         self.lock("drain_events")
         taken = ring_take(&self.index.ring)

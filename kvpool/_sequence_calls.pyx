@@ -81,7 +81,7 @@ cdef class SequencePool(BlockPool):
     def __cinit__(self, num_blocks, block_size, *, max_seqs=1024, max_blocks_per_seq=None, reserved_blocks=1,
                   watermark=0, in_order=False, seed=None, prefix_cache=False, events=0, record=0, _hash_bits=64):
         cdef Seqs* s = &self.seqs
-        cdef int32_t usable = self.blocks.num_blocks - self.blocks.reserved
+        cdef int32_t usable = self.all_blocks.num_blocks - self.all_blocks.reserved
         cdef int32_t slot
         s.max_seqs = <int32_t>to_int(max_seqs, "Pool", "max_seqs", 1, MAX_SEQS)
         if max_blocks_per_seq is None:
@@ -134,7 +134,7 @@ cdef class SequencePool(BlockPool):
         cdef int status = OK
         cdef Verdict v
         self.lock_open_or_not("defer_close")
-        if self.blocks.block != NULL:
+        if self.all_blocks.block != NULL:
             status = self.defer(closing, &v)
         self.unlock()
         if status != OK:
@@ -160,8 +160,8 @@ cdef class SequencePool(BlockPool):
         for k in range(self.num_deferred):
             slot = seq_find(&self.seqs, self.deferred[k])
             if slot >= 0:
-                seq_close(&self.seqs, &self.blocks, slot)
-                record_one(&self.record, DEFERRED, slot, self.blocks.digest)
+                seq_close(&self.seqs, &self.all_blocks, slot)
+                record_one(&self.record, DEFERRED, slot, self.all_blocks.digest)
         self.num_deferred = 0
 
     cdef int64_t get_handle(self, object handle, str call) except? -1:
@@ -181,14 +181,14 @@ cdef class SequencePool(BlockPool):
         r.epoch += 1
         for slot in range(s.max_seqs):
             used += s.life[slot].generation != 0
-        at = record_begin(r, START, 3 + BATCH + 2 * <int64_t>used + self.blocks.num_dropped)
+        at = record_begin(r, START, 3 + BATCH + 2 * <int64_t>used + self.all_blocks.num_dropped)
         if at != NULL:
-            at = put_wide(at, <int64_t>self.blocks.digest)
-            at = put(put_words(at, self.blocks.dropped, self.blocks.num_dropped), used)
+            at = put_wide(at, <int64_t>self.all_blocks.digest)
+            at = put(put_words(at, self.all_blocks.dropped, self.all_blocks.num_dropped), used)
             for slot in range(s.max_seqs):
                 if s.life[slot].generation:
                     at = put(put(at, slot), s.life[slot].generation)
-        record_end(r, at, self.blocks.digest)
+        record_end(r, at, self.all_blocks.digest)
 
     # -- verbs
 
@@ -241,7 +241,7 @@ cdef class SequencePool(BlockPool):
             return v.reason
         if count > s.num_free_slots:
             return refused(v, OUT_OF_SEQUENCES, -1, count, 0, s.max_seqs, s.num_open)
-        seq_fork(s, &self.blocks, parent, <int32_t>count, children)
+        seq_fork(s, &self.all_blocks, parent, <int32_t>count, children)
         if self.record.data != NULL:
             at = record_begin(&self.record, OP_FORK, 2 + count)
             if at != NULL:
@@ -249,7 +249,7 @@ cdef class SequencePool(BlockPool):
                 for k in range(count):
                     at[k] = slot_of(children[k])
                 at += count
-            record_end(&self.record, at, self.blocks.digest)
+            record_end(&self.record, at, self.all_blocks.digest)
         return OK
 
     def truncate(self, handles, lens):
@@ -290,7 +290,7 @@ cdef class SequencePool(BlockPool):
 
     cdef int judge_truncate(self, Ints* batch, const Ints* lengths, Verdict* v) noexcept nogil:
         cdef Seqs* s = &self.seqs
-        cdef Blocks* b = &self.blocks
+        cdef Blocks* b = &self.all_blocks
         cdef Py_ssize_t k
         cdef int64_t length
         cdef int32_t slot
@@ -325,12 +325,12 @@ cdef class SequencePool(BlockPool):
             slot = slot_of(ints_at(batch, k))
             length = ints_at(lengths, k) - s.life[slot].evicted
             self.uncommit(slot, length)
-            seq_truncate(s, &self.blocks, slot, length)
+            seq_truncate(s, &self.all_blocks, slot, length)
         if self.record.data != NULL:
             word = record_begin(&self.record, OP_TRUNCATE, 2 * BATCH + batch.size + 2 * lengths.size)
             if word != NULL:
                 word = put_ints(put_slots(word, batch), lengths)
-            record_end(&self.record, word, self.blocks.digest)
+            record_end(&self.record, word, self.all_blocks.digest)
         return OK
 
     def close(self, handles):
@@ -363,8 +363,8 @@ cdef class SequencePool(BlockPool):
         if status != OK:
             return status
         for k in range(batch.size):
-            seq_close(&self.seqs, &self.blocks, slot_of(ints_at(batch, k)))
-        record_slots(&self.record, OP_CLOSE, batch, self.blocks.digest)
+            seq_close(&self.seqs, &self.all_blocks, slot_of(ints_at(batch, k)))
+        record_slots(&self.record, OP_CLOSE, batch, self.all_blocks.digest)
         return OK
 
     def close_finished(self, handles, mask):
@@ -411,12 +411,12 @@ cdef class SequencePool(BlockPool):
             return status
         for k in range(batch.size):
             if finished[k]:
-                seq_close(&self.seqs, &self.blocks, slot_of(ints_at(batch, k)))
+                seq_close(&self.seqs, &self.all_blocks, slot_of(ints_at(batch, k)))
         if self.record.data != NULL:
             word = record_begin(&self.record, CLOSE_FINISHED, BATCH + 2 + batch.size + batch.size // 4)
             if word != NULL:
                 word = put_bytes(put_slots(word, batch), finished, batch.size)
-            record_end(&self.record, word, self.blocks.digest)
+            record_end(&self.record, word, self.all_blocks.digest)
         return OK
 
     # -- reading
@@ -482,7 +482,7 @@ cdef class SequencePool(BlockPool):
         cdef Seq q
         cdef SeqLife life
         self.read(handle, "capacity", &q, &life)
-        return q.num_blocks * self.blocks.block_size
+        return q.num_blocks * self.all_blocks.block_size
 
     def is_open(self, handle):
         """Whether a handle names an open sequence of this pool. O(1)."""

@@ -494,7 +494,7 @@ cdef int num_free(kvpool_pool* pool_, int64_t* blocks) noexcept:
         pool = get_pool(pool_, "num_free")
         refuse_null(blocks, "num_free", "blocks")
         pool.lock("num_free")
-        blocks[0] = pool.blocks.num_blank
+        blocks[0] = pool.all_blocks.num_blank
         pool.unlock()
     except BaseException as error:
         return failed(error)
@@ -512,13 +512,13 @@ cdef int stats(kvpool_pool* pool_, kvpool_stats* stats, int64_t size) noexcept:
         if size < <int64_t>sizeof(kvpool_stats) or size > 4096:
             raise ValueError(f"[stats] size is {size}, this kvpool's kvpool_stats has {sizeof(kvpool_stats)} bytes")
         pool.lock("stats")
-        found.num_blocks = pool.blocks.num_blocks
-        found.reserved = pool.blocks.reserved
-        found.free = pool.blocks.num_blank
-        found.evictable = pool.blocks.lru.size
-        found.limbo = pool.blocks.limbo.size
-        found.used = pool.blocks.num_used
-        found.shared = pool.blocks.num_shared
+        found.num_blocks = pool.all_blocks.num_blocks
+        found.reserved = pool.all_blocks.reserved
+        found.free = pool.all_blocks.num_blank
+        found.evictable = pool.all_blocks.lru.size
+        found.limbo = pool.all_blocks.limbo.size
+        found.used = pool.all_blocks.num_used
+        found.shared = pool.all_blocks.num_shared
         found.sequences = pool.seqs.num_open
         found.pending_plans = pool.pending.size
         found.tokens = pool.seqs.sum_tokens
@@ -538,7 +538,7 @@ cdef int digest(kvpool_pool* pool_, uint64_t* digest) noexcept:
         pool = get_pool(pool_, "digest")
         refuse_null(digest, "digest", "digest")
         pool.lock("digest")
-        digest[0] = pool.blocks.digest
+        digest[0] = pool.all_blocks.digest
         pool.unlock()
     except BaseException as error:
         return failed(error)

@@ -1,5 +1,6 @@
 """The benchmarks with tables of their own run, on sizes of nothing, and `python -m benchmarks` asks for their gates."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -7,7 +8,7 @@ import sys
 import pytest
 
 from benchmarks import __main__ as whole
-from benchmarks import eviction, quantized
+from benchmarks import block_pool, eviction, quantized, vllm_source
 from kvpool_backends.cpu import CPUBackend, default_isa, isas
 
 SMALL = {"HEADS": 1, "GROUP": 1, "DIM": 64, "ROWS": 2}
@@ -125,3 +126,27 @@ def test_windows_cost_a_pool_what_the_window_would_have_saved(capsys):
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     times = {line[0]: float(line[-2]) for line in lines}
     assert times["llama"] <= 1.0 < times["gemma3_text"] < times["gpt_oss"], times
+
+
+# ------------------------------------------------------------------------------------------------ block pool
+
+
+def test_block_pool_without_vllm_says_how_to_get_it(monkeypatch):
+    monkeypatch.setenv(vllm_source.VARIABLE, "/nowhere")
+    monkeypatch.setattr(sys, "argv", ["block_pool"])
+    with pytest.raises(SystemExit, match=r"^\[benchmarks.block_pool\] vLLM is not here: KVPOOL_VLLM has to name"):
+        block_pool.main()
+
+
+@pytest.mark.parametrize(("limit", "missed"), [(0, False), (1e9, True)])
+def test_block_pool_has_a_row_per_call_and_its_gate_is_the_exit_status(monkeypatch, capsys, limit, missed):
+    if vllm_source.load() is None:
+        pytest.skip(vllm_source.ABSENT)
+    monkeypatch.setattr(block_pool, "TIMES_MIN", {1: limit, 100: limit})
+    monkeypatch.setattr(sys, "argv", ["block_pool", "--rounds", "4", "--gates"])
+    with pytest.raises(SystemExit) if missed else contextlib.nullcontext():
+        block_pool.main()
+    rows = capsys.readouterr().out.splitlines()[2:]
+    calls = ("get", "free", "lookup", "cache", "touch", "evict")
+    assert len(rows) == 22 and all(sum(row.startswith(call) for row in rows) >= 2 for call in calls)
+    assert all(row.endswith("missed") for row in rows) == missed

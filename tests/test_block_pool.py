@@ -288,8 +288,8 @@ class Peer:
             for block in ids:
                 self.held.remove(block)
         elif what == "touch":
-            known = [block for block in range(1, NUM_BLOCKS) if peer.blocks[block].block_hash or block in self.held]
-            ids = self.some(known)
+            cached = [block.block_id for block in peer.blocks if block.block_hash is not None]
+            ids = self.some(cached + self.held)
             pool.touch(ids)
             peer.touch(self.blocks(ids))
             self.held += ids

@@ -58,9 +58,10 @@ class BlockPool:
     -----
     Every call is O(ids it names); `get` adds O(blocks it evicts), once each. A block is cached while it has a key and
     nobody needs it for something else. Freed without a key it is blank, freed with a key it goes to the new end of the
-    LRU list, and blank blocks are always taken before cached ones. A block that loses its key is as one that never
-    had any: it is blank at once if it is free, and when it is freed if it is in use. Of the blocks of one call of
-    `free` or `evict`, the first named is taken first, among blank ones and among cached ones.
+    LRU list. Blank blocks are always taken before cached ones, and of these the last that became blank first. A block
+    that loses its key is as one that never had any: it is blank at once if it is free, and when it is freed if it is
+    in use. Of the blocks of one call of `free` or `evict`, the first named is taken first, among blank ones and among
+    cached ones.
 
     Ids are a list of ints or an int32 array, none of them twice. What the core refuses, it names by the core's call:
     `take` for `get`, `release` for `free`, `commit` for `cache`, `uncommit` for `evict`.
@@ -73,7 +74,7 @@ class BlockPool:
     def __init__(self, num_blocks: int, *, events: int = 0) -> None:
         self._pool = Pool(num_blocks, 1, max_seqs=1, max_blocks_per_seq=1, reserved_blocks=1, in_order=True)
         self._blocks = self._pool.blocks
-        self._keys = Keys(num_blocks)
+        self._keys = Keys(num_blocks, reserved=1)
         self._events: deque[Event] | None = deque(maxlen=events) if events else None
         self._lost = self._queries = self._hits = self._evictions = 0
         if type(self).touch is BlockPool.touch:  # a frame of Python would cost as much as the call
@@ -96,9 +97,8 @@ class BlockPool:
 
     def stats(self) -> BlockPoolStats:
         """Usage, and how often keys were found and lost."""
-        return BlockPoolStats(
-            self.usage, self.num_free, self.num_cached, self._queries, self._hits, self._evictions
-        )
+        counted = self._queries, self._hits, self._evictions
+        return BlockPoolStats(self.usage, self.num_free, self.num_cached, *counted)
 
     def refcount(self, block: int) -> int:
         """References of a block: one for `get`, one more for every `touch`."""
@@ -167,18 +167,15 @@ class BlockPool:
         try:
             self._blocks.commit(blocks)
         except ValueError:  # of a block that gets no key, perhaps
-            blocks, named = self._new_pairs(blocks, named)
+            blocks, named = self._keys.new(blocks, named)
             self._blocks.commit(blocks)
         try:
             others = self._keys.add(blocks, named)
         except BaseException:  # a key that cannot be hashed or compared
-            self._keys.forget(blocks)
             self._blocks.uncommit(blocks)
             raise
         if others:
             self._blocks.uncommit(others)
-        if self._keys.key(NULL_BLOCK) is not None:
-            self._keys.forget([NULL_BLOCK])
         if self._events is not None:
             kept = {*blocks} - {*others, NULL_BLOCK}
             self._tell("stored", [key for block, key in zip(blocks, named, strict=True) if block in kept])
@@ -248,11 +245,3 @@ class BlockPool:
         dropped = self._keys.drop(ids)
         if self._events is not None:
             self._tell("removed", dropped)
-
-    def _new_pairs(self, ids: list[int], keys: list[Hashable]) -> tuple[list[int], list[Hashable]]:
-        """The pairs that get a key: the first of every key that is new."""
-        fresh: dict[Hashable, int] = {}
-        for block, key in zip(ids, keys, strict=True):
-            if block != NULL_BLOCK and key not in self._keys.block_of:
-                fresh.setdefault(key, block)
-        return list(fresh.values()), list(fresh)

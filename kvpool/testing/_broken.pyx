@@ -28,7 +28,7 @@ cdef class _Opened:
 
     def __cinit__(self, Pool pool):
         self.pool = pool
-        self.b = &pool.blocks
+        self.b = &pool.all_blocks
         self.s = &pool.seqs
 
     cdef int32_t find(self, object handle):
@@ -237,7 +237,7 @@ def _nodes_stay(pool, kept, *_):
 def _fake_tokens(pool, tokens=0, namespace=b""):
     """A root node takes on the prompt's tokens: found, not proved."""
     cdef Pool p = pool
-    cdef int64_t k, bs = p.blocks.block_size
+    cdef int64_t k, bs = p.all_blocks.block_size
     cdef int32_t id
     cdef Name* name
     if not p.indexed or not hasattr(tokens, "__len__") or len(tokens) <= bs:
@@ -247,7 +247,7 @@ def _fake_tokens(pool, tokens=0, namespace=b""):
         return None
     for at in range(<int64_t>p.index.mask + 1):
         id = p.index.slot[at].id
-        if id != NO_BLOCK and p.index.slot[at].parent == name.uid and p.blocks.block[id].place != LIMBO:
+        if id != NO_BLOCK and p.index.slot[at].parent == name.uid and p.all_blocks.block[id].place != LIMBO:
             kept = [p.index.tokens[id * bs + k] for k in range(bs)]
             for k in range(bs):
                 p.index.tokens[id * bs + k] = tokens[k]
@@ -258,8 +258,8 @@ def _fake_tokens(pool, tokens=0, namespace=b""):
 def _true_tokens(pool, kept, *_):
     cdef Pool p = pool
     if kept is not None:
-        for k in range(p.blocks.block_size):
-            p.index.tokens[<int64_t>kept[0] * p.blocks.block_size + k] = kept[1][k]
+        for k in range(p.all_blocks.block_size):
+            p.index.tokens[<int64_t>kept[0] * p.all_blocks.block_size + k] = kept[1][k]
 
 
 def _raw_eaten(pool, kept, *_):
@@ -295,7 +295,7 @@ def _pending_hidden(pool, *_):
 
 
 def _pending_shown(pool, kept, *_):
-    (<Pool>pool).blocks.oldest_pending = kept
+    (<Pool>pool).all_blocks.oldest_pending = kept
 
 
 def _count_names(pool, *_):
@@ -307,7 +307,8 @@ def _live_swept(pool, kept, *_):
     cdef Pool p = pool
     cdef int32_t i
     if p.indexed and p.index.names.size < kept and p.index.ring.limit == 0:
-        needed = {p.index.root[i] for i in range(p.blocks.num_blocks) if p.blocks.block[i].committed == CANONICAL}
+        needed = {p.index.root[i] for i in range(p.all_blocks.num_blocks)
+                  if p.all_blocks.block[i].committed == CANONICAL}
         for i in range(p.index.names.size - 2, -1, -1):     # the last is new
             if p.index.names.list[i].uid not in needed:
                 names_remove(&p.index.names, p.index.names.list[i])
@@ -374,13 +375,13 @@ def _put_fences(pool, kept, *_):
 
 
 def _hide_held(pool, *_):
-    kept = (<Pool>pool).blocks.num_held
-    (<Pool>pool).blocks.num_held = 0
+    kept = (<Pool>pool).all_blocks.num_held
+    (<Pool>pool).all_blocks.num_held = 0
     return kept
 
 
 def _show_held(pool, kept, *_):
-    (<Pool>pool).blocks.num_held += <int32_t>kept
+    (<Pool>pool).all_blocks.num_held += <int32_t>kept
 
 
 def _first_row_committed(pool, kept, handles, tokens, counts=None):
@@ -408,12 +409,12 @@ def _removal_untold(pool, kept, *_):
 
 
 def _take_digest(pool, *_):
-    return (<Pool>pool).blocks.digest
+    return (<Pool>pool).all_blocks.digest
 
 
 def _put_digest(pool, kept, *_):
     """That something was committed or forgotten changes the digest, what it was does not."""
-    (<Pool>pool).blocks.digest = (kept * 3 + 1) & 0xFFFFFFFFFFFFFFFF
+    (<Pool>pool).all_blocks.digest = (kept * 3 + 1) & 0xFFFFFFFFFFFFFFFF
 
 
 def _trace_left(pool, kept, *_):

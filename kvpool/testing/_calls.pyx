@@ -38,7 +38,7 @@ cdef int64_t LOCAL = (<int64_t>1 << 52) - 1     # of a handle, all but the pool'
 
 def blank_blocks(Pool pool):
     """Ids of the blocks that are free: whoever still reads one of them reads what anybody may overwrite."""
-    return [pool.blocks.blank[k] for k in range(pool.blocks.num_blank)]
+    return [pool.all_blocks.blank[k] for k in range(pool.all_blocks.num_blank)]
 
 
 cdef inline int64_t get(const Field* f, int64_t i) noexcept nogil:
@@ -208,13 +208,13 @@ cdef class Calls:
         if compare_sequences(&self.pool.seqs, b, f):
             return -1
         for i in range(b.reserved, b.num_blocks):
-            if self.pool.blocks.block[i].refcount != b.page[i].refs:
+            if self.pool.all_blocks.block[i].refcount != b.page[i].refs:
                 return found(f, b"pool.refcount(%lld)%lld is %lld, not %lld", i, -1,
-                             self.pool.blocks.block[i].refcount, b.page[i].refs)
-        if compare_counters(&self.pool.blocks, &self.pool.seqs, self.pool.pending.size, b, f):
+                             self.pool.all_blocks.block[i].refcount, b.page[i].refs)
+        if compare_counters(&self.pool.all_blocks, &self.pool.seqs, self.pool.pending.size, b, f):
             return -1
         if b.indexed:
-            if compare_index(&self.pool.index, &self.pool.blocks, b, f):
+            if compare_index(&self.pool.index, &self.pool.all_blocks, b, f):
                 return -1
             return differs(f, b"pool.prefix_stats().namespaces%lld%lld is %lld, not %lld", -1, -1,
                            self.pool.index.names.size, b.num_roots)
