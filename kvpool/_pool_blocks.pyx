@@ -51,27 +51,19 @@ from kvpool._types cimport (
     UNREFERENCED,
     Verdict,
     mix,
+    mix_tokens,
     refused,
 )
 
 
 # ---- in C, under the lock ----------------------------------------------------------------------------------
 
-cdef int name_blocks(const Blocks* b, const Ints* given, int32_t* ids, int32_t* size, Verdict* v) noexcept nogil:
-    """Ids of a call as int32, without those of reserved blocks; `ids` may be the memory of `given`."""
-    cdef Py_ssize_t k, n = given.size if given.size >= 0 else 1
-    cdef const int64_t* wide = <const int64_t*>given.data if given.data != NULL else &given.scalar
-    cdef const int32_t* narrow = <const int32_t*>given.data
-    cdef int32_t named = 0, num_blocks = b.num_blocks, reserved = b.reserved
-    cdef bint is_narrow = given.width == 4
-    cdef int64_t i
-    for k in range(n):
-        i = narrow[k] if is_narrow else wide[k]
-        if i < 0 or i >= num_blocks:
-            return refused(v, NO_SUCH_BLOCK, k, i, 0, num_blocks - 1, 0)
-        ids[named] = <int32_t>i
-        named += i >= reserved
-    size[0] = named
+cdef int judge_range(const Blocks* b, const Ints* given, Py_ssize_t start, Verdict* v) noexcept nogil:
+    """Whether there are such blocks, from row `start` on."""
+    cdef Py_ssize_t k
+    for k in range(start, given.size):
+        if not 0 <= ints_at(given, k) < b.num_blocks:
+            return refused(v, NO_SUCH_BLOCK, k, ints_at(given, k), 0, b.num_blocks - 1, 0)
     return OK
 
 
@@ -90,72 +82,84 @@ cdef inline int judge_block(const Block* block, int op) noexcept nogil:
     return OK
 
 
-cdef int judge_blocks(Blocks* b, const int32_t* ids, int32_t n, int op, Verdict* v) noexcept nogil:
+cdef inline int judge_blocks(Blocks* b, const Ints* given, int op, int32_t* ids, int32_t* size,
+                             Verdict* v) noexcept nogil:
+    """Ids of a call as int32, without those of reserved blocks; `ids` may be the memory of `given`.
+
+    An id that no block has is refused before what is wrong with a block, wherever they stand.
+    """
     cdef const Block* block = b.block
     cdef uint32_t* mark = b.mark
     cdef uint32_t stamp
-    cdef int32_t k, i
-    cdef int reason
+    cdef int32_t named = 0, num_blocks = b.num_blocks, reserved = b.reserved
+    cdef const int64_t* wide = <const int64_t*>given.data
+    cdef const int32_t* narrow = <const int32_t*>given.data
+    cdef bint is_narrow = given.width == 4
+    cdef Py_ssize_t k, n = given.size
+    cdef int64_t i
+    cdef int reason, status
     blocks_new_stamp(b)
     stamp = b.stamp
     for k in range(n):
-        i = ids[k]
+        i = narrow[k] if is_narrow else wide[k]
+        if <uint64_t>i >= <uint64_t>num_blocks:
+            return judge_range(b, given, k, v)
+        if i < reserved:
+            continue
         reason = judge_block(&block[i], op)
         if mark[i] == stamp:
             reason = NAMED_TWICE if op == OP_RELEASE else DUPLICATE_BLOCK
         if reason != OK:
-            return refused(v, reason, k, i, 0, 0, block[i].refcount)
+            status = judge_range(b, given, k + 1, v)
+            return status if status != OK else refused(v, reason, k, i, 0, 0, block[i].refcount)
         mark[i] = stamp
+        ids[named] = <int32_t>i
+        named += 1
+    size[0] = named
     return OK
-
-
-cdef uint64_t mix_ids(uint64_t h, const int32_t* ids, int32_t n) noexcept nogil:
-    """Ids in their order, in four lanes: one alone waits for every multiplication."""
-    cdef uint64_t first = mix(h, n), second = h, third = h, fourth = h
-    cdef int32_t k, whole = n & ~3
-    for k in range(0, whole, 4):
-        first = mix(first, ids[k])
-        second = mix(second, ids[k + 1])
-        third = mix(third, ids[k + 2])
-        fourth = mix(fourth, ids[k + 3])
-    for k in range(whole, n):
-        first = mix(first, ids[k])
-    return first if n < 4 else mix(mix(mix(first, second), third), fourth)
 
 
 cdef void note(Blocks* b, Record* record, int op, const int32_t* ids, int32_t n) noexcept nogil:
     """A call was made: into the digest and the record."""
     cdef uint32_t* at
-    b.digest = mix_ids(mix(b.digest, op), ids, n)
+    b.digest = mix_tokens(mix(b.digest, op), ids, n)
     if record.data != NULL:
         at = record_begin(record, op, n + BATCH)
         record_end(record, put_words(at, ids, n) if at != NULL else NULL, b.digest)
 
 
-cdef int carry_out(Blocks* b, Record* record, const Ints* given, int op, bint oldest, Verdict* v) noexcept nogil:
-    """Judge a call that names blocks, then make it."""
+cdef int carry_out(Blocks* b, Record* record, Ints* given, int op, bint oldest, Verdict* v) noexcept nogil:
+    """Judge a call that names blocks, then make it. A scalar becomes a batch of one."""
     cdef int32_t[SMALL] few
     cdef int32_t* ids = few
     cdef int32_t n = 0
     cdef int status
+    if given.size < 0:
+        given.data = &given.scalar
+        given.size = 1
     if given.owned != NULL:
         ids = <int32_t*>given.owned
-    status = name_blocks(b, given, ids, &n, v)
-    if status != OK:
-        return status
     if oldest and b.newest_pending:
-        return refused(v, STEP_PENDING, -1, b.newest_pending, 0, 0, 0)
-    status = judge_blocks(b, ids, n, op, v)
+        status = judge_range(b, given, 0, v)
+        return status if status != OK else refused(v, STEP_PENDING, -1, b.newest_pending, 0, 0, 0)
+    if op == OP_TOUCH:          # each with a loop of its own, in which nothing asks for the op
+        status = judge_blocks(b, given, OP_TOUCH, ids, &n, v)
+        if status == OK:
+            blocks_revive_many(b, ids, n)
+    elif op == OP_RELEASE:
+        status = judge_blocks(b, given, OP_RELEASE, ids, &n, v)
+        if status == OK:
+            blocks_release(b, ids, n, oldest)
+    elif op == OP_COMMIT_BLOCKS:
+        status = judge_blocks(b, given, OP_COMMIT_BLOCKS, ids, &n, v)
+        if status == OK:
+            blocks_commit(b, ids, n)
+    else:
+        status = judge_blocks(b, given, OP_UNCOMMIT, ids, &n, v)
+        if status == OK:
+            blocks_uncommit(b, ids, n)
     if status != OK:
         return status
-    if op == OP_TOUCH:
-        blocks_revive_many(b, ids, n)
-    elif op == OP_RELEASE:
-        blocks_release(b, ids, n, oldest)
-    elif op == OP_COMMIT_BLOCKS:
-        blocks_commit(b, ids, n)
-    else:
-        blocks_uncommit(b, ids, n)
     note(b, record, op | (OLDEST << 8 if oldest else 0), ids, n)
     return OK
 
