@@ -59,7 +59,8 @@ cdef class Keys:
             else:                           # more keys than there were
                 found.append(<object>block)
             n += 1
-        del found[n:]
+        if n < len(found):
+            del found[n:]
         return found
 
     def add(self, list blocks not None, list keys not None):

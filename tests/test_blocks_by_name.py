@@ -182,6 +182,22 @@ def test_ids_that_are_no_block_are_refused(make_pool, refused, call):
             getattr(pool.blocks, call)(nothing)
 
 
+def test_refusal_names_the_row_of_the_caller_among_reserved_ids(make_pool, refused):
+    pool = make_pool(6)
+    pool.blocks.take(2)
+    with refused(pool, ValueError, "touch", 2) as caught:
+        pool.blocks.touch([0, 1, 0, 2, 2])
+    assert "ids[4]" in str(caught.value)
+
+
+@pytest.mark.parametrize("ids", [[1, 5, 99], [99, 5, 1], [1, 1, -1], [0, 5, 2**40], np.array([5, 1, 6], np.int32)])
+def test_id_of_no_block_is_refused_before_what_is_wrong_with_a_block(make_pool, refused, ids):
+    pool = make_pool(6)
+    pool.blocks.take(2)
+    with refused(pool, IndexError, "touch"):
+        pool.blocks.touch(ids)
+
+
 def test_blank_block_is_not_touched_released_or_committed(make_pool, refused):
     pool = make_pool(5)
     pool.blocks.take(2)
