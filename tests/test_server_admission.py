@@ -311,6 +311,35 @@ def test_random_requests_within_budgets_would_run_out_if_their_copies_were_not_c
         hours_with_budgets(model)
 
 
+def test_generator_of_a_model_without_the_hook_is_refused(model):
+    """Stock caches would serve just as well, outside the pool, and nobody would know."""
+    with pytest.raises(RuntimeError, match=r"\[serve\] model\.make_cache is not there, not kvpool's"):
+        AdmittingGenerator(model, **SMALL_STEPS)
+    model.make_cache = list
+    with pytest.raises(RuntimeError, match=r"\[serve\] model\.make_cache is <class 'list'>, not kvpool's"):
+        AdmittingGenerator(model, **SMALL_STEPS)
+
+
+def test_request_after_the_hook_was_lost_is_refused_and_names_it(model):
+    """Those that came before have their caches, and end as if nothing had been."""
+    before, after = random_prompts((9, 9))
+    with install(model, 40, block_size=BLOCK, prefix_cache=True) as kv:
+        generator = AdmittingGenerator(model, **SMALL_STEPS)
+        insert_plain(generator, before, 5)
+        hook = model.make_cache
+        for lose in (lambda: delattr(model, "make_cache"), lambda: setattr(model, "make_cache", list)):
+            lose()
+            with pytest.raises(RuntimeError, match=r"\[serve\] somebody has (deleted|set) model\.make_cache.*outside"):
+                insert_plain(generator, after, 5)
+            model.make_cache = hook
+        tokens = []
+        while sum(generator.num_requests.values()):
+            tokens += [one.token for one in generator.next()[1]]
+        assert tokens == solo_tokens(model, before, 5)
+        generator.close()
+        kv.pool.check()
+
+
 @pytest.mark.parametrize("policy", BUDGETS, ids=lambda policy: type(policy).__name__)
 def test_what_was_handed_out_is_empty_after_the_next_step_with_a_budget_too(model, policy):
     (prompt,) = random_prompts((30,))
@@ -328,8 +357,3 @@ def test_what_was_handed_out_is_empty_after_the_next_step_with_a_budget_too(mode
         gc.collect()
         assert kv.summary().blocks_used == 0
         generator.close()
-
-
-def test_models_without_a_pool_are_served_as_ever(model):
-    prompts = random_prompts((9, 5))
-    assert run(model, prompts, [6, 6]) == [solo_tokens(model, prompt, 6) for prompt in prompts]

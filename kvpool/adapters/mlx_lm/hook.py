@@ -44,6 +44,18 @@ class Hook:
         hook.installed.append(kv)
         return hook
 
+    @classmethod
+    def of(cls, model: Any, call: str) -> Hook:
+        """The hook of a model inside the block; anything else in its place is a RuntimeError that names it."""
+        hook = vars(model).get(_NAME)
+        if not isinstance(hook, cls):
+            found = "not there" if hook is None else repr(hook)
+            raise RuntimeError(
+                f"[{call}] model.make_cache is {found}, not kvpool's: the model is not installed, or somebody has "
+                "taken the hook away; mlx-lm would make its own caches, outside the pool"
+            )
+        return hook
+
     def lost(self, model: Any) -> str:
         """Why mlx-lm does not come here any more for caches of the model; "" if it does."""
         found = vars(model).get(_NAME, _NOTHING)

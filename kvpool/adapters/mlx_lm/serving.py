@@ -188,12 +188,17 @@ class AdmittingGenerator(BatchGenerator):
 
     Caches that were handed out, with a response or by `extract_cache`, are emptied at the next step: the server
     stores them at once, but its variables keep them.
+
+    Raises
+    ------
+    RuntimeError
+        The model is not installed on a pool.
     """
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)
-        hook = vars(model).get("make_cache")
-        self._kv: PagedKV | None = hook.installed[-1] if isinstance(hook, Hook) else None
+        self._hook = Hook.of(model, "serve")
+        self._kv: PagedKV = self._hook.installed[-1]
         self._limits: dict[int, int] = {}  # tokens at most, by uid
         self._handed_out: list[list[Any]] = []
         self._extracted: list[list[Any]] = []
@@ -211,12 +216,19 @@ class AdmittingGenerator(BatchGenerator):
         }
 
     def insert_segments(self, *args: Any, **options: Any) -> list[int]:
-        """See mlx-lm's. While the sequences wait, they hold nothing of the prefix cache."""
+        """See mlx-lm's. While the sequences wait, they hold nothing of the prefix cache.
+
+        Raises
+        ------
+        RuntimeError
+            Somebody has taken the hook away: mlx-lm would make its own caches, which nobody admits.
+        """
+        if lost := self._hook.lost(self.model):
+            raise RuntimeError(f"[serve] {lost}: requests would get mlx-lm's own caches, outside the pool")
         uids: list[int] = super().insert_segments(*args, **options)
-        if self._kv is not None:
-            queue = self._unprocessed_sequences
-            for at in range(-len(uids), 0):
-                queue[at] = _without_prefix(queue[at])
+        queue = self._unprocessed_sequences
+        for at in range(-len(uids), 0):
+            queue[at] = _without_prefix(queue[at])
         return uids
 
     def extract_cache(self, uids: Sequence[int]) -> Any:
@@ -231,8 +243,6 @@ class AdmittingGenerator(BatchGenerator):
         return any(caches is one for one in self._extracted)
 
     def _next(self) -> Any:
-        if self._kv is None:
-            return super()._next()
         self._extracted = []
         while self._handed_out:
             for cache in self._handed_out.pop():
