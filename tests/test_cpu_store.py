@@ -264,6 +264,7 @@ def test_calls_allocate_nothing_once_the_scratch_has_grown():
 
 
 def test_scratch_of_a_window_does_not_grow_with_the_context_behind_it():
+    """But for the block ids, which are copied."""
     store = make(KVSpec(1, 1, 16, "float32", 8), 2)
     q, queries = np.ones((1, 1, 16), np.float32), np.array([0, 1])
     needed = []
@@ -271,7 +272,7 @@ def test_scratch_of_a_window_does_not_grow_with_the_context_behind_it():
         store.attend(0, q, np.empty_like(q), np.ones((1, context // 8), np.int32), np.array([context]), queries,
                      options=AttentionOptions(window=1000))  # fmt: skip
         needed.append(store.scratch_nbytes)
-    assert needed[0] == needed[1]
+    assert 0 < needed[1] - needed[0] <= 4 * (65_536 // 8) + 4096
 
 
 def test_results_do_not_depend_on_the_number_of_threads():

@@ -19,6 +19,7 @@ from user_program import SPEC, by_hand, by_scheduler
 import kvpool
 from kvpool.protocol import ArrayPlan
 from kvpool_backends import load_backend
+from kvpool_backends.cpu import BlockStore
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -138,12 +139,17 @@ def stub_signature(stub, cls):
 
 
 @pytest.mark.parametrize(
-    ("cls", "stub"), [(kvpool.Pool, "_block_calls.pyi BlockPool"), (kvpool.Plan, "_plan.pyi Plan")]
+    ("cls", "stub"),
+    [
+        (kvpool.Pool, "kvpool/_block_calls.pyi BlockPool"),
+        (kvpool.Plan, "kvpool/_plan.pyi Plan"),
+        (BlockStore, "kvpool_backends/cpu/_kernels.pyi BlockStore"),
+    ],
 )
 def test_signatures_of_constructors_are_those_of_the_stubs(cls, stub):
     file, name = stub.split()
     found = inspect.signature(cls).parameters.values()
-    assert [(one.name, one.kind.name, one.default) for one in found] == stub_signature(f"kvpool/{file}", name)
+    assert [(one.name, one.kind.name, one.default) for one in found] == stub_signature(file, name)
 
 
 @pytest.mark.parametrize(
@@ -156,6 +162,9 @@ def test_signatures_of_constructors_are_those_of_the_stubs(cls, stub):
         (lambda pool: kvpool.Plan(pool), "Plan() missing 1 required positional argument: 'max_rows'"),
         (lambda pool: kvpool.Plan(pool, 1, 1, "csr"), "Plan() takes from 2 to 3 positional arguments but 4 were given"),
         (lambda pool: kvpool.Plan(pool, 1, format="csr"), "Plan() got an unexpected keyword argument 'format'"),
+        (lambda pool: BlockStore(), "BlockStore() missing 3 required positional arguments"),
+        (lambda pool: BlockStore(SPEC, 8, [], "avx2"), "BlockStore() takes 3 positional arguments but 4 were given"),
+        (lambda pool: BlockStore(SPEC, 8, [], threads=2), "BlockStore() got an unexpected keyword argument 'threads'"),
     ],
 )
 def test_wrong_calls_of_constructors_name_the_class(call, text):

@@ -1,6 +1,6 @@
 """The arguments of `BlockStore.attend`: from arrays of any kind to the struct that kernels take."""
 from cpython.buffer cimport Py_buffer
-from libc.stdint cimport int64_t
+from libc.stdint cimport int32_t, int64_t
 
 from kvpool_backends.cpu._arguments cimport Arguments
 from kvpool_backends.cpu.kvcpu cimport kv_attention, kv_tokens
@@ -21,6 +21,8 @@ cdef int take_inputs(Inputs* inputs, kv_attention* call, Arguments arguments, ob
 cdef int take_scores(Inputs* inputs, kv_attention* call, Arguments arguments, object kind, object out) except -1
 cdef int64_t lists_nbytes(const Inputs* inputs, const kv_attention* call) noexcept
 cdef int read_inputs(const Inputs* inputs, kv_attention* call, char* lists) except -1
+cdef int64_t tables_nbytes(kv_attention* call) noexcept
+cdef int read_tables(const Py_buffer* view, kv_attention* call, int32_t* out) except -1
 cdef const Py_buffer* take_tokens(kv_tokens* tokens, Arguments arguments, object value, str name, int64_t num_tokens,
                                   int64_t num_heads, int64_t dim) except NULL
 cdef int raise_from_handler() except -1

@@ -1,14 +1,16 @@
 """The arguments of `BlockStore.attend`: from arrays of any kind to the struct that kernels take.
 
-First `take_inputs` holds every array and checks types and shapes; then `lists_nbytes` says how much memory the lists
-need as the kernels want them; then `read_inputs` fills and checks those. Lengths cost O(rows), ids one vectorised pass
-over the blocks in use (`any_outside`).
+First `take_inputs` holds every array and checks types and shapes; then `lists_nbytes` says how much memory lengths and
+options need as the kernels want them, `read_inputs` copies them to there and checks the copies; then `read_tables` does
+the same with the block ids. So the kernels see nothing that another thread may still write, except numbers that cannot
+lead astray (tokens, a float mask). Lengths cost O(rows), ids a copy and a vectorised pass over the blocks in use.
 """
 import threading
 
 from cpython.object cimport PyObject
 from libc.math cimport INFINITY, isfinite, sqrt
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t
+from libc.string cimport memcpy
 
 from kvpool._args cimport to_int
 from kvpool_backends.cpu._arguments cimport (
@@ -172,15 +174,13 @@ cdef int64_t lists_nbytes(const Inputs* inputs, const kv_attention* call) noexce
     """Memory for `read_inputs`: known from the shapes alone."""
     cdef int64_t nbytes = aligned(8 * call.num_rows) + aligned(8 * (call.num_rows + 1))
     nbytes += 2 * aligned(4 * call.num_q_heads)
-    if not in_place(inputs.tables):
-        nbytes += aligned(4 * elements(inputs.tables))
     if inputs.mask != NULL and not in_place(inputs.mask):
         nbytes += aligned(4 * elements(inputs.mask))
     return nbytes
 
 
 cdef int read_inputs(const Inputs* inputs, kv_attention* call, char* lists) except -1:
-    """Fill and check lengths, tables and options; `lists` has `lists_nbytes`, aligned to 64."""
+    """Fill and check lengths and options; `lists` has `lists_nbytes`, aligned to 64."""
     cdef int64_t longest
     if get_ident() == main_thread:              # others handle no signals, and need not wait for the GIL
         call.ask = has_raised
@@ -199,13 +199,6 @@ cdef int read_inputs(const Inputs* inputs, kv_attention* call, char* lists) exce
     if inputs.slopes != NULL:
         call.slopes = read_per_head(inputs.slopes, <float*>lists, "alibi_slopes")
     lists += aligned(4 * call.num_q_heads)
-    if in_place(inputs.tables):
-        call.tables = <const int32_t*>inputs.tables.buf
-        call.table_stride = inputs.tables.strides[0] // 4
-        check_tables(inputs, call)
-    else:
-        narrow_tables(inputs, call, <int32_t*>lists)
-        lists += aligned(4 * elements(inputs.tables))
     if inputs.mask != NULL:
         read_mask(inputs.mask, call, <float*>lists, longest)
     return 0
@@ -242,42 +235,42 @@ cdef int64_t blocks_read(const kv_attention* call, int64_t row) noexcept nogil:
     return (call.seq_lens[row] - 1) // call.layer.block_size + 1
 
 
-cdef int check_tables(const Inputs* inputs, const kv_attention* call) except -1:
-    cdef int32_t num_blocks = <int32_t>call.layer.num_blocks
+cdef int64_t tables_nbytes(kv_attention* call) noexcept:
+    """Memory for `read_tables`, after `read_inputs`: rows as wide as the longest context that is read."""
     cdef int64_t row
+    call.table_stride = 0
     for row in range(call.num_rows):
-        if any_outside(call.tables + row * call.table_stride, blocks_read(call, row), num_blocks):
-            raise_outside(inputs, call, row)
+        call.table_stride = max(call.table_stride, blocks_read(call, row))
+    return 4 * call.num_rows * call.table_stride
+
+
+cdef int read_tables(const Py_buffer* view, kv_attention* call, int32_t* out) except -1:
+    """The ids that kernels read, as int32 rows; each is read once from the caller's memory, and then judged."""
+    cdef const char* ids
+    cdef int32_t num_blocks = <int32_t>call.layer.num_blocks
+    cdef int64_t row, column, count, block
+    call.tables = out
+    for row in range(call.num_rows):
+        ids = <const char*>view.buf + row * view.strides[0]
+        count = blocks_read(call, row)
+        if in_place(view):
+            memcpy(out, ids, count * sizeof(int32_t))
+            if any_outside(out, count, num_blocks):
+                for column in range(count):
+                    check_id(row, column, out[column], num_blocks)
+        else:
+            for column in range(count):
+                block = int_at(ids + column * view.strides[1], <int>view.itemsize)
+                check_id(row, column, block, num_blocks)
+                out[column] = <int32_t>block
+        out += call.table_stride
     return 0
 
 
-cdef int narrow_tables(const Inputs* inputs, kv_attention* call, int32_t* narrow) except -1:
-    """int64 tables, or such with gaps between their columns, as int32 rows."""
-    cdef const Py_buffer* view = inputs.tables
-    cdef int64_t row, column, block
-    cdef bint bad
-    call.tables = narrow
-    call.table_stride = view.shape[1]
-    for row in range(call.num_rows):
-        bad = False
-        for column in range(blocks_read(call, row)):
-            block = int_at(<const char*>view.buf + row * view.strides[0] + column * view.strides[1], <int>view.itemsize)
-            bad |= block < 0 or block >= call.layer.num_blocks
-            narrow[row * call.table_stride + column] = <int32_t>block
-        if bad:
-            raise_outside(inputs, call, row)
-    return 0
-
-
-cdef int raise_outside(const Inputs* inputs, const kv_attention* call, int64_t row) except -1:
-    """The first block id of a row's context that is none."""
-    cdef const Py_buffer* view = inputs.tables
-    cdef int64_t column, block
-    for column in range(blocks_read(call, row)):
-        block = int_at(<const char*>view.buf + row * view.strides[0] + column * view.strides[1], <int>view.itemsize)
-        if block < 0 or block >= call.layer.num_blocks:
-            raise IndexError(f"[attend] block_tables[{row}, {column}] is {block}, the pool has blocks 0 .. "
-                             f"{call.layer.num_blocks - 1}")
+cdef inline int check_id(int64_t row, int64_t column, int64_t block, int32_t num_blocks) except -1:
+    if block < 0 or block >= num_blocks:
+        raise IndexError(f"[attend] block_tables[{row}, {column}] is {block}, the pool has blocks 0 .. "
+                         f"{num_blocks - 1}")
     return 0
 
 

@@ -16,6 +16,7 @@ cdef class BlockStore:
     cdef Bases bases
     cdef Arguments arguments
     cdef Scratch lists                  # integers and options of a call, as the kernels want them
+    cdef Scratch tables                 # and its block ids
     cdef Scratch work                   # what kv_attend asks for
     cdef int64_t scores_nbytes          # of `work`, the most that a call's scores took
     cdef object __weakref__

@@ -1,15 +1,16 @@
 """`BlockStore`: writes, attention and copies by the C kernels, in memory that somebody else owns.
 
-Every call takes its buffers, checks all of them (docs/attention.md, section 3), and only then lets go of the GIL and
-runs a kernel; what is refused has changed nothing. The kernels check nothing themselves. A caller that changes a
-table in another thread while a call runs gets what it asked for.
+Every call takes its buffers, copies all integers, checks the copies (docs/attention.md, section 3), and only then lets
+go of the GIL and runs a kernel; what is refused has changed nothing. The kernels check nothing themselves, and see
+nothing of a table that another thread writes meanwhile.
 """
 import os
+from inspect import signature
 from itertools import product
 from math import prod
 
 from cpython.buffer cimport Py_buffer
-from libc.stdint cimport INT32_MAX, int64_t, uintptr_t
+from libc.stdint cimport INT32_MAX, int32_t, int64_t, uintptr_t
 from libc.stdlib cimport bsearch, calloc, free, malloc, qsort
 from libc.string cimport memcpy, memset
 
@@ -19,7 +20,8 @@ from kvpool_backends.cpu._arguments cimport (
     overlap, store_int, store_size,
 )
 from kvpool_backends.cpu._attention cimport (
-    Inputs, lists_nbytes, raise_from_handler, read_inputs, take_inputs, take_scores, take_tokens,
+    Inputs, lists_nbytes, raise_from_handler, read_inputs, read_tables, tables_nbytes, take_inputs, take_scores,
+    take_tokens,
 )
 from kvpool_backends.cpu.kvcpu cimport (
     KV_BF16, KV_F8, KV_F16, KV_F32, kv_attend, kv_attend_scratch_nbytes, kv_attention, kv_compact, kv_copy_blocks,
@@ -28,6 +30,7 @@ from kvpool_backends.cpu.kvcpu cimport (
 )
 
 from kvpool.config import KVSpec
+from kvpool_backends.cpu import _signatures
 
 MOST_THREADS = 1024
 
@@ -230,7 +233,10 @@ cdef class BlockStore:
     after the first calls nothing is allocated (`scratch_nbytes`).
     """
 
-    def __cinit__(self, spec, num_blocks, arrays, *, isa=None, num_threads=None):
+    __signature__ = signature(_signatures.BlockStore)
+
+    def __cinit__(self, *args, **options):
+        spec, num_blocks, arrays, isa, num_threads = _signatures.BlockStore(*args, **options)
         if not isinstance(spec, KVSpec):
             raise TypeError(f"[BlockStore] spec must be a KVSpec, got {type(spec).__name__}")
         self.spec = spec
@@ -255,6 +261,7 @@ cdef class BlockStore:
     def __dealloc__(self):
         free(self.layers)
         free(self.lists.data)
+        free(self.tables.data)
         free(self.work.data)
 
     @property
@@ -265,7 +272,8 @@ cdef class BlockStore:
     @property
     def scratch_nbytes(self):
         """Memory that calls have left for the next ones: as much as the largest needed."""
-        return load_size(&self.lists.nbytes, RELAXED) + load_size(&self.work.nbytes, RELAXED)
+        return (load_size(&self.lists.nbytes, RELAXED) + load_size(&self.tables.nbytes, RELAXED)
+                + load_size(&self.work.nbytes, RELAXED))
 
     @property
     def scores_scratch_nbytes(self):
@@ -365,6 +373,7 @@ cdef class BlockStore:
             arguments.check_output(results)
             self.bases.check_apart(arguments)
             read_inputs(&inputs, &call, grow(&self.lists, lists_nbytes(&inputs, &call)))
+            read_tables(inputs.tables, &call, <int32_t*>grow(&self.tables, tables_nbytes(&call)))
             if call.num_tokens == 0 and inputs.scores == NULL:
                 return
             with nogil:
