@@ -1,9 +1,11 @@
 """Every public call with every kind of wrong argument, in child processes under AddressSanitizer.
 
 A case is a call inside of a test's ``with refused(...)``, which names the documented exception and finds fingerprint,
-digest and plans as they were; tests that do not do all of that run too, and count nothing. Those of
-the CPU kernels (``tests/test_cpu_misuse.py``) have no pool whose fingerprint could change, and their copy takes several
-times as long to compile as the core's: ``make asan`` runs them.
+digest and plans as they were; tests that do not do all of that run too, and count nothing. Such are the arrays that
+another thread writes while each call reads them, and calls that are legal where one would not expect it: from a
+finalizer, a signal's handler, an ``__index__`` (earlier calls, all of them), and an import by a second interpreter,
+which is refused as a whole. Those of the CPU kernels (``tests/test_cpu_misuse.py``) have no pool whose fingerprint
+could change, and their copy takes several times as long to compile as the core's: ``make asan`` runs them.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from proof.figure import Budget, Figure
 NAME = "misuse"
 TARGET = "documented exception, fingerprint unchanged: 100 % of >= 150 cases"
 COMMAND = "python -m proof misuse"
-FILES = ("misuse", "handles", "guards", "hostile_use", "plan_binding", "prefix_hostile")
+FILES = ("misuse", "handles", "guards", "hostile_use", "plan_binding", "prefix_hostile", "threads")
 QUICK = ("hostile_use", "handles")
 ENDINGS = re.compile(r"(\d+) (failed|errors?)\b")
 REFUSED = re.compile(r"(?m)^(\d+) wrong calls refused as documented$")

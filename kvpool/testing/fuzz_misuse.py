@@ -194,6 +194,17 @@ def list_that_changes(facts: Facts) -> Attempt:
     return ValueError, calls[facts.c % len(calls)]
 
 
+def bound_array_moved(facts: Facts) -> Attempt:
+    """A step into an array that was resized since it was bound."""
+    if not facts.idle or not facts.live:
+        return NOTHING
+    pool, lens = facts.pool, np.zeros(2, np.int32)
+    plan = type(facts.idle[0])(pool, 2, formats=("seq_lens",), out={"seq_lens": lens})
+    lens.resize(3 + facts.b % 4096, refcheck=False)
+    call = ("step", "reserve", "unshare")[facts.c % 3]
+    return BufferError, lambda: getattr(pool, call)(plan, facts.live[:1], 0)
+
+
 def plan_pending(facts: Facts) -> Attempt:
     """A step on a plan that is pending."""
     if not facts.queue:
@@ -236,5 +247,5 @@ def bad_padding(facts: Facts) -> Attempt:
 MISUSES = (
     *(stale, foreign, negative, duplicate, block_out_of_range, block_reserved, block_twice, block_of_a_sequence),
     *(block_unreferenced, negative_count, wrong_type, plan_pending, plan_idle, rollback_of_an_older, too_many_rows),
-    *(bad_padding, misaligned, list_that_changes),
+    *(bad_padding, misaligned, list_that_changes, bound_array_moved),
 )

@@ -36,7 +36,7 @@ loads the weights of a model that was loaded with ``lazy=True``, even if nobody 
 builds the graph, as with mlx-lm's own caches.
 
 Who deletes or replaces ``model.make_cache`` inside the block gets mlx-lm's own caches. Then ``kv.route`` begins with
-"lost: ", and the end of the block is a RuntimeError.
+"lost: ", and the end of the block is a RuntimeError. `kvpool serve` takes no request any more then.
 
 Modules: `host` (pool and storage of one model), `hook` (how engines get there), `batch` (sequences that run
 together, the operation log), `cache` (what a layer of the model sees), `fused` and `attention_hook` (attention over
