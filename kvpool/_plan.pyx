@@ -361,7 +361,7 @@ cdef class Plan:
             return refused(v, PLAN_PENDING, -1, self.step.id, 0, 0, 0)
         if self.changes != seen:
             return RETRY
-        self.changes += 1
+        self.changes = self.changes + 1
         for k in range(NUM_FIELDS):
             if data[k] != NULL:
                 self.wire.field[k].data = data[k]

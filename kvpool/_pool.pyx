@@ -343,7 +343,7 @@ cdef class Pool(EvictPool):
         cdef Blocks* b = &self.all_blocks
         p.id = self.next_step
         p.noted_done = False
-        self.next_step += 1
+        self.next_step = p.id + 1
         if self.steps_pend:
             pending_add(&self.pending, p, b)
         step_commit(p, &self.seqs, b, handles, advance, self.steps_pend)

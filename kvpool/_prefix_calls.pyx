@@ -280,6 +280,7 @@ cdef class PrefixPool(SequencePool):
         """Open the sequence in `slot`, whose table begins with the blocks that were found."""
         cdef Seqs* s = &self.seqs
         cdef Blocks* b = &self.all_blocks
+        cdef Index* ix = &self.index
         cdef int32_t* table = seq_table(s, slot)
         cdef int32_t k
         for k in range(found.blocks):
@@ -300,9 +301,9 @@ cdef class PrefixPool(SequencePool):
             s.prefix[slot].root = root
             s.prefix[slot].root_hash = root_hash
             if take and tokens.data != NULL:
-                self.index.queries += 1
-                self.index.query_tokens += tokens.size
-                self.index.hit_tokens += s.seq[slot].num_tokens
+                ix.queries += 1
+                ix.query_tokens += tokens.size
+                ix.hit_tokens += s.seq[slot].num_tokens
         b.digest = mix(mix(mix(b.digest, OP_OPEN), need), found.hash)
         b.digest = mix(mix(b.digest, found.blocks), untagged(s.seq[slot].handle))
 

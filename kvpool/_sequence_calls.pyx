@@ -150,7 +150,7 @@ cdef class SequencePool(BlockPool):
             self.deferred = deferred
             self.deferred_room = room
         self.deferred[self.num_deferred] = handle
-        self.num_deferred += 1
+        self.num_deferred = self.num_deferred + 1
         return OK
 
     cdef void catch_up(self) noexcept nogil:
