@@ -108,7 +108,7 @@ cdef class Pool(EvictPool):
 
     Notes
     -----
-    All memory is taken here, about 48 bytes a block and 84 a sequence plus its table. A pool is thread-safe: a call
+    All memory is taken here, about 48 bytes a block and 100 a sequence plus its table. A pool is thread-safe: a call
     waits until the pool's lock is free, without the GIL. Pools are independent of each other. See ``docs/core.md`` for
     the exact rules.
 

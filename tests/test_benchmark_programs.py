@@ -2,8 +2,10 @@
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,7 @@ from benchmarks import __main__ as whole
 from benchmarks import block_pool, eviction, quantized, vllm_source
 from kvpool_backends.cpu import CPUBackend, default_isa, isas
 
+ROOT = Path(__file__).resolve().parent.parent
 SMALL = {"HEADS": 1, "GROUP": 1, "DIM": 64, "ROWS": 2}
 NO_LIMITS = {"DECODE_MAX": 1e9, "OF_FLOAT32_MIN": 0, "WRITE_MAX": 1e9, "ERROR_MAX": 1}
 ASKED = ["--threads", "1", "--layouts", "NHD", "--context", "64", "--repetitions", "1"]
@@ -53,6 +56,25 @@ def test_gates_of_a_program_decide_the_exit_status_of_all(monkeypatch, capsys, m
 
 def test_arguments_for_pytest_leave_the_programs_out(monkeypatch):
     assert statuses(monkeypatch, ["--gates", "-k", "fork"], quantized=1) == ([], 0)
+
+
+# ----------------------------------------------------------------------------------------------- pool_memory
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counted by glibc's malloc")
+def test_memory_of_a_pool_is_what_the_readme_says():
+    from benchmarks.pool_memory import BLOCK_SIZE, rates
+
+    row = (ROOT / "README.md").read_text().split("- No growth: ")[1].split("\n\n")[0]
+    block, sequence, entry, least, most, more, token, event = map(int, re.findall(r"\b\d+\b", row))
+    plain, cached, told = rates(), rates(prefix_cache=True), rates(prefix_cache=True, events=1)
+    tokens = token * BLOCK_SIZE
+    expected = {"block, at best": block, "block, at worst": block, "sequence": sequence, "entry of its table": entry}
+    assert plain == pytest.approx(expected, rel=0.01)
+    expected |= {"block, at best": block + least + tokens, "block, at worst": block + most + tokens}
+    expected["sequence"] = sequence + more + tokens
+    assert cached == pytest.approx(expected, rel=0.01)
+    assert [told[name] - cached[name] for name in list(told)[:2]] == pytest.approx([event] * 2, rel=0.01)
 
 
 # ------------------------------------------------------------------------------------------------- quantized

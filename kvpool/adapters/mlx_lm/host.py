@@ -206,7 +206,7 @@ class PagedKV:
         self.namespace = self.own_namespace(b"")
         self.query_tokens = self.hit_tokens = 0
         self.batches: weakref.WeakValueDictionary[int, Batch] = weakref.WeakValueDictionary()  # by id
-        self.lock = threading.RLock()  # held in every call of the pool: it takes one caller at a time
+        self.lock = threading.RLock()  # several calls of the pool, and the books beside it, belong together
         self.eviction = check_policy(eviction, self)
         self._driver: threading.Thread | None = None  # who is in a forward pass
         self._last_driver: threading.Thread | None = None
