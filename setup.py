@@ -25,8 +25,12 @@ FAULTS = DEBUG or os.environ.get("KVPOOL_FAULTS", "0") not in ("", "0")
 COVERAGE = os.environ.get("KVPOOL_COVERAGE", "0") not in ("", "0")
 OPTIMIZE = os.environ.get("KVPOOL_OPTIMIZE", "")
 VARIANT_FILE = Path("build/cython/variant")
-#: Compiled for size: nobody waits for them, or a kernel does more for each call than they do.
-FOR_SIZE = ("_broken", "_events", "_names", "_refuse", "_arguments", "_attention")
+#: Compiled for size: nobody waits for them, a kernel does more for each call than they do, or (the drivers of the
+#: fuzzer) they take the same time.
+FOR_SIZE = (
+    *("_broken", "_events", "_names", "_refuse", "_arguments", "_attention"),
+    *("_calls", "_fuzz", "_fuzz_base", "_fuzz_calls", "_fuzz_evict", "_fuzz_prefix", "_fuzz_steps"),
+)
 #: Plain and fast under the address sanitizer: the judge of the fuzzer walks all of the state, within bounds of its own.
 PLAIN = ("_books", "_books_index", "_books_steps", "_books_prefix", "_storage") if "address" in SANITIZE else ()
 
