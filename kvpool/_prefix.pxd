@@ -51,12 +51,11 @@ cdef int64_t index_nbytes(const Index* ix, const Blocks* b) noexcept nogil
 cdef uint64_t index_root_hash(const Index* ix, const unsigned char* name, Py_ssize_t size) noexcept nogil
 cdef Match index_match(const Index* ix, const Blocks* b, uint64_t root, uint64_t root_hash, const int32_t* tokens,
                        int32_t max_blocks, int32_t* ids) noexcept nogil
-cdef bint index_same(const Index* ix, int32_t id, const int32_t* tokens) noexcept nogil
 cdef void index_tell(Index* ix, Blocks* b, int32_t id, const int32_t* tokens) noexcept nogil
 cdef void index_publish(Index* ix, Blocks* b, const int32_t* table, int32_t at, uint64_t root,
                         uint64_t root_hash) noexcept nogil
 cdef void index_drain(Index* ix, Blocks* b) noexcept nogil
 cdef int32_t index_evictable(const Index* ix, const Blocks* b, uint64_t root) noexcept nogil
-cdef int32_t index_flush(Index* ix, Blocks* b, uint64_t root) noexcept nogil
+cdef void index_flush(Index* ix, Blocks* b, uint64_t root) noexcept nogil
 cdef uint64_t index_fingerprint(const Index* ix, const Blocks* b, uint64_t h) noexcept nogil
 cdef bint index_check(const Index* ix, const Blocks* b, char* finding) noexcept nogil

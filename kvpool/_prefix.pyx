@@ -234,11 +234,6 @@ cdef Match index_match(const Index* ix, const Blocks* b, uint64_t root, uint64_t
 
 # ---- commit ------------------------------------------------------------------------------------------------
 
-cdef bint index_same(const Index* ix, int32_t id, const int32_t* tokens) noexcept nogil:
-    """Whether a committed block may be committed again with these tokens."""
-    return memcmp(ix.tokens + id * ix.block_size, tokens, ix.block_size * sizeof(int32_t)) == 0
-
-
 cdef void index_tell(Index* ix, Blocks* b, int32_t id, const int32_t* tokens) noexcept nogil:
     """A full block's tokens are known: it is immutable from here on, and held back until it is published."""
     if b.block[id].committed:
@@ -370,16 +365,15 @@ cdef int32_t index_evictable(const Index* ix, const Blocks* b, uint64_t root) no
     return found
 
 
-cdef int32_t index_flush(Index* ix, Blocks* b, uint64_t root) noexcept nogil:
-    """Forget every node below `root` (0: all nodes). Returns how many blocks became blank. O(num_blocks)."""
-    cdef int32_t id, next_id, blank = 0
+cdef void index_flush(Index* ix, Blocks* b, uint64_t root) noexcept nogil:
+    """Forget every node below `root` (0: all nodes). O(num_blocks)."""
+    cdef int32_t id, next_id
     id = b.lru.head
     while id != NO_BLOCK:
         next_id = b.next[id]
         if root == 0 or ix.root[id] == root:
             forget(ix, id)
             blocks_drop(b, id)
-            blank += 1
         id = next_id
     for id in range(b.num_blocks):
         if ix.uid[id] and (root == 0 or ix.root[id] == root):
@@ -387,7 +381,6 @@ cdef int32_t index_flush(Index* ix, Blocks* b, uint64_t root) noexcept nogil:
                 forget(ix, id)
                 b.block[id].committed = UNINDEXED
             ix.uid[id] = 0
-    return blank
 
 
 # ---- audit -------------------------------------------------------------------------------------------------
