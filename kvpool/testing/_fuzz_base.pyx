@@ -73,7 +73,7 @@ cdef class Base(Calls):
         self.open_books()
         self.handles = np.zeros(shape.max_rows, np.int64)
         self.counts = np.zeros(shape.max_rows, np.int64)
-        self.prompt = np.zeros(self.b.capacity + self.b.block_size + 2, np.int32)
+        self.prompt = np.zeros(max(self.b.capacity + self.b.block_size, 4 * self.b.block_size) + 2, np.int32)
         self.ids = np.zeros(max(self.b.width, 64), np.int32)
         self.handle = <int64_t*>array_data(self.handles)
         self.count = <int64_t*>array_data(self.counts)
