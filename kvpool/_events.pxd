@@ -36,5 +36,5 @@ cdef void ring_free(Ring* ring) noexcept nogil
 cdef void ring_add(Ring* ring, int kind, const uint8_t* key, const uint8_t* parent, Name* name, const int32_t* tokens,
                    int64_t num_tokens) noexcept nogil
 cdef Ring ring_take(Ring* ring) noexcept nogil
-cdef void ring_told(Ring* ring, int64_t taken, int64_t lost) noexcept nogil
+cdef void ring_told(Ring* ring, const Ring* taken, int64_t lost) noexcept nogil
 cdef object ring_event(const Ring* ring, int64_t k, int64_t block_size)

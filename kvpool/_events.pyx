@@ -87,14 +87,14 @@ cdef Ring ring_take(Ring* ring) noexcept nogil:
     ring.data = NULL
     ring.room = ring.first = ring.size = ring.lost = 0
     ring.taken += taken.size + taken.lost
-    ring.process = current_process()
+    ring.process = taken.process = current_process()
     return taken
 
 
-cdef void ring_told(Ring* ring, int64_t taken, int64_t lost) noexcept nogil:
-    """`taken` notes that were taken became events, all but `lost` of them."""
-    if ring.process == current_process():
-        ring.taken -= taken
+cdef void ring_told(Ring* ring, const Ring* taken, int64_t lost) noexcept nogil:
+    """What was taken became events, all but `lost` of it."""
+    if ring.process == taken.process:       # else a forked child has counted it as lost already
+        ring.taken -= taken.size + taken.lost
     ring.lost += lost
 
 

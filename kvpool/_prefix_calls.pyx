@@ -712,7 +712,7 @@ cdef class PrefixPool(SequencePool):
             told = count
         finally:
             self.lock_open_or_not("drain_events")   # the pool may have been shut down meanwhile
+            ring_told(&self.index.ring, &taken, count - told)
             ring_free(&taken)
-            ring_told(&self.index.ring, count, count - told)
             self.unlock()
         return found

@@ -171,3 +171,43 @@ def test_child_forked_while_events_are_drained_has_them_or_is_told():
 def test_events_that_vanish_in_a_fork_are_noticed():
     with pytest.raises(AssertionError, match="AssertionError"):
         run(POOL, SLOW_DRAIN, EVENTS)
+
+
+FINALIZER = """
+    import gc
+
+    pool = Pool(64, 4, max_seqs=16, prefix_cache=True, events=300, in_order=True)
+    plan = Plan(pool, 1, 200)
+    ends = []                           # of the child
+    children = []                       # what a child got by a call of its own
+
+    class ForksWhenItGoes:
+        def __init__(self):
+            self.itself = self
+
+        def __del__(self):
+            child = os.fork()
+            if child:
+                ends.append(os.waitpid(child, 0)[1])
+            else:
+                children.append(pool.drain_events())
+
+    handle = pool.open()
+    pool.step(plan, [handle], 200)
+    pool.commit(handle, np.arange(200, dtype=np.int32))
+    ForksWhenItGoes()
+    gc.set_threshold(1)                 # it goes while the events become Python objects
+    events = pool.drain_events()
+    gc.set_threshold(700)
+    assert len(events) == 50
+    if children:                        # the child comes here too
+        grandchild = os.fork()
+        if grandchild == 0:
+            os._exit(pool.drain_events() != [])
+        os._exit(children != [[("lost", 50)]] or os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1]))
+    assert ends == [0]
+"""
+
+
+def test_fork_by_a_finalizer_inside_of_drain_events_counts_nothing_twice():
+    run(POOL, FINALIZER)
