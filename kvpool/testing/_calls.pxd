@@ -7,6 +7,7 @@ from kvpool.testing._storage cimport Finding
 
 cdef class Calls:
     cdef Pool pool
+    cdef bint counters              # they are compared, too
     cdef list plans
     cdef object do_open, do_fork, do_truncate, do_close, do_commit, do_done, do_rollback  # its methods, looked up once
     cdef int direct_step(self, int32_t k, const int64_t* handles, const int64_t* counts, int32_t n, bint advance,

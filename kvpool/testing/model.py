@@ -428,6 +428,7 @@ class ModelPool(EvictionModel):
         raise TypeError("[Pool] a pool cannot be pickled or copied")
 
     @property
+    @public_call
     def num_free(self) -> int:
         """Blank blocks."""
         return len(self._blank)

@@ -351,6 +351,8 @@ class BlockModel:
         for block in blocks:
             if block not in self._committed:
                 raise ValueError(f"[revive] block is not committed ({block})")
+            if self._refcount(block) >= MAX_REFCOUNT:
+                raise OverflowError(f"[revive] block has too many references ({block}), the most is 2^30")
         for block in blocks:
             self._raw[block] = self._raw.get(block, 0) + 1
             self._lru = [b for b in self._lru if b != block]

@@ -252,6 +252,13 @@ class PrefixModel(SequenceModel):
             if told.setdefault(seq.table[i], self._block_of(known, i)) != self._block_of(known, i):
                 raise ValueError(f"[commit] block {seq.table[i]} was committed with other tokens ({seq.handle})")
 
+    def _forget_tokens(self, seq: Sequence, left: int) -> None:
+        """Cut into a committed block, a row goes on from what that holds, whatever it said of a copy since undone."""
+        (whole, tail), full = divmod(left, self.block_size), len(seq.tokens) // self.block_size
+        super()._forget_tokens(seq, left)
+        if tail and whole < full and seq.table[whole] in self._committed:
+            seq.tokens[-tail:] = self._block_tokens[seq.table[whole]][:tail]
+
     def _commit_block(self, block: int, tokens: tuple[int, ...]) -> None:
         """The block is full and known: immutable from now on, and held back until a row publishes it."""
         if block not in self._committed:  # else shared, and committed by another sequence

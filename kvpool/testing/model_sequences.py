@@ -119,9 +119,13 @@ class SequenceModel(BlockModel):
             seq.epoch += keep < len(seq.table)
             self._pop_blocks(seq, keep)
             seq.num_tokens = left
-            del seq.tokens[left:]
+            self._forget_tokens(seq, left)
             seq.published = min(seq.published, left // self.block_size)
         self._chain("truncate", *(self._local(seq.handle) for seq in batch), *lengths)
+
+    def _forget_tokens(self, seq: Sequence, left: int) -> None:
+        """What was told of a sequence, but for its first tokens."""
+        del seq.tokens[left:]
 
     def _close(self, seq: Sequence) -> None:
         slot = seq.handle & (2**SLOT_BITS - 1)
