@@ -79,10 +79,10 @@ freethreaded: $(VENV)/built $(VENV)/test  ## build a CPython without a GIL, run 
 	$(PY) -m proof.interpreter
 	$(PY) -m proof freethreaded
 
-coverage: $(VENV)/built $(VENV)/test  ## lines and branches of the core's nogil functions that its tests reach (gcov)
+coverage: $(VENV)/built $(VENV)/test  ## lines and branches of the core that its tests reach (gcov)
 	$(PY) -m proof coverage
 
-mutants: $(VENV)/built $(VENV)/test  ## the core made wrong in two thousand ways, all of which must be seen
+mutants: $(VENV)/built $(VENV)/test  ## the core made wrong in thousands of ways: how many are seen, how many convicted
 	$(PY) -m proof mutants
 
 proof: $(VENV)/built $(VENV)/test  ## the table of figures that stand for trust, half an hour; exit 1 if one does not hold

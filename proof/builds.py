@@ -22,12 +22,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from proof.interpreter import packages, python_of
+from proof.mutation.poke import poke_source
 from proof.mutation.schemata import mutate
+from proof.mutation.source import core_sources, declarations
 
 ROOT = Path(__file__).resolve().parent.parent
 #: What a copy consists of; `kvpool_backends/cpu` only where the variant has it.
 PARTS = (
-    *("kvpool", "kvpool_backends", "proof", "tests", "metal", "docs", "examples"),
+    *("kvpool", "kvpool_backends", "proof", "tests", "benchmarks", "metal", "docs", "examples"),
     *("setup.py", "pyproject.toml", "README.md", "LICENSE"),
 )
 CPU = Path("kvpool_backends/cpu")
@@ -47,6 +49,7 @@ class Variant:
     cpu: bool = False  # with the CPU backend
     fuzz: bool = True  # with the fuzzer, a third of all there is to compile
     mutants: bool = False  # with all mutants
+    pokes: bool = False  # with a module that breaks pools
     interpreter: str = ""  # that runs it, of `proof.interpreter`; this one by default
 
     @property
@@ -82,8 +85,8 @@ FREE = Variant(interpreter="release", cpu=True)
 FREE_TSAN = replace(TSAN, preload=(), interpreter="tsan", cpu=True, fuzz=False)
 MUTANTS = Variant(
     {"KVPOOL_OPTIMIZE": "1", "KVPOOL_FAULTS": "1", "CFLAGS": "-include proof/mutation/guarded.h"},
-    fuzz=False,
     mutants=True,
+    pokes=True,
 )
 #: The CPU kernels take several times as long to compile as the core: only "-cpu" variants have them.
 VARIANTS = {
@@ -97,7 +100,7 @@ VARIANTS = {
     "free-tsan": FREE_TSAN,
     "free-unlocked": replace(FREE, switches={"CFLAGS": "-DKVPOOL_NO_LOCK=1"}, fuzz=False),
     "free-tsan-unlocked": replace(FREE_TSAN, switches=FREE_TSAN.switches | {"CFLAGS": "-DKVPOOL_NO_LOCK=1"}),
-    "coverage": Variant({"KVPOOL_COVERAGE": "1", "KVPOOL_FAULTS": "1"}, fuzz=False),
+    "coverage": Variant({"KVPOOL_COVERAGE": "1", "KVPOOL_FAULTS": "1"}, pokes=True),
     "mutants": MUTANTS,
     "mutants-quick": replace(MUTANTS, switches=MUTANTS.switches | {"KVPOOL_OPTIMIZE": "0"}),  # to compile, not to run
 }
@@ -120,9 +123,12 @@ def _sources(variant: str) -> dict[Path, bytes]:
             skipped = path.suffix in MADE or "__pycache__" in path.parts
             if path.is_file() and not skipped and not _is_left_out(kind, inside):
                 found[inside] = path.read_bytes()
+    if kind.pokes:
+        known = declarations({path.name: path.read_text() for path in core_sources()})
+        found[FUZZ / "_poke.pyx"] = poke_source(known).encode()
     if kind.mutants:
-        rewritten, mutants = mutate(ROOT / "kvpool")
-        found |= {Path("kvpool") / name: text.encode() for name, text in rewritten.items()}
+        rewritten, mutants = mutate(core_sources())
+        found |= {path.relative_to(ROOT): text.encode() for path, text in rewritten.items()}
         found[Path("proof/mutants.json")] = json.dumps([asdict(mutant) for mutant in mutants], indent=0).encode()
     return found
 

@@ -1,13 +1,23 @@
-"""Lines and branches of the core's nogil functions that its tests reach, counted by gcov.
+"""Lines and branches of the core's functions that its tests and the proof's programs reach, counted by gcov.
 
-gcov counts C. Cython writes in front of each piece of C which line of the .pyx or .pxd file it is made of, and where
-the code begins that only ends a function. What counts is a line of a nogil function that has C of its own, and each way
-out of each condition in that C: one condition of the source may be several (``a and b`` is two, a `max` one more), and
-all of them count. An inline function that several modules have compiled counts once, with the sum of their counts.
+gcov counts C. Cython writes in front of each piece of C which line of which source it is made of. This is what counts:
+
+- A *line* is a statement of a function or a method, whether it has Python objects or not; it is reached when the first
+  C of one of its pieces ran. Heads are none (their C reads arguments), nor is what runs at import.
+- A *branch* is one way out of a condition that stands in the source. In a nogil function all C is made of the source,
+  so each of its ways counts. In the others Cython adds checks of its own after each call (was there memory, was there
+  an exception, is this a list). It computes what the source asks into a variable first and then asks nothing else, as
+  in ``if (__pyx_t_1) {``, and counts with ``for (__pyx_t_1 = ...``; its own checks ask for something else, or
+  end in a jump. So only such C counts, and only where the statement is or has an ``if``, a ``while``, an ``and``, an
+  ``or``, or a ``for``.
+
+The same C may be there several times: an inline function in several modules, the end of a ``try`` once for each way
+there. It counts once, with the sum of the counts.
 """
 
 from __future__ import annotations
 
+import bisect
 import gzip
 import json
 import re
@@ -15,62 +25,83 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from proof.builds import ROOT, build, run
 from proof.figure import Budget, Figure
-from proof.mutation.schemata import NOGIL
+from proof.mutation.source import core_sources, functions, uncommented
 
 NAME = "coverage"
-TARGET = "100 % of the lines, >= 95 % of the branches of the core's nogil functions"
+TARGET = ">= 99 % of the lines, >= 97 % of the branches of all functions of the core"
 COMMAND = "python -m proof coverage"
-LEAST_BRANCHES = 0.95
+LEAST_LINES, LEAST_BRANCHES = 0.99, 0.97
 #: Tests of the core; the state machine and the model play a part of it in each.
 TESTS = (
-    *("test_block_pool", "test_check", "test_cow", "test_dirty_rows", "test_eviction_core", "test_handles"),
-    *("test_misuse", "test_out_of_blocks", "test_pending", "test_plan_binding", "test_plan_formats"),
-    *("test_blocks_by_name", "test_pool_blocks"),
-    *("test_pool_life", "test_prefix_commit", "test_prefix_duplicates", "test_prefix_events"),
+    *("test_block_pool", "test_blocks_by_name", "test_capi", "test_check", "test_cow", "test_dirty_rows"),
+    "test_eviction_core",
+    *("test_handles", "test_misuse", "test_out_of_blocks", "test_pending", "test_plan_binding", "test_plan_formats"),
+    *("test_pool_blocks", "test_pool_life", "test_prefix_commit", "test_prefix_duplicates", "test_prefix_events"),
     *("test_prefix_eviction", "test_prefix_flush", "test_prefix_lookup", "test_prefix_namespaces"),
-    *("test_prefix_pins", "test_prefix_stats", "test_sequence", "test_stats"),
+    *("test_prefix_pins", "test_prefix_stats", "test_record", "test_sequence", "test_stats"),
 )
 #: In front of a piece of C: where it comes from, or that it comes from nowhere.
-MARK = re.compile(r'^ */\* (?:"kvpool/(\w+\.p[yx][xd])":(\d+)$|function exit code \*/)|^(?:static|\}|#define)')
-Lines = dict[tuple[str, int], int]  # (file, line) -> times run
-Branches = dict[tuple[str, int, int], int]  # (file, line, which) -> times taken
+MARK = re.compile(r'^ */\* (?:"([\w/]+\.p[yx][xd])":(\d+)$|function exit code \*/)|^(?:static|\}|#define)')
+#: C that asks what the source asks.
+ASKS = re.compile(
+    r"^\s*(?:\} else )?(?:if \((?:(?:un)?likely\()?\(*!?\(*__pyx_t_\d+\)+ (?:\{|break;)$|for \(__pyx_t_\d+ = .*\{$)"
+)
+DECIDES = re.compile(r"\b(?:if|elif|while|and|or|for)\b")
+Place = tuple[str, int]  # file, line
+Lines = dict[Place, int]  # -> times run
+Branches = dict[tuple[str, int, str, int], int]  # (file, line, C, which) -> times taken
 
 
-def nogil_lines() -> dict[str, dict[int, str]]:
-    """File -> line -> nogil function, heads left out."""
-    found: dict[str, dict[int, str]] = {}
-    for path in sorted((ROOT / "kvpool").glob("_*.p[yx][xd]")):
-        if path.stem == "_memory":  # where failures are made
-            continue
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """One that is counted."""
+
+    function: str
+    line: int
+    last: int
+    nogil: bool
+    decides: bool  # a condition stands in it
+
+
+@cache
+def wanted() -> dict[str, list[Statement]]:
+    """File -> the statements of its functions, in order; a file is named as Cython names it."""
+    found: dict[str, list[Statement]] = {}
+    for path in core_sources():
         text = path.read_text()
-        for head in NOGIL.finditer(text):
-            number = text.count("\n", 0, head.end()) + 1
-            for line in text[head.end() :].splitlines():
-                if line and not line.startswith((" ", "\t")):
-                    break
-                found.setdefault(path.name, {})[number] = head[1]
-                number += 1
+        for function in functions(path.name, text):
+            for line in function.body:
+                decides = DECIDES.search(uncommented(text[line.first : line.last])) is not None
+                last = line.number + text.count("\n", line.first, line.last)
+                one = Statement(function.name, line.number, last, function.nogil, decides)
+                found.setdefault(str(path.relative_to(ROOT)), []).append(one)
     return found
 
 
-WANTED = nogil_lines()
+def statement_at(place: Place) -> Statement | None:
+    """The statement that begins on this line or goes on there."""
+    statements = wanted().get(place[0], [])
+    at = bisect.bisect_right(statements, place[1], key=lambda one: one.line) - 1
+    return statements[at] if at >= 0 and place[1] <= statements[at].last else None
 
 
 def programs(short: bool) -> list[list[str]]:
     """What runs in the build that counts: tests, and the programs that hunt mutants."""
     tests = [f"tests/{name}.py" for name in TESTS]
-    pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "not costs"]  # nothing is fast
     scenarios = ["-m", "proof.mutation.hunt", "--record-only", "--tapes"]
     return [[*scenarios, "0"]] if short else [[*scenarios, "10"], [*pytest, *tests]]
 
 
-def counted(arguments: Iterable[list[str]]) -> tuple[Lines, Branches]:
-    """Run programs in a build that starts from zero, and read what it counted."""
+def counted(arguments: Iterable[list[str]], left_out: str = "") -> tuple[Lines, Branches]:
+    """Run programs in a build that starts from zero, and read what it counted; `left_out`: a module nobody asks."""
     folder = build("coverage")
     for path in folder.rglob("*.gcda"):
         path.unlink()
@@ -81,61 +112,91 @@ def counted(arguments: Iterable[list[str]]) -> tuple[Lines, Branches]:
     lines: Lines = {}
     branches: Branches = {}
     with tempfile.TemporaryDirectory() as place:
-        notes = [str(path) for path in folder.rglob("*.gcda")]
+        notes = [str(path) for path in folder.rglob("*.gcno") if path.stem != left_out]
         subprocess.run(["gcov", "-b", "-c", "-j", *notes], cwd=place, check=True, capture_output=True)
         for path in Path(place).glob("*.gcov.json.gz"):
             add(json.loads(gzip.decompress(path.read_bytes())), folder, lines, branches)
     return lines, branches
 
 
-def origins(source: str) -> dict[int, tuple[str, int]]:
-    """Line of C -> (file, line) that Cython made it of."""
-    found: dict[int, tuple[str, int]] = {}
-    here: tuple[str, int] | None = None
-    for number, line in enumerate(source.splitlines(), 1):
+def pieces(source: str) -> Iterator[tuple[Place, int, list[str]]]:
+    """(made of, number of the first line, lines) of each piece of C that is made of a source."""
+    here: Place | None = None
+    piece: list[str] = []
+    first = 0
+    for number, line in enumerate([*source.splitlines(), "}"], 1):
         if mark := MARK.match(line):
+            if here and piece:
+                yield here, first, piece
             here = (mark[1], int(mark[2])) if mark[1] else None
-        if here:
-            found[number] = here
-    return found
+            piece, first = [], number + 1
+        else:
+            piece.append(line)
 
 
 def add(report: dict, folder: Path, lines: Lines, branches: Branches) -> None:
     """Sum up what gcov says about one module."""
     for file in report["files"]:
-        if not file["file"].startswith("build/cython/kvpool/"):
+        if not file["file"].startswith("build/cython/"):
             continue
-        made_of, here = origins((folder / file["file"]).read_text()), Counter()
-        for line in sorted(file["lines"], key=lambda line: line["line_number"]):
-            place = made_of.get(line["line_number"])
-            if place is None or place[1] not in WANTED.get(place[0], ()):
+        at: dict[int, list[dict]] = {}
+        for line in file["lines"]:
+            at.setdefault(line["line_number"], []).append(line)
+        source = (folder / file["file"]).read_text()
+        for place, first, piece in pieces(source):
+            statement = statement_at(place)
+            if statement is None:
                 continue
-            lines[place] = lines.get(place, 0) + line["count"]
-            for branch in line["branches"]:
-                key = (*place, here[place])
-                here[place] += 1
-                branches[key] = branches.get(key, 0) + branch["count"]
+            ran = [found for number in range(first, first + len(piece)) for found in at.get(number, ())]
+            if not ran:
+                continue
+            key = (place[0], statement.line)
+            lines[key] = lines.get(key, 0) + ran[0]["count"]
+            alike = re.sub(r"__pyx_\w+", "_", "".join(piece))
+            if statement.nogil or statement.decides:
+                add_branches(statement, key, alike, at, first, piece, branches)
 
 
-def measured(short: bool, seconds: Callable[[], float], arguments: list[list[str]]) -> Figure:
+def add_branches(
+    statement: Statement, key: Place, alike: str, at: dict[int, list[dict]], first: int, piece: list[str],
+    branches: Branches,
+) -> None:  # fmt: skip
+    """The ways out of the conditions in one piece of C."""
+    which: Counter[str] = Counter()
+    for number, text in enumerate(piece, first):
+        if not statement.nogil and not ASKS.match(text):
+            continue
+        for found in at.get(number, ()):
+            for branch in found["branches"]:
+                way = (*key, alike, which[alike])
+                which[alike] += 1
+                branches[way] = branches.get(way, 0) + branch["count"]
+
+
+def measured(short: bool, seconds: Callable[[], float], arguments: list[list[str]], left_out: str = "") -> Figure:
     """The figure of what some programs reach."""
-    lines, branches = counted(arguments)
-    missed = [f"{file}:{line} ({WANTED[file][line]})" for (file, line), count in sorted(lines.items()) if not count]
-    ways = [
-        f"{file}:{line} ({WANTED[file][line]}), way {which}"
-        for (file, line, which), count in sorted(branches.items())
-        if not count
+    lines, branches = counted(arguments, left_out)
+    named = {(file, one.line): one.function for file, ones in wanted().items() for one in ones}
+    silent = sorted(file for file in wanted() if not any(place[0] == file for place in lines))
+    missed = [f"{file}:{line} ({named[file, line]})" for (file, line), count in sorted(lines.items()) if not count]
+    ways: Counter[Place] = Counter((file, line) for (file, line, *_), count in branches.items() if not count)
+    half = [
+        f"{file}:{line} ({named[file, line]}), {count} ways"
+        for (file, line), count in sorted(ways.items())
+        if lines[file, line]
     ]
-    by_line, by_branch = 1 - len(missed) / len(lines), 1 - len(ways) / len(branches)
-    least = (0.8, 0.7) if short else (1.0, LEAST_BRANCHES)
+    by_line, by_branch = 1 - len(missed) / len(lines), 1 - ways.total() / len(branches)
+    least = (0.8, 0.7) if short else (LEAST_LINES, LEAST_BRANCHES)
+    notes = [f"nothing was counted in {file}" for file in silent]
+    notes += [f"never reached: {'; '.join(missed)}"] * bool(missed) + [f"one way only: {'; '.join(half)}"] * bool(half)
     return Figure(
         name=NAME,
         target=TARGET,
         measured=f"{by_line:.2%} of {len(lines)} lines, {by_branch:.1%} of {len(branches)} branches",
-        holds=by_line >= least[0] and by_branch >= least[1],
+        holds=not silent and by_line >= least[0] and by_branch >= least[1],
         command=COMMAND,
         seconds=seconds(),
-        notes="; ".join([*missed, *ways]) and f"never reached: {'; '.join([*missed, *ways])}",
+        notes="\n".join(notes),
     )
 
 
@@ -145,8 +206,10 @@ def measure(budget: Budget) -> Figure:
     return measured(budget.share < 1, lambda: time.perf_counter() - start, programs(budget.share < 1))
 
 
-def planted(budget: Budget) -> Figure:
-    """Tests that open and close sequences, and no more."""
+def planted(budget: Budget) -> list[Figure]:
+    """Tests that open and close sequences, and no more; then all programs, but a module that nobody counts."""
     start = time.perf_counter()
     code = "import kvpool; pool = kvpool.Pool(16, 4); pool.close(pool.open(7)); pool.shutdown()"
-    return measured(budget.share < 1, lambda: time.perf_counter() - start, [["-c", code]])
+    little = measured(budget.share < 1, lambda: time.perf_counter() - start, [["-c", code]])
+    out = max((path.stem for path in core_sources() if path.suffix == ".pyx"), key=len)
+    return [little, measured(budget.share < 1, lambda: time.perf_counter() - start, programs(True), left_out=out)]

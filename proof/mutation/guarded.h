@@ -1,9 +1,11 @@
-/* Memory of the core in the build of the mutants: what is read or written beside an array ends the process.
+/* Memory and locks of the core in the build of the mutants. What is read or written beside an array ends the process,
+ * and so does the unlocking of a lock that nobody holds.
  *
  * Each array ends where a page ends that nobody may touch, and one that fills its pages begins behind another; new
  * memory that nobody cleared holds 0xa5, and memory that was given back is gone. The compiler is told to include this
  * before everything else: the macros have arguments, so members of structures keep their names.
  */
+#include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -11,6 +13,7 @@
 #include <sys/mman.h>
 
 enum { KV_PAGE = 4096 };
+static long kv_live __attribute__((unused)); /* arrays that this module made, without those that it gave back */
 
 /* A page with the size, a page that nobody may touch, the array, a page that nobody may touch. */
 static inline void *kv_guarded(size_t size, int byte) {
@@ -27,6 +30,7 @@ static inline void *kv_guarded(size_t size, int byte) {
         munmap(base, inside + 3 * KV_PAGE);
         return NULL;
     }
+    kv_live++;
     *(size_t *)base = wanted;
     data = base + 2 * KV_PAGE + inside - wanted;
     if (byte)
@@ -41,6 +45,7 @@ static inline char *kv_base(void *data) {
 static inline void kv_give_back(void *data) {
     if (data != NULL) {
         size_t size = *(size_t *)kv_base(data);
+        kv_live--;
         munmap(kv_base(data), (size + KV_PAGE - 1) / KV_PAGE * KV_PAGE + 3 * KV_PAGE);
     }
 }
@@ -59,6 +64,14 @@ static inline void *kv_moved(void *data, size_t size) {
     return made;
 }
 
+/* glibc keeps the state of a mutex in its first word: 0 where it is free. */
+static inline int kv_unlock(pthread_mutex_t *mutex) {
+    if (*(volatile int *)mutex == 0)
+        abort();
+    return pthread_mutex_unlock(mutex);
+}
+
+#define pthread_mutex_unlock(mutex) kv_unlock(mutex)
 #define malloc(size) kv_guarded(size, 0xa5)
 #define calloc(count, size) kv_cleared(count, size)
 #define realloc(data, size) kv_moved(data, size)

@@ -1,7 +1,8 @@
-"""Kill mutants: ``python -m proof.builds mutants -m proof.mutation.hunt``. Runs in the build that has them.
+"""Hunt mutants: ``python -m proof.builds mutants -m proof.mutation.hunt``. Runs in the build that has them.
 
-Tapes are recorded from the core as it is, judged by the plain Python model. Then each mutant plays them in a forked
-child, until something differs, the child dies, or a tape takes twenty times as long as it should: the mutant is killed.
+Tapes are recorded from the core as it is, judged by the plain Python model. Then each mutant plays, in a forked child,
+the tapes that reach it and runs of the fuzzer, until a judge convicts it, the child dies, or a tape takes far longer
+than it should.
 """
 
 from __future__ import annotations
@@ -17,13 +18,31 @@ import signal
 import struct
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import kvpool
-from kvpool.testing import run
-from proof.mutation.evictions import SCENARIOS
+from kvpool._keys import Keys
+from kvpool._pool_blocks import PoolBlocks
+from kvpool.testing import ModelPlan, ModelPool, run
+from kvpool.testing.model_pool_blocks import ModelPoolBlocks
+from proof.mutation import bound, strained
+from proof.mutation.blocks import KeysModel, blocks_by_name, blocks_of_an_engine, keys_of_blocks
+from proof.mutation.broken import Poker, safe_pokes, states_that_are_broken
+from proof.mutation.embedded import (
+    PoolByC,
+    Raw,
+    ReaderByC,
+    ReaderOfModel,
+    StatusByC,
+    StatusOfModel,
+    arrays_that_c_reads,
+    statuses_of_every_call,
+    what_c_can_get_wrong,
+)
+from proof.mutation.fuzzed import FuzzRun, fuzz_runs
 from proof.mutation.memory import (
     Beyond,
     Guard,
@@ -33,12 +52,22 @@ from proof.mutation.memory import (
     events_that_are_lost,
     memory_that_runs_out,
 )
-from proof.mutation.tape import Differs, Tape, first_tag, play
+from proof.mutation.pending import CORE_ONLY, SCENARIOS
+from proof.mutation.refused import Wrong, arguments_of_every_call, words_about_pools
+from proof.mutation.source import core_sources
+from proof.mutation.tape import Difference, Tape, first_tag, judge
 
 MUTANTS = Path(__file__).resolve().parent.parent / "mutants.json"
+#: Programs that run through the C interface too.
+THROUGH_C = (
+    *("namespaces_apart", "prompts_of_many_lengths", "rows_that_come_and_go", "steps_that_end_in_every_order"),
+    *("calls_behind_a_deferred_close", "batches_with_memory_of_their_own", "many_plans_that_pass_at_once"),
+)
 EXAMPLES = 10  # of the state machine, on one tape
 MEMORY = 4 << 30  # bytes of address space that a child may have
-SURVIVED, DIFFERS, RAISED = 0, 1, 2  # exit codes
+DONE, RAISED = 0, 2  # exit codes
+STUCK = 2.0  # seconds in which a child that sleeps does nothing: it waits for itself
+CHILD = struct.Struct("qqq")  # tape, whether it was seen there, and whether it was convicted: of one child
 
 
 def pool_of(*args: Any, **kwargs: Any) -> kvpool.Pool:
@@ -46,76 +75,163 @@ def pool_of(*args: Any, **kwargs: Any) -> kvpool.Pool:
     return kvpool.Pool(*args, **{"seed": 1} | kwargs)
 
 
+def pool_by_c(*args: Any, **kwargs: Any) -> PoolByC:
+    """The same, whose calls go through C."""
+    return PoolByC(*args, **{"seed": 1} | kwargs)
+
+
+def taped(name: str, kinds: dict[str, Any], program: Callable[..., None], *more: Any) -> Tape:
+    """What a program does, on a tape; it is given the classes in the order of `kinds`."""
+    tape = Tape(name, kinds)
+    first_tag()
+    program(*(tape.make(kind) for kind in kinds), *more)
+    return tape
+
+
 def record(tapes: int, seed: int, quick: bool = False) -> Iterator[Tape]:
     """The scenarios, each on its tape; then `tapes` of the state machine, every other one with a prefix cache.
 
     `quick` leaves out those on which memory runs out: they take longer than all others.
     """
-    kinds = {"Pool": pool_of, "Plan": kvpool.Plan, "Memory": Memory, "Guard": Guard, "Beyond": Beyond}
+    core: dict[str, Any] = {"Pool": pool_of, "Plan": kvpool.Plan}
+    by_c = core | {"Pool": pool_by_c}
+    model = {"Pool": ModelPool, "Plan": ModelPlan}
     for program in SCENARIOS:
-        tape = Tape(program.__name__, kinds)
-        first_tag()
-        program(tape.make("Pool"), tape.make("Plan"))
+        tapes_of = [taped(program.__name__, core, program)]
+        if program.__name__ in THROUGH_C:
+            tapes_of.append(taped(f"{program.__name__}, through C", by_c, program))
+        due = None if program.__name__ in CORE_ONLY else taped(program.__name__, model, program)
+        for tape in tapes_of:
+            if due is not None:
+                judge(tape, due)
+            yield tape
+    tape = taped("arrays_that_c_reads", by_c | {"Reader": ReaderByC}, arrays_that_c_reads)
+    judge(tape, taped("the same", model | {"Reader": ReaderOfModel}, arrays_that_c_reads))
+    yield tape
+    tape = taped("statuses_of_every_call", by_c | {"Status": StatusByC}, statuses_of_every_call)
+    judge(tape, taped("the same", model | {"Status": StatusOfModel}, statuses_of_every_call))
+    yield tape
+    for changing, kinds in bound.JUDGED.items():
+        tape = taped(changing.__name__, core | kinds, changing)
+        judge(tape, taped("the same", model | kinds, changing))
         yield tape
-    beside = {"Guard": arrays_and_no_further, "Beyond": batches_and_no_further, "Memory": events_that_are_lost}
+    for changing, kinds in bound.UNJUDGED.items():
+        yield taped(changing.__name__, core | kinds, changing)
+    tape = taped("arguments_of_every_call", core | {"Wrong": Wrong}, arguments_of_every_call)
+    judge(tape, taped("the same", model | {"Wrong": Wrong}, arguments_of_every_call))
+    yield tape
+    yield taped("forms that only the core reads", core | {"Wrong": Wrong}, arguments_of_every_call, True)
+    tape = taped("blocks_by_name", core | {"Blocks": PoolBlocks}, blocks_by_name)
+    judge(tape, taped("the same", model | {"Blocks": ModelPoolBlocks}, blocks_by_name))
+    yield tape
+    for size in (0, 1 << 13, 200):
+        pools = {"Pool": partial(pool_of, record=size)}
+        tape = taped(f"blocks_of_an_engine, record {size}", core | pools | {"Blocks": PoolBlocks}, blocks_of_an_engine)
+        judge(tape, taped("the same", model | {"Blocks": ModelPoolBlocks}, blocks_of_an_engine))
+        yield tape
+    for program, of_core, of_model in strained.programs():
+        tape = taped(program.__name__, core | of_core, program)
+        judge(tape, taped("the same", model | of_model, program))
+        yield tape
+    tape = taped("keys_of_blocks", {"Keys": Keys}, keys_of_blocks)
+    judge(tape, taped("the same", {"Keys": KeysModel}, keys_of_blocks))
+    yield tape
+    safe = safe_pokes(pool_of, kvpool.Plan)
+    yield taped("states_that_are_broken", core | {"Poker": Poker}, states_that_are_broken, safe)
+    beside = {
+        Guard: arrays_and_no_further,
+        Wrong: words_about_pools,
+        Beyond: batches_and_no_further,
+        Memory: events_that_are_lost,
+        Raw: what_c_can_get_wrong,
+    }
     for kind, program in beside.items():
-        tape = Tape(program.__name__, kinds)
-        first_tag()
-        program(tape.make("Pool"), tape.make("Plan"), tape.make(kind))
-        yield tape
+        yield taped(program.__name__, core | {kind.__name__: kind}, program)
     for cached in () if quick else (False, True):
-        tape = Tape("memory that runs out", kinds)
-        first_tag()
-        memory_that_runs_out(tape.make("Pool"), tape.make("Plan"), tape.make("Memory"), cached)
-        yield tape
+        yield taped("memory that runs out", core | {"Memory": Memory}, memory_that_runs_out, cached)
     for number in range(tapes):
-        tape = Tape(f"machine, seed {seed + number // 2}", kinds)
+        tape = Tape(f"machine, seed {seed + number // 2}", core)
         first_tag()
         run(
             *(tape.make("Pool"), tape.make("Plan")),
             **{"examples": EXAMPLES, "seed": seed + number // 2, "prefix_cache": number % 2 == 1, "shrink": False},
         )
+        tape.judged = True  # the machine compares each call with the model's
         yield tape
 
 
 class Hunt:
     """Tapes, and the mutants that play them."""
 
-    def __init__(self, tapes: list[Tape], blind: bool = False) -> None:
-        self.tapes, self.blind = tapes, blind
-        self.modules = [
-            importlib.import_module(f"kvpool.{path.name.partition('.')[0]}")
-            for path in Path(kvpool.__file__).parent.glob("_*.so")
-            if not path.name.startswith("_memory.")  # where failures are made
-        ]
-        self.limits = []
+    def __init__(self, tapes: list[Tape | FuzzRun], jobs: int, *, blind: bool = False) -> None:
+        self.tapes, self.jobs, self.blind = tapes, jobs, blind
+        names = sorted({path.stem for path in core_sources() if path.suffix == ".pyx"})
+        self.modules = [importlib.import_module(f"kvpool.{name}") for name in names]
+        self.limits: list[float] = []
+        self.reached: list[bytes] = []  # of each tape: mutants whose spots it comes by, by number
         for tape in tapes:
-            play(tape, learn=True)
+            gc.collect()  # pools in circles of errors and frames: there are so many mappings and no more
+            self.forget()
+            for found in tape.play(learn=True):
+                raise RuntimeError(f"[hunt] {tape.name} is not what was recorded: {found}")
+            live = self.live_arrays()
             start = time.process_time()
-            play(tape)
-            self.limits.append(0.1 + 20 * (time.process_time() - start))
+            for found in self.played(tape, live):
+                raise RuntimeError(f"[hunt] {tape.name} is not the same twice: {found}")
+            self.limits.append(0.3 + 8 * (time.process_time() - start))
+            self.reached.append(self.reach())
         self.kills = [0] * len(tapes)
-        self.shared = mmap.mmap(-1, 8 * 64)  # which tape a child is at, by its place among the children
+        self.shared = mmap.mmap(-1, CHILD.size * jobs)
 
-    def child(self, number: int, place: int, order: list[int]) -> None:
-        """In a forked process: be mutant `number`, play, never return."""
-        code = DIFFERS
+    def live_arrays(self) -> int:
+        """Arrays of the core that nobody gave back so far."""
+        gc.collect()
+        return sum(module.live_arrays() for module in self.modules)
+
+    def played(self, tape: Tape | FuzzRun, live: int) -> Iterator[Difference]:
+        """What is wrong when a tape is played; arrays that it leaves behind, where there were `live`, are."""
+        yield from tape.play(blind=self.blind)
+        left = self.live_arrays() - live
+        if left and not self.blind:
+            yield Difference(tape.judged, None, f"{left} arrays left behind")
+
+    def forget(self) -> None:
+        """Nothing was reached yet."""
+        for module in self.modules:
+            module.forget_reached()
+
+    def reach(self) -> bytes:
+        """For each number whether any module came by the mutant's spot."""
+        every = [int.from_bytes(module.mutants_reached(), "little") for module in self.modules]
+        total = 0
+        for reached in every:
+            total |= reached
+        return total.to_bytes(len(self.modules[0].mutants_reached()), "little")
+
+    def child(self, mutant: dict, place: int, order: list[int]) -> None:
+        """In a forked process: be a mutant, play, never return."""
+        code, seen, live = RAISED, False, self.live_arrays()
         try:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, 1)
             os.dup2(null, 2)
-            signal.alarm(120)  # should it sleep
             for module in self.modules:
-                module.set_mutant(number)
+                module.set_mutant(mutant["number"])
             for index in order:
-                struct.pack_into("q", self.shared, 8 * place, index)
+                if seen and not self.tapes[index].judged:
+                    continue
+                CHILD.pack_into(self.shared, CHILD.size * place, index, seen, False)
                 signal.setitimer(signal.ITIMER_PROF, self.limits[index])
-                play(self.tapes[index], blind=self.blind)
-            code = SURVIVED
-        except Differs:
-            pass
+                for found in self.played(self.tapes[index], live):
+                    seen = True
+                    CHILD.pack_into(self.shared, CHILD.size * place, index, True, found.convicts)
+                    if found.convicts or mutant["aside"]:
+                        os._exit(DONE)
+                    if not self.tapes[index].judged:
+                        break
+            code = DONE
         except BaseException:
             code = RAISED
         finally:
@@ -123,38 +239,71 @@ class Hunt:
 
     def control(self) -> None:
         """The core as it is must survive what the mutants go through."""
-        ((_, how, tape),) = self.run([{"number": 0}], 1)
-        if how != "survived":
-            raise RuntimeError(f"[hunt] the core as it is: {how}, on {tape}")
+        (end,) = self.run([{"number": 0, "aside": ""}])
+        if end["seen"]:
+            raise RuntimeError(f"[hunt] the core as it is: {end}")
 
-    def run(self, mutants: list[dict], jobs: int) -> Iterator[tuple[dict, str, str]]:
-        """(mutant, how it ended, on which tape), in the order in which they end."""
+    def run(self, mutants: list[dict]) -> Iterator[dict]:
+        """What became of each mutant, in the order in which they end."""
         running: dict[int, tuple[dict, int]] = {}
         waiting = list(reversed(mutants))
-        free = list(range(jobs))
+        free = list(range(self.jobs))
+        watched: dict[int, tuple[float, int]] = {}  # child -> when it was seen at work last, its CPU time then
         while waiting or running:
             while waiting and free:
                 mutant, place = waiting.pop(), free.pop()
-                order = sorted(range(len(self.tapes)), key=lambda i: (-self.kills[i] / self.limits[i], i))
+                number = mutant["number"]
+                order = [i for i, reached in enumerate(self.reached) if reached[number] or not number]
+                if not order:
+                    free.append(place)
+                    yield {"mutant": mutant, "seen": "", "convicted": "", "tape": "", "reached": False}
+                    continue
+                order.sort(key=lambda i: (-self.kills[i] / self.limits[i], i))
+                CHILD.pack_into(self.shared, CHILD.size * place, order[0], False, False)
                 pid = os.fork()
                 if pid == 0:
-                    self.child(mutant["number"], place, order)
+                    self.child(mutant, place, order)
                 running[pid] = mutant, place
-            pid, status = os.wait()
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                self.watch(running, watched)
+                time.sleep(0.002)
+                continue
             mutant, place = running.pop(pid)
+            watched.pop(pid, None)
             free.append(place)
-            (tape,) = struct.unpack_from("q", self.shared, 8 * place)
-            how = self.ending(status)
-            self.kills[tape] += how != "survived"
-            yield mutant, how, self.tapes[tape].name
+            tape, seen, convicted = CHILD.unpack_from(self.shared, CHILD.size * place)
+            died = self.ending(status)
+            self.kills[tape] += bool(convicted or died)
+            yield {
+                "mutant": mutant,
+                "seen": died or ("differs" if seen else ""),
+                "convicted": died or ("differs" if convicted else ""),
+                "tape": self.tapes[tape].name,
+                "reached": True,
+            }
+
+    @staticmethod
+    def watch(running: dict[int, tuple[dict, int]], watched: dict[int, tuple[float, int]]) -> None:
+        """End children that wait for what never comes: they sleep, and no other thread could wake them."""
+        now = time.monotonic()
+        for pid in running:
+            since, used = watched.setdefault(pid, (now, -1))
+            if now - since < STUCK:
+                continue
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            spent = int(fields[11]) + int(fields[12])
+            if fields[0] == "S" and spent == used:
+                os.kill(pid, signal.SIGKILL)
+            watched[pid] = now, spent
 
     @staticmethod
     def ending(status: int) -> str:
-        """What the wait status of a child says."""
+        """What the wait status of a child says, "" where it played to the end."""
         if os.WIFSIGNALED(status):
-            late = os.WTERMSIG(status) in (signal.SIGPROF, signal.SIGALRM)
-            return "too slow" if late else f"died ({signal.Signals(os.WTERMSIG(status)).name})"
-        return {SURVIVED: "survived", DIFFERS: "differs", RAISED: "raised"}.get(os.WEXITSTATUS(status), "died (exit)")
+            kind = signal.Signals(os.WTERMSIG(status))
+            return {signal.SIGPROF: "too slow", signal.SIGKILL: "stuck"}.get(kind, f"died ({kind.name})")
+        return {DONE: "", RAISED: "raised"}.get(os.WEXITSTATUS(status), "died (exit)")
 
 
 def chosen(mutants: list[dict], share: float, seed: int) -> list[dict]:
@@ -173,6 +322,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", type=int, nargs="*", help="numbers of mutants")
     parser.add_argument("--blind", action="store_true", help="compare nothing: a killer that must be found out")
+    parser.add_argument("--unjudged", action="store_true", help="a judge that convicts nothing")
     parser.add_argument("--record-only", action="store_true", help="make the tapes, hunt nothing; runs in any build")
     options = parser.parse_args(argv)
     tapes = record(options.tapes, options.seed, options.quick)
@@ -184,15 +334,19 @@ def main(argv: list[str] | None = None) -> int:
     if options.only:
         picked = [mutant for mutant in mutants if mutant["number"] in options.only]
     start = time.perf_counter()
-    tapes = list(tapes)
+    tapes = [*tapes, *fuzz_runs(options.seed)]
+    for tape in tapes:
+        tape.judged &= not options.unjudged
     recorded = time.perf_counter() - start
-    print(json.dumps({"mutants": len(mutants), "picked": len(picked), "recorded": recorded}), flush=True)
+    judged = sum(tape.judged for tape in tapes)
+    counts = {"mutants": len(mutants), "picked": len(picked), "tapes": len(tapes), "judged": judged}
+    print(json.dumps(counts | {"recorded": recorded}), flush=True)
     gc.collect()
     gc.freeze()  # what is on the tapes stays; children collect what is theirs
-    hunt = Hunt(tapes, options.blind)
+    hunt = Hunt(tapes, options.jobs, blind=options.blind)
     hunt.control()
-    for mutant, how, tape in hunt.run(picked, options.jobs):
-        print(json.dumps({"mutant": mutant, "how": how, "tape": tape}), flush=True)
+    for end in hunt.run(picked):
+        print(json.dumps(end), flush=True)
     print(json.dumps({"seconds": time.perf_counter() - start}))
     return 0
 

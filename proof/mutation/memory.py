@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from proof.mutation.scenarios import FORMATS, look
+from proof.mutation.scenarios import FORMATS, look, tried
 from proof.mutation.tape import drop
 
 
@@ -122,14 +122,14 @@ def each_failing(memory: Any, call: Callable[[], None]) -> None:
 def events_that_are_lost(Pool: Any, Plan: Any, Memory: Any) -> None:
     """More events than there is room for, and no memory for more room: some are lost, the state is not."""
     memory = Memory()
-    for k in (0, 1, 2):
+    for k in range(5):
         pool = Pool(90, 2, max_seqs=4, prefix_cache=True, events=200)
         plan = Plan(pool, 1, 140, formats=("block_tables",))
         row = pool.open()
         pool.step(plan, [row], 140)
         pool.done(plan)
         memory.fail_at(k)
-        pool.commit(row, np.arange(140, dtype=np.int32))
+        tried(pool.commit, row, np.arange(140, dtype=np.int32))
         memory.fail_at(0)
         look(pool)
         pool.drain_events()
@@ -156,10 +156,10 @@ def memory_that_runs_out(Pool: Any, Plan: Any, Memory: Any, cached: bool) -> Non
     if cached:  # an event may be lost, not the state
         for k in range(4):
             memory.fail_at(k)
-            made["pool"].commit(row, np.arange(10 * k, 10 * k + 10, dtype=np.int32))
+            tried(made["pool"].commit, row, np.arange(10 * k, 10 * k + 10, dtype=np.int32))
             memory.fail_at(0)
             look(made["pool"])
-            made["pool"].drain_events()
+            tried(made["pool"].drain_events)
     rows = [row, *made["pool"].fork(row, 40).tolist()]
     each_failing(memory, lambda: made["pool"].step(made["plan"], rows, 1))
     look(made["pool"], made["plan"])
@@ -169,6 +169,22 @@ def memory_that_runs_out(Pool: Any, Plan: Any, Memory: Any, cached: bool) -> Non
     each_failing(memory, plan)
     each_failing(memory, lambda: made["pool"].unshare(made["plan"], rows[2:4], 30))
     each_failing(memory, lambda: made["pool"].evict_blocks(rows[5], [1, 3]))
+    each_failing(memory, lambda: made["pool"].can(rows[:20], 1))
+    each_failing(memory, lambda: made["pool"].can(rows[:10], [1] * 10))
+    plans = [Plan(made["pool"], 2, 4) for _ in range(20)]
+    for pending in plans:
+        made["pool"].step(pending, rows[:1], 0)
+    made["pool"].done(made["plan"])
+    for pending in plans[1:]:
+        made["pool"].done(pending)
+    each_failing(memory, lambda: made["pool"].done(plans[0]))
+    look(made["pool"], *plans[:2])
+    for pending in plans:
+        made["pool"].step(pending, rows[:1], 0)
+    each_failing(memory, lambda: made["pool"].reset())
+    look(made["pool"], *plans[:2])
+    for pending in plans:
+        drop(pending)
     look(made["pool"], made["plan"])
     made["pool"].shutdown()
     memory.living()

@@ -1,10 +1,11 @@
-"""Every comparison, arithmetic operator, constant, branch and call of the nogil functions, wrong in all ways at once.
+"""The core's functions, those with Python objects too, wrong in all ways at once.
 
-`mutate` rewrites Cython source so that each of them asks the global `kv_mutant` which one is wrong: ``a < b`` becomes
-``(a <= b if kv_mutant == 7 else a >= b if kv_mutant == 8 else a < b)``. 0 is the core as it is.
+`mutate` rewrites Cython source so that each spot asks `kv_is` which one is wrong: ``a < b`` becomes
+``(a <= b if kv_is(7) else a >= b if kv_is(8) else a < b)``. Mutant 0 is the core as it is. `kv_is` notes who asked, so
+that it is known which mutants a program reaches.
 
-An expression of a nogil function is Python once casts, address-of and integer suffixes are covered by characters of the
-same length and binding; so `ast` says where its parts are, and the rest is text.
+Wrong are comparisons, operators, constants, conditions, calls and what they are given, fields, assignments, statements
+in the wrong order, refusals that are left out. Error texts stay as they are, and so does what runs at import, once.
 """
 
 from __future__ import annotations
@@ -12,55 +13,54 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
-NOGIL = re.compile(r"^cdef [^\n]*?\b(\w+)\((?:[^()]|\([^()]*\))*\) noexcept nogil:\n", re.MULTILINE)
-PREDICATE = re.compile(r"^cdef (?:inline )?bint (\w+)\(", re.MULTILINE)
-CAST = re.compile(r"<(?:const )?(?:unsigned )?(?:long )?[A-Za-z_]\w*\s?\**>")
-SUFFIX = re.compile(r"\b(0[xX][0-9A-Fa-f]+|\d+)(ULL|LL|U|L)\b")
-CONSTANT_NAME = re.compile(r"[A-Z][A-Z0-9_]*$")
-IMPORT = re.compile(r"^(?:from|cimport|import|cdef)\b", re.MULTILINE)
+from proof.mutation.aside import REFUSALS, aside
+from proof.mutation.order import depend, of_functions
+from proof.mutation.source import Function, Line, covered, declarations, functions, logical_lines, split_top
+from proof.mutation.wrong import ASSIGNMENTS, Types, Wrong, is_text, name_of
 
-COMPARISONS = {
-    ast.Lt: ("<=", ">="),
-    ast.LtE: ("<", ">"),
-    ast.Gt: (">=", "<="),
-    ast.GtE: (">", "<"),
-    ast.Eq: ("!=",),
-    ast.NotEq: ("==",),
-}
-OPERATORS = {
-    ast.Add: "-",
-    ast.Sub: "+",
-    ast.Mult: "+",
-    ast.FloorDiv: "*",
-    ast.Mod: "+",
-    ast.LShift: ">>",
-    ast.RShift: "<<",
-    ast.BitAnd: "|",
-    ast.BitOr: "&",
-    ast.BitXor: "&",
-}
-ASSIGNMENTS = {"+=": "-=", "-=": "+=", "*=": "+=", "&=": "|=", "|=": "&=", "^=": "&=", ">>=": "<<=", "<<=": ">>="}
-#: What they return is NULL in a mutant.
-POINTERS = {
-    *("xcalloc", "xmalloc", "xrealloc", "record_turn", "record_begin"),
-    *("put", "put_wide", "put_scalar", "put_ints", "put_slots", "put_words", "put_bytes"),
-}
-UNTOUCHED = {"seq_table", "sizeof", "range"}  # a pointer that may not be NULL; no calls at all
-HEAD = "from kvpool._mutant cimport kv_mutant, kv_set_mutant\n"
-SETTER = "\n\ndef set_mutant(int number):\n    kv_set_mutant(number)\n"
+HEAD = "from {package}._mutant cimport KV_MUTANTS, kv_is, kv_live, kv_reached, kv_set_mutant\n"
+SETTER = '''
+
+def set_mutant(int number):
+    kv_set_mutant(number)
+
+
+def mutants_reached():
+    return (<const char*>kv_reached)[:KV_MUTANTS]
+
+
+def forget_reached():
+    cdef int k
+    for k in range(KV_MUTANTS):
+        kv_reached[k] = 0
+
+
+def live_arrays():
+    return kv_live
+'''
 #: A header of its own, so that inline functions ask the module that they are compiled into.
 MUTANT_PXD = '''cdef extern from *:
     """
+    enum {{ KV_MUTANTS = {count} }};
     static int kv_mutant = 0;
+    static unsigned char kv_reached[KV_MUTANTS];
+    #define kv_is(number) (kv_reached[number] = 1, kv_mutant == (number))
     #define kv_set_mutant(number) (kv_mutant = (number))
     """
-    int kv_mutant
+    int KV_MUTANTS
+    long kv_live
+    unsigned char* kv_reached
+    bint kv_is(int number) noexcept nogil
     void kv_set_mutant(int number) noexcept nogil
 '''
+LITERAL = re.compile(r"-?\d+")
+KEPT = ("else", "pass", "try", "finally", "except", "with", "global", "import", "from", "assert")
+NO_VALUE = ("cdef", "return", "raise", "break", "continue", "del", "for", "if", "elif", "while", "@", "yield")
 
 
 @dataclass(frozen=True)
@@ -76,97 +76,88 @@ class Mutant:
     was: str
     now: str
     key: str  # names it without a line number: it stays when other code moves
-
-
-def covered(text: str) -> str:
-    """`text` as Python that is no longer and no shorter: a cast is a minus, an address a tilde, a comment spaces."""
-    text = re.sub(r"#[^\n]*", lambda found: " " * len(found[0]), text)
-    text = CAST.sub(lambda found: "-" + " " * (len(found[0]) - 1), text)
-    text = SUFFIX.sub(lambda found: found[1] + " " * len(found[2]), text)
-    return re.sub(r"(?<=[(,=\[])( *)&|\b(return |else |if |and |or )&", lambda found: found[0][:-1] + "~", text)
-
-
-def logical_lines(text: str) -> Iterator[tuple[int, int]]:
-    """Spans of statements: lines, joined while a bracket is open; docstrings and comments left out."""
-    at, in_docstring = 0, False
-    start, depth = None, 0
-    for line in text.splitlines(keepends=True):
-        plain = re.sub(r"#.*", "", line)
-        quotes = plain.count('"""')
-        if quotes or in_docstring:
-            in_docstring ^= quotes == 1
-        elif plain.strip() or depth:
-            start = at if start is None else start
-            depth += sum(plain.count(c) for c in "([") - sum(plain.count(c) for c in ")]")
-            if depth == 0:
-                yield start + len(text[start:]) - len(text[start:].lstrip()), at + len(plain.rstrip())
-                start = None
-        at += len(line)
-
-
-def split_top(text: str, mark: str) -> list[tuple[int, int]]:
-    """Spans of `text` between the characters `mark` that stand outside of brackets; '=' is assignment alone."""
-    spans, depth, first = [], 0, 0
-    for i, c in enumerate(text):
-        depth += (c in "([") - (c in ")]")
-        alone = mark != "=" or (text[i + 1 : i + 2] != "=" and text[i - 1] not in "=<>!+-*&|^")
-        if c == mark and depth == 0 and alone:
-            spans.append((first, i))
-            first = i + 1
-    return [*spans, (first, len(text))]
+    aside: str  # why no judge of results is asked about it, or ""
 
 
 class Schemata:
     """Rewrites one file after the other; `mutants` grows."""
 
-    def __init__(self) -> None:
+    def __init__(self, texts: dict[str, str]) -> None:
         self.mutants: list[Mutant] = []
         self.keys: Counter[str] = Counter()
-        self.predicates: set[str] = set()  # functions that return a bint
+        self.known = declarations(texts)
+        self.effects = of_functions((made, text) for name, text in texts.items() for made in functions(name, text))
 
-    def file(self, name: str, text: str) -> str:
+    def file(self, name: str, text: str, package: str = "kvpool") -> str:
         """The source with all its mutants in it."""
         made, at = [], 0
-        for head in NOGIL.finditer(text):
-            body = re.compile(r"(?:[ \t]+[^\n]*\n|[ \t]*\n(?=[ \t\n]))*(?:[ \t]+[^\n]*\n?)?").match(text, head.end())
-            made += [text[at : head.end()], self._body(name, head[1], text, body.start(), body.end())]
-            at = body.end()
-        made.append(text[at:])
-        joined = "".join(made)
-        first = IMPORT.search(joined).start()
-        return joined[:first] + HEAD + joined[first:] + (SETTER if name.endswith(".pyx") else "")
-
-    # ---- statements ---------------------------------------------------------------------------------------
-
-    def _body(self, name: str, function: str, text: str, start: int, end: int) -> str:
-        body, made, at = text[start:end], [], 0
-        for first, last in logical_lines(body):
-            line = text.count("\n", 0, start + first) + 1
-            indent = len(body[:first].rpartition("\n")[2])
-            made += [body[at:first], Statement(self, (name, function, line), body[first:last], indent).rewritten()]
-            at = last
-        return "".join([*made, body[at:]])
+        for function in functions(name, text):
+            types = Types(self.known, function, text)
+            body = [Statement(self, types, function, line, text) for line in function.body]
+            for one, two in pairwise(body):
+                one.before(two)
+            for statement in body:
+                line = statement.line
+                made += [text[at : line.first], statement.rewritten()]
+                at = line.last
+        joined = "".join([*made, text[at:]])
+        first = next(logical_lines(joined), Line(0, 0, 0, 0)).first
+        setter = SETTER if name.endswith(".pyx") else ""
+        return joined[:first] + HEAD.format(package=package) + joined[first:] + setter
 
 
 class Statement:
-    """One statement of a nogil function."""
+    """One statement of a function."""
 
-    def __init__(self, schemata: Schemata, where: tuple[str, str, int], text: str, indent: int) -> None:
-        self.mutants, self.keys, self.predicates = schemata.mutants, schemata.keys, schemata.predicates
-        self.where, self.text, self.indent = where, text, indent
-        self.plain = covered(text)
+    def __init__(self, schemata: Schemata, types: Types, function: Function, line: Line, text: str) -> None:
+        self.schemata, self.types, self.function, self.line = schemata, types, function, line
+        self.text = text[line.first : line.last]
+        self.plain = covered(self.text)
+        self.word = re.match(r"\w*", self.text)[0]
+        self.wrong = Wrong(types, self.text, self.plain, function.nogil)
+        self.in_text = False  # of a refusal: what follows its reason
+        self.first: list[tuple[int, str]] = []  # (mutant, what it does before this statement)
+        self.instead: list[tuple[int, str]] = []  # (mutant, what it does in place of this statement)
+
+    # ---- whole statements ---------------------------------------------------------------------------------
+
+    @property
+    def simple(self) -> bool:
+        """Whether it is an assignment or a call."""
+        return self.word not in KEPT + NO_VALUE and not self.text.startswith("@") and not self.text.endswith(":")
+
+    def before(self, following: Statement) -> None:
+        """A mutant that does the following statement first, if that could matter."""
+        neighbours = self.simple and following.simple and self.line.indent == following.line.indent
+        if neighbours and depend(self.plain, following.plain, self.schemata.effects):
+            number = self.add("order", self.text, f"after {following.text}")
+            self.first.append((number, following.text))
+            following.instead.append((number, "pass"))
 
     def rewritten(self) -> str:
         """Its text with its mutants in it."""
-        text, word = self.text, re.match(r"\w*", self.text)[0]
-        if word in ("else", "pass") or text == "return":
+        main = self.main()
+        if not self.first and not self.instead:
+            return main
+        lines = [f"if kv_is({number}): {text}" for number, text in self.first]
+        lines += [
+            f"{'elif' if k else 'if'} kv_is({number}): {text}" for k, (number, text) in enumerate(self.instead)
+        ]
+        lines.append(f"else: {main}" if self.instead else main)
+        return ("\n" + " " * self.line.indent).join(lines)
+
+    def main(self) -> str:
+        """The statement itself, its expressions asking for mutants."""
+        text, word = self.text, self.word
+        if word in KEPT or text.startswith("@") or (word == "lambda"):
             return text
-        if word in ("break", "continue"):
-            return f"if kv_mutant != {self.add('branch', text, 'nothing')}: {text}"
+        if word in ("break", "continue", "raise", "del") or text == "return":
+            self.replaced("refusal" if word == "raise" else "branch", text, "pass", "nothing")
+            return text
         if word in ("if", "elif", "while"):
             return f"{word} {self.expression(len(word), len(self.plain.rstrip()) - 1, condition=True)}:"
         if word == "for":
-            first = text.index("range(")
+            first = re.search(r"\bin\b", self.plain).end()
             return text[:first] + self.expression(first, len(self.plain.rstrip()) - 1) + ":"
         if word == "return":
             return "return " + self.expression(len(word), len(text))
@@ -176,9 +167,7 @@ class Statement:
         if augmented:
             return self.augmented(augmented)
         sides = split_top(self.plain, "=")
-        if len(sides) > 1:
-            return " = ".join(self.expression(*side) for side in sides)
-        return f"if kv_mutant != {self.add('call', text, 'nothing')}: " + self.expression(0, len(text), whole=False)
+        return self.assignment(sides) if len(sides) > 1 else self.call()
 
     def declaration(self) -> str:
         """``cdef int a = 1, b``: the values."""
@@ -191,141 +180,184 @@ class Statement:
         return ",".join(made)
 
     def augmented(self, found: re.Match) -> str:
-        """``a += b``: two statements, the right one and the wrong one."""
+        """``a += b``: it subtracts, is not made, or goes to another field."""
         operator, other = found[1], ASSIGNMENTS[found[1]]
         target, value = self.text[: found.start()], self.text[found.end() :]
-        number = self.add("arithmetic", self.text, f"{target} {other} {value}")
-        right = f"{self.expression(0, found.start())} {operator} {self.expression(found.end(), len(self.text))}"
-        return f"if kv_mutant == {number}: {target} {other} {value}\n{' ' * self.indent}else: {right}"
+        if not re.match(r"f?[\"']", value):
+            self.replaced("arithmetic", self.text, f"{target} {other} {value}")
+        tree = self.parsed(0, found.start())
+        if not isinstance(tree, ast.Name):
+            self.replaced("dropped", self.text, "pass", "nothing")
+        if field := self.types.another_field(tree):
+            self.replaced("field", self.text, f"{self.wrong.with_field(tree, field)} {operator} {value}")
+        return f"{self.target(0, found.start())} {operator} {self.expression(found.end(), len(self.text))}"
+
+    def assignment(self, sides: list[tuple[int, int]]) -> str:
+        """``a = b = value``: each target is left out once, and is another field once; a local name stays."""
+        *targets, value = [self.text[first:last].strip() for first, last in sides]
+        for k, (first, last) in enumerate(sides[:-1]):
+            tree = self.parsed(first, last)
+            others = targets[:k] + targets[k + 1 :]
+            if isinstance(tree, ast.Attribute | ast.Subscript):
+                rest = " = ".join([*others, value]) if others else "pass"
+                self.replaced("dropped", self.text, rest, rest if others else "nothing")
+            if field := self.types.another_field(tree):
+                there = [*targets[:k], self.wrong.with_field(tree, field), *targets[k + 1 :], value]
+                self.replaced("field", self.text, " = ".join(there))
+        made = [self.target(*side) for side in sides[:-1]]
+        return "=".join([*made, self.expression(*sides[-1])])
+
+    def call(self) -> str:
+        """A call for what it does: it is not made, or is given the wrong things."""
+        tree = self.parsed(0, len(self.text))
+        self.replaced("call", self.text, "pass", "nothing")
+        if isinstance(tree, ast.Call):
+            self.in_text = name_of(tree) in REFUSALS
+            for other in self.wrong.swapped(tree):
+                self.replaced("swap", self.text, other)
+            self.in_text = False
+        return self.expression(0, len(self.text), whole=False)
 
     # ---- expressions --------------------------------------------------------------------------------------
 
     def add(self, kind: str, was: str, now: str) -> int:
         """The number of one more mutant."""
-        number = len(self.mutants) + 1
+        schemata, function = self.schemata, self.function
+        number = len(schemata.mutants) + 1
         source, was, now = (" ".join(part.split()) for part in (self.text, was, now))
-        key = f"{self.where[1]}: {source} | {was} -> {now}"
-        self.keys[key] += 1
-        key += f" #{self.keys[key]}" if self.keys[key] > 1 else ""
-        self.mutants.append(Mutant(number, *self.where, kind, source, was, now, key))
+        key = f"{function.name}: {source} | {was} -> {now}"
+        schemata.keys[key] += 1
+        key += f" #{schemata.keys[key]}" if schemata.keys[key] > 1 else ""
+        why = aside(function, source) or ("error texts" if self.in_text else "")
+        where = (function.file, function.name, self.line.number)
+        schemata.mutants.append(Mutant(number, *where, kind, source, was, now, key, why))
         return number
 
-    def expression(self, first: int, last: int, *, condition: bool = False, whole: bool = True) -> str:
-        """Text from `first` to `last` with its mutants in it; `whole`: the call that it is may be another."""
-        tree = ast.parse(f"({self.plain[first:last]})", mode="eval").body
+    def replaced(self, kind: str, was: str, text: str, now: str = "") -> None:
+        """A mutant that does something else in place of the whole statement."""
+        self.instead.append((self.add(kind, was, now or text), text))
+
+    def parsed(self, first: int, last: int) -> ast.expr:
+        """The tree of the text from `first` to `last`, its nodes with their places in the statement."""
+        text = f"({self.plain[first:last]})"
+        tree = ast.parse(text, mode="eval").body
         starts = [first - 1]
-        for line in f"({self.plain[first:last]})".splitlines(keepends=True):
+        for line in text.splitlines(keepends=True):
             starts.append(starts[-1] + len(line))
         for node in ast.walk(tree):
             if isinstance(node, ast.expr):
                 node.first = starts[node.lineno - 1] + node.col_offset
                 node.last = starts[node.end_lineno - 1] + node.end_col_offset
                 node.last += len(re.match(r"(U?LL|U?L|U)?", self.text[node.last :])[0])
+        if tree.first < first:  # a tuple takes the brackets for its own
+            tree.first, tree.last = tree.elts[0].first, tree.elts[-1].last
+        return tree
+
+    def expression(self, first: int, last: int, *, condition: bool = False, whole: bool = True) -> str:
+        """Text from `first` to `last` with its mutants in it; `whole`: the call that it is may be another."""
+        tree = self.parsed(first, last)
         self.whole = tree if not whole else None
         made = self.condition(tree) if condition else self.render(tree)
         return self.text[first : tree.first] + made + self.text[tree.last : last]
 
+    def target(self, first: int, last: int) -> str:
+        """The same of what is assigned to: the place stays one."""
+        tree = self.parsed(first, last)
+        self.whole = None
+        return self.text[first : tree.first] + self.place(tree) + self.text[tree.last : last]
+
+    def place(self, node: ast.expr) -> str:
+        """A place in memory: what it is a place of may be wrong, as long as that is a pointer."""
+        if isinstance(node, ast.Subscript | ast.Attribute):
+            value = node.value
+            rvalue = self.types.of(value).endswith("*") or isinstance(value, ast.UnaryOp | ast.Call)
+            made = self.text[node.first : value.first] + (self.render(value) if rvalue else self.place(value))
+            if isinstance(node, ast.Attribute):
+                return made + self.text[value.last : node.last]
+            place = self.text[value.last : node.slice.first] + self.render(node.slice)
+            return made + place + self.text[node.slice.last : node.last]
+        return self.text[node.first : node.last]
+
     def render(self, node: ast.expr) -> str:
         """The node's text, each part that can be wrong asking for it."""
+        if isinstance(node, ast.UnaryOp) and self.text[node.first] == "&":
+            inside = self.text[node.first : node.operand.first] + self.place(node.operand)
+            return self.choice([*self.wrong.of(node)], inside + self.text[node.operand.last : node.last], node)
         made, at = [], node.first
-        for child in self.parts(node):
-            inner = self.condition(child) if isinstance(node, ast.IfExp) and child is node.test else self.render(child)
-            made += [self.text[at : child.first], inner]
+        for child, asked in sorted(self.parts(node), key=lambda part: part[0].first):
+            before, self.in_text = self.in_text, self.in_text or self.in_words(node, child)
+            if self.in_text and LITERAL.fullmatch(self.text[child.first : child.last]):
+                self.in_text = before  # nothing is to be told there
+                continue
+            made += [self.text[at : child.first], self.condition(child) if asked else self.render(child)]
+            self.in_text = before
             at = child.last
-        return self.choice([*self.wrong(node)], "".join([*made, self.text[at : node.last]]), node)
+        wrong = [] if node is self.whole else [*self.wrong.of(node)]
+        return self.choice(wrong, "".join([*made, self.text[at : node.last]]), node)
 
     def condition(self, node: ast.expr) -> str:
         """What a branch asks: it may be taken always, or never."""
         was, inner = self.text[node.first : node.last], self.render(node)
         always, never = self.add("branch", was, "True"), self.add("branch", was, "False")
-        return f"(kv_mutant == {always} or (kv_mutant != {never} and ({inner})))"
+        return f"(kv_is({always}) or (not kv_is({never}) and ({inner})))"
 
-    def choice(self, wrong: list[tuple[str, str]], right: str, node: ast.expr) -> str:
+    def choice(self, wrong: Iterable[tuple[str, str]], right: str, node: ast.expr) -> str:
         """An expression that is one of `wrong`, or `right`; what Cython would make a Python object of is avoided."""
-        if not wrong:
-            return right
         was = self.text[node.first : node.last]
-        numbered = [(self.add(kind, was, now), now) for kind, now in wrong]
-        if isinstance(node, ast.Constant | ast.Name):  # no choice between literals
-            return f"({right}{''.join(f' {now[len(was) + 1]} (kv_mutant == {n})' for n, now in numbered)})"
+        before, numbered = self.in_text, []
+        for kind, now in wrong:
+            self.in_text = before or (kind == "swap" and name_of(node) in REFUSALS)
+            numbered.append((self.add(kind, was, now), now))
+        self.in_text = before
+        if not numbered:
+            return right
+        literal = isinstance(node, ast.Constant | ast.Name)
+        if literal and (self.function.nogil or not isinstance(getattr(node, "value", 0), bool)):
+            return f"({right}{''.join(f' {now[len(was) + 1]} kv_is({n})' for n, now in numbered)})"
         if isinstance(node, ast.BoolOp) or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)):
-            asked = "".join(f"(kv_mutant == {n} and ({now})) or " for n, now in numbered)
-            others = " and ".join(f"kv_mutant != {n}" for n, _ in numbered)
+            asked = "".join(f"(kv_is({n}) and ({now})) or " for n, now in numbered)
+            others = " and ".join(f"not kv_is({n})" for n, _ in numbered)
             return f"({asked}({others} and ({right})))"
-        return f"({''.join(f'({now}) if kv_mutant == {n} else ' for n, now in numbered)}({right}))"
+        return f"({''.join(f'({now}) if kv_is({n}) else ' for n, now in numbered)}({right}))"
 
-    def parts(self, node: ast.expr) -> list[ast.expr]:
-        """The expressions inside that can be wrong on their own, in the order of the text."""
+    def in_words(self, call: ast.expr, part: ast.expr) -> bool:
+        """Whether an argument only tells in which words something is refused."""
+        if not isinstance(call, ast.Call) or part not in call.args:
+            return False
+        place = call.args.index(part)
+        return place >= REFUSALS.get(name_of(call), 99) or place in self.schemata.known.words.get(name_of(call), ())
+
+    def parts(self, node: ast.expr) -> list[tuple[ast.expr, bool]]:
+        """The expressions inside that can be wrong on their own, and whether they decide which way to go."""
         if isinstance(node, ast.Call):
             name = getattr(node.func, "id", "")
-            return [] if name == "sizeof" else node.args[:2] if name == "range" else node.args
+            args = [] if name in ("sizeof", "snprintf") else node.args[:2] if name == "range" else node.args
+            called = [node.func.value] if isinstance(node.func, ast.Attribute) else []
+            return [(child, False) for child in [*called, *args, *(word.value for word in node.keywords)]]
         if isinstance(node, ast.IfExp):
-            return [node.body, node.test, node.orelse]
-        return [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
-
-    def wrong(self, node: ast.expr) -> Iterator[tuple[str, str]]:
-        """What may stand in the node's place."""
-        if isinstance(node, ast.Compare) and len(node.ops) == 1:
-            for other in COMPARISONS[type(node.ops[0])]:
-                yield "comparison", self.between(node, node.left, node.comparators[0], r"[<>=!]=?", other)
-        elif isinstance(node, ast.BinOp):
-            other = OPERATORS[type(node.op)]
-            yield "arithmetic", self.between(node, node.left, node.right, r"<<|>>|//|[-+*%&|^]", other)
-        elif isinstance(node, ast.BoolOp):
-            word, other = ("and", "or") if isinstance(node.op, ast.And) else ("or", "and")
-            for left, right in zip(node.values, node.values[1:], strict=False):
-                yield "branch", self.between(node, left, right, rf"\b{word}\b", other)
-        elif isinstance(node, ast.UnaryOp) and self.text[node.first] not in "<&":
-            yield "arithmetic", self.text[node.operand.first : node.operand.last]
-        elif isinstance(node, ast.Constant):
-            yield from self.other_constants(node)
-        elif isinstance(node, ast.Name) and CONSTANT_NAME.match(node.id) and node.id != "NULL":
-            yield "constant", f"{node.id} {'-' if node.id == 'INT64_MAX' else '+'} 1"
-        elif isinstance(node, ast.Call) and node is not self.whole:
-            yield from self.other_calls(node)
-
-    def between(self, node: ast.expr, left: ast.expr, right: ast.expr, operator: str, other: str) -> str:
-        """The node's text with another operator between two of its parts."""
-        gap = re.sub(operator, other, self.plain[left.last : right.first], count=1)
-        return self.text[node.first : left.last] + gap + self.text[right.first : node.last]
-
-    def other_constants(self, node: ast.Constant) -> Iterator[tuple[str, str]]:
-        """Its neighbours."""
-        if isinstance(node.value, bool):
-            yield "constant", f"{node.value} {'-' if node.value else '+'} 1"
-        elif isinstance(node.value, int):
-            text = self.text[node.first : node.last]
-            yield "constant", f"{text} + 1"
-            if 0 < node.value < 1 << 32:
-                yield "constant", f"{text} - 1"
-
-    def other_calls(self, node: ast.Call) -> Iterator[tuple[str, str]]:
-        """What the call could have returned."""
-        name = getattr(node.func, "id", "")
-        if name in POINTERS:
-            yield "call", "NULL"
-        elif name in ("min", "max"):
-            swapped = {"min": "max", "max": "min"}[name]
-            yield "call", swapped + self.text[node.func.last : node.last]
-        elif name == "mix":
-            yield "call", self.text[node.args[0].first : node.args[0].last]
-        elif name not in UNTOUCHED:
-            yield "call", "False" if name in self.predicates else "0"
+            return [(node.body, False), (node.test, True), (node.orelse, False)]
+        if isinstance(node, ast.JoinedStr | ast.Lambda):
+            return []
+        if is_text(node):
+            return [(node.left, False)]
+        found = [(child, False) for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
+        for loop in getattr(node, "generators", ()):
+            found += [(loop.iter, False), *((test, True) for test in loop.ifs)]
+        return found
 
 
-def mutate(folder: Path) -> tuple[dict[str, str], list[Mutant]]:
-    """Rewrite the core in `folder`, the one that holds ``_types.pxd``; nothing is written.
+def mutate(paths: Iterable[Path], package: str = "kvpool") -> tuple[dict[Path, str], list[Mutant]]:
+    """Rewrite sources; nothing is written.
 
     Returns
     -------
     dict
-        File name -> source; ``_mutant.pxd`` is new.
+        Path -> source; ``_mutant.pxd`` is new, beside the first.
     list of Mutant
         All of them, ``mutants[i].number == i + 1``.
     """
-    schemata = Schemata()
-    paths = [path for path in sorted(folder.glob("_*.p[yx][xd]")) if path.stem not in ("__init__", "_memory")]
-    texts = {path.name: path.read_text() for path in paths}
-    schemata.predicates.update(*(PREDICATE.findall(text) for text in texts.values()))
-    made = {name: schemata.file(name, text) for name, text in texts.items()}
-    return made | {"_mutant.pxd": MUTANT_PXD}, schemata.mutants
+    texts = {path: path.read_text() for path in paths}
+    schemata = Schemata({path.name: text for path, text in texts.items()})
+    made = {path: schemata.file(path.name, text, package) for path, text in texts.items()}
+    header = MUTANT_PXD.format(count=len(schemata.mutants) + 1)
+    return made | {next(iter(texts)).with_name("_mutant.pxd"): header}, schemata.mutants

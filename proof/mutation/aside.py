@@ -1,0 +1,47 @@
+"""Mutants of what a judge of results is not asked about: it reads no digest, no counter, no record and no error text.
+
+Any recording sees them all the same: the first score has them, the second leaves them out.
+"""
+
+from __future__ import annotations
+
+import re
+
+from proof.mutation.source import Function
+
+#: Why -> functions, by their names.
+FUNCTIONS = {
+    "fingerprint": re.compile(r"(?:\w*fingerprint\w*|chain|index_root_hash)$"),  # it alone shows hashes of tokens
+    "check": re.compile(r"(?:check|find_fault|(?:blocks|seqs|index)_check|check_(?:chain|block|ids|sequence|references)"
+                        r"|check_(?:free_slots|pending)|_corrupt)$"),
+    "statistics": re.compile(r"(?:\w*stats|refcount_histogram|count_references|index_nbytes|num_free)$"),
+    "recording": re.compile(r"(?:_?record\w*|write_step|number_in)$"),
+    "error texts": re.compile(r"(?:show|out_of_blocks|refuse|blocks_short|__repr__|failed|error_message)$"),
+    "digest": re.compile(r"(?:digest|_set_digest|mix|mix_tokens|mix_bytes)$"),
+}
+#: Why -> what statements mention.
+STATEMENTS = {
+    "digest": re.compile(r"\bdigest\b|^(?:cdef uint64_t )?h = mix|^return mix"),
+    "recording": re.compile(r"\brecord(?:_\w+)?\b|\bword\b"),
+    "statistics": re.compile(
+        r"\b(?:peak_used|allocs|evictions|revivals|reuse_gap|cow_copies|cow_tokens|queries|query_tokens|hit_tokens|"
+        r"inserted|duplicates|num_shared|evicted_tokens|sum_tokens|sum_blocks)\b"
+        r"|^shared \+=|^cdef int32_t k, \w+, shared = 0$"
+    ),
+    "error texts": re.compile(r"^name = |^wanted = |^found = code|^(?:v|verdict)\.(?!reason)\w+(?:, v\.\w+)* ="),
+}
+#: Calls that write down why something is refused -> how many of their arguments are more than words.
+REFUSALS = {"refused": 2, "blocks_short": 2}
+
+
+def aside(function: Function, source: str) -> str:
+    """Why a mutant is left to recordings, "" if the judge is asked."""
+    if function.file.startswith("_record"):
+        return "recording"
+    for why, pattern in FUNCTIONS.items():
+        if pattern.match(function.name):
+            return why
+    for why, pattern in STATEMENTS.items():
+        if pattern.search(source):
+            return why
+    return ""

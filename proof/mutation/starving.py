@@ -1,0 +1,175 @@
+"""Programs for which memory does not last: what is refused for want of it is made again, and nothing is lost."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import kvpool
+from kvpool.testing import ModelPlan, ModelPool
+from proof.mutation.scenarios import FORMATS, look, tried
+from proof.mutation.tape import drop
+
+CORE: dict[str, Any] = {"pool": kvpool.Pool, "plan": kvpool.Plan}
+MODEL: dict[str, Any] = {"pool": ModelPool, "plan": ModelPlan}
+
+
+class Starving:
+    """Makes calls while memory runs out: each allocation fails once. A call that fails has taken nothing."""
+
+    def __init__(self) -> None:
+        from kvpool import _memory
+
+        self._memory = _memory
+        gc.collect()
+        self._first = self._living()
+
+    def _living(self) -> int:
+        return self._memory.allocations()[1]
+
+    def _until_it_succeeds(self, call: Callable[[], Any]) -> Any:
+        for k in range(1, 400):
+            before = self._living()
+            self._memory.fail_at(k)
+            try:
+                return call()
+            except MemoryError as error:
+                if type(error) is not MemoryError:  # want of blocks is one too
+                    raise
+            finally:
+                self._memory.fail_at(0)
+            if self._living() != before:
+                raise RuntimeError("memory is lost")
+        raise RuntimeError("it never succeeds")
+
+    def make(self, kind: str, *arguments: Any, **options: Any) -> None:
+        """A pool or a plan, which goes at once."""
+        more = {"seed": 1, "record": 4096} if kind == "pool" else {}
+        before = self._living()
+        made = self._until_it_succeeds(lambda: CORE[kind](*arguments, **more | options))
+        del made
+        if self._living() != before:
+            raise RuntimeError("memory is lost")
+
+    def call(self, thing: Any, name: str, *arguments: Any, **options: Any) -> Any:
+        """A call, which is refused as in peace or gives what it gives then."""
+        return self._until_it_succeeds(lambda: getattr(thing, name)(*arguments, **options))
+
+    def lose(self, pool: Any, row: int, tokens: Any) -> None:
+        """A commit of one block, of which no event can tell."""
+        self._memory.fail_at(1)
+        try:
+            pool.commit(row, tokens)
+        finally:
+            self._memory.fail_at(0)
+
+    def names(self, pool: Any, before: int = 0) -> int:
+        """Namespaces that came since this object was made: each is one block of memory, and nothing else is."""
+        return self._living() - self._first
+
+    def left(self) -> int:
+        """Memory that was taken since this object was made, and not given back."""
+        gc.collect()
+        return self._living() - self._first
+
+
+class StarvingModel:
+    """The same in peace."""
+
+    def make(self, kind: str, *arguments: Any, **options: Any) -> None:
+        """A pool or a plan, which goes at once."""
+        if 0 < options.pop("record", 0) < 8:
+            raise ValueError("record")
+        made = MODEL[kind](*arguments, **options)
+        if kind == "pool":
+            made.shutdown()
+
+    def call(self, thing: Any, name: str, *arguments: Any, **options: Any) -> Any:
+        """A call."""
+        return getattr(thing, name)(*arguments, **options)
+
+    def lose(self, pool: Any, row: int, tokens: Any) -> None:
+        """A commit of one block, of which no event can tell."""
+        pool.commit(row, tokens)
+        pool._events.pop()
+        pool._lost_events += 1
+
+    def names(self, pool: Any, before: int = 0) -> int:
+        """Namespaces that are known, without those `before`."""
+        return len(pool._roots) - before
+
+    def left(self) -> int:
+        """Nothing."""
+        return 0
+
+
+def calls_without_memory(Pool: Any, Plan: Any, Blocks: Any, Starving: Any) -> None:
+    """Pools, plans and calls for which the memory does not last at first: nothing is lost, nothing has changed."""
+    starving = Starving()
+    for size in (0, 7, 8, 100):
+        tried(starving.make, "pool", 8, 2, record=size)
+    pool = Pool(20, 1, max_seqs=3, prefix_cache=True, events=9)
+    plan, row = Plan(pool, 1, 9, formats=("block_tables",)), pool.open()
+    pool.step(plan, [row], 9)
+    pool.done(plan)
+    for k in range(3):
+        starving.lose(pool, row, np.array([3 * k], np.int32))
+        pool.commit(row, np.array([3 * k + 1, 3 * k + 2], np.int32))
+        pool.drain_events()
+    pool.shutdown()
+    drop(plan)
+    drop(pool)
+    for cached in (False, True):
+        options = {"max_seqs": 30, "prefix_cache": cached} | ({"events": 300} if cached else {})
+        starving.make("pool", 180, 2, **options)
+        options.pop("events", None)  # an event may be lost
+        pool = Pool(180, 2, **options)
+        starving.make("plan", pool, 25, 200, formats=FORMATS)
+        plan = Plan(pool, 25, 200, formats=FORMATS)
+        row = starving.call(pool, "open")
+        starving.call(pool, "step", plan, [row], 41)
+        look(pool, plan)
+        starving.call(pool, "done", plan)
+        text = np.arange(41, dtype=np.int32)
+        if cached:
+            pool.commit(row, text[:1])
+            starving.call(pool, "commit", row, text[1:])
+            for k in range(40):
+                name = b"%d" % k
+                one = starving.call(pool, "open", text[: k % 5 + 1].tolist(), name)
+                starving.call(pool, "flush", b"no %d" % k)
+                tried(pool.close, one)
+                if k % 7 == 6:
+                    starving.call(pool, "flush", name)
+                    starving.call(pool, "match", text.tolist(), name)
+            pool.prefix_stats()
+        else:
+            ids = starving.call(pool, "alloc", 20)
+            out = np.zeros(20, np.int32)
+            starving.call(pool, "alloc", 20, out=out)
+            blocks = Blocks(pool)
+            ids = ids.tolist()
+            for name in ("incref", "mark_committed", "decref", "decref", "revive", "free"):
+                tried(starving.call, pool, name, ids)
+                tried(starving.call, pool, name, ids[:17])
+                blocks.free_order()
+            taken, _ = starving.call(blocks, "take", 18)
+            for name in ("touch", "commit", "release", "refcounts", "uncommit"):
+                starving.call(blocks, name, taken)
+            blocks.free_order()
+            drop(blocks)
+        children = starving.call(pool, "fork", row, 20).tolist()
+        starving.call(pool, "step", plan, [row, *children], 1)
+        look(pool, plan)
+        starving.call(pool, "done", plan)
+        starving.call(pool, "truncate", children, [k for k in range(20)])
+        starving.call(pool, "close", children)
+        starving.call(pool, "evict_blocks", row, [1, 3])
+        look(pool)
+        pool.shutdown()
+        drop(plan)
+        drop(pool)
+        starving.left()

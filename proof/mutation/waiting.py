@@ -1,0 +1,162 @@
+"""Programs of calls that find the lock of a pool taken, by another thread or by their own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kvpool.errors import ConcurrentUse
+from proof.mutation.limits import poked
+from proof.mutation.scenarios import FORMATS, look, tried
+
+WAIT = 0.005  # seconds that another thread keeps a lock
+
+
+class Other:
+    """Another thread that holds the lock of a pool while this one calls."""
+
+    def call(self, pool: Any, thing: Any, name: str, *arguments: Any) -> Any:
+        """The call waits until the lock is free, and nothing changes until then."""
+        return self._made(pool, lambda: made(thing, name, arguments))
+
+    def call_with_fewer(self, pool: Any, thing: Any, name: str, *arguments: Any) -> Any:
+        """While the call waits a blank block goes, which comes back when it is over."""
+        try:
+            return self._made(pool, lambda: made(thing, name, arguments), -1)
+        finally:
+            fewer(pool, 1)
+
+    def call_with_one(self, pool: Any, thing: Any, name: str, *arguments: Any) -> Any:
+        """All blocks are taken. While the call waits the one that was taken last is blank, until it is over."""
+        try:
+            return self._made(pool, lambda: made(thing, name, arguments), 1)
+        finally:
+            fewer(pool, -1)
+
+    def call_inside(self, pool: Any, thing: Any, name: str, *arguments: Any) -> None:
+        """The thread that holds the lock calls."""
+        from kvpool.testing import _poke
+
+        _poke.hold(pool)
+        try:
+            made(thing, name, arguments)
+        finally:
+            _poke.let_go(pool)
+
+    def _made(self, pool: Any, call: Callable[[], Any], change: int = 0) -> Any:
+        from kvpool.testing import _poke
+
+        held, found = threading.Event(), []
+
+        def hold() -> None:
+            _poke.hold(pool)
+            before = _poke.state(pool)
+            held.set()
+            time.sleep(WAIT)
+            found.append(before == _poke.state(pool))
+            if change:
+                fewer(pool, change)
+            _poke.let_go(pool)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait()
+        try:
+            return call()
+        finally:
+            thread.join()
+            if found != [True]:
+                raise RuntimeError("the pool changed while another thread had its lock")
+
+
+def made(thing: Any, name: str, arguments: tuple) -> Any:
+    """What a call gives, or what an attribute is."""
+    found = getattr(thing, name)
+    return found(*arguments) if callable(found) else found
+
+
+def fewer(pool: Any, by: int) -> None:
+    """A blank block more or less."""
+    poked(pool, "all_blocks.num_blank", by)
+    poked(pool, "all_blocks.num_used", -by)
+
+
+class OtherOfModel:
+    """The same calls, one after the other."""
+
+    def call(self, pool: Any, thing: Any, name: str, *arguments: Any) -> Any:
+        """A call."""
+        return made(thing, name, arguments)
+
+    def call_with_fewer(self, pool: Any, thing: Any, name: str, *arguments: Any) -> Any:
+        """A call while the block that would be taken next is away."""
+        block = pool._blank.pop()
+        try:
+            return made(thing, name, arguments)
+        finally:
+            pool._blank.append(block)
+
+    def call_with_one(self, pool: Any, thing: Any, name: str, *arguments: Any) -> Any:
+        """A call while the block that is taken last is there."""
+        pool._blank.append(pool.num_blocks - 1)
+        try:
+            return made(thing, name, arguments)
+        finally:
+            pool._blank.pop()
+
+    def call_inside(self, pool: Any, thing: Any, name: str, *arguments: Any) -> None:
+        """Every call that takes the lock is refused."""
+        raise ConcurrentUse(name)
+
+
+def calls_that_wait(Pool: Any, Plan: Any, Blocks: Any, Other: Any) -> None:
+    """Calls while another thread holds the lock, and from the thread that holds it."""
+    other = Other()
+    for cached in (False, True):
+        pool = Pool(20, 2, max_seqs=6, prefix_cache=cached, **({"events": 40} if cached else {}))
+        plan = Plan(pool, 4, 20, formats=FORMATS)
+        rows = [pool.open() for _ in range(3)]
+        text = np.arange(3, dtype=np.int32)
+        calls: list[tuple] = [("step", plan, rows, 3), ("rollback", plan), ("step", plan, rows, 3), ("done", plan)]
+        calls += [("table", rows[0]), ("num_tokens", rows[0]), ("fork", rows[0], 1), ("truncate", rows[2], 2)]
+        calls += [("reserve", plan, rows[:1], 1), ("rollback", plan), ("can", rows, 1), ("close", rows[2])]
+        calls += [("open", 3), ("refcount", 2), ("evict", 1), ("is_open", rows[0]), ("capacity", rows[0])]
+        if cached:
+            calls += [("commit", rows[0], text), ("match", text), ("drain_events",), ("open", text), ("pin", text[:2])]
+            calls += [("flush", b""), ("flush",), ("drain_events",), ("committed", rows[0])]
+        else:
+            calls += [("alloc",), ("alloc", 3), ("incref", [2]), ("decref", [2]), ("mark_committed", [2])]
+            calls += [("take_dropped",), ("revive", [2]), ("free", [2])]
+        for name, *arguments in calls:
+            tried(other.call_inside, pool, pool, name, *arguments)
+            tried(other.call, pool, pool, name, *arguments)
+        if not cached:
+            blocks = Blocks(pool)
+            pool.evict(1)
+            tried(other.call, pool, pool, "take_dropped")
+            calls = [("take", 2), ("touch", [2]), ("release", [2]), ("commit", [2]), ("uncommit", [2])]
+            calls += [("refcounts", [2]), ("free_order",), ("num_blank",), ("usage",), ("num_free",)]
+            calls += [("take_block", 19)]
+            for name, *arguments in calls:
+                tried(other.call_inside, pool, blocks, name, *arguments)
+                tried(other.call, pool, blocks, name, *arguments)
+            free = len(blocks.free_order())
+            for name, *arguments in (
+                ("take", free), ("free_order",), ("free_order", free), ("num_blank",), ("num_free",), ("usage",),
+            ):  # fmt: skip
+                tried(other.call_with_fewer, pool, blocks, name, *arguments)
+            tried(other.call_with_fewer, pool, pool, "alloc", free)
+            tried(other.call_with_fewer, pool, pool, "open", 2 * free)
+        look(pool, plan)
+        pool.reset()
+        if not cached:
+            pool.alloc(19)
+            for name in ("free_order", "num_blank", "num_free", "usage"):
+                tried(other.call_with_one, pool, blocks, name)
+        other.call(pool, pool, "shutdown")
+        for name in ("take_dropped", "drain_events", "stats", "alloc", "refcount"):
+            tried(other.call, pool, pool, name, *[2] * (name == "refcount"))
