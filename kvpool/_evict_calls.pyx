@@ -159,7 +159,8 @@ cdef class EvictPool(PrefixPool):
         if not self.indexed:
             return
         for k in range(p.num_copies):
-            memcpy(self.index.tokens + p.copies[3 * k + 1] * bs, self.index.tokens + p.copies[3 * k] * bs,
+            memcpy(self.index.tokens + p.copies[3 * <int64_t>k + 1] * bs,
+                   self.index.tokens + p.copies[3 * <int64_t>k] * bs,
                    bs * sizeof(int32_t))
 
     cdef void keep_known(self, const Step* p) noexcept nogil:

@@ -12,9 +12,10 @@ from libc.string cimport memmove, memset
 
 from kvpool._args cimport Ints, ints_at
 from kvpool._blocks cimport (
-    Block,
     HELD,
     PLAIN,
+    USED,
+    Block,
     Blocks,
     blocks_available,
     blocks_drain_limbo,
@@ -471,6 +472,14 @@ cdef bint step_has_children(const Step* p, const Seqs* s) noexcept nogil:
     return False
 
 
+cdef inline void give_up_copy(Blocks* b, int32_t new) noexcept nogil:
+    """The copy that was to fill a block will never be made."""
+    if b.canonical != NULL:                 # else it is an engine's to say what is committed, and to be told of it
+        b.num_held -= b.block[new].committed == HELD
+        b.block[new].committed = PLAIN
+    b.fence[new] = 0
+
+
 cdef void rollback_row(Seqs* s, Blocks* b, int32_t slot, int32_t q_len, int32_t appended, const Replaced* log,
                        int32_t replaced) noexcept nogil:
     cdef Seq* q = &s.seq[slot]
@@ -485,10 +494,7 @@ cdef void rollback_row(Seqs* s, Blocks* b, int32_t slot, int32_t q_len, int32_t 
         table[log[k].index] = log[k].old
         b.block[log[k].old].hold -= 1
         blocks_ref(b, log[k].old, 1)
-        if b.canonical != NULL:             # else it is an engine's to say what is committed, and to be told of it
-            b.num_held -= b.block[log[k].new].committed == HELD
-            b.block[log[k].new].committed = PLAIN       # its copy will never be made
-        b.fence[log[k].new] = 0
+        give_up_copy(b, log[k].new)
         blocks_unref(b, log[k].new)
     if replaced or appended:
         q.epoch += 1
@@ -518,6 +524,8 @@ cdef void step_rollback(Step* p, Seqs* s, Blocks* b) noexcept nogil:
         for k in range(log_at + event.replaced - 1, log_at - 1, -1):
             b.block[p.log[k].old].hold -= 1
             blocks_settle(b, p.log[k].old)
+            if b.block[p.log[k].new].place == USED:     # somebody else has a reference
+                give_up_copy(b, p.log[k].new)
 
 
 cdef uint64_t step_fingerprint(const Step* p, uint64_t h, int64_t next_step) noexcept nogil:

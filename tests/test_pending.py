@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvpool import Plan, Pool
 from kvpool.errors import PlanStateError
 
 
@@ -354,6 +355,26 @@ def test_rollback_of_an_idle_plan_is_refused(flight, refused):
     pool.rollback(plan)
     with refused(pool, PlanStateError, "rollback", plans=[plan]):
         pool.rollback(plan)
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_copy_that_only_a_raw_reference_keeps_is_never_made_after_a_rollback(prefix_cache):
+    pool = Pool(32, 4, prefix_cache=prefix_cache)
+    first, older, newest = (Plan(pool, 4, 16) for _ in range(3))
+    row, other = pool.open(), pool.open()
+    pool.step(first, [row], 6)
+    pool.done(first)
+    pool.fork(row)
+    pool.step(older, [other], 1)
+    pool.step(newest, [row], 1)
+    copy = int(newest.copies[0, 1])
+    pool.incref(copy)
+    pool.close(row)
+    pool.rollback(newest)
+    pool.check()
+    pool.done(older)
+    pool.decref(copy)
+    pool.check()
 
 
 def test_rolled_back_blocks_wait_for_older_steps(flight):
