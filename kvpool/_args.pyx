@@ -118,7 +118,9 @@ cdef void* ints_room(Ints* ints, Py_ssize_t size, int width, str call, str name)
     """Where a batch of `size` integers goes."""
     cdef void* room = ints.small
     if size > SMALL:
-        room = ints.owned = take_memory(ints.spare, size * width)
+        room = NULL
+        if size <= (INT64_MAX - HEAD) // width:
+            room = ints.owned = take_memory(ints.spare, size * width)
         if room == NULL:
             raise MemoryError(f"[{call}] no memory for {size} {name}")
     ints.data = room

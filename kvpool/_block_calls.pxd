@@ -7,6 +7,23 @@ from kvpool._lock cimport Lock
 from kvpool._record cimport Record
 from kvpool._types cimport Verdict
 
+cdef extern from *:
+    """
+    #ifndef KV_MAKING_DEFINED
+    #define KV_MAKING_DEFINED
+    /* The arguments of a constructor may run Python code, which finds every object that the garbage collector tracks.
+       What is half made is no such object. */
+    static inline void kv_making(PyObject *object) {
+        if (PyObject_IS_GC(object)) PyObject_GC_UnTrack(object);
+    }
+    static inline void kv_made(PyObject *object) {
+        if (PyObject_IS_GC(object) && !PyObject_GC_IsTracked(object)) PyObject_GC_Track(object);
+    }
+    #endif
+    """
+    void making "kv_making"(object made)
+    void made "kv_made"(object made)
+
 
 cdef class BlockPool:
     cdef Lock mutex

@@ -102,6 +102,7 @@ cdef class BlockPool:
     """Block-level calls, for engines that keep their own block tables. See `kvpool.Pool`."""
 
     def __cinit__(self, *args, **options):
+        making(self)
         lock_init(&self.mutex)
         # This __cinit__ runs first and refuses wrong calls for all of them: errors of Cython would say __cinit__().
         num_blocks, block_size, _, _, reserved_blocks, *_, record, _ = _signatures.Pool(*args, **options)

@@ -95,7 +95,7 @@ cdef void ring_told(Ring* ring, const Ring* taken, int64_t lost) noexcept nogil:
     """What was taken became events, all but `lost` of it."""
     if ring.process == taken.process:       # else a forked child has counted it as lost already
         ring.taken -= taken.size + taken.lost
-    ring.lost += lost
+        ring.lost += lost
 
 
 cdef object ring_event(const Ring* ring, int64_t k, int64_t block_size):

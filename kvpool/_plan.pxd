@@ -39,7 +39,7 @@ cdef class Plan:
     cdef int64_t tokens
     cdef int32_t copies_made
     cdef int32_t copies_room    # copies that the array holds
-    cdef dict arrays            # name -> whole array
+    cdef dict arrays            # name -> (whole array, its memory; None: the caller's)
     cdef dict views             # name -> (length, view)
     cdef Bound* bound           # [num_bound]
     cdef int num_bound

@@ -2,8 +2,10 @@
 from cpython.buffer cimport PyBUF_STRIDES, Py_buffer, PyBuffer_FillInfo, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t
 from libc.string cimport memcmp, memcpy, memset
+from cython cimport critical_section
 
 from kvpool._args cimport Ints, array_data, ints_at, show, to_int
+from kvpool._block_calls cimport made, making
 from kvpool._memory cimport xcalloc, xfree
 from kvpool._record cimport BATCH, ONE_EACH, PARTIAL, SAME_ROWS, Record, put, put_ints, put_slots, record_begin
 from kvpool._refuse cimport refuse
@@ -86,14 +88,15 @@ cdef list owners_of(object array):
             return found
 
 
-cdef object new_array(object shape, object dtype, bint writable):
-    """An array of zeros in memory of its own."""
+cdef tuple new_array(object shape, object dtype, bint writable):
+    """An array of zeros, and the memory it shows: NumPy lets an array turn to other memory, so a plan keeps both."""
     cdef object size = np.dtype(dtype).itemsize
     for length in shape:
         size *= length
     if size > INT64_MAX:
         raise MemoryError(f"[Plan] no memory for an array of {size} bytes")
-    return np.ndarray(shape, dtype, _Memory(size, writable))
+    memory = _Memory(size, writable)
+    return np.ndarray(shape, dtype, memory), memory
 
 
 cdef class Plan:
@@ -136,6 +139,7 @@ cdef class Plan:
     __signature__ = signature(_signatures.Plan)
 
     def __cinit__(self, *args, **options):
+        making(self)
         pool, max_rows, max_tokens, formats, table_width, kv_width, dtype, pad, out = _signatures.Plan(*args, **options)
         if not isinstance(pool, SequencePool):
             raise TypeError(f"[Plan] pool must be a kvpool.Pool, not {type(pool).__name__}")
@@ -162,14 +166,15 @@ cdef class Plan:
             "served": new_array((rows,), np.uint8, False),
             "handles": new_array((rows,), np.int64, False),
         }
-        self.step.copies = <int32_t*>array_data(self.arrays["copies"])
+        self.step.copies = <int32_t*>array_data(self.arrays["copies"][0])
         self.copies_room = <int32_t>rows
-        w.dirty = <int32_t*>array_data(self.arrays["dirty_rows"])
-        w.served = <uint8_t*>array_data(self.arrays["served"])
-        self.step.handle = <int64_t*>array_data(self.arrays["handles"])
+        w.dirty = <int32_t*>array_data(self.arrays["dirty_rows"][0])
+        w.served = <uint8_t*>array_data(self.arrays["served"][0])
+        self.step.handle = <int64_t*>array_data(self.arrays["handles"][0])
         self.step.plan = <void*>self
         self.step.wire = w
         self.declare(formats, dtype, {} if pad is None else pad, {} if out is None else out)
+        made(self)
 
     def __dealloc__(self):
         xfree(self.bound)
@@ -265,10 +270,10 @@ cdef class Plan:
         cdef Field* field = &self.wire.field[FIELDS.index(name)]
         shape = self.array_shape(name)
         code = np.int32 if field.width == 4 else np.int64
-        array = new_array(shape, code, True)
+        array, memory = new_array(shape, code, True)
         if field.pad != 0:
             array.fill(field.pad)
-        self.arrays[name] = array
+        self.arrays[name] = array, memory
         field.data = array_data(array)
         return 0
 
@@ -278,7 +283,7 @@ cdef class Plan:
         return 0
 
     cdef int check_array(self, str name, object array, dict held, str call) except -1:
-        """All that can be wrong with a caller's array; `held` are the arrays it must not overlap."""
+        """All that can be wrong with a caller's array; `held` has the arrays it must not overlap."""
         cdef int width = self.wire.field[FIELDS.index(name)].width
         if not isinstance(array, np.ndarray):
             raise TypeError(f"[{call}] {name} must be an ndarray, not {type(array).__name__}")
@@ -289,7 +294,7 @@ cdef class Plan:
         self.refuse_shape(name, array.shape, call)
         if not array.flags.c_contiguous or not array.flags.writeable or not array.flags.aligned:
             raise ValueError(f"[{call}] {name} must be C-contiguous, aligned and writable")
-        for other, taken in held.items():
+        for other, (taken, _) in held.items():
             if other != name and np.may_share_memory(array, taken):
                 raise ValueError(f"[{call}] {name} overlaps {other}")
         return 0
@@ -301,12 +306,15 @@ cdef class Plan:
         cdef Verdict v
         cdef int64_t seen
         cdef int num_bound, status = RETRY
+        cdef dict held, shown
+        cdef list kept
         try:
             while status == RETRY:
-                seen = self.changes
-                held = {**self.arrays, **arrays}
-                shown = {name: view for name, view in self.views.items() if name not in arrays}
-                kept = [entry for entry in self.bound_arrays if FIELDS[entry[0]] not in arrays]
+                with critical_section(self):
+                    seen, held, shown, kept = self.changes, self.arrays, self.views, self.bound_arrays
+                held = {**held, **{name: (array, None) for name, array in arrays.items()}}
+                shown = {name: view for name, view in shown.copy().items() if name not in arrays}
+                kept = [entry for entry in kept if FIELDS[entry[0]] not in arrays]
                 for name, array in arrays.items():
                     self.check_array(name, array, held, call)
                     kept += [(FIELDS.index(name), owner) for owner in owners_of(array)]
@@ -323,13 +331,14 @@ cdef class Plan:
                         self.refuse_shape(FIELDS[field], tuple([bound[num_bound].shape[d] for d in
                                                                 range(bound[num_bound].nd)]), call)
                     num_bound += 1
-                self.pool.lock(call)
-                status = self.exchange_arrays(data, &bound, num_bound, seen, &v)
-                if status == OK:            # exchanged, not assigned: what was there is let go of outside of the lock
-                    held, self.arrays = self.arrays, held
-                    shown, self.views = self.views, shown
-                    kept, self.bound_arrays = self.bound_arrays, kept
-                self.pool.unlock()
+                with critical_section(self):
+                    self.pool.lock(call)
+                    status = self.exchange_arrays(data, &bound, num_bound, seen, &v)
+                    if status == OK:        # exchanged, not assigned: what was there is let go of outside of the lock
+                        held, self.arrays = self.arrays, held
+                        shown, self.views = self.views, shown
+                        kept, self.bound_arrays = self.bound_arrays, kept
+                    self.pool.unlock()
         finally:
             xfree(bound)
         if status != OK:
@@ -487,32 +496,37 @@ cdef class Plan:
         """A step copies one block per row at most; `unshare` may copy them all."""
         cdef int32_t* data
         cdef int64_t seen
+        cdef dict held, shown
         while copies > self.copies_room:
-            seen = self.changes
-            array = new_array((copies, 3), np.int32, False)
-            data = <int32_t*>array_data(array)
-            held = {**self.arrays, "copies": array}
-            shown = {name: view for name, view in self.views.items() if name != "copies"}
-            self.pool.lock("unshare")
-            if self.changes == seen:
-                self.changes += 1
-                memcpy(data, self.step.copies, 12 * <size_t>self.copies_made)
-                self.step.copies = data
-                self.copies_room = <int32_t>copies
-                held, self.arrays = self.arrays, held       # what was there is let go of outside of the lock
-                shown, self.views = self.views, shown
-            self.pool.unlock()
+            with critical_section(self):
+                seen, held, shown = self.changes, self.arrays, self.views
+            held = {**held, "copies": new_array((copies, 3), np.int32, False)}
+            data = <int32_t*>array_data(held["copies"][0])
+            shown = {name: view for name, view in shown.copy().items() if name != "copies"}
+            with critical_section(self):
+                self.pool.lock("unshare")
+                if self.changes == seen:
+                    self.changes += 1
+                    memcpy(data, self.step.copies, 12 * <size_t>self.copies_made)
+                    self.step.copies = data
+                    self.copies_room = <int32_t>copies
+                    held, self.arrays = self.arrays, held       # what was there is let go of outside of the lock
+                    shown, self.views = self.views, shown
+                self.pool.unlock()
         return 0
 
     cdef object view(self, str name, int64_t length):
         """The first `length` entries of an array; the same object as long as the length stays."""
-        cached = self.views.get(name)
+        cdef dict arrays, views
+        with critical_section(self):            # another thread may exchange them
+            arrays, views = self.arrays, self.views
+        cached = views.get(name)
         if cached is not None and <int64_t>cached[0] == length:
             return cached[1]
-        if name not in self.arrays:
+        if name not in arrays:
             raise AttributeError(f"[Plan] {name} was not asked for, this plan fills {', '.join(self.names)}")
-        shown = self.arrays[name][:length]
-        self.views[name] = (length, shown)
+        shown = arrays[name][0][:length]
+        views[name] = (length, shown)
         return shown
 
     @property

@@ -5,6 +5,7 @@ from libc.stdio cimport snprintf
 from libc.string cimport memset
 
 from kvpool._args cimport Ints, ints_at, ints_free, ints_get, ints_init, to_int
+from kvpool._block_calls cimport made
 from kvpool._blocks cimport (
     FINDING,
     USED,
@@ -133,6 +134,7 @@ cdef class Pool(EvictPool):
         self.next_step = 1
         self.steps_pend = not in_order
         self.plans = []
+        made(self)
 
     def __dealloc__(self):
         step_free(&self.scratch)

@@ -149,6 +149,7 @@ def test_objects_of_python_become_pointers():
 def failing():
     """Every way to fail: name -> (status, words of the message, what to do before, the call)."""
     big = 1 << 40
+    wraps = (1 << 61) + 1               # handles: their bytes are 8 in 64 bits
     value = "VALUE_ERROR"
     return {
         "out of blocks": ("OUT_OF_BLOCKS", "blocks needed", "step", ["h3", ints(60, 60, 60), 3, 0]),
@@ -181,6 +182,7 @@ def failing():
         "not done": (value, "tokens from position", "commit", ["h", None, 1, PROMPT, 50]),
         "counts": (value, "counts use 0 of 2", "commit", ["h", ints(0), 1, PROMPT, 2]),
         "null tokens": (value, "tokens is NULL", "commit", ["h", None, 1, None, 2]),
+        "bytes wrap": ("NO_MEMORY", f"no memory for {wraps} handles", "close", ["h", wraps]),
         "null table": (value, "blocks is NULL", "table", ["one", None, "out"]),
         "table of none": ("STALE_HANDLE", "stale", "table", ["gone", "out", "out"]),
         "null length": (value, "tokens is NULL", "num_tokens", ["one", None]),

@@ -5,6 +5,7 @@ a crash or a silent wrong result once.
 """
 
 import gc
+import sys
 
 import numpy as np
 import pytest
@@ -150,3 +151,41 @@ def test_done_in_an_in_order_pool_says_why_it_is_refused():
     pool.step(plan, [pool.open()])
     with pytest.raises(PlanStateError, match="in_order"):
         pool.done(plan)
+
+
+def half_made(kind, make):
+    """Objects of a kind that the garbage collector lists while `make(index)` reads `index`, and the one it makes."""
+    seen = []
+    known = {id(o) for o in gc.get_objects() if type(o) is kind}
+
+    class Index:
+        def __index__(self):
+            seen.extend(o for o in gc.get_objects() if type(o) is kind and id(o) not in known)
+            return 4
+
+    return seen, make(Index())
+
+
+@pytest.mark.parametrize("name", ["max_seqs", "watermark", "seed"])
+def test_pool_that_is_half_made_is_found_by_nobody(name):
+    seen, pool = half_made(Pool, lambda index: Pool(8, 4, **{name: index}))
+    assert not seen and gc.is_tracked(pool)
+
+
+def test_plan_that_is_half_made_is_found_by_nobody():
+    pool = Pool(8, 4)
+    seen, plan = half_made(Plan, lambda index: Plan(pool, 2, formats=("positions",), pad={"positions": index}))
+    assert not seen and gc.is_tracked(plan)
+
+
+def test_step_writes_to_memory_of_the_plan_when_its_array_was_turned_to_other_memory():
+    """NumPy's ``__setstate__`` lets go of the memory that the array showed; a plan goes on to write there."""
+    pool, plan, handles = stepped(("slot_mapping",), lengths=(2,))
+    pool.done(plan)
+    shown = plan.slot_mapping.base
+    memory = shown.base
+    shown.__setstate__((1, (1,), np.dtype(np.int32), False, b"\0\0\0\0"))
+    del shown
+    assert sys.getrefcount(memory) == 3, "the plan, this function, and the call"
+    pool.step(plan, handles, 2)
+    assert np.frombuffer(memory, np.int32)[:2].tolist() == [6, 7]
