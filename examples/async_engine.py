@@ -1,8 +1,9 @@
 """An asyncio server whose engine steps in a worker thread, on one pool that both sides call.
 
-Coroutines open sequences, watch the pool and cancel requests; a worker thread runs the steps. No lock is needed around
-the pool: a call waits until another thread's call is over, and both are short. The "model" is one line of arithmetic,
-so that the example runs anywhere: ``python examples/async_engine.py``.
+A worker thread runs the steps. Between two of them the event loop opens and closes sequences; meanwhile other
+coroutines read the pool's statistics. No lock is needed around the pool: a call waits until another thread's call is
+over, and both are short. The "model" is one line of arithmetic, so that the example runs anywhere:
+``python examples/async_engine.py``.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from typing import Any
 
 import numpy as np
@@ -414,3 +415,21 @@ def test_finalizer_calls_the_pool_whenever_the_collector_runs():
     gc.collect()
     assert len(closed) == 1200 and pool.stats().sequences == 8
     pool.check()
+
+
+def test_plan_read_while_another_thread_binds_shows_an_array_of_its_own_or_of_the_other():
+    """Without a GIL the reader could hold on to what the other thread had just let go of."""
+    pool = Pool(64, 4)
+    plan = Plan(pool, 4, table_width=2, formats=("block_tables", "positions"))
+    over = threading.Event()
+
+    def read() -> None:
+        while not over.is_set():
+            assert not plan.block_tables.any() and not plan.positions.any()
+
+    with futures.ThreadPoolExecutor(2) as readers:
+        reading = [readers.submit(read) for _ in range(2)]
+        for _ in range(3000 * LONG):
+            plan.bind(block_tables=np.zeros((4, 2), np.int32), positions=np.zeros(4, np.int32))
+        over.set()
+    assert [reader.result() for reader in reading] == [None, None]
