@@ -46,7 +46,7 @@ def hammer(Pool pool, uint64_t seed, int64_t operations):
     cdef uint64_t state = seed
     cdef int64_t i
     cdef Seqs* s = &pool.seqs
-    cdef Blocks* b = &pool.blocks
+    cdef Blocks* b = &pool.all_blocks
     with nogil:
         for i in range(operations):
             operate(s, b, draw(&state))

@@ -1,9 +1,13 @@
 """What `proof.threads` runs, without ThreadSanitizer: `make test-metal` and `make proof` run it with."""
 
+import subprocess
+import sys
+
 import pytest
 
 from kvpool import Pool
 from proof import SHORT, freethreaded_run, threads, threads_run
+from proof.builds import ROOT
 from proof.callers import Wrong
 
 
@@ -27,3 +31,10 @@ def test_machine_without_setarch_is_told_so(monkeypatch):
     monkeypatch.setattr(threads.shutil, "which", lambda name: None)
     figure = threads.measure(SHORT)
     assert not figure.holds and "refused here" in figure.notes
+
+
+def test_driver_fits_the_core_of_today(tmp_path):
+    """It is compiled only where ThreadSanitizer runs; what it names of the core is looked up here."""
+    command = [sys.executable, "-m", "cython", "-3", "proof/threads_driver.pyx", "-o", str(tmp_path / "driver.c")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
