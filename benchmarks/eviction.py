@@ -16,9 +16,9 @@ import time
 import numpy as np
 from mlx_lm.generate import BatchGenerator
 
+from benchmarks.serving import lm
 from kvpool.adapters.mlx_lm import install
 from kvpool.adapters.mlx_lm.eviction import Eviction
-from kvpool.cli.bench.serving import lm
 from kvpool.eviction import H2O, BlockEviction, SlidingWindow
 
 SHARE_MAX = 0.05

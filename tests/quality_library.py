@@ -1,6 +1,6 @@
-"""Forty sources that are alike, in place of Python's library: what tests of `kvpool bench quality` train and ask on."""
+"""Forty sources that are alike, in place of Python's library: what tests of `benchmarks.quality` train and ask on."""
 
-from kvpool.cli.bench.quality import corpus
+from benchmarks.quality import corpus
 
 
 def read(folder, functions=60):

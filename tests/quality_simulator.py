@@ -1,6 +1,6 @@
 """Policies of eviction on dense arrays in NumPy, for llamas: an evicted token is masked, nothing is moved or packed.
 
-Slow and plain. It is what `kvpool bench quality` and caches with eviction are compared with.
+Slow and plain. It is what `python -m benchmarks.quality` and caches with eviction are compared with.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.cli.bench.quality.answers import Answer
-from kvpool.cli.bench.quality.network import EPS, Array, Shape, Weights
-from kvpool.cli.bench.quality.policies import DECAY, SINK, Policy
+from benchmarks.quality.answers import Answer
+from benchmarks.quality.network import EPS, Array, Shape, Weights
+from benchmarks.quality.policies import DECAY, SINK, Policy
 
 BLOCK_SIZE = 16
 

@@ -1,4 +1,4 @@
-"""`kvpool bench quality`: its tables, its simulator, its gates and the faults that they catch."""
+"""`python -m benchmarks.quality`: its tables, its simulator, its gates and the faults that they catch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 import quality_library
 from quality_simulator import Simulated
 
-from kvpool.cli import main
-from kvpool.cli.bench.quality import corpus, documents, gates, models, policies, subjects, tables, training
-from kvpool.cli.bench.quality.answers import Answer, Quality, more
-from kvpool.cli.bench.quality.network import Pass, Shape, initial
-from kvpool.cli.bench.quality.policies import UNLIMITED, Policy, h2o
-from kvpool.cli.bench.quality.settings import TABLES, Settings
-from kvpool.cli.bench.quality.training import Recipe, Stage
+from benchmarks.command import main
+from benchmarks.quality import command, corpus, documents, gates, models, policies, subjects, tables, training
+from benchmarks.quality.answers import Answer, Quality, more
+from benchmarks.quality.network import Pass, Shape, initial
+from benchmarks.quality.policies import UNLIMITED, Policy, h2o
+from benchmarks.quality.settings import TABLES, Settings
+from benchmarks.quality.training import Recipe, Stage
 
 mx = pytest.importorskip("mlx.core")
 SMALL = Shape(vocab=corpus.VOCAB_SIZE, dim=16, layers=2, heads=4, kv_heads=2, head_dim=32, hidden=16)
@@ -238,8 +238,8 @@ def test_eviction_at_random_misses_the_gate_of_recall():
 
 def test_the_command_prints_every_table_and_draws(small, capsys, tmp_path):
     picture = tmp_path / "quality.png"
-    args = ["bench", "quality", "--context", "256", "--samples", "1", "--seeds", "1", "--cache-dir", str(tmp_path)]
-    assert main([*args, "--plot", str(picture), "--tables", "max_kv,speed,layers"]) == 0
+    args = ["--context", "256", "--samples", "1", "--seeds", "1", "--cache-dir", str(tmp_path)]
+    assert main(command, [*args, "--plot", str(picture), "--tables", "max_kv,speed,layers"]) == 0
     out = capsys.readouterr().out
     for said in ("rotating (keep 4)", "H2O heavy", "block eviction", "unlimited", "tokens/s", "entropy", "per layer"):
         assert said in out
@@ -248,8 +248,8 @@ def test_the_command_prints_every_table_and_draws(small, capsys, tmp_path):
 
 def test_json_has_every_table_and_gates_decide_the_exit_status(small, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(models.Model, "speed", lambda *_: (1.0, 1))
-    args = ["bench", "quality", "--context", "256", "--samples", "1", "--cache-dir", str(tmp_path), "--json", "--gates"]
-    assert main(args) == 1, "this model can recall nothing"
+    args = ["--context", "256", "--samples", "1", "--cache-dir", str(tmp_path), "--json", "--gates"]
+    assert main(command, args) == 1, "this model can recall nothing"
     found = json.loads(capsys.readouterr().out)
     assert set(found["tables"]) | {"speed", "layers"} == set(TABLES)
     assert found["held"] is False and not all(gate["holds"] for gate in found["gates"])
@@ -258,12 +258,12 @@ def test_json_has_every_table_and_gates_decide_the_exit_status(small, capsys, tm
         for row in rows:
             assert {"policy", "max_kv", "perplexity", "recall", "kv_bytes", "nats_of_seeds"} <= row.keys()
     monkeypatch.setattr(gates, "judge", lambda *_: [gates.Gate("a gate", 0.0, 1.0)])
-    assert main(args) == 0
+    assert main(command, args) == 0
 
 
 def test_long_documents_are_a_table_of_their_own(small, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "LONG", (1024,))
-    assert main(["bench", "quality", "--cache-dir", str(tmp_path), "--json", "--long", "--tables", "layers"]) == 0
+    assert main(command, ["--cache-dir", str(tmp_path), "--json", "--long", "--tables", "layers"]) == 0
     found = json.loads(capsys.readouterr().out)["tables"]
     assert found.keys() == {"long"}
     assert [(row["tokens"], row["policy"], row["max_kv"], len(row["nats_of_seeds"])) for row in found["long"]] == [
@@ -286,7 +286,7 @@ def test_long_documents_are_a_table_of_their_own(small, capsys, tmp_path, monkey
     ],
 )
 def test_bad_values_are_named_in_one_line(capsys, options, said):
-    assert main(["bench", "quality", *options]) == 2
+    assert main(command, [*options]) == 2
     out, err = capsys.readouterr()
     assert out == "" and said in err and len(err.splitlines()) == 1
 

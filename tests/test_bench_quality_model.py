@@ -1,4 +1,4 @@
-"""`kvpool bench quality --model`: a checkpoint from end to end, and models with caches of their own."""
+"""`python -m benchmarks.quality --model`: a checkpoint from end to end, and models with caches of their own."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 import quality_library
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
+from benchmarks.command import main
+from benchmarks.quality import command, corpus, documents, models, policies
+from benchmarks.quality.policies import UNLIMITED, Policy, h2o, rotating
 from kvpool.adapters.mlx_lm import tiny
-from kvpool.cli import main
-from kvpool.cli.bench.quality import corpus, documents, models, policies
-from kvpool.cli.bench.quality.policies import UNLIMITED, Policy, h2o, rotating
 
 CONTEXT, KEYS, WINDOW = 256, 3, 64  # a byte is a token: more keys do not fit
-ASKED = ["bench", "quality", "--context", str(CONTEXT), "--seeds", "1", "--samples", "1"]
+ASKED = ["--context", str(CONTEXT), "--seeds", "1", "--samples", "1"]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def whole_pass(model, tokens):
 
 
 def test_command_measures_a_checkpoint_in_its_own_tokens(short, text, checkpoint, capsys):
-    assert main([*ASKED, "--model", str(checkpoint), "--tables", "heavy,layers", "--json"]) == 0
+    assert main(command, [*ASKED, "--model", str(checkpoint), "--tables", "heavy,layers", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["model"] == str(checkpoint) and len(found["layers"]) == tiny.CONFIG["num_hidden_layers"]
     rows = found["tables"]["heavy"]
@@ -91,7 +91,7 @@ def test_command_refuses_stand_ins_for_windows_before_anything_is_measured(
 ):
     for name in ("answer", "speed", "profile"):
         monkeypatch.setattr(models.Model, name, lambda *_: pytest.fail("measured"))
-    assert main([*ASKED, "--model", str(windowed), "--tables", f"layers,{table}"]) == 2
+    assert main(command, [*ASKED, "--model", str(windowed), "--tables", f"layers,{table}"]) == 2
     out, err = capsys.readouterr()
     said = "[quality] layer 0 uses RotatingKVCache, rotating (keep 4) stands in for KVCache only"
     assert out == "" and err.splitlines()[-1].endswith(said)

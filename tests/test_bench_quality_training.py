@@ -1,4 +1,4 @@
-"""The model of `kvpool bench quality`: its text, its gradients, its training and the folder it is kept in."""
+"""The model of `python -m benchmarks.quality`: its text, its gradients, its training and the folder it is kept in."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import quality_library
 
-from kvpool.cli.bench.quality import corpus, training
-from kvpool.cli.bench.quality.network import Pass, Shape, initial
-from kvpool.cli.bench.quality.training import Recipe, Stage
+from benchmarks.quality import corpus, training
+from benchmarks.quality.network import Pass, Shape, initial
+from benchmarks.quality.training import Recipe, Stage
 
 mx = pytest.importorskip("mlx.core")
 SMALL = Shape(dim=32, layers=2, heads=4, kv_heads=2, head_dim=8, hidden=48)

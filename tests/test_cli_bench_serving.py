@@ -1,4 +1,4 @@
-"""`kvpool bench serving`: its options, its JSON, its picture and its gates."""
+"""`python -m benchmarks.serving`: its options, its JSON, its picture and its gates."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import json
 import numpy as np
 import pytest
 
-from kvpool.cli import main
-from kvpool.cli.bench.serving import gates
-from kvpool.cli.bench.serving.gates import Gate
-from kvpool.cli.bench.serving.settings import SWEEPS
+from benchmarks.command import main
+from benchmarks.serving import command, gates
+from benchmarks.serving.gates import Gate
+from benchmarks.serving.settings import SWEEPS
 
-NULL = ["bench", "serving", "--model", "null", "--requests", "30", "--shared-prefix", "40"]
+NULL = ["--model", "null", "--requests", "30", "--shared-prefix", "40"]
 NAMED = {
     *("static_tokens_per_sec", "stock_tokens_per_sec", "continuous_tokens_per_sec", "continuous_steady_tokens_per_sec"),
     *("wall_seconds", "phases", "prefill_chunk_ms", "kv_write_ms", "gather_ms", "paged_kv_bytes_read"),
@@ -22,7 +22,7 @@ NAMED = {
 
 
 def served(capsys, *options):
-    assert main([*NULL, *options, "--json"]) == 0
+    assert main(command, [*NULL, *options, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -45,8 +45,8 @@ def test_the_seed_the_target_and_the_samples_reach_the_workload(capsys):
     assert served(capsys, "--seed", "2")["workload"]["tokens"] != base["workload"]["tokens"]
     assert served(capsys, "--samples", "3")["workload"]["tokens"] == 3 * base["workload"]["tokens"]
     assert served(capsys, "--samples", "3")["COW_clones_per_token"] > 0
-    args = ["bench", "serving", "--model", "null", "--tokens-target", "500", "--json", "--against", "none"]
-    assert main(args) == 0
+    args = ["--model", "null", "--tokens-target", "500", "--json", "--against", "none"]
+    assert main(command, args) == 0
     found = json.loads(capsys.readouterr().out)
     assert 500 <= found["workload"]["tokens"] < 700
     assert found["static_tokens_per_sec"] is None
@@ -64,7 +64,7 @@ def test_a_sweep_has_a_row_for_each_value(capsys, name):
 
 @pytest.mark.parametrize(("num_blocks", "is_tight"), [("200", False), ("30", True)])
 def test_a_sweep_over_policies_that_nobody_needed_says_so(capsys, num_blocks, is_tight):
-    assert main([*NULL, "--against", "none", "--sweep", "preempt", "--num-blocks", num_blocks]) == 0
+    assert main(command, [*NULL, "--against", "none", "--sweep", "preempt", "--num-blocks", num_blocks]) == 0
     assert ("Nobody was preempted" in capsys.readouterr().out) is not is_tight
 
 
@@ -78,8 +78,8 @@ def test_a_trace_is_served(capsys, tmp_path):
     path = tmp_path / "trace.jsonl"
     rows = [{"timestamp": 100 * i, "input_length": 600, "output_length": 30, "hash_ids": [0, i]} for i in range(1, 6)]
     path.write_text("\n".join(json.dumps(row) for row in rows))
-    args = ["bench", "serving", "--model", "null", "--trace", str(path), "--trace-scale", "4", "--json"]
-    assert main(args) == 0
+    args = ["--model", "null", "--trace", str(path), "--trace-scale", "4", "--json"]
+    assert main(command, args) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["workload"]["prompt_tokens"] == 5 * 150
     assert found["hit_rate"] > 0
@@ -87,7 +87,7 @@ def test_a_trace_is_served(capsys, tmp_path):
 
 def test_the_table_and_the_picture(capsys, tmp_path):
     path = tmp_path / "run.png"
-    assert main([*NULL, "--plot", str(path), "--sweep", "block-size"]) == 0
+    assert main(command, [*NULL, "--plot", str(path), "--sweep", "block-size"]) == 0
     out = capsys.readouterr().out
     for text in ("kvpool", "static batches", "slots of the longest", "ramp", "steady", "tail", "spikes", "block-size"):
         assert text in out
@@ -112,7 +112,7 @@ def test_the_table_and_the_picture(capsys, tmp_path):
     ],
 )
 def test_bad_values_are_named_in_one_line(capsys, options, said):
-    assert main(["bench", "serving", "--model", "null", *options]) == 2
+    assert main(command, ["--model", "null", *options]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert said in err
@@ -121,7 +121,7 @@ def test_bad_values_are_named_in_one_line(capsys, options, said):
 
 def test_a_model_is_served_beside_stock_with_the_same_tokens(capsys):
     args = ["--requests", "6", "--prompt", "uniform:5:20", "--output", "uniform:3:9", "--shared-prefix", "32"]
-    assert main(["bench", "serving", "--model", "tiny", *args, "--repetitions", "1", "--json"]) == 0
+    assert main(command, ["--model", "tiny", *args, "--repetitions", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["same_tokens"] == 1.0
     assert found["runs"].keys() == {"kvpool", "stock", "static"}
@@ -133,7 +133,7 @@ def test_a_model_is_served_beside_stock_with_the_same_tokens(capsys):
 
 @pytest.mark.parametrize("shared_prefix", [32, 0])
 def test_stock_computes_a_shared_prefix_once_with_the_prompt_cache_of_its_server(shared_prefix):
-    lm = pytest.importorskip("kvpool.cli.bench.serving.lm")
+    lm = pytest.importorskip("benchmarks.serving.lm")
     model, vocab_size = lm.load("tiny")
     nbytes = lm.block_nbytes(model, 16)
     rng = np.random.default_rng(3)
@@ -183,8 +183,8 @@ def test_a_slow_scheduler_misses_the_gate(monkeypatch):
 def test_gates_decide_the_exit_status(capsys, monkeypatch):
     for value, status in ((2.0, 0), (0.5, 1), (float("nan"), 1)):
         monkeypatch.setattr(gates, "null_gate", lambda value=value: Gate("a gate", value, 1.0))
-        assert main(["bench", "serving", "--model", "null", "--gates"]) == status
+        assert main(command, ["--model", "null", "--gates"]) == status
         out = capsys.readouterr().out
         assert out.startswith("ok" if status == 0 else "NO")
-        assert main(["bench", "serving", "--model", "null", "--gates", "--json"]) == status
+        assert main(command, ["--model", "null", "--gates", "--json"]) == status
         assert json.loads(capsys.readouterr().out)["held"] is (status == 0)

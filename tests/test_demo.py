@@ -21,7 +21,6 @@ from kvpool.cli.demo import (
     engine,
     forks,
     occupancy,
-    open_loop,
     out_of_blocks,
     picture,
     shared_prompt,
@@ -51,10 +50,6 @@ class SmallSettings(Settings):
     requests: int = 30
     pool_blocks: int = 128
     max_len: int = 512
-    open_requests: int = 16
-    open_rate: float = 1000.0
-    open_running: int = 8
-    dense_batch: int = 2
     talk_tokens: int = 60
     talk_budget: int = 32
 
@@ -317,73 +312,9 @@ def compute_anew(monkeypatch):
     monkeypatch.setattr(PagedKV, "fetch", faulty)
 
 
-def on_every_pass(monkeypatch, before):
-    """Call ``before(number)`` before each forward pass of the engine."""
-    from kvpool.adapters.mlx_lm.ragged import RaggedForward
-
-    call = RaggedForward.__call__
-
-    def faulty(self, *args):
-        before(self.count)
-        return call(self, *args)
-
-    monkeypatch.setattr(RaggedForward, "__call__", faulty)
-
-
-def serve_slowly(monkeypatch):
-    """Wait in every step."""
-    on_every_pass(monkeypatch, lambda number: time.sleep(0.05))
-
-
-def serve_a_spike(monkeypatch):
-    """Compute in one step for many times what others take, and for little of what all take."""
-
-    def burn(number):
-        end = time.process_time() + 0.15 * (number == 30)
-        while time.process_time() < end:
-            pass
-
-    on_every_pass(monkeypatch, burn)
-
-
-def serve_another_token(monkeypatch):
-    """Choose the token after the likeliest one."""
-    from kvpool.adapters.mlx_lm import engine as module
-
-    sample = module.sample
-    monkeypatch.setattr(module, "sample", lambda *args: (sample(*args)[0] ^ 1, sample(*args)[1]))
-
-
-def serve_few(monkeypatch):
-    """Run no more sequences than stock."""
-    from kvpool.cli.bench.serving import lm
-
-    server = lm.EngineServer
-    monkeypatch.setattr(lm, "EngineServer", lambda model, n, size, _, **rest: server(model, n, size, 2, **rest))
-
-
-def serve_and_keep_a_block(monkeypatch):
-    """Lose a block."""
-    from kvpool.adapters.mlx_lm.engine import Engine
-
-    close = Engine.close
-    monkeypatch.setattr(Engine, "close", lambda self: (self.kv.pool.alloc(), close(self)))
-
-
-def draw_nothing(monkeypatch):
-    """Write an empty file."""
-    monkeypatch.setattr(open_loop, "draw_record", lambda path, *args, **options: path.write_bytes(b""))
-
-
 @pytest.mark.parametrize(
     ("part", "fault", "broken"),
     [
-        (open_loop.PART, serve_another_token, {"open_loop_tokens_identical"}),
-        (open_loop.PART, serve_few, {"open_loop_more_at_once"}),
-        (open_loop.PART, serve_slowly, {"open_loop_faster"}),
-        (open_loop.PART, serve_a_spike, {"open_loop_no_spikes"}),
-        (open_loop.PART, serve_and_keep_a_block, {"open_loop_leaks_nothing"}),
-        (open_loop.PART, draw_nothing, {"open_loop_drawn"}),
         (engine.PART, forget_the_first_token, {"tokens_identical"}),
         (engine.PART, keep_a_fork, {"no_blocks_leaked"}),
         (forks.PART, forget_the_first_token, {"samples_identical"}),
@@ -401,8 +332,7 @@ def test_fault_in_the_adapter_breaks_its_claim_only(monkeypatch, settings, part,
     fault(monkeypatch)
     report = run_one(part, settings)
     assert report.not_run == {}
-    costs_time = {"open_loop_faster"} if fault in (serve_few, serve_a_spike) else set()  # it may break too, or not
-    assert broken_claims(report) - costs_time == broken
+    assert broken_claims(report) == broken
 
 
 def test_the_engine_part_says_how_the_model_attends(settings):
@@ -466,13 +396,11 @@ def test_without_mlx_its_parts_are_not_run_and_not_held(small_demo, monkeypatch,
     for name in [name for name in sys.modules if name.split(".")[0] == module]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, "kvpool.cli.demo.lm", raising=False)
-    monkeypatch.delitem(sys.modules, "kvpool.cli.bench.serving.lm", raising=False)
     monkeypatch.delattr(demo, "lm", raising=False)
-    monkeypatch.delattr("kvpool.cli.bench.serving.lm", raising=False)
     monkeypatch.setitem(sys.modules, module, None)
     assert main(["demo", "--json", "--out", str(tmp_path / "p.png")]) == 1
     result = json.loads(capsys.readouterr().out)
-    assert set(result["not_run"]) == {"engine", "forks", "shared_prompt", "attention", "conversation", "open_loop"}
+    assert set(result["not_run"]) == {"engine", "forks", "shared_prompt", "attention", "conversation"}
     assert all("pip install 'kvpool[mlx]'" in reason for reason in result["not_run"].values())
     assert result["claims"]["tokens_identical"] is False
     assert result["claims"]["step_same_tables"] is True

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpool.serving import (
+from benchmarks.serving import (
     SimulatedClock,
     SlotServer,
     StaticBatches,
@@ -17,7 +17,7 @@ from kvpool.serving import (
     find_phases,
     serve,
 )
-from kvpool.serving.metrics import latencies, percentiles, summarize, tick_times, usage
+from benchmarks.serving.metrics import latencies, percentiles, summarize, tick_times, usage
 
 
 def workload(*requests):
@@ -174,7 +174,7 @@ def test_spikes_are_counted_by_factor_and_by_seconds():
 
 
 def test_a_run_without_ticks_has_empty_phases():
-    from kvpool.serving import Record
+    from benchmarks.serving import Record
 
     empty = Record(np.zeros(0))
     phases = find_phases(empty)

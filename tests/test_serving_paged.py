@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvpool import Pool, Scheduler
-from kvpool.serving import (
+from benchmarks.serving import (
     Lengths,
     SimulatedClock,
     SlotServer,
@@ -16,8 +15,9 @@ from kvpool.serving import (
     make_workload,
     serve,
 )
-from kvpool.serving.metrics import summarize, usage
-from kvpool.serving.paged import NullModel, PagedServer
+from benchmarks.serving.metrics import summarize, usage
+from benchmarks.serving.paged import NullModel, PagedServer
+from kvpool import Pool, Scheduler
 
 
 def paged(num_blocks=200, block_size=4, max_running=8, samples=1, **options):

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
+from benchmarks.serving import Lengths, make_workload, trace_workload
 from kvpool.replay import synthetic_trace
-from kvpool.serving import Lengths, make_workload, trace_workload
 
 
 def same(a, b):

@@ -27,8 +27,8 @@ CORE_ORDER = (
 # Folders whose code drives a framework; elsewhere kvpool knows none.
 FRAMEWORK_USERS = (
     *("kvpool/adapters/", "kvpool_backends/mlx/"),
-    *("kvpool/cli/bench/dense.py", "kvpool/cli/bench/metal.py", "kvpool/cli/bench/serving/lm.py"),
-    *("kvpool/cli/bench/quality/models.py", "kvpool/cli/bench/quality/control.py"),
+    *("kvpool/cli/bench/dense.py", "kvpool/cli/bench/metal.py", "benchmarks/serving/lm.py"),
+    *("benchmarks/quality/models.py", "benchmarks/quality/control.py"),
     *("kvpool/cli/demo/", "kvpool/cli/doctor.py"),
 )
 FRAMEWORKS = ("mlx", "mlx_lm", "torch", "jax", "transformers")

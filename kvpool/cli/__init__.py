@@ -53,16 +53,25 @@ def add_commands(parser: argparse.ArgumentParser, modules: Mapping[str, ModuleTy
         if hasattr(module, "COMMANDS"):
             add_commands(command, module.COMMANDS)
             continue
-        module.add_arguments(command)
-        command.add_argument(
-            "--json", action="store_true", help="print one JSON object and nothing else on stdout"
-        )
-        command.set_defaults(run=module.run, command=command.prog, passes_on=hasattr(module, "PASSES_ON"))
+        declare(command, module)
+
+
+def declare(command: argparse.ArgumentParser, module: ModuleType) -> None:
+    """Declare the arguments of one command."""
+    module.add_arguments(command)
+    command.add_argument(
+        "--json", action="store_true", help="print one JSON object and nothing else on stdout"
+    )
+    command.set_defaults(run=module.run, command=command.prog, passes_on=hasattr(module, "PASSES_ON"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
-    parser = build_parser()
+    return run(build_parser(), argv)
+
+
+def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> int:
+    """Read the arguments, run the command that they name, and return the exit status."""
     args, rest = parser.parse_known_args(argv)
     if rest and not args.passes_on:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")

@@ -1,5 +1,5 @@
 """Measure this machine: kernels beside the yardsticks that limit them."""
 
-from kvpool.cli.bench import attention, metal, quality, serving
+from kvpool.cli.bench import attention, metal
 
-COMMANDS = {"attention": attention, "metal": metal, "quality": quality, "serving": serving}
+COMMANDS = {"attention": attention, "metal": metal}

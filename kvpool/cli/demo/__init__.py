@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="PNG",
         default=Settings.out,
-        help="where the picture goes (default: %(default)s); that of serving beside it, named ...-serving",
+        help="where the picture goes (default: %(default)s)",
     )
 
     parser.add_argument(
@@ -80,7 +80,6 @@ def all_parts() -> list[Part]:
         engine,
         forks,
         occupancy,
-        open_loop,
         out_of_blocks,
         shared_prompt,
         step_cost,
@@ -95,7 +94,6 @@ def all_parts() -> list[Part]:
         shared_prompt.PART,
         attention.PART,
         conversation.PART,
-        open_loop.PART,
     ]
 
 

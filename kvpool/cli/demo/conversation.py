@@ -60,7 +60,7 @@ def run(settings: Settings, say: Callable[[str], None]) -> Outcome:
         "like_unlimited": {"h2o": h2o.share_like(whole), "rotating": rotating.share_like(whole)},
         "nbytes": {"unlimited": whole.nbytes, "rotating": rotating.nbytes, "h2o": h2o.nbytes},
     }
-    note = f"next words as without a limit: {same_words}; weights are random, `kvpool bench quality` trains a model"
+    note = f"next words as without a limit: {same_words}; the weights are random: docs/quality.md has a trained model"
     return Outcome(claims, numbers, (note,))
 
 

@@ -31,9 +31,6 @@ class Settings:
         The attention part: sequences, tokens in each, decode steps by each route.
     requests, pool_blocks, max_len
         The occupancy part: requests served, blocks for both servers, longest sequence the server accepts.
-    open_requests, open_rate, open_prefix, open_running, dense_batch
-        The open-loop part: requests, arrivals per second, tokens that all of them begin with, sequences that run at a
-        time, and how many of the longest length fit the pool.
     talk_tokens, talk_budget
         The conversation part: tokens, and how many of them may be held.
     seed : int
@@ -58,11 +55,6 @@ class Settings:
     requests: int = 160
     pool_blocks: int = 512
     max_len: int = 1024
-    open_requests: int = 40
-    open_rate: float = 200.0
-    open_prefix: int = 128
-    open_running: int = 16
-    dense_batch: int = 4
     talk_tokens: int = 200
     talk_budget: int = 64
     seed: int = 0

@@ -2,15 +2,15 @@
 
 Requests arrive when they arrive, whether the server keeps up or not. `serve` drives any `Server` with a `Workload` and
 returns a `Record` of every tick and every token; `phases` and `metrics` say what it means. The command is
-``kvpool bench serving``. Not imported with kvpool.
+``python -m benchmarks.serving``. Not imported with kvpool.
 """
 
-from kvpool.serving.harness import Server, SimulatedClock, Tick, WallClock, serve, serve_side_by_side
-from kvpool.serving.phases import Phases, find_phases
-from kvpool.serving.record import Record
-from kvpool.serving.slots import SlotServer
-from kvpool.serving.static import StaticBatches
-from kvpool.serving.workload import Lengths, Workload, make_workload, trace_workload
+from benchmarks.serving.harness import Server, SimulatedClock, Tick, WallClock, serve, serve_side_by_side
+from benchmarks.serving.phases import Phases, find_phases
+from benchmarks.serving.record import Record
+from benchmarks.serving.slots import SlotServer
+from benchmarks.serving.static import StaticBatches
+from benchmarks.serving.workload import Lengths, Workload, make_workload, trace_workload
 
 __all__ = [
     "Lengths",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvpool.cli.bench.quality.answers import Quality, more
-from kvpool.cli.bench.quality.tables import Table, of
+from benchmarks.quality.answers import Quality, more
+from benchmarks.quality.tables import Table, of
 
 ERRORS = 2.0
 LOST = 0.5

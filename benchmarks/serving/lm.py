@@ -1,4 +1,4 @@
-"""The mlx-lm side of ``kvpool bench serving``: models, stock's batch engine as a server, stopwatches.
+"""The mlx-lm side of ``python -m benchmarks.serving``: models, stock's batch engine as a server, stopwatches.
 
 The only module of it that imports mlx and mlx-lm.
 """
@@ -18,14 +18,14 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import LRUPromptCache
 from numpy.typing import NDArray
 
+from benchmarks.serving import Tick
+from benchmarks.serving.paged import Observer
 from kvpool import Request
 from kvpool.adapters.mlx_lm.engine import Engine
 from kvpool.adapters.mlx_lm.shapes import inspect_model
 from kvpool.adapters.mlx_lm.tiny import randomize
 from kvpool.cli.console import CommandError
 from kvpool.scheduler import Step
-from kvpool.serving import Tick
-from kvpool.serving.paged import Observer
 
 LLAMA = {
     "model_type": "llama",

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.serving.phases import Phases
-from kvpool.serving.record import Record
+from benchmarks.serving.phases import Phases
+from benchmarks.serving.record import Record
 
 PERCENTILES = (50, 95, 99)
 

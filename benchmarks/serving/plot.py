@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.cli.bench.serving.runs import Bench, Run
-from kvpool.serving import Phases, Record
+from benchmarks.serving import Phases, Record
+from benchmarks.serving.runs import Bench, Run
 
 INK, MUTED, GRID = "#1f2933", "#6b7785", "#e4e7eb"
 BLOCKS, BLOCKS_LIGHT, STATIC = "#12718a", "#bfe0e6", "#c2571a"

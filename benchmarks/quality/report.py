@@ -8,10 +8,10 @@ from dataclasses import asdict
 from typing import Any
 
 import kvpool
-from kvpool.cli.bench.quality.answers import Quality
-from kvpool.cli.bench.quality.gates import Gate, held, text
-from kvpool.cli.bench.quality.settings import Settings
-from kvpool.cli.bench.quality.tables import Question, Table
+from benchmarks.quality.answers import Quality
+from benchmarks.quality.gates import Gate, held, text
+from benchmarks.quality.settings import Settings
+from benchmarks.quality.tables import Question, Table
 from kvpool.cli.bench.report import Lines, print_table
 from kvpool.cli.machine import cpu_model
 

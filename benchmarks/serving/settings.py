@@ -34,7 +34,7 @@ class Settings:
     rate : float
         Arrivals per second, infinite: all at once.
     prompt, output : str
-        Lengths, see `kvpool.serving.Lengths`; `shared_prefix` tokens come before every prompt.
+        Lengths, see `benchmarks.serving.Lengths`; `shared_prefix` tokens come before every prompt.
     num_blocks : int or None
         Usable blocks. None: those that a quarter of `max_batch` sequences of the longest length would reserve.
     max_batch : int
@@ -44,7 +44,7 @@ class Settings:
     tick_cost : (float, float, float)
         Milliseconds that a step of the null model takes, for each row, and for each token of a prompt.
     spike_factor, spike_seconds
-        See `kvpool.serving.find_phases`.
+        See `benchmarks.serving.find_phases`.
     sweep : str or None
         One of `SWEEPS`; `values` are what it takes.
     """
@@ -187,7 +187,7 @@ def rivals(text: str | None) -> tuple[str, ...]:
 
 def lengths(option: str, text: str) -> None:
     """Refuse what is no distribution of lengths."""
-    from kvpool.serving import Lengths
+    from benchmarks.serving import Lengths
 
     try:
         Lengths.parse(text)

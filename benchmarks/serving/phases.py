@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.serving.record import Record
+from benchmarks.serving.record import Record
 
 SPIKE_FACTOR = 5.0
 PLATEAU = 0.9  # of the ticks before the tail that have rows, so many have at most that many

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 import kvpool
+from benchmarks.serving.metrics import utilization
+from benchmarks.serving.runs import Bench, Run, finite, median
 from kvpool.cli.bench.report import Lines, print_table
-from kvpool.cli.bench.serving.runs import Bench, Run, finite, median
 from kvpool.cli.machine import cpu_model
-from kvpool.serving.metrics import utilization
 
 NAMES = {"kvpool": "kvpool", "stock": "mlx-lm BatchGenerator", "static": "static batches"}
 NULL_NAMES = {"kvpool": "kvpool", "stock": "slots of the longest length", "static": "static batches"}

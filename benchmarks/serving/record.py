@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from kvpool.serving.harness import Tick
+    from benchmarks.serving.harness import Tick
 
 COLUMNS = (
     *("start", "end", "cpu"),

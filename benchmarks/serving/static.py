@@ -7,7 +7,7 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.serving.harness import Server, Tick
+from benchmarks.serving.harness import Server, Tick
 
 
 class StaticBatches:

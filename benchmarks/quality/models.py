@@ -15,9 +15,9 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.cli.bench.quality.answers import Answer
-from kvpool.cli.bench.quality.control import RandomCache
-from kvpool.cli.bench.quality.policies import DECAY, SINK, Policy
+from benchmarks.quality.answers import Answer
+from benchmarks.quality.control import RandomCache
+from benchmarks.quality.policies import DECAY, SINK, Policy
 
 PREFILL = 32
 """Tokens of a document that are read at once, before the first decision."""

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.serving.harness import Tick
 from kvpool import Request, Scheduler
 from kvpool.scheduler import Step
-from kvpool.serving.harness import Tick
 
 
 class NullModel:

@@ -11,8 +11,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.serving.record import Record
-from kvpool.serving.workload import Workload
+from benchmarks.serving.record import Record
+from benchmarks.serving.workload import Workload
 
 _NONE = np.zeros(0, np.int64)
 

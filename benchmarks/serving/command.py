@@ -16,18 +16,18 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from kvpool.cli.bench.serving.settings import add_arguments, settings
+from benchmarks.serving.settings import add_arguments, settings
 from kvpool.cli.console import CommandError, check_plot
 
 if TYPE_CHECKING:
-    from kvpool.cli.bench.serving.runs import Bench, Run
+    from benchmarks.serving.runs import Bench, Run
 
 __all__ = ["add_arguments", "run"]
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve, and print what was found; with ``--gates`` 1 if something does not hold."""
-    from kvpool.cli.bench.serving import gates, report, runs
+    from benchmarks.serving import gates, report, runs
     from kvpool.errors import KVPoolError
 
     wanted = settings(args)
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 def measure(bench: Bench, *, quiet: bool) -> tuple[dict[str, list[Run]], list[tuple[str, Run]], Run | None]:
     """Return the runs of everybody, those of the sweep, and one under stopwatches."""
-    from kvpool.cli.bench.serving import runs
+    from benchmarks.serving import runs
 
     s = bench.settings
     names = ("kvpool", *s.against)
@@ -79,7 +79,7 @@ def measure(bench: Bench, *, quiet: bool) -> tuple[dict[str, list[Run]], list[tu
 
 def draw(args: argparse.Namespace, bench: Bench, drawn: Run) -> None:
     """Write the picture."""
-    from kvpool.cli.bench.serving import plot
+    from benchmarks.serving import plot
 
     try:
         plot.draw(args.plot, bench, drawn)

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from kvpool.cli.bench.quality.corpus import Corpus, batch
-from kvpool.cli.bench.quality.models import save
-from kvpool.cli.bench.quality.network import Pass, Shape, Weights, initial
+from benchmarks.quality.corpus import Corpus, batch
+from benchmarks.quality.models import save
+from benchmarks.quality.network import Pass, Shape, Weights, initial
 
 
 @dataclass(frozen=True)

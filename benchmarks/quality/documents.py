@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.cli.bench.quality import corpus
-from kvpool.cli.bench.quality.corpus import Corpus, Marks, Tokens
+from benchmarks.quality import corpus
+from benchmarks.quality.corpus import Corpus, Marks, Tokens
 
 
 @dataclass(frozen=True)

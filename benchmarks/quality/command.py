@@ -11,18 +11,18 @@ import json
 import time
 from typing import TYPE_CHECKING
 
-from kvpool.cli.bench.quality.settings import add_arguments, settings
+from benchmarks.quality.settings import add_arguments, settings
 from kvpool.cli.console import CommandError, check_plot, progress
 
 if TYPE_CHECKING:
-    from kvpool.cli.bench.quality.tables import Table
+    from benchmarks.quality.tables import Table
 
 __all__ = ["add_arguments", "run"]
 
 
 def run(args: argparse.Namespace) -> int:
     """Ask all questions, print the tables; with ``--gates`` return 1 if something does not hold."""
-    from kvpool.cli.bench.quality import gates, report, subjects
+    from benchmarks.quality import gates, report, subjects
 
     wanted = settings(args)
     check_plot(args.plot)
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 def draw(args: argparse.Namespace, table: Table, title: str) -> None:
     """Write the picture."""
-    from kvpool.cli.bench.quality import plot
+    from benchmarks.quality import plot
 
     try:
         plot.draw(args.plot, table, title)

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
-from kvpool.cli.bench.quality.answers import Answer, Quality
-from kvpool.cli.bench.quality.documents import Documents
-from kvpool.cli.bench.quality.policies import BITS, UNLIMITED, Policy, compared, h2o, rotating, slack_of
-from kvpool.cli.bench.quality.settings import Settings
+from benchmarks.quality.answers import Answer, Quality
+from benchmarks.quality.documents import Documents
+from benchmarks.quality.policies import BITS, UNLIMITED, Policy, compared, h2o, rotating, slack_of
+from benchmarks.quality.settings import Settings
 
 LONG = (16384, 32768)
 

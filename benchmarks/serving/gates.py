@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 import kvpool
-from kvpool.cli.bench.serving.runs import Bench, Run, make_bench, run_all, warm_up, workload_of
-from kvpool.cli.bench.serving.settings import Settings
+from benchmarks.serving.runs import Bench, Run, make_bench, run_all, warm_up, workload_of
+from benchmarks.serving.settings import Settings
 from kvpool.cli.machine import cpu_model
 
 EQUAL, SHORT, MIXED = 1.0, 0.9, 1.3

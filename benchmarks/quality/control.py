@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from kvpool.cli.bench.quality.policies import SINK, Policy
+from benchmarks.quality.policies import SINK, Policy
 
 SEED = 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvpool.cli.bench.quality.tables import Table
+from benchmarks.quality.tables import Table
 
 INK, MUTED, GRID = "#1f2328", "#59636e", "#e6e8eb"
 CURVES = {

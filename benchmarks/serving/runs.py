@@ -10,9 +10,7 @@ from functools import cached_property
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from kvpool.cli.bench.serving.settings import Settings
-from kvpool.cli.console import CommandError
-from kvpool.serving import (
+from benchmarks.serving import (
     Lengths,
     Phases,
     Record,
@@ -28,7 +26,9 @@ from kvpool.serving import (
     serve_side_by_side,
     trace_workload,
 )
-from kvpool.serving.metrics import summarize, usage
+from benchmarks.serving.metrics import summarize, usage
+from benchmarks.serving.settings import Settings
+from kvpool.cli.console import CommandError
 
 NULL_VOCABULARY = 32000
 REQUESTS = 64
@@ -207,8 +207,8 @@ class Bench:
 
 def paged_server(num_blocks: int, block_size: int, batch: int, samples: int, **options: Any) -> Any:
     """Return the scheduler on a pool, without a model."""
+    from benchmarks.serving.paged import NullModel, PagedServer
     from kvpool import Pool, Scheduler
-    from kvpool.serving.paged import NullModel, PagedServer
 
     pool = Pool(num_blocks + 1, block_size, reserved_blocks=1, max_seqs=2 * batch + 16, prefix_cache=True)
     scheduler = Scheduler(pool, max_running=batch, **options)
@@ -238,7 +238,7 @@ def make_bench(settings: Settings) -> Bench:
     if settings.is_null:
         return Bench(settings, workload_of(settings, NULL_VOCABULARY))
     try:
-        from kvpool.cli.bench.serving import lm
+        from benchmarks.serving import lm
     except ImportError as exc:
         need = "needs mlx and mlx-lm: pip install 'kvpool[mlx]'"
         raise CommandError(f"--model {settings.model} {need} ({exc})") from None

@@ -10,7 +10,7 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.serving.harness import Tick
+from benchmarks.serving.harness import Tick
 
 
 class SlotServer:

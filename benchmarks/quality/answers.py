@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.cli.bench.quality.documents import Documents
+from benchmarks.quality.documents import Documents
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvpool.cli.bench.quality import corpus, documents
-from kvpool.cli.bench.quality.corpus import Corpus
-from kvpool.cli.bench.quality.policies import UNLIMITED, Policy, h2o, rotating
-from kvpool.cli.bench.quality.settings import Settings
-from kvpool.cli.bench.quality.tables import Bench
-from kvpool.cli.bench.quality.training import Recipe, folder_of, trained
+from benchmarks.quality import corpus, documents
+from benchmarks.quality.corpus import Corpus
+from benchmarks.quality.policies import UNLIMITED, Policy, h2o, rotating
+from benchmarks.quality.settings import Settings
+from benchmarks.quality.tables import Bench
+from benchmarks.quality.training import Recipe, folder_of, trained
 from kvpool.cli.console import progress
 
 GENERATED = 200
@@ -58,7 +58,7 @@ class Told:
 
 def make(s: Settings, *, quiet: bool, recipe: Recipe | None = None, text: Corpus | None = None) -> Told:
     """Load the model that is to be asked; train it first if it is the one of this bench and is not there yet."""
-    from kvpool.cli.bench.quality.models import Model
+    from benchmarks.quality.models import Model
 
     text = corpus.read() if text is None else text
     if s.model is not None:

@@ -1,0 +1,1 @@
+"""What eviction and quantization cost in quality: a small model is trained, then asked with shorter caches."""
