@@ -270,7 +270,8 @@ def plans_that_nobody_refers_to(Pool: Any, Plan: Any, Lives: Any) -> None:
         pool = Pool(40, 4, max_seqs=8, max_blocks_per_seq=6, in_order=in_order)
         rows = [pool.open() for _ in range(3)]
         for calls in (
-            [], ["step"], ["step", "done"], ["step", "rollback"], ["reserve", "done"], ["unshare", "rollback"],
+            [], ["step"], ["step", "done"], ["step", "rollback"], ["reserve", "done"], ["unshare"],
+            ["unshare", "rollback"],
             ["step", "reset"], ["refused"], ["not unshared"], ["refused", "step", "done"], ["step", "done", "step"],
         ):  # fmt: skip
             lives = Lives()

@@ -233,3 +233,62 @@ def calls_that_are_recorded(Pool: Any, Plan: Any) -> None:
         pool.close(pair)
         pool._recorded()
     pool.shutdown()
+
+
+@scenario
+def arguments_at_their_ends(Pool: Any, Plan: Any) -> None:
+    """The largest and the smallest that a call takes, and those one beyond."""
+    pool = Pool(6, 4, max_seqs=3, reserved_blocks=0)
+    ids = pool.alloc(6)
+    look(pool)
+    tried(pool.decref, ids[:4][::2])
+    tried(pool.decref, [5, -1])
+    pool.decref(ids)
+    look(pool)
+    for count in (6, 7, 2**63 - 2, 2**63 - 1):
+        tried(pool.blocks.free_order, count)
+        taken = tried(pool.blocks.take, count)
+        if taken is not None:
+            pool.decref(taken[0])
+        look(pool)
+    pool.shutdown()
+    pool = Pool(6, 4, max_seqs=3, prefix_cache=True)
+    plan = Plan(pool, 2, 8)
+    row = pool.open()
+    grown(pool, plan, [row], 4)
+    for tokens in ([0x7FFFFFFF, -1], [0x7FFFFFFF, 1 << 31], [-1, 0x7FFFFFFF]):
+        tried(pool.commit, row, tokens)
+    pool.commit(row, [0x7FFFFFFF, 0, 1, 2])
+    look(pool)
+    pool.shutdown()
+
+
+@scenario
+def oldest_blocks_named_wrongly_while_a_step_is_pending(Pool: Any, Plan: Any) -> None:
+    """What is wrong with the first block is said before what is wrong with the moment."""
+    pool = Pool(12, 4, max_seqs=3)
+    plan = Plan(pool, 2, 8)
+    mine = pool.alloc(3)
+    row = pool.open()
+    pool.step(plan, [row], 3)
+    for ids in ([99, mine[0]], [mine[0], 99], [mine[1]], [-1], mine):
+        tried(pool.blocks.release, ids, oldest=True)
+        look(pool)
+    pool.done(plan)
+    tried(pool.blocks.release, mine, oldest=True)
+    look(pool)
+    pool.shutdown()
+
+
+@core_only
+def what_only_the_core_has_at_its_ends(Pool: Any, Plan: Any) -> None:
+    """Arrays that no memory holds, slots that are open, the index's bytes with events."""
+    pool = Pool(6, 4, max_seqs=3, prefix_cache=True, events=5)
+    pool.prefix_stats()
+    for width in (1 << 40, (1 << 40) - 1):
+        tried(Plan, pool, 1 << 20, kv_width=width, dtype="int64", formats=("kv_slots",))
+    pool.open()
+    for slot in (0, 1, 3):
+        tried(pool._set_generation, slot, 7)
+        look(pool)
+    pool.shutdown()
