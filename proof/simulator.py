@@ -2,9 +2,9 @@
 
 import time
 
-from kvpool.testing.simulator import Failure, simulate, simulate_in_processes
-from kvpool.testing.simulator_faults import FAULTS, SEEDS, convict
 from proof.figure import Budget, Figure
+from proof.simulation.faults import FAULTS, SEEDS, convict
+from proof.simulation.simulator import Failure, simulate, simulate_in_processes
 
 NAME = "simulator"
 TARGET = ">= 1e6 engine steps, 0 stale reads, 0 leaks"
@@ -21,7 +21,7 @@ def measure(budget: Budget) -> Figure:
     )
     return Figure(
         *(NAME, TARGET, measured, outcome.steps >= steps and not outcome.failures),
-        command=f"python -m kvpool.testing.simulator --seed {budget.seed} --steps {steps} --jobs {budget.jobs}",
+        command=f"python -m proof.simulation.simulator --seed {budget.seed} --steps {steps} --jobs {budget.jobs}",
         seconds=time.monotonic() - start,
         notes="\n".join(map(str, outcome.failures)) or outcome.describe(),
     )

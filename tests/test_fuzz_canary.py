@@ -12,8 +12,9 @@ import hypothesis.errors
 import numpy as np
 import pytest
 
-from kvpool.testing import ModelPlan, ModelPool, run
+from kvpool.testing import ModelPlan, ModelPool
 from kvpool.testing.model_blocks import Row, Sequence, Step, public_call
+from proof.machine.machine import run
 
 
 class Unchecked(ModelPool):

@@ -10,7 +10,8 @@ import os
 import secrets
 
 from kvpool import Plan, Pool
-from kvpool.testing import ModelPlan, ModelPool, run
+from kvpool.testing import ModelPlan, ModelPool
+from proof.machine.machine import run
 
 EXAMPLES = int(os.environ.get("KVPOOL_FUZZ_EXAMPLES", "1000"))
 

@@ -14,8 +14,9 @@ import hypothesis.errors
 import pytest
 
 from kvpool import Plan, Pool
-from kvpool.testing import ModelPlan, ModelPool, run
+from kvpool.testing import ModelPlan, ModelPool
 from kvpool.testing.model_blocks import Sequence
+from proof.machine.machine import run
 
 EXAMPLES = int(os.environ.get("KVPOOL_FUZZ_EXAMPLES", "1000")) // 4
 

@@ -5,10 +5,10 @@ from collections import Counter
 import pytest
 
 from kvpool.errors import PoolClosed
-from kvpool.testing import simulator
-from kvpool.testing.simulator import Failure, simulate
-from kvpool.testing.simulator_faults import FAULTS, convict
-from kvpool.testing.simulator_host import Host, Kit
+from proof.simulation import simulator
+from proof.simulation.faults import FAULTS, convict
+from proof.simulation.host import Host, Kit
+from proof.simulation.simulator import Failure, simulate
 
 
 def log_of(seed, steps=100):

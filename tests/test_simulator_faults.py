@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvpool.testing.simulator import simulate
-from kvpool.testing.simulator_faults import FAULTS, convict
-from kvpool.testing.simulator_host import Kit
+from proof.simulation.faults import FAULTS, convict
+from proof.simulation.host import Kit
+from proof.simulation.simulator import simulate
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -1,7 +1,6 @@
 """The public test kit: what holds the core, and any backend, against independent implementations.
 
 - `ModelPool`, `ModelPlan` (`kvpool.testing.model`): the core's contract in plain Python.
-- `run`, `make_machine` (`kvpool.testing.machine`, needs hypothesis): drives any pool beside the model.
 - `kvpool.testing.conformance`: what every backend has to pass.
 - `TokenModel`, `TokenMemory` (`kvpool.testing.token_model`): a language model that costs nothing, exact about what its
   KV cache holds; for engines and schedulers.
@@ -17,10 +16,8 @@ _WHERE = {
     "ModelPlan": "model",
     "TokenMemory": "token_model",
     "TokenModel": "token_model",
-    "make_machine": "machine",
-    "run": "machine",
 }
-__all__ = ["ModelPlan", "ModelPool", "TokenMemory", "TokenModel", "make_machine", "run"]
+__all__ = ["ModelPlan", "ModelPool", "TokenMemory", "TokenModel"]
 
 
 def __getattr__(name: str) -> Any:

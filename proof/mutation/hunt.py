@@ -27,8 +27,9 @@ from typing import Any
 import kvpool
 from kvpool._keys import Keys
 from kvpool._pool_blocks import PoolBlocks
-from kvpool.testing import ModelPlan, ModelPool, run
+from kvpool.testing import ModelPlan, ModelPool
 from kvpool.testing.model_pool_blocks import ModelPoolBlocks
+from proof.machine.machine import run
 from proof.mutation import bound, strained
 from proof.mutation.blocks import KeysModel, blocks_by_name, blocks_of_an_engine, keys_of_blocks
 from proof.mutation.broken import Poker, safe_pokes, states_that_are_broken

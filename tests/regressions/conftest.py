@@ -10,9 +10,9 @@ from kvpool.errors import PoolClosed
 from kvpool.eviction import SlidingWindow
 from kvpool.manager import KVBlockManager
 from kvpool.namespaces import namespace
-from kvpool.testing.simulator import Kit
 from kvpool_backends.cpu import BlockStore
 from kvpool_backends.numpy import NumpyBackend
+from proof.simulation.simulator import Kit
 
 
 @pytest.hookimpl(wrapper=True)

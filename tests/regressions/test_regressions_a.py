@@ -6,8 +6,8 @@ from catalogue import Unchecked, broken, idle, row
 
 from kvpool.errors import DoubleFree, OutOfBlocks, StaleHandle
 from kvpool.testing.model_blocks import public_call
-from kvpool.testing.simulator import simulate
-from kvpool.testing.simulator_faults import CACHE, HitsStayOnTheList, model
+from proof.simulation.faults import CACHE, HitsStayOnTheList, model
+from proof.simulation.simulator import simulate
 
 
 class FreesEachOccurrence(Unchecked):

@@ -10,9 +10,9 @@ from prefixes import cache, compute, serve
 from kvpool.errors import OutOfBlocks, PlanStateError, StaleHandle
 from kvpool.testing import ModelPlan
 from kvpool.testing.model_blocks import public_call
-from kvpool.testing.simulator import simulate
-from kvpool.testing.simulator_faults import FAULTS
-from kvpool.testing.simulator_host import Kit
+from proof.simulation.faults import FAULTS
+from proof.simulation.host import Kit
+from proof.simulation.simulator import simulate
 
 A, B, C = ([n] * 4 for n in (1, 2, 3))
 

@@ -6,8 +6,8 @@ from simple_backend import Simple
 
 from kvpool.testing import ModelPool, conformance
 from kvpool.testing.model_blocks import public_call
-from kvpool.testing.simulator import simulate
-from kvpool.testing.simulator_faults import FAULTS
+from proof.simulation.faults import FAULTS
+from proof.simulation.simulator import simulate
 
 
 class SharedTailIsWritten(Unchecked):

@@ -1,4 +1,4 @@
-"""The host of `kvpool.testing.simulator`: an engine that schedules.
+"""The host of `proof.simulation.simulator`: an engine that schedules.
 
 It keeps books of its own (tokens, stamps, lengths, how many blocks a table has) and asks the pool for handles,
 tables and plans only, so that whatever the pool gets wrong differs from the books or from the device's memory.
@@ -15,18 +15,18 @@ import numpy as np
 
 from kvpool import Plan, Pool
 from kvpool.errors import OutOfBlocks, OutOfSequences, PlanStateError
-from kvpool.testing.simulator_books import Flight, Request, Row, Tally
-from kvpool.testing.simulator_device import Arrays, Device, Violation, Work
-from kvpool.testing.simulator_evict import compact, evict_blocks
-from kvpool.testing.simulator_misuse import make_wrong_call
-from kvpool.testing.simulator_world import Shape, Stamps, prompts
+from proof.simulation.books import Flight, Request, Row, Tally
+from proof.simulation.device import Arrays, Device, Violation, Work
+from proof.simulation.evict import compact, evict_blocks
+from proof.simulation.misuse import make_wrong_call
+from proof.simulation.world import Shape, Stamps, prompts
 
 LOG_LINES = 40
 
 
 @dataclass(frozen=True, slots=True)
 class Kit:
-    """What is simulated; the faults of `kvpool.testing.simulator_faults` are kits with one part broken."""
+    """What is simulated; the faults of `proof.simulation.faults` are kits with one part broken."""
 
     Pool: Any = Pool
     Plan: Any = Plan

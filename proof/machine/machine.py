@@ -1,13 +1,14 @@
 """A Hypothesis state machine that drives any pool beside the model and beside a fake backend.
 
 Two judges, independent of each other: `ModelPool` predicts every id, order, count and array, and
-`kvpool.testing.machine_content` knows what every token must read. Hypothesis draws for each example which
+`proof.machine.content` knows what every token must read. Hypothesis draws for each example which
 rules take part (its own swarm testing), and the machine draws the shape of the pool and the appetite of the
 steps, so that some examples are always out of blocks and others never.
 
 Examples
 --------
->>> from kvpool.testing import ModelPlan, ModelPool, run
+>>> from kvpool.testing import ModelPlan, ModelPool
+>>> from proof.machine.machine import run
 >>> run(ModelPool, ModelPlan, examples=2, steps=10)
 """
 
@@ -30,10 +31,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvpool.testing.machine_content import Content
-from kvpool.testing.machine_misuse import MISUSE
-from kvpool.testing.machine_sides import ARRAYS, PLANS, RAISED, Pair, Side
 from kvpool.testing.model import ModelPlan, ModelPool
+from proof.machine.content import Content
+from proof.machine.misuse import MISUSE
+from proof.machine.sides import ARRAYS, PLANS, RAISED, Pair, Side
 
 small = st.integers(0, 15)
 picks = st.lists(small, min_size=1, max_size=6)
@@ -570,7 +571,7 @@ def make_machine(
     prefix_cache : bool
         Whether the pools are built with a prefix cache, and the programs use it.
     """
-    from kvpool.testing.machine_prefix import PrefixMachine  # which needs this module
+    from proof.machine.prefix import PrefixMachine  # which needs this module
 
     kind = PrefixMachine if prefix_cache else PoolMachine
     members = {

@@ -1,4 +1,4 @@
-"""Calls that `kvpool.testing.simulator` makes at the wrong moment: each must be refused, and change nothing.
+"""Calls that `proof.simulation.simulator` makes at the wrong moment: each must be refused, and change nothing.
 
 They go by what the host knows: a plan in flight, a row in flight, a step that is not the newest, a dead handle.
 """
@@ -10,10 +10,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvpool.errors import PlanStateError, StaleHandle
-from kvpool.testing.simulator_device import Violation
+from proof.simulation.device import Violation
 
 if TYPE_CHECKING:
-    from kvpool.testing.simulator_host import Host
+    from proof.simulation.host import Host
 
 Wrong = tuple[str, type[Exception], Callable[[], Any]]
 

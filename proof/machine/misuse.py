@@ -1,4 +1,4 @@
-"""Calls that should be refused, for `kvpool.testing.machine`.
+"""Calls that should be refused, for `proof.machine.machine`.
 
 Each entry takes the machine and a small number, and returns a call for either side, or None when the state
 offers no such misuse. A call may turn out to be legal; the oracle decides, and the pool must agree.
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from kvpool.testing.machine import PoolMachine
-    from kvpool.testing.machine_sides import Side
+    from proof.machine.machine import PoolMachine
+    from proof.machine.sides import Side
 
 Call = Callable[["Side"], Any]
 WRONG_TYPES: tuple[Any, ...] = (True, 1.0, "1", None, np.float64(2), np.bool_(False), b"1", 1j)

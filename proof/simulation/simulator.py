@@ -4,11 +4,11 @@ A host schedules requests, a device executes their plans later, and a seeded cho
 several steps in flight, results that arrive late, in another order or never, aborts and preemptions in every state,
 forks, drafts that are cut off, tokens that leave, prefix hits, pins, flushes, resets. Pools hold a few requests only.
 Every read is compared with what the reader wrote; a block that is handed out is poisoned. A world is made by its seed
-alone, so a failure is replayed by it: ``python -m kvpool.testing.simulator --seed 1 --steps 100000``.
+alone, so a failure is replayed by it: ``python -m proof.simulation.simulator --seed 1 --steps 100000``.
 
 Examples
 --------
->>> from kvpool.testing.simulator import simulate
+>>> from proof.simulation.simulator import simulate
 >>> simulate(seed=1, steps=200).steps >= 200
 True
 """
@@ -22,8 +22,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from kvpool.testing.simulator_books import Tally
-from kvpool.testing.simulator_host import Host, Kit
+from proof.simulation.books import Tally
+from proof.simulation.host import Host, Kit
 
 WORLD_STEPS = 500  # steps before a world is drained, and looked at for leaks
 
@@ -38,7 +38,7 @@ class Failure(AssertionError):
         self.seed, self.steps, self.error, self.log = seed, steps, error, log
 
     def __str__(self) -> str:
-        again = f"python -m kvpool.testing.simulator --seed {self.seed} --steps 1"
+        again = f"python -m proof.simulation.simulator --seed {self.seed} --steps 1"
         tail = "\n".join(f"  {line}" for line in self.log)
         return f"seed {self.seed}, step {self.steps}: {type(self.error).__name__}: {self.error}\n{tail}\nagain: {again}"
 
@@ -130,7 +130,7 @@ def simulate_in_processes(seed: int, steps: int, jobs: int) -> Outcome:
 
 def main(argv: list[str] | None = None) -> int:
     """Simulate, and say what happened; 1 when something went wrong."""
-    parser = argparse.ArgumentParser(prog="python -m kvpool.testing.simulator", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m proof.simulation.simulator", description=__doc__.split("\n\n")[0])
     parser.add_argument("--seed", type=int, default=1, help="of the first world (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=100_000, help="engine steps (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: %(default)s)")

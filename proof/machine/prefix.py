@@ -1,4 +1,4 @@
-"""The prefix cache's part of `kvpool.testing.machine`: prompts that share prefixes, and what a hit must hold.
+"""The prefix cache's part of `proof.machine.machine`: prompts that share prefixes, and what a hit must hold.
 
 The judges are the same two. `ModelPool` predicts every hit, and `PrefixContent` knows for every stamp ever written
 which prefix of which namespace it ends: a hit is read from both memories of the fake backend and must be exactly the
@@ -15,9 +15,9 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
-from kvpool.testing.machine import PoolMachine, _some, counts, picks, small, which_plan
-from kvpool.testing.machine_content import Content
-from kvpool.testing.machine_sides import PLANS, RAISED, Side
+from proof.machine.content import Content
+from proof.machine.machine import PoolMachine, _some, counts, picks, small, which_plan
+from proof.machine.sides import PLANS, RAISED, Side
 
 NOBODYS = 2**31 - 1  # a token that no prompt has
 NAMESPACES = (b"", b"", b"", b"a", b"b")

@@ -1,4 +1,4 @@
-"""The device of `kvpool.testing.simulator`: executes plans in order, late, and checks what it reads.
+"""The device of `proof.simulation.simulator`: executes plans in order, late, and checks what it reads.
 
 Its memory holds one stamp per layer and slot: which content was written there. A stamp stands for a token and all
 tokens before it, so two sequences have equal stamps exactly where their contexts are equal. Work is done in small

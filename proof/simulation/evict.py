@@ -1,4 +1,4 @@
-"""Eviction in `kvpool.testing.simulator`: tokens leave sequences that go on, while steps are in flight.
+"""Eviction in `proof.simulation.simulator`: tokens leave sequences that go on, while steps are in flight.
 
 The books keep what is left of a request as if it had never had more, and how many tokens have gone. What it computes
 from then on has stamps of its own: nobody else may ever read it.
@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvpool.errors import OutOfBlocks
-from kvpool.testing.simulator_books import Request, Row
-from kvpool.testing.simulator_device import Move, Violation
+from proof.simulation.books import Request, Row
+from proof.simulation.device import Move, Violation
 
 if TYPE_CHECKING:
-    from kvpool.testing.simulator_host import Host
+    from proof.simulation.host import Host
 
 
 def compact(host: Host) -> None:

@@ -1,4 +1,4 @@
-"""Faults for `kvpool.testing.simulator` to find: real pools, plans and devices, each with one part broken.
+"""Faults for `proof.simulation.simulator` to find: real pools, plans and devices, each with one part broken.
 
 A simulator that never convicts is no judge. Most kits of `FAULTS` wrap kvpool's own core thinly, so that the fault
 runs at full speed; faults deep in the logic are planted in the plain Python model. `SEEDS` says how many worlds it may
@@ -16,8 +16,8 @@ import numpy as np
 from kvpool import Plan, Pool
 from kvpool.errors import OutOfBlocks, StaleHandle
 from kvpool.testing.model import ModelPlan, ModelPool
-from kvpool.testing.simulator import Failure, Kit, simulate
-from kvpool.testing.simulator_device import Device, Move, Work
+from proof.simulation.device import Device, Move, Work
+from proof.simulation.simulator import Failure, Kit, simulate
 
 SEEDS = 100  # worlds in which every fault must show
 

@@ -1,11 +1,11 @@
-"""What the host of `kvpool.testing.simulator` knows: its requests, its steps in flight, and what it has counted."""
+"""What the host of `proof.simulation.simulator` knows: its requests, its steps in flight, and what it has counted."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvpool.testing.simulator_device import Work
+from proof.simulation.device import Work
 
 
 @dataclass

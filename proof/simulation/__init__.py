@@ -1,0 +1,1 @@
+"""A simulated engine on a simulated device: late execution, asynchronous schedules, every read compared."""
