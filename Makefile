@@ -13,7 +13,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --disable-pip-version-check
 PYTEST := $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
-SOURCES := $(wildcard kvpool/*.pyx kvpool/*.pxd kvpool/include/*.h) \
+SOURCES := $(wildcard kvpool/*.pyx kvpool/*.pxd kvpool/core/*.p* kvpool/include/*.h) \
 	$(wildcard $(addprefix kvpool_backends/cpu/,*.pyx *.pxd kernels/*.c kernels/*.h))
 
 help:  ## list the targets

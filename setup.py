@@ -4,7 +4,7 @@ Environment switches::
 
     KVPOOL_DEBUG=1                      bounds, None and initialisation checks on, C asserts on, debug symbols
     KVPOOL_SANITIZE=address,undefined   build with these gcc/clang sanitizers (implies debug symbols)
-    KVPOOL_FAULTS=1                     allocations fail on demand (kvpool._memory); KVPOOL_DEBUG has it too
+    KVPOOL_FAULTS=1                     allocations fail on demand (kvpool/core/memory.pxi); KVPOOL_DEBUG has it too
     KVPOOL_COVERAGE=1                   count lines and branches of the C code (gcc)
     KVPOOL_OPTIMIZE=1                   the compiler's -O level, 3 unless one of the above says otherwise
 
@@ -29,7 +29,7 @@ CORE, FUZZER, CPU = Path("kvpool"), Path("kvpool/testing"), Path("kvpool_backend
 #: Compiled for size: nobody waits for them, a kernel does more for each call than they do, or (the drivers of the
 #: fuzzer) they take the same time.
 FOR_SIZE = (
-    *("_broken", "_events", "_names", "_refuse", "_arguments", "_attention"),
+    *("_broken", "_arguments", "_attention"),
     *("_calls", "_fuzz", "_fuzz_base", "_fuzz_calls", "_fuzz_evict", "_fuzz_prefix", "_fuzz_steps"),
 )
 #: Plain and fast under the address sanitizer: the judge of the fuzzer walks all of the state, within bounds of its own.
@@ -68,9 +68,10 @@ def compile_flags() -> tuple[list[str], list[str]]:
 
 
 def core_sources() -> list[Path]:
-    """What the proof says something about, line by line: the core without `_memory`, which makes failures for tests."""
+    """What the proof says something about, line by line: the core without `memory`, which makes failures for tests."""
     top = Path(__file__).resolve().parent / CORE
-    return [path for path in sorted(top.glob("*.p[yx][xd]")) if path.stem not in ("_memory", "__init__")]
+    found = [path for place in ("_core.p*", "core/*.p*", "capi.p*") for path in sorted(top.glob(place))]
+    return [path for path in found if path.suffix in (".pyx", ".pxd", ".pxi") and path.stem != "memory"]
 
 
 def extensions() -> list[Extension]:

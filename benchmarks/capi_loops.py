@@ -32,7 +32,7 @@ LOOPS = ("capsule", "core")
 def core_steps():
     """Return the function of core_loop.pyx, compiled unless that was done already."""
     source, library = HERE / "core_loop.pyx", BUILD / f"core_loop{sysconfig.get_config_var('EXT_SUFFIX')}"
-    newest = max(file.stat().st_mtime for file in [source, *Path(kvpool.__file__).parent.glob("*.pxd")])
+    newest = max(file.stat().st_mtime for file in [source, *Path(kvpool.__file__).parent.rglob("*.pxd")])
     if not library.exists() or library.stat().st_mtime < newest:
         BUILD.mkdir(parents=True, exist_ok=True)
         code, lookup = BUILD / "core_loop.c", ["-undefined", "dynamic_lookup"] * (sys.platform == "darwin")

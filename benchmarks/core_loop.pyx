@@ -4,12 +4,7 @@ arguments. For measuring what the C interface adds; the core's functions are no 
 """
 from libc.stdint cimport INT64_MAX, int64_t
 
-from kvpool._args cimport Ints
-from kvpool._plan cimport Plan
-from kvpool._pool cimport Pool
-from kvpool._step cimport Limits, step_check, step_commit, step_release_holds
-from kvpool._types cimport OK, Verdict
-from kvpool._wire cimport wire_emit
+from kvpool._core cimport OK, Ints, Limits, Plan, Pool, Verdict, step_check, step_commit, step_release_holds, wire_emit
 
 
 def core_steps(Pool pool, Plan plan, const int64_t[::1] handles, int64_t steps):

@@ -1,2 +1,1 @@
-from kvpool._plan cimport Plan
-from kvpool._pool cimport Pool
+from kvpool._core cimport Plan, Pool

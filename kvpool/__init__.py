@@ -25,8 +25,7 @@ from kvpool.errors import (
 )
 
 try:
-    from kvpool._plan import Plan
-    from kvpool._pool import Pool
+    from kvpool._core import Plan, Pool
 except ModuleNotFoundError as error:
     if error.name is None or not error.name.startswith("kvpool._"):
         raise

@@ -9,13 +9,10 @@ from cpython.pycapsule cimport PyCapsule_New
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
-from kvpool._args cimport Ints, ints_copy, ints_free, ints_init, ints_tokens
-from kvpool._plan cimport Plan
-from kvpool._pool cimport Pool
-from kvpool._refuse cimport refuse
-from kvpool._sequence cimport seq_judge, seq_table, slot_of
-from kvpool._types cimport OK, Verdict
-from kvpool._wire cimport NUM_FIELDS
+from kvpool._core cimport (
+    NUM_FIELDS, OK, Ints, Plan, Pool, Verdict, ints_copy, ints_free, ints_init, ints_tokens, refuse, seq_judge,
+    seq_table, slot_of,
+)
 
 from kvpool.errors import (
     CapacityExceeded,

@@ -164,7 +164,7 @@ def is_release() -> bool:
         switches = json.loads(stamp.read_text())
     except (OSError, ValueError):
         return False
-    sources = [path for path in (ROOT / "kvpool").rglob("*") if path.suffix in (".pyx", ".pxd", ".h")]
+    sources = [path for path in (ROOT / "kvpool").rglob("*") if path.suffix in (".pyx", ".pxd", ".pxi", ".h")]
     newest = max(path.stat().st_mtime for path in [*sources, ROOT / "setup.py"])
     return not any(switches.values()) and newest <= stamp.stat().st_mtime
 

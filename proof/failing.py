@@ -3,7 +3,7 @@
 A *script* is a list of calls on one pool, made from a seed. It runs once in peace, which counts its allocations and
 says what each call returns; then once for each allocation k, which fails. The call that meets the failure must raise
 `MemoryError`, leave the pool's fingerprint, digest and memory as they were, and succeed when it is made again; the
-script then ends as it did in peace. Only builds that can fail on demand (`kvpool._memory`) run it.
+script then ends as it did in peace. Only builds that can fail on demand (`kvpool/core/memory.pxi`) run it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 import kvpool
-from kvpool import _memory
+from kvpool import _core
 
 FORMATS = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens", "csr", "kv_slots", "kv_slots_ragged")
 Call = tuple[str, Callable[["Stage"], Any]]
@@ -176,12 +176,12 @@ def play(calls: list[Call], fail: int = 0, sticky: bool = False) -> tuple[Any, i
     s, failed, made = Stage(), "", 0
     for name, call in calls:
         before = s.snapshot()
-        _memory.fail_at(fail - made if fail > made else 0, sticky)
+        _core.fail_at(fail - made if fail > made else 0, sticky)
         try:
             call(s)
         except MemoryError as error:
-            made += _memory.allocations()[0]
-            _memory.fail_at(0)
+            made += _core.allocations()[0]
+            _core.fail_at(0)
             if s.snapshot() != before:
                 raise Finding(f"{name}: the failure of allocation {fail} changed the state") from error
             failed = name
@@ -189,10 +189,10 @@ def play(calls: list[Call], fail: int = 0, sticky: bool = False) -> tuple[Any, i
                 s.pool.check()
             call(s)
         else:
-            made += _memory.allocations()[0]
-            if made >= fail > made - _memory.allocations()[0]:
+            made += _core.allocations()[0]
+            if made >= fail > made - _core.allocations()[0]:
                 failed = name + " (went on)"
-        _memory.fail_at(0)
+        _core.fail_at(0)
     s.pool.check()
     ending = s.snapshot()
     alive = weakref.ref(s.pool)
@@ -209,7 +209,7 @@ def sweep(seeds: Iterable[int], points: int) -> dict[str, Any]:
     for seed in seeds:
         calls = script(seed)
         gc.collect()
-        at_start = _memory.allocations()[1]
+        at_start = _core.allocations()[1]
         ending, total, _ = play(calls)
         for k in range(1, total + 1):
             for sticky in (False, True):
@@ -220,11 +220,11 @@ def sweep(seeds: Iterable[int], points: int) -> dict[str, Any]:
                     if again != ending:
                         raise Finding(f"{failed}: after the failure of allocation {k} the script ends otherwise")
                     by_call[failed] = by_call.get(failed, 0) + 1
-                    if _memory.allocations()[1] != at_start:
-                        raise Finding(f"{failed}: {_memory.allocations()[1] - at_start} blocks of memory lost")
+                    if _core.allocations()[1] != at_start:
+                        raise Finding(f"{failed}: {_core.allocations()[1] - at_start} blocks of memory lost")
                 except Exception as found:
                     findings.append(f"seed {seed}, allocation {k}{', sticky' * sticky}: {found!r}")
-                _memory.fail_at(0)
+                _core.fail_at(0)
                 done += 1
         if done >= points:
             break

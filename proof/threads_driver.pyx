@@ -1,9 +1,10 @@
 """Operations on pools by the C functions of the core, without the GIL: what threads do at once in `proof.threads`."""
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
-from kvpool._blocks cimport Blocks, blocks_available, blocks_take_many, blocks_unref_many
-from kvpool._pool cimport Pool
-from kvpool._sequence cimport OPEN, Seqs, seq_close, seq_fork, seq_new, seq_refresh, seq_table, seq_truncate
+from kvpool._core cimport (
+    OPEN, Blocks, Pool, Seqs, blocks_available, blocks_take_many, blocks_unref_many, seq_close, seq_fork, seq_new,
+    seq_refresh, seq_table, seq_truncate,
+)
 
 
 cdef uint64_t draw(uint64_t* state) noexcept nogil:

@@ -7,17 +7,17 @@ import pytest
 from proof import SHORT, coverage
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="gcc and gcov")
-FILE = "kvpool/_blocks.pyx"
+FILE = "kvpool/core/blocks.pxi"
 C = """
 static int f(int a) {
   int r;
-  /* "kvpool/_blocks.pyx":7
+  /* "kvpool/core/blocks.pxi":7
  * cdef int f(int a) noexcept nogil:
  *     return a             # <<<<<<<<<<<<<<
 */
   r = a;
   goto L0;
-  /* "kvpool/_blocks.pyx":6
+  /* "kvpool/core/blocks.pxi":6
 */
   /* function exit code */
   L0:;
@@ -39,8 +39,8 @@ def test_c_is_traced_to_the_line_it_is_made_of():
 def test_statements_of_all_functions_are_known():
     named = {file: {one.function for one in ones} for file, ones in coverage.wanted().items()}
     assert named[FILE] >= {"blocks_take", "blocks_fingerprint", "check_chain"}
-    assert named["kvpool/_pool.pyx"] >= {"step", "digest", "shutdown", "__repr__"}
-    assert "kvpool/_sequence.pxd" in named and "kvpool/_memory.pyx" not in named
+    assert named["kvpool/core/pool.pxi"] >= {"step", "digest", "shutdown", "__repr__"}
+    assert "kvpool/core/sequence.pxd" in named and "kvpool/core/memory.pxi" not in named
 
 
 def report_of(tmp_path, number, text, taken):

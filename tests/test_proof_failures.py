@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool import _memory
+from kvpool import _core
 from proof import SHORT, builds
 from proof.failures import SHORT_POINTS
 
@@ -64,8 +64,8 @@ def test_call_that_leaves_something_behind_is_convicted():
 
 
 def test_release_build_refuses_to_fail_on_demand():
-    if _memory.can_fail():
-        _memory.fail_at(0)
+    if _core.can_fail():
+        _core.fail_at(0)
         return
     with pytest.raises(RuntimeError, match=r"\[fail_at\]"):
-        _memory.fail_at(1)
+        _core.fail_at(1)

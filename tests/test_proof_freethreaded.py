@@ -158,7 +158,7 @@ def test_finding_is_what_the_child_said_last(monkeypatch):
         (ended(0, '{"calls": 7}', ""), ({"calls": 7, "reports": 0}, "")),
         (ended(1, "", "Traceback\nWrong: two tags"), ({"calls": 0, "reports": 0}, "shared: Wrong: two tags")),
         (ended(-11, "", ""), ({"calls": 0, "reports": 0}, "shared: signal 11")),
-        (ended(66, "", f"{freethreaded.WARNING}: data race kvpool/_pool.c"), ({"calls": 0, "reports": 1}, "_pool.c")),
+        (ended(66, "", f"{freethreaded.WARNING}: data race kvpool/_core.c"), ({"calls": 0, "reports": 1}, "_core.c")),
     ):
         monkeypatch.setattr(freethreaded, "run", child)
         facts, finding = freethreaded.child("free", "shared", 1, 1)

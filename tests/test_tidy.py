@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from conftest import LONG_FILES
 
+from proof.mutation.source import uncommented
+
 ROOT = Path(__file__).resolve().parent.parent
 FILE_LINES_MAX = 1500
 FUNCTION_LINES_MAX = 70
@@ -14,15 +16,20 @@ LINE_LENGTH_MAX = 120
 FOLDERS = (
     *("kvpool", "kvpool_backends", "metal", "benchmarks", "examples", "proof", "tests", "scripts", "docs", ".ci"),
 )
-SUFFIXES = (".py", ".pyx", ".pxd", ".pyi", ".c", ".h", ".metal", ".rs", ".sh")
+SUFFIXES = (".py", ".pyx", ".pxd", ".pxi", ".pyi", ".c", ".h", ".metal", ".rs", ".sh")
 # Spelled in halves, so that the list does not find itself.
 UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X|HA" + r"CK)\b")
-# A module of the core may import those before it, never those after it.
+# A part of the core may use those before it, never those after it.
 CORE_ORDER = (
-    *("_types", "_memory", "_lock", "_sha256", "_args", "_record"),  # C functions on structs
-    *("_blocks", "_sequence", "_names", "_events", "_prefix", "_step", "_wire"),
-    *("_refuse", "_block_calls", "_sequence_calls", "_plan"),  # what Python sees of them
-    *("_keys", "_pool_blocks", "_prefix_calls", "_evict_calls", "_pool"),
+    *("types", "memory", "lock", "sha256", "args", "record"),  # C functions on structs
+    *("blocks", "sequence", "names", "events", "prefix", "step", "wire"),
+    *("refuse", "block_calls", "sequence_calls", "plan"),  # what Python sees of them
+    *("prefix_calls", "evict_calls", "keys", "pool_blocks", "pool"),
+)
+CORE_INCLUDE = re.compile(r'^include "core/(\w+)\.\w+"$', re.MULTILINE)
+CORE_NAME = re.compile(
+    r"^(?:def|cdef|ctypedef)\b(?! extern| enum)[^\n=(:]*?(\w+) *(?:[(=:#]|$)|^    ([A-Z][A-Z0-9_]+) *(?:[=#]|$)",
+    re.MULTILINE,
 )
 # Folders whose code drives a framework; elsewhere kvpool knows none.
 FRAMEWORK_USERS = (
@@ -124,7 +131,7 @@ def test_files_are_short():
 
 def test_functions_are_short():
     found = []
-    for path in sources(".py", ".pyx"):
+    for path in sources(".py", ".pyx", ".pxi"):
         read = python_functions if path.suffix == ".py" else cython_functions
         for function, lines in read(path.read_text()):
             if lines > FUNCTION_LINES_MAX:
@@ -150,27 +157,57 @@ def test_nothing_is_left_unfinished():
     assert not found
 
 
-def test_core_modules_import_downwards():
-    modules = {path.stem for path in (ROOT / "kvpool").glob("_*.p[yx][xd]")} - {"__init__"}
-    assert modules == set(CORE_ORDER), "CORE_ORDER has to name every module of the core"
-    found = []
-    for index, stem in enumerate(CORE_ORDER):
-        for path in (ROOT / "kvpool").glob(f"{stem}.p[yx][xd]"):
-            for imported in cython_imports(path.read_text()):
-                if any(belongs(imported, f"kvpool.{above}") for above in CORE_ORDER[index + 1 :]):
-                    found.append(f"{relative(path)} imports {imported}")
-    assert not found
+def core_parts():
+    """Return the text of each part of the core, its comments and strings covered, in order."""
+    files = {path: path.read_text() for path in sorted((ROOT / "kvpool" / "core").iterdir())}
+    return {part: uncommented("\n".join(files[path] for path in files if path.stem == part)) for part in CORE_ORDER}
+
+
+def core_names(text):
+    """Return the names that a part of the core defines for others: functions, types, constants."""
+    return {name or constant for name, constant in CORE_NAME.findall(text)}
+
+
+def used_too_early(parts):
+    """Return (part, name) where a part of the core uses a name of a later one; a function is used if it is called."""
+    found, later = [], set()
+    for part, text in reversed(parts.items()):
+        used = set(re.findall(r"(?<![.\w])(?:[A-Z]\w*|[a-z]\w*(?=\())", text))
+        own = core_names(text) | {name for name, _ in cython_functions(text)}  # methods too
+        found += [(part, name) for name in sorted(used & later - own)]
+        later |= core_names(text)
+    return found
+
+
+def test_core_is_included_in_order():
+    for suffix, module in ((".pxd", "_core.pxd"), (".pxi", "_core.pyx")):
+        there = {path.stem for path in (ROOT / "kvpool" / "core").iterdir() if path.suffix == suffix}
+        included = CORE_INCLUDE.findall((ROOT / "kvpool" / module).read_text())
+        assert included == [part for part in CORE_ORDER if part in there]
+        assert there == set(included), "CORE_ORDER has to name every part of the core"
+
+
+def test_core_parts_use_those_before_them():
+    assert used_too_early(core_parts()) == []
+
+
+def test_parts_that_use_later_ones_are_found():
+    parts = core_parts()
+    assert {"mix", "OK", "Verdict"} <= core_names(parts["types"]) and "Pool" in core_names(parts["pool"])
+    early = "cdef int f(Pool pool):\n    return wire_emit(NULL) + KV_SLOTS\n"
+    found = used_too_early(parts | {"types": parts["types"] + early})
+    assert found == [("types", name) for name in ("KV_SLOTS", "Pool", "wire_emit")]
 
 
 def test_core_needs_no_numpy_headers():
-    text = "\n".join(path.read_text() for path in sources(".pyx", ".pxd"))
+    text = "\n".join(path.read_text() for path in sources(".pyx", ".pxd", ".pxi"))
     assert not re.search(r"cimport\s+numpy|from\s+numpy\s+cimport|numpy/arrayobject", text)
 
 
 def test_kvpool_imports_no_backend_and_no_adapter():
     """Nothing in kvpool imports a backend when it is imported itself, nor an adapter from outside of adapters."""
     found = []
-    for path in sources(".py", ".pyx", ".pxd"):
+    for path in sources(".py", ".pyx", ".pxd", ".pxi"):
         if not relative(path).startswith("kvpool/"):
             continue
         if path.suffix == ".py":
@@ -200,9 +237,9 @@ def test_frameworks_are_imported_where_they_are_used_only():
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("from kvpool._pool cimport Pool", {"kvpool._pool"}),
-        ("from kvpool cimport _pool, _plan as p", {"kvpool._pool", "kvpool._plan"}),
-        ("cimport kvpool._plan", {"kvpool._plan"}),
+        ("from kvpool._core cimport Pool", {"kvpool._core"}),
+        ("from kvpool cimport _core, capi as c", {"kvpool._core", "kvpool.capi"}),
+        ("cimport kvpool.capi", {"kvpool.capi"}),
         ("def f():\n    import kvpool_backends", {"kvpool_backends"}),
         ("from kvpool._x cimport (\n    a,\n    b,\n)", {"kvpool._x.a", "kvpool._x.b"}),
     ],

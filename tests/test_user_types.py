@@ -49,8 +49,8 @@ def test_checker_reports_each_mistake_and_nothing_else(checker, sources):
 
 
 FAULTS = [
-    ("kvpool/_block_calls.pyi", ") -> Self", ") -> BlockPool"),
-    ("kvpool/_plan.pyi", ") -> Self", ") -> object"),
+    ("kvpool/_core.pyi", "_hash_bits: int = 64,\n    ) -> Self", "_hash_bits: int = 64,\n    ) -> BlockPool"),
+    ("kvpool/_core.pyi", "| None = None,\n    ) -> Self", "| None = None,\n    ) -> object"),
     ("kvpool/__init__.py", "if not TYPE_CHECKING:", "if True:"),
 ]
 
@@ -141,8 +141,8 @@ def stub_signature(stub, cls):
 @pytest.mark.parametrize(
     ("cls", "stub"),
     [
-        (kvpool.Pool, "kvpool/_block_calls.pyi BlockPool"),
-        (kvpool.Plan, "kvpool/_plan.pyi Plan"),
+        (kvpool.Pool, "kvpool/_core.pyi BlockPool"),
+        (kvpool.Plan, "kvpool/_core.pyi Plan"),
         (BlockStore, "kvpool_backends/cpu/_kernels.pyi BlockStore"),
     ],
 )

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool import Pool
-from kvpool._keys import Keys
+from kvpool._core import Keys
 from kvpool.errors import CorruptState
 
 BlockIds = Sequence[int] | NDArray[np.int32]

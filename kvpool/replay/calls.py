@@ -3,7 +3,7 @@
 A file is ``KVCALLS2``, the length of a JSON header (uint32, little-endian), the header (version of kvpool, parameters
 of the pool, numbers of calls kept and lost, digest at the end), the words of the ring, and the CRC-32 of all of it. A
 call is a word of 32 bits that names it and has its flags, the low 32 bits of the pool's digest after it, and what it
-was given; `kvpool/_record.pyx` says how.
+was given; `kvpool/core/record.pxi` says how.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import kvpool
 from kvpool.errors import KVPoolError
 
 MAGIC = b"KVCALLS2"
-NAMES = {  # the enums of kvpool/_types.pxd and kvpool/_record.pxd
+NAMES = {  # the enums of kvpool/core/types.pxd and kvpool/core/record.pxd
     1: "alloc", 2: "incref", 3: "decref", 4: "free", 5: "commit", 6: "revive", 7: "evict", 8: "take_dropped", 9: "open",
     10: "fork", 11: "truncate", 12: "close", 13: "step", 14: "reserve", 15: "rollback", 16: "done", 18: "compact",
     19: "evict_blocks", 20: "unshare",
@@ -173,7 +173,7 @@ def parse(data: bytes, offset: int, indexed: bool) -> Iterator[Call]:
 
 
 def _arguments(read: _Reader, name: str, flags: int, indexed: bool) -> dict[str, Any]:
-    """What `kvpool._record` wrote after the name of a call."""
+    """What `kvpool/core/record.pxi` wrote after the name of a call."""
     if name in ("incref", "decref", "free", "revive", "alloc") or (name == "commit" and not indexed):
         return {"ids": read.batch()}
     if name.startswith("blocks."):

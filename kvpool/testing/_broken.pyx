@@ -6,14 +6,10 @@ it: content, references, lists, refusals, arrays.
 """
 from libc.stdint cimport int32_t, int64_t
 
-from kvpool._blocks cimport BLANK, CANONICAL, LIMBO, USED, Blocks, blocks_drain_limbo, blocks_unref
-from kvpool._events cimport REMOVED, Note, Ring
-from kvpool._names cimport Name, names_find, names_remove
-from kvpool._plan cimport Plan
-from kvpool._pool cimport Pool
-from kvpool._sequence cimport Seq, Seqs, seq_find, seq_refresh, seq_table, slot_of
-from kvpool._types cimport NO_BLOCK
-from kvpool._wire cimport SLOT_MAPPING
+from kvpool._core cimport (
+    BLANK, CANONICAL, LIMBO, NO_BLOCK, REMOVED, SLOT_MAPPING, USED, Blocks, Name, Note, Plan, Pool, Ring, Seq, Seqs,
+    blocks_drain_limbo, blocks_unref, names_find, names_remove, seq_find, seq_refresh, seq_table, slot_of,
+)
 
 from functools import wraps
 

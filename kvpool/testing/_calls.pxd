@@ -1,7 +1,7 @@
 """Every call that the fuzzer makes into a pool, and everything that it reads of one."""
 from libc.stdint cimport int32_t, int64_t
 
-from kvpool._pool cimport Pool
+from kvpool._core cimport Pool
 from kvpool.testing._books cimport Books, Pending
 from kvpool.testing._storage cimport Finding
 

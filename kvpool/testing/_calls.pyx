@@ -6,28 +6,9 @@ from here. `direct_*` are calls without the reading of their arguments, for runs
 """
 from libc.stdint cimport int32_t, int64_t
 
-from kvpool._args cimport Ints
-from kvpool._blocks cimport Blocks
-from kvpool._plan cimport Plan
-from kvpool._pool cimport Pool
-from kvpool._prefix cimport Index
-from kvpool._refuse cimport refuse
-from kvpool._sequence cimport Seq, Seqs, seq_table
-from kvpool._types cimport OK, Verdict
-from kvpool._wire cimport (
-    BLOCK_TABLES,
-    CU_Q_LENS,
-    INDICES,
-    INDPTR,
-    KV_INDPTR,
-    KV_SLOTS,
-    KV_SLOTS_RAGGED,
-    LAST_PAGE_LEN,
-    POSITIONS,
-    SEQ_LENS,
-    SLOT_IDS,
-    SLOT_MAPPING,
-    Field,
+from kvpool._core cimport (
+    BLOCK_TABLES, CU_Q_LENS, INDICES, INDPTR, KV_INDPTR, KV_SLOTS, KV_SLOTS_RAGGED, LAST_PAGE_LEN, OK, POSITIONS,
+    SEQ_LENS, SLOT_IDS, SLOT_MAPPING, Blocks, Field, Index, Ints, Plan, Pool, Seq, Seqs, Verdict, refuse, seq_table,
 )
 from kvpool.testing._books cimport Line, ceil_blocks, line_table
 from kvpool.testing._storage cimport found

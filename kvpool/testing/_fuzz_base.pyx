@@ -7,10 +7,7 @@ from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
-from kvpool._args cimport array_data
-from kvpool._plan cimport Plan
-from kvpool._pool cimport Pool
-from kvpool._types cimport mix
+from kvpool._core cimport Plan, Pool, array_data, mix
 from kvpool.testing._books cimport (
     AT_LIMBO,
     MAX_PLANS,

@@ -2,7 +2,7 @@
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
-from kvpool._args cimport array_data
+from kvpool._core cimport array_data
 from kvpool.testing._books cimport (
     E_CLEARED,
     E_REMOVED,

@@ -1,4 +1,4 @@
-"""`Pool.blocks` in plain Python: the calls of `kvpool._pool_blocks` on a model of a pool."""
+"""`Pool.blocks` in plain Python: the calls of `kvpool/core/pool_blocks.pxi` on a model of a pool."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ CALLS = {
 
 
 class ModelPoolBlocks:
-    """See `kvpool._pool_blocks.PoolBlocks`."""
+    """See `kvpool._core.PoolBlocks`."""
 
     def __init__(self, pool: BlockModel) -> None:
         self._pool = pool

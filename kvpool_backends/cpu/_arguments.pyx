@@ -12,7 +12,7 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uintptr_t
 from libc.stdlib cimport calloc, free, llabs
 from libc.string cimport strcmp
 
-from kvpool._lock cimport current_process
+from kvpool._core cimport current_process
 
 from kvpool.errors import ConcurrentUse
 

@@ -12,7 +12,7 @@ from libc.math cimport INFINITY, isfinite, sqrt
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t
 from libc.string cimport memcpy
 
-from kvpool._args cimport to_int
+from kvpool._core cimport to_int
 from kvpool_backends.cpu._arguments cimport (
     BFLOAT16, BOOL, FLOAT16, FLOAT32, FLOAT64, Arguments, any_outside, copy_ints, format_of, int_at, kind_of, shape_of,
 )

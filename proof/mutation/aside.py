@@ -36,7 +36,7 @@ REFUSALS = {"refused": 2, "blocks_short": 2}
 
 def aside(function: Function, source: str) -> str:
     """Why a mutant is left to recordings, "" if the judge is asked."""
-    if function.file.startswith("_record"):
+    if function.file.startswith("record."):
         return "recording"
     for why, pattern in FUNCTIONS.items():
         if pattern.match(function.name):

@@ -16,7 +16,7 @@ from proof.mutation.scenarios import look, tried
 
 
 class KeysModel:
-    """`kvpool._keys.Keys` as two dicts."""
+    """`kvpool._core.Keys` as two dicts."""
 
     def __init__(self, num_blocks: int, reserved: int = 0) -> None:
         self.num_blocks, self.reserved, self.block_of, self.keys = num_blocks, reserved, {}, {}

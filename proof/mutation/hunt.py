@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import kvpool
-from kvpool._keys import Keys
-from kvpool._pool_blocks import PoolBlocks
+from kvpool._core import Keys, PoolBlocks
 from kvpool.testing import ModelPlan, ModelPool
 from kvpool.testing.model_pool_blocks import ModelPoolBlocks
 from proof.machine.machine import run

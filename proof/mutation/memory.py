@@ -1,6 +1,6 @@
 """Programs about memory: all of it runs out, once at each allocation; arrays are filled to their ends and no further.
 
-Only builds that can fail on demand (`kvpool._memory`) run the former.
+Only builds that can fail on demand (`kvpool/core/memory.pxi`) run the former.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ class Memory:
     """The core's memory: what it holds more than when this object was made, and what fails."""
 
     def __init__(self) -> None:
-        from kvpool import _memory
+        from kvpool import _core
 
-        self._memory = _memory
+        self._core = _core
         gc.collect()
-        self._before = _memory.allocations()[1]
+        self._before = _core.allocations()[1]
 
     def fail_at(self, number: int) -> None:
         """The allocation of this number fails; 0: none."""
-        self._memory.fail_at(number)
+        self._core.fail_at(number)
 
     def living(self) -> int:
         """Blocks of memory taken and not given back."""
         gc.collect()
-        return self._memory.allocations()[1] - self._before
+        return self._core.allocations()[1] - self._before
 
 
 class Guard:

@@ -10,8 +10,7 @@ from proof.mutation.wrong import is_number
 HEAD = '''"""Change one number of a pool, or hold its lock, for tests."""
 from libc.stdint cimport int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
-from kvpool._lock cimport lock_release, lock_try
-from kvpool._pool cimport Pool
+from kvpool._core cimport Pool, lock_release, lock_try
 
 
 def hold(Pool pool):

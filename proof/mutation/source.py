@@ -28,7 +28,7 @@ WORDS = re.compile(r"\b(?:const|inline|readonly|public|api|volatile|unsigned|sig
 
 @cache
 def core_sources() -> tuple[Path, ...]:
-    """The sources of the core, as ``setup.py`` lists them; `_memory` makes failures, and is none of it."""
+    """The sources of the core, as ``setup.py`` lists them; `memory` makes failures, and is none of it."""
     spec = importlib.util.spec_from_file_location("setup", ROOT / "setup.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

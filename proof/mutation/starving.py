@@ -21,26 +21,26 @@ class Starving:
     """Makes calls while memory runs out: each allocation fails once. A call that fails has taken nothing."""
 
     def __init__(self) -> None:
-        from kvpool import _memory
+        from kvpool import _core
 
-        self._memory = _memory
+        self._core = _core
         gc.collect()
         self._first = self._living()
 
     def _living(self) -> int:
-        return self._memory.allocations()[1]
+        return self._core.allocations()[1]
 
     def _until_it_succeeds(self, call: Callable[[], Any]) -> Any:
         for k in range(1, 400):
             before = self._living()
-            self._memory.fail_at(k)
+            self._core.fail_at(k)
             try:
                 return call()
             except MemoryError as error:
                 if type(error) is not MemoryError:  # want of blocks is one too
                     raise
             finally:
-                self._memory.fail_at(0)
+                self._core.fail_at(0)
             if self._living() != before:
                 raise RuntimeError("memory is lost")
         raise RuntimeError("it never succeeds")
@@ -60,11 +60,11 @@ class Starving:
 
     def lose(self, pool: Any, row: int, tokens: Any) -> None:
         """A commit of one block, of which no event can tell."""
-        self._memory.fail_at(1)
+        self._core.fail_at(1)
         try:
             pool.commit(row, tokens)
         finally:
-            self._memory.fail_at(0)
+            self._core.fail_at(0)
 
     def names(self, pool: Any, before: int = 0) -> int:
         """Namespaces that came since this object was made: each is one block of memory, and nothing else is."""

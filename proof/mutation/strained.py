@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kvpool._pool_blocks import PoolBlocks
+from kvpool._core import PoolBlocks
 from kvpool.testing.model_pool_blocks import ModelPoolBlocks
 from proof.mutation import forms, limits, naming, starving, waiting
 

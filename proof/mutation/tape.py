@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpool import _lock
+from kvpool import _core
 
 #: After these the state is looked at by the next call only: to read the digest closes what was deferred.
 QUIET = {
@@ -133,7 +133,7 @@ def first_tag() -> None:
     """The next pool has tag 1, if no other pool lives: handles are the same in every recording and every play."""
     gc.collect()  # pools in circles of errors and frames live on
     gc.freeze()  # what is on tapes stays; nobody looks through it again
-    _lock.set_last_tag(0)
+    _core.set_last_tag(0)
 
 
 def plain(value: Any) -> Any:

@@ -1,0 +1,294 @@
+"""From Python arguments to C integers.
+
+An integer is whatever `operator.index` takes, except a bool. A batch is a list or tuple of such integers, or a
+1-D, C-contiguous, aligned buffer of native int32 / int64. A batch is copied at once: what a call judges and what it
+then works on is the same memory, which nobody else can write to. Everything that is no such integer is refused here,
+before a call takes the lock of its pool.
+"""
+
+cdef extern from *:
+    """
+    static inline void *kv_exchange(void **place, void *value) {
+        return __atomic_exchange_n(place, value, __ATOMIC_ACQ_REL);
+    }
+    static inline int kv_put(void **place, void *value) {
+        void *empty = NULL;
+        return __atomic_compare_exchange_n(place, &empty, value, 0, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
+    }
+
+    /* Items from .. to - 1 of a list or tuple, as far as they are ints of 64 bits; returns where it stopped. No Python
+       code runs. */
+    static inline Py_ssize_t kv_plain_ints(PyObject *batch, Py_ssize_t from, Py_ssize_t to, int64_t *out) {
+        int is_list = PyList_Check(batch);
+        for (Py_ssize_t i = from; i < to; i++) {
+            int fits, overflow = 0;
+    #ifdef Py_GIL_DISABLED
+            PyObject *item = is_list ? PyList_GetItemRef(batch, i) : Py_NewRef(PyTuple_GET_ITEM(batch, i));
+            if (item == NULL) { PyErr_Clear(); return i; }
+    #else
+            PyObject *item = is_list ? PyList_GET_ITEM(batch, i) : PyTuple_GET_ITEM(batch, i);
+    #endif
+            fits = PyLong_CheckExact(item);
+            if (fits) {
+    #if PY_VERSION_HEX >= 0x030C0000
+                if (PyUnstable_Long_IsCompact((PyLongObject *)item))
+                    out[i] = PyUnstable_Long_CompactValue((PyLongObject *)item);
+    #else
+                Py_ssize_t digits = Py_SIZE(item);
+                if (digits >= -1 && digits <= 1)
+                    out[i] = digits * (int64_t)((PyLongObject *)item)->ob_digit[0];
+    #endif
+                else { out[i] = PyLong_AsLongLongAndOverflow(item, &overflow); fits = !overflow; }
+            }
+    #ifdef Py_GIL_DISABLED
+            Py_DECREF(item);
+    #endif
+            if (!fits) return i;
+        }
+        return to;
+    }
+    """
+    Py_ssize_t plain_ints "kv_plain_ints"(object batch, Py_ssize_t start, Py_ssize_t stop, int64_t* out) noexcept
+    void* exchange "kv_exchange"(void** place, void* value) noexcept nogil
+    bint put_if_empty "kv_put"(void** place, void* value) noexcept nogil
+
+cdef enum:
+    SPARE_HEAD = 16             # bytes in front of spare memory: how much of it there is
+    SPARE_LEAST = 4096          # bytes of a new one
+    SPARE_MOST = 1 << 20        # larger ones are not kept
+
+cdef object empty = np.empty
+cdef object INT32 = np.dtype(np.int32)      # a name would be looked up on every call
+cdef object INT64 = np.dtype(np.int64)
+
+
+cdef inline int64_t ints_at(const Ints* ints, Py_ssize_t i) noexcept nogil:
+    if ints.data == NULL:
+        return ints.scalar
+    if ints.width == 8:
+        return (<const int64_t*>ints.data)[i]
+    return (<const int32_t*>ints.data)[i]
+
+
+# ---- memory of arguments -----------------------------------------------------------------------------------
+
+cdef void* take_memory(Spare* spare, size_t size) noexcept nogil:
+    """Memory for so many bytes, a spare one if there is one that is large enough."""
+    cdef int k
+    cdef char* memory
+    for k in range(SPARES):
+        memory = <char*>exchange(&spare.memory[k], NULL)
+        if memory != NULL and (<size_t*>memory)[0] >= size:
+            return memory + SPARE_HEAD
+        xfree(memory)
+    memory = <char*>xmalloc(SPARE_HEAD + (size if size > SPARE_LEAST or FAULTS else <size_t>SPARE_LEAST))
+    if memory == NULL:
+        return NULL
+    (<size_t*>memory)[0] = size if size > SPARE_LEAST or FAULTS else <size_t>SPARE_LEAST
+    return memory + SPARE_HEAD
+
+
+cdef void give_memory(Spare* spare, void* taken) noexcept nogil:
+    cdef char* memory = <char*>taken - SPARE_HEAD
+    cdef int k
+    if not FAULTS and (<size_t*>memory)[0] <= SPARE_MOST:
+        for k in range(SPARES):
+            if put_if_empty(&spare.memory[k], memory):
+                return
+    xfree(memory)
+
+
+cdef void spare_free(Spare* spare) noexcept nogil:
+    cdef int k
+    for k in range(SPARES):
+        xfree(exchange(&spare.memory[k], NULL))
+
+
+cdef void* ints_room(Ints* ints, Py_ssize_t size, int width, str call, str name) except NULL:
+    """Where a batch of `size` integers goes."""
+    cdef void* room = ints.small
+    if size > SMALL:
+        room = NULL
+        if size <= (INT64_MAX - SPARE_HEAD) // width:
+            room = ints.owned = take_memory(ints.spare, size * width)
+        if room == NULL:
+            raise MemoryError(f"[{call}] no memory for {size} {name}")
+    ints.data = room
+    ints.size = size
+    ints.width = width
+    return room
+
+
+cdef void ints_free(Ints* ints) noexcept nogil:
+    if ints.owned != NULL:
+        give_memory(ints.spare, ints.owned)
+        ints.owned = NULL
+
+
+# ---- reading -----------------------------------------------------------------------------------------------
+
+cdef str show(object value):
+    """The value as a message shows it: short, whatever it is."""
+    try:
+        text = repr(value)
+    except Exception:           # a number of 5,000 digits, an object that cannot show itself
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+cdef int64_t to_int(object value, str call, str name, int64_t low, int64_t high, type huge=ValueError) except? -1:
+    """`value` as an integer in ``low .. high``; `huge` is raised for one that is not."""
+    cdef int64_t result
+    if not PyLong_CheckExact(value):
+        if isinstance(value, bool):
+            raise TypeError(f"[{call}] {name} must be an int, not a bool ({value})")
+        try:
+            value = PyNumber_Index(value)
+        except TypeError:
+            raise TypeError(f"[{call}] {name} must be an int, not {type(value).__name__} ({show(value)})") from None
+    try:
+        result = PyLong_AsLongLong(value)
+    except OverflowError:
+        raise huge(f"[{call}] {name} is out of range ({show(value)}), it must be in {low} .. {high}") from None
+    if result < low or result > high:
+        raise huge(f"[{call}] {name} is out of range ({result}), it must be in {low} .. {high}")
+    return result
+
+
+cdef Py_ssize_t true_length(object value):
+    """Items that a list or tuple has, whatever a subclass says."""
+    return PyTuple_GET_SIZE(value) if isinstance(value, tuple) else PyList_GET_SIZE(value)
+
+
+cdef int from_list(Ints* ints, object value, str call, str name, type huge) except -1:
+    """A list may change as it is read, by an `__index__`, a signal handler or another thread: then it is refused."""
+    cdef Py_ssize_t i = 0, n = true_length(value)
+    cdef int64_t* data = <int64_t*>ints_room(ints, n, 8, call, name)
+    while i < n and true_length(value) == n:
+        i = plain_ints(value, i, min(n, i + 0x10000), data)
+        if i < n:
+            PyErr_CheckSignals()
+        if i < n and true_length(value) == n and plain_ints(value, i, i + 1, data) == i:
+            item = value[i]
+            data[i] = to_int(item, call, f"{name}[{i}]", INT64_MIN, INT64_MAX, huge)
+            i += 1
+    if true_length(value) != n:
+        raise ValueError(f"[{call}] {name} changed its length during the call")
+    return 0
+
+
+cdef int buffer_judge(const Py_buffer* view, str call, str name, bint narrow) except -1:
+    cdef const char* code = view.format         # without a prefix, or one that says native; "=": numpy, misaligned
+    if code != NULL and (code[0] == b"@" or code[0] == b"="):
+        code += 1
+    cdef bint known = code != NULL and (code[0] == b"q" or code[0] == b"l" or code[0] == b"i") and code[1] == 0
+    if not known or not (view.itemsize == 8 or (view.itemsize == 4 and narrow)):
+        wanted = "int32 or int64" if narrow else "int64"
+        found = code.decode() if code != NULL else "B"
+        raise TypeError(f"[{call}] {name} must have dtype {wanted} in native byte order "
+                        f"(format {found!r}, {view.itemsize} bytes)")
+    if view.ndim != 1:
+        raise ValueError(f"[{call}] {name} must have one dimension ({view.ndim})")
+    if view.shape[0] > 1 and view.strides != NULL and view.strides[0] != view.itemsize:
+        raise ValueError(f"[{call}] {name} must be C-contiguous (stride {view.strides[0]} bytes)")
+    if <size_t>view.buf % view.itemsize and view.shape[0]:
+        raise ValueError(f"[{call}] {name} must be aligned to {view.itemsize} bytes (address {<size_t>view.buf:#x})")
+    return 0
+
+
+cdef int from_buffer(Ints* ints, object value, str call, str name, bint scalar, bint narrow) except -1:
+    """Copy a buffer. No Python code runs between asking for its memory and the copy. Returns 1 for an array of one
+    number without a dimension, which is read as an int."""
+    cdef Py_buffer view
+    try:
+        PyObject_GetBuffer(value, &view, PyBUF_STRIDES | PyBUF_FORMAT)
+    except (BufferError, ValueError) as error:          # a dtype that has no buffer format
+        raise TypeError(f"[{call}] {name} must be an array of ints ({error})") from None
+    try:
+        if view.ndim == 0:
+            return 1
+        buffer_judge(&view, call, name, narrow)
+        memcpy(ints_room(ints, view.shape[0], <int>view.itemsize, call, name), view.buf,
+               view.shape[0] * view.itemsize)
+    finally:
+        PyBuffer_Release(&view)
+    return 0
+
+
+cdef int ints_get(Ints* ints, object value, str call, str name, bint scalar, bint narrow,
+                  type huge=ValueError) except -1:
+    """Copy `value` into `ints`, which was initialised; the caller must `ints_free` it, also after an exception.
+
+    scalar: one int is accepted; narrow: int32 is accepted beside int64.
+    """
+    if PyLong_CheckExact(value):
+        pass
+    elif isinstance(value, (list, tuple)):
+        return from_list(ints, value, call, name, huge)
+    elif PyObject_CheckBuffer(value):
+        if from_buffer(ints, value, call, name, scalar, narrow) == 0:
+            return 0
+    elif not scalar or not hasattr(value, "__index__"):
+        raise TypeError(f"[{call}] {name} must be {'an int or ' if scalar else ''}an array of ints, "
+                        f"not {type(value).__name__} ({show(value)})")
+    if not scalar:
+        raise TypeError(f"[{call}] {name} must be an array of ints, not {type(value).__name__} ({show(value)})")
+    ints.scalar = to_int(value, call, name, INT64_MIN, INT64_MAX, huge)
+    return 0
+
+
+cdef int ints_copy(Ints* ints, const void* data, Py_ssize_t size, int width, str call, str name) except -1:
+    """Copy an array of C's."""
+    if size < 0:
+        raise ValueError(f"[{call}] the number of {name} is negative ({size})")
+    if size > 0 and data == NULL:
+        raise ValueError(f"[{call}] {name} is NULL")
+    memcpy(ints_room(ints, size, width, call, name), data, size * width)
+    return 0
+
+
+cdef int ints_tokens(Ints* tokens, str call) except -1:
+    """Judge a batch of token ids, and make it one of int32, in place."""
+    cdef int64_t i, token, outside = 0
+    cdef int32_t* narrow = <int32_t*>tokens.data
+    cdef int32_t signs = 0
+    if tokens.width == 4:
+        for i in range(tokens.size):
+            signs |= narrow[i]
+        outside = signs
+    else:
+        for i in range(tokens.size):
+            outside |= ints_at(tokens, i)
+    if outside < 0 or outside > 0x7FFFFFFF:
+        for i in range(tokens.size):
+            token = ints_at(tokens, i)
+            if token < 0 or token > 0x7FFFFFFF:
+                raise ValueError(f"[{call}] tokens[{i}] is out of range ({token}), it must be in 0 .. {0x7FFFFFFF}")
+    if tokens.width == 8:
+        for i in range(tokens.size):
+            memcpy(&token, <const char*>tokens.data + 8 * i, 8)
+            narrow[i] = <int32_t>token
+        tokens.width = 4
+    return 0
+
+
+# ---- results -----------------------------------------------------------------------------------------------
+
+cdef object new_int32(Py_ssize_t size):
+    return empty(size, INT32)
+
+
+cdef object new_int64(Py_ssize_t size):
+    return empty(size, INT64)
+
+
+cdef void* array_data(object array) except NULL:
+    """Address of a fresh C-contiguous array of ours; it stays valid as long as the array lives."""
+    cdef Py_buffer view
+    cdef void* data
+    PyObject_GetBuffer(array, &view, PyBUF_STRIDES)
+    data = view.buf
+    PyBuffer_Release(&view)
+    if data == NULL:
+        raise MemoryError("array without memory")
+    return data

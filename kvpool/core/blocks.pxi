@@ -1,0 +1,534 @@
+"""Blocks of one layer group: who holds them, which are free, which may be evicted, which still wait for a step.
+
+C functions on a `Blocks` struct. They cannot fail: callers check first, then commit.
+"""
+
+
+cdef inline int64_t whole_blocks(const Blocks* b, int64_t tokens) noexcept nogil:
+    """tokens // block_size, without a division where that is possible."""
+    return tokens >> b.shift if b.shift >= 0 else tokens // b.block_size
+
+
+cdef inline bint unwritten(const Blocks* b, int32_t i) noexcept nogil:
+    """Whether a block in use is the dst of a copy that a pending plan still has to make."""
+    return b.oldest_pending != 0 and b.fence[i] >= b.oldest_pending
+
+
+# ---- lists -------------------------------------------------------------------------------------------------
+
+cdef void chain_push(Blocks* b, Chain* chain, int32_t i) noexcept nogil:
+    b.next[i] = NO_BLOCK
+    b.prev[i] = chain.tail
+    if chain.tail == NO_BLOCK:
+        chain.head = i
+    else:
+        b.next[chain.tail] = i
+    chain.tail = i
+    chain.size += 1
+
+
+cdef void chain_push_front(Blocks* b, Chain* chain, int32_t i) noexcept nogil:
+    b.prev[i] = NO_BLOCK
+    b.next[i] = chain.head
+    if chain.head == NO_BLOCK:
+        chain.tail = i
+    else:
+        b.prev[chain.head] = i
+    chain.head = i
+    chain.size += 1
+
+
+cdef void chain_unlink(Blocks* b, Chain* chain, int32_t i) noexcept nogil:
+    if b.prev[i] == NO_BLOCK:
+        chain.head = b.next[i]
+    else:
+        b.next[b.prev[i]] = b.next[i]
+    if b.next[i] == NO_BLOCK:
+        chain.tail = b.prev[i]
+    else:
+        b.prev[b.next[i]] = b.prev[i]
+    chain.size -= 1
+
+
+# ---- taking and giving back --------------------------------------------------------------------------------
+
+cdef int32_t blocks_available(const Blocks* b) noexcept nogil:
+    return b.num_blank + b.lru.size
+
+
+cdef void blocks_new_stamp(Blocks* b) noexcept nogil:
+    """No block is marked."""
+    b.stamp += 1
+    if b.stamp == 0:
+        memset(b.mark, 0, b.num_blocks * sizeof(uint32_t))
+        b.stamp = 1
+
+
+cdef int blocks_short(const Blocks* b, Verdict* v, Py_ssize_t row, int64_t handle, int64_t needed,
+                      int64_t short_by) noexcept nogil:
+    """Refuse a call for want of blocks; `row` is the first that does not fit, -1: the call has no rows."""
+    v.needed = needed
+    v.short_by = short_by
+    v.free = b.num_blank
+    v.evictable = b.lru.size
+    v.limbo = b.limbo.size
+    return refused(v, OUT_OF_BLOCKS, row, -1, 0, handle, 0)
+
+
+cdef inline void give_up(Blocks* b, int32_t i) noexcept nogil:
+    """Take an evictable block off the LRU list: its content is gone."""
+    chain_unlink(b, &b.lru, i)
+    b.block[i].committed = PLAIN
+    b.fence[i] = 0
+    b.evictions += 1
+
+
+cdef void drop_oldest(Blocks* b, int32_t i) noexcept nogil:
+    """Take block i, the oldest evictable one, off the LRU list and note that its content is gone."""
+    give_up(b, i)
+    b.block[i].noted = 1        # it was not: a noted block cannot be committed
+    b.dropped[b.num_dropped] = i
+    b.num_dropped += 1
+
+
+cdef int32_t blocks_take(Blocks* b) noexcept nogil:
+    """A block with one reference. The caller has checked blocks_available."""
+    cdef int32_t i
+    if b.num_blank > 0:
+        b.num_blank -= 1
+        i = b.blank[b.num_blank]
+    else:
+        i = b.lru.head
+        drop_oldest(b, i)
+    b.block[i].refcount = 1
+    b.block[i].place = USED
+    b.allocs += 1
+    b.num_used += 1
+    if b.num_used > b.peak_used:
+        b.peak_used = b.num_used
+    return i
+
+
+cdef void blocks_take_many(Blocks* b, int32_t* out, int32_t n) noexcept nogil:
+    cdef int32_t k, i, blank = n if n < b.num_blank else b.num_blank
+    for k in range(blank):
+        i = b.blank[b.num_blank - 1 - k]
+        b.block[i].refcount = 1
+        b.block[i].place = USED
+        out[k] = i
+    b.num_blank -= blank
+    b.allocs += blank
+    b.num_used += blank
+    if b.num_used > b.peak_used:
+        b.peak_used = b.num_used
+    for k in range(blank, n):
+        out[k] = blocks_take(b)
+
+
+cdef inline void leave_use(Blocks* b, int32_t i) noexcept nogil:
+    """Nobody refers to block i any more: to limbo while a step is pending, else where it belongs."""
+    b.num_used -= 1
+    if b.newest_pending:
+        b.block[i].place = LIMBO
+        b.fence[i] = b.newest_pending
+        chain_push(b, &b.limbo, i)
+    else:
+        settle(b, i)
+    if b.block[i].canonical_held:
+        b.block[i].canonical_held = 0
+        unref(b, b.canonical[i])
+
+
+cdef inline void settle(Blocks* b, int32_t i) noexcept nogil:
+    if b.block[i].committed == CANONICAL:
+        b.block[i].place = CACHED
+        b.fence[i] = b.allocs
+        chain_push(b, &b.lru, i)
+    else:
+        b.num_held -= b.block[i].committed == HELD
+        b.block[i].committed = PLAIN
+        b.block[i].place = BLANK
+        b.blank[b.num_blank] = i
+        b.num_blank += 1
+
+
+cdef void blocks_settle(Blocks* b, int32_t i) noexcept nogil:
+    """Release block i if its last reference and its last hold are gone."""
+    if b.block[i].refcount == 0 and b.block[i].hold == 0:
+        leave_use(b, i)
+
+
+cdef inline void unref(Blocks* b, int32_t i) noexcept nogil:
+    cdef Block* block = &b.block[i]
+    block.refcount -= 1
+    if block.refcount == 0:
+        if block.hold == 0:
+            leave_use(b, i)
+    elif block.refcount == 1:
+        b.num_shared -= 1
+
+
+cdef inline void ref(Blocks* b, int32_t i, int32_t times) noexcept nogil:
+    b.num_shared += b.block[i].refcount <= 1 and b.block[i].refcount + times > 1
+    b.block[i].refcount += times
+
+
+cdef void blocks_ref(Blocks* b, int32_t i, int32_t times) noexcept nogil:
+    ref(b, i, times)
+
+
+cdef void blocks_ref_many(Blocks* b, const int32_t* ids, int32_t n, int32_t times) noexcept nogil:
+    cdef Block* block = b.block
+    cdef int32_t k, before, shared = 0
+    for k in range(n):
+        before = block[ids[k]].refcount
+        shared += before <= 1 and before + times > 1
+        block[ids[k]].refcount = before + times
+    b.num_shared += shared
+
+
+cdef void blocks_unref(Blocks* b, int32_t i) noexcept nogil:
+    unref(b, i)
+
+
+cdef void blocks_unref_many(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
+    """Drop one reference on each id, the last id first: children leave before their parents."""
+    cdef int32_t k
+    for k in range(n - 1, -1, -1):
+        unref(b, ids[k])
+
+
+cdef void blocks_hold(Blocks* b, int32_t i, int32_t tokens) noexcept nogil:
+    """A table entry gave up block i, but the plan that replaced it still reads `tokens` tokens of it."""
+    cdef Block* block = &b.block[i]
+    block.refcount -= 1
+    b.num_shared -= block.refcount == 1
+    block.hold += 1
+    if tokens > b.floor[i]:
+        b.floor[i] = tokens
+
+
+cdef void blocks_unhold(Blocks* b, int32_t i, int32_t old_floor) noexcept nogil:
+    """Undo blocks_hold."""
+    b.block[i].hold -= 1
+    b.floor[i] = old_floor
+    ref(b, i, 1)
+
+
+cdef void blocks_drain_limbo(Blocks* b) noexcept nogil:
+    """Let go of every block whose fence has passed. O(blocks that leave)."""
+    cdef int32_t i
+    while b.limbo.size:
+        i = b.limbo.head
+        if b.newest_pending and b.fence[i] >= b.oldest_pending:
+            return
+        chain_unlink(b, &b.limbo, i)
+        settle(b, i)
+
+
+cdef void blocks_lower_fences(Blocks* b) noexcept nogil:
+    """The newest step was rolled back: what waited for it waits for the newest one left. O(limbo)."""
+    cdef int32_t i = b.limbo.tail
+    while i != NO_BLOCK and b.fence[i] > b.newest_pending:
+        b.fence[i] = b.newest_pending
+        i = b.prev[i]
+
+
+cdef inline void touch(Blocks* b, int32_t i) noexcept nogil:
+    cdef Block* block = &b.block[i]
+    if block.place != USED:
+        chain_unlink(b, &b.lru if block.place == CACHED else &b.limbo, i)
+        block.place = USED
+        b.fence[i] = 0          # it was written; what it said there is no step that it would wait for
+        b.num_used += 1
+        if b.num_used > b.peak_used:
+            b.peak_used = b.num_used
+    ref(b, i, 1)
+
+
+cdef void blocks_touch(Blocks* b, int32_t i) noexcept nogil:
+    """One more reference on a committed block, wherever it is. O(1)."""
+    touch(b, i)
+
+
+cdef void blocks_revive(Blocks* b, int32_t i) noexcept nogil:
+    touch(b, i)
+    b.block[i].raw += 1
+
+
+cdef void blocks_revive_many(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
+    """`blocks_revive` of n blocks; what is counted stays in registers, as in `blocks_ref_many`."""
+    cdef Block* block = b.block
+    cdef int32_t k, i, shared = 0
+    for k in range(n):
+        i = ids[k]
+        if block[i].place != USED:
+            touch(b, i)
+        else:
+            shared += block[i].refcount == 1
+            block[i].refcount += 1
+        block[i].raw += 1
+    b.num_shared += shared
+
+
+cdef void blocks_drop(Blocks* b, int32_t i) noexcept nogil:
+    """Clear an evictable block to blank; who indexed it knows."""
+    chain_unlink(b, &b.lru, i)
+    b.block[i].committed = PLAIN
+    b.fence[i] = 0
+    settle(b, i)
+
+
+cdef int32_t blocks_evict(Blocks* b) noexcept nogil:
+    """Clear the oldest evictable block to blank; there must be one."""
+    cdef int32_t i = b.lru.head
+    drop_oldest(b, i)
+    settle(b, i)
+    return i
+
+
+# ---- blocks by name, for tables that are not ours ----------------------------------------------------------
+
+cdef inline void now_raw(Blocks* b, int32_t n) noexcept nogil:
+    """n blocks were taken."""
+    b.allocs += n
+    b.num_used += n
+    if b.num_used > b.peak_used:
+        b.peak_used = b.num_used
+
+
+cdef inline void own(Blocks* b, int32_t i) noexcept nogil:
+    b.block[i].refcount = b.block[i].raw = 1
+    b.block[i].place = USED
+
+
+cdef int32_t blocks_take_raw(Blocks* b, int32_t* out, int32_t n) noexcept nogil:
+    """n blocks with one raw reference each; returns how many of them, the last ones, were evicted. None is noted."""
+    cdef int32_t k, i, blank = n if n < b.num_blank else b.num_blank
+    for k in range(blank):
+        i = b.blank[b.num_blank - 1 - k]
+        own(b, i)
+        out[k] = i
+    b.num_blank -= blank
+    for k in range(blank, n):
+        i = b.lru.head
+        give_up(b, i)
+        own(b, i)
+        out[k] = i
+    now_raw(b, n)
+    return n - blank
+
+
+cdef void blocks_take_blank(Blocks* b, int32_t i) noexcept nogil:
+    """Blank block i with one raw reference. O(blank blocks that would have been taken before it)."""
+    cdef int32_t k = b.num_blank - 1
+    while b.blank[k] != i:
+        k -= 1
+    memmove(&b.blank[k], &b.blank[k + 1], (b.num_blank - 1 - k) * sizeof(int32_t))
+    b.num_blank -= 1
+    own(b, i)
+    now_raw(b, 1)
+
+
+cdef void blocks_release(Blocks* b, const int32_t* ids, int32_t n, bint oldest) noexcept nogil:
+    """Drop a raw reference of each block; of those that end, the first named is taken first from where it goes.
+
+    oldest: committed ones go to the old end of the LRU list; no step may be pending then.
+    """
+    cdef int32_t k, i
+    for k in range(n - 1, -1, -1):              # on a stack, or at the old end, who comes last is first
+        i = ids[k]
+        if oldest or b.block[i].committed != CANONICAL:
+            b.block[i].raw -= 1
+            unref(b, i)
+            if b.block[i].place == CACHED:
+                chain_unlink(b, &b.lru, i)
+                chain_push_front(b, &b.lru, i)
+    if oldest:
+        return
+    for k in range(n):
+        i = ids[k]
+        if b.block[i].committed == CANONICAL:
+            b.block[i].raw -= 1
+            unref(b, i)
+
+
+cdef void blocks_commit(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
+    cdef int32_t k
+    for k in range(n):
+        b.block[ids[k]].committed = CANONICAL
+
+
+cdef void blocks_uncommit(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
+    """Clear committed bits: evictable blocks are blank now, the first named on top; others when they are released."""
+    cdef int32_t k
+    for k in range(n - 1, -1, -1):
+        if b.block[ids[k]].place == CACHED:
+            give_up(b, ids[k])
+            settle(b, ids[k])
+        b.block[ids[k]].committed = PLAIN
+
+
+cdef int32_t blocks_free_order(const Blocks* b, int32_t* out, int32_t n) noexcept nogil:
+    """The next blocks that would be taken, n at the most; returns how many."""
+    cdef int32_t k, i = b.lru.head
+    cdef int32_t blank = n if n < b.num_blank else b.num_blank
+    for k in range(blank):
+        out[k] = b.blank[b.num_blank - 1 - k]
+    k = blank
+    while k < n and i != NO_BLOCK:
+        out[k] = i
+        i = b.next[i]
+        k += 1
+    return k
+
+
+cdef void blocks_reset(Blocks* b) noexcept nogil:
+    """Every unreserved block blank, the lowest id on top; committed ones are noted as dropped."""
+    cdef int32_t i
+    b.num_blank = b.num_used = b.num_shared = b.num_held = 0
+    b.newest_pending = b.oldest_pending = 0
+    b.lru.head = b.lru.tail = b.limbo.head = b.limbo.tail = NO_BLOCK
+    b.lru.size = b.limbo.size = 0
+    memset(b.floor, 0, b.num_blocks * sizeof(int32_t))
+    memset(b.fence, 0, b.num_blocks * sizeof(int64_t))
+    for i in range(b.reserved, b.num_blocks):
+        if b.block[i].committed and not b.block[i].noted:
+            b.block[i].noted = 1
+            b.dropped[b.num_dropped] = i
+            b.num_dropped += 1
+        b.block[i].refcount = b.block[i].raw = b.block[i].hold = 0
+        b.block[i].committed = b.block[i].canonical_held = 0
+        b.block[i].place = BLANK
+    for i in range(b.num_blocks - 1, b.reserved - 1, -1):
+        b.blank[b.num_blank] = i
+        b.num_blank += 1
+
+
+# ---- audit -------------------------------------------------------------------------------------------------
+
+cdef uint64_t blocks_fingerprint(const Blocks* b, uint64_t h, int64_t next_step) noexcept nogil:
+    """Hash of everything about blocks that a later call can see, in O(num_blocks)."""
+    cdef int32_t i
+    cdef const Block* block
+    h = mix(mix(mix(h, b.num_blocks), b.reserved), b.block_size)
+    h = mix(mix(mix(h, b.num_blank), b.num_dropped), b.num_used)
+    for i in range(b.num_blocks):
+        block = &b.block[i]
+        h = mix(h, (<uint64_t><uint32_t>block.refcount << 32) | <uint32_t>block.raw)
+        h = mix(h, (<uint64_t><uint32_t>block.hold << 32) | <uint32_t>b.floor[i])
+        h = mix(h, block.place | (block.committed << 8) | (block.noted << 16) | (block.canonical_held << 24))
+    for i in range(b.num_blank):
+        h = mix(h, b.blank[i])
+    for i in range(b.num_dropped):
+        h = mix(h, b.dropped[i])
+    h = mix(h, b.lru.size)
+    i = b.lru.head
+    while i != NO_BLOCK:
+        h = mix(h, i)
+        i = b.next[i]
+    h = mix(h, b.limbo.size)
+    i = b.limbo.head
+    while i != NO_BLOCK:
+        h = mix(mix(h, i), next_step - b.fence[i])
+        i = b.next[i]
+    return h
+
+
+cdef bint check_chain(const Blocks* b, const Chain* chain, uint8_t place, const char* name,
+                      char* finding) noexcept nogil:
+    cdef int32_t i = chain.head, previous = NO_BLOCK, count = 0
+    while i != NO_BLOCK:
+        if i < b.reserved or i >= b.num_blocks or count > b.num_blocks:
+            return snprintf(finding, FINDING, b"%s list is broken at block %d", name, i) > 0
+        if b.block[i].place != place:
+            return snprintf(finding, FINDING, b"block %d is on the %s list, but its place is %d", i, name,
+                            <int>b.block[i].place) > 0
+        if b.prev[i] != previous:
+            return snprintf(finding, FINDING, b"%s list: block %d does not point back at %d", name, i, previous) > 0
+        if place == LIMBO and (b.fence[i] > b.newest_pending
+                               or (previous != NO_BLOCK and b.fence[i] < b.fence[previous])):
+            return snprintf(finding, FINDING, b"limbo is not in the order of its fences at block %d", i) > 0
+        previous = i
+        i = b.next[i]
+        count += 1
+    if previous != chain.tail or count != chain.size:
+        return snprintf(finding, FINDING, b"%s list has %d blocks, its counter says %d", name, count, chain.size) > 0
+    return False
+
+
+cdef bint check_block(const Blocks* b, int32_t i, char* finding) noexcept nogil:
+    cdef const Block* block = &b.block[i]
+    if block.place > RESERVED or (block.place == RESERVED) != (i < b.reserved):
+        return snprintf(finding, FINDING, b"block %d has place %d", i, <int>block.place) > 0
+    if block.refcount < 0 or block.raw < 0 or block.hold < 0 or block.raw > block.refcount:
+        return snprintf(finding, FINDING, b"block %d has refcount %d, raw %d, hold %d", i, block.refcount, block.raw,
+                        block.hold) > 0
+    if (block.place == USED) != (block.refcount + block.hold > 0):
+        return snprintf(finding, FINDING, b"block %d has place %d with refcount %d and hold %d", i, <int>block.place,
+                        block.refcount, block.hold) > 0
+    if block.noted and block.committed:
+        return snprintf(finding, FINDING, b"block %d is committed, and in the dropped list", i) > 0
+    if block.place == BLANK and block.committed:
+        return snprintf(finding, FINDING, b"block %d is blank and committed", i) > 0
+    if block.place == CACHED and block.committed != CANONICAL:
+        return snprintf(finding, FINDING, b"block %d is evictable, but not committed", i) > 0
+    if b.floor[i] and not block.hold:
+        return snprintf(finding, FINDING, b"block %d has floor %d without a hold", i, b.floor[i]) > 0
+    return False
+
+
+cdef bint check_ids(const Blocks* b, int32_t* seen, char* finding) noexcept nogil:
+    """The blank stack and the dropped list name each of their blocks once; `seen` is zero, and is again."""
+    cdef int32_t k, id, noted = 0
+    for k in range(b.num_blank):
+        id = b.blank[k]
+        if id < b.reserved or id >= b.num_blocks or b.block[id].place != BLANK or seen[id]:
+            return snprintf(finding, FINDING, b"blank stack holds block %d at %d", id, k) > 0
+        seen[id] = 1
+    memset(seen, 0, b.num_blocks * sizeof(int32_t))
+    for k in range(b.num_dropped):
+        id = b.dropped[k]
+        if id < b.reserved or id >= b.num_blocks or not b.block[id].noted or seen[id]:
+            return snprintf(finding, FINDING, b"the dropped list holds block %d at %d", id, k) > 0
+        seen[id] = 1
+    memset(seen, 0, b.num_blocks * sizeof(int32_t))
+    for k in range(b.num_blocks):
+        noted += b.block[k].noted
+    if noted != b.num_dropped:
+        return snprintf(finding, FINDING, b"the dropped list has %d entries, %d blocks are noted", b.num_dropped,
+                        noted) > 0
+    return False
+
+
+cdef bint blocks_check(const Blocks* b, int32_t* seen, char* finding) noexcept nogil:
+    """Whether an invariant does not hold; the first one, in words. `seen` is zero for every block. O(num_blocks)."""
+    cdef int32_t i, shared = 0, held = 0
+    cdef int32_t[5] places
+    if not (0 <= b.num_blank <= b.num_blocks and 0 <= b.num_dropped <= b.num_blocks):
+        return snprintf(finding, FINDING, b"the blank stack has %d entries and the dropped list %d", b.num_blank,
+                        b.num_dropped) > 0
+    memset(places, 0, sizeof(places))
+    for i in range(b.num_blocks):
+        if check_block(b, i, finding):
+            return True
+        places[b.block[i].place] += 1
+        shared += b.block[i].refcount > 1
+        held += b.block[i].committed == HELD
+    if held != b.num_held:
+        return snprintf(finding, FINDING, b"%d blocks are held back, the counter says %d", held, b.num_held) > 0
+    if places[USED] != b.num_used or shared != b.num_shared or b.num_used > b.peak_used:
+        return snprintf(finding, FINDING, b"counted %d used and %d shared blocks, the counters say %d and %d",
+                        places[USED], shared, b.num_used, b.num_shared) > 0
+    if check_ids(b, seen, finding):
+        return True
+    if places[BLANK] != b.num_blank:
+        return snprintf(finding, FINDING, b"blank stack has %d entries for %d blank blocks", b.num_blank,
+                        places[BLANK]) > 0
+    if b.limbo.size and (b.newest_pending == 0 or b.fence[b.limbo.head] < b.oldest_pending):
+        return snprintf(finding, FINDING, b"limbo holds %d blocks that no pending step can use", b.limbo.size) > 0
+    if check_chain(b, &b.lru, CACHED, b"LRU", finding) or check_chain(b, &b.limbo, LIMBO, b"limbo", finding):
+        return True
+    if places[CACHED] != b.lru.size or places[LIMBO] != b.limbo.size:
+        return snprintf(finding, FINDING, b"a block is on no list") > 0
+    return False

@@ -1,0 +1,107 @@
+"""What happened to nodes of the prefix cache: a ring of events in C, which Python is told of when it asks.
+
+Notes are added under the lock of the pool. `ring_take` takes the whole ring away, under the lock too; its notes become
+Python objects after that, while other threads go on.
+"""
+
+cdef enum:
+    LEAST_NOTES = 64            # notes that there is room for at first
+
+
+cdef void ring_init(Ring* ring, int64_t limit, int64_t block_size) noexcept nogil:
+    memset(ring, 0, sizeof(Ring))
+    ring.limit = limit
+    ring.stride = (sizeof(Note) + block_size * <int64_t>sizeof(int32_t) + 7) & ~<int64_t>7
+
+
+cdef inline Note* note_at(const Ring* ring, int64_t k) noexcept nogil:
+    return <Note*>(ring.data + (ring.first + k) % ring.room * ring.stride)
+
+
+cdef void ring_free(Ring* ring) noexcept nogil:
+    """Forget all notes, and give back their memory."""
+    cdef int64_t k
+    for k in range(ring.size):
+        name_let_go(note_at(ring, k).name)
+    xfree(ring.data)
+    ring.data = NULL
+    ring.room = ring.first = ring.size = 0
+
+
+cdef bint ring_grow(Ring* ring) noexcept nogil:
+    cdef int64_t k, room = min(max(2 * ring.room, <int64_t>LEAST_NOTES), ring.limit)
+    cdef char* data = <char*>xmalloc(room * ring.stride)
+    if data == NULL:
+        return False
+    for k in range(ring.size):
+        memcpy(data + k * ring.stride, note_at(ring, k), ring.stride)
+    xfree(ring.data)
+    ring.data = data
+    ring.room = room
+    ring.first = 0
+    return True
+
+
+cdef void ring_add(Ring* ring, int kind, const uint8_t* key, const uint8_t* parent, Name* name, const int32_t* tokens,
+                   int64_t num_tokens) noexcept nogil:
+    """Add a note. The oldest makes room where the ring is full; without memory this one is lost."""
+    cdef Note* note
+    if ring.limit == 0:
+        return
+    if ring.size == ring.room and ring.room < ring.limit and not ring_grow(ring):
+        ring.lost += 1
+        return
+    if ring.size == ring.limit:
+        name_let_go(note_at(ring, 0).name)
+        ring.first = (ring.first + 1) % ring.room
+        ring.size -= 1
+        ring.lost += 1
+    note = note_at(ring, ring.size)
+    ring.size += 1
+    note.kind = kind
+    note.has_parent = parent != NULL
+    note.name = name
+    if name != NULL:
+        name.users += 1
+    if key != NULL:
+        memcpy(note.key, key, 16)
+    if parent != NULL:
+        memcpy(note.parent, parent, 16)
+    if num_tokens:
+        memcpy(note + 1, tokens, num_tokens * sizeof(int32_t))
+
+
+cdef Ring ring_take(Ring* ring) noexcept nogil:
+    """All that is in the ring, for `ring_event`; the caller frees it, and says `ring_told`."""
+    cdef Ring taken
+    if ring.taken and ring.process != current_process():        # a thread of the parent has them, they are gone here
+        ring.lost += ring.taken
+        ring.taken = 0
+    taken = ring[0]
+    ring.data = NULL
+    ring.room = ring.first = ring.size = ring.lost = 0
+    ring.taken += taken.size + taken.lost
+    ring.process = taken.process = current_process()
+    return taken
+
+
+cdef void ring_told(Ring* ring, const Ring* taken, int64_t lost) noexcept nogil:
+    """What was taken became events, all but `lost` of it."""
+    if ring.process == taken.process:       # else a forked child has counted it as lost already
+        ring.taken -= taken.size + taken.lost
+        ring.lost += lost
+
+
+cdef object ring_event(const Ring* ring, int64_t k, int64_t block_size):
+    """Note k as docs/prefix.md has it."""
+    cdef const Note* note = note_at(ring, k)
+    cdef const int32_t* tokens = <const int32_t*>(note + 1)
+    cdef int64_t i
+    key = (<const char*>note.key)[:16]
+    name = name_bytes(note.name)[:note.name.size] if note.name != NULL else None
+    if note.kind == STORED:
+        parent = (<const char*>note.parent)[:16] if note.has_parent else None
+        return ("stored", key, parent, [tokens[i] for i in range(block_size)], block_size, name)
+    if note.kind == REMOVED:
+        return ("removed", key)
+    return ("cleared", name)

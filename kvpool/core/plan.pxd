@@ -1,0 +1,62 @@
+"""`Plan`. Other extension modules may hold one, but not reach into it."""
+
+
+cdef class _Memory:             # of an array, which owns nothing and so cannot be resized
+    cdef char* data
+    cdef Py_ssize_t size
+    cdef bint writable
+
+
+cdef enum:
+    MOST_DIMENSIONS = 8
+
+
+cdef struct Bound:              # an array of the caller's, or one whose memory it shows, as it was when it was bound
+    int field
+    void* array                 # `bound_arrays` has it
+    void* data
+    int nd
+    Py_ssize_t[MOST_DIMENSIONS] shape
+
+
+cdef class Plan:
+    cdef readonly SequencePool pool
+    cdef Step step
+    cdef Wire wire
+    cdef int64_t max_tokens_
+    cdef int64_t seq_limit
+    cdef int32_t shown_rows
+    cdef int64_t shown_tokens
+    cdef int32_t rows
+    cdef int64_t tokens
+    cdef int32_t copies_made
+    cdef int32_t copies_room    # copies that the array holds
+    cdef dict arrays            # name -> (whole array, its memory; None: the caller's)
+    cdef dict views             # name -> (length, view)
+    cdef Bound* bound           # [num_bound]
+    cdef int num_bound
+    cdef list bound_arrays      # (field, array) of these
+    cdef int64_t changes        # of the arrays: two threads may bind at a time
+    cdef tuple names
+    cdef int64_t record_number  # in the pool's record, 0: none
+    cdef uint32_t record_epoch
+    cdef object __weakref__
+
+    cdef int refuse_pending(self, str call) except -1
+    cdef int refuse_rows(self, int64_t rows, str call) except -1
+    cdef int judge_arrays(self, Verdict* v) noexcept nogil
+    cdef int refuse(self, const Verdict* v, str call, int64_t pad_tokens) except -1
+    cdef uint32_t* write_step(self, Record* r, const Ints* rows, const Ints* num_new, bint advance,
+                              bint partial) noexcept nogil
+    cdef int64_t number_in(self, Record* r) noexcept nogil
+    cdef int room_for_copies(self, int64_t copies) except -1
+    cdef object view(self, str name, int64_t length)
+    cdef int declare(self, object formats, object dtype, object pad, object out) except -1
+    cdef int check_width(self, str name, int width) except -1
+    cdef int own(self, str name) except -1
+    cdef int refuse_shape(self, str name, object shape, str call) except -1
+    cdef int check_array(self, str name, object array, dict held, str call) except -1
+    cdef int attach(self, dict arrays, str call) except -1
+    cdef int watch(self, Bound* bound, int field, object array, str call) except -1
+    cdef int exchange_arrays(self, void** data, Bound** bound, int num_bound, int64_t seen, Verdict* v) noexcept nogil
+    cdef int get_pad(self, object pad_to, str call, int64_t num_rows, int64_t* rows, int64_t* tokens) except -1

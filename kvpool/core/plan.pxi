@@ -1,0 +1,646 @@
+"""`Plan`: what one step hands to a backend, its arrays, and what it takes to undo the step."""
+
+cdef int64_t INT32_MAX = (<int64_t>1 << 31) - 1
+
+FIELDS = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens", "indptr", "indices", "last_page_len",
+          "kv_slots", "kv_slots_ragged", "kv_indptr", "slot_ids")      # in the order of the enum in wire.pxd
+FORMATS = {
+    "block_tables": ("block_tables",),
+    "seq_lens": ("seq_lens",),
+    "slot_mapping": ("slot_mapping",),
+    "positions": ("positions",),
+    "cu_q_lens": ("cu_q_lens",),
+    "csr": ("indptr", "indices", "last_page_len"),
+    "kv_slots": ("kv_slots",),
+    "kv_slots_ragged": ("kv_slots_ragged", "kv_indptr"),
+    "slot_ids": ("slot_ids",),
+    "page_batch_info": ("slot_ids", "block_tables", "seq_lens", "cu_q_lens", "slot_mapping"),
+}
+SLOT_FIELDS = ("slot_mapping", "kv_slots", "kv_slots_ragged")
+LENGTH_FIELDS = ("seq_lens", "positions")
+ROW_FORMATS = ("block_tables", "csr", "kv_slots", "page_batch_info")
+
+cdef extern from *:
+    """
+    /* The first members of NumPy's array object, as its C headers have them. Looked at only in arrays in which they
+       were found to be what the buffer protocol says. */
+    typedef struct { PyObject_HEAD char *data; int nd; Py_ssize_t *dimensions; } kv_array;
+    static inline int kv_is_at(PyObject *array, const void *data, int nd, const Py_ssize_t *shape) {
+        const kv_array *now = (const kv_array *)array;
+        int same = now->data == data && now->nd == nd;
+        for (int d = 0; same && d < nd; d++) same = now->dimensions[d] == shape[d];
+        return same;
+    }
+    """
+    bint is_at "kv_is_at"(void* array, const void* data, int nd, const Py_ssize_t* shape) noexcept nogil
+
+
+cdef class _Memory:
+    """Memory of an array of a plan, zeros at first. An array over it owns nothing, so it cannot be resized."""
+
+    def __cinit__(self, Py_ssize_t size, bint writable):
+        self.data = <char*>xcalloc(max(size, 1), 1)
+        if self.data == NULL:
+            raise MemoryError(f"[Plan] no memory for an array of {size} bytes")
+        self.size = size
+        self.writable = writable
+
+    def __dealloc__(self):
+        xfree(self.data)
+
+    def __getbuffer__(self, Py_buffer* view, int flags):
+        PyBuffer_FillInfo(view, self, self.data, self.size, not self.writable, flags)
+
+
+cdef list owners_of(object array):
+    """An array, and the arrays whose memory it shows."""
+    found = []
+    while True:
+        if isinstance(array, memoryview):
+            array = array.obj
+        elif isinstance(array, np.ndarray):
+            found.append(array)
+            array = array.base
+        else:
+            return found
+
+
+cdef tuple new_array(object shape, object dtype, bint writable):
+    """An array of zeros, and the memory it shows: NumPy lets an array turn to other memory, so a plan keeps both."""
+    cdef object size = np.dtype(dtype).itemsize
+    for length in shape:
+        size *= length
+    if size > INT64_MAX:
+        raise MemoryError(f"[Plan] no memory for an array of {size} bytes")
+    memory = _Memory(size, writable)
+    return np.ndarray(shape, dtype, memory), memory
+
+
+cdef class Plan:
+    """One step in flight: the arrays a backend reads, and what it takes to undo the step.
+
+    Parameters
+    ----------
+    pool : Pool
+    max_rows : int
+        Rows the arrays hold, S.
+    max_tokens : int, optional
+        New tokens they hold, T; default `max_rows`, enough for decoding.
+    formats : iterable of str
+        What to fill; a format nobody asks for costs nothing. Arrays, with their whole shapes:
+        ``block_tables [S, W]``, ``seq_lens [S]``, ``slot_mapping [T]``, ``positions [T]``, ``cu_q_lens [S + 1]``,
+        ``csr`` (``indptr [S + 1]``, ``indices [S * W]``, ``last_page_len [S]``), ``kv_slots [S, kv_width]``,
+        ``kv_slots_ragged`` (``[S * kv_width]``, ``kv_indptr [S + 1]``), ``slot_ids [S]``, ``page_batch_info``.
+    table_width : int, optional
+        W, blocks; default the pool's `max_blocks_per_seq`.
+    kv_width : int, optional
+        Tokens of the longest context, for the ``kv_slots`` formats; default W * block_size.
+    dtype : str or dict, default "int32"
+        "int32" or "int64", for all arrays or per array.
+    pad : dict, optional
+        Pad value per array.
+    out : dict, optional
+        Arrays to write into instead of own ones; see `bind`.
+
+    Raises
+    ------
+    ValueError, TypeError
+        An unknown format, a bad size, or int32 slots in a pool that needs int64.
+
+    Notes
+    -----
+    Attributes show the part that the last step filled (or its `pad_to` shape). Contents hold until the next step on
+    this plan; an attribute is the same array object as long as its shape stays.
+    """
+
+    __signature__ = signature(_signatures.Plan)
+
+    def __cinit__(self, *args, **options):
+        making(self)
+        pool, max_rows, max_tokens, formats, table_width, kv_width, dtype, pad, out = _signatures.Plan(*args, **options)
+        if not isinstance(pool, SequencePool):
+            raise TypeError(f"[Plan] pool must be a kvpool.Pool, not {type(pool).__name__}")
+        self.pool = pool
+        self.pool.lock("Plan")
+        self.pool.unlock()
+        cdef Wire* w = &self.wire
+        cdef int64_t bs = self.pool.all_blocks.block_size
+        cdef int64_t rows = to_int(max_rows, "Plan", "max_rows", 1, MAX_SEQS)
+        self.max_tokens_ = rows if max_tokens is None else to_int(max_tokens, "Plan", "max_tokens", 0, INT32_MAX)
+        w.table_width = self.pool.seqs.max_blocks
+        if table_width is not None:
+            w.table_width = <int32_t>to_int(table_width, "Plan", "table_width", 1, INT32_MAX)
+        w.kv_width = w.table_width * bs
+        if kv_width is not None:
+            w.kv_width = to_int(kv_width, "Plan", "kv_width", 1, <int64_t>1 << 40)
+        if step_init(&self.step, <int32_t>rows) != OK or wire_init(w, <int32_t>rows) != OK:
+            raise MemoryError(f"[Plan] no memory for {rows} rows")
+        self.views = {}
+        self.bound_arrays = []
+        self.arrays = {                         # an undo relies on them, so nobody else writes them
+            "copies": new_array((rows, 3), np.int32, False),
+            "dirty_rows": new_array((rows,), np.int32, False),
+            "served": new_array((rows,), np.uint8, False),
+            "handles": new_array((rows,), np.int64, False),
+        }
+        self.step.copies = <int32_t*>array_data(self.arrays["copies"][0])
+        self.copies_room = <int32_t>rows
+        w.dirty = <int32_t*>array_data(self.arrays["dirty_rows"][0])
+        w.served = <uint8_t*>array_data(self.arrays["served"][0])
+        self.step.handle = <int64_t*>array_data(self.arrays["handles"][0])
+        self.step.plan = <void*>self
+        self.step.wire = w
+        self.declare(formats, dtype, {} if pad is None else pad, {} if out is None else out)
+        made(self)
+
+    def __dealloc__(self):
+        xfree(self.bound)
+        step_free(&self.step)
+        wire_free(&self.wire)
+
+    def __reduce__(self):
+        raise TypeError("[Plan] a plan cannot be pickled or copied")
+
+    def __repr__(self):
+        state = f"pending as step {self.step.id}" if flag(&self.step.pending) else "not pending"
+        return f"<kvpool.Plan of {self.wire.max_rows} rows and {self.max_tokens_} tokens, {state}>"
+
+    cdef int declare(self, object formats, object dtype, object pad, object out) except -1:
+        """Decide which arrays there are, with which dtype and pad, and make or bind them."""
+        cdef Wire* w = &self.wire
+        cdef Field* field
+        if isinstance(formats, str):
+            formats = (formats,)
+        try:
+            formats = tuple(formats)
+        except TypeError:
+            raise TypeError(f"[Plan] formats must be names, not {show(formats)}") from None
+        for name in formats:
+            if not isinstance(name, str):
+                raise TypeError(f"[Plan] a format must be a str ({name!r})")
+            if name not in FORMATS:
+                raise ValueError(f"[Plan] no such format ({show(name)}), there are {', '.join(FORMATS)}")
+        wanted = [name for name in FIELDS if any(name in FORMATS[f] for f in formats)]
+        for option, given in (("dtype", dtype), ("pad", pad), ("out", out)):
+            if not isinstance(given, dict) and option != "dtype":
+                raise TypeError(f"[Plan] {option} must be a dict, not {type(given).__name__} ({show(given)})")
+            for name in given if isinstance(given, dict) else ():
+                if name not in wanted:
+                    raise ValueError(f"[Plan] {option} names {name!r}, the arrays are {', '.join(wanted)}")
+        w.tracks = any(f in ROW_FORMATS for f in formats)
+        self.names = tuple(wanted)
+        self.seq_limit = w.kv_width if {"kv_slots", "kv_slots_ragged"} & set(wanted) else INT64_MAX
+        low = 0 if self.pool.all_blocks.reserved else -1
+        pads = {"block_tables": -1 if "page_batch_info" in formats else low, "kv_slots": low, "slot_mapping": -1,
+                "slot_ids": -1}
+        for name in wanted:
+            field = &w.field[FIELDS.index(name)]
+            asked = dtype.get(name, "int32") if isinstance(dtype, dict) else dtype
+            try:
+                code = np.dtype(asked).name
+            except TypeError:
+                code = None
+            if code not in ("int32", "int64"):
+                raise ValueError(f"[Plan] dtype of {name} must be int32 or int64 ({show(asked)})")
+            field.width = 4 if code == "int32" else 8
+            field.pad = to_int(pad.get(name, pads.get(name, 0)), "Plan", f"pad of {name}", -INT32_MAX - 1, INT32_MAX)
+            self.check_width(name, field.width)
+        for name in wanted:
+            if name not in out:
+                self.own(name)
+        return self.attach(out, "Plan")
+
+    cdef int check_width(self, str name, int width) except -1:
+        """Refuse int32 where the values do not fit."""
+        cdef int64_t slots = self.pool.all_blocks.num_blocks * self.pool.all_blocks.block_size
+        if width == 8:
+            return 0
+        if name in SLOT_FIELDS and slots > INT32_MAX:
+            raise ValueError(f"[Plan] {name} needs int64: {self.pool.all_blocks.num_blocks} blocks of "
+                             f"{self.pool.all_blocks.block_size} tokens have {slots} slots, int32 holds {INT32_MAX}")
+        if name in LENGTH_FIELDS:
+            self.seq_limit = min(self.seq_limit, INT32_MAX)
+        if name in ("indptr", "kv_indptr"):
+            most = self.wire.max_rows * (<object>self.wire.table_width if name == "indptr" else self.wire.kv_width)
+            if most > INT32_MAX:
+                raise ValueError(f"[Plan] {name} needs int64: it can reach {most}, int32 holds {INT32_MAX}")
+        return 0
+
+    def array_shape(self, name):
+        """Whole shape of an array of this plan."""
+        rows = self.wire.max_rows
+        if name not in self.names:
+            raise ValueError(f"[array_shape] no such array ({name!r}), there are {', '.join(self.names)}")
+        if name == "block_tables":
+            return (rows, self.wire.table_width)
+        if name == "kv_slots":
+            return (rows, self.wire.kv_width)
+        if name == "indices":
+            return (rows * <object>self.wire.table_width,)
+        if name == "kv_slots_ragged":
+            return (rows * <object>self.wire.kv_width,)
+        if name in ("slot_mapping", "positions"):
+            return (self.max_tokens_,)
+        return (rows + 1 if name in ("cu_q_lens", "indptr", "kv_indptr") else rows,)
+
+    cdef int own(self, str name) except -1:
+        cdef Field* field = &self.wire.field[FIELDS.index(name)]
+        shape = self.array_shape(name)
+        code = np.int32 if field.width == 4 else np.int64
+        array, memory = new_array(shape, code, True)
+        if field.pad != 0:
+            array.fill(field.pad)
+        self.arrays[name] = array, memory
+        field.data = array_data(array)
+        return 0
+
+    cdef int refuse_shape(self, str name, object shape, str call) except -1:
+        if shape != self.array_shape(name):
+            raise ValueError(f"[{call}] {name} has shape {shape}, it must be {self.array_shape(name)}")
+        return 0
+
+    cdef int check_array(self, str name, object array, dict held, str call) except -1:
+        """All that can be wrong with a caller's array; `held` has the arrays it must not overlap."""
+        cdef int width = self.wire.field[FIELDS.index(name)].width
+        if not isinstance(array, np.ndarray):
+            raise TypeError(f"[{call}] {name} must be an ndarray, not {type(array).__name__}")
+        if array.dtype.kind != "i" or array.dtype.itemsize != width:
+            raise TypeError(f"[{call}] {name} must be int{8 * width} ({array.dtype})")
+        if not array.dtype.isnative:
+            raise ValueError(f"[{call}] {name} must be in native byte order ({array.dtype})")
+        self.refuse_shape(name, array.shape, call)
+        if not array.flags.c_contiguous or not array.flags.writeable or not array.flags.aligned:
+            raise ValueError(f"[{call}] {name} must be C-contiguous, aligned and writable")
+        for other, (taken, _) in held.items():
+            if other != name and np.may_share_memory(array, taken):
+                raise ValueError(f"[{call}] {name} overlaps {other}")
+        return 0
+
+    cdef int attach(self, dict arrays, str call) except -1:
+        """Bind the caller's arrays, all or none; what rows hold is forgotten."""
+        cdef Bound* bound = NULL
+        cdef void* data[NUM_FIELDS]
+        cdef Verdict v
+        cdef int64_t seen
+        cdef int num_bound, status = RETRY
+        cdef dict held, shown
+        cdef list kept
+        try:
+            while status == RETRY:
+                with critical_section(self):
+                    seen, held, shown, kept = self.changes, self.arrays, self.views, self.bound_arrays
+                held = {**held, **{name: (array, None) for name, array in arrays.items()}}
+                shown = {name: view for name, view in shown.copy().items() if name not in arrays}
+                kept = [entry for entry in kept if FIELDS[entry[0]] not in arrays]
+                for name, array in arrays.items():
+                    self.check_array(name, array, held, call)
+                    kept += [(FIELDS.index(name), owner) for owner in owners_of(array)]
+                xfree(bound)
+                bound = <Bound*>xcalloc(<size_t>len(kept) + 1, sizeof(Bound))
+                if bound == NULL:
+                    raise MemoryError(f"[{call}] no memory for {len(kept)} arrays")
+                memset(data, 0, sizeof(data))
+                num_bound = 0
+                for field, owner in kept:
+                    self.watch(&bound[num_bound], field, owner, call)
+                    if FIELDS[field] in arrays and data[<int>field] == NULL:    # the array itself, as it is now
+                        data[<int>field] = bound[num_bound].data
+                        self.refuse_shape(FIELDS[field], tuple([bound[num_bound].shape[d] for d in
+                                                                range(bound[num_bound].nd)]), call)
+                    num_bound += 1
+                with critical_section(self):
+                    self.pool.lock(call)
+                    status = self.exchange_arrays(data, &bound, num_bound, seen, &v)
+                    if status == OK:        # exchanged, not assigned: what was there is let go of outside of the lock
+                        held, self.arrays = self.arrays, held
+                        shown, self.views = self.views, shown
+                        kept, self.bound_arrays = self.bound_arrays, kept
+                    self.pool.unlock()
+        finally:
+            xfree(bound)
+        if status != OK:
+            refuse(call, &v)
+        return 0
+
+    cdef int watch(self, Bound* bound, int field, object array, str call) except -1:
+        """Note where an array is now."""
+        cdef Py_buffer view
+        cdef int d
+        PyObject_GetBuffer(array, &view, PyBUF_STRIDES)
+        bound.field = field
+        bound.array = <void*>array
+        bound.data = view.buf
+        bound.nd = min(view.ndim, MOST_DIMENSIONS)
+        for d in range(bound.nd):
+            bound.shape[d] = view.shape[d]
+        PyBuffer_Release(&view)
+        if view.ndim > MOST_DIMENSIONS or not is_at(bound.array, bound.data, bound.nd, bound.shape):
+            raise ValueError(f"[{call}] {FIELDS[field]} is an array of a kind that cannot be watched "
+                             f"({type(array).__name__})")
+        return 0
+
+    cdef int exchange_arrays(self, void** data, Bound** bound, int num_bound, int64_t seen, Verdict* v) noexcept nogil:
+        """Write to the arrays at `data` from now on. RETRY: another thread has bound arrays since `seen`."""
+        cdef int k, j
+        cdef Bound* old = self.bound
+        if self.step.pending:
+            return refused(v, PLAN_PENDING, -1, self.step.id, 0, 0, 0)
+        if self.changes != seen:
+            return RETRY
+        self.changes = self.changes + 1
+        for k in range(NUM_FIELDS):
+            if data[k] != NULL:
+                self.wire.field[k].data = data[k]
+        for k in range(num_bound):              # what stays bound is where it was when it was bound
+            for j in range(self.num_bound):
+                if data[bound[0][k].field] == NULL and old[j].array == bound[0][k].array:
+                    bound[0][k] = old[j]
+        self.bound = bound[0]
+        self.num_bound = num_bound
+        bound[0] = old
+        wire_forget(&self.wire, self.wire.max_rows, data[BLOCK_TABLES] != NULL, data[KV_SLOTS] != NULL)
+        return OK
+
+    cdef int judge_arrays(self, Verdict* v) noexcept nogil:
+        """A bound array must be where it was: NumPy resizes one on request, whoever else holds its memory."""
+        cdef int k
+        for k in range(self.num_bound):
+            if not is_at(self.bound[k].array, self.bound[k].data, self.bound[k].nd, self.bound[k].shape):
+                return refused(v, ARRAY_MOVED, -1, self.bound[k].field, 0, 0, 0)
+        return OK
+
+    def bind(self, **arrays):
+        """Write into the caller's arrays from the next step on.
+
+        Parameters
+        ----------
+        **arrays : ndarray
+            By name: the whole shape of `array_shape`, the declared dtype, C-contiguous, writable, overlapping no
+            other array of the plan.
+
+        Raises
+        ------
+        PlanStateError
+            The plan is pending. State unchanged.
+        TypeError, ValueError
+            A wrong dtype; any other mismatch. State unchanged.
+
+        Notes
+        -----
+        Every row is dirty in the next step.
+        """
+        self.refuse_pending("bind")
+        for name in arrays:
+            if name not in self.names:
+                raise ValueError(f"[bind] no such array ({name!r}), there are {', '.join(self.names)}")
+        self.attach(arrays, "bind")
+
+    def forget(self):
+        """Carry every row into the next `dirty_rows`: the consumer of the arrays lost what it had.
+
+        Raises
+        ------
+        PlanStateError
+            The plan is pending. State unchanged.
+        """
+        self.refuse_pending("forget")
+        self.attach({}, "forget")
+
+    cdef int get_pad(self, object pad_to, str call, int64_t num_rows, int64_t* rows, int64_t* tokens) except -1:
+        """Read and judge a `pad_to` argument for a batch of `num_rows` rows."""
+        try:
+            pad_rows, pad_tokens = pad_to
+        except (TypeError, ValueError):
+            raise TypeError(f"[{call}] pad_to must be (rows, tokens), not {show(pad_to)}") from None
+        rows[0] = to_int(pad_rows, call, "pad_to[0]", num_rows, self.wire.max_rows)
+        tokens[0] = to_int(pad_tokens, call, "pad_to[1]", 0, self.max_tokens_)
+        return 0
+
+    # -- what a step cannot be
+
+    cdef int refuse_pending(self, str call) except -1:
+        if flag(&self.step.pending):
+            raise PlanStateError(f"[{call}] the plan is pending (step {self.step.id}); call done or rollback first")
+        return 0
+
+    cdef int refuse_rows(self, int64_t rows, str call) except -1:
+        if rows > self.wire.max_rows:
+            raise CapacityExceeded(f"[{call}] {rows} rows, the plan holds {self.wire.max_rows}")
+        return 0
+
+    cdef int refuse(self, const Verdict* v, str call, int64_t pad_tokens) except -1:
+        """Raise what a step was refused for; `pad_tokens` -1: no padding was asked for."""
+        if v.reason == ARRAY_MOVED:
+            raise BufferError(f"[{call}] {FIELDS[v.value]} was resized or moved since it was bound; "
+                              f"bind an array again")
+        if v.reason == TOO_MANY_TOKENS and pad_tokens >= 0 and v.value <= self.max_tokens_:
+            raise ValueError(f"[{call}] pad_to has room for {pad_tokens} tokens, the batch has {v.value}")
+        return refuse(call, v)
+
+    # -- what the last step filled
+
+    cdef uint32_t* write_step(self, Record* r, const Ints* rows, const Ints* num_new, bint advance,
+                              bint partial) noexcept nogil:
+        """The step that is about to be committed, but for its digest; rows as in the step before are not repeated.
+
+        Returns where the record ends, for `record_end`.
+        """
+        cdef const int64_t* handle = <const int64_t*>rows.data
+        cdef bint same = (                      # one row is compared here: the call would take longer
+            self.record_number != 0 and self.record_epoch == r.epoch and self.rows == rows.size
+            and (rows.size == 1 and handle[0] == self.step.handle[0]
+                 or memcmp(self.step.handle, handle, rows.size * sizeof(int64_t)) == 0))
+        cdef bint one = num_new.size < 0 and num_new.scalar == 1
+        cdef uint32_t* at = record_begin(
+            r, (OP_STEP if advance else OP_RESERVE) | (same * SAME_ROWS + partial * PARTIAL + one * ONE_EACH) << 8,
+            1 + 2 * BATCH + rows.size + 2 * num_new.size)
+        if at == NULL:
+            return NULL
+        at = put(at, self.record_number if same else self.number_in(r))
+        if not same:
+            at = put_slots(at, rows)
+        return at if one else put_ints(at, num_new)
+
+    cdef int64_t number_in(self, Record* r) noexcept nogil:
+        """By which number a record names this plan."""
+        if self.record_number == 0 or self.record_epoch != r.epoch:
+            r.next_plan += 1
+            self.record_number = r.next_plan
+            self.record_epoch = r.epoch
+        return self.record_number
+
+    cdef int room_for_copies(self, int64_t copies) except -1:
+        """A step copies one block per row at most; `unshare` may copy them all."""
+        cdef int32_t* data
+        cdef int64_t seen
+        cdef dict held, shown
+        while copies > self.copies_room:
+            with critical_section(self):
+                seen, held, shown = self.changes, self.arrays, self.views
+            held = {**held, "copies": new_array((copies, 3), np.int32, False)}
+            data = <int32_t*>array_data(held["copies"][0])
+            shown = {name: view for name, view in shown.copy().items() if name != "copies"}
+            with critical_section(self):
+                self.pool.lock("unshare")
+                if self.changes == seen:
+                    self.changes += 1
+                    memcpy(data, self.step.copies, 12 * <size_t>self.copies_made)
+                    self.step.copies = data
+                    self.copies_room = <int32_t>copies
+                    held, self.arrays = self.arrays, held       # what was there is let go of outside of the lock
+                    shown, self.views = self.views, shown
+                self.pool.unlock()
+        return 0
+
+    cdef object view(self, str name, int64_t length):
+        """The first `length` entries of an array; the same object as long as the length stays."""
+        cdef dict arrays, views
+        with critical_section(self):            # another thread may exchange them
+            arrays, views = self.arrays, self.views
+        cached = views.get(name)
+        if cached is not None and <int64_t>cached[0] == length:
+            return cached[1]
+        if name not in arrays:
+            raise AttributeError(f"[Plan] {name} was not asked for, this plan fills {', '.join(self.names)}")
+        shown = arrays[name][0][:length]
+        views[name] = (length, shown)
+        return shown
+
+    @property
+    def num_rows(self):
+        """Rows of the last step, padding not counted."""
+        return self.rows
+
+    @property
+    def num_tokens(self):
+        """New tokens that the last step served."""
+        return self.tokens
+
+    @property
+    def max_rows(self):
+        """Rows that the arrays hold."""
+        return self.wire.max_rows
+
+    @property
+    def max_tokens(self):
+        """New tokens that the arrays hold."""
+        return self.max_tokens_
+
+    @property
+    def table_width(self):
+        """Blocks that a row of `block_tables` holds."""
+        return self.wire.table_width
+
+    @property
+    def kv_width(self):
+        """Tokens that a row of `kv_slots` holds."""
+        return self.wire.kv_width
+
+    @property
+    def is_pending(self):
+        """Whether the plan waits for `done` or `rollback`."""
+        return flag(&self.step.pending)
+
+    @property
+    def step_id(self):
+        """Number of the plan's last step in its pool, 1, 2, ...; 0 before the first."""
+        return self.step.id
+
+    @property
+    def handles(self):
+        """int64 ``[num_rows]``: the batch."""
+        return self.view("handles", self.rows)
+
+    @property
+    def served(self):
+        """uint8 ``[num_rows]``: 1 where the row got its tokens, 0 where blocks were missing (`partial`)."""
+        return self.view("served", self.rows)
+
+    @property
+    def copies(self):
+        """int32 ``[K, 3]``: (src_block, dst_block, num_tokens), to be made before any write of this plan."""
+        return self.view("copies", self.copies_made)
+
+    @property
+    def num_copies(self):
+        """Copies of the last step."""
+        return self.copies_made
+
+    @property
+    def copied_tokens(self):
+        """Tokens of these copies."""
+        cdef int64_t total = 0
+        cdef int32_t k
+        for k in range(self.copies_made):
+            total += self.step.copies[3 * <int64_t>k + 2]
+        return total
+
+    @property
+    def dirty_rows(self):
+        """int32 ``[D]``, ascending: rows of `block_tables` that this step changed."""
+        return self.view("dirty_rows", self.wire.num_dirty)
+
+    @property
+    def block_tables(self):
+        """``[S, W]``: block ids of each sequence in order, padded."""
+        return self.view("block_tables", self.shown_rows)
+
+    @property
+    def seq_lens(self):
+        """``[S]``: length after the step."""
+        return self.view("seq_lens", self.shown_rows)
+
+    @property
+    def slot_mapping(self):
+        """``[T]``: slot (block * block_size + offset) of each new token."""
+        return self.view("slot_mapping", self.shown_tokens)
+
+    @property
+    def positions(self):
+        """``[T]``: position of each new token in its sequence."""
+        return self.view("positions", self.shown_tokens)
+
+    @property
+    def cu_q_lens(self):
+        """``[S + 1]``: prefix sums of the new tokens per row."""
+        return self.view("cu_q_lens", self.shown_rows + 1)
+
+    @property
+    def indptr(self):
+        """``[S + 1]``: where each row starts in `indices`."""
+        return self.view("indptr", self.shown_rows + 1)
+
+    @property
+    def indices(self):
+        """``[nnz]``: filled blocks of all rows, one after another."""
+        return self.view("indices", self.wire.nnz)
+
+    @property
+    def last_page_len(self):
+        """``[S]``: tokens in the last filled block, 1 .. block_size; 0 for an empty sequence."""
+        return self.view("last_page_len", self.shown_rows)
+
+    @property
+    def kv_slots(self):
+        """``[S, kv_width]``: slot of every token of the context, padded."""
+        return self.view("kv_slots", self.shown_rows)
+
+    @property
+    def kv_slots_ragged(self):
+        """``[sum of seq_lens]``: slot of every token of the context, row after row."""
+        return self.view("kv_slots_ragged", self.wire.kv_total)
+
+    @property
+    def kv_indptr(self):
+        """``[S + 1]``: where each row starts in `kv_slots_ragged`."""
+        return self.view("kv_indptr", self.shown_rows + 1)
+
+    @property
+    def slot_ids(self):
+        """``[S]``: the sequence's slot in the pool."""
+        return self.view("slot_ids", self.shown_rows)
+
+    def page_batch_info(self):
+        """Levanter's fields of the last step, see `kvpool.PageBatchInfo`; needs the format ``page_batch_info``."""
+        return PageBatchInfo(self.slot_ids, self.block_tables, self.seq_lens, self.cu_q_lens, self.rows,
+                             self.slot_mapping, self.pool.all_blocks.block_size)

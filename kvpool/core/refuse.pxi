@@ -1,0 +1,88 @@
+"""From verdicts to exceptions: how refusals of the core read.
+
+C functions judge under the lock of a pool, where no Python object may be made; what they found is put in words here,
+after the lock was let go.
+"""
+
+cdef dict TEXTS = {             # what `refuse` raises: the values are named like the members of a Verdict
+    NO_MEMORY: (MemoryError, "no memory for {value} entries"),
+    OUT_OF_SEQUENCES: (OutOfSequences, "{value} sequences asked for, {other} are open, the limit is {high}"),
+    NEGATIVE_HANDLE: (ValueError, "{handle} is negative ({value})"),
+    FOREIGN_HANDLE: (ForeignHandle, "{handle} is not of this pool ({value})"),
+    NO_SUCH_SEQUENCE: (StaleHandle, "{handle} names slot {other} ({value}), the pool has {high}"),
+    STALE_HANDLE: (StaleHandle, "{handle} is stale ({value}: generation {generation}, current {other})"),
+    DUPLICATE_HANDLE: (ValueError, "handles[{row}] is a duplicate ({value})"),
+    NO_SUCH_BLOCK: (IndexError, "ids[{row}] is no block ({value}), ids are 0 .. {high}"),
+    RESERVED_BLOCK: (ValueError, "ids[{row}] is a reserved block ({value}), reserved are 0 .. {high}"),
+    DUPLICATE_BLOCK: (ValueError, "ids[{row}] is a duplicate ({value})"),
+    UNREFERENCED: (DoubleFree, "block {value} has no reference"),
+    REFERENCE_LIMIT: (OverflowError, "block {value} has {other} references, the limit is {limit}"),
+    NO_RAW_REFERENCE: (DoubleFree, "block {value} has no raw reference to drop (refcount {other})"),
+    STILL_SHARED: (ValueError, "block {value} has {other} references, only a block with one can be freed"),
+    NOT_DRAINED: (ValueError, "block {value} is in the dropped list, call take_dropped first"),
+    NOT_COMMITTED: (ValueError, "block {value} is not committed"),
+    INDEXED: (ValueError, "the prefix cache looks after committed blocks in this pool"),
+    NOT_INDEXED: (ValueError, "the pool has no prefix cache (prefix_cache=False)"),
+    BAD_SHAPE: (ValueError, "{value} {what} for {other} handles"),
+    BAD_LENGTH: (ValueError, "lens[{row}] is {value}, it must be in {low} .. {high}"),
+    PENDING_ROW: (PlanStateError, "{handle} is a row of a pending plan (step {value}); call done or rollback first"),
+    NEGATIVE_NEW: (ValueError, "num_new[{row}] is negative ({value})"),
+    SEQ_TOO_LONG: (CapacityExceeded, "row {row} would hold {value} tokens, the limit is {high}"),
+    TABLE_TOO_WIDE: (CapacityExceeded, "row {row} needs {value} table entries, the plan holds {high}"),
+    TOO_MANY_TOKENS: (CapacityExceeded, "{value} new tokens, the plan holds {high}"),
+    PROMPT_TOO_LONG: (CapacityExceeded, "{value} tokens, a sequence has at most {high}"),
+    PLAN_PENDING: (PlanStateError, "the plan is pending (step {value}); call done or rollback first"),
+    PLAN_NOT_PENDING: (PlanStateError, "the plan is not pending{in_order}"),
+    PLAN_NOT_NEWEST: (PlanStateError, "step {value} is not the newest, step {other} is pending"),
+    PLAN_NOTED: (PlanStateError, "step {value} was declared done already"),
+    PLAN_HAS_CHILDREN: (PlanStateError, "a sequence forked from a row of step {value} is open"),
+    NEGATIVE_COUNT: (ValueError, "counts[{row}] is negative ({value})"),
+    EVICTED_ROW: (ValueError, "tokens of row {row} were evicted, it commits no more ({value} tokens)"),
+    NOT_DONE_YET: (ValueError, "{value} tokens from position {low} on for row {row}, which has {low} committed: only "
+                               "{high} of its {other} tokens are done; commit takes those that follow"),
+    OTHER_TOKENS: (ValueError, "block {value} of row {row} was committed with other tokens"),
+    TOO_FEW_TOKENS: (ValueError, "counts ask for more than the {value} tokens"),
+    TOO_MANY_LEFT: (ValueError, "counts use {other} of {value} tokens"),
+    UNEVEN_TOKENS: (ValueError, "{value} tokens cannot be shared out evenly to {other} handles, counts are needed"),
+    LOST_TOO_MANY: (CapacityExceeded, "{handle} would have lost {value} tokens, with the {other} it may hold "
+                                      "positions end at {high}"),
+    NOT_REWRITABLE: (ValueError, "block {value} of handles[{row}] {why}, it must not be rewritten; "
+                                 "call unshare first"),
+    BAD_INDEX: (ValueError, "indices[{row}] is {value}, the sequence has {high} full blocks"),
+    INDEX_ORDER: (ValueError, "indices[{row}] is {value} after {other}, they must ascend"),
+    NOT_KEPT: (ValueError, "block {value} is neither in use nor committed: its content is gone, take another"),
+    NAMED_TWICE: (DoubleFree, "block {value} stands twice, ids[{row}] is its second place"),
+    HAS_CONTENT: (ValueError, "block {value} is committed already, uncommit it first"),
+    NOT_BLANK: (ValueError, "block {value} is not blank: it is reserved, in use, committed or in limbo"),
+    STEP_PENDING: (PlanStateError, "step {value} is pending, what is released waits for it; call done first"),
+}
+
+
+cdef object out_of_blocks(str call, const Verdict* v):
+    """Text of a refusal for want of blocks; `open` judges a prompt (row -1, its tokens in `value`)."""
+    if v.row >= 0:
+        text = f"{v.needed} blocks needed, {v.short_by} short; row {v.row} is the first that does not fit"
+    elif v.value >= 0:
+        text = (f"{v.needed} blocks for {v.value} tokens of which {v.other} are cached, {v.short_by} short with a "
+                f"watermark of {v.low}")
+    else:
+        text = f"{v.needed} blocks asked for, {v.short_by} short"
+    return OutOfBlocks(
+        f"[{call}] {text}: {v.free} free and {v.evictable} evictable, {v.limbo} in limbo", needed=v.needed,
+        short_by=v.short_by, row=v.row, handle=v.high if v.row >= 0 else -1, free=v.free, evictable=v.evictable,
+        limbo=v.limbo)
+
+
+cdef int refuse(str call, const Verdict* v) except -1:
+    """Raise what a call was refused for."""
+    if v.reason == OUT_OF_BLOCKS:
+        raise out_of_blocks(call, v)
+    kind, text = TEXTS[v.reason]
+    raise kind(f"[{call}] " + text.format(
+        row=v.row, value=v.value, low=v.low, high=v.high, other=v.other, limit=MAX_REFCOUNT,
+        handle="handle" if v.row < 0 else f"handles[{v.row}]",
+        generation=(v.value >> SLOT_BITS) & 0xFFFFFFFF,
+        what="counts" if call == "commit" else "num_new" if call in ("can", "step", "reserve") else "lens",
+        in_order=": in an in_order pool a step is done when it returns" if v.other else "",
+        why=f"has {v.low} references" if v.low > 1 else "is committed" if v.high else "is read by a pending copy",
+    ))

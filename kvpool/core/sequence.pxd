@@ -1,0 +1,94 @@
+"""Sequences: block tables, lengths, handles. Knows blocks, not plans."""
+
+cdef enum:
+    SLOT_BITS = 20              # handle = tag << 52 | generation << 20 | slot
+    TAG_SHIFT = 52
+    MAX_SEQS = 1 << 20
+    MAX_TAG = 2047
+
+cdef enum:
+    FREE_SLOT = 0
+    OPEN = 1
+    RETIRED = 2                 # all generations used up
+
+
+cdef struct Seq:                # what a step reads and moves: 64 bytes, one cache line
+    int64_t handle              # -1: not open
+    int64_t num_tokens          # that have a slot: the kv_len. What its user counts has SeqLife.evicted more
+    int64_t next_slot           # slot of position num_tokens, if next_slot < stop_slot
+    int64_t stop_slot           # end of the block that next_slot is in; else look the table up
+    int64_t last_step           # newest step that had this sequence as a row, 0: none
+    uint64_t version            # of the table: unique in the pool, new whenever the table changes in any way
+    int32_t tail                # block of next_slot
+    int32_t num_blocks
+    uint32_t epoch              # changes when a table entry changes or leaves
+    uint32_t mark               # == stamp: seen in the running call
+
+
+cdef struct SeqLife:            # the rest
+    int64_t fork_step           # pending step whose work this sequence inherited by a fork, 0: none
+    int64_t evicted             # tokens that left by eviction: position = place in the table + evicted
+    int64_t point               # length its user counts when tokens left last; truncate stops there
+    uint32_t generation
+    uint8_t life
+
+
+cdef struct SeqPrefix:          # what a pool with a prefix cache knows besides
+    int64_t committed           # tokens made known, <= num_tokens
+    int64_t published           # of the full blocks of these, how many the index was offered, in order
+    int64_t done                # length after the newest step that passed
+    int64_t forked_at           # length when it was forked
+    uint64_t root_hash          # of its namespace
+    uint64_t root               # uid of its namespace's root, 0: flushed since
+
+
+# Invariants, recomputed by seqs_check:
+#   num_tokens <= num_blocks * block_size                       for every open sequence
+#   published <= committed // block_size
+#   evicted <= point <= num_tokens + evicted; evicted == 0 == point, or the prefix cache has forgotten the sequence
+#   num_open + num_free_slots + retired slots == max_seqs
+#   sum_tokens == sum of num_tokens, sum_blocks == sum of num_blocks
+#   refcount[b] == entries equal to b in the tables of open sequences + raw[b]
+cdef struct Seqs:
+    Seq* seq                    # [max_seqs]
+    SeqLife* life               # [max_seqs]
+    SeqPrefix* prefix           # [max_seqs], NULL without a prefix cache
+    int32_t* partial            # [max_seqs, block_size] committed tokens of a block that is not full yet
+    int32_t* table              # [max_seqs, max_blocks] block ids, first num_blocks of a row are valid
+    int32_t* free_slot          # [max_seqs] ring of free slots, oldest first
+    void* memory                # what seq was cut from, to give it cache-line alignment
+    int32_t max_seqs
+    int32_t max_blocks          # per sequence
+    int32_t num_open
+    int32_t num_free_slots
+    int32_t first_free          # position of the oldest free slot in the ring
+    uint32_t stamp
+    uint64_t versions           # handed out so far
+    int64_t tag
+    int64_t watermark
+    int64_t evicted_tokens      # ever, of all sequences
+    int64_t newest_fork_step    # largest fork_step that was ever given
+    int64_t sum_tokens
+    int64_t sum_blocks
+
+
+cdef inline int32_t slot_of(int64_t handle) noexcept nogil:
+    return <int32_t>(handle & (MAX_SEQS - 1))
+
+
+cdef inline int32_t* seq_table(const Seqs* s, int32_t slot) noexcept nogil:
+    return s.table + <int64_t>slot * s.max_blocks
+
+
+cdef inline int32_t seq_find(const Seqs* s, int64_t handle) noexcept nogil:
+    """Slot of a live handle, -1 if it is stale, foreign or negative."""
+    cdef int32_t slot = slot_of(handle)
+    return slot if handle >= 0 and slot < s.max_seqs and s.seq[slot].handle == handle else -1
+
+
+cdef int32_t seq_judge(const Seqs* s, int64_t handle, Py_ssize_t row, Verdict* v) noexcept nogil
+cdef void seq_refresh(const Seqs* s, const Blocks* b, int32_t slot) noexcept nogil
+cdef int32_t seq_new(Seqs* s) noexcept nogil
+cdef void seq_fork(Seqs* s, Blocks* b, int32_t parent, int32_t n, int64_t* children) noexcept nogil
+cdef void seq_truncate(Seqs* s, Blocks* b, int32_t slot, int64_t length) noexcept nogil
+cdef void seq_close(Seqs* s, Blocks* b, int32_t slot) noexcept nogil

@@ -1,0 +1,517 @@
+"""One step of a batch: check everything, then commit; and how a pending step ends.
+
+A step runs in two passes over its rows. `step_check` validates, counts the blocks that are needed and decides which
+shared blocks must be replaced; all it moves are reference counts, as if the rows had been served in order, and
+`step_undo_check` takes that back. `step_commit` cannot fail: it takes the blocks and moves the lengths.
+
+The write rule (docs/core.md, Steps): a block is written in place iff it has one reference, is not committed, and
+nothing that a pending copy reads from it would be overwritten. Holds of pending plans do not count as references.
+"""
+
+cdef extern from *:             # a thread may ask for its plan while another one's `done` lets it pass
+    """
+    static inline int kv_flag(const int *at) { return __atomic_load_n(at, __ATOMIC_RELAXED); }
+    static inline void kv_set_flag(int *at, int value) { __atomic_store_n(at, value, __ATOMIC_RELAXED); }
+    """
+    bint flag "kv_flag"(const bint* at) noexcept nogil
+    void set_flag "kv_set_flag"(bint* at, bint value) noexcept nogil
+
+
+cdef int step_init(Step* p, int32_t max_rows) noexcept nogil:
+    p.length = <int64_t*>xcalloc(max_rows, sizeof(int64_t))
+    p.slot = <int64_t*>xcalloc(max_rows, sizeof(int64_t))
+    p.prev_step = <int64_t*>xcalloc(max_rows, sizeof(int64_t))
+    p.version = <uint64_t*>xcalloc(max_rows, sizeof(uint64_t))
+    p.event = <Event*>xcalloc(max_rows, sizeof(Event))
+    p.log_room = 16
+    p.log = <Replaced*>xcalloc(p.log_room, sizeof(Replaced))
+    p.max_rows = max_rows
+    if (p.length == NULL or p.slot == NULL or p.prev_step == NULL or p.version == NULL or p.event == NULL
+            or p.log == NULL):
+        step_free(p)
+        return NO_MEMORY
+    return OK
+
+
+cdef void step_free(Step* p) noexcept nogil:
+    xfree(p.length)
+    xfree(p.slot)
+    xfree(p.prev_step)
+    xfree(p.version)
+    xfree(p.event)
+    xfree(p.log)
+    memset(p, 0, sizeof(Step))
+
+
+# ---- pass 1: check -----------------------------------------------------------------------------------------
+
+cdef inline bint writable(const Blocks* b, int32_t i, int64_t first_offset) noexcept nogil:
+    """The write rule."""
+    cdef const Block* block = &b.block[i]
+    return block.refcount == 1 and not block.committed and (block.hold == 0 or first_offset >= b.floor[i])
+
+
+cdef int log_replacement(Step* p, Blocks* b, int32_t row, int32_t index, int32_t old, int32_t tokens) noexcept nogil:
+    cdef Replaced* log
+    if p.log_size == p.log_room:
+        log = <Replaced*>xrealloc(p.log, 2 * <size_t>p.log_room * sizeof(Replaced))
+        if log == NULL:
+            return NO_MEMORY
+        p.log = log
+        p.log_room *= 2
+    log = &p.log[p.log_size]
+    log.row = row
+    log.index = index
+    log.old = old
+    log.tokens = tokens
+    log.old_floor = b.floor[old]
+    p.log_size += 1
+    blocks_hold(b, old, tokens)
+    return OK
+
+
+cdef int check_writes(Step* p, const Seqs* s, Blocks* b, Event* event, int32_t slot, int64_t num_new) noexcept nogil:
+    """Which blocks one row replaces and how many it appends, for `num_new` > 0 more tokens."""
+    cdef const Seq* q = &s.seq[slot]
+    cdef const int32_t* table = seq_table(s, slot)
+    cdef int64_t total = whole_blocks(b, q.num_tokens + num_new + b.block_size - 1)
+    cdef int64_t index = whole_blocks(b, q.num_tokens)
+    cdef int64_t offset = q.num_tokens - index * b.block_size
+    while index < total and index < q.num_blocks:
+        if not writable(b, table[index], offset):
+            if log_replacement(p, b, event.row, <int32_t>index, table[index], <int32_t>offset) != OK:
+                return NO_MEMORY
+            event.replaced += 1
+        offset = 0
+        index += 1
+    event.appended = <int32_t>(total - q.num_blocks) if total > q.num_blocks else 0
+    return OK
+
+
+cdef int check_row(Step* p, const Seqs* s, Blocks* b, Event* event, Py_ssize_t i, int32_t slot, int64_t new,
+                   const Limits* limits, Verdict* v) noexcept nogil:
+    """A row that may do more than put one token into its tail: what will happen to it stands in its event."""
+    cdef const Seq* q = &s.seq[slot]
+    event.row = <int32_t>i
+    event.q_len = event.appended = event.replaced = 0
+    event.served = 1
+    if new < 0:
+        return refused(v, NEGATIVE_NEW, i, new, 0, 0, 0)
+    if new > limits.seq_tokens - q.num_tokens:
+        return refused(v, SEQ_TOO_LONG, i, new if new > INT64_MAX - q.num_tokens else q.num_tokens + new, 0,
+                       limits.seq_tokens, 0)
+    if new and check_writes(p, s, b, event, slot, new) != OK:
+        return refused(v, NO_MEMORY, i, p.log_room, 0, 0, 0)
+    if q.num_blocks + event.appended > limits.table_width:
+        return refused(v, TABLE_TOO_WIDE, i, q.num_blocks + event.appended, 0, limits.table_width, 0)
+    return OK
+
+
+cdef Py_ssize_t check_simple(const Seqs* s, const Blocks* b, const int64_t* handle, Py_ssize_t first, Py_ssize_t end,
+                             const Limits* limits) noexcept nogil:
+    """First row from `first` on that does not merely put one token into a tail that is its own; marks those before.
+
+    This loop and commit_simple are the whole cost of a steady decode step: everything they read is in locals.
+    """
+    cdef Seq* seq = s.seq
+    cdef const Block* block = b.block
+    cdef int64_t max_seqs = s.max_seqs, seq_tokens = limits.seq_tokens
+    cdef int32_t table_width = limits.table_width
+    cdef bint narrow = table_width < s.max_blocks or seq_tokens < s.max_blocks * b.block_size
+    cdef uint32_t stamp = s.stamp
+    cdef const Block* tail
+    cdef int64_t slot
+    cdef Seq* q
+    while first < end:
+        slot = handle[first] & (MAX_SEQS - 1)
+        if slot >= max_seqs:
+            break
+        q = &seq[slot]
+        if q.handle != handle[first] or q.mark == stamp or q.next_slot >= q.stop_slot:
+            break
+        tail = &block[q.tail]
+        if (tail.refcount ^ 1) | tail.hold | tail.committed:
+            break
+        if narrow and (q.num_tokens >= seq_tokens or q.num_blocks > table_width):
+            break
+        q.mark = stamp
+        first += 1
+    return first
+
+
+cdef inline Py_ssize_t run_of_ones(const Ints* num_new, Py_ssize_t i, Py_ssize_t n) noexcept nogil:
+    """First row from i on that has not exactly one new token."""
+    if num_new.data == NULL:
+        return n if num_new.scalar == 1 else i
+    while i < n and ints_at(num_new, i) == 1:
+        i += 1
+    return i
+
+
+cdef int step_check(Step* p, Seqs* s, Blocks* b, const Ints* handles, const Ints* num_new, const Limits* limits,
+                    bint advance, bint partial, Verdict* v) noexcept nogil:
+    """Judge a batch and note what it will do. Unless it returns OK the caller must `step_undo_check`.
+
+    The rows before `simple` and not before i put one token into a tail of their own; how many more may, before the
+    batch has more tokens than `limits` allow, is `room`.
+    """
+    cdef Py_ssize_t i = 0, simple, room, ones = 0       # rows before `ones` and not before i have one new token
+    cdef Py_ssize_t short_row = -1
+    cdef const int64_t* handle = <const int64_t*>handles.data
+    cdef int64_t new, need, asked = 0, unserved = 0, available = blocks_available(b)
+    cdef int32_t slot, log_before
+    cdef int status
+    cdef Event* event
+    v.needed = 0
+    p.num_rows = <int32_t>handles.size
+    p.num_events = p.log_size = 0
+    while i < handles.size:
+        if advance:
+            ones = run_of_ones(num_new, max(i, ones), handles.size)
+            room = <Py_ssize_t>min(limits.max_tokens - asked, <int64_t>(handles.size - i))
+            simple = check_simple(s, b, handle, i, min(ones, i + room), limits)
+            asked += simple - i
+            i = simple
+            if i == handles.size:
+                break
+        slot = seq_judge(s, handle[i], i, v)
+        if slot < 0:
+            return v.reason
+        if s.seq[slot].mark == s.stamp:
+            return refused(v, DUPLICATE_HANDLE, i, handle[i], 0, 0, 0)
+        s.seq[slot].mark = s.stamp
+        new = ints_at(num_new, i)
+        event = &p.event[p.num_events]
+        log_before = p.log_size
+        status = check_row(p, s, b, event, i, slot, new, limits, v)
+        if status != OK:
+            return status
+        p.num_events += 1
+        if advance:
+            if new > limits.max_tokens - asked:
+                return refused(v, TOO_MANY_TOKENS, i, asked + new, 0, limits.max_tokens, 0)
+            asked += new
+            event.q_len = <int32_t>new
+        need = event.replaced + event.appended
+        if v.needed + need > available:
+            if short_row < 0:
+                short_row = i
+            if partial:
+                step_undo_check(p, b, log_before)
+                event.served = 0
+                event.q_len = event.replaced = event.appended = 0
+                unserved += new
+                need = 0
+        v.needed += need
+        i += 1
+    p.num_tokens = asked - unserved
+    if short_row >= 0 and not partial:
+        return blocks_short(b, v, short_row, handle[short_row], v.needed, v.needed - available)
+    return OK
+
+
+cdef int step_check_unshare(Step* p, Seqs* s, Blocks* b, const Ints* handles, const Ints* lens, int64_t first,
+                            const Limits* limits, Verdict* v) noexcept nogil:
+    """Judge a batch that gets blocks of its own for compaction to `lens` tokens; like `step_check` otherwise."""
+    cdef int64_t available = blocks_available(b), length
+    cdef int32_t i, slot, index, short_row = -1
+    cdef const Seq* q
+    cdef Event* event
+    v.needed = 0
+    p.num_rows = <int32_t>handles.size
+    p.num_events = p.log_size = 0
+    p.num_tokens = 0
+    for i in range(p.num_rows):
+        slot = seq_judge(s, ints_at(handles, i), i, v)
+        if slot < 0:
+            return v.reason
+        q = &s.seq[slot]
+        if q.mark == s.stamp:
+            return refused(v, DUPLICATE_HANDLE, i, q.handle, 0, 0, 0)
+        s.seq[slot].mark = s.stamp
+        length = ints_at(lens, i)
+        if length < 0 or length > q.num_tokens:
+            return refused(v, BAD_LENGTH, i, length, 0, q.num_tokens, 0)
+        if q.num_tokens > limits.seq_tokens:
+            return refused(v, SEQ_TOO_LONG, i, q.num_tokens, 0, limits.seq_tokens, 0)
+        if q.num_blocks > limits.table_width:
+            return refused(v, TABLE_TOO_WIDE, i, q.num_blocks, 0, limits.table_width, 0)
+        event = &p.event[i]
+        event.row = i
+        event.q_len = event.appended = event.replaced = 0
+        event.served = 1
+        p.num_events += 1
+        index = seq_rewritten(s, b, slot, first, length, 0)
+        while index >= 0:
+            if log_replacement(p, b, i, index, seq_table(s, slot)[index], <int32_t>min(
+                    b.block_size, q.num_tokens - index * b.block_size)) != OK:
+                return refused(v, NO_MEMORY, i, p.log_room, 0, 0, 0)
+            event.replaced += 1
+            index = seq_rewritten(s, b, slot, first, length, index + 1)
+        v.needed += event.replaced
+        if v.needed > available and short_row < 0:
+            short_row = i
+    if short_row >= 0:
+        return blocks_short(b, v, short_row, ints_at(handles, short_row), v.needed, v.needed - available)
+    return OK
+
+
+cdef void step_undo_check(Step* p, Blocks* b, int32_t keep) noexcept nogil:
+    """Take back what step_check did to reference counts, down to `keep` log entries."""
+    while p.log_size > keep:
+        p.log_size -= 1
+        blocks_unhold(b, p.log[p.log_size].old, p.log[p.log_size].old_floor)
+
+
+# ---- pass 2: commit ----------------------------------------------------------------------------------------
+
+cdef void commit_blocks(Step* p, Seqs* s, Blocks* b, const Event* event, int32_t slot, Replaced* log,
+                        int64_t step_id) noexcept nogil:
+    """Take the blocks of one row: replacements by ascending index, then the new ones at the end.
+
+    Only a replacement can be the block of a token that is done already, while the step that takes it is pending: it
+    remembers the step (its fence), so that nobody takes its content for written.
+    """
+    cdef Seq* q = &s.seq[slot]
+    cdef int32_t* table = seq_table(s, slot)
+    cdef int32_t k
+    for k in range(event.replaced):
+        log[k].new = blocks_take(b)
+        b.fence[log[k].new] = step_id
+        table[log[k].index] = log[k].new
+        if log[k].tokens:
+            p.copies[3 * <int64_t>p.num_copies] = log[k].old
+            p.copies[3 * <int64_t>p.num_copies + 1] = log[k].new
+            p.copies[3 * <int64_t>p.num_copies + 2] = log[k].tokens
+            p.num_copies += 1
+            b.cow_copies += 1
+            b.cow_tokens += log[k].tokens
+        b.digest = mix(b.digest, (<uint64_t>log[k].index << 32) | <uint32_t>log[k].new)
+    q.epoch += event.replaced > 0
+    if event.appended:
+        blocks_take_many(b, table + q.num_blocks, event.appended)
+        for k in range(event.appended):
+            b.digest = mix(b.digest, table[q.num_blocks + k])
+        q.num_blocks += event.appended
+        s.sum_blocks += event.appended
+    if event.replaced or event.appended:
+        seq_new_version(s, q)
+    q.num_tokens += event.q_len
+    seq_refresh(s, b, slot)
+
+
+cdef int64_t last_slot(const Seqs* s, const Blocks* b, int32_t slot) noexcept nogil:
+    """Where the last token of a sequence is, -1 for an empty one."""
+    cdef int64_t position = s.seq[slot].num_tokens - 1
+    cdef int64_t index = whole_blocks(b, position)
+    return (seq_table(s, slot)[index] - index) * b.block_size + position if position >= 0 else -1
+
+
+cdef void commit_simple(Step* p, Seqs* s, Blocks* b, const int64_t* handles, int32_t first, int32_t end,
+                        int64_t step_id) noexcept nogil:
+    """One token into the tail of each row."""
+    cdef Seq* seq = s.seq
+    cdef int64_t* length = p.length
+    cdef int64_t* slot = p.slot
+    cdef uint64_t* version = p.version
+    cdef uint64_t digest = b.digest
+    cdef int32_t i
+    cdef Seq* q
+    for i in range(first, end):
+        q = &seq[handles[i] & (MAX_SEQS - 1)]
+        slot[i] = q.next_slot
+        q.next_slot += 1
+        q.num_tokens += 1
+        length[i] = q.num_tokens
+        version[i] = q.version
+        if step_id:
+            p.prev_step[i] = q.last_step
+            q.last_step = step_id
+        digest = mix(digest, <uint64_t>untagged(handles[i]) ^ (<uint64_t>length[i] << 20))
+    b.digest = digest
+
+
+cdef void step_commit(Step* p, Seqs* s, Blocks* b, const int64_t* handles, bint advance, bint pends) noexcept nogil:
+    """Carry out a batch that step_check accepted."""
+    cdef int32_t i, k, slot, done = 0, log_at = 0
+    cdef int64_t step_id = p.id if pends else 0
+    cdef const Event* event
+    cdef Seq* q
+    p.num_copies = 0
+    p.uniform = advance
+    b.digest = mix(mix(b.digest, OP_STEP if advance else OP_RESERVE), p.num_rows)
+    memmove(p.handle, handles, p.num_rows * sizeof(int64_t))    # the batch may be a part of the plan's own array
+    handles = p.handle
+    for k in range(p.num_events):
+        event = &p.event[k]
+        i = event.row
+        commit_simple(p, s, b, handles, done, i, step_id)
+        done = i + 1
+        slot = slot_of(handles[i])
+        commit_blocks(p, s, b, event, slot, p.log + log_at, step_id)
+        log_at += event.replaced
+        p.uniform &= event.q_len == 1
+        q = &s.seq[slot]
+        p.slot[i] = last_slot(s, b, slot)
+        p.length[i] = q.num_tokens
+        p.version[i] = q.version
+        p.prev_step[i] = q.last_step
+        q.last_step = step_id
+        if event.q_len != 1:
+            b.digest = mix(b.digest, (<uint64_t>event.q_len << 1) | event.served)
+        b.digest = mix(b.digest, <uint64_t>untagged(handles[i]) ^ (<uint64_t>q.num_tokens << 20))
+    commit_simple(p, s, b, handles, done, p.num_rows, step_id)
+    s.sum_tokens += p.num_tokens
+
+
+# ---- how a pending step ends -------------------------------------------------------------------------------
+
+cdef void pending_add(Pending* pending, Step* p, Blocks* b) noexcept nogil:
+    """A step is the newest pending one: blocks that are released from now on wait for it."""
+    set_flag(&p.pending, True)
+    p.older = pending.newest
+    p.newer = NULL
+    if pending.newest != NULL:
+        pending.newest.newer = p
+    else:
+        pending.oldest = p
+        b.oldest_pending = p.id
+    pending.newest = p
+    b.newest_pending = p.id
+    pending.size += 1
+
+
+cdef void pending_remove(Pending* pending, Step* p, Blocks* b) noexcept nogil:
+    """A step is pending no more: from now on blocks do not wait for it."""
+    set_flag(&p.pending, False)
+    if p.older != NULL:
+        p.older.newer = p.newer
+    else:
+        pending.oldest = p.newer
+    if p.newer != NULL:
+        p.newer.older = p.older
+    else:
+        pending.newest = p.older
+    pending.size -= 1
+    b.oldest_pending = pending.oldest.id if pending.oldest != NULL else 0
+    b.newest_pending = pending.newest.id if pending.newest != NULL else 0
+
+
+cdef void pending_settle(const Pending* pending, Step* p, Blocks* b) noexcept nogil:
+    """A step has ended: recompute the floors that its log touched, then let blocks out of limbo."""
+    cdef const Step* other = pending.oldest
+    cdef const Replaced* entry
+    cdef int32_t k
+    for k in range(p.log_size):
+        b.floor[p.log[k].old] = 0
+    while p.log_size and other != NULL:
+        for k in range(other.log_size):
+            entry = &other.log[k]
+            b.floor[entry.old] = max(b.floor[entry.old], entry.tokens)
+        other = other.newer
+    p.log_size = 0
+    blocks_drain_limbo(b)
+
+
+cdef void step_release_holds(Step* p, Blocks* b) noexcept nogil:
+    """The copies of a step were made: let go of their sources, in the order they were taken.
+
+    A block that other pending plans hold too keeps a floor; the caller recomputes it from their logs.
+    """
+    cdef int32_t k
+    cdef Block* block
+    for k in range(p.log_size):
+        block = &b.block[p.log[k].old]
+        block.hold -= 1
+        if block.hold == 0:
+            b.floor[p.log[k].old] = 0
+            blocks_settle(b, p.log[k].old)
+
+
+cdef bint step_has_children(const Step* p, const Seqs* s) noexcept nogil:
+    """Whether an open sequence inherited work of this step by a fork. O(max_seqs) if one ever did."""
+    cdef int32_t slot
+    if s.newest_fork_step < p.id:
+        return False
+    for slot in range(s.max_seqs):
+        if s.life[slot].life == OPEN and s.life[slot].fork_step == p.id:
+            return True
+    return False
+
+
+cdef inline void give_up_copy(Blocks* b, int32_t new) noexcept nogil:
+    """The copy that was to fill a block will never be made."""
+    if b.canonical != NULL:                 # else it is an engine's to say what is committed, and to be told of it
+        b.num_held -= b.block[new].committed == HELD
+        b.block[new].committed = PLAIN
+    b.fence[new] = 0
+
+
+cdef void rollback_row(Seqs* s, Blocks* b, int32_t slot, int32_t q_len, int32_t appended, const Replaced* log,
+                       int32_t replaced) noexcept nogil:
+    cdef Seq* q = &s.seq[slot]
+    cdef int32_t* table = seq_table(s, slot)
+    cdef int32_t k
+    q.num_tokens -= q_len
+    s.sum_tokens -= q_len
+    q.num_blocks -= appended
+    s.sum_blocks -= appended
+    blocks_unref_many(b, table + q.num_blocks, appended)
+    for k in range(replaced - 1, -1, -1):
+        table[log[k].index] = log[k].old
+        b.block[log[k].old].hold -= 1
+        blocks_ref(b, log[k].old, 1)
+        give_up_copy(b, log[k].new)
+        blocks_unref(b, log[k].new)
+    if replaced or appended:
+        q.epoch += 1
+        seq_new_version(s, q)
+    seq_refresh(s, b, slot)
+
+
+cdef void step_rollback(Step* p, Seqs* s, Blocks* b) noexcept nogil:
+    """Undo the newest step. The plan is off the pending list already; the caller recomputes floors."""
+    cdef int32_t i, k, slot, log_at = p.log_size, at = p.num_events - 1
+    cdef Event plain
+    cdef const Event* event
+    plain.q_len = 1
+    plain.appended = plain.replaced = 0
+    b.digest = mix(mix(b.digest, OP_ROLLBACK), p.num_rows)
+    for i in range(p.num_rows - 1, -1, -1):
+        event = &plain
+        if at >= 0 and p.event[at].row == i:
+            event = &p.event[at]
+            at -= 1
+        log_at -= event.replaced
+        slot = seq_find(s, p.handle[i])
+        if slot >= 0:
+            s.seq[slot].last_step = p.prev_step[i]
+            rollback_row(s, b, slot, event.q_len, event.appended, p.log + log_at, event.replaced)
+            continue
+        for k in range(log_at + event.replaced - 1, log_at - 1, -1):
+            b.block[p.log[k].old].hold -= 1
+            blocks_settle(b, p.log[k].old)
+            if b.block[p.log[k].new].place == USED:     # somebody else has a reference
+                give_up_copy(b, p.log[k].new)
+
+
+cdef uint64_t step_fingerprint(const Step* p, uint64_t h, int64_t next_step) noexcept nogil:
+    """Hash of a pending step: what its end will do."""
+    cdef int32_t i, at = 0
+    cdef Event plain
+    cdef const Event* event
+    plain.q_len = 1
+    plain.appended = plain.replaced = 0
+    h = mix(mix(mix(h, next_step - p.id), p.num_rows), p.noted_done)
+    for i in range(p.num_rows):
+        event = &plain
+        if at < p.num_events and p.event[at].row == i:
+            event = &p.event[at]
+            at += 1
+        h = mix(h, untagged(p.handle[i]))
+        h = mix(h, next_step - p.prev_step[i] if p.prev_step[i] else 0)
+        h = mix(mix(h, event.q_len), (<uint64_t>event.appended << 32) | <uint32_t>event.replaced)
+    for i in range(p.log_size):
+        h = mix(mix(h, p.log[i].index), (<uint64_t>p.log[i].old << 32) | <uint32_t>p.log[i].new)
+        h = mix(h, p.log[i].tokens)
+    return h

@@ -1,0 +1,273 @@
+"""What a plan hands to a backend: one step in every wire format that was asked for.
+
+A row of a table is rewritten only when it holds something else than before: another sequence, another epoch of
+the same one, or fewer blocks than the sequence has now. That makes a steady decode step O(rows), not O(blocks).
+"""
+
+
+cdef int wire_init(Wire* w, int32_t max_rows) noexcept nogil:
+    cdef int32_t i
+    w.row = <WireRow*>xcalloc(max_rows, sizeof(WireRow))
+    w.seen = <uint64_t*>xcalloc(max_rows, sizeof(uint64_t))
+    if w.row == NULL or w.seen == NULL:
+        return NO_MEMORY
+    w.max_rows = max_rows
+    for i in range(max_rows):
+        w.row[i].handle = -1
+        w.row[i].carried = 1
+    return OK
+
+
+cdef void wire_free(Wire* w) noexcept nogil:
+    xfree(w.row)
+    xfree(w.seen)
+    w.row = NULL
+    w.seen = NULL
+
+
+cdef void wire_forget(Wire* w, int32_t rows, bint tables, bint kv_slots) noexcept nogil:
+    """Carry rows into the next dirty_rows; tables, kv_slots: these arrays hold what others wrote."""
+    cdef int32_t i
+    for i in range(rows):
+        w.seen[i] = 0
+        w.row[i].handle = -1
+        w.row[i].kv_valid = 0
+        w.row[i].csr_blocks = -1
+        w.row[i].carried = 1
+        if tables:
+            w.row[i].written = w.table_width
+        if kv_slots:
+            w.row[i].kv_written = w.kv_width
+
+
+cdef inline void write_one(const Field* f, int64_t i, int64_t value) noexcept nogil:
+    if f.width == 4:
+        (<int32_t*>f.data)[i] = <int32_t>value
+    elif f.width == 8:
+        (<int64_t*>f.data)[i] = value
+
+
+cdef void write_pad(const Field* f, int64_t first, int64_t end) noexcept nogil:
+    cdef int64_t i
+    if f.width:
+        for i in range(first, end):
+            write_one(f, i, f.pad)
+
+
+cdef void write_slots(const Field* f, int64_t at, const int32_t* table, int64_t bs, int64_t first,
+                      int64_t end) noexcept nogil:
+    """Slots of positions first .. end - 1 of one sequence, from index `at` on."""
+    cdef int64_t index, offset, stop, base
+    if f.width == 0 or first >= end:
+        return
+    index = first // bs
+    offset = first - index * bs
+    while first < end:
+        stop = bs if end - first > bs - offset else offset + end - first
+        base = table[index] * bs
+        first += stop - offset
+        while offset < stop:
+            write_one(f, at, base + offset)
+            at += 1
+            offset += 1
+        offset = 0
+        index += 1
+
+
+cdef void write_range(const Field* f, int64_t at, int64_t first, int64_t end) noexcept nogil:
+    if f.width:
+        for first in range(first, end):
+            write_one(f, at, first)
+            at += 1
+
+
+cdef void write_all(const Field* f, const int64_t* values, int32_t n, int64_t shift) noexcept nogil:
+    """values[i] + shift for every row; the compiler makes one vector loop of each branch."""
+    cdef int32_t i
+    if f.width == 4:
+        for i in range(n):
+            (<int32_t*>f.data)[i] = <int32_t>(values[i] + shift)
+    elif f.width == 8:
+        for i in range(n):
+            (<int64_t*>f.data)[i] = values[i] + shift
+
+
+cdef void sync_row(Wire* w, const Seqs* s, int32_t slot, int32_t i) noexcept nogil:
+    """Bring the block_tables row i up to date and call it dirty."""
+    cdef WireRow* row = &w.row[i]
+    cdef const Seq* q = &s.seq[slot]
+    cdef const int32_t* table = seq_table(s, slot)
+    cdef const Field* f = &w.field[BLOCK_TABLES]
+    cdef int64_t at = <int64_t>i * w.table_width
+    cdef int32_t k, first = 0
+    if row.handle == q.handle and row.epoch == q.epoch:
+        first = row.written
+    else:
+        row.kv_valid = 0
+        row.csr_blocks = -1
+    if f.width:
+        for k in range(first, q.num_blocks):
+            write_one(f, at + k, table[k])
+        write_pad(f, at + q.num_blocks, at + row.written)
+    w.seen[i] = q.version
+    row.handle = q.handle
+    row.epoch = q.epoch
+    row.written = q.num_blocks
+    row.carried = 0
+    w.dirty[w.num_dirty] = i
+    w.num_dirty += 1
+
+
+cdef void pad_row(Wire* w, int32_t i) noexcept nogil:
+    """Row i shows no sequence."""
+    cdef WireRow* row = &w.row[i]
+    cdef int64_t at = <int64_t>i * w.table_width
+    write_one(&w.field[SEQ_LENS], i, w.field[SEQ_LENS].pad)
+    write_one(&w.field[SLOT_IDS], i, w.field[SLOT_IDS].pad)
+    write_one(&w.field[LAST_PAGE_LEN], i, w.field[LAST_PAGE_LEN].pad)
+    if not w.tracks or (row.handle == -1 and not row.carried):
+        return
+    write_pad(&w.field[BLOCK_TABLES], at, at + row.written)
+    at = i * w.kv_width
+    write_pad(&w.field[KV_SLOTS], at, at + row.kv_written)
+    w.seen[i] = 0
+    row.handle = -1
+    row.written = 0
+    row.kv_valid = 0
+    row.kv_written = 0
+    row.csr_blocks = -1
+    row.carried = 0
+    w.dirty[w.num_dirty] = i
+    w.num_dirty += 1
+
+
+cdef void emit_csr(Wire* w, const Step* p, const Seqs* s, const Blocks* b, int32_t pad_rows) noexcept nogil:
+    """indptr, indices, last_page_len. Everything behind the first row that changed moves."""
+    cdef int32_t i, full, first = p.num_rows
+    cdef int64_t at = 0         # counted, not read back: the arrays are in the hands of others
+    for i in range(p.num_rows):
+        full = <int32_t>whole_blocks(b, p.length[i] + b.block_size - 1)
+        write_one(&w.field[LAST_PAGE_LEN], i, p.length[i] - (full - 1) * b.block_size if full else 0)
+        if (w.row[i].csr_blocks != full or i >= w.csr_rows) and i < first:
+            first = i
+        if first == p.num_rows:
+            at += full
+        w.row[i].csr_blocks = full
+    if first == 0:
+        write_one(&w.field[INDPTR], 0, 0)
+    for i in range(first, p.num_rows):
+        write_blocks(&w.field[INDICES], at, seq_table(s, slot_of(p.handle[i])), w.row[i].csr_blocks)
+        at += w.row[i].csr_blocks
+        write_one(&w.field[INDPTR], i + 1, at)
+    for i in range(p.num_rows, pad_rows):
+        write_one(&w.field[INDPTR], i + 1, at)
+    w.csr_rows = p.num_rows
+    w.nnz = at
+
+
+cdef void write_blocks(const Field* f, int64_t at, const int32_t* table, int32_t n) noexcept nogil:
+    cdef int32_t k
+    for k in range(n):
+        write_one(f, at + k, table[k])
+
+
+cdef void emit_kv(Wire* w, const Step* p, const Seqs* s, const Blocks* b) noexcept nogil:
+    """kv_slots: add the new tokens of rows that did not change otherwise, rewrite the others."""
+    cdef const Field* f = &w.field[KV_SLOTS]
+    cdef int32_t i
+    cdef int64_t at, length
+    cdef WireRow* row
+    for i in range(p.num_rows):
+        row = &w.row[i]
+        at = i * w.kv_width
+        length = p.length[i]
+        if row.kv_valid > length:
+            row.kv_valid = length
+        write_slots(f, at + row.kv_valid, seq_table(s, slot_of(p.handle[i])), b.block_size, row.kv_valid, length)
+        write_pad(f, at + length, at + row.kv_written)
+        row.kv_valid = length
+        row.kv_written = length
+
+
+cdef void emit_kv_ragged(Wire* w, const Step* p, const Seqs* s, const Blocks* b, int32_t pad_rows) noexcept nogil:
+    cdef int32_t i
+    cdef int64_t length, at = 0
+    write_one(&w.field[KV_INDPTR], 0, 0)
+    for i in range(p.num_rows):
+        length = p.length[i]
+        write_slots(&w.field[KV_SLOTS_RAGGED], at, seq_table(s, slot_of(p.handle[i])), b.block_size, 0, length)
+        at += length
+        write_one(&w.field[KV_INDPTR], i + 1, at)
+    for i in range(p.num_rows, pad_rows):
+        write_one(&w.field[KV_INDPTR], i + 1, at)
+    w.kv_total = at
+
+
+cdef inline int64_t moved(const Seqs* s, int64_t handle) noexcept nogil:
+    """How much a token's position is ahead of its place in the table: what was evicted before it."""
+    return s.life[slot_of(handle)].evicted if s.evicted_tokens else 0
+
+
+cdef void emit_tokens(Wire* w, const Step* p, const Seqs* s, const Blocks* b) noexcept nogil:
+    """slot_mapping, positions, cu_q_lens of a batch in which some row has more or less than one new token."""
+    cdef int32_t i, q_len, at = 0
+    cdef int64_t t = 0, ahead
+    for i in range(p.num_rows):
+        q_len = 1
+        ahead = moved(s, p.handle[i])
+        if at < p.num_events and p.event[at].row == i:
+            q_len = p.event[at].q_len
+            at += 1
+        if q_len == 1:
+            write_one(&w.field[SLOT_MAPPING], t, p.slot[i])
+            write_one(&w.field[POSITIONS], t, ahead + p.length[i] - 1)
+        elif q_len:
+            write_slots(&w.field[SLOT_MAPPING], t, seq_table(s, slot_of(p.handle[i])), b.block_size,
+                        p.length[i] - q_len, p.length[i])
+            write_range(&w.field[POSITIONS], t, ahead + p.length[i] - q_len, ahead + p.length[i])
+        t += q_len
+        write_one(&w.field[CU_Q_LENS], i + 1, t)
+
+
+cdef void wire_emit(Wire* w, const Step* p, const Seqs* s, const Blocks* b, int32_t pad_rows,
+                    int64_t pad_tokens) noexcept nogil:
+    """Write a committed step into the arrays; rows and tokens up to pad_rows, pad_tokens are padding."""
+    cdef int32_t i
+    cdef const uint64_t* seen
+    cdef const uint64_t* version
+    w.num_dirty = 0
+    write_one(&w.field[CU_Q_LENS], 0, 0)
+    if p.uniform:
+        write_all(&w.field[SLOT_MAPPING], p.slot, p.num_rows, 0)
+        if s.evicted_tokens == 0:
+            write_all(&w.field[POSITIONS], p.length, p.num_rows, -1)
+        else:
+            for i in range(p.num_rows):
+                write_one(&w.field[POSITIONS], i, p.length[i] + moved(s, p.handle[i]) - 1)
+        write_range(&w.field[CU_Q_LENS], 1, 1, p.num_rows + 1)
+    else:
+        emit_tokens(w, p, s, b)
+    write_all(&w.field[SEQ_LENS], p.length, p.num_rows, 0)
+    if w.field[SLOT_IDS].width:
+        for i in range(p.num_rows):
+            write_one(&w.field[SLOT_IDS], i, slot_of(p.handle[i]))
+    memset(w.served, 1, p.num_rows)
+    for i in range(p.num_events):
+        w.served[p.event[i].row] = p.event[i].served
+    if w.tracks:
+        seen = w.seen
+        version = p.version
+        for i in range(p.num_rows):
+            if seen[i] != version[i]:
+                sync_row(w, s, slot_of(p.handle[i]), i)
+    for i in range(p.num_rows, pad_rows):
+        pad_row(w, i)
+        write_one(&w.field[CU_Q_LENS], i + 1, p.num_tokens)
+    write_pad(&w.field[SLOT_MAPPING], p.num_tokens, pad_tokens)
+    write_pad(&w.field[POSITIONS], p.num_tokens, pad_tokens)
+    if w.field[INDPTR].width:
+        emit_csr(w, p, s, b, pad_rows)
+    if w.field[KV_SLOTS].width:
+        emit_kv(w, p, s, b)
+    if w.field[KV_INDPTR].width:
+        emit_kv_ragged(w, p, s, b, pad_rows)
