@@ -32,6 +32,9 @@ FOR_SIZE = (
     *("_broken", "_arguments", "_attention"),
     *("_calls", "_fuzz", "_fuzz_base", "_fuzz_calls", "_fuzz_evict", "_fuzz_prefix", "_fuzz_steps"),
 )
+#: What the core is compiled with besides. gcc takes every function that has one caller into it: then calls of one row
+#: pay for the registers of all that they might lead to.
+APART = ("-fno-inline-functions-called-once",) if sys.platform == "linux" else ()
 #: Plain and fast under the address sanitizer: the judge of the fuzzer walks all of the state, within bounds of its own.
 PLAIN = ("_books", "_books_index", "_books_steps", "_books_prefix", "_storage") if "address" in SANITIZE else ()
 
@@ -90,6 +93,7 @@ def extensions() -> list[Extension]:
                 extra_compile_args=[
                     *compile_args,
                     *(["-pthread", "-ffp-contract=off"] if has_kernels else []),
+                    *(APART if source.stem == "_core" else ()),
                     *(["-Os"] if source.stem in FOR_SIZE and not COVERAGE else []),
                     *(["-O3", "-fno-sanitize=all"] if source.stem in PLAIN else []),
                 ],
