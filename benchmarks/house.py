@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -56,7 +57,11 @@ def count_lines(root: Path, paths: list[Path]) -> int:
 def wheel(root: Path) -> dict[str, float]:
     """What the wheel holds."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, str(root)]
+        tree = Path(folder, "tree")  # a build in place would take along what earlier ones left behind
+        for path in tracked(root):
+            (tree / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(root / path, tree / path)
+        command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, str(tree)]
         subprocess.run(command, check=True, capture_output=True)
         (path,) = Path(folder).glob("*.whl")
         with zipfile.ZipFile(path) as archive:
