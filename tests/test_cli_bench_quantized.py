@@ -7,7 +7,7 @@ import pytest
 from test_cli_bench import SMALL, NumpyKernels
 
 from kvpool.cli import main
-from kvpool.cli.bench import quantized
+from kvpool.cli.bench import quantized, settings
 from kvpool.cli.bench.bench import Bench
 from kvpool.cli.bench.cache import WrongResult
 from kvpool.cli.console import CommandError
@@ -42,6 +42,6 @@ def test_the_command_prints_rows_as_json(capsys):
 
 def test_unknown_bits_and_heads_without_groups_are_refused():
     with pytest.raises(CommandError, match=r"--kv-bits 3: there are 8, 4"):
-        quantized.checked_kv_bits("8,3")
+        settings.checked_kv_bits("8,3")
     with pytest.raises(CommandError, match=r"--kv-bits: \[KVSpec\] head_dim is 40, no multiple"):
         list(quantized.rows(Bench(NumpyKernels(), replace(SETTINGS, head_dim=40))))

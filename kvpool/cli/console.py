@@ -18,6 +18,10 @@ class CommandError(Exception):
     """The command cannot do what was asked. The message is for the person who typed it."""
 
 
+class NotRun(Exception):
+    """A part cannot run here; the message says what is missing and how to install it."""
+
+
 def whole(option: str, text: str, least: int = 1) -> int:
     """Return `text` as an integer from `least` to 2^31 - 1."""
     try:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-import kvpool
+from kvpool._core import Plan, Pool
 from kvpool.eviction.memory import Memory
 from kvpool.eviction.policies import Policy, check_backend
 
@@ -72,10 +72,10 @@ class Evictor:
     `fail`).
     """
 
-    def __init__(self, policy: Policy, pool: kvpool.Pool, backend: Any, num_rows: int = 0) -> None:
+    def __init__(self, policy: Policy, pool: Pool, backend: Any, num_rows: int = 0) -> None:
         if not isinstance(policy, Policy):
             raise TypeError(f"[Evictor] policy must be one of kvpool.eviction, not {type(policy).__name__}")
-        if not isinstance(pool, kvpool.Pool):
+        if not isinstance(pool, Pool):
             raise TypeError(f"[Evictor] pool must be a kvpool.Pool, not {type(pool).__name__}")
         spec = backend.spec
         check_backend(policy, backend.capabilities(), spec.block_size)
@@ -92,7 +92,7 @@ class Evictor:
         self._staged: list[Any] = [None] * spec.num_layers
         self._step: tuple[np.ndarray, np.ndarray] | None = None  # rows of the step that is out, lengths after it
         self.observed: Observed | None = None
-        self._plan: kvpool.Plan | None = None
+        self._plan: Plan | None = None
 
     # ------------------------------------------------------------------------------------------- scores
 
@@ -226,15 +226,15 @@ class Evictor:
         self.pool.unshare(plan, handles, lens, sink)
         self._copy(plan)
 
-    def _fitting_plan(self, rows: int, width: int) -> kvpool.Plan:
+    def _fitting_plan(self, rows: int, width: int) -> Plan:
         """The plan for copies, or a larger one."""
         plan = self._plan
         if plan is None or plan.max_rows < rows or plan.table_width < width:
             width = min(2 * width, self.pool.max_blocks_per_seq)
-            self._plan = plan = kvpool.Plan(self.pool, 2 * rows, 2**31 - 1, formats=(), table_width=width)
+            self._plan = plan = Plan(self.pool, 2 * rows, 2**31 - 1, formats=(), table_width=width)
         return plan
 
-    def _copy(self, plan: kvpool.Plan) -> None:
+    def _copy(self, plan: Plan) -> None:
         try:
             if plan.num_copies:
                 self.backend.copy_blocks(plan.copies)

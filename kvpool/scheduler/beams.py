@@ -11,7 +11,7 @@ import numpy as np
 from numpy import float32, int32
 from numpy.typing import NDArray
 
-from kvpool import Plan
+from kvpool._core import Plan
 from kvpool.errors import OutOfBlocks, OutOfSequences
 from kvpool.scheduler.admission import count_admission, fits, known_tokens
 from kvpool.scheduler.core import Core

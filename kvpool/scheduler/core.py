@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvpool import Plan, Pool
+from kvpool._core import Plan, Pool
 from kvpool.scheduler.queue import WaitingQueue
 from kvpool.scheduler.request import Output, Request, Times
 from kvpool.scheduler.rows import Rows

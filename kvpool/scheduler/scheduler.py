@@ -10,7 +10,7 @@ import numpy as np
 from numpy import int32
 from numpy.typing import NDArray
 
-from kvpool import Plan, Pool
+from kvpool._core import Plan, Pool
 from kvpool.errors import OutOfBlocks, OutOfSequences, RequestRejected, UnknownRequest
 from kvpool.scheduler import results
 from kvpool.scheduler.admission import admit_next
@@ -75,7 +75,7 @@ class Scheduler:
 
     Examples
     --------
-    >>> from kvpool import Pool, Request, Scheduler
+    >>> from kvpool._core import Pool, Request, Scheduler
     >>> scheduler = Scheduler(Pool(num_blocks=16, block_size=4), max_running=4)
     >>> scheduler.add(Request([1, 2, 3], max_tokens=2))
     0

@@ -9,7 +9,7 @@ from numpy import int32, int64
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from kvpool import Plan
+    from kvpool._core import Plan
     from kvpool.scheduler.core import Batch
     from kvpool.scheduler.request import Request
     from kvpool.scheduler.rows import Rows

@@ -34,16 +34,6 @@ def spec_of(name: str, **sizes: Any) -> KVSpec:
     return KVSpec(1, dtype=name, **sizes)
 
 
-def checked_kv_bits(text: str) -> tuple[str, ...]:
-    """Return the formats in ``"8,4,8/4,fp8"``."""
-    names = tuple(dict.fromkeys(text.split(",")))
-    known = ("8", "4", "8/8", "4/4", "8/4", "4/8", "fp8")
-    for name in names:
-        if name not in known:
-            raise CommandError(f"--kv-bits {name}: there are {', '.join(known)}")
-    return names
-
-
 class Call:
     """Decode of `batch` contexts whose blocks lie at random in a pool that they fill."""
 

@@ -85,8 +85,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def settings(args: argparse.Namespace, num_threads: int) -> Settings:
     """Return what the arguments ask for; `num_threads` is what the kernels use by themselves."""
-    from kvpool.cli.bench.quantized import checked_kv_bits
-
     num_q_heads, num_kv_heads = heads(args.heads)
     against = chosen(args, "against")
     return Settings(
@@ -156,3 +154,13 @@ def memory_nbytes(text: str) -> int:
         return parse_nbytes(f"{text}B" if text.isdecimal() else text)
     except ValueError as exc:
         raise CommandError(f"--max-memory: {exc}") from None
+
+
+def checked_kv_bits(text: str) -> tuple[str, ...]:
+    """Return the formats in ``"8,4,8/4,fp8"``."""
+    names = tuple(dict.fromkeys(text.split(",")))
+    known = ("8", "4", "8/8", "4/4", "8/4", "4/8", "fp8")
+    for name in names:
+        if name not in known:
+            raise CommandError(f"--kv-bits {name}: there are {', '.join(known)}")
+    return names

@@ -16,8 +16,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from kvpool.cli.console import CommandError
-from kvpool.cli.demo.report import NotRun, Part, Report, print_report
+from kvpool.cli.console import CommandError, NotRun
+from kvpool.cli.demo.report import Part, Report, print_report
 from kvpool.cli.demo.settings import Settings
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvpool.cli.demo.report import Claim, NotRun, Outcome, Part, load_lm
+from kvpool.cli.console import NotRun
+from kvpool.cli.demo.report import Claim, Outcome, Part, load_lm
 from kvpool.cli.demo.settings import Settings
 from kvpool.eviction import H2O
 

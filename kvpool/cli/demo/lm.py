@@ -22,8 +22,7 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from kvpool.adapters.mlx_lm import PagedKV, Summary, install
-from kvpool.cli.console import CommandError
-from kvpool.cli.demo.report import NotRun
+from kvpool.cli.console import CommandError, NotRun
 from kvpool.cli.demo.settings import Settings
 
 VOCABULARY = 512

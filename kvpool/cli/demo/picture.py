@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.cli.demo.report import NotRun
+from kvpool.cli.console import NotRun
 from kvpool.cli.demo.serving import Comparison, Timeline
 
 INK, MUTED, GRID = "#1f2933", "#6b7785", "#e4e7eb"

@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from kvpool.cli.demo.report import Claim, NotRun, Outcome, Part
+from kvpool.cli.console import NotRun
+from kvpool.cli.demo.report import Claim, Outcome, Part
 from kvpool.cli.demo.settings import Settings
 
 TIMEOUT = 180.0  # seconds for one start of all ranks

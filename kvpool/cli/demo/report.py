@@ -8,13 +8,10 @@ from types import ModuleType
 from typing import Any
 
 import kvpool
+from kvpool.cli.console import NotRun
 
 ASCII = str.maketrans({"█": "#", "░": ".", "─": "-", "│": "|", "└": "+"})
 """For terminals whose encoding has no such characters."""
-
-
-class NotRun(Exception):
-    """A part cannot run here; the message says what is missing and how to install it."""
 
 
 def load_lm(say: Callable[[str], None]) -> ModuleType:
