@@ -8,20 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvpool.errors import (
-    BackendUnavailable,
     CapacityExceeded,
-    ConcurrentUse,
-    CorruptState,
-    DoubleFree,
-    ForeignHandle,
     KVPoolError,
     OutOfBlocks,
     OutOfSequences,
     PlanStateError,
-    PoolClosed,
     RequestRejected,
     StaleHandle,
-    UnknownRequest,
 )
 
 try:
@@ -34,61 +27,35 @@ except ModuleNotFoundError as error:
         "type `make build`, or `pip install .`"
     ) from error
 
-from kvpool.stats import PageBatchInfo, PoolStats, PrefixStats
-
 if TYPE_CHECKING:
-    from kvpool.config import KVSpec, blocks_for
-    from kvpool.manager import KVBlockManager
+    from kvpool.config import KVSpec
     from kvpool.namespaces import namespace
-    from kvpool.protocol import AttentionOptions
-    from kvpool.scheduler import Output, Request, Scheduler, SchedulerStats, Step
+    from kvpool.scheduler import Request, Scheduler
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "AttentionOptions",
-    "BackendUnavailable",
     "CapacityExceeded",
-    "ConcurrentUse",
-    "CorruptState",
-    "DoubleFree",
-    "ForeignHandle",
-    "KVBlockManager",
     "KVPoolError",
     "KVSpec",
     "OutOfBlocks",
     "OutOfSequences",
-    "Output",
-    "PageBatchInfo",
     "Plan",
     "PlanStateError",
     "Pool",
-    "PoolClosed",
-    "PoolStats",
-    "PrefixStats",
     "Request",
     "RequestRejected",
     "Scheduler",
-    "SchedulerStats",
     "StaleHandle",
-    "Step",
-    "UnknownRequest",
-    "blocks_for",
     "get_include",
     "namespace",
 ]
 
 _LATE = {  # not everybody needs them, and they take time to import
     "_C_API": "kvpool.capi",
-    "AttentionOptions": "kvpool.protocol",
-    "KVBlockManager": "kvpool.manager",
     "KVSpec": "kvpool.config",
-    "Output": "kvpool.scheduler",
     "Request": "kvpool.scheduler",
     "Scheduler": "kvpool.scheduler",
-    "SchedulerStats": "kvpool.scheduler",
-    "Step": "kvpool.scheduler",
-    "blocks_for": "kvpool.config",
     "namespace": "kvpool.namespaces",
 }
 

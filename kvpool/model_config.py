@@ -51,7 +51,7 @@ _CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """What published configs leave to the class that reads them."""
 
-_INSTEAD = "describe what its layers keep with kvpool.KVSpec, and size it with kvpool.blocks_for"
+_INSTEAD = "describe what its layers keep with kvpool.KVSpec, and size it with kvpool.config.blocks_for"
 
 _OTHER_CACHES = {
     "some layers keep a recurrent state": (

@@ -10,17 +10,8 @@ import random
 from typing import Any, ClassVar
 
 import kvpool
-from kvpool import (
-    CapacityExceeded,
-    ConcurrentUse,
-    CorruptState,
-    ForeignHandle,
-    KVPoolError,
-    OutOfBlocks,
-    OutOfSequences,
-    PlanStateError,
-    StaleHandle,
-)
+from kvpool import CapacityExceeded, KVPoolError, OutOfBlocks, OutOfSequences, PlanStateError, StaleHandle
+from kvpool.errors import ConcurrentUse, CorruptState, ForeignHandle
 
 FULL = (OutOfBlocks, OutOfSequences)  # what other threads may cause
 NAMESPACES = (b"", b"tenant")

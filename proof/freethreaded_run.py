@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 
 import kvpool
-from kvpool import ConcurrentUse, KVSpec, Plan, Pool
+from kvpool import KVSpec, Plan, Pool
+from kvpool.errors import ConcurrentUse
 from kvpool.replay import calls as files
 from kvpool.replay.rerun import rerun
 from proof.callers import TAG_SHIFT, Caller, Rude, Wrong

@@ -11,7 +11,8 @@ import time
 import numpy as np
 import pytest
 
-from kvpool import ConcurrentUse, KVSpec, Plan, Pool
+from kvpool import KVSpec, Plan, Pool
+from kvpool.errors import ConcurrentUse
 from kvpool_backends.cpu import CPUBackend
 
 CONTEXT, CHUNK, BLOCK_SIZE = 16_384, 1_024, 16

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from kvpool import Plan, Pool
+from kvpool.adapters.block_manager import KVBlockManager
 from kvpool.config import KVSpec
 from kvpool.eviction import H2O, BlockEviction, Evictor, Memory
-from kvpool.manager import KVBlockManager
 from kvpool.testing.engine import RandomEngine
 from kvpool_backends.numpy import NumpyBackend
 

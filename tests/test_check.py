@@ -6,7 +6,8 @@ of it is changed, and `check` must name the damage. The same state unbroken pass
 
 import pytest
 
-from kvpool import CorruptState, Plan, Pool
+from kvpool import Plan, Pool
+from kvpool.errors import CorruptState
 
 SHARED, RAW, CACHED, IN_LIMBO = 1, 4, 5, 6  # ids in the state below
 

@@ -25,7 +25,7 @@ ENDS = {
     "recording": "pool = kvpool.Pool(64, 4, record=4096); kvpool.Plan(pool, 1); pool.open(9)",
     "a manager on native kernels": """
 from kvpool.config import KVSpec
-from kvpool.manager import KVBlockManager
+from kvpool.adapters.block_manager import KVBlockManager
 manager = KVBlockManager(KVSpec(1, 1, 16, "float32", 4), 8, backend="cpu")
 slots = manager.step([manager.new_sequence(4).seq_id], 4)
 """,

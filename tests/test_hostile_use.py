@@ -10,7 +10,8 @@ import sys
 import numpy as np
 import pytest
 
-from kvpool import ForeignHandle, Plan, PlanStateError, Pool, StaleHandle
+from kvpool import Plan, PlanStateError, Pool, StaleHandle
+from kvpool.errors import ForeignHandle
 
 
 def stepped(formats, lengths=(9, 1, 1)):

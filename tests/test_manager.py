@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from kvpool.adapters.block_manager import BlockTableView, KVBlockManager, TailView
 from kvpool.config import KVSpec, blocks_for
 from kvpool.errors import CapacityExceeded, ForeignHandle, OutOfBlocks, StaleHandle
-from kvpool.manager import BlockTableView, KVBlockManager, TailView
 from kvpool.testing.dense import dense_attention
 from kvpool_backends.numpy import NumpyBackend
 

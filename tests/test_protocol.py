@@ -100,7 +100,6 @@ def test_options_are_plain_attention_by_default():
     options = AttentionOptions()
     assert options.features == ()
     assert FEATURES == ("window", "soft_cap", "sinks", "alibi_slopes", "mask")
-    assert kvpool.AttentionOptions is AttentionOptions
 
 
 def test_options_bring_what_is_given_to_one_form():

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from kvpool import Plan, Pool
+from kvpool.adapters.block_manager import KVBlockManager
 from kvpool.config import KVSpec
 from kvpool.errors import CapacityExceeded, DoubleFree, OutOfBlocks, StaleHandle
-from kvpool.manager import KVBlockManager
 from kvpool.protocol import ArrayPlan
 from kvpool.testing.dense import dense_attention
 from kvpool_backends.numpy import NumpyBackend

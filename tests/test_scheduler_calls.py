@@ -21,8 +21,8 @@ from hypothesis.stateful import (
 )
 from scheduler_workload import Runner, Workload, expected_of
 
-from kvpool import Request, RequestRejected, Scheduler, UnknownRequest
-from kvpool.errors import OutOfBlocks
+from kvpool import Request, RequestRejected, Scheduler
+from kvpool.errors import OutOfBlocks, UnknownRequest
 from kvpool.scheduler import results
 from kvpool.scheduler.core import Core
 from kvpool.testing.token_model import salt_of

@@ -5,7 +5,8 @@ import random
 import numpy as np
 import pytest
 
-from kvpool import Pool, Request, Scheduler, UnknownRequest
+from kvpool import Pool, Request, Scheduler
+from kvpool.errors import UnknownRequest
 from tests.schedules import VOCABULARY, Machine, greedy, next_token
 
 

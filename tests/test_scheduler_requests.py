@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from kvpool import KVPoolError, Pool, Request, RequestRejected, Scheduler, UnknownRequest
+from kvpool import KVPoolError, Pool, Request, RequestRejected, Scheduler
+from kvpool.errors import UnknownRequest
 from tests.schedules import Machine
 
 TYPE_ERRORS = [

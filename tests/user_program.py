@@ -11,9 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvpool
-from kvpool import KVBlockManager, KVSpec, Output, Plan, Pool, Request, Scheduler, Step
+from kvpool import KVSpec, Plan, Pool, Request, Scheduler
+from kvpool.adapters.block_manager import KVBlockManager
 from kvpool.eviction import H2O
 from kvpool.protocol import KVBackend, PlanArrays
+from kvpool.scheduler import Output, Step
 from kvpool_backends import load_backend
 
 VOCAB, HEADS, DIM = 64, 4, 16

@@ -641,6 +641,6 @@ cdef class Plan:
         return self.view("slot_ids", self.shown_rows)
 
     def page_batch_info(self):
-        """Levanter's fields of the last step, see `kvpool.PageBatchInfo`; needs the format ``page_batch_info``."""
+        """Levanter's fields of the last step (`kvpool.stats.PageBatchInfo`); the format is ``page_batch_info``."""
         return PageBatchInfo(self.slot_ids, self.block_tables, self.seq_lens, self.cu_q_lens, self.rows,
                              self.slot_mapping, self.pool.all_blocks.block_size)

@@ -528,7 +528,7 @@ cdef class Pool(EvictPool):
         self.plans.clear()
 
     def stats(self):
-        """Counters, O(1); see `kvpool.PoolStats`."""
+        """Counters, O(1); see `kvpool.stats.PoolStats`."""
         cdef Blocks b
         cdef Seqs s
         cdef int32_t pending

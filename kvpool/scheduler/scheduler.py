@@ -455,7 +455,7 @@ class Scheduler:
 
     def _check_out(self, call: str, step: Step) -> None:
         if not isinstance(step, Step):
-            raise TypeError(f"[{call}] step must be a kvpool.Step, not {type(step).__name__}")
+            raise TypeError(f"[{call}] step must be a kvpool.scheduler.Step, not {type(step).__name__}")
         if step is not self._out:
             raise RuntimeError(f"[{call}] this step is not out: it was updated or failed, or another scheduler made it")
 

@@ -66,7 +66,7 @@ class Step:
 
     def __repr__(self) -> str:
         return (
-            f"<kvpool.Step of {self.num_decodes} decodes and {len(self.slots) - self.num_decodes} chunks, "
+            f"<kvpool.scheduler.Step of {self.num_decodes} decodes and {len(self.slots) - self.num_decodes} chunks, "
             f"{len(self.tokens)} tokens, {len(self.sample_at)} samples>"
         )
 

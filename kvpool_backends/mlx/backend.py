@@ -135,7 +135,7 @@ class MLXBackend:
 
     @staticmethod
     def device_info() -> dict[str, Any]:
-        """The machine, as MLX describes it; for ``kvpool.blocks_for``."""
+        """The machine, as MLX describes it; for ``kvpool.config.blocks_for``."""
         if not mx.metal.is_available():
             return {}
         return {**mx.device_info(), "active_nbytes": mx.get_active_memory()}

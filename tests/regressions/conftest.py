@@ -5,10 +5,10 @@ import contextlib
 import pytest
 from catalogue import CONVICTIONS, KVPOOL, parts_of
 
+from kvpool.adapters.block_manager import KVBlockManager
 from kvpool.config import KVSpec
 from kvpool.errors import PoolClosed
 from kvpool.eviction import SlidingWindow
-from kvpool.manager import KVBlockManager
 from kvpool.namespaces import namespace
 from kvpool_backends.cpu import BlockStore
 from kvpool_backends.numpy import NumpyBackend

@@ -9,9 +9,9 @@ from catalogue import Unchecked, broken, idle, row
 from prefixes import cache
 
 from kvpool import Plan, Pool
+from kvpool.adapters.block_manager import KVBlockManager
 from kvpool.config import KVSpec
 from kvpool.errors import OutOfBlocks, OutOfSequences
-from kvpool.manager import KVBlockManager
 from kvpool.testing.model_blocks import public_call
 
 

@@ -8,10 +8,10 @@ from prefixes import cache, compute, serve
 from simple_backend import Simple
 
 from kvpool import Plan, Pool
+from kvpool.adapters.block_manager import KVBlockManager
 from kvpool.config import KVSpec
 from kvpool.errors import CapacityExceeded
 from kvpool.eviction import Evictor, SlidingWindow
-from kvpool.manager import KVBlockManager
 from kvpool.testing import ModelPlan, conformance_features
 from kvpool.testing.conformance import check_backend
 from kvpool.testing.model_blocks import public_call

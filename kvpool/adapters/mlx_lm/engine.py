@@ -26,7 +26,7 @@ import mlx.core as mx
 import numpy as np
 
 import kvpool
-from kvpool import Output, Request, Scheduler
+from kvpool import Request, Scheduler
 from kvpool.adapters.mlx_lm.eviction import check_policy
 from kvpool.adapters.mlx_lm.host import install
 from kvpool.adapters.mlx_lm.ragged import RaggedForward
@@ -35,6 +35,7 @@ from kvpool.adapters.mlx_lm.shapes import max_positions
 from kvpool.adapters.mlx_lm.transcript import Transcript
 from kvpool.errors import UnknownRequest
 from kvpool.eviction import Evictor, Policy
+from kvpool.scheduler import Output
 
 Listener = Callable[["Piece"], None]
 _SAMPLING = tuple(field.name for field in fields(Sampling))

@@ -45,7 +45,10 @@ def check_name(name: str) -> None:
 
 
 def blocks_in(memory: int | str, model: Any, block_size: int, **quantization: int | None) -> int:
-    """Blocks of a model's KV cache that `memory` holds, see `kvpool.blocks_for`; `quantization` as for `install`."""
+    """Blocks of a model's KV cache that `memory` holds, see `kvpool.config.blocks_for`.
+
+    `quantization` is as for `install`.
+    """
     import mlx.core as mx
 
     spec = with_bits(inspect_model(model, block_size)[0], **quantization)

@@ -121,7 +121,7 @@ class KVBlockManager:
         )
 
     def __repr__(self) -> str:
-        return f"<kvpool.KVBlockManager: {self.pool!r} on {self.backend!r}>"
+        return f"<kvpool.adapters.block_manager.KVBlockManager: {self.pool!r} on {self.backend!r}>"
 
     # ---------------------------------------------------------------------- sequences
 
