@@ -209,5 +209,6 @@ FINALIZER = """
 """
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="the collector runs between two bytecodes, in no call")
 def test_fork_by_a_finalizer_inside_of_drain_events_counts_nothing_twice():
     run(POOL, FINALIZER)

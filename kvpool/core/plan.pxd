@@ -43,6 +43,7 @@ cdef class Plan:
     cdef object __weakref__
 
     cdef int refuse_pending(self, str call) except -1
+    cdef int64_t number_of_step(self, str call) except -1
     cdef int refuse_rows(self, int64_t rows, str call) except -1
     cdef int judge_arrays(self, Verdict* v) noexcept nogil
     cdef int refuse(self, const Verdict* v, str call, int64_t pad_tokens) except -1

@@ -162,7 +162,7 @@ cdef class Plan:
         raise TypeError("[Plan] a plan cannot be pickled or copied")
 
     def __repr__(self):
-        state = f"pending as step {self.step.id}" if flag(&self.step.pending) else "not pending"
+        state = f"pending as step {self.number_of_step('repr')}" if flag(&self.step.pending) else "not pending"
         return f"<kvpool.Plan of {self.wire.max_rows} rows and {self.max_tokens_} tokens, {state}>"
 
     cdef int declare(self, object formats, object dtype, object pad, object out) except -1:
@@ -420,8 +420,17 @@ cdef class Plan:
 
     cdef int refuse_pending(self, str call) except -1:
         if flag(&self.step.pending):
-            raise PlanStateError(f"[{call}] the plan is pending (step {self.step.id}); call done or rollback first")
+            raise PlanStateError(f"[{call}] the plan is pending (step {self.number_of_step(call)}); "
+                                 f"call done or rollback first")
         return 0
+
+    cdef int64_t number_of_step(self, str call) except -1:
+        """For messages: another thread may be at a step of this plan."""
+        cdef int64_t number
+        self.pool.lock_open_or_not(call)
+        number = self.step.id
+        self.pool.unlock()
+        return number
 
     cdef int refuse_rows(self, int64_t rows, str call) except -1:
         if rows > self.wire.max_rows:
