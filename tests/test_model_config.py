@@ -122,7 +122,8 @@ def test_plan_of_a_published_config_counts_what_a_token_takes(name):
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_plan_of_a_model_whose_layers_differ_is_refused_by_the_field_that_shows_it(name):
     config, message = HYBRIDS[name]
-    with pytest.raises(ValueError, match=rf"^\[config\] {message}.*kvpool\.KVSpec.*kvpool\.blocks_for$") as caught:
+    said = rf"^\[config\] {message}.*kvpool\.KVSpec.*kvpool\.config\.blocks_for$"
+    with pytest.raises(ValueError, match=said) as caught:
         describe_plan(config, "64GiB")
     assert len(str(caught.value)) < 330
 
