@@ -133,7 +133,7 @@ def test_a_model_is_served_beside_stock_with_the_same_tokens(capsys):
 
 @pytest.mark.parametrize("shared_prefix", [32, 0])
 def test_stock_computes_a_shared_prefix_once_with_the_prompt_cache_of_its_server(shared_prefix):
-    lm = pytest.importorskip("benchmarks.serving.lm")
+    lm = pytest.importorskip("benchmarks.serving.lm", reason="it runs models of mlx-lm")
     model, vocab_size = lm.load("tiny")
     nbytes = lm.block_nbytes(model, 16)
     rng = np.random.default_rng(3)
