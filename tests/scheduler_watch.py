@@ -26,6 +26,8 @@ class Watch:
         self.door: dict[Any, Any] = {}  # requests that were added before this step was decided
         self.simple = self.strict = True
         self.chunk_before = False
+        self.caches = False  # whether the pool has a prefix cache
+        self.restarted: Any = None  # the request that started over alone
         self.before: Any = None  # the last step and copies of what it showed
         self.steps = self.tokenless = self.failures = 0
 
@@ -119,13 +121,16 @@ class Watch:
         before = set(self.running)
         if new and not decodes:  # the policy named every decode: each had its token since it was admitted
             assert any(not self.pool.is_open(handle) for handle in self.decoding), "preempted for nobody's token"
-        assert not new or any(self.pool.is_open(handle) for handle in before), "nobody was spared"
+        if new and not any(self.pool.is_open(handle) for handle in before):
+            self._started_over_alone()
         for slot, handle in zip(step.slots.tolist(), step.handles.tolist(), strict=True):
             request = self.scheduler.request_of(slot)
             if request.n > 1 or request.beam_width:
                 self.simple = False  # several handles a request
             fresh = request.id not in self.requests
             self.requests[request.id] = request
+            if request.id != self.restarted:
+                self.restarted = None  # others run: who is left alone after them may start over again
             if handle not in self.running:
                 self.running[handle] = request.id
                 self.order[handle] = len(self.order)
@@ -144,6 +149,14 @@ class Watch:
                 first = [name for name in waiting if self.requests[name].priority == request.priority]
                 assert not first, f"{request.id} was admitted while {first}, which had been preempted, waited"
         self.newcomers.clear()
+
+    def _started_over_alone(self) -> None:
+        """Nobody was spared: that is right for one request that is left alone, once until others run."""
+        lost = {self.running[handle] for handle in self.computed if not self.pool.is_open(handle)}
+        assert self.caches and len(lost) == 1, "nobody was spared"
+        (alone,) = lost
+        assert alone != self.restarted, f"{alone} started over alone twice"
+        self.restarted = alone
 
     def _policy(self, lost: list[int], stayed: list[int]) -> None:
         """The victims are those that the policy names."""
@@ -165,6 +178,11 @@ class Watch:
         self.preemptions = self.scheduler.stats().preemptions
         self.candidates = set()
         self.chunk_before = False
+        self.forget_closed()
+
+    def forget_closed(self) -> None:
+        """Whose blocks a failure or a cancellation took has not been preempted."""
+        self.computed = {handle: n for handle, n in self.computed.items() if self.pool.is_open(handle)}
 
     def updated(self, sampled: int, requests: Any) -> None:
         """`update` has returned; so many tokens were sampled. Progress is judged here, so that no loop is endless."""

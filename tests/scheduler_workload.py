@@ -242,6 +242,7 @@ class Runner:
         tier = Tier(self.memory, self.rng) if workload.tier else None
         self.scheduler = scheduler_class(self.pool, clock=self.clock, tier=tier, **workload.scheduler)
         self.watch = Watch(self.scheduler, self.pool, workload.scheduler)
+        self.watch.caches = workload.pool.get("prefix_cache", False)
         self.guest = Guest(self.pool, self.rng)
         self.watch.strict = not (workload.tier or workload.guests or workload.pool.get("in_order"))
         self.check_every = check_every
@@ -396,6 +397,7 @@ class Runner:
             self.watch.gone.add(output.id)
             if output.finish_reason == "cancelled":
                 self.watch.tokenless = 0  # what was computed for it will not end in a token
+                self.watch.forget_closed()
             self._judge(output, self.requests[output.id])
 
     def _judge(self, output: Any, request: Request) -> None:

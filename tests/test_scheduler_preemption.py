@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+from scheduler_workload import Runner, Workload
 
 from kvpool import Pool, Request, Scheduler
+from kvpool.scheduler import room
 from tests.schedules import Machine, greedy, next_token
 
 
@@ -156,3 +158,31 @@ def test_request_left_alone_with_blocks_that_are_cached_twice_starts_over():
     assert outputs["exact", 0].tokens.tolist() == greedy(exact)[0]
     assert (outputs["short", 0].preemptions, outputs["exact", 0].preemptions) == (0, 1)
     assert pool.stats().used == 0
+
+
+def samples_left_alone():
+    """Of three samples two make room for the third, and leave blocks in the cache that it has copies of."""
+    pool = {"num_blocks": 5, "block_size": 2, "reserved_blocks": 0, "max_seqs": 6, "prefix_cache": True}
+    options = {"max_running": 3, "prefill_chunk": 1, "max_step_tokens": 1, "mixed": False, "preempt": "last"}
+    requests = [Request([0, 0], n, id=at, n=3, user=at) for at, n in enumerate((1, 8))]
+    return Runner(Workload(0, pool, options | {"watermark": None, "plans": 1}, [(0, r) for r in requests]))
+
+
+def test_sample_left_alone_with_blocks_that_are_cached_twice_starts_over():
+    assert samples_left_alone().run().watch.restarted == 1
+
+
+def test_sample_that_starts_over_alone_twice_is_convicted(monkeypatch):
+    make_room, sampled = room.make_room, [0]
+
+    def again(core, probe):
+        alone = len(core.rows.running()) == 1 and core.preemptions >= 2
+        if alone and core.sampled_tokens > sampled[-1]:
+            sampled.append(core.sampled_tokens)
+            core.preempt(core.rows.sequence(core.rows.running()[0]))
+        else:
+            make_room(core, probe)
+
+    monkeypatch.setattr("kvpool.scheduler.scheduler.make_room", again)
+    with pytest.raises(AssertionError, match="started over alone twice"):
+        samples_left_alone().run()
