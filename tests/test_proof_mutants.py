@@ -8,6 +8,7 @@ import kvpool
 from kvpool.testing import ModelPlan, ModelPool
 from kvpool.testing._broken import broken
 from proof import SHORT, mutants
+from proof.machine.misuse import Shortens
 from proof.mutation.equivalents import EQUIVALENTS
 from proof.mutation.fuzzed import fuzz_runs
 from proof.mutation.pending import CORE_ONLY, SCENARIOS
@@ -177,6 +178,22 @@ def test_tape_is_played_as_it_was_recorded():
     found = [*tape.play()]
     assert found[0].op.name == "open" and not found[0].convicts, "a digest is no result"
     assert any(difference.convicts and difference.op.name == "block_tables" for difference in found)
+
+
+def test_tape_leaves_out_a_list_that_changes_while_it_is_read():
+    """The list is another one afterwards, so the call could not be made again."""
+
+    def program(pool_type, plan_type):
+        pool = pool_type(8, 2)
+        batch = [None, pool.open()]
+        batch[0] = Shortens(batch, batch[1])
+        with pytest.raises(ValueError, match="changed its length"):
+            pool.can(batch)
+        pool.shutdown()
+
+    tape = tape_of(program, lambda *a: kvpool.Pool(*a, seed=1), kvpool.Plan)
+    assert "can" not in [op.name for op in tape.ops]
+    assert not [*tape.play(learn=True), *tape.play()]
 
 
 def test_run_of_the_fuzzer_convicts_a_planted_bug_and_no_sound_pool():
