@@ -4,7 +4,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-metal test-embed test-torch test-golden-full test-long native lint bench bench-gates build debug asan \
+.PHONY: help demo test fuzz test-metal test-embed test-torch test-golden-full test-long native lint bench bench-gates build debug asan \
 	tsan freethreaded coverage mutants proof clean
 MAKEFLAGS += --no-print-directory
 unexport KVPOOL_CORE  # left set, it would have the plain Python model tested in place of the core
@@ -14,7 +14,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --disable-pip-version-check
 PYTEST := $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 SOURCES := $(wildcard kvpool/*.pyx kvpool/*.pxd kvpool/core/*.p* kvpool/include/*.h) \
-	$(wildcard $(addprefix kvpool_backends/cpu/,*.pyx *.pxd kernels/*.c kernels/*.h))
+	$(wildcard $(addprefix kvpool_backends/cpu/,*.pyx *.pxd kernels/*.c kernels/*.h)) $(wildcard proof/fuzz/*.p*)
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -25,6 +25,9 @@ demo: $(VENV)/built $(VENV)/demo  ## set everything up, run the main job (a few 
 test: lint  ## set everything up, check style and types, run the tests
 	@echo "==> running the tests"
 	$(PYTEST) $(PYTEST_ARGS)
+
+fuzz: $(VENV)/built $(VENV)/test  ## random programs on the compiled core for a minute (FUZZ_ARGS="--large --ops 1e9")
+	$(PY) -m proof.fuzz $(or $(FUZZ_ARGS),--seconds 60)
 
 test-metal: $(VENV)/built $(VENV)/test  ## the tests of the Metal kernels, with 2,000 launches more; threads under ThreadSanitizer
 	KVPOOL_METAL_LAUNCHES=2000 $(PYTEST) --timeout 3600 tests/test_metal_*.py tests/test_msl_*.py $(PYTEST_ARGS)
@@ -91,7 +94,7 @@ proof: $(VENV)/built $(VENV)/test  ## the table of figures that stand for trust,
 clean:  ## remove everything that make has made
 	rm -rf $(VENV) build dist *.egg-info kvpool-demo.png .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
-	rm -f kvpool/*.so kvpool_backends/cpu/*.so
+	rm -f kvpool/*.so kvpool_backends/cpu/*.so proof/fuzz/*.so
 
 # Stamp files say what .venv holds already. Build isolation is off: it would download the build tools again.
 $(VENV)/made:
@@ -122,4 +125,6 @@ $(VENV)/demo: pyproject.toml | $(VENV)/built
 $(VENV)/test: pyproject.toml | $(VENV)/built $(VENV)/demo
 	@echo "==> installing the test tools"
 	$(PIP) "kvpool[test,bench,lint]"
+	@echo "==> compiling the fuzzer of the core"
+	$(PY) setup.py -q build_ext --inplace
 	@touch $@

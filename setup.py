@@ -25,7 +25,9 @@ FAULTS = DEBUG or os.environ.get("KVPOOL_FAULTS", "0") not in ("", "0")
 COVERAGE = os.environ.get("KVPOOL_COVERAGE", "0") not in ("", "0")
 OPTIMIZE = os.environ.get("KVPOOL_OPTIMIZE", "")
 VARIANT_FILE = Path("build/cython/variant")
-CORE, FUZZER, CPU = Path("kvpool"), Path("kvpool/testing"), Path("kvpool_backends/cpu")
+CORE, CPU = Path("kvpool"), Path("kvpool_backends/cpu")
+#: The fuzzer of the core. It is compiled where the tree is compiled in place; no wheel has it.
+FUZZER = [Path("proof/fuzz")] if "--inplace" in sys.argv else []
 #: Compiled for size: nobody waits for them, a kernel does more for each call than they do, or (the drivers of the
 #: fuzzer) they take the same time.
 FOR_SIZE = (
@@ -82,7 +84,7 @@ def extensions() -> list[Extension]:
     compile_args, link_args = compile_flags()
     include, kernels = CORE / "include", CPU / "kernels"
     made = []
-    for source in [path for folder in (CORE, FUZZER, CPU) for path in sorted(folder.glob("*.pyx"))]:
+    for source in [path for folder in (CORE, *FUZZER, CPU) for path in sorted(folder.glob("*.pyx"))]:
         is_cpu, has_kernels = source.parent == CPU, source.stem == "_kernels"
         made.append(
             Extension(

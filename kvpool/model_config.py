@@ -17,25 +17,40 @@ from kvpool.spec import KVSpec, checked_int
 
 __all__ = ["model_fields", "shortened", "sliding_window", "spec_from_config"]
 
-_HEAD_DIM_DERIVED = frozenset((
-    *("apertus", "bailing_moe", "bitnet", "cohere", "cohere2", "deepseek", "dots1", "ernie4_5", "ernie4_5_moe"),
-    *("glm", "gpt_neox", "granite", "granitemoe", "helium", "hunyuan_v1_dense", "internlm2", "internlm3"),
-    *("iquestcoder", "klear", "llama", "mimo", "minicpm", "minimax_m2", "mistral", "mixtral", "nanochat", "nemotron"),
-    *("olmo2", "olmo3", "olmoe", "phi", "phi3", "phimoe", "qwen", "qwen2", "qwen2_5_vl", "qwen2_5_vl_text"),
-    *("qwen2_moe", "qwen2_vl", "qwen2_vl_text", "smollm3", "stablelm", "starcoder2", "telechat3", "xverse"),
-))
+_HEAD_DIM_DERIVED = frozenset(
+    (
+        *("apertus", "bailing_moe", "bitnet", "cohere", "cohere2", "deepseek", "dots1", "ernie4_5", "ernie4_5_moe"),
+        *("glm", "gpt_neox", "granite", "granitemoe", "helium", "hunyuan_v1_dense", "internlm2", "internlm3"),
+        *(
+            "iquestcoder",
+            "klear",
+            "llama",
+            "mimo",
+            "minicpm",
+            "minimax_m2",
+            "mistral",
+            "mixtral",
+            "nanochat",
+            "nemotron",
+        ),
+        *("olmo2", "olmo3", "olmoe", "phi", "phi3", "phimoe", "qwen", "qwen2", "qwen2_5_vl", "qwen2_5_vl_text"),
+        *("qwen2_moe", "qwen2_vl", "qwen2_vl_text", "smollm3", "stablelm", "starcoder2", "telechat3", "xverse"),
+    )
+)
 """Types whose head_dim is hidden_size / num_attention_heads where a config leaves it out."""
 
-_HEAD_DIM_GIVEN = frozenset((
-    *("afmoe", "exaone4", "exaone_moe", "gemma", "gemma2", "gemma3_text", "glm4", "glm4_moe", "gpt_oss", "laguna"),
-    *("llama4_text", "mellum", "ministral3", "muse_glimmer", "plamo3", "qwen3", "qwen3_moe", "qwen3_vl_moe_text"),
-    *("qwen3_vl_text", "seed_oss", "solar_open", "spark2_5"),
-))
+_HEAD_DIM_GIVEN = frozenset(
+    (
+        *("afmoe", "exaone4", "exaone_moe", "gemma", "gemma2", "gemma3_text", "glm4", "glm4_moe", "gpt_oss", "laguna"),
+        *("llama4_text", "mellum", "ministral3", "muse_glimmer", "plamo3", "qwen3", "qwen3_moe", "qwen3_vl_moe_text"),
+        *("qwen3_vl_text", "seed_oss", "solar_open", "spark2_5"),
+    )
+)
 """Types with a head_dim of their own: it does not follow from hidden_size."""
 
-_MULTI_HEAD = frozenset((
-    *("gpt_neox", "internlm2", "internlm3", "llama", "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen"),
-))
+_MULTI_HEAD = frozenset(
+    (*("gpt_neox", "internlm2", "internlm3", "llama", "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen"),)
+)
 """Types with as many KV heads as query heads where a config leaves num_key_value_heads out."""
 
 _LATENT = frozenset(("deepseek_v3", "glm4_moe_lite", "joyai_llm_flash", "kimi_k2", "mistral4"))

@@ -45,9 +45,7 @@ def lengths() -> Iterator[Case]:
     for edge in EDGES:
         for block_size in (2**31 - 1, 2**30, 3 * 2**28 + 1):
             blocks = edge // block_size + 3
-            pool = kvpool.Pool(
-                blocks + 1, block_size, max_seqs=4, max_blocks_per_seq=blocks, in_order=True, seed=1
-            )
+            pool = kvpool.Pool(blocks + 1, block_size, max_seqs=4, max_blocks_per_seq=blocks, in_order=True, seed=1)
             handle = pool.open()
             grow_to(pool, handle, edge - 9)
             plan = kvpool.Plan(pool, 2, 16, formats=FORMATS, dtype="int64")

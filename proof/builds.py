@@ -33,7 +33,7 @@ PARTS = (
     *("setup.py", "pyproject.toml", "README.md", "LICENSE"),
 )
 CPU = Path("kvpool_backends/cpu")
-FUZZ = Path("kvpool/testing")
+FUZZ = Path("proof/fuzz")
 #: Functions below which the interpreter and numpy allocate what they never free: their modules' code and constants.
 KEPT = ("_multiarray_umath_exec", "r_object", "fill_time")
 MADE = (".so", ".o", ".pyc", ".gcda", ".gcno", ".html")  # never copied, never removed

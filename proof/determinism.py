@@ -25,7 +25,7 @@ COMMAND = "python -m proof.determinism"
 
 def trace(python: str | Path, folder: Path, variables: dict[str, str], seed: int, runs: int) -> str:
     """The hash that a process prints."""
-    command = [str(python), "-m", "kvpool.testing.fuzz_digests", str(seed), str(runs)]
+    command = [str(python), "-m", "proof.fuzz.digests", str(seed), str(runs)]
     done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
     return done.stdout.strip() if done.returncode == 0 else f"failed: {done.stderr.strip()[-300:]}"
 

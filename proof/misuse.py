@@ -61,9 +61,7 @@ def figure_of(files: Sequence[str], variant: str, budget: Budget, least: int, co
     where = variant or "the build in place"
     measured = f"{cases:,} wrong calls refused as documented, {failed:,} tests failed, under {where}"
     notes = "\n".join(f"tests/test_{name}.py: {last}" for name, _, wrong, last in results if wrong)
-    return Figure(
-        NAME, TARGET, measured, not failed and cases >= least, COMMAND, time.monotonic() - start, notes
-    )
+    return Figure(NAME, TARGET, measured, not failed and cases >= least, COMMAND, time.monotonic() - start, notes)
 
 
 def measure(budget: Budget) -> Figure:

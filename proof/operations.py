@@ -1,7 +1,7 @@
 """Random operations: on small pools under the sanitizers, each one checked; on large ones as fast as they go.
 
-Both run ``kvpool fuzz``; an operation is one call of a pool (a step of eight rows is one operation). In short, this
-tree's own build takes the place of the two copies.
+Both run ``python -m proof.fuzz``; an operation is one call of a pool (a step of eight rows is one operation). In short,
+this tree's own build takes the place of the two copies.
 """
 
 import json
@@ -11,10 +11,10 @@ import sys
 import time
 from dataclasses import dataclass
 
-from kvpool.testing._broken import broken
-from kvpool.testing.fuzz import hunt
 from proof.builds import RELEASE, ROOT, is_release, run
 from proof.figure import Budget, Figure
+from proof.fuzz._broken import broken
+from proof.fuzz.hunt import hunt
 
 NAME = "random operations"
 TARGET = "0 findings in 1e8 operations under ASan+UBSan, and in 1e9 in release"
@@ -65,7 +65,7 @@ def start_of(variant: str | None) -> str:
 
 def fuzz(variant: str | None, options: list[str]) -> dict:
     """The facts of one command in one build, or in this one; a sanitizer's report is a finding."""
-    command = ["-m", "kvpool", "fuzz", *options, "--json"]
+    command = ["-m", "proof.fuzz", *options, "--json"]
     if is_this_build(variant):
         env = {**os.environ, **RELEASE.runtime}
         done = subprocess.run([sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True)
@@ -92,7 +92,7 @@ def measure_part(part: Part, budget: Budget) -> Figure:
         *(part.name, part.target),
         measured=f"{calls:.4g} in {seconds:.0f} s, {int(facts['finding'] is not None)} findings",
         holds=calls >= least and facts["finding"] is None,
-        command=f"{start_of(variant)} -m kvpool fuzz {' '.join(options)}",
+        command=f"{start_of(variant)} -m proof.fuzz {' '.join(options)}",
         seconds=time.monotonic() - start,
         notes=facts["finding"] or part.notes,
     )
@@ -103,4 +103,6 @@ def planted(budget: Budget) -> Figure:
     start = time.monotonic()
     missed = [name for name in PLANTED if hunt(budget.seed, calls=200_000, make_pool=broken(name)).finding is None]
     measured = f"{len(PLANTED)} planted bugs, {len(missed)} missed"
-    return Figure(NAME, "none missed", measured, bool(missed), "kvpool fuzz --canary", time.monotonic() - start)
+    return Figure(
+        NAME, "none missed", measured, bool(missed), "python -m proof.fuzz --canary", time.monotonic() - start
+    )

@@ -171,9 +171,7 @@ class Batch:
             step = step._replace(export=score_export(work, batch.seq_lens, batch.options.window, 8))
         kernels = MetalKernels(batch.spec, batch.num_blocks, factory)
         q = mx.array(batch.q).astype(DTYPES[batch.dtype])
-        return [
-            np.array(x.astype(mx.float32)) for x in kernels.attend(batch.layer, q, *self.pools, step, scores)
-        ]
+        return [np.array(x.astype(mx.float32)) for x in kernels.attend(batch.layer, q, *self.pools, step, scores)]
 
     def expected_scores(self, kind: str) -> np.ndarray:
         """float64 ``[B, Hk, C]``, of the newest queries."""

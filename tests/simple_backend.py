@@ -78,9 +78,7 @@ class Simple(NumpyBackend):
 
     # ------------------------------------------------------------------------------------ the call
 
-    def attend(
-        self, layer, q, plan, scale=None, *, options=None, return_attn=False, scores=None, scores_out=None
-    ):
+    def attend(self, layer, q, plan, scale=None, *, options=None, return_attn=False, scores=None, scores_out=None):
         if return_attn or scores is not None or scores_out is not None:
             whole = super().attend(
                 layer, q, plan, scale, options=options, return_attn=return_attn, scores=scores, scores_out=scores_out

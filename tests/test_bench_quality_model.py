@@ -86,9 +86,7 @@ def test_unlimited_is_what_the_model_says_with_the_caches_that_it_makes(windowed
 
 
 @pytest.mark.parametrize("table", ["policies", "heavy", "max_kv", "length", "speed"])
-def test_command_refuses_stand_ins_for_windows_before_anything_is_measured(
-    short, windowed, capsys, monkeypatch, table
-):
+def test_command_refuses_stand_ins_for_windows_before_anything_is_measured(short, windowed, capsys, monkeypatch, table):
     for name in ("answer", "speed", "profile"):
         monkeypatch.setattr(models.Model, name, lambda *_: pytest.fail("measured"))
     assert main(command, [*ASKED, "--model", str(windowed), "--tables", f"layers,{table}"]) == 2

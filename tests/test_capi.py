@@ -149,7 +149,7 @@ def test_objects_of_python_become_pointers():
 def failing():
     """Every way to fail: name -> (status, words of the message, what to do before, the call)."""
     big = 1 << 40
-    wraps = (1 << 61) + 1               # handles: their bytes are 8 in 64 bits
+    wraps = (1 << 61) + 1  # handles: their bytes are 8 in 64 bits
     value = "VALUE_ERROR"
     return {
         "out of blocks": ("OUT_OF_BLOCKS", "blocks needed", "step", ["h3", ints(60, 60, 60), 3, 0]),

@@ -111,9 +111,7 @@ def test_plan_json_gives_the_numbers_of_a_known_model(capsys, config):
 
 
 def test_plan_takes_folder_and_block_size_and_prints_text(capsys, config):
-    assert (
-        main(["plan", "--model", str(config.parent), "--memory", str(16 * 2**30), "--block-size", "32"]) == 0
-    )
+    assert main(["plan", "--model", str(config.parent), "--memory", str(16 * 2**30), "--block-size", "32"]) == 0
     out = capsys.readouterr().out
     assert "4096 blocks" in out
     assert "4194304 per block of 32 tokens" in out
@@ -138,9 +136,7 @@ def test_plan_bad_value_is_named(capsys, config, options, said):
 
 def test_plan_missing_or_broken_config_is_named(capsys, tmp_path):
     missing = tmp_path / "nowhere.json"
-    assert f"--model {missing}: No such file" in refusal(
-        capsys, "plan", "--model", str(missing), "--memory", "1GiB"
-    )
+    assert f"--model {missing}: No such file" in refusal(capsys, "plan", "--model", str(missing), "--memory", "1GiB")
     broken = tmp_path / "broken.json"
     contents = {b"{": "is not JSON", b"\xff\xfe\x00": "is not JSON", b"[" * 100_000: "is nested too deeply"}
     for content, said in contents.items():

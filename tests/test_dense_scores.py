@@ -93,9 +93,7 @@ def test_quantized_attention_equals_dequantize_then_dense(module, context, bits)
     dense = [dequantized(x, b, 64) for x, b in zip(planes, pair, strict=True)]
     for kind in KINDS:
         for options in (None, AttentionOptions(sinks=np.linspace(-2, 2, 8))):
-            out, s = run(
-                module, "quantized_attention_with_scores", q, *planes, bits=bits, scores=kind, options=options
-            )
+            out, s = run(module, "quantized_attention_with_scores", q, *planes, bits=bits, scores=kind, options=options)
             expected, scores = right(q, *dense, kind, options)
             assert np.abs(out - expected).max() < ERROR
             assert np.abs(s - scores).max() < ERROR * (1 if kind == "raw" else scores.max())
@@ -108,9 +106,7 @@ def test_quantized_chunks_under_options(module):
     dense = [dequantized(x, 8, 32) for x in planes]
     for kind in KINDS:
         options = options_of(q, 90)
-        out, s = run(
-            module, "quantized_attention_with_scores", q, *planes, group_size=32, scores=kind, options=options
-        )
+        out, s = run(module, "quantized_attention_with_scores", q, *planes, group_size=32, scores=kind, options=options)
         expected, scores = right(q, *dense, kind, options)
         assert np.abs(out - expected).max() < ERROR
         assert np.abs(s - scores).max() < ERROR

@@ -249,9 +249,7 @@ def test_other_formats_with_rows_report_dirty_rows_too(steps, fmt):
     assert 1 in step(h, 1)
 
 
-@pytest.mark.parametrize(
-    "formats", [("seq_lens",), ("slot_mapping", "positions", "cu_q_lens", "slot_ids"), ()]
-)
+@pytest.mark.parametrize("formats", [("seq_lens",), ("slot_mapping", "positions", "cu_q_lens", "slot_ids"), ()])
 def test_plan_without_rows_in_its_formats_reports_none(steps, formats):
     _, _, h, step = steps([1, 4], formats=formats)
     assert step(h) == []

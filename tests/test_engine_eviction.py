@@ -54,10 +54,7 @@ def test_engine_says_what_mlx_lms_own_loop_says(model, name):
         assert engine.scheduler.stats().evicted_tokens > 50
         assert_nothing_leaked(engine)
         with install(model, 100, block_size=4, eviction=policy, **bits) as kv:
-            due = [
-                solo_tokens(model, prompt, TOKENS, prompt_cache=kv.make_cache())
-                for prompt in PROMPTS[:2]
-            ]
+            due = [solo_tokens(model, prompt, TOKENS, prompt_cache=kv.make_cache()) for prompt in PROMPTS[:2]]
         assert got == due
 
 

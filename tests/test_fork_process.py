@@ -98,9 +98,7 @@ STORE = """
 def run(*parts):
     """Run a program; it must end well."""
     code = "".join(textwrap.dedent(part) for part in parts)
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=dict(os.environ)
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=dict(os.environ))
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
 
 

@@ -6,31 +6,31 @@ from pathlib import Path
 import numpy as np
 
 import kvpool
-import kvpool.testing
+import proof.fuzz
 from kvpool import Pool
-from kvpool.testing.fuzz_ranks import ranks_agree
+from proof.fuzz.ranks import ranks_agree
 
-TESTING = Path(kvpool.testing.__file__).parent
-OWN = ("kvpool.testing._books", "kvpool.testing._storage")
+FUZZ = Path(proof.fuzz.__file__).parent
+OWN = ("proof.fuzz._books", "proof.fuzz._storage")
 
 
 def core_imports(name):
     """What a source of the fuzzer takes from the core."""
-    text = (TESTING / name).read_text()
-    modules = re.findall(r"^(?:from|import|cimport) (kvpool[\w.]*)", text, re.MULTILINE)
+    text = (FUZZ / name).read_text()
+    modules = re.findall(r"^(?:from|import|cimport) ((?:kvpool|proof)[\w.]*)", text, re.MULTILINE)
     return [module for module in modules if not module.startswith(OWN)]
 
 
 def test_books_take_nothing_from_the_core():
-    sources = [path.name for path in TESTING.glob("_books*.p[yx][xd]")] + ["_storage.pyx", "_storage.pxd"]
+    sources = [path.name for path in FUZZ.glob("_books*.p[yx][xd]")] + ["_storage.pyx", "_storage.pxd"]
     assert len(sources) >= 8
     assert [name for name in sources if core_imports(name)] == []
 
 
 def test_only_one_source_of_the_driver_reaches_into_a_pool():
-    drivers = [path.name for path in TESTING.glob("_fuzz*.pyx")]
+    drivers = [path.name for path in FUZZ.glob("_fuzz*.pyx")]
     reach = re.compile(r"pool\.(blocks|seqs|index|pending)\b|Pool pool")
-    assert drivers and [name for name in drivers if reach.search((TESTING / name).read_text())] == []
+    assert drivers and [name for name in drivers if reach.search((FUZZ / name).read_text())] == []
 
 
 def step(pool, plan, handle, n):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvpool.testing._broken import FAULTS, broken
-from kvpool.testing.fuzz import hunt
+from proof.fuzz._broken import FAULTS, broken
+from proof.fuzz.hunt import hunt
 
 CALLS_MAX = 300_000  # most need a thousandth
 

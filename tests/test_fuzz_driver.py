@@ -3,10 +3,10 @@
 import pytest
 
 from kvpool import Pool
-from kvpool.testing._broken import broken
-from kvpool.testing._fuzz import Driver
-from kvpool.testing.fuzz import hunt
-from kvpool.testing.fuzz_shape import EVICTIONS, OPERATIONS, STATES, big_shape, draw_shape, faces
+from proof.fuzz._broken import broken
+from proof.fuzz._fuzz import Driver
+from proof.fuzz.hunt import hunt
+from proof.fuzz.shape import EVICTIONS, OPERATIONS, STATES, big_shape, draw_shape, faces
 
 RUNS = 150
 CALLS = 1500

@@ -3,12 +3,12 @@
 import pytest
 
 import kvpool
-from kvpool.testing import fuzz_shrink
-from kvpool.testing._broken import broken
-from kvpool.testing._fuzz import Driver
-from kvpool.testing.fuzz import hunt
-from kvpool.testing.fuzz_shape import draw_shape
 from kvpool.testing.minimal import minimal
+from proof.fuzz import shrink
+from proof.fuzz._broken import broken
+from proof.fuzz._fuzz import Driver
+from proof.fuzz.hunt import hunt
+from proof.fuzz.shape import draw_shape
 
 #: planted bug -> most calls of its shortest program
 SHORTEST = {
@@ -25,7 +25,7 @@ SHORTEST = {
 
 
 def source(fault):
-    return f"from kvpool.testing._broken import broken\nbroken({fault!r})"
+    return f"from proof.fuzz._broken import broken\nbroken({fault!r})"
 
 
 def run(script):
@@ -37,7 +37,7 @@ def run(script):
 @pytest.fixture(scope="module", params=SHORTEST)
 def failure(request):
     report = hunt(seed=3, calls=2_000_000, make_pool=broken(request.param))
-    return request.param, fuzz_shrink.shrink(report.shape, report.words, broken(request.param), source(request.param))
+    return request.param, shrink.shrink(report.shape, report.words, broken(request.param), source(request.param))
 
 
 def test_failure_is_short(failure):
@@ -49,7 +49,7 @@ def test_no_call_can_be_left_out(failure):
     fault, shortest = failure
     for at in range(len(shortest.words)):
         rest = shortest.words[:at] + shortest.words[at + 1 :]
-        assert fuzz_shrink.failure_of(shortest.shape, rest, broken(fault)) is None
+        assert shrink.failure_of(shortest.shape, rest, broken(fault)) is None
 
 
 def test_script_fails_on_the_broken_pool_alone(failure):
@@ -70,7 +70,7 @@ def test_scripts_of_sound_runs_pass():
         driver = Driver(shape)
         words = driver.words(0, 80)
         driver.shutdown()
-        run(fuzz_shrink.make_script(shape, words, kvpool.Pool))
+        run(shrink.make_script(shape, words, kvpool.Pool))
 
 
 def test_minimal_leaves_what_matters():

@@ -404,7 +404,6 @@ def test_interrupt_is_no_finding():
 @pytest.mark.parametrize(
     ("more", "what"),
     [
-        (["seed_allocator:sound", "--jobs", "2"], "--jobs 2"),
         (["seed_allocator:FAULTS"], "cannot be called"),
         (["seed_allocator:SeedAllocator.take"], "takes neither"),
         (["collections:UserDict"], "it has no num_blocks, block_size, num_free, open, append, table, free"),

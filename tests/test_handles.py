@@ -71,6 +71,7 @@ def test_retired_slot_stays_retired_after_reset(make_pool):
 
 # --- stale, foreign, duplicate ----------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("call", ONE_HANDLE_CALLS)
 def test_closed_handle_is_stale_in_every_call(make_pool, make_plan, refused, call):
     pool = make_pool()

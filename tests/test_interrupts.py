@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from kvpool import Plan, Pool
-from kvpool.testing._fuzz import Driver
-from kvpool.testing.fuzz_shape import big_shape, faces
+from proof.fuzz._fuzz import Driver
+from proof.fuzz.shape import big_shape, faces
 
 NUM_BLOCKS = 300_000
 LATENCY = 0.1  # seconds of CPU time

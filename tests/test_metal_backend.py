@@ -98,9 +98,7 @@ def gathers(monkeypatch):
     """Contexts that were gathered for MLX's own attention, each K and V."""
     seen = []
     gather = metal_route.MetalKernels.gather
-    monkeypatch.setattr(
-        metal_route.MetalKernels, "gather", lambda self, *a: (seen.append(a[-1]), gather(self, *a))[1]
-    )
+    monkeypatch.setattr(metal_route.MetalKernels, "gather", lambda self, *a: (seen.append(a[-1]), gather(self, *a))[1])
     return seen
 
 
@@ -246,8 +244,7 @@ def test_after_warmup_no_kernel_is_new(engine, monkeypatch, options, scores):
         def launch(**call):
             # What MLX builds a library for: text, template, dtypes, and which inputs are scalars or small.
             inputs = tuple(
-                (str(x.dtype), "s" if x.ndim == 0 else "c" if x.size < 8 else "")
-                for x in map(mx.array, call["inputs"])
+                (str(x.dtype), "s" if x.ndim == 0 else "c" if x.size < 8 else "") for x in map(mx.array, call["inputs"])
             )
             kernels.add((description["name"], str(call["template"]), inputs, str(call["output_dtypes"])))
             return kernel(**call)
@@ -304,9 +301,7 @@ def test_nothing_here_wires_memory_down():
 def test_fused_tokens_of_mlx_lm_equal_stock(make, monkeypatch, name):
     model, prompts = FAMILIES[name](), random_prompts((3, 40, 9))
     stock = [solo_tokens(model, prompt, 5) for prompt in prompts]
-    monkeypatch.setattr(
-        kvpool_backends.mlx, "MLXBackend", lambda spec, num_blocks, kernels: make(spec, num_blocks)
-    )
+    monkeypatch.setattr(kvpool_backends.mlx, "MLXBackend", lambda spec, num_blocks, kernels: make(spec, num_blocks))
     with install(model, 60, block_size=8, fused=True) as kv:
         assert kv.is_fused and kv.backend.route == "metal"
         assert batch_tokens(model, prompts, 5) == stock

@@ -186,9 +186,7 @@ def test_the_route_is_chosen_by_device_and_kernels_and_can_be_forced(monkeypatch
     assert MLXBackend(KVSpec(1, 1, 8, layout="stacked"), 4).capabilities().layouts > plain.capabilities().layouts
     monkeypatch.setitem(__import__("sys").modules, "kvpool_backends.cpu._kernels", None)
     assert MLXBackend(SPEC, 4).route == "plain"
-    with pytest.raises(
-        BackendUnavailable, match=r"\[MLXBackend\] kernels=True, but the CPU kernels"
-    ):
+    with pytest.raises(BackendUnavailable, match=r"\[MLXBackend\] kernels=True, but the CPU kernels"):
         MLXBackend(SPEC, 4, kernels=True)
 
 

@@ -123,9 +123,7 @@ VECTORS = {  # of float4 v(a, b, a + b, a - b), as sums that tell the elements a
     "v.x + 10 * v.y + 100 * v.z + 1000 * v.w": lambda v: v @ [1, 10, 100, 1000],
     "dot(v.wzyx, float4(1, 10, 100, 1000))": lambda v: v[:, ::-1] @ [1, 10, 100, 1000],
     "dot(v.xy, v.zw)": lambda v: v[:, 0] * v[:, 2] + v[:, 1] * v[:, 3],
-    "dot(v.lo * 2 + v.hi, v.odd - v.even)": lambda v: (
-        (2 * v[:, :2] + v[:, 2:]) * (v[:, 1::2] - v[:, ::2])
-    ).sum(1),
+    "dot(v.lo * 2 + v.hi, v.odd - v.even)": lambda v: ((2 * v[:, :2] + v[:, 2:]) * (v[:, 1::2] - v[:, ::2])).sum(1),
     "dot(v.yzw, float3(v.x, v.xy))": lambda v: (v[:, 1:] * v[:, [0, 0, 1]]).sum(1),
     "w.xy = v.zw; w.zw = w.yx; dot(w, v)": lambda v: (v * v[:, [2, 3, 3, 2]]).sum(1),
     "w = v; w.xz = w.zx; w -= 1.0f; w *= v; dot(w, float4(1))": lambda v: ((v[:, [2, 1, 0, 3]] - 1) * v).sum(1),

@@ -199,8 +199,9 @@ def test_inputs_are_made_row_contiguous_unless_told_otherwise():
     short = metal_kernel(
         "short", ["x"], ["y"], "y[thread_position_in_grid.x] = x[23];", ensure_row_contiguous=False
     )  # the memory of a strided input ends with its last element
-    with pytest.raises(MetalError, match=r"out-of-bounds read.*'x' \(92 bytes\) at byte offset 92"), settings(
-        instrumented=True
+    with (
+        pytest.raises(MetalError, match=r"out-of-bounds read.*'x' \(92 bytes\) at byte offset 92"),
+        settings(instrumented=True),
     ):
         short(inputs=[x], output_shapes=[(1,)], output_dtypes=[np.float32], grid=(1, 1, 1), threadgroup=(1, 1, 1))
 

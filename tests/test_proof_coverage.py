@@ -28,9 +28,7 @@ static int f(int a) {
 
 def test_c_is_traced_to_the_line_it_is_made_of():
     made_of = {
-        number: place
-        for place, first, piece in coverage.pieces(C)
-        for number in range(first, first + len(piece))
+        number: place for place, first, piece in coverage.pieces(C) for number in range(first, first + len(piece))
     }
     assert {made_of.get(number) for number in (8, 9)} == {(FILE, 7)}
     assert not any(made_of.get(number) for number in (2, 3, 13, 14, 15))
@@ -73,9 +71,7 @@ def test_branches_are_summed_over_the_modules_that_have_them(tmp_path):
     ("text", "counts"), [("  if (__pyx_t_1) {", True), ("  if (unlikely(!__pyx_t_1)) goto e;", False)]
 )
 def test_checks_that_cython_adds_are_no_branches(tmp_path, text, counts):
-    one = next(
-        (file, one) for file, ones in coverage.wanted().items() for one in ones if one.decides and not one.nogil
-    )
+    one = next((file, one) for file, ones in coverage.wanted().items() for one in ones if one.decides and not one.nogil)
     lines, branches = {}, {}
     report = report_of(tmp_path, one[1].line, text, 0)
     made = tmp_path / "build/cython/kvpool/_x.c"

@@ -4,10 +4,10 @@ from collections import Counter
 
 import pytest
 
-from kvpool.testing.fuzz_digests import digest_trace
-from kvpool.testing.fuzz_shape import OPERATIONS
 from proof import determinism, operations
 from proof.figure import Budget
+from proof.fuzz.digests import digest_trace
+from proof.fuzz.shape import OPERATIONS
 
 SHORTEST = Budget(0.0002)  # 2e4 checked operations, 2e5 on large pools, no run of 2,000 for determinism
 

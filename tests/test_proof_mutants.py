@@ -6,8 +6,8 @@ import pytest
 
 import kvpool
 from kvpool.testing import ModelPlan, ModelPool
-from kvpool.testing._broken import broken
 from proof import SHORT, mutants
+from proof.fuzz._broken import broken
 from proof.machine.misuse import Shortens
 from proof.mutation.equivalents import EQUIVALENTS
 from proof.mutation.fuzzed import fuzz_runs

@@ -106,9 +106,7 @@ class NaiveP1:
             blocks += hits + [self.pool.take() for _ in range(need)]
             for key, block in zip(keys, blocks, strict=False):
                 self.pool.keys.setdefault(key, block)
-            self.count.update(
-                admissions=1, hit_tokens=len(hits) * size, computed_tokens=total - len(hits) * size
-            )
+            self.count.update(admissions=1, hit_tokens=len(hits) * size, computed_tokens=total - len(hits) * size)
             self.count["peak_running"] = max(self.count["peak_running"], len(self.running))
             self.events += f"{row}:{len(hits) * size};"
 

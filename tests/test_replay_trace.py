@@ -25,9 +25,7 @@ def write_lines(path, rows):
 def rows_of(trace):
     """A trace as plain tuples."""
     columns = (trace.timestamps, trace.sessions, trace.prompts, trace.outputs)
-    return [
-        (*map(int, row), trace.ids_of(i).tolist()) for i, row in enumerate(zip(*columns, strict=True))
-    ]
+    return [(*map(int, row), trace.ids_of(i).tolist()) for i, row in enumerate(zip(*columns, strict=True))]
 
 
 def save_npz(path, **changed):

@@ -140,9 +140,7 @@ class Scripted:
 
 def scripted(ticks, seconds):
     durations = iter(seconds)
-    return serve(
-        Scripted(ticks), workload((0, 1, len(ticks))), SimulatedClock(lambda tick: next(durations))
-    )
+    return serve(Scripted(ticks), workload((0, 1, len(ticks))), SimulatedClock(lambda tick: next(durations)))
 
 
 RAMPED = [(0, 9), (1, 9), (3, 9), (4, 0), (4, 9), (3, 0), (4, 9), (4, 0), (2, 0), (1, 0)]
@@ -185,9 +183,9 @@ def test_a_run_without_ticks_has_empty_phases():
 # --------------------------------------------------------------------------------------------- properties
 
 
-requests = st.lists(
-    st.tuples(st.floats(0, 20), st.integers(1, 30), st.integers(1, 12)), min_size=1, max_size=12
-).map(lambda found: workload(*sorted(found)))
+requests = st.lists(st.tuples(st.floats(0, 20), st.integers(1, 30), st.integers(1, 12)), min_size=1, max_size=12).map(
+    lambda found: workload(*sorted(found))
+)
 
 
 @settings(max_examples=60, deadline=None)

@@ -39,12 +39,8 @@ FRAMEWORK_USERS = (
     *("kvpool/cli/demo/", "kvpool/cli/doctor.py"),
 )
 FRAMEWORKS = ("mlx", "mlx_lm", "torch", "jax", "transformers")
-CYTHON_IMPORT = re.compile(
-    r"^\s*(?:from\s+([\w.]+)\s+c?import\s+(\([^)]*\)|.*)|c?import\s+([\w.]+))", re.MULTILINE
-)
-CYTHON_FUNCTION = re.compile(
-    r"(?!\s*c?p?def\s+(?:extern|enum|struct|class|packed))\s*(?:def|cdef|cpdef)\b.*?\b(\w+)\("
-)
+CYTHON_IMPORT = re.compile(r"^\s*(?:from\s+([\w.]+)\s+c?import\s+(\([^)]*\)|.*)|c?import\s+([\w.]+))", re.MULTILINE)
+CYTHON_FUNCTION = re.compile(r"(?!\s*c?p?def\s+(?:extern|enum|struct|class|packed))\s*(?:def|cdef|cpdef)\b.*?\b(\w+)\(")
 
 
 def sources(*suffixes):
@@ -225,9 +221,7 @@ def test_frameworks_are_imported_where_they_are_used_only():
     """Inside of functions neither."""
     found = []
     for path in sources(".py"):
-        if not relative(path).startswith(("kvpool/", "kvpool_backends/")) or relative(path).startswith(
-            FRAMEWORK_USERS
-        ):
+        if not relative(path).startswith(("kvpool/", "kvpool_backends/")) or relative(path).startswith(FRAMEWORK_USERS):
             continue
         imports = python_imports(path, inside_functions=True)
         found += [f"{relative(path)} imports {i}" for i in imports if any(belongs(i, f) for f in FRAMEWORKS)]

@@ -121,6 +121,7 @@ def test_managers_and_plans_say_what_they_hold():
     plan = ArrayPlan(seq_lens=np.array([5, 7]), slot_mapping=np.arange(3))
     assert repr(plan) == "<ArrayPlan of 2 rows and 3 tokens, 0 copies>"
 
+
 # ------------------------------------------------------------------------------------------- constructors
 
 

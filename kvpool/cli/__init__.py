@@ -36,9 +36,7 @@ COMMANDS = {
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
-    parser = argparse.ArgumentParser(
-        prog="kvpool", description="A block allocator for the KV cache of LLM inference."
-    )
+    parser = argparse.ArgumentParser(prog="kvpool", description="A block allocator for the KV cache of LLM inference.")
     parser.add_argument("--version", action="version", version=f"kvpool {kvpool.__version__}")
     add_commands(parser, COMMANDS)
     return parser
@@ -59,9 +57,7 @@ def add_commands(parser: argparse.ArgumentParser, modules: Mapping[str, ModuleTy
 def declare(command: argparse.ArgumentParser, module: ModuleType) -> None:
     """Declare the arguments of one command."""
     module.add_arguments(command)
-    command.add_argument(
-        "--json", action="store_true", help="print one JSON object and nothing else on stdout"
-    )
+    command.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
     command.set_defaults(run=module.run, command=command.prog, passes_on=hasattr(module, "PASSES_ON"))
 
 

@@ -177,8 +177,7 @@ def describe(facts: dict[str, Any]) -> str:
         *native_rows(facts["mlx_native"]),
         (
             "memory",
-            f"{format_nbytes(memory['available_nbytes'])} available"
-            f" of {format_nbytes(memory['total_nbytes'])}",
+            f"{format_nbytes(memory['available_nbytes'])} available of {format_nbytes(memory['total_nbytes'])}",
         ),
     ]
     width = max(len(name) for name, _ in rows)

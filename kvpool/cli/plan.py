@@ -10,9 +10,7 @@ from kvpool.cli.console import CommandError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument(
-        "--model", required=True, metavar="CONFIG", help="a config.json, or the folder that holds it"
-    )
+    parser.add_argument("--model", required=True, metavar="CONFIG", help="a config.json, or the folder that holds it")
     parser.add_argument(
         "--memory",
         required=True,

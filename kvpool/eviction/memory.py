@@ -35,9 +35,7 @@ class Memory:
     eviction.
     """
 
-    def __init__(
-        self, policy: Policy, num_layers: int, num_kv_heads: int, block_size: int, num_rows: int = 0
-    ) -> None:
+    def __init__(self, policy: Policy, num_layers: int, num_kv_heads: int, block_size: int, num_rows: int = 0) -> None:
         self.policy = policy
         self.block_size = block_size
         self.scores = np.zeros((num_layers, num_rows, num_kv_heads, 0), np.float32)

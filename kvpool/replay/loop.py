@@ -72,9 +72,7 @@ class Occupancy:
     timeline: list[tuple[int, int, int, int, int]] = field(default_factory=list)
     """(steps so far, blocks used, sequences, hit tokens so far, tokens looked up so far), where one changed."""
 
-    def add(
-        self, steps: int, used: int, tokens: int, sequences: int, hit_tokens: int, looked_up: int
-    ) -> None:
+    def add(self, steps: int, used: int, tokens: int, sequences: int, hit_tokens: int, looked_up: int) -> None:
         """Count `steps` steps after which `used` blocks, `sequences` sequences and `tokens` tokens are there.
 
         In the steps before the last one the sequences were shorter by one token each, by two, and so on.
@@ -263,9 +261,7 @@ class ClosedLoop:
         In the steps between only lengths grow, so one call with several tokens per row is the same.
         """
         self.peak_running = max(self.peak_running, len(self.running))
-        steps = min(
-            min(-request.length % self.block_size, request.tokens_left - 1) for request in self.running
-        )
+        steps = min(min(-request.length % self.block_size, request.tokens_left - 1) for request in self.running)
         if steps > 0:
             self.grow(self.running, steps)
         else:

@@ -28,9 +28,7 @@ def draw_timeline(path: Path, trace_name: str, result: Result) -> None:
 
     top.fill_between(marks, used[at], step="pre", color=BLOCKS_LIGHT, linewidth=0)
     top.step(marks, used[at], where="pre", color=BLOCKS, linewidth=1.2, label="kvpool")
-    label = (
-        f"a static reservation of {result.occupancy.reserved_tokens:,} tokens for each of the same sequences"
-    )
+    label = f"a static reservation of {result.occupancy.reserved_tokens:,} tokens for each of the same sequences"
     top.step(marks, static[at], where="pre", color=STATIC, linewidth=1.0, label=label)
     ceiling = 1.18 * max(int(used.max()), int(static[at].max()), 1)
     if result.num_blocks <= ceiling:

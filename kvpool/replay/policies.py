@@ -142,9 +142,7 @@ class ParallelSampling(ClosedLoop):
 
     policy = "P2"
 
-    def __init__(
-        self, trace: Trace, num_blocks: int, block_size: int, concurrency: int, samples: int
-    ) -> None:
+    def __init__(self, trace: Trace, num_blocks: int, block_size: int, concurrency: int, samples: int) -> None:
         super().__init__(trace, num_blocks, block_size, concurrency, samples)
         self.peak_ref = 0
 

@@ -81,9 +81,7 @@ class _Rows:
         self.columns["prompts"].append(prompt)
         self.columns["outputs"].append(self.integer(record, "output_length", 0))
         session, timestamp = record.get("session", -1), record.get("timestamp", 0)
-        self.columns["sessions"].append(
-            session if _is_integer(session) and abs(session) <= LENGTH_MAX else -1
-        )
+        self.columns["sessions"].append(session if _is_integer(session) and abs(session) <= LENGTH_MAX else -1)
         if type(timestamp) not in (int, float) or not abs(timestamp) < 2**63:
             self.refuse(f"timestamp is no number of 64 bits ({timestamp!r})")
         self.columns["timestamps"].append(timestamp)
@@ -111,9 +109,7 @@ class _Rows:
             self.refuse(f"{name} is no list of {'[start, length]' if name == 'runs' else 'integers'}")
         count = sum(length for _, length in entries) if name == "runs" else len(entries)
         if count > blocks:  # judged before runs are spelled out: a wrong one may be longer than memory
-            self.refuse(
-                f"more hash ids than the prompt has blocks of {self.block_size} tokens ({count}), {blocks}"
-            )
+            self.refuse(f"more hash ids than the prompt has blocks of {self.block_size} tokens ({count}), {blocks}")
         if name == "hash_ids":
             return entries
         return [value for start, length in entries for value in range(start, start + length)]
@@ -208,9 +204,7 @@ def read_npz(path: Path) -> Trace:
     offsets = id_ends[run_off]
     tokens_per_id = int(block_size)
     blocks = -(-prompts // tokens_per_id) if tokens_per_id > 0 else np.zeros(rows, np.int64)
-    refuse_rows(
-        np.diff(offsets) > blocks, f"more hash ids than the prompt has blocks of {tokens_per_id} tokens"
-    )
+    refuse_rows(np.diff(offsets) > blocks, f"more hash ids than the prompt has blocks of {tokens_per_id} tokens")
     ids = np.repeat(run_start - id_ends[:-1], run_len) + np.arange(id_ends[-1])
     unknown = np.full(rows, -1, np.int64)
     timestamps, sessions = members.get("t_ms", unknown), members.get("session", unknown)
@@ -224,9 +218,7 @@ def _npz_members(path: Path) -> dict[str, NDArray[np.int64]]:
     with open(path, "rb") as file:
         try:
             with np.load(file, allow_pickle=False) as archive:
-                members = {
-                    name: archive[name] for name in (*NPZ_MEMBERS, "t_ms", "session") if name in archive
-                }
+                members = {name: archive[name] for name in (*NPZ_MEMBERS, "t_ms", "session") if name in archive}
         except Exception as exc:  # a damaged archive raises nearly anything
             raise TraceError(f"[read_trace] {path}: no .npz archive of integers ({_reason(exc)})") from None
     for name in NPZ_MEMBERS:

@@ -133,9 +133,7 @@ def describe_sweep(results: list[Result]) -> str:
         facts = result_facts(result)
         lines.append([show(facts) for show in SWEEP_COLUMNS.values()])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    table = [
-        "  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)) for line in lines
-    ]
+    table = ["  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)) for line in lines]
     enough = smallest_enough(results)
     if enough is None:
         verdict = "No pool here serves all without preemption at nearly the best hit rate: try larger ones."

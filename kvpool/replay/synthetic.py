@@ -64,10 +64,7 @@ def synthetic_trace(seed: int = 1, sessions: int = 24, block_size: int = 16) -> 
         return list(range(num_ids - count, num_ids))
 
     system_prompts = [new_ids(random.between(4, 24)) for _ in range(3)]
-    live = [
-        _Conversation(number, system_prompts[random.below(3)], random.small(1, 12))
-        for number in range(sessions)
-    ]
+    live = [_Conversation(number, system_prompts[random.below(3)], random.small(1, 12)) for number in range(sessions)]
     clock, rows = 0, []
     while live:
         talk = live[random.below(len(live))]

@@ -218,9 +218,7 @@ def scores_out_is_filled_in_place(factory: Factory) -> None:
             memory = np.full((6, 2 * spec.num_kv_heads, 40), 7.0, np.float32)
             for array in (memory[:, ::2], memory[::-1, : spec.num_kv_heads, 1:21], memory[1:5, 1::2, 3:19]):
                 memory[:] = 7.0
-                got = filled.backend.attend(
-                    0, filled.backend.asarray(q), plan, scores=kind, scores_out=array
-                )[1]
+                got = filled.backend.attend(0, filled.backend.asarray(q), plan, scores=kind, scores_out=array)[1]
                 assert np.shares_memory(got, memory), "scores_out was not used"
                 assert np.array_equal(got, right), f"{kind} scores in place are others"
                 assert np.array_equal(array[:4, :, :16], right), f"{kind} scores are not in scores_out"
@@ -247,8 +245,11 @@ def scores_that_cannot_be_served_are_refused(factory: Factory) -> None:
             ("scores=True", TypeError, {"scores": True}),
             ("scores_out without scores", ValueError, {"scores_out": fits}),
         ]
-        bad += [(f"{kind!r}, which the backend lacks", ValueError, {"scores": kind}) for kind in SCORES
-                if kind not in can.scores]
+        bad += [
+            (f"{kind!r}, which the backend lacks", ValueError, {"scores": kind})
+            for kind in SCORES
+            if kind not in can.scores
+        ]
         for what, error, array in _bad_arrays(spec.num_kv_heads, can.scores_out, fits) if can.scores else ():
             bad.append((what, error, {"scores": can.scores[0], "scores_out": array}))
         for what, error, arguments in bad:

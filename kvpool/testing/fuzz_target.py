@@ -16,10 +16,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvpool.testing.fuzz_shape import FuzzFinding
-from kvpool.testing.minimal import minimal, smaller_numbers
+from kvpool.testing.minimal import FuzzFinding, Word, minimal, smaller_numbers
 
-Word = tuple[int, int, int, int]
 Copy = tuple[int, int, int]
 OPERATIONS = ("open", "append", "append", "append", "fork", "truncate", "free", "free")
 #: Tokens of small programs: few, so that prefixes meet; of one digit and of two, so that careless keys meet.
@@ -321,9 +319,9 @@ def play(checked: Checked, words: Iterable[Word], trace: list[str] | None = None
 
 @dataclass(slots=True)
 class TargetReport:
-    """What a hunt on a foreign allocator did, and found.
+    """What a hunt did, and found.
 
-    `script_fails`: the calls in `script` failed when they were tried; else the allocator fails only sometimes.
+    `script_fails`: the calls in `script` failed when they were tried; else what is tested fails only sometimes.
     """
 
     runs: int = 0
@@ -338,58 +336,105 @@ class TargetReport:
     script_fails: bool = False
 
 
-def _made(factory: Callable[..., Any], sizes: dict[str, int]) -> Checked:
-    """A new allocator, checked."""
-    try:
-        return Checked(factory(**sizes))
-    except Exception as error:
-        raise _raised("the factory", error) from error
+class Run(Protocol):
+    """Programs on one kind of pool: what `hunt` needs to draw, play, shrink and print them."""
+
+    sizes: dict[str, int]
+
+    def words(self) -> list[Word]:
+        """The program of this run."""
+
+    def play(self, words: list[Word]) -> int:
+        """Play a program on something new; returns the calls made. What is wrong raises `TargetFinding`."""
+
+    def script(self, words: list[Word], what: str) -> str:
+        """A test with the calls of a program; `what` is wrong with them."""
 
 
-def _fails(factory: Callable[..., Any], sizes: dict[str, int], words: list[Word]) -> TargetFinding | None:
-    try:
-        play(_made(factory, sizes), words)
-    except TargetFinding as finding:
-        return finding
-    return None
+class TargetRun:
+    """Programs on a foreign allocator."""
+
+    def __init__(self, factory: Callable[..., Any], sizes: dict[str, int], seed: int, source: str) -> None:
+        self.factory, self.sizes, self.seed, self.source = factory, sizes, seed, source
+
+    def words(self) -> list[Word]:
+        """The program of the seed."""
+        return make_words(self.seed)
+
+    def play(self, words: list[Word], trace: list[str] | None = None) -> int:
+        """Play on a new allocator."""
+        try:
+            checked = Checked(self.factory(**self.sizes))
+        except Exception as error:
+            raise _raised("the factory", error) from error
+        return play(checked, words, trace)
+
+    def script(self, words: list[Word], what: str) -> str:
+        """A test on `Checked`."""
+        trace: list[str] = []
+        with contextlib.suppress(TargetFinding):
+            self.play(words, trace)
+        imports, _, expression = self.source.rpartition("\n")
+        arguments = ", ".join(f"{name}={value}" for name, value in self.sizes.items())
+        body = [f"# {what}", f"checked = Checked({expression}({arguments}))"]
+        body += [part for line in trace for part in line.split("\n")]
+        head = "import pytest\n" * any("raises" in line for line in trace)
+        text = "\n".join(f"    {line}" for line in body)
+        return f"{head}{imports}\nfrom kvpool.testing.fuzz_target import Checked\n\n\ndef test_fuzz_target():\n{text}\n"
 
 
-def make_script(factory: Callable[..., Any], sizes: dict[str, int], words: list[Word], source: str, what: str) -> str:
-    """A test with the calls of a program; `what` is wrong with them."""
-    trace: list[str] = []
-    with contextlib.suppress(TargetFinding):
-        play(_made(factory, sizes), words, trace)
-    imports, _, expression = source.rpartition("\n")
-    arguments = ", ".join(f"{name}={value}" for name, value in sizes.items())
-    body = [f"# {what}", f"checked = Checked({expression}({arguments}))"]
-    body += [part for line in trace for part in line.split("\n")]
-    head = "import pytest\n" * any("raises" in line for line in trace)
-    text = "\n".join(f"    {line}" for line in body)
-    return f"{head}{imports}\nfrom kvpool.testing.fuzz_target import Checked\n\n\ndef test_fuzz_target():\n{text}\n"
-
-
-def _convict(
-    report: TargetReport,
-    factory: Callable[..., Any],
-    sizes: dict[str, int],
-    words: list[Word],
-    first: TargetFinding,
-    source: str,
-) -> None:
+def _convict(report: TargetReport, run: Run, words: list[Word], first: TargetFinding) -> None:
     """Shrink a program that fails to one that fails in the same way."""
 
+    def finding_of(tried: list[Word]) -> TargetFinding | None:
+        try:
+            run.play(tried)
+        except TargetFinding as finding:
+            return finding if finding.kind == first.kind else None
+        return None
+
     def fails(tried: list[Word]) -> bool:
-        finding = _fails(factory, sizes, tried)
-        return finding is not None and finding.kind == first.kind
+        return finding_of(tried) is not None
 
     few = smaller_numbers(minimal(words, fails), fails)
-    finding = _fails(factory, sizes, few)
-    report.script_fails = finding is not None and finding.kind == first.kind
-    if finding is None or not report.script_fails:
+    finding = finding_of(few)
+    report.script_fails = finding is not None
+    if finding is None:
         few, finding = words, first
     report.finding, report.kind = str(finding), finding.kind
-    report.num_blocks, report.block_size = sizes["num_blocks"], sizes["block_size"]
-    report.script = make_script(factory, sizes, few, source, report.finding)
+    report.num_blocks, report.block_size = run.sizes["num_blocks"], run.sizes["block_size"]
+    report.script = run.script(few, report.finding)
+
+
+def hunt(
+    make_run: Callable[[int], Run],
+    seed: int,
+    *,
+    calls: int | None = None,
+    seconds: float | None = None,
+    told: Callable[[TargetReport], None] | None = None,
+) -> TargetReport:
+    """Run after run of ``make_run(seed)``, until one fails or so many calls or seconds are over."""
+    report, rng, began = TargetReport(), random.Random(seed), time.monotonic()
+    while report.finding is None:
+        report.seed = rng.getrandbits(32) if report.runs else seed
+        run = make_run(report.seed)
+        words = run.words()
+        report.runs += 1
+        try:
+            report.calls += run.play(words)
+        except TargetFinding as finding:
+            report.calls += len(words)
+            _convict(report, run, words, finding)
+        report.seconds = time.monotonic() - began
+        if told:
+            told(report)
+        if report.finding is None and (
+            (calls is not None and report.calls >= calls) or (seconds is not None and report.seconds >= seconds)
+        ):
+            report.seed = None
+            break
+    return report
 
 
 def hunt_target(
@@ -409,27 +454,11 @@ def hunt_target(
     run is that of `seed`, so the report's `seed` and ``calls=1`` repeat the run that failed.
     `source` is the expression that makes the factory in that test, the imports it needs in lines before it.
     """
-    report, rng, began = TargetReport(), random.Random(seed), time.monotonic()
-    while report.finding is None:
-        report.seed = run_seed = rng.getrandbits(32) if report.runs else seed
+
+    def make_run(run_seed: int) -> TargetRun:
         shape = random.Random(run_seed)
-        sizes = {
-            "num_blocks": num_blocks or shape.randint(3, 24),
-            "block_size": block_size or shape.choice([1, 2, 3, 4]),
-        }
-        words = make_words(run_seed)
-        report.runs += 1
-        try:
-            report.calls += play(_made(factory, sizes), words)
-        except TargetFinding as finding:
-            report.calls += len(words)
-            _convict(report, factory, sizes, words, finding, source)
-        report.seconds = time.monotonic() - began
-        if told:
-            told(report)
-        if report.finding is None and (
-            (calls is not None and report.calls >= calls) or (seconds is not None and report.seconds >= seconds)
-        ):
-            report.seed = None
-            break
-    return report
+        blocks, size = shape.randint(3, 24), shape.choice([1, 2, 3, 4])
+        sizes = {"num_blocks": num_blocks or blocks, "block_size": block_size or size}
+        return TargetRun(factory, sizes, run_seed, source)
+
+    return hunt(make_run, seed, calls=calls, seconds=seconds, told=told)

@@ -10,6 +10,12 @@ Word = tuple[int, int, int, int]
 SHORT = 48  # items, of which all pairs are tried
 
 
+class FuzzFinding(AssertionError):
+    """What is tested and what is right disagree; `call` is the number of the call in its run."""
+
+    call = -1
+
+
 def minimal(items: list[Any], fails: Callable[[list[Any]], bool]) -> list[Any]:
     """A part of `items` that still fails, and of which no item can be left out, nor two of a short one.
 

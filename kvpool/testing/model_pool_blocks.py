@@ -151,9 +151,7 @@ def free_order(pool: BlockModel, n: int | None = None) -> np.ndarray:
     return np.array(order if n is None else order[: args.count("free_order", "n", n)], np.int32)
 
 
-CALLS = {
-    call.__name__: call for call in (take, take_block, touch, release, commit, uncommit, refcounts, free_order)
-}
+CALLS = {call.__name__: call for call in (take, take_block, touch, release, commit, uncommit, refcounts, free_order)}
 
 
 class ModelPoolBlocks:

@@ -31,10 +31,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from kvpool.testing.beside import ARRAYS, PLANS, RAISED, Pair, Side
 from kvpool.testing.model import ModelPlan, ModelPool
 from proof.machine.content import Content
 from proof.machine.misuse import MISUSE
-from proof.machine.sides import ARRAYS, PLANS, RAISED, Pair, Side
 
 small = st.integers(0, 15)
 picks = st.lists(small, min_size=1, max_size=6)

@@ -29,7 +29,7 @@ class Poker:
 
     def check(self, pool: Any, which: int, i: int, by: int) -> None:
         """What `check` says."""
-        from kvpool.testing import _poke
+        from proof.fuzz import _poke
 
         _poke.poke(pool, which, i, by)
         try:
@@ -91,7 +91,7 @@ def states_that_are_broken(Pool: Any, Plan: Any, Poker: Any, safe: list[list[tup
 
 def safe_pokes(Pool: Any, Plan: Any) -> list[list[tuple[int, int, int]]]:
     """What a check survives, found out in children: it may read what is not there, or go round in circles."""
-    from kvpool.testing import _poke
+    from proof.fuzz import _poke
 
     found = []
     for pool, _ in rich_states(Pool, Plan):

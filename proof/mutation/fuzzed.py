@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import kvpool
-from kvpool.testing._fuzz import Driver
-from kvpool.testing.fuzz_shape import OPERATIONS, Shape, draw_shape
+from proof.fuzz._fuzz import Driver
+from proof.fuzz.shape import OPERATIONS, Shape, draw_shape
 from proof.mutation.tape import Difference, first_tag
 
 RUNS, CALLS = 32, 1500

@@ -67,7 +67,7 @@ class StrainOfModel:
 
 def poked(pool: Any, place: str, by: int, i: int = 0) -> None:
     """Change one number of a pool."""
-    from kvpool.testing import _poke
+    from proof.fuzz import _poke
 
     _poke.poke(pool, _poke.NAMES.index(f"pool.{place}"), i, by)
 

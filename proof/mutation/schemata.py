@@ -24,7 +24,7 @@ from proof.mutation.source import Function, Line, covered, declarations, functio
 from proof.mutation.wrong import ASSIGNMENTS, Types, Wrong, is_text, name_of
 
 HEAD = "from {package}._mutant cimport KV_MUTANTS, kv_is, kv_live, kv_reached, kv_set_mutant\n"
-SETTER = '''
+SETTER = """
 
 def set_mutant(int number):
     kv_set_mutant(number)
@@ -42,7 +42,7 @@ def forget_reached():
 
 def live_arrays():
     return kv_live
-'''
+"""
 #: A header of its own, so that inline functions ask the module that they are compiled into.
 MUTANT_PXD = '''cdef extern from *:
     """
@@ -140,9 +140,7 @@ class Statement:
         if not self.first and not self.instead:
             return main
         lines = [f"if kv_is({number}): {text}" for number, text in self.first]
-        lines += [
-            f"{'elif' if k else 'if'} kv_is({number}): {text}" for k, (number, text) in enumerate(self.instead)
-        ]
+        lines += [f"{'elif' if k else 'if'} kv_is({number}): {text}" for k, (number, text) in enumerate(self.instead)]
         lines.append(f"else: {main}" if self.instead else main)
         return ("\n" + " " * self.line.indent).join(lines)
 

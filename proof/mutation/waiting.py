@@ -39,7 +39,7 @@ class Other:
 
     def call_inside(self, pool: Any, thing: Any, name: str, *arguments: Any) -> None:
         """The thread that holds the lock calls."""
-        from kvpool.testing import _poke
+        from proof.fuzz import _poke
 
         _poke.hold(pool)
         try:
@@ -48,7 +48,7 @@ class Other:
             _poke.let_go(pool)
 
     def _made(self, pool: Any, call: Callable[[], Any], change: int = 0) -> Any:
-        from kvpool.testing import _poke
+        from proof.fuzz import _poke
 
         held, found = threading.Event(), []
 

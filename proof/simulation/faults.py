@@ -413,10 +413,14 @@ CUT_AND_UNDONE: dict[str, Any] = {
     "weights": {"fork": 6.0, "trim": 6.0, "give_up": 6.0},
 }
 #: Few prompts, forked and told while their blocks are copied.
-COPIES_TOLD: dict[str, Any] = LATE | CACHE | {
-    **{"num_prompts": 2, "drafting": 0.0, "max_running": 8},
-    "weights": {"compact": 4.0, "commit": 0.5, "fork": 6.0, "give_up": 2.0},
-}
+COPIES_TOLD: dict[str, Any] = (
+    LATE
+    | CACHE
+    | {
+        **{"num_prompts": 2, "drafting": 0.0, "max_running": 8},
+        "weights": {"compact": 4.0, "commit": 0.5, "fork": 6.0, "give_up": 2.0},
+    }
+)
 #: And nothing is evicted: blocks that are still to be moved are poisoned later.
 ALL_ARRIVES = {"losing": 0.0, "weights": {"give_up": 0.0, "compact": 0.0, "evict_blocks": 0.0}}
 #: Whoever is not asked for it makes no wrong calls: a fault has to show by what it does.

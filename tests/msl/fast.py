@@ -233,4 +233,3 @@ def _new_output(name: str, shape: Sequence[int], kind: str, init_value: float | 
         return Bound(array, "output", name)
     array[...] = to_bfloat16(init_value) if kind == "bfloat16" else init_value
     return Bound(array, "in_out", name)
-

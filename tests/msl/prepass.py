@@ -154,9 +154,7 @@ def _place(text: str, at: int, name: str) -> str:
     return f"{name}:{first + text.count(chr(10), start, at)}"
 
 
-def rewrite_threadgroup_variables(
-    text: str, name: str, declare: Callable[[str, str, str], str] = _reference
-) -> str:
+def rewrite_threadgroup_variables(text: str, name: str, declare: Callable[[str, str, str], str] = _reference) -> str:
     """Turn ``threadgroup T a[N], b;`` into references to the threadgroup's memory; leave pointers alone."""
     done, last = [], 0
     for match in _THREADGROUP.finditer(text):

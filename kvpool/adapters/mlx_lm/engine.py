@@ -467,9 +467,7 @@ class Engine:
             with suppress(UnknownRequest, KeyError):
                 self.cancel(id)
 
-    def _sort(
-        self, completions: list[Completion], ids: Sequence[Hashable], done: dict[Hashable, Completion]
-    ) -> None:
+    def _sort(self, completions: list[Completion], ids: Sequence[Hashable], done: dict[Hashable, Completion]) -> None:
         """Into ours and those that somebody else waits for."""
         for completion in completions:
             if completion.id in ids and completion.id not in done:
@@ -481,9 +479,7 @@ class Engine:
 class _Job:
     """A request in the engine, and what is known of its samples."""
 
-    def __init__(
-        self, request: Request, on_token: Listener | None, stops: tuple[str, ...], tokenizer: Any
-    ) -> None:
+    def __init__(self, request: Request, on_token: Listener | None, stops: tuple[str, ...], tokenizer: Any) -> None:
         self.request = request
         self.outputs: dict[int, Output] = {}
         self.error: Exception | None = None

@@ -314,9 +314,7 @@ class _LastLayer:
         return getattr(self._layer, name)
 
 
-def _with_rows(
-    model: nn.Module, rows: mx.array, last: RaggedCache | None = None
-) -> tuple[nn.Module, mx.array | None]:
+def _with_rows(model: nn.Module, rows: mx.array, last: RaggedCache | None = None) -> tuple[nn.Module, mx.array | None]:
     """`model` with a head that sees `rows` only, if it is built as most are: ``model.model`` and a head behind it.
 
     The head of a large vocabulary costs as much as several layers, and a chunk of a prompt needs one row of it. The

@@ -120,9 +120,7 @@ def best(logits: mx.array, k: int) -> tuple[np.ndarray, np.ndarray]:
     order = mx.argsort(-logprobs, axis=-1)[:, :k]
     values = mx.take_along_axis(logprobs, order, axis=-1)
     lacking = ((0, 0), (0, max(0, k - logits.shape[-1])))
-    return np.pad(np.array(order.astype(mx.int32)), lacking), np.pad(
-        np.array(values), lacking, constant_values=-np.inf
-    )
+    return np.pad(np.array(order.astype(mx.int32)), lacking), np.pad(np.array(values), lacking, constant_values=-np.inf)
 
 
 def uniforms(seeds: Sequence[int], indices: np.ndarray, positions: np.ndarray) -> np.ndarray:

@@ -75,9 +75,7 @@ class Scores:
     def attend(self) -> None:
         """Compute the result and the scores."""
         c = self.call
-        c.store.attend(
-            0, c.q, c.out, c.tables, c.seq_lens, c.cu_q_lens, scores=self.kind, scores_out=self.out
-        )
+        c.store.attend(0, c.q, c.out, c.tables, c.seq_lens, c.cu_q_lens, scores=self.kind, scores_out=self.out)
 
     @property
     def nbytes(self) -> int:

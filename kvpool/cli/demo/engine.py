@@ -37,9 +37,7 @@ def run(settings: Settings, say: Callable[[str], None]) -> Outcome:
         "no_blocks_leaked": Claim(
             account.blocks_used == 0, f"{account.blocks_used} leaked, {account.blocks_peak} used at the peak"
         ),
-        "fewer_kv_bytes": Claim(
-            account.kv_nbytes_peak < stock.cache_nbytes, bytes_sentence(stock, ours, account)
-        ),
+        "fewer_kv_bytes": Claim(account.kv_nbytes_peak < stock.cache_nbytes, bytes_sentence(stock, ours, account)),
     }
     numbers = {"model": workload.label, "prompt_lengths": lengths, "distinct_tokens": distinct}
     note = f"Model: {workload.label}\nAttention on kvpool: {account.route}"

@@ -38,9 +38,7 @@ def run(settings: Settings, say: Callable[[str], None]) -> Outcome:
             account.cow_copies <= samples,
             f"{account.cow_copies} blocks copied, {copies_per_token:.3f} per generated token",
         ),
-        "fork_fewer_kv_bytes": Claim(
-            account.kv_nbytes_peak < stock.cache_nbytes, bytes_sentence(stock, ours, account)
-        ),
+        "fork_fewer_kv_bytes": Claim(account.kv_nbytes_peak < stock.cache_nbytes, bytes_sentence(stock, ours, account)),
         "fork_no_blocks_leaked": Claim(account.blocks_used == 0, f"{account.blocks_used} leaked"),
     }
     numbers = run_numbers(stock, ours, account)

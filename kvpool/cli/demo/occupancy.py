@@ -14,9 +14,7 @@ from kvpool.cli.demo.settings import Settings
 def run(settings: Settings, say: Callable[[str], None]) -> Outcome:
     """Serve the same requests from both and draw what they held; see `kvpool.cli.demo.serving`."""
     say("continuous batching from blocks and from fixed slots")
-    comparison = compare(
-        settings.requests, settings.pool_blocks, settings.block_size, settings.max_len, settings.seed
-    )
+    comparison = compare(settings.requests, settings.pool_blocks, settings.block_size, settings.max_len, settings.seed)
     slots, blocks = comparison.slots, comparison.blocks
     say("the picture")
     picture.draw(settings.out, comparison)

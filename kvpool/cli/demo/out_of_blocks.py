@@ -38,9 +38,7 @@ def run(settings: Settings, say: Callable[[str], None]) -> Outcome:
             recovered = False
     message, short = (str(error), error.short_by) if error else ("", 0)
     claims = {
-        "out_of_blocks_raised": Claim(
-            error is not None, f"OutOfBlocks in step {steps + 1}, {short} block short"
-        ),
+        "out_of_blocks_raised": Claim(error is not None, f"OutOfBlocks in step {steps + 1}, {short} block short"),
         "state_unchanged": Claim(
             error is not None and before == after, f"fingerprint {before:016x} before\n{after:28x} after"
         ),

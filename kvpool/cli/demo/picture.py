@@ -65,9 +65,7 @@ def draw(path: Path, comparison: Comparison) -> None:
     figure.savefig(path, format="png")
 
 
-def _draw_occupancy(
-    axes: Any, timeline: Timeline, comparison: Comparison, dark: str, light: str, name: str
-) -> None:
+def _draw_occupancy(axes: Any, timeline: Timeline, comparison: Comparison, dark: str, light: str, name: str) -> None:
     limit, end = comparison.num_blocks, timeline.steps
     steps = np.arange(end + 1)
     for values, color in ((timeline.blocks, light), (timeline.filled, dark)):

@@ -136,9 +136,7 @@ def print_report(report: Report, console: Any) -> None:
         console.print(Text(f"({chr(ord('a') + number)}) {part.title}", "bold"))
         console.print(_claims_table(report, number, ascii_only))
     verdicts = report.claims.values()
-    closing = (
-        f"{sum(verdicts)} of {len(verdicts)} claims held, {report.seconds:.1f} s, kvpool {kvpool.__version__}"
-    )
+    closing = f"{sum(verdicts)} of {len(verdicts)} claims held, {report.seconds:.1f} s, kvpool {kvpool.__version__}"
     if report.not_run:
         closing += "\nA claim that was not decided is not held."
     console.print()

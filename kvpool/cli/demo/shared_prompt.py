@@ -31,9 +31,7 @@ def run(settings: Settings, say: Callable[[str], None]) -> Outcome:
             same == count,
             f"{same} of {count} requests\n{ours.num_tokens} tokens generated, {distinct} distinct",
         ),
-        "prompt_stored_once": Claim(
-            held == shared, f"{held} blocks for all, {count * shared} without sharing"
-        ),
+        "prompt_stored_once": Claim(held == shared, f"{held} blocks for all, {count * shared} without sharing"),
         "prompt_found": Claim(
             account.hit_tokens == count * shared * block_size,
             f"{account.hit_tokens} of {account.query_tokens} prompt tokens, not computed",

@@ -5,10 +5,10 @@ stamps that a sequence has to read are moved accordingly, and what lies behind i
 """
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
-from kvpool.testing._books cimport V_OK, V_STATE, V_VALUE, Line, books_compact, books_leave, line_table, waits_for_step
-from kvpool.testing._books_steps cimport books_judge_compact, books_judge_unshare
-from kvpool.testing._fuzz_base cimport S_COMPACTED, Word, hash64
-from kvpool.testing._storage cimport line_stamp, line_token, poison
+from proof.fuzz._books cimport V_OK, V_STATE, V_VALUE, Line, books_compact, books_leave, line_table, waits_for_step
+from proof.fuzz._books_steps cimport books_judge_compact, books_judge_unshare
+from proof.fuzz._fuzz_base cimport S_COMPACTED, Word, hash64
+from proof.fuzz._storage cimport line_stamp, line_token, poison
 
 from kvpool import errors
 
@@ -16,7 +16,7 @@ REFUSALS = (errors.KVPoolError, ValueError)
 
 
 cdef class Evictions(Steps):
-    """How tokens leave; see `kvpool.testing._fuzz.Driver`."""
+    """How tokens leave; see `proof.fuzz._fuzz.Driver`."""
 
     cdef int64_t shorter(self, int32_t slot, uint64_t word) noexcept:
         """A length to compact to: mostly a few tokens less, now and then one too many."""

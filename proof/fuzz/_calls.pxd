@@ -2,8 +2,8 @@
 from libc.stdint cimport int32_t, int64_t
 
 from kvpool._core cimport Pool
-from kvpool.testing._books cimport Books, Pending
-from kvpool.testing._storage cimport Finding
+from proof.fuzz._books cimport Books, Pending
+from proof.fuzz._storage cimport Finding
 
 cdef class Calls:
     cdef Pool pool

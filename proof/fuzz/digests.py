@@ -1,6 +1,6 @@
 """The digests of random programs, as one hash: the same on every build and every Python.
 
-``python -m kvpool.testing.fuzz_digests SEED RUNS`` prints it.
+``python -m proof.fuzz.digests SEED RUNS`` prints it.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import hashlib
 import sys
 from collections import Counter
 
-from kvpool.testing._fuzz import Driver
-from kvpool.testing.fuzz import seeds
-from kvpool.testing.fuzz_shape import draw_shape
+from proof.fuzz._fuzz import Driver
+from proof.fuzz.hunt import seeds
+from proof.fuzz.shape import draw_shape
 
 CALLS_PER_RUN = 1000
 EVERY = 50  # calls between two entries

@@ -8,7 +8,7 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
 from kvpool._core cimport Plan, Pool, array_data, mix
-from kvpool.testing._books cimport (
+from proof.fuzz._books cimport (
     AT_LIMBO,
     MAX_PLANS,
     V_CAPACITY,
@@ -23,8 +23,8 @@ from kvpool.testing._books cimport (
     books_next_handle,
     waits_for_step,
 )
-from kvpool.testing._books_prefix cimport books_hits, books_judge_open, books_open_prompt
-from kvpool.testing._storage cimport (
+from proof.fuzz._books_prefix cimport books_hits, books_judge_open, books_open_prompt
+from proof.fuzz._storage cimport (
     line_stamp,
     line_token,
     storage_check,
@@ -38,7 +38,8 @@ import re
 import numpy as np
 
 from kvpool import errors
-from kvpool.testing.fuzz_shape import FuzzFinding, plan_options, space_name
+from kvpool.testing.minimal import FuzzFinding
+from proof.fuzz.shape import plan_options, space_name
 
 REFUSALS = (errors.KVPoolError, ValueError)
 #: What each verdict of the books is to a caller.
@@ -54,7 +55,7 @@ cdef uint64_t hash64(uint64_t h) noexcept nogil:
 
 
 cdef class Base(Calls):
-    """One pool, its plans, and what is known about them; see `kvpool.testing._fuzz.Driver`."""
+    """One pool, its plans, and what is known about them; see `proof.fuzz._fuzz.Driver`."""
 
     def __cinit__(self, shape, make_pool=Pool, trace=None):
         cdef int32_t i, k = 0, n

@@ -3,7 +3,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memmove, memset
 
-from kvpool.testing._books_index cimport forget_node
+from proof.fuzz._books_index cimport forget_node
 
 # ---- memory ------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """The fuzzer's driver: every call that no other part of it makes."""
 from libc.stdint cimport int32_t, int64_t, uint32_t
 
-from kvpool.testing._fuzz_base cimport Word
-from kvpool.testing._fuzz_prefix cimport Prefixes
+from proof.fuzz._fuzz_base cimport Word
+from proof.fuzz._fuzz_prefix cimport Prefixes
 
 
 cdef class Others(Prefixes):

@@ -5,7 +5,7 @@ A node is named by a number that is never used again. Its block is in the bucket
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy
 
-from kvpool.testing._books cimport E_REMOVED, E_STORED, NOBODY, Leaf, Told
+from proof.fuzz._books cimport E_REMOVED, E_STORED, NOBODY, Leaf, Told
 
 
 cdef inline const int32_t* told(const Books* b, int32_t i) noexcept nogil:

@@ -1,8 +1,8 @@
 """The fuzzer's driver: tokens that leave sequences."""
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
-from kvpool.testing._fuzz_base cimport Word
-from kvpool.testing._fuzz_steps cimport Steps
+from proof.fuzz._fuzz_base cimport Word
+from proof.fuzz._fuzz_steps cimport Steps
 
 
 cdef class Evictions(Steps):

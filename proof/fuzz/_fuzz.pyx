@@ -16,8 +16,8 @@ counts, below the reading of arguments. Opening is in `_fuzz_base`, steps in `_f
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
-from kvpool.testing._books cimport available, books_drain
-from kvpool.testing._fuzz_base cimport (
+from proof.fuzz._books cimport available, books_drain
+from proof.fuzz._fuzz_base cimport (
     ALLOC,
     CAN,
     CLOSE,
@@ -49,9 +49,10 @@ from kvpool.testing._fuzz_base cimport (
     Word,
     hash64,
 )
-from kvpool.testing._fuzz_calls cimport Others
+from proof.fuzz._fuzz_calls cimport Others
 
-from kvpool.testing.fuzz_shape import OPERATIONS, STATES, FuzzFinding
+from kvpool.testing.minimal import FuzzFinding
+from proof.fuzz.shape import OPERATIONS, STATES
 
 
 cdef class Driver(Others):
@@ -59,7 +60,7 @@ cdef class Driver(Others):
 
     Parameters
     ----------
-    shape : kvpool.testing.fuzz_shape.Shape
+    shape : proof.fuzz.shape.Shape
         Pool, plans, weights and appetite.
     make_pool : callable, optional
         Called with the keyword arguments of `kvpool.Pool`; returns a `kvpool.Pool` or one of a subclass.

@@ -3,7 +3,7 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
 from kvpool._core cimport array_data
-from kvpool.testing._books cimport (
+from proof.fuzz._books cimport (
     E_CLEARED,
     E_REMOVED,
     NOBODY,
@@ -16,9 +16,9 @@ from kvpool.testing._books cimport (
     done_length,
     line_table,
 )
-from kvpool.testing._books_prefix cimport books_begin_batch, books_commit, books_flush, books_hits, books_judge_commit
-from kvpool.testing._fuzz_base cimport S_CONTRADICTED, S_HELD_BACK, Word
-from kvpool.testing._storage cimport line_token
+from proof.fuzz._books_prefix cimport books_begin_batch, books_commit, books_flush, books_hits, books_judge_commit
+from proof.fuzz._fuzz_base cimport S_CONTRADICTED, S_HELD_BACK, Word
+from proof.fuzz._storage cimport line_token
 
 import hashlib
 from collections import deque
@@ -26,14 +26,14 @@ from collections import deque
 import numpy as np
 
 from kvpool import errors
-from kvpool.testing.fuzz_ranks import ranks_agree
-from kvpool.testing.fuzz_shape import space_name
+from proof.fuzz.ranks import ranks_agree
+from proof.fuzz.shape import space_name
 
 REFUSALS = (errors.KVPoolError, ValueError)
 
 
 cdef class Prefixes(Evictions):
-    """Commits, hits and events; see `kvpool.testing._fuzz.Driver`."""
+    """Commits, hits and events; see `proof.fuzz._fuzz.Driver`."""
 
     def __cinit__(self, shape, make_pool=None, trace=None):
         self.said = np.zeros(self.b.capacity + 1, np.int32)

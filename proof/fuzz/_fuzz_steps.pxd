@@ -1,8 +1,8 @@
 """The fuzzer's driver, its middle: steps, and how they end."""
 from libc.stdint cimport int32_t
 
-from kvpool.testing._books cimport Pending
-from kvpool.testing._fuzz_base cimport Base, Word
+from proof.fuzz._books cimport Pending
+from proof.fuzz._fuzz_base cimport Base, Word
 
 
 cdef class Steps(Base):

@@ -1,8 +1,8 @@
 """The fuzzer's driver: the prefix cache, and what is told of it."""
 from libc.stdint cimport int32_t, int64_t
 
-from kvpool.testing._fuzz_base cimport Word
-from kvpool.testing._fuzz_evict cimport Evictions
+from proof.fuzz._fuzz_base cimport Word
+from proof.fuzz._fuzz_evict cimport Evictions
 
 
 cdef class Prefixes(Evictions):

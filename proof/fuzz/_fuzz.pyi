@@ -1,14 +1,12 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvpool.testing.fuzz_shape import Shape
+from proof.fuzz.shape import Shape
 
 class Driver:
     shape: Shape
     idle: int
-    def __init__(
-        self, shape: Shape, make_pool: Callable[..., Any] = ..., trace: list[str] | None = None
-    ) -> None: ...
+    def __init__(self, shape: Shape, make_pool: Callable[..., Any] = ..., trace: list[str] | None = None) -> None: ...
     def shutdown(self) -> None: ...
     def words(self, first: int, n: int) -> list[tuple[int, int, int, int]]: ...
     def run(self, n: int, check_every: int = 1) -> None: ...

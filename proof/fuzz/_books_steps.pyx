@@ -1,7 +1,7 @@
 """The judge's books: steps, and how they end. See docs/core.md, which this follows word for word."""
 from libc.stdint cimport int32_t, int64_t
 
-from kvpool.testing._books cimport (
+from proof.fuzz._books cimport (
     NOBODY,
     V_CAPACITY,
     V_OK,
@@ -22,7 +22,7 @@ from kvpool.testing._books cimport (
     take,
     waits_for_step,
 )
-from kvpool.testing._books_prefix cimport publish_waiting
+from proof.fuzz._books_prefix cimport publish_waiting
 
 # ---- what a batch will do ----------------------------------------------------------------------------------
 

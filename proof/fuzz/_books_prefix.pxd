@@ -1,7 +1,7 @@
 """The judge's books: hits, commits, namespaces."""
 from libc.stdint cimport int32_t, int64_t
 
-from kvpool.testing._books cimport Books
+from proof.fuzz._books cimport Books
 
 cdef int32_t books_hits(const Books* b, int32_t space, const int32_t* tokens, int64_t most, int32_t* ids,
                         int32_t* evictable) noexcept nogil

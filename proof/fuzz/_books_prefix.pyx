@@ -2,7 +2,7 @@
 from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memcpy
 
-from kvpool.testing._books cimport (
+from proof.fuzz._books cimport (
     AT_BLANK,
     AT_CACHE,
     E_CLEARED,
@@ -29,7 +29,7 @@ from kvpool.testing._books cimport (
     to_blank,
     touch,
 )
-from kvpool.testing._books_index cimport find_node, forget_node, insert_node, tell
+from proof.fuzz._books_index cimport find_node, forget_node, insert_node, tell
 
 # ---- open --------------------------------------------------------------------------------------------------
 

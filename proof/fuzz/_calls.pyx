@@ -10,8 +10,8 @@ from kvpool._core cimport (
     BLOCK_TABLES, CU_Q_LENS, INDICES, INDPTR, KV_INDPTR, KV_SLOTS, KV_SLOTS_RAGGED, LAST_PAGE_LEN, OK, POSITIONS,
     SEQ_LENS, SLOT_IDS, SLOT_MAPPING, Blocks, Field, Index, Ints, Plan, Pool, Seq, Seqs, Verdict, refuse, seq_table,
 )
-from kvpool.testing._books cimport Line, ceil_blocks, line_table
-from kvpool.testing._storage cimport found
+from proof.fuzz._books cimport Line, ceil_blocks, line_table
+from proof.fuzz._storage cimport found
 
 
 cdef int64_t LOCAL = (<int64_t>1 << 52) - 1     # of a handle, all but the pool's tag

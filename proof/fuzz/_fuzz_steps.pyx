@@ -6,8 +6,8 @@ older ones before it.
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
-from kvpool.testing._books cimport V_SHORT, Line, line_table
-from kvpool.testing._books_steps cimport (
+from proof.fuzz._books cimport V_SHORT, Line, line_table
+from proof.fuzz._books_steps cimport (
     books_done,
     books_judge_rollback,
     books_judge_step,
@@ -16,7 +16,7 @@ from kvpool.testing._books_steps cimport (
     books_show,
     books_step,
 )
-from kvpool.testing._fuzz_base cimport (
+from proof.fuzz._fuzz_base cimport (
     S_COPIES,
     S_EXECUTED_ROLLBACKS,
     S_LATE_PLANS,
@@ -29,7 +29,7 @@ from kvpool.testing._fuzz_base cimport (
     Word,
     hash64,
 )
-from kvpool.testing._storage cimport line_stamp, storage_execute, storage_read, storage_unwrite
+from proof.fuzz._storage cimport line_stamp, storage_execute, storage_read, storage_unwrite
 
 from kvpool import errors
 
@@ -37,7 +37,7 @@ REFUSALS = (errors.KVPoolError, ValueError)
 
 
 cdef class Steps(Base):
-    """How a run steps; see `kvpool.testing._fuzz.Driver`."""
+    """How a run steps; see `proof.fuzz._fuzz.Driver`."""
 
     cdef int32_t choose_rows(self, const Word* w) noexcept:
         """A batch of neighbours among the open sequences, and new tokens for each; returns its size."""

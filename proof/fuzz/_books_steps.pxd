@@ -1,7 +1,7 @@
 """The judge's books: steps, and how they end."""
 from libc.stdint cimport int32_t, int64_t
 
-from kvpool.testing._books cimport Books, Pending
+from proof.fuzz._books cimport Books, Pending
 
 cdef int books_judge_step(Books* b, Pending* p, int32_t n, const int32_t* rows, const int64_t* new, int64_t max_tokens,
                           bint advance, bint partial) noexcept nogil

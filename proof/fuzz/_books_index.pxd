@@ -1,7 +1,7 @@
 """The judge's books: the index of the prefix cache, and its events."""
 from libc.stdint cimport int32_t, int64_t
 
-from kvpool.testing._books cimport Books
+from proof.fuzz._books cimport Books
 
 cdef int32_t find_node(const Books* b, int64_t parent, const int32_t* tokens) noexcept nogil
 cdef void insert_node(Books* b, int32_t i, int64_t parent) noexcept nogil

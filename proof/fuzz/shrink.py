@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import kvpool
-from kvpool.testing._fuzz import Driver
-from kvpool.testing.fuzz_shape import FuzzFinding, Shape, plan_options
-from kvpool.testing.minimal import Word, minimal, smaller_numbers
+from kvpool.testing.minimal import FuzzFinding, Word, minimal, smaller_numbers
 from kvpool.testing.watch import FORMATS
+from proof.fuzz._fuzz import Driver
+from proof.fuzz.shape import Shape, plan_options
 
 MOST_TRIES = 20_000
 
@@ -142,7 +142,7 @@ def make_script(
             imports += f"\nfrom kvpool.errors import {', '.join(names)}"
     text = "\n".join(f"    {line}" for line in body)
     comment = "".join(f"    # {line}\n" for line in what.splitlines()[:3])
-    head = f"{imports}\nfrom kvpool.testing.watch import Watched\n".lstrip()
+    head = f"{imports}\nfrom proof.fuzz.watched import Watched\n".lstrip()
     return f"{head}\n\ndef test_fuzz_{shape.seed}():\n{comment}{text}\n"
 
 

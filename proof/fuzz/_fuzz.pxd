@@ -1,8 +1,8 @@
 """The fuzzer's driver."""
 from libc.stdint cimport int64_t, uint32_t
 
-from kvpool.testing._fuzz_base cimport Word
-from kvpool.testing._fuzz_calls cimport Others
+from proof.fuzz._fuzz_base cimport Word
+from proof.fuzz._fuzz_calls cimport Others
 
 
 cdef class Driver(Others):

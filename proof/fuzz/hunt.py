@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import kvpool
-from kvpool.testing._fuzz import Driver
-from kvpool.testing.fuzz_shape import OPERATIONS, STATES, FuzzFinding, Shape, draw_shape
+from kvpool.testing.minimal import FuzzFinding
+from proof.fuzz._fuzz import Driver
+from proof.fuzz.shape import OPERATIONS, STATES, Shape, draw_shape
 
 CALLS_PER_RUN = 3000
 

@@ -40,12 +40,6 @@ def space_name(space: int) -> bytes:
     return SPACES[space] if space < len(SPACES) else b"%d" % space
 
 
-class FuzzFinding(AssertionError):
-    """The pool and what is right disagree; `call` is the number of the call in its run."""
-
-    call = -1
-
-
 @dataclass(frozen=True, slots=True)
 class Shape:
     """One run: `pool` are keyword arguments of `kvpool.Pool`, `dice` has 256 faces shared out to `OPERATIONS`."""

@@ -2,7 +2,7 @@
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
-from kvpool.testing._books cimport (
+from proof.fuzz._books cimport (
     NOBODY,
     V_FULL,
     V_OK,
@@ -26,20 +26,20 @@ from kvpool.testing._books cimport (
     touch,
     waits_for_step,
 )
-from kvpool.testing._books_prefix cimport books_reset
-from kvpool.testing._books_steps cimport books_judge_step
-from kvpool.testing._fuzz_base cimport CLOSE_BATCH, DECREF, MARK, REVIVE, S_EVICTED, Word, hash64
-from kvpool.testing._storage cimport line_stamp, line_token
+from proof.fuzz._books_prefix cimport books_reset
+from proof.fuzz._books_steps cimport books_judge_step
+from proof.fuzz._fuzz_base cimport CLOSE_BATCH, DECREF, MARK, REVIVE, S_EVICTED, Word, hash64
+from proof.fuzz._storage cimport line_stamp, line_token
 
 from kvpool import errors
-from kvpool.testing.fuzz_misuse import MISUSES, Facts
-from kvpool.testing.fuzz_shape import OPERATIONS
+from proof.fuzz.misuse import MISUSES, Facts
+from proof.fuzz.shape import OPERATIONS
 
 REFUSALS = (errors.KVPoolError, ValueError)
 
 
 cdef class Others(Prefixes):
-    """The rest of the calls; see `kvpool.testing._fuzz.Driver`."""
+    """The rest of the calls; see `proof.fuzz._fuzz.Driver`."""
 
     cdef int op_fork(self, const Word* w) except -1:
         cdef int32_t parent = self.b.live[self.pick(w.b)], n = w.a % 4, i

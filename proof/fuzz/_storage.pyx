@@ -7,7 +7,7 @@ from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
-from kvpool.testing._books cimport line_table
+from proof.fuzz._books cimport line_table
 
 
 cdef int storage_init(Storage* s, const Books* b) noexcept nogil:

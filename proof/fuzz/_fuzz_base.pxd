@@ -1,9 +1,9 @@
 """The fuzzer's driver, its lower half: what it knows, how it picks, what a refusal must be, `open`."""
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
-from kvpool.testing._books cimport Books
-from kvpool.testing._calls cimport Calls
-from kvpool.testing._storage cimport Finding, Storage
+from proof.fuzz._books cimport Books
+from proof.fuzz._calls cimport Calls
+from proof.fuzz._storage cimport Finding, Storage
 
 cdef enum:                      # in the order of OPERATIONS
     OPEN

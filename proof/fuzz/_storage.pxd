@@ -1,7 +1,7 @@
 """What every slot of a storage holds, and what every sequence has to read there."""
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
-from kvpool.testing._books cimport Books, Pending
+from proof.fuzz._books cimport Books, Pending
 
 cdef enum:
     POISON_LOW = 0x0BADC0DE     # what a freed block holds, below the block's id

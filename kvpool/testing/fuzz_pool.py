@@ -1,0 +1,338 @@
+"""Random programs on `kvpool.Pool` beside the plain Python model: the same calls on both, everything compared.
+
+A program is a list of words ``(op, a, b, c)``. What a word means depends on the state that it meets, so every part of
+a program is a program; that is what shrinking needs. `Pair` compares what a call returned or raised, then statistics,
+tables, lengths and reference counts, and every array of a plan that was filled.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+from kvpool import Plan, Pool
+from kvpool.testing.beside import PLANS, RAISED, Pair, Side
+from kvpool.testing.fuzz_target import TargetFinding, TargetReport, hunt
+from kvpool.testing.minimal import Word
+from kvpool.testing.model import ModelPlan, ModelPool
+
+CALLS_PER_RUN = 200
+NAMESPACES = (b"", b"lora-1")
+OPERATIONS = (
+    *("open", "open", "open_prompt", "open_prompt", "step", "step", "step", "step", "step", "step", "reserve"),
+    *("fork", "truncate", "close", "close", "done", "done", "done", "rollback", "commit", "commit", "commit"),
+    *("match", "flush", "events", "alloc", "decref", "incref", "evict", "unshare", "compact", "leave", "stale"),
+    *("defer_close",),
+)
+ONLY_CACHED = ("open_prompt", "commit", "match", "flush", "events")
+
+
+class Program:
+    """The state of a program: the two pools, and what the next words may name."""
+
+    def __init__(self, make_pool: Callable[..., Any], options: dict[str, Any]) -> None:
+        self.pair = Pair(Side(make_pool, Plan, options), Side(ModelPool, ModelPlan, options))
+        self.size: int = options["block_size"]
+        self.cached: bool = options["prefix_cache"]
+        self.live: list[int] = []
+        self.dead: list[int] = [0]  # `Side` opened and closed one
+        self.said: dict[int, list[int]] = {}  # tokens of each sequence, as far as somebody asked
+        self.spaces: dict[int, bytes] = {}
+        self.held: list[int] = []  # blocks with a reference of ours
+
+    def play(self, word: Word) -> None:
+        """Make one call on both pools and compare them."""
+        name = OPERATIONS[word[0] % len(OPERATIONS)]
+        if not self.live or (name in ONLY_CACHED and not self.cached):
+            name = "open"
+        getattr(self, name)(*word[1:])
+        tables = self.pair.compare_state()
+        self.dead += [name for name in self.live if name not in tables]
+        self.live = list(tables)
+
+    def shutdown(self) -> None:
+        """Give the tags back."""
+        for side in (self.pair.test, self.pair.oracle):
+            side.shutdown()
+
+    # ---- what words name ----------------------------------------------------------------------------------
+
+    def _one(self, c: int) -> int:
+        return self.live[c % len(self.live)]
+
+    def _rows(self, c: int) -> list[int]:
+        return list(dict.fromkeys(self._one(c >> shift) for shift in range(0, 4 * (1 + c % 4), 4)))
+
+    def _text(self, name: int, n: int, b: int) -> list[int]:
+        """The first `n` tokens of a sequence; new ones by `b`, few kinds of them, so that prefixes meet."""
+        text = self.said.setdefault(name, [])
+        text += [b >> k % 16 & 1 for k in range(len(text), n)]
+        return text[:n]
+
+    def _idle(self, a: int) -> int:
+        plans = self.pair.oracle.plans
+        idle = [k for k in range(len(plans)) if not plans[k].is_pending]
+        return idle[a % len(idle)] if idle else a % len(plans)
+
+    def _pending(self) -> list[int]:
+        """Plans that are pending, oldest first."""
+        plans = self.pair.oracle.plans
+        return sorted((k for k in range(len(plans)) if plans[k].is_pending), key=lambda k: plans[k].step_id)
+
+    # ---- calls --------------------------------------------------------------------------------------------
+
+    def _opened(self, got: Any, text: list[int], space: bytes) -> None:
+        if got is not RAISED:
+            for name in got:
+                self.live.append(name)
+                self.said[name], self.spaces[name] = list(text), space
+
+    def open(self, a: int, b: int, c: int) -> None:
+        """Open an empty sequence, sometimes with blocks."""
+        tokens = a % (3 * self.size) if b & 1 else 0
+        space = NAMESPACES[c & 1] if self.cached else b""
+        self._opened(self.pair.both(lambda side: side.pool.open(tokens, space), handles=True), [], space)
+
+    def open_prompt(self, a: int, b: int, c: int) -> None:
+        """Open a prompt: of a sequence that is open, with another end, or a new one."""
+        other = self._one(c)
+        known = self.said[other][: a % (len(self.said[other]) + 1)]
+        text, space = known + [b >> k & 1 for k in range(1 + a % (2 * self.size))], NAMESPACES[c >> 8 & 1]
+        self._opened(self.pair.both(lambda side: side.pool.open(text, space), handles=True), text, space)
+
+    def step(self, a: int, b: int, c: int) -> None:
+        """Step some sequences by up to a block and a token."""
+        rows, plan = self._rows(c), self._idle(a)
+        counts = [(b >> 3 * k) % (self.size + 2) for k in range(len(rows))]
+        partial = bool(a & 64)
+
+        def call(side: Side) -> None:
+            side.pool.step(side.plans[plan], side.batch(rows, bool(a & 32)), counts, partial=partial)
+
+        if self.pair.both(call) is not RAISED:
+            self.pair.compare_plan(plan)
+
+    def reserve(self, a: int, b: int, c: int) -> None:
+        """Reserve blocks for tokens to come."""
+        rows, plan, n = self._rows(c), self._idle(a), b % (2 * self.size)
+
+        def call(side: Side) -> None:
+            side.pool.reserve(side.plans[plan], side.batch(rows, False), n)
+
+        if self.pair.both(call) is not RAISED:
+            self.pair.compare_plan(plan)
+
+    def done(self, a: int, b: int, c: int) -> None:
+        """Declare a pending plan done: the oldest, sometimes another one."""
+        pending = self._pending() or [a % len(PLANS)]
+        plan = pending[c % len(pending) if b % 8 == 0 else 0]
+        self.pair.both(lambda side: side.pool.done(side.plans[plan]))
+
+    def rollback(self, a: int, b: int, c: int) -> None:
+        """Roll the newest plan back; an older one is refused."""
+        pending = self._pending() or [a % len(PLANS)]
+        plan = pending[c % len(pending) if b % 8 == 0 else -1]
+        self.pair.both(lambda side: side.pool.rollback(side.plans[plan]))
+
+    def fork(self, a: int, b: int, c: int) -> None:
+        """Fork a sequence."""
+        parent = self._one(c)
+        got = self.pair.both(lambda side: side.pool.fork(side.handle(parent), 1 + a % 3), handles=True)
+        self._opened(got, self.said[parent], self.spaces[parent])
+
+    def truncate(self, a: int, b: int, c: int) -> None:
+        """Shorten a sequence; a length beyond its end is refused."""
+        name = self._one(c)
+        length = a % (self.pair.test.pool.num_tokens(self.pair.test.handle(name)) + 2)
+        if self.pair.both(lambda side: side.pool.truncate(side.handle(name), length)) is not RAISED:
+            del self.said[name][length:]
+
+    def compact(self, a: int, b: int, c: int) -> None:
+        """Let tokens of a sequence go."""
+        name = self._one(c)
+        length = a % (self.pair.test.pool.kv_len(self.pair.test.handle(name)) + 1)
+        self.pair.both(lambda side: side.pool.compact(side.handle(name), length, b % 3))
+
+    def unshare(self, a: int, b: int, c: int) -> None:
+        """Copy what sequences share, so that they can be compacted."""
+        rows, plan = self._rows(c), self._idle(a)
+        lens = [(b >> 3 * k) % (2 * self.size + 1) for k in range(len(rows))]
+
+        def call(side: Side) -> None:
+            side.pool.unshare(side.plans[plan], side.batch(rows, False), lens, a % 2)
+
+        if self.pair.both(call) is not RAISED:
+            self.pair.compare_plan(plan)
+
+    def leave(self, a: int, b: int, c: int) -> None:
+        """Take blocks out of the middle of a sequence."""
+        name = self._one(c)
+        places = sorted({a % 5, b % 5} if a & 8 else {a % 5})
+        self.pair.both(lambda side: side.pool.evict_blocks(side.handle(name), places))
+
+    def defer_close(self, a: int, b: int, c: int) -> None:
+        """Close two sequences at the next call, as a finalizer would."""
+        rows = self._rows(c)[:2]
+        for row in rows:
+            self.pair.both(lambda side, row=row: side.pool.defer_close(side.handle(row)))  # type: ignore[misc]
+
+    def close(self, a: int, b: int, c: int) -> None:
+        """Close sequences."""
+        rows = self._rows(c)
+        self.pair.both(lambda side: side.pool.close(side.batch(rows, bool(a & 1))))
+
+    def stale(self, a: int, b: int, c: int) -> None:
+        """Name a closed sequence: refused."""
+        name = self.dead[c % len(self.dead)]
+        calls: list[Callable[[Side], Any]] = [
+            lambda side: side.pool.fork(side.handle(name)),
+            lambda side: side.pool.close(side.batch([*self.live[:2], name], False)),
+            lambda side: side.pool.truncate(side.handle(name), 0),
+            lambda side: side.pool.is_open(side.handle(name)),
+        ]
+        self.pair.both(calls[a % len(calls)])
+
+    def commit(self, a: int, b: int, c: int) -> None:
+        """Say which tokens a sequence holds, as far as they are computed, or one too far."""
+        name = self._one(c)
+        pool, handle = self.pair.test.pool, self.pair.test.handle(name)
+        start, end = pool.committed(handle), pool.num_tokens(handle)
+        n = a % (end - start + 2) if end >= start else 0
+        tokens = self._text(name, start + n, b)[start:]
+        self.pair.both(lambda side: side.pool.commit(side.handle(name), tokens))
+
+    def match(self, a: int, b: int, c: int) -> None:
+        """Ask how much of a prompt is cached."""
+        name = self._one(c)
+        text = self._text(name, 1 + a % (4 * self.size), b)
+        self.pair.both(lambda side: side.pool.match(text, self.spaces[name]))
+
+    def flush(self, a: int, b: int, c: int) -> None:
+        """Forget a namespace, or rarely everything."""
+        if b % 4 == 0:
+            space = None if a % 8 == 0 else NAMESPACES[c & 1]
+            self.pair.both(lambda side: side.pool.flush(space))
+
+    def events(self, a: int, b: int, c: int) -> None:
+        """Compare what the cache told since the last time."""
+        self.pair.both(lambda side: [event[0] for event in side.pool.drain_events()])
+
+    def alloc(self, a: int, b: int, c: int) -> None:
+        """Take blocks for tables of our own."""
+        got = self.pair.both(lambda side: side.pool.alloc(1 + a % 3))
+        if got is not RAISED:
+            self.held += got.tolist()
+
+    def incref(self, a: int, b: int, c: int) -> None:
+        """Take one more reference to a block."""
+        block = self.held[c % len(self.held)] if self.held else a % self.pair.test.pool.num_blocks
+        if self.pair.both(lambda side: side.pool.incref(block)) is not RAISED:
+            self.held.append(block)
+
+    def decref(self, a: int, b: int, c: int) -> None:
+        """Give a reference back."""
+        if self.held:
+            block = self.held.pop(c % len(self.held))
+            self.pair.both(lambda side: side.pool.decref(block))
+
+    def evict(self, a: int, b: int, c: int) -> None:
+        """Evict cached blocks."""
+        self.pair.both(lambda side: side.pool.evict(a % 3))
+
+
+def options_of(seed: int, num_blocks: int | None = None, block_size: int | None = None) -> dict[str, Any]:
+    """The pool of a run."""
+    rng = random.Random(seed)
+    blocks, size, reserved = rng.randint(4, 24), rng.choice([1, 2, 2, 3, 4, 7]), rng.choice([0, 1])
+    return {
+        "num_blocks": num_blocks or blocks,
+        "block_size": block_size or size,
+        "max_seqs": rng.choice([3, 6, 12]),
+        "reserved_blocks": reserved,
+        "watermark": rng.choice([0, 0, 1]),
+        "in_order": rng.random() < 0.2,
+        "prefix_cache": rng.random() < 0.6,
+        "events": rng.choice([0, 8]),
+    }
+
+
+class PoolRun:
+    """Programs on one kind of `Pool`, for `kvpool.testing.fuzz_target.hunt`."""
+
+    def __init__(self, options: dict[str, Any], seed: int, make_pool: Callable[..., Any] = Pool) -> None:
+        self.sizes, self.seed, self.make_pool = options, seed, make_pool
+
+    def words(self) -> list[Word]:
+        """The program of the seed."""
+        rng = random.Random(f"words {self.seed}")
+        return [
+            (rng.randrange(len(OPERATIONS)), rng.getrandbits(16), rng.getrandbits(16), rng.getrandbits(16))
+            for _ in range(CALLS_PER_RUN)
+        ]
+
+    def play(self, words: list[Word]) -> int:
+        """Play a program on new pools; returns the calls made."""
+        options = dict(self.sizes)
+        if not options["prefix_cache"]:
+            options["events"] = 0
+        program = Program(self.make_pool, options)
+        try:
+            for made, word in enumerate(words):
+                try:
+                    program.play(word)
+                except Exception as error:  # the pool may fail with anything
+                    name = OPERATIONS[word[0] % len(OPERATIONS)]
+                    raise TargetFinding(type(error).__name__, f"call {made}, {name}: {error}") from error
+        finally:
+            program.shutdown()
+        return len(words)
+
+    def script(self, words: list[Word], what: str) -> str:
+        """A test that plays these words."""
+        lines = "".join(f"        {word},  # {OPERATIONS[word[0] % len(OPERATIONS)]}\n" for word in words)
+        comment = "".join(f"    # {line}\n" for line in what.splitlines()[:3])
+        options = json.dumps(self.sizes, indent=8).replace("true", "True").replace("false", "False")
+        return (
+            "from kvpool.testing.fuzz_pool import PoolRun\n\n\n"
+            f"def test_fuzz_pool():\n{comment}    options = {options[:-1]}    }}\n"
+            f"    words = [\n{lines}    ]\n    PoolRun(options, {self.seed}).play(words)\n"
+        )
+
+
+def hunt_pool(
+    make_pool: Callable[..., Any] = Pool,
+    seed: int = 1,
+    *,
+    calls: int | None = None,
+    seconds: float | None = None,
+    num_blocks: int | None = None,
+    block_size: int | None = None,
+    told: Callable[[TargetReport], None] | None = None,
+) -> TargetReport:
+    """Random programs on `make_pool` beside the model, until one differs or so many calls or seconds are over.
+
+    Parameters
+    ----------
+    make_pool : callable
+        `kvpool.Pool`, or a subclass.
+    seed : int
+        Of the first run; the report's `seed` and ``calls=1`` repeat the run that failed.
+    calls, seconds : int, float, optional
+        When to stop; whole runs are made.
+    num_blocks, block_size : int, optional
+        Of every pool; drawn by seed otherwise.
+    told : callable, optional
+        Called with the report after every run.
+
+    Returns
+    -------
+    TargetReport
+        `finding` is None, or says what differs; `script` is the shortest program found, as a test.
+    """
+
+    def make_run(run_seed: int) -> PoolRun:
+        return PoolRun(options_of(run_seed, num_blocks, block_size), run_seed, make_pool)
+
+    return hunt(make_run, seed, calls=calls, seconds=seconds, told=told)
