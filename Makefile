@@ -30,7 +30,7 @@ fuzz: $(VENV)/built $(VENV)/test  ## random programs on the compiled core for a 
 	$(PY) -m proof.fuzz $(or $(FUZZ_ARGS),--seconds 60)
 
 test-metal: $(VENV)/built $(VENV)/test  ## the tests of the Metal kernels, with 2,000 launches more; threads under ThreadSanitizer
-	KVPOOL_METAL_LAUNCHES=2000 $(PYTEST) --timeout 3600 tests/test_metal_*.py tests/test_msl_*.py $(PYTEST_ARGS)
+	KVPOOL_METAL_LAUNCHES=2000 $(PYTEST) --timeout 3600 tests/metal $(PYTEST_ARGS)
 	@[ "$$(uname)" != Linux ] || $(PY) -m proof threads
 
 test-embed: $(VENV)/built $(VENV)/test  ## the tests of the JAX adapter (installs jax)
@@ -42,7 +42,7 @@ test-torch: $(VENV)/built $(VENV)/test  ## the tests of the transformers adapter
 	$(PYTEST) tests/with_torch $(PYTEST_ARGS)
 
 test-golden-full: $(VENV)/built $(VENV)/test  ## replay the full traces in the folder KVPOOL_TRACES
-	KVPOOL_REPLAY_FULL=1 $(PYTEST) tests/test_replay.py $(PYTEST_ARGS)
+	KVPOOL_REPLAY_FULL=1 $(PYTEST) tests/cli/test_replay.py $(PYTEST_ARGS)
 
 test-long: $(VENV)/built $(VENV)/test  ## the tests with ten times the random examples, and with pools of a gigabyte
 	KVPOOL_FUZZ_EXAMPLES=10000 KVPOOL_LONG=1 $(PYTEST) --timeout 3600 $(PYTEST_ARGS)
@@ -70,10 +70,8 @@ debug: $(VENV)/made  ## compile the core in place with every check on; make buil
 
 asan: $(VENV)/built $(VENV)/test  ## the core's and the CPU backend's tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(PY) -m proof.builds asan-cpu -m pytest -n auto --maxprocesses 4 --dist loadfile $(PYTEST_ARGS) \
-		--ignore tests/test_packaging.py --ignore tests/test_import_cost.py --ignore tests/test_stubs.py \
-		--ignore tests/test_user_types.py --ignore tests/test_make.py --ignore-glob '*demo*' --ignore tests/test_tidy.py \
-		--ignore tests/test_readme.py --ignore-glob '*proof*' --ignore-glob '*mlx*' --ignore-glob '*metal*' \
-		--ignore-glob '*msl*' --ignore tests/test_capi_speed.py --ignore tests/test_baselines.py
+		$(addprefix --ignore=tests/,repository mlx_lm metal capi/test_capi_speed.py benchmarks/test_baselines.py) \
+		--ignore-glob '*test_demo*' --ignore-glob '*test_proof*' --ignore-glob '*mlx*'
 
 tsan: $(VENV)/built $(VENV)/test  ## threads on pools, under ThreadSanitizer (Linux, gcc, setarch -R)
 	$(PY) -m proof threads

@@ -2,7 +2,7 @@
 
 ::
 
-    python -m proof.builds asan -m pytest tests/test_pending.py     # compiles what changed, then runs Python in it
+    python -m proof.builds asan -m pytest tests/core/test_pending.py     # compiles what changed, then runs Python in it
 
 A folder is compiled again only where its sources changed. What runs in it has the folder as its working directory and
 imports the copy, tests and proof included.
@@ -104,6 +104,12 @@ VARIANTS = {
     "mutants": MUTANTS,
     "mutants-quick": replace(MUTANTS, switches=MUTANTS.switches | {"KVPOOL_OPTIMIZE": "0"}),  # to compile, not to run
 }
+
+
+def test_file(name: str) -> str:
+    """Where a file of tests is, from the top: ``"test_can"`` is ``tests/core/test_can.py``."""
+    (found,) = (ROOT / "tests").rglob(f"{name}.py")
+    return str(found.relative_to(ROOT))
 
 
 def _is_left_out(kind: Variant, inside: Path) -> bool:
@@ -238,7 +244,7 @@ def run(variant: str, argv: Sequence[str], *, leaks: bool = False, **options) ->
     variant : str
         A key of `VARIANTS`.
     argv : sequence of str
-        Arguments of the interpreter, e.g. ``["-m", "pytest", "tests/test_cow.py"]``.
+        Arguments of the interpreter, e.g. ``["-m", "pytest", "tests/core/test_cow.py"]``.
     leaks : bool
         Of "asan": whether memory that is lost fails the process at its end.
     **options

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from proof.builds import ROOT, build, run
+from proof.builds import ROOT, build, run, test_file
 from proof.figure import Budget, Figure
 from proof.mutation.source import core_sources, functions, uncommented
 
@@ -94,7 +94,7 @@ def statement_at(place: Place) -> Statement | None:
 
 def programs(short: bool) -> list[list[str]]:
     """What runs in the build that counts: tests, and the programs that hunt mutants."""
-    tests = [f"tests/{name}.py" for name in TESTS]
+    tests = [test_file(name) for name in TESTS]
     pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "not costs"]  # nothing is fast
     scenarios = ["-m", "proof.mutation.hunt", "--record-only", "--tapes"]
     return [[*scenarios, "0"]] if short else [[*scenarios, "10"], [*pytest, *tests]]

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 
 from proof import coverage
-from proof.builds import run
+from proof.builds import run, test_file
 from proof.figure import Budget, Figure
 from proof.interpreter import missing as missing_interpreter
 from proof.threads import refused
@@ -31,7 +31,7 @@ MOST_RATIO = 1.05
 MOST_SECONDS = 900  # for one case
 IMPORT = "import sys, kvpool, kvpool.capi, kvpool_backends.cpu; assert not sys._is_gil_enabled(); print(sys.version)"
 TESTS = tuple(
-    f"tests/{name}.py"
+    test_file(name)
     for name in (
         *coverage.TESTS,
         *("test_backend_cpu", "test_backend_numpy", "test_cpu_decode", "test_cpu_misuse", "test_cpu_move"),

@@ -4,7 +4,7 @@ A case is a call inside of a test's ``with refused(...)``, which names the docum
 digest and plans as they were; tests that do not do all of that run too, and count nothing. Such are the arrays that
 another thread writes while each call reads them, and calls that are legal where one would not expect it: from a
 finalizer, a signal's handler, an ``__index__`` (earlier calls, all of them), and an import by a second interpreter,
-which is refused as a whole. Those of the CPU kernels (``tests/test_cpu_misuse.py``) have no pool whose fingerprint
+which is refused as a whole. Those of the CPU kernels (``tests/cpu/test_cpu_misuse.py``) have no pool whose fingerprint
 could change, and their copy takes several times as long to compile as the core's: ``make asan`` runs them.
 """
 
@@ -32,7 +32,7 @@ REFUSED = re.compile(r"(?m)^(\d+) wrong calls refused as documented$")
 
 def run_file(name: str, variant: str, core: str = "") -> tuple[str, int, int, str]:
     """One file of tests in a process of its own: (name, wrong calls refused as documented, failures, last line)."""
-    argv = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"tests/test_{name}.py"]
+    argv = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", builds.test_file(f"test_{name}")]
     env = {"KVPOOL_COUNT_REFUSED": "1"} | ({"KVPOOL_CORE": core} if core else {})
     env["ASAN_OPTIONS"] = "detect_leaks=0:allocator_may_return_null=1"  # pools too large for this machine are cases
     if variant:
@@ -60,7 +60,7 @@ def figure_of(files: Sequence[str], variant: str, budget: Budget, least: int, co
     cases, failed = (sum(result[column] for result in results) for column in (1, 2))
     where = variant or "the build in place"
     measured = f"{cases:,} wrong calls refused as documented, {failed:,} tests failed, under {where}"
-    notes = "\n".join(f"tests/test_{name}.py: {last}" for name, _, wrong, last in results if wrong)
+    notes = "\n".join(f"test_{name}.py: {last}" for name, _, wrong, last in results if wrong)
     return Figure(NAME, TARGET, measured, not failed and cases >= least, COMMAND, time.monotonic() - start, notes)
 
 

@@ -40,7 +40,7 @@ def planted(budget: Budget) -> Figure:
     missed += [name for name in names if convict(name, budget.seed) is None]
     return Figure(
         *(NAME, TARGET, f"{len(names)} planted faults, {len(missed)} missed in {SEEDS} worlds each", bool(missed)),
-        command="python -m pytest tests/test_simulator_faults.py",
+        command="python -m pytest tests/proof/test_simulator_faults.py",
         seconds=time.monotonic() - start,
         notes=", ".join(missed) or found,
     )

@@ -11,7 +11,7 @@ import numpy as np
 import kvpool
 from kvpool.testing import ModelPlan, ModelPool
 from proof.mutation.scenarios import ARRAYS, FORMATS, tried
-from tests.capi_table import KV_TO_PYTHON, Array, C, Stats, api, call, call_without_gil, function, message
+from tests.helpers.capi_table import KV_TO_PYTHON, Array, C, Stats, api, call, call_without_gil, function, message
 
 #: Parameters that say how long an array is: nobody can be told that it is longer than it is.
 LENGTHS = {

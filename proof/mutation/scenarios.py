@@ -1,7 +1,7 @@
 """Programs that reach what random ones do not: each is a function of the classes `Pool` and `Plan`.
 
 They assert nothing themselves: what they call, and what comes back, is recorded from the core and compared with the
-plain Python model, which runs them too (tests/test_proof_mutants.py). Those of `CORE_ONLY` use what the model lacks.
+plain Python model, which runs them too (test_proof_mutants.py). Those of `CORE_ONLY` use what the model lacks.
 """
 
 from __future__ import annotations

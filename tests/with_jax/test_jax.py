@@ -243,7 +243,7 @@ def test_metadata_of_64_sequences_of_4k_costs_microseconds():
 
 
 def test_example_of_the_page_runs(capsys):
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
     from embedding_page import examples
 
     (code,) = examples("jax")
@@ -252,7 +252,7 @@ def test_example_of_the_page_runs(capsys):
 
 
 def test_decode_step_takes_no_more_memory_with_more_pages(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "adapters"))
     from test_adapter_allocation import GROWTH_MAX, STEPS, measured
 
     peaks = []

@@ -289,7 +289,7 @@ def test_nothing_is_left_of_the_context_manager_after_an_error():
 
 
 def test_example_of_the_page_runs(capsys):
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
     from embedding_page import examples
 
     (code,) = examples("torch")
@@ -298,7 +298,7 @@ def test_example_of_the_page_runs(capsys):
 
 
 def test_indices_of_a_step_take_no_more_memory_with_more_blocks(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "adapters"))
     from test_adapter_allocation import GROWTH_MAX, STAYS_MAX, measured
 
     peaks, length = [], 400

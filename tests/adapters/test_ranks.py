@@ -1,0 +1,199 @@
+"""Pools on two real processes over loopback: equal, different, one of them gone, one of them silent."""
+
+import re
+import socket
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+mx = pytest.importorskip("mlx.core", reason="the ranks talk through mlx")
+
+from kvpool import Pool  # noqa: E402
+from kvpool.adapters import launch as launch_module  # noqa: E402
+from kvpool.adapters.launch import launch  # noqa: E402
+from kvpool.adapters.ranks import RankLost, Ranks  # noqa: E402
+from kvpool.cli import main  # noqa: E402
+from kvpool.cli.demo.ranks import part  # noqa: E402
+from kvpool.cli.demo.settings import Settings  # noqa: E402
+from kvpool.errors import OutOfBlocks  # noqa: E402
+
+SCRIPT = str(Path(__file__).parents[1] / "helpers" / "rank_script.py")
+STEPS, WHEN = 12, 5  # as in the script
+
+
+@pytest.fixture(autouse=True)
+def project_on_the_path(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(SCRIPT).parent.parent))
+
+
+def run(fault):
+    launched = launch([SCRIPT, fault], 2, timeout=1200)
+    print(launched.output)
+    assert "the ranks were ended" not in launched.output  # whatever happens to one, all end by themselves
+    return launched
+
+
+def test_ranks_equal_calls_agree_in_every_step():
+    launched = run("none")
+    assert launched.held
+    digests = re.findall(rf"^rank \d digest (\w+) after {STEPS}$", launched.output, re.MULTILINE)
+    assert len(digests) == 2 and len(set(digests)) == 1
+
+
+def test_ranks_diverging_pool_stops_both_in_that_step():
+    launched = run("diverge")
+    assert not launched.held
+    for rank in range(2):
+        assert f"rank {rank} stopped: RanksDisagree [agree] pools differ in step {WHEN}: rank 0 " in launched.output
+    assert launched.output.count(f"after {WHEN - 1} passes") == 2  # the row too many has reached no sum
+
+
+def test_ranks_one_leaves_the_other_says_so():
+    launched = run("leave")
+    assert not launched.held
+    assert f"rank 0 stopped: RankLost [agree] rank 0 of 2 lost another one in step {WHEN}" in launched.output
+
+
+def test_ranks_one_leaves_in_the_middle_of_the_model_the_other_says_so():
+    launched = run("model-leave")
+    assert not launched.held
+    assert f"rank 0 stopped: RankLost [step] rank 0 of 2 lost another one in step {WHEN}: [ring] " in launched.output
+
+
+def test_ranks_other_batch_stops_both_before_the_model_runs():
+    launched = run("batch")
+    for rank in range(2):
+        assert f"rank {rank} stopped: RanksDisagree [agree] batches differ in step {WHEN}: rank 0 " in launched.output
+    assert launched.output.count(f"after {WHEN - 1} passes") == 2 and not launched.held
+
+
+def test_ranks_batch_of_no_integers_stops_both_before_the_model_runs():
+    launched = run("words")
+    assert f"rank 0 stopped: RanksDisagree [agree] batches differ in step {WHEN}: rank 0 " in launched.output
+    message = f"rank 1 stopped: TypeError [agree] batch must be bytes or integers in step {WHEN}: they are <U1"
+    assert message in launched.output
+    assert launched.output.count(f"after {WHEN - 1} passes") == 2 and not launched.held
+
+
+def test_ranks_one_hangs_in_the_model_all_end_in_time():
+    launched = run("model-hang")
+    assert not launched.held
+    said = [f"[step] rank {rank} of 2: step {WHEN} is not over after 3 s, the limit" for rank in range(2)]
+    assert any(line in launched.output for line in said)  # whoever is first ends, and mlx.launch ends the other
+    assert "digest" not in launched.output  # neither came through
+
+
+def test_ranks_one_crashes_the_other_ends():
+    launched = run("crash")  # rank 0 sees it by itself, or is ended by mlx.launch: whichever is first
+    assert not launched.held and "done" not in launched.output
+
+
+def test_ranks_one_hangs_the_other_ends_in_time():
+    launched = run("hang")
+    assert not launched.held
+    assert f"[agree] rank 0 of 2: step {WHEN} is not over after 3 s, the limit" in launched.output
+
+
+def test_launch_workers_that_never_end_are_ended():
+    launched = launch(["-c", "import time; time.sleep(3600)"], 2, timeout=3)
+    assert not launched.held
+    assert "the ranks were ended after 3 s" in launched.output
+
+
+def test_launch_workers_that_fail_are_no_success_whatever_mlx_launch_returns():
+    assert not launch(["-c", "raise SystemExit(1)"], 2, timeout=1200).held
+
+
+def test_launch_without_mlx_launch_beside_the_interpreter_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(FileNotFoundError, match=r"^\[launch\] .*mlx\.launch does not exist; mlx installs it beside"):
+        launch(["-c", "pass"], 2)
+
+
+def test_ports_in_use_are_passed_over():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert not launch_module._is_free(taken.getsockname()[1])
+    first = launch_module._free_ports(3)
+    assert all(launch_module._is_free(first + k) for k in range(3))
+
+
+def test_ranks_of_one_agree_with_themselves_and_call_back_when_late():
+    group = mx.distributed.init(backend="any")
+    assert group.size() == 1
+    late = []
+    with pytest.raises(ValueError, match="timeout is 0"):
+        Ranks(group, timeout=0)
+    with Ranks(group, timeout=0.05, on_timeout=late.append) as ranks:
+        pool = Pool(8, 4, seed=1)
+        assert ranks.agree(pool) == pool.digest()
+        ranks._expect(("agree", 7))  # as if the others were silent
+        while not late:
+            time.sleep(0.01)
+        assert late == ["[agree] rank 0 of 1: step 7 is not over after 0.05 s, the limit"]
+    assert not ranks._watch.is_alive()
+
+
+def test_step_of_one_rank_passes_on_what_is_no_fault_of_the_others():
+    pool = Pool(8, 4, seed=1)
+    with Ranks(mx.distributed.init(backend="any")) as ranks:
+        with ranks.step(pool, batch=[1, 2]) as digest:
+            assert digest == pool.digest() and ranks._waiting == ("step", 1)
+            ranks.agree(pool)
+            assert ranks._waiting == ("step", 1)  # watched again after the comparison inside
+        for error in (RuntimeError("the sampler failed"), OutOfBlocks("[step] full"), KeyboardInterrupt()):
+            with pytest.raises(type(error)) as caught, ranks.step(pool):
+                raise error
+            assert caught.value is error and ranks._waiting is None
+        message = r"^\[step\] rank 0 of 1 lost another one in step 6: \[ring\] gone$"
+        with pytest.raises(RankLost, match=message), ranks.step(pool):
+            raise RuntimeError("[ring] gone")
+
+
+def mixed(ranks, pool, monkeypatch, batch):
+    """What a rank sends for a batch."""
+    sent, gather = [], ranks._gather
+    monkeypatch.setattr(ranks, "_gather", lambda value, stream: sent.append(value) or gather(value, stream))
+    ranks.agree(pool, batch=batch)
+    monkeypatch.undo()
+    return sent[0]
+
+
+def test_batches_of_other_shapes_or_values_are_told_apart(monkeypatch):
+    batches = [None, b"", b"\1", [], [[]], [1], [[1]], [1, 2, 3, 4], [[1, 2], [3, 4]], 1, -1, [2], [1 << 40]]
+    with Ranks(mx.distributed.init(backend="any")) as ranks:
+        pool = Pool(8, 4, seed=1)
+        values = [mixed(ranks, pool, monkeypatch, batch) for batch in batches]
+        assert len(set(values)) == len(batches)
+        for same in ([1, 2], (1, 2), np.array([1, 2], np.int32), mx.array([1, 2])):
+            assert mixed(ranks, pool, monkeypatch, same) == mixed(ranks, pool, monkeypatch, np.array([1, 2]))
+
+
+@pytest.mark.parametrize("batch", [[1.2], 1.0, "ab", [[1], [1, 2]], [None], [1 << 64], [True], object()])
+def test_batch_of_no_integers_is_refused_with_the_pool_as_it_was(batch):
+    with Ranks(mx.distributed.init(backend="any")) as ranks:
+        pool = Pool(8, 4, seed=1)
+        before = pool.fingerprint()
+        with pytest.raises(TypeError, match=r"^\[agree\] batch must be bytes or integers in step 1: "):
+            ranks.agree(pool, batch=batch)
+        assert pool.fingerprint() == before
+        assert ranks.agree(pool, batch=[1]) == pool.digest() and ranks.steps == 2
+
+
+def test_demo_on_two_ranks_holds_every_claim():
+    claims = part(2).run(Settings(), print).claims
+    assert {name: claim.held for name, claim in claims.items()} == dict.fromkeys(claims, True)
+
+
+def test_interpreter_is_named_because_mlx_launch_would_not_find_ours():
+    launched = launch(["-c", "import sys; print('python', sys.executable)"], 2, timeout=1200, last_line="-")
+    assert launched.output.count(f"python {sys.executable}") == 2
+
+
+def test_demo_on_ranks_that_cannot_share_the_heads_is_refused(capsys):
+    assert main(["demo", "--ranks", "3"]) == 2
+    assert "--ranks 3: the model has 4 KV heads, so 2 or 4 ranks share them" in capsys.readouterr().err

@@ -1,0 +1,524 @@
+"""The extension that writes into MLX's pool as a node of its graph: in place, in order, and only where it fits.
+
+It is compiled once for all runs of the tests, into ``build/``; ``KVPOOL_LONG=1`` adds the pools that need gigabytes.
+"""
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_models import batch_tokens, on_cpu, random_prompts, solo_tokens, tiny_gpt_oss, tiny_llama
+
+from kvpool.adapters.mlx_lm import install
+from kvpool.config import LAYOUTS, KVSpec
+from kvpool.errors import BackendUnavailable
+from kvpool.protocol import ArrayPlan, AttentionOptions
+from kvpool.testing import conformance
+from kvpool_backends.mlx import MLXBackend
+from kvpool_backends.mlx.native import load, loading, status
+from kvpool_backends.mlx.native.build import BuildError, build, compile_to
+from kvpool_backends.mlx.native.pool import PoolMoved
+
+SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", block_size=4)
+LONG = bool(os.environ.get("KVPOOL_LONG"))
+LOGGER = "kvpool_backends.mlx.native.loading"
+
+
+@pytest.fixture(scope="module")
+def built():
+    """A folder with the extension, compiled if sources, MLX or Python have changed since the last run."""
+    folder = Path(__file__).parents[2] / "build" / "mlx-native"
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # tests may run in several processes
+        try:
+            loading.open_module(folder)
+        except loading.Unfit:
+            build(folder)
+    return folder
+
+
+@contextlib.contextmanager
+def looking_in(folder):
+    """The process finds the extension there, as if it looked for the first time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVPOOL_MLX_NATIVE_DIR", str(folder))
+        patch.delenv("KVPOOL_MLX_NATIVE", raising=False)
+        loading._load.cache_clear()
+        try:
+            yield
+        finally:
+            loading._load.cache_clear()
+
+
+@pytest.fixture
+def native(built):
+    with looking_in(built), on_cpu():
+        assert load() is not None, status()["why"]
+        yield MLXBackend
+
+
+def row(backend, block, length, new=1):
+    """A step that writes the last `new` of `length` tokens of a sequence whose blocks are `block`, `block` + 1, ..."""
+    size = backend.spec.block_size
+    table = np.arange(block, block - (-length // size), dtype=np.int32)[None]
+    slots = np.arange(length - new, length, dtype=np.int32) + block * size
+    plan = ArrayPlan(table, np.int32([length]), np.int32([0, new]), slots)
+    return backend.step_arrays(plan, np.array([length]))
+
+
+def tokens(value, count=1, spec=SPEC):
+    return mx.full((count, spec.num_kv_heads, spec.head_dim), float(value))
+
+
+# --------------------------------------------------------------------------------------------- the kit
+
+
+@pytest.mark.parametrize("case", conformance.CASES, ids=lambda case: case.__name__)
+def test_native_backend_conforms(case, native):
+    try:
+        case(lambda spec, num_blocks: native(spec, num_blocks))
+    except conformance.NotApplicable:
+        left_out = {"attention_weights_are_returned", "refused_specs_raise", "other_bits_and_groups_are_refused"}
+        assert case.__name__ in left_out | {"scores_come_after_weights", "scores_out_is_filled_in_place"}
+
+
+def test_quantized_storage_is_not_for_the_native_route(native):
+    quantized = replace(KVSpec(2, 2, 32, "float32", 4), k_bits=8, quant_group_size=32)
+    assert type(native(quantized, 8)).__name__ == "KernelBackend"
+    with pytest.raises(BackendUnavailable, match="native=True, but the extension has no quantized storage"):
+        native(quantized, 8, native=True)
+
+
+def test_native_route_is_taken_where_it_is_built(native):
+    backend = native(SPEC, 8)
+    assert type(backend).__name__ == "NativeBackend" and not backend.is_eager
+    assert type(native(SPEC, 8, native=False)).__name__ == "KernelBackend"
+    assert status()["active"] and status()["why"] == ""
+
+
+# ------------------------------------------------------------------------------------- lazy and in order
+
+
+def test_calls_are_lazy_and_evaluating_a_result_evaluates_what_came_before(native):
+    backend = native(SPEC, 8)
+    for layer in range(SPEC.num_layers):
+        backend.write_tokens(layer, tokens(1, 3), tokens(2, 3), row(backend, 2, 3, 3))
+    out = backend.attend(1, mx.repeat(tokens(1, 3), 2, axis=1), row(backend, 2, 3, 3))
+    memory = np.asarray(memoryview(backend._pool.arrays[2]))
+    assert not memory.any()  # nothing has run
+    mx.eval(out)
+    assert (np.array(out) == 2).all() and memory[2, :3].all()
+    assert not np.asarray(memoryview(backend._pool.arrays[0])).any()  # nobody has asked for layer 0
+    mx.eval(backend.planes(0))
+    assert np.asarray(memoryview(backend._pool.arrays[0]))[2, :3].all()
+
+
+@pytest.mark.parametrize("evaluated_first", ["write", "read"])
+def test_a_read_sees_the_pool_as_it_was_when_it_was_built(native, evaluated_first):
+    """The write-after-read hazard: without an edge from the read to the write it reads what came later."""
+    backend = native(SPEC, 8)
+    step = row(backend, 1, 1)
+    backend.write(0, tokens(1), tokens(1), step)
+    read = backend.attend(0, tokens(0), step)
+    backend.write(0, tokens(2), tokens(2), step)
+    if evaluated_first == "write":
+        backend.settle()
+    assert (np.array(read) == 1).all()
+    assert (np.array(backend.attend(0, tokens(0), step)) == 2).all()
+
+
+def test_a_read_outside_of_the_chain_reads_the_future(native):
+    """What the rule of `InPlacePool` is for: the same program, the read's handle not handed on."""
+    backend = native(SPEC, 8)
+    module, step = backend._module, row(backend, 1, 1)
+
+    def stale(*args):
+        handles = tuple(mx.array(0) for _ in args[1])
+        for handle, newest in zip(handles, args[1], strict=True):
+            module.share(handle, newest)
+        module.run(args[0], handles, *args[2:])
+
+    backend.write(0, tokens(1), tokens(1), step)
+    backend._lazy._module = Faulty(module, run=stale)
+    read = backend.attend(0, tokens(0), step)
+    backend._lazy._module = module
+    backend.write(0, tokens(2), tokens(2), step)
+    backend.settle()
+    assert (np.array(read) == 2).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("seed", range(3))
+def test_random_programs_give_what_the_eager_route_gives(native, layout, seed):
+    """Operations on overlapping blocks, evaluated in any order or not at all before the end, on two streams."""
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    spec = KVSpec(2, 2, 8, "float32", 4, layout=layout)
+    lazy, eager = native(spec, 6), native(spec, 6, native=False)
+    streams = [mx.default_stream(mx.cpu), mx.new_stream(mx.cpu)]
+    pending, expected = [], []
+    for _ in range(60):
+        layer, block, length = rng.integers(2), rng.integers(5), rng.integers(1, 5)
+        kind = rng.choice(["write", "attend", "both", "copy", "zero", "evaluate"])
+        k, v, q = (rng.standard_normal((length, heads, 8)).astype(np.float32) for heads in (2, 2, 4))
+        plan = ArrayPlan(
+            np.int32([[block]]),
+            np.int32([length]),
+            np.int32([0, length]),
+            np.arange(length, dtype=np.int32) + 4 * block,
+        )
+        if kind == "evaluate" and pending:
+            mx.eval(pending[rng.integers(len(pending))])
+        for backend, results in ((lazy, pending), (eager, expected)):
+            with mx.stream(streams[rng.integers(2)]):
+                if kind in ("write", "both"):
+                    backend.write(layer, mx.array(k) * 1, mx.array(v) * 1, plan)
+                if kind in ("attend", "both"):
+                    results.append(backend.attend(layer, mx.array(q) * 1, plan))
+                if kind == "copy":
+                    backend.copy_blocks(np.int32([[block, (block + 1) % 6, length]]))
+                if kind == "zero":
+                    backend.zero([block])
+    for i in rng.permutation(len(pending)):
+        np.testing.assert_array_equal(np.array(pending[i]), np.array(expected[i]))
+    assert lazy.export_blocks(range(6)).tobytes() == eager.export_blocks(range(6)).tobytes()
+    assert lazy.settle() == 0
+
+
+def test_write_and_attend_as_one_node_gives_the_same(native):
+    rng = np.random.default_rng(0)
+    one, two = native(SPEC, 8), native(SPEC, 8)
+    options = AttentionOptions(window=3, sinks=np.ones(4, np.float32), soft_cap=5.0)
+    for length in range(1, 12):
+        q, k, v = (mx.array(rng.standard_normal((1, heads, 8)).astype(np.float32)) for heads in (4, 2, 2))
+        together = one.write_and_attend(1, q, k, v, row(one, 3, length), options=options)
+        two.write(1, k, v, row(two, 3, length))
+        apart = two.attend(1, q, row(two, 3, length), options=options)
+        np.testing.assert_array_equal(np.array(together), np.array(apart))
+
+
+def test_results_are_not_kept_by_the_pool(native):
+    backend = native(SPEC, 64)
+    step = row(backend, 0, 200, 200)
+    q = mx.zeros((200, 64, SPEC.head_dim))
+    mx.eval(q, backend.attend(0, q, step))
+    mx.synchronize()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    for _ in range(20):
+        mx.eval(backend.attend(0, q, step))
+    mx.synchronize()
+    mx.clear_cache()
+    assert mx.get_active_memory() < before + 2 * q.nbytes
+
+
+# --------------------------------------------------------------------------------------------- in place
+
+
+def decode(backend, num_steps, *, pipelined, context=48):
+    """Seconds of each step of a decoding engine, and the last result. Two layers, four rows."""
+    spec = backend.spec
+    width = -(-context // spec.block_size)
+    tables = np.arange(4 * width, dtype=np.int32).reshape(4, width)
+    lens = np.full(4, context)
+    x, seconds, previous = mx.ones((4, 2 * spec.num_kv_heads, spec.head_dim)), [], None
+    for step in range(num_steps):
+        begin = time.perf_counter()
+        at = step % context
+        slots = tables[:, at // spec.block_size] * spec.block_size + at % spec.block_size
+        arrays = backend.step_arrays(ArrayPlan(tables, lens, np.arange(5, dtype=np.int32), slots), lens)
+        for layer in range(spec.num_layers):
+            k = x[:, : spec.num_kv_heads] * 0.5 + step
+            backend.write_tokens(layer, k, k, arrays)
+            x = backend.attend(layer, x, arrays) * 0.5 + 1
+        mx.async_eval(x)
+        if not pipelined:
+            mx.eval(x)
+        elif previous is not None:
+            mx.eval(previous)
+        previous = x
+        seconds.append(time.perf_counter() - begin)
+    return seconds, np.array(x)
+
+
+# 8 MB to 256 MB here; to 1 GB, and 1,000 steps each, in the long form.
+SIZES, STEPS = ((8, 64, 256, 1024), 1000) if LONG else ((8, 64, 256), 150)
+
+
+@pytest.mark.parametrize("pipelined", [False, True], ids=["synchronous", "pipelined"])
+def test_pool_stays_where_it_is_and_steps_take_as_long_in_large_pools(native, pipelined):
+    spec = KVSpec(2, 4, 64, "float16", 16)
+    fastest, results = [], []
+    for size in SIZES:
+        backend = native(spec, size * 2**20 // spec.block_nbytes)
+        addresses = backend._pool.addresses()
+        decode(backend, 5, pipelined=pipelined)
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        seconds, result = decode(backend, STEPS, pipelined=pipelined)
+        assert mx.get_peak_memory() - before < 4 * 2**20  # a copy of the smallest plane is not in it
+        assert backend.settle() == 0 and backend.pool_copies == 0
+        assert backend._pool.addresses() == addresses
+        fastest.append(min(seconds))  # a copy would be in every step, what else this machine does is not
+        results.append(result)
+        del backend
+    print("ms per step:", *(f"{size} MB {m * 1e3:.3f}" for size, m in zip(SIZES, fastest, strict=True)))
+    for result in results:
+        np.testing.assert_array_equal(result, results[0])
+    # A copy of one plane of the largest pool takes longer than that.
+    assert max(fastest) < min(fastest) + 8e-3
+
+
+def test_pipelined_steps_give_what_synchronous_ones_give(native):
+    spec = KVSpec(2, 2, 16, "float32", 4)
+    expected = decode(native(spec, 64, native=False), 40, pipelined=False)[1]
+    np.testing.assert_array_equal(decode(native(spec, 64), 40, pipelined=True)[1], expected)
+    np.testing.assert_array_equal(decode(native(spec, 64), 40, pipelined=False)[1], expected)
+
+
+def plant_copy(backend, layer=0):
+    """A handle that denotes a copy of its array: what MLX's own scatter leaves when a read is in flight."""
+    (handle, *_) = backend._lazy._layers[layer][1].handles
+    backend._module.share(handle, handle + 0)
+
+
+def test_planted_copy_is_found_by_the_next_node(native):
+    backend = native(SPEC, 8)
+    plant_copy(backend)
+    backend.write(0, tokens(1), tokens(1), row(backend, 1, 1))
+    with pytest.raises(RuntimeError, match="not where it was"):
+        mx.eval(backend.planes(0))
+
+
+def test_planted_copy_after_a_write_is_found_in_debug_mode(native, monkeypatch):
+    monkeypatch.setenv("KVPOOL_MLX_DEBUG", "1")
+    backend = native(SPEC, 8)
+    backend.write(0, tokens(1), tokens(1), row(backend, 1, 1))  # evaluated, and looked at
+    run = backend._module.run
+
+    class Copies:
+        """The node's output is a copy of its input."""
+
+        def __getattr__(self, name):
+            return getattr(backend._module, name)
+
+        def run(self, *args):
+            run(*args)
+            plant_copy(backend)
+
+    backend._lazy._module = Copies()
+    with pytest.raises(PoolMoved, match="it was at"):
+        backend.write(0, tokens(1), tokens(1), row(backend, 1, 1))
+
+
+def test_plain_route_says_once_that_it_copies(caplog):
+    with on_cpu():
+        backend = MLXBackend(SPEC, 8, kernels=False)
+        for count in range(1, 4):
+            outstanding = backend.read(0, row(backend, 1, 1))
+            backend.write_tokens(0, tokens(count), tokens(count), row(backend, 1, 1))
+            assert backend.settle() == 2 and backend.pool_copies == 2 * count
+            del outstanding
+    (record,) = (record for record in caplog.records if record.name == "kvpool_backends.mlx.storage")
+    assert "copied 2 of 4 pool arrays" in record.getMessage()
+
+
+# ------------------------------------------------------------------------------------------------ misuse
+
+
+def test_refused_calls_leave_no_node(native):
+    backend = native(SPEC, 8)
+    step, q = row(backend, 1, 1), mx.repeat(tokens(0), 2, axis=1)
+    far = ArrayPlan(np.int32([[8]]), np.int32([1]), np.int32([0, 1]))
+    backend.write(0, tokens(3), tokens(3), step)
+    for error, text, call in (
+        (ValueError, r"k must have shape \[1, 2, 8\]", lambda: backend.write(0, tokens(1, 2), tokens(1, 2), step)),
+        (TypeError, "v must be float32", lambda: backend.write(0, tokens(1), tokens(1).astype(mx.int32), step)),
+        (IndexError, "layer is 2", lambda: backend.write(2, tokens(1), tokens(1), step)),
+        (ValueError, "3 heads", lambda: backend.attend(0, mx.zeros((1, 3, 8)), step)),
+        (ValueError, "T, Hq, 8", lambda: backend.attend(0, mx.zeros((1, 2, 4)), step)),
+        (ValueError, "cu_q_lens", lambda: backend.attend(0, mx.zeros((0, 2, 8)), step)),
+        (IndexError, "slots 0 .. 31", lambda: row(backend, 8, 1)),
+        (IndexError, "blocks 0 .. 7", lambda: backend.attend(0, q, far)),
+        (ValueError, "there twice", lambda: backend.copy_blocks(np.int32([[0, 1, 1], [2, 1, 1]]))),
+        (RuntimeError, "compile", lambda: mx.compile(lambda x: backend.attend(0, x + 1, step))(q)),
+        (RuntimeError, "compile", lambda: mx.compile(lambda x: backend.write(0, x, x, step))(tokens(1))),
+    ):
+        with pytest.raises(error, match=text):
+            call()
+    assert (np.array(backend.attend(0, q, step)) == 3).all()
+
+
+def test_threads_take_turns_under_a_lock(native):
+    """The promise: one thread at a time, and who leaves has settled."""
+    backend, lock, failures = native(SPEC, 16), threading.Lock(), []
+
+    def work(block):
+        try:
+            for turn in range(25):
+                with lock:
+                    step = row(backend, block, 1)
+                    backend.write(0, tokens(turn), tokens(turn + block), step)
+                    out = np.array(backend.attend(0, tokens(0), step))
+                    backend.settle()
+                assert (out == turn + block).all()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(block,)) for block in (1, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures and backend.settle() == 0
+
+
+# --------------------------------------------------------------------------------------- mlx-lm's engines
+
+
+@pytest.mark.parametrize("make_model", [tiny_llama, tiny_gpt_oss], ids=lambda make: make.__name__)
+def test_mlx_lm_gives_the_tokens_of_stock_caches(native, make_model):
+    model = make_model()
+    prompts = random_prompts((3, 6, 40, 1, 17))
+    alone = [solo_tokens(model, prompt) for prompt in prompts]
+    with install(model, num_blocks=64) as kv:
+        assert kv.is_fused and type(kv.backend).__name__ == "NativeBackend"
+        assert [solo_tokens(model, prompt) for prompt in prompts] == alone
+        assert batch_tokens(model, prompts) == alone
+        assert kv.summary().mlx_pool_copies == 0
+
+
+# ---------------------------------------------------------------------------------- what does not fit
+
+
+def falls_back(folder, caplog):
+    """The one line in the log, after the backend was made without the extension."""
+    caplog.clear()
+    with looking_in(folder), caplog.at_level(logging.DEBUG, LOGGER):
+        for _ in range(3):
+            assert type(MLXBackend(SPEC, 8, kernels=True)).__name__ == "KernelBackend"
+        state = status()
+        assert not state["active"] and state["built"] and state["why"]
+        with pytest.raises(Exception, match=r"native"):
+            MLXBackend(SPEC, 8, native=True)
+    (record,) = (record for record in caplog.records if record.name == LOGGER)
+    assert state["why"] in record.getMessage()
+    return state["why"]
+
+
+@pytest.fixture
+def copy(built, tmp_path):
+    folder = tmp_path / "native"
+    shutil.copytree(built, folder)
+    with on_cpu():
+        yield folder
+
+
+def restamp(folder, **changes):
+    stamp = folder / "stamp.json"
+    stamp.write_text(json.dumps(json.loads(stamp.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("mlx", "0.32.3"), ("libraries", {"libmlx.so": 1}), ("python", "cpython-310"), ("sources", "0" * 64)],
+)
+def test_another_stamp_falls_back_with_one_log_line(copy, caplog, key, value):
+    restamp(copy, **{key: value})
+    assert f"built for {key}" in falls_back(copy, caplog)
+
+
+@pytest.mark.parametrize("stamp", ["", "[]", "{}", "no json"])
+def test_unreadable_stamp_falls_back_with_one_log_line(copy, caplog, stamp):
+    (copy / "stamp.json").write_text(stamp)
+    assert falls_back(copy, caplog)
+
+
+def test_damaged_library_is_not_opened(copy, caplog):
+    """A truncated library can end the process that maps it, so its checksum is looked at before."""
+    path = loading.library(copy)
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    assert "damaged" in falls_back(copy, caplog)
+
+
+def test_library_that_cannot_be_imported_falls_back_with_one_log_line(copy, caplog):
+    path = loading.library(copy)
+    path.write_bytes(b"no library at all")
+    restamp(copy, checksum=loading.checksum(path))
+    assert "cannot be imported (ImportError" in falls_back(copy, caplog)
+
+
+def test_failed_self_check_falls_back_with_one_log_line(copy, caplog, monkeypatch):
+    check = loading.self_check
+    monkeypatch.setattr(loading, "self_check", lambda module: check(Faulty(module, shape=lambda x: (5, 3))))
+    assert "(3, 5) looks like (5, 3)" in falls_back(copy, caplog)
+
+
+class Faulty:
+    """A module with some functions replaced."""
+
+    def __init__(self, module, **replaced):
+        self.__dict__.update(replaced)
+        self.module = module
+
+    def __getattr__(self, name):
+        return getattr(self.module, name)
+
+
+def test_self_check_catches_planted_faults(native):
+    module = load()
+    loading.self_check(module)
+
+    def copies(*args):
+        module.run(*args)
+        (handle,) = args[1]
+        module.share(handle, handle + 0)
+
+    def writes_nothing(*args):
+        module.share(args[10], mx.zeros((0,)))
+
+    for fault, text in (
+        ({"mlx_version": lambda: "0.0.0"}, "0.0.0"),
+        ({"shape": lambda x: (3,)}, "looks like"),
+        ({"run": copies}, "not the memory of its input"),
+        ({"run": writes_nothing}, "not where it should be"),
+    ):
+        with pytest.raises(loading.Unfit, match=text):
+            loading.self_check(Faulty(module, **fault))
+
+
+def test_nothing_built_is_no_news(tmp_path, caplog):
+    with looking_in(tmp_path), on_cpu(), caplog.at_level(logging.DEBUG, LOGGER):
+        assert type(MLXBackend(SPEC, 8)).__name__ == "KernelBackend"
+        state = status()
+    assert not caplog.records
+    assert not state["built"] and state["command"] in state["why"]
+
+
+def test_environment_switches_it_off(built, monkeypatch, caplog):
+    with looking_in(built), on_cpu(), caplog.at_level(logging.DEBUG, LOGGER):
+        monkeypatch.setenv("KVPOOL_MLX_NATIVE", "0")
+        assert load() is None and status()["built"] and "KVPOOL_MLX_NATIVE" in status()["why"]
+    assert not caplog.records
+
+
+def test_failing_build_says_what_the_compiler_said(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(BuildError, match="false ended with 1"):
+        build(tmp_path)
+    assert not list(tmp_path.iterdir())  # no half-made module, no stamp
+    monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
+    with pytest.raises(BuildError, match="no-such-compiler"):
+        compile_to(tmp_path)

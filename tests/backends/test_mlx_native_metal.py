@@ -1,0 +1,187 @@
+"""The extension's part for Metal, compiled and run where there is no Metal.
+
+`PoolOp::eval_gpu` is compiled against a header that stands in for MLX's Metal device and writes down what is encoded:
+which text, which buffers, which grid. Then those launches are run by the tests' implementation of Metal, on the pool's
+memory. What MLX and Metal make of the same calls only a Mac can tell.
+"""
+
+import ctypes
+import importlib.machinery
+import importlib.util
+import re
+from functools import cache
+from pathlib import Path
+
+import mlx.core as mx
+import msl
+import numpy as np
+import pytest
+from mlx_models import on_cpu
+from test_mlx_native import built, looking_in  # noqa: F401  (a fixture)
+
+from kvpool.config import KVSpec
+from kvpool.testing.dense import round_to
+from kvpool_backends.cpu import default_isa
+from kvpool_backends.mlx import MLXBackend
+from kvpool_backends.mlx.native import load, loading
+from kvpool_backends.mlx.native.build import compile_module
+from kvpool_backends.mlx.native.metal import metal_texts
+from kvpool_backends.mlx.native.pool import InPlacePool
+from kvpool_backends.mlx.storage import DTYPES
+
+STORED = {"float32": np.uint32, "float16": np.uint16, "bfloat16": np.uint16}
+NUM_BLOCKS = 6
+
+
+@pytest.fixture(scope="module")
+def recorder(tmp_path_factory):
+    """The extension's node with a stand-in for MLX's Metal device."""
+    folder = Path(__file__).parents[1] / "mlx_metal_recorder"
+    made = tmp_path_factory.mktemp("recorder") / f"_recorder{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+    files = [loading.SOURCES / "pool_op.cpp", loading.SOURCES / "pool_op_metal.cpp", folder / "recorder.cpp"]
+    compile_module(files, made, ["-DKVPOOL_METAL", "-I", str(folder)])
+    loader = importlib.machinery.ExtensionFileLoader("_recorder", str(made))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("_recorder", loader))
+    loader.exec_module(module)
+    return module
+
+
+@cache
+def compiled(text, kernel, arguments):
+    return msl.Kernel(text, kernel, arguments)
+
+
+class OnMetal:
+    """A pool whose nodes are recorded and then run by the stand-in; and the same pool by the CPU kernels."""
+
+    def __init__(self, recorder, spec, num_blocks=NUM_BLOCKS):
+        self.recorder, self.spec, self.module = recorder, spec, load()
+        self.backend = MLXBackend(spec, num_blocks, native=False)
+        self.expected = MLXBackend(spec, num_blocks, native=False)
+        rng = np.random.default_rng(0)
+        content = rng.integers(0, 60, (num_blocks, spec.block_nbytes), np.uint8)
+        for backend in (self.backend, self.expected):
+            backend.import_blocks(range(num_blocks), content)
+        texts = metal_texts(self.module, spec)
+        self.pool = InPlacePool(
+            self.module, spec, num_blocks, self.backend._pool, isa=default_isa(), on_gpu=True, metal=texts
+        )
+
+    def record(self, layer, *, reads=(), step=None, copies=None, k=None, v=None):
+        capsule, chain = self.pool._layers[layer]
+        mx.eval(*(x for x in (*reads, k, v) if x is not None))
+        return self.recorder.record(mx.array, chain.handles, tuple(reads), capsule, step, copies, k, v)
+
+    def write(self, layer, k, v, slots):
+        spec = self.spec
+        slots = np.asarray(slots, np.int64)
+        step = self.module.step(1, NUM_BLOCKS, spec.block_size, slots, 0, None, None, None)
+        launches, _, _ = self.record(layer, step=step, k=k, v=v)
+        self.expected._store.write(layer, k, v, slots)
+        return launches
+
+    def run(self, launches, names, dtypes):
+        for function, text, bindings, grid, group in launches:
+            (kernel, arguments) = re.search(r"decltype\((\w+)<(.*)>\)", text).groups()
+            assert function in text and kernel in function
+            text = text[: text.rindex("template [[host_name")]  # the stand-in names instances in its own way
+            bound = {}
+            for index, binding in bindings.items():
+                if isinstance(binding, bytes):
+                    array, access = np.frombuffer(binding, np.int64).copy(), "read_only"
+                else:
+                    is_output, address, nbytes = binding
+                    memory = (ctypes.c_char * nbytes).from_address(address)
+                    array = np.frombuffer(memory, dtypes[index])
+                    access = "in_out" if is_output else "read_only"
+                bound[index] = msl.Bound(array, access, names[index])
+            assert group[0] * group[1] * group[2] <= 256
+            with msl.settings(seed=1, instrumented=True):
+                compiled(text, kernel, arguments).launch(bound, grid, group)
+
+    def check(self):
+        np.testing.assert_array_equal(
+            self.backend.export_blocks(range(NUM_BLOCKS)), self.expected.export_blocks(range(NUM_BLOCKS))
+        )
+
+
+@pytest.fixture
+def on_metal(recorder, built):  # noqa: F811
+    with looking_in(built), on_cpu():
+        yield lambda spec: OnMetal(recorder, spec)
+
+
+def values(shape, dtype, seed):
+    x = round_to(np.random.default_rng(seed).standard_normal(shape) * 10, dtype)
+    return mx.array(x.astype(np.float32)).astype(DTYPES[dtype])
+
+
+@pytest.mark.parametrize("strided", [False, True], ids=["vectors", "elements"])
+@pytest.mark.parametrize(
+    ("spec", "tokens"),
+    [
+        (KVSpec(2, 2, 64, "float16", 8), "float32"),
+        (KVSpec(2, 3, 80, "bfloat16", 16, 96, "HND"), "bfloat16"),
+        (KVSpec(2, 2, 64, "float32", 8, layout="stacked"), "float16"),
+    ],
+    ids=lambda x: getattr(x, "layout", x),
+)
+def test_recorded_write_stores_what_the_cpu_kernels_store(on_metal, spec, tokens, strided):
+    pool = on_metal(spec)
+    slots = [5, -1, 17, 0, 40, 41]
+    k, v = (
+        values((spec.num_kv_heads, len(slots), dim) if strided else (len(slots), spec.num_kv_heads, dim), tokens, seed)
+        for seed, (_, dim) in enumerate(spec.planes)
+    )
+    if strided:  # elements of a row lie apart
+        k, v = (mx.contiguous(x.transpose(2, 0, 1)).transpose(2, 1, 0) for x in (k, v))
+    launches = pool.write(1, k, v, slots)
+    (launch,) = launches
+    assert ("_0_" in launch[0]) == strided  # the last template argument: by vectors or not
+    names = ("k_pool", "v_pool", "k", "v", "slots", "layout", "strides")
+    stored = STORED[spec.dtype]
+    pool.run(launches, names, (stored, stored, STORED[tokens], STORED[tokens], np.int64))
+    pool.check()
+
+
+def test_recorded_copy_copies_what_the_cpu_kernels_copy(on_metal):
+    for layout in ("NHD", "HND", "stacked", "interleaved"):
+        spec = KVSpec(2, 3, 32, "float16", 8, layout=layout)
+        pool = on_metal(spec)
+        copies = np.array([[0, 3, 8], [0, 4, 5], [2, 5, 1]])
+        for layer in range(2):
+            launches, _, _ = pool.record(layer, copies=pool.module.copies(1, copies))
+            assert len(launches) == 2
+            pool.run(launches, ("pool", "copies", "layout"), (np.uint16, np.int32))
+        pool.expected.copy_blocks(copies.astype(np.int32))
+        pool.check()
+
+
+def test_interleaved_planes_are_bound_from_one_array(on_metal):
+    spec = KVSpec(1, 2, 32, "float16", 8, layout="interleaved")
+    pool = on_metal(spec)
+    k = values((2, 2, 32), "float16", 0)
+    ((_, _, bindings, _, _),) = pool.write(0, k, k, [3, 9])
+    assert bindings[0] == bindings[1] and bindings[0][1] == pool.pool._layers[0][1].addresses[0]
+    assert np.frombuffer(bindings[5], np.int64)[4] == 32  # V begins one head later
+
+
+def test_nothing_is_launched_for_no_tokens(on_metal):
+    pool = on_metal(KVSpec(1, 2, 32, "float16", 8))
+    empty = mx.zeros((0, 2, 32))
+    assert pool.write(0, empty, empty, []) == []
+
+
+def test_reads_by_other_kernels_are_sealed(on_metal):
+    """After one the pool's buffers count as outputs, of an encoder that has the read's result as an input."""
+    pool = on_metal(KVSpec(1, 2, 32, "float16", 8))
+    result = mx.ones((3, 5)) * 2
+    launches, registered, seen = pool.record(0, reads=[result, mx.zeros((0,))])
+    assert launches == []
+    assert registered == list(pool.pool._layers[0][1].addresses)
+    assert seen == [pool.module.address(result)]
+
+
+def test_head_dimensions_without_vectors_are_refused(on_metal):
+    with pytest.raises(ValueError, match="multiple of 4"):
+        metal_texts(load(), KVSpec(1, 1, 6))

@@ -1,0 +1,196 @@
+"""Replayed traces give the golden numbers: every counter, and the digest of what happened in which order.
+
+The numbers come from independent simulators, written from the text in the files' ``policy`` members. The synthetic
+trace needs no file, so its part always runs. ``KVPOOL_TRACES`` names a folder with the other golden files and their
+traces; ``KVPOOL_REPLAY_FULL=1`` adds the full traces (about a minute, `make test-golden-full`).
+"""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvpool.replay import Trace, read_trace, replay, synthetic_trace
+
+SYNTH = json.loads((Path(__file__).parents[1] / "data" / "golden_synth.json").read_text())["results"]
+TRACES = os.environ.get("KVPOOL_TRACES")
+IS_FULL = os.environ.get("KVPOOL_REPLAY_FULL", "0") not in ("", "0")
+PARAMETERS = {"trace", "seed", "sessions", "rows", "trace_sha256", "N", "b", "C", "K", "limit"}
+
+
+def golden_entries(name):
+    """The entries of a golden file as test parameters; one that is skipped when there is no folder of traces."""
+    if TRACES is None:
+        reason = "KVPOOL_TRACES is not set: it names the folder with golden_tiny.json and the traces"
+        return [pytest.param(None, marks=pytest.mark.skip(reason=reason), id="no-traces")]
+    entries = json.loads((Path(TRACES) / f"{name}.json").read_text())["results"]
+    return [pytest.param(entry, id=entry_id(entry)) for entry in entries]
+
+
+def entry_id(entry):
+    names = ("trace", "seed", "sessions", "N", "b", "C", "K", "limit")
+    return "-".join(f"{name}{entry[name]}" for name in names if entry.get(name) is not None)
+
+
+def trace_of(entry):
+    """The trace of a golden entry, from its file."""
+    name = entry["trace"] if "." in entry["trace"] else f"{entry['trace']}.jsonl"
+    trace = read_trace(Path(TRACES) / name)
+    return trace if entry["limit"] is None else trace.head(entry["limit"])
+
+
+def check_counters(entry, trace, policy):
+    """Replay, and compare every number of a golden entry."""
+    samples, num_blocks = entry.get("K", 1), entry.get("N")
+    result = replay(
+        trace,
+        policy=policy,
+        num_blocks=num_blocks,
+        block_size=entry["b"],
+        concurrency=entry["C"],
+        samples=samples,
+    )
+    assert result.counters == {name: value for name, value in entry.items() if name not in PARAMETERS}
+
+
+def rows_digest(trace):
+    columns = (trace.timestamps, trace.sessions, trace.prompts, trace.outputs)
+    lines = zip(*(column.tolist() for column in columns), strict=True)
+    rows = [[*line, trace.ids_of(row).tolist()] for row, line in enumerate(lines)]
+    return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
+
+
+@pytest.mark.parametrize("entry", SYNTH, ids=entry_id)
+def test_synthetic_trace_gives_the_golden_numbers(entry):
+    trace = synthetic_trace(entry["seed"], entry["sessions"], 16)
+    assert len(trace) == entry["rows"]
+    assert rows_digest(trace) == entry["trace_sha256"]
+    check_counters(entry, trace, "P1")
+
+
+@pytest.mark.parametrize("entry", golden_entries("golden_tiny"))
+def test_tiny_traces_give_the_golden_numbers(entry):
+    check_counters(entry, trace_of(entry), "P1")
+
+
+@pytest.mark.parametrize("entry", golden_entries("golden_fork_tiny"))
+def test_forked_samples_give_the_golden_numbers(entry):
+    check_counters(entry, trace_of(entry), "P2")
+
+
+if IS_FULL:
+
+    @pytest.mark.parametrize("entry", golden_entries("golden_full"))
+    def test_full_traces_give_the_golden_numbers(entry):
+        check_counters(entry, trace_of(entry), "P1")
+
+
+def make_trace(requests, block_size=4):
+    """A trace of (prompt, output, ids) per request."""
+    prompts, outputs, ids = zip(*requests, strict=True)
+    count = len(requests)
+    return Trace(
+        name="made here",
+        block_size=block_size,
+        prompts=np.array(prompts),
+        outputs=np.array(outputs),
+        ids=np.array([value for row in ids for value in row], np.int64),
+        id_offsets=np.cumsum([0, *map(len, ids)]),
+        timestamps=np.zeros(count, np.int64),
+        sessions=np.full(count, -1),
+    )
+
+
+def test_lone_request_that_fills_the_pool_exactly_is_rejected():
+    """It fits when it is admitted, and its first token needs a block more: preempting it would go on for ever."""
+    result = replay(make_trace([(8, 3, [0, 1])]), num_blocks=2, concurrency=1)
+    counted = result.counters
+    assert (counted["admissions"], counted["finished"], counted["rejected"]) == (1, 0, 1)
+    assert (counted["steps"], counted["decode_tokens"], counted["preemptions"]) == (1, 0, 0)
+    assert counted["event_sha256"] == hashlib.sha256(b"0:0;0:R;").hexdigest()
+
+
+def test_request_larger_than_the_pool_is_rejected_and_the_next_one_served():
+    result = replay(make_trace([(100, 1, []), (4, 2, [7])]), num_blocks=2, concurrency=4)
+    assert (result.counters["rejected"], result.counters["finished"]) == (1, 1)
+    assert result.counters["event_sha256"] == hashlib.sha256(b"0:R;1:0;").hexdigest()
+
+
+def test_request_of_two_billion_tokens_is_rejected_at_once():
+    """Nobody makes room for its tokens."""
+    result = replay(make_trace([(2**31 - 1, 2**31 - 1, []), (4, 1, [7])]), num_blocks=2, concurrency=4)
+    assert (result.counters["rejected"], result.counters["finished"]) == (1, 1)
+
+
+def test_preempted_request_keeps_its_tokens_and_hits_its_own_prompt():
+    """A pool of three blocks, full with a prompt of one block and one of two.
+
+    The first request needs a block in step 2: the second one goes, with one token generated. Admitted again when
+    the first has ended, with 7 tokens, it finds the full block of its prompt in the cache.
+    """
+    result = replay(make_trace([(3, 4, [0]), (6, 3, [1, 2])]), num_blocks=3, concurrency=2)
+    counted = result.counters
+    assert counted["event_sha256"] == hashlib.sha256(b"0:0;1:0;1:P;1:4;").hexdigest()
+    assert (counted["preemptions"], counted["finished"], counted["decode_tokens"]) == (1, 2, 7)
+    assert (counted["hit_tokens"], counted["computed_tokens"], counted["first_hit_tokens"]) == (4, 3 + 6 + 3, 0)
+
+
+def test_request_without_answer_gives_one_token():
+    result = replay(make_trace([(5, 0, [0, 1])]), num_blocks=4, concurrency=1)
+    assert (result.counters["finished"], result.counters["decode_tokens"]) == (1, 1)
+
+
+def test_trace_without_ids_never_hits():
+    result = replay(make_trace([(40, 9, [])] * 6, block_size=0), num_blocks=60, block_size=4, concurrency=3)
+    assert (result.counters["hit_tokens"], result.counters["finished"]) == (0, 6)
+
+
+def test_utilization_counts_tokens_against_positions_held():
+    """Prompt 5, two tokens, blocks of 4: the end of step 1 sees 6 of 8 positions filled, that of step 2 nothing."""
+    occupancy = replay(make_trace([(5, 2, [0, 1])]), num_blocks=4, concurrency=1).occupancy
+    assert (occupancy.steps, occupancy.used_block_steps, occupancy.token_steps) == (2, 2, 6)
+    assert occupancy.mean_utilization == occupancy.peak_utilization == 6 / 8
+    assert occupancy.mean_static_utilization == 6 / 7
+
+
+def test_utilization_of_several_steps_in_one_call_sums_the_tokens_of_each():
+    """Prompt 1, four tokens: after the steps 2, 3, 4 tokens are held; in the last step the sequence ends."""
+    occupancy = replay(make_trace([(1, 4, [0])], block_size=8), num_blocks=4, concurrency=1).occupancy
+    assert (occupancy.steps, occupancy.token_steps, occupancy.sequence_steps) == (4, 2 + 3 + 4, 3)
+
+
+def test_samples_in_a_pool_that_is_too_small_are_refused():
+    with pytest.raises(ValueError, match=r"^\[replay\] num_blocks .*\(9\), 16 are"):
+        replay(make_trace([(8, 8, [0, 1])]), policy="P2", num_blocks=9, samples=4)
+    replay(make_trace([(8, 8, [0, 1])]), policy="P2", num_blocks=10, samples=4)  # 2 shared, 2 more for each
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"policy": "P3", "num_blocks": 4}, "P3"),
+        ({}, "num_blocks"),
+        ({"num_blocks": 4, "samples": 2}, "samples"),
+        ({"num_blocks": 4, "samples": 0}, "samples"),
+        ({"num_blocks": 4, "samples": 0, "policy": "P2"}, "samples"),
+        ({"num_blocks": 4, "concurrency": 0}, "concurrency"),
+        ({"num_blocks": 4, "block_size": 0}, "block_size"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options, said):
+    trace = make_trace([(8, 8, [0, 1])])
+    with pytest.raises(ValueError, match=rf"^\[replay\] .*{said}"):
+        replay(trace, **options)
+
+
+def test_pool_without_blocks_is_refused():
+    with pytest.raises(ValueError, match=r"^\[Pool\] "):
+        replay(make_trace([(8, 8, [0, 1])]), num_blocks=0)
+
+
+def test_empty_trace_is_refused():
+    with pytest.raises(ValueError, match=r"^\[replay\] .*no request"):
+        replay(synthetic_trace().head(0), num_blocks=4)

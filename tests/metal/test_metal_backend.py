@@ -1,0 +1,310 @@
+"""`MetalBackend` and `NativeMetalBackend`: the conformance kit, chunks of both kinds, order, warmup, the choice.
+
+On Linux Metal is what the tests stand in for it; where there is a Mac, the same tests run on it.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_families import FAMILIES
+from mlx_models import batch_tokens, on_cpu, random_prompts, solo_tokens
+from test_mlx_native import built, looking_in  # noqa: F401  (a fixture)
+
+import kvpool_backends.mlx
+from kvpool.adapters.mlx_lm import install
+from kvpool.config import KVSpec
+from kvpool.errors import BackendUnavailable
+from kvpool.protocol import ArrayPlan, AttentionOptions, BatchShape
+from kvpool.testing import conformance
+from kvpool.testing.conformance_scores import check as check_scores
+from kvpool.testing.filled import fill
+from kvpool_backends.mlx import MLXBackend
+from kvpool_backends.mlx import metal as metal_route
+
+SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", block_size=8)
+# Of the kit, what says something about this class: the kernels have tests of their own, and each launch takes its time.
+CASES = (
+    "protocol_is_implemented",
+    "ragged_chunks_equal_dense_attention",
+    "plans_of_int64_are_read_like_int32",
+    "value_heads_may_have_another_dim",
+    "scale_is_applied",
+    "placement_changes_nothing",
+    "unused_slots_never_matter",
+    "padding_is_inert",
+    "copies_writes_reads_happen_in_order",
+    "zero_clears_only_what_it_names",
+    "compaction_moves_what_stays_and_nothing_else",
+    "warmup_changes_nothing",
+    "misuse_is_refused_before_a_byte_changes",
+    "refused_specs_raise",
+    "slots_behind_the_window_never_matter",
+    "sinks_are_counted_once",
+    "masks_of_bools_and_floats_are_applied",
+    "options_that_cannot_be_served_are_refused",
+    "scores_of_padding_are_zero",
+    "scores_that_cannot_be_served_are_refused",
+)
+NATIVE_CASES = (
+    "wide_groups_equal_dense_attention",
+    "copies_writes_reads_happen_in_order",
+    "misuse_is_refused_before_a_byte_changes",
+    "import_restores_what_export_took",
+    "scores_of_padding_are_zero",
+)
+
+
+@pytest.fixture
+def metal(engine):
+    """A factory of backends that scatter, with kernels of the engine."""
+    return lambda spec, num_blocks: MLXBackend(spec, num_blocks, native=False, metal_kernel=engine.factory(1))
+
+
+@pytest.fixture
+def native_metal(engine, built):  # noqa: F811
+    """The same with writes by the extension; where there is no Metal, by its nodes on the CPU."""
+    with looking_in(built):
+        yield lambda spec, num_blocks: MLXBackend(spec, num_blocks, native=True, metal_kernel=engine.factory(1))
+
+
+@pytest.fixture(params=["metal", "native_metal"])
+def make(request, engine):
+    return request.getfixturevalue(request.param)
+
+
+def run_case(name, make):
+    (case,) = [case for case in conformance.CASES if case.__name__ == name]
+    case(make)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_metal_backend_conforms(name, metal):
+    run_case(name, metal)
+
+
+@pytest.mark.parametrize("name", NATIVE_CASES)
+def test_native_metal_backend_conforms(name, native_metal):
+    run_case(name, native_metal)
+
+
+# ------------------------------------------------------------------------------------------ long chunks
+
+
+@pytest.fixture
+def gathers(monkeypatch):
+    """Contexts that were gathered for MLX's own attention, each K and V."""
+    seen = []
+    gather = metal_route.MetalKernels.gather
+    monkeypatch.setattr(metal_route.MetalKernels, "gather", lambda self, *a: (seen.append(a[-1]), gather(self, *a))[1])
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("q_lens", "chunks"),
+    [((33,), 1), ((1, 40, 3, 70, 32), 2), ((32, 1), 0), ((40, 0, 50), 2)],
+    ids=str,
+)
+def test_long_chunks_take_mlx_attention_and_equal_float64(make, gathers, q_lens, chunks):
+    filled = fill(make, SPEC, [n + 9 for n in q_lens])
+    filled.check(q_lens, 4, f"chunks {q_lens}")
+    assert len(gathers) == 2 * chunks * SPEC.num_layers
+
+
+@pytest.mark.parametrize("kind", ["raw", "mass"])
+@pytest.mark.parametrize("q_lens", [(33,), (1, 40, 0, 7, 32)], ids=str)
+def test_scores_of_long_chunks_equal_float64(make, kind, q_lens):
+    filled = fill(make, SPEC, [n + 9 for n in q_lens])
+    sinks = AttentionOptions(sinks=np.linspace(-1, 2, 4))
+    for options in (None, sinks):
+        check_scores(filled, q_lens, 4, kind, options)
+
+
+def test_long_chunks_with_sinks_equal_float64_and_other_options_stay_in_the_kernel(metal, gathers):
+    filled = fill(metal, SPEC, [50, 20])
+    filled.check((40, 1), 4, "sinks", options=AttentionOptions(sinks=np.array([0.5, -1.0, 2.0, 0.0])))
+    assert len(gathers) == 2 * SPEC.num_layers
+    for options in (AttentionOptions(window=5), AttentionOptions(soft_cap=2.0, alibi_slopes=np.ones(4) / 8)):
+        filled.check((40, 1), 4, "options", options=options)
+    assert len(gathers) == 2 * SPEC.num_layers
+
+
+def test_padding_tokens_beside_long_chunks_are_zero(make):
+    filled = fill(make, SPEC, [50, 60])
+    plan, q = filled.plan((40, 50)), filled.queries((40, 50), 4)
+    padded = mx.array(np.concatenate([q, np.ones((3, 4, 8))]).astype(np.float32))
+    out = np.array(filled.backend.attend(0, padded, plan))
+    np.testing.assert_allclose(out[:90], filled.expected(0, q, (40, 50)).out, atol=1e-5)
+    assert (out[90:] == 0).all()
+
+
+def test_long_contexts_are_split_and_equal_float64(metal, monkeypatch):
+    monkeypatch.setattr(metal_route.MetalAttention, "part_tokens", 32)
+    fill(metal, SPEC, [100, 3, 33]).check((1, 3, 8), 4, "parts")
+
+
+def test_a_row_gets_the_same_bits_in_any_batch(metal, monkeypatch):
+    monkeypatch.setattr(metal_route.MetalAttention, "part_tokens", 32)
+    contexts, q_lens = [90, 50, 7], [1, 40, 5]
+    filled = fill(metal, SPEC, contexts)
+    plan, q = filled.plan(q_lens), mx.array(filled.queries(q_lens, 4).astype(np.float32))
+    together = np.array(filled.backend.attend(0, q, plan))
+    for row in range(3):
+        tokens = slice(plan.cu_q_lens[row], plan.cu_q_lens[row + 1])
+        one = ArrayPlan(plan.block_tables[row : row + 1], plan.seq_lens[row : row + 1], np.array([0, q_lens[row]]))
+        np.testing.assert_array_equal(filled.backend.attend(0, q[tokens], one), together[tokens])
+
+
+# ---------------------------------------------------------------------------------- steps, and their order
+
+
+def step(backend, block, value):
+    """Arrays of a step that writes and reads 8 tokens in one block; K and V are `value`."""
+    slots = np.arange(8, dtype=np.int32) + block * 8
+    plan = ArrayPlan(np.int32([[block]]), np.int32([8]), np.int32([0, 8]), slots)
+    x = mx.full((8, 2, 8), float(value))
+    return backend.step_arrays(plan, plan.seq_lens), x
+
+
+def test_layers_of_a_step_share_one_work_list(make, monkeypatch):
+    planned = []
+    plan_attention = metal_route.plan_attention
+    monkeypatch.setattr(metal_route, "plan_attention", lambda *a, **k: (planned.append(1), plan_attention(*a, **k))[1])
+    backend = make(SPEC, 4)
+    arrays, x = step(backend, 1, 1.0)
+    for layer in range(2):
+        backend.write_tokens(layer, x, x, arrays)
+        np.testing.assert_allclose(backend.attend(layer, x, arrays), 1.0, rtol=1e-6)
+        for sinks in ([0.0, 0.0], [1.0, 1.0]):
+            out = backend.attend(layer, x, arrays, options=AttentionOptions(sinks=np.array(sinks)))
+            assert (np.array(out) < 1.0).all()
+    assert len(planned) == 1
+
+
+def test_a_result_is_that_of_its_own_step_whatever_is_built_and_evaluated_later(make):
+    backend = make(SPEC, 4)
+    outs = []
+    for value in range(4):
+        arrays, x = step(backend, 1, value)
+        backend.write_tokens(0, x, x, arrays)
+        outs.append((backend.attend(0, x, arrays), *backend.read(0, arrays)))
+    for value, results in reversed(list(enumerate(outs))):
+        for x in results:
+            np.testing.assert_allclose(x, value, rtol=1e-6)
+
+
+def test_a_step_without_queries_is_good_for_writes(make):
+    backend = make(SPEC, 4)
+    slots = np.arange(8, 16, dtype=np.int32)
+    arrays = backend.step_arrays(ArrayPlan(np.int32([[1]]), slot_mapping=slots), np.array([8]))
+    x = mx.full((8, 2, 8), 2.0)
+    backend.write_tokens(0, x, x, arrays)
+    np.testing.assert_array_equal(backend.gather(0, [1])[0], 2.0)
+    with pytest.raises(ValueError, match=r"\[attend\] cu_q_lens \[0\] do not fit 8 query tokens"):
+        backend.attend(0, x, arrays)
+
+
+def test_write_and_attend_is_one_call_and_refuses_before_it_writes(make):
+    backend = make(SPEC, 4)
+    plan = ArrayPlan(np.int32([[1]]), np.int32([8]), np.int32([0, 8]), np.arange(8, 16, dtype=np.int32))
+    x = mx.full((8, 2, 8), 3.0)
+    with pytest.raises(ValueError, match="query tokens"):
+        backend.write_and_attend(0, x[:7], x, x, plan)
+    assert not backend.export_blocks([1]).any()
+    np.testing.assert_allclose(backend.write_and_attend(0, x, x, x, plan), 3.0, rtol=1e-6)
+
+
+def test_steps_that_settle_copy_nothing(make):
+    backend = make(SPEC, 40)
+    for value in range(5):
+        arrays, x = step(backend, 1 + value, value)
+        for layer in range(2):
+            backend.write_tokens(layer, x, x, arrays)
+            mx.eval(backend.attend(layer, x, arrays))
+        assert backend.settle() == 0
+    assert backend.memory().pool_copies == 0 and backend.is_in_place == (type(backend).__name__ != "MetalBackend")
+
+
+# ------------------------------------------------------------------------------------------------- warmup
+
+
+@pytest.mark.parametrize(
+    ("options", "scores"),
+    [(None, None), (None, "raw"), (AttentionOptions(soft_cap=3.0, sinks=np.zeros(8), window=9), None)],
+)
+def test_after_warmup_no_kernel_is_new(engine, monkeypatch, options, scores):
+    monkeypatch.setattr(metal_route.MetalAttention, "part_tokens", 32)
+    kernels = set()
+
+    def factory(**description):
+        kernel = engine.factory(0)(**description)
+
+        def launch(**call):
+            # What MLX builds a library for: text, template, dtypes, and which inputs are scalars or small.
+            inputs = tuple(
+                (str(x.dtype), "s" if x.ndim == 0 else "c" if x.size < 8 else "") for x in map(mx.array, call["inputs"])
+            )
+            kernels.add((description["name"], str(call["template"]), inputs, str(call["output_dtypes"])))
+            return kernel(**call)
+
+        return launch
+
+    def make(spec, num_blocks):
+        return MLXBackend(spec, num_blocks, native=False, metal_kernel=factory)
+
+    filled = fill(make, SPEC, [3, 60, 40])
+    filled.backend.warmup([BatchShape(4, 64, 8, 8)], [] if options is None else [options], scores=scores)
+    warm = frozenset(kernels)
+    assert len(warm) >= 5
+    for q_lens in ((1, 1, 1), (2, 1, 1), (3, 1, 20), (1, 60, 1), (3, 50, 33), (0, 0, 1)):
+        filled.check(q_lens, 8, f"{q_lens}", options=options)
+        if scores is not None:
+            check_scores(filled, q_lens, 8, scores, options)
+    new = kernels - warm
+    assert not new, "\n".join(map(str, new))
+
+
+# --------------------------------------------------------------------------------------- the choice of route
+
+
+def test_the_metal_route_is_chosen_and_refused_with_reasons(engine, monkeypatch):
+    with on_cpu():
+        factory = engine.factory(0)
+        backend = MLXBackend(SPEC, 4, metal_kernel=factory)
+        assert (backend.route, backend.is_eager) == ("metal", False) and "route='metal'" in repr(backend)
+        assert MLXBackend(SPEC, 4, kernels=False, metal_kernel=factory).route == "plain"
+        with pytest.raises(ValueError, match=r"block_size 4 is not among .* by the metal route"):
+            MLXBackend(dataclasses.replace(SPEC, block_size=4), 4, metal_kernel=factory)
+        monkeypatch.setattr(kvpool_backends.mlx.backend, "has_metal", lambda: True)
+        monkeypatch.setattr(mx.fast, "metal_kernel", factory)
+        assert MLXBackend(SPEC, 4, native=False).route == "metal"
+        small = dataclasses.replace(SPEC, block_size=4)
+        assert MLXBackend(small, 4, native=False).route == "plain"
+        with pytest.raises(BackendUnavailable, match="kernels=True, but block_size 4 is not among"):
+            MLXBackend(small, 4, kernels=True, native=False)
+
+
+def test_nothing_here_wires_memory_down():
+    """A limit of the process, which belongs to its owner."""
+    root = Path(__file__).parents[2]
+    for folder in ("kvpool", "kvpool_backends"):
+        for path in (root / folder).rglob("*.py"):
+            assert "set_wired_limit" not in path.read_text(), path
+
+
+# ------------------------------------------------------------------------------------------------- mlx-lm
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_fused_tokens_of_mlx_lm_equal_stock(make, monkeypatch, name):
+    model, prompts = FAMILIES[name](), random_prompts((3, 40, 9))
+    stock = [solo_tokens(model, prompt, 5) for prompt in prompts]
+    monkeypatch.setattr(kvpool_backends.mlx, "MLXBackend", lambda spec, num_blocks, kernels: make(spec, num_blocks))
+    with install(model, 60, block_size=8, fused=True) as kv:
+        assert kv.is_fused and kv.backend.route == "metal"
+        assert batch_tokens(model, prompts, 5) == stock
+    with install(model, 60, block_size=8, fused=False) as kv:
+        assert not kv.is_fused and solo_tokens(model, prompts[1], 5) == stock[1]
+    assert kv.settle() == kv.summary().mlx_pool_copies == 0

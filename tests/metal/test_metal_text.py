@@ -1,0 +1,177 @@
+"""The texts of the Metal kernels: names, 64-bit offsets, what MLX and Apple's compiler ask of a text."""
+
+import re
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from metal_cases import FEATURES, Batch
+from metal_engine import StandIn
+from test_metal_in_place import Planes, copy_blocks, write
+
+from kvpool.config import KVSpec
+from kvpool_backends.mlx import metal_kernels
+from kvpool_backends.mlx.metal_kernels import (
+    INPUTS,
+    MetalKernels,
+    content_hash,
+    in_place_source,
+    kernel_text,
+    source_text,
+)
+
+FOLDER = Path(__file__).parents[2] / "metal"
+BODIES = tuple(INPUTS)
+WHOLE_KERNELS = ("kv_write", "kv_write_packed", "copy_blocks")
+
+
+def described(spec=None):
+    """What the factory is told about each kernel, by name."""
+    kernels = []
+    made = MetalKernels(spec or KVSpec(1, 2, 64), 4, lambda **description: kernels.append(description))
+    for name in BODIES:
+        made._kernel(name)
+    return dict(zip(BODIES, kernels, strict=True))
+
+
+def test_names_carry_the_hash_of_the_text():
+    # MLX finds a compiled kernel by its name: a new text under an old name would run the old one.
+    for name, description in described().items():
+        assert description["name"] == f"kvpool_{name}_{content_hash(description['header'], description['source'])}"
+    assert content_hash("a", "b") != content_hash("a", "c") != content_hash("ac")
+
+
+def test_a_changed_header_changes_every_name(monkeypatch):
+    before = {name: description["name"] for name, description in described().items()}
+    whole = {name: in_place_source(name, ("float16",), (16,))[0] for name in WHOLE_KERNELS}
+    real = source_text
+    monkeypatch.setattr(metal_kernels, "source_text", lambda name: real(name) + "\n" * (name == "kv_layout.h"))
+    for name, description in described().items():
+        assert description["name"] != before[name]
+    for name in WHOLE_KERNELS:
+        assert in_place_source(name, ("float16",), (16,))[0] != whole[name]
+
+
+def test_whole_kernels_are_instantiated_under_their_name():
+    function, text = in_place_source("kv_write", ("bfloat16", "float32"), (128, 64, 16, 1))
+    instance = "kv_write<bfloat16_t, float, 128, 64, 16, 1>"
+    assert f'template [[host_name("{function}")]] [[kernel]] decltype({instance}) {instance};' in text
+
+
+def test_no_input_is_copied_to_be_contiguous():
+    assert all(description["ensure_row_contiguous"] is False for description in described().values())
+
+
+def test_every_input_is_used_and_named():
+    for description in described().values():
+        for name in description["input_names"]:
+            assert re.search(rf"\b{name}\b", description["source"])
+
+
+def test_texts_hold_nothing_that_mlx_does_not_see():
+    whole = (source_text(name) for name in ("kv_layout.h", "kv_packed.h", *(f"{name}.metal" for name in WHOLE_KERNELS)))
+    for text in (*whole, *map(kernel_text, BODIES)):
+        assert "//" not in text  # a built-in value that a comment names becomes an argument
+        assert "function_constant" not in text  # not part of MLX's key of a compiled kernel
+
+
+def test_threadgroup_variables_have_fixed_sizes_in_kernel_bodies():
+    # No threadgroup memory is sized at launch: there is no length that could fail to be a multiple of 16 bytes.
+    declared = re.findall(r"^threadgroup \w+ \w+\[[^\]]+\];$", source_text("paged_attention.metal"), re.MULTILINE)
+    assert len(declared) == 3
+    without = {"paged_attention.metal", "packed.metal", "scores.metal"}
+    for name in {path.name for path in FOLDER.iterdir() if path.suffix in (".metal", ".h")} - without:
+        assert not re.search(r"\bthreadgroup ", source_text(name))
+
+
+def test_line_numbers_of_texts_are_those_of_the_files():
+    for path in [*FOLDER.glob("*.metal"), *FOLDER.glob("*.h")]:
+        assert source_text(path.name).count("\n") == path.read_text().count("\n")
+
+
+@pytest.mark.parametrize("features", [(), FEATURES])
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {
+            "dtype": "float16",
+            "head_dim": 80,
+            "layout": "HND",
+            "seq_lens": (70,),
+        },  # fewer than 8 elements in small inputs
+        {"dtype": "bfloat16", "head_dim": 256, "seq_lens": (70,) * 9, "group": 8},  # and more
+        {"dtype": "float32", "head_dim": 192, "v_head_dim": 128, "seq_lens": (70, 3), "q_lens": (3, 2)},
+    ],
+)
+def test_metal_would_take_the_texts_of_attention(choice, features):
+    """As far as clang's address spaces and a list of words can tell; without clang, the words alone."""
+    for part_tokens in (32, 512):
+        batch = Batch(features=features, part_tokens=part_tokens, **choice)
+        batch.check(batch.run(StandIn().factory(0, lint=True)))
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+def test_metal_would_take_the_text_of_gather(rows):
+    batch = Batch(seq_lens=(9,) * rows)
+    kernels = MetalKernels(batch.spec, batch.num_blocks, StandIn().factory(0, lint=True))
+    kernels.gather(0, "v", batch.pools[1], mx.array(batch.tables), mx.array(batch.seq_lens, mx.int32), 9)
+
+
+@pytest.mark.parametrize("vectors", [False, True])
+def test_metal_would_take_the_text_of_write(vectors):
+    planes = Planes(KVSpec(1, 2, 64, "float16", 8))
+    tokens = [np.zeros((1, 2, 64), np.uint16) for _ in "kv"]
+    write(planes, "bfloat16", tokens, [3], [128, 64, 1] * 2, vectors, lint=True)
+
+
+def test_metal_would_take_the_text_of_copy():
+    planes = Planes(KVSpec(1, 2, 64, "bfloat16", 8))
+    copy_blocks(planes, np.array([[0, 1, 3]], np.int32), lint=True)
+
+
+@pytest.mark.parametrize("size", [4, 8])  # on both sides of MLX's limit for the constant address space
+def test_offsets_are_64_bit(engine, size):
+    cases = [
+        (0, 2**20, 2**14, 3, 128, 1, 64),  # block * stride beyond 32 bits
+        (5, 70_000, 65_536, 7, 4096, 31, 128),
+        (-(2**40), 2**31 - 1, 2**12, 2**20, 2**13, 2**16, 2**17),
+        (0, 1, 2**33, 1, 2**34, 1, 2**35),  # strides beyond 32 bits
+    ]
+    kernel = engine.factory(0)(
+        name=f"offsets_{size}",
+        input_names=["layout", "place"],
+        output_names=["out"],
+        header=source_text("kv_layout.h"),
+        source="out[thread_position_in_grid.x] = kv::head_of(layout, place[2]).row(place[0], place[1]);",
+    )
+    for offset, block, block_stride, slot, slot_stride, head, head_stride in cases:
+        layout = np.zeros(size, np.int64)
+        layout[:4] = offset, block_stride, slot_stride, head_stride
+        (out,) = kernel(
+            inputs=[mx.array(layout), mx.array(np.array([block, slot, head], np.int32))],
+            output_shapes=[(1,)],
+            output_dtypes=[mx.int64],
+            grid=(1, 1, 1),
+            threadgroup=(1, 1, 1),
+        )
+        expected = offset + block * block_stride + slot * slot_stride + head * head_stride
+        assert out.item() == expected
+
+
+def test_the_pool_is_one_array_per_layer_and_plane_whatever_its_number_of_blocks(engine):
+    # Devices limit the number of arrays: none may belong to a block.
+    batch = Batch(seq_lens=(300, 300), block_size=8)
+    seen = []
+
+    def counting(**description):
+        kernel = engine.factory(0)(**description)
+
+        def launch(**call):
+            seen.append(len(call["inputs"]))
+            return kernel(**call)
+
+        return launch
+
+    batch.check(batch.run(counting))
+    assert seen == [len(INPUTS["paged_attention"])]

@@ -1,0 +1,417 @@
+"""`kvpool fuzz --target`: somebody else's allocator or backend, through its adapter."""
+
+import itertools
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from seed_allocator import FAULTS, Adapter, sound
+
+import kvpool
+from kvpool.cli import main
+from kvpool.testing import conformance
+from kvpool.testing.fuzz_backend import hunt_backend
+from kvpool.testing.fuzz_target import Checked, hunt_target
+from kvpool_backends.numpy import NumpyBackend
+
+CALLS = 20_000
+
+
+class Pool(kvpool.Pool):
+    """A pool whose tables are lists."""
+
+    def table_list(self, handle):
+        return self.table(handle).tolist()
+
+
+class OnPool:
+    """kvpool itself behind the protocol, prefix cache included."""
+
+    OutOfBlocks = kvpool.KVPoolError
+
+    def __init__(self, num_blocks, block_size):
+        self.pool = Pool(num_blocks, block_size, in_order=True, reserved_blocks=0, prefix_cache=True)
+        self.plan = kvpool.Plan(self.pool, 1, 1 << 12)
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.table, self.free = self.pool.table_list, self.pool.close
+
+    @property
+    def num_free(self):
+        stats = self.pool.stats()
+        return stats.free + stats.evictable
+
+    def open(self, tokens):
+        handle = self.pool.open(tokens)
+        self.hits = self.pool.num_tokens(handle)
+        self.pool.step(self.plan, [handle], len(tokens) - self.hits)
+        self.pool.commit(handle, tokens[self.hits :])
+        return handle
+
+    def append(self, handle, tokens):
+        self.pool.step(self.plan, [handle], len(tokens))
+        return self.plan.copies.tolist()
+
+    def truncate(self, handle, length):
+        self.pool.truncate(handle, length)
+
+    def fork(self, handle):
+        return int(self.pool.fork(handle)[0])
+
+    def cached(self, handle):
+        return self.hits
+
+
+def repaired_but(fault):
+    return lambda num_blocks, block_size: Adapter(num_blocks, block_size, without=set(FAULTS) - {fault})
+
+
+def test_seed_allocator_is_convicted():
+    report = hunt_target(Adapter, calls=CALLS)
+    assert report.finding is not None
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_of_the_seed_allocator_is_found(fault):
+    report = hunt_target(repaired_but(fault), calls=CALLS)
+    assert report.kind == FAULTS[fault], report.finding
+    assert report.script.count("checked.") <= 8, report.script
+
+
+def test_repaired_seed_allocator_passes():
+    report = hunt_target(sound, calls=CALLS)
+    assert report.finding is None and report.calls >= CALLS
+
+
+def test_kvpool_passes():
+    report = hunt_target(OnPool, calls=5000)
+    assert report.finding is None, report.script
+
+
+def test_script_fails_on_the_allocator_that_made_it():
+    report = hunt_target(Adapter, calls=CALLS, source="from seed_allocator import Adapter\nAdapter")
+    space = {}
+    exec(report.script, space)
+    with pytest.raises(AssertionError):
+        space["test_fuzz_target"]()
+    space = {}
+    exec(report.script.replace("Adapter(", "sound(").replace("import Adapter", "import sound"), space)
+    space["test_fuzz_target"]()
+
+
+def test_readme_shows_what_the_command_prints(capsys):
+    page = (Path(__file__).parents[1] / "README.md").read_text()
+    (command,) = re.findall(r"`kvpool (fuzz --target\s+seed_allocator:Adapter --seed \d+)` ends at once", page)
+    assert main(command.split()) == 1
+
+    def timeless(text):
+        return re.sub(r"# kvpool \S+", "# kvpool", re.sub(r"in [\d.]+ s", "in 0.0 s", text))
+
+    printed = timeless(capsys.readouterr().out).strip()
+    shown = "\n".join(f"    {line}".rstrip() for line in printed.splitlines())
+    assert shown in timeless(page)
+
+
+def test_a_missing_copy_is_a_finding():
+    class Forgetful(OnPool):
+        def append(self, handle, tokens):
+            super().append(handle, tokens)
+            return []
+
+    assert hunt_target(Forgetful, calls=CALLS).kind == "content"
+
+
+def test_checked_reads_what_it_wrote():
+    checked = Checked(sound(4, 2))
+    one = checked.open([1, 2, 3])
+    other = checked.open([1, 2, 3])
+    checked.append(one, [4])
+    assert one.table[0] == other.table[0] and one.table[1] != other.table[1]
+    checked.free(one)
+    checked.free(other)
+
+
+@pytest.mark.parametrize(("target", "status"), [("seed_allocator:Adapter", 1), ("seed_allocator:sound", 0)])
+def test_command_drives_an_allocator(capsys, target, status):
+    assert main(["fuzz", "--target", target, "--ops", "3000", "--json"]) == status
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["target"] == target
+    assert bool(facts["finding"]) == bool(status)
+    assert ("def test_" in facts["script"]) == facts["script_fails"] == bool(status)
+
+
+@pytest.fixture
+def few_cases(monkeypatch):
+    """The kit's whole list has tests of its own."""
+    monkeypatch.setattr(conformance, "CASES", [conformance.protocol_is_implemented])
+
+
+def test_command_drives_a_backend(capsys, few_cases):
+    assert main(["fuzz", "--target", "kvpool_backends.numpy:NumpyBackend", "--ops", "20", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["cases"] == {"protocol_is_implemented": "passed"}
+    assert facts["calls"] >= 20
+
+
+def test_command_convicts_a_backend(capsys, few_cases):
+    assert main(["fuzz", "--target", "seed_backend:Broken", "--ops", "2000", "--seed", "1", "--json"]) == 1
+    facts = json.loads(capsys.readouterr().out)
+    assert "is wrong" in facts["finding"] and 0 < facts["calls"] <= 2000
+    assert_repeats(capsys, facts)
+
+
+def assert_repeats(capsys, facts):
+    """The command that is printed makes the same finding in one run; the script makes it without the command."""
+    command, _, version = facts["again"].partition("  # ")
+    assert version == f"kvpool {kvpool.__version__}"
+    assert main([*command.split()[1:], "--json"]) == 1
+    again = json.loads(capsys.readouterr().out)
+    assert (again["finding"], again["script"]) == (facts["finding"], facts["script"])
+    assert again["runs"] <= 1
+    space = {}
+    exec(facts["script"], space)
+    (test,) = (what for name, what in space.items() if name.startswith("test_"))
+    with pytest.raises((AssertionError, IndexError)) as raised:
+        test()
+    assert str(raised.value) in facts["finding"]
+
+
+# ---- what the target raises or returns ---------------------------------------------------------------------
+
+
+class InNumpy:
+    """A sound allocator; tables, counts and copies as NumPy has them."""
+
+    max_new = 1
+
+    def __init__(self, num_blocks, block_size):
+        self.mine = sound(num_blocks, block_size)
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.open, self.free = self.mine.open, self.mine.free
+
+    @property
+    def num_free(self):
+        return np.int64(self.mine.num_free)
+
+    def table(self, seq):
+        return np.array(self.mine.table(seq), np.int32)
+
+    def append(self, seq, tokens):
+        before = list(self.mine.table(seq))
+        self.mine.append(seq, tokens)
+        pairs = zip(before, self.mine.table(seq), strict=False)
+        return np.array([(old, new, self.block_size) for old, new in pairs if old != new], np.int32).reshape(-1, 3)
+
+
+class Raises(InNumpy):
+    """From its third question on, one of them raises."""
+
+    asked, bad = 0, ""
+
+    def ask(self, name):
+        self.asked += 1
+        if name == self.bad and self.asked > 3:
+            raise IndexError("out of range")
+
+    @property
+    def num_free(self):
+        self.ask("num_free")
+        return InNumpy.num_free.fget(self)
+
+    def table(self, seq):
+        self.ask("table")
+        return super().table(seq)
+
+
+class RaisesInTable(Raises):
+    bad = "table"
+
+
+class RaisesInNumFree(Raises):
+    bad = "num_free"
+
+
+class RefusesOddSizes(InNumpy):
+    def __init__(self, num_blocks, block_size):
+        if block_size % 2:
+            raise TypeError(f"block_size {block_size} is odd")
+        super().__init__(num_blocks, block_size)
+
+
+class RaisesInCopies(NumpyBackend):
+    """Only copies raise, and only those of a step."""
+
+    def copy_blocks(self, plan):
+        if plan.copies.size:
+            raise IndexError("copies are out of range")
+
+
+class Asserts(NumpyBackend):
+    """Says nothing about what is wrong."""
+
+    def copy_blocks(self, plan):
+        if plan.copies.size:
+            raise AssertionError
+
+
+def any_allocator(*args, **options):
+    return sound(*args, **options)
+
+
+def any_backend(*args, **options):
+    return NumpyBackend(*args, **options)
+
+
+def no_allocator(num_blocks, block_size):
+    return [num_blocks, block_size]
+
+
+HERE = __name__
+
+
+def test_numpy_integers_are_integers():
+    report = hunt_target(InNumpy, calls=2000)
+    assert report.finding is None, report.script
+
+
+@pytest.mark.parametrize(
+    ("factory", "what"),
+    [
+        ("RaisesInTable", "table raised IndexError"),
+        ("RaisesInNumFree", "num_free raised IndexError"),
+        ("RefusesOddSizes", "the factory raised TypeError: block_size"),
+    ],
+)
+def test_whatever_an_allocator_raises_is_a_finding(capsys, factory, what):
+    assert main(["fuzz", "--target", f"{HERE}:{factory}", "--ops", "2000", "--seed", "1", "--json"]) == 1
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["kind"] == "exception" and what in facts["finding"]
+    assert facts["script"].count("checked.") <= 2, facts["script"]
+    assert main([*facts["again"].partition("  # ")[0].split()[1:], "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["script"] == facts["script"]
+
+
+def test_command_that_repeats_has_the_sizes(capsys):
+    argv = ["--blocks", "4", "--block-size", "3"]
+    assert main(["fuzz", "--target", "seed_allocator:Adapter", "--ops", "1e5", "--seed", "2", *argv, "--json"]) == 1
+    facts = json.loads(capsys.readouterr().out)
+    assert " ".join(argv) in facts["again"] and "Adapter(num_blocks=4, block_size=3)" in facts["script"]
+    assert_repeats(capsys, facts)
+
+
+@pytest.mark.parametrize("sizes", [[], ["--blocks", "9", "--block-size", "4"]])
+def test_whatever_a_backend_raises_is_a_finding(capsys, few_cases, sizes):
+    argv = ["fuzz", "--target", f"{HERE}:RaisesInCopies", "--ops", "2000", "--seed", "3", *sizes, "--json"]
+    assert main(argv) == 1
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["finding"] == "exception: IndexError: copies are out of range"
+    assert facts["calls"] > 0 and " ".join(sizes) in facts["again"]
+    turns = re.search(r"play\(\[([\d, ]*)\]\)", facts["script"])[1].split(", ")
+    assert len(turns) <= 5, facts["script"]
+    assert_repeats(capsys, facts)
+
+
+def test_assert_without_a_message_is_a_finding(capsys, few_cases):
+    assert main(["fuzz", "--target", f"{HERE}:Asserts", "--ops", "2000", "--seed", "3", "--json"]) == 1
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["finding"] == "an assert without a message failed" and facts["script_fails"]
+    assert_repeats(capsys, facts)
+
+
+def test_backend_that_fails_once_is_a_finding_and_its_script_is_said_to_pass(capsys, monkeypatch, few_cases):
+    written = itertools.count()
+
+    class FailsOnce(NumpyBackend):
+        def write(self, *args):
+            if next(written) == 50:
+                raise IndexError("once")
+            super().write(*args)
+
+    report = hunt_backend(FailsOnce, 1, calls=200)
+    assert (report.finding, report.script_fails) == ("exception: IndexError: once", False)
+    assert f".play({list(range(20))})" in report.script, "the whole run"
+    written = itertools.count()
+    monkeypatch.setitem(globals(), "FailsOnce", FailsOnce)
+    assert main(["fuzz", "--target", f"{HERE}:FailsOnce", "--ops", "200", "--seed", "1"]) == 1
+    assert "fails only sometimes: the script below may pass" in capsys.readouterr().out
+
+
+def test_allocator_that_fails_once_is_a_finding_and_its_script_is_said_to_pass():
+    asked = itertools.count()
+
+    class FailsOnce(InNumpy):
+        def table(self, seq):
+            if next(asked) == 50:
+                raise IndexError("once")
+            return super().table(seq)
+
+    report = hunt_target(FailsOnce, 1, calls=2000)
+    assert (report.finding, report.kind) == ("exception: table raised IndexError: once", "exception")
+    assert not report.script_fails and "# exception: table raised IndexError: once\n" in report.script
+    assert report.script.count("checked.") > 10, "the whole run"
+
+
+def test_case_that_fails_once_is_a_finding_and_its_script_is_said_to_pass(few_cases):
+    tried = itertools.count()
+
+    def a_case_that_fails_once(factory):
+        if next(tried) == 0:
+            raise IndexError("once")
+
+    conformance.CASES.append(a_case_that_fails_once)
+    report = hunt_backend(NumpyBackend, 1, calls=20)
+    assert report.finding.endswith("IndexError: once") and not report.script_fails
+
+
+@pytest.mark.parametrize("target", ["any_allocator", "any_backend"])
+def test_factory_that_takes_anything_is_judged_by_what_it_makes(capsys, few_cases, target):
+    assert main(["fuzz", "--target", f"{HERE}:{target}", "--ops", "20", "--json"]) == 0
+    assert ("cases" in json.loads(capsys.readouterr().out)) == (target == "any_backend")
+
+
+def never_made(**sizes):
+    """Can be an allocator only."""
+    raise IndexError(f"no room for {sizes['num_blocks']} blocks")
+
+
+def test_factory_of_nothing_but_names_that_raises_is_a_finding(capsys):
+    assert main(["fuzz", "--target", f"{HERE}:never_made", "--ops", "20"]) == 1
+    assert "the factory raised IndexError: no room for" in capsys.readouterr().out
+
+
+def test_cases_that_a_backend_fails_are_a_finding(capsys, few_cases):
+    report = hunt_backend(NumpyBackend, 1, calls=20)
+    assert report.finding is None and report.cases == {"protocol_is_implemented": "passed"}
+    conformance.CASES.append(a_case_that_fails)
+    report = hunt_backend(NumpyBackend, 1, calls=20)
+    assert report.finding.startswith("1 of 2 cases of the conformance kit failed\n- a_case_that_fails: ValueError")
+    assert "a_case_that_fails(factory)" in report.script and report.script_fails
+
+
+def a_case_that_fails(factory):
+    raise ValueError("never right")
+
+
+def test_interrupt_is_no_finding():
+    def factory(spec, num_blocks):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        hunt_backend(factory, 1, calls=20)
+
+
+@pytest.mark.parametrize(
+    ("more", "what"),
+    [
+        (["seed_allocator:FAULTS"], "cannot be called"),
+        (["seed_allocator:SeedAllocator.take"], "takes neither"),
+        (["collections:UserDict"], "it has no num_blocks, block_size, num_free, open, append, table, free"),
+        (["builtins:dict"], "(spec, num_blocks) made no backend: TypeError: dict expected"),
+        (["kvpool:Pool"], "it has no append"),
+        ([f"{HERE}:no_allocator"], "it has no num_blocks, block_size, num_free, open, table, free"),
+    ],
+)
+def test_what_cannot_be_a_target_is_refused(capsys, more, what):
+    assert main(["fuzz", "--ops", "10", "--target", *more]) == 2
+    assert what in capsys.readouterr().err

@@ -1,0 +1,100 @@
+"""What make, continuous integration and the pinned tools promise."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def make(*arguments, **environment):
+    """Run make in the project's folder and return what it prints."""
+    result = subprocess.run(
+        ["make", *arguments], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_help_lists_every_documented_target():
+    targets = re.findall(r"^([a-z-]+):.*?## (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert [tuple(line.split(None, 2)[1:]) for line in make("help").splitlines()] == targets
+    assert {"demo", "test", "bench", "clean"} <= dict(targets).keys()
+
+
+def test_recipes_do_not_see_which_core_a_shell_has_chosen(tmp_path):
+    """``KVPOOL_CORE=model`` left set must not make ``make test`` test the model in place of the core."""
+    makefile = tmp_path / "Makefile"
+    makefile.write_text(f'include {ROOT}/Makefile\nshow:\n\t@echo "$$KVPOOL_CORE,$$KVPOOL_BACKEND"\n')
+    assert make("-f", str(makefile), "show", KVPOOL_CORE="model", KVPOOL_BACKEND="numpy") == ",numpy\n"
+
+
+def test_asan_leaves_mlx_and_the_demo_out():
+    commands = make("--dry-run", "asan")
+    patterns = re.findall(r"--ignore-glob '?([^\s']+)", commands)
+    folders = [ROOT / name for name in re.findall(r"--ignore=(\S+)", commands)]
+    tests = [path for path in (ROOT / "tests").rglob("test_*.py") if not {path, *path.parents} & set(folders)]
+    left = {path.name for path in tests if not any(path.match(pattern) for pattern in patterns)}
+    assert not {name for name in left if "mlx" in name or "demo" in name}
+    assert {"test_fuzz_machine.py", "test_misuse.py", "test_pending.py"} <= left
+
+
+def jobs(workflow):
+    """Return name -> text of every job of a workflow."""
+    text = workflow.read_text().partition("\njobs:\n")[2]
+    names = re.findall(r"^  ([\w-]+):$", text, re.MULTILINE)
+    return dict(zip(names, re.split(r"^  [\w-]+:$", text, flags=re.MULTILINE)[1:], strict=True))
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_every_job_ends(workflow):
+    found = jobs(workflow)
+    assert found
+    assert not [name for name, text in found.items() if not re.search(r"^    timeout-minutes: \d+$", text, re.M)]
+
+
+def test_every_test_ends(pytestconfig):
+    assert float(pytestconfig.getini("timeout")) > 0
+
+
+def test_tools_and_frameworks_whose_releases_break_us_are_bounded():
+    extras = PROJECT["project"]["optional-dependencies"]
+    for name in ("lint", "mlx"):
+        for requirement in extras[name]:
+            assert "<" in requirement or "==" in requirement, requirement
+
+
+def test_python_releases_tested_are_those_that_wheels_are_built_for():
+    matrix = (ROOT / ".github" / "workflows" / "test.yml").read_text()
+    (tested,) = re.findall(r"^ +python: \[(.*)\]$", matrix, re.MULTILINE)
+    built = re.findall(r"cp3(\d+)-", PROJECT["tool"]["cibuildwheel"]["build"])
+    assert {built[0], built[-1]} <= set(re.findall(r"3\.(\d+)", tested))
+
+
+def test_adapter_takes_the_mlx_lm_that_is_installed():
+    pytest.importorskip("mlx_lm")
+    from mlx_models import tiny_llama
+
+    from kvpool.adapters.mlx_lm import install
+
+    assert install(tiny_llama(), 16).num_layers == 3
+
+
+@pytest.mark.parametrize(("switch", "passes"), [("1", True), ("", False)])
+def test_next_mlx_lm_is_tried_only_when_asked_for(switch, passes):
+    """The test above, with an mlx-lm that calls itself a release nobody has tested."""
+    pytest.importorskip("mlx_lm")
+    code = "import sys, mlx_lm, pytest; mlx_lm.__version__ = '999.0'; sys.exit(pytest.main(sys.argv[1:]))"
+    name = f"{Path(__file__).name}::test_adapter_takes_the_mlx_lm_that_is_installed"
+    command = [sys.executable, "-c", code, "-q", "-p", "no:xdist", "-p", "no:cacheprovider", f"tests/repository/{name}"]
+    environment = os.environ | {"KVPOOL_ANY_MLX_LM": switch}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ("1 passed" in result.stdout) is passes, result.stdout + result.stderr
+    assert ("this adapter was tested with" in result.stdout) is not passes

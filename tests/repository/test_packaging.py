@@ -1,0 +1,279 @@
+"""What a user gets: sdist and wheel are complete, the wheel works alone, and other extensions can cimport kvpool.
+
+The sdist is built from a copy of the sources, the wheel from the sdist, both without network. The wheel is
+then installed into an environment that has nothing but numpy. It is compiled without optimization, which takes half as
+long and changes neither what is in it nor what it computes; the size that counts is that with the extensions of the
+build in place.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import textwrap
+import tomllib
+import zipfile
+from importlib.machinery import EXTENSION_SUFFIXES
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+from type_reports import MARK, planted, reported
+
+import kvpool
+
+ROOT = Path(__file__).resolve().parents[2]
+WHEEL_BYTES_MAX = 2_150_000
+NOT_SOURCES = shutil.ignore_patterns(
+    "build", "dist", "*.egg-info", "__pycache__", "*.so", "*.html", "*.png", ".git", ".venv", ".*_cache",
+    ".hypothesis", ".benchmarks",
+)  # fmt: skip
+USE = """
+    import kvpool, kvpool_backends, numpy
+    pool = kvpool.Pool(64, 4)
+    plan = kvpool.Plan(pool, 2, 16)
+    handle = pool.open()
+    pool.step(plan, [handle], 9)
+    assert plan.seq_lens.tolist() == [9] and plan.slot_mapping[8] == 12
+    pool.done(plan)
+    pool.close([handle])
+    pool.check()
+    print(kvpool.__file__)
+"""
+
+
+def run(*command, cwd, **environment):
+    """Run a command without the paths of this process; return its stdout, show its output if it fails."""
+    inherited = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    result = subprocess.run(
+        [str(part) for part in command], cwd=cwd, env=inherited | environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def source_tree(tmp_path_factory):
+    """A copy of the sources without anything that a build has made."""
+    tree = tmp_path_factory.mktemp("source") / "kvpool"
+    shutil.copytree(ROOT, tree, ignore=NOT_SOURCES)
+    return tree
+
+
+@pytest.fixture(scope="module")
+def distributions(source_tree, tmp_path_factory):
+    """The folder with one sdist and one wheel, the wheel built from the sdist."""
+    folder = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, source_tree, cwd=source_tree,
+        KVPOOL_OPTIMIZE="0")  # fmt: skip
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(distributions):
+    (path,) = distributions.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def wheel_names(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+@pytest.fixture(scope="module")
+def site(wheel, tmp_path_factory):
+    """The site-packages of a new environment: the wheel, and numpy by links to this environment's."""
+    environment = tmp_path_factory.mktemp("environment")
+    run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=environment)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    numpy_files = distribution("numpy").files
+    for top in {file.parts[0] for file in numpy_files} - {".."}:
+        (packages / top).symlink_to(distribution("numpy").locate_file(top))
+    install = ["install", "-q", "--no-deps", "--no-index", "--disable-pip-version-check", wheel]
+    run(sys.executable, "-m", "pip", "--python", environment / "bin" / "python", *install, cwd=environment)
+    return packages
+
+
+def in_environment(site, code, *flags):
+    """Run code with the interpreter of the new environment, far from the sources."""
+    python = site.parent.parent.parent / "bin" / "python"
+    return run(python, "-W", "error", *flags, "-c", textwrap.dedent(code), cwd=site.parent).strip()
+
+
+def test_sdist_holds_every_source_and_nothing_built(distributions, source_tree):
+    (path,) = distributions.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    folders = ["kvpool", "kvpool_backends", "metal", "tests", "benchmarks", "docs", "examples", "scripts", ".ci"]
+    folders.append(".github")
+    files = [file for folder in folders for file in (source_tree / folder).rglob("*")] + list(source_tree.glob("*"))
+    expected = {str(file.relative_to(source_tree)) for file in files if file.is_file()}
+    assert expected - {".gitignore", ".git"} - names == set()
+    assert not [name for name in names if re.search(r"^kvpool/.*\.c$|\.(so|html|pyc)$", name)]
+
+
+def test_wheel_holds_the_packages_and_what_embedding_needs(wheel_names, source_tree):
+    expected = set()
+    places = {"kvpool": "kvpool", "kvpool_backends": "kvpool_backends", "metal": "kvpool_backends/metal"}
+    for folder, place in places.items():
+        for path in (source_tree / folder).rglob("*"):
+            if path.parent.name == "kernels" and path.name != "kvcpu.h":
+                continue  # compiled
+            if path.suffix in (".py", ".pyi", ".pxd", ".metal", ".h", ".cpp") or path.name == "py.typed":
+                expected.add(f"{place}/{path.relative_to(source_tree / folder)}")
+    assert "kvpool/__init__.pxd" in expected and "kvpool_backends/metal/__init__.py" in expected
+    assert expected - wheel_names == set()
+
+
+def patterns_without_files(tree, project):
+    """Patterns of the package data that match nothing: setuptools leaves them out without a word."""
+    setuptools = project["tool"]["setuptools"]
+    places = {package: setuptools["package-dir"].get(package, package.replace(".", "/"))
+              for package in setuptools["package-data"]}  # fmt: skip
+    declared = [(places[package], pattern) for package, many in setuptools["package-data"].items() for pattern in many]
+    return [f"{place}/{pattern}" for place, pattern in declared if not any((tree / place).glob(pattern))]
+
+
+def test_every_pattern_of_the_package_data_matches_a_file():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert patterns_without_files(ROOT, project) == []
+    project["tool"]["setuptools"]["package-data"]["kvpool_backends"].append("py.untyped")
+    assert patterns_without_files(ROOT, project) == ["kvpool_backends/py.untyped"]
+
+
+@pytest.mark.parametrize("checker", MARK)
+def test_types_of_the_wheel_are_those_of_the_sources(checker, site, tmp_path):
+    """A user's program far from the sources; without a py.typed all of kvpool_backends would be Any."""
+    python = site.parent.parent.parent / "bin" / "python"
+    assert reported(checker, tmp_path, python) == planted(checker)
+
+
+def test_wheel_holds_nothing_else(wheel_names):
+    version = kvpool.__version__
+    tops = {name.partition("/")[0] for name in wheel_names}
+    assert tops == {"kvpool", "kvpool_backends", f"kvpool-{version}.dist-info"}
+    assert not [name for name in wheel_names if name.endswith((".c", ".pyc", ".html"))]
+    assert any(name.endswith("LICENSE") for name in wheel_names)
+
+
+def test_wheel_holds_one_extension_per_module(wheel_names, source_tree):
+    built = {name for name in wheel_names if name.endswith(".so")}
+    sources = [path for folder in ("kvpool", "kvpool_backends") for path in (source_tree / folder).rglob("*.pyx")]
+    modules = [path.relative_to(source_tree).with_suffix(EXTENSION_SUFFIXES[0]) for path in sources]
+    assert built == {str(module) for module in modules}
+
+
+def test_wheel_is_small(wheel, tmp_path):
+    with zipfile.ZipFile(wheel) as archive, zipfile.ZipFile(tmp_path / "x", "w", zipfile.ZIP_DEFLATED) as optimized:
+        for name in archive.namelist():
+            optimized.writestr(name, (ROOT / name).read_bytes() if name.endswith(".so") else archive.read(name))
+    assert (tmp_path / "x").stat().st_size <= WHEEL_BYTES_MAX
+
+
+def test_version_is_the_same_everywhere(wheel):
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert declared == kvpool.__version__ == wheel.name.split("-")[1]
+
+
+def test_licence_is_declared_in_spdx_form(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        assert "License-Expression: MIT\n" in archive.read(name).decode()
+
+
+def test_wheel_works_with_numpy_alone(site):
+    """Imported from the wheel with warnings as errors, in an environment without mlx."""
+    assert in_environment(site, USE, "-I").startswith(str(site))
+
+
+def test_kernels_of_the_wheel_compute(site):
+    code = """
+        import numpy as np
+        from kvpool.config import KVSpec
+        from kvpool.protocol import ArrayPlan
+        from kvpool_backends import load_backend
+        backend = load_backend("cpu")(KVSpec(1, 1, 4, "float32", 2), 3)
+        ones = np.ones((1, 1, 4), np.float32)
+        plan = ArrayPlan(np.array([[1]]), np.array([1]), np.array([0, 1]), np.array([2]))
+        backend.write(0, ones, 3 * ones, plan)
+        print(backend.attend(0, ones, plan).tolist())
+    """
+    assert in_environment(site, code, "-I") == "[[[3.0, 3.0, 3.0, 3.0]]]"
+
+
+def test_wheel_declares_the_command_and_the_backends(site):
+    """Every name that the metadata declare leads to something, but for the framework that is not there."""
+    code = """
+        from importlib.metadata import distribution
+        import kvpool_backends
+        names = {(entry.group, entry.name): entry.value for entry in distribution("kvpool").entry_points}
+        assert names.pop(("console_scripts", "kvpool")) == "kvpool.cli:main"
+        import kvpool.cli
+        assert callable(kvpool.cli.main)
+        for (group, name), value in names.items():
+            assert group == "kvpool.backends" and kvpool_backends._BUILT_IN[name][0] == value
+        print(sorted(name for _, name in names))
+    """
+    assert in_environment(site, code, "-I") == "['cpu', 'mlx', 'numpy']"
+    assert (site.parent.parent.parent / "bin" / "kvpool").exists()
+
+
+def test_metal_sources_are_found_from_the_wheel(site):
+    code = 'from importlib.resources import files; print(files("kvpool_backends.metal").joinpath("kv_layout.h"))'
+    found = Path(in_environment(site, code, "-I"))
+    assert found.is_relative_to(site)
+    assert found.read_text() == (ROOT / "metal" / "kv_layout.h").read_text()
+
+
+def test_the_wheel_has_what_the_mlx_extension_is_built_from(site):
+    """The sources, and the header of the CPU kernels that they include."""
+    for place in ("mlx/native/*.cpp", "mlx/native/*.h", "cpu/kernels/kvcpu.h"):
+        place = f"kvpool_backends/{place}"
+        expected = {path.name: path.read_text() for path in ROOT.glob(place)}
+        assert expected and {path.name: path.read_text() for path in site.glob(place)} == expected
+
+
+@pytest.mark.parametrize("origin", ["wheel", "get_include"])
+def test_another_extension_can_cimport_kvpool(origin, tmp_path, request):
+    """Compiled and run against an installed wheel, and against this build by `kvpool.get_include`."""
+    site = str(request.getfixturevalue("site")) if origin == "wheel" else kvpool.get_include()
+    shutil.copy(ROOT / "tests" / "downstream.pyx", tmp_path)
+    (tmp_path / "setup.py").write_text(
+        "from Cython.Build import cythonize\nfrom setuptools import setup\n"
+        f'setup(name="downstream", py_modules=[], ext_modules=cythonize("downstream.pyx", include_path=[{site!r}]))\n'
+    )
+    run(sys.executable, "setup.py", "-q", "build_ext", "--inplace", cwd=tmp_path, CFLAGS="-O0")
+    code = """
+        import downstream, kvpool
+        pool = kvpool.Pool(16, 4)
+        engine = downstream.Engine(pool, kvpool.Plan(pool, 2))
+        print(kvpool.__file__, engine.decode([pool.open(5), pool.open()]))
+    """
+    output = run(sys.executable, "-c", textwrap.dedent(code), cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{site}")
+    assert output.startswith(site) and output.endswith("[1, 1]\n")
+
+
+NEEDS_CARGO = pytest.mark.skipif(shutil.which("cargo") is None, reason="cargo is not installed")
+
+
+@pytest.mark.parametrize("kind", ["c", "cython", pytest.param("rust", marks=NEEDS_CARGO)])
+def test_native_example_runs_on_an_installed_wheel(kind, site, tmp_path):
+    """The command of docs/embedding.md, far from the sources of kvpool."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    output = run(sys.executable, "examples/run.py", kind, cwd=tmp_path, PYTHONPATH=str(site))
+    assert output.startswith(f"kvpool of {site}") and f": {kind} gives" in output
+
+
+def test_source_tree_that_is_not_built_says_what_to_type(source_tree):
+    result = subprocess.run(
+        [sys.executable, "-S", "-c", "import kvpool"],
+        cwd=source_tree,
+        capture_output=True,
+        text=True,
+        env={"PATH": os.environ["PATH"]},
+    )
+    assert result.returncode != 0
+    assert "make build" in result.stderr.splitlines()[-1]

@@ -1,0 +1,65 @@
+"""What README.md shows is what happens: its example runs, prints what it says, and its commands exist."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvpool.cli import COMMANDS
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+EXAMPLE = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", README, re.DOTALL)
+EXAMPLE_LINES_MAX = 20
+
+
+def test_example_prints_what_is_shown():
+    result = subprocess.run([sys.executable, "-W", "error", "-c", EXAMPLE[1]], capture_output=True, text=True)
+    assert (result.stdout, result.stderr, result.returncode) == (EXAMPLE[2], "", 0)
+
+
+def test_mlx_lm_example_generates_what_mlx_lm_generates(monkeypatch, capsys):
+    """With a small model of random weights in place of the one that it downloads."""
+    mlx_lm = pytest.importorskip("mlx_lm")
+    from mlx_models import tiny_llama
+
+    class Tokenizer:
+        eos_token_ids = ()
+
+        def encode(self, text):
+            return list(text.encode())
+
+        def decode(self, tokens):
+            return str(tokens)
+
+    model, tokenizer = tiny_llama(), Tokenizer()
+    monkeypatch.setattr(mlx_lm, "load", lambda name: (model, tokenizer))
+    (code,) = re.findall(r"```python\n(from mlx_lm .*?)```", README, re.DOTALL)
+    ran = {}
+    exec(code, ran)
+    texts = mlx_lm.batch_generate(model, tokenizer, ran["prompts"], max_tokens=100).texts
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[0] == str(texts)
+    assert "0 leaked" in printed
+
+
+def test_example_is_at_most_20_lines():
+    assert len([line for line in EXAMPLE[1].splitlines() if line]) <= EXAMPLE_LINES_MAX
+
+
+def test_named_make_targets_exist():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    texts = README + (ROOT / "CONTRIBUTING.md").read_text()
+    named = set(re.findall(r"(?:^    |`)make ([a-z-]+)", texts, re.MULTILINE))
+    assert {"demo", "test", "bench"} <= named <= targets
+
+
+def test_named_commands_exist():
+    assert {"demo", "plan", "doctor"} <= set(re.findall(r"`kvpool ([a-z]+)", README)) <= COMMANDS.keys()
+
+
+def test_linked_files_exist():
+    links = re.findall(r"\]\((?!https?:)([^)]+)\)", README)
+    assert links and all((ROOT / link).exists() for link in links)

@@ -1,0 +1,256 @@
+"""Rules of the repository that no linter checks: sizes, unfinished work, and who may import whom."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from conftest import LONG_FILES
+
+from proof.mutation.source import uncommented
+
+ROOT = Path(__file__).resolve().parents[2]
+FILE_LINES_MAX = 1500
+FUNCTION_LINES_MAX = 70
+LINE_LENGTH_MAX = 120
+FOLDERS = (
+    *("kvpool", "kvpool_backends", "metal", "benchmarks", "examples", "proof", "tests", "scripts", "docs", ".ci"),
+)
+SUFFIXES = (".py", ".pyx", ".pxd", ".pxi", ".pyi", ".c", ".h", ".metal", ".rs", ".sh")
+# Spelled in halves, so that the list does not find itself.
+UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X|HA" + r"CK)\b")
+# A part of the core may use those before it, never those after it.
+CORE_ORDER = (
+    *("types", "memory", "lock", "sha256", "args", "record"),  # C functions on structs
+    *("blocks", "sequence", "names", "events", "prefix", "step", "wire"),
+    *("refuse", "block_calls", "sequence_calls", "plan"),  # what Python sees of them
+    *("prefix_calls", "evict_calls", "keys", "pool_blocks", "pool"),
+)
+CORE_INCLUDE = re.compile(r'^include "core/(\w+)\.\w+"$', re.MULTILINE)
+CORE_NAME = re.compile(
+    r"^(?:def|cdef|ctypedef)\b(?! extern| enum)[^\n=(:]*?(\w+) *(?:[(=:#]|$)|^    ([A-Z][A-Z0-9_]+) *(?:[=#]|$)",
+    re.MULTILINE,
+)
+# Folders whose code drives a framework; elsewhere kvpool knows none.
+FRAMEWORK_USERS = (
+    *("kvpool/adapters/", "kvpool_backends/mlx/"),
+    *("kvpool/cli/bench/dense.py", "kvpool/cli/bench/metal.py", "benchmarks/serving/lm.py"),
+    *("benchmarks/quality/models.py", "benchmarks/quality/control.py"),
+    *("kvpool/cli/demo/", "kvpool/cli/doctor.py"),
+)
+FRAMEWORKS = ("mlx", "mlx_lm", "torch", "jax", "transformers")
+CYTHON_IMPORT = re.compile(r"^\s*(?:from\s+([\w.]+)\s+c?import\s+(\([^)]*\)|.*)|c?import\s+([\w.]+))", re.MULTILINE)
+CYTHON_FUNCTION = re.compile(r"(?!\s*c?p?def\s+(?:extern|enum|struct|class|packed))\s*(?:def|cdef|cpdef)\b.*?\b(\w+)\(")
+
+
+def sources(*suffixes):
+    """Return the project's own files with one of these suffixes."""
+    files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*")] + list(ROOT.glob("*"))
+    return sorted(path for path in files if path.suffix in suffixes and "__pycache__" not in path.parts)
+
+
+def relative(path):
+    return str(path.relative_to(ROOT))
+
+
+def python_imports(path, *, inside_functions):
+    """Return the dotted names that a .py file imports, those under TYPE_CHECKING left out."""
+    names = []
+
+    def visit(node):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not inside_functions:
+            return
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            return
+        if isinstance(node, ast.Import):
+            names.extend(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = path.relative_to(ROOT).parts[: -node.level] if node.level else ()
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            names.extend([base, *(f"{base}.{alias.name}" for alias in node.names)])
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(path.read_text()))
+    return names
+
+
+def cython_imports(text):
+    """Return the dotted names that Cython source imports or cimports."""
+    names = []
+    for module, imported, plain in CYTHON_IMPORT.findall(text):
+        if plain:
+            names.append(plain)
+        else:
+            words = [part.split()[0] for part in imported.strip("()\n ").split(",") if part.strip()]
+            names.extend([module, *(f"{module}.{word}" for word in words)])
+    return names
+
+
+def belongs(imported, package):
+    return imported == package or imported.startswith(package + ".")
+
+
+def cython_functions(text):
+    """Return (name, lines) of every function in Cython source: its head and what is indented deeper."""
+    lines, functions = text.splitlines(), []
+    for start, line in enumerate(lines):
+        match = CYTHON_FUNCTION.match(line)
+        if not match:
+            continue
+        indent = len(line) - len(line.lstrip())
+        last, in_head = start, not line.rstrip().endswith(":")
+        for number, other in enumerate(lines[start + 1 :], start + 1):
+            if not other.strip():
+                continue
+            if not in_head and len(other) - len(other.lstrip()) <= indent:
+                break
+            in_head = in_head and not other.rstrip().endswith(":")
+            last = number
+        functions.append((match[1], last - start + 1))
+    return functions
+
+
+def python_functions(text):
+    """Return (name, lines) of every function in Python source."""
+    return [
+        (node.name, node.end_lineno - node.lineno + 1)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+
+
+def test_files_are_short():
+    counts = {relative(path): len(path.read_text().splitlines()) for path in sources(*SUFFIXES)}
+    assert not {path: lines for path, lines in counts.items() if lines > FILE_LINES_MAX}
+
+
+def test_functions_are_short():
+    found = []
+    for path in sources(".py", ".pyx", ".pxi"):
+        read = python_functions if path.suffix == ".py" else cython_functions
+        for function, lines in read(path.read_text()):
+            if lines > FUNCTION_LINES_MAX:
+                found.append(f"{relative(path)}: {function} has {lines} lines")
+    assert not found
+
+
+def test_lines_are_short_and_clean():
+    found = []
+    for path in sources(*SUFFIXES):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if "\t" in line or line != line.rstrip() or (len(line) > LINE_LENGTH_MAX and "://" not in line):
+                found.append(f"{relative(path)}:{number}: {line!r}")
+    assert not found
+
+
+def test_nothing_is_left_unfinished():
+    found = []
+    for path in [*sources(*SUFFIXES, ".md"), ROOT / "Makefile"]:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if UNFINISHED.search(line):
+                found.append(f"{relative(path)}:{number}: {line.strip()}")
+    assert not found
+
+
+def core_parts():
+    """Return the text of each part of the core, its comments and strings covered, in order."""
+    files = {path: path.read_text() for path in sorted((ROOT / "kvpool" / "core").iterdir())}
+    return {part: uncommented("\n".join(files[path] for path in files if path.stem == part)) for part in CORE_ORDER}
+
+
+def core_names(text):
+    """Return the names that a part of the core defines for others: functions, types, constants."""
+    return {name or constant for name, constant in CORE_NAME.findall(text)}
+
+
+def used_too_early(parts):
+    """Return (part, name) where a part of the core uses a name of a later one; a function is used if it is called."""
+    found, later = [], set()
+    for part, text in reversed(parts.items()):
+        used = set(re.findall(r"(?<![.\w])(?:[A-Z]\w*|[a-z]\w*(?=\())", text))
+        own = core_names(text) | {name for name, _ in cython_functions(text)}  # methods too
+        found += [(part, name) for name in sorted(used & later - own)]
+        later |= core_names(text)
+    return found
+
+
+def test_core_is_included_in_order():
+    for suffix, module in ((".pxd", "_core.pxd"), (".pxi", "_core.pyx")):
+        there = {path.stem for path in (ROOT / "kvpool" / "core").iterdir() if path.suffix == suffix}
+        included = CORE_INCLUDE.findall((ROOT / "kvpool" / module).read_text())
+        assert included == [part for part in CORE_ORDER if part in there]
+        assert there == set(included), "CORE_ORDER has to name every part of the core"
+
+
+def test_core_parts_use_those_before_them():
+    assert used_too_early(core_parts()) == []
+
+
+def test_parts_that_use_later_ones_are_found():
+    parts = core_parts()
+    assert {"mix", "OK", "Verdict"} <= core_names(parts["types"]) and "Pool" in core_names(parts["pool"])
+    early = "cdef int f(Pool pool):\n    return wire_emit(NULL) + KV_SLOTS\n"
+    found = used_too_early(parts | {"types": parts["types"] + early})
+    assert found == [("types", name) for name in ("KV_SLOTS", "Pool", "wire_emit")]
+
+
+def test_core_needs_no_numpy_headers():
+    text = "\n".join(path.read_text() for path in sources(".pyx", ".pxd", ".pxi"))
+    assert not re.search(r"cimport\s+numpy|from\s+numpy\s+cimport|numpy/arrayobject", text)
+
+
+def test_kvpool_imports_no_backend_and_no_adapter():
+    """Nothing in kvpool imports a backend when it is imported itself, nor an adapter from outside of adapters."""
+    found = []
+    for path in sources(".py", ".pyx", ".pxd", ".pxi"):
+        if not relative(path).startswith("kvpool/"):
+            continue
+        if path.suffix == ".py":
+            imports = python_imports(path, inside_functions=False)
+        else:
+            imports = cython_imports(path.read_text())
+        forbidden = ["kvpool_backends"]
+        if not relative(path).startswith(FRAMEWORK_USERS):
+            forbidden += ["kvpool.adapters"]
+        found += [f"{relative(path)} imports {i}" for i in imports if any(belongs(i, f) for f in forbidden)]
+    assert not found
+
+
+def test_frameworks_are_imported_where_they_are_used_only():
+    """Inside of functions neither."""
+    found = []
+    for path in sources(".py"):
+        if not relative(path).startswith(("kvpool/", "kvpool_backends/")) or relative(path).startswith(FRAMEWORK_USERS):
+            continue
+        imports = python_imports(path, inside_functions=True)
+        found += [f"{relative(path)} imports {i}" for i in imports if any(belongs(i, f) for f in FRAMEWORKS)]
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("from kvpool._core cimport Pool", {"kvpool._core"}),
+        ("from kvpool cimport _core, capi as c", {"kvpool._core", "kvpool.capi"}),
+        ("cimport kvpool.capi", {"kvpool.capi"}),
+        ("def f():\n    import kvpool_backends", {"kvpool_backends"}),
+        ("from kvpool._x cimport (\n    a,\n    b,\n)", {"kvpool._x.a", "kvpool._x.b"}),
+    ],
+)
+def test_cython_imports_are_found(text, expected):
+    """A rule whose reader finds nothing would always hold."""
+    assert expected <= set(cython_imports(text))
+
+
+def test_cython_functions_are_measured():
+    text = (
+        "cdef class A:\n    cdef int f(\n        self, int a,\n    ) nogil:\n        return a\n\n"
+        "    def g(self):\n        pass\n\ncdef inline int h(int a) noexcept nogil:\n    return a\n"
+    )
+    assert cython_functions(text) == [("f", 4), ("g", 2), ("h", 2)]
+
+
+def test_long_files_are_there():
+    """What conftest.py has begin first, by name: a file that was renamed would begin last."""
+    assert [name for name in LONG_FILES if not [*(ROOT / "tests").rglob(f"test_{name}.py")]] == []

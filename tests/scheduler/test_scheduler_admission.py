@@ -1,0 +1,114 @@
+"""Who is admitted: watermark, prefix hits, priorities, nobody overtakes."""
+
+import numpy as np
+import pytest
+from schedules import Machine, greedy
+
+from kvpool import Pool, Request, Scheduler
+
+
+@pytest.mark.parametrize(("watermark", "expected"), [(0, 3), (1, 2), (4, 2), (5, 1), (100, 1), (None, 2)])
+def test_admission_leaves_the_watermark(watermark, expected):
+    """12 blocks, prompts of 4: an admission leaves the watermark, unless nothing runs."""
+    pool = Pool(13, 4)
+    scheduler = Scheduler(pool, max_running=64, watermark=watermark, prefill_chunk=64)
+    machine = Machine(scheduler, pool)
+    for _ in range(5):
+        scheduler.add(Request(range(13), max_tokens=3))
+    step = scheduler.schedule()
+    assert len(step.slots) == expected
+    scheduler.fail(step)
+    assert len(machine.run()) == 5
+
+
+def test_admission_leaves_the_blocks_that_decodes_of_the_same_step_take():
+    """The decode needs its last block in the very step in which somebody could be admitted with it."""
+    pool = Pool(4, 4)
+    scheduler = Scheduler(pool, watermark=0)
+    machine = Machine(scheduler, pool)
+    scheduler.add(Request([1, 2, 3, 4], max_tokens=6, id="a"))
+    machine.step()  # four tokens computed: the next decode takes a block
+    scheduler.add(Request([1, 2, 3, 4, 5], max_tokens=1, id="b"))
+    step = scheduler.schedule()
+    assert step.num_decodes == 1 and len(step.slots) == 1
+    scheduler.fail(step)
+    assert {name for name, _ in machine.run()} == {"a", "b"}
+    assert scheduler.stats().preemptions == 0
+
+
+def test_admission_counts_prefix_hits():
+    """The second prompt needs 1 block of its own, 3 are shared: it is admitted where a stranger is not."""
+    for own in (True, False):
+        pool = Pool(8, 4, prefix_cache=True, seed=1)
+        scheduler = Scheduler(pool, watermark=2)
+        machine = Machine(scheduler, pool)
+        scheduler.add(Request(range(14), max_tokens=6))
+        machine.step()
+        prompt = np.arange(14) + (0 if own else 100)
+        scheduler.add(Request(prompt, max_tokens=1, id="b"))
+        step = scheduler.schedule()
+        assert len(step.slots) == (2 if own else 1)
+        assert step.num_new.tolist() == ([1, 2] if own else [1])
+        scheduler.fail(step)
+        output = machine.run()["b", 0]
+        assert output.num_cached == (12 if own else 0)
+        assert scheduler.stats().hit_tokens == output.num_cached
+
+
+def test_admission_evictable_hits_are_not_counted_twice():
+    """A cached prompt whose blocks nobody holds: hits are evictable, but not available to the rest of the request."""
+    pool = Pool(8, 4, prefix_cache=True, seed=1)
+    scheduler = Scheduler(pool, watermark=2)
+    machine = Machine(scheduler, pool)
+    scheduler.add(Request(range(14), max_tokens=1, id="warm"))
+    machine.run()
+    assert pool.stats().evictable == 3
+    scheduler.add(Request([50, 51], max_tokens=4, id="a"))
+    machine.step()  # 1 block used, 3 free, 3 evictable
+    scheduler.add(Request(range(22), max_tokens=1, id="b"))  # 6 blocks, 3 of them hits: 3 more, none left
+    before = pool.prefix_stats()[:-1]
+    step = scheduler.schedule()
+    assert len(step.slots) == 1
+    assert pool.prefix_stats()[:-1] == before  # nothing evicted, nothing counted
+    scheduler.fail(step)
+    scheduler.cancel("a")
+    assert machine.run()["b", 0].num_cached == 12
+
+
+def test_admission_higher_priority_goes_first_and_first_come_within():
+    pool = Pool(64, 4)
+    scheduler = Scheduler(pool, max_running=1)
+    machine = Machine(scheduler, pool)
+    for name, priority in [("a", 0), ("b", -5), ("c", 7), ("d", 0), ("e", 7)]:
+        scheduler.add(Request([1], max_tokens=2, id=name, priority=priority))
+    order = []
+    while (done := machine.step()) is not None:
+        order += [output.id for output in done[1]]
+    assert order == ["c", "e", "a", "d", "b"]
+
+
+def test_admission_head_of_the_queue_is_not_overtaken_by_a_smaller_one():
+    pool = Pool(13, 4)
+    scheduler = Scheduler(pool, watermark=0)
+    machine = Machine(scheduler, pool)
+    big = Request(range(30), max_tokens=1, id="big")
+    scheduler.add(Request(range(20), max_tokens=6, id="first"))
+    machine.step()
+    scheduler.add(big)
+    for name in "xyz":
+        scheduler.add(Request([1], max_tokens=1, id=name))
+    order = []
+    while (done := machine.step()) is not None:
+        order += [output.id for output in done[1]]
+    assert order == ["first", "big", "x", "y", "z"]
+
+
+def test_admission_prefix_hits_do_not_change_tokens():
+    pool = Pool(40, 2, prefix_cache=True, seed=1)
+    scheduler = Scheduler(pool, max_running=3, prefill_chunk=4)
+    requests = [Request([*range(9), i], max_tokens=5) for i in range(8)]
+    for request in requests:
+        scheduler.add(request)
+    outputs = Machine(scheduler, pool).run()
+    assert [outputs[i, 0].tokens.tolist() for i in range(8)] == [greedy(request)[0] for request in requests]
+    assert sum(output.num_cached for output in outputs.values()) >= 8 * 4

@@ -1,0 +1,188 @@
+"""Out of blocks: who makes room, what it keeps, and that it comes back exactly."""
+
+import numpy as np
+import pytest
+from scheduler_workload import Runner, Workload
+from schedules import Machine, greedy, next_token
+
+from kvpool import Pool, Request, Scheduler
+from kvpool.scheduler import room
+
+
+def until_preempted(policy, priorities=(0, 0, 0), beam=None):
+    """Three sequences a, b, c of 9, 3 and 6 prompt tokens in a pool that gets too small; return who lost its blocks."""
+    pool = Pool(12, 2)
+    scheduler = Scheduler(pool, watermark=0, preempt=policy)
+    machine = Machine(scheduler, pool)
+    names = {}
+    for name, length, priority in zip("abc", (9, 3, 6), priorities, strict=True):
+        names[name] = Request(range(length), max_tokens=13, id=name, priority=priority)
+        scheduler.add(names[name])
+    while not scheduler.stats().preemptions:
+        machine.step()
+    requests = {scheduler.request_of(slot).id for slot in range(256) if scheduler._core.rows.sequences[slot]}
+    scheduler.check()
+    outputs = machine.run()
+    assert {name: outputs[name, 0].tokens.tolist() for name in names} == {n: greedy(r)[0] for n, r in names.items()}
+    assert pool.stats().used == 0
+    return set("abc") - requests, scheduler
+
+
+@pytest.mark.parametrize(
+    ("policy", "priorities", "victims"),
+    [
+        ("last", (0, 0, 0), {"c"}),
+        ("longest", (0, 0, 0), {"a"}),
+        ("priority", (0, 0, 0), {"c"}),
+        ("priority", (3, 2, 2), {"c"}),
+        ("priority", (2, 2, 3), {"b"}),
+        ("priority", (0, 2, 1), {"a"}),
+    ],
+)
+def test_preempt_policy_names_the_victim(policy, priorities, victims):
+    assert until_preempted(policy, priorities)[0] == victims
+
+
+def test_preempt_grower_is_the_sequence_that_finds_no_block():
+    """a and b grow in the same step, one block is left, rows are served in order: b finds none."""
+    pool = Pool(14, 2)
+    scheduler = Scheduler(pool, watermark=0, preempt="grower")
+    machine = Machine(scheduler, pool)
+    scheduler.add(Request([1, 2], max_tokens=5, id="a"))  # 1 block, full
+    scheduler.add(Request([3, 4], max_tokens=5, id="b"))  # 1 block, full
+    scheduler.add(Request([5], max_tokens=5, id="c"))  # 1 block, room
+    machine.step()
+    held = pool.open(2 * (pool.stats().free - 1))
+    step = scheduler.schedule()
+    assert [request.id for request in step.requests] == ["a", "c"]
+    scheduler.fail(step)
+    pool.close(held)
+    assert {name: o.preemptions for (name, _), o in machine.run().items()} == {"a": 0, "b": 1, "c": 0}
+
+
+@pytest.mark.parametrize("policy", ["last", "longest", "grower", "priority"])
+@pytest.mark.parametrize("prefix_cache", [False, True])
+@pytest.mark.parametrize("chunk", [1, 64])
+def test_preempt_recompute_is_exact(policy, prefix_cache, chunk):
+    """Pools from one request up: whatever is lost comes back, with the tokens it had."""
+    preemptions = 0
+    for blocks in range(9, 20):
+        pool = Pool(blocks, 2, prefix_cache=prefix_cache, seed=1)
+        scheduler = Scheduler(pool, watermark=0, preempt=policy, prefill_chunk=chunk)
+        requests = [Request(range(i, i + 5), max_tokens=11, priority=i % 2) for i in range(4)]
+        for request in requests:
+            scheduler.add(request)
+        machine, outputs, seen = Machine(scheduler, pool), {}, {}
+        while (done := machine.step()) is not None:
+            scheduler.check()
+            outputs.update({output.id: output for output in done[1]})
+            for name in set(range(4)) - set(outputs):
+                now = scheduler.tokens_of(name).tolist()
+                assert now[: len(seen.get(name, []))] == seen.get(name, [])  # nothing generated is lost
+                seen[name] = now
+        assert [outputs[i].tokens.tolist() for i in range(4)] == [greedy(request)[0] for request in requests]
+        stats = scheduler.stats()
+        assert sum(output.preemptions for output in outputs.values()) == stats.preemptions
+        assert bool(stats.recomputed_tokens) <= bool(stats.preemptions)
+        assert stats.admissions == 4 + stats.preemptions
+        if not prefix_cache:
+            assert stats.prefill_tokens + stats.decode_tokens == 4 * 15 + stats.recomputed_tokens
+        preemptions += stats.preemptions
+    assert preemptions > 10
+
+
+def test_preempt_full_blocks_are_committed_first_so_that_coming_back_is_cheap():
+    """Prompts of one token fill no block: what is found again was committed when it was lost."""
+    recomputed = {}
+    for prefix_cache in (False, True):
+        pool = Pool(16, 2, prefix_cache=prefix_cache, seed=1)
+        scheduler = Scheduler(pool, watermark=0)
+        for start in (0, 100):
+            scheduler.add(Request([start], max_tokens=18))
+        Machine(scheduler, pool).run()
+        assert scheduler.stats().preemptions >= 1
+        assert bool(scheduler.stats().hit_tokens) == prefix_cache
+        recomputed[prefix_cache] = scheduler.stats().recomputed_tokens
+    assert recomputed[True] < recomputed[False]
+
+
+def test_preempt_victim_goes_to_the_front_of_its_priority():
+    pool = Pool(9, 2)
+    scheduler = Scheduler(pool, watermark=0, max_running=2)
+    machine = Machine(scheduler, pool)
+    for name in ("a", "b", "later"):
+        scheduler.add(Request([1, 2, 3], max_tokens=9, id=name))
+    while not scheduler.stats().preemptions:
+        machine.step()
+    while scheduler.stats().waiting == 2:
+        machine.step()
+    rows = [request.id for request in scheduler.schedule().requests]  # in order of admission
+    assert rows.index("b") < (rows.index("later") if "later" in rows else len(rows))
+
+
+@pytest.mark.parametrize("policy", ["last", "longest", "grower", "priority"])
+def test_preempt_beam_goes_as_a_whole(policy):
+    pool = Pool(17, 2)
+    scheduler = Scheduler(pool, watermark=0, preempt=policy)
+    machine = Machine(scheduler, pool)
+    scheduler.add(Request(range(16), max_tokens=14, id="plain", priority=1))
+    scheduler.add(Request(range(7), max_tokens=6, beam_width=3, id="beam"))
+    preempted = False
+    while (step := scheduler.schedule()) is not None:
+        contexts = machine.execute(step)
+        beams = sum(step.beam_width > 0)
+        assert beams in (0, 1, 3)
+        logprobs = np.float32([[-0.5, -0.6, -0.7, -3, -4, -5]] * beams)
+        tokens = np.int32(
+            [[next_token(c) + i for i in range(6)] for c, w in zip(contexts, step.beam_width, strict=True) if w]
+        )
+        given = (tokens.reshape(beams, 6), logprobs.reshape(beams, 6)) if beams else None
+        scheduler.update(step, np.int32([next_token(c) for c in contexts]), beams=given)
+        scheduler.check()
+        running = [scheduler.request_of(slot).id for slot in range(256) if scheduler._core.rows.sequences[slot]]
+        preempted = preempted or (scheduler.stats().preemptions > 0 and "beam" not in running)
+    assert preempted or policy == "longest"
+    assert pool.stats().used == 0
+
+
+def test_request_left_alone_with_blocks_that_are_cached_twice_starts_over():
+    """Both compute the same five tokens; the first one's are cached, and the cache needs them below the second's."""
+    pool = Pool(20, 1, reserved_blocks=0, prefix_cache=True)
+    scheduler = Scheduler(pool, watermark=0)
+    machine = Machine(scheduler, pool)
+    short = Request([*range(5), 50], max_tokens=1, id="short")
+    exact = Request([*range(5), *range(60, 65)], max_tokens=11, id="exact")  # 20 tokens with KV: the whole pool
+    scheduler.add(short)
+    scheduler.add(exact)
+    outputs = machine.run()
+    assert outputs["exact", 0].tokens.tolist() == greedy(exact)[0]
+    assert (outputs["short", 0].preemptions, outputs["exact", 0].preemptions) == (0, 1)
+    assert pool.stats().used == 0
+
+
+def samples_left_alone():
+    """Of three samples two make room for the third, and leave blocks in the cache that it has copies of."""
+    pool = {"num_blocks": 5, "block_size": 2, "reserved_blocks": 0, "max_seqs": 6, "prefix_cache": True}
+    options = {"max_running": 3, "prefill_chunk": 1, "max_step_tokens": 1, "mixed": False, "preempt": "last"}
+    requests = [Request([0, 0], n, id=at, n=3, user=at) for at, n in enumerate((1, 8))]
+    return Runner(Workload(0, pool, options | {"watermark": None, "plans": 1}, [(0, r) for r in requests]))
+
+
+def test_sample_left_alone_with_blocks_that_are_cached_twice_starts_over():
+    assert samples_left_alone().run().watch.restarted == 1
+
+
+def test_sample_that_starts_over_alone_twice_is_convicted(monkeypatch):
+    make_room, sampled = room.make_room, [0]
+
+    def again(core, probe):
+        alone = len(core.rows.running()) == 1 and core.preemptions >= 2
+        if alone and core.sampled_tokens > sampled[-1]:
+            sampled.append(core.sampled_tokens)
+            core.preempt(core.rows.sequence(core.rows.running()[0]))
+        else:
+            make_room(core, probe)
+
+    monkeypatch.setattr("kvpool.scheduler.scheduler.make_room", again)
+    with pytest.raises(AssertionError, match="started over alone twice"):
+        samples_left_alone().run()

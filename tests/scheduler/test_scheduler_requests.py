@@ -1,0 +1,191 @@
+"""What a request may be, and which ones `add` takes."""
+
+import numpy as np
+import pytest
+from schedules import Machine
+
+from kvpool import KVPoolError, Pool, Request, RequestRejected, Scheduler
+from kvpool.errors import UnknownRequest
+
+TYPE_ERRORS = [
+    *(
+        {"prompt": prompt}
+        for prompt in ("text", b"bytes", 7, None, [1.0], [True], [None], [[1]], np.array([1.5]), ["1"])
+    ),
+    *({"max_tokens": value} for value in (None, 1.5, "3", True)),
+    *({"eos": value} for value in ("x", 1.5, [1.5], [True], None)),
+    *({"stop": value} for value in ("x", 3, [3], [[1.5]], None)),
+    *({"n": value} for value in (None, 1.0, True)),
+    *({"beam_width": value} for value in (None, 2.0, False)),
+    *({"length_penalty": value} for value in (None, "1", True, 1j)),
+    *({"priority": value} for value in (None, 1.5, True)),
+    *({"namespace": value} for value in (None, "text", 1)),
+    {"id": []},
+]
+VALUE_ERRORS = [
+    *({"prompt": prompt} for prompt in ([], [-1], [2**31], np.zeros((2, 2), int), np.array([-1]), [10**30])),
+    *({"max_tokens": value} for value in (0, -1, 2**31)),
+    *({"eos": value} for value in (-1, [-1], [2**31])),
+    *({"stop": value} for value in ([[]], [[1], []], [[-1]])),
+    *({"n": value} for value in (0, -1)),
+    {"beam_width": -1},
+    {"beam_width": 2, "n": 3},
+    *({"length_penalty": value} for value in (float("nan"), float("inf"), -float("inf"), 33)),
+]
+
+
+@pytest.mark.parametrize("wrong", TYPE_ERRORS, ids=repr)
+def test_request_wrong_type_is_refused(wrong):
+    with pytest.raises(TypeError, match=r"^\[Request\] "):
+        Request(**{"prompt": [1], **wrong})
+
+
+@pytest.mark.parametrize("wrong", VALUE_ERRORS, ids=repr)
+def test_request_wrong_value_is_refused(wrong):
+    with pytest.raises(ValueError, match=r"^\[Request\] "):
+        Request(**{"prompt": [1], **wrong})
+
+
+def test_request_unknown_option_is_refused():
+    with pytest.raises(TypeError, match="temperature"):
+        Request([1], temperature=0.5)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint32, np.uint8, np.int16])
+def test_request_prompt_is_kept_as_a_read_only_copy(dtype):
+    given = np.arange(1, 9, dtype=dtype)[::2]
+    request = Request(given, eos=3, stop=[[1, 2], np.array([4])])
+    given[:] = 0
+    assert request.prompt.dtype == np.int32 and request.prompt.tolist() == [1, 3, 5, 7]
+    assert (request.eos, request.stop) == ((3,), ((1, 2), (4,)))
+    with pytest.raises(ValueError):
+        request.prompt[0] = 1
+    with pytest.raises(AttributeError):
+        request.max_tokens = 3
+
+
+def test_add_numbers_requests_around_ids_in_use():
+    scheduler = Scheduler(Pool(64, 4))
+    assert scheduler.add(Request([1], id=1)) == 1
+    assert [scheduler.add(Request([1])) for _ in range(3)] == [0, 2, 3]
+    with pytest.raises(ValueError, match=r"^\[add\] the id is in use \(2\)"):
+        scheduler.add(Request([1], id=2))
+    with pytest.raises(TypeError, match=r"^\[add\] "):
+        scheduler.add([1, 2])
+    assert scheduler.stats().waiting == 4
+
+
+def test_add_finished_id_may_be_used_again():
+    pool = Pool(64, 4)
+    scheduler = Scheduler(pool)
+    for _ in range(2):
+        scheduler.add(Request([1], id="a", max_tokens=1))
+        Machine(scheduler, pool).run()
+    assert scheduler.stats().finished == 2
+
+
+@pytest.mark.parametrize(
+    ("pool", "options", "most"),
+    [
+        (dict(num_blocks=9, block_size=4), {}, 33),  # 8 usable blocks, and the last token needs none
+        (dict(num_blocks=9, block_size=4, watermark=3), {}, 21),
+        (dict(num_blocks=9, block_size=4, max_blocks_per_seq=2), {}, 9),
+        (dict(num_blocks=9, block_size=4), {"max_model_len": 10}, 11),
+    ],
+)
+def test_add_takes_what_fits_alone_and_nothing_longer(pool, options, most):
+    for prompt in (1, 5):
+        pool_ = Pool(**pool)
+        scheduler = Scheduler(pool_, **options)
+        scheduler.add(Request([7] * prompt, max_tokens=most - prompt))
+        with pytest.raises(RequestRejected) as caught:
+            scheduler.add(Request([7] * prompt, max_tokens=most - prompt + 1))
+        assert caught.value.reason == ("too_long" if options else "too_large")
+        outputs = Machine(scheduler, pool_).run()
+        assert len(outputs[0, 0].tokens) == most - prompt
+        assert scheduler.stats().rejected == 1 and scheduler.stats().preemptions == 0
+
+
+def test_add_prompt_longer_than_the_pool_is_rejected_and_others_run_on():
+    pool = Pool(9, 4)
+    scheduler = Scheduler(pool)
+    scheduler.add(Request([1, 2], max_tokens=2))
+    with pytest.raises(RequestRejected, match=r"101 tokens need 26 blocks, .* 8$") as caught:
+        scheduler.add(Request([1] * 101, max_tokens=1))
+    assert isinstance(caught.value, KVPoolError) and isinstance(caught.value, ValueError)
+    assert len(Machine(scheduler, pool).run()) == 1
+
+
+def test_add_beam_fits_as_a_whole_or_is_rejected():
+    # 2 blocks of prompt shared, and for each hypothesis 1 more block and 1 for a copy: 2 + 3 * 2 = 8
+    scheduler = Scheduler(Pool(9, 4), max_running=3)
+    scheduler.add(Request([1] * 8, max_tokens=5, beam_width=3))
+    for request in (Request([1] * 8, max_tokens=6, beam_width=3), Request([1], max_tokens=1, beam_width=4)):
+        with pytest.raises(RequestRejected) as caught:
+            scheduler.add(request)
+        assert caught.value.reason == "too_large"
+
+
+def test_add_full_queue_is_rejected():
+    scheduler = Scheduler(Pool(64, 4), max_waiting=2)
+    for _ in range(2):
+        scheduler.add(Request([1]))
+    with pytest.raises(RequestRejected, match="the limit is 2") as caught:
+        scheduler.add(Request([1]))
+    assert caught.value.reason == "queue_full"
+    scheduler.schedule()
+    scheduler.add(Request([1]))
+
+
+def test_cancel_unknown_or_finished_request_says_which():
+    pool = Pool(64, 4)
+    scheduler = Scheduler(pool)
+    with pytest.raises(UnknownRequest, match=r"^\[cancel\] request 'x' is not there: it was never added") as caught:
+        scheduler.cancel("x")
+    assert isinstance(caught.value, KeyError) and isinstance(caught.value, KVPoolError)
+    scheduler.add(Request([1], id="x", max_tokens=1))
+    Machine(scheduler, pool).run()
+    with pytest.raises(UnknownRequest, match=r"^\[cancel\] request 'x' has finished"):
+        scheduler.cancel("x")
+    with pytest.raises(UnknownRequest, match=r"^\[tokens_of\] "):
+        scheduler.tokens_of("x")
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        *({"max_running": value} for value in (1.0, None, True)),
+        *({"max_step_tokens": value} for value in ("8", None)),
+        *({"prefill_chunk": value} for value in (2.5, None)),
+        *({"mixed": value} for value in (1, None, "no")),
+        *({"watermark": value} for value in (1.5, True)),
+        {"tier": 3},
+        {"clock": 3},
+        {"pad_to": 3},
+        {"plans": None},
+        {"nonsense": 1},
+    ],
+    ids=repr,
+)
+def test_scheduler_wrong_type_is_refused(kwargs):
+    with pytest.raises(TypeError):
+        Scheduler(Pool(64, 4), **kwargs)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        *({"max_running": value} for value in (0, -1, 2**20 + 1)),
+        *({name: 0} for name in ("max_step_tokens", "prefill_chunk", "max_model_len", "plans")),
+        *({name: -1} for name in ("watermark", "max_waiting")),
+        *({"preempt": value} for value in ("first", None, 3)),
+        {"pad_to": (1, 1)},
+        {"formats": ("nonsense",)},
+    ],
+    ids=repr,
+)
+def test_scheduler_wrong_value_is_refused(kwargs):
+    with pytest.raises(ValueError):
+        Scheduler(Pool(64, 4), **kwargs)
+    with pytest.raises(TypeError):
+        Scheduler("pool")

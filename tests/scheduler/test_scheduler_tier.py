@@ -1,0 +1,168 @@
+"""A tier over a real backend: blocks leave for the host and come back, and nothing is computed again."""
+
+import numpy as np
+import pytest
+from schedules import greedy, next_token
+
+from kvpool import KVSpec, Pool, Request, Scheduler
+from kvpool_backends.numpy import NumpyBackend
+
+SPEC = KVSpec(num_layers=1, num_kv_heads=1, head_dim=1, block_size=2, dtype="float32")
+
+
+class HostTier:
+    """Exports blocks of a backend and imports them into others; takes so many at most."""
+
+    def __init__(self, backend, most=10**6):
+        self.backend = backend
+        self.room = most
+        self.spilled = 0
+
+    def spill_to_host(self, handle, blocks):
+        if len(blocks) > self.room:
+            return None
+        self.room -= len(blocks)
+        self.spilled += len(blocks)
+        return self.backend.export_blocks(blocks).copy()
+
+    def prefetch(self, kept, handle, blocks):
+        assert len(kept) == len(blocks)
+        self.room += len(blocks)
+        self.backend.import_blocks(blocks, kept)
+
+
+def execute(backend, pool, step):
+    """Write the tokens as keys, and read every context back from the blocks."""
+    plan = step.plan
+    backend.copy_blocks(plan)
+    kv = step.tokens.astype(np.float32)[:, None, None]
+    backend.write(0, kv, kv, plan)
+    rows = np.searchsorted(plan.cu_q_lens, step.sample_at, side="right") - 1
+    contexts = []
+    for row in rows.tolist():
+        length = int(plan.seq_lens[row])
+        blocks = plan.block_tables[row][: -(-length // SPEC.block_size)]
+        contexts.append(backend.gather(0, blocks, length)[0].ravel().astype(int).tolist())
+    return contexts
+
+
+def run(pool, scheduler, backend):
+    outputs = {}
+    for _ in range(2000):
+        if (step := scheduler.schedule()) is None:
+            return outputs
+        tokens = np.int32([next_token(context) for context in execute(backend, pool, step)])
+        outputs.update({(output.id, output.index): output for output in scheduler.update(step, tokens)})
+        scheduler.check()
+    raise AssertionError(f"not done: {scheduler}")
+
+
+@pytest.mark.parametrize("preempt", ["last", "longest", "grower", "priority"])
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_tier_spilled_sequences_come_back_without_recomputing(preempt, prefix_cache):
+    pool = Pool(16, 2, prefix_cache=prefix_cache, seed=1)
+    backend = NumpyBackend(SPEC, 16)
+    tier = HostTier(backend)
+    scheduler = Scheduler(pool, watermark=0, preempt=preempt, prefill_chunk=3, tier=tier)
+    requests = [Request(range(10 * i, 10 * i + 4 + i), max_tokens=15, n=1 + i % 2) for i in range(4)]
+    for request in requests:
+        scheduler.add(request)
+    outputs = run(pool, scheduler, backend)
+    assert {key: output.tokens.tolist() for key, output in outputs.items()} == {
+        (i, j): greedy(request)[0] for i, request in enumerate(requests) for j in range(request.n)
+    }
+    stats = scheduler.stats()
+    assert stats.spills > 0 and tier.spilled > 0
+    assert stats.preemptions == stats.recomputed_tokens == 0
+    assert pool.stats().used == 0 and tier.room == 10**6
+
+
+def test_tier_that_refuses_leaves_preemption():
+    pool = Pool(12, 2)
+    backend = NumpyBackend(SPEC, 12)
+    scheduler = Scheduler(pool, watermark=0, tier=HostTier(backend, most=3))
+    requests = [Request(range(10 * i, 10 * i + 4), max_tokens=13) for i in range(3)]
+    for request in requests:
+        scheduler.add(request)
+    outputs = run(pool, scheduler, backend)
+    assert [outputs[i, 0].tokens.tolist() for i in range(3)] == [greedy(request)[0] for request in requests]
+    assert scheduler.stats().preemptions > 0
+
+
+def test_tier_spilled_comes_back_before_those_who_wait():
+    pool = Pool(12, 2)
+    backend = NumpyBackend(SPEC, 12)
+    scheduler = Scheduler(pool, watermark=0, tier=HostTier(backend))
+    for name in "ab":
+        scheduler.add(Request(range(6), max_tokens=12, id=name))
+    while not scheduler.stats().spilled:
+        step = scheduler.schedule()
+        scheduler.update(step, np.int32([next_token(context) for context in execute(backend, pool, step)]))
+    for name in "xyz":
+        scheduler.add(Request([1], max_tokens=1, id=name, priority=5))
+    while scheduler.stats().spilled:
+        assert scheduler.stats().waiting == 3
+        one(pool, scheduler, backend)
+    run(pool, scheduler, backend)
+    assert pool.stats().used == 0
+
+
+def test_tier_cancelled_while_spilled_is_dropped():
+    pool = Pool(12, 2)
+    backend = NumpyBackend(SPEC, 12)
+    scheduler = Scheduler(pool, watermark=0, tier=HostTier(backend))
+    requests = {name: Request(range(6), max_tokens=12, id=name) for name in "ab"}
+    for request in requests.values():
+        scheduler.add(request)
+    while not scheduler.stats().spilled:
+        step = scheduler.schedule()
+        scheduler.update(step, np.int32([next_token(context) for context in execute(backend, pool, step)]))
+    (output,) = scheduler.cancel("b")
+    assert output.tokens.tolist() == greedy(requests["b"])[0][: len(output.tokens)] and len(output.tokens)
+    scheduler.check()
+    assert scheduler.stats().spilled == 0
+    assert run(pool, scheduler, backend)["a", 0].tokens.tolist() == greedy(requests["a"])[0]
+
+
+class Broken(HostTier):
+    """Raises at every second call."""
+
+    calls = 0
+
+    def _turn(self):
+        self.calls += 1
+        if self.calls % 2:
+            raise OSError("the host is full")
+
+    def spill_to_host(self, handle, blocks):
+        self._turn()
+        return super().spill_to_host(handle, blocks)
+
+    def prefetch(self, kept, handle, blocks):
+        self._turn()
+        super().prefetch(kept, handle, blocks)
+
+
+def test_tier_that_raises_loses_nothing():
+    pool = Pool(16, 2)
+    backend = NumpyBackend(SPEC, 16)
+    scheduler = Scheduler(pool, watermark=0, tier=Broken(backend))
+    requests = [Request(range(10 * i, 10 * i + 4 + i), max_tokens=15) for i in range(4)]
+    for request in requests:
+        scheduler.add(request)
+    outputs, errors = {}, 0
+    while len(outputs) < 4:
+        try:
+            outputs.update(run(pool, scheduler, backend) if errors > 50 else one(pool, scheduler, backend))
+        except OSError:
+            errors += 1
+            scheduler.check()
+    assert errors > 0
+    assert {name: tokens for name, tokens in outputs.items()} == {i: greedy(r)[0] for i, r in enumerate(requests)}
+    assert pool.stats().used == 0
+
+
+def one(pool, scheduler, backend):
+    step = scheduler.schedule()
+    tokens = np.int32([next_token(context) for context in execute(backend, pool, step)])
+    return {output.id: output.tokens.tolist() for output in scheduler.update(step, tokens)}
