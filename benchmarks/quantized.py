@@ -15,7 +15,7 @@ import time
 
 import numpy as np
 
-from kvpool.cli.bench import quantized
+from benchmarks.attention import quantized
 from kvpool.protocol import ArrayPlan, AttentionOptions
 from kvpool_backends.cpu import CPUBackend, default_isa, isas
 

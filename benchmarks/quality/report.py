@@ -12,7 +12,7 @@ from benchmarks.quality.answers import Quality
 from benchmarks.quality.gates import Gate, held, text
 from benchmarks.quality.settings import Settings
 from benchmarks.quality.tables import Question, Table
-from kvpool.cli.bench.report import Lines, print_table
+from benchmarks.attention.report import Lines, print_table
 from kvpool.cli.machine import cpu_model
 
 TITLES = {

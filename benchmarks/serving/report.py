@@ -12,7 +12,7 @@ import numpy as np
 import kvpool
 from benchmarks.serving.metrics import utilization
 from benchmarks.serving.runs import Bench, Run, finite, median
-from kvpool.cli.bench.report import Lines, print_table
+from benchmarks.attention.report import Lines, print_table
 from kvpool.cli.machine import cpu_model
 
 NAMES = {"kvpool": "kvpool", "stock": "mlx-lm BatchGenerator", "static": "static batches"}

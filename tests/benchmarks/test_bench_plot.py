@@ -1,7 +1,7 @@
 """The picture of a sweep: what is drawn in which color, when rows are missing."""
 
-from kvpool.cli.bench.plot import colors_of, draw_dtype
-from kvpool.cli.bench.rows import Row
+from benchmarks.attention.plot import colors_of, draw_dtype
+from benchmarks.attention.rows import Row
 
 
 def row(batch, context):

@@ -1,5 +1,5 @@
-"""Measure this machine: kernels beside the yardsticks that limit them."""
+"""Measure this machine: the allocator, and the kernels beside the memory that limits them."""
 
-from kvpool.cli.bench import attention, metal
+from kvpool.cli.bench import allocator, attention, metal
 
-COMMANDS = {"attention": attention, "metal": metal}
+COMMANDS = {"allocator": allocator, "attention": attention, "metal": metal}

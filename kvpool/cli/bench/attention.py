@@ -1,104 +1,142 @@
-"""Attention on the CPU: time beside a read of the same K and V, and beside dense attention.
+"""Decode attention of the cpu backend beside a read of as many bytes as K and V have.
 
-Only the call is timed, on a store and tables that are prepared. Contestants run in turns (`measure`), so that the
-ratios hold on a machine that others share; K and V below 134 MB may live in a cache and decide no gate.
+A decode step reads all of K and V once, so no kernel is faster than that read. Both run in turns, so that the ratio
+holds on a busy machine. ``python -m benchmarks.attention``, in a checkout, measures more: prefill, writes, quantized
+storage, scores, and the attention of other frameworks.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
-import os
-import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from kvpool.cli.bench.settings import add_arguments, settings
-from kvpool.cli.console import CommandError, check_plot, progress
+import numpy as np
 
-if TYPE_CHECKING:
-    from kvpool.cli.bench.bench import Bench
-    from kvpool.cli.bench.rows import Row
+from kvpool import KVSpec, Plan, Pool
+from kvpool.cli.bench.measure import Contestant, race
+from kvpool.cli.bench.options import DTYPES, memory_nbytes, numbers, some, tokens
+from kvpool.cli.console import CommandError, progress, whole
+from kvpool_backends import load_backend
 
-__all__ = ["add_arguments", "run"]
+NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
+CHUNK = 1024  # tokens that are written at once
 
 
-class Part(NamedTuple):
-    """One part of the measurement: how often it tells of progress, and its rows."""
-
-    count: Callable[[Bench], int]
-    rows: Callable[[Bench], Iterator[Row]]
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    for name, default, text in (
+        ("dtype", "float32,bfloat16", "element types of the cache"),
+        ("batch", "1,16", "sequences per call"),
+        ("context", "4k", "tokens of each sequence"),
+    ):
+        parser.add_argument(f"--{name}", metavar="A,B,...", default=default, help=f"{text} (default: %(default)s)")
+    for name, default, text in (
+        ("repetitions", "15", "rounds that have to count"),
+        ("max-memory", "auto", "leave out what needs more, such as 8GiB; auto: half of what is available"),
+    ):
+        parser.add_argument(f"--{name}", metavar="N", default=default, help=f"{text} (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, and print what was found; with ``--gates`` 1 if a gate is missed or not decided."""
-    from kvpool.cli.bench import gates, report
-    from kvpool.cli.bench.bench import Bench
-    from kvpool.cli.bench.dense import installed
-
-    check_plot(args.plot)
-    kernels = load_kernels(args.isa)
-    wanted = settings(args, kernels.num_threads())
-    if args.plot is not None and "decode" not in wanted.parts:
-        raise CommandError("--plot draws decode, and --part leaves it out")
-    bench = Bench(kernels, wanted, installed(wanted.rivals) if "decode" in wanted.parts else {})
-    start = time.perf_counter()
-    rows = measure(bench, quiet=args.json)
-    seconds = time.perf_counter() - start
-    decided = gates.decide(rows, wanted)
-    if args.plot is not None:
-        draw(args, bench, rows)
-    if args.json:
-        print(json.dumps(report.as_json(bench, rows, decided, seconds), indent=2))
-    else:
-        report.show(bench, rows, decided, seconds)
-    return 1 if args.gates and not all(gate.holds for gate in decided) else 0
-
-
-def load_kernels(isa: str | None) -> Any:
-    """Return the kernels, for instruction set `isa` if one is named. They choose it when they are imported."""
-    if isa is not None:
-        os.environ["KVPOOL_CPU_ISA"] = isa
+    """Measure, and print a table."""
+    repetitions, most = whole("--repetitions", args.repetitions), memory_nbytes(args.max_memory)
+    sizes = [
+        (dtype, batch, context)
+        for dtype in some("--dtype", args.dtype, DTYPES)
+        for batch in numbers("--batch", args.batch)
+        for context in numbers("--context", args.context)
+    ]
     try:
-        kernels = importlib.import_module("kvpool_backends.cpu._kernels")
-    except ImportError as exc:
-        raise CommandError(f"the CPU kernels do not import: {exc}") from None
-    if isa not in (None, kernels.default_isa()):
-        raise CommandError(f"--isa {isa}: the kernels are loaded already, for {kernels.default_isa()}")
-    return kernels
+        from kvpool_backends.cpu import _kernels as kernels
+    except ImportError as error:
+        raise CommandError(f"the CPU kernels do not import: {error}") from None
+    rows: list[dict[str, Any]] = []
+    left_out: list[str] = []
+    with progress(len(sizes), args.json) as say:
+        for dtype, batch, context in sizes:
+            case = Case(dtype, batch, context)
+            say(case.name)
+            if 2 * case.nbytes > most:
+                left_out.append(case.name)
+            else:
+                rows.append(case.measure(kernels, repetitions))
+    facts = {"isa": kernels.default_isa(), "threads": kernels.num_threads(), "rows": rows, "left_out": left_out}
+    print(json.dumps(facts, indent=2) if args.json else describe(facts))
+    return 0
 
 
-def measure(bench: Bench, *, quiet: bool) -> list[Row]:
-    """Return the rows of all parts that are wanted."""
-    from kvpool.cli.bench import decode, moves, prefill, quantized, scores, stores
-    from kvpool.cli.bench.cache import WrongResult
+@dataclass(frozen=True)
+class Case:
+    """One size: a layer of K and V for `batch` sequences of `context` tokens."""
 
-    all_parts = {
-        "decode": Part(decode.count, decode.rows),
-        "prefill": Part(prefill.count, prefill.rows),
-        "write": Part(moves.count, moves.write_rows),
-        "copy": Part(moves.count, moves.copy_rows),
-        "stores": Part(stores.count, stores.rows),
-        "scores": Part(scores.count, scores.rows),
-    }
-    quantized_part = Part(quantized.count, quantized.rows)
-    parts = [part for name, part in all_parts.items() if name in bench.settings.parts]
-    parts += [quantized_part] if bench.settings.kv_bits else []
-    with progress(sum(part.count(bench) for part in parts), quiet) as bench.say:
-        try:
-            return [row for part in parts for row in part.rows(bench)]
-        except WrongResult as exc:
-            raise CommandError(f"a result is wrong, its time means nothing: {exc}") from None
-        except MemoryError:
-            raise CommandError("not enough memory: choose a smaller --max-memory") from None
+    dtype: str
+    batch: int
+    context: int
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.dtype}, {self.batch} x {tokens(self.context)}"
+
+    @property
+    def spec(self) -> KVSpec:
+        """Of the layer."""
+        return KVSpec(1, NUM_KV_HEADS, HEAD_DIM, dtype=self.dtype, block_size=BLOCK_SIZE)
+
+    @property
+    def num_blocks(self) -> int:
+        """One block is reserved."""
+        return 1 + self.batch * -(-self.context // BLOCK_SIZE)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of K and V."""
+        return self.num_blocks * self.spec.block_nbytes
+
+    def measure(self, kernels: Any, repetitions: int) -> dict[str, Any]:
+        """Decode, in turns with the read."""
+        rng = np.random.default_rng(1)
+        kv = load_backend("cpu")(self.spec, self.num_blocks)
+        pool = Pool(self.num_blocks, BLOCK_SIZE, in_order=True)
+        plan = Plan(pool, self.batch, max(CHUNK, self.batch), backend=kv)
+        handles = np.array([pool.open() for _ in range(self.batch)])
+        k, v = rng.standard_normal((2, CHUNK, NUM_KV_HEADS, HEAD_DIM), np.float32)
+        for handle in handles:
+            for start in range(0, self.context - 1, CHUNK):
+                n = min(CHUNK, self.context - 1 - start)
+                pool.step(plan, [handle], n)
+                kv.write(kv.prepare(plan), 0, k[:n], v[:n])
+        pool.step(plan, handles, 1)
+        step = kv.prepare(plan)
+        kv.write(step, 0, k[: self.batch], v[: self.batch])
+        q = rng.standard_normal((self.batch, NUM_Q_HEADS, HEAD_DIM), np.float32)
+        other = np.ones(self.nbytes // 4, np.float32)
+        read = Contestant("read", lambda: kernels.read_sum([other], num_threads=kernels.num_threads()))
+        result = race(read, [Contestant("decode", lambda: kv.attend(step, 0, q))], repetitions)
+        decode = result.timings["decode"].best if result.timings else float("nan")
+        return {
+            **asdict(self),
+            "nbytes": self.nbytes,
+            "seconds": decode,
+            "read_seconds": result.yardstick.best,
+            "ratio": decode / result.yardstick.best,
+            "is_complete": result.is_complete,
+        }
 
 
-def draw(args: argparse.Namespace, bench: Bench, rows: Sequence[Row]) -> None:
-    """Write the picture."""
-    from kvpool.cli.bench import plot
-
-    try:
-        plot.draw(args.plot, bench, rows)
-    except OSError as exc:
-        raise CommandError(f"--plot {args.plot}: {exc.strerror or exc}") from None
+def describe(facts: dict[str, Any]) -> str:
+    """The table for a person."""
+    lines = [
+        f"{facts['isa']} kernels, {facts['threads']} threads; {NUM_Q_HEADS} query heads on {NUM_KV_HEADS} KV heads of "
+        f"{HEAD_DIM}, blocks of {BLOCK_SIZE}",
+        f"{'dtype':10}{'sequences':>10}{'context':>9}{'decode':>12}{'GB/s':>8}{'read GB/s':>11}{'times a read':>14}",
+    ]
+    for row in facts["rows"]:
+        rate, read = row["nbytes"] / row["seconds"] / 1e9, row["nbytes"] / row["read_seconds"] / 1e9
+        lines.append(
+            f"{row['dtype']:10}{row['batch']:>10}{tokens(row['context']):>9}{row['seconds'] * 1e6:>9,.0f} us"
+            f"{rate:>8.1f}{read:>11.1f}{row['ratio']:>14.2f}{'' if row['is_complete'] else '  disturbed'}"
+        )
+    return "\n".join([*lines, *(f"left out: {name} (--max-memory)" for name in facts["left_out"])])

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.cli.bench import settings as options
+from kvpool.cli.bench import options
 from kvpool.cli.bench.measure import Contestant, race
-from kvpool.cli.bench.rows import tokens
+from kvpool.cli.bench.options import tokens
 from kvpool.cli.console import CommandError, progress, whole
 from kvpool.config import KVSpec
 

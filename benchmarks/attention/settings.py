@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvpool.cli.bench.options import DTYPES, memory_nbytes, number, numbers, some
 from kvpool.cli.console import CommandError, whole
 
 PARTS = ("decode", "prefill", "write", "copy", "stores", "scores")
-DTYPES = ("float32", "bfloat16", "float16")
 LAYOUTS = ("NHD", "HND")
 RIVALS = ("numpy", "torch", "mlx")
 # Options that take a list: what they choose by themselves, and what they are.
@@ -113,26 +112,6 @@ def chosen(args: argparse.Namespace, name: str) -> str:
     return given if given is not None else QUICK.get(name, default) if args.quick else default
 
 
-def some(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names in `text`, each of which has to be known."""
-    names = tuple(dict.fromkeys(text.split(",")))
-    for name in names:
-        if name not in known:
-            raise CommandError(f"{option} {name}: there are {', '.join(known)}")
-    return names
-
-
-def numbers(option: str, text: str) -> tuple[int, ...]:
-    """Return the numbers in ``"1k,4096"`` in ascending order."""
-    return tuple(sorted({number(option, part) for part in text.split(",")}))
-
-
-def number(option: str, text: str) -> int:
-    """Return ``"4k"`` as 4096."""
-    found = re.fullmatch(r"(\d{1,9})k", text.lower())
-    return whole(option, str(int(found[1]) * 1024) if found else text)
-
-
 def heads(text: str) -> tuple[int, int]:
     """Return ``"32/8"`` as (32, 8)."""
     found = re.fullmatch(r"(\d+)/(\d+)", text)
@@ -142,18 +121,6 @@ def heads(text: str) -> tuple[int, int]:
     if num_q_heads % num_kv_heads:
         raise CommandError(f"--heads {text}: {num_q_heads} is no multiple of {num_kv_heads}")
     return num_q_heads, num_kv_heads
-
-
-def memory_nbytes(text: str) -> int:
-    """Return the size in bytes."""
-    from kvpool.config import available_memory_nbytes, parse_nbytes
-
-    if text == "auto":
-        return available_memory_nbytes() // 2
-    try:
-        return parse_nbytes(f"{text}B" if text.isdecimal() else text)
-    except ValueError as exc:
-        raise CommandError(f"--max-memory: {exc}") from None
 
 
 def checked_kv_bits(text: str) -> tuple[str, ...]:

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_cli_bench import SMALL, NumpyKernels
+from test_bench_attention import SMALL, NumpyKernels
 
-from kvpool.cli.bench import attention, gates, scores
-from kvpool.cli.bench.bench import Bench
-from kvpool.cli.bench.cache import WrongResult
+from benchmarks.attention import command, gates, scores
+from benchmarks.attention.bench import Bench
+from benchmarks.attention.cache import WrongResult
 
 SETTINGS = replace(SMALL, parts=("scores",), threads=(1,))
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.cli.bench.bench import Bench
-from kvpool.cli.bench.cache import PagedCall, WrongResult, kv_nbytes, padded, random_elements, widened
+from benchmarks.attention.bench import Bench
+from benchmarks.attention.cache import PagedCall, WrongResult, kv_nbytes, padded, random_elements, widened
 from kvpool.cli.bench.measure import Contestant
-from kvpool.cli.bench.rows import Row, threads_name, timed, tokens
+from benchmarks.attention.rows import Row, threads_name, timed
+from kvpool.cli.bench.options import tokens
 
 BLOCK_SIZE = 16
 KINDS = ("raw", "mass")

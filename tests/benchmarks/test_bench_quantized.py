@@ -4,12 +4,12 @@ import json
 from dataclasses import replace
 
 import pytest
-from test_cli_bench import SMALL, NumpyKernels
+from test_bench_attention import SMALL, NumpyKernels
 
-from kvpool.cli import main
-from kvpool.cli.bench import quantized, settings
-from kvpool.cli.bench.bench import Bench
-from kvpool.cli.bench.cache import WrongResult
+from benchmarks.command import main
+from benchmarks.attention import quantized, settings
+from benchmarks.attention.bench import Bench
+from benchmarks.attention.cache import WrongResult
 from kvpool.cli.console import CommandError
 
 SETTINGS = replace(SMALL, parts=(), threads=(1,), head_dim=64, kv_bits=("8", "4", "8/4", "fp8"))
@@ -35,7 +35,7 @@ def test_wrong_results_have_no_time(monkeypatch):
 
 def test_the_command_prints_rows_as_json(capsys):
     asked = "--part decode --dtype bfloat16 --batch 1 --context 64 --threads 1 --against none --repetitions 1 --json"
-    assert main(["bench", "attention", *asked.split(), "--kv-bits", "8/4,fp8"]) == 0
+    assert main(command, [*asked.split(), "--kv-bits", "8/4,fp8"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["dtype"] for row in rows if row["part"] == "quantized"] == ["8/4 bits", "fp8"]
 

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvpool.cli.bench.bench import Bench
-from kvpool.cli.bench.gates import BLOCK_SIZE, DECODE
-from kvpool.cli.bench.rows import Row, threads_name, tokens
+from benchmarks.attention.bench import Bench
+from benchmarks.attention.gates import BLOCK_SIZE, DECODE
+from benchmarks.attention.rows import Row, threads_name
+from kvpool.cli.bench.options import tokens
 from kvpool.cli.machine import cpu_model
 
 INK, MUTED, GRID = "#1f2933", "#6b7785", "#e4e7eb"

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.cli.bench.bench import Bench
-from kvpool.cli.bench.cache import WrongResult, padded
+from benchmarks.attention.bench import Bench
+from benchmarks.attention.cache import WrongResult, padded
 from kvpool.cli.bench.measure import Contestant
-from kvpool.cli.bench.rows import Row, threads_name, timed, tokens
+from benchmarks.attention.rows import Row, threads_name, timed
+from kvpool.cli.bench.options import tokens
 from kvpool.cli.console import CommandError
 from kvpool.config import KVSpec
 from kvpool.protocol import ArrayPlan

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvpool.cli.bench.measure import Race
+from kvpool.cli.bench.options import tokens
 
 CACHED_NBYTES = 2**27
 """Rows that move fewer bytes (134 MB) may live in a cache: they are shown and carry no gate."""
@@ -118,11 +119,6 @@ def timed(race: Race, name: str, work: float = 1.0) -> dict[str, Any]:
         "rejected": race.rejected,
         "is_complete": race.is_complete,
     }
-
-
-def tokens(number: int) -> str:
-    """``4096`` as ``"4k"``."""
-    return f"{number // 1024}k" if number % 1024 == 0 else str(number)
 
 
 def threads_name(number: int) -> str:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvpool.cli.bench.rows import Row
-from kvpool.cli.bench.settings import Settings
+from benchmarks.attention.rows import Row
+from benchmarks.attention.settings import Settings
 
 REPETITIONS = 15
 BLOCK_SIZE = 16

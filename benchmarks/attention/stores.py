@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from kvpool.cli.bench.bench import Bench
-from kvpool.cli.bench.cache import PagedCall, kv_nbytes, random_elements
+from benchmarks.attention.bench import Bench
+from benchmarks.attention.cache import PagedCall, kv_nbytes, random_elements
 from kvpool.cli.bench.measure import Contestant, Race
-from kvpool.cli.bench.rows import Row, timed, tokens
+from benchmarks.attention.rows import Row, timed
+from kvpool.cli.bench.options import tokens
 
 BATCH = 16
 CONTEXT = 2048

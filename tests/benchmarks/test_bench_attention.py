@@ -15,14 +15,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvpool.cli import main
-from kvpool.cli.bench import attention, decode, dense, gates, measure, moves, prefill, scores, stores
-from kvpool.cli.bench.bench import Bench
-from kvpool.cli.bench.cache import ELEMENTS, PagedCall, WrongResult, narrowed, random_elements, widened
-from kvpool.cli.bench.gates import Gate
+from benchmarks.command import main
+from benchmarks.attention import command, decode, dense, gates, moves, prefill, scores, stores
+from benchmarks.attention.bench import Bench
+from benchmarks.attention.cache import ELEMENTS, PagedCall, WrongResult, narrowed, random_elements, widened
+from benchmarks.attention.gates import Gate
 from kvpool.cli.bench.measure import ROUNDS_PER_REPETITION, RUNS_MIN, Contestant, race
-from kvpool.cli.bench.rows import CACHED_NBYTES, Row, timed
-from kvpool.cli.bench.settings import Settings
+from benchmarks.attention.rows import CACHED_NBYTES, Row, timed
+from benchmarks.attention.settings import Settings
 from kvpool.config import KVSpec
 from kvpool.testing.dense import dense_attention, dense_scores, round_to, stored_bytes
 
@@ -426,7 +426,7 @@ def test_decode_every_case_has_its_rows(kernels):
 
 def test_decode_sleeping_kernels_miss_their_gate(kernels, monkeypatch):
     """The fault is planted in the kernels, and seen at the other end."""
-    monkeypatch.setattr("kvpool.cli.bench.rows.CACHED_NBYTES", 1)
+    monkeypatch.setattr("benchmarks.attention.rows.CACHED_NBYTES", 1)
     monkeypatch.setattr(gates, "NUM_TOKENS", 1)
     monkeypatch.setattr(gates, "HEADS", (4, 2, 8))
     monkeypatch.setattr(gates, "REPETITIONS", 1)
@@ -497,7 +497,7 @@ ARGUMENTS = ["--block-size", "8,16", "--batch", "1,3", "--context", "40", "--hea
 
 
 def run_command(*options):
-    return main(["bench", "attention", *ARGUMENTS, "--repetitions", "2", "--against", "numpy,torch", *options])
+    return main(command, [*ARGUMENTS, "--repetitions", "2", "--against", "numpy,torch", *options])
 
 
 def test_command_json_has_everything(kernels, capsys):
@@ -563,7 +563,7 @@ def test_command_measures_the_real_kernels(small, capsys, layout):
 def test_command_isa_is_what_the_kernels_run_with():
     """The choice is made when the kernels are imported, so in a process of its own."""
     sizes = ["--part", "decode", "--batch", "1", "--context", "64", "--repetitions", "1", "--against", "none"]
-    command = [sys.executable, "-m", "kvpool", "bench", "attention", "--json", *sizes]
+    command = [sys.executable, "-m", "benchmarks.attention", "--json", *sizes]
     result = subprocess.run([*command, "--isa", "portable"], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["isa"] == "portable"

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.cli.bench.cache import widened
+from benchmarks.attention.cache import widened
 
 Attention = Callable[[], Any]  # computes, and returns the result: [B, Hk, G, D] of the framework
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.cli.bench.cache import PagedCall
+from benchmarks.attention.cache import PagedCall
 from kvpool.cli.bench.measure import Contestant, Race, race
-from kvpool.cli.bench.settings import Settings
+from benchmarks.attention.settings import Settings
 from kvpool.config import KVSpec, format_nbytes
 
 

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 import kvpool
-from kvpool.cli.bench.bench import Bench
-from kvpool.cli.bench.gates import BLOCK_SIZE, Gate, summary
-from kvpool.cli.bench.rows import Row, tokens
-from kvpool.cli.bench.settings import RIVALS
+from benchmarks.attention.bench import Bench
+from benchmarks.attention.gates import BLOCK_SIZE, Gate, summary
+from benchmarks.attention.rows import Row
+from kvpool.cli.bench.options import tokens
+from benchmarks.attention.settings import RIVALS
 from kvpool.cli.machine import cache_nbytes, cpu_model, huge_pages
 from kvpool.config import format_nbytes
 

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvpool.cli.bench.bench import Bench
-from kvpool.cli.bench.cache import kv_nbytes, padded, random_elements
-from kvpool.cli.bench.dense import framework_threads, missing_threads
+from benchmarks.attention.bench import Bench
+from benchmarks.attention.cache import kv_nbytes, padded, random_elements
+from benchmarks.attention.dense import framework_threads, missing_threads
 from kvpool.cli.bench.measure import Contestant
-from kvpool.cli.bench.rows import Row, threads_name, timed, tokens
+from benchmarks.attention.rows import Row, threads_name, timed
+from kvpool.cli.bench.options import tokens
 
 NUM_QUERIES = 512
 CONTEXT = 4096

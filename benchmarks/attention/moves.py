@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.cli.bench.bench import Bench
-from kvpool.cli.bench.cache import WrongResult, narrowed, random_elements
+from benchmarks.attention.bench import Bench
+from benchmarks.attention.cache import WrongResult, narrowed, random_elements
 from kvpool.cli.bench.measure import Contestant
-from kvpool.cli.bench.rows import Row, threads_name, timed
+from benchmarks.attention.rows import Row, threads_name, timed
 from kvpool.config import KVSpec
 
 BLOCK_SIZE = 16

@@ -1,0 +1,1 @@
+"""Attention on the CPU, measured: ``python -m benchmarks.attention``."""

@@ -1,0 +1,104 @@
+"""Attention on the CPU: time beside a read of the same K and V, and beside dense attention.
+
+Only the call is timed, on a store and tables that are prepared. Contestants run in turns (`measure`), so that the
+ratios hold on a machine that others share; K and V below 134 MB may live in a cache and decide no gate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from benchmarks.attention.settings import add_arguments, settings
+from kvpool.cli.console import CommandError, check_plot, progress
+
+if TYPE_CHECKING:
+    from benchmarks.attention.bench import Bench
+    from benchmarks.attention.rows import Row
+
+__all__ = ["add_arguments", "run"]
+
+
+class Part(NamedTuple):
+    """One part of the measurement: how often it tells of progress, and its rows."""
+
+    count: Callable[[Bench], int]
+    rows: Callable[[Bench], Iterator[Row]]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, and print what was found; with ``--gates`` 1 if a gate is missed or not decided."""
+    from benchmarks.attention import gates, report
+    from benchmarks.attention.bench import Bench
+    from benchmarks.attention.dense import installed
+
+    check_plot(args.plot)
+    kernels = load_kernels(args.isa)
+    wanted = settings(args, kernels.num_threads())
+    if args.plot is not None and "decode" not in wanted.parts:
+        raise CommandError("--plot draws decode, and --part leaves it out")
+    bench = Bench(kernels, wanted, installed(wanted.rivals) if "decode" in wanted.parts else {})
+    start = time.perf_counter()
+    rows = measure(bench, quiet=args.json)
+    seconds = time.perf_counter() - start
+    decided = gates.decide(rows, wanted)
+    if args.plot is not None:
+        draw(args, bench, rows)
+    if args.json:
+        print(json.dumps(report.as_json(bench, rows, decided, seconds), indent=2))
+    else:
+        report.show(bench, rows, decided, seconds)
+    return 1 if args.gates and not all(gate.holds for gate in decided) else 0
+
+
+def load_kernels(isa: str | None) -> Any:
+    """Return the kernels, for instruction set `isa` if one is named. They choose it when they are imported."""
+    if isa is not None:
+        os.environ["KVPOOL_CPU_ISA"] = isa
+    try:
+        kernels = importlib.import_module("kvpool_backends.cpu._kernels")
+    except ImportError as exc:
+        raise CommandError(f"the CPU kernels do not import: {exc}") from None
+    if isa not in (None, kernels.default_isa()):
+        raise CommandError(f"--isa {isa}: the kernels are loaded already, for {kernels.default_isa()}")
+    return kernels
+
+
+def measure(bench: Bench, *, quiet: bool) -> list[Row]:
+    """Return the rows of all parts that are wanted."""
+    from benchmarks.attention import decode, moves, prefill, quantized, scores, stores
+    from benchmarks.attention.cache import WrongResult
+
+    all_parts = {
+        "decode": Part(decode.count, decode.rows),
+        "prefill": Part(prefill.count, prefill.rows),
+        "write": Part(moves.count, moves.write_rows),
+        "copy": Part(moves.count, moves.copy_rows),
+        "stores": Part(stores.count, stores.rows),
+        "scores": Part(scores.count, scores.rows),
+    }
+    quantized_part = Part(quantized.count, quantized.rows)
+    parts = [part for name, part in all_parts.items() if name in bench.settings.parts]
+    parts += [quantized_part] if bench.settings.kv_bits else []
+    with progress(sum(part.count(bench) for part in parts), quiet) as bench.say:
+        try:
+            return [row for part in parts for row in part.rows(bench)]
+        except WrongResult as exc:
+            raise CommandError(f"a result is wrong, its time means nothing: {exc}") from None
+        except MemoryError:
+            raise CommandError("not enough memory: choose a smaller --max-memory") from None
+
+
+def draw(args: argparse.Namespace, bench: Bench, rows: Sequence[Row]) -> None:
+    """Write the picture."""
+    from benchmarks.attention import plot
+
+    try:
+        plot.draw(args.plot, bench, rows)
+    except OSError as exc:
+        raise CommandError(f"--plot {args.plot}: {exc.strerror or exc}") from None
