@@ -16,7 +16,7 @@ import time
 import numpy as np
 
 from benchmarks.attention import quantized
-from kvpool.protocol import ArrayPlan, AttentionOptions
+from kvpool.protocol import AttentionOptions, StepArrays
 from kvpool_backends.cpu import CPUBackend, default_isa, isas
 
 HEADS, GROUP, DIM, BLOCK, ROWS = 8, 4, 128, 16, 16
@@ -104,11 +104,11 @@ def errors(isa):
         for context in (64, 300, 1024, 4096):
             backend = CPUBackend(spec_of(name, "NHD"), context // BLOCK + 1, isa=isa)
             k, v = (rng.standard_normal((context, HEADS, DIM)).astype(np.float32) for _ in "kv")
-            backend.write(0, k, v, ArrayPlan(slot_mapping=np.arange(context)))
+            backend.write(backend.prepare(StepArrays(slot_mapping=np.arange(context))), 0, k, v)
             blocks = np.arange(-(-context // BLOCK))
             k, v = (x.astype(np.float64) for x in backend.gather(0, blocks, context))
             q = rng.standard_normal((1, HEADS * GROUP, DIM)).astype(np.float32)
-            plan = ArrayPlan(blocks[None].astype(np.int32), np.array([context]), np.array([0, 1]))
+            plan = StepArrays(blocks[None].astype(np.int32), np.array([context]), np.array([0, 1]))
             for sinks in (None, rng.standard_normal(HEADS * GROUP).astype(np.float32)):
                 options = None if sinks is None else AttentionOptions(sinks=sinks)
                 scores = np.einsum("hgd,chd->hgc", q[0].reshape(HEADS, GROUP, DIM).astype(np.float64), k) / DIM**0.5
@@ -116,7 +116,8 @@ def errors(isa):
                 extra = 0.0 if sinks is None else np.exp(sinks.astype(np.float64)).reshape(HEADS, GROUP, 1)
                 weights /= weights.sum(-1, keepdims=True) + extra
                 expected = np.einsum("hgc,chd->hgd", weights, v).reshape(1, HEADS * GROUP, DIM)
-                worst = max(worst, float(np.abs(backend.attend(0, q, plan, options=options) - expected).max()))
+                out = backend.attend(backend.prepare(plan), 0, q, options=options)
+                worst = max(worst, float(np.abs(out - expected).max()))
         what = "error of decode, contexts 64..4096"
         yield {"what": what, "format": name, "largest": worst, "ok": worst <= ERROR_MAX}
 

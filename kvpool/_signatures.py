@@ -33,5 +33,6 @@ def Plan(
     dtype="int32",
     pad=None,
     out=None,
+    backend=None,
 ):
     return tuple(locals().values())

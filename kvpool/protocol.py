@@ -16,10 +16,29 @@ Dimension letters, used in every docstring of kvpool
 
 Order
 -----
-One step of an engine is: `copy_blocks(plan)` once, then for every layer `write` and then `attend`. A backend
-executes copies, writes and reads of one layer in that order whatever it queues inside. It hands out no view
-of its storage: every array that it returns is a copy, because a view would pin the storage (an array
-framework copies the whole pool on the next write).
+One step of an engine is: ``step = prepare(plan)`` and ``copy_blocks(plan)`` once, then for every layer `write` and
+then `attend`. A backend executes copies, writes and reads of one layer in the order of the calls, whatever it queues
+inside. It hands out no view of its storage: every array that it returns is a copy, because a view would pin the
+storage (an array framework copies the whole pool on the next write).
+
+Steps
+-----
+A step is the backend's own object: what `prepare` has checked, or brought to a device, for all layers at once. Nobody
+else looks into it. It may refer to the arrays of its plan, so it is valid until that plan is stepped again (``step``,
+``reserve``, ``unshare``) or its arrays change. After ``done`` it may still be read while nobody has been given its
+blocks; after ``rollback`` it is of no use. What a call has queued does not depend on the plan any more: a backend that
+works later takes copies of what it is going to read.
+
+Any number of steps are in use side by side, in any order: an engine with two plans prepares one while the other runs.
+`prepare` changes no byte of the storage, so it may come before or after the copies, twice, or for nothing. That is why
+`copy_blocks` is a call of its own: plans of ``reserve`` and ``unshare`` have copies and no tokens, and a plan of which
+other rows are looked at (`StepArrays.of_queries`) is prepared twice but copied once.
+
+Arrays
+------
+``capabilities.arrays`` names the framework whose arrays `write` and `attend` take and give: "numpy" (and what
+`numpy.asarray` takes) or "mlx". `asarray` and `to_numpy` are the way in and out for everybody else. A backend that
+computes when its framework evaluates says ``capabilities.lazy``, and `queued` has what must be evaluated.
 """
 
 from __future__ import annotations
@@ -30,42 +49,11 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from kvpool.config import KVSpec
+from kvpool._core import Plan
+from kvpool.spec import KVSpec
 
 Array = Any  # an array of the backend's framework, or a numpy array
-
-
-class PlanArrays(Protocol):
-    """What a backend reads of a plan. `kvpool.Plan` has it, so has `ArrayPlan`; a test can fake it.
-
-    Read-only, because the plan owns its arrays. A backend reads only what belongs to the formats that it
-    asked for.
-    """
-
-    @property
-    def block_tables(self) -> np.ndarray:
-        """``[B, W]``, block ids in logical order; entries past the context are padding."""
-        ...
-
-    @property
-    def seq_lens(self) -> np.ndarray:
-        """``[B]``, context length after the step in tokens; 0 for a padding row."""
-        ...
-
-    @property
-    def cu_q_lens(self) -> np.ndarray:
-        """``[B + 1]``, row i owns query tokens ``cu_q_lens[i] : cu_q_lens[i + 1]``."""
-        ...
-
-    @property
-    def slot_mapping(self) -> np.ndarray:
-        """``[T]``, ``block_id * S + offset`` of each new token; negative: do not write."""
-        ...
-
-    @property
-    def copies(self) -> np.ndarray:
-        """``[K, 3]``, rows of (src_block, dst_block, num_tokens)."""
-        ...
+Step = Any  # what `KVBackend.prepare` makes of a plan
 
 
 def _no_copies() -> np.ndarray:
@@ -77,8 +65,24 @@ def _nothing() -> np.ndarray:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class ArrayPlan:
-    """A plan of plain arrays, for tests and for engines that keep their own tables. Nothing is checked."""
+class StepArrays:
+    """What a backend reads of a plan, as plain arrays: for tests, and for engines that keep their own tables.
+
+    `kvpool.Plan` has the same attributes, for the formats that it was made with. Nothing is checked here.
+
+    Attributes
+    ----------
+    block_tables : int ``[B, W]``
+        Block ids in logical order; entries past the context are padding.
+    seq_lens : int ``[B]``
+        Context length after the step in tokens; 0 for a padding row.
+    cu_q_lens : int ``[B + 1]``
+        Row i owns query tokens ``cu_q_lens[i] : cu_q_lens[i + 1]``.
+    slot_mapping : int ``[T]``
+        ``block_id * S + offset`` of each new token; negative: do not write.
+    copies : int ``[K, 3]``
+        Rows of (src_block, dst_block, num_tokens).
+    """
 
     block_tables: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int32))
     seq_lens: np.ndarray = field(default_factory=_nothing)
@@ -86,11 +90,22 @@ class ArrayPlan:
     slot_mapping: np.ndarray = field(default_factory=_nothing)
     copies: np.ndarray = field(default_factory=_no_copies)
 
+    @staticmethod
+    def of_queries(plan: AnyPlan, tokens: np.ndarray) -> StepArrays:
+        """Some query tokens ``[R]`` of a plan, each in a row of its own that ends with it: a step that only reads."""
+        ends = np.asarray(plan.cu_q_lens)[1:]
+        rows = np.searchsorted(ends, tokens, side="right")
+        seen = np.asarray(plan.seq_lens)[rows] - (ends[rows] - 1 - tokens)
+        return StepArrays(np.asarray(plan.block_tables)[rows], seen, np.arange(len(rows) + 1))
+
     def __repr__(self) -> str:
         return (
             f"<{type(self).__name__} of {len(self.seq_lens)} rows and {len(self.slot_mapping)} tokens, "
             f"{len(self.copies)} copies>"
         )
+
+
+AnyPlan = Plan | StepArrays
 
 
 class BatchShape(NamedTuple):
@@ -238,13 +253,13 @@ class Capabilities:
     """What a backend accepts. ``None`` in a field means: any."""
 
     name: str
-    layouts: tuple[str, ...]  # names of kvpool.config.LAYOUTS
-    dtypes: tuple[str, ...]  # names of kvpool.config.DTYPES
+    layouts: tuple[str, ...]  # names of kvpool.spec.LAYOUTS
+    dtypes: tuple[str, ...]  # names of kvpool.spec.DTYPES
     head_dims: tuple[int, ...] | None = None
     block_sizes: tuple[int, ...] | None = None
     max_q_heads_per_kv_head: int | None = None
     mixed_head_dims: bool = True  # v_head_dim may differ from head_dim
-    reads_see_writes: bool = True  # attend(layer, plan) sees what write(layer, plan) stored; else the next plan
+    reads_see_writes: bool = True  # attend(step, ...) sees what write(step, ...) stored; else the next step does
     return_attn: bool = True  # attend(..., return_attn=True) works
     features: tuple[str, ...] = ()  # names of the fields of AttentionOptions that attend takes
     scores: tuple[str, ...] = ()  # kinds of scores that attend exports, of SCORES
@@ -253,6 +268,9 @@ class Capabilities:
     quant_bits: tuple[int, ...] = ()  # of spec.k_bits and spec.v_bits, besides None
     quant_group_sizes: tuple[int, ...] = ()
     batch_invariant: bool = False  # a row's result has the same bits alone and in any batch, wherever its blocks are
+    arrays: str = "numpy"  # the framework whose arrays write and attend take and give: "numpy" or "mlx"
+    lazy: bool = False  # calls are queued, and run when the framework evaluates; else they have run when they return
+    paged: bool = True  # attend reads the blocks where they lie; else it gathers contexts first, as read does
 
     def lacks(self, options: AttentionOptions | None) -> tuple[str, ...]:
         """Features that `options` ask for and this backend does not have; empty when it serves them all."""
@@ -281,99 +299,6 @@ class Capabilities:
         return None
 
 
-_PLAIN = AttentionOptions()
-
-
-def checked_options(
-    options: AttentionOptions | None, can: Capabilities, num_tokens: int, num_q_heads: int, longest: int
-) -> AttentionOptions:
-    """The options of an `attend` as a backend computes with them: for use inside backends, before anything else.
-
-    Parameters
-    ----------
-    options : AttentionOptions or None
-        As given; None is plain attention.
-    can : Capabilities
-        Of the backend.
-    num_tokens, num_q_heads, longest : int
-        T and Hq of the queries, the longest context of the batch.
-
-    Raises
-    ------
-    TypeError, ValueError
-        ``[attend] ...``: not an `AttentionOptions`, a feature that the backend lacks, an array that does not fit.
-    """
-    if options is None:
-        return _PLAIN
-    if not isinstance(options, AttentionOptions):
-        raise TypeError(f"[attend] options must be an AttentionOptions, got {type(options).__name__}")
-    missing = can.lacks(options)
-    if missing:
-        raise ValueError(f"[attend] backend {can.name!r} has no {', '.join(missing)}, only {list(can.features)}")
-    options.check(num_tokens, num_q_heads, longest)
-    return options
-
-
-def checked_scores(
-    scores: str | None, scores_out: Any, can: Capabilities, shape: tuple[int, int, int]
-) -> np.ndarray | None:
-    """Where an `attend` puts its scores: for use inside backends, before anything else.
-
-    Parameters
-    ----------
-    scores, scores_out
-        As given to `attend`.
-    can : Capabilities
-        Of the backend.
-    shape : (B, Hk, C)
-        Of the scores of this batch.
-
-    Returns
-    -------
-    ndarray or None
-        float32 `shape` of the caller's memory; None where there are no scores, or where the backend makes the array.
-
-    Raises
-    ------
-    TypeError, ValueError
-        ``[attend] ...``: no kind of scores, one that the backend lacks, an array that does not fit.
-    """
-    if scores is None:
-        if scores_out is not None:
-            raise ValueError(f"[attend] scores_out needs scores, one of {list(can.scores)}; scores is None")
-        return None
-    if not isinstance(scores, str):
-        raise TypeError(f"[attend] scores must be a str, got {type(scores).__name__}")
-    if scores not in SCORES:
-        raise ValueError(f"[attend] scores is {scores!r}, the kinds are {list(SCORES)}")
-    if scores not in can.scores:
-        only = f"no scores {scores!r}, only {list(can.scores)}" if can.scores else "no scores"
-        raise ValueError(f"[attend] backend {can.name!r} exports {only}")
-    if scores_out is None:
-        return None
-    if not can.scores_out:
-        raise ValueError(f"[attend] backend {can.name!r} fills no scores_out, it returns a new array")
-    return _fitting_scores(scores_out, shape)
-
-
-def _fitting_scores(scores_out: Any, shape: tuple[int, int, int]) -> np.ndarray:
-    if not isinstance(scores_out, np.ndarray) or scores_out.dtype != np.float32:
-        found = scores_out.dtype if isinstance(scores_out, np.ndarray) else type(scores_out).__name__
-        raise TypeError(f"[attend] scores_out must be a float32 numpy array, got {found}")
-    rows, heads, longest = shape
-    given = scores_out.shape
-    if len(given) != 3 or given[0] < rows or given[1] != heads or given[2] < longest:
-        raise ValueError(
-            f"[attend] scores_out has shape {list(given)}, it must be [B', {heads}, C'] with B' >= {rows} "
-            f"and C' >= {longest}"
-        )
-    if not scores_out.flags.writeable:
-        raise ValueError("[attend] scores_out is read-only, it is written")
-    if given[2] > 1 and scores_out.strides[2] != 4:
-        raise ValueError(f"[attend] scores_out has a stride of {scores_out.strides[2]} bytes between positions, not 4")
-    return scores_out[:rows, :, :longest]
-
-
 @runtime_checkable
 class KVBackend(Protocol):
     """Owner of the KV storage of one pool: planes k and v of every layer, allocated once, never grown.
@@ -390,11 +315,8 @@ class KVBackend(Protocol):
 
     spec: KVSpec
     num_blocks: int
-    required_formats: tuple[str, ...]  # plan formats that this backend reads, for Plan(formats=...)
-
-    def capabilities(self) -> Capabilities:
-        """What this backend accepts. Constant."""
-        ...
+    required_formats: tuple[str, ...]  # plan formats that this backend reads, see Plan(backend=...)
+    capabilities: Capabilities  # what this backend accepts: a constant, made once
 
     def asarray(self, x: np.ndarray) -> Array:
         """A float32 numpy array as this backend's own kind of array, ready for `write` and `attend`."""
@@ -404,36 +326,44 @@ class KVBackend(Protocol):
         """A result of this backend as a numpy array: a copy, float32 (or float64 where it is)."""
         ...
 
-    def copy_blocks(self, plan: PlanArrays | np.ndarray) -> None:
+    def prepare(self, plan: AnyPlan) -> Step:
+        """Take over a plan: what the layers of its step need, for `write`, `attend` and `read`.
+
+        Changes no byte of the storage. See "Steps" above for how long a step is valid. What is wrong with the plan is
+        raised here, or by the first call with the step.
+        """
+        ...
+
+    def copy_blocks(self, plan: AnyPlan | np.ndarray) -> None:
         """Copy the first ``num_tokens`` positions of block src to block dst, in all layers and planes.
 
         Parameters
         ----------
         plan : a plan, or int32 ``[K, 3]``
             Rows (src_block, dst_block, num_tokens), 1 <= num_tokens <= S. No dst is a src of the same call,
-            so the rows may be executed in any order. The rest of dst keeps what it held.
+            so the rows may be executed in any order. The rest of dst keeps what it held. No rows are no work.
         """
         ...
 
-    def write(self, layer: int, k: Array, v: Array, plan: PlanArrays) -> None:
+    def write(self, step: Step, layer: int, k: Array, v: Array) -> None:
         """Store the new tokens of a step in one layer, RoPE already applied.
 
         Parameters
         ----------
+        step
+            Token t goes to slot ``slot_mapping[t]`` of its plan; a negative slot is skipped. T includes padding
+            tokens.
         k, v : ``[T, Hk, D]`` and ``[T, Hk, Dv]``
             Any float dtype; stored in the dtype of the spec, rounded to nearest even, or quantized from that. A
             group of quantized elements with a NaN or an infinity among them is stored as NaN, all of it.
-        plan
-            Token t goes to slot ``plan.slot_mapping[t]``; a negative slot is skipped. T includes padding
-            tokens.
         """
         ...
 
     def attend(
         self,
+        step: Step,
         layer: int,
         q: Array,
-        plan: PlanArrays,
         scale: float | None = None,
         *,
         options: AttentionOptions | None = None,
@@ -445,26 +375,25 @@ class KVBackend(Protocol):
 
         Parameters
         ----------
+        step
+            Query j of row i of its plan, with ``q_len`` queries, sees the ``seq_lens[i] - q_len + j + 1`` oldest
+            tokens of the row.
         q : ``[T, Hq, D]``
-            Query tokens, row after row as in ``plan.cu_q_lens``. Query head h reads KV head ``h // (Hq //
-            Hk)``.
-        plan
-            Query j of row i, with ``q_len`` queries, sees the ``seq_lens[i] - q_len + j + 1`` oldest tokens
-            of the row.
+            Query tokens, row after row as in ``cu_q_lens``. Query head h reads KV head ``h // (Hq // Hk)``.
         scale : float, optional
             Multiplies the scores, ``1 / sqrt(D)`` by default.
         options : AttentionOptions, optional
-            Window, soft cap, sinks, ALiBi, mask. `ValueError` for a feature that ``capabilities().features``
-            does not name, see `checked_options`.
+            Window, soft cap, sinks, ALiBi, mask. `ValueError` for a feature that ``capabilities.features``
+            does not name.
         return_attn : bool
             Also return the weights, for debugging.
         scores : "raw" or "mass", optional
             Also return how much each position matters to the newest query of its row, a kind that
-            ``capabilities().scores`` names, for policies that evict. With s_hc what `AttentionOptions` adds
+            ``capabilities.scores`` names, for policies that evict. With s_hc what `AttentionOptions` adds
             up for query head h and position c, and G query heads to a KV head: "raw" is the mean of s_hc over
             those heads; "mass" is the mean of their softmax weights, a sink in the denominator.
         scores_out : float32 ``[B', Hk, C']``, optional
-            Filled instead of a new array where ``capabilities().scores_out``: B' >= B, C' >= C, positions 4 bytes
+            Filled instead of a new array where ``capabilities.scores_out``: B' >= B, C' >= C, positions 4 bytes
             apart. What lies beyond B or C is left alone.
 
         Returns
@@ -483,6 +412,14 @@ class KVBackend(Protocol):
         -----
         Reads only slots that a query sees. Any other slot may hold NaN, padding entries of the table may name
         any block or be -1, and neither may change the result.
+        """
+        ...
+
+    def read(self, step: Step, layer: int) -> tuple[Array, Array]:
+        """The contexts of a step: copies of K ``[B, Hk, C, D]`` and V ``[B, Hk, C, Dv]``, C being the longest one.
+
+        For attention that somebody else computes. Past the end of a row K holds anything (mask it) and V holds 0: a
+        weight of 0 does not hide a NaN. What is quantized comes back as floats.
         """
         ...
 
@@ -514,7 +451,7 @@ class KVBackend(Protocol):
         Notes
         -----
         `ValueError` before a byte is changed where `keep` does not ascend or leaves the blocks. Where
-        ``capabilities().compacts`` is False, `ValueError` in any case. It is one more piece of work in the order of
+        ``capabilities.compacts`` is False, `ValueError` in any case. It is one more piece of work in the order of
         calls, after what was given before. Whether the blocks may be rewritten, as rows of a pending plan may not, is
         the pool's to judge: `kvpool.Pool.compact` raises, a backend knows of no plans.
         """
@@ -530,6 +467,20 @@ class KVBackend(Protocol):
 
     def import_blocks(self, blocks: Sequence[int] | np.ndarray, data: np.ndarray) -> None:
         """Overwrite whole blocks with rows of `export_blocks`. Blocks must be distinct."""
+        ...
+
+    def queued(self, layer: int) -> Sequence[Array]:
+        """Arrays of the framework with which everything is evaluated that was called on a layer so far.
+
+        Empty where ``capabilities.lazy`` is False. They are for evaluation alone, and not kept.
+        """
+        ...
+
+    def settle(self) -> int:
+        """Wait until all that was called has run. Returns how many arrays of the storage moved since the last time.
+
+        An array moves if its framework copies it in order to write to it; 0 in a backend that writes in place.
+        """
         ...
 
     def warmup(self, shapes: Iterable[BatchShape]) -> None:

@@ -8,17 +8,18 @@ is asked for.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, Protocol, cast
 
-from kvpool.config import KVSpec
 from kvpool.errors import BackendUnavailable
 from kvpool.protocol import KVBackend
+from kvpool.spec import KVSpec
 
 __all__ = ["BackendFactory", "available", "known", "load_backend"]
 
-DEFAULT = "numpy"  # runs everywhere, and is exact
+DEFAULTS = ("cpu", "numpy")  # the first that can be imported: native kernels, or what runs everywhere
 ENVIRONMENT_VARIABLE = "KVPOOL_BACKEND"
 ENTRY_POINT_GROUP = "kvpool.backends"
 
@@ -43,7 +44,7 @@ def load_backend(name: str | None = None) -> BackendFactory:
     ----------
     name : str, optional
         A built-in name, or one of the entry-point group ``kvpool.backends``. By default the environment
-        variable ``KVPOOL_BACKEND``, and if that is unset or empty, "numpy".
+        variable ``KVPOOL_BACKEND``, and if that is unset or empty, "cpu", or "numpy" where there are no kernels.
 
     Raises
     ------
@@ -52,9 +53,13 @@ def load_backend(name: str | None = None) -> BackendFactory:
         original exception is chained.
     """
     origin = ""
+    if name is None and (name := os.environ.get(ENVIRONMENT_VARIABLE) or None):
+        origin = f" (from {ENVIRONMENT_VARIABLE})"
     if name is None:
-        name = os.environ.get(ENVIRONMENT_VARIABLE) or DEFAULT
-        origin = f" (from {ENVIRONMENT_VARIABLE})" if os.environ.get(ENVIRONMENT_VARIABLE) else ""
+        for name in DEFAULTS[:-1]:
+            with suppress(BackendUnavailable):
+                return load_backend(name)
+        name = DEFAULTS[-1]
     if not isinstance(name, str):
         raise TypeError(f"[load_backend] name must be a str, got {type(name).__name__} ({name!r})")
 

@@ -132,7 +132,7 @@ def apart(calls: int, seed: int) -> dict:
 
 def stores(calls: int, seed: int) -> dict:
     """Stores of the CPU backend: one for each thread, and one that all of them call, which refuses who comes second."""
-    from kvpool.protocol import ArrayPlan
+    from kvpool.protocol import StepArrays
     from kvpool_backends.cpu import CPUBackend
 
     spec = KVSpec(2, 2, 32, "float32", 4)
@@ -148,11 +148,11 @@ def stores(calls: int, seed: int) -> dict:
             ids = rng.permutation(blocks)[:3].astype(np.int32)
             slots = (ids[:, None] * 4 + np.arange(4)).ravel()
             k, v = rng.standard_normal((2, 12, 2, 32)).astype(np.float32)
-            plan = ArrayPlan(ids[None], np.array([12]), np.array([0, 1]), slots)
+            plan = StepArrays(ids[None], np.array([12]), np.array([0, 1]), slots)
             try:
-                backend.write(0, k, v, plan)
+                backend.write(backend.prepare(plan), 0, k, v)
                 found = backend.gather(0, ids)
-                out = backend.attend(0, k[:1].repeat(2, 1), plan)
+                out = backend.attend(backend.prepare(plan), 0, k[:1].repeat(2, 1))
                 backend.memory()
             except ConcurrentUse:
                 refused[number] += 1

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.attention.cache import PagedCall
-from kvpool.cli.bench.measure import Contestant, Race, race
 from benchmarks.attention.settings import Settings
+from kvpool.cli.bench.measure import Contestant, Race, race
 from kvpool.config import KVSpec, format_nbytes
 
 

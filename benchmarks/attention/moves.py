@@ -14,8 +14,8 @@ import numpy as np
 
 from benchmarks.attention.bench import Bench
 from benchmarks.attention.cache import WrongResult, narrowed, random_elements
-from kvpool.cli.bench.measure import Contestant
 from benchmarks.attention.rows import Row, threads_name, timed
+from kvpool.cli.bench.measure import Contestant
 from kvpool.config import KVSpec
 
 BLOCK_SIZE = 16

@@ -9,8 +9,8 @@ import numpy as np
 from benchmarks.attention.bench import Bench
 from benchmarks.attention.cache import kv_nbytes, padded, random_elements
 from benchmarks.attention.dense import framework_threads, missing_threads
-from kvpool.cli.bench.measure import Contestant
 from benchmarks.attention.rows import Row, threads_name, timed
+from kvpool.cli.bench.measure import Contestant
 from kvpool.cli.bench.options import tokens
 
 NUM_QUERIES = 512

@@ -10,12 +10,12 @@ import numpy as np
 
 from benchmarks.attention.bench import Bench
 from benchmarks.attention.cache import WrongResult, padded
-from kvpool.cli.bench.measure import Contestant
 from benchmarks.attention.rows import Row, threads_name, timed
+from kvpool.cli.bench.measure import Contestant
 from kvpool.cli.bench.options import tokens
 from kvpool.cli.console import CommandError
 from kvpool.config import KVSpec
-from kvpool.protocol import ArrayPlan
+from kvpool.protocol import StepArrays
 
 BLOCK_SIZE = 16
 BASELINE = "bfloat16"
@@ -57,14 +57,16 @@ class Call:
         x = rng.standard_normal((min(slots, _WRITTEN), spec.num_kv_heads, spec.head_dim), np.float32)
         for first in range(0, slots, _WRITTEN):
             part = x[: slots - first]
-            self.backend.write(0, part, part[::-1], ArrayPlan(slot_mapping=np.arange(first, first + len(part))))
+            step = self.backend.prepare(StepArrays(slot_mapping=np.arange(first, first + len(part))))
+            self.backend.write(step, 0, part, part[::-1])
         table = rng.permutation(batch * width).reshape(batch, width).astype(np.int32)
-        self.plan = ArrayPlan(table, np.full(batch, context), np.arange(batch + 1))
+        self.table = table[-1]
+        self.step = self.backend.prepare(StepArrays(table, np.full(batch, context), np.arange(batch + 1)))
         self.q = rng.standard_normal((batch, num_q_heads, spec.head_dim), np.float32)
 
     def attend(self) -> np.ndarray:
         """Return the results."""
-        return self.backend.attend(0, self.q, self.plan)  # type: ignore[return-value]
+        return self.backend.attend(self.step, 0, self.q)  # type: ignore[return-value]
 
     def checked_error(self) -> float:
         """Compute, and return the error of the first head of the last row.
@@ -74,7 +76,7 @@ class Call:
         WrongResult
             If it is more than `TOLERANCE`.
         """
-        k, v = (x[:, 0].astype(np.float64) for x in self.backend.gather(0, self.plan.block_tables[-1], self.context))
+        k, v = (x[:, 0].astype(np.float64) for x in self.backend.gather(0, self.table, self.context))
         weights = np.exp(k @ self.q[-1, 0].astype(np.float64) / self.spec.head_dim**0.5)
         error = float(np.abs(self.attend()[-1, 0] - weights @ v / weights.sum()).max())
         if not error <= TOLERANCE:

@@ -15,8 +15,8 @@ import kvpool
 from benchmarks.attention.bench import Bench
 from benchmarks.attention.gates import BLOCK_SIZE, Gate, summary
 from benchmarks.attention.rows import Row
-from kvpool.cli.bench.options import tokens
 from benchmarks.attention.settings import RIVALS
+from kvpool.cli.bench.options import tokens
 from kvpool.cli.machine import cache_nbytes, cpu_model, huge_pages
 from kvpool.config import format_nbytes
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from benchmarks.attention.bench import Bench
 from benchmarks.attention.cache import PagedCall, WrongResult, kv_nbytes, padded, random_elements, widened
-from kvpool.cli.bench.measure import Contestant
 from benchmarks.attention.rows import Row, threads_name, timed
+from kvpool.cli.bench.measure import Contestant
 from kvpool.cli.bench.options import tokens
 
 BLOCK_SIZE = 16

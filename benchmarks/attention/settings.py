@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvpool.cli.bench.options import DTYPES, memory_nbytes, number, numbers, some
+from kvpool.cli.bench.options import DTYPES, memory_nbytes, numbers, some
 from kvpool.cli.console import CommandError, whole
 
 PARTS = ("decode", "prefill", "write", "copy", "stores", "scores")

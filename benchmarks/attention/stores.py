@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.attention.bench import Bench
 from benchmarks.attention.cache import PagedCall, kv_nbytes, random_elements
-from kvpool.cli.bench.measure import Contestant, Race
 from benchmarks.attention.rows import Row, timed
+from kvpool.cli.bench.measure import Contestant, Race
 from kvpool.cli.bench.options import tokens
 
 BATCH = 16

@@ -8,11 +8,11 @@ from dataclasses import asdict
 from typing import Any
 
 import kvpool
+from benchmarks.attention.report import Lines, print_table
 from benchmarks.quality.answers import Quality
 from benchmarks.quality.gates import Gate, held, text
 from benchmarks.quality.settings import Settings
 from benchmarks.quality.tables import Question, Table
-from benchmarks.attention.report import Lines, print_table
 from kvpool.cli.machine import cpu_model
 
 TITLES = {

@@ -74,7 +74,7 @@ def load(name: str) -> tuple[Any, int]:
 PROMPT_CACHES = 10
 """Sequences that mlx-lm's server remembers, by default."""
 
-TIMED_CALLS = {"write_tokens": "kv_write", "read": "gather", "attend": "attend", "copy_blocks": "copy"}
+TIMED_CALLS = {"write": "kv_write", "read": "gather", "attend": "attend", "copy_blocks": "copy"}
 
 
 def block_nbytes(model: Any, block_size: int) -> int:
@@ -202,10 +202,9 @@ class Stopwatches:
         self.calls: dict[str, int] = defaultdict(int)
 
     def __enter__(self) -> Stopwatches:
-        if self.backend.is_eager:
+        if not self.backend.capabilities.lazy:
             for call, name in TIMED_CALLS.items():
-                if hasattr(self.backend, call):
-                    setattr(self.backend, call, self._timed(getattr(self.backend, call), name))
+                setattr(self.backend, call, self._timed(getattr(self.backend, call), name))
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -215,10 +214,9 @@ class Stopwatches:
 
     def per_tick(self, ticks: int) -> dict[str, float | None]:
         """Return milliseconds per step, all layers together; None where calls only build a graph."""
-        names = (name for call, name in TIMED_CALLS.items() if hasattr(self.backend, call))
-        return {
-            f"{name}_ms": 1e3 * self.seconds[name] / max(ticks, 1) if self.backend.is_eager else None for name in names
-        }
+        is_lazy = self.backend.capabilities.lazy
+        names = TIMED_CALLS.values()
+        return {f"{name}_ms": None if is_lazy else 1e3 * self.seconds[name] / max(ticks, 1) for name in names}
 
     def _timed(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
         def timed(*args: Any, **options: Any) -> Any:

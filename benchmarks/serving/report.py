@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 import kvpool
+from benchmarks.attention.report import Lines, print_table
 from benchmarks.serving.metrics import utilization
 from benchmarks.serving.runs import Bench, Run, finite, median
-from benchmarks.attention.report import Lines, print_table
 from kvpool.cli.machine import cpu_model
 
 NAMES = {"kvpool": "kvpool", "stock": "mlx-lm BatchGenerator", "static": "static batches"}

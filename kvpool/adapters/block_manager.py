@@ -26,7 +26,7 @@ import numpy as np
 from kvpool import Plan, Pool
 from kvpool.config import KVSpec, blocks_for, checked_int
 from kvpool.errors import OutOfBlocks
-from kvpool.protocol import ArrayPlan, KVBackend
+from kvpool.protocol import KVBackend, StepArrays
 
 
 class BlockTableView(NamedTuple):
@@ -57,7 +57,7 @@ class KVBlockManager:
     memory : int, str, optional
         Instead of `num_blocks`: bytes, ``"16GiB"``, or ``"auto"``, as in `blocks_for`.
     backend : str or factory, optional
-        A name for `kvpool_backends.load_backend`, or ``factory(spec, num_blocks)``.
+        A name for `kvpool_backends.load_backend`, or ``factory(spec, num_blocks)``. By default the fast one.
     max_seqs, max_blocks_per_seq, watermark
         As in `Pool`.
     max_batch, max_tokens : int
@@ -117,7 +117,7 @@ class KVBlockManager:
             self.pool,
             max_batch,
             max_tokens,
-            formats=("block_tables", "seq_lens", "slot_mapping"),
+            backend=self.backend,
         )
 
     def __repr__(self) -> str:
@@ -177,7 +177,7 @@ class KVBlockManager:
 
     def write(self, layer_idx: int, k: Any, v: Any, slots: np.ndarray) -> None:
         """Store K ``[T, Hk, D]`` and V ``[T, Hk, Dv]``, RoPE applied, in the slots that `step` returned."""
-        self.backend.write(layer_idx, k, v, ArrayPlan(slot_mapping=slots))
+        self.backend.write(self.backend.prepare(StepArrays(slot_mapping=slots)), layer_idx, k, v)
 
     def write_prefill(self, seq_id: int, layer_idx: int, k_chunk: Any, v_chunk: Any, start_pos: int) -> None:
         """Store K and V, RoPE applied, of tokens that `step` has planned.
@@ -296,7 +296,7 @@ class KVBlockManager:
         causal, attn_mask
             Only the causal mask.
         return_attn : bool
-            Also return the weights ``[B, n_heads, n, C]``, for debugging.
+            Also return the weights ``[B, n_heads, n, C]``, for debugging: where the backend does, as "numpy".
 
         Returns
         -------
@@ -309,14 +309,14 @@ class KVBlockManager:
             )
         batch, num_heads, num_new, head_dim = q.shape
         self._refuse_other_attention(num_heads, num_new, kv_head_mapping, rope_freqs, causal, attn_mask)
-        plan = ArrayPlan(
+        plan = StepArrays(
             block_tables=np.asarray(block_tables),
             seq_lens=np.asarray(context_lens),
             cu_q_lens=np.arange(0, (batch + 1) * num_new, num_new, dtype=np.int32),
             slot_mapping=np.full(batch * num_new, -1, np.int32),
         )
         rows = q.swapaxes(1, 2).reshape(batch * num_new, num_heads, head_dim)
-        result: Any = self.backend.attend(layer_idx, rows, plan, scale, return_attn=return_attn)
+        result: Any = self.backend.attend(self.backend.prepare(plan), layer_idx, rows, scale, return_attn=return_attn)
         arrays = result if return_attn else (result,)
         shaped = tuple(x.reshape(batch, num_new, num_heads, -1).swapaxes(1, 2) for x in arrays)
         return shaped if return_attn else shaped[0]

@@ -103,7 +103,7 @@ def cpu_facts() -> dict[str, Any]:
 def mlx_route() -> dict[str, str | None] | None:
     """Return which way the mlx backend computes here, and why not by the CPU kernels; None if it does not work."""
     try:
-        from kvpool_backends.mlx.backend import has_metal, kernels_refusal
+        from kvpool_backends.mlx.base import has_metal, kernels_refusal
     except ImportError:
         return None
     reason = kernels_refusal()

@@ -76,6 +76,15 @@ cdef tuple new_array(object shape, object dtype, bint writable):
     return np.ndarray(shape, dtype, memory), memory
 
 
+cdef object formats_with(object backend, SequencePool pool, object formats):
+    """`formats` and those of a backend, if it has blocks like the pool's."""
+    for name, theirs, ours in (("block_size", backend.spec.block_size, pool.all_blocks.block_size),
+                               ("num_blocks", backend.num_blocks, pool.all_blocks.num_blocks)):
+        if theirs != ours:
+            raise ValueError(f"[Plan] {name} is {theirs} in the backend, {ours} in the pool")
+    return (*((formats,) if isinstance(formats, str) else formats), *backend.required_formats)
+
+
 cdef class Plan:
     """One step in flight: the arrays a backend reads, and what it takes to undo the step.
 
@@ -101,11 +110,14 @@ cdef class Plan:
         Pad value per array.
     out : dict, optional
         Arrays to write into instead of own ones; see `bind`.
+    backend : kvpool.protocol.KVBackend, optional
+        Fill what this backend reads, its ``required_formats``, beside `formats`.
 
     Raises
     ------
     ValueError, TypeError
-        An unknown format, a bad size, or int32 slots in a pool that needs int64.
+        An unknown format, a bad size, or int32 slots in a pool that needs int64. A backend whose blocks have another
+        size than those of the pool, or another number.
 
     Notes
     -----
@@ -117,7 +129,8 @@ cdef class Plan:
 
     def __cinit__(self, *args, **options):
         making(self)
-        pool, max_rows, max_tokens, formats, table_width, kv_width, dtype, pad, out = _signatures.Plan(*args, **options)
+        (pool, max_rows, max_tokens, formats, table_width, kv_width, dtype, pad, out,
+         backend) = _signatures.Plan(*args, **options)
         if not isinstance(pool, SequencePool):
             raise TypeError(f"[Plan] pool must be a kvpool.Pool, not {type(pool).__name__}")
         self.pool = pool
@@ -150,6 +163,8 @@ cdef class Plan:
         self.step.handle = <int64_t*>array_data(self.arrays["handles"][0])
         self.step.plan = <void*>self
         self.step.wire = w
+        if backend is not None:
+            formats = formats_with(backend, self.pool, formats)
         self.declare(formats, dtype, {} if pad is None else pad, {} if out is None else out)
         made(self)
 

@@ -31,14 +31,14 @@ class Observed:
         Of the step, whose table they read.
     lens : int ``[R]``
         Tokens that each of them sees.
-    arrays
-        What the runner's backend makes of these, once for all layers.
+    step
+        What the runner's backend prepares of these, once for all layers.
     """
 
     queries: np.ndarray
     rows: np.ndarray
     lens: np.ndarray
-    arrays: Any = None
+    step: Any = None
 
 
 class Evictor:
@@ -78,7 +78,7 @@ class Evictor:
         if not isinstance(pool, Pool):
             raise TypeError(f"[Evictor] pool must be a kvpool.Pool, not {type(pool).__name__}")
         spec = backend.spec
-        check_backend(policy, backend.capabilities(), spec.block_size)
+        check_backend(policy, backend.capabilities, spec.block_size)
         for name, mine, theirs in (
             ("block_size", spec.block_size, pool.block_size),
             ("num_blocks", backend.num_blocks, pool.num_blocks),

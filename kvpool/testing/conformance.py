@@ -13,9 +13,9 @@ Method
 Every pool is filled with NaN first, in every slot of every block, the reserved block 0 included; known tokens
 are then written into randomly chosen blocks, and what comes out is compared with dense float64 attention
 (`kvpool.testing.dense`) over the values as the dtype rounds them. So a backend that reads one slot too many
-answers NaN. How large an error may be: `kvpool.testing.filled.TOLERANCE`. Cases try only what `capabilities()`
+answers NaN. How large an error may be: `kvpool.testing.filled.TOLERANCE`. Cases try only what `capabilities`
 claims; a case for which nothing is left raises `NotApplicable`. More of them are in `conformance_shapes`,
-`conformance_features` and `conformance_scores`, by way of `CASES`.
+`conformance_features`, `conformance_scores` and `conformance_steps`, by way of `CASES`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ import numpy as np
 
 from kvpool import Plan, Pool
 from kvpool.config import DTYPES, LAYOUTS
-from kvpool.protocol import ArrayPlan, BatchShape, KVBackend
+from kvpool.protocol import BatchShape, KVBackend, StepArrays
 from kvpool.testing import (
     conformance_compact,
     conformance_features,
     conformance_quantized,
     conformance_scores,
     conformance_shapes,
+    conformance_steps,
 )
 from kvpool.testing.dense import dense_attention, dense_attention_and_size, round_to, stored_bytes
 from kvpool.testing.engine import RandomEngine
@@ -62,6 +63,7 @@ from kvpool.testing.filled import (
     token_columns,
     told,
     values,
+    write,
 )
 
 __all__ = ["CASES", "NotApplicable", "check_backend"]
@@ -112,7 +114,7 @@ def protocol_is_implemented(factory: Factory) -> None:
     backend = factory(spec, 3)
     assert isinstance(backend, KVBackend), "a method or attribute of KVBackend is missing"
     assert backend.spec == spec and backend.num_blocks == 3
-    assert backend.capabilities().refusal(spec) is None, "the backend serves what its capabilities refuse"
+    assert backend.capabilities.refusal(spec) is None, "the backend serves what its capabilities refuse"
     with Pool(4, 8) as pool:
         Plan(pool, 1, formats=tuple(backend.required_formats))
 
@@ -144,9 +146,9 @@ def plans_of_int64_are_read_like_int32(factory: Factory) -> None:
     for spec in specs(factory):
         filled, q_lens = fill(factory, spec, [3, 16, 9]), [2, 1, 9]
         plan = filled.plan(q_lens)
-        wide = ArrayPlan(*(getattr(plan, field.name).astype(np.int64) for field in fields(plan)))
+        wide = StepArrays(*(getattr(plan, field.name).astype(np.int64) for field in fields(plan)))
         k, v = (np.concatenate([x[0][i][-n:] for i, n in enumerate(q_lens)]) for x in (filled.k, filled.v))
-        filled.backend.write(0, filled.backend.asarray(k), filled.backend.asarray(v), wide)
+        write(filled.backend, wide, 0, k, v)
         q = filled.queries(q_lens, 4)
         close(attend(filled.backend, 0, q, wide), filled.expected(0, q, q_lens), spec, "int64 plan")
 
@@ -199,7 +201,7 @@ def attention_weights_are_returned(factory: Factory) -> None:
         filled, q_lens = fill(factory, spec, [3, 16, 9]), [2, 1, 9]
         q, plan, backend = filled.queries(q_lens, 4), filled.plan(q_lens), filled.backend
         for options in (None, some_options(filled, q_lens, 4, can.features)):
-            out, attn = backend.attend(1, backend.asarray(q), plan, options=options, return_attn=True)
+            out, attn = backend.attend(backend.prepare(plan), 1, backend.asarray(q), options=options, return_attn=True)
             result = filled.expected(1, q, q_lens, None, options)
             close(backend.to_numpy(out), result, spec, "result beside the weights")
             expected, begin = np.zeros((12, 4, 16)), 0
@@ -243,7 +245,7 @@ def padding_is_inert(factory: Factory) -> None:
     for spec in specs(factory):
         filled = fill(factory, spec, [8, 5])
         plan, backend = filled.plan([2, 1]), filled.backend
-        padded = ArrayPlan(
+        padded = StepArrays(
             block_tables=np.concatenate([plan.block_tables, np.zeros((2, plan.block_tables.shape[1]), np.int32)]),
             seq_lens=np.append(plan.seq_lens, np.zeros(2, np.int32)),
             cu_q_lens=np.append(plan.cu_q_lens, np.full(2, 3, np.int32)),
@@ -251,15 +253,15 @@ def padding_is_inert(factory: Factory) -> None:
         )
         before = everything(backend)
         k, v = (np.ones((6, spec.num_kv_heads, dim), np.float32) for _, dim in spec.planes)
-        backend.write(0, backend.asarray(k), backend.asarray(v), padded)
+        write(backend, padded, 0, k, v)
         same_bytes(everything(backend), before, "a write to slots -1")
         q = filled.queries([6], 4)
         out = attend(backend, 0, q, padded)
         close(out[:3], filled.expected(0, q[:3], [2, 1]), spec, "rows before padding")
         assert out.shape[0] == 6 and not out[3:].any(), "padding tokens must answer 0"
-        empty = ArrayPlan(block_tables=np.zeros((0, 1), np.int32))
+        empty = StepArrays(block_tables=np.zeros((0, 1), np.int32))
         backend.copy_blocks(empty)
-        backend.write(0, backend.asarray(k[:0]), backend.asarray(v[:0]), empty)
+        write(backend, empty, 0, k[:0], v[:0])
         assert attend(backend, 0, q[:0], empty).shape == (0, 4, spec.value_head_dim)
         same_bytes(everything(backend), before, "an empty batch")
 
@@ -275,12 +277,7 @@ def written_values_are_rounded_to_nearest_even(factory: Factory) -> None:
     for spec in specs(factory, dtypes=tuple(DTYPES), layers=1, kv_heads=1, block_sizes=(16, 8, 32)):
         backend = factory(spec, 2)
         heads_k, heads_v = (np.resize(np.array(special, np.float32), (1, 1, dim)) for _, dim in spec.planes)
-        backend.write(
-            0,
-            backend.asarray(heads_k),
-            backend.asarray(heads_v),
-            ArrayPlan(slot_mapping=int32([spec.block_size])),
-        )
+        write(backend, StepArrays(slot_mapping=int32([spec.block_size])), 0, heads_k, heads_v)
         got = np.asarray(backend.export_blocks([1]))[0][: spec.head_dim * spec.itemsize_nbytes]
         expected = stored_bytes(round_to(heads_k, spec.dtype), spec.dtype)
         assert np.array_equal(got, expected), f"values are not rounded to nearest even ({spec.dtype})"
@@ -300,7 +297,7 @@ def copies_take_exactly_the_valid_tokens(factory: Factory) -> None:
         fill_random(backend, rng)
         before = everything(backend)
         copies = np.array([[3, 5, max(1, spec.block_size - 1)], [3, 1, 1], [2, 6, spec.block_size]], np.int32)
-        backend.copy_blocks(ArrayPlan(copies=copies))
+        backend.copy_blocks(StepArrays(copies=copies))
         expected = before.copy()
         for src, dst, num_tokens in copies:
             for columns in token_columns(spec, num_tokens):
@@ -319,17 +316,17 @@ def copies_writes_reads_happen_in_order(factory: Factory) -> None:
     for spec in specs(factory, block_sizes=(8, 16)):
         backend, rng = factory(spec, 4), np.random.default_rng(SEED)
         fill_all(backend, np.nan)
-        writes = ArrayPlan(slot_mapping=np.arange(spec.block_size, spec.block_size + 5, dtype=np.int32))
-        reads = ArrayPlan(int32([[2], [1]]), int32([4, 5]), int32([0, 1, 2]), int32([-1, -1]))
+        writes = StepArrays(slot_mapping=np.arange(spec.block_size, spec.block_size + 5, dtype=np.int32))
+        reads = StepArrays(int32([[2], [1]]), int32([4, 5]), int32([0, 1, 2]), int32([-1, -1]))
         copies = int32([[1, 2, 4]])
         for _ in range(2):
             # Block 1 is written, copied to block 2, and overwritten: 2 keeps what 1 held in between.
             old, new = ([values(rng, (5, spec.num_kv_heads, d), spec.dtype) for _, d in spec.planes] for _ in "on")
             for layer in range(spec.num_layers):
-                backend.write(layer, backend.asarray(old[0]), backend.asarray(old[1]), writes)
-            backend.copy_blocks(ArrayPlan(copies=copies))
+                write(backend, writes, layer, old[0], old[1])
+            backend.copy_blocks(StepArrays(copies=copies))
             for layer in range(spec.num_layers):
-                backend.write(layer, backend.asarray(new[0]), backend.asarray(new[1]), writes)
+                write(backend, writes, layer, new[0], new[1])
                 q = values(rng, (2, 4, spec.head_dim), spec.dtype)
                 copied = dense_attention_and_size(q[:1], old[0][:4], old[1][:4])
                 overwritten = dense_attention_and_size(q[1:], new[0], new[1])
@@ -452,18 +449,18 @@ def _misuses(filled: Filled) -> list[tuple[type[Exception], Callable[[], Any]]]:
         return backend.asarray(np.ones(shape, np.float32))
 
     k, v, q = array(2, heads, dim), array(2, heads, spec.value_head_dim), array(2, 2 * heads, dim)
-    beyond = ArrayPlan(slot_mapping=int32([0, blocks * size]))
+    beyond = StepArrays(slot_mapping=int32([0, blocks * size]))
     row = np.zeros((1, spec.block_nbytes), np.uint8)
     return [
-        (IndexError, lambda: backend.write(layers, k, v, plan)),
-        (IndexError, lambda: backend.write(-1, k, v, plan)),
-        (IndexError, lambda: backend.attend(layers, q, plan)),
-        (IndexError, lambda: backend.write(0, k, v, beyond)),
-        (ValueError, lambda: backend.write(0, array(2, heads + 1, dim), v, plan)),
-        (ValueError, lambda: backend.write(0, k, array(2, heads, spec.value_head_dim + 1), plan)),
-        (ValueError, lambda: backend.write(0, k[:1], v[:1], plan)),
-        (ValueError, lambda: backend.attend(0, array(2, 2 * heads + 1, dim), plan)),
-        (ValueError, lambda: backend.attend(0, array(2, 2 * heads, dim - 1), plan)),
+        (IndexError, lambda: backend.write(backend.prepare(plan), layers, k, v)),
+        (IndexError, lambda: backend.write(backend.prepare(plan), -1, k, v)),
+        (IndexError, lambda: backend.attend(backend.prepare(plan), layers, q)),
+        (IndexError, lambda: backend.write(backend.prepare(beyond), 0, k, v)),
+        (ValueError, lambda: backend.write(backend.prepare(plan), 0, array(2, heads + 1, dim), v)),
+        (ValueError, lambda: backend.write(backend.prepare(plan), 0, k, array(2, heads, spec.value_head_dim + 1))),
+        (ValueError, lambda: backend.write(backend.prepare(plan), 0, k[:1], v[:1])),
+        (ValueError, lambda: backend.attend(backend.prepare(plan), 0, array(2, 2 * heads + 1, dim))),
+        (ValueError, lambda: backend.attend(backend.prepare(plan), 0, array(2, 2 * heads, dim - 1))),
         (IndexError, lambda: backend.copy_blocks(int32([[1, blocks, 1]]))),
         (IndexError, lambda: backend.copy_blocks(int32([[-1, 1, 1]]))),
         (ValueError, lambda: backend.copy_blocks(int32([[1, 2, 1], [1, 3, size + 1]]))),
@@ -502,4 +499,4 @@ def refused_specs_raise(factory: Factory) -> None:
 
 
 CASES += conformance_shapes.CASES + conformance_features.CASES + conformance_scores.CASES + conformance_compact.CASES
-CASES += conformance_quantized.CASES
+CASES += conformance_quantized.CASES + conformance_steps.CASES

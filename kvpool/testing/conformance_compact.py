@@ -1,6 +1,6 @@
 """Conformance cases about `KVBackend.compact`: tokens move to the front of their blocks, bit for bit.
 
-A case runs where `capabilities().compacts`; elsewhere the call has to be refused. `kvpool.testing.conformance` is the
+A case runs where `capabilities.compacts`; elsewhere the call has to be refused. `kvpool.testing.conformance` is the
 entrance, and says how cases are made.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvpool.config import DTYPES
-from kvpool.protocol import ArrayPlan
+from kvpool.protocol import StepArrays
 from kvpool.testing.filled import (
     SEED,
     Case,
@@ -29,6 +29,7 @@ from kvpool.testing.filled import (
     same_bytes,
     slots_of,
     specs,
+    write,
 )
 
 CASES: list[Case] = []
@@ -106,8 +107,8 @@ def compacted_rows_answer_from_what_stays(factory: Factory) -> None:
             filled.contexts[row] = n
             k, v = (np.full((len(dead), spec.num_kv_heads, dim), np.nan, np.float32) for _, dim in spec.planes)
             for layer in range(spec.num_layers):
-                plan = ArrayPlan(slot_mapping=np.array(dead, np.int32))
-                filled.backend.write(layer, filled.backend.asarray(k), filled.backend.asarray(v), plan)
+                plan = StepArrays(slot_mapping=np.array(dead, np.int32))
+                write(filled.backend, plan, layer, k, v)
         for q_lens in ([1, 1, 1], [2, 7, 30]):
             for layer in range(spec.num_layers):
                 q = filled.queries(q_lens, 4)

@@ -1,6 +1,6 @@
 """Conformance cases about `AttentionOptions`: window, soft cap, sinks, ALiBi, masks, one by one and together.
 
-A case runs where `capabilities().features` names what it needs; what is not named has to be refused.
+A case runs where `capabilities.features` names what it needs; what is not named has to be refused.
 `kvpool.testing.conformance` is the entrance, and says how cases are made.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvpool.config import DTYPES
-from kvpool.protocol import FEATURES, ArrayPlan, AttentionOptions
+from kvpool.protocol import FEATURES, AttentionOptions, StepArrays
 from kvpool.testing.filled import (
     SEED,
     Case,
@@ -35,6 +35,7 @@ from kvpool.testing.filled import (
     slots_of,
     some_options,
     specs,
+    write,
 )
 
 CASES: list[Case] = []
@@ -91,8 +92,8 @@ def slots_behind_the_window_never_matter(factory: Factory) -> None:
         for table, context, n in zip(filled.tables, lengths, q_lens, strict=True):
             dead += slots_of(table, 0, max(0, context - n + 1 - window), spec.block_size)
         k, v = (np.full((len(dead), spec.num_kv_heads, dim), np.nan, np.float32) for _, dim in spec.planes)
-        plan = ArrayPlan(slot_mapping=np.array(dead, np.int32))
-        backend.write(0, backend.asarray(k), backend.asarray(v), plan)
+        plan = StepArrays(slot_mapping=np.array(dead, np.int32))
+        write(backend, plan, 0, k, v)
         after = attend(backend, 0, q, filled.plan(q_lens), None, options)
         assert np.array_equal(after, before), f"a slot behind the window matters ({spec}, seed {SEED})"
 
@@ -283,7 +284,7 @@ def padding_is_inert_under_options(factory: Factory) -> None:
     for spec in specs(factory):
         filled = fill(factory, spec, [8, 5])
         plan, q = filled.plan([2, 1]), filled.queries([6], 4)
-        padded = ArrayPlan(
+        padded = StepArrays(
             block_tables=np.concatenate([plan.block_tables, np.full((2, plan.block_tables.shape[1]), -1, np.int32)]),
             seq_lens=np.append(plan.seq_lens, np.zeros(2, np.int32)),
             cu_q_lens=np.append(plan.cu_q_lens, np.full(2, 3, np.int32)),
@@ -313,7 +314,7 @@ def options_that_cannot_be_served_are_refused(factory: Factory) -> None:
         backend, before = filled.backend, everything(filled.backend)
         q, plan = backend.asarray(filled.queries([2, 1], 4)), filled.plan([2, 1])
         for what, expected, options in _bad_options(features):
-            refused(partial(backend.attend, 0, q, plan, options=options), expected, what)
+            refused(partial(backend.attend, backend.prepare(plan), 0, q, options=options), expected, what)
         same_bytes(everything(backend), before, "refused options")
 
 

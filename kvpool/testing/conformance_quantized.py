@@ -1,6 +1,6 @@
 """Conformance cases about quantized storage: bytes by the formula, attention over what comes back.
 
-A case runs where `capabilities().quant_bits` names bits; other specs have to be refused.
+A case runs where `capabilities.quant_bits` names bits; other specs have to be refused.
 `kvpool.testing.conformance` is the entrance, and says how cases are made.
 """
 
@@ -13,7 +13,7 @@ from itertools import chain
 import numpy as np
 
 from kvpool.config import DTYPES, LAYOUTS, KVSpec
-from kvpool.protocol import ArrayPlan, AttentionOptions
+from kvpool.protocol import AttentionOptions, StepArrays
 from kvpool.spec import QUANT_BITS
 from kvpool.testing.filled import (
     SEED,
@@ -87,7 +87,7 @@ def groups_of_every_kind_are_stored_by_the_formula(factory: Factory) -> None:
             x[8, 0, 3], x[9, 1, dim - 1], x[10, 0, 0] = np.nan, np.inf, -np.inf
             given.append(x)
         k, v = map(backend.asarray, given)
-        backend.write(0, k, v, ArrayPlan(slot_mapping=np.arange(n, 2 * n, dtype=np.int32)))
+        backend.write(backend.prepare(StepArrays(slot_mapping=np.arange(n, 2 * n, dtype=np.int32))), 0, k, v)
         got = [backend.to_numpy(x) for x in backend.gather(0, [1])]
         for x, bits, back in zip(given, spec.bits, got, strict=True):
             if bits is not None:

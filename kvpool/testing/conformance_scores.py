@@ -1,6 +1,6 @@
 """Conformance cases about exported scores: what a policy that evicts reads beside the result of `attend`.
 
-A case runs where `capabilities().scores` names a kind; what is not named has to be refused.
+A case runs where `capabilities.scores` names a kind; what is not named has to be refused.
 `kvpool.testing.conformance` is the entrance, and says how cases are made.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvpool.config import DTYPES
-from kvpool.protocol import SCORES, ArrayPlan, AttentionOptions
+from kvpool.protocol import SCORES, AttentionOptions, StepArrays
 from kvpool.testing.dense import dense_scores
 from kvpool.testing.filled import (
     SEED,
@@ -53,11 +53,11 @@ def _kinds(factory: Factory) -> tuple[str, ...]:
 
 
 def exported(
-    filled: Filled, q: np.ndarray, plan: ArrayPlan, kind: str, options: AttentionOptions | None = None, **more: Any
+    filled: Filled, q: np.ndarray, plan: StepArrays, kind: str, options: AttentionOptions | None = None, **more: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """Result and scores ``[B, Hk, C]`` of layer 0."""
     backend = filled.backend
-    out, s = backend.attend(0, backend.asarray(q), plan, options=options, scores=kind, **more)
+    out, s = backend.attend(backend.prepare(plan), 0, backend.asarray(q), options=options, scores=kind, **more)
     return backend.to_numpy(out), backend.to_numpy(s)
 
 
@@ -163,7 +163,7 @@ def scores_of_a_row_follow_from_what_it_sees(factory: Factory) -> None:
                 assert np.array_equal(result, results[0]), f"a slot out of sight matters ({spec}, seed {SEED})"
             for row in range(4) if capabilities_of(factory).batch_invariant else ():
                 mine, tokens = slice(row, row + 1), slice(*plan.cu_q_lens[row : row + 2])
-                own = ArrayPlan(plan.block_tables[mine], plan.seq_lens[mine], np.array([0, q_lens[row]], np.int32))
+                own = StepArrays(plan.block_tables[mine], plan.seq_lens[mine], np.array([0, q_lens[row]], np.int32))
                 alone = exported(filled, q[tokens], own, kind)[1][0]
                 assert np.array_equal(result[row, :, : filled.contexts[row]], alone), f"other rows matter ({spec})"
 
@@ -184,7 +184,7 @@ def scores_of_padding_are_zero(factory: Factory) -> None:
             alone, scores = exported(filled, q[:3], plan, kind)[1], exported(filled, q, padded, kind)[1]
             assert scores.shape == (4, spec.num_kv_heads, 8) and not scores[2:].any(), "padding rows must score 0"
             assert np.array_equal(scores[:2], alone), "padding rows change the scores of others"
-            empty = ArrayPlan(block_tables=np.zeros((0, 1), np.int32))
+            empty = StepArrays(block_tables=np.zeros((0, 1), np.int32))
             assert exported(filled, q[:0], empty, kind)[1].shape == (0, spec.num_kv_heads, 0)
 
 
@@ -196,7 +196,8 @@ def scores_come_after_weights(factory: Factory) -> None:
     for spec in specs(factory):
         filled, q_lens = fill(factory, spec, [3, 16, 9]), [2, 1, 9]
         q, plan, backend = filled.queries(q_lens, 4), filled.plan(q_lens), filled.backend
-        out, attn, scores = backend.attend(0, backend.asarray(q), plan, return_attn=True, scores="mass")
+        step = backend.prepare(plan)
+        out, attn, scores = backend.attend(step, 0, backend.asarray(q), return_attn=True, scores="mass")
         assert backend.to_numpy(out).shape == (*q.shape[:2], spec.value_head_dim)
         newest = backend.to_numpy(attn)[np.cumsum(q_lens) - 1].reshape(3, spec.num_kv_heads, -1, 16).mean(axis=2)
         assert np.allclose(backend.to_numpy(scores), newest, atol=1e-5), "mass is not the mean of the weights"
@@ -218,7 +219,9 @@ def scores_out_is_filled_in_place(factory: Factory) -> None:
             memory = np.full((6, 2 * spec.num_kv_heads, 40), 7.0, np.float32)
             for array in (memory[:, ::2], memory[::-1, : spec.num_kv_heads, 1:21], memory[1:5, 1::2, 3:19]):
                 memory[:] = 7.0
-                got = filled.backend.attend(0, filled.backend.asarray(q), plan, scores=kind, scores_out=array)[1]
+                backend = filled.backend
+                step = backend.prepare(plan)
+                got = backend.attend(step, 0, backend.asarray(q), scores=kind, scores_out=array)[1]
                 assert np.shares_memory(got, memory), "scores_out was not used"
                 assert np.array_equal(got, right), f"{kind} scores in place are others"
                 assert np.array_equal(array[:4, :, :16], right), f"{kind} scores are not in scores_out"
@@ -253,7 +256,7 @@ def scores_that_cannot_be_served_are_refused(factory: Factory) -> None:
         for what, error, array in _bad_arrays(spec.num_kv_heads, can.scores_out, fits) if can.scores else ():
             bad.append((what, error, {"scores": can.scores[0], "scores_out": array}))
         for what, error, arguments in bad:
-            refused(partial(backend.attend, 0, q, plan, **arguments), error, what)
+            refused(partial(backend.attend, backend.prepare(plan), 0, q, **arguments), error, what)
         same_bytes(everything(backend), before, "refused scores")
         assert (fits == 7.0).all(), "a refused call wrote to scores_out"
 

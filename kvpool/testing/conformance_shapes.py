@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvpool.config import DTYPES
-from kvpool.protocol import ArrayPlan, AttentionOptions
+from kvpool.protocol import AttentionOptions, StepArrays
 from kvpool.testing.filled import (
     SEED,
     Case,
@@ -29,6 +29,7 @@ from kvpool.testing.filled import (
     some_options,
     specs,
     told,
+    write,
 )
 
 CASES: list[Case] = []
@@ -64,7 +65,7 @@ def huge_scores_stay_finite(factory: Factory) -> None:
                 level = filled.rng.integers(-3, 4, (context, spec.num_kv_heads, 1))
                 filled.k[layer][row] = np.broadcast_to(level, (*level.shape[:2], spec.head_dim)).astype(np.float32)
             k, v = (np.concatenate(plane[layer]) for plane in (filled.k, filled.v))
-            backend.write(layer, backend.asarray(k), backend.asarray(v), plan)
+            write(backend, plan, layer, k, v)
             for sign in (1.0, -1.0):
                 q = np.full((sum(q_lens), 4, spec.head_dim), sign, np.float32)
                 out = attend(backend, layer, q, filled.plan(q_lens), 4096.0)
@@ -134,7 +135,7 @@ def _attend_rows(
 ) -> np.ndarray:
     """Attention of some rows of the batch, in this order, as a batch of their own."""
     plan, tokens = filled.plan(q_lens), _tokens_of(q_lens, rows)
-    part = ArrayPlan(
+    part = StepArrays(
         block_tables=plan.block_tables[rows],
         seq_lens=plan.seq_lens[rows],
         cu_q_lens=np.cumsum([0, *(q_lens[row] for row in rows)], dtype=np.int32),
@@ -160,8 +161,8 @@ def strided_inputs_are_read_by_their_strides(factory: Factory) -> None:
             fill_all(backend, np.nan)
             for layer in range(spec.num_layers):
                 k, v = (np.concatenate(plane[layer]) for plane in (filled.k, filled.v))
-                backend.write(layer, view(backend, k), view(backend, v), plan)
-                out = backend.to_numpy(backend.attend(layer, view(backend, q), filled.plan(q_lens)))
+                backend.write(backend.prepare(plan), layer, view(backend, k), view(backend, v))
+                out = backend.to_numpy(backend.attend(backend.prepare(filled.plan(q_lens)), layer, view(backend, q)))
                 close(out, filled.expected(layer, q, q_lens), spec, f"{name} inputs, layer {layer}")
 
 

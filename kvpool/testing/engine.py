@@ -9,9 +9,9 @@ import numpy as np
 from kvpool import Plan, Pool
 from kvpool.config import KVSpec
 from kvpool.errors import CapacityExceeded, OutOfBlocks
-from kvpool.protocol import ArrayPlan, KVBackend, PlanArrays
+from kvpool.protocol import KVBackend, StepArrays
 from kvpool.testing.dense import dense_attention_and_size
-from kvpool.testing.filled import Expected, Factory, attend, close, values
+from kvpool.testing.filled import Expected, Factory, close, values, write
 
 _VOCABULARY = 211
 _MAX_ROWS = 6
@@ -166,10 +166,10 @@ class RandomEngine:
         new = np.zeros(len(plan.slot_mapping), np.int64)
         flat = [token for row in tokens for token in row]
         new[: len(flat)] = flat
-        reads: PlanArrays = plan
-        if not backend.capabilities().reads_see_writes:  # visible to the next plan: read by another one
+        step = reads = backend.prepare(plan)
+        if not backend.capabilities.reads_see_writes:  # visible to the next plan: read by another one
             tables, lens = plan.block_tables.copy(), plan.seq_lens.copy()
-            reads = ArrayPlan(tables, lens, plan.cu_q_lens.copy(), plan.slot_mapping.copy())
+            reads = backend.prepare(StepArrays(tables, lens, plan.cu_q_lens.copy(), plan.slot_mapping.copy()))
 
         backend.copy_blocks(plan)
         for layer in range(self.spec.num_layers):
@@ -177,11 +177,11 @@ class RandomEngine:
             if fail and layer == self.spec.num_layers - 1:
                 half = plan.slot_mapping.copy()
                 half[::2] = -1
-                backend.write(layer, k, v, ArrayPlan(slot_mapping=half))
+                backend.write(backend.prepare(StepArrays(slot_mapping=half)), layer, k, v)
                 raise self.failure
-            backend.write(layer, k, v, plan)
+            backend.write(step, layer, k, v)
             q = values(self.rng, (new.size, _Q_HEADS, self.spec.head_dim), self.spec.dtype)
-            out = attend(backend, layer, q, reads)
+            out = backend.to_numpy(backend.attend(reads, layer, backend.asarray(q)))
             expected, size = np.zeros((new.size, _Q_HEADS, self.spec.value_head_dim)), np.zeros((new.size, _Q_HEADS, 1))
             begin = 0
             for handle, row in zip(handles, tokens, strict=True):
@@ -210,5 +210,5 @@ class RandomEngine:
         for layer in range(self.spec.num_layers):
             shape = (slots.size, self.spec.num_kv_heads)
             k, v = (np.full((*shape, dim), np.nan, np.float32) for _, dim in self.spec.planes)
-            plan = ArrayPlan(slot_mapping=slots)
-            self.backend.write(layer, self.backend.asarray(k), self.backend.asarray(v), plan)
+            plan = StepArrays(slot_mapping=slots)
+            write(self.backend, plan, layer, k, v)

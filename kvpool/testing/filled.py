@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvpool.config import DTYPES, LAYOUTS, KVSpec
-from kvpool.protocol import ArrayPlan, AttentionOptions, Capabilities, KVBackend, PlanArrays
+from kvpool.protocol import AnyPlan, AttentionOptions, Capabilities, KVBackend, StepArrays
 from kvpool.testing.dense import dense_attention_and_size, round_to, stored_bytes
 from kvpool.testing.quantize import quantized
 
@@ -47,7 +47,7 @@ def capabilities_of(factory: Factory) -> Capabilities:
     refused: Exception | None = None
     for dtype, layout, head_dim, block_size in product(DTYPES, LAYOUTS, (64, 128), (16, 32)):
         try:
-            return factory(KVSpec(1, 1, head_dim, dtype, block_size, layout=layout), 2).capabilities()
+            return factory(KVSpec(1, 1, head_dim, dtype, block_size, layout=layout), 2).capabilities
         except ValueError as error:
             refused = error
     raise AssertionError("the factory refuses every common spec") from refused
@@ -116,7 +116,7 @@ def fill_all(backend: KVBackend, value: float) -> None:
     slots = np.arange(backend.num_blocks * spec.block_size, dtype=np.int32)
     for layer in range(spec.num_layers):
         k, v = (np.full((slots.size, spec.num_kv_heads, dim), value, np.float32) for _, dim in spec.planes)
-        backend.write(layer, backend.asarray(k), backend.asarray(v), ArrayPlan(slot_mapping=slots))
+        write(backend, StepArrays(slot_mapping=slots), layer, k, v)
 
 
 class Expected(NamedTuple):
@@ -142,13 +142,13 @@ class Filled:
     given_k: list[list[np.ndarray]] = field(default_factory=list)
     given_v: list[list[np.ndarray]] = field(default_factory=list)
 
-    def plan(self, q_lens: Sequence[int]) -> ArrayPlan:
+    def plan(self, q_lens: Sequence[int]) -> StepArrays:
         """A plan of which the last ``q_lens[i]`` tokens of row i are the queries."""
         block_size = self.backend.spec.block_size
         slots: list[int] = []
         for table, context, n in zip(self.tables, self.contexts, q_lens, strict=True):
             slots += slots_of(table, context - n, context, block_size)
-        return ArrayPlan(
+        return StepArrays(
             block_tables=self.tables,
             seq_lens=np.array(self.contexts, np.int32),
             cu_q_lens=np.cumsum([0, *q_lens], dtype=np.int32),
@@ -235,7 +235,7 @@ def fill(
         for kept, plane, bits in zip((filled.k, filled.v), rows, spec.bits, strict=True):
             kept.append(plane if bits is None else [quantized(x, spec, bits)[1] for x in plane])
         k, v = (np.concatenate(plane) for plane in rows)
-        backend.write(layer, backend.asarray(k), backend.asarray(v), plan)
+        write(backend, plan, layer, k, v)
     return filled
 
 
@@ -284,15 +284,20 @@ def mask_rows(options: AttentionOptions | None, tokens: slice | np.ndarray) -> A
     return replace(options, mask=options.mask[tokens])
 
 
+def write(backend: KVBackend, plan: AnyPlan, layer: int, k: np.ndarray, v: np.ndarray) -> None:
+    """Write numpy arrays at the slots of a plan."""
+    backend.write(backend.prepare(plan), layer, backend.asarray(k), backend.asarray(v))
+
+
 def attend(
     backend: KVBackend,
     layer: int,
     q: np.ndarray,
-    plan: PlanArrays,
+    plan: AnyPlan,
     scale: float | None = None,
     options: AttentionOptions | None = None,
 ) -> np.ndarray:
-    return backend.to_numpy(backend.attend(layer, backend.asarray(q), plan, scale, options=options))
+    return backend.to_numpy(backend.attend(backend.prepare(plan), layer, backend.asarray(q), scale, options=options))
 
 
 def close(actual: np.ndarray, expected: Expected, spec: KVSpec, what: str, tolerance: float = 0.0) -> None:
@@ -346,7 +351,7 @@ def fill_random(backend: KVBackend, rng: np.random.Generator) -> None:
     slots = np.arange(backend.num_blocks * spec.block_size, dtype=np.int32)
     for layer in range(spec.num_layers):
         k, v = (values(rng, (slots.size, spec.num_kv_heads, dim), spec.dtype) for _, dim in spec.planes)
-        backend.write(layer, backend.asarray(k), backend.asarray(v), ArrayPlan(slot_mapping=slots))
+        write(backend, StepArrays(slot_mapping=slots), layer, k, v)
 
 
 def token_columns(spec: KVSpec, num_tokens: int) -> Iterator[slice]:

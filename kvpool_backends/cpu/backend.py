@@ -7,19 +7,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpool.config import DTYPES, LAYOUTS, KVSpec, checked_int
-from kvpool.eviction.keep import checked_keep
-from kvpool.protocol import (
-    FEATURES,
-    SCORES,
-    ArrayPlan,
-    AttentionOptions,
-    BatchShape,
-    Capabilities,
-    PlanArrays,
-    checked_scores,
+from kvpool.protocol import FEATURES, SCORES, AnyPlan, AttentionOptions, BatchShape, Capabilities, StepArrays
+from kvpool.spec import DTYPES, LAYOUTS, QUANT_BITS, QUANT_GROUP_SIZES, KVSpec
+from kvpool_backends.checks import (
+    block_ids,
+    check_layer,
+    checked_import,
+    checked_keep,
+    checked_results,
+    checked_storage,
+    gathered,
 )
-from kvpool.spec import QUANT_BITS, QUANT_GROUP_SIZES
 from kvpool_backends.cpu._kernels import BlockStore, base_arrays
 from kvpool_backends.cpu.memory import zeroed
 
@@ -63,40 +61,31 @@ class CPUBackend:
     """
 
     required_formats: tuple[str, ...] = ("block_tables", "seq_lens", "cu_q_lens", "slot_mapping")
+    capabilities: Capabilities = Capabilities(
+        name="cpu",
+        layouts=LAYOUTS,
+        dtypes=tuple(DTYPES),
+        return_attn=False,
+        features=FEATURES,
+        quant_bits=QUANT_BITS,
+        quant_group_sizes=QUANT_GROUP_SIZES,
+        scores=SCORES,
+        scores_out=True,
+        compacts=True,
+        batch_invariant=True,
+    )
 
     def __init__(
         self, spec: KVSpec, num_blocks: int, *, isa: str | None = None, num_threads: int | None = None
     ) -> None:
-        if not isinstance(spec, KVSpec):
-            raise TypeError(f"[CPUBackend] spec must be a KVSpec, got {type(spec).__name__}")
-        refused = self.capabilities().refusal(spec)
-        if refused:
-            raise ValueError(f"[CPUBackend] {refused}")
+        self.num_blocks = checked_storage("CPUBackend", self.capabilities, spec, num_blocks)
         self.spec = spec
-        self.num_blocks = checked_int("CPUBackend", "num_blocks", num_blocks)
         bases = base_arrays(spec, self.num_blocks)
         arrays = zeroed([shape for shape, _, _ in bases], [_STORED[dtype] for _, dtype, _ in bases], "CPUBackend")
         self.store = BlockStore(spec, self.num_blocks, arrays, isa=isa, num_threads=num_threads)
 
     def __repr__(self) -> str:
         return f"<CPUBackend of {self.spec.describe(self.num_blocks)}, {self.store.isa}>"
-
-    @staticmethod
-    def capabilities() -> Capabilities:
-        """What this backend accepts."""
-        return Capabilities(
-            name="cpu",
-            layouts=LAYOUTS,
-            dtypes=tuple(DTYPES),
-            return_attn=False,
-            features=FEATURES,
-            quant_bits=QUANT_BITS,
-            quant_group_sizes=QUANT_GROUP_SIZES,
-            scores=SCORES,
-            scores_out=True,
-            compacts=True,
-            batch_invariant=True,
-        )
 
     def asarray(self, x: np.ndarray) -> np.ndarray:
         """A float32 numpy array (a copy)."""
@@ -108,19 +97,23 @@ class CPUBackend:
 
     # ---------------------------------------------------------------------- one step
 
-    def copy_blocks(self, plan: PlanArrays | np.ndarray) -> None:
+    def prepare(self, plan: AnyPlan) -> AnyPlan:
+        """The plan itself: the kernels check, and copy, what they read with every call."""
+        return plan
+
+    def copy_blocks(self, plan: AnyPlan | np.ndarray) -> None:
         """Copy the first tokens of blocks in all layers, ``(src, dst, num_tokens)`` each."""
         self.store.copy_blocks(getattr(plan, "copies", plan))
 
-    def write(self, layer: int, k: Any, v: Any, plan: PlanArrays) -> None:
-        """Store ``k [T, Hk, D]`` and ``v [T, Hk, Dv]`` at ``plan.slot_mapping``, negative slots skipped."""
-        self.store.write(layer, _tokens(k), _tokens(v), plan.slot_mapping)
+    def write(self, step: AnyPlan, layer: int, k: Any, v: Any) -> None:
+        """Store ``k [T, Hk, D]`` and ``v [T, Hk, Dv]`` at the slots of the step, negative ones skipped."""
+        self.store.write(layer, _tokens(k), _tokens(v), step.slot_mapping)
 
     def attend(
         self,
+        step: AnyPlan,
         layer: int,
         q: Any,
-        plan: PlanArrays,
         scale: float | None = None,
         *,
         options: AttentionOptions | None = None,
@@ -138,27 +131,29 @@ class CPUBackend:
         ValueError
             `return_attn`: the kernels never hold all weights of a query.
         """
-        if return_attn:
-            raise ValueError("[attend] backend 'cpu' does not return weights (return_attn=True), only results")
+        rows = len(step.seq_lens)
+        if return_attn or scores is not None or scores_out is not None:
+            shape = (rows, self.spec.num_kv_heads, int(np.max(step.seq_lens, initial=0)))
+            checked_results(self.capabilities, return_attn, scores, scores_out, shape)
+            scores_out = np.empty(shape, np.float32) if scores_out is None else scores_out
         q = _tokens(q)
         if q.ndim != 3:
             raise ValueError(f"[attend] q must have shape [T, Hq, {self.spec.head_dim}], got {list(q.shape)}")
         out = np.empty((*q.shape[:2], self.spec.value_head_dim), np.float32)
-        if scores is None and scores_out is None:
-            self.store.attend(layer, q, out, plan.block_tables, plan.seq_lens, plan.cu_q_lens, scale, options)
-            return out
-        rows = len(plan.seq_lens)
-        if scores_out is None:
-            shape = (rows, self.spec.num_kv_heads, int(np.max(plan.seq_lens, initial=0)))
-            checked_scores(scores, None, self.capabilities(), shape)
-            scores_out = np.empty(shape, np.float32)
-        elif not isinstance(scores_out, np.ndarray):
-            raise TypeError(f"[attend] scores_out must be a float32 numpy array, got {type(scores_out).__name__}")
         longest = self.store.attend(
-            layer, q, out, plan.block_tables, plan.seq_lens, plan.cu_q_lens, scale, options,
+            layer, q, out, step.block_tables, step.seq_lens, step.cu_q_lens, scale, options,
             scores=scores, scores_out=scores_out,
         )  # fmt: skip
+        if scores_out is None:
+            return out
         return out, scores_out[:rows, :, :longest]
+
+    def read(self, step: AnyPlan, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """The contexts of the step, float32 K ``[B, Hk, C, D]`` and V ``[B, Hk, C, Dv]``, 0 past a row's end."""
+        check_layer(self, "read", layer)
+        k, v = self._zeros(len(step.seq_lens), self.spec.num_kv_heads, int(np.max(step.seq_lens, initial=0)))
+        gather_rows(self.store, step, layer, k, v)
+        return _as_float32(k), _as_float32(v)
 
     # ---------------------------------------------------------------------- whole blocks
 
@@ -166,19 +161,10 @@ class CPUBackend:
         self, layer: int, blocks: Sequence[int] | np.ndarray, num_tokens: int | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Copies of k ``[n, Hk, D]`` and v ``[n, Hk, Dv]``, the first `num_tokens` tokens of `blocks`, as float32."""
-        ids = _block_ids("gather", blocks)
-        capacity = ids.size * self.spec.block_size
-        count = capacity if num_tokens is None else checked_int("gather", "num_tokens", num_tokens, least=0)
-        if count > capacity:
-            raise ValueError(f"[gather] num_tokens is {count}, the blocks hold {capacity}")
-        heads, floats = self.spec.num_kv_heads, np.dtype(np.float32)
-        is_float8 = self.spec.dtype == "float8_e4m3"
-        k, v = (
-            np.empty((count, heads, dim), floats if bits or is_float8 else _STORED[self.spec.dtype])
-            for (_, dim), bits in zip(self.spec.planes, self.spec.bits, strict=True)
-        )
+        ids, count = gathered(self, blocks, num_tokens)
+        k, v = self._zeros(count, self.spec.num_kv_heads)
         self.store.gather(layer, ids, k, v)
-        return self._as_float32(k), self._as_float32(v)
+        return _as_float32(k), _as_float32(v)
 
     def compact(self, blocks: Sequence[int] | np.ndarray, keep: Sequence[int] | np.ndarray) -> None:
         """Move the tokens of one sequence that stay to the front of its blocks."""
@@ -187,18 +173,19 @@ class CPUBackend:
 
     def zero(self, blocks: Sequence[int] | np.ndarray) -> None:
         """Set every byte of these blocks to 0, in all layers and planes."""
-        self.store.zero(_block_ids("zero", blocks))
+        self.store.zero(block_ids(self, "zero", blocks))
 
     def export_blocks(self, blocks: Sequence[int] | np.ndarray) -> np.ndarray:
         """The bytes of whole blocks, uint8 ``[n, spec.block_nbytes]``."""
-        ids = _block_ids("export_blocks", blocks)
+        ids = block_ids(self, "export_blocks", blocks)
         data = np.empty((ids.size, self.spec.block_nbytes), np.uint8)
         self.store.export_blocks(ids, data)
         return data
 
     def import_blocks(self, blocks: Sequence[int] | np.ndarray, data: np.ndarray) -> None:
         """Overwrite whole blocks, distinct ones, with rows of `export_blocks`."""
-        self.store.import_blocks(_block_ids("import_blocks", blocks), np.ascontiguousarray(data))
+        ids, data = checked_import(self, blocks, data)
+        self.store.import_blocks(ids, np.ascontiguousarray(data))
 
     def memory(self) -> MemoryReport:
         """What is held now. Arrays that `attend` returned are the caller's: scores are ``4 * Hk`` bytes per token."""
@@ -214,32 +201,45 @@ class CPUBackend:
         for shape in shapes:
             num_rows, num_tokens, width, num_q_heads = shape
             context = width * self.spec.block_size
-            slots = np.full(num_tokens, -1)
             ends = np.minimum(np.arange(num_rows + 1) * -(-num_tokens // max(num_rows, 1)), num_tokens)
-            plan = ArrayPlan(
-                np.zeros((num_rows, width), np.int32), np.full(num_rows, context), ends, slots
-            )
+            tables = np.zeros((num_rows, width), np.int32)
+            step = StepArrays(tables, np.full(num_rows, context), ends, np.full(num_tokens, -1))
             k, v = (np.zeros((num_tokens, heads, dim), np.float32) for _, dim in self.spec.planes)
-            self.write(0, k, v, plan)
-            self.attend(0, np.zeros((num_tokens, num_q_heads, self.spec.head_dim), np.float32), plan, scores=scores)
+            self.write(step, 0, k, v)
+            self.attend(step, 0, np.zeros((num_tokens, num_q_heads, self.spec.head_dim), np.float32), scores=scores)
+
+    def queued(self, layer: int) -> tuple[()]:
+        """Nothing: every call has run when it returns."""
+        return ()
+
+    def settle(self) -> int:
+        """Nothing to wait for, and nothing moves."""
+        return 0
 
     # ---------------------------------------------------------------------- internals
 
-    def _as_float32(self, stored: np.ndarray) -> np.ndarray:
-        if stored.dtype == np.uint16:  # bfloat16, the upper half of a float32
-            return (stored.astype(np.uint32) << 16).view(np.float32)
-        return stored.astype(np.float32, copy=False)
+    def _zeros(self, *shape: int) -> list[np.ndarray]:
+        """Arrays ``[*shape, D]`` and ``[*shape, Dv]`` of what the kernels gather."""
+        is_float8 = self.spec.dtype == "float8_e4m3"
+        return [
+            np.zeros((*shape, dim), np.float32 if bits or is_float8 else _STORED[self.spec.dtype])
+            for (_, dim), bits in zip(self.spec.planes, self.spec.bits, strict=True)
+        ]
+
+
+def gather_rows(store: BlockStore, step: AnyPlan, layer: int, k: np.ndarray, v: np.ndarray) -> None:
+    """Fill ``k [B, Hk, C, D]`` and ``v [B, Hk, C, Dv]`` with the contexts of a step, up to the end of each row."""
+    for row, n in enumerate(np.asarray(step.seq_lens).tolist()):
+        blocks = step.block_tables[row, : -(-n // store.spec.block_size)]
+        store.gather(layer, blocks, *(x[row, :, :n].swapaxes(0, 1) for x in (k, v)))
+
+
+def _as_float32(stored: np.ndarray) -> np.ndarray:
+    if stored.dtype == np.uint16:  # bfloat16, the upper half of a float32
+        return (stored.astype(np.uint32) << 16).view(np.float32)
+    return stored.astype(np.float32, copy=False)
 
 
 def _tokens(x: Any) -> np.ndarray:
     x = np.asarray(x)
     return x.astype(np.float32) if x.dtype == np.float64 else x
-
-
-def _block_ids(call: str, blocks: Sequence[int] | np.ndarray) -> np.ndarray:
-    ids = np.asarray(blocks)
-    if ids.size == 0:
-        return np.zeros(0, np.int64)
-    if ids.dtype.kind not in "iu":
-        raise TypeError(f"[{call}] block ids must be integers, got {ids.dtype}")
-    return ids.astype(np.int64, copy=False)

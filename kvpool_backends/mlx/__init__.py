@@ -1,22 +1,136 @@
-"""The MLX backend: MLX owns the pool's memory.
+"""The mlx backend: MLX owns the pool's memory. `MLXBackend` makes one, by the route that fits.
 
-Where MLX computes on the CPU, the kernels of `kvpool_backends.cpu` work on that memory in place (`kernels`); on a GPU
-those of `kvpool_backends.metal` attend over it (`metal`); elsewhere writes are scatters and reads are gathers for MLX's
-own attention (`plain`). `MLXBackend` takes the one that fits. With an extension that is compiled where it is used,
-writes become nodes of MLX's graph that never copy the pool (`native`).
+- *metal* (`kvpool_backends.mlx.metal`): where MLX computes on a GPU with Metal. Attention by kernels of Metal,
+  straight over the pool, all of it lazy. Layout "NHD", every layout with the native extension.
+- *kernels* (`kvpool_backends.mlx.kernels`): where MLX computes on the CPU. The CPU kernels work on the pool in
+  place, at once, and MLX itself never computes with it. All layouts, all options of attention. Where the extension
+  was built (`kvpool_backends.mlx.native`), the same kernels run as lazy nodes of MLX's graph.
+- *plain* (`kvpool_backends.mlx.plain`): on every device that MLX has. Writes are scatters, reads are gathers for
+  MLX's own attention, all of it lazy. Layout "NHD".
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from kvpool.errors import BackendUnavailable
+from kvpool.spec import KVSpec
 
 try:  # `import mlx` alone proves nothing: without its native library it is an empty namespace package
-    import mlx.core as _mx  # noqa: F401
+    import mlx.core as mx
 except ImportError as error:
     raise BackendUnavailable(
         f"[mlx backend] mlx.core cannot be imported ({error}); install it with `pip install 'kvpool[mlx]'` "
         "(on Linux the package is mlx[cpu], the bare mlx package does not import there)"
     ) from error
 
-from kvpool_backends.mlx.backend import MemoryReport, MLXBackend, kernels_refusal
-from kvpool_backends.mlx.upload import StepArrays, TableUploader
+from kvpool_backends.mlx.base import BaseBackend, MemoryReport, has_metal, kernels_refusal
+from kvpool_backends.mlx.upload import TableUploader
 
-__all__ = ["MLXBackend", "MemoryReport", "StepArrays", "TableUploader", "kernels_refusal"]
+if TYPE_CHECKING:
+    from kvpool_backends.mlx.metal_kernels import Factory
+
+__all__ = ["BaseBackend", "MLXBackend", "MemoryReport", "TableUploader", "kernels_refusal"]
+
+
+class _Maker:
+    """What `MLXBackend` is."""
+
+    def __call__(
+        self,
+        spec: KVSpec,
+        num_blocks: int,
+        *,
+        kernels: bool | None = None,
+        native: bool | None = None,
+        metal_kernel: Factory | None = None,
+        overlap: bool = False,
+    ) -> BaseBackend:
+        """KV storage in MLX's memory: a `MetalBackend`, a `KernelBackend` or a `PlainBackend`.
+
+        Parameters
+        ----------
+        spec : KVSpec
+            Any dtype; any layout by the kernel route, "NHD" by the plain one.
+        num_blocks : int
+            Blocks of every layer, allocated here, never grown.
+        kernels : bool, optional
+            Take a route with kernels, those of Metal or those of the CPU, or not. By default one is taken if there is
+            one for this device and, with Metal, for this spec.
+        native : bool, optional
+            Use the extension that writes in place (`kvpool_backends.mlx.native`), or not. By default it is used if it
+            was built here and fits. On the CPU its calls are lazy, with Metal they never copy the pool.
+        metal_kernel : callable, optional
+            Take the Metal route with kernels built by this, which has the interface of ``mx.fast.metal_kernel``: for
+            tests, where there is no Metal.
+        overlap : bool
+            Where MLX scatters: prepare a step while the one before still runs, though MLX then copies arrays of the
+            pool. By default `prepare` waits, and writes are in place. Routes that write in place never wait.
+
+        Raises
+        ------
+        ValueError
+            What `capabilities` refuses, or `num_blocks` < 1.
+        BackendUnavailable
+            `kernels` or `native` is True and there are none here.
+        """
+        route = _choose(spec, kernels, native, metal_kernel)
+        return route(spec, num_blocks, metal_kernel=metal_kernel, overlap=overlap)
+
+    @staticmethod
+    def device_info() -> dict[str, Any]:
+        """The machine, as MLX describes it; for ``kvpool.config.blocks_for``."""
+        if not mx.metal.is_available():
+            return {}
+        return {**mx.device_info(), "active_nbytes": mx.get_active_memory()}
+
+
+MLXBackend = _Maker()
+
+
+def _choose(
+    spec: KVSpec, kernels: bool | None, native: bool | None, metal_kernel: Factory | None
+) -> type[BaseBackend]:
+    """The class of the route to take. Imports no other."""
+    from kvpool_backends.mlx.native import load
+
+    def with_native() -> bool:
+        return not spec.is_quantized and (bool(native) or (native is None and load() is not None))
+
+    refusal: str | None = "kernels=False"
+    if kernels is not False and native and spec.is_quantized:
+        refusal = "the extension has no quantized storage"
+    elif kernels is not False and (metal_kernel is not None or has_metal()):
+        route = _metal_route(with_native())
+        refusal = None if metal_kernel is not None else route.capabilities.refusal(spec)
+        if refusal is None:
+            return route
+    elif kernels is not False:
+        refusal = kernels_refusal()
+        if refusal is None:
+            return _cpu_route(with_native())
+    if kernels or native:
+        raise BackendUnavailable(f"[MLXBackend] {'kernels' if kernels else 'native'}=True, but {refusal}")
+    from kvpool_backends.mlx.plain import PlainBackend
+
+    return PlainBackend
+
+
+def _metal_route(native: bool) -> type[BaseBackend]:
+    if native:
+        from kvpool_backends.mlx.native.metal_backend import NativeMetalBackend
+
+        return NativeMetalBackend
+    from kvpool_backends.mlx.metal import MetalBackend
+
+    return MetalBackend
+
+
+def _cpu_route(native: bool) -> type[BaseBackend]:
+    if native:
+        from kvpool_backends.mlx.native.backend import NativeBackend
+
+        return NativeBackend
+    from kvpool_backends.mlx.kernels import KernelBackend
+
+    return KernelBackend

@@ -28,69 +28,59 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from kvpool.config import LAYOUTS
-from kvpool.eviction.keep import checked_keep
-from kvpool.protocol import (
-    FEATURES,
-    SCORES,
-    ArrayPlan,
-    AttentionOptions,
-    BatchShape,
-    Capabilities,
-    PlanArrays,
-    checked_scores,
-)
-from kvpool.spec import QUANT_BITS, QUANT_GROUP_SIZES
+from kvpool.protocol import FEATURES, SCORES, AnyPlan, AttentionOptions, BatchShape, Capabilities
+from kvpool.spec import LAYOUTS, QUANT_BITS, QUANT_GROUP_SIZES
+from kvpool_backends.checks import block_ids, check_layer, checked_import, checked_keep, checked_results, gathered
 from kvpool_backends.cpu._kernels import BlockStore
-from kvpool_backends.mlx.backend import MLXBackend
+from kvpool_backends.cpu.backend import gather_rows
+from kvpool_backends.mlx.base import BaseBackend
 from kvpool_backends.mlx.storage import DTYPES, PoolMemory
 
 _LINE_NBYTES = 64  # of a cache line: a vector load touches one
 
 
-class KernelBackend(MLXBackend):
+class KernelBackend(BaseBackend):
     """`MLXBackend` by the CPU kernels: every layout, every option of attention, nothing lazy, no copy of the pool."""
 
     route = "kernels"
-    is_eager = True
-    is_in_place = True
+    capabilities = Capabilities(
+        name="mlx",
+        layouts=LAYOUTS,
+        dtypes=tuple(DTYPES),
+        return_attn=False,
+        features=FEATURES,
+        compacts=True,
+        quant_bits=QUANT_BITS,
+        quant_group_sizes=QUANT_GROUP_SIZES,
+        scores=SCORES,
+        batch_invariant=True,
+        arrays="mlx",
+    )
 
     def _allocate(self) -> None:
         self._pool = PoolMemory(self.spec, self.num_blocks, alignment=_LINE_NBYTES)
         self._store = BlockStore(self.spec, self.num_blocks, self._pool.arrays)
 
-    @staticmethod
-    def capabilities() -> Capabilities:
-        """What this backend accepts."""
-        return Capabilities(
-            name="mlx",
-            layouts=LAYOUTS,
-            dtypes=tuple(DTYPES),
-            return_attn=False,
-            features=FEATURES,
-            compacts=True,
-            quant_bits=QUANT_BITS,
-            quant_group_sizes=QUANT_GROUP_SIZES,
-            scores=SCORES,
-            batch_invariant=True,
-        )
-
     # ------------------------------------------------------------------------------------------ one step
 
-    def copy_blocks(self, plan: PlanArrays | np.ndarray) -> None:
-        """Copy the first tokens of blocks in all layers, ``(src, dst, num_tokens)`` each."""
-        self._store.copy_blocks(np.asarray(plan if isinstance(plan, np.ndarray) else plan.copies))
+    def prepare(self, plan: AnyPlan) -> Any:
+        """The plan itself: the kernels check, and copy, what they read with every call."""
+        return plan
 
-    def write(self, layer: int, k: mx.array, v: mx.array, plan: PlanArrays) -> None:
-        """Store ``k [T, Hk, D]`` and ``v [T, Hk, Dv]`` at ``plan.slot_mapping``, negative slots skipped."""
+    def copy_blocks(self, plan: AnyPlan | np.ndarray) -> None:
+        """Copy the first tokens of blocks in all layers, ``(src, dst, num_tokens)`` each."""
+        self._store.copy_blocks(np.asarray(getattr(plan, "copies", plan)))
+
+    def write(self, step: Any, layer: int, k: mx.array, v: mx.array) -> None:
+        """Store ``k [T, Hk, D]`` and ``v [T, Hk, Dv]`` at the slots of the step, negative ones skipped."""
         k, v = _evaluated("write", k, v)
-        self._store.write(layer, k, v, np.asarray(plan.slot_mapping))
+        self._store.write(layer, k, v, step.slot_mapping)
 
     def attend(
         self,
+        step: Any,
         layer: int,
         q: mx.array,
-        plan: PlanArrays,
         scale: float | None = None,
         *,
         options: AttentionOptions | None = None,
@@ -99,18 +89,16 @@ class KernelBackend(MLXBackend):
         scores_out: np.ndarray | None = None,
     ) -> Any:
         """Causal attention of ``q [T, Hq, D]`` over the paged context, see `KVBackend.attend`."""
-        if return_attn:
-            raise ValueError("[attend] return_attn is True, this backend does not return weights")
-        checked_scores(scores, scores_out, self.capabilities(), (0, 0, 0))
+        checked_results(self.capabilities, return_attn, scores, scores_out)
         q = q if isinstance(q, mx.array) else mx.array(q)
         if q.ndim != 3:
             raise ValueError(f"[attend] q has shape {q.shape}, it must be [T, Hq, D]")
         q, out = _evaluated("attend", q, mx.zeros((*q.shape[:2], self.spec.value_head_dim), q.dtype))
-        tables, seq_lens, cu_q_lens = (np.asarray(x) for x in (plan.block_tables, plan.seq_lens, plan.cu_q_lens))
+        tables, seq_lens, cu_q_lens = step.block_tables, step.seq_lens, step.cu_q_lens
         if scores is None:
             self._store.attend(layer, q, out, tables, seq_lens, cu_q_lens, scale, options)
             return out
-        shape = (seq_lens.size, self.spec.num_kv_heads, int(seq_lens.max(initial=0)))
+        shape = (len(seq_lens), self.spec.num_kv_heads, int(np.max(seq_lens, initial=0)))
         (exported,) = _evaluated("attend", mx.zeros(shape, mx.float32))
         view = np.asarray(memoryview(exported))  # type: ignore[arg-type]
         self._store.attend(
@@ -118,37 +106,13 @@ class KernelBackend(MLXBackend):
         )
         return out, exported
 
-    # -------------------------------------------------------------- the same, prepared once for all layers
-
-    def step_arrays(self, plan: PlanArrays, seq_lens: np.ndarray) -> ArrayPlan:
-        """What the layers of one step need: a copy, so that the plan may go on to its next step.
-
-        seq_lens : int ``[B]``, context lengths after the step.
-        """
-        width = -(-int(seq_lens.max(initial=0)) // self.spec.block_size)
-        return ArrayPlan(
-            block_tables=np.array(plan.block_tables[: len(seq_lens), :width]),
-            seq_lens=np.array(seq_lens),
-            cu_q_lens=np.array(plan.cu_q_lens),
-            slot_mapping=np.array(plan.slot_mapping),
-        )
-
-    def write_tokens(self, layer: int, k: mx.array, v: mx.array, arrays: ArrayPlan) -> None:
-        """`write`, for a step of `step_arrays`."""
-        self.write(layer, k, v, arrays)
-
-    def read(self, layer: int, arrays: ArrayPlan) -> tuple[mx.array, mx.array]:
+    def read(self, step: Any, layer: int) -> tuple[mx.array, mx.array]:
         """The contexts of a step as K ``[B, Hk, C, D]`` and V ``[B, Hk, C, Dv]``: copies, 0 past a row's end."""
-        lens = arrays.seq_lens.tolist()
-        (k, v), views = self._zeros(len(lens), self.spec.num_kv_heads, max(lens, default=0))
-        for row, n in enumerate(lens):
-            blocks = arrays.block_tables[row, : -(-n // self.spec.block_size)]
-            self._store.gather(layer, blocks, *(view[row, :, :n].swapaxes(0, 1) for view in views))
+        check_layer(self, "read", layer)
+        longest = int(np.max(step.seq_lens, initial=0))
+        (k, v), views = self._zeros(len(step.seq_lens), self.spec.num_kv_heads, longest)
+        gather_rows(self._store, step, layer, *views)
         return k.view(self.dtype), v.view(self.dtype)
-
-    def planes(self, layer: int) -> list[mx.array]:
-        """Arrays that ``mx.eval`` has to see after a write: none, a write is through when it returns."""
-        return []
 
     # -------------------------------------------------------------------------------------- whole blocks
 
@@ -156,11 +120,10 @@ class KernelBackend(MLXBackend):
         self, layer: int, blocks: Sequence[int] | np.ndarray, num_tokens: int | None = None
     ) -> tuple[mx.array, mx.array]:
         """Copies of K ``[n, Hk, D]`` and V ``[n, Hk, Dv]``, the first `num_tokens` tokens of `blocks`."""
-        self._check_layer("gather", layer)
-        ids = self._ids("gather", blocks)
-        count = self._gathered_tokens(ids, num_tokens)
+        check_layer(self, "gather", layer)
+        ids, count = gathered(self, blocks, num_tokens)
         (k, v), views = self._zeros(count, self.spec.num_kv_heads)
-        self._store.gather(layer, ids[: -(-count // self.spec.block_size)], *views)
+        self._store.gather(layer, ids, *views)
         return k.view(self.dtype), v.view(self.dtype)
 
     def compact(self, blocks: Sequence[int] | np.ndarray, keep: Sequence[int] | np.ndarray) -> None:
@@ -170,21 +133,25 @@ class KernelBackend(MLXBackend):
 
     def zero(self, blocks: Sequence[int] | np.ndarray) -> None:
         """Set whole blocks to 0 in all layers."""
-        self._store.zero(self._ids("zero", blocks))
+        self._store.zero(block_ids(self, "zero", blocks))
 
     def export_blocks(self, blocks: Sequence[int] | np.ndarray) -> np.ndarray:
         """The bytes of whole blocks, uint8 ``[n, spec.block_nbytes]``."""
-        ids = self._ids("export_blocks", blocks)
+        ids = block_ids(self, "export_blocks", blocks)
         data = np.empty((len(ids), self.spec.block_nbytes), np.uint8)
         self._store.export_blocks(ids, data)
         return data
 
     def import_blocks(self, blocks: Sequence[int] | np.ndarray, data: np.ndarray) -> None:
         """Overwrite whole blocks with rows of `export_blocks`."""
-        self._store.import_blocks(self._ids("import_blocks", blocks), data)
+        self._store.import_blocks(*checked_import(self, blocks, data))
 
     def warmup(self, shapes: Iterable[BatchShape]) -> None:
         """Nothing to compile here."""
+
+    def queued(self, layer: int) -> list[mx.array]:
+        """Nothing: a call is through when it returns."""
+        return []
 
     def settle(self) -> int:
         """Nothing is ever queued on the pool. Counts the arrays that MLX has moved: none."""

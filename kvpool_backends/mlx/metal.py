@@ -16,20 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from kvpool.protocol import (
-    FEATURES,
-    SCORES,
-    ArrayPlan,
-    AttentionOptions,
-    BatchShape,
-    Capabilities,
-    PlanArrays,
-    checked_options,
-    checked_scores,
-)
+from kvpool.protocol import FEATURES, SCORES, AnyPlan, AttentionOptions, BatchShape, Capabilities, KVBackend, StepArrays
 from kvpool.spec import QUANT_BITS, QUANT_GROUP_SIZES
+from kvpool_backends.checks import check_layer, checked_queries, checked_results, checked_step
 from kvpool_backends.mlx.attention import exported_scores, mass_of_scores
-from kvpool_backends.mlx.backend import MLXBackend
+from kvpool_backends.mlx.base import BaseBackend
 from kvpool_backends.mlx.metal_kernels import (
     PART_TOKENS,
     AttentionStep,
@@ -52,12 +43,16 @@ CONSTANT_SIZE_MAX = 8
 
 if TYPE_CHECKING:
 
-    class _Storage(MLXBackend):
+    class _Storage(BaseBackend, KVBackend):
         """What both ways to write have."""
 
-        def write(self, layer: int, k: mx.array, v: mx.array, plan: PlanArrays) -> None: ...
-        def write_tokens(self, layer: int, k: mx.array, v: mx.array, arrays: Any) -> None: ...
-        def step_arrays(self, plan: PlanArrays, seq_lens: np.ndarray) -> Any: ...
+        def prepare(self, plan: AnyPlan) -> Any:
+            return None
+
+        def write(self, step: Any, layer: int, k: mx.array, v: mx.array) -> None:
+            return None
+
+
         def _warm_write(self, num_tokens: int) -> None: ...
 
 else:
@@ -65,11 +60,11 @@ else:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class MetalPlan(ArrayPlan):
+class MetalStep(StepArrays):
     """The arrays of a step, and what its layers share on the device."""
 
     tables: Any = None  # mx.array, int32 [B, W]
-    written: Any = None  # what the storage's own `step_arrays` made
+    written: Any = None  # the step of the storage
     work: dict[tuple[Any, ...], Work] = field(default_factory=dict)  # by what it depends on
 
 
@@ -83,10 +78,9 @@ class Work(NamedTuple):
 
 
 class MetalAttention(_Storage):
-    """Reads of a pool by Metal kernels; everything is lazy. Beside an `MLXBackend` that writes."""
+    """Reads of a pool by Metal kernels; everything is lazy. Beside a `BaseBackend` that writes."""
 
     route = "metal"
-    is_eager = False
     part_tokens = PART_TOKENS  # of a context that is split, see `plan_attention`
     _kernels: MetalKernels
 
@@ -100,11 +94,27 @@ class MetalAttention(_Storage):
 
     # ------------------------------------------------------------------------------------------ one step
 
+    def prepare(self, plan: AnyPlan) -> Any:
+        """Check a plan, and bring to the device what its layers share."""
+        host = checked_step(self, plan)
+        return MetalStep(
+            host.block_tables,
+            host.seq_lens,
+            host.cu_q_lens,
+            host.slot_mapping,
+            tables=_on_device(host.block_tables),
+            written=super().prepare(host),
+        )
+
+    def write(self, step: Any, layer: int, k: mx.array, v: mx.array) -> None:
+        """Store ``k [T, Hk, D]`` and ``v [T, Hk, Dv]`` at the slots of the step, negative ones skipped."""
+        super().write(step.written, layer, k, v)
+
     def attend(
         self,
+        step: Any,
         layer: int,
         q: mx.array,
-        plan: PlanArrays,
         scale: float | None = None,
         *,
         options: AttentionOptions | None = None,
@@ -113,47 +123,17 @@ class MetalAttention(_Storage):
         scores_out: np.ndarray | None = None,
     ) -> Any:
         """Causal attention of ``q [T, Hq, D]`` over the paged context, see `KVBackend.attend`."""
-        if return_attn:
-            raise ValueError("[attend] return_attn is True, this backend does not return weights")
-        checked_scores(scores, scores_out, self.capabilities(), (0, 0, 0))
-        out, *exported = self._launch(layer, *self._checked(layer, q, plan, options), scale, scores)
+        checked_results(self.capabilities, return_attn, scores, scores_out)
+        q = q if isinstance(q, mx.array) else mx.array(q)
+        out, *exported = self._launch(
+            layer, q, step, *checked_queries(self, step, layer, q, scale, options), scores
+        )
         return (out, *exported) if exported else out
 
-    def write_and_attend(
-        self,
-        layer: int,
-        q: mx.array,
-        k: mx.array,
-        v: mx.array,
-        plan: PlanArrays,
-        scale: float | None = None,
-        *,
-        options: AttentionOptions | None = None,
-    ) -> mx.array:
-        """`write` and then `attend`, with the checks of both before anything is written."""
-        checked = self._checked(layer, q, plan, options)
-        self.write(layer, k, v, plan)
-        return self._launch(layer, *checked, scale)[0]
-
-    def step_arrays(self, plan: PlanArrays, seq_lens: np.ndarray) -> MetalPlan:
-        """What the layers of one step need: a copy, so that the plan may go on to its next step. Nothing is checked.
-
-        seq_lens : int ``[B]``, context lengths after the step.
-        """
-        width = -(-int(seq_lens.max(initial=0)) // self.spec.block_size)
-        tables = np.array(plan.block_tables[: len(seq_lens), :width])
-        slots, written = np.array(plan.slot_mapping), super().step_arrays(plan, seq_lens)
-        return MetalPlan(
-            tables, np.array(seq_lens), np.array(plan.cu_q_lens), slots, tables=_on_device(tables), written=written
-        )
-
-    def write_tokens(self, layer: int, k: mx.array, v: mx.array, arrays: MetalPlan) -> None:
-        """`write`, for a step of `step_arrays`. Nothing is checked."""
-        super().write_tokens(layer, k, v, arrays.written)
-
-    def read(self, layer: int, arrays: MetalPlan) -> tuple[mx.array, mx.array]:
+    def read(self, step: Any, layer: int) -> tuple[mx.array, mx.array]:
         """The contexts of a step as K ``[B, Hk, C, D]`` and V ``[B, Hk, C, Dv]``, 0 past a row's end."""
-        k, v = self._on_pool(layer, lambda *pools: self._contexts(layer, pools, arrays))
+        check_layer(self, "read", layer)
+        k, v = self._on_pool(layer, lambda *pools: self._contexts(layer, pools, step))
         return k, v
 
     def warmup(
@@ -183,44 +163,20 @@ class MetalAttention(_Storage):
 
     # ----------------------------------------------------------------------------------------- internals
 
-    def _checked(
-        self, layer: int, q: mx.array, plan: PlanArrays, options: AttentionOptions | None
-    ) -> tuple[mx.array, MetalPlan, AttentionOptions]:
-        self._check_layer("attend", layer)
-        q = q if isinstance(q, mx.array) else mx.array(q)
-        num_heads = self._query_heads(q)
-        plan = plan if type(plan) is MetalPlan else self._checked_plan(plan)
-        if len(plan.cu_q_lens) != len(plan.seq_lens) + 1 or plan.cu_q_lens[-1] > len(q):
-            raise ValueError(f"[attend] cu_q_lens {plan.cu_q_lens.tolist()} do not fit {len(q)} query tokens")
-        longest = int(plan.seq_lens.max(initial=0))
-        return q, plan, checked_options(options, self.capabilities(), len(q), num_heads, longest)
-
-    def _checked_plan(self, plan: PlanArrays) -> MetalPlan:
-        """Somebody's plan, for one call; only what rows with queries read has to be legal."""
-        seq_lens, cu_q_lens = (np.asarray(x, np.int64) for x in (plan.seq_lens, plan.cu_q_lens))
-        q_lens = np.diff(cu_q_lens)
-        fits = len(q_lens) == len(seq_lens) <= len(plan.block_tables) and not cu_q_lens[:1].any()
-        if not fits or (q_lens < 0).any() or (q_lens > seq_lens).any():
-            raise ValueError(f"[attend] cu_q_lens {cu_q_lens.tolist()} do not fit contexts {seq_lens.tolist()}")
-        tables = np.asarray(plan.block_tables)[: len(seq_lens)]
-        tables = self._used_tables(tables, np.where(q_lens > 0, seq_lens, 0))
-        return MetalPlan(tables, seq_lens, cu_q_lens, np.asarray(plan.slot_mapping), tables=_on_device(tables))
-
     def _launch(
         self,
         layer: int,
         q: mx.array,
-        plan: MetalPlan,
+        plan: MetalStep,
+        scale: float,
         options: AttentionOptions,
-        scale: float | None,
-        scores: str | None = None,
+        scores: str | None,
     ) -> list[mx.array]:
         """The result, and the scores where they are asked for."""
         if not len(q) or not plan.cu_q_lens[-1]:
             shape = (len(plan.seq_lens), self.spec.num_kv_heads, int(plan.seq_lens.max(initial=0)))
             out = mx.zeros((*q.shape[:2], self.spec.value_head_dim), q.dtype)
             return [out] if scores is None else [out, mx.zeros(shape)]
-        scale = self.spec.head_dim**-0.5 if scale is None else float(scale)
         work = self._work(plan, q, scale, options, scores)
 
         def kernel(k_pool: Plane, v_pool: Plane) -> list[mx.array]:
@@ -249,7 +205,7 @@ class MetalAttention(_Storage):
     def _scores(
         self,
         q: mx.array,
-        plan: MetalPlan,
+        plan: MetalStep,
         work: Work,
         exported: list[mx.array],
         keys: list[mx.array],
@@ -272,7 +228,7 @@ class MetalAttention(_Storage):
         return result
 
     def _work(
-        self, plan: MetalPlan, q: mx.array, scale: float, options: AttentionOptions, scores: str | None
+        self, plan: MetalStep, q: mx.array, scale: float, options: AttentionOptions, scores: str | None
     ) -> Work:
         """How `q` is attended, made once for all layers that ask for the same."""
         has_long = not set(options.features) - {"sinks"}
@@ -298,7 +254,7 @@ class MetalAttention(_Storage):
 
     def _attention_step(
         self,
-        plan: MetalPlan,
+        plan: MetalStep,
         q_lens: np.ndarray,
         num_tokens: int,
         num_heads: int,
@@ -332,7 +288,7 @@ class MetalAttention(_Storage):
         self,
         layer: int,
         pools: Sequence[Plane],
-        plan: MetalPlan,
+        plan: MetalStep,
         rows: slice = slice(None),
     ) -> list[mx.array]:
         """K and V of some rows as ``[B, Hk, C, D]``, C being the longest of them."""
@@ -367,32 +323,13 @@ class MetalAttention(_Storage):
         self, num_q_heads: int, num_queries: int, context: int, options: AttentionOptions | None, scores: str | None
     ) -> None:
         spec = self.spec
-        plan = ArrayPlan(
-            np.zeros((1, -(-context // spec.block_size)), np.int32),
-            np.array([context]),
-            np.array([0, num_queries]),
-        )
+        tables = np.zeros((1, -(-context // spec.block_size)), np.int32)
+        step = self.prepare(StepArrays(tables, np.array([context]), np.array([0, num_queries])))
         if options is not None and options.mask is not None:
             mask = np.zeros((num_queries, *options.mask.shape[1:-1], context), np.float32)
             options = AttentionOptions(options.window, options.soft_cap, options.sinks, options.alibi_slopes, mask)
         q = mx.zeros((num_queries, num_q_heads, spec.head_dim), self.dtype)
-        mx.eval(self.attend(0, q, plan, options=options, scores=scores))
-
-
-class MetalBackend(MetalAttention, PlainBackend):  # type: ignore[misc]  # a step is another class on each route
-    """`MLXBackend` with Metal kernels that read, and writes as on the plain route, with what it says about copies."""
-
-    @staticmethod
-    def capabilities() -> Capabilities:
-        """What this backend accepts."""
-        return metal_capabilities(("NHD",), QUANT_BITS)
-
-    def _allocate(self) -> None:
-        super()._allocate()
-        self._pool.pack = self._kernels.packed
-
-    def _on_pool(self, layer: int, kernel: Callable[..., list[mx.array]]) -> list[mx.array]:
-        return kernel(*self._pool.sides(layer))
+        mx.eval(self.attend(step, 0, q, options=options, scores=scores))
 
 
 def metal_capabilities(layouts: tuple[str, ...], quant_bits: tuple[int, ...] = ()) -> Capabilities:
@@ -410,7 +347,22 @@ def metal_capabilities(layouts: tuple[str, ...], quant_bits: tuple[int, ...] = (
         quant_group_sizes=QUANT_GROUP_SIZES if quant_bits else (),
         scores=SCORES,
         batch_invariant=True,
+        arrays="mlx",
+        lazy=True,
     )
+
+
+class MetalBackend(MetalAttention, PlainBackend):  # type: ignore[misc]  # a step is another class on each route
+    """`MLXBackend` with Metal kernels that read, and writes as on the plain route, with what it says about copies."""
+
+    capabilities = metal_capabilities(("NHD",), QUANT_BITS)
+
+    def _allocate(self) -> None:
+        super()._allocate()
+        self._pool.pack = self._kernels.packed
+
+    def _on_pool(self, layer: int, kernel: Callable[..., list[mx.array]]) -> list[mx.array]:
+        return kernel(*self._pool.sides(layer))
 
 
 def _on_device(tables: np.ndarray) -> mx.array:

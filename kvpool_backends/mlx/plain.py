@@ -3,31 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from kvpool.eviction.keep import checked_keep
-from kvpool.protocol import (
-    FEATURES,
-    SCORES,
-    AttentionOptions,
-    BatchShape,
-    Capabilities,
-    PlanArrays,
-    checked_options,
-    checked_scores,
-)
+from kvpool.protocol import FEATURES, SCORES, AnyPlan, AttentionOptions, BatchShape, Capabilities, StepArrays
 from kvpool.spec import QUANT_BITS, QUANT_GROUP_SIZES
+from kvpool_backends.checks import (
+    block_ids,
+    check_layer,
+    check_tokens,
+    checked_copies,
+    checked_import,
+    checked_keep,
+    checked_queries,
+    checked_results,
+    checked_step,
+    gathered,
+)
 from kvpool_backends.mlx.attention import attention, exported_scores
-from kvpool_backends.mlx.backend import MLXBackend
+from kvpool_backends.mlx.base import BaseBackend
 from kvpool_backends.mlx.scatter import PoolArrays, positions_of
 from kvpool_backends.mlx.storage import DTYPES
-from kvpool_backends.mlx.upload import StepArrays
 
 
-class PlainBackend(MLXBackend):
+@dataclass(frozen=True, slots=True, repr=False)
+class PlainStep(StepArrays):
+    """The arrays of a step, checked, and what its layers share on the device."""
+
+    written: mx.array | None = None  # [T'] which tokens are written; None: all of them
+    blocks: Any = None  # mx.array [T'] int32, block of each written token
+    offsets: Any = None  # mx.array [T'] int32, its position in the block
+    tables: Any = None  # mx.array [B, ceil(kv_len / S)] int32
+    kv_len: int = 0  # longest context of the batch, in tokens
+    valid: mx.array | None = None  # [B, kv_len] bool, the tokens that exist; None when all rows are equally long
+
+    def of_rows(self, rows: np.ndarray) -> PlainStep:
+        """The same for some rows, to be read."""
+        if len(rows) == len(self.seq_lens):
+            return self
+        index, seq_lens = _int32(rows), self.seq_lens[rows]
+        valid = None if self.valid is None else self.valid[index]
+        return PlainStep(seq_lens=seq_lens, tables=self.tables[index], kv_len=self.kv_len, valid=valid)
+
+
+class PlainBackend(BaseBackend):
     """`MLXBackend` without kernels: `[num_blocks, block_size, num_kv_heads, head_dim]` per layer and plane.
 
     Writes are scatters, reads are gathers into ``[B, Hk, C, D]`` for ``mx.fast.scaled_dot_product_attention``.
@@ -39,65 +61,75 @@ class PlainBackend(MLXBackend):
     """
 
     route = "plain"
-    is_eager = False
-    is_in_place = False
+    capabilities = Capabilities(
+        name="mlx",
+        layouts=("NHD",),
+        dtypes=tuple(DTYPES),
+        return_attn=False,
+        features=FEATURES,
+        scores=SCORES,
+        compacts=True,
+        quant_bits=QUANT_BITS,
+        quant_group_sizes=QUANT_GROUP_SIZES,
+        arrays="mlx",
+        lazy=True,
+        paged=False,
+    )
     _pool: PoolArrays
 
     def _allocate(self) -> None:
         self._pool = PoolArrays(self.spec, self.num_blocks)
 
-    @staticmethod
-    def capabilities() -> Capabilities:
-        """What this backend accepts."""
-        return Capabilities(
-            name="mlx",
-            layouts=("NHD",),
-            dtypes=tuple(DTYPES),
-            return_attn=False,
-            features=FEATURES,
-            scores=SCORES,
-            compacts=True,
-            quant_bits=QUANT_BITS,
-            quant_group_sizes=QUANT_GROUP_SIZES,
-        )
-
     # ------------------------------------------------------------------------------------------ one step
 
-    def copy_blocks(self, plan: PlanArrays | np.ndarray) -> None:
+    def prepare(self, plan: AnyPlan, tables: mx.array | None = None) -> Any:
+        """Check a plan and bring what its layers share to the device. Without `overlap` it waits for the steps before.
+
+        tables : int32 ``[>= B, >= ceil(max(seq_lens) / S)]``, optional
+            ``plan.block_tables`` on the device, from a `TableUploader`.
+        """
+        host = checked_step(self, plan)
+        if host.slot_mapping.size and not self.overlap:
+            self.settle()
+        kv_len = int(host.seq_lens.max(initial=0))
+        if tables is None:
+            tables = _int32(host.block_tables)
+        kept = np.flatnonzero(host.slot_mapping >= 0)
+        blocks, offsets = np.divmod(host.slot_mapping[kept], self.spec.block_size)
+        return PlainStep(
+            host.block_tables,
+            host.seq_lens,
+            host.cu_q_lens,
+            host.slot_mapping,
+            written=None if len(kept) == host.slot_mapping.size else _int32(kept),
+            blocks=_int32(blocks),
+            offsets=_int32(offsets),
+            tables=tables[: len(host.seq_lens), : host.block_tables.shape[1]],
+            kv_len=kv_len,
+            valid=mx.arange(kv_len) < _int32(host.seq_lens)[:, None] if (host.seq_lens != kv_len).any() else None,
+        )
+
+    def copy_blocks(self, plan: AnyPlan | np.ndarray) -> None:
         """Copy the first tokens of blocks in all layers, ``(src, dst, num_tokens)`` each. Waits for MLX."""
-        copies = np.asarray(plan if isinstance(plan, np.ndarray) else plan.copies)
-        if copies.ndim != 2 or copies.shape[1] != 3:
-            raise ValueError(f"[copy_blocks] copies have shape {copies.shape}, it must be [K, 3]")
-        self._check_ids("copy_blocks", copies[:, :2])
-        counts, limit = copies[:, 2], self.spec.block_size
-        if ((counts < 1) | (counts > limit)).any():
-            raise ValueError(f"[copy_blocks] num_tokens {counts.tolist()}, the range is 1 .. {limit}")
+        copies = checked_copies(self, plan)
         if len(copies):
-            src, dst = positions_of(copies, limit)
+            src, dst = positions_of(copies, self.spec.block_size)
             self._pool.copy([src] * self.spec.num_layers, dst)
 
-    def write(self, layer: int, k: mx.array, v: mx.array, plan: PlanArrays) -> None:
-        """Store ``k [T, Hk, D]`` and ``v [T, Hk, Dv]`` at ``plan.slot_mapping``, negative slots skipped."""
-        slots = np.asarray(plan.slot_mapping)
+    def write(self, step: Any, layer: int, k: mx.array, v: mx.array) -> None:
+        """Store ``k [T, Hk, D]`` and ``v [T, Hk, Dv]`` at the slots of the step, negative ones skipped."""
         k, v = mx.array(k), mx.array(v)
-        for name, x, head_dim in zip("kv", (k, v), self._head_dims(), strict=True):
-            self._check_shape("write", name, x, (len(slots), self.spec.num_kv_heads, head_dim))
-        self._check_layer("write", layer)
-        self._check_ids("write", slots[slots >= 0] // self.spec.block_size)
-        if (slots < 0).any():
-            kept = np.flatnonzero(slots >= 0)
-            if not len(kept):
-                return
-            slots, k, v = slots[kept], k[mx.array(kept)], v[mx.array(kept)]
-        if len(slots):
-            blocks, offsets = np.divmod(slots, self.spec.block_size)
-            self._pool.write(layer, _int32(blocks), _int32(offsets), k, v)
+        check_tokens(self, layer, step.slot_mapping.size, k, v)
+        if step.written is not None:
+            k, v = k[step.written], v[step.written]
+        if len(k):
+            self._pool.write(layer, step.blocks, step.offsets, k, v)
 
     def attend(
         self,
+        step: Any,
         layer: int,
         q: mx.array,
-        plan: PlanArrays,
         scale: float | None = None,
         *,
         options: AttentionOptions | None = None,
@@ -110,60 +142,48 @@ class PlainBackend(MLXBackend):
         Queries are padded to the longest chunk of the batch, so a batch that mixes one long prefill with many
         decode rows is better served in two calls.
         """
-        if return_attn:
-            raise ValueError("[attend] return_attn is True, this backend does not return weights")
-        checked_scores(scores, scores_out, self.capabilities(), (0, 0, 0))
-        self._check_layer("attend", layer)
+        checked_results(self.capabilities, return_attn, scores, scores_out)
         q = mx.array(q)
-        cu = np.asarray(plan.cu_q_lens, np.int64)
-        seq_lens = np.asarray(plan.seq_lens, np.int64)
-        num_tokens, num_heads = q.shape[0], self._query_heads(q)
-        q_lens = np.diff(cu)
-        if cu[-1] > num_tokens or (q_lens < 0).any() or (q_lens > seq_lens).any():
-            raise ValueError(f"[attend] cu_q_lens {cu.tolist()} do not fit {num_tokens} query tokens")
-        longest = int(seq_lens.max(initial=0))
-        options = checked_options(options, self.capabilities(), num_tokens, num_heads, longest)
+        scale, options = checked_queries(self, step, layer, q, scale, options)
+        q_lens = np.diff(step.cu_q_lens)
+        exported = mx.zeros((len(q_lens), self.spec.num_kv_heads, step.kv_len))
         rows = np.flatnonzero(q_lens)
-        exported = mx.zeros((len(seq_lens), self.spec.num_kv_heads, longest))
         if not len(rows):
-            out = mx.zeros((num_tokens, num_heads, self.spec.value_head_dim), q.dtype)
+            out = mx.zeros((*q.shape[:2], self.spec.value_head_dim), q.dtype)
             return out if scores is None else (out, exported)
-        tables = _int32(self._used_tables(np.asarray(plan.block_tables)[rows], seq_lens[rows]))
-        arrays = self._arrays(np.zeros(0, np.int32), seq_lens[rows], tables)
-        out = self._attend(layer, q, arrays, cu[rows], q_lens[rows], seq_lens[rows], scale, options)
+        read, first = step.of_rows(rows), step.cu_q_lens[rows]
+        out = self._attend(layer, q, read, first, q_lens[rows], scale, options)
         if scores is None:
             return out
-        exported[_int32(rows), :, : arrays.kv_len] = self._scores(
-            layer, q, arrays, cu[rows] + q_lens[rows] - 1, seq_lens[rows], scale, options, scores
-        )
+        newest = first + q_lens[rows] - 1
+        exported[_int32(rows)] = self._scores(layer, q, read, newest, scale, options, scores)
         return out, exported
 
     def _attend(
         self,
         layer: int,
         q: mx.array,
-        arrays: StepArrays,
+        step: PlainStep,
         first: np.ndarray,
         q_lens: np.ndarray,
-        seq_lens: np.ndarray,
-        scale: float | None,
+        scale: float,
         options: AttentionOptions,
     ) -> mx.array:
-        """`attend` on the rows that have queries. first, q_lens, seq_lens: int64 ``[B]``."""
+        """`attend` on rows that have queries. first, q_lens: int64 ``[B]``."""
         longest = int(q_lens.max())
         column = np.arange(longest)
         # Query j of row i is token first[i] + j; past its end a row repeats its last query, which is dropped.
         index = first[:, None] + np.minimum(column, q_lens[:, None] - 1)
-        position = (seq_lens - q_lens)[:, None] + np.minimum(column, q_lens[:, None] - 1)
-        k, v = self.read(layer, arrays)
+        position = (step.seq_lens - q_lens)[:, None] + np.minimum(column, q_lens[:, None] - 1)
+        k, v = self.read(step, layer)
         mask = options.mask
         if mask is not None:
-            mask = mask.reshape(mask.shape[0], -1, mask.shape[-1])[index, :, : arrays.kv_len]
+            mask = mask.reshape(mask.shape[0], -1, mask.shape[-1])[index, :, : step.kv_len]
         out = attention(
             q[_int32(index)].swapaxes(1, 2),
             k.astype(q.dtype),
             v.astype(q.dtype),
-            self.spec.head_dim**-0.5 if scale is None else scale,
+            scale,
             position,
             options,
             mask,
@@ -177,67 +197,34 @@ class PlainBackend(MLXBackend):
         self,
         layer: int,
         q: mx.array,
-        arrays: StepArrays,
+        step: PlainStep,
         newest: np.ndarray,
-        seq_lens: np.ndarray,
-        scale: float | None,
+        scale: float,
         options: AttentionOptions,
         kind: str,
     ) -> mx.array:
         """``[B, Hk, C]`` of the rows that have queries; int64 ``[B]`` `newest` are their newest ones."""
-        k, _ = self.read(layer, arrays)
+        k, _ = self.read(step, layer)
         mask = options.mask
         if mask is not None:
-            mask = mask.reshape(mask.shape[0], 1, -1, mask.shape[-1])[newest, ..., : arrays.kv_len]
-        scale = self.spec.head_dim**-0.5 if scale is None else scale
-        return exported_scores(q[_int32(newest)][:, :, None], k, scale, seq_lens[:, None] - 1, options, mask, kind)
+            mask = mask.reshape(mask.shape[0], 1, -1, mask.shape[-1])[newest, ..., : step.kv_len]
+        position = step.seq_lens[:, None] - 1
+        return exported_scores(q[_int32(newest)][:, :, None], k, scale, position, options, mask, kind)
 
-    # -------------------------------------------------------------- the same, prepared once for all layers
-
-    def step_arrays(self, plan: PlanArrays, seq_lens: np.ndarray, tables: mx.array | None = None) -> StepArrays:
-        """What the layers of one step need on the device; the plan's arrays are copied.
-
-        Parameters
-        ----------
-        plan
-            Its slots and block ids must all be legal, padding too.
-        seq_lens : int ``[B]``
-            Context lengths after the step.
-        tables : mx.array, int32 ``[>= B, >= ceil(max(seq_lens) / S)]``, optional
-            ``plan.block_tables`` on the device, from a `TableUploader`; by default the used part is copied
-            there.
-        """
-        if tables is None:
-            width = -(-int(seq_lens.max(initial=0)) // self.spec.block_size)
-            tables = _int32(plan.block_tables[:, :width])
-        return self._arrays(plan.slot_mapping, seq_lens, tables)
-
-    def _arrays(self, slots: np.ndarray, seq_lens: np.ndarray, tables: mx.array) -> StepArrays:
-        kv_len = int(seq_lens.max(initial=0))
-        blocks, offsets = np.divmod(slots, self.spec.block_size)
-        valid = None
-        if (seq_lens != kv_len).any():
-            valid = mx.arange(kv_len) < _int32(seq_lens)[:, None]
-        width = -(-kv_len // self.spec.block_size)
-        return StepArrays(_int32(blocks), _int32(offsets), tables[: len(seq_lens), :width], kv_len, valid)
-
-    def write_tokens(self, layer: int, k: mx.array, v: mx.array, arrays: StepArrays) -> None:
-        """`write` with the arrays of a step on the device already. Nothing is checked; another dtype is cast."""
-        self._pool.write(layer, arrays.blocks, arrays.offsets, k, v)
-
-    def read(self, layer: int, arrays: StepArrays) -> tuple[mx.array, mx.array]:
+    def read(self, step: Any, layer: int) -> tuple[mx.array, mx.array]:
         """The contexts of a step as K ``[B, Hk, C, D]`` and V ``[B, Hk, C, Dv]``, rows left-aligned.
 
         Positions past a row's context hold anything in K (mask them) and 0 in V: a weight of 0 does not hide
         a NaN.
         """
-        k, v = (x[:, : arrays.kv_len] for x in self._pool.read(layer, arrays.tables))
-        if arrays.valid is not None:
-            v = mx.where(arrays.valid[:, :, None, None], v, mx.array(0, v.dtype))
+        check_layer(self, "read", layer)
+        k, v = (x[:, : step.kv_len] for x in self._pool.read(layer, step.tables))
+        if step.valid is not None:
+            v = mx.where(step.valid[:, :, None, None], v, mx.array(0, v.dtype))
         return k.swapaxes(1, 2), v.swapaxes(1, 2)
 
-    def planes(self, layer: int) -> list[mx.array]:
-        """The pool arrays of one layer, for ``mx.eval``. Keep no view of them: every write would copy."""
+    def queued(self, layer: int) -> list[mx.array]:
+        """The pool arrays of the layer. Keep no view of them: every write would copy."""
         return list(self._pool.planes[layer])
 
     # -------------------------------------------------------------------------------------- whole blocks
@@ -246,9 +233,8 @@ class PlainBackend(MLXBackend):
         self, layer: int, blocks: Sequence[int] | np.ndarray, num_tokens: int | None = None
     ) -> tuple[mx.array, mx.array]:
         """Copies of K ``[n, Hk, D]`` and V ``[n, Hk, Dv]``, the first `num_tokens` tokens of `blocks`."""
-        self._check_layer("gather", layer)
-        ids = self._ids("gather", blocks)
-        count = self._gathered_tokens(ids, num_tokens)
+        check_layer(self, "gather", layer)
+        ids, count = gathered(self, blocks, num_tokens)
         k, v = self._pool.read(layer, _int32(ids)[None])
         k, v = mx.contiguous(k[0, :count]), mx.contiguous(v[0, :count])
         mx.eval(k, v)
@@ -266,13 +252,13 @@ class PlainBackend(MLXBackend):
 
     def zero(self, blocks: Sequence[int] | np.ndarray) -> None:
         """Set whole blocks to 0 in all layers."""
-        ids = self._ids("zero", blocks)
+        ids = block_ids(self, "zero", blocks)
         if len(ids):
             self._pool.put(_int32(ids), [[mx.array(0, p.dtype) for p in layer] for layer in self._pool.planes])
 
     def export_blocks(self, blocks: Sequence[int] | np.ndarray) -> np.ndarray:
         """The bytes of whole blocks, uint8 ``[n, spec.block_nbytes]``."""
-        ids = self._ids("export_blocks", blocks)
+        ids = block_ids(self, "export_blocks", blocks)
         if not len(ids):
             return np.zeros((0, self.spec.block_nbytes), np.uint8)
         index = _int32(ids)
@@ -285,16 +271,7 @@ class PlainBackend(MLXBackend):
 
     def import_blocks(self, blocks: Sequence[int] | np.ndarray, data: np.ndarray) -> None:
         """Overwrite whole blocks with rows of `export_blocks`."""
-        ids = self._ids("import_blocks", blocks)
-        data = np.asarray(data)
-        if data.dtype != np.uint8:
-            raise TypeError(f"[import_blocks] data has dtype {data.dtype}, it must be uint8")
-        if data.shape != (len(ids), self.spec.block_nbytes):
-            raise ValueError(
-                f"[import_blocks] data has shape {data.shape}, it must be {(len(ids), self.spec.block_nbytes)}"
-            )
-        if len(np.unique(ids)) != len(ids):
-            raise ValueError(f"[import_blocks] blocks {ids.tolist()} are not distinct")
+        ids, data = checked_import(self, blocks, data)
         if not len(ids):
             return
         shape = (len(ids), self.spec.block_size, self.spec.num_kv_heads, -1)
@@ -314,14 +291,11 @@ class PlainBackend(MLXBackend):
         for shape in shapes:
             longest = -(-shape.num_tokens // max(1, shape.num_rows))
             context = shape.table_width * self.spec.block_size
-            arrays = StepArrays(
-                mx.zeros((shape.num_tokens,), mx.int32),
-                mx.zeros((shape.num_tokens,), mx.int32),
-                mx.zeros((shape.num_rows, shape.table_width), mx.int32),
-                context,
-                mx.ones((shape.num_rows, context), mx.bool_),
+            tables = np.zeros((shape.num_rows, shape.table_width), np.int32)
+            step = PlainStep(
+                tables=_int32(tables), kv_len=context, valid=mx.ones((shape.num_rows, context), mx.bool_)
             )
-            k, v = self.read(0, arrays)
+            k, v = self.read(step, 0)
             q = mx.zeros((shape.num_rows, shape.num_q_heads, longest, self.spec.head_dim), self.dtype)
             mask = mx.ones((shape.num_rows, 1, longest, context), mx.bool_)
             self._warm_write(shape.num_tokens)
@@ -347,16 +321,6 @@ class PlainBackend(MLXBackend):
         builds work on the pool, MLX does not guard its graphs.
         """
         return self._pool.settle()
-
-    # --------------------------------------------------------------------------------------------- checks
-
-    def _head_dims(self) -> tuple[int, int]:
-        return self.spec.head_dim, self.spec.value_head_dim
-
-    @staticmethod
-    def _check_shape(call: str, name: str, x: mx.array, shape: tuple[int, ...]) -> None:
-        if x.shape != shape:
-            raise ValueError(f"[{call}] {name} has shape {x.shape}, it must be {shape}")
 
 
 def _int32(x: np.ndarray) -> mx.array:

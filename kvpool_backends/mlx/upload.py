@@ -1,21 +1,9 @@
-"""From a plan's host arrays to MLX arrays: once per step, shared by all layers, and only what changed."""
+"""Block tables from a plan to MLX: once per step, shared by all layers, and only what changed."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import mlx.core as mx
 import numpy as np
-
-
-class StepArrays(NamedTuple):
-    """What the layers of one step need on the device."""
-
-    blocks: mx.array  # [T] int32, block of each new token
-    offsets: mx.array  # [T] int32, its position in the block
-    tables: mx.array  # [B, ceil(kv_len / S)] int32
-    kv_len: int  # longest context of the batch, in tokens
-    valid: mx.array | None  # [B, kv_len] bool, the tokens that exist; None when all rows are equally long
 
 
 class TableUploader:
@@ -39,8 +27,8 @@ class TableUploader:
     - everything that was built on the array returned `num_buffers` calls ago has been evaluated (`mx.eval` of
       that step's results). With 1 buffer the previous step must be through; with 2 it may still run.
 
-    An engine that evaluates its own steps can promise that. The mlx-lm adapter cannot and does not use this
-    class: whether the last layer's read was evaluated is known to the caller of the model alone.
+    An engine that evaluates its own steps can promise that, and gives the array to `PlainBackend.prepare`. The mlx-lm
+    adapter cannot: whether the last layer's read was evaluated is known to the caller of the model alone.
 
     Complexity: O(dirty rows * table_width) per buffer, 0 when nothing changed; all rows when B outgrows the
     buffers, which then double.

@@ -12,19 +12,21 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from kvpool.config import DTYPES, LAYOUTS, KVSpec
-from kvpool.eviction.keep import checked_keep
-from kvpool.protocol import (
-    FEATURES,
-    SCORES,
-    AttentionOptions,
-    BatchShape,
-    Capabilities,
-    PlanArrays,
-    checked_options,
-    checked_scores,
+from kvpool.protocol import FEATURES, SCORES, AnyPlan, AttentionOptions, BatchShape, Capabilities, StepArrays
+from kvpool.spec import DTYPES, LAYOUTS, QUANT_BITS, QUANT_GROUP_SIZES, WORD_BITS, KVSpec
+from kvpool_backends.checks import (
+    block_ids,
+    check_layer,
+    check_tokens,
+    checked_copies,
+    checked_import,
+    checked_keep,
+    checked_queries,
+    checked_results,
+    checked_step,
+    checked_storage,
+    gathered,
 )
-from kvpool.spec import QUANT_BITS, QUANT_GROUP_SIZES, WORD_BITS
 from kvpool_backends.numpy.bfloat16 import from_bfloat16, to_bfloat16
 from kvpool_backends.numpy.float8 import from_float8, to_float8
 from kvpool_backends.numpy.quantized import dequantize, quantize
@@ -59,36 +61,28 @@ class NumpyBackend:
     """
 
     required_formats: tuple[str, ...] = ("block_tables", "seq_lens", "cu_q_lens", "slot_mapping")
+    capabilities: Capabilities = Capabilities(
+        name="numpy",
+        layouts=LAYOUTS,
+        dtypes=tuple(DTYPES),
+        features=FEATURES,
+        scores=SCORES,
+        scores_out=True,
+        compacts=True,
+        batch_invariant=True,
+        quant_bits=QUANT_BITS,
+        quant_group_sizes=QUANT_GROUP_SIZES,
+    )
 
     def __init__(self, spec: KVSpec, num_blocks: int) -> None:
-        if not isinstance(spec, KVSpec):
-            raise TypeError(f"[NumpyBackend] spec must be a KVSpec, got {type(spec).__name__}")
-        if isinstance(num_blocks, bool) or not isinstance(num_blocks, (int, np.integer)):
-            raise TypeError(f"[NumpyBackend] num_blocks must be an int, got {type(num_blocks).__name__}")
-        if num_blocks < 1:
-            raise ValueError(f"[NumpyBackend] num_blocks is {num_blocks}, the minimum is 1")
+        self.num_blocks = checked_storage("NumpyBackend", self.capabilities, spec, num_blocks)
         self.spec = spec
-        self.num_blocks = int(num_blocks)
         # _planes[layer] = (k, v), or what is stored of them, each a strided view [num_blocks, block_size,
         # num_kv_heads, dim] of a base array.
         self._planes = _allocate(spec, self.num_blocks)
 
     def __repr__(self) -> str:
         return f"<NumpyBackend of {self.spec.describe(self.num_blocks)}>"
-
-    def capabilities(self) -> Capabilities:
-        return Capabilities(
-            name="numpy",
-            layouts=LAYOUTS,
-            dtypes=tuple(DTYPES),
-            features=FEATURES,
-            scores=SCORES,
-            scores_out=True,
-            compacts=True,
-            batch_invariant=True,
-            quant_bits=QUANT_BITS,
-            quant_group_sizes=QUANT_GROUP_SIZES,
-        )
 
     def asarray(self, x: np.ndarray) -> np.ndarray:
         return np.array(x, np.float32)
@@ -98,38 +92,24 @@ class NumpyBackend:
 
     # ---------------------------------------------------------------------- copies and writes
 
-    def copy_blocks(self, plan: PlanArrays | np.ndarray) -> None:
-        copies = np.asarray(getattr(plan, "copies", plan))
-        if copies.size == 0:
-            return
-        if copies.ndim != 2 or copies.shape[1] != 3:
-            raise ValueError(f"[copy_blocks] copies must have shape [K, 3], got {list(copies.shape)}")
-        self._block_ids("copy_blocks", copies[:, :2].ravel())
-        if copies[:, 2].min() < 1 or copies[:, 2].max() > self.spec.block_size:
-            raise ValueError(
-                f"[copy_blocks] num_tokens is {copies[:, 2].min()} .. {copies[:, 2].max()}, "
-                f"the range is 1 .. {self.spec.block_size}"
-            )
+    def prepare(self, plan: AnyPlan) -> StepArrays:
+        return checked_step(self, plan)
+
+    def copy_blocks(self, plan: AnyPlan | np.ndarray) -> None:
+        copies = checked_copies(self, plan)
         for plane in self._every_plane():
             for src, dst, num_tokens in copies:
                 plane[dst, :num_tokens] = plane[src, :num_tokens]
 
-    def write(self, layer: int, k: Any, v: Any, plan: PlanArrays) -> None:
-        planes = [part for plane in self._layer("write", layer) for part in _parts(plane)]
-        slots = np.asarray(plan.slot_mapping)
-        written = np.flatnonzero(slots >= 0)
-        limit = self.num_blocks * self.spec.block_size
-        if written.size and slots.max() >= limit:
-            raise IndexError(f"[write] slot {slots.max()} is outside the pool, the limit is {limit}")
+    def write(self, step: StepArrays, layer: int, k: Any, v: Any) -> None:
+        k, v = np.asarray(k), np.asarray(v)
+        check_tokens(self, layer, step.slot_mapping.size, k, v)
+        written = np.flatnonzero(step.slot_mapping >= 0)
         stored: list[np.ndarray] = []
-        for (name, dim), bits, x in zip(self.spec.planes, self.spec.bits, (k, v), strict=True):
-            x = np.asarray(x)
-            expected = (slots.size, self.spec.num_kv_heads, dim)
-            if x.shape != expected:
-                raise ValueError(f"[write] {name} must have shape {list(expected)}, got {list(x.shape)}")
+        for name, bits, x in zip("kv", self.spec.bits, (k, v), strict=True):
             stored += self._to_parts(name, x[written], bits)
-        block, offset = np.divmod(slots[written], self.spec.block_size)
-        for plane, x in zip(planes, stored, strict=True):
+        block, offset = np.divmod(step.slot_mapping[written], self.spec.block_size)
+        for plane, x in zip(self._planes[layer], stored, strict=True):
             plane[block, offset] = x
 
     def compact(self, blocks: Sequence[int] | np.ndarray, keep: Any) -> None:
@@ -143,7 +123,7 @@ class NumpyBackend:
                 plane[block, offset] = moved.swapaxes(0, 1)
 
     def zero(self, blocks: Sequence[int] | np.ndarray) -> None:
-        ids = self._block_ids("zero", blocks)
+        ids = block_ids(self, "zero", blocks)
         for plane in self._every_plane():
             plane[ids] = 0
 
@@ -151,9 +131,9 @@ class NumpyBackend:
 
     def attend(
         self,
+        step: StepArrays,
         layer: int,
         q: Any,
-        plan: PlanArrays,
         scale: float | None = None,
         *,
         options: AttentionOptions | None = None,
@@ -161,31 +141,22 @@ class NumpyBackend:
         scores: str | None = None,
         scores_out: np.ndarray | None = None,
     ) -> Any:
-        k_plane, v_plane = self._layer("attend", layer)
         q = np.asarray(q)
-        cu_q_lens, seq_lens = np.asarray(plan.cu_q_lens), np.asarray(plan.seq_lens)
-        self._check_queries(q, cu_q_lens, seq_lens)
-        scale = self.spec.head_dim**-0.5 if scale is None else float(scale)
-        if not np.isfinite(scale):
-            raise ValueError(f"[attend] scale is {scale}, it must be finite")
-        tables = np.asarray(plan.block_tables)
-        if tables.ndim != 2 or len(tables) < seq_lens.size:
-            raise ValueError(f"[attend] block_tables must have shape [{seq_lens.size}, W], got {list(tables.shape)}")
-
+        if q.dtype.kind != "f":
+            raise TypeError(f"[attend] q must be a float array, got {q.dtype}")
+        scale, options = checked_queries(self, step, layer, q, scale, options)
+        k_plane, v_plane = self._layer(layer)
         num_tokens, num_q_heads, _ = q.shape
-        longest = int(seq_lens.max(initial=0))
-        options = checked_options(options, self.capabilities(), num_tokens, num_q_heads, longest)
-        exported = np.zeros((seq_lens.size, self.spec.num_kv_heads, longest), np.float32)
-        given = checked_scores(scores, scores_out, self.capabilities(), exported.shape)
+        longest = int(step.seq_lens.max(initial=0))
+        exported = np.zeros((step.seq_lens.size, self.spec.num_kv_heads, longest), np.float32)
+        given = checked_results(self.capabilities, return_attn, scores, scores_out, exported.shape)
         out = np.zeros((num_tokens, num_q_heads, self.spec.value_head_dim))
         attn = np.zeros((num_tokens, num_q_heads, longest if return_attn else 0))
-        for row, seq_len in enumerate(seq_lens.tolist()):
-            begin, end = int(cu_q_lens[row]), int(cu_q_lens[row + 1])
+        for row, seq_len in enumerate(step.seq_lens.tolist()):
+            begin, end = step.cu_q_lens[row : row + 2].tolist()
             if begin == end:
                 continue
-            table = tables[row, : -(-seq_len // self.spec.block_size)]
-            keys = self._context("attend", k_plane, table, seq_len)
-            values = self._context("attend", v_plane, table, seq_len)
+            keys, values = (self._context(plane, step.block_tables[row], seq_len) for plane in (k_plane, v_plane))
             for token in range(begin, end):
                 position = seq_len - (end - token)
                 oldest = 0 if options.window is None else max(0, position + 1 - options.window)
@@ -206,45 +177,46 @@ class NumpyBackend:
             results.append(exported if given is None else given)
         return results[0] if len(results) == 1 else tuple(results)
 
+    def read(self, step: StepArrays, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        check_layer(self, "read", layer)
+        shape = (step.seq_lens.size, self.spec.num_kv_heads, int(step.seq_lens.max(initial=0)))
+        k, v = (np.zeros((*shape, dim), np.float32) for _, dim in self.spec.planes)
+        for row, n in enumerate(step.seq_lens.tolist()):
+            for x, plane in zip((k, v), self._layer(layer), strict=True):
+                x[row, :, :n] = self._context(plane, step.block_tables[row], n).swapaxes(0, 1)
+        return k, v
+
     def gather(
         self, layer: int, blocks: Sequence[int] | np.ndarray, num_tokens: int | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        k_plane, v_plane = self._layer("gather", layer)
-        ids = self._block_ids("gather", blocks)
-        capacity = ids.size * self.spec.block_size
-        num_tokens = capacity if num_tokens is None else int(num_tokens)
-        if not 0 <= num_tokens <= capacity:
-            raise ValueError(f"[gather] num_tokens is {num_tokens}, the blocks hold {capacity}")
-        ids = ids[: -(-num_tokens // self.spec.block_size)]
-        k = self._context("gather", k_plane, ids, num_tokens)
-        v = self._context("gather", v_plane, ids, num_tokens)
+        check_layer(self, "gather", layer)
+        ids, count = gathered(self, blocks, num_tokens)
+        k, v = (self._context(plane, ids, count) for plane in self._layer(layer))
         return k.astype(np.float32), v.astype(np.float32)
 
     # ---------------------------------------------------------------------- export and import
 
     def export_blocks(self, blocks: Sequence[int] | np.ndarray) -> np.ndarray:
-        ids = self._block_ids("export_blocks", blocks)
+        ids = block_ids(self, "export_blocks", blocks)
         data = np.empty((ids.size, self.spec.block_nbytes), np.uint8)
         for plane, columns in self._plane_columns():
             data[:, columns] = np.ascontiguousarray(plane[ids]).view(np.uint8).reshape(ids.size, -1)
         return data
 
     def import_blocks(self, blocks: Sequence[int] | np.ndarray, data: np.ndarray) -> None:
-        ids = self._block_ids("import_blocks", blocks)
-        expected = (ids.size, self.spec.block_nbytes)
-        data = np.asarray(data)
-        if data.dtype != np.uint8:
-            raise TypeError(f"[import_blocks] data must be uint8, got {data.dtype}")
-        if data.shape != expected:
-            raise ValueError(f"[import_blocks] data must have shape {list(expected)}, got {list(data.shape)}")
-        if np.unique(ids).size != ids.size:
-            raise ValueError(f"[import_blocks] a block is named twice in {ids.tolist()}")
+        ids, data = checked_import(self, blocks, data)
         for plane, columns in self._plane_columns():
             part = np.ascontiguousarray(data[:, columns]).view(plane.dtype)
             plane[ids] = part.reshape(ids.size, *plane.shape[1:])
 
     def warmup(self, shapes: Iterable[BatchShape]) -> None:
         """Nothing to compile here."""
+
+    def queued(self, layer: int) -> tuple[()]:
+        return ()
+
+    def settle(self) -> int:
+        return 0
 
     # ---------------------------------------------------------------------- internals
 
@@ -260,51 +232,14 @@ class NumpyBackend:
             yield plane, slice(begin, end)
             begin = end
 
-    def _layer(self, call: str, layer: int) -> tuple[_Plane, _Plane]:
-        if isinstance(layer, bool) or not isinstance(layer, (int, np.integer)):
-            raise TypeError(f"[{call}] layer must be an int, got {type(layer).__name__}")
-        if not 0 <= layer < self.spec.num_layers:
-            raise IndexError(f"[{call}] layer is {layer}, the spec has {self.spec.num_layers} layers")
+    def _layer(self, layer: int) -> tuple[_Plane, _Plane]:
         planes, num_k = self._planes[layer], 1 if self.spec.k_bits is None else 3
         k, v = planes[:num_k], planes[num_k:]
         return k[0] if len(k) == 1 else k, v[0] if len(v) == 1 else v
 
-    def _block_ids(self, call: str, blocks: Sequence[int] | np.ndarray) -> np.ndarray:
-        ids = np.atleast_1d(np.asarray(blocks))
-        if ids.ndim != 1:
-            raise ValueError(f"[{call}] blocks must be one-dimensional, got shape {list(ids.shape)}")
-        if ids.size == 0:
-            return ids.astype(np.int64)
-        if not np.issubdtype(ids.dtype, np.integer):
-            raise TypeError(f"[{call}] block ids must be integers, got {ids.dtype}")
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= self.num_blocks:
-            bad = low if low < 0 else high
-            raise IndexError(f"[{call}] block {bad} is outside the pool, the limit is {self.num_blocks}")
-        return ids.astype(np.int64)
-
-    def _check_queries(self, q: np.ndarray, cu_q_lens: np.ndarray, seq_lens: np.ndarray) -> None:
-        heads, dim = self.spec.num_kv_heads, self.spec.head_dim
-        if q.ndim != 3 or q.shape[2] != dim:
-            raise ValueError(f"[attend] q must have shape [T, Hq, {dim}], got {list(q.shape)}")
-        if q.shape[1] < 1 or q.shape[1] % heads:
-            raise ValueError(f"[attend] {q.shape[1]} query heads are no multiple of {heads} KV heads")
-        if not np.issubdtype(q.dtype, np.floating):
-            raise TypeError(f"[attend] q must be a float array, got {q.dtype}")
-        q_lens = np.diff(cu_q_lens)
-        if cu_q_lens.size != seq_lens.size + 1 or cu_q_lens[0] != 0 or q_lens.min(initial=0) < 0:
-            raise ValueError(f"[attend] cu_q_lens {cu_q_lens.tolist()} are no prefix sums of {seq_lens.size} rows")
-        if cu_q_lens[-1] > q.shape[0]:
-            raise ValueError(f"[attend] cu_q_lens ends at {cu_q_lens[-1]}, q has {q.shape[0]} tokens")
-        if np.any(q_lens > seq_lens):
-            row = int(np.argmax(q_lens > seq_lens))
-            raise ValueError(f"[attend] row {row} has {q_lens[row]} queries in a context of {seq_lens[row]} tokens")
-
-    def _context(self, call: str, plane: _Plane, table: np.ndarray, num_tokens: int) -> np.ndarray:
+    def _context(self, plane: _Plane, table: np.ndarray, num_tokens: int) -> np.ndarray:
         """float64 ``[num_tokens, Hk, dim]`` of the blocks in `table`, and nothing behind these tokens."""
-        ids = self._block_ids(call, table)
-        if ids.size * self.spec.block_size < num_tokens:
-            raise ValueError(f"[{call}] {num_tokens} tokens do not fit the {ids.size} blocks of the table")
+        ids = table[: -(-num_tokens // self.spec.block_size)]
         stored = [part[ids].reshape(-1, *part.shape[2:])[:num_tokens] for part in _parts(plane)]
         if len(stored) == 1:
             return self._as_floats(stored[0]).astype(np.float64)

@@ -378,7 +378,7 @@ def test_prefill_with_a_wrong_number_of_layers_writes_no_token():
 
 
 def test_attention_with_contiguous_head_mapping_is_the_default():
-    engine = Engine()
+    engine = Engine(backend="numpy")
     ids = [engine.new([1, 2, 3, 4, 5])]
     tables, lens = engine.manager.batch_tables(ids)
     q = np.random.default_rng(SEED).standard_normal((1, NUM_HEADS, 1, 8)).astype("f4")

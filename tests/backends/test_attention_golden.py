@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvpool.config import KVSpec
-from kvpool.protocol import ArrayPlan, AttentionOptions
+from kvpool.protocol import AttentionOptions, StepArrays
 from kvpool.testing.dense import dense_attention
 from kvpool_backends.numpy import NumpyBackend
 
@@ -30,11 +30,11 @@ def backend(scores, num_queries, num_heads, options):
     numpy_backend = NumpyBackend(KVSpec(1, 1, 1, "float32", 2, v_head_dim=n), 8)
     slots = np.array([6, 7, 12, 13, 2, 3])[:n]
     table = np.array([[3, 6, 1]])
-    plan = ArrayPlan(table, np.array([n]), np.array([0, num_queries]), slots)
+    plan = StepArrays(table, np.array([n]), np.array([0, num_queries]), slots)
     k = np.array(scores, np.float32)[:, None, None]
-    numpy_backend.write(0, k, np.eye(n, dtype=np.float32)[:, None], plan)
+    numpy_backend.write(numpy_backend.prepare(plan), 0, k, np.eye(n, dtype=np.float32)[:, None])
     q = np.ones((num_queries, num_heads, 1))
-    out, weights = numpy_backend.attend(0, q, plan, 1.0, options=options, return_attn=True)
+    out, weights = numpy_backend.attend(numpy_backend.prepare(plan), 0, q, 1.0, options=options, return_attn=True)
     np.testing.assert_allclose(out, weights, rtol=1e-12)
     return weights
 
@@ -90,9 +90,9 @@ def test_reference_backend_equals_the_oracle_to_the_last_digits(features):
     options = AttentionOptions(**{name: given[name] for name in features})
     slots = np.arange(4, 304)
     numpy_backend = NumpyBackend(KVSpec(1, 2, 16, "float32", 4, layout="HND"), 76)
-    numpy_backend.write(0, k, v, ArrayPlan(slot_mapping=slots))
-    plan = ArrayPlan(np.arange(1, 76)[None], np.array([300]), np.array([0, 200]), slots)
-    out, weights = numpy_backend.attend(0, q, plan, options=options, return_attn=True)
+    numpy_backend.write(numpy_backend.prepare(StepArrays(slot_mapping=slots)), 0, k, v)
+    plan = StepArrays(np.arange(1, 76)[None], np.array([300]), np.array([0, 200]), slots)
+    out, weights = numpy_backend.attend(numpy_backend.prepare(plan), 0, q, options=options, return_attn=True)
     expected = dense_attention(q, k, v, None, options)
     assert out.dtype == np.float64
     assert np.abs(out - expected[0]).max() < 1e-14

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from simple_backend import Simple
 
-from kvpool.protocol import FEATURES, ArrayPlan
+from kvpool.protocol import FEATURES, StepArrays
 from kvpool.testing import conformance, conformance_quantized
 from kvpool_backends.numpy import NumpyBackend
 from kvpool_backends.numpy import backend as numpy_backend
@@ -50,7 +50,7 @@ class MapsHeadsRoundRobin(Simple):
 
 class ReadsOneSlotTooMany(Simple):
     def context(self, plane, table, seq_len):
-        return self._context("attend", plane, table[: seq_len // self.spec.block_size + 1], seq_len + 1)
+        return self._context(plane, table[: seq_len // self.spec.block_size + 1], seq_len + 1)
 
     def visible(self, seq_len, q_len, j):
         return super().visible(seq_len, q_len, j) + 1
@@ -61,7 +61,7 @@ class WeighsUnusedSlotsWithZero(Simple):
 
     def context(self, plane, table, seq_len):
         blocks = -(-seq_len // self.spec.block_size)
-        return self._context("attend", plane, table[:blocks], blocks * self.spec.block_size)
+        return self._context(plane, table[:blocks], blocks * self.spec.block_size)
 
     def one(self, x):
         scores = np.where(np.arange(len(x.k)) < x.visible, self.scores(x, x.k), -np.inf)
@@ -82,29 +82,29 @@ class IgnoresTheTable(Simple):
 
 
 class IgnoresScale(Simple):
-    def attend(self, layer, q, plan, scale=None, *, options=None, return_attn=False):
-        return super().attend(layer, q, plan, None, options=options, return_attn=return_attn)
+    def attend(self, step, layer, q, scale=None, *, options=None, return_attn=False):
+        return super().attend(step, layer, q, None, options=options, return_attn=return_attn)
 
 
 class AnswersPaddingWithOnes(NumpyBackend):
-    def attend(self, layer, q, plan, scale=None, *, options=None, return_attn=False):
-        out = super().attend(layer, q, plan, scale, options=options)
-        out[plan.cu_q_lens[-1] :] = 1
+    def attend(self, step, layer, q, scale=None, *, options=None, return_attn=False):
+        out = super().attend(step, layer, q, scale, options=options)
+        out[step.cu_q_lens[-1] :] = 1
         return out
 
 
 class WritesNegativeSlots(NumpyBackend):
     """As array indexing does: slot -1 is the last slot of the pool."""
 
-    def write(self, layer, k, v, plan):
-        slots = plan.slot_mapping % (self.num_blocks * self.spec.block_size)
-        super().write(layer, k, v, ArrayPlan(slot_mapping=slots))
+    def write(self, step, layer, k, v):
+        slots = step.slot_mapping % (self.num_blocks * self.spec.block_size)
+        super().write(StepArrays(slot_mapping=slots), layer, k, v)
 
 
 class AddsInsteadOfOverwriting(NumpyBackend):
-    def write(self, layer, k, v, plan):
+    def write(self, step, layer, k, v):
         before = [plane.copy() for plane in self._planes[layer]]
-        super().write(layer, k, v, plan)
+        super().write(step, layer, k, v)
         for plane, old in zip(self._planes[layer], before, strict=True):
             if self.spec.dtype == "float32":
                 plane += np.where(plane != old, np.nan_to_num(old, posinf=0, neginf=0), 0)
@@ -141,11 +141,11 @@ class WritesBeforeItCopies(NumpyBackend):
     def copy_blocks(self, plan):
         self.queue.append(np.array(getattr(plan, "copies", plan)))
 
-    def attend(self, layer, q, plan, scale=None, *, options=None, return_attn=False):
+    def attend(self, step, layer, q, scale=None, *, options=None, return_attn=False):
         for copies in self.queue:
             super().copy_blocks(copies)
         self.queue.clear()
-        return super().attend(layer, q, plan, scale, options=options, return_attn=return_attn)
+        return super().attend(step, layer, q, scale, options=options, return_attn=return_attn)
 
 
 class TruncatesBfloat16(NumpyBackend):
@@ -192,8 +192,8 @@ class ChecksAfterItWrote(NumpyBackend):
 
 
 class AcceptsAnyLayer(NumpyBackend):
-    def _layer(self, call, layer):
-        return self._planes[layer % self.spec.num_layers]
+    def write(self, step, layer, k, v):
+        super().write(step, layer % self.spec.num_layers, k, v)
 
 
 FAULTS = {
@@ -266,26 +266,19 @@ def test_check_backend_names_every_failed_case_and_chains_the_first():
 
 def test_capabilities_narrow_what_the_kit_tries():
     class Narrow(NumpyBackend):
-        def __init__(self, spec, num_blocks):
-            super().__init__(spec, num_blocks)
-            refusal = self.capabilities().refusal(spec)
-            if refusal:
-                raise ValueError(f"[Narrow] {refusal}")
-
-        def capabilities(self):
-            return numpy_backend.Capabilities(
-                name="narrow",
-                layouts=("HND",),
-                dtypes=("float16",),
-                head_dims=(64,),
-                block_sizes=(16,),
-                max_q_heads_per_kv_head=4,
-                mixed_head_dims=False,
-                return_attn=False,
-                features=FEATURES,
-                compacts=True,
-                scores=("raw",),
-            )
+        capabilities = numpy_backend.Capabilities(
+            name="narrow",
+            layouts=("HND",),
+            dtypes=("float16",),
+            head_dims=(64,),
+            block_sizes=(16,),
+            max_q_heads_per_kv_head=4,
+            mixed_head_dims=False,
+            return_attn=False,
+            features=FEATURES,
+            compacts=True,
+            scores=("raw",),
+        )
 
     outcome = conformance.check_backend(Narrow)
     left_out = {name for name, result in outcome.items() if result == "not applicable"}

@@ -6,7 +6,7 @@ import pytest
 from mlx_models import on_cpu
 
 from kvpool.config import KVSpec
-from kvpool.protocol import ArrayPlan
+from kvpool.protocol import StepArrays
 from kvpool.testing import conformance
 from kvpool_backends.mlx import MLXBackend
 
@@ -20,7 +20,7 @@ NOT_APPLICABLE = {
 
 
 def plain(spec, num_blocks):
-    return MLXBackend(spec, num_blocks, kernels=False)
+    return MLXBackend(spec, num_blocks, kernels=False, overlap=True)
 
 
 @pytest.fixture(params=["kernels", "plain"])
@@ -50,7 +50,8 @@ def tokens(value, count=4):
 def one_row(backend, block, length=4):
     """The arrays of a step that writes all `length` tokens of a sequence that lies in one block."""
     slots = np.arange(length, dtype=np.int32) + block * SPEC.block_size
-    return backend.step_arrays(ArrayPlan(np.int32([[block]]), slot_mapping=slots), np.array([length]))
+    table, lens, sums = np.int32([[block]]), np.array([length]), np.array([0, length])
+    return backend.prepare(StepArrays(table, lens, sums, slots))
 
 
 def test_writes_after_settle_stay_in_place(make):
@@ -58,8 +59,8 @@ def test_writes_after_settle_stay_in_place(make):
     for step in range(5):
         for layer in range(SPEC.num_layers):
             arrays = one_row(backend, 1 + step)
-            backend.write_tokens(layer, *tokens(step), arrays)
-            mx.async_eval(backend.read(layer, arrays))
+            backend.write(arrays, layer, *tokens(step))
+            mx.async_eval(backend.read(arrays, layer))
         assert backend.settle() == 0
     assert backend.memory().pool_copies == 0
 
@@ -67,10 +68,10 @@ def test_writes_after_settle_stay_in_place(make):
 def test_a_write_while_a_read_is_outstanding_is_counted_as_a_copy():
     backend = plain(SPEC, 8)
     arrays = one_row(backend, 1)
-    backend.write_tokens(0, *tokens(1), arrays)
+    backend.write(arrays, 0, *tokens(1))
     backend.settle()
-    outstanding = backend.read(0, arrays)  # built on the pool of now, not evaluated
-    backend.write_tokens(0, *tokens(2), arrays)
+    outstanding = backend.read(arrays, 0)  # built on the pool of now, not evaluated
+    backend.write(arrays, 0, *tokens(2))
     assert backend.settle() == 2  # K and V of layer 0 moved, layer 1 did not
     assert float(outstanding[0].min()) == float(outstanding[0].max()) == 1.0
     assert backend.pool_copies == backend.memory().pool_copies == 2
@@ -80,7 +81,7 @@ def test_compaction_stays_on_the_device_and_in_place(monkeypatch):
     backend = plain(SPEC, 8)
     for layer in range(SPEC.num_layers):
         k = mx.arange(8 * 16, dtype=mx.float32).reshape(8, 2, 8) + 1000 * layer
-        backend.write(layer, k, -k, ArrayPlan(slot_mapping=np.arange(8, 16)))
+        backend.write(backend.prepare(StepArrays(slot_mapping=np.arange(8, 16))), layer, k, -k)
     backend.settle()
     for name in ("export_blocks", "import_blocks"):
         monkeypatch.setattr(backend, name, None)
@@ -97,8 +98,8 @@ def test_copies_by_mlx_are_said_once_however_many(caplog):
     arrays = one_row(backend, 1)
     assert backend.settle() == 0 and not caplog.records
     for step in range(3):
-        outstanding = backend.read(0, arrays)
-        backend.write_tokens(0, *tokens(step), arrays)
+        outstanding = backend.read(arrays, 0)
+        backend.write(arrays, 0, *tokens(step))
         assert backend.settle() == 2
         del outstanding
     (record,) = caplog.records
@@ -123,11 +124,11 @@ def test_copying_blocks_moves_their_tokens_and_not_the_pool(make):
 def test_blocks_may_be_rewritten_while_the_reads_of_their_last_owner_are_in_flight(evaluate_first):
     backend = plain(SPEC, 8)
     old = one_row(backend, 3)
-    backend.write_tokens(0, *tokens(5), old)
-    reader = backend.read(0, old)
+    backend.write(old, 0, *tokens(5))
+    reader = backend.read(old, 0)
     new = one_row(backend, 3)  # the same block, given to another sequence
-    backend.write_tokens(0, *tokens(9), new)
-    writer = backend.read(0, new)
+    backend.write(new, 0, *tokens(9))
+    writer = backend.read(new, 0)
     order = {"writer": [writer, reader], "reader": [reader, writer], "together": [[reader, writer]]}
     for arrays in order[evaluate_first]:
         mx.async_eval(arrays)
@@ -139,11 +140,11 @@ def test_blocks_may_be_rewritten_while_the_reads_of_their_last_owner_are_in_flig
 def test_rows_of_unequal_length_read_zero_values_past_their_end():
     backend = plain(SPEC, 8)
     for block in range(8):  # what is not written below is NaN
-        backend.write_tokens(0, *tokens(np.nan), one_row(backend, block))
-    backend.write_tokens(0, *tokens(1), one_row(backend, 1))
-    backend.write_tokens(0, *(x[:1] for x in tokens(2)), one_row(backend, 2, length=1))
-    plan = ArrayPlan(np.int32([[1], [2]]), slot_mapping=np.zeros(0, np.int32))
-    k, v = backend.read(0, backend.step_arrays(plan, np.array([4, 1])))
+        backend.write(one_row(backend, block), 0, *tokens(np.nan))
+    backend.write(one_row(backend, 1), 0, *tokens(1))
+    backend.write(one_row(backend, 2, length=1), 0, *(x[:1] for x in tokens(2)))
+    plan = StepArrays(np.int32([[1], [2]]), np.array([4, 1]), np.zeros(3, np.int32))
+    k, v = backend.read(backend.prepare(plan), 0)
     assert k.shape == v.shape == (2, 2, 4, 8)
     assert np.array_equal(np.array(v[1, 0, :, 0]), [-2, 0, 0, 0])
     assert np.isnan(np.array(k[1, 0, 1:, 0])).all()  # keys are left to the mask
@@ -167,13 +168,13 @@ def refuse(exception, call, function, *arguments, **options):
 def test_bad_arguments_are_refused_before_a_byte_changes(make):
     backend = make(SPEC, 4)
     k, v = tokens(1)
-    plan = ArrayPlan(slot_mapping=np.arange(4, dtype=np.int32))
+    plan = StepArrays(slot_mapping=np.arange(4, dtype=np.int32))
     before = backend.export_blocks(range(4))
-    refuse(ValueError, "write", backend.write, 0, k[:3], v, plan)
-    refuse(ValueError, "write", backend.write, 0, k, v[..., :4], plan)
-    refuse(IndexError, "write", backend.write, 2, k, v, plan)
-    refuse(IndexError, "write", backend.write, -1, k, v, plan)
-    refuse(IndexError, "write", backend.write, 0, k, v, ArrayPlan(slot_mapping=np.int32([0, 1, 2, 16])))
+    refuse(ValueError, "write", backend.write, backend.prepare(plan), 0, k[:3], v)
+    refuse(ValueError, "write", backend.write, backend.prepare(plan), 0, k, v[..., :4])
+    refuse(IndexError, "write", backend.write, backend.prepare(plan), 2, k, v)
+    refuse(IndexError, "write", backend.write, backend.prepare(plan), -1, k, v)
+    refuse(IndexError, "prepare", backend.prepare, StepArrays(slot_mapping=np.int32([0, 1, 2, 16])))
     refuse(IndexError, "copy_blocks", backend.copy_blocks, np.int32([[0, 4, 1]]))
     refuse(ValueError, "copy_blocks", backend.copy_blocks, np.int32([[0, 1, 5]]))
     refuse(ValueError, "copy_blocks", backend.copy_blocks, np.int32([0, 1, 1]))
@@ -184,8 +185,8 @@ def test_bad_arguments_are_refused_before_a_byte_changes(make):
     refuse(ValueError, "import_blocks", backend.import_blocks, [1, 1], before[:2])
     refuse(ValueError, "import_blocks", backend.import_blocks, [1], before[:, :-1])
     refuse(TypeError, "import_blocks", backend.import_blocks, [1], before[:1].astype(np.int8))
-    refuse(ValueError, "attend", backend.attend, 0, k[:, :1], plan)
-    refuse(ValueError, "attend", backend.attend, 0, k, plan, return_attn=True)
+    refuse(ValueError, "attend", backend.attend, backend.prepare(plan), 0, k[:, :1])
+    refuse(ValueError, "attend", backend.attend, backend.prepare(plan), 0, k, return_attn=True)
     assert np.array_equal(backend.export_blocks(range(4)), before)
 
 

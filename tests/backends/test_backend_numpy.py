@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvpool.config import LAYOUTS, KVSpec
-from kvpool.protocol import ArrayPlan
+from kvpool.protocol import StepArrays
 from kvpool.testing.dense import dense_attention, round_to, stored_bytes
 from kvpool_backends.numpy import NumpyBackend
 from kvpool_backends.numpy.bfloat16 import from_bfloat16, to_bfloat16
@@ -13,7 +13,7 @@ SEED = 7
 
 
 def slots(*numbers):
-    return ArrayPlan(slot_mapping=np.array(numbers, np.int32))
+    return StepArrays(slot_mapping=np.array(numbers, np.int32))
 
 
 # ---------------------------------------------------------------------- bfloat16
@@ -88,10 +88,10 @@ def test_attend_equals_float64_dense_attention_to_the_last_digits():
     blocks = rng.permutation(np.arange(1, 76))
     positions = np.arange(300)
     table = blocks[None].astype(np.int32)
-    plan = ArrayPlan(table, np.array([300]), np.array([0, 300]), blocks[positions // 4] * 4 + positions % 4)
+    plan = StepArrays(table, np.array([300]), np.array([0, 300]), blocks[positions // 4] * 4 + positions % 4)
     backend = NumpyBackend(spec, 76)
-    backend.write(0, k, v, plan)
-    out, attn = backend.attend(0, q, plan, return_attn=True)
+    backend.write(backend.prepare(plan), 0, k, v)
+    out, attn = backend.attend(backend.prepare(plan), 0, q, return_attn=True)
     expected, weights = dense_attention(q, k, v)
     assert out.dtype == np.float64
     assert np.abs(out - expected).max() < 1e-14
@@ -102,15 +102,15 @@ def test_attend_with_huge_scores_stays_finite():
     backend = NumpyBackend(KVSpec(1, 1, 8, "float32", 4), 2)
     k = np.full((2, 1, 8), 1e4, np.float32)
     v = np.array([1.0, 3.0], np.float32)[:, None, None] * np.ones((2, 1, 8), np.float32)
-    backend.write(0, k, v, slots(4, 5))
-    plan = ArrayPlan(np.array([[1]]), np.array([2]), np.array([0, 1]), np.array([-1]))
-    assert np.allclose(backend.attend(0, np.full((1, 1, 8), 1e4, np.float32), plan), 2.0)
+    backend.write(backend.prepare(slots(4, 5)), 0, k, v)
+    plan = StepArrays(np.array([[1]]), np.array([2]), np.array([0, 1]), np.array([-1]))
+    assert np.allclose(backend.attend(backend.prepare(plan), 0, np.full((1, 1, 8), 1e4, np.float32)), 2.0)
 
 
 def test_write_of_bfloat16_patterns_stores_them_as_they_are():
     backend = NumpyBackend(KVSpec(1, 1, 2, "bfloat16", 2), 2)
     bits = np.array([0x3F80, 0x7FC1], np.uint16).reshape(1, 1, 2)
-    backend.write(0, bits, bits, slots(3))
+    backend.write(backend.prepare(slots(3)), 0, bits, bits)
     assert backend.export_blocks([1])[0, 4:8].view(np.uint16).tolist() == [0x3F80, 0x7FC1]
 
 
@@ -130,10 +130,10 @@ def test_storage_is_taken_once_and_has_the_size_of_the_spec(layout):
 
 def test_results_own_their_memory():
     backend = NumpyBackend(KVSpec(1, 1, 4, "float32", 2), 3)
-    plan = ArrayPlan(np.array([[1]]), np.array([1]), np.array([0, 1]), np.array([2]))
+    plan = StepArrays(np.array([[1]]), np.array([1]), np.array([0, 1]), np.array([2]))
     ones = np.ones((1, 1, 4), np.float32)
-    backend.write(0, ones, ones, plan)
-    for result in (*backend.gather(0, [1]), backend.attend(0, ones, plan), backend.export_blocks([1])):
+    backend.write(backend.prepare(plan), 0, ones, ones)
+    for result in (*backend.gather(0, [1]), backend.attend(backend.prepare(plan), 0, ones), backend.export_blocks([1])):
         for planes in backend._planes:
             assert not any(np.shares_memory(result, plane) for plane in planes)
 
@@ -141,7 +141,7 @@ def test_results_own_their_memory():
 def test_int64_plans_and_lists_of_ids_are_accepted():
     backend = NumpyBackend(KVSpec(1, 1, 4, "float32", 2), 4)
     ones = np.ones((1, 1, 4), np.float32)
-    backend.write(0, ones, ones, ArrayPlan(slot_mapping=np.array([6], np.int64)))
+    backend.write(backend.prepare(StepArrays(slot_mapping=np.array([6], np.int64))), 0, ones, ones)
     backend.copy_blocks(np.array([[3, 1, 1]], np.int64))
     assert backend.gather(0, [1], 1)[0].tolist() == [[[1.0] * 4]]
     backend.zero((1,))
@@ -155,13 +155,13 @@ def test_offsets_beyond_two_to_the_31_elements_reach_the_right_block():
     backend = NumpyBackend(spec, num_blocks)
     last = num_blocks - 1
     k, v = np.random.default_rng(SEED).standard_normal((2, 16, 1, 1024)).astype(np.float16)
-    plan = ArrayPlan(np.array([[last]]), np.array([16]), np.array([0, 1]), last * 16 + np.arange(16))
-    backend.write(0, k, v, plan)
+    plan = StepArrays(np.array([[last]]), np.array([16]), np.array([0, 1]), last * 16 + np.arange(16))
+    backend.write(backend.prepare(plan), 0, k, v)
     backend.copy_blocks(np.array([[last, last - 1, 16]]))
     assert np.array_equal(backend.gather(0, [last - 1])[1], v.astype(np.float32))
     assert not backend.gather(0, [2])[0].any()  # where 32-bit offsets would wrap to
     q = np.ones((1, 1, 1024), np.float32)
-    np.testing.assert_allclose(backend.attend(0, q, plan), dense_attention(q, k, v)[0], atol=1e-6)
+    np.testing.assert_allclose(backend.attend(backend.prepare(plan), 0, q), dense_attention(q, k, v)[0], atol=1e-6)
 
 
 # ---------------------------------------------------------------------- refusals
@@ -185,6 +185,10 @@ def call(name, *args):
     return lambda backend: getattr(backend, name)(*args)
 
 
+def on_step(name, plan, *args):
+    return lambda backend: getattr(backend, name)(backend.prepare(plan), *args)
+
+
 ONE = np.ones((1, 2, 4), np.float32)
 ROW = {"block_tables": np.array([[1]]), "seq_lens": np.array([1]), "cu_q_lens": np.array([0, 1])}
 
@@ -192,24 +196,24 @@ ROW = {"block_tables": np.array([[1]]), "seq_lens": np.array([1]), "cu_q_lens": 
 @pytest.mark.parametrize(
     ("misuse", "error"),
     [
-        (call("write", 0, ONE.astype(np.int32), ONE, slots(4)), TypeError),
-        (call("write", 0, ONE.astype(np.uint16), ONE, slots(4)), TypeError),
-        (call("write", True, ONE, ONE, slots(4)), TypeError),
-        (call("write", 0.0, ONE, ONE, slots(4)), TypeError),
-        (call("write", 0, ONE[0], ONE, slots(4)), ValueError),
-        (call("write", 0, ONE, ONE, slots(12)), IndexError),
-        (call("attend", 0, ONE.astype(np.int64), ArrayPlan(**ROW)), TypeError),
-        (call("attend", 0, ONE[:, :0], ArrayPlan(**ROW)), ValueError),
-        (call("attend", 0, ONE, ArrayPlan(**ROW | {"cu_q_lens": np.array([0, 2])})), ValueError),
-        (call("attend", 0, ONE, ArrayPlan(**ROW | {"cu_q_lens": np.array([1, 1])})), ValueError),
-        (call("attend", 0, ONE, ArrayPlan(**ROW | {"cu_q_lens": np.array([0])})), ValueError),
-        (call("attend", 0, ONE, ArrayPlan(**ROW | {"seq_lens": np.array([0])})), ValueError),
-        (call("attend", 0, ONE, ArrayPlan(**ROW | {"seq_lens": np.array([5])})), ValueError),
-        (call("attend", 0, ONE, ArrayPlan(**ROW | {"block_tables": np.array([[3]])})), IndexError),
-        (call("attend", 0, ONE, ArrayPlan(**ROW | {"block_tables": np.array([[-1]])})), IndexError),
-        (call("attend", 0, ONE, ArrayPlan(**ROW | {"block_tables": np.zeros((0, 1))})), ValueError),
-        (call("attend", 0, ONE, ArrayPlan(**ROW | {"block_tables": np.array([1])})), ValueError),
-        (call("attend", 0, ONE, ArrayPlan(**ROW), float("nan")), ValueError),
+        (on_step("write", slots(4), 0, ONE.astype(np.int32), ONE), TypeError),
+        (on_step("write", slots(4), 0, ONE.astype(np.uint16), ONE), TypeError),
+        (on_step("write", slots(4), True, ONE, ONE), TypeError),
+        (on_step("write", slots(4), 0.0, ONE, ONE), TypeError),
+        (on_step("write", slots(4), 0, ONE[0], ONE), ValueError),
+        (on_step("write", slots(12), 0, ONE, ONE), IndexError),
+        (on_step("attend", StepArrays(**ROW), 0, ONE.astype(np.int64)), TypeError),
+        (on_step("attend", StepArrays(**ROW), 0, ONE[:, :0]), ValueError),
+        (on_step("attend", StepArrays(**ROW | {"cu_q_lens": np.array([0, 2])}), 0, ONE), ValueError),
+        (on_step("attend", StepArrays(**ROW | {"cu_q_lens": np.array([1, 1])}), 0, ONE), ValueError),
+        (on_step("attend", StepArrays(**ROW | {"cu_q_lens": np.array([0])}), 0, ONE), ValueError),
+        (on_step("attend", StepArrays(**ROW | {"seq_lens": np.array([0])}), 0, ONE), ValueError),
+        (on_step("attend", StepArrays(**ROW | {"seq_lens": np.array([5])}), 0, ONE), ValueError),
+        (on_step("attend", StepArrays(**ROW | {"block_tables": np.array([[3]])}), 0, ONE), IndexError),
+        (on_step("attend", StepArrays(**ROW | {"block_tables": np.array([[-1]])}), 0, ONE), IndexError),
+        (on_step("attend", StepArrays(**ROW | {"block_tables": np.zeros((0, 1))}), 0, ONE), ValueError),
+        (on_step("attend", StepArrays(**ROW | {"block_tables": np.array([1])}), 0, ONE), ValueError),
+        (on_step("attend", StepArrays(**ROW), 0, ONE, float("nan")), ValueError),
         (call("copy_blocks", np.zeros((2, 2), np.int32)), ValueError),
         (call("zero", [[1]]), ValueError),
         (call("gather", 0, [1], -1), ValueError),

@@ -214,13 +214,13 @@ class Evicting:
     def __init__(self, policy):
         Failing.begin(0)
         self.pool, self.backend = Pool(24, 4), Failing(SPEC, 24)
-        plan = Plan(self.pool, 1, 13)
+        plan = Plan(self.pool, 1, 13, backend=self.backend)
         first = int(self.pool.open())
         self.pool.step(plan, [first], 13)
         self.pool.done(plan)
         self.handles = [first, int(self.pool.fork(first)[0])]
         for layer in range(SPEC.num_layers):
-            self.backend.write(layer, vectors(layer, 13), vectors(layer + 9, 13), plan)
+            self.backend.write(self.backend.prepare(plan), layer, vectors(layer, 13), vectors(layer + 9, 13))
         self.evictor = Evictor(policy, self.pool, self.backend, 2)
         scores = np.abs(np.random.default_rng(3).standard_normal((SPEC.num_layers, 2, 2, 13))).astype(np.float32)
         self.evictor.memory.observe(scores, np.array([13, 13]))

@@ -15,9 +15,9 @@ def with_features(backend, *features):
     """The same backend, claiming these features only."""
 
     class Claims(backend):
-        def capabilities(self):
-            can = super().capabilities()
-            return Capabilities(can.name, can.layouts, can.dtypes, features=features)
+        capabilities = Capabilities(
+            backend.capabilities.name, backend.capabilities.layouts, backend.capabilities.dtypes, features=features
+        )
 
     return Claims
 
@@ -281,25 +281,25 @@ class HiddenPartIsTheMean(Split):
 
 
 class PaddingMeetsTheMask(NumpyBackend):
-    def attend(self, layer, q, plan, scale=None, *, options=None, return_attn=False):
-        out = super().attend(layer, q, plan, scale, options=options, return_attn=return_attn)
+    def attend(self, step, layer, q, scale=None, *, options=None, return_attn=False):
+        out = super().attend(step, layer, q, scale, options=options, return_attn=return_attn)
         if options is not None and options.mask is not None and not return_attn:
-            padding = slice(plan.cu_q_lens[-1], None)
+            padding = slice(step.cu_q_lens[-1], None)
             out[padding] += options.mask[padding].max(axis=-1)[..., None]
         return out
 
 
 class PaddingIsTheSink(NumpyBackend):
-    def attend(self, layer, q, plan, scale=None, *, options=None, return_attn=False):
-        out = super().attend(layer, q, plan, scale, options=options, return_attn=return_attn)
+    def attend(self, step, layer, q, scale=None, *, options=None, return_attn=False):
+        out = super().attend(step, layer, q, scale, options=options, return_attn=return_attn)
         if options is not None and options.sinks is not None and not return_attn:
-            out[plan.cu_q_lens[-1] :] = 1 / np.exp(options.sinks)[:, None]
+            out[step.cu_q_lens[-1] :] = 1 / np.exp(options.sinks)[:, None]
         return out
 
 
 class WeightsLoseTheSink(NumpyBackend):
-    def attend(self, layer, q, plan, scale=None, *, options=None, return_attn=False):
-        result = super().attend(layer, q, plan, scale, options=options, return_attn=return_attn)
+    def attend(self, step, layer, q, scale=None, *, options=None, return_attn=False):
+        result = super().attend(step, layer, q, scale, options=options, return_attn=return_attn)
         if not return_attn:
             return result
         out, attn = result
@@ -307,21 +307,21 @@ class WeightsLoseTheSink(NumpyBackend):
 
 
 class IgnoresWhatItLacks(with_features(NumpyBackend, "window")):
-    def attend(self, layer, q, plan, scale=None, *, options=None, return_attn=False):
-        return super().attend(layer, q, plan, scale, return_attn=return_attn)
+    def attend(self, step, layer, q, scale=None, *, options=None, return_attn=False):
+        return super().attend(step, layer, q, scale, return_attn=return_attn)
 
 
 class ReadsAnythingAsOptions(NumpyBackend):
-    def attend(self, layer, q, plan, scale=None, *, options=None, return_attn=False):
+    def attend(self, step, layer, q, scale=None, *, options=None, return_attn=False):
         options = None if isinstance(options, dict) else options
-        return super().attend(layer, q, plan, scale, options=options, return_attn=return_attn)
+        return super().attend(step, layer, q, scale, options=options, return_attn=return_attn)
 
 
 class WidensNarrowMasks(NumpyBackend):
-    def attend(self, layer, q, plan, scale=None, *, options=None, return_attn=False):
-        if options is not None and options.mask is not None and options.mask.shape[-1] < max(plan.seq_lens):
+    def attend(self, step, layer, q, scale=None, *, options=None, return_attn=False):
+        if options is not None and options.mask is not None and options.mask.shape[-1] < max(step.seq_lens):
             options = None
-        return super().attend(layer, q, plan, scale, options=options, return_attn=return_attn)
+        return super().attend(step, layer, q, scale, options=options, return_attn=return_attn)
 
 
 class NamesAFeatureThatDoesNotExist(with_features(NumpyBackend, "window", "sink")):

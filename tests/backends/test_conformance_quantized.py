@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvpool.config import KVSpec
-from kvpool.protocol import ArrayPlan
+from kvpool.protocol import StepArrays
 from kvpool.testing import conformance, conformance_quantized
 from kvpool_backends.cpu import CPUBackend
 from kvpool_backends.numpy import NumpyBackend
@@ -82,11 +82,11 @@ class CopiesWordsAlone(NumpyBackend):
 
 
 class ScalesOfTheNextToken(NumpyBackend):
-    def _context(self, call, plane, table, num_tokens):
+    def _context(self, plane, table, num_tokens):
         if isinstance(plane, tuple):
             words, scales, biases = plane
             plane = words, np.roll(scales, 1, axis=1), biases
-        return super()._context(call, plane, table, num_tokens)
+        return super()._context(plane, table, num_tokens)
 
 
 class QuantizesAgain(NumpyBackend):
@@ -99,16 +99,15 @@ class QuantizesAgain(NumpyBackend):
                 np.take_along_axis(x, keep[layer].T[:, :, None], 0) * np.float32(1 + 2.0**-7)
                 for x in self.gather(layer, blocks)
             ]
-            self.write(layer, *kept, ArrayPlan(slot_mapping=slots))
+            self.write(self.prepare(StepArrays(slot_mapping=slots)), layer, *kept)
 
 
 class AcceptsAll(NumpyBackend):
     """Says that it has 4 bits only, and takes 8."""
 
-    def capabilities(self):
-        from dataclasses import replace
-
-        return replace(super().capabilities(), quant_bits=(4,))
+    def __init__(self, spec, num_blocks):
+        super().__init__(spec, num_blocks)
+        self.capabilities = replace(self.capabilities, quant_bits=(4,))
 
 
 FAULTS = {
@@ -135,9 +134,7 @@ def test_a_backend_without_quantization_refuses_the_spec():
     from kvpool_backends.mlx.plain import PlainBackend
 
     class Dense(PlainBackend):
-        @staticmethod
-        def capabilities():
-            return replace(PlainBackend.capabilities(), quant_bits=(), quant_group_sizes=())
+        capabilities = replace(PlainBackend.capabilities, quant_bits=(), quant_group_sizes=())
 
     spec = KVSpec(1, 2, 64, "float16", k_bits=8)
     with pytest.raises(ValueError, match="k_bits 8 is not among"):

@@ -17,14 +17,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  
 class Scored(NumpyBackend):
     """Exports right scores from parts that a fault replaces."""
 
-    def attend(self, layer, q, plan, scale=None, *, options=None, return_attn=False, scores=None, scores_out=None):
+    def attend(self, step, layer, q, scale=None, *, options=None, return_attn=False, scores=None, scores_out=None):
         if scores is None or return_attn:
-            return super().attend(
-                layer, q, plan, scale, options=options, return_attn=return_attn, scores=scores, scores_out=scores_out
-            )
+            more = {"return_attn": return_attn, "scores": scores, "scores_out": scores_out}
+            return super().attend(step, layer, q, scale, options=options, **more)
         options = self.options(AttentionOptions() if options is None else options)
-        out, s = super().attend(layer, q, plan, scale, options=options, scores=scores, scores_out=scores_out)
-        s[:] = self.changed(s, layer, q, plan, options, scores)
+        out, s = super().attend(step, layer, q, scale, options=options, scores=scores, scores_out=scores_out)
+        s[:] = self.changed(s, layer, q, step, options, scores)
         return self.result(out), s
 
     def options(self, options):
@@ -211,48 +210,46 @@ class ChangesTheResult(Scored):
 class MassIsNormalizedOverTheSum(Scored):
     """As `return_attn` without a sink; beside weights the scores of all queries are summed up."""
 
-    def attend(self, layer, q, plan, scale=None, *, return_attn=False, scores=None, **more):
-        results = super().attend(layer, q, plan, scale, return_attn=return_attn, scores=scores, **more)
+    def attend(self, step, layer, q, scale=None, *, return_attn=False, scores=None, **more):
+        results = super().attend(step, layer, q, scale, return_attn=return_attn, scores=scores, **more)
         return (*results[:-1], results[-1] * 2) if return_attn and scores is not None else results
 
 
 class IgnoresScoresOut(Scored):
-    def attend(self, layer, q, plan, scale=None, *, scores_out=None, **more):
-        return super().attend(layer, q, plan, scale, **more)
+    def attend(self, step, layer, q, scale=None, *, scores_out=None, **more):
+        return super().attend(step, layer, q, scale, **more)
 
 
 class ZeroesAllOfScoresOut(Scored):
-    def attend(self, layer, q, plan, scale=None, *, scores_out=None, **more):
+    def attend(self, step, layer, q, scale=None, *, scores_out=None, **more):
         if scores_out is not None:
             scores_out[:] = 0
-        return super().attend(layer, q, plan, scale, scores_out=scores_out, **more)
+        return super().attend(step, layer, q, scale, scores_out=scores_out, **more)
 
 
 class RefusesNoKind(Scored):
-    def attend(self, layer, q, plan, scale=None, *, scores=None, **more):
+    def attend(self, step, layer, q, scale=None, *, scores=None, **more):
         scores = "raw" if scores == "entropy" else scores
-        return super().attend(layer, q, plan, scale, scores=scores, **more)
+        return super().attend(step, layer, q, scale, scores=scores, **more)
 
 
 class CastsScoresOut(Scored):
-    def attend(self, layer, q, plan, scale=None, *, scores_out=None, **more):
+    def attend(self, step, layer, q, scale=None, *, scores_out=None, **more):
         scores_out = None if isinstance(scores_out, list) else scores_out
-        return super().attend(layer, q, plan, scale, scores_out=scores_out, **more)
+        return super().attend(step, layer, q, scale, scores_out=scores_out, **more)
 
 
 class NamesAKindThatDoesNotExist(Scored):
-    def capabilities(self):
-        return replace(super().capabilities(), scores=("raw", "entropy"))
+    capabilities = replace(Scored.capabilities, scores=("raw", "entropy"))
 
 
 class ClaimsOneKindAndServesTwo(Scored):
-    def capabilities(self):
-        return replace(super().capabilities(), scores=("raw",))
+    capabilities = replace(Scored.capabilities, scores=("raw",))
 
-    def attend(self, layer, q, plan, scale=None, *, scores=None, **more):
+    def attend(self, step, layer, q, scale=None, *, scores=None, **more):
         if scores == "mass":
-            return NumpyBackend.attend(numpy_twin(self), layer, q, plan, scale, scores=scores, **more)
-        return super().attend(layer, q, plan, scale, scores=scores, **more)
+            return NumpyBackend.attend(numpy_twin(self), layer, q, step, scale, scores=scores, **more)
+        return super().attend(step, layer, q, scale, scores=scores, **more)
 
 
 def numpy_twin(backend):
@@ -311,8 +308,7 @@ def test_every_case_about_scores_catches_a_fault():
 
 def test_backend_without_scores_refuses_every_kind():
     class Claims(NumpyBackend):
-        def capabilities(self):
-            return numpy_backend.Capabilities("none", ("NHD",), ("float32",))
+        capabilities = numpy_backend.Capabilities("none", ("NHD",), ("float32",))
 
     outcome = conformance.check_backend(Claims, conformance_scores.CASES)
     assert [name for name, result in outcome.items() if result == "passed"] == [

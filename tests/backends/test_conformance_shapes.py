@@ -1,5 +1,7 @@
 """Faults in long contexts, head dims, chunks, batches and strides: each is caught by the case meant for it."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from simple_backend import Simple, Split
@@ -92,9 +94,9 @@ class ServesAtMost32Queries(Simple):
 class CutsByTheBatch(Split):
     """Parts as many as the batch leaves workers idle: sums are rounded differently, here in float32."""
 
-    def attend(self, layer, q, plan, scale=None, *, options=None, return_attn=False):
-        self.part = 64 * len(plan.seq_lens)
-        return super().attend(layer, q, plan, scale, options=options, return_attn=return_attn)
+    def attend(self, step, layer, q, scale=None, *, options=None, return_attn=False):
+        self.part = 64 * len(step.seq_lens)
+        return super().attend(step, layer, q, scale, options=options, return_attn=return_attn)
 
     def partial(self, scores, v):
         peak, total, values = super().partial(scores, v)
@@ -118,16 +120,16 @@ class ReadsInputsAsIfContiguous(NumpyBackend):
             return x
         return x.base.reshape(-1)[: x.size].reshape(x.shape)
 
-    def attend(self, layer, q, plan, scale=None, *, options=None, return_attn=False):
-        return super().attend(layer, self.flat(q), plan, scale, options=options, return_attn=return_attn)
+    def attend(self, step, layer, q, scale=None, *, options=None, return_attn=False):
+        return super().attend(step, layer, self.flat(q), scale, options=options, return_attn=return_attn)
 
 
 class WritesInputsAsIfContiguous(ReadsInputsAsIfContiguous):
-    def write(self, layer, k, v, plan):
-        super().write(layer, self.flat(k), self.flat(v), plan)
+    def write(self, step, layer, k, v):
+        super().write(step, layer, self.flat(k), self.flat(v))
 
-    def attend(self, layer, q, plan, scale=None, *, options=None, return_attn=False):
-        return NumpyBackend.attend(self, layer, q, plan, scale, options=options, return_attn=return_attn)
+    def attend(self, step, layer, q, scale=None, *, options=None, return_attn=False):
+        return NumpyBackend.attend(self, layer, q, step, scale, options=options, return_attn=return_attn)
 
 
 FAULTS = {
@@ -166,9 +168,7 @@ def test_backend_that_cuts_contexts_conforms():
 
 def test_backend_that_does_not_claim_batch_invariance_is_not_asked():
     class Claims(CutsByTheBatch):
-        def capabilities(self):
-            can = super().capabilities()
-            return type(can)(can.name, can.layouts, can.dtypes, features=can.features)
+        capabilities = replace(NumpyBackend.capabilities, batch_invariant=False)
 
     outcome = conformance.check_backend(Claims, conformance_shapes.CASES)
     assert outcome.pop("a_row_has_the_same_bits_in_any_batch") == "not applicable"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvpool.config import LAYOUTS, KVSpec
-from kvpool.protocol import ArrayPlan
+from kvpool.protocol import StepArrays
 from kvpool.testing.conformance import CASES as ALL_CASES
 from kvpool.testing.dense import FLOAT8_E4M3, round_to, stored_bytes
 from kvpool_backends.cpu import CPUBackend, isas
@@ -60,13 +60,13 @@ def test_cpu_stores_and_gathers_the_bytes_of_the_table(isa, given):
     else:
         k = x
     backend = CPUBackend(SPEC, -(-len(x) // 16), isa=isa)
-    backend.write(0, k, k[::-1], ArrayPlan(slot_mapping=np.arange(len(x))))
+    backend.write(backend.prepare(StepArrays(slot_mapping=np.arange(len(x)))), 0, k, k[::-1])
     got = backend.gather(0, np.arange(backend.num_blocks), len(x))
     for expected, back in zip((x, x[::-1]), got, strict=True):
         rounded = round_to(expected, "float8_e4m3")
         assert back.dtype == np.float32 and np.array_equal(back, rounded, equal_nan=True)
     reference = NumpyBackend(SPEC, backend.num_blocks)
-    reference.write(0, x, x[::-1], ArrayPlan(slot_mapping=np.arange(len(x))))
+    reference.write(reference.prepare(StepArrays(slot_mapping=np.arange(len(x)))), 0, x, x[::-1])
     ids = np.arange(backend.num_blocks)
     assert np.array_equal(backend.export_blocks(ids), reference.export_blocks(ids))
 
@@ -83,11 +83,11 @@ def test_attention_of_any_shape_equals_the_reference(dim, num_queries, group, la
     nan = np.full((168, 3, dim), np.nan, np.float32)
     k, v = (rng.standard_normal((length, 3, dim)).astype(np.float32) for _ in "kv")
     for backend in (mine, reference):
-        backend.write(0, nan, nan, ArrayPlan(slot_mapping=np.arange(168)))
-        backend.write(0, k, v, ArrayPlan(slot_mapping=slots))
-    plan = ArrayPlan(table[None].astype(np.int32), np.array([length]), np.array([0, num_queries]))
+        backend.write(backend.prepare(StepArrays(slot_mapping=np.arange(168))), 0, nan, nan)
+        backend.write(backend.prepare(StepArrays(slot_mapping=slots)), 0, k, v)
+    plan = StepArrays(table[None].astype(np.int32), np.array([length]), np.array([0, num_queries]))
     q = rng.standard_normal((num_queries, 3 * group, dim)).astype(np.float32)
-    assert np.abs(mine.attend(0, q, plan) - reference.attend(0, q, plan)).max() < 5e-6
+    assert np.abs(mine.attend(mine.prepare(plan), 0, q) - reference.attend(reference.prepare(plan), 0, q)).max() < 5e-6
 
 
 class Truncates(NumpyBackend):
@@ -119,7 +119,7 @@ def test_bad_input_is_refused():
     before = backend.export_blocks([0, 1])
     for wrong in (np.zeros((1, 2, 64), np.uint8), np.zeros((1, 2, 64), np.int32)):
         with pytest.raises(TypeError, match=r"^\[write\] k must be float32, float16 or bfloat16"):
-            backend.write(0, wrong, wrong, ArrayPlan(slot_mapping=np.array([3])))
+            backend.write(backend.prepare(StepArrays(slot_mapping=np.array([3]))), 0, wrong, wrong)
     assert np.array_equal(backend.export_blocks([0, 1]), before)
 
 

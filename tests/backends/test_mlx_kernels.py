@@ -10,7 +10,7 @@ from mlx_models import on_cpu
 
 from kvpool.config import KVSpec
 from kvpool.errors import BackendUnavailable
-from kvpool.protocol import ArrayPlan
+from kvpool.protocol import StepArrays
 from kvpool_backends.mlx import MLXBackend, kernels_refusal
 
 SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", block_size=4)
@@ -32,7 +32,7 @@ def step_of(length):
     position = length - 1
     table = np.arange(1, BLOCKS + 1, dtype=np.int32)[None]
     slot = table[0, position // SPEC.block_size] * SPEC.block_size + position % SPEC.block_size
-    return ArrayPlan(table, np.int32([length]), np.int32([0, 1]), np.int32([slot]))
+    return StepArrays(table, np.int32([length]), np.int32([0, 1]), np.int32([slot]))
 
 
 def lengths(num_steps):
@@ -61,8 +61,8 @@ def test_the_pool_never_moves_whatever_is_kept_and_pipelined(dtype):
         plan = step_of(length)
         for layer in range(spec.num_layers):
             k = (key(step) + 0 * queued.sum()).astype(backend.dtype)  # depends on the step before, not evaluated
-            backend.write(layer, k, k, plan)
-            out = backend.attend(layer, mx.zeros((1, 4, 8), backend.dtype), plan)
+            backend.write(backend.prepare(plan), layer, k, k)
+            out = backend.attend(backend.prepare(plan), layer, mx.zeros((1, 4, 8), backend.dtype))
             kept.append(out[:, 1:3])
         queued = out + 1
         mx.async_eval(queued)
@@ -84,12 +84,12 @@ def test_the_pool_begins_at_a_cache_line(dtype, layout):
 def test_results_are_values_that_later_writes_do_not_change():
     backend = kernels()
     k = key(1)
-    backend.write(0, k, k, step_of(1))
-    early = backend.attend(0, mx.zeros((1, 2, 8)), step_of(1))
+    backend.write(backend.prepare(step_of(1)), 0, k, k)
+    early = backend.attend(backend.prepare(step_of(1)), 0, mx.zeros((1, 2, 8)))
     built = early * 2  # on the result, not evaluated
     gathered, _ = backend.gather(0, [1], 1)
-    read, _ = backend.read(0, step_of(1))
-    backend.write(0, key(9), key(9), step_of(1))
+    read, _ = backend.read(backend.prepare(step_of(1)), 0)
+    backend.write(backend.prepare(step_of(1)), 0, key(9), key(9))
     for array, value in ((early, 1), (built, 2), (gathered, 1), (read, 1)):
         assert np.array_equal(np.array(array), np.full(array.shape, value, np.float32))
 
@@ -98,7 +98,7 @@ def test_inputs_may_be_lazy_strided_and_of_another_dtype():
     backend = kernels()
     x = mx.arange(2 * 8 * 3, dtype=mx.float32).reshape(2, 8, 3)
     k, v = (x + 1).transpose(2, 0, 1), (x + 1)[:, ::-1].transpose(2, 0, 1).astype(mx.bfloat16)
-    backend.write(1, k, v, ArrayPlan(slot_mapping=np.int32([4, 5, 6])))
+    backend.write(backend.prepare(StepArrays(slot_mapping=np.int32([4, 5, 6]))), 1, k, v)
     got = backend.gather(1, [1], 3)
     for stored, given in zip(got, (k, v), strict=True):
         assert np.array_equal(np.array(stored), np.array(given.astype(mx.float32)))
@@ -109,9 +109,9 @@ def test_the_peak_of_memory_stays_flat():
     base, peaks = mx.get_active_memory(), []
     for length in lengths(200):
         mx.reset_peak_memory()
-        backend.write(0, key(1), key(1), step_of(length))
-        backend.read(0, step_of(length))
-        backend.attend(0, mx.zeros((1, 4, 8)), step_of(length))
+        backend.write(backend.prepare(step_of(length)), 0, key(1), key(1))
+        backend.read(backend.prepare(step_of(length)), 0)
+        backend.attend(backend.prepare(step_of(length)), 0, mx.zeros((1, 4, 8)))
         peaks.append(mx.get_peak_memory() - base)
     print(f"peak {max(peaks)} bytes, pool {backend.memory().pool_nbytes}")
     assert max(peaks) < backend.memory().pool_nbytes // 50
@@ -125,7 +125,7 @@ def test_canary_a_copied_pool_shows_in_address_count_and_peak():
     mx.eval(kept)
     mx.reset_peak_memory()
     base = mx.get_active_memory()
-    backend.write(0, key(1), key(1), step_of(1))
+    backend.write(backend.prepare(step_of(1)), 0, key(1), key(1))
     assert backend.settle() == 2 and backend._pool.addresses() != addresses
     assert mx.get_peak_memory() - base > backend.memory().pool_nbytes // 50
 
@@ -138,11 +138,11 @@ def test_a_call_inside_compile_or_vmap_is_refused_and_changes_nothing():
     before = backend.export_blocks(range(4))
 
     def write(x):
-        backend.write(0, x, x, step_of(1))
+        backend.write(backend.prepare(step_of(1)), 0, x, x)
         return x
 
     def attend(x):
-        return backend.attend(0, x, step_of(1))
+        return backend.attend(backend.prepare(step_of(1)), 0, x)
 
     for function, call in ((write, "write"), (attend, "attend")):
         with pytest.raises(RuntimeError, match=rf"\[{call}\] the arrays have no content yet.*mx\.compile"):
@@ -155,14 +155,14 @@ def test_a_call_inside_compile_or_vmap_is_refused_and_changes_nothing():
 def test_another_thread_goes_on_from_the_results():
     backend = kernels()
     for layer in range(2):
-        backend.write(layer, key(3), key(3), step_of(1))
-    out, failures = backend.attend(0, mx.zeros((1, 2, 8)), step_of(1)), []
+        backend.write(backend.prepare(step_of(1)), layer, key(3), key(3))
+    out, failures = backend.attend(backend.prepare(step_of(1)), 0, mx.zeros((1, 2, 8))), []
 
     def go_on():
         try:
             with mx.stream(mx.new_stream(mx.cpu)):
-                backend.write(0, key(5), key(5), step_of(2))
-                later = backend.attend(0, mx.zeros((1, 2, 8)), step_of(2)) + out
+                backend.write(backend.prepare(step_of(2)), 0, key(5), key(5))
+                later = backend.attend(backend.prepare(step_of(2)), 0, mx.zeros((1, 2, 8))) + out
                 assert np.array_equal(np.array(later), np.full((1, 2, 8), 7, np.float32))
         except BaseException as error:
             failures.append(error)
@@ -181,9 +181,9 @@ def test_the_route_is_chosen_by_device_and_kernels_and_can_be_forced(monkeypatch
     assert MLXBackend(SPEC, 4).route == "kernels" and "route='kernels'" in repr(MLXBackend(SPEC, 4))
     plain = MLXBackend(SPEC, 4, kernels=False)
     assert plain.route == "plain" and "route='plain'" in repr(plain)
-    assert (MLXBackend(SPEC, 4).is_eager, plain.is_eager) == (True, False)
-    assert MLXBackend(SPEC, 4).capabilities().batch_invariant and not plain.capabilities().batch_invariant
-    assert MLXBackend(KVSpec(1, 1, 8, layout="stacked"), 4).capabilities().layouts > plain.capabilities().layouts
+    assert (MLXBackend(SPEC, 4).capabilities.lazy, plain.capabilities.lazy) == (False, True)
+    assert MLXBackend(SPEC, 4).capabilities.batch_invariant and not plain.capabilities.batch_invariant
+    assert MLXBackend(KVSpec(1, 1, 8, layout="stacked"), 4).capabilities.layouts > plain.capabilities.layouts
     monkeypatch.setitem(__import__("sys").modules, "kvpool_backends.cpu._kernels", None)
     assert MLXBackend(SPEC, 4).route == "plain"
     with pytest.raises(BackendUnavailable, match=r"\[MLXBackend\] kernels=True, but the CPU kernels"):
@@ -207,18 +207,18 @@ def test_attention_over_the_pool_is_20_times_faster_than_gather_and_mlx_attentio
     num_blocks = rows * context // spec.block_size + 1
     rng = np.random.default_rng(0)
     tables = (rng.permutation(num_blocks - 1) + 1).astype(np.int32).reshape(rows, -1)
-    plan = ArrayPlan(tables, np.full(rows, context, np.int32), np.arange(rows + 1, dtype=np.int32))
+    plan = StepArrays(tables, np.full(rows, context, np.int32), np.arange(rows + 1, dtype=np.int32))
     data = mx.random.normal((num_blocks * spec.block_size, 8, 128)).astype(mx.bfloat16)
-    everywhere = ArrayPlan(slot_mapping=np.arange(len(data), dtype=np.int32))
+    everywhere = StepArrays(slot_mapping=np.arange(len(data), dtype=np.int32))
     q = mx.random.normal((rows, 32, 128)).astype(mx.bfloat16)
 
     def seconds(backend, times):
-        backend.write(0, data, data, everywhere)
+        backend.write(backend.prepare(everywhere), 0, data, data)
         backend.settle()
         taken = []
         for _ in range(times):
             start = time.perf_counter()
-            out = backend.attend(0, q, plan)
+            out = backend.attend(backend.prepare(plan), 0, q)
             mx.eval(out)
             taken.append(time.perf_counter() - start)
         return min(taken), np.array(out.astype(mx.float32))

@@ -22,7 +22,7 @@ from mlx_models import batch_tokens, on_cpu, random_prompts, solo_tokens, tiny_g
 from kvpool.adapters.mlx_lm import install
 from kvpool.config import LAYOUTS, KVSpec
 from kvpool.errors import BackendUnavailable
-from kvpool.protocol import ArrayPlan, AttentionOptions
+from kvpool.protocol import StepArrays
 from kvpool.testing import conformance
 from kvpool_backends.mlx import MLXBackend
 from kvpool_backends.mlx.native import load, loading, status
@@ -73,8 +73,8 @@ def row(backend, block, length, new=1):
     size = backend.spec.block_size
     table = np.arange(block, block - (-length // size), dtype=np.int32)[None]
     slots = np.arange(length - new, length, dtype=np.int32) + block * size
-    plan = ArrayPlan(table, np.int32([length]), np.int32([0, new]), slots)
-    return backend.step_arrays(plan, np.array([length]))
+    plan = StepArrays(table, np.int32([length]), np.int32([0, new]), slots)
+    return backend.prepare(plan)
 
 
 def tokens(value, count=1, spec=SPEC):
@@ -102,7 +102,7 @@ def test_quantized_storage_is_not_for_the_native_route(native):
 
 def test_native_route_is_taken_where_it_is_built(native):
     backend = native(SPEC, 8)
-    assert type(backend).__name__ == "NativeBackend" and not backend.is_eager
+    assert type(backend).__name__ == "NativeBackend" and backend.capabilities.lazy
     assert type(native(SPEC, 8, native=False)).__name__ == "KernelBackend"
     assert status()["active"] and status()["why"] == ""
 
@@ -113,14 +113,14 @@ def test_native_route_is_taken_where_it_is_built(native):
 def test_calls_are_lazy_and_evaluating_a_result_evaluates_what_came_before(native):
     backend = native(SPEC, 8)
     for layer in range(SPEC.num_layers):
-        backend.write_tokens(layer, tokens(1, 3), tokens(2, 3), row(backend, 2, 3, 3))
-    out = backend.attend(1, mx.repeat(tokens(1, 3), 2, axis=1), row(backend, 2, 3, 3))
+        backend.write(row(backend, 2, 3, 3), layer, tokens(1, 3), tokens(2, 3))
+    out = backend.attend(row(backend, 2, 3, 3), 1, mx.repeat(tokens(1, 3), 2, axis=1))
     memory = np.asarray(memoryview(backend._pool.arrays[2]))
     assert not memory.any()  # nothing has run
     mx.eval(out)
     assert (np.array(out) == 2).all() and memory[2, :3].all()
     assert not np.asarray(memoryview(backend._pool.arrays[0])).any()  # nobody has asked for layer 0
-    mx.eval(backend.planes(0))
+    mx.eval(backend.queued(0))
     assert np.asarray(memoryview(backend._pool.arrays[0]))[2, :3].all()
 
 
@@ -129,13 +129,13 @@ def test_a_read_sees_the_pool_as_it_was_when_it_was_built(native, evaluated_firs
     """The write-after-read hazard: without an edge from the read to the write it reads what came later."""
     backend = native(SPEC, 8)
     step = row(backend, 1, 1)
-    backend.write(0, tokens(1), tokens(1), step)
-    read = backend.attend(0, tokens(0), step)
-    backend.write(0, tokens(2), tokens(2), step)
+    backend.write(step, 0, tokens(1), tokens(1))
+    read = backend.attend(step, 0, tokens(0))
+    backend.write(step, 0, tokens(2), tokens(2))
     if evaluated_first == "write":
         backend.settle()
     assert (np.array(read) == 1).all()
-    assert (np.array(backend.attend(0, tokens(0), step)) == 2).all()
+    assert (np.array(backend.attend(step, 0, tokens(0))) == 2).all()
 
 
 def test_a_read_outside_of_the_chain_reads_the_future(native):
@@ -149,11 +149,11 @@ def test_a_read_outside_of_the_chain_reads_the_future(native):
             module.share(handle, newest)
         module.run(args[0], handles, *args[2:])
 
-    backend.write(0, tokens(1), tokens(1), step)
+    backend.write(step, 0, tokens(1), tokens(1))
     backend._lazy._module = Faulty(module, run=stale)
-    read = backend.attend(0, tokens(0), step)
+    read = backend.attend(step, 0, tokens(0))
     backend._lazy._module = module
-    backend.write(0, tokens(2), tokens(2), step)
+    backend.write(step, 0, tokens(2), tokens(2))
     backend.settle()
     assert (np.array(read) == 2).all()
 
@@ -172,7 +172,7 @@ def test_random_programs_give_what_the_eager_route_gives(native, layout, seed):
         layer, block, length = rng.integers(2), rng.integers(5), rng.integers(1, 5)
         kind = rng.choice(["write", "attend", "both", "copy", "zero", "evaluate"])
         k, v, q = (rng.standard_normal((length, heads, 8)).astype(np.float32) for heads in (2, 2, 4))
-        plan = ArrayPlan(
+        plan = StepArrays(
             np.int32([[block]]),
             np.int32([length]),
             np.int32([0, length]),
@@ -183,9 +183,9 @@ def test_random_programs_give_what_the_eager_route_gives(native, layout, seed):
         for backend, results in ((lazy, pending), (eager, expected)):
             with mx.stream(streams[rng.integers(2)]):
                 if kind in ("write", "both"):
-                    backend.write(layer, mx.array(k) * 1, mx.array(v) * 1, plan)
+                    backend.write(backend.prepare(plan), layer, mx.array(k) * 1, mx.array(v) * 1)
                 if kind in ("attend", "both"):
-                    results.append(backend.attend(layer, mx.array(q) * 1, plan))
+                    results.append(backend.attend(backend.prepare(plan), layer, mx.array(q) * 1))
                 if kind == "copy":
                     backend.copy_blocks(np.int32([[block, (block + 1) % 6, length]]))
                 if kind == "zero":
@@ -196,28 +196,16 @@ def test_random_programs_give_what_the_eager_route_gives(native, layout, seed):
     assert lazy.settle() == 0
 
 
-def test_write_and_attend_as_one_node_gives_the_same(native):
-    rng = np.random.default_rng(0)
-    one, two = native(SPEC, 8), native(SPEC, 8)
-    options = AttentionOptions(window=3, sinks=np.ones(4, np.float32), soft_cap=5.0)
-    for length in range(1, 12):
-        q, k, v = (mx.array(rng.standard_normal((1, heads, 8)).astype(np.float32)) for heads in (4, 2, 2))
-        together = one.write_and_attend(1, q, k, v, row(one, 3, length), options=options)
-        two.write(1, k, v, row(two, 3, length))
-        apart = two.attend(1, q, row(two, 3, length), options=options)
-        np.testing.assert_array_equal(np.array(together), np.array(apart))
-
-
 def test_results_are_not_kept_by_the_pool(native):
     backend = native(SPEC, 64)
     step = row(backend, 0, 200, 200)
     q = mx.zeros((200, 64, SPEC.head_dim))
-    mx.eval(q, backend.attend(0, q, step))
+    mx.eval(q, backend.attend(step, 0, q))
     mx.synchronize()
     mx.clear_cache()
     before = mx.get_active_memory()
     for _ in range(20):
-        mx.eval(backend.attend(0, q, step))
+        mx.eval(backend.attend(step, 0, q))
     mx.synchronize()
     mx.clear_cache()
     assert mx.get_active_memory() < before + 2 * q.nbytes
@@ -237,11 +225,11 @@ def decode(backend, num_steps, *, pipelined, context=48):
         begin = time.perf_counter()
         at = step % context
         slots = tables[:, at // spec.block_size] * spec.block_size + at % spec.block_size
-        arrays = backend.step_arrays(ArrayPlan(tables, lens, np.arange(5, dtype=np.int32), slots), lens)
+        arrays = backend.prepare(StepArrays(tables, lens, np.arange(5, dtype=np.int32), slots))
         for layer in range(spec.num_layers):
             k = x[:, : spec.num_kv_heads] * 0.5 + step
-            backend.write_tokens(layer, k, k, arrays)
-            x = backend.attend(layer, x, arrays) * 0.5 + 1
+            backend.write(arrays, layer, k, k)
+            x = backend.attend(arrays, layer, x) * 0.5 + 1
         mx.async_eval(x)
         if not pipelined:
             mx.eval(x)
@@ -296,15 +284,15 @@ def plant_copy(backend, layer=0):
 def test_planted_copy_is_found_by_the_next_node(native):
     backend = native(SPEC, 8)
     plant_copy(backend)
-    backend.write(0, tokens(1), tokens(1), row(backend, 1, 1))
+    backend.write(row(backend, 1, 1), 0, tokens(1), tokens(1))
     with pytest.raises(RuntimeError, match="not where it was"):
-        mx.eval(backend.planes(0))
+        mx.eval(backend.queued(0))
 
 
 def test_planted_copy_after_a_write_is_found_in_debug_mode(native, monkeypatch):
     monkeypatch.setenv("KVPOOL_MLX_DEBUG", "1")
     backend = native(SPEC, 8)
-    backend.write(0, tokens(1), tokens(1), row(backend, 1, 1))  # evaluated, and looked at
+    backend.write(row(backend, 1, 1), 0, tokens(1), tokens(1))  # evaluated, and looked at
     run = backend._module.run
 
     class Copies:
@@ -319,15 +307,15 @@ def test_planted_copy_after_a_write_is_found_in_debug_mode(native, monkeypatch):
 
     backend._lazy._module = Copies()
     with pytest.raises(PoolMoved, match="it was at"):
-        backend.write(0, tokens(1), tokens(1), row(backend, 1, 1))
+        backend.write(row(backend, 1, 1), 0, tokens(1), tokens(1))
 
 
 def test_plain_route_says_once_that_it_copies(caplog):
     with on_cpu():
         backend = MLXBackend(SPEC, 8, kernels=False)
         for count in range(1, 4):
-            outstanding = backend.read(0, row(backend, 1, 1))
-            backend.write_tokens(0, tokens(count), tokens(count), row(backend, 1, 1))
+            outstanding = backend.read(row(backend, 1, 1), 0)
+            backend.write(row(backend, 1, 1), 0, tokens(count), tokens(count))
             assert backend.settle() == 2 and backend.pool_copies == 2 * count
             del outstanding
     (record,) = (record for record in caplog.records if record.name == "kvpool_backends.mlx.storage")
@@ -340,24 +328,24 @@ def test_plain_route_says_once_that_it_copies(caplog):
 def test_refused_calls_leave_no_node(native):
     backend = native(SPEC, 8)
     step, q = row(backend, 1, 1), mx.repeat(tokens(0), 2, axis=1)
-    far = ArrayPlan(np.int32([[8]]), np.int32([1]), np.int32([0, 1]))
-    backend.write(0, tokens(3), tokens(3), step)
+    far = StepArrays(np.int32([[8]]), np.int32([1]), np.int32([0, 1]))
+    backend.write(step, 0, tokens(3), tokens(3))
     for error, text, call in (
-        (ValueError, r"k must have shape \[1, 2, 8\]", lambda: backend.write(0, tokens(1, 2), tokens(1, 2), step)),
-        (TypeError, "v must be float32", lambda: backend.write(0, tokens(1), tokens(1).astype(mx.int32), step)),
-        (IndexError, "layer is 2", lambda: backend.write(2, tokens(1), tokens(1), step)),
-        (ValueError, "3 heads", lambda: backend.attend(0, mx.zeros((1, 3, 8)), step)),
-        (ValueError, "T, Hq, 8", lambda: backend.attend(0, mx.zeros((1, 2, 4)), step)),
-        (ValueError, "cu_q_lens", lambda: backend.attend(0, mx.zeros((0, 2, 8)), step)),
+        (ValueError, r"k must have shape \[1, 2, 8\]", lambda: backend.write(step, 0, tokens(1, 2), tokens(1, 2))),
+        (TypeError, "v must be float32", lambda: backend.write(step, 0, tokens(1), tokens(1).astype(mx.int32))),
+        (IndexError, "layer is 2", lambda: backend.write(step, 2, tokens(1), tokens(1))),
+        (ValueError, "3 heads", lambda: backend.attend(step, 0, mx.zeros((1, 3, 8)))),
+        (ValueError, "T, Hq, 8", lambda: backend.attend(step, 0, mx.zeros((1, 2, 4)))),
+        (ValueError, "cu_q_lens", lambda: backend.attend(step, 0, mx.zeros((0, 2, 8)))),
         (IndexError, "slots 0 .. 31", lambda: row(backend, 8, 1)),
-        (IndexError, "blocks 0 .. 7", lambda: backend.attend(0, q, far)),
+        (IndexError, "blocks 0 .. 7", lambda: backend.attend(backend.prepare(far), 0, q)),
         (ValueError, "there twice", lambda: backend.copy_blocks(np.int32([[0, 1, 1], [2, 1, 1]]))),
-        (RuntimeError, "compile", lambda: mx.compile(lambda x: backend.attend(0, x + 1, step))(q)),
-        (RuntimeError, "compile", lambda: mx.compile(lambda x: backend.write(0, x, x, step))(tokens(1))),
+        (RuntimeError, "compile", lambda: mx.compile(lambda x: backend.attend(step, 0, x + 1))(q)),
+        (RuntimeError, "compile", lambda: mx.compile(lambda x: backend.write(step, 0, x, x))(tokens(1))),
     ):
         with pytest.raises(error, match=text):
             call()
-    assert (np.array(backend.attend(0, q, step)) == 3).all()
+    assert (np.array(backend.attend(step, 0, q)) == 3).all()
 
 
 def test_threads_take_turns_under_a_lock(native):
@@ -369,8 +357,8 @@ def test_threads_take_turns_under_a_lock(native):
             for turn in range(25):
                 with lock:
                     step = row(backend, block, 1)
-                    backend.write(0, tokens(turn), tokens(turn + block), step)
-                    out = np.array(backend.attend(0, tokens(0), step))
+                    backend.write(step, 0, tokens(turn), tokens(turn + block))
+                    out = np.array(backend.attend(step, 0, tokens(0)))
                     backend.settle()
                 assert (out == turn + block).all()
         except BaseException as error:

@@ -8,12 +8,13 @@ import pytest
 
 import kvpool
 from kvpool.config import KVSpec
-from kvpool.protocol import FEATURES, ArrayPlan, AttentionOptions, BatchShape, Capabilities, KVBackend, checked_options
+from kvpool.protocol import FEATURES, AttentionOptions, BatchShape, Capabilities, KVBackend, StepArrays
+from kvpool_backends.checks import checked_options
 from kvpool_backends.numpy import NumpyBackend
 
 SPEC = KVSpec(2, 2, 8, "float32", 4)
 VERBS = [
-    "capabilities",
+    "prepare",
     "asarray",
     "to_numpy",
     "copy_blocks",
@@ -25,6 +26,9 @@ VERBS = [
     "export_blocks",
     "import_blocks",
     "warmup",
+    "read",
+    "queued",
+    "settle",
 ]
 
 
@@ -35,7 +39,7 @@ def test_numpy_backend_is_a_backend():
 @pytest.mark.parametrize("verb", VERBS)
 def test_object_without_a_verb_is_no_backend(verb):
     verbs = {name: getattr(NumpyBackend, name) for name in VERBS if name != verb}
-    partial = type("Partial", (), {**verbs, "spec": SPEC, "num_blocks": 3, "required_formats": ()})
+    partial = type("Partial", (), verbs | {"spec": SPEC, "num_blocks": 3, "required_formats": (), "capabilities": None})
     assert not isinstance(partial(), KVBackend)
 
 
@@ -45,7 +49,7 @@ def test_protocol_documents_every_verb():
 
 
 def test_array_plan_is_empty_by_default():
-    plan = ArrayPlan()
+    plan = StepArrays()
     assert plan.copies.shape == (0, 3) and plan.slot_mapping.shape == (0,)
     assert plan.block_tables.shape == (0, 0) and plan.cu_q_lens.tolist() == [0] and plan.seq_lens.shape == (0,)
 
@@ -236,5 +240,5 @@ def test_plan_arrays_are_read_from_any_object():
 
     backend = NumpyBackend(SPEC, 3)
     ones = np.ones((5, 2, 8), np.float32)
-    backend.write(0, ones, ones, Own())
-    assert np.allclose(backend.attend(0, ones, Own()), 1)
+    backend.write(backend.prepare(Own()), 0, ones, ones)
+    assert np.allclose(backend.attend(backend.prepare(Own()), 0, ones), 1)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvpool.config import LAYOUTS, KVSpec, blocks_for, describe_plan
-from kvpool.protocol import ArrayPlan
+from kvpool.protocol import StepArrays
 from kvpool_backends.numpy import NumpyBackend
 from kvpool_backends.numpy.bfloat16 import from_bfloat16, to_bfloat16
 from kvpool_backends.numpy.quantized import dequantize, pack, quantize, unpack
@@ -88,7 +88,7 @@ def filled(spec: KVSpec, tokens: int = 8) -> tuple[NumpyBackend, np.ndarray, np.
     k, v = (rows(rng, (tokens, spec.num_kv_heads, dim)) for _, dim in spec.planes)
     slots = 2 * spec.block_size + np.arange(tokens)
     for layer in range(spec.num_layers):
-        backend.write(layer, k + layer, v + layer, ArrayPlan(slot_mapping=slots))
+        backend.write(backend.prepare(StepArrays(slot_mapping=slots)), layer, k + layer, v + layer)
     return backend, k, v
 
 
@@ -134,10 +134,10 @@ def test_attend_reads_the_dequantized_tokens():
     backend, _, _ = filled(spec)
     dense = NumpyBackend(KVSpec(1, 2, 64, "float32", 4), 4)
     k, v = backend.gather(0, [2, 3], 8)
-    dense.write(0, k, v, ArrayPlan(slot_mapping=8 + np.arange(8)))
+    dense.write(dense.prepare(StepArrays(slot_mapping=8 + np.arange(8))), 0, k, v)
     q = np.random.default_rng(3).standard_normal((1, 4, 64))
-    plan = ArrayPlan(np.array([[2, 3]]), np.array([8]), np.array([0, 1]))
-    assert np.array_equal(backend.attend(0, q, plan), dense.attend(0, q, plan))
+    plan = StepArrays(np.array([[2, 3]]), np.array([8]), np.array([0, 1]))
+    assert np.array_equal(backend.attend(backend.prepare(plan), 0, q), dense.attend(dense.prepare(plan), 0, q))
 
 
 # ---------------------------------------------------------------------- specs

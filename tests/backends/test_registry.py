@@ -35,7 +35,9 @@ def test_load_backend_by_name_returns_a_factory():
     assert isinstance(backend, NumpyBackend) and backend.num_blocks == 4
 
 
-def test_load_backend_without_a_name_is_numpy():
+def test_load_backend_without_a_name_is_the_fast_one_that_is_there(monkeypatch):
+    assert load_backend() is load_backend("cpu")
+    monkeypatch.setitem(sys.modules, "kvpool_backends.cpu", None)  # makes the import fail
     assert load_backend() is NumpyBackend
 
 
@@ -48,7 +50,7 @@ def test_load_backend_follows_the_environment(monkeypatch, declare):
         load_backend()
     assert load_backend("numpy") is NumpyBackend  # what is asked for by name wins
     monkeypatch.setenv("KVPOOL_BACKEND", "")
-    assert load_backend() is NumpyBackend
+    assert load_backend() is load_backend("cpu")
 
 
 def test_load_backend_unknown_name_lists_the_known_ones():

@@ -15,14 +15,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.command import main
 from benchmarks.attention import command, decode, dense, gates, moves, prefill, scores, stores
 from benchmarks.attention.bench import Bench
 from benchmarks.attention.cache import ELEMENTS, PagedCall, WrongResult, narrowed, random_elements, widened
 from benchmarks.attention.gates import Gate
-from kvpool.cli.bench.measure import ROUNDS_PER_REPETITION, RUNS_MIN, Contestant, race
 from benchmarks.attention.rows import CACHED_NBYTES, Row, timed
 from benchmarks.attention.settings import Settings
+from benchmarks.command import main
+from kvpool.cli.bench import measure
+from kvpool.cli.bench.measure import ROUNDS_PER_REPETITION, RUNS_MIN, Contestant, race
 from kvpool.config import KVSpec
 from kvpool.testing.dense import dense_attention, dense_scores, round_to, stored_bytes
 
@@ -332,7 +333,7 @@ def small(monkeypatch):
 def kernels(small, monkeypatch):
     """Kernels in numpy."""
     made = NumpyKernels()
-    monkeypatch.setattr(attention, "load_kernels", lambda isa: made)
+    monkeypatch.setattr(command, "load_kernels", lambda isa: made)
     return made
 
 
@@ -433,7 +434,7 @@ def test_decode_sleeping_kernels_miss_their_gate(kernels, monkeypatch):
     monkeypatch.setattr(measure, "UNDISTURBED", 0.0)  # every round counts, or a busy machine decides nothing
     kernels.attend_seconds = 0.02
     settings = replace(SMALL, threads=(1,), batches=(1,))
-    gate = gates.decide(attention.measure(Bench(kernels, settings), quiet=True), settings)[0]
+    gate = gates.decide(command.measure(Bench(kernels, settings), quiet=True), settings)[0]
     assert gate.value > 1.5 and not gate.holds
 
 
@@ -468,7 +469,7 @@ def test_moves_sleeping_kernels_miss_their_gate(kernels, monkeypatch, part):
     monkeypatch.setattr(gates, "REPETITIONS", 1)
     monkeypatch.setattr(measure, "UNDISTURBED", 0.0)  # every round counts, or a busy machine decides nothing
     kernels.move_seconds = 0.03  # against microseconds: whatever else the machine does
-    decided = gates.decide(attention.measure(Bench(kernels, s := replace(SMALL, parts=(part,))), quiet=True), s)
+    decided = gates.decide(command.measure(Bench(kernels, s := replace(SMALL, parts=(part,))), quiet=True), s)
     assert [gate.value > 2 and not gate.holds for gate in decided] == [True]
 
 
@@ -596,5 +597,5 @@ def test_command_bad_option_is_named_before_any_work(kernels, capsys, options, s
     assert run_command(*options) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert said in err and err.startswith("kvpool bench attention: ")
+    assert said in err and err.startswith("python -m benchmarks.attention: ")
     assert len(err.splitlines()) == 1

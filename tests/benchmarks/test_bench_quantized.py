@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 from test_bench_attention import SMALL, NumpyKernels
 
-from benchmarks.command import main
-from benchmarks.attention import quantized, settings
+from benchmarks.attention import command, quantized, settings
 from benchmarks.attention.bench import Bench
 from benchmarks.attention.cache import WrongResult
+from benchmarks.command import main
 from kvpool.cli.console import CommandError
 
 SETTINGS = replace(SMALL, parts=(), threads=(1,), head_dim=64, kv_bits=("8", "4", "8/4", "fp8"))

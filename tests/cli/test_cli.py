@@ -214,7 +214,7 @@ def test_doctor_without_cpu_kernels_says_why_and_still_succeeds(capsys, monkeypa
     ],
 )
 def test_doctor_tells_the_route_of_the_mlx_backend(capsys, monkeypatch, reason, has_metal, route, said):
-    backend = pytest.importorskip("kvpool_backends.mlx.backend")
+    backend = pytest.importorskip("kvpool_backends.mlx.base")
     monkeypatch.setattr(backend, "kernels_refusal", lambda: reason)
     monkeypatch.setattr(backend, "has_metal", lambda: has_metal)
     assert main(["doctor", "--json"]) == 0

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvpool.config import DTYPES, LAYOUTS, KVSpec
-from kvpool.protocol import FEATURES, ArrayPlan, BatchShape
+from kvpool.protocol import FEATURES, BatchShape, StepArrays
 from kvpool.testing import conformance
 from kvpool.testing.dense import dense_attention
 from kvpool.testing.filled import SEED
@@ -30,7 +30,7 @@ def test_registry_knows_the_backend():
 
 
 def test_capabilities_have_every_feature_but_weights():
-    can = CPUBackend.capabilities()
+    can = CPUBackend.capabilities
     assert can.features == FEATURES and can.batch_invariant and not can.return_attn
     assert set(can.layouts) == set(LAYOUTS) and set(can.dtypes) == set(DTYPES)
 
@@ -54,8 +54,8 @@ def test_offsets_beyond_two_to_the_31_elements_reach_the_right_block():
     backend = CPUBackend(spec, num_blocks)
     last = num_blocks - 1
     k, v = np.random.default_rng(SEED).standard_normal((2, 16, 1, 1024)).astype(np.float16)
-    plan = ArrayPlan(np.array([[last]]), np.array([16]), np.array([0, 1]), last * 16 + np.arange(16))
-    backend.write(0, k, v, plan)
+    plan = StepArrays(np.array([[last]]), np.array([16]), np.array([0, 1]), last * 16 + np.arange(16))
+    backend.write(backend.prepare(plan), 0, k, v)
     backend.copy_blocks(np.array([[last, last - 1, 16]]))
     assert np.array_equal(backend.gather(0, [last - 1])[1], v.astype(np.float32))
     assert not backend.gather(0, [2])[0].any()  # where 32-bit offsets would wrap to
@@ -66,8 +66,9 @@ def test_offsets_beyond_two_to_the_31_elements_reach_the_right_block():
     for num_queries in (1, 12):  # decode and a chunk
         q = np.ones((num_queries, 1, 1024), np.float32)
         for block in (last, last - 2):
-            where = ArrayPlan(np.array([[block]]), np.array([16]), np.array([0, num_queries]))
-            np.testing.assert_allclose(backend.attend(0, q, where), dense_attention(q, k, v)[0], atol=2e-6)
+            where = StepArrays(np.array([[block]]), np.array([16]), np.array([0, num_queries]))
+            out = backend.attend(backend.prepare(where), 0, q)
+            np.testing.assert_allclose(out, dense_attention(q, k, v)[0], atol=2e-6)
 
 
 @pytest.mark.parametrize("given", [np.float16, np.float32, np.float64])
@@ -75,9 +76,9 @@ def test_tokens_of_any_float_type_are_taken_and_results_are_float32(given):
     spec, rng = KVSpec(1, 2, 8, "float32", 4), np.random.default_rng(SEED)
     k, v, q = (rng.standard_normal((3, heads, 8)).astype(given) for heads in (2, 2, 4))
     backend = CPUBackend(spec, 3)
-    plan = ArrayPlan(np.array([[2]]), np.array([3]), np.array([0, 3]), np.array([8, 9, 10]))
-    backend.write(0, k, v, plan)
-    out = backend.attend(0, q, plan)
+    plan = StepArrays(np.array([[2]]), np.array([3]), np.array([0, 3]), np.array([8, 9, 10]))
+    backend.write(backend.prepare(plan), 0, k, v)
+    out = backend.attend(backend.prepare(plan), 0, q)
     assert out.dtype == np.float32
     k, v, q = (x.astype(np.float32) for x in (k, v, q))
     np.testing.assert_allclose(out, dense_attention(q, k, v)[0], rtol=0, atol=1e-5)
@@ -86,7 +87,7 @@ def test_tokens_of_any_float_type_are_taken_and_results_are_float32(given):
 def test_bits_of_bfloat16_are_stored_as_they_are():
     bits = np.array([0x7FC1, 0x0001, 0xFF80, 0x3F80], np.uint16).reshape(1, 1, 4)
     backend = CPUBackend(KVSpec(1, 1, 4, "bfloat16", 2), 2)
-    backend.write(0, bits, bits, ArrayPlan(slot_mapping=np.array([3])))
+    backend.write(backend.prepare(StepArrays(slot_mapping=np.array([3]))), 0, bits, bits)
     assert backend.export_blocks([1]).view(np.uint16).reshape(2, 2, 4)[:, 1].tolist() == [bits.ravel().tolist()] * 2
     k, _ = backend.gather(0, [1], 2)
     assert k.dtype == np.float32 and k[1, 0, 1:].tolist() == [2.0**-133, -np.inf, 1.0] and np.isnan(k[1, 0, 0])
@@ -106,7 +107,7 @@ def test_warmup_takes_the_scratch_that_steps_will_need():
     backend = CPUBackend(spec, 9)
     backend.warmup([BatchShape(2, 2, 600, 4), BatchShape(1, 40, 600, 4), BatchShape(0, 0, 4, 4)])
     scratch = backend.store.scratch_nbytes
-    plan = ArrayPlan(np.full((2, 600), 3), np.array([2400, 17]), np.array([0, 1, 2]), np.array([1, 2]))
-    backend.write(1, np.ones((2, 2, 8)), np.ones((2, 2, 8)), plan)
-    backend.attend(1, np.ones((2, 4, 8)), plan)
+    plan = StepArrays(np.full((2, 600), 3), np.array([2400, 17]), np.array([0, 1, 2]), np.array([1, 2]))
+    backend.write(backend.prepare(plan), 1, np.ones((2, 2, 8)), np.ones((2, 2, 8)))
+    backend.attend(backend.prepare(plan), 1, np.ones((2, 4, 8)))
     assert backend.store.scratch_nbytes == scratch

@@ -32,14 +32,14 @@ class Prefill:
         handle = pool.open()
         pool.step(plan, [handle], CONTEXT - CHUNK)
         k, v = rng.standard_normal((2, CONTEXT, 4, 64), np.float32)
-        self.backend.write(0, k[CHUNK:], v[CHUNK:], plan)
+        self.backend.write(self.backend.prepare(plan), 0, k[CHUNK:], v[CHUNK:])
         pool.done(plan)
         pool.step(plan, [handle], CHUNK)
-        self.backend.write(0, k[:CHUNK], v[:CHUNK], plan)
+        self.backend.write(self.backend.prepare(plan), 0, k[:CHUNK], v[:CHUNK])
         self.plan, self.q = plan, rng.standard_normal((CHUNK, 16, 64), np.float32)
 
     def attend(self):
-        return self.backend.attend(0, self.q, self.plan)
+        return self.backend.attend(self.backend.prepare(self.plan), 0, self.q)
 
 
 class Interrupted(BaseException):

@@ -448,10 +448,10 @@ def test_read_sum_of_no_arrays_is_refused(arrays, error):
 @pytest.mark.parametrize(
     ("call", "error"),
     [
-        (lambda b, q, p: b.attend(0, q, p, return_attn=True), ValueError),
-        (lambda b, q, p: b.attend(0, q[0], p), ValueError),
-        (lambda b, q, p: b.attend(0, q.astype(np.int64), p), TypeError),
-        (lambda b, q, p: b.attend(0, q, p, options={"window": 3}), TypeError),
+        (lambda b, q, p: b.attend(b.prepare(p), 0, q, return_attn=True), ValueError),
+        (lambda b, q, p: b.attend(b.prepare(p), 0, q[0]), ValueError),
+        (lambda b, q, p: b.attend(b.prepare(p), 0, q.astype(np.int64)), TypeError),
+        (lambda b, q, p: b.attend(b.prepare(p), 0, q, options={"window": 3}), TypeError),
         (lambda b, q, p: b.gather(0, [1], 1.0), TypeError),
         (lambda b, q, p: b.gather(0, [1], -1), ValueError),
         (lambda b, q, p: b.gather(0, [1], SIZE + 1), ValueError),

@@ -5,7 +5,7 @@ import pytest
 from test_quantized import MLX, rows
 
 from kvpool.config import LAYOUTS, KVSpec
-from kvpool.protocol import ArrayPlan, AttentionOptions
+from kvpool.protocol import AttentionOptions, StepArrays
 from kvpool_backends.cpu import CPUBackend, isas
 from kvpool_backends.numpy import NumpyBackend
 from kvpool_backends.numpy.bfloat16 import to_bfloat16
@@ -39,9 +39,9 @@ def test_write_stores_the_bytes_of_the_reference(bits, group, given, dtype, isa)
     rng = np.random.default_rng(SEED)
     k, v = (given_as(rows(rng, (200, 3, 256)), given) for _ in "kv")
     k_floats, v_floats = ((x.astype(np.uint32) << 16).view(np.float32) if given == "bfloat16" else x for x in (k, v))
-    plan = ArrayPlan(slot_mapping=rng.permutation(210)[:200])
-    mine.write(0, k, v, plan)
-    reference.write(0, k_floats, v_floats, plan)
+    plan = StepArrays(slot_mapping=rng.permutation(210)[:200])
+    mine.write(mine.prepare(plan), 0, k, v)
+    reference.write(reference.prepare(plan), 0, k_floats, v_floats)
     assert np.array_equal(everything(mine), everything(reference))
 
 
@@ -60,9 +60,9 @@ def test_write_near_ties_rounds_as_a_division_does(bits, isa):
         ties = low + (rng.integers(0, steps, 64) + 0.5) * np.abs(scale)
         row[:] = np.clip(ties.astype(np.float32) * (1 + rng.integers(-2, 3, 64) * 2.0**-24), low, high)
         row[:2] = low, high
-    plan = ArrayPlan(slot_mapping=np.arange(1024) + 16)
-    mine.write(0, x, x, plan)
-    reference.write(0, x, x, plan)
+    plan = StepArrays(slot_mapping=np.arange(1024) + 16)
+    mine.write(mine.prepare(plan), 0, x, x)
+    reference.write(reference.prepare(plan), 0, x, x)
     assert np.array_equal(everything(mine), everything(reference))
 
 
@@ -83,7 +83,7 @@ def test_write_divides_by_every_scale_whose_quotients_are_hard_to_round(bits, is
     x[:, 0], x[:, 1] = -low, low * np.float32((half - 1) / half)
     mine, reference = pair(spec, -(-low.size // 16), isa=isa)
     for backend in (mine, reference):
-        backend.write(0, x[:, None], x[:, None], ArrayPlan(slot_mapping=np.arange(low.size)))
+        backend.write(backend.prepare(StepArrays(slot_mapping=np.arange(low.size))), 0, x[:, None], x[:, None])
     assert np.array_equal(everything(mine), everything(reference))
 
 
@@ -99,7 +99,7 @@ def test_write_of_ranges_beyond_float32_and_of_few_tokens_equals_the_reference(i
     slots = np.arange(19)
     slots[[0, 7, 18]] = -1
     for backend in (mine, reference):
-        backend.write(0, x, x, ArrayPlan(slot_mapping=slots))
+        backend.write(backend.prepare(StepArrays(slot_mapping=slots)), 0, x, x)
     assert np.array_equal(everything(mine), everything(reference))
 
 
@@ -111,7 +111,7 @@ def test_write_of_a_group_that_is_not_finite_stores_nan(bad):
         k = np.ones((1, 1, 64), np.float32)
         k[0, 0, 40] = bad
         for backend in (mine, reference):
-            backend.write(0, k, k, ArrayPlan(slot_mapping=np.array([5])))
+            backend.write(backend.prepare(StepArrays(slot_mapping=np.array([5]))), 0, k, k)
             for x in backend.gather(0, [1]):
                 assert np.isnan(x[1, 0, 32:]).all() and (x[1, 0, :32] == 1).all()
 
@@ -130,7 +130,7 @@ def test_whole_blocks_move_as_in_the_reference(k_bits, v_bits, layout):
     for layer in range(3):
         k, v = (rows(rng, (45, 2, 64)) for _ in "kv")
         for backend in backends:
-            backend.write(layer, k, v, ArrayPlan(slot_mapping=np.arange(45)))
+            backend.write(backend.prepare(StepArrays(slot_mapping=np.arange(45))), layer, k, v)
     mine, reference = backends
     assert np.array_equal(everything(mine), everything(reference))
     for backend in backends:
@@ -156,9 +156,9 @@ def context(spec, length, num_queries, seed=SEED, isa=None):
     for backend in (mine, reference):
         nan = np.full((backend.num_blocks * spec.block_size, spec.num_kv_heads, 1), np.nan, np.float32)
         every = [np.repeat(nan, dim, axis=2) for _, dim in spec.planes]
-        backend.write(0, *every, ArrayPlan(slot_mapping=np.arange(len(nan))))
-        backend.write(0, k, v, ArrayPlan(slot_mapping=slots))
-    plan = ArrayPlan(table[None].astype(np.int32), np.array([length]), np.array([0, num_queries]))
+        backend.write(backend.prepare(StepArrays(slot_mapping=np.arange(len(nan)))), 0, *every)
+        backend.write(backend.prepare(StepArrays(slot_mapping=slots)), 0, k, v)
+    plan = StepArrays(table[None].astype(np.int32), np.array([length]), np.array([0, num_queries]))
     return mine, reference, plan, rng
 
 
@@ -167,8 +167,8 @@ def check(spec, length, num_queries, group, make_options=lambda rng, heads: None
     heads = group * spec.num_kv_heads
     q = rng.standard_normal((num_queries, heads, spec.head_dim)).astype(np.float32)
     options = make_options(rng, heads)
-    ours = mine.attend(0, q, plan, options=options)
-    error = np.abs(ours - reference.attend(0, q.astype(np.float64), plan, options=options)).max()
+    ours = mine.attend(mine.prepare(plan), 0, q, options=options)
+    error = np.abs(ours - reference.attend(reference.prepare(plan), 0, q.astype(np.float64), options=options)).max()
     assert error < 2e-5, error  # the bound of the field is 1e-3
 
 
@@ -220,11 +220,11 @@ def test_masked_tokens_that_are_nan_never_matter(num_queries):
     q = rng.standard_normal((num_queries, 2, 64)).astype(np.float32)
     mask = np.ones((num_queries, 40), bool)
     mask[:, 7] = False
-    expected = mine.attend(0, q, plan, options=AttentionOptions(mask=mask))
+    expected = mine.attend(mine.prepare(plan), 0, q, options=AttentionOptions(mask=mask))
     nan = np.full((1, 1, 64), np.nan, np.float32)
-    mine.write(0, nan, nan, ArrayPlan(slot_mapping=np.array([plan.block_tables[0, 1] * 4 + 3])))
-    assert np.array_equal(mine.attend(0, q, plan, options=AttentionOptions(mask=mask)), expected)
-    assert np.isnan(mine.attend(0, q, plan)).any()
+    mine.write(mine.prepare(StepArrays(slot_mapping=np.array([plan.block_tables[0, 1] * 4 + 3]))), 0, nan, nan)
+    assert np.array_equal(mine.attend(mine.prepare(plan), 0, q, options=AttentionOptions(mask=mask)), expected)
+    assert np.isnan(mine.attend(mine.prepare(plan), 0, q)).any()
 
 
 def test_a_row_has_the_same_bits_on_any_number_of_threads():
@@ -233,7 +233,7 @@ def test_a_row_has_the_same_bits_on_any_number_of_threads():
     q = np.ones((1, 4, 64), np.float32)
     several = CPUBackend(spec, one.num_blocks, num_threads=3)
     several.import_blocks(np.arange(one.num_blocks), everything(one))
-    assert np.array_equal(one.attend(0, q, plan), several.attend(0, q, plan))
+    assert np.array_equal(one.attend(one.prepare(plan), 0, q), several.attend(several.prepare(plan), 0, q))
 
 
 # ---------------------------------------------------------------------- compaction
@@ -250,7 +250,7 @@ def test_compact_moves_what_the_reference_moves(k_bits, v_bits, layout):
     for layer in range(2):
         k, v = (rng.standard_normal((40, 3, 64)).astype(np.float32) for _ in "kv")
         for backend in (mine, reference):
-            backend.write(layer, k, v, ArrayPlan(slot_mapping=np.arange(40)))
+            backend.write(backend.prepare(StepArrays(slot_mapping=np.arange(40))), layer, k, v)
     keep = np.sort(rng.permuted(np.tile(np.arange(33), (2, 3, 1)), axis=-1)[..., :14], axis=-1)
     blocks = [6, 1, 7, 0, 3, 2, 5]
     before = [x.copy() for x in mine.gather(1, blocks)]

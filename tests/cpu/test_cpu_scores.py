@@ -7,7 +7,7 @@ import pytest
 from cpu_attention import ISAS, Pool, normal, some_options
 
 from kvpool.config import KVSpec
-from kvpool.protocol import ArrayPlan, AttentionOptions, BatchShape
+from kvpool.protocol import AttentionOptions, BatchShape, StepArrays
 from kvpool.testing.dense import dense_scores
 from kvpool_backends.cpu import CPUBackend, isas
 
@@ -122,11 +122,11 @@ def test_memory_of_scores_is_told():
     """Raw needs nothing but the array; mass four bytes per query head and token, and two per row and head."""
     backend = CPUBackend(KVSpec(1, 2, 16, "float32", 8), 40)
     q = np.ones((2, 4, 16), np.float32)
-    plan = ArrayPlan(np.arange(1, 37).reshape(2, 18), np.array([130, 64]), np.array([0, 1, 2]))
+    plan = StepArrays(np.arange(1, 37).reshape(2, 18), np.array([130, 64]), np.array([0, 1, 2]))
     assert backend.memory().scores_nbytes == 0
-    _, s = backend.attend(0, q, plan, scores="raw")
+    _, s = backend.attend(backend.prepare(plan), 0, q, scores="raw")
     assert backend.memory().scores_nbytes == 0 and s.nbytes == 2 * 2 * 130 * 4
-    backend.attend(0, q, plan, scores="mass")
+    backend.attend(backend.prepare(plan), 0, q, scores="mass")
     laid_aside = 4 * 4 * (144 + 64)  # rows begin at cache lines
     assert laid_aside < backend.memory().scores_nbytes <= laid_aside + 2 * (2 * 4 * 4 + 8)
     memory = backend.memory()
@@ -138,6 +138,6 @@ def test_warmup_leaves_scratch_for_scores():
     backend = CPUBackend(KVSpec(1, 2, 16, "float32", 8), 40)
     backend.warmup([BatchShape(2, 2, 18, 4)], scores="mass")
     warmed = backend.store.scratch_nbytes
-    plan = ArrayPlan(np.arange(1, 37).reshape(2, 18), np.array([144, 100]), np.array([0, 1, 2]))
-    backend.attend(0, np.ones((2, 4, 16), np.float32), plan, scores="mass")
+    plan = StepArrays(np.arange(1, 37).reshape(2, 18), np.array([144, 100]), np.array([0, 1, 2]))
+    backend.attend(backend.prepare(plan), 0, np.ones((2, 4, 16), np.float32), scores="mass")
     assert backend.store.scratch_nbytes == warmed

@@ -29,8 +29,7 @@ class EvictedMemory(TokenMemory):
         self.rows: list[tuple[np.ndarray, np.ndarray]] = []  # of the last forward: positions and values of each row
         self.fail_next: str | None = None  # "copy_blocks" or "compact" raises, once
 
-    def capabilities(self) -> Capabilities:
-        return Capabilities("tokens", ("NHD",), ("float32",), scores=("raw", "mass"), compacts=True)
+    capabilities = Capabilities("tokens", ("NHD",), ("float32",), scores=("raw", "mass"), compacts=True)
 
     def _fails(self, call: str) -> None:
         if self.fail_next == call:

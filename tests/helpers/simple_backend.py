@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvpool.protocol import AttentionOptions, checked_options
+from kvpool.protocol import AttentionOptions
+from kvpool_backends.checks import checked_queries
 from kvpool_backends.numpy import NumpyBackend
 
 
@@ -35,7 +36,7 @@ class Simple(NumpyBackend):
         return head // (num_q_heads // self.spec.num_kv_heads)
 
     def context(self, plane, table, seq_len):
-        return self._context("attend", plane, table[: -(-seq_len // self.spec.block_size)], seq_len)
+        return self._context(plane, table, seq_len)
 
     # ------------------------------------------------------------------------------------ one query of one head
 
@@ -78,22 +79,18 @@ class Simple(NumpyBackend):
 
     # ------------------------------------------------------------------------------------ the call
 
-    def attend(self, layer, q, plan, scale=None, *, options=None, return_attn=False, scores=None, scores_out=None):
+    def attend(self, step, layer, q, scale=None, *, options=None, return_attn=False, scores=None, scores_out=None):
         if return_attn or scores is not None or scores_out is not None:
-            whole = super().attend(
-                layer, q, plan, scale, options=options, return_attn=return_attn, scores=scores, scores_out=scores_out
-            )
-            return whole if return_attn else (self.attend(layer, q, plan, scale, options=options), whole[1])
-        planes = self._layer("attend", layer)
-        self._check_queries(q, plan.cu_q_lens, plan.seq_lens)
-        longest = int(plan.seq_lens.max(initial=0))
-        options = checked_options(options, self.capabilities(), q.shape[0], q.shape[1], longest)
-        scale = self.spec.head_dim**-0.5 if scale is None else scale
+            more = {"return_attn": return_attn, "scores": scores, "scores_out": scores_out}
+            whole = super().attend(step, layer, q, scale, options=options, **more)
+            return whole if return_attn else (self.attend(step, layer, q, scale, options=options), whole[1])
+        scale, options = checked_queries(self, step, layer, q, scale, options)
+        planes = self._layer(layer)
         out = np.zeros((*q.shape[:2], self.spec.value_head_dim))
-        for row, seq_len in enumerate(plan.seq_lens.tolist()):
-            begin, end = plan.cu_q_lens[row : row + 2].tolist()
+        for row, seq_len in enumerate(step.seq_lens.tolist()):
+            begin, end = step.cu_q_lens[row : row + 2].tolist()
             if begin < end:
-                k, v = (self.context(plane, plan.block_tables[row], seq_len) for plane in planes)
+                k, v = (self.context(plane, step.block_tables[row], seq_len) for plane in planes)
             for token in range(begin, end):
                 visible = self.visible(seq_len, end - begin, token - begin)
                 for head in range(q.shape[1]):

@@ -14,7 +14,7 @@ import kvpool
 from kvpool import KVSpec, Plan, Pool, Request, Scheduler
 from kvpool.adapters.block_manager import KVBlockManager
 from kvpool.eviction import H2O
-from kvpool.protocol import KVBackend, PlanArrays
+from kvpool.protocol import KVBackend
 from kvpool.scheduler import Output, Step
 from kvpool_backends import load_backend
 
@@ -32,13 +32,13 @@ class Model:
         self.head = random.normal(size=(HEADS * DIM, VOCAB)).astype(np.float32)
         self.weights = random.normal(size=(SPEC.num_layers, 3, HEADS * DIM, HEADS * DIM)).astype(np.float32) / 8
 
-    def __call__(self, tokens: NDArray[np.int32], plan: PlanArrays) -> NDArray[np.float32]:
+    def __call__(self, tokens: NDArray[np.int32], plan: Plan) -> NDArray[np.float32]:
         x = self.embedding[tokens]
         self.backend.copy_blocks(plan)
         for layer in range(SPEC.num_layers):
             q, k, v = (x @ self.weights[layer]).reshape(3, len(x), HEADS, DIM)
-            self.backend.write(layer, k, v, plan)
-            x = x + self.backend.to_numpy(self.backend.attend(layer, q, plan)).reshape(x.shape)
+            self.backend.write(self.backend.prepare(plan), layer, k, v)
+            x = x + self.backend.to_numpy(self.backend.attend(self.backend.prepare(plan), layer, q)).reshape(x.shape)
         return x @ self.head
 
 

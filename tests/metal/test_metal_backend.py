@@ -17,7 +17,7 @@ import kvpool_backends.mlx
 from kvpool.adapters.mlx_lm import install
 from kvpool.config import KVSpec
 from kvpool.errors import BackendUnavailable
-from kvpool.protocol import ArrayPlan, AttentionOptions, BatchShape
+from kvpool.protocol import AttentionOptions, BatchShape, StepArrays
 from kvpool.testing import conformance
 from kvpool.testing.conformance_scores import check as check_scores
 from kvpool.testing.filled import fill
@@ -135,7 +135,7 @@ def test_padding_tokens_beside_long_chunks_are_zero(make):
     filled = fill(make, SPEC, [50, 60])
     plan, q = filled.plan((40, 50)), filled.queries((40, 50), 4)
     padded = mx.array(np.concatenate([q, np.ones((3, 4, 8))]).astype(np.float32))
-    out = np.array(filled.backend.attend(0, padded, plan))
+    out = np.array(filled.backend.attend(filled.backend.prepare(plan), 0, padded))
     np.testing.assert_allclose(out[:90], filled.expected(0, q, (40, 50)).out, atol=1e-5)
     assert (out[90:] == 0).all()
 
@@ -150,11 +150,12 @@ def test_a_row_gets_the_same_bits_in_any_batch(metal, monkeypatch):
     contexts, q_lens = [90, 50, 7], [1, 40, 5]
     filled = fill(metal, SPEC, contexts)
     plan, q = filled.plan(q_lens), mx.array(filled.queries(q_lens, 4).astype(np.float32))
-    together = np.array(filled.backend.attend(0, q, plan))
+    together = np.array(filled.backend.attend(filled.backend.prepare(plan), 0, q))
     for row in range(3):
         tokens = slice(plan.cu_q_lens[row], plan.cu_q_lens[row + 1])
-        one = ArrayPlan(plan.block_tables[row : row + 1], plan.seq_lens[row : row + 1], np.array([0, q_lens[row]]))
-        np.testing.assert_array_equal(filled.backend.attend(0, q[tokens], one), together[tokens])
+        one = StepArrays(plan.block_tables[row : row + 1], plan.seq_lens[row : row + 1], np.array([0, q_lens[row]]))
+        alone = filled.backend.attend(filled.backend.prepare(one), 0, q[tokens])
+        np.testing.assert_array_equal(alone, together[tokens])
 
 
 # ---------------------------------------------------------------------------------- steps, and their order
@@ -163,9 +164,9 @@ def test_a_row_gets_the_same_bits_in_any_batch(metal, monkeypatch):
 def step(backend, block, value):
     """Arrays of a step that writes and reads 8 tokens in one block; K and V are `value`."""
     slots = np.arange(8, dtype=np.int32) + block * 8
-    plan = ArrayPlan(np.int32([[block]]), np.int32([8]), np.int32([0, 8]), slots)
+    plan = StepArrays(np.int32([[block]]), np.int32([8]), np.int32([0, 8]), slots)
     x = mx.full((8, 2, 8), float(value))
-    return backend.step_arrays(plan, plan.seq_lens), x
+    return backend.prepare(plan), x
 
 
 def test_layers_of_a_step_share_one_work_list(make, monkeypatch):
@@ -175,10 +176,10 @@ def test_layers_of_a_step_share_one_work_list(make, monkeypatch):
     backend = make(SPEC, 4)
     arrays, x = step(backend, 1, 1.0)
     for layer in range(2):
-        backend.write_tokens(layer, x, x, arrays)
-        np.testing.assert_allclose(backend.attend(layer, x, arrays), 1.0, rtol=1e-6)
+        backend.write(arrays, layer, x, x)
+        np.testing.assert_allclose(backend.attend(arrays, layer, x), 1.0, rtol=1e-6)
         for sinks in ([0.0, 0.0], [1.0, 1.0]):
-            out = backend.attend(layer, x, arrays, options=AttentionOptions(sinks=np.array(sinks)))
+            out = backend.attend(arrays, layer, x, options=AttentionOptions(sinks=np.array(sinks)))
             assert (np.array(out) < 1.0).all()
     assert len(planned) == 1
 
@@ -188,8 +189,8 @@ def test_a_result_is_that_of_its_own_step_whatever_is_built_and_evaluated_later(
     outs = []
     for value in range(4):
         arrays, x = step(backend, 1, value)
-        backend.write_tokens(0, x, x, arrays)
-        outs.append((backend.attend(0, x, arrays), *backend.read(0, arrays)))
+        backend.write(arrays, 0, x, x)
+        outs.append((backend.attend(arrays, 0, x), *backend.read(arrays, 0)))
     for value, results in reversed(list(enumerate(outs))):
         for x in results:
             np.testing.assert_allclose(x, value, rtol=1e-6)
@@ -198,22 +199,11 @@ def test_a_result_is_that_of_its_own_step_whatever_is_built_and_evaluated_later(
 def test_a_step_without_queries_is_good_for_writes(make):
     backend = make(SPEC, 4)
     slots = np.arange(8, 16, dtype=np.int32)
-    arrays = backend.step_arrays(ArrayPlan(np.int32([[1]]), slot_mapping=slots), np.array([8]))
+    arrays = backend.prepare(StepArrays(np.int32([[1]]), np.array([8]), np.zeros(2, int), slots))
     x = mx.full((8, 2, 8), 2.0)
-    backend.write_tokens(0, x, x, arrays)
+    backend.write(arrays, 0, x, x)
     np.testing.assert_array_equal(backend.gather(0, [1])[0], 2.0)
-    with pytest.raises(ValueError, match=r"\[attend\] cu_q_lens \[0\] do not fit 8 query tokens"):
-        backend.attend(0, x, arrays)
-
-
-def test_write_and_attend_is_one_call_and_refuses_before_it_writes(make):
-    backend = make(SPEC, 4)
-    plan = ArrayPlan(np.int32([[1]]), np.int32([8]), np.int32([0, 8]), np.arange(8, 16, dtype=np.int32))
-    x = mx.full((8, 2, 8), 3.0)
-    with pytest.raises(ValueError, match="query tokens"):
-        backend.write_and_attend(0, x[:7], x, x, plan)
-    assert not backend.export_blocks([1]).any()
-    np.testing.assert_allclose(backend.write_and_attend(0, x, x, x, plan), 3.0, rtol=1e-6)
+    assert not np.array(backend.attend(arrays, 0, x)).any()
 
 
 def test_steps_that_settle_copy_nothing(make):
@@ -221,10 +211,10 @@ def test_steps_that_settle_copy_nothing(make):
     for value in range(5):
         arrays, x = step(backend, 1 + value, value)
         for layer in range(2):
-            backend.write_tokens(layer, x, x, arrays)
-            mx.eval(backend.attend(layer, x, arrays))
+            backend.write(arrays, layer, x, x)
+            mx.eval(backend.attend(arrays, layer, x))
         assert backend.settle() == 0
-    assert backend.memory().pool_copies == 0 and backend.is_in_place == (type(backend).__name__ != "MetalBackend")
+    assert backend.memory().pool_copies == 0
 
 
 # ------------------------------------------------------------------------------------------------- warmup
@@ -273,11 +263,11 @@ def test_the_metal_route_is_chosen_and_refused_with_reasons(engine, monkeypatch)
     with on_cpu():
         factory = engine.factory(0)
         backend = MLXBackend(SPEC, 4, metal_kernel=factory)
-        assert (backend.route, backend.is_eager) == ("metal", False) and "route='metal'" in repr(backend)
+        assert (backend.route, backend.capabilities.lazy) == ("metal", True) and "route='metal'" in repr(backend)
         assert MLXBackend(SPEC, 4, kernels=False, metal_kernel=factory).route == "plain"
         with pytest.raises(ValueError, match=r"block_size 4 is not among .* by the metal route"):
             MLXBackend(dataclasses.replace(SPEC, block_size=4), 4, metal_kernel=factory)
-        monkeypatch.setattr(kvpool_backends.mlx.backend, "has_metal", lambda: True)
+        monkeypatch.setattr(kvpool_backends.mlx, "has_metal", lambda: True)
         monkeypatch.setattr(mx.fast, "metal_kernel", factory)
         assert MLXBackend(SPEC, 4, native=False).route == "metal"
         small = dataclasses.replace(SPEC, block_size=4)
@@ -301,7 +291,9 @@ def test_nothing_here_wires_memory_down():
 def test_fused_tokens_of_mlx_lm_equal_stock(make, monkeypatch, name):
     model, prompts = FAMILIES[name](), random_prompts((3, 40, 9))
     stock = [solo_tokens(model, prompt, 5) for prompt in prompts]
-    monkeypatch.setattr(kvpool_backends.mlx, "MLXBackend", lambda spec, num_blocks, kernels: make(spec, num_blocks))
+    monkeypatch.setattr(
+        kvpool_backends.mlx, "MLXBackend", lambda spec, num_blocks, **_: make(spec, num_blocks)
+    )
     with install(model, 60, block_size=8, fused=True) as kv:
         assert kv.is_fused and kv.backend.route == "metal"
         assert batch_tokens(model, prompts, 5) == stock

@@ -45,8 +45,8 @@ def test_long_chunks_are_gathered_as_floats_and_equal_float64(metal, kind):
 
 def test_reads_give_what_gather_gives(metal):
     filled = fill(metal, SPEC, [20, 9])
-    arrays = filled.backend.step_arrays(filled.plan((1, 1)), np.array([20, 9]))
-    read = filled.backend.read(1, arrays)
+    arrays = filled.backend.prepare(filled.plan((1, 1)))
+    read = filled.backend.read(arrays, 1)
     for row, n in enumerate((20, 9)):
         for x, whole in zip(read, filled.backend.gather(1, filled.tables[row, : -(-n // 8)], n), strict=True):
             assert x.shape == (2, 2, 20, 64) and not x[row, :, n:].any()
@@ -97,7 +97,7 @@ def test_mlx_lm_generates_what_it_does_with_the_kernels_of_the_cpu(metal, monkey
         with install(model, 40, block_size=8, k_bits=8, v_bits=4) as kv:
             assert kv.backend.route == "kernels"
             expected = batch_tokens(model, prompts, 5)
-        monkeypatch.setattr(kvpool_backends.mlx, "MLXBackend", lambda spec, n, kernels: metal(spec, n))
+        monkeypatch.setattr(kvpool_backends.mlx, "MLXBackend", lambda spec, n, **_: metal(spec, n))
         with install(model, 40, block_size=8, k_bits=8, v_bits=4, fused=True) as kv:
             assert kv.backend.route == "metal" and kv.backend.spec.bits == (8, 4)
             assert batch_tokens(model, prompts, 5) == expected

@@ -77,7 +77,7 @@ def test_random_workloads_give_solo_tokens(route, seed):
             prefill_chunk=int(rng.integers(1, 40)),
             **ROUTES[route],
         )
-        write, failures = engine.kv.backend.write_tokens, []
+        write, failures = engine.kv.backend.write, []
 
         def write_or_fail(*arguments):
             if not rng.integers(60):
@@ -85,7 +85,7 @@ def test_random_workloads_give_solo_tokens(route, seed):
                 raise OSError("the backend is out of order")
             write(*arguments)
 
-        engine.kv.backend.write_tokens = write_or_fail
+        engine.kv.backend.write = write_or_fail
         done, cancelled, arrivals = {}, {}, list(enumerate(prompts))
         while arrivals or engine.num_unfinished:
             while arrivals and rng.integers(3):
@@ -222,8 +222,8 @@ def test_a_model_whose_tokens_are_wrong_would_show():
         model, prompts = tiny_llama(), random_prompts(PROMPTS)
         expected = [solo_tokens(model, prompt, TOKENS) for prompt in prompts]
         engine = Engine(model, 80, block_size=BLOCK, prefill_chunk=4)
-        write = engine.kv.backend.write_tokens
-        engine.kv.backend.write_tokens = lambda layer, k, v, arrays: write(layer, k * (layer != 1), v, arrays)
+        write = engine.kv.backend.write
+        engine.kv.backend.write = lambda step, layer, k, v: write(step, layer, k * (layer != 1), v)
         assert [one.tokens.tolist() for one in engine.batch(prompts, max_tokens=TOKENS)] != expected
 
 

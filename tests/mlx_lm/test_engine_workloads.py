@@ -150,8 +150,8 @@ def test_oracle_of_workloads_can_fail():
         alone = Alone(model)
         request = next(replace(r, user=Sampling(), max_tokens=12) for _, r in workload.arrivals if not r.beam_width)
         engine = Engine(model, 80, block_size=4, prefill_chunk=3)
-        write = engine.kv.backend.write_tokens
-        engine.kv.backend.write_tokens = lambda layer, k, v, arrays: write(layer, k * (layer != 1), v, arrays)
+        write = engine.kv.backend.write
+        engine.kv.backend.write = lambda step, layer, k, v: write(step, layer, k * (layer != 1), v)
         engine.submit(request)
         (completion,) = [one for _ in range(100) for one in engine.step()]
         with pytest.raises(AssertionError):

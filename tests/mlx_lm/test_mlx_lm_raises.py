@@ -16,7 +16,7 @@ from kvpool.adapters.mlx_lm import EngineStopped, install
 from kvpool.adapters.mlx_lm.engine import Engine
 from kvpool.eviction import H2O, BlockEviction
 
-CALLS = ("attend", "compact", "copy_blocks", "planes", "read", "settle", "step_arrays", "write_tokens")
+CALLS = ("attend", "compact", "copy_blocks", "queued", "read", "settle", "prepare", "write")
 
 
 class Lost(Exception):
@@ -100,7 +100,7 @@ def each_call_fails_once(run):
 def test_cache_fed_by_hand_repeats_the_pass_in_which_the_storage_failed(route):
     model = tiny_llama()
     failed = each_call_fails_once(lambda *when: passes(model, route, *when))
-    assert failed.keys() >= {"copy_blocks", "step_arrays", "write_tokens", "attend" if route == "fused" else "read"}
+    assert failed.keys() >= {"copy_blocks", "prepare", "write", "attend" if route == "fused" else "read"}
 
 
 POLICIES = (H2O(max_kv=12, slack=2), BlockEviction(max_kv=12))
@@ -193,14 +193,14 @@ def test_engine_goes_on_after_any_call_of_the_storage_that_fails(route):
         failed += failing.failed
         assert failing.failed.total() == 1, number
         assert done == peace, (number, failing.failed)
-    assert failed.keys() >= {"step_arrays", "write_tokens", "copy_blocks"}
+    assert failed.keys() >= {"prepare", "write", "copy_blocks"}
 
 
 def forgetful(storage, name, call):
     """The second layer's keys are lost."""
-    if name != "write_tokens":
+    if name != "write":
         return call
-    return lambda layer, k, v, arrays: call(layer, k * (layer != 1), v, arrays)
+    return lambda step, layer, k, v: call(step, layer, k * (layer != 1), v)
 
 
 def test_storage_that_loses_what_it_was_given_is_convicted(monkeypatch):

@@ -74,15 +74,15 @@ def test_a_pass_that_stops_in_a_layers_write_can_be_taken_back(model, monkeypatc
     tokens = mx.array(random_prompts([12, 12]))
     expected = model(tokens[:, 8:], cache=grown(kv, model, tokens[:, :8]))
     cache = grown(kv, model, tokens[:, :8])
-    write = kv.backend.write_tokens
+    write = kv.backend.write
 
-    def stop(at, *arguments):
+    def stop(step, at, *arguments):
         if at == layer:
             raise KeyboardInterrupt
-        write(at, *arguments)
+        write(step, at, *arguments)
 
     with monkeypatch.context() as patch, kv:
-        patch.setattr(kv.backend, "write_tokens", stop)
+        patch.setattr(kv.backend, "write", stop)
         with pytest.raises(KeyboardInterrupt):
             model(tokens[:, 8:], cache=cache)
     with pytest.raises(RuntimeError, match=r"kv\.recover\(\) takes it back"):

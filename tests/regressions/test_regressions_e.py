@@ -294,7 +294,7 @@ def test_e5_sliding_window_is_right_before_it_is_full_and_after(parts):
             if after < length:
                 evictor.evict([handle], [0], length, after, [num_tokens - 1])
             pool.step(plan, [handle], 1)
-            backend.write(0, *np.full((2, 1, 1, 1), num_tokens - 1, np.float32), plan)
+            backend.write(backend.prepare(plan), 0, *np.full((2, 1, 1, 1), num_tokens - 1, np.float32))
             pool.done(plan)
             keys, _ = backend.gather(0, pool.table(handle), pool.kv_len(handle))
             assert keys.ravel().tolist() == expected_window(window, num_tokens)

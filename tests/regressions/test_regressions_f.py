@@ -6,7 +6,7 @@ from catalogue import Unchecked, broken, row
 from simple_backend import Simple
 
 from kvpool.config import KVSpec
-from kvpool.protocol import ArrayPlan
+from kvpool.protocol import StepArrays
 from kvpool.testing import ModelPlan, conformance
 from kvpool.testing.conformance import check_backend
 from kvpool_backends.numpy import NumpyBackend
@@ -34,7 +34,7 @@ class ZeroTimesWhatIsThere(Simple):
     def context(self, plane, table, seq_len):
         """Everything in the blocks."""
         blocks = -(-seq_len // self.spec.block_size)
-        return self._context("attend", plane, table[:blocks], blocks * self.spec.block_size)
+        return self._context(plane, table[:blocks], blocks * self.spec.block_size)
 
     def one(self, x):
         """Mask the scores, not the values."""
@@ -51,7 +51,7 @@ class ZeroesOneLayer(NumpyBackend):
         super().zero(block_ids)
         slots = np.arange(self.num_blocks * self.spec.block_size, dtype=np.int32)
         for layer, (k, v) in enumerate(others, 1):
-            self.write(layer, k, v, ArrayPlan(slot_mapping=slots))
+            self.write(self.prepare(StepArrays(slot_mapping=slots)), layer, k, v)
 
 
 class PaddingNamesARealBlock(ModelPlan):
@@ -65,10 +65,10 @@ class PaddingNamesARealBlock(ModelPlan):
 class AnswersPadding(NumpyBackend):
     """Rows that are padding get an answer."""
 
-    def attend(self, layer, q, plan, scale=None, *, options=None, return_attn=False):
+    def attend(self, step, layer, q, scale=None, *, options=None, return_attn=False):
         """All ones."""
-        out = super().attend(layer, q, plan, scale, options=options)
-        out[plan.cu_q_lens[-1] :] = 1
+        out = super().attend(step, layer, q, scale, options=options)
+        out[step.cu_q_lens[-1] :] = 1
         return out
 
 
@@ -120,8 +120,8 @@ def test_f4_recycled_block_is_read_as_far_as_it_is_written(parts, make_pool, mak
         handle = pool.open()
         pool.step(plan, [handle], tokens)
         x = np.full((tokens, 1, 16), value, np.float32)
-        backend.write(0, x, x, plan)
-        answer = backend.attend(0, x, plan)
+        backend.write(backend.prepare(plan), 0, x, x)
+        answer = backend.attend(backend.prepare(plan), 0, x)
         pool.done(plan)
         pool.close(handle)
     np.testing.assert_allclose(answer, 0.5, rtol=1e-6)

@@ -193,13 +193,14 @@ def test_kernels_of_the_wheel_compute(site):
     code = """
         import numpy as np
         from kvpool.config import KVSpec
-        from kvpool.protocol import ArrayPlan
+        from kvpool.protocol import StepArrays
         from kvpool_backends import load_backend
         backend = load_backend("cpu")(KVSpec(1, 1, 4, "float32", 2), 3)
         ones = np.ones((1, 1, 4), np.float32)
-        plan = ArrayPlan(np.array([[1]]), np.array([1]), np.array([0, 1]), np.array([2]))
-        backend.write(0, ones, 3 * ones, plan)
-        print(backend.attend(0, ones, plan).tolist())
+        plan = StepArrays(np.array([[1]]), np.array([1]), np.array([0, 1]), np.array([2]))
+        step = backend.prepare(plan)
+        backend.write(step, 0, ones, 3 * ones)
+        print(backend.attend(step, 0, ones).tolist())
     """
     assert in_environment(site, code, "-I") == "[[[3.0, 3.0, 3.0, 3.0]]]"
 

@@ -15,7 +15,7 @@ from kvpool import Plan, Pool
 from kvpool.adapters.block_manager import KVBlockManager
 from kvpool.config import KVSpec
 from kvpool.errors import CapacityExceeded, DoubleFree, OutOfBlocks, StaleHandle
-from kvpool.protocol import ArrayPlan
+from kvpool.protocol import StepArrays
 from kvpool.testing.dense import dense_attention
 from kvpool_backends.numpy import NumpyBackend
 
@@ -100,19 +100,19 @@ def test_kv_of_position_5_is_in_page_7_slot_1_and_stale_slots_do_not_matter():
     spec = KVSpec(1, 2, 4, "float32", 4, layout="interleaved")
     backend = NumpyBackend(spec, 10)
     stale = np.full((40, 2, 4), np.nan, np.float32)
-    backend.write(0, stale, stale, ArrayPlan(slot_mapping=np.arange(40)))
+    backend.write(backend.prepare(StepArrays(slot_mapping=np.arange(40))), 0, stale, stale)
     pool, plan, _, target = pool_with_pages_2_and_7()
     pool.step(plan, [target], 2)
     k, v = np.random.default_rng(5).standard_normal((2, 6, 2, 4)).astype(np.float32)
-    backend.write(0, k[:4], v[:4], ArrayPlan(slot_mapping=np.arange(8, 12)))  # positions 0 .. 3 in page 2
-    backend.write(0, k[4:], v[4:], plan)
+    backend.write(backend.prepare(StepArrays(slot_mapping=np.arange(8, 12))), 0, k[:4], v[:4])  # to page 2
+    backend.write(backend.prepare(plan), 0, k[4:], v[4:])
     at = spec.plane_layout("k", 10)
     assert at.shape == (10, 4, 4, 4)
     page_7 = backend.export_blocks([7]).view(np.float32).reshape(2, 4, 2, 4)  # k and v, slot, head, element
     assert np.array_equal(page_7[0, 1], k[5]) and np.array_equal(page_7[1, 1], v[5])
     assert np.isnan(page_7[:, 2:]).all()
     q = np.ones((2, 4, 4), np.float32)
-    np.testing.assert_allclose(backend.attend(0, q, plan), dense_attention(q, k, v)[0], atol=1e-6)
+    np.testing.assert_allclose(backend.attend(backend.prepare(plan), 0, q), dense_attention(q, k, v)[0], atol=1e-6)
 
 
 def test_many_prompts_one_after_another_without_reset_give_every_page_back():
@@ -430,8 +430,8 @@ class Scheduler:
         backend.copy_blocks(plan)
 
         def attend(layer, q, k, v):
-            backend.write(layer, k, v, plan)
-            return backend.attend(layer, q, plan)
+            backend.write(backend.prepare(plan), layer, k, v)
+            return backend.attend(backend.prepare(plan), layer, q)
 
         logits = self.model.forward([t for row in tokens for t in row], plan.positions, attend)
         for request, end in zip(requests, plan.cu_q_lens[1:], strict=True):

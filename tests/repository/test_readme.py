@@ -12,7 +12,7 @@ from kvpool.cli import COMMANDS
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 EXAMPLE = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", README, re.DOTALL)
-EXAMPLE_LINES_MAX = 20
+EXAMPLE_LINES_MAX = 30
 
 
 def test_example_prints_what_is_shown():
@@ -45,7 +45,7 @@ def test_mlx_lm_example_generates_what_mlx_lm_generates(monkeypatch, capsys):
     assert "0 leaked" in printed
 
 
-def test_example_is_at_most_20_lines():
+def test_example_is_at_most_30_lines():
     assert len([line for line in EXAMPLE[1].splitlines() if line]) <= EXAMPLE_LINES_MAX
 
 
@@ -57,7 +57,8 @@ def test_named_make_targets_exist():
 
 
 def test_named_commands_exist():
-    assert {"demo", "plan", "doctor"} <= set(re.findall(r"`kvpool ([a-z]+)", README)) <= COMMANDS.keys()
+    named = set(re.findall(r"kvpool ([a-z]+)`?$", README, re.MULTILINE)) | set(re.findall(r"`kvpool ([a-z]+)", README))
+    assert {"doctor", "generate", "serve"} <= named <= COMMANDS.keys()
 
 
 def test_linked_files_exist():

@@ -18,7 +18,7 @@ from user_program import SPEC, by_hand, by_scheduler
 
 import kvpool
 from kvpool.adapters.block_manager import KVBlockManager
-from kvpool.protocol import ArrayPlan
+from kvpool.protocol import StepArrays
 from kvpool_backends import load_backend
 from kvpool_backends.cpu import BlockStore
 
@@ -51,7 +51,7 @@ def test_checker_reports_each_mistake_and_nothing_else(checker, sources):
 
 FAULTS = [
     ("kvpool/_core.pyi", "_hash_bits: int = 64,\n    ) -> Self", "_hash_bits: int = 64,\n    ) -> BlockPool"),
-    ("kvpool/_core.pyi", "| None = None,\n    ) -> Self", "| None = None,\n    ) -> object"),
+    ("kvpool/_core.pyi", "backend: Any = None,\n    ) -> Self", "backend: Any = None,\n    ) -> object"),
     ("kvpool/__init__.py", "if not TYPE_CHECKING:", "if True:"),
 ]
 
@@ -118,8 +118,8 @@ def test_managers_and_plans_say_what_they_hold():
     manager.step([manager.new_sequence().seq_id], 5)
     assert repr(manager) == f"<kvpool.adapters.block_manager.KVBlockManager: {manager.pool!r} on {manager.backend!r}>"
     assert "2 used by 1 sequences" in repr(manager)
-    plan = ArrayPlan(seq_lens=np.array([5, 7]), slot_mapping=np.arange(3))
-    assert repr(plan) == "<ArrayPlan of 2 rows and 3 tokens, 0 copies>"
+    plan = StepArrays(seq_lens=np.array([5, 7]), slot_mapping=np.arange(3))
+    assert repr(plan) == "<StepArrays of 2 rows and 3 tokens, 0 copies>"
 
 
 # ------------------------------------------------------------------------------------------- constructors

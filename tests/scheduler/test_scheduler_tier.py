@@ -36,7 +36,7 @@ def execute(backend, pool, step):
     plan = step.plan
     backend.copy_blocks(plan)
     kv = step.tokens.astype(np.float32)[:, None, None]
-    backend.write(0, kv, kv, plan)
+    backend.write(backend.prepare(plan), 0, kv, kv)
     rows = np.searchsorted(plan.cu_q_lens, step.sample_at, side="right") - 1
     contexts = []
     for row in rows.tolist():

@@ -80,7 +80,8 @@ class Rows:
 class Forward(NamedTuple):
     """What the layers of one forward pass share."""
 
-    arrays: Any  # what the backend's step_arrays made of the plan
+    step: Any  # what the backend prepared of the plan
+    plan: Any
     columns: mx.array | None  # [T] which of the B * N input positions are real; None when all are
 
 
@@ -246,13 +247,14 @@ class Batch:
                 plan = self._fitting_plan(int(new.sum()), int(after.lens.max()))
                 kv.pool.step(plan, np.array(self.handles, np.int64), new)
                 kv.note_forward(self, plan, before)
-            if len(plan.copies):
-                kv.backend.copy_blocks(plan.copies)
+            step = kv.backend.prepare(plan)
+            if plan.num_copies:
+                kv.backend.copy_blocks(plan)
             columns = None
             if before.todo is not None:
                 real = np.arange(num_columns) < new[:, None]
                 columns = mx.array(np.flatnonzero(real).astype(np.int32))
-            forward = Forward(kv.backend.step_arrays(plan, after.lens), columns)
+            forward = Forward(step, plan, columns)
             if self.eviction is not None:
                 self.eviction.begin_pass(after.lens, new)
         except BaseException:
@@ -298,7 +300,7 @@ class Batch:
                 pool,
                 _power_of_two(rows),
                 _power_of_two(num_tokens),
-                formats=self.kv.backend.required_formats,
+                backend=self.kv.backend,
                 table_width=min(_power_of_two(max(width, 16)), pool.max_blocks_per_seq),
                 pad={"block_tables": 0},  # gathered and masked, so it must be some block
             )

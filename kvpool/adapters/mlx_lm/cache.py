@@ -107,7 +107,7 @@ class PagedKVCache:
             A pass failed while these sequences were in an engine, see `PagedKV.recover`; or an eviction half-way.
         """
         batch, kv = self._batch, self._batch.kv
-        dtype = kv.backend.dtype
+        dtype = kv.dtype
         if keys.dtype != dtype or values.dtype != dtype:
             raise TypeError(
                 f"[update_and_fetch] keys are {keys.dtype}, values {values.dtype}, the pool holds {dtype}: install "
@@ -116,7 +116,7 @@ class PagedKVCache:
         num_rows, _, num_columns, _ = keys.shape
         forward = self._issue("forward", (num_rows, num_columns), lambda: batch.forward(num_rows, num_columns))
         k, v = (tokens_of(x, forward.columns) for x in (keys, values))
-        kv.backend.write_tokens(self._layer, k, v, forward.arrays)
+        kv.backend.write(forward.step, self._layer, k, v)
         batch.stored()
         self._forward = forward
         if kv.is_fused:
@@ -128,7 +128,8 @@ class PagedKVCache:
         """What the last ``update_and_fetch`` stored and found, for layers that attend to another layer's cache."""
         if self._forward is None or self._cursor != self._batch.count:
             raise RuntimeError("[keys_and_values] no update_and_fetch since the cache was made or changed")
-        return self._batch.kv.backend.read(self._layer, self._forward.arrays)
+        contexts: tuple[mx.array, mx.array] = self._batch.kv.backend.read(self._forward.step, self._layer)
+        return contexts
 
     # ------------------------------------------------------------------------------------------- batching
 
@@ -252,12 +253,12 @@ class PagedKVCache:
 
     @property
     def state(self) -> list[Any]:
-        """The pool's arrays of this layer, if ``mx.eval(cache.state)`` has to execute the writes.
+        """What ``mx.eval(cache.state)`` needs in order to execute the writes of this layer, if they are lazy.
 
-        It cannot be saved or set, because the arrays belong to all caches of the pool: ``save_prompt_cache``
+        It cannot be saved or set, because the pool's arrays belong to all caches of the pool: ``save_prompt_cache``
         raises a ValueError and writes nothing.
         """
-        return [*self._batch.kv.backend.planes(self._layer), _NotSaved()]
+        return [*self._batch.kv.backend.queued(self._layer), _NotSaved()]
 
     # ------------------------------------------------------------------------------------------- internals
 

@@ -28,7 +28,7 @@ import numpy as np
 import kvpool
 from kvpool import Request, Scheduler
 from kvpool.adapters.mlx_lm.eviction import check_policy
-from kvpool.adapters.mlx_lm.host import install
+from kvpool.adapters.mlx_lm.host import BackendFactory, install
 from kvpool.adapters.mlx_lm.ragged import RaggedForward
 from kvpool.adapters.mlx_lm.sampling import SEED_MAX, Sampling, best, sample
 from kvpool.adapters.mlx_lm.shapes import max_positions
@@ -119,7 +119,7 @@ class Engine:
     ----------
     model
         As loaded by ``mlx_lm.load``. It stays as it is between two steps.
-    num_blocks, block_size, pool, prefix_cache, strict, fused, kernels
+    num_blocks, block_size, pool, prefix_cache, strict, fused, backend, kernels
         See `install`. Prompts that begin alike share their blocks, unless `prefix_cache` is off.
     tokenizer
         mlx-lm's, or one of transformers: for prompts that are text, for stop strings, for the text of answers, and for
@@ -157,6 +157,7 @@ class Engine:
         max_step_tokens: int = 512,
         prefill_chunk: int = 256,
         fused: bool | None = None,
+        backend: str | BackendFactory | None = None,
         kernels: bool | None = None,
         strict: bool = True,
         seed: int | None = None,
@@ -172,6 +173,7 @@ class Engine:
         if num_blocks is not None:
             pool = kvpool.Pool(num_blocks, block_size, max_seqs=2 * max_running + 16, prefix_cache=prefix_cache)
         how: dict[str, Any] = {"prefix_cache": prefix_cache, "fused": fused, "kernels": kernels, "strict": strict}
+        how["backend"] = backend
         how |= {"kv_bits": kv_bits, "k_bits": k_bits, "v_bits": v_bits, "quant_group_size": quant_group_size}
         self.kv = install(model, pool=pool, **how)
         policy = check_policy(eviction, self.kv, "Engine")

@@ -48,7 +48,7 @@ def check_policy(policy: Any, kv: Any, call: str = "make_cache") -> Policy | Non
         return None
     if not isinstance(policy, Policy):
         raise TypeError(f"[{call}] eviction must be a policy of kvpool.eviction, not {type(policy).__name__}")
-    check_backend(policy, kv.backend.capabilities(), kv.backend.spec.block_size)
+    check_backend(policy, kv.backend.capabilities, kv.backend.spec.block_size)
     if policy.scores is not None and not kv.sites:
         raise ValueError(f"[{call}] {type(policy).__name__} needs scores, and this model's route is {kv.route}")
     return policy

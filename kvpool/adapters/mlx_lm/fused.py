@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import mlx.core as mx
 import numpy as np
 
-from kvpool.protocol import ArrayPlan, AttentionOptions
+from kvpool.protocol import AttentionOptions, StepArrays
 
 if TYPE_CHECKING:
     from kvpool.adapters.mlx_lm.batch import Forward
@@ -139,11 +139,11 @@ class PagedKeys(_Placeholder):
         eviction = self.passes.eviction
         kind = None if eviction is None else eviction.policy.scores
         if kind is None or eviction.observed is not None:
-            out = kv.backend.attend(self.layer, q, self.forward.arrays, scale, options=options)
+            out = kv.backend.attend(self.forward.step, self.layer, q, scale, options=options)
             if kind is not None:
                 eviction.observe(self.layer, self._scores(q, eviction.observed, scale, options))
         else:
-            out, scores = kv.backend.attend(self.layer, q, self.forward.arrays, scale, options=options, scores=kind)
+            out, scores = kv.backend.attend(self.forward.step, self.layer, q, scale, options=options, scores=kind)
             eviction.observe(self.layer, scores)
         if columns is not None:  # padding columns see nothing
             padded = mx.zeros((num_rows * num_columns, *out.shape[1:]), out.dtype)
@@ -155,23 +155,17 @@ class PagedKeys(_Placeholder):
         """What some queries of the pass see, ``[R, Hk, C]``: attended once more, each in a row of its own."""
         assert self.forward is not None
         backend = self.passes.kv.backend
-        if observed.arrays is None:
-            some = ArrayPlan(
-                block_tables=self.forward.arrays.block_tables[observed.rows],
-                seq_lens=observed.lens,
-                cu_q_lens=np.arange(len(observed.rows) + 1),
-                slot_mapping=self.forward.arrays.slot_mapping[:0],
-            )
-            observed.arrays = backend.step_arrays(some, observed.lens)
+        if observed.step is None:
+            observed.step = backend.prepare(StepArrays.of_queries(self.forward.plan, observed.queries))
         chosen, kind = q[mx.array(observed.queries)], self.passes.eviction.policy.scores
-        _, scores = backend.attend(self.layer, chosen, observed.arrays, scale, options=options, scores=kind)
+        _, scores = backend.attend(observed.step, self.layer, chosen, scale, options=options, scores=kind)
         return scores
 
     def store(self, *others: mx.array) -> None:
         """Store what is fresh, if anything is; `others` are evaluated with it."""
         if self.fresh is not None and self.forward is not None:
             mx.eval(*self.fresh, *others)
-            self.passes.kv.backend.write_tokens(self.layer, *self.fresh, self.forward.arrays)
+            self.passes.kv.backend.write(self.forward.step, self.layer, *self.fresh)
             self.fresh = None
 
 

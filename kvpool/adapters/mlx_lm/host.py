@@ -6,15 +6,17 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from operator import index
 from typing import Any, Self
 
+import mlx.core as mx
 import mlx_lm
 import numpy as np
 
 import kvpool
+from kvpool.adapters.mlx_lm.arrays import Converted
 from kvpool.adapters.mlx_lm.attention_hook import Caller, Site, find_sites
 from kvpool.adapters.mlx_lm.batch import NOT_OPENED, Batch, Known, Rows
 from kvpool.adapters.mlx_lm.cache import PagedKVCache
@@ -24,7 +26,10 @@ from kvpool.adapters.mlx_lm.shapes import inspect_model, require_bits, with_bits
 from kvpool.adapters.mlx_lm.summary import Summary
 from kvpool.errors import ConcurrentUse, StaleHandle
 from kvpool.eviction import Policy
+from kvpool.protocol import KVBackend
+from kvpool.spec import KVSpec
 
+BackendFactory = Callable[[KVSpec, int], KVBackend]
 SUPPORTED_VERSIONS = ("0.32.2",)  # releases of mlx-lm whose engines the tests run on kvpool
 
 _log = logging.getLogger(__name__)
@@ -40,6 +45,7 @@ def install(
     max_seqs: int = 4096,
     prefix_cache: bool = False,
     fused: bool | None = None,
+    backend: str | BackendFactory | None = None,
     kernels: bool | None = None,
     overlap: bool = False,
     strict: bool = True,
@@ -62,11 +68,12 @@ def install(
     fused : bool, optional
         Attend straight over the pool (True), or gather every context for mlx-lm's own attention (False). By default
         the first, if there are kernels for it and the model is one of `attention_hook.KNOWN`. See `PagedKV.route`.
+    backend : str or callable, optional
+        Another than MLX's own: a name for `load_backend`, or ``factory(spec, num_blocks)``, for any arrays.
     kernels : bool, optional
         Of `kvpool_backends.mlx.MLXBackend`; by default they are used: those of Metal, or those of the CPU.
     overlap : bool
-        Where MLX scatters (no kernels, or a GPU without the extension): build a step while the one before still runs,
-        though MLX then copies arrays of the pool. By default each step waits, and writes are in place, as elsewhere.
+        Where MLX scatters: build a step while the one before runs, though MLX then copies the pool's arrays.
     strict : bool
         Refuse releases of mlx-lm that this adapter was not tested with.
     eviction : kvpool.eviction.Policy, optional
@@ -86,7 +93,7 @@ def install(
     ValueError
         The model keeps something else than keys and values in some layer, or layers differ; bits that do not fit.
     TypeError
-        Not exactly one of `num_blocks` and `pool`; an `eviction` that is none; `kv_bits` beside `k_bits` or `v_bits`.
+        Not one of `num_blocks` and `pool`, or both; an `eviction` that is none; options that exclude each other.
     """
     if strict:
         require_tested_version("install")
@@ -94,13 +101,30 @@ def install(
         raise TypeError("[install] either num_blocks or pool is needed, and not both")
     if num_blocks is not None:
         pool = kvpool.Pool(num_blocks, block_size, max_seqs=max_seqs, prefix_cache=prefix_cache)
-    from kvpool_backends.mlx import MLXBackend  # here, because kvpool does not depend on its backends
-
     spec, windows, callers = inspect_model(model, pool.block_size)
-    backend = MLXBackend(with_bits(spec, **quantization), pool.num_blocks, kernels=kernels)
-    sites, why_gather = _choose_route(callers, backend, fused)
-    kept: dict[str, Any] = {"prefix_cache": prefix_cache, "overlap": overlap, "eviction": eviction}
-    return PagedKV(model, pool, backend, windows, sites=sites, why_gather=why_gather, **kept)
+    made = _storage(with_bits(spec, **quantization), pool.num_blocks, backend, kernels, overlap)
+    sites, why_gather = _choose_route(callers, made, fused)
+    kept: dict[str, Any] = {"prefix_cache": prefix_cache, "eviction": eviction}
+    return PagedKV(model, pool, made, windows, sites=sites, why_gather=why_gather, **kept)
+
+
+def _storage(
+    spec: KVSpec, num_blocks: int, backend: str | BackendFactory | None, kernels: bool | None, overlap: bool
+) -> KVBackend:
+    """The backend that `install` was asked for, for arrays of MLX."""
+    if callable(backend):
+        factory: Any = backend
+    else:
+        from kvpool_backends import load_backend  # here, because kvpool does not depend on its backends
+
+        factory = load_backend("mlx" if backend is None else backend)
+    if backend is None:
+        made = factory(spec, num_blocks, kernels=kernels, overlap=overlap)
+    elif kernels is None and not overlap:
+        made = factory(spec, num_blocks)
+    else:
+        raise TypeError("[install] kernels and overlap belong to the mlx backend, leave them out beside backend")
+    return made if made.capabilities.arrays == "mlx" else Converted(made)
 
 
 def require_tested_version(call: str) -> None:
@@ -112,11 +136,13 @@ def require_tested_version(call: str) -> None:
         )
 
 
-def _choose_route(callers: Sequence[Caller | None], backend: Any, fused: bool | None) -> tuple[tuple[Site, ...], str]:
+def _choose_route(
+    callers: Sequence[Caller | None], backend: KVBackend, fused: bool | None
+) -> tuple[tuple[Site, ...], str]:
     """Where to hook attention, or nowhere and why."""
     why = "fused=False"
     if fused is not False:
-        if backend.route == "plain":
+        if not backend.capabilities.paged:
             why = "the backend runs without kernels"
         elif mlx_lm.__version__ not in SUPPORTED_VERSIONS:
             why = f"mlx-lm {mlx_lm.__version__} is not one of {', '.join(SUPPORTED_VERSIONS)}"
@@ -167,7 +193,10 @@ class PagedKV:
     Attributes
     ----------
     pool : kvpool.Pool
-    backend : kvpool_backends.mlx.MLXBackend
+    backend : kvpool.protocol.KVBackend
+        That takes MLX's arrays.
+    dtype : mx.Dtype
+        Of the keys and values that the model computes.
     num_layers : int
     windows : tuple
         Attention window per layer, None without one.
@@ -189,18 +218,17 @@ class PagedKV:
         sites: tuple[Site, ...] = (),
         why_gather: str = "",
         prefix_cache: bool = False,
-        overlap: bool = False,
         eviction: Policy | None = None,
     ) -> None:
         self.model = model
         self.pool = pool
         self.backend = backend
+        self.dtype: mx.Dtype = getattr(mx, backend.spec.dtype)
         self.windows = windows
         self.sites = sites
         self._hooks: list[Hook] = []  # one for each time that the block was entered
         self._why_gather = why_gather
         self.num_layers = len(windows)
-        self.overlap = overlap
         self.prefix_cache = prefix_cache
         self._number = str(next(_numbers))
         self.namespace = self.own_namespace(b"")
@@ -404,7 +432,7 @@ class PagedKV:
         leaked = max(0, stats.used - len(held))
         if self.prefix_cache and 0 < stats.sequences == len(handles):
             leaked = 0  # a block computed twice keeps its first copy alive, which may be in no table any more
-        memory, block_nbytes = self.backend.memory(), self.backend.spec.block_nbytes
+        block_nbytes = self.backend.spec.block_nbytes
         return Summary(
             blocks_used=stats.used,
             blocks_peak=stats.peak_used,
@@ -414,13 +442,13 @@ class PagedKV:
             sequences=stats.sequences,
             kv_nbytes=stats.used * block_nbytes,
             kv_nbytes_peak=stats.peak_used * block_nbytes,
-            pool_nbytes=memory.pool_nbytes,
-            mlx_peak_nbytes=memory.mlx_peak_nbytes,
+            pool_nbytes=self.backend.num_blocks * block_nbytes,
+            mlx_peak_nbytes=mx.get_peak_memory(),
             cow_copies=stats.cow_copies,
             cow_tokens=stats.cow_tokens,
             query_tokens=self.query_tokens,
             hit_tokens=self.hit_tokens,
-            mlx_pool_copies=memory.pool_copies,
+            mlx_pool_copies=getattr(self.backend, "pool_copies", 0),
             route=self.route,
         )
 
@@ -436,7 +464,7 @@ class PagedKV:
     # ------------------------------------------------------------------------- one forward pass at a time
 
     def begin_forward(self) -> None:
-        """Before the pool is stepped: nothing else may be half done, and MLX has finished the step before."""
+        """Before the pool is stepped: nothing else may be half done."""
         self._drive("update_and_fetch")
         if self._running is not None and self._running[0]() is None:
             self.undo_forward()  # nobody is left to ask for it
@@ -446,15 +474,9 @@ class PagedKV:
                 "[update_and_fetch] an earlier forward pass was interrupted between two layers; "
                 "kv.recover() takes it back"
             )
-        try:
-            if not (self.overlap or self.backend.is_in_place):
-                self.backend.settle()
-        except BaseException:
-            self._driver = None
-            raise
 
     def settle(self) -> int:
-        """Wait for MLX and count the pool arrays that it copied since the last time, see `MLXBackend.settle`.
+        """Wait for MLX and count the pool arrays that it copied since the last time, see `KVBackend.settle`.
 
         Raises
         ------

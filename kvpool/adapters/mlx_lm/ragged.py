@@ -24,7 +24,7 @@ from kvpool.adapters.mlx_lm.batch import Forward
 from kvpool.adapters.mlx_lm.cache import causal_mask
 from kvpool.adapters.mlx_lm.fused import PagedKeys, PagedMask, PagedValues, smaller_window, tokens_of
 from kvpool.adapters.mlx_lm.host import PagedKV
-from kvpool.protocol import ArrayPlan
+from kvpool.protocol import StepArrays
 
 
 class RaggedForward:
@@ -84,19 +84,18 @@ class RaggedForward:
         kv = self.kv
         new = np.diff(np.asarray(plan.cu_q_lens, np.int64)[: len(lens) + 1])
         shape, starts = self._shape(len(tokens), lens, new)
-        if not (kv.overlap or kv.backend.is_in_place):
-            kv.backend.settle()
         with self._hooked():
+            step = kv.backend.prepare(plan)
             if plan.num_copies:
-                kv.backend.copy_blocks(plan.copies)
+                kv.backend.copy_blocks(plan)
             ahead = 0 if evicted is None else evicted if len(starts) == len(lens) else np.repeat(evicted, new)
-            one = _Pass(self, Forward(kv.backend.step_arrays(plan, lens), None), shape, starts, starts + ahead)
+            one = _Pass(self, Forward(step, plan, None), shape, starts, starts + ahead)
             try:
                 caches = [RaggedCache(one, layer) for layer in range(kv.num_layers)]
                 logits = self._logits(mx.array(tokens.reshape(shape)), caches, rows)
                 one.store_rest()
-                if not kv.backend.is_eager:
-                    mx.eval(logits, *(plane for layer in range(kv.num_layers) for plane in kv.backend.planes(layer)))
+                if kv.backend.capabilities.lazy:
+                    mx.eval(logits, *(queued for layer in range(kv.num_layers) for queued in kv.backend.queued(layer)))
             finally:
                 self.count += 1
         return logits
@@ -166,16 +165,9 @@ class _Pass:
 
     def keys_of(self, layer: int, rows: mx.array) -> PagedKeys:
         """A layer's keys as some tokens of the pass see them: each is a sequence of its own that ends with it."""
-        arrays, starts = self.forward.arrays, self.starts
-        chosen = np.array(rows)
-        sequences = np.searchsorted(arrays.cu_q_lens[1 : len(arrays.seq_lens) + 1], chosen, side="right")
-        some = ArrayPlan(
-            block_tables=arrays.block_tables[sequences],
-            seq_lens=starts[chosen] + 1,
-            cu_q_lens=np.arange(len(chosen) + 1),
-            slot_mapping=arrays.slot_mapping[:0],
-        )
-        return PagedKeys(self.passes, layer, Forward(some, None), (len(chosen), 1))
+        some = StepArrays.of_queries(self.forward.plan, np.array(rows))
+        step = self.passes.kv.backend.prepare(some)
+        return PagedKeys(self.passes, layer, Forward(step, some, None), (len(rows), 1))
 
     def store_rest(self) -> None:
         """Store what the last layer has left."""
@@ -204,7 +196,7 @@ class RaggedCache:
         """
         passes, eviction = self._pass.passes, self._pass.passes.eviction
         wants_scores = eviction is not None and eviction.policy.scores is not None
-        return passes.is_ragged and bool(passes.kv.backend.is_eager) and not wants_scores
+        return passes.is_ragged and not passes.kv.backend.capabilities.lazy and not wants_scores
 
     def only_store(self) -> None:
         """What the layer computes next is not looked at: its keys and values are stored, and that is all."""
@@ -237,9 +229,9 @@ class RaggedCache:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Store the layer's K ``[B, Hk, N, D]`` and V; the contexts, or what stands for them."""
         kv = self._pass.passes.kv
-        if keys.dtype != kv.backend.dtype or values.dtype != kv.backend.dtype:
+        if keys.dtype != kv.dtype or values.dtype != kv.dtype:
             raise TypeError(
-                f"[update_and_fetch] keys are {keys.dtype}, values {values.dtype}, the pool holds {kv.backend.dtype}: "
+                f"[update_and_fetch] keys are {keys.dtype}, values {values.dtype}, the pool holds {kv.dtype}: "
                 "make the engine again after a model was cast"
             )
         self._is_stored = True
@@ -251,10 +243,10 @@ class RaggedCache:
             self._pass.keys(self._layer, keys, values).store()
             paged = PagedKeys(self._pass.passes, self._layer, None, self._pass.shape)
             return paged, PagedValues(paged)
-        if self._pass.passes.is_ragged and kv.backend.is_eager:
+        if self._pass.passes.is_ragged and not kv.backend.capabilities.lazy:
             paged = self._pass.keys(self._layer, keys, values)
             return paged, PagedValues(paged)
-        kv.backend.write_tokens(self._layer, keys, values, self._pass.forward.arrays)
+        kv.backend.write(self._pass.forward.step, self._layer, keys, values)
         if not self._pass.passes.is_ragged:
             return self.keys_and_values()
         paged = PagedKeys(self._pass.passes, self._layer, self._pass.forward, self._pass.shape)
@@ -262,7 +254,7 @@ class RaggedCache:
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """The contexts of the pass, for layers that attend to another layer's cache."""
-        contexts: tuple[mx.array, mx.array] = self._pass.passes.kv.backend.read(self._layer, self._pass.forward.arrays)
+        contexts: tuple[mx.array, mx.array] = self._pass.passes.kv.backend.read(self._pass.forward.step, self._layer)
         return contexts
 
 

@@ -92,7 +92,7 @@ class PlainAllocator:
 def cases() -> Iterator[tuple[str, Contestant, Contestant]]:
     """Name, the core's turn and the Python allocator's, of each operation."""
     for rows in (1, 64, 256):
-        yield f"decode step of {rows} sequences", *decode(rows)
+        yield f"decode step, {rows} in the batch", *decode(rows)
     yield f"fork and close a sequence of {PROMPT} tokens", *fork()
     yield f"open, prefill {PROMPT} tokens, close", *prompt()
 

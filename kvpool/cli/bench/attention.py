@@ -18,7 +18,6 @@ from kvpool import KVSpec, Plan, Pool
 from kvpool.cli.bench.measure import Contestant, race
 from kvpool.cli.bench.options import DTYPES, memory_nbytes, numbers, some, tokens
 from kvpool.cli.console import CommandError, progress, whole
-from kvpool_backends import load_backend
 
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
 CHUNK = 1024  # tokens that are written at once
@@ -97,6 +96,8 @@ class Case:
 
     def measure(self, kernels: Any, repetitions: int) -> dict[str, Any]:
         """Decode, in turns with the read."""
+        from kvpool_backends import load_backend
+
         rng = np.random.default_rng(1)
         kv = load_backend("cpu")(self.spec, self.num_blocks)
         pool = Pool(self.num_blocks, BLOCK_SIZE, in_order=True)

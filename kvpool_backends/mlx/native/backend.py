@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from kvpool.errors import BackendUnavailable
-from kvpool.protocol import ArrayPlan, AttentionOptions, PlanArrays, checked_options, checked_scores
+from kvpool.protocol import AnyPlan, AttentionOptions, StepArrays
+from kvpool_backends.checks import check_layer, checked_copies, checked_options, checked_results
 from kvpool_backends.cpu._kernels import num_threads
-from kvpool_backends.mlx import native
 from kvpool_backends.mlx.kernels import KernelBackend
+from kvpool_backends.mlx.native import loading
 from kvpool_backends.mlx.native.pool import InPlacePool
 
 _NO_WINDOW = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class NativePlan(ArrayPlan):
+class NativeStep(StepArrays):
     """The arrays of a step, and what the extension made of them: checked and copied once for all layers."""
 
     step: Any = None
@@ -40,12 +41,12 @@ class NativeBackend(KernelBackend):
     because what one thread has built MLX does not evaluate in another.
     """
 
-    is_eager = False
+    capabilities = replace(KernelBackend.capabilities, lazy=True)
 
     def _allocate(self) -> None:
-        module = native.load()
+        module = loading.load()
         if module is None:
-            raise BackendUnavailable(f"[MLXBackend] the native extension is not there: {native.status()['why']}")
+            raise BackendUnavailable(f"[MLXBackend] the native extension is not there: {loading.status()['why']}")
         super()._allocate()
         self._module = module
         self._lazy = InPlacePool(module, self.spec, self.num_blocks, self._pool, isa=self._store.isa)
@@ -53,25 +54,47 @@ class NativeBackend(KernelBackend):
 
     # ------------------------------------------------------------------------------------------ one step
 
-    def copy_blocks(self, plan: PlanArrays | np.ndarray) -> None:
+    def prepare(self, plan: AnyPlan) -> NativeStep:
+        """What the layers of one step need: a copy, so that what is queued outlives the plan's arrays."""
+        tables = _ints("block_tables", plan.block_tables, 2)
+        seq_lens = _ints("seq_lens", plan.seq_lens, 1)
+        cu_q_lens = _ints("cu_q_lens", plan.cu_q_lens, 1)
+        slots = _contiguous(_ints("slots", plan.slot_mapping, 1), np.int64)
+        longest = int(seq_lens.max(initial=0))
+        wide = tables[: len(seq_lens), : -(-longest // self.spec.block_size)]
+        if wide.dtype == np.int64:  # what does not fit 32 bits stays no block
+            wide = np.clip(wide, -1, 2**31 - 1)
+        step = self._module.step(
+            num_threads(),
+            self.num_blocks,
+            self.spec.block_size,
+            slots,
+            wide.shape[1],
+            _contiguous(wide, np.int32),
+            _contiguous(seq_lens, np.int64),
+            _contiguous(cu_q_lens, np.int64),
+        )
+        return NativeStep(np.array(wide), np.array(seq_lens), np.array(cu_q_lens), slots, step=step, longest=longest)
+
+    def copy_blocks(self, plan: AnyPlan | np.ndarray) -> None:
         """Copy the first tokens of blocks in all layers, ``(src, dst, num_tokens)`` each."""
-        copies = np.asarray(plan if isinstance(plan, np.ndarray) else plan.copies)
-        if copies.shape == (0, 3):
+        copies = checked_copies(self, plan)
+        if len(copies) == 0:
             return
-        self._check_copies(copies)
+        if np.isin(copies[:, 1], copies[:, 0]).any() or len(np.unique(copies[:, 1])) != len(copies):
+            raise ValueError("[copy_blocks] a destination is a source too, or is there twice")
         self._lazy.copy_blocks(self._module.copies(num_threads(), np.ascontiguousarray(copies, np.int64)))
 
-    def write(self, layer: int, k: mx.array, v: mx.array, plan: PlanArrays) -> None:
-        """Store ``k [T, Hk, D]`` and ``v [T, Hk, Dv]`` at ``plan.slot_mapping``, negative slots skipped."""
-        self._check_layer("write", layer)
-        step = plan.step if type(plan) is NativePlan else self._step(slots=plan.slot_mapping)
-        self._lazy.write(layer, _array(k), _array(v), step)
+    def write(self, step: Any, layer: int, k: mx.array, v: mx.array) -> None:
+        """Store ``k [T, Hk, D]`` and ``v [T, Hk, Dv]`` at the slots of the step, negative ones skipped."""
+        check_layer(self, "write", layer)
+        self._lazy.write(layer, _array(k), _array(v), step.step)
 
     def attend(
         self,
+        step: Any,
         layer: int,
         q: mx.array,
-        plan: PlanArrays,
         scale: float | None = None,
         *,
         options: AttentionOptions | None = None,
@@ -80,49 +103,24 @@ class NativeBackend(KernelBackend):
         scores_out: np.ndarray | None = None,
     ) -> Any:
         """Causal attention of ``q [T, Hq, D]`` over the paged context, see `KVBackend.attend`."""
-        if return_attn:
-            raise ValueError("[attend] return_attn is True, this backend does not return weights")
-        checked_scores(scores, scores_out, self.capabilities(), (0, 0, 0))
-        self._check_layer("attend", layer)
+        checked_results(self.capabilities, return_attn, scores, scores_out)
+        check_layer(self, "attend", layer)
+        q = _array(q)
         if scores is not None:  # no node of its own: policies read scores at once anyway
             self._lazy.wait()
-            return super().attend(layer, _array(q), plan, scale, options=options, scores=scores)
-        q = _array(q)
-        plan = plan if type(plan) is NativePlan else self._native_plan(plan, with_slots=False)
-        return self._lazy.attend(layer, q, plan.step, self._attention(q, plan, scale, options))
+            return super().attend(step, layer, q, scale, options=options, scores=scores)
+        return self._lazy.attend(layer, q, step.step, self._attention(q, step, scale, options))
 
-    def write_and_attend(
-        self,
-        layer: int,
-        q: mx.array,
-        k: mx.array,
-        v: mx.array,
-        plan: PlanArrays,
-        scale: float | None = None,
-        *,
-        options: AttentionOptions | None = None,
-    ) -> mx.array:
-        """`write` and then `attend`, as one node."""
-        self._check_layer("write_and_attend", layer)
-        q = _array(q)
-        plan = plan if type(plan) is NativePlan else self._native_plan(plan)
-        attention = self._attention(q, plan, scale, options)
-        return self._lazy.write_and_attend(layer, q, _array(k), _array(v), plan.step, attention)
-
-    def step_arrays(self, plan: PlanArrays, seq_lens: np.ndarray) -> NativePlan:
-        """What the layers of one step need: a copy, so that the plan may go on to its next step."""
-        return self._native_plan(super().step_arrays(plan, seq_lens))
-
-    def planes(self, layer: int) -> list[mx.array]:
+    def queued(self, layer: int) -> list[mx.array]:
         """An empty array for ``mx.eval``, which has to see it after a write."""
         return [self._lazy.token(layer)]
 
     # -------------------------------------------------------------------------------------- whole blocks
 
-    def read(self, layer: int, arrays: ArrayPlan) -> tuple[mx.array, mx.array]:
+    def read(self, step: Any, layer: int) -> tuple[mx.array, mx.array]:
         """The contexts of a step as K ``[B, Hk, C, D]`` and V ``[B, Hk, C, Dv]``: copies, 0 past a row's end."""
         self._lazy.wait()
-        return super().read(layer, arrays)
+        return super().read(step, layer)
 
     def gather(
         self, layer: int, blocks: Sequence[int] | np.ndarray, num_tokens: int | None = None
@@ -159,47 +157,12 @@ class NativeBackend(KernelBackend):
 
     # ---------------------------------------------------------------------------------------- internals
 
-    def _native_plan(self, plan: PlanArrays, *, with_slots: bool = True) -> NativePlan:
-        tables = _ints("attend", "block_tables", plan.block_tables, 2)
-        seq_lens = _ints("attend", "seq_lens", plan.seq_lens, 1)
-        cu_q_lens = _ints("attend", "cu_q_lens", plan.cu_q_lens, 1)
-        slots = plan.slot_mapping if with_slots else None
-        if len(cu_q_lens) == len(seq_lens) + 1:
-            step = self._step(slots, tables, seq_lens, cu_q_lens)
-        else:  # good for writes and for `read`; `attend` refuses it
-            step = self._step(slots)
-        return NativePlan(
-            tables, seq_lens, cu_q_lens, np.asarray(slots), step=step, longest=int(seq_lens.max(initial=0))
-        )
-
-    def _step(
-        self,
-        slots: Any = None,
-        tables: np.ndarray | None = None,
-        seq_lens: np.ndarray | None = None,
-        cu_q_lens: np.ndarray | None = None,
-    ) -> Any:
-        if slots is not None:
-            slots = _contiguous(_ints("write", "slots", slots, 1), np.int64)
-        width = 0
-        if tables is not None:
-            assert seq_lens is not None and cu_q_lens is not None
-            width = tables.shape[1]
-            if tables.dtype == np.int64:  # what does not fit 32 bits stays no block
-                tables = np.clip(tables, -1, 2**31 - 1)
-            tables = _contiguous(tables[: len(seq_lens)], np.int32)
-            seq_lens, cu_q_lens = _contiguous(seq_lens, np.int64), _contiguous(cu_q_lens, np.int64)
-        spec = self.spec
-        return self._module.step(
-            num_threads(), self.num_blocks, spec.block_size, slots, width, tables, seq_lens, cu_q_lens
-        )
-
-    def _attention(self, q: mx.array, plan: NativePlan, scale: float | None, options: AttentionOptions | None) -> Any:
+    def _attention(self, q: mx.array, step: NativeStep, scale: float | None, options: AttentionOptions | None) -> Any:
         scale = self.spec.head_dim**-0.5 if scale is None else float(scale)
         if not np.isfinite(np.float32(scale)):
             raise ValueError(f"[attend] scale is {scale}, it must be finite in float32")
         num_heads = q.shape[1] if q.ndim == 3 else 0
-        options = checked_options(options, self.capabilities(), q.shape[0], num_heads, plan.longest)
+        options = checked_options(options, self.capabilities, q.shape[0], num_heads, step.longest)
         if not options.features:
             if scale not in self._plain_attention:
                 self._plain_attention[scale] = self._module.attention(scale, 0.0, _NO_WINDOW, None, None, None, 0, 0)
@@ -208,7 +171,7 @@ class NativeBackend(KernelBackend):
         if mask is not None:
             if mask.dtype == np.bool_:
                 mask = np.where(mask, np.float32(0), np.float32(-np.inf))
-            mask = _contiguous(mask[..., : plan.longest], np.float32)
+            mask = _contiguous(mask[..., : step.longest], np.float32)
             token_stride = mask[0].size if len(mask) else 0
             head_stride = mask.shape[-1] if mask.ndim == 3 and mask.shape[1] > 1 else 0
         return self._module.attention(
@@ -222,17 +185,6 @@ class NativeBackend(KernelBackend):
             head_stride,
         )
 
-    def _check_copies(self, copies: np.ndarray) -> None:
-        _ints("copy_blocks", "copies", copies, 2)
-        if copies.shape[1] != 3:
-            raise ValueError(f"[copy_blocks] copies have shape {copies.shape}, it must be [K, 3]")
-        self._check_ids("copy_blocks", copies[:, :2])
-        counts, limit = copies[:, 2], self.spec.block_size
-        if ((counts < 1) | (counts > limit)).any():
-            raise ValueError(f"[copy_blocks] num_tokens {counts.tolist()}, the range is 1 .. {limit}")
-        if np.isin(copies[:, 1], copies[:, 0]).any() or len(np.unique(copies[:, 1])) != len(copies):
-            raise ValueError("[copy_blocks] a destination is a source too, or is there twice")
-
 
 def _array(x: Any) -> mx.array:
     return x if isinstance(x, mx.array) else mx.array(x)
@@ -242,10 +194,10 @@ def _contiguous(x: np.ndarray, dtype: Any) -> np.ndarray:
     return np.ascontiguousarray(x, dtype)
 
 
-def _ints(call: str, name: str, x: Any, ndim: int) -> np.ndarray:
+def _ints(name: str, x: Any, ndim: int) -> np.ndarray:
     x = np.asarray(x)
     if x.dtype not in (np.int32, np.int64):
-        raise TypeError(f"[{call}] {name} must be int32 or int64, got {x.dtype}")
+        raise TypeError(f"[prepare] {name} must be int32 or int64, got {x.dtype}")
     if x.ndim != ndim:
-        raise ValueError(f"[{call}] {name} must have {ndim} dimensions, got shape {list(x.shape)}")
+        raise ValueError(f"[prepare] {name} must have {ndim} dimensions, got shape {list(x.shape)}")
     return x

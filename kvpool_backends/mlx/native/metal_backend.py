@@ -7,21 +7,23 @@ from collections.abc import Callable
 import mlx.core as mx
 import numpy as np
 
-from kvpool.config import LAYOUTS
-from kvpool.protocol import ArrayPlan, Capabilities
-from kvpool_backends.mlx.backend import has_metal
+from kvpool.protocol import StepArrays
+from kvpool.spec import LAYOUTS
+from kvpool_backends.mlx.base import has_metal
 from kvpool_backends.mlx.metal import MetalAttention, metal_capabilities
 from kvpool_backends.mlx.native.backend import NativeBackend
 from kvpool_backends.mlx.native.metal import metal_texts
 from kvpool_backends.mlx.native.pool import InPlacePool
 
 
-class NativeMetalBackend(MetalAttention, NativeBackend):  # type: ignore[misc]  # a step is another class on each route
+class NativeMetalBackend(MetalAttention, NativeBackend):
     """`MetalBackend` whose writes are nodes that store into the pool: it is never copied, and takes every layout.
 
     Tokens and blocks are moved by the kernels of `kvpool_backends.metal` where MLX computes on a GPU, by those of the
     CPU elsewhere. What works on whole blocks waits for the device and works on its memory, which is the host's too.
     """
+
+    capabilities = metal_capabilities(LAYOUTS)
 
     def _allocate(self) -> None:
         super()._allocate()
@@ -36,11 +38,6 @@ class NativeMetalBackend(MetalAttention, NativeBackend):  # type: ignore[misc]  
                 metal=metal_texts(self._module, self.spec),
             )
 
-    @staticmethod
-    def capabilities() -> Capabilities:
-        """What this backend accepts."""
-        return metal_capabilities(LAYOUTS)
-
     def _on_pool(self, layer: int, kernel: Callable[..., list[mx.array]]) -> list[mx.array]:
         # Planes that share an array come as one.
         return list(self._lazy.read(layer, lambda *arrays: kernel(arrays[0], arrays[-1])))
@@ -48,5 +45,5 @@ class NativeMetalBackend(MetalAttention, NativeBackend):  # type: ignore[misc]  
     def _warm_write(self, num_tokens: int) -> None:
         """Write tokens of nobody."""
         k, v = (mx.zeros((num_tokens, self.spec.num_kv_heads, dim), self.dtype) for _, dim in self.spec.planes)
-        self.write(0, k, v, ArrayPlan(slot_mapping=np.full(num_tokens, -1)))
+        self.write(self.prepare(StepArrays(slot_mapping=np.full(num_tokens, -1))), 0, k, v)
         self._lazy.wait()

@@ -130,12 +130,6 @@ class InPlacePool:
         """Attention of ``q [T, Hq, D]`` over the contexts of `step`; not on the GPU."""
         return self._build(*self._layers[layer], step=step, attention=attention, q=q)
 
-    def write_and_attend(
-        self, layer: int, q: mx.array, k: mx.array, v: mx.array, step: Any, attention: Any
-    ) -> mx.array:
-        """`write` and `attend` as one node."""
-        return self._build(*self._layers[layer], step=step, attention=attention, k=k, v=v, q=q)
-
     def copy_blocks(self, copies: Any) -> None:
         """Copy the first tokens of blocks in all layers."""
         for capsule, chain in self._layers:

@@ -1,0 +1,68 @@
+"""`kvpool bench allocator` and `kvpool bench attention`: small tables that end soon."""
+
+import json
+
+import numpy as np
+import pytest
+
+from kvpool.cli import main
+from kvpool.cli.bench import allocator, attention
+from kvpool_backends import load_backend
+
+
+def facts_of(capsys, *argv):
+    """Run a command that ends well; return its JSON."""
+    assert main(["bench", *argv, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_plain_allocator_shares_and_frees_what_the_core_does():
+    plain = allocator.PlainAllocator()
+    name = plain.open()
+    assert plain.step([name], 20).size == 20 and len(plain.tables[name]) == 2
+    child = plain.fork(name)
+    plain.close(name)
+    assert plain.references[plain.tables[child][0]] == 1
+    plain.close(child)
+    assert sorted(plain.free) == list(range(1, allocator.NUM_BLOCKS)) and not any(plain.references)
+
+
+def test_allocator_rows_stand_beside_plain_python(capsys, monkeypatch):
+    monkeypatch.setattr(allocator, "PROMPT", 64)
+    rows = facts_of(capsys, "allocator", "--repetitions", "1")["rows"]
+    assert len(rows) == 5 and all(row["kvpool_ns"] > 0 and row["python_ns"] > 0 for row in rows)
+    assert rows[2]["ratio"] > 3  # a batch of 256: two hundred times as many steps of an interpreter
+
+
+def test_attention_rows_stand_beside_a_read(capsys):
+    sizes = ("--batch", "2", "--context", "100", "--dtype", "float32,bfloat16", "--repetitions", "1")
+    facts = facts_of(capsys, "attention", *sizes)
+    assert [row["dtype"] for row in facts["rows"]] == ["float32", "bfloat16"]
+    assert all(row["nbytes"] == attention.Case(row["dtype"], 2, 100).nbytes for row in facts["rows"])
+    assert all(row["ratio"] > 0 for row in facts["rows"])
+
+
+def test_attention_leaves_out_what_does_not_fit(capsys):
+    facts = facts_of(capsys, "attention", "--batch", "1", "--context", "1k", "--max-memory", "1MiB")
+    assert facts["rows"] == [] and len(facts["left_out"]) == 2
+
+
+def test_attention_times_the_decode_that_it_says(monkeypatch, capsys):
+    """What is timed has the queries of one token per sequence, over the whole context."""
+    seen, factory = [], load_backend("cpu")
+
+    class Seen(factory):
+        def attend(self, step, layer, q, *rest, **more):
+            out = super().attend(step, layer, q, *rest, **more)
+            seen.append((q.shape, np.isfinite(out).all()))
+            return out
+
+    monkeypatch.setattr("kvpool_backends.load_backend", lambda name: Seen)
+    facts_of(capsys, "attention", "--batch", "3", "--context", "40", "--dtype", "float32", "--repetitions", "2")
+    assert set(seen) == {((3, 32, 128), True)}
+
+
+@pytest.mark.parametrize("wrong", ["--dtype float8", "--batch x", "--context 0", "--max-memory much"])
+def test_nonsense_is_refused(capsys, wrong):
+    assert main(["bench", "attention", *wrong.split()]) == 2
+    assert "kvpool bench attention:" in capsys.readouterr().err
