@@ -90,6 +90,13 @@ struct PackedPlane {
   Head head, factors;
 };
 
+// layout: that of the words; scales and biases have theirs 8 numbers behind it, behind the words of K and V.
+template <typename T, typename Layout>
+METAL_FUNC PackedPlane<T> plane_of(const device uint* words, const device T* scales, const device T* biases,
+                                   Layout layout, int64_t head) {
+  return PackedPlane<T>{words, scales, biases, head_of(layout, head), head_of(layout + 8, head)};
+}
+
 // Rows of 8 or 4 bits, each row read for itself; see kv_layout.h. They are never made a plane of floats.
 template <typename T, int DIM, bool TOUCHING, int BITS, int SIZE>
 struct Rows {
