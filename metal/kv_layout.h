@@ -76,10 +76,21 @@ METAL_FUNC constexpr int rows_per_lane() {
   return rows_per_run<T, DIM, TOUCHING>() == 0 ? 4 : rows_per_run<T, DIM, TOUCHING>();
 }
 
-// Rows of the pool as a simdgroup reads them. Lane i holds chunks i % LANES + 32 * j of row a * ROWS + i / LANES in
-// chunk[a][j]; chunks outside the row and rows that were not asked for are 0.
-template <typename T, int DIM, bool TOUCHING>
-struct Rows {
+// One head of a plane: its array, and where its rows lie in there.
+template <typename T>
+struct Plane {
+  const device T* pool;
+  Head head;
+};
+
+// Rows of a plane as a simdgroup reads them. Lane i holds chunks i % LANES + 32 * j of row a * ROWS + i / LANES in
+// chunk[a][j]; chunks outside the row and rows that were not asked for are 0. BITS is 0 for elements of type T;
+// kv_packed.h has the rows of 8 and 4 bits, which have the same members.
+template <typename T, int DIM, bool TOUCHING, int BITS, int SIZE>
+struct Rows;
+
+template <typename T, int DIM, bool TOUCHING, int SIZE>
+struct Rows<T, DIM, TOUCHING, 0, SIZE> {
   KV_CONST int CHUNKS = chunks_per_row<DIM>();
   KV_CONST int LANES = lanes_per_row<DIM>();
   KV_CONST int ROWS = rows_per_access<DIM>();
@@ -89,12 +100,13 @@ struct Rows {
 
   Chunk<T> chunk[ACCESSES][PER_LANE];
 
-  // Reads rows begin <= row < end of those that begin at `first` and are `stride` elements apart.
-  METAL_FUNC void load(const device T* first, int64_t stride, int begin, int end, int lane) {
+  // Reads rows begin <= row < end, counted from a slot of a block.
+  METAL_FUNC void load(Plane<T> plane, int64_t block, int64_t slot, int begin, int end, int lane) {
+    const device T* first = plane.pool + plane.head.row(block, slot);
     if (rows_per_run<T, DIM, TOUCHING>() > 0) {
       load_run(first, begin, end, lane);
     } else {
-      load_rows(first, stride, begin, end, lane);
+      load_rows(first, plane.head.slot_stride, begin, end, lane);
     }
   }
 
@@ -137,12 +149,17 @@ struct Rows {
       chunk[a][0] = lane < CHUNKS ? as_type<Chunk<T>>(words) : Chunk<T>(T(0));
     }
   }
-};
 
-template <typename A, typename B>
-METAL_FUNC float dot(Chunk<A> a, Chunk<B> b) {
-  return metal::dot(float4(a), float4(b));
-}
+  // The product of a chunk with four other elements. Only packed rows need the sum of those.
+  template <typename Q>
+  METAL_FUNC float dot(int a, int j, Chunk<Q> other, float) const {
+    return metal::dot(float4(other), float4(chunk[a][j]));
+  }
+
+  METAL_FUNC float4 floats(int a, int j) const {
+    return float4(chunk[a][j]);
+  }
+};
 
 // The sum over the `LANES` lanes that share a row, for four values at once; all of them get it.
 template <int LANES>

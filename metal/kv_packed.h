@@ -81,9 +81,25 @@ METAL_FUNC Quantized<BITS> quantize(float4 x) {
   return result;
 }
 
-// Rows of a packed plane as `Rows` of kv_layout.h, each row read for itself.
-template <typename T, int DIM, int BITS, int SIZE>
-struct PackedRows {
+// One head of a packed plane: its arrays, where its words lie in the first, its scales and biases in the others.
+template <typename T>
+struct PackedPlane {
+  const device uint* words;
+  const device T* scales;
+  const device T* biases;
+  Head head, factors;
+};
+
+// layout: that of the words; scales and biases have theirs 8 numbers behind it, behind the words of K and V.
+template <typename T, typename Layout>
+METAL_FUNC PackedPlane<T> plane_of(const device uint* words, const device T* scales, const device T* biases,
+                                   Layout layout, int64_t head) {
+  return PackedPlane<T>{words, scales, biases, head_of(layout, head), head_of(layout + 8, head)};
+}
+
+// Rows of 8 or 4 bits, each row read for itself; see kv_layout.h. They are never made a plane of floats.
+template <typename T, int DIM, bool TOUCHING, int BITS, int SIZE>
+struct Rows {
   KV_CONST int CHUNKS = chunks_per_row<DIM>();
   KV_CONST int LANES = lanes_per_row<DIM>();
   KV_CONST int ROWS = rows_per_access<DIM>();
@@ -94,13 +110,15 @@ struct PackedRows {
   PackedChunk<BITS> chunk[ACCESSES][PER_LANE];
   float scale[ACCESSES][PER_LANE], bias[ACCESSES][PER_LANE];
 
-  // Reads rows begin <= row < end: words from `words` on, `stride` of them apart; scales and biases likewise.
-  METAL_FUNC void load(const device uint* words, int64_t stride, const device T* scales, const device T* biases,
-                       int64_t factor_stride, int begin, int end, int lane) {
+  // Reads rows begin <= row < end, counted from a slot of a block.
+  METAL_FUNC void load(PackedPlane<T> plane, int64_t block, int64_t slot, int begin, int end, int lane) {
+    const device uint* words = plane.words + plane.head.row(block, slot);
+    const int64_t factor = plane.factors.row(block, slot);
     KV_UNROLL
     for (int a = 0; a < ACCESSES; a++) {
       const int row = a * ROWS + lane / LANES;
-      const device PackedChunk<BITS>* chunks = reinterpret_cast<const device PackedChunk<BITS>*>(words + row * stride);
+      const device PackedChunk<BITS>* chunks =
+          reinterpret_cast<const device PackedChunk<BITS>*>(words + row * plane.head.slot_stride);
       KV_UNROLL
       for (int j = 0; j < PER_LANE; j++) {
         const int c = lane % LANES + 32 * j;
@@ -108,8 +126,9 @@ struct PackedRows {
         scale[a][j] = bias[a][j] = 0.0f;
         if (c < CHUNKS && row >= begin && row < end) {
           chunk[a][j] = chunks[c];
-          scale[a][j] = float(scales[row * factor_stride + 4 * c / SIZE]);
-          bias[a][j] = float(biases[row * factor_stride + 4 * c / SIZE]);
+          const int64_t group = factor + row * plane.factors.slot_stride + 4 * c / SIZE;
+          scale[a][j] = float(plane.scales[group]);
+          bias[a][j] = float(plane.biases[group]);
         }
       }
     }

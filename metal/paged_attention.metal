@@ -19,9 +19,13 @@
 //            SIMDGROUPS        of the threadgroup
 //            TOUCHING          rows of neighbouring slots are neighbours in memory
 //            SOFT_CAP, ALIBI, MASK, SINKS, DIRECT   bools
+//            K_BITS, V_BITS    8 or 4 where keys, values are packed, else 0
+//            SIZE              packed elements that have a scale and a bias
+//            RAW, MASS         bools: which scores are exported, if any
 // Inputs     q                 [T, Hq, DIM], last axis contiguous
-//            k_pool, v_pool    base arrays
-//            layout            int64 [8]: offset, block, slot and head stride of K, then of V
+//            k_pool, v_pool    base arrays, of what is packed the words
+//            layout            int64 [8]: offset, block, slot and head stride of K, then of V; with packed planes
+//                              [16]: then the same of scales and biases
 //            tables            int32 [B, W]
 //            work              int32 [N, 8]: row of the batch, first query token, number of queries, position of the
 //                              first one; where the part begins, tokens of a run (whole blocks), first and last + 1 of
@@ -30,16 +34,25 @@
 //            window            int32: tokens that a query sees
 //            slopes, sinks     float [Hq]
 //            mask              float [T, 1 or Hq, C]
+// where packed                 k_scales, k_biases, v_scales, v_biases: base arrays of T
+// where RAW or MASS
+//            observed          int32 [N]: of an item's queries the newest of the row; negative: another item's
+//            columns           int32: C
 // Output     out               DIRECT: Q [T, Hq, VALUE_DIM], the result
 //                              else float [N, X, ROWS, VALUE_DIM + 4] for X threadgroups of an item: the weighted sum
 //                              of values, the largest score (in base 2), the sum of weights, two zeros
+//            exported          RAW: float [B, Hk, HEAD_GROUPS, C], sums over a threadgroup's heads, over GROUP
+//                              MASS: float [B, Hq, C], what goes into exp; -INFINITY where it is hidden
+//
+// An item that holds the newest query of its row says which one it is. Its threadgroups pass every token that the query
+// sees in this part of the context, once, and so store its score once.
 
 constexpr int ROWS = HEADS * QUERIES;
 constexpr int HEAD_GROUPS = (GROUP + HEADS - 1) / HEADS;
 // Else a row may not see a token that another one sees, and 0 times infinity must not come in.
 constexpr bool ALL_SEE_THE_SAME = QUERIES == 1 && !MASK;
-using Keys = kv::Rows<T, DIM, TOUCHING>;  // packed k: rows
-using Values = kv::Rows<T, VALUE_DIM, TOUCHING>;  // packed v: rows
+using Keys = kv::Rows<T, DIM, TOUCHING, K_BITS, SIZE>;
+using Values = kv::Rows<T, VALUE_DIM, TOUCHING, V_BITS, SIZE>;
 
 const int lane = thread_index_in_simdgroup;
 const int simd = simdgroup_index_in_threadgroup;
@@ -48,8 +61,8 @@ const int first_head = threadgroup_position_in_grid.x % HEAD_GROUPS * HEADS;  //
 const int num_q_heads = threads_per_grid.x / (32 * SIMDGROUPS * HEAD_GROUPS) * GROUP;
 const int item = threadgroup_position_in_grid.y;
 
-const kv::Head k_head = kv::head_of(layout, kv_head);  // packed k: head
-const kv::Head v_head = kv::head_of(layout + 4, kv_head);  // packed v: head
+const auto k_plane = kv::plane_of(k_pool, k_scales, k_biases, layout, kv_head);
+const auto v_plane = kv::plane_of(v_pool, v_scales, v_biases, layout + 4, kv_head);
 const float scale = numbers[0], soft_cap = numbers[1];
 const int window_tokens = window;
 
@@ -59,9 +72,11 @@ const int num_queries = work[8 * item + 2];
 const int first_position = work[8 * item + 3];
 const int run_begin = work[8 * item + 4] + simd * work[8 * item + 5];
 const int seen_begin = max(run_begin, work[8 * item + 6]);
-const int seen_end = min(run_begin + work[8 * item + 5], work[8 * item + 7]);  // scores: item
+const int seen_end = min(run_begin + work[8 * item + 5], work[8 * item + 7]);
+const int observed_query = kv::observed_query(observed, item);
 
-kv::Chunk<Q> query[ROWS][Keys::PER_LANE];  // packed k: query
+kv::Chunk<Q> query[ROWS][Keys::PER_LANE];
+float sum_of_query[ROWS][Keys::PER_LANE];  // for packed keys; else nothing reads it
 float4 values[ROWS][Values::PER_LANE];
 float largest[ROWS];  // score so far, the same in all lanes
 float sum[ROWS];      // of this lane's weights
@@ -80,7 +95,8 @@ for (int r = 0; r < ROWS; r++) {
         query[r][j][e] = q[row + 4 * c + e];
       }
     }
-  }  // packed k: sum
+    sum_of_query[r][j] = metal::dot(float4(query[r][j]), float4(1.0f));
+  }
   KV_UNROLL
   for (int j = 0; j < Values::PER_LANE; j++) {
     values[r][j] = float4(0.0f);
@@ -103,9 +119,8 @@ for (int tile = run_begin + (seen_begin - run_begin) / 32 * 32; tile < seen_end;
   }
   for (int t = skipped / Keys::STEP * Keys::STEP; t < num_tokens; t += Keys::STEP) {
     const int64_t block = simd_shuffle(block_of_lane, ushort(t));
-    const device T* first = k_pool + k_head.row(block, (tile + t) % BLOCK_SIZE);  // packed k: first
     Keys keys;
-    keys.load(first, k_head.slot_stride, skipped - t, num_tokens - t, lane);  // packed k: load
+    keys.load(k_plane, block, (tile + t) % BLOCK_SIZE, skipped - t, num_tokens - t, lane);
     KV_UNROLL
     for (int r = 0; r < ROWS; r++) {
       KV_UNROLL
@@ -115,7 +130,7 @@ for (int tile = run_begin + (seen_begin - run_begin) / 32 * 32; tile < seen_end;
         for (int i = 0; i < 4; i++) {
           KV_UNROLL
           for (int j = 0; j < Keys::PER_LANE; j++) {
-            products[i] += kv::dot(query[r][j], keys.chunk[a + i][j]);  // packed k: dot
+            products[i] += keys.dot(a + i, j, query[r][j], sum_of_query[r][j]);
           }
         }
         products = kv::sum_lanes<Keys::LANES>(products);
@@ -128,15 +143,16 @@ for (int tile = run_begin + (seen_begin - run_begin) / 32 * 32; tile < seen_end;
   }
 
   // The token whose scores this lane holds.
-  const int my_token = tile + lane % Keys::LANES * Keys::ROWS + lane / Keys::LANES;  // scores: tile
+  const int my_token = tile + lane % Keys::LANES * Keys::ROWS + lane / Keys::LANES;
+  const bool seen = my_token >= seen_begin && my_token < seen_end;
+  float sum_of_heads = 0.0f;
   KV_UNROLL
   for (int r = 0; r < ROWS; r++) {
     const int token = first_query + r / HEADS;
     const int head = kv_head * GROUP + first_head + r % HEADS;
     const int position = first_position + r / HEADS;
     const bool exists = r / HEADS < num_queries && first_head + r % HEADS < GROUP;
-    bool visible = exists && my_token >= seen_begin && my_token < seen_end && my_token <= position &&
-                   my_token > position - window_tokens;
+    bool visible = exists && seen && my_token <= position && my_token > position - window_tokens;
     float score = scores[r] * scale;
     if (SOFT_CAP) {
       score = soft_cap * precise::tanh(score / soft_cap);
@@ -150,7 +166,14 @@ for (int tile = run_begin + (seen_begin - run_begin) / 32 * 32; tile < seen_end;
       visible = added != -INFINITY;
       score += added;
     }
-    // Here lane and `my_token` are one. scores: row
+    const bool is_observed = r / HEADS == observed_query;
+    if (RAW && is_observed && visible) {
+      sum_of_heads += score;
+    }
+    if (MASS && is_observed && exists && seen) {
+      const int64_t row = int64_t(batch_row) * num_q_heads + head;
+      kv::store(exported, row * columns + my_token, visible ? score : -INFINITY);
+    }
     score = visible ? score * kv::LOG2E : -INFINITY;
 
     const float top = max(largest[r], simd_max(score));
@@ -163,12 +186,15 @@ for (int tile = run_begin + (seen_begin - run_begin) / 32 * 32; tile < seen_end;
       values[r][j] *= correction;
     }
   }
-  // scores: end
+  if (RAW && observed_query >= 0 && seen) {
+    const int64_t row = int64_t(batch_row) * threadgroups_per_grid.x + threadgroup_position_in_grid.x;
+    kv::store(exported, row * columns + my_token, sum_of_heads / float(GROUP));
+  }
+
   for (int t = skipped / Values::STEP * Values::STEP; t < num_tokens; t += Values::STEP) {
     const int64_t block = simd_shuffle(block_of_lane, ushort(t));
-    const device T* first = v_pool + v_head.row(block, (tile + t) % BLOCK_SIZE);  // packed v: first
     Values rows;
-    rows.load(first, v_head.slot_stride, skipped - t, num_tokens - t, lane);  // packed v: load
+    rows.load(v_plane, block, (tile + t) % BLOCK_SIZE, skipped - t, num_tokens - t, lane);
     KV_UNROLL
     for (int a = 0; a < Values::ACCESSES; a++) {
       const int token = t + a * Values::ROWS + lane / Values::LANES;
@@ -179,7 +205,7 @@ for (int tile = run_begin + (seen_begin - run_begin) / 32 * 32; tile < seen_end;
         if (ALL_SEE_THE_SAME || w != 0.0f) {
           KV_UNROLL
           for (int j = 0; j < Values::PER_LANE; j++) {
-            values[r][j] += w * float4(rows.chunk[a][j]);  // packed v: add
+            values[r][j] += w * rows.floats(a, j);
           }
         }
       }

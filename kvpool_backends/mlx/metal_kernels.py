@@ -10,7 +10,6 @@ Nothing here needs a Metal device: any factory with the interface of ``metal_ker
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.resources import files
@@ -21,7 +20,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvpool.config import KVSpec
-from kvpool.protocol import SCORES, AttentionOptions
+from kvpool.protocol import AttentionOptions
 from kvpool_backends.mlx.storage import DTYPES
 
 # What is right here only a Mac can tell; results depend on these numbers in their last bits only.
@@ -90,7 +89,7 @@ class AttentionStep(NamedTuple):
 class ScoreExport(NamedTuple):
     """What it takes to export scores of a step."""
 
-    observed: mx.array  # int32 [N or more]: see scores.metal
+    observed: mx.array  # int32 [N or more]: see paged_attention.metal
     num_rows: int  # B
     columns: int  # C
     covered: bool  # by the kernel, all of [B, C]
@@ -319,7 +318,7 @@ class MetalKernels:
                 *(step.numbers, step.window, step.slopes, step.sinks, step.mask),
                 *(*k_factors, *v_factors, *more_inputs),
             ],
-            template=[*shared.items(), *self._template(step)],
+            template=[*shared.items(), *self._template(step, scores)],
             output_shapes=[result if step.direct else partials, *more_shapes],
             output_dtypes=[q.dtype if step.direct else mx.float32, *[mx.float32] * len(more_shapes)],
             grid=(num_groups * SIMDGROUPS * LANES, num_items, 1),
@@ -387,10 +386,10 @@ class MetalKernels:
             threadgroup=(dim // 4, min(num_heads, 1024 // dim), 1),
         )
 
-    def _template(self, step: AttentionStep) -> list[tuple[str, Any]]:
+    def _template(self, step: AttentionStep, scores: str | None) -> list[tuple[str, Any]]:
         """Template arguments of attention that its reduction does not have."""
         spec = self.spec
-        arguments = {
+        arguments: dict[str, Any] = {
             "T": DTYPES[spec.dtype],
             "DIM": spec.head_dim,
             "BLOCK_SIZE": spec.block_size,
@@ -400,10 +399,12 @@ class MetalKernels:
             "ALIBI": "alibi_slopes" in step.features,
             "MASK": "mask" in step.features,
             "DIRECT": step.direct,
+            "K_BITS": spec.k_bits or 0,
+            "V_BITS": spec.v_bits or 0,
+            "SIZE": spec.quant_group_size,
+            "RAW": scores == "raw",
+            "MASS": scores == "mass",
         }
-        if spec.is_quantized:
-            packed = {"K_BITS": spec.k_bits, "V_BITS": spec.v_bits, "SIZE": spec.quant_group_size}
-            arguments |= {name: value for name, value in packed.items() if value is not None}
         return list(arguments.items())
 
     def _layout(self, layer: int, plane: str = "") -> mx.array:
@@ -416,7 +417,7 @@ class MetalKernels:
 
     def _kernel(self, name: str) -> Kernel:
         if name not in self._built:
-            header, source = header_text(name), kernel_text(name)
+            header, source = header_text(name), body_text(name)
             self._built[name] = self._factory(
                 name=f"kvpool_{name}_{content_hash(header, source)}",
                 input_names=list(INPUTS[name]),
@@ -518,39 +519,22 @@ def source_text(name: str) -> str:
 
     MLX looks for the names of built-in values all over the text and hashes it at every launch.
     """
-    return _without_comments(_file_text(name))
+    return "".join(line.split("//")[0].rstrip() + "\n" for line in _file_text(name).splitlines())
 
 
 def header_text(name: str) -> str:
     """What stands in front of a kernel."""
-    return source_text("kv_layout.h") + (source_text("kv_packed.h") if "packed" in name else "")
+    headers = ["kv_layout.h"]
+    if "packed" in name:
+        headers.append("kv_packed.h")
+    if name.startswith("paged_attention"):
+        headers.append("paged_attention.h")
+    return "".join(map(source_text, headers))
 
 
-def kernel_text(name: str) -> str:
-    """The text of a kernel of `INPUTS`: paged_attention.metal with what packed.metal and scores.metal change in it."""
-    found = re.fullmatch(rf"(paged_attention)(?:_packed_(k?v?))?(?:_({'|'.join(SCORES)}))?", name)
-    if not found:
-        return source_text(f"{name}.metal")
-    base, packed, kind = found.groups()
-    if not packed and not kind:
-        return source_text(f"{name}.metal")
-    text = _file_text(f"{base}.metal")
-    for plane in packed or "":
-        for part, lines in _parts("packed.metal", plane):
-            text = re.sub(rf".*// packed {plane}: {part}\n", lines, text)
-    for part, lines in _parts("scores.metal", kind) if kind else ():
-        before, marker, after = text.partition(f"scores: {part}\n")
-        text = before + marker + lines + after
-    return _without_comments(text)
-
-
-def _parts(name: str, kind: str) -> list[tuple[str, str]]:
-    """The parts of one kind of a file: their names and lines."""
-    return re.findall(rf"^// {kind}: (\w+)\n((?:(?!//|\n).*\n)+)", _file_text(name), re.MULTILINE)
-
-
-def _without_comments(text: str) -> str:
-    return "".join(line.split("//")[0].rstrip() + "\n" for line in text.splitlines())
+def body_text(name: str) -> str:
+    """The body of a kernel of `INPUTS`: those that attend share one, which their inputs and template tell apart."""
+    return source_text("paged_attention.metal" if name.startswith("paged_attention") else f"{name}.metal")
 
 
 def _file_text(name: str) -> str:

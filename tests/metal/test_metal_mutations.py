@@ -128,8 +128,8 @@ MUTANTS = [
     Mutant(
         "strides of K for V",
         ATTENTION,
-        "kv::head_of(layout + 4, kv_head)",
-        "kv::head_of(layout, kv_head)",
+        "layout + 4, kv_head)",
+        "layout, kv_head)",
         attention.test_values_of_another_dimension_equal_float64,
         (ENGINE, 128, 64, "NHD"),
     ),
@@ -170,8 +170,8 @@ MUTANTS = [
     Mutant(
         "first half of a block only",
         ATTENTION,
-        "k_head.row(block, (tile + t) % BLOCK_SIZE)",
-        "k_head.row(block, t % 8)",
+        "k_plane, block, (tile + t) % BLOCK_SIZE",
+        "k_plane, block, t % 8",
         DECODE,
         decode(),
     ),

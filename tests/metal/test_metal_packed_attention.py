@@ -4,17 +4,14 @@
 """
 
 import dataclasses
-import difflib
 import os
-import re
 
 import numpy as np
 import pytest
 from metal_cases import FEATURES, pairwise
 from metal_packed import BITS, PackedBatch
 
-from kvpool_backends.mlx import metal_kernels
-from kvpool_backends.mlx.metal_kernels import INPUTS, attention_name, kernel_text, source_text
+from kvpool_backends.mlx.metal_kernels import INPUTS, attention_name
 
 FACTORS = {
     "bits": BITS,
@@ -151,41 +148,9 @@ def test_barriers_and_races_are_those_of_the_dense_kernel(counting_engine):
 # ------------------------------------------------------------------------------------------------ text
 
 
-def test_text_of_dense_planes_is_the_text_without_the_feature(monkeypatch):
-    """Nothing of packed.metal or kv_packed.h is in it: it is the same where those files say nothing."""
-    names = [name for name in INPUTS if "packed" not in name]
-    before, real = {name: kernel_text(name) for name in names}, metal_kernels._file_text
-    monkeypatch.setattr(metal_kernels, "_file_text", lambda name: "" if "packed" in name else real(name))
-    source_text.cache_clear()
-    try:
-        for name in names:
-            assert kernel_text(name) == before[name]
-            assert not re.search(r"packed|Packed|K_BITS|V_BITS|factor|SIZE\b(?<!BLOCK_SIZE)", before[name])
-            assert metal_kernels.header_text(name) == source_text("kv_layout.h")
-    finally:
-        source_text.cache_clear()
-
-
-@pytest.mark.parametrize("scores", ["", "_raw", "_mass"])
-def test_packed_planes_replace_their_lines_and_change_no_other(scores):
-    dense = kernel_text(f"paged_attention{scores}")
-    for packed, replaced in (("k", 6), ("v", 5), ("kv", 11)):
-        text = kernel_text(f"paged_attention_packed_{packed}{scores}")
-        assert "\n".join(text.splitlines()) != dense
-        gone = [x for x in difflib.ndiff(dense.splitlines(), text.splitlines(), None, None) if x[0] == "-"]
-        assert len(gone) <= replaced + 1  # a line of which a part begins with it is not gone
-    assert source_text("paged_attention.metal") == kernel_text("paged_attention")
-
-
-def test_every_marked_line_has_its_part():
-    marked = re.findall(r"// packed (k|v): (\w+)\n", metal_kernels._file_text("paged_attention.metal"))
-    parts = [(plane, name) for plane in "kv" for name, _ in metal_kernels._parts("packed.metal", plane)]
-    assert sorted(marked) == sorted(parts) and len(set(marked)) == len(marked)
-
-
 def test_metal_would_take_the_texts(engine):
     from metal_engine import StandIn
 
-    for bits in ((8, 4), (4, None)):
+    for bits in ((8, 4), (4, None), (None, 8)):
         batch = batch_of(bits, dtype="bfloat16", seq_lens=(70,), features=("sinks",))
         batch.check(batch.run(StandIn().factory(0, lint=True)))

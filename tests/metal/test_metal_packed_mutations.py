@@ -11,7 +11,7 @@ from metal_mutants import ENGINE, Mutant, convict, planted
 from kvpool.config import KVSpec
 from kvpool_backends.mlx import metal_kernels
 
-HEADER, PARTS = "kv_packed.h", "packed.metal"
+HEADER, ATTENTION = "kv_packed.h", "paged_attention.metal"
 WRITE, GATHER, TOKENS, COPY = "kv_write_packed.metal", "gather_packed.metal", "packed_tokens.metal", "copy_blocks.metal"
 SPEC = KVSpec(1, 3, 128, "float16", 8, k_bits=8, quant_group_size=32)
 
@@ -145,16 +145,16 @@ MUTANTS = [
     Mutant(
         "the scale of the first group",
         HEADER,
-        "float(scales[row * factor_stride + 4 * c / SIZE])",
-        "float(scales[row * factor_stride])",
+        "plane.scales[group]",
+        "plane.scales[group - 4 * c / SIZE]",
         decode,
         (),
     ),
     Mutant(
         "the bias of the next token",
         HEADER,
-        "biases[row * factor_stride",
-        "biases[(row + 1) * factor_stride",
+        "plane.biases[group]",
+        "plane.biases[group + plane.factors.slot_stride]",
         decode,
         (),
     ),
@@ -168,9 +168,17 @@ MUTANTS = [
         (),
     ),
     Mutant("rows nobody has are read", HEADER, " && row >= begin && row < end", "", decode, ()),
-    Mutant("the layout of the keys' scales for values", PARTS, "layout + 12", "layout + 8", unequal_decode, ()),
-    Mutant("the scales of the keys for values", PARTS, "v_scales + factor", "k_scales + factor", decode, ()),
-    Mutant("the sum of another query", PARTS, "sum_of_query[r][j]);", "sum_of_query[0][j]);", decode, ()),
+    Mutant(
+        "the layout of the keys' scales for values",
+        ATTENTION,
+        "const auto v_plane = kv::plane_of(v_pool, v_scales, v_biases, layout + 4, kv_head);",
+        "auto v_plane = kv::plane_of(v_pool, v_scales, v_biases, layout + 4, kv_head);"
+        "v_plane.factors = k_plane.factors;",
+        unequal_decode,
+        (),
+    ),
+    Mutant("the scales of the keys for values", ATTENTION, "v_pool, v_scales", "v_pool, k_scales", decode, ()),
+    Mutant("the sum of another query", ATTENTION, "sum_of_query[r][j]);", "sum_of_query[0][j]);", decode, ()),
     Mutant(
         "gathered past the end",
         GATHER,

@@ -17,11 +17,10 @@ from kvpool_backends.mlx.metal_kernels import (
     MetalKernels,
     content_hash,
     in_place_source,
-    kernel_text,
     source_text,
 )
 
-FOLDER = Path(__file__).parents[2] / "metal"
+FILES = [path for path in (Path(__file__).parents[2] / "metal").iterdir() if path.suffix in (".metal", ".h")]
 BODIES = tuple(INPUTS)
 WHOLE_KERNELS = ("kv_write", "kv_write_packed", "copy_blocks")
 
@@ -69,9 +68,17 @@ def test_every_input_is_used_and_named():
             assert re.search(rf"\b{name}\b", description["source"])
 
 
+def test_kernels_that_attend_are_one_text_with_names_for_what_one_of_them_lacks():
+    attention = {name: told for name, told in described().items() if name.startswith("paged_attention")}
+    assert len({told["source"] for told in attention.values()}) == 1
+    (names,) = re.findall(r"enum Absent \{(.*)\};", source_text("paged_attention.h"))
+    lacked = set(names.replace(" ", "").split(","))
+    taken = [{*told["input_names"], *told["output_names"]} for told in attention.values()]
+    assert lacked == set.union(*taken) - set.intersection(*taken)
+
+
 def test_texts_hold_nothing_that_mlx_does_not_see():
-    whole = (source_text(name) for name in ("kv_layout.h", "kv_packed.h", *(f"{name}.metal" for name in WHOLE_KERNELS)))
-    for text in (*whole, *map(kernel_text, BODIES)):
+    for text in (source_text(path.name) for path in FILES):
         assert "//" not in text  # a built-in value that a comment names becomes an argument
         assert "function_constant" not in text  # not part of MLX's key of a compiled kernel
 
@@ -80,13 +87,12 @@ def test_threadgroup_variables_have_fixed_sizes_in_kernel_bodies():
     # No threadgroup memory is sized at launch: there is no length that could fail to be a multiple of 16 bytes.
     declared = re.findall(r"^threadgroup \w+ \w+\[[^\]]+\];$", source_text("paged_attention.metal"), re.MULTILINE)
     assert len(declared) == 3
-    without = {"paged_attention.metal", "packed.metal", "scores.metal"}
-    for name in {path.name for path in FOLDER.iterdir() if path.suffix in (".metal", ".h")} - without:
+    for name in {path.name for path in FILES} - {"paged_attention.metal"}:
         assert not re.search(r"\bthreadgroup ", source_text(name))
 
 
 def test_line_numbers_of_texts_are_those_of_the_files():
-    for path in [*FOLDER.glob("*.metal"), *FOLDER.glob("*.h")]:
+    for path in FILES:
         assert source_text(path.name).count("\n") == path.read_text().count("\n")
 
 

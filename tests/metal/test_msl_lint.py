@@ -31,7 +31,7 @@ template <typename T, int N>
   Pair pair{(const device float*)x, n};
   q[i] = simd_sum(T(x[i])) + T(head(few)) + T(head(x)) + tail(s, N) + T(table[1] + pair.first[pair.second]);
   threadgroup_barrier(mem_flags::mem_threadgroup | mem_flags::mem_device);
-  v[0] = max(b, d) + vec<float, 4>(a) + e;
+  v[0] = max(b, d) + vec<float, 4>(a) + metal::vec<float, 4>(1, 2, b.x, b.w) + e;
   for (int k = 0; k < n; k++) y[i] = T(fast::exp(v[0].x - float(s[i]))) + select(a.x, a.y, i < 3);
   simdgroup_float8x8 m = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
   simdgroup_load(m, (const device float*)x, 8);

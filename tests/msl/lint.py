@@ -31,7 +31,8 @@ FLAGS = (
     "-Wno-unused-variable", "-Wno-unused-function", "-Wno-sign-compare",
 )  # fmt: skip
 _VECTOR_NAME = re.compile(
-    r"(?<![\w:])((?:packed_)?(?:bool|u?char|u?short|u?int|u?long|b?half|bfloat|float)[234])\s*(?=\()|\bvec\s*<"
+    r"(?<![\w:])((?:packed_)?(?:bool|u?char|u?short|u?int|u?long|b?half|bfloat|float)[234])\s*(?=\()"
+    r"|\b(?:metal::)?vec\s*<"
 )
 _SYSTEM_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<[^\n]*", re.MULTILINE)
 # Metal converts vectors in functional casts, and half to float unasked; nothing may become double.
