@@ -250,8 +250,8 @@ class Greedy(kvpool.Pool):
         try:
             super().step(plan, handles, num_new, **options)
         except OutOfBlocks:
-            if self.num_free:
-                self.alloc(1)
+            if self.blocks.num_blank:
+                self.blocks.alloc(1)
             raise
 
 

@@ -208,7 +208,9 @@ class Guest:
 
     def visit(self) -> None:
         if self.rng.random() < 0.05:
-            self.pool.prefix.flush(NAMESPACES[self.rng.integers(3)] if self.rng.random() < 0.7 else None)
+            space = NAMESPACES[self.rng.integers(3)] if self.rng.random() < 0.7 else None
+            if self.pool.prefix is not None:
+                self.pool.prefix.flush(space)
         if self.rng.random() < 0.05:
             self.pool.blocks.evict(int(self.rng.integers(1, 4)))
         stats = self.pool.stats()

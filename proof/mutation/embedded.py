@@ -70,8 +70,8 @@ class PoolByC(kvpool.Pool):
         checked("close", self, rows, len(rows))
 
     @property
-    def prefix(self) -> PrefixByC:
-        return PrefixByC(self)
+    def prefix(self) -> PrefixByC | None:
+        return PrefixByC(self) if self.options.prefix_cache else None
 
     def step(self, plan: Any, handles: Any, num_new: Any = 1, *, partial: bool = False, pad_to: Any = None) -> None:
         rows = wide(handles)
@@ -400,6 +400,8 @@ class StatusOfModel:
     def commit(self, pool: Any, rows: Any, counts: Any, n: int, tokens: Any, size: int) -> None:
         self.needs(pool)
         given = None if counts is None else self.batch(counts, n)
+        if pool.prefix is None:
+            raise ValueError("no prefix cache")
         pool.prefix.commit(self.batch(rows, n), self.batch(tokens, size).astype(np.int32), given)
 
     def truncate(self, pool: Any, rows: Any, lens: Any, n: int) -> None:

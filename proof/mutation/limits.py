@@ -88,7 +88,7 @@ def references_to_the_last_one(Pool: Any, Plan: Any, Strain: Any) -> None:
     pool.blocks.mark_cached(ids)
     for at, over in itertools.product(range(4), (-2, -1, 0, 1)):
         strain.refer(pool, ids[at], LIMIT + over - pool.blocks.refcount(ids[at]))
-        for call in (pool.blocks.incref, pool.blocks.touch, blocks.touch):
+        for call in (blocks.incref, blocks.touch):
             for batch in (ids[at], ids, ids[at:], ids[: at + 1]):
                 tried(call, batch)
                 blocks.refcounts(ids)
@@ -116,7 +116,7 @@ def marks_that_go_round(Pool: Any, Plan: Any, Strain: Any) -> None:
                 if last:
                     strain.wear(pool, last)
                 more = [[0] * len(names[start:end])] if call == "truncate" else []
-                tried(getattr(blocks if call == "touch" else pool, call), names[start:end], *more)
+                tried(getattr(pool if call == "truncate" else blocks, call), names[start:end], *more)
                 blocks.refcounts(ids)
             pool.shutdown()
 
@@ -142,7 +142,7 @@ def released_to_either_end(Pool: Any, Plan: Any) -> None:
         pool = Pool(9, 4, max_seqs=2, reserved_blocks=0)
         blocks = pool.blocks
         ids, _ = blocks.take(9)
-        blocks.commit(ids[:7])
+        blocks.mark_cached(ids[:7])
         for part, oldest in ((ids[:first], True), (ids[first:5], False), (ids[5 : 5 + second], True)):
             blocks.release(part[::-1] if second % 2 else part, oldest=oldest)
             blocks.free_order()
@@ -152,7 +152,7 @@ def released_to_either_end(Pool: Any, Plan: Any) -> None:
         blocks.free_order()
         blocks.release(hit, oldest=True)
         blocks.free_order()
-        blocks.uncommit(blocks.free_order().tolist()[1:3])
+        blocks.uncache(blocks.free_order().tolist()[1:3])
         blocks.free_order()
         tried(blocks.take, 2)
         look(pool)
