@@ -18,7 +18,7 @@ SEED = 20261121
 def shuffled_pool():
     """Return a pool whose free blocks are in random order, as after hours of use."""
     pool = kvpool.Pool(NUM_BLOCKS + 1, 16)
-    pool.free(np.random.default_rng(SEED).permutation(pool.alloc(NUM_BLOCKS)).astype(np.int32))
+    pool.blocks.free(np.random.default_rng(SEED).permutation(pool.blocks.alloc(NUM_BLOCKS)).astype(np.int32))
     return pool
 
 
@@ -39,12 +39,12 @@ def bench_bulk(measure, who):
         pool, counts = PythonPool(NUM_BLOCKS), sizes.tolist()
 
         def run():
-            groups = [pool.alloc(count) for count in counts]
+            groups = [pool.blocks.alloc(count) for count in counts]
             for k in order:
-                pool.free(groups[k])
+                pool.blocks.free(groups[k])
     else:
         pool = shuffled_pool()
-        alloc, free = pool.alloc, pool.free
+        alloc, free = pool.blocks.alloc, pool.blocks.free
         outs = [np.empty(count, np.int32) for count in sizes]
         calls = list(zip(sizes.tolist(), outs, strict=True))
         frees = [outs[k] for k in order]
@@ -65,9 +65,9 @@ def bench_bulk_new_arrays(measure):
     pool, counts = shuffled_pool(), sizes.tolist()
 
     def run():
-        groups = [pool.alloc(count) for count in counts]
+        groups = [pool.blocks.alloc(count) for count in counts]
         for k in order:
-            pool.free(groups[k])
+            pool.blocks.free(groups[k])
 
     measure(run, int(sizes.sum()), row="alloc+free, new array, 1..64 blocks a call", who="kvpool")
 
@@ -81,7 +81,7 @@ def bench_single(measure, who, verb):
         actions = {"alloc": lambda: floor.alloc(ids), "free": lambda: floor.free(ids)}
     else:
         pool = shuffled_pool() if who == "kvpool" else PythonPool(NUM_BLOCKS)
-        alloc, free, taken = pool.alloc, pool.free, []
+        alloc, free, taken = pool.blocks.alloc, pool.blocks.free, []
 
         def alloc_each():
             taken[:] = [alloc() for _ in repeat(None, SINGLE_CALLS)]

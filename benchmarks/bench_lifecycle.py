@@ -30,7 +30,7 @@ def kvpool_requests():
         NUM_BLOCKS + 1, BLOCK_SIZE, max_seqs=REQUESTS, max_blocks_per_seq=256, in_order=True, prefix_cache=True,
         seed=SEED,
     )  # fmt: skip
-    pool.free(rng.permutation(pool.alloc(NUM_BLOCKS)).astype(np.int32))
+    pool.blocks.free(rng.permutation(pool.blocks.alloc(NUM_BLOCKS)).astype(np.int32))
     prefill = kvpool.Plan(pool, 1, PROMPT)
     decode = kvpool.Plan(pool, REQUESTS)
     handles = np.empty(REQUESTS, np.int64)
@@ -46,7 +46,7 @@ def kvpool_requests():
             handle = handles[i] = pool.open(prompt)
             cached = pool.num_tokens(handle)
             pool.step(prefill, [handle], PROMPT - cached)
-            pool.commit(handle, prompt[cached:])
+            pool.prefix.commit(handle, prompt[cached:])
         for _ in range(STEPS):
             pool.step(decode, handles, 1)
         pool.close(handles)
@@ -90,8 +90,8 @@ def bench_lifecycle(measure, who):
     pool, new_prompts, serve = kvpool_requests()
     new_prompts()
     serve()
-    before = pool.prefix_stats()
+    before = pool.prefix.stats()
     measure(serve, REQUESTS, row=ROW, who=who, setup=new_prompts, rounds=ROUNDS)
-    after = pool.prefix_stats()
+    after = pool.prefix.stats()
     assert after.hit_tokens - before.hit_tokens == SHARED * (after.queries - before.queries)
     assert after.evicted > before.evicted

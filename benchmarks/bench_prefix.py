@@ -51,12 +51,12 @@ class Cache:
             count * blocks + 1, BLOCK_SIZE, max_seqs=max_seqs, max_blocks_per_seq=blocks + 1, in_order=True,
             prefix_cache=True, seed=SEED,
         )  # fmt: skip
-        self.pool.free(self.rng.permutation(self.pool.alloc(count * blocks)).astype(np.int32))
+        self.pool.blocks.free(self.rng.permutation(self.pool.blocks.alloc(count * blocks)).astype(np.int32))
         self.plan = kvpool.Plan(self.pool, 1, prompt_len, formats=("seq_lens",))
         self.prompts = random_prompts(self.rng, count, prompt_len)
         for prompt in self.prompts:
             self.serve(prompt)
-        assert self.pool.match(self.prompts[0]) == prompt_len - BLOCK_SIZE
+        assert self.pool.prefix.match(self.prompts[0]) == prompt_len - BLOCK_SIZE
 
     def serve(self, prompt):
         """Open, compute, commit and close a prompt."""
@@ -64,7 +64,7 @@ class Cache:
         handle = pool.open(prompt)
         cached = pool.num_tokens(handle)
         pool.step(self.plan, [handle], len(prompt) - cached)
-        pool.commit(handle, prompt[cached:])
+        pool.prefix.commit(handle, prompt[cached:])
         pool.close(handle)
 
 
@@ -116,7 +116,7 @@ def bench_full_hit(measure, who, num_blocks, prompt_len):
         measure(lambda: [next(calls)() for _ in range(LOOKUPS)], items, row=name, who=who)
         return
     cache = Cache(num_blocks, prompt_len)
-    pin, unpin, held, asked = cache.pool.pin, cache.pool.unpin, [], []
+    pin, unpin, held, asked = cache.pool.prefix.pin, cache.pool.prefix.unpin, [], []
 
     def other_prompts():
         for handle in held:
@@ -155,16 +155,16 @@ def bench_insert(measure, who, num_blocks, prompt_len):
         for prompt in new:
             serve(prompt)
 
-    before = cache.pool.prefix_stats().evicted
+    before = cache.pool.prefix.stats().evicted
     measure(insert, items, row=name, who=who, setup=new_prompts)
-    assert (cache.pool.prefix_stats().evicted - before) % (LOOKUPS * prompt_len // BLOCK_SIZE) == 0
+    assert (cache.pool.prefix.stats().evicted - before) % (LOOKUPS * prompt_len // BLOCK_SIZE) == 0
 
 
 @pytest.mark.benchmark(group="miss")
 def bench_miss(measure):
     """A prompt whose first block is unknown; the time is that of the call."""
     cache = Cache(100_000, 4_096)
-    match, unknown = cache.pool.match, []
+    match, unknown = cache.pool.prefix.match, []
 
     def new_prompts():
         unknown[:] = list(random_prompts(cache.rng, 64, 4_096))
@@ -180,7 +180,7 @@ def bench_miss(measure):
 def bench_list(measure):
     """The same with lists of int in place of arrays: nearly all of it is the checked conversion."""
     cache = Cache(1_024, 4_096)
-    match, unknown = cache.pool.match, []
+    match, unknown = cache.pool.prefix.match, []
 
     def new_prompts():
         unknown[:] = random_prompts(cache.rng, 8, 4_096).tolist()  # as from a tokenizer: new, still in cache
@@ -210,11 +210,11 @@ def bench_churn(measure):
         for tokens in requests:
             serve(tokens)
 
-    before = cache.pool.prefix_stats()
+    before = cache.pool.prefix.stats()
     name = f"prefix churn, per evicted block, {CHURN_BLOCKS:,} blocks"
     rounds = 40
     measure(churn, int(own_blocks.sum()), row=name, who="kvpool", setup=new_requests, rounds=rounds)
-    after = cache.pool.prefix_stats()
+    after = cache.pool.prefix.stats()
     assert after.evicted - before.evicted == own_blocks.sum() * (after.queries - before.queries) // len(own_blocks)
     assert after.hit_tokens - before.hit_tokens == SHARED * (after.queries - before.queries)
 
@@ -223,9 +223,9 @@ def bench_churn(measure):
 def bench_index_memory(measure):
     """Bytes of the index per block, all of it allocated with the pool."""
     pool = kvpool.Pool(INDEX_BLOCKS + 1, BLOCK_SIZE, prefix_cache=True)
-    start = pool.index_nbytes
+    start = pool.prefix.nbytes
     measure(
-        lambda: pool.index_nbytes, 1, row="prefix index, bytes per block", who="kvpool", rounds=1,
+        lambda: pool.prefix.nbytes, 1, row="prefix index, bytes per block", who="kvpool", rounds=1,
         index_nbytes=start / (INDEX_BLOCKS + 1), limit_nbytes=66 + 4 * BLOCK_SIZE,
     )  # fmt: skip
-    assert pool.index_nbytes == start
+    assert pool.prefix.nbytes == start

@@ -4,7 +4,9 @@ arguments. For measuring what the C interface adds; the core's functions are no 
 """
 from libc.stdint cimport INT64_MAX, int64_t
 
-from kvpool._core cimport OK, Ints, Limits, Plan, Pool, Verdict, step_check, step_commit, step_release_holds, wire_emit
+from kvpool._core cimport (
+    OK, Blocks, Ints, Limits, Plan, Pool, Seqs, Verdict, step_check, step_commit, step_release_holds, wire_emit,
+)
 
 
 def core_steps(Pool pool, Plan plan, const int64_t[::1] handles, int64_t steps):
@@ -12,22 +14,24 @@ def core_steps(Pool pool, Plan plan, const int64_t[::1] handles, int64_t steps):
     cdef Ints rows, new
     cdef Limits limits
     cdef Verdict verdict
+    cdef Seqs* s = &pool.state.seqs
+    cdef Blocks* b = &pool.state.blocks
     cdef int status = OK
     rows.data, rows.size, rows.width = &handles[0], handles.shape[0], 8
     new.data, new.size, new.scalar = NULL, -1, 1
     limits.max_tokens = plan.max_tokens_
-    limits.seq_tokens = min(plan.seq_limit, pool.seqs.max_blocks * pool.all_blocks.block_size)
+    limits.seq_tokens = min(plan.seq_limit, s.max_blocks * b.block_size)
     limits.table_width = plan.wire.table_width
     with nogil:
         while status == OK and steps > 0:
             steps -= 1
-            pool.seqs.stamp += 1
-            status = step_check(&plan.step, &pool.seqs, &pool.all_blocks, &rows, &new, &limits, True, False, &verdict)
+            s.stamp += 1
+            status = step_check(&plan.step, s, b, &rows, &new, &limits, True, False, &verdict)
             if status == OK:
-                plan.step.id = pool.next_step
-                pool.next_step += 1
-                step_commit(&plan.step, &pool.seqs, &pool.all_blocks, <const int64_t*>rows.data, True, False)
-                wire_emit(&plan.wire, &plan.step, &pool.seqs, &pool.all_blocks, 0, 0)
-                step_release_holds(&plan.step, &pool.all_blocks)
+                plan.step.id = pool.state.next_step
+                pool.state.next_step += 1
+                step_commit(&plan.step, s, b, <const int64_t*>rows.data, True, False)
+                wire_emit(&plan.wire, &plan.step, s, b, 0, 0)
+                step_release_holds(&plan.step, b)
                 plan.step.log_size = 0
     return status

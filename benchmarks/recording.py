@@ -45,7 +45,7 @@ def blocks(record):
 
     def run():
         for _ in repeat(None, 64):
-            pool.free(pool.alloc(4))
+            pool.blocks.free(pool.blocks.alloc(4))
 
     return 64, run, lambda: None
 
@@ -67,7 +67,7 @@ def prompts(record):
     pool = kvpool.Pool(1000, 16, prefix_cache=True, in_order=True, seed=1, record=record)
     tokens = np.random.default_rng(1).integers(0, 150_000, PROMPT, np.int32)
     pool.step(kvpool.Plan(pool, 1, PROMPT), [first := pool.open(tokens)], PROMPT)
-    pool.commit(first, tokens)
+    pool.prefix.commit(first, tokens)
 
     def run():
         for _ in repeat(None, 16):
@@ -85,11 +85,11 @@ def commits(record):
 
     def run():
         for part in parts:
-            pool.commit(handle, part)
+            pool.prefix.commit(handle, part)
 
     def undo():
         pool.truncate(handle, 0)
-        pool.flush()
+        pool.prefix.flush()
         pool.step(plan, [handle], PROMPT)
 
     plan = kvpool.Plan(pool, 1, PROMPT)
@@ -111,14 +111,14 @@ def lives(record):
         for i in range(LIVES):
             handles[i] = pool.open(prompt[i])
             pool.step(plan, handles[i : i + 1], PROMPT)
-            pool.commit(handles[i], prompt[i])
+            pool.prefix.commit(handles[i], prompt[i])
         for _ in repeat(None, LIFE_STEPS):
             pool.step(plan, handles, 1)
         for i in range(LIVES):
-            pool.commit(handles[i], rest[i])
+            pool.prefix.commit(handles[i], rest[i])
             pool.close(handles[i])
 
-    return LIVES, run, pool.flush
+    return LIVES, run, pool.prefix.flush
 
 
 CASES = {  # name: what makes a run of so many calls, and what takes it back

@@ -56,7 +56,7 @@ def open_rows(pool, num_tokens):
 def pool_operations(num_blocks):
     """Return name -> (operation, what takes it back) on a pool of `num_blocks`."""
     pool = kvpool.Pool(num_blocks, BLOCK_SIZE, max_seqs=16, max_blocks_per_seq=64, in_order=True, seed=1)
-    pool.alloc(SMALL_INTS)
+    pool.blocks.alloc(SMALL_INTS)
     handles = open_rows(pool, BLOCKS * BLOCK_SIZE)
     lengths = np.full(ROWS, BLOCKS * BLOCK_SIZE, np.int32)
     plan, parent = kvpool.Plan(pool, ROWS), int(handles[0])
@@ -69,14 +69,14 @@ def pool_operations(num_blocks):
         pool.close(children)
 
     def alloc():
-        pool.alloc(BLOCKS, out=ids)
+        pool.blocks.alloc(BLOCKS, out=ids)
 
     def free():
-        pool.free(ids)
+        pool.blocks.free(ids)
 
     def alloc_free_each():
         for _ in repeat(None, BLOCKS):
-            pool.free(pool.alloc())
+            pool.blocks.free(pool.blocks.alloc())
 
     def decode():
         for _ in repeat(None, BLOCK_SIZE):

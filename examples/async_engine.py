@@ -52,7 +52,8 @@ class Engine:
         self.pool.done(self.plan)
         for request in self.running:
             known = [*request.prompt, *request.made]
-            self.pool.commit(request.handle, np.array(known[self.pool.committed(request.handle) :], np.int32))
+            begin = self.pool.prefix.committed(request.handle)
+            self.pool.prefix.commit(request.handle, np.array(known[begin:], np.int32))
             request.made.append((known[-1] * 31 + len(known)) % 1000)
 
     def admit(self) -> None:
@@ -130,7 +131,7 @@ async def main(requests: int = 40, seed: int = 1) -> dict[str, int]:
             isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError) for result in results
         ),
         "readings": len(seen),
-        "cached tokens": engine.pool.prefix_stats().hit_tokens,
+        "cached tokens": engine.pool.prefix.stats().hit_tokens,
         "blocks in use at the end": engine.pool.stats().used,
     }
 

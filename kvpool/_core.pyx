@@ -46,7 +46,7 @@ from kvpool.errors import (
     PoolClosed,
     StaleHandle,
 )
-from kvpool.stats import PageBatchInfo, PoolStats, PrefixStats
+from kvpool.stats import PageBatchInfo, PoolOptions, PoolStats, PrefixStats
 
 include "core/memory.pxi"
 include "core/lock.pxi"
@@ -61,11 +61,12 @@ include "core/prefix.pxi"
 include "core/step.pxi"
 include "core/wire.pxi"
 include "core/refuse.pxi"
+include "core/state.pxi"
 include "core/block_calls.pxi"
 include "core/sequence_calls.pxi"
 include "core/plan.pxi"
 include "core/prefix_calls.pxi"
+include "core/step_calls.pxi"
 include "core/evict_calls.pxi"
 include "core/keys.pxi"
-include "core/pool_blocks.pxi"
 include "core/pool.pxi"

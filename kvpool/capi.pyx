@@ -10,7 +10,8 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
 from kvpool._core cimport (
-    NUM_FIELDS, OK, Ints, Plan, Pool, Verdict, ints_copy, ints_free, ints_init, ints_tokens, refuse, seq_judge,
+    NUM_FIELDS, OK, Ints, Plan, Pool, Verdict, ints_copy, ints_free, ints_init, ints_tokens, pool_close,
+    pool_commit, pool_enter, pool_fork, pool_leave, pool_next_handle, pool_open, pool_truncate, refuse, seq_judge,
     seq_table, slot_of,
 )
 
@@ -156,14 +157,14 @@ cdef int open_tokens(Pool pool, const Ints* tokens, const char* space, int64_t s
     cdef Verdict v
     cdef int64_t made
     cdef int status
-    pool.lock(call)
-    made = pool.next_handle()
-    status = pool.open_prompt(tokens, space, size, True, &v)
+    pool_enter(&pool.state, call)
+    made = pool_next_handle(&pool.state)
+    status = pool_open(&pool.state, tokens, space, size, True, &v)
     if status == OK:
         handle[0] = made
         if cached != NULL:
-            cached[0] = pool.seqs.seq[slot_of(made)].num_tokens
-    pool.unlock()
+            cached[0] = pool.state.seqs.seq[slot_of(made)].num_tokens
+    pool_leave(&pool.state)
     if status != OK:
         refuse(call, &v)
     return 0
@@ -179,7 +180,7 @@ cdef int open(kvpool_pool* pool_, int64_t tokens, int64_t* handle) noexcept:
         refuse_null(handle, "open", "handle")
         if tokens < 0:
             raise ValueError(f"[open] tokens is negative ({tokens})")
-        ints_init(&count, &pool.spare)
+        ints_init(&count, &pool.state.spare)
         count.size = tokens
         open_tokens(pool, &count, UNNAMED, 0, "open", handle, NULL)
     except BaseException as error:
@@ -198,7 +199,7 @@ cdef int open_prompt(kvpool_pool* pool_, const int32_t* prompt, int64_t n, const
         refuse_null(handle, "open_prompt", "handle")
         if name_bytes < 0 or (name_bytes > 0 and name_space == NULL):
             raise ValueError(f"[open_prompt] name_space of {name_bytes} bytes is no name")
-        ints_init(&tokens, &pool.spare)
+        ints_init(&tokens, &pool.state.spare)
         try:
             ints_copy(&tokens, prompt, n, 4, "open_prompt", "tokens")
             ints_tokens(&tokens, "open_prompt")
@@ -222,9 +223,9 @@ cdef int fork(kvpool_pool* pool_, int64_t handle, int64_t n, int64_t* children) 
             raise ValueError(f"[fork] n is negative ({n})")
         if n:
             refuse_null(children, "fork", "children")
-        pool.lock("fork")
-        status = pool.make_children(handle, n, children, &v)
-        pool.unlock()
+        pool_enter(&pool.state, "fork")
+        status = pool_fork(&pool.state, handle, n, children, &v)
+        pool_leave(&pool.state)
         if status != OK:
             refuse("fork", &v)
     except BaseException as error:
@@ -241,14 +242,14 @@ cdef int truncate(kvpool_pool* pool_, const int64_t* handles, const int64_t* len
         return KVPOOL_NO_GIL
     try:
         pool = get_pool(pool_, "truncate")
-        ints_init(&batch, &pool.spare)
-        ints_init(&lengths, &pool.spare)
+        ints_init(&batch, &pool.state.spare)
+        ints_init(&lengths, &pool.state.spare)
         try:
             ints_copy(&batch, handles, n, 8, "truncate", "handles")
             ints_copy(&lengths, lens, n, 8, "truncate", "lens")
-            pool.lock("truncate")
-            status = pool.truncate_rows(&batch, &lengths, &v)
-            pool.unlock()
+            pool_enter(&pool.state, "truncate")
+            status = pool_truncate(&pool.state, &batch, &lengths, &v)
+            pool_leave(&pool.state)
         finally:
             ints_free(&batch)
             ints_free(&lengths)
@@ -268,12 +269,12 @@ cdef int close(kvpool_pool* pool_, const int64_t* handles, int64_t n) noexcept:
         return KVPOOL_NO_GIL
     try:
         pool = get_pool(pool_, "close")
-        ints_init(&batch, &pool.spare)
+        ints_init(&batch, &pool.state.spare)
         try:
             ints_copy(&batch, handles, n, 8, "close", "handles")
-            pool.lock("close")
-            status = pool.close_rows(&batch, &v)
-            pool.unlock()
+            pool_enter(&pool.state, "close")
+            status = pool_close(&pool.state, &batch, &v)
+            pool_leave(&pool.state)
         finally:
             ints_free(&batch)
         if status != OK:
@@ -293,18 +294,18 @@ cdef int commit(kvpool_pool* pool_, const int64_t* handles, const int64_t* count
         return KVPOOL_NO_GIL
     try:
         pool = get_pool(pool_, "commit")
-        ints_init(&batch, &pool.spare)
-        ints_init(&new, &pool.spare)
-        ints_init(&known, &pool.spare)
+        ints_init(&batch, &pool.state.spare)
+        ints_init(&new, &pool.state.spare)
+        ints_init(&known, &pool.state.spare)
         try:
             ints_copy(&batch, handles, n, 8, "commit", "handles")
             if counts != NULL:
                 ints_copy(&new, counts, n, 8, "commit", "counts")
             ints_copy(&known, tokens, num_tokens, 4, "commit", "tokens")
             ints_tokens(&known, "commit")
-            pool.lock("commit")
-            status = pool.commit_all(&batch, &new, &known, counts == NULL, &v)
-            pool.unlock()
+            pool_enter(&pool.state, "commit")
+            status = pool_commit(&pool.state, &batch, &new, &known, counts == NULL, &v)
+            pool_leave(&pool.state)
         finally:
             ints_free(&batch)
             ints_free(&new)
@@ -332,8 +333,8 @@ cdef int run(kvpool_pool* pool_, kvpool_plan* plan_, const int64_t* handles, con
         plan.refuse_pending(call)
         if flags & ~KVPOOL_PARTIAL:
             raise ValueError(f"[{call}] flags are unknown ({flags})")
-        ints_init(&rows, &pool.spare)
-        ints_init(&new, &pool.spare)
+        ints_init(&rows, &pool.state.spare)
+        ints_init(&new, &pool.state.spare)
         try:
             ints_copy(&rows, handles, n, 8, call, "handles")
             if num_new != NULL or not advance:
@@ -449,12 +450,12 @@ cdef int table(kvpool_pool* pool_, int64_t handle, const int32_t** blocks, int64
         pool = get_pool(pool_, "table")
         refuse_null(blocks, "table", "blocks")
         refuse_null(n, "table", "n")
-        pool.lock("table")
-        slot = seq_judge(&pool.seqs, handle, -1, &v)
+        pool_enter(&pool.state, "table")
+        slot = seq_judge(&pool.state.seqs, handle, -1, &v)
         if slot >= 0:
-            blocks[0] = seq_table(&pool.seqs, slot)
-            n[0] = pool.seqs.seq[slot].num_blocks
-        pool.unlock()
+            blocks[0] = seq_table(&pool.state.seqs, slot)
+            n[0] = pool.state.seqs.seq[slot].num_blocks
+        pool_leave(&pool.state)
         if slot < 0:
             refuse("table", &v)
     except BaseException as error:
@@ -471,11 +472,11 @@ cdef int num_tokens(kvpool_pool* pool_, int64_t handle, int64_t* tokens) noexcep
     try:
         pool = get_pool(pool_, "num_tokens")
         refuse_null(tokens, "num_tokens", "tokens")
-        pool.lock("num_tokens")
-        slot = seq_judge(&pool.seqs, handle, -1, &v)
+        pool_enter(&pool.state, "num_tokens")
+        slot = seq_judge(&pool.state.seqs, handle, -1, &v)
         if slot >= 0:
-            tokens[0] = pool.seqs.seq[slot].num_tokens + pool.seqs.life[slot].evicted
-        pool.unlock()
+            tokens[0] = pool.state.seqs.seq[slot].num_tokens + pool.state.seqs.life[slot].evicted
+        pool_leave(&pool.state)
         if slot < 0:
             refuse("num_tokens", &v)
     except BaseException as error:
@@ -490,9 +491,9 @@ cdef int num_free(kvpool_pool* pool_, int64_t* blocks) noexcept:
     try:
         pool = get_pool(pool_, "num_free")
         refuse_null(blocks, "num_free", "blocks")
-        pool.lock("num_free")
-        blocks[0] = pool.all_blocks.num_blank
-        pool.unlock()
+        pool_enter(&pool.state, "num_free")
+        blocks[0] = pool.state.blocks.num_blank
+        pool_leave(&pool.state)
     except BaseException as error:
         return failed(error)
     return KVPOOL_OK
@@ -508,18 +509,18 @@ cdef int stats(kvpool_pool* pool_, kvpool_stats* stats, int64_t size) noexcept:
         refuse_null(stats, "stats", "stats")
         if size < <int64_t>sizeof(kvpool_stats) or size > 4096:
             raise ValueError(f"[stats] size is {size}, this kvpool's kvpool_stats has {sizeof(kvpool_stats)} bytes")
-        pool.lock("stats")
-        found.num_blocks = pool.all_blocks.num_blocks
-        found.reserved = pool.all_blocks.reserved
-        found.free = pool.all_blocks.num_blank
-        found.evictable = pool.all_blocks.lru.size
-        found.limbo = pool.all_blocks.limbo.size
-        found.used = pool.all_blocks.num_used
-        found.shared = pool.all_blocks.num_shared
-        found.sequences = pool.seqs.num_open
-        found.pending_plans = pool.pending.size
-        found.tokens = pool.seqs.sum_tokens
-        pool.unlock()
+        pool_enter(&pool.state, "stats")
+        found.num_blocks = pool.state.blocks.num_blocks
+        found.reserved = pool.state.blocks.reserved
+        found.free = pool.state.blocks.num_blank
+        found.evictable = pool.state.blocks.lru.size
+        found.limbo = pool.state.blocks.limbo.size
+        found.used = pool.state.blocks.num_used
+        found.shared = pool.state.blocks.num_shared
+        found.sequences = pool.state.seqs.num_open
+        found.pending_plans = pool.state.pending.size
+        found.tokens = pool.state.seqs.sum_tokens
+        pool_leave(&pool.state)
         memset(stats, 0, size)
         memcpy(stats, &found, sizeof(found))
     except BaseException as error:
@@ -534,9 +535,9 @@ cdef int digest(kvpool_pool* pool_, uint64_t* digest) noexcept:
     try:
         pool = get_pool(pool_, "digest")
         refuse_null(digest, "digest", "digest")
-        pool.lock("digest")
-        digest[0] = pool.all_blocks.digest
-        pool.unlock()
+        pool_enter(&pool.state, "digest")
+        digest[0] = pool.state.blocks.digest
+        pool_leave(&pool.state)
     except BaseException as error:
         return failed(error)
     return KVPOOL_OK

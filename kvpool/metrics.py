@@ -10,6 +10,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
+from kvpool.stats import PrefixStats
+
+NO_PREFIX = PrefixStats(0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0.0)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Of an HTTP answer with `prometheus_text`."""
 
@@ -70,7 +73,7 @@ def prometheus_text(
 
 def metrics_of(pool: Any, scheduler: Any = None) -> list[Metric]:
     """What `prometheus_text` writes, as values."""
-    stats, prefix = pool.stats(), pool.prefix_stats()
+    stats, prefix = pool.stats(), pool.prefix.stats() if pool.prefix is not None else NO_PREFIX
     metrics = [
         by_state("kvpool_blocks", "Blocks of the pool, by where they are.", stats, _PLACES),
         gauge("kvpool_block_size_tokens", "Tokens of a block.", pool.block_size),

@@ -3,6 +3,21 @@
 from typing import Any, NamedTuple
 
 
+class PoolOptions(NamedTuple):
+    """What a pool was made with: ``Pool(**pool.options._asdict())`` is another one like it."""
+
+    num_blocks: int  #: blocks of the pool, reserved ones included
+    block_size: int  #: tokens per block
+    max_seqs: int  #: sequences that may be open at a time
+    max_blocks_per_seq: int  #: blocks that one sequence may have
+    reserved_blocks: int  #: blocks that are never handed out
+    watermark: int  #: blocks that `open` leaves for growth
+    in_order: bool  #: every step counts as done when it returns
+    seed: int  #: of content hashes
+    prefix_cache: bool  #: the pool has `Pool.prefix`
+    events: int  #: so many events of the prefix cache are kept
+
+
 class PoolStats(NamedTuple):
     """Counters of a pool; every one is kept up to date, so reading them is O(1).
 

@@ -78,7 +78,7 @@ def ids() -> Iterator[Case]:
     for edge, block_size in ((2**31, 2**15), (2**32, 2**16), (2**40, 2**24), (2**40, 2**22 + 1)):
         first = edge // block_size - 2
         pool = kvpool.Pool(first + 8, block_size, max_seqs=8, max_blocks_per_seq=4, in_order=True, seed=1)
-        pool.alloc(first - 1)  # ids 1 .. first - 1
+        pool.blocks.alloc(first - 1)  # ids 1 .. first - 1
         handles = [pool.open() for _ in range(5)]
         plan = kvpool.Plan(pool, 5, 15, formats=(*FORMATS, "kv_slots_ragged"), dtype="int64", kv_width=8)
         pool.step(plan, handles, 3)
@@ -112,7 +112,7 @@ def limits() -> Iterator[Case]:
     yield "2^63 tokens", refused(lambda: pool.open(2**63)), "ValueError"
     yield "2^62 tokens", refused(lambda: pool.open(2**62)), "CapacityExceeded"
     for count in (2**31, 2**32, 2**32 + 1, 2**40, 2**63 - 1):
-        yield f"{count} blocks asked for", refused(lambda n=count: pool.alloc(n)), "OutOfBlocks"
+        yield f"{count} blocks asked for", refused(lambda n=count: pool.blocks.alloc(n)), "OutOfBlocks"
         yield f"{count} children", refused(lambda n=count: pool.fork(pool.open(), n)), "OutOfSequences"
         pool.reset()
     handle, plan = pool.open(), kvpool.Plan(pool, 1, MOST_NEW, formats=())

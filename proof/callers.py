@@ -7,6 +7,7 @@ other threads do to the same pool. A `Rude` caller takes everybody's: there, any
 from __future__ import annotations
 
 import random
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import kvpool
@@ -49,7 +50,7 @@ class Caller:
         self.free_plans = list(self.plans)
         self.pending: list[tuple[kvpool.Plan, dict[int, int]]] = []  # in step order, with the lengths before
         self.is_noted: set[int] = set()  # ids of plans whose `done` was said early
-        self.cached = pool.index_nbytes > 0
+        self.cached = pool.prefix is not None
 
     # ------------------------------------------------------------------ running
 
@@ -66,7 +67,7 @@ class Caller:
         """A public call that has to succeed, or to be refused in one of these ways; None then."""
         self.calls += 1
         try:
-            return getattr(self.pool, name)(*args)
+            return attrgetter(name)(self.pool)(*args)
         except may:
             return None
 
@@ -74,7 +75,7 @@ class Caller:
         """A public call that has to be refused in this way."""
         self.calls += 1
         try:
-            getattr(self.pool, name)(*args)
+            attrgetter(name)(self.pool)(*args)
         except kind:
             return
         raise Wrong(f"{name}{args} was not refused with {kind.__name__}")
@@ -179,7 +180,7 @@ class Caller:
         if any(self.lengths[h] + n > MOST_BLOCKS * self.pool.block_size for h, n in zip(rows, new, strict=True)):
             return self.close()
         self.call(name, plan, rows, new, may=FULL)
-        took = plan.is_pending if not self.pool.in_order else None
+        took = plan.is_pending if not self.pool.options.in_order else None
         return self.book(plan, rows, new if name == "step" else [0] * len(rows), took)
 
     def book(self, plan: kvpool.Plan, rows: list[int], new: list[int], took: bool | None) -> None:
@@ -234,26 +235,26 @@ class Caller:
         if not self.cached or not self.lengths:
             return
         (handle,) = self.some(1)
-        start = self.call("committed", handle) or 0 if hasattr(self.pool, "committed") else 0
+        start = self.call("prefix.committed", handle) or 0
         end = self.rng.randint(start, max(start, self.lengths[handle]))
         family = self.family[handle]
-        self.call("commit", handle, [token(family, at) for at in range(start, end)], may=(ValueError,))
+        self.call("prefix.commit", handle, [token(family, at) for at in range(start, end)], may=(ValueError,))
 
     def flush(self) -> None:
         """Forget a namespace, or all of them."""
         if self.rng.random() < 0.3:
-            self.call("flush", self.rng.choice((None, *NAMESPACES)))
+            self.call("prefix.flush", self.rng.choice((None, *NAMESPACES)))
 
     def events(self) -> None:
         """What happened in the index; each thread takes some."""
-        for event in self.call("drain_events"):
+        for event in self.call("prefix.events"):
             if not isinstance(event, tuple) or not event:
                 raise Wrong(f"an event is {event!r}")
 
     def alloc(self) -> None:
         """Blocks of our own."""
         if len(self.raw) < 12:
-            ids = self.call("alloc", 3, may=FULL)
+            ids = self.call("blocks.alloc", 3, may=FULL)
             for block in [] if ids is None else ids.tolist():
                 self.same("holders of a new block", block in self.raw, False)
                 self.raw[block] = 1
@@ -262,17 +263,17 @@ class Caller:
         """One reference more."""
         if self.raw:
             ids = self.rng.sample(list(self.raw), 1)
-            self.call("incref", ids)
+            self.call("blocks.incref", ids)
             self.raw[ids[0]] += 1
-            self.same(f"refcount of block {ids[0]}", self.call("refcount", ids[0]), self.raw[ids[0]])
+            self.same(f"refcount of block {ids[0]}", self.call("blocks.refcount", ids[0]), self.raw[ids[0]])
 
     def free(self) -> None:
         """One reference less; what has more of them is not freed."""
         if self.raw:
             block = self.rng.choice(list(self.raw))
             if self.raw[block] > 1:
-                self.refuse(ValueError, "free", [block])
-            self.call("decref", [block])
+                self.refuse(ValueError, "blocks.free", [block])
+            self.call("blocks.decref", [block])
             self.raw[block] -= 1
             if not self.raw[block]:
                 del self.raw[block]
@@ -288,9 +289,9 @@ class Caller:
         elif kind == 1:
             self.call("digest")
         elif kind == 2 and self.cached:
-            self.call("prefix_stats")
+            self.call("prefix.stats")
         elif kind == 6:
-            self.same("blank blocks in range", 0 <= self.pool.num_free <= self.usable(), True)
+            self.same("blank blocks in range", 0 <= self.pool.blocks.num_blank <= self.usable(), True)
             repr((self.pool, self.plans[0]))
         elif kind == 3 and self.dead:
             self.same("a closed handle", self.call("is_open", self.rng.choice(self.dead)), False)
@@ -308,7 +309,7 @@ class Caller:
 
     def usable(self) -> int:
         """Blocks that are not reserved."""
-        return self.pool.num_blocks - self.pool.reserved_blocks
+        return self.pool.num_blocks - self.pool.options.reserved_blocks
 
     def refused(self) -> None:
         """A call that is wrong in one way."""
@@ -331,7 +332,7 @@ class Caller:
         elif kind == 6:
             self.refuse(TypeError, "close", "handle")
         elif kind == 7:
-            self.refuse(IndexError, "refcount", self.pool.num_blocks)
+            self.refuse(IndexError, "blocks.refcount", self.pool.num_blocks)
         elif kind == 8 and len(self.raw) > 1:
             (block,) = self.rng.sample(list(self.raw), 1)
             self.refuse(ValueError, "decref", [block, block])
@@ -345,7 +346,7 @@ class Caller:
                 self.call("done", plan)
         for block, references in self.raw.items():
             for _ in range(references):
-                self.call("decref", [block])
+                self.call("blocks.decref", [block])
         self.call("close", list(self.lengths))
         self.lengths, self.raw, self.pending = {}, {}, []
 
@@ -373,7 +374,7 @@ class Rude(Caller):
         """Any documented refusal will do, but for those that say that threads are in each other's way."""
         self.calls += 1
         try:
-            return getattr(self.pool, name)(*args)
+            return attrgetter(name)(self.pool)(*args)
         except (ConcurrentUse, CorruptState):
             raise
         except self.REFUSALS:
@@ -430,7 +431,7 @@ class Rude(Caller):
 
     def evict(self) -> None:
         """Blocks leave the cache."""
-        self.call("evict", self.rng.randrange(4))
+        self.call("blocks.evict", self.rng.randrange(4))
 
     def move(self) -> None:
         """Tokens leave a sequence: blocks of its own for it, then fewer tokens."""

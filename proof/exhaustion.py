@@ -44,9 +44,9 @@ class Scene:
 
     def squeeze(self, mixed: bool = False) -> None:
         """Take every block; they come back one by one, every other one cached when `mixed`."""
-        self.held = self.pool.alloc(self.pool.stats().free).tolist()
+        self.held = self.pool.blocks.alloc(self.pool.stats().free).tolist()
         if mixed:
-            self.pool.mark_committed(self.held[::2])
+            self.pool.blocks.mark_cached(self.held[::2])
 
     def shown(self) -> tuple:
         """All that a refused call must leave alone."""
@@ -100,7 +100,7 @@ def prompt(scene: Scene) -> None:
     tokens = np.arange(2 * (hits + scene.need), dtype=np.int32)
     first = scene.pool.open(tokens[: 2 * hits])
     scene.grow(first, 2 * hits)
-    scene.pool.commit(first, tokens[: 2 * hits])
+    scene.pool.prefix.commit(first, tokens[: 2 * hits])
     scene.pool.close(first)
     scene.call = lambda: scene.pool.open(tokens)
 
@@ -111,7 +111,7 @@ def watermark(scene: Scene) -> None:
 
 
 def raw(scene: Scene) -> None:
-    scene.call = lambda: scene.pool.alloc(scene.need)
+    scene.call = lambda: scene.pool.blocks.alloc(scene.need)
 
 
 CASES: dict[str, tuple[Callable[[Scene], None], dict[str, Any], bool]] = {  # what to do, the pool's options, mixed
@@ -198,14 +198,14 @@ def points(pool_type: type, needs: range) -> Iterator[tuple[str, str | None]]:
             scene.squeeze(mixed)
             for free in range(need + scene.margin):
                 yield f"{name}, need {need}, free {free}", refusal(scene, free)
-                scene.pool.free(scene.held[free])
+                scene.pool.blocks.free(scene.held[free])
             yield f"{name}, need {need}, all there", acceptance(scene)
         yield from prompt_points(pool_type, need)
         scene = Scene(pool_type, need)
         scene.squeeze()
         for free in range(need):
             yield f"partial, need {need}, free {free}", partial(scene, free)
-            scene.pool.free(scene.held[free])
+            scene.pool.blocks.free(scene.held[free])
         scene.pool.check()
         for free, wrong in enumerate(sequences(pool_type, need)):
             yield f"fork, need {need}, free slots {free}", wrong
@@ -217,7 +217,7 @@ def prompt_points(pool_type: type, need: int) -> Iterator[tuple[str, str | None]
         scene = Scene(pool_type, need, prefix_cache=True)
         prompt(scene)
         stats = scene.pool.stats()
-        scene.pool.alloc(stats.free - free)
+        scene.pool.blocks.alloc(stats.free - free)
         yield f"open, hits among the evictable blocks, need {need}, free {free}", refusal(scene, free)
         scene.pool.check()
 
@@ -250,8 +250,8 @@ class Greedy(kvpool.Pool):
         try:
             super().step(plan, handles, num_new, **options)
         except OutOfBlocks:
-            if self.num_free:
-                self.alloc(1)
+            if self.blocks.num_blank:
+                self.blocks.alloc(1)
             raise
 
 

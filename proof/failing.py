@@ -103,17 +103,17 @@ def script(seed: int) -> list[Call]:
 
     def commit(s: Stage) -> None:
         if cached:
-            s.pool.commit(s.handles[:1], prompt[: s.pool.num_tokens(s.handles[0])])
+            s.pool.prefix.commit(s.handles[:1], prompt[: s.pool.num_tokens(s.handles[0])])
 
     def own(s: Stage) -> None:
         s.own = kvpool.Plan(s.pool, 1, 0, formats=())
         s.pool.unshare(s.own, s.handles[4:5], 2 * block_size)  # more copies than rows
 
     def take(s: Stage) -> None:
-        s.made = s.pool.alloc(3)
+        s.made = s.pool.blocks.alloc(3)
 
     def drain(s: Stage) -> None:
-        s.made = s.pool.drain_events()
+        s.made = s.pool.prefix.events() if cached else []
 
     fill = [block_size * 2 + 1]
     kept = ("keep", keep)
@@ -125,9 +125,9 @@ def script(seed: int) -> list[Call]:
         ("step", step(1, slice(None), [1] * (copies + 1))),  # every row copies its tail: the log grows
         (finish, end(1, finish)),
         ("reserve", lambda s: s.pool.reserve(s.plans[0], s.handles[:2], [block_size, 1])), ("done", end(0, "done")),
-        ("open", begin), kept, ("alloc", take), kept, ("incref", lambda s: s.pool.incref(s.ids)),
-        ("decref", lambda s: s.pool.decref(s.ids)), ("free", lambda s: s.pool.free(s.ids)),
-        ("match", lambda s: s.pool.match(prompt, b"tenant")),
+        ("open", begin), kept, ("alloc", take), kept, ("incref", lambda s: s.pool.blocks.incref(s.ids)),
+        ("decref", lambda s: s.pool.blocks.decref(s.ids)), ("free", lambda s: s.pool.blocks.free(s.ids)),
+        ("match", lambda s: s.pool.prefix.match(prompt, b"tenant") if cached else None),
         ("truncate", lambda s: s.pool.truncate(s.handles[1:3], [1, 0])),
         ("unshare", own), ("keep", lambda s: s.own.is_pending and s.pool.done(s.own)),
         ("compact", lambda s: s.pool.compact(s.handles[4:5], [block_size + 1])),
@@ -136,9 +136,9 @@ def script(seed: int) -> list[Call]:
         ("keep", lambda s: [s.pool.defer_close(h) for h in s.handles[6:16]] and None),
         ("stats", lambda s: s.pool.stats()),
         ("close_finished", lambda s: s.pool.close_finished(s.handles[4:6], [True, False])),
-        ("pin", lambda s: s.pool.pin(prompt, b"tenant") if cached else None),
+        ("pin", lambda s: s.pool.prefix.pin(prompt, b"tenant") if cached else None),
         *(long_commit(block_size) if cached and num_blocks > 70 else ()),
-        ("flush", lambda s: s.pool.flush(b"tenant")), ("drain_events", drain), kept,
+        ("flush", lambda s: s.pool.prefix.flush(b"tenant") if cached else None), ("drain_events", drain), kept,
         ("reset", lambda s: s.pool.reset()), ("open", lambda s: s.pool.open([1, 2, 3])),
     ]  # fmt: skip
 
@@ -162,7 +162,7 @@ def long_commit(block_size: int) -> list[Call]:
             s.pool.done(s.plans[2])
 
     def commit(s: Stage) -> None:
-        s.pool.commit(s.handles[-1:], tokens)
+        s.pool.prefix.commit(s.handles[-1:], tokens)
 
     return [("keep", plan), ("keep", run), ("step", write), ("done", done), ("commit", commit)]
 

@@ -69,7 +69,7 @@ class Singles:
         self.pool = pool = kvpool.Pool(
             num_blocks, BLOCK_SIZE, max_seqs=64, max_blocks_per_seq=64, in_order=True, seed=1, prefix_cache=True
         )
-        pool.alloc(SMALL_INTS)
+        pool.blocks.alloc(SMALL_INTS)
         self.batch, self.made, self.look = batch, [0] * batch, pool.fingerprint if careless else nothing
         self.long_tokens = (batch + 1) * BLOCK_SIZE
         self.plan, self.wide = kvpool.Plan(pool, 1), kvpool.Plan(pool, 1, max(PROMPT, self.long_tokens))
@@ -78,7 +78,7 @@ class Singles:
         self.parent, self.writer = pool.open(), pool.open()
         for handle in (self.parent, self.writer):
             pool.step(self.wide, [handle], PROMPT)
-        pool.commit(self.parent, self.tokens[:PROMPT])
+        pool.prefix.commit(self.parent, self.tokens[:PROMPT])
         self.rows = np.array([self.writer])
         self.long = -1
         self.taken = np.zeros(0, np.int32)
@@ -87,12 +87,12 @@ class Singles:
 
     def alloc(self) -> None:
         for n in range(self.batch):
-            self.made[n] = self.pool.alloc()
+            self.made[n] = self.pool.blocks.alloc()
             self.look()
 
     def free(self) -> None:
         for n in range(self.batch):
-            self.pool.free(self.made[n])
+            self.pool.blocks.free(self.made[n])
 
     def fork(self) -> None:
         for n in range(self.batch):
@@ -133,7 +133,7 @@ class Singles:
 
     def match(self) -> None:
         for _ in repeat(None, self.batch):
-            self.pool.match(self.tokens)
+            self.pool.prefix.match(self.tokens)
 
     def hit(self) -> None:
         for n in range(self.batch):
@@ -147,11 +147,11 @@ class Singles:
 
     def insert(self) -> None:
         for n in range(self.batch):
-            self.pool.commit(self.made[n], self.fresh[n])
+            self.pool.prefix.commit(self.made[n], self.fresh[n])
 
     def forget(self) -> None:
         self.close()
-        self.pool.evict(self.batch)
+        self.pool.blocks.evict(self.batch)
         self.write()
 
     def cache(self) -> None:
@@ -162,7 +162,7 @@ class Singles:
 
     def evict(self) -> None:
         for _ in repeat(None, self.batch):
-            self.pool.evict(1)
+            self.pool.blocks.evict(1)
 
     def step_into_cached(self) -> None:
         for _ in repeat(None, self.batch):
@@ -173,10 +173,10 @@ class Singles:
         self.cut()
         self.cache()
         if self.pool.stats().free:
-            self.taken = self.pool.alloc(self.pool.stats().free)
+            self.taken = self.pool.blocks.alloc(self.pool.stats().free)
 
     def give_back(self) -> None:
-        self.pool.free(self.taken)
+        self.pool.blocks.free(self.taken)
         self.evict()
 
     # -- tokens leave
@@ -211,7 +211,7 @@ class LateSingles:
 
     def __init__(self, num_blocks: int, batch: int) -> None:
         self.pool = pool = kvpool.Pool(num_blocks, BLOCK_SIZE, max_seqs=64, max_blocks_per_seq=64, seed=1)
-        pool.alloc(SMALL_INTS)
+        pool.blocks.alloc(SMALL_INTS)
         self.plans = [kvpool.Plan(pool, 1, PROMPT) for _ in range(batch)]
         self.writer = pool.open()
         self.rows = np.array([self.writer])

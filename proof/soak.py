@@ -36,7 +36,7 @@ def soak(rounds: int, careless: bool = False) -> dict[str, Any]:
     pool = kvpool.Pool(64, 4, max_seqs=8, in_order=True, seed=1)
     plan, parent = kvpool.Plan(pool, 1, 6), pool.open()
     pool.step(plan, [parent], 6)
-    free, kept = pool.num_free, []
+    free, kept = pool.blocks.num_blank, []
 
     def run(times: int) -> None:
         for _ in repeat(None, times):
@@ -49,11 +49,16 @@ def soak(rounds: int, careless: bool = False) -> dict[str, Any]:
     run(rounds - rounds // 10)
     grown = resident() - before
     if careless:
-        pool.alloc()
+        pool.blocks.alloc()
         kept.append(bytearray(1 << 20))
         grown = resident() - before
     pool.check()
-    return {"rounds": rounds, "lost": free - pool.num_free, "grown": grown, "sequences": pool.stats().sequences - 1}
+    return {
+        "rounds": rounds,
+        "lost": free - pool.blocks.num_blank,
+        "grown": grown,
+        "sequences": pool.stats().sequences - 1,
+    }
 
 
 def leaks(rounds: int, careless: bool) -> str:

@@ -46,8 +46,8 @@ def hammer(Pool pool, uint64_t seed, int64_t operations):
     """Make random operations on a pool, the GIL released; nothing else may use the pool in the meantime."""
     cdef uint64_t state = seed
     cdef int64_t i
-    cdef Seqs* s = &pool.seqs
-    cdef Blocks* b = &pool.all_blocks
+    cdef Seqs* s = &pool.state.seqs
+    cdef Blocks* b = &pool.state.blocks
     with nogil:
         for i in range(operations):
             operate(s, b, draw(&state))

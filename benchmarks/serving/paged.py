@@ -50,7 +50,7 @@ class Observer:
         used = self.pool.stats().used
         if used > self._peak:
             self._peak = used
-            self.refcounts = self.pool.refcount_histogram()
+            self.refcounts = self.pool.blocks.refcount_histogram()
 
     def see(self, step: Step) -> Tick:
         """Return the tick that `step` will have been."""

@@ -218,7 +218,7 @@ def paged_server(num_blocks: int, block_size: int, batch: int, samples: int, **o
 def pool_facts(server: Any, record: Record) -> dict[str, Any]:
     """Return what pool and scheduler counted over a run."""
     pool, scheduler = server.pool.stats(), server.scheduler.stats()
-    prefix = server.pool.prefix_stats()
+    prefix = server.pool.prefix.stats()
     return {
         "COW_clones_per_token": pool.cow_copies / max(record.num_tokens, 1),
         "hit_rate": prefix.hit_rate,

@@ -205,7 +205,7 @@ class KVBlockManager:
             )
         slots = self._slots(block_ids, start_pos, num_tokens)
         for block in np.unique(slots // self.spec.block_size).tolist():
-            if self.pool.refcount(block) > 1:
+            if self.pool.blocks.refcount(block) > 1:
                 raise ValueError(f"[write_prefill] block {block} of sequence {seq_id} is shared, its tokens are final")
         self.write(layer_idx, k_chunk, v_chunk, slots)
 

@@ -64,7 +64,7 @@ class BlockPool:
     cached ones.
 
     Ids are a list of ints or an int32 array, none of them twice. What the core refuses, it names by the core's call:
-    `take` for `get`, `release` for `free`, `commit` for `cache`, `uncommit` for `evict`.
+    `take` for `get`, `release` for `free`, `mark_cached` for `cache`, `uncache` for `evict`.
 
     Invariants, recomputed by `check`: keys and blocks are one to one; a block with a key is referenced or evictable.
     """
@@ -102,7 +102,7 @@ class BlockPool:
 
     def refcount(self, block: int) -> int:
         """References of a block: one for `get`, one more for every `touch`."""
-        return self._pool.refcount(block)
+        return self._blocks.refcount(block)
 
     def key(self, block: int) -> Hashable | None:
         """The key of a block, None: it has none."""
@@ -165,17 +165,17 @@ class BlockPool:
         if len(blocks) != len(named):
             raise ValueError(f"[cache] {len(named)} keys for {len(blocks)} blocks")
         try:
-            self._blocks.commit(blocks)
+            self._blocks.mark_cached(blocks)
         except ValueError:  # of a block that gets no key, perhaps
             blocks, named = self._keys.new(blocks, named)
-            self._blocks.commit(blocks)
+            self._blocks.mark_cached(blocks)
         try:
             others = self._keys.add(blocks, named)
         except BaseException:  # a key that cannot be hashed or compared
-            self._blocks.uncommit(blocks)
+            self._blocks.uncache(blocks)
             raise
         if others:
-            self._blocks.uncommit(others)
+            self._blocks.uncache(others)
         if self._events is not None:
             kept = {*blocks} - {*others, NULL_BLOCK}
             self._tell("stored", [key for block, key in zip(blocks, named, strict=True) if block in kept])
@@ -195,7 +195,7 @@ class BlockPool:
         ValueError, IndexError
             A block stands twice; there is no such block. State unchanged.
         """
-        self._blocks.uncommit(ids)
+        self._blocks.uncache(ids)
         self._forget(ids)
 
     def reset(self) -> bool:
@@ -203,7 +203,7 @@ class BlockPool:
         if self._pool.stats().used:
             return False
         self._pool.reset()
-        self._pool.take_dropped()
+        self._blocks.drain_evicted()
         self._keys.clear()
         if self._events is not None:
             self._tell("cleared")

@@ -71,6 +71,7 @@ class PoolAllocator(FullAttentionCacheAllocator):
             self.num_blocks + reserved, self.tokens_per_page, max_seqs=min(1 << 20, max(64, 4 * self.num_blocks)),
             reserved_blocks=reserved, in_order=True, prefix_cache=self.use_block_sharing
         )  # fmt: skip
+        self.prefix = self.blocks.prefix
         self.handles: dict[str, int] = {}  # by request
         self.block_table = Tables(self.blocks, self.handles)
         self.known: dict[str, int] = {}  # tokens that the prefix cache knows of each request
@@ -130,19 +131,21 @@ class PoolAllocator(FullAttentionCacheAllocator):
     def match_prefix_blocks(self, prompt_ids: list[int]) -> list[int]:
         """One entry per block that the prefix cache has of the prompt."""
         self.prompt = prompt_ids
-        return [0] * (self.blocks.match(prompt_ids) // self.tokens_per_page)
+        found = 0 if self.prefix is None else self.prefix.match(prompt_ids)
+        return [0] * (found // self.tokens_per_page)
 
     def acquire_prefix_blocks(self, request_id: str, prefix_len: int, block_ids: list[int]) -> None:
         """Begin the request with what `match_prefix_blocks` has found."""
-        self.handles[request_id] = self.blocks.pin(self.prompt[:prefix_len])
+        prompt = self.prompt[:prefix_len]
+        self.handles[request_id] = self.blocks.open() if self.prefix is None else self.prefix.pin(prompt)
         self.known[request_id] = prefix_len
 
     def mark_complete_blocks(self, request_id: str, token_ids: list[int], new_new_blocks: int) -> None:
         """Tell the prefix cache of the blocks that are full now."""
         handle, known = self.handles[request_id], self.known.get(request_id, 0)
         full = self.blocks.num_tokens(handle) // self.tokens_per_page * self.tokens_per_page
-        if full > known:
-            self.blocks.commit(handle, token_ids[known:full])
+        if full > known and self.prefix is not None:
+            self.prefix.commit(handle, token_ids[known:full])
             self.known[request_id] = full
 
     def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:

@@ -1,23 +1,6 @@
-"""Block-level calls: alloc, incref, decref, free and the seam for an index of committed blocks.
+"""Blocks by id: what engines with block tables of their own call, and whoever holds blocks beside sequences."""
 
-Every call reads its arguments, takes the pool's lock, judges and moves in C, lets go of the lock, and only then
-raises or makes its result: no Python object is made under the lock.
-"""
-
-cdef extern from *:
-    """
-    /* The arguments of a constructor may run Python code, which finds every object that the garbage collector tracks.
-       What is half made is no such object. */
-    static inline void kv_making(PyObject *object) {
-        if (PyObject_IS_GC(object)) PyObject_GC_UnTrack(object);
-    }
-    static inline void kv_made(PyObject *object) {
-        if (PyObject_IS_GC(object) && !PyObject_GC_IsTracked(object)) PyObject_GC_Track(object);
-    }
-    """
-    void making "kv_making"(object made)
-    void made "kv_made"(object made)
-
+# ---- in C, under the lock ----------------------------------------------------------------------------------
 
 cdef int judge_ids(Blocks* b, Ints* ids, Verdict* v) noexcept nogil:
     """Block ids of a call: in range, not reserved, no duplicates. A scalar becomes a batch of one."""
@@ -38,88 +21,314 @@ cdef int judge_ids(Blocks* b, Ints* ids, Verdict* v) noexcept nogil:
     return OK
 
 
-cdef class BlockPool:
-    """Block-level calls, for engines that keep their own block tables. See `kvpool.Pool`."""
+cdef int32_t pool_next_block(State* pool) noexcept nogil:
+    """The block that will be taken next; -1: there is none."""
+    cdef Blocks* b = &pool.blocks
+    return b.blank[b.num_blank - 1] if b.num_blank else b.lru.head
 
-    def __cinit__(self, *args, **options):
-        making(self)
-        lock_init(&self.mutex)
-        # This __cinit__ runs first and refuses wrong calls for all of them: errors of Cython would say __cinit__().
-        num_blocks, block_size, _, _, reserved_blocks, *_, record, _ = _signatures.Pool(*args, **options)
-        cdef Blocks* b = &self.all_blocks
-        cdef int64_t size, n = to_int(num_blocks, "Pool", "num_blocks", 1, (<int64_t>1 << 31) - 1)
-        b.block_size = to_int(block_size, "Pool", "block_size", 1, min((<int64_t>1 << 31) - 1, (<int64_t>1 << 62) // n))
-        b.shift = (<object>b.block_size).bit_length() - 1 if b.block_size & (b.block_size - 1) == 0 else -1
-        b.reserved = <int32_t>to_int(reserved_blocks, "Pool", "reserved_blocks", 0, n - 1)
-        b.num_blocks = <int32_t>n
-        b.next = <int32_t*>xcalloc(n, sizeof(int32_t))
-        b.prev = <int32_t*>xcalloc(n, sizeof(int32_t))
-        b.fence = <int64_t*>xcalloc(n, sizeof(int64_t))
-        b.floor = <int32_t*>xcalloc(n, sizeof(int32_t))
-        b.blank = <int32_t*>xcalloc(n, sizeof(int32_t))
-        b.dropped = <int32_t*>xcalloc(n, sizeof(int32_t))
-        b.mark = <uint32_t*>xcalloc(n, sizeof(uint32_t))
-        b.block = <Block*>xcalloc(n, sizeof(Block))
-        if (b.block == NULL or b.next == NULL or b.prev == NULL or b.fence == NULL or b.floor == NULL
-                or b.blank == NULL or b.dropped == NULL or b.mark == NULL):
-            BlockPool.release_memory(self)
-            raise MemoryError(f"[Pool] no memory for {n} blocks, each needs 48 bytes")
-        for n in range(b.reserved):
-            b.block[n].place = RESERVED
-        blocks_reset(b)
-        size = to_int(record, "Pool", "record", 0, <int64_t>1 << 33)    # what fits has fewer than 2^30 words
-        if 0 < size < 8:
-            raise ValueError(f"[Pool] record is too small ({size} bytes), it must be 0 or in 8 .. {<int64_t>1 << 33}")
-        self.record.half = size // 8
-        if size:
-            self.record.data = <uint32_t*>xmalloc(8 * self.record.half)
-            if self.record.data == NULL:
-                BlockPool.release_memory(self)
-                raise MemoryError(f"[Pool] no memory for a record of {record} bytes")
 
-    def __dealloc__(self):
-        BlockPool.release_memory(self)
-        spare_free(&self.spare)
-        lock_free(&self.mutex)
+cdef int pool_alloc(State* pool, int32_t* ids, int64_t count, Verdict* v) noexcept nogil:
+    cdef Blocks* b = &pool.blocks
+    cdef int64_t k, available = blocks_available(b)
+    cdef uint32_t* at
+    cdef uint64_t h
+    if count > available:
+        return blocks_short(b, v, -1, -1, count, count - available)
+    h = mix(mix(b.digest, OP_ALLOC), count)
+    blocks_take_many(b, ids, <int32_t>count)
+    for k in range(count):
+        b.block[ids[k]].raw = 1
+        h = mix(h, ids[k])
+    b.digest = h
+    if pool.record.data != NULL:
+        at = record_begin(&pool.record, OP_ALLOC, count + BATCH)
+        record_end(&pool.record, put_words(at, ids, count) if at != NULL else NULL, h)
+    return OK
 
-    cdef void release_memory(self) noexcept nogil:
-        cdef Blocks* b = &self.all_blocks
-        xfree(b.block)
-        xfree(b.next)
-        xfree(b.prev)
-        xfree(b.fence)
-        xfree(b.floor)
-        xfree(b.blank)
-        xfree(b.dropped)
-        xfree(b.mark)
-        xfree(b.canonical)
-        memset(b, 0, sizeof(Blocks))
-        xfree(self.record.data)
-        memset(&self.record, 0, sizeof(Record))
+
+cdef int pool_incref(State* pool, Ints* ids, Verdict* v) noexcept nogil:
+    cdef Blocks* b = &pool.blocks
+    cdef Py_ssize_t k
+    cdef int64_t i
+    cdef int status = judge_ids(b, ids, v)
+    if status != OK:
+        return status
+    for k in range(ids.size):
+        i = ints_at(ids, k)
+        if b.block[i].refcount == 0:
+            return refused(v, UNREFERENCED, k, i, 0, 0, 0)
+        if b.block[i].refcount >= MAX_REFCOUNT:
+            return refused(v, REFERENCE_LIMIT, k, i, 0, 0, b.block[i].refcount)
+    b.digest = mix(mix(b.digest, OP_INCREF), ids.size)
+    for k in range(ids.size):
+        i = ints_at(ids, k)
+        blocks_ref(b, <int32_t>i, 1)
+        b.block[i].raw += 1
+        b.digest = mix(b.digest, i)
+    record_blocks(&pool.record, OP_INCREF, ids, b.digest)
+    return OK
+
+
+cdef int pool_drop(State* pool, Ints* ids, bint last, Verdict* v) noexcept nogil:
+    cdef Blocks* b = &pool.blocks
+    cdef Py_ssize_t k
+    cdef int32_t i
+    cdef uint64_t h
+    cdef int status = judge_ids(b, ids, v)
+    if status != OK:
+        return status
+    for k in range(ids.size):
+        i = <int32_t>ints_at(ids, k)
+        if b.block[i].raw == 0:
+            return refused(v, NO_RAW_REFERENCE, k, i, 0, 0, b.block[i].refcount)
+        if last and b.block[i].refcount > 1:
+            return refused(v, STILL_SHARED, k, i, 0, 0, b.block[i].refcount)
+    h = mix(mix(b.digest, OP_FREE if last else OP_DECREF), ids.size)
+    for k in range(ids.size):
+        i = <int32_t>ints_at(ids, k)
+        b.block[i].raw -= 1
+        blocks_unref(b, i)
+        h = mix(h, i)
+    b.digest = h
+    record_blocks(&pool.record, OP_FREE if last else OP_DECREF, ids, h)
+    return OK
+
+
+cdef void pool_evict(State* pool, int64_t count) noexcept nogil:
+    cdef Blocks* b = &pool.blocks
+    cdef int64_t k
+    b.digest = mix(mix(b.digest, OP_EVICT), count)
+    for k in range(count):
+        b.digest = mix(b.digest, blocks_evict(b))
+    record_one(&pool.record, OP_EVICT, count, b.digest)
+
+
+cdef int pool_drain_evicted(State* pool, int32_t* ids, int32_t count, Verdict* v) noexcept nogil:
+    """RETRY: there are not `count` of them."""
+    cdef Blocks* b = &pool.blocks
+    cdef int32_t k
+    if pool.indexed:
+        return refused(v, INDEXED, -1, 0, 0, 0, 0)
+    if count != b.num_dropped:
+        return RETRY
+    b.digest = mix(mix(b.digest, OP_DRAIN), b.num_dropped)
+    for k in range(count):
+        ids[k] = b.dropped[k]
+        b.block[ids[k]].noted = 0
+    b.num_dropped = 0
+    record_one(&pool.record, OP_DRAIN, count, b.digest)
+    return OK
+
+
+cdef int64_t count_references(const Blocks* b, int64_t* counts, int64_t size) noexcept nogil:
+    """Entries that the histogram has; it is filled if `size` is that."""
+    cdef int32_t i, most = 0
+    for i in range(b.reserved, b.num_blocks):
+        most = max(most, b.block[i].refcount)
+    if size == <int64_t>most + 1:
+        memset(counts, 0, size * sizeof(int64_t))
+        for i in range(b.reserved, b.num_blocks):
+            counts[b.block[i].refcount] += 1
+    return <int64_t>most + 1
+
+
+cdef int judge_range(const Blocks* b, const Ints* given, Py_ssize_t start, Verdict* v) noexcept nogil:
+    """Whether there are such blocks, from row `start` on."""
+    cdef Py_ssize_t k
+    for k in range(start, given.size):
+        if not 0 <= ints_at(given, k) < b.num_blocks:
+            return refused(v, NO_SUCH_BLOCK, k, ints_at(given, k), 0, b.num_blocks - 1, 0)
+    return OK
+
+
+cdef inline int judge_block(const Block* block, int op) noexcept nogil:
+    """Why a call refuses a block, or OK."""
+    if op == OP_TOUCH:
+        if block.refcount == 0 and not block.committed:
+            return NOT_KEPT
+        return REFERENCE_LIMIT if block.refcount >= MAX_REFCOUNT else OK
+    if op == OP_RELEASE:
+        return OK if block.raw else NO_RAW_REFERENCE
+    if op == OP_MARK_CACHED:
+        if block.refcount == 0:
+            return UNREFERENCED
+        return HAS_CONTENT if block.committed else NOT_DRAINED if block.noted else OK
+    return OK
+
+
+cdef inline int judge_blocks(Blocks* b, const Ints* given, int op, int32_t* ids, int32_t* size,
+                             Verdict* v) noexcept nogil:
+    """Ids of a call as int32, without those of reserved blocks; `ids` may be the memory of `given`.
+
+    An id that no block has is refused before what is wrong with a block, wherever they stand.
+    """
+    cdef const Block* block = b.block
+    cdef uint32_t* mark = b.mark
+    cdef uint32_t stamp
+    cdef int32_t named = 0, num_blocks = b.num_blocks, reserved = b.reserved
+    cdef const int64_t* wide = <const int64_t*>given.data
+    cdef const int32_t* narrow = <const int32_t*>given.data
+    cdef bint is_narrow = given.width == 4
+    cdef Py_ssize_t k, n = given.size
+    cdef int64_t i
+    cdef int reason, status
+    blocks_new_stamp(b)
+    stamp = b.stamp
+    for k in range(n):
+        i = narrow[k] if is_narrow else wide[k]
+        if <uint64_t>i >= <uint64_t>num_blocks:
+            return judge_range(b, given, k, v)
+        if i < reserved:
+            continue
+        reason = judge_block(&block[i], op)
+        if mark[i] == stamp:
+            reason = NAMED_TWICE if op == OP_RELEASE else DUPLICATE_BLOCK
+        if reason != OK:
+            status = judge_range(b, given, k + 1, v)
+            return status if status != OK else refused(v, reason, k, i, 0, 0, block[i].refcount)
+        mark[i] = stamp
+        ids[named] = <int32_t>i
+        named += 1
+    size[0] = named
+    return OK
+
+
+cdef void note(Blocks* b, Record* record, int op, const int32_t* ids, int32_t n) noexcept nogil:
+    """A call was made: into the digest and the record."""
+    cdef uint32_t* at
+    b.digest = mix_tokens(mix(b.digest, op), ids, n)
+    if record.data != NULL:
+        at = record_begin(record, op, n + BATCH)
+        record_end(record, put_words(at, ids, n) if at != NULL else NULL, b.digest)
+
+
+cdef int name_blocks(State* pool, Ints* given, int op, bint oldest, Verdict* v) noexcept nogil:
+    """Judge a call of an engine with content keys of its own, then make it. A scalar becomes a batch of one."""
+    cdef Blocks* b = &pool.blocks
+    cdef int32_t[SMALL] few
+    cdef int32_t* ids = few
+    cdef int32_t n = 0
+    cdef int status
+    if pool.indexed:
+        return refused(v, INDEXED, -1, 0, 0, 0, 0)
+    if given.size < 0:
+        given.data = &given.scalar
+        given.size = 1
+    if given.owned != NULL:
+        ids = <int32_t*>given.owned
+    if oldest and b.newest_pending:
+        status = judge_range(b, given, 0, v)
+        return status if status != OK else refused(v, STEP_PENDING, -1, b.newest_pending, 0, 0, 0)
+    if op == OP_TOUCH:          # each with a loop of its own, in which nothing asks for the op
+        status = judge_blocks(b, given, OP_TOUCH, ids, &n, v)
+        if status == OK:
+            blocks_revive_many(b, ids, n)
+    elif op == OP_RELEASE:
+        status = judge_blocks(b, given, OP_RELEASE, ids, &n, v)
+        if status == OK:
+            blocks_release(b, ids, n, oldest)
+    elif op == OP_MARK_CACHED:
+        status = judge_blocks(b, given, OP_MARK_CACHED, ids, &n, v)
+        if status == OK:
+            blocks_commit(b, ids, n)
+    else:
+        status = judge_blocks(b, given, OP_UNCACHE, ids, &n, v)
+        if status == OK:
+            blocks_uncommit(b, ids, n)
+    if status != OK:
+        return status
+    note(b, &pool.record, op | (OLDEST << 8 if oldest else 0), ids, n)
+    return OK
+
+
+cdef int call_blocks(State* pool, Ints* ids, int op, bint oldest, Verdict* v) noexcept nogil:
+    """A call with a batch of blocks."""
+    if op == OP_INCREF:
+        return pool_incref(pool, ids, v)
+    if op == OP_DECREF or op == OP_FREE:
+        return pool_drop(pool, ids, op == OP_FREE, v)
+    return name_blocks(pool, ids, op, oldest, v)
+
+
+# ---- for Python --------------------------------------------------------------------------------------------
+
+cdef list as_list(const int32_t* ids, int32_t n):
+    cdef int32_t k
+    cdef list result = PyList_New(n)
+    for k in range(n):
+        item = PyLong_FromLong(ids[k])
+        Py_INCREF(item)             # the list takes this reference
+        PyList_SET_ITEM(result, k, item)
+    return result
+
+
+cdef class BlockAPI:
+    """Blocks by id, for engines that keep block tables of their own, and for blocks held beside sequences.
+
+    Any pool has `alloc`, `incref`, `decref` and `free`: references of the caller's, which the pool counts apart from
+    those of sequences. It has `evict`, too, and all that only reads.
+
+    The other calls are for an engine with content keys of its own. They name blocks by id, none of them twice; ids of
+    reserved blocks are passed over, as tables name one where they have nothing. In a pool with a prefix cache they
+    raise ValueError: there the cache says what blocks hold.
+
+    A block is *in use* while it has a reference, else *free*. A free block is *blank*, or *cached*: its content is
+    final, and `touch` brings it back. Blank blocks are always taken before cached ones, these in the order in which
+    they were released. Of the blocks of one `release` or `uncache` the first named is taken first, among blank ones
+    and among cached ones.
+
+    Parameters
+    ----------
+    pool : Pool
+        ``pool.blocks`` is ``BlockAPI(pool)``.
+
+    Notes
+    -----
+    Ids are an int, a list or tuple of ints, or an int32 / int64 array. O(ids named). A call that raises has changed
+    nothing. While a step of the pool is pending, what is released waits in limbo, as every block of the pool; it is
+    neither blank nor taken until the step is done.
+
+    Examples
+    --------
+    >>> from kvpool import Pool
+    >>> blocks = Pool(num_blocks=6, block_size=16).blocks
+    >>> table, _ = blocks.take(3)
+    >>> blocks.mark_cached(table[:2])  # full, and computed
+    >>> blocks.release(table[::-1])  # the tail is evicted first
+    >>> table, blocks.free_order().tolist()
+    ([1, 2, 3], [3, 4, 5, 2, 1])
+    >>> blocks.take(4)  # one of them was cached
+    ([3, 4, 5, 2], 1)
+    """
+
+    def __cinit__(self, Pool pool not None):
+        self.pool = pool
+        self.state = &pool.state
+
+    def __repr__(self):
+        return f"<blocks of {self.pool!r}>"
 
     def __reduce__(self):
-        raise TypeError("[Pool] a pool cannot be pickled or copied")
+        raise TypeError("[blocks] the blocks of a pool cannot be pickled or copied")
 
-    cdef int lock(self, str call) except -1:
-        """Take the pool: no Python code may run from here to `unlock`. What earlier calls left to do is done first."""
-        self.lock_open_or_not(call)
-        if self.all_blocks.block == NULL:
-            self.unlock()
-            raise PoolClosed(f"[{call}] the pool was shut down")
-        self.catch_up()
+    cdef int run(self, object ids, str call, int op, bint oldest) except -1:
+        """A call with a batch of blocks."""
+        cdef Ints given
+        cdef Verdict v
+        cdef int status
+        ints_init(&given, &self.state.spare)
+        try:
+            ints_get(&given, ids, call, "ids", True, True, IndexError)
+            pool_enter(self.state, call)
+            status = call_blocks(self.state, &given, op, oldest, &v)
+            pool_leave(self.state)
+        finally:
+            ints_free(&given)
+        if status != OK:
+            refuse(call, &v)
         return 0
 
-    cdef int lock_open_or_not(self, str call) except -1:
-        """The lock alone, also of a pool that was shut down."""
-        if not lock_try(&self.mutex) and not lock_wait(&self.mutex):
-            raise ConcurrentUse(f"[{call}] this thread is inside another call on the pool")
-        return 0
-
-    cdef void unlock(self) noexcept nogil:
-        lock_release(&self.mutex)
-
-    cdef void catch_up(self) noexcept nogil:
-        """For the layers above."""
+    # -- references
 
     def alloc(self, n=None, *, out=None):
         """Take blank blocks, or evict cached ones; each comes with one raw reference.
@@ -156,30 +365,25 @@ cdef class BlockPool:
             return self.alloc_into(out, count)
         if n is not None:
             # More blocks than there are will be refused: no array for them.
-            ids = new_int32(count if count <= self.all_blocks.num_blocks else 0)
+            ids = new_int32(count if count <= self.state.blocks.num_blocks else 0)
             data = <int32_t*>array_data(ids)
-            self.lock("alloc")
-            status = self.alloc_raw(data, count, &v)
-            self.unlock()
+            pool_enter(self.state, "alloc")
+            status = pool_alloc(self.state, data, count, &v)
+            pool_leave(self.state)
             if status != OK:
                 refuse("alloc", &v)
             return ids
         while status == RETRY:
-            self.lock("alloc")
-            next_one = self.next_block()
-            self.unlock()
+            pool_enter(self.state, "alloc")
+            next_one = pool_next_block(self.state)
+            pool_leave(self.state)
             found = next_one            # made before anything moves
-            self.lock("alloc")
-            status = RETRY if self.next_block() != next_one else self.alloc_raw(&one, 1, &v)
-            self.unlock()
+            pool_enter(self.state, "alloc")
+            status = RETRY if pool_next_block(self.state) != next_one else pool_alloc(self.state, &one, 1, &v)
+            pool_leave(self.state)
         if status != OK:
             refuse("alloc", &v)
         return found
-
-    cdef int32_t next_block(self) noexcept nogil:
-        """The block that will be taken next; -1: there is none."""
-        cdef Blocks* b = &self.all_blocks
-        return b.blank[b.num_blank - 1] if b.num_blank else b.lru.head
 
     cdef object alloc_into(self, object out, int64_t count):
         """The ids go to the caller's array, once they are taken: nothing can fail then."""
@@ -191,7 +395,7 @@ cdef class BlockPool:
         if not PyObject_CheckBuffer(out):
             raise TypeError(f"[alloc] out must be an int32 array, not {type(out).__name__}")
         PyObject_GetBuffer(out, &view, PyBUF_STRIDES | PyBUF_FORMAT)
-        ints_init(&made, &self.spare)
+        ints_init(&made, &self.state.spare)
         try:
             buffer_judge(&view, "alloc", "out", True)
             if view.itemsize != 4:
@@ -201,9 +405,9 @@ cdef class BlockPool:
             if view.shape[0] < count:
                 raise ValueError(f"[alloc] out is too small ({view.shape[0]}), it must hold {count} ids")
             ids = <int32_t*>ints_room(&made, count, 4, "alloc", "ids")
-            self.lock("alloc")
-            status = self.alloc_raw(ids, count, &v)
-            self.unlock()
+            pool_enter(self.state, "alloc")
+            status = pool_alloc(self.state, ids, count, &v)
+            pool_leave(self.state)
             if status != OK:
                 refuse("alloc", &v)
             memcpy(view.buf, ids, count * sizeof(int32_t))
@@ -211,24 +415,6 @@ cdef class BlockPool:
             ints_free(&made)
             PyBuffer_Release(&view)
         return out
-
-    cdef int alloc_raw(self, int32_t* ids, int64_t count, Verdict* v) noexcept nogil:
-        cdef Blocks* b = &self.all_blocks
-        cdef int64_t k, available = blocks_available(b)
-        cdef uint32_t* at
-        cdef uint64_t h
-        if count > available:
-            return blocks_short(b, v, -1, -1, count, count - available)
-        h = mix(mix(b.digest, OP_ALLOC), count)
-        blocks_take_many(b, ids, <int32_t>count)
-        for k in range(count):
-            b.block[ids[k]].raw = 1
-            h = mix(h, ids[k])
-        b.digest = h
-        if self.record.data != NULL:
-            at = record_begin(&self.record, OP_ALLOC, count + BATCH)
-            record_end(&self.record, put_words(at, ids, count) if at != NULL else NULL, h)
-        return OK
 
     def incref(self, ids):
         """Add one raw reference to each block.
@@ -245,41 +431,7 @@ cdef class BlockPool:
         IndexError, ValueError, OverflowError
             No such block; reserved or duplicate; the count is at its limit of 2^30. State unchanged.
         """
-        cdef Ints batch
-        cdef Verdict v
-        cdef int status
-        ints_init(&batch, &self.spare)
-        try:
-            ints_get(&batch, ids, "incref", "ids", True, True, IndexError)
-            self.lock("incref")
-            status = self.incref_ids(&batch, &v)
-            self.unlock()
-        finally:
-            ints_free(&batch)
-        if status != OK:
-            refuse("incref", &v)
-
-    cdef int incref_ids(self, Ints* ids, Verdict* v) noexcept nogil:
-        cdef Blocks* b = &self.all_blocks
-        cdef Py_ssize_t k
-        cdef int64_t i
-        cdef int status = judge_ids(b, ids, v)
-        if status != OK:
-            return status
-        for k in range(ids.size):
-            i = ints_at(ids, k)
-            if b.block[i].refcount == 0:
-                return refused(v, UNREFERENCED, k, i, 0, 0, 0)
-            if b.block[i].refcount >= MAX_REFCOUNT:
-                return refused(v, REFERENCE_LIMIT, k, i, 0, 0, b.block[i].refcount)
-        b.digest = mix(mix(b.digest, OP_INCREF), ids.size)
-        for k in range(ids.size):
-            i = ints_at(ids, k)
-            blocks_ref(b, <int32_t>i, 1)
-            b.block[i].raw += 1
-            b.digest = mix(b.digest, i)
-        record_blocks(&self.record, OP_INCREF, ids, b.digest)
-        return OK
+        self.run(ids, "incref", OP_INCREF, False)
 
     def decref(self, ids):
         """Drop one raw reference of each block, in the order given; the last reference releases the block.
@@ -291,7 +443,7 @@ cdef class BlockPool:
         IndexError, ValueError
             No such block; reserved or duplicate. State unchanged.
         """
-        self.drop(ids, "decref", False)
+        self.run(ids, "decref", OP_DECREF, False)
 
     def free(self, ids):
         """Give back blocks of which the caller holds the only reference.
@@ -305,148 +457,7 @@ cdef class BlockPool:
         IndexError
             No such block. State unchanged.
         """
-        self.drop(ids, "free", True)
-
-    cdef int drop(self, object ids, str call, bint last) except -1:
-        cdef Ints batch
-        cdef Verdict v
-        cdef int status
-        ints_init(&batch, &self.spare)
-        try:
-            ints_get(&batch, ids, call, "ids", True, True, IndexError)
-            self.lock(call)
-            status = self.drop_ids(&batch, last, &v)
-            self.unlock()
-        finally:
-            ints_free(&batch)
-        if status != OK:
-            refuse(call, &v)
-        return 0
-
-    cdef int drop_ids(self, Ints* ids, bint last, Verdict* v) noexcept nogil:
-        cdef Blocks* b = &self.all_blocks
-        cdef Py_ssize_t k
-        cdef int32_t i
-        cdef uint64_t h
-        cdef int status = judge_ids(b, ids, v)
-        if status != OK:
-            return status
-        for k in range(ids.size):
-            i = <int32_t>ints_at(ids, k)
-            if b.block[i].raw == 0:
-                return refused(v, NO_RAW_REFERENCE, k, i, 0, 0, b.block[i].refcount)
-            if last and b.block[i].refcount > 1:
-                return refused(v, STILL_SHARED, k, i, 0, 0, b.block[i].refcount)
-        h = mix(mix(b.digest, OP_FREE if last else OP_DECREF), ids.size)
-        for k in range(ids.size):
-            i = <int32_t>ints_at(ids, k)
-            b.block[i].raw -= 1
-            blocks_unref(b, i)
-            h = mix(h, i)
-        b.digest = h
-        record_blocks(&self.record, OP_FREE if last else OP_DECREF, ids, h)
-        return OK
-
-    def mark_committed(self, ids):
-        """Declare the content of blocks final: they are never written again, and stay cached when released.
-
-        Raises
-        ------
-        DoubleFree
-            A block has no reference. State unchanged.
-        ValueError
-            A block's former content was dropped and `take_dropped` has not told so yet; reserved or duplicate
-            ids. State unchanged.
-        IndexError
-            No such block. State unchanged.
-        """
-        cdef Ints batch
-        cdef Verdict v
-        cdef int status
-        ints_init(&batch, &self.spare)
-        try:
-            ints_get(&batch, ids, "mark_committed", "ids", True, True, IndexError)
-            self.lock("mark_committed")
-            status = self.mark_committed_ids(&batch, &v)
-            self.unlock()
-        finally:
-            ints_free(&batch)
-        if status != OK:
-            refuse("mark_committed", &v)
-
-    cdef int mark_committed_ids(self, Ints* ids, Verdict* v) noexcept nogil:
-        cdef Blocks* b = &self.all_blocks
-        cdef Py_ssize_t k
-        cdef int64_t i
-        cdef int status
-        if self.indexed:
-            return refused(v, INDEXED, -1, 0, 0, 0, 0)
-        status = judge_ids(b, ids, v)
-        if status != OK:
-            return status
-        for k in range(ids.size):
-            i = ints_at(ids, k)
-            if b.block[i].refcount == 0:
-                return refused(v, UNREFERENCED, k, i, 0, 0, 0)
-            if b.block[i].noted:
-                return refused(v, NOT_DRAINED, k, i, 0, 0, 0)
-        b.digest = mix(mix(b.digest, OP_COMMIT), ids.size)
-        for k in range(ids.size):
-            b.block[ints_at(ids, k)].committed = CANONICAL
-            b.digest = mix(b.digest, ints_at(ids, k))
-        record_blocks(&self.record, OP_COMMIT, ids, b.digest)
-        return OK
-
-    def revive(self, ids):
-        """A cache hit: add one raw reference to committed blocks, wherever they are.
-
-        A block in use gains a reference; one on the LRU list or in limbo is unlinked, O(1), its content intact.
-
-        Raises
-        ------
-        ValueError
-            A block is not committed; reserved or duplicate ids. State unchanged.
-        IndexError
-            No such block. State unchanged.
-        OverflowError
-            The count is at its limit of 2^30. State unchanged.
-        """
-        cdef Ints batch
-        cdef Verdict v
-        cdef int status
-        ints_init(&batch, &self.spare)
-        try:
-            ints_get(&batch, ids, "revive", "ids", True, True, IndexError)
-            self.lock("revive")
-            status = self.revive_ids(&batch, &v)
-            self.unlock()
-        finally:
-            ints_free(&batch)
-        if status != OK:
-            refuse("revive", &v)
-
-    cdef int revive_ids(self, Ints* ids, Verdict* v) noexcept nogil:
-        cdef Blocks* b = &self.all_blocks
-        cdef Py_ssize_t k
-        cdef int64_t i
-        cdef int status
-        if self.indexed:
-            return refused(v, INDEXED, -1, 0, 0, 0, 0)
-        status = judge_ids(b, ids, v)
-        if status != OK:
-            return status
-        for k in range(ids.size):
-            i = ints_at(ids, k)
-            if not b.block[i].committed:
-                return refused(v, NOT_COMMITTED, k, i, 0, 0, 0)
-            if b.block[i].refcount >= MAX_REFCOUNT:
-                return refused(v, REFERENCE_LIMIT, k, i, 0, 0, b.block[i].refcount)
-        b.digest = mix(mix(b.digest, OP_REVIVE), ids.size)
-        for k in range(ids.size):
-            blocks_revive(b, <int32_t>ints_at(ids, k))
-            b.digest = mix(b.digest, ints_at(ids, k))
-        record_blocks(&self.record, OP_REVIVE, ids, b.digest)
-        return OK
+        self.run(ids, "free", OP_FREE, False)
 
     def evict(self, n):
         """Clear the `n` oldest evictable blocks, or all if there are fewer. Returns how many. O(n)."""
@@ -455,26 +466,164 @@ cdef class BlockPool:
         cdef int status = RETRY
         while status == RETRY:
             evicted = count                 # made before anything moves
-            self.lock("evict")
-            if count == min(asked, <int64_t>self.all_blocks.lru.size):
-                self.evict_oldest(count)
+            pool_enter(self.state, "evict")
+            if count == min(asked, <int64_t>self.state.blocks.lru.size):
+                pool_evict(self.state, count)
                 status = OK
-            count = min(asked, <int64_t>self.all_blocks.lru.size)
-            self.unlock()
+            count = min(asked, <int64_t>self.state.blocks.lru.size)
+            pool_leave(self.state)
         return evicted
 
-    cdef void evict_oldest(self, int64_t count) noexcept nogil:
-        cdef Blocks* b = &self.all_blocks
-        cdef int64_t k
-        b.digest = mix(mix(b.digest, OP_EVICT), count)
-        for k in range(count):
-            b.digest = mix(b.digest, blocks_evict(b))
-        record_one(&self.record, OP_EVICT, count, b.digest)
+    # -- content keys of an engine's own
 
-    def take_dropped(self):
-        """Ids of committed blocks whose content was given up since the last call, oldest first; int32 ``(n,)``.
+    def take(self, n):
+        """Take blocks, blank ones first; each comes with one reference.
 
-        An index of committed blocks must forget these before it commits them again.
+        Parameters
+        ----------
+        n : int
+
+        Returns
+        -------
+        ids : list of int
+            The first `n` of `free_order`.
+        evicted : int
+            So many of them, the last ones, were cached: what they held is gone.
+
+        Raises
+        ------
+        OutOfBlocks
+            Fewer than `n` blocks are free. State unchanged.
+        """
+        cdef Blocks* b = &self.state.blocks
+        cdef Ints room
+        cdef Verdict v
+        cdef int64_t available, count = to_int(n, "take", "n", 0, INT64_MAX)
+        cdef int32_t* ids
+        cdef int status = RETRY
+        cdef uint64_t seen
+        cdef int32_t evicted
+        ints_init(&room, &self.state.spare)
+        try:
+            ids = <int32_t*>ints_room(&room, min(count, <int64_t>b.num_blocks), 4, "take", "ids")
+            while status == RETRY:
+                pool_enter(self.state, "take")
+                available = blocks_available(b)
+                if self.state.indexed:
+                    status = refused(&v, INDEXED, -1, 0, 0, 0, 0)
+                elif count > available:
+                    status = blocks_short(b, &v, -1, -1, count, count - available)
+                else:
+                    blocks_free_order(b, ids, <int32_t>count)
+                evicted = max(<int32_t>count - b.num_blank, 0)
+                seen = b.digest
+                pool_leave(self.state)
+                if status != RETRY:
+                    refuse("take", &v)
+                result = (as_list(ids, <int32_t>count), evicted)        # made before anything moves
+                pool_enter(self.state, "take")
+                if b.digest == seen:
+                    status = OK
+                    blocks_take_raw(b, ids, <int32_t>count)
+                    note(b, &self.state.record, OP_TAKE, ids, <int32_t>count)
+                pool_leave(self.state)
+            return result
+        finally:
+            ints_free(&room)
+
+    def take_block(self, block):
+        """Take one blank block by its id, with one reference. O(blank blocks that would be taken before it).
+
+        Raises
+        ------
+        ValueError
+            It is not blank: `touch` takes a cached one. State unchanged.
+        IndexError
+            No such block. State unchanged.
+        """
+        cdef Blocks* b = &self.state.blocks
+        cdef Verdict v
+        cdef int64_t i = to_int(block, "take_block", "block", INT64_MIN, INT64_MAX, IndexError)
+        cdef int32_t id
+        cdef int status = OK
+        pool_enter(self.state, "take_block")
+        if self.state.indexed:
+            status = refused(&v, INDEXED, -1, 0, 0, 0, 0)
+        elif i < 0 or i >= b.num_blocks:
+            status = refused(&v, NO_SUCH_BLOCK, 0, i, 0, b.num_blocks - 1, 0)
+        elif b.block[i].place != BLANK:
+            status = refused(&v, NOT_BLANK, 0, i, 0, 0, 0)
+        else:
+            id = <int32_t>i
+            blocks_take_blank(b, id)
+            note(b, &self.state.record, OP_TAKE_BLOCK, &id, 1)
+        pool_leave(self.state)
+        if status != OK:
+            refuse("take_block", &v)
+
+    def touch(self, ids):
+        """One reference more on each block, in use or cached: a hit. Free ones are in use from now on.
+
+        Raises
+        ------
+        ValueError, IndexError
+            A block is blank, or stands twice; there is no such block. State unchanged.
+        OverflowError
+            A block has 2^30 references. State unchanged.
+        """
+        self.run(ids, "touch", OP_TOUCH, False)
+
+    def release(self, ids, *, oldest=False):
+        """Give back one reference of each block; of those that end, the first named is taken first.
+
+        Parameters
+        ----------
+        ids : int or ints
+        oldest : bool, default False
+            Cached blocks go to the old end of the LRU list: they are evicted before all others.
+
+        Raises
+        ------
+        DoubleFree, IndexError
+            A block has no raw reference, or stands twice; there is no such block. State unchanged.
+        PlanStateError
+            `oldest` while a step is pending: what is released now waits for it. State unchanged.
+        """
+        if not isinstance(oldest, bool):
+            raise TypeError(f"[release] oldest must be a bool, not {type(oldest).__name__} ({oldest!r})")
+        self.run(ids, "release", OP_RELEASE, oldest)
+
+    def mark_cached(self, ids):
+        """The content of these blocks is final: once released they are taken last, and `touch` brings them back.
+
+        Raises
+        ------
+        DoubleFree
+            A block has no reference. State unchanged.
+        ValueError
+            A block is marked already, stands twice, or lost its former content, which `drain_evicted` has not told
+            yet. State unchanged.
+        IndexError
+            There is no such block. State unchanged.
+        """
+        self.run(ids, "mark_cached", OP_MARK_CACHED, False)
+
+    def uncache(self, ids):
+        """The content of these blocks is gone: free ones are blank at once, the others when they are released.
+
+        Blocks that are not marked stay as they are.
+
+        Raises
+        ------
+        ValueError, IndexError
+            A block stands twice; there is no such block. State unchanged.
+        """
+        self.run(ids, "uncache", OP_UNCACHE, False)
+
+    def drain_evicted(self):
+        """Ids of cached blocks whose content was given up since the last call, oldest first; int32 ``(n,)``.
+
+        An engine's index must forget these before it marks them again.
         """
         cdef int32_t count = 0
         cdef int32_t* data
@@ -483,66 +632,62 @@ cdef class BlockPool:
         while status == RETRY:
             ids = new_int32(count)
             data = <int32_t*>array_data(ids)
-            self.lock("take_dropped")
-            status = self.drain_dropped(data, count, &v)
-            count = self.all_blocks.num_dropped
-            self.unlock()
+            pool_enter(self.state, "drain_evicted")
+            status = pool_drain_evicted(self.state, data, count, &v)
+            count = self.state.blocks.num_dropped
+            pool_leave(self.state)
         if status != OK:
-            refuse("take_dropped", &v)
+            refuse("drain_evicted", &v)
         return ids
 
-    cdef int drain_dropped(self, int32_t* ids, int32_t count, Verdict* v) noexcept nogil:
-        """RETRY: there are not `count` of them."""
-        cdef Blocks* b = &self.all_blocks
-        cdef int32_t k
-        if self.indexed:
-            return refused(v, INDEXED, -1, 0, 0, 0, 0)
-        if count != b.num_dropped:
-            return RETRY
-        b.digest = mix(mix(b.digest, OP_DRAIN), b.num_dropped)
-        for k in range(count):
-            ids[k] = b.dropped[k]
-            b.block[ids[k]].noted = 0
-        b.num_dropped = 0
-        record_one(&self.record, OP_DRAIN, count, b.digest)
-        return OK
-
-    def _recorded(self):
-        """(bytes of the record, calls in it, calls that it lost); see `kvpool.replay.calls`."""
-        cdef Record* r = &self.record
-        cdef int64_t size = 0, found = -1, older, calls = 0, lost = 0
-        cdef char* data
-        while found != size:
-            size = max(found, 0)
-            made = PyBytes_FromStringAndSize(NULL, size)
-            data = PyBytes_AS_STRING(made)
-            self.lock("_recorded")
-            found = 4 * (r.size[0] + r.size[1])
-            if found == size and r.data != NULL:
-                older = 4 * r.size[r.active ^ 1]
-                memcpy(data, r.data + (r.active ^ 1) * r.half, older)
-                memcpy(data + older, r.data + r.active * r.half, size - older)
-                calls, lost = r.calls[0] + r.calls[1], r.lost
-            self.unlock()
-        return made, calls, lost
-
-    def _set_digest(self, digest):
-        """For replays that begin at a reset."""
-        self.all_blocks.digest = digest
+    # -- reading
 
     def refcount(self, block):
         """References on one block: table entries of sequences plus raw ones. O(1)."""
         cdef int64_t i = to_int(block, "refcount", "block", INT64_MIN, INT64_MAX, IndexError)
         cdef int32_t count = 0
-        self.lock("refcount")
-        if 0 <= i < self.all_blocks.num_blocks:
-            count = self.all_blocks.block[i].refcount
-        self.unlock()
-        if i < 0 or i >= self.all_blocks.num_blocks:
-            raise IndexError(f"[refcount] no such block ({i}), ids are 0 .. {self.all_blocks.num_blocks - 1}")
-        if i < self.all_blocks.reserved:
-            raise ValueError(f"[refcount] block {i} is reserved, reserved are 0 .. {self.all_blocks.reserved - 1}")
+        pool_enter(self.state, "refcount")
+        if 0 <= i < self.state.blocks.num_blocks:
+            count = self.state.blocks.block[i].refcount
+        pool_leave(self.state)
+        if i < 0 or i >= self.state.blocks.num_blocks:
+            raise IndexError(f"[refcount] no such block ({i}), ids are 0 .. {self.state.blocks.num_blocks - 1}")
+        if i < self.state.blocks.reserved:
+            raise ValueError(f"[refcount] block {i} is reserved, reserved are 0 .. {self.state.blocks.reserved - 1}")
         return count
+
+    def refcounts(self, ids):
+        """References of each block, in the order named, also if named twice; int32 ``(ids,)``. Reserved ones have 0.
+
+        Raises
+        ------
+        IndexError
+            There is no such block.
+        """
+        cdef Ints given
+        cdef Verdict v
+        cdef int32_t* counts
+        cdef Py_ssize_t k
+        cdef int64_t i
+        cdef int status = OK
+        ints_init(&given, &self.state.spare)
+        try:
+            ints_get(&given, ids, "refcounts", "ids", True, True, IndexError)
+            result = new_int32(given.size if given.size >= 0 else 1)
+            counts = <int32_t*>array_data(result)
+            pool_enter(self.state, "refcounts")
+            for k in range(given.size if given.size >= 0 else 1):
+                i = ints_at(&given, k)
+                if i < 0 or i >= self.state.blocks.num_blocks:
+                    status = refused(&v, NO_SUCH_BLOCK, k, i, 0, self.state.blocks.num_blocks - 1, 0)
+                    break
+                counts[k] = self.state.blocks.block[i].refcount
+            pool_leave(self.state)
+        finally:
+            ints_free(&given)
+        if status != OK:
+            refuse("refcounts", &v)
+        return result
 
     def refcount_histogram(self):
         """How many unreserved blocks have 0, 1, 2, ... references; int64 ``(max refcount + 1,)``. O(num_blocks)."""
@@ -552,19 +697,54 @@ cdef class BlockPool:
             size = max(found, 0)
             counts = new_int64(size)
             data = <int64_t*>array_data(counts)
-            self.lock("refcount_histogram")
-            found = self.count_references(data, size)
-            self.unlock()
+            pool_enter(self.state, "refcount_histogram")
+            found = count_references(&self.state.blocks, data, size)
+            pool_leave(self.state)
         return counts
 
-    cdef int64_t count_references(self, int64_t* counts, int64_t size) noexcept nogil:
-        """Entries that the histogram has; it is filled if `size` is that."""
-        cdef Blocks* b = &self.all_blocks
-        cdef int32_t i, most = 0
-        for i in range(b.reserved, b.num_blocks):
-            most = max(most, b.block[i].refcount)
-        if size == <int64_t>most + 1:
-            memset(counts, 0, size * sizeof(int64_t))
-            for i in range(b.reserved, b.num_blocks):
-                counts[b.block[i].refcount] += 1
-        return <int64_t>most + 1
+    def free_order(self, n=None):
+        """Ids of the next `n` blocks that `take` gives, of all free ones without `n`; int32. Nothing changes.
+
+        Blank blocks come first, then cached ones, the least recently released before the others. O(ids returned).
+        """
+        cdef Blocks* b = &self.state.blocks
+        cdef int64_t asked = INT64_MAX if n is None else to_int(n, "free_order", "n", 0, INT64_MAX)
+        cdef int64_t room = -1, size = 0
+        cdef int32_t* ids
+        while room != size:
+            room = size
+            result = new_int32(room)
+            ids = <int32_t*>array_data(result)
+            pool_enter(self.state, "free_order")
+            size = min(asked, <int64_t>blocks_available(b))
+            if size == room:
+                blocks_free_order(b, ids, <int32_t>size)
+            pool_leave(self.state)
+        return result
+
+    @property
+    def num_free(self):
+        """Blocks that `take` can give: without a reference, blank or cached."""
+        cdef int32_t found
+        pool_enter(self.state, "num_free")
+        found = blocks_available(&self.state.blocks)
+        pool_leave(self.state)
+        return found
+
+    @property
+    def num_blank(self):
+        """Blank blocks: so many are taken before one is evicted."""
+        cdef int32_t found
+        pool_enter(self.state, "num_blank")
+        found = self.state.blocks.num_blank
+        pool_leave(self.state)
+        return found
+
+    @property
+    def usage(self):
+        """Share of the blocks that somebody holds, 0.0 to 1.0; reserved ones do not count."""
+        cdef int32_t used, all_
+        pool_enter(self.state, "usage")
+        used, all_ = self.state.blocks.num_used, self.state.blocks.num_blocks - self.state.blocks.reserved
+        pool_leave(self.state)
+        return <double>used / all_

@@ -251,13 +251,8 @@ cdef void blocks_touch(Blocks* b, int32_t i) noexcept nogil:
     touch(b, i)
 
 
-cdef void blocks_revive(Blocks* b, int32_t i) noexcept nogil:
-    touch(b, i)
-    b.block[i].raw += 1
-
-
 cdef void blocks_revive_many(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
-    """`blocks_revive` of n blocks; what is counted stays in registers, as in `blocks_ref_many`."""
+    """A hit on n blocks: a raw reference more on each; what is counted stays in registers, as in `blocks_ref_many`."""
     cdef Block* block = b.block
     cdef int32_t k, i, shared = 0
     for k in range(n):

@@ -20,7 +20,7 @@ cdef struct Bound:              # an array of the caller's, or one whose memory 
 
 
 cdef class Plan:
-    cdef readonly SequencePool pool
+    cdef readonly Pool pool
     cdef Step step
     cdef Wire wire
     cdef int64_t max_tokens_

@@ -76,10 +76,10 @@ cdef tuple new_array(object shape, object dtype, bint writable):
     return np.ndarray(shape, dtype, memory), memory
 
 
-cdef object formats_with(object backend, SequencePool pool, object formats):
+cdef object formats_with(object backend, Pool pool, object formats):
     """`formats` and those of a backend, if it has blocks like the pool's."""
-    for name, theirs, ours in (("block_size", backend.spec.block_size, pool.all_blocks.block_size),
-                               ("num_blocks", backend.num_blocks, pool.all_blocks.num_blocks)):
+    for name, theirs, ours in (("block_size", backend.spec.block_size, pool.state.blocks.block_size),
+                               ("num_blocks", backend.num_blocks, pool.state.blocks.num_blocks)):
         if theirs != ours:
             raise ValueError(f"[Plan] {name} is {theirs} in the backend, {ours} in the pool")
     return (*((formats,) if isinstance(formats, str) else formats), *backend.required_formats)
@@ -131,16 +131,16 @@ cdef class Plan:
         making(self)
         (pool, max_rows, max_tokens, formats, table_width, kv_width, dtype, pad, out,
          backend) = _signatures.Plan(*args, **options)
-        if not isinstance(pool, SequencePool):
+        if not isinstance(pool, Pool):
             raise TypeError(f"[Plan] pool must be a kvpool.Pool, not {type(pool).__name__}")
         self.pool = pool
-        self.pool.lock("Plan")
-        self.pool.unlock()
+        pool_enter(&self.pool.state, "Plan")
+        pool_leave(&self.pool.state)
         cdef Wire* w = &self.wire
-        cdef int64_t bs = self.pool.all_blocks.block_size
+        cdef int64_t bs = self.pool.state.blocks.block_size
         cdef int64_t rows = to_int(max_rows, "Plan", "max_rows", 1, MAX_SEQS)
         self.max_tokens_ = rows if max_tokens is None else to_int(max_tokens, "Plan", "max_tokens", 0, INT32_MAX)
-        w.table_width = self.pool.seqs.max_blocks
+        w.table_width = self.pool.state.seqs.max_blocks
         if table_width is not None:
             w.table_width = <int32_t>to_int(table_width, "Plan", "table_width", 1, INT32_MAX)
         w.kv_width = w.table_width * bs
@@ -205,7 +205,7 @@ cdef class Plan:
         w.tracks = any(f in ROW_FORMATS for f in formats)
         self.names = tuple(wanted)
         self.seq_limit = w.kv_width if {"kv_slots", "kv_slots_ragged"} & set(wanted) else INT64_MAX
-        low = 0 if self.pool.all_blocks.reserved else -1
+        low = 0 if self.pool.state.blocks.reserved else -1
         pads = {"block_tables": -1 if "page_batch_info" in formats else low, "kv_slots": low, "slot_mapping": -1,
                 "slot_ids": -1}
         for name in wanted:
@@ -227,12 +227,12 @@ cdef class Plan:
 
     cdef int check_width(self, str name, int width) except -1:
         """Refuse int32 where the values do not fit."""
-        cdef int64_t slots = self.pool.all_blocks.num_blocks * self.pool.all_blocks.block_size
+        cdef int64_t slots = self.pool.state.blocks.num_blocks * self.pool.state.blocks.block_size
         if width == 8:
             return 0
         if name in SLOT_FIELDS and slots > INT32_MAX:
-            raise ValueError(f"[Plan] {name} needs int64: {self.pool.all_blocks.num_blocks} blocks of "
-                             f"{self.pool.all_blocks.block_size} tokens have {slots} slots, int32 holds {INT32_MAX}")
+            raise ValueError(f"[Plan] {name} needs int64: {self.pool.state.blocks.num_blocks} blocks of "
+                             f"{self.pool.state.blocks.block_size} tokens have {slots} slots, int32 holds {INT32_MAX}")
         if name in LENGTH_FIELDS:
             self.seq_limit = min(self.seq_limit, INT32_MAX)
         if name in ("indptr", "kv_indptr"):
@@ -324,13 +324,13 @@ cdef class Plan:
                                                                 range(bound[num_bound].nd)]), call)
                     num_bound += 1
                 with critical_section(self):
-                    self.pool.lock(call)
+                    pool_enter(&self.pool.state, call)
                     status = self.exchange_arrays(data, &bound, num_bound, seen, &v)
                     if status == OK:        # exchanged, not assigned: what was there is let go of outside of the lock
                         held, self.arrays = self.arrays, held
                         shown, self.views = self.views, shown
                         kept, self.bound_arrays = self.bound_arrays, kept
-                    self.pool.unlock()
+                    pool_leave(&self.pool.state)
         finally:
             xfree(bound)
         if status != OK:
@@ -442,9 +442,9 @@ cdef class Plan:
     cdef int64_t number_of_step(self, str call) except -1:
         """For messages: another thread may be at a step of this plan."""
         cdef int64_t number
-        self.pool.lock_open_or_not(call)
+        pool_enter_any(&self.pool.state, call)
         number = self.step.id
-        self.pool.unlock()
+        pool_leave(&self.pool.state)
         return number
 
     cdef int refuse_rows(self, int64_t rows, str call) except -1:
@@ -505,7 +505,7 @@ cdef class Plan:
             data = <int32_t*>array_data(held["copies"][0])
             shown = {name: view for name, view in shown.copy().items() if name != "copies"}
             with critical_section(self):
-                self.pool.lock("unshare")
+                pool_enter(&self.pool.state, "unshare")
                 if self.changes == seen:
                     self.changes += 1
                     memcpy(data, self.step.copies, 12 * <size_t>self.copies_made)
@@ -513,7 +513,7 @@ cdef class Plan:
                     self.copies_room = <int32_t>copies
                     held, self.arrays = self.arrays, held       # what was there is let go of outside of the lock
                     shown, self.views = self.views, shown
-                self.pool.unlock()
+                pool_leave(&self.pool.state)
         return 0
 
     cdef object view(self, str name, int64_t length):
@@ -667,4 +667,4 @@ cdef class Plan:
     def page_batch_info(self):
         """Levanter's fields of the last step (`kvpool.stats.PageBatchInfo`); the format is ``page_batch_info``."""
         return PageBatchInfo(self.slot_ids, self.block_tables, self.seq_lens, self.cu_q_lens, self.rows,
-                             self.slot_mapping, self.pool.all_blocks.block_size)
+                             self.slot_mapping, self.pool.state.blocks.block_size)

@@ -1,16 +1,27 @@
-"""`Pool`: blocks, sequences and steps of one layer group, behind one call per step."""
+"""`Pool`: blocks, sequences and steps of one layer group, behind one call per step.
+
+A call reads its arguments, and calls C functions of the parts above, which know no Python.
+"""
 
 cdef extern from *:
     """
-    static inline void kv_add_reference(void *object) { Py_INCREF((PyObject *)object); }
+    /* The arguments of a constructor may run Python code, which finds every object that the garbage collector tracks.
+       What is half made is no such object. */
+    static inline void kv_making(PyObject *object) {
+        if (PyObject_IS_GC(object)) PyObject_GC_UnTrack(object);
+    }
+    static inline void kv_made(PyObject *object) {
+        if (PyObject_IS_GC(object) && !PyObject_GC_IsTracked(object)) PyObject_GC_Track(object);
+    }
     """
-    void add_reference "kv_add_reference"(void* to) noexcept nogil      # for threads that are attached
+    void making "kv_making"(object made)
+    void made "kv_made"(object made)
+
 
 cdef enum:
     FEW_PLANS = 16              # that pass at once without memory for their list
 
-
-cdef class Pool(EvictPool):
+cdef class Pool:
     """Blocks, sequences and steps of one layer group. Integers only: the pool never sees a tensor.
 
     Parameters
@@ -35,9 +46,14 @@ cdef class Pool(EvictPool):
     prefix_cache : bool, default False
         Index committed blocks by content, so that `open` finds the prefixes that other sequences computed.
     events : int, default 0
-        Keep up to this many events of the prefix cache for `drain_events`; 0: none.
+        Keep up to this many events of the prefix cache for `PrefixCache.events`; 0: none.
     record : int, default 0
         Bytes of a ring that keeps the calls which changed something, for ``kvpool replay --ops``, 8 .. 2^33; 0: none.
+
+    Attributes
+    ----------
+    options : kvpool.stats.PoolOptions
+        What the pool was made with, as it was understood.
 
     Raises
     ------
@@ -64,17 +80,118 @@ cdef class Pool(EvictPool):
 
     __signature__ = signature(_signatures.Pool)
 
-    def __cinit__(self, num_blocks, block_size, *, max_seqs=1024, max_blocks_per_seq=None, reserved_blocks=1,
-                  watermark=0, in_order=False, seed=None, prefix_cache=False, events=0, record=0, _hash_bits=64):
+    def __cinit__(self, *args, **options):
+        making(self)
+        lock_init(&self.state.mutex)
+        # Errors of Cython would say __cinit__().
+        (num_blocks, block_size, max_seqs, max_blocks_per_seq, reserved_blocks, watermark, in_order, seed, prefix_cache,
+         events, record, hash_bits) = _signatures.Pool(*args, **options)
+        self.init_blocks(num_blocks, block_size, reserved_blocks, record)
+        self.init_seqs(max_seqs, max_blocks_per_seq, watermark)
+        seed, events = self.init_index(seed, prefix_cache, events, hash_bits)
         if not isinstance(in_order, bool):
             raise TypeError(f"[Pool] in_order must be a bool, not {type(in_order).__name__} ({in_order!r})")
-        self.next_step = 1
-        self.steps_pend = not in_order
+        self.state.next_step = 1
+        self.state.steps_pend = not in_order
         self.plans = []
+        self.options = PoolOptions(
+            self.state.blocks.num_blocks, self.state.blocks.block_size, self.state.seqs.max_seqs,
+            self.state.seqs.max_blocks, self.state.blocks.reserved, self.state.seqs.watermark, in_order, seed,
+            prefix_cache, events)
         made(self)
 
+    cdef int init_blocks(self, object num_blocks, object block_size, object reserved_blocks, object record) except -1:
+        cdef Blocks* b = &self.state.blocks
+        cdef int64_t size, n = to_int(num_blocks, "Pool", "num_blocks", 1, (<int64_t>1 << 31) - 1)
+        b.block_size = to_int(block_size, "Pool", "block_size", 1, min((<int64_t>1 << 31) - 1, (<int64_t>1 << 62) // n))
+        b.shift = (<object>b.block_size).bit_length() - 1 if b.block_size & (b.block_size - 1) == 0 else -1
+        b.reserved = <int32_t>to_int(reserved_blocks, "Pool", "reserved_blocks", 0, n - 1)
+        b.num_blocks = <int32_t>n
+        b.next = <int32_t*>xcalloc(n, sizeof(int32_t))
+        b.prev = <int32_t*>xcalloc(n, sizeof(int32_t))
+        b.fence = <int64_t*>xcalloc(n, sizeof(int64_t))
+        b.floor = <int32_t*>xcalloc(n, sizeof(int32_t))
+        b.blank = <int32_t*>xcalloc(n, sizeof(int32_t))
+        b.dropped = <int32_t*>xcalloc(n, sizeof(int32_t))
+        b.mark = <uint32_t*>xcalloc(n, sizeof(uint32_t))
+        b.block = <Block*>xcalloc(n, sizeof(Block))
+        if (b.block == NULL or b.next == NULL or b.prev == NULL or b.fence == NULL or b.floor == NULL
+                or b.blank == NULL or b.dropped == NULL or b.mark == NULL):
+            raise MemoryError(f"[Pool] no memory for {n} blocks, each needs 48 bytes")
+        for n in range(b.reserved):
+            b.block[n].place = RESERVED
+        blocks_reset(b)
+        size = to_int(record, "Pool", "record", 0, <int64_t>1 << 33)    # what fits has fewer than 2^30 words
+        if 0 < size < 8:
+            raise ValueError(f"[Pool] record is too small ({size} bytes), it must be 0 or in 8 .. {<int64_t>1 << 33}")
+        self.state.record.half = size // 8
+        if size:
+            self.state.record.data = <uint32_t*>xmalloc(8 * self.state.record.half)
+            if self.state.record.data == NULL:
+                raise MemoryError(f"[Pool] no memory for a record of {record} bytes")
+        return 0
+
+    cdef int init_seqs(self, object max_seqs, object max_blocks_per_seq, object watermark) except -1:
+        cdef Seqs* s = &self.state.seqs
+        cdef int32_t usable = self.state.blocks.num_blocks - self.state.blocks.reserved
+        cdef int32_t slot
+        s.max_seqs = <int32_t>to_int(max_seqs, "Pool", "max_seqs", 1, MAX_SEQS)
+        if max_blocks_per_seq is None:
+            s.max_blocks = min(usable, max(1, (1 << 27) // s.max_seqs))
+        else:
+            s.max_blocks = <int32_t>to_int(max_blocks_per_seq, "Pool", "max_blocks_per_seq", 1, (<int64_t>1 << 31) - 1)
+        s.watermark = to_int(watermark, "Pool", "watermark", 0, usable)
+        s.memory = xcalloc(s.max_seqs + 1, sizeof(Seq))
+        s.life = <SeqLife*>xcalloc(s.max_seqs, sizeof(SeqLife))
+        s.table = <int32_t*>xcalloc(s.max_seqs, s.max_blocks * sizeof(int32_t))
+        s.free_slot = <int32_t*>xcalloc(s.max_seqs, sizeof(int32_t))
+        if s.memory == NULL or s.life == NULL or s.table == NULL or s.free_slot == NULL:
+            raise MemoryError(f"[Pool] no memory for {s.max_seqs} sequences of {s.max_blocks} blocks")
+        s.seq = <Seq*>((<size_t>s.memory + sizeof(Seq) - 1) // sizeof(Seq) * sizeof(Seq))
+        for slot in range(s.max_seqs):
+            s.free_slot[slot] = slot
+            s.seq[slot].handle = -1
+        s.num_free_slots = s.max_seqs
+        s.tag = take_tag()
+        return 0
+
+    cdef tuple init_index(self, object seed, object prefix_cache, object events, object hash_bits):
+        """Returns the seed and the number of events that are kept."""
+        cdef Blocks* b = &self.state.blocks
+        cdef Seqs* s = &self.state.seqs
+        cdef int64_t bits = to_int(hash_bits, "Pool", "_hash_bits", 0, 64)
+        cdef int64_t room = to_int(events, "Pool", "events", 0, 1 << 30)
+        cdef int32_t i
+        cdef int64_t number = (int.from_bytes(os.urandom(8), "little") >> 1 if seed is None
+                               else to_int(seed, "Pool", "seed", 0, INT64_MAX))
+        if not isinstance(prefix_cache, bool):
+            raise TypeError(f"[Pool] prefix_cache must be a bool, not {type(prefix_cache).__name__} ({prefix_cache!r})")
+        if room and not prefix_cache:
+            raise ValueError(f"[Pool] events ({room}) need prefix_cache=True")
+        if not prefix_cache:
+            return number, room
+        b.canonical = <int32_t*>xmalloc(b.num_blocks * sizeof(int32_t))
+        s.prefix = <SeqPrefix*>xcalloc(s.max_seqs, sizeof(SeqPrefix))
+        s.partial = <int32_t*>xcalloc(s.max_seqs, b.block_size * sizeof(int32_t))
+        if (b.canonical == NULL or s.prefix == NULL or s.partial == NULL
+                or index_init(&self.state.index, b, mix(0x5851F42D4C957F2DULL, <uint64_t>number),
+                              <uint64_t>-1 >> (64 - bits) if bits else 0, room) != OK):
+            raise MemoryError(f"[Pool] no memory for an index of {b.num_blocks} blocks of {b.block_size} tokens")
+        for i in range(b.num_blocks):
+            b.canonical[i] = NO_BLOCK
+        self.state.indexed = True
+        return number, room
+
     def __dealloc__(self):
-        step_free(&self.scratch)
+        if self.state.seqs.tag:
+            tag_give_back(self.state.seqs.tag)
+        pool_free(&self.state)
+        step_free(&self.state.scratch)
+        spare_free(&self.state.spare)
+        lock_free(&self.state.mutex)
+
+    def __reduce__(self):
+        raise TypeError("[Pool] a pool cannot be pickled or copied")
 
     def __enter__(self):
         return self
@@ -82,70 +199,301 @@ cdef class Pool(EvictPool):
     def __exit__(self, *exc):
         self.shutdown()
 
-    @property
-    def blocks(self):
-        """The blocks by name, for an engine with block tables and content keys of its own: a `PoolBlocks`.
-
-        Raises
-        ------
-        AttributeError
-            The pool has a prefix cache, which looks after its blocks.
-        """
-        return PoolBlocks(self)
-
     def __repr__(self):
         cdef int32_t used, sequences
         try:
-            self.lock("repr")
+            pool_enter(&self.state, "repr")
         except PoolClosed:
             return "<kvpool.Pool, shut down>"
-        used, sequences = self.all_blocks.num_used, self.seqs.num_open
-        self.unlock()
-        return (f"<kvpool.Pool of {self.all_blocks.num_blocks} blocks of {self.all_blocks.block_size} tokens, "
+        used, sequences = self.state.blocks.num_used, self.state.seqs.num_open
+        pool_leave(&self.state)
+        return (f"<kvpool.Pool of {self.state.blocks.num_blocks} blocks of {self.state.blocks.block_size} tokens, "
                 f"{used} used by {sequences} sequences>")
 
     @property
     def num_blocks(self):
         """Blocks of the pool, reserved ones included."""
-        return self.all_blocks.num_blocks
+        return self.options.num_blocks
 
     @property
     def block_size(self):
         """Tokens per block."""
-        return self.all_blocks.block_size
+        return self.options.block_size
 
     @property
-    def reserved_blocks(self):
-        """Blocks that are never handed out."""
-        return self.all_blocks.reserved
+    def prefix(self):
+        """The prefix cache, a `PrefixCache`; None in a pool that has none."""
+        return PrefixCache(self) if self.options.prefix_cache else None
 
     @property
-    def max_seqs(self):
-        """Sequences that may be open at a time."""
-        return self.seqs.max_seqs
+    def blocks(self):
+        """The blocks by id, a `BlockAPI`: for engines with block tables of their own."""
+        return BlockAPI(self)
 
-    @property
-    def max_blocks_per_seq(self):
-        """Blocks that one sequence may have."""
-        return self.seqs.max_blocks
+    # -- sequences
 
-    @property
-    def watermark(self):
-        """Blocks that `open` leaves for growth."""
-        return self.seqs.watermark
+    def open(self, tokens=0, namespace=b""):
+        """A new sequence: with the cached prefix of a prompt, or empty with blocks for a number of tokens.
 
-    @property
-    def in_order(self):
-        """Whether every step counts as done when it returns."""
-        return not self.steps_pend
+        Parameters
+        ----------
+        tokens : int or ints
+            A count: blocks are taken for so many tokens, nothing is matched. Or the prompt, int32, int64 or a list,
+            shape ``(n,)``, each 0 .. 2^31 - 1: its longest cached prefix is found, and blocks for the rest taken.
+        namespace : bytes, default b""
+            Prefixes are shared within a namespace only; see `kvpool.namespace`.
 
-    @property
-    def num_free(self):
-        """Blank blocks; `stats` has the rest."""
-        cdef int32_t found
-        self.lock("num_free")
-        found = self.all_blocks.num_blank
-        self.unlock()
+        Returns
+        -------
+        int
+            The handle. Its `num_tokens` is the number of cached tokens: 0 for a count; for a prompt a multiple of
+            block_size below n, so that at least the last token is computed.
+
+        Raises
+        ------
+        OutOfBlocks
+            The blocks would leave fewer than `watermark` free or evictable. State unchanged.
+        CapacityExceeded
+            More tokens than a sequence may have. State unchanged.
+        OutOfSequences
+            `max_seqs` sequences are open. State unchanged.
+
+        Notes
+        -----
+        Match, references and blocks are one transaction: what was found cannot be evicted in between. O(n).
+        """
+        return open_tokens(&self.state, tokens, namespace, "open", True)
+
+    def fork(self, handle, n=1):
+        """`n` new sequences that share every filled block of an open one. No KV data moves until one of them writes.
+
+        Parameters
+        ----------
+        handle : int
+            The parent; it may be a row of a pending plan.
+        n : int, default 1
+            Number of children, >= 0.
+
+        Returns
+        -------
+        ndarray, int64, shape ``(n,)``
+            Handles of the children. Blocks reserved beyond the parent's length stay with the parent.
+
+        Raises
+        ------
+        OutOfSequences
+            Fewer than `n` slots are free. State unchanged.
+        StaleHandle, ForeignHandle
+            `handle` is not open in this pool. State unchanged.
+
+        Notes
+        -----
+        O(blocks of the parent * n).
+        """
+        cdef int64_t parent = get_handle(handle, "fork")
+        cdef int64_t count = to_int(n, "fork", "n", 0, INT64_MAX)
+        cdef int64_t* made
+        cdef Verdict v
+        cdef int status
+        children = new_int64(count if count <= self.state.seqs.max_seqs else 0)       # more will be refused
+        made = <int64_t*>array_data(children)   # asks for memory: nothing may fail once the fork is made
+        pool_enter(&self.state, "fork")
+        status = pool_fork(&self.state, parent, count, made, &v)
+        pool_leave(&self.state)
+        if status != OK:
+            refuse("fork", &v)
+        return children
+
+    def truncate(self, handles, lens):
+        """Shorten sequences; blocks beyond the new length are released, youngest first, reserved ones too.
+
+        Parameters
+        ----------
+        handles : int or ints
+            Open sequences, int64, shape ``(n,)``, no duplicates.
+        lens : int or ints
+            New lengths in tokens as `num_tokens` counts them, int32 or int64, shape ``(n,)``; each
+            ``0 <= len <= num_tokens``.
+
+        Raises
+        ------
+        PlanStateError
+            A sequence is a row of a pending plan. State unchanged.
+        ValueError
+            A length is negative or above the current one, or below the length at which tokens were evicted last;
+            the shapes differ. State unchanged.
+        """
+        self.shorten(handles, lens, -1, "truncate")
+
+    cdef int shorten(self, object handles, object lens, int64_t first, str call) except -1:
+        """`compact`, or `truncate` where `first` is -1."""
+        cdef Ints batch, lengths
+        cdef Verdict v
+        cdef int status
+        ints_init(&batch, &self.state.spare)
+        ints_init(&lengths, &self.state.spare)
+        try:
+            ints_get(&batch, handles, call, "handles", True, False)
+            ints_get(&lengths, lens, call, "lens", True, True)
+            pool_enter(&self.state, call)
+            if first < 0:
+                status = pool_truncate(&self.state, &batch, &lengths, &v)
+            else:
+                status = pool_compact(&self.state, &batch, &lengths, first, &v)
+            pool_leave(&self.state)
+        finally:
+            ints_free(&batch)
+            ints_free(&lengths)
+        if status != OK:
+            refuse(call, &v)
+        return 0
+
+    def close(self, handles):
+        """End sequences, in the order given; their blocks are released youngest first. Legal while a plan is pending.
+
+        Raises
+        ------
+        StaleHandle, ForeignHandle
+            A handle is not open in this pool. State unchanged.
+        ValueError
+            Duplicate handles. State unchanged.
+        """
+        cdef Ints batch
+        cdef Verdict v
+        cdef int status
+        ints_init(&batch, &self.state.spare)
+        try:
+            ints_get(&batch, handles, "close", "handles", True, False)
+            pool_enter(&self.state, "close")
+            status = pool_close(&self.state, &batch, &v)
+            pool_leave(&self.state)
+        finally:
+            ints_free(&batch)
+        if status != OK:
+            refuse("close", &v)
+
+    def close_finished(self, handles, mask):
+        """Close the sequences whose mask byte is not zero; returns how many.
+
+        Parameters
+        ----------
+        handles : ints
+            int64, shape ``(n,)``, no duplicates.
+        mask : buffer
+            bool or uint8, shape ``(n,)``; read before anything is closed.
+
+        Raises
+        ------
+        StaleHandle, ForeignHandle, ValueError, TypeError
+            A handle is not open, duplicates, shapes that differ, another dtype. State unchanged.
+        """
+        cdef Ints batch
+        cdef Verdict v
+        cdef bytes done
+        cdef object closed
+        cdef int status
+        cdef const unsigned char* finished
+        ints_init(&batch, &self.state.spare)
+        try:
+            ints_get(&batch, handles, "close_finished", "handles", False, False)
+            done = get_mask(mask, batch.size)
+            finished = done
+            closed = batch.size - done.count(b"\0")     # made before anything moves
+            pool_enter(&self.state, "close_finished")
+            status = pool_close_finished(&self.state, &batch, finished, &v)
+            pool_leave(&self.state)
+        finally:
+            ints_free(&batch)
+        if status != OK:
+            refuse("close_finished", &v)
+        return closed
+
+    def defer_close(self, handle):
+        """Ask for a sequence to be closed by the next public call. Never mutates: for finalizers.
+
+        A handle that is dead by then is skipped, so it is safe to call for a sequence that was closed, and for a
+        pool that was shut down.
+        """
+        cdef int64_t closing = to_int(handle, "defer_close", "handle", INT64_MIN, INT64_MAX)
+        cdef int status = OK
+        cdef Verdict v
+        pool_enter_any(&self.state, "defer_close")
+        if self.state.blocks.block != NULL:
+            status = pool_defer(&self.state, closing, &v)
+        pool_leave(&self.state)
+        if status != OK:
+            refuse("defer_close", &v)
+
+    def table(self, handle):
+        """Block ids of a sequence in order, reserved ones included; int32 ``(blocks,)``, a copy."""
+        cdef int64_t wanted = get_handle(handle, "table")
+        cdef int32_t room = -1, found = -1, slot = -1
+        cdef int32_t* data = NULL
+        cdef Verdict v
+        cdef int status = RETRY
+        ids = None
+        while status == RETRY:
+            room = found
+            if room >= 0:
+                ids = new_int32(room)
+                data = <int32_t*>array_data(ids)
+            pool_enter(&self.state, "table")
+            slot = seq_judge(&self.state.seqs, wanted, -1, &v)
+            if slot < 0:
+                status = v.reason
+            else:
+                found = self.state.seqs.seq[slot].num_blocks
+                if found == room:
+                    memcpy(data, seq_table(&self.state.seqs, slot), room * sizeof(int32_t))
+                    status = OK
+            pool_leave(&self.state)
+        if status != OK:
+            refuse("table", &v)
+        return ids
+
+    cdef int read(self, object handle, str call, Seq* q, SeqLife* life) except -1:
+        """A copy of what the pool knows of a sequence."""
+        cdef int64_t wanted = get_handle(handle, call)
+        cdef int32_t slot
+        cdef Verdict v
+        pool_enter(&self.state, call)
+        slot = seq_judge(&self.state.seqs, wanted, -1, &v)
+        if slot >= 0:
+            q[0] = self.state.seqs.seq[slot]
+            life[0] = self.state.seqs.life[slot]
+        pool_leave(&self.state)
+        if slot < 0:
+            refuse(call, &v)
+        return 0
+
+    def num_tokens(self, handle):
+        """Length of a sequence in tokens, evicted ones included: the position of the next one. O(1)."""
+        cdef Seq q
+        cdef SeqLife life
+        self.read(handle, "num_tokens", &q, &life)
+        return q.num_tokens + life.evicted
+
+    def kv_len(self, handle):
+        """Tokens of a sequence that still have a slot: `num_tokens` without those that were evicted. O(1)."""
+        cdef Seq q
+        cdef SeqLife life
+        self.read(handle, "kv_len", &q, &life)
+        return q.num_tokens
+
+    def capacity(self, handle):
+        """Tokens that the blocks of a sequence can hold. O(1)."""
+        cdef Seq q
+        cdef SeqLife life
+        self.read(handle, "capacity", &q, &life)
+        return q.num_blocks * self.state.blocks.block_size
+
+    def is_open(self, handle):
+        """Whether a handle names an open sequence of this pool. O(1)."""
+        cdef int64_t wanted = to_int(handle, "is_open", "handle", 0, INT64_MAX)
+        cdef bint found
+        pool_enter(&self.state, "is_open")
+        found = seq_find(&self.state.seqs, wanted) >= 0
+        pool_leave(&self.state)
         return found
 
     # -- steps
@@ -199,8 +547,8 @@ cdef class Pool(EvictPool):
         cdef Plan plan = self.check_plan(plan_, call)
         cdef Ints rows, new
         cdef int64_t pad_rows = 0, pad_tokens = -1
-        ints_init(&rows, &self.spare)
-        ints_init(&new, &self.spare)
+        ints_init(&rows, &self.state.spare)
+        ints_init(&new, &self.state.spare)
         plan.refuse_pending(call)
         if not isinstance(partial, bool):
             raise TypeError(f"[{call}] partial must be a bool, not {type(partial).__name__} ({partial!r})")
@@ -225,9 +573,9 @@ cdef class Pool(EvictPool):
         cdef int status = RETRY
         self.keep_plan(plan)
         try:
-            self.lock(call)
-            status = self.run_rows(plan, rows, new, advance, partial, pad_rows, pad_tokens, &v)
-            self.unlock()
+            pool_enter(&self.state, call)
+            status = pool_step(&self.state, plan, rows, new, advance, partial, pad_rows, pad_tokens, &v)
+            pool_leave(&self.state)
         finally:
             if status != OK:
                 self.let_go_of_plan(plan)
@@ -235,66 +583,26 @@ cdef class Pool(EvictPool):
             plan.refuse(&v, call, pad_tokens)
         return 0
 
+    cdef Plan check_plan(self, object plan, str call):
+        if type(plan) is not Plan:
+            raise TypeError(f"[{call}] plan must be a kvpool.Plan, not {type(plan).__name__}")
+        if (<Plan>plan).pool is not self:
+            raise ValueError(f"[{call}] the plan belongs to another pool ({(<Plan>plan).pool!r})")
+        return <Plan>plan
+
     cdef int keep_plan(self, Plan plan) except -1:
         """Last thing that can fail before the lock is taken: a plan lives as long as its step is pending."""
-        if self.steps_pend:
+        if self.state.steps_pend:
             self.plans.append(plan)
         return 0
 
     cdef int let_go_of_plan(self, Plan plan) except -1:
-        if self.steps_pend:
+        if self.state.steps_pend:
             try:
                 self.plans.remove(plan)
             except ValueError:              # the pool was shut down meanwhile
                 pass
         return 0
-
-    cdef int run_rows(self, Plan plan, const Ints* rows, const Ints* new, bint advance, bint partial,
-                      int64_t pad_rows, int64_t pad_tokens, Verdict* v) noexcept nogil:
-        """Judge a step, and carry it out."""
-        cdef Limits limits
-        cdef uint32_t* word = NULL
-        cdef int status
-        if plan.step.pending:
-            return refused(v, PLAN_PENDING, -1, plan.step.id, 0, 0, 0)
-        status = plan.judge_arrays(v)
-        if status != OK:
-            return status
-        limits.max_tokens = plan.max_tokens_ if pad_tokens < 0 else pad_tokens
-        limits.seq_tokens = min(plan.seq_limit, self.seqs.max_blocks * self.all_blocks.block_size)
-        limits.table_width = plan.wire.table_width
-        seqs_new_stamp(&self.seqs)
-        status = step_check(&plan.step, &self.seqs, &self.all_blocks, rows, new, &limits, advance, partial, v)
-        if status != OK:
-            step_undo_check(&plan.step, &self.all_blocks, 0)
-            return status
-        if self.record.data != NULL:
-            word = plan.write_step(&self.record, rows, new, advance, partial)
-        self.carry_out(plan, <const int64_t*>rows.data, advance, pad_rows, max(pad_tokens, <int64_t>0))
-        if self.record.data != NULL:
-            record_end(&self.record, word, self.all_blocks.digest)
-        return OK
-
-    cdef void carry_out(self, Plan plan, const int64_t* handles, bint advance, int64_t pad_rows,
-                        int64_t pad_tokens) noexcept nogil:
-        """Second half of a step: nothing here can fail."""
-        cdef Step* p = &plan.step
-        cdef Blocks* b = &self.all_blocks
-        p.id = self.next_step
-        p.noted_done = False
-        self.next_step = p.id + 1
-        if self.steps_pend:
-            pending_add(&self.pending, p, b)
-        step_commit(p, &self.seqs, b, handles, advance, self.steps_pend)
-        wire_emit(&plan.wire, p, &self.seqs, b, <int32_t>pad_rows, pad_tokens)
-        plan.rows = p.num_rows
-        plan.tokens = p.num_tokens
-        plan.copies_made = p.num_copies
-        plan.shown_rows = max(p.num_rows, <int32_t>pad_rows)
-        plan.shown_tokens = max(p.num_tokens, pad_tokens)
-        if not self.steps_pend:
-            step_release_holds(p, b)
-            p.log_size = 0
 
     def can(self, handles, num_new=1):
         """Whether a `step` with these arguments would find its blocks and its table room. Nothing changes.
@@ -304,43 +612,20 @@ cdef class Pool(EvictPool):
         cdef Ints rows, new
         cdef Verdict v
         cdef int status
-        ints_init(&rows, &self.spare)
-        ints_init(&new, &self.spare)
+        ints_init(&rows, &self.state.spare)
+        ints_init(&new, &self.state.spare)
         try:
             ints_get(&rows, handles, "can", "handles", False, False)
             ints_get(&new, num_new, "can", "num_new", True, True)
-            self.lock("can")
-            status = self.can_rows(&rows, &new, &v)
-            self.unlock()
+            pool_enter(&self.state, "can")
+            status = pool_can(&self.state, &rows, &new, &v)
+            pool_leave(&self.state)
         finally:
             ints_free(&rows)
             ints_free(&new)
         if status not in (OK, OUT_OF_BLOCKS, TABLE_TOO_WIDE, SEQ_TOO_LONG):
             refuse("can", &v)
         return status == OK
-
-    cdef int can_rows(self, Ints* rows, const Ints* new, Verdict* v) noexcept nogil:
-        cdef Limits limits
-        cdef Py_ssize_t i
-        cdef int status = seqs_judge(&self.seqs, rows, v)
-        if status != OK:
-            return status
-        if new.size >= 0 and new.size != rows.size:
-            return refused(v, BAD_SHAPE, -1, new.size, 0, 0, rows.size)
-        for i in range(rows.size):
-            if ints_at(new, i) < 0:
-                return refused(v, NEGATIVE_NEW, i, ints_at(new, i), 0, 0, 0)
-        if rows.size > self.scratch.max_rows:
-            step_free(&self.scratch)
-            if step_init(&self.scratch, <int32_t>rows.size) != OK:
-                return refused(v, NO_MEMORY, -1, rows.size, 0, 0, 0)
-        limits.max_tokens = INT64_MAX
-        limits.seq_tokens = self.seqs.max_blocks * self.all_blocks.block_size
-        limits.table_width = self.seqs.max_blocks
-        seqs_new_stamp(&self.seqs)
-        status = step_check(&self.scratch, &self.seqs, &self.all_blocks, rows, new, &limits, True, False, v)
-        step_undo_check(&self.scratch, &self.all_blocks, 0)
-        return status
 
     def done(self, plan):
         """Declare a pending plan executed. Plans finish in step order; an early `done` is noted until its turn.
@@ -360,10 +645,10 @@ cdef class Pool(EvictPool):
         cdef int status = RETRY
         try:
             while status == RETRY:
-                self.lock(call)
-                status = self.note_done(plan, passed, room, &count, &v)
-                room = max(room, self.pending.size)
-                self.unlock()
+                pool_enter(&self.state, call)
+                status = pool_done(&self.state, plan, passed, room, &count, &v)
+                room = max(room, self.state.pending.size)
+                pool_leave(&self.state)
                 if status == RETRY:
                     if passed != few:
                         xfree(passed)
@@ -379,43 +664,6 @@ cdef class Pool(EvictPool):
             if passed != few:
                 xfree(passed)
         return 0
-
-    cdef int note_done(self, Plan plan, void** passed, int32_t room, int32_t* count, Verdict* v) noexcept nogil:
-        """Note that a plan was executed; it passes, and others that waited for it, oldest first.
-
-        `passed`: the plans that did, with a reference each for the caller. RETRY: it has no room for all that may.
-        """
-        cdef Step* p = self.pending.oldest
-        if not plan.step.pending:
-            return refused(v, PLAN_NOT_PENDING, -1, plan.step.id, 0, 0, not self.steps_pend)
-        if plan.step.noted_done:
-            return refused(v, PLAN_NOTED, -1, plan.step.id, 0, 0, 0)
-        if self.pending.size > room:
-            return RETRY
-        self.all_blocks.digest = mix(mix(self.all_blocks.digest, OP_DONE), self.next_step - plan.step.id)
-        plan.step.noted_done = True
-        while p != NULL and p.noted_done:
-            passed[count[0]] = p.plan
-            count[0] += 1
-            add_reference(p.plan)
-            self.pass_step(p)
-            p = self.pending.oldest
-        record_one(&self.record, OP_DONE, plan.record_number, self.all_blocks.digest)
-        return OK
-
-    cdef void pass_step(self, Step* p) noexcept nogil:
-        cdef int32_t i, slot
-        pending_remove(&self.pending, p, &self.all_blocks)
-        if self.indexed:
-            for i in range(p.num_rows):
-                slot = seq_find(&self.seqs, p.handle[i])
-                if slot >= 0:
-                    self.seqs.prefix[slot].done = p.length[i]
-        step_release_holds(p, &self.all_blocks)
-        pending_settle(&self.pending, p, &self.all_blocks)
-        if self.all_blocks.num_held:
-            self.publish_waiting()
-            self.all_blocks.digest = mix(mix(self.all_blocks.digest, OP_PUBLISH), self.index.next_uid)
 
     def rollback(self, plan):
         """Take the newest pending step back: lengths, tables and references of its rows are as before it.
@@ -435,32 +683,144 @@ cdef class Pool(EvictPool):
     cdef int end_rollback(self, Plan plan, str call) except -1:
         cdef Verdict v
         cdef int status
-        self.lock(call)
-        status = self.roll_back(plan, &v)
-        self.unlock()
+        pool_enter(&self.state, call)
+        status = pool_rollback(&self.state, plan, &v)
+        pool_leave(&self.state)
         if status != OK:
             refuse(call, &v)
         self.let_go_of_plan(plan)
         return 0
 
-    cdef int roll_back(self, Plan plan, Verdict* v) noexcept nogil:
-        cdef Step* p = &plan.step
-        if not p.pending:
-            return refused(v, PLAN_NOT_PENDING, -1, p.id, 0, 0, not self.steps_pend)
-        if self.pending.newest != p:
-            return refused(v, PLAN_NOT_NEWEST, -1, p.id, 0, 0, self.all_blocks.newest_pending)
-        if p.noted_done:
-            return refused(v, PLAN_NOTED, -1, p.id, 0, 0, 0)
-        if step_has_children(p, &self.seqs):
-            return refused(v, PLAN_HAS_CHILDREN, -1, p.id, 0, 0, 0)
-        self.keep_known(p)
-        pending_remove(&self.pending, p, &self.all_blocks)
-        blocks_lower_fences(&self.all_blocks)
-        step_rollback(p, &self.seqs, &self.all_blocks)
-        wire_forget(&plan.wire, p.num_rows, False, False)
-        pending_settle(&self.pending, p, &self.all_blocks)
-        record_one(&self.record, OP_ROLLBACK, plan.record_number, self.all_blocks.digest)
-        return OK
+    # -- tokens leave a sequence that goes on
+
+    def unshare(self, plan, handles, lens, first=0):
+        """Give sequences blocks of their own where `compact` is going to rewrite them: a step without tokens.
+
+        Parameters
+        ----------
+        plan : Plan
+            A plan of this pool that is not pending. Its copies have to be made; it is pending like after `step`.
+        handles : ints
+            Open sequences, int64, shape ``(S,)``, no duplicates.
+        lens, first : as `compact` will get them
+
+        Raises
+        ------
+        OutOfBlocks
+            The blocks are not there. State unchanged.
+        StaleHandle, ForeignHandle, PlanStateError, CapacityExceeded, ValueError, TypeError
+            As `step` raises; a length that is not in ``0 .. kv_len``. State unchanged.
+
+        Notes
+        -----
+        Replaces each block that `compact` with the same arguments would refuse to rewrite by a copy: blocks that
+        others refer to, committed ones, ones that a pending copy reads. What the others read never changes. Rows
+        are judged in order, so each but the last of the sequences that share a block gets a copy, and the last too
+        while the copies are pending. O(blocks).
+        """
+        cdef Plan p = self.check_plan(plan, "unshare")
+        cdef Ints rows, lengths
+        cdef Verdict v
+        cdef int64_t keep
+        cdef int status = RETRY
+        ints_init(&rows, &self.state.spare)
+        ints_init(&lengths, &self.state.spare)
+        p.refuse_pending("unshare")
+        try:
+            ints_get(&rows, handles, "unshare", "handles", False, False)
+            ints_get(&lengths, lens, "unshare", "lens", True, True)
+            keep = to_int(first, "unshare", "first", 0, INT64_MAX)
+            if lengths.size >= 0 and lengths.size != rows.size:
+                raise ValueError(f"[unshare] {lengths.size} lens for {rows.size} handles")
+            p.refuse_rows(rows.size, "unshare")
+            self.keep_plan(p)
+            try:
+                v.value = 0
+                while status == RETRY:
+                    p.room_for_copies(v.value)
+                    pool_enter(&self.state, "unshare")
+                    status = pool_unshare(&self.state, p, &rows, &lengths, keep, &v)
+                    pool_leave(&self.state)
+            finally:
+                if status != OK:
+                    self.let_go_of_plan(p)
+        finally:
+            ints_free(&rows)
+            ints_free(&lengths)
+        if status != OK:
+            p.refuse(&v, "unshare", -1)
+
+    def compact(self, handles, lens, first=0):
+        """Keep `lens` tokens of each sequence, moved to the front of its table; the blocks behind them are released.
+
+        Parameters
+        ----------
+        handles : int or ints
+            Open sequences, int64, shape ``(n,)``, no duplicates.
+        lens : int or ints
+            Tokens that stay, int32 or int64, shape ``(n,)``; each ``0 <= len <= kv_len``. A sequence that keeps all
+            is left alone.
+        first : int, default 0
+            Leading tokens that stay where they are, in all of these sequences: the whole blocks of them may be
+            shared.
+
+        Raises
+        ------
+        PlanStateError
+            A sequence is a row of a pending plan. State unchanged.
+        ValueError
+            A length is out of range; a block that would be rewritten has another reference, is committed, or a
+            pending copy reads it: call `unshare` first. State unchanged.
+        CapacityExceeded
+            The tokens that left and `max_blocks_per_seq` blocks pass position 2^31 - 1. State unchanged.
+
+        Notes
+        -----
+        The pool moves numbers. The data is moved by the backend, `KVBackend.compact`, in the blocks of the table as
+        it was, before the next step is executed. `num_tokens` stays, `kv_len` is the new length; blocks are
+        released youngest first, through limbo while steps are pending. From here on the sequence commits no more
+        blocks, and cannot be truncated below the `num_tokens` it has now. O(blocks).
+        """
+        self.shorten(handles, lens, to_int(first, "compact", "first", 0, INT64_MAX), "compact")
+
+    def evict_blocks(self, handle, indices):
+        """Whole blocks leave the table of a sequence; no data moves, and shared blocks stay as others read them.
+
+        Parameters
+        ----------
+        handle : int
+            An open sequence.
+        indices : ints
+            Places in its table, int32 or int64, shape ``(n,)``, ascending. Each must be full:
+            ``0 <= index < kv_len // block_size``.
+
+        Raises
+        ------
+        PlanStateError
+            The sequence is a row of a pending plan. State unchanged.
+        ValueError
+            The indices do not ascend, or one is out of range. State unchanged.
+        StaleHandle, ForeignHandle, CapacityExceeded
+            As in `compact`. State unchanged.
+
+        Notes
+        -----
+        What `compact` says of lengths, `truncate` and `commit` holds here too. O(blocks).
+        """
+        cdef int64_t wanted = get_handle(handle, "evict_blocks")
+        cdef Ints places
+        cdef Verdict v
+        cdef int status
+        ints_init(&places, &self.state.spare)
+        try:
+            ints_get(&places, indices, "evict_blocks", "indices", False, True)
+            pool_enter(&self.state, "evict_blocks")
+            status = pool_evict_blocks(&self.state, wanted, &places, &v)
+            pool_leave(&self.state)
+        finally:
+            ints_free(&places)
+        if status != OK:
+            refuse("evict_blocks", &v)
 
     # -- the whole pool
 
@@ -477,52 +837,30 @@ cdef class Pool(EvictPool):
                 plans = <void**>xcalloc(room + 1, sizeof(void*))
                 if plans == NULL:
                     raise MemoryError(f"[reset] no memory for {room} plans")
-                self.lock("reset")
-                if self.pending.size <= room:
-                    count = self.forget_all(plans)
-                room = self.pending.size
-                self.unlock()
+                pool_enter(&self.state, "reset")
+                if self.state.pending.size <= room:
+                    count = pool_reset(&self.state, plans)
+                room = self.state.pending.size
+                pool_leave(&self.state)
             for k in range(count):
                 self.let_go_of_plan(<Plan>plans[k])
                 Py_DECREF(<Plan>plans[k])
         finally:
             xfree(plans)
 
-    cdef int32_t forget_all(self, void** plans) noexcept nogil:
-        """Make the pool as it was when it was new; `plans` were pending, with a reference each for the caller."""
-        cdef Step* p = self.pending.oldest
-        cdef int32_t count = 0
-        while p != NULL:
-            set_flag(&p.pending, False)
-            p.log_size = 0
-            wire_forget(<Wire*>p.wire, p.num_rows, False, False)
-            plans[count] = p.plan
-            add_reference(p.plan)
-            count += 1
-            p = p.newer
-        memset(&self.pending, 0, sizeof(self.pending))
-        self.all_blocks.newest_pending = self.all_blocks.oldest_pending = 0
-        if self.indexed:
-            self.flush_root(0)
-        seqs_reset(&self.seqs)
-        blocks_reset(&self.all_blocks)
-        self.all_blocks.digest = mix(self.all_blocks.digest, OP_RESET)
-        self.record_start()
-        return count
-
     def shutdown(self):
         """Give back all memory; every later call raises `PoolClosed`. Idempotent."""
         cdef Step* p
         cdef int64_t tag
-        self.lock_open_or_not("shutdown")
-        tag = self.seqs.tag
-        p = self.pending.oldest
+        pool_enter_any(&self.state, "shutdown")
+        tag = self.state.seqs.tag
+        p = self.state.pending.oldest
         while p != NULL:
             set_flag(&p.pending, False)
             p = p.newer
-        memset(&self.pending, 0, sizeof(self.pending))
-        EvictPool.release_memory(self)
-        self.unlock()
+        memset(&self.state.pending, 0, sizeof(self.state.pending))
+        pool_free(&self.state)
+        pool_leave(&self.state)
         if tag:
             tag_give_back(tag)      # takes the lock that a fork takes before those of pools
         self.plans.clear()
@@ -533,11 +871,11 @@ cdef class Pool(EvictPool):
         cdef Seqs s
         cdef int32_t pending
         cdef int64_t capacity
-        self.lock("stats")
-        b = self.all_blocks
-        s = self.seqs
-        pending = self.pending.size
-        self.unlock()
+        pool_enter(&self.state, "stats")
+        b = self.state.blocks
+        s = self.state.seqs
+        pending = self.state.pending.size
+        pool_leave(&self.state)
         capacity = s.sum_blocks * b.block_size
         return PoolStats(
             b.num_blocks, b.reserved, b.num_blank, b.lru.size, b.limbo.size, b.num_used, b.num_shared, s.num_open,
@@ -551,26 +889,26 @@ cdef class Pool(EvictPool):
         replicated tables compare 8 bytes instead of tables.
         """
         cdef uint64_t found
-        self.lock("digest")
-        found = self.all_blocks.digest
-        self.unlock()
+        pool_enter(&self.state, "digest")
+        found = self.state.blocks.digest
+        pool_leave(&self.state)
         return found
 
     def fingerprint(self):
         """64 bits recomputed from all that influences a later call, orders of lists included. O(state)."""
         cdef uint64_t h
         cdef const Step* p
-        self.lock("fingerprint")
-        h = blocks_fingerprint(&self.all_blocks, 0, self.next_step)
-        h = seqs_fingerprint(&self.seqs, &self.all_blocks, h, self.next_step)
-        if self.indexed:
-            h = index_fingerprint(&self.index, &self.all_blocks, h)
-        h = mix(mix(h, self.steps_pend), self.pending.size)
-        p = self.pending.oldest
+        pool_enter(&self.state, "fingerprint")
+        h = blocks_fingerprint(&self.state.blocks, 0, self.state.next_step)
+        h = seqs_fingerprint(&self.state.seqs, &self.state.blocks, h, self.state.next_step)
+        if self.state.indexed:
+            h = index_fingerprint(&self.state.index, &self.state.blocks, h)
+        h = mix(mix(h, self.state.steps_pend), self.state.pending.size)
+        p = self.state.pending.oldest
         while p != NULL:
-            h = step_fingerprint(p, h, self.next_step)
+            h = step_fingerprint(p, h, self.state.next_step)
             p = p.newer
-        self.unlock()
+        pool_leave(&self.state)
         return h
 
     def check(self):
@@ -583,61 +921,55 @@ cdef class Pool(EvictPool):
         """
         cdef char[FINDING] finding
         cdef bint wrong
-        cdef int32_t* seen = <int32_t*>xcalloc(2 * <size_t>self.all_blocks.num_blocks + 1, sizeof(int32_t))
+        cdef int32_t* seen = <int32_t*>xcalloc(2 * <size_t>self.state.blocks.num_blocks + 1, sizeof(int32_t))
         if seen == NULL:
-            raise MemoryError(f"[check] no memory for {self.all_blocks.num_blocks} blocks")
+            raise MemoryError(f"[check] no memory for {self.state.blocks.num_blocks} blocks")
         try:
-            self.lock("check")
-            wrong = self.find_fault(seen, finding)
-            self.unlock()
+            pool_enter(&self.state, "check")
+            wrong = find_fault(&self.state, seen, finding)
+            pool_leave(&self.state)
         finally:
             xfree(seen)
         if wrong:
             raise CorruptState(f"[check] {finding.decode()}")
 
-    cdef bint find_fault(self, int32_t* seen, char* finding) noexcept nogil:
-        """`seen` has two numbers for every block, all zero."""
-        cdef size_t size = self.all_blocks.num_blocks * sizeof(int32_t)
-        if blocks_check(&self.all_blocks, seen, finding) or seqs_check(&self.seqs, &self.all_blocks, seen, finding):
-            return True
-        if self.indexed and index_check(&self.index, &self.all_blocks, finding):
-            return True
-        memset(seen, 0, size)
-        return self.check_pending(seen, seen + self.all_blocks.num_blocks, finding)
+    # -- for recordings and tests
 
-    cdef bint check_pending(self, int32_t* holds, int32_t* floors, char* finding) noexcept nogil:
-        """Holds, floors and fences are those of the plans that are pending; these are in the order of their steps."""
-        cdef Blocks* b = &self.all_blocks
-        cdef const Step* p = self.pending.oldest
-        cdef int64_t last = 0
-        cdef int32_t k, size = 0, made = 0
-        while p != NULL:
-            if p.id <= last or not p.pending:
-                return snprintf(finding, FINDING, b"step %lld is pending behind step %lld", <long long>p.id,
-                                <long long>last) > 0
-            for k in range(p.log_size):
-                holds[p.log[k].old] += 1
-                floors[p.log[k].old] = max(floors[p.log[k].old], p.log[k].tokens)
-                made += b.block[p.log[k].new].place == USED and b.fence[p.log[k].new] == p.id
-            last = p.id
-            size += 1
-            p = p.newer
-        if size != self.pending.size or b.newest_pending != last or b.oldest_pending != (
-                self.pending.oldest.id if size else 0):
-            return snprintf(finding, FINDING, b"%d steps are pending up to %lld, the fences say %lld .. %lld", size,
-                            <long long>last, <long long>b.oldest_pending, <long long>b.newest_pending) > 0
-        for k in range(b.num_blocks):
-            made -= b.block[k].place == USED and unwritten(b, k)
-            if b.block[k].hold != holds[k] or b.floor[k] != floors[k]:
-                return snprintf(finding, FINDING, b"block %d has hold %d and floor %d, pending plans say %d and %d", k,
-                                b.block[k].hold, b.floor[k], holds[k], floors[k]) > 0
-        if made != 0:
-            return snprintf(finding, FINDING, b"%d more blocks are made by pending copies than wait for one", made) > 0
-        return False
+    def _recorded(self):
+        """(bytes of the record, calls in it, calls that it lost); see `kvpool.replay.calls`."""
+        cdef Record* r = &self.state.record
+        cdef int64_t size = 0, found = -1, older, calls = 0, lost = 0
+        cdef char* data
+        while found != size:
+            size = max(found, 0)
+            made = PyBytes_FromStringAndSize(NULL, size)
+            data = PyBytes_AS_STRING(made)
+            pool_enter(&self.state, "_recorded")
+            found = 4 * (r.size[0] + r.size[1])
+            if found == size and r.data != NULL:
+                older = 4 * r.size[r.active ^ 1]
+                memcpy(data, r.data + (r.active ^ 1) * r.half, older)
+                memcpy(data + older, r.data + r.active * r.half, size - older)
+                calls, lost = r.calls[0] + r.calls[1], r.lost
+            pool_leave(&self.state)
+        return made, calls, lost
+
+    def _set_digest(self, digest):
+        """For replays that begin at a reset."""
+        self.state.blocks.digest = digest
+
+    def _set_generation(self, slot, generation):
+        """For tests: the generation that the next sequence in a free slot gets."""
+        cdef int64_t i = to_int(slot, "_set_generation", "slot", 0, self.state.seqs.max_seqs - 1)
+        cdef int64_t value = to_int(generation, "_set_generation", "generation", 0, (<int64_t>1 << 32) - 1)
+        if self.state.seqs.life[i].life != FREE_SLOT:
+            raise ValueError(f"[_set_generation] slot {i} is not free")
+        self.state.seqs.life[i].generation = <uint32_t>value
 
     def _corrupt(self, what, index):
         """For tests of `check`: break one piece of state. `index` is a block, or a slot of sequences."""
-        cdef Blocks* b = &self.all_blocks
+        cdef Blocks* b = &self.state.blocks
+        cdef Seqs* s = &self.state.seqs
         cdef int64_t i = to_int(index, "_corrupt", "index", 0, b.num_blocks - 1)
         cdef dict fields = {
             "refcount": <size_t>&b.block[i].refcount, "raw": <size_t>&b.block[i].raw,
@@ -645,12 +977,12 @@ cdef class Pool(EvictPool):
             "next": <size_t>&b.next[i], "prev": <size_t>&b.prev[i], "num_blank": <size_t>&b.num_blank,
             "num_used": <size_t>&b.num_used, "num_shared": <size_t>&b.num_shared, "lru": <size_t>&b.lru.size,
             "limbo": <size_t>&b.limbo.size, "num_dropped": <size_t>&b.num_dropped,
-            "table": <size_t>seq_table(&self.seqs, <int32_t>i), "blocks": <size_t>&self.seqs.seq[i].num_blocks,
-            "length": <size_t>&self.seqs.seq[i].num_tokens, "next_slot": <size_t>&self.seqs.seq[i].next_slot,
-            "sum_tokens": <size_t>&self.seqs.sum_tokens, "sum_blocks": <size_t>&self.seqs.sum_blocks,
-            "tail": <size_t>&self.seqs.seq[i].tail, "stop_slot": <size_t>&self.seqs.seq[i].stop_slot,
-            "num_open": <size_t>&self.seqs.num_open, "free_slot": <size_t>&self.seqs.free_slot[i],
+            "table": <size_t>seq_table(s, <int32_t>i), "blocks": <size_t>&s.seq[i].num_blocks,
+            "length": <size_t>&s.seq[i].num_tokens, "next_slot": <size_t>&s.seq[i].next_slot,
+            "sum_tokens": <size_t>&s.sum_tokens, "sum_blocks": <size_t>&s.sum_blocks,
+            "tail": <size_t>&s.seq[i].tail, "stop_slot": <size_t>&s.seq[i].stop_slot,
+            "num_open": <size_t>&s.num_open, "free_slot": <size_t>&s.free_slot[i],
         }
         if what in ("table", "blocks", "length", "next_slot", "tail", "stop_slot", "free_slot"):
-            to_int(index, "_corrupt", "index", 0, self.seqs.max_seqs - 1)
+            to_int(index, "_corrupt", "index", 0, s.max_seqs - 1)
         (<int32_t*><size_t>fields[what])[0] += 1

@@ -1,293 +1,452 @@
-"""Calls of the prefix cache: open with tokens, match, commit, pin, flush, events, statistics."""
+"""The prefix cache of a pool: open with tokens, match, commit, pin, flush, events, statistics."""
+
+# ---- in C, under the lock ----------------------------------------------------------------------------------
+
+cdef int make_root(State* pool, const char* space, int64_t size, uint64_t* root, Verdict* v) noexcept nogil:
+    """Give a namespace that is not known a root. Last of what can fail in a call."""
+    cdef Index* ix = &pool.index
+    cdef Name* name = name_new(&pool.index.names, space, size)
+    if name == NULL or names_reserve(&ix.names) != OK:
+        name_let_go(name)
+        return refused(v, NO_MEMORY, -1, ix.names.size + <int64_t>1, 0, 0, 0)
+    if ix.names.size >= ix.names.sweep_at:
+        sweep_namespaces(pool)
+    root[0] = ix.next_uid
+    ix.next_uid += 1
+    names_add(&ix.names, name, root[0])
+    return OK
 
 
-cdef class PrefixPool(SequencePool):
-    """A prefix cache over committed blocks. See `kvpool.Pool` and docs/prefix.md."""
+cdef void sweep_namespaces(State* pool) noexcept nogil:
+    """Forget namespaces without a node and without an open sequence, so that tenants do not pile up."""
+    cdef Index* ix = &pool.index
+    cdef Name* name
+    cdef int32_t i
+    for i in range(pool.blocks.num_blocks):
+        if ix.uid[i] and pool.blocks.block[i].committed:
+            name = names_by_uid(&ix.names, ix.root[i])
+            if name != NULL:
+                name.live = True
+    for i in range(pool.seqs.max_seqs):
+        if pool.seqs.life[i].life == OPEN:
+            name = names_by_uid(&ix.names, pool.seqs.prefix[i].root)
+            if name != NULL:
+                name.live = True
+    names_keep_live(&ix.names)
 
-    def __cinit__(self, num_blocks, block_size, *, max_seqs=1024, max_blocks_per_seq=None, reserved_blocks=1,
-                  watermark=0, in_order=False, seed=None, prefix_cache=False, events=0, record=0, _hash_bits=64):
-        cdef Blocks* b = &self.all_blocks
-        cdef Seqs* s = &self.seqs
-        cdef int64_t bits = to_int(_hash_bits, "Pool", "_hash_bits", 0, 64)
-        cdef int64_t room = to_int(events, "Pool", "events", 0, 1 << 30)
-        cdef int32_t i
-        self.seed = (int.from_bytes(os.urandom(8), "little") >> 1 if seed is None
-                     else to_int(seed, "Pool", "seed", 0, INT64_MAX))
-        if not isinstance(prefix_cache, bool):
-            raise TypeError(f"[Pool] prefix_cache must be a bool, not {type(prefix_cache).__name__} ({prefix_cache!r})")
-        if room and not prefix_cache:
-            raise ValueError(f"[Pool] events ({room}) need prefix_cache=True")
-        if not prefix_cache:
-            return
-        b.canonical = <int32_t*>xmalloc(b.num_blocks * sizeof(int32_t))
-        s.prefix = <SeqPrefix*>xcalloc(s.max_seqs, sizeof(SeqPrefix))
-        s.partial = <int32_t*>xcalloc(s.max_seqs, b.block_size * sizeof(int32_t))
-        if (b.canonical == NULL or s.prefix == NULL or s.partial == NULL
-                or index_init(&self.index, b, mix(0x5851F42D4C957F2DULL, <uint64_t>self.seed),
-                              <uint64_t>-1 >> (64 - bits) if bits else 0, room) != OK):
-            raise MemoryError(f"[Pool] no memory for an index of {b.num_blocks} blocks of {b.block_size} tokens")
-        for i in range(b.num_blocks):
-            b.canonical[i] = NO_BLOCK
-        self.indexed = True
 
-    def __dealloc__(self):
-        index_free(&self.index)
+cdef int64_t pool_next_handle(State* pool) noexcept nogil:
+    """The handle that the next sequence gets; -1: there is no room for one."""
+    return seq_next_handle(&pool.seqs) if pool.seqs.num_free_slots else -1
 
-    cdef void release_memory(self) noexcept nogil:
-        index_free(&self.index)
-        self.indexed = False
-        SequencePool.release_memory(self)
 
-    cdef void catch_up(self) noexcept nogil:
-        if self.num_deferred:
-            SequencePool.catch_up(self)
-        if self.indexed and self.all_blocks.num_dropped:    # the calls before took cached blocks
-            index_drain(&self.index, &self.all_blocks)
+cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t space_size, bint take, Verdict*
+                   v) noexcept nogil:
+    """Match, judge, then commit. `take`: blocks for the rest of the prompt, and its last token is computed.
 
-    # -- namespaces
+    `tokens.data` NULL: a count. The sequence gets the handle that `pool_next_handle` told.
+    """
+    cdef Seqs* s = &pool.seqs
+    cdef Blocks* b = &pool.blocks
+    cdef Match found
+    cdef Name* name
+    cdef uint64_t root_hash = 0, root = 0
+    cdef int64_t need, available
+    cdef int32_t slot = s.free_slot[s.first_free] if s.num_free_slots else -1
+    found.blocks = found.evictable = 0
+    found.hash = 0
+    if tokens.size > s.max_blocks * b.block_size:
+        return refused(v, PROMPT_TOO_LONG, -1, tokens.size, 0, s.max_blocks * b.block_size, 0)
+    if pool.indexed:
+        root_hash = index_root_hash(&pool.index, <const unsigned char*>space, space_size)
+        name = names_find(&pool.index.names, space, space_size)
+        root = name.uid if name != NULL else 0
+        if root and tokens.data != NULL:
+            found = index_match(&pool.index, b, root, root_hash, <const int32_t*>tokens.data,
+                                <int32_t>whole_blocks(b, max(tokens.size - take, <int64_t>0)),
+                                seq_table(s, slot) if slot >= 0 else NULL)
+    need = whole_blocks(b, tokens.size + b.block_size - 1) - found.blocks if take else 0
+    available = blocks_available(b) - found.evictable
+    if need and need + s.watermark > available:
+        blocks_short(b, v, -1, -1, need, need + s.watermark - available)
+        v.evictable -= found.evictable
+        v.value, v.other, v.low = tokens.size, found.blocks * b.block_size, s.watermark
+        return v.reason
+    if slot < 0:
+        return refused(v, OUT_OF_SEQUENCES, -1, 1, 0, s.max_seqs, s.num_open)
+    if pool.indexed and root == 0 and make_root(pool, space, space_size, &root, v) != OK:
+        return v.reason
+    begin_sequence(pool, slot, tokens, &found, <int32_t>need, root, root_hash, take)
+    if pool.record.data != NULL:
+        record_open(pool, tokens, space, space_size, slot, take)
+    return OK
 
-    cdef int make_root(self, const char* space, int64_t size, uint64_t* root, Verdict* v) noexcept nogil:
-        """Give a namespace that is not known a root. Last of what can fail in a call."""
-        cdef Index* ix = &self.index
-        cdef Name* name = name_new(&self.index.names, space, size)
-        if name == NULL or names_reserve(&ix.names) != OK:
-            name_let_go(name)
-            return refused(v, NO_MEMORY, -1, ix.names.size + <int64_t>1, 0, 0, 0)
-        if ix.names.size >= ix.names.sweep_at:
-            self.sweep_namespaces()
-        root[0] = ix.next_uid
-        ix.next_uid += 1
-        names_add(&ix.names, name, root[0])
-        return OK
 
-    cdef void sweep_namespaces(self) noexcept nogil:
-        """Forget namespaces without a node and without an open sequence, so that tenants do not pile up."""
-        cdef Index* ix = &self.index
-        cdef Name* name
-        cdef int32_t i
-        for i in range(self.all_blocks.num_blocks):
-            if ix.uid[i] and self.all_blocks.block[i].committed:
-                name = names_by_uid(&ix.names, ix.root[i])
-                if name != NULL:
-                    name.live = True
-        for i in range(self.seqs.max_seqs):
-            if self.seqs.life[i].life == OPEN:
-                name = names_by_uid(&ix.names, self.seqs.prefix[i].root)
-                if name != NULL:
-                    name.live = True
-        names_keep_live(&ix.names)
+cdef void begin_sequence(State* pool, int32_t slot, const Ints* tokens, const Match* found, int32_t need, uint64_t
+                         root, uint64_t root_hash, bint take) noexcept nogil:
+    """Open the sequence in `slot`, whose table begins with the blocks that were found."""
+    cdef Seqs* s = &pool.seqs
+    cdef Blocks* b = &pool.blocks
+    cdef Index* ix = &pool.index
+    cdef int32_t* table = seq_table(s, slot)
+    cdef int32_t k
+    for k in range(found.blocks):
+        if b.block[table[k]].place == CACHED:
+            b.revivals += 1
+            b.reuse_gap += b.allocs - b.fence[table[k]]
+        blocks_touch(b, table[k])
+    blocks_take_many(b, table + found.blocks, need)
+    seq_new(s)
+    s.seq[slot].num_blocks = found.blocks + need
+    s.seq[slot].num_tokens = found.blocks * b.block_size
+    s.sum_blocks += s.seq[slot].num_blocks
+    s.sum_tokens += s.seq[slot].num_tokens
+    seq_refresh(s, b, slot)
+    if pool.indexed:
+        s.prefix[slot].committed = s.prefix[slot].done = s.prefix[slot].forked_at = s.seq[slot].num_tokens
+        s.prefix[slot].published = found.blocks
+        s.prefix[slot].root = root
+        s.prefix[slot].root_hash = root_hash
+        if take and tokens.data != NULL:
+            ix.queries += 1
+            ix.query_tokens += tokens.size
+            ix.hit_tokens += s.seq[slot].num_tokens
+    b.digest = mix(mix(mix(b.digest, OP_OPEN), need), found.hash)
+    b.digest = mix(mix(b.digest, found.blocks), untagged(s.seq[slot].handle))
 
-    # -- open, match, pin
 
-    def open(self, tokens=0, namespace=b""):
-        """A new sequence: with the cached prefix of a prompt, or empty with blocks for a number of tokens.
+cdef void record_open(State* pool, const Ints* tokens, const char* space, int64_t space_size, int32_t slot, bint
+                      take) noexcept nogil:
+    cdef bint counted = tokens.data == NULL
+    cdef uint32_t* at = record_begin(
+        &pool.record, OP_OPEN | ((not take) * PIN + counted * COUNT) << 8,
+        4 + BATCH + space_size // 4 + (0 if counted else tokens.size))
+    if at != NULL:
+        at = put_bytes(put(at, slot), space, space_size)
+        at = put_wide(at, tokens.size) if counted else put_words(at, tokens.data, tokens.size)
+    record_end(&pool.record, at, pool.blocks.digest)
 
-        Parameters
-        ----------
-        tokens : int or ints
-            A count: blocks are taken for so many tokens, nothing is matched. Or the prompt, int32, int64 or a list,
-            shape ``(n,)``, each 0 .. 2^31 - 1: its longest cached prefix is found, and blocks for the rest taken.
-        namespace : bytes, default b""
-            Prefixes are shared within a namespace only; see `kvpool.namespace`.
 
-        Returns
-        -------
-        int
-            The handle. Its `num_tokens` is the number of cached tokens: 0 for a count; for a prompt a multiple of
-            block_size below n, so that at least the last token is computed.
+cdef int64_t pool_match(State* pool, const Ints* prompt, const char* space, int64_t space_size) noexcept nogil:
+    cdef Blocks* b = &pool.blocks
+    cdef Name* name = names_find(&pool.index.names, space, space_size)
+    cdef int64_t most = min(whole_blocks(b, max(prompt.size - 1, <Py_ssize_t>0)), <int64_t>pool.seqs.max_blocks)
+    if name == NULL:
+        return 0
+    return index_match(
+        &pool.index, b, name.uid, index_root_hash(&pool.index, <const unsigned char*>space, space_size),
+        <const int32_t*>prompt.data, <int32_t>most, NULL).blocks * b.block_size
 
-        Raises
-        ------
-        OutOfBlocks
-            The blocks would leave fewer than `watermark` free or evictable. State unchanged.
-        CapacityExceeded
-            More tokens than a sequence may have. State unchanged.
-        OutOfSequences
-            `max_seqs` sequences are open. State unchanged.
 
-        Notes
-        -----
-        Match, references and blocks are one transaction: what was found cannot be evicted in between. O(n).
-        """
-        return self.with_tokens(tokens, namespace, "open", True)
-
-    def pin(self, tokens, namespace=b""):
-        """Hold the cached blocks of a prefix, from its root, against eviction; `unpin` lets go.
-
-        Returns
-        -------
-        int
-            The handle of a sequence over all full blocks that are cached; its `num_tokens` says how much that is.
-        """
-        return self.with_tokens(tokens, namespace, "pin", False)
-
-    def unpin(self, handle):
-        """Let go of a pinned prefix: `close`."""
-        self.close(handle)
-
-    cdef object with_tokens(self, object tokens, object namespace, str call, bint take):
-        cdef Ints prompt
-        cdef object handle
-        cdef int64_t next_handle
-        cdef Verdict v
-        cdef int status = RETRY
-        ints_init(&prompt, &self.spare)
-        try:
-            if type(namespace) is not bytes:
-                raise TypeError(f"[{call}] namespace must be bytes, not {type(namespace).__name__}")
-            if take and (not hasattr(tokens, "__len__") or getattr(tokens, "ndim", 1) == 0):
-                prompt.size = to_int(tokens, call, "tokens", 0, INT64_MAX)      # a count: there is nothing to match
-            else:
-                ints_get(&prompt, tokens, call, "tokens", False, True)
-                ints_tokens(&prompt, call)
-            while status == RETRY:
-                self.lock(call)
-                next_handle = self.next_handle()
-                self.unlock()
-                handle = next_handle            # made before anything moves
-                self.lock(call)
-                status = RETRY if self.next_handle() != next_handle else self.open_prompt(
-                    &prompt, PyBytes_AS_STRING(namespace), PyBytes_GET_SIZE(namespace), take, &v)
-                self.unlock()
-        finally:
-            ints_free(&prompt)
+cdef int pool_commit(State* pool, Ints* rows, Ints* counts, const Ints* tokens, bint even, Verdict* v) noexcept nogil:
+    """All rows or none; `even`: equally many tokens for each, whatever `counts` is."""
+    cdef const int32_t* data = <const int32_t*>tokens.data
+    cdef Py_ssize_t k
+    cdef int64_t at = 0, count
+    cdef int status = OK
+    if not pool.indexed:
+        return refused(v, NOT_INDEXED, -1, 0, 0, 0, 0)
+    status = seqs_judge(&pool.seqs, rows, v)
+    if status != OK:
+        return status
+    if even and tokens.size % max(rows.size, <Py_ssize_t>1):
+        return refused(v, UNEVEN_TOKENS, -1, tokens.size, 0, 0, rows.size)
+    if even:
+        counts.scalar = tokens.size // max(rows.size, <Py_ssize_t>1)
+    if counts.size >= 0 and counts.size != rows.size:
+        return refused(v, BAD_SHAPE, -1, counts.size, 0, 0, rows.size)
+    blocks_new_stamp(&pool.blocks)
+    for k in range(rows.size):
+        count = ints_at(counts, k)
+        if count > tokens.size - at:
+            return refused(v, TOO_FEW_TOKENS, k, tokens.size, 0, 0, 0)
+        status = judge_commit(pool, rows, counts, data, k, at, v)
         if status != OK:
-            refuse(call, &v)
-        return handle
+            return status
+        at += count
+    if at != tokens.size:
+        return refused(v, TOO_MANY_LEFT, -1, tokens.size, 0, 0, at)
+    at = 0
+    for k in range(rows.size):
+        count = ints_at(counts, k)
+        commit_row(pool, slot_of(ints_at(rows, k)), data + at, count)
+        pool.blocks.digest = mix(mix(pool.blocks.digest, OP_COMMIT), untagged(ints_at(rows, k)))
+        pool.blocks.digest = mix_tokens(pool.blocks.digest, data + at, count)
+        at += count
+    pool.blocks.digest = mix(pool.blocks.digest, pool.index.next_uid)
+    record_commit(pool, rows, counts, tokens)
+    return OK
 
-    cdef int64_t next_handle(self) noexcept nogil:
-        """The handle that the next sequence gets; -1: there is no room for one."""
-        return seq_next_handle(&self.seqs) if self.seqs.num_free_slots else -1
 
-    cdef int open_prompt(self, const Ints* tokens, const char* space, int64_t space_size, bint take,
-                         Verdict* v) noexcept nogil:
-        """Match, judge, then commit. `take`: blocks for the rest of the prompt, and its last token is computed.
+cdef int judge_commit(State* pool, const Ints* rows, const Ints* counts, const int32_t* tokens, Py_ssize_t row,
+                      int64_t at, Verdict* v) noexcept nogil:
+    """Row `row`, whose tokens are those from `at` on. A block that another sequence committed, or that an earlier
+    row of this very call is going to, must say the same."""
+    cdef Blocks* b = &pool.blocks
+    cdef int32_t slot = slot_of(ints_at(rows, row)), id
+    cdef int64_t count = ints_at(counts, row), known = pool.seqs.prefix[slot].committed
+    cdef int64_t limit = seq_done(&pool.seqs, b, slot), bs = b.block_size
+    cdef int64_t index = known // bs
+    if count < 0:
+        return refused(v, NEGATIVE_COUNT, row, count, 0, 0, 0)
+    if count and pool.seqs.life[slot].evicted:
+        return refused(v, EVICTED_ROW, row, count, 0, 0, 0)
+    if count > limit - known:
+        return refused(v, NOT_DONE_YET, row, count, known, limit, pool.seqs.seq[slot].num_tokens)
+    while (index + 1) * bs <= known + count:
+        id = seq_table(&pool.seqs, slot)[index]
+        if b.block[id].committed:
+            if not same_block(pool, slot, index, tokens + at, pool.index.tokens + id * bs):
+                return refused(v, OTHER_TOKENS, row, id, 0, 0, 0)
+        elif b.mark[id] == b.stamp:
+            if not same_rows(pool, rows, counts, tokens, b.canonical[id], slot, index, tokens + at):
+                return refused(v, OTHER_TOKENS, row, id, 0, 0, 0)
+        elif b.block[id].refcount > 1:
+            b.mark[id] = b.stamp
+            b.canonical[id] = <int32_t>row          # of no meaning before the block is committed
+        index += 1
+    return OK
 
-        `tokens.data` NULL: a count. The sequence gets the handle that `next_handle` told.
-        """
-        cdef Seqs* s = &self.seqs
-        cdef Blocks* b = &self.all_blocks
-        cdef Match found
-        cdef Name* name
-        cdef uint64_t root_hash = 0, root = 0
-        cdef int64_t need, available
-        cdef int32_t slot = s.free_slot[s.first_free] if s.num_free_slots else -1
-        found.blocks = found.evictable = 0
-        found.hash = 0
-        if tokens.size > s.max_blocks * b.block_size:
-            return refused(v, PROMPT_TOO_LONG, -1, tokens.size, 0, s.max_blocks * b.block_size, 0)
-        if self.indexed:
-            root_hash = index_root_hash(&self.index, <const unsigned char*>space, space_size)
-            name = names_find(&self.index.names, space, space_size)
-            root = name.uid if name != NULL else 0
-            if root and tokens.data != NULL:
-                found = index_match(&self.index, b, root, root_hash, <const int32_t*>tokens.data,
-                                    <int32_t>whole_blocks(b, max(tokens.size - take, <int64_t>0)),
-                                    seq_table(s, slot) if slot >= 0 else NULL)
-        need = whole_blocks(b, tokens.size + b.block_size - 1) - found.blocks if take else 0
-        available = blocks_available(b) - found.evictable
-        if need and need + s.watermark > available:
-            blocks_short(b, v, -1, -1, need, need + s.watermark - available)
-            v.evictable -= found.evictable
-            v.value, v.other, v.low = tokens.size, found.blocks * b.block_size, s.watermark
-            return v.reason
-        if slot < 0:
-            return refused(v, OUT_OF_SEQUENCES, -1, 1, 0, s.max_seqs, s.num_open)
-        if self.indexed and root == 0 and self.make_root(space, space_size, &root, v) != OK:
-            return v.reason
-        self.begin(slot, tokens, &found, <int32_t>need, root, root_hash, take)
-        if self.record.data != NULL:
-            self.record_open(tokens, space, space_size, slot, take)
-        return OK
 
-    cdef void begin(self, int32_t slot, const Ints* tokens, const Match* found, int32_t need, uint64_t root,
-                    uint64_t root_hash, bint take) noexcept nogil:
-        """Open the sequence in `slot`, whose table begins with the blocks that were found."""
-        cdef Seqs* s = &self.seqs
-        cdef Blocks* b = &self.all_blocks
-        cdef Index* ix = &self.index
-        cdef int32_t* table = seq_table(s, slot)
-        cdef int32_t k
-        for k in range(found.blocks):
-            if b.block[table[k]].place == CACHED:
-                b.revivals += 1
-                b.reuse_gap += b.allocs - b.fence[table[k]]
-            blocks_touch(b, table[k])
-        blocks_take_many(b, table + found.blocks, need)
-        seq_new(s)
-        s.seq[slot].num_blocks = found.blocks + need
-        s.seq[slot].num_tokens = found.blocks * b.block_size
-        s.sum_blocks += s.seq[slot].num_blocks
-        s.sum_tokens += s.seq[slot].num_tokens
-        seq_refresh(s, b, slot)
-        if self.indexed:
-            s.prefix[slot].committed = s.prefix[slot].done = s.prefix[slot].forked_at = s.seq[slot].num_tokens
-            s.prefix[slot].published = found.blocks
-            s.prefix[slot].root = root
-            s.prefix[slot].root_hash = root_hash
-            if take and tokens.data != NULL:
-                ix.queries += 1
-                ix.query_tokens += tokens.size
-                ix.hit_tokens += s.seq[slot].num_tokens
-        b.digest = mix(mix(mix(b.digest, OP_OPEN), need), found.hash)
-        b.digest = mix(mix(b.digest, found.blocks), untagged(s.seq[slot].handle))
+cdef int32_t token_of(State* pool, int32_t slot, int64_t index, const int32_t* tokens, int64_t k) noexcept nogil:
+    """Token k of block `index` of a sequence that commits `tokens`."""
+    cdef int64_t bs = pool.blocks.block_size, at = index * bs + k - pool.seqs.prefix[slot].committed
+    return tokens[at] if at >= 0 else pool.seqs.partial[slot * bs + k]
 
-    cdef void record_open(self, const Ints* tokens, const char* space, int64_t space_size, int32_t slot,
-                          bint take) noexcept nogil:
-        cdef bint counted = tokens.data == NULL
-        cdef uint32_t* at = record_begin(
-            &self.record, OP_OPEN | ((not take) * PIN + counted * COUNT) << 8,
-            4 + BATCH + space_size // 4 + (0 if counted else tokens.size))
-        if at != NULL:
-            at = put_bytes(put(at, slot), space, space_size)
-            at = put_wide(at, tokens.size) if counted else put_words(at, tokens.data, tokens.size)
-        record_end(&self.record, at, self.all_blocks.digest)
+
+cdef bint same_block(State* pool, int32_t slot, int64_t index, const int32_t* tokens,
+                     const int32_t* known) noexcept nogil:
+    cdef int64_t k, bs = pool.blocks.block_size, start = index * bs - pool.seqs.prefix[slot].committed
+    if start >= 0:
+        return memcmp(tokens + start, known, bs * sizeof(int32_t)) == 0
+    for k in range(bs):
+        if known[k] != token_of(pool, slot, index, tokens, k):
+            return False
+    return True
+
+
+cdef bint same_rows(State* pool, const Ints* rows, const Ints* counts, const int32_t* tokens, int32_t earlier, int32_t
+                    slot, int64_t index, const int32_t* own) noexcept nogil:
+    """Whether an earlier row of the call says the same of a block that both fill."""
+    cdef int32_t other = slot_of(ints_at(rows, earlier)), row
+    cdef int64_t k
+    for row in range(earlier):
+        tokens += ints_at(counts, row)
+    for k in range(pool.blocks.block_size):
+        if token_of(pool, other, index, tokens, k) != token_of(pool, slot, index, own, k):
+            return False
+    return True
+
+
+cdef void commit_row(State* pool, int32_t slot, const int32_t* tokens, int64_t count) noexcept nogil:
+    cdef SeqPrefix* prefix = &pool.seqs.prefix[slot]
+    cdef const int32_t* table = seq_table(&pool.seqs, slot)
+    cdef int64_t bs = pool.blocks.block_size, offset, n
+    cdef int32_t* partial = pool.seqs.partial + slot * bs
+    while count:
+        offset = prefix.committed % bs
+        n = min(count, bs - offset)
+        if n < bs:
+            memcpy(partial + offset, tokens, n * sizeof(int32_t))
+        if offset + n == bs:
+            index_tell(&pool.index, &pool.blocks, table[prefix.committed // bs], tokens if n == bs else partial)
+        prefix.committed += n
+        tokens += n
+        count -= n
+    publish(pool, slot)
+
+
+cdef void publish(State* pool, int32_t slot) noexcept nogil:
+    """Offer the full blocks of a sequence to the index, in order, as far as their content exists.
+
+    A block waits while the copy that makes it is pending, and with it all behind it. A block that is not
+    committed is a copy that was made after its tokens were told, or what a rollback put back: nothing behind it
+    is published either.
+    """
+    cdef SeqPrefix* prefix = &pool.seqs.prefix[slot]
+    cdef const int32_t* table = seq_table(&pool.seqs, slot)
+    cdef Blocks* b = &pool.blocks
+    cdef int64_t full = whole_blocks(b, prefix.committed)
+    cdef int32_t id
+    while prefix.published < full:
+        id = table[prefix.published]
+        if b.block[id].committed == HELD:
+            if unwritten(b, id):
+                return
+            index_publish(&pool.index, b, table, <int32_t>prefix.published, prefix.root, prefix.root_hash)
+        elif not b.block[id].committed:
+            return
+        prefix.published += 1
+
+
+cdef void publish_waiting(State* pool) noexcept nogil:
+    """A plan has passed: blocks that may have waited for it. O(max_seqs), where blocks are held back."""
+    cdef Seqs* s = &pool.seqs
+    cdef int32_t slot
+    for slot in range(s.max_seqs):
+        if (s.life[slot].life == OPEN
+                and s.prefix[slot].published < whole_blocks(&pool.blocks, s.prefix[slot].committed)):
+            publish(pool, slot)
+
+
+cdef void record_commit(State* pool, const Ints* rows, const Ints* counts, const Ints* tokens) noexcept nogil:
+    cdef Record* r = &pool.record
+    cdef uint32_t* at
+    if r.data == NULL:
+        return
+    at = record_begin(r, OP_COMMIT, 3 * BATCH + rows.size + 2 * counts.size + tokens.size)
+    if at != NULL:
+        at = put_words(put_ints(put_slots(at, rows), counts), tokens.data, tokens.size)
+    record_end(r, at, pool.blocks.digest)
+
+
+cdef int pool_flush(State* pool, const char* space, int64_t size, int32_t* count, Verdict* v) noexcept nogil:
+    """Forget a namespace, `size` -1: all. RETRY: `count` was not, and now is, what will become blank."""
+    cdef Index* ix = &pool.index
+    cdef Name* name
+    cdef uint32_t* at
+    cdef int32_t blank = 0
+    name = names_find(&ix.names, space, size) if size >= 0 else NULL
+    if size < 0 or name != NULL:
+        blank = index_evictable(ix, &pool.blocks, name.uid if name != NULL else 0)
+    if count[0] != blank:
+        count[0] = blank
+        return RETRY
+    if size < 0:
+        flush_root(pool, 0)
+    elif flush_name(pool, name, space, size, v) != OK:
+        return v.reason
+    pool.blocks.digest = mix(mix(pool.blocks.digest, OP_FLUSH), <uint64_t>blank)
+    pool.blocks.digest = mix_bytes(pool.blocks.digest, <const unsigned char*>space, size)
+    if pool.record.data != NULL:
+        at = record_begin(&pool.record, FLUSH | (size < 0) * ALL << 8, 2 + size // 4)
+        if at != NULL and size >= 0:
+            at = put_bytes(at, space, size)
+        record_end(&pool.record, at, pool.blocks.digest)
+    return OK
+
+
+cdef int flush_name(State* pool, Name* name, const char* space, int64_t size, Verdict* v) noexcept nogil:
+    """`name` NULL: the namespace is not known; that is an event all the same."""
+    cdef Index* ix = &pool.index
+    cdef Name* told = name if name != NULL or ix.key == NULL else name_new(&pool.index.names, space, size)
+    if told == NULL:
+        return OK if ix.key == NULL else refused(v, NO_MEMORY, -1, 1, 0, 0, 0)
+    if name != NULL:
+        flush_root(pool, name.uid)
+    ring_add(&ix.ring, CLEARED, NULL, NULL, told, NULL, 0)
+    if name != NULL:
+        names_remove(&ix.names, name)
+    else:
+        name_let_go(told)
+    return OK
+
+
+cdef void flush_root(State* pool, uint64_t root) noexcept nogil:
+    """Forget every node below a root, 0: all; sequences go on without the index."""
+    cdef int32_t slot
+    index_flush(&pool.index, &pool.blocks, root)
+    for slot in range(pool.seqs.max_seqs):
+        if pool.seqs.life[slot].life == OPEN and (root == 0 or pool.seqs.prefix[slot].root == root):
+            pool.seqs.prefix[slot].root = 0
+    if root == 0:
+        names_clear(&pool.index.names)
+        pool.index.next_uid = 1             # no node and no root is left that could be mistaken
+        ring_add(&pool.index.ring, CLEARED_ALL, NULL, NULL, NULL, NULL, 0)
+
+
+# ---- for Python --------------------------------------------------------------------------------------------
+
+cdef object open_tokens(State* pool, object tokens, object namespace, str call, bint take):
+    """A new sequence over what is cached of a prompt; `take`: with blocks for the rest, or for a count."""
+    cdef Ints prompt
+    cdef object handle
+    cdef int64_t next_handle
+    cdef Verdict v
+    cdef int status = RETRY
+    ints_init(&prompt, &pool.spare)
+    try:
+        if type(namespace) is not bytes:
+            raise TypeError(f"[{call}] namespace must be bytes, not {type(namespace).__name__}")
+        if take and (not hasattr(tokens, "__len__") or getattr(tokens, "ndim", 1) == 0):
+            prompt.size = to_int(tokens, call, "tokens", 0, INT64_MAX)      # a count: there is nothing to match
+        else:
+            ints_get(&prompt, tokens, call, "tokens", False, True)
+            ints_tokens(&prompt, call)
+        while status == RETRY:
+            pool_enter(pool, call)
+            next_handle = pool_next_handle(pool)
+            pool_leave(pool)
+            handle = next_handle            # made before anything moves
+            pool_enter(pool, call)
+            status = RETRY if pool_next_handle(pool) != next_handle else pool_open(
+                pool, &prompt, PyBytes_AS_STRING(namespace), PyBytes_GET_SIZE(namespace), take, &v)
+            pool_leave(pool)
+    finally:
+        ints_free(&prompt)
+    if status != OK:
+        refuse(call, &v)
+    return handle
+
+
+cdef class PrefixCache:
+    """What a pool knows of contents: prefixes that sequences computed, for prompts that begin alike.
+
+    Parameters
+    ----------
+    pool : Pool
+        A pool with a prefix cache; ``pool.prefix`` is ``PrefixCache(pool)``.
+
+    Raises
+    ------
+    ValueError
+        The pool has no prefix cache.
+
+    Notes
+    -----
+    `Pool.open` finds cached prefixes. See ``docs/prefix.md`` for the exact rules.
+
+    Examples
+    --------
+    >>> from kvpool import Plan, Pool
+    >>> pool = Pool(num_blocks=8, block_size=4, prefix_cache=True)
+    >>> plan = Plan(pool, max_rows=1, max_tokens=8)
+    >>> h = pool.open([7, 8, 9, 10, 11])
+    >>> pool.step(plan, [h], 5)
+    >>> pool.done(plan)
+    >>> pool.prefix.commit(h, [7, 8, 9, 10, 11])
+    >>> pool.prefix.match([7, 8, 9, 10, 50])
+    4
+    """
+
+    def __cinit__(self, Pool pool not None):
+        if not pool.options.prefix_cache:
+            raise ValueError("[PrefixCache] the pool has no prefix cache (prefix_cache=False)")
+        self.pool = pool
+        self.state = &pool.state
+
+    def __repr__(self):
+        return f"<prefix cache of {self.pool!r}>"
+
+    def __reduce__(self):
+        raise TypeError("[prefix] the prefix cache of a pool cannot be pickled or copied")
 
     def match(self, tokens, namespace=b""):
         """Tokens of a prompt that `open` would find cached. No side effect. O(n)."""
         cdef Ints prompt
         cdef int64_t found
-        ints_init(&prompt, &self.spare)
+        ints_init(&prompt, &self.state.spare)
         try:
             if type(namespace) is not bytes:
                 raise TypeError(f"[match] namespace must be bytes, not {type(namespace).__name__}")
             ints_get(&prompt, tokens, "match", "tokens", False, True)
             ints_tokens(&prompt, "match")
-            self.lock("match")
-            found = self.match_tokens(&prompt, PyBytes_AS_STRING(namespace), PyBytes_GET_SIZE(namespace))
-            self.unlock()
+            pool_enter(self.state, "match")
+            found = pool_match(self.state, &prompt, PyBytes_AS_STRING(namespace), PyBytes_GET_SIZE(namespace))
+            pool_leave(self.state)
             return found
         finally:
             ints_free(&prompt)
-
-    cdef int64_t match_tokens(self, const Ints* prompt, const char* space, int64_t space_size) noexcept nogil:
-        cdef Blocks* b = &self.all_blocks
-        cdef Name* name = names_find(&self.index.names, space, space_size) if self.indexed else NULL
-        cdef int64_t most = min(whole_blocks(b, max(prompt.size - 1, <Py_ssize_t>0)), <int64_t>self.seqs.max_blocks)
-        if name == NULL:
-            return 0
-        return index_match(
-            &self.index, b, name.uid, index_root_hash(&self.index, <const unsigned char*>space, space_size),
-            <const int32_t*>prompt.data, <int32_t>most, NULL).blocks * b.block_size
-
-    # -- commit
-
-    def committed(self, handle):
-        """Tokens of a sequence that `commit` was told, or `open` found: the position from which `commit` goes on.
-
-        0 in a pool without a prefix cache, and after tokens were evicted. O(1).
-        """
-        cdef int64_t wanted = self.get_handle(handle, "committed"), found = 0
-        cdef int32_t slot
-        cdef Verdict v
-        self.lock("committed")
-        slot = seq_judge(&self.seqs, wanted, -1, &v)
-        if slot >= 0 and self.indexed:
-            found = self.seqs.prefix[slot].committed
-        self.unlock()
-        if slot < 0:
-            refuse("committed", &v)
-        return found
 
     def commit(self, handles, tokens, counts=None):
         """Make tokens known: the blocks they fill become immutable, and hits for later prompts.
@@ -317,18 +476,18 @@ cdef class PrefixPool(SequencePool):
         cdef Ints rows, new, all_tokens
         cdef Verdict v
         cdef int status
-        ints_init(&rows, &self.spare)
-        ints_init(&new, &self.spare)
-        ints_init(&all_tokens, &self.spare)
+        ints_init(&rows, &self.state.spare)
+        ints_init(&new, &self.state.spare)
+        ints_init(&all_tokens, &self.state.spare)
         try:
             ints_get(&rows, handles, "commit", "handles", True, False)
             if counts is not None:
                 ints_get(&new, counts, "commit", "counts", True, True)
             ints_get(&all_tokens, tokens, "commit", "tokens", False, True)
             ints_tokens(&all_tokens, "commit")
-            self.lock("commit")
-            status = self.commit_all(&rows, &new, &all_tokens, counts is None, &v)
-            self.unlock()
+            pool_enter(self.state, "commit")
+            status = pool_commit(self.state, &rows, &new, &all_tokens, counts is None, &v)
+            pool_leave(self.state)
         finally:
             ints_free(&rows)
             ints_free(&new)
@@ -336,175 +495,36 @@ cdef class PrefixPool(SequencePool):
         if status != OK:
             refuse("commit", &v)
 
-    cdef int commit_all(self, Ints* rows, Ints* counts, const Ints* tokens, bint even, Verdict* v) noexcept nogil:
-        """All rows or none; `even`: equally many tokens for each, whatever `counts` is."""
-        cdef const int32_t* data = <const int32_t*>tokens.data
-        cdef Py_ssize_t k
-        cdef int64_t at = 0, count
-        cdef int status = OK
-        if not self.indexed:
-            return refused(v, NOT_INDEXED, -1, 0, 0, 0, 0)
-        status = seqs_judge(&self.seqs, rows, v)
-        if status != OK:
-            return status
-        if even and tokens.size % max(rows.size, <Py_ssize_t>1):
-            return refused(v, UNEVEN_TOKENS, -1, tokens.size, 0, 0, rows.size)
-        if even:
-            counts.scalar = tokens.size // max(rows.size, <Py_ssize_t>1)
-        if counts.size >= 0 and counts.size != rows.size:
-            return refused(v, BAD_SHAPE, -1, counts.size, 0, 0, rows.size)
-        blocks_new_stamp(&self.all_blocks)
-        for k in range(rows.size):
-            count = ints_at(counts, k)
-            if count > tokens.size - at:
-                return refused(v, TOO_FEW_TOKENS, k, tokens.size, 0, 0, 0)
-            status = self.judge_commit(rows, counts, data, k, at, v)
-            if status != OK:
-                return status
-            at += count
-        if at != tokens.size:
-            return refused(v, TOO_MANY_LEFT, -1, tokens.size, 0, 0, at)
-        at = 0
-        for k in range(rows.size):
-            count = ints_at(counts, k)
-            self.commit_row(slot_of(ints_at(rows, k)), data + at, count)
-            self.all_blocks.digest = mix(mix(self.all_blocks.digest, OP_COMMIT), untagged(ints_at(rows, k)))
-            self.all_blocks.digest = mix_tokens(self.all_blocks.digest, data + at, count)
-            at += count
-        self.all_blocks.digest = mix(self.all_blocks.digest, self.index.next_uid)
-        self.record_commit(rows, counts, tokens)
-        return OK
+    def committed(self, handle):
+        """Tokens of a sequence that `commit` was told, or `open` found: the position from which `commit` goes on.
 
-    cdef int judge_commit(self, const Ints* rows, const Ints* counts, const int32_t* tokens, Py_ssize_t row,
-                          int64_t at, Verdict* v) noexcept nogil:
-        """Row `row`, whose tokens are those from `at` on. A block that another sequence committed, or that an earlier
-        row of this very call is going to, must say the same."""
-        cdef Blocks* b = &self.all_blocks
-        cdef int32_t slot = slot_of(ints_at(rows, row)), id
-        cdef int64_t count = ints_at(counts, row), known = self.seqs.prefix[slot].committed
-        cdef int64_t limit = seq_done(&self.seqs, b, slot), bs = b.block_size
-        cdef int64_t index = known // bs
-        if count < 0:
-            return refused(v, NEGATIVE_COUNT, row, count, 0, 0, 0)
-        if count and self.seqs.life[slot].evicted:
-            return refused(v, EVICTED_ROW, row, count, 0, 0, 0)
-        if count > limit - known:
-            return refused(v, NOT_DONE_YET, row, count, known, limit, self.seqs.seq[slot].num_tokens)
-        while (index + 1) * bs <= known + count:
-            id = seq_table(&self.seqs, slot)[index]
-            if b.block[id].committed:
-                if not self.same_block(slot, index, tokens + at, self.index.tokens + id * bs):
-                    return refused(v, OTHER_TOKENS, row, id, 0, 0, 0)
-            elif b.mark[id] == b.stamp:
-                if not self.same_rows(rows, counts, tokens, b.canonical[id], slot, index, tokens + at):
-                    return refused(v, OTHER_TOKENS, row, id, 0, 0, 0)
-            elif b.block[id].refcount > 1:
-                b.mark[id] = b.stamp
-                b.canonical[id] = <int32_t>row          # of no meaning before the block is committed
-            index += 1
-        return OK
-
-    cdef int32_t token_of(self, int32_t slot, int64_t index, const int32_t* tokens, int64_t k) noexcept nogil:
-        """Token k of block `index` of a sequence that commits `tokens`."""
-        cdef int64_t bs = self.all_blocks.block_size, at = index * bs + k - self.seqs.prefix[slot].committed
-        return tokens[at] if at >= 0 else self.seqs.partial[slot * bs + k]
-
-    cdef bint same_block(self, int32_t slot, int64_t index, const int32_t* tokens, const int32_t* known) noexcept nogil:
-        cdef int64_t k, bs = self.all_blocks.block_size, start = index * bs - self.seqs.prefix[slot].committed
-        if start >= 0:
-            return memcmp(tokens + start, known, bs * sizeof(int32_t)) == 0
-        for k in range(bs):
-            if known[k] != self.token_of(slot, index, tokens, k):
-                return False
-        return True
-
-    cdef bint same_rows(self, const Ints* rows, const Ints* counts, const int32_t* tokens, int32_t earlier,
-                        int32_t slot, int64_t index, const int32_t* own) noexcept nogil:
-        """Whether an earlier row of the call says the same of a block that both fill."""
-        cdef int32_t other = slot_of(ints_at(rows, earlier)), row
-        cdef int64_t k
-        for row in range(earlier):
-            tokens += ints_at(counts, row)
-        for k in range(self.all_blocks.block_size):
-            if self.token_of(other, index, tokens, k) != self.token_of(slot, index, own, k):
-                return False
-        return True
-
-    cdef void commit_row(self, int32_t slot, const int32_t* tokens, int64_t count) noexcept nogil:
-        cdef SeqPrefix* prefix = &self.seqs.prefix[slot]
-        cdef const int32_t* table = seq_table(&self.seqs, slot)
-        cdef int64_t bs = self.all_blocks.block_size, offset, n
-        cdef int32_t* partial = self.seqs.partial + slot * bs
-        while count:
-            offset = prefix.committed % bs
-            n = min(count, bs - offset)
-            if n < bs:
-                memcpy(partial + offset, tokens, n * sizeof(int32_t))
-            if offset + n == bs:
-                index_tell(&self.index, &self.all_blocks, table[prefix.committed // bs], tokens if n == bs else partial)
-            prefix.committed += n
-            tokens += n
-            count -= n
-        self.publish(slot)
-
-    cdef void publish(self, int32_t slot) noexcept nogil:
-        """Offer the full blocks of a sequence to the index, in order, as far as their content exists.
-
-        A block waits while the copy that makes it is pending, and with it all behind it. A block that is not
-        committed is a copy that was made after its tokens were told, or what a rollback put back: nothing behind it
-        is published either.
+        0 after tokens were evicted. O(1).
         """
-        cdef SeqPrefix* prefix = &self.seqs.prefix[slot]
-        cdef const int32_t* table = seq_table(&self.seqs, slot)
-        cdef Blocks* b = &self.all_blocks
-        cdef int64_t full = whole_blocks(b, prefix.committed)
-        cdef int32_t id
-        while prefix.published < full:
-            id = table[prefix.published]
-            if b.block[id].committed == HELD:
-                if unwritten(b, id):
-                    return
-                index_publish(&self.index, b, table, <int32_t>prefix.published, prefix.root, prefix.root_hash)
-            elif not b.block[id].committed:
-                return
-            prefix.published += 1
-
-    cdef void publish_waiting(self) noexcept nogil:
-        """A plan has passed: blocks that may have waited for it. O(max_seqs), where blocks are held back."""
-        cdef Seqs* s = &self.seqs
+        cdef int64_t wanted = get_handle(handle, "committed"), found = 0
         cdef int32_t slot
-        for slot in range(s.max_seqs):
-            if (s.life[slot].life == OPEN
-                    and s.prefix[slot].published < whole_blocks(&self.all_blocks, s.prefix[slot].committed)):
-                self.publish(slot)
+        cdef Verdict v
+        pool_enter(self.state, "committed")
+        slot = seq_judge(&self.state.seqs, wanted, -1, &v)
+        if slot >= 0:
+            found = self.state.seqs.prefix[slot].committed
+        pool_leave(self.state)
+        if slot < 0:
+            refuse("committed", &v)
+        return found
 
-    cdef void record_commit(self, const Ints* rows, const Ints* counts, const Ints* tokens) noexcept nogil:
-        cdef Record* r = &self.record
-        cdef uint32_t* at
-        if r.data == NULL:
-            return
-        at = record_begin(r, OP_COMMIT, 3 * BATCH + rows.size + 2 * counts.size + tokens.size)
-        if at != NULL:
-            at = put_words(put_ints(put_slots(at, rows), counts), tokens.data, tokens.size)
-        record_end(r, at, self.all_blocks.digest)
+    def pin(self, tokens, namespace=b""):
+        """Hold the cached blocks of a prefix, from its root, against eviction; `unpin` lets go.
 
-    cdef void uncommit(self, int32_t slot, int64_t length) noexcept nogil:
-        cdef SeqPrefix* prefix
-        cdef int64_t bs = self.all_blocks.block_size, full = whole_blocks(&self.all_blocks, length)
-        if not self.indexed:
-            return
-        prefix = &self.seqs.prefix[slot]
-        if length < prefix.committed:
-            # a full block becomes the tail
-            if full < whole_blocks(&self.all_blocks, prefix.committed) and length % bs:
-                memcpy(self.seqs.partial + slot * bs, self.index.tokens + seq_table(&self.seqs, slot)[full] * bs,
-                       (length % bs) * sizeof(int32_t))
-            prefix.committed = length
-            prefix.published = min(prefix.published, full)
-        prefix.done = min(prefix.done, length)
-        prefix.forked_at = min(prefix.forked_at, length)
+        Returns
+        -------
+        int
+            The handle of a sequence over all full blocks that are cached; its `num_tokens` says how much that is.
+        """
+        return open_tokens(self.state, tokens, namespace, "pin", False)
 
-    # -- forgetting
+    def unpin(self, handle):
+        """Let go of a pinned prefix: `close`."""
+        self.pool.close(handle)
 
     def flush(self, namespace=None):
         """Forget the cached blocks of a namespace, or of all.
@@ -528,94 +548,33 @@ cdef class PrefixPool(SequencePool):
             space, size = PyBytes_AS_STRING(namespace), PyBytes_GET_SIZE(namespace)
         while status == RETRY:
             blank = max(count, 0)               # made before anything moves
-            self.lock("flush")
-            status = self.flush_blocks(space, size, &count, &v)
-            self.unlock()
+            pool_enter(self.state, "flush")
+            status = pool_flush(self.state, space, size, &count, &v)
+            pool_leave(self.state)
         if status != OK:
             refuse("flush", &v)
         return blank
 
-    cdef int flush_blocks(self, const char* space, int64_t size, int32_t* count, Verdict* v) noexcept nogil:
-        """Forget a namespace, `size` -1: all. RETRY: `count` was not, and now is, what will become blank."""
-        cdef Index* ix = &self.index
-        cdef Name* name = NULL
-        cdef uint32_t* at
-        cdef int32_t blank = 0
-        if self.indexed:
-            name = names_find(&ix.names, space, size) if size >= 0 else NULL
-            if size < 0 or name != NULL:
-                blank = index_evictable(ix, &self.all_blocks, name.uid if name != NULL else 0)
-        if count[0] != blank:
-            count[0] = blank
-            return RETRY
-        if not self.indexed:
-            return OK
-        if size < 0:
-            self.flush_root(0)
-        elif self.flush_name(name, space, size, v) != OK:
-            return v.reason
-        self.all_blocks.digest = mix(mix(self.all_blocks.digest, OP_FLUSH), <uint64_t>blank)
-        self.all_blocks.digest = mix_bytes(self.all_blocks.digest, <const unsigned char*>space, size)
-        if self.record.data != NULL:
-            at = record_begin(&self.record, FLUSH | (size < 0) * ALL << 8, 2 + size // 4)
-            if at != NULL and size >= 0:
-                at = put_bytes(at, space, size)
-            record_end(&self.record, at, self.all_blocks.digest)
-        return OK
-
-    cdef int flush_name(self, Name* name, const char* space, int64_t size, Verdict* v) noexcept nogil:
-        """`name` NULL: the namespace is not known; that is an event all the same."""
-        cdef Index* ix = &self.index
-        cdef Name* told = name if name != NULL or ix.key == NULL else name_new(&self.index.names, space, size)
-        if told == NULL:
-            return OK if ix.key == NULL else refused(v, NO_MEMORY, -1, 1, 0, 0, 0)
-        if name != NULL:
-            self.flush_root(name.uid)
-        ring_add(&ix.ring, CLEARED, NULL, NULL, told, NULL, 0)
-        if name != NULL:
-            names_remove(&ix.names, name)
-        else:
-            name_let_go(told)
-        return OK
-
-    cdef void flush_root(self, uint64_t root) noexcept nogil:
-        """Forget every node below a root, 0: all; sequences go on without the index."""
-        cdef int32_t slot
-        index_flush(&self.index, &self.all_blocks, root)
-        for slot in range(self.seqs.max_seqs):
-            if self.seqs.life[slot].life == OPEN and (root == 0 or self.seqs.prefix[slot].root == root):
-                self.seqs.prefix[slot].root = 0
-        if root == 0:
-            names_clear(&self.index.names)
-            self.index.next_uid = 1             # no node and no root is left that could be mistaken
-            ring_add(&self.index.ring, CLEARED_ALL, NULL, NULL, NULL, NULL, 0)
-
-    def _set_next_uid(self, uid):
-        """For tests: the number of the next node."""
-        self.index.next_uid = <uint64_t>to_int(uid, "_set_next_uid", "uid", self.index.next_uid, INT64_MAX)
-
-    # -- statistics and events
-
     @property
-    def index_nbytes(self):
-        """Bytes that the index has taken, once; 0 without a prefix cache."""
-        return index_nbytes(&self.index, &self.all_blocks)
+    def nbytes(self):
+        """Bytes that the index has taken, once."""
+        return index_nbytes(&self.state.index, &self.state.blocks)
 
-    def prefix_stats(self):
+    def stats(self):
         """Counters of the prefix cache, O(1); see `kvpool.stats.PrefixStats`."""
         cdef Index ix
         cdef int64_t revivals, reuse_gap
-        self.lock("prefix_stats")
-        ix = self.index
-        revivals = self.all_blocks.revivals
-        reuse_gap = self.all_blocks.reuse_gap
-        self.unlock()
+        pool_enter(self.state, "stats")
+        ix = self.state.index
+        revivals = self.state.blocks.revivals
+        reuse_gap = self.state.blocks.reuse_gap
+        pool_leave(self.state)
         return PrefixStats(
             ix.queries, ix.query_tokens, ix.hit_tokens, ix.hit_tokens / <double>ix.query_tokens if ix.query_tokens
             else 0.0, ix.num_nodes, ix.inserted, ix.duplicates, ix.evicted, ix.names.size,
             reuse_gap / <double>revivals if revivals else 0.0)
 
-    def drain_events(self):
+    def events(self):
         """Events since the last call, oldest first: tuples as docs/prefix.md lists them.
 
         The lock of the pool is held while they are taken, not while they become Python objects. If there is no memory
@@ -623,11 +582,11 @@ cdef class PrefixPool(SequencePool):
         """
         cdef Ring taken
         cdef int64_t k, count, told = 0
-        cdef int64_t block_size = self.all_blocks.block_size
+        cdef int64_t block_size = self.state.blocks.block_size
         found = []
-        self.lock("drain_events")
-        taken = ring_take(&self.index.ring)
-        self.unlock()
+        pool_enter(self.state, "events")
+        taken = ring_take(&self.state.index.ring)
+        pool_leave(self.state)
         count = taken.size + taken.lost
         try:
             if taken.lost:
@@ -636,8 +595,12 @@ cdef class PrefixPool(SequencePool):
                 found.append(ring_event(&taken, k, block_size))
             told = count
         finally:
-            self.lock_open_or_not("drain_events")   # the pool may have been shut down meanwhile
-            ring_told(&self.index.ring, &taken, count - told)
+            pool_enter_any(self.state, "events")   # the pool may have been shut down meanwhile
+            ring_told(&self.state.index.ring, &taken, count - told)
             ring_free(&taken)
-            self.unlock()
+            pool_leave(self.state)
         return found
+
+    def _set_next_uid(self, uid):
+        """For tests: the number of the next node."""
+        self.state.index.next_uid = <uint64_t>to_int(uid, "_set_next_uid", "uid", self.state.index.next_uid, INT64_MAX)

@@ -22,8 +22,7 @@ cdef enum:                      # what a C function reports: OK, NO_MEMORY, RETR
     REFERENCE_LIMIT
     NO_RAW_REFERENCE
     STILL_SHARED
-    NOT_DRAINED                 # its content was dropped, take_dropped has not told so
-    NOT_COMMITTED
+    NOT_DRAINED                 # its content was given up, drain_evicted has not told so
     INDEXED                     # a block-level call in a pool whose prefix cache looks after committed blocks
     NOT_INDEXED
     BAD_SHAPE
@@ -78,8 +77,7 @@ cdef enum:                      # first word of every digest entry: which call i
     OP_DECREF
     OP_FREE
     OP_COMMIT
-    OP_REVIVE
-    OP_EVICT
+    OP_EVICT = 7
     OP_DRAIN
     OP_OPEN
     OP_FORK
@@ -99,8 +97,8 @@ cdef enum:                      # first word of every digest entry: which call i
     OP_TAKE_BLOCK
     OP_TOUCH
     OP_RELEASE
-    OP_COMMIT_BLOCKS
-    OP_UNCOMMIT
+    OP_MARK_CACHED
+    OP_UNCACHE
 
 
 cdef inline int refused(Verdict* v, int reason, Py_ssize_t row, int64_t value, int64_t low, int64_t high,

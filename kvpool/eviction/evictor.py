@@ -230,7 +230,7 @@ class Evictor:
         """The plan for copies, or a larger one."""
         plan = self._plan
         if plan is None or plan.max_rows < rows or plan.table_width < width:
-            width = min(2 * width, self.pool.max_blocks_per_seq)
+            width = min(2 * width, self.pool.options.max_blocks_per_seq)
             self._plan = plan = Plan(self.pool, 2 * rows, 2**31 - 1, formats=(), table_width=width)
         return plan
 

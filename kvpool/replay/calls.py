@@ -1,6 +1,6 @@
 """The calls that a pool recorded (``Pool(..., record=N)``): to a file, from a file, and as calls again.
 
-A file is ``KVCALLS2``, the length of a JSON header (uint32, little-endian), the header (version of kvpool, parameters
+A file is ``KVCALLS3``, the length of a JSON header (uint32, little-endian), the header (version of kvpool, parameters
 of the pool, numbers of calls kept and lost, digest at the end), the words of the ring, and the CRC-32 of all of it. A
 call is a word of 32 bits that names it and has its flags, the low 32 bits of the pool's digest after it, and what it
 was given; `kvpool/core/record.pxi` says how.
@@ -19,21 +19,19 @@ from typing import Any
 import kvpool
 from kvpool.errors import KVPoolError
 
-MAGIC = b"KVCALLS2"
+MAGIC = b"KVCALLS3"
 NAMES = {  # the enums of kvpool/core/types.pxd and kvpool/core/record.pxd
-    1: "alloc", 2: "incref", 3: "decref", 4: "free", 5: "commit", 6: "revive", 7: "evict", 8: "take_dropped", 9: "open",
+    1: "blocks.alloc", 2: "blocks.incref", 3: "blocks.decref", 4: "blocks.free", 5: "prefix.commit", 7: "blocks.evict",
+    8: "blocks.drain_evicted", 9: "open",
     10: "fork", 11: "truncate", 12: "close", 13: "step", 14: "reserve", 15: "rollback", 16: "done", 18: "compact",
     19: "evict_blocks", 20: "unshare",
-    23: "blocks.take", 24: "blocks.take_block", 25: "blocks.touch", 26: "blocks.release", 27: "blocks.commit",
-    28: "blocks.uncommit", 32: "start",
-    33: "flush", 34: "close_finished", 35: "defer_close",
+    23: "blocks.take", 24: "blocks.take_block", 25: "blocks.touch", 26: "blocks.release", 27: "blocks.mark_cached",
+    28: "blocks.uncache", 32: "start",
+    33: "prefix.flush", 34: "close_finished", 35: "defer_close",
 }  # fmt: skip
 SAME_ROWS, PARTIAL, ONE_EACH = 1, 2, 4
 PIN, COUNT, ALL, OLDEST = 1, 2, 1, 1
 NARROW, WIDE, SCALAR, WIDE_SCALAR = range(4)
-PARAMETERS = (
-    *("num_blocks", "block_size", "max_seqs", "max_blocks_per_seq", "reserved_blocks", "watermark", "in_order", "seed"),
-)
 
 
 class RecordError(KVPoolError, ValueError):
@@ -79,7 +77,7 @@ def save(pool: kvpool.Pool, path: str | Path) -> int:
     body, kept, lost = pool._recorded()
     if not body and not lost:
         raise ValueError("[save] the pool has recorded nothing; make it with record=BYTES")
-    parameters = {name: getattr(pool, name) for name in PARAMETERS} | {"prefix_cache": pool.index_nbytes > 0}
+    parameters = pool.options._asdict()
     header = {
         "kvpool": kvpool.__version__, "pool": parameters, "calls": kept, "lost": lost, "digest": pool.digest(),
     }  # fmt: skip
@@ -111,8 +109,8 @@ def load(path: str | Path) -> Calls:
         raise RecordError(f"{name}: cut short or changed: the checksum of its {len(data)} bytes does not agree")
     try:
         header = json.loads(data[12 : 12 + size])
-        calls = tuple(parse(data[12 + size : -4], 12 + size, bool(header["pool"]["prefix_cache"])))
-        expected, _ = int(header["calls"]), int(header["lost"])
+        calls = tuple(parse(data[12 + size : -4], 12 + size))
+        expected, _, _ = int(header["calls"]), int(header["lost"]), dict(header["pool"])
     except RecordError as error:
         raise RecordError(f"{name}: {error}") from None
     except (KeyError, TypeError, ValueError) as error:
@@ -160,7 +158,7 @@ class _Reader:
         return self.data[at : at + size]
 
 
-def parse(data: bytes, offset: int, indexed: bool) -> Iterator[Call]:
+def parse(data: bytes, offset: int) -> Iterator[Call]:
     """The calls in the bytes of a ring."""
     read = _Reader(data, offset)
     while read.at < len(data):
@@ -169,17 +167,15 @@ def parse(data: bytes, offset: int, indexed: bool) -> Iterator[Call]:
         name = NAMES.get(head & 255)
         if name is None:
             raise RecordError(f"no such call ({head & 255}) at byte {offset + at}")
-        yield Call(name, _arguments(read, name, head >> 8, indexed), digest)
+        yield Call(name, _arguments(read, name, head >> 8), digest)
 
 
-def _arguments(read: _Reader, name: str, flags: int, indexed: bool) -> dict[str, Any]:
+def _arguments(read: _Reader, name: str, flags: int) -> dict[str, Any]:
     """What `kvpool/core/record.pxi` wrote after the name of a call."""
-    if name in ("incref", "decref", "free", "revive", "alloc") or (name == "commit" and not indexed):
-        return {"ids": read.batch()}
+    if name in ("blocks.evict", "blocks.drain_evicted"):
+        return {"n": read.wide()}
     if name.startswith("blocks."):
         return {"ids": read.batch()} | ({"oldest": bool(flags & OLDEST)} if name == "blocks.release" else {})
-    if name in ("evict", "take_dropped"):
-        return {"n": read.wide()}
     if name in ("done", "rollback"):
         return {"plan": read.wide()}
     if name == "defer_close":
@@ -198,9 +194,9 @@ def _arguments(read: _Reader, name: str, flags: int, indexed: bool) -> dict[str,
         return {"rows": read.batch(), "mask": list(read.text())}
     if name == "fork":
         return {"row": read.number(), "children": read.unpack("I", read.number())}
-    if name == "commit":
+    if name == "prefix.commit":
         return {"rows": read.batch(), "counts": read.batch(), "tokens": read.batch()}
-    if name == "flush":
+    if name == "prefix.flush":
         return {"namespace": None if flags & ALL else read.text().hex()}
     if name == "open":
         row, namespace = read.number(), read.text().hex()

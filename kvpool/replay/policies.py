@@ -156,7 +156,7 @@ class ParallelSampling(ClosedLoop):
             children = self.call("fork", parent, self.samples - 1).tolist() if self.samples > 1 else []
             request.handles = [parent, *children]
             self.shared_blocks += len(children) * -(-request.prompt // self.block_size)
-            self.peak_ref = max(self.peak_ref, self.pool.refcount(int(self.pool.table(parent)[0])))
+            self.peak_ref = max(self.peak_ref, self.pool.blocks.refcount(int(self.pool.table(parent)[0])))
             self.running.append(request)
 
     def counters(self) -> dict[str, Any]:

@@ -44,11 +44,11 @@ class Player:
     def start(self, arguments: dict[str, Any]) -> None:
         """Make the new pool what a reset left: generations of slots, content that was dropped, the digest."""
         pool, dropped = self.pool, arguments["dropped"]
-        if dropped and not pool.index_nbytes:  # an index forgets what was dropped in the next call
-            pool.alloc(pool.num_free)
-            pool.mark_committed(dropped)
-            pool.free(dropped)
-            pool.evict(len(dropped))
+        if dropped and pool.prefix is None:  # an index forgets what was dropped in the next call
+            pool.blocks.alloc(pool.blocks.num_blank)
+            pool.blocks.mark_cached(dropped)
+            pool.blocks.free(dropped)
+            pool.blocks.evict(len(dropped))
             pool.reset()
         for slot, generation in arguments["generations"]:
             pool._set_generation(slot, generation)
@@ -84,13 +84,11 @@ class Player:
             pool.evict_blocks(self.handles[a["row"]], a["indices"])
         elif call.name in ("done", "rollback"):
             getattr(pool, call.name)(self.plans[a["plan"]])
-        elif call.name == "alloc":
-            self.blocks |= zip(a["ids"], pool.alloc(len(a["ids"])).tolist(), strict=True)
         elif call.name.startswith("blocks."):
             self.named(call.name.removeprefix("blocks."), **a)
         elif call.name == "open":
             namespace = bytes.fromhex(a["namespace"])
-            self.handles[a["row"]] = (pool.pin if a["pin"] else pool.open)(a["tokens"], namespace)
+            self.handles[a["row"]] = (pool.prefix.pin if a["pin"] else pool.open)(a["tokens"], namespace)
         elif call.name == "fork":
             children = pool.fork(self.handles[a["row"]], len(a["children"])).tolist()
             self.handles |= zip(a["children"], children, strict=True)
@@ -100,27 +98,25 @@ class Player:
             pool.close(self.take(a["rows"]))
         elif call.name == "close_finished":
             pool.close_finished(self.take(a["rows"]), [bool(m) for m in a["mask"]])
-        elif call.name == "commit" and "rows" in a:
-            pool.commit(self.take(a["rows"]), a["tokens"], a["counts"])
-        elif call.name == "commit":
-            pool.mark_committed(self.ids(a["ids"]))
-        elif call.name == "flush":
-            pool.flush(None if a["namespace"] is None else bytes.fromhex(a["namespace"]))
-        elif call.name == "start":
+        elif call.name == "prefix.commit":
+            pool.prefix.commit(self.take(a["rows"]), a["tokens"], a["counts"])
+        elif call.name == "prefix.flush":
+            pool.prefix.flush(None if a["namespace"] is None else bytes.fromhex(a["namespace"]))
+        else:  # "start"
             pool.reset()
             self.plans.clear()
-        elif call.name == "evict":
-            pool.evict(a["n"])
-        elif call.name == "take_dropped":
-            pool.take_dropped()
-        else:
-            getattr(pool, call.name)(self.ids(a["ids"]))
 
-    def named(self, name: str, ids: list[int], **options: Any) -> None:
+    def named(self, name: str, ids: Any = None, n: int = 0, **options: Any) -> None:
         """A call of `Pool.blocks`."""
         blocks = self.pool.blocks
-        if name == "take":
+        if name == "alloc":
+            self.blocks |= zip(ids, blocks.alloc(len(ids)).tolist(), strict=True)
+        elif name == "take":
             self.blocks |= zip(ids, blocks.take(len(ids))[0], strict=True)
+        elif name == "evict":
+            blocks.evict(n)
+        elif name == "drain_evicted":
+            blocks.drain_evicted()
         elif name == "take_block":
             blocks.take_block(ids[0])
         else:

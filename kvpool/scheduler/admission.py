@@ -33,19 +33,19 @@ def fits(core: Core, tokens: np.ndarray, namespace: bytes, extra: int = 0) -> bo
     """Whether `open(tokens)` and `extra` blocks more leave enough. Evicts nothing, but hits count as touched."""
     need = core.blocks(most_tokens(core, len(tokens))) + extra
     tokens = tokens[: core.findable + 1]
-    keep = max(blocks_kept(core), core.pool.watermark)
+    keep = max(blocks_kept(core), core.pool.options.watermark)
     available = core.available()
     if available - need >= keep:
         return True
-    if not core.caches or available <= keep:  # the last token always needs a block
+    if core.prefix is None or available <= keep:  # the last token always needs a block
         return False
     size = core.pool.block_size
     whole = tokens[: (len(tokens) - 1) // size * size]
-    hits = core.pool.match(tokens, namespace) // size
+    hits = core.prefix.match(tokens, namespace) // size
     if not hits or available - (need - hits) < keep:
         return False
     try:
-        pinned = core.pool.pin(whole, namespace)  # hits that are evictable are not available to the rest
+        pinned = core.prefix.pin(whole, namespace)  # hits that are evictable are not available to the rest
     except OutOfSequences:
         return False
     try:
@@ -92,7 +92,7 @@ def restore(core: Core, sequence: Sequence) -> bool:
         return False
     prompt = sequence.group.request.prompt
     known = len(prompt) + len(sequence.tokens)
-    if core.available() - core.blocks(most_tokens(core, known)) < max(blocks_kept(core), core.pool.watermark):
+    if core.available() - core.blocks(most_tokens(core, known)) < max(blocks_kept(core), core.pool.options.watermark):
         return False
     try:
         handle = core.pool.open(most_tokens(core, known), sequence.group.request.namespace)

@@ -116,7 +116,7 @@ class Beam:
             core.setbacks += 1
             self.preempt(core)
             return False
-        if not pool.in_order:
+        if not pool.options.in_order:
             pool.done(plan)
         return True
 

@@ -77,7 +77,7 @@ class Core:
         self.findable = 2**31 - 1  # tokens of a prompt that are looked up and published at most
         if eviction is not None:  # a sequence begins below its budget: what leaves has been looked at
             self.findable = (eviction.policy.max_kv - 1) // pool.block_size * pool.block_size
-        self.caches = pool.index_nbytes > 0
+        self.prefix = pool.prefix
         self.rows = Rows(max_running)
         self.queue = WaitingQueue()
         self.spilled: dict[Sequence, None] = {}  # oldest first
@@ -166,9 +166,9 @@ class Core:
         rows = self.rows
         begin, end = int(rows.committed[slot]), min(int(rows.computed[slot]), self.findable)
         size = self.pool.block_size
-        if not self.caches or rows.gone[slot] or end // size <= begin // size:
+        if self.prefix is None or rows.gone[slot] or end // size <= begin // size:
             return
-        self.pool.commit(int(rows.handle[slot]), rows.known(slot, begin, end))
+        self.prefix.commit(int(rows.handle[slot]), rows.known(slot, begin, end))
         rows.committed[slot] = end
 
     def leave(self, sequence: Sequence, state: int) -> None:
@@ -290,5 +290,5 @@ class Core:
         if self._length_plan is None:
             self._length_plan = Plan(self.pool, 1, 2**31 - 1, formats=("seq_lens",))
         self.pool.step(self._length_plan, [handle], tokens)
-        if not self.pool.in_order:
+        if not self.pool.options.in_order:
             self.pool.done(self._length_plan)

@@ -19,7 +19,7 @@ def most_tokens(core: Core, tokens: int) -> int:
 def blocks_alone(core: Core, tokens: int) -> int:
     """Blocks with which a sequence of so many tokens runs alone: where it is compacted, also those for copies."""
     need = core.blocks(most_tokens(core, tokens))
-    if core.eviction is not None and core.caches and tokens > core.eviction.policy.max_kv:
+    if core.eviction is not None and core.prefix is not None and tokens > core.eviction.policy.max_kv:
         need += 1  # a block that is cached twice
         need += 0 if core.eviction.policy.whole_blocks else core.blocks(core.eviction.most)
     return need
@@ -54,9 +54,9 @@ def publish(core: Core, slot: int) -> None:
     """
     rows, request = core.rows, core.rows.sequence(slot).group.request
     end = min(int(rows.computed[slot]), core.findable)
-    if not core.caches or rows.gone[slot] or end <= rows.committed[slot]:
+    if core.prefix is None or rows.gone[slot] or end <= rows.committed[slot]:
         return
-    if core.pool.match(rows.known(slot, 0, end + 1), request.namespace) <= rows.committed[slot]:
+    if core.prefix.match(rows.known(slot, 0, end + 1), request.namespace) <= rows.committed[slot]:
         core.commit(slot)
 
 
@@ -118,7 +118,7 @@ def make_way(core: Core) -> None:
     """
     running = core.rows.running()
     core.setbacks += 1
-    if len(running) == 1 and (core.was_alone() or not core.caches):
+    if len(running) == 1 and (core.was_alone() or core.prefix is None):
         stats = core.pool.stats()
         raise OutOfBlocks(
             f"[schedule] request {core.rows.sequence(running[0]).group.id!r} runs alone and finds no blocks for the "

@@ -32,14 +32,14 @@ def make_room(core: Core, probe: object) -> None:
     pool = core.pool
     while True:
         batch = core.batch()
-        if pool.num_free >= len(batch.handles) or pool.can(batch.handles):
+        if pool.blocks.num_blank >= len(batch.handles) or pool.can(batch.handles):
             return
         running = core.rows.running()
         victim = choose(core, running, probe)
         unit = 1 if victim.group.beam is None else len(victim.group.beam.live)
         if unit == len(running):
             core.setbacks += 1
-            if core.caches and not core.was_alone():
+            if core.prefix is not None and not core.was_alone():
                 core.preempt(victim)
                 return
             stats = pool.stats()

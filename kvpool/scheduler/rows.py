@@ -23,7 +23,7 @@ class Rows:
     admitted : int64
         Number of the admission: the order of rows.
     prompt, generated, computed, committed : int32
-        Tokens of the prompt; tokens generated; known tokens in the pool; tokens given to `Pool.commit`.
+        Tokens of the prompt; tokens generated; known tokens in the pool; tokens given to `PrefixCache.commit`.
     gone : int32
         Of the computed ones, those that were evicted.
     high : int32

@@ -135,7 +135,7 @@ class Scheduler:
                 raise TypeError(f"[{call}] pad_to must be (rows, tokens) or callable, not {pad_to!r}") from None
             rows = integer(call, "pad_to[0]", pad_rows, rows)
             tokens = integer(call, "pad_to[1]", pad_tokens, tokens)
-        width = pool.max_blocks_per_seq
+        width = pool.options.max_blocks_per_seq
         if self._max_model_len is not None:
             width = min(width, -(-self._max_model_len // pool.block_size))
         self._plans = [Plan(pool, rows, tokens, formats=formats, table_width=width) for _ in range(plans)]
@@ -195,16 +195,17 @@ class Scheduler:
                 "too_long",
             )
         own = core.blocks(most_tokens(core, tokens))
-        if own > pool.max_blocks_per_seq:
+        if own > pool.options.max_blocks_per_seq:
             raise RequestRejected(
-                f"[add] {tokens} tokens need {own} blocks, a sequence has at most {pool.max_blocks_per_seq}",
+                f"[add] {tokens} tokens need {own} blocks, a sequence has at most {pool.options.max_blocks_per_seq}",
                 "too_large",
             )
-        if width > min(core.max_running, pool.max_seqs):
+        if width > min(core.max_running, pool.options.max_seqs):
             raise RequestRejected(
-                f"[add] a beam of {width} sequences, {min(core.max_running, pool.max_seqs)} may run", "too_large"
+                f"[add] a beam of {width} sequences, {min(core.max_running, pool.options.max_seqs)} may run",
+                "too_large",
             )
-        usable = pool.num_blocks - pool.reserved_blocks - pool.watermark
+        usable = pool.num_blocks - pool.options.reserved_blocks - pool.options.watermark
         shared = prompt // pool.block_size
         if width > 1:
             need = shared + width * (need - shared + 1)
@@ -335,7 +336,7 @@ class Scheduler:
     def _explain_idle(self) -> None:
         """Nothing runs and nothing can be admitted: others hold the pool."""
         stats = self._core.pool.stats()
-        if stats.sequences == self._core.pool.max_seqs:
+        if stats.sequences == self._core.pool.options.max_seqs:
             raise OutOfSequences(f"[schedule] nothing runs, and all {stats.sequences} sequences of the pool are open")
         raise OutOfBlocks(
             f"[schedule] nothing runs and the first in line finds no room: {stats.free} blocks free, "
@@ -424,7 +425,7 @@ class Scheduler:
         """
         self._check_out("update", step)
         given = results.read(step, tokens, logprobs, beams)
-        if not self._core.pool.in_order:
+        if not self._core.pool.options.in_order:
             self._core.pool.done(step.plan)
         self._out = None
         return results.take(self._core, step, given)
@@ -442,7 +443,7 @@ class Scheduler:
         """
         self._check_out("fail", step)
         core = self._core
-        if not core.pool.in_order:
+        if not core.pool.options.in_order:
             core.pool.rollback(step.plan)
         self._out = None
         core.step_out = False
@@ -450,7 +451,7 @@ class Scheduler:
         if core.eviction is not None:
             core.eviction.forget()
         core.bury()
-        if core.pool.in_order:
+        if core.pool.options.in_order:
             results.give_up(core, step)
 
     def _check_out(self, call: str, step: Step) -> None:

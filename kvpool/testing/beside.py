@@ -146,9 +146,9 @@ class Pair:
         test, oracle = self.test.pool, self.oracle.pool
         got, want = test.stats(), oracle.stats()
         assert tuple(got) == tuple(want), f"stats: {got}, due {want}"
-        if getattr(oracle, "prefix_cache", False):
-            got, want = test.prefix_stats(), oracle.prefix_stats()
-            assert tuple(got) == tuple(want), f"prefix_stats: {got}, due {want}"
+        if oracle.prefix is not None:
+            got, want = test.prefix.stats(), oracle.prefix.stats()
+            assert tuple(got) == tuple(want), f"prefix.stats: {got}, due {want}"
         state = oracle.state()
         tables = {}
         for name, (length, table, _, _, (evicted, _)) in state["sequences"].items():
@@ -159,8 +159,8 @@ class Pair:
             assert test.num_tokens(handle) == length + evicted, f"num_tokens of {name}"
             assert test.capacity(handle) == len(table) * test.block_size, f"capacity of {name}"
             assert test.is_open(handle), f"is_open of {name}"
-        for block in range(test.reserved_blocks, test.num_blocks):
-            count, due = test.refcount(block), state["refcounts"].get(block, 0)
+        for block in range(test.options.reserved_blocks, test.num_blocks):
+            count, due = test.blocks.refcount(block), state["refcounts"].get(block, 0)
             assert count == due, f"refcount of {block}: {count}, due {due}"
         for mine, due in zip(self.test.plans, self.oracle.plans, strict=True):
             assert mine.is_pending == due.is_pending, "is_pending"
@@ -169,7 +169,7 @@ class Pair:
 
     def compare_histogram(self) -> None:
         """Compare the refcount histograms."""
-        self.both(lambda side: side.pool.refcount_histogram())
+        self.both(lambda side: side.pool.blocks.refcount_histogram())
 
     def compare_plan(self, index: int) -> None:
         """Compare every attribute of a plan that was just filled."""

@@ -198,48 +198,48 @@ class Program:
         """Say which tokens a sequence holds, as far as they are computed, or one too far."""
         name = self._one(c)
         pool, handle = self.pair.test.pool, self.pair.test.handle(name)
-        start, end = pool.committed(handle), pool.num_tokens(handle)
+        start, end = pool.prefix.committed(handle), pool.num_tokens(handle)
         n = a % (end - start + 2) if end >= start else 0
         tokens = self._text(name, start + n, b)[start:]
-        self.pair.both(lambda side: side.pool.commit(side.handle(name), tokens))
+        self.pair.both(lambda side: side.pool.prefix.commit(side.handle(name), tokens))
 
     def match(self, a: int, b: int, c: int) -> None:
         """Ask how much of a prompt is cached."""
         name = self._one(c)
         text = self._text(name, 1 + a % (4 * self.size), b)
-        self.pair.both(lambda side: side.pool.match(text, self.spaces[name]))
+        self.pair.both(lambda side: side.pool.prefix.match(text, self.spaces[name]))
 
     def flush(self, a: int, b: int, c: int) -> None:
         """Forget a namespace, or rarely everything."""
         if b % 4 == 0:
             space = None if a % 8 == 0 else NAMESPACES[c & 1]
-            self.pair.both(lambda side: side.pool.flush(space))
+            self.pair.both(lambda side: side.pool.prefix.flush(space))
 
     def events(self, a: int, b: int, c: int) -> None:
         """Compare what the cache told since the last time."""
-        self.pair.both(lambda side: [event[0] for event in side.pool.drain_events()])
+        self.pair.both(lambda side: [event[0] for event in side.pool.prefix.events()])
 
     def alloc(self, a: int, b: int, c: int) -> None:
         """Take blocks for tables of our own."""
-        got = self.pair.both(lambda side: side.pool.alloc(1 + a % 3))
+        got = self.pair.both(lambda side: side.pool.blocks.alloc(1 + a % 3))
         if got is not RAISED:
             self.held += got.tolist()
 
     def incref(self, a: int, b: int, c: int) -> None:
         """Take one more reference to a block."""
         block = self.held[c % len(self.held)] if self.held else a % self.pair.test.pool.num_blocks
-        if self.pair.both(lambda side: side.pool.incref(block)) is not RAISED:
+        if self.pair.both(lambda side: side.pool.blocks.incref(block)) is not RAISED:
             self.held.append(block)
 
     def decref(self, a: int, b: int, c: int) -> None:
         """Give a reference back."""
         if self.held:
             block = self.held.pop(c % len(self.held))
-            self.pair.both(lambda side: side.pool.decref(block))
+            self.pair.both(lambda side: side.pool.blocks.decref(block))
 
     def evict(self, a: int, b: int, c: int) -> None:
         """Evict cached blocks."""
-        self.pair.both(lambda side: side.pool.evict(a % 3))
+        self.pair.both(lambda side: side.pool.blocks.evict(a % 3))
 
 
 def options_of(seed: int, num_blocks: int | None = None, block_size: int | None = None) -> dict[str, Any]:

@@ -23,8 +23,6 @@ import hashlib
 from collections.abc import Iterator
 from typing import Any, Self
 
-import numpy as np
-
 from kvpool.errors import CapacityExceeded, CorruptState, PlanStateError
 from kvpool.stats import PoolStats
 from kvpool.testing import model_args as args
@@ -123,7 +121,7 @@ class ModelPool(EvictionModel):
             yield row, seq
 
     def _fits_pool(self, seq: Sequence, n: int) -> bool:
-        return seq.num_tokens + n <= self.max_blocks_per_seq * self.block_size
+        return seq.num_tokens + n <= self.options.max_blocks_per_seq * self.block_size
 
     def _refuse_row(self, call: str, plan: ModelPlan, row: int, seq: Sequence, n: int) -> None:
         """Refuse what neither the pool's nor the plan's tables can hold."""
@@ -224,7 +222,7 @@ class ModelPool(EvictionModel):
         step.plan.step_id = step.id
         step.plan._pending = True
         self._chain(call, step.id, [(self._local(r.handle), r.replaced, r.num_appended) for r in step.rows], new)
-        if self.in_order:
+        if self.options.in_order:
             self._pass(step)
 
     def _pass(self, step: Step) -> None:
@@ -313,7 +311,7 @@ class ModelPool(EvictionModel):
         capacity = sum(len(seq.table) for seq in seqs) * self.block_size
         return PoolStats(
             num_blocks=self.num_blocks,
-            reserved=self.reserved_blocks,
+            reserved=self.options.reserved_blocks,
             free=len(self._blank),
             evictable=len(self._lru),
             limbo=len(self._limbo),
@@ -330,11 +328,6 @@ class ModelPool(EvictionModel):
     def _referenced(self) -> set[int]:
         tables = {block for seq in self._sequences.values() for block in seq.table}
         return tables | {block for block, count in self._raw.items() if count} | set(self._held_canonicals.values())
-
-    @public_call
-    def refcount_histogram(self) -> np.ndarray:
-        """Return how many unreserved blocks have each refcount, int64 ``[max refcount + 1]``."""
-        return np.bincount([self._refcount(b) for b in range(self.reserved_blocks, self.num_blocks)])
 
     @public_call
     def digest(self) -> int:
@@ -392,7 +385,7 @@ class ModelPool(EvictionModel):
         """Recompute what the bookkeeping implies; raises `CorruptState`."""
         used = self._referenced() | set(self._holds)
         places = self._blank + self._lru + [block for block, _ in self._limbo] + list(used)
-        if sorted(places) != list(range(self.reserved_blocks, self.num_blocks)):
+        if sorted(places) != list(range(self.options.reserved_blocks, self.num_blocks)):
             raise CorruptState(f"[check] a block is in no place or in two: {sorted(places)}")
         if sorted(self._holds) != sorted(b for step in self._pending for b in step.held()):
             raise CorruptState("[check] holds differ from what the pending steps replaced")
@@ -426,12 +419,6 @@ class ModelPool(EvictionModel):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("[Pool] a pool cannot be pickled or copied")
-
-    @property
-    @public_call
-    def num_free(self) -> int:
-        """Blank blocks."""
-        return len(self._blank)
 
     @property
     def num_evictable(self) -> int:

@@ -93,7 +93,7 @@ class EvictionModel(PrefixModel):
     def _judge_eviction(self, call: str, seq: Sequence, leaving: int) -> None:
         if any(row.handle == seq.handle for step in self._pending for row in step.rows):
             raise PlanStateError(f"[{call}] handle is a row of a pending plan ({seq.handle})")
-        if leaving and seq.evicted + leaving + self.max_blocks_per_seq * self.block_size > 2**31 - 1:
+        if leaving and seq.evicted + leaving + self.options.max_blocks_per_seq * self.block_size > 2**31 - 1:
             raise CapacityExceeded(f"[{call}] positions would pass 2^31 - 1 ({seq.handle})")
 
     def _lose(self, seq: Sequence, n: int) -> None:

@@ -74,7 +74,7 @@ class ModelPlan:
         pad: dict[str, int] | None = None,
         out: dict[str, np.ndarray] | None = None,
     ) -> None:
-        if not hasattr(pool, "max_blocks_per_seq"):
+        if not hasattr(pool, "options"):
             raise TypeError(f"[Plan] pool is a {type(pool).__name__}, a pool is needed")
 
         def size(name: str, value: int | None, default: int) -> int:
@@ -83,7 +83,7 @@ class ModelPlan:
         self.pool = pool
         self.max_rows = args.integer("Plan", "max_rows", max_rows, 1)
         self.max_tokens = size("max_tokens", max_tokens, self.max_rows)
-        self.table_width = size("table_width", table_width, pool.max_blocks_per_seq)
+        self.table_width = size("table_width", table_width, pool.options.max_blocks_per_seq)
         self.kv_width = size("kv_width", kv_width, self.table_width * pool.block_size)
         self.formats = (formats,) if isinstance(formats, str) else tuple(formats)
         self.has_contexts = bool({"kv_slots", "kv_slots_ragged"} & set(self.formats))
@@ -141,7 +141,7 @@ class ModelPlan:
         return dtypes
 
     def _array_pads(self, pad: dict[str, int] | None) -> dict[str, int]:
-        nowhere = 0 if self.pool.reserved_blocks else -1
+        nowhere = 0 if self.pool.options.reserved_blocks else -1
         pads = {
             "block_tables": -1 if "page_batch_info" in self.formats else nowhere,
             "seq_lens": 0,

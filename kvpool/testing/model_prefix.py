@@ -17,7 +17,7 @@ import numpy as np
 from kvpool.errors import CapacityExceeded, CorruptState
 from kvpool.stats import PrefixStats
 from kvpool.testing import model_args as args
-from kvpool.testing.model_blocks import Sequence, ceil_div, public_call
+from kvpool.testing.model_blocks import Part, Sequence, ceil_div, public_call
 from kvpool.testing.model_sequences import SequenceModel
 
 
@@ -39,7 +39,7 @@ class PrefixModel(SequenceModel):
     prefix_cache : bool
         Whether committed blocks are found by their content.
     events : int
-        How many events are kept for `drain_events`.
+        How many events are kept for `events`.
     """
 
     def __init__(
@@ -51,7 +51,6 @@ class PrefixModel(SequenceModel):
         args.integer("Pool", "_hash_bits", _hash_bits, 0, 64)
         if events and not prefix_cache:
             raise ValueError(f"[Pool] events is {events}, but there are none without prefix_cache=True")
-        self.prefix_cache = prefix_cache
         self._next_uid = 1
         self._sweep_at = 1024  # namespaces
         self._use = dict.fromkeys(("queries", "query_tokens", "hit_tokens", "inserted", "duplicates", "evicted"), 0)
@@ -59,6 +58,7 @@ class PrefixModel(SequenceModel):
         self._events: deque[tuple] = deque(maxlen=events)
         self._lost_events = 0
         super().__init__(*sizes, **options)
+        self.options = self.options._replace(prefix_cache=prefix_cache, events=events)
 
     def _empty(self) -> None:
         super()._empty()
@@ -113,7 +113,7 @@ class PrefixModel(SequenceModel):
 
     def _prompt_hits(self, tokens: list[int], namespace: bytes) -> list[int]:
         """The hits of a prompt: its last token is always computed."""
-        most = min((len(tokens) - 1) // self.block_size, self.max_blocks_per_seq)
+        most = min((len(tokens) - 1) // self.block_size, self.options.max_blocks_per_seq)
         return self._hits(tokens, namespace, most)
 
     def _touch(self, block: int) -> None:
@@ -137,8 +137,10 @@ class PrefixModel(SequenceModel):
     def _refuse_too_long(self, call: str, tokens: list[int]) -> int:
         """Return how many blocks the tokens fill."""
         num_blocks = ceil_div(len(tokens), self.block_size)
-        if num_blocks > self.max_blocks_per_seq:
-            raise CapacityExceeded(f"[{call}] {num_blocks} blocks, max_blocks_per_seq is {self.max_blocks_per_seq}")
+        if num_blocks > self.options.max_blocks_per_seq:
+            raise CapacityExceeded(
+                f"[{call}] {num_blocks} blocks, max_blocks_per_seq is {self.options.max_blocks_per_seq}"
+            )
         return num_blocks
 
     @public_call
@@ -154,38 +156,16 @@ class PrefixModel(SequenceModel):
         hits = self._prompt_hits(prompt, namespace)
         need = num_blocks - len(hits)
         lost = len(set(hits) & set(self._lru))
-        if need and need + self.watermark > self._available() - lost:
-            self._out_of_blocks("open", need, self.watermark, lost=lost)
+        if need and need + self.options.watermark > self._available() - lost:
+            self._out_of_blocks("open", need, self.options.watermark, lost=lost)
         self._refuse_slots("open", 1)
         seq = self._open_hits(hits, prompt, namespace, need)
-        if self.prefix_cache:
+        if self.options.prefix_cache:
             self._use["queries"] += 1
             self._use["query_tokens"] += len(prompt)
             self._use["hit_tokens"] += seq.num_tokens
         self._chain("open", prompt, namespace, self._local(seq.handle), *seq.table)
         return seq.handle
-
-    @public_call
-    def match(self, tokens: Any, namespace: bytes = b"") -> int:
-        """Return how many tokens of the prompt `open` would find."""
-        prompt = args.tokens("match", tokens)
-        return len(self._prompt_hits(prompt, args.namespace("match", namespace))) * self.block_size
-
-    @public_call
-    def pin(self, tokens: Any, namespace: bytes = b"") -> int:
-        """Open a sequence that holds the cached blocks of a prefix, all of them; returns its handle."""
-        prefix = args.tokens("pin", tokens)
-        self._refuse_too_long("pin", prefix)
-        hits = self._hits(prefix, args.namespace("pin", namespace), len(prefix) // self.block_size)
-        self._refuse_slots("pin", 1)
-        seq = self._open_hits(hits, prefix, namespace, 0)
-        self._chain("pin", prefix, namespace, self._local(seq.handle), *seq.table)
-        return seq.handle
-
-    @public_call
-    def unpin(self, handle: int) -> None:
-        """Close a sequence that `pin` opened."""
-        self._close(self._one("unpin", handle))
 
     # ---- committing ---------------------------------------------------------------------------------------
 
@@ -215,29 +195,6 @@ class PrefixModel(SequenceModel):
         if sum(batch) != num_tokens:
             raise ValueError(f"[commit] counts sum up to {sum(batch)}, there are {num_tokens} tokens")
         return batch
-
-    @public_call
-    def commit(self, handles: Any, tokens: Any, counts: Any = None) -> None:
-        """Make the tokens of computed positions known; the blocks that become full can be found."""
-        if not self.prefix_cache:
-            raise ValueError("[commit] the pool has no prefix cache, build it with prefix_cache=True")
-        names = args.handles("commit", handles, alone=True)
-        given = args.tokens("commit", tokens)
-        lengths = self._row_counts(counts, len(names), len(given))
-        batch = [self._sequence("commit", name) for name in names]
-        rows = []
-        told = dict(self._block_tokens)  # as if the rows before had been committed
-        for seq, count in zip(batch, lengths, strict=True):
-            row, given = given[:count], given[count:]
-            self._refuse_commit(seq, row, told)
-            rows.append(row)
-        for seq, row in zip(batch, rows, strict=True):
-            first = len(seq.tokens) // self.block_size
-            seq.tokens += row
-            for i in range(first, len(seq.tokens) // self.block_size):
-                self._commit_block(seq.table[i], self._block_of(seq.tokens, i))
-            self._publish(seq)
-        self._chain("commit", *map(self._local, names), *rows)
 
     def _refuse_commit(self, seq: Sequence, row: list[int], told: dict[int, tuple[int, ...]]) -> None:
         """Refuse tokens that are not computed, or that contradict what was `told` of a block; adds to `told`."""
@@ -357,7 +314,7 @@ class PrefixModel(SequenceModel):
             self._release(self._held_canonicals.pop(block))
 
     def _leave(self, block: int) -> None:
-        if self.prefix_cache and self._block_node(block) is None:
+        if self.options.prefix_cache and self._block_node(block) is None:
             self._blank_committed(block)
             self._blank.append(block)
             return
@@ -377,7 +334,7 @@ class PrefixModel(SequenceModel):
 
     def _evict_oldest(self) -> int:
         block = super()._evict_oldest()
-        if self.prefix_cache:
+        if self.options.prefix_cache:
             self._dropped.remove(block)
             node = self._block_node(block)
             assert node is not None
@@ -386,15 +343,6 @@ class PrefixModel(SequenceModel):
             self._use["evicted"] += 1
             self._note("removed", node.key)
         return block
-
-    @public_call
-    def flush(self, namespace: bytes | None = None) -> int:
-        """Forget every node of a namespace, or of all; returns how many blocks became blank."""
-        if namespace is not None:
-            args.namespace("flush", namespace)
-        if self.prefix_cache and namespace is not None and namespace not in self._roots:
-            self._note("cleared", namespace)
-        return self._flush(namespace) if self.prefix_cache and namespace in (None, *self._roots) else 0
 
     def _flush(self, namespace: bytes | None) -> int:
         roots = [root for name, root in self._roots.items() if namespace in (None, name)]
@@ -422,64 +370,17 @@ class PrefixModel(SequenceModel):
     @public_call
     def reset(self) -> None:
         """Forget everything; the generations and the counters of use go on."""
-        if self.prefix_cache:
+        if self.options.prefix_cache:
             self._flush(None)
         self._reset()
-        if self.prefix_cache:
+        if self.options.prefix_cache:
             self._dropped.clear()
-
-    def _refuse_own_cache(self, call: str) -> None:
-        if self.prefix_cache:
-            raise ValueError(f"[{call}] the prefix cache looks after committed blocks in this pool")
-
-    @public_call
-    def mark_committed(self, ids: Any) -> None:
-        """Only for pools without prefix cache."""
-        self._refuse_own_cache("mark_committed")
-        self._mark_committed(ids)
-
-    @public_call
-    def revive(self, ids: Any) -> None:
-        """Only for pools without prefix cache."""
-        self._refuse_own_cache("revive")
-        self._revive(ids)
-
-    @public_call
-    def take_dropped(self) -> np.ndarray:
-        """Only for pools without prefix cache."""
-        self._refuse_own_cache("take_dropped")
-        return self._take_dropped()
 
     # ---- events and statistics ----------------------------------------------------------------------------
 
     def _note(self, *event: Any) -> None:
         self._lost_events += len(self._events) == self._events.maxlen
         self._events.append(event)
-
-    @public_call
-    def drain_events(self) -> list[tuple]:
-        """Return and forget the events, oldest first."""
-        lost = [("lost", self._lost_events)] if self._lost_events and self._events.maxlen else []
-        events = lost + list(self._events)
-        self._events.clear()
-        self._lost_events = 0
-        return events
-
-    @public_call
-    def committed(self, handle: int) -> int:
-        """Return the committed length of a sequence: where the next `commit` goes on."""
-        return len(self._one("committed", handle).tokens)
-
-    @public_call
-    def prefix_stats(self) -> PrefixStats:
-        """Return the counters of the prefix cache."""
-        return PrefixStats(
-            hit_rate=self._use["hit_tokens"] / max(1, self._use["query_tokens"]),
-            nodes=len(self._nodes),
-            namespaces=len(self._roots) if self.prefix_cache else 0,
-            reuse_gap=sum(self._gaps) / max(1, len(self._gaps)),
-            **self._use,
-        )
 
     def _prefix_state(self) -> dict[str, Any]:
         return {
@@ -501,10 +402,92 @@ class PrefixModel(SequenceModel):
             raise CorruptState(f"[check] indexed before it is written: {sorted(unwritten & set(canonical))}")
         if not self._held_back <= self._committed - set(canonical):
             raise CorruptState(f"[check] held back, but indexed or not committed: {sorted(self._held_back)}")
-        if self.prefix_cache and not set(self._lru) <= set(canonical):
+        if self.options.prefix_cache and not set(self._lru) <= set(canonical):
             raise CorruptState("[check] the LRU has a block that is not indexed")
         for seq in self._sequences.values():
             if len(seq.tokens) > seq.num_tokens:
                 raise CorruptState(f"[check] more tokens are committed than there are ({seq.handle})")
             if seq.published > len(seq.tokens) // self.block_size:
                 raise CorruptState(f"[check] more blocks are published than committed ({seq.handle})")
+
+    @property
+    def prefix(self) -> Part | None:
+        """The prefix cache; None in a pool that has none."""
+        return Part(self, "prefix") if self.options.prefix_cache else None
+
+    @public_call
+    def _prefix_match(self, tokens: Any, namespace: bytes = b"") -> int:
+        """Return how many tokens of the prompt `open` would find."""
+        prompt = args.tokens("match", tokens)
+        return len(self._prompt_hits(prompt, args.namespace("match", namespace))) * self.block_size
+
+    @public_call
+    def _prefix_pin(self, tokens: Any, namespace: bytes = b"") -> int:
+        """Open a sequence that holds the cached blocks of a prefix, all of them; returns its handle."""
+        prefix = args.tokens("pin", tokens)
+        self._refuse_too_long("pin", prefix)
+        hits = self._hits(prefix, args.namespace("pin", namespace), len(prefix) // self.block_size)
+        self._refuse_slots("pin", 1)
+        seq = self._open_hits(hits, prefix, namespace, 0)
+        self._chain("pin", prefix, namespace, self._local(seq.handle), *seq.table)
+        return seq.handle
+
+    @public_call
+    def _prefix_unpin(self, handle: int) -> None:
+        """Close a sequence that `pin` opened."""
+        self._close(self._one("unpin", handle))
+
+    @public_call
+    def _prefix_commit(self, handles: Any, tokens: Any, counts: Any = None) -> None:
+        """Make the tokens of computed positions known; the blocks that become full can be found."""
+        names = args.handles("commit", handles, alone=True)
+        given = args.tokens("commit", tokens)
+        lengths = self._row_counts(counts, len(names), len(given))
+        batch = [self._sequence("commit", name) for name in names]
+        rows = []
+        told = dict(self._block_tokens)  # as if the rows before had been committed
+        for seq, count in zip(batch, lengths, strict=True):
+            row, given = given[:count], given[count:]
+            self._refuse_commit(seq, row, told)
+            rows.append(row)
+        for seq, row in zip(batch, rows, strict=True):
+            first = len(seq.tokens) // self.block_size
+            seq.tokens += row
+            for i in range(first, len(seq.tokens) // self.block_size):
+                self._commit_block(seq.table[i], self._block_of(seq.tokens, i))
+            self._publish(seq)
+        self._chain("commit", *map(self._local, names), *rows)
+
+    @public_call
+    def _prefix_committed(self, handle: int) -> int:
+        """Return the committed length of a sequence: where the next `commit` goes on."""
+        return len(self._one("committed", handle).tokens)
+
+    @public_call
+    def _prefix_flush(self, namespace: bytes | None = None) -> int:
+        """Forget every node of a namespace, or of all; returns how many blocks became blank."""
+        if namespace is not None:
+            args.namespace("flush", namespace)
+        if namespace is not None and namespace not in self._roots:
+            self._note("cleared", namespace)
+        return self._flush(namespace) if namespace in (None, *self._roots) else 0
+
+    @public_call
+    def _prefix_events(self) -> list[tuple]:
+        """Return and forget the events, oldest first."""
+        lost = [("lost", self._lost_events)] if self._lost_events and self._events.maxlen else []
+        events = lost + list(self._events)
+        self._events.clear()
+        self._lost_events = 0
+        return events
+
+    @public_call
+    def _prefix_stats(self) -> PrefixStats:
+        """Return the counters of the prefix cache."""
+        return PrefixStats(
+            hit_rate=self._use["hit_tokens"] / max(1, self._use["query_tokens"]),
+            nodes=len(self._nodes),
+            namespaces=len(self._roots),
+            reuse_gap=sum(self._gaps) / max(1, len(self._gaps)),
+            **self._use,
+        )

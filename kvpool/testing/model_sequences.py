@@ -58,7 +58,8 @@ class SequenceModel(BlockModel):
     def _refuse_slots(self, call: str, n: int) -> None:
         if n > len(self._free_slots):
             raise OutOfSequences(
-                f"[{call}] {n} sequence slots are needed, {len(self._free_slots)} are free, max_seqs is {self.max_seqs}"
+                f"[{call}] {n} sequence slots are needed, {len(self._free_slots)} are free, "
+                f"max_seqs is {self.options.max_seqs}"
             )
 
     @public_call
@@ -68,10 +69,10 @@ class SequenceModel(BlockModel):
 
     def _open_blank(self, num_tokens: int) -> Sequence:
         need = ceil_div(args.count("open", "num_tokens", num_tokens), self.block_size)
-        if need > self.max_blocks_per_seq:
-            raise CapacityExceeded(f"[open] {need} blocks, max_blocks_per_seq is {self.max_blocks_per_seq}")
-        if need and need + self.watermark > self._available():
-            self._out_of_blocks("open", need, self.watermark)
+        if need > self.options.max_blocks_per_seq:
+            raise CapacityExceeded(f"[open] {need} blocks, max_blocks_per_seq is {self.options.max_blocks_per_seq}")
+        if need and need + self.options.watermark > self._available():
+            self._out_of_blocks("open", need, self.options.watermark)
         self._refuse_slots("open", 1)
         seq = self._create(0, [self._take() for _ in range(need)])
         self._chain("open", num_tokens, self._local(seq.handle), *seq.table)

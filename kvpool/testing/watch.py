@@ -28,10 +28,7 @@ from kvpool import Plan, Pool
 from kvpool.errors import KVPoolError
 
 POISON = -1
-PASSED_ON = (
-    *("num_tokens", "capacity", "table", "match", "can", "evict", "flush", "mark_committed", "take_dropped"),
-    *("is_open", "refcount", "stats", "num_free", "prefix_stats", "drain_events", "kv_len", "committed"),
-)
+PASSED_ON = ("num_tokens", "capacity", "table", "can", "is_open", "stats", "kv_len")
 FORMATS = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens")
 
 
@@ -59,11 +56,27 @@ class _Step:
     noted: bool = False
 
 
+class _Part:
+    """`Pool.prefix` or `Pool.blocks`, watched: a call is one of `own`, or changes nothing a sequence could see."""
+
+    def __init__(self, watched: Watched, part: Any, **own: Callable[..., Any]) -> None:
+        self._watched, self._part, self._own = watched, part, own
+
+    def __getattr__(self, name: str) -> Any:
+        return self._own[name] if name in self._own else self._watched._checked(getattr(self._part, name))
+
+
 class Watched:
     """See the module."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
+        self.own_prefix: Any = pool.prefix
+        self.prefix = _Part(self, self.own_prefix, pin=self._pin, commit=self._commit) if self.own_prefix else None
+        self.blocks = _Part(
+            self, pool.blocks, alloc=self._alloc, incref=self._incref, touch=self._touch, decref=self._decref,
+            free=self._free,
+        )  # fmt: skip
         self.block_size: int = pool.block_size
         slots = pool.num_blocks * self.block_size
         self.real = [POISON] * slots  # as far as the backend has come
@@ -178,9 +191,9 @@ class Watched:
         """`Pool.open`; what is found in the cache must be what these tokens wrote."""
         return self._opened(self._attempt(lambda: self.pool.open(tokens, namespace)), tokens, namespace)
 
-    def pin(self, tokens: Any, namespace: bytes = b"") -> int:
-        """`Pool.pin`."""
-        return self._opened(self._attempt(lambda: self.pool.pin(tokens, namespace)), tokens, namespace)
+    def _pin(self, tokens: Any, namespace: bytes = b"") -> int:
+        """`Pool.prefix.pin`."""
+        return self._opened(self._attempt(lambda: self.own_prefix.pin(tokens, namespace)), tokens, namespace)
 
     def fork(self, handle: int, n: int = 1) -> Any:
         """`Pool.fork`."""
@@ -249,9 +262,9 @@ class Watched:
             self.dead.append(handle)
         self._check()
 
-    def commit(self, handles: Any, tokens: list[int], counts: list[int] | None = None) -> None:
-        """`Pool.commit`: from now on the blocks of these sequences may be hits for these tokens."""
-        self._attempt(lambda: self.pool.commit(handles, tokens, counts))
+    def _commit(self, handles: Any, tokens: list[int], counts: list[int] | None = None) -> None:
+        """`Pool.prefix.commit`: from now on the blocks of these sequences may be hits for these tokens."""
+        self._attempt(lambda: self.own_prefix.commit(handles, tokens, counts))
         rows, left = (handles if isinstance(handles, list) else [handles]), list(tokens)
         for handle, n in zip(rows, counts or [len(tokens)], strict=True):
             self._told(self.sequences[handle], left[:n])
@@ -309,7 +322,7 @@ class Watched:
         self._poison(fresh)
         step = _Step(plan, plan.copies.tolist(), writes, reads, before)
         self._run(self.virtual, step)
-        if self.pool.in_order:
+        if self.pool.options.in_order:
             self._execute(step)
         else:
             self.pending.append(step)
@@ -350,9 +363,9 @@ class Watched:
 
     # ---- blocks -------------------------------------------------------------------------------------------
 
-    def alloc(self, n: int) -> list[int]:
-        """`Pool.alloc`; the caller writes into his blocks at once."""
-        blocks: list[int] = self._attempt(lambda: self.pool.alloc(n)).tolist()
+    def _alloc(self, n: int) -> list[int]:
+        """`Pool.blocks.alloc`; the caller writes into his blocks at once."""
+        blocks: list[int] = self._attempt(lambda: self.pool.blocks.alloc(n)).tolist()
         for block in blocks:
             self.references[block] = 1
             self.raw[block] = [self._stamp() for _ in range(self.block_size)]
@@ -366,24 +379,24 @@ class Watched:
         self.raw.setdefault(block, [self.virtual[s] for s in self._slots(block)])
         self._check()
 
-    def incref(self, block: int) -> None:
-        """`Pool.incref`: what the block holds now stays."""
-        self._attempt(lambda: self.pool.incref(block))
+    def _incref(self, block: int) -> None:
+        """`Pool.blocks.incref`: what the block holds now stays."""
+        self._attempt(lambda: self.pool.blocks.incref(block))
         self._reference(block)
 
-    def revive(self, block: int) -> None:
-        """`Pool.revive`."""
-        self._attempt(lambda: self.pool.revive(block))
+    def _touch(self, block: int) -> None:
+        """`Pool.blocks.touch`."""
+        self._attempt(lambda: self.pool.blocks.touch(block))
         self._reference(block)
 
-    def decref(self, block: int) -> None:
-        """`Pool.decref`."""
-        self._attempt(lambda: self.pool.decref(block))
+    def _decref(self, block: int) -> None:
+        """`Pool.blocks.decref`."""
+        self._attempt(lambda: self.pool.blocks.decref(block))
         self._released(block)
 
-    def free(self, block: int) -> None:
-        """`Pool.free`."""
-        self._attempt(lambda: self.pool.free(block))
+    def _free(self, block: int) -> None:
+        """`Pool.blocks.free`."""
+        self._attempt(lambda: self.pool.blocks.free(block))
         self._released(block)
 
     def _released(self, block: int) -> None:
@@ -406,8 +419,9 @@ class Watched:
         """The calls that change nothing a sequence could see."""
         if name not in PASSED_ON:
             raise AttributeError(name)
-        call = getattr(self.pool, name)
+        return self._checked(getattr(self.pool, name))
 
+    def _checked(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def checked(*args: Any) -> Any:
             result = self._attempt(lambda: call(*args))
             self._check()

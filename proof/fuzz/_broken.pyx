@@ -7,7 +7,8 @@ it: content, references, lists, refusals, arrays.
 from libc.stdint cimport int32_t, int64_t
 
 from kvpool._core cimport (
-    BLANK, CANONICAL, LIMBO, NO_BLOCK, REMOVED, SLOT_MAPPING, USED, Blocks, Name, Note, Plan, Pool, Ring, Seq, Seqs,
+    BLANK, CANONICAL, LIMBO, NO_BLOCK, REMOVED, SLOT_MAPPING, USED, BlockAPI, Blocks, Name, Note, Plan, Pool,
+    PrefixCache, Ring, Seq, Seqs,
     blocks_drain_limbo, blocks_unref, names_find, names_remove, seq_find, seq_refresh, seq_table, slot_of,
 )
 
@@ -24,8 +25,8 @@ cdef class _Opened:
 
     def __cinit__(self, Pool pool):
         self.pool = pool
-        self.b = &pool.all_blocks
-        self.s = &pool.seqs
+        self.b = &pool.state.blocks
+        self.s = &pool.state.seqs
 
     cdef int32_t find(self, object handle):
         """Slot of an open sequence, -1 for whatever else a call was given."""
@@ -201,7 +202,7 @@ def _take_watermark(pool, *_):
 
 
 def _put_watermark(pool, kept, *_):
-    (<Pool>pool).seqs.watermark = kept
+    (<Pool>pool).state.seqs.watermark = kept
 
 
 def _used_evicted(pool, kept, *_):
@@ -224,7 +225,7 @@ def _generation_kept(pool, kept, handles):
 def _nodes_stay(pool, kept, *_):
     cdef _Opened o = _Opened(pool)
     cdef int32_t k
-    if o.pool.indexed and 2 * <int64_t>o.pool.index.num_nodes < o.pool.index.mask:  # a search ends
+    if o.pool.state.indexed and 2 * <int64_t>o.pool.state.index.num_nodes < o.pool.state.index.mask:  # a search ends
         for k in range(o.b.num_dropped):
             o.b.block[o.b.dropped[k]].noted = 0
         o.b.num_dropped = 0
@@ -233,20 +234,20 @@ def _nodes_stay(pool, kept, *_):
 def _fake_tokens(pool, tokens=0, namespace=b""):
     """A root node takes on the prompt's tokens: found, not proved."""
     cdef Pool p = pool
-    cdef int64_t k, bs = p.all_blocks.block_size
+    cdef int64_t k, bs = p.state.blocks.block_size
     cdef int32_t id
     cdef Name* name
-    if not p.indexed or not hasattr(tokens, "__len__") or len(tokens) <= bs:
+    if not p.state.indexed or not hasattr(tokens, "__len__") or len(tokens) <= bs:
         return None
-    name = names_find(&p.index.names, <const char*><bytes>namespace, len(namespace))
+    name = names_find(&p.state.index.names, <const char*><bytes>namespace, len(namespace))
     if name == NULL:
         return None
-    for at in range(<int64_t>p.index.mask + 1):
-        id = p.index.slot[at].id
-        if id != NO_BLOCK and p.index.slot[at].parent == name.uid and p.all_blocks.block[id].place != LIMBO:
-            kept = [p.index.tokens[id * bs + k] for k in range(bs)]
+    for at in range(<int64_t>p.state.index.mask + 1):
+        id = p.state.index.slot[at].id
+        if id != NO_BLOCK and p.state.index.slot[at].parent == name.uid and p.state.blocks.block[id].place != LIMBO:
+            kept = [p.state.index.tokens[id * bs + k] for k in range(bs)]
             for k in range(bs):
-                p.index.tokens[id * bs + k] = tokens[k]
+                p.state.index.tokens[id * bs + k] = tokens[k]
             return id, kept
     return None
 
@@ -254,8 +255,8 @@ def _fake_tokens(pool, tokens=0, namespace=b""):
 def _true_tokens(pool, kept, *_):
     cdef Pool p = pool
     if kept is not None:
-        for k in range(p.all_blocks.block_size):
-            p.index.tokens[<int64_t>kept[0] * p.all_blocks.block_size + k] = kept[1][k]
+        for k in range(p.state.blocks.block_size):
+            p.state.index.tokens[<int64_t>kept[0] * p.state.blocks.block_size + k] = kept[1][k]
 
 
 def _raw_eaten(pool, kept, *_):
@@ -291,47 +292,47 @@ def _pending_hidden(pool, *_):
 
 
 def _pending_shown(pool, kept, *_):
-    (<Pool>pool).all_blocks.oldest_pending = kept
+    (<Pool>pool).state.blocks.oldest_pending = kept
 
 
 def _count_names(pool, *_):
-    return (<Pool>pool).index.names.size
+    return (<Pool>pool).state.index.names.size
 
 
 def _live_swept(pool, kept, *_):
     """Namespaces were swept: those that only open sequences need go too."""
     cdef Pool p = pool
     cdef int32_t i
-    if p.indexed and p.index.names.size < kept and p.index.ring.limit == 0:
-        needed = {p.index.root[i] for i in range(p.all_blocks.num_blocks)
-                  if p.all_blocks.block[i].committed == CANONICAL}
-        for i in range(p.index.names.size - 2, -1, -1):     # the last is new
-            if p.index.names.list[i].uid not in needed:
-                names_remove(&p.index.names, p.index.names.list[i])
+    if p.state.indexed and p.state.index.names.size < kept and p.state.index.ring.limit == 0:
+        needed = {p.state.index.root[i] for i in range(p.state.blocks.num_blocks)
+                  if p.state.blocks.block[i].committed == CANONICAL}
+        for i in range(p.state.index.names.size - 2, -1, -1):     # the last is new
+            if p.state.index.names.list[i].uid not in needed:
+                names_remove(&p.state.index.names, p.state.index.names.list[i])
 
 
 def _take_roots(pool, *_):
     cdef Pool p = pool
     cdef int32_t slot
-    if not p.indexed or p.index.ring.limit:
+    if not p.state.indexed or p.state.index.ring.limit:
         return {}
-    return {slot: p.seqs.prefix[slot].root for slot in range(p.seqs.max_seqs)
-            if p.seqs.seq[slot].handle >= 0 and p.seqs.seq[slot].num_tokens == 0}
+    return {slot: p.state.seqs.prefix[slot].root for slot in range(p.state.seqs.max_seqs)
+            if p.state.seqs.seq[slot].handle >= 0 and p.state.seqs.seq[slot].num_tokens == 0}
 
 
 def _put_roots(pool, kept, *_):
     for slot, root in kept.items():
-        (<Pool>pool).seqs.prefix[<int32_t>slot].root = root
+        (<Pool>pool).state.seqs.prefix[<int32_t>slot].root = root
 
 
 def _deferred_reversed(pool, kept, *_):
     cdef Pool p = pool
     cdef int64_t newest, k
-    if p.num_deferred:
-        newest = p.deferred[p.num_deferred - 1]
-        for k in range(p.num_deferred - 1, 0, -1):
-            p.deferred[k] = p.deferred[k - 1]
-        p.deferred[0] = newest
+    if p.state.num_deferred:
+        newest = p.state.deferred[p.state.num_deferred - 1]
+        for k in range(p.state.num_deferred - 1, 0, -1):
+            p.state.deferred[k] = p.state.deferred[k - 1]
+        p.state.deferred[0] = newest
 
 
 def _take_partials(pool, handle, n=1):
@@ -339,7 +340,7 @@ def _take_partials(pool, handle, n=1):
     cdef _Opened o = _Opened(pool)
     cdef int32_t parent = o.find(handle), slot, k
     cdef int64_t at
-    if parent < 0 or not o.pool.indexed or n > o.s.num_free_slots:
+    if parent < 0 or not o.pool.state.indexed or n > o.s.num_free_slots:
         return {}
     at = o.s.prefix[parent].committed % o.b.block_size - 1
     slots = [o.s.free_slot[(o.s.first_free + k) % o.s.max_seqs] for k in range(n)]
@@ -348,7 +349,7 @@ def _take_partials(pool, handle, n=1):
 
 def _put_partials(pool, kept, *_):
     for at, token in kept.items():
-        (<Pool>pool).seqs.partial[<int64_t>at] = token
+        (<Pool>pool).state.seqs.partial[<int64_t>at] = token
 
 
 def _take_fences(pool, *_):
@@ -357,7 +358,7 @@ def _take_fences(pool, *_):
     cdef int32_t i
     kept = {}
     for i in range(o.b.num_blocks):
-        if o.pool.indexed and o.b.block[i].place == USED and o.b.oldest_pending and o.b.fence[i] >= o.b.oldest_pending:
+        if o.b.canonical != NULL and o.b.block[i].place == USED and 0 < o.b.oldest_pending <= o.b.fence[i]:
             kept[i] = o.b.fence[i]
             o.b.fence[i] = 0
     return kept
@@ -371,13 +372,13 @@ def _put_fences(pool, kept, *_):
 
 
 def _hide_held(pool, *_):
-    kept = (<Pool>pool).all_blocks.num_held
-    (<Pool>pool).all_blocks.num_held = 0
+    kept = (<Pool>pool).state.blocks.num_held
+    (<Pool>pool).state.blocks.num_held = 0
     return kept
 
 
 def _show_held(pool, kept, *_):
-    (<Pool>pool).all_blocks.num_held += <int32_t>kept
+    (<Pool>pool).state.blocks.num_held += <int32_t>kept
 
 
 def _first_row_committed(pool, kept, handles, tokens, counts=None):
@@ -385,11 +386,11 @@ def _first_row_committed(pool, kept, handles, tokens, counts=None):
     if counts is None or len(counts) < 2:
         return False
     try:
-        Pool.commit(pool, handles[:1], tokens[:counts[0]], counts[:1])
+        PrefixCache(pool).commit(handles[:1], tokens[:counts[0]], counts[:1])
     except ValueError:
         return False
     try:
-        Pool.commit(pool, handles[1:], tokens[counts[0]:], counts[1:])
+        PrefixCache(pool).commit(handles[1:], tokens[counts[0]:], counts[1:])
     except ValueError as error:
         return "other tokens" in str(error)
     return False
@@ -397,7 +398,7 @@ def _first_row_committed(pool, kept, handles, tokens, counts=None):
 
 def _removal_untold(pool, kept, *_):
     """The newest event is lost, if it is that a node went."""
-    cdef Ring* ring = &(<Pool>pool).index.ring
+    cdef Ring* ring = &(<Pool>pool).state.index.ring
     cdef Note* note
     if ring.size:
         note = <Note*>(ring.data + (ring.first + ring.size - 1) % ring.room * ring.stride)
@@ -405,12 +406,12 @@ def _removal_untold(pool, kept, *_):
 
 
 def _take_digest(pool, *_):
-    return (<Pool>pool).all_blocks.digest
+    return (<Pool>pool).state.blocks.digest
 
 
 def _put_digest(pool, kept, *_):
     """That something was committed or forgotten changes the digest, what it was does not."""
-    (<Pool>pool).all_blocks.digest = (kept * 3 + 1) & 0xFFFFFFFFFFFFFFFF
+    (<Pool>pool).state.blocks.digest = (kept * 3 + 1) & 0xFFFFFFFFFFFFFFFF
 
 
 def _trace_left(pool, kept, *_):
@@ -467,15 +468,16 @@ FAULTS = {
 def _around(original, before, after, refused):
     @wraps(original)
     def call(self, *args, **options):
-        kept = before(self, *args) if before else None
+        pool = self if isinstance(self, Pool) else self.pool
+        kept = before(pool, *args) if before else None
         try:
             result = original(self, *args, **options)
         except (errors.KVPoolError, ValueError):
-            if refused and refused(self, kept, *args):
+            if refused and refused(pool, kept, *args):
                 return None
             raise
         if after:
-            after(self, kept, *args)
+            after(pool, kept, *args)
         return result
 
     return call
@@ -484,6 +486,13 @@ def _around(original, before, after, refused):
 def broken(fault):
     """A class of pools with one planted bug, by its name in `FAULTS`."""
     methods, before, after, refused = FAULTS[fault]
-    return type("BrokenPool", (Pool,), {
-        name: _around(getattr(Pool, name), before, after, refused) for name in methods
+
+    def wrong(kind, parts):
+        calls = {name: _around(getattr(kind, name), before, after, refused) for name in methods if hasattr(kind, name)}
+        return type(f"Broken{kind.__name__}", (kind,), calls | parts)
+
+    prefix, blocks = wrong(PrefixCache, {}), wrong(BlockAPI, {})
+    return wrong(Pool, {
+        "prefix": property(lambda pool: prefix(pool) if pool.options.prefix_cache else None),
+        "blocks": property(lambda pool: blocks(pool)),
     })

@@ -8,7 +8,8 @@ from libc.stdint cimport int32_t, int64_t
 
 from kvpool._core cimport (
     BLOCK_TABLES, CU_Q_LENS, INDICES, INDPTR, KV_INDPTR, KV_SLOTS, KV_SLOTS_RAGGED, LAST_PAGE_LEN, OK, POSITIONS,
-    SEQ_LENS, SLOT_IDS, SLOT_MAPPING, Blocks, Field, Index, Ints, Plan, Pool, Seq, Seqs, Verdict, refuse, seq_table,
+    SEQ_LENS, SLOT_IDS, SLOT_MAPPING, Blocks, Field, Index, Ints, Plan, Pool, Seq, Seqs, Verdict,
+    pool_commit, pool_enter, pool_fork, pool_leave, pool_step, refuse, seq_table,
 )
 from proof.fuzz._books cimport Line, ceil_blocks, line_table
 from proof.fuzz._storage cimport found
@@ -19,7 +20,7 @@ cdef int64_t LOCAL = (<int64_t>1 << 52) - 1     # of a handle, all but the pool'
 
 def blank_blocks(Pool pool):
     """Ids of the blocks that are free: whoever still reads one of them reads what anybody may overwrite."""
-    return [pool.all_blocks.blank[k] for k in range(pool.all_blocks.num_blank)]
+    return [pool.state.blocks.blank[k] for k in range(pool.state.blocks.num_blank)]
 
 
 cdef inline int64_t get(const Field* f, int64_t i) noexcept nogil:
@@ -58,7 +59,7 @@ cdef int compare_sequences(const Seqs* q, const Books* b, Finding* f) noexcept n
             if table[k] != due[k]:
                 return found(f, b"pool.table(%lld)[%lld] is %lld, not %lld", line.handle, k, table[k], due[k])
         if q.prefix != NULL and b.indexed and differs(
-                f, b"pool.committed(%lld)%lld is %lld, not %lld", line.handle, -1, q.prefix[slot].committed,
+                f, b"pool.prefix.committed(%lld)%lld is %lld, not %lld", line.handle, -1, q.prefix[slot].committed,
                 line.committed):
             return -1
     return 0
@@ -88,22 +89,22 @@ cdef int compare_counters(const Blocks* o, const Seqs* q, int64_t pending, const
 
 
 cdef int compare_index(const Index* ix, const Blocks* o, const Books* b, Finding* f) noexcept nogil:
-    """What `prefix_stats` says. Nodes that the last call evicted leave the index in the next one."""
+    """What `prefix.stats` says. Nodes that the last call evicted leave the index in the next one."""
     cdef int64_t leaving = 0
     cdef int32_t k
     for k in range(o.num_dropped):
         leaving += ix.uid[o.dropped[k]] != 0
-    if (differs(f, b"pool.prefix_stats().queries%lld%lld is %lld, not %lld", -1, -1, ix.queries, b.queries)
-            or differs(f, b"pool.prefix_stats().query_tokens%lld%lld is %lld, not %lld", -1, -1, ix.query_tokens,
+    if (differs(f, b"pool.prefix.stats().queries%lld%lld is %lld, not %lld", -1, -1, ix.queries, b.queries)
+            or differs(f, b"pool.prefix.stats().query_tokens%lld%lld is %lld, not %lld", -1, -1, ix.query_tokens,
                        b.query_tokens)
-            or differs(f, b"pool.prefix_stats().hit_tokens%lld%lld is %lld, not %lld", -1, -1, ix.hit_tokens,
+            or differs(f, b"pool.prefix.stats().hit_tokens%lld%lld is %lld, not %lld", -1, -1, ix.hit_tokens,
                        b.hit_tokens)
-            or differs(f, b"pool.prefix_stats().nodes%lld%lld is %lld, not %lld", -1, -1,
+            or differs(f, b"pool.prefix.stats().nodes%lld%lld is %lld, not %lld", -1, -1,
                        ix.num_nodes - leaving, b.nodes)
-            or differs(f, b"pool.prefix_stats().inserted%lld%lld is %lld, not %lld", -1, -1, ix.inserted, b.inserted)
-            or differs(f, b"pool.prefix_stats().duplicates%lld%lld is %lld, not %lld", -1, -1, ix.duplicates,
+            or differs(f, b"pool.prefix.stats().inserted%lld%lld is %lld, not %lld", -1, -1, ix.inserted, b.inserted)
+            or differs(f, b"pool.prefix.stats().duplicates%lld%lld is %lld, not %lld", -1, -1, ix.duplicates,
                        b.duplicates)
-            or differs(f, b"pool.prefix_stats().evicted%lld%lld is %lld, not %lld", -1, -1,
+            or differs(f, b"pool.prefix.stats().evicted%lld%lld is %lld, not %lld", -1, -1,
                        ix.evicted + leaving, b.evicted_nodes)):
         return -1
     return 0
@@ -116,7 +117,8 @@ cdef class Calls:
         self.pool = make_pool(**shape.pool)
         self.counters = shape.counters
         self.do_open, self.do_fork, self.do_truncate = self.pool.open, self.pool.fork, self.pool.truncate
-        self.do_close, self.do_commit = self.pool.close, self.pool.commit
+        self.do_close = self.pool.close
+        self.do_commit = self.pool.prefix.commit if self.pool.prefix is not None else None
         self.do_done, self.do_rollback = self.pool.done, self.pool.rollback
 
     def shutdown(self):
@@ -144,9 +146,9 @@ cdef class Calls:
         rows.size = new.size = n
         rows.width = new.width = 8
         self.pool.keep_plan(plan)
-        self.pool.lock("step")
-        status = self.pool.run_rows(plan, &rows, &new, advance, partial, 0, -1, &v)
-        self.pool.unlock()
+        pool_enter(&self.pool.state, "step")
+        status = pool_step(&self.pool.state, plan, &rows, &new, advance, partial, 0, -1, &v)
+        pool_leave(&self.pool.state)
         if status != OK:
             self.pool.let_go_of_plan(plan)
             plan.refuse(&v, "step", -1)
@@ -155,9 +157,9 @@ cdef class Calls:
     cdef int direct_fork(self, int64_t handle, int64_t n, int64_t* children) except -1:
         cdef Verdict v
         cdef int status
-        self.pool.lock("fork")
-        status = self.pool.make_children(handle, n, children, &v)
-        self.pool.unlock()
+        pool_enter(&self.pool.state, "fork")
+        status = pool_fork(&self.pool.state, handle, n, children, &v)
+        pool_leave(&self.pool.state)
         if status != OK:
             refuse("fork", &v)
         return 0
@@ -169,17 +171,17 @@ cdef class Calls:
         rows.data, rows.size, rows.width = &handle, 1, 8
         counts.data, counts.size = NULL, -1
         all_tokens.data, all_tokens.size, all_tokens.width = tokens, n, 4
-        self.pool.lock("commit")
-        status = self.pool.commit_all(&rows, &counts, &all_tokens, True, &v)
-        self.pool.unlock()
+        pool_enter(&self.pool.state, "commit")
+        status = pool_commit(&self.pool.state, &rows, &counts, &all_tokens, True, &v)
+        pool_leave(&self.pool.state)
         if status != OK:
             refuse("commit", &v)
         return 0
 
     cdef int direct_drain(self) except -1:
         """The least call that closes what was deferred."""
-        self.pool.lock("num_free")
-        self.pool.unlock()
+        pool_enter(&self.pool.state, "num_free")
+        pool_leave(&self.pool.state)
         return 0
 
     # -- what is read
@@ -187,21 +189,21 @@ cdef class Calls:
     cdef int compare_pool(self, const Books* b, Finding* f) noexcept:
         """Everything that calls tell about sequences, blocks and their counts. 0, or -1 with a finding."""
         cdef int32_t i
-        if compare_sequences(&self.pool.seqs, b, f):
+        if compare_sequences(&self.pool.state.seqs, b, f):
             return -1
         for i in range(b.reserved, b.num_blocks):
-            if self.pool.all_blocks.block[i].refcount != b.page[i].refs:
-                return found(f, b"pool.refcount(%lld)%lld is %lld, not %lld", i, -1,
-                             self.pool.all_blocks.block[i].refcount, b.page[i].refs)
+            if self.pool.state.blocks.block[i].refcount != b.page[i].refs:
+                return found(f, b"pool.blocks.refcount(%lld)%lld is %lld, not %lld", i, -1,
+                             self.pool.state.blocks.block[i].refcount, b.page[i].refs)
         if not self.counters:
             return 0
-        if compare_counters(&self.pool.all_blocks, &self.pool.seqs, self.pool.pending.size, b, f):
+        if compare_counters(&self.pool.state.blocks, &self.pool.state.seqs, self.pool.state.pending.size, b, f):
             return -1
         if b.indexed:
-            if compare_index(&self.pool.index, &self.pool.all_blocks, b, f):
+            if compare_index(&self.pool.state.index, &self.pool.state.blocks, b, f):
                 return -1
-            return differs(f, b"pool.prefix_stats().namespaces%lld%lld is %lld, not %lld", -1, -1,
-                           self.pool.index.names.size, b.num_roots)
+            return differs(f, b"pool.prefix.stats().namespaces%lld%lld is %lld, not %lld", -1, -1,
+                           self.pool.state.index.names.size, b.num_roots)
         return 0
 
     # -- plans

@@ -28,7 +28,7 @@ cdef enum:                      # in the order of OPERATIONS
     INCREF
     DECREF
     MARK
-    REVIVE
+    TOUCH
     DRAIN
     CAN
     RESET

@@ -272,10 +272,10 @@ cdef class Base(Calls):
             return self.nothing()
         what = self.prompt[:n] if prompt else n
         if self.trace is not None:
-            self.say(f"h{len(self.names)} = pool.{'pin' if pin else 'open'}"
+            self.say(f"h{len(self.names)} = pool.{'prefix.pin' if pin else 'open'}"
                      f"({what.tolist() if prompt else n}, {space_name(space)!r})")
         try:
-            handle = self.pool.pin(what, space_name(space)) if pin else self.do_open(what, space_name(space))
+            handle = self.pool.prefix.pin(what, space_name(space)) if pin else self.do_open(what, space_name(space))
         except REFUSALS as error:
             return self.refused(error)
         self.accepted("open")

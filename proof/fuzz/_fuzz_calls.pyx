@@ -28,7 +28,7 @@ from proof.fuzz._books cimport (
 )
 from proof.fuzz._books_prefix cimport books_reset
 from proof.fuzz._books_steps cimport books_judge_step
-from proof.fuzz._fuzz_base cimport CLOSE_BATCH, DECREF, MARK, REVIVE, S_EVICTED, Word, hash64
+from proof.fuzz._fuzz_base cimport CLOSE_BATCH, DECREF, MARK, TOUCH, S_EVICTED, Word, hash64
 from proof.fuzz._storage cimport line_stamp, line_token
 
 from kvpool import errors
@@ -178,8 +178,8 @@ cdef class Others(Prefixes):
     cdef int op_evict(self, const Word* w) except -1:
         cdef int64_t due = books_evict(&self.b, w.a % 4)
         if self.trace is not None:
-            self.say(f"assert pool.evict({w.a % 4}) == {due}")
-        n = self.pool.evict(w.a % 4)
+            self.say(f"assert pool.blocks.evict({w.a % 4}) == {due}")
+        n = self.pool.blocks.evict(w.a % 4)
         if n != due:
             self.fail(f"evict({w.a % 4}) cleared {n} blocks, not {due}")
         self.states[S_EVICTED] += n
@@ -191,9 +191,9 @@ cdef class Others(Prefixes):
         cdef int32_t block
         self.expect(V_SHORT if n > available(&self.b) else V_OK)
         if self.trace is not None:
-            self.say(f"pool.alloc({n})")
+            self.say(f"pool.blocks.alloc({n})")
         try:
-            self.pool.alloc(n, out=self.ids)
+            self.pool.blocks.alloc(n, out=self.ids)
         except REFUSALS as error:
             return self.refused(error)
         self.accepted("alloc")
@@ -217,28 +217,28 @@ cdef class Others(Prefixes):
         for k in range(min(n, near)):
             at = self.b.reserved + (start + k) % n
             page = &self.b.page[at]
-            if (page.raw if op == DECREF else page.final if op == REVIVE else page.refs):
+            if (page.raw if op == DECREF else page.final if op == TOUCH else page.refs):
                 return <int32_t>at
         return -1
 
     cdef int op_reference(self, const Word* w, uint32_t op) except -1:
-        """References of block-level calls: incref, decref or free, mark_committed, revive; and take_dropped."""
+        """References of block-level calls: incref, decref or free, mark_cached, touch; and drain_evicted."""
         cdef int32_t i = self.find_block(w.a, op), k
         cdef Page* page
-        if op > REVIVE:
-            return self.nothing() if self.indexed else self.take_dropped()
+        if op > TOUCH:
+            return self.nothing() if self.indexed else self.drain_evicted()
         if i < 0 or (self.indexed and op >= MARK):
             return self.nothing()
         page = &self.b.page[i]
         last = op == DECREF and w.b & 1
         call = "free" if last else OPERATIONS[op]
-        self.expect(V_VALUE if (last and page.refs > 1) or (op == MARK and page.noted) else V_OK)
+        self.expect(V_VALUE if (last and page.refs > 1) or (op == MARK and (page.noted or page.final)) else V_OK)
         if self.due is not None and not self.full:
             return self.nothing()
         if self.trace is not None:
-            self.say(f"pool.{call}({i})")
+            self.say(f"pool.blocks.{call}({i})")
         try:
-            getattr(self.pool, call)(i)
+            getattr(self.pool.blocks, call)(i)
         except REFUSALS as error:
             return self.refused(error)
         self.accepted(call)
@@ -255,15 +255,15 @@ cdef class Others(Prefixes):
             touch(&self.b, i)
         return 0
 
-    def take_dropped(self):
+    def drain_evicted(self):
         """Blocks that lost what they held, in the order in which they did."""
         cdef int32_t k
         due = [self.b.dropped[k] for k in range(self.b.num_dropped)]
         if self.trace is not None:
-            self.trace.append(f"assert pool.take_dropped().tolist() == {due}")
-        found = self.pool.take_dropped().tolist()
+            self.trace.append(f"assert pool.blocks.drain_evicted().tolist() == {due}")
+        found = self.pool.blocks.drain_evicted().tolist()
         if found != due:
-            self.fail(f"take_dropped gave {found}, not {due}")
+            self.fail(f"drain_evicted gave {found}, not {due}")
         for k in range(self.b.num_dropped):
             self.b.page[self.b.dropped[k]].noted = 0
         self.b.num_dropped = 0
@@ -300,16 +300,16 @@ cdef class Others(Prefixes):
             found = getattr(self.pool, call)(line.handle | self.tag)
             found = found.tolist() if kind == 0 else found
             shown = f"pool.{call}({name}){'.tolist()' if kind == 0 else ''}"
-        elif kind < 5:
-            shown, due, found = "pool.stats()", self.stats_due(), self.pool.stats()
         elif kind == 5:
             i = self.b.reserved + <int32_t>(w.b % <uint32_t>(self.b.num_blocks - self.b.reserved))
-            shown, due, found = f"pool.refcount({i})", self.b.page[i].refs, self.pool.refcount(i)
+            shown, due, found = f"pool.blocks.refcount({i})", self.b.page[i].refs, self.pool.blocks.refcount(i)
         elif kind == 6 and self.num_stale:
             handle = self.stale[w.b % <uint32_t>min(self.num_stale, 64)] | self.tag
             shown, due, found = f"pool.is_open({handle})", False, self.pool.is_open(handle)
+        elif kind > 5 and self.indexed:
+            shown, due, found = "pool.prefix.stats()", self.prefix_stats_due(), self.pool.prefix.stats()
         else:
-            shown, due, found = "pool.prefix_stats()", self.prefix_stats_due(), self.pool.prefix_stats()
+            shown, due, found = "pool.stats()", self.stats_due(), self.pool.stats()
         if self.trace is not None:
             self.trace.append(f"assert {shown} == {due}")
         if found != due:
@@ -325,7 +325,7 @@ cdef class Others(Prefixes):
                 1.0 - b.tokens / <double>capacity if capacity else 0.0, b.evicted_tokens)
 
     def prefix_stats_due(self):
-        """What `prefix_stats` has to say."""
+        """What `prefix.stats` has to say."""
         b = self.b
         return (b.queries, b.query_tokens, b.hit_tokens,
                 b.hit_tokens / <double>b.query_tokens if b.query_tokens else 0.0,

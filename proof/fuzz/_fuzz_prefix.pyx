@@ -106,7 +106,7 @@ cdef class Prefixes(Evictions):
         counts = self.counts[:n].tolist()
         if self.trace is not None:
             names = self.names_of(n)
-            self.say(f"pool.commit({names}, {tokens}, {counts})")
+            self.say(f"pool.prefix.commit({names}, {tokens}, {counts})")
         try:
             if not self.full:
                 self.direct_commit(self.handle[0], line_token(&self.s, &self.b, self.rows[0])
@@ -160,9 +160,9 @@ cdef class Prefixes(Evictions):
         n = self.make_prompt(w)
         hits = books_hits(&self.b, space, self.text, (n - 1) // self.b.block_size, self.id, &evictable)
         if self.trace is not None:
-            self.trace.append(f"assert pool.match({self.prompt[:n].tolist()}, {space_name(space)!r}) == "
+            self.trace.append(f"assert pool.prefix.match({self.prompt[:n].tolist()}, {space_name(space)!r}) == "
                               f"{hits * self.b.block_size}")
-        found = self.pool.match(self.prompt[:n], space_name(space))
+        found = self.pool.prefix.match(self.prompt[:n], space_name(space))
         if found != hits * self.b.block_size:
             self.fail(f"match found {found} tokens, {hits} blocks are cached")
         return 0
@@ -175,8 +175,8 @@ cdef class Prefixes(Evictions):
         due = books_flush(&self.b, space)
         name = None if space == NOBODY else space_name(space)
         if self.trace is not None:
-            self.say(f"assert pool.flush({name!r}) == {due}")
-        n = self.pool.flush(name)
+            self.say(f"assert pool.prefix.flush({name!r}) == {due}")
+        n = self.pool.prefix.flush(name)
         if n != due:
             self.fail(f"flush({name!r}) made {n} blocks blank, not {due}")
         return 0
@@ -211,8 +211,8 @@ cdef class Prefixes(Evictions):
         """What consumers are told: everything that came and went, in order, or how much of it was lost."""
         due = ([("lost", self.lost_events)] if self.lost_events else []) + list(self.events)
         if self.trace is not None:
-            self.trace.append(f"assert pool.drain_events() == {due}")
-        found = self.pool.drain_events()
+            self.trace.append(f"assert pool.prefix.events() == {due}")
+        found = self.pool.prefix.events()
         self.events.clear()
         self.lost_events = 0
         for one, other in zip(found, due):

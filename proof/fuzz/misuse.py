@@ -40,7 +40,7 @@ class Facts:
     @property
     def block(self) -> int:
         """Any block that may be handed out."""
-        first = self.pool.reserved_blocks
+        first = self.pool.options.reserved_blocks
         return int(first + self.b % (self.pool.num_blocks - first))
 
 
@@ -95,21 +95,21 @@ def block_out_of_range(facts: Facts) -> Attempt:
     """A block that is none."""
     pool, block = facts.pool, (-1 if facts.b & 1 else facts.pool.num_blocks + facts.b % 5)
     call = ("incref", "decref", "free")[facts.c % 3]
-    return IndexError, lambda: getattr(pool, call)([block])
+    return IndexError, lambda: getattr(pool.blocks, call)([block])
 
 
 def block_reserved(facts: Facts) -> Attempt:
     """A block that is never handed out."""
-    if not facts.pool.reserved_blocks:
+    if not facts.pool.options.reserved_blocks:
         return NOTHING
     call = ("incref", "decref", "free")[facts.c % 3]
-    return ValueError, lambda: getattr(facts.pool, call)(0)
+    return ValueError, lambda: getattr(facts.pool.blocks, call)(0)
 
 
 def block_twice(facts: Facts) -> Attempt:
     """A block twice in one call."""
     call = ("incref", "decref", "free")[facts.c % 3]
-    return (ValueError, errors.DoubleFree), lambda: getattr(facts.pool, call)([facts.block, facts.block])
+    return (ValueError, errors.DoubleFree), lambda: getattr(facts.pool.blocks, call)([facts.block, facts.block])
 
 
 def block_of_a_sequence(facts: Facts) -> Attempt:
@@ -117,7 +117,7 @@ def block_of_a_sequence(facts: Facts) -> Attempt:
     pool, call = facts.pool, ("decref", "free")[facts.c % 2]
     tables = [block for handle in facts.live for block in facts.table(handle)]
     own = [block for block in tables if facts.refcount(block) == 1]  # the reference is the sequence's
-    return (errors.DoubleFree, lambda: getattr(pool, call)(own[0])) if own else NOTHING
+    return (errors.DoubleFree, lambda: getattr(pool.blocks, call)(own[0])) if own else NOTHING
 
 
 def block_unreferenced(facts: Facts) -> Attempt:
@@ -126,13 +126,17 @@ def block_unreferenced(facts: Facts) -> Attempt:
     if facts.refcount(block):
         return NOTHING
     call = ("incref", "decref", "free")[facts.c % 3]
-    return errors.DoubleFree, lambda: getattr(pool, call)(block)
+    return errors.DoubleFree, lambda: getattr(pool.blocks, call)(block)
 
 
 def negative_count(facts: Facts) -> Attempt:
     """Fewer than no tokens."""
     pool = facts.pool
-    calls: list[Callable[[], Any]] = [lambda: pool.open(-1), lambda: pool.alloc(-1), lambda: pool.evict(-1)]
+    calls: list[Callable[[], Any]] = [
+        lambda: pool.open(-1),
+        lambda: pool.blocks.alloc(-1),
+        lambda: pool.blocks.evict(-1),
+    ]
     if facts.live:
         calls.append(lambda: pool.fork(facts.live[0], -1))
         calls.append(lambda: pool.truncate(facts.live[0], -1))
@@ -149,7 +153,7 @@ def wrong_type(facts: Facts) -> Attempt:
         lambda: pool.fork(wrong),
         lambda: pool.close(wrong),
         lambda: pool.table(wrong),
-        lambda: pool.incref(wrong),
+        lambda: pool.blocks.incref(wrong),
     ]
     return TypeError, calls[facts.c % len(calls)]
 
@@ -164,8 +168,8 @@ def misaligned(facts: Facts) -> Attempt:
     calls: list[Callable[[], Any]] = [
         lambda: pool.close(view[:1]),
         lambda: pool.can(view[:1]),
-        lambda: pool.incref(view[:1]),
-        lambda: pool.decref(view),
+        lambda: pool.blocks.incref(view[:1]),
+        lambda: pool.blocks.decref(view),
     ]
     return ValueError, calls[facts.c % len(calls)]
 
@@ -188,7 +192,7 @@ def list_that_changes(facts: Facts) -> Attempt:
     calls: list[Callable[[], Any]] = [
         lambda: pool.close(batch),
         lambda: pool.can(batch),
-        lambda: pool.incref(batch),
+        lambda: pool.blocks.incref(batch),
         lambda: pool.truncate(batch, 0),
     ]
     return ValueError, calls[facts.c % len(calls)]

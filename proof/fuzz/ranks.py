@@ -19,12 +19,12 @@ def _told(make_pool: Any, options: dict[str, Any], tokens: list[int], space: byt
         plan = Plan(pool, 1, size)
         handle = pool.open()
         pool.step(plan, [handle], size)
-        if not pool.in_order:
+        if not pool.options.in_order:
             pool.done(plan)
         before = pool.digest()
-        pool.commit(handle, tokens)
+        pool.prefix.commit(handle, tokens)
         committed = pool.digest()
-        pool.flush(space)
+        pool.prefix.flush(space)
         return [before, committed, pool.digest()]
     finally:
         pool.shutdown()

@@ -9,8 +9,8 @@ from typing import Any
 OPERATIONS = (
     *("open", "open_prompt", "step", "reserve", "fork", "truncate", "close", "close_batch", "defer_close"),
     *("done", "done_any", "execute", "rollback", "commit", "match", "pin", "evict", "flush"),
-    *("alloc", "incref", "decref", "mark_committed", "revive", "take_dropped", "can", "reset", "misuse"),
-    *("unshare", "compact", "evict_blocks", "read", "drain_events", "ranks"),
+    *("alloc", "incref", "decref", "mark_cached", "touch", "drain_evicted", "can", "reset", "misuse"),
+    *("unshare", "compact", "evict_blocks", "read", "events", "ranks"),
 )
 #: What has to be seen to believe that a run went everywhere.
 STATES = (
@@ -22,13 +22,13 @@ STATES = (
 WEIGHTS = {
     **{"open": 6, "open_prompt": 8, "step": 40, "reserve": 3, "fork": 6, "truncate": 4, "close": 8},
     **{"close_batch": 1, "defer_close": 1, "done": 18, "done_any": 4, "execute": 4, "rollback": 5, "commit": 10},
-    **{"match": 1, "pin": 2, "evict": 1, "flush": 1.5, "alloc": 3, "incref": 3, "decref": 5, "mark_committed": 4},
-    **{"revive": 4, "take_dropped": 1, "can": 2, "reset": 0.1, "misuse": 2},
-    **{"unshare": 3, "compact": 5, "evict_blocks": 2, "read": 2, "drain_events": 1, "ranks": 0.05},
+    **{"match": 1, "pin": 2, "evict": 1, "flush": 1.5, "alloc": 3, "incref": 3, "decref": 5, "mark_cached": 4},
+    **{"touch": 4, "drain_evicted": 1, "can": 2, "reset": 0.1, "misuse": 2},
+    **{"unshare": 3, "compact": 5, "evict_blocks": 2, "read": 2, "events": 1, "ranks": 0.05},
 }
 ALWAYS = ("open", "step", "close", "done")  # a program without these goes nowhere
-PREFIX_ONLY = ("open_prompt", "commit", "match", "pin", "flush", "drain_events", "ranks")
-BARE_ONLY = ("mark_committed", "revive", "take_dropped")
+PREFIX_ONLY = ("open_prompt", "commit", "match", "pin", "flush", "events", "ranks")
+BARE_ONLY = ("mark_cached", "touch", "drain_evicted")
 EVICTIONS = ("unshare", "compact", "evict_blocks")
 SPACES = (b"", b"a", b"b")
 CROWDS = 0.15  # of the runs with a prefix cache: many namespaces

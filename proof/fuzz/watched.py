@@ -8,8 +8,6 @@ from proof.fuzz import misuse
 from proof.fuzz._calls import blank_blocks
 from proof.fuzz.ranks import ranks_agree
 
-SIZES = ("num_blocks", "block_size", "max_seqs", "max_blocks_per_seq", "reserved_blocks", "in_order")
-
 
 class Watched(watch.Watched):
     """See the module."""
@@ -24,7 +22,7 @@ class Watched(watch.Watched):
         idle = [plan for plan in self.plans if plan not in queue]
         stale = [handle for handle in self.dead if not self.pool.is_open(handle)]
         live = list(self.sequences)[:4]
-        facts = misuse.Facts(self.pool, live, stale[:8], queue, idle, b, c, self.pool.refcount, self._table)
+        facts = misuse.Facts(self.pool, live, stale[:8], queue, idle, b, c, self.pool.blocks.refcount, self._table)
         error, attempt = getattr(misuse, name)(facts)
         if error is None:
             return
@@ -39,6 +37,6 @@ class Watched(watch.Watched):
 
     def ranks(self, a: int, b: int) -> None:
         """Two more pools that are told different things; see `proof.fuzz.ranks`."""
-        options = {name: getattr(self.pool, name) for name in SIZES}
-        said = ranks_agree(type(self.pool), {**options, "prefix_cache": True, "seed": 1}, a, b)
+        options = self.pool.options._replace(prefix_cache=True, seed=1, events=0)._asdict()
+        said = ranks_agree(type(self.pool), options, a, b)
         assert said is None, said

@@ -41,26 +41,23 @@ picks = st.lists(small, min_size=1, max_size=6)
 counts = st.lists(st.integers(0, 5), min_size=1, max_size=4)
 #: Block-level calls, the ones that lead somewhere more often.
 BLOCK_CALLS = (
-    *("mark_committed", "mark_committed", "alloc", "decref", "revive", "free"),
-    *("incref", "evict", "take_dropped"),
+    *("mark_cached", "mark_cached", "alloc", "decref", "touch", "free"),
+    *("incref", "evict", "drain_evicted"),
 )
 #: Calls of `Pool.blocks`.
 NAMED_CALLS = (
-    *("take", "commit", "commit", "touch", "release", "release", "release oldest", "uncommit", "uncommit"),
-    *("take_block", "free_order"),
+    *("take", "release", "release", "release oldest", "uncache", "uncache", "take_block", "free_order"),
 )
 #: Where the blocks of a call are mostly taken from, see `ModelPool.state`.
 WHICH_BLOCKS = {
-    "mark_committed": "refcounts",
+    "mark_cached": "refcounts",
     "incref": "refcounts",
     "decref": "raw",
     "free": "raw",
-    "revive": "committed",
-    "commit": "raw",
     "touch": "committed",
     "release": "raw",
     "release oldest": "raw",
-    "uncommit": "committed",
+    "uncache": "committed",
     "take_block": "blank",
 }
 #: Ways to let tokens go; "settled": every pending step is done before.
@@ -254,12 +251,13 @@ class PoolMachine(RuleBasedStateMachine):
 
     def _commit(self, rows: list[int]) -> None:
         full = [self.tables[name][: len(self.content.stamps[name]) // self.block_size] for name in rows]
-        blocks = list(dict.fromkeys(block for table in full for block in table))
-        self.both(lambda side: side.pool.take_dropped())
+        self.both(lambda side: side.pool.blocks.drain_evicted())
+        cached = self.pair.oracle.pool.state()["committed"]
+        blocks = list(dict.fromkeys(block for table in full for block in table if block not in cached))
         self._mark(blocks)
 
     def _mark(self, blocks: list[int]) -> None:
-        if self.both(lambda side: side.pool.mark_committed(self._ids(blocks))) is not RAISED:
+        if self.both(lambda side: side.pool.blocks.mark_cached(self._ids(blocks))) is not RAISED:
             for block in blocks:
                 self.content.freeze(block)
 
@@ -454,14 +452,14 @@ class PoolMachine(RuleBasedStateMachine):
         if kind == "alloc":
             self._alloc(n)
         elif kind == "evict":
-            self.both(lambda side: side.pool.evict(n))
-        elif kind == "take_dropped":
-            self.both(lambda side: side.pool.take_dropped())
-        elif kind == "mark_committed":
+            self.both(lambda side: side.pool.blocks.evict(n))
+        elif kind == "drain_evicted":
+            self.both(lambda side: side.pool.blocks.drain_evicted())
+        elif kind == "mark_cached":
             self._mark(blocks)
         else:
             ids = self._ids(blocks)
-            self.both(lambda side: getattr(side.pool, kind)(ids))
+            self.both(lambda side: getattr(side.pool.blocks, kind)(ids))
 
     @rule(kind=st.sampled_from(NAMED_CALLS), chosen=picks, n=st.integers(0, 4))
     def named_call(self, kind: str, chosen: list[int], n: int) -> None:
@@ -480,11 +478,8 @@ class PoolMachine(RuleBasedStateMachine):
         elif kind == "release oldest":
             self.both(lambda side: side.pool.blocks.release(ids, oldest=True))
         elif self.both(lambda side: getattr(side.pool.blocks, kind)(ids)) is not RAISED:
-            for block in blocks:
-                if kind == "commit":
-                    self.content.freeze(block)
-                elif kind == "uncommit":
-                    self.content.frozen.pop(block, None)
+            for block in blocks if kind == "uncache" else ():
+                self.content.frozen.pop(block, None)
 
     def _blocks(self, chosen: list[int], which: str) -> list[int]:
         """Blocks by what they are to the oracle (see `ModelPool.state`), or any when there are none."""
@@ -498,7 +493,7 @@ class PoolMachine(RuleBasedStateMachine):
         return np.array(blocks, np.int32) if self._as_array() else blocks
 
     def _alloc(self, n: int) -> None:
-        got = self.both(lambda side: side.pool.alloc(n) if n else side.pool.alloc())
+        got = self.both(lambda side: side.pool.blocks.alloc(n) if n else side.pool.blocks.alloc())
         if got is RAISED:
             return
         self._took(got.tolist() if n else [got])

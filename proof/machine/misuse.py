@@ -34,12 +34,12 @@ STEP_CALLS: tuple[Callable[[Side, Any, Any], Any], ...] = (
     lambda side, plan, handles: side.pool.reserve(plan, handles, 0),
 )
 BLOCK_CALLS: tuple[Callable[[Side, Any], Any], ...] = (
-    lambda side, ids: side.pool.incref(ids),
-    lambda side, ids: side.pool.decref(ids),
-    lambda side, ids: side.pool.free(ids),
-    lambda side, ids: side.pool.mark_committed(ids),
-    lambda side, ids: side.pool.revive(ids),
-    lambda side, ids: side.pool.refcount(ids),
+    lambda side, ids: side.pool.blocks.incref(ids),
+    lambda side, ids: side.pool.blocks.decref(ids),
+    lambda side, ids: side.pool.blocks.free(ids),
+    lambda side, ids: side.pool.blocks.mark_cached(ids),
+    lambda side, ids: side.pool.blocks.touch(ids),
+    lambda side, ids: side.pool.blocks.refcount(ids),
 )
 
 
@@ -138,7 +138,7 @@ def list_that_changes(machine: PoolMachine, pick: int) -> Call:
         lambda side, batch: side.pool.close(batch),
         lambda side, batch: side.pool.can(batch),
         lambda side, batch: side.pool.truncate(batch, 0),
-        lambda side, batch: side.pool.incref(batch),
+        lambda side, batch: side.pool.blocks.incref(batch),
     )
 
     def make(side: Side) -> Any:
@@ -292,9 +292,9 @@ def bad_count(machine: PoolMachine, pick: int) -> Call:
     wrong = (-1, True, 1.0, "1", np.float32(1), -(2**70), {1})[machine.turn % 7]
     row = machine.opened()[:1]
     calls: tuple[Call, ...] = (
-        lambda side: side.pool.alloc(wrong),
+        lambda side: side.pool.blocks.alloc(wrong),
         lambda side: side.pool.open(wrong),
-        lambda side: side.pool.evict(wrong),
+        lambda side: side.pool.blocks.evict(wrong),
         lambda side: side.pool.fork(side.handle(row[0]), wrong),
     )
     return calls[pick % (4 if row else 3)]
@@ -307,7 +307,7 @@ def too_many(machine: PoolMachine, pick: int) -> Call:
     available, tokens = stats.free + stats.evictable, oracle.block_size
     row = machine.opened()[:1] or machine.dead[:1]
     calls: tuple[Call, ...] = (
-        lambda side: side.pool.alloc(available + 1 + pick),
+        lambda side: side.pool.blocks.alloc(available + 1 + pick),
         lambda side: side.pool.fork(side.handle(row[0]), oracle.max_seqs + 1),
         lambda side: side.pool.open((available + 1) * tokens),
         lambda side: side.pool.open((oracle.max_blocks_per_seq + 1) * tokens),

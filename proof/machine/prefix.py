@@ -180,7 +180,7 @@ class PrefixMachine(PoolMachine):
         super().everything_agrees()
         for name in () if is_quiet else self.opened():
             for side in (self.pair.test, self.pair.oracle):
-                got, due = side.pool.committed(side.handle(name)), self.content.committed[name]
+                got, due = side.pool.prefix.committed(side.handle(name)), self.content.committed[name]
                 assert got == due, f"committed of {name}: {got}, due {due}"
 
     # ---- helpers ------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ class PrefixMachine(PoolMachine):
     def _open_prompt(self, prompt: list[int], style: int, namespace: bytes) -> int | None:
         """Open for a prompt; returns the handle. What `match` promised must be found."""
         form = self._form(prompt)
-        promised = self.both(lambda side: side.pool.match(form, namespace))
+        promised = self.both(lambda side: side.pool.prefix.match(form, namespace))
         got = self.both(lambda side: side.pool.open(form, namespace), handles=True)
         if got is RAISED:
             return None
@@ -230,7 +230,7 @@ class PrefixMachine(PoolMachine):
         alone = len(rows) == 1 and self._as_array()
         if (
             self.both(
-                lambda side: side.pool.commit(
+                lambda side: side.pool.prefix.commit(
                     side.handle(rows[0]) if alone else side.batch(rows, self._as_array()), *arguments
                 )
             )
@@ -338,7 +338,7 @@ class PrefixMachine(PoolMachine):
             return
         if close_first:
             self._close_one(names[0])
-        self.both(lambda side: side.pool.evict(pressure))
+        self.both(lambda side: side.pool.blocks.evict(pressure))
         self.everything_agrees()
         self._grow(index, names[1:], [len(prompt) + self.block_size])
         self._commit(names[1:])
@@ -411,7 +411,7 @@ class PrefixMachine(PoolMachine):
             other, end = both[0]
             told = content.tokens[name][start : end + 1]
             form = self._form([*told, *told[:-1], told[-1] + 1])
-            got = self.both(lambda side: side.pool.commit(side.batch([name, other], True), form))
+            got = self.both(lambda side: side.pool.prefix.commit(side.batch([name, other], True), form))
             assert got is RAISED, "one block was told two different tokens in one commit"
 
     @rule(style=styles, blocks=st.integers(0, 6), namespace=namespaces)
@@ -420,7 +420,7 @@ class PrefixMachine(PoolMachine):
         self._forget_deferred()
         prefix = self._prompt(style, blocks * self.block_size + blocks % 2)
         form = self._form(prefix)
-        got = self.both(lambda side: side.pool.pin(form, namespace), handles=True)
+        got = self.both(lambda side: side.pool.prefix.pin(form, namespace), handles=True)
         if got is not RAISED:
             length = self.pair.test.pool.num_tokens(self.pair.test.handle(got[0]))
             self._opened(got[0], length, prefix, style, namespace)
@@ -429,7 +429,7 @@ class PrefixMachine(PoolMachine):
     def unpin(self, pick: int) -> None:
         """Let go of a prefix, or of any sequence."""
         name = self._rows([pick])[0]
-        self.both(lambda side: side.pool.unpin(side.handle(name)))
+        self.both(lambda side: side.pool.prefix.unpin(side.handle(name)))
         self._forget([name])
 
     @rule(namespace=st.sampled_from([None, *NAMESPACES]), go_on=st.booleans(), rare=small)
@@ -437,7 +437,7 @@ class PrefixMachine(PoolMachine):
         """Forget a namespace; sequences that are older commit in vain."""
         self._forget_deferred()
         if rare < 8:
-            self.both(lambda side: side.pool.flush(namespace))
+            self.both(lambda side: side.pool.prefix.flush(namespace))
             self.content.flushed(namespace)
             if go_on:
                 self.everything_agrees()
@@ -456,13 +456,13 @@ class PrefixMachine(PoolMachine):
             if got is not RAISED:
                 self._opened(got[0], 0, [], n % 4, namespace)
         elif what == "evict":
-            self.both(lambda side: side.pool.evict(n // 3))
+            self.both(lambda side: side.pool.blocks.evict(n // 3))
         elif what == "histogram":
             self.pair.compare_histogram()
         elif what == "reset" and n < 2:
             self._reset()
         else:
-            self.both(lambda side: plain_events(side.pool.drain_events()))
+            self.both(lambda side: plain_events(side.pool.prefix.events()))
 
     @rule(pick=st.integers(0, 7), which=st.integers(0, 99))
     def misuse_prefix(self, pick: int, which: int) -> None:
@@ -473,15 +473,15 @@ class PrefixMachine(PoolMachine):
         rows = _some(self.opened(), [which, which + 1])
         stale = self.dead[-1 - which % len(self.dead)]
         counts = [which % 5 + 1] * max(1, len(rows) + which % 2)  # too many, or too much
-        too_long = [0] * (self.pair.oracle.pool.max_blocks_per_seq * self.block_size + 1)
+        too_long = [0] * (self.pair.oracle.pool.options.max_blocks_per_seq * self.block_size + 1)
         calls: tuple[Callable[[Side], Any], ...] = (
             lambda side: side.pool.open(tokens),
-            lambda side: side.pool.match(tokens),
-            lambda side: side.pool.pin(tokens),
-            lambda side: (side.pool.match, side.pool.open, side.pool.pin)[which % 3]([0, 0], namespace),
-            lambda side: side.pool.commit(side.batch(rows, which % 2 == 0), tokens),
-            lambda side: side.pool.commit(side.batch([*rows, stale], False), [], None if which % 2 else 0),
-            lambda side: side.pool.commit(side.batch(rows, True), [0] * (which % 5), counts),
+            lambda side: side.pool.prefix.match(tokens),
+            lambda side: side.pool.prefix.pin(tokens),
+            lambda side: (side.pool.prefix.match, side.pool.open, side.pool.prefix.pin)[which % 3]([0, 0], namespace),
+            lambda side: side.pool.prefix.commit(side.batch(rows, which % 2 == 0), tokens),
+            lambda side: side.pool.prefix.commit(side.batch([*rows, stale], False), [], None if which % 2 else 0),
+            lambda side: side.pool.prefix.commit(side.batch(rows, True), [0] * (which % 5), counts),
             lambda side: side.pool.open(too_long),
         )
         got = self.both(calls[pick])

@@ -72,11 +72,11 @@ class KeysModel:
         self.block_of, self.keys = {}, {}
 
 
-def blocks_by_name(Pool: Any, Plan: Any, Blocks: Any) -> None:
+def blocks_by_name(Pool: Any, Plan: Any) -> None:
     """Every call with good and with bad names, in each place of a batch, with steps pending and without."""
     for reserved, seqs in ((1, 4), (0, 2), (3, 4)):
         pool = Pool(24, 4, max_seqs=seqs, reserved_blocks=reserved)
-        plan, blocks = Plan(pool, 2, 20, formats=("block_tables",)), Blocks(pool)
+        plan, blocks = Plan(pool, 2, 20, formats=("block_tables",)), pool.blocks
         row = pool.open(5)
         held: list[int] = []
         for turn in range(14):
@@ -85,12 +85,12 @@ def blocks_by_name(Pool: Any, Plan: Any, Blocks: Any) -> None:
             names = [*held[turn % 3 :: 2], *range(reserved)][:7]
             for wrong in ([], [-1], [24], [99], held[:1] * 2, [2**31], [2**40]):
                 batch = [*names[: turn % 4], *wrong, *names[turn % 4 :]]
-                for call in (blocks.touch, blocks.commit, blocks.refcounts, blocks.uncommit, blocks.release):
+                for call in (blocks.touch, blocks.mark_cached, blocks.refcounts, blocks.uncache, blocks.release):
                     if wrong or turn % 2:
                         tried(call, batch)
                 tried(blocks.release, wrong, oldest=True)
                 tried(blocks.take_block, wrong[0] if wrong else 23 - turn)
-            tried(blocks.commit, names)
+            tried(blocks.mark_cached, names)
             tried(blocks.touch, names)
             tried(blocks.release, names)
             if turn % 5 == 2:
@@ -103,8 +103,8 @@ def blocks_by_name(Pool: Any, Plan: Any, Blocks: Any) -> None:
             tried(blocks.touch, order[-3:])
             tried(blocks.touch, np.array(order[:2], np.int32))
             if turn % 7 == 6:
-                tried(blocks.uncommit, order[::2])
-                tried(blocks.uncommit, int(order[0]) if order else 1)
+                tried(blocks.uncache, order[::2])
+                tried(blocks.uncache, int(order[0]) if order else 1)
             _ = blocks.num_free, blocks.num_blank, blocks.usage
             tried(blocks.refcounts, list(range(24)))
             look(pool, plan)
@@ -115,11 +115,11 @@ def blocks_by_name(Pool: Any, Plan: Any, Blocks: Any) -> None:
                 counts = blocks.refcounts(list(range(24))).tolist()
                 held = [n for n in range(reserved, 24) if counts[n]]
                 tried(blocks.release, [n for n in held if n % 2])
-        pool.take_dropped()
+        pool.blocks.drain_evicted()
         while tried(blocks.take, 1) is not None:
             look(pool)
         pool.shutdown()
-        for name in ("take", "touch", "release", "commit", "uncommit", "refcounts", "take_block", "free_order"):
+        for name in ("take", "touch", "release", "mark_cached", "uncache", "refcounts", "take_block", "free_order"):
             tried(getattr(blocks, name), 1)
 
 
@@ -171,11 +171,11 @@ def asked(pool: Any, blocks: Any, number: int) -> None:
     look(pool)
 
 
-def blocks_of_an_engine(Pool: Any, Plan: Any, Blocks: Any) -> None:
+def blocks_of_an_engine(Pool: Any, Plan: Any) -> None:
     """Tables that are filled, known, released to either end, hit and forgotten; asked after each call who is next."""
     for reserved, steps, number in ((0, False, 9), (2, False, 40), (1, True, 40)):
         pool = Pool(number, 4, max_seqs=4, reserved_blocks=reserved)
-        engine = Engine(pool, Plan(pool, 2, 40, formats=("block_tables",)), Blocks(pool), number, reserved)
+        engine = Engine(pool, Plan(pool, 2, 40, formats=("block_tables",)), pool.blocks, number, reserved)
         for turn in range(70):
             engine.turn(turn, steps)
         pool.shutdown()
@@ -216,10 +216,10 @@ class Engine:
             self.tables += [ids] if ids else []
         elif what == "commit" and self.tables:
             new = [n for n in rng.choice(self.tables) if n not in self.known]
-            done = accepted(blocks.commit, self.form(new) if new else [])
+            done = accepted(blocks.mark_cached, self.form(new) if new else [])
             if not done:  # one of them was evicted, and nobody was told
-                pool.take_dropped()
-                done = accepted(blocks.commit, new)
+                pool.blocks.drain_evicted()
+                done = accepted(blocks.mark_cached, new)
             self.known |= set(new if done else [])
         elif what == "touch" and self.known:
             hit = rng.sample(sorted(self.known), rng.randint(1, min(20, len(self.known))))
@@ -234,7 +234,7 @@ class Engine:
                     blocks.release(ids)
         elif what == "uncommit":
             ids = rng.sample(range(self.number), rng.randint(1, 18 if self.number > 18 else 5))
-            blocks.uncommit(self.form(ids))
+            blocks.uncache(self.form(ids))
             self.known -= set(ids)
         elif what == "by id":
             blank = blocks.free_order(blocks.num_blank).tolist()
@@ -244,21 +244,21 @@ class Engine:
                 self.tables.append([one])
         elif what == "evict":
             order = blocks.free_order().tolist()[blocks.num_blank :]
-            self.known -= set(order[: pool.evict(rng.randint(0, 3))])
+            self.known -= set(order[: pool.blocks.evict(rng.randint(0, 3))])
         elif what == "reserved" and self.tables:
             table = rng.choice(self.tables)
             blocks.touch([*range(self.reserved), *table])
             self.tables.append(list(table))
         elif what == "raw":
-            ids = tried(pool.alloc, 2)
+            ids = tried(pool.blocks.alloc, 2)
             if ids is not None:
-                pool.incref(ids)
-                tried(pool.mark_committed, ids[:1])
-                pool.decref(ids)
-                pool.free(ids)
-                pool.evict(1)
+                pool.blocks.incref(ids)
+                tried(pool.blocks.mark_cached, ids[:1])
+                pool.blocks.decref(ids)
+                pool.blocks.free(ids)
+                pool.blocks.evict(1)
                 self.known.clear()
-                blocks.uncommit(list(range(self.reserved, self.number)))
+                blocks.uncache(list(range(self.reserved, self.number)))
         elif what == "step" and steps:
             if self.plan.is_pending:
                 pool.done(self.plan) if turn % 2 else pool.rollback(self.plan)

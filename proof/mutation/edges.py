@@ -26,8 +26,8 @@ def every_cached_block_taken_in_one_call(Pool: Any, Plan: Any) -> None:
         text = np.arange(blocks, dtype=np.int32)
         for turn in range(2):
             prompts(pool, plan, [text + turn])
-        pool.match(text)
-        pool.prefix_stats()
+        pool.prefix.match(text)
+        pool.prefix.stats()
         look(pool)
         pool.shutdown()
 
@@ -45,7 +45,7 @@ def sequences_as_long_as_they_may_be(Pool: Any, Plan: Any) -> None:
                 continue
             grown(pool, plan, rows, last - first)
             for at, row in enumerate(rows):
-                pool.commit(row, text[first:last] + 7 * at)
+                pool.prefix.commit(row, text[first:last] + 7 * at)
                 look(pool)
         tried(pool.step, plan, rows, 1)
         tried(pool.reserve, plan, rows, 1)
@@ -69,17 +69,17 @@ def forks_of_a_block_that_is_half_known(Pool: Any, Plan: Any) -> None:
             pool.open()
         row = pool.open()
         grown(pool, plan, [row], 8)
-        pool.commit(row, text[:known])
+        pool.prefix.commit(row, text[:known])
         rows = [row, *pool.fork(row, 2).tolist()]
         grown(pool, plan, rows, 8)
         for at, fork in enumerate(rows):
-            pool.commit(fork, np.concatenate([text[known:9], text[9:16] + at]))
+            pool.prefix.commit(fork, np.concatenate([text[known:9], text[9:16] + at]))
             look(pool)
-        pool.match(text)
+        pool.prefix.match(text)
         pool.close(rows)
-        pool.match(text)
-        pool.evict(3)
-        pool.match(text)
+        pool.prefix.match(text)
+        pool.blocks.evict(3)
+        pool.prefix.match(text)
         look(pool)
         pool.shutdown()
 
@@ -90,7 +90,7 @@ def reset_of_high_blocks(Pool: Any, Plan: Any) -> None:
     pool = Pool(90, 4, max_seqs=10)
     plan, other = (Plan(pool, 9, 60, formats=("block_tables",)) for _ in range(2))
     for _ in range(2):
-        pool.alloc(70)
+        pool.blocks.alloc(70)
         rows = [pool.open() for _ in range(2)]
         grown(pool, plan, rows, 3)
         forks = [*pool.fork(rows[0], 2).tolist(), *pool.fork(rows[1], 2).tolist()]
@@ -172,7 +172,7 @@ def calls_without_rows_that_are_recorded(Pool: Any, Plan: Any) -> None:
             tried(pool.truncate, [], new)
             pool.close_finished([row], [False])
             pool.close([])
-            pool.incref(np.empty(0, np.int32))
+            pool.blocks.incref(np.empty(0, np.int32))
             pool._recorded()
         pool.shutdown()
 
@@ -183,7 +183,7 @@ def calls_that_are_recorded(Pool: Any, Plan: Any) -> None:
     for record in (1 << 16, 1496, 400, 200, 130, 116, 64, 24):
         pool = Pool(300, 2, max_seqs=70, record=record)
         plan = Plan(pool, 70, 200, formats=("block_tables",))
-        rows = pool.alloc(70)
+        rows = pool.blocks.alloc(70)
         for n in (1, 3, 1, 2, 66):
             handles = [pool.open(size) for size in (0, 3, 150)[: 1 + n % 3]] + pool.fork(pool.open(2), n).tolist()
             pool._recorded()
@@ -196,12 +196,12 @@ def calls_that_are_recorded(Pool: Any, Plan: Any) -> None:
             pool.close(handles)
             pool._recorded()
             pool.close_finished([pool.open(1), pool.open(5)], [True, False])
-            pool.incref(rows[:n])
-            pool.decref(rows[:n])
-            pool.incref(int(rows[0]))
+            pool.blocks.incref(rows[:n])
+            pool.blocks.decref(rows[:n])
+            pool.blocks.incref(int(rows[0]))
             pool._recorded()
             pool.reset()
-            rows = pool.alloc(70)
+            rows = pool.blocks.alloc(70)
         pool._recorded()
         pool.shutdown()
     pool = Pool(40, 1 << 22, max_seqs=4, record=4096)
@@ -239,17 +239,17 @@ def calls_that_are_recorded(Pool: Any, Plan: Any) -> None:
 def arguments_at_their_ends(Pool: Any, Plan: Any) -> None:
     """The largest and the smallest that a call takes, and those one beyond."""
     pool = Pool(6, 4, max_seqs=3, reserved_blocks=0)
-    ids = pool.alloc(6)
+    ids = pool.blocks.alloc(6)
     look(pool)
-    tried(pool.decref, ids[:4][::2])
-    tried(pool.decref, [5, -1])
-    pool.decref(ids)
+    tried(pool.blocks.decref, ids[:4][::2])
+    tried(pool.blocks.decref, [5, -1])
+    pool.blocks.decref(ids)
     look(pool)
     for count in (6, 7, 2**63 - 2, 2**63 - 1):
         tried(pool.blocks.free_order, count)
         taken = tried(pool.blocks.take, count)
         if taken is not None:
-            pool.decref(taken[0])
+            pool.blocks.decref(taken[0])
         look(pool)
     pool.shutdown()
     pool = Pool(6, 4, max_seqs=3, prefix_cache=True)
@@ -257,8 +257,8 @@ def arguments_at_their_ends(Pool: Any, Plan: Any) -> None:
     row = pool.open()
     grown(pool, plan, [row], 4)
     for tokens in ([0x7FFFFFFF, -1], [0x7FFFFFFF, 1 << 31], [-1, 0x7FFFFFFF]):
-        tried(pool.commit, row, tokens)
-    pool.commit(row, [0x7FFFFFFF, 0, 1, 2])
+        tried(pool.prefix.commit, row, tokens)
+    pool.prefix.commit(row, [0x7FFFFFFF, 0, 1, 2])
     look(pool)
     pool.shutdown()
 
@@ -268,7 +268,7 @@ def oldest_blocks_named_wrongly_while_a_step_is_pending(Pool: Any, Plan: Any) ->
     """What is wrong with the first block is said before what is wrong with the moment."""
     pool = Pool(12, 4, max_seqs=3)
     plan = Plan(pool, 2, 8)
-    mine = pool.alloc(3)
+    mine = pool.blocks.alloc(3)
     row = pool.open()
     pool.step(plan, [row], 3)
     for ids in ([99, mine[0]], [mine[0], 99], [mine[1]], [-1], mine):
@@ -284,7 +284,7 @@ def oldest_blocks_named_wrongly_while_a_step_is_pending(Pool: Any, Plan: Any) ->
 def what_only_the_core_has_at_its_ends(Pool: Any, Plan: Any) -> None:
     """Arrays that no memory holds, slots that are open, the index's bytes with events."""
     pool = Pool(6, 4, max_seqs=3, prefix_cache=True, events=5)
-    pool.prefix_stats()
+    pool.prefix.stats()
     for width in (1 << 40, (1 << 40) - 1):
         tried(Plan, pool, 1 << 20, kv_width=width, dtype="int64", formats=("kv_slots",))
     pool.open()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 import kvpool
+from kvpool._core import PrefixCache
 from kvpool.testing import ModelPlan, ModelPool
 from proof.mutation.scenarios import ARRAYS, FORMATS, tried
 from tests.helpers.capi_table import KV_TO_PYTHON, Array, C, Stats, api, call, call_without_gil, function, message
@@ -30,6 +31,14 @@ def checked(name: str, *arguments: Any) -> None:
 def wide(values: Any) -> np.ndarray:
     """The int64 array that C takes."""
     return np.ascontiguousarray(values, np.int64)
+
+
+class PrefixByC(PrefixCache):
+    """The prefix cache of such a pool."""
+
+    def commit(self, handles: Any, tokens: Any, counts: Any = None) -> None:
+        rows, known = wide(np.atleast_1d(handles)), np.ascontiguousarray(tokens, np.int32)
+        checked("commit", self.pool, rows, None if counts is None else wide(counts), len(rows), known, len(known))
 
 
 class PoolByC(kvpool.Pool):
@@ -60,9 +69,9 @@ class PoolByC(kvpool.Pool):
         rows = wide(np.atleast_1d(handles))
         checked("close", self, rows, len(rows))
 
-    def commit(self, handles: Any, tokens: Any, counts: Any = None) -> None:
-        rows, known = wide(np.atleast_1d(handles)), np.ascontiguousarray(tokens, np.int32)
-        checked("commit", self, rows, None if counts is None else wide(counts), len(rows), known, len(known))
+    @property
+    def prefix(self) -> PrefixByC | None:
+        return PrefixByC(self) if self.options.prefix_cache else None
 
     def step(self, plan: Any, handles: Any, num_new: Any = 1, *, partial: bool = False, pad_to: Any = None) -> None:
         rows = wide(handles)
@@ -391,7 +400,9 @@ class StatusOfModel:
     def commit(self, pool: Any, rows: Any, counts: Any, n: int, tokens: Any, size: int) -> None:
         self.needs(pool)
         given = None if counts is None else self.batch(counts, n)
-        pool.commit(self.batch(rows, n), self.batch(tokens, size).astype(np.int32), given)
+        if pool.prefix is None:
+            raise ValueError("no prefix cache")
+        pool.prefix.commit(self.batch(rows, n), self.batch(tokens, size).astype(np.int32), given)
 
     def truncate(self, pool: Any, rows: Any, lens: Any, n: int) -> None:
         self.needs(pool)
@@ -498,7 +509,7 @@ def statuses_of_every_call(Pool: Any, Plan: Any, Status: Any) -> None:
             for row in rows.tolist():
                 pool.num_tokens(row)
                 pool.table(row)
-        pool.match(tokens, b"name")
+        pool.prefix.match(tokens, b"name")
         if turn == 11:
             pool.step(plan, rows, 3)
             pool.done(plan)

@@ -150,7 +150,7 @@ def blocks_of_their_own_for_some(Pool: Any, Plan: Any) -> None:
         parent = pool.open()
         grown(pool, plan, [parent], 6)
         rows = [parent, *pool.fork(parent, 2).tolist()]
-        pool.alloc(11)
+        pool.blocks.alloc(11)
         for keep in ([4, 4, 4], [0, 5, 5], [5, 0, 2], 5):
             tried(pool.unshare, plan, rows, keep)
             ended(pool, plan, "rollback")
@@ -256,12 +256,12 @@ def evictions_from_what_is_known(Pool: Any, Plan: Any) -> None:
             tried(pool.compact, rows, keep)
             tried(pool.compact, rows[1], keep, 5 * size)
         measured(pool, rows, plan)
-        pool.match(text)
+        pool.prefix.match(text)
         grown(pool, plan, rows, 2 * size)
         children = pool.fork(rows[1], 2).tolist()
         for row in [*rows, *children]:
-            tried(pool.commit, row, text[-1:])
-            tried(pool.commit, row, text[:0])
+            tried(pool.prefix.commit, row, text[-1:])
+            tried(pool.prefix.commit, row, text[:0])
         grown(pool, plan, children, [1, 2])
         (fresh,) = prompts(pool, plan, [text[: 3 * size + 1]], keep=True)
         measured(pool, [*rows, *children, fresh])
@@ -269,9 +269,9 @@ def evictions_from_what_is_known(Pool: Any, Plan: Any) -> None:
             tried(pool.truncate, row, 4 * size)
         grown(pool, plan, [*rows, fresh], 1)
         pool.close([*rows, *children])
-        pool.match(text)
-        pool.evict(30)
-        pool.match(text)
+        pool.prefix.match(text)
+        pool.blocks.evict(30)
+        pool.prefix.match(text)
         look(pool)
         pool.shutdown()
 
@@ -315,26 +315,26 @@ def commits_behind_copies(Pool: Any, Plan: Any) -> None:
         twins = [pool.open(text[0]) for _ in range(3)]
         grown(pool, plan, twins, 9)
         for twin in twins:
-            pool.commit(twin, text[0][:6])
+            pool.prefix.commit(twin, text[0][:6])
         other = pool.open(text[1])
         grown(pool, plan, [other], 9)
-        pool.commit(other, text[1][:4])
+        pool.prefix.commit(other, text[1][:4])
         pool.close(twins[2])
         for row, given in ((twins[1], text[0][6:]), (other, text[1][4:])):
             tried(pool.unshare, plan, [row], 2 + first, first)
             ended(pool, plan, "done")
             if (row == other) == (gone < 9):
                 pool.close(twins[0])
-                pool.evict(gone)
-            pool.commit(row, given[:2])
+                pool.blocks.evict(gone)
+            pool.prefix.commit(row, given[:2])
             look(pool)
-            pool.commit(row, given[2:])
+            pool.prefix.commit(row, given[2:])
             look(pool)
         for a, b in itertools.product(text, repeat=2):
             for k in range(9):
-                pool.match(np.concatenate([a[:k], b[k:]]))
+                pool.prefix.match(np.concatenate([a[:k], b[k:]]))
         pool.close([twins[1], other])
-        pool.drain_events()
+        pool.prefix.events()
         look(pool)
         pool.shutdown()
 

@@ -80,30 +80,26 @@ class Calling:
         self.pool, self.value = pool, value
 
     def __index__(self) -> int:
-        self.pool.refcount(2)
+        self.pool.blocks.refcount(2)
         return self.value
 
 
-def batches_in_other_forms(Pool: Any, Plan: Any, Blocks: Any, Forms: Any) -> None:
+def batches_in_other_forms(Pool: Any, Plan: Any, Forms: Any) -> None:
     """Buffers of all kinds, each of which is a list of the same numbers; integers that call the pool."""
     forms = Forms()
     pool = Pool(40, 2, max_seqs=4)
-    blocks = Blocks(pool)
-    ids = pool.alloc(20).tolist()
+    blocks = pool.blocks
+    ids = pool.blocks.alloc(20).tolist()
     row = pool.open(5)
     for form in FORMS:
         for some in (ids[:1], ids[:3], ids):
             if some != ids[:1] and form in FIRST and form != "one of two":
                 continue
-            for name in ("incref", "decref", "mark_committed", "revive"):
-                tried(forms.call, pool, name, form, some)
-            for name in ("touch", "commit", "release", "uncommit", "refcounts"):
+            for name in ("incref", "decref", "touch", "mark_cached", "release", "uncache", "refcounts"):
                 tried(forms.call, blocks, name, form, some)
             blocks.refcounts(ids)
     for some in (ids[:1], ids[:3], ids):
-        for name in ("incref", "decref", "mark_committed", "revive"):
-            tried(forms.calling, pool, pool, name, some)
-        for name in ("touch", "commit", "release", "uncommit", "refcounts"):
+        for name in ("incref", "decref", "touch", "mark_cached", "release", "uncache", "refcounts"):
             tried(forms.calling, pool, blocks, name, some)
         blocks.refcounts(ids)
     for oldest in (0, 1, None, "no", True, False):
@@ -124,32 +120,32 @@ def tokens_at_their_limits(Pool: Any, Plan: Any) -> None:
             given = [text, np.array(text, np.int64)]
             given += [np.array(text, np.int32)] if -(2**31) <= last < 2**31 else []
             for form in given:
-                tried(pool.match, form)
+                tried(pool.prefix.match, form)
                 row = tried(pool.open, form)
                 if row is None:
                     continue
                 new = len(text) - pool.num_tokens(row)
                 pool.step(plan, [row], new)
                 pool.done(plan)
-                pool.commit(row, form[len(text) - new :])
-                pool.match(form)
+                pool.prefix.commit(row, form[len(text) - new :])
+                pool.prefix.match(form)
                 pool.close(row)
-    pool.flush()
+    pool.prefix.flush()
     pool.shutdown()
 
 
-def texts_of_every_length(Pool: Any, Plan: Any, Blocks: Any) -> None:
+def texts_of_every_length(Pool: Any, Plan: Any) -> None:
     """What is refused is shown, and cut where it is long; numbers around the ends of what C can hold."""
     pool = Pool(8, 2, max_seqs=2)
-    blocks = Blocks(pool)
+    blocks = pool.blocks
     for length in (0, 3, 77, 78, 79, 80, 200):
         tried(blocks.take_block, "x" * length)
         tried(blocks.touch, {"x" * length})
     for number in (-1, 0, 7, 8, 2**31, 2**32 + 1, 2**63 - 1, 2**63, -(2**63), -(2**63) - 1, True, None, 1.0):
         tried(blocks.take_block, number)
-        tried(pool.refcount, number)
+        tried(pool.blocks.refcount, number)
         tried(blocks.touch, number)
         tried(blocks.refcounts, number)
         tried(blocks.release, number)
-    tried(pool.alloc, 1)
+    tried(pool.blocks.alloc, 1)
     pool.shutdown()

@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import kvpool
-from kvpool._core import Keys, PoolBlocks
+from kvpool._core import Keys
 from kvpool.testing import ModelPlan, ModelPool
-from kvpool.testing.model_pool_blocks import ModelPoolBlocks
 from proof.machine.machine import run
 from proof.mutation import bound, strained
 from proof.mutation.blocks import KeysModel, blocks_by_name, blocks_of_an_engine, keys_of_blocks
@@ -122,13 +121,13 @@ def record(tapes: int, seed: int, quick: bool = False) -> Iterator[Tape]:
     judge(tape, taped("the same", model | {"Wrong": Wrong}, arguments_of_every_call))
     yield tape
     yield taped("forms that only the core reads", core | {"Wrong": Wrong}, arguments_of_every_call, True)
-    tape = taped("blocks_by_name", core | {"Blocks": PoolBlocks}, blocks_by_name)
-    judge(tape, taped("the same", model | {"Blocks": ModelPoolBlocks}, blocks_by_name))
+    tape = taped("blocks_by_name", core, blocks_by_name)
+    judge(tape, taped("the same", model, blocks_by_name))
     yield tape
     for size in (0, 1 << 13, 200):
         pools = {"Pool": partial(pool_of, record=size)}
-        tape = taped(f"blocks_of_an_engine, record {size}", core | pools | {"Blocks": PoolBlocks}, blocks_of_an_engine)
-        judge(tape, taped("the same", model | {"Blocks": ModelPoolBlocks}, blocks_of_an_engine))
+        tape = taped(f"blocks_of_an_engine, record {size}", core | pools, blocks_of_an_engine)
+        judge(tape, taped("the same", model, blocks_of_an_engine))
         yield tape
     for program, of_core, of_model in strained.programs():
         tape = taped(program.__name__, core | of_core, program)

@@ -23,14 +23,14 @@ class Strain:
 
     def refer(self, pool: Any, block: int, by: int) -> None:
         """So many more raw references on a block that has two."""
-        poked(pool, "all_blocks.block[i].refcount", by, block)
-        poked(pool, "all_blocks.block[i].raw", by, block)
+        poked(pool, "blocks.block[i].refcount", by, block)
+        poked(pool, "blocks.block[i].raw", by, block)
 
     def own(self, pool: Any, block: int) -> None:
         """A raw reference on a block of a sequence."""
-        poked(pool, "all_blocks.block[i].refcount", 1, block)
-        poked(pool, "all_blocks.block[i].raw", 1, block)
-        poked(pool, "all_blocks.num_shared", 1)
+        poked(pool, "blocks.block[i].refcount", 1, block)
+        poked(pool, "blocks.block[i].raw", 1, block)
+        poked(pool, "blocks.num_shared", 1)
 
     def broken(self, pool: Any, place: str, by: int, i: int = 0) -> None:
         """A number is wrong for the time of a check, which is meant to find it."""
@@ -42,7 +42,7 @@ class Strain:
 
     def wear(self, pool: Any, by: int) -> None:
         """So many more calls that marked blocks or sequences."""
-        poked(pool, "all_blocks.stamp", by)
+        poked(pool, "blocks.stamp", by)
         poked(pool, "seqs.stamp", by)
 
 
@@ -69,44 +69,44 @@ def poked(pool: Any, place: str, by: int, i: int = 0) -> None:
     """Change one number of a pool."""
     from proof.fuzz import _poke
 
-    _poke.poke(pool, _poke.NAMES.index(f"pool.{place}"), i, by)
+    _poke.poke(pool, _poke.NAMES.index(f"pool.state.{place}"), i, by)
 
 
-def references_to_the_last_one(Pool: Any, Plan: Any, Blocks: Any, Strain: Any) -> None:
+def references_to_the_last_one(Pool: Any, Plan: Any, Strain: Any) -> None:
     """A block just below, at and above the limit of references, in each place of a batch."""
     strain = Strain()
     pool = Pool(12, 4, max_seqs=4, reserved_blocks=0)
-    blocks = Blocks(pool)
+    blocks = pool.blocks
     plan, row = Plan(pool, 1, 16, formats=("block_tables",)), pool.open()
     pool.step(plan, [row], 16)
     pool.done(plan)
     ids = pool.table(row).tolist()
-    taken = pool.alloc(4).tolist()
-    pool.free(taken)
+    taken = pool.blocks.alloc(4).tolist()
+    pool.blocks.free(taken)
     for one in ids:
         strain.own(pool, one)
-    pool.mark_committed(ids)
+    pool.blocks.mark_cached(ids)
     for at, over in itertools.product(range(4), (-2, -1, 0, 1)):
-        strain.refer(pool, ids[at], LIMIT + over - pool.refcount(ids[at]))
-        for call in (pool.incref, pool.revive, blocks.touch):
+        strain.refer(pool, ids[at], LIMIT + over - pool.blocks.refcount(ids[at]))
+        for call in (blocks.incref, blocks.touch):
             for batch in (ids[at], ids, ids[at:], ids[: at + 1]):
                 tried(call, batch)
                 blocks.refcounts(ids)
-        strain.refer(pool, ids[at], 5 - pool.refcount(ids[at]))
+        strain.refer(pool, ids[at], 5 - pool.blocks.refcount(ids[at]))
         for one in ids:
-            strain.refer(pool, one, 2 - pool.refcount(one))
+            strain.refer(pool, one, 2 - pool.blocks.refcount(one))
         look(pool)
     pool.shutdown()
 
 
-def marks_that_go_round(Pool: Any, Plan: Any, Blocks: Any, Strain: Any) -> None:
+def marks_that_go_round(Pool: Any, Plan: Any, Strain: Any) -> None:
     """More than 2^32 calls marked what they name: old marks mean nothing."""
     strain = Strain()
     for call in ("incref", "touch", "truncate"):
         for first in (1, 2):
             pool = Pool(12, 4, max_seqs=6, reserved_blocks=0)
-            blocks = Blocks(pool)
-            ids, rows = pool.alloc(8).tolist(), [pool.open() for _ in range(6)]
+            blocks = pool.blocks
+            ids, rows = pool.blocks.alloc(8).tolist(), [pool.open() for _ in range(6)]
 
             names = rows if call == "truncate" else ids
             for last, start, end in (
@@ -116,7 +116,7 @@ def marks_that_go_round(Pool: Any, Plan: Any, Blocks: Any, Strain: Any) -> None:
                 if last:
                     strain.wear(pool, last)
                 more = [[0] * len(names[start:end])] if call == "truncate" else []
-                tried(getattr(blocks if call == "touch" else pool, call), names[start:end], *more)
+                tried(getattr(pool if call == "truncate" else blocks, call), names[start:end], *more)
                 blocks.refcounts(ids)
             pool.shutdown()
 
@@ -125,24 +125,24 @@ def lists_that_are_broken(Pool: Any, Plan: Any, Strain: Any) -> None:
     """A check finds a list that leads out of all blocks, and one that names a block twice."""
     strain = Strain()
     pool = Pool(12, 4, max_seqs=4, reserved_blocks=0)
-    ids = pool.alloc(8).tolist()
-    pool.mark_committed(ids)
-    pool.free(ids)
-    pool.evict(3)
-    for place in ("all_blocks.lru.head", "all_blocks.lru.tail", "all_blocks.dropped[i]", "all_blocks.blank[i]"):
+    ids = pool.blocks.alloc(8).tolist()
+    pool.blocks.mark_cached(ids)
+    pool.blocks.free(ids)
+    pool.blocks.evict(3)
+    for place in ("blocks.lru.head", "blocks.lru.tail", "blocks.dropped[i]", "blocks.blank[i]"):
         for by in (1, 100, 100_000_000, -100):
             with contextlib.suppress(CorruptState):
                 strain.broken(pool, place, by)
     pool.shutdown()
 
 
-def released_to_either_end(Pool: Any, Plan: Any, Blocks: Any) -> None:
+def released_to_either_end(Pool: Any, Plan: Any) -> None:
     """Blocks go to the old end of what may be evicted, or to the new one, and leave it from everywhere."""
     for first, second in itertools.product(range(4), range(4)):
         pool = Pool(9, 4, max_seqs=2, reserved_blocks=0)
-        blocks = Blocks(pool)
+        blocks = pool.blocks
         ids, _ = blocks.take(9)
-        blocks.commit(ids[:7])
+        blocks.mark_cached(ids[:7])
         for part, oldest in ((ids[:first], True), (ids[first:5], False), (ids[5 : 5 + second], True)):
             blocks.release(part[::-1] if second % 2 else part, oldest=oldest)
             blocks.free_order()
@@ -152,7 +152,7 @@ def released_to_either_end(Pool: Any, Plan: Any, Blocks: Any) -> None:
         blocks.free_order()
         blocks.release(hit, oldest=True)
         blocks.free_order()
-        blocks.uncommit(blocks.free_order().tolist()[1:3])
+        blocks.uncache(blocks.free_order().tolist()[1:3])
         blocks.free_order()
         tried(blocks.take, 2)
         look(pool)
@@ -177,18 +177,18 @@ def blocks_that_come_back(Pool: Any, Plan: Any) -> None:
         look(pool, *plans)
         pool.done(plans[0])
         for n in (14, 9, 8, 7, 6, 5, 4):
-            ids = tried(pool.alloc, n)
+            ids = tried(pool.blocks.alloc, n)
             if ids is not None:
-                pool.free(ids)
+                pool.blocks.free(ids)
         pool.done(plans[2])
         pool.close(rows[:2])
         for _ in range(5):
-            pool.free(pool.alloc(10))
-        ids = pool.alloc(9)
-        tried(pool.mark_committed, ids)
-        pool.free(ids)
+            pool.blocks.free(pool.blocks.alloc(10))
+        ids = pool.blocks.alloc(9)
+        tried(pool.blocks.mark_cached, ids)
+        pool.blocks.free(ids)
         pool.reset()
-        pool.take_dropped()
+        pool.blocks.drain_evicted()
         rows = [pool.open() for _ in range(2)]
         pool.step(plans[0], rows, [3, 2])
         pool.done(plans[0])
@@ -207,7 +207,7 @@ def blocks_that_come_back(Pool: Any, Plan: Any) -> None:
         rows = [pool.open() for _ in range(2)]
         pool.step(plan, rows, 4)
         for row in rows:
-            tried(pool.commit, row, text + row % 2)
+            tried(pool.prefix.commit, row, text + row % 2)
         pool.step(other, rows, 1)
         for k in closes:
             pool.close(rows[k])
@@ -216,19 +216,19 @@ def blocks_that_come_back(Pool: Any, Plan: Any) -> None:
         look(pool)
         pool.done(other)
         look(pool)
-        pool.match(text)
+        pool.prefix.match(text)
         pool.close([row for row in rows if pool.is_open(row)])
-        pool.evict(9)
+        pool.blocks.evict(9)
     pool.shutdown()
     for size in (2**31 - 2, 2**31 - 1, 2**31, 2**32 - 1, 2**32):
         made = tried(Pool, 4, size)
         if made is not None:
             made.shutdown()
     pool = Pool(8, 2, max_seqs=3, reserved_blocks=3, watermark=2)
-    tried(pool.alloc, out=np.zeros(3, np.int32))
-    for call in (pool.incref, pool.decref, pool.free, pool.mark_committed, pool.revive):
+    tried(pool.blocks.alloc, out=np.zeros(3, np.int32))
+    for call in (pool.blocks.incref, pool.blocks.decref, pool.blocks.free, pool.blocks.mark_cached, pool.blocks.touch):
         tried(call, [4, 2])
-    tried(pool.alloc, 3)
+    tried(pool.blocks.alloc, 3)
     for n in (0, 1, 2):
         tried(pool.open, n)
     pool.shutdown()

@@ -129,10 +129,10 @@ def events_that_are_lost(Pool: Any, Plan: Any, Memory: Any) -> None:
         pool.step(plan, [row], 140)
         pool.done(plan)
         memory.fail_at(k)
-        tried(pool.commit, row, np.arange(140, dtype=np.int32))
+        tried(pool.prefix.commit, row, np.arange(140, dtype=np.int32))
         memory.fail_at(0)
         look(pool)
-        pool.drain_events()
+        pool.prefix.events()
         pool.shutdown()
         drop(plan)
         memory.living()
@@ -156,10 +156,10 @@ def memory_that_runs_out(Pool: Any, Plan: Any, Memory: Any, cached: bool) -> Non
     if cached:  # an event may be lost, not the state
         for k in range(4):
             memory.fail_at(k)
-            tried(made["pool"].commit, row, np.arange(10 * k, 10 * k + 10, dtype=np.int32))
+            tried(made["pool"].prefix.commit, row, np.arange(10 * k, 10 * k + 10, dtype=np.int32))
             memory.fail_at(0)
             look(made["pool"])
-            tried(made["pool"].drain_events)
+            tried(made["pool"].prefix.events)
     rows = [row, *made["pool"].fork(row, 40).tolist()]
     each_failing(memory, lambda: made["pool"].step(made["plan"], rows, 1))
     look(made["pool"], made["plan"])

@@ -25,30 +25,30 @@ def namespaces_by_the_hundred(Pool: Any, Plan: Any, Starving: Any) -> None:
             row = pool.open(text, name)
             pool.step(plan, [row], 3 - pool.num_tokens(row))
             pool.done(plan)
-            pool.commit(row, text[pool.committed(row) :])
+            pool.prefix.commit(row, text[pool.prefix.committed(row) :])
             pool.close(row)
             if k % 20 == 19 and events != 100:
-                pool.drain_events()
+                pool.prefix.events()
         for name in (*names, b"", b"no such"):
-            pool.match(text, name)
-        pool.evict(count // 2)
+            pool.prefix.match(text, name)
+        pool.blocks.evict(count // 2)
         for name in names[::5]:
-            pool.flush(name)
-            pool.flush(name)
-            pool.match(text, name)
-        pool.drain_events()
+            pool.prefix.flush(name)
+            pool.prefix.flush(name)
+            pool.prefix.match(text, name)
+        pool.prefix.events()
         for name in names:
-            pool.match(text, name)
+            pool.prefix.match(text, name)
         for name in names[::3]:
             row = pool.open(text, name)
             pool.close(row)
-        pool.prefix_stats()
+        pool.prefix.stats()
         look(pool)
-        pool.flush()
-        pool.match(text, names[0])
+        pool.prefix.flush()
+        pool.prefix.match(text, names[0])
         if events > 64:
-            pool.drain_events()
-        pool.flush(b"last")
+            pool.prefix.events()
+        pool.prefix.flush(b"last")
         pool.shutdown()
         drop(plan)
         drop(pool)
@@ -65,7 +65,7 @@ def namespaces_that_nobody_needs(Pool: Any, Plan: Any, Starving: Any) -> None:
             row = pool.open(text, name)
             pool.step(plan, [row], 3)
             pool.done(plan)
-            pool.commit(row, text)
+            pool.prefix.commit(row, text)
             pool.close(row)
         starving = Starving()
         kept = [pool.open(none, b"kept %d" % k) for k in range(live)]
@@ -76,11 +76,11 @@ def namespaces_that_nobody_needs(Pool: Any, Plan: Any, Starving: Any) -> None:
             if k == 1200:
                 pool.close(kept[2:])
         for name in (b"a", b"b", b"c", b"kept 1"):
-            pool.match(text, name)
+            pool.prefix.match(text, name)
         pool.step(plan, kept[:1], 2)
         pool.done(plan)
-        pool.commit(kept[0], text[:2])
-        pool.match(text, b"kept 0")
+        pool.prefix.commit(kept[0], text[:2])
+        pool.prefix.match(text, b"kept 0")
         look(pool)
         pool.shutdown()
 
@@ -101,7 +101,7 @@ class Draining:
         gc.callbacks.append(collected)
         gc.set_threshold(8)
         try:
-            events = pool.drain_events()
+            events = pool.prefix.events()
         finally:
             gc.set_threshold(*before)
             gc.callbacks.remove(collected)
@@ -109,14 +109,14 @@ class Draining:
 
     def nested(self, pool: Any) -> tuple[list, list]:
         """Another call finds no event, and none is lost."""
-        return self._meanwhile(pool, pool.drain_events)
+        return self._meanwhile(pool, pool.prefix.events)
 
     def forked(self, pool: Any) -> tuple[list, list]:
         """The process is forked: what the child's calls give."""
 
         def child() -> list:
             poked(pool, "index.ring.process", 1)  # as it is in a child
-            told = [pool.drain_events(), pool.drain_events()]
+            told = [pool.prefix.events(), pool.prefix.events()]
             poked(pool, "index.ring.process", 1)  # as it was, for the parent
             return told
 
@@ -129,7 +129,7 @@ class Draining:
         gc.collect()
         _testcapi.set_nomemory(12, 13)
         try:
-            pool.drain_events()
+            pool.prefix.events()
         except MemoryError:
             return "MemoryError"
         finally:
@@ -142,16 +142,16 @@ class DrainingModel:
 
     def nested(self, pool: Any) -> tuple[list, list]:
         """Another call finds no event, and none is lost."""
-        return pool.drain_events(), []
+        return pool.prefix.events(), []
 
     def forked(self, pool: Any) -> tuple[list, list]:
         """The child knows how many are not for it."""
-        events = pool.drain_events()
+        events = pool.prefix.events()
         return events, [[("lost", told_of(events))], []]
 
     def failing(self, pool: Any) -> str:
         """All are lost."""
-        pool._lost_events = told_of(pool.drain_events())
+        pool._lost_events = told_of(pool.prefix.events())
         return "MemoryError"
 
 
@@ -171,11 +171,11 @@ def events_in_the_midst(Pool: Any, Plan: Any, Draining: Any) -> None:
             row = pool.open(text)
             pool.step(plan, [row], 40)
             pool.done(plan)
-            pool.commit(row, text)
+            pool.prefix.commit(row, text)
             pool.close(row)
-            pool.evict(turn)
-            call = (pool.drain_events, draining.nested, draining.forked, draining.failing)[turn % 4]
+            pool.blocks.evict(turn)
+            call = (pool.prefix.events, draining.nested, draining.forked, draining.failing)[turn % 4]
             call(*[pool] * (turn % 4 > 0))
-            pool.flush(b"no such")
-            pool.drain_events()
+            pool.prefix.flush(b"no such")
+            pool.prefix.events()
         pool.shutdown()

@@ -21,11 +21,11 @@ __all__ = ["CORE_ONLY", "SCENARIOS"]  # with the programs of this module on them
 def told_again(pool: Any, plan: Any, row: int, text: np.ndarray, cut: int, step: bool = True) -> None:
     """Truncate a sequence into a block that was replaced, compute the rest of it anew, and tell that."""
     tried(pool.truncate, row, cut)
-    if tried(pool.committed, row) is None or pool.committed(row) > cut:
+    if tried(pool.prefix.committed, row) is None or pool.prefix.committed(row) > cut:
         return
     tried(pool.step, plan, [row], len(text) - pool.num_tokens(row))
     ended(pool, plan, "done")
-    tried(pool.commit, row, text[pool.committed(row) :])
+    tried(pool.prefix.commit, row, text[pool.prefix.committed(row) :])
     look(pool)
 
 
@@ -33,7 +33,7 @@ def hits(pool: Any, texts: list[np.ndarray]) -> None:
     """How much of each text is found, with each beginning of one and rest of another."""
     for text, other in itertools.product(texts, repeat=2):
         for cut in range(0, len(text) + 1, 3):
-            pool.match(np.concatenate([text[:cut], other[cut:], text[:1]]))
+            pool.prefix.match(np.concatenate([text[:cut], other[cut:], text[:1]]))
 
 
 @scenario
@@ -67,12 +67,12 @@ def copies_told(Pool: Any, Plan: Any, who: list[int], first: int, told: str, how
     grown(pool, plan, [parent], len(text))
     rows = [parent, *pool.fork(parent, 3).tolist()]
     if told in ("before", "against"):
-        pool.commit(rows[3], text[: (first + 1) * size])
+        pool.prefix.commit(rows[3], text[: (first + 1) * size])
     batch = [rows[k] for k in who]
     tried(pool.unshare, plan, batch, 3 * size, first * size)
     look(pool, plan)
     for row in batch:
-        tried(pool.commit, row, said[pool.committed(row) : 3 * size + 1])
+        tried(pool.prefix.commit, row, said[pool.prefix.committed(row) : 3 * size + 1])
         look(pool)
     if how == "closed":
         pool.close(batch[:1])
@@ -85,7 +85,7 @@ def copies_told(Pool: Any, Plan: Any, who: list[int], first: int, told: str, how
     for at, row in enumerate(batch):
         told_again(pool, side, row, (text, other, text)[at], first * size + 1 + at)
     if told == "after":
-        tried(pool.commit, rows[3], text[: 3 * size])
+        tried(pool.prefix.commit, rows[3], text[: 3 * size])
     hits(pool, [text, other])
     for at, row in enumerate(batch):
         told_again(pool, side, row, text, size * 2 + 3)
@@ -94,7 +94,7 @@ def copies_told(Pool: Any, Plan: Any, who: list[int], first: int, told: str, how
         tried(pool.close, row)
     hits(pool, [text, other])
     prompts(pool, side, [text, other])
-    pool.drain_events()
+    pool.prefix.events()
     pool.shutdown()
 
 
@@ -111,7 +111,7 @@ def known_tokens_of_copies(Pool: Any, Plan: Any) -> None:
             row = pool.open()
             pool.step(side, [row], len(of))
             ended(pool, side, "done")
-            pool.commit(row, of)
+            pool.prefix.commit(row, of)
             rows += [row, *pool.fork(row, 2).tolist()]
         for batch, keep in (([rows[1]], 2 * size + 1), ([rows[5], rows[2], rows[4]], 4 * size)):
             tried(pool.unshare, plan, batch, keep, first * size)
@@ -185,7 +185,7 @@ def many_plans_that_pass_at_once(Pool: Any, Plan: Any) -> None:
 def every_call(pool: Any, plan: Any, row: int, side: int) -> list[Callable[[], Any]]:
     """Calls about two sequences, or about all."""
     text = np.arange(5, dtype=np.int32)
-    return [
+    calls: list[Callable[[], Any]] = [
         lambda: pool.can([row], 1),
         lambda: pool.can([side, row], [60, 1]),
         lambda: pool.can([side], 110),
@@ -204,25 +204,30 @@ def every_call(pool: Any, plan: Any, row: int, side: int) -> list[Callable[[], A
         lambda: pool.kv_len(row),
         lambda: pool.capacity(row),
         lambda: pool.is_open(row),
-        lambda: pool.commit(row, text[:1]),
-        lambda: pool.committed(row),
         lambda: pool.open(110),
         lambda: pool.open(text),
-        lambda: pool.pin(text),
-        lambda: pool.match(text),
-        lambda: pool.flush(),
-        lambda: pool.evict(1),
+        lambda: pool.blocks.evict(1),
         lambda: pool.reset(),
-        lambda: pool.refcount(1),
-        lambda: pool.alloc(59),
-        lambda: pool.num_free,
+        lambda: pool.blocks.refcount(1),
+        lambda: pool.blocks.alloc(59),
+        lambda: pool.blocks.num_blank,
         lambda: pool.stats(),
-        lambda: pool.prefix_stats(),
-        lambda: pool.refcount_histogram(),
+        lambda: pool.blocks.refcount_histogram(),
         lambda: pool.digest(),
         lambda: pool.fingerprint(),
         lambda: pool.check(),
-        lambda: pool.drain_events(),
+    ]
+    if pool.prefix is None:
+        return calls
+    return [
+        *calls,
+        lambda: pool.prefix.commit(row, text[:1]),
+        lambda: pool.prefix.committed(row),
+        lambda: pool.prefix.pin(text),
+        lambda: pool.prefix.match(text),
+        lambda: pool.prefix.flush(),
+        lambda: pool.prefix.stats(),
+        lambda: pool.prefix.events(),
     ]
 
 
@@ -232,7 +237,7 @@ def calls_behind_a_deferred_close(Pool: Any, Plan: Any) -> None:
     for cached in (False, True):
         pool = Pool(60, 2, max_seqs=6, prefix_cache=cached)
         plan, spare = Plan(pool, 3, 20), Plan(pool, 3, 20)
-        for number in range(37):
+        for number in range(37 if cached else 30):
             pool.reset()
             row, side = pool.open(5), pool.open(3)
             pool.step(spare, [row, side], 5)
@@ -271,9 +276,9 @@ def batches_with_memory_of_their_own(Pool: Any, Plan: Any) -> None:
         tried(pool.reserve, other, rows, new)
         ended(pool, other, "rollback")
     tried(pool.can, [*rows, rows[0]], 1)
-    tried(pool.commit, rows, text, [3] * 30)
-    tried(pool.commit, rows, text[:60], [2] * 30)
-    tried(pool.commit, rows, text[:30])
+    tried(pool.prefix.commit, rows, text, [3] * 30)
+    tried(pool.prefix.commit, rows, text[:60], [2] * 30)
+    tried(pool.prefix.commit, rows, text[:30])
     for lens in ([1] * 30, [2] * 29, [2] * 29 + [9]):
         tried(pool.unshare, plan, rows, lens)
         ended(pool, plan, "done")
@@ -287,9 +292,9 @@ def batches_with_memory_of_their_own(Pool: Any, Plan: Any) -> None:
     long = pool.open(text)
     tried(pool.step, other, [long], 90)
     ended(pool, other, "done")
-    tried(pool.commit, long, text)
-    pool.match(text)
-    pool.close(pool.pin(text))
+    tried(pool.prefix.commit, long, text)
+    pool.prefix.match(text)
+    pool.close(pool.prefix.pin(text))
     tried(pool.evict_blocks, long, list(range(40)))
     tried(pool.evict_blocks, long, list(range(40, -1, -1)))
     look(pool, plan, other)
@@ -305,15 +310,15 @@ def copies_of_nothing(Pool: Any, Plan: Any) -> None:
         parent = pool.open(5 * size)
         grown(pool, plan, [parent], size + (size > 1))
         children = pool.fork(parent, many).tolist()
-        pool.mark_committed(pool.table(parent)[3:])  # an engine may say so of what it has not filled
+        pool.blocks.mark_cached(pool.table(parent)[3:])  # an engine may say so of what it has not filled
         pool.step(plan, children, 2 * size + 1)
         look(pool, plan)
         pool.fingerprint()
         pool.reserve(other, [parent], 3 * size)
         look(pool, other)
         pool.fingerprint()
-        pool.mark_committed(pool.table(parent)[1:4])  # copies of a step that may be taken back
-        pool.take_dropped()
+        pool.blocks.mark_cached(pool.table(parent)[1:4])  # copies of a step that may be taken back
+        pool.blocks.drain_evicted()
         pool.close(children[1:])
         look(pool)
         ended(pool, other, how)
@@ -322,11 +327,11 @@ def copies_of_nothing(Pool: Any, Plan: Any) -> None:
         for row in (parent, children[0]):
             grown(pool, plan, [row], 3)
         pool.check()
-        pool.take_dropped()
+        pool.blocks.drain_evicted()
         pool.close([parent, children[0]])
-        pool.take_dropped()
+        pool.blocks.drain_evicted()
         look(pool)
-        pool.alloc(59)
+        pool.blocks.alloc(59)
         pool.shutdown()
 
 
@@ -343,8 +348,8 @@ def two_arguments_wrong(Pool: Any, Plan: Any) -> None:
             ended(pool, plan, "rollback")
         for call in (pool.can, pool.truncate, pool.compact):
             tried(call, handles, new)
-        tried(pool.commit, handles, new)
-        tried(pool.commit, handles, [3], new)
+        tried(pool.prefix.commit, handles, new)
+        tried(pool.prefix.commit, handles, [3], new)
     pool.shutdown()
 
 
@@ -501,7 +506,7 @@ def states_that_are_broken_on_purpose(Pool: Any, Plan: Any) -> None:
             plan = Plan(pool, 3, 12, formats=("block_tables",))
             rows = [pool.open(3) for _ in range(2)]
             grown(pool, plan, rows, 1)
-            pool.alloc(1)
+            pool.blocks.alloc(1)
             pool.step(plan, pool.fork(rows[0], 1), 1)
             try:
                 pool._corrupt(what, index)

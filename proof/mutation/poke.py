@@ -14,17 +14,18 @@ from kvpool._core cimport Pool, lock_release, lock_try
 
 
 def hold(Pool pool):
-    if not lock_try(&pool.mutex):
+    if not lock_try(&pool.state.mutex):
         raise RuntimeError("the lock is taken")
 
 
 def let_go(Pool pool):
-    lock_release(&pool.mutex)
+    lock_release(&pool.state.mutex)
 
 
 def state(Pool pool):
-    return (pool.all_blocks.digest, pool.all_blocks.num_blank, pool.all_blocks.num_used, pool.all_blocks.num_dropped,
-            pool.all_blocks.stamp, pool.seqs.stamp, pool.seqs.num_open, pool.index.ring.size)
+    return (pool.state.blocks.digest, pool.state.blocks.num_blank, pool.state.blocks.num_used,
+            pool.state.blocks.num_dropped, pool.state.blocks.stamp, pool.state.seqs.stamp, pool.state.seqs.num_open,
+            pool.state.index.ring.size)
 
 
 def poke(Pool pool, int which, Py_ssize_t i, long long by):
@@ -33,12 +34,9 @@ def poke(Pool pool, int which, Py_ssize_t i, long long by):
 
 def numbers(known: Declarations) -> Iterator[tuple[str, str]]:
     """(place, type) of each number of a pool; an array's place has an ``i``."""
-    owner = "Pool"
-    while owner:
-        for name, kind in known.fields[owner].items():
-            if kind in known.fields and kind not in known.classes:
-                yield from _inside(known, f"pool.{name}", kind, True)
-        owner = known.bases.get(owner, "")
+    for name, kind in known.fields["State"].items():
+        if kind in known.fields:
+            yield from _inside(known, f"pool.state.{name}", kind, True)
 
 
 def _inside(known: Declarations, place: str, kind: str, outside: bool) -> Iterator[tuple[str, str]]:

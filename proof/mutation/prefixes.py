@@ -20,10 +20,12 @@ __all__ = ["CORE_ONLY", "SCENARIOS"]  # with the programs of this module on them
 def told(pool: Any, handles: list[int], *texts: Any) -> None:
     """Read what calls say about sequences, and how much of some prompts is known."""
     for handle in handles:
-        for name in ("committed", "num_tokens", "kv_len", "capacity", "table", "is_open"):
+        for name in ("num_tokens", "kv_len", "capacity", "table", "is_open"):
             tried(getattr(pool, name), handle)
+        if pool.prefix is not None:
+            tried(pool.prefix.committed, handle)
     for text in texts:
-        pool.match(text)
+        pool.prefix.match(text)
     look(pool)
 
 
@@ -42,32 +44,32 @@ def commits_of_every_form(Pool: Any, Plan: Any) -> None:
         grown(pool, plan, rows, [6 * size, 5 * size + 1, 4 * size])
         at = 0
         for counts, n in forms:
-            tried(pool.commit, rows, np.arange(at, at + n, dtype=np.int32) % 7, counts)
+            tried(pool.prefix.commit, rows, np.arange(at, at + n, dtype=np.int32) % 7, counts)
             told(pool, rows)
             at += n
-        tried(pool.commit, [], np.empty(0, np.int32))
-        tried(pool.commit, [], np.empty(0, np.int32), [])
-        tried(pool.commit, [], np.zeros(2, np.int32))
-        tried(pool.commit, rows[:1] * 2, np.zeros(2, np.int32))
+        tried(pool.prefix.commit, [], np.empty(0, np.int32))
+        tried(pool.prefix.commit, [], np.empty(0, np.int32), [])
+        tried(pool.prefix.commit, [], np.zeros(2, np.int32))
+        tried(pool.prefix.commit, rows[:1] * 2, np.zeros(2, np.int32))
         for handle in rows:
             pool.close(handle)
-        pool.flush()
+        pool.prefix.flush()
         for shared, known, other in itertools.product((1, 2 * size, 2 * size + 1), (0, 1, size), range(2 * size + 1)):
             rows = [pool.open()]
             grown(pool, plan, rows, shared + size)
-            tried(pool.commit, rows[0], np.full(min(known, shared), 3, np.int32))
+            tried(pool.prefix.commit, rows[0], np.full(min(known, shared), 3, np.int32))
             rows += pool.fork(rows[0], 1 + other % 2).tolist()
             first = np.full(shared + size - min(known, shared), 3, np.int32)
             second = first.copy()
             second[other % len(second)] += 1
-            tried(pool.commit, rows[:2], np.concatenate((first, second)))
+            tried(pool.prefix.commit, rows[:2], np.concatenate((first, second)))
             told(pool, rows, first)
             half = len(second) // 2
-            tried(pool.commit, rows[1:], np.concatenate((first[:-1], second[:half])), [len(first) - 1, half])
-            tried(pool.commit, rows, np.concatenate([first] * len(rows)))
+            tried(pool.prefix.commit, rows[1:], np.concatenate((first[:-1], second[:half])), [len(first) - 1, half])
+            tried(pool.prefix.commit, rows, np.concatenate([first] * len(rows)))
             told(pool, rows, first, second)
             pool.close(rows)
-            pool.flush()
+            pool.prefix.flush()
         pool.shutdown()
 
 
@@ -89,27 +91,27 @@ def namespaces_come_and_go(Pool: Any, Plan: Any) -> None:
             continue
         if number % 25 == 7:
             grown(pool, plan, [handle], 2)
-            pool.commit(handle, text)
+            pool.prefix.commit(handle, text)
         pool.close(handle)
         if number % 97 == 5:
-            pool.flush(b"tenant %d" % (number - 20))
+            pool.prefix.flush(b"tenant %d" % (number - 20))
         if number % 300 == 299:
-            pool.prefix_stats()
+            pool.prefix.stats()
             for other in range(0, number, 57):
-                pool.match(text, b"tenant %d" % other)
+                pool.prefix.match(text, b"tenant %d" % other)
             look(pool)
     for handle in kept:
         tried(pool.step, plan, [handle], 2)
         if plan.is_pending:
             pool.done(plan)
-            pool.commit(handle, text[: pool.num_tokens(handle)])
+            pool.prefix.commit(handle, text[: pool.num_tokens(handle)])
         told(pool, [handle])
     for number in range(3400):
         if number % 40 == 3 or number % 25 == 7:
-            pool.match(text, b"tenant %d" % number)
-    pool.prefix_stats()
+            pool.prefix.match(text, b"tenant %d" % number)
+    pool.prefix.stats()
     look(pool)
-    pool.flush()
+    pool.prefix.flush()
     told(pool, kept, text)
     pool.shutdown()
 
@@ -124,30 +126,30 @@ def sequences_cut_off_by_a_flush(Pool: Any, Plan: Any) -> None:
         row = pool.open(text, b"a")
         for turn in range(4):
             if turn == when:
-                pool.flush(name)
+                pool.prefix.flush(name)
             grown(pool, plan, [row], size + (turn == 3))
-            pool.commit(row, text[turn * size : (turn + 1) * size])
+            pool.prefix.commit(row, text[turn * size : (turn + 1) * size])
             told(pool, [row], text)
-            pool.match(text, b"a")
+            pool.prefix.match(text, b"a")
         (child,) = pool.fork(row).tolist()
         fresh = pool.open(text, b"a")
         grown(pool, plan, [child, fresh], size)
-        tried(pool.commit, fresh, text[pool.committed(fresh) : pool.num_tokens(fresh)])
-        tried(pool.commit, child, text[4 * size : 5 * size])
-        pool.match(text, b"a")
+        tried(pool.prefix.commit, fresh, text[pool.prefix.committed(fresh) : pool.num_tokens(fresh)])
+        tried(pool.prefix.commit, child, text[4 * size : 5 * size])
+        pool.prefix.match(text, b"a")
         told(pool, [row, child, fresh], text)
         pool.truncate([row, child], [size, 2 * size + 1])
         told(pool, [row, child, fresh])
         grown(pool, plan, [child], size)
-        tried(pool.commit, child, text[pool.committed(child) : pool.num_tokens(child)])
+        tried(pool.prefix.commit, child, text[pool.prefix.committed(child) : pool.num_tokens(child)])
         pool.close([row, child])
-        pool.match(text, b"a")
-        pool.evict(3)
+        pool.prefix.match(text, b"a")
+        pool.blocks.evict(3)
         told(pool, [fresh], text)
-        pool.match(text, b"a")
+        pool.prefix.match(text, b"a")
         pool.close(fresh)
         for other in (b"", b"b", b"a", b"", None):
-            pool.flush(other)
+            pool.prefix.flush(other)
             told(pool, [], text)
         pool.shutdown()
 
@@ -166,7 +168,7 @@ def tails_that_are_cut_and_told_again(Pool: Any, Plan: Any) -> None:
             plan, late = (Plan(pool, 4, 40, formats=("block_tables", "slot_mapping")) for _ in range(2))
             rows = [pool.open()]
             grown(pool, plan, rows, 4 * size - 1)
-            pool.commit(rows[0], text[:known])
+            pool.prefix.commit(rows[0], text[:known])
             if forked == 1:
                 rows += pool.fork(rows[0]).tolist()
             tried(pool.truncate, rows[0], length)
@@ -175,14 +177,14 @@ def tails_that_are_cut_and_told_again(Pool: Any, Plan: Any) -> None:
             told(pool, rows, text)
             pool.step(late, rows, size)
             for row in rows:
-                start = pool.committed(row)
-                tried(pool.commit, row, text[start : start + size] + 1)
+                start = pool.prefix.committed(row)
+                tried(pool.prefix.commit, row, text[start : start + size] + 1)
                 told(pool, [row])
             pool.done(late)
             look(pool, late)
             for row in rows:
-                start = pool.committed(row)
-                tried(pool.commit, row, text[start : pool.num_tokens(row)] + (row == rows[0]))
+                start = pool.prefix.committed(row)
+                tried(pool.prefix.commit, row, text[start : pool.num_tokens(row)] + (row == rows[0]))
             told(pool, rows, text, text + 1)
             pool.close(rows)
             told(pool, rows, text, text + 1)
@@ -198,13 +200,13 @@ def prompts_that_do_not_fit(Pool: Any, Plan: Any) -> None:
         text = np.arange(8 * size, dtype=np.int32)
         row = pool.open(4 * size)
         grown(pool, plan, [row], 4 * size)
-        pool.commit(row, text[: 4 * size])
+        pool.prefix.commit(row, text[: 4 * size])
         pool.close(row)
         other = pool.open(held * size)
         for length in range(4 * size, 8 * size + 1):
             prompt = text[:length].copy()
             prompt[cached * size :] += 1
-            for call in (pool.open, pool.pin):
+            for call in (pool.open, pool.prefix.pin):
                 handle = tried(call, prompt)
                 if handle is not None:
                     pool.close(handle)
@@ -222,7 +224,13 @@ def closed_later_than_asked(Pool: Any, Plan: Any) -> None:
     for n, cached in itertools.product((1, 15, 16, 17, 40), (False, True)):
         pool = Pool(100, 2, max_seqs=50, prefix_cache=cached)
         plan = Plan(pool, 4, 20, formats=("block_tables",))
-        for call in (pool.stats, pool.take_dropped, lambda p=pool: p.open(3), lambda p=pool: p.evict(1), pool.reset):
+        for call in (
+            pool.stats,
+            pool.blocks.drain_evicted,
+            lambda p=pool: p.open(3),
+            lambda p=pool: p.blocks.evict(1),
+            pool.reset,
+        ):
             rows = [pool.open(1 + k % 3) for k in range(n)]
             grown(pool, plan, rows[:3], 1)
             for row in rows[::-1]:
@@ -246,7 +254,7 @@ def pools_that_nobody_shuts_down(Pool: Any, Plan: Any) -> None:
         rows = [pool.open(3, b"a" * cached), pool.open(1)]
         grown(pool, plan, rows, 2)
         if cached:
-            pool.commit(rows, np.arange(4, dtype=np.int32))
+            pool.prefix.commit(rows, np.arange(4, dtype=np.int32))
         pool.step(plan, rows, 1) if pending else pool.defer_close(rows[0])
         drop(plan)
         drop(pool)
@@ -258,13 +266,13 @@ def numbers_of_nodes(Pool: Any, Plan: Any) -> None:
     pool = Pool(20, 2, max_seqs=5, prefix_cache=True, events=9)
     plan = Plan(pool, 2, 9)
     for uid in (7, 1, -1, 2**32 + 5, 2**63 - 9, 2**63):
-        tried(pool._set_next_uid, uid)
+        tried(pool.prefix._set_next_uid, uid)
         row = pool.open(np.arange(5, dtype=np.int32), b"%d" % (uid & 3))
         grown(pool, plan, [row], 5 - pool.num_tokens(row))
-        pool.commit(row, np.arange(pool.committed(row), 5, dtype=np.int32))
+        pool.prefix.commit(row, np.arange(pool.prefix.committed(row), 5, dtype=np.int32))
         pool.close(row)
         told(pool, [], np.arange(5, dtype=np.int32))
-        pool.drain_events()
+        pool.prefix.events()
     pool.shutdown()
 
 
@@ -280,25 +288,25 @@ def prompts_that_are_recorded(Pool: Any, Plan: Any) -> None:
             pool._recorded()
             if n:
                 grown(pool, plan, [row], n - pool.num_tokens(row))
-                pool.commit(row, text[pool.committed(row) :])
+                pool.prefix.commit(row, text[pool.prefix.committed(row) :])
                 pool._recorded()
-            pins = [tried(pool.pin, text, name), tried(pool.open, 3)]
-            pool.match(text, name)
+            pins = [tried(pool.prefix.pin, text, name), tried(pool.open, 3)]
+            pool.prefix.match(text, name)
             pool._recorded()
             rows = [row, *pool.fork(row, 2).tolist()]
             grown(pool, plan, rows, 3)
-            pool.commit(rows, np.arange(9, dtype=np.int32), None if n % 2 else [3, 3, 3])
+            pool.prefix.commit(rows, np.arange(9, dtype=np.int32), None if n % 2 else [3, 3, 3])
             pool._recorded()
             for handle in rows:
                 pool.defer_close(handle)
             pool._recorded()
-            pool.flush(name) if n % 2 else None
+            pool.prefix.flush(name) if n % 2 else None
             pool._recorded()
             pool.close([handle for handle in pins if handle is not None])
-            pool.evict(3)
+            pool.blocks.evict(3)
             pool._recorded()
-        pool.flush()
+        pool.prefix.flush()
         pool._recorded()
-        pool.flush(b"nobody")
+        pool.prefix.flush(b"nobody")
         pool._recorded()
         pool.shutdown()

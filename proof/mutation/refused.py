@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from proof.mutation.scenarios import ARRAYS, FORMATS, core_only, look, scenario, tried
+from proof.mutation.scenarios import ARRAYS, FORMATS, core_only, look, place, scenario, tried
 
 
 class Index:
@@ -223,9 +223,9 @@ class Wrong:
 def each_wrong(wrong: Any, odd: bool, target: Any, name: str, *arguments: Any, **named: Any) -> Iterator[Callable]:
     """One call for each form of each argument that is (kind, value), the others right; `odd`: those of ONLY_CORE."""
     fixed = [(value[0], "right", value[1]) if is_open(value) else value for value in arguments]
-    for place, value in enumerate(arguments):
+    for at, value in enumerate(arguments):
         for which in forms_of(value, odd):
-            given = [*fixed[:place], (value[0], which, value[1]), *fixed[place + 1 :]]
+            given = [*fixed[:at], (value[0], which, value[1]), *fixed[at + 1 :]]
             yield lambda given=given: wrong.call(target, name, *given)
     for key, value in named.items():
         for which in forms_of(value, odd):
@@ -249,8 +249,8 @@ def calls_of_every_form(plan: Any, rows: list[int], ids: list[int], text: np.nda
     return [
         ("open", ("number", 3)),
         ("open", ("batch", [5, 6, 7]), ("name", b"a")),
-        ("match", ("batch", [5, 6, 7]), ("name", b"a")),
-        ("pin", ("batch", [5, 6, 7]), ("name", b"a")),
+        ("prefix.match", ("batch", [5, 6, 7]), ("name", b"a")),
+        ("prefix.pin", ("batch", [5, 6, 7]), ("name", b"a")),
         ("fork", ("number", rows[0]), ("number", 1)),
         ("truncate", ("batch", rows), ("batch", [2, 2, 2])),
         ("truncate", ("number", rows[0]), ("number", 2)),
@@ -268,20 +268,20 @@ def calls_of_every_form(plan: Any, rows: list[int], ids: list[int], text: np.nda
         ("compact", ("batch", rows), ("batch", [3, 3, 3]), ("number", 0)),
         ("compact", ("number", rows[0]), ("number", 3), ("number", 0)),
         ("evict_blocks", ("number", rows[1]), ("batch", [0])),
-        ("commit", ("batch", rows), ("batch", text[:3].tolist()), ("batch", [1, 1, 1])),
-        ("commit", ("number", rows[0]), ("batch", [5]), ("number", 1)),
-        ("flush", ("name", b"a")),
-        ("evict", ("number", 1)),
+        ("prefix.commit", ("batch", rows), ("batch", text[:3].tolist()), ("batch", [1, 1, 1])),
+        ("prefix.commit", ("number", rows[0]), ("batch", [5]), ("number", 1)),
+        ("prefix.flush", ("name", b"a")),
+        ("blocks.evict", ("number", 1)),
         *([("defer_close", ("number", 1 << 51))] if odd else []),
-        ("alloc", ("number", 2)),
-        ("alloc", ("number", 3)),
-        ("incref", ("batch", ids)),
-        ("incref", ("number", 3)),
-        ("decref", ("batch", ids)),
-        ("mark_committed", ("batch", ids)),
-        ("revive", ("batch", ids)),
-        ("free", ("batch", ids)),
-        ("refcount", ("number", 1)),
+        ("blocks.alloc", ("number", 2)),
+        ("blocks.alloc", ("number", 3)),
+        ("blocks.incref", ("batch", ids)),
+        ("blocks.incref", ("number", 3)),
+        ("blocks.decref", ("batch", ids)),
+        ("blocks.mark_cached", ("batch", ids)),
+        ("blocks.touch", ("batch", ids)),
+        ("blocks.free", ("batch", ids)),
+        ("blocks.refcount", ("number", 1)),
         *((name, ("number", rows[2])) for name in ("table", "num_tokens", "kv_len", "capacity", "is_open")),
         *([("close", ("batch", rows[2:])), ("close", ("number", rows[1]))] if odd else []),
     ]
@@ -296,22 +296,22 @@ def arguments_of_every_call(Pool: Any, Plan: Any, Wrong: Any, odd: bool = False)
         rows = [pool.open(2) for _ in range(3)]
         pool.step(plan, rows, [3, 4, 5])
         pool.done(plan)
-        ids = [] if cached else pool.alloc(3).tolist()
+        ids = [] if cached else pool.blocks.alloc(3).tolist()
         text = np.arange(9, dtype=np.int32)
         calls = calls_of_every_form(plan, rows, ids, text, odd)
         for name, *arguments in calls:
-            if cached and any(value == ("batch", []) for value in arguments):
-                tried(getattr(pool, name), [3])
+            if name.startswith("prefix.") and not cached:
                 continue
-            if name == "commit" and not cached and not odd:
-                tried(pool.commit, rows, text[:3], [1, 1, 1])  # whatever else is wrong: the model says this first
+            target, call_name = place(pool, name)
+            if cached and any(value == ("batch", []) for value in arguments):
+                tried(getattr(target, call_name), [3])
                 continue
             named = {"partial": ("flag", False), "pad_to": ("pad", (3, 12))} if name == "step" else {}
-            named |= {"out": ("out", [0, 0, 0])} if arguments == [("number", 3)] and name == "alloc" else {}
-            for call in each_wrong(wrong, odd, pool, name, *arguments, **named):
+            named |= {"out": ("out", [0, 0, 0])} if arguments == [("number", 3)] and call_name == "alloc" else {}
+            for call in each_wrong(wrong, odd, target, call_name, *arguments, **named):
                 made = tried_all(call)
-                if made is not None and name in ("open", "pin", "fork", "alloc"):
-                    back = pool.free if name == "alloc" else pool.close
+                if made is not None and call_name in ("open", "pin", "fork", "alloc"):
+                    back = pool.blocks.free if call_name == "alloc" else pool.close
                     back(made if isinstance(made, int) else [int(n) for n in made if n > 0])
                 if plan.is_pending:
                     look(pool, plan)
@@ -319,9 +319,10 @@ def arguments_of_every_call(Pool: Any, Plan: Any, Wrong: Any, odd: bool = False)
             look(pool, plan, other)
         pool.shutdown()
         for name, *arguments in calls:
-            if name not in ("step", "reserve", "unshare", "done", "rollback"):
+            if name not in ("step", "reserve", "unshare", "done", "rollback") and (cached or "prefix" not in name):
                 given = [(value[0], "right", value[1]) if is_open(value) else value for value in arguments]
-                tried_all(lambda pool=pool, name=name, given=given: wrong.call(pool, name, *given))
+                target, call_name = place(pool, name)
+                tried_all(lambda to=target, name=call_name, given=given: wrong.call(to, name, *given))
 
 
 def tried_all(call: Callable[[], Any]) -> Any:
@@ -353,15 +354,21 @@ def sizes_of_pools(Pool: Any, Plan: Any) -> None:
         for value in values:
             pool = tried(Pool, 10, 4, **{"max_seqs": 4} | {name: value})
             if pool is not None:
-                _ = pool.num_blocks, pool.block_size, pool.max_seqs, pool.max_blocks_per_seq, pool.reserved_blocks
-                _ = pool.watermark, pool.in_order, pool.num_free
+                _ = (
+                    pool.num_blocks,
+                    pool.block_size,
+                    pool.options.max_seqs,
+                    pool.options.max_blocks_per_seq,
+                    pool.options.reserved_blocks,
+                )
+                _ = pool.options.watermark, pool.options.in_order, pool.blocks.num_blank
                 rows = [tried(pool.open, n) for n in (0, 9, 36, 40)]
                 tried(pool.table, rows[1])
                 look(pool)
                 pool.shutdown()
     for value in (1, 100):
         pool = tried(Pool, 10, 4, events=value, prefix_cache=True)
-        tried(lambda pool=pool: pool.drain_events())
+        tried(lambda pool=pool: pool.prefix.events())
         pool.shutdown()
 
 
@@ -395,8 +402,7 @@ def words_about_pools(Pool: Any, Plan: Any, Wrong: Any) -> None:
     wrong.call(pool, "__repr__")
     tried(plan.bind)
     tried(plan.forget)
-    for read in ("num_free", "index_nbytes"):
-        tried(getattr, pool, read)
+    tried(lambda: pool.blocks.num_free)
     pool.shutdown()
 
 

@@ -50,6 +50,12 @@ def look(pool: Any, *plans: Any) -> None:
     pool.check()
 
 
+def place(pool: Any, name: str) -> tuple[Any, str]:
+    """Who has a call and how it is named there: ``blocks.alloc`` is `alloc` of `pool.blocks`."""
+    part, _, call = name.rpartition(".")
+    return (getattr(pool, part) if part else pool), call
+
+
 def tried(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What a call returns; None if it is refused."""
     with contextlib.suppress(KVPoolError, ValueError, TypeError, IndexError, OverflowError, MemoryError):
@@ -156,8 +162,8 @@ def forks_that_all_write(Pool: Any, Plan: Any) -> None:
         alone = pool.open()
         pool.step(plans[0], [alone], 2 * size - 1)
         pool.done(plans[0])
-        pool.take_dropped()
-        pool.mark_committed(pool.table(alone))
+        pool.blocks.drain_evicted()
+        pool.blocks.mark_cached(pool.table(alone))
         pool.step(plans[1], [alone, family[21]], 1)
         pool.close(alone)
         pool.rollback(plans[1])
@@ -180,7 +186,7 @@ def steps_that_end_in_every_order(Pool: Any, Plan: Any) -> None:
             child = pool.fork(rows[at], 2).tolist()
             pool.truncate(child, [1, 0])
             pool.close(child[0])
-            pool.free(pool.alloc(2))
+            pool.blocks.free(pool.blocks.alloc(2))
         for at in order:
             tried(pool.rollback if ends[at] else pool.done, plans[at])
             look(pool, *plans)
@@ -255,28 +261,28 @@ def blocks_by_hand(Pool: Any, Plan: Any) -> None:
     """Block-level calls around the number of blocks that there are."""
     pool = Pool(14, 3, max_seqs=3, reserved_blocks=2)
     for n in range(14):
-        ids = tried(pool.alloc, n)
+        ids = tried(pool.blocks.alloc, n)
         if ids is None:
             continue
-        pool.incref(ids[::2].copy())
-        pool.incref(ids[::4].copy())
+        pool.blocks.incref(ids[::2].copy())
+        pool.blocks.incref(ids[::4].copy())
         look(pool)
-        pool.take_dropped()
-        pool.mark_committed(ids[1::2].copy())
-        pool.decref(ids)
+        pool.blocks.drain_evicted()
+        pool.blocks.mark_cached(ids[1::2].copy())
+        pool.blocks.decref(ids)
         look(pool)
-        pool.decref(ids[::2].copy())
-        pool.decref(ids[::4].copy())
-        pool.take_dropped()
+        pool.blocks.decref(ids[::2].copy())
+        pool.blocks.decref(ids[::4].copy())
+        pool.blocks.drain_evicted()
         look(pool)
         if n % 3 == 2:
-            pool.revive(ids[1:2].copy())
+            pool.blocks.touch(ids[1:2].copy())
             look(pool)
-            pool.free(ids[1:2].copy())
-        pool.evict(n % 4)
+            pool.blocks.free(ids[1:2].copy())
+        pool.blocks.evict(n % 4)
         look(pool)
-        pool.take_dropped()
-    pool.refcount_histogram()
+        pool.blocks.drain_evicted()
+    pool.blocks.refcount_histogram()
     pool.reset()
     look(pool)
     pool.shutdown()
@@ -292,18 +298,18 @@ def reset_in_the_middle(Pool: Any, Plan: Any) -> None:
             rows = [pool.open(2) for _ in range(5)]
             grown(pool, plan, rows, [3, 4, 5, 6, 7])
             if cached:
-                pool.commit(rows, np.arange(25, dtype=np.int32), [3, 4, 5, 6, 7])
+                pool.prefix.commit(rows, np.arange(25, dtype=np.int32), [3, 4, 5, 6, 7])
             forks = pool.fork(rows[0], 3).tolist()
             pool.step(plan, [rows[0], *forks], 1)
             pool.step(other, forks, 2)
             pool.close(rows[1:3])
             if not cached:
-                pool.take_dropped()
-                pool.mark_committed(pool.alloc(3))
+                pool.blocks.drain_evicted()
+                pool.blocks.mark_cached(pool.blocks.alloc(3))
             look(pool)
             pool.reset()
             look(pool)
-            pool.take_dropped() if not cached and turn % 2 else None
+            pool.blocks.drain_evicted() if not cached and turn % 2 else None
         pool.shutdown()
 
 
@@ -318,8 +324,8 @@ def prompts(pool: Any, plan: Any, texts: list[np.ndarray], keep: bool = False) -
         pool.step(plan, [handle], len(text) - start)
         if plan.is_pending:
             pool.done(plan)
-        pool.commit(handle, text[start:])
-        pool.match(text)
+        pool.prefix.commit(handle, text[start:])
+        pool.prefix.match(text)
         pool.check()
         if keep:
             handles.append(handle)
@@ -339,18 +345,18 @@ def prompts_of_many_lengths(Pool: Any, Plan: Any) -> None:
         for blocks in (0, 1, 3, 4, 5, 31, 35, 36, 37, 67, 68, 69, 75, 76):
             for tail in (0, 1, size - 1):
                 cut = text[: blocks * size + tail].copy()
-                pool.match(cut)
+                pool.prefix.match(cut)
                 if len(cut):
                     cut[-1] += 1
-                    pool.match(cut)
+                    pool.prefix.match(cut)
                     prompts(pool, plan, [cut])
         changed = text.copy()
         changed[2 * size : 3 * size] = 5
-        pool.match(changed)
+        pool.prefix.match(changed)
         prompts(pool, plan, [changed[: 9 * size], text[: 40 * size]])
-        pool.evict(60)
-        pool.match(text)
-        pool.prefix_stats()
+        pool.blocks.evict(60)
+        pool.prefix.match(text)
+        pool.prefix.stats()
         look(pool)
         pool.shutdown()
 
@@ -365,13 +371,13 @@ def hashes_that_collide(Pool: Any, Plan: Any) -> None:
         for turn, text in enumerate(texts):
             prompts(pool, plan, [text])
             if turn % 3 == 0:
-                pool.evict(1 + turn % 4)
+                pool.blocks.evict(1 + turn % 4)
             for other in texts[max(0, turn - 6) : turn]:
-                pool.match(other)
+                pool.prefix.match(other)
             look(pool)
-        pool.prefix_stats()
-        pool.drain_events()
-        pool.flush()
+        pool.prefix.stats()
+        pool.prefix.events()
+        pool.prefix.flush()
         look(pool)
         pool.shutdown()
 
@@ -388,31 +394,31 @@ def duplicates_of_a_prefix(Pool: Any, Plan: Any) -> None:
             new = text[first * size : last * size]
             grown(pool, plan, rows, len(new))
             for at, row in enumerate(rows):
-                pool.commit(row, new + (at == 3 and first == 5))
-                pool.prefix_stats()
+                pool.prefix.commit(row, new + (at == 3 and first == 5))
+                pool.prefix.stats()
                 look(pool)
             if first == 3:
                 pool.close(rows.pop(0))
-                pool.evict(evict)
-                pool.flush() if flush == 1 else pool.flush(b"") if flush == 2 else None
+                pool.blocks.evict(evict)
+                pool.prefix.flush() if flush == 1 else pool.prefix.flush(b"") if flush == 2 else None
                 look(pool)
-                pool.match(text)
+                pool.prefix.match(text)
         for other in (100, 200):
             for row in rows:
                 pool.truncate(row, 5 * size)
             grown(pool, plan, rows, 2 * size)
             for row in rows:
-                pool.commit(row, np.arange(2 * size, dtype=np.int32) + other)
-                pool.prefix_stats()
+                pool.prefix.commit(row, np.arange(2 * size, dtype=np.int32) + other)
+                pool.prefix.stats()
                 look(pool)
         forks = pool.fork(rows[0], 2).tolist()
         pool.close(rows)
-        pool.evict(evict)
-        pool.match(text)
+        pool.blocks.evict(evict)
+        pool.prefix.match(text)
         look(pool)
         pool.close(forks)
-        pool.evict(evict)
-        pool.match(text)
+        pool.blocks.evict(evict)
+        pool.prefix.match(text)
         look(pool)
         pool.shutdown()
 
@@ -426,19 +432,19 @@ def other_tokens_for_a_known_block(Pool: Any, Plan: Any) -> None:
     row = pool.open()
     grown(pool, plan, [row], 20)
     (child,) = pool.fork(row).tolist()
-    pool.commit(row, text[:18])
+    pool.prefix.commit(row, text[:18])
     for at in range(18):
         other = text[:18].copy()
         other[at] += 1
-        tried(pool.commit, child, other)
+        tried(pool.prefix.commit, child, other)
         look(pool)
         if at < 16:
             continue
         (twin,) = pool.fork(row).tolist()
-        tried(pool.commit, twin, text[18:])
-        tried(pool.commit, twin, text)
+        tried(pool.prefix.commit, twin, text[18:])
+        tried(pool.prefix.commit, twin, text)
         pool.close(twin)
-    tried(pool.commit, child, text)
+    tried(pool.prefix.commit, child, text)
     look(pool)
     pool.shutdown()
 
@@ -452,25 +458,25 @@ def namespaces_apart(Pool: Any, Plan: Any) -> None:
     rows = [pool.open(text, name) for name in (b"", b"a", b"ab", b"a\0", b"b")]
     grown(pool, plan, rows, 11)
     for row in rows[:4]:
-        pool.commit(row, text[:9])
+        pool.prefix.commit(row, text[:9])
     for name in (b"", b"a", b"ab", b"a\0", b"b", b"ba"):
-        pool.match(text, name)
-    pool.flush(b"a")
+        pool.prefix.match(text, name)
+    pool.prefix.flush(b"a")
     look(pool)
     for row in rows[:4]:
-        pool.commit(row, text[9:])
+        pool.prefix.commit(row, text[9:])
         look(pool)
     pool.close(rows[:2])
     for name in (b"", b"a", b"ab"):
-        pool.match(text, name)
+        pool.prefix.match(text, name)
         row = pool.open(text, name)
         look(pool)
         pool.close(row)
-    pool.flush(b"ab")
-    pool.flush(b"")
+    pool.prefix.flush(b"ab")
+    pool.prefix.flush(b"")
     look(pool)
-    pool.flush()
-    pool.prefix_stats()
+    pool.prefix.flush()
+    pool.prefix.stats()
     look(pool)
     pool.shutdown()
 
@@ -506,11 +512,11 @@ def events_of_many_blocks(Pool: Any, Plan: Any) -> None:
     plan = Plan(pool, 1, 400, formats=("block_tables",))
     for length in (3, 40, 150, 300):
         prompts(pool, plan, [np.arange(length, dtype=np.int32) + length])
-        pool.drain_events()
-    pool.evict(200)
-    pool.drain_events()
-    pool.flush()
-    pool.drain_events()
+        pool.prefix.events()
+    pool.blocks.evict(200)
+    pool.prefix.events()
+    pool.prefix.flush()
+    pool.prefix.events()
     pool.shutdown()
 
 
@@ -551,8 +557,5 @@ def bytes_of_an_index(Pool: Any, Plan: Any) -> None:
     """The size of the index, from which slots * 3 / 4 >= blocks can be read."""
     for blocks, size in itertools.product((2, 3, 6, 7, 8, 9, 12, 13, 24, 25, 48, 49, 96, 97), (1, 4)):
         pool = Pool(blocks, size, max_seqs=2, prefix_cache=True)
-        _ = pool.index_nbytes
+        _ = pool.prefix.nbytes
         pool.shutdown()
-    pool = Pool(8, 2, max_seqs=2)
-    _ = pool.index_nbytes
-    pool.shutdown()

@@ -243,7 +243,7 @@ def _read_blocks(text: str, made: Declarations) -> None:
             made.constants.update(re.findall(r"(?:^|, *)([A-Z]\w*)", words))
         elif inside and line.indent == inner and re.match(r"(?:cdef )?[\w \[\]]+[ *]+\w+(?:, ?\**\w+)*$", words):
             kind, names = _field_types(words.removeprefix("cdef "))
-            made.fields[inside].update(dict.fromkeys(names, kind))
+            made.fields[inside].update(dict.fromkeys([name for name in names if not name.startswith("__")], kind))
 
 
 def _field_types(words: str) -> tuple[str, list[str]]:

@@ -62,7 +62,7 @@ class Starving:
         """A commit of one block, of which no event can tell."""
         self._core.fail_at(1)
         try:
-            pool.commit(row, tokens)
+            pool.prefix.commit(row, tokens)
         finally:
             self._core.fail_at(0)
 
@@ -93,7 +93,7 @@ class StarvingModel:
 
     def lose(self, pool: Any, row: int, tokens: Any) -> None:
         """A commit of one block, of which no event can tell."""
-        pool.commit(row, tokens)
+        pool.prefix.commit(row, tokens)
         pool._events.pop()
         pool._lost_events += 1
 
@@ -106,7 +106,7 @@ class StarvingModel:
         return 0
 
 
-def calls_without_memory(Pool: Any, Plan: Any, Blocks: Any, Starving: Any) -> None:
+def calls_without_memory(Pool: Any, Plan: Any, Starving: Any) -> None:
     """Pools, plans and calls for which the memory does not last at first: nothing is lost, nothing has changed."""
     starving = Starving()
     for size in (0, 7, 8, 100):
@@ -117,8 +117,8 @@ def calls_without_memory(Pool: Any, Plan: Any, Blocks: Any, Starving: Any) -> No
     pool.done(plan)
     for k in range(3):
         starving.lose(pool, row, np.array([3 * k], np.int32))
-        pool.commit(row, np.array([3 * k + 1, 3 * k + 2], np.int32))
-        pool.drain_events()
+        pool.prefix.commit(row, np.array([3 * k + 1, 3 * k + 2], np.int32))
+        pool.prefix.events()
     pool.shutdown()
     drop(plan)
     drop(pool)
@@ -135,29 +135,29 @@ def calls_without_memory(Pool: Any, Plan: Any, Blocks: Any, Starving: Any) -> No
         starving.call(pool, "done", plan)
         text = np.arange(41, dtype=np.int32)
         if cached:
-            pool.commit(row, text[:1])
-            starving.call(pool, "commit", row, text[1:])
+            pool.prefix.commit(row, text[:1])
+            starving.call(pool.prefix, "commit", row, text[1:])
             for k in range(40):
                 name = b"%d" % k
                 one = starving.call(pool, "open", text[: k % 5 + 1].tolist(), name)
-                starving.call(pool, "flush", b"no %d" % k)
+                starving.call(pool.prefix, "flush", b"no %d" % k)
                 tried(pool.close, one)
                 if k % 7 == 6:
-                    starving.call(pool, "flush", name)
-                    starving.call(pool, "match", text.tolist(), name)
-            pool.prefix_stats()
+                    starving.call(pool.prefix, "flush", name)
+                    starving.call(pool.prefix, "match", text.tolist(), name)
+            pool.prefix.stats()
         else:
-            ids = starving.call(pool, "alloc", 20)
+            ids = starving.call(pool.blocks, "alloc", 20)
             out = np.zeros(20, np.int32)
-            starving.call(pool, "alloc", 20, out=out)
-            blocks = Blocks(pool)
+            starving.call(pool.blocks, "alloc", 20, out=out)
+            blocks = pool.blocks
             ids = ids.tolist()
-            for name in ("incref", "mark_committed", "decref", "decref", "revive", "free"):
-                tried(starving.call, pool, name, ids)
-                tried(starving.call, pool, name, ids[:17])
+            for name in ("incref", "mark_cached", "decref", "decref", "touch", "free"):
+                tried(starving.call, blocks, name, ids)
+                tried(starving.call, blocks, name, ids[:17])
                 blocks.free_order()
             taken, _ = starving.call(blocks, "take", 18)
-            for name in ("touch", "commit", "release", "refcounts", "uncommit"):
+            for name in ("touch", "mark_cached", "release", "refcounts", "uncache"):
                 starving.call(blocks, name, taken)
             blocks.free_order()
             drop(blocks)

@@ -9,29 +9,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kvpool._core import PoolBlocks
-from kvpool.testing.model_pool_blocks import ModelPoolBlocks
 from proof.mutation import forms, limits, naming, starving, waiting
 
 #: Program -> the names of the classes that it is given beside those of pools and plans.
 PROGRAMS: dict[Callable[..., None], tuple[str, ...]] = {
-    limits.references_to_the_last_one: ("Blocks", "Strain"),
-    limits.marks_that_go_round: ("Blocks", "Strain"),
+    limits.references_to_the_last_one: ("Strain",),
+    limits.marks_that_go_round: ("Strain",),
     limits.lists_that_are_broken: ("Strain",),
-    limits.released_to_either_end: ("Blocks",),
+    limits.released_to_either_end: (),
     limits.blocks_that_come_back: (),
-    starving.calls_without_memory: ("Blocks", "Starving"),
+    starving.calls_without_memory: ("Starving",),
     naming.namespaces_by_the_hundred: ("Starving",),
     naming.namespaces_that_nobody_needs: ("Starving",),
     naming.events_in_the_midst: ("Draining",),
-    waiting.calls_that_wait: ("Blocks", "Other"),
-    forms.batches_in_other_forms: ("Blocks", "Forms"),
+    waiting.calls_that_wait: ("Other",),
+    forms.batches_in_other_forms: ("Forms",),
     forms.tokens_at_their_limits: (),
-    forms.texts_of_every_length: ("Blocks",),
+    forms.texts_of_every_length: (),
 }
 #: Name -> the class for the core, and the one for the model.
 HELPERS: dict[str, tuple[type, type]] = {
-    "Blocks": (PoolBlocks, ModelPoolBlocks),
     "Strain": (limits.Strain, limits.StrainOfModel),
     "Starving": (starving.Starving, starving.StarvingModel),
     "Draining": (naming.Draining, naming.DrainingModel),

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvpool.errors import ConcurrentUse
 from proof.mutation.limits import poked
-from proof.mutation.scenarios import FORMATS, look, tried
+from proof.mutation.scenarios import FORMATS, look, place, tried
 
 WAIT = 0.005  # seconds that another thread keeps a lock
 
@@ -81,8 +81,8 @@ def made(thing: Any, name: str, arguments: tuple) -> Any:
 
 def fewer(pool: Any, by: int) -> None:
     """A blank block more or less."""
-    poked(pool, "all_blocks.num_blank", by)
-    poked(pool, "all_blocks.num_used", -by)
+    poked(pool, "blocks.num_blank", by)
+    poked(pool, "blocks.num_used", -by)
 
 
 class OtherOfModel:
@@ -113,7 +113,7 @@ class OtherOfModel:
         raise ConcurrentUse(name)
 
 
-def calls_that_wait(Pool: Any, Plan: Any, Blocks: Any, Other: Any) -> None:
+def calls_that_wait(Pool: Any, Plan: Any, Other: Any) -> None:
     """Calls while another thread holds the lock, and from the thread that holds it."""
     other = Other()
     for cached in (False, True):
@@ -124,21 +124,24 @@ def calls_that_wait(Pool: Any, Plan: Any, Blocks: Any, Other: Any) -> None:
         calls: list[tuple] = [("step", plan, rows, 3), ("rollback", plan), ("step", plan, rows, 3), ("done", plan)]
         calls += [("table", rows[0]), ("num_tokens", rows[0]), ("fork", rows[0], 1), ("truncate", rows[2], 2)]
         calls += [("reserve", plan, rows[:1], 1), ("rollback", plan), ("can", rows, 1), ("close", rows[2])]
-        calls += [("open", 3), ("refcount", 2), ("evict", 1), ("is_open", rows[0]), ("capacity", rows[0])]
+        calls += [("open", 3), ("blocks.refcount", 2), ("blocks.evict", 1), ("is_open", rows[0]), ("capacity", rows[0])]
         if cached:
-            calls += [("commit", rows[0], text), ("match", text), ("drain_events",), ("open", text), ("pin", text[:2])]
-            calls += [("flush", b""), ("flush",), ("drain_events",), ("committed", rows[0])]
+            calls += [("prefix.commit", rows[0], text), ("prefix.match", text), ("prefix.events",), ("open", text)]
+            calls += [("prefix.pin", text[:2]), ("prefix.flush", b""), ("prefix.flush",), ("prefix.events",)]
+            calls += [("prefix.committed", rows[0])]
         else:
-            calls += [("alloc",), ("alloc", 3), ("incref", [2]), ("decref", [2]), ("mark_committed", [2])]
-            calls += [("take_dropped",), ("revive", [2]), ("free", [2])]
+            calls += [("blocks.alloc",), ("blocks.alloc", 3), ("blocks.incref", [2]), ("blocks.decref", [2])]
+            calls += [("blocks.mark_cached", [2]), ("blocks.drain_evicted",), ("blocks.touch", [2])]
+            calls += [("blocks.free", [2])]
         for name, *arguments in calls:
-            tried(other.call_inside, pool, pool, name, *arguments)
-            tried(other.call, pool, pool, name, *arguments)
+            target, call = place(pool, name)
+            tried(other.call_inside, pool, target, call, *arguments)
+            tried(other.call, pool, target, call, *arguments)
         if not cached:
-            blocks = Blocks(pool)
-            pool.evict(1)
-            tried(other.call, pool, pool, "take_dropped")
-            calls = [("take", 2), ("touch", [2]), ("release", [2]), ("commit", [2]), ("uncommit", [2])]
+            blocks = pool.blocks
+            pool.blocks.evict(1)
+            tried(other.call, pool, blocks, "drain_evicted")
+            calls = [("take", 2), ("touch", [2]), ("release", [2]), ("mark_cached", [2]), ("uncache", [2])]
             calls += [("refcounts", [2]), ("free_order",), ("num_blank",), ("usage",), ("num_free",)]
             calls += [("take_block", 19)]
             for name, *arguments in calls:
@@ -149,14 +152,17 @@ def calls_that_wait(Pool: Any, Plan: Any, Blocks: Any, Other: Any) -> None:
                 ("take", free), ("free_order",), ("free_order", free), ("num_blank",), ("num_free",), ("usage",),
             ):  # fmt: skip
                 tried(other.call_with_fewer, pool, blocks, name, *arguments)
-            tried(other.call_with_fewer, pool, pool, "alloc", free)
+            tried(other.call_with_fewer, pool, blocks, "alloc", free)
             tried(other.call_with_fewer, pool, pool, "open", 2 * free)
         look(pool, plan)
         pool.reset()
         if not cached:
-            pool.alloc(19)
+            pool.blocks.alloc(19)
             for name in ("free_order", "num_blank", "num_free", "usage"):
                 tried(other.call_with_one, pool, blocks, name)
         other.call(pool, pool, "shutdown")
-        for name in ("take_dropped", "drain_events", "stats", "alloc", "refcount"):
-            tried(other.call, pool, pool, name, *[2] * (name == "refcount"))
+        tried(other.call, pool, pool, "stats")
+        for name in ("drain_evicted", "alloc", "refcount"):
+            tried(other.call, pool, pool.blocks, name, *[2] * (name == "refcount"))
+        if cached:
+            tried(other.call, pool, pool.prefix, "events")

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvpool import Plan, Pool
+from kvpool._core import BlockAPI, PrefixCache
 from kvpool.errors import OutOfBlocks, StaleHandle
 from kvpool.testing.model import ModelPlan, ModelPool
 from proof.simulation.device import Device, Move, Work
@@ -157,7 +158,7 @@ class AbortLeaksBlock(Pool):
     def close(self, handles: Any) -> None:
         """Keep a reference of the first block."""
         if isinstance(handles, int):
-            self.incref(self.table(handles)[:1])
+            self.blocks.incref(self.table(handles)[:1])
         super().close(handles)
 
 
@@ -178,30 +179,48 @@ class NamespaceIgnored(Pool):
         return super().open(tokens)
 
 
-class TokensNotCompared(Pool):
-    """Equal hashes are taken for equal tokens: here, of a hash that sees one bit of each."""
-
-    def open(self, tokens: Any = 0, namespace: bytes = b"") -> int:
-        """Look up the hash."""
-        return super().open(tokens if isinstance(tokens, int) else [t & 1 for t in tokens], namespace)
+class HashedBits(PrefixCache):
+    """See `TokensNotCompared`."""
 
     def commit(self, handles: Any, tokens: Any, counts: Any = None) -> None:
         """Commit the hash."""
         super().commit(handles, [t & 1 for t in tokens], counts)
 
 
-class PinHoldsNothing(Pool):
-    """A hit is a hint: what was found may be evicted before it is used."""
+class TokensNotCompared(Pool):
+    """Equal hashes are taken for equal tokens: here, of a hash that sees one bit of each."""
+
+    @property
+    def prefix(self) -> HashedBits:
+        """What is told of the hash."""
+        return HashedBits(self)
+
+    def open(self, tokens: Any = 0, namespace: bytes = b"") -> int:
+        """Look up the hash."""
+        return super().open(tokens if isinstance(tokens, int) else [t & 1 for t in tokens], namespace)
+
+
+class HollowPins(PrefixCache):
+    """See `PinHoldsNothing`."""
 
     def pin(self, tokens: Any, namespace: bytes = b"") -> int:
         """Give the blocks up again; the caller still reads them."""
-        handle = super().pin(tokens, namespace)
-        found = self.__dict__.setdefault("found", {})
-        found[handle] = self.table(handle), self.num_tokens(handle)
+        pool, handle = self.pool, super().pin(tokens, namespace)
+        found = pool.__dict__.setdefault("found", {})
+        found[handle] = pool.table(handle), pool.num_tokens(handle)
         super().unpin(handle)
-        self.__dict__["hollow"] = empty = super().open(0)
+        pool.__dict__["hollow"] = empty = pool.open(0)
         found[empty] = found.pop(handle)
         return empty
+
+
+class PinHoldsNothing(Pool):
+    """A hit is a hint: what was found may be evicted before it is used."""
+
+    @property
+    def prefix(self) -> HollowPins:
+        """Whose pins hold nothing."""
+        return HollowPins(self)
 
     def table(self, handle: int) -> np.ndarray:
         """What was found then."""
@@ -214,14 +233,23 @@ class PinHoldsNothing(Pool):
         return found[handle][1] if handle in found else super().num_tokens(handle)
 
 
-class TransferHoldsNothing(Pool):
-    """Who copies blocks elsewhere believes that the request will wait."""
+class NothingHeld(BlockAPI):
+    """See `TransferHoldsNothing`."""
 
     def incref(self, ids: Any) -> None:
         """Hold nothing."""
 
     def decref(self, ids: Any) -> None:
         """Give nothing back."""
+
+
+class TransferHoldsNothing(Pool):
+    """Who copies blocks elsewhere believes that the request will wait."""
+
+    @property
+    def blocks(self) -> NothingHeld:
+        """That hold nothing."""
+        return NothingHeld(self)
 
 
 class ForkSharesAllButTail(Pool):

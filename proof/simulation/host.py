@@ -532,7 +532,7 @@ class Host:
         done = request.done_length()
         if self.shape.prefix_cache and done > request.committed and not request.gone:
             upto = done if self.rng.random() < 0.7 else self.rng.randint(request.committed + 1, done)
-            self.pool.commit(request.handle, request.tokens[request.committed : upto])
+            self.pool.prefix.commit(request.handle, request.tokens[request.committed : upto])
             self.log.append(f"commit {request.handle} {request.tokens[:upto]}")
             request.committed = upto
 
@@ -541,7 +541,7 @@ class Host:
         if self.shape.prefix_cache and len(self.pins) < 2:
             namespace, tokens, stamps = self.rng.choice(self.prompts)
             try:
-                handle = self.pool.pin(tokens, namespace)
+                handle = self.pool.prefix.pin(tokens, namespace)
             except OutOfSequences:
                 return
             self.pins.append((handle, stamps[: self.pool.num_tokens(handle)]))
@@ -553,7 +553,7 @@ class Host:
             handle, stamps = self.pins.pop(self.rng.randrange(len(self.pins)))
             if stamps and not self.shape.in_order:
                 self.device.expect(self.pool.table(handle), stamps, f"pin {handle}")
-            self.pool.unpin(handle)
+            self.pool.prefix.unpin(handle)
             self.log.append(f"unpin {handle}")
 
     def send(self) -> None:
@@ -563,7 +563,7 @@ class Host:
             full = request.done_length() // self.shape.block_size
             if full and self.device.is_settled(request.ticket):
                 blocks = self.pool.table(request.handle)[:full]
-                self.pool.incref(blocks)
+                self.pool.blocks.incref(blocks)
                 self.sends.append((blocks, request.stamps[: full * self.shape.block_size]))
                 self.tally.sends += 1
                 self.log.append(f"send {request.handle} {blocks.tolist()}")
@@ -573,13 +573,13 @@ class Host:
         if self.sends:
             blocks, stamps = self.sends.pop(self.rng.randrange(len(self.sends)))
             self.device.expect(blocks, stamps, "a transfer")
-            self.pool.decref(blocks)
+            self.pool.blocks.decref(blocks)
             self.log.append(f"sent {blocks.tolist()}")
 
     def flush(self) -> None:
         """Forget what is cached."""
         if self.shape.prefix_cache:
-            self.pool.flush(self.rng.choice([None, b"", b"other"]))
+            self.pool.prefix.flush(self.rng.choice([None, b"", b"other"]))
             self.log.append("flush")
 
     def misuse(self) -> None:

@@ -47,12 +47,12 @@ def wrong_calls(host: Host) -> Iterator[Wrong]:
         known = request.tokens[request.committed : request.length]
         if request.gone:
             if host.shape.prefix_cache:
-                yield "commit of what is left", ValueError, lambda: pool.commit(request.handle, [0])
+                yield "commit of what is left", ValueError, lambda: pool.prefix.commit(request.handle, [0])
             if request in host.idle():
                 yield "truncate into what left", ValueError, lambda: pool.truncate(request.handle, 0)
             return
         if host.shape.prefix_cache and known and request.done_length() < request.length:
-            yield "commit of what is not done", ValueError, lambda: pool.commit(request.handle, known)
+            yield "commit of what is not done", ValueError, lambda: pool.prefix.commit(request.handle, known)
 
 
 def make_wrong_call(host: Host) -> None:

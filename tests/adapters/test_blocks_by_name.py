@@ -1,4 +1,4 @@
-"""`Pool.blocks`: take, touch, release, commit and uncommit by name; what is taken next; what is refused."""
+"""`Pool.blocks`: take, touch, release, mark_cached and uncache by name; what is taken next; what is refused."""
 
 import numpy as np
 import pytest
@@ -12,9 +12,9 @@ def order(pool):
 
 
 def cached(pool, ids):
-    """These blocks committed and free, in this order of eviction."""
+    """These blocks cached and free, in this order of eviction."""
     pool.blocks.take(max(ids))
-    pool.blocks.commit(ids)
+    pool.blocks.mark_cached(ids)
     pool.blocks.release(range_to(max(ids), without=ids))
     pool.blocks.release(ids)
 
@@ -30,7 +30,7 @@ def test_take_gives_blank_blocks_then_evicts_and_says_how_many(make_pool):
     assert pool.blocks.take(2) == ([2, 4], 0)
     assert pool.blocks.take(3) == ([5, 6, 3], 1)
     assert pool.blocks.take(0) == ([], 0)
-    assert pool.take_dropped().tolist() == []  # who takes by name was told
+    assert pool.blocks.drain_evicted().tolist() == []  # who takes by name was told
     assert pool.stats().evictions == 1
 
 
@@ -50,19 +50,19 @@ def test_release_of_blank_blocks_the_first_named_is_taken_first(make_pool):
     assert order(pool) == [3, 1, 4, 2, 5, 6]
 
 
-def test_release_sends_committed_blocks_to_the_new_end_and_others_to_the_front(make_pool):
+def test_release_sends_cached_blocks_to_the_new_end_and_others_to_the_front(make_pool):
     pool = make_pool(8)
     pool.blocks.take(6)
-    pool.blocks.commit([1, 2, 5])
+    pool.blocks.mark_cached([1, 2, 5])
     pool.blocks.release([5])
     pool.blocks.release([2, 3, 1, 4])
     assert order(pool) == [3, 4, 7, 5, 2, 1]
 
 
-def test_release_oldest_sends_committed_blocks_to_the_old_end(make_pool):
+def test_release_oldest_sends_cached_blocks_to_the_old_end(make_pool):
     pool = make_pool(8)
     pool.blocks.take(6)
-    pool.blocks.commit([1, 2, 3, 4, 5])
+    pool.blocks.mark_cached([1, 2, 3, 4, 5])
     pool.blocks.release([5, 4])
     pool.blocks.release([2, 6, 1], oldest=True)
     assert order(pool) == [6, 7, 2, 1, 5, 4]
@@ -74,10 +74,10 @@ def test_release_of_a_shared_block_only_counts(make_pool):
     pool.blocks.touch([1])
     assert pool.blocks.refcounts([1, 2, 0, 3, 1]).tolist() == [2, 1, 0, 0, 2]
     pool.blocks.release([1, 2])
-    assert order(pool) == [2, 3] and pool.refcount(1) == 1
+    assert order(pool) == [2, 3] and pool.blocks.refcount(1) == 1
 
 
-def test_touch_holds_what_is_in_use_and_revives_what_is_committed(make_pool):
+def test_touch_holds_what_is_in_use_and_revives_what_is_cached(make_pool):
     pool = make_pool(7)
     cached(pool, [1, 2, 3])
     assert pool.blocks.take(1) == ([4], 0)
@@ -87,52 +87,52 @@ def test_touch_holds_what_is_in_use_and_revives_what_is_committed(make_pool):
     assert order(pool) == [5, 6, 1, 3, 2]
 
 
-def test_uncommit_of_free_blocks_makes_them_blank_the_first_named_on_top(make_pool):
+def test_uncache_of_free_blocks_makes_them_blank_the_first_named_on_top(make_pool):
     pool = make_pool(7)
     cached(pool, [1, 2, 3, 4])
-    pool.blocks.uncommit([3, 1])
+    pool.blocks.uncache([3, 1])
     assert order(pool) == [3, 1, 5, 6, 2, 4]
-    assert pool.take_dropped().tolist() == []
+    assert pool.blocks.drain_evicted().tolist() == []
 
 
-def test_uncommit_of_held_blocks_makes_them_blank_when_released(make_pool):
+def test_uncache_of_held_blocks_makes_them_blank_when_released(make_pool):
     pool = make_pool(6)
     pool.blocks.take(4)
-    pool.blocks.commit([1, 2, 3])
-    pool.blocks.uncommit([2, 4])
+    pool.blocks.mark_cached([1, 2, 3])
+    pool.blocks.uncache([2, 4])
     pool.blocks.release([1, 2, 3])
     assert order(pool) == [2, 5, 1, 3]
-    pool.blocks.commit([4])  # held, and never written again from here on
+    pool.blocks.mark_cached([4])  # held, and never written again from here on
     pool.blocks.release(4)
     assert order(pool) == [2, 5, 1, 3, 4]
 
 
-def test_commit_of_a_committed_block_is_refused_until_it_is_uncommitted(make_pool, refused):
+def test_mark_of_a_cached_block_is_refused_until_it_is_uncached(make_pool, refused):
     pool = make_pool(4)
     pool.blocks.take(2)
-    pool.blocks.commit(1)
-    with refused(pool, ValueError, "commit"):
-        pool.blocks.commit([2, 1])
-    pool.blocks.uncommit(1)
-    pool.blocks.commit([2, 1])
+    pool.blocks.mark_cached(1)
+    with refused(pool, ValueError, "mark_cached"):
+        pool.blocks.mark_cached([2, 1])
+    pool.blocks.uncache(1)
+    pool.blocks.mark_cached([2, 1])
 
 
-def test_commit_of_a_block_that_alloc_evicted_waits_for_take_dropped(make_pool, refused):
+def test_mark_of_a_block_that_alloc_evicted_waits_for_drain_evicted(make_pool, refused):
     pool = make_pool(3)
     cached(pool, [1, 2])
-    pool.alloc(2)
-    with refused(pool, ValueError, "commit"):
-        pool.blocks.commit([1])
-    pool.take_dropped()
-    pool.blocks.commit([1])
+    pool.blocks.alloc(2)
+    with refused(pool, ValueError, "mark_cached"):
+        pool.blocks.mark_cached([1])
+    pool.blocks.drain_evicted()
+    pool.blocks.mark_cached([1])
 
 
 def test_take_block_takes_it_out_of_the_middle(make_pool, refused):
     pool = make_pool(7)
     cached(pool, [1])
     pool.blocks.take_block(4)
-    assert order(pool) == [2, 3, 5, 6, 1] and pool.refcount(4) == 1
-    for block in (1, 4, 0):  # committed, in use, reserved
+    assert order(pool) == [2, 3, 5, 6, 1] and pool.blocks.refcount(4) == 1
+    for block in (1, 4, 0):  # cached, in use, reserved
         with refused(pool, ValueError, "take_block"):
             pool.blocks.take_block(block)
     for block in (-1, 7):
@@ -154,14 +154,14 @@ def test_free_order_gives_as_many_as_asked_for(make_pool):
 def test_reserved_ids_are_passed_over(make_pool):
     pool = make_pool(7, reserved_blocks=2)
     pool.blocks.take(3)
-    for call in (pool.blocks.touch, pool.blocks.commit, pool.blocks.uncommit, pool.blocks.release):
+    for call in (pool.blocks.touch, pool.blocks.mark_cached, pool.blocks.uncache, pool.blocks.release):
         call([0, 2, 1, 3])
     assert pool.blocks.refcounts([0, 1, 2, 3, 4]).tolist() == [0, 0, 1, 1, 1]
 
 
 @pytest.mark.parametrize(
     ("call", "error"),
-    [("touch", ValueError), ("commit", ValueError), ("uncommit", ValueError), ("release", DoubleFree)],
+    [("touch", ValueError), ("mark_cached", ValueError), ("uncache", ValueError), ("release", DoubleFree)],
 )
 def test_block_that_stands_twice_is_refused(make_pool, refused, call, error):
     pool = make_pool(5)
@@ -170,7 +170,7 @@ def test_block_that_stands_twice_is_refused(make_pool, refused, call, error):
         getattr(pool.blocks, call)([1, 2, 1])
 
 
-@pytest.mark.parametrize("call", ["touch", "commit", "uncommit", "release", "refcounts"])
+@pytest.mark.parametrize("call", ["touch", "mark_cached", "uncache", "release", "refcounts"])
 def test_ids_that_are_no_block_are_refused(make_pool, refused, call):
     pool = make_pool(5)
     pool.blocks.take(3)
@@ -198,16 +198,16 @@ def test_id_of_no_block_is_refused_before_what_is_wrong_with_a_block(make_pool, 
         pool.blocks.touch(ids)
 
 
-def test_blank_block_is_not_touched_released_or_committed(make_pool, refused):
+def test_blank_block_is_not_touched_released_or_marked(make_pool, refused):
     pool = make_pool(5)
     pool.blocks.take(2)
     with refused(pool, ValueError, "touch"):
         pool.blocks.touch([1, 3])
     with refused(pool, DoubleFree, "release"):
         pool.blocks.release([1, 3])
-    with refused(pool, DoubleFree, "commit"):
-        pool.blocks.commit([1, 3])
-    pool.blocks.uncommit([1, 3])  # it holds nothing as it is
+    with refused(pool, DoubleFree, "mark_cached"):
+        pool.blocks.mark_cached([1, 3])
+    pool.blocks.uncache([1, 3])  # it holds nothing as it is
 
 
 def test_release_never_takes_the_reference_of_a_sequence(make_pool, grow, refused):
@@ -219,7 +219,7 @@ def test_release_never_takes_the_reference_of_a_sequence(make_pool, grow, refuse
         pool.blocks.release(block)
     pool.blocks.touch(block)
     pool.blocks.release(block)
-    assert pool.refcount(block) == 1
+    assert pool.blocks.refcount(block) == 1
 
 
 def test_pending_step_keeps_released_blocks_in_limbo_in_the_order_named(make_pool, make_plan, refused):
@@ -227,22 +227,16 @@ def test_pending_step_keeps_released_blocks_in_limbo_in_the_order_named(make_poo
     plan = make_plan(pool, 2, 8)
     handle = pool.open()
     pool.blocks.take(5)
-    pool.blocks.commit([1, 4, 5])
+    pool.blocks.mark_cached([1, 4, 5])
     pool.step(plan, [handle], 1)
     with refused(pool, PlanStateError, "release"):
         pool.blocks.release([1, 2], oldest=True)
     pool.blocks.release([4, 2, 1, 3, 5])
     assert order(pool) == [7]
-    pool.blocks.uncommit([5])
+    pool.blocks.uncache([5])
     pool.blocks.touch([4])  # out of limbo
     pool.done(plan)
     assert order(pool) == [5, 2, 3, 7, 1]
-
-
-def test_pool_with_a_prefix_cache_has_no_blocks(make_pool):
-    with pytest.raises(AttributeError, match=r"^\[blocks\] the prefix cache looks after"):
-        make_pool(6, prefix_cache=True).blocks  # noqa: B018
-    assert not hasattr(make_pool(6, prefix_cache=True), "blocks")
 
 
 def test_pool_that_was_shut_down_refuses_every_call():
@@ -250,7 +244,7 @@ def test_pool_that_was_shut_down_refuses_every_call():
     blocks = pool.blocks
     pool.shutdown()
     calls = [lambda: blocks.take(1), lambda: blocks.take_block(1), lambda: blocks.free_order(), lambda: blocks.usage]
-    calls += [lambda c=call: c([1]) for call in (blocks.touch, blocks.release, blocks.commit, blocks.uncommit)]
+    calls += [lambda c=call: c([1]) for call in (blocks.touch, blocks.release, blocks.mark_cached, blocks.uncache)]
     calls += [lambda: blocks.refcounts([1]), lambda: blocks.num_free, lambda: blocks.num_blank]
     for call in calls:
         with pytest.raises(PoolClosed):
@@ -261,13 +255,13 @@ def test_calls_by_name_are_in_the_digest_with_what_they_name():
     def life(*calls):
         pool = Pool(24, 1, seed=1)
         pool.blocks.take(20)
-        pool.blocks.commit(list(range(1, 11)))
+        pool.blocks.mark_cached(list(range(1, 11)))
         for call, *arguments in calls:
             getattr(pool.blocks, call)(*arguments)
         return pool.digest()
 
     ids = [3, 1, 2, 5, 4, 7]
-    lives = [life(), life(("touch", ids)), life(("release", ids)), life(("uncommit", ids)), life(("take", 2))]
+    lives = [life(), life(("touch", ids)), life(("release", ids)), life(("uncache", ids)), life(("take", 2))]
     lives += [life(("touch", ids[::-1])), life(("touch", [*ids[:-1], 8])), life(("take_block", 22))]
     lives += [life(("touch", ids[:k])) for k in range(1, 6)]
     assert len(set(lives)) == len(lives)

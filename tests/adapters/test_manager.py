@@ -91,7 +91,7 @@ def test_free_is_a_method_and_gives_blocks_back():
         for call in (manager.free, manager.table, manager.fork, manager.ensure_tail_capacity):
             with pytest.raises(StaleHandle):
                 call(seq_id)
-    assert manager.pool.num_free == 7
+    assert manager.pool.blocks.num_blank == 7
 
 
 def test_fork_shares_blocks_until_one_of_the_two_writes():
@@ -316,7 +316,7 @@ def test_prefill_that_fails_keeps_what_was_set_aside(failing_chunk, max_tokens):
 
     with pytest.raises(RuntimeError, match="model failed"):
         list(engine.manager.prefill_into_kv(seq_id, prompt, fails, 3))
-    assert engine.manager.pool.capacity(seq_id) == 20 and engine.manager.pool.num_free == 2
+    assert engine.manager.pool.capacity(seq_id) == 20 and engine.manager.pool.blocks.num_blank == 2
     written = 3 * failing_chunk
     other = engine.new([1, 2, 3])
     engine.append({other: [4, 5, 6]})  # the pool is full
@@ -356,7 +356,7 @@ def test_prefill_longer_than_the_pool_says_that_it_can_never_fit():
     with pytest.raises(CapacityExceeded, match="would hold 13 tokens, the limit is 12"):
         list(engine.manager.prefill_into_kv(seq_id, list(range(13)), forward))
     engine.manager.free(seq_id)
-    assert engine.manager.pool.num_free == 3
+    assert engine.manager.pool.blocks.num_blank == 3
 
 
 def test_prefill_with_a_wrong_number_of_layers_writes_no_token():

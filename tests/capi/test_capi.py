@@ -44,7 +44,7 @@ def python_way(pool, plan):
     pool.step(plan, ints(first, second), ints(50, 3))
     yield
     pool.done(plan)
-    pool.commit([first], PROMPT[:48])
+    pool.prefix.commit([first], PROMPT[:48])
     children = pool.fork(first, 2)
     pool.step(plan, children, 1, pad_to=(4, 8))
     yield
@@ -129,7 +129,7 @@ def test_stats_table_and_num_free_are_those_of_the_pool():
     assert call("table", pool, handle, blocks, n) == 0
     assert list((ctypes.c_int32 * n.value).from_address(blocks.value)) == pool.table(handle).tolist()
     assert call("num_free", pool, free) == 0
-    assert free.value == pool.num_free
+    assert free.value == pool.blocks.num_blank
 
 
 def test_objects_of_python_become_pointers():
@@ -200,7 +200,7 @@ def world():
     handles = ints(*(pool.open() for _ in range(5)))
     pool.step(plan, handles[:3], 2)
     pool.done(plan)
-    pool.commit(handles[:1], PROMPT[:2])
+    pool.prefix.commit(handles[:1], PROMPT[:2])
     gone = pool.open()
     pool.close([gone])
     given = {

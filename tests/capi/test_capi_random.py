@@ -40,7 +40,7 @@ class ByPython:
         self.pool.close(handles)
 
     def commit(self, handles, counts, tokens):
-        self.pool.commit(handles, tokens, counts)
+        self.pool.prefix.commit(handles, tokens, counts)
 
     def step(self, plan, handles, num_new, partial):
         self.pool.step(self.plans[plan], handles, num_new, partial=partial)

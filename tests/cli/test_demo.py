@@ -148,7 +148,7 @@ class LeakyPool(kvpool.Pool):
     def close_finished(self, handles, mask):
         if np.any(mask) and not self.leaked:
             self.leaked = True
-            self.alloc()
+            self.blocks.alloc()
         return super().close_finished(handles, mask)
 
 

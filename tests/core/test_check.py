@@ -19,17 +19,17 @@ def rich_pool():
     parent = pool.open()
     pool.step(plan, [parent], 3)
     pool.done(plan)
-    spare, raw, cached, limbo = (pool.alloc() for _ in range(4))  # 2, 3, 4, 5
+    spare, raw, cached, limbo = (pool.blocks.alloc() for _ in range(4))  # 2, 3, 4, 5
     assert (spare, raw, cached, limbo) == (2, 3, 4, 5)
-    more = pool.alloc()
+    more = pool.blocks.alloc()
     assert more == 6
-    pool.free(spare)
-    pool.mark_committed([limbo])
-    pool.decref(limbo)  # 5: evictable
-    pool.free(raw)  # 3 on top of the blank stack
+    pool.blocks.free(spare)
+    pool.blocks.mark_cached([limbo])
+    pool.blocks.decref(limbo)  # 5: evictable
+    pool.blocks.free(raw)  # 3 on top of the blank stack
     (child,) = pool.fork(parent)
     pool.step(plan, [child], 1)  # takes 3, copies 1 -> 3
-    pool.free(more)  # 6: limbo, a step is pending
+    pool.blocks.free(more)  # 6: limbo, a step is pending
     assert plan.copies.tolist() == [[1, 3, 3]]
     stats = pool.stats()
     assert (stats.evictable, stats.limbo, stats.used) == (1, 1, 3)

@@ -40,7 +40,7 @@ def test_writer_of_a_shared_tail_moves_to_a_copy_of_the_valid_tokens(shared, mak
     assert plan.copies.tolist() == [[2, 3, 2]]
     assert tables(pool, [parent, child]) == [[1, 2], [1, 3]]
     assert plan.slot_mapping.tolist() == [3 * 4 + 2]
-    assert [pool.refcount(b) for b in (1, 2, 3)] == [2, 1, 1]
+    assert [pool.blocks.refcount(b) for b in (1, 2, 3)] == [2, 1, 1]
 
 
 def test_plan_counts_its_copies_and_their_tokens(shared, make_plan):
@@ -71,7 +71,7 @@ def test_all_holders_in_one_plan_are_served_in_order_and_the_last_writes_in_plac
     assert tables(pool, holders) == [[1, 3 + i] for i in range(n - 1)] + [[1, 2]]
     sources, destinations = set(plan.copies[:, 0].tolist()), set(plan.copies[:, 1].tolist())
     assert not sources & destinations
-    assert pool.refcount(2) == 1
+    assert pool.blocks.refcount(2) == 1
 
 
 def test_full_shared_blocks_are_never_copied(shared, make_plan):
@@ -80,7 +80,7 @@ def test_full_shared_blocks_are_never_copied(shared, make_plan):
     pool.step(plan, holders, 1)
     assert plan.copies.shape == (0, 3)
     assert tables(pool, holders) == [[1, 2, 3], [1, 2, 4], [1, 2, 5]]
-    assert [pool.refcount(b) for b in (1, 2)] == [3, 3]
+    assert [pool.blocks.refcount(b) for b in (1, 2)] == [3, 3]
 
 
 def test_reading_a_shared_tail_copies_nothing(shared, make_plan):
@@ -88,7 +88,7 @@ def test_reading_a_shared_tail_copies_nothing(shared, make_plan):
     plan = make_plan(pool)
     pool.step(plan, holders, 0)
     assert plan.copies.shape == (0, 3)
-    assert pool.refcount(2) == 3
+    assert pool.blocks.refcount(2) == 3
 
 
 @pytest.mark.parametrize("valid", [1, 2, 3])
@@ -114,25 +114,25 @@ def test_source_is_held_until_the_plan_is_done(shared, make_plan):
     pool.step(plan, [child], 1)
     pool.close(parent)  # block 2 has no reference any more, but the copy still reads it
     stats = pool.stats()
-    assert pool.refcount(2) == 0 and (stats.used, stats.limbo) == (3, 0)
+    assert pool.blocks.refcount(2) == 0 and (stats.used, stats.limbo) == (3, 0)
     pool.done(plan)
     assert pool.stats().used == 2
-    assert pool.alloc() == 2
+    assert pool.blocks.alloc() == 2
 
 
 def test_replaced_block_of_the_only_holder_is_held_then_free(make_pool, make_plan):
     pool = make_pool()
     handle = pool.open(4)
-    pool.incref(1)
+    pool.blocks.incref(1)
     plan = make_plan(pool)
     pool.step(plan, [handle], 2)
-    pool.decref(1)  # nobody names block 1 now
+    pool.blocks.decref(1)  # nobody names block 1 now
     stats = pool.stats()
     assert (stats.used, stats.limbo) == (2, 0)
     pool.done(plan)
     stats = pool.stats()
     assert (stats.used, stats.limbo, stats.free) == (1, 0, 14)
-    assert pool.alloc() == 1
+    assert pool.blocks.alloc() == 1
 
 
 # --- the floor: no write below what a pending copy still reads --------------------------------------------
@@ -204,7 +204,7 @@ def test_floor_counts_the_copies_of_the_plan_itself(shared, make_plan):
         [1, 3, 1],
     ]  # the child may not overwrite what the parent's copy reads
     pool.done(plan)
-    assert pool.refcount(1) == 0 and pool.stats().used == 2
+    assert pool.blocks.refcount(1) == 0 and pool.stats().used == 2
 
 
 def test_floor_lets_the_longer_holder_write_last(shared, make_plan):
@@ -233,19 +233,19 @@ def test_floor_of_a_rolled_back_copy_is_gone(shared, make_plan):
 def test_shared_reserved_blocks_are_replaced_without_a_copy(make_pool, make_plan):
     pool = make_pool()
     handle = pool.open(12)
-    pool.incref([1, 3])
+    pool.blocks.incref([1, 3])
     plan = make_plan(pool)
     pool.step(plan, [handle], 12)
     assert plan.copies.shape == (0, 3)
     assert pool.table(handle).tolist() == [4, 2, 5]  # ascending index: 1 -> 4, then 3 -> 5
-    assert [pool.refcount(b) for b in (1, 3)] == [1, 1]
+    assert [pool.blocks.refcount(b) for b in (1, 3)] == [1, 1]
 
 
 def test_only_the_first_replaced_block_holds_valid_tokens(make_pool, make_plan, grow):
     pool = make_pool()
     handle = pool.open(12)
     grow(pool, handle, 2)
-    pool.incref([1, 2, 3])
+    pool.blocks.incref([1, 2, 3])
     plan = make_plan(pool)
     pool.step(plan, [handle], 7)  # to nine tokens: blocks 0, 1 and 2 of the table
     assert plan.copies.tolist() == [[1, 4, 2]]
@@ -256,7 +256,7 @@ def test_blocks_beyond_the_write_stay(make_pool, make_plan, grow):
     pool = make_pool()
     handle = pool.open(12)
     grow(pool, handle, 2)
-    pool.incref([1, 2, 3])
+    pool.blocks.incref([1, 2, 3])
     plan = make_plan(pool)
     pool.step(plan, [handle], 2)
     assert pool.table(handle).tolist() == [4, 2, 3]
@@ -266,12 +266,12 @@ def test_raw_reference_makes_the_tail_shared(make_pool, make_plan, grow):
     pool = make_pool()
     handle = pool.open()
     grow(pool, handle, 2)
-    pool.incref(1)
+    pool.blocks.incref(1)
     plan = make_plan(pool)
     pool.step(plan, [handle], 1)
     assert plan.copies.tolist() == [[1, 2, 2]]
     pool.done(plan)
-    pool.free(1)  # the raw reference is the last one
+    pool.blocks.free(1)  # the raw reference is the last one
 
 
 # --- reserve ----------------------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ def test_step_inside_a_reservation_cannot_run_out(make_pool, make_plan, grow):
     reserve, plan = make_plan(pool), make_plan(pool)
     pool.reserve(reserve, [handle], 9)
     pool.done(reserve)
-    pool.alloc(2)
+    pool.blocks.alloc(2)
     assert pool.stats().free == 0
     for _ in range(9):
         pool.step(plan, [handle], 1)
@@ -324,7 +324,7 @@ def test_fork_ends_a_reservation(make_pool, make_plan, grow, refused):
     plan, reserve = make_plan(pool), make_plan(pool)
     pool.reserve(reserve, [handle], 1)
     pool.done(reserve)
-    pool.alloc()
+    pool.blocks.alloc()
     child = int(pool.fork(handle)[0])
     with refused(pool, OutOfBlocks, "step", plans=[plan]):
         pool.step(plan, [handle], 1)  # the tail is shared now

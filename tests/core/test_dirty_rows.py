@@ -92,7 +92,7 @@ def test_slot_reused_by_another_sequence_is_dirty(steps):
     pool, plan, h, step = steps([1, 1], block_size=16)
     step(h)
     pool.close(h[1])
-    raw = pool.alloc()  # keeps the block of the closed sequence from coming back
+    raw = pool.blocks.alloc()  # keeps the block of the closed sequence from coming back
     assert raw == 2
     newcomer = pool.open()
     while newcomer & 0xFFFFF != h[1] & 0xFFFFF:  # slots are reused oldest first
@@ -114,7 +114,7 @@ def test_truncate_and_growth_back_to_the_same_width_is_dirty(steps):
     pool, plan, h, step = steps([9, 9])
     step(h, 0)
     pool.truncate(h[1], 8)  # block 6 goes back
-    taken = pool.alloc()
+    taken = pool.blocks.alloc()
     assert taken == 6
     assert step(h, [0, 1]) == [1]
     assert plan.block_tables[1, :3].tolist() == [4, 5, 7]
@@ -161,7 +161,7 @@ def test_rollback_of_growth_in_another_plan_makes_the_row_dirty(steps, make_plan
     other = make_plan(pool)
     pool.step(other, [h[0]], 1)
     pool.rollback(other)
-    pool.alloc()  # the block that the rolled back step had taken
+    pool.blocks.alloc()  # the block that the rolled back step had taken
     assert 0 in step(h, [1, 0])
     assert plan.block_tables[0, :2].tolist() == [1, 4]
 

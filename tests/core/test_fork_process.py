@@ -54,7 +54,7 @@ INSIDE = """
 
     def caller():
         try:
-            pool.alloc(Slow())
+            pool.blocks.alloc(Slow())
         finally:
             leave.set()
 
@@ -130,20 +130,20 @@ EVENTS = """
         tokens = np.arange(100 * SIZE, dtype=np.int32) + 1000 * k
         handle = pool.open(tokens)
         pool.step(plan, [handle], 100 * SIZE)
-        pool.commit(handle, tokens)
+        pool.prefix.commit(handle, tokens)
         pool.close(handle)
 
     def told():
         # Whatever was not drained before the fork is there, or is said to be lost.
-        events = [*pool.drain_events(), *itertools.chain(*drained)]
+        events = [*pool.prefix.events(), *itertools.chain(*drained)]
         stored = sum(event[0] == "stored" for event in events)
         assert stored + sum(event[1] for event in events if event[0] == "lost") == 100, (stored, events[:1])
 
     for k in range(40):
         pool.reset()
-        pool.drain_events()
+        pool.prefix.events()
         drained = []                    # as soon as the call returns, without a chance to fork in between
-        thread = threading.Thread(target=lambda: drained.extend(map(Pool.drain_events, [pool])))
+        thread = threading.Thread(target=lambda: drained.extend(map(type(pool.prefix).events, [pool.prefix])))
         tell(k)
         thread.start()
         time.sleep(k % 5 / 1000)
@@ -154,11 +154,14 @@ EVENTS = """
 SLOW_DRAIN = """
     import kvpool, time
 
-    class Pool(kvpool.Pool):
-        def drain_events(self):
-            events = super().drain_events()
+    class SlowDrain(kvpool._core.PrefixCache):
+        def events(self):
+            events = super().events()
             time.sleep(0.01)            # a child that is forked now finds neither the events nor that they are lost
             return events
+
+    class Pool(kvpool.Pool):
+        prefix = property(lambda pool: SlowDrain(pool))
 """
 
 
@@ -188,20 +191,21 @@ FINALIZER = """
             if child:
                 ends.append(os.waitpid(child, 0)[1])
             else:
-                children.append(pool.drain_events())
+                children.append(pool.prefix.events())
 
     handle = pool.open()
     pool.step(plan, [handle], 200)
-    pool.commit(handle, np.arange(200, dtype=np.int32))
+    pool.prefix.commit(handle, np.arange(200, dtype=np.int32))
+    prefix = pool.prefix
     ForksWhenItGoes()
     gc.set_threshold(1)                 # it goes while the events become Python objects
-    events = pool.drain_events()
+    events = prefix.events()
     gc.set_threshold(700)
     assert len(events) == 50
     if children:                        # the child comes here too
         grandchild = os.fork()
         if grandchild == 0:
-            os._exit(pool.drain_events() != [])
+            os._exit(pool.prefix.events() != [])
         os._exit(children != [[("lost", 50)]] or os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1]))
     assert ends == [0]
 """

@@ -31,28 +31,28 @@ class Reenter:
 
 
 INSIDE = {  # calls that convert an argument
-    "alloc": lambda pool, plan, h, n: pool.alloc(n),
-    "evict": lambda pool, plan, h, n: pool.evict(n),
+    "alloc": lambda pool, plan, h, n: pool.blocks.alloc(n),
+    "evict": lambda pool, plan, h, n: pool.blocks.evict(n),
     "open": lambda pool, plan, h, n: pool.open(n),
     "fork": lambda pool, plan, h, n: pool.fork(h, n),
     "truncate": lambda pool, plan, h, n: pool.truncate([h], [n]),
     "can": lambda pool, plan, h, n: pool.can([h], [n]),
     "step": lambda pool, plan, h, n: pool.step(plan, [h], [n]),
     "reserve": lambda pool, plan, h, n: pool.reserve(plan, [h], n),
-    "refcount": lambda pool, plan, h, n: pool.refcount(n),
-    "incref": lambda pool, plan, h, n: pool.incref([n]),
+    "refcount": lambda pool, plan, h, n: pool.blocks.refcount(n),
+    "incref": lambda pool, plan, h, n: pool.blocks.incref([n]),
     "unshare": lambda pool, plan, h, n: pool.unshare(plan, [h], [n]),
     "unshare, first": lambda pool, plan, h, n: pool.unshare(plan, [h], 1, n),
     "compact": lambda pool, plan, h, n: pool.compact([h], [n]),
     "compact, first": lambda pool, plan, h, n: pool.compact(h, 1, n),
     "evict_blocks": lambda pool, plan, h, n: pool.evict_blocks(h, [n]),
-    "commit": lambda pool, plan, h, n: pool.commit(h, [n]),
-    "commit, counts": lambda pool, plan, h, n: pool.commit([h], [5], [n]),
-    "match": lambda pool, plan, h, n: pool.match([n]),
-    "pin": lambda pool, plan, h, n: pool.pin([n]),
+    "commit": lambda pool, plan, h, n: pool.prefix.commit(h, [n]),
+    "commit, counts": lambda pool, plan, h, n: pool.prefix.commit([h], [5], [n]),
+    "match": lambda pool, plan, h, n: pool.prefix.match([n]),
+    "pin": lambda pool, plan, h, n: pool.prefix.pin([n]),
 }
 SECOND = {
-    "alloc": lambda pool, plan, h: pool.alloc(),
+    "alloc": lambda pool, plan, h: pool.blocks.alloc(),
     "close": lambda pool, plan, h: pool.close(h),
     "step": lambda pool, plan, h: pool.step(plan, [h], 1),
     "bind": lambda pool, plan, h: plan.bind(),
@@ -65,9 +65,9 @@ SECOND = {
     "unshare": lambda pool, plan, h: pool.unshare(plan, [h], 1),
     "compact": lambda pool, plan, h: pool.compact(h, 1),
     "evict_blocks": lambda pool, plan, h: pool.evict_blocks(h, [0]),
-    "commit": lambda pool, plan, h: pool.commit(h, [5]),
-    "match": lambda pool, plan, h: pool.match([5]),
-    "pin": lambda pool, plan, h: pool.pin([5]),
+    "commit": lambda pool, plan, h: pool.prefix.commit(h, [5]),
+    "match": lambda pool, plan, h: pool.prefix.match([5]),
+    "pin": lambda pool, plan, h: pool.prefix.pin([5]),
 }
 
 
@@ -139,12 +139,12 @@ class Busy(ModelPool):
 
     is_busy = False
 
-    def alloc(self, n=None, out=None):
+    def _blocks_alloc(self, n=None, out=None):
         """Keep others out while the argument is read."""
         self.is_busy = True
         n = operator.index(n)
         self.is_busy = False
-        return super().alloc(n, out)
+        return super()._blocks_alloc(n, out)
 
     def close(self, handles):
         """Refuse."""
@@ -182,31 +182,31 @@ def test_second_thread_calls_while_the_first_reads_its_argument(make_pool):
         assert leave.wait(10)
 
     taken = []
-    thread = threading.Thread(target=lambda: taken.append(pool.alloc(Reenter(2, wait)).tolist()))
+    thread = threading.Thread(target=lambda: taken.append(pool.blocks.alloc(Reenter(2, wait)).tolist()))
     thread.start()
     assert inside.wait(10)
     try:
-        assert pool.alloc() == 1 and pool.stats().used == 1
+        assert pool.blocks.alloc() == 1 and pool.stats().used == 1
         pool.close(pool.open(8))
         pool.check()
     finally:
         leave.set()
         thread.join(10)
     assert taken == [[2, 3]]
-    assert pool.alloc() == 4
+    assert pool.blocks.alloc() == 4
 
 
 def test_other_pool_may_be_used_from_inside_a_call(make_pool):
     pool, other = make_pool(), make_pool()
     taken = []
-    assert pool.alloc(Reenter(2, lambda: taken.append(other.alloc()))).tolist() == [1, 2]
+    assert pool.blocks.alloc(Reenter(2, lambda: taken.append(other.blocks.alloc()))).tolist() == [1, 2]
     assert taken == [1]
 
 
 def test_deferred_close_is_legal_from_inside_a_call(make_pool):
     pool = make_pool()
     handle = pool.open(4)
-    pool.alloc(Reenter(1, lambda: pool.defer_close(handle)))
+    pool.blocks.alloc(Reenter(1, lambda: pool.defer_close(handle)))
     assert not pool.is_open(handle)
 
 
@@ -222,7 +222,7 @@ def test_finalizer_in_the_middle_of_a_call_only_defers(make_pool):
             pool.defer_close(self.handle)
 
     handle = Owner().handle
-    pool.alloc(Reenter(1, gc.collect))
+    pool.blocks.alloc(Reenter(1, gc.collect))
     assert not pool.is_open(handle)
 
 
@@ -248,8 +248,8 @@ SECOND_ARGUMENT = {  # `handles` is the caller's memory, and written while anoth
     "unshare, first": lambda pool, plan, handles, write: pool.unshare(plan, handles, 1, Reenter(0, write)),
     "compact": lambda pool, plan, handles, write: pool.compact(handles, [Reenter(0, write), 0]),
     "compact, first": lambda pool, plan, handles, write: pool.compact(handles, 0, Reenter(0, write)),
-    "commit": lambda pool, plan, handles, write: pool.commit(handles, [Reenter(5, write), *[5] * 11], [6, 6]),
-    "commit, counts": lambda pool, plan, handles, write: pool.commit(handles, [5] * 12, [Reenter(6, write), 6]),
+    "commit": lambda pool, plan, handles, write: pool.prefix.commit(handles, [Reenter(5, write), *[5] * 11], [6, 6]),
+    "commit, counts": lambda pool, plan, handles, write: pool.prefix.commit(handles, [5] * 12, [Reenter(6, write), 6]),
 }
 
 
@@ -321,12 +321,12 @@ MISALIGNED = {
     "step, num_new": lambda pool, plan, h, ints: pool.step(plan, [h], ints([1], "i")),
     "truncate": lambda pool, plan, h, ints: pool.truncate([h], ints([1], "q")),
     "close": lambda pool, plan, h, ints: pool.close(ints([h], "q")),
-    "commit, tokens": lambda pool, plan, h, ints: pool.commit(h, ints([5], "i")),
-    "commit, counts": lambda pool, plan, h, ints: pool.commit([h], [5], ints([1], "i")),
-    "match": lambda pool, plan, h, ints: pool.match(ints([5], "i")),
-    "incref": lambda pool, plan, h, ints: pool.incref(ints([1], "i")),
+    "commit, tokens": lambda pool, plan, h, ints: pool.prefix.commit(h, ints([5], "i")),
+    "commit, counts": lambda pool, plan, h, ints: pool.prefix.commit([h], [5], ints([1], "i")),
+    "match": lambda pool, plan, h, ints: pool.prefix.match(ints([5], "i")),
+    "incref": lambda pool, plan, h, ints: pool.blocks.incref(ints([1], "i")),
     "evict_blocks": lambda pool, plan, h, ints: pool.evict_blocks(h, ints([0], "q")),
-    "alloc": lambda pool, plan, h, ints: pool.alloc(1, out=ints([0], "i")),
+    "alloc": lambda pool, plan, h, ints: pool.blocks.alloc(1, out=ints([0], "i")),
 }
 
 
@@ -378,12 +378,12 @@ def test_second_interpreter_may_not_import_kvpool():
     program = f"""
 import kvpool, {module} as interpreters
 pool = kvpool.Pool(8, 4)
-held = pool.alloc(2)
+held = pool.blocks.alloc(2)
 other = interpreters.create()
 failed = interpreters.run_string(other, {IN_ANOTHER_INTERPRETER.format(path=sys.path)!r})
 assert failed is None, failed
 interpreters.destroy(other)
-pool.free(held)
+pool.blocks.free(held)
 pool.check()
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -392,11 +392,11 @@ pool.check()
 
 def test_list_shortened_while_it_is_read_is_refused(make_pool, refused):
     pool = make_pool()
-    pool.alloc(3)
+    pool.blocks.alloc(3)
     ids = [1, 2, 3]
     ids[1] = Reenter(2, lambda: ids.clear())
     with refused(pool, (ValueError, IndexError), "incref"):
-        pool.incref(ids)
+        pool.blocks.incref(ids)
 
 
 def test_counts_changed_by_the_step_itself_do_not_matter(make_pool, make_plan):
@@ -449,11 +449,8 @@ def test_instance_without_constructor_is_refused(core):
     [
         "num_blocks",
         "block_size",
-        "max_seqs",
-        "max_blocks_per_seq",
-        "reserved_blocks",
-        "watermark",
-        "num_free",
+        "options",
+        "prefix",
     ],
 )
 def test_counters_of_a_pool_are_read_only(make_pool, name):
@@ -478,15 +475,15 @@ def test_stats_are_a_snapshot_that_cannot_be_written(make_pool):
     stats = pool.stats()
     with pytest.raises(AttributeError):
         stats.free = 99
-    pool.alloc(3)
+    pool.blocks.alloc(3)
     assert stats.free == 15 and pool.stats().free == 12
 
 
 def test_pool_shows_its_parameters(make_pool):
     pool = make_pool(20, 8, max_seqs=5, max_blocks_per_seq=7, reserved_blocks=2, watermark=3)
-    assert (pool.num_blocks, pool.block_size, pool.max_seqs) == (20, 8, 5)
-    assert (pool.max_blocks_per_seq, pool.reserved_blocks, pool.watermark) == (7, 2, 3)
-    assert (pool.in_order, pool.num_free) == (False, 18)
+    assert (pool.num_blocks, pool.block_size, pool.options.max_seqs) == (20, 8, 5)
+    assert (pool.options.max_blocks_per_seq, pool.options.reserved_blocks, pool.options.watermark) == (7, 2, 3)
+    assert (pool.options.in_order, pool.blocks.num_blank) == (False, 18)
 
 
 @pytest.mark.parametrize(
@@ -494,7 +491,7 @@ def test_pool_shows_its_parameters(make_pool):
     [(16, 64, 15), (1000, 1024, 999), (200_000, 1024, 2**17), (300, 2**20, 128)],
 )
 def test_max_blocks_per_seq_default_bounds_the_memory_of_the_tables(make_pool, num_blocks, max_seqs, expected):
-    assert make_pool(num_blocks, 4, max_seqs=max_seqs).max_blocks_per_seq == expected
+    assert make_pool(num_blocks, 4, max_seqs=max_seqs).options.max_blocks_per_seq == expected
 
 
 # --- life of a pool ---------------------------------------------------------------------------------------
@@ -583,13 +580,13 @@ def test_check_passes_in_every_kind_of_state(make_pool, make_plan, grow):
     grow(pool, parent, 6)
     children = pool.fork(parent, 2).tolist()
     pool.check()
-    ids = pool.alloc(3)
-    pool.mark_committed(ids)
-    pool.free(ids)
+    ids = pool.blocks.alloc(3)
+    pool.blocks.mark_cached(ids)
+    pool.blocks.free(ids)
     pool.step(plans[0], [parent, *children], 1)
     pool.check()
     pool.close(parent)
-    pool.revive(int(ids[1]))
+    pool.blocks.touch(int(ids[1]))
     pool.check()
     pool.reserve(plans[1], children, 5)
     pool.step(plans[2], children[:1], 2)
@@ -601,7 +598,7 @@ def test_check_passes_in_every_kind_of_state(make_pool, make_plan, grow):
     pool.check()
     with pytest.raises(PlanStateError):
         pool.rollback(plans[1])
-    pool.evict(1)
+    pool.blocks.evict(1)
     pool.check()
     pool.reset()
     pool.check()

@@ -109,7 +109,7 @@ def test_many_deferred_closes_take_linear_time():
 def test_number_too_long_to_print_is_refused_by_name(value):
     pool = Pool(8, 4)
     with pytest.raises(IndexError, match=r"\[incref\] ids is out of range \(<int>\)"):
-        pool.incref(value)
+        pool.blocks.incref(value)
 
 
 def test_row_in_a_bad_batch_is_judged_in_order_whatever_the_counts_look_like():

@@ -29,7 +29,7 @@ def large_pool():
     pool = Pool(NUM_BLOCKS, 1, max_seqs=4, max_blocks_per_seq=NUM_BLOCKS, in_order=True, prefix_cache=True)
     plan, handle = Plan(pool, 1, NUM_BLOCKS, formats=()), pool.open()
     pool.step(plan, [handle], NUM_BLOCKS - 1)
-    pool.commit(handle, np.arange(NUM_BLOCKS - 1, dtype=np.int32))
+    pool.prefix.commit(handle, np.arange(NUM_BLOCKS - 1, dtype=np.int32))
     return pool
 
 
@@ -111,10 +111,10 @@ class Rings:
 
 
 LISTS = {
-    "match": lambda pool, plan, handle, ints: pool.match(ints),
+    "match": lambda pool, plan, handle, ints: pool.prefix.match(ints),
     "open": lambda pool, plan, handle, ints: pool.open(ints),
-    "commit": lambda pool, plan, handle, ints: pool.commit(handle, ints),
-    "free": lambda pool, plan, handle, ints: pool.free(ints),
+    "commit": lambda pool, plan, handle, ints: pool.prefix.commit(handle, ints),
+    "free": lambda pool, plan, handle, ints: pool.blocks.free(ints),
     "close": lambda pool, plan, handle, ints: pool.close(ints),
     "step": lambda pool, plan, handle, ints: pool.step(plan, [handle], ints),
 }
@@ -158,7 +158,7 @@ def test_handler_that_shortens_the_list_being_read_is_refused():
     before = pool.fingerprint()
     try:
         with pytest.raises(ValueError, match="changed its length"):
-            pool.match(ints)
+            pool.prefix.match(ints)
     finally:
         signal.signal(signal.SIGUSR1, former)
     assert pool.fingerprint() == before

@@ -44,9 +44,9 @@ def test_model_fork_storm_has_the_golden_numbers() -> None:
     assert (stats.allocs, stats.cow_copies, stats.cow_tokens, stats.peak_used) == (2 + 7 + 8, 7, 14, 17)
     assert (stats.used, stats.free, stats.shared, stats.tokens, stats.capacity) == (17, 14, 1, 88, 96)
     assert stats.fragmentation == pytest.approx(1 / 12)
-    assert pool.refcount_histogram().tolist() == [14, 16, 0, 0, 0, 0, 0, 0, 1]
+    assert pool.blocks.refcount_histogram().tolist() == [14, 16, 0, 0, 0, 0, 0, 0, 1]
     pool.close(batch)  # the last one, [1, 2, 17], leaves 17, 2, 1; the one before, [1, 9, 16], left 16, 9
-    assert pool.alloc(6).tolist() == [1, 2, 17, 9, 16, 8]
+    assert pool.blocks.alloc(6).tolist() == [1, 2, 17, 9, 16, 8]
 
 
 def test_model_plan_has_every_array_as_drawn_on_paper() -> None:
@@ -117,13 +117,13 @@ def test_model_rollback_restores_what_the_step_changed() -> None:
 
 def test_model_committed_block_is_evicted_oldest_first_and_noted_once() -> None:
     pool = ModelPool(4, 2)
-    blocks = pool.alloc(3)
-    pool.mark_committed(blocks)
-    pool.free([2, 1, 3])
+    blocks = pool.blocks.alloc(3)
+    pool.blocks.mark_cached(blocks)
+    pool.blocks.free([2, 1, 3])
     assert pool.state()["lru"] == [2, 1, 3]
-    pool.revive(1)
-    assert pool.alloc(2).tolist() == [2, 3] and pool.take_dropped().tolist() == [2, 3]
-    assert pool.take_dropped().tolist() == [] and pool.stats().evictions == 2
+    pool.blocks.touch(1)
+    assert pool.blocks.alloc(2).tolist() == [2, 3] and pool.blocks.drain_evicted().tolist() == [2, 3]
+    assert pool.blocks.drain_evicted().tolist() == [] and pool.stats().evictions == 2
 
 
 def test_model_block_is_not_written_below_what_a_pending_copy_reads() -> None:
@@ -134,7 +134,7 @@ def test_model_block_is_not_written_below_what_a_pending_copy_reads() -> None:
     child = int(pool.fork(parent)[0])
     pool.truncate(child, 2)
     pool.step(first, [parent], 1)  # copies three tokens out of block 1, whose only holder is the child now
-    assert first.copies.tolist() == [[1, 2, 3]] and pool.refcount(1) == 1
+    assert first.copies.tolist() == [[1, 2, 3]] and pool.blocks.refcount(1) == 1
     pool.step(second, [child], 1)  # offset 2 is still to be read
     assert second.copies.tolist() == [[1, 3, 2]] and pool.state()["holds"] == [1, 1]
 
@@ -152,12 +152,12 @@ def test_model_refusal_leaves_the_state_and_says_who_is_short() -> None:
     pool.step(plan, [b, a], [9, 8], partial=True)
     assert plan.served.tolist() == [1, 0] and plan.cu_q_lens.tolist() == [0, 9, 9]
     with pytest.raises(DoubleFree):
-        pool.decref(1)  # a reference of a sequence
+        pool.blocks.decref(1)  # a reference of a sequence
 
 
 def test_model_check_finds_a_block_in_two_places() -> None:
     pool = ModelPool(4, 4)
-    pool.alloc()
+    pool.blocks.alloc()
     pool._blank.append(1)
     with pytest.raises(CorruptState):
         pool.check()
@@ -166,7 +166,7 @@ def test_model_check_finds_a_block_in_two_places() -> None:
 def test_model_digest_tells_histories_apart_and_fingerprint_states() -> None:
     one, two = ModelPool(4, 4), ModelPool(4, 4)
     for pool in (one, two):
-        pool.free(pool.alloc(2)[::-1].copy())
+        pool.blocks.free(pool.blocks.alloc(2)[::-1].copy())
     assert one.digest() == two.digest() and one.fingerprint() == two.fingerprint()
     one.open()
     assert one.digest() != two.digest() and one.fingerprint() != two.fingerprint()

@@ -10,12 +10,12 @@ LARGEST = 64
 def leave(pool, blanks, cached=0):
     """Raw-allocate until exactly this many blank and this many cached blocks are left."""
     if cached:
-        ids = pool.alloc(cached)
-        pool.mark_committed(ids)
-        pool.free(ids)
+        ids = pool.blocks.alloc(cached)
+        pool.blocks.mark_cached(ids)
+        pool.blocks.free(ids)
     surplus = pool.stats().free - blanks
     if surplus:
-        pool.alloc(surplus)
+        pool.blocks.alloc(surplus)
     stats = pool.stats()
     assert (stats.free, stats.evictable) == (blanks, cached)
 
@@ -40,11 +40,11 @@ def test_one_row_at_every_free_level(make_pool, make_plan, call, block):
         pool = make_pool(1 + need, 2)
         plan = make_plan(pool, 1, 2 * need, formats=("seq_lens",))
         handle = pool.open()
-        raw = pool.alloc(need)
+        raw = pool.blocks.alloc(need)
         for free in range(need):
             error = assert_unchanged_when_short(pool, call, plan, [handle], 2 * need, need=need, free=free)
             assert (error.row, error.handle) == (0, handle)
-            pool.free(raw[free])
+            pool.blocks.free(raw[free])
         getattr(pool, call)(plan, [handle], 2 * need)
         assert len(pool.table(handle)) == need
 
@@ -56,30 +56,30 @@ def test_one_block_per_row_at_every_free_level(make_pool, make_plan, block):
         pool = make_pool(1 + need, 2)
         plan = make_plan(pool, need, need, formats=("block_tables",), table_width=1)
         handles = [pool.open() for _ in range(need)]
-        raw = pool.alloc(need)
+        raw = pool.blocks.alloc(need)
         for free in range(need):
             error = assert_unchanged_when_short(pool, "step", plan, handles, 1, need=need, free=free)
             assert (error.row, error.handle) == (free, handles[free])
-            pool.free(raw[free])
+            pool.blocks.free(raw[free])
         pool.step(plan, handles, 1)
 
 
 @pytest.mark.parametrize("need", [1, 2, 3, 17, 64])
 def test_alloc_and_open_at_every_free_level(make_pool, need):
     pool = make_pool(1 + need, 2)
-    raw = pool.alloc(need)
+    raw = pool.blocks.alloc(need)
     for free in range(need):
         before = pool.fingerprint()
         for call, n in (("alloc", need), ("open", 2 * need)):
             with pytest.raises(OutOfBlocks) as caught:
-                getattr(pool, call)(n)
+                getattr(pool.blocks if call == "alloc" else pool, call)(n)
             error = caught.value
             assert (error.needed, error.short_by, error.free) == (need, need - free, free)
             assert (error.row, error.handle) == (-1, -1)
             assert pool.fingerprint() == before
-        pool.free(raw[free])
+        pool.blocks.free(raw[free])
     pool.close(pool.open(2 * need))
-    assert len(pool.alloc(need)) == need
+    assert len(pool.blocks.alloc(need)) == need
 
 
 @pytest.mark.parametrize("cached", range(5))
@@ -98,11 +98,11 @@ def test_copy_on_write_at_every_mix_of_blank_and_cached_blocks(make_pool, make_p
         assert (error.free, error.evictable) == (blanks, cached)
         assert error.row == next(i for i, c in enumerate(cumulative) if c > blanks + cached)
         assert error.handle == rows[error.row]
-        assert pool.take_dropped().shape == (0,)  # nothing was evicted in vain
+        assert pool.blocks.drain_evicted().shape == (0,)  # nothing was evicted in vain
     else:
         pool.step(plan, rows, 4)
         assert len(plan.copies) == 2
-        assert len(pool.take_dropped()) == 5 - blanks
+        assert len(pool.blocks.drain_evicted()) == 5 - blanks
 
 
 def test_error_counts_limbo_apart(make_pool, make_plan):
@@ -121,7 +121,7 @@ def test_error_counts_limbo_apart(make_pool, make_plan):
 def test_out_of_blocks_is_a_memory_error_with_a_readable_message(make_pool):
     pool = make_pool(4, 4)
     with pytest.raises(MemoryError) as caught:
-        pool.alloc(9)
+        pool.blocks.alloc(9)
     assert "9" in str(caught.value) and "3" in str(caught.value)
 
 
@@ -165,7 +165,7 @@ def test_partial_skips_the_row_that_does_not_fit_and_tries_the_next(make_pool, m
 def test_partial_with_nothing_served_is_legal(make_pool, make_plan):
     pool = make_pool(3, 4)
     a, b = pool.open(), pool.open()
-    pool.alloc(2)
+    pool.blocks.alloc(2)
     plan = make_plan(pool)
     pool.step(plan, [a, b], 1, partial=True)
     assert plan.served.tolist() == [0, 0] and plan.num_tokens == 0 and plan.is_pending
@@ -213,7 +213,7 @@ def test_partial_skipped_holder_keeps_sharing_the_tail(make_pool, make_plan, gro
     pool.step(plan, rows, 1, partial=True)  # needs 1, 1 and, were both served, 0
     assert plan.served.tolist() == [1, 0, 0]
     assert [pool.table(h).tolist() for h in rows] == [[1, 15], [1, 2], [1, 2]]
-    assert pool.refcount(2) == 2
+    assert pool.blocks.refcount(2) == 2
 
 
 def test_reserve_takes_blocks_for_each_row(make_pool, make_plan):
@@ -279,7 +279,7 @@ def test_watermark_never_holds_back_an_open_without_blocks(make_pool):
 
 def test_watermark_does_not_hold_back_alloc(make_pool):
     pool = make_pool(9, 4, watermark=8)
-    assert len(pool.alloc(8)) == 8
+    assert len(pool.blocks.alloc(8)) == 8
 
 
 @pytest.mark.parametrize(

@@ -137,8 +137,8 @@ RELEASES = {  # every way a block can lose its last reference; each gives up exa
     "close batch": lambda pool, h: pool.close([h]),
     "truncate": lambda pool, h: pool.truncate(h, 0),
     "defer_close": lambda pool, h: pool.defer_close(h),
-    "decref": lambda pool, h: (pool.incref(1), pool.close(h), pool.decref(1)),
-    "free": lambda pool, h: (pool.incref(1), pool.close(h), pool.free(1)),
+    "decref": lambda pool, h: (pool.blocks.incref(1), pool.close(h), pool.blocks.decref(1)),
+    "free": lambda pool, h: (pool.blocks.incref(1), pool.close(h), pool.blocks.free(1)),
 }
 
 
@@ -149,11 +149,11 @@ def test_released_block_waits_for_the_pending_step(flight, release):
     pool.step(plan, [new], 1)
     RELEASES[release](pool, old)
     assert limbo(pool) == (1, 29)
-    assert pool.refcount(1) == 0
-    assert pool.alloc() == 3  # not block 1, which the step may still use
+    assert pool.blocks.refcount(1) == 0
+    assert pool.blocks.alloc() == 3  # not block 1, which the step may still use
     pool.done(plan)
     assert limbo(pool) == (0, 29)
-    assert pool.alloc() == 1
+    assert pool.blocks.alloc() == 1
 
 
 def test_without_a_pending_step_limbo_is_empty(flight):
@@ -172,7 +172,7 @@ def test_block_leaves_limbo_when_its_own_fence_has_passed(flight):
     assert limbo(pool) == (2, 28)
     pool.done(a)
     assert limbo(pool) == (1, 29)
-    assert pool.alloc() == 1
+    assert pool.blocks.alloc() == 1
     pool.done(b)
     assert limbo(pool) == (0, 29)
 
@@ -195,7 +195,7 @@ def test_blocks_leave_limbo_in_the_order_they_came(flight):
     pool.step(plan, [keep], 1)
     pool.close(old)  # limbo: 3, 2, 1
     pool.done(plan)  # each goes on top of the blank stack
-    assert pool.alloc(3).tolist() == [1, 2, 3]
+    assert pool.blocks.alloc(3).tolist() == [1, 2, 3]
 
 
 def test_limbo_blocks_are_not_available(flight):
@@ -204,7 +204,7 @@ def test_limbo_blocks_are_not_available(flight):
     pool.step(plan, [keep], 1)
     pool.close(old)
     with pytest.raises(MemoryError) as caught:
-        pool.alloc()
+        pool.blocks.alloc()
     assert (caught.value.free, caught.value.limbo, caught.value.needed) == (0, 4, 1)
     assert pool.can([keep], 3) and not pool.can([keep], 4)
     pool.done(plan)
@@ -226,9 +226,9 @@ def test_in_order_pool_never_has_limbo_or_pending_plans(flight, refused):
 def test_in_order_pool_releases_holds_at_once(flight):
     pool, (plan,) = flight(1, in_order=True)
     handle = pool.open(4)
-    pool.incref(1)
+    pool.blocks.incref(1)
     pool.step(plan, [handle], 1)
-    pool.free(1)
+    pool.blocks.free(1)
     assert limbo(pool) == (0, 30)
 
 
@@ -236,7 +236,7 @@ def test_in_order_pool_releases_holds_at_once(flight):
 
 
 def snapshot(pool, handles):
-    return [(pool.num_tokens(h), pool.table(h).tolist()) for h in handles], pool.refcount_histogram().tolist()
+    return [(pool.num_tokens(h), pool.table(h).tolist()) for h in handles], pool.blocks.refcount_histogram().tolist()
 
 
 def test_rollback_restores_lengths_tables_references_and_the_blank_stack(flight, grow):
@@ -254,7 +254,7 @@ def test_rollback_restores_lengths_tables_references_and_the_blank_stack(flight,
     assert (stats.free, stats.pending, stats.limbo) == (free, 0, 0)
     assert not plan.is_pending
     pool.check()
-    assert pool.alloc(3).tolist() == [4, 5, 6]
+    assert pool.blocks.alloc(3).tolist() == [4, 5, 6]
 
 
 @pytest.mark.parametrize("num_new", [1, [1, 1, 1, 1]], ids=["one for all", "one per row"])
@@ -301,12 +301,12 @@ def test_rollback_of_a_reserve(flight, grow):
 def test_rollback_restores_replaced_reserved_blocks(flight):
     pool, (plan,) = flight(1)
     handle = pool.open(12)
-    pool.incref([1, 2, 3])
+    pool.blocks.incref([1, 2, 3])
     pool.step(plan, [handle], 12)
     assert pool.table(handle).tolist() == [4, 5, 6]
     pool.rollback(plan)
     assert pool.table(handle).tolist() == [1, 2, 3]
-    assert [pool.refcount(b) for b in range(1, 7)] == [2, 2, 2, 0, 0, 0]
+    assert [pool.blocks.refcount(b) for b in range(1, 7)] == [2, 2, 2, 0, 0, 0]
 
 
 def test_rollback_of_a_partial_step(flight, grow):
@@ -368,12 +368,12 @@ def test_copy_that_only_a_raw_reference_keeps_is_never_made_after_a_rollback(pre
     pool.step(older, [other], 1)
     pool.step(newest, [row], 1)
     copy = int(newest.copies[0, 1])
-    pool.incref(copy)
+    pool.blocks.incref(copy)
     pool.close(row)
     pool.rollback(newest)
     pool.check()
     pool.done(older)
-    pool.decref(copy)
+    pool.blocks.decref(copy)
     pool.check()
 
 
@@ -483,11 +483,11 @@ def test_rollback_is_legal_with_children_of_other_sequences(flight):
 
 def test_rollback_keeps_evicted_blocks_evicted(flight):
     pool, (plan,) = flight(1, num_blocks=3)
-    pool.alloc(2)
-    pool.mark_committed([1, 2])
-    pool.free([1, 2])
+    pool.blocks.alloc(2)
+    pool.blocks.mark_cached([1, 2])
+    pool.blocks.free([1, 2])
     pool.step(plan, [pool.open()], 5)
-    assert pool.take_dropped().tolist() == [1, 2]
+    assert pool.blocks.drain_evicted().tolist() == [1, 2]
     pool.rollback(plan)
     stats = pool.stats()
     assert (stats.free, stats.evictable) == (2, 0)

@@ -83,8 +83,8 @@ def batch(make_pool, grow):
 
     def make(block_size, lengths, **options):
         pool = make_pool(64, block_size, **options)
-        pool.alloc(8)
-        pool.free([3, 1, 7, 5])
+        pool.blocks.alloc(8)
+        pool.blocks.free([3, 1, 7, 5])
         handles = [pool.open() for _ in lengths]
         for length, handle in zip(lengths, handles, strict=True):
             if length:
@@ -259,9 +259,9 @@ def test_num_new_in_every_legal_form(make_pool, make_plan, kind):
 
 def test_page_batch_info_names_the_fields_of_levanter(make_pool, make_plan, grow):
     pool = make_pool(16, 4, reserved_blocks=0)
-    pool.alloc(8)
-    pool.free(7)
-    pool.free(2)
+    pool.blocks.alloc(8)
+    pool.blocks.free(7)
+    pool.blocks.free(2)
     handle = pool.open()
     grow(pool, handle, 5)
     assert pool.table(handle).tolist() == [2, 7]
@@ -434,7 +434,7 @@ def test_int32_slots_up_to_the_limit_are_legal(make_pool, make_plan):
 
 def test_int64_slots_beyond_2_31_are_right(make_pool, make_plan, core):
     pool = make_pool(9, 2**29)
-    pool.alloc(5)
+    pool.blocks.alloc(5)
     handle = pool.open()
     plan = make_plan(pool, 1, 4, formats=core.all_formats, kv_width=4, dtype="int64")
     pool.step(plan, [handle], 3)

@@ -20,9 +20,9 @@ def test_defer_close_takes_effect_in_the_next_call(make_pool):
 
 SEES_THE_CLOSE = {  # each call answers as if the sequence (all blocks, the only slot) was closed before it
     "stats": lambda pool, plan, h: pool.stats().used == 0,
-    "refcount": lambda pool, plan, h: pool.refcount(1) == 0,
-    "refcount_histogram": lambda pool, plan, h: pool.refcount_histogram().tolist() == [3],
-    "alloc": lambda pool, plan, h: len(pool.alloc(3)) == 3,
+    "refcount": lambda pool, plan, h: pool.blocks.refcount(1) == 0,
+    "refcount_histogram": lambda pool, plan, h: pool.blocks.refcount_histogram().tolist() == [3],
+    "alloc": lambda pool, plan, h: len(pool.blocks.alloc(3)) == 3,
     "open": lambda pool, plan, h: pool.num_tokens(pool.open(12)) == 0,
     "is_open": lambda pool, plan, h: not pool.is_open(h),
     "reset": lambda pool, plan, h: pool.reset() is None,
@@ -124,7 +124,7 @@ def test_reset_makes_every_handle_stale_and_every_block_free(make_pool, make_pla
     plan = make_plan(pool)
     handles = [pool.open(4) for _ in range(3)]
     pool.close(handles[1])
-    pool.alloc(3)
+    pool.blocks.alloc(3)
     pool.step(plan, [handles[2]], 9)
     pool.reset()
     assert not any(pool.is_open(h) for h in handles)
@@ -159,21 +159,21 @@ def test_shutdown_twice_is_legal_and_every_call_afterwards_is_pool_closed(make_p
     calls = {
         **ONE_HANDLE_CALLS,
         "open": lambda pool, plan, h: pool.open(),
-        "alloc": lambda pool, plan, h: pool.alloc(),
-        "incref": lambda pool, plan, h: pool.incref(1),
-        "decref": lambda pool, plan, h: pool.decref(1),
-        "free": lambda pool, plan, h: pool.free(1),
-        "mark_committed": lambda pool, plan, h: pool.mark_committed(1),
-        "revive": lambda pool, plan, h: pool.revive(1),
-        "evict": lambda pool, plan, h: pool.evict(1),
-        "take_dropped": lambda pool, plan, h: pool.take_dropped(),
-        "refcount": lambda pool, plan, h: pool.refcount(1),
+        "alloc": lambda pool, plan, h: pool.blocks.alloc(),
+        "incref": lambda pool, plan, h: pool.blocks.incref(1),
+        "decref": lambda pool, plan, h: pool.blocks.decref(1),
+        "free": lambda pool, plan, h: pool.blocks.free(1),
+        "mark_cached": lambda pool, plan, h: pool.blocks.mark_cached(1),
+        "touch": lambda pool, plan, h: pool.blocks.touch(1),
+        "evict": lambda pool, plan, h: pool.blocks.evict(1),
+        "drain_evicted": lambda pool, plan, h: pool.blocks.drain_evicted(),
+        "refcount": lambda pool, plan, h: pool.blocks.refcount(1),
         "is_open": lambda pool, plan, h: pool.is_open(h),
         "done": lambda pool, plan, h: pool.done(plan),
         "rollback": lambda pool, plan, h: pool.rollback(plan),
         "reset": lambda pool, plan, h: pool.reset(),
         "stats": lambda pool, plan, h: pool.stats(),
-        "refcount_histogram": lambda pool, plan, h: pool.refcount_histogram(),
+        "refcount_histogram": lambda pool, plan, h: pool.blocks.refcount_histogram(),
         "digest": lambda pool, plan, h: pool.digest(),
         "fingerprint": lambda pool, plan, h: pool.fingerprint(),
         "check": lambda pool, plan, h: pool.check(),

@@ -11,6 +11,7 @@ import pytest
 import kvpool
 from benchmarks import recording
 from kvpool import Plan, Pool
+from kvpool._core import BlockAPI
 from kvpool.cli import main
 from kvpool.errors import KVPoolError
 from kvpool.replay import calls as files
@@ -65,14 +66,14 @@ class Life:
             pool.defer_close(h := rng.choice(self.open))
             self.open.remove(h)
         elif verb == "alloc":
-            self.ids += pool.alloc(rng.randrange(4)).tolist()
-        elif verb in ("free", "decref", "incref", "mark_committed"):
+            self.ids += pool.blocks.alloc(rng.randrange(4)).tolist()
+        elif verb in ("free", "decref", "incref", "mark_cached"):
             ids = self.some(self.ids)
-            getattr(pool, verb)(ids)
-            self.ids = [i for i in self.ids if pool.refcount(i)]
+            getattr(pool.blocks, verb)(ids)
+            self.ids = [i for i in self.ids if pool.blocks.refcount(i)]
         elif verb == "commit":
             h = rng.choice(self.open)
-            pool.commit(h, [rng.randrange(3) for _ in range(rng.randrange(9))])
+            pool.prefix.commit(h, [rng.randrange(3) for _ in range(rng.randrange(9))])
         elif verb == "unshare":
             rows = self.some(self.open)
             pool.unshare(rng.choice(self.plans), rows, [rng.randint(0, pool.kv_len(h)) for h in rows], rng.randrange(6))
@@ -82,11 +83,11 @@ class Life:
         elif verb == "evict_blocks":
             pool.evict_blocks(h := rng.choice(self.open), self.some(range(pool.kv_len(h) // 4)))
         elif verb == "pin":
-            self.open.append(pool.pin([rng.randrange(3) for _ in range(8)]))
+            self.open.append(pool.prefix.pin([rng.randrange(3) for _ in range(8)]))
         elif verb == "flush":
-            pool.flush(rng.choice([None, b"tenant"]))
-        elif verb in ("evict", "take_dropped"):
-            getattr(pool, verb)(*([3] if verb == "evict" else []))
+            pool.prefix.flush(rng.choice([None, b"tenant"]))
+        elif verb in ("evict", "drain_evicted"):
+            getattr(pool.blocks, verb)(*([3] if verb == "evict" else []))
         elif verb == "blocks.take":
             self.ids += pool.blocks.take(rng.randrange(4))[0]
         elif verb == "blocks.take_block":
@@ -103,11 +104,13 @@ class Life:
     def run(self, count, reset=0.0):
         verbs = [
             *("open", "step", "step", "again", "reserve", "done", "done", "rollback", "fork", "truncate", "close"),
-            *("close_finished", "defer", "alloc", "free", "decref", "incref", "mark_committed", "evict"),
-            *("take_dropped", "commit", "commit", "pin", "flush", "unshare", "compact", "compact", "evict_blocks"),
+            *("close_finished", "defer", "alloc", "free", "decref", "incref", "mark_cached", "evict"),
+            *("drain_evicted", "unshare", "compact", "compact", "evict_blocks"),
         ]
-        if not self.cached:
-            calls = ("take", "take_block", "commit", "commit", "release", "release", "touch", "uncommit")
+        if self.cached:
+            verbs += ["commit", "commit", "pin", "flush"]
+        else:
+            calls = ("take", "take_block", "mark_cached", "release", "release", "touch", "uncache")
             verbs += [f"blocks.{call}" for call in calls]
         for _ in range(count):
             try:
@@ -146,18 +149,19 @@ def test_ring_that_lost_its_beginning_says_so(tmp_path):
 
 def test_call_larger_than_the_ring_is_lost_and_the_next_reset_begins_anew(tmp_path):
     pool = Pool(4000, 1, record=4096)
-    pool.free(pool.alloc(3000))
+    pool.blocks.free(pool.blocks.alloc(3000))
     pool.reset()
-    pool.free(pool.alloc(3))
+    pool.blocks.free(pool.blocks.alloc(3))
     files.save(pool, tmp_path / "calls")
     record = files.load(tmp_path / "calls")
-    assert [call.name for call in record.calls] == ["start", "alloc", "free"] and record.header["lost"] == 2
+    assert [call.name for call in record.calls] == ["start", "blocks.alloc", "blocks.free"]
+    assert record.header["lost"] == 2
     assert rerun(record) is None
 
 
 def test_random_seed_may_be_given_again():
     for _ in range(64):
-        assert Pool(2, 1, seed=(seed := Pool(2, 1).seed)).seed == seed
+        assert Pool(2, 1, seed=(seed := Pool(2, 1).options.seed)).options.seed == seed
 
 
 def test_recording_changes_nothing_else():
@@ -183,7 +187,7 @@ def test_ring_of_a_size_out_of_range_is_refused(record):
 
 def test_smallest_ring_says_what_it_lost(tmp_path):
     pool = Pool(8, 4, record=8)
-    pool.free(pool.alloc(1))
+    pool.blocks.free(pool.blocks.alloc(1))
     assert files.save(pool, tmp_path / "calls") == 0
     assert files.load(tmp_path / "calls").header["lost"] == 2
 
@@ -247,14 +251,19 @@ def test_failing_record_shrinks_to_the_calls_that_matter(tmp_path):
 
 
 def test_record_of_another_outcome_names_the_call(tmp_path):
-    class Other(kvpool.Pool):
+    class OtherBlocks(BlockAPI):
         def evict(self, n):
             return super().evict(0)
+
+    class Other(kvpool.Pool):
+        @property
+        def blocks(self):
+            return OtherBlocks(self)
 
     files.save(Life(1).run(600), tmp_path / "calls")
     record = files.load(tmp_path / "calls")
     failure = rerun(record, Other)
-    assert failure.kind == "digest" and failure.call.startswith("evict")
+    assert failure.kind == "digest" and failure.call.startswith("blocks.evict")
     with pytest.raises(files.RecordError, match="cannot be made smaller"):
         minimise(record, failure, Other)
 
@@ -291,7 +300,7 @@ def test_record_of_another_format_is_refused_by_its_number(tmp_path):
     path = tmp_path / "calls"
     files.save(Life(2).run(20), path)
     path.write_bytes(b"KVCALLS1" + path.read_bytes()[8:])
-    with pytest.raises(files.RecordError, match=r"calls: format b'1', this kvpool reads b'2'"):
+    with pytest.raises(files.RecordError, match=r"calls: format b'1', this kvpool reads b'3'"):
         files.load(path)
 
 

@@ -70,7 +70,7 @@ def test_fork_shares_the_written_blocks(make_pool, grow):
     assert [slot(int(h)) for h in children] == [1, 2, 3]
     for child in children:
         assert pool.table(child).tolist() == [1, 2] and pool.num_tokens(child) == 6
-    assert [pool.refcount(b) for b in (1, 2)] == [4, 4]
+    assert [pool.blocks.refcount(b) for b in (1, 2)] == [4, 4]
     assert pool.stats().used == 2
 
 
@@ -81,7 +81,7 @@ def test_fork_leaves_reserved_blocks_with_the_parent(make_pool, grow):
     (child,) = pool.fork(parent)
     assert pool.table(parent).tolist() == [1, 2, 3, 4]
     assert pool.table(child).tolist() == [1, 2]
-    assert [pool.refcount(b) for b in (1, 2, 3, 4)] == [2, 2, 1, 1]
+    assert [pool.blocks.refcount(b) for b in (1, 2, 3, 4)] == [2, 2, 1, 1]
 
 
 @pytest.mark.parametrize("length, shared", [(0, 0), (1, 1), (3, 1), (4, 1), (5, 2), (8, 2)])
@@ -102,7 +102,7 @@ def test_fork_closing_the_parent_keeps_the_childs_blocks(make_pool, grow):
     child = int(pool.fork(parent)[0])
     pool.close(parent)
     assert pool.table(child).tolist() == [1, 2]
-    assert [pool.refcount(b) for b in (1, 2)] == [1, 1]
+    assert [pool.blocks.refcount(b) for b in (1, 2)] == [1, 1]
     pool.close(child)
     assert pool.stats().used == 0
 
@@ -143,7 +143,7 @@ def test_truncate_releases_youngest_first(make_pool, grow):
     handle = pool.open()
     grow(pool, handle, 12)
     pool.truncate(handle, 4)
-    assert [pool.alloc(), pool.alloc(), pool.alloc()] == [2, 3, 4]  # 2 was released last
+    assert [pool.blocks.alloc(), pool.blocks.alloc(), pool.blocks.alloc()] == [2, 3, 4]  # 2 was released last
 
 
 def test_truncate_to_the_same_length_drops_reserved_blocks(make_pool, grow):
@@ -162,7 +162,7 @@ def test_truncate_of_a_shared_prefix_leaves_the_other_holder_alone(make_pool, gr
     child = int(pool.fork(parent)[0])
     pool.truncate(child, 1)
     assert pool.table(parent).tolist() == [1, 2] and pool.num_tokens(parent) == 8
-    assert [pool.refcount(b) for b in (1, 2)] == [2, 1]
+    assert [pool.blocks.refcount(b) for b in (1, 2)] == [2, 1]
 
 
 @pytest.mark.parametrize("kind", [np.int32, np.int64, None], ids=["int32", "int64", "list"])
@@ -215,14 +215,14 @@ def test_truncate_of_a_pending_row_is_refused(make_pool, make_plan, refused):
 def test_close_releases_youngest_first(make_pool):
     pool = make_pool()
     pool.close(pool.open(12))
-    assert pool.alloc(4).tolist() == [1, 2, 3, 4]
+    assert pool.blocks.alloc(4).tolist() == [1, 2, 3, 4]
 
 
 def test_close_batch_goes_in_the_order_given(make_pool):
     pool = make_pool(max_seqs=2)
     a, b = pool.open(8), pool.open(8)  # 1 2 and 3 4
     pool.close([b, a])  # releases 4, 3, then 2, 1
-    assert pool.alloc(5).tolist() == [1, 2, 3, 4, 5]
+    assert pool.blocks.alloc(5).tolist() == [1, 2, 3, 4, 5]
     assert [slot(pool.open()), slot(pool.open())] == [1, 0]
 
 
@@ -240,9 +240,9 @@ def test_close_of_a_pending_row_is_legal(make_pool, make_plan):
 def test_close_never_touches_raw_references(make_pool):
     pool = make_pool()
     handle = pool.open(8)
-    pool.incref(2)
+    pool.blocks.incref(2)
     pool.close(handle)
-    assert [pool.refcount(b) for b in (1, 2)] == [0, 1]
+    assert [pool.blocks.refcount(b) for b in (1, 2)] == [0, 1]
 
 
 @pytest.mark.parametrize("kind", [bool, np.uint8])

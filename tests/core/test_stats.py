@@ -31,9 +31,9 @@ def test_fresh_pool(make_pool):
 def test_one_of_everything(make_pool, make_plan, grow):
     """A fork writes, one sequence is closed in flight, two blocks are cached: each block is counted once."""
     pool = make_pool(16, 4)
-    cached = pool.alloc(2)  # 1 2
-    pool.mark_committed(cached)
-    pool.free(cached)
+    cached = pool.blocks.alloc(2)  # 1 2
+    pool.blocks.mark_cached(cached)
+    pool.blocks.free(cached)
     parent = pool.open()
     grow(pool, parent, 6)  # 3 4
     child = int(pool.fork(parent)[0])
@@ -91,28 +91,28 @@ def test_fragmentation_counts_shared_blocks_per_sequence(make_pool, grow):
 
 def test_peak_used_is_the_most_ever_used(make_pool):
     pool = make_pool(16, 4)
-    pool.free(pool.alloc(9))
-    pool.alloc(2)
+    pool.blocks.free(pool.blocks.alloc(9))
+    pool.blocks.alloc(2)
     stats = pool.stats()
     assert (stats.peak_used, stats.used) == (9, 2)
-    pool.alloc(10)
+    pool.blocks.alloc(10)
     assert pool.stats().peak_used == 12
 
 
 def test_peak_used_counts_blocks_that_come_back_to_life(make_pool):
     pool = make_pool(16, 4)
-    ids = pool.alloc(4)
-    pool.mark_committed(ids)
-    pool.free(ids)
-    pool.alloc(3)
-    pool.revive(ids)
+    ids = pool.blocks.alloc(4)
+    pool.blocks.mark_cached(ids)
+    pool.blocks.free(ids)
+    pool.blocks.alloc(3)
+    pool.blocks.touch(ids)
     assert pool.stats().peak_used == 7
 
 
 def test_cow_counts_only_copies_of_tokens(make_pool, make_plan):
     pool = make_pool(16, 4)
     handle = pool.open(4)
-    pool.incref(1)
+    pool.blocks.incref(1)
     plan = make_plan(pool)
     pool.step(plan, [handle], 1)  # replaced without a copy: nothing in it yet
     assert (pool.stats().cow_copies, pool.stats().cow_tokens) == (0, 0)
@@ -132,11 +132,11 @@ def test_cow_tokens_add_up_over_steps(make_pool, make_plan, grow):
 
 def test_evictions_count_both_ways_of_eviction(make_pool):
     pool = make_pool(5, 4)
-    ids = pool.alloc(4)
-    pool.mark_committed(ids)
-    pool.free(ids)
-    pool.evict(1)
-    pool.alloc(3)  # the blank one and two cached ones
+    ids = pool.blocks.alloc(4)
+    pool.blocks.mark_cached(ids)
+    pool.blocks.free(ids)
+    pool.blocks.evict(1)
+    pool.blocks.alloc(3)  # the blank one and two cached ones
     stats = pool.stats()
     assert (stats.evictions, stats.evictable, stats.allocs) == (3, 1, 7)
 
@@ -144,7 +144,12 @@ def test_evictions_count_both_ways_of_eviction(make_pool):
 def test_refused_calls_count_nothing(make_pool):
     pool = make_pool(5, 4)
     before = pool.stats()
-    for call in (lambda: pool.alloc(5), lambda: pool.open(20), lambda: pool.free(1), lambda: pool.close(3)):
+    for call in (
+        lambda: pool.blocks.alloc(5),
+        lambda: pool.open(20),
+        lambda: pool.blocks.free(1),
+        lambda: pool.close(3),
+    ):
         with pytest.raises(Exception, match=r"^\[[a-z]+\] "):
             call()
     assert pool.stats() == before
@@ -155,30 +160,30 @@ def test_histogram_counts_unreserved_blocks_by_refcount(make_pool, grow):
     parent = pool.open()
     grow(pool, parent, 6)
     pool.fork(parent, 3)
-    pool.alloc(2)
-    histogram = pool.refcount_histogram()
+    pool.blocks.alloc(2)
+    histogram = pool.blocks.refcount_histogram()
     assert histogram.dtype == np.int64
     assert histogram.tolist() == [4, 2, 0, 0, 2]
 
 
 def test_histogram_of_an_idle_pool(make_pool):
-    assert make_pool(10, 4, reserved_blocks=0).refcount_histogram().tolist() == [10]
+    assert make_pool(10, 4, reserved_blocks=0).blocks.refcount_histogram().tolist() == [10]
 
 
 def test_held_block_is_used_though_its_refcount_is_zero(make_pool, make_plan):
     pool = make_pool(8, 4)
     handle = pool.open(4)
-    pool.incref(1)
+    pool.blocks.incref(1)
     plan = make_plan(pool)
     pool.step(plan, [handle], 1)
-    pool.free(1)
-    assert pool.refcount_histogram().tolist() == [6, 1]
+    pool.blocks.free(1)
+    assert pool.blocks.refcount_histogram().tolist() == [6, 1]
     assert (pool.stats().used, pool.stats().free) == (2, 5)
 
 
 def test_counters_of_use_survive_reset(make_pool):
     pool = make_pool(8, 4)
-    pool.alloc(5)
+    pool.blocks.alloc(5)
     pool.reset()
     stats = pool.stats()
     assert (stats.allocs, stats.peak_used, stats.used) == (5, 5, 0)
@@ -206,4 +211,4 @@ def test_stats_agree_with_the_tables_after_a_long_random_run(make_pool, make_pla
         assert stats.shared == np.count_nonzero(references > 1)
         assert stats.tokens == sum(pool.num_tokens(h) for h in handles)
         assert stats.capacity == 4 * sum(map(len, tables))
-        assert pool.refcount_histogram().tolist() == np.bincount(references).tolist()
+        assert pool.blocks.refcount_histogram().tolist() == np.bincount(references).tolist()

@@ -22,6 +22,7 @@ import pytest
 from catalogue import broken, planted
 
 from kvpool import Plan, Pool
+from kvpool._core import BlockAPI
 from kvpool.errors import ConcurrentUse, KVPoolError, OutOfBlocks
 from kvpool.testing import ModelPlan, ModelPool
 
@@ -72,7 +73,7 @@ class Target:
         self.handles = np.array([self.pool.open(4) for _ in range(many)], np.int64)
         self.pool.step(self.plan, self.handles, 4)
         self.pool.done(self.plan)
-        self.ids = self.raw.alloc(many)
+        self.ids = self.raw.blocks.alloc(many)
         self.counts = np.ones(many, np.int32)
         self.tokens = np.arange(many, dtype=np.int32) % 1000
 
@@ -106,17 +107,22 @@ CALLS: dict[str, tuple[str, Any, Callable, Callable]] = {
     "compact, lens": ("counts", 9, lambda t, a: t.pool.compact(t.handles, a), lambda t: regrow(t)),
     "close_finished": ("handles", 0xFFFFF, lambda t, a: t.pool.close_finished(a, t.counts == 0), Target.undo),
     "close": ("handles", 0xFFFFF, lambda t, a: t.pool.close(a), lambda t: reopen(t)),
-    "commit": ("handles", 0xFFFFF, lambda t, a: t.pool.commit(a, []), Target.undo),
-    "commit, tokens": ("tokens", -1, lambda t, a: t.pool.commit(t.handles[: len(a) // 4], a), lambda t: recommit(t)),
-    "commit, counts": ("counts", 99, lambda t, a: t.pool.commit(t.handles, t.tokens, a), lambda t: recommit(t)),
+    "commit": ("handles", 0xFFFFF, lambda t, a: t.pool.prefix.commit(a, []), Target.undo),
+    "commit, tokens": (
+        "tokens",
+        -1,
+        lambda t, a: t.pool.prefix.commit(t.handles[: len(a) // 4], a),
+        lambda t: recommit(t),
+    ),
+    "commit, counts": ("counts", 99, lambda t, a: t.pool.prefix.commit(t.handles, t.tokens, a), lambda t: recommit(t)),
     "open": ("tokens", -1, lambda t, a: t.pool.close(t.pool.open(a[:8])), Target.undo),
-    "match": ("tokens", -1, lambda t, a: t.pool.match(a), Target.undo),
-    "pin": ("tokens", -1, lambda t, a: t.pool.unpin(t.pool.pin(a[:8])), Target.undo),
-    "incref": ("ids", 2**31 - 1, lambda t, a: t.raw.incref(a), lambda t: settle(t)),
-    "decref": ("ids", 2**31 - 1, lambda t, a: t.raw.decref(a), lambda t: settle(t)),
-    "free": ("ids", 0, lambda t, a: t.raw.free(a), lambda t: settle(t)),
-    "mark_committed": ("ids", -1, lambda t, a: t.raw.mark_committed(a), lambda t: settle(t)),
-    "revive": ("ids", 2**31 - 1, lambda t, a: t.raw.revive(a), lambda t: settle(t)),
+    "match": ("tokens", -1, lambda t, a: t.pool.prefix.match(a), Target.undo),
+    "pin": ("tokens", -1, lambda t, a: t.pool.prefix.unpin(t.pool.prefix.pin(a[:8])), Target.undo),
+    "incref": ("ids", 2**31 - 1, lambda t, a: t.raw.blocks.incref(a), lambda t: settle(t)),
+    "decref": ("ids", 2**31 - 1, lambda t, a: t.raw.blocks.decref(a), lambda t: settle(t)),
+    "free": ("ids", 0, lambda t, a: t.raw.blocks.free(a), lambda t: settle(t)),
+    "mark_cached": ("ids", -1, lambda t, a: t.raw.blocks.mark_cached(a), lambda t: settle(t)),
+    "touch": ("ids", 2**31 - 1, lambda t, a: t.raw.blocks.touch(a), lambda t: settle(t)),
 }
 
 
@@ -137,15 +143,15 @@ def reopen(target: Target) -> None:
 
 def recommit(target: Target) -> None:
     """Sequences that were committed are replaced by new ones."""
-    if target.pool.prefix_stats().nodes:
+    if target.pool.prefix.stats().nodes:
         reopen(target)
 
 
 def settle(target: Target) -> None:
     """Every block has one raw reference again."""
     target.raw.reset()
-    target.raw.take_dropped()
-    target.ids[:] = target.raw.alloc(len(target.ids))
+    target.raw.blocks.drain_evicted()
+    target.ids[:] = target.raw.blocks.alloc(len(target.ids))
 
 
 def attack(Pool: Any, Plan: Any, call: str, many: int, rounds: int) -> None:
@@ -214,7 +220,7 @@ def test_ids_written_into_an_array_that_somebody_writes_do_no_harm(count):
     pool, out = Pool(2048, 4, seed=1), np.zeros(count, np.int32)
     with running(lambda: out.fill(-7)) as raised:
         for _ in range(200 * LONG):
-            assert pool.alloc(count, out=out) is out
+            assert pool.blocks.alloc(count, out=out) is out
             assert pool.stats().used == count
             pool.check()
             pool.reset()
@@ -267,7 +273,7 @@ def test_reader_is_never_refused_and_never_in_the_way(Pool, Plan):
         stats = pool.stats()
         assert stats.free + stats.evictable + stats.limbo + stats.used == 255 and stats.sequences == 16
         pool.num_tokens(handles[3]), pool.table(handles[3]), pool.is_open(handles[3]), pool.digest()
-        pool.match([1, 2, 3]), pool.prefix_stats(), pool.drain_events(), pool.check(), pool.fingerprint()
+        pool.prefix.match([1, 2, 3]), pool.prefix.stats(), pool.prefix.events(), pool.check(), pool.fingerprint()
 
     with running(read, read, Finalized) as raised:
         for _ in range(500 * LONG):
@@ -278,18 +284,27 @@ def test_reader_is_never_refused_and_never_in_the_way(Pool, Plan):
     assert not plan.is_pending
 
 
-class LosesBlocks(Pool):
-    """Two threads are inside at once, and one overwrites what the other counted."""
+class BlocksGivenTwice(BlockAPI):
+    """See `LosesBlocks`."""
 
     def alloc(self, n: int) -> Any:
         """Give out what was free a moment ago."""
-        ids = self.__dict__.get("last")
+        ids = self.pool.__dict__.get("last")
         if ids is None or len(ids) != n:
             ids = super().alloc(n)
-        self.last = None
+        self.pool.last = None
         time.sleep(0)
-        self.last = ids.copy()
+        self.pool.last = ids.copy()
         return ids
+
+
+class LosesBlocks(Pool):
+    """Two threads are inside at once, and one overwrites what the other counted."""
+
+    @property
+    def blocks(self) -> BlocksGivenTwice:
+        """Those that overwrite."""
+        return BlocksGivenTwice(self)
 
 
 @planted(broken(Pool=LosesBlocks), model=False)
@@ -302,14 +317,14 @@ def test_callers_that_wait_get_blocks_of_their_own(Pool, Plan):
     def take(me: int) -> Callable[[], None]:
         def turn() -> None:
             try:
-                ids = pool.alloc(3)
+                ids = pool.blocks.alloc(3)
             except OutOfBlocks:
                 raise AssertionError("a call that waits is no call that fails") from None
             assert not owner[ids].any(), "a block has two owners"
             owner[ids] = me
             assert (owner[ids] == me).all()
             owner[ids] = 0
-            pool.free(ids)
+            pool.blocks.free(ids)
             rounds[me - 1] += 1
 
         return turn
@@ -319,7 +334,7 @@ def test_callers_that_wait_get_blocks_of_their_own(Pool, Plan):
             time.sleep(0.001)
     assert not raised, raised
     pool.check()
-    assert pool.stats().used == 0 and pool.num_free == 399
+    assert pool.stats().used == 0 and pool.blocks.num_blank == 399
 
 
 def test_thread_that_waits_for_a_pool_keeps_nobody_else_waiting():
@@ -327,10 +342,12 @@ def test_thread_that_waits_for_a_pool_keeps_nobody_else_waiting():
     pool, other, moved = Pool(1 << 16, 4, seed=1), Pool(8, 4, seed=1), [0]
 
     def apart() -> None:
-        other.free(other.alloc(1))
+        other.blocks.free(other.blocks.alloc(1))
         moved[0] += 1
 
-    with running(pool.check, pool.check, pool.fingerprint, lambda: pool.free(pool.alloc(50)), apart) as raised:
+    with running(
+        pool.check, pool.check, pool.fingerprint, lambda: pool.blocks.free(pool.blocks.alloc(50)), apart
+    ) as raised:
         while moved[0] < 100 * LONG and not raised:
             time.sleep(0.001)
     assert not raised, raised
@@ -354,7 +371,7 @@ def test_plan_that_two_threads_step_is_garbage_at_worst():
     if plan.is_pending:
         pool.rollback(plan)
     pool.close(handles)
-    assert pool.num_free == 255
+    assert pool.blocks.num_blank == 255
 
 
 # ---- code that runs in the middle of a call ----------------------------------------------------------------

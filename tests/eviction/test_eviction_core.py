@@ -25,7 +25,7 @@ def grown(make_pool, make_plan):
 
 def step(pool, plan, handles, new):
     pool.step(plan, handles, new)
-    if not pool.in_order:
+    if not pool.options.in_order:
         pool.done(plan)
 
 
@@ -40,7 +40,7 @@ def test_compact_keeps_positions_and_gives_back_the_youngest_blocks(grown):
     pool, _plan, h = grown(14)
     pool.compact(h, 5)
     assert lengths(pool, h) == (14, 5) and pool.table(h).tolist() == [1, 2] and pool.capacity(h) == 8
-    assert pool.alloc(2).tolist() == [3, 4]  # released youngest first: 4, then 3 on top
+    assert pool.blocks.alloc(2).tolist() == [3, 4]  # released youngest first: 4, then 3 on top
     assert pool.stats().evicted_tokens == 9 and pool.stats().tokens == 5
     pool.check()
 
@@ -64,7 +64,7 @@ def test_compact_to_the_length_there_is_leaves_the_sequence_alone(grown):
     before = pool.fingerprint()
     pool.compact([h, child], 8)  # shared, but nothing moves
     assert pool.fingerprint() == before and lengths(pool, h) == (8, 8)
-    pool.commit(h, list(range(8)))
+    pool.prefix.commit(h, list(range(8)))
     pool.truncate(h, 0)
 
 
@@ -82,9 +82,9 @@ def test_compact_refuses_to_rewrite_what_others_read(grown, refused, why):
     if why == "fork":
         pool.fork(h)
     elif why == "committed":
-        pool.commit(h, list(range(8)))
+        pool.prefix.commit(h, list(range(8)))
     else:
-        pool.incref([2])
+        pool.blocks.incref([2])
     with refused(pool, ValueError, "compact", 2 if why == "raw reference" else 1):
         pool.compact(h, 7)
     pool.compact(h, 7, first=8)  # blocks 1 and 2 stay as they are: the tail leaves
@@ -95,7 +95,7 @@ def test_compact_refuses_a_block_that_a_pending_copy_reads(grown, refused, make_
     pool, plan, h = grown(6)
     child = int(pool.fork(h)[0])
     pool.step(plan, [child], 1)  # copies block 2, which is h's alone from now on
-    assert pool.refcount(2) == 1
+    assert pool.blocks.refcount(2) == 1
     with refused(pool, ValueError, "compact", 2):
         pool.compact(h, 5, first=4)
     pool.done(plan)
@@ -194,7 +194,7 @@ def test_unshare_leaves_leading_blocks_that_stay(grown):
     assert plan.copies.tolist() == [[2, 5, 4], [3, 6, 4]]
     pool.done(plan)
     pool.compact(h, 9, first=7)
-    assert pool.refcount(1) == 2
+    assert pool.blocks.refcount(1) == 2
 
 
 def test_unshare_makes_room_for_more_copies_than_rows(make_pool, make_plan):
@@ -220,11 +220,11 @@ def test_unshare_copies_the_filled_part_of_a_tail(grown):
 
 def test_unshare_takes_committed_blocks_along(grown):
     pool, plan, h = grown(8, prefix_cache=True)
-    pool.commit(h, list(range(8)))
+    pool.prefix.commit(h, list(range(8)))
     pool.unshare(plan, [h], 4)
     pool.done(plan)
     pool.compact(h, 4)
-    assert pool.match([*range(8), 9]) == 8  # the cache keeps what it had
+    assert pool.prefix.match([*range(8), 9]) == 8  # the cache keeps what it had
 
 
 def test_unshare_of_a_batch_copies_for_each_that_shares(grown):
@@ -298,9 +298,9 @@ def test_evict_blocks_refuses_the_tail_and_disorder(grown, refused, indices):
 
 def test_evict_blocks_leaves_cached_ones_to_the_prefix_cache(grown):
     pool, _plan, h = grown(9, prefix_cache=True)
-    pool.commit(h, list(range(9)))
+    pool.prefix.commit(h, list(range(9)))
     pool.evict_blocks(h, [0])
-    assert pool.stats().evictable == 1 and pool.match([*range(9), 9]) == 8
+    assert pool.stats().evictable == 1 and pool.prefix.match([*range(9), 9]) == 8
 
 
 def test_evict_no_blocks_changes_nothing(grown):
@@ -318,11 +318,11 @@ def test_evicted_sequence_commits_no_more(grown, refused, how):
     pool, _plan, h = grown(14, prefix_cache=True)
     pool.compact(h, 8) if how == "compact" else pool.evict_blocks(h, [0])
     with refused(pool, ValueError, "commit", None):
-        pool.commit(h, [1, 2, 3, 4])
-    pool.commit(h, [])
+        pool.prefix.commit(h, [1, 2, 3, 4])
+    pool.prefix.commit(h, [])
     child = int(pool.fork(h)[0])
     with refused(pool, ValueError, "commit", None):
-        pool.commit(child, [1])
+        pool.prefix.commit(child, [1])
 
 
 @pytest.mark.parametrize("how", ["compact", "blocks"])
@@ -380,7 +380,7 @@ def test_recorded_evictions_are_made_again(tmp_path):
     plan = Plan(pool, 4, 64)
     h = pool.open([*range(20)])
     step(pool, plan, [h], 20)
-    pool.commit(h, [*range(20)])
+    pool.prefix.commit(h, [*range(20)])
     pool.unshare(plan, [h], [9], 4)
     pool.done(plan)
     pool.compact([h], [9], 4)

@@ -66,7 +66,7 @@ def idle(pool):
     return (
         (stats.used, stats.limbo, stats.sequences, stats.pending, stats.shared) == (0, 0, 0, 0, 0)
         and stats.free + stats.evictable == stats.num_blocks - stats.reserved
-        and pool.refcount_histogram().tolist() == [stats.num_blocks - stats.reserved]
+        and pool.blocks.refcount_histogram().tolist() == [stats.num_blocks - stats.reserved]
     )
 
 

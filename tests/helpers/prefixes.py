@@ -20,7 +20,7 @@ def serve(make_plan: Any, pool: Any, tokens: list[int], namespace: bytes = b"") 
     handle = pool.open(tokens, namespace)
     cached = pool.num_tokens(handle)
     compute(make_plan, pool, handle, len(tokens) - cached)
-    pool.commit(handle, tokens[cached:])
+    pool.prefix.commit(handle, tokens[cached:])
     return handle
 
 

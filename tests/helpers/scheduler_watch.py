@@ -82,12 +82,12 @@ class Watch:
         waiting = [r for name, r in self.door.items() if name not in self.gone and name not in running]
         if not self.strict or not waiting or len(step.handles) >= self.options["max_running"]:
             return
-        if any(r.n > 1 or r.beam_width for r in waiting) or self.pool.stats().sequences >= self.pool.max_seqs:
+        if any(r.n > 1 or r.beam_width for r in waiting) or self.pool.stats().sequences >= self.pool.options.max_seqs:
             return
         stats, size = self.pool.stats(), self.pool.block_size
         need = max(-(-(r.prompt.size + r.max_tokens) // size) for r in waiting)
         explicit = self.options["watermark"]
-        keep = 2 * len(step.handles) + (explicit or 0) + self.pool.watermark
+        keep = 2 * len(step.handles) + (explicit or 0) + self.pool.options.watermark
         assert stats.free + stats.evictable < need + keep, f"{len(waiting)} wait, {stats.free} blocks are free"
 
     def _stall_free(self, handles: np.ndarray, decodes: int, chunks: int) -> None:

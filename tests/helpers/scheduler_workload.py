@@ -208,9 +208,11 @@ class Guest:
 
     def visit(self) -> None:
         if self.rng.random() < 0.05:
-            self.pool.flush(NAMESPACES[self.rng.integers(3)] if self.rng.random() < 0.7 else None)
+            space = NAMESPACES[self.rng.integers(3)] if self.rng.random() < 0.7 else None
+            if self.pool.prefix is not None:
+                self.pool.prefix.flush(space)
         if self.rng.random() < 0.05:
-            self.pool.evict(int(self.rng.integers(1, 4)))
+            self.pool.blocks.evict(int(self.rng.integers(1, 4)))
         stats = self.pool.stats()
         there = (stats.free + stats.evictable) // 2
         if self.rng.random() < 0.3:
@@ -218,13 +220,13 @@ class Guest:
         elif self.rng.random() < 0.3 and there > 1:
             self.handles.append(self.pool.open(int(self.rng.integers(0, there)) * self.pool.block_size // 2))
         elif self.rng.random() < 0.3 and there > 1:
-            self.blocks += self.pool.alloc(int(self.rng.integers(0, there))).tolist()
+            self.blocks += self.pool.blocks.alloc(int(self.rng.integers(0, there))).tolist()
 
     def leave(self) -> bool:
         """Give everything back; whether there was anything."""
         had = bool(self.handles or self.blocks)
         self.pool.close(self.handles)
-        self.pool.decref(self.blocks)
+        self.pool.blocks.decref(self.blocks)
         self.handles, self.blocks = [], []
         return had
 
@@ -317,7 +319,7 @@ class Runner:
         return blocks_alone(request, self.pool.block_size)
 
     def usable(self) -> int:
-        return self.pool.num_blocks - self.pool.reserved_blocks - self.pool.watermark
+        return self.pool.num_blocks - self.pool.options.reserved_blocks - self.pool.options.watermark
 
     def _refuse(self, request: Request, reason: str) -> None:
         self.refused.add(request.id)
@@ -421,8 +423,8 @@ class Runner:
     def _poison(self) -> None:
         """What nobody holds must not be read again. (A cached block of a prefix cache may be.)"""
         if not self.workload.pool["prefix_cache"]:
-            first = self.pool.reserved_blocks
-            self.memory.poison([b for b in range(first, self.pool.num_blocks) if not self.pool.refcount(b)])
+            first = self.pool.options.reserved_blocks
+            self.memory.poison([b for b in range(first, self.pool.num_blocks) if not self.pool.blocks.refcount(b)])
 
     def check(self) -> None:
         self.pool.check()

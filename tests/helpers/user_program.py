@@ -54,7 +54,8 @@ def by_hand(prompt: Sequence[int], num_samples: int = 2, num_tokens: int = 8) ->
         pool.step(plan, [first], len(prompt))
         token = int(model(np.array(prompt, np.int32), plan)[-1].argmax())
         pool.done(plan)
-        pool.commit(first, prompt)
+        assert pool.prefix is not None
+        pool.prefix.commit(first, prompt)
         rows = np.append(pool.fork(first, num_samples - 1), first)
         last = np.full(num_samples, token, np.int32)
         texts: list[list[int]] = [[token] for _ in rows]
@@ -94,7 +95,7 @@ def wrong(pool: Pool, plan: Plan, scheduler: Scheduler, backend: KVBackend) -> N
     pool.stpe(plan, [handle])  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
     pool.step("plan", [handle])  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     pool.step(plan, [handle], parts=True)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
-    pool.num_free = 3  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
+    pool.num_blocks = 3  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
     Pool(64)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     Pool(64, 16, num_seqs=8)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     Plan(64, 8)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

@@ -45,7 +45,7 @@ def assert_empty(kv):
     gc.collect()
     summary = kv.summary()
     assert (summary.blocks_used, summary.blocks_leaked, summary.sequences) == (0, 0, 0), summary
-    assert summary.blocks_free == kv.pool.num_blocks - kv.pool.reserved_blocks
+    assert summary.blocks_free == kv.pool.num_blocks - kv.pool.options.reserved_blocks
     kv.pool.check()
 
 

@@ -41,7 +41,7 @@ def assert_none_used(kv):
     gc.collect()
     summary = kv.summary()
     assert (summary.blocks_used, summary.blocks_leaked, summary.sequences) == (0, 0, 0), summary
-    assert summary.blocks_free == kv.pool.num_blocks - kv.pool.reserved_blocks
+    assert summary.blocks_free == kv.pool.num_blocks - kv.pool.options.reserved_blocks
     kv.pool.check()
 
 
@@ -225,7 +225,7 @@ def test_two_that_computed_the_same_store_it_once(model, kv):
     for caches in both:
         model(mx.array([prompt]), cache=caches)
         kv.commit(caches, prompt)
-    stats = kv.pool.prefix_stats()
+    stats = kv.pool.prefix.stats()
     assert (stats.nodes, stats.duplicates) == (4, 4)
     del caches, both
     assert kv.summary().blocks_cached == 4
@@ -322,7 +322,7 @@ def test_a_pool_under_pressure_evicts_and_stays_exact(model, seed):
             assert answers == [expected[k] for k in order[start : start + 4]]
             del found, caches
             kv.pool.check()
-        assert kv.pool.prefix_stats().evicted > 0 and kv.hit_tokens > 0
+        assert kv.pool.prefix.stats().evicted > 0 and kv.hit_tokens > 0
         del keep
     assert_none_used(kv)
 
@@ -352,7 +352,7 @@ def test_equal_namespaces_hit_and_different_ones_miss(model, kv):
     assert cached(kv, prompt, other) == cached(kv, prompt) == 0
     store(model, kv, prompt, other)
     assert cached(kv, prompt, other) == 16
-    assert kv.pool.prefix_stats().nodes == 8
+    assert kv.pool.prefix.stats().nodes == 8
 
 
 def test_keys_of_a_prompt_cache_are_told_apart_as_a_dict_does(model, kv):

@@ -110,7 +110,7 @@ class Program:
         self.live += pair
 
     def forget(self):
-        self.rng.choice((self.kv.pool.flush, lambda: self.kv.pool.evict(2)))()
+        self.rng.choice((self.kv.pool.prefix.flush, lambda: self.kv.pool.blocks.evict(2)))()
 
     def step(self):
         choices = [self.open] * 4
@@ -132,7 +132,7 @@ def test_what_is_read_is_what_the_tokens_imply(seed):
     for _ in range(400):
         program.step()
         kv.pool.check()
-    stats = kv.pool.prefix_stats()
+    stats = kv.pool.prefix.stats()
     assert program.hits and program.refusals and stats.evicted and stats.duplicates, (program.hits, stats)
     program.live.clear()
     gc.collect()

@@ -110,7 +110,7 @@ def test_the_server_takes_the_bits_of_the_pool_for_its_own(tokenizer):
     model = tiny_llama(head_dim=64)
     with install(model, 300, block_size=BLOCK, prefix_cache=True, kv_bits=8) as kv:
         expected, _ = converse(model, tokenizer, PagedPromptCache(kv), seed=1)
-        kv.pool.flush()
+        kv.pool.prefix.flush()
         answers, cached = converse(model, tokenizer, PagedPromptCache(kv), seed=None, kv_bits=8)
     assert answers == expected and len({token for answer in answers for token in answer}) > 3
     assert cached[0] == 0 and min(cached[1:]) > len(SYSTEM) // 8

@@ -47,11 +47,11 @@ def test_commit_of_a_pending_step_is_refused(pool, make_plan, refused):
     handle, plan = pool.open(A + B), make_plan(pool)
     pool.step(plan, [handle], 8)
     with refused(pool, ValueError, "commit", plans=[plan]):
-        pool.commit(handle, A + B)
-    assert pool.match(A + B + C) == 0
+        pool.prefix.commit(handle, A + B)
+    assert pool.prefix.match(A + B + C) == 0
     pool.done(plan)
-    pool.commit(handle, A + B)
-    assert pool.match(A + B + C) == 8
+    pool.prefix.commit(handle, A + B)
+    assert pool.prefix.match(A + B + C) == 8
 
 
 def test_commit_of_a_step_noted_done_behind_a_pending_one_is_refused(pool, make_plan, refused):
@@ -61,9 +61,9 @@ def test_commit_of_a_step_noted_done_behind_a_pending_one_is_refused(pool, make_
     pool.step(newer, [handle], 4)
     pool.done(newer)
     with refused(pool, ValueError, "commit"):
-        pool.commit(handle, A)
+        pool.prefix.commit(handle, A)
     pool.done(older)
-    pool.commit(handle, A)
+    pool.prefix.commit(handle, A)
 
 
 def test_commit_reaches_up_to_the_oldest_pending_step(pool, make_plan, refused):
@@ -73,36 +73,36 @@ def test_commit_reaches_up_to_the_oldest_pending_step(pool, make_plan, refused):
     pool.step(plans[0], [handle], 1)
     pool.step(plans[1], [handle], 1)
     with refused(pool, ValueError, "commit"):
-        pool.commit(handle, B[:3])
-    pool.commit(handle, B[:2])
+        pool.prefix.commit(handle, B[:3])
+    pool.prefix.commit(handle, B[:2])
     pool.done(plans[0])
     with refused(pool, ValueError, "commit"):
-        pool.commit(handle, B[:2])
-    pool.commit(handle, B[:1])
+        pool.prefix.commit(handle, B[:2])
+    pool.prefix.commit(handle, B[:1])
     pool.done(plans[1])
-    pool.commit(handle, B[:1])
-    assert pool.match(A + B + C) == 8
+    pool.prefix.commit(handle, B[:1])
+    assert pool.prefix.match(A + B + C) == 8
 
 
 def test_commit_of_a_reserved_position_is_refused(pool, make_plan, refused):
     handle, plan = serve(make_plan, pool, A), make_plan(pool)
     pool.reserve(plan, [handle], 4)
     with refused(pool, ValueError, "commit"):
-        pool.commit(handle, B[:1])
+        pool.prefix.commit(handle, B[:1])
     pool.done(plan)
     with refused(pool, ValueError, "commit"):
-        pool.commit(handle, B[:1])
+        pool.prefix.commit(handle, B[:1])
 
 
 def test_commit_after_rollback_of_a_step_is_refused_and_nothing_was_committed(pool, make_plan, refused):
     handle, plan = serve(make_plan, pool, A), make_plan(pool)
-    before = pool.prefix_stats()
+    before = pool.prefix.stats()
     pool.step(plan, [handle], 4)
     pool.rollback(plan)
-    assert pool.prefix_stats() == before
+    assert pool.prefix.stats() == before
     with refused(pool, ValueError, "commit"):
-        pool.commit(handle, B)
-    assert pool.match(A + B + C) == 4
+        pool.prefix.commit(handle, B)
+    assert pool.prefix.match(A + B + C) == 4
 
 
 def test_commit_of_a_fork_in_the_middle_of_a_step_is_refused(pool, make_plan, refused):
@@ -113,10 +113,10 @@ def test_commit_of_a_fork_in_the_middle_of_a_step_is_refused(pool, make_plan, re
     grandchild = int(pool.fork(child)[0])
     for fork in (child, grandchild):
         with refused(pool, ValueError, "commit"):
-            pool.commit(fork, B)
+            pool.prefix.commit(fork, B)
     pool.close([child, grandchild])
     pool.rollback(plan)
-    assert pool.match(A + B + C) == 4
+    assert pool.prefix.match(A + B + C) == 4
 
 
 def test_commit_of_a_fork_is_legal_when_the_step_of_its_parent_has_passed(pool, make_plan):
@@ -124,8 +124,8 @@ def test_commit_of_a_fork_is_legal_when_the_step_of_its_parent_has_passed(pool, 
     pool.step(plan, [parent], 4)
     child = int(pool.fork(parent)[0])
     pool.done(plan)
-    pool.commit(child, B)
-    assert pool.match(A + B + C) == 8
+    pool.prefix.commit(child, B)
+    assert pool.prefix.match(A + B + C) == 8
 
 
 def test_commit_of_a_fork_of_a_fork_reaches_what_was_done_at_the_fork(pool, make_plan, refused):
@@ -135,20 +135,20 @@ def test_commit_of_a_fork_of_a_fork_reaches_what_was_done_at_the_fork(pool, make
     pool.done(plan)  # everything that the parent has is done
     pool.step(plan, [parent], 4)
     child = int(pool.fork(parent)[0])
-    pool.commit(child, A)
+    pool.prefix.commit(child, A)
     with refused(pool, ValueError, "commit"):
-        pool.commit(child, B[:1])
+        pool.prefix.commit(child, B[:1])
     pool.done(plan)
-    pool.commit(child, B)
+    pool.prefix.commit(child, B)
 
 
 def test_commit_of_more_than_there_is_is_refused(pool, make_plan, refused):
     handle = serve(make_plan, pool, A)
     with refused(pool, ValueError, "commit"):
-        pool.commit(handle, [1])
+        pool.prefix.commit(handle, [1])
     pool.truncate(handle, 3)
     with refused(pool, ValueError, "commit"):
-        pool.commit(handle, [1])
+        pool.prefix.commit(handle, [1])
 
 
 def test_commit_in_pieces_is_commit_at_once(make_pool, make_plan):
@@ -158,23 +158,23 @@ def test_commit_in_pieces_is_commit_at_once(make_pool, make_plan):
         compute(make_plan, pool, handle, 12)
         tokens = A + B + C
         for size in sizes:
-            pool.commit(handle, tokens[:size])
+            pool.prefix.commit(handle, tokens[:size])
             del tokens[:size]
     for prompt in (A + B + C + A, A + B + A, A + A):
-        assert at_once.match(prompt) == pieces.match(prompt) > 0
-    assert at_once.prefix_stats() == pieces.prefix_stats()
+        assert at_once.prefix.match(prompt) == pieces.prefix.match(prompt) > 0
+    assert at_once.prefix.stats() == pieces.prefix.stats()
 
 
 def test_commit_of_a_batch_by_counts_or_equal_parts(pool, make_plan):
     handles = [pool.open() for _ in range(3)]
     for handle in handles:
         compute(make_plan, pool, handle, 8)
-    pool.commit(handles, A + B + C)
-    pool.commit(np.array(handles), np.array(B + C[:1], np.int32), np.array([4, 0, 1], np.int32))
-    pool.commit(handles[1:], A + B[:3], [4, 3])
-    assert [pool.match(p) for p in (A + B + C, B + A + C, C + C[:1] + B + A)] == [8, 8, 8]
-    pool.commit([], [])
-    pool.commit([], [], [])
+    pool.prefix.commit(handles, A + B + C)
+    pool.prefix.commit(np.array(handles), np.array(B + C[:1], np.int32), np.array([4, 0, 1], np.int32))
+    pool.prefix.commit(handles[1:], A + B[:3], [4, 3])
+    assert [pool.prefix.match(p) for p in (A + B + C, B + A + C, C + C[:1] + B + A)] == [8, 8, 8]
+    pool.prefix.commit([], [])
+    pool.prefix.commit([], [], [])
 
 
 @pytest.mark.parametrize("counts", [[1, 1], [2, 2], [3], [1, 1, 1], [4, -1], [2**40, 0], []])
@@ -183,11 +183,11 @@ def test_commit_with_counts_that_do_not_fit_is_refused(pool, make_plan, refused,
     for handle in handles:
         compute(make_plan, pool, handle, 8)
     with refused(pool, ValueError, "commit"):
-        pool.commit(handles, [1, 2, 3], counts)
+        pool.prefix.commit(handles, [1, 2, 3], counts)
     with refused(pool, ValueError, "commit"):
-        pool.commit(handles, [1, 2, 3])  # not equally many
+        pool.prefix.commit(handles, [1, 2, 3])  # not equally many
     with refused(pool, ValueError, "commit"):
-        pool.commit([], [1])
+        pool.prefix.commit([], [1])
 
 
 def test_commit_judges_all_rows_before_anything_moves(pool, make_plan, refused):
@@ -195,8 +195,8 @@ def test_commit_judges_all_rows_before_anything_moves(pool, make_plan, refused):
     compute(make_plan, pool, good, 4)
     compute(make_plan, pool, bad, 3)
     with refused(pool, ValueError, "commit"):
-        pool.commit([good, bad], A + B)
-    assert pool.match(A + C) == 0
+        pool.prefix.commit([good, bad], A + B)
+    assert pool.prefix.match(A + C) == 0
 
 
 def test_commit_of_bad_handles_is_refused(pool, core, make_plan, refused):
@@ -204,16 +204,16 @@ def test_commit_of_bad_handles_is_refused(pool, core, make_plan, refused):
     closed = pool.open()
     pool.close(closed)
     with refused(pool, StaleHandle, "commit", closed):
-        pool.commit([handle, closed], [])
+        pool.prefix.commit([handle, closed], [])
     with refused(pool, ValueError, "commit"):
-        pool.commit([handle, handle], [])
+        pool.prefix.commit([handle, handle], [])
     other = core.Pool(4, 4)
     with refused(pool, ForeignHandle, "commit"):
-        pool.commit(other.open(), [])
+        pool.prefix.commit(other.open(), [])
     other.shutdown()
     for wrong in (None, 1.0, "1", True, [1.5]):
         with refused(pool, TypeError, "commit"):
-            pool.commit(wrong, [])
+            pool.prefix.commit(wrong, [])
 
 
 @pytest.mark.parametrize("call", ["open", "match", "pin", "commit"])
@@ -221,11 +221,12 @@ def test_tokens_of_the_wrong_type_are_refused(pool, make_plan, refused, call):
     cache(make_plan, pool, A)
     handle = pool.open(0)
     compute(make_plan, pool, handle, 8)
-    before = pool.prefix_stats()
+    before = pool.prefix.stats()
     for tokens in WRONG_DTYPE:
         with refused(pool, TypeError, call):
-            pool.commit(handle, tokens) if call == "commit" else getattr(pool, call)(tokens)
-    assert pool.prefix_stats() == before
+            part = pool if call == "open" else pool.prefix
+            getattr(part, call)(*([handle] if call == "commit" else []), tokens)
+    assert pool.prefix.stats() == before
 
 
 @pytest.mark.parametrize("call", ["open", "match", "pin", "commit"])
@@ -233,18 +234,19 @@ def test_tokens_out_of_range_or_shape_are_refused(pool, make_plan, refused, call
     cache(make_plan, pool, A)
     handle = pool.open(0)
     compute(make_plan, pool, handle, 8)
-    before = pool.prefix_stats()
+    before = pool.prefix.stats()
     for tokens in WRONG_VALUE:
         with refused(pool, ValueError, call):
-            pool.commit(handle, tokens) if call == "commit" else getattr(pool, call)(tokens)
-    assert pool.prefix_stats() == before
+            part = pool if call == "open" else pool.prefix
+            getattr(part, call)(*([handle] if call == "commit" else []), tokens)
+    assert pool.prefix.stats() == before
 
 
 @pytest.mark.parametrize("call", ["open", "match", "pin"])
 @pytest.mark.parametrize("namespace", ["", "a", None, 0, bytearray(b"a"), (b"a",)])
 def test_namespace_that_is_no_bytes_is_refused(pool, refused, call, namespace):
     with refused(pool, TypeError, call):
-        getattr(pool, call)(A, namespace)
+        getattr(pool if call == "open" else pool.prefix, call)(A, namespace)
 
 
 def test_open_by_count_refuses_a_namespace_that_is_no_bytes(pool, refused):
@@ -256,49 +258,49 @@ def test_commit_that_contradicts_a_shared_block_is_refused(pool, make_plan, refu
     parent = pool.open()
     compute(make_plan, pool, parent, 8)
     child = int(pool.fork(parent)[0])
-    pool.commit(parent, A + B)
+    pool.prefix.commit(parent, A + B)
     with refused(pool, ValueError, "commit"):
-        pool.commit(child, A + C)
-    pool.commit(child, A + B[:2])
+        pool.prefix.commit(child, A + C)
+    pool.prefix.commit(child, A + B[:2])
     with refused(pool, ValueError, "commit"):
-        pool.commit(child, C[:2])
-    pool.commit(child, B[:2])
-    assert pool.prefix_stats().nodes == 2
+        pool.prefix.commit(child, C[:2])
+    pool.prefix.commit(child, B[:2])
+    assert pool.prefix.stats().nodes == 2
 
 
 def test_truncate_below_the_committed_length_lowers_it(pool, make_plan):
     handle = serve(make_plan, pool, A + B)
     pool.truncate(handle, 6)
-    assert pool.match(A + B + C) == 8  # what was known stays known
+    assert pool.prefix.match(A + B + C) == 8  # what was known stays known
     compute(make_plan, pool, handle, 2)
     assert pool.table(handle).tolist() == [1, 3]  # never in place
-    pool.commit(handle, C[:2])
-    assert pool.match(A + B[:2] + C[:2] + A) == 8
+    pool.prefix.commit(handle, C[:2])
+    assert pool.prefix.match(A + B[:2] + C[:2] + A) == 8
     pool.truncate(handle, 0)
     compute(make_plan, pool, handle, 4)
-    pool.commit(handle, C)
-    assert pool.match(C + A) == 4
+    pool.prefix.commit(handle, C)
+    assert pool.prefix.match(C + A) == 4
 
 
 def test_truncate_of_uncommitted_tokens_keeps_the_committed_ones(pool, make_plan):
     handle = pool.open()
     compute(make_plan, pool, handle, 8)
-    pool.commit(handle, A + B[:1])
+    pool.prefix.commit(handle, A + B[:1])
     pool.truncate(handle, 6)
     compute(make_plan, pool, handle, 2)
-    pool.commit(handle, B[:3])
-    assert pool.match(A + B + C) == 8
+    pool.prefix.commit(handle, B[:3])
+    assert pool.prefix.match(A + B + C) == 8
 
 
 def test_fork_has_the_committed_length_of_its_parent(pool, make_plan):
     parent = pool.open()
     compute(make_plan, pool, parent, 6)
-    pool.commit(parent, A + B[:1])
+    pool.prefix.commit(parent, A + B[:1])
     child = int(pool.fork(parent)[0])
     for handle, tokens in ((parent, B[:3]), (child, C[:3])):
         compute(make_plan, pool, handle, 2)
-        pool.commit(handle, tokens)
-    assert pool.match(A + B + C) == pool.match(A + B[:1] + C[:3] + A) == 8
+        pool.prefix.commit(handle, tokens)
+    assert pool.prefix.match(A + B + C) == pool.prefix.match(A + B[:1] + C[:3] + A) == 8
 
 
 def test_draft_token_that_was_rejected_is_never_found(pool, make_plan):
@@ -306,24 +308,24 @@ def test_draft_token_that_was_rejected_is_never_found(pool, make_plan):
     handle = serve(make_plan, pool, A)
     compute(make_plan, pool, handle, 4)
     pool.truncate(handle, 6)
-    pool.commit(handle, B[:2])
+    pool.prefix.commit(handle, B[:2])
     compute(make_plan, pool, handle, 2)
-    pool.commit(handle, C[:2])
-    assert pool.match(A + B + C) == 4
-    assert pool.match(A + B[:2] + C[:2] + A) == 8
+    pool.prefix.commit(handle, C[:2])
+    assert pool.prefix.match(A + B + C) == 4
+    assert pool.prefix.match(A + B[:2] + C[:2] + A) == 8
 
 
 def test_block_of_a_pending_step_never_hits(pool, make_plan):
     handle, plan = pool.open(A + B), make_plan(pool)
     pool.step(plan, [handle], 8)
     other = pool.open(A + B)
-    assert pool.num_tokens(other) == pool.match(A + B) == 0
+    assert pool.num_tokens(other) == pool.prefix.match(A + B) == 0
     assert not set(pool.table(handle).tolist()) & set(pool.table(other).tolist())
     pool.done(plan)
-    assert pool.match(A + B) == 0  # computed, but nobody said what it is
+    assert pool.prefix.match(A + B) == 0  # computed, but nobody said what it is
 
 
 def test_commit_in_a_pool_that_runs_in_order_needs_no_done(make_pool, make_plan):
     pool = make_pool(prefix_cache=True, in_order=True)
     serve(make_plan, pool, A + B)
-    assert pool.match(A + B + C) == 8
+    assert pool.prefix.match(A + B + C) == 8

@@ -12,26 +12,26 @@ def twins(pool, make_plan, tokens):
     pair = [pool.open(tokens), pool.open(tokens)]
     for handle in pair:
         compute(make_plan, pool, handle, len(tokens))
-    pool.commit(pair[0], tokens)
+    pool.prefix.commit(pair[0], tokens)
     return pair
 
 
 def test_duplicate_stays_in_its_table_and_is_never_found(make_pool, make_plan):
     pool = make_pool(prefix_cache=True)
     first, second = twins(pool, make_plan, A + B)
-    pool.commit(second, A + B)
+    pool.prefix.commit(second, A + B)
     assert pool.table(first).tolist() == [1, 2] and pool.table(second).tolist() == [3, 4]
-    assert pool.prefix_stats().duplicates == 2 and pool.prefix_stats().nodes == 2
+    assert pool.prefix.stats().duplicates == 2 and pool.prefix.stats().nodes == 2
     assert pool.table(pool.open(A + B + C)).tolist()[:2] == [1, 2]
 
 
 def test_duplicate_goes_blank_when_released(make_pool, make_plan):
     pool = make_pool(prefix_cache=True)
     first, second = twins(pool, make_plan, A + B)
-    pool.commit(second, A + B)
+    pool.prefix.commit(second, A + B)
     pool.close(second)
     assert pool.stats().evictable == 0
-    assert pool.alloc(2).tolist() == [3, 4]
+    assert pool.blocks.alloc(2).tolist() == [3, 4]
     pool.close(first)
     assert pool.stats().evictable == 2
 
@@ -39,7 +39,7 @@ def test_duplicate_goes_blank_when_released(make_pool, make_plan):
 def test_duplicate_is_never_written_in_place(make_pool, make_plan):
     pool = make_pool(prefix_cache=True)
     _, second = twins(pool, make_plan, A)
-    pool.commit(second, A)
+    pool.prefix.commit(second, A)
     pool.truncate(second, 3)
     compute(make_plan, pool, second, 1)
     assert pool.table(second).tolist() == [3]  # its own block 2 was replaced
@@ -48,58 +48,58 @@ def test_duplicate_is_never_written_in_place(make_pool, make_plan):
 def test_child_of_a_duplicate_is_found_below_the_canonical_block(make_pool, make_plan):
     pool = make_pool(prefix_cache=True)
     _, second = twins(pool, make_plan, A)
-    pool.commit(second, A)
+    pool.prefix.commit(second, A)
     compute(make_plan, pool, second, 4)
-    pool.commit(second, B)
+    pool.prefix.commit(second, B)
     assert pool.table(pool.open(A + B + C)).tolist()[:2] == [1, 3]
 
 
 def test_child_of_a_duplicate_keeps_its_canonical_parent_under_pressure(make_pool, make_plan):
     pool = make_pool(prefix_cache=True)
     first, second = twins(pool, make_plan, A)
-    pool.commit(second, A)
+    pool.prefix.commit(second, A)
     compute(make_plan, pool, second, 4)
-    pool.commit(second, B)
-    assert pool.refcount(1) == 2  # the first sequence, and the duplicate
+    pool.prefix.commit(second, B)
+    assert pool.blocks.refcount(1) == 2  # the first sequence, and the duplicate
     pool.close(first)
-    assert pool.refcount(1) == 1 and pool.evict(16) == 0
-    assert pool.match(A + B + C) == 8
+    assert pool.blocks.refcount(1) == 1 and pool.blocks.evict(16) == 0
+    assert pool.prefix.match(A + B + C) == 8
     pool.close(second)  # releases 3, then 2, and with it 1
     assert pool.stats().evictable == 2
-    assert pool.match(A + B + C) == 8
-    assert pool.evict(1) == 1
-    assert pool.match(A + B + C) == 4  # the child went first
+    assert pool.prefix.match(A + B + C) == 8
+    assert pool.blocks.evict(1) == 1
+    assert pool.prefix.match(A + B + C) == 4  # the child went first
 
 
 def test_duplicate_takes_the_place_of_a_canonical_block_that_is_gone(make_pool, make_plan):
     pool = make_pool(prefix_cache=True)
     first, second = twins(pool, make_plan, A + B)
-    pool.commit(second, A + B)
+    pool.prefix.commit(second, A + B)
     pool.close(first)
-    assert pool.evict(16) == 2  # nothing below the duplicates held them
-    assert pool.match(A + B + C) == 0
+    assert pool.blocks.evict(16) == 2  # nothing below the duplicates held them
+    assert pool.prefix.match(A + B + C) == 0
     compute(make_plan, pool, second, 4)
-    pool.commit(second, C)
+    pool.prefix.commit(second, C)
     assert pool.table(pool.open(A + B + C + D)).tolist()[:3] == pool.table(second).tolist() == [3, 4, 1]
-    assert pool.prefix_stats().inserted == 5
+    assert pool.prefix.stats().inserted == 5
 
 
 def test_duplicate_whose_canonical_block_was_computed_again_follows_the_new_one(make_pool, make_plan):
     pool = make_pool(prefix_cache=True)
     first, second = twins(pool, make_plan, A)
-    pool.commit(second, A)
+    pool.prefix.commit(second, A)
     pool.close(first)
-    pool.evict(16)
+    pool.blocks.evict(16)
     third = serve(make_plan, pool, A)
     compute(make_plan, pool, second, 4)
-    pool.commit(second, B)
+    pool.prefix.commit(second, B)
     assert pool.table(pool.open(A + B + C)).tolist()[:2] == [
         pool.table(third).tolist()[0],
         pool.table(second).tolist()[1],
     ]
     pool.close(third)
-    assert pool.evict(16) == 0
-    assert pool.match(A + B + C) == 8
+    assert pool.blocks.evict(16) == 0
+    assert pool.prefix.match(A + B + C) == 8
 
 
 def test_fork_that_commits_the_same_shared_block_is_no_duplicate(make_pool, make_plan):
@@ -107,27 +107,27 @@ def test_fork_that_commits_the_same_shared_block_is_no_duplicate(make_pool, make
     parent = pool.open(A)
     compute(make_plan, pool, parent, 4)
     child = int(pool.fork(parent)[0])
-    pool.commit(parent, A)
-    pool.commit(child, A)
-    assert pool.prefix_stats().duplicates == 0 and pool.prefix_stats().nodes == 1
+    pool.prefix.commit(parent, A)
+    pool.prefix.commit(child, A)
+    assert pool.prefix.stats().duplicates == 0 and pool.prefix.stats().nodes == 1
     compute(make_plan, pool, child, 4)
-    pool.commit(child, B)
-    assert pool.match(A + B + C) == 8
+    pool.prefix.commit(child, B)
+    assert pool.prefix.match(A + B + C) == 8
 
 
 def test_fork_of_a_duplicate_shares_its_hold(make_pool, make_plan):
     pool = make_pool(prefix_cache=True)
     first, second = twins(pool, make_plan, A)
-    pool.commit(second, A)
+    pool.prefix.commit(second, A)
     child = int(pool.fork(second)[0])
     for handle, tokens in ((second, B), (child, C)):
         compute(make_plan, pool, handle, 4)
-        pool.commit(handle, tokens)
-    assert pool.refcount(1) == 2  # one for the block, not one for each of its holders
+        pool.prefix.commit(handle, tokens)
+    assert pool.blocks.refcount(1) == 2  # one for the block, not one for each of its holders
     pool.close([first, second])
-    assert pool.refcount(1) == 1
+    assert pool.blocks.refcount(1) == 1
     pool.close(child)
-    assert pool.refcount(1) == 0 and pool.stats().evictable == 3
+    assert pool.blocks.refcount(1) == 0 and pool.stats().evictable == 3
 
 
 def test_duplicates_in_one_batch_are_committed_in_order_of_rows(make_pool, make_plan):
@@ -135,8 +135,8 @@ def test_duplicates_in_one_batch_are_committed_in_order_of_rows(make_pool, make_
     pair = [pool.open(A), pool.open(A)]
     for handle in pair:
         compute(make_plan, pool, handle, 4)
-    pool.commit(pair[::-1], A + A)
-    assert pool.prefix_stats().duplicates == 1
+    pool.prefix.commit(pair[::-1], A + A)
+    assert pool.prefix.stats().duplicates == 1
     assert pool.table(pool.open(A + B)).tolist()[0] == 2  # of the second, whose row came first
 
 
@@ -150,30 +150,30 @@ def unshared(pool, make_plan, handle, tokens):
 def test_block_behind_a_copy_of_unshare_is_not_found_below_what_its_block_was_before(make_pool, make_plan):
     pool = make_pool(prefix_cache=True)
     _, second = twins(pool, make_plan, A)
-    pool.commit(second, A)
+    pool.prefix.commit(second, A)
     third = pool.open(B)
     compute(make_plan, pool, third, 8)
-    pool.commit(third, B)
+    pool.prefix.commit(third, B)
     (duplicate,) = pool.table(second).tolist()
     pool.close(second)
     unshared(pool, make_plan, third, 4)
     assert pool.table(third).tolist()[0] == duplicate
-    pool.commit(third, C)
-    assert pool.match([*A, *C, 0]) == pool.match([*B, *C, 0]) == 4
+    pool.prefix.commit(third, C)
+    assert pool.prefix.match([*A, *C, 0]) == pool.prefix.match([*B, *C, 0]) == 4
 
 
 def test_duplicate_behind_a_copy_of_unshare_whose_canonical_block_is_gone_is_not_found(make_pool, make_plan):
     pool = make_pool(prefix_cache=True)
     first, second = twins(pool, make_plan, A + B)
     compute(make_plan, pool, second, 8)
-    pool.commit(second, A + B)
+    pool.prefix.commit(second, A + B)
     unshared(pool, make_plan, second, 4)
     pool.close(first)
-    pool.evict(2)
-    pool.commit(second, C)
-    pool.commit(second, D)
-    assert [pool.match([*text, 0]) for text in (A, A + B, A + B + C, B + C, C)] == [0] * 5
-    assert pool.prefix_stats().nodes == 0
+    pool.blocks.evict(2)
+    pool.prefix.commit(second, C)
+    pool.prefix.commit(second, D)
+    assert [pool.prefix.match([*text, 0]) for text in (A, A + B, A + B + C, B + C, C)] == [0] * 5
+    assert pool.prefix.stats().nodes == 0
     pool.check()
 
 
@@ -182,9 +182,9 @@ def test_copy_of_unshare_that_is_truncated_into_is_committed_with_its_own_tokens
     text = [1, 2, 3, 4, 5, 6, 7, 8]
     handle = pool.open(text)
     compute(make_plan, pool, handle, 8)
-    pool.commit(handle, text)
+    pool.prefix.commit(handle, text)
     unshared(pool, make_plan, handle, 4)
     pool.truncate(handle, 2)
     compute(make_plan, pool, handle, 2)
-    pool.commit(handle, [9, 9])
-    assert pool.match([1, 2, 9, 9, 0]) == 4
+    pool.prefix.commit(handle, [9, 9])
+    assert pool.prefix.match([1, 2, 9, 9, 0]) == 4

@@ -20,7 +20,7 @@ def key_of(tokens: list[list[int]], namespace: bytes = b"") -> bytes:
 
 
 def drained(pool):
-    return [tuple(tuple(x) if isinstance(x, list) else x for x in event) for event in pool.drain_events()]
+    return [tuple(tuple(x) if isinstance(x, list) else x for x in event) for event in pool.prefix.events()]
 
 
 def test_events_tell_every_block_that_is_stored(make_pool, make_plan):
@@ -39,9 +39,9 @@ def test_events_tell_every_block_that_is_evicted(make_pool, make_plan):
     pool = make_pool(prefix_cache=True, events=8)
     cache(make_plan, pool, A + B)
     drained(pool)
-    pool.evict(1)
+    pool.blocks.evict(1)
     assert drained(pool) == [("removed", key_of([A, B]))]
-    pool.alloc(15)
+    pool.blocks.alloc(15)
     assert drained(pool) == [("removed", key_of([A]))]
 
 
@@ -50,9 +50,9 @@ def test_events_of_a_flush_remove_and_clear(make_pool, make_plan):
     serve(make_plan, pool, A + B, b"t")
     cache(make_plan, pool, C)
     drained(pool)
-    pool.flush(b"t")
+    pool.prefix.flush(b"t")
     assert drained(pool) == [("removed", key_of([A], b"t")), ("removed", key_of([A, B], b"t")), ("cleared", b"t")]
-    pool.flush()
+    pool.prefix.flush()
     assert drained(pool) == [("removed", key_of([C])), ("cleared", None)]
 
 
@@ -72,7 +72,7 @@ def test_events_that_do_not_fit_are_counted(make_pool, make_plan):
         ("stored", key_of([A, B]), key_of([A]), tuple(B), 4, b""),
         ("stored", key_of([A, B, C]), key_of([A, B]), tuple(C), 4, b""),
     ]
-    pool.evict(1)
+    pool.blocks.evict(1)
     assert drained(pool) == [("removed", key_of([A, B, C]))]
 
 
@@ -102,15 +102,15 @@ def test_events_replayed_give_what_is_cached(make_pool, make_plan):
         cache(make_plan, pool, [turn % 3] * 4 + [turn % 4] * 4 + [turn] * 4)
         for event in drained(pool):
             (mirror.add if event[0] == "stored" else mirror.remove)(event[1])
-        assert len(mirror) == pool.prefix_stats().nodes
-    assert pool.prefix_stats().evicted > 0
+        assert len(mirror) == pool.prefix.stats().nodes
+    assert pool.prefix.stats().evicted > 0
 
 
 def test_pool_without_events_has_none(make_pool, make_plan):
     pool = make_pool(prefix_cache=True)
     cache(make_plan, pool, A)
-    pool.flush()
-    assert pool.drain_events() == []
+    pool.prefix.flush()
+    assert pool.prefix.events() == []
 
 
 @pytest.mark.parametrize(("events", "error"), [(-1, ValueError), (1.0, TypeError), ("1", TypeError), (True, TypeError)])

@@ -12,18 +12,18 @@ A, B, C, D = ([n] * 4 for n in (1, 2, 3, 4))
 def test_eviction_takes_blank_blocks_before_cached_ones(make_pool, make_plan):
     pool = make_pool(8, prefix_cache=True)  # blocks 1 .. 7
     cache(make_plan, pool, A + B)
-    assert pool.alloc(5).tolist() == [3, 4, 5, 6, 7]
-    assert pool.match(A + B + C) == 8 and pool.prefix_stats().evicted == 0
-    pool.alloc()
-    assert pool.prefix_stats().evicted == 1
+    assert pool.blocks.alloc(5).tolist() == [3, 4, 5, 6, 7]
+    assert pool.prefix.match(A + B + C) == 8 and pool.prefix.stats().evicted == 0
+    pool.blocks.alloc()
+    assert pool.prefix.stats().evicted == 1
 
 
 def test_eviction_takes_the_tail_of_a_prefix_before_its_head(make_pool, make_plan):
     pool = make_pool(8, prefix_cache=True)
     cache(make_plan, pool, A + B + C)
     for left in (8, 4, 0):
-        assert pool.evict(1) == 1
-        assert pool.match(A + B + C + D) == left
+        assert pool.blocks.evict(1) == 1
+        assert pool.prefix.match(A + B + C + D) == left
 
 
 def test_eviction_takes_the_least_recently_released_prefix_first(make_pool, make_plan):
@@ -32,8 +32,8 @@ def test_eviction_takes_the_least_recently_released_prefix_first(make_pool, make
         cache(make_plan, pool, tokens)  # blocks 1, 2, 3
     pool.close(pool.open(A + D))  # a hit: A is the newest now; its second block goes back to the blanks
     assert pool.stats().evictable == 3
-    pool.alloc(pool.num_free)
-    assert pool.alloc(3).tolist() == [2, 3, 1]
+    pool.blocks.alloc(pool.blocks.num_blank)
+    assert pool.blocks.alloc(3).tolist() == [2, 3, 1]
 
 
 def test_eviction_does_not_touch_a_hit_taken_from_the_middle(make_pool, make_plan):
@@ -41,45 +41,45 @@ def test_eviction_does_not_touch_a_hit_taken_from_the_middle(make_pool, make_pla
     for tokens in (A, B, C):
         cache(make_plan, pool, tokens)
     held = pool.open(B + D)
-    assert pool.evict(16) == 2
-    assert pool.num_tokens(held) == pool.match(B + D) == 4
-    assert pool.match(A + D) == pool.match(C + D) == 0
+    assert pool.blocks.evict(16) == 2
+    assert pool.num_tokens(held) == pool.prefix.match(B + D) == 4
+    assert pool.prefix.match(A + D) == pool.prefix.match(C + D) == 0
 
 
 def test_evicted_parent_makes_its_children_unreachable_for_good(make_pool, make_plan):
     pool = make_pool(16, prefix_cache=True)
     handle = serve(make_plan, pool, A + B)
-    pool.incref(2)  # the child alone is held
+    pool.blocks.incref(2)  # the child alone is held
     pool.close(handle)
-    pool.evict(16)
-    assert pool.match(A + B + C) == 0
+    pool.blocks.evict(16)
+    assert pool.prefix.match(A + B + C) == 0
     cache(make_plan, pool, A)  # the parent's content again: another node
-    assert pool.match(A + B + C) == 4
-    pool.decref(2)
-    assert pool.match(A + B + C) == 4 and pool.stats().evictable == 2
-    assert pool.evict(16) == 2 and pool.prefix_stats().nodes == 0
+    assert pool.prefix.match(A + B + C) == 4
+    pool.blocks.decref(2)
+    assert pool.prefix.match(A + B + C) == 4 and pool.stats().evictable == 2
+    assert pool.blocks.evict(16) == 2 and pool.prefix.stats().nodes == 0
 
 
 def test_block_taken_for_other_use_is_not_found_any_more(make_pool, make_plan):
     pool = make_pool(4, prefix_cache=True)  # blocks 1 .. 3
     cache(make_plan, pool, A + B)
     handle = serve(make_plan, pool, C + D + A)
-    assert pool.match(A + B + C) == 0
+    assert pool.prefix.match(A + B + C) == 0
     pool.close(handle)
-    assert pool.match(C + D + A + B) == 12
+    assert pool.prefix.match(C + D + A + B) == 12
 
 
 def test_open_does_not_count_its_own_hits_as_blocks_to_take(make_pool, make_plan, refused):
     pool = make_pool(5, prefix_cache=True)
     cache(make_plan, pool, A + B)
-    pool.free(pool.alloc(2)[:1])
+    pool.blocks.free(pool.blocks.alloc(2)[:1])
     # 1 blank, 2 cached, 1 in use
-    stats = pool.prefix_stats()
+    stats = pool.prefix.stats()
     with refused(pool, OutOfBlocks, "open") as caught:
         pool.open(A + B + C + D)
     error = caught.value
     assert (error.needed, error.short_by, error.free, error.evictable, error.limbo) == (2, 1, 1, 0, 0)
-    assert pool.prefix_stats() == stats
+    assert pool.prefix.stats() == stats
     assert pool.table(pool.open(A + B + C)).tolist() == [1, 2, 3]
 
 
@@ -105,13 +105,13 @@ def test_open_refuses_in_order_of_capacity_blocks_and_slots(make_pool, make_plan
     with refused(pool, CapacityExceeded, "open"):
         pool.open(A + B + C)
     pool.open()
-    pool.alloc(5)
+    pool.blocks.alloc(5)
     with refused(pool, OutOfBlocks, "open"):
         pool.open(A)
-    pool.free(5)
+    pool.blocks.free(5)
     with refused(pool, OutOfSequences, "open"):
         pool.open(A)
-    assert pool.prefix_stats().queries == 0
+    assert pool.prefix.stats().queries == 0
 
 
 def test_hit_in_limbo_leaves_it_and_needs_no_block(make_pool, make_plan):
@@ -139,5 +139,5 @@ def test_release_order_of_two_prompts_is_the_order_of_eviction(make_pool, make_p
     short = serve(make_plan, pool, A + D)
     pool.close(long)  # C, B; A is still in use
     pool.close(short)  # D, A
-    pool.alloc(pool.num_free)
-    assert pool.alloc(4).tolist() == [3, 2, 4, 1]
+    pool.blocks.alloc(pool.blocks.num_blank)
+    assert pool.blocks.alloc(4).tolist() == [3, 2, 4, 1]

@@ -12,43 +12,43 @@ def test_flush_forgets_one_namespace_and_no_other(make_pool, make_plan):
     pool = make_pool(prefix_cache=True)
     cache(make_plan, pool, A + B, b"a")
     cache(make_plan, pool, A + B, b"b")
-    assert pool.flush(b"a") == 2
-    assert (pool.match(A + B + C, b"a"), pool.match(A + B + C, b"b")) == (0, 8)
-    assert pool.prefix_stats().nodes == pool.stats().evictable == 2
+    assert pool.prefix.flush(b"a") == 2
+    assert (pool.prefix.match(A + B + C, b"a"), pool.prefix.match(A + B + C, b"b")) == (0, 8)
+    assert pool.prefix.stats().nodes == pool.stats().evictable == 2
 
 
 def test_flush_without_namespace_forgets_all(make_pool, make_plan):
     pool = make_pool(prefix_cache=True)
     for namespace in (b"", b"a", b"b"):
         cache(make_plan, pool, A, namespace)
-    assert pool.flush() == 3
-    assert pool.prefix_stats().nodes == pool.prefix_stats().namespaces == pool.stats().evictable == 0
+    assert pool.prefix.flush() == 3
+    assert pool.prefix.stats().nodes == pool.prefix.stats().namespaces == pool.stats().evictable == 0
 
 
 def test_flush_makes_blocks_blank_oldest_first(make_pool, make_plan):
     pool = make_pool(4, prefix_cache=True)  # blocks 1, 2, 3
     cache(make_plan, pool, A)
     cache(make_plan, pool, B + C)  # leaves as 3, 2
-    assert pool.flush() == 3
-    assert pool.alloc(3).tolist() == [2, 3, 1]
-    assert pool.prefix_stats().evicted == pool.stats().evictions == 0
+    assert pool.prefix.flush() == 3
+    assert pool.blocks.alloc(3).tolist() == [2, 3, 1]
+    assert pool.prefix.stats().evicted == pool.stats().evictions == 0
 
 
 def test_flush_of_an_unknown_namespace_is_nothing(make_pool, make_plan):
     pool = make_pool(prefix_cache=True)
     cache(make_plan, pool, A)
-    assert pool.flush(b"never seen") == 0
-    assert pool.match(A + B) == 4
+    assert pool.prefix.flush(b"never seen") == 0
+    assert pool.prefix.match(A + B) == 4
 
 
 def test_flush_leaves_blocks_in_use_to_their_sequence(make_pool, make_plan):
     pool = make_pool(prefix_cache=True)
     handle = serve(make_plan, pool, A + B)
-    assert pool.flush() == 0
-    assert pool.match(A + B + C) == 0 and pool.num_tokens(handle) == 8
+    assert pool.prefix.flush() == 0
+    assert pool.prefix.match(A + B + C) == 0 and pool.num_tokens(handle) == 8
     pool.close(handle)
     assert pool.stats().evictable == 0  # blank, not cached
-    assert pool.alloc(2).tolist() == [1, 2]
+    assert pool.blocks.alloc(2).tolist() == [1, 2]
 
 
 def test_flush_leaves_blocks_in_limbo_until_their_step_is_done(make_pool, make_plan):
@@ -56,8 +56,8 @@ def test_flush_leaves_blocks_in_limbo_until_their_step_is_done(make_pool, make_p
     handle, other, plan = serve(make_plan, pool, A), pool.open(), make_plan(pool)
     pool.step(plan, [other], 1)
     pool.close(handle)
-    assert pool.flush() == 0 and pool.stats().limbo == 1
-    assert pool.match(A + B) == 0
+    assert pool.prefix.flush() == 0 and pool.stats().limbo == 1
+    assert pool.prefix.match(A + B) == 0
     pool.done(plan)
     assert (pool.stats().limbo, pool.stats().evictable) == (0, 0)
 
@@ -68,21 +68,21 @@ def test_flushed_content_does_not_come_back_with_an_older_sequence(make_pool, ma
     known, blank = serve(make_plan, pool, A), pool.open()
     compute(make_plan, pool, known, 4)
     compute(make_plan, pool, blank, 8)
-    pool.flush()
-    pool.commit([known, blank], B + A + B, [4, 8])
-    assert pool.match(A + B + C) == pool.prefix_stats().nodes == 0
+    pool.prefix.flush()
+    pool.prefix.commit([known, blank], B + A + B, [4, 8])
+    assert pool.prefix.match(A + B + C) == pool.prefix.stats().nodes == 0
     child = int(pool.fork(known)[0])
     compute(make_plan, pool, child, 4)
-    pool.commit(child, C)
-    assert pool.prefix_stats().nodes == 0
+    pool.prefix.commit(child, C)
+    assert pool.prefix.stats().nodes == 0
     cache(make_plan, pool, A + B)
-    assert pool.match(A + B + C) == 8
+    assert pool.prefix.match(A + B + C) == 8
 
 
 def test_flushed_block_is_never_written_in_place(make_pool, make_plan):
     pool = make_pool(prefix_cache=True)
     handle = serve(make_plan, pool, A)
-    pool.flush()
+    pool.prefix.flush()
     pool.truncate(handle, 2)
     compute(make_plan, pool, handle, 1)
     assert pool.table(handle).tolist() == [2]
@@ -93,13 +93,13 @@ def test_flush_keeps_the_holds_of_duplicates_balanced(make_pool, make_plan):
     first, second = pool.open(A), pool.open(A)
     for handle in (first, second):
         compute(make_plan, pool, handle, 4)
-        pool.commit(handle, A)
+        pool.prefix.commit(handle, A)
     compute(make_plan, pool, second, 4)
-    pool.commit(second, B)
-    assert pool.refcount(1) == 2
-    pool.flush()
+    pool.prefix.commit(second, B)
+    assert pool.blocks.refcount(1) == 2
+    pool.prefix.flush()
     pool.close(first)
-    assert pool.refcount(1) == 1
+    assert pool.blocks.refcount(1) == 1
     pool.close(second)
     assert pool.stats().used == pool.stats().evictable == 0
 
@@ -108,12 +108,12 @@ def test_namespace_starts_anew_after_its_flush(make_pool, make_plan):
     pool = make_pool(prefix_cache=True)
     for _ in range(3):
         cache(make_plan, pool, A + B, b"a")
-        assert pool.match(A + B + C, b"a") == 8
-        assert pool.flush(b"a") == 2
+        assert pool.prefix.match(A + B + C, b"a") == 8
+        assert pool.prefix.flush(b"a") == 2
 
 
 @pytest.mark.parametrize("wrong", ["", 0, bytearray(b"a"), ["a"]])
 def test_flush_of_anything_but_bytes_is_refused(make_pool, refused, wrong):
     pool = make_pool(prefix_cache=True)
     with refused(pool, TypeError, "flush"):
-        pool.flush(wrong)
+        pool.prefix.flush(wrong)

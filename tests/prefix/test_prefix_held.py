@@ -135,10 +135,10 @@ class RolledBackIsPublished(Unchecked):
 class CommittedForgetsTruncate(ModelPool):
     """The committed length only grows."""
 
-    def committed(self, handle: int) -> int:
+    def _prefix_committed(self, handle: int) -> int:
         """Return the largest so far."""
         lengths = self.__dict__.setdefault("lengths", {})
-        lengths[handle] = max(lengths.get(handle, 0), super().committed(handle))
+        lengths[handle] = max(lengths.get(handle, 0), super()._prefix_committed(handle))
         return lengths[handle]
 
 
@@ -147,11 +147,11 @@ def test_copy_that_was_rolled_back_is_never_found(Pool, Plan):
     """The backend raised before it copied: nobody may read the block that the copy was for."""
     pool, plan, backend, first, _ = family(Pool, Plan)
     pool.unshare(plan, [first], 10)
-    pool.commit(first, PROMPT)
-    assert pool.committed(first) == 12
+    pool.prefix.commit(first, PROMPT)
+    assert pool.prefix.committed(first) == 12
     pool.rollback(plan)
-    assert backend.ask() == 0 and pool.prefix_stats().nodes == 0
-    assert backend.read(first) == PROMPT and pool.committed(first) == 12
+    assert backend.ask() == 0 and pool.prefix.stats().nodes == 0
+    assert backend.read(first) == PROMPT and pool.prefix.committed(first) == 12
 
 
 @planted(CopyIsPublished)
@@ -160,7 +160,7 @@ def test_copy_whose_plan_is_never_heard_of_again_is_never_found(Pool, Plan):
     for end in ("close", "close all", "reset"):
         pool, plan, backend, first, second = family(Pool, Plan)
         pool.unshare(plan, [first], 10)
-        pool.commit(first, PROMPT)
+        pool.prefix.commit(first, PROMPT)
         assert backend.ask() == 0
         if end == "reset":
             pool.reset()
@@ -178,8 +178,8 @@ def test_copy_that_was_rolled_back_is_not_found_through_a_child(Pool, Plan):
     pool, plan, backend, first, _ = family(Pool, Plan)
     pool.unshare(plan, [first], 10)
     child = int(pool.fork(first)[0])
-    pool.commit(child, PROMPT)
-    assert pool.committed(child) == 12 and pool.committed(first) == 0
+    pool.prefix.commit(child, PROMPT)
+    assert pool.prefix.committed(child) == 12 and pool.prefix.committed(first) == 0
     assert backend.ask() == 0
     with pytest.raises(PlanStateError):
         pool.rollback(plan)
@@ -187,7 +187,7 @@ def test_copy_that_was_rolled_back_is_not_found_through_a_child(Pool, Plan):
     assert backend.ask() == 0
     pool.rollback(plan)
     assert backend.ask() == 0
-    pool.commit(first, PROMPT)  # what was restored was written long ago
+    pool.prefix.commit(first, PROMPT)  # what was restored was written long ago
     assert backend.ask() == 12
 
 
@@ -196,13 +196,13 @@ def test_copy_is_found_when_its_plan_is_done(Pool, Plan):
     """Held back, published once, and indexed like any block."""
     pool, plan, backend, first, second = family(Pool, Plan)
     pool.unshare(plan, [first], 10)
-    pool.commit(first, PROMPT)
+    pool.prefix.commit(first, PROMPT)
     assert backend.ask() == 0
     backend.execute(plan)
-    assert backend.ask() == 12 and (pool.prefix_stats().nodes, pool.prefix_stats().duplicates) == (3, 0)
-    assert pool.table(pool.pin(PROMPT)).tolist() == pool.table(first).tolist() == [4, 5, 6]
-    pool.commit(second, PROMPT)
-    assert pool.prefix_stats().duplicates == 3
+    assert backend.ask() == 12 and (pool.prefix.stats().nodes, pool.prefix.stats().duplicates) == (3, 0)
+    assert pool.table(pool.prefix.pin(PROMPT)).tolist() == pool.table(first).tolist() == [4, 5, 6]
+    pool.prefix.commit(second, PROMPT)
+    assert pool.prefix.stats().duplicates == 3
 
 
 @planted(WaitingIsForgotten)
@@ -212,11 +212,11 @@ def test_done_that_is_noted_publishes_when_it_passes(Pool, Plan):
     older = Plan(pool, 1, 4)
     pool.step(older, [second], 1)
     pool.unshare(plan, [first], 10)
-    pool.commit(first, PROMPT)
+    pool.prefix.commit(first, PROMPT)
     pool.done(plan)
-    assert pool.match([*PROMPT, 1]) == 0
+    assert pool.prefix.match([*PROMPT, 1]) == 0
     pool.done(older)
-    assert pool.match([*PROMPT, 1]) == 12
+    assert pool.prefix.match([*PROMPT, 1]) == 12
 
 
 @planted(WaitsForNobody, WaitingIsForgotten)
@@ -225,12 +225,12 @@ def test_blocks_behind_a_held_one_wait_with_it(Pool, Plan):
     pool, plan, backend, first, second = family(Pool, Plan)
     pool.unshare(plan, [first], 4)
     assert plan.copies.tolist() == [[1, 4, 4]]
-    pool.commit(first, PROMPT)
-    assert pool.prefix_stats().nodes == 0
+    pool.prefix.commit(first, PROMPT)
+    assert pool.prefix.stats().nodes == 0
     backend.execute(plan)
     assert backend.ask() == 12
-    pool.commit(second, PROMPT)  # its own first block is a duplicate, the other two are shared
-    assert (pool.prefix_stats().nodes, pool.prefix_stats().duplicates) == (3, 1)
+    pool.prefix.commit(second, PROMPT)  # its own first block is a duplicate, the other two are shared
+    assert (pool.prefix.stats().nodes, pool.prefix.stats().duplicates) == (3, 1)
 
 
 @planted(RolledBackIsPublished)
@@ -238,19 +238,19 @@ def test_blocks_behind_a_copy_that_was_rolled_back_wait_until_they_are_committed
     """Not even what was written long ago is published behind it, nor what comes later."""
     pool, plan, backend, first, second = family(Pool, Plan)
     pool.unshare(plan, [first], 8, 4)  # the second block
-    pool.commit(first, PROMPT)
+    pool.prefix.commit(first, PROMPT)
     assert plan.copies.tolist() == [[2, 4, 4]] and backend.ask() == 4
     pool.rollback(plan)
-    assert pool.committed(first) == 12 and backend.ask() == 4
+    assert pool.prefix.committed(first) == 12 and backend.ask() == 4
     pool.close(second)
     pool.step(plan, [first], 4)
     backend.execute(plan, [1, 2, 3, 4])
-    pool.commit(first, [1, 2, 3, 4])
+    pool.prefix.commit(first, [1, 2, 3, 4])
     assert backend.ask([*PROMPT, 1, 2, 3, 4]) == 4
     pool.truncate(first, 4)
     pool.step(plan, [first], 8)
     backend.execute(plan, PROMPT[4:])
-    pool.commit(first, PROMPT[4:])
+    pool.prefix.commit(first, PROMPT[4:])
     assert backend.ask() == 12
     assert backend.read(first) == PROMPT
 
@@ -262,13 +262,13 @@ def test_step_in_flight_that_copies_the_tail_holds_nothing_back(Pool, Plan):
         pool, plan, backend, first, _ = family(Pool, Plan, 10)
         getattr(pool, call)(plan, [first], 1)
         assert plan.copies.tolist() == [[3, 4, 2]]
-        pool.commit(first, PROMPT[:10])
+        pool.prefix.commit(first, PROMPT[:10])
         assert backend.ask() == 8
         pool.rollback(plan)
-        assert backend.ask() == 8 and pool.committed(first) == 10
+        assert backend.ask() == 8 and pool.prefix.committed(first) == 10
         pool.step(plan, [first], 2)
         backend.execute(plan, PROMPT[10:])
-        pool.commit(first, PROMPT[10:])
+        pool.prefix.commit(first, PROMPT[10:])
         assert backend.ask() == 12
 
 
@@ -277,10 +277,10 @@ def test_held_block_that_is_released_becomes_blank(Pool, Plan):
     """Nobody can find it, so it is not kept."""
     pool, plan, backend, first, second = family(Pool, Plan)
     pool.unshare(plan, [first], 10)
-    pool.commit(first, PROMPT)
+    pool.prefix.commit(first, PROMPT)
     pool.close([first, second])
     backend.execute(plan)
-    assert (pool.stats().evictable, pool.num_free) == (0, 31) and backend.ask() == 0
+    assert (pool.stats().evictable, pool.blocks.num_blank) == (0, 31) and backend.ask() == 0
 
 
 @planted(YoungestFirst)
@@ -289,10 +289,10 @@ def test_rows_that_wait_for_one_step_are_published_by_their_slots(Pool, Plan):
     pool, plan, backend, first, second = family(Pool, Plan)
     keeper = int(pool.fork(first)[0])
     pool.unshare(plan, [second, first], 10)  # 4, 5, 6 are of the second
-    pool.commit([second, first], PROMPT * 2)
+    pool.prefix.commit([second, first], PROMPT * 2)
     backend.execute(plan)
-    assert pool.table(pool.pin(PROMPT)).tolist() == pool.table(first).tolist() == [7, 8, 9]
-    assert pool.prefix_stats().duplicates == 3
+    assert pool.table(pool.prefix.pin(PROMPT)).tolist() == pool.table(first).tolist() == [7, 8, 9]
+    assert pool.prefix.stats().duplicates == 3
     pool.close(keeper)
 
 
@@ -301,9 +301,9 @@ def test_flush_while_blocks_are_held_back_keeps_them_unfound(Pool, Plan):
     """What a flushed sequence says is never indexed, held back or not."""
     pool, plan, backend, first, _ = family(Pool, Plan)
     pool.unshare(plan, [first], 10)
-    pool.commit(first, PROMPT)
-    assert pool.prefix_stats().nodes == 0
-    pool.flush()
+    pool.prefix.commit(first, PROMPT)
+    assert pool.prefix.stats().nodes == 0
+    pool.prefix.flush()
     backend.execute(plan)
     assert backend.ask() == 0
     pool.close(first)
@@ -318,37 +318,35 @@ def test_pool_that_runs_in_order_publishes_at_once(Pool, Plan):
     pool.step(plan, [handle], 12)
     child = int(pool.fork(handle)[0])
     pool.unshare(plan, [child], 10)
-    pool.commit(child, PROMPT)
-    assert pool.match([*PROMPT, 1]) == 12
+    pool.prefix.commit(child, PROMPT)
+    assert pool.prefix.match([*PROMPT, 1]) == 12
     other = Pool(32, 4, prefix_cache=True, seed=1)  # and one that does not, for what is planted
     plan, handle = Plan(other, 2, 16), other.open()
     other.step(plan, [handle], 12)
     other.done(plan)
     other.step(plan, [handle], 1)
-    other.commit(handle, PROMPT)
-    assert other.match([*PROMPT, 1]) == 12
+    other.prefix.commit(handle, PROMPT)
+    assert other.prefix.match([*PROMPT, 1]) == 12
 
 
 @planted(CommittedForgetsTruncate)
 def test_committed_tells_where_the_next_commit_goes_on(Pool, Plan):
     """Of a new sequence, one that found something, and after whatever changes it."""
     pool, _, _, first, second = family(Pool, Plan)
-    assert pool.committed(first) == 0
-    pool.commit(first, PROMPT[:6])
-    assert pool.committed(first) == 6 and pool.committed(second) == 0
-    assert pool.committed(int(pool.fork(first)[0])) == 6
-    assert pool.committed(pool.open(PROMPT)) == 4
+    assert pool.prefix.committed(first) == 0
+    pool.prefix.commit(first, PROMPT[:6])
+    assert pool.prefix.committed(first) == 6 and pool.prefix.committed(second) == 0
+    assert pool.prefix.committed(int(pool.fork(first)[0])) == 6
+    assert pool.prefix.committed(pool.open(PROMPT)) == 4
     pool.truncate(first, 5)
-    assert pool.committed(first) == 5
-    pool.commit(first, [])
-    assert pool.committed(first) == 5
+    assert pool.prefix.committed(first) == 5
+    pool.prefix.commit(first, [])
+    assert pool.prefix.committed(first) == 5
     pool.evict_blocks(first, [0])
-    assert pool.committed(first) == 0
+    assert pool.prefix.committed(first) == 0
     pool.close(first)
     with pytest.raises(StaleHandle, match=r"\[committed\]"):
-        pool.committed(first)
-    plain = Pool(8, 4)
-    assert plain.committed(plain.open()) == 0
+        pool.prefix.committed(first)
 
 
 # ---- what is told ------------------------------------------------------------------------------------------
@@ -368,24 +366,24 @@ def test_tokens_that_contradict_inside_one_commit_are_refused(Pool, Plan):
     before = pool.fingerprint(), pool.digest()
     for rows in ([first, second], [second, first]):
         with pytest.raises(ValueError, match=r"\[commit\]"):
-            pool.commit(rows, [*PROMPT[:4], *PROMPT[4:8], *PROMPT[:4], 9, 9, 9, 9])
+            pool.prefix.commit(rows, [*PROMPT[:4], *PROMPT[4:8], *PROMPT[:4], 9, 9, 9, 9])
     assert (pool.fingerprint(), pool.digest()) == before
-    pool.commit([first, second], [*PROMPT[:8], *PROMPT[:8]])
-    pool.commit([first, second], [*PROMPT[8:], *PROMPT[8:11]], [4, 3])
+    pool.prefix.commit([first, second], [*PROMPT[:8], *PROMPT[:8]])
+    pool.prefix.commit([first, second], [*PROMPT[8:], *PROMPT[8:11]], [4, 3])
     with pytest.raises(ValueError, match=r"\[commit\]"):
-        pool.commit(second, [9])
-    assert backend.ask() == 12 and pool.prefix_stats().nodes == 3
+        pool.prefix.commit(second, [9])
+    assert backend.ask() == 12 and pool.prefix.stats().nodes == 3
 
 
 class NumbersRunOut(Unchecked):
     """Before the numbers of nodes pass 32 bits, everything is flushed."""
 
-    def commit(self, *arguments: Any) -> None:
+    def _prefix_commit(self, *arguments: Any) -> None:
         """Flush in good time."""
         if self._next_uid > 2**32 - 2 * self.num_blocks:
-            self.flush()
+            self._prefix_flush()
             self._next_uid = 1
-        super().commit(*arguments)
+        super()._prefix_commit(*arguments)
 
 
 @planted(NumbersRunOut)
@@ -393,24 +391,24 @@ def test_node_numbers_pass_32_bits_and_nothing_is_forgotten(Pool, Plan):
     """A long-lived sequence stays found and goes on to be indexed, and so does everything after it."""
     for start in (2**31, 2**32, 2**48):
         pool, plan, backend, first, _ = family(Pool, Plan, events=64)
-        pool.commit(first, PROMPT[:8])
-        if hasattr(pool, "_set_next_uid"):
-            pool._set_next_uid(start - 1)
-        else:
+        pool.prefix.commit(first, PROMPT[:8])
+        if hasattr(pool, "_next_uid"):
             pool._next_uid = start - 1
+        else:
+            pool.prefix._set_next_uid(start - 1)
         assert backend.ask() == 8
-        pool.commit(first, PROMPT[8:])
+        pool.prefix.commit(first, PROMPT[8:])
         assert backend.ask() == 12
         pool.step(plan, [first], 8)
         backend.execute(plan, [*range(8)])
-        pool.commit(first, [*range(8)])
-        assert backend.ask([*PROMPT, *range(8)]) == 20 and pool.prefix_stats().nodes == 5
-        assert [event[0] for event in pool.drain_events()] == ["stored"] * 5
+        pool.prefix.commit(first, [*range(8)])
+        assert backend.ask([*PROMPT, *range(8)]) == 20 and pool.prefix.stats().nodes == 5
+        assert [event[0] for event in pool.prefix.events()] == ["stored"] * 5
         other = pool.open([7] * 5, b"other")
         pool.step(plan, [other], 4)
         pool.done(plan)
-        pool.commit(other, [7] * 4)
-        assert pool.match([7] * 5, b"other") == 4 and pool.match([7] * 5) == 0
+        pool.prefix.commit(other, [7] * 4)
+        assert pool.prefix.match([7] * 5, b"other") == 4 and pool.prefix.match([7] * 5) == 0
         pool.check()
 
 
@@ -428,14 +426,14 @@ def test_digest_sees_the_tokens_of_a_commit(Pool, Plan):
     for tokens in (PROMPT, PROMPT, [*PROMPT[:11], 5], [PROMPT[1], PROMPT[0], *PROMPT[2:]], PROMPT[:11]):
         pool, _, _, first, _ = family(Pool, Plan)
         before = pool.digest()
-        pool.commit(first, tokens)
+        pool.prefix.commit(first, tokens)
         assert pool.digest() != before
         digests.append(pool.digest())
     assert digests[0] == digests[1] and len(set(digests)) == 4
     pools = [family(Pool, Plan) for _ in range(2)]
     for pool, _, _, first, _ in pools:
         for token in PROMPT:
-            pool.commit(first, [token])
+            pool.prefix.commit(first, [token])
     assert pools[0][0].digest() == pools[1][0].digest()
 
 
@@ -450,8 +448,8 @@ def test_digest_sees_the_namespace_of_a_flush(Pool, Plan):
             handle = pool.open(PROMPT, namespace)
             pool.step(plan, [handle], 8)
             pool.done(plan)
-            pool.commit(handle, PROMPT[:8])
+            pool.prefix.commit(handle, PROMPT[:8])
             pool.close(handle)
-        pool.flush(flushed)
+        pool.prefix.flush(flushed)
         digests.append(pool.digest())
     assert len(set(digests)) == 3

@@ -21,14 +21,14 @@ def test_counts_that_change_the_tokens_while_they_are_read_are_judged_on_the_cha
             return 4
 
     with pytest.raises(ValueError, match=r"tokens\[0\] is out of range \(-7\)"):
-        pool.commit([handle], tokens, [Evil()])
+        pool.prefix.commit([handle], tokens, [Evil()])
 
 
 def test_tokens_that_cannot_be_shared_out_evenly_are_refused_by_that_name():
     pool = Pool(16, 4, prefix_cache=True, in_order=True)
     handles = [pool.open(0), pool.open(0)]
     with pytest.raises(ValueError, match="evenly"):
-        pool.commit(handles, [1, 2, 3])
+        pool.prefix.commit(handles, [1, 2, 3])
 
 
 def test_flush_tells_the_same_of_a_namespace_whether_others_pushed_it_out_or_not():
@@ -38,8 +38,8 @@ def test_flush_tells_the_same_of_a_namespace_whether_others_pushed_it_out_or_not
         pool.close(pool.open(A, b"mine"))
         for i in range(others):
             pool.close(pool.open(A, b"other %d" % i))
-        assert pool.flush(b"mine") == 0
-        told.append(pool.drain_events())
+        assert pool.prefix.flush(b"mine") == 0
+        told.append(pool.prefix.events())
     assert told[0] == told[1] == [("cleared", b"mine")]
 
 

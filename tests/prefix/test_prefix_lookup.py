@@ -13,7 +13,7 @@ PROMPT = list(range(100, 112))  # three blocks of four
 
 def test_lookup_of_an_empty_cache_finds_nothing(make_pool):
     pool = make_pool(prefix_cache=True)
-    assert pool.match(PROMPT) == 0
+    assert pool.prefix.match(PROMPT) == 0
     handle = pool.open(PROMPT)
     assert pool.num_tokens(handle) == 0 and pool.table(handle).tolist() == [1, 2, 3]
 
@@ -24,7 +24,7 @@ def test_lookup_of_a_known_prompt_shares_its_blocks(make_pool, make_plan):
     second = pool.open([*PROMPT, 7])
     assert pool.num_tokens(second) == 12
     assert pool.table(second).tolist() == [1, 2, 3, 4]
-    assert [pool.refcount(block) for block in (1, 2, 3, 4)] == [2, 2, 2, 1]
+    assert [pool.blocks.refcount(block) for block in (1, 2, 3, 4)] == [2, 2, 2, 1]
     pool.close([first, second])
 
 
@@ -35,15 +35,15 @@ def test_lookup_always_leaves_the_last_token_to_compute(make_pool, make_plan, le
     pool = make_pool(prefix_cache=True)
     cache(make_plan, pool, PROMPT)
     prompt = [*PROMPT, 7][:length]
-    assert pool.match(prompt) == cached
+    assert pool.prefix.match(prompt) == cached
     assert pool.num_tokens(pool.open(prompt)) == cached
 
 
 def test_lookup_of_a_partial_block_misses(make_pool, make_plan):
     pool = make_pool(prefix_cache=True)
     cache(make_plan, pool, PROMPT[:7])
-    assert pool.match(PROMPT) == 4
-    assert pool.prefix_stats().nodes == 1
+    assert pool.prefix.match(PROMPT) == 4
+    assert pool.prefix.stats().nodes == 1
 
 
 def test_lookup_ends_at_the_first_different_token(make_pool, make_plan):
@@ -52,7 +52,7 @@ def test_lookup_ends_at_the_first_different_token(make_pool, make_plan):
     for position in range(12):
         prompt = [*PROMPT, 7]
         prompt[position] += 1
-        assert pool.match(prompt) == position // 4 * 4
+        assert pool.prefix.match(prompt) == position // 4 * 4
 
 
 def test_lookup_of_the_same_block_behind_another_prefix_misses(make_pool, make_plan):
@@ -60,8 +60,8 @@ def test_lookup_of_the_same_block_behind_another_prefix_misses(make_pool, make_p
     a, b, c = PROMPT[:4], PROMPT[4:8], PROMPT[8:]
     cache(make_plan, pool, [*a, *b])
     cache(make_plan, pool, [*c, *b])
-    assert pool.match([*b, 0]) == 0
-    assert pool.match([*c, *a, 0]) == 4
+    assert pool.prefix.match([*b, 0]) == 0
+    assert pool.prefix.match([*c, *a, 0]) == 4
     one, other = pool.open([*a, *b, 0]), pool.open([*c, *b, 0])
     assert not set(pool.table(one).tolist()) & set(pool.table(other).tolist())
 
@@ -70,41 +70,41 @@ def test_lookup_takes_every_form_of_tokens(make_pool, make_plan):
     pool = make_pool(prefix_cache=True)
     cache(make_plan, pool, PROMPT)
     for form in as_arrays([*PROMPT, 7]):
-        assert pool.match(form) == 12
+        assert pool.prefix.match(form) == 12
         handle = pool.open(form)
         assert pool.num_tokens(handle) == 12
         pool.close(handle)
     for form in as_arrays([]):
-        assert pool.match(form) == 0
+        assert pool.prefix.match(form) == 0
         assert pool.capacity(pool.open(form)) == 0
 
 
 def test_lookup_knows_the_largest_token(make_pool, make_plan):
     pool = make_pool(prefix_cache=True)
     cache(make_plan, pool, [2**31 - 1] * 4)
-    assert pool.match([2**31 - 1] * 5) == 4
-    assert pool.match([2**31 - 2] + [2**31 - 1] * 4) == 0
+    assert pool.prefix.match([2**31 - 1] * 5) == 4
+    assert pool.prefix.match([2**31 - 2] + [2**31 - 1] * 4) == 0
 
 
 def test_match_changes_nothing(make_pool, make_plan):
     pool = make_pool(prefix_cache=True, events=8)
     cache(make_plan, pool, PROMPT)
-    pool.drain_events()
-    before = pool.fingerprint(), pool.digest(), pool.stats(), pool.prefix_stats()
+    pool.prefix.events()
+    before = pool.fingerprint(), pool.digest(), pool.stats(), pool.prefix.stats()
     for prompt, namespace in ((PROMPT, b""), ([5] * 40, b""), (PROMPT, b"never seen"), ([], b"")):
-        pool.match(prompt, namespace)
-    assert (pool.fingerprint(), pool.digest(), pool.stats(), pool.prefix_stats()) == before
-    assert pool.drain_events() == []
+        pool.prefix.match(prompt, namespace)
+    assert (pool.fingerprint(), pool.digest(), pool.stats(), pool.prefix.stats()) == before
+    assert pool.prefix.events() == []
 
 
 def test_lookup_finds_tokens_generated_later(make_pool, make_plan):
     pool = make_pool(prefix_cache=True)
     handle = serve(make_plan, pool, PROMPT[:6])
     for token in PROMPT[6:]:
-        assert pool.match([*PROMPT, 7]) == pool.num_tokens(handle) // 4 * 4
+        assert pool.prefix.match([*PROMPT, 7]) == pool.num_tokens(handle) // 4 * 4
         compute(make_plan, pool, handle, 1)
-        pool.commit(handle, [token])
-    assert pool.match([*PROMPT, 7]) == 12
+        pool.prefix.commit(handle, [token])
+    assert pool.prefix.match([*PROMPT, 7]) == 12
 
 
 def test_lookup_finds_what_a_sequence_opened_by_count_computed(make_pool, make_plan):
@@ -112,52 +112,51 @@ def test_lookup_finds_what_a_sequence_opened_by_count_computed(make_pool, make_p
     for namespace in (b"", b"tenant"):
         handle = pool.open(0, namespace)
         compute(make_plan, pool, handle, 12)
-        pool.commit(handle, PROMPT)
-        assert pool.match([*PROMPT, 7], namespace) == 12
+        pool.prefix.commit(handle, PROMPT)
+        assert pool.prefix.match([*PROMPT, 7], namespace) == 12
 
 
 def test_lookup_finds_blocks_in_use_cached_and_in_limbo(make_pool, make_plan):
     pool = make_pool(prefix_cache=True)
     handle = serve(make_plan, pool, PROMPT)
-    assert pool.match([*PROMPT, 7]) == 12  # in use
+    assert pool.prefix.match([*PROMPT, 7]) == 12  # in use
     other, plan = pool.open(), make_plan(pool)
     pool.step(plan, [other], 1)
     pool.close(handle)
-    assert pool.stats().limbo == 3 and pool.match([*PROMPT, 7]) == 12
+    assert pool.stats().limbo == 3 and pool.prefix.match([*PROMPT, 7]) == 12
     found = pool.open([*PROMPT, 7])
     assert pool.stats().limbo == 0 and pool.num_tokens(found) == 12
     pool.close(found)
     pool.done(plan)
-    assert pool.stats().evictable == 3 and pool.match([*PROMPT, 7]) == 12
+    assert pool.stats().evictable == 3 and pool.prefix.match([*PROMPT, 7]) == 12
 
 
 def test_lookup_after_reset_finds_nothing(make_pool, make_plan):
     pool = make_pool(prefix_cache=True)
     cache(make_plan, pool, PROMPT)
     pool.reset()
-    assert pool.match([*PROMPT, 7]) == 0
-    assert pool.prefix_stats().nodes == 0
+    assert pool.prefix.match([*PROMPT, 7]) == 0
+    assert pool.prefix.stats().nodes == 0
     assert cache(make_plan, pool, PROMPT) == [1, 2, 3]
-    assert pool.match([*PROMPT, 7]) == 12
+    assert pool.prefix.match([*PROMPT, 7]) == 12
 
 
-def test_pool_without_prefix_cache_finds_nothing(make_pool, refused):
+def test_pool_without_prefix_cache_finds_nothing(make_pool):
     pool = make_pool()
     handle = pool.open(PROMPT)
     assert pool.num_tokens(handle) == 0 and pool.capacity(handle) == 12
-    assert pool.match(PROMPT) == 0 and pool.flush() == 0
-    assert pool.prefix_stats().queries == 0
-    assert pool.num_tokens(pool.pin(PROMPT)) == 0
-    with refused(pool, ValueError, "commit"):
-        pool.commit(handle, [])
+    assert pool.prefix is None
 
 
-@pytest.mark.parametrize("call", ["mark_committed", "revive", "take_dropped"])
-def test_pool_with_prefix_cache_looks_after_committed_blocks_itself(make_pool, refused, call):
+BY_NAME = ("take", "take_block", "touch", "release", "mark_cached", "uncache", "drain_evicted")
+
+
+@pytest.mark.parametrize("call", BY_NAME)
+def test_pool_with_prefix_cache_looks_after_content_itself(make_pool, refused, call):
     pool = make_pool(prefix_cache=True)
-    block = pool.alloc()
+    block = pool.blocks.alloc()
     with refused(pool, ValueError, call):
-        getattr(pool, call)(*([] if call == "take_dropped" else [block]))
+        getattr(pool.blocks, call)(*([] if call == "drain_evicted" else [block]))
 
 
 @pytest.mark.parametrize("bits", [0, 1, 3, 8, 64])
@@ -173,10 +172,10 @@ def test_lookup_with_a_short_hash_never_finds_a_wrong_block(make_pool, make_plan
         prompt = [rng.choice((1, 1, 1, 2)) for _ in range(rng.randrange(1, 14))]
         namespace = rng.choice((b"", b"x"))
         handle = serve(make_plan, pool, prompt, namespace) if rng.random() < 0.9 else pool.open(prompt, namespace)
-        cached = pool.match([*prompt[: len(prompt) - 1], 9], namespace)
+        cached = pool.prefix.match([*prompt[: len(prompt) - 1], 9], namespace)
         promised += cached
         table = pool.table(handle).tolist()
-        hits = pool.pin(prompt, namespace)
+        hits = pool.prefix.pin(prompt, namespace)
         for i, block in enumerate(pool.table(hits).tolist()):
             prefix = namespace, tuple(prompt[: 2 * i + 2])
             if block in table:
@@ -185,7 +184,7 @@ def test_lookup_with_a_short_hash_never_finds_a_wrong_block(make_pool, make_plan
             found += 1
         pool.close([hits, handle])
         if rng.random() < 0.3:
-            pool.evict(rng.randrange(4))
+            pool.blocks.evict(rng.randrange(4))
     if bits == 64:
         assert found > 100 and promised > 100
 
@@ -198,13 +197,13 @@ def test_long_chain_is_built_found_and_torn_down_without_recursion(core):
     handle = pool.open(tokens)
     pool.step(plan, [handle], n)
     pool.done(plan)
-    pool.commit(handle, tokens)
-    assert pool.match(np.append(tokens, 0).astype(np.int32)) == n
+    pool.prefix.commit(handle, tokens)
+    assert pool.prefix.match(np.append(tokens, 0).astype(np.int32)) == n
     pool.close(handle)
-    pin = pool.pin(tokens)
-    assert pool.num_tokens(pin) == n and pool.evict(n) == 0
-    pool.unpin(pin)
-    assert pool.evict(n // 2) == n // 2
-    assert pool.match(tokens) == n - n // 2
-    assert pool.flush() == n - n // 2
+    pin = pool.prefix.pin(tokens)
+    assert pool.num_tokens(pin) == n and pool.blocks.evict(n) == 0
+    pool.prefix.unpin(pin)
+    assert pool.blocks.evict(n // 2) == n // 2
+    assert pool.prefix.match(tokens) == n - n // 2
+    assert pool.prefix.flush() == n - n // 2
     pool.shutdown()

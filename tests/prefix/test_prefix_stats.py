@@ -11,7 +11,7 @@ A, B, C = ([n] * 4 for n in (1, 2, 3))
 
 
 def test_stats_of_a_new_pool_are_zero(make_pool):
-    assert make_pool(prefix_cache=True).prefix_stats() == PrefixStats(0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0.0)
+    assert make_pool(prefix_cache=True).prefix.stats() == PrefixStats(0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0.0)
 
 
 def test_stats_count_queries_and_hits(make_pool, make_plan):
@@ -20,7 +20,7 @@ def test_stats_count_queries_and_hits(make_pool, make_plan):
     cache(make_plan, pool, A + B + C)  # 12 asked, 8 found
     pool.open(5)  # a count is no query
     pool.open([])
-    stats = pool.prefix_stats()
+    stats = pool.prefix.stats()
     assert (stats.queries, stats.query_tokens, stats.hit_tokens) == (3, 20, 8)
     assert stats.hit_rate == pytest.approx(0.4)
     assert (stats.nodes, stats.inserted, stats.duplicates, stats.evicted, stats.namespaces) == (3, 3, 0, 0, 1)
@@ -29,8 +29,8 @@ def test_stats_count_queries_and_hits(make_pool, make_plan):
 def test_stats_count_evicted_nodes(make_pool, make_plan):
     pool = make_pool(prefix_cache=True)
     cache(make_plan, pool, A + B + C)
-    pool.evict(2)
-    stats = pool.prefix_stats()
+    pool.blocks.evict(2)
+    stats = pool.prefix.stats()
     assert (stats.nodes, stats.inserted, stats.evicted) == (1, 3, 2)
     assert pool.stats().evictions == 2
 
@@ -39,12 +39,12 @@ def test_stats_reuse_gap_is_blocks_taken_between_release_and_revival(make_pool, 
     pool = make_pool(prefix_cache=True)
     cache(make_plan, pool, A)
     pool.close(pool.open(A + B))  # at once: gap 0
-    pool.free(pool.alloc(5))
-    assert pool.prefix_stats().reuse_gap == 0.0
+    pool.blocks.free(pool.blocks.alloc(5))
+    assert pool.prefix.stats().reuse_gap == 0.0
     pool.open(A + C)  # 5 blocks, and the one of the open before, which was taken before the release
-    assert pool.prefix_stats().reuse_gap == pytest.approx(5 / 2)
+    assert pool.prefix.stats().reuse_gap == pytest.approx(5 / 2)
     pool.open(A + C)  # in use: no revival
-    assert pool.prefix_stats().reuse_gap == pytest.approx(5 / 2)
+    assert pool.prefix.stats().reuse_gap == pytest.approx(5 / 2)
 
 
 def test_stats_reuse_gap_does_not_count_what_a_duplicate_holds(make_pool, make_plan):
@@ -52,28 +52,28 @@ def test_stats_reuse_gap_does_not_count_what_a_duplicate_holds(make_pool, make_p
     pair = [pool.open(A), pool.open(A)]
     for handle in pair:
         compute(make_plan, pool, handle, 4)
-        pool.commit(handle, A)
+        pool.prefix.commit(handle, A)
     pool.close(pair[0])
     compute(make_plan, pool, pair[1], 4)
-    pool.commit(pair[1], B)  # takes its canonical block off the LRU: no request was answered by it
-    assert pool.prefix_stats().reuse_gap == 0.0
+    pool.prefix.commit(pair[1], B)  # takes its canonical block off the LRU: no request was answered by it
+    assert pool.prefix.stats().reuse_gap == 0.0
 
 
 def test_stats_survive_reset_and_flush(make_pool, make_plan):
     pool = make_pool(prefix_cache=True)
     cache(make_plan, pool, A + B)
-    pool.flush()
-    stats = pool.prefix_stats()
+    pool.prefix.flush()
+    stats = pool.prefix.stats()
     assert (stats.queries, stats.inserted, stats.nodes, stats.evicted) == (1, 2, 0, 0)
     cache(make_plan, pool, A + B)
     pool.reset()
-    stats = pool.prefix_stats()
+    stats = pool.prefix.stats()
     assert (stats.queries, stats.inserted, stats.nodes, stats.namespaces) == (2, 4, 0, 0)
 
 
 def test_stats_of_a_refused_open_do_not_move(make_pool):
     pool = make_pool(4, prefix_cache=True)
-    pool.alloc(3)
+    pool.blocks.alloc(3)
     with pytest.raises(MemoryError):
         pool.open(A)
-    assert pool.prefix_stats().queries == 0
+    assert pool.prefix.stats().queries == 0

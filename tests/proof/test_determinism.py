@@ -30,12 +30,12 @@ def run(pool, calls):
         elif choice < 0.4 and len(handles) > 2:
             pool.close(handles.pop(random_.randrange(len(handles))))
         elif choice < 0.5:
-            ids = pool.alloc(3)
-            results += [ids.tolist(), pool.take_dropped().tolist()]
-            pool.mark_committed(ids)
-            pool.free(ids)
+            ids = pool.blocks.alloc(3)
+            results += [ids.tolist(), pool.blocks.drain_evicted().tolist()]
+            pool.blocks.mark_cached(ids)
+            pool.blocks.free(ids)
         elif choice < 0.6:
-            results += [pool.evict(1), pool.take_dropped().tolist()]
+            results += [pool.blocks.evict(1), pool.blocks.drain_evicted().tolist()]
         elif choice < 0.9 and len(pending) < 3:
             plan = next(p for p in plans if p not in pending)
             rows = [h for h in handles if pool.num_tokens(h) < 40][:8]
@@ -86,15 +86,15 @@ def test_equal_calls_in_processes_with_different_hash_seeds_give_equal_digests(t
 
 ONE_MORE_CALL = {
     "nothing": lambda pool, h, plan: None,
-    "alloc": lambda pool, h, plan: pool.alloc(),
-    "alloc 2": lambda pool, h, plan: pool.alloc(2),
-    "incref": lambda pool, h, plan: pool.incref(5),
-    "incref of another": lambda pool, h, plan: pool.incref(6),
-    "decref": lambda pool, h, plan: pool.decref(5),
-    "decref of another": lambda pool, h, plan: pool.decref(6),
-    "decref of both": lambda pool, h, plan: pool.decref([5, 6]),
-    "decref of both, other order": lambda pool, h, plan: pool.decref([6, 5]),
-    "mark_committed": lambda pool, h, plan: pool.mark_committed(5),
+    "alloc": lambda pool, h, plan: pool.blocks.alloc(),
+    "alloc 2": lambda pool, h, plan: pool.blocks.alloc(2),
+    "incref": lambda pool, h, plan: pool.blocks.incref(5),
+    "incref of another": lambda pool, h, plan: pool.blocks.incref(6),
+    "decref": lambda pool, h, plan: pool.blocks.decref(5),
+    "decref of another": lambda pool, h, plan: pool.blocks.decref(6),
+    "decref of both": lambda pool, h, plan: pool.blocks.decref([5, 6]),
+    "decref of both, other order": lambda pool, h, plan: pool.blocks.decref([6, 5]),
+    "mark_cached": lambda pool, h, plan: pool.blocks.mark_cached(5),
     "open": lambda pool, h, plan: pool.open(),
     "open 4": lambda pool, h, plan: pool.open(4),
     "open 8": lambda pool, h, plan: pool.open(8),
@@ -128,7 +128,7 @@ def test_one_different_call_changes_the_digest(make_pool, make_plan, grow):
         handles = [pool.open(), pool.open()]
         for handle in handles:
             grow(pool, handle, 6)
-        assert pool.alloc(2).tolist() == [5, 6]
+        assert pool.blocks.alloc(2).tolist() == [5, 6]
         call(pool, handles, make_plan(pool))
         other = seen.setdefault(pool.digest(), name)
         assert other == name, f"{name} and {other} have the same digest"
@@ -143,7 +143,7 @@ def test_different_states_have_different_fingerprints(make_pool, make_plan, grow
         handles = [pool.open(), pool.open()]
         for handle in handles:
             grow(pool, handle, 6)
-        pool.alloc(2)
+        pool.blocks.alloc(2)
         call(pool, handles, make_plan(pool))
         other = seen.setdefault(pool.fingerprint(), name)
         assert other == name, f"{name} and {other} have the same fingerprint"
@@ -166,7 +166,7 @@ def test_reading_calls_leave_the_digest_alone(make_pool, make_plan, grow):
     grow(pool, handle, 6)
     before = pool.digest(), pool.fingerprint()
     pool.table(handle), pool.num_tokens(handle), pool.capacity(handle), pool.is_open(handle)
-    pool.refcount(1), pool.stats(), pool.refcount_histogram(), pool.check(), pool.can([handle], 3)
+    pool.blocks.refcount(1), pool.stats(), pool.blocks.refcount_histogram(), pool.check(), pool.can([handle], 3)
     make_plan(pool)
     assert (pool.digest(), pool.fingerprint()) == before
 
@@ -174,7 +174,7 @@ def test_reading_calls_leave_the_digest_alone(make_pool, make_plan, grow):
 def test_digest_is_a_uint64(make_pool):
     pool = make_pool()
     for _ in range(20):
-        pool.free(pool.alloc())
+        pool.blocks.free(pool.blocks.alloc())
         for value in (pool.digest(), pool.fingerprint()):
             assert type(value) is int and 0 <= value < 2**64
 
@@ -184,10 +184,10 @@ def test_digest_is_a_uint64(make_pool):
 def test_fingerprint_sees_the_order_of_lists(make_pool, order, commit):
     pool, other = make_pool(), make_pool()
     for p, ids in ((pool, order), (other, [1, 3, 2])):
-        p.alloc(3)
+        p.blocks.alloc(3)
         if commit:
-            p.mark_committed([1, 2, 3])
-        p.free(ids)
+            p.blocks.mark_cached([1, 2, 3])
+        p.blocks.free(ids)
     assert pool.stats() == other.stats()
     assert pool.fingerprint() != other.fingerprint()
 
@@ -196,9 +196,9 @@ def test_fingerprint_sees_the_order_of_limbo(make_pool, make_plan):
     prints = set()
     for order in ([1, 2], [2, 1]):
         pool = make_pool()
-        pool.alloc(2)
+        pool.blocks.alloc(2)
         pool.step(make_plan(pool), [], 0)
-        pool.free(order)
+        pool.blocks.free(order)
         prints.add(pool.fingerprint())
     assert len(prints) == 2
 

@@ -29,13 +29,13 @@ def test_books_take_nothing_from_the_core():
 
 def test_only_one_source_of_the_driver_reaches_into_a_pool():
     drivers = [path.name for path in FUZZ.glob("_fuzz*.pyx")]
-    reach = re.compile(r"pool\.(blocks|seqs|index|pending)\b|Pool pool")
+    reach = re.compile(r"pool\.state\b|Pool pool")
     assert drivers and [name for name in drivers if reach.search((FUZZ / name).read_text())] == []
 
 
 def step(pool, plan, handle, n):
     pool.step(plan, [handle], n)
-    if not pool.in_order:
+    if not pool.options.in_order:
         pool.done(plan)
 
 
@@ -44,32 +44,32 @@ def test_unshare_in_an_in_order_pool_keeps_the_tokens_of_its_copies():
     plan = kvpool.Plan(pool, 1, 8)
     handle = pool.open()
     step(pool, plan, handle, 4)
-    pool.commit(handle, [1, 2, 3, 4])
+    pool.prefix.commit(handle, [1, 2, 3, 4])
     pool.unshare(plan, [handle], 3)
     pool.truncate(handle, 2)
     step(pool, plan, handle, 2)
-    pool.commit(handle, [7, 8])
-    assert pool.match([1, 2, 7, 8, 9]) == 4
-    assert pool.prefix_stats().nodes == 2
+    pool.prefix.commit(handle, [7, 8])
+    assert pool.prefix.match([1, 2, 7, 8, 9]) == 4
+    assert pool.prefix.stats().nodes == 2
 
 
 def test_block_that_a_hit_revived_waits_for_no_step_later():
     pool = Pool(2, 1, prefix_cache=True, seed=1)
     plan, other = kvpool.Plan(pool, 1), kvpool.Plan(pool, 1)
     for _ in range(50):  # a cached block has the number of blocks taken so far, which is no step's
-        pool.free(pool.alloc())
+        pool.blocks.free(pool.blocks.alloc())
     handle = pool.open()
     step(pool, plan, handle, 1)
-    pool.commit(handle, [6])
+    pool.prefix.commit(handle, [6])
     pool.close(handle)
-    pinned = pool.pin([6])
-    pool.flush()
+    pinned = pool.prefix.pin([6])
+    pool.prefix.flush()
     pool.close(pinned)
     handle = pool.open()
     step(pool, plan, handle, 1)
     pool.step(other, [handle], 0)
-    pool.commit(handle, [9])
-    assert pool.match([9, 0]) == 1
+    pool.prefix.commit(handle, [9])
+    assert pool.prefix.match([9, 0]) == 1
 
 
 def test_row_behind_a_restored_block_goes_on_when_another_row_commits_that():
@@ -81,25 +81,25 @@ def test_row_behind_a_restored_block_goes_on_when_another_row_commits_that():
     step(pool, plan, parent, 2)
     pool.step(plan, [child], 0)
     pool.unshare(other, [parent], 3)
-    pool.commit(parent, [1, 1, 2, 0])
-    assert pool.prefix_stats().nodes == 0
+    pool.prefix.commit(parent, [1, 1, 2, 0])
+    assert pool.prefix.stats().nodes == 0
     pool.rollback(other)
-    pool.commit(child, [1, 1])
-    assert pool.prefix_stats().nodes == 1
+    pool.prefix.commit(child, [1, 1])
+    assert pool.prefix.stats().nodes == 1
     pool.done(plan)
-    assert pool.prefix_stats().nodes == 2 and pool.match([1, 1, 2, 0, 5]) == 4
+    assert pool.prefix.stats().nodes == 2 and pool.prefix.match([1, 1, 2, 0, 5]) == 4
 
 
 def test_rollback_leaves_committed_bits_of_a_pool_without_index_to_its_engine():
     pool = Pool(4, 2)
     plan = kvpool.Plan(pool, 1)
     handle = pool.open(1)
-    pool.mark_committed(1)
+    pool.blocks.mark_cached(1)
     pool.step(plan, [handle])
-    pool.mark_committed(2)
+    pool.blocks.mark_cached(2)
     pool.rollback(plan)
     assert pool.stats().evictable == 1
-    pool.revive(2)
+    pool.blocks.touch(2)
     assert np.array_equal(pool.table(handle), [1])
 
 

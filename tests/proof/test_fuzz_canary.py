@@ -129,7 +129,7 @@ class DoubleFreeClamped(Unchecked):
     """A reference count stops at zero instead of telling."""
 
     @public_call
-    def decref(self, ids: Any) -> None:
+    def _blocks_decref(self, ids: Any) -> None:
         """Drop what is there."""
         blocks = [block for block in self._ids("decref", ids) if self._raw.get(block)]
         self._drop_raw(blocks)

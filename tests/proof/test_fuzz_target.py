@@ -46,7 +46,7 @@ class OnPool:
         handle = self.pool.open(tokens)
         self.hits = self.pool.num_tokens(handle)
         self.pool.step(self.plan, [handle], len(tokens) - self.hits)
-        self.pool.commit(handle, tokens[self.hits :])
+        self.pool.prefix.commit(handle, tokens[self.hits :])
         return handle
 
     def append(self, handle, tokens):
@@ -408,7 +408,7 @@ def test_interrupt_is_no_finding():
         (["seed_allocator:SeedAllocator.take"], "takes neither"),
         (["collections:UserDict"], "it has no num_blocks, block_size, num_free, open, append, table, free"),
         (["builtins:dict"], "(spec, num_blocks) made no backend: TypeError: dict expected"),
-        (["kvpool:Pool"], "it has no append"),
+        (["kvpool:Pool"], "it has no num_free, append, free"),
         ([f"{HERE}:no_allocator"], "it has no num_blocks, block_size, num_free, open, table, free"),
     ],
 )

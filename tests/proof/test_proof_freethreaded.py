@@ -29,7 +29,7 @@ def test_callers_make_every_call_and_most_of_them_succeed():
             caller.run(50)
     kept = pool._recorded()[1]
     assert kept > 0.3 * sum(caller.calls for caller in callers)
-    stats = pool.prefix_stats()
+    stats = pool.prefix.stats()
     assert stats.inserted > 10 and stats.hit_tokens > 0
 
 

@@ -14,7 +14,7 @@ class FreesEachOccurrence(Unchecked):
     """`free` counts down and queues once per name in its list, whatever it names."""
 
     @public_call
-    def free(self, ids):
+    def _blocks_free(self, ids):
         """Queue them all."""
         for block in np.atleast_1d(ids).tolist():
             self._raw[block] = self._raw.get(block, 0) - 1
@@ -25,7 +25,7 @@ class CountsDownThenFilters(Unchecked):
     """`decref` drops all references first, then queues every name in its list whose count is zero."""
 
     @public_call
-    def decref(self, ids):
+    def _blocks_decref(self, ids):
         """Count, then filter."""
         for block in np.atleast_1d(ids).tolist():
             self._raw[block] -= 1
@@ -45,9 +45,9 @@ class ReplacedBlockIsFreed(Unchecked):
 class RevivedStaysQueued(Unchecked):
     """A hit gains a reference and stays on the list it was on."""
 
-    def _revive(self, ids):
+    def _blocks_touch(self, ids):
         lru = list(self._lru)
-        super()._revive(ids)
+        super()._blocks_touch(ids)
         self._lru = lru
 
 
@@ -55,7 +55,7 @@ class IncrefRevivesAnything(Unchecked):
     """`incref` counts up a block that is free."""
 
     @public_call
-    def incref(self, ids):
+    def _blocks_incref(self, ids):
         """Count."""
         for block in np.atleast_1d(ids).tolist():
             self._raw[block] = self._raw.get(block, 0) + 1
@@ -102,7 +102,7 @@ class CountIsClamped(Unchecked):
     """A count stops at zero, and nobody is told."""
 
     @public_call
-    def decref(self, ids):
+    def _blocks_decref(self, ids):
         """Drop what is there."""
         self._drop_raw([block for block in np.atleast_1d(ids).tolist() if self._raw.get(block)])
 
@@ -123,11 +123,11 @@ class BatchIsFreedPerTable(Unchecked):
 def test_a1_same_block_twice_in_one_free(make_pool, refused):
     """free([b, b]) decremented per occurrence and queued b twice."""
     pool = make_pool()
-    pool.alloc(3)
+    pool.blocks.alloc(3)
     with refused(pool, ValueError, "free", 2):
-        pool.free([2, 2])
-    pool.free(2)
-    assert sorted(pool.alloc(13).tolist()) == [2, *range(4, 16)]
+        pool.blocks.free([2, 2])
+    pool.blocks.free(2)
+    assert sorted(pool.blocks.alloc(13).tolist()) == [2, *range(4, 16)]
 
 
 @row(ReplacedBlockIsFreed)
@@ -148,22 +148,22 @@ def test_a2_fork_of_a_table_then_append_then_free(make_pool, make_plan, grow):
 def test_a3_null_block_never_reaches_the_free_list(make_pool, refused):
     """Null placeholders and duplicates reached the free queue."""
     pool = make_pool()
-    pool.alloc(3)
+    pool.blocks.alloc(3)
     for ids in ([1, 0], [0, 0], [0]):
         with refused(pool, ValueError, "free", 0):
-            pool.free(ids)
-    assert 0 not in pool.alloc(12).tolist()
+            pool.blocks.free(ids)
+    assert 0 not in pool.blocks.alloc(12).tolist()
 
 
 @row(CountsDownThenFilters)
 def test_a4_shared_block_twice_in_one_decref(make_pool, refused):
     """All references were dropped first, then ref == 0 filtered: an id listed twice was queued twice."""
     pool = make_pool()
-    block = pool.alloc()
-    pool.incref(block)
+    block = pool.blocks.alloc()
+    pool.blocks.incref(block)
     with refused(pool, ValueError, "decref", block):
-        pool.decref([block, block])
-    assert pool.refcount(block) == 2 and pool.stats().free == 14
+        pool.blocks.decref([block, block])
+    assert pool.blocks.refcount(block) == 2 and pool.stats().free == 14
 
 
 @row(broken(kit=model(HitsStayOnTheList, **CACHE)), model=False)
@@ -178,26 +178,26 @@ def test_a5_free_list_stays_whole_under_hits_and_pins(parts):
 def test_a6_reference_to_a_cached_block_takes_it_off_the_list(make_pool):
     """Pin was an incref on a block that still sat in the free queue; release queued it again."""
     pool = make_pool(4)
-    block = pool.alloc()
-    pool.mark_committed(block)
-    pool.free(block)
-    pool.revive(block)
+    block = pool.blocks.alloc()
+    pool.blocks.mark_cached(block)
+    pool.blocks.free(block)
+    pool.blocks.touch(block)
     assert pool.stats().evictable == 0
-    pool.alloc(2)
+    pool.blocks.alloc(2)
     with pytest.raises(OutOfBlocks):
-        pool.alloc()  # the revived block is not to be had
-    pool.decref(block)
+        pool.blocks.alloc()  # the revived block is not to be had
+    pool.blocks.decref(block)
     assert pool.stats().evictable == 1
-    assert pool.alloc() == block
+    assert pool.blocks.alloc() == block
 
 
 @row(IncrefRevivesAnything)
 def test_a6_incref_does_not_resurrect_a_free_block(make_pool, refused):
     """The same, on a blank block."""
     pool = make_pool()
-    pool.free(pool.alloc(1))
+    pool.blocks.free(pool.blocks.alloc(1))
     with refused(pool, DoubleFree, "incref", 1):
-        pool.incref(1)
+        pool.blocks.incref(1)
 
 
 @row(QueuedTwice)
@@ -208,10 +208,10 @@ def test_a7_one_id_is_never_handed_out_twice(make_pool):
     for _ in range(500):
         if held and rng.random() < 0.5:
             ids = rng.permutation(sorted(held))[: rng.integers(1, len(held) + 1)].astype(np.int32)
-            pool.free(ids)
+            pool.blocks.free(ids)
             held -= set(ids.tolist())
         elif len(held) < 63:
-            ids = pool.alloc(int(rng.integers(1, 64 - len(held)))).tolist()
+            ids = pool.blocks.alloc(int(rng.integers(1, 64 - len(held)))).tolist()
             assert not held & set(ids) and len(set(ids)) == len(ids)
             held |= set(ids)
     assert pool.stats().used == len(held)
@@ -246,10 +246,10 @@ def test_a10_truncates_that_meet_inside_a_block_release_it_once(make_pool, grow)
 def test_a11_second_free_is_a_typed_error(make_pool, refused):
     """A connector popped a request's blocks twice; the server died of a bare assertion."""
     pool = make_pool()
-    ids = pool.alloc(3)
-    pool.free(ids)
+    ids = pool.blocks.alloc(3)
+    pool.blocks.free(ids)
     with refused(pool, DoubleFree, "free", 1):
-        pool.free(ids)
+        pool.blocks.free(ids)
 
 
 @row(ClosesTwice)
@@ -266,14 +266,14 @@ def test_a11_second_close_is_a_typed_error(make_pool, refused):
 def test_a12_counts_are_never_clamped(make_pool):
     """A count of -1 was 'set back to 0 as a hack'."""
     pool = make_pool()
-    block = pool.alloc()
-    pool.decref(block)
+    block = pool.blocks.alloc()
+    pool.blocks.decref(block)
     for _ in range(5):
         with pytest.raises(DoubleFree):
-            pool.decref(block)
-    assert pool.alloc() == block
-    pool.incref(block)
-    assert pool.refcount(block) == 2
+            pool.blocks.decref(block)
+    assert pool.blocks.alloc() == block
+    pool.blocks.incref(block)
+    assert pool.blocks.refcount(block) == 2
 
 
 @row(ClosesTwice)
@@ -297,6 +297,6 @@ def test_a14_batch_that_shares_blocks_releases_each_once(make_pool, grow):
     grow(pool, parent, 10)
     family = [parent, *pool.fork(parent, 3).tolist()]
     pool.close(family[:2])
-    assert [pool.refcount(block) for block in (1, 2, 3)] == [2, 2, 2] and pool.stats().free == 12
+    assert [pool.blocks.refcount(block) for block in (1, 2, 3)] == [2, 2, 2] and pool.stats().free == 12
     pool.close(family[2:])
-    assert sorted(pool.alloc(15).tolist()) == list(range(1, 16))
+    assert sorted(pool.blocks.alloc(15).tolist()) == list(range(1, 16))

@@ -86,9 +86,9 @@ class OneBuffer(ModelPlan):
 class CachedIsNotTouched(Unchecked):
     """A hit is found, but stays where it may be evicted."""
 
-    def _revive(self, ids):
+    def _blocks_touch(self, ids):
         lru = list(self._lru)
-        super()._revive(ids)
+        super()._blocks_touch(ids)
         self._lru = lru
 
     def _touch(self, block):
@@ -106,10 +106,10 @@ class CommitMakesRoom(Unchecked):
     """Committing needs room, and evicts from the request that is being committed."""
 
     @public_call
-    def commit(self, handles, tokens, counts=None):
+    def _prefix_commit(self, handles, tokens, counts=None):
         """Commit, then detach."""
         seq = self._one("commit", handles)
-        super().commit.__wrapped__(self, handles, tokens, counts)
+        super()._prefix_commit.__wrapped__(self, handles, tokens, counts)
         self._blank.append(seq.table.pop())
 
 
@@ -144,7 +144,7 @@ class RevivesAnything(Unchecked):
     """A hit is believed though it was evicted since."""
 
     @public_call
-    def revive(self, ids):
+    def _blocks_touch(self, ids):
         """Count up."""
         self._raw[ids] = self._raw.get(ids, 0) + 1
 
@@ -178,9 +178,9 @@ def test_c1_freed_block_waits_for_the_newest_step_in_flight(make_pool, make_plan
     pool.done(steps[0])
     pool.close(handle)  # finished by what step N produced
     assert pool.stats().limbo == 2
-    assert not {1, 2} & set(pool.alloc(13).tolist())
+    assert not {1, 2} & set(pool.blocks.alloc(13).tolist())
     pool.done(steps[1])
-    assert {1, 2} == set(pool.alloc(2).tolist())
+    assert {1, 2} == set(pool.blocks.alloc(2).tolist())
 
 
 @row(FreedWithTheFirstDone)
@@ -205,11 +205,11 @@ def test_c1_blocks_of_a_closed_request_wait_for_the_step_in_flight(make_pool, ma
     handle, plan = serve(make_plan, pool, A), make_plan(pool)
     pool.step(plan, [handle], 1)
     pool.close(handle)
-    assert pool.evict(16) == 0
+    assert pool.blocks.evict(16) == 0
     with pytest.raises(OutOfBlocks):
-        pool.alloc(2)
+        pool.blocks.alloc(2)
     pool.done(plan)
-    assert pool.alloc(3).tolist() == [2, 3, 1]  # the cached one last
+    assert pool.blocks.alloc(3).tolist() == [2, 3, 1]  # the cached one last
 
 
 @row(OptimisticLength)
@@ -222,10 +222,10 @@ def test_c2_tokens_in_flight_are_not_settled(make_pool, make_plan, refused):
     pool.step(second, [handle], 1)
     pool.done(first)
     with refused(pool, ValueError, "commit", 3):
-        pool.commit(handle, A)
+        pool.prefix.commit(handle, A)
     pool.done(second)
-    pool.commit(handle, A)
-    assert pool.match(A + B) == 4
+    pool.prefix.commit(handle, A)
+    assert pool.prefix.match(A + B) == 4
 
 
 @row(LeavesInFlight)
@@ -308,8 +308,8 @@ def test_c6_late_output_of_a_preempted_request_is_refused(make_pool, make_plan, 
     new = pool.open(B)
     compute(make_plan, pool, new, 4)
     with refused(pool, StaleHandle, "commit", old):
-        pool.commit(old, A)
-    assert pool.match(A + C) == 0
+        pool.prefix.commit(old, A)
+    assert pool.prefix.match(A + C) == 0
 
 
 @row(CachedIsNotTouched)
@@ -317,11 +317,11 @@ def test_c7_pin_keeps_a_prefix_while_somebody_copies_it_out(make_pool, make_plan
     """TensorRT-LLM#12540, #12542: sequence removed or evicted while an asynchronous sender read it."""
     pool = make_pool(4, prefix_cache=True)
     cache(make_plan, pool, A + B)
-    pin = pool.pin(A + B)
+    pin = pool.prefix.pin(A + B)
     with pytest.raises(OutOfBlocks):
         pool.open([9] * 8)
     assert pool.table(pin).tolist() == [1, 2]
-    pool.unpin(pin)
+    pool.prefix.unpin(pin)
     assert pool.num_tokens(pool.open([9] * 8)) == 0
 
 
@@ -347,12 +347,12 @@ def test_c9_cached_block_has_a_reference_or_is_on_the_list(make_pool, make_plan,
     pool = make_pool()
     handle = pool.open()
     grow(pool, handle, 8)
-    pool.mark_committed([1, 2])
+    pool.blocks.mark_cached([1, 2])
     pool.close(handle)
     assert pool.stats().evictable == 2
-    pool.revive([1, 2])
+    pool.blocks.touch([1, 2])
     assert pool.stats().evictable == 0
-    assert not {1, 2} & set(pool.alloc(13).tolist())
+    assert not {1, 2} & set(pool.blocks.alloc(13).tolist())
 
 
 @row(RetractedGoesBlank)
@@ -361,12 +361,12 @@ def test_c9_retracted_request_leaves_its_committed_chunk_in_one_place(make_pool,
     pool = make_pool(prefix_cache=True)
     handle = pool.open(A + B + C)
     compute(make_plan, pool, handle, 6)
-    pool.commit(handle, A + B[:2])
+    pool.prefix.commit(handle, A + B[:2])
     pool.close(handle)
     stats = pool.stats()
     assert (stats.evictable, stats.used, stats.free) == (1, 0, 14)
-    assert pool.match(A + B) == 4
-    assert 1 not in pool.alloc(14).tolist()
+    assert pool.prefix.match(A + B) == 4
+    assert 1 not in pool.blocks.alloc(14).tolist()
 
 
 @row(CommitMakesRoom)
@@ -376,7 +376,7 @@ def test_c10_commit_takes_and_evicts_nothing(make_pool, make_plan):
     handle = pool.open(A + B + C)
     compute(make_plan, pool, handle, 12)
     before = pool.stats()
-    pool.commit(handle, A + B + C)
+    pool.prefix.commit(handle, A + B + C)
     assert pool.stats() == before
     assert pool.table(handle).tolist() == [1, 2, 3]
 
@@ -386,11 +386,11 @@ def test_c11_orphan_of_an_evicted_parent_is_never_found(make_pool, make_plan):
     """TensorRT-LLM PR15018: orphaned blocks came back with stale content."""
     pool = make_pool(prefix_cache=True)
     handle = serve(make_plan, pool, A + B)
-    pool.incref(2)
+    pool.blocks.incref(2)
     pool.close(handle)
-    pool.evict(1)
+    pool.blocks.evict(1)
     cache(make_plan, pool, A + C)
-    assert pool.match(A + B + C) == 4
+    assert pool.prefix.match(A + B + C) == 4
 
 
 @row(NodeNumbersComeBack)
@@ -398,16 +398,16 @@ def test_c12_chain_that_was_evicted_joins_no_other(make_pool, make_plan):
     """Stale links joined chains that had ended."""
     pool = make_pool(prefix_cache=True)
     handle = serve(make_plan, pool, A + B)
-    pool.incref(2)
+    pool.blocks.incref(2)
     pool.close(handle)
-    pool.evict(1)  # the parent of the block that is still held
+    pool.blocks.evict(1)  # the parent of the block that is still held
     cache(make_plan, pool, C)  # what comes next has no children
-    assert pool.match([*C, *B, 0]) == 4
+    assert pool.prefix.match([*C, *B, 0]) == 4
     for turn in range(20):
         prompt = [turn] * 4 + [turn + 1] * 4 + [turn % 2] * 4
         cache(make_plan, pool, prompt)
         for other in range(20):
-            assert pool.match([turn] * 4 + [turn + 1] * 4 + [other + 2] * 4 + [0]) == 8
+            assert pool.prefix.match([turn] * 4 + [turn + 1] * 4 + [other + 2] * 4 + [0]) == 8
 
 
 @row(TornDownByRecursion)
@@ -426,14 +426,14 @@ def test_c12_deep_chain_ends_without_deep_recursion(make_pool, make_plan):
 def test_c13_hits_leave_the_free_list_before_the_capacity_check(make_pool):
     """Hit blocks were counted as available and as hits: the check passed, the allocation failed."""
     pool = make_pool(5, 4)
-    ids = pool.alloc(4)
-    pool.mark_committed(ids)
-    pool.free(ids)
-    pool.revive([1, 2])
+    ids = pool.blocks.alloc(4)
+    pool.blocks.mark_cached(ids)
+    pool.blocks.free(ids)
+    pool.blocks.touch([1, 2])
     with pytest.raises(OutOfBlocks) as caught:
-        pool.alloc(3)
+        pool.blocks.alloc(3)
     assert (caught.value.evictable, caught.value.short_by) == (2, 1)
-    assert pool.alloc(2).tolist() == [3, 4]
+    assert pool.blocks.alloc(2).tolist() == [3, 4]
 
 
 @row(HitsAreRoomToo)
@@ -444,7 +444,7 @@ def test_c13_open_fits_exactly_when_its_blocks_are_there(make_pool, make_plan):
             pool = make_pool(cached + blank + 9, 4, prefix_cache=True, watermark=0)
             prompt = [t for block in range(cached) for t in [block + 1] * 4]
             cache(make_plan, pool, prompt)
-            pool.alloc(pool.stats().free - blank)
+            pool.blocks.alloc(pool.stats().free - blank)
             request = prompt[: 4 * hits] + [99] * (4 * need)
             if need <= blank + cached - hits:
                 handle = pool.open(request)
@@ -454,7 +454,7 @@ def test_c13_open_fits_exactly_when_its_blocks_are_there(make_pool, make_plan):
                 with pytest.raises(OutOfBlocks) as caught:
                     pool.open(request)
                 assert caught.value.short_by == need - (blank + cached - hits)
-                assert pool.match([*prompt, 0]) == 4 * cached
+                assert pool.prefix.match([*prompt, 0]) == 4 * cached
             pool.check()
             pool.shutdown()
 
@@ -471,12 +471,12 @@ def test_c14_device_that_keeps_the_order_reads_what_was_written(parts):
 def test_c15_hit_that_was_evicted_in_between_is_refused(make_pool, refused):
     """A hit was evicted between lookup and use."""
     pool = make_pool(2, 4)
-    block = pool.alloc()
-    pool.mark_committed(block)
-    pool.free(block)
-    pool.evict(1)
-    with refused(pool, ValueError, "revive", block):
-        pool.revive(block)
+    block = pool.blocks.alloc()
+    pool.blocks.mark_cached(block)
+    pool.blocks.free(block)
+    pool.blocks.evict(1)
+    with refused(pool, ValueError, "touch", block):
+        pool.blocks.touch(block)
 
 
 @row(CachedIsNotTouched)
@@ -485,7 +485,7 @@ def test_c15_hit_cannot_be_evicted_between_lookup_and_use(make_pool, make_plan):
     pool = make_pool(4, prefix_cache=True)
     cache(make_plan, pool, A)
     handle = pool.open(A + B)
-    assert pool.evict(16) == 0
+    assert pool.blocks.evict(16) == 0
     with pytest.raises(OutOfBlocks):
         pool.open([9] * 12)
     assert pool.table(handle).tolist() == [1, 2] and pool.num_tokens(handle) == 4
@@ -504,24 +504,24 @@ def test_c16_output_is_the_same_under_eviction_pressure(make_pool, make_plan):
         for i, block in enumerate(table[: cached // 2]):
             assert content[block] == prompt[: 2 * i + 2]
         compute(make_plan, pool, handle, len(prompt) - cached)
-        pool.commit(handle, list(prompt[cached:]))
+        pool.prefix.commit(handle, list(prompt[cached:]))
         for i in range(cached // 2, len(prompt) // 2):
             content[table[i]] = prompt[: 2 * i + 2]
         pool.close(handle)
-    assert pool.prefix_stats().evicted > 100 and pool.prefix_stats().hit_tokens > 100
+    assert pool.prefix.stats().evicted > 100 and pool.prefix.stats().hit_tokens > 100
 
 
 @row(EvictedKeepsItsMark)
 def test_c17_recycled_block_keeps_no_committed_bit(make_pool, make_plan):
     """A recycled block kept its old hash, or its 'computed' bit."""
     pool = make_pool(2, 4)
-    pool.alloc()
-    pool.mark_committed(1)
-    pool.free(1)
+    pool.blocks.alloc()
+    pool.blocks.mark_cached(1)
+    pool.blocks.free(1)
     plan = make_plan(pool)
     handle = pool.open()
     pool.step(plan, [handle], 1)
-    assert pool.take_dropped().tolist() == [1]
+    assert pool.blocks.drain_evicted().tolist() == [1]
     pool.done(plan)
     pool.step(plan, [handle], 1)  # in place: the block is not committed any more
     assert plan.copies.shape == (0, 3) and plan.slot_mapping.tolist() == [5]
@@ -538,9 +538,9 @@ def test_c17_evicted_block_leaves_the_index_and_its_mark(make_pool, make_plan):
         cache(make_plan, pool, [turn] * 4)
         handle = pool.open()
         compute(make_plan, pool, handle, 8)  # takes both
-        assert [pool.match([n] * 5) for n in range(turn + 1)] == [0] * (turn + 1)
+        assert [pool.prefix.match([n] * 5) for n in range(turn + 1)] == [0] * (turn + 1)
         pool.close(handle)
-        assert pool.stats().evictable == pool.prefix_stats().nodes == 0
+        assert pool.stats().evictable == pool.prefix.stats().nodes == 0
 
 
 @row(SlotIsTheHandle)

@@ -53,9 +53,9 @@ class ShowsItsOwnMemory(Unchecked):
         self._shown[: len(found)] = found
         return self._shown[: len(found)]
 
-    def alloc(self, n=None, out=None):
+    def _blocks_alloc(self, n=None, out=None):
         """In the same array."""
-        ids = super().alloc(n)
+        ids = super()._blocks_alloc(n)
         if hasattr(self, "_shown"):
             self._shown[:2] = np.atleast_1d(ids)[:2]
         return ids
@@ -138,10 +138,10 @@ def test_d5_arrays_that_the_pool_returned_do_not_change_under_the_caller(make_po
     pool = make_pool()
     handle = pool.open()
     grow(pool, handle, 6)
-    table, ids = pool.table(handle), pool.alloc(2)
+    table, ids = pool.table(handle), pool.blocks.alloc(2)
     pool.truncate(handle, 0)
-    pool.free(ids)
-    pool.alloc(5)
+    pool.blocks.free(ids)
+    pool.blocks.alloc(5)
     assert table.tolist() == [1, 2] and ids.tolist() == [3, 4]
 
 

@@ -46,7 +46,7 @@ class MatchCountsAnotherWay(Unchecked):
     """The scheduler's number and the worker's are computed in two places."""
 
     @public_call
-    def match(self, tokens, namespace=b""):
+    def _prefix_match(self, tokens, namespace=b""):
         """All full blocks."""
         return len(self._hits(list(tokens), namespace, len(tokens) // self.block_size)) * self.block_size
 
@@ -197,10 +197,10 @@ def check_e1_fully_cached_prompt_leaves_one_token_and_keeps_its_chain(make_pool,
     handle = pool.open(prompt)
     assert pool.num_tokens(handle) == 2 * block_size
     compute(make_plan, pool, handle, block_size)
-    pool.commit(handle, prompt[2 * block_size :])  # a duplicate of the third block
+    pool.prefix.commit(handle, prompt[2 * block_size :])  # a duplicate of the third block
     compute(make_plan, pool, handle, block_size)
-    pool.commit(handle, [7] * block_size)
-    assert pool.match([*prompt, *[7] * block_size, 8]) == 4 * block_size
+    pool.prefix.commit(handle, [7] * block_size)
+    assert pool.prefix.match([*prompt, *[7] * block_size, 8]) == 4 * block_size
 
 
 @row(NothingIsLeftToCompute)
@@ -213,7 +213,7 @@ def test_e1_fully_cached_prompt_leaves_one_token_and_keeps_its_chain(make_pool, 
 def check_e2_length_of_the_cached_part_is_not_cut_twice(make_pool, make_plan, length, cached):
     pool = make_pool(8, 16, prefix_cache=True)
     cache(make_plan, pool, list(range(48)))
-    assert pool.match(list(range(length))) == cached
+    assert pool.prefix.match(list(range(length))) == cached
 
 
 @row(CutTwice)
@@ -230,9 +230,9 @@ def test_e3_length_of_the_cached_part_has_one_source(make_pool, make_plan):
     cache(make_plan, pool, list(range(40)))
     for length in range(1, 50):
         prompt = list(range(length))
-        promised, before = pool.match(prompt), pool.prefix_stats().hit_tokens
+        promised, before = pool.prefix.match(prompt), pool.prefix.stats().hit_tokens
         handle = pool.open(prompt)
-        assert pool.num_tokens(handle) == promised == pool.prefix_stats().hit_tokens - before
+        assert pool.num_tokens(handle) == promised == pool.prefix.stats().hit_tokens - before
         pool.close(handle)
 
 
@@ -261,7 +261,7 @@ def test_e4_lookahead_at_a_block_boundary_loses_no_data_block(make_pool, make_pl
     pool.done(plan)
     pool.truncate(handle, 8)
     assert pool.table(handle).tolist() == [1, 2]
-    assert pool.match(A + B + C) == 8
+    assert pool.prefix.match(A + B + C) == 8
 
 
 @row(broken(Backend=WindowIsOneShortUntilFull), model=False)
@@ -328,9 +328,9 @@ def test_e7_prompt_up_to_the_limit_fits_and_one_token_more_is_refused(make_pool,
 def test_e8_cached_blocks_count_once_in_the_capacity_check(make_pool, make_plan):
     """The number of touched blocks was wrong when cached blocks sat in the evictor."""
     pool = make_pool(5, 4)
-    ids = pool.alloc(2)
-    pool.mark_committed(ids)
-    pool.free(ids)
+    ids = pool.blocks.alloc(2)
+    pool.blocks.mark_cached(ids)
+    pool.blocks.free(ids)
     handle = pool.open()
     assert pool.can([handle], 16) is True
     pool.step(make_plan(pool), [handle], 16)
@@ -410,7 +410,7 @@ def test_e11_slots_of_the_rest_of_a_prompt_are_as_many_as_its_tokens(make_pool, 
 def test_e12_ids_stay_below_num_blocks(make_pool):
     """The scheduler had 35341 blocks, the worker 34435: ids were out of the worker's range."""
     pool = make_pool(34)
-    assert max(pool.alloc(33).tolist()) == 33 and not pool.stats().free
+    assert max(pool.blocks.alloc(33).tolist()) == 33 and not pool.stats().free
 
 
 @row(broken(Manager=TwoCapacities), model=False)

@@ -79,11 +79,11 @@ def check(factory, name):
 
 def check_f1_null_block_is_reserved_by_the_constructor(make_pool, reserved):
     pool = make_pool(12, reserved_blocks=reserved)
-    ids = pool.alloc(12 - reserved).tolist()
+    ids = pool.blocks.alloc(12 - reserved).tolist()
     assert ids == list(range(reserved, 12))
-    pool.free(ids[::-1])
+    pool.blocks.free(ids[::-1])
     pool.reset()
-    assert sorted(pool.alloc(12 - reserved).tolist()) == ids
+    assert sorted(pool.blocks.alloc(12 - reserved).tolist()) == ids
 
 
 @row(NullBlockIsTaken)
@@ -99,7 +99,7 @@ def test_f2_null_block_is_in_no_count(make_pool):
     pool = make_pool(12, reserved_blocks=3)
     stats = pool.stats()
     assert (stats.free, stats.evictable, stats.used) == (9, 0, 0)
-    assert pool.refcount_histogram().sum() == 9
+    assert pool.blocks.refcount_histogram().sum() == 9
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")

@@ -58,7 +58,7 @@ class NoBounds(Unchecked):
     """An id is an index into whatever is there."""
 
     @public_call
-    def decref(self, ids):
+    def _blocks_decref(self, ids):
         """Those that exist."""
         self._drop_raw([block for block in ids if block in self._raw])
 
@@ -67,14 +67,14 @@ class CastTo32Bits(Unchecked):
     """An id is narrowed before it is checked."""
 
     @public_call
-    def free(self, ids):
+    def _blocks_free(self, ids):
         """Narrow."""
-        super().free.__wrapped__(self, np.asarray(ids).astype(np.int32))
+        super()._blocks_free.__wrapped__(self, np.asarray(ids).astype(np.int32))
 
 
 def check_g1_slots_beyond_int32_are_exact(make_pool, make_plan, block_size):
     pool = make_pool(40, block_size)
-    pool.alloc(36)
+    pool.blocks.alloc(36)
     handle = pool.open()
     plan = make_plan(pool, 1, 3, formats=("slot_mapping",), dtype="int64")
     pool.step(plan, [handle], 2)
@@ -131,9 +131,9 @@ def test_g5_capacity_is_computed_in_64_bits(make_pool):
 
 def check_g6_both_bounds_of_an_id_are_checked(make_pool, refused, block):
     pool = make_pool()
-    pool.alloc(3)
+    pool.blocks.alloc(3)
     with refused(pool, IndexError, "decref", block):
-        pool.decref([1, block])
+        pool.blocks.decref([1, block])
 
 
 @row(NoBounds)
@@ -147,6 +147,6 @@ def test_g6_both_bounds_of_an_id_are_checked(make_pool, refused):
 def test_g6_id_is_not_taken_modulo_2_32(make_pool, refused):
     """The same, through a narrowing cast."""
     pool = make_pool()
-    pool.alloc(3)
+    pool.blocks.alloc(3)
     with refused(pool, IndexError, "free", 2**32 + 2):
-        pool.free(np.array([2**32 + 2], np.int64))
+        pool.blocks.free(np.array([2**32 + 2], np.int64))

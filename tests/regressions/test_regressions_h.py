@@ -71,7 +71,7 @@ class SecondBooks(Unchecked):
         return super()._take()
 
     def _available(self):
-        return min(super()._available(), self.num_blocks - self.reserved_blocks - getattr(self, "_taken", 0))
+        return min(super()._available(), self.num_blocks - self.options.reserved_blocks - getattr(self, "_taken", 0))
 
 
 class WaitsForRoom(Unchecked):
@@ -85,11 +85,11 @@ class CommitsRowByRow(Unchecked):
     """A batch is refused in its middle; what was before it has happened."""
 
     @public_call
-    def commit(self, handles, tokens, counts=None):
+    def _prefix_commit(self, handles, tokens, counts=None):
         """One row after the other."""
         share = len(tokens) // len(handles)
         for i, handle in enumerate(handles):
-            super().commit.__wrapped__(self, handle, tokens[i * share : (i + 1) * share])
+            super()._prefix_commit.__wrapped__(self, handle, tokens[i * share : (i + 1) * share])
 
 
 class LikesLargeBlocks(Unchecked):
@@ -122,7 +122,7 @@ def test_h2_failed_step_leaves_no_reference_up_or_down(make_pool, make_plan, gro
     plan = make_plan(pool)
     with refused(pool, OutOfBlocks, "step", plans=[plan]):
         pool.step(plan, rows, 7)  # three copies and eight appended blocks, five are free
-    assert [pool.refcount(b) for b in range(1, 8)] == [4, 4, 0, 0, 0, 0, 0]
+    assert [pool.blocks.refcount(b) for b in range(1, 8)] == [4, 4, 0, 0, 0, 0, 0]
     assert [pool.table(h).tolist() for h in rows] == [[1, 2]] * 4
 
 
@@ -135,7 +135,7 @@ def test_h3_can_and_step_agree(make_pool, make_plan, grow):
         parent = pool.open()
         grow(pool, parent, int(rng.integers(1, 9)))
         rows = [parent, *pool.fork(parent, int(rng.integers(0, 3))).tolist(), pool.open(4)]
-        pool.alloc(int(rng.integers(0, 8)))
+        pool.blocks.alloc(int(rng.integers(0, 8)))
         new = rng.integers(0, 9, len(rows))
         plan = make_plan(pool)
         if pool.can(rows, new):
@@ -195,8 +195,8 @@ def test_h7_batch_that_is_refused_in_its_middle_has_done_nothing(make_pool, make
     compute(make_plan, pool, good, 4)
     compute(make_plan, pool, short, 3)
     with refused(pool, ValueError, "commit", 3):
-        pool.commit([good, short], [1, 1, 1, 1, 2, 2, 2, 2])
-    assert pool.match([1] * 5) == 0
+        pool.prefix.commit([good, short], [1, 1, 1, 1, 2, 2, 2, 2])
+    assert pool.prefix.match([1] * 5) == 0
 
 
 def check_h8_small_block_sizes_and_empty_prompts(make_pool, make_plan, block_size):

@@ -16,9 +16,14 @@ A, B = ([n] * 4 for n in (1, 2))
 
 
 PYTHON_HASHES = """
+from kvpool._core import PrefixCache
+
+class Prefix(PrefixCache):
+    def events(self):
+        return [(event[0], str(hash(("salt", *event[3]))).encode() * 2) for event in super().events()]
+
 class Pool(Pool):
-    def drain_events(self):
-        return [(event[0], str(hash(("salt", *event[3]))).encode() * 2) for event in super().drain_events()]
+    prefix = property(lambda pool: Prefix(pool))
 """
 
 
@@ -101,7 +106,7 @@ def test_i1_event_keys_do_not_depend_on_the_hash_seed_of_python(parts):
     ) + (
         parts.prelude + "pool = Pool(8, 2, prefix_cache=True, events=8); plan = Plan(pool, 1, 4)\n"
         "handle = pool.open([1, 2, 3, 4], b'x'); pool.step(plan, [handle], 4); pool.done(plan)\n"
-        "pool.commit(handle, [1, 2, 3, 4]); print([event[1].hex() for event in pool.drain_events()])\n"
+        "pool.prefix.commit(handle, [1, 2, 3, 4]); print([event[1].hex() for event in pool.prefix.events()])\n"
     )
     seen = set()
     for seed in ("0", "7"):
@@ -117,8 +122,8 @@ def test_i3_tenants_with_one_salt_hit_and_with_two_do_not(make_pool, make_plan, 
     """CVE-2025-46570: the time to the first token told one tenant what another had asked."""
     pool = make_pool(prefix_cache=True)
     cache(make_plan, pool, A, parts.namespace(salt="mine"))
-    assert pool.match(A + B, parts.namespace(salt="mine")) == 4
-    assert pool.match(A + B, parts.namespace(salt="yours")) == pool.match(A + B) == 0
+    assert pool.prefix.match(A + B, parts.namespace(salt="mine")) == 4
+    assert pool.prefix.match(A + B, parts.namespace(salt="yours")) == pool.prefix.match(A + B) == 0
 
 
 @row(PolynomialIsTheBlock)
@@ -132,9 +137,9 @@ def test_i4_algebraic_neighbours_of_a_block_miss(make_pool, make_plan):
             near = list(block)
             near[j] += sign * factor if near[j] + sign * factor >= 0 else factor
             near[j + 1] -= sign
-            assert pool.match([*near, 0]) == 0
+            assert pool.prefix.match([*near, 0]) == 0
     for order in itertools.permutations(block):
-        assert pool.match([*order, 0]) == (4 if list(order) == block else 0)
+        assert pool.prefix.match([*order, 0]) == (4 if list(order) == block else 0)
 
 
 def check_i5_colliding_hash_is_no_proof(make_pool, make_plan, bits):
@@ -142,10 +147,10 @@ def check_i5_colliding_hash_is_no_proof(make_pool, make_plan, bits):
     prompts = [[i] * 4 + [i + 1] * 4 for i in range(20)]
     tables = [pool.table(serve(make_plan, pool, prompt)).tolist() for prompt in prompts]
     for i, prompt in enumerate(prompts):
-        hits = pool.table(pool.pin(prompt)).tolist()
+        hits = pool.table(pool.prefix.pin(prompt)).tolist()
         assert hits == tables[i][: len(hits)]
-        assert pool.match([i] * 4 + [i + 2] * 4 + [0]) in (0, 4)
-        assert pool.match([i + 100] * 5) == 0
+        assert pool.prefix.match([i] * 4 + [i + 2] * 4 + [0]) in (0, 4)
+        assert pool.prefix.match([i + 100] * 5) == 0
 
 
 @row(HashIsTheBlock)
@@ -160,8 +165,8 @@ def test_i6_adapter_and_salt_of_one_name_are_two(make_pool, make_plan, parts):
     """vllm#44701, sglang#24638: untagged in one tuple; the base model hit blocks of an adapter."""
     pool = make_pool(prefix_cache=True)
     cache(make_plan, pool, A, parts.namespace(lora="a"))
-    assert pool.match(A + B, parts.namespace(lora="a")) == 4
-    assert pool.match(A + B, parts.namespace(salt="a")) == pool.match(A + B) == 0
+    assert pool.prefix.match(A + B, parts.namespace(lora="a")) == 4
+    assert pool.prefix.match(A + B, parts.namespace(salt="a")) == pool.prefix.match(A + B) == 0
 
 
 @row(broken(namespace=without_lora))
@@ -170,7 +175,7 @@ def test_i7_adapter_with_new_weights_under_an_old_name_misses(make_pool, make_pl
     old, new = (parts.namespace(lora=hashlib.sha256(weights).digest()) for weights in (b"old", b"new"))
     pool = make_pool(prefix_cache=True)
     cache(make_plan, pool, A, old)
-    assert (pool.match(A + B, old), pool.match(A + B, new)) == (4, 0)
+    assert (pool.prefix.match(A + B, old), pool.prefix.match(A + B, new)) == (4, 0)
 
 
 @row(KeysWithoutSalt)
@@ -180,7 +185,7 @@ def test_i8_keys_that_leave_the_pool_have_the_salt(make_pool, make_plan, parts):
     for salt in ("mine", "yours", "mine"):
         pool = make_pool(prefix_cache=True, events=8)
         cache(make_plan, pool, A + B, parts.namespace(salt=salt))
-        keys.append([event[1] for event in pool.drain_events()])
+        keys.append([event[1] for event in pool.prefix.events()])
     assert keys[0] == keys[2] and not set(keys[0]) & set(keys[1])
 
 
@@ -190,7 +195,7 @@ def test_i9_model_and_format_are_in_the_key(make_pool, make_plan, parts):
     spaces = [parts.namespace(model=m, kv_dtype=d) for m in ("one", "two") for d in ("float16", "int8")]
     pool = make_pool(prefix_cache=True)
     cache(make_plan, pool, A, spaces[0])
-    assert [pool.match(A + B, space) for space in spaces] == [4, 0, 0, 0]
+    assert [pool.prefix.match(A + B, space) for space in spaces] == [4, 0, 0, 0]
 
 
 @row(broken(digest=bytes_only))
@@ -201,7 +206,7 @@ def test_i10_image_of_another_shape_with_the_same_bytes_misses(make_pool, make_p
     one, other = (parts.namespace(multimodal=[(0, of(image))]) for image in (pixels, pixels.T.copy()))
     pool = make_pool(prefix_cache=True)
     cache(make_plan, pool, A, one)
-    assert (pool.match(A + B, one), pool.match(A + B, other)) == (4, 0)
+    assert (pool.prefix.match(A + B, one), pool.prefix.match(A + B, other)) == (4, 0)
 
 
 @row(broken(namespace=cut_digests))
@@ -212,8 +217,8 @@ def test_i11_digests_are_compared_whole(make_pool, make_plan, parts):
     cache(make_plan, pool, A, parts.namespace(multimodal=[(0, digest)]))
     for at in range(32):
         near = digest[:at] + bytes([digest[at] ^ 1]) + digest[at + 1 :]
-        assert pool.match(A + B, parts.namespace(multimodal=[(0, near)])) == 0
-    assert pool.match(A + B, parts.namespace(multimodal=[(0, digest)])) == 4
+        assert pool.prefix.match(A + B, parts.namespace(multimodal=[(0, near)])) == 0
+    assert pool.prefix.match(A + B, parts.namespace(multimodal=[(0, digest)])) == 4
 
 
 @row(broken(namespace=without_images))
@@ -222,9 +227,9 @@ def test_i12_equal_placeholder_tokens_of_two_images_miss(make_pool, make_plan, p
     placeholders = [32000] * 12
     pool = make_pool(prefix_cache=True)
     cache(make_plan, pool, placeholders, parts.namespace(multimodal=[(0, b"cat")]))
-    assert pool.match(placeholders, parts.namespace(multimodal=[(0, b"cat")])) == 8
-    assert pool.match(placeholders, parts.namespace(multimodal=[(0, b"dog")])) == 0
-    assert pool.match(placeholders) == 0
+    assert pool.prefix.match(placeholders, parts.namespace(multimodal=[(0, b"cat")])) == 8
+    assert pool.prefix.match(placeholders, parts.namespace(multimodal=[(0, b"dog")])) == 0
+    assert pool.prefix.match(placeholders) == 0
 
 
 @row(broken(namespace=joined))
@@ -233,4 +238,4 @@ def test_i13_fields_that_join_to_one_text_are_told_apart(make_pool, make_plan, p
     one, other = parts.namespace(salt="org_1", lora="2345"), parts.namespace(salt="org_12345", lora="")
     pool = make_pool(prefix_cache=True)
     cache(make_plan, pool, A, one)
-    assert (pool.match(A + B, one), pool.match(A + B, other)) == (4, 0)
+    assert (pool.prefix.match(A + B, one), pool.prefix.match(A + B, other)) == (4, 0)

@@ -6,6 +6,7 @@ import pytest
 from catalogue import Unchecked, broken, row
 
 from kvpool import Pool
+from kvpool._core import BlockAPI
 
 SMALL, LARGE = 2**6, 2**15
 RATIO = 40  # a scan of every block makes it five hundred
@@ -20,13 +21,22 @@ class ChecksInStats(Pool):
         return super().stats()
 
 
-class ScansForAVictim(Pool):
-    """Eviction looks at every block."""
+class BlocksWithAScan(BlockAPI):
+    """See `ScansForAVictim`."""
 
     def alloc(self, n=None):
         """Look at everything."""
-        self.check()
+        self.pool.check()
         return super().alloc(n)
+
+
+class ScansForAVictim(Pool):
+    """Eviction looks at every block."""
+
+    @property
+    def blocks(self):
+        """Those that look."""
+        return BlocksWithAScan(self)
 
 
 class AssertsInsteadOfRaising(Unchecked):
@@ -61,10 +71,10 @@ def test_k2_eviction_costs_the_same_in_a_large_pool(make_pool):
     taken = []
     for blocks in (SMALL, LARGE):
         pool = make_pool(blocks)
-        ids = pool.alloc(blocks - 1)
-        pool.mark_committed(ids)
-        pool.free(ids)
-        taken.append(seconds_of(pool.alloc, 20))
+        ids = pool.blocks.alloc(blocks - 1)
+        pool.blocks.mark_cached(ids)
+        pool.blocks.free(ids)
+        taken.append(seconds_of(pool.blocks.alloc, 20))
         assert pool.stats().evictions == 60
     assert taken[1] < RATIO * taken[0]
 

@@ -130,7 +130,7 @@ def test_many_prompts_one_after_another_without_reset_give_every_page_back():
         assert pool.close_finished(handles, finished) == 2
         assert [pool.is_open(int(handle)) for handle in handles] == [False, True, False, True]
         pool.close(handles[~finished])
-        assert pool.num_free == 32 and pool.stats().sequences == 0
+        assert pool.blocks.num_blank == 32 and pool.stats().sequences == 0
     assert pool.stats().allocs > 32  # blocks were used again and again
 
 
@@ -154,12 +154,12 @@ def test_double_release_is_an_error_and_not_clamped_to_zero():
     handle = pool.open(4)
     block = int(pool.table(handle)[0])
     with pytest.raises(DoubleFree):
-        pool.decref(block)  # the sequence's reference is not the caller's
+        pool.blocks.decref(block)  # the sequence's reference is not the caller's
     pool.close(handle)
-    for release in (lambda: pool.close(handle), lambda: pool.decref(block), lambda: pool.free(block)):
+    for release in (lambda: pool.close(handle), lambda: pool.blocks.decref(block), lambda: pool.blocks.free(block)):
         with pytest.raises((StaleHandle, DoubleFree)):
             release()
-    assert pool.num_free == 7 and pool.refcount(block) == 0
+    assert pool.blocks.num_blank == 7 and pool.blocks.refcount(block) == 0
 
 
 def test_running_out_of_pages_is_an_exception_with_the_shortage():
@@ -179,9 +179,9 @@ def test_running_out_of_pages_is_an_exception_with_the_shortage():
 def test_free_list_does_not_hide_the_method_free():
     manager = KVBlockManager(KVSpec(1, 1, 4, "float32", 4), 8)
     seq_id = manager.new_sequence(9).seq_id
-    assert manager.pool.num_free == 4
+    assert manager.pool.blocks.num_blank == 4
     manager.free(seq_id)
-    assert manager.pool.num_free == 7
+    assert manager.pool.blocks.num_blank == 7
 
 
 def test_context_of_a_whole_number_of_blocks_sees_its_last_block():
@@ -219,7 +219,7 @@ def test_fork_copies_neither_blocks_nor_a_table_that_would_drift():
     pool.done(plan)
     allocs = pool.stats().allocs
     children = pool.fork(parent, 6)
-    assert pool.stats().allocs == allocs and pool.refcount(int(pool.table(parent)[0])) == 7
+    assert pool.stats().allocs == allocs and pool.blocks.refcount(int(pool.table(parent)[0])) == 7
     pool.step(plan, children)  # 40 is a multiple of 4: a new block each, nothing to copy
     assert len(plan.copies) == 0 and len({int(pool.table(int(c))[10]) for c in children}) == 6
     pool.done(plan)
@@ -276,16 +276,16 @@ def test_partly_filled_block_is_never_written_by_two_sequences():
 def test_freed_cached_blocks_stay_until_they_are_needed_and_leave_oldest_first():
     """The sketch forgot a cached block with its last reference, and hashes that others still owned."""
     pool = Pool(5, 4)
-    blocks = pool.alloc(4)
-    pool.mark_committed(blocks)
-    pool.free(blocks[:2])
-    pool.free(blocks[2:])
-    assert pool.num_free == 0 and pool.stats().evictable == 4
-    pool.revive(blocks[:1])  # a hit
-    assert pool.refcount(int(blocks[0])) == 1 and pool.stats().evictable == 3
-    assert pool.alloc() == blocks[1]
-    assert pool.take_dropped().tolist() == [blocks[1]]
-    assert pool.refcount(int(blocks[0])) == 1
+    blocks = pool.blocks.alloc(4)
+    pool.blocks.mark_cached(blocks)
+    pool.blocks.free(blocks[:2])
+    pool.blocks.free(blocks[2:])
+    assert pool.blocks.num_blank == 0 and pool.stats().evictable == 4
+    pool.blocks.touch(blocks[:1])  # a hit
+    assert pool.blocks.refcount(int(blocks[0])) == 1 and pool.stats().evictable == 3
+    assert pool.blocks.alloc() == blocks[1]
+    assert pool.blocks.drain_evicted().tolist() == [blocks[1]]
+    assert pool.blocks.refcount(int(blocks[0])) == 1
 
 
 # ---------------------------------------------------------------------- H2O on MLX: no new tensors
@@ -315,13 +315,13 @@ def test_storage_never_moves_and_never_grows():
 
 def test_pool_hands_out_counts_and_refuses_as_a_whole():
     pool = Pool(64, 4, reserved_blocks=0)
-    blocks = pool.alloc(30)
-    assert (pool.num_free, used(pool)) == (34, 30)
+    blocks = pool.blocks.alloc(30)
+    assert (pool.blocks.num_blank, used(pool)) == (34, 30)
     with pytest.raises(OutOfBlocks):
-        pool.alloc(35)
-    assert pool.num_free == 34
-    pool.free(blocks)
-    assert (pool.num_free, used(pool)) == (64, 0)
+        pool.blocks.alloc(35)
+    assert pool.blocks.num_blank == 34
+    pool.blocks.free(blocks)
+    assert (pool.blocks.num_blank, used(pool)) == (64, 0)
 
 
 def test_page_table_grows_at_boundaries_and_maps_positions():
@@ -499,7 +499,7 @@ def test_sequence_larger_than_the_pool_is_an_error_and_no_livelock():
     scheduler.waiting.append(Request([1] * 33, 1, 0))
     with pytest.raises(CapacityExceeded):
         scheduler.run()
-    assert scheduler.pool.num_free == 8 and scheduler.time == 0
+    assert scheduler.pool.blocks.num_blank == 8 and scheduler.time == 0
 
 
 def test_sequence_larger_than_the_pool_is_out_of_blocks_where_tables_are_wider():

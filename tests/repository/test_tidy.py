@@ -19,12 +19,12 @@ FOLDERS = (
 SUFFIXES = (".py", ".pyx", ".pxd", ".pxi", ".pyi", ".c", ".h", ".metal", ".rs", ".sh")
 # Spelled in halves, so that the list does not find itself.
 UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X|HA" + r"CK)\b")
-# A part of the core may use those before it, never those after it.
+# A part of the core may use those before it, never those after it; a class may be declared before its methods.
 CORE_ORDER = (
     *("types", "memory", "lock", "sha256", "args", "record"),  # C functions on structs
     *("blocks", "sequence", "names", "events", "prefix", "step", "wire"),
-    *("refuse", "block_calls", "sequence_calls", "plan"),  # what Python sees of them
-    *("prefix_calls", "evict_calls", "keys", "pool_blocks", "pool"),
+    *("refuse", "state", "block_calls", "sequence_calls", "plan"),  # calls of a pool, in C, and classes for Python
+    *("prefix_calls", "step_calls", "evict_calls", "keys", "pool"),
 )
 CORE_INCLUDE = re.compile(r'^include "core/(\w+)\.\w+"$', re.MULTILINE)
 CORE_NAME = re.compile(
@@ -166,12 +166,13 @@ def core_names(text):
 
 def used_too_early(parts):
     """Return (part, name) where a part of the core uses a name of a later one; a function is used if it is called."""
-    found, later = [], set()
-    for part, text in reversed(parts.items()):
+    found, known = [], set()
+    everywhere = set().union(*map(core_names, parts.values()))
+    for part, text in parts.items():
         used = set(re.findall(r"(?<![.\w])(?:[A-Z]\w*|[a-z]\w*(?=\())", text))
-        own = core_names(text) | {name for name, _ in cython_functions(text)}  # methods too
-        found += [(part, name) for name in sorted(used & later - own)]
-        later |= core_names(text)
+        known |= core_names(text)
+        own = {name for name, _ in cython_functions(text)}  # methods too
+        found += [(part, name) for name in sorted(used & everywhere - known - own)]
     return found
 
 

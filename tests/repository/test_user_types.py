@@ -50,7 +50,7 @@ def test_checker_reports_each_mistake_and_nothing_else(checker, sources):
 
 
 FAULTS = [
-    ("kvpool/_core.pyi", "_hash_bits: int = 64,\n    ) -> Self", "_hash_bits: int = 64,\n    ) -> BlockPool"),
+    ("kvpool/_core.pyi", "_hash_bits: int = 64,\n    ) -> Self", "_hash_bits: int = 64,\n    ) -> BlockAPI"),
     ("kvpool/_core.pyi", "backend: Any = None,\n    ) -> Self", "backend: Any = None,\n    ) -> object"),
     ("kvpool/__init__.py", "if not TYPE_CHECKING:", "if True:"),
 ]
@@ -141,7 +141,7 @@ def stub_signature(stub, cls):
 @pytest.mark.parametrize(
     ("cls", "stub"),
     [
-        (kvpool.Pool, "kvpool/_core.pyi BlockPool"),
+        (kvpool.Pool, "kvpool/_core.pyi Pool"),
         (kvpool.Plan, "kvpool/_core.pyi Plan"),
         (BlockStore, "kvpool_backends/cpu/_kernels.pyi BlockStore"),
     ],

@@ -232,7 +232,7 @@ def test_beams_sequences_taken_by_others_restart_without_loss():
         order = [np.argsort(-s, kind="stable") for s in scores]
         given = (np.int32(order), np.float32([s[o] for s, o in zip(scores, order, strict=True)])) if scores else None
         if turn == 0:
-            held = [pool.open() for _ in range(pool.max_seqs - pool.stats().sequences)]
+            held = [pool.open() for _ in range(pool.options.max_seqs - pool.stats().sequences)]
         outputs += scheduler.update(step, np.zeros(len(scores), np.int32), beams=given)
         scheduler.check()
         if held:
@@ -252,7 +252,7 @@ class Crowded:
         return getattr(self._pool, name)
 
     def fork(self, handle, n=1):
-        others = [self._pool.open() for _ in range(self._pool.max_seqs - self._pool.stats().sequences)]
+        others = [self._pool.open() for _ in range(self._pool.options.max_seqs - self._pool.stats().sequences)]
         try:
             return self._pool.fork(handle, n)
         finally:

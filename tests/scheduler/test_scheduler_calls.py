@@ -337,12 +337,12 @@ def test_planted_fault_of_a_call_is_convicted(plant, monkeypatch):
 def test_out_of_blocks_by_others_changes_nothing_and_passes():
     """Somebody else holds the pool: `schedule` says so, loses nothing, and goes on when there is room."""
     runner = Runner(Workload(0, {"num_blocks": 8, "block_size": 2}, {"max_running": 2}, []))
-    held = runner.pool.alloc(7)
+    held = runner.pool.blocks.alloc(7)
     runner.scheduler.add(Request([1, 2, 3], 2, id=0))
     before = runner.pool.fingerprint(), runner.scheduler.stats()
     with pytest.raises(OutOfBlocks, match=r"\[schedule\]"):
         runner.scheduler.schedule()
     assert (runner.pool.fingerprint(), runner.scheduler.stats()) == before
-    runner.pool.free(held)
+    runner.pool.blocks.free(held)
     step = runner.scheduler.schedule()
     assert step.tokens.tolist() == [1, 2, 3]

@@ -144,7 +144,7 @@ def finished_request_keeps_a_block():
 
     def leak(self, sequence, reason, now, *rest):
         if sequence.slot >= 0 and self.available():
-            self.pool.alloc()
+            self.pool.blocks.alloc()
         return finish(self, sequence, reason, now, *rest)
 
     with mock.patch.object(Core, "finish", leak):

@@ -194,11 +194,11 @@ def test_compacted_sequence_is_not_spilled():
     for name in range(2):
         scheduler.add(Request(range(name, name + 30), max_tokens=40))
         run(scheduler, memory, 6)
-    guest = pool.alloc(pool.stats().free)
+    guest = pool.blocks.alloc(pool.stats().free)
     with suppress(OutOfBlocks):
         run(scheduler, memory, 8)
     assert not tier.calls
-    pool.decref(guest)
+    pool.blocks.decref(guest)
     assert all(output.tokens.size == 40 for output in run(scheduler, memory))
 
 

@@ -135,7 +135,7 @@ def test_prompts_that_begin_alike_share_blocks(model, prompts, expected, pools):
     with install():
         assert generate(model, twice, max_batch_tokens=48) == expected + expected
     (allocator,) = pools
-    assert allocator.blocks.prefix_stats().hit_tokens == 0  # counts opens; transformers pins what it has found
+    assert allocator.blocks.prefix.stats().hit_tokens == 0  # counts opens; transformers pins what it has found
     assert allocator.blocks.stats().allocs < sum(-(-(len(p) + NEW) // 16) for p in twice)
 
 

@@ -293,7 +293,7 @@ class Batch:
     def _fitting_plan(self, num_tokens: int, longest: int) -> Any:
         """The batch's plan, or a larger one (sizes double, so this is rare)."""
         pool, plan = self.kv.pool, self._plan
-        width = min(-(-longest // pool.block_size), pool.max_blocks_per_seq)
+        width = min(-(-longest // pool.block_size), pool.options.max_blocks_per_seq)
         rows, num_tokens = len(self.handles), max(num_tokens, len(self.handles))
         if plan is None or plan.max_rows < rows or plan.max_tokens < num_tokens or plan.table_width < width:
             self._plan = kvpool.Plan(
@@ -301,7 +301,7 @@ class Batch:
                 _power_of_two(rows),
                 _power_of_two(num_tokens),
                 backend=self.kv.backend,
-                table_width=min(_power_of_two(max(width, 16)), pool.max_blocks_per_seq),
+                table_width=min(_power_of_two(max(width, 16)), pool.options.max_blocks_per_seq),
                 pad={"block_tables": 0},  # gathered and masked, so it must be some block
             )
         return self._plan
@@ -412,7 +412,7 @@ class Batch:
         length = int(self.rows.lens[0])
         if known.num_tokens < length:
             with self.kv.lock:
-                self.kv.pool.commit(self.handles[0], tokens[known.num_tokens : length])
+                self.kv.pool.prefix.commit(self.handles[0], tokens[known.num_tokens : length])
                 self.known = [Known(known.namespace, length)]
         return length - known.num_tokens
 

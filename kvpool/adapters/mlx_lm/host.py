@@ -229,7 +229,7 @@ class PagedKV:
         self._hooks: list[Hook] = []  # one for each time that the block was entered
         self._why_gather = why_gather
         self.num_layers = len(windows)
-        self.prefix_cache = prefix_cache
+        self.prefix_cache = prefix_cache and pool.prefix is not None
         self._number = str(next(_numbers))
         self.namespace = self.own_namespace(b"")
         self.query_tokens = self.hit_tokens = 0
@@ -321,7 +321,7 @@ class PagedKV:
     def pinned(self, tokens: Sequence[int], own: bytes) -> tuple[list[PagedKVCache], int]:
         """`fetch` in a namespace as `own_namespace` has made it, and without an account."""
         with self.lock:
-            handle = self.pool.pin(tokens[: max(len(tokens) - 1, 0)], own)
+            handle = self.pool.prefix.pin(tokens[: max(len(tokens) - 1, 0)], own)
             num_cached = self.pool.num_tokens(handle)
         known = Known(own, num_cached)
         batch = Batch(self, [handle], [num_cached], False, [known], self.eviction)
@@ -370,7 +370,7 @@ class PagedKV:
 
     def open_empty(self) -> int:
         """A new sequence in the model's own namespace."""
-        return int(self.pool.pin([], self.namespace) if self.prefix_cache else self.pool.open())
+        return int(self.pool.prefix.pin([], self.namespace) if self.prefix_cache else self.pool.open())
 
     def _require_prefix_cache(self, call: str) -> None:
         if not self.prefix_cache:
@@ -414,7 +414,7 @@ class PagedKV:
         requests = [(0, prompt_len + max_tokens), *running]
         growth = sum(self.blocks_for(limit) - self.blocks_for(now) + 1 for now, limit in requests)
         longest = self.blocks_for(prompt_len + max_tokens)
-        return growth <= self._available() and longest <= self.pool.max_blocks_per_seq
+        return growth <= self._available() and longest <= self.pool.options.max_blocks_per_seq
 
     def summary(self) -> Summary:
         """The account as of now, from any thread: it does not wait for MLX and evaluates nothing."""

@@ -42,7 +42,7 @@ class PagedPromptCache:
     stays. Sizes count blocks, not sequences, and only those that no running sequence uses.
 
     The weights are taken to stay as they are. After they changed, an adapter loaded into the model for
-    instance, use another `model` key or ``kv.pool.flush()``.
+    instance, use another `model` key or ``kv.pool.prefix.flush()``.
     """
 
     def __init__(self, kv: PagedKV, draft: PagedKV | None = None) -> None:
@@ -122,7 +122,7 @@ class PagedPromptCache:
             if n_bytes is not None:
                 excess.append(-(-(self.nbytes - max(0, n_bytes)) // kv.backend.spec.block_nbytes))
             with kv.lock:
-                kv.pool.evict(max(excess))
+                kv.pool.blocks.evict(max(excess))
 
     def stats_by_type(self) -> dict[str, dict[str, int]]:
         """Blocks and their bytes: those kept for later requests, and those that caches hold now."""

@@ -162,7 +162,7 @@ class PromptCache:
         if provider.kv is not None and provider.engine is not None and provider.engine.is_running(prompt_cache):
             known = prompt_cache[0].batch.known[0]
             with provider.kv.lock:
-                if provider.kv.pool.match([*tokens, 0], known.namespace) > known.num_tokens:
+                if provider.kv.pool.prefix.match([*tokens, 0], known.namespace) > known.num_tokens:
                     return
         assert provider.prompts is not None
         provider.prompts.insert_cache(model, tokens, prompt_cache, **kind)
@@ -287,7 +287,7 @@ class AdmittingGenerator(BatchGenerator):
             return kv.can_admit(0, 0, requests)
         size, chunk = kv.pool.block_size, self.prefill_step_size
         most = sum(blocks_at_most(policy, limit, chunk, size) for _, limit in requests)
-        return most <= kv.pool.num_blocks - kv.pool.reserved_blocks
+        return most <= kv.pool.num_blocks - kv.pool.options.reserved_blocks
 
     def _running(self) -> list[tuple[int, int]]:
         """Tokens now and at most of each sequence that is in a batch."""
@@ -353,7 +353,7 @@ class Responder(server.ResponseGenerator):
         kv = self.model_provider.kv
         if kv is not None:
             tokens, size = len(found[0]) + args.max_tokens, kv.pool.block_size
-            usable = min(kv.pool.num_blocks - kv.pool.reserved_blocks, kv.pool.max_blocks_per_seq) - 2
+            usable = min(kv.pool.num_blocks - kv.pool.options.reserved_blocks, kv.pool.options.max_blocks_per_seq) - 2
             needed = kv.blocks_for(tokens)
             if kv.eviction is not None:  # with copies, see `AdmittingGenerator`
                 usable, chunk = usable + 2, self.model_provider.cli_args.prefill_step_size

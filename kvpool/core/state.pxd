@@ -1,0 +1,50 @@
+"""`State`: all that the calls of a pool read and change, and the lock around it."""
+
+
+cdef struct State:
+    Lock mutex
+    Spare spare                 # memory for arguments
+    Blocks blocks
+    Seqs seqs
+    Index index
+    Record record               # of the calls that changed something
+    bint indexed                # an index of our own looks after committed blocks
+    int64_t* deferred           # [deferred_room] handles whose owners were finalized, num_deferred valid
+    int64_t num_deferred
+    int64_t deferred_room
+    Step scratch                # rows of dry runs
+    int64_t next_step
+    bint steps_pend             # not in_order
+    Pending pending
+
+
+cdef class Plan
+
+
+cdef class Pool:                # here, as its parts are other classes' business; the calls stand in pool.pxi
+    cdef State state
+    cdef list plans             # the Plans of pending steps, which must live as long; in no order
+    cdef readonly object options
+    cdef object __weakref__
+
+    cdef int init_blocks(self, object num_blocks, object block_size, object reserved_blocks, object record) except -1
+    cdef int init_seqs(self, object max_seqs, object max_blocks_per_seq, object watermark) except -1
+    cdef tuple init_index(self, object seed, object prefix_cache, object events, object hash_bits)
+    cdef int shorten(self, object handles, object lens, int64_t first, str call) except -1
+    cdef int read(self, object handle, str call, Seq* q, SeqLife* life) except -1
+    cdef int shorten(self, object handles, object lens, int64_t first, str call) except -1
+    cdef int read(self, object handle, str call, Seq* q, SeqLife* life) except -1
+    cdef Plan check_plan(self, object plan, str call)
+    cdef int keep_plan(self, Plan plan) except -1
+    cdef int let_go_of_plan(self, Plan plan) except -1
+    cdef int run(self, object plan, object handles, object num_new, str call, bint advance, object partial,
+                 object pad_to) except -1
+    cdef int run_plan(self, Plan plan, const Ints* rows, const Ints* new, str call, bint advance, bint partial,
+                      int64_t pad_rows, int64_t pad_tokens) except -1
+    cdef int end_done(self, Plan plan, str call) except -1
+    cdef int end_rollback(self, Plan plan, str call) except -1
+
+
+cdef int pool_enter(State* pool, str call) except -1
+cdef int pool_enter_any(State* pool, str call) except -1
+cdef void pool_leave(State* pool) noexcept nogil

@@ -1,0 +1,221 @@
+"""Steps of a pool: make one, ask for one, end one; and what `check` looks at."""
+
+cdef extern from *:
+    """
+    static inline void kv_add_reference(void *object) { Py_INCREF((PyObject *)object); }
+    """
+    void add_reference "kv_add_reference"(void* to) noexcept nogil      # for threads that are attached
+
+
+cdef void carry_out(State* pool, Plan plan, const int64_t* handles, bint advance, int64_t pad_rows, int64_t
+                    pad_tokens) noexcept nogil:
+    """Second half of a step: nothing here can fail."""
+    cdef Step* p = &plan.step
+    cdef Blocks* b = &pool.blocks
+    p.id = pool.next_step
+    p.noted_done = False
+    pool.next_step = p.id + 1
+    if pool.steps_pend:
+        pending_add(&pool.pending, p, b)
+    step_commit(p, &pool.seqs, b, handles, advance, pool.steps_pend)
+    wire_emit(&plan.wire, p, &pool.seqs, b, <int32_t>pad_rows, pad_tokens)
+    plan.rows = p.num_rows
+    plan.tokens = p.num_tokens
+    plan.copies_made = p.num_copies
+    plan.shown_rows = max(p.num_rows, <int32_t>pad_rows)
+    plan.shown_tokens = max(p.num_tokens, pad_tokens)
+    if not pool.steps_pend:
+        step_release_holds(p, b)
+        p.log_size = 0
+
+
+cdef int pool_step(State* pool, Plan plan, const Ints* rows, const Ints* new, bint advance, bint partial, int64_t
+                   pad_rows, int64_t pad_tokens, Verdict* v) noexcept nogil:
+    """Judge a step, and carry it out."""
+    cdef Limits limits
+    cdef uint32_t* word = NULL
+    cdef int status
+    if plan.step.pending:
+        return refused(v, PLAN_PENDING, -1, plan.step.id, 0, 0, 0)
+    status = plan.judge_arrays(v)
+    if status != OK:
+        return status
+    limits.max_tokens = plan.max_tokens_ if pad_tokens < 0 else pad_tokens
+    limits.seq_tokens = min(plan.seq_limit, pool.seqs.max_blocks * pool.blocks.block_size)
+    limits.table_width = plan.wire.table_width
+    seqs_new_stamp(&pool.seqs)
+    status = step_check(&plan.step, &pool.seqs, &pool.blocks, rows, new, &limits, advance, partial, v)
+    if status != OK:
+        step_undo_check(&plan.step, &pool.blocks, 0)
+        return status
+    if pool.record.data != NULL:
+        word = plan.write_step(&pool.record, rows, new, advance, partial)
+    carry_out(pool, plan, <const int64_t*>rows.data, advance, pad_rows, max(pad_tokens, <int64_t>0))
+    if pool.record.data != NULL:
+        record_end(&pool.record, word, pool.blocks.digest)
+    return OK
+
+
+cdef int pool_can(State* pool, Ints* rows, const Ints* new, Verdict* v) noexcept nogil:
+    cdef Limits limits
+    cdef Py_ssize_t i
+    cdef int status = seqs_judge(&pool.seqs, rows, v)
+    if status != OK:
+        return status
+    if new.size >= 0 and new.size != rows.size:
+        return refused(v, BAD_SHAPE, -1, new.size, 0, 0, rows.size)
+    for i in range(rows.size):
+        if ints_at(new, i) < 0:
+            return refused(v, NEGATIVE_NEW, i, ints_at(new, i), 0, 0, 0)
+    if rows.size > pool.scratch.max_rows:
+        step_free(&pool.scratch)
+        if step_init(&pool.scratch, <int32_t>rows.size) != OK:
+            return refused(v, NO_MEMORY, -1, rows.size, 0, 0, 0)
+    limits.max_tokens = INT64_MAX
+    limits.seq_tokens = pool.seqs.max_blocks * pool.blocks.block_size
+    limits.table_width = pool.seqs.max_blocks
+    seqs_new_stamp(&pool.seqs)
+    status = step_check(&pool.scratch, &pool.seqs, &pool.blocks, rows, new, &limits, True, False, v)
+    step_undo_check(&pool.scratch, &pool.blocks, 0)
+    return status
+
+
+cdef void pass_step(State* pool, Step* p) noexcept nogil:
+    cdef int32_t i, slot
+    pending_remove(&pool.pending, p, &pool.blocks)
+    if pool.indexed:
+        for i in range(p.num_rows):
+            slot = seq_find(&pool.seqs, p.handle[i])
+            if slot >= 0:
+                pool.seqs.prefix[slot].done = p.length[i]
+    step_release_holds(p, &pool.blocks)
+    pending_settle(&pool.pending, p, &pool.blocks)
+    if pool.blocks.num_held:
+        publish_waiting(pool)
+        pool.blocks.digest = mix(mix(pool.blocks.digest, OP_PUBLISH), pool.index.next_uid)
+
+
+cdef int pool_done(State* pool, Plan plan, void** passed, int32_t room, int32_t* count, Verdict* v) noexcept nogil:
+    """Note that a plan was executed; it passes, and others that waited for it, oldest first.
+
+    `passed`: the plans that did, with a reference each for the caller. RETRY: it has no room for all that may.
+    """
+    cdef Step* p = pool.pending.oldest
+    if not plan.step.pending:
+        return refused(v, PLAN_NOT_PENDING, -1, plan.step.id, 0, 0, not pool.steps_pend)
+    if plan.step.noted_done:
+        return refused(v, PLAN_NOTED, -1, plan.step.id, 0, 0, 0)
+    if pool.pending.size > room:
+        return RETRY
+    pool.blocks.digest = mix(mix(pool.blocks.digest, OP_DONE), pool.next_step - plan.step.id)
+    plan.step.noted_done = True
+    while p != NULL and p.noted_done:
+        passed[count[0]] = p.plan
+        count[0] += 1
+        add_reference(p.plan)
+        pass_step(pool, p)
+        p = pool.pending.oldest
+    record_one(&pool.record, OP_DONE, plan.record_number, pool.blocks.digest)
+    return OK
+
+
+cdef void keep_known(State* pool, const Step* p) noexcept nogil:
+    """The same before a rollback puts the sources of its copies back: what was told of the copies is known of them.
+
+    A source that is committed has its own tokens.
+    """
+    cdef int64_t bs = pool.blocks.block_size
+    cdef const Replaced* entry
+    cdef int32_t k
+    if not pool.indexed:
+        return
+    for k in range(p.log_size):
+        entry = &p.log[k]
+        if (seq_find(&pool.seqs, p.handle[entry.row]) >= 0 and pool.blocks.block[entry.new].committed == HELD
+                and not pool.blocks.block[entry.old].committed):
+            memcpy(pool.index.tokens + entry.old * bs, pool.index.tokens + entry.new * bs, bs * sizeof(int32_t))
+
+
+cdef int pool_rollback(State* pool, Plan plan, Verdict* v) noexcept nogil:
+    cdef Step* p = &plan.step
+    if not p.pending:
+        return refused(v, PLAN_NOT_PENDING, -1, p.id, 0, 0, not pool.steps_pend)
+    if pool.pending.newest != p:
+        return refused(v, PLAN_NOT_NEWEST, -1, p.id, 0, 0, pool.blocks.newest_pending)
+    if p.noted_done:
+        return refused(v, PLAN_NOTED, -1, p.id, 0, 0, 0)
+    if step_has_children(p, &pool.seqs):
+        return refused(v, PLAN_HAS_CHILDREN, -1, p.id, 0, 0, 0)
+    keep_known(pool, p)
+    pending_remove(&pool.pending, p, &pool.blocks)
+    blocks_lower_fences(&pool.blocks)
+    step_rollback(p, &pool.seqs, &pool.blocks)
+    wire_forget(&plan.wire, p.num_rows, False, False)
+    pending_settle(&pool.pending, p, &pool.blocks)
+    record_one(&pool.record, OP_ROLLBACK, plan.record_number, pool.blocks.digest)
+    return OK
+
+
+cdef int32_t pool_reset(State* pool, void** plans) noexcept nogil:
+    """Make the pool as it was when it was new; `plans` were pending, with a reference each for the caller."""
+    cdef Step* p = pool.pending.oldest
+    cdef int32_t count = 0
+    while p != NULL:
+        set_flag(&p.pending, False)
+        p.log_size = 0
+        wire_forget(<Wire*>p.wire, p.num_rows, False, False)
+        plans[count] = p.plan
+        add_reference(p.plan)
+        count += 1
+        p = p.newer
+    memset(&pool.pending, 0, sizeof(pool.pending))
+    pool.blocks.newest_pending = pool.blocks.oldest_pending = 0
+    if pool.indexed:
+        flush_root(pool, 0)
+    seqs_reset(&pool.seqs)
+    blocks_reset(&pool.blocks)
+    pool.blocks.digest = mix(pool.blocks.digest, OP_RESET)
+    record_start(pool)
+    return count
+
+
+cdef bint check_pending(State* pool, int32_t* holds, int32_t* floors, char* finding) noexcept nogil:
+    """Holds, floors and fences are those of the plans that are pending; these are in the order of their steps."""
+    cdef Blocks* b = &pool.blocks
+    cdef const Step* p = pool.pending.oldest
+    cdef int64_t last = 0
+    cdef int32_t k, size = 0, made = 0
+    while p != NULL:
+        if p.id <= last or not p.pending:
+            return snprintf(finding, FINDING, b"step %lld is pending behind step %lld", <long long>p.id,
+                            <long long>last) > 0
+        for k in range(p.log_size):
+            holds[p.log[k].old] += 1
+            floors[p.log[k].old] = max(floors[p.log[k].old], p.log[k].tokens)
+            made += b.block[p.log[k].new].place == USED and b.fence[p.log[k].new] == p.id
+        last = p.id
+        size += 1
+        p = p.newer
+    if size != pool.pending.size or b.newest_pending != last or b.oldest_pending != (
+            pool.pending.oldest.id if size else 0):
+        return snprintf(finding, FINDING, b"%d steps are pending up to %lld, the fences say %lld .. %lld", size,
+                        <long long>last, <long long>b.oldest_pending, <long long>b.newest_pending) > 0
+    for k in range(b.num_blocks):
+        made -= b.block[k].place == USED and unwritten(b, k)
+        if b.block[k].hold != holds[k] or b.floor[k] != floors[k]:
+            return snprintf(finding, FINDING, b"block %d has hold %d and floor %d, pending plans say %d and %d", k,
+                            b.block[k].hold, b.floor[k], holds[k], floors[k]) > 0
+    if made != 0:
+        return snprintf(finding, FINDING, b"%d more blocks are made by pending copies than wait for one", made) > 0
+    return False
+
+
+cdef bint find_fault(State* pool, int32_t* seen, char* finding) noexcept nogil:
+    """`seen` has two numbers for every block, all zero."""
+    cdef size_t size = pool.blocks.num_blocks * sizeof(int32_t)
+    if blocks_check(&pool.blocks, seen, finding) or seqs_check(&pool.seqs, &pool.blocks, seen, finding):
+        return True
+    if pool.indexed and index_check(&pool.index, &pool.blocks, finding):
+        return True
+    memset(seen, 0, size)
+    return check_pending(pool, seen, seen + pool.blocks.num_blocks, finding)
