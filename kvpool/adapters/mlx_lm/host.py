@@ -73,7 +73,7 @@ def install(
     kernels : bool, optional
         Of `kvpool_backends.mlx.MLXBackend`; by default they are used: those of Metal, or those of the CPU.
     overlap : bool
-        Of the same: where MLX scatters, build a step while the one before runs, though MLX then copies the pool's arrays.
+        Of the same: where MLX scatters, build a step while the one before runs, though MLX then copies whole arrays.
     strict : bool
         Refuse releases of mlx-lm that this adapter was not tested with.
     eviction : kvpool.eviction.Policy, optional
