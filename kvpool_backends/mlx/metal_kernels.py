@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, cast
 import mlx.core as mx
 import numpy as np
 
-from kvpool.config import KVSpec
 from kvpool.protocol import SCORES, AttentionOptions
+from kvpool.spec import KVSpec
 from kvpool_backends.mlx.storage import DTYPES
 
 # What is right here only a Mac can tell; results depend on these numbers in their last bits only.
