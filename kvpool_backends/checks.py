@@ -34,10 +34,10 @@ def checked_storage(call: str, can: Capabilities, spec: KVSpec, num_blocks: int,
 def block_ids(backend: KVBackend, call: str, blocks: Blocks) -> np.ndarray:
     """Block ids as int64 ``[n]``, inside of the pool."""
     ids = np.asarray(blocks)
-    if ids.ndim != 1:
-        raise ValueError(f"[{call}] blocks must have shape [n], got {list(ids.shape)}")
     if ids.size and ids.dtype.kind not in "iu":
         raise TypeError(f"[{call}] block ids must be integers, got {ids.dtype}")
+    if ids.ndim != 1:
+        raise ValueError(f"[{call}] blocks must have shape [n], got {list(ids.shape)}")
     _check_inside(backend, call, ids)
     return ids.astype(np.int64)
 

@@ -3,8 +3,8 @@ from typing import Any, Self
 
 from typing_extensions import disjoint_base
 
-from kvpool.config import KVSpec
 from kvpool.protocol import AttentionOptions
+from kvpool.spec import KVSpec
 
 _Buffer = Any  # an object with the buffer protocol; bfloat16 as uint16, or as MLX describes it
 

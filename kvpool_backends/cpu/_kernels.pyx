@@ -29,7 +29,7 @@ from kvpool_backends.cpu.kvcpu cimport (
     kv_read_sum, kv_scores_scratch_nbytes, kv_tokens, kv_write, kv_zero,
 )
 
-from kvpool.config import KVSpec
+from kvpool.spec import KVSpec
 from kvpool_backends.cpu import _signatures
 
 MOST_THREADS = 1024

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.config import KVSpec
 from kvpool.protocol import AttentionOptions
+from kvpool.spec import KVSpec
 from kvpool_backends.cpu._kernels import BlockStore
 
 _DTYPES = {"f4": "float32", "f2": "float16", "u2": "bfloat16"}  # bfloat16 as its bits

@@ -52,7 +52,6 @@ if TYPE_CHECKING:
         def write(self, step: Any, layer: int, k: mx.array, v: mx.array) -> None:
             return None
 
-
         def _warm_write(self, num_tokens: int) -> None: ...
 
 else:
@@ -125,9 +124,7 @@ class MetalAttention(_Storage):
         """Causal attention of ``q [T, Hq, D]`` over the paged context, see `KVBackend.attend`."""
         checked_results(self.capabilities, return_attn, scores, scores_out)
         q = q if isinstance(q, mx.array) else mx.array(q)
-        out, *exported = self._launch(
-            layer, q, step, *checked_queries(self, step, layer, q, scale, options), scores
-        )
+        out, *exported = self._launch(layer, q, step, *checked_queries(self, step, layer, q, scale, options), scores)
         return (out, *exported) if exported else out
 
     def read(self, step: Any, layer: int) -> tuple[mx.array, mx.array]:

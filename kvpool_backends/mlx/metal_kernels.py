@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, cast
 import mlx.core as mx
 import numpy as np
 
-from kvpool.config import KVSpec
 from kvpool.protocol import AttentionOptions
+from kvpool.spec import KVSpec
 from kvpool_backends.mlx.storage import DTYPES
 
 # What is right here only a Mac can tell; results depend on these numbers in their last bits only.

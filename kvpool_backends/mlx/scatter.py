@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 import numpy as np
 
-from kvpool.config import KVSpec
+from kvpool.spec import KVSpec
 from kvpool_backends.mlx.storage import DTYPES, PoolMemory
 
 

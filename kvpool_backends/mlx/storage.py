@@ -8,7 +8,7 @@ from math import prod
 
 import mlx.core as mx
 
-from kvpool.config import KVSpec
+from kvpool.spec import KVSpec
 
 _log = logging.getLogger(__name__)
 

@@ -135,7 +135,7 @@ def test_recorded_write_stores_what_the_cpu_kernels_store(on_metal, spec, tokens
     )
     if strided:  # elements of a row lie apart
         k, v = (mx.contiguous(x.transpose(2, 0, 1)).transpose(2, 1, 0) for x in (k, v))
-    launches = pool.write(pool.prepare(slots), 1, k, v)
+    launches = pool.write(1, k, v, slots)
     (launch,) = launches
     assert ("_0_" in launch[0]) == strided  # the last template argument: by vectors or not
     names = ("k_pool", "v_pool", "k", "v", "slots", "layout", "strides")
@@ -161,7 +161,7 @@ def test_interleaved_planes_are_bound_from_one_array(on_metal):
     spec = KVSpec(1, 2, 32, "float16", 8, layout="interleaved")
     pool = on_metal(spec)
     k = values((2, 2, 32), "float16", 0)
-    ((_, _, bindings, _, _),) = pool.write(pool.prepare([3, 9]), 0, k, k)
+    ((_, _, bindings, _, _),) = pool.write(0, k, k, [3, 9])
     assert bindings[0] == bindings[1] and bindings[0][1] == pool.pool._layers[0][1].addresses[0]
     assert np.frombuffer(bindings[5], np.int64)[4] == 32  # V begins one head later
 
@@ -169,7 +169,7 @@ def test_interleaved_planes_are_bound_from_one_array(on_metal):
 def test_nothing_is_launched_for_no_tokens(on_metal):
     pool = on_metal(KVSpec(1, 2, 32, "float16", 8))
     empty = mx.zeros((0, 2, 32))
-    assert pool.write(pool.prepare([]), 0, empty, empty) == []
+    assert pool.write(0, empty, empty, []) == []
 
 
 def test_reads_by_other_kernels_are_sealed(on_metal):

@@ -184,11 +184,11 @@ def test_a_model_that_raises_leaves_every_request_as_it_was(engine, answer, monk
         engine.step()
     attend, calls = engine.kv.backend.attend, []
 
-    def broken(layer, *arguments, **options):
+    def broken(step, layer, *arguments, **options):
         calls.append(layer)
         if layer == 1:
             raise OSError("no device")
-        return attend(layer, *arguments, **options)
+        return attend(step, layer, *arguments, **options)
 
     monkeypatch.setattr(engine.kv.backend, "attend", broken)
     before = engine.kv.pool.num_tokens(engine.scheduler._core.rows.handle[0].item())

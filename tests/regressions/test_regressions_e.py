@@ -287,7 +287,7 @@ def test_e5_sliding_window_is_right_before_it_is_full_and_after(parts):
     for max_kv, sink, slack in ((8, 2, 1), (9, 0, 4), (7, 3, 3), (16, 4, 5)):
         window = parts.Window(max_kv=max_kv, sink=sink, slack=slack)
         pool, backend = Pool(16, 4, max_seqs=1, seed=1), NumpyBackend(KVSpec(1, 1, 1, "float32", 4), 16)
-        evictor, plan, handle = Evictor(window, pool, backend, 1), Plan(pool, 1), pool.open()
+        evictor, plan, handle = Evictor(window, pool, backend, 1), Plan(pool, 1, backend=backend), pool.open()
         for num_tokens in range(1, 4 * max_kv):
             length = np.array([pool.kv_len(handle)])
             after = evictor.lens_after(length)

@@ -293,7 +293,7 @@ def test_freed_cached_blocks_stay_until_they_are_needed_and_leave_oldest_first()
 
 def test_storage_never_moves_and_never_grows():
     """Gathering the cache into new tensors every few tokens is what the pool is there to avoid."""
-    manager = KVBlockManager(KVSpec(2, 1, 4, "float32", 4), 16)
+    manager = KVBlockManager(KVSpec(2, 1, 4, "float32", 4), 16, backend="numpy")
     addresses = [plane.ctypes.data for planes in manager.backend._planes for plane in planes]
     parent = manager.new_sequence().seq_id
     ids = [parent]

@@ -218,6 +218,17 @@ def test_kvpool_imports_no_backend_and_no_adapter():
     assert not found
 
 
+def test_backends_import_the_protocol_and_no_more():
+    """Of kvpool: what a backend is, what is stored, the errors."""
+    allowed = ("kvpool.protocol", "kvpool.spec", "kvpool.errors")
+    found = []
+    for path in sources(".py"):
+        if relative(path).startswith("kvpool_backends/"):
+            imports = [i for i in python_imports(path, inside_functions=True) if belongs(i, "kvpool")]
+            found += [f"{relative(path)} imports {i}" for i in imports if not any(belongs(i, a) for a in allowed)]
+    assert not found
+
+
 def test_frameworks_are_imported_where_they_are_used_only():
     """Inside of functions neither."""
     found = []

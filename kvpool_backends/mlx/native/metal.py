@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from kvpool.config import KVSpec
+from kvpool.spec import KVSpec
 from kvpool_backends.mlx.metal_kernels import in_place_source
 from kvpool_backends.mlx.storage import DTYPES
 

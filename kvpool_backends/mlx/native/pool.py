@@ -21,7 +21,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvpool.config import KVSpec
+from kvpool.spec import KVSpec
 from kvpool_backends.mlx.native.loading import isa_address
 from kvpool_backends.mlx.storage import PoolMemory
 
