@@ -131,15 +131,15 @@ class Program:
             with pytest.raises(DoubleFree, match=rf"^\[release\] block {held[0]} stands twice"):
                 self.pool.free([*held, held[0]])
         if free:
-            with pytest.raises(ValueError, match=rf"^\[touch\] block {free[0]} is neither in use nor committed"):
+            with pytest.raises(ValueError, match=rf"^\[touch\] block {free[0]} is neither in use nor cached"):
                 self.pool.touch([*held, free[0]])
             with pytest.raises(DoubleFree, match=rf"^\[release\] block {free[0]} has no raw reference"):
                 self.pool.free([*held, free[0]])
-            with pytest.raises(DoubleFree, match=rf"^\[commit\] block {free[0]} has no reference$"):
+            with pytest.raises(DoubleFree, match=rf"^\[mark_cached\] block {free[0]} has no reference$"):
                 self.pool.cache([free[0]], ["nobody's"])
         keyed = [block for block in held if block in self.model.key_of]
         if keyed:
-            with pytest.raises(ValueError, match=rf"^\[commit\] block {keyed[0]} is committed already"):
+            with pytest.raises(ValueError, match=rf"^\[mark_cached\] block {keyed[0]} is cached already"):
                 self.pool.cache([*held, keyed[0]][-1:], ["another"])
         if held:
             with pytest.raises(TypeError, match="unhashable"):
@@ -204,7 +204,7 @@ class KeepsHeldCommitted(BlockPool):
     """The same of blocks in use alone."""
 
     def evict(self, ids):
-        self._blocks.uncommit([block for block in ids if block and not self.refcount(block)])
+        self._blocks.uncache([block for block in ids if block and not self.refcount(block)])
         self._forget(ids)
 
 
@@ -225,7 +225,7 @@ class CommitsWithoutKey(BlockPool):
     def cache(self, ids, keys):
         others = [block for block, key in zip(ids, keys, strict=True) if key in self._keys.block_of]
         super().cache(ids, keys)
-        self._blocks.commit(others)
+        self._blocks.mark_cached(others)
 
 
 class EvictsTheNewest(BlockPool):
@@ -379,7 +379,7 @@ def test_block_pool_evicted_free_block_leaves_before_cached_ones():
     pool.free([a, b, c])
     pool.evict([c, b])
     assert pool.free_order() == [c, b, a]
-    with pytest.raises(ValueError, match="neither in use nor committed"):
+    with pytest.raises(ValueError, match="neither in use nor cached"):
         pool.touch([b])
 
 
@@ -434,7 +434,7 @@ def test_block_pool_ids_that_are_no_block_are_refused_by_every_call(stranger):
     pool.cache([block], ["a"])
     before = pool._pool.fingerprint()
     ids = [block, stranger]
-    calls = (("evict", "uncommit", ()), ("cache", "commit", (["a", "a"],)), ("touch", "touch", ()))
+    calls = (("evict", "uncache", ()), ("cache", "mark_cached", (["a", "a"],)), ("touch", "touch", ()))
     for call, core, arguments in (*calls, ("free", "release", ())):
         with pytest.raises(IndexError, match=rf"^\[{core}\] ids\[1\] is no block \({stranger}\), ids are 0 .. 3$"):
             getattr(pool, call)(ids, *arguments)

@@ -5,8 +5,8 @@ import json
 import mlx.core as mx
 import pytest
 
-from benchmarks.attention import metal
 from kvpool.cli import main
+from kvpool.cli.bench import metal
 from kvpool.cli.console import CommandError
 
 TINY = ["--batch", "1,2", "--context", "40", "--group", "2,4", "--heads", "4", "--head-dim", "32", "--repetitions", "2"]

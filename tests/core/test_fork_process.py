@@ -69,7 +69,7 @@ INSIDE = """
 """
 STORE = """
     import sys
-    sys.path.insert(0, "tests")
+    sys.path.insert(0, "tests/cpu")
     from test_cpu_store import Case
     case = Case(num_threads=2)
     expected = case.attend()
