@@ -293,7 +293,8 @@ class Batch:
         pool, plan = self.kv.pool, self._plan
         width = min(-(-longest // pool.block_size), pool.options.max_blocks_per_seq)
         rows, num_tokens = len(self.handles), max(num_tokens, len(self.handles))
-        if plan is None or plan.max_rows < rows or plan.max_tokens < num_tokens or plan.table_width < width:
+        needed = (rows, num_tokens, width)
+        if plan is None or any(held < need for held, need in zip(plan.limits[:3], needed, strict=True)):
             self._plan = kvpool.Plan(
                 pool,
                 _power_of_two(rows),

@@ -87,7 +87,7 @@ class RaggedForward:
         if not (kv.overlap or kv.backend.is_in_place):
             kv.backend.settle()
         with self._hooked():
-            if plan.num_copies:
+            if len(plan.copies):
                 kv.backend.copy_blocks(plan.copies)
             ahead = 0 if evicted is None else evicted if len(starts) == len(lens) else np.repeat(evicted, new)
             one = _Pass(self, Forward(kv.backend.step_arrays(plan, lens), None), shape, starts, starts + ahead)
