@@ -46,7 +46,7 @@ from kvpool.errors import (
     PoolClosed,
     StaleHandle,
 )
-from kvpool.stats import PageBatchInfo, PoolOptions, PoolStats, PrefixStats
+from kvpool.stats import PlanLimits, PoolOptions, PoolStats, PrefixStats
 
 include "core/memory.pxi"
 include "core/lock.pxi"

@@ -1,6 +1,6 @@
 """Named results of the core."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 
 class PoolOptions(NamedTuple):
@@ -59,6 +59,15 @@ class PrefixStats(NamedTuple):
     reuse_gap: float  #: mean number of blocks taken between the release of a block and its revival
 
 
+class PlanLimits(NamedTuple):
+    """What the arrays of a plan hold, and what no step on it may pass."""
+
+    max_rows: int  #: rows of a batch
+    max_tokens: int  #: new tokens of a batch
+    table_width: int  #: blocks of a row of `block_tables`
+    kv_width: int  #: tokens of a row of `kv_slots`
+
+
 class PageBatchInfo(NamedTuple):
     """The fields of Levanter's wire format (JAX ragged paged attention), as arrays of a plan."""
 
@@ -69,3 +78,11 @@ class PageBatchInfo(NamedTuple):
     num_seqs: int  #: rows that are no padding
     new_token_dests: Any  #: int32 ``[T]``, slot of each new token, padded with -1
     page_size: int  #: tokens per page
+
+    @classmethod
+    def of(cls, plan: Any) -> Self:
+        """The fields of a plan's last step; its format is ``page_batch_info``."""
+        return cls(
+            plan.slot_ids, plan.block_tables, plan.seq_lens, plan.cu_q_lens, len(plan.handles), plan.slot_mapping,
+            plan.pool.block_size,
+        )  # fmt: skip

@@ -52,7 +52,7 @@ class Scene:
         """All that a refused call must leave alone."""
         plan = self.plan
         return (
-            self.pool.fingerprint(), self.pool.digest(), self.pool.stats(), plan.is_pending, plan.num_rows,
+            self.pool.fingerprint(), self.pool.digest(), self.pool.stats(), plan.is_pending, len(plan.handles),
             plan.num_tokens, plan.copies.tolist(), plan.block_tables.tolist(), plan.handles.tolist(),
         )  # fmt: skip
 

@@ -43,7 +43,7 @@ class Stage:
             return ()
         untagged = (1 << 52) - 1  # the tag is another one in every pool
         shown = [
-            (p.is_pending, p.step_id, p.num_rows, (p.handles & untagged).tolist(), p.num_copies) for p in self.plans
+            (p.is_pending, p.step_id, (p.handles & untagged).tolist(), p.copies.tolist()) for p in self.plans
         ]
         return (self.pool.fingerprint(), self.pool.digest(), self.pool.stats(), shown, len(self.handles), self.told)
 

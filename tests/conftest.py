@@ -51,10 +51,7 @@ PLAN_ATTRIBUTES = (
     "dirty_rows",
     "served",
     "handles",
-    "num_rows",
     "num_tokens",
-    "num_copies",
-    "copied_tokens",
     "is_pending",
     "step_id",
 )

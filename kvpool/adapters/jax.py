@@ -128,9 +128,9 @@ class PageTable:
         """
         plan, total = self.plan, self.max_tokens if max_tokens is None else max_tokens
         self.pool.step(plan, seqs, num_new, pad_to=(self.max_seqs, total))
-        self._copies[: plan.num_copies] = plan.copies
-        self._copies[plan.num_copies :] = 0
-        self._num_seqs[0] = plan.num_rows
+        self._copies[: len(plan.copies)] = plan.copies
+        self._copies[len(plan.copies) :] = 0
+        self._num_seqs[0] = len(plan.handles)
         return PageBatchInfo(
             slot_ids=jnp.array(plan.slot_ids),
             page_indices=jnp.array(plan.block_tables),

@@ -166,7 +166,7 @@ class PoolAllocator(FullAttentionCacheAllocator):
     def indices(self, handles: list[int], counts: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Step the pool; rows of the flat KV tensor to write new tokens to, and, until the next call, to read from."""
         rows, tokens, page, stride = len(handles), sum(counts), self.tokens_per_page, self.block_physical_stride
-        if rows > self.plan.max_rows or tokens > self.plan.max_tokens:
+        if rows > self.plan.limits.max_rows or tokens > self.plan.limits.max_tokens:
             self.plan = Plan(self.blocks, 2 * rows, 2 * tokens, formats=("csr", "slot_mapping"), dtype="int64")
         self.blocks.step(plan := self.plan, handles, counts)
         if len(plan.indices) > self.scratch.shape[1]:

@@ -531,34 +531,14 @@ cdef class Plan:
         return shown
 
     @property
-    def num_rows(self):
-        """Rows of the last step, padding not counted."""
-        return self.rows
-
-    @property
     def num_tokens(self):
         """New tokens that the last step served."""
         return self.tokens
 
     @property
-    def max_rows(self):
-        """Rows that the arrays hold."""
-        return self.wire.max_rows
-
-    @property
-    def max_tokens(self):
-        """New tokens that the arrays hold."""
-        return self.max_tokens_
-
-    @property
-    def table_width(self):
-        """Blocks that a row of `block_tables` holds."""
-        return self.wire.table_width
-
-    @property
-    def kv_width(self):
-        """Tokens that a row of `kv_slots` holds."""
-        return self.wire.kv_width
+    def limits(self):
+        """What the arrays hold, and what no step may pass: a `kvpool.stats.PlanLimits`."""
+        return PlanLimits(self.wire.max_rows, self.max_tokens_, self.wire.table_width, self.wire.kv_width)
 
     @property
     def is_pending(self):
@@ -572,32 +552,18 @@ cdef class Plan:
 
     @property
     def handles(self):
-        """int64 ``[num_rows]``: the batch."""
+        """int64 ``[S]``: the batch, without padding."""
         return self.view("handles", self.rows)
 
     @property
     def served(self):
-        """uint8 ``[num_rows]``: 1 where the row got its tokens, 0 where blocks were missing (`partial`)."""
+        """uint8 ``[S]``: 1 where the row got its tokens, 0 where blocks were missing (`partial`)."""
         return self.view("served", self.rows)
 
     @property
     def copies(self):
         """int32 ``[K, 3]``: (src_block, dst_block, num_tokens), to be made before any write of this plan."""
         return self.view("copies", self.copies_made)
-
-    @property
-    def num_copies(self):
-        """Copies of the last step."""
-        return self.copies_made
-
-    @property
-    def copied_tokens(self):
-        """Tokens of these copies."""
-        cdef int64_t total = 0
-        cdef int32_t k
-        for k in range(self.copies_made):
-            total += self.step.copies[3 * <int64_t>k + 2]
-        return total
 
     @property
     def dirty_rows(self):
@@ -663,8 +629,3 @@ cdef class Plan:
     def slot_ids(self):
         """``[S]``: the sequence's slot in the pool."""
         return self.view("slot_ids", self.shown_rows)
-
-    def page_batch_info(self):
-        """Levanter's fields of the last step (`kvpool.stats.PageBatchInfo`); the format is ``page_batch_info``."""
-        return PageBatchInfo(self.slot_ids, self.block_tables, self.seq_lens, self.cu_q_lens, self.rows,
-                             self.slot_mapping, self.pool.state.blocks.block_size)

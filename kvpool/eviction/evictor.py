@@ -229,14 +229,14 @@ class Evictor:
     def _fitting_plan(self, rows: int, width: int) -> Plan:
         """The plan for copies, or a larger one."""
         plan = self._plan
-        if plan is None or plan.max_rows < rows or plan.table_width < width:
+        if plan is None or plan.limits.max_rows < rows or plan.limits.table_width < width:
             width = min(2 * width, self.pool.options.max_blocks_per_seq)
             self._plan = plan = Plan(self.pool, 2 * rows, 2**31 - 1, formats=(), table_width=width)
         return plan
 
     def _copy(self, plan: Plan) -> None:
         try:
-            if plan.num_copies:
+            if len(plan.copies):
                 self.backend.copy_blocks(plan.copies)
         except BaseException:
             if plan.is_pending:

@@ -65,7 +65,7 @@ class Player:
     def plan(self, number: int, rows: int, tokens: int) -> Any:
         """The plan of a number, with room for so much."""
         plan = self.plans.get(number)
-        if plan is None or (not plan.is_pending and (plan.max_rows < rows or plan.max_tokens < tokens)):
+        if plan is None or (not plan.is_pending and (plan.limits.max_rows < rows or plan.limits.max_tokens < tokens)):
             plan = kvpool.Plan(self.pool, max(rows, 1), max(tokens, rows, 1), formats=())
             self.plans[number] = plan
         return plan

@@ -36,7 +36,7 @@ ARRAYS = (
     ("slot_ids", "block_tables", "seq_lens", "cu_q_lens", "slot_mapping"),
     ("indptr", "indices", "last_page_len", "kv_slots_ragged", "kv_indptr"),
 )
-TOKEN_FIELDS = ("num_rows", "num_tokens", "num_copies", "copied_tokens", "is_pending", "step_id")
+TOKEN_FIELDS = ("num_tokens", "is_pending", "step_id")
 ALWAYS = ("copies", "dirty_rows", "served")
 
 

@@ -104,8 +104,8 @@ class ModelPool(EvictionModel):
         if not isinstance(pad_to, tuple | list) or len(pad_to) != 2:
             raise TypeError(f"[step] pad_to is {pad_to!r}, (rows, tokens) is needed")
         return (
-            args.integer("step", "pad_to[0]", pad_to[0], num_rows, plan.max_rows),
-            args.integer("step", "pad_to[1]", pad_to[1], 0, plan.max_tokens),
+            args.integer("step", "pad_to[0]", pad_to[0], num_rows, plan.limits.max_rows),
+            args.integer("step", "pad_to[1]", pad_to[1], 0, plan.limits.max_tokens),
         )
 
     def _rows(self, call: str, handles: list[int], new: list[int]) -> Iterator[tuple[int, Sequence]]:
@@ -129,14 +129,14 @@ class ModelPool(EvictionModel):
         width = max(len(seq.table), ceil_div(length, self.block_size))
         if not self._fits_pool(seq, n):
             raise CapacityExceeded(f"[{call}] row {row} has {length} tokens, more than a sequence may have")
-        if plan.has_contexts and length > plan.kv_width:
-            raise CapacityExceeded(f"[{call}] row {row} has {length} tokens, kv_width is {plan.kv_width}")
-        if width > plan.table_width:
-            raise CapacityExceeded(f"[{call}] row {row} has {width} blocks, table_width is {plan.table_width}")
+        if plan.has_contexts and length > plan.limits.kv_width:
+            raise CapacityExceeded(f"[{call}] row {row} has {length} tokens, kv_width is {plan.limits.kv_width}")
+        if width > plan.limits.table_width:
+            raise CapacityExceeded(f"[{call}] row {row} has {width} blocks, table_width is {plan.limits.table_width}")
 
     def _refuse_tokens(self, total: int, plan: ModelPlan, shape: tuple[int, int] | None) -> None:
-        if total > plan.max_tokens:
-            raise CapacityExceeded(f"[step] {total} new tokens, the plan's max_tokens is {plan.max_tokens}")
+        if total > plan.limits.max_tokens:
+            raise CapacityExceeded(f"[step] {total} new tokens, the plan's max_tokens is {plan.limits.max_tokens}")
         if shape is not None and total > shape[1]:
             raise ValueError(f"[step] pad_to has room for {shape[1]} tokens, the batch has {total}")
 
@@ -147,8 +147,8 @@ class ModelPool(EvictionModel):
         self._refuse_plan(call, plan)
         names = args.handles(call, handles, False)
         new = args.per_row(call, "num_new", num_new, len(names), args.MIN_INT64)
-        if len(names) > plan.max_rows:
-            raise CapacityExceeded(f"[{call}] {len(names)} rows, the plan's max_rows is {plan.max_rows}")
+        if len(names) > plan.limits.max_rows:
+            raise CapacityExceeded(f"[{call}] {len(names)} rows, the plan's max_rows is {plan.limits.max_rows}")
         shape = self._shape(pad_to, plan, len(names))
         batch: list[Sequence] = []
         for row, seq in self._rows(call, names, new):

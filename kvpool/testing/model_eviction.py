@@ -58,8 +58,8 @@ class EvictionModel(PrefixModel):
         names = args.handles("unshare", handles)
         lengths = args.per_row("unshare", "lens", lens, len(names), args.MIN_INT64)
         first = args.count("unshare", "first", first)
-        if len(names) > plan.max_rows:
-            raise CapacityExceeded(f"[unshare] {len(names)} rows, the plan's max_rows is {plan.max_rows}")
+        if len(names) > plan.limits.max_rows:
+            raise CapacityExceeded(f"[unshare] {len(names)} rows, the plan's max_rows is {plan.limits.max_rows}")
         batch: list[Sequence] = []
         needs: list[tuple[list[tuple[int, int]], int]] = []
         lost: dict[int, int] = {}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvpool.errors import PlanStateError
-from kvpool.stats import PageBatchInfo
+from kvpool.stats import PlanLimits
 from kvpool.testing import model_args as args
 
 if TYPE_CHECKING:
@@ -81,10 +81,10 @@ class ModelPlan:
             return default if value is None else args.integer("Plan", name, value, 1)
 
         self.pool = pool
-        self.max_rows = args.integer("Plan", "max_rows", max_rows, 1)
-        self.max_tokens = size("max_tokens", max_tokens, self.max_rows)
-        self.table_width = size("table_width", table_width, pool.options.max_blocks_per_seq)
-        self.kv_width = size("kv_width", kv_width, self.table_width * pool.block_size)
+        rows = args.integer("Plan", "max_rows", max_rows, 1)
+        tokens = size("max_tokens", max_tokens, rows)
+        width = size("table_width", table_width, pool.options.max_blocks_per_seq)
+        self.limits = PlanLimits(rows, tokens, width, size("kv_width", kv_width, width * pool.block_size))
         self.formats = (formats,) if isinstance(formats, str) else tuple(formats)
         self.has_contexts = bool({"kv_slots", "kv_slots_ragged"} & set(self.formats))
         for name in self.formats:
@@ -97,7 +97,7 @@ class ModelPlan:
         self._bound: dict[str, tuple[int, tuple[int, ...]]] = {}  # where the arrays of others were
         self._views: dict[str, np.ndarray] = {}
         # row -> (handle, epoch, blocks written); None if carried; rows that show padding are not in it
-        self._memory: dict[int, tuple[int, int, int] | None] = dict.fromkeys(range(self.max_rows))
+        self._memory: dict[int, tuple[int, int, int] | None] = dict.fromkeys(range(self.limits.max_rows))
         self._pending = False
         self.step_id = 0
         self._remember_batch([], [], [], [])
@@ -108,7 +108,7 @@ class ModelPlan:
     # ---- construction -------------------------------------------------------------------------------------
 
     def _capacity_shapes(self) -> dict[str, tuple[int, ...]]:
-        rows, tokens, width, context = self.max_rows, self.max_tokens, self.table_width, self.kv_width
+        rows, tokens, width, context = self.limits
         every = {
             "block_tables": (rows, width),
             "seq_lens": (rows,),
@@ -177,7 +177,7 @@ class ModelPlan:
         """Every row is dirty in the next step that shows it."""
         if self._pending:
             raise PlanStateError("[forget] the plan is pending, call done or rollback first")
-        self._carry(self.max_rows)
+        self._carry(self.limits.max_rows)
 
     def _bind(self, call: str, arrays: dict[str, np.ndarray]) -> None:
         for name, array in arrays.items():
@@ -204,7 +204,7 @@ class ModelPlan:
             if name in self._views:
                 self._views[name] = base[name][: len(self._views[name])]
         if arrays:
-            self._carry(self.max_rows)
+            self._carry(self.limits.max_rows)
 
     def _refuse_moved(self, call: str) -> None:
         """Refuse to write into an array that was resized since it was bound."""
@@ -221,7 +221,6 @@ class ModelPlan:
         served: list[bool],
         copies: list[tuple[int, int, int]],
     ) -> None:
-        self.num_rows = len(batch)
         self.num_tokens = sum(new)
         self.handles = np.array([seq.handle for seq in batch], np.int64)
         self.served = np.array(served, np.uint8)
@@ -282,7 +281,7 @@ class ModelPlan:
             return [sum(counts[:i]) for i in range(len(counts) + 1)] + [sum(counts)] * padding
 
         build = {
-            "block_tables": lambda: table("block_tables", [seq.table for seq in batch], self.table_width),
+            "block_tables": lambda: table("block_tables", [seq.table for seq in batch], self.limits.table_width),
             "seq_lens": lambda: padded("seq_lens", lens, num_rows),
             "slot_mapping": lambda: padded("slot_mapping", [slot(seq, p) for seq, p in fresh], num_tokens),
             "positions": lambda: padded("positions", [p + seq.evicted for seq, p in fresh], num_tokens),
@@ -290,7 +289,7 @@ class ModelPlan:
             "indptr": lambda: sums([len(row) for row in pages]),
             "indices": lambda: [b for row in pages for b in row],
             "last_page_len": lambda: padded("last_page_len", [(n - 1) % bs + 1 if n else 0 for n in lens], num_rows),
-            "kv_slots": lambda: table("kv_slots", [context(seq) for seq in batch], self.kv_width),
+            "kv_slots": lambda: table("kv_slots", [context(seq) for seq in batch], self.limits.kv_width),
             "kv_slots_ragged": lambda: [s for seq in batch for s in context(seq)],
             "kv_indptr": lambda: sums(lens),
             "slot_ids": lambda: padded("slot_ids", [seq.handle & 0xFFFFF for seq in batch], num_rows),
@@ -333,30 +332,6 @@ class ModelPlan:
     def is_pending(self) -> bool:
         """True from the step until `done` has passed or `rollback`."""
         return self._pending
-
-    @property
-    def num_copies(self) -> int:
-        """Copies of this step."""
-        return len(self.copies)
-
-    @property
-    def copied_tokens(self) -> int:
-        """Tokens that the copies of this step move."""
-        return int(self.copies[:, 2].sum())
-
-    def page_batch_info(self) -> PageBatchInfo:
-        """Return the fields of Levanter's PageBatchInfo under their own names."""
-        if "page_batch_info" not in self.formats:
-            raise AttributeError("the plan was not built with the format 'page_batch_info'")
-        return PageBatchInfo(
-            slot_ids=self.slot_ids,
-            page_indices=self.block_tables,
-            seq_lens=self.seq_lens,
-            cu_q_lens=self.cu_q_lens,
-            num_seqs=self.num_rows,
-            new_token_dests=self.slot_mapping,
-            page_size=self.pool.block_size,
-        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("[Plan] a plan cannot be pickled or copied")

@@ -288,7 +288,7 @@ class TokenMemory:
         AssertionError
             The arrays contradict each other, or a slot of a context does not hold what was written for its position.
         """
-        num_rows, num_tokens = int(plan.num_rows), int(plan.num_tokens)
+        num_rows, num_tokens = len(plan.handles), int(plan.num_tokens)
         seq_lens = np.asarray(plan.seq_lens[:num_rows], np.int64)
         cu_q_lens = np.asarray(plan.cu_q_lens[: num_rows + 1], np.int64)
         slots = np.asarray(plan.slot_mapping[:num_tokens], np.int64)

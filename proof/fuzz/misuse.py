@@ -56,7 +56,7 @@ def _on_handle(facts: Facts, handle: int) -> Callable[[], Any]:
         lambda: pool.can([handle]),
     ]
     if facts.idle:
-        calls.append(lambda: pool.step(facts.idle[0], [*facts.live, handle][-facts.idle[0].max_rows :], 0))
+        calls.append(lambda: pool.step(facts.idle[0], [*facts.live, handle][-facts.idle[0].limits.max_rows :], 0))
     return calls[facts.c % len(calls)]
 
 
@@ -215,7 +215,7 @@ def plan_pending(facts: Facts) -> Attempt:
         return NOTHING
     plan = facts.queue[facts.b % len(facts.queue)]
     call = ("step", "reserve")[facts.c % 2]
-    return errors.PlanStateError, lambda: getattr(facts.pool, call)(plan, facts.live[: plan.max_rows], 0)
+    return errors.PlanStateError, lambda: getattr(facts.pool, call)(plan, facts.live[: plan.limits.max_rows], 0)
 
 
 def plan_idle(facts: Facts) -> Attempt:
@@ -235,7 +235,7 @@ def rollback_of_an_older(facts: Facts) -> Attempt:
 
 def too_many_rows(facts: Facts) -> Attempt:
     """A batch that the plan cannot hold."""
-    if not facts.idle or len(facts.live) <= facts.idle[0].max_rows:
+    if not facts.idle or len(facts.live) <= facts.idle[0].limits.max_rows:
         return NOTHING
     return errors.CapacityExceeded, lambda: facts.pool.step(facts.idle[0], facts.live, 0)
 
@@ -245,7 +245,7 @@ def bad_padding(facts: Facts) -> Attempt:
     if not facts.idle:
         return NOTHING
     plan = facts.idle[0]
-    return ValueError, lambda: facts.pool.step(plan, [], 0, pad_to=(plan.max_rows + 1, 0))
+    return ValueError, lambda: facts.pool.step(plan, [], 0, pad_to=(plan.limits.max_rows + 1, 0))
 
 
 MISUSES = (

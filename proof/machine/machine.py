@@ -310,7 +310,7 @@ class PoolMachine(RuleBasedStateMachine):
             return
         tables = plan.block_tables
         if self.mirror[index] is None:
-            self.mirror[index] = np.full((plan.max_rows, tables.shape[1]), -99, tables.dtype)
+            self.mirror[index] = np.full((plan.limits.max_rows, tables.shape[1]), -99, tables.dtype)
         self.mirror[index][plan.dirty_rows] = tables[plan.dirty_rows]
         assert (self.mirror[index][: len(tables)] == tables).all(), "a row changed that is not in dirty_rows"
 

@@ -199,7 +199,7 @@ def batch_too_large(machine: PoolMachine, pick: int) -> Call | None:
     index = _idle(machine, pick)
     if index is None or not machine.any_open():
         return None
-    rows, max_rows = machine.opened(), machine.pair.oracle.plans[index].max_rows
+    rows, max_rows = machine.opened(), machine.pair.oracle.plans[index].limits.max_rows
     new = 0 if len(rows) > max_rows and pick % 2 else (97, 1000, 2**31, 2**40)[pick % 4]
     partial = bool(pick & 8)
     return lambda side: side.pool.step(side.plans[index], side.batch(rows, True), new, partial=partial)
@@ -358,7 +358,7 @@ def bad_bind(machine: PoolMachine, pick: int) -> Call | None:
     plan = machine.pair.oracle.plans[index]
     if plan.is_pending:
         return None
-    shape = (plan.max_rows, plan.table_width)
+    shape = (plan.limits.max_rows, plan.limits.table_width)
     read_only = np.zeros(shape, np.int32)
     read_only.flags.writeable = False
     wrong: tuple[dict[str, Any], ...] = (

@@ -251,14 +251,14 @@ def copies_that_outgrow_a_plan(Pool: Any, Plan: Any) -> None:
     rows = pool.fork(parent, 4).tolist()
     for first, many in ((0, 1), (1, 2), (2, 3)):
         pool.step(plan, rows[first : first + 1], 1)
-        _ = plan.copies, plan.served, plan.num_copies, plan.copied_tokens
+        _ = plan.copies, plan.served, len(plan.copies), plan.copies[:, 2].sum()
         pool.rollback(plan)
         tried(pool.unshare, plan, rows[:many], 1)
         if plan.is_pending:
             pool.rollback(plan) if first == 1 else pool.done(plan)
         (young,) = pool.fork(rows[first], 1).tolist()
         pool.step(plan, [young], 1)
-        _ = plan.copies, plan.served, plan.num_copies, plan.copied_tokens
+        _ = plan.copies, plan.served, len(plan.copies), plan.copies[:, 2].sum()
         pool.done(plan)
         pool.close(young)
     pool.shutdown()

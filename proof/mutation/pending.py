@@ -467,7 +467,7 @@ def narrow_plans(Pool: Any, Plan: Any) -> None:
     rows = [pool.open() for _ in range(3)]
     for formats, kv in ((("seq_lens",), 1), (("kv_slots",), 1), (("kv_slots_ragged",), 2), (("slot_mapping",), 2)):
         plan = Plan(pool, 3, 12, formats=formats, kv_width=kv)
-        _ = plan.max_rows, plan.max_tokens, plan.table_width, plan.kv_width
+        _ = plan.limits
         for new in (1, [0, 2, 1], 3):
             tried(pool.step, plan, rows, new)
             look(pool, plan)

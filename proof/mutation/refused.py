@@ -394,10 +394,10 @@ def words_about_pools(Pool: Any, Plan: Any, Wrong: Any) -> None:
     for name in (*ARRAYS, "no such"):
         tried(full.array_shape, name)
         tried(plan.array_shape, name)
-    _ = plan.num_rows, plan.max_rows, plan.max_tokens, plan.table_width, plan.kv_width, plan.step_id, plan.handles
+    _ = plan.limits, plan.step_id, plan.handles
     wrong.entered(pool)
     pool.step(plan, [pool.open(3)], 2)
-    _ = plan.num_rows, plan.num_tokens, plan.step_id, plan.handles
+    _ = plan.num_tokens, plan.step_id, plan.handles
     wrong.call(pool, "__exit__", None, None, None)
     wrong.call(pool, "__repr__")
     tried(plan.bind)
@@ -457,7 +457,7 @@ def plans_of(Pool: Any, Plan: Any, forms: tuple[dict[str, Any], ...]) -> None:
             tried(of.step, plan, [handle], 2, pad_to=(3, 3))
             look(of, plan)
             if "page_batch_info" in arguments.get("formats", ()):
-                plan.page_batch_info()
+                _ = plan.slot_ids, plan.block_tables, plan.seq_lens, plan.cu_q_lens, plan.slot_mapping
             if plan.is_pending:
                 of.done(plan)
             of.close(handle)

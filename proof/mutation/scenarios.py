@@ -45,7 +45,7 @@ def look(pool: Any, *plans: Any) -> None:
         for name in ARRAYS:
             with contextlib.suppress(AttributeError, ValueError):
                 getattr(plan, name)
-        _ = plan.num_tokens, plan.num_copies, plan.copied_tokens, plan.is_pending
+        _ = plan.num_tokens, len(plan.copies), plan.copies[:, 2].sum(), plan.is_pending
     pool.stats()
     pool.check()
 

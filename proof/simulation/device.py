@@ -196,6 +196,6 @@ class Device:
 
     def _upload(self, plan: Any) -> None:
         """Bring the kept tables of a plan up to date."""
-        tables = self._tables.setdefault(id(plan), np.zeros((plan.max_rows, plan.table_width), np.int64))
+        tables = self._tables.setdefault(id(plan), np.zeros((plan.limits.max_rows, plan.limits.table_width), np.int64))
         dirty = self._dirty(plan)
         tables[dirty] = plan.block_tables[dirty]

@@ -47,10 +47,10 @@ def test_plan_counts_its_copies_and_their_tokens(shared, make_plan):
     pool, holders = shared(7, 3)
     plan = make_plan(pool)
     pool.step(plan, holders, 1)
-    assert (plan.num_copies, plan.copied_tokens) == (2, 6)
+    assert (len(plan.copies), plan.copies[:, 2].sum()) == (2, 6)
     pool.done(plan)
     pool.step(plan, holders, 1)
-    assert (plan.num_copies, plan.copied_tokens) == (0, 0)
+    assert (len(plan.copies), plan.copies[:, 2].sum()) == (0, 0)
 
 
 def test_other_holder_then_writes_in_place(shared, make_plan):
@@ -283,7 +283,7 @@ def test_reserve_takes_the_blocks_and_leaves_the_length(make_pool, make_plan, gr
     grow(pool, handle, 3)
     plan = make_plan(pool, formats=("block_tables", "seq_lens", "slot_mapping", "cu_q_lens"), table_width=4)
     pool.reserve(plan, [handle], 6)
-    assert plan.is_pending and plan.num_tokens == 0 and plan.num_rows == 1
+    assert plan.is_pending and plan.num_tokens == 0 and len(plan.handles) == 1
     assert plan.seq_lens.tolist() == [3] and plan.cu_q_lens.tolist() == [0, 0]
     assert plan.slot_mapping.shape == (0,)
     assert plan.block_tables.tolist() == [[1, 2, 3, 0]]

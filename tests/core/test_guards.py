@@ -313,7 +313,7 @@ def test_array_may_be_resized_once_it_was_read(make_pool, make_plan, call):
     plan, handles = make_plan(pool), array.array("q", [pool.open(4), pool.open(4)])
     arguments = () if call == "can" else (plan,)
     getattr(pool, call)(*arguments, handles, [1, Reenter(1, lambda: handles.append(0))])
-    assert len(handles) == 3 and plan.num_rows == (0 if call == "can" else 2)
+    assert len(handles) == 3 and len(plan.handles) == (0 if call == "can" else 2)
 
 
 MISALIGNED = {
@@ -462,7 +462,7 @@ def test_counters_of_a_pool_are_read_only(make_pool, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["num_rows", "num_tokens", "is_pending", "step_id", "block_tables", "copies", "dirty_rows"]
+    "name", ["limits", "num_tokens", "is_pending", "step_id", "block_tables", "copies", "dirty_rows"]
 )
 def test_attributes_of_a_plan_are_read_only(make_pool, make_plan, name):
     plan = make_plan(make_pool())

@@ -34,7 +34,7 @@ def test_model_fork_storm_has_the_golden_numbers() -> None:
     assert [pool.table(h).tolist() for h in batch] == [[1, b] for b in (3, 4, 5, 6, 7, 8, 9, 2)]
     pool.done(plan)
     pool.step(plan, batch, 1)  # length 8: in place
-    assert plan.num_copies == 0 and plan.slot_mapping.tolist() == [4 * b + 3 for b in (3, 4, 5, 6, 7, 8, 9, 2)]
+    assert len(plan.copies) == 0 and plan.slot_mapping.tolist() == [4 * b + 3 for b in (3, 4, 5, 6, 7, 8, 9, 2)]
     pool.done(plan)
     for _ in range(3):  # lengths 9, 10, 11: one new block each
         pool.step(plan, batch, 1)

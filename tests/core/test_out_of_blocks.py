@@ -155,7 +155,7 @@ def test_partial_skips_the_row_that_does_not_fit_and_tries_the_next(make_pool, m
     assert plan.served.tolist() == [1, 0, 1, 1]
     assert plan.seq_lens.tolist() == [5, 0, 3, 4]
     assert plan.cu_q_lens.tolist() == [0, 5, 5, 8, 12]
-    assert (plan.num_rows, plan.num_tokens) == (4, 12)
+    assert (len(plan.handles), plan.num_tokens) == (4, 12)
     assert plan.block_tables.tolist() == [[1, 2, 0], [0, 0, 0], [3, 0, 0], [4, 0, 0]]
     assert plan.slot_mapping.tolist() == [4, 5, 6, 7, 8, 12, 13, 14, 16, 17, 18, 19]
     assert plan.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3]

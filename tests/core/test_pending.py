@@ -116,7 +116,7 @@ def test_refused_step_leaves_the_plan_idle(flight):
 def test_empty_batch_is_pending_like_any_other(flight):
     pool, (plan,) = flight(1)
     pool.step(plan, [], 1)
-    assert plan.is_pending and (plan.num_rows, plan.num_tokens) == (0, 0)
+    assert plan.is_pending and (len(plan.handles), plan.num_tokens) == (0, 0)
     pool.done(plan)
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from kvpool.errors import CapacityExceeded
+from kvpool.stats import PageBatchInfo
 
 PAD = {  # default pads with a reserved block; block_tables and kv_slots have -1 without one
     "block_tables": 0,
@@ -101,7 +102,7 @@ def test_every_format_equals_the_reference(core, batch, make_plan, case, dtype):
     pool, handles = batch(block_size, lengths)
     plan = make_plan(pool, formats=core.all_formats, table_width=20, kv_width=50, dtype=dtype)
     pool.step(plan, handles, new)
-    assert plan.num_rows == len(handles) and plan.num_tokens == sum(new)
+    assert len(plan.handles) == len(handles) and plan.num_tokens == sum(new)
     assert plan.handles.dtype == np.int64 and plan.handles.tolist() == handles
     assert plan.served.dtype == np.uint8 and plan.served.tolist() == [1] * len(handles)
     assert_shows(plan, expected(pool, handles, new, width=20, kv_width=50), dtype)
@@ -114,7 +115,7 @@ def test_pad_to_equals_the_reference_with_padding(core, batch, make_plan, case, 
     pool, handles = batch(block_size, lengths)
     plan = make_plan(pool, formats=core.all_formats, table_width=20, kv_width=50, dtype=dtype)
     pool.step(plan, handles, new, pad_to=(8, 64))
-    assert plan.num_rows == len(handles) and plan.num_tokens == sum(new)
+    assert len(plan.handles) == len(handles) and plan.num_tokens == sum(new)
     assert_shows(plan, expected(pool, handles, new, rows=8, tokens=64, width=20, kv_width=50), dtype)
 
 
@@ -267,7 +268,7 @@ def test_page_batch_info_names_the_fields_of_levanter(make_pool, make_plan, grow
     assert pool.table(handle).tolist() == [2, 7]
     plan = make_plan(pool, 2, 4, formats=("page_batch_info",), table_width=3)
     pool.step(plan, [handle], 1, pad_to=(2, 4))
-    info = plan.page_batch_info()
+    info = PageBatchInfo.of(plan)
     fields = info if isinstance(info, dict) else info._asdict()
     assert fields["slot_ids"].tolist() == [0, -1]
     assert fields["page_indices"].tolist() == [[2, 7, -1], [-1, -1, -1]]
@@ -324,7 +325,7 @@ def test_plan_defaults(core, make_pool):
 
 def test_fresh_plan_is_empty_and_not_pending(make_pool, make_plan):
     plan = make_plan(make_pool())
-    assert (plan.num_rows, plan.num_tokens, plan.is_pending) == (0, 0, False)
+    assert (len(plan.handles), plan.num_tokens, plan.is_pending) == (0, 0, False)
     assert plan.copies.shape == (0, 3) and plan.dirty_rows.shape == (0,)
 
 

@@ -35,7 +35,7 @@ class Watch:
         """Judge a step that `schedule` has returned."""
         handles, num_new, decodes = step.handles, step.num_new, step.num_decodes
         total, options = len(step.tokens), self.options
-        assert len(handles) == len(num_new) == step.plan.num_rows == len(step.slots)
+        assert len(handles) == len(num_new) == len(step.plan.handles) == len(step.slots)
         assert np.unique(handles).size == handles.size
         assert int(num_new.sum()) == total == step.plan.num_tokens
         assert (num_new > 0).all(), "a row without tokens"

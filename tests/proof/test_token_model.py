@@ -22,7 +22,7 @@ class Driver:
 
     def step(self, rows, salts=0, spoil=None):
         self.pool.step(self.plan, [h for h, _ in rows], [len(t) for _, t in rows])
-        names = (*FORMATS, "copies", "num_rows", "num_tokens")
+        names = (*FORMATS, "copies", "handles", "num_tokens")
         plan = SimpleNamespace(**{name: np.copy(getattr(self.plan, name)) for name in names})
         if spoil is not None:
             spoil(plan)

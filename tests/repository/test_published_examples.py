@@ -16,6 +16,7 @@ from kvpool.adapters.block_manager import KVBlockManager
 from kvpool.config import KVSpec
 from kvpool.errors import CapacityExceeded, DoubleFree, OutOfBlocks, StaleHandle
 from kvpool.protocol import StepArrays
+from kvpool.stats import PageBatchInfo
 from kvpool.testing.dense import dense_attention
 from kvpool_backends.numpy import NumpyBackend
 
@@ -68,7 +69,7 @@ def test_token_at_position_5_of_pages_2_and_7_goes_to_slot_29():
 def test_page_batch_info_of_the_toy_example_is_complete():
     pool, plan, sequences, target = pool_with_pages_2_and_7()
     pool.step(plan, [target, sequences[1]], [2, 3], pad_to=(2, 8))
-    info = plan.page_batch_info()
+    info = PageBatchInfo.of(plan)
     assert info.slot_ids.tolist() == [3, 2]
     assert info.page_indices.tolist() == [[2, 7, INVALID, INVALID], [8, INVALID, INVALID, INVALID]]
     assert info.seq_lens.tolist() == [6, 3]
@@ -86,7 +87,7 @@ def test_page_batch_info_of_the_toy_example_is_complete():
 def test_page_batch_info_of_a_padded_batch_keeps_static_shapes():
     pool, plan, _, target = pool_with_pages_2_and_7()
     pool.step(plan, [target], 1, pad_to=(2, 16))
-    info = plan.page_batch_info()
+    info = PageBatchInfo.of(plan)
     assert info.num_seqs == 1
     assert info.slot_ids.tolist() == [3, INVALID]
     assert info.page_indices[1].tolist() == [INVALID] * 4

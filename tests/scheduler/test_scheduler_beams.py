@@ -173,7 +173,7 @@ def test_beams_reorder_copies_no_more_than_the_shared_tail():
     copies = []
     while (step := scheduler.schedule()) is not None:
         rows = len(step.sample_at)
-        copies.append(step.plan.num_copies)
+        copies.append(len(step.plan.copies))
         tokens = np.tile(np.arange(6, dtype=np.int32), (rows, 1))
         scheduler.update(step, np.zeros(rows, np.int32), beams=(tokens, logprobs[:rows]))
         scheduler.check()

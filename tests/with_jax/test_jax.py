@@ -201,7 +201,7 @@ def test_bad_calls_are_refused_and_change_nothing():
         with pytest.raises(ValueError, match=f"pad is {pad}, a page or a slot: they are below 80"):
             PageTable(20, PAGE, MAX_SEQS, WIDTH, PREFILL, pad=pad)
     for pad in (*PADDINGS, 20 * PAGE):
-        assert PageTable(20, PAGE, MAX_SEQS, WIDTH, PREFILL, pad=pad).plan.max_rows == MAX_SEQS
+        assert PageTable(20, PAGE, MAX_SEQS, WIDTH, PREFILL, pad=pad).plan.limits.max_rows == MAX_SEQS
     table = PageTable(6, PAGE, MAX_SEQS, WIDTH, PREFILL)
     seq = table.open(8)
     before = table.pool.fingerprint()

@@ -248,7 +248,7 @@ class Batch:
                 kv.pool.step(plan, np.array(self.handles, np.int64), new)
                 kv.note_forward(self, plan, before)
             step = kv.backend.prepare(plan)
-            if plan.num_copies:
+            if len(plan.copies):
                 kv.backend.copy_blocks(plan)
             columns = None
             if before.todo is not None:
@@ -295,7 +295,8 @@ class Batch:
         pool, plan = self.kv.pool, self._plan
         width = min(-(-longest // pool.block_size), pool.options.max_blocks_per_seq)
         rows, num_tokens = len(self.handles), max(num_tokens, len(self.handles))
-        if plan is None or plan.max_rows < rows or plan.max_tokens < num_tokens or plan.table_width < width:
+        needed = (rows, num_tokens, width)
+        if plan is None or any(held < need for held, need in zip(plan.limits[:3], needed, strict=True)):
             self._plan = kvpool.Plan(
                 pool,
                 _power_of_two(rows),

@@ -86,7 +86,7 @@ class RaggedForward:
         shape, starts = self._shape(len(tokens), lens, new)
         with self._hooked():
             step = kv.backend.prepare(plan)
-            if plan.num_copies:
+            if len(plan.copies):
                 kv.backend.copy_blocks(plan)
             ahead = 0 if evicted is None else evicted if len(starts) == len(lens) else np.repeat(evicted, new)
             one = _Pass(self, Forward(step, plan, None), shape, starts, starts + ahead)
