@@ -1,0 +1,26 @@
+"""docs/guide.md and docs/mlx-lm.md do what they say: their programs run, and print what the page shows."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def blocks(page, language):
+    """Code of a page, in one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_guide_prints_what_it_shows(capsys):
+    code = "".join(blocks("guide.md", "python"))
+    exec(compile(code, "guide.md", "exec"), {"__name__": "guide"})
+    assert capsys.readouterr().out == "".join(blocks("guide.md", "text"))
+
+
+def test_engine_of_the_page_on_mlx_lm_runs(capsys):
+    pytest.importorskip("mlx_lm")
+    (code,) = [code for code in blocks("mlx-lm.md", "python") if "Engine" in code]
+    exec(compile(code, "mlx-lm.md", "exec"), {"__name__": "page"})
+    assert len(capsys.readouterr().out) > 20
