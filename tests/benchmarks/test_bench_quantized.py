@@ -1,4 +1,4 @@
-"""``kvpool bench attention --kv-bits``: a row per format beside bfloat16, and that wrong results are seen."""
+"""``python -m benchmarks.attention --kv-bits``: a row per format beside bfloat16, and that wrong results are seen."""
 
 import json
 from dataclasses import replace
