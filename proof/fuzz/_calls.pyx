@@ -217,7 +217,7 @@ cdef class Calls:
         cdef int64_t t
         for i in range(p.num_entries):
             due += p.entry[i].tokens > 0
-        if (differs(f, b"len(plan.copies)%lld%lld is %lld, not %lld", -1, -1, plan.copies_made, due)
+        if (differs(f, b"plan.copies.shape[0]%lld%lld is %lld, not %lld", -1, -1, plan.copies_made, due)
                 or differs(f, b"plan.num_tokens%lld%lld is %lld, not %lld", -1, -1, plan.tokens, p.tokens)):
             return -1
         due = 0

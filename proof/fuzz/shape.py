@@ -55,7 +55,7 @@ class Shape:
     spaces: int = 3  # namespaces of prompts
     hot: int = 1 << 30  # sequences that calls are mostly about
     full: bool = True  # check everything after every call
-    counters: bool = True  # what `stats` and `prefix_stats` say, too
+    counters: bool = True  # what `stats` says, of the prefix cache too
 
     @property
     def watermark(self) -> int:
