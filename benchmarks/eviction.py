@@ -4,7 +4,7 @@
 
 Every row holds as many tokens as its budget, so that each evicts once in `slack` steps. The policy's share is the time
 inside it, what it has seen taken over, what leaves chosen and moved; scores are exported by the attention kernel, whose
-part `python -m benchmarks.attention --part scores` measures. ``--gates``: exit status 1 where the share is above its bound.
+part `benchmarks.attention --part scores` measures. ``--gates``: exit status 1 where the share is above its bound.
 """
 
 import argparse

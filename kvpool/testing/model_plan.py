@@ -6,16 +6,14 @@ that the contract names (handle, epoch, blocks written), and they decide `dirty_
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from kvpool.errors import PlanStateError
 from kvpool.stats import PlanLimits
 from kvpool.testing import model_args as args
-
-if TYPE_CHECKING:
-    from kvpool.testing.model import ModelPool, Sequence
 
 #: The arrays of each format.
 FORMATS = {
@@ -34,6 +32,27 @@ FORMATS = {
 ROW_FORMATS = {"block_tables", "csr", "kv_slots", "page_batch_info"}
 #: The arrays that hold physical slots, which may need 64 bits.
 SLOT_ARRAYS = {"slot_mapping", "kv_slots", "kv_slots_ragged"}
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """An open sequence."""
+
+    handle: int
+    num_tokens: int
+    table: list[int]
+    epoch: int = 0
+    #: (handle forked from, newest step id at that moment), for all its ancestors
+    ancestors: list[tuple[int, int]] = field(default_factory=list)
+    #: what `commit` and the prefix cache know, see `kvpool.testing.model_prefix`
+    root: int | None = None
+    tokens: list[int] = field(default_factory=list)
+    published: int = 0  #: how many of its full blocks the index was offered
+    #: (step, done tokens) when it was forked from a row of a pending step
+    forked_in: tuple[int, int] | None = None
+    #: tokens that left; `num_tokens` are those that are there, and positions go on from the sum of both
+    evicted: int = 0
+    point: int = 0  #: that sum when tokens left last
 
 
 def _place(array: np.ndarray) -> tuple[int, tuple[int, ...]]:
@@ -63,7 +82,7 @@ class ModelPlan:
 
     def __init__(
         self,
-        pool: ModelPool,
+        pool: Any,
         max_rows: int,
         max_tokens: int | None = None,
         *,

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.attention``: what it times, which rounds and rows it believes, and which gates it calls missed.
+"""``python -m benchmarks.attention``: what it times, what it believes, and which gates it calls missed.
 
 The measuring is tested with a clock that stands still while nobody works, the rest with kernels in numpy that can be
 told to be slow, wrong or noisy: every gate has a fault that it must catch.

@@ -1,4 +1,4 @@
-"""The part "scores" of ``python -m benchmarks.attention``: what it compares, and that faults of the kernels are seen."""
+"""The part "scores" of ``python -m benchmarks.attention``: what it compares, and that faults are seen."""
 
 from dataclasses import replace
 
