@@ -7,11 +7,11 @@ purpose: the model or the content has to notice each of them.
 from __future__ import annotations
 
 import os
-import secrets
 from typing import Any
 
 import hypothesis.errors
 import pytest
+from fuzz_seed import fresh_seed
 
 from kvpool import Plan, Pool
 from kvpool.testing import ModelPlan, ModelPool
@@ -19,12 +19,6 @@ from kvpool.testing.model_blocks import Sequence
 from proof.machine.machine import run
 
 EXAMPLES = int(os.environ.get("KVPOOL_FUZZ_EXAMPLES", "1000")) // 4
-
-
-def fresh_seed() -> int:
-    seed = int(os.environ.get("KVPOOL_FUZZ_SEED", secrets.randbits(32)))
-    print(f"repeat with KVPOOL_FUZZ_SEED={seed}")
-    return seed
 
 
 def test_prefix_core_random_programs_agree_with_the_model_and_the_content() -> None:
