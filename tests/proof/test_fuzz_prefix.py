@@ -215,11 +215,13 @@ def convict(pool: type, oracle: tuple[type, type], seed: int = 1) -> Exception:
     raise AssertionError(f"{pool.__name__} was not convicted, seeds {seed} .. {seed + 500}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pool", Unchecked.__subclasses__())
 def test_machine_broken_prefix_cache_is_convicted_by_the_model(pool: type) -> None:
     convict(pool, (ModelPool, ModelPlan))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "pool", [ParentIsNotCompared, NamespaceIgnored, EvictedIsFound, HitStaysEvictable, CopyIsPublished]
 )
