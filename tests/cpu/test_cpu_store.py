@@ -402,7 +402,7 @@ def test_environment_that_cannot_be_is_an_import_error_with_the_choices(variable
 def test_a_forked_child_computes_with_threads_of_its_own():
     code = """
         import os, sys, time
-        sys.path.insert(0, "tests/cpu")
+        sys.path[:0] = ["tests/cpu", "tests/helpers"]
         from test_cpu_store import Case
         import numpy as np
         case = Case(num_threads=3)
