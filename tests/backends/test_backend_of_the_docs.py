@@ -10,7 +10,7 @@ from kvpool import Plan, Pool
 from kvpool.spec import KVSpec
 from kvpool.testing import conformance
 
-PAGE = (Path(__file__).parents[1] / "docs" / "backends.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "backends.md").read_text()
 
 
 @pytest.fixture(scope="module")
