@@ -92,7 +92,7 @@ def test_the_model_is_untouched_after_a_pass_that_raised():
         kv.pool.step(plan, [handle], 3)
         with pytest.raises(Exception, match=r"ragged|shape|reshape"):
             RaggedForward(kv)(np.zeros(5, np.int32), plan, np.array([3]), np.array([0], np.int32))
-        assert not any(site.is_active for site in kv.sites)
+        assert not any(site.is_active for site in kv.passes.sites)
         kv.pool.rollback(plan)
         assert kv.pool.num_tokens(handle) == 0
         assert (dict(vars(model)), dict(model)) == before

@@ -59,7 +59,7 @@ def test_blocks_on_models_of_one_module_and_another_leave_in_any_order(model, or
 
 def test_a_thread_that_enters_while_another_one_looks_does_not_make_a_known_model_gather(model, monkeypatch):
     """Else what the second one finds in the module is the stand-in, which is not mlx-lm's function."""
-    (site,) = install(model, 8, fused=True).sites
+    (site,) = install(model, 8, fused=True).passes.sites
     original, others = llama.scaled_dot_product_attention, []
 
     class Patches(dict):
@@ -237,4 +237,4 @@ def test_one_layer_that_is_not_known_is_enough_to_gather():
 def test_a_release_that_was_not_tested_gathers_even_where_the_texts_are_the_same(model, monkeypatch):
     monkeypatch.setattr(host, "SUPPORTED_VERSIONS", ("0.0.1",))
     kv = install(model, 8, strict=False)
-    assert kv.route.startswith("gather: mlx-lm ") and kv.route.endswith("is not one of 0.0.1") and not kv.sites
+    assert kv.route.startswith("gather: mlx-lm ") and kv.route.endswith("is not one of 0.0.1") and not kv.passes.sites

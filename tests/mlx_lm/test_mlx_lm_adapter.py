@@ -258,9 +258,9 @@ def test_the_hook_is_there_inside_the_block_and_gone_after_it(model, install):
         assert kv is outer
         assert all(type(cache) is PagedKVCache for cache in make_prompt_cache(model))
         with pytest.raises(ZeroDivisionError), inner:
-            assert make_prompt_cache(model)[0]._batch.kv is inner
+            assert make_prompt_cache(model)[0]._batch.passes is inner.passes
             raise ZeroDivisionError
-        assert make_prompt_cache(model)[0]._batch.kv is kv
+        assert make_prompt_cache(model)[0]._batch.passes is kv.passes
     assert type(make_prompt_cache(model)[0]) is KVCache
     assert "make_cache" not in vars(model)
 
@@ -321,4 +321,4 @@ def test_probing_a_model_computes_nothing_and_leaves_it_as_it_is(model):
     active = mx.get_active_memory()
     kv = install_by(model, 2)
     assert mx.get_peak_memory() - active <= kv.backend.memory().pool_nbytes + 4096
-    assert kv.backend.spec.num_layers == 3 and kv.windows == (None,) * 3
+    assert kv.backend.spec.num_layers == 3 and kv.passes.windows == (None,) * 3

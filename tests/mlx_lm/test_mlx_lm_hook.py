@@ -18,7 +18,7 @@ def model():
 def maker(model):
     """Whose caches the model hands out, None for stock ones."""
     cache = make_prompt_cache(model)[0]
-    return None if type(cache) is KVCache else cache._batch.kv
+    return None if type(cache) is KVCache else cache._batch.passes
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
@@ -28,7 +28,7 @@ def test_installs_leave_in_any_order(model, order):
         kv.__enter__()
     left = list(installed)
     for i in order:
-        assert maker(model) is left[-1]
+        assert maker(model) is left[-1].passes
         installed[i].__exit__(None, None, None)
         left.remove(installed[i])
     assert maker(model) is None
@@ -39,8 +39,8 @@ def test_one_install_may_be_entered_twice(model):
     first, second = install(model, 8), install(model, 8)
     with first, second:
         with first:
-            assert maker(model) is first
-        assert maker(model) is second
+            assert maker(model) is first.passes
+        assert maker(model) is second.passes
     assert maker(model) is None
 
 
@@ -61,7 +61,7 @@ def test_leaving_without_having_entered_is_told(model):
     with kv:
         with pytest.raises(RuntimeError, match=r"\[install\]"):
             other.__exit__(None, None, None)
-        assert maker(model) is kv
+        assert maker(model) is kv.passes
     with pytest.raises(RuntimeError, match=r"\[install\]"):
         kv.__exit__(None, None, None)
     assert maker(model) is None
@@ -70,9 +70,9 @@ def test_leaving_without_having_entered_is_told(model):
 def test_a_model_may_be_installed_again_inside_the_block(model):
     with install(model, 8) as outer:
         with install(model, 9) as inner:
-            assert maker(model) is inner
+            assert maker(model) is inner.passes
             assert (inner.backend.spec, inner.route) == (outer.backend.spec, outer.route)
-        assert maker(model) is outer
+        assert maker(model) is outer.passes
     assert maker(model) is None
 
 
@@ -80,7 +80,7 @@ def test_a_model_that_is_installed_cannot_be_deep_copied_and_is_told_why(model):
     with install(model, 8) as kv:
         with pytest.raises(TypeError, match=r"\[install\] a model cannot be copied inside the block"):
             copy.deepcopy(model)
-        assert maker(model) is kv
+        assert maker(model) is kv.passes
     assert maker(copy.deepcopy(model)) is None
 
 
@@ -92,9 +92,9 @@ def test_deleted_hook_is_told_by_the_route_and_at_the_end_of_the_block(model):
         assert maker(model) is None
         assert kv.route == kv.summary().route == "lost: somebody has deleted model.make_cache"
     assert maker(model) is None and "make_cache" not in vars(model)
-    assert not any(site.is_active for site in kv.sites)
+    assert not any(site.is_active for site in kv.passes.sites)
     with install(model, 8) as again:
-        assert maker(model) is again and again.route == "fused"
+        assert maker(model) is again.passes and again.route == "fused"
     assert maker(model) is None
 
 
@@ -113,12 +113,12 @@ def test_every_block_of_a_deleted_hook_can_be_left(model):
     inner.__enter__()
     del model.make_cache
     with later:
-        assert maker(model) is later
+        assert maker(model) is later.passes
         assert inner.route.startswith("lost: somebody has set model.make_cache to ") and later.route == "fused"
     for kv in (inner, outer):
         with pytest.raises(RuntimeError, match=r"somebody has deleted model\.make_cache"):
             kv.__exit__(None, None, None)
-    assert maker(model) is None and not any(site.is_active for site in outer.sites)
+    assert maker(model) is None and not any(site.is_active for site in outer.passes.sites)
 
 
 def test_paged_kv_says_what_it_is(model):

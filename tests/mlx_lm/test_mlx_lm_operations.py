@@ -101,7 +101,7 @@ def test_a_windowed_mask_hides_what_is_older(kv):
 
 
 def test_a_layer_has_its_own_window_even_if_the_model_names_none(kv):
-    kv.windows = (None, 3, None)
+    kv.passes.windows = (None, 3, None)
     cache = kv.make_cache()
     forward(cache, [1, 2, 3])
     assert cache[0].make_mask(1) is None
@@ -292,8 +292,8 @@ def test_finalizers_note_the_close_and_do_nothing_else():
             return lambda *arguments: self.calls.append((name, *arguments))
 
     pool = Recorder()
-    kv = SimpleNamespace(pool=pool, namespace=b"", batches=weakref.WeakValueDictionary())
-    batch = Batch(kv, [11, -1, 12], [4, 0, 5], False)
+    passes = SimpleNamespace(pool=pool, namespace=b"", batches=weakref.WeakValueDictionary())
+    batch = Batch(passes, [11, -1, 12], [4, 0, 5], False)
     del batch
     assert pool.calls == [("defer_close", 11), ("defer_close", 12)]
 

@@ -50,7 +50,7 @@ def test_generate_step_with_two_masks_equals_stock(model, prompts, fused):
     expected = [solo_tokens(model, prompt, 24) for prompt in prompts]
     with install(model, 100, block_size=4, fused=fused) as kv:
         assert [solo_tokens(model, prompt, 24) for prompt in prompts] == expected
-    assert set(kv.windows) == {None, WINDOW}
+    assert set(kv.passes.windows) == {None, WINDOW}
 
 
 # ----------------------------------------------------- canaries: planted faults that these tests must notice
@@ -71,8 +71,8 @@ def test_canary_stepping_in_make_mask_passes_one_mask_and_fails_two(monkeypatch,
     def mask_that_steps(self, N, **options):
         mask = pure_mask(self, N, **options)
         batch = self._batch
-        if batch.kv._running is not None:  # so that the guard against half a pass does not find it first
-            batch.kv.finish_forward()
+        if batch.passes._running is not None:  # so that the guard against half a pass does not find it first
+            batch.passes.finish()
         stepped[:] = [step(batch, len(batch.handles), N)]
         batch.rows = stepped[0][1]
         return mask

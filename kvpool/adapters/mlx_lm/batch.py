@@ -14,82 +14,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 import kvpool
 from kvpool.adapters.mlx_lm.eviction import Eviction
-from kvpool.errors import KVPoolError, PoolClosed
+from kvpool.adapters.mlx_lm.passes import Passes
+from kvpool.adapters.mlx_lm.rows import NOT_OPENED, EngineStopped, Forward, Known, Rows
+from kvpool.errors import PoolClosed
 from kvpool.eviction import Policy
-
-if TYPE_CHECKING:
-    from kvpool.adapters.mlx_lm.host import PagedKV
-
-NOT_OPENED = -1  # in place of a handle: an empty sequence, opened when it gets its first token
-
-
-class EngineStopped(KVPoolError, RuntimeError):
-    """A batch was in an engine when a forward pass failed. The engine may have lost tokens: make a new one.
-
-    Or an eviction failed half-way, in any cache: what it holds cannot be read any more.
-    """
-
-
-class Rows:
-    """What a batch looks like between two operations. Never changed, only replaced: a facade that has not
-    come to the next operation keeps seeing this.
-
-    Attributes
-    ----------
-    lens : int64 ``[B]``
-        Tokens of each sequence that are in the pool.
-    gone : int64 ``[B]``
-        Tokens that were evicted: the next one has position ``lens + gone``.
-    todo : int64 ``[B]``, optional
-        While right-padded input is being processed: real tokens that are still to come.
-    """
-
-    __slots__ = ("_offsets", "gone", "lens", "todo")
-
-    def __init__(self, lens: np.ndarray, todo: np.ndarray | None = None, gone: np.ndarray | None = None) -> None:
-        self.lens = lens
-        self.gone = np.zeros_like(lens) if gone is None else gone
-        self.todo = todo
-        self._offsets: mx.array | None = None
-
-    @property
-    def offsets(self) -> mx.array:
-        """Positions of the next tokens as int32 ``[B]`` on the device, made once."""
-        if self._offsets is None:
-            self._offsets = mx.array((self.lens + self.gone).astype(np.int32))
-        return self._offsets
-
-    def num_new(self, num_columns: int) -> np.ndarray:
-        """How many of the next `num_columns` input columns are real tokens, per row."""
-        if self.todo is None:
-            return np.full(len(self.lens), num_columns, np.int64)
-        return np.minimum(self.todo, num_columns)
-
-    def after(self, new: np.ndarray) -> Rows:
-        """The rows when `new` tokens per row have been added."""
-        return Rows(self.lens + new, None if self.todo is None else self.todo - new, self.gone)
-
-
-class Forward(NamedTuple):
-    """What the layers of one forward pass share."""
-
-    step: Any  # what the backend prepared of the plan
-    plan: Any
-    columns: mx.array | None  # [T] which of the B * N input positions are real; None when all are
-
-
-class Known(NamedTuple):
-    """What the prefix cache knows of a sequence."""
-
-    namespace: bytes = b""  # that it was opened in
-    num_tokens: int = 0  # committed, or found when it was opened
 
 
 class _Operation(NamedTuple):
@@ -104,8 +39,8 @@ class Batch:
 
     Parameters
     ----------
-    kv : PagedKV
-        Pool and storage.
+    passes : Passes
+        Pool and storage of the model, and whose turn it is.
     handles, lens
         The sequences, which the batch owns from now on, and their lengths.
     is_merged : bool
@@ -119,28 +54,29 @@ class Batch:
 
     def __init__(
         self,
-        kv: PagedKV,
+        passes: Passes,
         handles: Sequence[int],
         lens: Sequence[int],
         is_merged: bool,
         known: Sequence[Known] | None = None,
         policy: Policy | None = None,
     ) -> None:
-        self.kv = kv
+        self.passes = passes
         self.handles = list(handles)
-        self.known = [Known(kv.namespace)] * len(self.handles) if known is None else list(known)
+        self.known = [Known(passes.namespace)] * len(self.handles) if known is None else list(known)
         self.rows = Rows(np.array(lens, np.int64))
         self.is_merged = is_merged
         self.count = 0  # operations so far
         self.base = 0  # operations before it need not be followed any more, see `recover`
         self.base_rows = self.rows  # what a facade that is still before `base` sees
-        self.is_stopped = False  # see `PagedKV.stop_engines`
+        self.is_stopped = False  # see `Passes.stop_engines`
         self.is_torn = False  # an eviction failed half-way
         self._operation: _Operation | None = None
         self._missing = 0  # layers that have yet to issue the last operation
         self._plan: Any = None
-        self.eviction = None if policy is None else Eviction(kv, policy, len(self.handles))
-        kv.batches[id(self)] = self
+        self._forward: Forward | None = None  # the last pass, while nothing else has begun
+        self.eviction = None if policy is None else self._evicting(policy)
+        passes.batches[id(self)] = self
 
     def __del__(self) -> None:
         # Runs inside whatever the program is doing, a pool call included, so it must not change the pool: the
@@ -148,7 +84,7 @@ class Batch:
         with contextlib.suppress(PoolClosed):
             for handle in self.handles:
                 if handle != NOT_OPENED:
-                    self.kv.pool.defer_close(handle)
+                    self.passes.pool.defer_close(handle)
 
     # ------------------------------------------------------------------------------------------------ the log
 
@@ -175,9 +111,12 @@ class Batch:
         if cursor == self.count:
             self.require_idle(name)
             result, self.rows = execute()
+            self._end_pass()
+            if isinstance(result, Forward):
+                self._forward = result
             self.count += 1
             self._operation = _Operation(name, key, result, self.rows)
-            self._missing = self.kv.num_layers
+            self._missing = self.passes.num_layers
         operation = self._operation
         if cursor != self.count - 1 or operation is None or (operation.name, operation.key) != (name, key):
             done = "nothing" if operation is None else f"{operation.name}{operation.key}"
@@ -194,7 +133,7 @@ class Batch:
         """A layer has stored its keys and values; with the last one the forward pass is through."""
         if not self._missing:
             self._operation = None
-            self.kv.finish_forward()
+            self.passes.finish()
 
     def require_idle(self, call: str) -> None:
         """Raise unless every layer has issued the last operation, and nothing was stopped in the middle."""
@@ -210,12 +149,19 @@ class Batch:
             )
         if self._operation is not None:
             raise RuntimeError(
-                f"[{call}] {self._missing} of {self.kv.num_layers} layers have not done the operation before "
+                f"[{call}] {self._missing} of {self.passes.num_layers} layers have not done the operation before "
                 f"({self._operation.name}); if a forward pass was interrupted, kv.recover() takes it back"
             )
 
+    def _end_pass(self) -> None:
+        """Attention of the pass before is refused from now on."""
+        if self._forward is not None:
+            self._forward.is_over = True
+            self._forward = None
+
     def recover(self, rows: Rows) -> None:
         """Back to `rows`, what was there before the forward pass that some layers have not done."""
+        self._end_pass()
         self.rows = self.base_rows = rows
         if self.eviction is not None:
             self.eviction.forget()
@@ -230,37 +176,37 @@ class Batch:
         """Step the pool by the real tokens of an input ``[num_rows, num_columns]``; all or nothing."""
         if num_rows != len(self.handles):
             self._spread(num_rows)
-        kv, before = self.kv, self.rows
+        passes, before = self.passes, self.rows
         new = before.num_new(num_columns)
         try:
-            kv.begin_forward()
+            passes.begin()
         except BaseException:
             self.is_stopped = self.is_merged  # the pass of somebody else goes on, or waits for `recover`
             raise
         try:
-            with kv.lock:
+            with passes.lock:
                 self._open_all()
                 if self.eviction is not None:
                     lens, gone = self.eviction.run(self.handles, before.lens, before.gone)
                     before = self.rows = Rows(lens, before.todo, gone)
                 after = before.after(new)
                 plan = self._fitting_plan(int(new.sum()), int(after.lens.max()))
-                kv.pool.step(plan, np.array(self.handles, np.int64), new)
-                kv.note_forward(self, plan, before)
-            step = kv.backend.prepare(plan)
+                passes.pool.step(plan, np.array(self.handles, np.int64), new)
+                passes.note(self, plan, before)
+            step = passes.backend.prepare(plan)
             if len(plan.copies):
-                kv.backend.copy_blocks(plan)
+                passes.backend.copy_blocks(plan)
             columns = None
             if before.todo is not None:
                 real = np.arange(num_columns) < new[:, None]
                 columns = mx.array(np.flatnonzero(real).astype(np.int32))
-            forward = Forward(step, plan, columns)
+            forward = Forward(passes.backend, step, plan, (num_rows, num_columns), columns, self.eviction)
             if self.eviction is not None:
                 self.eviction.begin_pass(after.lens, new)
         except BaseException:
-            kv.undo_forward()
+            passes.undo()
             if self.is_merged:
-                kv.stop_engines()
+                passes.stop_engines()
             self.is_torn = self.eviction is not None and self._has_lost_tokens()
             raise
         return forward, after
@@ -268,8 +214,8 @@ class Batch:
     def _has_lost_tokens(self) -> bool:
         """Whether the pool has let tokens go that are still counted here: nobody has moved what stays."""
         lens = zip(self.handles, self.rows.lens.tolist(), strict=True)
-        with self.kv.lock:
-            return any(handle != NOT_OPENED and self.kv.pool.kv_len(handle) != n for handle, n in lens)
+        with self.passes.lock:
+            return any(handle != NOT_OPENED and self.passes.pool.kv_len(handle) != n for handle, n in lens)
 
     def _spread(self, num_rows: int) -> None:
         """An empty, unmerged cache takes input of any number of rows, as mlx-lm's does; they stay equal."""
@@ -277,22 +223,25 @@ class Batch:
             raise ValueError(
                 f"[update_and_fetch] the input has {num_rows} rows, the cache {len(self.handles)} sequences"
             )
-        with self.kv.lock:
+        with self.passes.lock:
             self._close(self.handles[num_rows:])
             self.handles = self.handles[:num_rows] + [NOT_OPENED] * (num_rows - len(self.handles))
-            self.known = (self.known + [Known(self.kv.namespace)] * num_rows)[:num_rows]
+            self.known = (self.known + [Known(self.passes.namespace)] * num_rows)[:num_rows]
         self.rows = Rows(np.zeros(num_rows, np.int64))
         if self.eviction is not None:
-            self.eviction = Eviction(self.kv, self.eviction.policy, num_rows)
+            self.eviction = self._evicting(self.eviction.policy)
+
+    def _evicting(self, policy: Policy) -> Eviction:
+        return Eviction(policy, self.passes.pool, self.passes.backend, len(self.handles))
 
     def _open_all(self) -> None:
         for row, handle in enumerate(self.handles):
             if handle == NOT_OPENED:
-                self.handles[row] = self.kv.open_empty()
+                self.handles[row] = self.passes.open_empty()
 
     def _fitting_plan(self, num_tokens: int, longest: int) -> Any:
         """The batch's plan, or a larger one (sizes double, so this is rare)."""
-        pool, plan = self.kv.pool, self._plan
+        pool, plan = self.passes.pool, self._plan
         width = min(-(-longest // pool.block_size), pool.options.max_blocks_per_seq)
         rows, num_tokens = len(self.handles), max(num_tokens, len(self.handles))
         needed = (rows, num_tokens, width)
@@ -301,7 +250,7 @@ class Batch:
                 pool,
                 _power_of_two(rows),
                 _power_of_two(num_tokens),
-                backend=self.kv.backend,
+                backend=self.passes.backend,
                 table_width=min(_power_of_two(max(width, 16)), pool.options.max_blocks_per_seq),
                 pad={"block_tables": 0},  # gathered and masked, so it must be some block
             )
@@ -311,13 +260,13 @@ class Batch:
 
     def fork(self, indices: Sequence[int], is_merged: bool) -> Batch:
         """A new batch of forks of these rows. Copies no KV."""
-        forks = Batch(self.kv, [], [], is_merged, policy=self.policy)
+        forks = Batch(self.passes, [], [], is_merged, policy=self.policy)
         forks._append(self, indices)
         return forks
 
     def extend(self, other: Batch) -> tuple[None, Rows]:
         """Append forks of the rows of `other`."""
-        if other.kv is not self.kv:
+        if other.passes is not self.passes:
             raise ValueError("[extend] the caches belong to different pools")
         other.require_idle("extend")
         self._append(other, range(len(other.handles)))
@@ -327,11 +276,11 @@ class Batch:
         """Fork rows of `other` into this batch, all or none."""
         forks: list[int] = []
         self._require_policy(other)
-        with self.kv.lock:
+        with self.passes.lock:
             try:
                 for i in indices:
                     handle = other.handles[i]
-                    forks.append(NOT_OPENED if handle == NOT_OPENED else int(self.kv.pool.fork(handle)[0]))
+                    forks.append(NOT_OPENED if handle == NOT_OPENED else int(self.passes.pool.fork(handle)[0]))
             except BaseException:
                 self._close(forks)
                 raise
@@ -357,7 +306,7 @@ class Batch:
         kept = [self.handles[i] for i in keep]
         if len(set(keep)) != len(keep):
             raise ValueError(f"[filter] indices {list(keep)} are not distinct")
-        with self.kv.lock:
+        with self.passes.lock:
             self._close([handle for i, handle in enumerate(self.handles) if i not in set(keep)])
             self.handles, self.known = kept, [self.known[i] for i in keep]
         todo = self.rows.todo
@@ -371,9 +320,9 @@ class Batch:
         lens = np.maximum(self.rows.lens - num_tokens, 0)
         opened = [i for i, handle in enumerate(self.handles) if handle != NOT_OPENED]
         if opened:
-            with self.kv.lock:
+            with self.passes.lock:
                 logical = lens + self.rows.gone
-                self.kv.pool.truncate(np.array(self.handles, np.int64)[opened], logical[opened])
+                self.passes.pool.truncate(np.array(self.handles, np.int64)[opened], logical[opened])
         if self.eviction is not None:
             self.eviction.truncate(lens)
         self.known = [
@@ -383,12 +332,12 @@ class Batch:
 
     def discard(self) -> tuple[None, Rows]:
         """Give everything back; what is left are empty sequences, as new. Unlike `trim` after an eviction too."""
-        with self.kv.lock:
+        with self.passes.lock:
             self._close(self.handles)
             self.handles = [NOT_OPENED] * len(self.handles)
         self.known = [Known(known.namespace) for known in self.known]
         if self.policy is not None:
-            self.eviction = Eviction(self.kv, self.policy, len(self.handles))
+            self.eviction = self._evicting(self.policy)
         return None, Rows(np.zeros(len(self.handles), np.int64))
 
     def prepare(self, lengths: Sequence[int]) -> tuple[None, Rows]:
@@ -412,16 +361,16 @@ class Batch:
         (known,) = self.known
         length = int(self.rows.lens[0])
         if known.num_tokens < length:
-            with self.kv.lock:
-                self.kv.pool.prefix.commit(self.handles[0], tokens[known.num_tokens : length])
+            with self.passes.lock:
+                self.passes.pool.prefix.commit(self.handles[0], tokens[known.num_tokens : length])
                 self.known = [Known(known.namespace, length)]
         return length - known.num_tokens
 
     def _close(self, handles: Sequence[int]) -> None:
         opened = [handle for handle in handles if handle != NOT_OPENED]
         if opened:
-            with self.kv.lock:
-                self.kv.pool.close(opened)
+            with self.passes.lock:
+                self.passes.pool.close(opened)
 
 
 def _power_of_two(n: int) -> int:

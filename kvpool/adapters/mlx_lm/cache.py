@@ -9,8 +9,9 @@ from typing import Any, NoReturn
 import mlx.core as mx
 import numpy as np
 
-from kvpool.adapters.mlx_lm.batch import Batch, Forward, Rows
+from kvpool.adapters.mlx_lm.batch import Batch
 from kvpool.adapters.mlx_lm.fused import PagedKeys, PagedMask, PagedValues, smaller_window, tokens_of
+from kvpool.adapters.mlx_lm.rows import Forward, Rows
 
 
 class _NotSaved:
@@ -78,8 +79,8 @@ class PagedKVCache:
             On the fused route, always.
         """
         rows = self._seen()
-        window = smaller_window(window_size, self._batch.kv.windows[self._layer])
-        if self._batch.kv.is_fused:
+        window = smaller_window(window_size, self._batch.passes.windows[self._layer])
+        if self._batch.passes.is_fused:
             return PagedMask(window)
         eviction, lens = self._batch.eviction, rows.lens
         if eviction is not None:
@@ -106,8 +107,8 @@ class PagedKVCache:
         EngineStopped
             A pass failed while these sequences were in an engine, see `PagedKV.recover`; or an eviction half-way.
         """
-        batch, kv = self._batch, self._batch.kv
-        dtype = kv.dtype
+        batch, passes = self._batch, self._batch.passes
+        dtype = passes.dtype
         if keys.dtype != dtype or values.dtype != dtype:
             raise TypeError(
                 f"[update_and_fetch] keys are {keys.dtype}, values {values.dtype}, the pool holds {dtype}: install "
@@ -116,11 +117,11 @@ class PagedKVCache:
         num_rows, _, num_columns, _ = keys.shape
         forward = self._issue("forward", (num_rows, num_columns), lambda: batch.forward(num_rows, num_columns))
         k, v = (tokens_of(x, forward.columns) for x in (keys, values))
-        kv.backend.write(forward.step, self._layer, k, v)
+        passes.backend.write(forward.step, self._layer, k, v)
         batch.stored()
         self._forward = forward
-        if kv.is_fused:
-            paged = PagedKeys(batch, self._layer, forward, (num_rows, num_columns))
+        if passes.is_fused:
+            paged = PagedKeys(forward, self._layer, passes.windows[self._layer])
             return paged, PagedValues(paged)
         return self.keys_and_values()
 
@@ -128,7 +129,7 @@ class PagedKVCache:
         """What the last ``update_and_fetch`` stored and found, for layers that attend to another layer's cache."""
         if self._forward is None or self._cursor != self._batch.count:
             raise RuntimeError("[keys_and_values] no update_and_fetch since the cache was made or changed")
-        contexts: tuple[mx.array, mx.array] = self._batch.kv.backend.read(self._forward.step, self._layer)
+        contexts: tuple[mx.array, mx.array] = self._batch.passes.backend.read(self._forward.step, self._layer)
         return contexts
 
     # ------------------------------------------------------------------------------------------- batching
@@ -143,7 +144,7 @@ class PagedKVCache:
         def execute() -> tuple[Batch, Rows]:
             for batch in batches:
                 batch.require_idle("merge")
-            merged = Batch(first._batch.kv, [], [], is_merged=True, policy=first._batch.policy)
+            merged = Batch(first._batch.passes, [], [], is_merged=True, policy=first._batch.policy)
             for batch in batches:
                 merged.extend(batch)
             return merged, first._batch.rows
@@ -228,7 +229,7 @@ class PagedKVCache:
         ValueError
             They are not. What is stored stays as it is; the bits are those of `install`.
         """
-        spec = self._batch.kv.backend.spec
+        spec = self._batch.passes.backend.spec
         if spec.bits == (bits, bits) and spec.quant_group_size == group_size:
             return self
         raise ValueError(
@@ -247,7 +248,7 @@ class PagedKVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of the rows' blocks in this layer. Blocks that rows share count for each of them."""
-        spec = self._batch.kv.backend.spec
+        spec = self._batch.passes.backend.spec
         blocks = int((-(-self._seen().lens // spec.block_size)).sum())
         return blocks * spec.block_nbytes // spec.num_layers
 
@@ -258,7 +259,7 @@ class PagedKVCache:
         It cannot be saved or set, because the pool's arrays belong to all caches of the pool: ``save_prompt_cache``
         raises a ValueError and writes nothing.
         """
-        return [*self._batch.kv.backend.queued(self._layer), _NotSaved()]
+        return [*self._batch.passes.backend.queued(self._layer), _NotSaved()]
 
     # ------------------------------------------------------------------------------------------- internals
 

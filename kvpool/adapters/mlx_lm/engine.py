@@ -176,7 +176,7 @@ class Engine:
         how["backend"] = backend
         how |= {"kv_bits": kv_bits, "k_bits": k_bits, "v_bits": v_bits, "quant_group_size": quant_group_size}
         self.kv = install(model, pool=pool, **how)
-        policy = check_policy(eviction, self.kv, "Engine")
+        policy = check_policy(eviction, self.kv.passes, self.kv.route, "Engine")
         self.tokenizer = _with_detokenizer(tokenizer)
         self._vocab_size = int(model(mx.zeros((1, 1), mx.int32)).shape[-1])  # traced, not computed
         scheduling.setdefault("max_model_len", max_positions(model))

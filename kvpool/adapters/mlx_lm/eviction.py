@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvpool.adapters.mlx_lm.hook import Hook
+from kvpool.adapters.mlx_lm.passes import Passes
 from kvpool.eviction import Evictor, Policy, check_backend
 
 
@@ -35,8 +36,8 @@ def make_cache(model: Any, eviction: Policy | None = None, **quantization: int |
     return hook.installed[-1].make_cache(eviction, **quantization)
 
 
-def check_policy(policy: Any, kv: Any, call: str = "make_cache") -> Policy | None:
-    """`policy`, if the caches of `kv` can follow it.
+def check_policy(policy: Any, passes: Passes, route: str, call: str = "make_cache") -> Policy | None:
+    """`policy`, if the caches of a model can follow it; `route` is that of `PagedKV`, for the refusal.
 
     Raises
     ------
@@ -48,9 +49,9 @@ def check_policy(policy: Any, kv: Any, call: str = "make_cache") -> Policy | Non
         return None
     if not isinstance(policy, Policy):
         raise TypeError(f"[{call}] eviction must be a policy of kvpool.eviction, not {type(policy).__name__}")
-    check_backend(policy, kv.backend.capabilities, kv.backend.spec.block_size)
-    if policy.scores is not None and not kv.sites:
-        raise ValueError(f"[{call}] {type(policy).__name__} needs scores, and this model's route is {kv.route}")
+    check_backend(policy, passes.backend.capabilities, passes.backend.spec.block_size)
+    if policy.scores is not None and not passes.sites:
+        raise ValueError(f"[{call}] {type(policy).__name__} needs scores, and this model's route is {route}")
     return policy
 
 
@@ -66,17 +67,7 @@ def blocks_at_most(policy: Policy, tokens: int, chunk: int, block_size: int) -> 
 
 
 class Eviction(Evictor):
-    """What belongs to one `Batch`: the policy, what it knows, and what the last pass has seen.
-
-    Parameters
-    ----------
-    kv : PagedKV
-    policy : Policy
-    num_rows : int
-    """
-
-    def __init__(self, kv: Any, policy: Policy, num_rows: int) -> None:
-        super().__init__(policy, kv.pool, kv.backend, num_rows)
+    """What belongs to one `Batch`: the policy, what it knows, and what the last pass has seen."""
 
     # ------------------------------------------------------------------------------------------- rows
 

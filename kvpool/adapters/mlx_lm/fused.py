@@ -8,23 +8,13 @@ else touches one of them gets an error that says so.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import mlx.core as mx
 import numpy as np
 
+from kvpool.adapters.mlx_lm.rows import Forward
 from kvpool.protocol import AttentionOptions, StepArrays
-
-if TYPE_CHECKING:
-    from kvpool.adapters.mlx_lm.batch import Forward
-
-
-class Passes(Protocol):
-    """Who runs the forward passes: sequences of mlx-lm's engines (`batch`), or the tokens of a plan (`ragged`)."""
-
-    kv: Any
-    count: int  # moves when a pass is over
-    eviction: Any  # who wants scores, or None
 
 
 class _Placeholder:
@@ -65,31 +55,32 @@ class PagedKeys(_Placeholder):
 
     Parameters
     ----------
-    passes, layer, forward
-        Whose they are. Without `forward` nobody will look at the attention, and it is 0.
-    shape : (B, N)
-        Rows and columns of the pass's input.
+    forward : Forward
+        The pass.
+    layer, window
+        Which layer, and its attention window.
     fresh : (k, v), optional
         What is still to be stored, ``[T, H, D]`` each: with the first use, so that it is evaluated together with the
         queries. Where kernels run at once, every evaluation is a wait.
+    unseen : bool
+        Nobody will look at the attention, and it is 0.
     """
 
-    __slots__ = ("count", "forward", "fresh", "layer", "passes", "shape")
+    __slots__ = ("forward", "fresh", "layer", "unseen", "window")
 
     def __init__(
         self,
-        passes: Passes,
+        forward: Forward,
         layer: int,
-        forward: Forward | None,
-        shape: tuple[int, int],
+        window: int | None,
         fresh: tuple[mx.array, mx.array] | None = None,
+        unseen: bool = False,
     ) -> None:
-        self.fresh = fresh
-        self.passes = passes
-        self.layer = layer
         self.forward = forward
-        self.shape = shape
-        self.count = passes.count
+        self.layer = layer
+        self.window = window
+        self.fresh = fresh
+        self.unseen = unseen
 
     def attend(
         self,
@@ -118,32 +109,34 @@ class PagedKeys(_Placeholder):
         TypeError, ValueError
             Values, queries or mask of something else.
         """
-        if self.passes.count != self.count:
+        forward = self.forward
+        if forward.is_over:
             raise RuntimeError("[attention] these keys are those of an earlier forward pass")
         if type(values) is not PagedValues or values.keys is not self:
             raise TypeError(f"[attention] values are {values!r}, not those that came with the keys")
         num_rows, num_heads, num_columns, _ = queries.shape
-        if (num_rows, num_columns) != self.shape:
-            raise ValueError(f"[attention] queries are for {num_rows} rows of {num_columns} columns, keys {self.shape}")
-        kv = self.passes.kv
-        if self.forward is None:
-            return mx.zeros((*queries.shape[:-1], kv.backend.spec.value_head_dim), queries.dtype)
+        shape = forward.shape
+        if (num_rows, num_columns) != shape:
+            raise ValueError(f"[attention] queries are for {num_rows} rows of {num_columns} columns, keys {shape}")
+        backend = forward.backend
+        if self.unseen:
+            return mx.zeros((*queries.shape[:-1], backend.spec.value_head_dim), queries.dtype)
         options = None
-        window = smaller_window(kv.windows[self.layer], _window_of(mask, num_columns))
+        window = smaller_window(self.window, _window_of(mask, num_columns))
         if not (window is None and sinks is None and soft_cap is None):
             heads = None if sinks is None else np.array(sinks.astype(mx.float32))
             options = AttentionOptions(window=window, soft_cap=soft_cap, sinks=heads)
-        columns = self.forward.columns
+        columns = forward.columns
         q = tokens_of(queries, columns)
         self.store(q)
-        eviction = self.passes.eviction
+        eviction = forward.eviction
         kind = None if eviction is None else eviction.policy.scores
         if kind is None or eviction.observed is not None:
-            out = kv.backend.attend(self.forward.step, self.layer, q, scale, options=options)
+            out: Any = backend.attend(forward.step, self.layer, q, scale, options=options)
             if kind is not None:
                 eviction.observe(self.layer, self._scores(q, eviction.observed, scale, options))
         else:
-            out, scores = kv.backend.attend(self.forward.step, self.layer, q, scale, options=options, scores=kind)
+            out, scores = backend.attend(forward.step, self.layer, q, scale, options=options, scores=kind)
             eviction.observe(self.layer, scores)
         if columns is not None:  # padding columns see nothing
             padded = mx.zeros((num_rows * num_columns, *out.shape[1:]), out.dtype)
@@ -153,19 +146,18 @@ class PagedKeys(_Placeholder):
 
     def _scores(self, q: mx.array, observed: Any, scale: float, options: AttentionOptions | None) -> mx.array:
         """What some queries of the pass see, ``[R, Hk, C]``: attended once more, each in a row of its own."""
-        assert self.forward is not None
-        backend = self.passes.kv.backend
+        forward, backend = self.forward, self.forward.backend
         if observed.step is None:
-            observed.step = backend.prepare(StepArrays.of_queries(self.forward.plan, observed.queries))
-        chosen, kind = q[mx.array(observed.queries)], self.passes.eviction.policy.scores
+            observed.step = backend.prepare(StepArrays.of_queries(forward.plan, observed.queries))
+        chosen, kind = q[mx.array(observed.queries)], forward.eviction.policy.scores
         _, scores = backend.attend(observed.step, self.layer, chosen, scale, options=options, scores=kind)
         return scores
 
     def store(self, *others: mx.array) -> None:
         """Store what is fresh, if anything is; `others` are evaluated with it."""
-        if self.fresh is not None and self.forward is not None:
+        if self.fresh is not None:
             mx.eval(*self.fresh, *others)
-            self.passes.kv.backend.write(self.forward.step, self.layer, *self.fresh)
+            self.forward.backend.write(self.forward.step, self.layer, *self.fresh)
             self.fresh = None
 
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from mlx_lm.models.cache import make_prompt_cache
-
-if TYPE_CHECKING:
-    from kvpool.adapters.mlx_lm.host import PagedKV
 
 _NAME = "make_cache"
 _NOTHING = object()
@@ -17,12 +14,12 @@ _NOTHING = object()
 class Hook:
     """What stands in for a model's ``make_cache``, one per model however many are installed on it.
 
-    The last one of `installed` makes the caches. They may leave in any order; with the last one to leave the
-    model is as it was.
+    The last one of `installed`, each a `PagedKV`, makes the caches. They may leave in any order; with the last one to
+    leave the model is as it was.
     """
 
     def __init__(self, model: Any) -> None:
-        self.installed: list[PagedKV] = []
+        self.installed: list[Any] = []
         self._hidden = vars(model).get(_NAME, _NOTHING)
         self._heeds_max_kv_size = not hasattr(model, _NAME)
 
@@ -35,7 +32,7 @@ class Hook:
         raise TypeError("[install] a model cannot be copied inside the block, its caches are those of one pool")
 
     @classmethod
-    def enter(cls, kv: PagedKV) -> Hook:
+    def enter(cls, kv: Any) -> Hook:
         """Make `kv` the one whose caches ``kv.model`` hands out; returns the hook that does it."""
         hook = vars(kv.model).get(_NAME)
         if not isinstance(hook, cls):
@@ -72,7 +69,7 @@ class Hook:
                 "was there before the block ends"
             )
 
-    def leave(self, kv: PagedKV) -> None:
+    def leave(self, kv: Any) -> None:
         """Take back one `enter` of `kv`, wherever it stands.
 
         Raises

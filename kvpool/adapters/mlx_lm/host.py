@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from operator import index
@@ -13,18 +11,19 @@ from typing import Any, Self
 
 import mlx.core as mx
 import mlx_lm
-import numpy as np
 
 import kvpool
 from kvpool.adapters.mlx_lm.arrays import Converted
 from kvpool.adapters.mlx_lm.attention_hook import Caller, Site, find_sites
-from kvpool.adapters.mlx_lm.batch import NOT_OPENED, Batch, Known, Rows
+from kvpool.adapters.mlx_lm.batch import Batch
 from kvpool.adapters.mlx_lm.cache import PagedKVCache
 from kvpool.adapters.mlx_lm.eviction import check_policy
 from kvpool.adapters.mlx_lm.hook import Hook
+from kvpool.adapters.mlx_lm.passes import Passes
+from kvpool.adapters.mlx_lm.rows import NOT_OPENED, Known
 from kvpool.adapters.mlx_lm.shapes import inspect_model, require_bits, with_bits
 from kvpool.adapters.mlx_lm.summary import Summary
-from kvpool.errors import ConcurrentUse, StaleHandle
+from kvpool.errors import StaleHandle
 from kvpool.eviction import Policy
 from kvpool.protocol import KVBackend
 from kvpool.spec import KVSpec
@@ -195,11 +194,9 @@ class PagedKV:
     pool : kvpool.Pool
     backend : kvpool.protocol.KVBackend
         That takes MLX's arrays.
-    dtype : mx.Dtype
-        Of the keys and values that the model computes.
     num_layers : int
-    windows : tuple
-        Attention window per layer, None without one.
+    passes : Passes
+        What its batches share.
     prefix_cache : bool
         Whether `fetch` and `commit` work.
     namespace : bytes
@@ -223,9 +220,6 @@ class PagedKV:
         self.model = model
         self.pool = pool
         self.backend = backend
-        self.dtype: mx.Dtype = getattr(mx, backend.spec.dtype)
-        self.windows = windows
-        self.sites = sites
         self._hooks: list[Hook] = []  # one for each time that the block was entered
         self._why_gather = why_gather
         self.num_layers = len(windows)
@@ -233,12 +227,9 @@ class PagedKV:
         self._number = str(next(_numbers))
         self.namespace = self.own_namespace(b"")
         self.query_tokens = self.hit_tokens = 0
-        self.batches: weakref.WeakValueDictionary[int, Batch] = weakref.WeakValueDictionary()  # by id
-        self.lock = threading.RLock()  # several calls of the pool, and the books beside it, belong together
-        self.eviction = check_policy(eviction, self)
-        self._driver: threading.Thread | None = None  # who is in a forward pass
-        self._last_driver: threading.Thread | None = None
-        self._running: tuple[weakref.ref[Batch], Any, Rows] | None = None  # the forward pass in progress
+        self.passes = Passes(pool, backend, windows, sites, self.namespace if self.prefix_cache else b"")
+        self.lock = self.passes.lock  # several calls of the pool, and the books beside it, belong together
+        self.eviction = check_policy(eviction, self.passes, self.route)
 
     def __repr__(self) -> str:
         return f"<PagedKV of {self.num_layers} layers on {self.pool!r}, route {self.route}>"
@@ -247,24 +238,24 @@ class PagedKV:
 
     def __enter__(self) -> Self:
         self._hooks.append(Hook.enter(self))
-        for site in self.sites:
+        for site in self.passes.sites:
             site.enter()
         return self
 
     def __exit__(self, *exc: object) -> None:
         if not self._hooks:
             raise RuntimeError("[install] this block was never entered, or has ended already")
-        for site in self.sites:
+        for site in self.passes.sites:
             site.require_ours()  # first, so that a block that cannot be left is still there as a whole
         self._hooks[-1].require_ours(self.model)
-        for site in self.sites:
+        for site in self.passes.sites:
             site.leave()
         self._hooks.pop().leave(self)
 
     @property
     def is_fused(self) -> bool:
         """Whether a layer attends straight over the pool now: inside the block, if the model is hooked."""
-        return bool(self.sites) and all(site.is_active for site in self.sites)
+        return self.passes.is_fused
 
     @property
     def route(self) -> str:
@@ -274,7 +265,7 @@ class PagedKV:
         """
         if lost := self._hooks and self._hooks[-1].lost(self.model):
             return f"lost: {lost}"
-        covered = ", ".join(f"somebody has set {site}" for site in self.sites if site.is_covered)
+        covered = ", ".join(f"somebody has set {site}" for site in self.passes.sites if site.is_covered)
         why = self._why_gather or covered
         return f"gather: {why}" if why else "fused"
 
@@ -285,8 +276,8 @@ class PagedKV:
         (`kv_bits` and so on) other than those of `install` are a ValueError.
         """
         require_bits(self.backend.spec, **quantization)
-        policy = self.eviction if eviction is None else check_policy(eviction, self)
-        return self._caches(Batch(self, [NOT_OPENED], [0], is_merged=False, policy=policy))
+        policy = self.eviction if eviction is None else check_policy(eviction, self.passes, self.route)
+        return self._caches(Batch(self.passes, [NOT_OPENED], [0], is_merged=False, policy=policy))
 
     # ------------------------------------------------------------------------------------------ prefix cache
 
@@ -324,7 +315,7 @@ class PagedKV:
             handle = self.pool.prefix.pin(tokens[: max(len(tokens) - 1, 0)], own)
             num_cached = self.pool.num_tokens(handle)
         known = Known(own, num_cached)
-        batch = Batch(self, [handle], [num_cached], False, [known], self.eviction)
+        batch = Batch(self.passes, [handle], [num_cached], False, [known], self.eviction)
         return self._caches(batch), num_cached
 
     def commit(self, caches: Sequence[PagedKVCache], tokens: Sequence[int], namespace: bytes = b"") -> int:
@@ -355,7 +346,7 @@ class PagedKV:
         """
         self._require_prefix_cache("commit")
         batch = caches[0].batch if len(caches) == self.num_layers else None
-        if batch is None or batch.kv is not self or any(cache.batch is not batch for cache in caches):
+        if batch is None or batch.passes is not self.passes or any(cache.batch is not batch for cache in caches):
             raise ValueError(f"[commit] the caches of all {self.num_layers} layers of one sequence are needed")
         if len(batch.handles) != 1:
             raise ValueError(f"[commit] the cache holds {len(batch.handles)} sequences, the limit is 1")
@@ -367,10 +358,6 @@ class PagedKV:
                 f"[commit] {len(tokens)} tokens, the cache holds {length}: all are needed, from the first on"
             )
         return batch.commit(tokens)
-
-    def open_empty(self) -> int:
-        """A new sequence in the model's own namespace."""
-        return int(self.pool.prefix.pin([], self.namespace) if self.prefix_cache else self.pool.open())
 
     def _require_prefix_cache(self, call: str) -> None:
         if not self.prefix_cache:
@@ -419,14 +406,13 @@ class PagedKV:
     def summary(self) -> Summary:
         """The account as of now, from any thread: it does not wait for MLX and evaluates nothing."""
         with self.lock:
-            batches = self._live_batches()  # kept alive: the blocks of one that dies meanwhile would count as leaked
+            batches = self.passes.live_batches()  # kept alive: blocks of one that dies now would count as leaked
             held: set[int] = set()
             handles = [handle for batch in batches for handle in batch.handles if handle != NOT_OPENED]
             for handle in handles:
                 with suppress(StaleHandle):  # its batch is in its finalizer
                     held.update(self.pool.table(handle).tolist())
-            if self._running is not None and self._running[1].is_pending:
-                held.update(self._running[1].copies[:, 0].tolist())  # sources, kept until the pass is through
+            held.update(self.passes.copies[:, 0].tolist())  # sources
             stats = self.pool.stats()
             del batches  # before another step: to it, a batch that is still alive is one more owner
         leaked = max(0, stats.used - len(held))
@@ -457,23 +443,7 @@ class PagedKV:
             stats = self.pool.stats()
         return stats.free + stats.evictable
 
-    def _live_batches(self) -> list[Batch]:
-        """All of them, as a list: another thread may make one at any time."""
-        return [batch for reference in self.batches.valuerefs() if (batch := reference()) is not None]
-
     # ------------------------------------------------------------------------- one forward pass at a time
-
-    def begin_forward(self) -> None:
-        """Before the pool is stepped: nothing else may be half done."""
-        self._drive("update_and_fetch")
-        if self._running is not None and self._running[0]() is None:
-            self.undo_forward()  # nobody is left to ask for it
-            self._drive("update_and_fetch")
-        if self._running is not None:
-            raise RuntimeError(
-                "[update_and_fetch] an earlier forward pass was interrupted between two layers; "
-                "kv.recover() takes it back"
-            )
 
     def settle(self) -> int:
         """Wait for MLX and count the pool arrays that it copied since the last time, see `KVBackend.settle`.
@@ -483,51 +453,7 @@ class PagedKV:
         ConcurrentUse
             Another thread ran the last forward pass and is still alive: its work may be half evaluated.
         """
-        current = threading.current_thread()
-        last = self._last_driver
-        if last is not None and last is not current and last.is_alive():
-            raise ConcurrentUse(f"[settle] thread {last.name!r} ran the last forward pass, this is {current.name!r}")
-        return self.backend.settle()
-
-    def _drive(self, call: str) -> None:
-        """Make this thread the one that is in a forward pass, or raise `ConcurrentUse`; a dead one has left."""
-        current = threading.current_thread()
-        with self.lock:
-            driver = self._driver
-            if driver is not None and driver is not current and driver.is_alive():
-                raise ConcurrentUse(
-                    f"[{call}] thread {driver.name!r} is in a forward pass, this is {current.name!r}; one at a time"
-                )
-            self._driver = self._last_driver = current
-
-    def note_forward(self, batch: Batch, plan: Any, before: Rows) -> None:
-        """The pool was stepped for `batch`, whose rows were `before`."""
-        self._running = (weakref.ref(batch), plan, before)
-
-    def finish_forward(self) -> None:
-        """All layers have stored their keys and values; the class docstring tells why that is enough."""
-        assert self._running is not None
-        _, plan, _ = self._running
-        with self.lock:
-            if plan.is_pending:
-                self.pool.done(plan)
-            self._running = None
-        self._driver = None
-
-    def undo_forward(self) -> None:
-        """Take the step back, if there was one; lengths and tables are as before it."""
-        running, self._running = self._running, None
-        if running is not None:
-            reference, plan, before = running
-            batch = reference()
-            with self.lock:
-                if plan.is_pending:
-                    self.pool.rollback(plan)
-                elif batch is not None:  # a pool with in_order=True
-                    self.pool.truncate(np.array(batch.handles, np.int64), before.lens + before.gone)
-            if batch is not None and batch.eviction is not None:
-                batch.eviction.forget()
-        self._driver = None
+        return self.passes.settle()
 
     def recover(self) -> bool:
         """Take back a forward pass that was interrupted between two layers, by an exception or Ctrl-C.
@@ -548,22 +474,4 @@ class PagedKV:
         ConcurrentUse
             Another thread is in it.
         """
-        self._drive("recover")
-        running = self._running
-        self.undo_forward()
-        if running is None:
-            return False
-        reference, _, before = running
-        batch = reference()
-        if batch is not None:
-            batch.recover(before)
-        self.stop_engines()
-        return True
-
-    def stop_engines(self) -> None:
-        """After a failed pass: no batch that an engine has made may be used again.
-
-        Which engine it was, and what it has lost, cannot be known from here, so all of them count.
-        """
-        for batch in self._live_batches():
-            batch.is_stopped |= batch.is_merged
+        return self.passes.recover()

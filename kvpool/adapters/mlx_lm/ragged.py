@@ -20,10 +20,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from kvpool.adapters.mlx_lm.batch import Forward
 from kvpool.adapters.mlx_lm.cache import causal_mask
 from kvpool.adapters.mlx_lm.fused import PagedKeys, PagedMask, PagedValues, smaller_window, tokens_of
 from kvpool.adapters.mlx_lm.host import PagedKV
+from kvpool.adapters.mlx_lm.rows import Forward
 from kvpool.protocol import StepArrays
 
 
@@ -52,9 +52,8 @@ class RaggedForward:
         if kv.eviction is not None:
             raise ValueError("[RaggedForward] plans keep every token, kv evicts: install without eviction")
         self.kv = kv
-        self.count = 0
         self.eviction: Any = None
-        self.is_ragged = bool(kv.sites)
+        self.is_ragged = bool(kv.passes.sites)
 
     def __call__(
         self, tokens: np.ndarray, plan: Any, lens: np.ndarray, rows: np.ndarray, evicted: np.ndarray | None = None
@@ -89,7 +88,8 @@ class RaggedForward:
             if len(plan.copies):
                 kv.backend.copy_blocks(plan)
             ahead = 0 if evicted is None else evicted if len(starts) == len(lens) else np.repeat(evicted, new)
-            one = _Pass(self, Forward(step, plan, None), shape, starts, starts + ahead)
+            forward = Forward(kv.backend, step, plan, shape, eviction=self.eviction)
+            one = _Pass(self, forward, starts, starts + ahead)
             try:
                 caches = [RaggedCache(one, layer) for layer in range(kv.num_layers)]
                 logits = self._logits(mx.array(tokens.reshape(shape)), caches, rows)
@@ -97,7 +97,7 @@ class RaggedForward:
                 if kv.backend.capabilities.lazy:
                     mx.eval(logits, *(queued for layer in range(kv.num_layers) for queued in kv.backend.queued(layer)))
             finally:
-                self.count += 1
+                forward.is_over = True
         return logits
 
     def _shape(self, num_tokens: int, lens: np.ndarray, new: np.ndarray) -> tuple[tuple[int, int], np.ndarray]:
@@ -132,7 +132,7 @@ class RaggedForward:
     def _hooked(self) -> Iterator[None]:
         """The model attends over the pool, inside."""
         with ExitStack() as stack:
-            for site in self.kv.sites:
+            for site in self.kv.passes.sites:
                 site.enter()
                 stack.callback(site.leave)
             yield
@@ -145,13 +145,12 @@ class _Pass:
         self,
         passes: RaggedForward,
         forward: Forward,
-        shape: tuple[int, int],
         starts: np.ndarray,
         positions: np.ndarray,
     ) -> None:
         self.passes = passes
         self.forward = forward
-        self.shape = shape
+        self.shape = forward.shape
         self.starts = starts
         self.positions = positions
         self.offsets = mx.array(positions.astype(np.int32))
@@ -160,14 +159,18 @@ class _Pass:
     def keys(self, layer: int, keys: mx.array, values: mx.array) -> PagedKeys:
         """A layer's new keys and values, still to be stored: when its queries are there, see `PagedKeys`."""
         self.store_rest()
-        self._keys = PagedKeys(self.passes, layer, self.forward, self.shape, (keys, values))
+        self._keys = PagedKeys(self.forward, layer, self.window(layer), (keys, values))
         return self._keys
 
     def keys_of(self, layer: int, rows: mx.array) -> PagedKeys:
         """A layer's keys as some tokens of the pass see them: each is a sequence of its own that ends with it."""
         some = StepArrays.of_queries(self.forward.plan, np.array(rows))
-        step = self.passes.kv.backend.prepare(some)
-        return PagedKeys(self.passes, layer, Forward(step, some, None), (len(rows), 1))
+        backend = self.forward.backend
+        forward = Forward(backend, backend.prepare(some), some, (len(rows), 1), eviction=self.forward.eviction)
+        return PagedKeys(forward, layer, self.window(layer))
+
+    def window(self, layer: int) -> int | None:
+        return self.passes.kv.passes.windows[layer]
 
     def store_rest(self) -> None:
         """Store what the last layer has left."""
@@ -220,7 +223,7 @@ class RaggedCache:
     ) -> mx.array | str | PagedMask | None:
         """The mask of the pass, see `PagedKVCache.make_mask`."""
         kv = self._pass.passes.kv
-        window = smaller_window(window_size, kv.windows[self._layer])
+        window = smaller_window(window_size, kv.passes.windows[self._layer])
         if self._pass.passes.is_ragged:
             return PagedMask(window)
         starts = self._pass.starts
@@ -229,9 +232,9 @@ class RaggedCache:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Store the layer's K ``[B, Hk, N, D]`` and V; the contexts, or what stands for them."""
         kv = self._pass.passes.kv
-        if keys.dtype != kv.dtype or values.dtype != kv.dtype:
+        if keys.dtype != kv.passes.dtype or values.dtype != kv.passes.dtype:
             raise TypeError(
-                f"[update_and_fetch] keys are {keys.dtype}, values {values.dtype}, the pool holds {kv.dtype}: "
+                f"[update_and_fetch] keys are {keys.dtype}, values {values.dtype}, the pool holds {kv.passes.dtype}: "
                 "make the engine again after a model was cast"
             )
         self._is_stored = True
@@ -241,7 +244,7 @@ class RaggedCache:
         keys, values = tokens_of(keys, None), tokens_of(values, None)
         if self._is_for_storage:
             self._pass.keys(self._layer, keys, values).store()
-            paged = PagedKeys(self._pass.passes, self._layer, None, self._pass.shape)
+            paged = PagedKeys(self._pass.forward, self._layer, None, unseen=True)
             return paged, PagedValues(paged)
         if self._pass.passes.is_ragged and not kv.backend.capabilities.lazy:
             paged = self._pass.keys(self._layer, keys, values)
@@ -249,7 +252,7 @@ class RaggedCache:
         kv.backend.write(self._pass.forward.step, self._layer, keys, values)
         if not self._pass.passes.is_ragged:
             return self.keys_and_values()
-        paged = PagedKeys(self._pass.passes, self._layer, self._pass.forward, self._pass.shape)
+        paged = PagedKeys(self._pass.forward, self._layer, self._pass.window(self._layer))
         return paged, PagedValues(paged)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:

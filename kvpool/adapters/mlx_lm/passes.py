@@ -1,0 +1,171 @@
+"""`Passes`: the forward passes of one model on one pool, one at a time; how one is taken back, and who runs it."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from kvpool.adapters.mlx_lm.attention_hook import Site
+from kvpool.adapters.mlx_lm.rows import Rows
+from kvpool.errors import ConcurrentUse
+from kvpool.protocol import KVBackend
+
+
+class Passes:
+    """What the batches of one model share: pool, storage, and whose turn it is.
+
+    `PagedKV` tells when a step is done, and what threads have to observe.
+
+    Parameters
+    ----------
+    pool : kvpool.Pool
+    backend : kvpool.protocol.KVBackend
+    windows : sequence
+        Attention window per layer, None without one.
+    sites : sequence of Site
+        Where the model attends over the pool; none if it gathers.
+    namespace : bytes
+        Of the prefix cache, for sequences that are opened empty; b"" without a prefix cache.
+
+    Attributes
+    ----------
+    dtype : mx.Dtype
+        Of the keys and values that the model computes.
+    lock : threading.RLock
+        Several calls of the pool, and the books beside it, belong together.
+    batches : WeakValueDictionary
+        Every `Batch` that is alive, by its id.
+    """
+
+    def __init__(
+        self,
+        pool: Any,
+        backend: KVBackend,
+        windows: Sequence[int | None],
+        sites: Sequence[Site] = (),
+        namespace: bytes = b"",
+    ) -> None:
+        self.pool = pool
+        self.backend = backend
+        self.windows = tuple(windows)
+        self.num_layers = len(self.windows)
+        self.sites = tuple(sites)
+        self.dtype: mx.Dtype = getattr(mx, backend.spec.dtype)
+        self.lock = threading.RLock()
+        self.batches: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self.namespace = namespace
+        self._driver: threading.Thread | None = None  # who is in a forward pass
+        self._last_driver: threading.Thread | None = None
+        self._running: tuple[weakref.ref[Any], Any, Rows] | None = None  # its batch, plan, and rows before it
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether a layer attends straight over the pool now: inside the block, if the model is hooked."""
+        return bool(self.sites) and all(site.is_active for site in self.sites)
+
+    def open_empty(self) -> int:
+        """A new sequence in the model's own namespace."""
+        return int(self.pool.prefix.pin([], self.namespace) if self.namespace else self.pool.open())
+
+    def live_batches(self) -> list[Any]:
+        """All of them, as a list: another thread may make one at any time."""
+        return [batch for reference in self.batches.valuerefs() if (batch := reference()) is not None]
+
+    @property
+    def copies(self) -> np.ndarray:
+        """Copies ``[K, 3]`` of the pass in progress, whose sources are kept until it is through."""
+        if self._running is None or not self._running[1].is_pending:
+            return np.zeros((0, 3), np.int32)
+        copies: np.ndarray = self._running[1].copies
+        return copies
+
+    # ------------------------------------------------------------------------------------------- one pass
+
+    def begin(self) -> None:
+        """Before the pool is stepped: nothing else may be half done."""
+        self._drive("update_and_fetch")
+        if self._running is not None and self._running[0]() is None:
+            self.undo()  # nobody is left to ask for it
+            self._drive("update_and_fetch")
+        if self._running is not None:
+            raise RuntimeError(
+                "[update_and_fetch] an earlier forward pass was interrupted between two layers; "
+                "kv.recover() takes it back"
+            )
+
+    def note(self, batch: Any, plan: Any, before: Rows) -> None:
+        """The pool was stepped for `batch`, whose rows were `before`."""
+        self._running = (weakref.ref(batch), plan, before)
+
+    def finish(self) -> None:
+        """All layers have stored their keys and values; `PagedKV` tells why that is enough."""
+        assert self._running is not None
+        _, plan, _ = self._running
+        with self.lock:
+            if plan.is_pending:
+                self.pool.done(plan)
+            self._running = None
+        self._driver = None
+
+    def undo(self) -> None:
+        """Take the step back, if there was one; lengths and tables are as before it."""
+        running, self._running = self._running, None
+        if running is not None:
+            reference, plan, before = running
+            batch = reference()
+            with self.lock:
+                if plan.is_pending:
+                    self.pool.rollback(plan)
+                elif batch is not None:  # a pool with in_order=True
+                    self.pool.truncate(np.array(batch.handles, np.int64), before.lens + before.gone)
+            if batch is not None and batch.eviction is not None:
+                batch.eviction.forget()
+        self._driver = None
+
+    def recover(self) -> bool:
+        """See `PagedKV.recover`."""
+        self._drive("recover")
+        running = self._running
+        self.undo()
+        if running is None:
+            return False
+        reference, _, before = running
+        batch = reference()
+        if batch is not None:
+            batch.recover(before)
+        self.stop_engines()
+        return True
+
+    def stop_engines(self) -> None:
+        """After a failed pass: no batch that an engine has made may be used again.
+
+        Which engine it was, and what it has lost, cannot be known from here, so all of them count.
+        """
+        for batch in self.live_batches():
+            batch.is_stopped |= batch.is_merged
+
+    # ------------------------------------------------------------------------------------------- threads
+
+    def settle(self) -> int:
+        """See `PagedKV.settle`."""
+        current = threading.current_thread()
+        last = self._last_driver
+        if last is not None and last is not current and last.is_alive():
+            raise ConcurrentUse(f"[settle] thread {last.name!r} ran the last forward pass, this is {current.name!r}")
+        return self.backend.settle()
+
+    def _drive(self, call: str) -> None:
+        """Make this thread the one that is in a forward pass, or raise `ConcurrentUse`; a dead one has left."""
+        current = threading.current_thread()
+        with self.lock:
+            driver = self._driver
+            if driver is not None and driver is not current and driver.is_alive():
+                raise ConcurrentUse(
+                    f"[{call}] thread {driver.name!r} is in a forward pass, this is {current.name!r}; one at a time"
+                )
+            self._driver = self._last_driver = current
