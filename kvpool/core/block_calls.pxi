@@ -262,6 +262,7 @@ cdef list as_list(const int32_t* ids, int32_t n):
     return result
 
 
+@cython.no_gc_clear      # `state` lies in the pool, which has to live as long
 cdef class BlockAPI:
     """Blocks by id, for engines that keep block tables of their own, and for blocks held beside sequences.
 
@@ -650,10 +651,11 @@ cdef class BlockAPI:
         if 0 <= i < self.state.blocks.num_blocks:
             count = self.state.blocks.block[i].refcount
         pool_leave(self.state)
-        if i < 0 or i >= self.state.blocks.num_blocks:
-            raise IndexError(f"[refcount] no such block ({i}), ids are 0 .. {self.state.blocks.num_blocks - 1}")
-        if i < self.state.blocks.reserved:
-            raise ValueError(f"[refcount] block {i} is reserved, reserved are 0 .. {self.state.blocks.reserved - 1}")
+        options = self.pool.options         # the state may be another thread's by now
+        if i < 0 or i >= options.num_blocks:
+            raise IndexError(f"[refcount] no such block ({i}), ids are 0 .. {options.num_blocks - 1}")
+        if i < options.reserved_blocks:
+            raise ValueError(f"[refcount] block {i} is reserved, reserved are 0 .. {options.reserved_blocks - 1}")
         return count
 
     def refcounts(self, ids):

@@ -78,8 +78,8 @@ cdef tuple new_array(object shape, object dtype, bint writable):
 
 cdef object formats_with(object backend, Pool pool, object formats):
     """`formats` and those of a backend, if it has blocks like the pool's."""
-    for name, theirs, ours in (("block_size", backend.spec.block_size, pool.state.blocks.block_size),
-                               ("num_blocks", backend.num_blocks, pool.state.blocks.num_blocks)):
+    for name, theirs, ours in (("block_size", backend.spec.block_size, pool.options.block_size),
+                               ("num_blocks", backend.num_blocks, pool.options.num_blocks)):
         if theirs != ours:
             raise ValueError(f"[Plan] {name} is {theirs} in the backend, {ours} in the pool")
     return (*((formats,) if isinstance(formats, str) else formats), *backend.required_formats)

@@ -83,9 +83,17 @@ cdef class Pool:
     def __cinit__(self, *args, **options):
         making(self)
         lock_init(&self.state.mutex)
-        # Errors of Cython would say __cinit__().
+        self.plans = []
+        try:
+            self.init(_signatures.Pool(*args, **options))       # errors of Cython would say __cinit__()
+        except BaseException:       # a subclass's __del__ gets what there is, and finds a pool that was shut down
+            self.shutdown()
+            raise
+        made(self)
+
+    cdef int init(self, tuple given) except -1:
         (num_blocks, block_size, max_seqs, max_blocks_per_seq, reserved_blocks, watermark, in_order, seed, prefix_cache,
-         events, record, hash_bits) = _signatures.Pool(*args, **options)
+         events, record, hash_bits) = given
         self.init_blocks(num_blocks, block_size, reserved_blocks, record)
         self.init_seqs(max_seqs, max_blocks_per_seq, watermark)
         seed, events = self.init_index(seed, prefix_cache, events, hash_bits)
@@ -93,12 +101,11 @@ cdef class Pool:
             raise TypeError(f"[Pool] in_order must be a bool, not {type(in_order).__name__} ({in_order!r})")
         self.state.next_step = 1
         self.state.steps_pend = not in_order
-        self.plans = []
         self.options = PoolOptions(
             self.state.blocks.num_blocks, self.state.blocks.block_size, self.state.seqs.max_seqs,
             self.state.seqs.max_blocks, self.state.blocks.reserved, self.state.seqs.watermark, in_order, seed,
             prefix_cache, events)
-        made(self)
+        return 0
 
     cdef int init_blocks(self, object num_blocks, object block_size, object reserved_blocks, object record) except -1:
         cdef Blocks* b = &self.state.blocks
@@ -207,7 +214,7 @@ cdef class Pool:
             return "<kvpool.Pool, shut down>"
         used, sequences = self.state.blocks.num_used, self.state.seqs.num_open
         pool_leave(&self.state)
-        return (f"<kvpool.Pool of {self.state.blocks.num_blocks} blocks of {self.state.blocks.block_size} tokens, "
+        return (f"<kvpool.Pool of {self.options.num_blocks} blocks of {self.options.block_size} tokens, "
                 f"{used} used by {sequences} sequences>")
 
     @property
@@ -323,23 +330,26 @@ cdef class Pool:
             A length is negative or above the current one, or below the length at which tokens were evicted last;
             the shapes differ. State unchanged.
         """
-        self.shorten(handles, lens, -1, "truncate")
+        self.shorten(handles, lens, False, None, "truncate")
 
-    cdef int shorten(self, object handles, object lens, int64_t first, str call) except -1:
-        """`compact`, or `truncate` where `first` is -1."""
+    cdef int shorten(self, object handles, object lens, bint compacts, object first, str call) except -1:
+        """`compact`, or `truncate`, which has no `first`."""
         cdef Ints batch, lengths
         cdef Verdict v
+        cdef int64_t kept = 0
         cdef int status
         ints_init(&batch, &self.state.spare)
         ints_init(&lengths, &self.state.spare)
         try:
             ints_get(&batch, handles, call, "handles", True, False)
             ints_get(&lengths, lens, call, "lens", True, True)
+            if compacts:
+                kept = to_int(first, call, "first", 0, INT64_MAX)
             pool_enter(&self.state, call)
-            if first < 0:
+            if not compacts:
                 status = pool_truncate(&self.state, &batch, &lengths, &v)
             else:
-                status = pool_compact(&self.state, &batch, &lengths, first, &v)
+                status = pool_compact(&self.state, &batch, &lengths, kept, &v)
             pool_leave(&self.state)
         finally:
             ints_free(&batch)
@@ -781,7 +791,7 @@ cdef class Pool:
         released youngest first, through limbo while steps are pending. From here on the sequence commits no more
         blocks, and cannot be truncated below the `num_tokens` it has now. O(blocks).
         """
-        self.shorten(handles, lens, to_int(first, "compact", "first", 0, INT64_MAX), "compact")
+        self.shorten(handles, lens, True, first, "compact")
 
     def evict_blocks(self, handle, indices):
         """Whole blocks leave the table of a sequence; no data moves, and shared blocks stay as others read them.

@@ -389,6 +389,7 @@ cdef object open_tokens(State* pool, object tokens, object namespace, str call, 
     return handle
 
 
+@cython.no_gc_clear      # `state` lies in the pool, which has to live as long
 cdef class PrefixCache:
     """What a pool knows of contents: prefixes that sequences computed, for prompts that begin alike.
 
