@@ -12,8 +12,9 @@ back (`attention_hook`).
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -123,7 +124,8 @@ class RaggedForward:
         # Not where scores are wanted: those of the last token of every row, sampled or not.
         wants_scores = self.eviction is not None and self.eviction.policy.scores is not None
         splits = len(rows) < inputs.size and self._defers and not wants_scores
-        model, taken = _with_rows(self.kv.model, mx.array(rows), _Chosen(batch, forward, rows) if splits else None)
+        last = partial(_LastLayer, batch, forward, rows) if splits else None
+        model, taken = _with_rows(self.kv.model, mx.array(rows), last)
         logits = model(inputs, cache=caches)
         logits = logits.reshape(-1, logits.shape[-1])
         if taken is None:
@@ -143,39 +145,16 @@ class RaggedForward:
 # ------------------------------------------------------------------------------------ logits of some rows only
 
 
-class _Chosen:
-    """Some tokens of a pass, seen once more: each is a sequence of its own that ends with it."""
-
-    def __init__(self, batch: Batch, forward: Forward, rows: np.ndarray) -> None:
-        some = StepArrays.of_queries(forward.plan, rows)
-        self.rows = mx.array(rows)
-        self._whole = forward
-        self._pass = Forward(forward.backend, some, (len(rows), 1), is_fused=True, stores=False)
-        own = Rows(batch.rows.lens[rows], gone=batch.rows.gone[rows])
-        layer = batch.passes.num_layers - 1
-        self._cache = PagedKVCache(Batch.on_plan(batch.passes, self._pass, own), layer)
-
-    def __call__(self, layer: Any, x: mx.array, args: Sequence[Any], options: dict[str, Any]) -> Any:
-        """What the last layer makes of them, when all tokens of the pass are stored."""
-        self._whole.attends = False
-        layer(x, *args, **options)
-        args = [self._cache if type(one) is PagedKVCache else one for one in args]
-        options = {name: self._cache if type(one) is PagedKVCache else one for name, one in options.items()}
-        result = layer(x[self.rows], *args, **options)
-        self._pass.is_over = True
-        return result
-
-
 class _RowsOf:
     """A model's body, of whose hidden states only some rows come back. For the rest it is the body."""
 
-    def __init__(self, body: nn.Module, rows: mx.array, chosen: _Chosen | None) -> None:
+    def __init__(self, body: nn.Module, rows: mx.array, last: Callable[[nn.Module], _LastLayer] | None) -> None:
         self._body = body
         self._rows = rows
-        self._is_split = chosen is not None
-        if chosen is not None:
+        self._is_split = last is not None
+        if last is not None:
             self._body = copy.copy(body)
-            dict.__setitem__(self._body, "layers", [*body.layers[:-1], _LastLayer(body.layers[-1], chosen)])
+            dict.__setitem__(self._body, "layers", [*body.layers[:-1], last(body.layers[-1])])
 
     def __call__(self, *args: Any, **options: Any) -> mx.array:
         hidden: mx.array = self._body(*args, **options)
@@ -191,21 +170,35 @@ class _LastLayer:
     """The last layer of a model: of tokens that nobody samples it computes keys and values, and nothing else.
 
     It is called twice. What the first call returns is dropped, so MLX never computes it; but it has stored the keys and
-    values of all tokens. The second one computes the rows that are asked for. For the rest it is the layer.
+    values of all tokens. The second one computes the rows that are asked for: each is a sequence of its own that ends
+    with its token. For the rest it is the layer.
     """
 
-    def __init__(self, layer: nn.Module, chosen: _Chosen) -> None:
+    def __init__(self, batch: Batch, forward: Forward, rows: np.ndarray, layer: nn.Module) -> None:
+        some = StepArrays.of_queries(forward.plan, rows)
         self._layer = layer
-        self._chosen = chosen
+        self._rows = mx.array(rows)
+        self._whole = forward
+        self._pass = Forward(forward.backend, some, (len(rows), 1), is_fused=True, stores=False)
+        own = Rows(batch.rows.lens[rows], gone=batch.rows.gone[rows])
+        self._cache = PagedKVCache(Batch.on_plan(batch.passes, self._pass, own), batch.passes.num_layers - 1)
 
     def __call__(self, x: mx.array, *args: Any, **options: Any) -> Any:
-        return self._chosen(self._layer, x, args, options)
+        self._whole.attends = False
+        self._layer(x, *args, **options)
+        given = [self._cache if type(one) is PagedKVCache else one for one in args]
+        named = {name: self._cache if type(one) is PagedKVCache else one for name, one in options.items()}
+        result = self._layer(x[self._rows], *given, **named)
+        self._pass.is_over = True
+        return result
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
 
 
-def _with_rows(model: nn.Module, rows: mx.array, chosen: _Chosen | None) -> tuple[nn.Module, mx.array | None]:
+def _with_rows(
+    model: nn.Module, rows: mx.array, last: Callable[[nn.Module], _LastLayer] | None
+) -> tuple[nn.Module, mx.array | None]:
     """`model` with a head that sees `rows` only, if it is built as most are: ``model.model`` and a head behind it.
 
     The head of a large vocabulary costs as much as several layers, and a chunk of a prompt needs one row of it. The
@@ -216,9 +209,9 @@ def _with_rows(model: nn.Module, rows: mx.array, chosen: _Chosen | None) -> tupl
     if not isinstance(body, nn.Module) or type(model).__module__ not in _HEADS:
         return model, None
     if type(model).__module__ in _PER_TOKEN:
-        chosen = None
+        last = None
     one = copy.copy(model)
-    dict.__setitem__(one, "model", _RowsOf(body, rows, chosen))
+    dict.__setitem__(one, "model", _RowsOf(body, rows, last))
     return one, rows
 
 
