@@ -107,9 +107,9 @@ def test_canary_a_forgotten_option_changes_the_tokens(monkeypatch, name, fault):
 def test_canary_a_forgotten_scale_is_farther_from_float32_than_stock(monkeypatch, name):
     model = HALVES[name]()
     stock = logits_of(model)
-    attend = fused.PagedKeys.attend
+    attend = fused.PagedContext.attend
     monkeypatch.setattr(
-        fused.PagedKeys,
+        fused.PagedContext,
         "attend",
         lambda self, q, v, scale, *rest, **options: attend(self, q, v, scale * 1.1, *rest, **options),
     )
@@ -159,7 +159,7 @@ def test_what_stands_for_arrays_says_so_when_it_is_used_as_one(paged):
         lambda: mask.dtype,
         lambda: mask + mx.zeros((2, 2)),
     ):
-        with pytest.raises((TypeError, AttributeError), match=r"\[Paged(Keys|Values|Mask)\] .*fused=False"):
+        with pytest.raises((TypeError, AttributeError), match=r"\[Paged(Context|Mask)\] .*fused=False"):
             misuse()
 
 

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvpool.adapters.mlx_lm.batch import Batch
-from kvpool.adapters.mlx_lm.fused import PagedKeys, PagedMask, PagedValues, smaller_window
+from kvpool.adapters.mlx_lm.fused import PagedContext, PagedMask, smaller_window
 from kvpool.adapters.mlx_lm.rows import Forward, Rows
 
 
@@ -89,10 +89,10 @@ class PagedKVCache:
 
     def update_and_fetch(
         self, keys: mx.array, values: mx.array
-    ) -> tuple[mx.array, mx.array] | tuple[PagedKeys, PagedValues]:
+    ) -> tuple[mx.array, mx.array] | tuple[PagedContext, PagedContext]:
         """Store this layer's K ``[B, Hk, N, D]`` and V, return the whole contexts ``[B, Hk, C, D]``.
 
-        On the fused route what is returned stands for them, and nothing is gathered.
+        On the fused route one `PagedContext` stands for both, and nothing is gathered.
 
         Raises
         ------
@@ -124,8 +124,8 @@ class PagedKVCache:
             batch.stored()
         self._forward = forward
         if forward.is_fused:
-            paged = PagedKeys(forward, self._layer, passes.windows[self._layer])
-            return paged, PagedValues(paged)
+            context = PagedContext(forward, self._layer, passes.windows[self._layer])
+            return context, context
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:

@@ -1,9 +1,9 @@
 """Attention straight over the pool: what a layer's cache hands to the model in place of arrays.
 
-On the fused route ``update_and_fetch`` stores the new keys and values and returns `PagedKeys` and `PagedValues`, and
-``make_mask`` returns a `PagedMask`. mlx-lm's models pass the three on to ``scaled_dot_product_attention`` untouched,
-and there stands, for the length of ``with install(...)``, a function that knows them (`attention_hook`). Whoever
-else touches one of them gets an error that says so.
+On the fused route ``update_and_fetch`` stores the new keys and values and returns one `PagedContext` in place of both,
+and ``make_mask`` returns a `PagedMask`. mlx-lm's models pass them on to ``scaled_dot_product_attention`` untouched, and
+there stands, for the length of ``with install(...)``, a function that knows them (`attention_hook`). Whoever else
+touches one of them gets an error that says so.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class PagedMask(_Placeholder):
         return f"PagedMask(window={self.window})"
 
 
-class PagedKeys(_Placeholder):
-    """The keys of one layer in one forward pass, in the pool.
+class PagedContext(_Placeholder):
+    """Keys and values of one layer in one forward pass, in the pool.
 
     Parameters
     ----------
@@ -81,8 +81,8 @@ class PagedKeys(_Placeholder):
 
         Parameters
         ----------
-        values : PagedValues
-            Of the same pass and layer.
+        values : PagedContext
+            This one again.
         mask
             A `PagedMask`; or mlx-lm's own short forms, "causal", and None for a single column.
         sinks, soft_cap
@@ -98,7 +98,7 @@ class PagedKeys(_Placeholder):
         forward = self.forward
         if forward.is_over:
             raise RuntimeError("[attention] these keys are those of an earlier forward pass")
-        if type(values) is not PagedValues or values.keys is not self:
+        if values is not self:
             raise TypeError(f"[attention] values are {values!r}, not those that came with the keys")
         num_rows, num_heads, num_columns, _ = queries.shape
         shape = forward.shape
@@ -118,7 +118,9 @@ class PagedKeys(_Placeholder):
             heads = None if sinks is None else np.array(sinks.astype(mx.float32))
             options = AttentionOptions(window=window, soft_cap=soft_cap, sinks=heads)
         columns = forward.columns
-        q = tokens_of(queries, columns)
+        q = queries.swapaxes(1, 2).flatten(0, 1)
+        if columns is not None:
+            q = q[columns]
         if forward.defers:
             forward.flush(q)
         eviction = forward.eviction
@@ -144,21 +146,6 @@ class PagedKeys(_Placeholder):
         chosen, kind = q[mx.array(observed.queries)], forward.eviction.policy.scores
         _, scores = backend.attend(observed.step, self.layer, chosen, scale, options=options, scores=kind)
         return scores
-
-
-class PagedValues(_Placeholder):
-    """The values that belong to `keys`."""
-
-    __slots__ = ("keys",)
-
-    def __init__(self, keys: PagedKeys) -> None:
-        self.keys = keys
-
-
-def tokens_of(x: mx.array, columns: mx.array | None) -> mx.array:
-    """``[B, H, N, D]`` as ``[T, H, D]``, row after row, without padding columns."""
-    x = x.swapaxes(1, 2).flatten(0, 1)
-    return x if columns is None else x[columns]
 
 
 def _require_short(mask: Any, num_columns: int) -> None:

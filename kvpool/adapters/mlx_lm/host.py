@@ -200,7 +200,7 @@ class PagedKV:
     has stored its keys and values. From then on a finished sequence's blocks may be given to another one.
 
     With eager kernels a call has run when it returns, so what is left is the last layer's attention. Nothing comes
-    between: it is next on the same thread, and `PagedKeys` refuse once the batch has moved on.
+    between: it is next on the same thread, and a `PagedContext` refuses once the batch has moved on.
 
     Where writes are scatters (without kernels, or with those of Metal), the layers have *built* their writes and
     reads, and MLX may run them later, while the blocks have another owner. That is sound because MLX arrays are
