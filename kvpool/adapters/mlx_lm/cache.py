@@ -115,10 +115,7 @@ class PagedKVCache:
                 "again, or make the engine again, after a model was cast"
             )
         num_rows, _, num_columns, _ = keys.shape
-        self._forward = None
-        self._cursor, self._rows, forward = batch.issue(
-            self._cursor, "forward", (num_rows, num_columns), lambda: batch.forward(num_rows, num_columns)
-        )
+        forward = self._issue("forward", (num_rows, num_columns), lambda: batch.forward(num_rows, num_columns))
         forward.put(self._layer, keys, values)
         if not batch.missing:
             batch.stored()

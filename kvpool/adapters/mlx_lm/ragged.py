@@ -62,9 +62,8 @@ class RaggedForward:
     ) -> mx.array:
         """The logits of some tokens of a plan that was stepped, float32 ``[M, V]``.
 
-        Copies, writes and reads of the plan are done when the call returns, though what the head computes from them may
-        be left to evaluate; what is the pool's (`done`, `rollback`) is
-        the caller's. Whatever the model raises is passed on.
+        Copies, writes and reads of the plan are done when the call returns; what the head computes from them may be
+        left to evaluate. `done` and `rollback` are the caller's. Whatever the model raises is passed on.
 
         Parameters
         ----------
