@@ -1,10 +1,10 @@
 # make demo   sets everything up in .venv and runs the main job
-# make test   sets everything up in .venv and passes the tests
+# make test   sets everything up in .venv and passes the tests that find most; make test-all runs all of them
 # `make help` lists the rest. PYTHON=python3.12 names the interpreter, PYTEST_ARGS adds to pytest's arguments.
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test fuzz test-metal test-embed test-torch test-golden-full test-long native lint bench bench-gates build debug asan \
+.PHONY: help demo test test-all fuzz test-metal test-embed test-torch test-golden-full test-long native lint bench bench-gates build debug asan \
 	tsan freethreaded coverage mutants proof clean
 MAKEFLAGS += --no-print-directory
 unexport KVPOOL_CORE  # left set, it would have the plain Python model tested in place of the core
@@ -22,8 +22,12 @@ help:  ## list the targets
 demo: $(VENV)/built $(VENV)/demo  ## set everything up, run the main job (a few minutes the first time)
 	$(VENV)/bin/kvpool demo
 
-test: lint  ## set everything up, check style and types, run the tests
-	@echo "==> running the tests"
+test: lint  ## set everything up, check style and types, run the tests that find most (five minutes)
+	@echo "==> running the tests that find most; make test-all runs all"
+	$(PYTEST) -m "not long" $(PYTEST_ARGS)
+
+test-all: lint  ## the same with every test (half an hour)
+	@echo "==> running all tests"
 	$(PYTEST) $(PYTEST_ARGS)
 
 fuzz: $(VENV)/built $(VENV)/test  ## random programs on the compiled core for a minute (FUZZ_ARGS="--large --ops 1e9")

@@ -242,12 +242,12 @@ class Caller:
 
     def flush(self) -> None:
         """Forget a namespace, or all of them."""
-        if self.rng.random() < 0.3:
+        if self.cached and self.rng.random() < 0.3:
             self.call("prefix.flush", self.rng.choice((None, *NAMESPACES)))
 
     def events(self) -> None:
         """What happened in the index; each thread takes some."""
-        for event in self.call("prefix.events"):
+        for event in self.call("prefix.events") if self.cached else []:
             if not isinstance(event, tuple) or not event:
                 raise Wrong(f"an event is {event!r}")
 
@@ -335,7 +335,7 @@ class Caller:
             self.refuse(IndexError, "blocks.refcount", self.pool.num_blocks)
         elif kind == 8 and len(self.raw) > 1:
             (block,) = self.rng.sample(list(self.raw), 1)
-            self.refuse(ValueError, "decref", [block, block])
+            self.refuse(ValueError, "blocks.decref", [block, block])
 
     # ------------------------------------------------------------------ the end
 

@@ -305,13 +305,11 @@ def hunt_pool(
     make_pool: Callable[..., Any] = Pool,
     seed: int = 1,
     *,
-    calls: int | None = None,
-    seconds: float | None = None,
     num_blocks: int | None = None,
     block_size: int | None = None,
-    told: Callable[[TargetReport], None] | None = None,
+    **until: Any,
 ) -> TargetReport:
-    """Random programs on `make_pool` beside the model, until one differs or so many calls or seconds are over.
+    """Random programs on `make_pool` beside the model, until one differs.
 
     Parameters
     ----------
@@ -319,12 +317,10 @@ def hunt_pool(
         `kvpool.Pool`, or a subclass.
     seed : int
         Of the first run; the report's `seed` and ``calls=1`` repeat the run that failed.
-    calls, seconds : int, float, optional
-        When to stop; whole runs are made.
     num_blocks, block_size : int, optional
         Of every pool; drawn by seed otherwise.
-    told : callable, optional
-        Called with the report after every run.
+    until
+        When to stop, and who is told: see `kvpool.testing.fuzz_target.hunt`.
 
     Returns
     -------
@@ -335,4 +331,4 @@ def hunt_pool(
     def make_run(run_seed: int) -> PoolRun:
         return PoolRun(options_of(run_seed, num_blocks, block_size), run_seed, make_pool)
 
-    return hunt(make_run, seed, calls=calls, seconds=seconds, told=told)
+    return hunt(make_run, seed, **until)

@@ -414,7 +414,15 @@ def hunt(
     seconds: float | None = None,
     told: Callable[[TargetReport], None] | None = None,
 ) -> TargetReport:
-    """Run after run of ``make_run(seed)``, until one fails or so many calls or seconds are over."""
+    """Run after run of ``make_run(seed)``, until one fails.
+
+    Parameters
+    ----------
+    calls, seconds : int, float, optional
+        Calls to make, at least; wall time after which no run begins. Whole runs are made.
+    told : callable, optional
+        Called with the report after every run.
+    """
     report, rng, began = TargetReport(), random.Random(seed), time.monotonic()
     while report.finding is None:
         report.seed = rng.getrandbits(32) if report.runs else seed
@@ -442,17 +450,16 @@ def hunt_target(
     seed: int = 1,
     *,
     source: str = "factory",
-    calls: int | None = None,
-    seconds: float | None = None,
     num_blocks: int | None = None,
     block_size: int | None = None,
-    told: Callable[[TargetReport], None] | None = None,
+    **until: Any,
 ) -> TargetReport:
     """Random programs on allocators of ``factory(num_blocks=..., block_size=...)`` until one fails.
 
     Returns a report whose `finding` is None, or says what is wrong, with the shortest test found in `script`. The first
     run is that of `seed`, so the report's `seed` and ``calls=1`` repeat the run that failed.
-    `source` is the expression that makes the factory in that test, the imports it needs in lines before it.
+    `source` is the expression that makes the factory in that test, the imports it needs in lines before it. `until`
+    says when to stop, and who is told: see `hunt`.
     """
 
     def make_run(run_seed: int) -> TargetRun:
@@ -461,4 +468,4 @@ def hunt_target(
         sizes = {"num_blocks": num_blocks or blocks, "block_size": block_size or size}
         return TargetRun(factory, sizes, run_seed, source)
 
-    return hunt(make_run, seed, calls=calls, seconds=seconds, told=told)
+    return hunt(make_run, seed, **until)

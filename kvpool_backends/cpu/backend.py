@@ -110,16 +110,9 @@ class CPUBackend:
         self.store.write(layer, _tokens(k), _tokens(v), step.slot_mapping)
 
     def attend(
-        self,
-        step: AnyPlan,
-        layer: int,
-        q: Any,
-        scale: float | None = None,
-        *,
-        options: AttentionOptions | None = None,
-        return_attn: bool = False,
-        scores: str | None = None,
-        scores_out: np.ndarray | None = None,
+        self, step: AnyPlan, layer: int, q: Any, scale: float | None = None, *,
+        options: AttentionOptions | None = None, return_attn: bool = False,
+        scores: str | None = None, scores_out: np.ndarray | None = None,
     ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
         """Causal attention of ``q [T, Hq, D]`` over the paged context: float32 ``[T, Hq, Dv]``, a new array.
 

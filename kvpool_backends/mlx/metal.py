@@ -110,16 +110,9 @@ class MetalAttention(_Storage):
         super().write(step.written, layer, k, v)
 
     def attend(
-        self,
-        step: Any,
-        layer: int,
-        q: mx.array,
-        scale: float | None = None,
-        *,
-        options: AttentionOptions | None = None,
-        return_attn: bool = False,
-        scores: str | None = None,
-        scores_out: np.ndarray | None = None,
+        self, step: Any, layer: int, q: mx.array, scale: float | None = None, *,
+        options: AttentionOptions | None = None, return_attn: bool = False,
+        scores: str | None = None, scores_out: np.ndarray | None = None,
     ) -> Any:
         """Causal attention of ``q [T, Hq, D]`` over the paged context, see `KVBackend.attend`."""
         checked_results(self.capabilities, return_attn, scores, scores_out)

@@ -130,16 +130,9 @@ class NumpyBackend:
     # ---------------------------------------------------------------------- reads
 
     def attend(
-        self,
-        step: StepArrays,
-        layer: int,
-        q: Any,
-        scale: float | None = None,
-        *,
-        options: AttentionOptions | None = None,
-        return_attn: bool = False,
-        scores: str | None = None,
-        scores_out: np.ndarray | None = None,
+        self, step: StepArrays, layer: int, q: Any, scale: float | None = None, *,
+        options: AttentionOptions | None = None, return_attn: bool = False,
+        scores: str | None = None, scores_out: np.ndarray | None = None,
     ) -> Any:
         q = np.asarray(q)
         if q.dtype.kind != "f":

@@ -69,7 +69,7 @@ INSIDE = """
 """
 STORE = """
     import sys
-    sys.path.insert(0, "tests/cpu")
+    sys.path[:0] = ["tests/cpu", "tests/helpers"]
     from test_cpu_store import Case
     case = Case(num_threads=2)
     expected = case.attend()

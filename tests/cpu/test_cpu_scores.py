@@ -1,10 +1,10 @@
 """Scores of the CPU kernels beyond the conformance kit: the same bits everywhere, no allocation, memory told."""
 
-import tracemalloc
 
 import numpy as np
 import pytest
 from cpu_attention import ISAS, Pool, normal, some_options
+from growth import grown
 
 from kvpool.config import KVSpec
 from kvpool.protocol import AttentionOptions, BatchShape, StepArrays
@@ -104,17 +104,8 @@ def test_calls_with_scores_allocate_nothing_once_the_scratch_has_grown():
     for _ in range(288):
         step()
     scratch = backend.store.scratch_nbytes
-    tracemalloc.start()
-    try:
-        for _ in range(288):
-            step()
-        before = tracemalloc.get_traced_memory()[0]
-        for _ in range(288):
-            step()
-        grown = tracemalloc.get_traced_memory()[0] - before
-    finally:
-        tracemalloc.stop()
-    assert grown < 288 * 32, f"{grown} bytes in 288 steps: an object is left behind by each"
+    left = grown(step, 288)
+    assert left < 288 * 32, f"{left} bytes in 288 steps: an object is left behind by each"
     assert backend.store.scratch_nbytes == scratch
 
 

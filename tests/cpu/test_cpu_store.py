@@ -6,11 +6,11 @@ import sys
 import textwrap
 import threading
 import time
-import tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from growth import grown
 
 from kvpool.config import LAYOUTS, KVSpec
 from kvpool.errors import ConcurrentUse
@@ -249,17 +249,8 @@ def test_calls_allocate_nothing_once_the_scratch_has_grown():
     step()
     scratch = case.store.scratch_nbytes
     assert 0 < scratch < 2**22
-    tracemalloc.start()
-    try:
-        for _ in range(200):  # the interpreter's free lists take in what these steps leave
-            step()
-        before = tracemalloc.get_traced_memory()[0]
-        for _ in range(200):
-            step()
-        grown = tracemalloc.get_traced_memory()[0] - before
-    finally:
-        tracemalloc.stop()
-    assert grown < 200 * 32, f"{grown} bytes in 200 steps: an object is left behind by each"
+    left = grown(step, 200)
+    assert left < 200 * 32, f"{left} bytes in 200 steps: an object is left behind by each"
     assert case.store.scratch_nbytes == scratch
 
 
@@ -411,7 +402,7 @@ def test_environment_that_cannot_be_is_an_import_error_with_the_choices(variable
 def test_a_forked_child_computes_with_threads_of_its_own():
     code = """
         import os, sys, time
-        sys.path.insert(0, "tests/cpu")
+        sys.path[:0] = ["tests/cpu", "tests/helpers"]
         from test_cpu_store import Case
         import numpy as np
         case = Case(num_threads=3)

@@ -1,6 +1,7 @@
 """Tiny random-weight models of mlx-lm, and its stock engines run to the end. Nothing is downloaded."""
 
 import contextlib
+import gc
 
 import mlx.core as mx
 import numpy as np
@@ -108,11 +109,14 @@ PROMPTS = (3, 6, 40, 1, 17, 29, 9, 8)
 SMALL_STEPS = {"prefill_batch_size": 3, "completion_batch_size": 4, "prefill_step_size": 7}
 
 
-def batch_tokens(model, prompts, max_tokens=16, *, caches=None, on_step=None, **options):
-    """Tokens per prompt from mlx-lm's BatchGenerator, with ``on_step(generator, uids)`` after each step."""
+def batch_tokens(model, prompts, max_tokens=16, *, caches=None, known=None, on_step=None, **options):
+    """Tokens per prompt from mlx-lm's BatchGenerator, with ``on_step(generator, uids)`` after each step.
+
+    `known`: the tokens that each of `caches` holds.
+    """
     limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
     generator = BatchGenerator(model, **(SMALL_STEPS | options))
-    uids = generator.insert(prompts, limits, caches=caches)
+    uids = generator.insert(prompts, limits, caches, known)
     tokens = {uid: [] for uid in uids}
     while True:
         prompt_responses, responses = generator.next()
@@ -130,3 +134,12 @@ def solo_tokens(model, prompt, max_tokens=16, **options):
     """Tokens of one prompt from mlx-lm's generate_step."""
     steps = generate_step(mx.array(prompt), model, max_tokens=max_tokens, prefill_step_size=7, **options)
     return [int(token) for token, _ in steps]
+
+
+def assert_all_free(kv):
+    """Nobody holds a block of an installed model; what is cached is free."""
+    gc.collect()
+    summary = kv.summary()
+    assert (summary.blocks_used, summary.blocks_leaked, summary.sequences) == (0, 0, 0), summary
+    assert summary.blocks_free == kv.pool.num_blocks - kv.pool.options.reserved_blocks
+    kv.pool.check()

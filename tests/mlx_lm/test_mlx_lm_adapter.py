@@ -1,7 +1,6 @@
 """mlx-lm's own engines on one kvpool pool: token for token what they generate on their own caches."""
 
 import functools
-import gc
 import sys
 
 import mlx.core as mx
@@ -9,7 +8,7 @@ import mlx_lm
 import pytest
 from mlx_lm.generate import BatchGenerator, speculative_generate_step
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache, trim_prompt_cache
-from mlx_models import PROMPTS, ROUTES, batch_tokens, on_cpu, random_prompts, solo_tokens, tiny_llama
+from mlx_models import PROMPTS, ROUTES, assert_all_free, batch_tokens, on_cpu, random_prompts, solo_tokens, tiny_llama
 
 from kvpool import Pool
 from kvpool.adapters.mlx_lm import PagedKVCache
@@ -41,21 +40,12 @@ def stock(model, prompts):
     return tokens
 
 
-def assert_empty(kv):
-    """Every block is back."""
-    gc.collect()
-    summary = kv.summary()
-    assert (summary.blocks_used, summary.blocks_leaked, summary.sequences) == (0, 0, 0), summary
-    assert summary.blocks_free == kv.pool.num_blocks - kv.pool.options.reserved_blocks
-    kv.pool.check()
-
-
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 def test_batch_generator_on_a_pool_equals_stock(model, prompts, stock, block_size, install):
     with install(model, 400, block_size=block_size) as kv:
         assert batch_tokens(model, prompts) == stock
     assert kv.summary().blocks_peak > 0
-    assert_empty(kv)
+    assert_all_free(kv)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -72,7 +62,7 @@ def test_batch_generator_equals_stock_for_other_lengths_limits_and_batch_sizes(m
     expected = batch_tokens(model, prompts, limits, **options)
     with install(model, 200, block_size=4) as kv:
         assert batch_tokens(model, prompts, limits, **options) == expected
-    assert_empty(kv)
+    assert_all_free(kv)
 
 
 def test_batch_generator_on_a_pool_equals_generate_step_on_stock_caches(model, prompts, install):
@@ -85,7 +75,7 @@ def test_generate_step_on_a_pool_equals_stock(model, prompts, install):
     expected = [solo_tokens(model, prompt, 30) for prompt in prompts]
     with install(model, 100, block_size=4) as kv:
         assert [solo_tokens(model, prompt, 30) for prompt in prompts] == expected
-    assert_empty(kv)
+    assert_all_free(kv)
 
 
 def test_speculative_decoding_on_two_pools_equals_stock(model, prompts, install):
@@ -106,14 +96,14 @@ def test_speculative_decoding_on_two_pools_equals_stock(model, prompts, install)
     assert [[token for token, _ in row] for row in expected] == [
         solo_tokens(model, prompt, 20) for prompt in prompts[:3]
     ]
-    assert_empty(target_kv)
-    assert_empty(draft_kv)
+    assert_all_free(target_kv)
+    assert_all_free(draft_kv)
 
 
 def test_overlapping_steps_equal_stock(model, prompts, stock, install):
     with install(model, 200, block_size=4, overlap=True) as kv:
         assert batch_tokens(model, prompts) == stock
-    assert_empty(kv)
+    assert_all_free(kv)
 
 
 def test_a_decode_step_takes_one_short_way_through_the_adapter(model, prompts):
@@ -143,14 +133,14 @@ def test_a_pool_of_the_users_own_may_be_given(model, prompts, stock, in_order, i
     with install(model, pool=pool) as kv:
         assert batch_tokens(model, prompts) == stock
     assert kv.pool is pool
-    assert_empty(kv)
+    assert_all_free(kv)
 
 
 def test_many_rounds_without_reset_return_every_block(model, prompts, stock, install):
     with install(model, 120, block_size=4) as kv:
         for _ in range(3):
             assert batch_tokens(model, prompts) == stock
-            assert_empty(kv)
+            assert_all_free(kv)
 
 
 def test_synchronous_steps_write_in_place(model, prompts, install):
@@ -179,7 +169,7 @@ def test_requests_removed_in_mid_flight_leave_the_others_unchanged(model, prompt
     assert any(len(row) < 16 for row in expected)
     with install(model, 200, block_size=4) as kv:
         assert generate() == expected
-    assert_empty(kv)
+    assert_all_free(kv)
 
 
 def test_a_removed_request_can_go_on_from_its_returned_cache(model, prompts, stock, install):
@@ -200,7 +190,7 @@ def test_a_removed_request_can_go_on_from_its_returned_cache(model, prompts, sto
         assert solo_tokens(model, first[-1:], rest, prompt_cache=cache) == stock[1][len(first) :]
         del cache
         caches.clear()
-    assert_empty(kv)
+    assert_all_free(kv)
 
 
 def test_one_unmerged_cache_takes_several_equal_rows_as_stock_does(model, install):
@@ -244,7 +234,7 @@ def test_out_of_blocks_inside_the_stock_engine_leaves_the_pool_sound(model, prom
         with pytest.raises(OutOfBlocks):
             batch_tokens(model, prompts)
         kv.pool.check()
-    assert_empty(kv)
+    assert_all_free(kv)
 
 
 def test_admission_before_insert_never_runs_out_of_blocks(model, prompts, stock, install):
@@ -269,7 +259,7 @@ def test_admission_before_insert_never_runs_out_of_blocks(model, prompts, stock,
         assert refused, "the pool was large enough for all, so nothing was tested"
         assert [tokens[i] for i in range(len(prompts))] == stock
         del generator
-    assert_empty(kv)
+    assert_all_free(kv)
 
 
 def test_can_admit_counts_whole_blocks_and_one_for_a_shared_tail(model):
@@ -310,7 +300,7 @@ def test_a_cache_outlives_the_hook(model, prompts, install):
         cache = make_prompt_cache(model)
     assert solo_tokens(model, prompts[2], prompt_cache=cache) == solo_tokens(model, prompts[2])
     del cache
-    assert_empty(kv)
+    assert_all_free(kv)
 
 
 def test_an_unknown_release_of_mlx_lm_is_refused_unless_asked_for(model, monkeypatch):

@@ -1,7 +1,6 @@
 """The prefix cache under mlx-lm: a hit changes nothing but the work, and what is stored is stored once."""
 
 import copy
-import gc
 
 import mlx.core as mx
 import pytest
@@ -9,6 +8,7 @@ from mlx_lm.generate import BatchGenerator, speculative_generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
 from mlx_models import (
     SMALL_STEPS,
+    assert_all_free,
     batch_tokens,
     random_prompts,
     solo_tokens,
@@ -33,16 +33,7 @@ def model():
 def kv(model):
     with install(model, 200, block_size=BLOCK, prefix_cache=True) as kv:
         yield kv
-    assert_none_used(kv)
-
-
-def assert_none_used(kv):
-    """Nobody holds a block; what is cached is free."""
-    gc.collect()
-    summary = kv.summary()
-    assert (summary.blocks_used, summary.blocks_leaked, summary.sequences) == (0, 0, 0), summary
-    assert summary.blocks_free == kv.pool.num_blocks - kv.pool.options.reserved_blocks
-    kv.pool.check()
+    assert_all_free(kv)
 
 
 def whole_blocks(num_tokens):
@@ -94,7 +85,7 @@ def test_a_hit_equals_a_cold_start_with_sliding_windows(make):
             assert num_cached >= 20
             assert solo_tokens(model, prompt[num_cached:], ANSWER, prompt_cache=caches) == tokens
         del caches
-    assert_none_used(kv)
+    assert_all_free(kv)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -116,7 +107,7 @@ def test_requests_with_one_system_prompt_share_its_blocks(model, overlap):
         assert kv.summary().blocks_peak <= shared + own
         assert kv.summary().cow_copies == 0
         del caches
-    assert_none_used(kv)
+    assert_all_free(kv)
 
 
 def test_answers_are_found_in_the_next_turn(model, kv):
@@ -197,8 +188,8 @@ def test_speculative_decoding_finds_prefixes_in_both_pools(model):
         with pytest.raises(ValueError, match=r"\[insert_cache\] 4 caches, 3 layers in 1 models"):
             PagedPromptCache(kv).insert_cache("model", prompt, cache)
         del cache, steps
-    assert_none_used(kv)
-    assert_none_used(draft_kv)
+    assert_all_free(kv)
+    assert_all_free(draft_kv)
 
 
 # ------------------------------------------------------------------------------- what is stored, and how long
@@ -293,7 +284,7 @@ def test_the_least_recently_used_prompt_leaves_first_and_its_end_before_its_begi
         store(model, kv, d)  # 3 blocks
         assert cached(kv, b) == 4
         assert (cached(kv, a), cached(kv, c), cached(kv, d)) == (16, 16, 8)
-    assert_none_used(kv)
+    assert_all_free(kv)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -318,27 +309,13 @@ def test_a_pool_under_pressure_evicts_and_stays_exact(model, seed):
                         store_of.insert_cache("model", tokens, cache)
 
             known = [prompt[: len(prompt) - len(tail)] for prompt, tail in zip(batch, rest, strict=True)]
-            answers = serve(model, rest, 6, caches, known, keep)
+            answers = batch_tokens(model, rest, 6, caches=caches, known=known, on_step=keep)
             assert answers == [expected[k] for k in order[start : start + 4]]
             del found, caches
             kv.pool.check()
         assert kv.pool.prefix.stats().evicted > 0 and kv.hit_tokens > 0
         del keep
-    assert_none_used(kv)
-
-
-def serve(model, prompts, max_tokens, caches, known, on_step):
-    """`batch_tokens` that tells the engine what the caches hold."""
-    generator = BatchGenerator(model, **SMALL_STEPS)
-    uids = generator.insert(prompts, [max_tokens] * len(prompts), caches, known)
-    tokens = {uid: [] for uid in uids}
-    while True:
-        prompt_responses, responses = generator.next()
-        for response in responses:
-            tokens[response.uid].append(response.token)
-        if not prompt_responses and not responses:
-            return [tokens[uid] for uid in uids]
-        on_step(generator, uids)
+    assert_all_free(kv)
 
 
 # --------------------------------------------------------------------------------------------- who shares
@@ -382,7 +359,7 @@ def test_two_models_on_one_pool_do_not_share(model):
     assert solo_tokens(other, prompt[num_cached:], ANSWER, prompt_cache=caches) == cold(other, prompt)
     del caches
     for kv in kvs:
-        assert_none_used(kv)
+        assert_all_free(kv)
 
 
 # ------------------------------------------------------------------------------------------------- refusals

@@ -74,11 +74,11 @@ def test_only_variants_that_want_it_have_the_cpu_backend(tree):
 
 def test_variants_that_do_not_fuzz_compile_no_fuzzer(tree, monkeypatch):
     monkeypatch.setitem(builds.VARIANTS, "small", builds.Variant(fuzz=False))
-    (tree / "kvpool" / "testing").mkdir()
-    for name in ("_fuzz.pyx", "_fuzz.pxd", "model.py"):
-        (tree / "kvpool" / "testing" / name).write_text("")
-    for variant, names in (("asan", {"_fuzz.pyx", "_fuzz.pxd", "model.py"}), ("small", {"model.py"})):
-        assert {path.name for path in (builds.build(variant) / "kvpool" / "testing").iterdir()} == names
+    (tree / "proof" / "fuzz").mkdir(parents=True)
+    for name in ("_fuzz.pyx", "_fuzz.pxd", "hunt.py"):
+        (tree / "proof" / "fuzz" / name).write_text("")
+    for variant, names in (("asan", {"_fuzz.pyx", "_fuzz.pxd", "hunt.py"}), ("small", {"hunt.py"})):
+        assert {path.name for path in (builds.build(variant) / "proof" / "fuzz").iterdir()} == names
 
 
 def test_build_in_place_is_release_only_while_it_is_plain_and_new(tree):

@@ -7,19 +7,14 @@ a run: the seed is printed, and a failure comes with the shortest program found.
 from __future__ import annotations
 
 import os
-import secrets
+
+from fuzz_seed import fresh_seed
 
 from kvpool import Plan, Pool
 from kvpool.testing import ModelPlan, ModelPool
 from proof.machine.machine import run
 
 EXAMPLES = int(os.environ.get("KVPOOL_FUZZ_EXAMPLES", "1000"))
-
-
-def fresh_seed() -> int:
-    seed = int(os.environ.get("KVPOOL_FUZZ_SEED", secrets.randbits(32)))
-    print(f"repeat with KVPOOL_FUZZ_SEED={seed}")
-    return seed
 
 
 def test_core_random_programs_agree_with_the_model_and_the_content() -> None:

@@ -7,11 +7,11 @@ purpose: the model or the content has to notice each of them.
 from __future__ import annotations
 
 import os
-import secrets
 from typing import Any
 
 import hypothesis.errors
 import pytest
+from fuzz_seed import fresh_seed
 
 from kvpool import Plan, Pool
 from kvpool.testing import ModelPlan, ModelPool
@@ -19,12 +19,6 @@ from kvpool.testing.model_blocks import Sequence
 from proof.machine.machine import run
 
 EXAMPLES = int(os.environ.get("KVPOOL_FUZZ_EXAMPLES", "1000")) // 4
-
-
-def fresh_seed() -> int:
-    seed = int(os.environ.get("KVPOOL_FUZZ_SEED", secrets.randbits(32)))
-    print(f"repeat with KVPOOL_FUZZ_SEED={seed}")
-    return seed
 
 
 def test_prefix_core_random_programs_agree_with_the_model_and_the_content() -> None:
@@ -221,11 +215,13 @@ def convict(pool: type, oracle: tuple[type, type], seed: int = 1) -> Exception:
     raise AssertionError(f"{pool.__name__} was not convicted, seeds {seed} .. {seed + 500}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pool", Unchecked.__subclasses__())
 def test_machine_broken_prefix_cache_is_convicted_by_the_model(pool: type) -> None:
     convict(pool, (ModelPool, ModelPlan))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "pool", [ParentIsNotCompared, NamespaceIgnored, EvictedIsFound, HitStaysEvictable, CopyIsPublished]
 )

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from conftest import LONG_FILES
 
-from benchmarks import house
 from proof.mutation.source import uncommented
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -217,11 +216,6 @@ def test_kvpool_imports_no_backend_and_no_adapter():
             forbidden += ["kvpool.adapters"]
         found += [f"{relative(path)} imports {i}" for i in imports if any(belongs(i, f) for f in forbidden)]
     assert not found
-
-
-def test_imports_go_in_no_circle():
-    """Imports inside functions and for types alone count too."""
-    assert house.circles(house.import_graph(ROOT)) == []
 
 
 def test_backends_import_the_protocol_and_no_more():

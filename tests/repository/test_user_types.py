@@ -51,7 +51,7 @@ def test_checker_reports_each_mistake_and_nothing_else(checker, sources):
 
 FAULTS = [
     ("kvpool/_core.pyi", "_hash_bits: int = 64,\n    ) -> Self", "_hash_bits: int = 64,\n    ) -> BlockAPI"),
-    ("kvpool/_core.pyi", "backend: Any = None,\n    ) -> Self", "backend: Any = None,\n    ) -> object"),
+    ("kvpool/_core.pyi", "backend: Any | None = None,\n    ) -> Self", "backend: Any | None = None,\n    ) -> object"),
     ("kvpool/__init__.py", "if not TYPE_CHECKING:", "if True:"),
 ]
 

@@ -5,10 +5,10 @@ fails comes with the shortest program found.
 """
 
 import os
-import secrets
 
 import numpy as np
 import pytest
+from fuzz_seed import fresh_seed
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -268,9 +268,7 @@ def run(number, examples):
 
 
 def test_calls_in_any_order_keep_every_promise():
-    number = int(os.environ.get("KVPOOL_FUZZ_SEED", secrets.randbits(32)))
-    print(f"repeat with KVPOOL_FUZZ_SEED={number}")
-    run(number, EXAMPLES)
+    run(fresh_seed(), EXAMPLES)
 
 
 def step_is_in_before_its_tokens_are_judged(monkeypatch):

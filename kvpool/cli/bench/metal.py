@@ -87,24 +87,25 @@ class Row:
         return 2 * self.nbytes / self.copy / 1e9
 
 
+LISTS = (
+    ("dtype", "float16", "element types of the cache"),
+    ("block-size", "8,16,32", "tokens per block"),
+    ("batch", "1,8,64", "sequences per call"),
+    ("context", "1k,8k,64k", "tokens of each sequence"),
+    ("group", "1,4,8,16", "query heads per KV head"),
+)
+NUMBERS = (
+    ("heads", "32", "query heads"),
+    ("head-dim", "128", "elements per head"),
+    ("repetitions", "7", "rounds that have to count"),
+    ("max-memory", "auto", "leave out what needs more, such as 8GiB; auto: half of what is available"),
+    ("seed", "1", "of tables and contents"),
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options; lists read like those of ``kvpool bench attention``."""
-    for name, default, text in (
-        ("dtype", "float16", "element types of the cache"),
-        ("block-size", "8,16,32", "tokens per block"),
-        ("batch", "1,8,64", "sequences per call"),
-        ("context", "1k,8k,64k", "tokens of each sequence"),
-        ("group", "1,4,8,16", "query heads per KV head"),
-    ):
-        parser.add_argument(f"--{name}", metavar="A,B,...", default=default, help=f"{text} (default: %(default)s)")
-    for name, default, text in (
-        ("heads", "32", "query heads"),
-        ("head-dim", "128", "elements per head"),
-        ("repetitions", "7", "rounds that have to count"),
-        ("max-memory", "auto", "leave out what needs more, such as 8GiB; auto: half of what is available"),
-        ("seed", "1", "of tables and contents"),
-    ):
-        parser.add_argument(f"--{name}", metavar="N", default=default, help=f"{text} (default: %(default)s)")
+    options.declare(parser, LISTS, NUMBERS)
 
 
 def run(args: argparse.Namespace) -> int:
