@@ -182,6 +182,18 @@ def test_keys_are_good_for_their_own_pass_values_queries_and_mask_only(paged):
         keys.attend(q, values, 1.0, mask)
 
 
+def test_keys_that_outlive_their_cache_are_refused():
+    """Its blocks go back to the pool, and may hold somebody else's tokens."""
+    with install(FAMILIES["llama"](), 20, block_size=4, fused=True) as kv:
+        cache, x = kv.make_cache(), mx.random.normal((1, 2, 2, 8))
+        mask = cache[0].make_mask(2)
+        keys, values = [layer.update_and_fetch(x, x) for layer in cache][0]
+        del cache
+        gc.collect()
+        with pytest.raises(RuntimeError, match=r"\[attention\] these keys are those of an earlier forward pass"):
+            keys.attend(mx.random.normal((1, 4, 2, 8)), values, 1.0, mask)
+
+
 def test_the_window_of_the_mask_and_that_of_the_layer_both_hold():
     """With a window of 1 a token sees itself alone, whatever the queries are."""
     sliding = ["sliding_attention", "full_attention"]
