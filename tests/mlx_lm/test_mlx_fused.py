@@ -187,7 +187,7 @@ def test_keys_that_outlive_their_cache_are_refused():
     with install(FAMILIES["llama"](), 20, block_size=4, fused=True) as kv:
         cache, x = kv.make_cache(), mx.random.normal((1, 2, 2, 8))
         mask = cache[0].make_mask(2)
-        keys, values = [layer.update_and_fetch(x, x) for layer in cache][0]
+        (keys, values), *_ = [layer.update_and_fetch(x, x) for layer in cache]
         del cache
         gc.collect()
         with pytest.raises(RuntimeError, match=r"\[attention\] these keys are those of an earlier forward pass"):
