@@ -59,6 +59,7 @@ class KernelBackend(BaseBackend):
 
     def _allocate(self) -> None:
         self._pool = PoolMemory(self.spec, self.num_blocks, alignment=_LINE_NBYTES)
+        self._value_head_dim = self.spec.value_head_dim
         self._store = BlockStore(self.spec, self.num_blocks, self._pool.arrays)
 
     # ------------------------------------------------------------------------------------------ one step
@@ -86,7 +87,7 @@ class KernelBackend(BaseBackend):
         q = q if isinstance(q, mx.array) else mx.array(q)
         if q.ndim != 3:
             raise ValueError(f"[attend] q has shape {q.shape}, it must be [T, Hq, D]")
-        q, out = _evaluated("attend", q, mx.zeros((*q.shape[:2], self.spec.value_head_dim), q.dtype))
+        q, out = _evaluated("attend", q, mx.zeros((*q.shape[:2], self._value_head_dim), q.dtype))
         tables, seq_lens, cu_q_lens = step.block_tables, step.seq_lens, step.cu_q_lens
         if scores is None:
             self._store.attend(layer, q, out, tables, seq_lens, cu_q_lens, scale, options)
@@ -162,11 +163,14 @@ class KernelBackend(BaseBackend):
 
 def _evaluated(call: str, *arrays: Any) -> list[mx.array]:
     """These arrays with their content in place. numpy arrays are converted."""
-    arrays = tuple(x if isinstance(x, mx.array) else mx.array(x) for x in arrays)
+    evaluated = list(arrays)
+    for at, x in enumerate(evaluated):
+        if not isinstance(x, mx.array):
+            evaluated[at] = mx.array(x)
     try:
-        mx.eval(*arrays)
+        mx.eval(evaluated)
     except ValueError as error:
         raise RuntimeError(
             f"[{call}] the arrays have no content yet, as inside mx.compile or mx.vmap; call it outside of them"
         ) from error
-    return list(arrays)
+    return evaluated

@@ -243,17 +243,17 @@ def forget_the_first_token(monkeypatch):
 
 def attend_to_half(monkeypatch):
     """Halve the scores, on the fused route only."""
-    from kvpool.adapters.mlx_lm.fused import PagedKeys
+    from kvpool.adapters.mlx_lm.fused import PagedContext
 
-    attend = PagedKeys.attend
-    monkeypatch.setattr(PagedKeys, "attend", lambda self, q, v, scale, *rest: attend(self, q, v, scale / 2, *rest))
+    attend = PagedContext.attend
+    monkeypatch.setattr(PagedContext, "attend", lambda self, q, v, scale, *rest: attend(self, q, v, scale / 2, *rest))
 
 
 def attend_slowly(monkeypatch):
     """Take a tenth of a second of CPU time more for every layer, on the fused route only."""
-    from kvpool.adapters.mlx_lm.fused import PagedKeys
+    from kvpool.adapters.mlx_lm.fused import PagedContext
 
-    attend = PagedKeys.attend
+    attend = PagedContext.attend
 
     def faulty(*args):
         end = time.process_time() + 0.1
@@ -261,7 +261,7 @@ def attend_slowly(monkeypatch):
             pass
         return attend(*args)
 
-    monkeypatch.setattr(PagedKeys, "attend", faulty)
+    monkeypatch.setattr(PagedContext, "attend", faulty)
 
 
 def keep_a_fork(monkeypatch):

@@ -107,9 +107,9 @@ def test_canary_a_forgotten_option_changes_the_tokens(monkeypatch, name, fault):
 def test_canary_a_forgotten_scale_is_farther_from_float32_than_stock(monkeypatch, name):
     model = HALVES[name]()
     stock = logits_of(model)
-    attend = fused.PagedKeys.attend
+    attend = fused.PagedContext.attend
     monkeypatch.setattr(
-        fused.PagedKeys,
+        fused.PagedContext,
         "attend",
         lambda self, q, v, scale, *rest, **options: attend(self, q, v, scale * 1.1, *rest, **options),
     )
@@ -159,7 +159,7 @@ def test_what_stands_for_arrays_says_so_when_it_is_used_as_one(paged):
         lambda: mask.dtype,
         lambda: mask + mx.zeros((2, 2)),
     ):
-        with pytest.raises((TypeError, AttributeError), match=r"\[Paged(Keys|Values|Mask)\] .*fused=False"):
+        with pytest.raises((TypeError, AttributeError), match=r"\[Paged(Context|Mask)\] .*fused=False"):
             misuse()
 
 
@@ -180,6 +180,18 @@ def test_keys_are_good_for_their_own_pass_values_queries_and_mask_only(paged):
         layer.trim(1)
     with pytest.raises(RuntimeError, match=r"\[attention\] these keys are those of an earlier forward pass"):
         keys.attend(q, values, 1.0, mask)
+
+
+def test_keys_that_outlive_their_cache_are_refused():
+    """Its blocks go back to the pool, and may hold somebody else's tokens."""
+    with install(FAMILIES["llama"](), 20, block_size=4, fused=True) as kv:
+        cache, x = kv.make_cache(), mx.random.normal((1, 2, 2, 8))
+        mask = cache[0].make_mask(2)
+        (keys, values), *_ = [layer.update_and_fetch(x, x) for layer in cache]
+        del cache
+        gc.collect()
+        with pytest.raises(RuntimeError, match=r"\[attention\] these keys are those of an earlier forward pass"):
+            keys.attend(mx.random.normal((1, 4, 2, 8)), values, 1.0, mask)
 
 
 def test_the_window_of_the_mask_and_that_of_the_layer_both_hold():

@@ -1,6 +1,7 @@
 """mlx-lm's own engines on one kvpool pool: token for token what they generate on their own caches."""
 
 import functools
+import sys
 
 import mlx.core as mx
 import mlx_lm
@@ -103,6 +104,27 @@ def test_overlapping_steps_equal_stock(model, prompts, stock, install):
     with install(model, 200, block_size=4, overlap=True) as kv:
         assert batch_tokens(model, prompts) == stock
     assert_all_free(kv)
+
+
+def test_a_decode_step_takes_one_short_way_through_the_adapter(model, prompts):
+    """Calls of Python functions of the adapter, with three layers; what they share is asked for once."""
+    calls, steps = [], 10
+
+    def note(frame, event, argument):
+        if event == "call" and "mlx_lm" in frame.f_globals["__name__"].split(".")[2:3]:
+            calls.append(frame.f_globals["__name__"])
+
+    with on_cpu(), install_by(model, 200, block_size=16, fused=True):
+        generator = BatchGenerator(model, stop_tokens=[])
+        generator.insert(prompts[:1], max_tokens=[60])
+        for _ in range(len(prompts[0])):
+            generator.next()
+        sys.setprofile(note)
+        for _ in range(steps):
+            generator.next()
+        sys.setprofile(None)
+    assert 3 * steps <= len(calls) <= 60 * steps
+    assert len(set(calls)) <= 6
 
 
 @pytest.mark.parametrize("in_order", [True, False])

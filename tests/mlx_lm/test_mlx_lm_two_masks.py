@@ -88,7 +88,7 @@ def test_canary_stepping_in_make_mask_passes_one_mask_and_fails_two(monkeypatch,
 
 def test_canary_an_offset_that_moves_for_all_layers_at_once_is_noticed(monkeypatch, model, prompts):
     expected = solo_tokens(model, prompts[2], 24)
-    monkeypatch.setattr(PagedKVCache, "_seen", lambda self: self._batch.rows)
+    monkeypatch.setattr(PagedKVCache, "offset", property(lambda self: int(self._batch.rows.lens[0])))
     assert tokens_or_error(model, prompts[2]) != expected
 
 

@@ -37,23 +37,15 @@ builds the graph, as with mlx-lm's own caches.
 
 Who deletes or replaces ``model.make_cache`` inside the block gets mlx-lm's own caches. Then ``kv.route`` begins with
 "lost: ", and the end of the block is a RuntimeError. `kvpool serve` takes no request any more then.
-
-Modules: `host` (pool and storage of one model), `hook` (how engines get there), `rows` (what all parts share),
-`passes` (one forward pass at a time), `batch` (sequences that run together, the operation log), `cache` (what a layer
-of the model sees), `fused` and `attention_hook` (attention over the blocks, and how a model gets there), `eviction`
-(tokens leave before a pass), `summary` (the account), `prefix` (mlx-lm's prompt cache on shared blocks), `serving`
-(mlx-lm's HTTP server on all that); `engine`, with `ragged` (one forward pass), `sampling` and `transcript`; `tiny`
-and `loading` (models by name).
 """
 
 from kvpool.adapters.mlx_lm.cache import PagedKVCache
 from kvpool.adapters.mlx_lm.engine import Completion, Engine, Piece
 from kvpool.adapters.mlx_lm.eviction import make_cache
-from kvpool.adapters.mlx_lm.host import SUPPORTED_VERSIONS, PagedKV, install
+from kvpool.adapters.mlx_lm.host import SUPPORTED_VERSIONS, PagedKV, Summary, install
 from kvpool.adapters.mlx_lm.prefix import PagedPromptCache
 from kvpool.adapters.mlx_lm.rows import EngineStopped
 from kvpool.adapters.mlx_lm.sampling import Sampling
-from kvpool.adapters.mlx_lm.summary import Summary
 
 __all__ = [
     "SUPPORTED_VERSIONS",

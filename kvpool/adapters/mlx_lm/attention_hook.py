@@ -2,7 +2,7 @@
 
 mlx-lm has no call for a cache that attends by itself. Its model modules take the function
 ``scaled_dot_product_attention`` from ``mlx_lm.models.base`` by name; so here the name in the model's own module is
-bound to a function that knows `PagedKeys` and hands everything else, stock caches too, to the original. gemma2
+bound to a function that knows `PagedContext` and hands everything else, stock caches too, to the original. gemma2
 computes its capped scores itself; there it is ``Attention.__call__``.
 
 A stand-in is only right for the text that it was written for. So a model is taken if, in all its layers, the code
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx_lm.models import base
 
-from kvpool.adapters.mlx_lm.fused import PagedKeys, PagedMask
+from kvpool.adapters.mlx_lm.fused import PagedContext, PagedMask
 
 ATTENTION = "scaled_dot_product_attention"
 
@@ -44,7 +44,7 @@ def _function(original: Any) -> Any:
     def scaled_dot_product_attention(
         queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: Any = None
     ) -> mx.array:
-        if type(keys) is PagedKeys:
+        if type(keys) is PagedContext:
             return keys.attend(queries, values, scale, mask, sinks)
         return original(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
 

@@ -72,15 +72,28 @@ class Batch:
         self.is_stopped = False  # see `Passes.stop_engines`
         self.is_torn = False  # an eviction failed half-way
         self._operation: _Operation | None = None
-        self._missing = 0  # layers that have yet to issue the last operation
+        self.missing = 0  # layers that have yet to issue the last operation
         self._plan: Any = None
+        self._given: Forward | None = None  # see `on_plan`
         self._forward: Forward | None = None  # the last pass, while nothing else has begun
         self.eviction = None if policy is None else self._evicting(policy)
         passes.batches[id(self)] = self
 
+    @classmethod
+    def on_plan(cls, passes: Passes, forward: Forward, rows: Rows) -> Batch:
+        """Rows of a plan that somebody else has stepped, and whose it is; `forward` is their only pass.
+
+        It has no sequences of its own.
+        """
+        batch = cls(passes, [], [], is_merged=forward.shape[0] != 1)
+        batch.rows = batch.base_rows = rows
+        batch._given = forward
+        return batch
+
     def __del__(self) -> None:
         # Runs inside whatever the program is doing, a pool call included, so it must not change the pool: the
         # closes are noted, and done at the pool's next call.
+        self._end_pass()
         with contextlib.suppress(PoolClosed):
             for handle in self.handles:
                 if handle != NOT_OPENED:
@@ -116,7 +129,7 @@ class Batch:
                 self._forward = result
             self.count += 1
             self._operation = _Operation(name, key, result, self.rows)
-            self._missing = self.passes.num_layers
+            self.missing = self.passes.num_layers
         operation = self._operation
         if cursor != self.count - 1 or operation is None or (operation.name, operation.key) != (name, key):
             done = "nothing" if operation is None else f"{operation.name}{operation.key}"
@@ -124,15 +137,15 @@ class Batch:
                 f"[{name}] a layer asks for {name}{key} as operation {cursor}, the batch is at {self.count} "
                 f"and the other layers did {done}: every layer's cache needs the same calls in the same order"
             )
-        self._missing -= 1
-        if not self._missing and name != "forward":
+        self.missing -= 1
+        if not self.missing and name != "forward":
             self._operation = None  # its result may hold another batch alive
         return cursor + 1, operation.rows, operation.result
 
     def stored(self) -> None:
-        """A layer has stored its keys and values; with the last one the forward pass is through."""
-        if not self._missing:
-            self._operation = None
+        """The last layer has stored its keys and values: the forward pass is through."""
+        self._operation = None
+        if self._given is None:
             self.passes.finish()
 
     def require_idle(self, call: str) -> None:
@@ -149,7 +162,7 @@ class Batch:
             )
         if self._operation is not None:
             raise RuntimeError(
-                f"[{call}] {self._missing} of {self.passes.num_layers} layers have not done the operation before "
+                f"[{call}] {self.missing} of {self.passes.num_layers} layers have not done the operation before "
                 f"({self._operation.name}); if a forward pass was interrupted, kv.recover() takes it back"
             )
 
@@ -167,13 +180,20 @@ class Batch:
             self.eviction.forget()
         self.count += 1  # even the layers that did it are behind now, and take `rows` over
         self.base = self.count
-        self._missing = 0
+        self.missing = 0
         self._operation = None
 
     # ------------------------------------------------------------------------------------------ one forward
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether the layers attend straight over the pool now."""
+        return self.passes.is_fused if self._given is None else self._given.is_fused
+
     def forward(self, num_rows: int, num_columns: int) -> tuple[Forward, Rows]:
         """Step the pool by the real tokens of an input ``[num_rows, num_columns]``; all or nothing."""
+        if self._given is not None:
+            return self._given, self.rows.after(self.rows.num_new(num_columns))
         if num_rows != len(self.handles):
             self._spread(num_rows)
         passes, before = self.passes, self.rows
@@ -193,14 +213,18 @@ class Batch:
                 plan = self._fitting_plan(int(new.sum()), int(after.lens.max()))
                 passes.pool.step(plan, np.array(self.handles, np.int64), new)
                 passes.note(self, plan, before)
-            step = passes.backend.prepare(plan)
-            if len(plan.copies):
-                passes.backend.copy_blocks(plan)
             columns = None
             if before.todo is not None:
                 real = np.arange(num_columns) < new[:, None]
                 columns = mx.array(np.flatnonzero(real).astype(np.int32))
-            forward = Forward(passes.backend, step, plan, (num_rows, num_columns), columns, self.eviction)
+            forward = Forward(
+                passes.backend,
+                plan,
+                (num_rows, num_columns),
+                columns=columns,
+                eviction=self.eviction,
+                is_fused=passes.is_fused,
+            )
             if self.eviction is not None:
                 self.eviction.begin_pass(after.lens, new)
         except BaseException:
@@ -244,8 +268,13 @@ class Batch:
         pool, plan = self.passes.pool, self._plan
         width = min(-(-longest // pool.block_size), pool.options.max_blocks_per_seq)
         rows, num_tokens = len(self.handles), max(num_tokens, len(self.handles))
-        needed = (rows, num_tokens, width)
-        if plan is None or any(held < need for held, need in zip(plan.limits[:3], needed, strict=True)):
+        limits = None if plan is None else plan.limits
+        if (
+            limits is None
+            or limits.max_rows < rows
+            or limits.max_tokens < num_tokens
+            or limits.table_width < width
+        ):
             self._plan = kvpool.Plan(
                 pool,
                 _power_of_two(rows),

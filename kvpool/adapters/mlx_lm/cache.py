@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvpool.adapters.mlx_lm.batch import Batch
-from kvpool.adapters.mlx_lm.fused import PagedKeys, PagedMask, PagedValues, smaller_window, tokens_of
+from kvpool.adapters.mlx_lm.fused import PagedContext, PagedMask, smaller_window
 from kvpool.adapters.mlx_lm.rows import Forward, Rows
 
 
@@ -62,7 +62,7 @@ class PagedKVCache:
     @property
     def offset(self) -> int | mx.array:
         """Position of the next token: an int, or int32 ``[B]`` for merged caches. Evicted tokens count."""
-        rows = self._seen()
+        rows = self._rows if self._cursor >= self._batch.base else self._batch.base_rows  # `_seen`, twice per layer
         return rows.offsets if self._batch.is_merged else int(rows.lens[0] + rows.gone[0])
 
     def make_mask(
@@ -80,7 +80,7 @@ class PagedKVCache:
         """
         rows = self._seen()
         window = smaller_window(window_size, self._batch.passes.windows[self._layer])
-        if self._batch.passes.is_fused:
+        if self._batch.is_fused:
             return PagedMask(window)
         eviction, lens = self._batch.eviction, rows.lens
         if eviction is not None:
@@ -89,10 +89,10 @@ class PagedKVCache:
 
     def update_and_fetch(
         self, keys: mx.array, values: mx.array
-    ) -> tuple[mx.array, mx.array] | tuple[PagedKeys, PagedValues]:
+    ) -> tuple[mx.array, mx.array] | tuple[PagedContext, PagedContext]:
         """Store this layer's K ``[B, Hk, N, D]`` and V, return the whole contexts ``[B, Hk, C, D]``.
 
-        On the fused route what is returned stands for them, and nothing is gathered.
+        On the fused route one `PagedContext` stands for both, and nothing is gathered.
 
         Raises
         ------
@@ -112,23 +112,24 @@ class PagedKVCache:
         if keys.dtype != dtype or values.dtype != dtype:
             raise TypeError(
                 f"[update_and_fetch] keys are {keys.dtype}, values {values.dtype}, the pool holds {dtype}: install "
-                "again after a model was cast"
+                "again, or make the engine again, after a model was cast"
             )
         num_rows, _, num_columns, _ = keys.shape
         forward = self._issue("forward", (num_rows, num_columns), lambda: batch.forward(num_rows, num_columns))
-        k, v = (tokens_of(x, forward.columns) for x in (keys, values))
-        passes.backend.write(forward.step, self._layer, k, v)
-        batch.stored()
+        forward.put(self._layer, keys, values)
+        if not batch.missing:
+            batch.stored()
         self._forward = forward
-        if passes.is_fused:
-            paged = PagedKeys(forward, self._layer, passes.windows[self._layer])
-            return paged, PagedValues(paged)
+        if forward.is_fused:
+            context = PagedContext(forward, self._layer, passes.windows[self._layer])
+            return context, context
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """What the last ``update_and_fetch`` stored and found, for layers that attend to another layer's cache."""
         if self._forward is None or self._cursor != self._batch.count:
             raise RuntimeError("[keys_and_values] no update_and_fetch since the cache was made or changed")
+        self._forward.flush()
         contexts: tuple[mx.array, mx.array] = self._batch.passes.backend.read(self._forward.step, self._layer)
         return contexts
 

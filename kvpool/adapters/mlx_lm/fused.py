@@ -1,9 +1,9 @@
 """Attention straight over the pool: what a layer's cache hands to the model in place of arrays.
 
-On the fused route ``update_and_fetch`` stores the new keys and values and returns `PagedKeys` and `PagedValues`, and
-``make_mask`` returns a `PagedMask`. mlx-lm's models pass the three on to ``scaled_dot_product_attention`` untouched,
-and there stands, for the length of ``with install(...)``, a function that knows them (`attention_hook`). Whoever
-else touches one of them gets an error that says so.
+On the fused route ``update_and_fetch`` stores the new keys and values and returns one `PagedContext` in place of both,
+and ``make_mask`` returns a `PagedMask`. mlx-lm's models pass them on to ``scaled_dot_product_attention`` untouched, and
+there stands, for the length of ``with install(...)``, a function that knows them (`attention_hook`). Whoever else
+touches one of them gets an error that says so.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class PagedMask(_Placeholder):
         return f"PagedMask(window={self.window})"
 
 
-class PagedKeys(_Placeholder):
-    """The keys of one layer in one forward pass, in the pool.
+class PagedContext(_Placeholder):
+    """Keys and values of one layer in one forward pass, in the pool.
 
     Parameters
     ----------
@@ -59,28 +59,14 @@ class PagedKeys(_Placeholder):
         The pass.
     layer, window
         Which layer, and its attention window.
-    fresh : (k, v), optional
-        What is still to be stored, ``[T, H, D]`` each: with the first use, so that it is evaluated together with the
-        queries. Where kernels run at once, every evaluation is a wait.
-    unseen : bool
-        Nobody will look at the attention, and it is 0.
     """
 
-    __slots__ = ("forward", "fresh", "layer", "unseen", "window")
+    __slots__ = ("forward", "layer", "window")
 
-    def __init__(
-        self,
-        forward: Forward,
-        layer: int,
-        window: int | None,
-        fresh: tuple[mx.array, mx.array] | None = None,
-        unseen: bool = False,
-    ) -> None:
+    def __init__(self, forward: Forward, layer: int, window: int | None) -> None:
         self.forward = forward
         self.layer = layer
         self.window = window
-        self.fresh = fresh
-        self.unseen = unseen
 
     def attend(
         self,
@@ -95,8 +81,8 @@ class PagedKeys(_Placeholder):
 
         Parameters
         ----------
-        values : PagedValues
-            Of the same pass and layer.
+        values : PagedContext
+            This one again.
         mask
             A `PagedMask`; or mlx-lm's own short forms, "causal", and None for a single column.
         sinks, soft_cap
@@ -112,23 +98,31 @@ class PagedKeys(_Placeholder):
         forward = self.forward
         if forward.is_over:
             raise RuntimeError("[attention] these keys are those of an earlier forward pass")
-        if type(values) is not PagedValues or values.keys is not self:
+        if values is not self:
             raise TypeError(f"[attention] values are {values!r}, not those that came with the keys")
         num_rows, num_heads, num_columns, _ = queries.shape
         shape = forward.shape
         if (num_rows, num_columns) != shape:
             raise ValueError(f"[attention] queries are for {num_rows} rows of {num_columns} columns, keys {shape}")
         backend = forward.backend
-        if self.unseen:
+        if not forward.attends:
             return mx.zeros((*queries.shape[:-1], backend.spec.value_head_dim), queries.dtype)
         options = None
-        window = smaller_window(self.window, _window_of(mask, num_columns))
-        if not (window is None and sinks is None and soft_cap is None):
+        window = None
+        if type(mask) is PagedMask:
+            window = mask.window
+        else:
+            _require_short(mask, num_columns)
+        if not (window is self.window is sinks is soft_cap is None):
+            window = smaller_window(self.window, window)
             heads = None if sinks is None else np.array(sinks.astype(mx.float32))
             options = AttentionOptions(window=window, soft_cap=soft_cap, sinks=heads)
         columns = forward.columns
-        q = tokens_of(queries, columns)
-        self.store(q)
+        q = queries.swapaxes(1, 2).flatten(0, 1)
+        if columns is not None:
+            q = q[columns]
+        if forward.defers:
+            forward.flush(q)
         eviction = forward.eviction
         kind = None if eviction is None else eviction.policy.scores
         if kind is None or eviction.observed is not None:
@@ -153,34 +147,11 @@ class PagedKeys(_Placeholder):
         _, scores = backend.attend(observed.step, self.layer, chosen, scale, options=options, scores=kind)
         return scores
 
-    def store(self, *others: mx.array) -> None:
-        """Store what is fresh, if anything is; `others` are evaluated with it."""
-        if self.fresh is not None:
-            mx.eval(*self.fresh, *others)
-            self.forward.backend.write(self.forward.step, self.layer, *self.fresh)
-            self.fresh = None
 
-
-class PagedValues(_Placeholder):
-    """The values that belong to `keys`."""
-
-    __slots__ = ("keys",)
-
-    def __init__(self, keys: PagedKeys) -> None:
-        self.keys = keys
-
-
-def tokens_of(x: mx.array, columns: mx.array | None) -> mx.array:
-    """``[B, H, N, D]`` as ``[T, H, D]``, row after row, without padding columns."""
-    x = x.swapaxes(1, 2).flatten(0, 1)
-    return x if columns is None else x[columns]
-
-
-def _window_of(mask: Any, num_columns: int) -> int | None:
-    if type(mask) is PagedMask:
-        return mask.window
+def _require_short(mask: Any, num_columns: int) -> None:
+    """Raise TypeError unless the mask is one of mlx-lm's short forms, which stand for a causal one."""
     if (mask is None and num_columns == 1) or (isinstance(mask, str) and mask == "causal"):
-        return None
+        return
     raise TypeError(
         f"[attention] the mask of {num_columns} columns is {mask if mask is None else type(mask).__name__}, not what "
         "make_mask returned; install(model, ..., fused=False) takes any mask"

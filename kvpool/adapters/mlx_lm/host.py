@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from operator import index
 from typing import Any, Self
 
@@ -22,7 +23,6 @@ from kvpool.adapters.mlx_lm.hook import Hook
 from kvpool.adapters.mlx_lm.passes import Passes
 from kvpool.adapters.mlx_lm.rows import NOT_OPENED, Known
 from kvpool.adapters.mlx_lm.shapes import inspect_model, require_bits, with_bits
-from kvpool.adapters.mlx_lm.summary import Summary
 from kvpool.errors import StaleHandle
 from kvpool.eviction import Policy
 from kvpool.protocol import KVBackend
@@ -157,6 +157,40 @@ def _choose_route(
     return (), why
 
 
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Where the memory of one `PagedKV` is. Blocks cover all layers."""
+
+    blocks_used: int  # in tables now
+    blocks_peak: int  # the most at any time
+    blocks_free: int  # what a new sequence could take, the cached ones included
+    blocks_cached: int  # of these, kept by the prefix cache until somebody needs them
+    blocks_leaked: int  # in use, but in no table of a live cache of this model
+    sequences: int
+    kv_nbytes: int  # blocks_used * bytes per block
+    kv_nbytes_peak: int
+    pool_nbytes: int  # allocated, once
+    mlx_peak_nbytes: int  # mx.get_peak_memory(): all of MLX, weights and activations included
+    cow_copies: int  # blocks copied because a shared tail was written
+    cow_tokens: int
+    query_tokens: int  # tokens that `PagedKV.fetch` was asked for
+    hit_tokens: int  # of these, found in the prefix cache
+    mlx_pool_copies: int  # whole pool arrays that MLX copied to write to them, as counted by the last `settle`
+    route: str  # "fused", or "gather: " or "lost: " and why, see `PagedKV.route`
+
+    def __str__(self) -> str:
+        mib = 1 / 2**20
+        return (
+            f"blocks: {self.blocks_used} used, {self.blocks_peak} peak, {self.blocks_free} free "
+            f"({self.blocks_cached} cached), {self.blocks_leaked} leaked; {self.sequences} sequences\n"
+            f"KV: {self.kv_nbytes * mib:.2f} MiB used, {self.kv_nbytes_peak * mib:.2f} MiB peak, "
+            f"{self.pool_nbytes * mib:.2f} MiB allocated; MLX peak {self.mlx_peak_nbytes * mib:.2f} MiB\n"
+            f"copies: {self.cow_copies} blocks on write ({self.cow_tokens} tokens), "
+            f"{self.mlx_pool_copies} pool arrays by MLX\n"
+            f"attention: {self.route}"
+        )
+
+
 class PagedKV:
     """One pool and one storage, serving one model; made by `install`.
 
@@ -166,7 +200,7 @@ class PagedKV:
     has stored its keys and values. From then on a finished sequence's blocks may be given to another one.
 
     With eager kernels a call has run when it returns, so what is left is the last layer's attention. Nothing comes
-    between: it is next on the same thread, and `PagedKeys` refuse once the batch has moved on.
+    between: it is next on the same thread, and a `PagedContext` refuses once the batch has moved on.
 
     Where writes are scatters (without kernels, or with those of Metal), the layers have *built* their writes and
     reads, and MLX may run them later, while the blocks have another owner. That is sound because MLX arrays are

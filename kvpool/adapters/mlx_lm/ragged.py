@@ -12,18 +12,19 @@ back (`attention_hook`).
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from kvpool.adapters.mlx_lm.cache import causal_mask
-from kvpool.adapters.mlx_lm.fused import PagedKeys, PagedMask, PagedValues, smaller_window, tokens_of
+from kvpool.adapters.mlx_lm.batch import Batch
+from kvpool.adapters.mlx_lm.cache import PagedKVCache
 from kvpool.adapters.mlx_lm.host import PagedKV
-from kvpool.adapters.mlx_lm.rows import Forward
+from kvpool.adapters.mlx_lm.rows import Forward, Rows
 from kvpool.protocol import StepArrays
 
 
@@ -54,15 +55,15 @@ class RaggedForward:
         self.kv = kv
         self.eviction: Any = None
         self.is_ragged = bool(kv.passes.sites)
+        self._defers = self.is_ragged and not kv.backend.capabilities.lazy
 
     def __call__(
         self, tokens: np.ndarray, plan: Any, lens: np.ndarray, rows: np.ndarray, evicted: np.ndarray | None = None
     ) -> mx.array:
         """The logits of some tokens of a plan that was stepped, float32 ``[M, V]``.
 
-        Copies, writes and reads of the plan are done when the call returns, though what the head computes from them may
-        be left to evaluate; what is the pool's (`done`, `rollback`) is
-        the caller's. Whatever the model raises is passed on.
+        Copies, writes and reads of the plan are done when the call returns; what the head computes from them may be
+        left to evaluate. `done` and `rollback` are the caller's. Whatever the model raises is passed on.
 
         Parameters
         ----------
@@ -84,16 +85,13 @@ class RaggedForward:
         new = np.diff(np.asarray(plan.cu_q_lens, np.int64)[: len(lens) + 1])
         shape, starts = self._shape(len(tokens), lens, new)
         with self._hooked():
-            step = kv.backend.prepare(plan)
-            if len(plan.copies):
-                kv.backend.copy_blocks(plan)
-            ahead = 0 if evicted is None else evicted if len(starts) == len(lens) else np.repeat(evicted, new)
-            forward = Forward(kv.backend, step, plan, shape, eviction=self.eviction)
-            one = _Pass(self, forward, starts, starts + ahead)
+            ahead = None if evicted is None else evicted if len(starts) == len(lens) else np.repeat(evicted, new)
+            how = {"eviction": self.eviction, "is_fused": self.is_ragged, "defers": self._defers}
+            forward = Forward(kv.backend, plan, shape, **how)
+            batch = Batch.on_plan(kv.passes, forward, Rows(starts, gone=ahead))
             try:
-                caches = [RaggedCache(one, layer) for layer in range(kv.num_layers)]
-                logits = self._logits(mx.array(tokens.reshape(shape)), caches, rows)
-                one.store_rest()
+                logits = self._logits(mx.array(tokens.reshape(shape)), batch, forward, rows)
+                forward.flush()
                 if kv.backend.capabilities.lazy:
                     mx.eval(logits, *(queued for layer in range(kv.num_layers) for queued in kv.backend.queued(layer)))
             finally:
@@ -116,12 +114,17 @@ class RaggedForward:
             )
         return (num_tokens, 1), starts
 
-    def _logits(self, inputs: mx.array, caches: list[RaggedCache], rows: np.ndarray) -> mx.array:
+    def _logits(self, inputs: mx.array, batch: Batch, forward: Forward, rows: np.ndarray) -> mx.array:
         """Hidden states of all tokens, and of those asked for the logits."""
+        caches = [PagedKVCache(batch, layer) for layer in range(self.kv.num_layers)]
         if not len(rows):
             hidden = self.kv.model(inputs, cache=caches)  # built, and never evaluated
             return mx.zeros((0, hidden.shape[-1]), mx.float32)
-        model, taken = _with_rows(self.kv.model, mx.array(rows), caches[-1] if len(rows) < inputs.size else None)
+        # Not where scores are wanted: those of the last token of every row, sampled or not.
+        wants_scores = self.eviction is not None and self.eviction.policy.scores is not None
+        splits = len(rows) < inputs.size and self._defers and not wants_scores
+        last = partial(_LastLayer, batch, forward, rows) if splits else None
+        model, taken = _with_rows(self.kv.model, mx.array(rows), last)
         logits = model(inputs, cache=caches)
         logits = logits.reshape(-1, logits.shape[-1])
         if taken is None:
@@ -138,144 +141,19 @@ class RaggedForward:
             yield
 
 
-class _Pass:
-    """What the layers of one pass share."""
-
-    def __init__(
-        self,
-        passes: RaggedForward,
-        forward: Forward,
-        starts: np.ndarray,
-        positions: np.ndarray,
-    ) -> None:
-        self.passes = passes
-        self.forward = forward
-        self.shape = forward.shape
-        self.starts = starts
-        self.positions = positions
-        self.offsets = mx.array(positions.astype(np.int32))
-        self._keys: PagedKeys | None = None
-
-    def keys(self, layer: int, keys: mx.array, values: mx.array) -> PagedKeys:
-        """A layer's new keys and values, still to be stored: when its queries are there, see `PagedKeys`."""
-        self.store_rest()
-        self._keys = PagedKeys(self.forward, layer, self.window(layer), (keys, values))
-        return self._keys
-
-    def keys_of(self, layer: int, rows: mx.array) -> PagedKeys:
-        """A layer's keys as some tokens of the pass see them: each is a sequence of its own that ends with it."""
-        some = StepArrays.of_queries(self.forward.plan, np.array(rows))
-        backend = self.forward.backend
-        forward = Forward(backend, backend.prepare(some), some, (len(rows), 1), eviction=self.forward.eviction)
-        return PagedKeys(forward, layer, self.window(layer))
-
-    def window(self, layer: int) -> int | None:
-        return self.passes.kv.passes.windows[layer]
-
-    def store_rest(self) -> None:
-        """Store what the last layer has left."""
-        if self._keys is not None:
-            self._keys.store()
-
-
-class RaggedCache:
-    """The cache of one layer, for one pass. Like `PagedKVCache` to the model, and of no use to mlx-lm's engines.
-
-    No ``__len__`` and no ``__bool__``: mlx-lm tests ``if cache`` and would take an empty cache for none.
-    """
-
-    def __init__(self, one: _Pass, layer: int) -> None:
-        self._pass = one
-        self._layer = layer
-        self._is_stored = False
-        self._rows: mx.array | None = None  # of the pass, that go through the layer now
-        self._is_for_storage = False
-
-    @property
-    def splits(self) -> bool:
-        """Whether a layer can store all tokens first, and then compute some: `only_store` and `only_rows`.
-
-        Not where scores are wanted: those of the last token of every row, sampled or not.
-        """
-        passes, eviction = self._pass.passes, self._pass.passes.eviction
-        wants_scores = eviction is not None and eviction.policy.scores is not None
-        return passes.is_ragged and not passes.kv.backend.capabilities.lazy and not wants_scores
-
-    def only_store(self) -> None:
-        """What the layer computes next is not looked at: its keys and values are stored, and that is all."""
-        self._is_for_storage = True
-
-    def only_rows(self, rows: mx.array) -> None:
-        """The layer goes on with some tokens of the pass, whose keys and values are stored."""
-        self._is_for_storage, self._is_stored, self._rows = False, False, rows
-
-    @property
-    def offset(self) -> int | mx.array:
-        """The position of each row's first token; of the one behind its last token when the layer has stored."""
-        one = self._pass
-        ahead = one.shape[1] if self._is_stored else 0
-        if self._rows is not None:
-            return one.offsets[self._rows] + ahead
-        return int(one.positions[0]) + ahead if one.shape[0] == 1 else one.offsets + ahead
-
-    def make_mask(
-        self, N: int, return_array: bool = False, window_size: int | None = None
-    ) -> mx.array | str | PagedMask | None:
-        """The mask of the pass, see `PagedKVCache.make_mask`."""
-        kv = self._pass.passes.kv
-        window = smaller_window(window_size, kv.passes.windows[self._layer])
-        if self._pass.passes.is_ragged:
-            return PagedMask(window)
-        starts = self._pass.starts
-        return causal_mask(starts, np.full(len(starts), N), N, window, return_array)
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        """Store the layer's K ``[B, Hk, N, D]`` and V; the contexts, or what stands for them."""
-        kv = self._pass.passes.kv
-        if keys.dtype != kv.passes.dtype or values.dtype != kv.passes.dtype:
-            raise TypeError(
-                f"[update_and_fetch] keys are {keys.dtype}, values {values.dtype}, the pool holds {kv.passes.dtype}: "
-                "make the engine again after a model was cast"
-            )
-        self._is_stored = True
-        if self._rows is not None:
-            paged = self._pass.keys_of(self._layer, self._rows)
-            return paged, PagedValues(paged)
-        keys, values = tokens_of(keys, None), tokens_of(values, None)
-        if self._is_for_storage:
-            self._pass.keys(self._layer, keys, values).store()
-            paged = PagedKeys(self._pass.forward, self._layer, None, unseen=True)
-            return paged, PagedValues(paged)
-        if self._pass.passes.is_ragged and not kv.backend.capabilities.lazy:
-            paged = self._pass.keys(self._layer, keys, values)
-            return paged, PagedValues(paged)
-        kv.backend.write(self._pass.forward.step, self._layer, keys, values)
-        if not self._pass.passes.is_ragged:
-            return self.keys_and_values()
-        paged = PagedKeys(self._pass.forward, self._layer, self._pass.window(self._layer))
-        return paged, PagedValues(paged)
-
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """The contexts of the pass, for layers that attend to another layer's cache."""
-        contexts: tuple[mx.array, mx.array] = self._pass.passes.kv.backend.read(self._pass.forward.step, self._layer)
-        return contexts
-
-
 # ------------------------------------------------------------------------------------ logits of some rows only
 
 
 class _RowsOf:
     """A model's body, of whose hidden states only some rows come back. For the rest it is the body."""
 
-    def __init__(self, body: nn.Module, rows: mx.array, last: RaggedCache | None) -> None:
+    def __init__(self, body: nn.Module, rows: mx.array, last: Callable[[nn.Module], _LastLayer] | None) -> None:
         self._body = body
         self._rows = rows
-        if last is not None and last.splits:
+        self._is_split = last is not None
+        if last is not None:
             self._body = copy.copy(body)
-            dict.__setitem__(self._body, "layers", [*body.layers[:-1], _LastLayer(body.layers[-1], rows, last)])
-            self._is_split = True
-        else:
-            self._is_split = False
+            dict.__setitem__(self._body, "layers", [*body.layers[:-1], last(body.layers[-1])])
 
     def __call__(self, *args: Any, **options: Any) -> mx.array:
         hidden: mx.array = self._body(*args, **options)
@@ -291,25 +169,35 @@ class _LastLayer:
     """The last layer of a model: of tokens that nobody samples it computes keys and values, and nothing else.
 
     It is called twice. What the first call returns is dropped, so MLX never computes it; but it has stored the keys and
-    values of all tokens. The second one computes the rows that are asked for. For the rest it is the layer.
+    values of all tokens. The second one computes the rows that are asked for: each is a sequence of its own that ends
+    with its token. For the rest it is the layer.
     """
 
-    def __init__(self, layer: nn.Module, rows: mx.array, cache: RaggedCache) -> None:
+    def __init__(self, batch: Batch, forward: Forward, rows: np.ndarray, layer: nn.Module) -> None:
+        some = StepArrays.of_queries(forward.plan, rows)
         self._layer = layer
-        self._rows = rows
-        self._cache = cache
+        self._rows = mx.array(rows)
+        self._whole = forward
+        self._pass = Forward(forward.backend, some, (len(rows), 1), is_fused=True, stores=False)
+        own = Rows(batch.rows.lens[rows], gone=batch.rows.gone[rows])
+        self._cache = PagedKVCache(Batch.on_plan(batch.passes, self._pass, own), batch.passes.num_layers - 1)
 
     def __call__(self, x: mx.array, *args: Any, **options: Any) -> Any:
-        self._cache.only_store()
+        self._whole.attends = False
         self._layer(x, *args, **options)
-        self._cache.only_rows(self._rows)
-        return self._layer(x[self._rows], *args, **options)
+        given = [self._cache if type(one) is PagedKVCache else one for one in args]
+        named = {name: self._cache if type(one) is PagedKVCache else one for name, one in options.items()}
+        result = self._layer(x[self._rows], *given, **named)
+        self._pass.is_over = True
+        return result
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
 
 
-def _with_rows(model: nn.Module, rows: mx.array, last: RaggedCache | None = None) -> tuple[nn.Module, mx.array | None]:
+def _with_rows(
+    model: nn.Module, rows: mx.array, last: Callable[[nn.Module], _LastLayer] | None
+) -> tuple[nn.Module, mx.array | None]:
     """`model` with a head that sees `rows` only, if it is built as most are: ``model.model`` and a head behind it.
 
     The head of a large vocabulary costs as much as several layers, and a chunk of a prompt needs one row of it. The

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -34,20 +35,15 @@ class Rows:
         While right-padded input is being processed: real tokens that are still to come.
     """
 
-    __slots__ = ("_offsets", "gone", "lens", "todo")
-
     def __init__(self, lens: np.ndarray, todo: np.ndarray | None = None, gone: np.ndarray | None = None) -> None:
         self.lens = lens
         self.gone = np.zeros_like(lens) if gone is None else gone
         self.todo = todo
-        self._offsets: mx.array | None = None
 
-    @property
+    @cached_property
     def offsets(self) -> mx.array:
         """Positions of the next tokens as int32 ``[B]`` on the device, made once."""
-        if self._offsets is None:
-            self._offsets = mx.array((self.lens + self.gone).astype(np.int32))
-        return self._offsets
+        return mx.array((self.lens + self.gone).astype(np.int32))
 
     def num_new(self, num_columns: int) -> np.ndarray:
         """How many of the next `num_columns` input columns are real tokens, per row."""
@@ -68,13 +64,13 @@ class Known(NamedTuple):
 
 
 class Forward:
-    """What the layers of one forward pass share.
+    """One forward pass: what its layers share, and where they store keys and values.
 
-    Attributes
+    Its copies are done when it is made.
+
+    Parameters
     ----------
     backend : kvpool.protocol.KVBackend
-    step
-        What the backend prepared of the plan.
     plan
         A `kvpool.Plan`, or a `kvpool.protocol.StepArrays`.
     shape : (B, N)
@@ -83,25 +79,68 @@ class Forward:
         Which of the B * N input positions are real tokens; None when all are.
     eviction : kvpool.eviction.Evictor, optional
         Who is told what the layers see.
+    is_fused : bool
+        Whether the layers attend over the pool.
+    defers : bool
+        Store the keys and values of a layer when its queries are there, so that all are evaluated together. Where
+        kernels run at once, every evaluation is a wait.
+    stores : bool
+        Whether there is something to store: not where the tokens of another pass are looked at once more.
+
+    Attributes
+    ----------
+    step
+        What the backend prepared of the plan.
+    attends : bool
+        Whether somebody looks at the attention; it is 0 otherwise.
     is_over : bool
         Whether something else has begun since: the blocks may hold other tokens.
     """
 
-    __slots__ = ("backend", "columns", "eviction", "is_over", "plan", "shape", "step")
-
     def __init__(
         self,
         backend: KVBackend,
-        step: Any,
         plan: Any,
         shape: tuple[int, int],
+        *,
         columns: mx.array | None = None,
         eviction: Any = None,
+        is_fused: bool = False,
+        defers: bool = False,
+        stores: bool = True,
     ) -> None:
         self.backend = backend
-        self.step = step
         self.plan = plan
         self.shape = shape
         self.columns = columns
         self.eviction = eviction
+        self.is_fused = is_fused
+        self.defers = defers
+        self.stores = stores
+        self.attends = True
         self.is_over = False
+        self._late: tuple[int, mx.array, mx.array] | None = None
+        self.step = backend.prepare(plan)
+        if len(plan.copies):
+            backend.copy_blocks(plan)
+
+    def put(self, layer: int, keys: mx.array, values: mx.array) -> None:
+        """Store a layer's new keys ``[B, Hk, N, D]`` and values, now or with its queries (`defers`)."""
+        if not self.stores:
+            return
+        k, v = keys.swapaxes(1, 2).flatten(0, 1), values.swapaxes(1, 2).flatten(0, 1)
+        if self.columns is not None:
+            k, v = k[self.columns], v[self.columns]
+        if self.defers and self.attends:
+            self.flush()
+            self._late = layer, k, v
+        else:
+            self.backend.write(self.step, layer, k, v)
+
+    def flush(self, *others: mx.array) -> None:
+        """Store what was put off, if anything was; `others` are evaluated with it."""
+        if self._late is not None:
+            layer, k, v = self._late
+            mx.eval(k, v, *others)
+            self.backend.write(self.step, layer, k, v)
+            self._late = None
