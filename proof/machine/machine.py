@@ -219,13 +219,13 @@ class PoolMachine(RuleBasedStateMachine):
         self._truncate(rows, new)
 
     def _truncate(self, rows: list[int], new: list[int]) -> None:
-        lens = [n + self._evicted(name) for name, n in zip(rows, new, strict=True)]
+        lens = [n + self.evicted(name) for name, n in zip(rows, new, strict=True)]
         form = np.array(lens, np.int32 if len(new) % 2 else np.int64) if self._as_array() else lens
         if self.both(lambda side: side.pool.truncate(side.batch(rows, self._as_array()), form)) is not RAISED:
             for name, length in zip(rows, new, strict=True):
                 self.content.truncated(name, length)
 
-    def _evicted(self, name: int) -> int:
+    def evicted(self, name: int) -> int:
         """Tokens that left a sequence."""
         pool, handle = self.pair.test.pool, self.pair.test.handle(name)
         return pool.num_tokens(handle) - pool.kv_len(handle)

@@ -257,7 +257,7 @@ def bad_lens(machine: PoolMachine, pick: int) -> Call | None:
     if not machine.any_open():
         return None
     rows = machine.opened()[:2]
-    longer = [len(machine.content.stamps[name]) + 1 for name in rows]
+    longer = [machine.evicted(name) + len(machine.content.stamps[name]) + 1 for name in rows]
     wrong: tuple[Any, ...] = (
         longer,
         -1,

@@ -36,9 +36,11 @@ def large_pool():
 def test_check_of_a_large_pool_is_interrupted_soon(large_pool):
     before = large_pool.fingerprint()
     large_pool.check()  # the first one touches new memory
-    start = time.process_time()
-    large_pool.check()
-    whole = time.process_time() - start
+    whole = 1e9  # the fastest of a few: the machine may be faster in a moment
+    for _ in range(4):
+        start = time.process_time()
+        large_pool.check()
+        whole = min(whole, time.process_time() - start)
     latencies = []
 
     def interrupt(signum, frame):
