@@ -227,11 +227,14 @@ def store(
     """Append one token each to slots that have generated `at`; return how many they have now."""
     rows.tokens[slots, at] = tokens
     if logprobs is not None or rows.logprobs is not None:
-        rows.need_logprobs()[slots, at] = np.nan if logprobs is None else logprobs
+        kept = rows.need_logprobs() if rows.logprobs is None else rows.logprobs
+        kept[slots, at] = np.nan if logprobs is None else logprobs
     rows.last[slots] = tokens
     generated = at + np.int32(1)
     rows.generated[slots] = generated
-    rows.make_room(int(generated.max()) + 1)
+    longest = int(generated.max())
+    if longest >= rows.tokens.shape[1]:
+        rows.make_room(longest + 1)
     return generated
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.errors import OutOfBlocks
-from kvpool.scheduler.core import Core
+from kvpool.scheduler.core import Batch, Core
 from kvpool.scheduler.sequence import SPILLED, Sequence
 
 POLICIES = ("last", "longest", "grower", "priority")
 
 
-def make_room(core: Core, probe: object) -> None:
-    """Preempt until every decode finds its block.
+def make_room(core: Core, probe: object) -> Batch:
+    """Preempt until every decode finds its block; return who decodes then.
 
     Parameters
     ----------
@@ -33,7 +33,7 @@ def make_room(core: Core, probe: object) -> None:
     while True:
         batch = core.batch()
         if pool.blocks.num_blank >= len(batch.handles) or pool.can(batch.handles):
-            return
+            return batch
         running = core.rows.running()
         victim = choose(core, running, probe)
         unit = 1 if victim.group.beam is None else len(victim.group.beam.live)
@@ -41,7 +41,7 @@ def make_room(core: Core, probe: object) -> None:
             core.setbacks += 1
             if core.prefix is not None and not core.was_alone():
                 core.preempt(victim)
-                return
+                return core.batch()
             stats = pool.stats()
             raise OutOfBlocks(
                 f"[schedule] request {victim.group.id!r} runs alone and finds no block: "

@@ -298,10 +298,9 @@ class Scheduler:
                 return None, chunks
         if not core.count[DECODING]:
             return None, self._chunks(core.max_step_tokens, core.max_running) if core.mixed else []
-        make_room(core, plan)
+        batch = make_room(core, plan)  # who is admitted after it is a chunk, not a decode
         if not core.count[DECODING]:  # the policy named every decode; who stays goes on, or nobody would
             return None, self._chunks(core.max_step_tokens, core.max_running if core.mixed else 1)
-        batch = core.batch()  # who is admitted now is a chunk, not a decode
         return batch, self._chunks(core.max_step_tokens - len(batch.slots), core.max_running) if core.mixed else []
 
     def _chunks(self, budget: int, most: int) -> list[tuple[int, int]]:
@@ -317,7 +316,7 @@ class Scheduler:
                 if new:
                     chunks.append((slot, new))
                     budget -= new
-        while budget > 0 and len(chunks) < most and (core.queue or core.spilled):
+        while budget > 0 and len(chunks) < most and (core.count[WAITING] or core.spilled):
             admitted = admit_next(core)
             if admitted is None:
                 break

@@ -79,4 +79,5 @@ class Step:
     @property
     def requests(self) -> list[Request]:
         """The request of each sample, length M; made on demand."""
-        return [self._rows.sequence(slot).group.request for slot in self.sample_slot.tolist()]
+        sequences = self._rows.sequences
+        return [sequences[slot].group.request for slot in self.sample_slot.tolist()]  # type: ignore[union-attr]

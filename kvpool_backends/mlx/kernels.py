@@ -74,7 +74,11 @@ class KernelBackend(BaseBackend):
 
     def write(self, step: Any, layer: int, k: mx.array, v: mx.array) -> None:
         """Store ``k [T, Hk, D]`` and ``v [T, Hk, Dv]`` at the slots of the step, negative ones skipped."""
-        k, v = _evaluated("write", k, v)
+        k, v = (k, v) if isinstance(k, mx.array) and isinstance(v, mx.array) else (mx.array(k), mx.array(v))
+        try:
+            mx.eval(k, v)
+        except ValueError as error:
+            raise _no_content("write") from error
         self._store.write(layer, k, v, step.slot_mapping)
 
     def attend(
@@ -83,17 +87,23 @@ class KernelBackend(BaseBackend):
         scores: str | None = None, scores_out: np.ndarray | None = None,
     ) -> Any:
         """Causal attention of ``q [T, Hq, D]`` over the paged context, see `KVBackend.attend`."""
-        checked_results(self.capabilities, return_attn, scores, scores_out)
+        if return_attn or scores is not None or scores_out is not None:
+            checked_results(self.capabilities, return_attn, scores, scores_out)
         q = q if isinstance(q, mx.array) else mx.array(q)
         if q.ndim != 3:
             raise ValueError(f"[attend] q has shape {q.shape}, it must be [T, Hq, D]")
-        q, out = _evaluated("attend", q, mx.zeros((*q.shape[:2], self._value_head_dim), q.dtype))
+        out = mx.zeros((*q.shape[:2], self._value_head_dim), q.dtype)
+        try:
+            mx.eval(q, out)
+        except ValueError as error:
+            raise _no_content("attend") from error
         tables, seq_lens, cu_q_lens = step.block_tables, step.seq_lens, step.cu_q_lens
         if scores is None:
             self._store.attend(layer, q, out, tables, seq_lens, cu_q_lens, scale, options)
             return out
         shape = (len(seq_lens), self.spec.num_kv_heads, int(np.max(seq_lens, initial=0)))
-        (exported,) = _evaluated("attend", mx.zeros(shape, mx.float32))
+        exported = mx.zeros(shape, mx.float32)
+        mx.eval(exported)
         view = np.asarray(memoryview(exported))  # type: ignore[arg-type]
         self._store.attend(
             layer, q, out, tables, seq_lens, cu_q_lens, scale, options, scores=scores, scores_out=view
@@ -161,16 +171,7 @@ class KernelBackend(BaseBackend):
         return arrays, [np.asarray(memoryview(array)) for array in arrays]  # type: ignore[arg-type]
 
 
-def _evaluated(call: str, *arrays: Any) -> list[mx.array]:
-    """These arrays with their content in place. numpy arrays are converted."""
-    evaluated = list(arrays)
-    for at, x in enumerate(evaluated):
-        if not isinstance(x, mx.array):
-            evaluated[at] = mx.array(x)
-    try:
-        mx.eval(evaluated)
-    except ValueError as error:
-        raise RuntimeError(
-            f"[{call}] the arrays have no content yet, as inside mx.compile or mx.vmap; call it outside of them"
-        ) from error
-    return evaluated
+def _no_content(call: str) -> RuntimeError:
+    return RuntimeError(
+        f"[{call}] the arrays have no content yet, as inside mx.compile or mx.vmap; call it outside of them"
+    )

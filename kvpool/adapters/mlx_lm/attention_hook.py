@@ -117,14 +117,15 @@ class Site(NamedTuple):
     @property
     def is_covered(self) -> bool:
         """Whether something else is where the stand-in should be now."""
-        return (self.owner, self.name) in _patches and not self.is_active
+        patch = _patches.get((self.owner, self.name))
+        return patch is not None and patch.count > 0 and not self.is_active
 
     def enter(self) -> None:
         """Put the stand-in in place, or count one more that wants it there."""
         with _lock:
             found = vars(self.owner)[self.name]
             patch = _patches.get((self.owner, self.name))
-            if patch is None:
+            if patch is None or (not patch.count and found is not patch.original):
                 patch = _patches[self.owner, self.name] = _Patch(found, self.make(found))
             if found is patch.original:  # the module may have been reloaded since the first one came
                 setattr(self.owner, self.name, patch.stand_in)
@@ -145,12 +146,11 @@ class Site(NamedTuple):
             patch = _patches[self.owner, self.name]
             patch.count -= 1
             if not patch.count:
-                del _patches[self.owner, self.name]
                 setattr(self.owner, self.name, patch.original)
 
 
 class _Patch:
-    """A stand-in that is in place, and for how many."""
+    """A stand-in, and how many want it in place. It is kept for the next one who does."""
 
     __slots__ = ("count", "original", "stand_in")
 

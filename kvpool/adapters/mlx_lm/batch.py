@@ -74,21 +74,10 @@ class Batch:
         self._operation: _Operation | None = None
         self.missing = 0  # layers that have yet to issue the last operation
         self._plan: Any = None
-        self._given: Forward | None = None  # see `on_plan`
+        self._given: Forward | None = None  # see `take_plan`
         self._forward: Forward | None = None  # the last pass, while nothing else has begun
         self.eviction = None if policy is None else self._evicting(policy)
         passes.batches[id(self)] = self
-
-    @classmethod
-    def on_plan(cls, passes: Passes, forward: Forward, rows: Rows) -> Batch:
-        """Rows of a plan that somebody else has stepped, and whose it is; `forward` is their only pass.
-
-        It has no sequences of its own.
-        """
-        batch = cls(passes, [], [], is_merged=forward.shape[0] != 1)
-        batch.rows = batch.base_rows = rows
-        batch._given = forward
-        return batch
 
     def __del__(self) -> None:
         # Runs inside whatever the program is doing, a pool call included, so it must not change the pool: the
@@ -185,6 +174,20 @@ class Batch:
 
     # ------------------------------------------------------------------------------------------ one forward
 
+    def take_plan(self, forward: Forward, rows: Rows) -> None:
+        """Start a pass over a plan that the caller has stepped. The batch has no sequences of its own.
+
+        The pass counts as executed: every layer takes `forward` over. Layers of an earlier pass begin at `rows`.
+        """
+        self._given = forward
+        self.is_merged = forward.shape[0] != 1
+        self.base_rows = rows
+        self.base = self.count + 1
+        self.count += 2
+        self.rows = Rows(rows.lens + forward.shape[1], gone=rows.gone)
+        self._operation = _Operation("forward", forward.shape, forward, self.rows)
+        self.missing = self.passes.num_layers
+
     @property
     def is_fused(self) -> bool:
         """Whether the layers attend straight over the pool now."""
@@ -192,8 +195,6 @@ class Batch:
 
     def forward(self, num_rows: int, num_columns: int) -> tuple[Forward, Rows]:
         """Step the pool by the real tokens of an input ``[num_rows, num_columns]``; all or nothing."""
-        if self._given is not None:
-            return self._given, self.rows.after(self.rows.num_new(num_columns))
         if num_rows != len(self.handles):
             self._spread(num_rows)
         passes, before = self.passes, self.rows

@@ -78,10 +78,10 @@ class PagedKVCache:
         PagedMask
             On the fused route, always.
         """
-        rows = self._seen()
         window = smaller_window(window_size, self._batch.passes.windows[self._layer])
         if self._batch.is_fused:
             return PagedMask(window)
+        rows = self._seen()
         eviction, lens = self._batch.eviction, rows.lens
         if eviction is not None:
             lens = eviction.lens_after(lens)  # what `update_and_fetch` will find
@@ -115,7 +115,9 @@ class PagedKVCache:
                 "again, or make the engine again, after a model was cast"
             )
         num_rows, _, num_columns, _ = keys.shape
-        forward = self._issue("forward", (num_rows, num_columns), lambda: batch.forward(num_rows, num_columns))
+        shape = num_rows, num_columns
+        self._forward = None
+        self._cursor, self._rows, forward = batch.issue(self._cursor, "forward", shape, lambda: batch.forward(*shape))
         forward.put(self._layer, keys, values)
         if not batch.missing:
             batch.stored()

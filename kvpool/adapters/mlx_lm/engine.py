@@ -35,7 +35,7 @@ from kvpool.adapters.mlx_lm.shapes import max_positions
 from kvpool.adapters.mlx_lm.transcript import Transcript
 from kvpool.errors import UnknownRequest
 from kvpool.eviction import Evictor, Policy
-from kvpool.scheduler import Output
+from kvpool.scheduler import Output, Step
 
 Listener = Callable[["Piece"], None]
 _SAMPLING = tuple(field.name for field in fields(Sampling))
@@ -313,13 +313,13 @@ class Engine:
             raise RuntimeError("[step] a listener cannot run the engine that it listens to")
         step = self.scheduler.schedule()
         if step is not None:
+            requests = step.requests
             try:
-                tokens, logprobs, beams = self._run(step)
+                tokens, logprobs, beams = self._run(step, requests)
             except BaseException:
                 self.scheduler.fail(step)
                 raise
-            rows = [(request.id, i) for request, i in zip(step.requests, step.sample_index.tolist(), strict=True)]
-            is_sample = (step.beam_width == 0).tolist()
+            indices, is_sample = step.sample_index.tolist(), (step.beam_width == 0).tolist()
             try:
                 outputs = self.scheduler.update(step, tokens, logprobs, beams)
             except ValueError:  # a model that gives NaN to a beam: nothing has changed, the step is still out
@@ -327,7 +327,7 @@ class Engine:
                 raise
             self._is_delivering = True
             try:
-                self._deliver(rows, is_sample, tokens.tolist(), logprobs.tolist(), outputs)
+                self._deliver(zip(requests, indices, is_sample, tokens.tolist(), logprobs.tolist(), strict=True), outputs)
             finally:
                 self._is_delivering = False
         ended, self._ended = self._ended, []
@@ -404,7 +404,9 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------ one step
 
-    def _run(self, step: Any) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray] | None]:
+    def _run(
+        self, step: Step, requests: list[Request]
+    ) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray] | None]:
         """Tokens and logprobs of the step's samples, and candidates for its beams."""
         if not len(step.tokens):
             return np.zeros(0, np.int32), np.zeros(0, np.float32), None
@@ -413,42 +415,38 @@ class Engine:
         if evictor is not None:
             evictor.begin(step.slots, lens, step.num_new)
         logits = self._forward(step.tokens, step.plan, lens, step.sample_at, None if evictor is None else step.evicted)
-        settings = [request.user for request in step.requests]
+        settings = [request.user for request in requests]
         tokens, logprobs = sample(logits, settings, step.sample_index, step.sample_position)
         in_beams = np.flatnonzero(step.beam_width)
         beams = None
         if len(in_beams):
-            requests, width = step.requests, int(step.beam_width.max())
+            width = int(step.beam_width.max())
             ends = max(len(requests[at].eos) + len(requests[at].stop) for at in in_beams.tolist())
             beams = best(logits[in_beams.tolist()], width + max(width, ends))
         return tokens, logprobs, beams
 
     def _deliver(
-        self,
-        rows: list[tuple[Hashable, int]],
-        is_sample: list[bool],
-        tokens: list[int],
-        logprobs: list[float],
-        outputs: list[Output],
+        self, rows: Iterable[tuple[Request, int, bool, int, float]], outputs: list[Output]
     ) -> None:
-        """Tell the listeners, and end what has ended."""
-        reasons = {(output.id, output.index): output.finish_reason for output in outputs}
+        """Tell the listeners, and end what has ended. A row: request, sample, not of a beam, token, logprob."""
+        reasons: dict[tuple[Hashable, int], str] = {}
         ended: dict[Hashable, _Job] = {}
         for output in outputs:
+            reasons[output.id, output.index] = output.finish_reason
             job = self._jobs[output.id]
             job.outputs[output.index] = output
             if len(job.outputs) == job.request.n:
                 ended[output.id] = job
         stopped: list[_Job] = []
-        for row, counts, token, logprob in zip(rows, is_sample, tokens, logprobs, strict=True):
-            current = self._jobs.get(row[0])
+        for request, index, counts, token, logprob in rows:
+            current = self._jobs.get(request.id)
             if current is None or not counts or not current.listens or current.error is not None:
                 continue
             try:
-                current.hear(row, token, logprob, reasons.get(row))
+                current.hear(index, token, logprob, reasons.get((request.id, index)))
             except Exception as error:
                 current.error = error
-            if (current.error is not None or current.is_stopped) and row[0] not in ended:
+            if (current.error is not None or current.is_stopped) and request.id not in ended:
                 stopped.append(current)
         for job in ended.values():
             if self._jobs.pop(job.request.id, None) is not None:
@@ -498,9 +496,8 @@ class _Job:
         stopped = sum(one.is_stopped for one in self._transcripts.values())
         return stopped == self.request.n
 
-    def hear(self, row: tuple[Hashable, int], token: int, logprob: float, reason: str | None) -> None:
+    def hear(self, index: int, token: int, logprob: float, reason: str | None) -> None:
         """One token has come for a sample."""
-        id, index = row
         transcript = self._transcripts.get(index)
         if transcript is None:
             transcript = self._transcripts[index] = self._transcript()
@@ -513,7 +510,7 @@ class _Job:
         if transcript.is_stopped:
             reason = "stop"
         if self._on_token is not None:
-            self._on_token(Piece(id, index, token, logprob, text, reason))
+            self._on_token(Piece(self.request.id, index, token, logprob, text, reason))
 
     def completion(self) -> Completion:
         """What became of the request; its outputs are all there."""

@@ -160,4 +160,4 @@ def _require_short(mask: Any, num_columns: int) -> None:
 
 def smaller_window(one: int | None, other: int | None) -> int | None:
     """The smaller of two windows; None stands for no window."""
-    return min((window for window in (one, other) if window), default=None)
+    return min(one, other) if one and other else one or other or None

@@ -12,8 +12,7 @@ back (`attention_hook`).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -56,6 +55,8 @@ class RaggedForward:
         self.eviction: Any = None
         self.is_ragged = bool(kv.passes.sites)
         self._defers = self.is_ragged and not kv.backend.capabilities.lazy
+        self._batch = Batch(kv.passes, [], [], is_merged=False)
+        self._caches = [PagedKVCache(self._batch, layer) for layer in range(kv.num_layers)]
 
     def __call__(
         self, tokens: np.ndarray, plan: Any, lens: np.ndarray, rows: np.ndarray, evicted: np.ndarray | None = None
@@ -84,18 +85,26 @@ class RaggedForward:
         kv = self.kv
         new = np.diff(np.asarray(plan.cu_q_lens, np.int64)[: len(lens) + 1])
         shape, starts = self._shape(len(tokens), lens, new)
-        with self._hooked():
-            ahead = None if evicted is None else evicted if len(starts) == len(lens) else np.repeat(evicted, new)
-            how = {"eviction": self.eviction, "is_fused": self.is_ragged, "defers": self._defers}
-            forward = Forward(kv.backend, plan, shape, **how)
-            batch = Batch.on_plan(kv.passes, forward, Rows(starts, gone=ahead))
-            try:
-                logits = self._logits(mx.array(tokens.reshape(shape)), batch, forward, rows)
-                forward.flush()
-                if kv.backend.capabilities.lazy:
-                    mx.eval(logits, *(queued for layer in range(kv.num_layers) for queued in kv.backend.queued(layer)))
-            finally:
+        ahead = None if evicted is None else evicted if len(starts) == len(lens) else np.repeat(evicted, new)
+        forward = None
+        entered = 0
+        try:
+            for site in kv.passes.sites:
+                site.enter()
+                entered += 1
+            forward = Forward(
+                kv.backend, plan, shape, eviction=self.eviction, is_fused=self.is_ragged, defers=self._defers
+            )
+            self._batch.take_plan(forward, Rows(starts, gone=ahead))
+            logits = self._logits(mx.array(tokens.reshape(shape)), forward, rows)
+            forward.flush()
+            if kv.backend.capabilities.lazy:
+                mx.eval(logits, *(queued for layer in range(kv.num_layers) for queued in kv.backend.queued(layer)))
+        finally:
+            if forward is not None:
                 forward.is_over = True
+            for site in kv.passes.sites[:entered]:
+                site.leave()
         return logits
 
     def _shape(self, num_tokens: int, lens: np.ndarray, new: np.ndarray) -> tuple[tuple[int, int], np.ndarray]:
@@ -114,31 +123,22 @@ class RaggedForward:
             )
         return (num_tokens, 1), starts
 
-    def _logits(self, inputs: mx.array, batch: Batch, forward: Forward, rows: np.ndarray) -> mx.array:
+    def _logits(self, inputs: mx.array, forward: Forward, rows: np.ndarray) -> mx.array:
         """Hidden states of all tokens, and of those asked for the logits."""
-        caches = [PagedKVCache(batch, layer) for layer in range(self.kv.num_layers)]
+        caches = self._caches
         if not len(rows):
             hidden = self.kv.model(inputs, cache=caches)  # built, and never evaluated
             return mx.zeros((0, hidden.shape[-1]), mx.float32)
         # Not where scores are wanted: those of the last token of every row, sampled or not.
         wants_scores = self.eviction is not None and self.eviction.policy.scores is not None
         splits = len(rows) < inputs.size and self._defers and not wants_scores
-        last = partial(_LastLayer, batch, forward, rows) if splits else None
+        last = partial(_LastLayer, self._batch, forward, rows) if splits else None
         model, taken = _with_rows(self.kv.model, mx.array(rows), last)
         logits = model(inputs, cache=caches)
         logits = logits.reshape(-1, logits.shape[-1])
         if taken is None:
             logits = logits[mx.array(rows)]
         return logits.astype(mx.float32)
-
-    @contextmanager
-    def _hooked(self) -> Iterator[None]:
-        """The model attends over the pool, inside."""
-        with ExitStack() as stack:
-            for site in self.kv.passes.sites:
-                site.enter()
-                stack.callback(site.leave)
-            yield
 
 
 # ------------------------------------------------------------------------------------ logits of some rows only
@@ -179,8 +179,10 @@ class _LastLayer:
         self._rows = mx.array(rows)
         self._whole = forward
         self._pass = Forward(forward.backend, some, (len(rows), 1), is_fused=True, stores=False)
-        own = Rows(batch.rows.lens[rows], gone=batch.rows.gone[rows])
-        self._cache = PagedKVCache(Batch.on_plan(batch.passes, self._pass, own), batch.passes.num_layers - 1)
+        before = batch.base_rows
+        own = Batch(batch.passes, [], [], is_merged=True)
+        self._cache = PagedKVCache(own, batch.passes.num_layers - 1)
+        own.take_plan(self._pass, Rows(before.lens[rows], gone=before.gone[rows]))
 
     def __call__(self, x: mx.array, *args: Any, **options: Any) -> Any:
         self._whole.attends = False

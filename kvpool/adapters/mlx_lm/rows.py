@@ -132,7 +132,8 @@ class Forward:
         if self.columns is not None:
             k, v = k[self.columns], v[self.columns]
         if self.defers and self.attends:
-            self.flush()
+            if self._late is not None:
+                self.flush()
             self._late = layer, k, v
         else:
             self.backend.write(self.step, layer, k, v)

@@ -92,7 +92,7 @@ def sample(
         return np.zeros(0, np.int32), np.zeros(0, np.float32)
     likeliest = mx.argmax(logits, axis=-1).astype(mx.int32)
     total = mx.logsumexp(logits, axis=-1, keepdims=True)
-    if all(one.is_greedy for one in settings):  # one evaluation, and no array of the vocabulary's width is kept
+    if not any([one.temperature for one in settings]):  # one evaluation, and no array of the vocabulary's width is kept
         found = (mx.take_along_axis(logits, likeliest[:, None], axis=-1) - total)[:, 0]
         mx.eval(likeliest, found)
         return np.array(likeliest), np.array(found)
