@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 
 from kvpool._core import Plan
 from kvpool.errors import OutOfBlocks, OutOfSequences
-from kvpool.scheduler.admission import count_admission, fits, known_tokens
-from kvpool.scheduler.core import Core
+from kvpool.scheduler.policy import count_admission, fits, known_tokens
 from kvpool.scheduler.request import Output
 from kvpool.scheduler.results import why_ended
-from kvpool.scheduler.sequence import DECODING, FINISHED, PREFILLING, WAITING, Group, Sequence
+from kvpool.scheduler.state import DECODING, FINISHED, PREFILLING, WAITING, Core, Group, Sequence
 
 
 class Hypothesis(NamedTuple):

@@ -7,10 +7,8 @@ from collections import Counter
 import numpy as np
 
 from kvpool.errors import CorruptState
-from kvpool.scheduler.core import Core
-from kvpool.scheduler.eviction import most_tokens
-from kvpool.scheduler.sequence import DECODING, FINISHED, PREFILLING, SPILLED, WAITING, Sequence
-from kvpool.scheduler.step import Step
+from kvpool.scheduler.policy import most_tokens
+from kvpool.scheduler.state import DECODING, FINISHED, PREFILLING, SPILLED, WAITING, Core, Sequence, Step
 
 NAMES = ("waiting", "prefilling", "decoding", "spilled", "finished")
 

@@ -9,11 +9,8 @@ from numpy import float32, int32, int64
 from numpy.typing import NDArray
 
 from kvpool.errors import OutOfSequences
-from kvpool.scheduler.core import Batch, Core
 from kvpool.scheduler.request import MOST, Output, ends_with
-from kvpool.scheduler.rows import Rows
-from kvpool.scheduler.sequence import DECODING, FINISHED, PREFILLING, WAITING, Group, Sequence
-from kvpool.scheduler.step import Step
+from kvpool.scheduler.state import DECODING, FINISHED, PREFILLING, WAITING, Batch, Core, Group, Rows, Sequence, Step
 
 
 class Given(NamedTuple):

@@ -13,17 +13,12 @@ from numpy.typing import NDArray
 from kvpool._core import Plan, Pool
 from kvpool.errors import OutOfBlocks, OutOfSequences, RequestRejected, UnknownRequest
 from kvpool.scheduler import results
-from kvpool.scheduler.admission import admit_next
 from kvpool.scheduler.beams import Beam
 from kvpool.scheduler.check import check
-from kvpool.scheduler.core import Batch, Core
-from kvpool.scheduler.eviction import blocks_alone, keep_budgets, most_tokens
-from kvpool.scheduler.eviction import judge as judge_eviction
-from kvpool.scheduler.request import Output, Request, integer
-from kvpool.scheduler.room import POLICIES, make_room
-from kvpool.scheduler.sequence import DECODING, PREFILLING, SPILLED, WAITING, Group, Sequence
-from kvpool.scheduler.stats import SchedulerStats
-from kvpool.scheduler.step import Step
+from kvpool.scheduler.policy import POLICIES, admit_next, blocks_alone, keep_budgets, make_room, most_tokens
+from kvpool.scheduler.policy import judge as judge_eviction
+from kvpool.scheduler.request import Output, Request, SchedulerStats, integer
+from kvpool.scheduler.state import DECODING, PREFILLING, SPILLED, WAITING, Batch, Core, Group, Sequence, Step
 
 if TYPE_CHECKING:
     from kvpool.eviction import Evictor
@@ -298,7 +293,9 @@ class Scheduler:
                 return None, chunks
         if not core.count[DECODING]:
             return None, self._chunks(core.max_step_tokens, core.max_running) if core.mixed else []
-        batch = make_room(core, plan)  # who is admitted after it is a chunk, not a decode
+        batch = core.batch()  # who is admitted after this is a chunk, not a decode
+        if not batch.has_room(core.pool):
+            batch = make_room(core, plan)
         if not core.count[DECODING]:  # the policy named every decode; who stays goes on, or nobody would
             return None, self._chunks(core.max_step_tokens, core.max_running if core.mixed else 1)
         return batch, self._chunks(core.max_step_tokens - len(batch.slots), core.max_running) if core.mixed else []

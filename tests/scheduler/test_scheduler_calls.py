@@ -24,7 +24,7 @@ from scheduler_workload import Runner, Workload, expected_of
 from kvpool import Request, RequestRejected, Scheduler
 from kvpool.errors import OutOfBlocks, UnknownRequest
 from kvpool.scheduler import results
-from kvpool.scheduler.core import Core
+from kvpool.scheduler.state import Core
 from kvpool.testing.token_model import salt_of
 
 EXAMPLES = max(1, int(os.environ.get("KVPOOL_FUZZ_EXAMPLES", "1000")) // 20)

@@ -15,9 +15,8 @@ import pytest
 from scheduler_workload import Runner, Workload, draw
 
 from kvpool import Plan, Pool, Scheduler
-from kvpool.scheduler import admission, beams, results
-from kvpool.scheduler.core import Core
-from kvpool.scheduler.queue import WaitingQueue
+from kvpool.scheduler import beams, policy, results
+from kvpool.scheduler.state import Core, WaitingQueue
 
 WORKLOADS = 100
 FAULTS: dict[str, Any] = {}
@@ -191,7 +190,7 @@ def stop_sequence_is_off_by_one():
 @fault
 def ends_are_not_looked_for():
     """Neither eos nor stop sequences: everything goes on to its length."""
-    from kvpool.scheduler.rows import Rows
+    from kvpool.scheduler.state import Rows
 
     with mock.patch.object(Rows, "_put_watch", lambda self, slot, tokens: None):
         yield
@@ -210,7 +209,7 @@ def eos_at_the_last_token_counts_as_length():
 
 @fault
 def one_token_more_than_asked_for():
-    from kvpool.scheduler.rows import Rows
+    from kvpool.scheduler.state import Rows
 
     put = Rows.put
 
@@ -316,7 +315,7 @@ def priority_is_ignored():
 
 @fault
 def watermark_is_ignored():
-    with mock.patch("kvpool.scheduler.admission.blocks_kept", lambda core: 0):
+    with mock.patch("kvpool.scheduler.policy.blocks_kept", lambda core: 0):
         yield
 
 
@@ -404,7 +403,7 @@ def make_room_spares_nobody():
 @fault
 def place_is_left_empty():
     """Every second admission finds nobody, though somebody waits."""
-    admit, looks = admission.admit_next, [0]
+    admit, looks = policy.admit_next, [0]
 
     def sometimes(core):
         looks[0] += 1

@@ -43,8 +43,8 @@ from kvpool.adapters.mlx_lm.cache import PagedKVCache
 from kvpool.adapters.mlx_lm.engine import Completion, Engine, Piece
 from kvpool.adapters.mlx_lm.eviction import make_cache
 from kvpool.adapters.mlx_lm.host import SUPPORTED_VERSIONS, PagedKV, Summary, install
+from kvpool.adapters.mlx_lm.passes import EngineStopped
 from kvpool.adapters.mlx_lm.prefix import PagedPromptCache
-from kvpool.adapters.mlx_lm.rows import EngineStopped
 from kvpool.adapters.mlx_lm.sampling import Sampling
 
 __all__ = [

@@ -327,7 +327,8 @@ class Engine:
                 raise
             self._is_delivering = True
             try:
-                self._deliver(zip(requests, indices, is_sample, tokens.tolist(), logprobs.tolist(), strict=True), outputs)
+                rows = zip(requests, indices, is_sample, tokens.tolist(), logprobs.tolist(), strict=True)
+                self._deliver(rows, outputs)
             finally:
                 self._is_delivering = False
         ended, self._ended = self._ended, []
@@ -425,9 +426,7 @@ class Engine:
             beams = best(logits[in_beams.tolist()], width + max(width, ends))
         return tokens, logprobs, beams
 
-    def _deliver(
-        self, rows: Iterable[tuple[Request, int, bool, int, float]], outputs: list[Output]
-    ) -> None:
+    def _deliver(self, rows: Iterable[tuple[Request, int, bool, int, float]], outputs: list[Output]) -> None:
         """Tell the listeners, and end what has ended. A row: request, sample, not of a beam, token, logprob."""
         reasons: dict[tuple[Hashable, int], str] = {}
         ended: dict[Hashable, _Job] = {}

@@ -15,13 +15,11 @@ import mlx_lm
 
 import kvpool
 from kvpool.adapters.mlx_lm.arrays import Converted
-from kvpool.adapters.mlx_lm.attention_hook import Caller, Site, find_sites
-from kvpool.adapters.mlx_lm.batch import Batch
-from kvpool.adapters.mlx_lm.cache import PagedKVCache
+from kvpool.adapters.mlx_lm.attention import Caller, Site, find_sites
+from kvpool.adapters.mlx_lm.cache import Batch, PagedKVCache
 from kvpool.adapters.mlx_lm.eviction import check_policy
 from kvpool.adapters.mlx_lm.hook import Hook
-from kvpool.adapters.mlx_lm.passes import Passes
-from kvpool.adapters.mlx_lm.rows import NOT_OPENED, Known
+from kvpool.adapters.mlx_lm.passes import NOT_OPENED, Known, Passes
 from kvpool.adapters.mlx_lm.shapes import inspect_model, require_bits, with_bits
 from kvpool.errors import StaleHandle
 from kvpool.eviction import Policy
@@ -66,7 +64,7 @@ def install(
         Use this pool.
     fused : bool, optional
         Attend straight over the pool (True), or gather every context for mlx-lm's own attention (False). By default
-        the first, if there are kernels for it and the model is one of `attention_hook.KNOWN`. See `PagedKV.route`.
+        the first, if there are kernels for it and the model is one of `attention.KNOWN`. See `PagedKV.route`.
     backend : str or callable, optional
         Another than MLX's own: a name for `load_backend`, or ``factory(spec, num_blocks)``, for any arrays.
     kernels : bool, optional

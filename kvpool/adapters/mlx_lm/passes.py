@@ -1,19 +1,70 @@
-"""`Passes`: the forward passes of one model on one pool, one at a time; how one is taken back, and who runs it."""
+"""`Passes`: the forward passes of one model on one pool, one at a time. `Rows`: the lengths of a batch."""
 
 from __future__ import annotations
 
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from kvpool.adapters.mlx_lm.attention_hook import Site
-from kvpool.adapters.mlx_lm.rows import Rows
-from kvpool.errors import ConcurrentUse
+from kvpool.adapters.mlx_lm.attention import Site
+from kvpool.errors import ConcurrentUse, KVPoolError
 from kvpool.protocol import KVBackend
+
+NOT_OPENED = -1  # in place of a handle: an empty sequence, opened when it gets its first token
+
+
+class EngineStopped(KVPoolError, RuntimeError):
+    """A batch was in an engine when a forward pass failed. The engine may have lost tokens: make a new one.
+
+    Or an eviction failed half-way, in any cache: what it holds cannot be read any more.
+    """
+
+
+class Rows:
+    """What a batch looks like between two operations. Never changed, only replaced: a facade that has not
+    come to the next operation keeps seeing this.
+
+    Attributes
+    ----------
+    lens : int64 ``[B]``
+        Tokens of each sequence that are in the pool.
+    gone : int64 ``[B]``
+        Tokens that were evicted: the next one has position ``lens + gone``.
+    todo : int64 ``[B]``, optional
+        While right-padded input is being processed: real tokens that are still to come.
+    """
+
+    def __init__(self, lens: np.ndarray, todo: np.ndarray | None = None, gone: np.ndarray | None = None) -> None:
+        self.lens = lens
+        self.gone = np.zeros_like(lens) if gone is None else gone
+        self.todo = todo
+
+    @cached_property
+    def offsets(self) -> mx.array:
+        """Positions of the next tokens as int32 ``[B]`` on the device, made once."""
+        return mx.array((self.lens + self.gone).astype(np.int32))
+
+    def num_new(self, num_columns: int) -> np.ndarray:
+        """How many of the next `num_columns` input columns are real tokens, per row."""
+        if self.todo is None:
+            return np.full(len(self.lens), num_columns, np.int64)
+        return np.minimum(self.todo, num_columns)
+
+    def after(self, new: np.ndarray) -> Rows:
+        """The rows when `new` tokens per row have been added."""
+        return Rows(self.lens + new, None if self.todo is None else self.todo - new, self.gone)
+
+
+class Known(NamedTuple):
+    """What the prefix cache knows of a sequence."""
+
+    namespace: bytes = b""  # that it was opened in
+    num_tokens: int = 0  # committed, or found when it was opened
 
 
 class Passes:

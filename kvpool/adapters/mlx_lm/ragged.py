@@ -6,7 +6,7 @@ tokens of a plan go in as T rows of one column, each at a position of its own: n
 the rows are sequences, as everywhere in mlx-lm: a plan has one token for each, or one chunk of a single one.
 
 The model is the one that was loaded; of what is around it a pass changes where its attention is found, and puts that
-back (`attention_hook`).
+back (`attention`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from kvpool.adapters.mlx_lm.batch import Batch
-from kvpool.adapters.mlx_lm.cache import PagedKVCache
+from kvpool.adapters.mlx_lm.attention import Forward
+from kvpool.adapters.mlx_lm.cache import Batch, PagedKVCache
 from kvpool.adapters.mlx_lm.host import PagedKV
-from kvpool.adapters.mlx_lm.rows import Forward, Rows
+from kvpool.adapters.mlx_lm.passes import Rows
 from kvpool.protocol import StepArrays
 
 

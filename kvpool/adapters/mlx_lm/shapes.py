@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from kvpool.adapters.mlx_lm.attention_hook import Caller, watch
+from kvpool.adapters.mlx_lm.attention import Caller, watch
 from kvpool.adapters.mlx_lm.hook import Hook
 from kvpool.config import KVSpec
 

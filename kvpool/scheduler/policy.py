@@ -1,0 +1,339 @@
+"""Who runs: admission of those who wait, victims when blocks run out, and tokens that leave for a budget."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvpool.errors import OutOfBlocks, OutOfSequences, RequestRejected
+from kvpool.scheduler.request import Request
+from kvpool.scheduler.state import DECODING, PREFILLING, SPILLED, Batch, Core, Sequence
+
+POLICIES = ("last", "longest", "grower", "priority")
+
+
+def make_room(core: Core, probe: object) -> Batch:
+    """Preempt until every decode finds its block; return who decodes then.
+
+    Parameters
+    ----------
+    probe : Plan
+        Any plan that is not pending: to learn which row finds no block.
+
+    Raises
+    ------
+    OutOfBlocks
+        One request alone is left and finds no block: others of the pool hold them.
+
+    Notes
+    -----
+    A request that has run beside others may have computed what one of them had cached before: the prefix cache then
+    keeps both copies of a block. If it is left alone and finds no block, it starts over, once, and finds them cached.
+    """
+    pool, batch = core.pool, core.batch()
+    while not batch.has_room(pool):
+        running = core.rows.running()
+        victim = choose(core, running, probe)
+        unit = 1 if victim.group.beam is None else len(victim.group.beam.live)
+        if unit == len(running):
+            core.setbacks += 1
+            if core.prefix is not None and not core.was_alone():
+                core.preempt(victim)
+                return core.batch()
+            stats = pool.stats()
+            raise OutOfBlocks(
+                f"[schedule] request {victim.group.id!r} runs alone and finds no block: "
+                f"{stats.used} of {stats.num_blocks - stats.reserved} are in use, others of the pool hold some",
+                free=stats.free,
+                evictable=stats.evictable,
+                limbo=stats.limbo,
+            )
+        if not spill(core, victim):
+            core.preempt(victim)
+        batch = core.batch()
+    return batch
+
+
+def choose(core: Core, running: np.ndarray, probe: object) -> Sequence:
+    """The victim, by policy, of the running slots in order of admission."""
+    rows = core.rows
+    if core.policy == "longest":
+        lengths = rows.computed[running]
+        slot = running[len(running) - 1 - int(np.argmax(lengths[::-1]))]  # of equals the last admitted
+    elif core.policy == "grower":
+        slot = core.batch().slots[first_short(core, probe)]
+    elif core.policy == "priority":
+        lowest = [rows.sequence(at).group.request.priority for at in running]
+        slot = running[len(lowest) - 1 - lowest[::-1].index(min(lowest))]
+    else:
+        slot = running[-1]
+    return rows.sequence(slot)
+
+
+def first_short(core: Core, probe: object) -> int:
+    """Which row finds no block; some row does."""
+    try:
+        core.pool.step(probe, core.batch().handles, 1)  # type: ignore[arg-type]
+    except OutOfBlocks as error:
+        return error.row
+    raise AssertionError("the blocks are there")
+
+
+def spill(core: Core, sequence: Sequence) -> bool:
+    """Move a sequence's KV to the tier, if there is one and it takes it.
+
+    Never a beam, which shares blocks; nor one with fewer tokens than it knows, or one that is to lose some.
+    """
+    if core.tier is None or sequence.group.beam is not None:
+        return False
+    slot = sequence.slot
+    if core.eviction is not None and (core.rows.gone[slot] or core.rows.computed[slot] > core.eviction.most):
+        return False
+    handle = int(core.rows.handle[slot])
+    if not core.rows.computed[slot]:
+        return False
+    blocks = core.pool.table(handle)[: core.blocks(int(core.rows.computed[slot]))]
+    kept = core.tier.spill_to_host(handle, blocks)
+    if kept is None:
+        return False
+    core.commit(slot)
+    core.pool.close(handle)
+    core.leave(sequence, SPILLED)
+    sequence.kept = kept
+    core.spilled[sequence] = None
+    core.spills += 1
+    return True
+
+
+def most_tokens(core: Core, tokens: int) -> int:
+    """Tokens that a sequence of so many has slots for at a time: what is left of it, and a chunk."""
+    return tokens if core.eviction is None else min(tokens, core.eviction.most + core.chunk)
+
+
+def blocks_alone(core: Core, tokens: int) -> int:
+    """Blocks with which a sequence of so many tokens runs alone: where it is compacted, also those for copies."""
+    need = core.blocks(most_tokens(core, tokens))
+    if core.eviction is not None and core.prefix is not None and tokens > core.eviction.policy.max_kv:
+        need += 1  # a block that is cached twice
+        need += 0 if core.eviction.policy.whole_blocks else core.blocks(core.eviction.most)
+    return need
+
+
+def judge(core: Core, request: Request) -> None:
+    """Refuse what does not go with eviction."""
+    if core.eviction is not None and request.beam_width > 1:
+        raise RequestRejected(
+            f"[add] a beam of {request.beam_width} sequences keeps every token, this scheduler evicts", "beam"
+        )
+
+
+def open_within(core: Core, tokens: np.ndarray, namespace: bytes) -> int:
+    """A sequence with what the cache has of these tokens, and the blocks that it needs until they are computed."""
+    looked_up = tokens[: core.findable + 1]  # the last one is always computed
+    handle = int(core.pool.open(looked_up, namespace))
+    if len(looked_up) < len(tokens):
+        try:
+            assert core.eviction is not None
+            core.eviction.reserve(handle, most_tokens(core, len(tokens)) - core.pool.num_tokens(handle))
+        except BaseException:
+            core.pool.close(handle)
+            raise
+    return handle
+
+
+def publish(core: Core, slot: int) -> None:
+    """What a sequence has computed goes to the cache before it loses tokens: later it cannot any more.
+
+    Not where somebody else has published it meanwhile: the cache would keep both copies.
+    """
+    rows, request = core.rows, core.rows.sequence(slot).group.request
+    end = min(int(rows.computed[slot]), core.findable)
+    if core.prefix is None or rows.gone[slot] or end <= rows.committed[slot]:
+        return
+    if core.prefix.match(rows.known(slot, 0, end + 1), request.namespace) <= rows.committed[slot]:
+        core.commit(slot)
+
+
+def keep_budgets(core: Core) -> None:
+    """Before a step: tokens leave the sequences that have as many as they may.
+
+    Raises
+    ------
+    OutOfBlocks
+        One request alone is left and finds no blocks for copies: others of the pool hold them.
+    Exception
+        What the backend raises; the sequence in question is preempted.
+    """
+    assert core.eviction is not None
+    rows = core.rows
+    slots = rows.running()
+    lens = rows.kv_lens(slots)
+    full = slots[core.eviction.lens_after(lens) < lens]
+    for sequence in [rows.sequence(slot) for slot in full.tolist()]:
+        while sequence.slot >= 0:
+            try:
+                evict(core, sequence)
+                break
+            except OutOfBlocks:
+                make_way(core)
+
+
+def evict(core: Core, sequence: Sequence) -> None:
+    """Bring one sequence below its budget."""
+    rows, evictor, slot = core.rows, core.eviction, sequence.slot
+    assert evictor is not None
+    handle = int(rows.handle[slot])
+    now = rows.kv_lens(np.array([slot]))
+    after = evictor.lens_after(now)
+    if after[0] < now[0]:
+        publish(core, slot)
+    try:
+        if after[0] < now[0]:
+            evictor.evict([handle], np.array([slot]), now, after, rows.computed[[slot]])
+            rows.gone[slot] += now[0] - after[0]
+            core.evicted_tokens += int(now[0] - after[0])
+        # What was reserved left with the tokens. Without it a sequence could lose its blocks before its next token, and
+        # two of them could preempt each other for ever.
+        evictor.reserve(handle, min(rows.remaining(slot), evictor.most + core.chunk - int(after[0])))
+    except OutOfBlocks:
+        raise
+    except BaseException:
+        rows.gone[slot] = rows.computed[slot] - core.pool.kv_len(handle)
+        core.preempt(sequence)
+        core.setbacks += 1
+        raise
+
+
+def make_way(core: Core) -> None:
+    """Preempt one: the last admitted, of the lowest priority if that is the policy.
+
+    Others in turn would do harm: of two long prompts each could preempt the other for ever. Who is left alone starts
+    over if it ran beside others, as in `room.make_room`.
+    """
+    running = core.rows.running()
+    core.setbacks += 1
+    if len(running) == 1 and (core.was_alone() or core.prefix is None):
+        stats = core.pool.stats()
+        raise OutOfBlocks(
+            f"[schedule] request {core.rows.sequence(running[0]).group.id!r} runs alone and finds no blocks for the "
+            f"copies that eviction needs: {stats.used} of {stats.num_blocks - stats.reserved} are in use, others of "
+            f"the pool hold some",
+            free=stats.free,
+            evictable=stats.evictable,
+            limbo=stats.limbo,
+        )
+    victims = [core.rows.sequence(slot) for slot in running[::-1].tolist()]
+    victim = victims[0]
+    if core.policy == "priority":
+        victim = min(victims, key=lambda sequence: sequence.group.request.priority)
+    if not spill(core, victim):
+        core.preempt(victim)
+
+
+def known_tokens(sequence: Sequence) -> np.ndarray:
+    """Return prompt and generated tokens of a sequence that does not run."""
+    prompt = sequence.group.request.prompt
+    return np.concatenate([prompt, sequence.tokens]) if len(sequence.tokens) else prompt
+
+
+def blocks_kept(core: Core) -> int:
+    """Blocks that an admission must leave: the watermark, and what the decodes of this very step may take."""
+    rows = core.rows
+    running = core.count[PREFILLING] + core.count[DECODING]
+    if not running:
+        return 0
+    if core.growing < 0:
+        decodes = core.batch().slots
+        full = rows.kv_lens(decodes) % core.pool.block_size == 0
+        core.growing = int(np.count_nonzero(full | rows.shared[decodes]))
+    return core.growing + (running if core.watermark is None else core.watermark)
+
+
+def fits(core: Core, tokens: np.ndarray, namespace: bytes, extra: int = 0) -> bool:
+    """Whether `open(tokens)` and `extra` blocks more leave enough. Evicts nothing, but hits count as touched."""
+    need = core.blocks(most_tokens(core, len(tokens))) + extra
+    tokens = tokens[: core.findable + 1]
+    keep = max(blocks_kept(core), core.pool.options.watermark)
+    available = core.available()
+    if available - need >= keep:
+        return True
+    if core.prefix is None or available <= keep:  # the last token always needs a block
+        return False
+    size = core.pool.block_size
+    whole = tokens[: (len(tokens) - 1) // size * size]
+    hits = core.prefix.match(tokens, namespace) // size
+    if not hits or available - (need - hits) < keep:
+        return False
+    try:
+        pinned = core.prefix.pin(whole, namespace)  # hits that are evictable are not available to the rest
+    except OutOfSequences:
+        return False
+    try:
+        return core.available() - (need - hits) >= keep
+    finally:
+        core.pool.close(pinned)
+
+
+def admit(core: Core, sequence: Sequence) -> bool:
+    """Give a waiting sequence (or the beam that it leads) a slot and blocks, if there are enough."""
+    if sequence.group.beam is not None:
+        return bool(sequence.group.beam.admit(core))
+    if not core.rows.free:
+        return False
+    tokens = known_tokens(sequence)
+    namespace = sequence.group.request.namespace
+    if not fits(core, tokens, namespace):
+        return False
+    try:
+        handle = open_within(core, tokens, namespace)
+    except (OutOfBlocks, OutOfSequences):
+        return False
+    computed = core.pool.num_tokens(handle)
+    core.queue.remove(sequence)
+    count_admission(core, sequence, computed, len(tokens))
+    core.start(sequence, core.rows.take(), handle, computed, core.admission_number())
+    return True
+
+
+def count_admission(core: Core, sequence: Sequence, computed: int, known: int) -> None:
+    """Note an admission with so many known tokens, `computed` of them found in the cache."""
+    group = sequence.group
+    if group.admitted is None:
+        group.admitted = core.clock()
+        group.num_cached = min(computed, len(group.request.prompt))
+    core.admissions += 1
+    core.hit_tokens += computed
+    core.chunks_allowed += -(-(known - computed) // core.chunk)
+
+
+def restore(core: Core, sequence: Sequence) -> bool:
+    """Bring a spilled sequence back from the tier, if there is room."""
+    if not core.rows.free:
+        return False
+    prompt = sequence.group.request.prompt
+    known = len(prompt) + len(sequence.tokens)
+    if core.available() - core.blocks(most_tokens(core, known)) < max(blocks_kept(core), core.pool.options.watermark):
+        return False
+    try:
+        handle = core.pool.open(most_tokens(core, known), sequence.group.request.namespace)
+    except (OutOfBlocks, OutOfSequences):
+        return False
+    computed = sequence.computed
+    try:
+        core.set_length(handle, computed)
+        core.tier.prefetch(sequence.kept, handle, core.pool.table(handle)[: core.blocks(computed)])
+    except BaseException:
+        core.pool.close(handle)
+        raise
+    del core.spilled[sequence]
+    sequence.kept = None
+    core.start(sequence, core.rows.take(), handle, computed, core.admission_number())
+    core.rows.committed[sequence.slot] = 0
+    return True
+
+
+def admit_next(core: Core) -> Sequence | None:
+    """Admit whoever is next. None: nobody waits, or there is no room for the first in line."""
+    for sequence in core.spilled:
+        return sequence if restore(core, sequence) else None
+    head = core.queue.head()
+    return head if head is not None and admit(core, head) else None

@@ -1,0 +1,657 @@
+"""`Core`: the state of a scheduler and the moves between states. It checks no arguments and decides nothing.
+
+`Group` and `Sequence` are a request and its sequences, `Rows` the numbers of running sequences, `WaitingQueue` those
+who wait, `Batch` those who decode, `Step` what one call of `schedule` decided.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy import float32, int32, int64
+from numpy.typing import NDArray
+
+from kvpool._core import Plan, Pool
+from kvpool.scheduler.request import Output, Request, Times
+
+if TYPE_CHECKING:
+    from kvpool.eviction import Evictor
+
+WAITING, PREFILLING, DECODING, SPILLED, FINISHED = range(5)
+NO_TOKENS = np.empty(0, np.int32)
+NO_TOKENS.flags.writeable = False
+
+
+class Group:
+    """A request and its sequences."""
+
+    __slots__ = (
+        *("request", "id", "sequences", "unfinished", "forked", "beam"),
+        *("num_cached", "arrived", "admitted", "first_token"),
+    )
+
+    def __init__(self, request: Request, name: Hashable, arrived: float) -> None:
+        self.request = request
+        self.id = name
+        self.sequences = [Sequence(self, 0)]
+        self.unfinished = 1  # sequences
+        self.forked = request.n == 1 or request.beam_width > 0  # or: there are no samples to fork
+        self.beam: Any = None
+        self.num_cached = 0
+        self.arrived = arrived
+        self.admitted: float | None = None
+        self.first_token: float | None = None
+
+
+class Sequence:
+    """One stream of tokens. While it has a slot its numbers stand in the rows, `tokens` and `logprobs` are for later.
+
+    Attributes
+    ----------
+    high : int
+        Most tokens ever computed: what is below and computed again is recomputation.
+    computed : int
+        Tokens whose KV the tier has, while spilled.
+    """
+
+    __slots__ = ("computed", "group", "high", "index", "kept", "logprobs", "preemptions", "slot", "state", "tokens")
+
+    def __init__(self, group: Group, index: int) -> None:
+        self.group = group
+        self.index = index
+        self.state = WAITING
+        self.slot = -1
+        self.tokens = NO_TOKENS
+        self.logprobs: np.ndarray | None = None
+        self.high = 0
+        self.computed = 0
+        self.kept: Any = None
+        self.preemptions = 0
+
+
+class Rows:
+    """Arrays over the slots.
+
+    Attributes
+    ----------
+    handle : int64
+        In the pool, -1 in a free slot and in one that was cancelled while a step is out.
+    state : int8
+        PREFILLING, DECODING, or WAITING in a free slot.
+    admitted : int64
+        Number of the admission: the order of rows.
+    prompt, generated, computed, committed : int32
+        Tokens of the prompt; tokens generated; known tokens in the pool; tokens given to `PrefixCache.commit`.
+    gone : int32
+        Of the computed ones, those that were evicted.
+    high : int32
+        Most tokens that were computed before the admission.
+    limit : int32
+        Tokens to generate at most.
+    last : int32
+        Last known token: the input of the next decode.
+    shared : bool
+        The tail may be shared with a fork: the next token may need a block for its copy.
+    watch : int32 ``[slots, E]``
+        Tokens that may end the sequence, padded with -1: eos, and the last ones of stop sequences.
+    width : int32
+        Of the beam, 0: none.
+    index : int32
+        Of the sequence in its request.
+    tokens : int32 ``[slots, W]``
+        Generated tokens; W doubles when a sequence needs it.
+    logprobs : float32 ``[slots, W]`` or None
+        None until somebody gives some.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.handle = np.full(size, -1, np.int64)
+        self.state = np.zeros(size, np.int8)
+        self.admitted = np.zeros(size, np.int64)
+        self.prompt = np.zeros(size, np.int32)
+        self.generated = np.zeros(size, np.int32)
+        self.computed = np.zeros(size, np.int32)
+        self.committed = np.zeros(size, np.int32)
+        self.gone = np.zeros(size, np.int32)
+        self.high = np.zeros(size, np.int32)
+        self.limit = np.zeros(size, np.int32)
+        self.last = np.zeros(size, np.int32)
+        self.shared = np.zeros(size, np.bool_)
+        self.watch = np.full((size, 1), -1, np.int32)
+        self.width = np.zeros(size, np.int32)
+        self.index = np.zeros(size, np.int32)
+        self.tokens = np.zeros((size, 64), np.int32)
+        self.logprobs: NDArray[float32] | None = None
+        self.ones = np.ones(size, np.int64)  # what a row of a step looks like when all are decodes
+        self.order = np.arange(size, dtype=np.int32)
+        self.ones.flags.writeable = self.order.flags.writeable = False
+        self.sequences: list[Sequence | None] = [None] * size
+        self.free = list(range(size))
+        heapify(self.free)
+
+    def take(self) -> int:
+        """Reserve the lowest free slot."""
+        return heappop(self.free)
+
+    def put(self, slot: int, sequence: Sequence, handle: int, computed: int, admitted: int) -> None:
+        """Let a sequence run in a slot that was taken."""
+        request = sequence.group.request
+        self.handle[slot] = handle
+        self.state[slot] = PREFILLING
+        self.admitted[slot] = admitted
+        self.prompt[slot] = request.prompt.size
+        self.computed[slot] = self.committed[slot] = computed
+        self.gone[slot] = 0
+        self.high[slot] = sequence.high
+        self.limit[slot] = request.max_tokens
+        self.shared[slot] = False
+        self._put_watch(slot, {*request.eos, *(stop[-1] for stop in request.stop)})
+        self.width[slot] = request.beam_width
+        self.index[slot] = sequence.index
+        self.set_tokens(slot, sequence, sequence.tokens, sequence.logprobs)
+        self.sequences[slot] = sequence
+        sequence.slot = slot
+        sequence.tokens, sequence.logprobs = sequence.tokens[:0], None
+
+    def _put_watch(self, slot: int, tokens: set[int]) -> None:
+        if len(tokens) > self.watch.shape[1]:
+            wider = np.full((self.size, len(tokens)), -1, np.int32)
+            wider[:, : self.watch.shape[1]] = self.watch
+            self.watch = wider
+        self.watch[slot] = -1
+        self.watch[slot, : len(tokens)] = sorted(tokens)
+
+    def set_tokens(
+        self, slot: int, sequence: Sequence, tokens: NDArray[int32], logprobs: NDArray[float32] | None
+    ) -> None:
+        """Replace what a slot has generated."""
+        self.make_room(len(tokens) + 1)
+        self.tokens[slot, : len(tokens)] = tokens
+        self.generated[slot] = len(tokens)
+        self.last[slot] = tokens[-1] if len(tokens) else sequence.group.request.prompt[-1]
+        if self.logprobs is not None or logprobs is not None:
+            kept = self.need_logprobs()
+            kept[slot] = np.nan
+            if logprobs is not None:
+                kept[slot, : len(logprobs)] = logprobs
+
+    def make_room(self, width: int) -> None:
+        """Make the token buffers hold `width` tokens a slot."""
+        old = self.tokens.shape[1]
+        if width <= old:
+            return
+        new = max(width, 2 * old)
+        tokens = np.zeros((self.size, new), np.int32)
+        tokens[:, :old] = self.tokens
+        self.tokens = tokens
+        if self.logprobs is not None:
+            logprobs = np.full((self.size, new), np.nan, np.float32)
+            logprobs[:, :old] = self.logprobs
+            self.logprobs = logprobs
+
+    def need_logprobs(self) -> NDArray[float32]:
+        """Return the buffer of logprobs, made now if it was not there."""
+        if self.logprobs is None:
+            self.logprobs = np.full(self.tokens.shape, np.nan, np.float32)
+        return self.logprobs
+
+    def generated_of(self, slot: int) -> NDArray[int32]:
+        """Return a copy of what a slot has generated."""
+        return self.tokens[slot, : self.generated[slot]].copy()
+
+    def logprobs_of(self, slot: int) -> NDArray[float32] | None:
+        """Return a copy of its logprobs, None if there never were any."""
+        if self.logprobs is None:
+            return None
+        mine = self.logprobs[slot, : self.generated[slot]]
+        return None if np.isnan(mine).all() else mine.copy()
+
+    def known(self, slot: int, begin: int, end: int) -> NDArray[int32]:
+        """Return the tokens at positions begin .. end - 1 of prompt and generated ones."""
+        prompt = self.sequence(slot).group.request.prompt
+        n = len(prompt)
+        if end <= n:
+            return prompt[begin:end]
+        if begin >= n:
+            return self.tokens[slot, begin - n : end - n]
+        return np.concatenate([prompt[begin:], self.tokens[slot, : end - n]])
+
+    def leave(self, slot: int) -> None:
+        """Take the sequence off a slot, which is free at once."""
+        self.vacate(slot)
+        self.give(slot)
+
+    def give(self, slot: int) -> None:
+        """Give back a slot in which nothing runs."""
+        heappush(self.free, slot)
+
+    def vacate(self, slot: int) -> None:
+        """Take the sequence off a slot, which stays taken."""
+        sequence = self.sequences[slot]
+        if sequence is not None:
+            sequence.slot = -1
+        self.sequences[slot] = None
+        self.handle[slot] = -1
+        self.state[slot] = WAITING
+
+    def running(self, state: int = -1) -> NDArray[np.intp]:
+        """Return the slots in a state (any running one by default), in order of admission."""
+        (chosen,) = (self.state == state if state >= 0 else self.state != WAITING).nonzero()
+        return chosen[self.admitted[chosen].argsort()]
+
+    def sequence(self, slot: int) -> Sequence:
+        """Return what runs in a slot that is not free."""
+        sequence = self.sequences[slot]
+        assert sequence is not None
+        return sequence
+
+    def kv_lens(self, slots: NDArray[np.intp]) -> NDArray[int32]:
+        """Tokens of these slots that the pool holds: those computed, without those evicted."""
+        lens: NDArray[int32] = self.computed[slots] - self.gone[slots]
+        return lens
+
+    def remaining(self, slot: int) -> int:
+        """Known tokens that are not computed."""
+        return int(self.prompt[slot] + self.generated[slot] - self.computed[slot])
+
+
+class WaitingQueue:
+    """Sequences by priority. Every call is O(log priorities) or better."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[int, OrderedDict[Sequence, None]] = {}
+        self._priorities: list[int] = []  # heap of negated ones; an empty lane leaves when it is on top
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for priority in sorted(self._lanes, reverse=True):
+            yield from self._lanes[priority]
+
+    def push(self, sequence: Sequence, *, front: bool = False) -> None:
+        """Put a sequence behind those of its priority, or before them."""
+        priority = sequence.group.request.priority
+        lane = self._lanes.get(priority)
+        if lane is None:
+            lane = self._lanes[priority] = OrderedDict()
+            heappush(self._priorities, -priority)
+        lane[sequence] = None
+        if front:
+            lane.move_to_end(sequence, last=False)
+        self._size += 1
+
+    def head(self) -> Sequence | None:
+        """Who is next, None when nobody waits."""
+        while self._priorities:
+            lane = self._lanes[-self._priorities[0]]
+            if lane:
+                return next(iter(lane))
+            del self._lanes[-heappop(self._priorities)]
+        return None
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out, wherever it stands."""
+        del self._lanes[sequence.group.request.priority][sequence]
+        self._size -= 1
+
+    def discard(self, sequence: Sequence) -> None:
+        """Take a sequence out if it is there: of a beam only the first is."""
+        if sequence in self._lanes.get(sequence.group.request.priority, ()):
+            self.remove(sequence)
+
+
+class Step:
+    """One batch. The arrays hold until `update` or `fail`.
+
+    Attributes
+    ----------
+    plan : Plan
+        Of the pool's step: copies, writes, reads.
+    num_decodes : int
+        The first rows are decodes, one token each; prefill chunks follow.
+    handles : int64 ``[S]``
+    slots : int32 ``[S]``
+        The scheduler's slot of each row.
+    num_new : int64 ``[S]``
+        New tokens of each row.
+    tokens : int32 ``[T]``
+        Inputs, row after row.
+    sample_at : int32 ``[M]``
+        Which of the T positions' logits are sampled, ascending; several times the same for several samples.
+    sample_slot, sample_index, sample_position : int32 ``[M]``
+        The scheduler's slot, which sample of its request, how many tokens this has generated so far.
+    beam_width : int32 ``[M]``
+        Of the request, 0: not a beam.
+    """
+
+    __slots__ = (
+        *("plan", "num_decodes", "handles", "slots", "num_new", "tokens", "sample_at", "sample_slot", "sample_index"),
+        *("sample_position", "beam_width", "_rows", "batch"),
+    )
+
+    def __init__(
+        self, rows: Rows, plan: Plan, batch: Batch | None, tokens: NDArray[int32], num_decodes: int, *arrays: np.ndarray
+    ) -> None:
+        self._rows = rows
+        self.plan = plan
+        self.batch = batch  # the decodes, if each samples one token
+        self.tokens = tokens
+        self.num_decodes = num_decodes
+        self.slots: NDArray[int32]
+        self.handles: NDArray[int64]
+        self.num_new: NDArray[int64]
+        self.sample_at: NDArray[int32]
+        self.sample_slot: NDArray[int32]
+        self.sample_index: NDArray[int32]
+        self.beam_width: NDArray[int32]
+        self.slots, self.handles, self.num_new, self.sample_at, self.sample_slot, self.sample_index, self.beam_width = (
+            arrays
+        )
+        self.sample_position: NDArray[int32] = rows.generated[self.sample_slot]
+
+    def __repr__(self) -> str:
+        return (
+            f"<kvpool.scheduler.Step of {self.num_decodes} decodes and {len(self.slots) - self.num_decodes} chunks, "
+            f"{len(self.tokens)} tokens, {len(self.sample_at)} samples>"
+        )
+
+    @property
+    def evicted(self) -> NDArray[int32]:
+        """Tokens of each row that have left, ``[S]``: how much positions are ahead of places in the table."""
+        gone: NDArray[int32] = self._rows.gone[self.slots]
+        return gone
+
+    @property
+    def requests(self) -> list[Request]:
+        """The request of each sample, length M; made on demand."""
+        sequences = self._rows.sequences
+        return [sequences[slot].group.request for slot in self.sample_slot.tolist()]
+
+
+REMEMBERED = 4096
+
+
+class Batch:
+    """The sequences that decode, until one comes or goes: what a step of them needs, gathered once.
+
+    Attributes
+    ----------
+    slots : intp ``[S]``
+        In order of admission.
+    plain : bool
+        Each samples one token: no beam, no samples to be forked.
+    """
+
+    __slots__ = ("handles", "index", "limit", "plain", "shared", "slots", "slots32", "watch", "width")
+
+    def __init__(self, rows: Rows, unforked: int) -> None:
+        slots = self.slots = rows.running(DECODING)
+        self.slots32 = slots.astype(np.int32)
+        self.handles = rows.handle[slots]
+        self.index = rows.index[slots]
+        self.width = rows.width[slots]
+        self.watch = rows.watch[slots]
+        self.limit = rows.limit[slots]
+        self.shared = bool(rows.shared[slots].any())
+        for array in (self.slots32, self.handles, self.index, self.width):
+            array.flags.writeable = False  # the steps show them
+        self.plain = not self.width.any() and not (
+            unforked and any(not rows.sequence(slot).group.forked for slot in slots.tolist())
+        )
+
+    def has_room(self, pool: Pool) -> bool:
+        """Whether each of them finds a block for its next token."""
+        return pool.blocks.num_blank >= len(self.handles) or pool.can(self.handles)
+
+
+class Core:
+    """What a scheduler knows. Parameters as of `Scheduler`."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        max_running: int,
+        max_step_tokens: int,
+        prefill_chunk: int,
+        mixed: bool,
+        watermark: int | None,
+        policy: str,
+        tier: Any,
+        clock: Callable[[], float],
+        eviction: Evictor | None = None,
+    ) -> None:
+        self.pool = pool
+        self.max_running = max_running
+        self.max_step_tokens = max_step_tokens
+        self.chunk = min(prefill_chunk, max_step_tokens)
+        self.mixed = mixed
+        self.watermark = watermark
+        self.policy = policy
+        self.tier = tier
+        self.clock = clock
+        self.eviction = eviction
+        self.findable = 2**31 - 1  # tokens of a prompt that are looked up and published at most
+        if eviction is not None:  # a sequence begins below its budget: what leaves has been looked at
+            self.findable = (eviction.policy.max_kv - 1) // pool.block_size * pool.block_size
+        self.prefix = pool.prefix
+        self.rows = Rows(max_running)
+        self.queue = WaitingQueue()
+        self.spilled: dict[Sequence, None] = {}  # oldest first
+        self.groups: dict[Hashable, Group] = {}
+        self.ended: dict[Hashable, None] = {}  # ids of the latest, for messages
+        self.beams: list[Any] = []  # running ones
+        self.next_id = 0
+        self.next_admission = 0
+        self.alone_until = 0  # `next_admission` after the last admission at which nobody ran
+        self.count = [0] * 5  # sequences by state, as they are now; FINISHED: by themselves, ever
+        self.cancelled = self.rejected = self.admissions = self.preemptions = self.spills = self.steps = 0
+        self.decode_tokens = self.prefill_tokens = self.recomputed_tokens = self.hit_tokens = self.sampled_tokens = 0
+        self.evicted_tokens = 0
+        self.idle_steps = 0  # steps that lost rows to a cancellation: they may have sampled nothing
+        self.setbacks = 0  # failed steps, and what other users of the pool took away: preemptions without progress
+        self.chunks_allowed = 0  # sum over admissions of ceil(tokens to compute / chunk)
+        self.unforked = 0  # requests with samples that are not forked yet
+        self.step_out = False
+        self.was_chunk = False  # the last step was a chunk (not mixed)
+        self.dead: list[int] = []  # slots whose sequence was cancelled while the step is out
+        self.changed = True  # which sequences decode
+        self.growing = -1  # decodes of this step that may take a block, -1: not counted yet
+        self._batch = Batch(self.rows, 0)
+        self._length_plan: Plan | None = None
+
+    # -- who decodes
+
+    def batch(self) -> Batch:
+        """Who decodes, as it is now."""
+        if self.changed:
+            self._batch = Batch(self.rows, self.unforked)
+            self.changed = False
+        return self._batch
+
+    def available(self) -> int:
+        """Blocks that a call could take."""
+        stats = self.pool.stats()
+        return stats.free + stats.evictable
+
+    def blocks(self, tokens: int) -> int:
+        """Blocks that hold so many tokens."""
+        return -(-tokens // self.pool.block_size)
+
+    # -- moves
+
+    def move(self, sequence: Sequence, state: int) -> None:
+        """Change the state of a sequence, and the counters with it."""
+        self.count[sequence.state] -= 1
+        self.count[state] += 1
+        sequence.state = state
+        if sequence.slot >= 0:
+            self.rows.state[sequence.slot] = state
+        self.changed = True
+
+    def wait(self, sequence: Sequence, *, front: bool = False) -> None:
+        """A sequence that is in no list waits from now on."""
+        self.queue.push(sequence, front=front)
+
+    def start(self, sequence: Sequence, slot: int, handle: int, computed: int, admitted: int) -> None:
+        """A sequence gets a slot (taken already) and a handle."""
+        self.rows.put(slot, sequence, handle, computed, admitted)
+        if self.eviction is not None:
+            self.eviction.memory.start(slot)
+        self.move(sequence, PREFILLING)
+        self.set_phase(slot)
+
+    def admission_number(self, n: int = 1) -> int:
+        """First of n consecutive numbers."""
+        if not self.count[PREFILLING] + self.count[DECODING]:
+            self.alone_until = self.next_admission + n
+        self.next_admission += n
+        return self.next_admission - n
+
+    def set_phase(self, slot: int) -> None:
+        """PREFILLING or DECODING, by what is left to compute. A beam's sequences decode together."""
+        sequence = self.rows.sequence(slot)
+        beam = sequence.group.beam
+        if beam is not None and len(beam.live) > 1:
+            return
+        state = DECODING if self.rows.remaining(slot) == 1 else PREFILLING
+        if sequence.state != state:
+            self.move(sequence, state)
+
+    def commit(self, slot: int) -> None:
+        """Publish what is computed in a slot; nothing without a prefix cache, or where tokens were evicted."""
+        rows = self.rows
+        begin, end = int(rows.committed[slot]), min(int(rows.computed[slot]), self.findable)
+        size = self.pool.block_size
+        if self.prefix is None or rows.gone[slot] or end // size <= begin // size:
+            return
+        self.prefix.commit(int(rows.handle[slot]), rows.known(slot, begin, end))
+        rows.committed[slot] = end
+
+    def leave(self, sequence: Sequence, state: int) -> None:
+        """Take a running sequence off its slot, its numbers with it. The handle is the caller's."""
+        rows, slot = self.rows, sequence.slot
+        sequence.tokens = rows.generated_of(slot)
+        sequence.logprobs = rows.logprobs_of(slot)
+        sequence.computed = int(rows.computed[slot])
+        sequence.high = max(sequence.high, sequence.computed)
+        rows.leave(slot)
+        self.move(sequence, state)
+
+    def was_alone(self) -> bool:
+        """Whether the request that runs alone has done so since it was admitted."""
+        return self.next_admission == self.alone_until
+
+    def preempt(self, sequence: Sequence) -> None:
+        """A running sequence loses its blocks and waits, first of its priority; with a beam all of it."""
+        beam = sequence.group.beam
+        if beam is not None:
+            beam.preempt(self)
+            return
+        slot = sequence.slot
+        self.commit(slot)
+        self.pool.close(int(self.rows.handle[slot]))
+        self.leave(sequence, WAITING)
+        sequence.preemptions += 1
+        self.preemptions += 1
+        self.wait(sequence, front=True)
+
+    def output(self, sequence: Sequence, reason: str, now: float, score: float | None = None) -> Output:
+        """What a sequence that has left its slot hands back."""
+        group = sequence.group
+        times = Times(group.arrived, group.admitted, group.first_token, now)
+        return Output(
+            *(group.id, sequence.index, sequence.tokens, sequence.logprobs, score, reason),
+            *(group.num_cached, sequence.preemptions, times),
+        )
+
+    def finish(self, sequence: Sequence, reason: str, now: float) -> Output:
+        """End a sequence that runs, or never had to: publish it, close it, and its request with the last one."""
+        if sequence.slot >= 0:
+            self.commit(sequence.slot)
+            self.pool.close(int(self.rows.handle[sequence.slot]))
+            self.leave(sequence, FINISHED)
+        else:
+            self.move(sequence, FINISHED)
+        self.close_group(sequence.group, 1)
+        return self.output(sequence, reason, now)
+
+    def create(self, group: Group, index: int) -> Sequence:
+        """A new sequence, in state WAITING and in no list."""
+        self.count[WAITING] += 1
+        return Sequence(group, index)
+
+    def drop(self, sequence: Sequence) -> None:
+        """Forget a sequence; its slot stays taken, its handle is the caller's."""
+        self.count[sequence.state] -= 1
+        self.changed = True
+        if sequence.slot >= 0:
+            self.rows.vacate(sequence.slot)
+
+    def close_group(self, group: Group, ended: int) -> None:
+        """So many more sequences of a request have ended."""
+        group.unfinished -= ended
+        if group.unfinished == 0:
+            del self.groups[group.id]
+            self.ended[group.id] = None
+            if len(self.ended) > REMEMBERED:
+                del self.ended[next(iter(self.ended))]
+
+    def new_group(self, request: Request) -> Group:
+        """A request arrives."""
+        name = request.id
+        if name is None:
+            while self.next_id in self.groups:
+                self.next_id += 1
+            name = self.next_id
+            self.next_id += 1
+        self.ended.pop(name, None)
+        group = Group(request, name, self.clock())
+        self.groups[name] = group
+        self.unforked += not group.forked
+        self.count[WAITING] += 1
+        self.wait(group.sequences[0])
+        return group
+
+    def release(self, sequence: Sequence) -> None:
+        """A sequence is cancelled: drop what it has, in whatever state. Its slot stays until the step is in."""
+        state, slot = sequence.state, sequence.slot
+        if state == WAITING:
+            self.queue.discard(sequence)
+        elif state == SPILLED:
+            del self.spilled[sequence]
+            sequence.kept = None
+        if slot >= 0:
+            rows = self.rows
+            self.pool.close(int(rows.handle[slot]))
+            sequence.tokens, sequence.logprobs = rows.generated_of(slot), rows.logprobs_of(slot)
+            rows.handle[slot] = -1
+            if self.step_out:
+                self.dead.append(slot)
+            else:
+                rows.leave(slot)
+        self.move(sequence, FINISHED)
+        self.count[FINISHED] -= 1
+        self.cancelled += 1
+        if slot >= 0 and self.step_out:
+            self.rows.state[slot] = WAITING
+
+    def bury(self) -> None:
+        """The step is in: slots of what was cancelled meanwhile are free."""
+        for slot in self.dead:
+            self.rows.leave(slot)
+        self.dead.clear()
+
+    def set_length(self, handle: int, tokens: int) -> None:
+        """Let a sequence have a length, its blocks being there: their content comes from a tier."""
+        if self._length_plan is None:
+            self._length_plan = Plan(self.pool, 1, 2**31 - 1, formats=("seq_lens",))
+        self.pool.step(self._length_plan, [handle], tokens)
+        if not self.pool.options.in_order:
+            self.pool.done(self._length_plan)
