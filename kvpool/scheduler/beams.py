@@ -49,7 +49,7 @@ class Beam:
     done : list of Hypothesis
         The best `width` finished ones, best first.
     spare : list of int
-        Slots that the beam holds and does not use: it has `width` of them while it runs.
+        Lanes that the beam holds and does not use: it has `width` of them while it runs.
     held : list of int
         Handles that hold the blocks of hypotheses 1, 2, ... until the tokens they have in common are computed.
     common : int
@@ -71,7 +71,7 @@ class Beam:
 
     def wanted(self, core: Core, sequence: Sequence) -> int:
         """Tokens that one of them may compute now: with several live, the last one waits for the others."""
-        remaining = core.rows.remaining(sequence.slot)
+        remaining = core.rows.remaining(sequence.lane)
         if len(self.live) == 1:
             return remaining
         return remaining - 1 if not self.held or sequence is self.live[0] else 0
@@ -81,9 +81,9 @@ class Beam:
         rows = core.rows
         if self.held:
             first = self.live[0]
-            if rows.computed[first.slot] < self.common or not self._fork_held(core):
+            if rows.computed[first.lane] < self.common or not self._fork_held(core):
                 return
-        if self.live[0].state == PREFILLING and all(rows.remaining(sequence.slot) == 1 for sequence in self.live):
+        if self.live[0].state == PREFILLING and all(rows.remaining(sequence.lane) == 1 for sequence in self.live):
             for sequence in self.live:
                 core.move(sequence, DECODING)
 
@@ -94,23 +94,23 @@ class Beam:
         others = self.live[1:]
         pool.close(self.held)
         try:
-            handles = [int(h) for h in pool.fork(int(rows.handle[first.slot]), len(others))]
+            handles = [int(h) for h in pool.fork(int(rows.handle[first.lane]), len(others))]
         except OutOfSequences:  # another user of the pool was faster
             core.setbacks += 1
             for sequence in others:
-                rows.handle[sequence.slot] = -1
+                rows.handle[sequence.lane] = -1
             self.preempt(core)
             return False
         self.held = []
         pool.truncate(handles, self.common)
         plan = Plan(pool, len(handles), formats=("seq_lens",))
         for sequence, handle in zip(others, handles, strict=True):
-            rows.handle[sequence.slot] = handle
-            rows.computed[sequence.slot] = self.common
-            rows.committed[sequence.slot] = min(self.common, int(rows.committed[first.slot]))
+            rows.handle[sequence.lane] = handle
+            rows.computed[sequence.lane] = self.common
+            rows.committed[sequence.lane] = min(self.common, int(rows.committed[first.lane]))
         core.changed = True
         try:
-            pool.reserve(plan, handles, [rows.remaining(sequence.slot) for sequence in others])
+            pool.reserve(plan, handles, [rows.remaining(sequence.lane) for sequence in others])
         except OutOfBlocks:  # another user of the pool was faster
             core.setbacks += 1
             self.preempt(core)
@@ -120,7 +120,7 @@ class Beam:
         return True
 
     def admit(self, core: Core) -> bool:
-        """Give all hypotheses of a beam slots and blocks, if there is room for all."""
+        """Give all hypotheses of a beam lanes and blocks, if there is room for all."""
         rows, pool, first = core.rows, core.pool, self.live[0]
         if len(rows.free) < self.width:
             return False
@@ -158,7 +158,7 @@ class Beam:
         """All of them lose their blocks; the first leads the rest in the queue."""
         for sequence in self.live:
             if not self.held or sequence is self.live[0]:
-                core.commit(sequence.slot)
+                core.commit(sequence.lane)
         self.close(core)
         for sequence in self.live:
             core.leave(sequence, WAITING)
@@ -174,13 +174,13 @@ class Beam:
 
     def close(self, core: Core) -> None:
         """Close the handles of the live ones; `held` are those of all but the first."""
-        handles = [int(core.rows.handle[sequence.slot]) for sequence in self.live]
+        handles = [int(core.rows.handle[sequence.lane]) for sequence in self.live]
         core.pool.close([handle for handle in handles if handle >= 0])
 
     def give_back(self, core: Core) -> None:
         """The beam runs no longer: nothing is held for it."""
-        for slot in self.spare:
-            core.rows.give(slot)
+        for lane in self.spare:
+            core.rows.give(lane)
         self.spare, self.held = [], []
         if self in core.beams:
             core.beams.remove(self)
@@ -190,8 +190,8 @@ class Beam:
     def move_on(self, core: Core, tokens: NDArray[int32], logprobs: NDArray[float32], now: float) -> list[Output]:
         """One token more: choose, end, fork, close."""
         rows, group = core.rows, self.group
-        before = [rows.generated_of(sequence.slot) for sequence in self.live]
-        scored = [rows.logprobs_of(sequence.slot) for sequence in self.live]
+        before = [rows.generated_of(sequence.lane) for sequence in self.live]
+        scored = [rows.logprobs_of(sequence.lane) for sequence in self.live]
         chosen: list[tuple[Candidate, NDArray[int32], NDArray[float32]]] = []
         for candidate in rank(self.totals, tokens, logprobs):
             if len(chosen) == self.width:
@@ -281,16 +281,16 @@ def decided(beam: Beam, best: float, length: int) -> bool:
 def reorder(core: Core, beam: Beam, chosen: list[tuple[Candidate, NDArray[int32], NDArray[float32]]]) -> None:
     """Let the chosen continuations be the live ones: the first child of a hypothesis keeps its blocks, others fork."""
     rows, pool, group = core.rows, core.pool, beam.group
-    slots = [sequence.slot for sequence in beam.live]
-    handles = [int(rows.handle[slot]) for slot in slots]
-    committed = [int(rows.committed[slot]) for slot in slots]
-    computed = int(rows.computed[slots[0]])
+    lanes = [sequence.lane for sequence in beam.live]
+    handles = [int(rows.handle[lane]) for lane in lanes]
+    committed = [int(rows.committed[lane]) for lane in lanes]
+    computed = int(rows.computed[lanes[0]])
     parents = [candidate.parent for candidate, _, _ in chosen]
     preemptions = beam.live[0].preemptions
     pool.close([handle for at, handle in enumerate(handles) if at not in parents])
     for sequence in beam.live:
         core.drop(sequence)
-    free = sorted([slot for at, slot in enumerate(slots) if at not in parents] + beam.spare)
+    free = sorted([lane for at, lane in enumerate(lanes) if at not in parents] + beam.spare)
     beam.live, beam.totals = [], [candidate.total for candidate, _, _ in chosen]
     for place, (_, tokens, logprobs) in enumerate(chosen):
         sequence = core.create(group, place)
@@ -305,15 +305,15 @@ def reorder(core: Core, beam: Beam, chosen: list[tuple[Candidate, NDArray[int32]
     except OutOfSequences:  # another user of the pool was faster
         core.setbacks += 1
         pool.close(sorted({*own, *(handles[parent] for parent in parents)}))
-        beam.spare = sorted(slots + beam.spare)
+        beam.spare = sorted(lanes + beam.spare)
         beam.stop_running(core)
         return
     shared = computed % pool.block_size != 0
     for place, (sequence, parent) in enumerate(zip(beam.live, parents, strict=True)):
-        slot = free.pop(0) if parent in parents[:place] else slots[parent]
-        core.start(sequence, slot, own[place], computed, beam.admitted + place)
-        rows.committed[slot] = committed[parent]
-        rows.shared[slot] = shared and parents.count(parent) > 1
+        lane = free.pop(0) if parent in parents[:place] else lanes[parent]
+        core.start(sequence, lane, own[place], computed, beam.admitted + place)
+        rows.committed[lane] = committed[parent]
+        rows.shared[lane] = shared and parents.count(parent) > 1
         core.move(sequence, DECODING)
     beam.spare = free
 
@@ -321,13 +321,13 @@ def reorder(core: Core, beam: Beam, chosen: list[tuple[Candidate, NDArray[int32]
 def end_beam(core: Core, beam: Beam, now: float) -> list[Output]:
     """The search is over: the best n finished hypotheses."""
     for sequence in beam.live:
-        core.commit(sequence.slot)
+        core.commit(sequence.lane)
     beam.close(core)
     preemptions = beam.live[0].preemptions
     for sequence in beam.live:
-        slot = sequence.slot
+        lane = sequence.lane
         core.drop(sequence)
-        core.rows.give(slot)
+        core.rows.give(lane)
     beam.give_back(core)
     outputs = beam.outputs(core, beam.done, None, preemptions, now)
     core.count[FINISHED] += len(outputs)

@@ -6,12 +6,12 @@ import numpy as np
 
 from kvpool.errors import OutOfBlocks, OutOfSequences, RequestRejected
 from kvpool.scheduler.request import Request
-from kvpool.scheduler.state import DECODING, PREFILLING, SPILLED, Batch, Core, Sequence
+from kvpool.scheduler.state import DECODING, PREFILLING, SPILLED, Core, DecodeBatch, Sequence
 
 POLICIES = ("last", "longest", "grower", "priority")
 
 
-def make_room(core: Core, probe: object) -> Batch:
+def make_room(core: Core, probe: object) -> DecodeBatch:
     """Preempt until every decode finds its block; return who decodes then.
 
     Parameters
@@ -54,19 +54,19 @@ def make_room(core: Core, probe: object) -> Batch:
 
 
 def choose(core: Core, running: np.ndarray, probe: object) -> Sequence:
-    """The victim, by policy, of the running slots in order of admission."""
+    """The victim, by policy, of the running lanes in order of admission."""
     rows = core.rows
     if core.policy == "longest":
         lengths = rows.computed[running]
-        slot = running[len(running) - 1 - int(np.argmax(lengths[::-1]))]  # of equals the last admitted
+        lane = running[len(running) - 1 - int(np.argmax(lengths[::-1]))]  # of equals the last admitted
     elif core.policy == "grower":
-        slot = core.batch().slots[first_short(core, probe)]
+        lane = core.batch().lanes[first_short(core, probe)]
     elif core.policy == "priority":
         lowest = [rows.sequence(at).group.request.priority for at in running]
-        slot = running[len(lowest) - 1 - lowest[::-1].index(min(lowest))]
+        lane = running[len(lowest) - 1 - lowest[::-1].index(min(lowest))]
     else:
-        slot = running[-1]
-    return rows.sequence(slot)
+        lane = running[-1]
+    return rows.sequence(lane)
 
 
 def first_short(core: Core, probe: object) -> int:
@@ -85,17 +85,17 @@ def spill(core: Core, sequence: Sequence) -> bool:
     """
     if core.tier is None or sequence.group.beam is not None:
         return False
-    slot = sequence.slot
-    if core.eviction is not None and (core.rows.gone[slot] or core.rows.computed[slot] > core.eviction.most):
+    lane = sequence.lane
+    if core.eviction is not None and (core.rows.gone[lane] or core.rows.computed[lane] > core.eviction.most):
         return False
-    handle = int(core.rows.handle[slot])
-    if not core.rows.computed[slot]:
+    handle = int(core.rows.handle[lane])
+    if not core.rows.computed[lane]:
         return False
-    blocks = core.pool.table(handle)[: core.blocks(int(core.rows.computed[slot]))]
+    blocks = core.pool.table(handle)[: core.blocks(int(core.rows.computed[lane]))]
     kept = core.tier.spill_to_host(handle, blocks)
     if kept is None:
         return False
-    core.commit(slot)
+    core.commit(lane)
     core.pool.close(handle)
     core.leave(sequence, SPILLED)
     sequence.kept = kept
@@ -105,7 +105,7 @@ def spill(core: Core, sequence: Sequence) -> bool:
 
 
 def most_tokens(core: Core, tokens: int) -> int:
-    """Tokens that a sequence of so many has slots for at a time: what is left of it, and a chunk."""
+    """Tokens that a sequence of so many has token slots for at a time: what is left of it, and a chunk."""
     return tokens if core.eviction is None else min(tokens, core.eviction.most + core.chunk)
 
 
@@ -140,17 +140,17 @@ def open_within(core: Core, tokens: np.ndarray, namespace: bytes) -> int:
     return handle
 
 
-def publish(core: Core, slot: int) -> None:
+def publish(core: Core, lane: int) -> None:
     """What a sequence has computed goes to the cache before it loses tokens: later it cannot any more.
 
     Not where somebody else has published it meanwhile: the cache would keep both copies.
     """
-    rows, request = core.rows, core.rows.sequence(slot).group.request
-    end = min(int(rows.computed[slot]), core.findable)
-    if core.prefix is None or rows.gone[slot] or end <= rows.committed[slot]:
+    rows, request = core.rows, core.rows.sequence(lane).group.request
+    end = min(int(rows.computed[lane]), core.findable)
+    if core.prefix is None or rows.gone[lane] or end <= rows.committed[lane]:
         return
-    if core.prefix.match(rows.known(slot, 0, end + 1), request.namespace) <= rows.committed[slot]:
-        core.commit(slot)
+    if core.prefix.match(rows.known(lane, 0, end + 1), request.namespace) <= rows.committed[lane]:
+        core.commit(lane)
 
 
 def keep_budgets(core: Core) -> None:
@@ -165,11 +165,11 @@ def keep_budgets(core: Core) -> None:
     """
     assert core.eviction is not None
     rows = core.rows
-    slots = rows.running()
-    lens = rows.kv_lens(slots)
-    full = slots[core.eviction.lens_after(lens) < lens]
-    for sequence in [rows.sequence(slot) for slot in full.tolist()]:
-        while sequence.slot >= 0:
+    lanes = rows.running()
+    lens = rows.kv_lens(lanes)
+    full = lanes[core.eviction.lens_after(lens) < lens]
+    for sequence in [rows.sequence(lane) for lane in full.tolist()]:
+        while sequence.lane >= 0:
             try:
                 evict(core, sequence)
                 break
@@ -179,25 +179,25 @@ def keep_budgets(core: Core) -> None:
 
 def evict(core: Core, sequence: Sequence) -> None:
     """Bring one sequence below its budget."""
-    rows, evictor, slot = core.rows, core.eviction, sequence.slot
+    rows, evictor, lane = core.rows, core.eviction, sequence.lane
     assert evictor is not None
-    handle = int(rows.handle[slot])
-    now = rows.kv_lens(np.array([slot]))
+    handle = int(rows.handle[lane])
+    now = rows.kv_lens(np.array([lane]))
     after = evictor.lens_after(now)
     if after[0] < now[0]:
-        publish(core, slot)
+        publish(core, lane)
     try:
         if after[0] < now[0]:
-            evictor.evict([handle], np.array([slot]), now, after, rows.computed[[slot]])
-            rows.gone[slot] += now[0] - after[0]
+            evictor.evict([handle], np.array([lane]), now, after, rows.computed[[lane]])
+            rows.gone[lane] += now[0] - after[0]
             core.evicted_tokens += int(now[0] - after[0])
         # What was reserved left with the tokens. Without it a sequence could lose its blocks before its next token, and
         # two of them could preempt each other for ever.
-        evictor.reserve(handle, min(rows.remaining(slot), evictor.most + core.chunk - int(after[0])))
+        evictor.reserve(handle, min(rows.remaining(lane), evictor.most + core.chunk - int(after[0])))
     except OutOfBlocks:
         raise
     except BaseException:
-        rows.gone[slot] = rows.computed[slot] - core.pool.kv_len(handle)
+        rows.gone[lane] = rows.computed[lane] - core.pool.kv_len(handle)
         core.preempt(sequence)
         core.setbacks += 1
         raise
@@ -221,7 +221,7 @@ def make_way(core: Core) -> None:
             evictable=stats.evictable,
             limbo=stats.limbo,
         )
-    victims = [core.rows.sequence(slot) for slot in running[::-1].tolist()]
+    victims = [core.rows.sequence(lane) for lane in running[::-1].tolist()]
     victim = victims[0]
     if core.policy == "priority":
         victim = min(victims, key=lambda sequence: sequence.group.request.priority)
@@ -242,7 +242,7 @@ def blocks_kept(core: Core) -> int:
     if not running:
         return 0
     if core.growing < 0:
-        decodes = core.batch().slots
+        decodes = core.batch().lanes
         full = rows.kv_lens(decodes) % core.pool.block_size == 0
         core.growing = int(np.count_nonzero(full | rows.shared[decodes]))
     return core.growing + (running if core.watermark is None else core.watermark)
@@ -274,7 +274,7 @@ def fits(core: Core, tokens: np.ndarray, namespace: bytes, extra: int = 0) -> bo
 
 
 def admit(core: Core, sequence: Sequence) -> bool:
-    """Give a waiting sequence (or the beam that it leads) a slot and blocks, if there are enough."""
+    """Give a waiting sequence (or the beam that it leads) a lane and blocks, if there are enough."""
     if sequence.group.beam is not None:
         return bool(sequence.group.beam.admit(core))
     if not core.rows.free:
@@ -327,7 +327,7 @@ def restore(core: Core, sequence: Sequence) -> bool:
     del core.spilled[sequence]
     sequence.kept = None
     core.start(sequence, core.rows.take(), handle, computed, core.admission_number())
-    core.rows.committed[sequence.slot] = 0
+    core.rows.committed[sequence.lane] = 0
     return True
 
 

@@ -18,7 +18,7 @@ from kvpool.scheduler.check import check
 from kvpool.scheduler.policy import POLICIES, admit_next, blocks_alone, keep_budgets, make_room, most_tokens
 from kvpool.scheduler.policy import judge as judge_eviction
 from kvpool.scheduler.request import Output, Request, SchedulerStats, integer
-from kvpool.scheduler.state import DECODING, PREFILLING, SPILLED, WAITING, Batch, Core, Group, Sequence, Step
+from kvpool.scheduler.state import DECODING, PREFILLING, SPILLED, WAITING, Core, DecodeBatch, Group, Sequence, Step
 
 if TYPE_CHECKING:
     from kvpool.eviction import Evictor
@@ -35,7 +35,7 @@ class Scheduler:
     pool : Pool
         May be used by others beside the scheduler.
     max_running : int, default 256
-        Sequences that run at a time, at most; each has a slot below it.
+        Sequences that run at a time, at most; each has a lane below it.
     max_step_tokens : int, default 2048
         Token budget of a step. Decodes are never held back by it, prefill chunks take what they leave.
     prefill_chunk : int, default 512
@@ -284,8 +284,8 @@ class Scheduler:
         core.was_chunk = batch is None
         return step
 
-    def _decide(self, plan: Plan) -> tuple[Batch | None, list[tuple[int, int]]]:
-        """Who decodes, and (slot, tokens) of the chunks."""
+    def _decide(self, plan: Plan) -> tuple[DecodeBatch | None, list[tuple[int, int]]]:
+        """Who decodes, and (lane, tokens) of the chunks."""
         core = self._core
         if not core.mixed and not (core.was_chunk and core.count[DECODING]):
             chunks = self._chunks(core.max_step_tokens, 1)
@@ -298,7 +298,7 @@ class Scheduler:
             batch = make_room(core, plan)
         if not core.count[DECODING]:  # the policy named every decode; who stays goes on, or nobody would
             return None, self._chunks(core.max_step_tokens, core.max_running if core.mixed else 1)
-        return batch, self._chunks(core.max_step_tokens - len(batch.slots), core.max_running) if core.mixed else []
+        return batch, self._chunks(core.max_step_tokens - len(batch.lanes), core.max_running) if core.mixed else []
 
     def _chunks(self, budget: int, most: int) -> list[tuple[int, int]]:
         """Running prefills go on, then the budget that is left goes to admissions."""
@@ -306,28 +306,28 @@ class Scheduler:
         chunks: list[tuple[int, int]] = []
         core.growing = -1
         if core.count[PREFILLING]:
-            for slot in rows.running(PREFILLING).tolist():
+            for lane in rows.running(PREFILLING).tolist():
                 if budget <= 0 or len(chunks) == most:
                     return chunks
-                new = min(self._wanted(slot), core.chunk, budget)
+                new = min(self._wanted(lane), core.chunk, budget)
                 if new:
-                    chunks.append((slot, new))
+                    chunks.append((lane, new))
                     budget -= new
         while budget > 0 and len(chunks) < most and (core.count[WAITING] or core.spilled):
             admitted = admit_next(core)
             if admitted is None:
                 break
-            new = min(self._wanted(admitted.slot), core.chunk, budget)
+            new = min(self._wanted(admitted.lane), core.chunk, budget)
             if new:
-                chunks.append((admitted.slot, new))
+                chunks.append((admitted.lane, new))
                 budget -= new
         return chunks
 
-    def _wanted(self, slot: int) -> int:
+    def _wanted(self, lane: int) -> int:
         """Tokens that a prefilling sequence may compute now."""
-        sequence = self._core.rows.sequence(slot)
+        sequence = self._core.rows.sequence(lane)
         beam = sequence.group.beam
-        return self._core.rows.remaining(slot) if beam is None else beam.wanted(self._core, sequence)
+        return self._core.rows.remaining(lane) if beam is None else beam.wanted(self._core, sequence)
 
     def _explain_idle(self) -> None:
         """Nothing runs and nothing can be admitted: others hold the pool."""
@@ -343,44 +343,44 @@ class Scheduler:
             limbo=stats.limbo,
         )
 
-    def _build(self, plan: Plan, batch: Batch | None, chunks: list[tuple[int, int]]) -> Step:
+    def _build(self, plan: Plan, batch: DecodeBatch | None, chunks: list[tuple[int, int]]) -> Step:
         """One allocator transaction, and the arrays for it."""
         rows = self._core.rows
         if batch is not None and not chunks:
-            n = len(batch.slots)
-            tokens = rows.last[batch.slots]
+            n = len(batch.lanes)
+            tokens = rows.last[batch.lanes]
             self._take_blocks(plan, batch.handles, 1, n)
-            arrays = (batch.slots32, batch.handles, rows.ones[:n])
+            arrays = (batch.lanes32, batch.handles, rows.ones[:n])
             if batch.plain:
-                samples: tuple[np.ndarray, ...] = (rows.order[:n], batch.slots32, batch.index, batch.width)
+                samples: tuple[np.ndarray, ...] = (rows.order[:n], batch.lanes32, batch.index, batch.width)
                 return Step(rows, plan, batch, tokens, n, *arrays, *samples)
-            return Step(rows, plan, None, tokens, n, *arrays, *self._samples(rows.order[:n], batch.slots32))
-        slots = np.array([slot for slot, _ in chunks], np.int32)
+            return Step(rows, plan, None, tokens, n, *arrays, *self._samples(rows.order[:n], batch.lanes32))
+        lanes = np.array([lane for lane, _ in chunks], np.int32)
         num_new = np.array([new for _, new in chunks], np.int64)
-        begin = rows.computed[slots]
-        parts = [rows.known(slot, at, at + new) for (slot, new), at in zip(chunks, begin.tolist(), strict=True)]
-        sampled = begin + num_new == rows.prompt[slots] + rows.generated[slots]
-        decodes = 0 if batch is None else len(batch.slots)
+        begin = rows.computed[lanes]
+        parts = [rows.known(lane, at, at + new) for (lane, new), at in zip(chunks, begin.tolist(), strict=True)]
+        sampled = begin + num_new == rows.prompt[lanes] + rows.generated[lanes]
+        decodes = 0 if batch is None else len(batch.lanes)
         at = (num_new.cumsum() + (decodes - 1))[sampled].astype(np.int32)
-        of = slots[sampled]
-        handles = rows.handle[slots]
+        of = lanes[sampled]
+        handles = rows.handle[lanes]
         if batch is not None:
-            parts.insert(0, rows.last[batch.slots])
-            slots, num_new = np.concatenate([batch.slots32, slots]), np.concatenate([rows.ones[:decodes], num_new])
-            at, of = np.concatenate([rows.order[:decodes], at]), np.concatenate([batch.slots32, of])
+            parts.insert(0, rows.last[batch.lanes])
+            lanes, num_new = np.concatenate([batch.lanes32, lanes]), np.concatenate([rows.ones[:decodes], num_new])
+            at, of = np.concatenate([rows.order[:decodes], at]), np.concatenate([batch.lanes32, of])
             handles = np.concatenate([batch.handles, handles])
         tokens = np.concatenate(parts)
         self._take_blocks(plan, handles, num_new, len(tokens))
         plain = batch if batch is not None and batch.plain else None
-        return Step(rows, plan, plain, tokens, decodes, slots, handles, num_new, *self._samples(at, of))
+        return Step(rows, plan, plain, tokens, decodes, lanes, handles, num_new, *self._samples(at, of))
 
-    def _samples(self, at: np.ndarray, slot: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Where, for which slot and sample, of which width of beam."""
+    def _samples(self, at: np.ndarray, lane: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Where, for which lane and sample, of which width of beam."""
         core = self._core
-        index = core.rows.index[slot]
+        index = core.rows.index[lane]
         if core.unforked:
-            at, slot, index = results.fan_out(core, at, slot, index)
-        return at, slot, index, core.rows.width[slot]
+            at, lane, index = results.fan_out(core, at, lane, index)
+        return at, lane, index, core.rows.width[lane]
 
     def _take_blocks(self, plan: Plan, handles: np.ndarray, num_new: int | np.ndarray, tokens: int) -> None:
         """The one step of the pool."""
@@ -472,14 +472,14 @@ class Scheduler:
         sequences = group.sequences
         index = integer("tokens_of", "index", index, 0, len(sequences) - 1)
         sequence = sequences[index]
-        return self._core.rows.generated_of(sequence.slot) if sequence.slot >= 0 else sequence.tokens.copy()
+        return self._core.rows.generated_of(sequence.lane) if sequence.lane >= 0 else sequence.tokens.copy()
 
-    def request_of(self, slot: int) -> Request:
-        """The request that runs in a slot; ValueError if none does."""
-        slot = integer("request_of", "slot", slot, 0, self._core.max_running - 1)
-        sequence: Sequence | None = self._core.rows.sequences[slot]
+    def request_of(self, lane: int) -> Request:
+        """The request that runs in a lane; ValueError if none does."""
+        lane = integer("request_of", "lane", lane, 0, self._core.max_running - 1)
+        sequence: Sequence | None = self._core.rows.sequences[lane]
         if sequence is None:
-            raise ValueError(f"[request_of] nothing runs in slot {slot}")
+            raise ValueError(f"[request_of] nothing runs in lane {lane}")
         return sequence.group.request
 
     def stats(self) -> SchedulerStats:

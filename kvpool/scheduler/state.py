@@ -1,7 +1,7 @@
 """`Core`: the state of a scheduler and the moves between states. It checks no arguments and decides nothing.
 
-`Group` and `Sequence` are a request and its sequences, `Rows` the numbers of running sequences, `WaitingQueue` those
-who wait, `Batch` those who decode, `Step` what one call of `schedule` decided.
+`Group` and `Sequence` are a request and its sequences. `LaneRows` has the numbers of running sequences, `WaitingQueue`
+those who wait, `DecodeBatch` those who decode. A `Step` is what one call of `schedule` decided.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Group:
 
 
 class Sequence:
-    """One stream of tokens. While it has a slot its numbers stand in the rows, `tokens` and `logprobs` are for later.
+    """One stream of tokens. While it has a lane its numbers stand in the rows, `tokens` and `logprobs` are for later.
 
     Attributes
     ----------
@@ -58,13 +58,13 @@ class Sequence:
         Tokens whose KV the tier has, while spilled.
     """
 
-    __slots__ = ("computed", "group", "high", "index", "kept", "logprobs", "preemptions", "slot", "state", "tokens")
+    __slots__ = ("computed", "group", "high", "index", "kept", "lane", "logprobs", "preemptions", "state", "tokens")
 
     def __init__(self, group: Group, index: int) -> None:
         self.group = group
         self.index = index
         self.state = WAITING
-        self.slot = -1
+        self.lane = -1
         self.tokens = NO_TOKENS
         self.logprobs: np.ndarray | None = None
         self.high = 0
@@ -73,15 +73,15 @@ class Sequence:
         self.preemptions = 0
 
 
-class Rows:
-    """Arrays over the slots.
+class LaneRows:
+    """Arrays over the lanes.
 
     Attributes
     ----------
     handle : int64
-        In the pool, -1 in a free slot and in one that was cancelled while a step is out.
+        In the pool, -1 in a free lane and in one that was cancelled while a step is out.
     state : int8
-        PREFILLING, DECODING, or WAITING in a free slot.
+        PREFILLING, DECODING, or WAITING in a free lane.
     admitted : int64
         Number of the admission: the order of rows.
     prompt, generated, computed, committed : int32
@@ -96,15 +96,15 @@ class Rows:
         Last known token: the input of the next decode.
     shared : bool
         The tail may be shared with a fork: the next token may need a block for its copy.
-    watch : int32 ``[slots, E]``
+    watch : int32 ``[lanes, E]``
         Tokens that may end the sequence, padded with -1: eos, and the last ones of stop sequences.
     width : int32
         Of the beam, 0: none.
     index : int32
         Of the sequence in its request.
-    tokens : int32 ``[slots, W]``
+    tokens : int32 ``[lanes, W]``
         Generated tokens; W doubles when a sequence needs it.
-    logprobs : float32 ``[slots, W]`` or None
+    logprobs : float32 ``[lanes, W]`` or None
         None until somebody gives some.
     """
 
@@ -135,53 +135,53 @@ class Rows:
         heapify(self.free)
 
     def take(self) -> int:
-        """Reserve the lowest free slot."""
+        """Reserve the lowest free lane."""
         return heappop(self.free)
 
-    def put(self, slot: int, sequence: Sequence, handle: int, computed: int, admitted: int) -> None:
-        """Let a sequence run in a slot that was taken."""
+    def put(self, lane: int, sequence: Sequence, handle: int, computed: int, admitted: int) -> None:
+        """Let a sequence run in a lane that was taken."""
         request = sequence.group.request
-        self.handle[slot] = handle
-        self.state[slot] = PREFILLING
-        self.admitted[slot] = admitted
-        self.prompt[slot] = request.prompt.size
-        self.computed[slot] = self.committed[slot] = computed
-        self.gone[slot] = 0
-        self.high[slot] = sequence.high
-        self.limit[slot] = request.max_tokens
-        self.shared[slot] = False
-        self._put_watch(slot, {*request.eos, *(stop[-1] for stop in request.stop)})
-        self.width[slot] = request.beam_width
-        self.index[slot] = sequence.index
-        self.set_tokens(slot, sequence, sequence.tokens, sequence.logprobs)
-        self.sequences[slot] = sequence
-        sequence.slot = slot
+        self.handle[lane] = handle
+        self.state[lane] = PREFILLING
+        self.admitted[lane] = admitted
+        self.prompt[lane] = request.prompt.size
+        self.computed[lane] = self.committed[lane] = computed
+        self.gone[lane] = 0
+        self.high[lane] = sequence.high
+        self.limit[lane] = request.max_tokens
+        self.shared[lane] = False
+        self._put_watch(lane, {*request.eos, *(stop[-1] for stop in request.stop)})
+        self.width[lane] = request.beam_width
+        self.index[lane] = sequence.index
+        self.set_tokens(lane, sequence, sequence.tokens, sequence.logprobs)
+        self.sequences[lane] = sequence
+        sequence.lane = lane
         sequence.tokens, sequence.logprobs = sequence.tokens[:0], None
 
-    def _put_watch(self, slot: int, tokens: set[int]) -> None:
+    def _put_watch(self, lane: int, tokens: set[int]) -> None:
         if len(tokens) > self.watch.shape[1]:
             wider = np.full((self.size, len(tokens)), -1, np.int32)
             wider[:, : self.watch.shape[1]] = self.watch
             self.watch = wider
-        self.watch[slot] = -1
-        self.watch[slot, : len(tokens)] = sorted(tokens)
+        self.watch[lane] = -1
+        self.watch[lane, : len(tokens)] = sorted(tokens)
 
     def set_tokens(
-        self, slot: int, sequence: Sequence, tokens: NDArray[int32], logprobs: NDArray[float32] | None
+        self, lane: int, sequence: Sequence, tokens: NDArray[int32], logprobs: NDArray[float32] | None
     ) -> None:
-        """Replace what a slot has generated."""
+        """Replace what a lane has generated."""
         self.make_room(len(tokens) + 1)
-        self.tokens[slot, : len(tokens)] = tokens
-        self.generated[slot] = len(tokens)
-        self.last[slot] = tokens[-1] if len(tokens) else sequence.group.request.prompt[-1]
+        self.tokens[lane, : len(tokens)] = tokens
+        self.generated[lane] = len(tokens)
+        self.last[lane] = tokens[-1] if len(tokens) else sequence.group.request.prompt[-1]
         if self.logprobs is not None or logprobs is not None:
             kept = self.need_logprobs()
-            kept[slot] = np.nan
+            kept[lane] = np.nan
             if logprobs is not None:
-                kept[slot, : len(logprobs)] = logprobs
+                kept[lane, : len(logprobs)] = logprobs
 
     def make_room(self, width: int) -> None:
-        """Make the token buffers hold `width` tokens a slot."""
+        """Make the token buffers hold `width` tokens a lane."""
         old = self.tokens.shape[1]
         if width <= old:
             return
@@ -200,110 +200,110 @@ class Rows:
             self.logprobs = np.full(self.tokens.shape, np.nan, np.float32)
         return self.logprobs
 
-    def generated_of(self, slot: int) -> NDArray[int32]:
-        """Return a copy of what a slot has generated."""
-        return self.tokens[slot, : self.generated[slot]].copy()
+    def generated_of(self, lane: int) -> NDArray[int32]:
+        """Return a copy of what a lane has generated."""
+        return self.tokens[lane, : self.generated[lane]].copy()
 
-    def logprobs_of(self, slot: int) -> NDArray[float32] | None:
+    def logprobs_of(self, lane: int) -> NDArray[float32] | None:
         """Return a copy of its logprobs, None if there never were any."""
         if self.logprobs is None:
             return None
-        mine = self.logprobs[slot, : self.generated[slot]]
+        mine = self.logprobs[lane, : self.generated[lane]]
         return None if np.isnan(mine).all() else mine.copy()
 
-    def known(self, slot: int, begin: int, end: int) -> NDArray[int32]:
+    def known(self, lane: int, begin: int, end: int) -> NDArray[int32]:
         """Return the tokens at positions begin .. end - 1 of prompt and generated ones."""
-        prompt = self.sequence(slot).group.request.prompt
+        prompt = self.sequence(lane).group.request.prompt
         n = len(prompt)
         if end <= n:
             return prompt[begin:end]
         if begin >= n:
-            return self.tokens[slot, begin - n : end - n]
-        return np.concatenate([prompt[begin:], self.tokens[slot, : end - n]])
+            return self.tokens[lane, begin - n : end - n]
+        return np.concatenate([prompt[begin:], self.tokens[lane, : end - n]])
 
-    def leave(self, slot: int) -> None:
-        """Take the sequence off a slot, which is free at once."""
-        self.vacate(slot)
-        self.give(slot)
+    def leave(self, lane: int) -> None:
+        """Take the sequence off a lane, which is free at once."""
+        self.vacate(lane)
+        self.give(lane)
 
-    def give(self, slot: int) -> None:
-        """Give back a slot in which nothing runs."""
-        heappush(self.free, slot)
+    def give(self, lane: int) -> None:
+        """Give back a lane in which nothing runs."""
+        heappush(self.free, lane)
 
-    def vacate(self, slot: int) -> None:
-        """Take the sequence off a slot, which stays taken."""
-        sequence = self.sequences[slot]
+    def vacate(self, lane: int) -> None:
+        """Take the sequence off a lane, which stays taken."""
+        sequence = self.sequences[lane]
         if sequence is not None:
-            sequence.slot = -1
-        self.sequences[slot] = None
-        self.handle[slot] = -1
-        self.state[slot] = WAITING
+            sequence.lane = -1
+        self.sequences[lane] = None
+        self.handle[lane] = -1
+        self.state[lane] = WAITING
 
     def running(self, state: int = -1) -> NDArray[np.intp]:
-        """Return the slots in a state (any running one by default), in order of admission."""
+        """Return the lanes in a state (any running one by default), in order of admission."""
         (chosen,) = (self.state == state if state >= 0 else self.state != WAITING).nonzero()
         return chosen[self.admitted[chosen].argsort()]
 
-    def sequence(self, slot: int) -> Sequence:
-        """Return what runs in a slot that is not free."""
-        sequence = self.sequences[slot]
+    def sequence(self, lane: int) -> Sequence:
+        """Return what runs in a lane that is not free."""
+        sequence = self.sequences[lane]
         assert sequence is not None
         return sequence
 
-    def kv_lens(self, slots: NDArray[np.intp]) -> NDArray[int32]:
-        """Tokens of these slots that the pool holds: those computed, without those evicted."""
-        lens: NDArray[int32] = self.computed[slots] - self.gone[slots]
+    def kv_lens(self, lanes: NDArray[np.intp]) -> NDArray[int32]:
+        """Tokens of these lanes that the pool holds: those computed, without those evicted."""
+        lens: NDArray[int32] = self.computed[lanes] - self.gone[lanes]
         return lens
 
-    def remaining(self, slot: int) -> int:
+    def remaining(self, lane: int) -> int:
         """Known tokens that are not computed."""
-        return int(self.prompt[slot] + self.generated[slot] - self.computed[slot])
+        return int(self.prompt[lane] + self.generated[lane] - self.computed[lane])
 
 
 class WaitingQueue:
     """Sequences by priority. Every call is O(log priorities) or better."""
 
     def __init__(self) -> None:
-        self._lanes: dict[int, OrderedDict[Sequence, None]] = {}
-        self._priorities: list[int] = []  # heap of negated ones; an empty lane leaves when it is on top
+        self._lines: dict[int, OrderedDict[Sequence, None]] = {}
+        self._priorities: list[int] = []  # heap of negated ones; an empty line leaves when it is on top
         self._size = 0
 
     def __len__(self) -> int:
         return self._size
 
     def __iter__(self) -> Iterator[Sequence]:
-        for priority in sorted(self._lanes, reverse=True):
-            yield from self._lanes[priority]
+        for priority in sorted(self._lines, reverse=True):
+            yield from self._lines[priority]
 
     def push(self, sequence: Sequence, *, front: bool = False) -> None:
         """Put a sequence behind those of its priority, or before them."""
         priority = sequence.group.request.priority
-        lane = self._lanes.get(priority)
-        if lane is None:
-            lane = self._lanes[priority] = OrderedDict()
+        line = self._lines.get(priority)
+        if line is None:
+            line = self._lines[priority] = OrderedDict()
             heappush(self._priorities, -priority)
-        lane[sequence] = None
+        line[sequence] = None
         if front:
-            lane.move_to_end(sequence, last=False)
+            line.move_to_end(sequence, last=False)
         self._size += 1
 
     def head(self) -> Sequence | None:
         """Who is next, None when nobody waits."""
         while self._priorities:
-            lane = self._lanes[-self._priorities[0]]
-            if lane:
-                return next(iter(lane))
-            del self._lanes[-heappop(self._priorities)]
+            line = self._lines[-self._priorities[0]]
+            if line:
+                return next(iter(line))
+            del self._lines[-heappop(self._priorities)]
         return None
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it stands."""
-        del self._lanes[sequence.group.request.priority][sequence]
+        del self._lines[sequence.group.request.priority][sequence]
         self._size -= 1
 
     def discard(self, sequence: Sequence) -> None:
         """Take a sequence out if it is there: of a beam only the first is."""
-        if sequence in self._lanes.get(sequence.group.request.priority, ()):
+        if sequence in self._lines.get(sequence.group.request.priority, ()):
             self.remove(sequence)
 
 
@@ -317,93 +317,99 @@ class Step:
     num_decodes : int
         The first rows are decodes, one token each; prefill chunks follow.
     handles : int64 ``[S]``
-    slots : int32 ``[S]``
-        The scheduler's slot of each row.
+    lanes : int32 ``[S]``
+        The scheduler's lane of each row.
     num_new : int64 ``[S]``
         New tokens of each row.
     tokens : int32 ``[T]``
         Inputs, row after row.
     sample_at : int32 ``[M]``
         Which of the T positions' logits are sampled, ascending; several times the same for several samples.
-    sample_slot, sample_index, sample_position : int32 ``[M]``
-        The scheduler's slot, which sample of its request, how many tokens this has generated so far.
+    sample_lane, sample_index, sample_position : int32 ``[M]``
+        The scheduler's lane, which sample of its request, how many tokens this has generated so far.
     beam_width : int32 ``[M]``
         Of the request, 0: not a beam.
     """
 
     __slots__ = (
-        *("plan", "num_decodes", "handles", "slots", "num_new", "tokens", "sample_at", "sample_slot", "sample_index"),
+        *("plan", "num_decodes", "handles", "lanes", "num_new", "tokens", "sample_at", "sample_lane", "sample_index"),
         *("sample_position", "beam_width", "_rows", "batch"),
     )
 
     def __init__(
-        self, rows: Rows, plan: Plan, batch: Batch | None, tokens: NDArray[int32], num_decodes: int, *arrays: np.ndarray
+        self,
+        rows: LaneRows,
+        plan: Plan,
+        batch: DecodeBatch | None,
+        tokens: NDArray[int32],
+        num_decodes: int,
+        *arrays: np.ndarray,
     ) -> None:
         self._rows = rows
         self.plan = plan
         self.batch = batch  # the decodes, if each samples one token
         self.tokens = tokens
         self.num_decodes = num_decodes
-        self.slots: NDArray[int32]
+        self.lanes: NDArray[int32]
         self.handles: NDArray[int64]
         self.num_new: NDArray[int64]
         self.sample_at: NDArray[int32]
-        self.sample_slot: NDArray[int32]
+        self.sample_lane: NDArray[int32]
         self.sample_index: NDArray[int32]
         self.beam_width: NDArray[int32]
-        self.slots, self.handles, self.num_new, self.sample_at, self.sample_slot, self.sample_index, self.beam_width = (
+        self.lanes, self.handles, self.num_new, self.sample_at, self.sample_lane, self.sample_index, self.beam_width = (
             arrays
         )
-        self.sample_position: NDArray[int32] = rows.generated[self.sample_slot]
+        self.sample_position: NDArray[int32] = rows.generated[self.sample_lane]
 
     def __repr__(self) -> str:
         return (
-            f"<kvpool.scheduler.Step of {self.num_decodes} decodes and {len(self.slots) - self.num_decodes} chunks, "
+            f"<kvpool.scheduler.Step of {self.num_decodes} decodes and {len(self.lanes) - self.num_decodes} chunks, "
             f"{len(self.tokens)} tokens, {len(self.sample_at)} samples>"
         )
 
     @property
     def evicted(self) -> NDArray[int32]:
         """Tokens of each row that have left, ``[S]``: how much positions are ahead of places in the table."""
-        gone: NDArray[int32] = self._rows.gone[self.slots]
+        gone: NDArray[int32] = self._rows.gone[self.lanes]
         return gone
 
     @property
     def requests(self) -> list[Request]:
         """The request of each sample, length M; made on demand."""
         sequences = self._rows.sequences
-        return [sequences[slot].group.request for slot in self.sample_slot.tolist()]
+        return [sequences[lane].group.request for lane in self.sample_lane.tolist()]
 
 
 REMEMBERED = 4096
 
 
-class Batch:
+class DecodeBatch:
     """The sequences that decode, until one comes or goes: what a step of them needs, gathered once.
 
     Attributes
     ----------
-    slots : intp ``[S]``
+    lanes : intp ``[S]``
         In order of admission.
     plain : bool
         Each samples one token: no beam, no samples to be forked.
     """
 
-    __slots__ = ("handles", "index", "limit", "plain", "shared", "slots", "slots32", "watch", "width")
+    __slots__ = ("handles", "index", "lanes", "lanes32", "limit", "plain", "shared", "watch", "width")
 
-    def __init__(self, rows: Rows, unforked: int) -> None:
-        slots = self.slots = rows.running(DECODING)
-        self.slots32 = slots.astype(np.int32)
-        self.handles = rows.handle[slots]
-        self.index = rows.index[slots]
-        self.width = rows.width[slots]
-        self.watch = rows.watch[slots]
-        self.limit = rows.limit[slots]
-        self.shared = bool(rows.shared[slots].any())
-        for array in (self.slots32, self.handles, self.index, self.width):
+    def __init__(self, rows: LaneRows, unforked: int) -> None:
+        lanes = self.lanes = rows.running(DECODING)
+        self.lanes32 = lanes.astype(np.int32)
+        self.handles = rows.handle[lanes]
+        self.index = rows.index[lanes]
+        self.width = rows.width[lanes]
+        self.watch = rows.watch[lanes]
+        self.limit = rows.limit[lanes]
+        self.shared = bool(rows.shared[lanes].any())
+        for array in (self.lanes32, self.handles, self.index, self.width):
             array.flags.writeable = False  # the steps show them
         self.plain = not self.width.any() and not (
-            unforked and any(not rows.sequence(slot).group.forked for slot in slots.tolist())
+            unforked and any(not rows.sequence(lane).group.forked for lane in lanes.tolist())
         )
 
     def has_room(self, pool: Pool) -> bool:
@@ -441,7 +447,7 @@ class Core:
         if eviction is not None:  # a sequence begins below its budget: what leaves has been looked at
             self.findable = (eviction.policy.max_kv - 1) // pool.block_size * pool.block_size
         self.prefix = pool.prefix
-        self.rows = Rows(max_running)
+        self.rows = LaneRows(max_running)
         self.queue = WaitingQueue()
         self.spilled: dict[Sequence, None] = {}  # oldest first
         self.groups: dict[Hashable, Group] = {}
@@ -460,18 +466,18 @@ class Core:
         self.unforked = 0  # requests with samples that are not forked yet
         self.step_out = False
         self.was_chunk = False  # the last step was a chunk (not mixed)
-        self.dead: list[int] = []  # slots whose sequence was cancelled while the step is out
+        self.dead: list[int] = []  # lanes whose sequence was cancelled while the step is out
         self.changed = True  # which sequences decode
         self.growing = -1  # decodes of this step that may take a block, -1: not counted yet
-        self._batch = Batch(self.rows, 0)
+        self._batch = DecodeBatch(self.rows, 0)
         self._length_plan: Plan | None = None
 
     # -- who decodes
 
-    def batch(self) -> Batch:
+    def batch(self) -> DecodeBatch:
         """Who decodes, as it is now."""
         if self.changed:
-            self._batch = Batch(self.rows, self.unforked)
+            self._batch = DecodeBatch(self.rows, self.unforked)
             self.changed = False
         return self._batch
 
@@ -491,21 +497,21 @@ class Core:
         self.count[sequence.state] -= 1
         self.count[state] += 1
         sequence.state = state
-        if sequence.slot >= 0:
-            self.rows.state[sequence.slot] = state
+        if sequence.lane >= 0:
+            self.rows.state[sequence.lane] = state
         self.changed = True
 
     def wait(self, sequence: Sequence, *, front: bool = False) -> None:
         """A sequence that is in no list waits from now on."""
         self.queue.push(sequence, front=front)
 
-    def start(self, sequence: Sequence, slot: int, handle: int, computed: int, admitted: int) -> None:
-        """A sequence gets a slot (taken already) and a handle."""
-        self.rows.put(slot, sequence, handle, computed, admitted)
+    def start(self, sequence: Sequence, lane: int, handle: int, computed: int, admitted: int) -> None:
+        """A sequence gets a lane (taken already) and a handle."""
+        self.rows.put(lane, sequence, handle, computed, admitted)
         if self.eviction is not None:
-            self.eviction.memory.start(slot)
+            self.eviction.memory.start(lane)
         self.move(sequence, PREFILLING)
-        self.set_phase(slot)
+        self.set_phase(lane)
 
     def admission_number(self, n: int = 1) -> int:
         """First of n consecutive numbers."""
@@ -514,34 +520,34 @@ class Core:
         self.next_admission += n
         return self.next_admission - n
 
-    def set_phase(self, slot: int) -> None:
+    def set_phase(self, lane: int) -> None:
         """PREFILLING or DECODING, by what is left to compute. A beam's sequences decode together."""
-        sequence = self.rows.sequence(slot)
+        sequence = self.rows.sequence(lane)
         beam = sequence.group.beam
         if beam is not None and len(beam.live) > 1:
             return
-        state = DECODING if self.rows.remaining(slot) == 1 else PREFILLING
+        state = DECODING if self.rows.remaining(lane) == 1 else PREFILLING
         if sequence.state != state:
             self.move(sequence, state)
 
-    def commit(self, slot: int) -> None:
-        """Publish what is computed in a slot; nothing without a prefix cache, or where tokens were evicted."""
+    def commit(self, lane: int) -> None:
+        """Publish what is computed in a lane; nothing without a prefix cache, or where tokens were evicted."""
         rows = self.rows
-        begin, end = int(rows.committed[slot]), min(int(rows.computed[slot]), self.findable)
+        begin, end = int(rows.committed[lane]), min(int(rows.computed[lane]), self.findable)
         size = self.pool.block_size
-        if self.prefix is None or rows.gone[slot] or end // size <= begin // size:
+        if self.prefix is None or rows.gone[lane] or end // size <= begin // size:
             return
-        self.prefix.commit(int(rows.handle[slot]), rows.known(slot, begin, end))
-        rows.committed[slot] = end
+        self.prefix.commit(int(rows.handle[lane]), rows.known(lane, begin, end))
+        rows.committed[lane] = end
 
     def leave(self, sequence: Sequence, state: int) -> None:
-        """Take a running sequence off its slot, its numbers with it. The handle is the caller's."""
-        rows, slot = self.rows, sequence.slot
-        sequence.tokens = rows.generated_of(slot)
-        sequence.logprobs = rows.logprobs_of(slot)
-        sequence.computed = int(rows.computed[slot])
+        """Take a running sequence off its lane, its numbers with it. The handle is the caller's."""
+        rows, lane = self.rows, sequence.lane
+        sequence.tokens = rows.generated_of(lane)
+        sequence.logprobs = rows.logprobs_of(lane)
+        sequence.computed = int(rows.computed[lane])
         sequence.high = max(sequence.high, sequence.computed)
-        rows.leave(slot)
+        rows.leave(lane)
         self.move(sequence, state)
 
     def was_alone(self) -> bool:
@@ -554,16 +560,16 @@ class Core:
         if beam is not None:
             beam.preempt(self)
             return
-        slot = sequence.slot
-        self.commit(slot)
-        self.pool.close(int(self.rows.handle[slot]))
+        lane = sequence.lane
+        self.commit(lane)
+        self.pool.close(int(self.rows.handle[lane]))
         self.leave(sequence, WAITING)
         sequence.preemptions += 1
         self.preemptions += 1
         self.wait(sequence, front=True)
 
     def output(self, sequence: Sequence, reason: str, now: float, score: float | None = None) -> Output:
-        """What a sequence that has left its slot hands back."""
+        """What a sequence that has left its lane hands back."""
         group = sequence.group
         times = Times(group.arrived, group.admitted, group.first_token, now)
         return Output(
@@ -573,9 +579,9 @@ class Core:
 
     def finish(self, sequence: Sequence, reason: str, now: float) -> Output:
         """End a sequence that runs, or never had to: publish it, close it, and its request with the last one."""
-        if sequence.slot >= 0:
-            self.commit(sequence.slot)
-            self.pool.close(int(self.rows.handle[sequence.slot]))
+        if sequence.lane >= 0:
+            self.commit(sequence.lane)
+            self.pool.close(int(self.rows.handle[sequence.lane]))
             self.leave(sequence, FINISHED)
         else:
             self.move(sequence, FINISHED)
@@ -588,11 +594,11 @@ class Core:
         return Sequence(group, index)
 
     def drop(self, sequence: Sequence) -> None:
-        """Forget a sequence; its slot stays taken, its handle is the caller's."""
+        """Forget a sequence; its lane stays taken, its handle is the caller's."""
         self.count[sequence.state] -= 1
         self.changed = True
-        if sequence.slot >= 0:
-            self.rows.vacate(sequence.slot)
+        if sequence.lane >= 0:
+            self.rows.vacate(sequence.lane)
 
     def close_group(self, group: Group, ended: int) -> None:
         """So many more sequences of a request have ended."""
@@ -620,32 +626,32 @@ class Core:
         return group
 
     def release(self, sequence: Sequence) -> None:
-        """A sequence is cancelled: drop what it has, in whatever state. Its slot stays until the step is in."""
-        state, slot = sequence.state, sequence.slot
+        """A sequence is cancelled: drop what it has, in whatever state. Its lane stays until the step is in."""
+        state, lane = sequence.state, sequence.lane
         if state == WAITING:
             self.queue.discard(sequence)
         elif state == SPILLED:
             del self.spilled[sequence]
             sequence.kept = None
-        if slot >= 0:
+        if lane >= 0:
             rows = self.rows
-            self.pool.close(int(rows.handle[slot]))
-            sequence.tokens, sequence.logprobs = rows.generated_of(slot), rows.logprobs_of(slot)
-            rows.handle[slot] = -1
+            self.pool.close(int(rows.handle[lane]))
+            sequence.tokens, sequence.logprobs = rows.generated_of(lane), rows.logprobs_of(lane)
+            rows.handle[lane] = -1
             if self.step_out:
-                self.dead.append(slot)
+                self.dead.append(lane)
             else:
-                rows.leave(slot)
+                rows.leave(lane)
         self.move(sequence, FINISHED)
         self.count[FINISHED] -= 1
         self.cancelled += 1
-        if slot >= 0 and self.step_out:
-            self.rows.state[slot] = WAITING
+        if lane >= 0 and self.step_out:
+            self.rows.state[lane] = WAITING
 
     def bury(self) -> None:
-        """The step is in: slots of what was cancelled meanwhile are free."""
-        for slot in self.dead:
-            self.rows.leave(slot)
+        """The step is in: lanes of what was cancelled meanwhile are free."""
+        for lane in self.dead:
+            self.rows.leave(lane)
         self.dead.clear()
 
     def set_length(self, handle: int, tokens: int) -> None:

@@ -20,7 +20,7 @@ def until_preempted(policy, priorities=(0, 0, 0), beam=None):
         scheduler.add(names[name])
     while not scheduler.stats().preemptions:
         machine.step()
-    requests = {scheduler.request_of(slot).id for slot in range(256) if scheduler._core.rows.sequences[slot]}
+    requests = {scheduler.request_of(lane).id for lane in range(256) if scheduler._core.rows.sequences[lane]}
     scheduler.check()
     outputs = machine.run()
     assert {name: outputs[name, 0].tokens.tolist() for name in names} == {n: greedy(r)[0] for n, r in names.items()}
@@ -139,7 +139,7 @@ def test_preempt_beam_goes_as_a_whole(policy):
         given = (tokens.reshape(beams, 6), logprobs.reshape(beams, 6)) if beams else None
         scheduler.update(step, np.int32([next_token(c) for c in contexts]), beams=given)
         scheduler.check()
-        running = [scheduler.request_of(slot).id for slot in range(256) if scheduler._core.rows.sequences[slot]]
+        running = [scheduler.request_of(lane).id for lane in range(256) if scheduler._core.rows.sequences[lane]]
         preempted = preempted or (scheduler.stats().preemptions > 0 and "beam" not in running)
     assert preempted or policy == "longest"
     assert pool.stats().used == 0

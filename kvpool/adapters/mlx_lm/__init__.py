@@ -40,7 +40,7 @@ Who deletes or replaces ``model.make_cache`` inside the block gets mlx-lm's own 
 """
 
 from kvpool.adapters.mlx_lm.cache import PagedKVCache
-from kvpool.adapters.mlx_lm.engine import Completion, Engine, Piece
+from kvpool.adapters.mlx_lm.engine import Completion, Engine, TokenEvent
 from kvpool.adapters.mlx_lm.eviction import make_cache
 from kvpool.adapters.mlx_lm.host import SUPPORTED_VERSIONS, PagedKV, Summary, install
 from kvpool.adapters.mlx_lm.passes import EngineStopped
@@ -55,9 +55,9 @@ __all__ = [
     "PagedKV",
     "PagedKVCache",
     "PagedPromptCache",
-    "Piece",
     "Sampling",
     "Summary",
+    "TokenEvent",
     "install",
     "make_cache",
 ]

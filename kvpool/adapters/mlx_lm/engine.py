@@ -2,8 +2,8 @@
 
     with Engine(model, num_blocks=4096, tokenizer=tokenizer) as engine:
         print(engine.generate("Once upon a time", max_tokens=100).text)
-        for piece in engine.stream("def main", temperature=0.7, seed=1):
-            print(piece.text, end="")
+        for event in engine.stream("def main", temperature=0.7, seed=1):
+            print(event.text, end="")
         answers = engine.batch(prompts, n=4, temperature=1.0)
 
 A step is: the scheduler decides who gets how many tokens, and the pool gives them blocks; the model runs once over all
@@ -37,12 +37,12 @@ from kvpool.errors import UnknownRequest
 from kvpool.eviction import Evictor, Policy
 from kvpool.scheduler import Output, Step
 
-Listener = Callable[["Piece"], None]
+Listener = Callable[["TokenEvent"], None]
 _SAMPLING = tuple(field.name for field in fields(Sampling))
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TokenEvent:
     """What one more token of a request brings.
 
     Attributes
@@ -229,21 +229,21 @@ class Engine:
                 raise completion.error
         return [done[id] for id in ids]
 
-    def stream(self, prompt: str | Iterable[int], **options: Any) -> Iterator[Piece]:
+    def stream(self, prompt: str | Iterable[int], **options: Any) -> Iterator[TokenEvent]:
         """One request, token by token; who stops listening cancels it. Beams have no tokens before the end."""
         if options.get("beam_width"):
             raise ValueError(f"[stream] beam_width is {options['beam_width']}, a beam cannot be streamed: generate()")
-        pieces: deque[Piece] = deque()
-        id = self.submit(prompt, on_token=pieces.append, **options)
-        return self._streamed(id, pieces)
+        events: deque[TokenEvent] = deque()
+        id = self.submit(prompt, on_token=events.append, **options)
+        return self._streamed(id, events)
 
-    def _streamed(self, id: Hashable, pieces: deque[Piece]) -> Iterator[Piece]:
+    def _streamed(self, id: Hashable, events: deque[TokenEvent]) -> Iterator[TokenEvent]:
         done: dict[Hashable, Completion] = {}
         try:
             while not done:
                 self._sort(self.step(), [id], done)
-                while pieces:
-                    yield pieces.popleft()
+                while events:
+                    yield events.popleft()
         finally:
             if not done:
                 self._drop([id])
@@ -267,7 +267,7 @@ class Engine:
         prompt : str, ints or Request
             A `kvpool.Request` brings everything itself; its ``user`` is a `Sampling`, or None for greedy.
         on_token : callable
-            Is called with a `Piece` for every token. If it raises, this request ends, and no other.
+            Is called with a `TokenEvent` for every token. If it raises, this request ends, and no other.
         stop : str, or sequence of str or of tokens
             Strings are looked for in the text and are no part of it. Sequences of tokens are part of the answer.
         max_tokens, id, eos, n, beam_width, length_penalty, priority, namespace
@@ -414,10 +414,10 @@ class Engine:
         lens = np.array(step.plan.seq_lens[: len(step.handles)], np.int64)
         evictor = self._evictor
         if evictor is not None:
-            evictor.begin(step.slots, lens, step.num_new)
+            evictor.begin(step.lanes, lens, step.num_new)
         logits = self._forward(step.tokens, step.plan, lens, step.sample_at, None if evictor is None else step.evicted)
-        settings = [request.user for request in requests]
-        tokens, logprobs = sample(logits, settings, step.sample_index, step.sample_position)
+        samplings = [request.user for request in requests]
+        tokens, logprobs = sample(logits, samplings, step.sample_index, step.sample_position)
         in_beams = np.flatnonzero(step.beam_width)
         beams = None
         if len(in_beams):
@@ -442,7 +442,7 @@ class Engine:
             if current is None or not counts or not current.listens or current.error is not None:
                 continue
             try:
-                current.hear(index, token, logprob, reasons.get((request.id, index)))
+                current.on_token(index, token, logprob, reasons.get((request.id, index)))
             except Exception as error:
                 current.error = error
             if (current.error is not None or current.is_stopped) and request.id not in ended:
@@ -495,7 +495,7 @@ class _Job:
         stopped = sum(one.is_stopped for one in self._transcripts.values())
         return stopped == self.request.n
 
-    def hear(self, index: int, token: int, logprob: float, reason: str | None) -> None:
+    def on_token(self, index: int, token: int, logprob: float, reason: str | None) -> None:
         """One token has come for a sample."""
         transcript = self._transcripts.get(index)
         if transcript is None:
@@ -509,7 +509,7 @@ class _Job:
         if transcript.is_stopped:
             reason = "stop"
         if self._on_token is not None:
-            self._on_token(Piece(self.request.id, index, token, logprob, text, reason))
+            self._on_token(TokenEvent(self.request.id, index, token, logprob, text, reason))
 
     def completion(self) -> Completion:
         """What became of the request; its outputs are all there."""

@@ -39,7 +39,7 @@ LONGEST = 32768  # tokens that a request may be expected to have, when the pool 
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class PoolOptions:
     """Of the pool of each model that is served.
 
     Attributes
@@ -78,10 +78,10 @@ class Provider(server.ModelProvider):
         Set when it was tried.
     """
 
-    def __init__(self, cli_args: argparse.Namespace, settings: Settings) -> None:
+    def __init__(self, cli_args: argparse.Namespace, options: PoolOptions) -> None:
         super().__init__(cli_args)
-        self._model_map.update(settings.names)
-        self._settings = settings
+        self._model_map.update(options.names)
+        self._options = options
         self._installed = ExitStack()
         self.kv: PagedKV | None = None
         self.prompts: PagedPromptCache | None = None
@@ -105,7 +105,7 @@ class Provider(server.ModelProvider):
         super().reset()
 
     def _load(self, *names: Any) -> None:
-        if self._settings.eviction is not None and names[2:] not in ((), (None,)):
+        if self._options.eviction is not None and names[2:] not in ((), (None,)):
             raise ValueError("a draft model and eviction exclude each other: what has left does not come back")
         super()._load(*names)
         try:
@@ -118,13 +118,13 @@ class Provider(server.ModelProvider):
             raise
 
     def _install(self, model: Any) -> PagedKV:
-        settings = self._settings
-        block_size, num_blocks, policy = settings.block_size, settings.num_blocks, settings.eviction
+        options = self._options
+        block_size, num_blocks, policy = options.block_size, options.num_blocks, options.eviction
         longest = min(max_positions(model) or LONGEST, LONGEST)
-        bits: dict[str, Any] = dict(settings.quantization)
+        bits: dict[str, Any] = dict(options.quantization)
         if num_blocks is None:
-            num_blocks = blocks_in(settings.memory or "auto", model, block_size, **bits)
-            if settings.memory is None:
+            num_blocks = blocks_in(options.memory or "auto", model, block_size, **bits)
+            if options.memory is None:
                 each = -(-longest // block_size)
                 if policy is not None:
                     each = blocks_at_most(policy, longest, self.cli_args.prefill_step_size, block_size)
@@ -421,7 +421,7 @@ def metrics_text(provider: Provider) -> str:
         return prometheus_text(kv.pool, extra=extra, without=POOL_LOOKUPS)
 
 
-def serve(arguments: Sequence[str], settings: Settings, on_ready: Callable[[Any, Provider], None]) -> Provider:
+def serve(arguments: Sequence[str], options: PoolOptions, on_ready: Callable[[Any, Provider], None]) -> Provider:
     """Run mlx-lm's server with its own command-line arguments, until it is interrupted.
 
     Parameters
@@ -447,7 +447,7 @@ def serve(arguments: Sequence[str], settings: Settings, on_ready: Callable[[Any,
     providers: list[Provider] = []
 
     def make_provider(cli_args: argparse.Namespace) -> Provider:
-        providers.append(Provider(cli_args, settings))
+        providers.append(Provider(cli_args, options))
         return providers[0]
 
     def make_generator(model: Any, **options: Any) -> AdmittingGenerator:
