@@ -33,9 +33,9 @@ from kvpool.protocol import AttentionOptions, KVBackend, StepArrays
 
 
 class Forward:
-    """One forward pass: what its layers share, and where they store keys and values.
+    """One forward pass: what its layers share, and how they store keys and values.
 
-    Its copies are done when it is made.
+    The constructor executes the copies of the plan.
 
     Parameters
     ----------
@@ -47,23 +47,23 @@ class Forward:
     columns : int32 ``[T]``, optional
         Which of the B * N input positions are real tokens; None when all are.
     eviction : kvpool.eviction.Evictor, optional
-        Who is told what the layers see.
+        Receives the attention scores of the layers.
     is_fused : bool
         Whether the layers attend over the pool.
     defers : bool
-        Store the keys and values of a layer when its queries are there, so that all are evaluated together. Where
-        kernels run at once, every evaluation is a wait.
+        Store the keys and values of a layer when its queries are known, so that one evaluation computes all three.
+        Kernels that run at once wait for every evaluation.
     stores : bool
-        Whether there is something to store: not where the tokens of another pass are looked at once more.
+        Whether the pass stores keys and values. False for a pass over tokens that another pass has stored.
 
     Attributes
     ----------
     step
-        What the backend prepared of the plan.
+        What the backend's `prepare` returned for the plan.
     attends : bool
-        Whether somebody looks at the attention; it is 0 otherwise.
+        Whether anybody uses the attention. If not, the result is 0.
     is_over : bool
-        Whether something else has begun since: the blocks may hold other tokens.
+        Whether a later operation has begun: the blocks may hold other tokens.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Forward:
             self.backend.write(self.step, layer, k, v)
 
     def flush(self, *others: mx.array) -> None:
-        """Store what was put off, if anything was; `others` are evaluated with it."""
+        """Store the keys and values that `put` deferred, if any. Evaluate `others` with them."""
         if self._late is not None:
             layer, k, v = self._late
             mx.eval(k, v, *others)
@@ -117,7 +117,7 @@ class Forward:
 
 
 class _Placeholder:
-    """Stands where a model of mlx-lm keeps an array, and refuses to be one."""
+    """Takes the place of an array in a model of mlx-lm. Any use as an array raises TypeError."""
 
     __slots__ = ()
 
@@ -138,7 +138,7 @@ class _Placeholder:
 
 
 class PagedMask(_Placeholder):
-    """Causal, and with a window, if the layer has one. What ``make_mask`` returns on the fused route."""
+    """A causal mask, with a window if the layer has one. ``make_mask`` returns it on the fused route."""
 
     __slots__ = ("window",)
 
@@ -181,18 +181,18 @@ class PagedContext(_Placeholder):
         Parameters
         ----------
         values : PagedContext
-            This one again.
+            The same object: ``update_and_fetch`` returns it twice.
         mask
-            A `PagedMask`; or mlx-lm's own short forms, "causal", and None for a single column.
+            A `PagedMask`, or a short form of mlx-lm: "causal", or None for a single column.
         sinks, soft_cap
             See `kvpool.protocol.AttentionOptions`.
 
         Raises
         ------
         RuntimeError
-            The pass is over: its blocks may hold other tokens by now.
+            The pass is over: its blocks may hold other tokens.
         TypeError, ValueError
-            Values, queries or mask of something else.
+            Values, queries or mask do not belong to this pass.
         """
         forward = self.forward
         if forward.is_over:
@@ -231,14 +231,14 @@ class PagedContext(_Placeholder):
         else:
             out, scores = backend.attend(forward.step, self.layer, q, scale, options=options, scores=kind)
             eviction.observe(self.layer, scores)
-        if columns is not None:  # padding columns see nothing
+        if columns is not None:  # the result of padding columns is 0
             padded = mx.zeros((num_rows * num_columns, *out.shape[1:]), out.dtype)
             padded[columns] = out
             out = padded
         return out.reshape(num_rows, num_columns, num_heads, -1).swapaxes(1, 2)
 
     def _scores(self, q: mx.array, observed: Any, scale: float, options: AttentionOptions | None) -> mx.array:
-        """What some queries of the pass see, ``[R, Hk, C]``: attended once more, each in a row of its own."""
+        """Return the scores of some queries of the pass, ``[R, Hk, C]``: a second attention, one row per query."""
         forward, backend = self.forward, self.forward.backend
         if observed.step is None:
             observed.step = backend.prepare(StepArrays.of_queries(forward.plan, observed.queries))
@@ -248,7 +248,7 @@ class PagedContext(_Placeholder):
 
 
 def _require_short(mask: Any, num_columns: int) -> None:
-    """Raise TypeError unless the mask is one of mlx-lm's short forms, which stand for a causal one."""
+    """Raise TypeError unless the mask is a short form of mlx-lm, which stands for a causal mask."""
     if (mask is None and num_columns == 1) or (isinstance(mask, str) and mask == "causal"):
         return
     raise TypeError(
@@ -258,7 +258,7 @@ def _require_short(mask: Any, num_columns: int) -> None:
 
 
 def smaller_window(one: int | None, other: int | None) -> int | None:
-    """The smaller of two windows; None stands for no window."""
+    """Return the smaller of two windows. None stands for no window."""
     return min(one, other) if one and other else one or other or None
 
 
@@ -328,14 +328,14 @@ KNOWN = {
 """Digests of the ``__call__`` of the classes that attend, by module and class. Tested with `SUPPORTED_VERSIONS`."""
 
 REPLACED = {"mlx_lm.models.gemma2.Attention": _gemma2_call}
-"""Classes that do not call the function of ``base``: their ``__call__`` itself is stood in for."""
+"""Classes that do not call the function of ``base``. Their ``__call__`` itself is replaced."""
 
 
 # --------------------------------------------------------------------------------------------------- sites
 
 
 class Site(NamedTuple):
-    """One attribute of mlx-lm that a stand-in takes the place of."""
+    """One attribute of mlx-lm that a stand-in replaces."""
 
     owner: Any
     name: str
@@ -346,29 +346,29 @@ class Site(NamedTuple):
 
     @property
     def is_active(self) -> bool:
-        """Whether the stand-in is there now, and nobody has set something else over it."""
+        """Whether the attribute is the stand-in now."""
         patch = _patches.get((self.owner, self.name))
         return patch is not None and vars(self.owner).get(self.name) is patch.stand_in
 
     @property
     def is_covered(self) -> bool:
-        """Whether something else is where the stand-in should be now."""
+        """Whether the stand-in should be in place, but somebody has set the attribute to something else."""
         patch = _patches.get((self.owner, self.name))
         return patch is not None and patch.count > 0 and not self.is_active
 
     def enter(self) -> None:
-        """Put the stand-in in place, or count one more that wants it there."""
+        """Put the stand-in in place, or count one more user of it."""
         with _lock:
             found = vars(self.owner)[self.name]
             patch = _patches.get((self.owner, self.name))
             if patch is None or (not patch.count and found is not patch.original):
                 patch = _patches[self.owner, self.name] = _Patch(found, self.make(found))
-            if found is patch.original:  # the module may have been reloaded since the first one came
+            if found is patch.original:  # also after a reload of the module
                 setattr(self.owner, self.name, patch.stand_in)
             patch.count += 1
 
     def require_ours(self) -> None:
-        """Raise RuntimeError if the next `leave` would be the last one and somebody has set the attribute meanwhile."""
+        """Raise RuntimeError if the next `leave` is the last one and somebody else has set the attribute."""
         patch, found = _patches.get((self.owner, self.name)), vars(self.owner).get(self.name)
         if patch is not None and patch.count == 1 and found not in (patch.stand_in, patch.original):
             raise RuntimeError(
@@ -377,7 +377,7 @@ class Site(NamedTuple):
             )
 
     def leave(self) -> None:
-        """Take back one `enter`; the last one puts the original back, whatever the order."""
+        """Undo one `enter`, in any order. The last call puts the original back."""
         with _lock:
             patch = _patches[self.owner, self.name]
             patch.count -= 1
@@ -386,7 +386,7 @@ class Site(NamedTuple):
 
 
 class _Patch:
-    """A stand-in, and how many want it in place. It is kept for the next one who does."""
+    """A stand-in and the number of its users. It is kept after the last one leaves, for the next."""
 
     __slots__ = ("count", "original", "stand_in")
 
@@ -401,7 +401,7 @@ _lock = threading.Lock()
 
 
 def _original(owner: Any, name: str) -> Any:
-    """The attribute without our stand-in."""
+    """Return the attribute without the stand-in."""
     with _lock:
         patch = _patches.get((owner, name))
         found = vars(owner).get(name)
@@ -412,7 +412,7 @@ def _original(owner: Any, name: str) -> Any:
 
 
 def watch(caches: Sequence[Any]) -> list[Caller | None]:
-    """Note who calls ``update_and_fetch`` of each cache; the list fills while the model runs."""
+    """Record who calls ``update_and_fetch`` of each cache. The list is filled while the model runs."""
     callers: list[Caller | None] = [None] * len(caches)
 
     def watched(layer: int, update_and_fetch: Callable[..., Any]) -> Callable[..., Any]:
@@ -429,12 +429,12 @@ def watch(caches: Sequence[Any]) -> list[Caller | None]:
 
 
 def find_sites(callers: Sequence[Caller | None]) -> tuple[Site, ...]:
-    """Where the layers of a model attend, if all of it is known.
+    """Return where the layers of a model attend, if the code of all of them is known.
 
     Raises
     ------
     LookupError
-        Some layer is not; the text says which and why.
+        The code of some layer is not known. The text says which and why.
     """
     if digest(_original(base, ATTENTION)) != BASE:
         raise LookupError(f"mlx_lm.models.base.{ATTENTION} has changed")
