@@ -1,6 +1,6 @@
-"""`Beam`: the hypotheses of a beam search, in lockstep. They share blocks by fork; all of them run, or none.
+"""`Beam`: the hypotheses of a beam search. They share blocks by fork. All of them run, or none.
 
-The search itself needs no pool: `rank` orders continuations, `decided` tells when it is over.
+The search itself needs no pool: `rank` orders continuations, `decided` returns whether it is over.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvpool.scheduler.state import DECODING, FINISHED, PREFILLING, WAITING, Core
 
 
 class Hypothesis(NamedTuple):
-    """A finished one."""
+    """A finished hypothesis."""
 
     score: float
     tokens: NDArray[int32]
@@ -29,7 +29,7 @@ class Hypothesis(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A continuation: of which live hypothesis, with which token."""
+    """A continuation of the live hypothesis `parent` with a token."""
 
     total: float
     parent: int
@@ -43,13 +43,13 @@ class Beam:
     Attributes
     ----------
     live : list of Sequence
-        Unfinished hypotheses, best first; the first leads in the waiting queue.
+        Unfinished hypotheses, best first. The first stands for all in the waiting queue.
     totals : list of float
-        Sum of logprobs of each.
+        Sum of the logprobs of each live hypothesis.
     done : list of Hypothesis
-        The best `width` finished ones, best first.
+        The best `width` finished hypotheses, best first.
     spare : list of int
-        Lanes that the beam holds and does not use: it has `width` of them while it runs.
+        Lanes that the beam holds and does not use. A running beam holds `width` lanes.
     held : list of int
         Handles that hold the blocks of hypotheses 1, 2, ... until the tokens they have in common are computed.
     common : int
@@ -70,14 +70,14 @@ class Beam:
     # -- admission and preemption
 
     def wanted(self, core: Core, sequence: Sequence) -> int:
-        """Tokens that one of them may compute now: with several live, the last one waits for the others."""
+        """Return how many tokens a hypothesis may compute now. The last token of each waits for the others."""
         remaining = core.rows.remaining(sequence.lane)
         if len(self.live) == 1:
             return remaining
         return remaining - 1 if not self.held or sequence is self.live[0] else 0
 
     def spread(self, core: Core) -> None:
-        """Fork what is in common as soon as it is computed, and decode as soon as all are there."""
+        """Fork the common tokens once they are computed, and decode once all hypotheses are ready."""
         rows = core.rows
         if self.held:
             first = self.live[0]
@@ -88,7 +88,7 @@ class Beam:
                 core.move(sequence, DECODING)
 
     def _fork_held(self, core: Core) -> bool:
-        """Exchange what holds the blocks for forks of the first hypothesis that have them. Nothing is copied."""
+        """Replace the `held` handles by forks of the first hypothesis. Nothing is copied."""
         pool, rows = core.pool, core.rows
         first = self.live[0]
         others = self.live[1:]
@@ -120,7 +120,7 @@ class Beam:
         return True
 
     def admit(self, core: Core) -> bool:
-        """Give all hypotheses of a beam lanes and blocks, if there is room for all."""
+        """Admit all hypotheses of the beam. Return False if there is no room for all."""
         rows, pool, first = core.rows, core.pool, self.live[0]
         if len(rows.free) < self.width:
             return False
@@ -155,7 +155,7 @@ class Beam:
         return True
 
     def preempt(self, core: Core) -> None:
-        """All of them lose their blocks; the first leads the rest in the queue."""
+        """Close all hypotheses and queue the first, which stands for all."""
         for sequence in self.live:
             if not self.held or sequence is self.live[0]:
                 core.commit(sequence.lane)
@@ -165,7 +165,7 @@ class Beam:
         self.stop_running(core)
 
     def stop_running(self, core: Core) -> None:
-        """The live ones wait and hold nothing any more."""
+        """Let the live hypotheses wait, without blocks."""
         for sequence in self.live:
             sequence.preemptions += 1
         core.preemptions += len(self.live)
@@ -173,12 +173,12 @@ class Beam:
         core.wait(self.live[0], front=True)
 
     def close(self, core: Core) -> None:
-        """Close the handles of the live ones; `held` are those of all but the first."""
+        """Close the handles of the live hypotheses. `held` has those of all but the first."""
         handles = [int(core.rows.handle[sequence.lane]) for sequence in self.live]
         core.pool.close([handle for handle in handles if handle >= 0])
 
     def give_back(self, core: Core) -> None:
-        """The beam runs no longer: nothing is held for it."""
+        """Free everything that the beam holds: it does not run any more."""
         for lane in self.spare:
             core.rows.give(lane)
         self.spare, self.held = [], []
@@ -188,7 +188,7 @@ class Beam:
     # -- a step of the search
 
     def move_on(self, core: Core, tokens: NDArray[int32], logprobs: NDArray[float32], now: float) -> list[Output]:
-        """One token more: choose, end, fork, close."""
+        """Take one more token: choose continuations, end hypotheses, fork and close handles."""
         rows, group = core.rows, self.group
         before = [rows.generated_of(sequence.lane) for sequence in self.live]
         scored = [rows.logprobs_of(sequence.lane) for sequence in self.live]
@@ -215,7 +215,7 @@ class Beam:
     # -- the end
 
     def cancel(self, core: Core, now: float) -> list[Output]:
-        """End it with what there is: the best of finished and live hypotheses."""
+        """End the beam with the best of its finished and live hypotheses."""
         penalty = self.group.request.length_penalty
         found = list(self.done)
         preemptions = self.live[0].preemptions
@@ -236,7 +236,7 @@ class Beam:
     def outputs(
         self, core: Core, found: list[Hypothesis], reason: str | None, preemptions: int, now: float
     ) -> list[Output]:
-        """The best n of `found`."""
+        """Return the outputs of the best n of `found`."""
         outputs = []
         for place, hypothesis in enumerate(found[: self.group.request.n]):
             sequence = Sequence(self.group, place)
@@ -247,7 +247,7 @@ class Beam:
 
 
 def common_prefix(tokens: list[NDArray[int32]]) -> int:
-    """Length of what all have in common; one token of each is always left."""
+    """Return the length of the common beginning. At least one token of each sequence is left over."""
     least = min(map(len, tokens)) - 1
     first = tokens[0][:least]
     for other in tokens[1:]:
@@ -258,7 +258,7 @@ def common_prefix(tokens: list[NDArray[int32]]) -> int:
 
 
 def rank(totals: list[float], tokens: NDArray[int32], logprobs: NDArray[float32]) -> list[Candidate]:
-    """All continuations that are possible, best first; of equals the lower row first, then the lower candidate."""
+    """Return all continuations, best first. Of equals the lower row comes first, then the lower candidate."""
     sums = np.asarray(totals, np.float64)[:, None] + logprobs.astype(np.float64)
     order = np.argsort(-sums, axis=None, kind="stable")
     width = tokens.shape[1]
@@ -270,7 +270,7 @@ def rank(totals: list[float], tokens: NDArray[int32], logprobs: NDArray[float32]
 
 
 def decided(beam: Beam, best: float, length: int) -> bool:
-    """Whether no continuation of the best total can get among the `width` best finished ones."""
+    """Return whether no continuation of the best total can reach the `width` best finished hypotheses."""
     if len(beam.done) < beam.width:
         return False
     request = beam.group.request
@@ -279,7 +279,7 @@ def decided(beam: Beam, best: float, length: int) -> bool:
 
 
 def reorder(core: Core, beam: Beam, chosen: list[tuple[Candidate, NDArray[int32], NDArray[float32]]]) -> None:
-    """Let the chosen continuations be the live ones: the first child of a hypothesis keeps its blocks, others fork."""
+    """Make the chosen continuations live. The first child of a hypothesis keeps its blocks, others fork."""
     rows, pool, group = core.rows, core.pool, beam.group
     lanes = [sequence.lane for sequence in beam.live]
     handles = [int(rows.handle[lane]) for lane in lanes]
@@ -319,7 +319,7 @@ def reorder(core: Core, beam: Beam, chosen: list[tuple[Candidate, NDArray[int32]
 
 
 def end_beam(core: Core, beam: Beam, now: float) -> list[Output]:
-    """The search is over: the best n finished hypotheses."""
+    """End the search with the best n finished hypotheses."""
     for sequence in beam.live:
         core.commit(sequence.lane)
     beam.close(core)

@@ -1,4 +1,4 @@
-"""`check`: every counter and invariant of a scheduler, recomputed. Reads everything, changes nothing."""
+"""`check`: recomputes every counter and invariant of a scheduler. It changes nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAMES = ("waiting", "prefilling", "decoding", "spilled", "finished")
 
 
 def check(core: Core, out: Step | None) -> None:
-    """Raise `CorruptState` for the first thing that is not as it must be; `out` is the step that is out."""
+    """Raise `CorruptState` for the first invariant that does not hold. `out` is the step that is out."""
     sequences = live_sequences(core)
     check_states(core, sequences)
     check_slots(core, sequences)
@@ -44,7 +44,7 @@ def name(sequence: Sequence) -> str:
 
 
 def live_sequences(core: Core) -> list[Sequence]:
-    """Return all sequences that have not ended; a beam's are its unfinished hypotheses."""
+    """Return all sequences that have not ended. Those of a beam are its unfinished hypotheses."""
     found = []
     for key, group in core.groups.items():
         require(key == group.id, f"request {group.id!r} is filed as {key!r}")
@@ -59,7 +59,7 @@ def live_sequences(core: Core) -> list[Sequence]:
 
 
 def check_states(core: Core, sequences: list[Sequence]) -> None:
-    """Counters of states, and the lists by state."""
+    """Check the counters of states, and the lists by state."""
     states = Counter(sequence.state for sequence in sequences)
     for state in (WAITING, PREFILLING, DECODING, SPILLED):
         require(states[state] == core.count[state], f"{core.count[state]} count as {NAMES[state]}, {states[state]} are")
@@ -71,7 +71,7 @@ def check_states(core: Core, sequences: list[Sequence]) -> None:
 
 
 def check_slots(core: Core, sequences: list[Sequence]) -> None:
-    """Each lane is free, dead, spare in a beam, or of one sequence; handles are open and different."""
+    """Check that each lane is free, dead, spare in a beam, or of one sequence, and that handles are distinct."""
     rows = core.rows
     used = [sequence.lane for sequence in sequences if sequence.lane >= 0]
     spare = [lane for beam in core.beams for lane in beam.spare]
@@ -91,7 +91,7 @@ def check_slots(core: Core, sequences: list[Sequence]) -> None:
 
 
 def check_running(core: Core, sequence: Sequence, new: dict[int, int]) -> None:
-    """Lengths of one running sequence."""
+    """Check the lengths of one running sequence."""
     rows, lane = core.rows, sequence.lane
     handle, computed, remaining = int(rows.handle[lane]), int(rows.computed[lane]), rows.remaining(lane)
     length = core.pool.num_tokens(handle) - new.get(handle, 0)
@@ -111,7 +111,7 @@ def check_running(core: Core, sequence: Sequence, new: dict[int, int]) -> None:
 
 
 def check_progress(core: Core, out: Step | None) -> None:
-    """No livelock: steps and preemptions are bounded by what was achieved (docs/scheduling.md)."""
+    """Check for livelock: progress bounds the number of steps and preemptions (docs/scheduling.md)."""
     steps = core.steps - core.idle_steps
     most = core.sampled_tokens + core.chunks_allowed + core.spills
     require(steps <= most, f"{steps} steps for {core.sampled_tokens} tokens, at most {most}")

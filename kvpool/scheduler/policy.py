@@ -12,22 +12,22 @@ POLICIES = ("last", "longest", "grower", "priority")
 
 
 def make_room(core: Core, probe: object) -> DecodeBatch:
-    """Preempt until every decode finds its block; return who decodes then.
+    """Preempt sequences until every decode finds its block. Return the batch that is left.
 
     Parameters
     ----------
     probe : Plan
-        Any plan that is not pending: to learn which row finds no block.
+        Any plan that is not pending. It is used to find the row without a block.
 
     Raises
     ------
     OutOfBlocks
-        One request alone is left and finds no block: others of the pool hold them.
+        Only one request is left and finds no block: other users of the pool hold them.
 
     Notes
     -----
-    A request that has run beside others may have computed what one of them had cached before: the prefix cache then
-    keeps both copies of a block. If it is left alone and finds no block, it starts over, once, and finds them cached.
+    A request may compute a block that another request cached meanwhile. The prefix cache then keeps both copies. So a
+    request that is left alone and finds no block starts over once, and then finds these blocks in the cache.
     """
     pool, batch = core.pool, core.batch()
     while not batch.has_room(pool):
@@ -54,7 +54,7 @@ def make_room(core: Core, probe: object) -> DecodeBatch:
 
 
 def choose(core: Core, running: np.ndarray, probe: object) -> Sequence:
-    """The victim, by policy, of the running lanes in order of admission."""
+    """Return the sequence to preempt by the policy, of the running lanes in order of admission."""
     rows = core.rows
     if core.policy == "longest":
         lengths = rows.computed[running]
@@ -70,7 +70,7 @@ def choose(core: Core, running: np.ndarray, probe: object) -> Sequence:
 
 
 def first_short(core: Core, probe: object) -> int:
-    """Which row finds no block; some row does."""
+    """Return the row that finds no block. There must be one."""
     try:
         core.pool.step(probe, core.batch().handles, 1)  # type: ignore[arg-type]
     except OutOfBlocks as error:
@@ -79,9 +79,9 @@ def first_short(core: Core, probe: object) -> int:
 
 
 def spill(core: Core, sequence: Sequence) -> bool:
-    """Move a sequence's KV to the tier, if there is one and it takes it.
+    """Move a sequence's KV to the tier. Return False if there is no tier or it refuses.
 
-    Never a beam, which shares blocks; nor one with fewer tokens than it knows, or one that is to lose some.
+    A beam is never spilled, because it shares blocks; nor is a sequence that has lost tokens or exceeds its budget.
     """
     if core.tier is None or sequence.group.beam is not None:
         return False
@@ -105,12 +105,12 @@ def spill(core: Core, sequence: Sequence) -> bool:
 
 
 def most_tokens(core: Core, tokens: int) -> int:
-    """Tokens that a sequence of so many has token slots for at a time: what is left of it, and a chunk."""
+    """Return how many token slots a sequence of `tokens` tokens needs at most: its budget and one chunk."""
     return tokens if core.eviction is None else min(tokens, core.eviction.most + core.chunk)
 
 
 def blocks_alone(core: Core, tokens: int) -> int:
-    """Blocks with which a sequence of so many tokens runs alone: where it is compacted, also those for copies."""
+    """Return how many blocks a sequence needs to run alone, with copies for compaction."""
     need = core.blocks(most_tokens(core, tokens))
     if core.eviction is not None and core.prefix is not None and tokens > core.eviction.policy.max_kv:
         need += 1  # a block that is cached twice
@@ -119,7 +119,7 @@ def blocks_alone(core: Core, tokens: int) -> int:
 
 
 def judge(core: Core, request: Request) -> None:
-    """Refuse what does not go with eviction."""
+    """Raise RequestRejected for a request that cannot be combined with eviction."""
     if core.eviction is not None and request.beam_width > 1:
         raise RequestRejected(
             f"[add] a beam of {request.beam_width} sequences keeps every token, this scheduler evicts", "beam"
@@ -127,8 +127,8 @@ def judge(core: Core, request: Request) -> None:
 
 
 def open_within(core: Core, tokens: np.ndarray, namespace: bytes) -> int:
-    """A sequence with what the cache has of these tokens, and the blocks that it needs until they are computed."""
-    looked_up = tokens[: core.findable + 1]  # the last one is always computed
+    """Open a sequence with the cached part of `tokens`, and reserve blocks for the rest."""
+    looked_up = tokens[: core.findable + 1]  # the last token is always computed
     handle = int(core.pool.open(looked_up, namespace))
     if len(looked_up) < len(tokens):
         try:
@@ -141,9 +141,9 @@ def open_within(core: Core, tokens: np.ndarray, namespace: bytes) -> int:
 
 
 def publish(core: Core, lane: int) -> None:
-    """What a sequence has computed goes to the cache before it loses tokens: later it cannot any more.
+    """Commit a sequence to the prefix cache before it loses tokens. Afterwards it cannot be committed.
 
-    Not where somebody else has published it meanwhile: the cache would keep both copies.
+    Skipped if another sequence has committed the same blocks meanwhile: the cache would keep both copies.
     """
     rows, request = core.rows, core.rows.sequence(lane).group.request
     end = min(int(rows.computed[lane]), core.findable)
@@ -154,14 +154,14 @@ def publish(core: Core, lane: int) -> None:
 
 
 def keep_budgets(core: Core) -> None:
-    """Before a step: tokens leave the sequences that have as many as they may.
+    """Evict tokens of sequences that have reached their budget, before a step.
 
     Raises
     ------
     OutOfBlocks
-        One request alone is left and finds no blocks for copies: others of the pool hold them.
+        Only one request is left and finds no blocks for copies: other users of the pool hold them.
     Exception
-        What the backend raises; the sequence in question is preempted.
+        An exception of the backend. The sequence is preempted.
     """
     assert core.eviction is not None
     rows = core.rows
@@ -191,8 +191,8 @@ def evict(core: Core, sequence: Sequence) -> None:
             evictor.evict([handle], np.array([lane]), now, after, rows.computed[[lane]])
             rows.gone[lane] += now[0] - after[0]
             core.evicted_tokens += int(now[0] - after[0])
-        # What was reserved left with the tokens. Without it a sequence could lose its blocks before its next token, and
-        # two of them could preempt each other for ever.
+        # The reserved blocks left with the tokens. Without new ones a sequence could lose its blocks before its next
+        # token, and two sequences could preempt each other for ever.
         evictor.reserve(handle, min(rows.remaining(lane), evictor.most + core.chunk - int(after[0])))
     except OutOfBlocks:
         raise
@@ -204,10 +204,10 @@ def evict(core: Core, sequence: Sequence) -> None:
 
 
 def make_way(core: Core) -> None:
-    """Preempt one: the last admitted, of the lowest priority if that is the policy.
+    """Preempt the last admitted sequence; with the policy "priority", the last of the lowest priority.
 
-    Others in turn would do harm: of two long prompts each could preempt the other for ever. Who is left alone starts
-    over if it ran beside others, as in `room.make_room`.
+    Other choices could let two long prompts preempt each other for ever. A request that is left alone starts over if it
+    ran beside others, as in `make_room`.
     """
     running = core.rows.running()
     core.setbacks += 1
@@ -236,7 +236,7 @@ def known_tokens(sequence: Sequence) -> np.ndarray:
 
 
 def blocks_kept(core: Core) -> int:
-    """Blocks that an admission must leave: the watermark, and what the decodes of this very step may take."""
+    """Return how many blocks an admission must leave: the watermark, and those for the decodes of this step."""
     rows = core.rows
     running = core.count[PREFILLING] + core.count[DECODING]
     if not running:
@@ -249,14 +249,14 @@ def blocks_kept(core: Core) -> int:
 
 
 def fits(core: Core, tokens: np.ndarray, namespace: bytes, extra: int = 0) -> bool:
-    """Whether `open(tokens)` and `extra` blocks more leave enough. Evicts nothing, but hits count as touched."""
+    """Return whether enough blocks are left after `open(tokens)` and `extra` more. Evicts nothing, touches hits."""
     need = core.blocks(most_tokens(core, len(tokens))) + extra
     tokens = tokens[: core.findable + 1]
     keep = max(blocks_kept(core), core.pool.options.watermark)
     available = core.available()
     if available - need >= keep:
         return True
-    if core.prefix is None or available <= keep:  # the last token always needs a block
+    if core.prefix is None or available <= keep:  # at least the last token needs a block
         return False
     size = core.pool.block_size
     whole = tokens[: (len(tokens) - 1) // size * size]
@@ -264,7 +264,7 @@ def fits(core: Core, tokens: np.ndarray, namespace: bytes, extra: int = 0) -> bo
     if not hits or available - (need - hits) < keep:
         return False
     try:
-        pinned = core.prefix.pin(whole, namespace)  # hits that are evictable are not available to the rest
+        pinned = core.prefix.pin(whole, namespace)  # evictable hits are not available for the rest
     except OutOfSequences:
         return False
     try:
@@ -274,7 +274,7 @@ def fits(core: Core, tokens: np.ndarray, namespace: bytes, extra: int = 0) -> bo
 
 
 def admit(core: Core, sequence: Sequence) -> bool:
-    """Give a waiting sequence (or the beam that it leads) a lane and blocks, if there are enough."""
+    """Admit a waiting sequence, or the beam that it leads. Return False if lanes or blocks are missing."""
     if sequence.group.beam is not None:
         return bool(sequence.group.beam.admit(core))
     if not core.rows.free:
@@ -295,7 +295,7 @@ def admit(core: Core, sequence: Sequence) -> bool:
 
 
 def count_admission(core: Core, sequence: Sequence, computed: int, known: int) -> None:
-    """Note an admission with so many known tokens, `computed` of them found in the cache."""
+    """Count an admission with `known` tokens, of which the cache has `computed`."""
     group = sequence.group
     if group.admitted is None:
         group.admitted = core.clock()
@@ -306,7 +306,7 @@ def count_admission(core: Core, sequence: Sequence, computed: int, known: int) -
 
 
 def restore(core: Core, sequence: Sequence) -> bool:
-    """Bring a spilled sequence back from the tier, if there is room."""
+    """Restore a spilled sequence from the tier. Return False if there is no room."""
     if not core.rows.free:
         return False
     prompt = sequence.group.request.prompt
@@ -332,7 +332,7 @@ def restore(core: Core, sequence: Sequence) -> bool:
 
 
 def admit_next(core: Core) -> Sequence | None:
-    """Admit whoever is next. None: nobody waits, or there is no room for the first in line."""
+    """Admit the next sequence and return it. None if nobody waits or the first in line finds no room."""
     for sequence in core.spilled:
         return sequence if restore(core, sequence) else None
     head = core.queue.head()

@@ -1,4 +1,4 @@
-"""What comes back: tokens of a step are checked, appended, and end sequences; samples fork; requests are cancelled."""
+"""Results of a step: checks and appends tokens, ends sequences, forks samples. Also cancels requests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Given(NamedTuple):
 
 
 def read(step: Step, tokens: Any, logprobs: Any, beams: Any) -> Given:
-    """Check what `update` was given; nothing is changed."""
+    """Check the arguments of `update`. Changes nothing."""
     m = len(step.sample_at)
     tokens = _tokens("tokens", tokens, (m,))
     if logprobs is not None:
@@ -86,7 +86,7 @@ def _numbers(name: str, array: Any, shape: tuple[int, ...]) -> NDArray[float32]:
 def fan_out(
     core: Core, at: NDArray[int32], lane: NDArray[int32], index: NDArray[int32]
 ) -> tuple[NDArray[int32], NDArray[int32], NDArray[int32]]:
-    """Let the rows of requests whose samples are not forked yet stand n times."""
+    """Repeat the rows of requests whose samples are not forked yet, once per sample."""
     groups = [core.rows.sequence(s).group for s in lane.tolist()]
     times = np.array([1 if group.forked else group.request.n for group in groups], np.intp)
     if not (times > 1).any():
@@ -97,7 +97,7 @@ def fan_out(
 
 
 def take(core: Core, step: Step, given: Given) -> list[Output]:
-    """Move every sequence of an executed step on."""
+    """Advance every sequence of an executed step."""
     core.step_out = False
     core.steps += 1
     if core.eviction is not None:
@@ -111,7 +111,7 @@ def take(core: Core, step: Step, given: Given) -> list[Output]:
 
 
 def take_rows(core: Core, step: Step, given: Given, begin: int) -> list[Output]:
-    """Move the rows from `begin` on; the samples before it are of the rows before it."""
+    """Advance the rows from `begin` on. Earlier samples belong to earlier rows."""
     rows = core.rows
     lanes, samples, position = step.lanes[begin:], step.sample_lane[begin:], step.sample_position[begin:]
     alive = rows.handle[lanes] >= 0
@@ -136,9 +136,9 @@ def take_rows(core: Core, step: Step, given: Given, begin: int) -> list[Output]:
 
 
 def take_decodes(core: Core, batch: DecodeBatch, at: NDArray[int32], given: Given) -> list[Output]:
-    """Move the decodes, the first rows of a step. No Python object per row, as long as none ends.
+    """Advance the decodes, which are the first rows of a step. Makes no Python object per row unless one ends.
 
-    `at` begins with how many tokens each has generated before.
+    `at` begins with the number of tokens that each row has generated before.
     """
     rows, lanes, n = core.rows, batch.lanes, len(batch.lanes)
     at, tokens = at[:n], given.tokens[:n]
@@ -148,7 +148,7 @@ def take_decodes(core: Core, batch: DecodeBatch, at: NDArray[int32], given: Give
     if batch.shared:
         rows.shared[lanes] = batch.shared = False
     generated = store(rows, lanes, at, tokens, None if given.logprobs is None else given.logprobs[:n])
-    if not at.min():  # prompts that had one token left to compute
+    if not at.min():  # prompts of which one token was left to compute
         end_prompts(core, lanes[at == 0], core.clock())
     watched = batch.watch == tokens[:, None]
     full = generated >= batch.limit
@@ -162,7 +162,7 @@ def take_decodes(core: Core, batch: DecodeBatch, at: NDArray[int32], given: Give
 
 
 def end_prompts(core: Core, lanes: np.ndarray, now: float) -> None:
-    """The first tokens of these sequences are there: their prompts are computed."""
+    """Record that the prompts of these sequences are computed: their first tokens are known."""
     for lane in lanes.tolist():
         group = core.rows.sequence(lane).group
         group.first_token = now if group.first_token is None else group.first_token
@@ -170,7 +170,7 @@ def end_prompts(core: Core, lanes: np.ndarray, now: float) -> None:
 
 
 def take_fans(core: Core, samples: NDArray[int32], plain: np.ndarray) -> dict[int, list[int]]:
-    """Take samples that are still to be forked out of `plain`: lane -> where they stand."""
+    """Remove samples that must be forked first from `plain`. Return their positions by lane."""
     fans: dict[int, list[int]] = {}
     for at in np.flatnonzero(plain).tolist():
         lane = int(samples[at])
@@ -189,7 +189,7 @@ def move_beams(
     logprobs: NDArray[float32],
     now: float,
 ) -> list[Output]:
-    """Move every beam of a step on; the rows of one stand together, all from sample `first` on."""
+    """Advance every beam of a step. The rows of a beam are adjacent, all from sample `first` on."""
     outputs: list[Output] = []
     samples = np.flatnonzero(step.beam_width)
     begin = 0
@@ -205,7 +205,7 @@ def move_beams(
 
 
 def advance(core: Core, lanes: NDArray[int32], new: NDArray[int64], decodes: int) -> None:
-    """The inputs of these rows are computed; the first are decodes."""
+    """Count the inputs of these rows as computed. The first rows are decodes."""
     rows = core.rows
     core.decode_tokens += decodes
     if len(lanes) > decodes:
@@ -218,7 +218,7 @@ def advance(core: Core, lanes: NDArray[int32], new: NDArray[int64], decodes: int
 
 
 def append(core: Core, samples: NDArray[int32], given: Given, chosen: np.ndarray, begin: int) -> list[tuple[int, str]]:
-    """Append one token each; return the lanes that ended, and why, in order of rows."""
+    """Append one token each. Return the lanes that ended, and why, in order of rows."""
     lanes = samples[chosen]
     if not len(lanes):
         return []
@@ -232,7 +232,7 @@ def append(core: Core, samples: NDArray[int32], given: Given, chosen: np.ndarray
 def store(
     rows: LaneRows, lanes: np.ndarray, at: NDArray[int32], tokens: NDArray[int32], logprobs: NDArray[float32] | None
 ) -> NDArray[int32]:
-    """Append one token each to lanes that have generated `at`; return how many they have now."""
+    """Append one token each to lanes that have generated `at` tokens. Return the new counts."""
     rows.tokens[lanes, at] = tokens
     if logprobs is not None or rows.logprobs is not None:
         kept = rows.need_logprobs() if rows.logprobs is None else rows.logprobs
@@ -247,7 +247,7 @@ def store(
 
 
 def why(rows: LaneRows, lanes: np.ndarray, generated: NDArray[int32], maybe: np.ndarray) -> list[tuple[int, str]]:
-    """Which of the lanes ended, and why; those not in `maybe` did not."""
+    """Return the lanes that ended, and why. Only lanes in `maybe` can have ended."""
     ended = []
     for row in maybe.nonzero()[0].tolist():
         lane = int(lanes[row])
@@ -258,7 +258,7 @@ def why(rows: LaneRows, lanes: np.ndarray, generated: NDArray[int32], maybe: np.
 
 
 def why_ended(group: Group, tokens: NDArray[int32]) -> str | None:
-    """Why a sequence with these generated tokens ends; None: it goes on."""
+    """Return why a sequence with these generated tokens ends. None: it goes on."""
     request = group.request
     if int(tokens[-1]) in request.eos:
         return "eos"
@@ -268,9 +268,9 @@ def why_ended(group: Group, tokens: NDArray[int32]) -> str | None:
 
 
 def fork_samples(core: Core, lane: int, ats: list[int], given: Given, now: float) -> list[Output]:
-    """The prompt of a request with n samples is computed: one sequence becomes n, with a first token each.
+    """Make n sequences of one whose prompt is computed, each with its first token.
 
-    The first that goes on keeps lane and blocks, the others are forks as long as there is room; the rest wait.
+    The first one that goes on keeps lane and blocks. The others become forks while there is room. The rest wait.
     """
     rows = core.rows
     first = rows.sequence(lane)
@@ -316,7 +316,7 @@ def fork_samples(core: Core, lane: int, ats: list[int], given: Given, now: float
 
 
 def fork(core: Core, handle: int) -> int | None:
-    """Another handle on the same blocks, if a lane is free and its first own token would find a block."""
+    """Fork a handle if a lane is free and its first own token would find a block. Otherwise return None."""
     if not core.rows.free or core.available() <= core.count[DECODING] + core.count[PREFILLING]:
         return None
     try:
@@ -326,7 +326,7 @@ def fork(core: Core, handle: int) -> int | None:
 
 
 def cancel(core: Core, group: Group) -> list[Output]:
-    """End a request in whatever state it is."""
+    """End a request in any state."""
     now = core.clock()
     if group.beam is not None:
         return group.beam.cancel(core, now)
@@ -347,7 +347,7 @@ def cancel(core: Core, group: Group) -> list[Output]:
 
 
 def give_up(core: Core, step: Step) -> None:
-    """A step failed that cannot be rolled back: what it wrote is unknown, so its sequences start over."""
+    """Preempt the sequences of a failed step that cannot be rolled back: its writes are unknown."""
     for lane in step.lanes[::-1].tolist():
         sequence = core.rows.sequences[lane]
         if sequence is None:

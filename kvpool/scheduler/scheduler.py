@@ -1,4 +1,4 @@
-"""`Scheduler`: continuous batching over a pool, one step at a time. Checks arguments; its parts do the work."""
+"""`Scheduler`: continuous batching over a pool, one step at a time. It checks arguments; other modules do the work."""
 
 from __future__ import annotations
 
@@ -28,40 +28,41 @@ PadTo = tuple[int, int] | Callable[[int, int], tuple[int, int]] | None
 
 
 class Scheduler:
-    """Continuous batching as policy over a pool: no tensors, no model. ``docs/scheduling.md`` has every rule.
+    """Continuous batching over a pool, without tensors and without a model. ``docs/scheduling.md`` has every rule.
 
     Parameters
     ----------
     pool : Pool
-        May be used by others beside the scheduler.
+        Others may use it beside the scheduler.
     max_running : int, default 256
-        Sequences that run at a time, at most; each has a lane below it.
+        Most sequences that run at a time. Each has a lane, ``0 .. max_running - 1``.
     max_step_tokens : int, default 2048
-        Token budget of a step. Decodes are never held back by it, prefill chunks take what they leave.
+        Token budget of a step. It never holds decodes back. Prefill chunks take what decodes leave.
     prefill_chunk : int, default 512
         Prompt tokens of one sequence in one step, at most.
     mixed : bool, default True
-        Decodes and chunks in one step. False, for runners without a ragged forward: decodes only, or one chunk.
+        Decodes and chunks share a step. False is for runners without a ragged forward pass: a step is decodes only, or
+        one chunk.
     watermark : int, optional
         Blocks that an admission leaves free. Default: one per running sequence.
     preempt : {"last", "longest", "grower", "priority"}
-        Who is recomputed when blocks run out.
+        Selects the sequence to preempt and recompute when blocks run out.
     max_waiting : int, optional
-        Requests beyond so many waiting sequences are rejected.
+        Reject requests when so many sequences wait.
     max_model_len : int, optional
         Tokens of a sequence, at most.
     formats : sequence of str
         Of the plans, see `Plan`.
     pad_to : (int, int) or callable, optional
-        Static shape ``(rows, tokens)`` of the plan's arrays; a callable is given the batch's and returns the shape.
+        Static shape ``(rows, tokens)`` of the plan's arrays. A callable gets the shape of the batch and returns it.
     tier : object, optional
         ``spill_to_host(handle, blocks)`` and ``prefetch(kept, handle, blocks)``.
     clock : callable, default `time.monotonic`
-        Fills the times of outputs, decides nothing.
+        Fills the times of outputs. It has no influence on decisions.
     plans : int, default 1
-        Plans that steps use in turn: with 2, a step's arrays hold until the one after the next.
+        Plans that steps use in turn. With 2, the arrays of a step stay valid during the next one.
     eviction : kvpool.eviction.Evictor, optional
-        Keeps sequences within a budget of tokens: between two steps some leave.
+        Keeps sequences within a budget of tokens: between two steps it evicts some.
 
     Raises
     ------
@@ -70,7 +71,7 @@ class Scheduler:
 
     Examples
     --------
-    >>> from kvpool._core import Pool, Request, Scheduler
+    >>> from kvpool import Pool, Request, Scheduler
     >>> scheduler = Scheduler(Pool(num_blocks=16, block_size=4), max_running=4)
     >>> scheduler.add(Request([1, 2, 3], max_tokens=2))
     0
@@ -147,7 +148,7 @@ class Scheduler:
     # -- requests
 
     def add(self, request: Request) -> Hashable:
-        """Queue a request; legal at any time, also while a step is out.
+        """Queue a request. Legal at any time, also while a step is out.
 
         Returns
         -------
@@ -157,7 +158,7 @@ class Scheduler:
         Raises
         ------
         RequestRejected
-            It could never run, or the queue is full; `reason` says which. State unchanged.
+            The request could never run, or the queue is full. `reason` says which. State unchanged.
         ValueError
             The id is in use. State unchanged.
         TypeError
@@ -180,7 +181,7 @@ class Scheduler:
     def _judge(self, request: Request) -> None:
         core, pool = self._core, self._core.pool
         prompt = len(request.prompt)
-        tokens = prompt + request.max_tokens - 1  # nothing reads the KV of the last one: it is never written
+        tokens = prompt + request.max_tokens - 1  # the KV of the last token is never read, so never written
         judge_eviction(core, request)
         need = blocks_alone(core, tokens)
         width = request.beam_width
@@ -225,24 +226,24 @@ class Scheduler:
         return group
 
     def cancel(self, id: Hashable) -> list[Output]:
-        """Drop a request in whatever state; its blocks are free at once (fences protect a step that is out).
+        """Drop a request in any state. Its blocks are free at once. The pool protects those of a step that is out.
 
         Returns
         -------
         list of Output
-            One for each sequence that had not ended, with what it had so far.
+            One for each sequence that had not ended, with its tokens so far.
 
         Raises
         ------
         UnknownRequest
-            It has finished, or was never added. State unchanged.
+            The request has finished, or was never added. State unchanged.
         """
         return results.cancel(self._core, self._find("cancel", id))
 
     # -- steps
 
     def schedule(self) -> Step | None:
-        """Decide the next step and take its blocks: one allocator transaction for the whole batch.
+        """Decide the next step and take its blocks, in one allocator transaction for the whole batch.
 
         Returns
         -------
@@ -252,14 +253,14 @@ class Scheduler:
         Raises
         ------
         RuntimeError
-            A step is out: `update` or `fail` comes first. State unchanged.
+            A step is out: call `update` or `fail` first. State unchanged.
         OutOfBlocks, OutOfSequences
-            Nothing can run, because others of the pool hold what the first in line needs. Nothing is lost.
+            Nothing can run, because other users of the pool hold what the first in line needs. Nothing is lost.
 
         Notes
         -----
-        The order of decisions is that of docs/scheduling.md: decodes, room for them, chunks, top-up. Iteration-level
-        scheduling is Orca's idea, chunks that never stall a decode are Sarathi-Serve's.
+        docs/scheduling.md has the order of decisions: decodes, room for them, chunks, top-up. Iteration-level
+        scheduling is from Orca. Chunks that never stall a decode are from Sarathi-Serve.
         """
         if self._out is not None:
             raise RuntimeError("[schedule] a step is out; call update or fail first")
@@ -273,7 +274,7 @@ class Scheduler:
             for beam in list(core.beams):
                 beam.spread(core)
         batch, chunks = self._decide(plan)
-        if batch is None and not chunks:  # all that was admitted may be a beam that only has to decode
+        if batch is None and not chunks:  # a beam may have been admitted that only has to decode
             batch, chunks = self._decide(plan)
         if batch is None and not chunks:
             self._explain_idle()
@@ -285,7 +286,7 @@ class Scheduler:
         return step
 
     def _decide(self, plan: Plan) -> tuple[DecodeBatch | None, list[tuple[int, int]]]:
-        """Who decodes, and (lane, tokens) of the chunks."""
+        """Return the batch that decodes, and (lane, tokens) of the chunks."""
         core = self._core
         if not core.mixed and not (core.was_chunk and core.count[DECODING]):
             chunks = self._chunks(core.max_step_tokens, 1)
@@ -293,15 +294,15 @@ class Scheduler:
                 return None, chunks
         if not core.count[DECODING]:
             return None, self._chunks(core.max_step_tokens, core.max_running) if core.mixed else []
-        batch = core.batch()  # who is admitted after this is a chunk, not a decode
+        batch = core.batch()  # taken before admissions, which are chunks, not decodes
         if not batch.has_room(core.pool):
             batch = make_room(core, plan)
-        if not core.count[DECODING]:  # the policy named every decode; who stays goes on, or nobody would
+        if not core.count[DECODING]:  # every decode was preempted, so the step must have a chunk
             return None, self._chunks(core.max_step_tokens, core.max_running if core.mixed else 1)
         return batch, self._chunks(core.max_step_tokens - len(batch.lanes), core.max_running) if core.mixed else []
 
     def _chunks(self, budget: int, most: int) -> list[tuple[int, int]]:
-        """Running prefills go on, then the budget that is left goes to admissions."""
+        """Continue running prefills, then spend the rest of the budget on admissions."""
         core, rows = self._core, self._core.rows
         chunks: list[tuple[int, int]] = []
         core.growing = -1
@@ -324,13 +325,13 @@ class Scheduler:
         return chunks
 
     def _wanted(self, lane: int) -> int:
-        """Tokens that a prefilling sequence may compute now."""
+        """Return how many tokens a prefilling sequence may compute now."""
         sequence = self._core.rows.sequence(lane)
         beam = sequence.group.beam
         return self._core.rows.remaining(lane) if beam is None else beam.wanted(self._core, sequence)
 
     def _explain_idle(self) -> None:
-        """Nothing runs and nothing can be admitted: others hold the pool."""
+        """Raise: nothing runs and nothing can be admitted, because others hold the pool."""
         stats = self._core.pool.stats()
         if stats.sequences == self._core.pool.options.max_seqs:
             raise OutOfSequences(f"[schedule] nothing runs, and all {stats.sequences} sequences of the pool are open")
@@ -344,7 +345,7 @@ class Scheduler:
         )
 
     def _build(self, plan: Plan, batch: DecodeBatch | None, chunks: list[tuple[int, int]]) -> Step:
-        """One allocator transaction, and the arrays for it."""
+        """Step the pool once, and return the arrays of the step."""
         rows = self._core.rows
         if batch is not None and not chunks:
             n = len(batch.lanes)
@@ -375,7 +376,7 @@ class Scheduler:
         return Step(rows, plan, plain, tokens, decodes, lanes, handles, num_new, *self._samples(at, of))
 
     def _samples(self, at: np.ndarray, lane: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Where, for which lane and sample, of which width of beam."""
+        """Return positions, lanes, sample numbers and beam widths of the samples."""
         core = self._core
         index = core.rows.index[lane]
         if core.unforked:
@@ -383,7 +384,7 @@ class Scheduler:
         return at, lane, index, core.rows.width[lane]
 
     def _take_blocks(self, plan: Plan, handles: np.ndarray, num_new: int | np.ndarray, tokens: int) -> None:
-        """The one step of the pool."""
+        """Step the pool."""
         pad_to = self._pad_to(len(handles), tokens) if callable(self._pad_to) else self._pad_to
         self._core.pool.step(plan, handles, num_new, pad_to=pad_to)
 
@@ -401,16 +402,17 @@ class Scheduler:
         step : Step
             The one that is out.
         tokens : int32 ``[M]``
-            One for each of ``step.sample_at``; those of beams do not matter.
+            One for each of ``step.sample_at``. Those of beams are ignored.
         logprobs : float32 ``[M]``, optional
-            Of these tokens.
+            Logprobs of these tokens.
         beams : (int32 ``[Mb, K]``, float32 ``[Mb, K]``), optional
-            For the Mb samples of beams, in order: K >= 2 * width best continuations and their logprobs (-inf: none).
+            For the Mb samples of beams, in order: the K >= 2 * width best continuations and their logprobs. -inf marks
+            a missing continuation.
 
         Returns
         -------
         list of Output
-            Sequences that ended, in order of rows.
+            The sequences that ended, in order of rows.
 
         Raises
         ------
@@ -427,10 +429,10 @@ class Scheduler:
         return results.take(self._core, step, given)
 
     def fail(self, step: Step) -> None:
-        """Take back a step that the backend did not execute: every sequence is as before `schedule`.
+        """Take back a step that the backend did not execute. Every sequence is as before `schedule`.
 
-        Admissions stay; requests cancelled meanwhile stay cancelled. A pool with ``in_order=True`` cannot roll back:
-        there the sequences of the step are preempted, and will be recomputed.
+        Admissions and cancellations stay. A pool with ``in_order=True`` cannot roll back. There the sequences of the
+        step are preempted and recomputed.
 
         Raises
         ------
@@ -459,7 +461,7 @@ class Scheduler:
     # -- questions
 
     def tokens_of(self, id: Hashable, index: int = 0) -> NDArray[int32]:
-        """Tokens that a sequence of a request has generated so far, a copy.
+        """Return a copy of the tokens that a sequence has generated so far.
 
         Raises
         ------
@@ -475,7 +477,7 @@ class Scheduler:
         return self._core.rows.generated_of(sequence.lane) if sequence.lane >= 0 else sequence.tokens.copy()
 
     def request_of(self, lane: int) -> Request:
-        """The request that runs in a lane; ValueError if none does."""
+        """Return the request that runs in a lane. ValueError if none does."""
         lane = integer("request_of", "lane", lane, 0, self._core.max_running - 1)
         sequence: Sequence | None = self._core.rows.sequences[lane]
         if sequence is None:
@@ -483,7 +485,7 @@ class Scheduler:
         return sequence.group.request
 
     def stats(self) -> SchedulerStats:
-        """Counters, O(1)."""
+        """Return the counters, in O(1)."""
         core = self._core
         counters = (
             *(core.cancelled, core.rejected, core.admissions, core.preemptions, core.spills, core.steps),
@@ -493,12 +495,12 @@ class Scheduler:
         return SchedulerStats._make((*core.count, *counters))
 
     def check(self) -> None:
-        """Recompute every counter and invariant, those of the pool too; legal at any time.
+        """Recompute every counter and invariant, also those of the pool. Legal at any time.
 
         Raises
         ------
         CorruptState
-            Something does not hold.
+            A counter or an invariant is wrong.
         """
         self._core.pool.check()
         check(self._core, self._out)

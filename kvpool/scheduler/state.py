@@ -48,12 +48,12 @@ class Group:
 
 
 class Sequence:
-    """One stream of tokens. While it has a lane its numbers stand in the rows, `tokens` and `logprobs` are for later.
+    """One stream of tokens. While it has a lane, `LaneRows` has its numbers, and `tokens` and `logprobs` are empty.
 
     Attributes
     ----------
     high : int
-        Most tokens ever computed: what is below and computed again is recomputation.
+        Most tokens ever computed. Computing tokens below it again counts as recomputation.
     computed : int
         Tokens whose KV the tier has, while spilled.
     """
@@ -79,33 +79,33 @@ class LaneRows:
     Attributes
     ----------
     handle : int64
-        In the pool, -1 in a free lane and in one that was cancelled while a step is out.
+        Handle in the pool. -1 in a free lane, and in one whose sequence was cancelled while a step is out.
     state : int8
         PREFILLING, DECODING, or WAITING in a free lane.
     admitted : int64
-        Number of the admission: the order of rows.
+        Number of the admission. It determines the order of rows.
     prompt, generated, computed, committed : int32
-        Tokens of the prompt; tokens generated; known tokens in the pool; tokens given to `PrefixCache.commit`.
+        Tokens of the prompt, generated tokens, tokens whose KV was computed, tokens given to `PrefixCache.commit`.
     gone : int32
-        Of the computed ones, those that were evicted.
+        Computed tokens that were evicted.
     high : int32
         Most tokens that were computed before the admission.
     limit : int32
-        Tokens to generate at most.
+        Most tokens to generate.
     last : int32
-        Last known token: the input of the next decode.
+        Last known token, the input of the next decode.
     shared : bool
-        The tail may be shared with a fork: the next token may need a block for its copy.
+        The tail may be shared with a fork. Then the next token may need a block for its copy.
     watch : int32 ``[lanes, E]``
-        Tokens that may end the sequence, padded with -1: eos, and the last ones of stop sequences.
+        Tokens that may end the sequence, padded with -1: eos, and the last tokens of stop sequences.
     width : int32
-        Of the beam, 0: none.
+        Width of the beam. 0: no beam.
     index : int32
-        Of the sequence in its request.
+        Number of the sequence in its request.
     tokens : int32 ``[lanes, W]``
-        Generated tokens; W doubles when a sequence needs it.
+        Generated tokens. W doubles when a sequence needs it.
     logprobs : float32 ``[lanes, W]`` or None
-        None until somebody gives some.
+        None until `update` gets some.
     """
 
     def __init__(self, size: int) -> None:
@@ -127,7 +127,7 @@ class LaneRows:
         self.index = np.zeros(size, np.int32)
         self.tokens = np.zeros((size, 64), np.int32)
         self.logprobs: NDArray[float32] | None = None
-        self.ones = np.ones(size, np.int64)  # what a row of a step looks like when all are decodes
+        self.ones = np.ones(size, np.int64)  # `Step.num_new` of decodes
         self.order = np.arange(size, dtype=np.int32)
         self.ones.flags.writeable = self.order.flags.writeable = False
         self.sequences: list[Sequence | None] = [None] * size
@@ -139,7 +139,7 @@ class LaneRows:
         return heappop(self.free)
 
     def put(self, lane: int, sequence: Sequence, handle: int, computed: int, admitted: int) -> None:
-        """Let a sequence run in a lane that was taken."""
+        """Put a sequence in a lane that was taken."""
         request = sequence.group.request
         self.handle[lane] = handle
         self.state[lane] = PREFILLING
@@ -169,7 +169,7 @@ class LaneRows:
     def set_tokens(
         self, lane: int, sequence: Sequence, tokens: NDArray[int32], logprobs: NDArray[float32] | None
     ) -> None:
-        """Replace what a lane has generated."""
+        """Replace the generated tokens of a lane."""
         self.make_room(len(tokens) + 1)
         self.tokens[lane, : len(tokens)] = tokens
         self.generated[lane] = len(tokens)
@@ -181,7 +181,7 @@ class LaneRows:
                 kept[lane, : len(logprobs)] = logprobs
 
     def make_room(self, width: int) -> None:
-        """Make the token buffers hold `width` tokens a lane."""
+        """Let the token buffers hold `width` tokens per lane."""
         old = self.tokens.shape[1]
         if width <= old:
             return
@@ -195,17 +195,17 @@ class LaneRows:
             self.logprobs = logprobs
 
     def need_logprobs(self) -> NDArray[float32]:
-        """Return the buffer of logprobs, made now if it was not there."""
+        """Return the buffer of logprobs. Make it if there is none."""
         if self.logprobs is None:
             self.logprobs = np.full(self.tokens.shape, np.nan, np.float32)
         return self.logprobs
 
     def generated_of(self, lane: int) -> NDArray[int32]:
-        """Return a copy of what a lane has generated."""
+        """Return a copy of the generated tokens of a lane."""
         return self.tokens[lane, : self.generated[lane]].copy()
 
     def logprobs_of(self, lane: int) -> NDArray[float32] | None:
-        """Return a copy of its logprobs, None if there never were any."""
+        """Return a copy of the logprobs of a lane, None if there are none."""
         if self.logprobs is None:
             return None
         mine = self.logprobs[lane, : self.generated[lane]]
@@ -222,16 +222,16 @@ class LaneRows:
         return np.concatenate([prompt[begin:], self.tokens[lane, : end - n]])
 
     def leave(self, lane: int) -> None:
-        """Take the sequence off a lane, which is free at once."""
+        """Remove the sequence from a lane and free the lane."""
         self.vacate(lane)
         self.give(lane)
 
     def give(self, lane: int) -> None:
-        """Give back a lane in which nothing runs."""
+        """Free a lane without a sequence."""
         heappush(self.free, lane)
 
     def vacate(self, lane: int) -> None:
-        """Take the sequence off a lane, which stays taken."""
+        """Remove the sequence from a lane, which stays taken."""
         sequence = self.sequences[lane]
         if sequence is not None:
             sequence.lane = -1
@@ -245,18 +245,18 @@ class LaneRows:
         return chosen[self.admitted[chosen].argsort()]
 
     def sequence(self, lane: int) -> Sequence:
-        """Return what runs in a lane that is not free."""
+        """Return the sequence of a lane that is not free."""
         sequence = self.sequences[lane]
         assert sequence is not None
         return sequence
 
     def kv_lens(self, lanes: NDArray[np.intp]) -> NDArray[int32]:
-        """Tokens of these lanes that the pool holds: those computed, without those evicted."""
+        """Return how many tokens of these lanes the pool holds: the computed ones without the evicted ones."""
         lens: NDArray[int32] = self.computed[lanes] - self.gone[lanes]
         return lens
 
     def remaining(self, lane: int) -> int:
-        """Known tokens that are not computed."""
+        """Return the number of known tokens that are not computed."""
         return int(self.prompt[lane] + self.generated[lane] - self.computed[lane])
 
 
@@ -276,7 +276,7 @@ class WaitingQueue:
             yield from self._lines[priority]
 
     def push(self, sequence: Sequence, *, front: bool = False) -> None:
-        """Put a sequence behind those of its priority, or before them."""
+        """Put a sequence behind all others of its priority, or before them."""
         priority = sequence.group.request.priority
         line = self._lines.get(priority)
         if line is None:
@@ -288,7 +288,7 @@ class WaitingQueue:
         self._size += 1
 
     def head(self) -> Sequence | None:
-        """Who is next, None when nobody waits."""
+        """Return the next sequence, None if nobody waits."""
         while self._priorities:
             line = self._lines[-self._priorities[0]]
             if line:
@@ -297,12 +297,12 @@ class WaitingQueue:
         return None
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out, wherever it stands."""
+        """Remove a sequence from any place."""
         del self._lines[sequence.group.request.priority][sequence]
         self._size -= 1
 
     def discard(self, sequence: Sequence) -> None:
-        """Take a sequence out if it is there: of a beam only the first is."""
+        """Remove a sequence if it is queued. Of a beam only the first sequence is."""
         if sequence in self._lines.get(sequence.group.request.priority, ()):
             self.remove(sequence)
 
@@ -313,9 +313,9 @@ class Step:
     Attributes
     ----------
     plan : Plan
-        Of the pool's step: copies, writes, reads.
+        The plan of the pool's step: copies, writes, reads.
     num_decodes : int
-        The first rows are decodes, one token each; prefill chunks follow.
+        Number of decodes. They are the first rows, one token each. Prefill chunks follow.
     handles : int64 ``[S]``
     lanes : int32 ``[S]``
         The scheduler's lane of each row.
@@ -324,11 +324,11 @@ class Step:
     tokens : int32 ``[T]``
         Inputs, row after row.
     sample_at : int32 ``[M]``
-        Which of the T positions' logits are sampled, ascending; several times the same for several samples.
+        Which of the T positions are sampled, ascending. A position occurs once per sample.
     sample_lane, sample_index, sample_position : int32 ``[M]``
-        The scheduler's lane, which sample of its request, how many tokens this has generated so far.
+        The scheduler's lane, the number of the sample in its request, the tokens that it has generated so far.
     beam_width : int32 ``[M]``
-        Of the request, 0: not a beam.
+        Beam width of the request. 0: no beam.
     """
 
     __slots__ = (
@@ -370,13 +370,13 @@ class Step:
 
     @property
     def evicted(self) -> NDArray[int32]:
-        """Tokens of each row that have left, ``[S]``: how much positions are ahead of places in the table."""
+        """Evicted tokens of each row, ``[S]``. Positions are ahead of places in the table by as many."""
         gone: NDArray[int32] = self._rows.gone[self.lanes]
         return gone
 
     @property
     def requests(self) -> list[Request]:
-        """The request of each sample, length M; made on demand."""
+        """The request of each sample, length M. The list is made on each access."""
         sequences = self._rows.sequences
         return [sequences[lane].group.request for lane in self.sample_lane.tolist()]
 
@@ -385,14 +385,14 @@ REMEMBERED = 4096
 
 
 class DecodeBatch:
-    """The sequences that decode, until one comes or goes: what a step of them needs, gathered once.
+    """The sequences that decode. It has what a step needs of them, gathered once until one joins or leaves.
 
     Attributes
     ----------
     lanes : intp ``[S]``
         In order of admission.
     plain : bool
-        Each samples one token: no beam, no samples to be forked.
+        Each sequence samples one token: there are no beams and no samples to fork.
     """
 
     __slots__ = ("handles", "index", "lanes", "lanes32", "limit", "plain", "shared", "watch", "width")
@@ -407,18 +407,18 @@ class DecodeBatch:
         self.limit = rows.limit[lanes]
         self.shared = bool(rows.shared[lanes].any())
         for array in (self.lanes32, self.handles, self.index, self.width):
-            array.flags.writeable = False  # the steps show them
+            array.flags.writeable = False  # steps expose them
         self.plain = not self.width.any() and not (
             unforked and any(not rows.sequence(lane).group.forked for lane in lanes.tolist())
         )
 
     def has_room(self, pool: Pool) -> bool:
-        """Whether each of them finds a block for its next token."""
+        """Return whether each sequence finds a block for its next token."""
         return pool.blocks.num_blank >= len(self.handles) or pool.can(self.handles)
 
 
 class Core:
-    """What a scheduler knows. Parameters as of `Scheduler`."""
+    """The state of a scheduler. Parameters: see `Scheduler`."""
 
     def __init__(
         self,
@@ -443,8 +443,8 @@ class Core:
         self.tier = tier
         self.clock = clock
         self.eviction = eviction
-        self.findable = 2**31 - 1  # tokens of a prompt that are looked up and published at most
-        if eviction is not None:  # a sequence begins below its budget: what leaves has been looked at
+        self.findable = 2**31 - 1  # most tokens of a prompt that are looked up and committed
+        if eviction is not None:  # a sequence begins below its budget
             self.findable = (eviction.policy.max_kv - 1) // pool.block_size * pool.block_size
         self.prefix = pool.prefix
         self.rows = LaneRows(max_running)
@@ -455,39 +455,39 @@ class Core:
         self.beams: list[Any] = []  # running ones
         self.next_id = 0
         self.next_admission = 0
-        self.alone_until = 0  # `next_admission` after the last admission at which nobody ran
-        self.count = [0] * 5  # sequences by state, as they are now; FINISHED: by themselves, ever
+        self.alone_until = 0  # `next_admission` after the last admission at which nothing ran
+        self.count = [0] * 5  # sequences by state, now; FINISHED: all that ended without cancellation
         self.cancelled = self.rejected = self.admissions = self.preemptions = self.spills = self.steps = 0
         self.decode_tokens = self.prefill_tokens = self.recomputed_tokens = self.hit_tokens = self.sampled_tokens = 0
         self.evicted_tokens = 0
         self.idle_steps = 0  # steps that lost rows to a cancellation: they may have sampled nothing
-        self.setbacks = 0  # failed steps, and what other users of the pool took away: preemptions without progress
+        self.setbacks = 0  # preemptions without progress: failed steps, blocks that other users of the pool took
         self.chunks_allowed = 0  # sum over admissions of ceil(tokens to compute / chunk)
         self.unforked = 0  # requests with samples that are not forked yet
         self.step_out = False
         self.was_chunk = False  # the last step was a chunk (not mixed)
         self.dead: list[int] = []  # lanes whose sequence was cancelled while the step is out
-        self.changed = True  # which sequences decode
-        self.growing = -1  # decodes of this step that may take a block, -1: not counted yet
+        self.changed = True  # the set of sequences that decode has changed
+        self.growing = -1  # decodes of this step that may take a block; -1: not counted yet
         self._batch = DecodeBatch(self.rows, 0)
         self._length_plan: Plan | None = None
 
     # -- who decodes
 
     def batch(self) -> DecodeBatch:
-        """Who decodes, as it is now."""
+        """Return the sequences that decode now."""
         if self.changed:
             self._batch = DecodeBatch(self.rows, self.unforked)
             self.changed = False
         return self._batch
 
     def available(self) -> int:
-        """Blocks that a call could take."""
+        """Return the number of blocks that a call could take."""
         stats = self.pool.stats()
         return stats.free + stats.evictable
 
     def blocks(self, tokens: int) -> int:
-        """Blocks that hold so many tokens."""
+        """Return the number of blocks for `tokens` tokens."""
         return -(-tokens // self.pool.block_size)
 
     # -- moves
@@ -502,11 +502,11 @@ class Core:
         self.changed = True
 
     def wait(self, sequence: Sequence, *, front: bool = False) -> None:
-        """A sequence that is in no list waits from now on."""
+        """Queue a sequence that is in no list."""
         self.queue.push(sequence, front=front)
 
     def start(self, sequence: Sequence, lane: int, handle: int, computed: int, admitted: int) -> None:
-        """A sequence gets a lane (taken already) and a handle."""
+        """Give a sequence a lane, which was taken, and a handle."""
         self.rows.put(lane, sequence, handle, computed, admitted)
         if self.eviction is not None:
             self.eviction.memory.start(lane)
@@ -514,14 +514,14 @@ class Core:
         self.set_phase(lane)
 
     def admission_number(self, n: int = 1) -> int:
-        """First of n consecutive numbers."""
+        """Return the first of n new consecutive numbers."""
         if not self.count[PREFILLING] + self.count[DECODING]:
             self.alone_until = self.next_admission + n
         self.next_admission += n
         return self.next_admission - n
 
     def set_phase(self, lane: int) -> None:
-        """PREFILLING or DECODING, by what is left to compute. A beam's sequences decode together."""
+        """Set PREFILLING or DECODING, by the tokens left to compute. A beam's sequences decode together."""
         sequence = self.rows.sequence(lane)
         beam = sequence.group.beam
         if beam is not None and len(beam.live) > 1:
@@ -531,7 +531,7 @@ class Core:
             self.move(sequence, state)
 
     def commit(self, lane: int) -> None:
-        """Publish what is computed in a lane; nothing without a prefix cache, or where tokens were evicted."""
+        """Commit the computed tokens of a lane to the prefix cache, unless tokens were evicted."""
         rows = self.rows
         begin, end = int(rows.committed[lane]), min(int(rows.computed[lane]), self.findable)
         size = self.pool.block_size
@@ -541,7 +541,7 @@ class Core:
         rows.committed[lane] = end
 
     def leave(self, sequence: Sequence, state: int) -> None:
-        """Take a running sequence off its lane, its numbers with it. The handle is the caller's."""
+        """Remove a running sequence from its lane and save its numbers. The caller owns the handle."""
         rows, lane = self.rows, sequence.lane
         sequence.tokens = rows.generated_of(lane)
         sequence.logprobs = rows.logprobs_of(lane)
@@ -551,11 +551,11 @@ class Core:
         self.move(sequence, state)
 
     def was_alone(self) -> bool:
-        """Whether the request that runs alone has done so since it was admitted."""
+        """Return whether the request that runs alone has run alone since its admission."""
         return self.next_admission == self.alone_until
 
     def preempt(self, sequence: Sequence) -> None:
-        """A running sequence loses its blocks and waits, first of its priority; with a beam all of it."""
+        """Close a running sequence and queue it first of its priority. A beam is preempted as a whole."""
         beam = sequence.group.beam
         if beam is not None:
             beam.preempt(self)
@@ -569,7 +569,7 @@ class Core:
         self.wait(sequence, front=True)
 
     def output(self, sequence: Sequence, reason: str, now: float, score: float | None = None) -> Output:
-        """What a sequence that has left its lane hands back."""
+        """Return the output of a sequence that has left its lane."""
         group = sequence.group
         times = Times(group.arrived, group.admitted, group.first_token, now)
         return Output(
@@ -578,7 +578,7 @@ class Core:
         )
 
     def finish(self, sequence: Sequence, reason: str, now: float) -> Output:
-        """End a sequence that runs, or never had to: publish it, close it, and its request with the last one."""
+        """End a sequence: commit and close it if it runs. The last one ends its request."""
         if sequence.lane >= 0:
             self.commit(sequence.lane)
             self.pool.close(int(self.rows.handle[sequence.lane]))
@@ -589,19 +589,19 @@ class Core:
         return self.output(sequence, reason, now)
 
     def create(self, group: Group, index: int) -> Sequence:
-        """A new sequence, in state WAITING and in no list."""
+        """Make a new sequence, in state WAITING and in no list."""
         self.count[WAITING] += 1
         return Sequence(group, index)
 
     def drop(self, sequence: Sequence) -> None:
-        """Forget a sequence; its lane stays taken, its handle is the caller's."""
+        """Forget a sequence. Its lane stays taken. The caller owns its handle."""
         self.count[sequence.state] -= 1
         self.changed = True
         if sequence.lane >= 0:
             self.rows.vacate(sequence.lane)
 
     def close_group(self, group: Group, ended: int) -> None:
-        """So many more sequences of a request have ended."""
+        """Count `ended` more sequences of a request as ended. Forget the request after the last one."""
         group.unfinished -= ended
         if group.unfinished == 0:
             del self.groups[group.id]
@@ -610,7 +610,7 @@ class Core:
                 del self.ended[next(iter(self.ended))]
 
     def new_group(self, request: Request) -> Group:
-        """A request arrives."""
+        """Register a new request."""
         name = request.id
         if name is None:
             while self.next_id in self.groups:
@@ -626,7 +626,7 @@ class Core:
         return group
 
     def release(self, sequence: Sequence) -> None:
-        """A sequence is cancelled: drop what it has, in whatever state. Its lane stays until the step is in."""
+        """Cancel a sequence in any state. Its lane stays taken while a step is out."""
         state, lane = sequence.state, sequence.lane
         if state == WAITING:
             self.queue.discard(sequence)
@@ -649,13 +649,13 @@ class Core:
             self.rows.state[lane] = WAITING
 
     def bury(self) -> None:
-        """The step is in: lanes of what was cancelled meanwhile are free."""
+        """Free the lanes of sequences that were cancelled while the step was out."""
         for lane in self.dead:
             self.rows.leave(lane)
         self.dead.clear()
 
     def set_length(self, handle: int, tokens: int) -> None:
-        """Let a sequence have a length, its blocks being there: their content comes from a tier."""
+        """Set the length of a sequence that has its blocks. Their content comes from a tier."""
         if self._length_plan is None:
             self._length_plan = Plan(self.pool, 1, 2**31 - 1, formats=("seq_lens",))
         self.pool.step(self._length_plan, [handle], tokens)

@@ -1,4 +1,4 @@
-"""The mlx backend: MLX owns the pool's memory. `MLXBackend` makes one, by the route that fits.
+"""The mlx backend: MLX owns the pool's memory. `MLXBackend` makes a backend of the route that fits.
 
 - *metal* (`kvpool_backends.mlx.metal`): where MLX computes on a GPU with Metal. Attention by kernels of Metal,
   straight over the pool, all of it lazy. Layout "NHD", every layout with the native extension.
@@ -34,7 +34,7 @@ __all__ = ["BaseBackend", "MLXBackend", "MemoryReport", "TableUploader", "kernel
 
 
 class _Maker:
-    """What `MLXBackend` is."""
+    """The class of `MLXBackend`."""
 
     def __call__(
         self,
@@ -79,7 +79,7 @@ class _Maker:
 
     @staticmethod
     def device_info() -> dict[str, Any]:
-        """The machine, as MLX describes it; for ``kvpool.config.blocks_for``."""
+        """Return MLX's description of the machine, for ``kvpool.config.blocks_for``."""
         if not mx.metal.is_available():
             return {}
         return {**mx.device_info(), "active_nbytes": mx.get_active_memory()}
@@ -91,7 +91,7 @@ MLXBackend = _Maker()
 def _choose(
     spec: KVSpec, kernels: bool | None, native: bool | None, metal_kernel: Factory | None
 ) -> type[BaseBackend]:
-    """The class of the route to take. Imports no other."""
+    """Return the class of the route to take. Import no other route."""
     from kvpool_backends.mlx.native import load
 
     def with_native() -> bool:

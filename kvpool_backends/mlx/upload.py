@@ -1,4 +1,4 @@
-"""Block tables from a plan to MLX: once per step, shared by all layers, and only what changed."""
+"""Uploads block tables of a plan to MLX: once per step, for all layers, and only the changed rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 
 
 class TableUploader:
-    """Keeps an MLX copy of one plan's block tables and writes only the rows that changed into it.
+    """Keeps an MLX copy of one plan's block tables, and writes only changed rows to it.
 
     The rows go straight into MLX's buffer (on a CPU and on Apple silicon the host can write it), so a steady
     decode step hands over a few rows in place of the whole table.
@@ -85,7 +85,7 @@ class TableUploader:
         return self._tables[self._turn]
 
     def _catch_up(self, dirty_rows: np.ndarray, num_rows: int) -> np.ndarray:
-        """Note `dirty_rows` for every buffer; return, and forget, what the buffer whose turn it is lacks."""
+        """Add `dirty_rows` for every buffer. Return, and clear, the rows that the next buffer lacks."""
         self._behind[:, dirty_rows] = True
         behind = self._behind[self._turn, :num_rows]  # rows past this batch stay behind
         rows = np.flatnonzero(behind)
@@ -93,7 +93,7 @@ class TableUploader:
         return rows
 
     def _allocate(self, tables: np.ndarray) -> None:
-        """New buffers with room for more rows; work that was built on the old ones keeps those."""
+        """Make new buffers with room for more rows. Work that was built on the old buffers keeps them."""
         num_rows, width = tables.shape
         capacity = 1 << max(0, num_rows - 1).bit_length()
         self._tables = [mx.zeros((capacity, width), mx.int32) for _ in self._behind]
