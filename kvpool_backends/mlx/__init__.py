@@ -55,17 +55,17 @@ class _Maker:
         num_blocks : int
             Blocks of every layer, allocated here, never grown.
         kernels : bool, optional
-            Take a route with kernels, those of Metal or those of the CPU, or not. By default one is taken if there is
-            one for this device and, with Metal, for this spec.
+            Whether to use kernels, of Metal or of the CPU. By default they are used if they support this device and,
+            with Metal, this spec.
         native : bool, optional
-            Use the extension that writes in place (`kvpool_backends.mlx.native`), or not. By default it is used if it
-            was built here and fits. On the CPU its calls are lazy, with Metal they never copy the pool.
+            Whether to use the extension that writes in place (`kvpool_backends.mlx.native`). By default it is used if
+            it was built here and fits. On the CPU its calls are lazy. With Metal they never copy the pool.
         metal_kernel : callable, optional
-            Take the Metal route with kernels built by this, which has the interface of ``mx.fast.metal_kernel``: for
-            tests, where there is no Metal.
+            Take the Metal route with kernels of this factory, which has the interface of ``mx.fast.metal_kernel``. For
+            tests without Metal.
         overlap : bool
-            Where MLX scatters: prepare a step while the one before still runs, though MLX then copies arrays of the
-            pool. By default `prepare` waits, and writes are in place. Routes that write in place never wait.
+            Where MLX scatters: prepare a step while the previous one runs. MLX then copies arrays of the pool. By
+            default `prepare` waits, and writes are in place. Routes that write in place never wait.
 
         Raises
         ------

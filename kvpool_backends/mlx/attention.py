@@ -58,7 +58,7 @@ def exported_scores(
 
 
 def seen_and_distance(context: int, position: np.ndarray, options: AttentionOptions) -> tuple[mx.array, mx.array]:
-    """Which keys causality and window show to queries at `position` ``[B, n]``; key minus query. ``[B, 1, n, C]``."""
+    """Return which keys queries at `position` ``[B, n]`` see, and key minus query position, ``[B, 1, n, C]``."""
     distance = mx.arange(context) - mx.array(position.astype(np.int32))[:, None, :, None]
     seen = distance <= 0
     if options.window is not None:

@@ -1,10 +1,10 @@
 """The Metal route: attention by the kernels of `kvpool_backends.metal`, straight over the pool.
 
-Decode, windows and short chunks run `paged_attention`, whatever their options. A long chunk of plain attention is bound
-by arithmetic and not by reads, so its context is gathered, in the order that MLX takes, for MLX's own attention.
+Decode, windows and short chunks run `paged_attention`, with any options. A long chunk of plain attention is bound by
+arithmetic, not by reads. So its context is gathered, in the order that MLX takes, for MLX's own attention.
 
-`MetalAttention` is what reads, on either of two ways to write: `MetalBackend` scatters as the plain route does, with
-every MLX; `kvpool_backends.mlx.native.metal_backend.NativeMetalBackend` writes in place by the extension.
+`MetalAttention` reads. There are two ways to write. `MetalBackend` scatters as the plain route does, with every MLX.
+`kvpool_backends.mlx.native.metal_backend.NativeMetalBackend` writes in place with the extension.
 """
 
 from __future__ import annotations

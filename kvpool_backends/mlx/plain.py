@@ -53,9 +53,9 @@ class PlainBackend(BaseBackend):
     """`MLXBackend` without kernels: `[num_blocks, block_size, num_kv_heads, head_dim]` per layer and plane.
 
     Writes are scatters, reads are gathers into ``[B, Hk, C, D]`` for ``mx.fast.scaled_dot_product_attention``.
-    It is correct in any order of evaluation and needs no fences, because MLX arrays are values; the price is
-    that a write copies the pool of its layer when a read of the step before has not finished. `settle` between
-    steps avoids that and counts what happened anyway.
+    MLX arrays are values, so any order of evaluation is correct and no fences are needed. The price: a write copies the
+    pool of its layer if a read of the previous step has not finished. `settle` between steps avoids such copies, and
+    counts those that happened.
 
     Everything is lazy and runs on the stream that is current when it is called.
     """

@@ -2,16 +2,14 @@
 
 How MLX writes in place
 -----------------------
-An MLX array is a value. ``pool[blocks, offsets] = rows`` makes a new array and rebinds the name; the new
-array takes over the old one's buffer (*donation*) if nothing else holds that buffer when the scatter runs,
-and copies the whole pool if something does. Holders are: a view of the pool, a gather that was built but has
-not run, and a gather that is still running. So this module keeps no view, hands out none, and offers
-`settle`: wait until the gathers have run, and the next write is in place.
+An MLX array is a value. ``pool[blocks, offsets] = rows`` makes a new array and rebinds the name. The new array takes
+the old one's buffer (*donation*) if nothing else holds that buffer when the scatter runs. Otherwise MLX copies the
+whole pool. A buffer is held by a view of the pool, a gather that was built but has not run, and a gather that runs. So
+this module keeps no view and returns none. `settle` waits until the gathers have run; then the next write is in place.
 
-The same rule makes reuse of blocks safe. A gather reads the version of the pool that it was built on: a
-scatter that is built later gets a buffer of its own (a copy) while that gather still needs the old one. A
-block may therefore be freed and rewritten as soon as the reads of its last owner are *built*, whether they
-have run or not.
+The same rule makes reuse of blocks safe. A gather reads the version of the pool that it was built on. A scatter that is
+built later gets a copy while that gather needs the old buffer. So a block may be freed and rewritten as soon as the
+reads of its last owner are *built*, even if they have not run.
 """
 
 from __future__ import annotations

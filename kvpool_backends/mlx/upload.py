@@ -9,8 +9,8 @@ import numpy as np
 class TableUploader:
     """Keeps an MLX copy of one plan's block tables, and writes only changed rows to it.
 
-    The rows go straight into MLX's buffer (on a CPU and on Apple silicon the host can write it), so a steady
-    decode step hands over a few rows in place of the whole table.
+    The rows are written directly into MLX's buffer, which the host can write on a CPU and on Apple silicon. So a steady
+    decode step uploads a few rows, not the whole table.
 
     Parameters
     ----------
@@ -19,16 +19,16 @@ class TableUploader:
 
     Notes
     -----
-    MLX does not know of these writes. Whatever was built on the returned array and has not run yet would read
-    the new rows, so the caller must guarantee, each time it calls `upload`:
+    MLX does not know of these writes. An operation that was built on the returned array and has not run would read the
+    new rows. So the caller must guarantee two things for each call of `upload`:
 
-    - it has called `upload` after every earlier step of that plan, exactly once (`dirty_rows` tells the
-      difference to the step before, not to the last upload);
-    - everything that was built on the array returned `num_buffers` calls ago has been evaluated (`mx.eval` of
-      that step's results). With 1 buffer the previous step must be through; with 2 it may still run.
+    - `upload` was called exactly once after every earlier step of that plan. `dirty_rows` is the difference to the
+      previous step, not to the last upload.
+    - All operations on the array that was returned `num_buffers` calls ago were evaluated (`mx.eval` of that step's
+      results). With 1 buffer the previous step must have finished. With 2 it may still run.
 
-    An engine that evaluates its own steps can promise that, and gives the array to `PlainBackend.prepare`. The mlx-lm
-    adapter cannot: whether the last layer's read was evaluated is known to the caller of the model alone.
+    An engine that evaluates its own steps can guarantee this, and gives the array to `PlainBackend.prepare`. The mlx-lm
+    adapter cannot: only the caller of the model knows whether the last layer's read was evaluated.
 
     Complexity: O(dirty rows * table_width) per buffer, 0 when nothing changed; all rows when B outgrows the
     buffers, which then double.

@@ -1,8 +1,8 @@
-"""From logits to tokens, for rows that each want something else.
+"""Samples tokens from logits. Each row has its own `Sampling`.
 
-A row's token depends on its logits, its `Sampling` and its position, and on nothing else: not on the rows beside it,
-not on what was sampled before. So a seeded request gives the same tokens however it is batched or preempted, as far as
-the model gives the same logits.
+The token of a row depends only on its logits, its `Sampling` and its position. It does not depend on other rows or on
+earlier samples. So a seeded request gives the same tokens however it is batched or preempted, if the model gives the
+same logits.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ SEED_MAX = 2**63 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the tokens of a request are chosen.
+    """How to choose the tokens of a request.
 
-    As in mlx-lm, `top_p`, `min_p` and `top_k` look at the model's own probabilities, and what they leave is sampled
+    As in mlx-lm, `top_p`, `min_p` and `top_k` filter by the model's own probabilities. The remaining tokens are sampled
     at the temperature.
 
     Attributes
@@ -32,17 +32,17 @@ class Sampling:
     top_p : float
         Keep the likeliest tokens that together have this probability; 0 < top_p <= 1.
     top_k : int
-        Keep so many of the likeliest; 0 keeps all.
+        Number of likeliest tokens to keep. 0 keeps all.
     min_p : float
         Keep tokens at least this probable, in units of the likeliest one's probability; 0 <= min_p <= 1.
     seed : int, optional
-        0 .. 2^63 - 1. Sample i of a request is what a request of its own would get with seed + i. By default the
-        engine draws one.
+        0 .. 2^63 - 1. Sample i of a request equals a separate request with seed + i. By default the engine draws a
+        seed.
 
     Raises
     ------
     TypeError, ValueError
-        When it is made: not a number, or out of range.
+        A value is not a number, or out of range.
     """
 
     temperature: float = 0.0
@@ -61,12 +61,12 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is taken."""
+        """Whether sampling takes the likeliest token."""
         return self.temperature == 0
 
     @property
     def is_filtered(self) -> bool:
-        """Whether some tokens are left out."""
+        """Whether a filter is set."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
