@@ -40,8 +40,8 @@ class Observer:
 
     def __init__(self, scheduler: Scheduler, pool: Any, max_running: int, samples: int = 1) -> None:
         self.scheduler, self.pool, self.samples = scheduler, pool, samples
-        self._handles = np.full(max_running, -1, np.int64)  # by slot; a handle is never given twice
-        self._numbers = np.zeros(max_running, np.int64)  # first sequence of the request in a slot
+        self._handles = np.full(max_running, -1, np.int64)  # by lane; a handle is never given twice
+        self._numbers = np.zeros(max_running, np.int64)  # first sequence of the request in a lane
         self.refcounts = np.zeros(0, np.int64)
         self._peak = 0
 
@@ -68,17 +68,17 @@ class Observer:
         )
 
     def _sequences(self, step: Step) -> NDArray[np.int64]:
-        slots, decodes = step.sample_slot, step.num_decodes
+        lanes, decodes = step.sample_lane, step.num_decodes
         handles = step.handles[:decodes]
-        if len(slots) > decodes:
+        if len(lanes) > decodes:
             rows = np.searchsorted(np.cumsum(step.num_new), step.sample_at[decodes:], side="right")
             handles = np.concatenate([handles, step.handles[rows]])
-        changed = np.flatnonzero(self._handles[slots] != handles)
+        changed = np.flatnonzero(self._handles[lanes] != handles)
         if len(changed):
             requests: list[Any] = step.requests
-            self._numbers[slots[changed]] = [self.samples * requests[i].id for i in changed.tolist()]
-            self._handles[slots[changed]] = handles[changed]
-        return self._numbers[slots] + step.sample_index
+            self._numbers[lanes[changed]] = [self.samples * requests[i].id for i in changed.tolist()]
+            self._handles[lanes[changed]] = handles[changed]
+        return self._numbers[lanes] + step.sample_index
 
 
 class PagedServer:

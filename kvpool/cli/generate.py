@@ -12,7 +12,7 @@ from kvpool.cli.cache import add_cache_arguments, bits_of, policy_of
 from kvpool.cli.console import CommandError, real, whole
 
 if TYPE_CHECKING:
-    from kvpool.adapters.mlx_lm.engine import Completion, Engine, Piece
+    from kvpool.adapters.mlx_lm.engine import Completion, Engine, TokenEvent
 
 NUMBERS: tuple[tuple[str, str, str | None, str], ...] = (
     ("--max-tokens", "N", "256", "tokens to generate per sample, at most (default: %(default)s)"),
@@ -186,7 +186,7 @@ def encode(tokenizer: Any, prompt: str, in_chat: bool) -> list[int]:
 def submit(engine: Engine, printer: Printer, prompts: list[list[int]], options: dict[str, Any]) -> None:
     """Put all prompts in the queue, numbered from 0."""
     for number, prompt in enumerate(prompts):
-        listener = None if options["beam_width"] else printer.hear
+        listener = None if options["beam_width"] else printer.on_token
         try:
             engine.submit(prompt, id=number, on_token=listener, **options)
         except (ValueError, TypeError) as exc:
@@ -212,9 +212,9 @@ class Printer:
         self._ended: set[tuple[Any, int]] = set()
         self._is_open = False
 
-    def hear(self, piece: Piece) -> None:
+    def on_token(self, event: TokenEvent) -> None:
         """Text has come."""
-        self._add(piece.id, piece.index, piece.text, piece.finish_reason is not None)
+        self._add(event.id, event.index, event.text, event.finish_reason is not None)
 
     def end(self, completion: Completion) -> None:
         """A request has ended; its text has been heard, unless it is a beam."""

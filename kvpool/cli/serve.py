@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if args.memory is not None and num_blocks is not None:
         raise CommandError("--memory and --num-blocks exclude each other")
     try:
-        from kvpool.adapters.mlx_lm import loading, serving, tiny
+        from kvpool.adapters.mlx_lm import loading, server, tiny
     except ImportError as exc:
         raise CommandError(f"needs mlx-lm ({exc}): pip install 'kvpool[mlx]'") from None
     if args.model != tiny.NAME:
@@ -90,10 +90,10 @@ def run(args: argparse.Namespace) -> int:
             model = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpool-tiny-"))
             tiny.save(model)
             names = [(tiny.NAME, model)]
-        settings = serving.Settings(block_size, num_blocks, args.memory, tuple(names), policy, tuple(bits.items()))
+        options = server.PoolOptions(block_size, num_blocks, args.memory, tuple(names), policy, tuple(bits.items()))
         arguments = ["--model", model, "--host", args.host, "--port", str(port), *args.rest]
         try:
-            serving.serve(arguments, settings, tell)
+            server.serve(arguments, options, tell)
         except Exception as exc:
             text = " ".join(str(exc).split()).rpartition("] ")[2]
             raise CommandError(f"--model {args.model}: {type(exc).__name__}: {text[:200]}") from exc

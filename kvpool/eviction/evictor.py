@@ -51,7 +51,7 @@ class Evictor:
     backend : kvpool.protocol.KVBackend
         Holds the pool's keys and values. Every token of a step is written when the next one is scheduled.
     num_rows : int, default 0
-        Sequences; `start` makes room for more. The scheduler's rows are its slots.
+        Sequences; `start` makes room for more. In a scheduler a row is a lane.
 
     Attributes
     ----------

@@ -3,9 +3,8 @@
 Integers only: no tensors, no model, no framework.
 """
 
-from kvpool.scheduler.request import Output, Request, Times
+from kvpool.scheduler.request import Output, Request, SchedulerStats, Times
 from kvpool.scheduler.scheduler import Scheduler
-from kvpool.scheduler.stats import SchedulerStats
-from kvpool.scheduler.step import Step
+from kvpool.scheduler.state import Step
 
 __all__ = ["Output", "Request", "Scheduler", "SchedulerStats", "Step", "Times"]

@@ -1,6 +1,6 @@
-"""`Beam`: the hypotheses of a beam search, in lockstep. They share blocks by fork; all of them run, or none.
+"""`Beam`: the hypotheses of a beam search. They share blocks by fork. All of them run, or none.
 
-The search itself needs no pool: `rank` orders continuations, `decided` tells when it is over.
+The search itself needs no pool: `rank` orders continuations, `decided` returns whether it is over.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ from numpy.typing import NDArray
 
 from kvpool._core import Plan
 from kvpool.errors import OutOfBlocks, OutOfSequences
-from kvpool.scheduler.admission import count_admission, fits, known_tokens
-from kvpool.scheduler.core import Core
+from kvpool.scheduler.policy import count_admission, fits, known_tokens
 from kvpool.scheduler.request import Output
 from kvpool.scheduler.results import why_ended
-from kvpool.scheduler.sequence import DECODING, FINISHED, PREFILLING, WAITING, Group, Sequence
+from kvpool.scheduler.state import DECODING, FINISHED, PREFILLING, WAITING, Core, Group, Sequence
 
 
 class Hypothesis(NamedTuple):
-    """A finished one."""
+    """A finished hypothesis."""
 
     score: float
     tokens: NDArray[int32]
@@ -30,7 +29,7 @@ class Hypothesis(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A continuation: of which live hypothesis, with which token."""
+    """A continuation of the live hypothesis `parent` with a token."""
 
     total: float
     parent: int
@@ -44,13 +43,13 @@ class Beam:
     Attributes
     ----------
     live : list of Sequence
-        Unfinished hypotheses, best first; the first leads in the waiting queue.
+        Unfinished hypotheses, best first. The first stands for all in the waiting queue.
     totals : list of float
-        Sum of logprobs of each.
+        Sum of the logprobs of each live hypothesis.
     done : list of Hypothesis
-        The best `width` finished ones, best first.
+        The best `width` finished hypotheses, best first.
     spare : list of int
-        Slots that the beam holds and does not use: it has `width` of them while it runs.
+        Lanes that the beam holds and does not use. A running beam holds `width` lanes.
     held : list of int
         Handles that hold the blocks of hypotheses 1, 2, ... until the tokens they have in common are computed.
     common : int
@@ -71,47 +70,47 @@ class Beam:
     # -- admission and preemption
 
     def wanted(self, core: Core, sequence: Sequence) -> int:
-        """Tokens that one of them may compute now: with several live, the last one waits for the others."""
-        remaining = core.rows.remaining(sequence.slot)
+        """Return how many tokens a hypothesis may compute now. The last token of each waits for the others."""
+        remaining = core.rows.remaining(sequence.lane)
         if len(self.live) == 1:
             return remaining
         return remaining - 1 if not self.held or sequence is self.live[0] else 0
 
     def spread(self, core: Core) -> None:
-        """Fork what is in common as soon as it is computed, and decode as soon as all are there."""
+        """Fork the common tokens once they are computed, and decode once all hypotheses are ready."""
         rows = core.rows
         if self.held:
             first = self.live[0]
-            if rows.computed[first.slot] < self.common or not self._fork_held(core):
+            if rows.computed[first.lane] < self.common or not self._fork_held(core):
                 return
-        if self.live[0].state == PREFILLING and all(rows.remaining(sequence.slot) == 1 for sequence in self.live):
+        if self.live[0].state == PREFILLING and all(rows.remaining(sequence.lane) == 1 for sequence in self.live):
             for sequence in self.live:
                 core.move(sequence, DECODING)
 
     def _fork_held(self, core: Core) -> bool:
-        """Exchange what holds the blocks for forks of the first hypothesis that have them. Nothing is copied."""
+        """Replace the `held` handles by forks of the first hypothesis. Nothing is copied."""
         pool, rows = core.pool, core.rows
         first = self.live[0]
         others = self.live[1:]
         pool.close(self.held)
         try:
-            handles = [int(h) for h in pool.fork(int(rows.handle[first.slot]), len(others))]
+            handles = [int(h) for h in pool.fork(int(rows.handle[first.lane]), len(others))]
         except OutOfSequences:  # another user of the pool was faster
             core.setbacks += 1
             for sequence in others:
-                rows.handle[sequence.slot] = -1
+                rows.handle[sequence.lane] = -1
             self.preempt(core)
             return False
         self.held = []
         pool.truncate(handles, self.common)
         plan = Plan(pool, len(handles), formats=("seq_lens",))
         for sequence, handle in zip(others, handles, strict=True):
-            rows.handle[sequence.slot] = handle
-            rows.computed[sequence.slot] = self.common
-            rows.committed[sequence.slot] = min(self.common, int(rows.committed[first.slot]))
+            rows.handle[sequence.lane] = handle
+            rows.computed[sequence.lane] = self.common
+            rows.committed[sequence.lane] = min(self.common, int(rows.committed[first.lane]))
         core.changed = True
         try:
-            pool.reserve(plan, handles, [rows.remaining(sequence.slot) for sequence in others])
+            pool.reserve(plan, handles, [rows.remaining(sequence.lane) for sequence in others])
         except OutOfBlocks:  # another user of the pool was faster
             core.setbacks += 1
             self.preempt(core)
@@ -121,7 +120,7 @@ class Beam:
         return True
 
     def admit(self, core: Core) -> bool:
-        """Give all hypotheses of a beam slots and blocks, if there is room for all."""
+        """Admit all hypotheses of the beam. Return False if there is no room for all."""
         rows, pool, first = core.rows, core.pool, self.live[0]
         if len(rows.free) < self.width:
             return False
@@ -156,17 +155,17 @@ class Beam:
         return True
 
     def preempt(self, core: Core) -> None:
-        """All of them lose their blocks; the first leads the rest in the queue."""
+        """Close all hypotheses and queue the first, which stands for all."""
         for sequence in self.live:
             if not self.held or sequence is self.live[0]:
-                core.commit(sequence.slot)
+                core.commit(sequence.lane)
         self.close(core)
         for sequence in self.live:
             core.leave(sequence, WAITING)
         self.stop_running(core)
 
     def stop_running(self, core: Core) -> None:
-        """The live ones wait and hold nothing any more."""
+        """Let the live hypotheses wait, without blocks."""
         for sequence in self.live:
             sequence.preemptions += 1
         core.preemptions += len(self.live)
@@ -174,14 +173,14 @@ class Beam:
         core.wait(self.live[0], front=True)
 
     def close(self, core: Core) -> None:
-        """Close the handles of the live ones; `held` are those of all but the first."""
-        handles = [int(core.rows.handle[sequence.slot]) for sequence in self.live]
+        """Close the handles of the live hypotheses. `held` has those of all but the first."""
+        handles = [int(core.rows.handle[sequence.lane]) for sequence in self.live]
         core.pool.close([handle for handle in handles if handle >= 0])
 
     def give_back(self, core: Core) -> None:
-        """The beam runs no longer: nothing is held for it."""
-        for slot in self.spare:
-            core.rows.give(slot)
+        """Free everything that the beam holds: it does not run any more."""
+        for lane in self.spare:
+            core.rows.give(lane)
         self.spare, self.held = [], []
         if self in core.beams:
             core.beams.remove(self)
@@ -189,10 +188,10 @@ class Beam:
     # -- a step of the search
 
     def move_on(self, core: Core, tokens: NDArray[int32], logprobs: NDArray[float32], now: float) -> list[Output]:
-        """One token more: choose, end, fork, close."""
+        """Take one more token: choose continuations, end hypotheses, fork and close handles."""
         rows, group = core.rows, self.group
-        before = [rows.generated_of(sequence.slot) for sequence in self.live]
-        scored = [rows.logprobs_of(sequence.slot) for sequence in self.live]
+        before = [rows.generated_of(sequence.lane) for sequence in self.live]
+        scored = [rows.logprobs_of(sequence.lane) for sequence in self.live]
         chosen: list[tuple[Candidate, NDArray[int32], NDArray[float32]]] = []
         for candidate in rank(self.totals, tokens, logprobs):
             if len(chosen) == self.width:
@@ -216,7 +215,7 @@ class Beam:
     # -- the end
 
     def cancel(self, core: Core, now: float) -> list[Output]:
-        """End it with what there is: the best of finished and live hypotheses."""
+        """End the beam with the best of its finished and live hypotheses."""
         penalty = self.group.request.length_penalty
         found = list(self.done)
         preemptions = self.live[0].preemptions
@@ -237,7 +236,7 @@ class Beam:
     def outputs(
         self, core: Core, found: list[Hypothesis], reason: str | None, preemptions: int, now: float
     ) -> list[Output]:
-        """The best n of `found`."""
+        """Return the outputs of the best n of `found`."""
         outputs = []
         for place, hypothesis in enumerate(found[: self.group.request.n]):
             sequence = Sequence(self.group, place)
@@ -248,7 +247,7 @@ class Beam:
 
 
 def common_prefix(tokens: list[NDArray[int32]]) -> int:
-    """Length of what all have in common; one token of each is always left."""
+    """Return the length of the common beginning. At least one token of each sequence is left over."""
     least = min(map(len, tokens)) - 1
     first = tokens[0][:least]
     for other in tokens[1:]:
@@ -259,7 +258,7 @@ def common_prefix(tokens: list[NDArray[int32]]) -> int:
 
 
 def rank(totals: list[float], tokens: NDArray[int32], logprobs: NDArray[float32]) -> list[Candidate]:
-    """All continuations that are possible, best first; of equals the lower row first, then the lower candidate."""
+    """Return all continuations, best first. Of equals the lower row comes first, then the lower candidate."""
     sums = np.asarray(totals, np.float64)[:, None] + logprobs.astype(np.float64)
     order = np.argsort(-sums, axis=None, kind="stable")
     width = tokens.shape[1]
@@ -271,7 +270,7 @@ def rank(totals: list[float], tokens: NDArray[int32], logprobs: NDArray[float32]
 
 
 def decided(beam: Beam, best: float, length: int) -> bool:
-    """Whether no continuation of the best total can get among the `width` best finished ones."""
+    """Return whether no continuation of the best total can reach the `width` best finished hypotheses."""
     if len(beam.done) < beam.width:
         return False
     request = beam.group.request
@@ -280,18 +279,18 @@ def decided(beam: Beam, best: float, length: int) -> bool:
 
 
 def reorder(core: Core, beam: Beam, chosen: list[tuple[Candidate, NDArray[int32], NDArray[float32]]]) -> None:
-    """Let the chosen continuations be the live ones: the first child of a hypothesis keeps its blocks, others fork."""
+    """Make the chosen continuations live. The first child of a hypothesis keeps its blocks, others fork."""
     rows, pool, group = core.rows, core.pool, beam.group
-    slots = [sequence.slot for sequence in beam.live]
-    handles = [int(rows.handle[slot]) for slot in slots]
-    committed = [int(rows.committed[slot]) for slot in slots]
-    computed = int(rows.computed[slots[0]])
+    lanes = [sequence.lane for sequence in beam.live]
+    handles = [int(rows.handle[lane]) for lane in lanes]
+    committed = [int(rows.committed[lane]) for lane in lanes]
+    computed = int(rows.computed[lanes[0]])
     parents = [candidate.parent for candidate, _, _ in chosen]
     preemptions = beam.live[0].preemptions
     pool.close([handle for at, handle in enumerate(handles) if at not in parents])
     for sequence in beam.live:
         core.drop(sequence)
-    free = sorted([slot for at, slot in enumerate(slots) if at not in parents] + beam.spare)
+    free = sorted([lane for at, lane in enumerate(lanes) if at not in parents] + beam.spare)
     beam.live, beam.totals = [], [candidate.total for candidate, _, _ in chosen]
     for place, (_, tokens, logprobs) in enumerate(chosen):
         sequence = core.create(group, place)
@@ -306,29 +305,29 @@ def reorder(core: Core, beam: Beam, chosen: list[tuple[Candidate, NDArray[int32]
     except OutOfSequences:  # another user of the pool was faster
         core.setbacks += 1
         pool.close(sorted({*own, *(handles[parent] for parent in parents)}))
-        beam.spare = sorted(slots + beam.spare)
+        beam.spare = sorted(lanes + beam.spare)
         beam.stop_running(core)
         return
     shared = computed % pool.block_size != 0
     for place, (sequence, parent) in enumerate(zip(beam.live, parents, strict=True)):
-        slot = free.pop(0) if parent in parents[:place] else slots[parent]
-        core.start(sequence, slot, own[place], computed, beam.admitted + place)
-        rows.committed[slot] = committed[parent]
-        rows.shared[slot] = shared and parents.count(parent) > 1
+        lane = free.pop(0) if parent in parents[:place] else lanes[parent]
+        core.start(sequence, lane, own[place], computed, beam.admitted + place)
+        rows.committed[lane] = committed[parent]
+        rows.shared[lane] = shared and parents.count(parent) > 1
         core.move(sequence, DECODING)
     beam.spare = free
 
 
 def end_beam(core: Core, beam: Beam, now: float) -> list[Output]:
-    """The search is over: the best n finished hypotheses."""
+    """End the search with the best n finished hypotheses."""
     for sequence in beam.live:
-        core.commit(sequence.slot)
+        core.commit(sequence.lane)
     beam.close(core)
     preemptions = beam.live[0].preemptions
     for sequence in beam.live:
-        slot = sequence.slot
+        lane = sequence.lane
         core.drop(sequence)
-        core.rows.give(slot)
+        core.rows.give(lane)
     beam.give_back(core)
     outputs = beam.outputs(core, beam.done, None, preemptions, now)
     core.count[FINISHED] += len(outputs)

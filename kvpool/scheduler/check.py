@@ -1,4 +1,4 @@
-"""`check`: every counter and invariant of a scheduler, recomputed. Reads everything, changes nothing."""
+"""`check`: recomputes every counter and invariant of a scheduler. It changes nothing."""
 
 from __future__ import annotations
 
@@ -7,26 +7,24 @@ from collections import Counter
 import numpy as np
 
 from kvpool.errors import CorruptState
-from kvpool.scheduler.core import Core
-from kvpool.scheduler.eviction import most_tokens
-from kvpool.scheduler.sequence import DECODING, FINISHED, PREFILLING, SPILLED, WAITING, Sequence
-from kvpool.scheduler.step import Step
+from kvpool.scheduler.policy import most_tokens
+from kvpool.scheduler.state import DECODING, FINISHED, PREFILLING, SPILLED, WAITING, Core, Sequence, Step
 
 NAMES = ("waiting", "prefilling", "decoding", "spilled", "finished")
 
 
 def check(core: Core, out: Step | None) -> None:
-    """Raise `CorruptState` for the first thing that is not as it must be; `out` is the step that is out."""
+    """Raise `CorruptState` for the first invariant that does not hold. `out` is the step that is out."""
     sequences = live_sequences(core)
     check_states(core, sequences)
     check_slots(core, sequences)
-    require(out is not None or not core.dead, f"slots {core.dead} are kept for a step that is in")
+    require(out is not None or not core.dead, f"lanes {core.dead} are kept for a step that is in")
     new = {} if out is None else dict(zip(out.handles.tolist(), out.num_new.tolist(), strict=True))
     blocks: set[int] = set()
     for sequence in sequences:
-        if sequence.slot >= 0:
+        if sequence.lane >= 0:
             check_running(core, sequence, new)
-            blocks.update(core.pool.table(int(core.rows.handle[sequence.slot])).tolist())
+            blocks.update(core.pool.table(int(core.rows.handle[sequence.lane])).tolist())
         else:
             require(len(sequence.tokens) < sequence.group.request.max_tokens, f"{name(sequence)} waits with all tokens")
     used = core.pool.stats().used
@@ -46,7 +44,7 @@ def name(sequence: Sequence) -> str:
 
 
 def live_sequences(core: Core) -> list[Sequence]:
-    """Return all sequences that have not ended; a beam's are its unfinished hypotheses."""
+    """Return all sequences that have not ended. Those of a beam are its unfinished hypotheses."""
     found = []
     for key, group in core.groups.items():
         require(key == group.id, f"request {group.id!r} is filed as {key!r}")
@@ -61,7 +59,7 @@ def live_sequences(core: Core) -> list[Sequence]:
 
 
 def check_states(core: Core, sequences: list[Sequence]) -> None:
-    """Counters of states, and the lists by state."""
+    """Check the counters of states, and the lists by state."""
     states = Counter(sequence.state for sequence in sequences)
     for state in (WAITING, PREFILLING, DECODING, SPILLED):
         require(states[state] == core.count[state], f"{core.count[state]} count as {NAMES[state]}, {states[state]} are")
@@ -73,37 +71,37 @@ def check_states(core: Core, sequences: list[Sequence]) -> None:
 
 
 def check_slots(core: Core, sequences: list[Sequence]) -> None:
-    """Each slot is free, dead, spare in a beam, or of one sequence; handles are open and different."""
+    """Check that each lane is free, dead, spare in a beam, or of one sequence, and that handles are distinct."""
     rows = core.rows
-    used = [sequence.slot for sequence in sequences if sequence.slot >= 0]
-    spare = [slot for beam in core.beams for slot in beam.spare]
+    used = [sequence.lane for sequence in sequences if sequence.lane >= 0]
+    spare = [lane for beam in core.beams for lane in beam.spare]
     places = sorted([*used, *spare, *core.dead, *rows.free])
-    require(places == list(range(core.max_running)), f"slots are lost or used twice: {places}")
+    require(places == list(range(core.max_running)), f"lanes are lost or used twice: {places}")
     for sequence in sequences:
         runs = sequence.state in (PREFILLING, DECODING)
-        require(runs == (sequence.slot >= 0), f"{name(sequence)} is {NAMES[sequence.state]} in slot {sequence.slot}")
+        require(runs == (sequence.lane >= 0), f"{name(sequence)} is {NAMES[sequence.state]} in lane {sequence.lane}")
         if runs:
-            require(rows.sequences[sequence.slot] is sequence, f"slot {sequence.slot} is not of {name(sequence)}")
-            require(rows.state[sequence.slot] == sequence.state, f"slot {sequence.slot} has another state")
+            require(rows.sequences[sequence.lane] is sequence, f"lane {sequence.lane} is not of {name(sequence)}")
+            require(rows.state[sequence.lane] == sequence.state, f"lane {sequence.lane} has another state")
     handles = rows.handle[used].tolist()
     require(all(core.pool.is_open(handle) for handle in handles), "the handle of a running sequence is closed")
     require(len(set(handles)) == len(handles), "two sequences have one handle")
     idle = np.setdiff1d(np.arange(core.max_running), used)
-    require((rows.handle[idle] == -1).all() and (rows.state[idle] == WAITING).all(), "a free slot has a handle")
+    require((rows.handle[idle] == -1).all() and (rows.state[idle] == WAITING).all(), "a free lane has a handle")
 
 
 def check_running(core: Core, sequence: Sequence, new: dict[int, int]) -> None:
-    """Lengths of one running sequence."""
-    rows, slot = core.rows, sequence.slot
-    handle, computed, remaining = int(rows.handle[slot]), int(rows.computed[slot]), rows.remaining(slot)
+    """Check the lengths of one running sequence."""
+    rows, lane = core.rows, sequence.lane
+    handle, computed, remaining = int(rows.handle[lane]), int(rows.computed[lane]), rows.remaining(lane)
     length = core.pool.num_tokens(handle) - new.get(handle, 0)
     require(length == computed, f"{name(sequence)} has {computed} computed tokens, the pool {length}")
-    held, gone = core.pool.kv_len(handle) - new.get(handle, 0), int(rows.gone[slot])
+    held, gone = core.pool.kv_len(handle) - new.get(handle, 0), int(rows.gone[lane])
     require(held == computed - gone, f"{name(sequence)} has lost {gone} of {computed} tokens, the pool has {held}")
     most = most_tokens(core, computed)
     require(held <= most, f"{name(sequence)} holds {held} tokens, {most} are the most")
     require(remaining >= 1, f"{name(sequence)} has computed more than it knows ({remaining} left)")
-    require(rows.generated[slot] < sequence.group.request.max_tokens, f"{name(sequence)} runs with all tokens")
+    require(rows.generated[lane] < sequence.group.request.max_tokens, f"{name(sequence)} runs with all tokens")
     beam = sequence.group.beam
     if beam is None or len(beam.live) == 1:
         require((sequence.state == DECODING) == (remaining == 1), f"{name(sequence)} has {remaining} left to compute")
@@ -113,12 +111,12 @@ def check_running(core: Core, sequence: Sequence, new: dict[int, int]) -> None:
 
 
 def check_progress(core: Core, out: Step | None) -> None:
-    """No livelock: steps and preemptions are bounded by what was achieved (docs/scheduling.md)."""
+    """Check for livelock: progress bounds the number of steps and preemptions (docs/scheduling.md)."""
     steps = core.steps - core.idle_steps
     most = core.sampled_tokens + core.chunks_allowed + core.spills
     require(steps <= most, f"{steps} steps for {core.sampled_tokens} tokens, at most {most}")
     turns = core.sampled_tokens + core.idle_steps + core.setbacks + (out is not None)
     require(
         core.preemptions <= core.max_running * turns,
-        f"{core.preemptions} preemptions for {core.sampled_tokens} tokens and {core.max_running} slots",
+        f"{core.preemptions} preemptions for {core.sampled_tokens} tokens and {core.max_running} lanes",
     )

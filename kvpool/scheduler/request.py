@@ -29,7 +29,7 @@ def integer(call: str, name: str, value: Any, low: int, high: int = MOST) -> int
 
 
 def token_array(call: str, name: str, tokens: Any) -> NDArray[int32]:
-    """Return a read-only int32 copy of a 1-D sequence of tokens; it may be empty."""
+    """Return a read-only int32 copy of a 1-D sequence of tokens, which may be empty."""
     if isinstance(tokens, str | bytes | bytearray):
         raise TypeError(f"[{call}] {name} must be integers, not {type(tokens).__name__}")
     if isinstance(tokens, np.ndarray):
@@ -61,32 +61,32 @@ def _token_tuple(name: str, tokens: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """A prompt and what to do with it.
+    """A prompt and how to continue it.
 
     Parameters
     ----------
     prompt : ints
         At least one token, each 0 .. 2^31 - 1. Kept as a read-only int32 array.
     max_tokens : int, default 16
-        Tokens to generate at most, per sequence.
+        Most tokens to generate, per sequence.
     id : hashable, optional
-        Name of the request; the scheduler numbers requests without one.
+        Name of the request. The scheduler numbers requests without one.
     eos : int or ints
         Tokens that end a sequence. The token is part of the output.
     stop : sequence of sequences of ints
         The output ends when it ends with one of these. They are part of the output.
     n : int, default 1
-        Samples of the prompt; with a beam, how many of the best hypotheses are returned.
+        Samples of the prompt. With a beam: the number of best hypotheses to return.
     beam_width : int, default 0
-        0: sampling. Otherwise beam search with so many hypotheses, ``n <= beam_width``.
+        0: sampling. Otherwise the number of hypotheses of a beam search, ``n <= beam_width``.
     length_penalty : float, default 1.0
         A hypothesis scores ``sum of logprobs / length ** length_penalty``.
     priority : int, default 0
         Higher goes first.
     namespace : bytes
-        Of the prefix cache, made by `kvpool.namespace`.
+        Namespace of the prefix cache, made by `kvpool.namespace`.
     user : object
-        Handed through: whatever a runner wants to know when it samples.
+        Passed through to the runner, for instance sampling options.
 
     Raises
     ------
@@ -147,7 +147,7 @@ class Request:
 
 
 class Times(NamedTuple):
-    """When things happened to a request, by the scheduler's clock; None: they did not."""
+    """Times of events of a request, by the scheduler's clock. None: the event did not happen."""
 
     arrived: float
     admitted: float | None
@@ -162,15 +162,15 @@ class Output:
     Attributes
     ----------
     id : hashable
-        Of the request.
+        The id of the request.
     index : int
-        Which sample; with a beam, the rank of the hypothesis, best first.
+        Number of the sample. With a beam: the rank of the hypothesis, best first.
     tokens : int32 ``[N]``
-        Generated, with the eos token or the stop sequence that ended them.
+        Generated tokens, with the eos token or the stop sequence that ended them.
     logprobs : float32 ``[N]`` or None
-        As given to `update`, NaN for tokens that came without.
+        As given to `update`. NaN for tokens without one.
     score : float or None
-        Of a hypothesis of a beam.
+        Score of a hypothesis of a beam.
     finish_reason : str
         ``"eos"``, ``"stop"``, ``"length"`` or ``"cancelled"``.
     num_cached : int
@@ -192,5 +192,31 @@ class Output:
 
 
 def ends_with(tokens: NDArray[int32], stops: Sequence[tuple[int, ...]]) -> bool:
-    """Whether `tokens` end with one of these sequences."""
+    """Return whether `tokens` end with one of these sequences."""
     return any(len(stop) <= len(tokens) and tokens[-len(stop) :].tolist() == list(stop) for stop in stops)
+
+
+class SchedulerStats(NamedTuple):
+    """Counters of a scheduler. Each is kept up to date, so reading them is O(1).
+
+    The first four count sequences now. The others count since the beginning. A request is one sequence until its prompt
+    is computed, then `n` sequences or a beam's hypotheses.
+    """
+
+    waiting: int  #: sequences without blocks: not admitted yet, or preempted
+    prefilling: int  #: running, known tokens left to compute
+    decoding: int  #: running, one token a step
+    spilled: int  #: with their KV in the tier
+    finished: int  #: outputs that ended by themselves
+    cancelled: int  #: outputs that were cancelled
+    rejected: int  #: requests that could never run, or found the queue full
+    admissions: int  #: sequences that got blocks, repeated ones included
+    preemptions: int  #: sequences that lost their blocks
+    spills: int  #: sequences that the tier took
+    steps: int  #: updates
+    decode_tokens: int  #: computed, one per decoding row and step
+    prefill_tokens: int  #: computed in chunks
+    recomputed_tokens: int  #: of these, computed before a preemption already
+    hit_tokens: int  #: found in the prefix cache at admissions
+    sampled_tokens: int  #: tokens that became known by `update`
+    evicted_tokens: int  #: that left sequences for their budgets

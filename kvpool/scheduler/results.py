@@ -1,4 +1,4 @@
-"""What comes back: tokens of a step are checked, appended, and end sequences; samples fork; requests are cancelled."""
+"""Results of a step: checks and appends tokens, ends sequences, forks samples. Also cancels requests."""
 
 from __future__ import annotations
 
@@ -9,11 +9,19 @@ from numpy import float32, int32, int64
 from numpy.typing import NDArray
 
 from kvpool.errors import OutOfSequences
-from kvpool.scheduler.core import Batch, Core
 from kvpool.scheduler.request import MOST, Output, ends_with
-from kvpool.scheduler.rows import Rows
-from kvpool.scheduler.sequence import DECODING, FINISHED, PREFILLING, WAITING, Group, Sequence
-from kvpool.scheduler.step import Step
+from kvpool.scheduler.state import (
+    DECODING,
+    FINISHED,
+    PREFILLING,
+    WAITING,
+    Core,
+    DecodeBatch,
+    Group,
+    LaneRows,
+    Sequence,
+    Step,
+)
 
 
 class Given(NamedTuple):
@@ -26,7 +34,7 @@ class Given(NamedTuple):
 
 
 def read(step: Step, tokens: Any, logprobs: Any, beams: Any) -> Given:
-    """Check what `update` was given; nothing is changed."""
+    """Check the arguments of `update`. Changes nothing."""
     m = len(step.sample_at)
     tokens = _tokens("tokens", tokens, (m,))
     if logprobs is not None:
@@ -76,20 +84,20 @@ def _numbers(name: str, array: Any, shape: tuple[int, ...]) -> NDArray[float32]:
 
 
 def fan_out(
-    core: Core, at: NDArray[int32], slot: NDArray[int32], index: NDArray[int32]
+    core: Core, at: NDArray[int32], lane: NDArray[int32], index: NDArray[int32]
 ) -> tuple[NDArray[int32], NDArray[int32], NDArray[int32]]:
-    """Let the rows of requests whose samples are not forked yet stand n times."""
-    groups = [core.rows.sequence(s).group for s in slot.tolist()]
+    """Repeat the rows of requests whose samples are not forked yet, once per sample."""
+    groups = [core.rows.sequence(s).group for s in lane.tolist()]
     times = np.array([1 if group.forked else group.request.n for group in groups], np.intp)
     if not (times > 1).any():
-        return at, slot, index
+        return at, lane, index
     begin = np.cumsum(times) - times
     which = np.arange(times.sum()) - np.repeat(begin, times)
-    return np.repeat(at, times), np.repeat(slot, times), (np.repeat(index, times) + which).astype(np.int32)
+    return np.repeat(at, times), np.repeat(lane, times), (np.repeat(index, times) + which).astype(np.int32)
 
 
 def take(core: Core, step: Step, given: Given) -> list[Output]:
-    """Move every sequence of an executed step on."""
+    """Advance every sequence of an executed step."""
     core.step_out = False
     core.steps += 1
     if core.eviction is not None:
@@ -97,18 +105,18 @@ def take(core: Core, step: Step, given: Given) -> list[Output]:
     if step.batch is None or core.dead:
         return take_rows(core, step, given, 0)
     outputs = take_decodes(core, step.batch, step.sample_position, given)
-    if len(step.slots) > step.num_decodes:
+    if len(step.lanes) > step.num_decodes:
         outputs += take_rows(core, step, given, step.num_decodes)
     return outputs
 
 
 def take_rows(core: Core, step: Step, given: Given, begin: int) -> list[Output]:
-    """Move the rows from `begin` on; the samples before it are of the rows before it."""
+    """Advance the rows from `begin` on. Earlier samples belong to earlier rows."""
     rows = core.rows
-    slots, samples, position = step.slots[begin:], step.sample_slot[begin:], step.sample_position[begin:]
-    alive = rows.handle[slots] >= 0
+    lanes, samples, position = step.lanes[begin:], step.sample_lane[begin:], step.sample_position[begin:]
+    alive = rows.handle[lanes] >= 0
     core.idle_steps += not alive.all()
-    advance(core, slots[alive], step.num_new[begin:][alive], int(alive[: step.num_decodes - begin].sum()))
+    advance(core, lanes[alive], step.num_new[begin:][alive], int(alive[: step.num_decodes - begin].sum()))
     live = rows.handle[samples] >= 0
     plain = live & (step.beam_width[begin:] == 0)
     core.sampled_tokens += int(plain.sum())
@@ -116,58 +124,58 @@ def take_rows(core: Core, step: Step, given: Given, begin: int) -> list[Output]:
     ended = append(core, samples, given, plain, begin)
     now = core.clock()
     end_prompts(core, samples[live & (position == 0)], now)
-    for slot in step.slots[step.num_decodes :][alive[step.num_decodes - begin :]].tolist():
-        core.set_phase(slot)
-    outputs = [core.finish(rows.sequence(slot), reason, now) for slot, reason in ended]
-    for slot, ats in fans.items():
-        outputs += fork_samples(core, slot, [begin + at for at in ats], given, now)
+    for lane in step.lanes[step.num_decodes :][alive[step.num_decodes - begin :]].tolist():
+        core.set_phase(lane)
+    outputs = [core.finish(rows.sequence(lane), reason, now) for lane, reason in ended]
+    for lane, ats in fans.items():
+        outputs += fork_samples(core, lane, [begin + at for at in ats], given, now)
     if given.beam_tokens is not None and given.beam_logprobs is not None:
         outputs += move_beams(core, step, begin, live, given.beam_tokens, given.beam_logprobs, now)
     core.bury()
     return outputs
 
 
-def take_decodes(core: Core, batch: Batch, at: NDArray[int32], given: Given) -> list[Output]:
-    """Move the decodes, the first rows of a step. No Python object per row, as long as none ends.
+def take_decodes(core: Core, batch: DecodeBatch, at: NDArray[int32], given: Given) -> list[Output]:
+    """Advance the decodes, which are the first rows of a step. Makes no Python object per row unless one ends.
 
-    `at` begins with how many tokens each has generated before.
+    `at` begins with the number of tokens that each row has generated before.
     """
-    rows, slots, n = core.rows, batch.slots, len(batch.slots)
+    rows, lanes, n = core.rows, batch.lanes, len(batch.lanes)
     at, tokens = at[:n], given.tokens[:n]
-    core.decode_tokens += len(slots)
-    core.sampled_tokens += len(slots)
-    rows.computed[slots] += 1
+    core.decode_tokens += len(lanes)
+    core.sampled_tokens += len(lanes)
+    rows.computed[lanes] += 1
     if batch.shared:
-        rows.shared[slots] = batch.shared = False
-    generated = store(rows, slots, at, tokens, None if given.logprobs is None else given.logprobs[:n])
-    if not at.min():  # prompts that had one token left to compute
-        end_prompts(core, slots[at == 0], core.clock())
+        rows.shared[lanes] = batch.shared = False
+    generated = store(rows, lanes, at, tokens, None if given.logprobs is None else given.logprobs[:n])
+    if not at.min():  # prompts of which one token was left to compute
+        end_prompts(core, lanes[at == 0], core.clock())
     watched = batch.watch == tokens[:, None]
     full = generated >= batch.limit
     if not (watched.any() or full.any()):
         return []
-    ended = why(rows, slots, generated, watched.any(axis=1) | full)
+    ended = why(rows, lanes, generated, watched.any(axis=1) | full)
     if not ended:
         return []
     now = core.clock()
-    return [core.finish(rows.sequence(slot), reason, now) for slot, reason in ended]
+    return [core.finish(rows.sequence(lane), reason, now) for lane, reason in ended]
 
 
-def end_prompts(core: Core, slots: np.ndarray, now: float) -> None:
-    """The first tokens of these sequences are there: their prompts are computed."""
-    for slot in slots.tolist():
-        group = core.rows.sequence(slot).group
+def end_prompts(core: Core, lanes: np.ndarray, now: float) -> None:
+    """Record that the prompts of these sequences are computed: their first tokens are known."""
+    for lane in lanes.tolist():
+        group = core.rows.sequence(lane).group
         group.first_token = now if group.first_token is None else group.first_token
-        core.commit(slot)
+        core.commit(lane)
 
 
 def take_fans(core: Core, samples: NDArray[int32], plain: np.ndarray) -> dict[int, list[int]]:
-    """Take samples that are still to be forked out of `plain`: slot -> where they stand."""
+    """Remove samples that must be forked first from `plain`. Return their positions by lane."""
     fans: dict[int, list[int]] = {}
     for at in np.flatnonzero(plain).tolist():
-        slot = int(samples[at])
-        if not core.rows.sequence(slot).group.forked:
-            fans.setdefault(slot, []).append(at)
+        lane = int(samples[at])
+        if not core.rows.sequence(lane).group.forked:
+            fans.setdefault(lane, []).append(at)
             plain[at] = False
     return fans
 
@@ -181,14 +189,14 @@ def move_beams(
     logprobs: NDArray[float32],
     now: float,
 ) -> list[Output]:
-    """Move every beam of a step on; the rows of one stand together, all from sample `first` on."""
+    """Advance every beam of a step. The rows of a beam are adjacent, all from sample `first` on."""
     outputs: list[Output] = []
     samples = np.flatnonzero(step.beam_width)
     begin = 0
     while begin < len(samples):
         end = begin + 1
         if live[samples[begin] - first]:
-            sequence = core.rows.sequence(step.sample_slot[samples[begin]])
+            sequence = core.rows.sequence(step.sample_lane[samples[begin]])
             beam = sequence.group.beam
             end = begin + len(beam.live)
             outputs += beam.move_on(core, tokens[begin:end], logprobs[begin:end], now)
@@ -196,58 +204,61 @@ def move_beams(
     return outputs
 
 
-def advance(core: Core, slots: NDArray[int32], new: NDArray[int64], decodes: int) -> None:
-    """The inputs of these rows are computed; the first are decodes."""
+def advance(core: Core, lanes: NDArray[int32], new: NDArray[int64], decodes: int) -> None:
+    """Count the inputs of these rows as computed. The first rows are decodes."""
     rows = core.rows
     core.decode_tokens += decodes
-    if len(slots) > decodes:
-        chunk, count = slots[decodes:], new[decodes:]
+    if len(lanes) > decodes:
+        chunk, count = lanes[decodes:], new[decodes:]
         core.prefill_tokens += int(count.sum())
         again = np.minimum(rows.high[chunk] - rows.computed[chunk], count)
         core.recomputed_tokens += int(again[again > 0].sum())
-    rows.computed[slots] += new.astype(np.int32)
-    rows.shared[slots] = False
+    rows.computed[lanes] += new.astype(np.int32)
+    rows.shared[lanes] = False
 
 
 def append(core: Core, samples: NDArray[int32], given: Given, chosen: np.ndarray, begin: int) -> list[tuple[int, str]]:
-    """Append one token each; return the slots that ended, and why, in order of rows."""
-    slots = samples[chosen]
-    if not len(slots):
+    """Append one token each. Return the lanes that ended, and why, in order of rows."""
+    lanes = samples[chosen]
+    if not len(lanes):
         return []
     rows, tokens = core.rows, given.tokens[begin:][chosen]
     logprobs = None if given.logprobs is None else given.logprobs[begin:][chosen]
-    generated = store(rows, slots, rows.generated[slots], tokens, logprobs)
-    watched = (rows.watch[slots] == tokens[:, None]).any(axis=1)
-    return why(rows, slots, generated, watched | (generated >= rows.limit[slots]))
+    generated = store(rows, lanes, rows.generated[lanes], tokens, logprobs)
+    watched = (rows.watch[lanes] == tokens[:, None]).any(axis=1)
+    return why(rows, lanes, generated, watched | (generated >= rows.limit[lanes]))
 
 
 def store(
-    rows: Rows, slots: np.ndarray, at: NDArray[int32], tokens: NDArray[int32], logprobs: NDArray[float32] | None
+    rows: LaneRows, lanes: np.ndarray, at: NDArray[int32], tokens: NDArray[int32], logprobs: NDArray[float32] | None
 ) -> NDArray[int32]:
-    """Append one token each to slots that have generated `at`; return how many they have now."""
-    rows.tokens[slots, at] = tokens
+    """Append one token each to lanes that have generated `at` tokens. Return the new counts."""
+    rows.tokens[lanes, at] = tokens
     if logprobs is not None or rows.logprobs is not None:
-        rows.need_logprobs()[slots, at] = np.nan if logprobs is None else logprobs
-    rows.last[slots] = tokens
+        kept = rows.need_logprobs() if rows.logprobs is None else rows.logprobs
+        kept[lanes, at] = np.nan if logprobs is None else logprobs
+    rows.last[lanes] = tokens
     generated = at + np.int32(1)
-    rows.generated[slots] = generated
-    rows.make_room(int(generated.max()) + 1)
+    rows.generated[lanes] = generated
+    longest = int(generated.max())
+    if longest >= rows.tokens.shape[1]:
+        rows.make_room(longest + 1)
     return generated
 
 
-def why(rows: Rows, slots: np.ndarray, generated: NDArray[int32], maybe: np.ndarray) -> list[tuple[int, str]]:
-    """Which of the slots ended, and why; those not in `maybe` did not."""
+def why(rows: LaneRows, lanes: np.ndarray, generated: NDArray[int32], maybe: np.ndarray) -> list[tuple[int, str]]:
+    """Return the lanes that ended, and why. Only lanes in `maybe` can have ended."""
     ended = []
     for row in maybe.nonzero()[0].tolist():
-        slot = int(slots[row])
-        reason = why_ended(rows.sequence(slot).group, rows.tokens[slot, : generated[row]])
+        lane = int(lanes[row])
+        reason = why_ended(rows.sequence(lane).group, rows.tokens[lane, : generated[row]])
         if reason is not None:
-            ended.append((slot, reason))
+            ended.append((lane, reason))
     return ended
 
 
 def why_ended(group: Group, tokens: NDArray[int32]) -> str | None:
-    """Why a sequence with these generated tokens ends; None: it goes on."""
+    """Return why a sequence with these generated tokens ends. None: it goes on."""
     request = group.request
     if int(tokens[-1]) in request.eos:
         return "eos"
@@ -256,13 +267,13 @@ def why_ended(group: Group, tokens: NDArray[int32]) -> str | None:
     return "length" if len(tokens) >= request.max_tokens else None
 
 
-def fork_samples(core: Core, slot: int, ats: list[int], given: Given, now: float) -> list[Output]:
-    """The prompt of a request with n samples is computed: one sequence becomes n, with a first token each.
+def fork_samples(core: Core, lane: int, ats: list[int], given: Given, now: float) -> list[Output]:
+    """Make n sequences of one whose prompt is computed, each with its first token.
 
-    The first that goes on keeps slot and blocks, the others are forks as long as there is room; the rest wait.
+    The first one that goes on keeps lane and blocks. The others become forks while there is room. The rest wait.
     """
     rows = core.rows
-    first = rows.sequence(slot)
+    first = rows.sequence(lane)
     group = first.group
     group.forked = True
     core.unforked -= 1
@@ -278,10 +289,10 @@ def fork_samples(core: Core, slot: int, ats: list[int], given: Given, now: float
             live.append(sequence)
         else:
             outputs.append((sequence, reason))
-    handle, computed = int(rows.handle[slot]), int(rows.computed[slot])
-    committed, admitted, gone = int(rows.committed[slot]), int(rows.admitted[slot]), int(rows.gone[slot])
-    seen = None if core.eviction is None else core.eviction.memory.saved(slot)
-    rows.leave(slot)
+    handle, computed = int(rows.handle[lane]), int(rows.computed[lane])
+    committed, admitted, gone = int(rows.committed[lane]), int(rows.admitted[lane]), int(rows.gone[lane])
+    seen = None if core.eviction is None else core.eviction.memory.saved(lane)
+    rows.leave(lane)
     core.move(first, WAITING)
     if not live:
         core.pool.close(handle)
@@ -293,19 +304,19 @@ def fork_samples(core: Core, slot: int, ats: list[int], given: Given, now: float
             continue
         sequence.high = computed
         core.start(sequence, core.rows.take(), own, computed, core.admission_number() if number else admitted)
-        rows.committed[sequence.slot], rows.gone[sequence.slot] = committed, gone
+        rows.committed[sequence.lane], rows.gone[sequence.lane] = committed, gone
         if core.eviction is not None and seen is not None:
-            core.eviction.memory.put(sequence.slot, seen)
-        rows.shared[sequence.slot] = (computed - gone) % core.pool.block_size != 0
+            core.eviction.memory.put(sequence.lane, seen)
+        rows.shared[sequence.lane] = (computed - gone) % core.pool.block_size != 0
     if len(live) > 1:
-        rows.shared[live[0].slot] = (computed - gone) % core.pool.block_size != 0
+        rows.shared[live[0].lane] = (computed - gone) % core.pool.block_size != 0
     for sequence in reversed(waiting):
         core.wait(sequence, front=True)
     return [core.finish(sequence, reason, now) for sequence, reason in outputs]
 
 
 def fork(core: Core, handle: int) -> int | None:
-    """Another handle on the same blocks, if a slot is free and its first own token would find a block."""
+    """Fork a handle if a lane is free and its first own token would find a block. Otherwise return None."""
     if not core.rows.free or core.available() <= core.count[DECODING] + core.count[PREFILLING]:
         return None
     try:
@@ -315,7 +326,7 @@ def fork(core: Core, handle: int) -> int | None:
 
 
 def cancel(core: Core, group: Group) -> list[Output]:
-    """End a request in whatever state it is."""
+    """End a request in any state."""
     now = core.clock()
     if group.beam is not None:
         return group.beam.cancel(core, now)
@@ -336,9 +347,9 @@ def cancel(core: Core, group: Group) -> list[Output]:
 
 
 def give_up(core: Core, step: Step) -> None:
-    """A step failed that cannot be rolled back: what it wrote is unknown, so its sequences start over."""
-    for slot in step.slots[::-1].tolist():
-        sequence = core.rows.sequences[slot]
+    """Preempt the sequences of a failed step that cannot be rolled back: its writes are unknown."""
+    for lane in step.lanes[::-1].tolist():
+        sequence = core.rows.sequences[lane]
         if sequence is None:
             continue
         core.preempt(sequence)

@@ -1,4 +1,4 @@
-"""`Scheduler`: continuous batching over a pool, one step at a time. Checks arguments; its parts do the work."""
+"""`Scheduler`: continuous batching over a pool, one step at a time. It checks arguments; other modules do the work."""
 
 from __future__ import annotations
 
@@ -13,17 +13,12 @@ from numpy.typing import NDArray
 from kvpool._core import Plan, Pool
 from kvpool.errors import OutOfBlocks, OutOfSequences, RequestRejected, UnknownRequest
 from kvpool.scheduler import results
-from kvpool.scheduler.admission import admit_next
 from kvpool.scheduler.beams import Beam
 from kvpool.scheduler.check import check
-from kvpool.scheduler.core import Batch, Core
-from kvpool.scheduler.eviction import blocks_alone, keep_budgets, most_tokens
-from kvpool.scheduler.eviction import judge as judge_eviction
-from kvpool.scheduler.request import Output, Request, integer
-from kvpool.scheduler.room import POLICIES, make_room
-from kvpool.scheduler.sequence import DECODING, PREFILLING, SPILLED, WAITING, Group, Sequence
-from kvpool.scheduler.stats import SchedulerStats
-from kvpool.scheduler.step import Step
+from kvpool.scheduler.policy import POLICIES, admit_next, blocks_alone, keep_budgets, make_room, most_tokens
+from kvpool.scheduler.policy import judge as judge_eviction
+from kvpool.scheduler.request import Output, Request, SchedulerStats, integer
+from kvpool.scheduler.state import DECODING, PREFILLING, SPILLED, WAITING, Core, DecodeBatch, Group, Sequence, Step
 
 if TYPE_CHECKING:
     from kvpool.eviction import Evictor
@@ -33,40 +28,41 @@ PadTo = tuple[int, int] | Callable[[int, int], tuple[int, int]] | None
 
 
 class Scheduler:
-    """Continuous batching as policy over a pool: no tensors, no model. ``docs/scheduling.md`` has every rule.
+    """Continuous batching over a pool, without tensors and without a model. ``docs/scheduling.md`` has every rule.
 
     Parameters
     ----------
     pool : Pool
-        May be used by others beside the scheduler.
+        Others may use it beside the scheduler.
     max_running : int, default 256
-        Sequences that run at a time, at most; each has a slot below it.
+        Most sequences that run at a time. Each has a lane, ``0 .. max_running - 1``.
     max_step_tokens : int, default 2048
-        Token budget of a step. Decodes are never held back by it, prefill chunks take what they leave.
+        Token budget of a step. It never holds decodes back. Prefill chunks take what decodes leave.
     prefill_chunk : int, default 512
         Prompt tokens of one sequence in one step, at most.
     mixed : bool, default True
-        Decodes and chunks in one step. False, for runners without a ragged forward: decodes only, or one chunk.
+        Decodes and chunks share a step. False is for runners without a ragged forward pass: a step is decodes only, or
+        one chunk.
     watermark : int, optional
         Blocks that an admission leaves free. Default: one per running sequence.
     preempt : {"last", "longest", "grower", "priority"}
-        Who is recomputed when blocks run out.
+        Selects the sequence to preempt and recompute when blocks run out.
     max_waiting : int, optional
-        Requests beyond so many waiting sequences are rejected.
+        Reject requests when so many sequences wait.
     max_model_len : int, optional
         Tokens of a sequence, at most.
     formats : sequence of str
         Of the plans, see `Plan`.
     pad_to : (int, int) or callable, optional
-        Static shape ``(rows, tokens)`` of the plan's arrays; a callable is given the batch's and returns the shape.
+        Static shape ``(rows, tokens)`` of the plan's arrays. A callable gets the shape of the batch and returns it.
     tier : object, optional
         ``spill_to_host(handle, blocks)`` and ``prefetch(kept, handle, blocks)``.
     clock : callable, default `time.monotonic`
-        Fills the times of outputs, decides nothing.
+        Fills the times of outputs. It has no influence on decisions.
     plans : int, default 1
-        Plans that steps use in turn: with 2, a step's arrays hold until the one after the next.
+        Plans that steps use in turn. With 2, the arrays of a step stay valid during the next one.
     eviction : kvpool.eviction.Evictor, optional
-        Keeps sequences within a budget of tokens: between two steps some leave.
+        Keeps sequences within a budget of tokens: between two steps it evicts some.
 
     Raises
     ------
@@ -75,7 +71,7 @@ class Scheduler:
 
     Examples
     --------
-    >>> from kvpool._core import Pool, Request, Scheduler
+    >>> from kvpool import Pool, Request, Scheduler
     >>> scheduler = Scheduler(Pool(num_blocks=16, block_size=4), max_running=4)
     >>> scheduler.add(Request([1, 2, 3], max_tokens=2))
     0
@@ -152,7 +148,7 @@ class Scheduler:
     # -- requests
 
     def add(self, request: Request) -> Hashable:
-        """Queue a request; legal at any time, also while a step is out.
+        """Queue a request. Legal at any time, also while a step is out.
 
         Returns
         -------
@@ -162,7 +158,7 @@ class Scheduler:
         Raises
         ------
         RequestRejected
-            It could never run, or the queue is full; `reason` says which. State unchanged.
+            The request could never run, or the queue is full. `reason` says which. State unchanged.
         ValueError
             The id is in use. State unchanged.
         TypeError
@@ -185,7 +181,7 @@ class Scheduler:
     def _judge(self, request: Request) -> None:
         core, pool = self._core, self._core.pool
         prompt = len(request.prompt)
-        tokens = prompt + request.max_tokens - 1  # nothing reads the KV of the last one: it is never written
+        tokens = prompt + request.max_tokens - 1  # the KV of the last token is never read, so never written
         judge_eviction(core, request)
         need = blocks_alone(core, tokens)
         width = request.beam_width
@@ -230,24 +226,24 @@ class Scheduler:
         return group
 
     def cancel(self, id: Hashable) -> list[Output]:
-        """Drop a request in whatever state; its blocks are free at once (fences protect a step that is out).
+        """Drop a request in any state. Its blocks are free at once. The pool protects those of a step that is out.
 
         Returns
         -------
         list of Output
-            One for each sequence that had not ended, with what it had so far.
+            One for each sequence that had not ended, with its tokens so far.
 
         Raises
         ------
         UnknownRequest
-            It has finished, or was never added. State unchanged.
+            The request has finished, or was never added. State unchanged.
         """
         return results.cancel(self._core, self._find("cancel", id))
 
     # -- steps
 
     def schedule(self) -> Step | None:
-        """Decide the next step and take its blocks: one allocator transaction for the whole batch.
+        """Decide the next step and take its blocks, in one allocator transaction for the whole batch.
 
         Returns
         -------
@@ -257,14 +253,14 @@ class Scheduler:
         Raises
         ------
         RuntimeError
-            A step is out: `update` or `fail` comes first. State unchanged.
+            A step is out: call `update` or `fail` first. State unchanged.
         OutOfBlocks, OutOfSequences
-            Nothing can run, because others of the pool hold what the first in line needs. Nothing is lost.
+            Nothing can run, because other users of the pool hold what the first in line needs. Nothing is lost.
 
         Notes
         -----
-        The order of decisions is that of docs/scheduling.md: decodes, room for them, chunks, top-up. Iteration-level
-        scheduling is Orca's idea, chunks that never stall a decode are Sarathi-Serve's.
+        docs/scheduling.md has the order of decisions: decodes, room for them, chunks, top-up. Iteration-level
+        scheduling is from Orca. Chunks that never stall a decode are from Sarathi-Serve.
         """
         if self._out is not None:
             raise RuntimeError("[schedule] a step is out; call update or fail first")
@@ -278,7 +274,7 @@ class Scheduler:
             for beam in list(core.beams):
                 beam.spread(core)
         batch, chunks = self._decide(plan)
-        if batch is None and not chunks:  # all that was admitted may be a beam that only has to decode
+        if batch is None and not chunks:  # a beam may have been admitted that only has to decode
             batch, chunks = self._decide(plan)
         if batch is None and not chunks:
             self._explain_idle()
@@ -289,8 +285,8 @@ class Scheduler:
         core.was_chunk = batch is None
         return step
 
-    def _decide(self, plan: Plan) -> tuple[Batch | None, list[tuple[int, int]]]:
-        """Who decodes, and (slot, tokens) of the chunks."""
+    def _decide(self, plan: Plan) -> tuple[DecodeBatch | None, list[tuple[int, int]]]:
+        """Return the batch that decodes, and (lane, tokens) of the chunks."""
         core = self._core
         if not core.mixed and not (core.was_chunk and core.count[DECODING]):
             chunks = self._chunks(core.max_step_tokens, 1)
@@ -298,43 +294,44 @@ class Scheduler:
                 return None, chunks
         if not core.count[DECODING]:
             return None, self._chunks(core.max_step_tokens, core.max_running) if core.mixed else []
-        make_room(core, plan)
-        if not core.count[DECODING]:  # the policy named every decode; who stays goes on, or nobody would
+        batch = core.batch()  # taken before admissions, which are chunks, not decodes
+        if not batch.has_room(core.pool):
+            batch = make_room(core, plan)
+        if not core.count[DECODING]:  # every decode was preempted, so the step must have a chunk
             return None, self._chunks(core.max_step_tokens, core.max_running if core.mixed else 1)
-        batch = core.batch()  # who is admitted now is a chunk, not a decode
-        return batch, self._chunks(core.max_step_tokens - len(batch.slots), core.max_running) if core.mixed else []
+        return batch, self._chunks(core.max_step_tokens - len(batch.lanes), core.max_running) if core.mixed else []
 
     def _chunks(self, budget: int, most: int) -> list[tuple[int, int]]:
-        """Running prefills go on, then the budget that is left goes to admissions."""
+        """Continue running prefills, then spend the rest of the budget on admissions."""
         core, rows = self._core, self._core.rows
         chunks: list[tuple[int, int]] = []
         core.growing = -1
         if core.count[PREFILLING]:
-            for slot in rows.running(PREFILLING).tolist():
+            for lane in rows.running(PREFILLING).tolist():
                 if budget <= 0 or len(chunks) == most:
                     return chunks
-                new = min(self._wanted(slot), core.chunk, budget)
+                new = min(self._wanted(lane), core.chunk, budget)
                 if new:
-                    chunks.append((slot, new))
+                    chunks.append((lane, new))
                     budget -= new
-        while budget > 0 and len(chunks) < most and (core.queue or core.spilled):
+        while budget > 0 and len(chunks) < most and (core.count[WAITING] or core.spilled):
             admitted = admit_next(core)
             if admitted is None:
                 break
-            new = min(self._wanted(admitted.slot), core.chunk, budget)
+            new = min(self._wanted(admitted.lane), core.chunk, budget)
             if new:
-                chunks.append((admitted.slot, new))
+                chunks.append((admitted.lane, new))
                 budget -= new
         return chunks
 
-    def _wanted(self, slot: int) -> int:
-        """Tokens that a prefilling sequence may compute now."""
-        sequence = self._core.rows.sequence(slot)
+    def _wanted(self, lane: int) -> int:
+        """Return how many tokens a prefilling sequence may compute now."""
+        sequence = self._core.rows.sequence(lane)
         beam = sequence.group.beam
-        return self._core.rows.remaining(slot) if beam is None else beam.wanted(self._core, sequence)
+        return self._core.rows.remaining(lane) if beam is None else beam.wanted(self._core, sequence)
 
     def _explain_idle(self) -> None:
-        """Nothing runs and nothing can be admitted: others hold the pool."""
+        """Raise: nothing runs and nothing can be admitted, because others hold the pool."""
         stats = self._core.pool.stats()
         if stats.sequences == self._core.pool.options.max_seqs:
             raise OutOfSequences(f"[schedule] nothing runs, and all {stats.sequences} sequences of the pool are open")
@@ -347,47 +344,47 @@ class Scheduler:
             limbo=stats.limbo,
         )
 
-    def _build(self, plan: Plan, batch: Batch | None, chunks: list[tuple[int, int]]) -> Step:
-        """One allocator transaction, and the arrays for it."""
+    def _build(self, plan: Plan, batch: DecodeBatch | None, chunks: list[tuple[int, int]]) -> Step:
+        """Step the pool once, and return the arrays of the step."""
         rows = self._core.rows
         if batch is not None and not chunks:
-            n = len(batch.slots)
-            tokens = rows.last[batch.slots]
+            n = len(batch.lanes)
+            tokens = rows.last[batch.lanes]
             self._take_blocks(plan, batch.handles, 1, n)
-            arrays = (batch.slots32, batch.handles, rows.ones[:n])
+            arrays = (batch.lanes32, batch.handles, rows.ones[:n])
             if batch.plain:
-                samples: tuple[np.ndarray, ...] = (rows.order[:n], batch.slots32, batch.index, batch.width)
+                samples: tuple[np.ndarray, ...] = (rows.order[:n], batch.lanes32, batch.index, batch.width)
                 return Step(rows, plan, batch, tokens, n, *arrays, *samples)
-            return Step(rows, plan, None, tokens, n, *arrays, *self._samples(rows.order[:n], batch.slots32))
-        slots = np.array([slot for slot, _ in chunks], np.int32)
+            return Step(rows, plan, None, tokens, n, *arrays, *self._samples(rows.order[:n], batch.lanes32))
+        lanes = np.array([lane for lane, _ in chunks], np.int32)
         num_new = np.array([new for _, new in chunks], np.int64)
-        begin = rows.computed[slots]
-        parts = [rows.known(slot, at, at + new) for (slot, new), at in zip(chunks, begin.tolist(), strict=True)]
-        sampled = begin + num_new == rows.prompt[slots] + rows.generated[slots]
-        decodes = 0 if batch is None else len(batch.slots)
+        begin = rows.computed[lanes]
+        parts = [rows.known(lane, at, at + new) for (lane, new), at in zip(chunks, begin.tolist(), strict=True)]
+        sampled = begin + num_new == rows.prompt[lanes] + rows.generated[lanes]
+        decodes = 0 if batch is None else len(batch.lanes)
         at = (num_new.cumsum() + (decodes - 1))[sampled].astype(np.int32)
-        of = slots[sampled]
-        handles = rows.handle[slots]
+        of = lanes[sampled]
+        handles = rows.handle[lanes]
         if batch is not None:
-            parts.insert(0, rows.last[batch.slots])
-            slots, num_new = np.concatenate([batch.slots32, slots]), np.concatenate([rows.ones[:decodes], num_new])
-            at, of = np.concatenate([rows.order[:decodes], at]), np.concatenate([batch.slots32, of])
+            parts.insert(0, rows.last[batch.lanes])
+            lanes, num_new = np.concatenate([batch.lanes32, lanes]), np.concatenate([rows.ones[:decodes], num_new])
+            at, of = np.concatenate([rows.order[:decodes], at]), np.concatenate([batch.lanes32, of])
             handles = np.concatenate([batch.handles, handles])
         tokens = np.concatenate(parts)
         self._take_blocks(plan, handles, num_new, len(tokens))
         plain = batch if batch is not None and batch.plain else None
-        return Step(rows, plan, plain, tokens, decodes, slots, handles, num_new, *self._samples(at, of))
+        return Step(rows, plan, plain, tokens, decodes, lanes, handles, num_new, *self._samples(at, of))
 
-    def _samples(self, at: np.ndarray, slot: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Where, for which slot and sample, of which width of beam."""
+    def _samples(self, at: np.ndarray, lane: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Return positions, lanes, sample numbers and beam widths of the samples."""
         core = self._core
-        index = core.rows.index[slot]
+        index = core.rows.index[lane]
         if core.unforked:
-            at, slot, index = results.fan_out(core, at, slot, index)
-        return at, slot, index, core.rows.width[slot]
+            at, lane, index = results.fan_out(core, at, lane, index)
+        return at, lane, index, core.rows.width[lane]
 
     def _take_blocks(self, plan: Plan, handles: np.ndarray, num_new: int | np.ndarray, tokens: int) -> None:
-        """The one step of the pool."""
+        """Step the pool."""
         pad_to = self._pad_to(len(handles), tokens) if callable(self._pad_to) else self._pad_to
         self._core.pool.step(plan, handles, num_new, pad_to=pad_to)
 
@@ -405,16 +402,17 @@ class Scheduler:
         step : Step
             The one that is out.
         tokens : int32 ``[M]``
-            One for each of ``step.sample_at``; those of beams do not matter.
+            One for each of ``step.sample_at``. Those of beams are ignored.
         logprobs : float32 ``[M]``, optional
-            Of these tokens.
+            Logprobs of these tokens.
         beams : (int32 ``[Mb, K]``, float32 ``[Mb, K]``), optional
-            For the Mb samples of beams, in order: K >= 2 * width best continuations and their logprobs (-inf: none).
+            For the Mb samples of beams, in order: the K >= 2 * width best continuations and their logprobs. -inf marks
+            a missing continuation.
 
         Returns
         -------
         list of Output
-            Sequences that ended, in order of rows.
+            The sequences that ended, in order of rows.
 
         Raises
         ------
@@ -431,10 +429,10 @@ class Scheduler:
         return results.take(self._core, step, given)
 
     def fail(self, step: Step) -> None:
-        """Take back a step that the backend did not execute: every sequence is as before `schedule`.
+        """Take back a step that the backend did not execute. Every sequence is as before `schedule`.
 
-        Admissions stay; requests cancelled meanwhile stay cancelled. A pool with ``in_order=True`` cannot roll back:
-        there the sequences of the step are preempted, and will be recomputed.
+        Admissions and cancellations stay. A pool with ``in_order=True`` cannot roll back. There the sequences of the
+        step are preempted and recomputed.
 
         Raises
         ------
@@ -463,7 +461,7 @@ class Scheduler:
     # -- questions
 
     def tokens_of(self, id: Hashable, index: int = 0) -> NDArray[int32]:
-        """Tokens that a sequence of a request has generated so far, a copy.
+        """Return a copy of the tokens that a sequence has generated so far.
 
         Raises
         ------
@@ -476,18 +474,18 @@ class Scheduler:
         sequences = group.sequences
         index = integer("tokens_of", "index", index, 0, len(sequences) - 1)
         sequence = sequences[index]
-        return self._core.rows.generated_of(sequence.slot) if sequence.slot >= 0 else sequence.tokens.copy()
+        return self._core.rows.generated_of(sequence.lane) if sequence.lane >= 0 else sequence.tokens.copy()
 
-    def request_of(self, slot: int) -> Request:
-        """The request that runs in a slot; ValueError if none does."""
-        slot = integer("request_of", "slot", slot, 0, self._core.max_running - 1)
-        sequence: Sequence | None = self._core.rows.sequences[slot]
+    def request_of(self, lane: int) -> Request:
+        """Return the request that runs in a lane. ValueError if none does."""
+        lane = integer("request_of", "lane", lane, 0, self._core.max_running - 1)
+        sequence: Sequence | None = self._core.rows.sequences[lane]
         if sequence is None:
-            raise ValueError(f"[request_of] nothing runs in slot {slot}")
+            raise ValueError(f"[request_of] nothing runs in lane {lane}")
         return sequence.group.request
 
     def stats(self) -> SchedulerStats:
-        """Counters, O(1)."""
+        """Return the counters, in O(1)."""
         core = self._core
         counters = (
             *(core.cancelled, core.rejected, core.admissions, core.preemptions, core.spills, core.steps),
@@ -497,12 +495,12 @@ class Scheduler:
         return SchedulerStats._make((*core.count, *counters))
 
     def check(self) -> None:
-        """Recompute every counter and invariant, those of the pool too; legal at any time.
+        """Recompute every counter and invariant, also those of the pool. Legal at any time.
 
         Raises
         ------
         CorruptState
-            Something does not hold.
+            A counter or an invariant is wrong.
         """
         self._core.pool.check()
         check(self._core, self._out)

@@ -1,4 +1,4 @@
-"""The mlx backend: MLX owns the pool's memory. `MLXBackend` makes one, by the route that fits.
+"""The mlx backend: MLX owns the pool's memory. `MLXBackend` makes a backend of the route that fits.
 
 - *metal* (`kvpool_backends.mlx.metal`): where MLX computes on a GPU with Metal. Attention by kernels of Metal,
   straight over the pool, all of it lazy. Layout "NHD", every layout with the native extension.
@@ -34,7 +34,7 @@ __all__ = ["BaseBackend", "MLXBackend", "MemoryReport", "TableUploader", "kernel
 
 
 class _Maker:
-    """What `MLXBackend` is."""
+    """The class of `MLXBackend`."""
 
     def __call__(
         self,
@@ -55,17 +55,17 @@ class _Maker:
         num_blocks : int
             Blocks of every layer, allocated here, never grown.
         kernels : bool, optional
-            Take a route with kernels, those of Metal or those of the CPU, or not. By default one is taken if there is
-            one for this device and, with Metal, for this spec.
+            Whether to use kernels, of Metal or of the CPU. By default they are used if they support this device and,
+            with Metal, this spec.
         native : bool, optional
-            Use the extension that writes in place (`kvpool_backends.mlx.native`), or not. By default it is used if it
-            was built here and fits. On the CPU its calls are lazy, with Metal they never copy the pool.
+            Whether to use the extension that writes in place (`kvpool_backends.mlx.native`). By default it is used if
+            it was built here and fits. On the CPU its calls are lazy. With Metal they never copy the pool.
         metal_kernel : callable, optional
-            Take the Metal route with kernels built by this, which has the interface of ``mx.fast.metal_kernel``: for
-            tests, where there is no Metal.
+            Take the Metal route with kernels of this factory, which has the interface of ``mx.fast.metal_kernel``. For
+            tests without Metal.
         overlap : bool
-            Where MLX scatters: prepare a step while the one before still runs, though MLX then copies arrays of the
-            pool. By default `prepare` waits, and writes are in place. Routes that write in place never wait.
+            Where MLX scatters: prepare a step while the previous one runs. MLX then copies arrays of the pool. By
+            default `prepare` waits, and writes are in place. Routes that write in place never wait.
 
         Raises
         ------
@@ -79,7 +79,7 @@ class _Maker:
 
     @staticmethod
     def device_info() -> dict[str, Any]:
-        """The machine, as MLX describes it; for ``kvpool.config.blocks_for``."""
+        """Return MLX's description of the machine, for ``kvpool.config.blocks_for``."""
         if not mx.metal.is_available():
             return {}
         return {**mx.device_info(), "active_nbytes": mx.get_active_memory()}
@@ -91,7 +91,7 @@ MLXBackend = _Maker()
 def _choose(
     spec: KVSpec, kernels: bool | None, native: bool | None, metal_kernel: Factory | None
 ) -> type[BaseBackend]:
-    """The class of the route to take. Imports no other."""
+    """Return the class of the route to take. Import no other route."""
     from kvpool_backends.mlx.native import load
 
     def with_native() -> bool:

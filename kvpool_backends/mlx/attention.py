@@ -1,4 +1,4 @@
-"""Attention over gathered contexts in MLX operations: the plain route, which runs on every device that MLX has."""
+"""Attention over gathered contexts in MLX operations: the plain route. It runs on every device of MLX."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def attention(
     options: AttentionOptions,
     mask: np.ndarray | None,
 ) -> mx.array:
-    """Attention of a padded batch, see `AttentionOptions`.
+    """Attend with a padded batch, see `AttentionOptions`.
 
     Parameters
     ----------
@@ -52,13 +52,13 @@ def exported_scores(
     mask: np.ndarray | None,
     kind: str,
 ) -> mx.array:
-    """What `KVBackend.attend` exports for one query per row: float32 ``[B, Hk, C]``. Arguments as of `attention`."""
+    """Return the scores of `KVBackend.attend` for one query per row, float32 ``[B, Hk, C]``. See `attention`."""
     seen, distance = seen_and_distance(k.shape[2], position, options)
     return kind_of_scores(_scores(q, k, scale, distance, seen, options, mask), k.shape[1], options.sinks, kind)
 
 
 def seen_and_distance(context: int, position: np.ndarray, options: AttentionOptions) -> tuple[mx.array, mx.array]:
-    """Which keys causality and window show to queries at `position` ``[B, n]``; key minus query. ``[B, 1, n, C]``."""
+    """Return which keys queries at `position` ``[B, n]`` see, and key minus query position, ``[B, 1, n, C]``."""
     distance = mx.arange(context) - mx.array(position.astype(np.int32))[:, None, :, None]
     seen = distance <= 0
     if options.window is not None:
@@ -67,19 +67,19 @@ def seen_and_distance(context: int, position: np.ndarray, options: AttentionOpti
 
 
 def kind_of_scores(scores: mx.array, num_kv_heads: int, sinks: np.ndarray | None, kind: str) -> mx.array:
-    """``[B, Hk, C]``, "raw" or "mass", of what goes into exp, ``[B, Hq, 1, C]``."""
+    """Return scores ``[B, Hk, C]``, "raw" or "mass", of the exponents ``[B, Hq, 1, C]``."""
     if kind == "mass":
         return mass_of_scores(scores, num_kv_heads, sinks)
     return _of_kv_heads(mx.where(scores == -mx.inf, 0, scores), num_kv_heads)
 
 
 def mass_of_scores(scores: mx.array, num_kv_heads: int, sinks: np.ndarray | None) -> mx.array:
-    """``[B, Hk, C]`` of what goes into exp, ``[B, Hq, 1, C]``: one more pass over it."""
+    """Return scores ``[B, Hk, C]`` of the exponents ``[B, Hq, 1, C]``, by one more pass over them."""
     return _of_kv_heads(softmax_with_sinks(scores, sinks), num_kv_heads)
 
 
 def _of_kv_heads(x: mx.array, num_kv_heads: int) -> mx.array:
-    """Means over the query heads of each KV head: ``[B, Hk, C]`` of ``[B, Hq, 1, C]``."""
+    """Return the means over the query heads of each KV head: ``[B, Hk, C]`` of ``[B, Hq, 1, C]``."""
     return x.reshape(x.shape[0], num_kv_heads, x.shape[1] // num_kv_heads, x.shape[3]).mean(axis=2)
 
 
@@ -92,7 +92,7 @@ def _scores(
     options: AttentionOptions,
     mask: np.ndarray | None,
 ) -> mx.array:
-    """What goes into exp, float32 ``[B, Hq, n, C]``; -inf where the query does not see the key."""
+    """Return the exponents of the softmax, float32 ``[B, Hq, n, C]``. -inf where the query does not see the key."""
     products = _by_kv_head(q.astype(mx.float32) * scale, k.astype(mx.float32).swapaxes(2, 3))
     return scores_of_products(products, distance, seen, options, mask)
 
@@ -100,7 +100,7 @@ def _scores(
 def scores_of_products(
     scores: mx.array, distance: mx.array, seen: mx.array, options: AttentionOptions, mask: np.ndarray | None
 ) -> mx.array:
-    """The same from ``scale * q . k``."""
+    """Return the exponents of the softmax from ``scale * q . k``."""
     if options.soft_cap is not None:
         scores = mx.tanh(scores / options.soft_cap) * options.soft_cap
     if options.alibi_slopes is not None:

@@ -1,4 +1,4 @@
-"""`BaseBackend`: what all routes of the mlx backend share. `kvpool_backends.mlx` names them, and chooses."""
+"""`BaseBackend`: what all routes of the mlx backend share. `kvpool_backends.mlx` chooses the route."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvpool_backends.mlx.storage import DTYPES, PoolMemory
 
 
 class MemoryReport(NamedTuple):
-    """Memory of the pool as counted here and as MLX saw it, in bytes."""
+    """Memory of the pool, and MLX's own counts, in bytes."""
 
     pool_nbytes: int  # blocks * bytes per block
     mlx_peak_nbytes: int  # mx.get_peak_memory(): everything that the process does in MLX, not the pool alone
@@ -23,7 +23,7 @@ class MemoryReport(NamedTuple):
 
 
 class BaseBackend:
-    """KV storage in MLX's memory, by one of the routes. Implements `kvpool.protocol.KVBackend`, see there.
+    """KV storage in MLX's memory, by one of the routes. Implements `kvpool.protocol.KVBackend`.
 
     Parameters
     ----------
@@ -66,22 +66,22 @@ class BaseBackend:
         return f"<MLXBackend of {self.spec.describe(self.num_blocks)}, route={self.route!r}>"
 
     def asarray(self, x: np.ndarray) -> mx.array:
-        """A float32 numpy array as an MLX array (a copy)."""
+        """Return a copy of a float32 numpy array as an MLX array."""
         return mx.array(np.asarray(x, np.float32))
 
     def to_numpy(self, x: mx.array) -> np.ndarray:
-        """An MLX array as float32 numpy (a copy)."""
+        """Return a copy of an MLX array as float32 numpy."""
         return np.array(x.astype(mx.float32))
 
     # --------------------------------------------------------------------------------------------- memory
 
     @property
     def pool_copies(self) -> int:
-        """Pool arrays that were found copied so far."""
+        """Number of pool arrays that MLX has copied, as counted so far."""
         return self._pool.num_copies
 
     def memory(self) -> MemoryReport:
-        """The pool's bytes as counted here, and MLX's own peak. Does not wait."""
+        """Return the bytes of the pool, and MLX's own counts. Does not wait."""
         return MemoryReport(
             self.num_blocks * self.spec.block_nbytes,
             mx.get_peak_memory(),
@@ -96,7 +96,7 @@ def has_metal() -> bool:
 
 
 def kernels_refusal() -> str | None:
-    """Why the CPU kernels cannot be taken here and now; None when they can."""
+    """Return why the CPU kernels cannot be used now. None: they can."""
     if mx.default_device() != mx.cpu:
         return f"MLX computes on {mx.default_device()}"
     try:

@@ -1,4 +1,4 @@
-"""Attention with scores on dense MLX arrays, quantized or not, in MLX operations: lazy, on every device that MLX has.
+"""Attention with scores on dense MLX arrays, quantized or not, in lazy MLX operations on every device of MLX.
 
 `kvpool_backends.cpu.dense` has the same two functions on numpy arrays, by the kernels.
 """
@@ -32,7 +32,7 @@ def attention_with_scores(
     scores: str = "raw",
     options: AttentionOptions | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """``mx.fast.scaled_dot_product_attention`` with a causal mask, and scores of the newest query of each row.
+    """Return causal ``mx.fast.scaled_dot_product_attention``, and scores of the newest query of each row.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ def quantized_attention_with_scores(
     scores: str = "raw",
     options: AttentionOptions | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """`attention_with_scores` over what ``mx.quantize`` makes of K and V, without a dense copy of them.
+    """Do `attention_with_scores` over K and V from ``mx.quantize``, without a dense copy of them.
 
     Parameters
     ----------
@@ -115,7 +115,7 @@ def quantized_attention_with_scores(
 
 
 def _multiplied(x: mx.array, planes: Sequence[mx.array], transpose: bool, group_size: int, bits: int) -> mx.array:
-    """``[B, Hk, G, n, i]`` times what each KV head stores, dequantized as it is read."""
+    """Multiply ``[B, Hk, G, n, i]`` by the stored values of each KV head, dequantized on the fly."""
     words, scales, biases = (plane[:, :, None] for plane in planes)
     return mx.quantized_matmul(x, words, scales, biases, transpose=transpose, group_size=group_size, bits=bits)
 
@@ -128,7 +128,7 @@ def _check_kind(call: str, scores: str) -> None:
 def _checked(
     call: str, q: mx.array, rows: int, heads: int, context: int, dim: int, options: AttentionOptions | None
 ) -> tuple[AttentionOptions, np.ndarray | None]:
-    """The options, and their mask as ``[B, n, 1 or Hq, C]``."""
+    """Return the options, and their mask ``[B, n, 1 or Hq, C]``."""
     if q.ndim != 4 or q.shape[0] != rows or q.shape[3] != dim or not q.shape[1] or q.shape[1] % heads:
         raise ValueError(f"[{call}] q must have shape [{rows}, a multiple of {heads}, n, {dim}], got {q.shape}")
     num_queries = q.shape[2]
@@ -143,5 +143,5 @@ def _checked(
 
 
 def _positions(q: mx.array, context: int) -> np.ndarray:
-    """Of the queries in their rows, ``[B, n]``."""
+    """Return the positions of the queries in their rows, ``[B, n]``."""
     return np.broadcast_to(np.arange(context - q.shape[2], context), (q.shape[0], q.shape[2]))

@@ -1,23 +1,23 @@
 """The kernel route: the CPU kernels on MLX's memory, in place.
 
-MLX allocates the pool's arrays and from then on never computes with them: no lazy operation on the pool exists. So
-nothing has to be ordered against MLX's graph, and nothing can make MLX copy the pool, neither views that somebody
-keeps nor steps that a caller pipelines with ``mx.async_eval``. That holds because of two rules, in every call:
+MLX allocates the pool's arrays and never computes with them afterwards. So there is no lazy operation on the pool.
+Nothing has to be ordered against MLX's graph, and MLX never copies the pool: neither for views that somebody keeps nor
+for steps that a caller pipelines with ``mx.async_eval``. Two rules for every call ensure this:
 
-- *In*: the MLX arrays of a call (k and v; q) are evaluated first, with all they depend on, and the kernel runs at
-  once, on the thread that called. What else is queued in MLX stays queued.
-- *Out*: a result is a fresh MLX array, allocated and evaluated before the kernel writes it. No operation was ever
-  built on it, so nobody can have seen it empty; to MLX it is an array like any other, on any stream.
+- *In*: the call first evaluates its MLX arrays (k and v, or q) and all that they depend on. Then the kernel runs at
+  once, on the calling thread. Other work that is queued in MLX stays queued.
+- *Out*: a result is a new MLX array. It is allocated and evaluated before the kernel writes it, and no operation uses
+  it before. For MLX it is an array like any other, on any stream.
 
-What follows for a caller:
+Consequences for a caller:
 
-- Calls take effect in the order in which they are made. A block may be given to another sequence as soon as the
-  last call that uses it has returned.
-- ``mx.async_eval`` of what is built on a result is fine, but a call waits for what its own inputs depend on: a
-  step can be built while the one before runs only up to its first `write`.
-- Inside ``mx.compile`` and ``mx.vmap`` arrays have no content, and a call is a RuntimeError. ``mx.grad`` takes a result
-  for a constant.
-- One thread at a time, as with all of MLX's graphs; another one may go on from the results.
+- Calls take effect in their order. A block may be given to another sequence when the last call that uses it has
+  returned.
+- ``mx.async_eval`` of operations on a result is fine. But a call waits for its inputs. So while a step runs, the next
+  one can be built only up to its first `write`.
+- Inside ``mx.compile`` and ``mx.vmap`` arrays have no content, and a call raises RuntimeError. ``mx.grad`` treats a
+  result as a constant.
+- One thread at a time, as for all MLX graphs. Another thread may continue from the results.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LINE_NBYTES = 64  # of a cache line: a vector load touches one
 
 
 class KernelBackend(BaseBackend):
-    """`MLXBackend` by the CPU kernels: every layout, every option of attention, nothing lazy, no copy of the pool."""
+    """`MLXBackend` with the CPU kernels: all layouts and attention options, no lazy work, no copy of the pool."""
 
     route = "kernels"
     capabilities = Capabilities(
@@ -65,16 +65,20 @@ class KernelBackend(BaseBackend):
     # ------------------------------------------------------------------------------------------ one step
 
     def prepare(self, plan: AnyPlan) -> Any:
-        """The plan itself: the kernels check, and copy, what they read with every call."""
+        """Return the plan itself: each kernel call checks and copies the arrays that it reads."""
         return plan
 
     def copy_blocks(self, plan: AnyPlan | np.ndarray) -> None:
-        """Copy the first tokens of blocks in all layers, ``(src, dst, num_tokens)`` each."""
+        """Copy the first tokens of blocks in all layers. A row is ``(src, dst, num_tokens)``."""
         self._store.copy_blocks(np.asarray(getattr(plan, "copies", plan)))
 
     def write(self, step: Any, layer: int, k: mx.array, v: mx.array) -> None:
-        """Store ``k [T, Hk, D]`` and ``v [T, Hk, Dv]`` at the slots of the step, negative ones skipped."""
-        k, v = _evaluated("write", k, v)
+        """Store ``k [T, Hk, D]`` and ``v [T, Hk, Dv]`` in the token slots of the step. Skip negative slots."""
+        k, v = (k, v) if isinstance(k, mx.array) and isinstance(v, mx.array) else (mx.array(k), mx.array(v))
+        try:
+            mx.eval(k, v)
+        except ValueError as error:
+            raise _no_content("write") from error
         self._store.write(layer, k, v, step.slot_mapping)
 
     def attend(
@@ -83,17 +87,23 @@ class KernelBackend(BaseBackend):
         scores: str | None = None, scores_out: np.ndarray | None = None,
     ) -> Any:
         """Causal attention of ``q [T, Hq, D]`` over the paged context, see `KVBackend.attend`."""
-        checked_results(self.capabilities, return_attn, scores, scores_out)
+        if return_attn or scores is not None or scores_out is not None:
+            checked_results(self.capabilities, return_attn, scores, scores_out)
         q = q if isinstance(q, mx.array) else mx.array(q)
         if q.ndim != 3:
             raise ValueError(f"[attend] q has shape {q.shape}, it must be [T, Hq, D]")
-        q, out = _evaluated("attend", q, mx.zeros((*q.shape[:2], self._value_head_dim), q.dtype))
+        out = mx.zeros((*q.shape[:2], self._value_head_dim), q.dtype)
+        try:
+            mx.eval(q, out)
+        except ValueError as error:
+            raise _no_content("attend") from error
         tables, seq_lens, cu_q_lens = step.block_tables, step.seq_lens, step.cu_q_lens
         if scores is None:
             self._store.attend(layer, q, out, tables, seq_lens, cu_q_lens, scale, options)
             return out
         shape = (len(seq_lens), self.spec.num_kv_heads, int(np.max(seq_lens, initial=0)))
-        (exported,) = _evaluated("attend", mx.zeros(shape, mx.float32))
+        exported = mx.zeros(shape, mx.float32)
+        mx.eval(exported)
         view = np.asarray(memoryview(exported))  # type: ignore[arg-type]
         self._store.attend(
             layer, q, out, tables, seq_lens, cu_q_lens, scale, options, scores=scores, scores_out=view
@@ -101,7 +111,7 @@ class KernelBackend(BaseBackend):
         return out, exported
 
     def read(self, step: Any, layer: int) -> tuple[mx.array, mx.array]:
-        """The contexts of a step as K ``[B, Hk, C, D]`` and V ``[B, Hk, C, Dv]``: copies, 0 past a row's end."""
+        """Return copies of the contexts, K ``[B, Hk, C, D]`` and V ``[B, Hk, C, Dv]``, 0 past a row's end."""
         check_layer(self, "read", layer)
         longest = int(np.max(step.seq_lens, initial=0))
         (k, v), views = self._zeros(len(step.seq_lens), self.spec.num_kv_heads, longest)
@@ -113,7 +123,7 @@ class KernelBackend(BaseBackend):
     def gather(
         self, layer: int, blocks: Sequence[int] | np.ndarray, num_tokens: int | None = None
     ) -> tuple[mx.array, mx.array]:
-        """Copies of K ``[n, Hk, D]`` and V ``[n, Hk, Dv]``, the first `num_tokens` tokens of `blocks`."""
+        """Return copies of K ``[n, Hk, D]`` and V ``[n, Hk, Dv]`` of the first `num_tokens` tokens of `blocks`."""
         check_layer(self, "gather", layer)
         ids, count = gathered(self, blocks, num_tokens)
         (k, v), views = self._zeros(count, self.spec.num_kv_heads)
@@ -121,7 +131,7 @@ class KernelBackend(BaseBackend):
         return k.view(self.dtype), v.view(self.dtype)
 
     def compact(self, blocks: Sequence[int] | np.ndarray, keep: Sequence[int] | np.ndarray) -> None:
-        """Move the tokens of one sequence that stay to the front of its blocks."""
+        """Move the kept tokens of one sequence to the front of its blocks."""
         ids, places = checked_keep(self, blocks, keep)
         self._store.compact(ids, places.reshape(places.shape[0] * places.shape[1], places.shape[2]))
 
@@ -130,47 +140,38 @@ class KernelBackend(BaseBackend):
         self._store.zero(block_ids(self, "zero", blocks))
 
     def export_blocks(self, blocks: Sequence[int] | np.ndarray) -> np.ndarray:
-        """The bytes of whole blocks, uint8 ``[n, spec.block_nbytes]``."""
+        """Return the bytes of whole blocks, uint8 ``[n, spec.block_nbytes]``."""
         ids = block_ids(self, "export_blocks", blocks)
         data = np.empty((len(ids), self.spec.block_nbytes), np.uint8)
         self._store.export_blocks(ids, data)
         return data
 
     def import_blocks(self, blocks: Sequence[int] | np.ndarray, data: np.ndarray) -> None:
-        """Overwrite whole blocks with rows of `export_blocks`."""
+        """Overwrite whole blocks with rows from `export_blocks`."""
         self._store.import_blocks(*checked_import(self, blocks, data))
 
     def warmup(self, shapes: Iterable[BatchShape]) -> None:
-        """Nothing to compile here."""
+        """Do nothing: there is nothing to compile."""
 
     def queued(self, layer: int) -> list[mx.array]:
-        """Nothing: a call is through when it returns."""
+        """Return no arrays: a call has finished when it returns."""
         return []
 
     def settle(self) -> int:
-        """Nothing is ever queued on the pool. Counts the arrays that MLX has moved: none."""
+        """Return the number of pool arrays that MLX has copied: 0, because nothing is queued on the pool."""
         return self._pool.count_copies()
 
     # ---------------------------------------------------------------------------------------- internals
 
     def _zeros(self, *shape: int) -> tuple[list[mx.array], list[np.ndarray]]:
-        """Arrays ``[*shape, D]`` and ``[*shape, Dv]`` of the bits of the pool's dtype, and numpy views to fill them."""
+        """Make arrays ``[*shape, D]`` and ``[*shape, Dv]`` of the pool's dtype as bits, and numpy views of them."""
         bits = mx.uint16 if self.dtype == mx.bfloat16 else self.dtype  # numpy has no bfloat16
         arrays = [mx.zeros((*shape, dim), bits) for _, dim in self.spec.planes]
         mx.eval(arrays)
         return arrays, [np.asarray(memoryview(array)) for array in arrays]  # type: ignore[arg-type]
 
 
-def _evaluated(call: str, *arrays: Any) -> list[mx.array]:
-    """These arrays with their content in place. numpy arrays are converted."""
-    evaluated = list(arrays)
-    for at, x in enumerate(evaluated):
-        if not isinstance(x, mx.array):
-            evaluated[at] = mx.array(x)
-    try:
-        mx.eval(evaluated)
-    except ValueError as error:
-        raise RuntimeError(
-            f"[{call}] the arrays have no content yet, as inside mx.compile or mx.vmap; call it outside of them"
-        ) from error
-    return evaluated
+def _no_content(call: str) -> RuntimeError:
+    return RuntimeError(
+        f"[{call}] the arrays have no content yet, as inside mx.compile or mx.vmap; call it outside of them"
+    )

@@ -1,10 +1,10 @@
 """The Metal route: attention by the kernels of `kvpool_backends.metal`, straight over the pool.
 
-Decode, windows and short chunks run `paged_attention`, whatever their options. A long chunk of plain attention is bound
-by arithmetic and not by reads, so its context is gathered, in the order that MLX takes, for MLX's own attention.
+Decode, windows and short chunks run `paged_attention`, with any options. A long chunk of plain attention is bound by
+arithmetic, not by reads. So its context is gathered, in the order that MLX takes, for MLX's own attention.
 
-`MetalAttention` is what reads, on either of two ways to write: `MetalBackend` scatters as the plain route does, with
-every MLX; `kvpool_backends.mlx.native.metal_backend.NativeMetalBackend` writes in place by the extension.
+`MetalAttention` reads. There are two ways to write. `MetalBackend` scatters as the plain route does, with every MLX.
+`kvpool_backends.mlx.native.metal_backend.NativeMetalBackend` writes in place with the extension.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CONSTANT_SIZE_MAX = 8
 if TYPE_CHECKING:
 
     class _Storage(BaseBackend, KVBackend):
-        """What both ways to write have."""
+        """The interface of both storages that the Metal route writes with."""
 
         def prepare(self, plan: AnyPlan) -> Any:
             return None
@@ -60,7 +60,7 @@ else:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class MetalStep(StepArrays):
-    """The arrays of a step, and what its layers share on the device."""
+    """The arrays of a step, with those that its layers share on the device."""
 
     tables: Any = None  # mx.array, int32 [B, W]
     written: Any = None  # the step of the storage
@@ -68,7 +68,7 @@ class MetalStep(StepArrays):
 
 
 class Work(NamedTuple):
-    """How the queries of a step are attended."""
+    """The kernel launch for the queries of a step, shared by its layers."""
 
     step: AttentionStep | None  # of all rows but those with long chunks; None without any
     tokens: mx.array | None  # [T'] which tokens these are; None for all of them
@@ -77,7 +77,7 @@ class Work(NamedTuple):
 
 
 class MetalAttention(_Storage):
-    """Reads of a pool by Metal kernels; everything is lazy. Beside a `BaseBackend` that writes."""
+    """Reads a pool with Metal kernels. Everything is lazy. A `BaseBackend` beside it writes."""
 
     route = "metal"
     part_tokens = PART_TOKENS  # of a context that is split, see `plan_attention`
@@ -88,13 +88,13 @@ class MetalAttention(_Storage):
         self._kernels = MetalKernels(self.spec, self.num_blocks, self._metal_kernel)
 
     def _on_pool(self, layer: int, kernel: Callable[..., list[mx.array]]) -> list[mx.array]:
-        """The results of ``kernel(k_pool, v_pool)`` on the planes of a layer, in order with its writes."""
+        """Return ``kernel(k_pool, v_pool)`` on the planes of a layer, ordered with its writes."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------------------------------ one step
 
     def prepare(self, plan: AnyPlan) -> Any:
-        """Check a plan, and bring to the device what its layers share."""
+        """Check a plan and upload the arrays that its layers share."""
         host = checked_step(self, plan)
         return MetalStep(
             host.block_tables,
@@ -106,7 +106,7 @@ class MetalAttention(_Storage):
         )
 
     def write(self, step: Any, layer: int, k: mx.array, v: mx.array) -> None:
-        """Store ``k [T, Hk, D]`` and ``v [T, Hk, Dv]`` at the slots of the step, negative ones skipped."""
+        """Store ``k [T, Hk, D]`` and ``v [T, Hk, Dv]`` in the token slots of the step. Skip negative slots."""
         super().write(step.written, layer, k, v)
 
     def attend(
@@ -121,7 +121,7 @@ class MetalAttention(_Storage):
         return (out, *exported) if exported else out
 
     def read(self, step: Any, layer: int) -> tuple[mx.array, mx.array]:
-        """The contexts of a step as K ``[B, Hk, C, D]`` and V ``[B, Hk, C, Dv]``, 0 past a row's end."""
+        """Return the contexts of a step, K ``[B, Hk, C, D]`` and V ``[B, Hk, C, Dv]``, 0 past a row's end."""
         check_layer(self, "read", layer)
         k, v = self._on_pool(layer, lambda *pools: self._contexts(layer, pools, step))
         return k, v
@@ -133,7 +133,7 @@ class MetalAttention(_Storage):
         *,
         scores: str | None = None,
     ) -> None:
-        """Build every kernel that batches of these shapes launch: each one is run once, on zeros or on old blocks.
+        """Build every kernel for batches of these shapes. Each runs once, on zeros or on old blocks.
 
         Parameters
         ----------
@@ -162,7 +162,7 @@ class MetalAttention(_Storage):
         options: AttentionOptions,
         scores: str | None,
     ) -> list[mx.array]:
-        """The result, and the scores where they are asked for."""
+        """Return the result, and the scores if they are requested."""
         if not len(q) or not plan.cu_q_lens[-1]:
             shape = (len(plan.seq_lens), self.spec.num_kv_heads, int(plan.seq_lens.max(initial=0)))
             out = mx.zeros((*q.shape[:2], self.spec.value_head_dim), q.dtype)
@@ -203,7 +203,7 @@ class MetalAttention(_Storage):
         options: AttentionOptions,
         kind: str,
     ) -> mx.array:
-        """``[B, Hk, C]``: what the kernel exported, and of long chunks what MLX computes from their gathered keys."""
+        """Return scores ``[B, Hk, C]``: from the kernel; for long chunks from MLX, over their gathered keys."""
         heads, longest = self.spec.num_kv_heads, int(plan.seq_lens.max())
         if not exported:
             result = mx.zeros((len(plan.seq_lens), heads, longest))
@@ -220,7 +220,7 @@ class MetalAttention(_Storage):
     def _work(
         self, plan: MetalStep, q: mx.array, scale: float, options: AttentionOptions, scores: str | None
     ) -> Work:
-        """How `q` is attended, made once for all layers that ask for the same."""
+        """Return the launch for `q`. It is made once for all layers with equal arguments."""
         has_long = not set(options.features) - {"sinks"}
         key = (*q.shape[:2], scale, options.window, options.soft_cap, has_long, scores is None)
         if key in plan.work:
@@ -281,7 +281,7 @@ class MetalAttention(_Storage):
         plan: MetalStep,
         rows: slice = slice(None),
     ) -> list[mx.array]:
-        """K and V of some rows as ``[B, Hk, C, D]``, C being the longest of them."""
+        """Return K and V of some rows, ``[B, Hk, C, D]``. C is the longest context."""
         seq_lens = plan.seq_lens[rows]
         tables, lens = plan.tables[rows], _int32(seq_lens)
         return [
@@ -290,7 +290,7 @@ class MetalAttention(_Storage):
         ]
 
     def _variants(self, shape: BatchShape) -> Iterator[tuple[int, int]]:
-        """(queries, context) of rows that between them launch every kernel of a shape."""
+        """Return (queries, context) of rows that together launch every kernel of a shape."""
         capacity = shape.table_width * self.spec.block_size
         longest = min(capacity, shape.num_tokens - shape.num_rows + 1)
         num_queries = 1
@@ -323,7 +323,7 @@ class MetalAttention(_Storage):
 
 
 def metal_capabilities(layouts: tuple[str, ...], quant_bits: tuple[int, ...] = ()) -> Capabilities:
-    """What the kernels serve, beside what stores in these layouts and bits."""
+    """Return the capabilities of the kernels, for a storage with these layouts and bits."""
     return Capabilities(
         name="mlx",
         layouts=layouts,
@@ -343,7 +343,7 @@ def metal_capabilities(layouts: tuple[str, ...], quant_bits: tuple[int, ...] = (
 
 
 class MetalBackend(MetalAttention, PlainBackend):  # type: ignore[misc]  # a step is another class on each route
-    """`MLXBackend` with Metal kernels that read, and writes as on the plain route, with what it says about copies."""
+    """`MLXBackend` that reads with Metal kernels. It writes as the plain route, whose notes on copies apply."""
 
     capabilities = metal_capabilities(("NHD",), QUANT_BITS)
 
@@ -356,7 +356,7 @@ class MetalBackend(MetalAttention, PlainBackend):  # type: ignore[misc]  # a ste
 
 
 def _on_device(tables: np.ndarray) -> mx.array:
-    """Block tables with columns enough, and rows that begin where MLX expects them."""
+    """Return block tables with enough columns, and rows that begin where MLX expects them."""
     return _int32(np.pad(tables, ((0, 0), (0, max(0, CONSTANT_SIZE_MAX - tables.shape[1])))))
 
 

@@ -1,10 +1,10 @@
 """The Metal kernels of `kvpool_backends.metal`, built and launched through ``mx.fast.metal_kernel``.
 
-`plan_attention` turns the lengths of a batch into a work list and `attention_step` brings it to the device, once per
-step; `MetalKernels` launches attention with it, layer by layer, and gathers; `in_place_source` writes out the kernels
-that store into a pool, for a caller that can bind a pool for writing (``metal_kernel`` cannot).
+Once per step, `plan_attention` makes a work list of the lengths of a batch, and `attention_step` uploads it.
+`MetalKernels` launches attention with it, layer by layer, and gathers. `in_place_source` returns the source of the
+kernels that store into a pool, for a caller that can bind a pool for writing. ``metal_kernel`` cannot.
 
-Nothing here needs a Metal device: any factory with the interface of ``metal_kernel`` will do.
+Nothing here needs a Metal device: any factory with the interface of ``metal_kernel`` works.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The plain route: scatters, gathers and MLX's own attention, on every device that MLX has."""
+"""The plain route: scatters, gathers and MLX's own attention, on every device of MLX."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from kvpool_backends.mlx.storage import DTYPES
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PlainStep(StepArrays):
-    """The arrays of a step, checked, and what its layers share on the device."""
+    """The checked arrays of a step, with those that its layers share on the device."""
 
     written: mx.array | None = None  # [T'] which tokens are written; None: all of them
     blocks: Any = None  # mx.array [T'] int32, block of each written token
@@ -41,7 +41,7 @@ class PlainStep(StepArrays):
     valid: mx.array | None = None  # [B, kv_len] bool, the tokens that exist; None when all rows are equally long
 
     def of_rows(self, rows: np.ndarray) -> PlainStep:
-        """The same for some rows, to be read."""
+        """Return the part of the step for some rows, for reads."""
         if len(rows) == len(self.seq_lens):
             return self
         index, seq_lens = _int32(rows), self.seq_lens[rows]
@@ -53,9 +53,9 @@ class PlainBackend(BaseBackend):
     """`MLXBackend` without kernels: `[num_blocks, block_size, num_kv_heads, head_dim]` per layer and plane.
 
     Writes are scatters, reads are gathers into ``[B, Hk, C, D]`` for ``mx.fast.scaled_dot_product_attention``.
-    It is correct in any order of evaluation and needs no fences, because MLX arrays are values; the price is
-    that a write copies the pool of its layer when a read of the step before has not finished. `settle` between
-    steps avoids that and counts what happened anyway.
+    MLX arrays are values, so any order of evaluation is correct and no fences are needed. The price: a write copies the
+    pool of its layer if a read of the previous step has not finished. `settle` between steps avoids such copies, and
+    counts those that happened.
 
     Everything is lazy and runs on the stream that is current when it is called.
     """
@@ -83,7 +83,7 @@ class PlainBackend(BaseBackend):
     # ------------------------------------------------------------------------------------------ one step
 
     def prepare(self, plan: AnyPlan, tables: mx.array | None = None) -> Any:
-        """Check a plan and bring what its layers share to the device. Without `overlap` it waits for the steps before.
+        """Check a plan and upload the arrays that its layers share. Without `overlap`, wait for earlier steps.
 
         tables : int32 ``[>= B, >= ceil(max(seq_lens) / S)]``, optional
             ``plan.block_tables`` on the device, from a `TableUploader`.
@@ -110,14 +110,14 @@ class PlainBackend(BaseBackend):
         )
 
     def copy_blocks(self, plan: AnyPlan | np.ndarray) -> None:
-        """Copy the first tokens of blocks in all layers, ``(src, dst, num_tokens)`` each. Waits for MLX."""
+        """Copy the first tokens of blocks in all layers. A row is ``(src, dst, num_tokens)``. Waits for MLX."""
         copies = checked_copies(self, plan)
         if len(copies):
             src, dst = positions_of(copies, self.spec.block_size)
             self._pool.copy([src] * self.spec.num_layers, dst)
 
     def write(self, step: Any, layer: int, k: mx.array, v: mx.array) -> None:
-        """Store ``k [T, Hk, D]`` and ``v [T, Hk, Dv]`` at the slots of the step, negative ones skipped."""
+        """Store ``k [T, Hk, D]`` and ``v [T, Hk, Dv]`` in the token slots of the step. Skip negative slots."""
         k, v = mx.array(k), mx.array(v)
         check_tokens(self, layer, step.slot_mapping.size, k, v)
         if step.written is not None:
@@ -162,7 +162,7 @@ class PlainBackend(BaseBackend):
         scale: float,
         options: AttentionOptions,
     ) -> mx.array:
-        """`attend` on rows that have queries. first, q_lens: int64 ``[B]``."""
+        """Do `attend` for rows that have queries. first, q_lens: int64 ``[B]``."""
         longest = int(q_lens.max())
         column = np.arange(longest)
         # Query j of row i is token first[i] + j; past its end a row repeats its last query, which is dropped.
@@ -196,7 +196,7 @@ class PlainBackend(BaseBackend):
         options: AttentionOptions,
         kind: str,
     ) -> mx.array:
-        """``[B, Hk, C]`` of the rows that have queries; int64 ``[B]`` `newest` are their newest ones."""
+        """Return scores ``[B, Hk, C]`` of the rows that have queries. `newest`, int64 ``[B]``: their newest queries."""
         k, _ = self.read(step, layer)
         mask = options.mask
         if mask is not None:
@@ -205,7 +205,7 @@ class PlainBackend(BaseBackend):
         return exported_scores(q[_int32(newest)][:, :, None], k, scale, position, options, mask, kind)
 
     def read(self, step: Any, layer: int) -> tuple[mx.array, mx.array]:
-        """The contexts of a step as K ``[B, Hk, C, D]`` and V ``[B, Hk, C, Dv]``, rows left-aligned.
+        """Return the contexts of a step, K ``[B, Hk, C, D]`` and V ``[B, Hk, C, Dv]``, rows left-aligned.
 
         Positions past a row's context hold anything in K (mask them) and 0 in V: a weight of 0 does not hide
         a NaN.
@@ -217,7 +217,7 @@ class PlainBackend(BaseBackend):
         return k.swapaxes(1, 2), v.swapaxes(1, 2)
 
     def queued(self, layer: int) -> list[mx.array]:
-        """The pool arrays of the layer. Keep no view of them: every write would copy."""
+        """Return the pool arrays of the layer. Keep no view of them: with one, every write copies."""
         return list(self._pool.planes[layer])
 
     # -------------------------------------------------------------------------------------- whole blocks
@@ -225,7 +225,7 @@ class PlainBackend(BaseBackend):
     def gather(
         self, layer: int, blocks: Sequence[int] | np.ndarray, num_tokens: int | None = None
     ) -> tuple[mx.array, mx.array]:
-        """Copies of K ``[n, Hk, D]`` and V ``[n, Hk, Dv]``, the first `num_tokens` tokens of `blocks`."""
+        """Return copies of K ``[n, Hk, D]`` and V ``[n, Hk, Dv]`` of the first `num_tokens` tokens of `blocks`."""
         check_layer(self, "gather", layer)
         ids, count = gathered(self, blocks, num_tokens)
         k, v = self._pool.read(layer, _int32(ids)[None])
@@ -234,7 +234,7 @@ class PlainBackend(BaseBackend):
         return k, v
 
     def compact(self, blocks: Sequence[int] | np.ndarray, keep: Sequence[int] | np.ndarray) -> None:
-        """Move the tokens of one sequence that stay to the front of its blocks, on the device. Waits for MLX."""
+        """Move the kept tokens of one sequence to the front of its blocks, on the device. Waits for MLX."""
         ids, places = checked_keep(self, blocks, keep)
         to = np.flatnonzero((places != np.arange(places.shape[-1])).any(axis=(0, 1)))  # those before are there already
         if len(to):
@@ -250,7 +250,7 @@ class PlainBackend(BaseBackend):
             self._pool.put(_int32(ids), [[mx.array(0, p.dtype) for p in layer] for layer in self._pool.planes])
 
     def export_blocks(self, blocks: Sequence[int] | np.ndarray) -> np.ndarray:
-        """The bytes of whole blocks, uint8 ``[n, spec.block_nbytes]``."""
+        """Return the bytes of whole blocks, uint8 ``[n, spec.block_nbytes]``."""
         ids = block_ids(self, "export_blocks", blocks)
         if not len(ids):
             return np.zeros((0, self.spec.block_nbytes), np.uint8)
@@ -263,7 +263,7 @@ class PlainBackend(BaseBackend):
         return np.concatenate(parts, axis=1)
 
     def import_blocks(self, blocks: Sequence[int] | np.ndarray, data: np.ndarray) -> None:
-        """Overwrite whole blocks with rows of `export_blocks`."""
+        """Overwrite whole blocks with rows from `export_blocks`."""
         ids, data = checked_import(self, blocks, data)
         if not len(ids):
             return
@@ -280,7 +280,7 @@ class PlainBackend(BaseBackend):
         self._pool.put(_int32(ids), new)
 
     def warmup(self, shapes: Iterable[BatchShape]) -> None:
-        """Run each shape once on zeros, so that MLX has built its kernels. Changes no block."""
+        """Run each shape once on zeros, so that MLX builds its kernels. Changes no block."""
         for shape in shapes:
             longest = -(-shape.num_tokens // max(1, shape.num_rows))
             context = shape.table_width * self.spec.block_size
@@ -295,7 +295,7 @@ class PlainBackend(BaseBackend):
             mx.eval(mx.fast.scaled_dot_product_attention(q, k, v, scale=1.0, mask=mask))
 
     def _warm_write(self, num_tokens: int) -> None:
-        """Run a scatter as `write` does, into an array of its own."""
+        """Run the scatter of `write` on a new array."""
         spec = self.spec
         where = mx.zeros((num_tokens,), mx.int32)
         k, v = (mx.zeros((num_tokens, spec.num_kv_heads, dim), self.dtype) for _, dim in spec.planes)
@@ -307,7 +307,7 @@ class PlainBackend(BaseBackend):
     # --------------------------------------------------------------------------------------------- memory
 
     def settle(self) -> int:
-        """Wait for all queued work on the pool and count the pool arrays that MLX copied, see `PoolArrays`.
+        """Wait for all queued work on the pool. Count the pool arrays that MLX has copied, see `PoolArrays`.
 
         An engine that calls it between two steps gets writes in place (the reads of the first step are
         through) and an exact count. Like every call that evaluates: not while another thread evaluates or

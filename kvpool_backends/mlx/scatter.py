@@ -1,17 +1,15 @@
-"""The storage of the plain route: scatters and gathers of MLX on the pool's arrays.
+"""The storage of the plain route: MLX scatters and gathers on the pool's arrays.
 
 How MLX writes in place
 -----------------------
-An MLX array is a value. ``pool[blocks, offsets] = rows`` makes a new array and rebinds the name; the new
-array takes over the old one's buffer (*donation*) if nothing else holds that buffer when the scatter runs,
-and copies the whole pool if something does. Holders are: a view of the pool, a gather that was built but has
-not run, and a gather that is still running. So this module keeps no view, hands out none, and offers
-`settle`: wait until the gathers have run, and the next write is in place.
+An MLX array is a value. ``pool[blocks, offsets] = rows`` makes a new array and rebinds the name. The new array takes
+the old one's buffer (*donation*) if nothing else holds that buffer when the scatter runs. Otherwise MLX copies the
+whole pool. A buffer is held by a view of the pool, a gather that was built but has not run, and a gather that runs. So
+this module keeps no view and returns none. `settle` waits until the gathers have run; then the next write is in place.
 
-The same rule makes reuse of blocks safe. A gather reads the version of the pool that it was built on: a
-scatter that is built later gets a buffer of its own (a copy) while that gather still needs the old one. A
-block may therefore be freed and rewritten as soon as the reads of its last owner are *built*, whether they
-have run or not.
+The same rule makes reuse of blocks safe. A gather reads the version of the pool that it was built on. A scatter that is
+built later gets a copy while that gather needs the old buffer. So a block may be freed and rewritten as soon as the
+reads of its last owner are *built*, even if they have not run.
 """
 
 from __future__ import annotations
@@ -46,12 +44,12 @@ class PoolArrays(PoolMemory):
         self.planes = [self.arrays[i : i + count] for i in range(0, len(self.arrays), count)]
 
     def sides(self, layer: int) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...]]:
-        """The planes of the keys and of the values of a layer."""
+        """Return the planes of the keys and of the values of a layer."""
         planes, count = self.planes[layer], 1 if self._spec.k_bits is None else 3
         return tuple(planes[:count]), tuple(planes[count:])
 
     def stored(self, k: mx.array, v: mx.array) -> list[mx.array]:
-        """What the planes of a layer hold of tokens. Lazy."""
+        """Return the stored form of tokens for the planes of a layer. Lazy."""
         parts = []
         for (name, _), bits, x in zip(self._spec.planes, self._spec.bits, (k, v), strict=True):
             parts += [x.astype(DTYPES[self._spec.dtype])] if bits is None else self.pack(name, x)
@@ -66,12 +64,12 @@ class PoolArrays(PoolMemory):
         return [words, *(mx.where(finite, part, mx.array(mx.nan, part.dtype)) for part in (scales, biases))]
 
     def write(self, layer: int, blocks: mx.array, offsets: mx.array, k: mx.array, v: mx.array) -> None:
-        """Token t, ``k[t]`` and ``v[t]``, goes to position ``offsets[t]`` of block ``blocks[t]``. Lazy."""
+        """Store token t, ``k[t]`` and ``v[t]``, at position ``offsets[t]`` of block ``blocks[t]``. Lazy."""
         for plane, rows in zip(self.planes[layer], self.stored(k, v), strict=True):
             plane[blocks, offsets] = rows
 
     def read(self, layer: int, tables: mx.array) -> tuple[mx.array, mx.array]:
-        """The blocks of `tables` ``[B, W]`` as K ``[B, W * S, Hk, D]`` and V, lazy and not a view."""
+        """Return the blocks of `tables` ``[B, W]`` as K ``[B, W * S, Hk, D]`` and V. Lazy, and not a view."""
         k, v = (
             self._floats([plane[tables].flatten(1, 2) for plane in planes], bits)
             for planes, bits in zip(self.sides(layer), self._spec.bits, strict=True)
@@ -79,7 +77,7 @@ class PoolArrays(PoolMemory):
         return k, v
 
     def _floats(self, parts: list[mx.array], bits: int | None) -> mx.array:
-        """What comes back of the planes of the keys or of the values, rounded once."""
+        """Return the values of planes of the keys or of the values, rounded once."""
         if bits is None:
             return parts[0]
         words, *factors = parts
@@ -105,7 +103,7 @@ class PoolArrays(PoolMemory):
                 plane[blocks] = values
 
     def settle(self) -> int:
-        """Wait for all queued work on the pool; count the arrays that were copied since the last call.
+        """Wait for all queued work on the pool. Count the arrays that MLX has copied since the last call.
 
         An array that lies in another buffer than at the last call was copied at least once in between. With
         one write of a layer between two calls the count is exact, otherwise it is a lower bound (two copies
@@ -123,7 +121,7 @@ class PoolArrays(PoolMemory):
 
 
 def positions_of(copies: np.ndarray, block_size: int) -> tuple[tuple[mx.array, mx.array], ...]:
-    """(blocks, offsets) of every token that `copies` ``[K, 3]`` reads, and of every token that it writes."""
+    """Return (blocks, offsets) of every token that `copies` ``[K, 3]`` reads, and of every token that it writes."""
     counts = copies[:, 2].astype(np.int64)
     first = np.repeat(np.cumsum(counts) - counts, counts)
     offsets = mx.array((np.arange(counts.sum()) - first).astype(np.int32))

@@ -1,4 +1,4 @@
-"""The pool's memory: base arrays that MLX allocates, once, and where they lie."""
+"""The pool's memory: base arrays that MLX allocates once, and their addresses."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class PoolMemory:
         self._addresses = self.addresses()
 
     def addresses(self) -> list[int]:
-        """Where MLX has each array now. Evaluates what is queued on it."""
+        """Return the current address of each array. Evaluates the work that is queued on it."""
         return [_address(array) for array in self.arrays]
 
     def count_copies(self) -> int:
-        """How many arrays lie in another buffer than at the last call, also added to `num_copies`.
+        """Return how many arrays have moved to another buffer since the last call, and add it to `num_copies`.
 
         The first that are found are a line in the log: a copy takes as long as reading and writing a whole array.
         """

@@ -1,4 +1,4 @@
-"""Block tables from a plan to MLX: once per step, shared by all layers, and only what changed."""
+"""Uploads block tables of a plan to MLX: once per step, for all layers, and only the changed rows."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import numpy as np
 
 
 class TableUploader:
-    """Keeps an MLX copy of one plan's block tables and writes only the rows that changed into it.
+    """Keeps an MLX copy of one plan's block tables, and writes only changed rows to it.
 
-    The rows go straight into MLX's buffer (on a CPU and on Apple silicon the host can write it), so a steady
-    decode step hands over a few rows in place of the whole table.
+    The rows are written directly into MLX's buffer, which the host can write on a CPU and on Apple silicon. So a steady
+    decode step uploads a few rows, not the whole table.
 
     Parameters
     ----------
@@ -19,16 +19,16 @@ class TableUploader:
 
     Notes
     -----
-    MLX does not know of these writes. Whatever was built on the returned array and has not run yet would read
-    the new rows, so the caller must guarantee, each time it calls `upload`:
+    MLX does not know of these writes. An operation that was built on the returned array and has not run would read the
+    new rows. So the caller must guarantee two things for each call of `upload`:
 
-    - it has called `upload` after every earlier step of that plan, exactly once (`dirty_rows` tells the
-      difference to the step before, not to the last upload);
-    - everything that was built on the array returned `num_buffers` calls ago has been evaluated (`mx.eval` of
-      that step's results). With 1 buffer the previous step must be through; with 2 it may still run.
+    - `upload` was called exactly once after every earlier step of that plan. `dirty_rows` is the difference to the
+      previous step, not to the last upload.
+    - All operations on the array that was returned `num_buffers` calls ago were evaluated (`mx.eval` of that step's
+      results). With 1 buffer the previous step must have finished. With 2 it may still run.
 
-    An engine that evaluates its own steps can promise that, and gives the array to `PlainBackend.prepare`. The mlx-lm
-    adapter cannot: whether the last layer's read was evaluated is known to the caller of the model alone.
+    An engine that evaluates its own steps can guarantee this, and gives the array to `PlainBackend.prepare`. The mlx-lm
+    adapter cannot: only the caller of the model knows whether the last layer's read was evaluated.
 
     Complexity: O(dirty rows * table_width) per buffer, 0 when nothing changed; all rows when B outgrows the
     buffers, which then double.
@@ -85,7 +85,7 @@ class TableUploader:
         return self._tables[self._turn]
 
     def _catch_up(self, dirty_rows: np.ndarray, num_rows: int) -> np.ndarray:
-        """Note `dirty_rows` for every buffer; return, and forget, what the buffer whose turn it is lacks."""
+        """Add `dirty_rows` for every buffer. Return, and clear, the rows that the next buffer lacks."""
         self._behind[:, dirty_rows] = True
         behind = self._behind[self._turn, :num_rows]  # rows past this batch stay behind
         rows = np.flatnonzero(behind)
@@ -93,7 +93,7 @@ class TableUploader:
         return rows
 
     def _allocate(self, tables: np.ndarray) -> None:
-        """New buffers with room for more rows; work that was built on the old ones keeps those."""
+        """Make new buffers with room for more rows. Work that was built on the old buffers keeps them."""
         num_rows, width = tables.shape
         capacity = 1 << max(0, num_rows - 1).bit_length()
         self._tables = [mx.zeros((capacity, width), mx.int32) for _ in self._behind]

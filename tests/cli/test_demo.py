@@ -243,7 +243,7 @@ def forget_the_first_token(monkeypatch):
 
 def attend_to_half(monkeypatch):
     """Halve the scores, on the fused route only."""
-    from kvpool.adapters.mlx_lm.fused import PagedContext
+    from kvpool.adapters.mlx_lm.attention import PagedContext
 
     attend = PagedContext.attend
     monkeypatch.setattr(PagedContext, "attend", lambda self, q, v, scale, *rest: attend(self, q, v, scale / 2, *rest))
@@ -251,7 +251,7 @@ def attend_to_half(monkeypatch):
 
 def attend_slowly(monkeypatch):
     """Take a tenth of a second of CPU time more for every layer, on the fused route only."""
-    from kvpool.adapters.mlx_lm.fused import PagedContext
+    from kvpool.adapters.mlx_lm.attention import PagedContext
 
     attend = PagedContext.attend
 
@@ -266,7 +266,7 @@ def attend_slowly(monkeypatch):
 
 def keep_a_fork(monkeypatch):
     """Keep every batch that is forked, so that its blocks never come back."""
-    from kvpool.adapters.mlx_lm.batch import Batch
+    from kvpool.adapters.mlx_lm.cache import Batch
 
     kept, fork = [], Batch.fork
 

@@ -78,7 +78,7 @@ class Oracle(Evictor):
         self.held: dict[int, np.ndarray] = {}
         self.values: dict[int, np.ndarray] = {}
         self.evictions = self.shared = 0
-        self.parent_of: Any = None  # slot of a fork: what its parent held at the end of the prompt
+        self.parent_of: Any = None  # lane of a fork: what its parent held at the end of the prompt
 
     def evict(self, handles, rows, lens, after, num_tokens):  # type: ignore[no-untyped-def]
         (handle,), size = handles, self.pool.block_size
@@ -173,7 +173,7 @@ class EvictingRunner(Runner):
         self.watch._victims = lambda *_: None
         self.watch.updated = lambda *_: None  # its bounds are those of a scheduler that preempts for decodes only
         self.at_end_of_prompt: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
-        self.oracle.parent_of = lambda slot: self.at_end_of_prompt[self.scheduler.request_of(slot).id]
+        self.oracle.parent_of = lambda lane: self.at_end_of_prompt[self.scheduler.request_of(lane).id]
 
     def need(self, request: Request) -> int:
         options = self.workload.scheduler
@@ -198,10 +198,10 @@ class EvictingRunner(Runner):
         self.pool.check()
         self.scheduler.check()
         rows = self.scheduler._core.rows
-        for row, (slot, handle) in enumerate(zip(step.slots.tolist(), step.handles.tolist(), strict=True)):
-            sequence = rows.sequence(slot)
-            request, begin = sequence.group.request, int(rows.computed[slot])
-            tokens = rows.known(slot, 0, begin + int(step.num_new[row]))
+        for row, (lane, handle) in enumerate(zip(step.lanes.tolist(), step.handles.tolist(), strict=True)):
+            sequence = rows.sequence(lane)
+            request, begin = sequence.group.request, int(rows.computed[lane])
+            tokens = rows.known(lane, 0, begin + int(step.num_new[row]))
             digests = self.model.digests(tokens, np.arange(len(tokens)))
             start = self.model.start(salt_of(request.namespace))
             self.oracle.values[handle] = mix(start + np.cumsum(digests, dtype=np.uint64))
@@ -223,12 +223,12 @@ class EvictingRunner(Runner):
             self.oracle.held[handle] = due
             scores[row, 0, : len(values)] = score_of(values)
         first = step.sample_position == 0
-        handle_of = dict(zip(step.slots.tolist(), step.handles.tolist(), strict=True))
-        for slot, request in zip(step.sample_slot[first].tolist(), self.requests_of(step, first), strict=True):
-            handle = handle_of[slot]
+        handle_of = dict(zip(step.lanes.tolist(), step.handles.tolist(), strict=True))
+        for lane, request in zip(step.sample_lane[first].tolist(), self.requests_of(step, first), strict=True):
+            handle = handle_of[lane]
             self.at_end_of_prompt[request] = self.oracle.held[handle], self.oracle.values[handle]
         if self.policy.scores is not None:
-            self.oracle.begin(step.slots, lens)
+            self.oracle.begin(step.lanes, lens)
             self.oracle.observe(0, scores)
         return super().sample(step, states)
 

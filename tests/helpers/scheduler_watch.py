@@ -35,7 +35,7 @@ class Watch:
         """Judge a step that `schedule` has returned."""
         handles, num_new, decodes = step.handles, step.num_new, step.num_decodes
         total, options = len(step.tokens), self.options
-        assert len(handles) == len(num_new) == len(step.plan.handles) == len(step.slots)
+        assert len(handles) == len(num_new) == len(step.plan.handles) == len(step.lanes)
         assert np.unique(handles).size == handles.size
         assert int(num_new.sum()) == total == step.plan.num_tokens
         assert (num_new > 0).all(), "a row without tokens"
@@ -72,7 +72,7 @@ class Watch:
         return [step.handles, step.tokens, step.sample_at, plan.block_tables, plan.slot_mapping, plan.seq_lens]
 
     def _nothing_is_left_lying(self, step: Any, sampled: np.ndarray) -> None:
-        """While there is budget, chunks are whole; while there are slots and blocks too, nobody waits."""
+        """While there is budget, chunks are whole; while there are lanes and blocks too, nobody waits."""
         left = self.options["max_step_tokens"] - len(step.tokens)
         if left <= 0:
             return
@@ -123,8 +123,8 @@ class Watch:
             assert any(not self.pool.is_open(handle) for handle in self.decoding), "preempted for nobody's token"
         if new and not any(self.pool.is_open(handle) for handle in before):
             self._started_over_alone()
-        for slot, handle in zip(step.slots.tolist(), step.handles.tolist(), strict=True):
-            request = self.scheduler.request_of(slot)
+        for lane, handle in zip(step.lanes.tolist(), step.handles.tolist(), strict=True):
+            request = self.scheduler.request_of(lane)
             if request.n > 1 or request.beam_width:
                 self.simple = False  # several handles a request
             fresh = request.id not in self.requests

@@ -361,7 +361,7 @@ class Runner:
         self.steps += 1
         self.watch.step(step)
         self.log.append(((step.handles & (1 << 52) - 1).tolist(), step.num_new.tolist(), step.tokens.tolist()))
-        salts = [salt_of(self.scheduler.request_of(slot).namespace) for slot in step.slots.tolist()]
+        salts = [salt_of(self.scheduler.request_of(lane).namespace) for lane in step.lanes.tolist()]
         self._cancel(tick, "out")
         if self.rng.random() < self.workload.fail_rate:
             self.memory.spoil(step.plan)

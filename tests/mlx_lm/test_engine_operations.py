@@ -60,10 +60,10 @@ def test_text_goes_in_and_out(engine, answer):
 
 
 def test_a_stream_gives_each_token_as_it_comes(engine, answer):
-    pieces = list(engine.stream(PROMPT, max_tokens=40))
-    assert "".join(piece.text for piece in pieces) == answer
-    assert [piece.finish_reason for piece in pieces] == [None] * 39 + ["length"]
-    assert [piece.token for piece in pieces] == engine.tokenizer.encode(answer)
+    events = list(engine.stream(PROMPT, max_tokens=40))
+    assert "".join(event.text for event in events) == answer
+    assert [event.finish_reason for event in events] == [None] * 39 + ["length"]
+    assert [event.token for event in events] == engine.tokenizer.encode(answer)
 
 
 def test_a_stream_that_is_left_cancels_its_request(engine):
@@ -88,7 +88,7 @@ def test_a_stop_string_ends_one_sample_wherever_tokens_end(engine, answer):
     stop = answer[10:13]
     completion = engine.generate(PROMPT, max_tokens=40, stop=[stop, "zzz"], on_token=heard.append)
     sample = completion.samples[0]
-    assert sample.text == answer[: answer.index(stop)] == "".join(piece.text for piece in heard)
+    assert sample.text == answer[: answer.index(stop)] == "".join(event.text for event in heard)
     assert (sample.finish_reason, heard[-1].finish_reason) == ("stop", "stop")
     assert len(sample.tokens) == len(sample.logprobs) == len(heard) == answer.index(stop) + 3
     tokens = engine.generate(PROMPT, max_tokens=40, stop=[engine.tokenizer.encode(stop)])
@@ -144,10 +144,10 @@ def test_a_listener_that_raises_ends_its_own_request_only(engine, answer):
     class Broken(Exception):
         pass
 
-    def listener(piece):
+    def listener(event):
         if len(heard) == 3:
             raise Broken
-        heard.append(piece)
+        heard.append(event)
 
     heard = []
     broken = engine.submit(PROMPT, max_tokens=40, on_token=listener)
@@ -164,7 +164,7 @@ def test_a_listener_that_raises_ends_its_own_request_only(engine, answer):
 def test_a_listener_may_submit_and_cancel_but_not_step(engine, answer):
     ids = []
 
-    def listener(piece):
+    def listener(event):
         if not ids:
             ids.append(engine.submit("abc", max_tokens=4))
             engine.cancel(victim)

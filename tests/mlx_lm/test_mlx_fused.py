@@ -9,7 +9,7 @@ from mlx_families import FAMILIES
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_models import VOCAB, batch_tokens, on_cpu, random_prompts, solo_tokens, tiny_llama
 
-from kvpool.adapters.mlx_lm import fused, install
+from kvpool.adapters.mlx_lm import attention, install
 from kvpool.protocol import AttentionOptions
 
 PROMPTS = (3, 26, 1, 17, 9)  # on both sides of the window, of blocks and of prefill chunks
@@ -98,7 +98,7 @@ def test_fused_halves_generate_the_same_in_a_batch_and_alone(dtype):
 def test_canary_a_forgotten_option_changes_the_tokens(monkeypatch, name, fault):
     model, prompt = FAMILIES[name](), random_prompts(PROMPTS)[1]
     stock = solo_tokens(model, prompt, MAX_TOKENS)
-    monkeypatch.setattr(fused, "AttentionOptions", lambda **given: AttentionOptions(**(given | {fault: None})))
+    monkeypatch.setattr(attention, "AttentionOptions", lambda **given: AttentionOptions(**(given | {fault: None})))
     with install(model, 50, block_size=4, fused=True):
         assert solo_tokens(model, prompt, MAX_TOKENS) != stock
 
@@ -107,9 +107,9 @@ def test_canary_a_forgotten_option_changes_the_tokens(monkeypatch, name, fault):
 def test_canary_a_forgotten_scale_is_farther_from_float32_than_stock(monkeypatch, name):
     model = HALVES[name]()
     stock = logits_of(model)
-    attend = fused.PagedContext.attend
+    attend = attention.PagedContext.attend
     monkeypatch.setattr(
-        fused.PagedContext,
+        attention.PagedContext,
         "attend",
         lambda self, q, v, scale, *rest, **options: attend(self, q, v, scale * 1.1, *rest, **options),
     )
@@ -120,7 +120,7 @@ def test_canary_a_forgotten_scale_is_farther_from_float32_than_stock(monkeypatch
 
 def test_canary_padding_that_is_stored_is_noticed(monkeypatch):
     """Ragged prompts in one prefill: columns behind the end of a row are not tokens."""
-    from kvpool.adapters.mlx_lm.batch import Rows
+    from kvpool.adapters.mlx_lm.passes import Rows
 
     model, prompts = FAMILIES["llama"](), random_prompts(PROMPTS)
     stock = [solo_tokens(model, prompt, MAX_TOKENS) for prompt in prompts]

@@ -11,7 +11,7 @@ from mlx_lm.models import base, gemma2, llama, mixtral
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_models import on_cpu, random_prompts, randomized, solo_tokens, tiny_llama
 
-from kvpool.adapters.mlx_lm import attention_hook, host, install
+from kvpool.adapters.mlx_lm import attention, host, install
 
 MODULES = (llama, gemma2, mixtral)
 
@@ -27,7 +27,7 @@ def hooks():
     """Whatever a test does, mlx-lm is as it was when it ends."""
     before = current()
     yield
-    assert current() == before and not attention_hook._patches
+    assert current() == before and not any(patch.count for patch in attention._patches.values())
 
 
 def current():
@@ -71,8 +71,8 @@ def test_a_thread_that_enters_while_another_one_looks_does_not_make_a_known_mode
                 others[0].join(0.2)  # waits in vain where looking and entering exclude each other
             return patch
 
-    monkeypatch.setattr(attention_hook, "_patches", Patches())
-    assert attention_hook._original(llama, "scaled_dot_product_attention") is original
+    monkeypatch.setattr(attention, "_patches", Patches())
+    assert attention._original(llama, "scaled_dot_product_attention") is original
     others[0].join()
     assert site.is_active
     site.leave()
@@ -165,15 +165,15 @@ def changed(name):
     def call(self, x, mask=None, cache=None):
         return original(self, x, mask, cache)
 
-    def attention(*args, **options):
+    def stranger(*args, **options):
         return base.scaled_dot_product_attention(*args, **options)
 
     original = llama.Attention.__call__
     return {
         "call": (llama.Attention, "__call__", call),
-        "function": (llama, "scaled_dot_product_attention", attention),
-        "base": (base, "scaled_dot_product_attention", attention),
-        "digest": (attention_hook, "KNOWN", attention_hook.KNOWN | {"mlx_lm.models.llama.Attention": "0" * 16}),
+        "function": (llama, "scaled_dot_product_attention", stranger),
+        "base": (base, "scaled_dot_product_attention", stranger),
+        "digest": (attention, "KNOWN", attention.KNOWN | {"mlx_lm.models.llama.Attention": "0" * 16}),
     }[name]
 
 
@@ -226,12 +226,12 @@ def test_gather_can_be_asked_for_and_kernels_are_needed_for_fused(model, caplog)
 
 
 def test_one_layer_that_is_not_known_is_enough_to_gather():
-    known = attention_hook.Caller("mlx_lm.models.llama", llama.Attention.__call__.__code__)
-    unknown = attention_hook.Caller(__name__, current.__code__)
-    (site,) = attention_hook.find_sites([known, known])
+    known = attention.Caller("mlx_lm.models.llama", llama.Attention.__call__.__code__)
+    unknown = attention.Caller(__name__, current.__code__)
+    (site,) = attention.find_sites([known, known])
     assert (site.owner, site.name) == (llama, "scaled_dot_product_attention")
     with pytest.raises(LookupError, match="current is not among those that can be hooked"):
-        attention_hook.find_sites([known, unknown])
+        attention.find_sites([known, unknown])
 
 
 def test_a_release_that_was_not_tested_gathers_even_where_the_texts_are_the_same(model, monkeypatch):

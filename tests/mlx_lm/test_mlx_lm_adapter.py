@@ -11,7 +11,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache, trim_pr
 from mlx_models import PROMPTS, ROUTES, assert_all_free, batch_tokens, on_cpu, random_prompts, solo_tokens, tiny_llama
 
 from kvpool import Pool
-from kvpool.adapters.mlx_lm import PagedKVCache
+from kvpool.adapters.mlx_lm import Engine, PagedKVCache
 from kvpool.adapters.mlx_lm import install as install_by
 from kvpool.errors import CapacityExceeded, OutOfBlocks
 
@@ -106,25 +106,44 @@ def test_overlapping_steps_equal_stock(model, prompts, stock, install):
     assert_all_free(kv)
 
 
-def test_a_decode_step_takes_one_short_way_through_the_adapter(model, prompts):
-    """Calls of Python functions of the adapter, with three layers; what they share is asked for once."""
-    calls, steps = [], 10
+def modules_called(step, steps):
+    """Return the module of kvpool of each Python function that so many steps call."""
+    calls = []
 
     def note(frame, event, argument):
-        if event == "call" and "mlx_lm" in frame.f_globals["__name__"].split(".")[2:3]:
+        if event == "call" and frame.f_globals["__name__"].startswith("kvpool"):
             calls.append(frame.f_globals["__name__"])
 
+    sys.setprofile(note)
+    try:
+        for _ in range(steps):
+            step()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_a_decode_step_of_mlx_lm_takes_one_short_way_through_the_adapter(model, prompts):
+    """With three layers; what they share is asked for once."""
     with on_cpu(), install_by(model, 200, block_size=16, fused=True):
         generator = BatchGenerator(model, stop_tokens=[])
         generator.insert(prompts[:1], max_tokens=[60])
         for _ in range(len(prompts[0])):
             generator.next()
-        sys.setprofile(note)
-        for _ in range(steps):
-            generator.next()
-        sys.setprofile(None)
-    assert 3 * steps <= len(calls) <= 60 * steps
-    assert len(set(calls)) <= 6
+        calls = modules_called(generator.next, 10)
+    assert 3 * 10 <= len(calls) <= 60 * 10
+    assert len(set(calls)) <= 4
+
+
+def test_a_decode_step_of_the_engine_takes_one_short_way(model):
+    """With three layers, the scheduler and the sampler included."""
+    with on_cpu(), Engine(model, 200, fused=True) as engine:
+        engine.submit([5, 6, 7, 8], max_tokens=60)
+        for _ in range(5):
+            engine.step()
+        calls = modules_called(engine.step, 10)
+    assert 3 * 10 <= len(calls) <= 76 * 10
+    assert len(set(calls)) <= 10
 
 
 @pytest.mark.parametrize("in_order", [True, False])

@@ -13,7 +13,7 @@ from mlx_models import PROMPTS, on_cpu, random_prompts, solo_tokens, tiny_llama
 
 from kvpool import Pool
 from kvpool.adapters.mlx_lm import PagedKVCache, install
-from kvpool.adapters.mlx_lm.batch import Batch
+from kvpool.adapters.mlx_lm.cache import Batch
 
 HEADS, DIM = 2, 8
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from mlx_models import SMALL_STEPS, batch_tokens, on_cpu, random_prompts, solo_tokens, tiny_llama
 
-from kvpool.adapters.mlx_lm import PagedPromptCache, install, serving
-from kvpool.adapters.mlx_lm.serving import AdmittingGenerator, PromptCache
+from kvpool.adapters.mlx_lm import PagedPromptCache, install, server
+from kvpool.adapters.mlx_lm.server import AdmittingGenerator, PromptCache
 from kvpool.errors import OutOfBlocks
 from kvpool.eviction import H2O, BlockEviction, SlidingWindow
 
@@ -207,7 +207,7 @@ def test_what_a_request_finds_while_it_waits_is_not_taken_from_who_runs(model):
 
 
 def test_what_a_request_finds_would_be_taken_if_it_held_it_while_it_waits(model, monkeypatch):
-    monkeypatch.setattr(serving, "_without_prefix", lambda sequence: sequence)
+    monkeypatch.setattr(server, "_without_prefix", lambda sequence: sequence)
     broken = pytest.raises((AssertionError, OutOfBlocks))
     with install(model, 1 + 14, block_size=BLOCK, prefix_cache=True) as kv, broken:
         a_running_request_and_one_that_comes_for_its_blocks(model, kv)
@@ -306,7 +306,7 @@ def test_random_requests_within_budgets_never_run_out_of_blocks(model):
 
 
 def test_random_requests_within_budgets_would_run_out_if_their_copies_were_not_counted(model, monkeypatch):
-    monkeypatch.setattr(serving, "blocks_at_most", lambda policy, tokens, chunk, size: -(-policy.max_kv // size))
+    monkeypatch.setattr(server, "blocks_at_most", lambda policy, tokens, chunk, size: -(-policy.max_kv // size))
     with pytest.raises(OutOfBlocks):
         hours_with_budgets(model)
 

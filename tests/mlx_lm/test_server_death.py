@@ -7,7 +7,7 @@ from server_process import Server
 
 DIES = """
 import sys
-from kvpool.adapters.mlx_lm.serving import AdmittingGenerator
+from kvpool.adapters.mlx_lm.server import AdmittingGenerator
 from kvpool.cli import main
 
 step, count = AdmittingGenerator._next, iter(range(12))

@@ -16,7 +16,7 @@ def test_admission_leaves_the_watermark(watermark, expected):
     for _ in range(5):
         scheduler.add(Request(range(13), max_tokens=3))
     step = scheduler.schedule()
-    assert len(step.slots) == expected
+    assert len(step.lanes) == expected
     scheduler.fail(step)
     assert len(machine.run()) == 5
 
@@ -30,7 +30,7 @@ def test_admission_leaves_the_blocks_that_decodes_of_the_same_step_take():
     machine.step()  # four tokens computed: the next decode takes a block
     scheduler.add(Request([1, 2, 3, 4, 5], max_tokens=1, id="b"))
     step = scheduler.schedule()
-    assert step.num_decodes == 1 and len(step.slots) == 1
+    assert step.num_decodes == 1 and len(step.lanes) == 1
     scheduler.fail(step)
     assert {name for name, _ in machine.run()} == {"a", "b"}
     assert scheduler.stats().preemptions == 0
@@ -47,7 +47,7 @@ def test_admission_counts_prefix_hits():
         prompt = np.arange(14) + (0 if own else 100)
         scheduler.add(Request(prompt, max_tokens=1, id="b"))
         step = scheduler.schedule()
-        assert len(step.slots) == (2 if own else 1)
+        assert len(step.lanes) == (2 if own else 1)
         assert step.num_new.tolist() == ([1, 2] if own else [1])
         scheduler.fail(step)
         output = machine.run()["b", 0]
@@ -68,7 +68,7 @@ def test_admission_evictable_hits_are_not_counted_twice():
     scheduler.add(Request(range(22), max_tokens=1, id="b"))  # 6 blocks, 3 of them hits: 3 more, none left
     before = pool.prefix.stats()[:-1]
     step = scheduler.schedule()
-    assert len(step.slots) == 1
+    assert len(step.lanes) == 1
     assert pool.prefix.stats()[:-1] == before  # nothing evicted, nothing counted
     scheduler.fail(step)
     scheduler.cancel("a")

@@ -24,7 +24,7 @@ from scheduler_workload import Runner, Workload, expected_of
 from kvpool import Request, RequestRejected, Scheduler
 from kvpool.errors import OutOfBlocks, UnknownRequest
 from kvpool.scheduler import results
-from kvpool.scheduler.core import Core
+from kvpool.scheduler.state import Core
 from kvpool.testing.token_model import salt_of
 
 EXAMPLES = max(1, int(os.environ.get("KVPOOL_FUZZ_EXAMPLES", "1000")) // 20)
@@ -78,7 +78,7 @@ class Calls(RuleBasedStateMachine):
         """What the step that is out shows."""
         if self.step_out is None:
             return None
-        names = ("handles", "num_new", "tokens", "sample_at", "sample_slot", "sample_index", "sample_position")
+        names = ("handles", "num_new", "tokens", "sample_at", "sample_lane", "sample_index", "sample_position")
         return [getattr(self.step_out, name).tolist() for name in names] + [self.step_out.plan.block_tables.tolist()]
 
     def waiting(self):
@@ -144,7 +144,7 @@ class Calls(RuleBasedStateMachine):
         if step is not None:
             assert len(step.handles)
             self.runner.watch.step(step)
-            self.salts = [salt_of(self.scheduler.request_of(slot).namespace) for slot in step.slots.tolist()]
+            self.salts = [salt_of(self.scheduler.request_of(lane).namespace) for lane in step.lanes.tolist()]
             self.step_out = step
 
     def computed(self):

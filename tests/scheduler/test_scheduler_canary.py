@@ -15,9 +15,8 @@ import pytest
 from scheduler_workload import Runner, Workload, draw
 
 from kvpool import Plan, Pool, Scheduler
-from kvpool.scheduler import admission, beams, results
-from kvpool.scheduler.core import Core
-from kvpool.scheduler.queue import WaitingQueue
+from kvpool.scheduler import beams, policy, results
+from kvpool.scheduler.state import Core, WaitingQueue
 
 WORKLOADS = 100
 FAULTS: dict[str, Any] = {}
@@ -95,12 +94,12 @@ def prefix_of_another_namespace():
 def prefix_hit_is_one_block_too_long():
     start = Core.start
 
-    def wrong(self, sequence, slot, handle, computed, admitted):
+    def wrong(self, sequence, lane, handle, computed, admitted):
         size = self.pool.block_size
         if computed and computed + size < len(sequence.group.request.prompt):
             self.set_length(handle, size)
             computed += size
-        return start(self, sequence, slot, handle, computed, admitted)
+        return start(self, sequence, lane, handle, computed, admitted)
 
     with mock.patch.object(Core, "start", wrong):
         yield
@@ -111,15 +110,15 @@ def block_is_committed_before_it_is_written():
     """With the tokens of the prompt ahead of what is computed."""
     commit = Core.commit
 
-    def early(self, slot):
-        if self.caches and self.rows.remaining(slot) > 0:
-            self.rows.computed[slot] += self.pool.block_size
+    def early(self, lane):
+        if self.caches and self.rows.remaining(lane) > 0:
+            self.rows.computed[lane] += self.pool.block_size
             try:
-                commit(self, slot)
+                commit(self, lane)
             finally:
-                self.rows.computed[slot] -= self.pool.block_size
+                self.rows.computed[lane] -= self.pool.block_size
         else:
-            commit(self, slot)
+            commit(self, lane)
 
     with mock.patch.object(Core, "commit", early):
         yield
@@ -130,8 +129,8 @@ def cancelled_request_keeps_its_blocks():
     release = Core.release
 
     def leak(self, sequence):
-        if sequence.slot >= 0:
-            self.pool.fork(int(self.rows.handle[sequence.slot]))
+        if sequence.lane >= 0:
+            self.pool.fork(int(self.rows.handle[sequence.lane]))
         return release(self, sequence)
 
     with mock.patch.object(Core, "release", leak):
@@ -143,7 +142,7 @@ def finished_request_keeps_a_block():
     finish = Core.finish
 
     def leak(self, sequence, reason, now, *rest):
-        if sequence.slot >= 0 and self.available():
+        if sequence.lane >= 0 and self.available():
             self.pool.blocks.alloc()
         return finish(self, sequence, reason, now, *rest)
 
@@ -160,7 +159,7 @@ def preempted_sequence_loses_a_token():
 
     def lose(self, sequence):
         preempt(self, sequence)
-        if sequence.slot < 0 and sequence.group.beam is None:
+        if sequence.lane < 0 and sequence.group.beam is None:
             sequence.tokens = sequence.tokens[:-1]
 
     with mock.patch.object(Core, "preempt", lose):
@@ -173,7 +172,7 @@ def preempted_sequence_counts_a_token_twice():
 
     def twice(self, sequence):
         preempt(self, sequence)
-        if sequence.slot < 0 and sequence.group.beam is None and sequence.tokens.size:
+        if sequence.lane < 0 and sequence.group.beam is None and sequence.tokens.size:
             sequence.tokens = np.append(sequence.tokens, sequence.tokens[-1])
 
     with mock.patch.object(Core, "preempt", twice):
@@ -191,9 +190,9 @@ def stop_sequence_is_off_by_one():
 @fault
 def ends_are_not_looked_for():
     """Neither eos nor stop sequences: everything goes on to its length."""
-    from kvpool.scheduler.rows import Rows
+    from kvpool.scheduler.state import LaneRows
 
-    with mock.patch.object(Rows, "_put_watch", lambda self, slot, tokens: None):
+    with mock.patch.object(LaneRows, "_put_watch", lambda self, lane, tokens: None):
         yield
 
 
@@ -210,15 +209,15 @@ def eos_at_the_last_token_counts_as_length():
 
 @fault
 def one_token_more_than_asked_for():
-    from kvpool.scheduler.rows import Rows
+    from kvpool.scheduler.state import LaneRows
 
-    put = Rows.put
+    put = LaneRows.put
 
-    def longer(self, slot, sequence, *rest):
-        put(self, slot, sequence, *rest)
-        self.limit[slot] += 1
+    def longer(self, lane, sequence, *rest):
+        put(self, lane, sequence, *rest)
+        self.limit[lane] += 1
 
-    with mock.patch.object(Rows, "put", longer):
+    with mock.patch.object(LaneRows, "put", longer):
         yield
 
 
@@ -226,9 +225,9 @@ def one_token_more_than_asked_for():
 def samples_all_have_the_index_of_the_first():
     fan_out = results.fan_out
 
-    def same(core, at, slot, index):
-        at, slot, index = fan_out(core, at, slot, index)
-        return at, slot, np.zeros_like(index)
+    def same(core, at, lane, index):
+        at, lane, index = fan_out(core, at, lane, index)
+        return at, lane, np.zeros_like(index)
 
     with mock.patch.object(results, "fan_out", same):
         yield
@@ -240,10 +239,10 @@ def failed_step_counts_as_computed():
 
     def wrong(self, step):
         fail(self, step)
-        slots = step.slots[step.num_decodes :]
-        for slot in slots.tolist():
-            if self._core.rows.sequences[slot] is not None and self._core.rows.remaining(slot) > 1:
-                self._core.rows.computed[slot] += 1
+        lanes = step.lanes[step.num_decodes :]
+        for lane in lanes.tolist():
+            if self._core.rows.sequences[lane] is not None and self._core.rows.remaining(lane) > 1:
+                self._core.rows.computed[lane] += 1
                 break
 
     with mock.patch.object(Scheduler, "fail", wrong):
@@ -316,7 +315,7 @@ def priority_is_ignored():
 
 @fault
 def watermark_is_ignored():
-    with mock.patch("kvpool.scheduler.admission.blocks_kept", lambda core: 0):
+    with mock.patch("kvpool.scheduler.policy.blocks_kept", lambda core: 0):
         yield
 
 
@@ -374,8 +373,8 @@ def everybody_is_preempted_in_every_step():
     decide = Scheduler._decide
 
     def churn(self, plan):
-        for slot in self._core.rows.running().tolist():
-            sequence = self._core.rows.sequences[slot]
+        for lane in self._core.rows.running().tolist():
+            sequence = self._core.rows.sequences[lane]
             if sequence is not None and sequence.group.beam is None:
                 self._core.preempt(sequence)
         return decide(self, plan)
@@ -391,8 +390,8 @@ def make_room_spares_nobody():
 
     def all_of_them(self, sequence):
         preempt(self, sequence)
-        for slot in self.rows.running().tolist():
-            other = self.rows.sequences[slot]
+        for lane in self.rows.running().tolist():
+            other = self.rows.sequences[lane]
             if other is not None and other.group.beam is None:
                 preempt(self, other)
 
@@ -404,7 +403,7 @@ def make_room_spares_nobody():
 @fault
 def place_is_left_empty():
     """Every second admission finds nobody, though somebody waits."""
-    admit, looks = admission.admit_next, [0]
+    admit, looks = policy.admit_next, [0]
 
     def sometimes(core):
         looks[0] += 1
@@ -417,7 +416,7 @@ def place_is_left_empty():
 @fault
 def chunk_is_cut_though_there_is_budget():
     wanted = Scheduler._wanted
-    with mock.patch.object(Scheduler, "_wanted", lambda self, slot: max(1, wanted(self, slot) - 1)):
+    with mock.patch.object(Scheduler, "_wanted", lambda self, lane: max(1, wanted(self, lane) - 1)):
         yield
 
 

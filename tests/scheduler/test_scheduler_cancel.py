@@ -84,7 +84,7 @@ def test_cancel_while_a_step_is_out_ignores_its_tokens(steps, ending):
 
 
 def test_cancel_slot_is_not_reused_before_the_step_is_in():
-    """Samples are forked in `update`: not into the slot of a row that is still in the step."""
+    """Samples are forked in `update`: not into the lane of a row that is still in the step."""
     pool = Pool(64, 4)
     scheduler = Scheduler(pool, max_running=3)
     scheduler.add(Request([1, 2, 3], id="a", max_tokens=8))

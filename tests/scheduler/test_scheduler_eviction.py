@@ -156,7 +156,7 @@ def test_failed_step_leaves_no_score_and_no_token():
     evictor = scheduler._core.eviction
     step = scheduler.schedule()
     before = evictor.memory.scores.copy(), evictor.memory.known.copy()
-    evictor.begin(step.slots, step.plan.seq_lens[: len(step.slots)].copy())
+    evictor.begin(step.lanes, step.plan.seq_lens[: len(step.lanes)].copy())
     evictor.observe(0, np.ones((1, 1, 16), np.float32))
     memory.spoil(step.plan)
     scheduler.fail(step)
@@ -226,7 +226,7 @@ def test_row_of_a_step_that_is_out_is_not_touched(policy):
     (handle,), evictor, before = step.handles.tolist(), scheduler._core.eviction, pool.fingerprint()
     length, written = pool.kv_len(handle), memory.position.copy()
     with pytest.raises(PlanStateError, match="is a row of a pending plan"):
-        evictor.evict([handle], step.slots, [length], [length - 4], [pool.num_tokens(handle)])
+        evictor.evict([handle], step.lanes, [length], [length - 4], [pool.num_tokens(handle)])
     assert pool.fingerprint() == before and np.array_equal(memory.position, written)
     with pytest.raises(RuntimeError, match="a step is out"):
         scheduler.schedule()

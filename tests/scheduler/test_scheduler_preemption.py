@@ -6,7 +6,7 @@ from scheduler_workload import Runner, Workload
 from schedules import Machine, greedy, next_token
 
 from kvpool import Pool, Request, Scheduler
-from kvpool.scheduler import room
+from kvpool.scheduler.state import DECODING
 
 
 def until_preempted(policy, priorities=(0, 0, 0), beam=None):
@@ -20,7 +20,7 @@ def until_preempted(policy, priorities=(0, 0, 0), beam=None):
         scheduler.add(names[name])
     while not scheduler.stats().preemptions:
         machine.step()
-    requests = {scheduler.request_of(slot).id for slot in range(256) if scheduler._core.rows.sequences[slot]}
+    requests = {scheduler.request_of(lane).id for lane in range(256) if scheduler._core.rows.sequences[lane]}
     scheduler.check()
     outputs = machine.run()
     assert {name: outputs[name, 0].tokens.tolist() for name in names} == {n: greedy(r)[0] for n, r in names.items()}
@@ -139,7 +139,7 @@ def test_preempt_beam_goes_as_a_whole(policy):
         given = (tokens.reshape(beams, 6), logprobs.reshape(beams, 6)) if beams else None
         scheduler.update(step, np.int32([next_token(c) for c in contexts]), beams=given)
         scheduler.check()
-        running = [scheduler.request_of(slot).id for slot in range(256) if scheduler._core.rows.sequences[slot]]
+        running = [scheduler.request_of(lane).id for lane in range(256) if scheduler._core.rows.sequences[lane]]
         preempted = preempted or (scheduler.stats().preemptions > 0 and "beam" not in running)
     assert preempted or policy == "longest"
     assert pool.stats().used == 0
@@ -173,16 +173,16 @@ def test_sample_left_alone_with_blocks_that_are_cached_twice_starts_over():
 
 
 def test_sample_that_starts_over_alone_twice_is_convicted(monkeypatch):
-    make_room, sampled = room.make_room, [0]
+    decide, sampled = Scheduler._decide, [0]
 
-    def again(core, probe):
-        alone = len(core.rows.running()) == 1 and core.preemptions >= 2
+    def again(self, plan):
+        core = self._core
+        alone = core.count[DECODING] and len(core.rows.running()) == 1 and core.preemptions >= 2
         if alone and core.sampled_tokens > sampled[-1]:
             sampled.append(core.sampled_tokens)
             core.preempt(core.rows.sequence(core.rows.running()[0]))
-        else:
-            make_room(core, probe)
+        return decide(self, plan)
 
-    monkeypatch.setattr("kvpool.scheduler.scheduler.make_room", again)
+    monkeypatch.setattr(Scheduler, "_decide", again)
     with pytest.raises(AssertionError, match="started over alone twice"):
         samples_left_alone().run()

@@ -65,22 +65,22 @@ def test_samples_prompt_row_stands_n_times_in_sample_at():
     step = scheduler.schedule()
     assert step.sample_at.tolist() == [0, 6, 6, 6]
     assert step.sample_index.tolist() == [0, 0, 1, 2]
-    assert step.sample_slot.tolist() == [0, 1, 1, 1]
+    assert step.sample_lane.tolist() == [0, 1, 1, 1]
     assert step.sample_position.tolist() == [1, 0, 0, 0]
     assert [request.id for request in step.requests] == [None, "n", "n", "n"]
     scheduler.update(step, np.int32([1, 11, 12, 13]))
     assert [scheduler.tokens_of("n", i).tolist() for i in range(3)] == [[11], [12], [13]]
     step = scheduler.schedule()
-    assert step.sample_index.tolist() == [0, 0, 1, 2] and len(set(step.sample_slot.tolist())) == 4
+    assert step.sample_index.tolist() == [0, 0, 1, 2] and len(set(step.sample_lane.tolist())) == 4
 
 
-@pytest.mark.parametrize("slots", [1, 2, 3, 8])
+@pytest.mark.parametrize("lanes", [1, 2, 3, 8])
 @pytest.mark.parametrize("prefix_cache", [False, True])
 @pytest.mark.parametrize("blocks", [9, 12, 40])
 @pytest.mark.parametrize("mixed", [False, True])
-def test_samples_wait_for_slots_and_blocks_with_their_first_token(slots, prefix_cache, blocks, mixed):
+def test_samples_wait_for_slots_and_blocks_with_their_first_token(lanes, prefix_cache, blocks, mixed):
     pool = Pool(blocks, 2, prefix_cache=prefix_cache, seed=1)
-    scheduler = Scheduler(pool, max_running=slots, prefill_chunk=3, mixed=mixed, max_step_tokens=7)
+    scheduler = Scheduler(pool, max_running=lanes, prefill_chunk=3, mixed=mixed, max_step_tokens=7)
     requests = [Request(range(i, i + 5), max_tokens=6, n=4, eos=(i,)) for i in range(3)]
     for request in requests:
         scheduler.add(request)

@@ -50,10 +50,10 @@ def test_decode_step_python_calls_do_not_depend_on_the_rows(request_options):
 def test_decode_step_gate_notices_work_per_row(monkeypatch):
     store = results.store
 
-    def slow(rows, slots, *arguments):
-        for slot in slots.tolist():
-            rows.remaining(slot)
-        return store(rows, slots, *arguments)
+    def slow(rows, lanes, *arguments):
+        for lane in lanes.tolist():
+            rows.remaining(lane)
+        return store(rows, lanes, *arguments)
 
     monkeypatch.setattr(results, "store", slow)
     assert calls(decoding(256), 256) > calls(decoding(16), 16) + 200 * STEPS

@@ -72,8 +72,8 @@ def test_schedule_decodes_come_first_in_order_of_admission_then_chunks():
     first = decoding(scheduler, machine, [[1, 2], [3], [4, 5, 6]])
     later = [scheduler.add(Request(range(10), max_tokens=5)), scheduler.add(Request(range(3), max_tokens=5))]
     step = scheduler.schedule()
-    assert [scheduler.request_of(slot) for slot in step.slots.tolist()] == [
-        scheduler.request_of(slot) for slot in range(5)
+    assert [scheduler.request_of(lane) for lane in step.lanes.tolist()] == [
+        scheduler.request_of(lane) for lane in range(5)
     ]
     assert [request.prompt.tolist() for request in step.requests] == [[1, 2], [3], [4, 5, 6], [0, 1, 2]]
     assert step.num_decodes == 3
@@ -85,7 +85,7 @@ def test_schedule_decodes_come_first_in_order_of_admission_then_chunks():
     assert later == [3, 4]
     dtypes = {name: str(getattr(step, name).dtype) for name in ("handles", "num_new")}
     assert dtypes == {"handles": "int64", "num_new": "int64"}
-    for name in ("tokens", "sample_at", "sample_slot", "sample_index", "sample_position", "beam_width"):
+    for name in ("tokens", "sample_at", "sample_lane", "sample_index", "sample_position", "beam_width"):
         assert str(getattr(step, name).dtype) == "int32", name
 
 
@@ -138,9 +138,9 @@ def test_schedule_not_mixed_a_decode_waits_for_one_chunk_at_most():
         step, _ = machine.step()
         kinds.append("decode" if step.num_decodes else "chunk")
         if step.num_decodes:
-            assert step.num_decodes == len(step.slots)
+            assert step.num_decodes == len(step.lanes)
         else:
-            assert len(step.slots) == 1 and step.num_new[0] <= 8
+            assert len(step.lanes) == 1 and step.num_new[0] <= 8
     assert "chunk chunk" not in " ".join(kinds)
     assert kinds.count("chunk") == 9
 
@@ -153,7 +153,7 @@ def test_schedule_finished_request_is_replaced_in_the_very_next_step():
         scheduler.add(Request([5, 6], max_tokens=3))
     while scheduler.stats().waiting:
         step, _ = machine.step()
-        assert len(step.slots) == 4
+        assert len(step.lanes) == 4
 
 
 def test_schedule_without_requests_is_none_and_idle_is_no_error():
@@ -232,7 +232,7 @@ def test_schedule_same_calls_same_steps():
         while (done := machine.step()) is not None:
             step, outputs = done
             trace.append(
-                (step.slots.tolist(), step.num_new.tolist(), step.tokens.tolist(), step.plan.block_tables.tolist())
+                (step.lanes.tolist(), step.num_new.tolist(), step.tokens.tolist(), step.plan.block_tables.tolist())
             )
             trace.append([(output.id, output.index, output.tokens.tolist()) for output in outputs])
         traces.append((trace, pool.digest(), scheduler.stats()))
@@ -246,9 +246,9 @@ def test_schedule_plans_in_turn_keep_the_arrays_of_the_step_before():
     scheduler.add(Request(range(5), max_tokens=9))
     machine = Machine(scheduler, pool)
     first = machine.step()[0]
-    slots = first.plan.slot_mapping.tolist()
+    lanes = first.plan.slot_mapping.tolist()
     second = machine.step()[0]
-    assert second.plan is not first.plan and first.plan.slot_mapping.tolist() == slots
+    assert second.plan is not first.plan and first.plan.slot_mapping.tolist() == lanes
     assert machine.step()[0].plan is first.plan
 
 

@@ -7,44 +7,47 @@
         ...
     print(kv.summary())
 
-With ``install(model, num_blocks=4096, prefix_cache=True)`` prompts that begin alike share blocks: `PagedPromptCache`
-is mlx-lm's `LRUPromptCache` on them, `PagedKV.fetch` and `PagedKV.commit` are the two calls behind it.
+With ``install(model, num_blocks=4096, prefix_cache=True)`` prompts with a common beginning share its blocks.
+`PagedPromptCache` has the interface of mlx-lm's `LRUPromptCache`. `PagedKV.fetch` and `PagedKV.commit` are the two
+calls behind it.
 
-Every layer of the model shares one `kvpool.Pool`: a prompt of 100 tokens takes 7 blocks of 16 tokens, once,
-not once per layer. ``copy.deepcopy`` of a cache (mlx-lm's prompt cache does it on every hit) is a fork that
-copies no KV, dropping a cache returns its blocks.
+All layers of the model share one `kvpool.Pool`. A prompt of 100 tokens takes 7 blocks of 16 tokens, not 7 per layer.
+``copy.deepcopy`` of a cache, which mlx-lm's prompt cache does on every hit, is a fork that copies no KV. Dropping a
+cache returns its blocks.
 
-`Engine` runs models without an engine of mlx-lm, by `kvpool.Scheduler`: prompts in chunks, preemption, samples that
-share their prompt, beams, all in one forward pass per step.
+`Engine` runs models with `kvpool.Scheduler` in place of an engine of mlx-lm: prompts in chunks, preemption, samples
+that share their prompt, beams, all in one forward pass per step.
 
-Models of the Llama, Qwen, Mistral, Gemma and gpt-oss families attend straight over the blocks, by the kernels of Metal
-or of the CPU; others, and all models where there are no kernels, gather each context for MLX's own attention.
+Models of the Llama, Qwen, Mistral, Gemma and gpt-oss families attend straight over the blocks, with the kernels of
+Metal or of the CPU. Other models, and all models without kernels, gather each context for MLX's own attention.
 ``kv.route`` says which.
 
-With ``install(model, num_blocks=4096, eviction=H2O(max_kv=1024))`` no sequence holds more than so many tokens, whatever
-its length; ``kv.make_cache(policy)``, or `make_cache`, does that for one cache, ``Engine(model, 4096,
-eviction=...)`` for an engine. See docs/eviction.md.
+With ``install(model, num_blocks=4096, eviction=H2O(max_kv=1024))`` no sequence holds more than 1024 tokens.
+``kv.make_cache(policy)`` or `make_cache` sets a policy for one cache, ``Engine(model, 4096, eviction=...)`` for an
+engine. See docs/eviction.md.
 
-Two options of mlx-lm's engines do not go with paged caches. ``max_kv_size``, on a model that has no ``make_cache`` of
-its own, is a ValueError when the caches are made (other models ignore it, here as there). ``kv_bits`` is a ValueError
-when mlx-lm wants to quantize, unless the blocks have these bits and groups from `install`. That is not before a cache
-has ``quantized_kv_start`` tokens, 5000 by default. mlx-lm's server closes the connection of such a request: give the
-bits to `install`, and to the server the same or none.
+Paged caches do not support two options of mlx-lm's engines:
 
-`install` computes nothing of the model. With the kernels of the CPU a forward pass computes while it is called, so it
-loads the weights of a model that was loaded with ``lazy=True``, even if nobody evaluates its result. Elsewhere it only
-builds the graph, as with mlx-lm's own caches.
+- ``max_kv_size`` raises ValueError when the caches are made, on a model without a ``make_cache`` of its own. Other
+  models ignore it, as in mlx-lm.
+- ``kv_bits`` raises ValueError when mlx-lm starts to quantize, unless `install` has set the same bits and groups.
+  mlx-lm starts when a cache has ``quantized_kv_start`` tokens, 5000 by default. Its server closes the connection of
+  such a request. Give the bits to `install`, and the same bits or none to the server.
 
-Who deletes or replaces ``model.make_cache`` inside the block gets mlx-lm's own caches. Then ``kv.route`` begins with
-"lost: ", and the end of the block is a RuntimeError. `kvpool serve` takes no request any more then.
+`install` computes nothing of the model. With the CPU kernels a forward pass computes while it is called. So it loads
+the weights of a model that was loaded with ``lazy=True``, even if its result is never evaluated. On other routes it
+only builds the graph, as with mlx-lm's own caches.
+
+If ``model.make_cache`` is deleted or replaced inside the block, mlx-lm makes its own caches. Then ``kv.route`` begins
+with "lost: ", and the end of the block raises RuntimeError. `kvpool serve` then refuses all requests.
 """
 
 from kvpool.adapters.mlx_lm.cache import PagedKVCache
-from kvpool.adapters.mlx_lm.engine import Completion, Engine, Piece
+from kvpool.adapters.mlx_lm.engine import Completion, Engine, TokenEvent
 from kvpool.adapters.mlx_lm.eviction import make_cache
 from kvpool.adapters.mlx_lm.host import SUPPORTED_VERSIONS, PagedKV, Summary, install
+from kvpool.adapters.mlx_lm.passes import EngineStopped
 from kvpool.adapters.mlx_lm.prefix import PagedPromptCache
-from kvpool.adapters.mlx_lm.rows import EngineStopped
 from kvpool.adapters.mlx_lm.sampling import Sampling
 
 __all__ = [
@@ -55,9 +58,9 @@ __all__ = [
     "PagedKV",
     "PagedKVCache",
     "PagedPromptCache",
-    "Piece",
     "Sampling",
     "Summary",
+    "TokenEvent",
     "install",
     "make_cache",
 ]

@@ -12,9 +12,9 @@ from kvpool.protocol import KVBackend
 
 
 class Converted:
-    """Takes and gives MLX arrays, where the backend inside takes and gives others; for the rest it is that backend.
+    """Wraps a backend for other arrays and converts them from and to MLX arrays. All else is passed through.
 
-    Every call evaluates what it is given and has run when it returns, so nothing of MLX is queued on the storage.
+    Every call evaluates its arguments and has run when it returns. So no MLX work is queued on the storage.
 
     Parameters
     ----------

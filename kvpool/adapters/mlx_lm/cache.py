@@ -1,21 +1,410 @@
-"""`PagedKVCache`: what a layer of an mlx-lm model sees. It has the methods of mlx-lm's own caches."""
+"""`PagedKVCache`: what a layer of an mlx-lm model sees. `Batch`: the sequences behind all layers.
+
+mlx-lm keeps one cache object per layer and calls every operation once per layer: ``for c in caches: c.filter(...)``,
+and ``update_and_fetch`` of each layer within a forward pass. Block tables are the same in all layers. So one `Batch`
+owns the sequences, and the caches of the layers are facades in front of it.
+
+Each operation has a number. The first facade that issues operation n executes it. The others take over its result.
+Which layer comes first does not matter. The batch refuses operation n + 1 until every layer has issued n, so the log
+has one entry. An engine that leaves layers out gets an error, not wrong tokens.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Hashable, Sequence
 from operator import index
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import mlx.core as mx
 import numpy as np
 
-from kvpool.adapters.mlx_lm.batch import Batch
-from kvpool.adapters.mlx_lm.fused import PagedContext, PagedMask, smaller_window
-from kvpool.adapters.mlx_lm.rows import Forward, Rows
+import kvpool
+from kvpool.adapters.mlx_lm.attention import Forward, PagedContext, PagedMask, smaller_window
+from kvpool.adapters.mlx_lm.eviction import Eviction
+from kvpool.adapters.mlx_lm.passes import NOT_OPENED, EngineStopped, Known, Passes, Rows
+from kvpool.errors import PoolClosed
+from kvpool.eviction import Policy
+
+
+class _Operation(NamedTuple):
+    name: str
+    key: Hashable
+    result: Any
+    rows: Rows
+
+
+class Batch:
+    """One or more sequences, shared by the facades of all layers.
+
+    Parameters
+    ----------
+    passes : Passes
+        Pool and storage of the model, and whose turn it is.
+    handles, lens
+        The sequences and their lengths. The batch owns the sequences from now on.
+    is_merged : bool
+        Whether the batch is the result of `merge`. Then ``offset`` is an array with one entry per row, as in
+        mlx-lm's batch caches. Otherwise it is an int.
+    known : sequence of Known, optional
+        What the prefix cache knows of each sequence. Default: nothing.
+    policy : Policy, optional
+        Selects the tokens that are evicted, see `kvpool.eviction`.
+    """
+
+    def __init__(
+        self,
+        passes: Passes,
+        handles: Sequence[int],
+        lens: Sequence[int],
+        is_merged: bool,
+        known: Sequence[Known] | None = None,
+        policy: Policy | None = None,
+    ) -> None:
+        self.passes = passes
+        self.handles = list(handles)
+        self.known = [Known(passes.namespace)] * len(self.handles) if known is None else list(known)
+        self.rows = Rows(np.array(lens, np.int64))
+        self.is_merged = is_merged
+        self.count = 0  # operations so far
+        self.base = 0  # operations before it need not be followed any more, see `recover`
+        self.base_rows = self.rows  # what a facade that is still before `base` sees
+        self.is_stopped = False  # see `Passes.stop_engines`
+        self.is_torn = False  # an eviction failed half-way
+        self._operation: _Operation | None = None
+        self.missing = 0  # layers that have yet to issue the last operation
+        self._plan: Any = None
+        self._given: Forward | None = None  # see `take_plan`
+        self._forward: Forward | None = None  # the last pass, while nothing else has begun
+        self.eviction = None if policy is None else self._evicting(policy)
+        passes.batches[id(self)] = self
+
+    def __del__(self) -> None:
+        # A finalizer may run inside a call of the pool, so it must not change the pool. The pool records these
+        # closes and executes them at its next call.
+        self._end_pass()
+        with contextlib.suppress(PoolClosed):
+            for handle in self.handles:
+                if handle != NOT_OPENED:
+                    self.passes.pool.defer_close(handle)
+
+    # ------------------------------------------------------------------------------------------------ the log
+
+    def issue(
+        self, cursor: int, name: str, key: Hashable, execute: Callable[[], tuple[Any, Rows]]
+    ) -> tuple[int, Rows, Any]:
+        """Execute operation number `cursor` of a facade, or return the result if another facade has done it.
+
+        Parameters
+        ----------
+        cursor : int
+            Operations that the facade has issued so far.
+        name, key
+            The operation and its arguments. They must be equal for all layers.
+        execute : callable
+            Does it and returns (result, rows afterwards). If it raises, the batch is unchanged.
+
+        Returns
+        -------
+        (cursor, rows, result)
+            The facade's next cursor, the rows that it sees now, and the result.
+        """
+        cursor = max(cursor, self.base)
+        if cursor == self.count:
+            self.require_idle(name)
+            result, self.rows = execute()
+            self._end_pass()
+            if isinstance(result, Forward):
+                self._forward = result
+            self.count += 1
+            self._operation = _Operation(name, key, result, self.rows)
+            self.missing = self.passes.num_layers
+        operation = self._operation
+        if cursor != self.count - 1 or operation is None or (operation.name, operation.key) != (name, key):
+            done = "nothing" if operation is None else f"{operation.name}{operation.key}"
+            raise RuntimeError(
+                f"[{name}] a layer asks for {name}{key} as operation {cursor}, the batch is at {self.count} "
+                f"and the other layers did {done}: every layer's cache needs the same calls in the same order"
+            )
+        self.missing -= 1
+        if not self.missing and name != "forward":
+            self._operation = None  # its result may hold another batch alive
+        return cursor + 1, operation.rows, operation.result
+
+    def stored(self) -> None:
+        """End the forward pass: the last layer has stored its keys and values."""
+        self._operation = None
+        if self._given is None:
+            self.passes.finish()
+
+    def require_idle(self, call: str) -> None:
+        """Raise unless every layer has issued the last operation and the batch was not stopped."""
+        if self.is_stopped:
+            raise EngineStopped(
+                f"[{call}] a forward pass failed while these {len(self.handles)} sequences were in an engine, "
+                "which may have lost tokens: discard it, make a new one and insert its prompts again"
+            )
+        if self.is_torn:
+            raise EngineStopped(
+                f"[{call}] an eviction failed when these {len(self.handles)} sequences had lost tokens and what stays "
+                "was not moved yet, they cannot be read any more: make a new cache and feed it their tokens again"
+            )
+        if self._operation is not None:
+            raise RuntimeError(
+                f"[{call}] {self.missing} of {self.passes.num_layers} layers have not done the operation before "
+                f"({self._operation.name}); if a forward pass was interrupted, kv.recover() takes it back"
+            )
+
+    def _end_pass(self) -> None:
+        """Refuse attention of the last pass from now on."""
+        if self._forward is not None:
+            self._forward.is_over = True
+            self._forward = None
+
+    def recover(self, rows: Rows) -> None:
+        """Return to `rows`, the state before a forward pass that some layers have not done."""
+        self._end_pass()
+        self.rows = self.base_rows = rows
+        if self.eviction is not None:
+            self.eviction.forget()
+        self.count += 1  # now all layers are behind, also those that did the pass, and see `rows`
+        self.base = self.count
+        self.missing = 0
+        self._operation = None
+
+    # ------------------------------------------------------------------------------------------ one forward
+
+    def take_plan(self, forward: Forward, rows: Rows) -> None:
+        """Start a pass over a plan that the caller has stepped. The batch has no sequences of its own.
+
+        The pass counts as executed: every layer takes `forward` over. Layers of an earlier pass begin at `rows`.
+        """
+        self._given = forward
+        self.is_merged = forward.shape[0] != 1
+        self.base_rows = rows
+        self.base = self.count + 1
+        self.count += 2
+        self.rows = Rows(rows.lens + forward.shape[1], gone=rows.gone)
+        self._operation = _Operation("forward", forward.shape, forward, self.rows)
+        self.missing = self.passes.num_layers
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the layers attend straight over the pool now."""
+        return self.passes.is_fused if self._given is None else self._given.is_fused
+
+    def forward(self, num_rows: int, num_columns: int) -> tuple[Forward, Rows]:
+        """Step the pool by the real tokens of an input ``[num_rows, num_columns]``. All or nothing."""
+        if num_rows != len(self.handles):
+            self._spread(num_rows)
+        passes, before = self.passes, self.rows
+        new = before.num_new(num_columns)
+        try:
+            passes.begin()
+        except BaseException:
+            self.is_stopped = self.is_merged  # another pass goes on, or waits for `recover`
+            raise
+        try:
+            with passes.lock:
+                self._open_all()
+                if self.eviction is not None:
+                    lens, gone = self.eviction.run(self.handles, before.lens, before.gone)
+                    before = self.rows = Rows(lens, before.todo, gone)
+                after = before.after(new)
+                plan = self._fitting_plan(int(new.sum()), int(after.lens.max()))
+                passes.pool.step(plan, np.array(self.handles, np.int64), new)
+                passes.note(self, plan, before)
+            columns = None
+            if before.todo is not None:
+                real = np.arange(num_columns) < new[:, None]
+                columns = mx.array(np.flatnonzero(real).astype(np.int32))
+            forward = Forward(
+                passes.backend,
+                plan,
+                (num_rows, num_columns),
+                columns=columns,
+                eviction=self.eviction,
+                is_fused=passes.is_fused,
+            )
+            if self.eviction is not None:
+                self.eviction.begin_pass(after.lens, new)
+        except BaseException:
+            passes.undo()
+            if self.is_merged:
+                passes.stop_engines()
+            self.is_torn = self.eviction is not None and self._has_lost_tokens()
+            raise
+        return forward, after
+
+    def _has_lost_tokens(self) -> bool:
+        """Whether the pool has evicted tokens that `rows` still counts: the rest was not moved."""
+        lens = zip(self.handles, self.rows.lens.tolist(), strict=True)
+        with self.passes.lock:
+            return any(handle != NOT_OPENED and self.passes.pool.kv_len(handle) != n for handle, n in lens)
+
+    def _spread(self, num_rows: int) -> None:
+        """Give an empty, unmerged cache `num_rows` rows. mlx-lm's caches take input of any number of rows, too."""
+        if self.is_merged or self.rows.lens.any():
+            raise ValueError(
+                f"[update_and_fetch] the input has {num_rows} rows, the cache {len(self.handles)} sequences"
+            )
+        with self.passes.lock:
+            self._close(self.handles[num_rows:])
+            self.handles = self.handles[:num_rows] + [NOT_OPENED] * (num_rows - len(self.handles))
+            self.known = (self.known + [Known(self.passes.namespace)] * num_rows)[:num_rows]
+        self.rows = Rows(np.zeros(num_rows, np.int64))
+        if self.eviction is not None:
+            self.eviction = self._evicting(self.eviction.policy)
+
+    def _evicting(self, policy: Policy) -> Eviction:
+        return Eviction(policy, self.passes.pool, self.passes.backend, len(self.handles))
+
+    def _open_all(self) -> None:
+        for row, handle in enumerate(self.handles):
+            if handle == NOT_OPENED:
+                self.handles[row] = self.passes.open_empty()
+
+    def _fitting_plan(self, num_tokens: int, longest: int) -> Any:
+        """Return the batch's plan, or a larger one. Sizes double, so this is rare."""
+        pool, plan = self.passes.pool, self._plan
+        width = min(-(-longest // pool.block_size), pool.options.max_blocks_per_seq)
+        rows, num_tokens = len(self.handles), max(num_tokens, len(self.handles))
+        limits = None if plan is None else plan.limits
+        if limits is None or limits.max_rows < rows or limits.max_tokens < num_tokens or limits.table_width < width:
+            self._plan = kvpool.Plan(
+                pool,
+                _power_of_two(rows),
+                _power_of_two(num_tokens),
+                backend=self.passes.backend,
+                table_width=min(_power_of_two(max(width, 16)), pool.options.max_blocks_per_seq),
+                pad={"block_tables": 0},  # read and masked, so it must be a valid block
+            )
+        return self._plan
+
+    # -------------------------------------------------------------------------------------- other operations
+
+    def fork(self, indices: Sequence[int], is_merged: bool) -> Batch:
+        """Return a new batch of forks of these rows. Copies no KV."""
+        forks = Batch(self.passes, [], [], is_merged, policy=self.policy)
+        forks._append(self, indices)
+        return forks
+
+    def extend(self, other: Batch) -> tuple[None, Rows]:
+        """Append forks of the rows of `other`."""
+        if other.passes is not self.passes:
+            raise ValueError("[extend] the caches belong to different pools")
+        other.require_idle("extend")
+        self._append(other, range(len(other.handles)))
+        return None, self.rows
+
+    def _append(self, other: Batch, indices: Sequence[int]) -> None:
+        """Fork rows of `other` into this batch, all or none."""
+        forks: list[int] = []
+        self._require_policy(other)
+        with self.passes.lock:
+            try:
+                for i in indices:
+                    handle = other.handles[i]
+                    forks.append(NOT_OPENED if handle == NOT_OPENED else int(self.passes.pool.fork(handle)[0]))
+            except BaseException:
+                self._close(forks)
+                raise
+            self.handles += forks
+            self.known += [other.known[i] for i in indices]
+        if self.eviction is not None:
+            self.eviction.append(other.eviction, indices)
+        rows, chosen = (self.rows, other.rows), list(indices)
+        lens = np.concatenate([rows[0].lens, rows[1].lens[chosen]])
+        self.rows = Rows(lens, gone=np.concatenate([rows[0].gone, rows[1].gone[chosen]]))
+
+    @property
+    def policy(self) -> Policy | None:
+        """The policy that selects tokens to evict. None: no token is evicted."""
+        return None if self.eviction is None else self.eviction.policy
+
+    def _require_policy(self, other: Batch) -> None:
+        if self.policy != other.policy:
+            raise ValueError(f"[extend] {self.policy} and {other.policy}: caches of one batch evict by one policy")
+
+    def filter(self, keep: Sequence[int]) -> tuple[None, Rows]:
+        """Keep the rows `keep`, in that order; close the others."""
+        kept = [self.handles[i] for i in keep]
+        if len(set(keep)) != len(keep):
+            raise ValueError(f"[filter] indices {list(keep)} are not distinct")
+        with self.passes.lock:
+            self._close([handle for i, handle in enumerate(self.handles) if i not in set(keep)])
+            self.handles, self.known = kept, [self.known[i] for i in keep]
+        todo = self.rows.todo
+        index = np.array(keep, np.int64)
+        if self.eviction is not None:
+            self.eviction.keep_rows(keep)
+        return None, Rows(self.rows.lens[index], None if todo is None else todo[index], self.rows.gone[index])
+
+    def trim(self, num_tokens: int) -> tuple[int, Rows]:
+        """Drop `num_tokens` tokens of every row, or as many as it has. The result is the largest drop."""
+        lens = np.maximum(self.rows.lens - num_tokens, 0)
+        opened = [i for i, handle in enumerate(self.handles) if handle != NOT_OPENED]
+        if opened:
+            with self.passes.lock:
+                logical = lens + self.rows.gone
+                self.passes.pool.truncate(np.array(self.handles, np.int64)[opened], logical[opened])
+        if self.eviction is not None:
+            self.eviction.truncate(lens)
+        self.known = [
+            Known(known.namespace, min(known.num_tokens, n)) for known, n in zip(self.known, lens.tolist(), strict=True)
+        ]
+        return int((self.rows.lens - lens).max(initial=0)), Rows(lens, gone=self.rows.gone)
+
+    def discard(self) -> tuple[None, Rows]:
+        """Close all sequences and replace them by new, empty ones. Works after an eviction, unlike `trim`."""
+        with self.passes.lock:
+            self._close(self.handles)
+            self.handles = [NOT_OPENED] * len(self.handles)
+        self.known = [Known(known.namespace) for known in self.known]
+        if self.policy is not None:
+            self.eviction = self._evicting(self.policy)
+        return None, Rows(np.zeros(len(self.handles), np.int64))
+
+    def prepare(self, lengths: Sequence[int]) -> tuple[None, Rows]:
+        """Announce that the next forward passes bring `lengths` real tokens per row, then padding."""
+        if len(lengths) != len(self.handles):
+            raise ValueError(f"[prepare] {len(lengths)} lengths, the cache has {len(self.handles)} sequences")
+        return None, Rows(self.rows.lens, np.array(lengths, np.int64), self.rows.gone)
+
+    def finalize(self) -> tuple[None, Rows]:
+        """End the padded input."""
+        return None, Rows(self.rows.lens, gone=self.rows.gone)
+
+    def commit(self, tokens: Sequence[int]) -> int:
+        """Commit the only sequence to the prefix cache. Return how many of its tokens were new.
+
+        After an eviction nothing is committed: what is left is not the KV of a prompt.
+        """
+        self.require_idle("commit")
+        if self.rows.gone[0]:
+            return 0
+        (known,) = self.known
+        length = int(self.rows.lens[0])
+        if known.num_tokens < length:
+            with self.passes.lock:
+                self.passes.pool.prefix.commit(self.handles[0], tokens[known.num_tokens : length])
+                self.known = [Known(known.namespace, length)]
+        return length - known.num_tokens
+
+    def _close(self, handles: Sequence[int]) -> None:
+        opened = [handle for handle in handles if handle != NOT_OPENED]
+        if opened:
+            with self.passes.lock:
+                self.passes.pool.close(opened)
+
+
+def _power_of_two(n: int) -> int:
+    """The least power of two >= n."""
+    return 1 << max(0, n - 1).bit_length()
 
 
 class _NotSaved:
-    """Part of every ``state``: ``mx.eval`` passes over it, ``save_prompt_cache`` stops with its text."""
+    """Part of every ``state``. ``mx.eval`` ignores it. ``save_prompt_cache`` raises an error with its text."""
 
     def __repr__(self) -> str:
         return "[PagedKVCache] a paged cache cannot be saved, its arrays belong to all caches of the pool"
@@ -24,16 +413,16 @@ class _NotSaved:
 class PagedKVCache:
     """The cache of one layer: a facade of a `Batch` that all layers share.
 
-    ``make_mask``, ``offset`` and the other properties change nothing, whatever their number and order, and
-    ``offset`` moves with this layer's own ``update_and_fetch``: some models build two masks per forward pass,
-    some read the offset of another layer. The pool is stepped by the first ``update_and_fetch`` of a pass.
+    ``make_mask``, ``offset`` and the other properties change nothing. A model may read them in any number and order:
+    some models build two masks per forward pass, some read the offset of another layer. ``offset`` advances with this
+    layer's own ``update_and_fetch``. The first ``update_and_fetch`` of a pass steps the pool.
 
-    A sliding-window layer (mlx-lm's RotatingKVCache) keeps all its tokens here, and its window is in the
-    mask: the result is the same, and such a cache can always be trimmed.
+    A sliding-window layer (mlx-lm's RotatingKVCache) keeps all its tokens here. Its window is in the mask. The result
+    is the same, and such a cache can always be trimmed.
 
-    No ``__len__`` and no ``__bool__``: mlx-lm tests ``if cache`` and would take an empty cache for none.
-    No ``meta_state``, ``keys`` or ``values`` and no setter of ``state``: K and V are in the pool, a cache is saved
-    and loaded nowhere.
+    There is no ``__len__`` and no ``__bool__``, because mlx-lm tests ``if cache`` and would treat an empty cache as
+    none. There are no ``meta_state``, ``keys`` or ``values`` and no setter of ``state``, because K and V are in the
+    pool and a cache cannot be saved or loaded.
     """
 
     def __init__(self, batch: Batch, layer: int) -> None:
@@ -52,7 +441,7 @@ class PagedKVCache:
         return self._batch
 
     def __getattr__(self, name: str) -> NoReturn:
-        # The merge and extend of mlx-lm's own caches look for attributes of theirs in what they are given.
+        # mlx-lm's own caches look for their attributes in what is given to their merge and extend.
         raise AttributeError(
             f"PagedKVCache has no {name!r}: stock and paged caches cannot be in one batch", name=name, obj=self
         )
@@ -61,7 +450,7 @@ class PagedKVCache:
 
     @property
     def offset(self) -> int | mx.array:
-        """Position of the next token: an int, or int32 ``[B]`` for merged caches. Evicted tokens count."""
+        """Position of the next token: an int, or int32 ``[B]`` for merged caches. It counts evicted tokens."""
         rows = self._rows if self._cursor >= self._batch.base else self._batch.base_rows  # `_seen`, twice per layer
         return rows.offsets if self._batch.is_merged else int(rows.lens[0] + rows.gone[0])
 
@@ -73,15 +462,15 @@ class PagedKVCache:
         Returns
         -------
         None, "causal", or bool ``[B or 1, 1, N, C]``
-            C is the longest context after the pass. As in mlx-lm the short forms stand for a full mask where
-            all rows are equally long.
+            C is the longest context after the pass. Where all rows are equally long, a short form stands for the
+            full mask, as in mlx-lm.
         PagedMask
             On the fused route, always.
         """
-        rows = self._seen()
         window = smaller_window(window_size, self._batch.passes.windows[self._layer])
         if self._batch.is_fused:
             return PagedMask(window)
+        rows = self._seen()
         eviction, lens = self._batch.eviction, rows.lens
         if eviction is not None:
             lens = eviction.lens_after(lens)  # what `update_and_fetch` will find
@@ -97,15 +486,16 @@ class PagedKVCache:
         Raises
         ------
         OutOfBlocks
-            From the first layer of a pass; pool and cache are as before.
+            Raised by the first layer of a pass. Pool and cache are unchanged.
         CapacityExceeded
-            The same, for a sequence that is longer than all blocks together.
+            A sequence is longer than all blocks together. Pool and cache are unchanged.
         TypeError
             Keys or values have another dtype than the pool: the model was cast after `install`.
         ConcurrentUse
             Another thread is in a forward pass.
         EngineStopped
-            A pass failed while these sequences were in an engine, see `PagedKV.recover`; or an eviction half-way.
+            A pass failed while these sequences were in an engine (see `PagedKV.recover`), or an eviction failed
+            half-way.
         """
         batch, passes = self._batch, self._batch.passes
         dtype = passes.dtype
@@ -115,7 +505,9 @@ class PagedKVCache:
                 "again, or make the engine again, after a model was cast"
             )
         num_rows, _, num_columns, _ = keys.shape
-        forward = self._issue("forward", (num_rows, num_columns), lambda: batch.forward(num_rows, num_columns))
+        shape = num_rows, num_columns
+        self._forward = None
+        self._cursor, self._rows, forward = batch.issue(self._cursor, "forward", shape, lambda: batch.forward(*shape))
         forward.put(self._layer, keys, values)
         if not batch.missing:
             batch.stored()
@@ -126,7 +518,7 @@ class PagedKVCache:
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """What the last ``update_and_fetch`` stored and found, for layers that attend to another layer's cache."""
+        """Return the contexts of the last ``update_and_fetch``, for layers that attend to another layer's cache."""
         if self._forward is None or self._cursor != self._batch.count:
             raise RuntimeError("[keys_and_values] no update_and_fetch since the cache was made or changed")
         self._forward.flush()
@@ -137,7 +529,7 @@ class PagedKVCache:
 
     @classmethod
     def merge(cls, caches: Sequence[PagedKVCache]) -> PagedKVCache:
-        """One cache with forks of the sequences of `caches`, which stay as they are."""
+        """Return one cache with forks of the sequences of `caches`. Those stay unchanged."""
         first = caches[0]
         _require_paged("merge", caches)
         batches = [cache._batch for cache in caches]
@@ -159,12 +551,12 @@ class PagedKVCache:
         self._issue("extend", id(other._batch), lambda: batch.extend(other._batch))
 
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
-        """Keep these rows, in this order; the others' blocks go back to the pool."""
+        """Keep these rows, in this order. The blocks of the others return to the pool."""
         keep = self._indices("filter", batch_indices)
         self._issue("filter", keep, lambda: self._batch.filter(keep))
 
     def extract(self, idx: int) -> PagedKVCache:
-        """A cache of its own with a fork of row `idx`."""
+        """Return a new cache with a fork of row `idx`."""
         (row,) = self._indices("extract", [idx])
         batch = self._batch
         one = self._issue("extract", row, lambda: (batch.fork([row], is_merged=False), batch.rows))
@@ -202,33 +594,33 @@ class PagedKVCache:
         self._issue("prepare", key, lambda: self._batch.prepare(key))
 
     def finalize(self) -> None:
-        """The padded input is through."""
+        """End the padded input."""
         self._issue("finalize", (), self._batch.finalize)
 
     # ----------------------------------------------------------------------------------- length and memory
 
     def is_trimmable(self) -> bool:
-        """Whether every token is still there; tokens that were evicted do not come back."""
+        """Whether no token was evicted. Evicted tokens do not come back."""
         return not self._seen().gone.any()
 
     def trim(self, n: int) -> int:
-        """Drop the last `n` tokens of every row, or as many as there are; returns how many."""
+        """Drop the last `n` tokens of every row, or as many as there are. Return how many."""
         n = index(n)
         if n < 0:
             raise ValueError(f"[trim] n is {n}, the least is 0")
         return self._issue("trim", n, lambda: self._batch.trim(n))
 
     def discard(self) -> None:
-        """Give back all that the rows hold. Tokens that were evicted do not forbid it, as they forbid `trim`."""
+        """Return all blocks of the rows to the pool. Works after an eviction, unlike `trim`."""
         self._issue("discard", (), self._batch.discard)
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
-        """What mlx-lm calls for its ``kv_bits``: the cache itself, if its blocks are stored like that already.
+        """Return the cache itself, if its blocks have these bits. mlx-lm calls this for its ``kv_bits``.
 
         Raises
         ------
         ValueError
-            They are not. What is stored stays as it is; the bits are those of `install`.
+            The blocks have other bits. `install` sets the bits; a cache cannot change them.
         """
         spec = self._batch.passes.backend.spec
         if spec.bits == (bits, bits) and spec.quant_group_size == group_size:
@@ -248,24 +640,24 @@ class PagedKVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows' blocks in this layer. Blocks that rows share count for each of them."""
+        """Bytes of the rows' blocks in this layer. A shared block counts once per row."""
         spec = self._batch.passes.backend.spec
         blocks = int((-(-self._seen().lens // spec.block_size)).sum())
         return blocks * spec.block_nbytes // spec.num_layers
 
     @property
     def state(self) -> list[Any]:
-        """What ``mx.eval(cache.state)`` needs in order to execute the writes of this layer, if they are lazy.
+        """Arrays for ``mx.eval(cache.state)``, which executes the writes of this layer if they are lazy.
 
-        It cannot be saved or set, because the pool's arrays belong to all caches of the pool: ``save_prompt_cache``
-        raises a ValueError and writes nothing.
+        The state cannot be saved or set, because the pool's arrays belong to all its caches. ``save_prompt_cache``
+        raises ValueError and writes nothing.
         """
         return [*self._batch.passes.backend.queued(self._layer), _NotSaved()]
 
     # ------------------------------------------------------------------------------------------- internals
 
     def _seen(self) -> Rows:
-        """The batch as of this layer's last operation."""
+        """Return the rows as of this layer's last operation."""
         return self._rows if self._cursor >= self._batch.base else self._batch.base_rows
 
     def _issue(self, name: str, key: Any, execute: Any) -> Any:
@@ -294,9 +686,10 @@ def _require_paged(call: str, caches: Sequence[Any]) -> None:
 def causal_mask(
     lens: np.ndarray, new: np.ndarray, num_columns: int, window: int | None, return_array: bool = False
 ) -> mx.array | str | None:
-    """The mask of a pass that adds `new` tokens ``[B]`` to sequences of `lens` tokens ``[B]``, in mlx-lm's forms.
+    """Return the mask of a pass that adds `new` tokens ``[B]`` to sequences of `lens` tokens ``[B]``.
 
-    None or "causal" where all rows are equally long and no window cuts in, else an array, see `PagedKVCache.make_mask`.
+    The result is None or "causal" where all rows are equally long and the window covers them. Otherwise it is an array,
+    see `PagedKVCache.make_mask`.
     """
     ends = lens + new
     kv_len = int(ends.max())

@@ -1,16 +1,21 @@
-"""`Engine`: requests to an mlx-lm model through `kvpool.Scheduler`, prefill chunks and decodes in one forward pass.
+"""`Engine`: runs requests to an mlx-lm model. Prefill chunks and decodes share a forward pass.
 
     with Engine(model, num_blocks=4096, tokenizer=tokenizer) as engine:
         print(engine.generate("Once upon a time", max_tokens=100).text)
-        for piece in engine.stream("def main", temperature=0.7, seed=1):
-            print(piece.text, end="")
+        for event in engine.stream("def main", temperature=0.7, seed=1):
+            print(event.text, end="")
         answers = engine.batch(prompts, n=4, temperature=1.0)
 
-A step is: the scheduler decides who gets how many tokens, and the pool gives them blocks; the model runs once over all
-of these tokens (`ragged`); each row that is due gets its next token (`sampling`); the scheduler takes the tokens, and
-whoever listens is told. Tokens are those of the model alone: what runs beside a request, chunks, preemption and the
-prefix cache change nothing but time. (With `eviction`, below the budget; beyond it, what a token sees depends on where
-chunks end.)
+One step:
+
+1. `kvpool.Scheduler` decides how many tokens each request gets, and the pool gives it blocks.
+2. The model runs once over all these tokens (`ragged`).
+3. Each row that needs one gets its next token (`sampling`).
+4. The scheduler takes the tokens, and the listeners are called.
+
+The tokens do not depend on other requests, chunks, preemption or the prefix cache; these only change the time. With
+`eviction` this holds as long as no sequence exceeds its budget. Beyond it, the attention of a token depends on where
+chunks end.
 """
 
 from __future__ import annotations
@@ -35,24 +40,24 @@ from kvpool.adapters.mlx_lm.shapes import max_positions
 from kvpool.adapters.mlx_lm.transcript import Transcript
 from kvpool.errors import UnknownRequest
 from kvpool.eviction import Evictor, Policy
-from kvpool.scheduler import Output
+from kvpool.scheduler import Output, Step
 
-Listener = Callable[["Piece"], None]
+Listener = Callable[["TokenEvent"], None]
 _SAMPLING = tuple(field.name for field in fields(Sampling))
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """What one more token of a request brings.
+class TokenEvent:
+    """One new token of a request. Listeners receive it.
 
     Attributes
     ----------
     id, index
-        The request, and which of its samples.
+        The request, and the number of the sample.
     token, logprob
-        The token, and the logarithm of its probability to the model.
+        The token, and the logarithm of its probability by the model.
     text : str
-        What may be shown now: a character or a stop string that is not complete yet is held back.
+        Text that may be shown now. An incomplete character and a possible stop string are held back.
     finish_reason : str or None
         "eos", "stop" or "length" with the last token of the sample.
     """
@@ -67,15 +72,15 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One finished sequence of a request; ``output`` is the scheduler's own account of it.
+    """One finished sequence of a request. ``output`` is the scheduler's result.
 
     Attributes
     ----------
     tokens : int32 ``[n]``
     logprobs : float32 ``[n]`` or None
-        By the model's own probabilities; None for beams.
+        By the model's own probabilities. None for beams.
     text : str
-        Without the end token and without stop strings; "" if the engine has no tokenizer.
+        The text without the end token and without stop strings. "" if the engine has no tokenizer.
     finish_reason : str
         "eos", "stop", "length" or "cancelled".
     """
@@ -89,12 +94,12 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """All samples of a request that has ended, by index; for beams, the best first.
+    """All samples of a request that has ended, by index. For beams the best comes first.
 
     Attributes
     ----------
     error : Exception or None
-        What its listener raised, which has ended it.
+        The exception of its listener, if that ended the request.
     """
 
     id: Hashable
@@ -103,44 +108,44 @@ class Completion:
 
     @property
     def text(self) -> str:
-        """Of the first sample."""
+        """The text of the first sample."""
         return self.samples[0].text
 
     @property
     def tokens(self) -> np.ndarray:
-        """Of the first sample."""
+        """The tokens of the first sample."""
         return self.samples[0].tokens
 
 
 class Engine:
-    """Continuous batching of an mlx-lm model, or of any that is built like one.
+    """Continuous batching for an mlx-lm model, or for a model with the same interface.
 
     Parameters
     ----------
     model
-        As loaded by ``mlx_lm.load``. It stays as it is between two steps.
+        As loaded by ``mlx_lm.load``. Between two steps it is unchanged.
     num_blocks, block_size, pool, prefix_cache, strict, fused, backend, kernels
-        See `install`. Prompts that begin alike share their blocks, unless `prefix_cache` is off.
+        See `install`. Prompts with a common beginning share its blocks, unless `prefix_cache` is off.
     tokenizer
-        mlx-lm's, or one of transformers: for prompts that are text, for stop strings, for the text of answers, and for
-        the tokens that end one. None: tokens in, tokens out.
+        A tokenizer of mlx-lm or transformers. It is used for text prompts, stop strings, the text of answers and the
+        end tokens. None: tokens in, tokens out.
     max_running, max_step_tokens, prefill_chunk, scheduler options
         See `kvpool.Scheduler`.
     eviction : kvpool.eviction.Policy, optional
-        Keeps every sequence within a budget of tokens. See the scheduler's page for what that changes.
+        Keeps every sequence within a budget of tokens. See docs/scheduling.md.
     kv_bits, k_bits, v_bits, quant_group_size : int, optional
         See `install`.
     seed : int, optional
-        Of the seeds that requests without one get.
+        Seed of the generator that makes seeds for requests without one.
 
     Notes
     -----
-    One thread at a time. Everything takes effect between two steps; what a listener calls too.
+    One thread at a time. All calls take effect between two steps, also calls from a listener.
 
     Attributes
     ----------
     kv : PagedKV
-        Its ``summary`` knows caches of mlx-lm's engines only; ask ``kv.pool.stats()`` and ``scheduler.stats()``.
+        Its ``summary`` covers caches of mlx-lm's engines only. Use ``kv.pool.stats()`` and ``scheduler.stats()``.
     scheduler : kvpool.Scheduler
     """
 
@@ -202,18 +207,18 @@ class Engine:
     # ------------------------------------------------------------------------------------------- whole answers
 
     def generate(self, prompt: str | Iterable[int], *, on_token: Listener | None = None, **options: Any) -> Completion:
-        """One request, run to its end together with whatever else is in the engine. Options: see `submit`."""
+        """Run one request to its end, together with all others in the engine. Options: see `submit`."""
         return self.batch([prompt], on_token=on_token, **options)[0]
 
     def batch(
         self, prompts: Sequence[str | Iterable[int]], *, on_token: Listener | None = None, **options: Any
     ) -> list[Completion]:
-        """Several requests with the same options, run to their end.
+        """Run several requests with the same options to their end.
 
         Raises
         ------
         Exception
-            What the model or the listener has raised, or `submit`; none of these requests is left in the engine then.
+            An exception of the model, of the listener or of `submit`. None of these requests is left in the engine.
         """
         ids: list[Hashable] = []
         done: dict[Hashable, Completion] = {}
@@ -229,21 +234,21 @@ class Engine:
                 raise completion.error
         return [done[id] for id in ids]
 
-    def stream(self, prompt: str | Iterable[int], **options: Any) -> Iterator[Piece]:
-        """One request, token by token; who stops listening cancels it. Beams have no tokens before the end."""
+    def stream(self, prompt: str | Iterable[int], **options: Any) -> Iterator[TokenEvent]:
+        """Run one request and yield its tokens. Closing the iterator cancels it. Beams cannot be streamed."""
         if options.get("beam_width"):
             raise ValueError(f"[stream] beam_width is {options['beam_width']}, a beam cannot be streamed: generate()")
-        pieces: deque[Piece] = deque()
-        id = self.submit(prompt, on_token=pieces.append, **options)
-        return self._streamed(id, pieces)
+        events: deque[TokenEvent] = deque()
+        id = self.submit(prompt, on_token=events.append, **options)
+        return self._streamed(id, events)
 
-    def _streamed(self, id: Hashable, pieces: deque[Piece]) -> Iterator[Piece]:
+    def _streamed(self, id: Hashable, events: deque[TokenEvent]) -> Iterator[TokenEvent]:
         done: dict[Hashable, Completion] = {}
         try:
             while not done:
                 self._sort(self.step(), [id], done)
-                while pieces:
-                    yield pieces.popleft()
+                while events:
+                    yield events.popleft()
         finally:
             if not done:
                 self._drop([id])
@@ -265,22 +270,22 @@ class Engine:
         Parameters
         ----------
         prompt : str, ints or Request
-            A `kvpool.Request` brings everything itself; its ``user`` is a `Sampling`, or None for greedy.
+            A `kvpool.Request` has all options itself. Its ``user`` is a `Sampling`, or None for greedy.
         on_token : callable
-            Is called with a `Piece` for every token. If it raises, this request ends, and no other.
+            Called with a `TokenEvent` for every token. If it raises, only this request ends.
         stop : str, or sequence of str or of tokens
-            Strings are looked for in the text and are no part of it. Sequences of tokens are part of the answer.
+            A stop string is removed from the text. A stop sequence of tokens stays in the answer.
         max_tokens, id, eos, n, beam_width, length_penalty, priority, namespace
-            See `kvpool.Request`. ``max_tokens`` is 256 by default, ``eos`` what the tokenizer says.
+            See `kvpool.Request`. ``max_tokens`` is 256 by default, ``eos`` the end tokens of the tokenizer.
         temperature, top_p, top_k, min_p, seed
             See `Sampling`.
 
         Raises
         ------
         TypeError, ValueError
-            Something is wrong with the request, the text says what; ValueError also for an id in use.
+            The request is invalid, or its id is in use. The text says more.
         RequestRejected
-            It could never run: too long for the pool. The engine is as before.
+            The request is too long for the pool. The engine is unchanged.
         """
         texts: tuple[str, ...] = ()
         if isinstance(prompt, Request):
@@ -296,38 +301,39 @@ class Engine:
         return job.request.id
 
     def cancel(self, id: Hashable) -> Completion:
-        """End a request now, with what it has so far. `UnknownRequest` for one that has ended or never was."""
+        """End a request now and return what it has so far. `UnknownRequest` if it has ended or never existed."""
         if id not in self._jobs:
             raise UnknownRequest(f"[cancel] no request {id!r}: it has ended, or was never submitted")
         return self._cancelled(self._jobs[id])
 
     def step(self) -> list[Completion]:
-        """Run the model once, for as many requests as fit; returns those that have ended.
+        """Run the model once, for as many requests as fit. Return the requests that have ended.
 
         Raises
         ------
         Exception
-            What the model raised. Every request is as before the step; the engine can go on.
+            An exception of the model. Every request is as before the step, and the engine can go on.
         """
         if self._is_delivering:
             raise RuntimeError("[step] a listener cannot run the engine that it listens to")
         step = self.scheduler.schedule()
         if step is not None:
+            requests = step.requests
             try:
-                tokens, logprobs, beams = self._run(step)
+                tokens, logprobs, beams = self._run(step, requests)
             except BaseException:
                 self.scheduler.fail(step)
                 raise
-            rows = [(request.id, i) for request, i in zip(step.requests, step.sample_index.tolist(), strict=True)]
-            is_sample = (step.beam_width == 0).tolist()
+            indices, is_sample = step.sample_index.tolist(), (step.beam_width == 0).tolist()
             try:
                 outputs = self.scheduler.update(step, tokens, logprobs, beams)
-            except ValueError:  # a model that gives NaN to a beam: nothing has changed, the step is still out
+            except ValueError:  # the model has given NaN to a beam; nothing has changed, the step is still out
                 self.scheduler.fail(step)
                 raise
             self._is_delivering = True
             try:
-                self._deliver(rows, is_sample, tokens.tolist(), logprobs.tolist(), outputs)
+                rows = zip(requests, indices, is_sample, tokens.tolist(), logprobs.tolist(), strict=True)
+                self._deliver(rows, outputs)
             finally:
                 self._is_delivering = False
         ended, self._ended = self._ended, []
@@ -335,7 +341,7 @@ class Engine:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests whose completion nobody has got yet."""
+        """Requests whose completion was not returned yet."""
         return len(self._jobs) + len(self._ended)
 
     def __contains__(self, id: Hashable) -> bool:
@@ -343,7 +349,7 @@ class Engine:
         return id in self._jobs
 
     def close(self) -> None:
-        """Cancel what is left and give the blocks back. The pool stays usable."""
+        """Cancel all requests and return their blocks. The pool stays usable."""
         self._drop(list(self._jobs))
 
     def __enter__(self) -> Self:
@@ -404,51 +410,47 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------ one step
 
-    def _run(self, step: Any) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray] | None]:
-        """Tokens and logprobs of the step's samples, and candidates for its beams."""
+    def _run(
+        self, step: Step, requests: list[Request]
+    ) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray] | None]:
+        """Run the model. Return tokens and logprobs of the step's samples, and candidates for its beams."""
         if not len(step.tokens):
             return np.zeros(0, np.int32), np.zeros(0, np.float32), None
         lens = np.array(step.plan.seq_lens[: len(step.handles)], np.int64)
         evictor = self._evictor
         if evictor is not None:
-            evictor.begin(step.slots, lens, step.num_new)
+            evictor.begin(step.lanes, lens, step.num_new)
         logits = self._forward(step.tokens, step.plan, lens, step.sample_at, None if evictor is None else step.evicted)
-        settings = [request.user for request in step.requests]
-        tokens, logprobs = sample(logits, settings, step.sample_index, step.sample_position)
+        samplings = [request.user for request in requests]
+        tokens, logprobs = sample(logits, samplings, step.sample_index, step.sample_position)
         in_beams = np.flatnonzero(step.beam_width)
         beams = None
         if len(in_beams):
-            requests, width = step.requests, int(step.beam_width.max())
+            width = int(step.beam_width.max())
             ends = max(len(requests[at].eos) + len(requests[at].stop) for at in in_beams.tolist())
             beams = best(logits[in_beams.tolist()], width + max(width, ends))
         return tokens, logprobs, beams
 
-    def _deliver(
-        self,
-        rows: list[tuple[Hashable, int]],
-        is_sample: list[bool],
-        tokens: list[int],
-        logprobs: list[float],
-        outputs: list[Output],
-    ) -> None:
-        """Tell the listeners, and end what has ended."""
-        reasons = {(output.id, output.index): output.finish_reason for output in outputs}
+    def _deliver(self, rows: Iterable[tuple[Request, int, bool, int, float]], outputs: list[Output]) -> None:
+        """Call the listeners and end requests. A row is request, sample, whether it is no beam, token, logprob."""
+        reasons: dict[tuple[Hashable, int], str] = {}
         ended: dict[Hashable, _Job] = {}
         for output in outputs:
+            reasons[output.id, output.index] = output.finish_reason
             job = self._jobs[output.id]
             job.outputs[output.index] = output
             if len(job.outputs) == job.request.n:
                 ended[output.id] = job
         stopped: list[_Job] = []
-        for row, counts, token, logprob in zip(rows, is_sample, tokens, logprobs, strict=True):
-            current = self._jobs.get(row[0])
+        for request, index, counts, token, logprob in rows:
+            current = self._jobs.get(request.id)
             if current is None or not counts or not current.listens or current.error is not None:
                 continue
             try:
-                current.hear(row, token, logprob, reasons.get(row))
+                current.on_token(index, token, logprob, reasons.get((request.id, index)))
             except Exception as error:
                 current.error = error
-            if (current.error is not None or current.is_stopped) and row[0] not in ended:
+            if (current.error is not None or current.is_stopped) and request.id not in ended:
                 stopped.append(current)
         for job in ended.values():
             if self._jobs.pop(job.request.id, None) is not None:
@@ -470,7 +472,7 @@ class Engine:
                 self.cancel(id)
 
     def _sort(self, completions: list[Completion], ids: Sequence[Hashable], done: dict[Hashable, Completion]) -> None:
-        """Into ours and those that somebody else waits for."""
+        """Move the completions of `ids` to `done`, and keep the others for the next `step`."""
         for completion in completions:
             if completion.id in ids and completion.id not in done:
                 done[completion.id] = completion
@@ -479,7 +481,7 @@ class Engine:
 
 
 class _Job:
-    """A request in the engine, and what is known of its samples."""
+    """A request in the engine, and the state of its samples."""
 
     def __init__(self, request: Request, on_token: Listener | None, stops: tuple[str, ...], tokenizer: Any) -> None:
         self.request = request
@@ -494,13 +496,12 @@ class _Job:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether all samples have come to a stop string."""
+        """Whether all samples have ended with a stop string."""
         stopped = sum(one.is_stopped for one in self._transcripts.values())
         return stopped == self.request.n
 
-    def hear(self, row: tuple[Hashable, int], token: int, logprob: float, reason: str | None) -> None:
-        """One token has come for a sample."""
-        id, index = row
+    def on_token(self, index: int, token: int, logprob: float, reason: str | None) -> None:
+        """Take one token of a sample and call the listener."""
         transcript = self._transcripts.get(index)
         if transcript is None:
             transcript = self._transcripts[index] = self._transcript()
@@ -513,10 +514,10 @@ class _Job:
         if transcript.is_stopped:
             reason = "stop"
         if self._on_token is not None:
-            self._on_token(Piece(id, index, token, logprob, text, reason))
+            self._on_token(TokenEvent(self.request.id, index, token, logprob, text, reason))
 
     def completion(self) -> Completion:
-        """What became of the request; its outputs are all there."""
+        """Return the result of the request, whose outputs are complete."""
         samples = [self._sample(self.outputs[index]) for index in sorted(self.outputs)]
         return Completion(self.request.id, tuple(samples), self.error)
 
@@ -541,7 +542,7 @@ class _Job:
 
 
 def _with_detokenizer(tokenizer: Any) -> Any:
-    """mlx-lm's wrapper around a tokenizer, if it is not there."""
+    """Return the tokenizer in mlx-lm's wrapper."""
     if tokenizer is None or hasattr(tokenizer, "detokenizer"):
         return tokenizer
     from mlx_lm.tokenizer_utils import TokenizerWrapper

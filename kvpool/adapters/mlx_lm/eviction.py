@@ -1,4 +1,4 @@
-"""Eviction in a batch: rows that come and go, and tokens that leave before a forward pass."""
+"""Token eviction in a batch: its rows change, and tokens leave before a forward pass."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from kvpool.eviction import Evictor, Policy, check_backend
 
 
 def make_cache(model: Any, eviction: Policy | None = None, **quantization: int | None) -> list[Any]:
-    """An empty cache of a model inside ``with install(model, ...)``, one `PagedKVCache` per layer.
+    """Return an empty cache of a model inside ``with install(model, ...)``, one `PagedKVCache` per layer.
 
     Parameters
     ----------
     model
     eviction : kvpool.eviction.Policy, optional
-        By which its tokens leave; by default that of `install`.
+        Selects the tokens to evict. Default: the policy of `install`.
     kv_bits, k_bits, v_bits, quant_group_size : int, optional
-        Those of `install`, by default: all caches of a model are in the same blocks.
+        Must be those of `install`: all caches of a model share the blocks.
 
     Raises
     ------
     RuntimeError
         The model is not installed now.
     TypeError, ValueError
-        See `check_policy`; bits that the blocks do not have.
+        See `check_policy`. Also for bits that the blocks do not have.
     """
     hook = vars(model).get("make_cache")
     if not isinstance(hook, Hook):
@@ -37,13 +37,13 @@ def make_cache(model: Any, eviction: Policy | None = None, **quantization: int |
 
 
 def check_policy(policy: Any, passes: Passes, route: str, call: str = "make_cache") -> Policy | None:
-    """`policy`, if the caches of a model can follow it; `route` is that of `PagedKV`, for the refusal.
+    """Return `policy` if the caches of a model can follow it. `route` is `PagedKV.route`, for error messages.
 
     Raises
     ------
     TypeError, ValueError
-        No policy; one that needs scores on a route or a backend without, or moves tokens where nothing can, or smaller
-        blocks.
+        Not a policy; or one that needs scores where route or backend have none, that moves tokens where the backend
+        cannot, or that needs smaller blocks.
     """
     if policy is None:
         return None
@@ -56,10 +56,10 @@ def check_policy(policy: Any, passes: Passes, route: str, call: str = "make_cach
 
 
 def blocks_at_most(policy: Policy, tokens: int, chunk: int, block_size: int) -> int:
-    """Blocks that a sequence which comes to so many tokens holds at any time, in passes of `chunk` tokens at most.
+    """Return the most blocks that a sequence of up to `tokens` tokens holds, in passes of at most `chunk` tokens.
 
-    What it holds when an eviction begins, beside the copies of all that will be rewritten (somebody may share it, or
-    the prefix cache know it), and one more: a copy of its tail.
+    The most is reached when an eviction begins: its own blocks, copies of all blocks that will be rewritten (others or
+    the prefix cache may share them), and one copy of its tail.
     """
     held = min(tokens, policy.most + chunk)
     copies = policy.most if tokens > policy.max_kv and not policy.whole_blocks else 0
@@ -67,12 +67,12 @@ def blocks_at_most(policy: Policy, tokens: int, chunk: int, block_size: int) -> 
 
 
 class Eviction(Evictor):
-    """What belongs to one `Batch`: the policy, what it knows, and what the last pass has seen."""
+    """The eviction state of one `Batch`: the policy, its memory, and the scores of the last pass."""
 
     # ------------------------------------------------------------------------------------------- rows
 
     def append(self, other: Eviction | None, indices: Sequence[int]) -> None:
-        """Rows of another batch come after those here."""
+        """Append rows of another batch."""
         self.settle()
         if other is None or other.policy != self.policy:
             raise ValueError("[extend] caches that evict by another policy cannot be in one batch")
@@ -80,28 +80,28 @@ class Eviction(Evictor):
         self.memory.append(other.memory, indices)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """Only these rows stay."""
+        """Keep only these rows."""
         self.settle()
         self.memory.keep_rows(rows)
 
     def truncate(self, lens: np.ndarray) -> None:
-        """Rows lost their ends."""
+        """Shorten the rows to `lens` tokens."""
         self.settle()
         self.memory.truncate(lens)
 
     # ------------------------------------------------------------------------------------------- a pass
 
     def begin_pass(self, lens: np.ndarray, new: np.ndarray) -> None:
-        """A pass begins, after which rows have `lens` tokens, `new` of them from it."""
+        """Begin a pass that adds `new` tokens per row, after which the rows have `lens` tokens."""
         self.begin(np.where(new > 0, np.arange(len(lens)), -1), lens, new)
 
     def run(self, handles: Sequence[int], lens: np.ndarray, gone: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Before a pass: let tokens leave where there is no room; returns lengths, and how many have left, per row.
+        """Evict tokens of rows above their budget, before a pass. Return lengths and evicted tokens per row.
 
         Raises
         ------
         OutOfBlocks
-            No blocks for copies of shared ones. Nothing has changed.
+            There are no blocks for copies of shared ones. Nothing has changed.
         """
         self.settle()
         after = self.lens_after(lens)

@@ -1,4 +1,4 @@
-"""The hook into mlx-lm: every engine asks ``make_prompt_cache`` for caches, and that asks ``model.make_cache``."""
+"""The hook into mlx-lm: engines call ``make_prompt_cache`` for caches, and that calls ``model.make_cache``."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ _NOTHING = object()
 
 
 class Hook:
-    """What stands in for a model's ``make_cache``, one per model however many are installed on it.
+    """Replaces a model's ``make_cache``. A model has one hook, however many `PagedKV` are installed on it.
 
-    The last one of `installed`, each a `PagedKV`, makes the caches. They may leave in any order; with the last one to
-    leave the model is as it was.
+    The last of `installed` makes the caches. They may leave in any order. The last one to leave restores the model.
     """
 
     def __init__(self, model: Any) -> None:
@@ -33,7 +32,7 @@ class Hook:
 
     @classmethod
     def enter(cls, kv: Any) -> Hook:
-        """Make `kv` the one whose caches ``kv.model`` hands out; returns the hook that does it."""
+        """Let ``kv.model`` make caches of `kv` from now on. Return the hook."""
         hook = vars(kv.model).get(_NAME)
         if not isinstance(hook, cls):
             hook = cls(kv.model)
@@ -43,7 +42,7 @@ class Hook:
 
     @classmethod
     def of(cls, model: Any, call: str) -> Hook:
-        """The hook of a model inside the block; anything else in its place is a RuntimeError that names it."""
+        """Return the hook of a model. Raise RuntimeError if ``model.make_cache`` is something else."""
         hook = vars(model).get(_NAME)
         if not isinstance(hook, cls):
             found = "not there" if hook is None else repr(hook)
@@ -54,14 +53,14 @@ class Hook:
         return hook
 
     def lost(self, model: Any) -> str:
-        """Why mlx-lm does not come here any more for caches of the model; "" if it does."""
+        """Return why mlx-lm does not find this hook any more, or "" if it does."""
         found = vars(model).get(_NAME, _NOTHING)
         if found is _NOTHING:
             return "somebody has deleted model.make_cache"
         return "" if found is self else f"somebody has set model.make_cache to {found!r}"
 
     def require_ours(self, model: Any) -> None:
-        """Raise RuntimeError if something else is in this hook's place, which leaving would overwrite."""
+        """Raise RuntimeError if somebody has set ``make_cache`` to something else: leaving would overwrite it."""
         found = vars(model).get(_NAME, self)
         if found is not self:
             raise RuntimeError(
@@ -70,12 +69,12 @@ class Hook:
             )
 
     def leave(self, kv: Any) -> None:
-        """Take back one `enter` of `kv`, wherever it stands.
+        """Undo the newest `enter` of `kv`.
 
         Raises
         ------
         RuntimeError
-            Somebody has deleted the hook. `kv` has left all the same: there is nothing that could be put back.
+            Somebody has deleted the hook. `kv` has left nevertheless.
         """
         self.installed.reverse()
         self.installed.remove(kv)  # its newest
@@ -90,7 +89,7 @@ class Hook:
 
     @classmethod
     def stock_caches(cls, model: Any) -> list[Any]:
-        """The caches that mlx-lm makes for a model, inside a block too."""
+        """Return the caches that mlx-lm makes for a model without the hook. Works inside a block, too."""
         hook = vars(model).get(_NAME)
         if not isinstance(hook, cls):
             return make_prompt_cache(model)
@@ -111,8 +110,8 @@ class Hook:
 def _refuse_max_kv_size(caller: Any) -> None:
     """Raise if `caller` is a ``make_prompt_cache`` that was given a ``max_kv_size``.
 
-    Without a ``make_cache`` mlx-lm would honour it, with one it never does, and does not pass it on either.
-    So the only place where it can be seen is the caller's frame.
+    mlx-lm honours it for models without a ``make_cache``. For others it ignores it and does not pass it on, so only the
+    caller's frame shows it.
     """
     if caller.f_code is make_prompt_cache.__code__ and caller.f_locals.get("max_kv_size") is not None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""`PagedKV`: pool and storage of one model, the hook into mlx-lm, admission and the account of it all."""
+"""`install` and `PagedKV`: a pool and a storage for one model, the hook into mlx-lm, admission and statistics."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ import mlx_lm
 
 import kvpool
 from kvpool.adapters.mlx_lm.arrays import Converted
-from kvpool.adapters.mlx_lm.attention_hook import Caller, Site, find_sites
-from kvpool.adapters.mlx_lm.batch import Batch
-from kvpool.adapters.mlx_lm.cache import PagedKVCache
+from kvpool.adapters.mlx_lm.attention import Caller, Site, find_sites
+from kvpool.adapters.mlx_lm.cache import Batch, PagedKVCache
 from kvpool.adapters.mlx_lm.eviction import check_policy
 from kvpool.adapters.mlx_lm.hook import Hook
-from kvpool.adapters.mlx_lm.passes import Passes
-from kvpool.adapters.mlx_lm.rows import NOT_OPENED, Known
+from kvpool.adapters.mlx_lm.passes import NOT_OPENED, Known, Passes
 from kvpool.adapters.mlx_lm.shapes import inspect_model, require_bits, with_bits
 from kvpool.errors import StaleHandle
 from kvpool.eviction import Policy
@@ -57,42 +55,44 @@ def install(
     ----------
     model
         As loaded by ``mlx_lm.load``. Inside the block ``model.make_cache`` makes paged caches, so every engine of
-        mlx-lm uses them; it is set on this instance only and put back at the end. The caches outlive the block.
+        mlx-lm uses them. The attribute is set on this instance only and restored at the end. Caches outlive the block.
     num_blocks, block_size, max_seqs
-        Of the pool to make: blocks (one of them reserved), tokens per block, sequences at a time.
+        Size of a new pool: blocks (one is reserved), tokens per block, sequences at a time.
     prefix_cache : bool
-        Make the pool with a prefix cache, or use that of `pool`: for `PagedKV.fetch` and `commit`, `PagedPromptCache`.
+        Make the pool with a prefix cache, or use the prefix cache of `pool`. `PagedKV.fetch`, `PagedKV.commit` and
+        `PagedPromptCache` need it.
     pool : kvpool.Pool, optional
         Use this pool.
     fused : bool, optional
-        Attend straight over the pool (True), or gather every context for mlx-lm's own attention (False). By default
-        the first, if there are kernels for it and the model is one of `attention_hook.KNOWN`. See `PagedKV.route`.
+        True: attend straight over the pool. False: gather every context for mlx-lm's own attention. By default the
+        model attends over the pool if there are kernels and the model is in `attention.KNOWN`. See `PagedKV.route`.
     backend : str or callable, optional
-        Another than MLX's own: a name for `load_backend`, or ``factory(spec, num_blocks)``, for any arrays.
+        A backend other than MLX's own: a name for `load_backend`, or ``factory(spec, num_blocks)``, for any arrays.
     kernels : bool, optional
-        Of `kvpool_backends.mlx.MLXBackend`; by default they are used: those of Metal, or those of the CPU.
+        See `kvpool_backends.mlx.MLXBackend`. By default the kernels of Metal or of the CPU are used.
     overlap : bool
-        Where MLX scatters: build a step while the one before runs, though MLX then copies the pool's arrays.
+        Where MLX scatters: build a step while the previous one runs. MLX then copies the pool's arrays.
     strict : bool
         Refuse releases of mlx-lm that this adapter was not tested with.
     eviction : kvpool.eviction.Policy, optional
-        Let tokens of a sequence leave, in all caches that `PagedKV.make_cache` is not told another policy for.
+        Evict tokens by this policy. `PagedKV.make_cache` can override it for one cache.
     kv_bits, k_bits, v_bits, quant_group_size : int, optional
         Store both, or one of them, in 8 or 4 bits: `shapes.with_bits`.
 
     Returns
     -------
     PagedKV
-        A context manager. Where one model has several, the last one entered makes the caches; they leave in any order.
+        A context manager. If a model has several, the last one entered makes the caches. They may exit in any order.
 
     Raises
     ------
     RuntimeError
-        mlx-lm is not one of `SUPPORTED_VERSIONS` (and `strict`), or `fused` is True and cannot be; the text says why.
+        mlx-lm is not one of `SUPPORTED_VERSIONS` (and `strict`), or `fused` is True and impossible. The text says why.
     ValueError
-        The model keeps something else than keys and values in some layer, or layers differ; bits that do not fit.
+        Some layer stores something other than keys and values, layers differ, or the bits do not fit.
     TypeError
-        Not one of `num_blocks` and `pool`, or both; an `eviction` that is none; options that exclude each other.
+        Neither or both of `num_blocks` and `pool`, an `eviction` that is not a policy, or options that exclude each
+        other.
     """
     if strict:
         require_tested_version("install")
@@ -110,7 +110,7 @@ def install(
 def _storage(
     spec: KVSpec, num_blocks: int, backend: str | BackendFactory | None, kernels: bool | None, overlap: bool
 ) -> KVBackend:
-    """The backend that `install` was asked for, for arrays of MLX."""
+    """Return the backend for `install`. It takes arrays of MLX."""
     if callable(backend):
         factory: Any = backend
     else:
@@ -138,7 +138,7 @@ def require_tested_version(call: str) -> None:
 def _choose_route(
     callers: Sequence[Caller | None], backend: KVBackend, fused: bool | None
 ) -> tuple[tuple[Site, ...], str]:
-    """Where to hook attention, or nowhere and why."""
+    """Return where to hook attention. If nowhere, also the reason."""
     why = "fused=False"
     if fused is not False:
         if not backend.capabilities.paged:
@@ -159,7 +159,7 @@ def _choose_route(
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Where the memory of one `PagedKV` is. Blocks cover all layers."""
+    """Memory and statistics of one `PagedKV`. A block covers all layers."""
 
     blocks_used: int  # in tables now
     blocks_peak: int  # the most at any time
@@ -192,51 +192,51 @@ class Summary:
 
 
 class PagedKV:
-    """One pool and one storage, serving one model; made by `install`.
+    """One pool and one storage for one model. `install` makes it.
 
     When a step is done
     -------------------
-    A step stays pending while a forward pass goes through the layers and is declared done when the last layer
-    has stored its keys and values. From then on a finished sequence's blocks may be given to another one.
+    A step is pending while a forward pass goes through the layers. It is done when the last layer has stored its keys
+    and values. From then on the pool may give the blocks of a finished sequence to another one.
 
-    With eager kernels a call has run when it returns, so what is left is the last layer's attention. Nothing comes
-    between: it is next on the same thread, and a `PagedContext` refuses once the batch has moved on.
+    Eager kernels have run when their call returns. Only the last layer's attention is left then. It is the next call
+    on the same thread, and a `PagedContext` refuses to attend after the batch has moved on.
 
-    Where writes are scatters (without kernels, or with those of Metal), the layers have *built* their writes and
-    reads, and MLX may run them later, while the blocks have another owner. That is sound because MLX arrays are
-    values. The pass's reads refer to the version of the pool array that its own writes made. Whoever writes next,
-    on any stream and in any order of evaluation, makes a new version; MLX lets it have the old one's buffer only if
-    nobody refers to the old version any more, and copies otherwise. So no later write can reach an earlier read.
-    And no earlier write can hit a later owner's data: each write takes the newest version as input, so versions
-    form one chain in the order in which the pool was stepped.
+    Where writes are scatters (without kernels, or with Metal's), the layers have *built* their writes and reads. MLX
+    may run them later, when the blocks have another owner. This is sound because MLX arrays are values:
 
-    With lazy kernels (`kvpool_backends.mlx.native`) arrays of the pool are no values: a write changes what every
-    version shows. There reads are links of that chain as well, so that all of it runs in the order in which it was
-    built, and a later write comes after every earlier read.
+    - The reads of a pass refer to the version of the pool array that its own writes made. The next write, on any
+      stream and in any order of evaluation, makes a new version. MLX reuses the buffer of the old version only if
+      nothing refers to it, and copies it otherwise. So no later write can reach an earlier read.
+    - Each write takes the newest version as input. So the versions form one chain, in the order in which the pool was
+      stepped, and no earlier write can reach the data of a later owner.
+
+    With lazy kernels (`kvpool_backends.mlx.native`) the pool's arrays are not values: a write changes every version.
+    There reads are links of the chain, too. The chain runs in the order in which it was built, so a later write runs
+    after every earlier read.
 
     Threads
     -------
-    One thread at a time. Threads may take turns, under a lock that each of them holds for a whole step of its
-    engine (``with lock: generator.next()``); who leaves has evaluated what it built, as engines do, or calls
-    `settle`. A thread that comes while another one is in a forward pass gets `ConcurrentUse` before anything has
-    happened. Between two passes nobody can notice from here that there was no lock, and MLX fails in its own
-    ways. `summary`, `can_admit` and `blocks_for` evaluate nothing and may be called from any thread, `pool` itself
-    may not: it has no lock.
+    One thread at a time. Threads may take turns under a lock that each holds for a whole step of its engine
+    (``with lock: generator.next()``). Before handing over, a thread must evaluate its pending MLX work, as engines do,
+    or call `settle`. A thread that starts a forward pass while another is in one gets `ConcurrentUse`, and nothing has
+    changed. A missing lock between two passes cannot be detected here, and MLX fails in its own ways. Any thread may
+    call `summary`, `can_admit` and `blocks_for`, which evaluate nothing. `pool` has no lock.
 
     Attributes
     ----------
     pool : kvpool.Pool
     backend : kvpool.protocol.KVBackend
-        That takes MLX's arrays.
+        Takes arrays of MLX.
     num_layers : int
     passes : Passes
-        What its batches share.
+        What the batches of the model share.
     prefix_cache : bool
         Whether `fetch` and `commit` work.
     namespace : bytes
-        Of sequences that were not given one.
+        Used for sequences without a namespace.
     query_tokens, hit_tokens : int
-        Tokens that `fetch` was asked for, and found.
+        Tokens that `fetch` has looked up, and found.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class PagedKV:
         self.model = model
         self.pool = pool
         self.backend = backend
-        self._hooks: list[Hook] = []  # one for each time that the block was entered
+        self._hooks: list[Hook] = []  # one per entry into the block
         self._why_gather = why_gather
         self.num_layers = len(windows)
         self.prefix_cache = prefix_cache and pool.prefix is not None
@@ -262,7 +262,7 @@ class PagedKV:
         self.namespace = self.own_namespace(b"")
         self.query_tokens = self.hit_tokens = 0
         self.passes = Passes(pool, backend, windows, sites, self.namespace if self.prefix_cache else b"")
-        self.lock = self.passes.lock  # several calls of the pool, and the books beside it, belong together
+        self.lock = self.passes.lock
         self.eviction = check_policy(eviction, self.passes, self.route)
 
     def __repr__(self) -> str:
@@ -280,7 +280,7 @@ class PagedKV:
         if not self._hooks:
             raise RuntimeError("[install] this block was never entered, or has ended already")
         for site in self.passes.sites:
-            site.require_ours()  # first, so that a block that cannot be left is still there as a whole
+            site.require_ours()  # before any change: a block that cannot be left stays entered
         self._hooks[-1].require_ours(self.model)
         for site in self.passes.sites:
             site.leave()
@@ -288,14 +288,14 @@ class PagedKV:
 
     @property
     def is_fused(self) -> bool:
-        """Whether a layer attends straight over the pool now: inside the block, if the model is hooked."""
+        """Whether layers attend straight over the pool now: the model is hooked, and the block is entered."""
         return self.passes.is_fused
 
     @property
     def route(self) -> str:
-        """How the model attends inside the block: "fused", or "gather: " and why.
+        """How the model attends inside the block: "fused", or "gather: " and the reason.
 
-        Or "lost: " and why, when mlx-lm does not find the hook any more and makes its own caches, outside the pool.
+        It is "lost: " and the reason when mlx-lm does not find the hook and makes its own caches, outside the pool.
         """
         if lost := self._hooks and self._hooks[-1].lost(self.model):
             return f"lost: {lost}"
@@ -304,10 +304,10 @@ class PagedKV:
         return f"gather: {why}" if why else "fused"
 
     def make_cache(self, eviction: Policy | None = None, **quantization: int | None) -> list[PagedKVCache]:
-        """An empty cache, one facade per layer: for ``prompt_cache=``, ``insert(caches=[...])`` and so on.
+        """Return an empty cache, one facade per layer: for ``prompt_cache=``, ``insert(caches=[...])`` and so on.
 
-        `eviction` is the policy by which its tokens leave, that of `install` by default. Blocks are all alike: bits
-        (`kv_bits` and so on) other than those of `install` are a ValueError.
+        `eviction` is the policy of this cache. By default it is that of `install`. All blocks have the same format, so
+        bits (`kv_bits` and so on) other than those of `install` raise ValueError.
         """
         require_bits(self.backend.spec, **quantization)
         policy = self.eviction if eviction is None else check_policy(eviction, self.passes, self.route)
@@ -344,7 +344,7 @@ class PagedKV:
         return caches, num_cached
 
     def pinned(self, tokens: Sequence[int], own: bytes) -> tuple[list[PagedKVCache], int]:
-        """`fetch` in a namespace as `own_namespace` has made it, and without an account."""
+        """Do what `fetch` does, in a namespace of `own_namespace`, without counting it."""
         with self.lock:
             handle = self.pool.prefix.pin(tokens[: max(len(tokens) - 1, 0)], own)
             num_cached = self.pool.num_tokens(handle)
@@ -353,19 +353,19 @@ class PagedKV:
         return self._caches(batch), num_cached
 
     def commit(self, caches: Sequence[PagedKVCache], tokens: Sequence[int], namespace: bytes = b"") -> int:
-        """Let later `fetch` calls find the tokens that a cache holds.
+        """Let later `fetch` calls find the tokens of a cache.
 
-        At any time between two forward passes: after the prompt, while the sequence grows, when it is
-        finished. The cache itself stays as it is and may be used on or dropped.
+        Legal at any time between two forward passes: after the prompt, while the sequence grows, when it is finished.
+        The cache itself does not change.
 
         Parameters
         ----------
         caches : list of PagedKVCache
-            One sequence, all layers. Of a running request: ``generator.extract_cache([uid])``.
+            One sequence, all layers. For a running request: ``generator.extract_cache([uid])``.
         tokens : sequence of int
-            What the cache was fed, from the first position on; more than it holds are left out.
+            The tokens that the cache was fed, from the first position on. Tokens that it does not hold are ignored.
         namespace : bytes
-            The one it was fetched in.
+            The namespace in which it was fetched.
 
         Returns
         -------
@@ -375,8 +375,8 @@ class PagedKV:
         Raises
         ------
         ValueError
-            Not one whole sequence of this model, fewer tokens than the cache holds (is the cached part of
-            the prompt missing?), or another namespace. Nothing was committed.
+            Not one whole sequence of this model, fewer tokens than the cache holds (is the cached part of the prompt
+            missing?), or another namespace. Nothing was committed.
         """
         self._require_prefix_cache("commit")
         batch = caches[0].batch if len(caches) == self.num_layers else None
@@ -398,7 +398,7 @@ class PagedKV:
             raise RuntimeError(f"[{call}] the pool has no prefix cache: install(..., prefix_cache=True)")
 
     def own_namespace(self, namespace: bytes) -> bytes:
-        """`namespace`, for this model alone: others may be on the same pool."""
+        """Return `namespace` for this model alone. Other models may use the same pool."""
         return kvpool.namespace(model=self._number, salt=namespace)
 
     def _caches(self, batch: Batch) -> list[PagedKVCache]:
@@ -407,27 +407,26 @@ class PagedKV:
     # ------------------------------------------------------------------------------------ admission, account
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that so many tokens take."""
+        """Return the number of blocks for `num_tokens` tokens."""
         return -(-num_tokens // self.pool.block_size)
 
     def can_admit(self, prompt_len: int, max_tokens: int, running: Iterable[tuple[int, int]] = ()) -> bool:
-        """Whether a request fits, whatever the requests that already run still generate.
+        """Return whether a request fits, even if the running requests generate all tokens that they may.
 
-        Ask before ``insert()``: an `OutOfBlocks` later leaves the pool intact, but the engine in the middle
-        of a step.
+        Ask before ``insert()``. A later `OutOfBlocks` leaves the pool intact, but the engine in the middle of a step.
 
         Parameters
         ----------
         prompt_len, max_tokens : int
             Of the new request.
         running : iterable of (num_tokens, limit)
-            Of each request in the engine: tokens in its cache now (0 while it waits) and at most.
+            For each request in the engine: tokens in its cache now (0 while it waits) and at most.
 
         Notes
         -----
-        Counts one block more per request, for the copy of a tail that it may share with a kept cache. Free
-        blocks are counted as of now, so caches that are kept while requests run (a prompt cache) must have
-        been made before, or be counted in `running`.
+        One more block per request is counted, for the copy of a tail that it may share with a kept cache. Free blocks
+        are those of this moment. So caches that are kept while requests run (a prompt cache) must exist before the
+        call, or be counted in `running`.
         """
         for name, value in (("prompt_len", prompt_len), ("max_tokens", max_tokens)):
             if index(value) < 0:
@@ -438,9 +437,9 @@ class PagedKV:
         return growth <= self._available() and longest <= self.pool.options.max_blocks_per_seq
 
     def summary(self) -> Summary:
-        """The account as of now, from any thread: it does not wait for MLX and evaluates nothing."""
+        """Return current statistics. Any thread may call it: it evaluates nothing and does not wait for MLX."""
         with self.lock:
-            batches = self.passes.live_batches()  # kept alive: blocks of one that dies now would count as leaked
+            batches = self.passes.live_batches()  # kept alive, or the blocks of a dying one would count as leaked
             held: set[int] = set()
             handles = [handle for batch in batches for handle in batch.handles if handle != NOT_OPENED]
             for handle in handles:
@@ -448,10 +447,10 @@ class PagedKV:
                     held.update(self.pool.table(handle).tolist())
             held.update(self.passes.copies[:, 0].tolist())  # sources
             stats = self.pool.stats()
-            del batches  # before another step: to it, a batch that is still alive is one more owner
+            del batches  # a batch that this list keeps alive would keep its blocks in the next step
         leaked = max(0, stats.used - len(held))
         if self.prefix_cache and 0 < stats.sequences == len(handles):
-            leaked = 0  # a block computed twice keeps its first copy alive, which may be in no table any more
+            leaked = 0  # a block computed twice keeps its first copy, which may be in no table
         block_nbytes = self.backend.spec.block_nbytes
         return Summary(
             blocks_used=stats.used,
@@ -480,32 +479,32 @@ class PagedKV:
     # ------------------------------------------------------------------------- one forward pass at a time
 
     def settle(self) -> int:
-        """Wait for MLX and count the pool arrays that it copied since the last time, see `KVBackend.settle`.
+        """Wait for MLX and count the pool arrays that it has copied since the last call, see `KVBackend.settle`.
 
         Raises
         ------
         ConcurrentUse
-            Another thread ran the last forward pass and is still alive: its work may be half evaluated.
+            Another thread that is still alive ran the last forward pass. Its work may be half evaluated.
         """
         return self.passes.settle()
 
     def recover(self) -> bool:
         """Take back a forward pass that was interrupted between two layers, by an exception or Ctrl-C.
 
-        A cache that is fed by hand is as before the pass and can go on. An engine cannot: mlx-lm's
-        `BatchGenerator` has taken the tokens of a step out of its queues before the model sees them, and
-        drops the answers of the other requests. So the batches that engines have made are stopped and raise
-        `EngineStopped` from now on: make a new engine, after this call, and insert the prompts again.
+        A cache that the caller feeds is as before the pass and can go on. An engine cannot: mlx-lm's `BatchGenerator`
+        takes the tokens of a step out of its queues before the model sees them, and drops the answers of the other
+        requests. So all batches of engines are stopped and raise `EngineStopped`. Make a new engine after this call and
+        insert the prompts again.
 
         Returns
         -------
         bool
-            Whether there was one. False too where what failed came after the last layer's write, in the model's head
-            or in sampling: the pass is through, its tokens are in the caches, and `trim` takes them out.
+            Whether a pass was taken back. False also if the failure came after the last layer's write, in the model's
+            head or in sampling. Then the pass is complete, its tokens are in the caches, and `trim` removes them.
 
         Raises
         ------
         ConcurrentUse
-            Another thread is in it.
+            Another thread is in a forward pass.
         """
         return self.passes.recover()

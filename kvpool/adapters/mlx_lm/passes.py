@@ -1,25 +1,77 @@
-"""`Passes`: the forward passes of one model on one pool, one at a time; how one is taken back, and who runs it."""
+"""`Passes`: the forward passes of one model on one pool, one at a time. `Rows`: the lengths of a batch."""
 
 from __future__ import annotations
 
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from kvpool.adapters.mlx_lm.attention_hook import Site
-from kvpool.adapters.mlx_lm.rows import Rows
-from kvpool.errors import ConcurrentUse
+from kvpool.adapters.mlx_lm.attention import Site
+from kvpool.errors import ConcurrentUse, KVPoolError
 from kvpool.protocol import KVBackend
+
+NOT_OPENED = -1  # in place of a handle: an empty sequence, opened when it gets its first token
+
+
+class EngineStopped(KVPoolError, RuntimeError):
+    """A batch was in an engine when a forward pass failed. The engine may have lost tokens: make a new one.
+
+    Also raised after an eviction failed half-way, for any cache: its content cannot be read any more.
+    """
+
+
+class Rows:
+    """What a batch looks like between two operations. Never changed, only replaced.
+
+    So a facade that has not issued the next operation still sees the state before it.
+
+    Attributes
+    ----------
+    lens : int64 ``[B]``
+        Tokens of each sequence that are in the pool.
+    gone : int64 ``[B]``
+        Tokens that were evicted: the next one has position ``lens + gone``.
+    todo : int64 ``[B]``, optional
+        Real tokens that are still to come, while right-padded input is processed.
+    """
+
+    def __init__(self, lens: np.ndarray, todo: np.ndarray | None = None, gone: np.ndarray | None = None) -> None:
+        self.lens = lens
+        self.gone = np.zeros_like(lens) if gone is None else gone
+        self.todo = todo
+
+    @cached_property
+    def offsets(self) -> mx.array:
+        """Positions of the next tokens, int32 ``[B]`` on the device. Made once."""
+        return mx.array((self.lens + self.gone).astype(np.int32))
+
+    def num_new(self, num_columns: int) -> np.ndarray:
+        """Return how many of the next `num_columns` input columns are real tokens, per row."""
+        if self.todo is None:
+            return np.full(len(self.lens), num_columns, np.int64)
+        return np.minimum(self.todo, num_columns)
+
+    def after(self, new: np.ndarray) -> Rows:
+        """Return the rows with `new` more tokens each."""
+        return Rows(self.lens + new, None if self.todo is None else self.todo - new, self.gone)
+
+
+class Known(NamedTuple):
+    """What the prefix cache knows of a sequence."""
+
+    namespace: bytes = b""  # that it was opened in
+    num_tokens: int = 0  # committed, or found when it was opened
 
 
 class Passes:
-    """What the batches of one model share: pool, storage, and whose turn it is.
+    """What the batches of one model share: pool, storage, and the forward pass in progress.
 
-    `PagedKV` tells when a step is done, and what threads have to observe.
+    `PagedKV` documents when a step is done and the rules for threads.
 
     Parameters
     ----------
@@ -28,16 +80,16 @@ class Passes:
     windows : sequence
         Attention window per layer, None without one.
     sites : sequence of Site
-        Where the model attends over the pool; none if it gathers.
+        Where the attention of the model is hooked. Empty if the model gathers.
     namespace : bytes
-        Of the prefix cache, for sequences that are opened empty; b"" without a prefix cache.
+        The prefix cache's namespace for sequences that are opened empty. b"" without a prefix cache.
 
     Attributes
     ----------
     dtype : mx.Dtype
-        Of the keys and values that the model computes.
+        The dtype of the keys and values that the model computes.
     lock : threading.RLock
-        Several calls of the pool, and the books beside it, belong together.
+        Held around several calls of the pool that belong together, with the records kept beside it.
     batches : WeakValueDictionary
         Every `Batch` that is alive, by its id.
     """
@@ -65,20 +117,20 @@ class Passes:
 
     @property
     def is_fused(self) -> bool:
-        """Whether a layer attends straight over the pool now: inside the block, if the model is hooked."""
+        """Whether layers attend straight over the pool now: the model is hooked, and the block is entered."""
         return bool(self.sites) and all(site.is_active for site in self.sites)
 
     def open_empty(self) -> int:
-        """A new sequence in the model's own namespace."""
+        """Open a new sequence in the model's own namespace."""
         return int(self.pool.prefix.pin([], self.namespace) if self.namespace else self.pool.open())
 
     def live_batches(self) -> list[Any]:
-        """All of them, as a list: another thread may make one at any time."""
+        """Return all batches that are alive, as a list: another thread may make one at any time."""
         return [batch for reference in self.batches.valuerefs() if (batch := reference()) is not None]
 
     @property
     def copies(self) -> np.ndarray:
-        """Copies ``[K, 3]`` of the pass in progress, whose sources are kept until it is through."""
+        """Copies ``[K, 3]`` of the pass in progress. The pool keeps their sources until the pass ends."""
         if self._running is None or not self._running[1].is_pending:
             return np.zeros((0, 3), np.int32)
         copies: np.ndarray = self._running[1].copies
@@ -87,10 +139,10 @@ class Passes:
     # ------------------------------------------------------------------------------------------- one pass
 
     def begin(self) -> None:
-        """Before the pool is stepped: nothing else may be half done."""
+        """Start a pass, before the pool is stepped. Raise if another pass is unfinished."""
         self._drive("update_and_fetch")
         if self._running is not None and self._running[0]() is None:
-            self.undo()  # nobody is left to ask for it
+            self.undo()  # its batch is gone, so nobody else will do it
             self._drive("update_and_fetch")
         if self._running is not None:
             raise RuntimeError(
@@ -99,11 +151,11 @@ class Passes:
             )
 
     def note(self, batch: Any, plan: Any, before: Rows) -> None:
-        """The pool was stepped for `batch`, whose rows were `before`."""
+        """Record that the pool was stepped for `batch`, whose rows were `before`."""
         self._running = (weakref.ref(batch), plan, before)
 
     def finish(self) -> None:
-        """All layers have stored their keys and values; `PagedKV` tells why that is enough."""
+        """End the pass: all layers have stored their keys and values. `PagedKV` says why that is enough."""
         assert self._running is not None
         _, plan, _ = self._running
         with self.lock:
@@ -113,7 +165,7 @@ class Passes:
         self._driver = None
 
     def undo(self) -> None:
-        """Take the step back, if there was one; lengths and tables are as before it."""
+        """Take back the step, if there was one. Lengths and tables are then as before it."""
         running, self._running = self._running, None
         if running is not None:
             reference, plan, before = running
@@ -142,9 +194,9 @@ class Passes:
         return True
 
     def stop_engines(self) -> None:
-        """After a failed pass: no batch that an engine has made may be used again.
+        """Stop every batch that an engine has made, after a failed pass.
 
-        Which engine it was, and what it has lost, cannot be known from here, so all of them count.
+        It is not known here which engine ran the pass or which tokens it lost, so all of them are stopped.
         """
         for batch in self.live_batches():
             batch.is_stopped |= batch.is_merged
@@ -160,7 +212,7 @@ class Passes:
         return self.backend.settle()
 
     def _drive(self, call: str) -> None:
-        """Make this thread the one that is in a forward pass, or raise `ConcurrentUse`; a dead one has left."""
+        """Make this thread the one in a forward pass. Raise `ConcurrentUse` if another live thread is in one."""
         current = threading.current_thread()
         with self.lock:
             driver = self._driver

@@ -23,26 +23,26 @@ class PagedPromptCache:
             ...
             prompts.insert_cache("model", response.all_tokens, response.prompt_cache)
 
-    mlx-lm's keeps whole caches and deep-copies one for every hit. Here an insertion commits blocks and keeps
-    no cache, a hit shares the blocks of the longest prefix that is still there, wherever prompts part, and
-    what is stored lives in the pool's free blocks: the least recently used one is given up when a sequence
-    needs it, the end of a prompt before its beginning. So nothing has to be sized or trimmed.
+    mlx-lm's class keeps whole caches and deep-copies one for every hit. Here an insertion commits blocks and keeps no
+    cache. A hit shares the blocks of the longest stored prefix, wherever two prompts part. Stored blocks are free ones
+    of the pool: when a sequence needs one, the least recently used is evicted, the end of a prompt before its
+    beginning. So the cache needs no size and no trimming.
 
     Parameters
     ----------
     kv : PagedKV
         Made by ``install(..., prefix_cache=True)``.
     draft : PagedKV, optional
-        Of the draft model, for speculative decoding: caches then hold the layers of both, as mlx-lm wants.
+        For the draft model of speculative decoding. Caches then hold the layers of both models, as mlx-lm expects.
 
     Notes
     -----
-    Differences to mlx-lm's class. Hits end at a block boundary, and one token at least is left to compute.
-    A miss gives an empty cache, not None. `cache_type` is accepted and not needed: what is asked for again
-    stays. Sizes count blocks, not sequences, and only those that no running sequence uses.
+    Differences to mlx-lm's class: Hits end at a block boundary and leave at least one token to compute. A miss gives an
+    empty cache, not None. `cache_type` is ignored, because blocks that are used again stay. Sizes count blocks, not
+    sequences, and only blocks that no running sequence uses.
 
-    The weights are taken to stay as they are. After they changed, an adapter loaded into the model for
-    instance, use another `model` key or ``kv.pool.prefix.flush()``.
+    Stored blocks belong to the weights that computed them. If the weights change, for instance by an adapter, use
+    another `model` key or ``kv.pool.prefix.flush()``.
     """
 
     def __init__(self, kv: PagedKV, draft: PagedKV | None = None) -> None:
@@ -53,15 +53,15 @@ class PagedPromptCache:
     # -------------------------------------------------------------------------------------- fetch and insert
 
     def fetch_nearest_cache(self, model: Hashable, tokens: Sequence[int]) -> tuple[list[PagedKVCache], Sequence[int]]:
-        """The longest stored prefix of a prompt, as a cache to go on from, and the tokens to feed it.
+        """Return a cache with the longest stored prefix of a prompt, and the tokens to feed it.
 
         Parameters
         ----------
         model : hashable
-            Requests with equal keys share what they store, others never do.
+            Only requests with equal keys share blocks.
         tokens : sequence of int
-            The whole prompt. Negative numbers stand for the tokens of an image, as in mlx-lm's server; a hit
-            never ends inside one.
+            The whole prompt. Negative numbers stand for the tokens of an image, as in mlx-lm's server. A hit never ends
+            inside an image.
         """
         found = [kv.fetch(self._tokens(tokens), self._namespace(model)) for kv in self._kvs]
         num_cached = _outside_images(tokens, min(n for _, n in found))
@@ -78,16 +78,16 @@ class PagedPromptCache:
         *,
         cache_type: str = "assistant",
     ) -> None:
-        """Store what a cache holds; the cache itself is not kept.
+        """Store the content of a cache. The cache itself is not kept.
 
         Parameters
         ----------
         model, cache_type
-            The key it was fetched with; the type changes nothing.
+            The key with which it was fetched. The type is ignored.
         tokens : sequence of int
-            What it was fed, the part that was cached included.
+            All tokens of the cache, the cached part included.
         prompt_cache : list of PagedKVCache
-            Of one sequence; see `PagedKV.commit` for what is refused.
+            One sequence. `PagedKV.commit` lists what is refused.
         """
         layers = sum(kv.num_layers for kv in self._kvs)
         if len(prompt_cache) != layers:
@@ -101,7 +101,7 @@ class PagedPromptCache:
     # ------------------------------------------------------------------------------------------------- sizes
 
     def __len__(self) -> int:
-        """Blocks that are kept for later requests only."""
+        """Number of blocks that only later requests may use."""
         return self._sizes("evictable")["n_sequences"]
 
     def __bool__(self) -> bool:
@@ -110,11 +110,11 @@ class PagedPromptCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of these blocks. They are part of the pool: a request that needs them takes them."""
+        """Bytes of these blocks. They are part of the pool, and a request that needs them takes them."""
         return self._sizes("evictable")["n_bytes"]
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
-        """Give up blocks, least recently used first, until no more than so many blocks or bytes are kept."""
+        """Evict blocks, least recently used first, until at most `n_sequences` blocks or `n_bytes` are kept."""
         for kv in self._kvs:
             excess = [0]
             if n_sequences is not None:
@@ -125,7 +125,7 @@ class PagedPromptCache:
                 kv.pool.blocks.evict(max(excess))
 
     def stats_by_type(self) -> dict[str, dict[str, int]]:
-        """Blocks and their bytes: those kept for later requests, and those that caches hold now."""
+        """Return blocks and bytes that are kept for later requests, and that caches hold now."""
         return {"kept": self._sizes("evictable"), "running": self._sizes("used")}
 
     # --------------------------------------------------------------------------------------------- internals
@@ -138,13 +138,13 @@ class PagedPromptCache:
         return {"n_sequences": sum(n for n, _ in counts), "n_bytes": sum(n * nbytes for n, nbytes in counts)}
 
     def _namespace(self, model: Hashable) -> bytes:
-        """A namespace per key. Keys are told apart as a dict does it, so any hashable will do."""
+        """Return the namespace of a key. Keys are compared as in a dict, so any hashable works."""
         if model not in self._keys:
             self._keys[model] = kvpool.namespace(key=str(len(self._keys)))
         return self._keys[model]
 
     def _tokens(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Tokens as the pool takes them: ids of images become numbers that no vocabulary reaches."""
+        """Return tokens for the pool: ids of images become numbers beyond any vocabulary."""
         if min(tokens, default=0) >= 0:
             return tokens
         return [
@@ -153,7 +153,7 @@ class PagedPromptCache:
 
 
 def _outside_images(tokens: Sequence[int], end: int) -> int:
-    """The largest n <= `end` where ``tokens[:n]`` holds every image whole or not at all."""
+    """Return the largest n <= `end` for which ``tokens[:n]`` cuts no image."""
     while 0 < end < len(tokens) and tokens[end] < 0 and tokens[end] == tokens[end - 1]:
         end -= 1
     return end

@@ -1,19 +1,17 @@
-"""One forward pass of an mlx-lm model over the tokens of a plan, whatever mix of chunks and decodes they are.
+"""One forward pass of an mlx-lm model over the tokens of a plan: any mix of prefill chunks and decodes.
 
-A model of mlx-lm takes a rectangle of tokens and one cache per layer. On the fused route nothing but attention looks
-beyond a token, and attention is the kernels', which know from the plan which token belongs to which sequence. So the T
-tokens of a plan go in as T rows of one column, each at a position of its own: no padding, any mix. On the gather route
-the rows are sequences, as everywhere in mlx-lm: a plan has one token for each, or one chunk of a single one.
+A model of mlx-lm takes a rectangle of tokens and one cache per layer. On the fused route only attention looks at more
+than one token. The attention kernels read from the plan which token belongs to which sequence. So the T tokens of a
+plan are T rows of one column, each at its own position. There is no padding. On the gather route a row is a sequence,
+as everywhere in mlx-lm. There a plan has one token for each sequence, or one chunk of a single sequence.
 
-The model is the one that was loaded; of what is around it a pass changes where its attention is found, and puts that
-back (`attention_hook`).
+A pass does not change the model. It replaces the model's attention function and puts it back (`attention`).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,32 +19,32 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from kvpool.adapters.mlx_lm.batch import Batch
-from kvpool.adapters.mlx_lm.cache import PagedKVCache
+from kvpool.adapters.mlx_lm.attention import Forward
+from kvpool.adapters.mlx_lm.cache import Batch, PagedKVCache
 from kvpool.adapters.mlx_lm.host import PagedKV
-from kvpool.adapters.mlx_lm.rows import Forward, Rows
+from kvpool.adapters.mlx_lm.passes import Rows
 from kvpool.protocol import StepArrays
 
 
 class RaggedForward:
-    """Runs the plans of a pool through a model, one at a time.
+    """Run the plans of a pool through a model, one at a time.
 
     Parameters
     ----------
     kv : PagedKV
-        From `install`. It need not be entered: a pass does that for itself, and for its own length.
+        From `install`. The caller need not enter it: each pass installs the attention hook for its own duration.
 
     Attributes
     ----------
     is_ragged : bool
-        Whether a pass takes any plan (the fused route).
+        Whether a pass takes any plan. True on the fused route.
     eviction : kvpool.eviction.Evictor or None
-        Who wants the scores that the layers see; it is told of a pass by `Evictor.begin`.
+        Receives the attention scores of the layers. Call its `begin` before each pass.
 
     Raises
     ------
     ValueError
-        `kv` evicts by itself: plans and policy are one caller's business, see `Engine`.
+        `kv` has an eviction policy of its own. The caller that makes the plans must own the policy, as `Engine` does.
     """
 
     def __init__(self, kv: PagedKV) -> None:
@@ -56,14 +54,16 @@ class RaggedForward:
         self.eviction: Any = None
         self.is_ragged = bool(kv.passes.sites)
         self._defers = self.is_ragged and not kv.backend.capabilities.lazy
+        self._batch = Batch(kv.passes, [], [], is_merged=False)
+        self._caches = [PagedKVCache(self._batch, layer) for layer in range(kv.num_layers)]
 
     def __call__(
         self, tokens: np.ndarray, plan: Any, lens: np.ndarray, rows: np.ndarray, evicted: np.ndarray | None = None
     ) -> mx.array:
-        """The logits of some tokens of a plan that was stepped, float32 ``[M, V]``.
+        """Return the logits of some tokens of a plan that was stepped, float32 ``[M, V]``.
 
-        Copies, writes and reads of the plan are done when the call returns; what the head computes from them may be
-        left to evaluate. `done` and `rollback` are the caller's. Whatever the model raises is passed on.
+        All copies, writes and reads of the plan are done when the call returns. MLX may evaluate the logits later. The
+        caller calls `done` or `rollback`. Exceptions of the model pass through.
 
         Parameters
         ----------
@@ -72,9 +72,9 @@ class RaggedForward:
         lens : int64 ``[S]``
             Lengths of the plan's sequences after the step: tokens that have slots.
         rows : int32 ``[M]``
-            Which of the T tokens; repetitions are allowed. With none the result is ``[0, V]``, or ``[0, 1]``.
+            Which of the T tokens. An index may occur twice. Without any the result is ``[0, V]`` or ``[0, 1]``.
         evicted : int ``[S]``, optional
-            How many tokens each sequence has lost: so much are positions ahead of places.
+            Tokens that each sequence has lost. Its positions are ahead of its places in the table by as many.
 
         Raises
         ------
@@ -84,22 +84,30 @@ class RaggedForward:
         kv = self.kv
         new = np.diff(np.asarray(plan.cu_q_lens, np.int64)[: len(lens) + 1])
         shape, starts = self._shape(len(tokens), lens, new)
-        with self._hooked():
-            ahead = None if evicted is None else evicted if len(starts) == len(lens) else np.repeat(evicted, new)
-            how = {"eviction": self.eviction, "is_fused": self.is_ragged, "defers": self._defers}
-            forward = Forward(kv.backend, plan, shape, **how)
-            batch = Batch.on_plan(kv.passes, forward, Rows(starts, gone=ahead))
-            try:
-                logits = self._logits(mx.array(tokens.reshape(shape)), batch, forward, rows)
-                forward.flush()
-                if kv.backend.capabilities.lazy:
-                    mx.eval(logits, *(queued for layer in range(kv.num_layers) for queued in kv.backend.queued(layer)))
-            finally:
+        ahead = None if evicted is None else evicted if len(starts) == len(lens) else np.repeat(evicted, new)
+        forward = None
+        entered = 0
+        try:
+            for site in kv.passes.sites:
+                site.enter()
+                entered += 1
+            forward = Forward(
+                kv.backend, plan, shape, eviction=self.eviction, is_fused=self.is_ragged, defers=self._defers
+            )
+            self._batch.take_plan(forward, Rows(starts, gone=ahead))
+            logits = self._logits(mx.array(tokens.reshape(shape)), forward, rows)
+            forward.flush()
+            if kv.backend.capabilities.lazy:
+                mx.eval(logits, *(queued for layer in range(kv.num_layers) for queued in kv.backend.queued(layer)))
+        finally:
+            if forward is not None:
                 forward.is_over = True
+            for site in kv.passes.sites[:entered]:
+                site.leave()
         return logits
 
     def _shape(self, num_tokens: int, lens: np.ndarray, new: np.ndarray) -> tuple[tuple[int, int], np.ndarray]:
-        """Rows and columns of the model's input, and the place of each row's first token."""
+        """Return the shape of the model's input, and the place of each row's first token."""
         starts = lens - new
         if self.is_ragged:
             first = np.concatenate([[0], np.cumsum(new)[:-1]]) if len(new) else new
@@ -114,16 +122,16 @@ class RaggedForward:
             )
         return (num_tokens, 1), starts
 
-    def _logits(self, inputs: mx.array, batch: Batch, forward: Forward, rows: np.ndarray) -> mx.array:
-        """Hidden states of all tokens, and of those asked for the logits."""
-        caches = [PagedKVCache(batch, layer) for layer in range(self.kv.num_layers)]
+    def _logits(self, inputs: mx.array, forward: Forward, rows: np.ndarray) -> mx.array:
+        """Run the model over all tokens and its head over the tokens that were asked for."""
+        caches = self._caches
         if not len(rows):
-            hidden = self.kv.model(inputs, cache=caches)  # built, and never evaluated
+            hidden = self.kv.model(inputs, cache=caches)  # MLX never evaluates it
             return mx.zeros((0, hidden.shape[-1]), mx.float32)
-        # Not where scores are wanted: those of the last token of every row, sampled or not.
+        # A policy with scores needs the last layer's attention of every row's last token, sampled or not.
         wants_scores = self.eviction is not None and self.eviction.policy.scores is not None
         splits = len(rows) < inputs.size and self._defers and not wants_scores
-        last = partial(_LastLayer, batch, forward, rows) if splits else None
+        last = partial(_LastLayer, self._batch, forward, rows) if splits else None
         model, taken = _with_rows(self.kv.model, mx.array(rows), last)
         logits = model(inputs, cache=caches)
         logits = logits.reshape(-1, logits.shape[-1])
@@ -131,21 +139,12 @@ class RaggedForward:
             logits = logits[mx.array(rows)]
         return logits.astype(mx.float32)
 
-    @contextmanager
-    def _hooked(self) -> Iterator[None]:
-        """The model attends over the pool, inside."""
-        with ExitStack() as stack:
-            for site in self.kv.passes.sites:
-                site.enter()
-                stack.callback(site.leave)
-            yield
-
 
 # ------------------------------------------------------------------------------------ logits of some rows only
 
 
 class _RowsOf:
-    """A model's body, of whose hidden states only some rows come back. For the rest it is the body."""
+    """A model's body that returns the hidden states of some rows only. All attributes are those of the body."""
 
     def __init__(self, body: nn.Module, rows: mx.array, last: Callable[[nn.Module], _LastLayer] | None) -> None:
         self._body = body
@@ -166,11 +165,11 @@ class _RowsOf:
 
 
 class _LastLayer:
-    """The last layer of a model: of tokens that nobody samples it computes keys and values, and nothing else.
+    """The last layer of a model. It computes only keys and values of tokens that are not sampled.
 
-    It is called twice. What the first call returns is dropped, so MLX never computes it; but it has stored the keys and
-    values of all tokens. The second one computes the rows that are asked for: each is a sequence of its own that ends
-    with its token. For the rest it is the layer.
+    The wrapped layer runs twice. The first run stores the keys and values of all tokens; nobody uses its result, so MLX
+    never computes that. The second run computes the rows that were asked for. Each such row is a sequence of its own
+    that ends with its token. All attributes are those of the layer.
     """
 
     def __init__(self, batch: Batch, forward: Forward, rows: np.ndarray, layer: nn.Module) -> None:
@@ -179,8 +178,10 @@ class _LastLayer:
         self._rows = mx.array(rows)
         self._whole = forward
         self._pass = Forward(forward.backend, some, (len(rows), 1), is_fused=True, stores=False)
-        own = Rows(batch.rows.lens[rows], gone=batch.rows.gone[rows])
-        self._cache = PagedKVCache(Batch.on_plan(batch.passes, self._pass, own), batch.passes.num_layers - 1)
+        before = batch.base_rows
+        own = Batch(batch.passes, [], [], is_merged=True)
+        self._cache = PagedKVCache(own, batch.passes.num_layers - 1)
+        own.take_plan(self._pass, Rows(before.lens[rows], gone=before.gone[rows]))
 
     def __call__(self, x: mx.array, *args: Any, **options: Any) -> Any:
         self._whole.attends = False
@@ -198,11 +199,11 @@ class _LastLayer:
 def _with_rows(
     model: nn.Module, rows: mx.array, last: Callable[[nn.Module], _LastLayer] | None
 ) -> tuple[nn.Module, mx.array | None]:
-    """`model` with a head that sees `rows` only, if it is built as most are: ``model.model`` and a head behind it.
+    """Return a copy of `model` whose head sees `rows` only, if ``model.model`` is followed by the head alone.
 
     The head of a large vocabulary costs as much as several layers, and a chunk of a prompt needs one row of it. The
-    result is a shallow copy that shares every weight, made for one pass, so the model itself stays untouched. With the
-    cache of the last layer that layer computes no more of the other tokens than what it stores.
+    copy is shallow, shares every weight, and lives for one pass. The model itself stays untouched. `last` wraps the
+    last layer, so that it only stores keys and values of the other tokens.
     """
     body = model.get("model")
     if not isinstance(body, nn.Module) or type(model).__module__ not in _HEADS:
@@ -215,7 +216,7 @@ def _with_rows(
 
 
 _PER_TOKEN = frozenset({"mlx_lm.models.ministral3"})
-"""Of those below, modules that give a layer one more thing per token, besides its input."""
+"""Modules of `_HEADS` that pass a layer a second argument per token, besides its input."""
 _FAMILIES = "gemma gemma2 gemma3_text gpt_oss llama ministral3 mixtral qwen2 qwen3 qwen3_moe"
 _HEADS = frozenset(f"mlx_lm.models.{name}" for name in _FAMILIES.split())
 """Modules whose ``Model`` computes the head from ``self.model(...)`` token by token."""

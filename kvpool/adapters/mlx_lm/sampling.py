@@ -1,8 +1,8 @@
-"""From logits to tokens, for rows that each want something else.
+"""Samples tokens from logits. Each row has its own `Sampling`.
 
-A row's token depends on its logits, its `Sampling` and its position, and on nothing else: not on the rows beside it,
-not on what was sampled before. So a seeded request gives the same tokens however it is batched or preempted, as far as
-the model gives the same logits.
+The token of a row depends only on its logits, its `Sampling` and its position. It does not depend on other rows or on
+earlier samples. So a seeded request gives the same tokens however it is batched or preempted, if the model gives the
+same logits.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ SEED_MAX = 2**63 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the tokens of a request are chosen.
+    """How to choose the tokens of a request.
 
-    As in mlx-lm, `top_p`, `min_p` and `top_k` look at the model's own probabilities, and what they leave is sampled
+    As in mlx-lm, `top_p`, `min_p` and `top_k` filter by the model's own probabilities. The remaining tokens are sampled
     at the temperature.
 
     Attributes
@@ -32,17 +32,17 @@ class Sampling:
     top_p : float
         Keep the likeliest tokens that together have this probability; 0 < top_p <= 1.
     top_k : int
-        Keep so many of the likeliest; 0 keeps all.
+        Number of likeliest tokens to keep. 0 keeps all.
     min_p : float
         Keep tokens at least this probable, in units of the likeliest one's probability; 0 <= min_p <= 1.
     seed : int, optional
-        0 .. 2^63 - 1. Sample i of a request is what a request of its own would get with seed + i. By default the
-        engine draws one.
+        0 .. 2^63 - 1. Sample i of a request equals a separate request with seed + i. By default the engine draws a
+        seed.
 
     Raises
     ------
     TypeError, ValueError
-        When it is made: not a number, or out of range.
+        A value is not a number, or out of range.
     """
 
     temperature: float = 0.0
@@ -61,24 +61,24 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is taken."""
+        """Whether sampling takes the likeliest token."""
         return self.temperature == 0
 
     @property
     def is_filtered(self) -> bool:
-        """Whether some tokens are left out."""
+        """Whether a filter is set."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 def sample(
-    logits: mx.array, settings: Sequence[Sampling], indices: np.ndarray, positions: np.ndarray
+    logits: mx.array, samplings: Sequence[Sampling], indices: np.ndarray, positions: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """One token per row.
 
     Parameters
     ----------
     logits : float32 ``[M, V]``
-    settings : M of them, each with a seed unless greedy.
+    samplings : M of them, each with a seed unless greedy.
     indices, positions : int ``[M]``
         Which sample of its request the row is, and how many tokens it has.
 
@@ -88,11 +88,11 @@ def sample(
     logprobs : float32 ``[M]``
         Of these tokens, by the model's own probabilities.
     """
-    if not len(settings):
+    if not len(samplings):
         return np.zeros(0, np.int32), np.zeros(0, np.float32)
     likeliest = mx.argmax(logits, axis=-1).astype(mx.int32)
     total = mx.logsumexp(logits, axis=-1, keepdims=True)
-    if all(one.is_greedy for one in settings):  # one evaluation, and no array of the vocabulary's width is kept
+    if not any([one.temperature for one in samplings]):  # one evaluation; no array as wide as the vocabulary
         found = (mx.take_along_axis(logits, likeliest[:, None], axis=-1) - total)[:, 0]
         mx.eval(likeliest, found)
         return np.array(likeliest), np.array(found)
@@ -100,10 +100,10 @@ def sample(
     tokens = np.array(likeliest)
     for is_filtered in (False, True):  # a row's arithmetic must not depend on the rows beside it
         rows = np.array(
-            [i for i, one in enumerate(settings) if not one.is_greedy and one.is_filtered == is_filtered], np.int64
+            [i for i, one in enumerate(samplings) if not one.is_greedy and one.is_filtered == is_filtered], np.int64
         )
         if len(rows):
-            some = [settings[row] for row in rows]
+            some = [samplings[row] for row in rows]
             chances = uniforms([one.seed or 0 for one in some], indices[rows], positions[rows])
             choose = _filtered if is_filtered else _plain
             tokens[rows] = choose(logprobs[mx.array(rows.astype(np.int32))], some, mx.array(chances)[:, None])
@@ -140,23 +140,23 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def _plain(logprobs: mx.array, settings: Sequence[Sampling], chances: mx.array) -> np.ndarray:
+def _plain(logprobs: mx.array, samplings: Sequence[Sampling], chances: mx.array) -> np.ndarray:
     """Rows without filters: no sorting."""
-    weights = _heated(logprobs - logprobs.max(axis=-1, keepdims=True), settings)
+    weights = _heated(logprobs - logprobs.max(axis=-1, keepdims=True), samplings)
     return np.array(_pick(weights, chances).astype(mx.int32))
 
 
-def _filtered(logprobs: mx.array, settings: Sequence[Sampling], chances: mx.array) -> np.ndarray:
+def _filtered(logprobs: mx.array, samplings: Sequence[Sampling], chances: mx.array) -> np.ndarray:
     order = mx.argsort(-logprobs, axis=-1)
     ranked = mx.take_along_axis(logprobs, order, axis=-1)
     probs = mx.exp(ranked)
     before = mx.cumsum(probs, axis=-1) - probs
-    top_p = _column(settings, "top_p")
+    top_p = _column(samplings, "top_p")
     keep = (before < top_p) | (top_p >= 1)
-    keep = keep & (probs >= _column(settings, "min_p") * probs[:, :1])
-    ranks, top_k = mx.arange(ranked.shape[-1]), _column(settings, "top_k")
+    keep = keep & (probs >= _column(samplings, "min_p") * probs[:, :1])
+    ranks, top_k = mx.arange(ranked.shape[-1]), _column(samplings, "top_k")
     keep = keep & ((ranks < top_k) | (top_k == 0)) | (ranks == 0)
-    weights = mx.where(keep, _heated(ranked - ranked[:, :1], settings), 0.0)
+    weights = mx.where(keep, _heated(ranked - ranked[:, :1], samplings), 0.0)
     picked = mx.take_along_axis(order, _pick(weights, chances)[:, None], axis=-1)[:, 0]
     return np.array(picked.astype(mx.int32))
 
@@ -169,13 +169,13 @@ def _pick(weights: mx.array, chances: mx.array) -> mx.array:
     return mx.minimum(mx.argmax(passed, axis=-1), last)
 
 
-def _heated(below: mx.array, settings: Sequence[Sampling]) -> mx.array:
+def _heated(below: mx.array, samplings: Sequence[Sampling]) -> mx.array:
     """Weights at the rows' temperatures of log-probabilities, given as what they are below the largest."""
-    return mx.exp(below / mx.maximum(_column(settings, "temperature"), 1e-30))
+    return mx.exp(below / mx.maximum(_column(samplings, "temperature"), 1e-30))
 
 
-def _column(settings: Sequence[Sampling], name: str) -> mx.array:
-    return mx.array(np.array([getattr(one, name) for one in settings], np.float32))[:, None]
+def _column(samplings: Sequence[Sampling], name: str) -> mx.array:
+    return mx.array(np.array([getattr(one, name) for one in samplings], np.float32))[:, None]
 
 
 def _number(name: str, value: Any, is_legal: Callable[[float], bool], limits: str) -> None:

@@ -1,4 +1,4 @@
-"""What a model's KV cache is like, found by asking the model."""
+"""Finds the shapes of a model's KV cache by tracing the model."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from kvpool.adapters.mlx_lm.attention_hook import Caller, watch
+from kvpool.adapters.mlx_lm.attention import Caller, watch
 from kvpool.adapters.mlx_lm.hook import Hook
 from kvpool.config import KVSpec
 
 
 def inspect_model(model: Any, block_size: int) -> tuple[KVSpec, tuple[int | None, ...], list[Caller | None]]:
-    """Shapes of a model's KV cache, the attention window of each layer (None: sees everything), and who attends.
+    """Return the shapes of a model's KV cache, the attention window of each layer (or None), and its attention code.
 
     Found by tracing one token through the model with mlx-lm's own caches. Nothing is computed.
     """
@@ -39,7 +39,7 @@ def inspect_model(model: Any, block_size: int) -> tuple[KVSpec, tuple[int | None
 
 
 def max_positions(model: Any) -> int | None:
-    """Tokens that a model was made for, None if it does not say."""
+    """Return the most tokens that a model supports, None if it does not say."""
     found = getattr(getattr(model, "args", None), "max_position_embeddings", None)
     return found if isinstance(found, int) else None
 
@@ -54,7 +54,7 @@ def with_bits(
     v_bits: int | None = None,
     quant_group_size: int | None = None,
 ) -> KVSpec:
-    """`spec` with quantized keys, values, or both (`kv_bits`); docs/quantized.md.
+    """Return `spec` with quantized keys, values, or both (`kv_bits`). See docs/quantized.md.
 
     Raises
     ------
@@ -70,7 +70,7 @@ def with_bits(
 
 
 def require_bits(spec: KVSpec, **bits: int | None) -> None:
-    """Raise unless `spec` is what `with_bits` would make of it; no bits at all are any."""
+    """Raise unless `spec` has these bits already. Without any bits, accept all."""
     if all(value is None for value in bits.values()):
         return
     asked = with_bits(spec, "make_cache", **bits)

@@ -1,11 +1,11 @@
-"""mlx-lm's own HTTP server on paged caches: four of its classes, each with the little that it takes.
+"""mlx-lm's own HTTP server on paged caches: subclasses of four of its classes.
 
-``mlx_lm.server.main`` looks up what it uses by name. For the length of `serve` the names of its model provider, its
-batch generator and its ``run`` are bound to what stands below; the files of mlx-lm stay as they are.
+``mlx_lm.server.main`` looks up its classes by name. During `serve` the names of its model provider, its batch generator
+and its ``run`` are bound to the classes below. The files of mlx-lm are not changed.
 
-- `Provider` puts a model that was loaded on a pool (`install`).
-- `AdmittingGenerator` lets a request in when the pool can take it to its end, and holds it back until then, so
-  that an `OutOfBlocks` never reaches the engine in the middle of a step.
+- `Provider` installs each loaded model on a pool (`install`).
+- `AdmittingGenerator` admits a request when the pool has room for it up to its end. So an `OutOfBlocks` never reaches
+  the engine in the middle of a step.
 - `Responder` refuses a request that could never fit, with a message for its client.
 - `Handler` answers ``GET /metrics``.
 """
@@ -39,15 +39,15 @@ LONGEST = 32768  # tokens that a request may be expected to have, when the pool 
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """Of the pool of each model that is served.
+class PoolOptions:
+    """Options of the pool of each served model.
 
     Attributes
     ----------
     num_blocks, memory
-        One of them, or none: then as many blocks as the requests that run at a time may need, and the machine has.
+        Give at most one. By default the pool has as many blocks as concurrent requests may need and memory allows.
     names : mapping
-        Names that clients may use for a model, and what stands for them.
+        Names that clients may use for a model, and their paths.
     eviction : Policy, optional
         Keeps every sequence within a budget.
     quantization : pairs
@@ -63,25 +63,25 @@ class Settings:
 
 
 class Provider(server.ModelProvider):
-    """mlx-lm's model provider; the models that it loads get their caches from a pool.
+    """mlx-lm's model provider. The models that it loads get their caches from a pool.
 
     Attributes
     ----------
     kv : PagedKV or None
-        Of the model that is loaded.
+        The pool and storage of the loaded model.
     prompts : PagedPromptCache or None
     engine : AdmittingGenerator or None
         The newest one.
     failure : Exception or None
         Why the model of the command line could not be loaded.
     ready : threading.Event
-        Set when it was tried.
+        Set after the attempt to load that model.
     """
 
-    def __init__(self, cli_args: argparse.Namespace, settings: Settings) -> None:
+    def __init__(self, cli_args: argparse.Namespace, options: PoolOptions) -> None:
         super().__init__(cli_args)
-        self._model_map.update(settings.names)
-        self._settings = settings
+        self._model_map.update(options.names)
+        self._options = options
         self._installed = ExitStack()
         self.kv: PagedKV | None = None
         self.prompts: PagedPromptCache | None = None
@@ -90,7 +90,7 @@ class Provider(server.ModelProvider):
         self.ready = threading.Event()
 
     def load_default(self) -> None:
-        """Load the model of the command line, and tell who waits for it whether that went well."""
+        """Load the model of the command line. Sets `failure` and `ready`."""
         try:
             super().load_default()
         except Exception as error:
@@ -99,13 +99,13 @@ class Provider(server.ModelProvider):
             self.ready.set()
 
     def reset(self) -> None:
-        """Let go of the model, as it was before it was loaded."""
+        """Drop the model and its pool."""
         self.kv = self.prompts = self.engine = None
         self._installed.close()
         super().reset()
 
     def _load(self, *names: Any) -> None:
-        if self._settings.eviction is not None and names[2:] not in ((), (None,)):
+        if self._options.eviction is not None and names[2:] not in ((), (None,)):
             raise ValueError("a draft model and eviction exclude each other: what has left does not come back")
         super()._load(*names)
         try:
@@ -118,13 +118,13 @@ class Provider(server.ModelProvider):
             raise
 
     def _install(self, model: Any) -> PagedKV:
-        settings = self._settings
-        block_size, num_blocks, policy = settings.block_size, settings.num_blocks, settings.eviction
+        options = self._options
+        block_size, num_blocks, policy = options.block_size, options.num_blocks, options.eviction
         longest = min(max_positions(model) or LONGEST, LONGEST)
-        bits: dict[str, Any] = dict(settings.quantization)
+        bits: dict[str, Any] = dict(options.quantization)
         if num_blocks is None:
-            num_blocks = blocks_in(settings.memory or "auto", model, block_size, **bits)
-            if settings.memory is None:
+            num_blocks = blocks_in(options.memory or "auto", model, block_size, **bits)
+            if options.memory is None:
                 each = -(-longest // block_size)
                 if policy is not None:
                     each = blocks_at_most(policy, longest, self.cli_args.prefill_step_size, block_size)
@@ -142,7 +142,7 @@ class Provider(server.ModelProvider):
 
 
 class PromptCache:
-    """The prompt cache of whatever model is loaded: the server makes one before there is a model."""
+    """Forwards to the prompt cache of the loaded model. The server makes it before there is a model."""
 
     def __init__(self, provider: Provider) -> None:
         self._provider = provider
@@ -154,9 +154,9 @@ class PromptCache:
         return len(self._provider.prompts or ())
 
     def insert_cache(self, model: Any, tokens: list[int], prompt_cache: list[Any], **kind: Any) -> None:
-        """Store what a cache holds, unless it is a running request's and part of it is stored by another one.
+        """Store the content of a cache. Skip a running request if another one has stored part of it.
 
-        The running one's copies would take hold of the stored blocks, until it ends: blocks that admission counts on.
+        Otherwise the running request would hold those stored blocks until it ends. Admission counts them as free.
         """
         provider = self._provider
         if provider.kv is not None and provider.engine is not None and provider.engine.is_running(prompt_cache):
@@ -169,25 +169,25 @@ class PromptCache:
 
 
 class AdmittingGenerator(BatchGenerator):
-    """mlx-lm's engine, for a model with a pool: requests wait until the pool can take them to their end.
+    """mlx-lm's engine for a model with a pool. Requests wait until the pool has room for them up to their end.
 
-    First come, first served. A request counts with all tokens that it may still generate, so one that was admitted
-    never runs out of blocks. The invariant at the begin of each step is: what the running ones may still take, and a
-    copy of a shared tail for each, is no more than free and evictable blocks together. Steps keep it. Between two steps
-    evictable blocks are held in three ways, and none of them goes unaccounted:
+    Admission is first come, first served. A request counts with all tokens that it may generate, so an admitted request
+    never runs out of blocks. At the beginning of each step this invariant holds: the blocks that running requests may
+    still take, with a copy of a shared tail for each, are at most the free and evictable blocks. Steps keep it. Between
+    two steps, requests can hold evictable blocks in three ways:
 
-    - A request that comes in finds a beginning in the prefix cache. It gives that back when it begins to wait, and
-      looks it up again, and maybe more, when it is its turn: what it holds then it needs no longer.
-    - A request that has ended stores its answer, which may refer to blocks that are stored already. It is emptied
-      before the next step.
-    - A request that goes on stores its prompt: only if it refers to no blocks but its own, see `PromptCache`.
+    - A new request finds its beginning in the prefix cache. It gives those blocks back when it begins to wait, and
+      looks the prompt up again when it is admitted. Blocks that it holds then are no longer part of its need.
+    - A finished request stores its answer and may then refer to blocks that others have stored. It is emptied before
+      the next step.
+    - A running request stores its prompt. This is done only if it then refers to no blocks but its own, see
+      `PromptCache`.
 
-    With eviction what a sequence holds goes up and down, and shared blocks have to be copied before it does. So there
-    the invariant is that all blocks together are enough for what each of the running ones holds at most, as if nothing
-    were shared: `blocks_at_most`.
+    With eviction a sequence gains and loses blocks, and shared blocks are copied first. There the invariant is that all
+    blocks of the pool are enough for the maximum of each running request, as if nothing were shared (`blocks_at_most`).
 
-    Caches that were handed out, with a response or by `extract_cache`, are emptied at the next step: the server
-    stores them at once, but its variables keep them.
+    Caches that were handed out, with a response or by `extract_cache`, are emptied at the next step. The server has
+    stored them by then, but its variables keep them alive.
 
     Raises
     ------
@@ -203,7 +203,7 @@ class AdmittingGenerator(BatchGenerator):
         self._handed_out: list[list[Any]] = []
         self._extracted: list[list[Any]] = []
         self._last_held = -1
-        self.num_waited = 0  # requests that found no room when it was their turn
+        self.num_waited = 0  # requests that found no room when they were first in line
         self._num_held = 0
 
     @property
@@ -216,12 +216,12 @@ class AdmittingGenerator(BatchGenerator):
         }
 
     def insert_segments(self, *args: Any, **options: Any) -> list[int]:
-        """See mlx-lm's. While the sequences wait, they hold nothing of the prefix cache.
+        """Override mlx-lm's method: waiting sequences hold no blocks of the prefix cache.
 
         Raises
         ------
         RuntimeError
-            Somebody has taken the hook away: mlx-lm would make its own caches, which nobody admits.
+            Somebody has removed the hook: mlx-lm would make its own caches, outside of admission.
         """
         if lost := self._hook.lost(self.model):
             raise RuntimeError(f"[serve] {lost}: requests would get mlx-lm's own caches, outside the pool")
@@ -232,14 +232,14 @@ class AdmittingGenerator(BatchGenerator):
         return uids
 
     def extract_cache(self, uids: Sequence[int]) -> Any:
-        """See mlx-lm's."""
+        """Override mlx-lm's method: remember what was handed out."""
         found = super().extract_cache(uids)
         self._extracted = [caches for caches, _ in found.values()]
         self._handed_out += self._extracted
         return found
 
     def is_running(self, caches: list[Any]) -> bool:
-        """Whether this is what `extract_cache` has just handed out: the request goes on."""
+        """Whether `extract_cache` has just handed out these caches, so that their request still runs."""
         return any(caches is one for one in self._extracted)
 
     def _next(self) -> Any:
@@ -258,7 +258,7 @@ class AdmittingGenerator(BatchGenerator):
         return prompt_responses, responses
 
     def _hold_back(self, kv: PagedKV) -> deque[Any]:
-        """Leave in the queue who may come in now; returns the rest."""
+        """Leave in the queue the requests to admit now. Return the rest."""
         running = self._running()
         waiting, admitted = self._unprocessed_sequences, deque[Any]()
         most = min(
@@ -281,7 +281,7 @@ class AdmittingGenerator(BatchGenerator):
         return waiting
 
     def _have_room(self, kv: PagedKV, requests: list[tuple[int, int]]) -> bool:
-        """Whether these requests, each with tokens now and at most, find all blocks that they may come to need."""
+        """Return whether the pool has room for these requests, each (tokens now, tokens at most)."""
         policy = kv.eviction
         if policy is None:
             return kv.can_admit(0, 0, requests)
@@ -290,7 +290,7 @@ class AdmittingGenerator(BatchGenerator):
         return most <= kv.pool.num_blocks - kv.pool.options.reserved_blocks
 
     def _running(self) -> list[tuple[int, int]]:
-        """Tokens now and at most of each sequence that is in a batch."""
+        """Return (tokens now, tokens at most) of each running sequence."""
         limits: dict[int, int] = {}
         sizes = []
         for batch in (self._prompt_batch, self._generation_batch):
@@ -302,7 +302,7 @@ class AdmittingGenerator(BatchGenerator):
         return sizes
 
     def _size(self, sequence: Any) -> tuple[int, int]:
-        """The same of one that waits, which is noted."""
+        """Return the same for a waiting sequence, and record its limit."""
         uid, segments, max_tokens, caches = sequence[:4]
         cached = caches[0].size()
         limit = cached + sum(map(len, segments)) + max_tokens
@@ -311,7 +311,7 @@ class AdmittingGenerator(BatchGenerator):
 
 
 def _without_prefix(sequence: Any) -> Any:
-    """A sequence that waits, and holds nothing of the prefix cache: what it had found becomes part of its prompt."""
+    """Return a waiting sequence without blocks of the prefix cache: the cached part returns to its prompt."""
     uid, segments, max_tokens, caches, tokens, *rest = sequence
     batch, size = caches[0].batch, caches[0].size()
     if not 0 < size == batch.known[0].num_tokens == len(tokens):
@@ -323,7 +323,7 @@ def _without_prefix(sequence: Any) -> Any:
 
 
 def _with_prefix(kv: PagedKV, sequence: Any) -> Any:
-    """The same sequence with what the prefix cache has of its prompt now."""
+    """Return the same sequence with the blocks that the prefix cache has of its prompt now."""
     uid, segments, max_tokens, caches, tokens, *rest = sequence
     if not kv.prefix_cache or tokens or caches[0].size():
         return sequence
@@ -338,7 +338,7 @@ def _with_prefix(kv: PagedKV, sequence: Any) -> Any:
 
 
 class Responder(server.ResponseGenerator):
-    """mlx-lm's link between HTTP and engine, which tells a client when its request could never fit."""
+    """mlx-lm's link between HTTP and engine. It refuses a request that could never fit, with a message."""
 
     model_provider: Provider
 
@@ -348,7 +348,7 @@ class Responder(server.ResponseGenerator):
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
         found = super()._tokenize(tokenizer, request, args)
-        if not found[0]:  # BatchGenerator would raise where nobody catches it: no request would be served any more
+        if not found[0]:  # nobody would catch the exception of BatchGenerator, and the server would stop serving
             raise ValueError("the prompt is empty, it needs at least one token")
         kv = self.model_provider.kv
         if kv is not None:
@@ -372,7 +372,7 @@ class Handler(server.APIHandler):
     response_generator: Responder
 
     def _validate(self, name: str, *args: Any, **options: Any) -> None:
-        """mlx-lm's check of one parameter; NaN, which Python reads out of JSON, passes every comparison of it."""
+        """Check one parameter. Python's JSON parser accepts NaN, which passes mlx-lm's comparisons."""
         super()._validate(name, *args, **options)
         value = getattr(self, name)
         if isinstance(value, float) and not math.isfinite(value):
@@ -392,11 +392,11 @@ class Handler(server.APIHandler):
 
 
 POOL_LOOKUPS = tuple(f"kvpool_prefix_{name}_total" for name in ("queries", "query_tokens", "hit_tokens"))
-"""Counted by `Pool.open`. This server's prompt cache looks up otherwise, and counts ``kvpool_prompt_*``."""
+"""Counters of `Pool.open`. This server looks prompts up in another way and counts ``kvpool_prompt_*``."""
 
 
 def metrics_text(provider: Provider) -> str:
-    """The statistics of the pool that serves now, for Prometheus; without a model, that there is none."""
+    """Return the statistics of the pool for Prometheus. Without a model the text says so."""
     kv = provider.kv
     if kv is None:
         return "# no model is loaded\n"
@@ -421,33 +421,33 @@ def metrics_text(provider: Provider) -> str:
         return prometheus_text(kv.pool, extra=extra, without=POOL_LOOKUPS)
 
 
-def serve(arguments: Sequence[str], settings: Settings, on_ready: Callable[[Any, Provider], None]) -> Provider:
+def serve(arguments: Sequence[str], options: PoolOptions, on_ready: Callable[[Any, Provider], None]) -> Provider:
     """Run mlx-lm's server with its own command-line arguments, until it is interrupted.
 
     Parameters
     ----------
     arguments
-        Of ``mlx_lm.server``, without its name; what is wrong with them it says itself.
+        The arguments of ``mlx_lm.server``, without its name. It reports errors in them itself.
     on_ready : callable
-        Is called with the HTTP server and the provider when clients may connect.
+        Called with the HTTP server and the provider when clients may connect.
 
     Returns
     -------
     Provider
-        As it was left; its model is gone.
+        The provider after the end. Its model is dropped.
 
     Raises
     ------
     RuntimeError
         mlx-lm is not one of `SUPPORTED_VERSIONS`.
     Exception
-        Why the model of the command line could not be loaded.
+        The model of the command line could not be loaded.
     """
     require_tested_version("serve")
     providers: list[Provider] = []
 
     def make_provider(cli_args: argparse.Namespace) -> Provider:
-        providers.append(Provider(cli_args, settings))
+        providers.append(Provider(cli_args, options))
         return providers[0]
 
     def make_generator(model: Any, **options: Any) -> AdmittingGenerator:
@@ -490,7 +490,7 @@ def _http_server(provider: Provider, on_ready: Callable[[Any, Provider], None]) 
                 self.server_close()
 
         def handle_error(self, request: Any, client_address: Any) -> None:
-            if not isinstance(sys.exception(), ConnectionError):  # a client that has gone is no error of ours
+            if not isinstance(sys.exception(), ConnectionError):  # a client has disconnected: not an error
                 super().handle_error(request, client_address)
 
     return Server
@@ -498,7 +498,7 @@ def _http_server(provider: Provider, on_ready: Callable[[Any, Provider], None]) 
 
 @contextmanager
 def _bound(module: Any, **names: Any) -> Iterator[None]:
-    """These names of a module mean something else, inside."""
+    """Bind names of a module to other objects inside the block."""
     before = {name: getattr(module, name) for name in names}
     for name, value in names.items():
         setattr(module, name, value)

@@ -1,0 +1,339 @@
+"""Who runs: admission of those who wait, victims when blocks run out, and tokens that leave for a budget."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvpool.errors import OutOfBlocks, OutOfSequences, RequestRejected
+from kvpool.scheduler.request import Request
+from kvpool.scheduler.state import DECODING, PREFILLING, SPILLED, Core, DecodeBatch, Sequence
+
+POLICIES = ("last", "longest", "grower", "priority")
+
+
+def make_room(core: Core, probe: object) -> DecodeBatch:
+    """Preempt sequences until every decode finds its block. Return the batch that is left.
+
+    Parameters
+    ----------
+    probe : Plan
+        Any plan that is not pending. It is used to find the row without a block.
+
+    Raises
+    ------
+    OutOfBlocks
+        Only one request is left and finds no block: other users of the pool hold them.
+
+    Notes
+    -----
+    A request may compute a block that another request cached meanwhile. The prefix cache then keeps both copies. So a
+    request that is left alone and finds no block starts over once, and then finds these blocks in the cache.
+    """
+    pool, batch = core.pool, core.batch()
+    while not batch.has_room(pool):
+        running = core.rows.running()
+        victim = choose(core, running, probe)
+        unit = 1 if victim.group.beam is None else len(victim.group.beam.live)
+        if unit == len(running):
+            core.setbacks += 1
+            if core.prefix is not None and not core.was_alone():
+                core.preempt(victim)
+                return core.batch()
+            stats = pool.stats()
+            raise OutOfBlocks(
+                f"[schedule] request {victim.group.id!r} runs alone and finds no block: "
+                f"{stats.used} of {stats.num_blocks - stats.reserved} are in use, others of the pool hold some",
+                free=stats.free,
+                evictable=stats.evictable,
+                limbo=stats.limbo,
+            )
+        if not spill(core, victim):
+            core.preempt(victim)
+        batch = core.batch()
+    return batch
+
+
+def choose(core: Core, running: np.ndarray, probe: object) -> Sequence:
+    """Return the sequence to preempt by the policy, of the running lanes in order of admission."""
+    rows = core.rows
+    if core.policy == "longest":
+        lengths = rows.computed[running]
+        lane = running[len(running) - 1 - int(np.argmax(lengths[::-1]))]  # of equals the last admitted
+    elif core.policy == "grower":
+        lane = core.batch().lanes[first_short(core, probe)]
+    elif core.policy == "priority":
+        lowest = [rows.sequence(at).group.request.priority for at in running]
+        lane = running[len(lowest) - 1 - lowest[::-1].index(min(lowest))]
+    else:
+        lane = running[-1]
+    return rows.sequence(lane)
+
+
+def first_short(core: Core, probe: object) -> int:
+    """Return the row that finds no block. There must be one."""
+    try:
+        core.pool.step(probe, core.batch().handles, 1)  # type: ignore[arg-type]
+    except OutOfBlocks as error:
+        return error.row
+    raise AssertionError("the blocks are there")
+
+
+def spill(core: Core, sequence: Sequence) -> bool:
+    """Move a sequence's KV to the tier. Return False if there is no tier or it refuses.
+
+    A beam is never spilled, because it shares blocks; nor is a sequence that has lost tokens or exceeds its budget.
+    """
+    if core.tier is None or sequence.group.beam is not None:
+        return False
+    lane = sequence.lane
+    if core.eviction is not None and (core.rows.gone[lane] or core.rows.computed[lane] > core.eviction.most):
+        return False
+    handle = int(core.rows.handle[lane])
+    if not core.rows.computed[lane]:
+        return False
+    blocks = core.pool.table(handle)[: core.blocks(int(core.rows.computed[lane]))]
+    kept = core.tier.spill_to_host(handle, blocks)
+    if kept is None:
+        return False
+    core.commit(lane)
+    core.pool.close(handle)
+    core.leave(sequence, SPILLED)
+    sequence.kept = kept
+    core.spilled[sequence] = None
+    core.spills += 1
+    return True
+
+
+def most_tokens(core: Core, tokens: int) -> int:
+    """Return how many token slots a sequence of `tokens` tokens needs at most: its budget and one chunk."""
+    return tokens if core.eviction is None else min(tokens, core.eviction.most + core.chunk)
+
+
+def blocks_alone(core: Core, tokens: int) -> int:
+    """Return how many blocks a sequence needs to run alone, with copies for compaction."""
+    need = core.blocks(most_tokens(core, tokens))
+    if core.eviction is not None and core.prefix is not None and tokens > core.eviction.policy.max_kv:
+        need += 1  # a block that is cached twice
+        need += 0 if core.eviction.policy.whole_blocks else core.blocks(core.eviction.most)
+    return need
+
+
+def judge(core: Core, request: Request) -> None:
+    """Raise RequestRejected for a request that cannot be combined with eviction."""
+    if core.eviction is not None and request.beam_width > 1:
+        raise RequestRejected(
+            f"[add] a beam of {request.beam_width} sequences keeps every token, this scheduler evicts", "beam"
+        )
+
+
+def open_within(core: Core, tokens: np.ndarray, namespace: bytes) -> int:
+    """Open a sequence with the cached part of `tokens`, and reserve blocks for the rest."""
+    looked_up = tokens[: core.findable + 1]  # the last token is always computed
+    handle = int(core.pool.open(looked_up, namespace))
+    if len(looked_up) < len(tokens):
+        try:
+            assert core.eviction is not None
+            core.eviction.reserve(handle, most_tokens(core, len(tokens)) - core.pool.num_tokens(handle))
+        except BaseException:
+            core.pool.close(handle)
+            raise
+    return handle
+
+
+def publish(core: Core, lane: int) -> None:
+    """Commit a sequence to the prefix cache before it loses tokens. Afterwards it cannot be committed.
+
+    Skipped if another sequence has committed the same blocks meanwhile: the cache would keep both copies.
+    """
+    rows, request = core.rows, core.rows.sequence(lane).group.request
+    end = min(int(rows.computed[lane]), core.findable)
+    if core.prefix is None or rows.gone[lane] or end <= rows.committed[lane]:
+        return
+    if core.prefix.match(rows.known(lane, 0, end + 1), request.namespace) <= rows.committed[lane]:
+        core.commit(lane)
+
+
+def keep_budgets(core: Core) -> None:
+    """Evict tokens of sequences that have reached their budget, before a step.
+
+    Raises
+    ------
+    OutOfBlocks
+        Only one request is left and finds no blocks for copies: other users of the pool hold them.
+    Exception
+        An exception of the backend. The sequence is preempted.
+    """
+    assert core.eviction is not None
+    rows = core.rows
+    lanes = rows.running()
+    lens = rows.kv_lens(lanes)
+    full = lanes[core.eviction.lens_after(lens) < lens]
+    for sequence in [rows.sequence(lane) for lane in full.tolist()]:
+        while sequence.lane >= 0:
+            try:
+                evict(core, sequence)
+                break
+            except OutOfBlocks:
+                make_way(core)
+
+
+def evict(core: Core, sequence: Sequence) -> None:
+    """Bring one sequence below its budget."""
+    rows, evictor, lane = core.rows, core.eviction, sequence.lane
+    assert evictor is not None
+    handle = int(rows.handle[lane])
+    now = rows.kv_lens(np.array([lane]))
+    after = evictor.lens_after(now)
+    if after[0] < now[0]:
+        publish(core, lane)
+    try:
+        if after[0] < now[0]:
+            evictor.evict([handle], np.array([lane]), now, after, rows.computed[[lane]])
+            rows.gone[lane] += now[0] - after[0]
+            core.evicted_tokens += int(now[0] - after[0])
+        # The reserved blocks left with the tokens. Without new ones a sequence could lose its blocks before its next
+        # token, and two sequences could preempt each other for ever.
+        evictor.reserve(handle, min(rows.remaining(lane), evictor.most + core.chunk - int(after[0])))
+    except OutOfBlocks:
+        raise
+    except BaseException:
+        rows.gone[lane] = rows.computed[lane] - core.pool.kv_len(handle)
+        core.preempt(sequence)
+        core.setbacks += 1
+        raise
+
+
+def make_way(core: Core) -> None:
+    """Preempt the last admitted sequence; with the policy "priority", the last of the lowest priority.
+
+    Other choices could let two long prompts preempt each other for ever. A request that is left alone starts over if it
+    ran beside others, as in `make_room`.
+    """
+    running = core.rows.running()
+    core.setbacks += 1
+    if len(running) == 1 and (core.was_alone() or core.prefix is None):
+        stats = core.pool.stats()
+        raise OutOfBlocks(
+            f"[schedule] request {core.rows.sequence(running[0]).group.id!r} runs alone and finds no blocks for the "
+            f"copies that eviction needs: {stats.used} of {stats.num_blocks - stats.reserved} are in use, others of "
+            f"the pool hold some",
+            free=stats.free,
+            evictable=stats.evictable,
+            limbo=stats.limbo,
+        )
+    victims = [core.rows.sequence(lane) for lane in running[::-1].tolist()]
+    victim = victims[0]
+    if core.policy == "priority":
+        victim = min(victims, key=lambda sequence: sequence.group.request.priority)
+    if not spill(core, victim):
+        core.preempt(victim)
+
+
+def known_tokens(sequence: Sequence) -> np.ndarray:
+    """Return prompt and generated tokens of a sequence that does not run."""
+    prompt = sequence.group.request.prompt
+    return np.concatenate([prompt, sequence.tokens]) if len(sequence.tokens) else prompt
+
+
+def blocks_kept(core: Core) -> int:
+    """Return how many blocks an admission must leave: the watermark, and those for the decodes of this step."""
+    rows = core.rows
+    running = core.count[PREFILLING] + core.count[DECODING]
+    if not running:
+        return 0
+    if core.growing < 0:
+        decodes = core.batch().lanes
+        full = rows.kv_lens(decodes) % core.pool.block_size == 0
+        core.growing = int(np.count_nonzero(full | rows.shared[decodes]))
+    return core.growing + (running if core.watermark is None else core.watermark)
+
+
+def fits(core: Core, tokens: np.ndarray, namespace: bytes, extra: int = 0) -> bool:
+    """Return whether enough blocks are left after `open(tokens)` and `extra` more. Evicts nothing, touches hits."""
+    need = core.blocks(most_tokens(core, len(tokens))) + extra
+    tokens = tokens[: core.findable + 1]
+    keep = max(blocks_kept(core), core.pool.options.watermark)
+    available = core.available()
+    if available - need >= keep:
+        return True
+    if core.prefix is None or available <= keep:  # at least the last token needs a block
+        return False
+    size = core.pool.block_size
+    whole = tokens[: (len(tokens) - 1) // size * size]
+    hits = core.prefix.match(tokens, namespace) // size
+    if not hits or available - (need - hits) < keep:
+        return False
+    try:
+        pinned = core.prefix.pin(whole, namespace)  # evictable hits are not available for the rest
+    except OutOfSequences:
+        return False
+    try:
+        return core.available() - (need - hits) >= keep
+    finally:
+        core.pool.close(pinned)
+
+
+def admit(core: Core, sequence: Sequence) -> bool:
+    """Admit a waiting sequence, or the beam that it leads. Return False if lanes or blocks are missing."""
+    if sequence.group.beam is not None:
+        return bool(sequence.group.beam.admit(core))
+    if not core.rows.free:
+        return False
+    tokens = known_tokens(sequence)
+    namespace = sequence.group.request.namespace
+    if not fits(core, tokens, namespace):
+        return False
+    try:
+        handle = open_within(core, tokens, namespace)
+    except (OutOfBlocks, OutOfSequences):
+        return False
+    computed = core.pool.num_tokens(handle)
+    core.queue.remove(sequence)
+    count_admission(core, sequence, computed, len(tokens))
+    core.start(sequence, core.rows.take(), handle, computed, core.admission_number())
+    return True
+
+
+def count_admission(core: Core, sequence: Sequence, computed: int, known: int) -> None:
+    """Count an admission with `known` tokens, of which the cache has `computed`."""
+    group = sequence.group
+    if group.admitted is None:
+        group.admitted = core.clock()
+        group.num_cached = min(computed, len(group.request.prompt))
+    core.admissions += 1
+    core.hit_tokens += computed
+    core.chunks_allowed += -(-(known - computed) // core.chunk)
+
+
+def restore(core: Core, sequence: Sequence) -> bool:
+    """Restore a spilled sequence from the tier. Return False if there is no room."""
+    if not core.rows.free:
+        return False
+    prompt = sequence.group.request.prompt
+    known = len(prompt) + len(sequence.tokens)
+    if core.available() - core.blocks(most_tokens(core, known)) < max(blocks_kept(core), core.pool.options.watermark):
+        return False
+    try:
+        handle = core.pool.open(most_tokens(core, known), sequence.group.request.namespace)
+    except (OutOfBlocks, OutOfSequences):
+        return False
+    computed = sequence.computed
+    try:
+        core.set_length(handle, computed)
+        core.tier.prefetch(sequence.kept, handle, core.pool.table(handle)[: core.blocks(computed)])
+    except BaseException:
+        core.pool.close(handle)
+        raise
+    del core.spilled[sequence]
+    sequence.kept = None
+    core.start(sequence, core.rows.take(), handle, computed, core.admission_number())
+    core.rows.committed[sequence.lane] = 0
+    return True
+
+
+def admit_next(core: Core) -> Sequence | None:
+    """Admit the next sequence and return it. None if nobody waits or the first in line finds no room."""
+    for sequence in core.spilled:
+        return sequence if restore(core, sequence) else None
+    head = core.queue.head()
+    return head if head is not None and admit(core, head) else None

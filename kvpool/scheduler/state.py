@@ -1,0 +1,663 @@
+"""`Core`: the state of a scheduler and the moves between states. It checks no arguments and decides nothing.
+
+`Group` and `Sequence` are a request and its sequences. `LaneRows` has the numbers of running sequences, `WaitingQueue`
+those who wait, `DecodeBatch` those who decode. A `Step` is what one call of `schedule` decided.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy import float32, int32, int64
+from numpy.typing import NDArray
+
+from kvpool._core import Plan, Pool
+from kvpool.scheduler.request import Output, Request, Times
+
+if TYPE_CHECKING:
+    from kvpool.eviction import Evictor
+
+WAITING, PREFILLING, DECODING, SPILLED, FINISHED = range(5)
+NO_TOKENS = np.empty(0, np.int32)
+NO_TOKENS.flags.writeable = False
+
+
+class Group:
+    """A request and its sequences."""
+
+    __slots__ = (
+        *("request", "id", "sequences", "unfinished", "forked", "beam"),
+        *("num_cached", "arrived", "admitted", "first_token"),
+    )
+
+    def __init__(self, request: Request, name: Hashable, arrived: float) -> None:
+        self.request = request
+        self.id = name
+        self.sequences = [Sequence(self, 0)]
+        self.unfinished = 1  # sequences
+        self.forked = request.n == 1 or request.beam_width > 0  # or: there are no samples to fork
+        self.beam: Any = None
+        self.num_cached = 0
+        self.arrived = arrived
+        self.admitted: float | None = None
+        self.first_token: float | None = None
+
+
+class Sequence:
+    """One stream of tokens. While it has a lane, `LaneRows` has its numbers, and `tokens` and `logprobs` are empty.
+
+    Attributes
+    ----------
+    high : int
+        Most tokens ever computed. Computing tokens below it again counts as recomputation.
+    computed : int
+        Tokens whose KV the tier has, while spilled.
+    """
+
+    __slots__ = ("computed", "group", "high", "index", "kept", "lane", "logprobs", "preemptions", "state", "tokens")
+
+    def __init__(self, group: Group, index: int) -> None:
+        self.group = group
+        self.index = index
+        self.state = WAITING
+        self.lane = -1
+        self.tokens = NO_TOKENS
+        self.logprobs: np.ndarray | None = None
+        self.high = 0
+        self.computed = 0
+        self.kept: Any = None
+        self.preemptions = 0
+
+
+class LaneRows:
+    """Arrays over the lanes.
+
+    Attributes
+    ----------
+    handle : int64
+        Handle in the pool. -1 in a free lane, and in one whose sequence was cancelled while a step is out.
+    state : int8
+        PREFILLING, DECODING, or WAITING in a free lane.
+    admitted : int64
+        Number of the admission. It determines the order of rows.
+    prompt, generated, computed, committed : int32
+        Tokens of the prompt, generated tokens, tokens whose KV was computed, tokens given to `PrefixCache.commit`.
+    gone : int32
+        Computed tokens that were evicted.
+    high : int32
+        Most tokens that were computed before the admission.
+    limit : int32
+        Most tokens to generate.
+    last : int32
+        Last known token, the input of the next decode.
+    shared : bool
+        The tail may be shared with a fork. Then the next token may need a block for its copy.
+    watch : int32 ``[lanes, E]``
+        Tokens that may end the sequence, padded with -1: eos, and the last tokens of stop sequences.
+    width : int32
+        Width of the beam. 0: no beam.
+    index : int32
+        Number of the sequence in its request.
+    tokens : int32 ``[lanes, W]``
+        Generated tokens. W doubles when a sequence needs it.
+    logprobs : float32 ``[lanes, W]`` or None
+        None until `update` gets some.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.handle = np.full(size, -1, np.int64)
+        self.state = np.zeros(size, np.int8)
+        self.admitted = np.zeros(size, np.int64)
+        self.prompt = np.zeros(size, np.int32)
+        self.generated = np.zeros(size, np.int32)
+        self.computed = np.zeros(size, np.int32)
+        self.committed = np.zeros(size, np.int32)
+        self.gone = np.zeros(size, np.int32)
+        self.high = np.zeros(size, np.int32)
+        self.limit = np.zeros(size, np.int32)
+        self.last = np.zeros(size, np.int32)
+        self.shared = np.zeros(size, np.bool_)
+        self.watch = np.full((size, 1), -1, np.int32)
+        self.width = np.zeros(size, np.int32)
+        self.index = np.zeros(size, np.int32)
+        self.tokens = np.zeros((size, 64), np.int32)
+        self.logprobs: NDArray[float32] | None = None
+        self.ones = np.ones(size, np.int64)  # `Step.num_new` of decodes
+        self.order = np.arange(size, dtype=np.int32)
+        self.ones.flags.writeable = self.order.flags.writeable = False
+        self.sequences: list[Sequence | None] = [None] * size
+        self.free = list(range(size))
+        heapify(self.free)
+
+    def take(self) -> int:
+        """Reserve the lowest free lane."""
+        return heappop(self.free)
+
+    def put(self, lane: int, sequence: Sequence, handle: int, computed: int, admitted: int) -> None:
+        """Put a sequence in a lane that was taken."""
+        request = sequence.group.request
+        self.handle[lane] = handle
+        self.state[lane] = PREFILLING
+        self.admitted[lane] = admitted
+        self.prompt[lane] = request.prompt.size
+        self.computed[lane] = self.committed[lane] = computed
+        self.gone[lane] = 0
+        self.high[lane] = sequence.high
+        self.limit[lane] = request.max_tokens
+        self.shared[lane] = False
+        self._put_watch(lane, {*request.eos, *(stop[-1] for stop in request.stop)})
+        self.width[lane] = request.beam_width
+        self.index[lane] = sequence.index
+        self.set_tokens(lane, sequence, sequence.tokens, sequence.logprobs)
+        self.sequences[lane] = sequence
+        sequence.lane = lane
+        sequence.tokens, sequence.logprobs = sequence.tokens[:0], None
+
+    def _put_watch(self, lane: int, tokens: set[int]) -> None:
+        if len(tokens) > self.watch.shape[1]:
+            wider = np.full((self.size, len(tokens)), -1, np.int32)
+            wider[:, : self.watch.shape[1]] = self.watch
+            self.watch = wider
+        self.watch[lane] = -1
+        self.watch[lane, : len(tokens)] = sorted(tokens)
+
+    def set_tokens(
+        self, lane: int, sequence: Sequence, tokens: NDArray[int32], logprobs: NDArray[float32] | None
+    ) -> None:
+        """Replace the generated tokens of a lane."""
+        self.make_room(len(tokens) + 1)
+        self.tokens[lane, : len(tokens)] = tokens
+        self.generated[lane] = len(tokens)
+        self.last[lane] = tokens[-1] if len(tokens) else sequence.group.request.prompt[-1]
+        if self.logprobs is not None or logprobs is not None:
+            kept = self.need_logprobs()
+            kept[lane] = np.nan
+            if logprobs is not None:
+                kept[lane, : len(logprobs)] = logprobs
+
+    def make_room(self, width: int) -> None:
+        """Let the token buffers hold `width` tokens per lane."""
+        old = self.tokens.shape[1]
+        if width <= old:
+            return
+        new = max(width, 2 * old)
+        tokens = np.zeros((self.size, new), np.int32)
+        tokens[:, :old] = self.tokens
+        self.tokens = tokens
+        if self.logprobs is not None:
+            logprobs = np.full((self.size, new), np.nan, np.float32)
+            logprobs[:, :old] = self.logprobs
+            self.logprobs = logprobs
+
+    def need_logprobs(self) -> NDArray[float32]:
+        """Return the buffer of logprobs. Make it if there is none."""
+        if self.logprobs is None:
+            self.logprobs = np.full(self.tokens.shape, np.nan, np.float32)
+        return self.logprobs
+
+    def generated_of(self, lane: int) -> NDArray[int32]:
+        """Return a copy of the generated tokens of a lane."""
+        return self.tokens[lane, : self.generated[lane]].copy()
+
+    def logprobs_of(self, lane: int) -> NDArray[float32] | None:
+        """Return a copy of the logprobs of a lane, None if there are none."""
+        if self.logprobs is None:
+            return None
+        mine = self.logprobs[lane, : self.generated[lane]]
+        return None if np.isnan(mine).all() else mine.copy()
+
+    def known(self, lane: int, begin: int, end: int) -> NDArray[int32]:
+        """Return the tokens at positions begin .. end - 1 of prompt and generated ones."""
+        prompt = self.sequence(lane).group.request.prompt
+        n = len(prompt)
+        if end <= n:
+            return prompt[begin:end]
+        if begin >= n:
+            return self.tokens[lane, begin - n : end - n]
+        return np.concatenate([prompt[begin:], self.tokens[lane, : end - n]])
+
+    def leave(self, lane: int) -> None:
+        """Remove the sequence from a lane and free the lane."""
+        self.vacate(lane)
+        self.give(lane)
+
+    def give(self, lane: int) -> None:
+        """Free a lane without a sequence."""
+        heappush(self.free, lane)
+
+    def vacate(self, lane: int) -> None:
+        """Remove the sequence from a lane, which stays taken."""
+        sequence = self.sequences[lane]
+        if sequence is not None:
+            sequence.lane = -1
+        self.sequences[lane] = None
+        self.handle[lane] = -1
+        self.state[lane] = WAITING
+
+    def running(self, state: int = -1) -> NDArray[np.intp]:
+        """Return the lanes in a state (any running one by default), in order of admission."""
+        (chosen,) = (self.state == state if state >= 0 else self.state != WAITING).nonzero()
+        return chosen[self.admitted[chosen].argsort()]
+
+    def sequence(self, lane: int) -> Sequence:
+        """Return the sequence of a lane that is not free."""
+        sequence = self.sequences[lane]
+        assert sequence is not None
+        return sequence
+
+    def kv_lens(self, lanes: NDArray[np.intp]) -> NDArray[int32]:
+        """Return how many tokens of these lanes the pool holds: the computed ones without the evicted ones."""
+        lens: NDArray[int32] = self.computed[lanes] - self.gone[lanes]
+        return lens
+
+    def remaining(self, lane: int) -> int:
+        """Return the number of known tokens that are not computed."""
+        return int(self.prompt[lane] + self.generated[lane] - self.computed[lane])
+
+
+class WaitingQueue:
+    """Sequences by priority. Every call is O(log priorities) or better."""
+
+    def __init__(self) -> None:
+        self._lines: dict[int, OrderedDict[Sequence, None]] = {}
+        self._priorities: list[int] = []  # heap of negated ones; an empty line leaves when it is on top
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for priority in sorted(self._lines, reverse=True):
+            yield from self._lines[priority]
+
+    def push(self, sequence: Sequence, *, front: bool = False) -> None:
+        """Put a sequence behind all others of its priority, or before them."""
+        priority = sequence.group.request.priority
+        line = self._lines.get(priority)
+        if line is None:
+            line = self._lines[priority] = OrderedDict()
+            heappush(self._priorities, -priority)
+        line[sequence] = None
+        if front:
+            line.move_to_end(sequence, last=False)
+        self._size += 1
+
+    def head(self) -> Sequence | None:
+        """Return the next sequence, None if nobody waits."""
+        while self._priorities:
+            line = self._lines[-self._priorities[0]]
+            if line:
+                return next(iter(line))
+            del self._lines[-heappop(self._priorities)]
+        return None
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence from any place."""
+        del self._lines[sequence.group.request.priority][sequence]
+        self._size -= 1
+
+    def discard(self, sequence: Sequence) -> None:
+        """Remove a sequence if it is queued. Of a beam only the first sequence is."""
+        if sequence in self._lines.get(sequence.group.request.priority, ()):
+            self.remove(sequence)
+
+
+class Step:
+    """One batch. The arrays hold until `update` or `fail`.
+
+    Attributes
+    ----------
+    plan : Plan
+        The plan of the pool's step: copies, writes, reads.
+    num_decodes : int
+        Number of decodes. They are the first rows, one token each. Prefill chunks follow.
+    handles : int64 ``[S]``
+    lanes : int32 ``[S]``
+        The scheduler's lane of each row.
+    num_new : int64 ``[S]``
+        New tokens of each row.
+    tokens : int32 ``[T]``
+        Inputs, row after row.
+    sample_at : int32 ``[M]``
+        Which of the T positions are sampled, ascending. A position occurs once per sample.
+    sample_lane, sample_index, sample_position : int32 ``[M]``
+        The scheduler's lane, the number of the sample in its request, the tokens that it has generated so far.
+    beam_width : int32 ``[M]``
+        Beam width of the request. 0: no beam.
+    """
+
+    __slots__ = (
+        *("plan", "num_decodes", "handles", "lanes", "num_new", "tokens", "sample_at", "sample_lane", "sample_index"),
+        *("sample_position", "beam_width", "_rows", "batch"),
+    )
+
+    def __init__(
+        self,
+        rows: LaneRows,
+        plan: Plan,
+        batch: DecodeBatch | None,
+        tokens: NDArray[int32],
+        num_decodes: int,
+        *arrays: np.ndarray,
+    ) -> None:
+        self._rows = rows
+        self.plan = plan
+        self.batch = batch  # the decodes, if each samples one token
+        self.tokens = tokens
+        self.num_decodes = num_decodes
+        self.lanes: NDArray[int32]
+        self.handles: NDArray[int64]
+        self.num_new: NDArray[int64]
+        self.sample_at: NDArray[int32]
+        self.sample_lane: NDArray[int32]
+        self.sample_index: NDArray[int32]
+        self.beam_width: NDArray[int32]
+        self.lanes, self.handles, self.num_new, self.sample_at, self.sample_lane, self.sample_index, self.beam_width = (
+            arrays
+        )
+        self.sample_position: NDArray[int32] = rows.generated[self.sample_lane]
+
+    def __repr__(self) -> str:
+        return (
+            f"<kvpool.scheduler.Step of {self.num_decodes} decodes and {len(self.lanes) - self.num_decodes} chunks, "
+            f"{len(self.tokens)} tokens, {len(self.sample_at)} samples>"
+        )
+
+    @property
+    def evicted(self) -> NDArray[int32]:
+        """Evicted tokens of each row, ``[S]``. Positions are ahead of places in the table by as many."""
+        gone: NDArray[int32] = self._rows.gone[self.lanes]
+        return gone
+
+    @property
+    def requests(self) -> list[Request]:
+        """The request of each sample, length M. The list is made on each access."""
+        sequences = self._rows.sequences
+        return [sequences[lane].group.request for lane in self.sample_lane.tolist()]
+
+
+REMEMBERED = 4096
+
+
+class DecodeBatch:
+    """The sequences that decode. It has what a step needs of them, gathered once until one joins or leaves.
+
+    Attributes
+    ----------
+    lanes : intp ``[S]``
+        In order of admission.
+    plain : bool
+        Each sequence samples one token: there are no beams and no samples to fork.
+    """
+
+    __slots__ = ("handles", "index", "lanes", "lanes32", "limit", "plain", "shared", "watch", "width")
+
+    def __init__(self, rows: LaneRows, unforked: int) -> None:
+        lanes = self.lanes = rows.running(DECODING)
+        self.lanes32 = lanes.astype(np.int32)
+        self.handles = rows.handle[lanes]
+        self.index = rows.index[lanes]
+        self.width = rows.width[lanes]
+        self.watch = rows.watch[lanes]
+        self.limit = rows.limit[lanes]
+        self.shared = bool(rows.shared[lanes].any())
+        for array in (self.lanes32, self.handles, self.index, self.width):
+            array.flags.writeable = False  # steps expose them
+        self.plain = not self.width.any() and not (
+            unforked and any(not rows.sequence(lane).group.forked for lane in lanes.tolist())
+        )
+
+    def has_room(self, pool: Pool) -> bool:
+        """Return whether each sequence finds a block for its next token."""
+        return pool.blocks.num_blank >= len(self.handles) or pool.can(self.handles)
+
+
+class Core:
+    """The state of a scheduler. Parameters: see `Scheduler`."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        max_running: int,
+        max_step_tokens: int,
+        prefill_chunk: int,
+        mixed: bool,
+        watermark: int | None,
+        policy: str,
+        tier: Any,
+        clock: Callable[[], float],
+        eviction: Evictor | None = None,
+    ) -> None:
+        self.pool = pool
+        self.max_running = max_running
+        self.max_step_tokens = max_step_tokens
+        self.chunk = min(prefill_chunk, max_step_tokens)
+        self.mixed = mixed
+        self.watermark = watermark
+        self.policy = policy
+        self.tier = tier
+        self.clock = clock
+        self.eviction = eviction
+        self.findable = 2**31 - 1  # most tokens of a prompt that are looked up and committed
+        if eviction is not None:  # a sequence begins below its budget
+            self.findable = (eviction.policy.max_kv - 1) // pool.block_size * pool.block_size
+        self.prefix = pool.prefix
+        self.rows = LaneRows(max_running)
+        self.queue = WaitingQueue()
+        self.spilled: dict[Sequence, None] = {}  # oldest first
+        self.groups: dict[Hashable, Group] = {}
+        self.ended: dict[Hashable, None] = {}  # ids of the latest, for messages
+        self.beams: list[Any] = []  # running ones
+        self.next_id = 0
+        self.next_admission = 0
+        self.alone_until = 0  # `next_admission` after the last admission at which nothing ran
+        self.count = [0] * 5  # sequences by state, now; FINISHED: all that ended without cancellation
+        self.cancelled = self.rejected = self.admissions = self.preemptions = self.spills = self.steps = 0
+        self.decode_tokens = self.prefill_tokens = self.recomputed_tokens = self.hit_tokens = self.sampled_tokens = 0
+        self.evicted_tokens = 0
+        self.idle_steps = 0  # steps that lost rows to a cancellation: they may have sampled nothing
+        self.setbacks = 0  # preemptions without progress: failed steps, blocks that other users of the pool took
+        self.chunks_allowed = 0  # sum over admissions of ceil(tokens to compute / chunk)
+        self.unforked = 0  # requests with samples that are not forked yet
+        self.step_out = False
+        self.was_chunk = False  # the last step was a chunk (not mixed)
+        self.dead: list[int] = []  # lanes whose sequence was cancelled while the step is out
+        self.changed = True  # the set of sequences that decode has changed
+        self.growing = -1  # decodes of this step that may take a block; -1: not counted yet
+        self._batch = DecodeBatch(self.rows, 0)
+        self._length_plan: Plan | None = None
+
+    # -- who decodes
+
+    def batch(self) -> DecodeBatch:
+        """Return the sequences that decode now."""
+        if self.changed:
+            self._batch = DecodeBatch(self.rows, self.unforked)
+            self.changed = False
+        return self._batch
+
+    def available(self) -> int:
+        """Return the number of blocks that a call could take."""
+        stats = self.pool.stats()
+        return stats.free + stats.evictable
+
+    def blocks(self, tokens: int) -> int:
+        """Return the number of blocks for `tokens` tokens."""
+        return -(-tokens // self.pool.block_size)
+
+    # -- moves
+
+    def move(self, sequence: Sequence, state: int) -> None:
+        """Change the state of a sequence, and the counters with it."""
+        self.count[sequence.state] -= 1
+        self.count[state] += 1
+        sequence.state = state
+        if sequence.lane >= 0:
+            self.rows.state[sequence.lane] = state
+        self.changed = True
+
+    def wait(self, sequence: Sequence, *, front: bool = False) -> None:
+        """Queue a sequence that is in no list."""
+        self.queue.push(sequence, front=front)
+
+    def start(self, sequence: Sequence, lane: int, handle: int, computed: int, admitted: int) -> None:
+        """Give a sequence a lane, which was taken, and a handle."""
+        self.rows.put(lane, sequence, handle, computed, admitted)
+        if self.eviction is not None:
+            self.eviction.memory.start(lane)
+        self.move(sequence, PREFILLING)
+        self.set_phase(lane)
+
+    def admission_number(self, n: int = 1) -> int:
+        """Return the first of n new consecutive numbers."""
+        if not self.count[PREFILLING] + self.count[DECODING]:
+            self.alone_until = self.next_admission + n
+        self.next_admission += n
+        return self.next_admission - n
+
+    def set_phase(self, lane: int) -> None:
+        """Set PREFILLING or DECODING, by the tokens left to compute. A beam's sequences decode together."""
+        sequence = self.rows.sequence(lane)
+        beam = sequence.group.beam
+        if beam is not None and len(beam.live) > 1:
+            return
+        state = DECODING if self.rows.remaining(lane) == 1 else PREFILLING
+        if sequence.state != state:
+            self.move(sequence, state)
+
+    def commit(self, lane: int) -> None:
+        """Commit the computed tokens of a lane to the prefix cache, unless tokens were evicted."""
+        rows = self.rows
+        begin, end = int(rows.committed[lane]), min(int(rows.computed[lane]), self.findable)
+        size = self.pool.block_size
+        if self.prefix is None or rows.gone[lane] or end // size <= begin // size:
+            return
+        self.prefix.commit(int(rows.handle[lane]), rows.known(lane, begin, end))
+        rows.committed[lane] = end
+
+    def leave(self, sequence: Sequence, state: int) -> None:
+        """Remove a running sequence from its lane and save its numbers. The caller owns the handle."""
+        rows, lane = self.rows, sequence.lane
+        sequence.tokens = rows.generated_of(lane)
+        sequence.logprobs = rows.logprobs_of(lane)
+        sequence.computed = int(rows.computed[lane])
+        sequence.high = max(sequence.high, sequence.computed)
+        rows.leave(lane)
+        self.move(sequence, state)
+
+    def was_alone(self) -> bool:
+        """Return whether the request that runs alone has run alone since its admission."""
+        return self.next_admission == self.alone_until
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Close a running sequence and queue it first of its priority. A beam is preempted as a whole."""
+        beam = sequence.group.beam
+        if beam is not None:
+            beam.preempt(self)
+            return
+        lane = sequence.lane
+        self.commit(lane)
+        self.pool.close(int(self.rows.handle[lane]))
+        self.leave(sequence, WAITING)
+        sequence.preemptions += 1
+        self.preemptions += 1
+        self.wait(sequence, front=True)
+
+    def output(self, sequence: Sequence, reason: str, now: float, score: float | None = None) -> Output:
+        """Return the output of a sequence that has left its lane."""
+        group = sequence.group
+        times = Times(group.arrived, group.admitted, group.first_token, now)
+        return Output(
+            *(group.id, sequence.index, sequence.tokens, sequence.logprobs, score, reason),
+            *(group.num_cached, sequence.preemptions, times),
+        )
+
+    def finish(self, sequence: Sequence, reason: str, now: float) -> Output:
+        """End a sequence: commit and close it if it runs. The last one ends its request."""
+        if sequence.lane >= 0:
+            self.commit(sequence.lane)
+            self.pool.close(int(self.rows.handle[sequence.lane]))
+            self.leave(sequence, FINISHED)
+        else:
+            self.move(sequence, FINISHED)
+        self.close_group(sequence.group, 1)
+        return self.output(sequence, reason, now)
+
+    def create(self, group: Group, index: int) -> Sequence:
+        """Make a new sequence, in state WAITING and in no list."""
+        self.count[WAITING] += 1
+        return Sequence(group, index)
+
+    def drop(self, sequence: Sequence) -> None:
+        """Forget a sequence. Its lane stays taken. The caller owns its handle."""
+        self.count[sequence.state] -= 1
+        self.changed = True
+        if sequence.lane >= 0:
+            self.rows.vacate(sequence.lane)
+
+    def close_group(self, group: Group, ended: int) -> None:
+        """Count `ended` more sequences of a request as ended. Forget the request after the last one."""
+        group.unfinished -= ended
+        if group.unfinished == 0:
+            del self.groups[group.id]
+            self.ended[group.id] = None
+            if len(self.ended) > REMEMBERED:
+                del self.ended[next(iter(self.ended))]
+
+    def new_group(self, request: Request) -> Group:
+        """Register a new request."""
+        name = request.id
+        if name is None:
+            while self.next_id in self.groups:
+                self.next_id += 1
+            name = self.next_id
+            self.next_id += 1
+        self.ended.pop(name, None)
+        group = Group(request, name, self.clock())
+        self.groups[name] = group
+        self.unforked += not group.forked
+        self.count[WAITING] += 1
+        self.wait(group.sequences[0])
+        return group
+
+    def release(self, sequence: Sequence) -> None:
+        """Cancel a sequence in any state. Its lane stays taken while a step is out."""
+        state, lane = sequence.state, sequence.lane
+        if state == WAITING:
+            self.queue.discard(sequence)
+        elif state == SPILLED:
+            del self.spilled[sequence]
+            sequence.kept = None
+        if lane >= 0:
+            rows = self.rows
+            self.pool.close(int(rows.handle[lane]))
+            sequence.tokens, sequence.logprobs = rows.generated_of(lane), rows.logprobs_of(lane)
+            rows.handle[lane] = -1
+            if self.step_out:
+                self.dead.append(lane)
+            else:
+                rows.leave(lane)
+        self.move(sequence, FINISHED)
+        self.count[FINISHED] -= 1
+        self.cancelled += 1
+        if lane >= 0 and self.step_out:
+            self.rows.state[lane] = WAITING
+
+    def bury(self) -> None:
+        """Free the lanes of sequences that were cancelled while the step was out."""
+        for lane in self.dead:
+            self.rows.leave(lane)
+        self.dead.clear()
+
+    def set_length(self, handle: int, tokens: int) -> None:
+        """Set the length of a sequence that has its blocks. Their content comes from a tier."""
+        if self._length_plan is None:
+            self._length_plan = Plan(self.pool, 1, 2**31 - 1, formats=("seq_lens",))
+        self.pool.step(self._length_plan, [handle], tokens)
+        if not self.pool.options.in_order:
+            self.pool.done(self._length_plan)
