@@ -1,0 +1,110 @@
+"""What `layer_groups` computes from a config, against the bytes that mlx-lm's caches of that model hold."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("mlx_lm")
+
+import mlx.core as mx
+from held_bytes import KINDS, computed, measured
+from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
+from mlx_lm.utils import MODEL_REMAPPING
+from tiny_files import OWN, build, config_of, gather_mm
+
+from kvpool.model_config import layer_groups
+from kvpool.sizing import LayerGroup
+from kvpool.sizing_families import FAMILIES
+
+NOT_RUN = {  # files of mlx-lm that are not compared
+    "bitnet": "kernels of a GPU only",
+    "muse_spark": "kernels of a GPU only",
+    "olmo": "raises for a prompt of more than one token",
+    "phi3small": "ends the process in MLX on a CPU",
+    "deepseek_v41": "refused: one latent stands for several tokens",
+}
+
+
+def difference(name, lengths, change=lambda groups: groups, compute=False):
+    """(length, computed, measured) at the first length where they differ, None if there is none."""
+    config = config_of(name)
+    groups = change(layer_groups(config))
+    model = build(name, copy.deepcopy(config))
+    for num_tokens in lengths:
+        ours, theirs = computed(groups, num_tokens), measured(model, num_tokens, compute)
+        if ours != theirs:
+            return num_tokens, ours, theirs
+    return None
+
+
+COMPUTED = (
+    *("llama", "gemma3", "gemma4_text", "llama4", "deepseek_v3", "qwen3_next", "falcon_h1", "jamba", "kimi_linear"),
+    *("nemotron_h", "longcat_flash_ngram", "mamba2"),
+)
+
+
+@pytest.mark.parametrize("name", sorted(OWN))
+def test_computed_bytes_are_those_that_mlx_lm_holds(name):
+    assert difference(name, (2, 23, 70, 300)) is None
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_bytes_are_the_same_when_values_are_computed(name, monkeypatch):
+    monkeypatch.setattr(mx, "gather_mm", gather_mm)
+    assert difference(name, (70,), compute=True) is None
+
+
+def changed(kind, /, **fields):
+    """The groups with one field of a kind changed."""
+    return lambda groups: tuple(replace(g, **fields) if g.kind == kind else g for g in groups)
+
+
+def with_wrong_dtype(groups):
+    """All arrays of states in the dtype of the model."""
+    return tuple(replace(g, arrays=tuple(replace(a, dtype=g.dtype) for a in g.arrays)) for g in groups)
+
+
+FAULTS = {
+    "a window that is one token too long": ("llama", changed("window", size=25)),
+    "a state in the dtype of the model": ("mamba2", with_wrong_dtype),
+    "values as wide as keys": ("deepseek_v3", changed("full", v_head_dim=40)),
+    "layers that share keys and values own some": ("gemma3n", lambda groups: (*groups, *groups[:1])),
+    "a chunk that is a window": ("llama4", changed("chunk", kind="window")),
+    "float32 keys": ("qwen3", changed("full", dtype="float32")),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault):
+    name, change = FAULTS[fault]
+    assert difference(name, (70,), change) is not None
+
+
+@pytest.mark.parametrize("make", [RotatingKVCache, ChunkedKVCache])
+@pytest.mark.parametrize("size", [1, 2, 24, 256, 300, 2048, 3000])
+def test_rows_of_a_cache_follow_from_the_length_alone(make, size):
+    group = LayerGroup(KINDS[make], (0,), "float16", size=size, num_kv_heads=1, head_dim=1, v_head_dim=1)
+    for num_tokens in (1, 2, 24, 25, 255, 256, 257, 300, 302, 2048, 2049, 2050, 2051, 3001, 4097, 4098, 6200):
+        if make is RotatingKVCache and size == 1 and num_tokens > 1:
+            continue
+        cache, held = make(size), 0
+        while held < num_tokens:
+            new = min(2048, num_tokens - 1 - held) or 1
+            if make is ChunkedKVCache:
+                cache.maybe_trim_front()
+            cache.update_and_fetch(*[mx.zeros((1, 1, new, 1), mx.float16)] * 2)
+            held += new
+        assert group.num_held_by_mlx_lm(num_tokens) == cache.keys.shape[2], num_tokens
+
+
+def test_every_model_type_of_mlx_lm_is_read_or_refused_by_name():
+    import pkgutil
+
+    import mlx_lm.models
+
+    files = {info.name for info in pkgutil.iter_modules(mlx_lm.models.__path__)}
+    known = {MODEL_REMAPPING.get(name, name) for name in FAMILIES} | {"Klear"}
+    assert known - {"klear"} <= files
+    assert (set(OWN) | set(NOT_RUN)) == known - {"klear"}
+    assert set(MODEL_REMAPPING) - {"deepseek_v41_text"} <= set(FAMILIES)
