@@ -381,9 +381,9 @@ def _lines(plan: _Plan, model_type: str) -> list[str]:
     today = f"install refuses the model, {plan.refusal}" if plan.refusal else "every token of every layer"
     lines += [
         f"One sequence of {longest} tokens takes",
+        f"  {needed['kvpool']:>11}  in kvpool: {today}",
         f"  {needed['layer_groups']:>11}  in layer groups: what the layers need",
         f"  {needed['mlx_lm']:>11}  in mlx-lm's own caches, in {plan.groups[0].dtype}",
-        f"  {needed['kvpool']:>11}  in kvpool: {today}",
         f"memory     {format_nbytes(plan.budget_nbytes)}, {plan.source}" if plan.size is None else plan.size.how,
     ]
     lines.append("Sequences that fit:")
