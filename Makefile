@@ -5,7 +5,7 @@
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-all fuzz test-metal test-embed test-torch test-golden-full test-long native lint bench bench-gates build debug asan \
-	tsan freethreaded coverage mutants proof clean
+	tsan freethreaded coverage mutants proof proof-long clean
 MAKEFLAGS += --no-print-directory
 unexport KVPOOL_CORE  # left set, it would have the plain Python model tested in place of the core
 
@@ -92,6 +92,9 @@ mutants: $(VENV)/built $(VENV)/test  ## the core made wrong in thousands of ways
 
 proof: $(VENV)/built $(VENV)/test  ## the table of figures that stand for trust, half an hour; exit 1 if one does not hold
 	$(PY) -m proof
+
+proof-long: $(VENV)/built $(VENV)/test  ## the same and an hour of random calls under sanitizers
+	$(PY) -m proof --long
 
 clean:  ## remove everything that make has made
 	rm -rf $(VENV) build dist *.egg-info kvpool-demo.png .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache

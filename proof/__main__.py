@@ -22,7 +22,7 @@ GATES = (
     *("operations", "determinism", "failures", "exhaustion", "misuse", "soak", "arithmetic", "complexity"),
     *("mutants", "coverage", "threads", "simulator", "freethreaded"),
 )
-MOST_SECONDS = 1800  # for all of them
+LONG = {"operations": "an hour of random calls; `make proof-long` runs it"}  # left out unless asked for
 COLUMNS = ("figure", "target", "measured", "holds", "planted fault", "command")
 
 
@@ -48,7 +48,7 @@ def run_gate(name: str, gate: ModuleType, budget: Budget, planted: bool) -> list
 
 
 def reasons() -> dict[str, str]:
-    """Gates that need what this machine lacks, and why: they are run only by name."""
+    """Gates that need what this machine lacks, and why: they run only by name."""
     found = {name: getattr(importlib.import_module(f"proof.{name}"), "missing", lambda: None)() for name in GATES}
     return {name: why for name, why in found.items() if why}
 
@@ -73,26 +73,20 @@ def show(rows: list[tuple[Figure, bool | None]]) -> None:
             print(f"{figure.name}: {figure.notes}")
 
 
-def whole(seconds: float) -> Figure:
-    """The row of all gates together."""
-    measured = f"{seconds / 60:.1f} min with all builds, {os.cpu_count()} cores"
-    return Figure("all of it", "<= 30 min on 2 cores", measured, seconds <= MOST_SECONDS, "make proof", seconds)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run gates and print the table; 1 if a figure does not hold, or a planted fault was missed."""
     parser = argparse.ArgumentParser(prog="python -m proof", description=__doc__)
-    parser.add_argument("gates", nargs="*", metavar="NAME", help=f"gates to run, all by default: {', '.join(GATES)}")
-    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="the same, one by one")
+    parser.add_argument("gates", nargs="*", metavar="NAME", help=f"gates to run: {', '.join(GATES)}")
+    parser.add_argument("--long", action="store_true", help=f"with no NAME: run {', '.join(LONG)} too")
     parser.add_argument("--short", action="store_true", help="a thousandth of the work; says nothing about the figures")
     parser.add_argument("--seed", type=int, default=FULL.seed)
     parser.add_argument("--jobs", type=int, default=min(FULL.jobs, os.cpu_count() or 1), help="processes")
     parser.add_argument("--no-planted", action="store_true", help="leave the planted faults out")
     parser.add_argument("--json", action="store_true", help="print JSON, no table")
     options = parser.parse_args(argv)
-    names, left_out = [*options.gates, *options.only], {}
+    names, left_out = options.gates, {}
     if not names:
-        left_out = reasons()
+        left_out = reasons() | ({} if options.long else LONG)
         names = [name for name in GATES if name not in left_out]
     if unknown := sorted(set(names) - set(GATES)):
         parser.error(f"no gate has the name {', '.join(unknown)}; there are {', '.join(GATES)}")
@@ -108,8 +102,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"  {'' if figure.holds else 'DOES NOT HOLD: '}{figure.measured}", file=sys.stderr, flush=True)
             print(f"  {time.perf_counter() - begun:.0f} s, builds and planted fault too", file=sys.stderr, flush=True)
     seconds = time.perf_counter() - start
-    if budget.share >= 1 and set(names) | set(left_out) == set(GATES):
-        rows.append((whole(seconds), None))
     if options.json:
         shown = [asdict(figure) | {"planted_caught": caught} for figure, caught in rows]
         print(json.dumps({"figures": shown, "not_run": left_out, "seconds": seconds}, indent=1))

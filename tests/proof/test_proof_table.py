@@ -71,19 +71,15 @@ def test_figure_that_fails_or_fault_that_is_missed_fails(gates, bad, capsys):
     assert table.main(["--json"]) == 1
     shown = json.loads(capsys.readouterr().out)["figures"]
     assert [figure["holds"] and figure["planted_caught"] for figure in shown[:2]] == [True, False]
-    assert table.main(["one"]) == table.main(["--only", "one"]) == 0
+    assert table.main(["one"]) == 0
 
 
-@pytest.mark.parametrize(("limit", "holds"), [(1e9, True), (0.0, False)])
-def test_all_gates_together_have_half_an_hour(gates, monkeypatch, capsys, limit, holds):
-    gates(one=Gate(), two=Gate())
-    assert table.MOST_SECONDS == 1800
-    monkeypatch.setattr(table, "MOST_SECONDS", limit)
-    assert table.main(["--json"]) == (0 if holds else 1)
-    last = json.loads(capsys.readouterr().out)["figures"][-1]
-    assert last["name"] == "all of it" and last["holds"] is holds
-    assert table.main(["--json", "one"]) == table.main(["--json", "--short"]) == 0  # no half hours
-    assert "all of it" not in capsys.readouterr().out
+def test_long_gates_run_by_name_or_with_long(gates, monkeypatch, capsys):
+    gates(one=Gate(), two=Gate(holds=False))
+    monkeypatch.setattr(table, "LONG", {"two": "an hour"})
+    assert table.main([]) == 0
+    assert "not run: two: an hour" in capsys.readouterr().out
+    assert table.main(["two"]) == table.main(["--long"]) == 1
 
 
 def test_gate_that_breaks_is_a_row_and_the_others_stand(gates, capsys):
