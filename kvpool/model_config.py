@@ -36,6 +36,11 @@ def layer_groups(config: Config, *, dtype: str | None = None) -> tuple[LayerGrou
     dtype : str, optional
         Overrides the model's ``dtype`` / ``torch_dtype``.
 
+    Returns
+    -------
+    tuple of LayerGroup
+        In the order of their first layers.
+
     Raises
     ------
     ValueError, TypeError

@@ -422,7 +422,15 @@ def qwen3_next(f: Fields) -> Layers:
     """A gated delta net in all layers but every ``full_attention_interval``-th."""
     keys, values, memory = delta_sizes(f)
     recurrent = state(*short_conv(f.size("linear_conv_kernel_dim"), 2 * keys + values), memory)
-    return mixed(sliding_by_period(f.num_layers, f.size("full_attention_interval")), recurrent, full(kv(f), either(f)))
+    is_state = sliding_by_period(f.num_layers, f.size("full_attention_interval"))
+    if f.value("layer_types") and is_linear(f) != is_state:
+        raise ValueError("[config] layer_types and full_attention_interval disagree; mlx-lm reads the interval")
+    return mixed(is_state, recurrent, full(kv(f), either(f)))
+
+
+def is_linear(f: Fields) -> list[bool]:
+    """Layers of linear attention, by layer_types."""
+    return [name != FULL for name in f.items("layer_types", str, ("linear_attention", FULL), f.num_layers)]
 
 
 def olmo_hybrid(f: Fields) -> Layers:
@@ -431,8 +439,7 @@ def olmo_hybrid(f: Fields) -> Layers:
     recurrent = state(*short_conv(f.size("linear_conv_kernel_dim"), keys, keys, values), memory)
     is_state = sliding_by_period(f.num_layers, 4)
     if f.value("layer_types") is not None:
-        names = f.items("layer_types", str, ("linear_attention", FULL), f.num_layers)
-        is_state = [name == "linear_attention" for name in names]
+        is_state = is_linear(f)
     return mixed(is_state, recurrent, full(kv_or_query(f), either(f)))
 
 
@@ -600,8 +607,6 @@ def plamo2(f: Fields) -> Layers:
     dim, heads, layers = f.size("hidden_size_per_head"), f.size("mamba_num_heads"), f.num_layers
     step = f.size("mamba_step")
     is_state = [layer % step != step // 2 for layer in range(layers)]
-    if layers <= step // 2:
-        is_state = [layer != layers - 1 for layer in range(layers)]
     if not f.value("mamba_enabled"):
         is_state = [False] * layers
     memory = ((heads, dim, f.size("mamba_d_state")), "float32")

@@ -352,6 +352,10 @@ NAS = {"model_type": "nemotron-nas", "block_configs": [{"attention": {"n_heads_i
         (OLMO3 | {"sliding_window": None}, "sliding_window is missing"),
         (gemma3() | {"text_config": None}, "text_config must be an object, got None"),
         (wrapped("gemma3n", GEMMA3N | {"num_kv_shared_layers": 34}), "layer 4 has no layer of its kind before"),
+        (
+            QWEN3_NEXT | {"layer_types": ["linear_attention", FULL] * 24},
+            "layer_types and full_attention_interval disagree",
+        ),
         (QWEN3_NEXT | {"linear_conv_kernel_dim": None}, "linear_conv_kernel_dim is missing"),
         (NEMOTRON_H | {"hybrid_override_pattern": "MX*"}, "hybrid_override_pattern must be letters of M"),
         (NEMOTRON_H | {"hybrid_override_pattern": "--E"}, "no layer keeps anything"),
