@@ -1,7 +1,7 @@
 """Sizes: how many blocks fit a machine.
 
-`blocks_for` divides memory by a `KVSpec` (kvpool.spec) and tells how, and `describe_plan` says so of a model's config
-(kvpool.model_config), for people and for machines (the ``kvpool plan`` command).
+`blocks_for` divides memory by a `KVSpec` (kvpool.spec) and tells how. `describe_plan` says what a model keeps, by its
+config (kvpool.model_config), and how much of it fits, for people and for machines (the ``kvpool plan`` command).
 
 All sizes are Python integers (no overflow) and carry their unit in the name: ``_nbytes``, ``num_tokens``,
 ``num_blocks``.
@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from operator import index
 from pathlib import Path
 from typing import Any
 
-from kvpool.model_config import model_fields, shortened, sliding_window, spec_from_config
+from kvpool.model_config import layer_groups, model_fields, refusal_of, shortened, spec_from_config, spec_of_groups
+from kvpool.sizing import LayerGroup
 from kvpool.spec import DTYPES, LAYOUTS, KVSpec, PlaneLayout, checked_int
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "checked_int",
     "describe_plan",
     "format_nbytes",
+    "layer_groups",
     "parse_nbytes",
     "spec_from_config",
 ]
@@ -130,11 +132,7 @@ def blocks_for(
     if not isinstance(spec, KVSpec):
         raise TypeError(f"[blocks_for] spec must be a KVSpec, got {type(spec).__name__}")
     reserved_blocks = checked_int("blocks_for", "reserved_blocks", reserved_blocks, least=0)
-    terms: list[tuple[str, int]]
-    if memory == "auto":
-        source, terms = _machine_budget(fraction, overhead_nbytes, device_info or {}, active_nbytes)
-    else:
-        source, terms = "the given memory", [("memory for the KV pool", parse_nbytes(memory))]
+    source, terms = _budget(memory, fraction, overhead_nbytes, device_info, active_nbytes)
     budget = sum(nbytes for _, nbytes in terms)
 
     num_blocks, limited_by = _most_blocks(budget, spec, device_info or {})
@@ -142,6 +140,19 @@ def blocks_for(
     if num_blocks <= reserved_blocks:
         raise ValueError(f"[blocks_for] no usable block: {num_blocks} fit, {reserved_blocks} are reserved\n{size.how}")
     return size
+
+
+def _budget(
+    memory: int | str,
+    fraction: float | None = None,
+    overhead_nbytes: int | None = None,
+    device_info: Mapping[str, Any] | None = None,
+    active_nbytes: int | None = None,
+) -> tuple[str, Sequence[tuple[str, int]]]:
+    """Where the memory for a pool comes from, and the terms that sum up to it."""
+    if memory == "auto":
+        return _machine_budget(fraction, overhead_nbytes, device_info or {}, active_nbytes)
+    return "the given memory", [("memory for the KV pool", parse_nbytes(memory))]
 
 
 def _most_blocks(budget: int, spec: KVSpec, device_info: Mapping[str, Any]) -> tuple[int, str]:
@@ -247,8 +258,68 @@ def format_nbytes(nbytes: int) -> str:
 
 # ---------------------------------------------------------------------- what `kvpool plan` says
 
-_KEPT = "window     layers with a sliding window of {} tokens keep every token here, as the others do"
 _TYPICAL_LENGTHS = (512, 2048, 8192, 32768, 131072)
+_LONGEST = ("max_position_embeddings", "model_max_length", "n_positions", "max_seq_len", "seq_length")
+_KEPT = {"full": "every token", "window": "last {}", "chunk": "chunk of {}", "state": "state"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A model, a memory, and what of the one fits the other."""
+
+    groups: tuple[LayerGroup, ...]
+    storage: dict[str, Any]  # of `KVSpec`
+    max_len: int
+    source: str  # of the memory
+    terms: Sequence[tuple[str, int]]
+    size: PoolSize | None  # of a pool that keeps every token; None: `refusal` says why there is none
+    refusal: str
+
+    @property
+    def budget_nbytes(self) -> int:
+        """Bytes for sequences."""
+        return max(0, sum(nbytes for _, nbytes in self.terms))
+
+    @property
+    def lengths(self) -> list[int]:
+        """Lengths of sequences that are counted."""
+        return [n for n in _TYPICAL_LENGTHS if n < self.max_len] + [self.max_len]
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether keys or values are to be."""
+        return (self.storage["k_bits"], self.storage["v_bits"]) != (None, None)
+
+    def token_nbytes(self, group: LayerGroup) -> int:
+        """Bytes of a token in a group, quantized if asked for; keys without values stay as they are."""
+        if not self.is_quantized or 0 in (group.head_dim, group.v_head_dim):
+            return group.token_nbytes
+        heads = (len(group.layers), group.num_kv_heads, group.head_dim, group.dtype)
+        return KVSpec(*heads, v_head_dim=group.v_head_dim, **self.storage).token_nbytes
+
+    def group_nbytes(self, group: LayerGroup, num_tokens: int) -> int:
+        """Bytes of a sequence in a group, in whole blocks."""
+        held = group.num_held_in_blocks(num_tokens, self.storage["block_size"])
+        return held * self.token_nbytes(group) + group.state_nbytes
+
+    def sequence_nbytes(self, num_tokens: int) -> dict[str, int | None]:
+        """Bytes of one sequence: in a pool of kvpool, in layer groups, in mlx-lm's own caches."""
+        blocks = -(-num_tokens // self.storage["block_size"])
+        return {
+            "kvpool": None if self.size is None else blocks * self.size.spec.block_nbytes,
+            "layer_groups": sum(self.group_nbytes(group, num_tokens) for group in self.groups),
+            "mlx_lm": sum(group.mlx_lm_nbytes(num_tokens) for group in self.groups),
+        }
+
+    def num_sequences(self, num_tokens: int) -> dict[str, int | None]:
+        """How many such sequences fit, in the same three."""
+        needed, counts = self.sequence_nbytes(num_tokens), dict[str, int | None]()
+        for where, nbytes in needed.items():
+            counts[where] = None if nbytes is None else self.budget_nbytes // nbytes
+        if self.size is not None:
+            usable = self.size.num_blocks - self.size.reserved_blocks
+            counts["kvpool"] = usable // -(-num_tokens // self.storage["block_size"])
+        return counts
 
 
 def describe_plan(
@@ -263,7 +334,7 @@ def describe_plan(
     quant_group_size: int = 64,
     **machine: Any,
 ) -> tuple[dict[str, Any], str]:
-    """What a model's KV cache costs and how much of it fits, for machines (a dict) and for people (a text).
+    """What the layers of a model keep and how much of it fits, for machines (a dict) and for people (a text).
 
     Parameters
     ----------
@@ -272,62 +343,111 @@ def describe_plan(
     memory : int, str
         As in `blocks_for`, which also takes the keywords in `machine`.
     max_len : int, optional
-        Tokens that a static cache would reserve per sequence; the model's ``max_position_embeddings`` by
-        default, else 4096.
+        Tokens of the longest sequence that is counted; the model's limit by default, else 4096.
+
+    Notes
+    -----
+    Three ways to keep a sequence stand side by side: a pool of kvpool, which keeps every token of every layer; what
+    the layer groups alone need, in blocks; and mlx-lm's own caches, one per sequence and never quantized.
     """
     fields = model_fields(config)
-    spec = spec_from_config(
-        fields, block_size=block_size, dtype=dtype, k_bits=k_bits, v_bits=v_bits, quant_group_size=quant_group_size
-    )
-    window = sliding_window(fields)
-    size = blocks_for(memory, spec, **machine)
     if max_len is None:
-        max_len = fields.get("max_position_embeddings") or 4096
-    max_len = checked_int("plan", "max_len", max_len)
-    usable = size.num_blocks - size.reserved_blocks
-    static = size.pool_nbytes // (max_len * spec.token_nbytes)
-    lengths = [n for n in _TYPICAL_LENGTHS if n < max_len] + [max_len]
-    fits = {n: usable // -(-n // spec.block_size) for n in lengths}
+        max_len = next((fields[name] for name in _LONGEST if fields.get(name)), 4096)
+    storage = {"k_bits": k_bits, "v_bits": v_bits, "quant_group_size": quant_group_size}
+    storage["block_size"] = checked_int("plan", "block_size", block_size)
+    groups = layer_groups(config, dtype=dtype)
+    refusal = refusal_of(groups)
+    size = None if refusal else blocks_for(memory, spec_of_groups(groups, **storage), **machine)
+    if size is None:
+        machine.pop("reserved_blocks", None)
+        source, terms = _budget(memory, **machine)
+    else:
+        source, terms = size.source, size.breakdown
+    plan = _Plan(groups, storage, checked_int("plan", "max_len", max_len), source, terms, size, refusal)
+    return _facts(plan), "\n".join(_lines(plan, str(fields.get("model_type"))))
 
-    facts = _facts(spec, size) | {
-        "sliding_window": window,
-        "max_len": max_len,
-        "num_static_sequences": static,
-        "num_paged_sequences": {str(n): count for n, count in fits.items()},
-    }
+
+def _lines(plan: _Plan, model_type: str) -> list[str]:
+    """The text of a plan."""
+    words = KVSpec(1, 1, 128, plan.groups[0].dtype, **plan.storage).storage
+    longest = plan.max_len
     lines = [
-        f"model      {spec.num_layers} layers, {spec.num_kv_heads} KV heads, "
-        f"head_dim {spec.head_dim} / {spec.value_head_dim}, {spec.storage}",
-        f"KV bytes   {spec.token_nbytes} per token, {spec.block_nbytes} per block of {block_size} tokens",
-        *([] if window is None else [_KEPT.format(window)]),
-        size.how,
-        f"Sequences that fit (static: each one reserves {max_len} tokens):",
-        f"  {'tokens each':>12} {'paged':>10} {'static':>10}",
-        *(f"  {n:>12} {count:>10} {static:>10}" for n, count in fits.items()),
+        f"model      {model_type}, {words}",
+        f"  {'keeps':<24} {'layers':>6} {'heads x dim':>14} {'bytes per token':>16} {f'{longest} tokens':>16}",
+        *(_group_line(plan, group) for group in plan.groups),
+        *_notes(plan),
     ]
-    return facts, "\n".join(lines)
+    needed = {where: "-" if n is None else format_nbytes(n) for where, n in plan.sequence_nbytes(longest).items()}
+    today = f"install refuses the model, {plan.refusal}" if plan.refusal else "every token of every layer"
+    lines += [
+        f"One sequence of {longest} tokens takes",
+        f"  {needed['kvpool']:>11}  in kvpool: {today}",
+        f"  {needed['layer_groups']:>11}  in layer groups: what the layers need",
+        f"  {needed['mlx_lm']:>11}  in mlx-lm's own caches, in {plan.groups[0].dtype}",
+        f"memory     {format_nbytes(plan.budget_nbytes)}, {plan.source}" if plan.size is None else plan.size.how,
+    ]
+    lines.append("Sequences that fit:")
+    lines.append(f"  {'tokens each':>12} {'kvpool':>10} {'layer groups':>14} {'mlx-lm':>10}")
+    for length in plan.lengths:
+        shown = ["-" if count is None else str(count) for count in plan.num_sequences(length).values()]
+        lines.append(f"  {length:>12} {shown[0]:>10} {shown[1]:>14} {shown[2]:>10}")
+    return lines
 
 
-def _facts(spec: KVSpec, size: PoolSize) -> dict[str, Any]:
-    """A spec and a size as JSON can hold them."""
-    return {
-        "num_layers": spec.num_layers,
-        "num_kv_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
-        "v_head_dim": spec.value_head_dim,
-        "dtype": spec.dtype,
-        "k_bits": spec.k_bits,
-        "v_bits": spec.v_bits,
-        "quant_group_size": spec.quant_group_size if spec.is_quantized else None,
-        "block_size": spec.block_size,
-        "token_nbytes": spec.token_nbytes,
-        "block_nbytes": spec.block_nbytes,
-        "num_blocks": size.num_blocks,
-        "reserved_blocks": size.reserved_blocks,
-        "num_tokens": size.num_tokens,
-        "pool_nbytes": size.pool_nbytes,
-        "budget_nbytes": size.budget_nbytes,
-        "source": size.source,
-        "breakdown": [{"what": what, "nbytes": nbytes} for what, nbytes in size.breakdown],
-        "limited_by": size.limited_by,
+def _group_line(plan: _Plan, group: LayerGroup) -> str:
+    heads = f"{group.num_kv_heads} x {group.head_dim}"
+    if group.v_head_dim != group.head_dim:
+        heads += f" + {group.v_head_dim}"
+    per_token = str(plan.token_nbytes(group))
+    if group.kind == "state":
+        heads = per_token = "-"
+    nbytes = format_nbytes(plan.group_nbytes(group, plan.max_len))
+    return (
+        f"  {_KEPT[group.kind].format(group.size):<24} {len(group.layers):>6} {heads:>14} {per_token:>16} {nbytes:>16}"
+    )
+
+
+def _notes(plan: _Plan) -> list[str]:
+    """What the table leaves out."""
+    checkpoint = sum(group.state_nbytes for group in plan.groups)
+    readers = sum(len(group.read_by) for group in plan.groups)
+    notes = []
+    if checkpoint:
+        notes.append(f"  a checkpoint of the state takes {format_nbytes(checkpoint)}, at any length")
+    if readers:
+        notes.append(f"  {readers} more layers read the keys and values of these and keep nothing")
+    return notes
+
+
+def _group_facts(plan: _Plan, group: LayerGroup) -> dict[str, Any]:
+    return asdict(group) | {
+        "layers": list(group.layers),
+        "read_by": list(group.read_by),
+        "arrays": [{"shape": list(array.shape), "dtype": array.dtype} for array in group.arrays],
+        "token_nbytes": plan.token_nbytes(group),
+        "state_nbytes": group.state_nbytes,
+        "sequence_nbytes": plan.group_nbytes(group, plan.max_len),
     }
+
+
+def _facts(plan: _Plan) -> dict[str, Any]:
+    """A plan as JSON can hold it; what a pool has is null where none can hold the model."""
+    spec = None if plan.size is None else plan.size.spec
+    facts: dict[str, Any] = {
+        "groups": [_group_facts(plan, group) for group in plan.groups],
+        "refusal": plan.refusal or None,
+        "max_len": plan.max_len,
+        "sequence_nbytes": plan.sequence_nbytes(plan.max_len),
+        "num_sequences": {str(length): plan.num_sequences(length) for length in plan.lengths},
+        **{name: plan.storage[name] for name in ("block_size", "k_bits", "v_bits")},
+        "quant_group_size": plan.storage["quant_group_size"] if plan.is_quantized else None,
+        "source": plan.source,
+        "breakdown": [{"what": what, "nbytes": nbytes} for what, nbytes in plan.terms],
+        "budget_nbytes": plan.budget_nbytes,
+    }
+    for name in ("num_layers", "num_kv_heads", "head_dim", "dtype", "token_nbytes", "block_nbytes"):
+        facts[name] = None if spec is None else getattr(spec, name)
+    facts["v_head_dim"] = None if spec is None else spec.value_head_dim
+    for name in ("num_blocks", "reserved_blocks", "num_tokens", "pool_nbytes", "limited_by"):
+        facts[name] = None if plan.size is None else getattr(plan.size, name)
+    return facts

@@ -1,16 +1,23 @@
-"""Size a pool for a model: what a token costs, how many blocks fit, how many sequences."""
+"""Size a pool for a model: what its layers keep, what that costs, how many blocks and sequences fit."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
+from typing import Any
 
 from kvpool.cli.console import CommandError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("--model", required=True, metavar="CONFIG", help="a config.json, or the folder that holds it")
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="CONFIG",
+        help="a config.json, the folder that holds it, a repository in the Hugging Face Hub's local cache, or tiny",
+    )
     parser.add_argument(
         "--memory",
         required=True,
@@ -30,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-len",
         type=int,
         metavar="TOKENS",
-        help="what a static cache would reserve per sequence (default: the model's limit)",
+        help="the longest sequence to count (default: the model's limit)",
     )
 
 
@@ -41,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     memory = f"{args.memory}B" if args.memory.isdecimal() else args.memory
     try:
         facts, text = describe_plan(
-            args.model,
+            _tiny() if args.model == "tiny" else args.model,
             memory,
             args.block_size,
             args.dtype,
@@ -56,3 +63,12 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(str(exc)) from None
     print(json.dumps(facts, indent=2) if args.json else text)
     return 0
+
+
+def _tiny() -> Mapping[str, Any]:
+    """The config of the model that ``kvpool generate --model tiny`` makes."""
+    try:
+        from kvpool.adapters.mlx_lm import tiny
+    except ImportError as exc:
+        raise CommandError(f"--model tiny needs mlx-lm: {exc}") from None
+    return tiny.CONFIG | {"dtype": "float32"}

@@ -289,14 +289,19 @@ def test_blocks_for_a_fraction_out_of_range_is_refused(fraction):
 # ---------------------------------------------------------------------- describe_plan
 
 
-def test_describe_plan_counts_paged_and_static_sequences():
+def test_describe_plan_counts_the_sequences_that_fit():
     facts, text = describe_plan(LLAMA_8B, "16GiB", max_len=4096)
     assert facts["token_nbytes"] == 131072 and facts["num_blocks"] == 8192
-    assert facts["num_static_sequences"] == 16 * 2**30 // (4096 * 131072) == 32
-    assert facts["num_paged_sequences"] == {"512": 8191 // 32, "2048": 8191 // 128, "4096": 8191 // 256}
+    assert [counts["kvpool"] for counts in facts["num_sequences"].values()] == [8191 // 32, 8191 // 128, 8191 // 256]
+    assert facts["num_sequences"]["4096"] == {"kvpool": 31, "layer_groups": 32, "mlx_lm": 32}
     assert json.loads(json.dumps(facts)) == facts
-    for part in ("131072 per token", "8192 blocks", "16.00 GiB", "static"):
+    for part in ("every token                  32        8 x 128           131072", "8192 blocks", "16.00 GiB"):
         assert part in text
+
+
+def test_describe_plan_counts_what_mlx_lm_rounds_up():
+    needed = describe_plan(LLAMA_8B, "16GiB", max_len=4100)[0]["sequence_nbytes"]
+    assert needed == {"kvpool": 4112 * 131072, "layer_groups": 4112 * 131072, "mlx_lm": 4352 * 131072}
 
 
 def test_describe_plan_gives_machines_the_whole_calculation():

@@ -114,7 +114,13 @@ def test_plan_takes_folder_and_block_size_and_prints_text(capsys, config):
     assert main(["plan", "--model", str(config.parent), "--memory", str(16 * 2**30), "--block-size", "32"]) == 0
     out = capsys.readouterr().out
     assert "4096 blocks" in out
-    assert "4194304 per block of 32 tokens" in out
+    assert "one block of 32 tokens: 4.00 MiB" in out
+
+
+def test_plan_of_the_tiny_model_needs_no_config(capsys):
+    pytest.importorskip("mlx_lm")
+    assert main(["plan", "--model", "tiny", "--memory", "1GiB", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["token_nbytes"] == 2 * 3 * 2 * 16 * 4
 
 
 @pytest.mark.parametrize(
