@@ -59,8 +59,7 @@ def install(
     num_blocks, block_size, max_seqs
         Size of a new pool: blocks (one is reserved), tokens per block, sequences at a time.
     prefix_cache : bool
-        Make the pool with a prefix cache, or use the prefix cache of `pool`. `PagedKV.fetch`, `PagedKV.commit` and
-        `PagedPromptCache` need it.
+        Make the pool with a prefix cache, or use that of `pool`. `fetch`, `commit` and `PagedPromptCache` need it.
     pool : kvpool.Pool, optional
         Use this pool.
     fused : bool, optional
@@ -91,8 +90,7 @@ def install(
     ValueError
         Some layer stores something other than keys and values, layers differ, or the bits do not fit.
     TypeError
-        Neither or both of `num_blocks` and `pool`, an `eviction` that is not a policy, or options that exclude each
-        other.
+        Neither or both of `num_blocks` and `pool`, an `eviction` that is no policy, or options that exclude each other.
     """
     if strict:
         require_tested_version("install")
