@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import kvpool
-from benchmarks.baselines import Floor, PythonPool
+from benchmarks.baselines import Floor
+from kvpool.cli.bench.allocator import PlainAllocator
 
 TOKENS = 4096
 BLOCK_SIZE = 16
@@ -43,7 +44,7 @@ def floor_actions(per_call):
 
 def python_actions(per_call):
     """Return the same of the Python allocator, which knows one child a call only."""
-    pool, forked = PythonPool(2 * BLOCKS, BLOCK_SIZE), []
+    pool, forked = PlainAllocator(2 * BLOCKS, BLOCK_SIZE), []
     parent = pool.open()
     pool.step([parent], TOKENS)
 

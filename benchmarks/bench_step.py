@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import kvpool
-from benchmarks.baselines import Floor, PythonPool
+from benchmarks.baselines import Floor
+from kvpool.cli.bench.allocator import PlainAllocator
 
 BLOCK_SIZE = 16
 CONTEXT = 4096
@@ -47,7 +48,7 @@ def floor_decode(rows):
 
 def python_decode(rows):
     """Return the Python allocator's `STEPS` decode steps, from the same start."""
-    pool = PythonPool(rows * WIDTH, BLOCK_SIZE)
+    pool = PlainAllocator(rows * WIDTH, BLOCK_SIZE)
     seq_ids = [pool.open() for _ in range(rows)]
     for seq_id, length in zip(seq_ids, start_lengths(rows).tolist(), strict=True):
         pool.step([seq_id], length)
