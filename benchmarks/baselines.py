@@ -25,9 +25,7 @@ def load_c(name: str) -> ctypes.CDLL:
     if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
         BUILD.mkdir(parents=True, exist_ok=True)
         compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
-        subprocess.run(
-            [*compiler, "-O3", "-Wall", "-shared", "-fPIC", str(source), "-o", str(library)], check=True
-        )
+        subprocess.run([*compiler, "-O3", "-Wall", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
     return ctypes.CDLL(str(library))
 
 

@@ -27,9 +27,7 @@ def start_lengths(rows):
 
 def decoding_pool(rows, *, in_order=True):
     """Return a pool with `rows` sequences of `start_lengths`, and their handles."""
-    pool = kvpool.Pool(
-        rows * WIDTH + 1, BLOCK_SIZE, max_seqs=rows, max_blocks_per_seq=WIDTH, in_order=in_order
-    )
+    pool = kvpool.Pool(rows * WIDTH + 1, BLOCK_SIZE, max_seqs=rows, max_blocks_per_seq=WIDTH, in_order=in_order)
     handles = np.array([pool.open() for _ in range(rows)], np.int64)
     prompt = kvpool.Plan(pool, 1, CONTEXT + BLOCK_SIZE)
     for handle, length in zip(handles.tolist(), start_lengths(rows).tolist(), strict=True):
@@ -96,6 +94,4 @@ def bench_decode_fenced(measure, rows):
             step(second, handles, 1)
             done(first)
 
-    measure(
-        run, STEPS, row=f"decode step and done, {rows} sequences", who="kvpool", rounds=ROUNDS - 2, rows=rows
-    )
+    measure(run, STEPS, row=f"decode step and done, {rows} sequences", who="kvpool", rounds=ROUNDS - 2, rows=rows)

@@ -1,6 +1,6 @@
 """Instructions per single operation at 1,000 to 1,000,000 blocks, counted by callgrind; beside them p99 / p50 of times.
 
-Counts do not depend on caches, clocks or neighbours. ``benchmarks.scaling`` measures batches of work in the same way.
+Counts do not depend on caches, clocks or neighbours.
 """
 
 from __future__ import annotations

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
 
 from benchmarks.attention.rows import Row
 from benchmarks.attention.settings import Settings
+from benchmarks.gate import Gate
 
 REPETITIONS = 15
 BLOCK_SIZE = 16
@@ -21,48 +20,6 @@ PREFILL = (75.0, 90.0)
 WRITE = (1.4, 1.15)
 COPY = (1.1, 1.0)
 RAW_SCORES = (1.03, 1.015)
-
-
-@dataclass(frozen=True)
-class Gate:
-    """One promise.
-
-    Attributes
-    ----------
-    name, unit : str
-        What is compared, and in what.
-    limit, goal : float
-        What it has to reach, and what it is meant to reach.
-    at_most : bool
-        Whether less is better.
-    value : float, optional
-        The worst of the rows that decide; None if there is none.
-    row : str
-        The worst row, or why none decides.
-    """
-
-    name: str
-    unit: str
-    limit: float
-    goal: float
-    at_most: bool
-    value: float | None
-    row: str
-
-    @property
-    def holds(self) -> bool:
-        """Whether the value is within the limit. What nobody measured does not hold."""
-        return self._reaches(self.limit)
-
-    @property
-    def reaches_goal(self) -> bool:
-        return self._reaches(self.goal)
-
-    def _reaches(self, bound: float) -> bool:
-        return self.value is not None and (self.value <= bound if self.at_most else self.value >= bound)
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"holds": self.holds, "reaches_goal": self.reaches_goal}
 
 
 def decide(rows: Sequence[Row], settings: Settings) -> list[Gate]:
@@ -150,21 +107,6 @@ def worst(
 ) -> Gate:
     """Return the gate, decided by the worst of `rows`."""
     if not rows:
-        return Gate(name, unit, limit, goal, at_most, None, "no row decides")
+        return Gate(name, None, limit, at_most, "no row decides", unit, goal)
     row = (max if at_most else min)(rows, key=value)
-    return Gate(name, unit, limit, goal, at_most, value(row), row.name)
-
-
-def summary(gates: Sequence[Gate]) -> str:
-    """Return one line: which gates hold."""
-    missed = [gate for gate in gates if not gate.holds]
-    if not gates:
-        return "no gates for this"
-    if not missed:
-        goals = sum(gate.reaches_goal for gate in gates)
-        return f"all {len(gates)} gates hold, {goals} reach their goal"
-    said = "; ".join(
-        f"{gate.name} not decided" if gate.value is None else f"{gate.name} {gate.value:.3g} {gate.unit}"
-        for gate in missed
-    )
-    return f"{len(gates) - len(missed)} of {len(gates)} gates hold; missed: {said}"
+    return Gate(name, value(row), limit, at_most, row.name, unit, goal)

@@ -11,6 +11,7 @@ import json
 import time
 from typing import TYPE_CHECKING
 
+from benchmarks.gate import held
 from benchmarks.quality.settings import add_arguments, settings
 from kvpool.cli.console import CommandError, check_plot, progress
 
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         report.show(model, tables, speed, layers, decided)
         if args.plot is not None:
             print(f"Drawn in {args.plot}")
-    return 1 if args.gates and not gates.held(decided) else 0
+    return 1 if args.gates and not held(decided) else 0
 
 
 def draw(args: argparse.Namespace, table: Table, title: str) -> None:

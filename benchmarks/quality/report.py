@@ -9,8 +9,8 @@ from typing import Any
 
 import kvpool
 from benchmarks.attention.report import Lines, print_table
+from benchmarks.gate import Gate, as_text, held
 from benchmarks.quality.answers import Quality
-from benchmarks.quality.gates import Gate, held, text
 from benchmarks.quality.settings import Settings
 from benchmarks.quality.tables import Question, Table
 from kvpool.cli.machine import cpu_model
@@ -88,7 +88,7 @@ def show(
     print(UNIFORM)
     if gates:
         print()
-        print(text(gates))
+        print(as_text(gates))
 
 
 def row(question: Question, quality: Quality) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def as_json(
         "speed": list(speed),
         "layers": list(layers),
         "per_layer_budgets": UNIFORM,
-        "gates": [asdict(gate) | {"holds": gate.holds} for gate in gates],
+        "gates": [gate.as_json() for gate in gates],
         "held": held(gates),
         "seconds": round(seconds, 1),
     }

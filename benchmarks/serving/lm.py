@@ -18,7 +18,7 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import LRUPromptCache
 from numpy.typing import NDArray
 
-from benchmarks.serving import Tick
+from benchmarks.serving.harness import Tick
 from benchmarks.serving.paged import Observer
 from kvpool import Request
 from kvpool.adapters.mlx_lm.engine import Engine

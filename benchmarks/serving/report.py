@@ -15,8 +15,8 @@ from benchmarks.serving.metrics import utilization
 from benchmarks.serving.runs import Bench, Run, finite, median
 from kvpool.cli.machine import cpu_model
 
-NAMES = {"kvpool": "kvpool", "stock": "mlx-lm BatchGenerator", "static": "static batches"}
-NULL_NAMES = {"kvpool": "kvpool", "stock": "slots of the longest length", "static": "static batches"}
+NAMES = {"kvpool": "kvpool", "stock": "mlx-lm BatchGenerator"}
+NULL_NAMES = {"kvpool": "kvpool", "stock": "slots of the longest length"}
 LATENCIES = tuple(f"{name}_ms_p{p}" for name in ("ttft", "tpot", "itl") for p in (50, 95, 99))
 TICKS = (
     *("decode_tick_ms_p50", "decode_tick_ms_p95", "decode_tick_ms_p99", "prefill_chunk_ms_p50", "mixed_tick_ms_p50"),
@@ -32,7 +32,6 @@ USAGE = (
 def as_json(
     bench: Bench,
     runs: dict[str, list[Run]],
-    swept: Sequence[tuple[str, Run]],
     watched: Run | None,
     seconds: float,
 ) -> dict[str, Any]:
@@ -53,7 +52,6 @@ def as_json(
             "longest": work.longest,
         },
         "pool": {"num_blocks": bench.num_blocks, "block_size": s.block_size, "dense_batch": bench.dense_batch},
-        "static_tokens_per_sec": rates.get("static"),
         "stock_tokens_per_sec": rates.get("stock"),
         "continuous_tokens_per_sec": rates["kvpool"],
         "continuous_steady_tokens_per_sec": ours.summary["steady_tokens_per_sec"],
@@ -68,7 +66,6 @@ def as_json(
         "cpu_spikes": len(ours.cpu_phases.spikes),
         "same_tokens": same_tokens(runs),
         "runs": {name: run_json(found) for name, found in runs.items()},
-        "sweep": [{s.sweep: value} | run.summary for value, run in swept],
         "versions": {"python": platform.python_version(), "numpy": np.__version__},
         "seconds": round(seconds, 1),
     }
@@ -112,10 +109,6 @@ def show(bench: Bench, result: dict[str, Any]) -> None:
     print_table("Milliseconds", latency_lines(bench, result))
     print_table("Phases of kvpool", phase_lines(result))
     print_table("kvpool", usage_lines(result))
-    if result["sweep"]:
-        print_table(f"Sweep over {s.sweep}", sweep_lines(str(s.sweep), result["sweep"]))
-        if s.sweep == "preempt" and not any(row["preemptions"] for row in result["sweep"]):
-            print("Nobody was preempted, so that the policies are all the same: try fewer --num-blocks.")
     if result["same_tokens"] is not None:
         print(f"same tokens as stock: {result['same_tokens']:.1%} of the sequences")
     print(f"({result['seconds']:.0f} s)")
@@ -191,26 +184,6 @@ def usage_lines(result: dict[str, Any]) -> Lines:
     for name, text in (("kv_write_ms", "writing KV"), ("gather_ms", "gathering"), ("attend_ms", "attention")):
         if result[name] is not None:
             lines.append((text, f"{result[name]:.2f} ms per step"))
-    return lines
-
-
-def sweep_lines(name: str, rows: Sequence[dict[str, Any]]) -> Lines:
-    """Return a line for each value."""
-    head = ("tokens/s", "steady", "first token p50", "between tokens p99", "step p50", "step p95")
-    lines: Lines = [(name, *head, "blocks", "hits", "preemptions")]
-    for row in rows:
-        times = ("ttft_ms_p50", "itl_ms_p99", "decode_tick_ms_p50", "decode_tick_ms_p95")
-        lines.append(
-            (
-                str(row[name]),
-                number(row["tokens_per_sec"]),
-                number(row["steady_tokens_per_sec"]),
-                *(f"{number(row[time])} ms" for time in times),
-                f"{row['blocks_in_use_peak']:,}",
-                f"{row['hit_rate']:.1%}",
-                str(row["preemptions"]),
-            )
-        )
     return lines
 
 

@@ -7,6 +7,7 @@ told to be slow, wrong or noisy: every gate has a fault that it must catch.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -18,10 +19,10 @@ import pytest
 from benchmarks.attention import command, decode, dense, gates, moves, prefill, scores, stores
 from benchmarks.attention.bench import Bench
 from benchmarks.attention.cache import ELEMENTS, PagedCall, WrongResult, narrowed, random_elements, widened
-from benchmarks.attention.gates import Gate
 from benchmarks.attention.rows import CACHED_NBYTES, Row, timed
 from benchmarks.attention.settings import Settings
 from benchmarks.command import main
+from benchmarks.gate import Gate, as_text
 from kvpool.cli.bench import measure
 from kvpool.cli.bench.measure import ROUNDS_PER_REPETITION, RUNS_MIN, Contestant, race
 from kvpool.config import KVSpec
@@ -166,7 +167,7 @@ def test_gates_good_rows_hold_and_reach_their_goals():
     decided = gates.decide([row for dtype in DTYPES for row in good_rows(dtype)], Settings())
     assert len(decided) == 3 * 7 + 1
     assert all(gate.holds and gate.reaches_goal for gate in decided)
-    assert gates.summary(decided) == "all 22 gates hold, 22 reach their goal"
+    assert as_text(decided).splitlines()[-1] == "22 of 22 gates hold"
 
 
 @pytest.mark.parametrize(
@@ -199,7 +200,7 @@ def test_gates_decode_limit_of_each_dtype(dtype, limit):
 def test_gates_worst_row_decides():
     rows = [make_row(best=1.2), make_row(best=1.7, batch=64), make_row(best=1.3)]
     gate = gates.decide(rows, Settings(parts=("decode",), dtypes=("float32",)))[0]
-    assert (gate.value, gate.row) == (1.7, "float32 64 x 4k, 1 thread")
+    assert (gate.value, gate.note) == (1.7, "float32 64 x 4k, 1 thread")
 
 
 @pytest.mark.parametrize(
@@ -218,7 +219,7 @@ def test_gates_row_that_must_not_decide_leaves_the_gate_undecided(fault):
     decided = gates.decide(rows, Settings(parts=("decode",), dtypes=("float32",)))
     assert [gate.value for gate in decided] == [None] * 3
     assert not any(gate.holds for gate in decided)
-    assert "not decided" in gates.summary(decided)
+    assert "not decided" in as_text(decided)
 
 
 def test_gates_other_heads_decide_nothing():
@@ -232,7 +233,7 @@ def test_gates_without_torch_are_not_decided():
 
 
 def test_gate_direction():
-    less, more = (Gate("x", "", 2.0, 1.0, at_most, 1.5, "") for at_most in (True, False))
+    less, more = (Gate("x", 1.5, 2.0, at_most, goal=1.0) for at_most in (True, False))
     assert (less.holds, less.reaches_goal) == (True, False)
     assert (more.holds, more.reaches_goal) == (False, True)
 
@@ -527,7 +528,7 @@ def test_command_shows_tables_progress_and_summary(kernels, capsys, monkeypatch,
     assert run_command("--dtype", "float32") == 0
     out, err = capsys.readouterr()
     assert "1 x 40" in out and "cached" in out and "/ read, 8" in out
-    assert "gates hold; missed:" in out.splitlines()[-1]
+    assert re.search(r"^0 of \d+ gates hold \(\d+ s\)$", out.splitlines()[-1])
     steps = err.splitlines()
     assert steps[0].startswith("[1/") and len(steps) == int(steps[0].split("/")[1].split("]")[0])
     assert max(len(line) for line in out.splitlines()[:-1]) < 200

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 import kvpool
+from kvpool._picture import BLOCKS, INK, OTHER, OTHER_LIGHT
 from kvpool.cli import demo, main
 from kvpool.cli.demo import models, occupancy, pools
 from kvpool.cli.demo.occupancy import make_requests, serve_from_blocks, serve_from_slots
 from kvpool.cli.demo.report import Claim, Outcome, Part, Report, Settings, print_report
-from kvpool.cli.picture import BLOCKS, INK, OTHER, OTHER_LIGHT
 
 CORE_PARTS = [pools.STEP_COST, occupancy.PART, pools.OUT_OF_BLOCKS]
 

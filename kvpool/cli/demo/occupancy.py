@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import kvpool
-from kvpool.cli import picture
+from kvpool import _picture as picture
 from kvpool.cli.console import NotRun
 from kvpool.cli.demo.report import Claim, Outcome, Part, Settings
 
