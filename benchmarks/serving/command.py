@@ -42,12 +42,12 @@ def run(args: argparse.Namespace) -> int:
             return 0 if held(decided) else 1
         bench = runs.make_bench(wanted)
         runs.check_fits(bench)
-        found, watched = measure(bench, quiet=args.json)
+        found = measure(bench, quiet=args.json)
     except (KVPoolError, ValueError, MemoryError) as exc:
         raise CommandError(str(exc) or "not enough memory") from None
     if args.plot is not None:
         draw(args, bench, runs.median(found["kvpool"]))
-    result = report.as_json(bench, found, watched, time.perf_counter() - start)
+    result = report.as_json(bench, found, time.perf_counter() - start)
     if args.json:
         print(json.dumps(result, indent=2))
     else:
@@ -57,24 +57,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def measure(bench: Bench, *, quiet: bool) -> tuple[dict[str, list[Run]], Run | None]:
-    """Return the runs of everybody, and one under stopwatches."""
+def measure(bench: Bench, *, quiet: bool) -> dict[str, list[Run]]:
+    """Return the runs of everybody."""
     from benchmarks.serving import runs
 
     s = bench.settings
     names = ("kvpool", *s.against)
     repetitions = 1 if s.is_null else s.repetitions  # simulated time is the same every time
-    total = repetitions * len(names) + (not s.is_null)
-    with progress(total * bench.workload.num_tokens, quiet=quiet) as (bench.say, bench.advance):
+    with progress(repetitions * len(names) * bench.workload.num_tokens, quiet=quiet) as (bench.say, bench.advance):
         if not s.is_null:
             bench.say("warming up")
             runs.warm_up(bench, names)
-        found = runs.run_all(bench, names, repetitions)
-        watched = None
-        if not s.is_null:
-            bench.say("kvpool, under stopwatches")
-            watched = bench.run("kvpool", watch=True)
-    return found, watched
+        return runs.run_all(bench, names, repetitions)
 
 
 def draw(args: argparse.Namespace, bench: Bench, drawn: Run) -> None:

@@ -22,7 +22,6 @@ TICKS = (
     *("decode_tick_ms_p50", "decode_tick_ms_p95", "decode_tick_ms_p99", "prefill_chunk_ms_p50", "mixed_tick_ms_p50"),
     *("steady_tick_p99_over_p50", "steady_tick_cpu_p99_over_p50"),
 )
-WATCHES = ("kv_write_ms", "gather_ms", "attend_ms")
 USAGE = (
     *("paged_kv_bytes_read", "blocks_touched", "refcount_histogram", "COW_clones_per_token", "hit_rate"),
     *("preemptions", "recomputed_tokens", "blocks_leaked"),
@@ -32,13 +31,11 @@ USAGE = (
 def as_json(
     bench: Bench,
     runs: dict[str, list[Run]],
-    watched: Run | None,
     seconds: float,
 ) -> dict[str, Any]:
     """Return everything that was measured. Rates are tokens per second, times milliseconds unless named otherwise."""
     ours, work, s = median(runs["kvpool"]), bench.workload, bench.settings
     rates = {name: median(found).rate for name, found in runs.items()}
-    watches = {name: watched.facts.get(name) if watched else None for name in WATCHES}
     return {
         "kvpool": kvpool.__version__,
         "machine": {"platform": platform.platform(), "cpu": cpu_model()},
@@ -58,7 +55,6 @@ def as_json(
         "wall_seconds": ours.summary["wall_seconds"],
         **{name: ours.summary[name] for name in (*LATENCIES, *TICKS)},
         "prefill_chunk_ms": ours.summary["prefill_chunk_ms_p50"],
-        **watches,
         **{name: ours.summary[name] for name in USAGE},
         "blocks_in_use": {"peak": ours.summary["blocks_in_use_peak"], "mean": ours.summary["blocks_in_use_mean"]},
         "utilization": utilization(ours.record, s.block_size, work.longest),
@@ -181,9 +177,6 @@ def usage_lines(result: dict[str, Any]) -> Lines:
     if ratio is not None and not result["simulated"]:
         wall = result["steady_tick_p99_over_p50"]
         lines.append(("steady steps, p99 / p50", f"{ratio:.2f} by CPU time, {wall:.2f} by the clock"))
-    for name, text in (("kv_write_ms", "writing KV"), ("gather_ms", "gathering"), ("attend_ms", "attention")):
-        if result[name] is not None:
-            lines.append((text, f"{result[name]:.2f} ms per step"))
     return lines
 
 

@@ -102,16 +102,11 @@ class Bench:
         """The largest batch whose padded dense KV fits the same bytes, at least 1."""
         return max(1, self.num_blocks * self.settings.block_size // self.workload.longest)
 
-    def run(self, name: str, *, watch: bool = False) -> Run:
-        """Serve the workload once; with `watch` under stopwatches."""
-        with self.serving(name) as server, contextlib.ExitStack() as stack:
-            watches = None
-            if watch and self.lm is not None:
-                watches = stack.enter_context(self.lm.Stopwatches(server.engine.kv.backend))
+    def run(self, name: str) -> Run:
+        """Serve the workload once."""
+        with self.serving(name) as server:
             clock = SimulatedClock(self.cost) if self.settings.is_null else WallClock()
-            record = serve(server, self.workload_of(name), clock, self.advance)
-            facts = {} if watches is None else watches.per_tick(len(record))
-            return self.result(name, server, record, facts)
+            return self.result(name, server, serve(server, self.workload_of(name), clock, self.advance))
 
     def run_side_by_side(self, names: Sequence[str]) -> list[Run]:
         """Serve the workload by several at the same time, see `serve_side_by_side`."""
@@ -141,10 +136,10 @@ class Bench:
             if not self.settings.is_null:
                 server.close()
 
-    def result(self, name: str, server: Any, record: Record, facts: dict[str, Any] | None = None) -> Run:
+    def result(self, name: str, server: Any, record: Record) -> Run:
         """Return what came of a run."""
         batch = self.batch(name)
-        facts = (pool_facts(server, record) if name == "kvpool" else {}) | (facts or {})
+        facts = pool_facts(server, record) if name == "kvpool" else {}
         phases, cpu_phases = (find_phases(record, batch, by=by) for by in ("wall", "cpu"))
         return Run(name, batch, record, phases, cpu_phases, facts, getattr(server, "tokens", {}))
 

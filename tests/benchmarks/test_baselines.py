@@ -37,8 +37,6 @@ def test_baselines_and_kvpool_give_the_same_slots():
 def test_floor_gives_every_block_back():
     floor, ids = Floor(8, rows=3, width=4), np.empty(4, np.int32)
     floor.set_lengths([64])  # four blocks
-    floor.fork(2)
-    floor.close(2)
     floor.alloc(ids)
     assert sorted(ids.tolist()) == [4, 5, 6, 7]
     floor.free(ids)
