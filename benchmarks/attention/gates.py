@@ -36,10 +36,6 @@ def decide(rows: Sequence[Row], settings: Settings) -> list[Gate]:
         if "prefill" in settings.parts:
             able = [row for row in mine if row.part == "prefill" and is_able(row) and is_standard(settings)]
             gates.append(worst(f"prefill {dtype}", "% of sgemm", *PREFILL, False, able, lambda row: 100 / row.ratio))
-        if "stores" in settings.parts:
-            able = [row for row in mine if row.part == "stores" and is_able(row) and not row.is_cached]
-            name = f"two stores, two threads, {dtype}"
-            gates.append(worst(name, "x gain of the read", *GAIN, False, able, share_of_gain))
         if "scores" in settings.parts:
             able = [row for row in mine if is_able_scores(row) and is_standard(settings)]
             name = f"decode with raw scores {dtype}"
@@ -83,12 +79,6 @@ def is_able_scores(row: Row) -> bool:
 def is_standard(settings: Settings) -> bool:
     """Whether the heads are those that the gates speak of."""
     return (settings.num_q_heads, settings.num_kv_heads, settings.head_dim) == HEADS
-
-
-def share_of_gain(row: Row) -> float:
-    """Return what two threads bring to the kernels, as a share of what they bring to the read."""
-    assert row.gain is not None and row.yardstick_gain is not None  # rows of `stores` have them
-    return row.gain / row.yardstick_gain
 
 
 def faster_than_torch(row: Row) -> float:

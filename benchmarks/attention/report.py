@@ -55,7 +55,7 @@ def show(bench: Bench, rows: Sequence[Row], gates: Sequence[Gate], seconds: floa
     print(f"load before: {bench.load:.1f}{', others were at work' if bench.load > 0.5 else ''}\n")
     title = "Decode: time / time to read the same K and V; how many times faster than dense attention"
     print_table(title, decode_lines(rows))
-    print_table("Prefill, moving bytes, two stores, scores", other_lines(rows))
+    print_table("Prefill, moving bytes, scores", other_lines(rows))
     reasons: dict[str, list[str]] = {}
     for what, why in bench.left_out:
         reasons.setdefault(why, []).append(what)
@@ -106,7 +106,6 @@ def other_lines(rows: Sequence[Row]) -> Lines:
             "raw": f"{row.median_ratio:.3f} x without scores, which take {format_nbytes(row.scores_nbytes or 0)}",
             "mass": f"{row.median_ratio:.3f} x without scores, which take {format_nbytes(row.scores_nbytes or 0)}",
             "quantized": f"{row.median_ratio:.2f} x bfloat16, {row.nbytes / 1e6:,.0f} MB",
-            "stores": f"{row.gain or 0:.2f} x one thread, the read {row.yardstick_gain or 0:.2f} x",
         }
         if row.part in compared:
             remark = "" if row.is_complete else "disturbed"

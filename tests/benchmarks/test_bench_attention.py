@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from benchmarks.attention import command, decode, dense, gates, moves, prefill, scores, stores
+from benchmarks.attention import command, decode, dense, gates, moves, prefill, scores
 from benchmarks.attention.bench import Bench
 from benchmarks.attention.cache import ELEMENTS, PagedCall, WrongResult, narrowed, random_elements, widened
 from benchmarks.attention.rows import CACHED_NBYTES, Row, timed
@@ -29,7 +27,7 @@ from kvpool.config import KVSpec
 from kvpool.testing.dense import dense_attention, dense_scores, round_to, stored_bytes
 
 DTYPES = ("float32", "bfloat16", "float16")
-ALL_PARTS = {"decode", "prefill", "write", "copy", "stores", "raw", "mass"}  # of rows
+ALL_PARTS = {"decode", "prefill", "write", "copy", "raw", "mass"}  # of rows
 
 # ---------------------------------------------------------------------------------------------- measuring
 
@@ -146,7 +144,6 @@ def make_row(part="decode", **fields):
 
 def good_rows(dtype="float32"):
     """Rows that decide every gate of one dtype, each of them well inside of its goal."""
-    gain = {"gain": 2.0, "yardstick_gain": 1.9}
     alone = [make_row(dtype=dtype, batch=1, context=16384, nbytes=CACHED_NBYTES, threads=t) for t in (1, 2)]
     return [
         make_row(dtype=dtype),
@@ -154,7 +151,6 @@ def good_rows(dtype="float32"):
         make_row("prefill", dtype=dtype, yardstick="sgemm"),
         make_row("write", dtype=dtype, yardstick="memcpy", nbytes=2**22),
         make_row("copy", dtype=dtype, yardstick="memcpy"),
-        make_row("stores", dtype=dtype, threads=2, **gain),
         make_row("raw", dtype=dtype, yardstick="decode", median=1.01, nbytes=2**22),
     ]
 
@@ -165,9 +161,9 @@ def missed(rows, **settings):
 
 def test_gates_good_rows_hold_and_reach_their_goals():
     decided = gates.decide([row for dtype in DTYPES for row in good_rows(dtype)], Settings())
-    assert len(decided) == 3 * 7 + 1
+    assert len(decided) == 3 * 6 + 1
     assert all(gate.holds and gate.reaches_goal for gate in decided)
-    assert as_text(decided).splitlines()[-1] == "22 of 22 gates hold"
+    assert as_text(decided).splitlines()[-1] == "19 of 19 gates hold"
 
 
 @pytest.mark.parametrize(
@@ -180,8 +176,7 @@ def test_gates_good_rows_hold_and_reach_their_goals():
         (3, {"best": 1.34}, "prefill float32"),
         (4, {"best": 1.41}, "write float32"),
         (5, {"best": 1.11}, "copy_blocks float32"),
-        (6, {"gain": 1.7}, "two stores, two threads, float32"),
-        (7, {"median": 1.031}, "decode with raw scores float32"),
+        (6, {"median": 1.031}, "decode with raw scores float32"),
     ],
 )
 def test_gates_planted_fault_is_missed_and_no_other(number, fault, gate):
@@ -322,8 +317,6 @@ def small(monkeypatch):
     monkeypatch.setattr(prefill, "CONTEXT", 40)
     monkeypatch.setattr(prefill, "NUM_QUERIES", 8)
     monkeypatch.setattr(prefill, "SIDE", 16)
-    monkeypatch.setattr(stores, "CONTEXT", 32)
-    monkeypatch.setattr(stores, "BATCH", 2)
     monkeypatch.setattr(scores, "RUN_NBYTES", 1)
     monkeypatch.setattr(moves, "POOL_NBYTES", 2**20)
     monkeypatch.setattr(moves, "NUM_TOKENS", 32)
@@ -334,7 +327,7 @@ def small(monkeypatch):
 def kernels(small, monkeypatch):
     """Kernels in numpy."""
     made = NumpyKernels()
-    monkeypatch.setattr(command, "load_kernels", lambda isa: made)
+    monkeypatch.setattr(command, "load_kernels", lambda: made)
     return made
 
 
@@ -560,19 +553,6 @@ def test_command_measures_the_real_kernels(small, capsys, layout):
     assert {row["layout"] for row in facts["rows"]} == {layout}
     assert all(0 < row["best"] <= row["median"] for row in facts["rows"])
     assert facts["isa"] in ("portable", "avx2", "avx512", "neon")
-
-
-def test_command_isa_is_what_the_kernels_run_with():
-    """The choice is made when the kernels are imported, so in a process of its own."""
-    sizes = ["--part", "decode", "--batch", "1", "--context", "64", "--repetitions", "1", "--against", "none"]
-    command = [sys.executable, "-m", "benchmarks.attention", "--json", *sizes]
-    result = subprocess.run([*command, "--isa", "portable"], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["isa"] == "portable"
-    result = subprocess.run([*command, "--isa", "sse9"], capture_output=True, text=True)
-    assert result.returncode == 2
-    assert "sse9" in result.stderr and "portable" in result.stderr
-    assert len(result.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
