@@ -506,6 +506,7 @@ def _bad_options(features: tuple[str, ...]) -> list[tuple[str, type[Exception], 
 def _option(name: str, value: Any) -> AttentionOptions:
     return AttentionOptions(**{name: value})
 
+
 # ====================== scores
 
 _SCORED = [1, 16, 300, 2049]  # of a few tokens, and of many parts where a backend cuts contexts

@@ -50,6 +50,7 @@ _compact, _quantized, _step = collector(COMPACT_CASES), collector(QUANTIZED_CASE
 
 # ====================== compaction
 
+
 def _need_compact(factory: Factory) -> None:
     if not capabilities_of(factory).compacts:
         raise NotApplicable
@@ -161,6 +162,7 @@ def misplaced_tokens_are_refused_before_a_byte_changes(factory: Factory) -> None
         for number, (error, blocks, keep) in enumerate(wrong):
             refused(partial(backend.compact, blocks, keep), error, f"compact {number}", "compact")
         same_bytes(everything(backend), before, "a refused compaction")
+
 
 # ====================== quantized planes
 
@@ -298,7 +300,9 @@ def other_bits_and_groups_are_refused(factory: Factory) -> None:
     if not refused:
         raise NotApplicable
 
+
 # ====================== steps
+
 
 @_step
 def capabilities_are_a_constant(factory: Factory) -> None:
