@@ -375,7 +375,7 @@ def test_demo_on_a_folder_without_a_model_is_refused(small_demo, tmp_path, capsy
     assert main(["demo", "--model", str(tmp_path), "--out", str(tmp_path / "p.png")]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith(f"kvpool demo: --model {tmp_path} cannot be loaded: ")
+    assert err.startswith(f"kvpool demo: --model {tmp_path}: a folder without config.json")
     assert len(err.splitlines()) == 1
 
 

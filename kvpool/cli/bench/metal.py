@@ -51,25 +51,23 @@ class Case:
         return f"{self.dtype} {self.batch} x {tokens(self.context)}, {self.group} query heads per KV head"
 
 
-LISTS = (
-    ("dtype", "float16", "element types of the cache"),
-    ("block-size", "8,16,32", "tokens per block"),
-    ("batch", "1,8,64", "sequences per call"),
-    ("context", "1k,8k,64k", "tokens of each sequence"),
-    ("group", "1,4,8,16", "query heads per KV head"),
-)
-NUMBERS = (
-    ("heads", "32", "query heads"),
-    ("head-dim", "128", "elements per head"),
-    ("repetitions", "7", "rounds that have to count"),
-    ("max-memory", "auto", "leave out what needs more, such as 8GiB; auto: half of what is available"),
-    ("seed", "1", "of tables and contents"),
+OPTIONS = (
+    ("dtype", options.LIST, "float16", "element types of the cache"),
+    ("block-size", options.LIST, "8,16,32", "tokens per block"),
+    ("batch", options.LIST, "1,8,64", "sequences per call"),
+    ("context", options.LIST, "1k,8k,64k", "tokens of each sequence"),
+    ("group", options.LIST, "1,4,8,16", "query heads per KV head"),
+    ("heads", options.NUMBER, "32", "query heads"),
+    ("head-dim", options.NUMBER, "128", "elements per head"),
+    ("repetitions", options.NUMBER, "7", "rounds that have to count"),
+    ("max-memory", options.NUMBER, "auto", options.MEMORY),
+    ("seed", options.NUMBER, "1", "of tables and contents"),
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options; lists read like those of ``kvpool bench attention``."""
-    options.declare(parser, LISTS, NUMBERS)
+    options.declare(parser, OPTIONS)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -22,6 +22,7 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from kvpool.adapters.mlx_lm import PagedKV, Summary, install
+from kvpool.adapters.mlx_lm.loading import ModelNotLoaded, load
 from kvpool.cli.console import CommandError, NotRun
 from kvpool.cli.demo.report import Settings
 
@@ -105,13 +106,10 @@ def random_llama(**sizes: int) -> Any:
 
 def load_checkpoint(name: str, prompt_len: int) -> Workload:
     """Load a checkpoint through mlx-lm, and encode `TEXTS` with its tokenizer; the long prompt is cut."""
-    import mlx_lm
-
     try:
-        model, tokenizer, *_ = mlx_lm.load(name)
-    except Exception as exc:  # what is wrong with somebody's checkpoint can surface as anything
-        reason = (str(exc).splitlines() or [type(exc).__name__])[0]
-        raise CommandError(f"--model {name} cannot be loaded: {reason}") from exc
+        model, tokenizer = load(name)
+    except ModelNotLoaded as exc:
+        raise CommandError(f"--model {exc}") from exc
     prompts = [tokenizer.encode(text) for text in TEXTS]
     repeated = tokenizer.encode("\n".join(TEXTS) * 8)
     return Workload(model, f"checkpoint {name}", prompts, repeated[:prompt_len])
