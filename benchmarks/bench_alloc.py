@@ -59,20 +59,6 @@ def bench_bulk(measure, who):
     measure(run, int(sizes.sum()), row=BULK, who=who)
 
 
-@pytest.mark.benchmark(group="alloc+free, new array, 1..64 blocks a call")
-def bench_bulk_new_arrays(measure):
-    """The same without `out=`: every call makes an array."""
-    sizes, order = sizes_and_order()
-    pool, counts = shuffled_pool(), sizes.tolist()
-
-    def run():
-        groups = [pool.blocks.alloc(count) for count in counts]
-        for k in order:
-            pool.blocks.free(groups[k])
-
-    measure(run, int(sizes.sum()), row="alloc+free, new array, 1..64 blocks a call", who="kvpool")
-
-
 @pytest.mark.parametrize("verb", ["alloc", "free"])
 @pytest.mark.parametrize("who", ["kvpool", "floor", "python"])
 @pytest.mark.benchmark(group="one block a call")

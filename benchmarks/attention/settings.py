@@ -12,7 +12,7 @@ from kvpool.cli.console import CommandError, whole
 
 PARTS = ("decode", "prefill", "write", "copy", "scores")
 LAYOUTS = ("NHD", "HND")
-RIVALS = ("numpy", "torch", "mlx")
+RIVALS = ("numpy", "torch")
 # Options that take a list: what they choose by themselves, and what they are.
 LISTS = {
     "part": (",".join(PARTS), "what to measure"),

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from benchmarks.serving.harness import Tick
 from benchmarks.serving.paged import Observer
 from kvpool import Request
+from kvpool.adapters.mlx_lm import loading
 from kvpool.adapters.mlx_lm.engine import Engine
 from kvpool.adapters.mlx_lm.shapes import inspect_model
 from kvpool.adapters.mlx_lm.tiny import randomize
@@ -53,13 +54,10 @@ def load(name: str) -> tuple[Any, int]:
         mlx-lm cannot load it.
     """
     if name not in SIZES:
-        import mlx_lm
-
         try:
-            model, *_ = mlx_lm.load(name)
-        except Exception as exc:  # what is wrong with somebody's checkpoint can surface as anything
-            reason = (str(exc).splitlines() or [type(exc).__name__])[0]
-            raise CommandError(f"--model {name} cannot be loaded: {reason}") from exc
+            model, _ = loading.load(name)
+        except loading.ModelNotLoaded as exc:
+            raise CommandError(f"--model {exc}") from exc
         return model, int(model.args.vocab_size)
     model = llama.Model(llama.ModelArgs.from_dict(LLAMA | SIZES[name]))
     randomize(model)
@@ -233,13 +231,7 @@ class EngineServer:
             for sample in completion.samples:
                 self.tokens[completion.id * self.samples + sample.output.index] = sample.tokens.tolist()
         self._ended = []
-        self._observer.look()
         return self._tick
-
-    @property
-    def refcounts(self) -> NDArray[np.int64]:
-        """See `Observer`."""
-        return self._observer.refcounts
 
     @property
     def token_nbytes(self) -> int:

@@ -23,7 +23,7 @@ TICKS = (
     *("steady_tick_p99_over_p50", "steady_tick_cpu_p99_over_p50"),
 )
 USAGE = (
-    *("paged_kv_bytes_read", "blocks_touched", "refcount_histogram", "COW_clones_per_token", "hit_rate"),
+    *("paged_kv_bytes_read", "blocks_touched", "COW_clones_per_token", "hit_rate"),
     *("preemptions", "recomputed_tokens", "blocks_leaked"),
 )
 
@@ -170,8 +170,6 @@ def usage_lines(result: dict[str, Any]) -> Lines:
     if result["paged_kv_bytes_read"]:
         lines.append(("KV bytes read, all layers", f"{result['paged_kv_bytes_read'] / 1e6:,.0f} MB"))
     lines.append(("prefix hits", f"{result['hit_rate']:.1%} of the prompt tokens"))
-    shared = [f"{count:,} x {n}" for n, count in enumerate(result["refcount_histogram"]) if n and count]
-    lines.append(("references to blocks", ", ".join(shared[:8]) + (", ..." if len(shared) > 8 else "")))
     lines.append(("copies on write", f"{result['COW_clones_per_token']:.4f} per token"))
     lines.append(("preemptions", f"{result['preemptions']}, {result['recomputed_tokens']:,} tokens again"))
     if ratio is not None and not result["simulated"]:

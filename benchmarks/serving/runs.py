@@ -193,7 +193,6 @@ def pool_facts(server: Any, record: Record) -> dict[str, Any]:
         "preemptions": scheduler.preemptions,
         "recomputed_tokens": scheduler.recomputed_tokens,
         "prefill_tokens": scheduler.prefill_tokens,
-        "refcount_histogram": server.refcounts.tolist(),
         "blocks_leaked": pool.used,
         "token_nbytes": getattr(server, "token_nbytes", None),
         "attention": getattr(server, "route", None),

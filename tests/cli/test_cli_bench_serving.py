@@ -15,7 +15,7 @@ NULL = ["--model", "null", "--requests", "30", "--shared-prefix", "40"]
 NAMED = {
     *("stock_tokens_per_sec", "continuous_tokens_per_sec", "continuous_steady_tokens_per_sec"),
     *("wall_seconds", "phases", "prefill_chunk_ms", "paged_kv_bytes_read"),
-    *("blocks_touched", "blocks_in_use", "refcount_histogram", "COW_clones_per_token", "hit_rate", "preemptions"),
+    *("blocks_touched", "blocks_in_use", "COW_clones_per_token", "hit_rate", "preemptions"),
     *(f"{name}_ms_p{p}" for name in ("ttft", "tpot", "itl", "decode_tick") for p in (50, 95, 99)),
 }
 
