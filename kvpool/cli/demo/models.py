@@ -1,4 +1,4 @@
-"""Parts (a), (b), (f), (g) and (i): models of mlx-lm, unmodified, on its own caches and on a pool."""
+"""Parts (a), (b), (f), (g) and (h): models of mlx-lm, unmodified, on its own caches and on a pool."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ ATTENTION = Part(
     run_attention,
 )
 
-# ---------------------------------------------------------------------- (i) a long conversation
+# ---------------------------------------------------------------------- (h) a long conversation
 
 
 def run_conversation(settings: Settings, say: Say) -> Outcome:
