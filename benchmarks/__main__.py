@@ -14,10 +14,9 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 STEP_ROWS = (64, 256, 1024)
-SPREAD_MAX = 0.05
 IMPORT_MS_MAX = 150
 WHEEL_MB_MAX = 2.15
-PROGRAMS = ("benchmarks.quantized", "benchmarks.eviction")  # with tables and gates of their own
+PROGRAMS = ("benchmarks.eviction",)  # with tables and gates of their own
 
 # Row -> the most ns it may take, and the most times the floor's ns (None: no such target).
 LIMITS = {
@@ -47,7 +46,7 @@ LIMITS = {
 }
 SLOPE_RATIO_MAX = 3
 TABLE_SHARE_MAX = 1 / 8
-OTHER_LINES = {"scaling", "nbytes", "import", "handed_nbytes", "index_nbytes"}  # they have lines of their own
+OTHER_LINES = {"nbytes", "import", "handed_nbytes", "index_nbytes"}  # they have lines of their own
 
 
 def run_benchmarks(arguments):
@@ -58,9 +57,7 @@ def run_benchmarks(arguments):
             sys.executable, "-m", "pytest", str(HERE), "-q", "-p", "no:xdist", "--benchmark-quiet",
             f"--benchmark-json={path}", "--timeout=0", *arguments,
         ]  # fmt: skip
-        status = subprocess.run(
-            command, cwd=HERE.parent, env={**os.environ, "PYTHONHASHSEED": "0"}
-        ).returncode
+        status = subprocess.run(command, cwd=HERE.parent, env={**os.environ, "PYTHONHASHSEED": "0"}).returncode
         if status or not path.exists():
             sys.exit(f"benchmarks failed: pytest ended with {status}")
         return [record["extra_info"] for record in json.loads(path.read_text())["benchmarks"]]
@@ -113,32 +110,6 @@ def slope_line(rows):
         yield line(name, cells, f"<= {SLOPE_RATIO_MAX}x", ratio <= SLOPE_RATIO_MAX)
 
 
-def scaling_lines(records):
-    """Return one line per operation: instructions from the smallest to the largest size, times beside."""
-    operations = {}
-    for record in records:
-        if "scaling" in record:
-            operations.setdefault(record["scaling"], []).append(record)
-    for name, points in operations.items():
-        points.sort(key=lambda record: record["size"])
-        times = " .. ".join(human(record["ns_per_item"]) for record in points)
-        sizes = f"{points[0]['size']:,} .. {points[-1]['size']:,} {points[0]['row'].split()[-1]}"
-        counts = [record["instructions"] for record in points]
-        if None in counts:
-            yield (name, sizes, "no valgrind", times, "", "")
-            continue
-        spread = max(counts) / min(counts) - 1
-        cell = " .. ".join(f"{count:.0f}" for count in counts)
-        yield (
-            name,
-            sizes,
-            cell,
-            times,
-            f"{spread:.1%} <= {SPREAD_MAX:.0%}",
-            "yes" if spread <= SPREAD_MAX else "NO",
-        )
-
-
 def upload_lines(records):
     """Return the line of the table's way to MLX; there is none where mlx is not installed."""
     ways = {record["who"]: record for record in records if "handed_nbytes" in record}
@@ -179,9 +150,7 @@ def print_table(head, lines):
     if lines:
         widths = [max(len(row[column]) for row in [head, *lines]) for column in range(len(head))]
         for row in [head, tuple("-" * width for width in widths), *lines]:
-            print(
-                "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
-            )
+            print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |")
         print()
     return all(row[-1] != "NO" for row in lines)
 
@@ -207,8 +176,6 @@ def main():
     print("median CPU time per item; the floor is C without checks, its loop inside C\n")
     head = ("operation", "kvpool", "C floor", "Python", "kvpool / floor", "target", "holds")
     holds = print_table(head, [*time_lines(records), *upload_lines(records), *fixed_lines(records)])
-    head = ("operation", "from .. to", "instructions", "times", "spread", "holds")
-    holds &= print_table(head, scaling_lines(records))
     holds &= bool(arguments) or run_programs()
     print("every target holds" if holds else "A TARGET IS MISSED")
     sys.exit(1 if options.gates and not holds else 0)

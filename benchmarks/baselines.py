@@ -1,7 +1,6 @@
-"""What kvpool is measured against: the C floor (floor.c) and an allocator in pure Python.
+"""What kvpool is measured against: the C floor (floor.c), without safety or calls: its loops run inside C.
 
-The floor has no safety and no call overhead: its loops run inside C. The Python allocator is the usual
-teaching form: a deque of free ids, a list of refcounts, lists as tables, a padded table built in every step.
+The allocator in pure Python is that of ``kvpool bench allocator``.
 """
 
 import ctypes
@@ -10,7 +9,6 @@ import os
 import shlex
 import subprocess
 import sysconfig
-from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -27,9 +25,7 @@ def load_c(name: str) -> ctypes.CDLL:
     if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
         BUILD.mkdir(parents=True, exist_ok=True)
         compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
-        subprocess.run(
-            [*compiler, "-O3", "-Wall", "-shared", "-fPIC", str(source), "-o", str(library)], check=True
-        )
+        subprocess.run([*compiler, "-O3", "-Wall", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
     return ctypes.CDLL(str(library))
 
 
@@ -62,7 +58,6 @@ class Floor:
         c.floor_alloc_free.argtypes = [pool_p, INT32_P, i32, INT32_P, INT32_P, INT32_P]
         c.floor_set_lengths.argtypes = [pool_p, INT32_P, i32]
         c.floor_steps.argtypes = [pool_p, INT32_P, i32, i32, i32, INT32_P]
-        c.floor_fork.argtypes = c.floor_close.argtypes = [pool_p, i32]
         assert block_size & (block_size - 1) == 0
         order = np.arange(num_blocks, dtype=np.int32) if order is None else order
         self._pool = c.floor_new(pointer(order), num_blocks, rows, width, block_size.bit_length() - 1)
@@ -105,90 +100,3 @@ class Floor:
             self._c.floor_steps(self._pool, rows_p, len(rows), num_new, num_steps, out_p)
 
         return run
-
-    def fork(self, n):
-        """Fork row 0 into rows 1 to n."""
-        self._c.floor_fork(self._pool, n)
-
-    def close(self, n):
-        """Close rows 1 to n."""
-        self._c.floor_close(self._pool, n)
-
-
-class PythonPool:
-    """A refcounting block allocator in pure Python, with copy-on-write left out.
-
-    Parameters
-    ----------
-    num_blocks : int
-        Blocks of the pool.
-    block_size : int
-        Tokens per block.
-    """
-
-    def __init__(self, num_blocks, block_size=16):
-        self.block_size = block_size
-        self.free_ids = deque(range(num_blocks))
-        self.refcounts = [0] * num_blocks
-        self.tables = {}
-        self.seq_lens = {}
-        self.next_id = 0
-
-    def alloc(self, n=1):
-        """Take `n` blocks; return their ids."""
-        if n > len(self.free_ids):
-            raise MemoryError(f"{n} blocks asked for, {len(self.free_ids)} free")
-        ids = [self.free_ids.popleft() for _ in range(n)]
-        for block in ids:
-            self.refcounts[block] = 1
-        return ids
-
-    def free(self, ids):
-        """Drop one reference of each block."""
-        for block in ids:
-            if self.refcounts[block] == 0:
-                raise ValueError(f"block {block} is free already")
-            self.refcounts[block] -= 1
-            if self.refcounts[block] == 0:
-                self.free_ids.append(block)
-
-    def open(self):
-        """Return the id of a new, empty sequence."""
-        self.next_id += 1
-        self.tables[self.next_id] = []
-        self.seq_lens[self.next_id] = 0
-        return self.next_id
-
-    def fork(self, seq_id):
-        """Return the id of a new sequence that shares every block of `seq_id`."""
-        child = self.open()
-        self.tables[child] = list(self.tables[seq_id])
-        self.seq_lens[child] = self.seq_lens[seq_id]
-        for block in self.tables[child]:
-            self.refcounts[block] += 1
-        return child
-
-    def close(self, seq_id):
-        """Drop the sequence and its references."""
-        self.free(reversed(self.tables.pop(seq_id)))
-        del self.seq_lens[seq_id]
-
-    def step(self, seq_ids, num_new=1):
-        """Append `num_new` tokens to each sequence; return block_tables, seq_lens, slot_mapping."""
-        slot_mapping = []
-        for seq_id in seq_ids:
-            table, length = self.tables[seq_id], self.seq_lens[seq_id]
-            for position in range(length, length + num_new):
-                if position == len(table) * self.block_size:
-                    table += self.alloc()
-                slot_mapping.append(
-                    table[position // self.block_size] * self.block_size + position % self.block_size
-                )
-            self.seq_lens[seq_id] = length + num_new
-        width = max(len(self.tables[seq_id]) for seq_id in seq_ids)
-        padded = [self.tables[seq_id] + [0] * (width - len(self.tables[seq_id])) for seq_id in seq_ids]
-        return (
-            np.array(padded, np.int32),
-            np.array([self.seq_lens[seq_id] for seq_id in seq_ids], np.int32),
-            np.array(slot_mapping, np.int32),
-        )

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import kvpool
-from benchmarks.baselines import Floor, PythonPool
+from benchmarks.baselines import Floor
+from kvpool.cli.bench.allocator import PlainAllocator
 
 NUM_BLOCKS = 100_000
 CALLS = 256
@@ -36,7 +37,7 @@ def bench_bulk(measure, who):
         ids = np.random.default_rng(SEED).permutation(NUM_BLOCKS).astype(np.int32)
         run = Floor(NUM_BLOCKS, order=ids).alloc_free(sizes, order)
     elif who == "python":
-        pool, counts = PythonPool(NUM_BLOCKS), sizes.tolist()
+        pool, counts = PlainAllocator(NUM_BLOCKS), sizes.tolist()
 
         def run():
             groups = [pool.blocks.alloc(count) for count in counts]
@@ -58,20 +59,6 @@ def bench_bulk(measure, who):
     measure(run, int(sizes.sum()), row=BULK, who=who)
 
 
-@pytest.mark.benchmark(group="alloc+free, new array, 1..64 blocks a call")
-def bench_bulk_new_arrays(measure):
-    """The same without `out=`: every call makes an array."""
-    sizes, order = sizes_and_order()
-    pool, counts = shuffled_pool(), sizes.tolist()
-
-    def run():
-        groups = [pool.blocks.alloc(count) for count in counts]
-        for k in order:
-            pool.blocks.free(groups[k])
-
-    measure(run, int(sizes.sum()), row="alloc+free, new array, 1..64 blocks a call", who="kvpool")
-
-
 @pytest.mark.parametrize("verb", ["alloc", "free"])
 @pytest.mark.parametrize("who", ["kvpool", "floor", "python"])
 @pytest.mark.benchmark(group="one block a call")
@@ -80,7 +67,7 @@ def bench_single(measure, who, verb):
         floor, ids = Floor(NUM_BLOCKS), np.empty(SINGLE_CALLS, np.int32)
         actions = {"alloc": lambda: floor.alloc(ids), "free": lambda: floor.free(ids)}
     else:
-        pool = shuffled_pool() if who == "kvpool" else PythonPool(NUM_BLOCKS)
+        pool = shuffled_pool() if who == "kvpool" else PlainAllocator(NUM_BLOCKS)
         alloc, free, taken = pool.blocks.alloc, pool.blocks.free, []
 
         def alloc_each():

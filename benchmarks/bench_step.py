@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import kvpool
-from benchmarks.baselines import Floor, PythonPool
+from benchmarks.baselines import Floor
+from kvpool.cli.bench.allocator import PlainAllocator
 
 BLOCK_SIZE = 16
 CONTEXT = 4096
@@ -26,9 +27,7 @@ def start_lengths(rows):
 
 def decoding_pool(rows, *, in_order=True):
     """Return a pool with `rows` sequences of `start_lengths`, and their handles."""
-    pool = kvpool.Pool(
-        rows * WIDTH + 1, BLOCK_SIZE, max_seqs=rows, max_blocks_per_seq=WIDTH, in_order=in_order
-    )
+    pool = kvpool.Pool(rows * WIDTH + 1, BLOCK_SIZE, max_seqs=rows, max_blocks_per_seq=WIDTH, in_order=in_order)
     handles = np.array([pool.open() for _ in range(rows)], np.int64)
     prompt = kvpool.Plan(pool, 1, CONTEXT + BLOCK_SIZE)
     for handle, length in zip(handles.tolist(), start_lengths(rows).tolist(), strict=True):
@@ -47,7 +46,7 @@ def floor_decode(rows):
 
 def python_decode(rows):
     """Return the Python allocator's `STEPS` decode steps, from the same start."""
-    pool = PythonPool(rows * WIDTH, BLOCK_SIZE)
+    pool = PlainAllocator(rows * WIDTH, BLOCK_SIZE)
     seq_ids = [pool.open() for _ in range(rows)]
     for seq_id, length in zip(seq_ids, start_lengths(rows).tolist(), strict=True):
         pool.step([seq_id], length)
@@ -95,6 +94,4 @@ def bench_decode_fenced(measure, rows):
             step(second, handles, 1)
             done(first)
 
-    measure(
-        run, STEPS, row=f"decode step and done, {rows} sequences", who="kvpool", rounds=ROUNDS - 2, rows=rows
-    )
+    measure(run, STEPS, row=f"decode step and done, {rows} sequences", who="kvpool", rounds=ROUNDS - 2, rows=rows)

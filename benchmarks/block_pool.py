@@ -100,9 +100,7 @@ class Turns:
     def keys(self):
         """Keys that no block has yet, a group for every call."""
         self.turn += 1
-        return [
-            [f"{self.turn} {call} {k}".rjust(32).encode() for k in range(self.size)] for call in range(self.calls)
-        ]
+        return [[f"{self.turn} {call} {k}".rjust(32).encode() for k in range(self.size)] for call in range(self.calls)]
 
     def requests(self, keys):
         """The same keys as new objects, as the next request with this prompt brings them."""

@@ -7,19 +7,14 @@ recording adds is the same from everywhere, and from Python nowhere a larger sha
 
 import gc
 import json
-import re
-import shutil
-import subprocess
 import sys
-import tempfile
 import time
 from itertools import repeat
-from pathlib import Path
 
 import numpy as np
 
 import kvpool
-from benchmarks.baselines import load_c
+from benchmarks import callgrind
 
 RECORD = 1 << 20
 PROMPT = 2048
@@ -138,7 +133,7 @@ def too_dear(counts):
 
 def count():
     """Under callgrind: dump the instructions of each case, four times: addresses decide what Python's memory costs."""
-    marks = load_c("counting")
+    marks = callgrind.marks()
     marks.count_prepare()
     gc.disable()
     for name, make in CASES.items():
@@ -155,23 +150,12 @@ def count():
 
 def instructions():
     """Return case -> (without, with) in instructions per call, the least of four runs; None without valgrind."""
-    if shutil.which("valgrind") is None:
+    if not callgrind.is_here():
         return None
-    load_c("counting")
     found = {name: [float("inf")] * 2 for name in CASES}
-    with tempfile.TemporaryDirectory() as folder:
-        command = [
-            "valgrind", "--tool=callgrind", "--instr-atstart=no", "--collect-atstart=no",
-            f"--callgrind-out-file={folder}/counts", sys.executable, "-m", "benchmarks.recording", "count",
-        ]  # fmt: skip
-        subprocess.run(command, check=True, cwd=Path(__file__).parent.parent, capture_output=True)
-        for path in Path(folder).iterdir():
-            text = path.read_text()
-            trigger = re.search(r"^desc: Trigger: Client Request: (\d+)\|(\d+)\|(.*)$", text, re.MULTILINE)
-            total = re.search(r"^(?:totals|summary): (\d+)", text, re.MULTILINE)
-            if trigger and total:
-                pair, which = found[trigger[3]], trigger[1] != "0"
-                pair[which] = min(pair[which], int(total[1]) / int(trigger[2]))
+    for mark, counts in callgrind.counted("-m", "benchmarks.recording", "count").items():
+        record, calls, name = mark.split("|")
+        found[name][record != "0"] = min(counts) / int(calls)
     return found
 
 

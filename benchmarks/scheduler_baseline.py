@@ -1,10 +1,10 @@
-"""A scheduler as engines write it in Python: an object per sequence, a loop over them, the allocator of `baselines`."""
+"""A scheduler as engines write it in Python: an object per sequence, a loop over them, `PlainAllocator`."""
 
 from collections import deque
 
 import numpy as np
 
-from benchmarks.baselines import PythonPool
+from kvpool.cli.bench.allocator import PlainAllocator
 
 
 class PythonSequence:
@@ -42,7 +42,7 @@ class PythonScheduler:
     """
 
     def __init__(self, num_blocks, block_size, *, max_running, max_step_tokens, prefill_chunk):
-        self.pool = PythonPool(num_blocks, block_size)
+        self.pool = PlainAllocator(num_blocks, block_size)
         self.max_running = max_running
         self.max_step_tokens = max_step_tokens
         self.prefill_chunk = prefill_chunk

@@ -46,9 +46,7 @@ def measure(name: str, num_tokens: int) -> tuple[int, int]:
     steps = generate_step(mx.array(prompt), model, max_tokens=NEW, prompt_cache=cache, prefill_step_size=CHUNK)
     expected = [int(token) for token, _ in steps]
     blocks = -(-(num_tokens + NEW) // BLOCK) + 8
-    with Engine(
-        model, blocks, block_size=BLOCK, max_running=1, prefill_chunk=CHUNK, max_step_tokens=CHUNK
-    ) as engine:
+    with Engine(model, blocks, block_size=BLOCK, max_running=1, prefill_chunk=CHUNK, max_step_tokens=CHUNK) as engine:
         found = engine.batch([prompt], max_tokens=NEW, eos=())[0].tokens.tolist()
         used = engine.kv.pool.stats().peak_used * engine.kv.backend.spec.block_nbytes
     assert found == expected, f"{name}: other tokens"

@@ -1,23 +1,18 @@
 """Instructions per single operation at 1,000 to 1,000,000 blocks, counted by callgrind; beside them p99 / p50 of times.
 
-Counts do not depend on caches, clocks or neighbours. ``benchmarks.scaling`` measures batches of work in the same way.
+Counts do not depend on caches, clocks or neighbours.
 """
 
 from __future__ import annotations
 
 import gc
 import json
-import os
-import re
-import shutil
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from itertools import repeat
-from pathlib import Path
 
+from benchmarks import callgrind
 from proof.figure import Budget, Figure
 from proof.singles import BATCH, Operation, operations
 
@@ -33,9 +28,7 @@ TIMED = 1500  # single operations
 
 def count(sizes: tuple[int, ...], careless: bool) -> None:
     """Under callgrind: dump the instructions of each operation at each size."""
-    from benchmarks.baselines import load_c
-
-    marks = load_c("counting")
+    marks = callgrind.marks()
     marks.count_prepare()
     gc.disable()
     for size in (0, *sizes):
@@ -57,27 +50,11 @@ def count(sizes: tuple[int, ...], careless: bool) -> None:
 
 def counted(sizes: tuple[int, ...], careless: bool) -> dict[str, dict[int, float]]:
     """Operation -> blocks -> median of instructions, what an empty operation costs taken off."""
-    from benchmarks.baselines import load_c
-
-    load_c("counting")  # compiled here, not under callgrind
-    root = Path(__file__).resolve().parent.parent
-    with tempfile.TemporaryDirectory() as folder:
-        command = [
-            "valgrind", "--tool=callgrind", "--instr-atstart=no", "--collect-atstart=no",
-            f"--callgrind-out-file={folder}/counts", sys.executable, "-m", "proof.complexity",
-            json.dumps([sizes, careless]),
-        ]  # fmt: skip
-        env = {**os.environ, "PYTHONHASHSEED": "0"}
-        done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"[complexity] callgrind: {done.stderr[-500:]}")
-        runs: dict[str, dict[int, list[int]]] = {}
-        for path in Path(folder).iterdir():
-            text = path.read_text()
-            trigger = re.search(r"^desc: Trigger: Client Request: (.*)\|(\d+)$", text, re.MULTILINE)
-            total = re.search(r"^(?:totals|summary): (\d+)", text, re.MULTILINE)
-            if trigger and total:
-                runs.setdefault(trigger[1], {}).setdefault(int(trigger[2]), []).append(int(total[1]))
+    found = callgrind.counted("-m", "proof.complexity", json.dumps([sizes, careless]), PYTHONHASHSEED="0")
+    runs: dict[str, dict[int, list[int]]] = {}
+    for mark, counts in found.items():
+        name, _, size = mark.rpartition("|")
+        runs.setdefault(name, {})[int(size)] = counts
     nothing = statistics.median(runs.pop("nothing")[0])
     return {
         name: {size: (statistics.median(by[size]) - nothing) / BATCH for size in sorted(by)}
@@ -105,7 +82,7 @@ def tails(size: int) -> dict[str, float]:
 def measure(budget: Budget, careless: bool = False) -> Figure:
     """Count, compare the sizes with the smallest, and time the largest beside."""
     start = time.monotonic()
-    if shutil.which("valgrind") is None:
+    if not callgrind.is_here():
         return Figure(NAME, TARGET, "not measured: no valgrind here", False, COMMAND, 0.0)
     full = budget.share >= 1
     counts = counted(SIZES if full and not careless else QUICK_SIZES, careless)

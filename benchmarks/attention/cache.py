@@ -99,24 +99,31 @@ class PagedCall:
         """Compute `out`."""
         self.store.attend(0, self.q, self.out, self.tables, self.seq_lens, self.cu_q_lens)
 
-    def error(self, row: int, kv_head: int) -> float:
-        """Return the largest error of the newest query of a row, in the heads of one KV head."""
-        dtype, context = self.spec.dtype, self.context
-        group = self.q.shape[1] // self.spec.num_kv_heads
-        heads = slice(kv_head * group, (kv_head + 1) * group)
-        token = self.cu_q_lens[row + 1] - 1
+    def exact(self, row: int, kv_head: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Scores and weights ``[G, C]`` of a row's newest query in the heads of one KV head, its result; float64."""
+        dtype, token, heads = self.spec.dtype, self.cu_q_lens[row + 1] - 1, self.heads(kv_head)
         head_axis = 1 if self.spec.layout == "HND" else 2
         k, v = (
             widened(np.take(array[self.tables[row]], kv_head, head_axis), dtype)
-            .reshape(-1, array.shape[-1])[:context]
+            .reshape(-1, array.shape[-1])[: self.context]
             .astype(np.float64)
             for array in self.arrays
         )
         scores = widened(self.q[token, heads], dtype).astype(np.float64) @ k.T / np.sqrt(self.spec.head_dim)
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-        expected = weights @ v / weights.sum(axis=1, keepdims=True)
-        wrong = np.abs(widened(self.out[token, heads], dtype) - expected).max(axis=1)
-        return float((wrong / np.abs(expected).max(axis=1)).max())
+        weights /= weights.sum(axis=1, keepdims=True)
+        return scores, weights, weights @ v
+
+    def heads(self, kv_head: int) -> slice:
+        """The query heads of a KV head."""
+        group = self.q.shape[1] // self.spec.num_kv_heads
+        return slice(kv_head * group, (kv_head + 1) * group)
+
+    def error(self, row: int, kv_head: int) -> float:
+        """Return the largest error of the newest query of a row, in the heads of one KV head."""
+        expected = self.exact(row, kv_head)[2]
+        found = widened(self.out[self.cu_q_lens[row + 1] - 1, self.heads(kv_head)], self.spec.dtype)
+        return float((np.abs(found - expected).max(axis=1) / np.abs(expected).max(axis=1)).max())
 
     def checked_error(self, rng: np.random.Generator) -> float:
         """Compute, and return the error of a row drawn at random.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     from benchmarks.attention.dense import installed
 
     check_plot(args.plot)
-    kernels = load_kernels(args.isa)
+    kernels = load_kernels()
     wanted = settings(args, kernels.num_threads())
     if args.plot is not None and "decode" not in wanted.parts:
         raise CommandError("--plot draws decode, and --part leaves it out")
@@ -56,22 +55,17 @@ def run(args: argparse.Namespace) -> int:
     return 1 if args.gates and not all(gate.holds for gate in decided) else 0
 
 
-def load_kernels(isa: str | None) -> Any:
-    """Return the kernels, for instruction set `isa` if one is named. They choose it when they are imported."""
-    if isa is not None:
-        os.environ["KVPOOL_CPU_ISA"] = isa
+def load_kernels() -> Any:
+    """Return the kernels; ``KVPOOL_CPU_ISA`` names their instruction set."""
     try:
-        kernels = importlib.import_module("kvpool_backends.cpu._kernels")
+        return importlib.import_module("kvpool_backends.cpu._kernels")
     except ImportError as exc:
         raise CommandError(f"the CPU kernels do not import: {exc}") from None
-    if isa not in (None, kernels.default_isa()):
-        raise CommandError(f"--isa {isa}: the kernels are loaded already, for {kernels.default_isa()}")
-    return kernels
 
 
 def measure(bench: Bench, *, quiet: bool) -> list[Row]:
     """Return the rows of all parts that are wanted."""
-    from benchmarks.attention import decode, moves, prefill, quantized, scores, stores
+    from benchmarks.attention import decode, moves, prefill, quantized, scores
     from benchmarks.attention.cache import WrongResult
 
     all_parts = {
@@ -79,7 +73,6 @@ def measure(bench: Bench, *, quiet: bool) -> list[Row]:
         "prefill": Part(prefill.count, prefill.rows),
         "write": Part(moves.count, moves.write_rows),
         "copy": Part(moves.count, moves.copy_rows),
-        "stores": Part(stores.count, stores.rows),
         "scores": Part(scores.count, scores.rows),
     }
     quantized_part = Part(quantized.count, quantized.rows)

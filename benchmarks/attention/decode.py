@@ -69,8 +69,7 @@ def case_rows(bench: Bench, case: Case, pace: dict[tuple[str, str, int], float])
         return
     planes = tuple(random_elements(rng, room * per_token, case.dtype) for _ in "kv")
     used = [plane[: case.num_tokens * per_token] for plane in planes]
-    copies = {rival: 2 if rival == "mlx" else 1 for rival in bench.rivals}  # MLX wants memory of its own
-    rivals = [r for r, n in copies.items() if bench.fits(f"{r}, {case.name}", pool_nbytes + n * nbytes)]
+    rivals = [r for r in bench.rivals if bench.fits(f"{r}, {case.name}", pool_nbytes + nbytes)]
     dense = dense_contexts(bench, case, rng) if rivals else ()
     for num_threads in s.threads:
         bench.say(f"decode {case.name}, {threads_name(num_threads)}")

@@ -1,4 +1,4 @@
-"""Decode over dense, contiguous K and V with numpy, torch and MLX, each in its best form."""
+"""Decode over dense, contiguous K and V with numpy and torch, each in its best form."""
 
 from __future__ import annotations
 
@@ -51,29 +51,7 @@ def torch_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, dtype: str) -> 
     return partial(attend, tensor(q), tensor(k), tensor(v))
 
 
-def mlx_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, dtype: str) -> Attention:
-    """Return MLX's fused SDPA, on its default device and a copy of the memory."""
-    import mlx.core as mx
-
-    def array(x: np.ndarray) -> Any:
-        return mx.array(x).view(mx.bfloat16) if dtype == "bfloat16" else mx.array(x)
-
-    queries, keys, values = array(q.reshape(len(q), -1, 1, q.shape[-1])), array(k), array(v)
-    scale = q.shape[-1] ** -0.5
-
-    def attend() -> Any:
-        out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale)
-        mx.eval(out)
-        return out.reshape(*q.shape[:3], v.shape[-1])
-
-    return attend
-
-
-MAKERS: dict[str, Callable[..., Attention]] = {
-    "numpy": numpy_attention,
-    "torch": torch_attention,
-    "mlx": mlx_attention,
-}
+MAKERS: dict[str, Callable[..., Attention]] = {"numpy": numpy_attention, "torch": torch_attention}
 
 
 def installed(names: tuple[str, ...]) -> dict[str, str]:
@@ -81,17 +59,13 @@ def installed(names: tuple[str, ...]) -> dict[str, str]:
     found = {}
     for name in names:
         with contextlib.suppress(ImportError):
-            module = importlib.import_module("mlx.core" if name == "mlx" else name)
-            found[name] = str(module.__version__)
+            found[name] = str(importlib.import_module(name).__version__)
     return found
 
 
 def missing_threads(name: str, num_threads: int) -> str | None:
     """Return why dense attention by `name` cannot be measured with so many threads, None if it can."""
-    everything = num_threads == num_cpus()
-    if name == "mlx" and not everything:
-        return "mlx chooses its threads itself"
-    if name == "numpy" and not everything and importlib.util.find_spec("threadpoolctl") is None:
+    if name == "numpy" and num_threads != num_cpus() and importlib.util.find_spec("threadpoolctl") is None:
         return "numpy's threads are set by threadpoolctl: pip install threadpoolctl"
     return None
 

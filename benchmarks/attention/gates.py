@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
 
 from benchmarks.attention.rows import Row
 from benchmarks.attention.settings import Settings
+from benchmarks.gate import Gate
 
 REPETITIONS = 15
 BLOCK_SIZE = 16
@@ -21,48 +20,6 @@ PREFILL = (75.0, 90.0)
 WRITE = (1.4, 1.15)
 COPY = (1.1, 1.0)
 RAW_SCORES = (1.03, 1.015)
-
-
-@dataclass(frozen=True)
-class Gate:
-    """One promise.
-
-    Attributes
-    ----------
-    name, unit : str
-        What is compared, and in what.
-    limit, goal : float
-        What it has to reach, and what it is meant to reach.
-    at_most : bool
-        Whether less is better.
-    value : float, optional
-        The worst of the rows that decide; None if there is none.
-    row : str
-        The worst row, or why none decides.
-    """
-
-    name: str
-    unit: str
-    limit: float
-    goal: float
-    at_most: bool
-    value: float | None
-    row: str
-
-    @property
-    def holds(self) -> bool:
-        """Whether the value is within the limit. What nobody measured does not hold."""
-        return self._reaches(self.limit)
-
-    @property
-    def reaches_goal(self) -> bool:
-        return self._reaches(self.goal)
-
-    def _reaches(self, bound: float) -> bool:
-        return self.value is not None and (self.value <= bound if self.at_most else self.value >= bound)
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"holds": self.holds, "reaches_goal": self.reaches_goal}
 
 
 def decide(rows: Sequence[Row], settings: Settings) -> list[Gate]:
@@ -79,10 +36,6 @@ def decide(rows: Sequence[Row], settings: Settings) -> list[Gate]:
         if "prefill" in settings.parts:
             able = [row for row in mine if row.part == "prefill" and is_able(row) and is_standard(settings)]
             gates.append(worst(f"prefill {dtype}", "% of sgemm", *PREFILL, False, able, lambda row: 100 / row.ratio))
-        if "stores" in settings.parts:
-            able = [row for row in mine if row.part == "stores" and is_able(row) and not row.is_cached]
-            name = f"two stores, two threads, {dtype}"
-            gates.append(worst(name, "x gain of the read", *GAIN, False, able, share_of_gain))
         if "scores" in settings.parts:
             able = [row for row in mine if is_able_scores(row) and is_standard(settings)]
             name = f"decode with raw scores {dtype}"
@@ -128,12 +81,6 @@ def is_standard(settings: Settings) -> bool:
     return (settings.num_q_heads, settings.num_kv_heads, settings.head_dim) == HEADS
 
 
-def share_of_gain(row: Row) -> float:
-    """Return what two threads bring to the kernels, as a share of what they bring to the read."""
-    assert row.gain is not None and row.yardstick_gain is not None  # rows of `stores` have them
-    return row.gain / row.yardstick_gain
-
-
 def faster_than_torch(row: Row) -> float:
     """Return how many times faster than torch."""
     return row.dense["torch"] / row.best
@@ -150,21 +97,6 @@ def worst(
 ) -> Gate:
     """Return the gate, decided by the worst of `rows`."""
     if not rows:
-        return Gate(name, unit, limit, goal, at_most, None, "no row decides")
+        return Gate(name, None, limit, at_most, "no row decides", unit, goal)
     row = (max if at_most else min)(rows, key=value)
-    return Gate(name, unit, limit, goal, at_most, value(row), row.name)
-
-
-def summary(gates: Sequence[Gate]) -> str:
-    """Return one line: which gates hold."""
-    missed = [gate for gate in gates if not gate.holds]
-    if not gates:
-        return "no gates for this"
-    if not missed:
-        goals = sum(gate.reaches_goal for gate in gates)
-        return f"all {len(gates)} gates hold, {goals} reach their goal"
-    said = "; ".join(
-        f"{gate.name} not decided" if gate.value is None else f"{gate.name} {gate.value:.3g} {gate.unit}"
-        for gate in missed
-    )
-    return f"{len(gates) - len(missed)} of {len(gates)} gates hold; missed: {said}"
+    return Gate(name, value(row), limit, at_most, row.name, unit, goal)

@@ -1,15 +1,17 @@
-"""Decode from quantized keys and values: what a call takes, in times of the same call from bfloat16."""
+"""Quantized keys and values: decode in times of the same call from bfloat16, writes in times of memcpy."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
+from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle, product
 from typing import Any
 
 import numpy as np
 
 from benchmarks.attention.bench import Bench
-from benchmarks.attention.cache import WrongResult, padded
+from benchmarks.attention.cache import WrongResult, narrowed, padded
+from benchmarks.attention.moves import CALLS, NUM_TOKENS, memcpy_runs
 from benchmarks.attention.rows import Row, threads_name, timed
 from kvpool.cli.bench.measure import Contestant
 from kvpool.cli.bench.options import tokens
@@ -23,6 +25,7 @@ TOLERANCE = 1e-3
 """Most that a result may differ from attention in float64 over what `gather` returns."""
 
 _WRITTEN = 1024  # tokens at a time
+SETS, WRITE_BLOCKS = 16, 4096  # of tokens that are written, and of the pool
 
 
 def spec_of(name: str, **sizes: Any) -> KVSpec:
@@ -87,7 +90,7 @@ class Call:
 def count(bench: Bench) -> int:
     """Return how many races there are."""
     s = bench.settings
-    return len(s.batches) * len(s.contexts) * len(s.threads) if s.kv_bits else 0
+    return (len(s.batches) * len(s.contexts) + len(s.kv_bits)) * len(s.threads)
 
 
 def rows(bench: Bench) -> Iterator[Row]:
@@ -98,7 +101,7 @@ def rows(bench: Bench) -> Iterator[Row]:
         specs = {name: spec_of(name, **sizes) for name in (BASELINE, *s.kv_bits)}
     except ValueError as exc:
         raise CommandError(f"--kv-bits: {exc}") from None
-    for batch, context, num_threads in product(s.batches, s.contexts, s.threads) if s.kv_bits else ():
+    for batch, context, num_threads in product(s.batches, s.contexts, s.threads):
         name = f"quantized {batch} x {tokens(context)}, {threads_name(num_threads)}"
         bench.say(name)
         room = batch * padded(context, BLOCK_SIZE)
@@ -125,3 +128,40 @@ def rows(bench: Bench) -> Iterator[Row]:
                 error=errors[which],
                 **timed(race, which),
             )
+    for name, num_threads in product(s.kv_bits, s.threads):
+        yield write_row(bench, name, specs[name], num_threads)
+
+
+def write_row(bench: Bench, name: str, spec: KVSpec, num_threads: int) -> Row:
+    """Write bfloat16 to random blocks, ever other tokens to ever other blocks: neither is in a cache of the core's."""
+    from kvpool_backends.cpu import CPUBackend
+
+    bench.say(f"quantized write {name}, {threads_name(num_threads)}")
+    rng, shape = bench.rng(NUM_TOKENS, 5), (NUM_TOKENS, spec.num_kv_heads, spec.head_dim)
+    per_call = NUM_TOKENS // BLOCK_SIZE
+    tokens = [[narrowed(rng.standard_normal(shape, np.float32), "bfloat16") for _ in "kv"] for _ in range(SETS)]
+    blocks = rng.permutation(WRITE_BLOCKS)[: SETS * per_call].reshape(SETS, per_call, 1)
+    slots = (blocks * BLOCK_SIZE + np.arange(BLOCK_SIZE)).reshape(SETS, -1)
+    store = CPUBackend(spec, WRITE_BLOCKS, num_threads=num_threads).store
+    turns = cycle(range(SETS))
+
+    def write() -> None:
+        turn = next(turns)
+        store.write(0, *tokens[turn], slots[turn])
+
+    copies = [[(np.empty(x.size, x.dtype), x.reshape(-1)) for x in pair] for pair in tokens]
+    with ThreadPoolExecutor(num_threads) as workers:
+        memcpy = Contestant("memcpy", memcpy_runs(copies, num_threads, workers), CALLS)
+        race = bench.race(memcpy, [Contestant("write", write)])
+    return Row(
+        part="write",
+        dtype=name if name == "fp8" else f"{name} bits",
+        threads=num_threads,
+        layout=spec.layout,
+        block_size=BLOCK_SIZE,
+        batch=1,
+        context=NUM_TOKENS,
+        nbytes=2 * tokens[0][0].nbytes,
+        yardstick="memcpy",
+        **timed(race, "write"),
+    )

@@ -13,9 +13,10 @@ import numpy as np
 
 import kvpool
 from benchmarks.attention.bench import Bench
-from benchmarks.attention.gates import BLOCK_SIZE, Gate, summary
+from benchmarks.attention.gates import BLOCK_SIZE
 from benchmarks.attention.rows import Row
 from benchmarks.attention.settings import RIVALS
+from benchmarks.gate import Gate, as_text, held
 from kvpool.cli.bench.options import tokens
 from kvpool.cli.machine import cache_nbytes, cpu_model, huge_pages
 from kvpool.config import format_nbytes
@@ -42,7 +43,7 @@ def as_json(bench: Bench, rows: Sequence[Row], gates: Sequence[Gate], seconds: f
         "rows": [row.as_json() for row in rows],
         "left_out": [{"what": what, "why": why} for what, why in bench.left_out],
         "gates": [gate.as_json() for gate in gates],
-        "held": all(gate.holds for gate in gates),
+        "held": held(gates),
         "seconds": round(seconds, 1),
     }
 
@@ -54,14 +55,13 @@ def show(bench: Bench, rows: Sequence[Row], gates: Sequence[Gate], seconds: floa
     print(f"load before: {bench.load:.1f}{', others were at work' if bench.load > 0.5 else ''}\n")
     title = "Decode: time / time to read the same K and V; how many times faster than dense attention"
     print_table(title, decode_lines(rows))
-    print_table("Prefill, moving bytes, two stores, scores", other_lines(rows))
-    print_table("Gates: the worst row of each", gate_lines(gates))
+    print_table("Prefill, moving bytes, scores", other_lines(rows))
     reasons: dict[str, list[str]] = {}
     for what, why in bench.left_out:
         reasons.setdefault(why, []).append(what)
     for why, things in reasons.items():
         print(f"left out, {why}: {'; '.join(things)}")
-    print(f"{summary(gates)} ({seconds:.0f} s)")
+    print(f"{as_text(gates)} ({seconds:.0f} s)")
 
 
 def decode_lines(rows: Sequence[Row]) -> Lines:
@@ -106,23 +106,11 @@ def other_lines(rows: Sequence[Row]) -> Lines:
             "raw": f"{row.median_ratio:.3f} x without scores, which take {format_nbytes(row.scores_nbytes or 0)}",
             "mass": f"{row.median_ratio:.3f} x without scores, which take {format_nbytes(row.scores_nbytes or 0)}",
             "quantized": f"{row.median_ratio:.2f} x bfloat16, {row.nbytes / 1e6:,.0f} MB",
-            "stores": f"{row.gain or 0:.2f} x one thread, the read {row.yardstick_gain or 0:.2f} x",
         }
         if row.part in compared:
             remark = "" if row.is_complete else "disturbed"
             part = f"{row.part} scores" if row.part in ("raw", "mass") else row.part
             lines.append((f"{part} {row.name}", f"{row.best * 1e3:.2f} ms", compared[row.part], remark))
-    return lines if len(lines) > 1 else []
-
-
-def gate_lines(gates: Sequence[Gate]) -> Lines:
-    """Return a line for each gate."""
-    lines: Lines = [("gate", "measured", "gate", "goal", "holds", "worst row")]
-    for gate in gates:
-        sign = "<=" if gate.at_most else ">="
-        value = "" if gate.value is None else f"{gate.value:.3g} {gate.unit}"
-        bounds = (f"{sign} {gate.limit:g}", f"{sign} {gate.goal:g}")
-        lines.append((gate.name, value, *bounds, "yes" if gate.holds else "NO", gate.row))
     return lines if len(lines) > 1 else []
 
 

@@ -18,7 +18,7 @@ class Row:
 
     Attributes
     ----------
-    part : {"decode", "prefill", "write", "copy", "stores", "raw", "mass", "quantized"}
+    part : {"decode", "prefill", "write", "copy", "raw", "mass", "quantized"}
         The last three are decode: with scores, and from what --kv-bits stores.
     batch, context, block_size : int
         Rows of the batch, tokens of each row's context, tokens per block.
@@ -35,8 +35,6 @@ class Row:
         Decode only: least time of attention over dense, contiguous K and V, by framework.
     error : float, optional
         Largest difference from float64 attention, as a share of the largest result of a head.
-    gain, yardstick_gain : float, optional
-        Stores only: what a second thread brings, to the kernels and to the read.
     scores_nbytes : int, optional
         Scores only: memory of theirs, scratch included.
     """
@@ -59,8 +57,6 @@ class Row:
     is_complete: bool
     dense: dict[str, float] = field(default_factory=dict)
     error: float | None = None
-    gain: float | None = None
-    yardstick_gain: float | None = None
     scores_nbytes: int | None = None
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.attention.bench import Bench
-from benchmarks.attention.cache import PagedCall, WrongResult, kv_nbytes, padded, random_elements, widened
+from benchmarks.attention.cache import PagedCall, WrongResult, kv_nbytes, padded, random_elements
 from benchmarks.attention.rows import Row, threads_name, timed
 from kvpool.cli.bench.measure import Contestant
 from kvpool.cli.bench.options import tokens
@@ -94,15 +94,9 @@ class Scores:
         """
         self.attend()
         c, row = self.call, int(rng.integers(len(self.call.tables)))
-        head, group = int(rng.integers(c.spec.num_kv_heads)), c.q.shape[1] // c.spec.num_kv_heads
-        k = np.take(c.arrays[0][c.tables[row]], head, 1 if c.spec.layout == "HND" else 2)
-        k = widened(k, c.spec.dtype).reshape(-1, c.spec.head_dim)[: c.context].astype(np.float64)
-        q = widened(c.q[c.cu_q_lens[row + 1] - 1, head * group : (head + 1) * group], c.spec.dtype).astype(np.float64)
-        right = q @ k.T / np.sqrt(c.spec.head_dim)
-        if self.kind == "mass":
-            right = np.exp(right - right.max(axis=1, keepdims=True))
-            right /= right.sum(axis=1, keepdims=True)
-        right = right.mean(axis=0)
+        head = int(rng.integers(c.spec.num_kv_heads))
+        raw, mass, _ = c.exact(row, head)
+        right = (mass if self.kind == "mass" else raw).mean(axis=0)
         error = float(np.abs(self.out[row, head] - right).max() / np.abs(right).max())
         if not error <= TOLERANCE:
             raise WrongResult(f"{self.kind} scores, {c.spec.dtype}: row {row} is off by {error:.1e} of its largest")

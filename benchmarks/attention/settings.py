@@ -10,9 +10,9 @@ from pathlib import Path
 from kvpool.cli.bench.options import DTYPES, memory_nbytes, numbers, some
 from kvpool.cli.console import CommandError, whole
 
-PARTS = ("decode", "prefill", "write", "copy", "stores", "scores")
+PARTS = ("decode", "prefill", "write", "copy", "scores")
 LAYOUTS = ("NHD", "HND")
-RIVALS = ("numpy", "torch", "mlx")
+RIVALS = ("numpy", "torch")
 # Options that take a list: what they choose by themselves, and what they are.
 LISTS = {
     "part": (",".join(PARTS), "what to measure"),
@@ -60,7 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--head-dim", metavar="D", default="128", help="elements per head (default: %(default)s)")
     parser.add_argument("--layout", metavar="NAME", default="NHD", help="NHD or HND (default: %(default)s)")
-    parser.add_argument("--isa", metavar="NAME", help="instruction set of the kernels (default: the best one here)")
     parser.add_argument(
         "--repetitions", metavar="N", default="15", help="rounds that have to count (default: %(default)s)"
     )

@@ -11,6 +11,7 @@ import json
 import time
 from typing import TYPE_CHECKING
 
+from benchmarks.gate import held
 from benchmarks.quality.settings import add_arguments, settings
 from kvpool.cli.console import CommandError, check_plot, progress
 
@@ -33,10 +34,8 @@ def run(args: argparse.Namespace) -> int:
         told = subjects.make(wanted, quiet=args.json)
         told.check()
         bench, model = told.bench, told.name
-        with progress(bench.total + 5, args.json) as bench.say:
+        with progress(bench.total, args.json) as bench.say:
             tables = dict(bench.rows())
-            speed = told.speed() if "speed" in wanted.tables else []
-            layers = told.layers() if "layers" in wanted.tables else []
     except (ModelNotLoaded, ValueError, MemoryError) as exc:
         raise CommandError(str(exc) or "not enough memory") from None
     decided = gates.judge(tables, wanted.context) if {"max_kv", "bits"} <= tables.keys() else []
@@ -44,12 +43,12 @@ def run(args: argparse.Namespace) -> int:
         draw(args, tables["max_kv"], f"{model}, {wanted.context} tokens")
     if args.json:
         seconds = time.perf_counter() - start
-        print(json.dumps(report.as_json(wanted, model, tables, speed, layers, decided, seconds), indent=2))
+        print(json.dumps(report.as_json(wanted, model, tables, decided, seconds), indent=2))
     else:
-        report.show(model, tables, speed, layers, decided)
+        report.show(model, tables, decided)
         if args.plot is not None:
             print(f"Drawn in {args.plot}")
-    return 1 if args.gates and not gates.held(decided) else 0
+    return 1 if args.gates and not held(decided) else 0
 
 
 def draw(args: argparse.Namespace, table: Table, title: str) -> None:

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
+from benchmarks.gate import Gate
 from benchmarks.quality.answers import Quality, more
 from benchmarks.quality.tables import Table, of
 
 ERRORS = 2.0
 LOST = 0.5
 INT8 = 0.2
-
-
-@dataclass(frozen=True)
-class Gate:
-    """One promise: `value` has to be at most `limit`. NaN is not. Without a limit it is reported, not judged."""
-
-    name: str
-    value: float
-    limit: float | None
-    note: str = ""
-
-    @property
-    def holds(self) -> bool:
-        """Whether it does."""
-        return self.limit is None or self.value <= self.limit
 
 
 def judge(tables: Mapping[str, Table], context: int) -> list[Gate]:
@@ -48,7 +33,7 @@ def no_worse(budget: int, ours: Quality, stock: Quality) -> Gate:
     """H2O heavy loses no more perplexity of code than rotating, and two standard errors."""
     difference, error = more(ours.code_nats, stock.code_nats)
     note = f"perplexity {ours.code_perplexity:.3f} against {stock.code_perplexity:.3f}, {len(ours.nats)} seeds"
-    return Gate(f"max_kv {budget}: nats of H2O heavy over rotating's", difference, ERRORS * error, note)
+    return Gate(f"max_kv {budget}: nats of H2O heavy over rotating's", difference, ERRORS * error, True, note)
 
 
 def recall(name: str, whole: Quality, stock: Quality, ours: Quality, limit: float | None = LOST) -> Gate:
@@ -59,6 +44,7 @@ def recall(name: str, whole: Quality, stock: Quality, ours: Quality, limit: floa
         f"{name} loses, over what rotating loses",
         lost / lost_by_stock if lost_by_stock > 0 else float("nan"),
         limit,
+        True,
         note,
     )
 
@@ -66,26 +52,14 @@ def recall(name: str, whole: Quality, stock: Quality, ours: Quality, limit: floa
 def blind(whole: Quality, stock: Quality, budget: int) -> Gate:
     """The task is one: the model does it, and rotating cannot."""
     kept = float(stock.recall.mean() / whole.recall.mean()) if whole.recall.mean() > 0 else float("nan")
-    return Gate(f"recall at {budget}: of rotating, over unlimited's", kept, 0.5, "the window is shorter than the way")
+    return Gate(
+        f"recall at {budget}: of rotating, over unlimited's", kept, 0.5, True, "the window is shorter than the way"
+    )
 
 
 def int8(table: Table, kind: str) -> Gate:
     """K and V in int8 are within 0.2 points of perplexity of float16."""
     dense, packed = (of(table, kind=kind, k_bits=bits, v_bits=bits).perplexity for bits in (None, 8))
-    return Gate(f"int8 {kind}: points of perplexity from fp16", abs(packed - dense), INT8, f"{dense:.3f}, {packed:.3f}")
-
-
-def held(gates: Sequence[Gate]) -> bool:
-    """Whether all do."""
-    return all(gate.holds for gate in gates)
-
-
-def text(gates: Sequence[Gate]) -> str:
-    """Return a line for each."""
-    width, found = max(len(gate.name) for gate in gates), []
-    for gate in gates:
-        verdict, limit = "--", "reported"
-        if gate.limit is not None:
-            verdict, limit = "ok" if gate.holds else "NO", f"<= {gate.limit:.4f}"
-        found.append(f"{verdict} {gate.name:{width}} {gate.value:>8.4f} {limit:11} {gate.note}")
-    return "\n".join(found)
+    return Gate(
+        f"int8 {kind}: points of perplexity from fp16", abs(packed - dense), INT8, True, f"{dense:.3f}, {packed:.3f}"
+    )

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.quality.tables import Table
+from kvpool import _picture as picture
 
-INK, MUTED, GRID = "#1f2328", "#59636e", "#e6e8eb"
 CURVES = {
     "rotating": ("rotating (keep 4)", "#d9822b", "s"),
     "block": ("block eviction", "#7a5fb0", "^"),
@@ -23,24 +23,25 @@ def draw(path: Path, table: Table, title: str) -> None:
     OSError
         It cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4.6), dpi=130, facecolor="white")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
-    figure.subplots_adjust(left=0.075, right=0.98, top=0.8, bottom=0.13, wspace=0.22)
-    figure.text(0.075, 0.93, "Quality against memory", size=14, weight="bold", color=INK)
-    figure.text(0.075, 0.885, title, size=9.5, color=MUTED)
+    drawn = picture.Picture(
+        (10, 4.6),
+        "Quality against memory",
+        title,
+        grid={"ncols": 2},
+        room={"left": 0.075, "right": 0.98, "top": 0.8, "bottom": 0.13, "wspace": 0.22},
+    )
+    left, right = drawn.panels[0]
     whole = next(quality for question, quality in table if question.policy.kind == "unlimited")
     for axes, name in ((left, "perplexity of code"), (right, "definitions recalled, %")):
         _curves(axes, table, is_recall=axes is right)
         level = 100 * whole.recall.mean() if axes is right else whole.code_perplexity
-        axes.axhline(level, color=INK, linewidth=0.9, linestyle=(0, (5, 3)), label="everything kept")
-        _name(axes, name)
+        axes.axhline(level, color=picture.INK, linewidth=0.9, linestyle=picture.DASHED, label="everything kept")
+        picture.name(axes, name, below="K and V of a sequence, KiB")
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
     right.set_ylim(-4, 104)
-    left.legend(frameon=False, fontsize=9, labelcolor=INK)
-    figure.savefig(path, format="png")
+    picture.legend(left, loc="best")
+    drawn.save(path)
 
 
 def _curves(axes: Any, table: Table, *, is_recall: bool) -> None:
@@ -54,15 +55,3 @@ def _curves(axes: Any, table: Table, *, is_recall: bool) -> None:
             [q.nbytes / 1024 for q in rows], values, yerr=errors,
             color=color, marker=marker, markersize=5, linewidth=1.6, capsize=2, label=label,
         )  # fmt: skip
-
-
-def _name(axes: Any, title: str) -> None:
-    axes.set_title(title, loc="left", size=10.5, color=INK)
-    axes.set_xlabel("K and V of a sequence, KiB", color=MUTED)
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.grid(axis="y", color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=MUTED, labelsize=8.5, length=0)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(GRID)

@@ -9,8 +9,8 @@ from typing import Any
 
 import kvpool
 from benchmarks.attention.report import Lines, print_table
+from benchmarks.gate import Gate, as_text, held
 from benchmarks.quality.answers import Quality
-from benchmarks.quality.gates import Gate, held, text
 from benchmarks.quality.settings import Settings
 from benchmarks.quality.tables import Question, Table
 from kvpool.cli.machine import cpu_model
@@ -21,14 +21,7 @@ TITLES = {
     "max_kv": "Budgets (max_kv)",
     "length": "Lengths, at the same budget",
     "bits": "Bits of K and V",
-    "long": "Long documents, one of each length",
-    "speed": "Decoding one sequence",
-    "layers": "Layers, everything kept",
 }
-UNIFORM = (
-    "Budgets per layer are not offered: others found no gain from them (+1.01 % against +0.94 % in perplexity, "
-    "Qwen3-8B at 256 tokens), since layers differ little in the share of their top tokens, which the last table shows."
-)
 HEAD = ("tokens", "policy", "max_kv", "heavy", "bits", "perplexity", "of code", "recall", "KV bytes")
 
 
@@ -55,40 +48,17 @@ def beside(value: float, base: float | None) -> str:
     return f"{value:.3f}" if base is None or base == value else f"{value:.3f} ({value / base - 1:+.1%})"
 
 
-def speed_lines(rows: Sequence[dict[str, Any]]) -> Lines:
-    """Return the rows of the table of speeds as text."""
-    head = ("policy", "max_kv", "bits", "tokens/s", "peak bytes")
-    return [
-        head,
-        *((r["policy"], str(r["max_kv"] or "-"), r["bits"], f"{r['rate']:.1f}", f"{r['peak_nbytes']:,}") for r in rows),
-    ]
-
-
-def layer_lines(rows: Sequence[dict[str, float]]) -> Lines:
-    """Return the rows of the table of layers as text."""
-    head = ("layer", "entropy, nats", "share of the top 32")
-    return [head, *((str(i), f"{row['entropy']:.3f}", f"{row['top_share']:.3f}") for i, row in enumerate(rows))]
-
-
 def show(
     model: str,
     tables: Mapping[str, Table],
-    speed: Sequence[dict[str, Any]],
-    layers: Sequence[dict[str, float]],
     gates: Sequence[Gate],
 ) -> None:
     """Print all tables, and which gates hold."""
     print(f"{cpu_model()}; {model}\n")
     for name, table in tables.items():
         print_table(TITLES[name], lines(table))
-    if speed:
-        print_table(TITLES["speed"], speed_lines(speed))
-    if layers:
-        print_table(TITLES["layers"], layer_lines(layers))
-    print(UNIFORM)
     if gates:
-        print()
-        print(text(gates))
+        print(as_text(gates))
 
 
 def row(question: Question, quality: Quality) -> dict[str, Any]:
@@ -101,8 +71,6 @@ def as_json(
     settings: Settings,
     model: str,
     tables: Mapping[str, Table],
-    speed: Sequence[dict[str, Any]],
-    layers: Sequence[dict[str, float]],
     gates: Sequence[Gate],
     seconds: float,
 ) -> dict[str, Any]:
@@ -113,10 +81,7 @@ def as_json(
         "model": model,
         "settings": asdict(settings) | {"cache": str(settings.cache)},
         "tables": {name: [row(*pair) for pair in table] for name, table in tables.items()},
-        "speed": list(speed),
-        "layers": list(layers),
-        "per_layer_budgets": UNIFORM,
-        "gates": [asdict(gate) | {"holds": gate.holds} for gate in gates],
+        "gates": [gate.as_json() for gate in gates],
         "held": held(gates),
         "seconds": round(seconds, 1),
     }

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvpool.cli.console import CommandError, whole
 
-TABLES = ("policies", "heavy", "max_kv", "length", "bits", "speed", "layers")
+TABLES = ("policies", "heavy", "max_kv", "length", "bits")
 
 
 def default_cache() -> Path:
@@ -33,8 +33,6 @@ class Settings:
         Tokens of a document. Budgets are shares of it.
     seeds, samples : int
         Documents: `samples` of each seed.
-    long : bool
-        With documents of 16,384 and 32,768 tokens, one each.
     tables : tuple of str
         Some of `TABLES`.
     """
@@ -43,7 +41,6 @@ class Settings:
     context: int = 512
     seeds: int = 3
     samples: int = 8
-    long: bool = False
     tables: tuple[str, ...] = TABLES
     cache: Path = Path()
 
@@ -68,7 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         parser.add_argument(f"--{name}", metavar=metavar, default=str(default), help=f"{text} (default: {default})")
     parser.add_argument("--tables", metavar="A,B", help="some of " + ", ".join(TABLES) + " (default: all)")
-    parser.add_argument("--long", action="store_true", help="documents of 16,384 and 32,768 tokens too, one each")
     parser.add_argument("--cache-dir", type=Path, metavar="FOLDER", help=f"default: {default_cache()}")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw quality against memory, a curve for each policy")
     parser.add_argument("--gates", action="store_true", help="exit status 1 if something does not hold that has to")
@@ -95,4 +91,4 @@ def settings(args: argparse.Namespace) -> Settings:
     if cache.exists() and not cache.is_dir():
         raise CommandError(f"--cache-dir {cache}: not a folder")
     samples = whole("--samples", args.samples)
-    return Settings(args.model, context, seeds, samples, args.long, tables, cache)
+    return Settings(args.model, context, seeds, samples, tables, cache)

@@ -7,53 +7,27 @@ from typing import Any
 
 from benchmarks.quality import corpus, documents
 from benchmarks.quality.corpus import Corpus
-from benchmarks.quality.policies import UNLIMITED, Policy, h2o, rotating
 from benchmarks.quality.settings import Settings
 from benchmarks.quality.tables import Bench
 from benchmarks.quality.training import Recipe, folder_of, trained
 from kvpool.cli.console import progress
 
-GENERATED = 200
 SAID_EVERY = 25
 """Steps of training."""
 
 
 @dataclass
 class Told:
-    """A bench, and what is measured beside its questions."""
+    """A bench, and who is asked."""
 
     name: str
     bench: Bench
     model: Any
 
-    @property
-    def timed(self) -> tuple[Policy, ...]:
-        """Policies of the table of speeds."""
-        budget = self.bench.settings.max_kv
-        return UNLIMITED, rotating(budget), h2o(budget, 4), h2o(budget)
-
     def check(self) -> None:
         """Raise ValueError if some policy that is asked for is none for this model."""
         asked = [question.policy for questions in self.bench.tables.values() for question in questions]
-        asked += self.timed if "speed" in self.bench.settings.tables else ()
         self.model.check(dict.fromkeys(asked))
-
-    def speed(self) -> list[dict[str, Any]]:
-        """Return tokens per second and peak memory of some policies, decoding behind a prompt of the context."""
-        s, found = self.bench.settings, []
-        prompt = self.bench.documents(s.context).tokens[0]
-        for policy in self.timed:
-            self.bench.say(f"speed: {policy.name}")
-            rate, peak = self.model.speed(policy, prompt, GENERATED)
-            row = {"policy": policy.name, "max_kv": policy.max_kv, "bits": policy.bits}
-            found.append(row | {"rate": rate, "peak_nbytes": peak})
-        return found
-
-    def layers(self) -> list[dict[str, float]]:
-        """Return entropy and concentration of attention, layer by layer."""
-        s = self.bench.settings
-        self.bench.say("layers: entropy and concentration")
-        return self.model.profile(self.bench.documents(s.context).take(1).tokens)
 
 
 def make(s: Settings, *, quiet: bool, recipe: Recipe | None = None, text: Corpus | None = None) -> Told:

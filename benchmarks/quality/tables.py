@@ -12,8 +12,6 @@ from benchmarks.quality.documents import Documents
 from benchmarks.quality.policies import BITS, UNLIMITED, Policy, compared, h2o, rotating, slack_of
 from benchmarks.quality.settings import Settings
 
-LONG = (16384, 32768)
-
 
 class Question(NamedTuple):
     """A policy on documents of so many tokens."""
@@ -25,7 +23,7 @@ class Question(NamedTuple):
 class Subject(Protocol):
     """Whoever reads documents on a cache of some policy."""
 
-    def answer(self, documents: Any, policy: Policy, advance: Callable[[int], None] = ...) -> Answer:
+    def answer(self, documents: Any, policy: Policy) -> Answer:
         """See `models.Model`."""
         ...
 
@@ -60,17 +58,6 @@ def length(s: Settings) -> list[Question]:
     return [Question(n, policy) for n in lengths for policy in (UNLIMITED, rotating(s.max_kv), h2o(s.max_kv))]
 
 
-def long(s: Settings) -> list[Question]:
-    """One document of each length, at two budgets."""
-    del s
-    budgets = (256, 512)
-    return [
-        Question(n, policy)
-        for n in LONG
-        for policy in (UNLIMITED, *(make(budget) for budget in budgets for make in (rotating, h2o)))
-    ]
-
-
 def bits(s: Settings) -> list[Question]:
     """K and V in 16, 8 or 4 bits, of all tokens and of those that H2O keeps."""
     return [Question(s.context, policy.stored(*of)) for policy in (UNLIMITED, h2o(s.max_kv)) for of in BITS]
@@ -82,7 +69,6 @@ ASKED: dict[str, Callable[[Settings], list[Question]]] = {
     "max_kv": max_kv,
     "length": length,
     "bits": bits,
-    "long": long,
 }
 
 
@@ -106,9 +92,7 @@ class Bench:
     @cached_property
     def tables(self) -> dict[str, list[Question]]:
         """The questions of each table that was asked for."""
-        s = self.settings
-        names = [name for name in s.tables if name in ASKED] + ["long"] * s.long
-        return {name: ASKED[name](s) for name in names}
+        return {name: ASKED[name](self.settings) for name in self.settings.tables}
 
     @property
     def total(self) -> int:
@@ -119,10 +103,9 @@ class Bench:
         """Return the documents of one length: fewer where they are long, so that a table takes as long as another."""
         if length not in self._documents:
             s = self.settings
-            seeds, samples = (
-                (1, 1) if length in LONG else (s.seeds, max(1, s.samples * s.context // max(length, s.context)))
+            self._documents[length] = self.draw(
+                length, s.seeds, max(1, s.samples * s.context // max(length, s.context))
             )
-            self._documents[length] = self.draw(length, seeds, samples)
         return self._documents[length]
 
     def ask(self, question: Question) -> Quality:

@@ -1,4 +1,4 @@
-"""Serving under an open loop: kvpool's engine beside mlx-lm's own and beside static batches.
+"""Serving under an open loop: kvpool's engine beside mlx-lm's own.
 
 Requests arrive by Poisson or by a trace, whether the server keeps up or not. Everybody serves the same workload in one
 process, in turns of a tenth of a second, so that a machine that others share is as fast for all; of several runs that
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from benchmarks.gate import as_text, held
 from benchmarks.serving.settings import add_arguments, settings
 from kvpool.cli.console import CommandError, check_plot
 
@@ -37,16 +38,16 @@ def run(args: argparse.Namespace) -> int:
         if args.gates:
             with progress(quiet=args.json) as (say, _):
                 decided = gates.measure(wanted, say)
-            print(json.dumps(gates.as_json(decided, wanted), indent=2) if args.json else gates.text(decided))
-            return 0 if gates.held(decided) else 1
+            print(json.dumps(gates.as_json(decided, wanted), indent=2) if args.json else as_text(decided))
+            return 0 if held(decided) else 1
         bench = runs.make_bench(wanted)
         runs.check_fits(bench)
-        found, swept, watched = measure(bench, quiet=args.json)
+        found = measure(bench, quiet=args.json)
     except (KVPoolError, ValueError, MemoryError) as exc:
         raise CommandError(str(exc) or "not enough memory") from None
     if args.plot is not None:
         draw(args, bench, runs.median(found["kvpool"]))
-    result = report.as_json(bench, found, swept, watched, time.perf_counter() - start)
+    result = report.as_json(bench, found, time.perf_counter() - start)
     if args.json:
         print(json.dumps(result, indent=2))
     else:
@@ -56,25 +57,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def measure(bench: Bench, *, quiet: bool) -> tuple[dict[str, list[Run]], list[tuple[str, Run]], Run | None]:
-    """Return the runs of everybody, those of the sweep, and one under stopwatches."""
+def measure(bench: Bench, *, quiet: bool) -> dict[str, list[Run]]:
+    """Return the runs of everybody."""
     from benchmarks.serving import runs
 
     s = bench.settings
     names = ("kvpool", *s.against)
     repetitions = 1 if s.is_null else s.repetitions  # simulated time is the same every time
-    total = repetitions * len(names) + len(s.values) + (not s.is_null)
-    with progress(total * bench.workload.num_tokens, quiet=quiet) as (bench.say, bench.advance):
+    with progress(repetitions * len(names) * bench.workload.num_tokens, quiet=quiet) as (bench.say, bench.advance):
         if not s.is_null:
             bench.say("warming up")
             runs.warm_up(bench, names)
-        found = runs.run_all(bench, names, repetitions)
-        swept = list(runs.sweep(bench)) if s.sweep else []
-        watched = None
-        if not s.is_null:
-            bench.say("kvpool, under stopwatches")
-            watched = bench.run("kvpool", watch=True)
-    return found, swept, watched
+        return runs.run_all(bench, names, repetitions)
 
 
 def draw(args: argparse.Namespace, bench: Bench, drawn: Run) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
 import numpy as np
 
 import kvpool
+from benchmarks.gate import Gate, held
 from benchmarks.serving.runs import Bench, Run, make_bench, run_all, warm_up, workload_of
 from benchmarks.serving.settings import Settings
 from kvpool.cli.machine import cpu_model
@@ -34,22 +35,6 @@ MIXED_WORKLOAD: dict[str, Any] = {
 }
 """Rates are compared with as many tokens of prompts in a step for both as stock is fast with, 32 of each prompt. How
 even steps are is a matter of `STEADY_CHUNK`: fewer tokens of prompts stand between two tokens of an answer."""
-
-
-@dataclass(frozen=True)
-class Gate:
-    """One promise: `value` has to be at least (or at most) `limit`."""
-
-    name: str
-    value: float
-    limit: float
-    at_most: bool = False
-    note: str = ""
-
-    @property
-    def holds(self) -> bool:
-        """Whether it does. NaN does not."""
-        return self.value <= self.limit if self.at_most else self.value >= self.limit
 
 
 def measure(settings: Settings, say: Callable[[str], None]) -> list[Gate]:
@@ -150,22 +135,6 @@ def as_json(gates: Sequence[Gate], settings: Settings) -> dict[str, Any]:
         "kvpool": kvpool.__version__,
         "machine": {"platform": platform.platform(), "cpu": cpu_model()},
         "model": settings.model,
-        "gates": [asdict(gate) | {"holds": gate.holds} for gate in gates],
+        "gates": [gate.as_json() for gate in gates],
         "held": held(gates),
     }
-
-
-def held(gates: Sequence[Gate]) -> bool:
-    """Whether all of them do."""
-    return all(gate.holds for gate in gates)
-
-
-def text(gates: Sequence[Gate]) -> str:
-    """Return a line for each gate."""
-    width = max(len(gate.name) for gate in gates)
-    lines = []
-    for gate in gates:
-        value = f"{gate.value:,.0f}" if gate.value >= 100 else f"{gate.value:.2f}"
-        limit = f"{'<=' if gate.at_most else '>='} {gate.limit:,g}"
-        lines.append(f"{'ok' if gate.holds else 'NO'} {gate.name:{width}} {value:>10} {limit:>14}  {gate.note}")
-    return "\n".join(lines)

@@ -5,10 +5,7 @@ The only module of it that imports mlx and mlx-lm.
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict, deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections import deque
 from typing import Any
 
 import mlx.core as mx
@@ -18,9 +15,10 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import LRUPromptCache
 from numpy.typing import NDArray
 
-from benchmarks.serving import Tick
+from benchmarks.serving.harness import Tick
 from benchmarks.serving.paged import Observer
 from kvpool import Request
+from kvpool.adapters.mlx_lm import loading
 from kvpool.adapters.mlx_lm.engine import Engine
 from kvpool.adapters.mlx_lm.shapes import inspect_model
 from kvpool.adapters.mlx_lm.tiny import randomize
@@ -56,13 +54,10 @@ def load(name: str) -> tuple[Any, int]:
         mlx-lm cannot load it.
     """
     if name not in SIZES:
-        import mlx_lm
-
         try:
-            model, *_ = mlx_lm.load(name)
-        except Exception as exc:  # what is wrong with somebody's checkpoint can surface as anything
-            reason = (str(exc).splitlines() or [type(exc).__name__])[0]
-            raise CommandError(f"--model {name} cannot be loaded: {reason}") from exc
+            model, _ = loading.load(name)
+        except loading.ModelNotLoaded as exc:
+            raise CommandError(f"--model {exc}") from exc
         return model, int(model.args.vocab_size)
     model = llama.Model(llama.ModelArgs.from_dict(LLAMA | SIZES[name]))
     randomize(model)
@@ -73,8 +68,6 @@ def load(name: str) -> tuple[Any, int]:
 
 PROMPT_CACHES = 10
 """Sequences that mlx-lm's server remembers, by default."""
-
-TIMED_CALLS = {"write": "kv_write", "read": "gather", "attend": "attend", "copy_blocks": "copy"}
 
 
 def block_nbytes(model: Any, block_size: int) -> int:
@@ -189,48 +182,6 @@ class StockServer:
         self.generator.close()
 
 
-class Stopwatches:
-    """Time inside of calls of a backend, by name. While it is entered; elsewhere it costs nothing.
-
-    The arrays that a call is given are evaluated before its time begins, as the call itself would do. A call that only
-    builds a graph is not timed by this.
-    """
-
-    def __init__(self, backend: Any) -> None:
-        self.backend = backend
-        self.seconds: dict[str, float] = defaultdict(float)
-        self.calls: dict[str, int] = defaultdict(int)
-
-    def __enter__(self) -> Stopwatches:
-        if not self.backend.capabilities.lazy:
-            for call, name in TIMED_CALLS.items():
-                setattr(self.backend, call, self._timed(getattr(self.backend, call), name))
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for call in TIMED_CALLS:
-            with suppress(AttributeError):
-                delattr(self.backend, call)
-
-    def per_tick(self, ticks: int) -> dict[str, float | None]:
-        """Return milliseconds per step, all layers together; None where calls only build a graph."""
-        is_lazy = self.backend.capabilities.lazy
-        names = TIMED_CALLS.values()
-        return {f"{name}_ms": None if is_lazy else 1e3 * self.seconds[name] / max(ticks, 1) for name in names}
-
-    def _timed(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def timed(*args: Any, **options: Any) -> Any:
-            mx.eval(*(arg for arg in args if isinstance(arg, mx.array)))
-            start = time.perf_counter()
-            try:
-                return call(*args, **options)
-            finally:
-                self.seconds[name] += time.perf_counter() - start
-                self.calls[name] += 1
-
-        return timed
-
-
 class EngineServer:
     """`kvpool.adapters.mlx_lm.engine.Engine` on a pool of its own.
 
@@ -280,13 +231,7 @@ class EngineServer:
             for sample in completion.samples:
                 self.tokens[completion.id * self.samples + sample.output.index] = sample.tokens.tolist()
         self._ended = []
-        self._observer.look()
         return self._tick
-
-    @property
-    def refcounts(self) -> NDArray[np.int64]:
-        """See `Observer`."""
-        return self._observer.refcounts
 
     @property
     def token_nbytes(self) -> int:

@@ -31,26 +31,12 @@ class Observer:
     """Says what a step of a scheduler does: which sequences of which requests, how much it reads.
 
     Requests have their number for an id. `see` is called between `Scheduler.schedule` and `Scheduler.update`.
-
-    Attributes
-    ----------
-    refcounts : int64 array
-        Blocks by reference count, after that step in which the most blocks were in use; see `look`.
     """
 
     def __init__(self, scheduler: Scheduler, pool: Any, max_running: int, samples: int = 1) -> None:
         self.scheduler, self.pool, self.samples = scheduler, pool, samples
         self._handles = np.full(max_running, -1, np.int64)  # by lane; a handle is never given twice
         self._numbers = np.zeros(max_running, np.int64)  # first sequence of the request in a lane
-        self.refcounts = np.zeros(0, np.int64)
-        self._peak = 0
-
-    def look(self) -> None:
-        """Count references, if more blocks are in use than ever before. O(blocks): not while the clock runs."""
-        used = self.pool.stats().used
-        if used > self._peak:
-            self._peak = used
-            self.refcounts = self.pool.blocks.refcount_histogram()
 
     def see(self, step: Step) -> Tick:
         """Return the tick that `step` will have been."""
@@ -126,10 +112,4 @@ class PagedServer:
 
     def describe(self) -> Tick:
         """The last step."""
-        self.observer.look()
         return self._tick
-
-    @property
-    def refcounts(self) -> NDArray[np.int64]:
-        """See `Observer`."""
-        return self.observer.refcounts

@@ -87,16 +87,13 @@ def find_phases(
     record: Record,
     target: int | None = None,
     *,
-    spike_factor: float = SPIKE_FACTOR,
-    spike_seconds: float | None = None,
     by: str = "wall",
 ) -> Phases:
     """Find the phases of a run.
 
     The ramp ends with the first tick that decodes `target` rows, or as many as the plateau has, if that is less. The
     tail begins after the last tick that computes a prompt: the last admission. A spike is a tick that takes more
-    than `spike_factor` times the median of the steady state (of all ticks if there is none), or more than
-    `spike_seconds`, if that is given and less.
+    than `SPIKE_FACTOR` times the median of the steady state (of all ticks if there is none).
 
     Parameters
     ----------
@@ -118,9 +115,7 @@ def find_phases(
     steady = int(reached[0]) if len(reached) else tail
     seconds = record.column("cpu") if by == "cpu" else record.seconds
     typical = seconds[steady:tail] if tail > steady else seconds
-    threshold = spike_factor * float(np.median(typical))
-    if spike_seconds is not None:
-        threshold = min(threshold, spike_seconds)
+    threshold = SPIKE_FACTOR * float(np.median(typical))
     spikes = np.flatnonzero(seconds > threshold)
     return Phases(
         _phase(record, 0, steady),

@@ -7,79 +7,38 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.serving import Phases, Record
+from benchmarks.serving.phases import Phases
+from benchmarks.serving.record import Record
 from benchmarks.serving.runs import Bench, Run
+from kvpool import _picture as picture
+from kvpool._picture import BLOCKS, BLOCKS_LIGHT, DASHED, INK, MUTED, OTHER
 
-INK, MUTED, GRID = "#1f2933", "#6b7785", "#e4e7eb"
-BLOCKS, BLOCKS_LIGHT, STATIC = "#12718a", "#bfe0e6", "#c2571a"
 PHASES = {"ramp": "#fdf3e1", "steady": "#ffffff", "tail": "#eef0f3"}
-MARGIN = {"left": 0.085, "right": 0.975, "top": 0.86, "bottom": 0.075, "hspace": 0.32}
 
 
 def draw(path: Path, bench: Bench, run: Run) -> None:
     """Write the picture of one run of kvpool."""
-    seconds = "simulated seconds" if bench.settings.is_null else "seconds"
-    title = f"{bench.settings.model}: {bench.workload.name}, {run.record.num_tokens:,} tokens generated"
+    record, phases = run.record, run.phases
     steady = run.summary["steady_tokens_per_sec"]
     rate = f"{run.rate:,.0f} tokens/s" + (f", {steady:,.0f} in the steady state" if steady else "")
-    draw_record(
-        path,
-        run.record,
-        run.phases,
-        title=title,
-        subtitle=f"kvpool's engine, at most {run.batch} sequences: {rate}",
-        num_blocks=bench.num_blocks,
-        slot_blocks=bench.slot_blocks,
-        unit=seconds,
+    drawn = picture.Picture(
+        (10, 8.2),
+        f"{bench.settings.model}: {bench.workload.name}, {record.num_tokens:,} tokens generated",
+        f"kvpool's engine, at most {run.batch} sequences: {rate}",
+        grid={"nrows": 3, "sharex": True, "height_ratios": (3, 2, 3)},
+        room={"left": 0.085, "right": 0.975, "top": 0.86, "bottom": 0.075, "hspace": 0.32},
     )
-
-
-def draw_record(
-    path: Path,
-    record: Record,
-    phases: Phases,
-    *,
-    title: str,
-    subtitle: str,
-    num_blocks: int,
-    slot_blocks: int,
-    unit: str = "seconds",
-) -> None:
-    """Write the picture of any run.
-
-    Parameters
-    ----------
-    num_blocks : int
-        Of the pool.
-    slot_blocks : int
-        What a static reservation holds for each sequence.
-    unit : str
-        Of time.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 8.2), dpi=130, facecolor="white")
-    FigureCanvasAgg(figure)
-    top, middle, bottom = figure.subplots(3, 1, sharex=True, height_ratios=(3, 2, 3))
-    figure.subplots_adjust(**MARGIN)
-    figure.text(MARGIN["left"], 0.955, title, size=14, weight="bold", color=INK)
-    figure.text(MARGIN["left"], 0.925, subtitle, size=9.5, color=MUTED)
+    top, middle, bottom = drawn.panels[:, 0]
     edges = np.append(record.column("start"), record.column("end")[-1])
-    _blocks(top, record, edges, num_blocks, slot_blocks)
+    _blocks(top, record, edges, bench.num_blocks, bench.slot_blocks)
     _sequences(middle, record, edges)
     _steps(bottom, record, phases)
     for axes in (top, middle, bottom):
         _shade(axes, phases, edges)
         axes.set_xlim(min(edges[0], record.arrivals[0]), edges[-1])
-        axes.grid(axis="y", color=GRID, linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.tick_params(colors=MUTED, labelsize=8.5, length=0)
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.spines["bottom"].set_color(GRID)
     _name_phases(top, phases, edges)
-    bottom.set_xlabel(unit, color=MUTED)
-    figure.savefig(path, format="png")
+    bottom.set_xlabel("simulated seconds" if bench.settings.is_null else "seconds", color=picture.MUTED)
+    drawn.save(path)
 
 
 def _blocks(axes: Any, record: Record, edges: Any, num_blocks: int, slot_blocks: int) -> None:
@@ -87,8 +46,8 @@ def _blocks(axes: Any, record: Record, edges: Any, num_blocks: int, slot_blocks:
     axes.stairs(used, edges, fill=True, color=BLOCKS_LIGHT)
     axes.stairs(used, edges, color=BLOCKS, linewidth=1.3, baseline=None, label="in use")
     label = f"a static reservation for the running ones, {slot_blocks} each"
-    axes.stairs(reserved, edges, color=STATIC, linewidth=1.1, baseline=None, label=label)
-    axes.axhline(num_blocks, color=INK, linewidth=0.9, linestyle=(0, (5, 3)), label=f"the pool, {num_blocks:,}")
+    axes.stairs(reserved, edges, color=OTHER, linewidth=1.1, baseline=None, label=label)
+    axes.axhline(num_blocks, color=INK, linewidth=0.9, linestyle=DASHED, label=f"the pool, {num_blocks:,}")
     axes.set_ylim(0, 1.3 * max(float(reserved.max()), num_blocks))
     _name(axes, "KV cache", "blocks")
 
@@ -97,7 +56,7 @@ def _sequences(axes: Any, record: Record, edges: Any) -> None:
     waiting = record.column("waiting")
     line: dict[str, Any] = {"baseline": None, "clip_on": False, "zorder": 3}  # a line at zero is drawn whole
     axes.stairs(record.column("running"), edges, color=BLOCKS, linewidth=1.4, label="running", **line)
-    axes.stairs(waiting, edges, color=STATIC, linewidth=1.1, label="waiting", **line)
+    axes.stairs(waiting, edges, color=OTHER, linewidth=1.1, label="waiting", **line)
     axes.set_ylim(0, 1.3 * max(float(record.column("running").max()), float(waiting.max()), 1.0))
     _name(axes, "Sequences", "sequences")
 
@@ -106,7 +65,7 @@ def _steps(axes: Any, record: Record, phases: Phases) -> None:
     """Each step as a point at its end; those with a chunk of a prompt in a color of their own."""
     ends, ms = record.column("end"), 1e3 * record.seconds
     has_chunk = record.column("prefill_tokens") > 0
-    for chosen, color, label in ((~has_chunk, BLOCKS, "decodes only"), (has_chunk, STATIC, "with a chunk")):
+    for chosen, color, label in ((~has_chunk, BLOCKS, "decodes only"), (has_chunk, OTHER, "with a chunk")):
         axes.scatter(ends[chosen], ms[chosen], s=9, color=color, linewidths=0, alpha=0.75, label=label)
     steady = ms[phases.steady.first : phases.steady.last]
     ceiling = float(ms.max())
@@ -116,7 +75,7 @@ def _steps(axes: Any, record: Record, phases: Phases) -> None:
     spike = 1e3 * phases.spike_threshold
     if spike < 1.6 * ceiling:
         label = f"{len(phases.spikes)} spikes, above {spike:.1f} ms"
-        axes.axhline(spike, color=INK, linewidth=0.9, linestyle=(0, (5, 3)), label=label)
+        axes.axhline(spike, color=INK, linewidth=0.9, linestyle=DASHED, label=label)
         ceiling = max(ceiling, spike)
     axes.set_ylim(0, 1.35 * ceiling)
     _name(axes, "Time of each step", "ms")
@@ -144,8 +103,6 @@ def _name_phases(axes: Any, phases: Phases, edges: Any) -> None:
 
 
 def _name(axes: Any, title: str, unit: str) -> None:
-    axes.set_title(title, loc="left", size=10.5, color=INK)
-    axes.set_ylabel(unit, color=MUTED)
+    picture.name(axes, title, unit)
     axes.yaxis.set_major_formatter("{x:,.0f}")
-    where: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1, 0.99), "ncols": 4, "borderaxespad": 0}
-    axes.legend(**where, frameon=False, fontsize=8.5, labelcolor=INK)
+    picture.legend(axes, loc="lower right", bbox_to_anchor=(1, 0.99), ncols=4, borderaxespad=0)

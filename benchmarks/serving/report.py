@@ -15,16 +15,15 @@ from benchmarks.serving.metrics import utilization
 from benchmarks.serving.runs import Bench, Run, finite, median
 from kvpool.cli.machine import cpu_model
 
-NAMES = {"kvpool": "kvpool", "stock": "mlx-lm BatchGenerator", "static": "static batches"}
-NULL_NAMES = {"kvpool": "kvpool", "stock": "slots of the longest length", "static": "static batches"}
+NAMES = {"kvpool": "kvpool", "stock": "mlx-lm BatchGenerator"}
+NULL_NAMES = {"kvpool": "kvpool", "stock": "slots of the longest length"}
 LATENCIES = tuple(f"{name}_ms_p{p}" for name in ("ttft", "tpot", "itl") for p in (50, 95, 99))
 TICKS = (
     *("decode_tick_ms_p50", "decode_tick_ms_p95", "decode_tick_ms_p99", "prefill_chunk_ms_p50", "mixed_tick_ms_p50"),
     *("steady_tick_p99_over_p50", "steady_tick_cpu_p99_over_p50"),
 )
-WATCHES = ("kv_write_ms", "gather_ms", "attend_ms")
 USAGE = (
-    *("paged_kv_bytes_read", "blocks_touched", "refcount_histogram", "COW_clones_per_token", "hit_rate"),
+    *("paged_kv_bytes_read", "blocks_touched", "COW_clones_per_token", "hit_rate"),
     *("preemptions", "recomputed_tokens", "blocks_leaked"),
 )
 
@@ -32,14 +31,11 @@ USAGE = (
 def as_json(
     bench: Bench,
     runs: dict[str, list[Run]],
-    swept: Sequence[tuple[str, Run]],
-    watched: Run | None,
     seconds: float,
 ) -> dict[str, Any]:
     """Return everything that was measured. Rates are tokens per second, times milliseconds unless named otherwise."""
     ours, work, s = median(runs["kvpool"]), bench.workload, bench.settings
     rates = {name: median(found).rate for name, found in runs.items()}
-    watches = {name: watched.facts.get(name) if watched else None for name in WATCHES}
     return {
         "kvpool": kvpool.__version__,
         "machine": {"platform": platform.platform(), "cpu": cpu_model()},
@@ -53,14 +49,12 @@ def as_json(
             "longest": work.longest,
         },
         "pool": {"num_blocks": bench.num_blocks, "block_size": s.block_size, "dense_batch": bench.dense_batch},
-        "static_tokens_per_sec": rates.get("static"),
         "stock_tokens_per_sec": rates.get("stock"),
         "continuous_tokens_per_sec": rates["kvpool"],
         "continuous_steady_tokens_per_sec": ours.summary["steady_tokens_per_sec"],
         "wall_seconds": ours.summary["wall_seconds"],
         **{name: ours.summary[name] for name in (*LATENCIES, *TICKS)},
         "prefill_chunk_ms": ours.summary["prefill_chunk_ms_p50"],
-        **watches,
         **{name: ours.summary[name] for name in USAGE},
         "blocks_in_use": {"peak": ours.summary["blocks_in_use_peak"], "mean": ours.summary["blocks_in_use_mean"]},
         "utilization": utilization(ours.record, s.block_size, work.longest),
@@ -68,7 +62,6 @@ def as_json(
         "cpu_spikes": len(ours.cpu_phases.spikes),
         "same_tokens": same_tokens(runs),
         "runs": {name: run_json(found) for name, found in runs.items()},
-        "sweep": [{s.sweep: value} | run.summary for value, run in swept],
         "versions": {"python": platform.python_version(), "numpy": np.__version__},
         "seconds": round(seconds, 1),
     }
@@ -112,10 +105,6 @@ def show(bench: Bench, result: dict[str, Any]) -> None:
     print_table("Milliseconds", latency_lines(bench, result))
     print_table("Phases of kvpool", phase_lines(result))
     print_table("kvpool", usage_lines(result))
-    if result["sweep"]:
-        print_table(f"Sweep over {s.sweep}", sweep_lines(str(s.sweep), result["sweep"]))
-        if s.sweep == "preempt" and not any(row["preemptions"] for row in result["sweep"]):
-            print("Nobody was preempted, so that the policies are all the same: try fewer --num-blocks.")
     if result["same_tokens"] is not None:
         print(f"same tokens as stock: {result['same_tokens']:.1%} of the sequences")
     print(f"({result['seconds']:.0f} s)")
@@ -181,36 +170,11 @@ def usage_lines(result: dict[str, Any]) -> Lines:
     if result["paged_kv_bytes_read"]:
         lines.append(("KV bytes read, all layers", f"{result['paged_kv_bytes_read'] / 1e6:,.0f} MB"))
     lines.append(("prefix hits", f"{result['hit_rate']:.1%} of the prompt tokens"))
-    shared = [f"{count:,} x {n}" for n, count in enumerate(result["refcount_histogram"]) if n and count]
-    lines.append(("references to blocks", ", ".join(shared[:8]) + (", ..." if len(shared) > 8 else "")))
     lines.append(("copies on write", f"{result['COW_clones_per_token']:.4f} per token"))
     lines.append(("preemptions", f"{result['preemptions']}, {result['recomputed_tokens']:,} tokens again"))
     if ratio is not None and not result["simulated"]:
         wall = result["steady_tick_p99_over_p50"]
         lines.append(("steady steps, p99 / p50", f"{ratio:.2f} by CPU time, {wall:.2f} by the clock"))
-    for name, text in (("kv_write_ms", "writing KV"), ("gather_ms", "gathering"), ("attend_ms", "attention")):
-        if result[name] is not None:
-            lines.append((text, f"{result[name]:.2f} ms per step"))
-    return lines
-
-
-def sweep_lines(name: str, rows: Sequence[dict[str, Any]]) -> Lines:
-    """Return a line for each value."""
-    head = ("tokens/s", "steady", "first token p50", "between tokens p99", "step p50", "step p95")
-    lines: Lines = [(name, *head, "blocks", "hits", "preemptions")]
-    for row in rows:
-        times = ("ttft_ms_p50", "itl_ms_p99", "decode_tick_ms_p50", "decode_tick_ms_p95")
-        lines.append(
-            (
-                str(row[name]),
-                number(row["tokens_per_sec"]),
-                number(row["steady_tokens_per_sec"]),
-                *(f"{number(row[time])} ms" for time in times),
-                f"{row['blocks_in_use_peak']:,}",
-                f"{row['hit_rate']:.1%}",
-                str(row["preemptions"]),
-            )
-        )
     return lines
 
 

@@ -8,26 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
-from benchmarks.serving import (
-    Lengths,
-    Phases,
-    Record,
-    SimulatedClock,
-    SlotServer,
-    StaticBatches,
-    Tick,
-    WallClock,
-    Workload,
-    find_phases,
-    make_workload,
-    serve,
-    serve_side_by_side,
-    trace_workload,
-)
+from benchmarks.serving.harness import SimulatedClock, Tick, WallClock, serve, serve_side_by_side
 from benchmarks.serving.metrics import summarize, usage
-from benchmarks.serving.settings import Settings
+from benchmarks.serving.phases import Phases, find_phases
+from benchmarks.serving.record import Record
+from benchmarks.serving.settings import TICK_COST, Settings
+from benchmarks.serving.slots import SlotServer
+from benchmarks.serving.workload import Lengths, Workload, make_workload, trace_workload
 from kvpool.cli.console import CommandError
 
 NULL_VOCABULARY = 32000
@@ -41,7 +30,7 @@ class Run:
     Attributes
     ----------
     name : str
-        "kvpool", "stock" or "static".
+        "kvpool" or "stock".
     batch : int
         Sequences at a time.
     phases, cpu_phases : Phases
@@ -75,14 +64,6 @@ class Run:
     def cpu_rate(self) -> float:
         """Tokens per second of CPU time."""
         return self.record.num_tokens / max(self.summary["cpu_seconds"], 1e-9)
-
-
-class Lane(NamedTuple):
-    """Who serves, and what the harness drives: the same, or static batches on it."""
-
-    name: str
-    server: Any
-    driven: Any
 
 
 @dataclass
@@ -121,26 +102,21 @@ class Bench:
         """The largest batch whose padded dense KV fits the same bytes, at least 1."""
         return max(1, self.num_blocks * self.settings.block_size // self.workload.longest)
 
-    def run(self, name: str, *, watch: bool = False) -> Run:
-        """Serve the workload once; with `watch` under stopwatches."""
-        with self.lane(name) as lane, contextlib.ExitStack() as stack:
-            watches = None
-            if watch and self.lm is not None:
-                watches = stack.enter_context(self.lm.Stopwatches(lane.server.engine.kv.backend))
+    def run(self, name: str) -> Run:
+        """Serve the workload once."""
+        with self.serving(name) as server:
             clock = SimulatedClock(self.cost) if self.settings.is_null else WallClock()
-            record = serve(lane.driven, self.workload_of(name), clock, self.advance)
-            facts = {} if watches is None else watches.per_tick(len(record))
-            return self.result(lane, record, facts)
+            return self.result(name, server, serve(server, self.workload_of(name), clock, self.advance))
 
     def run_side_by_side(self, names: Sequence[str]) -> list[Run]:
         """Serve the workload by several at the same time, see `serve_side_by_side`."""
         if self.settings.is_null:
             return [self.run(name) for name in names]
         with contextlib.ExitStack() as stack:
-            lanes = [stack.enter_context(self.lane(name)) for name in names]
-            pairs = [(lane.driven, self.workload_of(lane.name)) for lane in lanes]
+            servers = [stack.enter_context(self.serving(name)) for name in names]
+            pairs = [(server, self.workload_of(name)) for name, server in zip(names, servers, strict=True)]
             records = serve_side_by_side(pairs, progress=self.advance)
-            return [self.result(lane, record) for lane, record in zip(lanes, records, strict=True)]
+            return [self.result(*one) for one in zip(names, servers, records, strict=True)]
 
     def workload_of(self, name: str) -> Workload:
         """The workload as somebody knows it: samples are kvpool's."""
@@ -151,26 +127,21 @@ class Bench:
         return self.settings.max_batch if name == "kvpool" else min(self.dense_batch, self.settings.max_batch)
 
     @contextlib.contextmanager
-    def lane(self, name: str) -> Iterator[Lane]:
+    def serving(self, name: str) -> Iterator[Any]:
         """Yield a fresh server, for the length of a ``with`` block."""
-        s, work, batch = self.settings, self.workload_of(name), self.batch(name)
-        server = self.server(name, batch)
-        driven = server
-        if name == "static":
-            driven = StaticBatches(server, batch, len(work), pad=s.is_null)
+        server = self.server(name, self.batch(name))
         try:
-            yield Lane(name, server, driven)
+            yield server
         finally:
-            if not s.is_null:
+            if not self.settings.is_null:
                 server.close()
 
-    def result(self, lane: Lane, record: Record, facts: dict[str, Any] | None = None) -> Run:
+    def result(self, name: str, server: Any, record: Record) -> Run:
         """Return what came of a run."""
-        s, batch = self.settings, self.batch(lane.name)
-        facts = (pool_facts(lane.server, record) if lane.name == "kvpool" else {}) | (facts or {})
-        spikes: dict[str, Any] = {"spike_factor": s.spike_factor, "spike_seconds": s.spike_seconds}
-        phases, cpu_phases = (find_phases(record, batch, by=by, **spikes) for by in ("wall", "cpu"))
-        return Run(lane.name, batch, record, phases, cpu_phases, facts, getattr(lane.server, "tokens", {}))
+        batch = self.batch(name)
+        facts = pool_facts(server, record) if name == "kvpool" else {}
+        phases, cpu_phases = (find_phases(record, batch, by=by) for by in ("wall", "cpu"))
+        return Run(name, batch, record, phases, cpu_phases, facts, getattr(server, "tokens", {}))
 
     def server(self, name: str, batch: int) -> Any:
         """Return a fresh server."""
@@ -179,30 +150,26 @@ class Bench:
             options = {"max_step_tokens": batch + s.chunk, "prefill_chunk": s.chunk, "preempt": s.preempt}
             if self.lm is None:
                 return paged_server(self.num_blocks, s.block_size, batch, s.samples, **options)
-            return self.lm.EngineServer(
-                self.model, self.num_blocks, s.block_size, batch, s.samples, **options
-            )
-        if self.lm is None:  # a static batch is computed at once, all of its prompts together
-            chunk = s.chunk if name == "stock" else 2**31
-            return SlotServer(batch, slot_blocks=self.slot_blocks, prefill_chunk=chunk)
+            return self.lm.EngineServer(self.model, self.num_blocks, s.block_size, batch, s.samples, **options)
+        if self.lm is None:
+            return SlotServer(batch, slot_blocks=self.slot_blocks, prefill_chunk=s.chunk)
         block_nbytes = self.lm.block_nbytes(self.model, s.block_size)
-        per_prompt, shared = max(1, s.chunk // batch), s.shared_prefix if name == "stock" else 0
         return self.lm.StockServer(
-            self.model, batch, prefill_chunk=per_prompt, block_nbytes=block_nbytes, shared_prefix=shared
+            self.model,
+            batch,
+            prefill_chunk=max(1, s.chunk // batch),
+            block_nbytes=block_nbytes,
+            shared_prefix=s.shared_prefix,
         )
 
     def cost(self, tick: Tick) -> float:
         """Seconds that a step takes, where nothing is computed."""
-        step, row, token = self.settings.tick_cost
+        step, row, token = TICK_COST
         return (step + row * tick.decodes + token * tick.prefill_tokens) / 1e3
 
     def with_settings(self, **changes: Any) -> Bench:
-        """Return a bench with other settings, the same workload and the same number of tokens in the pool."""
-        changed = replace(self.settings, **changes)
-        if changed.num_blocks is None or "block_size" in changes:
-            tokens = self.num_blocks * self.settings.block_size
-            changed = replace(changed, num_blocks=-(-tokens // changed.block_size))
-        return replace(self, settings=changed)
+        """Return a bench with other settings, the same workload and a pool of the same size."""
+        return replace(self, settings=replace(self.settings, num_blocks=self.num_blocks, **changes))
 
 
 def paged_server(num_blocks: int, block_size: int, batch: int, samples: int, **options: Any) -> Any:
@@ -226,7 +193,6 @@ def pool_facts(server: Any, record: Record) -> dict[str, Any]:
         "preemptions": scheduler.preemptions,
         "recomputed_tokens": scheduler.recomputed_tokens,
         "prefill_tokens": scheduler.prefill_tokens,
-        "refcount_histogram": server.refcounts.tolist(),
         "blocks_leaked": pool.used,
         "token_nbytes": getattr(server, "token_nbytes", None),
         "attention": getattr(server, "route", None),
@@ -298,17 +264,6 @@ def run_all(bench: Bench, names: Sequence[str], repetitions: int) -> dict[str, l
 def median(runs: Sequence[Run]) -> Run:
     """Return the run with the median rate (the lower one of two)."""
     return sorted(runs, key=lambda run: run.rate)[(len(runs) - 1) // 2]
-
-
-def sweep(bench: Bench) -> Iterator[tuple[str, Run]]:
-    """Yield kvpool's run for every value of the sweep."""
-    s = bench.settings
-    names = {"block-size": "block_size", "max-batch": "max_batch", "chunk": "chunk", "preempt": "preempt"}
-    for value in s.values:
-        assert s.sweep is not None
-        bench.say(f"{s.sweep} {value}")
-        change: Any = value if s.sweep == "preempt" else int(value)
-        yield value, bench.with_settings(**{names[s.sweep]: change}).run("kvpool")
 
 
 def check_fits(bench: Bench) -> None:

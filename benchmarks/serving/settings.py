@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvpool.cli.console import CommandError, whole
 
-RIVALS = ("stock", "static")
+RIVALS = ("stock",)
+TICK_COST = (20.0, 0.5, 0.3)
+"""Milliseconds that a step of the null model takes, for each row, and for each token of a prompt."""
+
 POLICIES = ("last", "longest", "grower", "priority")
-SWEEPS = {
-    "block-size": ("8", "16", "32"),
-    "max-batch": ("4", "8", "16", "32", "64"),
-    "chunk": ("16", "32", "64", "256"),
-    "preempt": POLICIES,
-}
-"""What ``--sweep`` may vary, and the values it takes by itself."""
 
 
 @dataclass(frozen=True)
@@ -34,19 +29,13 @@ class Settings:
     rate : float
         Arrivals per second, infinite: all at once.
     prompt, output : str
-        Lengths, see `benchmarks.serving.Lengths`; `shared_prefix` tokens come before every prompt.
+        Lengths, see `benchmarks.serving.workload.Lengths`; `shared_prefix` tokens come before every prompt.
     num_blocks : int or None
         Usable blocks. None: those that a quarter of `max_batch` sequences of the longest length would reserve.
     max_batch : int
         Sequences at a time. The others run as many as fit the same bytes when each reserves the longest length.
     chunk : int
         Tokens of prompts that a step computes at most, all prompts together, whoever serves.
-    tick_cost : (float, float, float)
-        Milliseconds that a step of the null model takes, for each row, and for each token of a prompt.
-    spike_factor, spike_seconds
-        See `benchmarks.serving.find_phases`.
-    sweep : str or None
-        One of `SWEEPS`; `values` are what it takes.
     """
 
     model: str = "tiny"
@@ -67,11 +56,6 @@ class Settings:
     preempt: str = "last"
     against: tuple[str, ...] = RIVALS
     repetitions: int = 3
-    tick_cost: tuple[float, float, float] = (20.0, 0.5, 0.3)
-    spike_factor: float = 5.0
-    spike_seconds: float | None = None
-    sweep: str | None = None
-    values: tuple[str, ...] = ()
 
     @property
     def is_null(self) -> bool:
@@ -108,11 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "prompt": ("LENGTHS", Settings.prompt, "N, uniform:FIRST:LAST or lognormal:MEDIAN:SIGMA[:MAX]"),
         "output": ("LENGTHS", Settings.output, "of the answers"),
         "preempt": ("POLICY", "last", "who gives way when blocks run out: " + ", ".join(POLICIES)),
-        "against": ("A,B", None, "stock (mlx-lm's BatchGenerator; with null: slots), static batches; or none"),
-        "tick-cost": ("MS,MS,MS", "20,0.5,0.3", "of a step, a row, a prompt's token; the null model's"),
-        "spike-factor": ("X", "5", "a step is a spike if it takes more than X medians"),
-        "spike-seconds": ("S", None, "or more than S seconds"),
-        "sweep": ("NAME[:A,B]", None, "compare values of " + ", ".join(SWEEPS)),
+        "against": ("NAME", "stock", "mlx-lm's BatchGenerator, with null: slots; or none"),
     }
     for name, (metavar, default, text) in (NUMBERS | texts).items():
         told = text if default is None else f"{text} (default: %(default)s)"
@@ -133,24 +113,14 @@ def settings(args: argparse.Namespace) -> Settings:
         raise CommandError("--trace and --tokens-target exclude each other")
     for name in ("prompt", "output"):
         lengths(name, getattr(args, name))
-    sweep, values = sweep_of(args.sweep)
-    spike_seconds = args.spike_seconds
-    cost = tuple(positive("--tick-cost", part, zero=True) for part in args.tick_cost.split(","))
-    if len(cost) != 3:
-        raise CommandError(f"--tick-cost {args.tick_cost}: three numbers")
     return Settings(
         model=args.model,
-        rate=positive("--rate", args.rate),
+        rate=rate(args.rate),
         prompt=args.prompt,
         output=args.output,
         trace=args.trace,
         preempt=known("--preempt", args.preempt, POLICIES),
-        against=() if args.against == "none" else rivals(args.against),
-        tick_cost=(cost[0], cost[1], cost[2]),
-        spike_factor=positive("--spike-factor", args.spike_factor),
-        spike_seconds=None if spike_seconds is None else positive("--spike-seconds", spike_seconds),
-        sweep=sweep,
-        values=values,
+        against=() if args.against == "none" else (known("--against", args.against, RIVALS),),
         **{name.replace("-", "_"): value for name, value in numbers.items()},  # type: ignore[arg-type]
     )
 
@@ -162,14 +132,14 @@ def number(args: argparse.Namespace, name: str) -> int | None:
     return None if text is None else whole(f"--{name}", text, least)
 
 
-def positive(option: str, text: str, *, zero: bool = False) -> float:
-    """Return a number above 0, or from 0 on."""
+def rate(text: str) -> float:
+    """Return a number above 0, which may be infinite."""
     try:
         value = float(text)
     except ValueError:
-        raise CommandError(f"{option} {text}: not a number") from None
-    if not (value > 0 or (zero and value == 0)):
-        raise CommandError(f"{option} {text}: has to be {'0 or more' if zero else 'more than 0'}")
+        raise CommandError(f"--rate {text}: not a number") from None
+    if not value > 0:
+        raise CommandError(f"--rate {text}: has to be more than 0")
     return value
 
 
@@ -180,33 +150,11 @@ def known(option: str, text: str, names: tuple[str, ...]) -> str:
     return text
 
 
-def rivals(text: str | None) -> tuple[str, ...]:
-    """Return who else serves."""
-    return RIVALS if text is None else tuple(dict.fromkeys(known("--against", t, RIVALS) for t in text.split(",")))
-
-
 def lengths(option: str, text: str) -> None:
     """Refuse what is no distribution of lengths."""
-    from benchmarks.serving import Lengths
+    from benchmarks.serving.workload import Lengths
 
     try:
         Lengths.parse(text)
     except ValueError as exc:
         raise CommandError(f"--{option} {exc}") from None
-
-
-def sweep_of(text: str | None) -> tuple[str | None, tuple[str, ...]]:
-    """Return ``"block-size:8,16"`` as its name and values."""
-    if text is None:
-        return None, ()
-    name, _, listed = text.partition(":")
-    known("--sweep", name, tuple(SWEEPS))
-    values = tuple(dict.fromkeys(listed.split(","))) if listed else SWEEPS[name]
-    check: Callable[[str], object] = (
-        (lambda value: known(f"--sweep {name}", value, POLICIES))
-        if name == "preempt"
-        else (lambda value: whole(f"--sweep {name}", value))
-    )
-    for value in values:
-        check(value)
-    return name, values

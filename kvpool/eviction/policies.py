@@ -138,7 +138,28 @@ class SlidingWindow(Policy):
 
 
 @dataclass(frozen=True, kw_only=True)
-class H2O(Policy):
+class _Scored(Policy):
+    """What policies have that look at scores."""
+
+    kind: str = "mass"
+    alpha: float = 0.95
+    queries: int = 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        call = type(self).__name__
+        if self.kind not in SCORES:
+            raise ValueError(f"[{call}] kind is {self.kind!r}, it must be one of {', '.join(SCORES)}")
+        _check_alpha(call, self.alpha)
+        object.__setattr__(self, "queries", _count(call, "queries", self.queries, 1))
+
+    @property
+    def scores(self) -> str:  # type: ignore[override]
+        return self.kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class H2O(_Scored):
     """Sinks, heavy hitters and the newest tokens, chosen anew for each layer and KV head.
 
     Parameters
@@ -171,26 +192,16 @@ class H2O(Policy):
     """
 
     heavy: int | None = None
-    kind: str = "mass"
-    alpha: float = 0.95
-    queries: int = 32
 
     def __post_init__(self) -> None:
         super().__post_init__()
         heavy = self.max_kv // 2 if self.heavy is None else _count("H2O", "heavy", self.heavy, 1)
         object.__setattr__(self, "heavy", heavy)
-        _check_scores("H2O", self.kind)
-        _check_alpha("H2O", self.alpha)
-        object.__setattr__(self, "queries", _count("H2O", "queries", self.queries, 1))
         if self.recent < 1:
             raise ValueError(
                 f"[H2O] max_kv is {self.max_kv}, too small for sink {self.sink} + heavy {heavy} and a recent token"
             )
         self._require_room()
-
-    @property
-    def scores(self) -> str:  # type: ignore[override]
-        return self.kind
 
     @property
     def recent(self) -> int:
@@ -199,7 +210,7 @@ class H2O(Policy):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockEviction(Policy):
+class BlockEviction(_Scored):
     """Whole blocks leave, those with the lowest mean score first; no token moves, and shared blocks stay shared.
 
     Parameters
@@ -223,9 +234,6 @@ class BlockEviction(Policy):
     """
 
     recent_tokens: int | None = None
-    kind: str = "mass"
-    alpha: float = 0.95
-    queries: int = 32
 
     whole_blocks: ClassVar[bool] = True
 
@@ -235,14 +243,7 @@ class BlockEviction(Policy):
         super().__post_init__()
         recent = self.max_kv // 4 if self.recent_tokens is None else self.recent_tokens
         object.__setattr__(self, "recent_tokens", _count("BlockEviction", "recent_tokens", recent, 1))
-        _check_scores("BlockEviction", self.kind)
-        _check_alpha("BlockEviction", self.alpha)
-        object.__setattr__(self, "queries", _count("BlockEviction", "queries", self.queries, 1))
         self._require_room()
-
-    @property
-    def scores(self) -> str:  # type: ignore[override]
-        return self.kind
 
     @property
     def recent(self) -> int:
@@ -286,11 +287,6 @@ def _count(call: str, name: str, value: Any, least: int) -> int:
     if not least <= value < 2**31:
         raise ValueError(f"[{call}] {name} is {value}, the least is {least}, the most 2^31 - 1")
     return int(value)
-
-
-def _check_scores(call: str, kind: Any) -> None:
-    if kind not in SCORES:
-        raise ValueError(f"[{call}] kind is {kind!r}, it must be one of {', '.join(SCORES)}")
 
 
 def _check_alpha(call: str, alpha: Any) -> None:

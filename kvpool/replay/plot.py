@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from kvpool._picture import BLOCKS, BLOCKS_LIGHT, DASHED, INK, MUTED, OTHER, Picture, legend, name
 from kvpool.replay.loop import Result
 
-INK, MUTED, GRID = "#1f2933", "#6b7785", "#e4e7eb"
-BLOCKS, BLOCKS_LIGHT, STATIC = "#12718a", "#bfe0e6", "#c2571a"
 NUM_SAMPLES = 1200  # points of time drawn
 NUM_SPANS = 60  # of time, each with its own hit rate
 
@@ -22,25 +21,24 @@ def draw_timeline(path: Path, trace_name: str, result: Result) -> None:
     marks = np.linspace(0, end, min(NUM_SAMPLES, end) + 1)
     at = np.minimum(np.searchsorted(steps, marks), len(steps) - 1)
     static = sequences * -(-result.occupancy.reserved_tokens // result.block_size)
-    figure, (top, bottom) = _figure(
-        f"{trace_name}: {result.num_blocks:,} blocks of {result.block_size} tokens", height_ratios=(3, 2)
-    )
+    drawn = _picture(f"{trace_name}: {result.num_blocks:,} blocks of {result.block_size} tokens")
+    top, bottom = drawn.panels[:, 0]
 
     top.fill_between(marks, used[at], step="pre", color=BLOCKS_LIGHT, linewidth=0)
     top.step(marks, used[at], where="pre", color=BLOCKS, linewidth=1.2, label="kvpool")
     label = f"a static reservation of {result.occupancy.reserved_tokens:,} tokens for each of the same sequences"
-    top.step(marks, static[at], where="pre", color=STATIC, linewidth=1.0, label=label)
+    top.step(marks, static[at], where="pre", color=OTHER, linewidth=1.0, label=label)
     ceiling = 1.18 * max(int(used.max()), int(static[at].max()), 1)
     if result.num_blocks <= ceiling:
-        top.axhline(result.num_blocks, color=INK, linewidth=0.9, linestyle=(0, (5, 3)), label="all blocks")
+        top.axhline(result.num_blocks, color=INK, linewidth=0.9, linestyle=DASHED, label="all blocks")
     top.set_ylim(0, ceiling)
     _name(top, "Blocks in use", "blocks")
-    top.legend(loc="upper right", frameon=False, fontsize=8.5, labelcolor=INK, ncols=3)
+    legend(top, ncols=3)
 
     if result.policy == "P1":
         edges, rates = _hit_rates(steps, hits, looked_up)
         bottom.stairs(100 * rates, edges, color=BLOCKS, linewidth=1.4, baseline=None)
-        bottom.axhline(100 * result.hit_rate, color=MUTED, linewidth=0.9, linestyle=(0, (5, 3)))
+        bottom.axhline(100 * result.hit_rate, color=MUTED, linewidth=0.9, linestyle=DASHED)
         bottom.set_ylim(0, 109)
         _name(bottom, f"Hit rate over time, {result.hit_rate:.1%} in all", "%")
     else:
@@ -51,29 +49,30 @@ def draw_timeline(path: Path, trace_name: str, result: Result) -> None:
         axes.set_xlim(0, max(end, 1))
     bottom.xaxis.set_major_formatter("{x:,.0f}")
     bottom.set_xlabel("engine steps (each running sequence gains one token per step)", color=MUTED)
-    figure.savefig(path, format="png")
+    drawn.save(path)
 
 
 def draw_sweep(path: Path, trace_name: str, results: list[Result]) -> None:
     """Write the picture of a sweep: hit rate, and requests preempted or rejected, over pool sizes."""
     results = sorted(results, key=lambda result: result.num_blocks)
     sizes = [result.num_blocks for result in results]
-    figure, (top, bottom) = _figure(f"{trace_name}: which pool is enough", height_ratios=(3, 2))
+    drawn = _picture(f"{trace_name}: which pool is enough")
+    top, bottom = drawn.panels[:, 0]
     rates = [100 * result.counters["first_hit_rate"] for result in results]
     top.plot(sizes, rates, color=BLOCKS, marker="o", linewidth=1.6)
     top.set_ylim(0, 105)
     _name(top, "Hit rate of first admissions", "%")
-    for name, color in (("preemptions", STATIC), ("rejected", INK)):
-        counts = [result.counters[name] for result in results]
-        bottom.plot(sizes, counts, color=color, marker="o", linewidth=1.4, label=name)
+    for counter, color in (("preemptions", OTHER), ("rejected", INK)):
+        counts = [result.counters[counter] for result in results]
+        bottom.plot(sizes, counts, color=color, marker="o", linewidth=1.4, label=counter)
     bottom.set_ylim(bottom=0)
-    bottom.legend(loc="upper right", frameon=False, fontsize=8.5, labelcolor=INK)
+    legend(bottom)
     _name(bottom, "Requests that had to go", "requests")
     bottom.set_xscale("log", base=2)
     bottom.set_xticks(sizes, [f"{size:,}" for size in sizes])
     bottom.minorticks_off()
     bottom.set_xlabel(f"usable blocks of {results[0].block_size} tokens", color=MUTED)
-    figure.savefig(path, format="png")
+    drawn.save(path)
 
 
 def _hit_rates(steps: Any, hits: Any, looked_up: Any) -> tuple[Any, Any]:
@@ -86,25 +85,13 @@ def _hit_rates(steps: Any, hits: Any, looked_up: Any) -> tuple[Any, Any]:
     return edges, hit / np.maximum(asked, 1)
 
 
-def _figure(title: str, height_ratios: tuple[int, int]) -> tuple[Any, Any]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 6.2), dpi=130, facecolor="white")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(2, 1, sharex=True, height_ratios=height_ratios)
-    figure.subplots_adjust(left=0.09, right=0.97, top=0.87, bottom=0.09, hspace=0.26)
-    figure.text(0.09, 0.945, title, size=14, weight="bold", color=INK)
-    return figure, axes
+def _picture(title: str) -> Picture:
+    """Two panels."""
+    room = {"left": 0.09, "right": 0.97, "top": 0.87, "bottom": 0.09, "hspace": 0.26}
+    return Picture((9, 6.2), title, grid={"nrows": 2, "sharex": True, "height_ratios": (3, 2)}, room=room)
 
 
 def _name(axes: Any, title: str, unit: str) -> None:
-    axes.set_title(title, loc="left", size=10.5, color=INK)
-    axes.set_ylabel(unit, color=MUTED)
-    axes.grid(axis="y", color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
+    name(axes, title, unit)
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.yaxis.get_major_locator().set_params(integer=True)
-    axes.tick_params(colors=MUTED, labelsize=8.5, length=0)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(GRID)

@@ -8,39 +8,27 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
+from typing import Any
 
 from kvpool.config import KVSpec
 from kvpool.testing import conformance
 from kvpool.testing.engine import RandomEngine
 from kvpool.testing.filled import Factory, NotApplicable, specs
-from kvpool.testing.minimal import minimal
+from kvpool.testing.fuzz_target import TargetFinding, TargetReport, hunt
+from kvpool.testing.minimal import Word
 
-TURNS = 20  # of one engine
-
-
-@dataclass(slots=True)
-class BackendReport:
-    """What a hunt on a foreign backend did, and found; `calls` are turns of engines, those of shrinking left out.
-
-    `script_fails`: the test in `script` failed when it was tried; else the backend fails only sometimes.
-    """
-
-    runs: int = 0
-    calls: int = 0
-    seconds: float = 0.0
-    finding: str | None = None
-    seed: int | None = None
-    script: str = ""
-    script_fails: bool = False
-    cases: dict[str, str] = field(default_factory=dict)
+TURNS = 20  # of one engine; each is a word of a program
 
 
-def _told(error: Exception) -> str:
-    if isinstance(error, AssertionError):
-        return str(error) or "an assert without a message failed"
-    return f"exception: {type(error).__name__}: {error}"
+class BackendFinding(TargetFinding):
+    """Whatever a backend raised; `kind` is the type."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__("exception", f"{type(error).__name__}: {error}")
+        self.kind = type(error).__name__
+        if isinstance(error, AssertionError):
+            self.args = (str(error) or "an assert without a message failed",)
 
 
 def _script(source: str, imports: str, what: str, call: str) -> str:
@@ -50,45 +38,39 @@ def _script(source: str, imports: str, what: str, call: str) -> str:
     return f"{lines}\n{imports}\n\n\ndef test_fuzz_backend():\n{comment}\n    {call}\n"
 
 
-class _Run:
-    """The engine of a seed: any of its turns can be left out."""
+class BackendRun:
+    """The engine of a seed: any of its turns can be left out. For `kvpool.testing.fuzz_target.hunt`."""
 
-    def __init__(self, factory: Factory, offered: list[KVSpec], seed: int, num_blocks: int | None) -> None:
-        self.factory, self.seed, self.num_blocks = factory, seed, num_blocks
-        self.spec = random.Random(seed).choice(offered)
+    def __init__(self, factory: Factory, spec: KVSpec, seed: int, num_blocks: int | None, source: str) -> None:
+        self.factory, self.spec, self.seed, self.num_blocks, self.source = factory, spec, seed, num_blocks, source
+        self.sizes = {"num_blocks": num_blocks or 0, "block_size": spec.block_size}
 
-    def play(self, turns: list[int]) -> tuple[int, Exception | None]:
-        """Play some turns; returns how many were begun, and what was raised."""
-        engine = None
+    def words(self) -> list[Word]:
+        """All turns."""
+        return [(turn, 0, 0, 0) for turn in range(TURNS)]
+
+    def play(self, words: list[Word]) -> int:
+        """Play some turns; returns how many."""
         try:
             engine = RandomEngine(self.factory, self.spec, self.seed, num_blocks=self.num_blocks)
-            engine.play(turns)
+            engine.play(turn for turn, *_ in words)
         except Exception as error:  # a backend may fail with anything
-            return engine.num_turns if engine else 0, error
-        return engine.num_turns, None
+            raise BackendFinding(error) from error
+        return len(words)
 
-    def convict(self, report: BackendReport, first: Exception, source: str) -> None:
-        """Fill in the finding: the fewest turns that raise the same kind of exception."""
-
-        def fails(tried: list[int]) -> bool:
-            return type(self.play(tried)[1]) is type(first)
-
-        turns = minimal(list(range(TURNS)), fails)
-        error = self.play(turns)[1]
-        report.script_fails = type(error) is type(first)
-        if error is None or not report.script_fails:
-            turns, error = list(range(TURNS)), first
-        report.finding = _told(error)
-        expression = source.rpartition("\n")[2]
+    def script(self, words: list[Word], what: str) -> str:
+        """A test that plays these turns."""
+        expression = self.source.rpartition("\n")[2]
         sizes = f", num_blocks={self.num_blocks}" if self.num_blocks else ""
         imports = "from kvpool.config import KVSpec\nfrom kvpool.testing.engine import RandomEngine"
         given = ((part.name, getattr(self.spec, part.name), part.default) for part in fields(self.spec))
         spec = ", ".join(f"{name}={value!r}" for name, value, usual in given if value != usual)
+        turns = [turn for turn, *_ in words]
         call = f"RandomEngine({expression}, KVSpec({spec}), {self.seed}{sizes}).play({turns})"
-        report.script = _script(source, imports, report.finding, call)
+        return _script(self.source, imports, what, call)
 
 
-def _conform(report: BackendReport, factory: Factory, source: str) -> None:
+def _conform(report: TargetReport, factory: Factory, source: str) -> None:
     """The conformance kit, case by case."""
     told, failed = [], []
     for case in conformance.CASES:
@@ -116,47 +98,39 @@ def hunt_backend(
     seed: int = 1,
     *,
     source: str = "factory",
-    calls: int | None = None,
-    seconds: float | None = None,
     num_blocks: int | None = None,
     block_size: int | None = None,
-    told: Callable[[BackendReport], None] | None = None,
-) -> BackendReport:
+    **until: Any,
+) -> TargetReport:
     """Random engines on backends of ``factory(spec, num_blocks)`` until one fails, then the conformance kit.
 
-    Returns a report whose `finding` is None, or says what is wrong, with the shortest test found in `script`. The first
-    run is that of `seed`, so the report's `seed` and ``calls=1`` repeat the run that failed.
+    Returns a report whose `finding` is None, or says what is wrong, with the shortest test found in `script`; its
+    `calls` are turns of engines. The first run is that of `seed`, so the report's `seed` and ``calls=1`` repeat the run
+    that failed. `until` says when to stop, and who is told: see `kvpool.testing.fuzz_target.hunt`.
 
     Raises
     ------
     ValueError
         There is no spec to try: the backend has no blocks of `block_size` tokens.
     """
-    report, rng, began = BackendReport(seed=seed), random.Random(seed), time.monotonic()
+    began = time.monotonic()
     try:
         offered = list(specs(factory, block_sizes=(block_size or 8,)))
     except NotApplicable:
         offered = []
     except Exception as refused:
-        report.finding = _told(refused)
-        return report
+        return TargetReport(seed=seed, finding=str(BackendFinding(refused)))
     if block_size:
         offered = [spec for spec in offered if spec.block_size == block_size]
     if not offered:
         raise ValueError(f"the backend accepts no spec of block_size {block_size or 8}")
-    while True:
-        run = _Run(factory, offered, rng.getrandbits(31) if report.runs else seed, num_blocks)
-        turns, error = run.play(list(range(TURNS)))
-        report.runs, report.calls = report.runs + 1, report.calls + turns
-        report.seconds = time.monotonic() - began
-        if told:
-            told(report)
-        if error is not None:
-            report.seed = run.seed
-            run.convict(report, error, source)
-            return report
-        if (calls and report.calls >= calls) or (seconds and report.seconds >= seconds):
-            break
-    _conform(report, factory, source)
+
+    def make_run(run_seed: int) -> BackendRun:
+        return BackendRun(factory, random.Random(run_seed).choice(offered), run_seed, num_blocks, source)
+
+    report = hunt(make_run, seed, **until)
+    if report.finding is None:
+        report.seed = seed
+        _conform(report, factory, source)
     report.seconds = time.monotonic() - began
     return report

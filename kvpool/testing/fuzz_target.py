@@ -13,7 +13,7 @@ import operator
 import random
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvpool.testing.minimal import FuzzFinding, Word, minimal, smaller_numbers
@@ -321,7 +321,8 @@ def play(checked: Checked, words: Iterable[Word], trace: list[str] | None = None
 class TargetReport:
     """What a hunt did, and found.
 
-    `script_fails`: the calls in `script` failed when they were tried; else what is tested fails only sometimes.
+    `script_fails`: the calls in `script` failed when they were tried; else what is tested fails only sometimes. `cases`
+    are those of the conformance kit, by name, where a backend was tested.
     """
 
     runs: int = 0
@@ -334,6 +335,7 @@ class TargetReport:
     block_size: int = 0
     script: str = ""
     script_fails: bool = False
+    cases: dict[str, str] = field(default_factory=dict)
 
 
 class Run(Protocol):

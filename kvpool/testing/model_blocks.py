@@ -321,24 +321,22 @@ class BlockModel:
     @public_call
     def _blocks_decref(self, ids: Any) -> None:
         """Drop one raw reference of each block, in the order given."""
-        blocks = self._ids("decref", ids)
-        for block in blocks:
-            if not self._raw.get(block):
-                raise DoubleFree(f"[decref] block has no raw reference ({block})")
-        self._drop_raw(blocks)
-        self._chain("decref", *blocks)
+        self._drop_named("decref", ids)
 
     @public_call
     def _blocks_free(self, ids: Any) -> None:
         """Drop the raw reference of blocks that nobody else uses."""
-        blocks = self._ids("free", ids)
+        self._drop_named("free", ids)
+
+    def _drop_named(self, call: str, ids: Any) -> None:
+        blocks = self._ids(call, ids)
         for block in blocks:
             if not self._raw.get(block):
-                raise DoubleFree(f"[free] block has no raw reference ({block})")
-            if self._refcount(block) > 1:
+                raise DoubleFree(f"[{call}] block has no raw reference ({block})")
+            if call == "free" and self._refcount(block) > 1:
                 raise ValueError(f"[free] block is shared ({block}), refcount {self._refcount(block)}")
         self._drop_raw(blocks)
-        self._chain("free", *blocks)
+        self._chain(call, *blocks)
 
     @public_call
     def _blocks_evict(self, n: int) -> int:

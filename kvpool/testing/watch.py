@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from kvpool import Plan, Pool
@@ -73,10 +74,9 @@ class Watched:
         self.pool = pool
         self.own_prefix: Any = pool.prefix
         self.prefix = _Part(self, self.own_prefix, pin=self._pin, commit=self._commit) if self.own_prefix else None
-        self.blocks = _Part(
-            self, pool.blocks, alloc=self._alloc, incref=self._incref, touch=self._touch, decref=self._decref,
-            free=self._free,
-        )  # fmt: skip
+        one_more = {name: partial(self._reference, getattr(pool.blocks, name)) for name in ("incref", "touch")}
+        one_less = {name: partial(self._release, getattr(pool.blocks, name)) for name in ("decref", "free")}
+        self.blocks = _Part(self, pool.blocks, alloc=self._alloc, **one_more, **one_less)
         self.block_size: int = pool.block_size
         slots = pool.num_blocks * self.block_size
         self.real = [POISON] * slots  # as far as the backend has come
@@ -374,32 +374,16 @@ class Watched:
         self._check()
         return blocks
 
-    def _reference(self, block: int) -> None:
+    def _reference(self, call: Callable[..., Any], block: int) -> None:
+        """`incref` or `touch`: what the block holds now stays."""
+        self._attempt(lambda: call(block))
         self.references[block] = self.references.get(block, 0) + 1
         self.raw.setdefault(block, [self.virtual[s] for s in self._slots(block)])
         self._check()
 
-    def _incref(self, block: int) -> None:
-        """`Pool.blocks.incref`: what the block holds now stays."""
-        self._attempt(lambda: self.pool.blocks.incref(block))
-        self._reference(block)
-
-    def _touch(self, block: int) -> None:
-        """`Pool.blocks.touch`."""
-        self._attempt(lambda: self.pool.blocks.touch(block))
-        self._reference(block)
-
-    def _decref(self, block: int) -> None:
-        """`Pool.blocks.decref`."""
-        self._attempt(lambda: self.pool.blocks.decref(block))
-        self._released(block)
-
-    def _free(self, block: int) -> None:
-        """`Pool.blocks.free`."""
-        self._attempt(lambda: self.pool.blocks.free(block))
-        self._released(block)
-
-    def _released(self, block: int) -> None:
+    def _release(self, call: Callable[..., Any], block: int) -> None:
+        """`decref` or `free`."""
+        self._attempt(lambda: call(block))
         self.references[block] -= 1
         if not self.references[block]:
             del self.references[block], self.raw[block]

@@ -17,7 +17,7 @@ from kvpool.adapters.launch import launch  # noqa: E402
 from kvpool.adapters.ranks import RankLost, Ranks  # noqa: E402
 from kvpool.cli import main  # noqa: E402
 from kvpool.cli.demo.ranks import part  # noqa: E402
-from kvpool.cli.demo.settings import Settings  # noqa: E402
+from kvpool.cli.demo.report import Settings  # noqa: E402
 from kvpool.errors import OutOfBlocks  # noqa: E402
 
 SCRIPT = str(Path(__file__).parents[1] / "helpers" / "rank_script.py")

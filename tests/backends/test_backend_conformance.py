@@ -10,11 +10,11 @@ import pytest
 from simple_backend import Simple
 
 from kvpool.protocol import FEATURES, StepArrays
-from kvpool.testing import conformance, conformance_quantized
+from kvpool.testing import conformance, conformance_storage
 from kvpool_backends.numpy import NumpyBackend
 from kvpool_backends.numpy import backend as numpy_backend
 
-QUANTIZED = {case.__name__ for case in conformance_quantized.CASES} - {"other_bits_and_groups_are_refused"}
+QUANTIZED = {case.__name__ for case in conformance_storage.QUANTIZED_CASES} - {"other_bits_and_groups_are_refused"}
 
 
 @pytest.mark.parametrize("case", conformance.CASES, ids=lambda case: case.__name__)

@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvpool.testing import conformance, conformance_compact
+from kvpool.testing import conformance, conformance_storage
 from kvpool_backends.checks import checked_keep
 from kvpool_backends.cpu import CPUBackend
 from kvpool_backends.numpy import NumpyBackend
 
-CASES = {case.__name__: case for case in conformance_compact.CASES}
+CASES = {case.__name__: case for case in conformance_storage.COMPACT_CASES}
 
 
 @pytest.mark.parametrize("factory", [NumpyBackend, CPUBackend])

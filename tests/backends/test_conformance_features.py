@@ -6,7 +6,7 @@ from conformance_faults import assert_caught
 from simple_backend import Simple, Split
 
 from kvpool.protocol import FEATURES, Capabilities
-from kvpool.testing import conformance, conformance_features
+from kvpool.testing import conformance, conformance_attention
 from kvpool_backends.numpy import NumpyBackend
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # faults compute with NaN and infinity
@@ -386,17 +386,17 @@ def test_planted_fault_is_caught_by_its_case(fault):
 
 
 def test_every_case_about_features_catches_a_fault():
-    assert {case.__name__ for case in conformance_features.CASES} <= set(FAULTS.values())
+    assert {case.__name__ for case in conformance_attention.FEATURE_CASES} <= set(FAULTS.values())
 
 
 def test_backend_that_cuts_contexts_conforms():
-    conformance.check_backend(Split, conformance_features.CASES)
+    conformance.check_backend(Split, conformance_attention.FEATURE_CASES)
 
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_backend_with_one_feature_is_asked_for_that_one_alone(feature):
     """It passes what it claims and refuses the rest; cases about the rest do not apply."""
-    outcome = conformance.check_backend(with_features(NumpyBackend, feature), conformance_features.CASES)
+    outcome = conformance.check_backend(with_features(NumpyBackend, feature), conformance_attention.FEATURE_CASES)
     left_out = {name for name, result in outcome.items() if result == "not applicable"}
     others = {
         "window": {"window_hides_older_tokens", "slots_behind_the_window_never_matter"},
@@ -414,7 +414,7 @@ def test_backend_with_one_feature_is_asked_for_that_one_alone(feature):
 
 
 def test_backend_without_features_refuses_every_option():
-    outcome = conformance.check_backend(with_features(NumpyBackend), conformance_features.CASES)
+    outcome = conformance.check_backend(with_features(NumpyBackend), conformance_attention.FEATURE_CASES)
     assert [name for name, result in outcome.items() if result == "passed"] == [
         "options_that_cannot_be_served_are_refused"
     ]

@@ -7,12 +7,12 @@ import pytest
 
 from kvpool.config import KVSpec
 from kvpool.protocol import StepArrays
-from kvpool.testing import conformance, conformance_quantized
+from kvpool.testing import conformance, conformance_storage
 from kvpool_backends.cpu import CPUBackend
 from kvpool_backends.numpy import NumpyBackend
 from kvpool_backends.numpy.quantized import dequantize, pack, quantize, unpack
 
-CASES = {case.__name__: case for case in conformance_quantized.CASES}
+CASES = {case.__name__: case for case in conformance_storage.QUANTIZED_CASES}
 
 
 @pytest.mark.parametrize("factory", [NumpyBackend, CPUBackend])

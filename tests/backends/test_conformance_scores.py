@@ -7,7 +7,7 @@ import pytest
 from conformance_faults import assert_caught
 
 from kvpool.protocol import AttentionOptions
-from kvpool.testing import conformance, conformance_scores
+from kvpool.testing import conformance, conformance_attention
 from kvpool.testing.dense import dense_scores
 from kvpool_backends.numpy import NumpyBackend
 from kvpool_backends.numpy import backend as numpy_backend
@@ -298,18 +298,18 @@ def test_planted_fault_is_caught_by_its_case(fault):
 
 @pytest.mark.parametrize("base", [Scored, OtherScores])
 def test_backend_of_parts_without_a_fault_conforms(base):
-    assert set(conformance.check_backend(base, conformance_scores.CASES).values()) == {"passed"}
+    assert set(conformance.check_backend(base, conformance_attention.SCORE_CASES).values()) == {"passed"}
 
 
 def test_every_case_about_scores_catches_a_fault():
-    assert {case.__name__ for case in conformance_scores.CASES} == set(FAULTS.values())
+    assert {case.__name__ for case in conformance_attention.SCORE_CASES} == set(FAULTS.values())
 
 
 def test_backend_without_scores_refuses_every_kind():
     class Claims(NumpyBackend):
         capabilities = numpy_backend.Capabilities("none", ("NHD",), ("float32",))
 
-    outcome = conformance.check_backend(Claims, conformance_scores.CASES)
+    outcome = conformance.check_backend(Claims, conformance_attention.SCORE_CASES)
     assert [name for name, result in outcome.items() if result == "passed"] == [
         "scores_that_cannot_be_served_are_refused"
     ]

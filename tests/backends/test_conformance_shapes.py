@@ -7,7 +7,7 @@ import pytest
 from conformance_faults import assert_caught
 from simple_backend import Simple, Split
 
-from kvpool.testing import conformance, conformance_shapes
+from kvpool.testing import conformance, conformance_attention
 from kvpool_backends.numpy import NumpyBackend
 
 pytestmark = [
@@ -158,17 +158,17 @@ def test_planted_fault_is_caught_by_its_case(fault):
 
 
 def test_every_case_about_shapes_catches_a_fault():
-    assert {case.__name__ for case in conformance_shapes.CASES} == set(FAULTS.values())
+    assert {case.__name__ for case in conformance_attention.SHAPE_CASES} == set(FAULTS.values())
 
 
 def test_backend_that_cuts_contexts_conforms():
-    conformance.check_backend(Split, conformance_shapes.CASES)
+    conformance.check_backend(Split, conformance_attention.SHAPE_CASES)
 
 
 def test_backend_that_does_not_claim_batch_invariance_is_not_asked():
     class Claims(CutsByTheBatch):
         capabilities = replace(NumpyBackend.capabilities, batch_invariant=False)
 
-    outcome = conformance.check_backend(Claims, conformance_shapes.CASES)
+    outcome = conformance.check_backend(Claims, conformance_attention.SHAPE_CASES)
     assert outcome.pop("a_row_has_the_same_bits_in_any_batch") == "not applicable"
     assert set(outcome.values()) == {"passed"}

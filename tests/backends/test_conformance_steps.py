@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvpool.testing import conformance, conformance_steps
+from kvpool.testing import conformance, conformance_storage
 from kvpool_backends.checks import checked_step
 from kvpool_backends.numpy import NumpyBackend
 
-CASES = {case.__name__: case for case in conformance_steps.CASES}
+CASES = {case.__name__: case for case in conformance_storage.STEP_CASES}
 
 
 class KeepsOneStep(NumpyBackend):
@@ -101,4 +101,4 @@ def test_planted_fault_is_caught_by_its_case(backend):
 
 def test_every_case_catches_a_fault_and_passes_without_one():
     assert set(FAULTS.values()) == set(CASES)
-    assert set(conformance.check_backend(NumpyBackend, conformance_steps.CASES).values()) == {"passed"}
+    assert set(conformance.check_backend(NumpyBackend, conformance_storage.STEP_CASES).values()) == {"passed"}

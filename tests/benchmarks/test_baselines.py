@@ -3,7 +3,8 @@
 import numpy as np
 
 import kvpool
-from benchmarks.baselines import Floor, PythonPool
+from benchmarks.baselines import Floor
+from kvpool.cli.bench.allocator import PlainAllocator
 
 ROWS = 5
 STEPS = 40
@@ -15,7 +16,7 @@ def test_baselines_and_kvpool_give_the_same_slots():
     floor.set_lengths(LENGTHS)
     floor_step = floor.steps(np.arange(ROWS, dtype=np.int32), slots, 1, 1)
 
-    python = PythonPool(64)
+    python = PlainAllocator(64)
     ids = [python.open() for _ in range(ROWS)]
     pool = kvpool.Pool(64, 16, max_blocks_per_seq=8, reserved_blocks=0, in_order=True)
     handles = [pool.open() for _ in range(ROWS)]
@@ -36,8 +37,6 @@ def test_baselines_and_kvpool_give_the_same_slots():
 def test_floor_gives_every_block_back():
     floor, ids = Floor(8, rows=3, width=4), np.empty(4, np.int32)
     floor.set_lengths([64])  # four blocks
-    floor.fork(2)
-    floor.close(2)
     floor.alloc(ids)
     assert sorted(ids.tolist()) == [4, 5, 6, 7]
     floor.free(ids)

@@ -58,9 +58,9 @@ def whole_pass(model, tokens):
 
 
 def test_command_measures_a_checkpoint_in_its_own_tokens(short, text, checkpoint, capsys):
-    assert main(command, [*ASKED, "--model", str(checkpoint), "--tables", "heavy,layers", "--json"]) == 0
+    assert main(command, [*ASKED, "--model", str(checkpoint), "--tables", "heavy", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["model"] == str(checkpoint) and len(found["layers"]) == tiny.CONFIG["num_hidden_layers"]
+    assert found["model"] == str(checkpoint)
     rows = found["tables"]["heavy"]
     assert [row["policy"] for row in rows] == [
         *("unlimited", "rotating (keep 4)", "H2O h=16", "H2O balanced", "H2O heavy"),
@@ -85,11 +85,10 @@ def test_unlimited_is_what_the_model_says_with_the_caches_that_it_makes(windowed
     assert found.nbytes < CONTEXT * UNLIMITED.bytes_per_token(2, (16, 16), 3)
 
 
-@pytest.mark.parametrize("table", ["policies", "heavy", "max_kv", "length", "speed"])
+@pytest.mark.parametrize("table", ["policies", "heavy", "max_kv", "length"])
 def test_command_refuses_stand_ins_for_windows_before_anything_is_measured(short, windowed, capsys, monkeypatch, table):
-    for name in ("answer", "speed", "profile"):
-        monkeypatch.setattr(models.Model, name, lambda *_: pytest.fail("measured"))
-    assert main(command, [*ASKED, "--model", str(windowed), "--tables", f"layers,{table}"]) == 2
+    monkeypatch.setattr(models.Model, "answer", lambda *_: pytest.fail("measured"))
+    assert main(command, [*ASKED, "--model", str(windowed), "--tables", table]) == 2
     out, err = capsys.readouterr()
     said = "[quality] layer 0 uses RotatingKVCache, rotating (keep 4) stands in for KVCache only"
     assert out == "" and err.splitlines()[-1].endswith(said)

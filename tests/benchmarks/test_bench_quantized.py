@@ -16,7 +16,7 @@ SETTINGS = replace(SMALL, parts=(), threads=(1,), head_dim=64, kv_bits=("8", "4"
 
 
 def test_every_size_has_a_row_per_format_with_the_bytes_that_it_stores():
-    rows = list(quantized.rows(Bench(NumpyKernels(), SETTINGS)))
+    rows = [row for row in quantized.rows(Bench(NumpyKernels(), SETTINGS)) if row.part == "quantized"]
     assert len(rows) == 4 * len(SETTINGS.batches) * len(SETTINGS.contexts)
     first = rows[:4]
     assert [row.dtype for row in first] == ["8 bits", "4 bits", "8/4 bits", "fp8"]
@@ -24,6 +24,12 @@ def test_every_size_has_a_row_per_format_with_the_bytes_that_it_stores():
     elements = 2 * first[0].batch * first[0].context * SETTINGS.num_kv_heads * 64
     assert [row.nbytes / elements for row in first] == per_element
     assert all(row.yardstick == "decode" and row.error is not None for row in rows)
+
+
+def test_writes_have_a_row_per_format_beside_memcpy():
+    rows = [row for row in quantized.rows(Bench(NumpyKernels(), SETTINGS)) if row.part == "write"]
+    assert [row.dtype for row in rows] == ["8 bits", "4 bits", "8/4 bits", "fp8"]
+    assert all(row.yardstick == "memcpy" and row.nbytes == 2 * 512 * SETTINGS.num_kv_heads * 64 * 2 for row in rows)
 
 
 def test_wrong_results_have_no_time(monkeypatch):

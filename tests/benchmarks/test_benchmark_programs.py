@@ -10,20 +10,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as whole
-from benchmarks import block_pool, eviction, quantized, vllm_source
-from kvpool_backends.cpu import CPUBackend, default_isa, isas
+from benchmarks import block_pool, eviction, vllm_source
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = {"HEADS": 1, "GROUP": 1, "DIM": 64, "ROWS": 2}
-NO_LIMITS = {"DECODE_MAX": 1e9, "OF_FLOAT32_MIN": 0, "WRITE_MAX": 1e9, "ERROR_MAX": 1}
-ASKED = ["--threads", "1", "--layouts", "NHD", "--context", "64", "--repetitions", "1"]
-
-
-@pytest.fixture
-def small(monkeypatch):
-    """Sizes of nothing, and limits that nothing misses."""
-    for name, value in (SMALL | NO_LIMITS).items():
-        monkeypatch.setattr(quantized, name, value)
 
 
 # ----------------------------------------------------------------------------------------------- all of them
@@ -45,17 +34,16 @@ def statuses(monkeypatch, arguments, **status_of):
     return asked, end.value.code
 
 
-@pytest.mark.parametrize("missed", ["quantized", "eviction"])
-def test_gates_of_a_program_decide_the_exit_status_of_all(monkeypatch, capsys, missed):
-    programs = [["-m", f"benchmarks.{name}", "--gates"] for name in ("quantized", "eviction")]
+def test_gates_of_a_program_decide_the_exit_status_of_all(monkeypatch, capsys):
+    programs = [["-m", "benchmarks.eviction", "--gates"]]
     assert statuses(monkeypatch, ["--gates"]) == (programs, 0)
-    assert statuses(monkeypatch, ["--gates"], **{missed: 1}) == (programs, 1)
+    assert statuses(monkeypatch, ["--gates"], eviction=1) == (programs, 1)
     assert "A TARGET IS MISSED" in capsys.readouterr().out
-    assert statuses(monkeypatch, [], **{missed: 1}) == (programs, 0)
+    assert statuses(monkeypatch, [], eviction=1) == (programs, 0)
 
 
 def test_arguments_for_pytest_leave_the_programs_out(monkeypatch):
-    assert statuses(monkeypatch, ["--gates", "-k", "fork"], quantized=1) == ([], 0)
+    assert statuses(monkeypatch, ["--gates", "-k", "fork"], eviction=1) == ([], 0)
 
 
 # ----------------------------------------------------------------------------------------------- pool_memory
@@ -75,51 +63,6 @@ def test_memory_of_a_pool_is_what_the_docs_say():
     expected["sequence"] = sequence + more + tokens
     assert cached == pytest.approx(expected, rel=0.01)
     assert [told[name] - cached[name] for name in list(told)[:2]] == pytest.approx([event] * 2, rel=0.01)
-
-
-# ------------------------------------------------------------------------------------------------- quantized
-
-
-def test_quantized_prints_a_row_per_format_of_every_table(small, capsys):
-    assert quantized.main([*ASKED, "--json", "--gates"]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
-    tables = {}
-    for row in rows:
-        tables.setdefault(row["what"].split(" ")[0], []).append(row["format"])
-    writes = [f"{dtype} to {name}" for name in ("bfloat16", "int8", "int4") for dtype in ("float32", "bfloat16")]
-    assert tables == {"decode": list(quantized.FORMATS), "write": ["memcpy", *writes] * 2, "error": ["int8", "int4"]}
-    assert all(row["ms"] > 0 for row in rows if "ms" in row)
-    assert all(0 < row["largest"] < 1e-3 for row in rows if "largest" in row)
-
-
-@pytest.mark.parametrize(
-    ("limit", "value", "missed"),
-    [("DECODE_MAX", 0, 2), ("OF_FLOAT32_MIN", 1e9, 2), ("WRITE_MAX", 0, 2), ("ERROR_MAX", 0, 2)],
-)
-def test_quantized_gate_that_is_missed_is_the_exit_status(small, monkeypatch, capsys, limit, value, missed):
-    monkeypatch.setattr(quantized, limit, value)
-    assert quantized.main([*ASKED, "--gates"]) == 1
-    assert capsys.readouterr().out.count("MISSED") == missed
-    assert quantized.main(ASKED) == 0, "not asked for"
-
-
-def test_quantized_measures_the_instruction_set_that_is_asked_for(small, monkeypatch, capsys):
-    made, init = [], CPUBackend.__init__
-
-    def watched(backend, *args, **options):
-        init(backend, *args, **options)
-        made.append(backend.store.isa)
-
-    monkeypatch.setattr(CPUBackend, "__init__", watched)
-    for isa in isas():
-        made.clear()
-        assert quantized.main([*ASKED, "--isa", isa]) == 0
-        assert set(made) == {isa} and f"kernels for {isa}" in capsys.readouterr().out
-    made.clear()
-    quantized.main(ASKED)
-    assert set(made) == {default_isa()}
-    with pytest.raises(SystemExit, match="2"):
-        quantized.main([*ASKED, "--isa", "vax"])
 
 
 # -------------------------------------------------------------------------------------------------- eviction

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from benchmarks.serving import Lengths, make_workload, trace_workload
+from benchmarks.serving.workload import Lengths, make_workload, trace_workload
 from kvpool.replay import synthetic_trace
 
 

@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 
 from benchmarks.command import main
+from benchmarks.gate import Gate
 from benchmarks.serving import command, gates
-from benchmarks.serving.gates import Gate
-from benchmarks.serving.settings import SWEEPS
 
 NULL = ["--model", "null", "--requests", "30", "--shared-prefix", "40"]
 NAMED = {
-    *("static_tokens_per_sec", "stock_tokens_per_sec", "continuous_tokens_per_sec", "continuous_steady_tokens_per_sec"),
-    *("wall_seconds", "phases", "prefill_chunk_ms", "kv_write_ms", "gather_ms", "paged_kv_bytes_read"),
-    *("blocks_touched", "blocks_in_use", "refcount_histogram", "COW_clones_per_token", "hit_rate", "preemptions"),
+    *("stock_tokens_per_sec", "continuous_tokens_per_sec", "continuous_steady_tokens_per_sec"),
+    *("wall_seconds", "phases", "prefill_chunk_ms", "paged_kv_bytes_read"),
+    *("blocks_touched", "blocks_in_use", "COW_clones_per_token", "hit_rate", "preemptions"),
     *(f"{name}_ms_p{p}" for name in ("ttft", "tpot", "itl", "decode_tick") for p in (50, 95, 99)),
 }
 
@@ -32,7 +31,7 @@ def test_json_has_every_number_by_name_and_simulated_time_is_the_same_every_time
     for found in (one, two):
         del found["seconds"]
     assert one == two
-    assert one["continuous_tokens_per_sec"] > one["stock_tokens_per_sec"] > one["static_tokens_per_sec"] > 0
+    assert one["continuous_tokens_per_sec"] > one["stock_tokens_per_sec"] > 0
     assert one["simulated"] is True
     assert one["hit_rate"] > 0.2
     assert one["blocks_leaked"] == 0
@@ -49,29 +48,7 @@ def test_the_seed_the_target_and_the_samples_reach_the_workload(capsys):
     assert main(command, args) == 0
     found = json.loads(capsys.readouterr().out)
     assert 500 <= found["workload"]["tokens"] < 700
-    assert found["static_tokens_per_sec"] is None
-
-
-@pytest.mark.parametrize("name", SWEEPS)
-def test_a_sweep_has_a_row_for_each_value(capsys, name):
-    found = served(capsys, "--sweep", name, "--against", "none")
-    assert [row[name] for row in found["sweep"]] == list(SWEEPS[name])
-    assert all(row["tokens"] == found["workload"]["tokens"] for row in found["sweep"])
-    if name == "max-batch":
-        waits = [row["ttft_ms_p50"] for row in found["sweep"]]
-        assert waits[0] > waits[2], "whoever waits for one of four places waits longer"
-
-
-@pytest.mark.parametrize(("num_blocks", "is_tight"), [("200", False), ("30", True)])
-def test_a_sweep_over_policies_that_nobody_needed_says_so(capsys, num_blocks, is_tight):
-    assert main(command, [*NULL, "--against", "none", "--sweep", "preempt", "--num-blocks", num_blocks]) == 0
-    assert ("Nobody was preempted" in capsys.readouterr().out) is not is_tight
-
-
-def test_values_of_a_sweep_can_be_named(capsys):
-    rows = served(capsys, "--sweep", "chunk:8,32", "--against", "none")["sweep"]
-    assert [row["chunk"] for row in rows] == ["8", "32"]
-    assert rows[0]["ticks"] > rows[1]["ticks"]
+    assert found["stock_tokens_per_sec"] is None
 
 
 def test_a_trace_is_served(capsys, tmp_path):
@@ -87,9 +64,9 @@ def test_a_trace_is_served(capsys, tmp_path):
 
 def test_the_table_and_the_picture(capsys, tmp_path):
     path = tmp_path / "run.png"
-    assert main(command, [*NULL, "--plot", str(path), "--sweep", "block-size"]) == 0
+    assert main(command, [*NULL, "--plot", str(path)]) == 0
     out = capsys.readouterr().out
-    for text in ("kvpool", "static batches", "slots of the longest", "ramp", "steady", "tail", "spikes", "block-size"):
+    for text in ("kvpool", "slots of the longest", "ramp", "steady", "tail", "spikes"):
         assert text in out
     assert path.read_bytes().startswith(b"\x89PNG")
 
@@ -103,9 +80,6 @@ def test_the_table_and_the_picture(capsys, tmp_path):
         (["--prompt", "some"], "--prompt some: lengths are"),
         (["--preempt", "x"], "--preempt x: there are last"),
         (["--against", "x"], "--against x: there are stock"),
-        (["--sweep", "x"], "--sweep x: there are block-size"),
-        (["--sweep", "chunk:0"], "--sweep chunk 0: out of range"),
-        (["--tick-cost", "1,2"], "--tick-cost 1,2: three numbers"),
         (["--num-blocks", "1"], "--num-blocks 1: the longest request has"),
         (["--trace", "/nowhere"], "--trace /nowhere: No such file"),
         (["--plot", "/nowhere/x.png"], "--plot /nowhere/x.png: not a file"),
@@ -124,10 +98,8 @@ def test_a_model_is_served_beside_stock_with_the_same_tokens(capsys):
     assert main(command, ["--model", "tiny", *args, "--repetitions", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["same_tokens"] == 1.0
-    assert found["runs"].keys() == {"kvpool", "stock", "static"}
+    assert found["runs"].keys() == {"kvpool", "stock"}
     assert {run["tokens"] for run in found["runs"].values()} == {found["workload"]["tokens"]}
-    assert found["kv_write_ms"] > 0
-    assert found["gather_ms"] == 0, "the engine attends over the blocks"
     assert found["paged_kv_bytes_read"] > 0
 
 

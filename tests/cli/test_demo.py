@@ -15,22 +15,13 @@ import numpy as np
 import pytest
 
 import kvpool
+from kvpool._picture import BLOCKS, INK, OTHER, OTHER_LIGHT
 from kvpool.cli import demo, main
-from kvpool.cli.demo import (
-    attention,
-    engine,
-    forks,
-    occupancy,
-    out_of_blocks,
-    picture,
-    shared_prompt,
-    step_cost,
-)
-from kvpool.cli.demo.report import Claim, Outcome, Part, Report, print_report
-from kvpool.cli.demo.serving import compare, make_requests, serve_from_blocks, serve_from_slots
-from kvpool.cli.demo.settings import Settings
+from kvpool.cli.demo import models, occupancy, pools
+from kvpool.cli.demo.occupancy import make_requests, serve_from_blocks, serve_from_slots
+from kvpool.cli.demo.report import Claim, Outcome, Part, Report, Settings, print_report
 
-CORE_PARTS = [step_cost.PART, occupancy.PART, out_of_blocks.PART]
+CORE_PARTS = [pools.STEP_COST, occupancy.PART, pools.OUT_OF_BLOCKS]
 
 
 @dataclass(frozen=True)
@@ -145,11 +136,11 @@ class LeakyPool(kvpool.Pool):
 
     leaked = False
 
-    def close_finished(self, handles, mask):
-        if np.any(mask) and not self.leaked:
+    def close(self, handles):
+        if not self.leaked:
             self.leaked = True
             self.blocks.alloc()
-        return super().close_finished(handles, mask)
+        return super().close(handles)
 
 
 class WrongLengthPool(kvpool.Pool):
@@ -194,11 +185,11 @@ class BrokenPool(kvpool.Pool):
     ("pool", "part", "broken"),
     [
         (LeakyPool, occupancy.PART, {"serving_leaks_nothing"}),
-        (WrongLengthPool, step_cost.PART, {"step_same_tables"}),
-        (SlowPool, step_cost.PART, {"step_cheaper"}),
-        (ForgetfulPool, out_of_blocks.PART, {"state_unchanged"}),
-        (roomy_pool, out_of_blocks.PART, {"out_of_blocks_raised", "state_unchanged"}),
-        (BrokenPool, out_of_blocks.PART, set(out_of_blocks.PART.promises)),
+        (WrongLengthPool, pools.STEP_COST, {"step_same_tables"}),
+        (SlowPool, pools.STEP_COST, {"step_cheaper"}),
+        (ForgetfulPool, pools.OUT_OF_BLOCKS, {"state_unchanged"}),
+        (roomy_pool, pools.OUT_OF_BLOCKS, {"out_of_blocks_raised", "state_unchanged"}),
+        (BrokenPool, pools.OUT_OF_BLOCKS, set(pools.OUT_OF_BLOCKS.promises)),
     ],
 )
 def test_fault_in_the_pool_breaks_its_claim_only(monkeypatch, settings, pool, part, broken):
@@ -209,7 +200,7 @@ def test_fault_in_the_pool_breaks_its_claim_only(monkeypatch, settings, pool, pa
 
 
 def test_part_that_raises_leaves_the_others_running(monkeypatch, settings, capsys):
-    monkeypatch.setattr(picture, "draw", lambda *args: 1 / 0)
+    monkeypatch.setattr(occupancy, "draw", lambda *args: 1 / 0)
     report = demo.run_parts(settings, CORE_PARTS, lambda line: None)
     assert broken_claims(report) == set(occupancy.PART.promises)
     assert report.not_run == {"occupancy": "stopped by ZeroDivisionError: division by zero"}
@@ -315,17 +306,17 @@ def compute_anew(monkeypatch):
 @pytest.mark.parametrize(
     ("part", "fault", "broken"),
     [
-        (engine.PART, forget_the_first_token, {"tokens_identical"}),
-        (engine.PART, keep_a_fork, {"no_blocks_leaked"}),
-        (forks.PART, forget_the_first_token, {"samples_identical"}),
-        (forks.PART, keep_a_fork, {"fork_no_blocks_leaked"}),
-        (forks.PART, copy_always, {"forks_copy_one_block"}),
-        (shared_prompt.PART, forget_the_first_token, {"shared_tokens_identical"}),
-        (shared_prompt.PART, keep_a_fork, {"shared_no_blocks_leaked"}),
-        (shared_prompt.PART, commit_nothing, {"prompt_stored_once", "prompt_found"}),
-        (shared_prompt.PART, compute_anew, {"prompt_stored_once"}),
-        (attention.PART, attend_to_half, {"fused_tokens_identical"}),
-        (attention.PART, attend_slowly, {"fused_faster"}),
+        (models.ENGINE, forget_the_first_token, {"tokens_identical"}),
+        (models.ENGINE, keep_a_fork, {"no_blocks_leaked"}),
+        (models.FORKS, forget_the_first_token, {"samples_identical"}),
+        (models.FORKS, keep_a_fork, {"fork_no_blocks_leaked"}),
+        (models.FORKS, copy_always, {"forks_copy_one_block"}),
+        (models.SHARED_PROMPT, forget_the_first_token, {"shared_tokens_identical"}),
+        (models.SHARED_PROMPT, keep_a_fork, {"shared_no_blocks_leaked"}),
+        (models.SHARED_PROMPT, commit_nothing, {"prompt_stored_once", "prompt_found"}),
+        (models.SHARED_PROMPT, compute_anew, {"prompt_stored_once"}),
+        (models.ATTENTION, attend_to_half, {"fused_tokens_identical"}),
+        (models.ATTENTION, attend_slowly, {"fused_faster"}),
     ],
 )
 def test_fault_in_the_adapter_breaks_its_claim_only(monkeypatch, settings, part, fault, broken):
@@ -336,7 +327,7 @@ def test_fault_in_the_adapter_breaks_its_claim_only(monkeypatch, settings, part,
 
 
 def test_the_engine_part_says_how_the_model_attends(settings):
-    ((_, outcome),) = run_one(engine.PART, settings).outcomes
+    ((_, outcome),) = run_one(models.ENGINE, settings).outcomes
     route = outcome.numbers["kvpool"]["attention"]
     assert route == "fused" or route.startswith("gather: ")
     assert outcome.notes[0].endswith(f"Attention on kvpool: {route}")
@@ -384,7 +375,7 @@ def test_demo_on_a_folder_without_a_model_is_refused(small_demo, tmp_path, capsy
     assert main(["demo", "--model", str(tmp_path), "--out", str(tmp_path / "p.png")]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith(f"kvpool demo: --model {tmp_path} cannot be loaded: ")
+    assert err.startswith(f"kvpool demo: --model {tmp_path}: a folder without config.json")
     assert len(err.splitlines()) == 1
 
 
@@ -426,7 +417,7 @@ def test_picture_is_a_large_png_in_several_colours(settings):
     pixels = image.imread(settings.out)[..., :3]
     assert pixels.shape[0] > 600
     assert pixels.shape[1] > 900
-    for color in (picture.SLOTS, picture.SLOTS_LIGHT, picture.BLOCKS, picture.INK):
+    for color in (OTHER, OTHER_LIGHT, BLOCKS, INK):
         share = np.mean(np.all(np.abs(pixels - to_rgb(color)) < 0.01, axis=-1))
         assert share > 1e-4, f"{color} is hardly in the picture"
     blank = np.mean(np.all(pixels == 1.0, axis=-1))
@@ -434,7 +425,9 @@ def test_picture_is_a_large_png_in_several_colours(settings):
 
 
 def test_sketch_fits_a_terminal_and_shows_both_servers(settings):
-    text = picture.sketch(compare(settings.requests, 128, 16, settings.max_len, seed=0))
+    requests = make_requests(settings.requests, settings.max_len, 0)
+    both = serve_from_slots(requests, 128, 16, settings.max_len), serve_from_blocks(requests, 128, 16)
+    text = occupancy.sketch(128, *both)
     assert max(map(len, text.splitlines())) < 80
     static, paged = text.split("kvpool:")
     for chart in (static, paged):
@@ -454,21 +447,10 @@ def test_servers_generate_every_token_and_stay_within_memory(seed):
     answers = sum(request.answer for request in requests)
     assert sum(slots.running) == answers
     assert sum(blocks.running) >= answers  # a preempted sequence is computed again
-    assert (sum(blocks.running) > answers) == (blocks.preemptions > 0)
     for timeline in (slots, blocks):
         assert max(timeline.blocks) <= 128
         assert all(f <= b for f, b in zip(timeline.filled, timeline.blocks, strict=True))
     assert max(slots.running) <= 128 // (512 // 16)
-
-
-def test_list_allocator_gives_the_slots_of_its_tables():
-    lists = step_cost.ListAllocator(64, 4)
-    for num_tokens in (3, 4, 9):
-        lists.open(num_tokens)
-    tables, lens, slots = lists.step()
-    assert lens.tolist() == [4, 5, 10]
-    assert tables.tolist() == [[1, 0, 0], [2, 6, 0], [3, 4, 5]]
-    assert slots.tolist() == [1 * 4 + 3, 6 * 4 + 0, 5 * 4 + 1]
 
 
 # ----------------------------------------------------------------------------------------------- the table

@@ -7,15 +7,15 @@ import pytest
 
 from kvpool.adapters.mlx_lm import eviction
 from kvpool.cli import demo
-from kvpool.cli.demo import conversation
-from kvpool.cli.demo.settings import Settings
+from kvpool.cli.demo import models
+from kvpool.cli.demo.report import Settings
 from kvpool.eviction import H2O, Memory
 
 SMALL = Settings(talk_tokens=70, talk_budget=32, block_size=8)
 
 
 def lost(settings=SMALL):
-    report = demo.run_parts(settings, [conversation.PART], lambda line: None)
+    report = demo.run_parts(settings, [models.CONVERSATION], lambda line: None)
     assert not report.not_run
     return {name for name, held in report.claims.items() if not held}
 

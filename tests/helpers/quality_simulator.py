@@ -6,7 +6,6 @@ Slow and plain. It is what `python -m benchmarks.quality` and caches with evicti
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,9 +28,7 @@ class Simulated:
     def __init__(self, shape: Shape, weights: Weights, seed: int = 1) -> None:
         self.shape, self.weights, self.seed = shape, weights, seed
 
-    def answer(
-        self, documents: NDArray[np.int32], policy: Policy, advance: Callable[[int], None] = lambda tokens: None
-    ) -> Answer:
+    def answer(self, documents: NDArray[np.int32], policy: Policy) -> Answer:
         """Read documents token by token."""
         start, (rows, length) = time.perf_counter(), documents.shape
         nats, right = np.zeros((rows, length - 1), np.float32), np.zeros((rows, length - 1), bool)
@@ -44,7 +41,6 @@ class Simulated:
             target = documents[:, step + 1]
             nats[:, step] = np.log(np.exp(logits).sum(axis=-1)) - logits[at, target]
             right[:, step] = logits.argmax(axis=-1) == target
-            advance(rows)
         s = self.shape
         each = policy.bytes_per_token(s.kv_heads, (s.head_dim, s.head_dim), s.layers)
         return Answer(nats, right, each * int(states[0].alive[0, 0].sum()), time.perf_counter() - start)

@@ -19,7 +19,7 @@ from kvpool.config import KVSpec
 from kvpool.errors import BackendUnavailable
 from kvpool.protocol import AttentionOptions, BatchShape, StepArrays
 from kvpool.testing import conformance
-from kvpool.testing.conformance_scores import check as check_scores
+from kvpool.testing.conformance_attention import check as check_scores
 from kvpool.testing.filled import fill
 from kvpool_backends.mlx import MLXBackend
 from kvpool_backends.mlx import metal as metal_route

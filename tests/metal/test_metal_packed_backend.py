@@ -10,13 +10,13 @@ from kvpool.adapters.mlx_lm import install
 from kvpool.config import KVSpec
 from kvpool.errors import BackendUnavailable
 from kvpool.protocol import AttentionOptions, BatchShape
-from kvpool.testing import conformance_quantized
-from kvpool.testing.conformance_scores import check as check_scores
+from kvpool.testing import conformance_storage
+from kvpool.testing.conformance_attention import check as check_scores
 from kvpool.testing.filled import fill
 from kvpool_backends.mlx import MLXBackend
 
 SPEC = KVSpec(2, 2, 64, "float32", 8, k_bits=8, v_bits=4, quant_group_size=32)
-CASES = [case for case in conformance_quantized.CASES if case.__name__ != "other_bits_and_groups_are_refused"]
+CASES = [case for case in conformance_storage.QUANTIZED_CASES if case.__name__ != "other_bits_and_groups_are_refused"]
 
 
 @pytest.fixture
@@ -27,9 +27,9 @@ def metal(engine):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_metal_backend_conforms(case, metal, monkeypatch):
     # Each kernel takes half a second to compile: two specs of all.
-    real, few = conformance_quantized._specs, (("float32", (8, 4)), ("float16", (4, 4)))
+    real, few = conformance_storage._quantized_specs, (("float32", (8, 4)), ("float16", (4, 4)))
     monkeypatch.setattr(
-        conformance_quantized, "_specs", lambda *a, **k: (x for x in real(*a, **k) if (x.dtype, x.bits) in few)
+        conformance_storage, "_quantized_specs", lambda *a, **k: (x for x in real(*a, **k) if (x.dtype, x.bits) in few)
     )
     case(metal)
 

@@ -12,7 +12,7 @@ from kvpool.adapters.block_manager import KVBlockManager
 from kvpool.config import KVSpec
 from kvpool.errors import CapacityExceeded
 from kvpool.eviction import Evictor, SlidingWindow
-from kvpool.testing import ModelPlan, conformance_features
+from kvpool.testing import ModelPlan, conformance_attention
 from kvpool.testing.conformance import check_backend
 from kvpool.testing.model_blocks import public_call
 from kvpool_backends.numpy import NumpyBackend
@@ -267,7 +267,7 @@ def test_e4_lookahead_at_a_block_boundary_loses_no_data_block(make_pool, make_pl
 @row(broken(Backend=WindowIsOneShortUntilFull), model=False)
 def test_e5_window_is_right_before_it_is_full_and_after(parts):
     """The start of a ring was wrong until the window was full, or when it wrapped."""
-    (case,) = [case for case in conformance_features.CASES if case.__name__ == "window_hides_older_tokens"]
+    (case,) = [case for case in conformance_attention.FEATURE_CASES if case.__name__ == "window_hides_older_tokens"]
     assert check_backend(parts.Backend, [case]) == {case.__name__: "passed"}
 
 

@@ -16,27 +16,25 @@ import numpy as np
 
 from kvpool import KVSpec, Plan, Pool
 from kvpool.cli.bench.measure import Contestant, race
-from kvpool.cli.bench.options import DTYPES, declare, memory_nbytes, numbers, some, tokens
+from kvpool.cli.bench.options import DTYPES, LIST, MEMORY, NUMBER, declare, memory_nbytes, numbers, some, tokens
 from kvpool.cli.console import CommandError, progress, whole
 
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
 CHUNK = 1024  # tokens that are written at once
 
 
-LISTS = (
-    ("dtype", "float32,bfloat16", "element types of the cache"),
-    ("batch", "1,16", "sequences per call"),
-    ("context", "4k", "tokens of each sequence"),
-)
-NUMBERS = (
-    ("repetitions", "15", "rounds that have to count"),
-    ("max-memory", "auto", "leave out what needs more, such as 8GiB; auto: half of what is available"),
+OPTIONS = (
+    ("dtype", LIST, "float32,bfloat16", "element types of the cache"),
+    ("batch", LIST, "1,16", "sequences per call"),
+    ("context", LIST, "4k", "tokens of each sequence"),
+    ("repetitions", NUMBER, "15", "rounds that have to count"),
+    ("max-memory", NUMBER, "auto", MEMORY),
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    declare(parser, LISTS, NUMBERS)
+    declare(parser, OPTIONS)
 
 
 def run(args: argparse.Namespace) -> int:

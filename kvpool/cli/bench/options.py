@@ -9,14 +9,15 @@ from collections.abc import Iterable
 from kvpool.cli.console import CommandError, whole
 
 DTYPES = ("float32", "bfloat16", "float16")
-Option = tuple[str, str, str]  # name, default, what it is
+LIST, NUMBER = "A,B,...", "N"
+MEMORY = "leave out what needs more, such as 8GiB; auto: half of what is available"
+Option = tuple[str, str, str, str]  # name, LIST or NUMBER, default, what it is
 
 
-def declare(parser: argparse.ArgumentParser, lists: Iterable[Option], numbers: Iterable[Option]) -> None:
-    """Declare options that take a list, and those that take one number."""
-    for options, shown in ((lists, "A,B,..."), (numbers, "N")):
-        for name, default, text in options:
-            parser.add_argument(f"--{name}", metavar=shown, default=default, help=f"{text} (default: %(default)s)")
+def declare(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:
+    """Declare options that take a list or a number."""
+    for name, shown, default, text in options:
+        parser.add_argument(f"--{name}", metavar=shown, default=default, help=f"{text} (default: %(default)s)")
 
 
 def some(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:

@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvpool.cli.console import CommandError, NotRun
-from kvpool.cli.demo.report import Part, Report, print_report
-from kvpool.cli.demo.settings import Settings
+from kvpool.cli.demo.report import Part, Report, Settings, print_report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,13 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens per block, in all parts (default: %(default)s)",
     )
     parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="PNG",
-        default=Settings.out,
-        help="where the picture goes (default: %(default)s)",
+        "--out", type=Path, metavar="PNG", default=Settings.out, help="where the picture goes (default: %(default)s)"
     )
-
     parser.add_argument(
         "--ranks",
         type=int,
@@ -55,8 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the demo and print what it found; 0 if every claim held, else 1."""
     settings = Settings(model=args.model, out=args.out, block_size=args.kv_block_size)
-    check_block_size(settings)
-    check_paths(settings)
+    check(settings)
     parts = all_parts() if args.ranks is None else [rank_part(args.ranks)]
     if args.json:
         report = run_parts(settings, parts, lambda line: None)
@@ -74,26 +67,11 @@ def run(args: argparse.Namespace) -> int:
 
 def all_parts() -> list[Part]:
     """Return the parts in the order they run, which is the order of the table."""
-    from kvpool.cli.demo import (
-        attention,
-        conversation,
-        engine,
-        forks,
-        occupancy,
-        out_of_blocks,
-        shared_prompt,
-        step_cost,
-    )
+    from kvpool.cli.demo import models, occupancy, pools
 
     return [
-        engine.PART,
-        forks.PART,
-        step_cost.PART,
-        occupancy.PART,
-        out_of_blocks.PART,
-        shared_prompt.PART,
-        attention.PART,
-        conversation.PART,
+        *(models.ENGINE, models.FORKS, pools.STEP_COST, occupancy.PART, pools.OUT_OF_BLOCKS),
+        *(models.SHARED_PROMPT, models.ATTENTION, models.CONVERSATION),
     ]
 
 
@@ -123,16 +101,11 @@ def run_parts(settings: Settings, parts: list[Part], say: Callable[[str], None])
     return report
 
 
-def check_block_size(settings: Settings) -> None:
-    """Refuse a block that no sequence of the demo would fill."""
-    longest = 256
+def check(settings: Settings) -> None:
+    """Refuse, before any work, a block that no sequence fills, a picture that cannot be written, a missing folder."""
+    out, model, longest = settings.out, settings.model, 256
     if not 1 <= settings.block_size <= longest:
         raise CommandError(f"--kv-block-size {settings.block_size}: out of range, 1..{longest}")
-
-
-def check_paths(settings: Settings) -> None:
-    """Refuse, before any work, a picture that cannot be written and a model folder that does not exist."""
-    out, model = settings.out, settings.model
     if out.is_dir():
         raise CommandError(f"--out {out}: this is a folder, name a file")
     if not out.parent.is_dir():
@@ -147,15 +120,10 @@ def check_paths(settings: Settings) -> None:
 def progress_line() -> Iterator[Callable[[str], None]]:
     """Yield a function that shows one line of progress on stderr; quiet if that is not a terminal."""
     from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
-    columns = (
-        SpinnerColumn("line" if console.options.ascii_only else "dots"),
-        TextColumn("{task.description}"),
-    )
-    with Progress(
-        *columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
-        task = progress.add_task("starting", total=None)
-        yield lambda line: progress.update(task, description=line)
+    if not console.is_terminal:
+        yield lambda line: None
+        return
+    with console.status("starting", spinner="line" if console.options.ascii_only else "dots") as status:
+        yield status.update

@@ -22,8 +22,9 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from kvpool.adapters.mlx_lm import PagedKV, Summary, install
+from kvpool.adapters.mlx_lm.loading import ModelNotLoaded, load
 from kvpool.cli.console import CommandError, NotRun
-from kvpool.cli.demo.settings import Settings
+from kvpool.cli.demo.report import Settings
 
 VOCABULARY = 512
 TEXTS = (
@@ -50,29 +51,28 @@ class Workload:
 
 @dataclass(frozen=True)
 class Run:
-    """What one run of the engine produced.
+    """What one run of the engine produced."""
 
-    Attributes
-    ----------
-    tokens : list of list of int
-        Generated tokens per prompt.
-    cache_nbytes : int
-        Largest sum of ``nbytes`` over the engine's caches, looked at after every step.
-    mlx_peak_nbytes : int
-        MLX's own peak of allocated memory during the run: weights, activations and pool included.
-    seconds : float
-        Wall time.
-    """
-
-    tokens: list[list[int]]
-    cache_nbytes: int
-    mlx_peak_nbytes: int
-    seconds: float
+    tokens: list[list[int]]  # generated, per prompt
+    cache_nbytes: int  # largest sum of ``nbytes`` over the engine's caches, looked at after every step
+    mlx_peak_nbytes: int  # of MLX's allocated memory during the run: weights, activations and pool included
+    seconds: float  # wall time
 
     @property
     def num_tokens(self) -> int:
         """Generated tokens of all prompts."""
         return sum(map(len, self.tokens))
+
+    @property
+    def num_distinct(self) -> int:
+        """Different ones among them."""
+        return len({token for row in self.tokens for token in row})
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """What it took, for the JSON object."""
+        nbytes = {"kv_nbytes_peak": self.cache_nbytes, "mlx_peak_nbytes": self.mlx_peak_nbytes}
+        return nbytes | {"seconds": round(self.seconds, 3)}
 
 
 @functools.lru_cache(maxsize=1)
@@ -87,19 +87,6 @@ def make_workload(settings: Settings) -> Workload:
     return Workload(random_llama(), "Llama with 4 layers and random weights, nothing downloaded", prompts, long_prompt)
 
 
-@dataclass(frozen=True)
-class Decoded:
-    """Tokens per row, and the wall time of every step in milliseconds."""
-
-    tokens: list[list[int]]
-    ms: list[float]
-
-    @property
-    def median_ms(self) -> float:
-        """Median time of a step."""
-        return median(self.ms)
-
-
 def random_llama(**sizes: int) -> Any:
     """Return a Llama whose greedy output is varied; `sizes` are those of mlx-lm's ``ModelArgs``.
 
@@ -107,15 +94,9 @@ def random_llama(**sizes: int) -> Any:
     many distinct tokens as steps, so that a wrong cache cannot go unnoticed.
     """
     defaults: dict[str, Any] = {
-        "model_type": "llama",
-        "hidden_size": 128,
-        "num_hidden_layers": 4,
-        "intermediate_size": 256,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-5,
-        "vocab_size": VOCABULARY,
-        "tie_word_embeddings": False,
+        **{"model_type": "llama", "hidden_size": 128, "num_hidden_layers": 4, "intermediate_size": 256},
+        **{"num_attention_heads": 8, "num_key_value_heads": 2, "rms_norm_eps": 1e-5},
+        **{"vocab_size": VOCABULARY, "tie_word_embeddings": False},
     }
     model = llama.Model(llama.ModelArgs(**(defaults | sizes)))
     model.update(tree_map(lambda p: mx.random.normal(p.shape) if p.ndim == 2 else p, model.parameters()))
@@ -125,13 +106,10 @@ def random_llama(**sizes: int) -> Any:
 
 def load_checkpoint(name: str, prompt_len: int) -> Workload:
     """Load a checkpoint through mlx-lm, and encode `TEXTS` with its tokenizer; the long prompt is cut."""
-    import mlx_lm
-
     try:
-        model, tokenizer, *_ = mlx_lm.load(name)
-    except Exception as exc:  # what is wrong with somebody's checkpoint can surface as anything
-        reason = (str(exc).splitlines() or [type(exc).__name__])[0]
-        raise CommandError(f"--model {name} cannot be loaded: {reason}") from exc
+        model, tokenizer = load(name)
+    except ModelNotLoaded as exc:
+        raise CommandError(f"--model {exc}") from exc
     prompts = [tokenizer.encode(text) for text in TEXTS]
     repeated = tokenizer.encode("\n".join(TEXTS) * 8)
     return Workload(model, f"checkpoint {name}", prompts, repeated[:prompt_len])
@@ -218,11 +196,20 @@ def generate_shared(kv: PagedKV, system: list[int], prompts: list[list[int]], ma
     return generate(kv.model, rest, max_tokens, caches=caches, together=len(prompts)), held
 
 
-def decode(model: Any, num_rows: int, context: int, steps: int, block_size: int, *, fused: bool) -> Decoded:
+def decode(
+    model: Any, num_rows: int, context: int, steps: int, block_size: int, *, fused: bool
+) -> tuple[list[list[int]], float]:
     """Decode `steps` tokens greedily in `num_rows` rows whose caches hold `context` random keys and values.
 
     A prefill of that length would take longer than all the rest, and a decode step does not see the difference.
     On MLX's CPU device, where the kernels are. One more step comes before those that are measured.
+
+    Returns
+    -------
+    tokens : list of list of int
+        Per row.
+    ms : float
+        Median CPU time of a step.
 
     Raises
     ------
@@ -249,7 +236,7 @@ def decode(model: Any, num_rows: int, context: int, steps: int, block_size: int,
                 tokens.append(last[:, 0].tolist())
     finally:
         mx.set_default_device(device)
-    return Decoded([list(row) for row in zip(*tokens[1:], strict=True)], ms[1:])
+    return [list(row) for row in zip(*tokens[1:], strict=True)], median(ms[1:])
 
 
 @dataclass(frozen=True)
@@ -309,13 +296,10 @@ def install_pool(
     NotRun
         The adapter does not take this model, or this release of mlx-lm.
     """
-
-    def install_by(fused: bool | None) -> PagedKV:
-        return install(model, num_blocks, block_size=block_size, prefix_cache=prefix_cache, fused=fused)
-
+    install_by = functools.partial(install, model, num_blocks, block_size=block_size, prefix_cache=prefix_cache)
     try:
-        kv = install_by(fused)
-        return kv if fused is not None or kv.backend.dtype == mx.float32 else install_by(False)
+        kv = install_by(fused=fused)
+        return kv if fused is not None or kv.backend.dtype == mx.float32 else install_by(fused=False)
     except (RuntimeError, ValueError) as exc:
         raise NotRun(str(exc)) from exc
 

@@ -21,7 +21,7 @@ import kvpool
 from kvpool.adapters.mlx_lm import PagedKV, install
 from kvpool.adapters.ranks import RankLost, Ranks, RanksDisagree
 from kvpool.cli.demo import lm
-from kvpool.cli.demo.settings import Settings
+from kvpool.cli.demo.report import Settings
 
 KV_HEADS, PROMPTS, NEW_TOKENS, NUM_BLOCKS = 4, (7, 40, 95, 18), 24, 128
 TIMEOUT = 60.0  # seconds: ranks on a busy machine are slow, not gone

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvpool.cli.console import NotRun
-from kvpool.cli.demo.report import Claim, Outcome, Part
-from kvpool.cli.demo.settings import Settings
+from kvpool.cli.demo.report import Claim, Outcome, Part, Settings
 
 TIMEOUT = 180.0  # seconds for one start of all ranks
 DIVERGE = 9  # step in which the planted fault happens

@@ -1,53 +1,59 @@
-"""What a demo part hands back, and how it is shown: a table for people, one JSON object for machines."""
+"""What a demo is made of, what its parts hand back, and how it is shown: a table for people, JSON for machines."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import ModuleType
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import kvpool
-from kvpool.cli.console import NotRun
 
 ASCII = str.maketrans({"█": "#", "░": ".", "─": "-", "│": "|", "└": "+"})
 """For terminals whose encoding has no such characters."""
 
 
-def load_lm(say: Callable[[str], None]) -> ModuleType:
-    """Import `kvpool.cli.demo.lm`, which needs mlx and mlx-lm.
-
-    Raises
-    ------
-    NotRun
-        If one of them is missing or does not import.
-    """
-    say("importing mlx-lm")
-    try:
-        from kvpool.cli.demo import lm
-    except ImportError as exc:
-        raise NotRun(f"needs mlx and mlx-lm ({exc}): pip install 'kvpool[mlx]'") from None
-    return lm
-
-
 @dataclass(frozen=True)
-class Claim:
-    """One sentence that the demo measured.
+class Settings:
+    """Sizes of every part. The defaults fit 50 seconds on two slow cores; the tests take smaller ones."""
 
-    Attributes
-    ----------
-    held : bool
-        Whether the measurement agrees with the sentence.
-    measured : str
-        The numbers behind the verdict, for a person.
-    """
+    model: str | None = None  # path or id of an mlx-lm checkpoint; None: a small Llama with random weights
+    out: Path = Path("kvpool-demo.png")
+    block_size: int = 16
+    # The engine: one prompt per length, each continued greedily by `new_tokens`.
+    prompt_lengths: tuple[int, ...] = (7, 212, 40, 95, 18, 131, 64, 33)
+    new_tokens: int = 48
+    # Forks: one prompt, continued `samples` times; shared prompt: requests that begin with it.
+    samples: int = 32
+    sample_prompt: int = 150
+    sample_tokens: int = 24
+    shared_requests: int = 16
+    # Step cost: sequences per batch, tokens in each, interleaved rounds.
+    batch_sizes: tuple[int, ...] = (64, 256)
+    context: int = 4096
+    rounds: int = 9
+    # Attention: sequences, tokens in each, decode steps by each route.
+    attention_rows: int = 16
+    attention_context: int = 1024
+    attention_steps: int = 5
+    # Occupancy: requests served, blocks for both servers, longest sequence the server accepts.
+    requests: int = 160
+    pool_blocks: int = 512
+    max_len: int = 1024
+    # Conversation: tokens, and how many of them may be held.
+    talk_tokens: int = 200
+    talk_budget: int = 64
+    seed: int = 0
+
+
+class Claim(NamedTuple):
+    """Whether one sentence held, and the numbers behind the verdict, for a person."""
 
     held: bool
     measured: str
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What a part found: a `Claim` per name it promised, numbers for machines, and notes for people."""
 
     claims: dict[str, Claim]
@@ -55,22 +61,18 @@ class Outcome:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """One part of the demo.
 
     Attributes
     ----------
-    name : str
-        Its key in the JSON object.
-    title : str
-        Its heading in the table.
+    name, title : str
+        Its key in the JSON object, its heading in the table.
     promises : dict of str to str
         Claim name to the sentence that is to hold. They are known before the part runs, so that a part
         that cannot run still reports each of them, as not held.
     run : callable
-        Takes the `Settings` and a function that shows one line of progress; returns an `Outcome`.
-        May raise `NotRun`.
+        Takes the `Settings` and a function that shows one line of progress; may raise `NotRun`.
     """
 
     name: str
@@ -97,8 +99,7 @@ class Report:
     def add_not_run(self, part: Part, reason: str) -> None:
         """Record that `part` did not run. A claim that was not checked is not held."""
         self.not_run[part.name] = reason
-        claims = {name: Claim(False, "not decided") for name in part.promises}
-        self.outcomes.append((part, Outcome(claims, {})))
+        self.add(part, Outcome({name: Claim(False, "not decided") for name in part.promises}, {}))
 
     @property
     def claims(self) -> dict[str, bool]:
@@ -113,12 +114,9 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         """Return the object that ``kvpool demo --json`` prints."""
         return {
-            "kvpool": kvpool.__version__,
-            "held": self.held,
-            "claims": self.claims,
+            **{"kvpool": kvpool.__version__, "held": self.held, "claims": self.claims},
             "numbers": {part.name: outcome.numbers for part, outcome in self.outcomes},
-            "not_run": self.not_run,
-            "seconds": round(self.seconds, 2),
+            **{"not_run": self.not_run, "seconds": round(self.seconds, 2)},
         }
 
 

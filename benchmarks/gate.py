@@ -1,0 +1,75 @@
+"""What has to hold: a measured value, and what it has to reach. The same for all commands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Gate:
+    """One promise: `value` has to be at least (or at most) `limit`.
+
+    Attributes
+    ----------
+    value : float or None
+        None: nobody measured it, so it does not hold; neither does NaN.
+    limit : float or None
+        None: the value is reported, not judged.
+    note : str
+        What stands behind the value.
+    unit : str
+        Of value, limit and goal.
+    goal : float, optional
+        What it is meant to reach.
+    """
+
+    name: str
+    value: float | None
+    limit: float | None
+    at_most: bool = False
+    note: str = ""
+    unit: str = ""
+    goal: float | None = None
+
+    @property
+    def holds(self) -> bool:
+        """Whether the value is within the limit."""
+        return self.limit is None or self._reaches(self.limit)
+
+    @property
+    def reaches_goal(self) -> bool:
+        """Whether it is where it is meant to be."""
+        return self.goal is not None and self._reaches(self.goal)
+
+    def _reaches(self, bound: float) -> bool:
+        return self.value is not None and (self.value <= bound if self.at_most else self.value >= bound)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, and the verdict."""
+        return asdict(self) | {"holds": self.holds, "reaches_goal": self.reaches_goal}
+
+
+def held(gates: Sequence[Gate]) -> bool:
+    """Whether all of them do."""
+    return all(gate.holds for gate in gates)
+
+
+def as_text(gates: Sequence[Gate]) -> str:
+    """Return a line for each, and how many hold."""
+    width = max((len(gate.name) for gate in gates), default=0)
+    lines = []
+    for gate in gates:
+        verdict = "--" if gate.limit is None else "ok" if gate.holds else "NO"
+        value = "not decided" if gate.value is None else f"{_short(gate.value)} {gate.unit}".rstrip()
+        sign = "<=" if gate.at_most else ">="
+        limit = "reported" if gate.limit is None else f"{sign} {_short(gate.limit)}"
+        goal = "" if gate.goal is None else f" (goal {_short(gate.goal)})"
+        lines.append(f"{verdict} {gate.name:{width}} {value:>14} {limit + goal:<14}  {gate.note}".rstrip())
+    judged = [gate for gate in gates if gate.limit is not None]
+    return "\n".join([*lines, f"{sum(gate.holds for gate in judged)} of {len(judged)} gates hold"])
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
