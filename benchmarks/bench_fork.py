@@ -3,9 +3,11 @@
 A round is always 64 children: reading the clock costs a round about as much as forking one child does.
 """
 
+import numpy as np
 import pytest
 
 import kvpool
+from benchmarks.baselines import Floor
 from kvpool.cli.bench.allocator import PlainAllocator
 
 TOKENS = 4096
@@ -32,6 +34,14 @@ def kvpool_actions(per_call):
     return {"fork": fork, "close": close}
 
 
+def floor_actions(per_call):
+    """Return the same of the C floor, in one call."""
+    assert per_call == CHILDREN
+    floor = Floor(2 * BLOCKS, rows=CHILDREN + 1, width=BLOCKS, block_size=BLOCK_SIZE)
+    floor.set_lengths(np.array([TOKENS]))
+    return {"fork": lambda: floor.fork(CHILDREN), "close": lambda: floor.close(CHILDREN)}
+
+
 def python_actions(per_call):
     """Return the same of the Python allocator, which knows one child a call only."""
     pool, forked = PlainAllocator(2 * BLOCKS, BLOCK_SIZE), []
@@ -48,14 +58,15 @@ def python_actions(per_call):
     return {"fork": fork, "close": close}
 
 
-ACTIONS = {"kvpool": kvpool_actions, "python": python_actions}
+ACTIONS = {"kvpool": kvpool_actions, "floor": floor_actions, "python": python_actions}
 
 
+# One child a call is not asked of the floor: this would time the call of C from Python.
 @pytest.mark.benchmark(group="fork and close")
 @pytest.mark.parametrize("verb", ["fork", "close"])
 @pytest.mark.parametrize(
     ("who", "per_call"),
-    [("kvpool", 1), ("python", 1), ("kvpool", CHILDREN), ("python", CHILDREN)],
+    [("kvpool", 1), ("python", 1), ("kvpool", CHILDREN), ("floor", CHILDREN), ("python", CHILDREN)],
 )
 def bench_children(measure, who, per_call, verb):
     actions = ACTIONS[who](per_call)

@@ -4,10 +4,14 @@ The pool is full of committed prompts whose blocks lie in random order, as after
 is of another prompt than the ones before. Times are per 1,000 tokens.
 """
 
+import ctypes
+import itertools
+
 import numpy as np
 import pytest
 
 import kvpool
+from benchmarks.baselines import load_c, pointer
 
 BLOCK_SIZE = 16
 THOUSAND = 1000
@@ -64,12 +68,53 @@ class Cache:
         pool.close(handle)
 
 
+class Lines:
+    """The floor's memory: the tokens of all blocks, in random places.
+
+    ``equal(k, prompt)`` and ``store(k, prompt)`` return functions that compare or write the blocks of a prompt in C;
+    prompts with different k lie in different places.
+    """
+
+    def __init__(self, num_blocks):
+        self._c = load_c("lines")
+        for function in (self._c.lines_equal, self._c.lines_store):
+            function.argtypes = [*[ctypes.POINTER(ctypes.c_int32)] * 3, ctypes.c_int32]
+        memory = np.zeros((num_blocks + 1) * BLOCK_SIZE, np.int32)
+        start = -memory.ctypes.data % 64 // 4  # a block is one cache line
+        self._stored = memory[start : start + num_blocks * BLOCK_SIZE].reshape(num_blocks, BLOCK_SIZE)
+        self._order = np.random.default_rng(SEED).permutation(num_blocks).astype(np.int32)
+
+    def _bind(self, function, k, prompt):
+        blocks = len(prompt) // BLOCK_SIZE
+        where = self._order[k * blocks : (k + 1) * blocks]
+        assert len(where) == blocks
+        arrays = [self._stored, where, prompt]
+        pointers = [pointer(array) for array in arrays]
+        return lambda keep=arrays: function(*pointers, blocks)
+
+    def equal(self, k, prompt):
+        return self._bind(self._c.lines_equal, k, prompt)
+
+    def store(self, k, prompt):
+        return self._bind(self._c.lines_store, k, prompt)
+
+
 @pytest.mark.benchmark(group="full hit")
 @pytest.mark.parametrize(("num_blocks", "prompt_len"), PLACES)
-def bench_full_hit(measure, num_blocks, prompt_len):
+@pytest.mark.parametrize("who", ["kvpool", "floor"])
+def bench_full_hit(measure, who, num_blocks, prompt_len):
     """Hash, look up, prove and hold every block of a cached prompt."""
     name = f"prefix hit per 1k tokens, {size_name(num_blocks, prompt_len)}"
     items = LOOKUPS * prompt_len / THOUSAND
+    if who == "floor":
+        lines, rng = Lines(num_blocks), np.random.default_rng(SEED)
+        prompts = random_prompts(rng, num_blocks * BLOCK_SIZE // prompt_len, prompt_len)
+        for k, prompt in enumerate(prompts):
+            lines.store(k, prompt)()
+        assert all(lines.equal(k, prompt)() == prompt_len // BLOCK_SIZE for k, prompt in enumerate(prompts))
+        calls = itertools.cycle([lines.equal(k, prompt) for k, prompt in enumerate(prompts)])
+        measure(lambda: [next(calls)() for _ in range(LOOKUPS)], items, row=name, who=who)
+        return
     cache = Cache(num_blocks, prompt_len)
     pin, unpin, held, asked = cache.pool.prefix.pin, cache.pool.prefix.unpin, [], []
 
@@ -82,16 +127,24 @@ def bench_full_hit(measure, num_blocks, prompt_len):
     def look_up():
         held[:] = [pin(prompt) for prompt in asked]
 
-    measure(look_up, items, row=name, who="kvpool", setup=other_prompts)
+    measure(look_up, items, row=name, who=who, setup=other_prompts)
     assert all(cache.pool.num_tokens(handle) == prompt_len for handle in held)
 
 
 @pytest.mark.benchmark(group="insert at full churn")
 @pytest.mark.parametrize(("num_blocks", "prompt_len"), [place for place in PLACES if place[1] == 4_096])
-def bench_insert(measure, num_blocks, prompt_len):
+@pytest.mark.parametrize("who", ["kvpool", "floor"])
+def bench_insert(measure, who, num_blocks, prompt_len):
     """A new prompt in a full pool: a miss, an eviction for every block, and every block inserted."""
     name = f"prefix insert per 1k tokens, {size_name(num_blocks, prompt_len)}"
     items = LOOKUPS * prompt_len / THOUSAND
+    if who == "floor":
+        lines = Lines(num_blocks)
+        prompts = random_prompts(np.random.default_rng(SEED), 2 * LOOKUPS, prompt_len)
+        places = num_blocks * BLOCK_SIZE // prompt_len
+        calls = itertools.cycle([lines.store(k, prompts[k % len(prompts)]) for k in range(places)])
+        measure(lambda: [next(calls)() for _ in range(LOOKUPS)], items, row=name, who=who)
+        return
     cache, new = Cache(num_blocks, prompt_len), []
     serve = cache.serve
 
@@ -103,7 +156,7 @@ def bench_insert(measure, num_blocks, prompt_len):
             serve(prompt)
 
     before = cache.pool.prefix.stats().evicted
-    measure(insert, items, row=name, who="kvpool", setup=new_prompts)
+    measure(insert, items, row=name, who=who, setup=new_prompts)
     assert (cache.pool.prefix.stats().evicted - before) % (LOOKUPS * prompt_len // BLOCK_SIZE) == 0
 
 

@@ -103,3 +103,24 @@ void floor_steps(Floor *pool, const int32_t *rows, int32_t num_rows, int32_t num
         }
     }
 }
+
+/* `n` forks of row 0 into rows 1..n: every block of the parent gets n more references. */
+void floor_fork(Floor *pool, int32_t n) {
+    const int32_t count = pool->num_blocks[0];
+    for (int32_t i = 0; i < count; i++) pool->refcounts[pool->table[i]] += n;
+    for (int32_t child = 1; child <= n; child++) {
+        memcpy(pool->table + (size_t)child * pool->width, pool->table, (size_t)count * sizeof(int32_t));
+        pool->num_blocks[child] = count;
+        pool->seq_lens[child] = pool->seq_lens[0];
+    }
+}
+
+/* Close rows 1..n. */
+void floor_close(Floor *pool, int32_t n) {
+    for (int32_t child = 1; child <= n; child++) {
+        const int32_t *table = pool->table + (size_t)child * pool->width;
+        for (int32_t i = pool->num_blocks[child]; i-- > 0;) drop(pool, table[i]);
+        pool->num_blocks[child] = 0;
+        pool->seq_lens[child] = 0;
+    }
+}
