@@ -77,8 +77,6 @@ cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t s
     if pool.indexed and root == 0 and make_root(pool, space, space_size, &root, v) != OK:
         return v.reason
     begin_sequence(pool, slot, tokens, &found, <int32_t>need, root, root_hash, take)
-    if pool.record.data != NULL:
-        record_open(pool, tokens, space, space_size, slot, take)
     return OK
 
 
@@ -113,18 +111,6 @@ cdef void begin_sequence(State* pool, int32_t slot, const Ints* tokens, const Ma
             ix.hit_tokens += s.seq[slot].num_tokens
     b.digest = mix(mix(mix(b.digest, OP_OPEN), need), found.hash)
     b.digest = mix(mix(b.digest, found.blocks), untagged(s.seq[slot].handle))
-
-
-cdef void record_open(State* pool, const Ints* tokens, const char* space, int64_t space_size, int32_t slot, bint
-                      take) noexcept nogil:
-    cdef bint counted = tokens.data == NULL
-    cdef uint32_t* at = record_begin(
-        &pool.record, OP_OPEN | ((not take) * PIN + counted * COUNT) << 8,
-        4 + BATCH + space_size // 4 + (0 if counted else tokens.size))
-    if at != NULL:
-        at = put_bytes(put(at, slot), space, space_size)
-        at = put_wide(at, tokens.size) if counted else put_words(at, tokens.data, tokens.size)
-    record_end(&pool.record, at, pool.blocks.digest)
 
 
 cdef int64_t pool_match(State* pool, const Ints* prompt, const char* space, int64_t space_size) noexcept nogil:
@@ -174,7 +160,6 @@ cdef int pool_commit(State* pool, Ints* rows, Ints* counts, const Ints* tokens, 
         pool.blocks.digest = mix_tokens(pool.blocks.digest, data + at, count)
         at += count
     pool.blocks.digest = mix(pool.blocks.digest, pool.index.next_uid)
-    record_commit(pool, rows, counts, tokens)
     return OK
 
 
@@ -289,22 +274,10 @@ cdef void publish_waiting(State* pool) noexcept nogil:
             publish(pool, slot)
 
 
-cdef void record_commit(State* pool, const Ints* rows, const Ints* counts, const Ints* tokens) noexcept nogil:
-    cdef Record* r = &pool.record
-    cdef uint32_t* at
-    if r.data == NULL:
-        return
-    at = record_begin(r, OP_COMMIT, 3 * BATCH + rows.size + 2 * counts.size + tokens.size)
-    if at != NULL:
-        at = put_words(put_ints(put_slots(at, rows), counts), tokens.data, tokens.size)
-    record_end(r, at, pool.blocks.digest)
-
-
 cdef int pool_flush(State* pool, const char* space, int64_t size, int32_t* count, Verdict* v) noexcept nogil:
     """Forget a namespace, `size` -1: all. RETRY: `count` was not, and now is, what will become blank."""
     cdef Index* ix = &pool.index
     cdef Name* name
-    cdef uint32_t* at
     cdef int32_t blank = 0
     name = names_find(&ix.names, space, size) if size >= 0 else NULL
     if size < 0 or name != NULL:
@@ -318,11 +291,6 @@ cdef int pool_flush(State* pool, const char* space, int64_t size, int32_t* count
         return v.reason
     pool.blocks.digest = mix(mix(pool.blocks.digest, OP_FLUSH), <uint64_t>blank)
     pool.blocks.digest = mix_bytes(pool.blocks.digest, <const unsigned char*>space, size)
-    if pool.record.data != NULL:
-        at = record_begin(&pool.record, FLUSH | (size < 0) * ALL << 8, 2 + size // 4)
-        if at != NULL and size >= 0:
-            at = put_bytes(at, space, size)
-        record_end(&pool.record, at, pool.blocks.digest)
     return OK
 
 
