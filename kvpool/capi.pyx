@@ -245,7 +245,7 @@ cdef int do_open(State* pool, Given* given, Verdict* v) noexcept nogil:
     if status == OK:
         (<int64_t*>given.argument[0].data)[0] = made
         if given.more != NULL:
-            given.more[0] = pool.seqs.seq[slot_of(made)].num_tokens
+            given.more[0] = pool.seqs.seq[slot_of(made)].kv_len
     return status
 
 
@@ -464,7 +464,7 @@ cdef int do_num_tokens(State* pool, Given* given, Verdict* v) noexcept nogil:
     cdef int32_t slot = seq_judge(&pool.seqs, given.number, -1, v)
     if slot < 0:
         return v.reason
-    (<int64_t*>given.argument[0].data)[0] = pool.seqs.seq[slot].num_tokens + pool.seqs.life[slot].evicted
+    (<int64_t*>given.argument[0].data)[0] = pool.seqs.seq[slot].kv_len + pool.seqs.life[slot].evicted
     return OK
 
 

@@ -72,9 +72,9 @@ cdef int judge_compact(State* pool, Ints* batch, const Ints* lengths, int64_t fi
     for k in range(batch.size):
         slot = slot_of(ints_at(batch, k))
         length = ints_at(lengths, k)
-        if not 0 <= length <= s.seq[slot].num_tokens:
-            return refused(v, BAD_LENGTH, k, length, 0, s.seq[slot].num_tokens, 0)
-        status = judge_eviction(pool, slot, s.seq[slot].num_tokens - length, k, v)
+        if not 0 <= length <= s.seq[slot].kv_len:
+            return refused(v, BAD_LENGTH, k, length, 0, s.seq[slot].kv_len, 0)
+        status = judge_eviction(pool, slot, s.seq[slot].kv_len - length, k, v)
         if status != OK:
             return status
         index = seq_rewritten(s, &pool.blocks, slot, first, length, 0)
@@ -102,7 +102,7 @@ cdef int pool_evict_blocks(State* pool, int64_t handle, Ints* places, Verdict* v
     cdef int status
     if slot < 0:
         return v.reason
-    full = whole_blocks(&pool.blocks, pool.seqs.seq[slot].num_tokens)
+    full = whole_blocks(&pool.blocks, pool.seqs.seq[slot].kv_len)
     for k in range(places.size):
         place = ints_at(places, k)
         if not 0 <= place < full:

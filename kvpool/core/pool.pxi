@@ -471,14 +471,14 @@ cdef class Pool:
         cdef Seq q
         cdef SeqLife life
         self.read(handle, "num_tokens", &q, &life)
-        return q.num_tokens + life.evicted
+        return q.kv_len + life.evicted
 
     def kv_len(self, handle):
         """Tokens of a sequence that still have a slot: `num_tokens` without those that were evicted. O(1)."""
         cdef Seq q
         cdef SeqLife life
         self.read(handle, "kv_len", &q, &life)
-        return q.num_tokens
+        return q.kv_len
 
     def capacity(self, handle):
         """Tokens that the blocks of a sequence can hold. O(1)."""
@@ -955,7 +955,7 @@ cdef class Pool:
             "num_used": <size_t>&b.num_used, "num_shared": <size_t>&b.num_shared, "lru": <size_t>&b.lru.size,
             "limbo": <size_t>&b.limbo.size, "num_dropped": <size_t>&b.num_dropped,
             "table": <size_t>seq_table(s, <int32_t>i), "blocks": <size_t>&s.seq[i].num_blocks,
-            "length": <size_t>&s.seq[i].num_tokens, "next_slot": <size_t>&s.seq[i].next_slot,
+            "length": <size_t>&s.seq[i].kv_len, "next_slot": <size_t>&s.seq[i].next_slot,
             "sum_tokens": <size_t>&s.sum_tokens, "sum_blocks": <size_t>&s.sum_blocks,
             "tail": <size_t>&s.seq[i].tail, "stop_slot": <size_t>&s.seq[i].stop_slot,
             "num_open": <size_t>&s.num_open, "free_slot": <size_t>&s.free_slot[i],

@@ -96,19 +96,19 @@ cdef void begin_sequence(State* pool, int32_t slot, const Ints* tokens, const Ma
     blocks_take_many(b, table + found.blocks, need)
     seq_new(s)
     s.seq[slot].num_blocks = found.blocks + need
-    s.seq[slot].num_tokens = found.blocks * b.block_size
+    s.seq[slot].kv_len = found.blocks * b.block_size
     s.sum_blocks += s.seq[slot].num_blocks
-    s.sum_tokens += s.seq[slot].num_tokens
+    s.sum_tokens += s.seq[slot].kv_len
     seq_refresh(s, b, slot)
     if pool.indexed:
-        s.prefix[slot].committed = s.prefix[slot].done = s.prefix[slot].forked_at = s.seq[slot].num_tokens
+        s.prefix[slot].committed = s.prefix[slot].done = s.prefix[slot].forked_at = s.seq[slot].kv_len
         s.prefix[slot].published = found.blocks
         s.prefix[slot].root = root
         s.prefix[slot].root_hash = root_hash
         if take and tokens.data != NULL:
             ix.queries += 1
             ix.query_tokens += tokens.size
-            ix.hit_tokens += s.seq[slot].num_tokens
+            ix.hit_tokens += s.seq[slot].kv_len
     b.digest = mix(mix(mix(b.digest, OP_OPEN), need), found.hash)
     b.digest = mix(mix(b.digest, found.blocks), untagged(s.seq[slot].handle))
 
@@ -177,7 +177,7 @@ cdef int judge_commit(State* pool, const Ints* rows, const Ints* counts, const i
     if count and pool.seqs.life[slot].evicted:
         return refused(v, EVICTED_ROW, row, count, 0, 0, 0)
     if count > limit - known:
-        return refused(v, NOT_DONE_YET, row, count, known, limit, pool.seqs.seq[slot].num_tokens)
+        return refused(v, NOT_DONE_YET, row, count, known, limit, pool.seqs.seq[slot].kv_len)
     while (index + 1) * bs <= known + count:
         id = seq_table(&pool.seqs, slot)[index]
         if b.block[id].committed:

@@ -74,8 +74,8 @@ cdef int judge_truncate(State* pool, Ints* batch, const Ints* lengths, Verdict* 
         q = &s.seq[slot]
         life = &s.life[slot]
         length = ints_at(lengths, k)
-        if length < life.point or length > q.num_tokens + life.evicted:
-            return refused(v, BAD_LENGTH, k, length, life.point, q.num_tokens + life.evicted, 0)
+        if length < life.point or length > q.kv_len + life.evicted:
+            return refused(v, BAD_LENGTH, k, length, life.point, q.kv_len + life.evicted, 0)
         if b.newest_pending and q.last_step >= b.oldest_pending:
             return refused(v, PENDING_ROW, k, q.last_step, 0, 0, 0)
     return OK

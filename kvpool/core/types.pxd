@@ -66,7 +66,7 @@ cdef struct Verdict:            # why a call is refused: what the text of the ex
     int64_t other
     int64_t needed              # OUT_OF_BLOCKS: blocks, of all rows
     int64_t short_by
-    int64_t free
+    int64_t blank
     int64_t evictable
     int64_t limbo
 

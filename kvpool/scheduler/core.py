@@ -115,7 +115,7 @@ class Core:
     def available(self) -> int:
         """Blocks that a call could take."""
         stats = self.pool.stats()
-        return stats.free + stats.evictable
+        return stats.free
 
     def blocks(self, tokens: int) -> int:
         """Blocks that hold so many tokens."""

@@ -46,7 +46,7 @@ def make_room(core: Core, probe: object) -> None:
             raise OutOfBlocks(
                 f"[schedule] request {victim.group.id!r} runs alone and finds no block: "
                 f"{stats.used} of {stats.num_blocks - stats.reserved} are in use, others of the pool hold some",
-                free=stats.free,
+                blank=stats.blank,
                 evictable=stats.evictable,
                 limbo=stats.limbo,
             )

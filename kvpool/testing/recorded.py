@@ -202,19 +202,20 @@ def load(path: str | Path) -> Calls:
     OSError
         It cannot be read.
     """
-    name, number = Path(path).name, 1
-    calls = []
+    name, header = Path(path).name, None
+    calls: list[Call] = []
     try:
         first, *lines = Path(path).read_text().splitlines()
         header = json.loads(first)
         expected, _, _ = int(header["calls"]), int(header["lost"]), dict(header["pool"])
-        for number, line in enumerate(lines, 2):
+        for line in lines:
             call = Call(*json.loads(line))
             if not isinstance(call.digest, int | None) or not call.arguments.keys() <= set(CALLS[call.name].split()):
                 raise ValueError(f"{call} is no call of a pool")
             calls.append(call)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise RecordError(f"{name}: line {number} is no {'header' if number == 1 else 'call'} ({error!r})") from None
+        where = "its header" if header is None else f"line {len(calls) + 2}"
+        raise RecordError(f"{name}: {where} cannot be read ({error!r})") from None
     if len(calls) != expected:
         raise RecordError(f"{name}: cut short or changed, {len(calls)} calls, its header says {expected}")
     return Calls(header, tuple(calls))

@@ -95,7 +95,7 @@ def rerun(
         The record lost its beginning.
     """
     if record.header["lost"]:
-        raise RecordError(f"the first {record.header['lost']} calls are lost: there is no state to begin with. Keep more")
+        raise RecordError(f"the first {record.header['lost']} calls are lost, there is no state to begin with")
     player = Player(record.header["pool"], pool_type, check_every)
     return _run(player, record.calls, exact=True, progress=progress)
 
