@@ -4,7 +4,6 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 include "core/types.pxd"
 include "core/lock.pxd"
 include "core/args.pxd"
-include "core/record.pxd"
 include "core/blocks.pxd"
 include "core/sequence.pxd"
 include "core/names.pxd"

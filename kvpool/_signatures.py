@@ -16,7 +16,6 @@ def Pool(
     seed=None,
     prefix_cache=False,
     events=0,
-    record=0,
     _hash_bits=64,
 ):
     return tuple(locals().values())

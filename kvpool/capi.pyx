@@ -7,10 +7,10 @@ name, everybody else at the same ones through the capsule ``kvpool._C_API``.
 from cpython.object cimport PyObject
 from cpython.pycapsule cimport PyCapsule_New
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
-from libc.string cimport memcpy, memset
+from libc.string cimport memset
 
 from kvpool._core cimport (
-    NUM_FIELDS, OK, Ints, Plan, Pool, Verdict, ints_copy, ints_free, ints_init, ints_tokens, pool_close,
+    NUM_FIELDS, OK, Ints, Plan, Pool, Spare, State, Verdict, ints_copy, ints_free, ints_init, ints_tokens, pool_close,
     pool_commit, pool_enter, pool_fork, pool_leave, pool_next_handle, pool_open, pool_truncate, refuse, seq_judge,
     seq_table, slot_of,
 )
@@ -102,18 +102,97 @@ cdef void* raise_error() noexcept:
     return NULL
 
 
-# -- arguments
+# -- the frame of a call
 
-cdef Pool get_pool(kvpool_pool* pool, str call):
-    if pool == NULL:
-        raise ValueError(f"[{call}] pool is NULL")
-    return <Pool><PyObject*>pool
+cdef enum:                      # what an argument is
+    OUT                         # where a result goes
+    COUNT                       # a number of something
+    NAMESPACE                   # bytes
+    STATS_SIZE
+    HANDLES                     # an array of int64: handles, lengths, counts
+    TOKENS                      # an array of int32
+    ONE_EACH                    # no array
 
 
-cdef Plan get_plan(kvpool_plan* plan, str call):
-    if plan == NULL:
-        raise ValueError(f"[{call}] plan is NULL")
-    return <Plan><PyObject*>plan
+cdef struct Argument:
+    PyObject* name              # a constant of this module
+    int kind
+    const void* data
+    int64_t size
+    Ints ints                   # the copy of an array; a count
+
+
+cdef struct Given:              # what a call was given, beside its pool
+    Argument[4] argument        # num_arguments valid; they are judged in this order
+    int num_arguments
+    int64_t number              # a handle, or how many
+    int64_t* more               # a second result, NULL: not wanted
+
+
+ctypedef int (*Act)(State* pool, Given* given, Verdict* v) noexcept nogil
+
+
+cdef inline void begin(Given* given, int64_t number) noexcept:
+    given.num_arguments = 0
+    given.number = number
+    given.more = NULL
+
+
+cdef inline void give(Given* given, int kind, str name, const void* data, int64_t size) noexcept:
+    cdef Argument* a = &given.argument[given.num_arguments]
+    given.num_arguments += 1
+    a.name = <PyObject*>name
+    a.kind = kind
+    a.data = data
+    a.size = size
+    a.ints.owned = NULL
+
+
+cdef int judge(Argument* a, Spare* spare, str call) except -1:
+    """Refuse what no call takes; copy an array."""
+    cdef str name = <str>a.name
+    ints_init(&a.ints, spare)
+    if a.kind == HANDLES:
+        ints_copy(&a.ints, a.data, a.size, 8, call, name)
+    elif a.kind == TOKENS:
+        ints_copy(&a.ints, a.data, a.size, 4, call, name)
+        ints_tokens(&a.ints, call)
+    elif a.kind == OUT:
+        refuse_null(a.data, call, name)
+    elif a.kind == COUNT:
+        if a.size < 0:
+            raise ValueError(f"[{call}] {name} is negative ({a.size})")
+        a.ints.size = a.size
+    elif a.kind == NAMESPACE and (a.size < 0 or (a.size > 0 and a.data == NULL)):
+        raise ValueError(f"[{call}] {name} of {a.size} bytes is no name")
+    elif a.kind == STATS_SIZE and not <int64_t>sizeof(kvpool_stats) <= a.size <= 4096:
+        raise ValueError(f"[{call}] size is {a.size}, this kvpool's kvpool_stats has {sizeof(kvpool_stats)} bytes")
+    return 0
+
+
+cdef int perform(kvpool_pool* pool_, str call, Given* given, Act act) noexcept:
+    """Judge the arguments, do the call under the lock of the pool, and turn a refusal into a status."""
+    cdef Pool pool
+    cdef Verdict v
+    cdef int k, status
+    if not PyGILState_Check():
+        return KVPOOL_NO_GIL
+    try:
+        pool = get_pool(pool_, call)
+        try:
+            for k in range(given.num_arguments):
+                judge(&given.argument[k], &pool.state.spare, call)
+            pool_enter(&pool.state, call)
+            status = act(&pool.state, given, &v)
+            pool_leave(&pool.state)
+        finally:
+            for k in range(given.num_arguments):
+                ints_free(&given.argument[k].ints)
+        if status != OK:
+            refuse(call, &v)
+    except BaseException as error:
+        return failed(error)
+    return KVPOOL_OK
 
 
 cdef int refuse_null(const void* pointer, str call, str name) except -1:
@@ -122,199 +201,122 @@ cdef int refuse_null(const void* pointer, str call, str name) except -1:
     return 0
 
 
-cdef int pool_from(void* object, kvpool_pool** pool) noexcept:
+cdef Pool get_pool(kvpool_pool* pool, str call):
+    refuse_null(pool, call, "pool")
+    return <Pool><PyObject*>pool
+
+
+cdef Plan get_plan(kvpool_plan* plan, str call):
+    refuse_null(plan, call, "plan")
+    return <Plan><PyObject*>plan
+
+
+cdef int convert(void* object, void** result, str call, str name, type kind) noexcept:
+    """The pointer to a Python object, a pool, of a subclass too, or exactly a plan."""
     if not PyGILState_Check():
         return KVPOOL_NO_GIL
     try:
-        refuse_null(object, "pool_from", "object")
-        refuse_null(pool, "pool_from", "pool")
-        if not isinstance(<object>object, Pool):
-            raise TypeError(f"[pool_from] this is no kvpool.Pool but {type(<object>object).__name__}")
-        pool[0] = <kvpool_pool*>object
+        refuse_null(object, call, "object")
+        refuse_null(result, call, name)
+        if type(<object>object) is not kind and (kind is Plan or not isinstance(<object>object, kind)):
+            raise TypeError(f"[{call}] this is no kvpool.{kind.__name__} but {type(<object>object).__name__}")
+        result[0] = object
     except BaseException as error:
         return failed(error)
     return KVPOOL_OK
+
+
+cdef int pool_from(void* object, kvpool_pool** pool) noexcept:
+    return convert(object, <void**>pool, "pool_from", "pool", Pool)
 
 
 cdef int plan_from(void* object, kvpool_plan** plan) noexcept:
-    if not PyGILState_Check():
-        return KVPOOL_NO_GIL
-    try:
-        refuse_null(object, "plan_from", "object")
-        refuse_null(plan, "plan_from", "plan")
-        if type(<object>object) is not Plan:
-            raise TypeError(f"[plan_from] this is no kvpool.Plan but {type(<object>object).__name__}")
-        plan[0] = <kvpool_plan*>object
-    except BaseException as error:
-        return failed(error)
-    return KVPOOL_OK
+    return convert(object, <void**>plan, "plan_from", "plan", Plan)
 
 
 # -- sequences
 
-cdef int open_tokens(Pool pool, const Ints* tokens, const char* space, int64_t size, str call, int64_t* handle,
-                     int64_t* cached) except -1:
-    cdef Verdict v
-    cdef int64_t made
-    cdef int status
-    pool_enter(&pool.state, call)
-    made = pool_next_handle(&pool.state)
-    status = pool_open(&pool.state, tokens, space, size, True, &v)
+cdef int do_open(State* pool, Given* given, Verdict* v) noexcept nogil:
+    """Arguments: where the handle goes, a namespace, a count or a prompt."""
+    cdef Argument* space = &given.argument[1]
+    cdef int64_t made = pool_next_handle(pool)
+    cdef int status = pool_open(pool, &given.argument[2].ints, <const char*>space.data if space.size else UNNAMED,
+                                space.size, True, v)
     if status == OK:
-        handle[0] = made
-        if cached != NULL:
-            cached[0] = pool.state.seqs.seq[slot_of(made)].num_tokens
-    pool_leave(&pool.state)
-    if status != OK:
-        refuse(call, &v)
-    return 0
+        (<int64_t*>given.argument[0].data)[0] = made
+        if given.more != NULL:
+            given.more[0] = pool.seqs.seq[slot_of(made)].kv_len
+    return status
 
 
-cdef int open(kvpool_pool* pool_, int64_t tokens, int64_t* handle) noexcept:
-    cdef Pool pool
-    cdef Ints count
-    if not PyGILState_Check():
-        return KVPOOL_NO_GIL
-    try:
-        pool = get_pool(pool_, "open")
-        refuse_null(handle, "open", "handle")
-        if tokens < 0:
-            raise ValueError(f"[open] tokens is negative ({tokens})")
-        ints_init(&count, &pool.state.spare)
-        count.size = tokens
-        open_tokens(pool, &count, UNNAMED, 0, "open", handle, NULL)
-    except BaseException as error:
-        return failed(error)
-    return KVPOOL_OK
+cdef int open(kvpool_pool* pool, int64_t tokens, int64_t* handle) noexcept:
+    cdef Given given
+    begin(&given, 0)
+    give(&given, OUT, "handle", handle, 1)
+    give(&given, NAMESPACE, "name_space", NULL, 0)
+    give(&given, COUNT, "tokens", NULL, tokens)
+    return perform(pool, "open", &given, do_open)
 
 
-cdef int open_prompt(kvpool_pool* pool_, const int32_t* prompt, int64_t n, const char* name_space, int64_t name_bytes,
+cdef int open_prompt(kvpool_pool* pool, const int32_t* prompt, int64_t n, const char* name_space, int64_t name_bytes,
                      int64_t* handle, int64_t* cached) noexcept:
-    cdef Pool pool
-    cdef Ints tokens
-    if not PyGILState_Check():
-        return KVPOOL_NO_GIL
-    try:
-        pool = get_pool(pool_, "open_prompt")
-        refuse_null(handle, "open_prompt", "handle")
-        if name_bytes < 0 or (name_bytes > 0 and name_space == NULL):
-            raise ValueError(f"[open_prompt] name_space of {name_bytes} bytes is no name")
-        ints_init(&tokens, &pool.state.spare)
-        try:
-            ints_copy(&tokens, prompt, n, 4, "open_prompt", "tokens")
-            ints_tokens(&tokens, "open_prompt")
-            open_tokens(pool, &tokens, name_space if name_bytes else UNNAMED, name_bytes, "open_prompt", handle, cached)
-        finally:
-            ints_free(&tokens)
-    except BaseException as error:
-        return failed(error)
-    return KVPOOL_OK
+    cdef Given given
+    begin(&given, 0)
+    given.more = cached
+    give(&given, OUT, "handle", handle, 1)
+    give(&given, NAMESPACE, "name_space", name_space, name_bytes)
+    give(&given, TOKENS, "tokens", prompt, n)
+    return perform(pool, "open_prompt", &given, do_open)
 
 
-cdef int fork(kvpool_pool* pool_, int64_t handle, int64_t n, int64_t* children) noexcept:
-    cdef Pool pool
-    cdef Verdict v
-    cdef int status
-    if not PyGILState_Check():
-        return KVPOOL_NO_GIL
-    try:
-        pool = get_pool(pool_, "fork")
-        if n < 0:
-            raise ValueError(f"[fork] n is negative ({n})")
-        if n:
-            refuse_null(children, "fork", "children")
-        pool_enter(&pool.state, "fork")
-        status = pool_fork(&pool.state, handle, n, children, &v)
-        pool_leave(&pool.state)
-        if status != OK:
-            refuse("fork", &v)
-    except BaseException as error:
-        return failed(error)
-    return KVPOOL_OK
+cdef int do_fork(State* pool, Given* given, Verdict* v) noexcept nogil:
+    return pool_fork(pool, given.number, given.argument[0].size, <int64_t*>given.argument[1].data, v)
 
 
-cdef int truncate(kvpool_pool* pool_, const int64_t* handles, const int64_t* lens, int64_t n) noexcept:
-    cdef Pool pool
-    cdef Ints batch, lengths
-    cdef Verdict v
-    cdef int status
-    if not PyGILState_Check():
-        return KVPOOL_NO_GIL
-    try:
-        pool = get_pool(pool_, "truncate")
-        ints_init(&batch, &pool.state.spare)
-        ints_init(&lengths, &pool.state.spare)
-        try:
-            ints_copy(&batch, handles, n, 8, "truncate", "handles")
-            ints_copy(&lengths, lens, n, 8, "truncate", "lens")
-            pool_enter(&pool.state, "truncate")
-            status = pool_truncate(&pool.state, &batch, &lengths, &v)
-            pool_leave(&pool.state)
-        finally:
-            ints_free(&batch)
-            ints_free(&lengths)
-        if status != OK:
-            refuse("truncate", &v)
-    except BaseException as error:
-        return failed(error)
-    return KVPOOL_OK
+cdef int fork(kvpool_pool* pool, int64_t handle, int64_t n, int64_t* children) noexcept:
+    cdef Given given
+    begin(&given, handle)
+    give(&given, COUNT, "n", NULL, n)
+    give(&given, OUT if n else ONE_EACH, "children", children, n)
+    return perform(pool, "fork", &given, do_fork)
 
 
-cdef int close(kvpool_pool* pool_, const int64_t* handles, int64_t n) noexcept:
-    cdef Pool pool
-    cdef Ints batch
-    cdef Verdict v
-    cdef int status
-    if not PyGILState_Check():
-        return KVPOOL_NO_GIL
-    try:
-        pool = get_pool(pool_, "close")
-        ints_init(&batch, &pool.state.spare)
-        try:
-            ints_copy(&batch, handles, n, 8, "close", "handles")
-            pool_enter(&pool.state, "close")
-            status = pool_close(&pool.state, &batch, &v)
-            pool_leave(&pool.state)
-        finally:
-            ints_free(&batch)
-        if status != OK:
-            refuse("close", &v)
-    except BaseException as error:
-        return failed(error)
-    return KVPOOL_OK
+cdef int do_truncate(State* pool, Given* given, Verdict* v) noexcept nogil:
+    return pool_truncate(pool, &given.argument[0].ints, &given.argument[1].ints, v)
 
 
-cdef int commit(kvpool_pool* pool_, const int64_t* handles, const int64_t* counts, int64_t n, const int32_t* tokens,
+cdef int truncate(kvpool_pool* pool, const int64_t* handles, const int64_t* lens, int64_t n) noexcept:
+    cdef Given given
+    begin(&given, 0)
+    give(&given, HANDLES, "handles", handles, n)
+    give(&given, HANDLES, "lens", lens, n)
+    return perform(pool, "truncate", &given, do_truncate)
+
+
+cdef int do_close(State* pool, Given* given, Verdict* v) noexcept nogil:
+    return pool_close(pool, &given.argument[0].ints, v)
+
+
+cdef int close(kvpool_pool* pool, const int64_t* handles, int64_t n) noexcept:
+    cdef Given given
+    begin(&given, 0)
+    give(&given, HANDLES, "handles", handles, n)
+    return perform(pool, "close", &given, do_close)
+
+
+cdef int do_commit(State* pool, Given* given, Verdict* v) noexcept nogil:
+    cdef Argument* a = given.argument
+    return pool_commit(pool, &a[0].ints, &a[1].ints, &a[2].ints, a[1].kind == ONE_EACH, v)
+
+
+cdef int commit(kvpool_pool* pool, const int64_t* handles, const int64_t* counts, int64_t n, const int32_t* tokens,
                 int64_t num_tokens) noexcept:
-    cdef Pool pool
-    cdef Ints batch, new, known
-    cdef Verdict v
-    cdef int status
-    if not PyGILState_Check():
-        return KVPOOL_NO_GIL
-    try:
-        pool = get_pool(pool_, "commit")
-        ints_init(&batch, &pool.state.spare)
-        ints_init(&new, &pool.state.spare)
-        ints_init(&known, &pool.state.spare)
-        try:
-            ints_copy(&batch, handles, n, 8, "commit", "handles")
-            if counts != NULL:
-                ints_copy(&new, counts, n, 8, "commit", "counts")
-            ints_copy(&known, tokens, num_tokens, 4, "commit", "tokens")
-            ints_tokens(&known, "commit")
-            pool_enter(&pool.state, "commit")
-            status = pool_commit(&pool.state, &batch, &new, &known, counts == NULL, &v)
-            pool_leave(&pool.state)
-        finally:
-            ints_free(&batch)
-            ints_free(&new)
-            ints_free(&known)
-        if status != OK:
-            refuse("commit", &v)
-    except BaseException as error:
-        return failed(error)
-    return KVPOOL_OK
+    cdef Given given
+    begin(&given, 0)
+    give(&given, HANDLES, "handles", handles, n)
+    give(&given, HANDLES if counts != NULL else ONE_EACH, "counts", counts, n)
+    give(&given, TOKENS, "tokens", tokens, num_tokens)
+    return perform(pool, "commit", &given, do_commit)
 
 
 # -- steps
@@ -367,28 +369,29 @@ cdef int reserve(kvpool_pool* pool, kvpool_plan* plan, const int64_t* handles, c
     return run(pool, plan, handles, num_new, n, "reserve", False, 0, False, 0, -1)
 
 
-cdef int done(kvpool_pool* pool_, kvpool_plan* plan) noexcept:
+cdef int end(kvpool_pool* pool_, kvpool_plan* plan_, str call, bint is_done) noexcept:
     cdef Pool pool
+    cdef Plan plan
     if not PyGILState_Check():
         return KVPOOL_NO_GIL
     try:
-        pool = get_pool(pool_, "done")
-        pool.end_done(pool.check_plan(get_plan(plan, "done"), "done"), "done")
+        pool = get_pool(pool_, call)
+        plan = pool.check_plan(get_plan(plan_, call), call)
+        if is_done:
+            pool.end_done(plan, call)
+        else:
+            pool.end_rollback(plan, call)
     except BaseException as error:
         return failed(error)
     return KVPOOL_OK
 
 
-cdef int rollback(kvpool_pool* pool_, kvpool_plan* plan) noexcept:
-    cdef Pool pool
-    if not PyGILState_Check():
-        return KVPOOL_NO_GIL
-    try:
-        pool = get_pool(pool_, "rollback")
-        pool.end_rollback(pool.check_plan(get_plan(plan, "rollback"), "rollback"), "rollback")
-    except BaseException as error:
-        return failed(error)
-    return KVPOOL_OK
+cdef int done(kvpool_pool* pool, kvpool_plan* plan) noexcept:
+    return end(pool, plan, "done", True)
+
+
+cdef int rollback(kvpool_pool* pool, kvpool_plan* plan) noexcept:
+    return end(pool, plan, "rollback", False)
 
 
 # -- reading
@@ -440,107 +443,84 @@ cdef int array(kvpool_plan* plan, int32_t name, kvpool_array* array) noexcept:
     return KVPOOL_OK
 
 
-cdef int table(kvpool_pool* pool_, int64_t handle, const int32_t** blocks, int64_t* n) noexcept:
-    cdef Pool pool
-    cdef Verdict v
-    cdef int32_t slot
-    if not PyGILState_Check():
-        return KVPOOL_NO_GIL
-    try:
-        pool = get_pool(pool_, "table")
-        refuse_null(blocks, "table", "blocks")
-        refuse_null(n, "table", "n")
-        pool_enter(&pool.state, "table")
-        slot = seq_judge(&pool.state.seqs, handle, -1, &v)
-        if slot >= 0:
-            blocks[0] = seq_table(&pool.state.seqs, slot)
-            n[0] = pool.state.seqs.seq[slot].num_blocks
-        pool_leave(&pool.state)
-        if slot < 0:
-            refuse("table", &v)
-    except BaseException as error:
-        return failed(error)
-    return KVPOOL_OK
+cdef int do_table(State* pool, Given* given, Verdict* v) noexcept nogil:
+    cdef int32_t slot = seq_judge(&pool.seqs, given.number, -1, v)
+    if slot < 0:
+        return v.reason
+    (<const int32_t**>given.argument[0].data)[0] = seq_table(&pool.seqs, slot)
+    (<int64_t*>given.argument[1].data)[0] = pool.seqs.seq[slot].num_blocks
+    return OK
 
 
-cdef int num_tokens(kvpool_pool* pool_, int64_t handle, int64_t* tokens) noexcept:
-    cdef Pool pool
-    cdef Verdict v
-    cdef int32_t slot
-    if not PyGILState_Check():
-        return KVPOOL_NO_GIL
-    try:
-        pool = get_pool(pool_, "num_tokens")
-        refuse_null(tokens, "num_tokens", "tokens")
-        pool_enter(&pool.state, "num_tokens")
-        slot = seq_judge(&pool.state.seqs, handle, -1, &v)
-        if slot >= 0:
-            tokens[0] = pool.state.seqs.seq[slot].num_tokens + pool.state.seqs.life[slot].evicted
-        pool_leave(&pool.state)
-        if slot < 0:
-            refuse("num_tokens", &v)
-    except BaseException as error:
-        return failed(error)
-    return KVPOOL_OK
+cdef int table(kvpool_pool* pool, int64_t handle, const int32_t** blocks, int64_t* n) noexcept:
+    cdef Given given
+    begin(&given, handle)
+    give(&given, OUT, "blocks", blocks, 1)
+    give(&given, OUT, "n", n, 1)
+    return perform(pool, "table", &given, do_table)
 
 
-cdef int num_free(kvpool_pool* pool_, int64_t* blocks) noexcept:
-    cdef Pool pool
-    if not PyGILState_Check():
-        return KVPOOL_NO_GIL
-    try:
-        pool = get_pool(pool_, "num_free")
-        refuse_null(blocks, "num_free", "blocks")
-        pool_enter(&pool.state, "num_free")
-        blocks[0] = pool.state.blocks.num_blank
-        pool_leave(&pool.state)
-    except BaseException as error:
-        return failed(error)
-    return KVPOOL_OK
+cdef int do_num_tokens(State* pool, Given* given, Verdict* v) noexcept nogil:
+    cdef int32_t slot = seq_judge(&pool.seqs, given.number, -1, v)
+    if slot < 0:
+        return v.reason
+    (<int64_t*>given.argument[0].data)[0] = pool.seqs.seq[slot].kv_len + pool.seqs.life[slot].evicted
+    return OK
 
 
-cdef int stats(kvpool_pool* pool_, kvpool_stats* stats, int64_t size) noexcept:
-    cdef Pool pool
-    cdef kvpool_stats found
-    if not PyGILState_Check():
-        return KVPOOL_NO_GIL
-    try:
-        pool = get_pool(pool_, "stats")
-        refuse_null(stats, "stats", "stats")
-        if size < <int64_t>sizeof(kvpool_stats) or size > 4096:
-            raise ValueError(f"[stats] size is {size}, this kvpool's kvpool_stats has {sizeof(kvpool_stats)} bytes")
-        pool_enter(&pool.state, "stats")
-        found.num_blocks = pool.state.blocks.num_blocks
-        found.reserved = pool.state.blocks.reserved
-        found.free = pool.state.blocks.num_blank
-        found.evictable = pool.state.blocks.lru.size
-        found.limbo = pool.state.blocks.limbo.size
-        found.used = pool.state.blocks.num_used
-        found.shared = pool.state.blocks.num_shared
-        found.sequences = pool.state.seqs.num_open
-        found.pending_plans = pool.state.pending.size
-        found.tokens = pool.state.seqs.sum_tokens
-        pool_leave(&pool.state)
-        memset(stats, 0, size)
-        memcpy(stats, &found, sizeof(found))
-    except BaseException as error:
-        return failed(error)
-    return KVPOOL_OK
+cdef int num_tokens(kvpool_pool* pool, int64_t handle, int64_t* tokens) noexcept:
+    cdef Given given
+    begin(&given, handle)
+    give(&given, OUT, "tokens", tokens, 1)
+    return perform(pool, "num_tokens", &given, do_num_tokens)
 
 
-cdef int digest(kvpool_pool* pool_, uint64_t* digest) noexcept:
-    cdef Pool pool
-    if not PyGILState_Check():
-        return KVPOOL_NO_GIL
-    try:
-        pool = get_pool(pool_, "digest")
-        refuse_null(digest, "digest", "digest")
-        pool_enter(&pool.state, "digest")
-        digest[0] = pool.state.blocks.digest
-        pool_leave(&pool.state)
-    except BaseException as error:
-        return failed(error)
-    return KVPOOL_OK
+cdef int do_num_free(State* pool, Given* given, Verdict* v) noexcept nogil:
+    (<int64_t*>given.argument[0].data)[0] = pool.blocks.num_blank
+    return OK
+
+
+cdef int num_free(kvpool_pool* pool, int64_t* blocks) noexcept:
+    cdef Given given
+    begin(&given, 0)
+    give(&given, OUT, "blocks", blocks, 1)
+    return perform(pool, "num_free", &given, do_num_free)
+
+
+cdef int do_stats(State* pool, Given* given, Verdict* v) noexcept nogil:
+    cdef kvpool_stats* found = <kvpool_stats*>given.argument[0].data
+    memset(found, 0, given.argument[1].size)
+    found.num_blocks = pool.blocks.num_blocks
+    found.reserved = pool.blocks.reserved
+    found.free = pool.blocks.num_blank
+    found.evictable = pool.blocks.lru.size
+    found.limbo = pool.blocks.limbo.size
+    found.used = pool.blocks.num_used
+    found.shared = pool.blocks.num_shared
+    found.sequences = pool.seqs.num_open
+    found.pending_plans = pool.pending.size
+    found.tokens = pool.seqs.sum_tokens
+    return OK
+
+
+cdef int stats(kvpool_pool* pool, kvpool_stats* stats, int64_t size) noexcept:
+    cdef Given given
+    begin(&given, 0)
+    give(&given, OUT, "stats", stats, 1)
+    give(&given, STATS_SIZE, "size", NULL, size)
+    return perform(pool, "stats", &given, do_stats)
+
+
+cdef int do_digest(State* pool, Given* given, Verdict* v) noexcept nogil:
+    (<uint64_t*>given.argument[0].data)[0] = pool.blocks.digest
+    return OK
+
+
+cdef int digest(kvpool_pool* pool, uint64_t* digest) noexcept:
+    cdef Given given
+    begin(&given, 0)
+    give(&given, OUT, "digest", digest, 1)
+    return perform(pool, "digest", &given, do_digest)
 
 
 # -- the capsule

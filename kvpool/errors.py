@@ -18,12 +18,12 @@ class OutOfBlocks(KVPoolError, MemoryError):
     needed : int
         Blocks the whole call needs.
     short_by : int
-        Blocks missing: ``needed - (free + evictable)``, plus the watermark for `open`.
+        Blocks missing: ``needed - (blank + evictable)``, plus the watermark for `open`.
     row : int
         Index of the first row of the batch that did not fit, -1 when the call has no rows.
     handle : int
         Handle of that row, -1 when the call has no rows.
-    free, evictable, limbo : int
+    blank, evictable, limbo : int
         Blank blocks, cached blocks that may be evicted, freed blocks that a pending step may still use.
     """
 
@@ -35,7 +35,7 @@ class OutOfBlocks(KVPoolError, MemoryError):
         short_by: int = 0,
         row: int = -1,
         handle: int = -1,
-        free: int = 0,
+        blank: int = 0,
         evictable: int = 0,
         limbo: int = 0,
     ) -> None:
@@ -44,7 +44,7 @@ class OutOfBlocks(KVPoolError, MemoryError):
         self.short_by = short_by
         self.row = row
         self.handle = handle
-        self.free = free
+        self.blank = blank
         self.evictable = evictable
         self.limbo = limbo
 

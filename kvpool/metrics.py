@@ -157,7 +157,7 @@ class Collector:
             yield family
 
 
-_PLACES = ("free", "evictable", "limbo", "used", "reserved")
+_PLACES = ("blank", "evictable", "limbo", "used", "reserved")
 _STATES = ("waiting", "prefilling", "decoding", "spilled")
 _FIELDS = {"requests_finished": "finished", "requests_cancelled": "cancelled", "requests_rejected": "rejected"}
 _COUNTERS = {

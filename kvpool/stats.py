@@ -21,12 +21,12 @@ class PoolOptions(NamedTuple):
 class PoolStats(NamedTuple):
     """Counters of a pool; every one is kept up to date, so reading them is O(1).
 
-    Blocks: ``num_blocks == reserved + free + evictable + limbo + used``.
+    Blocks: ``num_blocks == reserved + blank + evictable + limbo + used``.
     """
 
     num_blocks: int  #: blocks of the pool
     reserved: int  #: blocks that are never allocated
-    free: int  #: blank blocks
+    blank: int  #: blocks without a reference and without content
     evictable: int  #: committed blocks without a reference, out of limbo
     limbo: int  #: released blocks that a pending step may still use
     used: int  #: blocks with a reference, or held by a pending plan
@@ -42,6 +42,11 @@ class PoolStats(NamedTuple):
     capacity: int  #: sum of their capacities, in tokens
     fragmentation: float  #: 1 - tokens / capacity; 0.0 without capacity
     evicted_tokens: int  #: tokens that left open sequences by eviction, ever
+
+    @property
+    def free(self) -> int:
+        """Blocks that an allocation can get now: blank and evictable ones."""
+        return self.blank + self.evictable
 
 
 class PrefixStats(NamedTuple):

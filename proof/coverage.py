@@ -45,7 +45,7 @@ TESTS = (
     *("test_handles", "test_misuse", "test_out_of_blocks", "test_pending", "test_plan_binding", "test_plan_formats"),
     *("test_pool_blocks", "test_pool_life", "test_prefix_commit", "test_prefix_duplicates", "test_prefix_events"),
     *("test_prefix_eviction", "test_prefix_flush", "test_prefix_lookup", "test_prefix_namespaces"),
-    *("test_prefix_pins", "test_prefix_stats", "test_record", "test_sequence", "test_stats"),
+    *("test_prefix_pins", "test_prefix_stats", "test_recorded", "test_sequence", "test_stats"),
 )
 #: In front of a piece of C: where it comes from, or that it comes from nowhere.
 MARK = re.compile(r'^ */\* (?:"([\w/]+\.p(?:yx|xd|xi))":(\d+)$|function exit code \*/)|^(?:static|\}|#define)')

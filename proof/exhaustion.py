@@ -44,7 +44,7 @@ class Scene:
 
     def squeeze(self, mixed: bool = False) -> None:
         """Take every block; they come back one by one, every other one cached when `mixed`."""
-        self.held = self.pool.blocks.alloc(self.pool.stats().free).tolist()
+        self.held = self.pool.blocks.alloc(self.pool.stats().blank).tolist()
         if mixed:
             self.pool.blocks.mark_cached(self.held[::2])
 
@@ -137,10 +137,10 @@ def refusal(scene: Scene, free: int) -> str | None:
         scene.call()
     except OutOfBlocks as error:
         stats = pool.stats()
-        said = (error.needed, error.short_by, error.free, error.free + error.evictable, error.limbo)
+        said = (error.needed, error.short_by, error.blank, error.blank + error.evictable, error.limbo)
         if scene.shown() != before:
             return "the refused call changed the state"
-        if said != (scene.need, short, stats.free, free, 0):
+        if said != (scene.need, short, stats.blank, free, 0):
             return f"needed, short_by, free, free + evictable, limbo are {said}"
         row = max(free - scene.margin, 0) if scene.rows_short else 0
         if error.row not in (row, -1) or (scene.rows_short and error.row != row):
@@ -217,7 +217,7 @@ def prompt_points(pool_type: type, need: int) -> Iterator[tuple[str, str | None]
         scene = Scene(pool_type, need, prefix_cache=True)
         prompt(scene)
         stats = scene.pool.stats()
-        scene.pool.blocks.alloc(stats.free - free)
+        scene.pool.blocks.alloc(stats.blank - free)
         yield f"open, hits among the evictable blocks, need {need}, free {free}", refusal(scene, free)
         scene.pool.check()
 

@@ -52,8 +52,6 @@ def make_pool(rng: random.Random, cached: bool) -> dict[str, Any]:
     """Options of a pool."""
     options: dict[str, Any] = {"max_seqs": rng.choice([48, 64, 200]), "reserved_blocks": rng.randrange(3), "seed": 1}
     options["in_order"] = rng.random() < 0.4
-    if rng.random() < 0.3:
-        options["record"] = 4096
     if cached:
         options |= {"prefix_cache": True, "events": rng.choice([0, 3, 400])}
     return options

@@ -1,8 +1,8 @@
 """Threads on pools and stores without a GIL, in the CPython that `make freethreaded` builds.
 
-Four threads on one pool: each knows what its calls have to give, or takes everybody's sequences and plans; a part of
-the calls is made again by one thread, in the order that the pool recorded, with the same digests. A pool for each of
-them goes as it goes alone. All of it again under ThreadSanitizer. The planted fault is a lock that locks nothing.
+Four threads on one pool: each knows what its calls have to give, or takes everybody's sequences and plans. A pool
+for each of them goes as it goes alone. All of it again under ThreadSanitizer. The planted fault is a lock that locks
+nothing.
 """
 
 from __future__ import annotations

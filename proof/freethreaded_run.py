@@ -7,26 +7,21 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
 import kvpool
 from kvpool import KVSpec, Plan, Pool
 from kvpool.errors import ConcurrentUse
-from kvpool.replay import calls as files
-from kvpool.replay.rerun import rerun
 from proof.callers import TAG_SHIFT, Caller, Rude, Wrong
 
 THREADS = 4
 ROUND = 20_000  # calls of a pool's life
-REPLAYED = 10  # one round of so many is made again by one thread, in the order in which the pool recorded it
+REPEATED = 10  # one round of so many is made again by each thread alone
 KINDS = ({}, {"prefix_cache": True, "events": 64}, {"in_order": True}, {"prefix_cache": True, "in_order": True})
-RING = 1 << 22
 
 
 def together(work: Callable[[int], None], threads: int = THREADS) -> None:
@@ -50,29 +45,16 @@ def together(work: Callable[[int], None], threads: int = THREADS) -> None:
         raise errors[0]
 
 
-def new_pool(turn: int, **more: int) -> Pool:
+def new_pool(turn: int) -> Pool:
     """A pool that runs out of blocks and of sequences now and then; one kind after the other."""
-    return Pool(180, 4, max_seqs=40, max_blocks_per_seq=12, seed=turn, **KINDS[turn % len(KINDS)], **more)
-
-
-def replay(pool: Pool) -> None:
-    """One thread makes the recorded calls on a new pool: each must give the digest that it gave here."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "calls"
-        files.save(pool, path)
-        calls = files.load(path)
-    if calls.header["lost"]:
-        raise Wrong("the ring was too small: a replay would prove nothing")
-    if failure := rerun(calls):
-        raise Wrong(f"threads did what no order of their calls does: {failure}")
+    return Pool(180, 4, max_seqs=40, max_blocks_per_seq=12, seed=turn, **KINDS[turn % len(KINDS)])
 
 
 def rounds(calls: int, seed: int, make: Callable[[Pool, int], Caller]) -> int:
     """All threads on one pool, again and again on a new one, until so many calls were made."""
     made = 0
     for turn in range(seed, seed + max(1, calls // ROUND)):
-        is_replayed = (turn - seed) % REPLAYED == 0
-        pool = new_pool(turn, record=RING) if is_replayed else new_pool(turn)
+        pool = new_pool(turn)
         callers = [make(pool, number) for number in range(THREADS)]
         together(lambda number, callers=callers: callers[number].run(min(calls, ROUND) // THREADS))
         pool.check()
@@ -81,8 +63,6 @@ def rounds(calls: int, seed: int, make: Callable[[Pool, int], Caller]) -> int:
         pool.check()
         if (stats := pool.stats()).used or stats.limbo:
             raise Wrong(f"{stats.used} blocks are used and {stats.limbo} in limbo after everybody has left")
-        if is_replayed:
-            replay(pool)
         made += sum(caller.calls for caller in callers)
     return made
 
@@ -120,7 +100,7 @@ def apart(calls: int, seed: int) -> dict:
         tags = {caller.pool.open() >> TAG_SHIFT for caller in callers.values()}
         if len(tags) != THREADS:
             raise Wrong(f"{THREADS} living pools have {len(tags)} tags")
-        if (turn - seed) % REPLAYED == 0:
+        if (turn - seed) % REPEATED == 0:
             for number, caller in callers.items():
                 alone = life(turn, number)
                 alone.pool.open()

@@ -172,8 +172,8 @@ class Singles:
         """Every block is taken or cached."""
         self.cut()
         self.cache()
-        if self.pool.stats().free:
-            self.taken = self.pool.blocks.alloc(self.pool.stats().free)
+        if self.pool.stats().blank:
+            self.taken = self.pool.blocks.alloc(self.pool.stats().blank)
 
     def give_back(self) -> None:
         self.pool.blocks.free(self.taken)

@@ -24,20 +24,20 @@ cdef void operate(Seqs* s, Blocks* b, uint64_t r) noexcept nogil:
         if s.num_free_slots > 0:
             seq_new(s)
     elif r % 8 < 4:
-        tokens = s.seq[slot].num_tokens + 1 + <int64_t>((r >> 40) % 9)
+        tokens = s.seq[slot].kv_len + 1 + <int64_t>((r >> 40) % 9)
         need = <int32_t>((tokens + b.block_size - 1) // b.block_size) - s.seq[slot].num_blocks
         if tokens <= s.max_blocks * b.block_size and need <= blocks_available(b):
             if need > 0:
                 blocks_take_many(b, seq_table(s, slot) + s.seq[slot].num_blocks, need)
                 s.seq[slot].num_blocks += need
                 s.sum_blocks += need
-            s.sum_tokens += tokens - s.seq[slot].num_tokens
-            s.seq[slot].num_tokens = tokens
+            s.sum_tokens += tokens - s.seq[slot].kv_len
+            s.seq[slot].kv_len = tokens
             seq_refresh(s, b, slot)
     elif r % 8 == 4 and s.num_free_slots >= 2:
         seq_fork(s, b, slot, 2, children)
     elif r % 8 < 7:
-        seq_truncate(s, b, slot, s.seq[slot].num_tokens // 2)
+        seq_truncate(s, b, slot, s.seq[slot].kv_len // 2)
     else:
         seq_close(s, b, slot)
 

@@ -88,7 +88,7 @@ class PoolAllocator(FullAttentionCacheAllocator):
 
     def __len__(self) -> int:
         """Free blocks, cached ones included."""
-        return (stats := self.blocks.stats()).free + stats.evictable
+        return self.blocks.stats().free
 
     def delete_full_trees(self) -> list[int]:
         """Sectors to give back: none, there is nobody else."""

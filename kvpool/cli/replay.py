@@ -1,4 +1,4 @@
-"""Replay a serving trace through a pool: hit rate, evictions, preemptions, memory. Or the calls a pool recorded."""
+"""Replay a serving trace through a pool: hit rate, evictions, preemptions, memory. Or the calls of a `RecordedPool`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--sweep", metavar="N1,N2,...", help="compare pools of these sizes (P1)")
     parser.add_argument(
-        "--ops", type=Path, metavar="FILE", help="instead of a trace: the calls of Pool(record=...), checked"
+        "--ops", type=Path, metavar="FILE", help="instead of a trace: calls of kvpool.testing.RecordedPool, checked"
     )
     parser.add_argument(
         "--minimise", action="store_true", help="with --ops: the fewest calls that still fail, when they do"
@@ -98,8 +98,8 @@ def run(args: argparse.Namespace) -> int:
 
 def run_calls(args: argparse.Namespace) -> int:
     """Make recorded calls again on a new pool, and say whether all went as recorded: 0, else 1."""
-    from kvpool.replay.calls import RecordError, load
-    from kvpool.replay.rerun import minimise, rerun
+    from kvpool.testing.recorded import RecordError, load
+    from kvpool.testing.rerun import minimise, rerun
 
     if args.trace is not None or args.synthetic:
         raise CommandError("--ops FILE stands in place of a trace")
@@ -114,15 +114,14 @@ def run_calls(args: argparse.Namespace) -> int:
         raise CommandError(f"{args.ops}: {exc.strerror or exc}") from None
     except (RecordError, MemoryError) as exc:
         raise CommandError(str(exc) or "not enough memory for this pool") from None
-    lost, total = record.header["lost"], len(record.calls)
+    total = len(record.calls)
     if args.json:
-        facts = {"pool": record.header["pool"], "calls": total, "lost": lost, "kvpool": record.header["kvpool"]}
+        facts = {"pool": record.header["pool"], "calls": total, "kvpool": record.header["kvpool"]}
         facts["failure"] = None if failure is None else vars(failure)
         facts["fewest"] = None if few is None else [str(call) for call in few]
         print(json.dumps(facts, indent=2))
         return int(failure is not None)
-    before = f", {lost} before them were lost" if lost else ""
-    print(f"{total} calls on a pool of {record.header['pool']['num_blocks']} blocks{before}")
+    print(f"{total} calls on a pool of {record.header['pool']['num_blocks']} blocks")
     print("every digest as recorded, check() finds nothing" if failure is None else f"FAILED at {failure}")
     if few is not None:
         print(f"{len(few)} calls are enough to fail like that:")

@@ -30,7 +30,6 @@ cdef int32_t pool_next_block(State* pool) noexcept nogil:
 cdef int pool_alloc(State* pool, int32_t* ids, int64_t count, Verdict* v) noexcept nogil:
     cdef Blocks* b = &pool.blocks
     cdef int64_t k, available = blocks_available(b)
-    cdef uint32_t* at
     cdef uint64_t h
     if count > available:
         return blocks_short(b, v, -1, -1, count, count - available)
@@ -40,9 +39,6 @@ cdef int pool_alloc(State* pool, int32_t* ids, int64_t count, Verdict* v) noexce
         b.block[ids[k]].raw = 1
         h = mix(h, ids[k])
     b.digest = h
-    if pool.record.data != NULL:
-        at = record_begin(&pool.record, OP_ALLOC, count + BATCH)
-        record_end(&pool.record, put_words(at, ids, count) if at != NULL else NULL, h)
     return OK
 
 
@@ -65,7 +61,6 @@ cdef int pool_incref(State* pool, Ints* ids, Verdict* v) noexcept nogil:
         blocks_ref(b, <int32_t>i, 1)
         b.block[i].raw += 1
         b.digest = mix(b.digest, i)
-    record_blocks(&pool.record, OP_INCREF, ids, b.digest)
     return OK
 
 
@@ -90,7 +85,6 @@ cdef int pool_drop(State* pool, Ints* ids, bint last, Verdict* v) noexcept nogil
         blocks_unref(b, i)
         h = mix(h, i)
     b.digest = h
-    record_blocks(&pool.record, OP_FREE if last else OP_DECREF, ids, h)
     return OK
 
 
@@ -100,7 +94,6 @@ cdef void pool_evict(State* pool, int64_t count) noexcept nogil:
     b.digest = mix(mix(b.digest, OP_EVICT), count)
     for k in range(count):
         b.digest = mix(b.digest, blocks_evict(b))
-    record_one(&pool.record, OP_EVICT, count, b.digest)
 
 
 cdef int pool_drain_evicted(State* pool, int32_t* ids, int32_t count, Verdict* v) noexcept nogil:
@@ -116,7 +109,6 @@ cdef int pool_drain_evicted(State* pool, int32_t* ids, int32_t count, Verdict* v
         ids[k] = b.dropped[k]
         b.block[ids[k]].noted = 0
     b.num_dropped = 0
-    record_one(&pool.record, OP_DRAIN, count, b.digest)
     return OK
 
 
@@ -193,15 +185,6 @@ cdef inline int judge_blocks(Blocks* b, const Ints* given, int op, int32_t* ids,
     return OK
 
 
-cdef void note(Blocks* b, Record* record, int op, const int32_t* ids, int32_t n) noexcept nogil:
-    """A call was made: into the digest and the record."""
-    cdef uint32_t* at
-    b.digest = mix_tokens(mix(b.digest, op), ids, n)
-    if record.data != NULL:
-        at = record_begin(record, op, n + BATCH)
-        record_end(record, put_words(at, ids, n) if at != NULL else NULL, b.digest)
-
-
 cdef int name_blocks(State* pool, Ints* given, int op, bint oldest, Verdict* v) noexcept nogil:
     """Judge a call of an engine with content keys of its own, then make it. A scalar becomes a batch of one."""
     cdef Blocks* b = &pool.blocks
@@ -237,7 +220,7 @@ cdef int name_blocks(State* pool, Ints* given, int op, bint oldest, Verdict* v) 
             blocks_uncommit(b, ids, n)
     if status != OK:
         return status
-    note(b, &pool.record, op | (OLDEST << 8 if oldest else 0), ids, n)
+    b.digest = mix_tokens(mix(b.digest, op | (OLDEST if oldest else 0)), ids, n)
     return OK
 
 
@@ -526,7 +509,7 @@ cdef class BlockAPI:
                 if b.digest == seen:
                     status = OK
                     blocks_take_raw(b, ids, <int32_t>count)
-                    note(b, &self.state.record, OP_TAKE, ids, <int32_t>count)
+                    b.digest = mix_tokens(mix(b.digest, OP_TAKE), ids, <int32_t>count)
                 pool_leave(self.state)
             return result
         finally:
@@ -557,7 +540,7 @@ cdef class BlockAPI:
         else:
             id = <int32_t>i
             blocks_take_blank(b, id)
-            note(b, &self.state.record, OP_TAKE_BLOCK, &id, 1)
+            b.digest = mix_tokens(mix(b.digest, OP_TAKE_BLOCK), &id, 1)
         pool_leave(self.state)
         if status != OK:
             refuse("take_block", &v)

@@ -69,7 +69,7 @@ cdef int blocks_short(const Blocks* b, Verdict* v, Py_ssize_t row, int64_t handl
     """Refuse a call for want of blocks; `row` is the first that does not fit, -1: the call has no rows."""
     v.needed = needed
     v.short_by = short_by
-    v.free = b.num_blank
+    v.blank = b.num_blank
     v.evictable = b.lru.size
     v.limbo = b.limbo.size
     return refused(v, OUT_OF_BLOCKS, row, -1, 0, handle, 0)

@@ -36,7 +36,6 @@ cdef int pool_unshare(State* pool, Plan plan, const Ints* rows, const Ints* leng
                       v) noexcept nogil:
     """RETRY: the plan has no room for the copies, of which there are `v.value`."""
     cdef Limits limits
-    cdef uint32_t* word = NULL
     cdef int status
     if plan.step.pending:
         return refused(v, PLAN_PENDING, -1, plan.step.id, 0, 0, 0)
@@ -54,15 +53,8 @@ cdef int pool_unshare(State* pool, Plan plan, const Ints* rows, const Ints* leng
     if status != OK:
         step_undo_check(&plan.step, &pool.blocks, 0)
         return status
-    if pool.record.data != NULL:
-        word = record_begin(&pool.record, OP_UNSHARE, 3 + 2 * BATCH + rows.size + 2 * lengths.size)
-        if word != NULL:
-            word = put_wide(put(word, plan.number_in(&pool.record)), first)
-            word = put_ints(put_slots(word, rows), lengths)
     carry_out(pool, plan, <const int64_t*>rows.data, False, 0, 0)
     copy_known(pool, &plan.step)
-    if pool.record.data != NULL:
-        record_end(&pool.record, word, pool.blocks.digest)
     return OK
 
 
@@ -80,9 +72,9 @@ cdef int judge_compact(State* pool, Ints* batch, const Ints* lengths, int64_t fi
     for k in range(batch.size):
         slot = slot_of(ints_at(batch, k))
         length = ints_at(lengths, k)
-        if not 0 <= length <= s.seq[slot].num_tokens:
-            return refused(v, BAD_LENGTH, k, length, 0, s.seq[slot].num_tokens, 0)
-        status = judge_eviction(pool, slot, s.seq[slot].num_tokens - length, k, v)
+        if not 0 <= length <= s.seq[slot].kv_len:
+            return refused(v, BAD_LENGTH, k, length, 0, s.seq[slot].kv_len, 0)
+        status = judge_eviction(pool, slot, s.seq[slot].kv_len - length, k, v)
         if status != OK:
             return status
         index = seq_rewritten(s, &pool.blocks, slot, first, length, 0)
@@ -95,18 +87,11 @@ cdef int judge_compact(State* pool, Ints* batch, const Ints* lengths, int64_t fi
 
 cdef int pool_compact(State* pool, Ints* batch, const Ints* lengths, int64_t first, Verdict* v) noexcept nogil:
     cdef Py_ssize_t k
-    cdef uint32_t* word
     cdef int status = judge_compact(pool, batch, lengths, first, v)
     if status != OK:
         return status
     for k in range(batch.size):
         seq_compact(&pool.seqs, &pool.blocks, slot_of(ints_at(batch, k)), ints_at(lengths, k))
-    if pool.record.data != NULL:
-        word = record_begin(&pool.record, OP_COMPACT,
-                            2 + 2 * BATCH + batch.size + 2 * max(lengths.size, <Py_ssize_t>0))
-        if word != NULL:
-            word = put_ints(put_slots(put_wide(word, first), batch), lengths)
-        record_end(&pool.record, word, pool.blocks.digest)
     return OK
 
 
@@ -114,11 +99,10 @@ cdef int pool_evict_blocks(State* pool, int64_t handle, Ints* places, Verdict* v
     cdef int32_t slot = seq_judge(&pool.seqs, handle, -1, v)
     cdef int64_t full, place
     cdef Py_ssize_t k
-    cdef uint32_t* word
     cdef int status
     if slot < 0:
         return v.reason
-    full = whole_blocks(&pool.blocks, pool.seqs.seq[slot].num_tokens)
+    full = whole_blocks(&pool.blocks, pool.seqs.seq[slot].kv_len)
     for k in range(places.size):
         place = ints_at(places, k)
         if not 0 <= place < full:
@@ -129,9 +113,4 @@ cdef int pool_evict_blocks(State* pool, int64_t handle, Ints* places, Verdict* v
     if status != OK:
         return status
     seq_evict(&pool.seqs, &pool.blocks, slot, places)
-    if pool.record.data != NULL:
-        word = record_begin(&pool.record, OP_EVICT_BLOCKS, 1 + BATCH + 2 * places.size)
-        if word != NULL:
-            word = put_ints(put(word, slot), places)
-        record_end(&pool.record, word, pool.blocks.digest)
     return OK

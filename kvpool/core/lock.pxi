@@ -125,5 +125,5 @@ cdef void tag_give_back(int64_t tag) noexcept nogil:
 
 
 def set_last_tag(tag):
-    """For recordings of calls: the next pool gets the tag after this one, if no living pool has it."""
+    """For tests: the next pool gets the tag after this one, if no living pool has it."""
     c_set_last_tag(tag)

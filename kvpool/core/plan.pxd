@@ -38,8 +38,6 @@ cdef class Plan:
     cdef list bound_arrays      # (field, array) of these
     cdef int64_t changes        # of the arrays: two threads may bind at a time
     cdef tuple names
-    cdef int64_t record_number  # in the pool's record, 0: none
-    cdef uint32_t record_epoch
     cdef object __weakref__
 
     cdef int refuse_pending(self, str call) except -1
@@ -47,9 +45,6 @@ cdef class Plan:
     cdef int refuse_rows(self, int64_t rows, str call) except -1
     cdef int judge_arrays(self, Verdict* v) noexcept nogil
     cdef int refuse(self, const Verdict* v, str call, int64_t pad_tokens) except -1
-    cdef uint32_t* write_step(self, Record* r, const Ints* rows, const Ints* num_new, bint advance,
-                              bint partial) noexcept nogil
-    cdef int64_t number_in(self, Record* r) noexcept nogil
     cdef int room_for_copies(self, int64_t copies) except -1
     cdef object view(self, str name, int64_t length)
     cdef int declare(self, object formats, object dtype, object pad, object out) except -1

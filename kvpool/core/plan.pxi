@@ -463,36 +463,6 @@ cdef class Plan:
 
     # -- what the last step filled
 
-    cdef uint32_t* write_step(self, Record* r, const Ints* rows, const Ints* num_new, bint advance,
-                              bint partial) noexcept nogil:
-        """The step that is about to be committed, but for its digest; rows as in the step before are not repeated.
-
-        Returns where the record ends, for `record_end`.
-        """
-        cdef const int64_t* handle = <const int64_t*>rows.data
-        cdef bint same = (                      # one row is compared here: the call would take longer
-            self.record_number != 0 and self.record_epoch == r.epoch and self.rows == rows.size
-            and (rows.size == 1 and handle[0] == self.step.handle[0]
-                 or memcmp(self.step.handle, handle, rows.size * sizeof(int64_t)) == 0))
-        cdef bint one = num_new.size < 0 and num_new.scalar == 1
-        cdef uint32_t* at = record_begin(
-            r, (OP_STEP if advance else OP_RESERVE) | (same * SAME_ROWS + partial * PARTIAL + one * ONE_EACH) << 8,
-            1 + 2 * BATCH + rows.size + 2 * num_new.size)
-        if at == NULL:
-            return NULL
-        at = put(at, self.record_number if same else self.number_in(r))
-        if not same:
-            at = put_slots(at, rows)
-        return at if one else put_ints(at, num_new)
-
-    cdef int64_t number_in(self, Record* r) noexcept nogil:
-        """By which number a record names this plan."""
-        if self.record_number == 0 or self.record_epoch != r.epoch:
-            r.next_plan += 1
-            self.record_number = r.next_plan
-            self.record_epoch = r.epoch
-        return self.record_number
-
     cdef int room_for_copies(self, int64_t copies) except -1:
         """A step copies one block per row at most; `unshare` may copy them all."""
         cdef int32_t* data

@@ -47,8 +47,6 @@ cdef class Pool:
         Index committed blocks by content, so that `open` finds the prefixes that other sequences computed.
     events : int, default 0
         Keep up to this many events of the prefix cache for `PrefixCache.events`; 0: none.
-    record : int, default 0
-        Bytes of a ring that keeps the calls which changed something, for ``kvpool replay --ops``, 8 .. 2^33; 0: none.
 
     Attributes
     ----------
@@ -93,8 +91,8 @@ cdef class Pool:
 
     cdef int init(self, tuple given) except -1:
         (num_blocks, block_size, max_seqs, max_blocks_per_seq, reserved_blocks, watermark, in_order, seed, prefix_cache,
-         events, record, hash_bits) = given
-        self.init_blocks(num_blocks, block_size, reserved_blocks, record)
+         events, hash_bits) = given
+        self.init_blocks(num_blocks, block_size, reserved_blocks)
         self.init_seqs(max_seqs, max_blocks_per_seq, watermark)
         seed, events = self.init_index(seed, prefix_cache, events, hash_bits)
         if not isinstance(in_order, bool):
@@ -107,9 +105,9 @@ cdef class Pool:
             prefix_cache, events)
         return 0
 
-    cdef int init_blocks(self, object num_blocks, object block_size, object reserved_blocks, object record) except -1:
+    cdef int init_blocks(self, object num_blocks, object block_size, object reserved_blocks) except -1:
         cdef Blocks* b = &self.state.blocks
-        cdef int64_t size, n = to_int(num_blocks, "Pool", "num_blocks", 1, (<int64_t>1 << 31) - 1)
+        cdef int64_t n = to_int(num_blocks, "Pool", "num_blocks", 1, (<int64_t>1 << 31) - 1)
         b.block_size = to_int(block_size, "Pool", "block_size", 1, min((<int64_t>1 << 31) - 1, (<int64_t>1 << 62) // n))
         b.shift = (<object>b.block_size).bit_length() - 1 if b.block_size & (b.block_size - 1) == 0 else -1
         b.reserved = <int32_t>to_int(reserved_blocks, "Pool", "reserved_blocks", 0, n - 1)
@@ -128,14 +126,6 @@ cdef class Pool:
         for n in range(b.reserved):
             b.block[n].place = RESERVED
         blocks_reset(b)
-        size = to_int(record, "Pool", "record", 0, <int64_t>1 << 33)    # what fits has fewer than 2^30 words
-        if 0 < size < 8:
-            raise ValueError(f"[Pool] record is too small ({size} bytes), it must be 0 or in 8 .. {<int64_t>1 << 33}")
-        self.state.record.half = size // 8
-        if size:
-            self.state.record.data = <uint32_t*>xmalloc(8 * self.state.record.half)
-            if self.state.record.data == NULL:
-                raise MemoryError(f"[Pool] no memory for a record of {record} bytes")
         return 0
 
     cdef int init_seqs(self, object max_seqs, object max_blocks_per_seq, object watermark) except -1:
@@ -481,14 +471,14 @@ cdef class Pool:
         cdef Seq q
         cdef SeqLife life
         self.read(handle, "num_tokens", &q, &life)
-        return q.num_tokens + life.evicted
+        return q.kv_len + life.evicted
 
     def kv_len(self, handle):
         """Tokens of a sequence that still have a slot: `num_tokens` without those that were evicted. O(1)."""
         cdef Seq q
         cdef SeqLife life
         self.read(handle, "kv_len", &q, &life)
-        return q.num_tokens
+        return q.kv_len
 
     def capacity(self, handle):
         """Tokens that the blocks of a sequence can hold. O(1)."""
@@ -943,30 +933,7 @@ cdef class Pool:
         if wrong:
             raise CorruptState(f"[check] {finding.decode()}")
 
-    # -- for recordings and tests
-
-    def _recorded(self):
-        """(bytes of the record, calls in it, calls that it lost); see `kvpool.replay.calls`."""
-        cdef Record* r = &self.state.record
-        cdef int64_t size = 0, found = -1, older, calls = 0, lost = 0
-        cdef char* data
-        while found != size:
-            size = max(found, 0)
-            made = PyBytes_FromStringAndSize(NULL, size)
-            data = PyBytes_AS_STRING(made)
-            pool_enter(&self.state, "_recorded")
-            found = 4 * (r.size[0] + r.size[1])
-            if found == size and r.data != NULL:
-                older = 4 * r.size[r.active ^ 1]
-                memcpy(data, r.data + (r.active ^ 1) * r.half, older)
-                memcpy(data + older, r.data + r.active * r.half, size - older)
-                calls, lost = r.calls[0] + r.calls[1], r.lost
-            pool_leave(&self.state)
-        return made, calls, lost
-
-    def _set_digest(self, digest):
-        """For replays that begin at a reset."""
-        self.state.blocks.digest = digest
+    # -- for tests
 
     def _set_generation(self, slot, generation):
         """For tests: the generation that the next sequence in a free slot gets."""
@@ -988,7 +955,7 @@ cdef class Pool:
             "num_used": <size_t>&b.num_used, "num_shared": <size_t>&b.num_shared, "lru": <size_t>&b.lru.size,
             "limbo": <size_t>&b.limbo.size, "num_dropped": <size_t>&b.num_dropped,
             "table": <size_t>seq_table(s, <int32_t>i), "blocks": <size_t>&s.seq[i].num_blocks,
-            "length": <size_t>&s.seq[i].num_tokens, "next_slot": <size_t>&s.seq[i].next_slot,
+            "length": <size_t>&s.seq[i].kv_len, "next_slot": <size_t>&s.seq[i].next_slot,
             "sum_tokens": <size_t>&s.sum_tokens, "sum_blocks": <size_t>&s.sum_blocks,
             "tail": <size_t>&s.seq[i].tail, "stop_slot": <size_t>&s.seq[i].stop_slot,
             "num_open": <size_t>&s.num_open, "free_slot": <size_t>&s.free_slot[i],

@@ -77,8 +77,6 @@ cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t s
     if pool.indexed and root == 0 and make_root(pool, space, space_size, &root, v) != OK:
         return v.reason
     begin_sequence(pool, slot, tokens, &found, <int32_t>need, root, root_hash, take)
-    if pool.record.data != NULL:
-        record_open(pool, tokens, space, space_size, slot, take)
     return OK
 
 
@@ -98,33 +96,21 @@ cdef void begin_sequence(State* pool, int32_t slot, const Ints* tokens, const Ma
     blocks_take_many(b, table + found.blocks, need)
     seq_new(s)
     s.seq[slot].num_blocks = found.blocks + need
-    s.seq[slot].num_tokens = found.blocks * b.block_size
+    s.seq[slot].kv_len = found.blocks * b.block_size
     s.sum_blocks += s.seq[slot].num_blocks
-    s.sum_tokens += s.seq[slot].num_tokens
+    s.sum_tokens += s.seq[slot].kv_len
     seq_refresh(s, b, slot)
     if pool.indexed:
-        s.prefix[slot].committed = s.prefix[slot].done = s.prefix[slot].forked_at = s.seq[slot].num_tokens
+        s.prefix[slot].committed = s.prefix[slot].done = s.prefix[slot].forked_at = s.seq[slot].kv_len
         s.prefix[slot].published = found.blocks
         s.prefix[slot].root = root
         s.prefix[slot].root_hash = root_hash
         if take and tokens.data != NULL:
             ix.queries += 1
             ix.query_tokens += tokens.size
-            ix.hit_tokens += s.seq[slot].num_tokens
+            ix.hit_tokens += s.seq[slot].kv_len
     b.digest = mix(mix(mix(b.digest, OP_OPEN), need), found.hash)
     b.digest = mix(mix(b.digest, found.blocks), untagged(s.seq[slot].handle))
-
-
-cdef void record_open(State* pool, const Ints* tokens, const char* space, int64_t space_size, int32_t slot, bint
-                      take) noexcept nogil:
-    cdef bint counted = tokens.data == NULL
-    cdef uint32_t* at = record_begin(
-        &pool.record, OP_OPEN | ((not take) * PIN + counted * COUNT) << 8,
-        4 + BATCH + space_size // 4 + (0 if counted else tokens.size))
-    if at != NULL:
-        at = put_bytes(put(at, slot), space, space_size)
-        at = put_wide(at, tokens.size) if counted else put_words(at, tokens.data, tokens.size)
-    record_end(&pool.record, at, pool.blocks.digest)
 
 
 cdef int64_t pool_match(State* pool, const Ints* prompt, const char* space, int64_t space_size) noexcept nogil:
@@ -174,7 +160,6 @@ cdef int pool_commit(State* pool, Ints* rows, Ints* counts, const Ints* tokens, 
         pool.blocks.digest = mix_tokens(pool.blocks.digest, data + at, count)
         at += count
     pool.blocks.digest = mix(pool.blocks.digest, pool.index.next_uid)
-    record_commit(pool, rows, counts, tokens)
     return OK
 
 
@@ -192,7 +177,7 @@ cdef int judge_commit(State* pool, const Ints* rows, const Ints* counts, const i
     if count and pool.seqs.life[slot].evicted:
         return refused(v, EVICTED_ROW, row, count, 0, 0, 0)
     if count > limit - known:
-        return refused(v, NOT_DONE_YET, row, count, known, limit, pool.seqs.seq[slot].num_tokens)
+        return refused(v, NOT_DONE_YET, row, count, known, limit, pool.seqs.seq[slot].kv_len)
     while (index + 1) * bs <= known + count:
         id = seq_table(&pool.seqs, slot)[index]
         if b.block[id].committed:
@@ -289,22 +274,10 @@ cdef void publish_waiting(State* pool) noexcept nogil:
             publish(pool, slot)
 
 
-cdef void record_commit(State* pool, const Ints* rows, const Ints* counts, const Ints* tokens) noexcept nogil:
-    cdef Record* r = &pool.record
-    cdef uint32_t* at
-    if r.data == NULL:
-        return
-    at = record_begin(r, OP_COMMIT, 3 * BATCH + rows.size + 2 * counts.size + tokens.size)
-    if at != NULL:
-        at = put_words(put_ints(put_slots(at, rows), counts), tokens.data, tokens.size)
-    record_end(r, at, pool.blocks.digest)
-
-
 cdef int pool_flush(State* pool, const char* space, int64_t size, int32_t* count, Verdict* v) noexcept nogil:
     """Forget a namespace, `size` -1: all. RETRY: `count` was not, and now is, what will become blank."""
     cdef Index* ix = &pool.index
     cdef Name* name
-    cdef uint32_t* at
     cdef int32_t blank = 0
     name = names_find(&ix.names, space, size) if size >= 0 else NULL
     if size < 0 or name != NULL:
@@ -318,11 +291,6 @@ cdef int pool_flush(State* pool, const char* space, int64_t size, int32_t* count
         return v.reason
     pool.blocks.digest = mix(mix(pool.blocks.digest, OP_FLUSH), <uint64_t>blank)
     pool.blocks.digest = mix_bytes(pool.blocks.digest, <const unsigned char*>space, size)
-    if pool.record.data != NULL:
-        at = record_begin(&pool.record, FLUSH | (size < 0) * ALL << 8, 2 + size // 4)
-        if at != NULL and size >= 0:
-            at = put_bytes(at, space, size)
-        record_end(&pool.record, at, pool.blocks.digest)
     return OK
 
 

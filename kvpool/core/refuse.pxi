@@ -67,8 +67,8 @@ cdef object out_of_blocks(str call, const Verdict* v):
     else:
         text = f"{v.needed} blocks asked for, {v.short_by} short"
     return OutOfBlocks(
-        f"[{call}] {text}: {v.free} free and {v.evictable} evictable, {v.limbo} in limbo", needed=v.needed,
-        short_by=v.short_by, row=v.row, handle=v.high if v.row >= 0 else -1, free=v.free, evictable=v.evictable,
+        f"[{call}] {text}: {v.blank} blank and {v.evictable} evictable, {v.limbo} in limbo", needed=v.needed,
+        short_by=v.short_by, row=v.row, handle=v.high if v.row >= 0 else -1, blank=v.blank, evictable=v.evictable,
         limbo=v.limbo)
 
 

@@ -14,8 +14,8 @@ cdef enum:
 
 cdef struct Seq:                # what a step reads and moves: 64 bytes, one cache line
     int64_t handle              # -1: not open
-    int64_t num_tokens          # that have a slot: the kv_len. What its user counts has SeqLife.evicted more
-    int64_t next_slot           # slot of position num_tokens, if next_slot < stop_slot
+    int64_t kv_len              # tokens that have a slot; num_tokens is SeqLife.evicted more
+    int64_t next_slot           # slot of the token after kv_len tokens, if next_slot < stop_slot
     int64_t stop_slot           # end of the block that next_slot is in; else look the table up
     int64_t last_step           # newest step that had this sequence as a row, 0: none
     uint64_t version            # of the table: unique in the pool, new whenever the table changes in any way
@@ -34,7 +34,7 @@ cdef struct SeqLife:            # the rest
 
 
 cdef struct SeqPrefix:          # what a pool with a prefix cache knows besides
-    int64_t committed           # tokens made known, <= num_tokens
+    int64_t committed           # tokens made known, <= kv_len
     int64_t published           # of the full blocks of these, how many the index was offered, in order
     int64_t done                # length after the newest step that passed
     int64_t forked_at           # length when it was forked
@@ -43,11 +43,11 @@ cdef struct SeqPrefix:          # what a pool with a prefix cache knows besides
 
 
 # Invariants, recomputed by seqs_check:
-#   num_tokens <= num_blocks * block_size                       for every open sequence
+#   kv_len <= num_blocks * block_size                           for every open sequence
 #   published <= committed // block_size
-#   evicted <= point <= num_tokens + evicted; evicted == 0 == point, or the prefix cache has forgotten the sequence
+#   evicted <= point <= kv_len + evicted; evicted == 0 == point, or the prefix cache has forgotten the sequence
 #   num_open + num_free_slots + retired slots == max_seqs
-#   sum_tokens == sum of num_tokens, sum_blocks == sum of num_blocks
+#   sum_tokens == sum of kv_len, sum_blocks == sum of num_blocks
 #   refcount[b] == entries equal to b in the tables of open sequences + raw[b]
 cdef struct Seqs:
     Seq* seq                    # [max_seqs]

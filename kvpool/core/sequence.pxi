@@ -73,11 +73,11 @@ cdef int seqs_judge(Seqs* s, Ints* batch, Verdict* v) noexcept nogil:
 cdef void seq_refresh(const Seqs* s, const Blocks* b, int32_t slot) noexcept nogil:
     """Recompute where the next token of a sequence goes."""
     cdef Seq* q = &s.seq[slot]
-    cdef int64_t index = whole_blocks(b, q.num_tokens)
+    cdef int64_t index = whole_blocks(b, q.kv_len)
     if index < q.num_blocks:
         q.tail = seq_table(s, slot)[index]
         q.stop_slot = (q.tail + <int64_t>1) * b.block_size
-        q.next_slot = q.stop_slot - (index + 1) * b.block_size + q.num_tokens
+        q.next_slot = q.stop_slot - (index + 1) * b.block_size + q.kv_len
     else:
         q.next_slot = q.stop_slot = 0
 
@@ -92,7 +92,7 @@ cdef int32_t seq_new(Seqs* s) noexcept nogil:
     s.num_open += 1
     s.life[slot].life = OPEN
     s.life[slot].fork_step = s.life[slot].evicted = s.life[slot].point = 0
-    q.num_tokens = q.next_slot = q.stop_slot = 0
+    q.kv_len = q.next_slot = q.stop_slot = 0
     q.num_blocks = 0
     q.epoch = 0
     q.last_step = 0
@@ -123,7 +123,7 @@ cdef void seq_close(Seqs* s, Blocks* b, int32_t slot) noexcept nogil:
     """Release every block, youngest first. O(blocks)."""
     cdef Seq* q = &s.seq[slot]
     blocks_unref_many(b, seq_table(s, slot), q.num_blocks)
-    s.sum_tokens -= q.num_tokens
+    s.sum_tokens -= q.kv_len
     s.sum_blocks -= q.num_blocks
     b.digest = mix(mix(b.digest, OP_CLOSE), untagged(s.seq[slot].handle))
     seq_retire_handle(s, slot)
@@ -138,8 +138,8 @@ cdef void seq_truncate(Seqs* s, Blocks* b, int32_t slot, int64_t length) noexcep
         q.num_blocks = keep
         q.epoch += 1
         seq_new_version(s, q)
-    s.sum_tokens -= q.num_tokens - length
-    q.num_tokens = length
+    s.sum_tokens -= q.kv_len - length
+    q.kv_len = length
     seq_refresh(s, b, slot)
     b.digest = mix(mix(mix(b.digest, OP_TRUNCATE), untagged(s.seq[slot].handle)), length)
 
@@ -157,7 +157,7 @@ cdef int32_t seq_rewritten(const Seqs* s, const Blocks* b, int32_t slot, int64_t
     cdef int64_t index = max(whole_blocks(b, first), <int64_t>from_)
     cdef int64_t end = whole_blocks(b, length + b.block_size - 1)
     cdef const Block* block
-    if length == s.seq[slot].num_tokens:
+    if length == s.seq[slot].kv_len:
         return -1                           # nothing leaves, so nothing moves
     while index < end:
         block = &b.block[table[index]]
@@ -170,11 +170,11 @@ cdef int32_t seq_rewritten(const Seqs* s, const Blocks* b, int32_t slot, int64_t
 cdef void lose_tokens(Seqs* s, int32_t slot, int64_t n) noexcept nogil:
     """n > 0 tokens left the table. What a block holds follows from its tokens no more: the prefix cache forgets."""
     cdef Seq* q = &s.seq[slot]
-    s.life[slot].point = q.num_tokens + s.life[slot].evicted
+    s.life[slot].point = q.kv_len + s.life[slot].evicted
     s.life[slot].evicted += n
     s.evicted_tokens += n
     s.sum_tokens -= n
-    q.num_tokens -= n
+    q.kv_len -= n
     q.epoch += 1
     seq_new_version(s, q)
     if s.prefix != NULL:
@@ -187,13 +187,13 @@ cdef void seq_compact(Seqs* s, Blocks* b, int32_t slot, int64_t length) noexcept
     cdef Seq* q = &s.seq[slot]
     cdef int32_t keep = <int32_t>whole_blocks(b, length + b.block_size - 1)
     b.digest = mix(mix(mix(b.digest, OP_COMPACT), untagged(q.handle)), length)
-    if length == q.num_tokens:
+    if length == q.kv_len:
         return
     if keep < q.num_blocks:
         blocks_unref_many(b, seq_table(s, slot) + keep, q.num_blocks - keep)
         s.sum_blocks -= q.num_blocks - keep
         q.num_blocks = keep
-    lose_tokens(s, slot, q.num_tokens - length)
+    lose_tokens(s, slot, q.kv_len - length)
     seq_refresh(s, b, slot)
 
 
@@ -224,14 +224,14 @@ cdef int64_t seq_done(const Seqs* s, const Blocks* b, int32_t slot) noexcept nog
     cdef const SeqPrefix* prefix = &s.prefix[slot]
     cdef int64_t fork_step = s.life[slot].fork_step, oldest = b.oldest_pending
     if oldest == 0 or (s.seq[slot].last_step < oldest and fork_step < oldest):
-        return s.seq[slot].num_tokens
+        return s.seq[slot].kv_len
     return max(prefix.done, prefix.forked_at) if fork_step < oldest else prefix.done
 
 
 cdef void seq_fork(Seqs* s, Blocks* b, int32_t parent, int32_t n, int64_t* children) noexcept nogil:
     """n new sequences over the parent's filled blocks. The caller has checked that there are n free slots."""
     cdef const Seq* p = &s.seq[parent]
-    cdef int32_t shared = <int32_t>whole_blocks(b, p.num_tokens + b.block_size - 1)
+    cdef int32_t shared = <int32_t>whole_blocks(b, p.kv_len + b.block_size - 1)
     cdef int64_t inherited = max(p.last_step, s.life[parent].fork_step)
     cdef int32_t k, child
     cdef Seq* q
@@ -241,7 +241,7 @@ cdef void seq_fork(Seqs* s, Blocks* b, int32_t parent, int32_t n, int64_t* child
     for k in range(n):
         child = seq_new(s)
         q = &s.seq[child]
-        q.num_tokens = p.num_tokens
+        q.kv_len = p.kv_len
         q.num_blocks = shared
         s.life[child].evicted = s.life[parent].evicted
         s.life[child].point = s.life[parent].point
@@ -252,13 +252,13 @@ cdef void seq_fork(Seqs* s, Blocks* b, int32_t parent, int32_t n, int64_t* child
         if s.prefix != NULL:
             s.prefix[child] = s.prefix[parent]
             s.prefix[child].done = seq_done(s, b, parent)
-            s.prefix[child].forked_at = p.num_tokens
+            s.prefix[child].forked_at = p.kv_len
             memcpy(s.partial + child * b.block_size, s.partial + parent * b.block_size,
                    (s.prefix[parent].committed % b.block_size) * sizeof(int32_t))
         seq_refresh(s, b, child)
         children[k] = q.handle
         b.digest = mix(b.digest, untagged(q.handle))
-    s.sum_tokens += n * p.num_tokens
+    s.sum_tokens += n * p.kv_len
     s.sum_blocks += <int64_t>n * shared
 
 
@@ -291,7 +291,7 @@ cdef uint64_t seqs_fingerprint(const Seqs* s, const Blocks* b, uint64_t h, int64
         h = mix(h, (<uint64_t>s.life[slot].generation << 2) | s.life[slot].life)
         if s.life[slot].life != OPEN:
             continue
-        h = mix(mix(mix(h, q.num_tokens), q.num_blocks), q.epoch)
+        h = mix(mix(mix(h, q.kv_len), q.num_blocks), q.epoch)
         if s.life[slot].evicted:
             h = mix(mix(h, ~s.life[slot].evicted), s.life[slot].point)
         if b.newest_pending and q.last_step >= b.oldest_pending:
@@ -314,30 +314,30 @@ cdef bint check_sequence(const Seqs* s, const Blocks* b, int32_t slot, char* fin
     cdef const SeqLife* life = &s.life[slot]
     cdef const SeqPrefix* prefix
     cdef int64_t due
-    if q.num_tokens < 0 or q.num_tokens > q.num_blocks * b.block_size or not 0 <= q.num_blocks <= s.max_blocks:
+    if q.kv_len < 0 or q.kv_len > q.num_blocks * b.block_size or not 0 <= q.num_blocks <= s.max_blocks:
         return snprintf(finding, FINDING, b"sequence in slot %d has %lld tokens in %d blocks", slot,
-                        <long long>q.num_tokens, q.num_blocks) > 0
-    if not 0 <= life.evicted <= life.point <= q.num_tokens + life.evicted:
+                        <long long>q.kv_len, q.num_blocks) > 0
+    if not 0 <= life.evicted <= life.point <= q.kv_len + life.evicted:
         return snprintf(finding, FINDING, b"sequence in slot %d has %lld tokens, %lld left by %lld", slot,
-                        <long long>q.num_tokens, <long long>life.evicted, <long long>life.point) > 0
+                        <long long>q.kv_len, <long long>life.evicted, <long long>life.point) > 0
     if s.prefix != NULL:
         prefix = &s.prefix[slot]
         if life.evicted and (prefix.committed or prefix.root):
             return snprintf(finding, FINDING, b"sequence in slot %d was evicted from, and has %lld tokens made known",
                             slot, <long long>prefix.committed) > 0
-        if not (0 <= prefix.published <= prefix.committed // b.block_size and prefix.committed <= q.num_tokens):
+        if not (0 <= prefix.published <= prefix.committed // b.block_size and prefix.committed <= q.kv_len):
             return snprintf(finding, FINDING, b"sequence in slot %d has %lld blocks published of %lld tokens known",
                             slot, <long long>prefix.published, <long long>prefix.committed) > 0
     if q.next_slot < q.stop_slot:
-        due = q.tail * b.block_size + q.num_tokens % b.block_size
-        if q.num_tokens // b.block_size >= q.num_blocks or q.tail != seq_table(s, slot)[q.num_tokens // b.block_size]:
+        due = q.tail * b.block_size + q.kv_len % b.block_size
+        if q.kv_len // b.block_size >= q.num_blocks or q.tail != seq_table(s, slot)[q.kv_len // b.block_size]:
             return snprintf(finding, FINDING, b"sequence in slot %d has tail %d, its table says otherwise", slot,
                             q.tail) > 0
         if q.stop_slot != (q.tail + <int64_t>1) * b.block_size:
             return snprintf(finding, FINDING, b"sequence in slot %d has a tail that ends at slot %lld", slot,
                             <long long>q.stop_slot) > 0
     else:                                   # looked up by the next step, legal only at the end of a block
-        due = q.next_slot if q.num_tokens % b.block_size == 0 else -1
+        due = q.next_slot if q.kv_len % b.block_size == 0 else -1
     if q.next_slot != due:
         return snprintf(finding, FINDING, b"sequence in slot %d would write its next token to slot %lld", slot,
                         <long long>q.next_slot) > 0
@@ -402,7 +402,7 @@ cdef bint seqs_check(const Seqs* s, const Blocks* b, int32_t* references, char* 
             continue
         if check_sequence(s, b, slot, finding):
             return True
-        tokens += s.seq[slot].num_tokens
+        tokens += s.seq[slot].kv_len
         blocks += s.seq[slot].num_blocks
         for k in range(s.seq[slot].num_blocks):
             block = seq_table(s, slot)[k]

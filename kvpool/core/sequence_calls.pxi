@@ -47,22 +47,12 @@ cdef void seq_uncommit(State* pool, int32_t slot, int64_t length) noexcept nogil
 
 cdef int pool_fork(State* pool, int64_t handle, int64_t count, int64_t* children, Verdict* v) noexcept nogil:
     cdef Seqs* s = &pool.seqs
-    cdef uint32_t* at
-    cdef int64_t k
     cdef int32_t parent = seq_judge(s, handle, -1, v)
     if parent < 0:
         return v.reason
     if count > s.num_free_slots:
         return refused(v, OUT_OF_SEQUENCES, -1, count, 0, s.max_seqs, s.num_open)
     seq_fork(s, &pool.blocks, parent, <int32_t>count, children)
-    if pool.record.data != NULL:
-        at = record_begin(&pool.record, OP_FORK, 2 + count)
-        if at != NULL:
-            at = put(put(at, parent), count)
-            for k in range(count):
-                at[k] = slot_of(children[k])
-            at += count
-        record_end(&pool.record, at, pool.blocks.digest)
     return OK
 
 
@@ -84,8 +74,8 @@ cdef int judge_truncate(State* pool, Ints* batch, const Ints* lengths, Verdict* 
         q = &s.seq[slot]
         life = &s.life[slot]
         length = ints_at(lengths, k)
-        if length < life.point or length > q.num_tokens + life.evicted:
-            return refused(v, BAD_LENGTH, k, length, life.point, q.num_tokens + life.evicted, 0)
+        if length < life.point or length > q.kv_len + life.evicted:
+            return refused(v, BAD_LENGTH, k, length, life.point, q.kv_len + life.evicted, 0)
         if b.newest_pending and q.last_step >= b.oldest_pending:
             return refused(v, PENDING_ROW, k, q.last_step, 0, 0, 0)
     return OK
@@ -96,7 +86,6 @@ cdef int pool_truncate(State* pool, Ints* batch, const Ints* lengths, Verdict* v
     cdef Py_ssize_t k
     cdef int64_t length
     cdef int32_t slot
-    cdef uint32_t* word
     cdef int status = judge_truncate(pool, batch, lengths, v)
     if status != OK:
         return status
@@ -105,11 +94,6 @@ cdef int pool_truncate(State* pool, Ints* batch, const Ints* lengths, Verdict* v
         length = ints_at(lengths, k) - s.life[slot].evicted
         seq_uncommit(pool, slot, length)
         seq_truncate(s, &pool.blocks, slot, length)
-    if pool.record.data != NULL:
-        word = record_begin(&pool.record, OP_TRUNCATE, 2 * BATCH + batch.size + 2 * lengths.size)
-        if word != NULL:
-            word = put_ints(put_slots(word, batch), lengths)
-        record_end(&pool.record, word, pool.blocks.digest)
     return OK
 
 
@@ -120,22 +104,15 @@ cdef int pool_close(State* pool, Ints* batch, Verdict* v) noexcept nogil:
         return status
     for k in range(batch.size):
         seq_close(&pool.seqs, &pool.blocks, slot_of(ints_at(batch, k)))
-    record_slots(&pool.record, OP_CLOSE, batch, pool.blocks.digest)
     return OK
 
 
 cdef int pool_close_finished(State* pool, Ints* batch, const unsigned char* finished, Verdict* v) noexcept nogil:
     cdef Py_ssize_t k
-    cdef uint32_t* word
     cdef int status = seqs_judge(&pool.seqs, batch, v)
     if status != OK:
         return status
     for k in range(batch.size):
         if finished[k]:
             seq_close(&pool.seqs, &pool.blocks, slot_of(ints_at(batch, k)))
-    if pool.record.data != NULL:
-        word = record_begin(&pool.record, CLOSE_FINISHED, BATCH + 2 + batch.size + batch.size // 4)
-        if word != NULL:
-            word = put_bytes(put_slots(word, batch), finished, batch.size)
-        record_end(&pool.record, word, pool.blocks.digest)
     return OK

@@ -7,7 +7,6 @@ cdef struct State:
     Blocks blocks
     Seqs seqs
     Index index
-    Record record               # of the calls that changed something
     bint indexed                # an index of our own looks after committed blocks
     int64_t* deferred           # [deferred_room] handles whose owners were finalized, num_deferred valid
     int64_t num_deferred
@@ -28,7 +27,7 @@ cdef class Pool:                # here, as its parts are other classes' business
     cdef object __weakref__
 
     cdef int init(self, tuple given) except -1
-    cdef int init_blocks(self, object num_blocks, object block_size, object reserved_blocks, object record) except -1
+    cdef int init_blocks(self, object num_blocks, object block_size, object reserved_blocks) except -1
     cdef int init_seqs(self, object max_seqs, object max_blocks_per_seq, object watermark) except -1
     cdef tuple init_index(self, object seed, object prefix_cache, object events, object hash_bits)
     cdef int shorten(self, object handles, object lens, bint compacts, object first, str call) except -1

@@ -36,7 +36,6 @@ cdef void close_deferred(State* pool) noexcept nogil:
         slot = seq_find(&pool.seqs, pool.deferred[k])
         if slot >= 0:
             seq_close(&pool.seqs, &pool.blocks, slot)
-            record_one(&pool.record, DEFERRED, slot, pool.blocks.digest)
     pool.num_deferred = 0
 
 
@@ -53,27 +52,6 @@ cdef int pool_defer(State* pool, int64_t handle, Verdict* v) noexcept nogil:
     pool.deferred[pool.num_deferred] = handle
     pool.num_deferred = pool.num_deferred + 1
     return OK
-
-
-cdef void record_start(State* pool) noexcept nogil:
-    """The pool was reset: a replay may begin here, with what a reset leaves as it is."""
-    cdef Seqs* s = &pool.seqs
-    cdef Record* r = &pool.record
-    cdef uint32_t* at
-    cdef int32_t slot, used = 0
-    if r.data == NULL:
-        return
-    r.epoch += 1
-    for slot in range(s.max_seqs):
-        used += s.life[slot].generation != 0
-    at = record_begin(r, START, 3 + BATCH + 2 * <int64_t>used + pool.blocks.num_dropped)
-    if at != NULL:
-        at = put_wide(at, <int64_t>pool.blocks.digest)
-        at = put(put_words(at, pool.blocks.dropped, pool.blocks.num_dropped), used)
-        for slot in range(s.max_seqs):
-            if s.life[slot].generation:
-                at = put(put(at, slot), s.life[slot].generation)
-    record_end(r, at, pool.blocks.digest)
 
 
 cdef void pool_free(State* pool) noexcept nogil:
@@ -99,8 +77,6 @@ cdef void pool_free(State* pool) noexcept nogil:
     memset(s, 0, sizeof(Seqs))
     index_free(&pool.index)
     pool.indexed = False
-    xfree(pool.record.data)
-    memset(&pool.record, 0, sizeof(Record))
     xfree(pool.deferred)
     pool.deferred = NULL
     pool.num_deferred = pool.deferred_room = 0

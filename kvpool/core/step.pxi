@@ -74,9 +74,9 @@ cdef int check_writes(Step* p, const Seqs* s, Blocks* b, Event* event, int32_t s
     """Which blocks one row replaces and how many it appends, for `num_new` > 0 more tokens."""
     cdef const Seq* q = &s.seq[slot]
     cdef const int32_t* table = seq_table(s, slot)
-    cdef int64_t total = whole_blocks(b, q.num_tokens + num_new + b.block_size - 1)
-    cdef int64_t index = whole_blocks(b, q.num_tokens)
-    cdef int64_t offset = q.num_tokens - index * b.block_size
+    cdef int64_t total = whole_blocks(b, q.kv_len + num_new + b.block_size - 1)
+    cdef int64_t index = whole_blocks(b, q.kv_len)
+    cdef int64_t offset = q.kv_len - index * b.block_size
     while index < total and index < q.num_blocks:
         if not writable(b, table[index], offset):
             if log_replacement(p, b, event.row, <int32_t>index, table[index], <int32_t>offset) != OK:
@@ -97,8 +97,8 @@ cdef int check_row(Step* p, const Seqs* s, Blocks* b, Event* event, Py_ssize_t i
     event.served = 1
     if new < 0:
         return refused(v, NEGATIVE_NEW, i, new, 0, 0, 0)
-    if new > limits.seq_tokens - q.num_tokens:
-        return refused(v, SEQ_TOO_LONG, i, new if new > INT64_MAX - q.num_tokens else q.num_tokens + new, 0,
+    if new > limits.seq_tokens - q.kv_len:
+        return refused(v, SEQ_TOO_LONG, i, new if new > INT64_MAX - q.kv_len else q.kv_len + new, 0,
                        limits.seq_tokens, 0)
     if new and check_writes(p, s, b, event, slot, new) != OK:
         return refused(v, NO_MEMORY, i, p.log_room, 0, 0, 0)
@@ -132,7 +132,7 @@ cdef Py_ssize_t check_simple(const Seqs* s, const Blocks* b, const int64_t* hand
         tail = &block[q.tail]
         if (tail.refcount ^ 1) | tail.hold | tail.committed:
             break
-        if narrow and (q.num_tokens >= seq_tokens or q.num_blocks > table_width):
+        if narrow and (q.kv_len >= seq_tokens or q.num_blocks > table_width):
             break
         q.mark = stamp
         first += 1
@@ -230,10 +230,10 @@ cdef int step_check_unshare(Step* p, Seqs* s, Blocks* b, const Ints* handles, co
             return refused(v, DUPLICATE_HANDLE, i, q.handle, 0, 0, 0)
         s.seq[slot].mark = s.stamp
         length = ints_at(lens, i)
-        if length < 0 or length > q.num_tokens:
-            return refused(v, BAD_LENGTH, i, length, 0, q.num_tokens, 0)
-        if q.num_tokens > limits.seq_tokens:
-            return refused(v, SEQ_TOO_LONG, i, q.num_tokens, 0, limits.seq_tokens, 0)
+        if length < 0 or length > q.kv_len:
+            return refused(v, BAD_LENGTH, i, length, 0, q.kv_len, 0)
+        if q.kv_len > limits.seq_tokens:
+            return refused(v, SEQ_TOO_LONG, i, q.kv_len, 0, limits.seq_tokens, 0)
         if q.num_blocks > limits.table_width:
             return refused(v, TABLE_TOO_WIDE, i, q.num_blocks, 0, limits.table_width, 0)
         event = &p.event[i]
@@ -244,7 +244,7 @@ cdef int step_check_unshare(Step* p, Seqs* s, Blocks* b, const Ints* handles, co
         index = seq_rewritten(s, b, slot, first, length, 0)
         while index >= 0:
             if log_replacement(p, b, i, index, seq_table(s, slot)[index], <int32_t>min(
-                    b.block_size, q.num_tokens - index * b.block_size)) != OK:
+                    b.block_size, q.kv_len - index * b.block_size)) != OK:
                 return refused(v, NO_MEMORY, i, p.log_room, 0, 0, 0)
             event.replaced += 1
             index = seq_rewritten(s, b, slot, first, length, index + 1)
@@ -296,13 +296,13 @@ cdef void commit_blocks(Step* p, Seqs* s, Blocks* b, const Event* event, int32_t
         s.sum_blocks += event.appended
     if event.replaced or event.appended:
         seq_new_version(s, q)
-    q.num_tokens += event.q_len
+    q.kv_len += event.q_len
     seq_refresh(s, b, slot)
 
 
 cdef int64_t last_slot(const Seqs* s, const Blocks* b, int32_t slot) noexcept nogil:
     """Where the last token of a sequence is, -1 for an empty one."""
-    cdef int64_t position = s.seq[slot].num_tokens - 1
+    cdef int64_t position = s.seq[slot].kv_len - 1
     cdef int64_t index = whole_blocks(b, position)
     return (seq_table(s, slot)[index] - index) * b.block_size + position if position >= 0 else -1
 
@@ -321,8 +321,8 @@ cdef void commit_simple(Step* p, Seqs* s, Blocks* b, const int64_t* handles, int
         q = &seq[handles[i] & (MAX_SEQS - 1)]
         slot[i] = q.next_slot
         q.next_slot += 1
-        q.num_tokens += 1
-        length[i] = q.num_tokens
+        q.kv_len += 1
+        length[i] = q.kv_len
         version[i] = q.version
         if step_id:
             p.prev_step[i] = q.last_step
@@ -353,13 +353,13 @@ cdef void step_commit(Step* p, Seqs* s, Blocks* b, const int64_t* handles, bint 
         p.uniform &= event.q_len == 1
         q = &s.seq[slot]
         p.slot[i] = last_slot(s, b, slot)
-        p.length[i] = q.num_tokens
+        p.length[i] = q.kv_len
         p.version[i] = q.version
         p.prev_step[i] = q.last_step
         q.last_step = step_id
         if event.q_len != 1:
             b.digest = mix(b.digest, (<uint64_t>event.q_len << 1) | event.served)
-        b.digest = mix(b.digest, <uint64_t>untagged(handles[i]) ^ (<uint64_t>q.num_tokens << 20))
+        b.digest = mix(b.digest, <uint64_t>untagged(handles[i]) ^ (<uint64_t>q.kv_len << 20))
     commit_simple(p, s, b, handles, done, p.num_rows, step_id)
     s.sum_tokens += p.num_tokens
 
@@ -452,7 +452,7 @@ cdef void rollback_row(Seqs* s, Blocks* b, int32_t slot, int32_t q_len, int32_t 
     cdef Seq* q = &s.seq[slot]
     cdef int32_t* table = seq_table(s, slot)
     cdef int32_t k
-    q.num_tokens -= q_len
+    q.kv_len -= q_len
     s.sum_tokens -= q_len
     q.num_blocks -= appended
     s.sum_blocks -= appended

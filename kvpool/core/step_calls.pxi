@@ -33,7 +33,6 @@ cdef int pool_step(State* pool, Plan plan, const Ints* rows, const Ints* new, bi
                    pad_rows, int64_t pad_tokens, Verdict* v) noexcept nogil:
     """Judge a step, and carry it out."""
     cdef Limits limits
-    cdef uint32_t* word = NULL
     cdef int status
     if plan.step.pending:
         return refused(v, PLAN_PENDING, -1, plan.step.id, 0, 0, 0)
@@ -48,11 +47,7 @@ cdef int pool_step(State* pool, Plan plan, const Ints* rows, const Ints* new, bi
     if status != OK:
         step_undo_check(&plan.step, &pool.blocks, 0)
         return status
-    if pool.record.data != NULL:
-        word = plan.write_step(&pool.record, rows, new, advance, partial)
     carry_out(pool, plan, <const int64_t*>rows.data, advance, pad_rows, max(pad_tokens, <int64_t>0))
-    if pool.record.data != NULL:
-        record_end(&pool.record, word, pool.blocks.digest)
     return OK
 
 
@@ -115,7 +110,6 @@ cdef int pool_done(State* pool, Plan plan, void** passed, int32_t room, int32_t*
         add_reference(p.plan)
         pass_step(pool, p)
         p = pool.pending.oldest
-    record_one(&pool.record, OP_DONE, plan.record_number, pool.blocks.digest)
     return OK
 
 
@@ -152,7 +146,6 @@ cdef int pool_rollback(State* pool, Plan plan, Verdict* v) noexcept nogil:
     step_rollback(p, &pool.seqs, &pool.blocks)
     wire_forget(&plan.wire, p.num_rows, False, False)
     pending_settle(&pool.pending, p, &pool.blocks)
-    record_one(&pool.record, OP_ROLLBACK, plan.record_number, pool.blocks.digest)
     return OK
 
 
@@ -175,7 +168,6 @@ cdef int32_t pool_reset(State* pool, void** plans) noexcept nogil:
     seqs_reset(&pool.seqs)
     blocks_reset(&pool.blocks)
     pool.blocks.digest = mix(pool.blocks.digest, OP_RESET)
-    record_start(pool)
     return count
 
 

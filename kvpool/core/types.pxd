@@ -66,7 +66,7 @@ cdef struct Verdict:            # why a call is refused: what the text of the ex
     int64_t other
     int64_t needed              # OUT_OF_BLOCKS: blocks, of all rows
     int64_t short_by
-    int64_t free
+    int64_t blank
     int64_t evictable
     int64_t limbo
 
@@ -99,6 +99,7 @@ cdef enum:                      # first word of every digest entry: which call i
     OP_RELEASE
     OP_MARK_CACHED
     OP_UNCACHE
+    OLDEST = 1 << 8             # beside OP_RELEASE: committed blocks are evicted before all others
 
 
 cdef inline int refused(Verdict* v, int reason, Py_ssize_t row, int64_t value, int64_t low, int64_t high,

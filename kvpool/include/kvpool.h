@@ -88,7 +88,7 @@ typedef struct kvpool_array { /* the part of an array that the last step filled,
 typedef struct kvpool_stats { /* blocks, but for the last three; see kvpool.PoolStats */
     int64_t num_blocks;
     int64_t reserved;
-    int64_t free;
+    int64_t free; /* blank ones: without a reference and without content. Evictable ones are not among them */
     int64_t evictable;
     int64_t limbo;
     int64_t used;
@@ -134,6 +134,7 @@ typedef struct kvpool_api {
     int (*array)(kvpool_plan *plan, int32_t name, kvpool_array *array);
     int (*table)(kvpool_pool *pool, int64_t handle, const int32_t **blocks, int64_t *n);
     int (*num_tokens)(kvpool_pool *pool, int64_t handle, int64_t *tokens);
+    /* Blank blocks, as kvpool_stats.free; an allocation can also get the evictable ones. */
     int (*num_free)(kvpool_pool *pool, int64_t *blocks);
     int (*stats)(kvpool_pool *pool, kvpool_stats *stats, int64_t size);
     int (*digest)(kvpool_pool *pool, uint64_t *digest);

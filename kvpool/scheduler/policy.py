@@ -43,7 +43,7 @@ def make_room(core: Core, probe: object) -> DecodeBatch:
             raise OutOfBlocks(
                 f"[schedule] request {victim.group.id!r} runs alone and finds no block: "
                 f"{stats.used} of {stats.num_blocks - stats.reserved} are in use, others of the pool hold some",
-                free=stats.free,
+                blank=stats.blank,
                 evictable=stats.evictable,
                 limbo=stats.limbo,
             )
@@ -217,7 +217,7 @@ def make_way(core: Core) -> None:
             f"[schedule] request {core.rows.sequence(running[0]).group.id!r} runs alone and finds no blocks for the "
             f"copies that eviction needs: {stats.used} of {stats.num_blocks - stats.reserved} are in use, others of "
             f"the pool hold some",
-            free=stats.free,
+            blank=stats.blank,
             evictable=stats.evictable,
             limbo=stats.limbo,
         )

@@ -484,7 +484,7 @@ class Core:
     def available(self) -> int:
         """Return the number of blocks that a call could take."""
         stats = self.pool.stats()
-        return stats.free + stats.evictable
+        return stats.free
 
     def blocks(self, tokens: int) -> int:
         """Return the number of blocks for `tokens` tokens."""

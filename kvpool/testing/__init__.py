@@ -2,6 +2,7 @@
 
 - `ModelPool`, `ModelPlan` (`kvpool.testing.model`): the core's contract in plain Python.
 - `kvpool.testing.conformance`: what every backend has to pass.
+- `RecordedPool` (`kvpool.testing.recorded`): a pool that keeps its calls; `kvpool.testing.rerun` makes them again.
 - `TokenModel`, `TokenMemory` (`kvpool.testing.token_model`): a language model that costs nothing, exact about what its
   KV cache holds; for engines and schedulers.
 """
@@ -14,10 +15,11 @@ from typing import Any
 _WHERE = {
     "ModelPool": "model",
     "ModelPlan": "model",
+    "RecordedPool": "recorded",
     "TokenMemory": "token_model",
     "TokenModel": "token_model",
 }
-__all__ = ["ModelPlan", "ModelPool", "TokenMemory", "TokenModel"]
+__all__ = ["ModelPlan", "ModelPool", "RecordedPool", "TokenMemory", "TokenModel"]
 
 
 def __getattr__(name: str) -> Any:

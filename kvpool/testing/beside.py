@@ -92,7 +92,7 @@ def _outcome(call: Callable, side: Side) -> tuple[Any, Exception | None]:
         return None, error
 
 
-_NUMBERS = ("needed", "short_by", "row", "free", "evictable", "limbo")
+_NUMBERS = ("needed", "short_by", "row", "blank", "evictable", "limbo")
 
 
 def _same_error(got: Exception, want: Exception) -> bool:

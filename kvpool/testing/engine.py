@@ -87,7 +87,7 @@ class RandomEngine:
     def _end(self) -> None:
         self.pool.close(list(self.history))
         stats = self.pool.stats()
-        assert stats.free == stats.num_blocks - stats.reserved, f"blocks leaked: {stats} (seed {self.seed})"
+        assert stats.blank == stats.num_blocks - stats.reserved, f"blocks leaked: {stats} (seed {self.seed})"
         self.pool.check()
         self.pool.shutdown()
 

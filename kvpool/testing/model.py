@@ -426,7 +426,7 @@ class ModelPool(PrefixModel):
         return PoolStats(
             num_blocks=self.num_blocks,
             reserved=self.options.reserved_blocks,
-            free=len(self._blank),
+            blank=len(self._blank),
             evictable=len(self._lru),
             limbo=len(self._limbo),
             used=self._used(),

@@ -253,7 +253,7 @@ class BlockModel:
             short_by=short_by,
             row=row,
             handle=handle,
-            free=len(self._blank),
+            blank=len(self._blank),
             evictable=len(self._lru) - lost,
             limbo=len(self._limbo),
         )

@@ -152,8 +152,8 @@ def _length_kept(pool, kept, plan, *_):
     if p.step.num_rows:
         slot = slot_of(p.step.handle[0])
         if o.s.seq[slot].handle == p.step.handle[0] and (
-                o.s.seq[slot].num_tokens < o.s.seq[slot].num_blocks * o.b.block_size):
-            o.s.seq[slot].num_tokens += 1
+                o.s.seq[slot].kv_len < o.s.seq[slot].num_blocks * o.b.block_size):
+            o.s.seq[slot].kv_len += 1
             o.s.sum_tokens += 1
             seq_refresh(o.s, o.b, slot)
 
@@ -163,7 +163,7 @@ def _rotate_table(pool, handle, length):
     cdef _Opened o = _Opened(pool)
     cdef int32_t slot = o.find(handle), n, keep
     cdef int32_t* table
-    if slot >= 0 and type(length) is int and 0 <= length <= o.s.seq[slot].num_tokens:
+    if slot >= 0 and type(length) is int and 0 <= length <= o.s.seq[slot].kv_len:
         n = o.s.seq[slot].num_blocks
         keep = <int32_t>((length + o.b.block_size - 1) // o.b.block_size)
         table = seq_table(o.s, slot)
@@ -187,7 +187,7 @@ def _reservation_lost(pool, kept, plan, *_):
     cdef Seq* q
     if p.step.num_rows:
         q = &o.s.seq[slot_of(p.step.handle[0])]
-        if q.num_blocks * o.b.block_size - q.num_tokens >= o.b.block_size:
+        if q.num_blocks * o.b.block_size - q.kv_len >= o.b.block_size:
             q.num_blocks -= 1
             o.s.sum_blocks -= 1
             blocks_unref(o.b, seq_table(o.s, slot_of(p.step.handle[0]))[q.num_blocks])
@@ -317,7 +317,7 @@ def _take_roots(pool, *_):
     if not p.state.indexed or p.state.index.ring.limit:
         return {}
     return {slot: p.state.seqs.prefix[slot].root for slot in range(p.state.seqs.max_seqs)
-            if p.state.seqs.seq[slot].handle >= 0 and p.state.seqs.seq[slot].num_tokens == 0}
+            if p.state.seqs.seq[slot].handle >= 0 and p.state.seqs.seq[slot].kv_len == 0}
 
 
 def _put_roots(pool, kept, *_):

@@ -46,9 +46,9 @@ cdef int compare_sequences(const Seqs* q, const Books* b, Finding* f) noexcept n
         if (seq.handle & LOCAL) != line.handle or seq.handle < 0:
             return found(f, b"pool.is_open(%lld) is %lld%lld, not %lld", line.handle, 0, 0, 1)
         if differs(f, b"pool.num_tokens(%lld)%lld is %lld, not %lld", line.handle, -1,
-                   seq.num_tokens + q.life[slot].evicted, line.length + line.evicted):
+                   seq.kv_len + q.life[slot].evicted, line.length + line.evicted):
             return -1
-        if differs(f, b"pool.kv_len(%lld)%lld is %lld, not %lld", line.handle, -1, seq.num_tokens, line.length):
+        if differs(f, b"pool.kv_len(%lld)%lld is %lld, not %lld", line.handle, -1, seq.kv_len, line.length):
             return -1
         if differs(f, b"pool.capacity(%lld)%lld is %lld, not %lld", line.handle, -1,
                    seq.num_blocks * b.block_size, line.blocks * b.block_size):
@@ -67,7 +67,7 @@ cdef int compare_sequences(const Seqs* q, const Books* b, Finding* f) noexcept n
 
 cdef int compare_counters(const Blocks* o, const Seqs* q, int64_t pending, const Books* b, Finding* f) noexcept nogil:
     """What `stats` says."""
-    if (differs(f, b"pool.stats().free%lld%lld is %lld, not %lld", -1, -1, o.num_blank, b.num_blank)
+    if (differs(f, b"pool.stats().blank%lld%lld is %lld, not %lld", -1, -1, o.num_blank, b.num_blank)
             or differs(f, b"pool.stats().evictable%lld%lld is %lld, not %lld", -1, -1, o.lru.size, b.lru.size)
             or differs(f, b"pool.stats().limbo%lld%lld is %lld, not %lld", -1, -1, o.limbo.size, b.limbo.size)
             or differs(f, b"pool.stats().used%lld%lld is %lld, not %lld", -1, -1, o.num_used, b.used)

@@ -304,7 +304,7 @@ def too_many(machine: PoolMachine, pick: int) -> Call:
     """More blocks or sequences than there are."""
     oracle = machine.pair.oracle.pool
     stats = oracle.stats()  # drains, as the calls below will
-    available, tokens = stats.free + stats.evictable, oracle.block_size
+    available, tokens = stats.free, oracle.block_size
     row = machine.opened()[:1] or machine.dead[:1]
     calls: tuple[Call, ...] = (
         lambda side: side.pool.blocks.alloc(available + 1 + pick),

@@ -1,4 +1,4 @@
-"""Mutants of what a judge of results is not asked about: it reads no digest, no counter, no record and no error text.
+"""Mutants of what a judge of results is not asked about: it reads no digest, no counter and no error text.
 
 Any recording sees them all the same: the first score has them, the second leaves them out.
 """
@@ -17,14 +17,12 @@ FUNCTIONS = {
         r"|check_(?:free_slots|pending)|_corrupt)$"
     ),
     "statistics": re.compile(r"(?:\w*stats|refcount_histogram|count_references|index_nbytes|num_free)$"),
-    "recording": re.compile(r"(?:_?record\w*|write_step|number_in)$"),
     "error texts": re.compile(r"(?:show|out_of_blocks|refuse|blocks_short|__repr__|failed|error_message)$"),
-    "digest": re.compile(r"(?:digest|_set_digest|mix|mix_tokens|mix_bytes)$"),
+    "digest": re.compile(r"(?:digest|mix|mix_tokens|mix_bytes)$"),
 }
 #: Why -> what statements mention.
 STATEMENTS = {
     "digest": re.compile(r"\bdigest\b|^(?:cdef uint64_t )?h = mix|^return mix"),
-    "recording": re.compile(r"\brecord(?:_\w+)?\b|\bword\b"),
     "statistics": re.compile(
         r"\b(?:peak_used|allocs|evictions|revivals|reuse_gap|cow_copies|cow_tokens|queries|query_tokens|hit_tokens|"
         r"inserted|duplicates|num_shared|evicted_tokens|sum_tokens|sum_blocks)\b"
@@ -38,8 +36,6 @@ REFUSALS = {"refused": 2, "blocks_short": 2}
 
 def aside(function: Function, source: str) -> str:
     """Why a mutant is left to recordings, "" if the judge is asked."""
-    if function.file.startswith("record."):
-        return "recording"
     for why, pattern in FUNCTIONS.items():
         if pattern.match(function.name):
             return why

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import random
 from collections.abc import Callable
@@ -266,8 +265,6 @@ class Engine:
                 tried(pool.step, self.plan, [self.row], 1 + turn % 3)
         self.known &= {n for n in self.known if n not in self.blanked()}
         asked(pool, blocks, self.number)
-        with contextlib.suppress(AttributeError):  # of models
-            pool._recorded()
 
     def blanked(self) -> set[int]:
         """Blocks that hold nothing."""

@@ -40,7 +40,7 @@ class Poker:
 
 def rich_states(Pool: Any, Plan: Any) -> Iterator[tuple[Any, list[Any]]]:
     """Pools with something of everything, and what keeps them so."""
-    pool = Pool(40, 4, max_seqs=8, prefix_cache=True, events=40, record=4096)
+    pool = Pool(40, 4, max_seqs=8, prefix_cache=True, events=40)
     plans = [Plan(pool, 6, 40, formats=("block_tables",)) for _ in range(3)]
     text = np.arange(14, dtype=np.int32)
     first = prompts(pool, plans[0], [text, text + 1, text[:9] + 2], keep=True)

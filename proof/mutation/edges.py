@@ -157,81 +157,42 @@ def fewer_rows_with_several_tokens(Pool: Any, Plan: Any) -> None:
 
 
 @core_only
-def calls_without_rows_that_are_recorded(Pool: Any, Plan: Any) -> None:
+def calls_without_rows(Pool: Any, Plan: Any) -> None:
     """A step of no sequence is a call all the same; a batch of none says so."""
-    for record in (1 << 12, 300, 120):
-        pool = Pool(40, 2, max_seqs=6, record=record)
-        plan = Plan(pool, 4, 20, formats=("block_tables",))
-        for new in ([], 0, 1):
-            tried(pool.step, plan, [], new)
-            if plan.is_pending:
-                pool.done(plan)
-            pool._recorded()
-            row = pool.open()
-            grown(pool, plan, [row], 3)
-            tried(pool.truncate, [], new)
-            pool.close_finished([row], [False])
-            pool.close([])
-            pool.blocks.incref(np.empty(0, np.int32))
-            pool._recorded()
-        pool.shutdown()
+    pool = Pool(40, 2, max_seqs=6)
+    plan = Plan(pool, 4, 20, formats=("block_tables",))
+    for new in ([], 0, 1):
+        tried(pool.step, plan, [], new)
+        if plan.is_pending:
+            pool.done(plan)
+        row = pool.open()
+        grown(pool, plan, [row], 3)
+        tried(pool.truncate, [], new)
+        pool.close_finished([row], [False])
+        pool.close([])
+        pool.blocks.incref(np.empty(0, np.int32))
+    pool.shutdown()
 
 
 @core_only
-def calls_that_are_recorded(Pool: Any, Plan: Any) -> None:
-    """Rings that hold all calls, those of the last half, or less than one call."""
-    for record in (1 << 16, 1496, 400, 200, 130, 116, 64, 24):
-        pool = Pool(300, 2, max_seqs=70, record=record)
-        plan = Plan(pool, 70, 200, formats=("block_tables",))
-        rows = pool.blocks.alloc(70)
-        for n in (1, 3, 1, 2, 66):
-            handles = [pool.open(size) for size in (0, 3, 150)[: 1 + n % 3]] + pool.fork(pool.open(2), n).tolist()
-            pool._recorded()
-            for new in (1, [1] * (len(handles) - 1) + [2], 1, 0):
-                pool.step(plan, handles, new)
-                pool.done(plan)
-                pool._recorded()
-            pool.truncate(handles, [0] * len(handles))
-            pool._recorded()
-            pool.close(handles)
-            pool._recorded()
-            pool.close_finished([pool.open(1), pool.open(5)], [True, False])
-            pool.blocks.incref(rows[:n])
-            pool.blocks.decref(rows[:n])
-            pool.blocks.incref(int(rows[0]))
-            pool._recorded()
-            pool.reset()
-            rows = pool.blocks.alloc(70)
-        pool._recorded()
-        pool.shutdown()
-    pool = Pool(40, 1 << 22, max_seqs=4, record=4096)
-    plan = Plan(pool, 1, 1 << 22, formats=("block_tables",))
-    for lens in ([3 << 20], 5 << 19, 1 << 20, 0):
-        handle = pool.open()
-        pool.step(plan, [handle], 3 << 20)
-        pool.done(plan)
-        pool.truncate([handle], lens)
-        pool._recorded()
-        pool.close(handle)
-        pool._recorded()
-    pool.shutdown()
-    pool = Pool(40, 1 << 30, max_seqs=4, record=1 << 12)
-    plan = Plan(pool, 2, (1 << 31) - 1, formats=("block_tables",))
-    for most, steps in (((1 << 29) + 3, 1), ((1 << 29) + 2, 1), ((1 << 30) - 1, 1), ((1 << 30) - 1, 5)):
-        pair = [pool.open(), pool.open()]
-        for _ in range(steps):
-            pool.step(plan, pair, [most, most - 3])
+def calls_with_many_rows(Pool: Any, Plan: Any) -> None:
+    """Steps, shortenings and ends of few and of many rows, from one reset to the next."""
+    pool = Pool(300, 2, max_seqs=70)
+    plan = Plan(pool, 70, 200, formats=("block_tables",))
+    rows = pool.blocks.alloc(70)
+    for n in (1, 3, 1, 2, 66):
+        handles = [pool.open(size) for size in (0, 3, 150)[: 1 + n % 3]] + pool.fork(pool.open(2), n).tolist()
+        for new in (1, [1] * (len(handles) - 1) + [2], 1, 0):
+            pool.step(plan, handles, new)
             pool.done(plan)
-        pool._recorded()
-        pool.truncate(pair, steps * (most - 3))  # what one word says, and what takes two
-        pool._recorded()
-        third = pool.open()
-        pool.truncate([*pair, third], [steps * (most - 4), 7, 0])
-        pool._recorded()
-        pool.close(third)
-        pool.truncate(pair, [5, 6])
-        pool.close(pair)
-        pool._recorded()
+        pool.truncate(handles, [0] * len(handles))
+        pool.close(handles)
+        pool.close_finished([pool.open(1), pool.open(5)], [True, False])
+        pool.blocks.incref(rows[:n])
+        pool.blocks.decref(rows[:n])
+        pool.blocks.incref(int(rows[0]))
+        pool.reset()
+        rows = pool.blocks.alloc(70)
     pool.shutdown()
 
 

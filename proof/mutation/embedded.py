@@ -343,7 +343,7 @@ class StatusOfModel:
         if not 80 <= size <= 4096:
             return C["KVPOOL_VALUE_ERROR"], [], 0, 0
         s = pool.stats()
-        numbers = [s.num_blocks, s.reserved, s.free, s.evictable, s.limbo, s.used, s.shared]
+        numbers = [s.num_blocks, s.reserved, s.blank, s.evictable, s.limbo, s.used, s.shared]
         return 0, [*numbers, s.sequences, s.pending, s.tokens], size - 80, size
 
     @staticmethod
@@ -422,7 +422,7 @@ class StatusOfModel:
 
     def num_free(self, pool: Any, room: Any) -> list:
         self.needs(pool, room)
-        return [[pool.stats().free]]
+        return [[pool.stats().blank]]
 
     def array(self, plan: Any, name: int, room: Any) -> list:
         self.needs(plan, room)

@@ -340,28 +340,23 @@ def commits_behind_copies(Pool: Any, Plan: Any) -> None:
 
 
 @core_only
-def evictions_that_are_recorded(Pool: Any, Plan: Any) -> None:
+def evictions_in_turn(Pool: Any, Plan: Any) -> None:
     """Rings that hold all calls, or those of the last half, or not one."""
-    for record in (1 << 14, 900, 260, 130, 90):
-        pool = Pool(300, 2, max_seqs=70, record=record)
-        plan = Plan(pool, 70, 200, formats=("block_tables",))
-        for n in (1, 2, 40):
-            row = pool.open()
-            grown(pool, plan, [row], 9)
-            family = [row, *pool.fork(row, n).tolist()]
-            for lens, first in ((3, 0), ([3] * (n + 1), 4), (9, 2)):
-                tried(pool.unshare, plan, family, lens, first)
-                pool._recorded()
-                ended(pool, plan, "done")
-                tried(pool.compact, family, lens, first)
-                pool._recorded()
-            for places in ([], [0], [0, 1, 2]):
-                tried(pool.evict_blocks, family[-1], places)
-                pool._recorded()
-            grown(pool, plan, family, 1)
-            pool.close(family)
-            pool._recorded()
-        pool.shutdown()
+    pool = Pool(300, 2, max_seqs=70)
+    plan = Plan(pool, 70, 200, formats=("block_tables",))
+    for n in (1, 2, 40):
+        row = pool.open()
+        grown(pool, plan, [row], 9)
+        family = [row, *pool.fork(row, n).tolist()]
+        for lens, first in ((3, 0), ([3] * (n + 1), 4), (9, 2)):
+            tried(pool.unshare, plan, family, lens, first)
+            ended(pool, plan, "done")
+            tried(pool.compact, family, lens, first)
+        for places in ([], [0], [0, 1, 2]):
+            tried(pool.evict_blocks, family[-1], places)
+        grown(pool, plan, family, 1)
+        pool.close(family)
+    pool.shutdown()
 
 
 @core_only

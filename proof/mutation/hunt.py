@@ -20,7 +20,6 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,11 +123,9 @@ def record(tapes: int, seed: int, quick: bool = False) -> Iterator[Tape]:
     tape = taped("blocks_by_name", core, blocks_by_name)
     judge(tape, taped("the same", model, blocks_by_name))
     yield tape
-    for size in (0, 1 << 13, 200):
-        pools = {"Pool": partial(pool_of, record=size)}
-        tape = taped(f"blocks_of_an_engine, record {size}", core | pools, blocks_of_an_engine)
-        judge(tape, taped("the same", model, blocks_of_an_engine))
-        yield tape
+    tape = taped("blocks_of_an_engine", core, blocks_of_an_engine)
+    judge(tape, taped("the same", model, blocks_of_an_engine))
+    yield tape
     for program, of_core, of_model in strained.programs():
         tape = taped(program.__name__, core | of_core, program)
         judge(tape, taped("the same", model | of_model, program))

@@ -386,37 +386,29 @@ def slots_to_the_last_of_32_bits(Pool: Any, Plan: Any) -> None:
 
 
 @core_only
-def steps_that_are_recorded(Pool: Any, Plan: Any) -> None:
+def steps_on_the_same_rows(Pool: Any, Plan: Any) -> None:
     """Reservations, partial and padded steps, ends of each kind; the same rows again, and others."""
-    for record in (1 << 13, 400, 212, 150, 100):
-        pool = Pool(24, 2, max_seqs=8, record=record, prefix_cache=True)
-        plan, other = Plan(pool, 6, 60, formats=("block_tables",)), Plan(pool, 6, 60, formats=("block_tables",))
-        for turn in range(3):
-            rows = [pool.open() for _ in range(5)]
-            for new in (1, 2, [1, 1, 1, 1, 1], [1, 1, 1, 1, 30], 1):
-                for batch in (rows, rows, rows[:1], rows[:1], rows[1:2], rows[:2], rows[:3:2], rows[::-1]):
-                    given = new if isinstance(new, int) else new[: len(batch)]
-                    for how in ("done", "rollback"):
-                        tried(pool.reserve, other, batch, given)
-                        pool._recorded()
-                        tried(pool.step, plan, batch, given, partial=how == "done")
-                        pool._recorded()
-                        for every in (plan, other):
-                            ended(pool, every, how)
-                            pool._recorded()
-            pool.step(plan, rows[:1], 0)
-            tried(pool.unshare, other, rows[:2], [1, 0], turn)
-            pool._recorded()
-            ended(pool, other, "rollback")
-            pool._recorded()
-            for places in ([0], [0, 2], [0]):
-                tried(pool.evict_blocks, rows[4], places)
-                pool._recorded()
-            if turn:
-                pool.close(rows)
-            pool.reset()
-            pool._recorded()
-        pool.shutdown()
+    pool = Pool(24, 2, max_seqs=8, prefix_cache=True)
+    plan, other = Plan(pool, 6, 60, formats=("block_tables",)), Plan(pool, 6, 60, formats=("block_tables",))
+    for turn in range(3):
+        rows = [pool.open() for _ in range(5)]
+        for new in (1, 2, [1, 1, 1, 1, 1], [1, 1, 1, 1, 30], 1):
+            for batch in (rows, rows, rows[:1], rows[:1], rows[1:2], rows[:2], rows[:3:2], rows[::-1]):
+                given = new if isinstance(new, int) else new[: len(batch)]
+                for how in ("done", "rollback"):
+                    tried(pool.reserve, other, batch, given)
+                    tried(pool.step, plan, batch, given, partial=how == "done")
+                    for every in (plan, other):
+                        ended(pool, every, how)
+        pool.step(plan, rows[:1], 0)
+        tried(pool.unshare, other, rows[:2], [1, 0], turn)
+        ended(pool, other, "rollback")
+        for places in ([0], [0, 2], [0]):
+            tried(pool.evict_blocks, rows[4], places)
+        if turn:
+            pool.close(rows)
+        pool.reset()
+    pool.shutdown()
 
 
 @scenario

@@ -277,36 +277,26 @@ def numbers_of_nodes(Pool: Any, Plan: Any) -> None:
 
 
 @core_only
-def prompts_that_are_recorded(Pool: Any, Plan: Any) -> None:
+def prompts_in_turn(Pool: Any, Plan: Any) -> None:
     """Opened, pinned, matched, committed, flushed: in rings that hold all of it, or the last half, or nothing."""
-    for record in (1 << 14, 1000, 300, 200, 120, 80, 40):
-        pool = Pool(60, 2, max_seqs=12, prefix_cache=True, record=record)
-        plan = Plan(pool, 4, 60, formats=("block_tables",))
-        for n, name in itertools.product((0, 1, 7, 20), (b"", b"abc", b"a longer name")):
-            text = np.arange(n, dtype=np.int32) * 3
-            row = pool.open(text, name)
-            pool._recorded()
-            if n:
-                grown(pool, plan, [row], n - pool.num_tokens(row))
-                pool.prefix.commit(row, text[pool.prefix.committed(row) :])
-                pool._recorded()
-            pins = [tried(pool.prefix.pin, text, name), tried(pool.open, 3)]
-            pool.prefix.match(text, name)
-            pool._recorded()
-            rows = [row, *pool.fork(row, 2).tolist()]
-            grown(pool, plan, rows, 3)
-            pool.prefix.commit(rows, np.arange(9, dtype=np.int32), None if n % 2 else [3, 3, 3])
-            pool._recorded()
-            for handle in rows:
-                pool.defer_close(handle)
-            pool._recorded()
-            pool.prefix.flush(name) if n % 2 else None
-            pool._recorded()
-            pool.close([handle for handle in pins if handle is not None])
-            pool.blocks.evict(3)
-            pool._recorded()
-        pool.prefix.flush()
-        pool._recorded()
-        pool.prefix.flush(b"nobody")
-        pool._recorded()
-        pool.shutdown()
+    pool = Pool(60, 2, max_seqs=12, prefix_cache=True)
+    plan = Plan(pool, 4, 60, formats=("block_tables",))
+    for n, name in itertools.product((0, 1, 7, 20), (b"", b"abc", b"a longer name")):
+        text = np.arange(n, dtype=np.int32) * 3
+        row = pool.open(text, name)
+        if n:
+            grown(pool, plan, [row], n - pool.num_tokens(row))
+            pool.prefix.commit(row, text[pool.prefix.committed(row) :])
+        pins = [tried(pool.prefix.pin, text, name), tried(pool.open, 3)]
+        pool.prefix.match(text, name)
+        rows = [row, *pool.fork(row, 2).tolist()]
+        grown(pool, plan, rows, 3)
+        pool.prefix.commit(rows, np.arange(9, dtype=np.int32), None if n % 2 else [3, 3, 3])
+        for handle in rows:
+            pool.defer_close(handle)
+        pool.prefix.flush(name) if n % 2 else None
+        pool.close([handle for handle in pins if handle is not None])
+        pool.blocks.evict(3)
+    pool.prefix.flush()
+    pool.prefix.flush(b"nobody")
+    pool.shutdown()

@@ -376,7 +376,6 @@ def words_about_pools(Pool: Any, Plan: Any, Wrong: Any) -> None:
     """What pools and plans show of themselves, and parameters that only the core has."""
     for name, values in {
         "seed": (-1, 2**63, "1", None),
-        "record": (-1, 0, 7, 8, (1 << 33) + 1),
         "_hash_bits": (-1, 65, 64),
     }.items():
         for value in values:

@@ -47,7 +47,7 @@ class Starving:
 
     def make(self, kind: str, *arguments: Any, **options: Any) -> None:
         """A pool or a plan, which goes at once."""
-        more = {"seed": 1, "record": 4096} if kind == "pool" else {}
+        more = {"seed": 1} if kind == "pool" else {}
         before = self._living()
         made = self._until_it_succeeds(lambda: CORE[kind](*arguments, **more | options))
         del made
@@ -81,8 +81,6 @@ class StarvingModel:
 
     def make(self, kind: str, *arguments: Any, **options: Any) -> None:
         """A pool or a plan, which goes at once."""
-        if 0 < options.pop("record", 0) < 8:
-            raise ValueError("record")
         made = MODEL[kind](*arguments, **options)
         if kind == "pool":
             made.shutdown()
@@ -109,8 +107,7 @@ class StarvingModel:
 def calls_without_memory(Pool: Any, Plan: Any, Starving: Any) -> None:
     """Pools, plans and calls for which the memory does not last at first: nothing is lost, nothing has changed."""
     starving = Starving()
-    for size in (0, 7, 8, 100):
-        tried(starving.make, "pool", 8, 2, record=size)
+    tried(starving.make, "pool", 8, 2)
     pool = Pool(20, 1, max_seqs=3, prefix_cache=True, events=9)
     plan, row = Plan(pool, 1, 9, formats=("block_tables",)), pool.open()
     pool.step(plan, [row], 9)

@@ -27,7 +27,7 @@ QUIET = {
 #: What the pool says of itself. The judge does not listen.
 OWN_WORD = {
     *("digest", "fingerprint", "check", "stats", "nbytes", "num_free", "refcount_histogram"),
-    *("_recorded", "_corrupt", "options"),
+    *("_corrupt", "options"),
 }
 TAG_SHIFT = 52
 LOCAL = (1 << TAG_SHIFT) - 1  # bits of a handle below its pool's tag

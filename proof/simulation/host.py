@@ -89,7 +89,7 @@ class Host:
             self.sent()
         stats = self.pool.stats()
         busy = (stats.used, stats.limbo, stats.sequences, stats.pending)
-        if any(busy) or stats.free + stats.evictable != stats.num_blocks - stats.reserved:
+        if any(busy) or stats.free != stats.num_blocks - stats.reserved:
             raise Violation(f"leak: (used, limbo, sequences, pending) = {busy} at idle, {stats}")
         self.pool.check()
         self.tally.reads = self.device.reads
@@ -101,7 +101,7 @@ class Host:
     def audit(self) -> None:
         """The books and the pool agree; every request whose work is executed reads what it wrote."""
         stats = self.pool.stats()
-        if stats.free + stats.evictable + stats.limbo + stats.used != stats.num_blocks - stats.reserved:
+        if stats.free + stats.limbo + stats.used != stats.num_blocks - stats.reserved:
             raise Violation(f"accounting: {stats}")
         if stats.sequences != len(self.running) + len(self.pins):
             raise Violation(f"{stats.sequences} sequences, {len(self.running)} run and {len(self.pins)} are pinned")

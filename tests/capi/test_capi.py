@@ -108,13 +108,6 @@ def test_c_calls_do_what_python_calls_do():
     c[0].check()
 
 
-def test_calls_are_recorded_as_those_of_python():
-    python, c = new(record=1 << 16), new(record=1 << 16)
-    for _ in zip(python_way(*python), c_way(*c), strict=True):
-        pass
-    assert c[0]._recorded() == python[0]._recorded()
-
-
 def test_stats_table_and_num_free_are_those_of_the_pool():
     pool, plan = new()
     handle = pool.open(PROMPT)

@@ -51,7 +51,7 @@ def test_values_are_those_of_the_pool_and_the_scheduler():
     scheduler.cancel(2)
     values = read(prometheus_text(pool, scheduler))
     stats, now = pool.stats(), scheduler.stats()
-    for state in ("free", "evictable", "limbo", "used", "reserved"):
+    for state in ("blank", "evictable", "limbo", "used", "reserved"):
         assert values["kvpool_blocks", (("state", state),)] == getattr(stats, state)
     blocks = [value for (name, _), value in values.items() if name == "kvpool_blocks"]
     assert sum(blocks) == pool.num_blocks == 20
@@ -65,7 +65,7 @@ def test_values_are_those_of_the_pool_and_the_scheduler():
 def test_a_pool_alone_has_no_requests():
     values = read(prometheus_text(kvpool.Pool(8, 4)))
     assert not any(name.startswith("kvpool_requests") for name, _ in values)
-    assert values["kvpool_blocks", (("state", "free"),)] == 7
+    assert values["kvpool_blocks", (("state", "blank"),)] == 7
 
 
 def test_metrics_that_are_named_are_left_out():
@@ -86,7 +86,7 @@ def test_labels_and_more_metrics_are_written_and_escaped():
     assert "# HELP mine a\\nb\\\\c\n" in text
     values = read(text)
     assert values["mine", (("model", 'a\\"b\\\\c\\nd'),)] == 2.5
-    assert values["kvpool_blocks", (("model", 'a\\"b\\\\c\\nd'), ("state", "free"))] == 7
+    assert values["kvpool_blocks", (("model", 'a\\"b\\\\c\\nd'), ("state", "blank"))] == 7
 
 
 def test_counters_never_shrink_and_large_ones_are_exact():

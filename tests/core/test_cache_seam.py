@@ -19,7 +19,7 @@ def test_committed_block_without_reference_is_evictable_not_free(make_pool):
     pool.blocks.mark_cached(1)
     pool.blocks.free([1, 2])
     stats = pool.stats()
-    assert (stats.free, stats.evictable, stats.used) == (4, 1, 0)
+    assert (stats.blank, stats.evictable, stats.used) == (4, 1, 0)
 
 
 def test_eviction_takes_the_oldest_release_first(make_pool):
@@ -130,7 +130,7 @@ def test_evicted_blocks_go_to_the_top_of_the_blank_stack(make_pool):
     cached(pool, [1, 2, 3])
     assert pool.blocks.evict(2) == 2  # 1 is cleared first, then 2: 2 lies on top
     stats = pool.stats()
-    assert (stats.free, stats.evictable) == (4, 1)
+    assert (stats.blank, stats.evictable) == (4, 1)
     assert pool.blocks.alloc(4).tolist() == [2, 1, 4, 5]
 
 
@@ -160,7 +160,7 @@ def test_taken_block_has_no_flags(make_pool):
     assert pool.blocks.alloc(2).tolist() == [1, 2]
     pool.blocks.free([1, 2])
     stats = pool.stats()
-    assert (stats.free, stats.evictable) == (2, 0)
+    assert (stats.blank, stats.evictable) == (2, 0)
 
 
 def test_block_is_noted_as_dropped_once_however_often_it_is_taken(make_pool):
@@ -311,6 +311,6 @@ def test_reset_notes_every_committed_block_as_dropped(make_pool):
     pool.blocks.free(1)
     pool.reset()
     stats = pool.stats()
-    assert (stats.free, stats.evictable, stats.used) == (5, 0, 0)
+    assert (stats.blank, stats.evictable, stats.used) == (5, 0, 0)
     assert sorted(pool.blocks.drain_evicted().tolist()) == [1, 3]
     assert pool.blocks.alloc(5).tolist() == [1, 2, 3, 4, 5]

@@ -131,7 +131,7 @@ def test_replaced_block_of_the_only_holder_is_held_then_free(make_pool, make_pla
     assert (stats.used, stats.limbo) == (2, 0)
     pool.done(plan)
     stats = pool.stats()
-    assert (stats.used, stats.limbo, stats.free) == (1, 0, 14)
+    assert (stats.used, stats.limbo, stats.blank) == (1, 0, 14)
     assert pool.blocks.alloc() == 1
 
 
@@ -309,7 +309,7 @@ def test_step_inside_a_reservation_cannot_run_out(make_pool, make_plan, grow):
     pool.reserve(reserve, [handle], 9)
     pool.done(reserve)
     pool.blocks.alloc(2)
-    assert pool.stats().free == 0
+    assert pool.stats().blank == 0
     for _ in range(9):
         pool.step(plan, [handle], 1)
         pool.done(plan)

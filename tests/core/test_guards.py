@@ -474,9 +474,9 @@ def test_stats_are_a_snapshot_that_cannot_be_written(make_pool):
     pool = make_pool()
     stats = pool.stats()
     with pytest.raises(AttributeError):
-        stats.free = 99
+        stats.blank = 99
     pool.blocks.alloc(3)
-    assert stats.free == 15 and pool.stats().free == 12
+    assert stats.blank == 15 and pool.stats().blank == 12
 
 
 def test_pool_shows_its_parameters(make_pool):

@@ -6,7 +6,7 @@ from kvpool import Pool
 from kvpool.errors import PoolClosed
 
 WRONG = [
-    *({"block_size": 0}, {"reserved_blocks": 99}, {"record": 3}, {"max_seqs": 0}, {"max_blocks_per_seq": 0}),
+    *({"block_size": 0}, {"reserved_blocks": 99}, {"max_seqs": 0}, {"max_blocks_per_seq": 0}),
     *({"watermark": 99}, {"seed": "x"}, {"prefix_cache": 1}, {"events": 5}, {"in_order": 3}, {"block_size": "4"}),
 ]
 

@@ -42,7 +42,7 @@ def test_model_fork_storm_has_the_golden_numbers() -> None:
 
     stats = pool.stats()
     assert (stats.allocs, stats.cow_copies, stats.cow_tokens, stats.peak_used) == (2 + 7 + 8, 7, 14, 17)
-    assert (stats.used, stats.free, stats.shared, stats.tokens, stats.capacity) == (17, 14, 1, 88, 96)
+    assert (stats.used, stats.blank, stats.shared, stats.tokens, stats.capacity) == (17, 14, 1, 88, 96)
     assert stats.fragmentation == pytest.approx(1 / 12)
     assert pool.blocks.refcount_histogram().tolist() == [14, 16, 0, 0, 0, 0, 0, 0, 1]
     pool.close(batch)  # the last one, [1, 2, 17], leaves 17, 2, 1; the one before, [1, 9, 16], left 16, 9
@@ -147,7 +147,7 @@ def test_model_refusal_leaves_the_state_and_says_who_is_short() -> None:
         pool.step(plan, [a, b], [8, 9])
     error = caught.value
     assert (error.needed, error.short_by, error.row, error.handle) == (5, 2, 1, b)
-    assert (error.free, error.evictable, error.limbo) == (3, 0, 0)
+    assert (error.blank, error.evictable, error.limbo) == (3, 0, 0)
     assert pool.fingerprint() == before
     pool.step(plan, [b, a], [9, 8], partial=True)
     assert plan.served.tolist() == [1, 0] and plan.cu_q_lens.tolist() == [0, 9, 9]

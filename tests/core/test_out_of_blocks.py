@@ -13,11 +13,11 @@ def leave(pool, blanks, cached=0):
         ids = pool.blocks.alloc(cached)
         pool.blocks.mark_cached(ids)
         pool.blocks.free(ids)
-    surplus = pool.stats().free - blanks
+    surplus = pool.stats().blank - blanks
     if surplus:
         pool.blocks.alloc(surplus)
     stats = pool.stats()
-    assert (stats.free, stats.evictable) == (blanks, cached)
+    assert (stats.blank, stats.evictable) == (blanks, cached)
 
 
 def assert_unchanged_when_short(pool, call, plan, *args, need, free, **options):
@@ -27,7 +27,7 @@ def assert_unchanged_when_short(pool, call, plan, *args, need, free, **options):
     error = caught.value
     assert str(error).startswith(f"[{call}] ")
     assert (error.needed, error.short_by) == (need, need - free)
-    assert error.free + error.evictable == free
+    assert error.blank + error.evictable == free
     assert (pool.fingerprint(), pool.digest()) == before
     assert not plan.is_pending
     return error
@@ -74,7 +74,7 @@ def test_alloc_and_open_at_every_free_level(make_pool, need):
             with pytest.raises(OutOfBlocks) as caught:
                 getattr(pool.blocks if call == "alloc" else pool, call)(n)
             error = caught.value
-            assert (error.needed, error.short_by, error.free) == (need, need - free, free)
+            assert (error.needed, error.short_by, error.blank) == (need, need - free, free)
             assert (error.row, error.handle) == (-1, -1)
             assert pool.fingerprint() == before
         pool.blocks.free(raw[free])
@@ -95,7 +95,7 @@ def test_copy_on_write_at_every_mix_of_blank_and_cached_blocks(make_pool, make_p
     cumulative = [2, 4, 5]
     if blanks + cached < 5:
         error = assert_unchanged_when_short(pool, "step", plan, rows, 4, need=5, free=blanks + cached)
-        assert (error.free, error.evictable) == (blanks, cached)
+        assert (error.blank, error.evictable) == (blanks, cached)
         assert error.row == next(i for i, c in enumerate(cumulative) if c > blanks + cached)
         assert error.handle == rows[error.row]
         assert pool.blocks.drain_evicted().shape == (0,)  # nothing was evicted in vain
@@ -200,7 +200,7 @@ def test_partial_serves_greedily_in_the_order_given(make_pool, make_plan, free):
         served.append(int(need <= left))
         left -= need * served[-1]
     assert plan.served.tolist() == served
-    assert pool.stats().free == left
+    assert pool.stats().blank == left
 
 
 def test_partial_skipped_holder_keeps_sharing_the_tail(make_pool, make_plan, grow):
@@ -259,10 +259,10 @@ def test_watermark_holds_back_open_but_never_growth(make_pool, make_plan, refuse
     with refused(pool, OutOfBlocks, "open") as caught:
         pool.open(1)
     error = caught.value
-    assert (error.needed, error.short_by, error.free) == (1, 1, 3)
+    assert (error.needed, error.short_by, error.blank) == (1, 1, 3)
     plan = make_plan(pool)
     pool.step(plan, [handle], 32)  # growth takes the last block
-    assert pool.stats().free == 0
+    assert pool.stats().blank == 0
 
 
 def test_watermark_counts_cached_blocks_as_available(make_pool):

@@ -19,7 +19,7 @@ def flight(make_pool, make_plan):
 
 def limbo(pool):
     stats = pool.stats()
-    return stats.limbo, stats.free
+    return stats.limbo, stats.blank
 
 
 # --- done -------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def test_limbo_blocks_are_not_available(flight):
     pool.close(old)
     with pytest.raises(MemoryError) as caught:
         pool.blocks.alloc()
-    assert (caught.value.free, caught.value.limbo, caught.value.needed) == (0, 4, 1)
+    assert (caught.value.blank, caught.value.limbo, caught.value.needed) == (0, 4, 1)
     assert pool.can([keep], 3) and not pool.can([keep], 4)
     pool.done(plan)
     assert pool.can([keep], 4)
@@ -244,14 +244,14 @@ def test_rollback_restores_lengths_tables_references_and_the_blank_stack(flight,
     parent = pool.open(12)
     grow(pool, parent, 6)
     rows = [parent, *map(int, pool.fork(parent, 2)), pool.open()]
-    before, free = snapshot(pool, rows), pool.stats().free
+    before, free = snapshot(pool, rows), pool.stats().blank
     pool.step(plan, rows, [1, 7, 9, 5])
     assert len(plan.copies) == 2
     assert snapshot(pool, rows) != before
     pool.rollback(plan)
     assert snapshot(pool, rows) == before
     stats = pool.stats()
-    assert (stats.free, stats.pending, stats.limbo) == (free, 0, 0)
+    assert (stats.blank, stats.pending, stats.limbo) == (free, 0, 0)
     assert not plan.is_pending
     pool.check()
     assert pool.blocks.alloc(3).tolist() == [4, 5, 6]
@@ -330,7 +330,7 @@ def test_rollback_only_of_the_newest(flight, refused):
         pool.rollback(a)
     pool.rollback(b)
     pool.rollback(a)
-    assert pool.num_tokens(handle) == 0 and pool.stats().free == 31
+    assert pool.num_tokens(handle) == 0 and pool.stats().blank == 31
 
 
 def test_rollback_of_a_plan_noted_done_is_refused(flight, refused):
@@ -423,7 +423,7 @@ def test_rollback_with_every_row_closed(flight, grow):
     pool.close(rows)
     pool.rollback(plan)
     stats = pool.stats()
-    assert (stats.used, stats.limbo, stats.free) == (0, 0, 31)
+    assert (stats.used, stats.limbo, stats.blank) == (0, 0, 31)
 
 
 def test_rollback_is_refused_while_a_child_forked_since_is_open(flight, refused):
@@ -490,7 +490,7 @@ def test_rollback_keeps_evicted_blocks_evicted(flight):
     assert pool.blocks.drain_evicted().tolist() == [1, 2]
     pool.rollback(plan)
     stats = pool.stats()
-    assert (stats.free, stats.evictable) == (2, 0)
+    assert (stats.blank, stats.evictable) == (2, 0)
 
 
 def test_truncate_of_a_row_is_legal_after_rollback(flight):

@@ -217,7 +217,7 @@ def test_formats_stay_right_over_many_random_steps(core, batch, make_plan):
         rng.shuffle(handles)
         for handle in handles[: rng.integers(0, 2)]:
             pool.truncate(handle, int(rng.integers(0, pool.num_tokens(handle) + 1)))
-        if (handles and len(handles) == 6) or pool.stats().free < 12:
+        if (handles and len(handles) == 6) or pool.stats().blank < 12:
             pool.close(handles.pop())
         elif rng.random() < 0.4:
             parent = handles[-1] if handles and rng.random() < 0.5 else None

@@ -8,7 +8,7 @@ from kvpool.errors import DoubleFree, OutOfBlocks
 
 def places(pool):
     stats = pool.stats()
-    return stats.free, stats.evictable, stats.limbo, stats.used
+    return stats.blank, stats.evictable, stats.limbo, stats.used
 
 
 def test_alloc_fresh_pool_hands_out_lowest_ids_first(make_pool):
@@ -218,7 +218,7 @@ def test_alloc_more_than_there_are_is_refused_with_the_numbers(make_pool, refuse
         pool.blocks.alloc(4)
     error = caught.value
     assert (error.needed, error.short_by, error.row, error.handle) == (4, 1, -1, -1)
-    assert (error.free, error.evictable, error.limbo) == (3, 0, 0)
+    assert (error.blank, error.evictable, error.limbo) == (3, 0, 0)
     assert pool.blocks.alloc(3).tolist() == [3, 4, 5]
 
 

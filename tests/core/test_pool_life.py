@@ -129,7 +129,7 @@ def test_reset_makes_every_handle_stale_and_every_block_free(make_pool, make_pla
     pool.reset()
     assert not any(pool.is_open(h) for h in handles)
     stats = pool.stats()
-    assert (stats.free, stats.used, stats.limbo, stats.sequences, stats.pending) == (15, 0, 0, 0, 0)
+    assert (stats.blank, stats.used, stats.limbo, stats.sequences, stats.pending) == (15, 0, 0, 0, 0)
     assert not plan.is_pending
     fresh = [pool.open(4) for _ in range(4)]
     assert [h & 0xFFFFF for h in fresh] == [0, 1, 2, 3]

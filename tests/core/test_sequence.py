@@ -54,7 +54,7 @@ def test_open_longer_than_the_pool_is_out_of_blocks(make_pool, refused):
     with refused(pool, OutOfBlocks, "open", 4) as caught:
         pool.open(13)
     error = caught.value
-    assert (error.needed, error.short_by, error.row, error.handle, error.free) == (4, 1, -1, -1, 3)
+    assert (error.needed, error.short_by, error.row, error.handle, error.blank) == (4, 1, -1, -1, 3)
     assert slot(pool.open()) == 0  # the slot was not used up
 
 
@@ -119,7 +119,7 @@ def test_fork_needs_no_block(make_pool, grow):
     pool = make_pool(3)
     parent = pool.open()
     grow(pool, parent, 8)
-    assert pool.stats().free == 0
+    assert pool.stats().blank == 0
     assert len(pool.fork(parent, 5)) == 5
 
 
@@ -234,7 +234,7 @@ def test_close_of_a_pending_row_is_legal(make_pool, make_plan):
     pool.close(handle)
     assert pool.stats().limbo == 2
     pool.done(plan)
-    assert pool.stats().limbo == 0 and pool.stats().free == 15
+    assert pool.stats().limbo == 0 and pool.stats().blank == 15
 
 
 def test_close_never_touches_raw_references(make_pool):

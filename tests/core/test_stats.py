@@ -9,7 +9,7 @@ def test_fresh_pool(make_pool):
     assert stats._asdict() == {
         "num_blocks": 16,
         "reserved": 2,
-        "free": 14,
+        "blank": 14,
         "evictable": 0,
         "limbo": 0,
         "used": 0,
@@ -43,8 +43,8 @@ def test_one_of_everything(make_pool, make_plan, grow):
     pool.close(old)
     stats = pool.stats()
     assert (stats.num_blocks, stats.reserved) == (16, 1)
-    assert (stats.free, stats.evictable, stats.limbo, stats.used) == (7, 2, 2, 4)
-    assert stats.free + stats.evictable + stats.limbo + stats.used == 15
+    assert (stats.blank, stats.evictable, stats.limbo, stats.used) == (7, 2, 2, 4)
+    assert stats.free + stats.limbo + stats.used == 15
     assert stats.shared == 1  # block 3
     assert (stats.sequences, stats.pending) == (2, 1)
     assert (stats.cow_copies, stats.cow_tokens) == (1, 2)
@@ -178,7 +178,7 @@ def test_held_block_is_used_though_its_refcount_is_zero(make_pool, make_plan):
     pool.step(plan, [handle], 1)
     pool.blocks.free(1)
     assert pool.blocks.refcount_histogram().tolist() == [6, 1]
-    assert (pool.stats().used, pool.stats().free) == (2, 5)
+    assert (pool.stats().used, pool.stats().blank) == (2, 5)
 
 
 def test_counters_of_use_survive_reset(make_pool):

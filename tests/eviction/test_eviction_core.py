@@ -5,8 +5,9 @@ import pytest
 
 from kvpool import Plan, Pool
 from kvpool.errors import CapacityExceeded, OutOfBlocks, PlanStateError, StaleHandle
-from kvpool.replay import calls as files
-from kvpool.replay.rerun import rerun
+from kvpool.testing import RecordedPool
+from kvpool.testing.recorded import load
+from kvpool.testing.rerun import rerun
 
 
 @pytest.fixture
@@ -376,7 +377,7 @@ def test_dead_handles_are_refused(grown, refused):
 
 
 def test_recorded_evictions_are_made_again(tmp_path):
-    pool = Pool(64, 4, record=1 << 16, prefix_cache=True, seed=3)
+    pool = RecordedPool(64, 4, prefix_cache=True, seed=3)
     plan = Plan(pool, 4, 64)
     h = pool.open([*range(20)])
     step(pool, plan, [h], 20)
@@ -387,7 +388,7 @@ def test_recorded_evictions_are_made_again(tmp_path):
     step(pool, plan, [h], 7)
     pool.evict_blocks(h, [1, 2])
     step(pool, plan, [h], 1)
-    assert files.save(pool, tmp_path / "calls") == 12
-    record = files.load(tmp_path / "calls")
+    assert pool.save(tmp_path / "calls") == 12
+    record = load(tmp_path / "calls")
     assert {"unshare", "compact", "evict_blocks"} <= {call.name for call in record.calls}
     assert rerun(record) is None

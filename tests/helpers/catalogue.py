@@ -65,7 +65,7 @@ def idle(pool):
     pool.check()
     return (
         (stats.used, stats.limbo, stats.sequences, stats.pending, stats.shared) == (0, 0, 0, 0, 0)
-        and stats.free + stats.evictable == stats.num_blocks - stats.reserved
+        and stats.free == stats.num_blocks - stats.reserved
         and pool.blocks.refcount_histogram().tolist() == [stats.num_blocks - stats.reserved]
     )
 

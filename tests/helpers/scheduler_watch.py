@@ -88,7 +88,7 @@ class Watch:
         need = max(-(-(r.prompt.size + r.max_tokens) // size) for r in waiting)
         explicit = self.options["watermark"]
         keep = 2 * len(step.handles) + (explicit or 0) + self.pool.options.watermark
-        assert stats.free + stats.evictable < need + keep, f"{len(waiting)} wait, {stats.free} blocks are free"
+        assert stats.free < need + keep, f"{len(waiting)} wait, {stats.blank} blocks are free"
 
     def _stall_free(self, handles: np.ndarray, decodes: int, chunks: int) -> None:
         """Whoever got a token gets the next one in the next step, unless it ended or was preempted."""
@@ -110,7 +110,7 @@ class Watch:
         watermark, admissions = self.options["watermark"], self.scheduler.stats().admissions
         if watermark and admissions > self.admissions and len(handles) > admissions - self.admissions:
             stats = self.pool.stats()
-            assert stats.free + stats.evictable >= watermark, f"{stats.free + stats.evictable} blocks left: {watermark}"
+            assert stats.free >= watermark, f"{stats.free} blocks left: {watermark}"
         self.admissions = admissions
 
     def _victims(self, step: Any, decodes: int) -> None:

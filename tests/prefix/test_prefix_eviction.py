@@ -78,7 +78,7 @@ def test_open_does_not_count_its_own_hits_as_blocks_to_take(make_pool, make_plan
     with refused(pool, OutOfBlocks, "open") as caught:
         pool.open(A + B + C + D)
     error = caught.value
-    assert (error.needed, error.short_by, error.free, error.evictable, error.limbo) == (2, 1, 1, 0, 0)
+    assert (error.needed, error.short_by, error.blank, error.evictable, error.limbo) == (2, 1, 1, 0, 0)
     assert pool.prefix.stats() == stats
     assert pool.table(pool.open(A + B + C)).tolist() == [1, 2, 3]
 
@@ -119,7 +119,7 @@ def test_hit_in_limbo_leaves_it_and_needs_no_block(make_pool, make_plan):
     handle, other, plan = serve(make_plan, pool, A), pool.open(), make_plan(pool)
     pool.step(plan, [other], 1)
     pool.close(handle)
-    assert (pool.stats().free, pool.stats().limbo) == (1, 1)
+    assert (pool.stats().blank, pool.stats().limbo) == (1, 1)
     found = pool.open(A + B)
     assert pool.table(found).tolist() == [1, 3] and pool.stats().limbo == 0
     pool.done(plan)

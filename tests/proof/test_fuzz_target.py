@@ -40,7 +40,7 @@ class OnPool:
     @property
     def num_free(self):
         stats = self.pool.stats()
-        return stats.free + stats.evictable
+        return stats.free
 
     def open(self, tokens):
         handle = self.pool.open(tokens)

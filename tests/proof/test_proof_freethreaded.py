@@ -9,6 +9,7 @@ import pytest
 import kvpool
 import proof.__main__ as table
 from kvpool.errors import ConcurrentUse
+from kvpool.testing import RecordedPool
 from proof import SHORT, freethreaded, freethreaded_run, interpreter
 from proof.callers import Caller, Rude, Wrong
 
@@ -22,13 +23,12 @@ def test_threads_on_pools_do_what_their_books_say(case, seed):
 
 
 def test_callers_make_every_call_and_most_of_them_succeed():
-    pool = freethreaded_run.new_pool(1, record=freethreaded_run.RING)
+    pool = RecordedPool(180, 4, max_seqs=40, max_blocks_per_seq=12, seed=1, prefix_cache=True)
     callers = [Caller(pool, number, 1) for number in range(2)]
     for _ in range(40):
         for caller in callers:
             caller.run(50)
-    kept = pool._recorded()[1]
-    assert kept > 0.3 * sum(caller.calls for caller in callers)
+    assert len(pool.calls) > 0.3 * sum(caller.calls for caller in callers)
     stats = pool.prefix.stats()
     assert stats.inserted > 10 and stats.hit_tokens > 0
 
@@ -63,8 +63,8 @@ def pools_of(kind, monkeypatch):
     """All cases make their pools of this kind."""
     kinds = freethreaded_run.KINDS
 
-    def new_pool(turn, **more):
-        return kind(180, 4, max_seqs=40, max_blocks_per_seq=12, seed=turn, **kinds[turn % len(kinds)], **more)
+    def new_pool(turn):
+        return kind(180, 4, max_seqs=40, max_blocks_per_seq=12, seed=turn, **kinds[turn % len(kinds)])
 
     monkeypatch.setattr(freethreaded_run, "new_pool", new_pool)
 
@@ -80,31 +80,6 @@ def test_refusal_because_of_other_threads_is_a_finding_of_rude_callers_too(monke
     pools_of(Refusing, monkeypatch)
     with pytest.raises(ConcurrentUse):
         freethreaded_run.rude(4_000, 1)
-
-
-def test_record_that_is_not_whole_is_no_evidence():
-    pool = freethreaded_run.new_pool(0, record=256)
-    Caller(pool, 0, 1).run(500)
-    with pytest.raises(Wrong, match="too small"):
-        freethreaded_run.replay(pool)
-
-
-def test_calls_in_another_order_than_recorded_are_convicted(monkeypatch):
-    pool = freethreaded_run.new_pool(0, record=1 << 20)
-    Caller(pool, 0, 1).run(500)
-    load = freethreaded_run.files.load
-
-    def swapped(path):
-        record = load(path)
-        calls = list(record.calls)
-        at = next(i for i, call in enumerate(calls) if call.name == "step")
-        calls.insert(0, calls.pop(at))
-        return type(record)(record.header, tuple(calls))
-
-    freethreaded_run.replay(pool)
-    monkeypatch.setattr(freethreaded_run.files, "load", swapped)
-    with pytest.raises((Wrong, KeyError)):
-        freethreaded_run.replay(pool)
 
 
 def test_rude_callers_take_the_sequences_of_others():

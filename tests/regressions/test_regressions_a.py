@@ -163,7 +163,7 @@ def test_a4_shared_block_twice_in_one_decref(make_pool, refused):
     pool.blocks.incref(block)
     with refused(pool, ValueError, "decref", block):
         pool.blocks.decref([block, block])
-    assert pool.blocks.refcount(block) == 2 and pool.stats().free == 14
+    assert pool.blocks.refcount(block) == 2 and pool.stats().blank == 14
 
 
 @row(broken(kit=model(HitsStayOnTheList, **CACHE)), model=False)
@@ -297,6 +297,6 @@ def test_a14_batch_that_shares_blocks_releases_each_once(make_pool, grow):
     grow(pool, parent, 10)
     family = [parent, *pool.fork(parent, 3).tolist()]
     pool.close(family[:2])
-    assert [pool.blocks.refcount(block) for block in (1, 2, 3)] == [2, 2, 2] and pool.stats().free == 12
+    assert [pool.blocks.refcount(block) for block in (1, 2, 3)] == [2, 2, 2] and pool.stats().blank == 12
     pool.close(family[2:])
     assert sorted(pool.blocks.alloc(15).tolist()) == list(range(1, 16))

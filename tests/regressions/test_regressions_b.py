@@ -188,7 +188,7 @@ class Failing:
 
 def accounted(pool):
     stats = pool.stats()
-    return stats.free + stats.evictable + stats.limbo + stats.used == stats.num_blocks - stats.reserved
+    return stats.free + stats.limbo + stats.used == stats.num_blocks - stats.reserved
 
 
 @row(FailedStepKeepsABlock)

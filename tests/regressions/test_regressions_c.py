@@ -260,7 +260,7 @@ def test_c3_preempted_sequence_frees_nothing_in_flight(make_pool, make_plan, ref
         pool.truncate(handle, 0)
     pool.done(plan)
     pool.truncate(handle, 0)
-    assert pool.stats().free == 15
+    assert pool.stats().blank == 15
 
 
 @row(broken(kit=FAULTS["zombie rows"]), model=False)
@@ -364,7 +364,7 @@ def test_c9_retracted_request_leaves_its_committed_chunk_in_one_place(make_pool,
     pool.prefix.commit(handle, A + B[:2])
     pool.close(handle)
     stats = pool.stats()
-    assert (stats.evictable, stats.used, stats.free) == (1, 0, 14)
+    assert (stats.evictable, stats.used, stats.blank) == (1, 0, 14)
     assert pool.prefix.match(A + B) == 4
     assert 1 not in pool.blocks.alloc(14).tolist()
 
@@ -444,7 +444,7 @@ def test_c13_open_fits_exactly_when_its_blocks_are_there(make_pool, make_plan):
             pool = make_pool(cached + blank + 9, 4, prefix_cache=True, watermark=0)
             prompt = [t for block in range(cached) for t in [block + 1] * 4]
             cache(make_plan, pool, prompt)
-            pool.blocks.alloc(pool.stats().free - blank)
+            pool.blocks.alloc(pool.stats().blank - blank)
             request = prompt[: 4 * hits] + [99] * (4 * need)
             if need <= blank + cached - hits:
                 handle = pool.open(request)
@@ -527,7 +527,7 @@ def test_c17_recycled_block_keeps_no_committed_bit(make_pool, make_plan):
     assert plan.copies.shape == (0, 3) and plan.slot_mapping.tolist() == [5]
     pool.done(plan)
     pool.close(handle)
-    assert pool.stats().free == 1
+    assert pool.stats().blank == 1
 
 
 @row(EvictedIsFound)

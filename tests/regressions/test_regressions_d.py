@@ -114,7 +114,7 @@ def test_d2_reset_leaves_no_source_behind(make_pool, make_plan, grow):
     pool.step(plan, [parent, *pool.fork(parent, 2).tolist()], 1)
     assert len(plan.copies) == 2
     pool.reset()
-    assert (pool.stats().used, pool.stats().free) == (0, 15)
+    assert (pool.stats().used, pool.stats().blank) == (0, 15)
     handle = pool.open()
     pool.step(plan, [handle], 3)
     assert plan.copies.shape == (0, 3) and pool.table(handle).tolist() == [1]

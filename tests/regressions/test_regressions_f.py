@@ -98,7 +98,7 @@ def test_f2_null_block_is_in_no_count(make_pool):
     """The null block was counted as evictable."""
     pool = make_pool(12, reserved_blocks=3)
     stats = pool.stats()
-    assert (stats.free, stats.evictable, stats.used) == (9, 0, 0)
+    assert (stats.blank, stats.evictable, stats.used) == (9, 0, 0)
     assert pool.blocks.refcount_histogram().sum() == 9
 
 

@@ -109,7 +109,7 @@ def test_h1_failure_half_way_leaves_no_block_without_owner(make_pool, make_plan)
         pool.step(plan, handles, [8, 8, 8, 8])
     assert caught.value.row == 3
     assert [pool.capacity(h) for h in handles] == [0, 0, 0, 0]
-    assert (pool.stats().used, pool.stats().free) == (0, 7)
+    assert (pool.stats().used, pool.stats().blank) == (0, 7)
 
 
 @row(TouchesBeforeItLooks)

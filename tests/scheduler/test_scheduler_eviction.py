@@ -194,7 +194,7 @@ def test_compacted_sequence_is_not_spilled():
     for name in range(2):
         scheduler.add(Request(range(name, name + 30), max_tokens=40))
         run(scheduler, memory, 6)
-    guest = pool.blocks.alloc(pool.stats().free)
+    guest = pool.blocks.alloc(pool.stats().blank)
     with suppress(OutOfBlocks):
         run(scheduler, memory, 8)
     assert not tier.calls

@@ -157,7 +157,7 @@ def test_schedule_blocks_held_by_others_is_out_of_blocks_and_can_be_repeated(run
     scheduler.add(request)
     if running_before:
         machine.step()
-    held = pool.open(2 * pool.stats().free)
+    held = pool.open(2 * pool.stats().blank)
     for _ in range(2):
         with pytest.raises(OutOfBlocks, match=r"^\[schedule\] .*others of the pool hold"):
             for _ in range(20):

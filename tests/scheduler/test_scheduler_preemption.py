@@ -52,7 +52,7 @@ def test_preempt_grower_is_the_sequence_that_finds_no_block():
     scheduler.add(Request([3, 4], max_tokens=5, id="b"))  # 1 block, full
     scheduler.add(Request([5], max_tokens=5, id="c"))  # 1 block, room
     machine.step()
-    held = pool.open(2 * (pool.stats().free - 1))
+    held = pool.open(2 * (pool.stats().blank - 1))
     step = scheduler.schedule()
     assert [request.id for request in step.requests] == ["a", "c"]
     scheduler.fail(step)

@@ -453,7 +453,7 @@ class PagedKV:
         return Summary(
             blocks_used=stats.used,
             blocks_peak=stats.peak_used,
-            blocks_free=stats.free + stats.evictable,
+            blocks_free=stats.free,
             blocks_cached=stats.evictable,
             blocks_leaked=leaked,
             sequences=stats.sequences,
@@ -472,7 +472,7 @@ class PagedKV:
     def _available(self) -> int:
         with self.lock:
             stats = self.pool.stats()
-        return stats.free + stats.evictable
+        return stats.free
 
     # ------------------------------------------------------------------------- one forward pass at a time
 

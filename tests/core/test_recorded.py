@@ -1,31 +1,30 @@
-"""Calls that a pool recorded: on a new pool they go the same way, wrapped, damaged and minimised."""
+"""Calls that a `RecordedPool` kept: on a new pool they go the same way; damaged files, and the fewest that fail."""
 
 import json
 import random
-import struct
-import zlib
+import threading
 
 import numpy as np
 import pytest
 
 import kvpool
-from benchmarks import recording
 from kvpool import Plan, Pool
 from kvpool._core import BlockAPI
 from kvpool.cli import main
 from kvpool.errors import KVPoolError
-from kvpool.replay import calls as files
-from kvpool.replay.rerun import minimise, rerun
+from kvpool.testing import RecordedPool
+from kvpool.testing.recorded import CALLS, RecordError, load
+from kvpool.testing.rerun import minimise, rerun
 
 
 class Life:
     """A pool that lives a random life, every call of which changes something or is refused."""
 
-    def __init__(self, seed, record=1 << 20, **options):
+    def __init__(self, seed, pool_type=RecordedPool, **options):
         self.rng = random.Random(seed)
         cached = seed % 2 == 0
-        self.pool = Pool(
-            48, 4, max_seqs=12, max_blocks_per_seq=16, seed=seed, record=record, in_order=seed % 3 == 0,
+        self.pool = pool_type(
+            48, 4, max_seqs=12, max_blocks_per_seq=16, seed=seed, in_order=seed % 3 == 0,
             prefix_cache=cached, **options,
         )  # fmt: skip
         self.plans = [Plan(self.pool, 8, 64, formats=("block_tables",)) for _ in range(2)]
@@ -123,40 +122,10 @@ class Life:
 @pytest.mark.parametrize("seed", range(12))
 def test_replay_goes_the_same_way(seed, tmp_path):
     pool = Life(seed).run(600, reset=0.002)
-    kept = files.save(pool, tmp_path / "calls")
-    record = files.load(tmp_path / "calls")
+    kept = pool.save(tmp_path / "calls")
+    record = load(tmp_path / "calls")
     assert len(record.calls) == kept > 150 and record.header["lost"] == 0
     assert rerun(record, check_every=50) is None
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_ring_that_wrapped_begins_at_the_last_reset(seed, tmp_path):
-    pool = Life(seed, record=6000).run(2500, reset=0.02)
-    files.save(pool, tmp_path / "calls")
-    record = files.load(tmp_path / "calls")
-    assert record.header["lost"] > 0 and record.begins is not None
-    assert rerun(record, check_every=20) is None
-
-
-def test_ring_that_lost_its_beginning_says_so(tmp_path):
-    pool = Life(1, record=2000).run(600)
-    files.save(pool, tmp_path / "calls")
-    record = files.load(tmp_path / "calls")
-    assert record.begins is None
-    with pytest.raises(files.RecordError, match=r"calls are lost and no reset"):
-        rerun(record)
-
-
-def test_call_larger_than_the_ring_is_lost_and_the_next_reset_begins_anew(tmp_path):
-    pool = Pool(4000, 1, record=4096)
-    pool.blocks.free(pool.blocks.alloc(3000))
-    pool.reset()
-    pool.blocks.free(pool.blocks.alloc(3))
-    files.save(pool, tmp_path / "calls")
-    record = files.load(tmp_path / "calls")
-    assert [call.name for call in record.calls] == ["start", "blocks.alloc", "blocks.free"]
-    assert record.header["lost"] == 2
-    assert rerun(record) is None
 
 
 def test_random_seed_may_be_given_again():
@@ -165,69 +134,82 @@ def test_random_seed_may_be_given_again():
 
 
 def test_recording_changes_nothing_else():
-    with_record, without = Life(4).run(300), Life(4, record=0).run(300)
+    with_record, without = Life(4).run(300), Life(4, Pool).run(300)
     assert with_record.digest() == without.digest() and with_record.fingerprint() == without.fingerprint()
 
 
-def test_same_rows_are_written_once(tmp_path):
-    pool = Pool(600, 16, record=1 << 16, in_order=True, max_seqs=64)
-    plan, handles = Plan(pool, 64), np.array([pool.open() for _ in range(64)])
-    for _ in range(10):
-        pool.step(plan, handles, 1)
-    body, _, _ = pool._recorded()
-    assert len(body) <= 64 * 24 + 64 * 4 + 11 * 16
+@pytest.mark.parametrize("seed", [1, 2])  # in the others steps are done in order: no `done`
+def test_every_call_that_changes_something_is_kept(seed, tmp_path):
+    """The digest of the last call is the pool's, and a life meets every call of the list."""
+    pool = Life(seed).run(4000, reset=0.01)
+    made = {call.name for call in pool.calls}
+    assert {name for name in CALLS if not name.startswith(("blocks.", "prefix."))} <= made
+    assert next(call.digest for call in reversed(pool.calls) if call.digest is not None) == pool.digest()
 
 
-@pytest.mark.parametrize("record", [1, 7, -1, (1 << 33) + 1, 1 << 40, 1 << 64])
-def test_ring_of_a_size_out_of_range_is_refused(record):
-    """Above it the number of a batch would not fit into its head; below it nothing is kept, and nobody would know."""
-    with pytest.raises(ValueError, match=rf"^\[Pool\] record is .*\({record}\D.* {1 << 33}$"):
-        Pool(8, 4, record=record)
+def test_record_that_lost_its_beginning_says_so(tmp_path):
+    pool = Life(1, keep=20).run(600)
+    assert pool.save(tmp_path / "calls") == 20
+    record = load(tmp_path / "calls")
+    assert record.header["lost"] > 0
+    with pytest.raises(RecordError, match=rf"the first {record.header['lost']} calls are lost"):
+        rerun(record)
 
 
-def test_smallest_ring_says_what_it_lost(tmp_path):
-    pool = Pool(8, 4, record=8)
-    pool.blocks.free(pool.blocks.alloc(1))
-    assert files.save(pool, tmp_path / "calls") == 0
-    assert files.load(tmp_path / "calls").header["lost"] == 2
+def test_arguments_of_every_kind_are_kept(tmp_path):
+    """Buffers, an array for the result, a plan's own array, padding; refused ones are refused as ever, and not kept."""
+    pool = RecordedPool(40, 4, max_seqs=9)
+    plan, out = Plan(pool, 8, 64), np.zeros(7, np.int32)
+    a, b = pool.open(np.arange(5)), pool.open(tokens=3, namespace=b"x")
+    pool.step(plan, [a, b], np.array([2, 1], np.int32), pad_to=(8, 64))
+    pool.done(plan)
+    pool.step(plan, plan.handles, partial=True)
+    pool.rollback(plan=plan)
+    pool.blocks.alloc(3, out=out)
+    pool.blocks.decref(memoryview(out[:2]))
+    pool.close_finished([a, b], np.array([True, False]))
+    for call in (lambda: pool.close("b"), lambda: pool.fork(b, n=99), lambda: pool.blocks.free([77])):
+        with pytest.raises((TypeError, KVPoolError, IndexError)):
+            call()
+    pool.defer_close(a)
+    pool.defer_close(Pool(2, 1).open())
+    pool.fork(b, n=2)
+    assert pool.save(tmp_path / "calls") == 12 and rerun(load(tmp_path / "calls"), check_every=1) is None
 
 
-def test_pool_that_records_nothing_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"\[save\].*record="):
-        files.save(Pool(8, 4), tmp_path / "calls")
+def test_calls_of_threads_are_kept_in_their_order(tmp_path):
+    pool = RecordedPool(400, 4, seed=1)
+
+    def work():
+        for _ in range(300):
+            pool.close(pool.fork(parent := pool.open(5), 2))
+            pool.close(parent)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert pool.save(tmp_path / "calls") == 3600 and rerun(load(tmp_path / "calls")) is None
 
 
-def test_damaged_files_are_refused_in_words(tmp_path):
+def test_damaged_files_are_refused_in_words_or_fail(tmp_path):
     path = tmp_path / "calls"
-    files.save(Life(2).run(200), path)
-    whole = path.read_bytes()
-    rng = random.Random(1)
-    for cut in [0, 3, 8, 15, len(whole) - 1, *(rng.randrange(len(whole)) for _ in range(60))]:
+    Life(2).run(120).save(path)
+    whole, options, rng = path.read_bytes(), load(path).header["pool"], random.Random(1)
+    for cut in [0, 3, len(whole) - 9, *(rng.randrange(len(whole) - 1) for _ in range(60))]:
         path.write_bytes(whole[:cut])
-        with pytest.raises(files.RecordError, match="calls"):
-            files.load(path)
-    for _ in range(300):
-        bit, changed = rng.randrange(8 * len(whole)), bytearray(whole)
-        changed[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(changed)
-        with pytest.raises(files.RecordError):
-            files.load(path)
-
-
-def test_files_with_a_right_checksum_and_wrong_content_are_refused_or_fail(tmp_path):
-    """What a bit does that the checksum has not seen: an error in words, or a call that goes another way."""
-    path = tmp_path / "calls"
-    files.save(Life(5).run(120), path)
-    pool, whole, rng = files.load(path).header["pool"], path.read_bytes()[:-4], random.Random(2)
+        with pytest.raises(RecordError, match="calls"):
+            load(path)
     for _ in range(400):
         changed = bytearray(whole)
         changed[rng.randrange(len(whole))] = rng.randrange(256)
-        path.write_bytes(changed + struct.pack("<I", zlib.crc32(changed)))
+        path.write_bytes(changed)
         try:
-            record = files.load(path)
-            if record.header["pool"] == pool:
+            record = load(path)
+            if record.header["pool"] == options:
                 rerun(record)
-        except files.RecordError:
+        except RecordError:
             continue
 
 
@@ -242,8 +224,8 @@ class Corrupting(kvpool.Pool):
 
 
 def test_failing_record_shrinks_to_the_calls_that_matter(tmp_path):
-    files.save(Life(1).run(600), tmp_path / "calls")
-    record = files.load(tmp_path / "calls")
+    Life(1).run(600).save(tmp_path / "calls")
+    record = load(tmp_path / "calls")
     failure = rerun(record, Corrupting, check_every=1)
     assert failure.kind == "corrupt" and failure.call.startswith("truncate")
     few = minimise(record, failure, Corrupting)
@@ -260,29 +242,16 @@ def test_record_of_another_outcome_names_the_call(tmp_path):
         def blocks(self):
             return OtherBlocks(self)
 
-    files.save(Life(1).run(600), tmp_path / "calls")
-    record = files.load(tmp_path / "calls")
+    Life(1).run(600).save(tmp_path / "calls")
+    record = load(tmp_path / "calls")
     failure = rerun(record, Other)
     assert failure.kind == "digest" and failure.call.startswith("blocks.evict")
-    with pytest.raises(files.RecordError, match="cannot be made smaller"):
+    with pytest.raises(RecordError, match="cannot be made smaller"):
         minimise(record, failure, Other)
 
 
-def test_recording_costs_at_most_a_twentieth_of_every_call():
-    counts = recording.instructions()
-    if counts is None:
-        pytest.skip("valgrind counts the instructions, and is not here")
-    assert recording.too_dear(counts) == []
-
-
-def test_calls_that_recording_makes_too_dear_or_does_not_reach_are_named():
-    """The judge of the test above, on figures that are made up."""
-    counts = {"least": (1000, 1001), "most": (1000, 1050), "dear": (1000, 1051), "never recorded": (1000, 1000)}
-    assert recording.too_dear(counts) == ["dear", "never recorded"]
-
-
 def test_numbers_of_more_than_a_word_are_kept(tmp_path):
-    pool = Pool(80, 1 << 26, max_seqs=2, in_order=True, record=1 << 14)
+    pool = RecordedPool(80, 1 << 26, max_seqs=2, in_order=True)
     plan, (a, b) = Plan(pool, 2, 1 << 26, formats=()), (pool.open(5 << 29), pool.open())
     for _ in range(36):
         pool.step(plan, [a], 1 << 26)
@@ -290,37 +259,29 @@ def test_numbers_of_more_than_a_word_are_kept(tmp_path):
     lengths = [[(1 << 31) + 9, 1], (1 << 31) + 1, 1 << 31, (1 << 31) - 1, (1 << 29) + 1, 1 << 29, (1 << 29) - 1, 0]
     for length in lengths:
         pool.truncate([a, b] if length == lengths[0] else a, length)
-    files.save(pool, tmp_path / "calls")
-    record = files.load(tmp_path / "calls")
+    pool.save(tmp_path / "calls")
+    record = load(tmp_path / "calls")
     assert [call.arguments["lens"] for call in record.calls if call.name == "truncate"] == lengths
     assert record.calls[0].arguments["tokens"] == 5 << 29 and rerun(record) is None
 
 
-def test_record_of_another_format_is_refused_by_its_number(tmp_path):
-    path = tmp_path / "calls"
-    files.save(Life(2).run(20), path)
-    path.write_bytes(b"KVCALLS1" + path.read_bytes()[8:])
-    with pytest.raises(files.RecordError, match=r"calls: format b'1', this kvpool reads b'3'"):
-        files.load(path)
-
-
 def test_command_checks_a_record_and_refuses_a_damaged_one(tmp_path, capsys):
     path = tmp_path / "calls"
-    files.save(Life(3).run(200), path)
+    Life(3).run(200).save(path)
     assert main(["replay", "--ops", str(path)]) == 0
     assert "every digest as recorded" in capsys.readouterr().out
     assert main(["replay", "--ops", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["failure"] is None
     path.write_bytes(path.read_bytes()[:-9])
     assert main(["replay", "--ops", str(path)]) == 2
-    assert "cut short or changed" in capsys.readouterr().err
+    assert "calls: line" in capsys.readouterr().err
     assert main(["replay", "--ops", str(tmp_path / "none")]) == 2
     assert main(["replay", "--synthetic", "--ops", str(path)]) == 2
 
 
 def test_command_prints_the_fewest_calls_that_fail(tmp_path, capsys, monkeypatch):
     path = tmp_path / "calls"
-    files.save(Life(1).run(600), path)
+    Life(1).run(600).save(path)
     monkeypatch.setattr(rerun, "__defaults__", (Corrupting,))
     monkeypatch.setattr(minimise, "__defaults__", (Corrupting, lambda left: None))
     assert main(["replay", "--ops", str(path), "--minimise"]) == 1

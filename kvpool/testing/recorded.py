@@ -1,0 +1,221 @@
+"""A pool that notes its calls, the file that keeps them, and what `kvpool.testing.rerun` needs to make them again.
+
+A file is JSON lines. The first line is the header: version of kvpool, options of the pool, numbers of calls kept and
+lost. Each other line is a call: its name, its arguments, the handles or blocks that it made, the pool's digest after
+it. A handle stands there without the tag of its pool, a plan as a number, bytes as hexadecimal digits.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import operator
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import kvpool
+from kvpool._core import BlockAPI, Plan, Pool, PrefixCache
+from kvpool.errors import KVPoolError
+
+CALLS = {  # every call that may change a pool -> its arguments in order; what is made again has no padding and no `out`
+    "open": "tokens namespace", "fork": "handle n", "truncate": "handles lens", "close": "handles",
+    "close_finished": "handles mask", "defer_close": "handle", "step": "plan handles num_new partial",
+    "reserve": "plan handles num_new", "done": "plan", "rollback": "plan", "unshare": "plan handles lens first",
+    "compact": "handles lens first", "evict_blocks": "handle indices", "reset": "",
+    "prefix.commit": "handles tokens counts", "prefix.pin": "tokens namespace", "prefix.flush": "namespace",
+    "blocks.alloc": "n", "blocks.incref": "ids", "blocks.decref": "ids", "blocks.free": "ids", "blocks.evict": "n",
+    "blocks.take": "n", "blocks.take_block": "block", "blocks.touch": "ids", "blocks.release": "ids oldest",
+    "blocks.mark_cached": "ids", "blocks.uncache": "ids", "blocks.drain_evicted": "",
+}  # fmt: skip
+MAKERS = ("open", "fork", "prefix.pin", "blocks.alloc", "blocks.take")  # they return handles or blocks
+TAG_SHIFT = 52  # of a handle
+
+
+class RecordError(KVPoolError, ValueError):
+    """A file is no record of calls, or is damaged; the message says where."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call that the pool accepted. `digest` is None where the pool does the work in a later call."""
+
+    name: str
+    arguments: dict[str, Any]
+    made: list[int]
+    digest: int | None
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{name}={value}" for name, value in self.arguments.items())
+        return f"{self.name}({shown if len(shown) <= 100 else shown[:97] + '...'})"
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What a file holds."""
+
+    header: dict[str, Any]
+    calls: tuple[Call, ...] = field(repr=False)
+
+
+def made_by(name: str, result: Any, n: int | None = None) -> list[int]:
+    """Handles or blocks that a call returned; `n`: it asked for so many."""
+    if name not in MAKERS:
+        return []
+    found = result[0] if isinstance(result, tuple) else result
+    return [found] if isinstance(found, int) else [int(i) for i in found[: 1 if n is None else n]]
+
+
+def _noted(name: str, base: type) -> Callable[..., Any]:
+    """A method that makes the call of a base class and notes it."""
+    call = getattr(base, name.rpartition(".")[2])
+
+    @functools.wraps(call)
+    def method(self: Any, *args: Any, **options: Any) -> Any:
+        pool: RecordedPool = self if base is Pool else self.pool
+        with pool._turn:
+            try:  # the arguments as they are now: a step may write into the arrays that it was given
+                arguments = pool._plain(name, args, options)
+            except Exception:
+                arguments = {}  # the pool refuses them in its own words
+            result = call(self, *args, **options)
+            pool._note(name, arguments, result)
+        return result
+
+    return method
+
+
+class RecordedPool(Pool):
+    """A pool that keeps the calls which it accepted, for ``kvpool replay --ops FILE``.
+
+    Calls that are refused and calls that only read are not kept. Calls through the C interface pass it by: after one
+    that changes something, a replay finds another digest.
+
+    Parameters
+    ----------
+    *args, **options
+        As `kvpool.Pool` takes them.
+    keep : int, default 1,000,000
+        Calls that are kept. After more, the oldest are lost, and the record cannot be made again.
+
+    Notes
+    -----
+    Calls are made one at a time, in the order in which they are noted, whichever threads make them.
+
+    Examples
+    --------
+    >>> from kvpool.testing import RecordedPool
+    >>> pool = RecordedPool(num_blocks=8, block_size=4)
+    >>> pool.blocks.free(pool.blocks.alloc(2))
+    >>> [str(call) for call in pool.calls]
+    ['blocks.alloc(n=2)', 'blocks.free(ids=[1, 2])']
+    """
+
+    calls: deque[Call]
+    _total: int
+    _tag: int  # of the pool's handles, shifted; -1 before the first
+    _plans: dict[int, int]  # id -> number; a plan with the id of a dead one has its number
+    _turn: threading.RLock
+
+    def __new__(cls, *args: Any, keep: int = 1_000_000, **options: Any) -> Self:
+        """Make the pool, with an empty record."""
+        pool = super().__new__(cls, *args, **options)
+        pool.calls = deque(maxlen=keep)
+        pool._total, pool._tag, pool._plans, pool._turn = 0, -1, {}, threading.RLock()
+        return pool
+
+    @property
+    def blocks(self) -> BlockAPI:
+        """`Pool.blocks`, noted."""
+        return _RecordedBlocks(self)
+
+    @property
+    def prefix(self) -> PrefixCache | None:
+        """`Pool.prefix`, noted."""
+        return _RecordedPrefix(self) if self.options.prefix_cache else None
+
+    def save(self, path: str | Path) -> int:
+        """Write the calls to a file; returns how many."""
+        with self._turn:
+            calls, lost = list(self.calls), self._total - len(self.calls)
+        header = {"kvpool": kvpool.__version__, "pool": self.options._asdict(), "calls": len(calls), "lost": lost}
+        lines = [header, *([call.name, call.arguments, call.made, call.digest] for call in calls)]
+        Path(path).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return len(calls)
+
+    def _plain(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+        """Copies of the arguments of a call, as a file has them."""
+        names = CALLS[name].split()
+        given = dict(zip(names, args, strict=False)) | {key: options[key] for key in names if key in options}
+        return {key: self._copy(key, value) for key, value in given.items()}
+
+    def _copy(self, key: str, value: Any) -> Any:
+        if isinstance(value, Plan):
+            return self._plans.setdefault(id(value), len(self._plans))
+        if key in ("namespace", "mask"):
+            return None if value is None else bytes(value).hex()
+        if value is not None and not isinstance(value, bool):
+            is_batch = hasattr(value, "__len__") and bool(getattr(value, "ndim", True))
+            value = [operator.index(i) for i in value] if is_batch else operator.index(value)
+        return self._untagged(value) if key.startswith("handle") else value
+
+    def _untagged(self, handles: Any) -> Any:
+        """Handles without the tag of the pool; -1 for those of others, which `defer_close` passes over."""
+        if isinstance(handles, list):
+            return [self._untagged(handle) for handle in handles]
+        return handles & (1 << TAG_SHIFT) - 1 if handles >> TAG_SHIFT == self._tag else -1
+
+    def _note(self, name: str, arguments: dict[str, Any], result: Any) -> None:
+        made = made_by(name, result, arguments.get("n"))
+        if made and not name.startswith("blocks."):
+            self._tag = made[0] >> TAG_SHIFT
+            made = self._untagged(made)
+        self.calls.append(Call(name, arguments, made, None if name == "defer_close" else self.digest()))
+        self._total += 1
+
+
+class _RecordedBlocks(BlockAPI):
+    """`RecordedPool.blocks`."""
+
+
+class _RecordedPrefix(PrefixCache):
+    """`RecordedPool.prefix`."""
+
+
+for _name in CALLS:
+    _part, _, _call = _name.rpartition(".")
+    _recorded, _base = {"": (RecordedPool, Pool), "blocks": (_RecordedBlocks, BlockAPI),
+                        "prefix": (_RecordedPrefix, PrefixCache)}[_part]  # fmt: skip
+    setattr(_recorded, _call, _noted(_name, _base))
+
+
+def load(path: str | Path) -> Calls:
+    """Read a file of calls.
+
+    Raises
+    ------
+    RecordError
+        The file is none of ours, cut short or changed; the message says where.
+    OSError
+        It cannot be read.
+    """
+    name, header = Path(path).name, None
+    calls: list[Call] = []
+    try:
+        first, *lines = Path(path).read_text().splitlines()
+        header = json.loads(first)
+        expected, _, _ = int(header["calls"]), int(header["lost"]), dict(header["pool"])
+        for line in lines:
+            call = Call(*json.loads(line))
+            if not isinstance(call.digest, int | None) or not call.arguments.keys() <= set(CALLS[call.name].split()):
+                raise ValueError(f"{call} is no call of a pool")
+            calls.append(call)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        where = "its header" if header is None else f"line {len(calls) + 2}"
+        raise RecordError(f"{name}: {where} cannot be read ({error!r})") from None
+    if len(calls) != expected:
+        raise RecordError(f"{name}: cut short or changed, {len(calls)} calls, its header says {expected}")
+    return Calls(header, tuple(calls))
