@@ -114,3 +114,19 @@ class UnknownRequest(_HandleError):
 
 class BackendUnavailable(KVPoolError, ImportError):
     """A backend cannot be loaded; the message says what to install, the cause is chained."""
+
+
+def install_command(extra: str) -> str:
+    """The command that installs what an extra of this kvpool needs: pip finds an installed kvpool by its name.
+
+    Where kvpool is not installed, this is a source tree, and the command names its folder.
+    """
+    from importlib.metadata import PackageNotFoundError, version  # late: importing kvpool has to be fast
+    from pathlib import Path
+
+    try:
+        version("kvpool")
+        source = "kvpool"
+    except PackageNotFoundError:
+        source = str(Path(__file__).resolve().parent.parent)
+    return f"pip install '{source}[{extra}]'"

@@ -13,7 +13,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, Protocol, cast
 
-from kvpool.errors import BackendUnavailable
+from kvpool.errors import BackendUnavailable, install_command
 from kvpool.protocol import KVBackend
 from kvpool.spec import KVSpec
 
@@ -23,11 +23,10 @@ DEFAULTS = ("cpu", "numpy")  # the first that can be imported: native kernels, o
 ENVIRONMENT_VARIABLE = "KVPOOL_BACKEND"
 ENTRY_POINT_GROUP = "kvpool.backends"
 
-# name: (factory, what to type when it cannot be imported)
 _BUILT_IN = {
-    "numpy": ("kvpool_backends.numpy:NumpyBackend", "pip install kvpool"),
-    "cpu": ("kvpool_backends.cpu:CPUBackend", "pip install --force-reinstall kvpool"),
-    "mlx": ("kvpool_backends.mlx:MLXBackend", "pip install 'kvpool[mlx]'"),
+    "numpy": "kvpool_backends.numpy:NumpyBackend",
+    "cpu": "kvpool_backends.cpu:CPUBackend",
+    "mlx": "kvpool_backends.mlx:MLXBackend",
 }
 
 
@@ -77,7 +76,7 @@ def load_backend(name: str | None = None) -> BackendFactory:
         raise
     except Exception as error:  # a broken install can fail with anything; the cause is chained
         raise BackendUnavailable(
-            f"[load_backend] backend {name!r}{origin} cannot be imported ({error}); try: {remedy}"
+            f"[load_backend] backend {name!r}{origin} cannot be imported ({error}): {remedy}"
         ) from error
     return cast(BackendFactory, loaded)
 
@@ -95,7 +94,7 @@ def available() -> tuple[str, ...]:
 
 
 def known() -> dict[str, tuple[str, str]]:
-    """Every backend's name with its factory and what to type when that cannot be imported. Imports nothing.
+    """Every backend's name with its factory and what helps when that cannot be imported. Imports nothing.
 
     A built-in name cannot be taken over by a package that declares it too.
     """
@@ -103,4 +102,9 @@ def known() -> dict[str, tuple[str, str]]:
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         package = entry.dist.name if entry.dist else entry.module
         declared[entry.name] = (entry.value, f"pip install --force-reinstall {package}")
-    return declared | _BUILT_IN
+    remedies = {
+        "numpy": "pip install numpy",
+        "cpu": "install kvpool again; its native kernels are missing (in a source tree: make build)",
+        "mlx": install_command("mlx"),
+    }
+    return declared | {name: (factory, remedies[name]) for name, factory in _BUILT_IN.items()}

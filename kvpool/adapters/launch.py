@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvpool.errors import install_command
+
 
 @dataclass(frozen=True, slots=True)
 class Launched:
@@ -53,7 +55,7 @@ def launch(
     starter = Path(sys.executable).with_name("mlx.launch")
     if not starter.is_file():
         raise FileNotFoundError(
-            f"[launch] {starter} does not exist; mlx installs it beside the interpreter: pip install 'kvpool[mlx]'"
+            f"[launch] {starter} does not exist; mlx installs it beside the interpreter: {install_command('mlx')}"
         )
     argv = [
         *(str(starter), "-n", str(ranks), "--backend", "ring"),

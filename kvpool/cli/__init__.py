@@ -58,7 +58,7 @@ def declare(command: argparse.ArgumentParser, module: ModuleType) -> None:
     """Declare the arguments of one command."""
     module.add_arguments(command)
     command.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
-    command.set_defaults(run=module.run, command=command.prog, passes_on=hasattr(module, "PASSES_ON"))
+    command.set_defaults(run=module.run, parser=command, passes_on=hasattr(module, "PASSES_ON"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,18 +70,18 @@ def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> i
     """Read the arguments, run the command that they name, and return the exit status."""
     args, rest = parser.parse_known_args(argv)
     if rest and not args.passes_on:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        args.parser.error(f"unrecognized arguments: {' '.join(rest)}")
     args.rest = rest
     try:
         status: int = args.run(args)
         sys.stdout.flush()
         return status
     except CommandError as exc:
-        print(f"{args.command}: {exc}", file=sys.stderr)
+        print(f"{args.parser.prog}: {exc}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # whoever read our output (head, less) has gone; say nothing, also not at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
-        print(f"{args.command}: interrupted", file=sys.stderr)
+        print(f"{args.parser.prog}: interrupted", file=sys.stderr)
         return 130

@@ -31,13 +31,18 @@ BITS = (
 
 
 def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare them; they are read by `policy_of` and `bits_of`."""
-    group = parser.add_argument_group("a fixed budget per sequence (docs/eviction.md)")
+    """Declare the options of `policy_of` and of `bits_of`."""
+    group = parser.add_argument_group("a fixed budget per sequence", "python -m pydoc kvpool.eviction says more")
     group.add_argument("--eviction", metavar="POLICY", help="which tokens leave: h2o, window or blocks")
     for name, metavar, field, _, policies, text in FIELDS:
         of = "" if len(policies) == len(POLICIES) else f"{' and '.join(policies)}: "
         group.add_argument(name, metavar=metavar, dest=f"eviction_{field}", help=of + text)
-    group = parser.add_argument_group("quantized storage (docs/quantized.md)")
+    add_bits_arguments(parser)
+
+
+def add_bits_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `bits_of`."""
+    group = parser.add_argument_group("quantized storage", "stored as mx.quantize does it")
     for name, field, text in BITS:
         group.add_argument(name, metavar="N", dest=field, help=text)
 

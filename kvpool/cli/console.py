@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from kvpool.errors import install_command
+
 INT_MAX = 2**31 - 1
 
 
@@ -51,10 +53,12 @@ def check_plot(path: Path | None) -> None:
         return
     if path.is_dir() or not path.parent.is_dir():
         raise CommandError(f"--plot {path}: not a file in a folder that exists")
+    if path.suffix.lower() != ".png":
+        raise CommandError(f"--plot {path}: the picture is a PNG, so its name has to end in .png")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise CommandError(f"--plot {path}: no permission to write it")
     if importlib.util.find_spec("matplotlib") is None:
-        raise CommandError("--plot needs matplotlib: pip install 'kvpool[demo]'")
+        raise CommandError(f"--plot needs matplotlib: {install_command('demo')}")
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpool.cli.cache import add_cache_arguments, bits_of, policy_of
 from kvpool.cli.console import CommandError, real, whole
+from kvpool.errors import install_command
 
 if TYPE_CHECKING:
     from kvpool.adapters.mlx_lm.engine import Completion, Engine, Piece
@@ -61,7 +62,9 @@ def run(args: argparse.Namespace) -> int:
     tokenizer, engine = make_engine(args, prompts, options)
     printer = Printer(len(prompts), options["n"], quiet=args.json)
     begin = time.perf_counter()
-    with engine:
+    if options["n"] > 1 and not options["temperature"] and not options["beam_width"]:
+        print("kvpool generate: without --temperature all samples of a prompt are the same text", file=sys.stderr)
+    with engine, printer:
         submit(engine, printer, [encode(tokenizer, prompt, args.chat) for prompt in prompts], options)
         done: dict[Any, Completion] = {}
         while engine.num_unfinished:
@@ -133,7 +136,7 @@ def make_engine(args: argparse.Namespace, prompts: list[str], options: dict[str,
         from kvpool.adapters.mlx_lm import loading
         from kvpool.adapters.mlx_lm.engine import Engine
     except ImportError as exc:
-        raise CommandError(f"needs mlx-lm ({exc}): pip install 'kvpool[mlx]'") from None
+        raise CommandError(f"needs mlx-lm ({exc}): {install_command('mlx')}") from None
     try:
         model, tokenizer = loading.load(args.model)
     except loading.ModelNotLoaded as exc:
@@ -221,6 +224,18 @@ class Printer:
         for index, sample in enumerate(completion.samples):
             if (completion.id, index) not in self._ended:
                 self._add(completion.id, index, sample.text, True)
+
+    def __enter__(self) -> Printer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """After Ctrl-C, print what samples have that were waiting for their turn."""
+        if kind is KeyboardInterrupt:
+            begun = self._waiting[-1] if self._is_open else None
+            self._waiting = [key for key in self._waiting if self._text.get(key) or key == begun]
+            self._ended.update(self._waiting)
+            if self._waiting:
+                self._add(*self._waiting[-1], "", True)
 
     def _add(self, number: Any, index: int, text: str, is_last: bool) -> None:
         key = number, index

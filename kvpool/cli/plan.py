@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
 
+from kvpool.cli.cache import add_bits_arguments, bits_of
 from kvpool.cli.console import CommandError
+from kvpool.errors import install_command
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("--model", required=True, metavar="CONFIG", help="a config.json, or the folder that holds it")
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="CONFIG",
+        help="a config.json, the folder that holds it, or tiny: the model of kvpool generate --model tiny",
+    )
     parser.add_argument(
         "--memory",
         required=True,
@@ -21,17 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--block-size", type=int, default=16, metavar="TOKENS", help="tokens per block (default: %(default)s)"
     )
     parser.add_argument("--dtype", help="element type of the cache (default: the model's)")
-    parser.add_argument("--k-bits", type=int, metavar="BITS", help="quantize keys to 4 or 8 bits (default: not)")
-    parser.add_argument("--v-bits", type=int, metavar="BITS", help="the same for values")
-    parser.add_argument(
-        "--quant-group-size", type=int, default=64, metavar="N", help="elements per scale (default: %(default)s)"
-    )
     parser.add_argument(
         "--max-len",
         type=int,
         metavar="TOKENS",
         help="what a static cache would reserve per sequence (default: the model's limit)",
     )
+    add_bits_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -39,20 +43,24 @@ def run(args: argparse.Namespace) -> int:
     from kvpool.config import describe_plan
 
     memory = f"{args.memory}B" if args.memory.isdecimal() else args.memory
+    bits = bits_of(args)
+    if "kv_bits" in bits:
+        bits["k_bits"] = bits["v_bits"] = bits.pop("kv_bits")
+    model = tiny_config() if args.model == "tiny" else args.model
     try:
-        facts, text = describe_plan(
-            args.model,
-            memory,
-            args.block_size,
-            args.dtype,
-            args.max_len,
-            k_bits=args.k_bits,
-            v_bits=args.v_bits,
-            quant_group_size=args.quant_group_size,
-        )
+        facts, text = describe_plan(model, memory, args.block_size, args.dtype, args.max_len, **bits)
     except OSError as exc:
         raise CommandError(f"--model {args.model}: {exc.strerror or exc}") from None
     except (TypeError, ValueError) as exc:
         raise CommandError(str(exc)) from None
     print(json.dumps(facts, indent=2) if args.json else text)
     return 0
+
+
+def tiny_config() -> dict[str, Any]:
+    """The config of the model that needs no download."""
+    try:
+        from kvpool.adapters.mlx_lm import tiny
+    except ImportError as exc:
+        raise CommandError(f"--model tiny needs mlx-lm ({exc}): {install_command('mlx')}") from None
+    return {"dtype": "float32", **tiny.CONFIG}

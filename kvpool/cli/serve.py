@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from kvpool.cli.cache import add_cache_arguments, bits_of, policy_of
 from kvpool.cli.console import CommandError, whole
+from kvpool.errors import install_command
 
 LAST_PORT = 65535
 leave = os._exit
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         from kvpool.adapters.mlx_lm import loading, serving, tiny
     except ImportError as exc:
-        raise CommandError(f"needs mlx-lm ({exc}): pip install 'kvpool[mlx]'") from None
+        raise CommandError(f"needs mlx-lm ({exc}): {install_command('mlx')}") from None
     if args.model != tiny.NAME:
         try:
             loading.check_name(args.model)

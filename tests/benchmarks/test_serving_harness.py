@@ -68,7 +68,7 @@ def test_static_prompts_are_padded_to_the_longest():
         assert record.column("prefill_tokens").tolist() == prefill
 
 
-def test_a_static_batch_waits_until_it_is_full_or_nobody_comes():
+def test_static_batch_starts_when_full_or_when_no_request_is_left():
     work = workload((0, 1, 1), (5, 1, 1), (7, 1, 1))
     record = run(StaticBatches(SlotServer(2), 2, 3), work)
     assert times_of(record) == {0: [6], 1: [6], 2: [8]}

@@ -63,7 +63,7 @@ def test_a_sweep_has_a_row_for_each_value(capsys, name):
 
 
 @pytest.mark.parametrize(("num_blocks", "is_tight"), [("200", False), ("30", True)])
-def test_a_sweep_over_policies_that_nobody_needed_says_so(capsys, num_blocks, is_tight):
+def test_sweep_without_preemption_is_reported(capsys, num_blocks, is_tight):
     assert main(command, [*NULL, "--against", "none", "--sweep", "preempt", "--num-blocks", num_blocks]) == 0
     assert ("Nobody was preempted" in capsys.readouterr().out) is not is_tight
 

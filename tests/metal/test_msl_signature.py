@@ -216,7 +216,7 @@ def test_outputs_start_with_init_value():
         assert y.tolist() == [3, 3, 7, 3]
 
 
-def test_outputs_start_with_what_settings_give():
+def test_outputs_start_with_the_values_of_the_settings():
     kernel = metal_kernel("update", ["x"], ["pool"], "pool[thread_position_in_grid.x + 1] += x[0];")
     pool = np.arange(4, dtype=np.float32)
     with settings(in_out={"pool": pool}, instrumented=True):

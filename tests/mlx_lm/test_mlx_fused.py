@@ -147,7 +147,7 @@ def paged():
         yield model, cache, *pairs[0], mask
 
 
-def test_what_stands_for_arrays_says_so_when_it_is_used_as_one(paged):
+def test_array_placeholder_used_as_array_raises(paged):
     _, _, keys, values, mask = paged
     for misuse in (
         lambda: keys @ mx.zeros((2, 2)),

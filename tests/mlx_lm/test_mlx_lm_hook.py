@@ -44,7 +44,7 @@ def test_one_install_may_be_entered_twice(model):
     assert maker(model) is None
 
 
-def test_a_hook_of_somebody_else_is_neither_lost_nor_overwritten(model):
+def test_foreign_hook_is_kept(model):
     kv = install(model, 8)
     with kv:
         paged = model.make_cache
@@ -56,7 +56,7 @@ def test_a_hook_of_somebody_else_is_neither_lost_nor_overwritten(model):
     assert maker(model) is None
 
 
-def test_leaving_without_having_entered_is_told(model):
+def test_exit_without_enter_raises(model):
     kv, other = install(model, 8), install(model, 8)
     with kv:
         with pytest.raises(RuntimeError, match=r"\[install\]"):

@@ -222,7 +222,7 @@ def test_two_that_computed_the_same_store_it_once(model, kv):
     assert kv.summary().blocks_cached == 4
 
 
-def test_what_a_block_computed_twice_keeps_alive_is_no_leak(model, kv):
+def test_canonical_block_kept_by_a_duplicate_is_not_a_leak(model, kv):
     (prompt,) = random_prompts([12])
     first, second = (kv.fetch(prompt)[0] for _ in range(2))
     for caches in (first, second):

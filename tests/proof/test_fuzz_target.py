@@ -283,7 +283,7 @@ def test_numpy_integers_are_integers():
         ("RefusesOddSizes", "the factory raised TypeError: block_size"),
     ],
 )
-def test_whatever_an_allocator_raises_is_a_finding(capsys, factory, what):
+def test_exception_of_an_allocator_is_a_finding(capsys, factory, what):
     assert main(["fuzz", "--target", f"{HERE}:{factory}", "--ops", "2000", "--seed", "1", "--json"]) == 1
     facts = json.loads(capsys.readouterr().out)
     assert facts["kind"] == "exception" and what in facts["finding"]
@@ -301,7 +301,7 @@ def test_command_that_repeats_has_the_sizes(capsys):
 
 
 @pytest.mark.parametrize("sizes", [[], ["--blocks", "9", "--block-size", "4"]])
-def test_whatever_a_backend_raises_is_a_finding(capsys, few_cases, sizes):
+def test_exception_of_a_backend_is_a_finding(capsys, few_cases, sizes):
     argv = ["fuzz", "--target", f"{HERE}:RaisesInCopies", "--ops", "2000", "--seed", "3", *sizes, "--json"]
     assert main(argv) == 1
     facts = json.loads(capsys.readouterr().out)
@@ -412,6 +412,6 @@ def test_interrupt_is_no_finding():
         ([f"{HERE}:no_allocator"], "it has no num_blocks, block_size, num_free, open, table, free"),
     ],
 )
-def test_what_cannot_be_a_target_is_refused(capsys, more, what):
+def test_fuzz_target_of_a_wrong_kind_is_refused(capsys, more, what):
     assert main(["fuzz", "--ops", "10", "--target", *more]) == 2
     assert what in capsys.readouterr().err

@@ -150,7 +150,7 @@ def test_table_names_the_gates_that_were_not_run(monkeypatch, capsys):
     assert "not run: freethreaded: no interpreter" in capsys.readouterr().out
 
 
-def test_finding_is_what_the_child_said_last(monkeypatch):
+def test_finding_is_the_last_line_of_the_child(monkeypatch):
     def ended(code, out, err):
         return lambda *given, **more: subprocess.CompletedProcess([], code, out, err)
 
@@ -200,7 +200,7 @@ def test_source_is_taken_from_the_first_suite_that_has_it(empty, monkeypatch):
     assert asked == [("sid", "update"), ("sid", "source"), ("trixie", "update"), ("trixie", "source")]
 
 
-def test_source_that_nobody_has_is_said(empty, monkeypatch):
+def test_missing_python_source_raises(empty, monkeypatch):
     monkeypatch.setattr(interpreter, "apt", lambda *given, cwd: False)
     with pytest.raises(RuntimeError, match=r"no source of python3\.14 or python3\.13"):
         interpreter.source()

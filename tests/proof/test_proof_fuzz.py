@@ -18,7 +18,7 @@ def test_operations_hold_in_short(part):
     assert figure.holds, figure.notes
 
 
-def test_operations_convict():
+def test_operations_gate_detects_its_planted_fault():
     assert not operations.planted(SHORTEST).holds
 
 

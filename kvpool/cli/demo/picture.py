@@ -10,6 +10,7 @@ import numpy as np
 
 from kvpool.cli.console import NotRun
 from kvpool.cli.demo.serving import Comparison, Timeline
+from kvpool.errors import install_command
 
 INK, MUTED, GRID = "#1f2933", "#6b7785", "#e4e7eb"
 SLOTS, SLOTS_LIGHT = "#c2571a", "#f6d5bd"
@@ -29,7 +30,7 @@ def draw(path: Path, comparison: Comparison) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise NotRun("needs matplotlib: pip install 'kvpool[demo]'") from None
+        raise NotRun(f"needs matplotlib: {install_command('demo')}") from None
 
     slots, blocks = comparison.slots, comparison.blocks
     figure = Figure(figsize=(9, 7.6), dpi=130, facecolor="white")

@@ -9,6 +9,7 @@ from typing import Any
 
 import kvpool
 from kvpool.cli.console import NotRun
+from kvpool.errors import install_command
 
 ASCII = str.maketrans({"█": "#", "░": ".", "─": "-", "│": "|", "└": "+"})
 """For terminals whose encoding has no such characters."""
@@ -26,7 +27,7 @@ def load_lm(say: Callable[[str], None]) -> ModuleType:
     try:
         from kvpool.cli.demo import lm
     except ImportError as exc:
-        raise NotRun(f"needs mlx and mlx-lm ({exc}): pip install 'kvpool[mlx]'") from None
+        raise NotRun(f"needs mlx and mlx-lm ({exc}): {install_command('mlx')}") from None
     return lm
 
 
