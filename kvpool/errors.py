@@ -2,7 +2,7 @@
 
 Every message reads ``[call] what is wrong (value), the limit``, and every call that raises one of these
 leaves the state of the pool unchanged. Wrong types raise `TypeError`, wrong values `ValueError`, block ids
-outside the pool `IndexError`; the classes below are for what only a block allocator can get wrong.
+outside the pool `IndexError`. The classes below are for errors that only a block allocator has.
 """
 
 
@@ -109,7 +109,7 @@ class RequestRejected(KVPoolError, ValueError):
 
 
 class UnknownRequest(_HandleError):
-    """No request of this id is in the scheduler: it has finished, or was never there."""
+    """The scheduler has no request with this id: it has finished, or was never added."""
 
 
 class BackendUnavailable(KVPoolError, ImportError):

@@ -1,8 +1,8 @@
-"""What a model's config says of its KV cache.
+"""Reads the shape of a model's KV cache from its config.
 
-`spec_from_config` reads a Hugging Face style ``config.json``. A config names the layers of a model by its
-``model_type`` and by fields that each type spells in its own way, so only types whose layers are known here are
-sized. Everything else is refused with the reason: a size that is silently wrong costs more than none.
+`spec_from_config` reads a Hugging Face style ``config.json``. A config describes the layers of a model by its
+``model_type`` and by fields that differ between types. So only types whose layers are known here are sized. Everything
+else is refused with the reason: a wrong size would cost more than none.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072,
     }
 }
-"""What published configs leave to the class that reads them."""
+"""Fields that published configs leave to the defaults of the class that reads them."""
 
 _INSTEAD = "describe what its layers keep with kvpool.KVSpec, and size it with kvpool.config.blocks_for"
 
@@ -137,9 +137,9 @@ def spec_from_config(
 
 
 def model_fields(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
-    """The fields of the text model: ``text_config`` where there is one, and what it leaves to others.
+    """The fields of the text model: those of ``text_config`` if there is one, with missing ones filled in.
 
-    A multimodal config may give the dtype of all its parts at the top, and leave fields to the defaults of the
+    A multimodal config may give the dtype of all its parts at the top level, and leave fields to the defaults of the
     class that reads it.
     """
     whole = config if isinstance(config, Mapping) else _read(Path(config))
@@ -169,7 +169,7 @@ def sliding_window(fields: Mapping[str, Any]) -> int | None:
 
 
 def _model_type(fields: Mapping[str, Any]) -> str:
-    """The type, if it is one whose layers are known."""
+    """The model type; ValueError if its layers are not known."""
     name = fields.get("model_type")
     if name is None:
         raise ValueError("[config] model_type is missing; it says what the layers of a model keep")
@@ -218,7 +218,7 @@ def _head_dim(fields: Mapping[str, Any], model_type: str) -> int:
     hidden_size, num_heads = _field(fields, "hidden_size"), _field(fields, "num_attention_heads")
     if hidden_size % num_heads:
         raise ValueError(
-            f"[config] there is no head_dim, and hidden_size {hidden_size} is no multiple of "
+            f"[config] there is no head_dim, and hidden_size {hidden_size} is not a multiple of "
             f"num_attention_heads {num_heads}"
         )
     return hidden_size // num_heads

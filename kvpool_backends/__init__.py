@@ -1,8 +1,7 @@
 """Backends that ship with kvpool, and how to find any other one.
 
-A backend is named by its factory, ``"module:attribute"``. Built-in names come first, then the names that
-installed packages declare in the entry-point group ``kvpool.backends``. Nothing is imported before a backend
-is asked for.
+A backend has a name and a factory, ``"module:attribute"``. Built-in names come first, then the names that installed
+packages declare in the entry-point group ``kvpool.backends``. A backend is imported when it is loaded, not before.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from kvpool.spec import KVSpec
 
 __all__ = ["BackendFactory", "available", "known", "load_backend"]
 
-DEFAULTS = ("cpu", "numpy")  # the first that can be imported: native kernels, or what runs everywhere
+DEFAULTS = ("cpu", "numpy")  # the first that can be imported is the default
 ENVIRONMENT_VARIABLE = "KVPOOL_BACKEND"
 ENTRY_POINT_GROUP = "kvpool.backends"
 
@@ -48,8 +47,8 @@ def load_backend(name: str | None = None) -> BackendFactory:
     Raises
     ------
     BackendUnavailable
-        The name is not known, or its module cannot be imported; the message says what to install, and the
-        original exception is chained.
+        The name is unknown, or its module cannot be imported. The message says what to install. The original
+        exception is chained.
     """
     origin = ""
     if name is None and (name := os.environ.get(ENVIRONMENT_VARIABLE) or None):
@@ -72,7 +71,7 @@ def load_backend(name: str | None = None) -> BackendFactory:
         loaded = import_module(module)
         for part in attribute.split("."):
             loaded = getattr(loaded, part)
-    except BackendUnavailable:  # the backend itself knows best what it lacks
+    except BackendUnavailable:  # the backend's own message is better
         raise
     except Exception as error:  # a broken install can fail with anything; the cause is chained
         raise BackendUnavailable(
@@ -94,9 +93,9 @@ def available() -> tuple[str, ...]:
 
 
 def known() -> dict[str, tuple[str, str]]:
-    """Every backend's name with its factory and what helps when that cannot be imported. Imports nothing.
+    """Each backend's name, with its factory and what helps when that cannot be imported. Imports nothing.
 
-    A built-in name cannot be taken over by a package that declares it too.
+    A package cannot replace a built-in name.
     """
     declared = {}
     for entry in entry_points(group=ENTRY_POINT_GROUP):

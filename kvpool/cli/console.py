@@ -1,4 +1,4 @@
-"""What all commands share: how they refuse, and how they read what was typed."""
+"""What all commands share: refusals, and parsing of options."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CommandError(Exception):
 
 
 class NotRun(Exception):
-    """A part cannot run here; the message says what is missing and how to install it."""
+    """A part cannot run here. The message says what is missing and how to install it."""
 
 
 def whole(option: str, text: str, least: int = 1) -> int:
@@ -48,7 +48,7 @@ def real(option: str, text: str, least: float, most: float = math.inf) -> float:
 
 
 def check_plot(path: Path | None) -> None:
-    """Refuse, before any work, a picture that cannot be drawn."""
+    """Refuse a picture that cannot be drawn, before any work."""
     if path is None:
         return
     if path.is_dir() or not path.parent.is_dir():
@@ -63,9 +63,9 @@ def check_plot(path: Path | None) -> None:
 
 @contextlib.contextmanager
 def progress(total: int, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Yield a function that is told what begins now, `total` times in all, and shows it on stderr.
+    """Yield a function that shows on stderr what begins now. It is called `total` times.
 
-    A bar on a terminal if rich is there, else a line for each.
+    It is a bar on a terminal if rich is installed, else a line for each call.
     """
     if quiet:
         yield lambda what: None

@@ -1,4 +1,4 @@
-"""Size a pool for a model: what a token costs, how many blocks fit, how many sequences."""
+"""Size a pool for a model: bytes per token, how many blocks fit, how many sequences."""
 
 from __future__ import annotations
 

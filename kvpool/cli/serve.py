@@ -18,11 +18,11 @@ from kvpool.errors import install_command
 
 LAST_PORT = 65535
 leave = os._exit
-PASSES_ON = True  # arguments that the parser does not know are mlx-lm's
+PASSES_ON = True  # unknown arguments go to mlx-lm
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments that are ours."""
+    """Declare the arguments of kvpool."""
     parser.epilog = (
         "Every other argument is one of mlx_lm.server: --decode-concurrency, --prompt-concurrency, --max-tokens,"
         " --temp, --draft-model, --log-level and so on. GET /metrics has statistics for Prometheus."
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"kvpool serve: stopped, {left} blocks in use", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
-    leave(1 if left else 0)  # threads that still answer somebody must not meet an interpreter that is being taken down
+    leave(1 if left else 0)  # threads that still answer a request must not run while the interpreter shuts down
     return 1 if left else 0
 
 

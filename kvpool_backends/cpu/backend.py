@@ -1,4 +1,4 @@
-"""`CPUBackend`: the backend protocol on memory of its own, computed by the native kernels."""
+"""`CPUBackend`: the backend protocol on its own memory, computed by the native kernels."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_policies_are_refused_where_their_caches_do_not_go(checkpoint, windowed,
 
     plain = models.Model(str(checkpoint))
     plain.check(policies.compared(64))
-    with pytest.raises(ValueError, match=r"^\[KVSpec\] head_dim is 16, no multiple of quant_group_size 32"):
+    with pytest.raises(ValueError, match=r"^\[KVSpec\] head_dim is 16, not a multiple of quant_group_size 32"):
         plain.check([UNLIMITED.stored(8, 8)])
     monkeypatch.setattr(plain.model, "make_cache", lambda: [KVCache(), ArraysCache(2), KVCache()])
     plain.check([UNLIMITED])

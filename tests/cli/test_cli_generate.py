@@ -98,7 +98,7 @@ def test_stats_go_to_stderr(capsys, expected):
         (["--max-tokens", "-5"], "--max-tokens -5: out of range"),
         (["--max-tokens", "9000"], "prompt 1: 1 prompt tokens and 9000 more, the model takes 8192"),
         (["--n", "0"], "--n 0: out of range"),
-        (["--n", "3", "--beam", "2"], "--n 3: a beam of 2 has no more hypotheses than that"),
+        (["--n", "3", "--beam", "2"], "--n 3: a beam of 2 has only 2 hypotheses"),
         (["--beam", "2", "--stop", "x"], "--stop and --beam exclude each other"),
         (["--beam", "2", "--temperature", "0.5"], "--temperature and --beam exclude each other"),
         (["--beam", "2", "--top-k", "3"], "--top-k and --beam exclude each other"),

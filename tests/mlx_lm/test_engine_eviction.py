@@ -158,7 +158,7 @@ def test_engine_refuses_unsupported_options_when_it_is_made(model):
         ({"eviction": POLICIES["h2o"], "fused": False}, ValueError, r"\[Engine\] H2O needs scores, .* is gather"),
         ({"kv_bits": 8, "v_bits": 4}, TypeError, "kv_bits is for both"),
         ({"kv_bits": 5}, ValueError, "k_bits is 5"),
-        ({"kv_bits": 8, "quant_group_size": 64}, ValueError, "head_dim is 32, no multiple of quant_group_size 64"),
+        ({"kv_bits": 8, "quant_group_size": 64}, ValueError, "head_dim is 32, not a multiple of quant_group_size 64"),
     ):
         with pytest.raises(error, match=message):
             engine_of(model, **options)

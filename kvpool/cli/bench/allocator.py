@@ -1,7 +1,7 @@
-"""The allocator beside one in plain Python: nanoseconds of CPU time per operation.
+"""Compare the allocator with one in plain Python: nanoseconds of CPU time per operation.
 
 The Python allocator keeps a list of free blocks, a reference count per block and a list of blocks per sequence, as
-tutorials do. Both make the same blocks move. Contestants run in turns, so that the ratios hold on a busy machine.
+tutorials do. Both do the same work. Contestants alternate, so the ratios hold on a busy machine.
 """
 
 from __future__ import annotations
