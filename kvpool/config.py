@@ -301,8 +301,7 @@ def describe_plan(
         f"KV bytes   {spec.token_nbytes} per token, {spec.block_nbytes} per block of {block_size} tokens",
         *([] if window is None else [_KEPT.format(window)]),
         size.how,
-        f"Sequences that fit (paged: {size.reserved_blocks} of the blocks is reserved; "
-        f"static: each one reserves {max_len} tokens, and no block is kept back):",
+        f"Sequences that fit (paged: into the blocks that are not reserved; static: each reserves {max_len} tokens):",
         f"  {'tokens each':>12} {'paged':>10} {'static':>10}",
         *(f"  {n:>12} {count:>10} {static:>10}" for n, count in fits.items()),
     ]

@@ -32,7 +32,7 @@ BITS = (
 
 def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `policy_of` and of `bits_of`."""
-    group = parser.add_argument_group("a fixed budget per sequence", "python -m pydoc kvpool.eviction says more")
+    group = parser.add_argument_group("a fixed budget per sequence", "more: python -m pydoc kvpool.eviction")
     group.add_argument("--eviction", metavar="POLICY", help="which tokens are evicted: h2o, window or blocks")
     for name, metavar, field, _, policies, text in FIELDS:
         of = "" if len(policies) == len(POLICIES) else f"{' and '.join(policies)}: "

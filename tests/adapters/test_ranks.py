@@ -163,7 +163,7 @@ def mixed(ranks, pool, monkeypatch, batch):
     return sent[0]
 
 
-def test_batches_of_other_shapes_or_values_are_told_apart(monkeypatch):
+def test_batches_of_other_shapes_or_values_are_distinguished(monkeypatch):
     batches = [None, b"", b"\1", [], [[]], [1], [[1]], [1, 2, 3, 4], [[1, 2], [3, 4]], 1, -1, [2], [1 << 40]]
     with Ranks(mx.distributed.init(backend="any")) as ranks:
         pool = Pool(8, 4, seed=1)

@@ -94,7 +94,7 @@ def test_nonsense_is_refused_in_one_line(capsys, arguments, message):
     assert ([getattr(mlx_server, name) for name in names], sys.argv) == before
 
 
-def test_a_model_that_cannot_be_loaded_is_told_in_one_line(capsys, tmp_path):
+def test_a_model_that_cannot_be_loaded_is_reported_in_one_line(capsys, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with on_cpu():
         assert main(["serve", "--model", str(tmp_path), "--port", "0", "--log-level", "ERROR"]) == 2

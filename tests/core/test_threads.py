@@ -201,7 +201,7 @@ class JudgesThenReads(ModelPool):
             super().truncate(int(handle), lens)
 
 
-def test_call_that_reads_its_array_twice_is_noticed():
+def test_call_that_reads_its_array_twice_is_detected():
     with pytest.raises(AssertionError, match="left a trace"):
         attack(Traced, ModelPlan, "truncate", 12, 2_000)
 

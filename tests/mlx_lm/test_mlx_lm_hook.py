@@ -76,7 +76,7 @@ def test_a_model_may_be_installed_again_inside_the_block(model):
     assert maker(model) is None
 
 
-def test_a_model_that_is_installed_cannot_be_deep_copied_and_is_told_why(model):
+def test_deep_copy_of_an_installed_model_raises(model):
     with install(model, 8) as kv:
         with pytest.raises(TypeError, match=r"\[install\] a model cannot be copied inside the block"):
             copy.deepcopy(model)
@@ -84,7 +84,7 @@ def test_a_model_that_is_installed_cannot_be_deep_copied_and_is_told_why(model):
     assert maker(copy.deepcopy(model)) is None
 
 
-def test_deleted_hook_is_told_by_the_route_and_at_the_end_of_the_block(model):
+def test_deleted_hook_shows_in_the_route_and_at_the_end_of_the_block(model):
     kv = install(model, 8)
     with pytest.raises(RuntimeError, match=r"\[install\] somebody has deleted model\.make_cache inside the block"), kv:
         assert kv.route == kv.summary().route == "fused"
@@ -98,7 +98,7 @@ def test_deleted_hook_is_told_by_the_route_and_at_the_end_of_the_block(model):
     assert maker(model) is None
 
 
-def test_replaced_hook_is_told_by_the_route(model):
+def test_replaced_hook_shows_in_the_route(model):
     with install(model, 8) as kv:
         paged, model.make_cache = model.make_cache, list
         assert kv.route == "lost: somebody has set model.make_cache to <class 'list'>"

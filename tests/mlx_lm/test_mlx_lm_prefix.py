@@ -332,7 +332,7 @@ def test_equal_namespaces_hit_and_different_ones_miss(model, kv):
     assert kv.pool.prefix.stats().nodes == 8
 
 
-def test_keys_of_a_prompt_cache_are_told_apart_as_a_dict_does(model, kv):
+def test_keys_of_a_prompt_cache_are_distinguished_as_a_dict_does(model, kv):
     (prompt,) = random_prompts([17])
     prompts = PagedPromptCache(kv)
     key = ("path", None, None)

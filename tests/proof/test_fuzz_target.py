@@ -67,7 +67,7 @@ def repaired_but(fault):
     return lambda num_blocks, block_size: Adapter(num_blocks, block_size, without=set(FAULTS) - {fault})
 
 
-def test_seed_allocator_is_convicted():
+def test_seed_allocator_is_detected():
     report = hunt_target(Adapter, calls=CALLS)
     assert report.finding is not None
 
@@ -154,7 +154,7 @@ def test_command_drives_a_backend(capsys, few_cases):
     assert facts["calls"] >= 20
 
 
-def test_command_convicts_a_backend(capsys, few_cases):
+def test_command_detects_a_broken_backend(capsys, few_cases):
     assert main(["fuzz", "--target", "seed_backend:Broken", "--ops", "2000", "--seed", "1", "--json"]) == 1
     facts = json.loads(capsys.readouterr().out)
     assert "is wrong" in facts["finding"] and 0 < facts["calls"] <= 2000

@@ -70,7 +70,7 @@ def pools_of(kind, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [Forgetful, Refusing, Lenient])
-def test_pool_that_does_something_else_is_convicted(kind, monkeypatch):
+def test_pool_that_does_something_else_is_detected(kind, monkeypatch):
     pools_of(kind, monkeypatch)
     with pytest.raises((Wrong, kvpool.KVPoolError)):
         freethreaded_run.shared(4_000, 1)
@@ -89,7 +89,7 @@ def test_record_that_is_not_whole_is_no_evidence():
         freethreaded_run.replay(pool)
 
 
-def test_calls_in_another_order_than_recorded_are_convicted(monkeypatch):
+def test_calls_in_another_order_than_recorded_are_detected(monkeypatch):
     pool = freethreaded_run.new_pool(0, record=1 << 20)
     Caller(pool, 0, 1).run(500)
     load = freethreaded_run.files.load
@@ -219,14 +219,14 @@ def test_apt_is_given_a_list_of_its_own(empty, monkeypatch):
     assert all(str(empty) in part for part in command if part.startswith(("Dir::State", "Dir::Cache")))
 
 
-def test_machine_without_apt_is_told_so(monkeypatch, capsys):
+def test_machine_without_apt_is_reported(monkeypatch, capsys):
     monkeypatch.setattr(interpreter.shutil, "which", lambda name: None)
     assert interpreter.main() == 2
     assert "Debian" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the interpreter is built on Debian")
-def test_machine_without_headers_is_told_what_to_install(monkeypatch, capsys):
+def test_machine_without_headers_names_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(interpreter.shutil, "which", lambda name: name)
     monkeypatch.setattr(interpreter, "HEADERS", {"no/such.h": "libno-dev"})
     assert interpreter.main() == 2

@@ -34,7 +34,7 @@ def test_traces_are_of_programs_with_every_operation():
     assert not [name for name in OPERATIONS if not counted[name]], counted
 
 
-def test_trace_of_another_seed_is_convicted():
+def test_trace_of_another_seed_is_detected():
     assert not determinism.planted(Budget(0.001)).holds
 
 

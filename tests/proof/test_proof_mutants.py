@@ -196,7 +196,7 @@ def test_tape_leaves_out_a_list_that_changes_while_it_is_read():
     assert not [*tape.play(learn=True), *tape.play()]
 
 
-def test_run_of_the_fuzzer_convicts_a_planted_bug_and_no_sound_pool():
+def test_run_of_the_fuzzer_detects_a_planted_bug_and_passes_a_sound_pool():
     runs = list(fuzz_runs(1))
     assert not any(difference for run in runs for difference in run.play())
     for run in runs:

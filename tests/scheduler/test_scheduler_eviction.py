@@ -404,7 +404,7 @@ def compaction_is_off_by_one():
         (compaction_is_off_by_one, 0),
     ],
 )
-def test_planted_fault_is_convicted(fault, seed):
+def test_planted_fault_is_detected(fault, seed):
     with fault():
         for number in range(seed, seed + 60):
             try:
