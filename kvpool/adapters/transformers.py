@@ -34,7 +34,7 @@ with importing("transformers", transformers.__version__, ", ".join(SUPPORTED_VER
 def install(*, strict: bool = True) -> Iterator[None]:
     """Give the engines that are made inside the block a pool of kvpool.
 
-    RuntimeError: transformers is not one of `SUPPORTED_VERSIONS` (and `strict`), or somebody else has hooked it.
+    RuntimeError: transformers is not one of `SUPPORTED_VERSIONS` (and `strict`), or other code has hooked it.
     """
     found, tested = transformers.__version__, ", ".join(SUPPORTED_VERSIONS)
     if strict and found not in SUPPORTED_VERSIONS:

@@ -44,7 +44,7 @@ _Plane = np.ndarray | tuple[np.ndarray, ...]
 
 
 class NumpyBackend:
-    """Reference backend. Implements `kvpool.protocol.KVBackend`; see there for what each method promises.
+    """Reference backend. Implements `kvpool.protocol.KVBackend`, which documents each method.
 
     Parameters
     ----------
