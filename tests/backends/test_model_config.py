@@ -205,7 +205,7 @@ def test_spec_from_config_names_what_is_missing(missing):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"hidden_size": 4097}, "no multiple"),
+        ({"hidden_size": 4097}, "not a multiple"),
         ({"kv_lora_rank": 512}, "latent attention"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
         ({"layer_types": 5}, r"^\[config\] layer_types must be a list of strings, got 5$"),

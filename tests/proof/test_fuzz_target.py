@@ -406,10 +406,10 @@ def test_interrupt_is_no_finding():
     [
         (["seed_allocator:FAULTS"], "cannot be called"),
         (["seed_allocator:SeedAllocator.take"], "takes neither"),
-        (["collections:UserDict"], "it has no num_blocks, block_size, num_free, open, append, table, free"),
+        (["collections:UserDict"], "it lacks num_blocks, block_size, num_free, open, append, table, free"),
         (["builtins:dict"], "(spec, num_blocks) made no backend: TypeError: dict expected"),
-        (["kvpool:Pool"], "it has no num_free, append, free"),
-        ([f"{HERE}:no_allocator"], "it has no num_blocks, block_size, num_free, open, table, free"),
+        (["kvpool:Pool"], "it lacks num_free, append, free"),
+        ([f"{HERE}:no_allocator"], "it lacks num_blocks, block_size, num_free, open, table, free"),
     ],
 )
 def test_fuzz_target_of_a_wrong_kind_is_refused(capsys, more, what):
