@@ -1,7 +1,7 @@
 """kvpool: a block allocator for the KV cache of LLM inference.
 
-`Pool` counts blocks and sequences, `Plan` is what one `Pool.step` writes for a backend, `Scheduler` decides who is in
-a step. None of them sees a tensor.
+`Pool` counts blocks and sequences. `Plan` has the arrays that one `Pool.step` writes for a backend. `Scheduler` decides
+which sequences run in a step. None of them handles tensors.
 """
 
 from pathlib import Path
@@ -51,7 +51,7 @@ __all__ = [
     "namespace",
 ]
 
-_LATE = {  # not everybody needs them, and they take time to import
+_LATE = {  # imported on first use, because they take time
     "_C_API": "kvpool.capi",
     "KVSpec": "kvpool.config",
     "Request": "kvpool.scheduler",
@@ -60,7 +60,7 @@ _LATE = {  # not everybody needs them, and they take time to import
 }
 
 
-if not TYPE_CHECKING:  # a type checker would take any name for one that is there
+if not TYPE_CHECKING:  # with __getattr__, a type checker would accept any name
 
     def __getattr__(name: str) -> object:
         if name not in _LATE:

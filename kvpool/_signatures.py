@@ -1,6 +1,6 @@
-"""What the constructors of the core's classes take, and in what order: they hand their arguments to these functions.
+"""Signatures of the constructors of the core's classes, which pass their arguments to these functions.
 
-An error of a wrong call names the function that was called, so it says ``Pool()`` and not ``__cinit__()``.
+So the error of a wrong call says ``Pool()`` and not ``__cinit__()``.
 """
 
 

@@ -1,7 +1,7 @@
 """Sizes: how many blocks fit a machine.
 
-`blocks_for` divides memory by a `KVSpec` (kvpool.spec) and tells how. `describe_plan` says what a model keeps, by its
-config (kvpool.model_config), and how much of it fits, for people and for machines (the ``kvpool plan`` command).
+`blocks_for` divides memory by a `KVSpec` (kvpool.spec) and shows the calculation. `describe_plan` says what the layers
+of a model keep by its config (kvpool.model_config), and how much of it fits, as text and as data (``kvpool plan``).
 
 All sizes are Python integers (no overflow) and carry their unit in the name: ``_nbytes``, ``num_tokens``,
 ``num_blocks``.
@@ -104,14 +104,14 @@ def blocks_for(
         With "auto", the share of the machine that this process may use: by default 0.8 of a Metal device's
         recommended working set, 0.5 of the available RAM.
     overhead_nbytes : int, optional
-        With "auto", what activations and temporaries need beside the pool. Measure it with a prefill if you
-        can; by default 10 % of the machine, on Metal at least 1 GiB.
+        With "auto", the bytes that activations and temporaries need in addition to the pool. Measure it with a
+        prefill if you can. By default it is 10 % of the machine, on Metal at least 1 GiB.
     device_info : mapping, optional
         ``mlx.core.device_info()`` of a Metal device; it may carry ``active_nbytes`` too. Without
         ``max_recommended_working_set_size`` in it (MLX on a CPU) RAM counts.
     active_nbytes : int, optional
-        With "auto", memory that weights and caches take of the device: the larger of MLX's active memory and
-        the footprint of the process. Of RAM, count only what is yet to be loaded: the rest is not available.
+        With "auto", memory that weights and caches use on the device: the larger of MLX's active memory and the
+        footprint of the process. For RAM, count only what is yet to be loaded: the rest is not available anyway.
     reserved_blocks : int
         Blocks that hold no sequence, as in `Pool`; they are part of `num_blocks`.
 
@@ -199,7 +199,7 @@ def _machine_budget(
 
 
 def available_memory_nbytes() -> int:
-    """RAM for this process: on Linux what is available and within its cgroup's limit, on macOS all of it."""
+    """RAM for this process: on Linux the available RAM within the limit of its cgroup, on macOS all RAM."""
     available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     found = re.search(r"^MemAvailable:\s+(\d+) kB", _read_text("/proc/meminfo"), re.MULTILINE)
     if found:
@@ -213,7 +213,7 @@ def available_memory_nbytes() -> int:
 def _read_text(path: str) -> str:
     try:
         return Path(path).read_text()
-    except OSError:  # another system, or no permission: the caller has a coarser source
+    except OSError:  # another system, or no permission: the caller has a less exact source
         return ""
 
 
@@ -334,7 +334,7 @@ def describe_plan(
     quant_group_size: int = 64,
     **machine: Any,
 ) -> tuple[dict[str, Any], str]:
-    """What the layers of a model keep and how much of it fits, for machines (a dict) and for people (a text).
+    """Return what the layers of a model keep and how much of it fits, as data (a dict) and as text.
 
     Parameters
     ----------

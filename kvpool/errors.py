@@ -2,7 +2,7 @@
 
 Every message reads ``[call] what is wrong (value), the limit``, and every call that raises one of these
 leaves the state of the pool unchanged. Wrong types raise `TypeError`, wrong values `ValueError`, block ids
-outside the pool `IndexError`; the classes below are for what only a block allocator can get wrong.
+outside the pool `IndexError`. The classes below are for errors that only a block allocator has.
 """
 
 
@@ -109,8 +109,24 @@ class RequestRejected(KVPoolError, ValueError):
 
 
 class UnknownRequest(_HandleError):
-    """No request of this id is in the scheduler: it has finished, or was never there."""
+    """The scheduler has no request with this id: it has finished, or was never added."""
 
 
 class BackendUnavailable(KVPoolError, ImportError):
     """A backend cannot be loaded; the message says what to install, the cause is chained."""
+
+
+def install_command(extra: str) -> str:
+    """The command that installs what an extra of this kvpool needs: pip finds an installed kvpool by its name.
+
+    Where kvpool is not installed, this is a source tree, and the command names its folder.
+    """
+    from importlib.metadata import PackageNotFoundError, version  # late: importing kvpool has to be fast
+    from pathlib import Path
+
+    try:
+        version("kvpool")
+        source = "kvpool"
+    except PackageNotFoundError:
+        source = str(Path(__file__).resolve().parent.parent)
+    return f"pip install '{source}[{extra}]'"

@@ -50,11 +50,11 @@ def prometheus_text(
         It may be in use by other threads.
     scheduler : kvpool.Scheduler, optional
     extra : metrics, optional
-        To be put behind ours.
+        Metrics of the caller, written after these.
     labels : mapping, optional
-        On every sample: which of several pools it is, for instance.
+        Added to every sample, for example the name of one of several pools.
     without : collection of str, optional
-        Names to leave out: counters of calls that an application does not make would stay 0 for ever.
+        Names to leave out, for example counters of calls that an application never makes.
 
     Notes
     -----
@@ -118,7 +118,7 @@ def by_state(name: str, help: str, stats: Any, states: Iterable[str]) -> Metric:
 
 
 class Collector:
-    """The same for the registry of the package prometheus-client, if that is what an application uses.
+    """The same statistics for the registry of the package prometheus-client.
 
         prometheus_client.REGISTRY.register(Collector(pool, scheduler))
 
@@ -129,7 +129,7 @@ class Collector:
     extra : callable, optional
         Returns more metrics.
     lock : context manager, optional
-        Held while statistics are read: a registry is asked from a thread of its own.
+        Held while statistics are read. A registry collects in its own thread.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a model's config says of its KV cache.
+"""Reads the shape of a model's KV cache from its config.
 
 `layer_groups` reads a Hugging Face style ``config.json``: what the layers of a model keep, in groups
 (kvpool.sizing). A config names its layers by ``model_type`` and by fields that each type spells in its own way, so only

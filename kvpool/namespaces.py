@@ -1,4 +1,4 @@
-"""What else decides the KV content besides the tokens, as one key for the prefix cache."""
+"""`namespace`: everything besides the tokens that decides the KV content, as one key for the prefix cache."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ def namespace(
     Parameters
     ----------
     salt : bytes or str, optional
-        Secret of a tenant. Whoever does not know it can neither hit these blocks nor learn by timing
-        whether they are cached.
+        Secret of a tenant. Without it, a client can neither hit these blocks nor learn by timing whether they
+        are cached.
     lora : bytes or str, optional
-        Identity of the adapter: a digest of its weights, for names are given again to other weights.
+        Identity of the adapter. Use a digest of its weights, because a name may later get other weights.
     model : bytes or str, optional
         Identity of the weights and of the KV format, where one pool serves several.
     multimodal : iterable of (int, bytes)
@@ -87,14 +87,14 @@ def namespace(
     Raises
     ------
     TypeError
-        A value is neither bytes nor str, a position no int, a digest no bytes.
+        A value is neither bytes nor str, a position is not an int, or a digest is not bytes.
     ValueError
         A position is negative or comes twice.
 
     Notes
     -----
-    Untyped or unframed keys gave one tenant the blocks of another in several serving systems: the pairs
-    ("org_1", "2345") and ("org_12345", "") are one string when they are joined.
+    In several serving systems, keys without types or frames gave one tenant the blocks of another: joined, the pairs
+    ("org_1", "2345") and ("org_12345", "") are the same string.
 
     Examples
     --------

@@ -1,9 +1,8 @@
-"""What a backend is: the data plane that owns the KV tensors, as a `typing.Protocol`.
+"""The backend protocol: a backend owns the KV tensors.
 
-The core (`kvpool.Pool`, `kvpool.Plan`) hands out integers; a backend turns them into writes, copies and
-attention. A backend never allocates a block, the core never touches a byte of KV. Nothing has to be
-inherited: any object with these methods is a backend, and `kvpool.testing.conformance` tells whether it is a
-correct one.
+The core (`kvpool.Pool`, `kvpool.Plan`) hands out integers. A backend turns them into writes, copies and attention.
+A backend never allocates a block, and the core never touches a byte of KV. Any object with these methods is a
+backend; it inherits nothing. `kvpool.testing.conformance` checks whether it is correct.
 
 Dimension letters, used in every docstring of kvpool
 -----------------------------------------------------
@@ -16,29 +15,29 @@ Dimension letters, used in every docstring of kvpool
 
 Order
 -----
-One step of an engine is: ``step = prepare(plan)`` and ``copy_blocks(plan)`` once, then for every layer `write` and
-then `attend`. A backend executes copies, writes and reads of one layer in the order of the calls, whatever it queues
-inside. It hands out no view of its storage: every array that it returns is a copy, because a view would pin the
-storage (an array framework copies the whole pool on the next write).
+One step of an engine calls ``step = prepare(plan)`` and ``copy_blocks(plan)`` once, then for every layer `write` and
+then `attend`. A backend executes copies, writes and reads of one layer in the order of the calls, even if it queues
+them. Every array that it returns is a copy. A view would pin the storage: an array framework would copy the whole
+pool on the next write.
 
 Steps
 -----
-A step is the backend's own object: what `prepare` has checked, or brought to a device, for all layers at once. Nobody
-else looks into it. It may refer to the arrays of its plan, so it is valid until that plan is stepped again (``step``,
-``reserve``, ``unshare``) or its arrays change. After ``done`` it may still be read while nobody has been given its
-blocks; after ``rollback`` it is of no use. What a call has queued does not depend on the plan any more: a backend that
-works later takes copies of what it is going to read.
+A step is the backend's own object. It has what `prepare` checked, or brought to a device, for all layers at once. No
+caller looks into it. It may refer to the arrays of its plan, so it is valid until that plan is stepped again
+(``step``, ``reserve``, ``unshare``) or its arrays change. After ``done`` it may still be read until its blocks are
+given to another sequence. After ``rollback`` it must not be used. Queued work must not depend on the plan: a backend
+that works later copies what it is going to read.
 
-Any number of steps are in use side by side, in any order: an engine with two plans prepares one while the other runs.
-`prepare` changes no byte of the storage, so it may come before or after the copies, twice, or for nothing. That is why
-`copy_blocks` is a call of its own: plans of ``reserve`` and ``unshare`` have copies and no tokens, and a plan of which
-other rows are looked at (`StepArrays.of_queries`) is prepared twice but copied once.
+Several steps may be in use at a time, in any order: an engine with two plans prepares one while the other runs.
+`prepare` changes no byte of the storage. So it may come before or after the copies, twice, or without any use.
+`copy_blocks` is a separate call, because plans of ``reserve`` and ``unshare`` have copies and no tokens, and because a
+plan for some of its queries (`StepArrays.of_queries`) is prepared twice but copied once.
 
 Arrays
 ------
-``capabilities.arrays`` names the framework whose arrays `write` and `attend` take and give: "numpy" (and what
-`numpy.asarray` takes) or "mlx". `asarray` and `to_numpy` are the way in and out for everybody else. A backend that
-computes when its framework evaluates says ``capabilities.lazy``, and `queued` has what must be evaluated.
+``capabilities.arrays`` names the framework whose arrays `write` and `attend` take and return: "numpy" (and what
+`numpy.asarray` takes) or "mlx". Other callers convert with `asarray` and `to_numpy`. A backend that computes when its
+framework evaluates sets ``capabilities.lazy``. `queued` then returns what must be evaluated.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def _nothing() -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class StepArrays:
-    """What a backend reads of a plan, as plain arrays: for tests, and for engines that keep their own tables.
+    """The arrays of a plan that a backend reads: for tests, and for engines that keep their own tables.
 
     `kvpool.Plan` has the same attributes, for the formats that it was made with. Nothing is checked here.
 
@@ -92,7 +91,7 @@ class StepArrays:
 
     @staticmethod
     def of_queries(plan: AnyPlan, tokens: np.ndarray) -> StepArrays:
-        """Some query tokens ``[R]`` of a plan, each in a row of its own that ends with it: a step that only reads."""
+        """A step that only reads: the query tokens `tokens` ``[R]`` of a plan, each in its own row, which it ends."""
         ends = np.asarray(plan.cu_q_lens)[1:]
         rows = np.searchsorted(ends, tokens, side="right")
         seen = np.asarray(plan.seq_lens)[rows] - (ends[rows] - 1 - tokens)
@@ -119,7 +118,7 @@ class BatchShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionOptions:
-    """What a model may add to plain attention. Each field that is not None is one feature.
+    """Options beyond plain attention. Each field that is not None is one feature.
 
     Query head h of the token t at position p of its row scores the key at position c, c <= p, as ::
 
@@ -139,13 +138,13 @@ class AttentionOptions:
         Bounds scores to ``-soft_cap .. soft_cap`` (Gemma 2); finite, > 0.
     sinks : array ``[Hq]``, optional
         Per head the score of one more key whose value is 0 (gpt-oss, "Efficient Streaming Language Models with
-        Attention Sinks"). Neither scale, cap, slope, mask nor window touches it.
+        Attention Sinks"). Scale, cap, slope, mask and window do not apply to it.
     alibi_slopes : array ``[Hq]``, optional
         Per head a bias linear in the distance ("Train Short, Test Long"). c - p <= 0, so slopes are usually > 0.
     mask : array ``[T, C']`` or ``[T, 1, C']`` or ``[T, Hq, C']``, optional
-        T as of the queries, C' at least the longest context of the batch; column c is position c of the token's own
-        row. Floats are added, finite or -inf; in a mask of bools False hides the key. Entries that causality or the
-        window hides are never read into a result.
+        T as in the queries, C' at least the longest context of the batch; column c is position c of the token's own
+        row. Floats (finite or -inf) are added; in a bool mask False hides the key. Entries that causality or the
+        window hides have no effect.
 
     Raises
     ------
@@ -154,9 +153,9 @@ class AttentionOptions:
 
     Notes
     -----
-    What is given is brought to one form: `sinks` and `alibi_slopes` are read-only float32 copies; `mask` is a numpy
-    array of bool or float32, not copied where it is one already, so leave it alone until `attend` has returned.
-    Anything that `numpy.asarray` takes will do. Two options are equal only if they are the same object.
+    Arguments are converted: `sinks` and `alibi_slopes` to read-only float32 copies, `mask` to a numpy array of bool or
+    float32. A mask that is one already is not copied, so do not change it until `attend` has returned. Anything that
+    `numpy.asarray` takes is accepted. Two options are equal only if they are the same object.
     """
 
     window: int | None = None
@@ -250,7 +249,7 @@ def _mask(name: str, given: Any) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend accepts. ``None`` in a field means: any."""
+    """The limits of a backend. ``None`` in a field means: no limit."""
 
     name: str
     layouts: tuple[str, ...]  # names of kvpool.spec.LAYOUTS
@@ -265,15 +264,15 @@ class Capabilities:
     scores: tuple[str, ...] = ()  # kinds of scores that attend exports, of SCORES
     scores_out: bool = False  # attend(..., scores_out=array) fills an array of the caller's
     compacts: bool = False  # compact(blocks, keep) works
-    quant_bits: tuple[int, ...] = ()  # of spec.k_bits and spec.v_bits, besides None
+    quant_bits: tuple[int, ...] = ()  # values of spec.k_bits and spec.v_bits, in addition to None
     quant_group_sizes: tuple[int, ...] = ()
     batch_invariant: bool = False  # a row's result has the same bits alone and in any batch, wherever its blocks are
-    arrays: str = "numpy"  # the framework whose arrays write and attend take and give: "numpy" or "mlx"
+    arrays: str = "numpy"  # the framework whose arrays write and attend take and return: "numpy" or "mlx"
     lazy: bool = False  # calls are queued, and run when the framework evaluates; else they have run when they return
-    paged: bool = True  # attend reads the blocks where they lie; else it gathers contexts first, as read does
+    paged: bool = True  # attend reads the blocks in place; else it gathers contexts first, as read does
 
     def lacks(self, options: AttentionOptions | None) -> tuple[str, ...]:
-        """Features that `options` ask for and this backend does not have; empty when it serves them all."""
+        """Features of `options` that this backend does not have; empty if it has them all."""
         return () if options is None else tuple(name for name in options.features if name not in self.features)
 
     def refusal(self, spec: KVSpec, num_q_heads: int | None = None) -> str | None:
@@ -308,9 +307,8 @@ class KVBackend(Protocol):
     ``mlx.core.device_info()`` plus ``active_nbytes``, what is in use (see `kvpool.config.blocks_for`).
 
     Wrong shapes and values raise `ValueError`, wrong types `TypeError`, ids outside the pool `IndexError`,
-    each as ``[call] what is wrong (value), the limit`` and before a byte is changed. What depends on queued
-    device work may surface later; the engine then rolls the plan back and steps again, and must get the same
-    result.
+    each as ``[call] what is wrong (value), the limit`` and before a byte is changed. Errors of queued device work may
+    surface later. The engine then rolls the plan back and steps again, and must get the same result.
     """
 
     spec: KVSpec
@@ -327,10 +325,10 @@ class KVBackend(Protocol):
         ...
 
     def prepare(self, plan: AnyPlan) -> Step:
-        """Take over a plan: what the layers of its step need, for `write`, `attend` and `read`.
+        """Make a step of a plan, for `write`, `attend` and `read` of all layers.
 
-        Changes no byte of the storage. See "Steps" above for how long a step is valid. What is wrong with the plan is
-        raised here, or by the first call with the step.
+        Changes no byte of the storage. "Steps" above says how long a step is valid. A wrong plan is refused here, or by
+        the first call with the step.
         """
         ...
 
@@ -341,7 +339,7 @@ class KVBackend(Protocol):
         ----------
         plan : a plan, or int32 ``[K, 3]``
             Rows (src_block, dst_block, num_tokens), 1 <= num_tokens <= S. No dst is a src of the same call,
-            so the rows may be executed in any order. The rest of dst keeps what it held. No rows are no work.
+            so the rows may be executed in any order. The rest of dst does not change. Without rows nothing is done.
         """
         ...
 
@@ -354,8 +352,8 @@ class KVBackend(Protocol):
             Token t goes to slot ``slot_mapping[t]`` of its plan; a negative slot is skipped. T includes padding
             tokens.
         k, v : ``[T, Hk, D]`` and ``[T, Hk, Dv]``
-            Any float dtype; stored in the dtype of the spec, rounded to nearest even, or quantized from that. A
-            group of quantized elements with a NaN or an infinity among them is stored as NaN, all of it.
+            Any float dtype. Stored in the dtype of the spec, rounded to nearest even, or quantized from that. If a
+            group of quantized elements has a NaN or an infinity, the whole group is stored as NaN.
         """
         ...
 
@@ -394,7 +392,7 @@ class KVBackend(Protocol):
             those heads; "mass" is the mean of their softmax weights, a sink in the denominator.
         scores_out : float32 ``[B', Hk, C']``, optional
             Filled instead of a new array where ``capabilities.scores_out``: B' >= B, C' >= C, positions 4 bytes
-            apart. What lies beyond B or C is left alone.
+            apart. Elements beyond B or C do not change.
 
         Returns
         -------
@@ -410,16 +408,16 @@ class KVBackend(Protocol):
 
         Notes
         -----
-        Reads only slots that a query sees. Any other slot may hold NaN, padding entries of the table may name
-        any block or be -1, and neither may change the result.
+        Reads only slots that a query sees. Any other slot may hold NaN. Padding entries of the table may name any
+        block or be -1. Neither may change the result.
         """
         ...
 
     def read(self, step: Step, layer: int) -> tuple[Array, Array]:
         """The contexts of a step: copies of K ``[B, Hk, C, D]`` and V ``[B, Hk, C, Dv]``, C being the longest one.
 
-        For attention that somebody else computes. Past the end of a row K holds anything (mask it) and V holds 0: a
-        weight of 0 does not hide a NaN. What is quantized comes back as floats.
+        For attention that the caller computes. Past the end of a row K holds anything (mask it), and V holds 0,
+        because a weight of 0 does not hide a NaN. Quantized planes are returned as floats.
         """
         ...
 
@@ -428,8 +426,8 @@ class KVBackend(Protocol):
     ) -> tuple[Array, Array]:
         """Copies of k ``[n, Hk, D]`` and v ``[n, Hk, Dv]`` of whole blocks, in the order given.
 
-        n is `num_tokens`, the number of leading positions that are wanted: by default all of them. What is
-        quantized comes back as floats.
+        n is `num_tokens`, the number of leading positions: by default all of them. Quantized planes are returned as
+        floats.
         """
         ...
 
@@ -438,7 +436,7 @@ class KVBackend(Protocol):
         ...
 
     def compact(self, blocks: Sequence[int] | np.ndarray, keep: Sequence[int] | np.ndarray) -> None:
-        """Move the tokens of one sequence that stay to the front of its blocks, in all layers and planes.
+        """Move the tokens of one sequence that it keeps to the front of its blocks, in all layers and planes.
 
         Parameters
         ----------
@@ -446,14 +444,13 @@ class KVBackend(Protocol):
             The table of the sequence, or its leading blocks; distinct.
         keep : ints ``[L, Hk, n]``, or ``[n]`` for all layers and heads alike
             Ascending places of tokens among these blocks. Afterwards place j of layer l and KV head h holds what
-            ``keep[l, h, j]`` held; what is stored moves as it is. Places from n on hold anything.
+            ``keep[l, h, j]`` held. The stored bytes are moved unchanged. Places from n on hold anything.
 
         Notes
         -----
-        `ValueError` before a byte is changed where `keep` does not ascend or leaves the blocks. Where
-        ``capabilities.compacts`` is False, `ValueError` in any case. It is one more piece of work in the order of
-        calls, after what was given before. Whether the blocks may be rewritten, as rows of a pending plan may not, is
-        the pool's to judge: `kvpool.Pool.compact` raises, a backend knows of no plans.
+        Raises `ValueError` before a byte is changed if `keep` does not ascend or leaves the blocks, and always if
+        ``capabilities.compacts`` is False. It takes effect in the order of calls. `kvpool.Pool.compact` decides whether
+        the blocks may be rewritten (rows of a pending plan may not). A backend does not know plans.
         """
         ...
 
@@ -461,7 +458,7 @@ class KVBackend(Protocol):
         """The bytes of whole blocks, uint8 ``[n, spec.block_nbytes]``.
 
         The order inside a row does not depend on layout or backend: layer, plane (`KVSpec.stored_planes`), position,
-        head, element, little-endian. So what one backend exports, any other one with the same spec imports.
+        head, element, little-endian. So any backend with the same spec can import it.
         """
         ...
 
@@ -470,19 +467,19 @@ class KVBackend(Protocol):
         ...
 
     def queued(self, layer: int) -> Sequence[Array]:
-        """Arrays of the framework with which everything is evaluated that was called on a layer so far.
+        """Arrays of the framework. Evaluating them runs all calls on a layer so far.
 
-        Empty where ``capabilities.lazy`` is False. They are for evaluation alone, and not kept.
+        Empty if ``capabilities.lazy`` is False. Evaluate them, and do not keep them.
         """
         ...
 
     def settle(self) -> int:
-        """Wait until all that was called has run. Returns how many arrays of the storage moved since the last time.
+        """Wait until all calls have run. Returns how many arrays of the storage moved since the last `settle`.
 
-        An array moves if its framework copies it in order to write to it; 0 in a backend that writes in place.
+        An array moves if its framework copies it in order to write to it. A backend that writes in place returns 0.
         """
         ...
 
     def warmup(self, shapes: Iterable[BatchShape]) -> None:
-        """Compile what these batch shapes need, so that the first step pays nothing. Changes no block."""
+        """Compile what these batch shapes need, so that the first step does not have to. Changes no block."""
         ...

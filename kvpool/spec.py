@@ -1,4 +1,4 @@
-"""`KVSpec`: what the KV of one token is and where it lies in memory, dense or quantized.
+"""`KVSpec`: size and memory layout of the KV of one token, dense or quantized.
 
 All sizes are Python integers (no overflow) and carry their unit in the name: ``_nbytes``, ``num_tokens``.
 """
@@ -20,7 +20,7 @@ _MAX_INT64 = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class PlaneLayout:
-    """Where one stored plane lies in its base array; offset and strides in elements.
+    """The place of one stored plane in its base array. Offset and strides are in elements.
 
     Element (layer, block, slot, head, d) of the plane is element ``offset + layer * layer_stride + block *
     block_stride + slot * slot_stride + head * head_stride + d`` of the base array (64-bit arithmetic). With
@@ -56,8 +56,8 @@ class KVSpec:
     num_layers, num_kv_heads, head_dim : int
         As in the model; `head_dim` is that of the keys.
     dtype : {"float32", "float16", "bfloat16", "float8_e4m3"}
-        Of the stored elements. float8 (4 bits of exponent, 3 of mantissa, no infinity) ends at 448: what is beyond is
-        stored as 448. Queries and results are floats of 16 or 32 bits.
+        Of the stored elements. float8 has 4 bits of exponent, 3 of mantissa and no infinity. Its largest value is 448;
+        larger values are stored as 448. Queries and results are floats of 16 or 32 bits.
     block_size : int
         Tokens per block, any value >= 1.
     v_head_dim : int, optional
@@ -79,8 +79,8 @@ class KVSpec:
     -----
     Two planes per layer, k and v. A quantized one has three: words, scales, biases, as ``mx.quantize(x, group_size,
     bits)`` makes them of `x` in `dtype`. D elements are ``D * bits / 32`` words of uint32, the first element in the
-    lowest bits, and ``D / group_size`` scales and biases of `dtype`; the planes lie each like a plane of so many
-    elements per head (`stored_planes`). docs/quantized.md has the arithmetic.
+    lowest bits, and ``D / group_size`` scales and biases of `dtype`. Each of these planes is laid out like a plane of
+    that many elements per head (`stored_planes`). docs/quantized.md of the source tree has the arithmetic.
 
     The layouts differ in strides only (`plane_layout`); with S = block_size, H = num_kv_heads:
 
@@ -137,7 +137,7 @@ class KVSpec:
         ):
             if bits is not None and dim % self.quant_group_size:
                 raise ValueError(
-                    f"[KVSpec] {name} is {dim}, no multiple of quant_group_size {self.quant_group_size}: a group of "
+                    f"[KVSpec] {name} is {dim}, not a multiple of quant_group_size {self.quant_group_size}: a group of "
                     f"{bits}-bit elements lies in one head"
                 )
         if self.layout == "interleaved" and self.k_bits != self.v_bits:
@@ -163,7 +163,7 @@ class KVSpec:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether keys or values are."""
+        """Whether keys or values are quantized."""
         return self.bits != (None, None)
 
     @property
@@ -189,7 +189,7 @@ class KVSpec:
         return f"{self.dtype}, {', '.join(parts)}, groups of {self.quant_group_size}"
 
     def describe(self, num_blocks: int) -> str:
-        """One line about a pool of so many blocks, for the ``repr`` of what holds one."""
+        """One line about a pool of `num_blocks` blocks, for the ``repr`` of backends."""
         heads = f"{self.num_kv_heads} x {self.head_dim}"
         return (
             f"{num_blocks} blocks of {self.block_size} tokens, {self.num_layers} layers of {heads} in {self.storage}, "
@@ -252,7 +252,7 @@ class KVSpec:
 
 
 def checked_int(call: str, name: str, value: Any, least: int = 1) -> int:
-    """`value` as an int, if it is one (a bool is none) and in the range ``least .. 2^63 - 1``."""
+    """`value` as an int in the range ``least .. 2^63 - 1``. A bool is refused."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"[{call}] {name} must be an int, got {type(value).__name__} ({value!r})")
     number = index(value)

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple, Self
 
 
 class PoolOptions(NamedTuple):
-    """What a pool was made with: ``Pool(**pool.options._asdict())`` is another one like it."""
+    """The arguments of a pool: ``Pool(**pool.options._asdict())`` is another pool like it."""
 
     num_blocks: int  #: blocks of the pool, reserved ones included
     block_size: int  #: tokens per block
@@ -15,11 +15,11 @@ class PoolOptions(NamedTuple):
     in_order: bool  #: every step counts as done when it returns
     seed: int  #: of content hashes
     prefix_cache: bool  #: the pool has `Pool.prefix`
-    events: int  #: so many events of the prefix cache are kept
+    events: int  #: events of the prefix cache that are kept
 
 
 class PoolStats(NamedTuple):
-    """Counters of a pool; every one is kept up to date, so reading them is O(1).
+    """Counters of a pool. All of them are always up to date, so reading them is O(1).
 
     Blocks: ``num_blocks == reserved + blank + evictable + limbo + used``.
     """
@@ -33,15 +33,15 @@ class PoolStats(NamedTuple):
     shared: int  #: blocks with two or more references
     sequences: int  #: open sequences
     pending: int  #: plans neither done nor rolled back
-    cow_copies: int  #: copies that steps asked for, ever
+    cow_copies: int  #: copies of all steps so far
     cow_tokens: int  #: tokens of these copies
-    allocs: int  #: blocks taken, ever
-    evictions: int  #: cached blocks given up, ever
+    allocs: int  #: blocks taken so far
+    evictions: int  #: cached blocks evicted so far
     peak_used: int  #: most blocks in use at any time
     tokens: int  #: sum of the lengths of open sequences, without what was evicted
     capacity: int  #: sum of their capacities, in tokens
     fragmentation: float  #: 1 - tokens / capacity; 0.0 without capacity
-    evicted_tokens: int  #: tokens that left open sequences by eviction, ever
+    evicted_tokens: int  #: tokens that left open sequences by eviction so far
 
     @property
     def free(self) -> int:
@@ -61,11 +61,11 @@ class PrefixStats(NamedTuple):
     duplicates: int  #: committed blocks whose content was known
     evicted: int  #: nodes lost because their block was taken
     namespaces: int  #: namespaces known
-    reuse_gap: float  #: mean number of blocks taken between the release of a block and its revival
+    reuse_gap: float  #: mean number of blocks taken between the release of a block and its next hit
 
 
 class PlanLimits(NamedTuple):
-    """What the arrays of a plan hold, and what no step on it may pass."""
+    """Sizes of the arrays of a plan, which no step on it may exceed."""
 
     max_rows: int  #: rows of a batch
     max_tokens: int  #: new tokens of a batch
@@ -80,7 +80,7 @@ class PageBatchInfo(NamedTuple):
     page_indices: Any  #: int32 ``[S, W]``, block tables, padded with -1
     seq_lens: Any  #: int32 ``[S]``, length after the step
     cu_q_lens: Any  #: int32 ``[S + 1]``, prefix sums of new tokens
-    num_seqs: int  #: rows that are no padding
+    num_seqs: int  #: rows that are not padding
     new_token_dests: Any  #: int32 ``[T]``, slot of each new token, padded with -1
     page_size: int  #: tokens per page
 

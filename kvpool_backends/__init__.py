@@ -1,8 +1,7 @@
 """Backends that ship with kvpool, and how to find any other one.
 
-A backend is named by its factory, ``"module:attribute"``. Built-in names come first, then the names that
-installed packages declare in the entry-point group ``kvpool.backends``. Nothing is imported before a backend
-is asked for.
+A backend has a name and a factory, ``"module:attribute"``. Built-in names come first, then the names that installed
+packages declare in the entry-point group ``kvpool.backends``. A backend is imported when it is loaded, not before.
 """
 
 from __future__ import annotations
@@ -13,21 +12,20 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, Protocol, cast
 
-from kvpool.errors import BackendUnavailable
+from kvpool.errors import BackendUnavailable, install_command
 from kvpool.protocol import KVBackend
 from kvpool.spec import KVSpec
 
 __all__ = ["BackendFactory", "available", "known", "load_backend"]
 
-DEFAULTS = ("cpu", "numpy")  # the first that can be imported: native kernels, or what runs everywhere
+DEFAULTS = ("cpu", "numpy")  # the first that can be imported is the default
 ENVIRONMENT_VARIABLE = "KVPOOL_BACKEND"
 ENTRY_POINT_GROUP = "kvpool.backends"
 
-# name: (factory, what to type when it cannot be imported)
 _BUILT_IN = {
-    "numpy": ("kvpool_backends.numpy:NumpyBackend", "pip install kvpool"),
-    "cpu": ("kvpool_backends.cpu:CPUBackend", "pip install --force-reinstall kvpool"),
-    "mlx": ("kvpool_backends.mlx:MLXBackend", "pip install 'kvpool[mlx]'"),
+    "numpy": "kvpool_backends.numpy:NumpyBackend",
+    "cpu": "kvpool_backends.cpu:CPUBackend",
+    "mlx": "kvpool_backends.mlx:MLXBackend",
 }
 
 
@@ -49,8 +47,8 @@ def load_backend(name: str | None = None) -> BackendFactory:
     Raises
     ------
     BackendUnavailable
-        The name is not known, or its module cannot be imported; the message says what to install, and the
-        original exception is chained.
+        The name is unknown, or its module cannot be imported. The message says what to install. The original
+        exception is chained.
     """
     origin = ""
     if name is None and (name := os.environ.get(ENVIRONMENT_VARIABLE) or None):
@@ -73,11 +71,11 @@ def load_backend(name: str | None = None) -> BackendFactory:
         loaded = import_module(module)
         for part in attribute.split("."):
             loaded = getattr(loaded, part)
-    except BackendUnavailable:  # the backend itself knows best what it lacks
+    except BackendUnavailable:  # the backend's own message is better
         raise
     except Exception as error:  # a broken install can fail with anything; the cause is chained
         raise BackendUnavailable(
-            f"[load_backend] backend {name!r}{origin} cannot be imported ({error}); try: {remedy}"
+            f"[load_backend] backend {name!r}{origin} cannot be imported ({error}): {remedy}"
         ) from error
     return cast(BackendFactory, loaded)
 
@@ -95,12 +93,17 @@ def available() -> tuple[str, ...]:
 
 
 def known() -> dict[str, tuple[str, str]]:
-    """Every backend's name with its factory and what to type when that cannot be imported. Imports nothing.
+    """Each backend's name, with its factory and what helps when that cannot be imported. Imports nothing.
 
-    A built-in name cannot be taken over by a package that declares it too.
+    A package cannot replace a built-in name.
     """
     declared = {}
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         package = entry.dist.name if entry.dist else entry.module
         declared[entry.name] = (entry.value, f"pip install --force-reinstall {package}")
-    return declared | _BUILT_IN
+    remedies = {
+        "numpy": "pip install numpy",
+        "cpu": "install kvpool again; its native kernels are missing (in a source tree: make build)",
+        "mlx": install_command("mlx"),
+    }
+    return declared | {name: (factory, remedies[name]) for name, factory in _BUILT_IN.items()}

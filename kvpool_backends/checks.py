@@ -1,7 +1,7 @@
-"""What a backend is given, checked: for use inside backends, before a byte is changed.
+"""Checks of arguments, for use inside backends before a byte is changed.
 
-A function takes the backend whose call it is, of which it reads `spec`, `num_blocks` and `capabilities`. It raises what
-`kvpool.protocol.KVBackend` says: ``[call] what is wrong (value), the limit``.
+A function takes the backend and reads its `spec`, `num_blocks` and `capabilities`. It raises the errors that
+`kvpool.protocol.KVBackend` documents: ``[call] what is wrong (value), the limit``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PLAIN = AttentionOptions()
 
 
 def checked_storage(call: str, can: Capabilities, spec: KVSpec, num_blocks: int, route: str = "") -> int:
-    """`num_blocks` of a backend that is made for `spec` and can do what `can` says; `route` comes after a refusal."""
+    """`num_blocks`, if a backend with the capabilities `can` can serve `spec`; `route` is added to a refusal."""
     if not isinstance(spec, KVSpec):
         raise TypeError(f"[{call}] spec must be a KVSpec, got {type(spec).__name__}")
     refusal = can.refusal(spec)
@@ -49,7 +49,7 @@ def _check_inside(backend: KVBackend, call: str, ids: np.ndarray) -> None:
 
 
 def check_layer(backend: KVBackend, call: str, layer: int) -> None:
-    """`layer` is one of the spec's."""
+    """Raise unless `layer` is a layer of the spec."""
     if isinstance(layer, bool) or not isinstance(layer, (int, np.integer)):
         raise TypeError(f"[{call}] layer must be an int, got {type(layer).__name__}")
     if not 0 <= layer < backend.spec.num_layers:
@@ -57,7 +57,7 @@ def check_layer(backend: KVBackend, call: str, layer: int) -> None:
 
 
 def gathered(backend: KVBackend, blocks: Blocks, num_tokens: int | None) -> tuple[np.ndarray, int]:
-    """The blocks that a `gather` reads, int64, and how many tokens it gives."""
+    """The blocks that a `gather` reads, int64, and how many tokens it returns."""
     ids = block_ids(backend, "gather", blocks)
     capacity = ids.size * backend.spec.block_size
     count = capacity if num_tokens is None else checked_int("gather", "num_tokens", num_tokens, least=0)
@@ -122,9 +122,9 @@ def checked_copies(backend: KVBackend, plan: AnyPlan | np.ndarray) -> np.ndarray
 
 
 def checked_step(backend: KVBackend, plan: AnyPlan) -> StepArrays:
-    """The arrays of a plan for `prepare`, int64. Of block tables what somebody reads: the rest is 0.
+    """The arrays of a plan for `prepare`, int64. Entries of block tables that nothing reads become 0.
 
-    Rows that have queries must be legal. Of other rows, which only `read` looks at, ids outside of the pool become 0.
+    Rows with queries must be legal. Other rows are used by `read` only; their ids outside of the pool become 0.
     """
     names = (("block_tables", 2), ("seq_lens", 1), ("cu_q_lens", 1), ("slot_mapping", 1))
     tables, seq_lens, cu_q_lens, slots = (_ints(name, getattr(plan, name), ndim) for name, ndim in names)
@@ -133,7 +133,7 @@ def checked_step(backend: KVBackend, plan: AnyPlan) -> StepArrays:
         raise IndexError(f"[prepare] slot {slots.max()} is outside the pool, the limit is {limit}")
     q_lens = np.diff(cu_q_lens)
     if cu_q_lens.size != rows + 1 or cu_q_lens[0] != 0 or q_lens.min(initial=0) < 0:
-        raise ValueError(f"[prepare] cu_q_lens {cu_q_lens.tolist()} are no prefix sums of {rows} rows")
+        raise ValueError(f"[prepare] cu_q_lens {cu_q_lens.tolist()} are not prefix sums of {rows} rows")
     if (q_lens > seq_lens).any():
         row = int(np.argmax(q_lens > seq_lens))
         raise ValueError(f"[prepare] row {row} has {q_lens[row]} queries in a context of {seq_lens[row]} tokens")
@@ -160,7 +160,7 @@ def _ints(name: str, given: Any, ndim: int) -> np.ndarray:
 
 
 def check_tokens(backend: KVBackend, layer: int, num_tokens: int, k: Any, v: Any) -> None:
-    """The arguments of a `write` of so many tokens."""
+    """Check the arguments of a `write` of `num_tokens` tokens."""
     check_layer(backend, "write", layer)
     for (name, dim), x in zip(backend.spec.planes, (k, v), strict=True):
         expected = (num_tokens, backend.spec.num_kv_heads, dim)
@@ -171,7 +171,7 @@ def check_tokens(backend: KVBackend, layer: int, num_tokens: int, k: Any, v: Any
 def checked_queries(
     backend: KVBackend, step: StepArrays, layer: int, q: Any, scale: float | None, options: AttentionOptions | None
 ) -> tuple[float, AttentionOptions]:
-    """Scale and options of an `attend`, when `q` fits the layer and the step, whose arrays are checked."""
+    """Scale and options of an `attend`, if `q` fits the layer and the step, whose arrays were checked."""
     check_layer(backend, "attend", layer)
     heads, dim = backend.spec.num_kv_heads, backend.spec.head_dim
     if q.ndim != 3 or q.shape[2] != dim:
@@ -191,7 +191,7 @@ def checked_queries(
 def checked_options(
     options: AttentionOptions | None, can: Capabilities, num_tokens: int, num_q_heads: int, longest: int
 ) -> AttentionOptions:
-    """The options of an `attend`, for T and Hq of its queries and the longest context; none are plain attention."""
+    """The options of an `attend`, checked against T, Hq and the longest context. None is plain attention."""
     if options is None:
         return _PLAIN
     if not isinstance(options, AttentionOptions):
@@ -206,9 +206,9 @@ def checked_options(
 def checked_results(
     can: Capabilities, return_attn: bool, scores: str | None, scores_out: Any, shape: tuple[int, int, int] = (0, 0, 0)
 ) -> np.ndarray | None:
-    """Where an `attend` puts its scores, ``[B, Hk, C]`` as `shape`: float32, a part of the caller's memory.
+    """The part of `scores_out` that an `attend` fills, float32 with the shape `shape`, ``[B, Hk, C]``.
 
-    None where there are no scores, or where the backend makes the array.
+    None if there are no scores, or if the backend makes the array.
     """
     if return_attn and not can.return_attn:
         raise ValueError(f"[attend] backend {can.name!r} does not return weights (return_attn=True), only results")

@@ -1,8 +1,8 @@
-"""`KVBlockManager`: a pool and its KV storage behind one object, for engines that want nothing more.
+"""`KVBlockManager`: a pool and its KV storage behind one object, for simple engines.
 
-A thin face with the verbs of the MLX paged-attention plan. Every call is a call or two of `kvpool.Pool` and
-of a backend; no state is kept here beside them. A sequence's id is its pool handle, so a stale id is an error
-and not another sequence.
+Every method is a call or two of `kvpool.Pool` and of a backend. The manager keeps no other state. Its methods are
+those of the MLX paged-attention plan. A sequence's id is its pool handle, so a stale id is an error, not another
+sequence.
 
 One decode step::
 
@@ -12,7 +12,7 @@ One decode step::
         manager.write(layer, k, v, slots)                # k, v [B, n_kv_heads, head_dim], RoPE applied
         out = manager.paged_attention(q, tables, lens, layer)
 
-Engines that run ahead of the device, or need other wire formats, use `Pool`, `Plan` and a backend themselves.
+If your engine runs ahead of the device, or needs other wire formats, use `Pool`, `Plan` and a backend directly.
 """
 
 from __future__ import annotations
@@ -57,13 +57,14 @@ class KVBlockManager:
     memory : int, str, optional
         Instead of `num_blocks`: bytes, ``"16GiB"``, or ``"auto"``, as in `blocks_for`.
     backend : str or factory, optional
-        A name for `kvpool_backends.load_backend`, or ``factory(spec, num_blocks)``. By default the fast one.
+        A name for `kvpool_backends.load_backend`, or ``factory(spec, num_blocks)``. By default "cpu", or "numpy"
+        without native kernels.
     max_seqs, max_blocks_per_seq, watermark
         As in `Pool`.
     max_batch, max_tokens : int
         Most sequences, and most new tokens, of one call.
     log : callable, optional
-        With `memory`, told how the pool was sized; None keeps quiet.
+        With `memory`, called with the calculation of the size. None: no message.
 
     Raises
     ------
@@ -72,8 +73,8 @@ class KVBlockManager:
 
     Notes
     -----
-    The backend executes calls in the order in which they are made, so every step counts as executed once its
-    copies were handed over. Not for threads, as `Pool`.
+    The backend executes calls in the order in which they are made. So every step counts as executed once its copies
+    were handed over. Unlike `Pool`, a manager is not thread-safe.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class KVBlockManager:
         if callable(backend):
             factory: Any = backend
         else:
-            from kvpool_backends import load_backend  # here, because kvpool does not need any backend
+            from kvpool_backends import load_backend  # imported here, because kvpool itself needs no backend
 
             factory = load_backend(backend)
         if num_blocks is None and memory is not None:
@@ -167,9 +168,9 @@ class KVBlockManager:
         return self._run(seq_ids, num_new).slot_mapping.copy()
 
     def ensure_tail_capacity(self, seq_id: int, n_tokens: int = 1) -> TailView:
-        """Take the blocks of the next `n_tokens` tokens and resolve copy-on-write; the length stays.
+        """Take the blocks of the next `n_tokens` tokens and resolve copy-on-write. The length does not change.
 
-        A `step` of up to that many tokens cannot run out of blocks then, until the sequence is forked.
+        After this, a `step` of up to that many tokens cannot run out of blocks, until the sequence is forked.
         """
         self._run([seq_id], n_tokens, reserve=True)
         block_ids, ctx_len = self.table(seq_id)
@@ -192,8 +193,7 @@ class KVBlockManager:
         Raises
         ------
         ValueError
-            Not all of these positions were planned, or one of them lies in a block that is shared. Nothing
-            was written.
+            Not all of these positions were planned, or one of them is in a shared block. Nothing was written.
         """
         start_pos = checked_int("write_prefill", "start_pos", start_pos, least=0)
         num_tokens = int(k_chunk.shape[0])
@@ -216,7 +216,7 @@ class KVBlockManager:
         forward: Callable[[Sequence[int], int], tuple[Sequence[Any], Sequence[Any]]],
         max_chunk_tokens: int = 2048,
     ) -> Iterator[int]:
-        """Prefill in chunks: a generator, so that the scheduler runs decode steps between two of them.
+        """Prefill in chunks. This is a generator, so the scheduler can run decode steps between two chunks.
 
         Parameters
         ----------
@@ -224,8 +224,8 @@ class KVBlockManager:
             The prompt, or what is left of it.
         forward : callable
             ``forward(chunk, start_pos) -> (k_layers, v_layers)``, the model's K ``[n, Hk, D]`` and V of every
-            layer. The chunk's positions are planned when it is called, so it may attend to all that was
-            written.
+            layer. The chunk's positions are planned when it is called, so it may attend to everything
+            that was written.
 
         Yields
         ------
@@ -237,12 +237,12 @@ class KVBlockManager:
         OutOfBlocks
             The next chunk does not fit; the earlier ones stay.
         ValueError
-            `forward` did not give K and V of every layer.
+            `forward` did not return K and V of every layer.
 
         Notes
         -----
-        If `forward` raises, the sequence is as long as before that chunk and has as many blocks: what was set
-        aside for the rest of the prompt still is, unless `forward` itself gave these blocks to another sequence.
+        If `forward` raises, the sequence has the length and the number of blocks that it had before that chunk. Blocks
+        for the rest of the prompt stay reserved, unless `forward` itself gave them to another sequence.
         """
         max_chunk_tokens = checked_int("prefill_into_kv", "max_chunk_tokens", max_chunk_tokens)
         for begin in range(0, len(tokens), max_chunk_tokens):
@@ -290,13 +290,13 @@ class KVBlockManager:
         kv_head_mapping : ``[n_heads]``, optional
             Only contiguous groups, the default: head h reads KV head ``h // (n_heads // n_kv_heads)``.
         rope_freqs : None
-            Positions belong to the model: it rotates q and k before they come here.
+            Must be None. The model rotates q and k before it calls.
         scale : float, optional
             ``1 / sqrt(head_dim)`` by default.
         causal, attn_mask
             Only the causal mask.
         return_attn : bool
-            Also return the weights ``[B, n_heads, n, C]``, for debugging: where the backend does, as "numpy".
+            Also return the weights ``[B, n_heads, n, C]``, for debugging, with a backend that has them ("numpy").
 
         Returns
         -------
@@ -377,7 +377,7 @@ class KVBlockManager:
 
     def _take_back(self, seq_id: int, num_tokens: int, capacity: int) -> None:
         """Shorten a sequence to `num_tokens`, with the blocks of `capacity` tokens set aside again."""
-        self.pool.truncate(seq_id, num_tokens)  # drops blocks that are set aside, too
+        self.pool.truncate(seq_id, num_tokens)  # drops reserved blocks, too
         room = capacity - num_tokens
         if room > 0:
             plan = Plan(self.pool, 1, room, formats=("seq_lens",))  # `room` may be more than one step's tokens

@@ -1,9 +1,9 @@
 """`BlockPool`: blocks for an engine that keeps its own block tables and its own content keys.
 
-The shape is the one that such engines expect of a block pool: get new blocks, touch cached ones, free a request's
-blocks in the order in which they may be evicted, look up content keys, evict, usage; block 0 is the null block, which
-stands for "nothing here" in a table and is never handed out. Counting, eviction order and refusals are those of
-`Pool.blocks`: a block freed twice raises and nothing has changed, where hand-written pools queue it twice.
+It has the calls that such engines expect of a block pool: get new blocks, touch cached ones, free a request's blocks
+in the order in which they may be evicted, look up content keys, evict, usage. Block 0 is the null block: it means "no
+block" in a table and is never handed out. Counts, eviction order and refusals are those of `Pool.blocks`. For example,
+freeing a block twice raises and changes nothing.
 
 A scheduler that has ``kv_cache_manager.block_pool`` calls:
 
@@ -34,18 +34,18 @@ NULL_BLOCK = 0
 
 
 class BlockPoolStats(NamedTuple):
-    """Of a `BlockPool`, since it was made."""
+    """Statistics of a `BlockPool` since it was made."""
 
-    usage: float  #: share of the blocks that somebody holds
+    usage: float  #: share of the blocks that are in use
     num_free: int  #: blocks that `get` can hand out
     num_cached: int  #: blocks that have a key
-    queries: int  #: keys that `lookup` was asked for
+    queries: int  #: keys given to `lookup`
     hits: int  #: of these, found
-    evictions: int  #: keys that `get` took away
+    evictions: int  #: keys that `get` removed
 
 
 class BlockPool:
-    """Blocks, their references, and which of them hold what content.
+    """Blocks, their references, and the content keys of cached blocks.
 
     Parameters
     ----------
@@ -56,14 +56,13 @@ class BlockPool:
 
     Notes
     -----
-    Every call is O(ids it names); `get` adds O(blocks it evicts), once each. A block is cached while it has a key and
-    nobody needs it for something else. Freed without a key it is blank, freed with a key it goes to the new end of the
-    LRU list. Blank blocks are always taken before cached ones, and of these the last that became blank first. A block
-    that loses its key is as one that never had any: it is blank at once if it is free, and when it is freed if it is
-    in use. Of the blocks of one call of `free` or `evict`, the first named is taken first, among blank ones and among
-    cached ones.
+    Every call is O(ids it names). `get` adds O(blocks it evicts). A block is cached while it has a key. A block that is
+    freed without a key is blank. A block that is freed with a key goes to the new end of the LRU list. Blank blocks are
+    taken before cached ones, the last that became blank first. A block that loses its key is blank at once if it is
+    free, or when it is freed if it is in use. Of the blocks of one call of `free` or `evict`, the first named is taken
+    first, among blank blocks and among cached ones.
 
-    Ids are a list of ints or an int32 array, none of them twice. What the core refuses, it names by the core's call:
+    Ids are a list of ints or an int32 array, none of them twice. Errors of the core name the core's call:
     `take` for `get`, `release` for `free`, `mark_cached` for `cache`, `uncache` for `evict`.
 
     Invariants, recomputed by `check`: keys and blocks are one to one; a block with a key is referenced or evictable.
@@ -77,7 +76,7 @@ class BlockPool:
         self._keys = Keys(num_blocks, reserved=1)
         self._events: deque[Event] | None = deque(maxlen=events) if events else None
         self._lost = self._queries = self._hits = self._evictions = 0
-        if type(self).touch is BlockPool.touch:  # a frame of Python would cost as much as the call
+        if type(self).touch is BlockPool.touch:  # a Python wrapper would cost as much as the call
             self.touch = self._blocks.touch  # type: ignore[method-assign]
 
     @property
@@ -92,7 +91,7 @@ class BlockPool:
 
     @property
     def usage(self) -> float:
-        """Share of the blocks that somebody holds, 0.0 to 1.0; the null block does not count."""
+        """Share of the blocks that are in use, 0.0 to 1.0. The null block does not count."""
         return self._blocks.usage
 
     def stats(self) -> BlockPoolStats:
@@ -105,7 +104,7 @@ class BlockPool:
         return self._blocks.refcount(block)
 
     def key(self, block: int) -> Hashable | None:
-        """The key of a block, None: it has none."""
+        """The key of a block, or None."""
         return self._keys.key(block)
 
     def free_order(self) -> list[int]:
@@ -147,18 +146,18 @@ class BlockPool:
         self._blocks.release(ids)
 
     def cache(self, ids: BlockIds, keys: Sequence[Hashable]) -> None:
-        """Blocks that are full and computed become findable, and immutable: their content is `keys`.
+        """Make blocks that are full and computed findable by `keys`. They are immutable from then on.
 
-        A key that is known already keeps its block, and the new block stays without one; null blocks are passed over.
+        A known key keeps its block, and the new block gets no key. Null blocks are skipped.
 
         Raises
         ------
         DoubleFree
-            A block that would get a key has no reference. State unchanged.
+            A block to get a key has no reference. State unchanged.
         ValueError
-            A block has another key, or stands twice, or there are not as many keys as blocks. State unchanged.
+            A block has another key or is named twice, or the number of keys and blocks differ. State unchanged.
         IndexError
-            There is no such block. State unchanged.
+            An id is out of range. State unchanged.
         """
         blocks = ids if type(ids) is list else list(map(index, ids))
         named = keys if type(keys) is list else list(keys)
@@ -166,7 +165,7 @@ class BlockPool:
             raise ValueError(f"[cache] {len(named)} keys for {len(blocks)} blocks")
         try:
             self._blocks.mark_cached(blocks)
-        except ValueError:  # of a block that gets no key, perhaps
+        except ValueError:  # perhaps of a block that gets no key
             blocks, named = self._keys.new(blocks, named)
             self._blocks.mark_cached(blocks)
         try:
@@ -181,25 +180,25 @@ class BlockPool:
             self._tell("stored", [key for block, key in zip(blocks, named, strict=True) if block in kept])
 
     def lookup(self, keys: Sequence[Hashable]) -> list[int]:
-        """Blocks of the longest prefix of `keys` that is cached. Nothing changes: `touch` them before anything else."""
+        """Blocks of the longest cached prefix of `keys`. Nothing changes, so `touch` them before any other call."""
         found = self._keys.find(keys)
         self._queries += len(keys)
         self._hits += len(found)
         return found
 
     def evict(self, ids: BlockIds) -> None:
-        """Forget the keys of these blocks, whoever holds them: nobody finds them again.
+        """Forget the keys of these blocks, in use or not. No later `lookup` finds them.
 
         Raises
         ------
         ValueError, IndexError
-            A block stands twice; there is no such block. State unchanged.
+            A block is named twice; an id is out of range. State unchanged.
         """
         self._blocks.uncache(ids)
         self._forget(ids)
 
     def reset(self) -> bool:
-        """Forget every key, if no block is in use; tells whether it was so."""
+        """Forget every key, if no block is in use. Returns whether it did."""
         if self._pool.stats().used:
             return False
         self._pool.reset()
@@ -210,10 +209,10 @@ class BlockPool:
         return True
 
     def drain_events(self) -> list[Event]:
-        """What happened to keys since the last call, oldest first; the list is empty without `events`.
+        """Events of keys since the last call, oldest first. The list is empty without `events`.
 
-        ``("stored", keys)``: `cache` made them findable. ``("removed", keys)``: `get` or `evict` took them away.
-        ``("cleared",)``: `reset` did with all. ``("lost", n)``, the first of a list: so many older events had no room.
+        ``("stored", keys)``: `cache` made them findable. ``("removed", keys)``: `get` or `evict` removed them.
+        ``("cleared",)``: `reset` removed all. ``("lost", n)`` comes first: n older events were dropped.
         """
         if self._events is None:
             return []
@@ -236,7 +235,7 @@ class BlockPool:
 
     def _tell(self, what: str, *about: list[Hashable]) -> None:
         assert self._events is not None
-        if all(about):  # what happened to no key did not happen
+        if all(about):  # no event without keys
             self._lost += len(self._events) == self._events.maxlen
             self._events.append((what, *about))
 

@@ -10,9 +10,9 @@ The KV of a layer is one array ``[pages, page_size, 2 * kv_heads, head_dim]`` wi
     logits, kv = step(params, kv, tokens, info)      # jitted once, never again
     pages.done()
 
-What Levanter's engine leaves open is wired up here: clones are forks that share every full page and copy the last one
-when it is written, finished sequences give their pages back in the loop, and a reset touches no KV.
-Host memory of a plan is copied when it goes to the device: on a CPU JAX would otherwise share it with the next step.
+Clones are forks: they share every full page and copy the last one when it is written. Finished sequences give their
+pages back in the loop. A reset touches no KV. The arrays of a plan are copied when they go to the device, because on a
+CPU JAX would otherwise share them with the next step.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ RELEASES = ("0.10", "0.11")  # the oldest that the tests run on kvpool, and the 
 with importing("jax", jax.__version__, ">= {}, < {}".format(*RELEASES)):
     import jax.numpy as jnp
     from jax.tree_util import register_dataclass
-PADDINGS = (-1, 0, 2_000_000)  # what has stood for "no page" in Levanter's releases; any that is no page or slot works
+PADDINGS = (-1, 0, 2_000_000)  # "no page" in Levanter's releases; any value that is not a page or slot works
 
 
 @register_dataclass
 @dataclass(frozen=True)
 class PageBatchInfo:
-    """What one step tells the device, int32, static shapes: S = max_seqs, W = pages_per_seq, T = max_tokens.
+    """The arrays of one step for the device, int32, static shapes: S = max_seqs, W = pages_per_seq, T = max_tokens.
 
     Attributes
     ----------
@@ -51,7 +51,7 @@ class PageBatchInfo:
     cu_q_lens : ``[S + 1]``
         Prefix sums of the new tokens per sequence, flat at the end.
     num_seqs : ``[1]``
-        Sequences that are no padding.
+        Sequences that are not padding.
     new_token_dests : ``[T]``
         ``page * page_size + slot`` of each new token, padded with a value that no page has.
     positions : ``[T]``
@@ -73,7 +73,7 @@ class PageBatchInfo:
 
 
 class PageTable:
-    """Levanter's allocator verbs on a pool of its own; page 0 is reserved, padded writes may land there.
+    """Levanter's allocator calls on a pool. Page 0 is reserved; padded writes may go there.
 
     Parameters
     ----------
@@ -82,14 +82,14 @@ class PageTable:
     max_seqs, pages_per_seq, max_tokens : int
         S, W and T of `PageBatchInfo`. T is per call of `allocate`, which takes a smaller one for decode steps.
     pad : int, default -1
-        Stands for "no page" and "no slot", see `PADDINGS`: not 1 .. num_pages * page_size - 1.
+        Means "no page" and "no slot", see `PADDINGS`: not 1 .. num_pages * page_size - 1.
     strict : bool, default True
         Refuse a JAX that is not in `RELEASES`.
 
     Raises
     ------
     ValueError, TypeError, RuntimeError
-        Of `Pool` and `Plan`; or `pad` is a page or slot that a sequence could own; JAX is another one (`strict`).
+        From `Pool` and `Plan`; or `pad` is a page or slot that a sequence could own; or JAX is untested (`strict`).
     """
 
     def __init__(self, num_pages: int, page_size: int, max_seqs: int, pages_per_seq: int, max_tokens: int, *,
@@ -104,15 +104,15 @@ class PageTable:
         self._copies, self._num_seqs = np.zeros((max_seqs, 3), np.int32), np.zeros(1, np.int32)
 
     def open(self, num_tokens: int = 0) -> int:
-        """A new sequence with pages for so many tokens. Raises `OutOfBlocks`, state unchanged."""
+        """A new sequence with pages for `num_tokens` tokens. Raises `OutOfBlocks`, state unchanged."""
         return int(self.pool.open(num_tokens))
 
     def clone(self, seq: int, n: int = 1) -> NDArray[np.int64]:
-        """`n` sequences that share every page of `seq`; whoever writes the last one first gets a copy of it."""
+        """`n` sequences that share every page of `seq`. A sequence that writes a shared last page gets a copy of it."""
         return self.pool.fork(seq, n)
 
     def allocate(self, seqs: Sequence[int], num_new: Any = 1, *, max_tokens: int | None = None) -> PageBatchInfo:
-        """Make room for new tokens of a batch, and tell the device where everything is.
+        """Make room for new tokens of a batch. Returns the arrays for the device.
 
         Parameters
         ----------

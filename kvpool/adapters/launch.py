@@ -1,6 +1,6 @@
-"""Local processes on MLX's ring: `mlx.launch` with the interpreter named, on free ports, and whether they succeeded.
+"""Starts local processes on MLX's ring by `mlx.launch`, on free ports, and says whether they succeeded.
 
-For tests, demos and one machine. Needs nothing but mlx; what the processes do is theirs, see `kvpool.adapters.ranks`.
+For tests, demos and one machine. It needs only mlx. `kvpool.adapters.ranks` is what such processes may run.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvpool.errors import install_command
+
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """What `launch` saw.
+    """The result of `launch`.
 
     Attributes
     ----------
     held : bool
-        Every rank printed its last line. `mlx.launch` itself returns 0 whatever its workers do.
+        Every rank printed its last line. (`mlx.launch` returns 0 even if its workers fail.)
     output : str
         Everything that the ranks printed, standard error included.
     """
@@ -33,7 +35,7 @@ class Launched:
 def launch(
     command: Sequence[str], ranks: int, *, timeout: float = 120.0, last_line: str = "rank {rank}: done"
 ) -> Launched:
-    """Run ``python command...`` as so many local processes on MLX's ring, on ports that are free now.
+    """Run ``python command...`` in `ranks` local processes on MLX's ring, on ports that are free now.
 
     Parameters
     ----------
@@ -48,12 +50,12 @@ def launch(
     Raises
     ------
     FileNotFoundError
-        There is no ``mlx.launch`` beside the interpreter. Nothing was started.
+        The folder of the interpreter has no ``mlx.launch``. Nothing was started.
     """
     starter = Path(sys.executable).with_name("mlx.launch")
     if not starter.is_file():
         raise FileNotFoundError(
-            f"[launch] {starter} does not exist; mlx installs it beside the interpreter: pip install 'kvpool[mlx]'"
+            f"[launch] {starter} does not exist; mlx installs it beside the interpreter: {install_command('mlx')}"
         )
     argv = [
         *(str(starter), "-n", str(ranks), "--backend", "ring"),
@@ -77,7 +79,7 @@ def launch(
 
 
 def _free_ports(count: int) -> int:
-    """The first of `count` ports in a row that nobody on this machine listens on now."""
+    """The first of `count` ports in a row that are free on this machine now."""
     for _ in range(100):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

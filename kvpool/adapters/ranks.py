@@ -1,10 +1,10 @@
-"""Replicated pools on the ranks of `mx.distributed`: each computes its own tables, and eight bytes prove them equal.
+"""Replicated pools on the ranks of `mx.distributed`: each computes its own tables, and eight bytes compare them.
 
 With tensor parallelism every rank holds some of the KV heads of every block. A pool is deterministic: the same calls
-give the same block ids, so each rank runs a pool of its own on the same requests, and no table is ever sent. What
-remains is to notice when that stops being true, before a sum of the model meets another one or nobody. `Ranks.step`
-compares `Pool.digest`, which chains every call and its results, and a hash of the batch with one all-gather of eight
-bytes a rank, and watches over the forward pass that follows:
+give the same block ids. So each rank runs its own pool on the same requests, and no table is ever sent. `Ranks.step`
+detects ranks that differ before they run collective operations that do not match. It compares `Pool.digest`, which
+chains every call and its results, and a hash of the batch, with one all-gather of eight bytes a rank. Then it watches
+over the forward pass that follows:
 
     model.shard(group)                                # mlx-lm's own: KV heads / ranks
     with Ranks(group) as ranks, install(model, pool=Pool(4096, 16, seed=0)) as kv:
@@ -37,9 +37,9 @@ BACKENDS = ("[ring]", "[mpi]", "[jaccl]", "[nccl]", "[distributed]")  # how erro
 
 
 class RanksDisagree(KVPoolError, RuntimeError):
-    """Pools or batches that ought to be equal are not, so no rank may go on. Every rank raises.
+    """Pools or batches of the ranks differ, so no rank may go on. Every rank raises.
 
-    `digests`, of what differs, are by rank; `step` says which comparison it was, from 1 on.
+    `digests` has what differs, by rank. `step` is the number of the comparison, from 1 on.
     """
 
     def __init__(self, message: str, digests: tuple[int, ...], step: int) -> None:
@@ -48,21 +48,21 @@ class RanksDisagree(KVPoolError, RuntimeError):
 
 
 class RankLost(KVPoolError, RuntimeError):
-    """Another rank is gone. The pool of this one is intact, the group is not."""
+    """Another rank is gone. The pool of this rank is intact, the group is not."""
 
 
 class Ranks:
-    """The ranks of one group, and a watch over the calls that wait for all of them. O(1) a step: 8 bytes a rank.
+    """The ranks of one group, with a watchdog for calls that wait for all of them. O(1) a step: 8 bytes a rank.
 
     Parameters
     ----------
     group : mlx.core.distributed.Group
     timeout : float, default 60
-        Seconds that one `agree`, or what stands in one `step`, may take. MLX's collective calls cannot be
-        interrupted, so a rank that takes longer says so on stderr and ends its process with status 70 (`TIMED_OUT`):
-        slowness alone does it. Take several times the slowest step, often the first (it compiles) or a long prompt.
+        Seconds that one `agree`, or the body of one `step`, may take. MLX's collective calls cannot be interrupted.
+        So a rank that takes longer says so on stderr and ends its process with status 70 (`TIMED_OUT`), even if it
+        is only slow. Choose several times the slowest step, often the first (it compiles) or a long prompt.
     on_timeout : callable, optional
-        Called with the message in place of that, on a thread of its own.
+        Called with the message instead, on its own thread.
     strict : bool, default True
         RuntimeError if mlx is not in `RELEASES`.
     """
@@ -100,10 +100,10 @@ class Ranks:
 
     @contextlib.contextmanager
     def step(self, pool: Any, *, batch: Any = None, stream: Any = None) -> Iterator[int]:
-        """`agree`, then the forward pass, which stands inside and may take `timeout`, its own work included.
+        """`agree`, then the forward pass in the body, which may take `timeout` seconds in total.
 
-        Yields the digest. Raises what `agree` does, before anything inside has run; `RankLost` also for an error of
-        MLX's collectives inside, after which a step that is pending stays so.
+        Yields the digest. Raises what `agree` raises, before the body runs. An error of MLX's collectives in the body
+        is `RankLost`, too. A pending step then stays pending.
         """
         digest = self.agree(pool, stream, batch=batch)
         with self._watched("step", self.steps):
@@ -116,12 +116,12 @@ class Ranks:
         ----------
         pool : kvpool.Pool
         stream : mlx.core.Stream, optional
-            The one on which the model's own collectives run, the CPU's default stream by default. Collectives pair
-            up in the order in which they are executed, and only within a stream is that the order of the program:
-            from another stream this one could meet a sum of the model on the other rank.
+            The stream of the model's own collectives, by default the CPU's default stream. Collectives pair up in
+            the order in which they are executed, which is the order of the program only within a stream. On another
+            stream this call could pair with a sum of the model on the other rank.
         batch : bytes or integers of any shape, optional
-            What decides the shapes of the next forward pass and is not in the pool yet: with an engine that plans
-            by itself its requests and the last token of each. A step that is planned already is in the digest.
+            Data that decides the shapes of the next forward pass and is not in the pool yet: for an engine that
+            plans by itself, its requests and the last token of each. A planned step is in the digest already.
 
         Raises
         ------
@@ -164,7 +164,7 @@ class Ranks:
             yield
         except RuntimeError as error:
             if isinstance(error, KVPoolError) or (call == "step" and not str(error).startswith(BACKENDS)):
-                raise  # what stands inside has failed by itself
+                raise  # the body itself has failed
             who = f"[{call}] rank {self.rank} of {self.size}"
             raise RankLost(f"{who} lost another one in step {step}: {error}") from error
         finally:

@@ -1,4 +1,4 @@
-"""A framework in another release than the tested ones: errors that name the release, not the module that has moved."""
+"""Errors for a framework release that was not tested. They name the release, not the module that has moved."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def importing(package: str, found: str, tested: str) -> Iterator[None]:
-    """Stands around imports that other releases may lack. ImportError: one is missing; names both releases."""
+    """A context for imports that other releases may lack. If one is missing, the ImportError names both releases."""
     try:
         yield
     except ImportError as error:
@@ -27,6 +27,6 @@ def require(call: str, package: str, found: str, oldest: str, below: str, *, str
 
 
 def _numbers(release: str) -> list[int]:
-    """Leading numbers of a release: ``"0.10.2.dev1"`` is ``[0, 10, 2]``, one that has none is older than all."""
+    """Leading numbers of a release: ``"0.10.2.dev1"`` is ``[0, 10, 2]``. Without numbers it is older than all."""
     match = re.match(r"\d+(\.\d+)*", release)
     return [int(number) for number in match[0].split(".")] if match else []

@@ -1,13 +1,13 @@
-"""`transformers`' continuous batching on a kvpool pool: its engine, scheduler and kernels, our blocks.
+"""`transformers`' continuous batching on a kvpool pool: its engine, scheduler and kernels on kvpool's blocks.
 
     with install():
         outputs = model.generate_batch(prompts, generation_config, continuous_batching_config=ContinuousBatchingConfig(
             page_size=16, num_blocks=256, max_batch_tokens=256, use_async_batching=False))
 
-transformers looks its allocators up in a registry; inside the block the one for full attention is `PoolAllocator`. A
-request is a sequence, the prefix cache is the pool's, a fork shares every block and copies the last one when somebody
-writes to it. Where transformers lists the indices of a step in Python, one per token of every context, stand one
-`Pool.step` and a few numpy calls. Leaving the block puts everything back; engines made in it must end there.
+transformers looks up its allocators in a registry. Inside the block, the one for full attention is `PoolAllocator`. A
+request is a sequence. The prefix cache is the pool's. A fork shares every block and copies the last one when it is
+written. transformers makes the indices of a step in Python, one per token of every context. Here one `Pool.step` and a
+few numpy calls make them. The end of the block restores everything. Engines made in it must end in it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ with importing("transformers", transformers.__version__, ", ".join(SUPPORTED_VER
 def install(*, strict: bool = True) -> Iterator[None]:
     """Give the engines that are made inside the block a pool of kvpool.
 
-    RuntimeError: transformers is not one of `SUPPORTED_VERSIONS` (and `strict`), or somebody else has hooked it.
+    RuntimeError: transformers is not one of `SUPPORTED_VERSIONS` (and `strict`), or other code has hooked it.
     """
     found, tested = transformers.__version__, ", ".join(SUPPORTED_VERSIONS)
     if strict and found not in SUPPORTED_VERSIONS:
@@ -91,7 +91,7 @@ class PoolAllocator(FullAttentionCacheAllocator):
         return self.blocks.stats().free
 
     def delete_full_trees(self) -> list[int]:
-        """Sectors to give back: none, there is nobody else."""
+        """Sectors to give back: none."""
         return []
 
     def needs_new_sectors(self, request_id: str, past_length: int, query_length: int) -> int:
@@ -116,7 +116,7 @@ class PoolAllocator(FullAttentionCacheAllocator):
             self.blocks.close(self.handles.pop(request_id))
 
     def count_non_shareable_blocks(self, source_request_id: str, past_length: int) -> int:
-        """A fork needs no block until somebody writes."""
+        """A fork needs no block until a write."""
         return 0
 
     def fork_blocks(self, source_request_id: str, dest_request_id: str, past_length: int) -> tuple[list, list]:

@@ -1,13 +1,14 @@
 """The ``kvpool`` command.
 
-``kvpool demo`` shows on this machine what kvpool claims, ``kvpool generate`` and ``kvpool serve`` run a model of
-mlx-lm, ``kvpool replay`` runs a serving trace through a pool, ``kvpool plan`` sizes a pool, ``kvpool doctor`` tells
-what is installed, ``kvpool bench`` measures kernels, ``kvpool fuzz`` tries allocators with random programs. Each
-command is a module with ``add_arguments(parser)`` and ``run(args) -> int``, the exit status: 0 done (and every claim
-held), 1 a claim did not hold, 2 it could not do what was asked. A module with ``COMMANDS`` is a group of commands,
-one with ``PASSES_ON`` gets in ``args.rest`` the arguments that it did not declare.
+``kvpool demo`` checks on this machine what kvpool claims. ``kvpool generate`` and ``kvpool serve`` run a model of
+mlx-lm. ``kvpool replay`` runs a serving trace through a pool. ``kvpool plan`` sizes a pool. ``kvpool doctor`` shows
+what is installed. ``kvpool bench`` measures kernels. ``kvpool fuzz`` tests allocators with random programs.
 
-Reading the arguments needs numpy and the standard library only; a command imports what it uses when it runs.
+Each command is a module with ``add_arguments(parser)`` and ``run(args) -> int``. The exit status is 0 if it is done
+(and every claim held), 1 if a claim did not hold, 2 if it could not do what was asked. A module with ``COMMANDS`` is a
+group of commands. A module with ``PASSES_ON`` gets the arguments that it did not declare in ``args.rest``.
+
+Reading the arguments needs only numpy and the standard library. A command imports what it uses when it runs.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def declare(command: argparse.ArgumentParser, module: ModuleType) -> None:
     """Declare the arguments of one command."""
     module.add_arguments(command)
     command.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
-    command.set_defaults(run=module.run, command=command.prog, passes_on=hasattr(module, "PASSES_ON"))
+    command.set_defaults(run=module.run, parser=command, passes_on=hasattr(module, "PASSES_ON"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,18 +71,18 @@ def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> i
     """Read the arguments, run the command that they name, and return the exit status."""
     args, rest = parser.parse_known_args(argv)
     if rest and not args.passes_on:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        args.parser.error(f"unrecognized arguments: {' '.join(rest)}")
     args.rest = rest
     try:
         status: int = args.run(args)
         sys.stdout.flush()
         return status
     except CommandError as exc:
-        print(f"{args.command}: {exc}", file=sys.stderr)
+        print(f"{args.parser.prog}: {exc}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # whoever read our output (head, less) has gone; say nothing, also not at exit
+    except BrokenPipeError:  # the reader of our output (head, less) has gone: no message, not even at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
-        print(f"{args.command}: interrupted", file=sys.stderr)
+        print(f"{args.parser.prog}: interrupted", file=sys.stderr)
         return 130

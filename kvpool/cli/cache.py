@@ -1,4 +1,4 @@
-"""Options of commands that serve a model: what leaves its cache, and in how many bits the rest is stored."""
+"""Options of commands for eviction and quantization of the cache."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ if TYPE_CHECKING:
     from kvpool.eviction import Policy
 
 POLICIES = {"h2o": "H2O", "window": "SlidingWindow", "blocks": "BlockEviction"}
-#: option, metavar, field of the policy, its least value, policies that have it, help
+#: option, metavar, field of the policy, its least value, policies with this field, help
 FIELDS: tuple[tuple[str, str, str, int | None, tuple[str, ...], str], ...] = (
     ("--max-kv", "TOKENS", "max_kv", 1, tuple(POLICIES), "the budget: tokens that a sequence keeps at most"),
     ("--sink", "TOKENS", "sink", 0, tuple(POLICIES), "leading tokens that always stay (default: 4)"),
-    ("--slack", "TOKENS", "slack", 1, ("h2o", "window"), "tokens that leave at a time (default: 16, or max-kv / 8)"),
+    ("--slack", "TOKENS", "slack", 1, ("h2o", "window"), "tokens evicted at a time (default: 16, or max-kv / 8)"),
     ("--heavy", "TOKENS", "heavy", 1, ("h2o",), "tokens that stay for their scores (default: max-kv / 2)"),
     ("--recent", "TOKENS", "recent_tokens", 1, ("blocks",), "newest tokens that stay (default: max-kv / 4)"),
     ("--scores", "KIND", "kind", None, ("h2o", "blocks"), "mass or raw (default: mass)"),
-    ("--alpha", "A", "alpha", None, ("h2o", "blocks"), "of the moving average of scores (default: 0.95)"),
-    ("--queries", "N", "queries", 1, ("h2o", "blocks"), "newest queries of a chunk that are looked at (default: 32)"),
+    ("--alpha", "A", "alpha", None, ("h2o", "blocks"), "weight of the old average of scores (default: 0.95)"),
+    ("--queries", "N", "queries", 1, ("h2o", "blocks"), "newest queries of a chunk that are observed (default: 32)"),
 )
 BITS = (
-    ("--kv-bits", "kv_bits", "8 or 4: store keys and values in so many bits, from the first token on"),
+    ("--kv-bits", "kv_bits", "8 or 4: bits of stored keys and values, from the first token on"),
     ("--k-bits", "k_bits", "the same for keys alone"),
     ("--v-bits", "v_bits", "the same for values alone"),
     ("--kv-group-size", "quant_group_size", "elements that share a scale: 32, 64 or 128 (default: 64)"),
@@ -31,19 +31,24 @@ BITS = (
 
 
 def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare them; they are read by `policy_of` and `bits_of`."""
-    group = parser.add_argument_group("a fixed budget per sequence (docs/eviction.md)")
-    group.add_argument("--eviction", metavar="POLICY", help="which tokens leave: h2o, window or blocks")
+    """Declare the options of `policy_of` and of `bits_of`."""
+    group = parser.add_argument_group("a fixed budget per sequence", "more: python -m pydoc kvpool.eviction")
+    group.add_argument("--eviction", metavar="POLICY", help="which tokens are evicted: h2o, window or blocks")
     for name, metavar, field, _, policies, text in FIELDS:
         of = "" if len(policies) == len(POLICIES) else f"{' and '.join(policies)}: "
         group.add_argument(name, metavar=metavar, dest=f"eviction_{field}", help=of + text)
-    group = parser.add_argument_group("quantized storage (docs/quantized.md)")
+    add_bits_arguments(parser)
+
+
+def add_bits_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `bits_of`."""
+    group = parser.add_argument_group("quantized storage", "stored as mx.quantize does it")
     for name, field, text in BITS:
         group.add_argument(name, metavar="N", dest=field, help=text)
 
 
 def policy_of(args: argparse.Namespace, block_size: int) -> Policy | None:
-    """The policy that the arguments ask for, None without `--eviction`; CommandError for what makes none."""
+    """The policy of the arguments, None without `--eviction`. Raises CommandError if they make no policy."""
     name = args.eviction
     given = {field: getattr(args, f"eviction_{field}") for _, _, field, _, _, _ in FIELDS}
     if name is not None and name not in POLICIES:
@@ -76,7 +81,7 @@ def policy_of(args: argparse.Namespace, block_size: int) -> Policy | None:
 
 
 def bits_of(args: argparse.Namespace) -> dict[str, Any]:
-    """`kv_bits` and so on, as `install` and `Engine` take them; only those that are given."""
+    """`kv_bits` and so on, as `install` and `Engine` take them. Only those that were given."""
     given = {field: (name, getattr(args, field)) for name, field, _ in BITS}
     bits: dict[str, Any] = {field: whole(name, text) for field, (name, text) in given.items() if text is not None}
     if "kv_bits" in bits and bits.keys() & {"k_bits", "v_bits"}:

@@ -1,4 +1,4 @@
-"""What all commands share: how they refuse, and how they read what was typed."""
+"""What all commands share: refusals, and parsing of options."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from kvpool.errors import install_command
+
 INT_MAX = 2**31 - 1
 
 
@@ -19,7 +21,7 @@ class CommandError(Exception):
 
 
 class NotRun(Exception):
-    """A part cannot run here; the message says what is missing and how to install it."""
+    """A part cannot run here. The message says what is missing and how to install it."""
 
 
 def whole(option: str, text: str, least: int = 1) -> int:
@@ -46,22 +48,24 @@ def real(option: str, text: str, least: float, most: float = math.inf) -> float:
 
 
 def check_plot(path: Path | None) -> None:
-    """Refuse, before any work, a picture that cannot be drawn."""
+    """Refuse a picture that cannot be drawn, before any work."""
     if path is None:
         return
     if path.is_dir() or not path.parent.is_dir():
         raise CommandError(f"--plot {path}: not a file in a folder that exists")
+    if path.suffix.lower() != ".png":
+        raise CommandError(f"--plot {path}: the picture is a PNG, so its name has to end in .png")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise CommandError(f"--plot {path}: no permission to write it")
     if importlib.util.find_spec("matplotlib") is None:
-        raise CommandError("--plot needs matplotlib: pip install 'kvpool[demo]'")
+        raise CommandError(f"--plot needs matplotlib: {install_command('demo')}")
 
 
 @contextlib.contextmanager
 def progress(total: int, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Yield a function that is told what begins now, `total` times in all, and shows it on stderr.
+    """Yield a function that shows on stderr what begins now. It is called `total` times.
 
-    A bar on a terminal if rich is there, else a line for each.
+    It is a bar on a terminal if rich is installed, else a line for each call.
     """
     if quiet:
         yield lambda what: None

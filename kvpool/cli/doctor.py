@@ -1,4 +1,4 @@
-"""Tell what is installed here: versions, the compiled core, backends, CPU kernels, Metal, memory."""
+"""Show what is installed here: versions, the compiled core, backends, CPU kernels, Metal, memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def collect() -> dict[str, Any]:
-    """Return everything the command knows, ready for JSON. Missing things are None, sizes are bytes."""
+    """Return all facts, ready for JSON. Missing things are None, sizes are bytes."""
     return {
         "python": platform.python_version(),
         "implementation": platform.python_implementation(),
@@ -66,7 +66,7 @@ def installed_version(name: str) -> str | None:
 
 
 def backend_reasons() -> dict[str, str | None]:
-    """Return for every known backend None if it works here, else the reason why not."""
+    """Return for every known backend why it does not work here; None if it works."""
     import kvpool_backends
 
     reasons: dict[str, str | None] = {}
@@ -101,7 +101,7 @@ def cpu_facts() -> dict[str, Any]:
 
 
 def mlx_route() -> dict[str, str | None] | None:
-    """Return which way the mlx backend computes here, and why not by the CPU kernels; None if it does not work."""
+    """Return the route of the mlx backend here, and why it is not the CPU kernels. None if it does not work."""
     try:
         from kvpool_backends.mlx.base import has_metal, kernels_refusal
     except ImportError:
@@ -144,7 +144,7 @@ def metal_kernels_failure() -> str | None:
 
 
 def mlx_native_facts() -> dict[str, Any] | None:
-    """Return what there is of the extension that writes in place; None if the mlx backend does not work."""
+    """Return the state of the extension that writes in place. None if the mlx backend does not work."""
     try:
         from kvpool_backends.mlx.native import status
     except ImportError:
@@ -204,7 +204,7 @@ def cpu_rows(cpu: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def mlx_rows(route: dict[str, str | None] | None) -> list[tuple[str, str]]:
-    """Return the line of the mlx backend's route, none where the backend does not work."""
+    """Return the line of the mlx backend's route; no line if the backend does not work."""
     if route is None:
         return []
     how = {
@@ -216,7 +216,7 @@ def mlx_rows(route: dict[str, str | None] | None) -> list[tuple[str, str]]:
 
 
 def metal_rows(metal: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the lines of the GPU and its kernels; of the latter none where MLX is missing."""
+    """Return the lines of the GPU and its kernels; without MLX only that of the GPU."""
     if not metal["available"]:
         kernels = [("Metal kernels", f"no: {metal['kernels']}")] if metal["kernels"] else []
         return [("Metal", f"no: {metal['reason']}"), *kernels]

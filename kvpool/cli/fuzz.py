@@ -1,9 +1,9 @@
-"""Random programs on a block allocator, every result checked: kvpool's own, or somebody else's.
+"""Run random programs on a block allocator, kvpool's or another one, and check every result.
 
-``kvpool fuzz`` plays them on the installed core beside a model of it in plain Python, which predicts every id, count
-and array. ``--target module:factory`` drives an allocator (``factory(num_blocks=..., block_size=...)``, see
+``kvpool fuzz`` runs them on the installed core and on a plain Python model of it, which predicts every id, count and
+array. ``--target module:factory`` drives an allocator (``factory(num_blocks=..., block_size=...)``, see
 `kvpool.testing.fuzz_target.Allocator`) or a backend (``factory(spec, num_blocks)``). A finding is shrunk and printed
-as a test, with the command that makes it again.
+as a test, with the command that repeats it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ SECONDS = 10.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--seconds", help=f"how long to run (default {SECONDS:g})")
-    parser.add_argument("--ops", help="calls to make instead")
-    parser.add_argument("--seed", help="seed of the first run; with --ops 1 that run alone (default: random)")
-    parser.add_argument("--blocks", help="blocks of every pool (default: a few, drawn by seed)")
-    parser.add_argument("--block-size", help="tokens per block (default: a few, drawn by seed)")
-    parser.add_argument("--target", metavar="MODULE:FACTORY", help="somebody else's allocator or backend")
+    parser.add_argument("--ops", help="number of calls, instead of --seconds")
+    parser.add_argument("--seed", help="seed of the first run; with --ops 1 only that run (default: random)")
+    parser.add_argument("--blocks", help="blocks of every pool (default: a few, chosen by the seed)")
+    parser.add_argument("--block-size", help="tokens per block (default: a few, chosen by the seed)")
+    parser.add_argument("--target", metavar="MODULE:FACTORY", help="another allocator or backend")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,7 +58,7 @@ def seed_of(text: str) -> int:
 
 
 def limits(args: argparse.Namespace, usual: dict[str, Any]) -> dict[str, Any]:
-    """How long: seconds, calls, or both; `usual` if nothing was typed."""
+    """The limit: seconds, calls, or both; `usual` if neither was given."""
     try:
         seconds = None if args.seconds is None else float(args.seconds)
     except ValueError:
@@ -77,13 +77,13 @@ def limits(args: argparse.Namespace, usual: dict[str, Any]) -> dict[str, Any]:
 
 
 def given(sizes: dict[str, Any]) -> str:
-    """The end of a command that makes a run again: the sizes asked for, and the version whose programs these are."""
+    """The end of a command that repeats a run: the given sizes, and the version that the run belongs to."""
     options = "".join(f" --{name.replace('num_', '').replace('_', '-')} {n}" for name, n in sizes.items() if n)
     return f"{options}  # kvpool {kvpool.__version__}"
 
 
 class Progress:
-    """A line on stderr that says how far it is, where somebody watches."""
+    """A line on stderr that shows the progress, if stderr is a terminal."""
 
     def __init__(self, limit: dict[str, Any]) -> None:
         self.limit = limit
@@ -122,11 +122,11 @@ def _facts(report: Any, again: str) -> dict[str, Any]:
     }
 
 
-# ---- somebody else's ---------------------------------------------------------------------------------------
+# ---- other targets -----------------------------------------------------------------------------------------
 
 
 def load_target(text: str) -> Callable[..., Any]:
-    """The factory that ``module:factory`` names; modules of the working directory count."""
+    """The factory that ``module:factory`` names. It may be in the working directory."""
     module, colon, name = text.partition(":")
     if not colon:
         raise CommandError(f"--target {text}: it has to be MODULE:FACTORY")
@@ -143,7 +143,7 @@ def load_target(text: str) -> Callable[..., Any]:
 
 
 def _takes(factory: Callable[..., Any], *values: Any, **named: Any) -> bool | None:
-    """Whether the factory takes these arguments, by its signature; None: that does not say it."""
+    """Whether the factory takes these arguments, by its signature. None: the signature does not tell."""
     try:
         signature = inspect.signature(factory)
     except ValueError:  # compiled
@@ -157,9 +157,9 @@ def _takes(factory: Callable[..., Any], *values: Any, **named: Any) -> bool | No
 
 
 def _makes_allocators(target: str, factory: Callable[..., Any], sizes: dict[str, Any]) -> bool:
-    """Whether the factory makes allocators, not backends: its signature says it, else what it makes.
+    """Whether the factory makes allocators, not backends: by its signature, or else by what it makes.
 
-    What the fuzzer needs and does not find is no finding but a wrong target: CommandError.
+    A target that lacks something that the fuzzer needs raises CommandError; it is not a finding.
     """
     from kvpool.testing.filled import capabilities_of
     from kvpool.testing.fuzz_target import missing
@@ -179,7 +179,7 @@ def _makes_allocators(target: str, factory: Callable[..., Any], sizes: dict[str,
         else:
             if not lacks:
                 return True
-            reasons.append(f"what it makes is no allocator, it has no {', '.join(lacks)}")
+            reasons.append(f"what it makes is not an allocator, it lacks {', '.join(lacks)}")
     if as_backend and not as_allocator:
         return False
     if as_backend is None and not as_allocator:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpool.cli.cache import add_cache_arguments, bits_of, policy_of
 from kvpool.cli.console import CommandError, real, whole
+from kvpool.errors import install_command
 
 if TYPE_CHECKING:
     from kvpool.adapters.mlx_lm.engine import Completion, Engine, TokenEvent
@@ -18,11 +19,11 @@ NUMBERS: tuple[tuple[str, str, str | None, str], ...] = (
     ("--max-tokens", "N", "256", "tokens to generate per sample, at most (default: %(default)s)"),
     ("--temperature", "T", "0", "0 takes the likeliest token (default: %(default)s)"),
     ("--top-p", "P", "1", "sample from the likeliest tokens that together have this probability"),
-    ("--top-k", "K", "0", "sample from so many of the likeliest tokens; 0: from all"),
+    ("--top-k", "K", "0", "sample from the K likeliest tokens; 0: from all"),
     ("--min-p", "P", "0", "sample from tokens at least this probable, the likeliest being 1"),
     ("--seed", "S", None, "the same seed gives the same text; sample i has S + i (default: a new one)"),
     ("--n", "N", "1", "samples per prompt; they share the prompt's blocks (default: %(default)s)"),
-    ("--beam", "W", "0", "beam search with so many hypotheses, of which the --n best are printed"),
+    ("--beam", "W", "0", "beam search with W hypotheses, of which the --n best are printed"),
     ("--chunk", "TOKENS", "256", "prompt tokens per step and prompt (default: %(default)s)"),
     ("--kv-block-size", "TOKENS", "16", "tokens per block of the cache (default: %(default)s)"),
     ("--num-blocks", "N", None, "blocks of the cache (default: what all prompts need at once)"),
@@ -61,7 +62,9 @@ def run(args: argparse.Namespace) -> int:
     tokenizer, engine = make_engine(args, prompts, options)
     printer = Printer(len(prompts), options["n"], quiet=args.json)
     begin = time.perf_counter()
-    with engine:
+    if options["n"] > 1 and not options["temperature"] and not options["beam_width"]:
+        print("kvpool generate: without --temperature all samples of a prompt are the same text", file=sys.stderr)
+    with engine, printer:
         submit(engine, printer, [encode(tokenizer, prompt, args.chat) for prompt in prompts], options)
         done: dict[Any, Completion] = {}
         while engine.num_unfinished:
@@ -80,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def request_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What `Engine.submit` is asked for, checked as far as it can be without a model."""
+    """The options of `Engine.submit`, checked as far as possible without a model."""
     options: dict[str, Any] = {
         "max_tokens": whole("--max-tokens", args.max_tokens),
         "n": whole("--n", args.n),
@@ -97,7 +100,7 @@ def request_options(args: argparse.Namespace) -> dict[str, Any]:
         options["seed"] = whole("--seed", args.seed, 0)
     if options["beam_width"]:
         if options["n"] > options["beam_width"]:
-            raise CommandError(f"--n {args.n}: a beam of {args.beam} has no more hypotheses than that")
+            raise CommandError(f"--n {args.n}: a beam of {args.beam} has only {args.beam} hypotheses")
         if args.stop:
             raise CommandError("--stop and --beam exclude each other")
         for name, neutral in (("temperature", 0), ("top_p", 1), ("top_k", 0), ("min_p", 0)):
@@ -122,7 +125,7 @@ def read_prompts(texts: list[str]) -> list[str]:
 
 
 def make_engine(args: argparse.Namespace, prompts: list[str], options: dict[str, Any]) -> tuple[Any, Engine]:
-    """The model, loaded, in an engine with a pool that fits."""
+    """The loaded tokenizer, and an engine with a pool that fits."""
     block_size, chunk = whole("--kv-block-size", args.kv_block_size), whole("--chunk", args.chunk)
     max_running = whole("--max-running", args.max_running)
     policy, bits = policy_of(args, block_size), bits_of(args)
@@ -133,7 +136,7 @@ def make_engine(args: argparse.Namespace, prompts: list[str], options: dict[str,
         from kvpool.adapters.mlx_lm import loading
         from kvpool.adapters.mlx_lm.engine import Engine
     except ImportError as exc:
-        raise CommandError(f"needs mlx-lm ({exc}): pip install 'kvpool[mlx]'") from None
+        raise CommandError(f"needs mlx-lm ({exc}): {install_command('mlx')}") from None
     try:
         model, tokenizer = loading.load(args.model)
     except loading.ModelNotLoaded as exc:
@@ -163,7 +166,7 @@ def make_engine(args: argparse.Namespace, prompts: list[str], options: dict[str,
 
 
 def blocks_in_memory(size: str | None, model: Any, block_size: int, bits: dict[str, Any]) -> int:
-    """Blocks that --memory has room for; without it, that there is."""
+    """Blocks that fit into --memory, by default into the available memory."""
     from kvpool.adapters.mlx_lm import loading
 
     try:
@@ -194,7 +197,7 @@ def submit(engine: Engine, printer: Printer, prompts: list[list[int]], options: 
 
 
 class Printer:
-    """Text of samples that come side by side, printed one after the other, each as soon as it may be.
+    """Prints the text of samples that arrive in parallel, one after the other, each as soon as possible.
 
     Parameters
     ----------
@@ -213,14 +216,26 @@ class Printer:
         self._is_open = False
 
     def on_token(self, event: TokenEvent) -> None:
-        """Text has come."""
+        """Take new text of a sample."""
         self._add(event.id, event.index, event.text, event.finish_reason is not None)
 
     def end(self, completion: Completion) -> None:
-        """A request has ended; its text has been heard, unless it is a beam."""
+        """A request has ended. Its text has been printed already, unless it is a beam."""
         for index, sample in enumerate(completion.samples):
             if (completion.id, index) not in self._ended:
                 self._add(completion.id, index, sample.text, True)
+
+    def __enter__(self) -> Printer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """After Ctrl-C, print what samples have that were waiting for their turn."""
+        if kind is KeyboardInterrupt:
+            begun = self._waiting[-1] if self._is_open else None
+            self._waiting = [key for key in self._waiting if self._text.get(key) or key == begun]
+            self._ended.update(self._waiting)
+            if self._waiting:
+                self._add(*self._waiting[-1], "", True)
 
     def _add(self, number: Any, index: int, text: str, is_last: bool) -> None:
         key = number, index

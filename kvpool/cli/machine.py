@@ -1,4 +1,4 @@
-"""What the operating system tells about this machine."""
+"""Facts about this machine from the operating system."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def cpu_model() -> str:
-    """Return the name of the CPU; its architecture where the system does not tell."""
+    """Return the name of the CPU; its architecture if the system does not tell."""
     found = re.search(r"^model name\s*:\s*(.+)$", read_text("/proc/cpuinfo"), re.MULTILINE)
     return found[1] if found else platform.processor() or platform.machine()
 

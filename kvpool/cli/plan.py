@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
 from typing import Any
 
+from kvpool.cli.cache import add_bits_arguments, bits_of
 from kvpool.cli.console import CommandError
+from kvpool.errors import install_command
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,17 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--block-size", type=int, default=16, metavar="TOKENS", help="tokens per block (default: %(default)s)"
     )
     parser.add_argument("--dtype", help="element type of the cache (default: the model's)")
-    parser.add_argument("--k-bits", type=int, metavar="BITS", help="quantize keys to 4 or 8 bits (default: not)")
-    parser.add_argument("--v-bits", type=int, metavar="BITS", help="the same for values")
-    parser.add_argument(
-        "--quant-group-size", type=int, default=64, metavar="N", help="elements per scale (default: %(default)s)"
-    )
     parser.add_argument(
         "--max-len",
         type=int,
         metavar="TOKENS",
         help="the longest sequence to count (default: the model's limit)",
     )
+    add_bits_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,17 +43,12 @@ def run(args: argparse.Namespace) -> int:
     from kvpool.config import describe_plan
 
     memory = f"{args.memory}B" if args.memory.isdecimal() else args.memory
+    bits = bits_of(args)
+    if "kv_bits" in bits:
+        bits["k_bits"] = bits["v_bits"] = bits.pop("kv_bits")
+    model = tiny_config() if args.model == "tiny" else args.model
     try:
-        facts, text = describe_plan(
-            _tiny() if args.model == "tiny" else args.model,
-            memory,
-            args.block_size,
-            args.dtype,
-            args.max_len,
-            k_bits=args.k_bits,
-            v_bits=args.v_bits,
-            quant_group_size=args.quant_group_size,
-        )
+        facts, text = describe_plan(model, memory, args.block_size, args.dtype, args.max_len, **bits)
     except OSError as exc:
         raise CommandError(f"--model {args.model}: {exc.strerror or exc}") from None
     except (TypeError, ValueError) as exc:
@@ -65,10 +57,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tiny() -> Mapping[str, Any]:
+def tiny_config() -> dict[str, Any]:
     """The config of the model that ``kvpool generate --model tiny`` makes."""
     try:
         from kvpool.adapters.mlx_lm import tiny
     except ImportError as exc:
-        raise CommandError(f"--model tiny needs mlx-lm: {exc}") from None
-    return tiny.CONFIG | {"dtype": "float32"}
+        raise CommandError(f"--model tiny needs mlx-lm ({exc}): {install_command('mlx')}") from None
+    return {**tiny.CONFIG, "dtype": "float32"}

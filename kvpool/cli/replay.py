@@ -97,12 +97,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_calls(args: argparse.Namespace) -> int:
-    """Make recorded calls again on a new pool, and say whether all went as recorded: 0, else 1."""
+    """Repeat recorded calls on a new pool. Returns 0 if all results are as recorded, else 1."""
     from kvpool.testing.recorded import RecordError, load
     from kvpool.testing.rerun import minimise, rerun
 
     if args.trace is not None or args.synthetic:
-        raise CommandError("--ops FILE stands in place of a trace")
+        raise CommandError("--ops FILE replaces the trace: give only one of them")
     few = None
     try:
         record = load(args.ops)
@@ -186,7 +186,7 @@ def draw(args: argparse.Namespace, trace: Trace, results: list[Result]) -> None:
 
 @contextlib.contextmanager
 def progress_bar(total: int, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function that shows how many requests are through: ``show(in earlier replays, in this one)``.
+    """Yield a function that shows how many requests are finished: ``show(in earlier replays, in this one)``.
 
     It does nothing without rich or a terminal.
     """

@@ -14,14 +14,15 @@ from typing import Any, NoReturn
 
 from kvpool.cli.cache import add_cache_arguments, bits_of, policy_of
 from kvpool.cli.console import CommandError, whole
+from kvpool.errors import install_command
 
 LAST_PORT = 65535
 leave = os._exit
-PASSES_ON = True  # arguments that the parser does not know are mlx-lm's
+PASSES_ON = True  # unknown arguments go to mlx-lm
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments that are ours."""
+    """Declare the arguments of kvpool."""
     parser.epilog = (
         "Every other argument is one of mlx_lm.server: --decode-concurrency, --prompt-concurrency, --max-tokens,"
         " --temp, --draft-model, --log-level and so on. GET /metrics has statistics for Prometheus."
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         from kvpool.adapters.mlx_lm import loading, server, tiny
     except ImportError as exc:
-        raise CommandError(f"needs mlx-lm ({exc}): pip install 'kvpool[mlx]'") from None
+        raise CommandError(f"needs mlx-lm ({exc}): {install_command('mlx')}") from None
     if args.model != tiny.NAME:
         try:
             loading.check_name(args.model)
@@ -101,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"kvpool serve: stopped, {left} blocks in use", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
-    leave(1 if left else 0)  # threads that still answer somebody must not meet an interpreter that is being taken down
+    leave(1 if left else 0)  # threads that still answer a request must not run while the interpreter shuts down
     return 1 if left else 0
 
 

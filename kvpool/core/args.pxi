@@ -185,8 +185,9 @@ cdef int buffer_judge(const Py_buffer* view, str call, str name, bint narrow) ex
     if not known or not (view.itemsize == 8 or (view.itemsize == 4 and narrow)):
         wanted = "int32 or int64" if narrow else "int64"
         found = code.decode() if code != NULL else "B"
-        raise TypeError(f"[{call}] {name} must have dtype {wanted} in native byte order "
-                        f"(format {found!r}, {view.itemsize} bytes)")
+        kind = "int" if found in "bhilq" else "uint" if found in "BHILQ" else "float" if found in "efd" else ""
+        shown = f"{kind}{8 * view.itemsize}" if kind and len(found) == 1 else f"format {found!r}, {view.itemsize} bytes"
+        raise TypeError(f"[{call}] {name} must have dtype {wanted} in native byte order ({shown})")
     if view.ndim != 1:
         raise ValueError(f"[{call}] {name} must have one dimension ({view.ndim})")
     if view.shape[0] > 1 and view.strides != NULL and view.strides[0] != view.itemsize:

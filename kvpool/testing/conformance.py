@@ -20,6 +20,7 @@ claims; a case for which nothing is left raises `NotApplicable`. More of them ar
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -422,15 +423,27 @@ def misuse_is_refused_before_a_byte_changes(factory: Factory) -> None:
     for spec in specs(factory):
         filled = fill(factory, spec, [9, 4])
         before = everything(filled.backend)
-        for number, (expected, call) in enumerate(_misuses(filled)):
-            try:
-                call()
-            except expected:
-                continue
-            except Exception as error:
-                raise AssertionError(f"misuse {number} raised {error!r}, not {expected.__name__}") from error
-            raise AssertionError(f"misuse {number} was accepted, {expected.__name__} is documented")
+        wrong = [text for expected, call in _misuses(filled) if (text := _misuse_finding(expected, call))]
+        assert not wrong, "\n".join(wrong)
         same_bytes(everything(filled.backend), before, "misuse")
+
+
+def _misuse_finding(expected: type[Exception], call: Callable[[], Any]) -> str:
+    """What is wrong with the answer of a backend to a misuse; "" if nothing is."""
+    try:
+        call()
+        answer = "was accepted"
+    except expected:
+        return ""
+    except Exception as error:
+        answer = f"raised {error!r}"
+    return f"{_source(call)} {answer}, {expected.__name__} is documented"
+
+
+def _source(call: Callable[[], Any]) -> str:
+    """The text of a lambda of `_misuses`."""
+    lines = inspect.getsource(call).strip()
+    return lines.partition("lambda: ")[2].rstrip(",").removesuffix(")")
 
 
 def _misuses(filled: Filled) -> list[tuple[type[Exception], Callable[[], Any]]]:

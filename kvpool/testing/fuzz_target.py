@@ -247,11 +247,9 @@ class Checked:
         for slot in [slot for slot in self.store if slot // self.size not in used]:
             if not hasattr(self.allocator, "cached"):
                 del self.store[slot]
-        free = self._num_free()
-        if free != self.allocator.num_blocks - len(used):
-            raise TargetFinding(
-                "count", f"{free} blocks are free, {len(used)} of {self.allocator.num_blocks} are in use"
-            )
+        free, due = self._num_free(), self.allocator.num_blocks - len(used)
+        if free != due:
+            raise TargetFinding("count", f"{free} blocks are free, not {due}: {len(used)} are in use by sequences")
 
 
 # ---- programs ----------------------------------------------------------------------------------------------

@@ -245,7 +245,7 @@ cdef int64_t tables_nbytes(kv_attention* call) noexcept:
 
 
 cdef int read_tables(const Py_buffer* view, kv_attention* call, int32_t* out) except -1:
-    """The ids that kernels read, as int32 rows; each is read once from the caller's memory, and then judged."""
+    """The ids that kernels read, as int32 rows; each is read once from the caller's memory, and then checked."""
     cdef const char* ids
     cdef int32_t num_blocks = <int32_t>call.layer.num_blocks
     cdef int64_t row, column, count, block

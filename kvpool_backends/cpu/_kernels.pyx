@@ -1,8 +1,8 @@
-"""`BlockStore`: writes, attention and copies by the C kernels, in memory that somebody else owns.
+"""`BlockStore`: writes, attention and copies by the C kernels, in memory of another owner.
 
-Every call takes its buffers, copies all integers, checks the copies (docs/attention.md, section 3), and only then lets
-go of the GIL and runs a kernel; what is refused has changed nothing. The kernels check nothing themselves, and see
-nothing of a table that another thread writes meanwhile.
+Every call takes its buffers, copies all integers, and checks the copies (docs/attention.md, section 3). Then it
+releases the GIL and runs a kernel. A refused call has changed nothing. The kernels check nothing themselves. They do
+not see what another thread writes to a table meanwhile.
 """
 import os
 from inspect import signature
@@ -206,7 +206,7 @@ cdef int place_layers(kv_layer* layers, object spec, int64_t num_blocks, Bases b
 # ---------------------------------------------------------------------- the store
 
 cdef class BlockStore:
-    """Kernels on the planes of a pool whose memory somebody else owns.
+    """Kernels on the planes of a pool in memory of another owner.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""`CPUBackend`: the backend protocol on memory of its own, computed by the native kernels."""
+"""`CPUBackend`: the backend protocol on its own memory, computed by the native kernels."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class MemoryReport(NamedTuple):
 
 
 class CPUBackend:
-    """Paged KV storage and attention at the speed of memory. Implements `kvpool.protocol.KVBackend`; see there.
+    """Paged KV storage and attention at the speed of memory. Implements `kvpool.protocol.KVBackend`.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ class CPUBackend:
     -----
     `k`, `v` and `q` may be float16, float32, float64 (converted to float32 first) or uint16, which is bfloat16 as bits.
     `attend` and `gather` return float32; arithmetic is float32 on the stored values. A row's result has the same bits
-    alone and in any batch, on any number of threads. One call at a time, several backends side by side (`BlockStore`).
+    alone and in any batch, on any number of threads. A backend takes one call at a time (`BlockStore`).
     """
 
     required_formats: tuple[str, ...] = ("block_tables", "seq_lens", "cu_q_lens", "slot_mapping")

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvpool.errors import BackendUnavailable
+from kvpool.errors import BackendUnavailable, install_command
 from kvpool.spec import KVSpec
 
 try:  # `import mlx` alone proves nothing: without its native library it is an empty namespace package
     import mlx.core as mx
 except ImportError as error:
     raise BackendUnavailable(
-        f"[mlx backend] mlx.core cannot be imported ({error}); install it with `pip install 'kvpool[mlx]'` "
+        f"[mlx backend] mlx.core cannot be imported ({error}); install it with `{install_command('mlx')}` "
         "(on Linux the package is mlx[cpu], the bare mlx package does not import there)"
     ) from error
 

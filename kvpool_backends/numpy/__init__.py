@@ -1,4 +1,4 @@
-"""The reference backend: exact, simple, runs everywhere; what other backends are measured against."""
+"""The reference backend: exact and simple. It runs everywhere, and other backends are compared with it."""
 
 from kvpool_backends.numpy.backend import NumpyBackend
 

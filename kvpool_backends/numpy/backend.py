@@ -1,7 +1,7 @@
 """`NumpyBackend`: paged KV storage and attention in plain numpy, float64 inside.
 
-It is written to be read and to be right. Every query is served by slicing the context that it may see and
-doing dense attention on it, so no mask can be wrong and no slot outside the context is ever touched.
+The code is simple on purpose. Each query slices the context that it may see and does dense attention on it. So there is
+no mask that could be wrong, and no slot outside the context is ever touched.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _Plane = np.ndarray | tuple[np.ndarray, ...]
 
 
 class NumpyBackend:
-    """Reference backend. Implements `kvpool.protocol.KVBackend`; see there for what each method promises.
+    """Reference backend. Implements `kvpool.protocol.KVBackend`, which documents each method.
 
     Parameters
     ----------

@@ -100,5 +100,5 @@ def listing(num_blocks):
 
 
 @pytest.mark.parametrize("make", [leaking, copying, listing])
-def test_measure_convicts_a_step_that_leaks_or_copies(make):
+def test_measure_detects_a_step_that_leaks_or_copies(make):
     assert verdict(make)

@@ -49,7 +49,7 @@ STOCK = {
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_transformers_that_still_has_them_is_refused_unless_told_otherwise(tmp_path, strict):
+def test_transformers_that_still_has_them_is_refused_unless_strict_is_false(tmp_path, strict):
     code = f"from kvpool.adapters.transformers import install\nwith install(strict={strict}): print('tried')"
     refusal = "RuntimeError: [install] transformers 5.24.0 is installed, tested with 5.23.0; see strict=False"
     assert run(tmp_path, STOCK, code) == (refusal if strict else "tried")
@@ -68,7 +68,7 @@ def test_jax_that_is_too_old_names_both_releases(tmp_path):
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_jax_that_is_too_new_is_refused_unless_told_otherwise(tmp_path, strict):
+def test_jax_that_is_too_new_is_refused_unless_strict_is_false(tmp_path, strict):
     files = {
         "jax/__init__.py": "__version__ = '0.11.0'",
         "jax/numpy.py": "",
@@ -80,7 +80,7 @@ def test_jax_that_is_too_new_is_refused_unless_told_otherwise(tmp_path, strict):
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_mlx_of_another_release_is_refused_by_ranks_unless_told_otherwise(tmp_path, strict):
+def test_mlx_of_another_release_is_refused_by_ranks_unless_strict_is_false(tmp_path, strict):
     files = {"mlx/__init__.py": "", "mlx/core.py": "__version__ = '0.20.0'"}
     code = (
         "from kvpool.adapters.ranks import Ranks\n"

@@ -243,7 +243,7 @@ FAULTS += [CommitsWithoutKey, EvictsTheNewest, TellsNothing]
 
 
 @pytest.mark.parametrize("broken", FAULTS)
-def test_block_pool_broken_pool_is_convicted(broken, monkeypatch):
+def test_block_pool_broken_pool_is_detected(broken, monkeypatch):
     monkeypatch.setitem(globals(), "BlockPool", broken)
     with pytest.raises((AssertionError, KeyError, ValueError, pytest.fail.Exception)):
         for seed in SEEDS:

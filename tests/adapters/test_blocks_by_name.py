@@ -191,7 +191,7 @@ def test_refusal_names_the_row_of_the_caller_among_reserved_ids(make_pool, refus
 
 
 @pytest.mark.parametrize("ids", [[1, 5, 99], [99, 5, 1], [1, 1, -1], [0, 5, 2**40], np.array([5, 1, 6], np.int32)])
-def test_id_of_no_block_is_refused_before_what_is_wrong_with_a_block(make_pool, refused, ids):
+def test_id_out_of_range_is_refused_before_a_block_in_the_wrong_state(make_pool, refused, ids):
     pool = make_pool(6)
     pool.blocks.take(2)
     with refused(pool, IndexError, "touch"):

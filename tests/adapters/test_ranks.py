@@ -138,7 +138,7 @@ def test_ranks_of_one_agree_with_themselves_and_call_back_when_late():
     assert not ranks._watch.is_alive()
 
 
-def test_step_of_one_rank_passes_on_what_is_no_fault_of_the_others():
+def test_step_of_one_rank_reraises_its_own_error():
     pool = Pool(8, 4, seed=1)
     with Ranks(mx.distributed.init(backend="any")) as ranks:
         with ranks.step(pool, batch=[1, 2]) as digest:
@@ -163,7 +163,7 @@ def mixed(ranks, pool, monkeypatch, batch):
     return sent[0]
 
 
-def test_batches_of_other_shapes_or_values_are_told_apart(monkeypatch):
+def test_batches_of_other_shapes_or_values_are_distinguished(monkeypatch):
     batches = [None, b"", b"\1", [], [[]], [1], [[1]], [1, 2, 3, 4], [[1, 2], [3, 4]], 1, -1, [2], [1 << 40]]
     with Ranks(mx.distributed.init(backend="any")) as ranks:
         pool = Pool(8, 4, seed=1)

@@ -290,3 +290,13 @@ def test_capabilities_narrow_what_the_kit_tries():
         "scores_come_after_weights",
         "scores_out_is_filled_in_place",
     }
+
+
+def test_finding_names_the_misuse():
+    class AcceptsAnyGather(NumpyBackend):
+        def gather(self, layer, blocks, num_tokens=None):
+            return super().gather(layer, [1], 1)
+
+    case = {case.__name__: case for case in conformance.CASES}["misuse_is_refused_before_a_byte_changes"]
+    with pytest.raises(AssertionError, match=r"backend\.gather\(0, \[-1\]\) was accepted, IndexError is documented"):
+        case(AcceptsAnyGather)

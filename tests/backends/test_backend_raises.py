@@ -201,7 +201,7 @@ def test_engine_rolls_back_whatever_call_fails_and_steps_again(is_late):
     assert {"asarray", "to_numpy", "write", "attend", "copy_blocks"} <= set(+Failing.failed)
 
 
-def test_engine_that_goes_on_without_a_rollback_is_convicted(monkeypatch):
+def test_engine_that_goes_on_without_a_rollback_is_detected(monkeypatch):
     """The step is taken for done: its tokens are in the pool twice, or not at all."""
     monkeypatch.setattr(RandomEngine, "_roll_back", lambda engine: engine.pool.done(engine.plan))
     with pytest.raises(AssertionError):

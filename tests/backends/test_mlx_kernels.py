@@ -152,7 +152,7 @@ def test_a_call_inside_compile_or_vmap_is_refused_and_changes_nothing():
     assert np.array_equal(backend.export_blocks(range(4)), before)
 
 
-def test_another_thread_goes_on_from_the_results():
+def test_second_thread_continues_from_results_of_the_first():
     backend = kernels()
     for layer in range(2):
         backend.write(backend.prepare(step_of(1)), layer, key(3), key(3))

@@ -107,7 +107,7 @@ def test_options_are_plain_attention_by_default():
     assert FEATURES == ("window", "soft_cap", "sinks", "alibi_slopes", "mask")
 
 
-def test_options_bring_what_is_given_to_one_form():
+def test_options_convert_arguments_to_float32_or_bool():
     sinks, mask = np.ones(3), np.zeros((2, 5), np.float64)
     options = AttentionOptions(np.int32(4), 30, sinks, np.ones(3, np.float16), mask)
     assert options.features == FEATURES
@@ -125,7 +125,7 @@ def test_options_do_not_copy_a_mask_that_has_the_form(dtype):
     assert AttentionOptions(mask=mask).mask is mask
 
 
-def test_options_take_what_offers_itself_as_an_array():
+def test_options_take_objects_with_an_array_method():
     class Tensor:
         def __array__(self, dtype=None, copy=None):
             return np.array([1.0, 2.0], dtype)

@@ -25,7 +25,7 @@ def row(batch, context):
     )
 
 
-def test_batch_whatever_is_missing_beside_it_keeps_its_color():
+def test_batch_keeps_its_color_when_others_are_missing():
     from matplotlib.figure import Figure
 
     colors = colors_of((64, 1, 16))

@@ -68,7 +68,7 @@ def some(text):
 # ------------------------------------------------------------------------------------------------ simulator
 
 
-def test_everything_kept_is_what_the_whole_pass_says(simulated, some):
+def test_unlimited_policy_equals_one_pass_over_all_tokens(simulated, some):
     found = simulated.answer(some.tokens, UNLIMITED)
     run = Pass(SMALL, simulated.weights, some.tokens[:, :-1])
     _, expected = run.loss(some.tokens[:, 1:], np.ones((4, 95), np.float32))
@@ -95,7 +95,7 @@ CHECKED = [UNLIMITED, *policies.compared(64)[1:6], h2o(40, 4), h2o(40).stored(8,
 
 
 @pytest.mark.parametrize("policy", CHECKED, ids=lambda policy: f"{policy.name} {policy.bits}")
-def test_the_model_says_what_the_simulator_says(simulated, asked, some, policy, monkeypatch):
+def test_model_equals_the_simulator(simulated, asked, some, policy, monkeypatch):
     monkeypatch.setattr(models, "PREFILL", 1)  # a chunk is one look at the scores
     found, expected = asked.answer(some.tokens, policy), simulated.answer(some.tokens, policy)
     np.testing.assert_allclose(found.nats, expected.nats, atol=1e-4)
@@ -111,7 +111,7 @@ def test_bytes_of_a_token_are_those_of_the_format():
 # ---------------------------------------------------------------------------------------------------- rows
 
 
-def test_documents_are_asked_for_what_is_more_than_half_of_them_away(some):
+def test_documents_ask_for_definitions_more_than_half_a_document_away(some):
     for tokens, recalled in zip(some.tokens, some.recalled, strict=True):
         defined = np.flatnonzero((tokens >= corpus.BYTES + corpus.KEYS) & ~recalled)
         for place in np.flatnonzero(recalled):

@@ -74,7 +74,7 @@ def test_command_measures_a_checkpoint_in_its_own_tokens(short, text, checkpoint
     assert all((half - 16) * each <= row["kv_bytes"] <= half * each for row in rows[2:])
 
 
-def test_unlimited_is_what_the_model_says_with_the_caches_that_it_makes(windowed, text):
+def test_unlimited_policy_equals_the_models_own_caches(windowed, text):
     model = models.Model(str(windowed))
     with model.caches(UNLIMITED, 1, CONTEXT) as (caches, _):
         assert [type(cache) for cache in caches] == [RotatingKVCache, KVCache, KVCache]
@@ -102,7 +102,7 @@ def test_policies_are_refused_where_their_caches_do_not_go(checkpoint, windowed,
 
     plain = models.Model(str(checkpoint))
     plain.check(policies.compared(64))
-    with pytest.raises(ValueError, match=r"^\[KVSpec\] head_dim is 16, no multiple of quant_group_size 32"):
+    with pytest.raises(ValueError, match=r"^\[KVSpec\] head_dim is 16, not a multiple of quant_group_size 32"):
         plain.check([UNLIMITED.stored(8, 8)])
     monkeypatch.setattr(plain.model, "make_cache", lambda: [KVCache(), ArraysCache(2), KVCache()])
     plain.check([UNLIMITED])

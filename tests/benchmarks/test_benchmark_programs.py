@@ -85,7 +85,7 @@ def test_eviction_prints_a_share_for_every_policy_and_its_gate_is_the_exit_statu
 # -------------------------------------------------------------------------------------------- sliding windows
 
 
-def test_windows_cost_a_pool_what_the_window_would_have_saved(capsys):
+def test_pool_keeps_the_bytes_that_a_window_would_save(capsys):
     windows = pytest.importorskip("benchmarks.windows")
     windows.main(["--tokens", "700"])
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]

@@ -77,7 +77,7 @@ def test_a_prompt_longer_than_a_chunk_takes_several_ticks_and_no_decode_waits_fo
     assert times_of(record) == {0: [1, 2, 3, 4, 5], 1: [4]}
 
 
-def test_a_server_that_loses_tokens_is_noticed():
+def test_a_server_that_loses_tokens_is_detected():
     class Lossy(SlotServer):
         def describe(self):
             tick = super().describe()

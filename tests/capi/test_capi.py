@@ -256,7 +256,7 @@ def test_error_keeps_its_attributes(world):
     assert raised.value.needed == 45 and raised.value.row >= 0
 
 
-def test_array_that_nobody_asked_for_is_refused():
+def test_array_of_a_format_that_the_plan_lacks_is_refused():
     pool = Pool(8, 4)
     plan = Plan(pool, 2)
     assert call("array", plan, C["KVPOOL_POSITIONS"], Array()) == C["KVPOOL_VALUE_ERROR"]

@@ -7,11 +7,15 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import kvpool
 from kvpool.cli import machine, main
+from kvpool.errors import install_command
 
 LLAMA_8B = {
     "model_type": "llama",
@@ -138,6 +142,38 @@ def test_plan_of_the_tiny_model_needs_no_config(capsys):
 )
 def test_plan_bad_value_is_named(capsys, config, options, said):
     assert said in refusal(capsys, "plan", "--model", str(config), *options)
+
+
+def test_plan_kv_bits_are_those_of_keys_and_values(capsys, config):
+    options = ["plan", "--model", str(config), "--memory", "16GiB", "--json", "--kv-group-size", "32"]
+    found = []
+    for bits in (["--kv-bits", "8"], ["--k-bits", "8", "--v-bits", "8"]):
+        assert main([*options, *bits]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0] == found[1] and found[0]["k_bits"] == found[0]["v_bits"] == 8
+
+
+def test_plan_tiny_is_the_model_of_generate(capsys):
+    pytest.importorskip("mlx_lm")
+    assert main(["plan", "--model", "tiny", "--memory", "1MiB", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["token_nbytes"] == 2 * 3 * 2 * 16 * 4  # k, v; layers; heads; dim; bytes
+
+
+@pytest.mark.parametrize("command", ["generate --model tiny", "bench attention", "replay", "doctor"])
+def test_unknown_argument_prints_the_usage_of_its_command(capsys, command):
+    said = refusal(capsys, *command.split(), "--bogus")
+    name = command.partition(" --")[0]
+    assert said.startswith(f"usage: kvpool {name} [-h]") and f"kvpool {name}: error: unrecognized" in said
+
+
+def test_install_command_names_the_source_tree_where_kvpool_is_not_installed(monkeypatch):
+    assert install_command("mlx") == "pip install 'kvpool[mlx]'"
+
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", missing)
+    assert install_command("mlx") == f"pip install '{Path(kvpool.__file__).parents[1]}[mlx]'"
 
 
 def test_plan_missing_or_broken_config_is_named(capsys, tmp_path):

@@ -34,7 +34,7 @@ def said(policy, one_at_a_time=False, n=60, **bits):
         return tokenizer.decode(tokens[: tokens.index(256)] if 256 in tokens else tokens)
 
 
-def test_server_keeps_the_budget_that_it_was_told(server):
+def test_server_keeps_its_budget(server):
     assert (server.facts["eviction"], server.facts["max_kv"]) == ("h2o", 48)
     expected = said(H2O(max_kv=48, heavy=20, sink=2, slack=4))
     assert expected != said(None), "a budget that changes nothing shows nothing"
@@ -149,7 +149,7 @@ def test_nonsense_is_refused_in_one_line(capsys, command, options, message):
         (["--quantized-kv-start", "5"], "--quantized-kv-start: blocks are quantized from the first token on"),
     ],
 )
-def test_what_a_server_cannot_keep_is_refused_at_its_start(capsys, options, message):
+def test_server_refuses_unsupported_options_at_its_start(capsys, options, message):
     mine = ["--port", "0", "--log-level", "ERROR", "--eviction", "h2o", "--max-kv", "64"]
     with on_cpu():
         assert main(["serve", "--model", "tiny", *mine, *options]) == 2

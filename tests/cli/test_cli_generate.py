@@ -7,7 +7,9 @@ import pytest
 from mlx_models import on_cpu, solo_tokens
 
 from kvpool.adapters.mlx_lm import tiny
+from kvpool.adapters.mlx_lm.engine import Piece
 from kvpool.cli import main
+from kvpool.cli.generate import Printer
 
 PROMPTS = ["Hello", "The block table maps", "abc"]
 
@@ -96,7 +98,7 @@ def test_stats_go_to_stderr(capsys, expected):
         (["--max-tokens", "-5"], "--max-tokens -5: out of range"),
         (["--max-tokens", "9000"], "prompt 1: 1 prompt tokens and 9000 more, the model takes 8192"),
         (["--n", "0"], "--n 0: out of range"),
-        (["--n", "3", "--beam", "2"], "--n 3: a beam of 2 has no more hypotheses than that"),
+        (["--n", "3", "--beam", "2"], "--n 3: a beam of 2 has only 2 hypotheses"),
         (["--beam", "2", "--stop", "x"], "--stop and --beam exclude each other"),
         (["--beam", "2", "--temperature", "0.5"], "--temperature and --beam exclude each other"),
         (["--beam", "2", "--top-k", "3"], "--top-k and --beam exclude each other"),
@@ -116,6 +118,23 @@ def test_nonsense_is_refused_in_one_line(capsys, arguments, message):
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
     assert message in captured.err, captured.err
+
+
+def test_several_samples_without_temperature_are_noted(capsys):
+    assert generate("--prompt", "x", "--n", "2") == 0
+    assert "without --temperature all samples" in capsys.readouterr().err
+    assert generate("--prompt", "x", "--n", "2", "--temperature", "1", "--seed", "1") == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_interrupt_prints_what_every_sample_has(capsys):
+    printer = Printer(1, 3, quiet=False)
+    with pytest.raises(KeyboardInterrupt), printer:
+        for index, text in ((2, "third"), (0, "fi"), (0, "rst")):
+            printer.hear(Piece(0, index, 1, 0.0, text, None))
+        raise KeyboardInterrupt
+    out = capsys.readouterr().out
+    assert out == "=== sample 1\nfirst\n=== sample 3\nthird\n"
 
 
 def test_a_folder_without_a_model_is_refused_in_one_line(capsys, tmp_path):

@@ -35,7 +35,7 @@ def test_answers_are_those_of_the_stock_model(server, expected):
         assert answer["choices"][0]["text"] == expected, options
 
 
-def test_it_says_where_it_is_and_what_it_serves(server):
+def test_server_prints_its_address_and_model(server):
     assert server.facts["model"] == "tiny" and server.facts["route"] == "fused"
     assert (server.facts["num_blocks"], server.facts["block_size"]) == (40, 8)
     assert server.get("/health")[0] == 200
@@ -94,14 +94,14 @@ def test_nonsense_is_refused_in_one_line(capsys, arguments, message):
     assert ([getattr(mlx_server, name) for name in names], sys.argv) == before
 
 
-def test_a_model_that_cannot_be_loaded_is_told_in_one_line(capsys, tmp_path):
+def test_a_model_that_cannot_be_loaded_is_reported_in_one_line(capsys, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with on_cpu():
         assert main(["serve", "--model", str(tmp_path), "--port", "0", "--log-level", "ERROR"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_arguments_that_mlx_lm_does_not_know_are_its_to_refuse(capsys):
+def test_unknown_server_arguments_are_refused_by_mlx_lm(capsys):
     with pytest.raises(SystemExit) as status:
         main(["serve", "--model", "tiny", "--no-such-option"])
     assert status.value.code == 2

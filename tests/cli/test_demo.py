@@ -199,7 +199,7 @@ def test_fault_in_the_pool_breaks_its_claim_only(monkeypatch, settings, pool, pa
     assert not report.held
 
 
-def test_part_that_raises_leaves_the_others_running(monkeypatch, settings, capsys):
+def test_demo_part_that_raises_does_not_stop_the_others(monkeypatch, settings, capsys):
     monkeypatch.setattr(occupancy, "draw", lambda *args: 1 / 0)
     report = demo.run_parts(settings, CORE_PARTS, lambda line: None)
     assert broken_claims(report) == set(occupancy.PART.promises)
@@ -477,7 +477,7 @@ def printed(report: Report, encoding: str) -> str:
     return raw.getvalue().decode(encoding)
 
 
-def test_table_marks_what_held_and_what_did_not():
+def test_table_marks_claims_that_held_and_claims_that_failed():
     text = printed(report_with(held=False), "utf-8")
     assert "✓ the first sentence" in text
     assert "✗ the second" in text

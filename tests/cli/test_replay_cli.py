@@ -43,7 +43,7 @@ def test_json_has_every_counter_of_the_replay(capsys):
     assert set(run["calls"]) == {"open", "step", "commit", "close"}
 
 
-def test_text_names_what_a_user_looks_for(capsys):
+def test_text_has_the_main_figures(capsys):
     out = output(capsys, *SYNTHETIC, "--num-blocks", "63")
     for words in ("hit rate", "computed tokens", "evictions", "preemptions", "static reservation", "ns per block"):
         assert words in out
@@ -146,6 +146,7 @@ def test_hit_rates_over_time_add_up_to_the_whole():
         (["/", "--num-blocks", "9"], "/: Is a directory"),
         (["--synthetic", "--num-blocks", "9", "--plot", "/no/such/folder/a.png"], "--plot"),
         (["--synthetic", "--num-blocks", "9", "--plot", "/"], "--plot"),
+        (["--synthetic", "--num-blocks", "9", "--plot", "r.xyz"], "has to end in .png"),
     ],
 )
 def test_bad_option_is_refused_in_one_line(capsys, argv, said):

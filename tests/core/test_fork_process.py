@@ -165,7 +165,7 @@ SLOW_DRAIN = """
 """
 
 
-def test_child_forked_while_events_are_drained_has_them_or_is_told():
+def test_child_forked_while_events_are_drained_has_them_or_counts_them_lost():
     run(POOL, EVENTS)
 
 

@@ -153,7 +153,7 @@ class Busy(ModelPool):
         super().close(handles)
 
 
-def test_pool_that_refuses_a_call_inside_of_another_is_noticed():
+def test_pool_that_refuses_a_call_inside_of_another_is_detected():
     with pytest.raises(AssertionError, match="close inside of alloc"):
         refuse_to_be_earlier(SimpleNamespace(Pool=Busy, Plan=ModelPlan), "alloc", "close")
 

@@ -58,7 +58,7 @@ def test_arrays_that_an_undo_relies_on_are_read_only(name):
     pool.check()
 
 
-def test_list_that_lies_about_its_length_is_read_for_what_it_holds():
+def test_list_with_a_wrong_len_is_read_by_its_true_length():
     class Liar(list):
         def __len__(self):
             return 1 << 61
@@ -168,12 +168,12 @@ def half_made(kind, make):
 
 
 @pytest.mark.parametrize("name", ["max_seqs", "watermark", "seed"])
-def test_pool_that_is_half_made_is_found_by_nobody(name):
+def test_half_made_pool_is_unreachable(name):
     seen, pool = half_made(Pool, lambda index: Pool(8, 4, **{name: index}))
     assert not seen and gc.is_tracked(pool)
 
 
-def test_plan_that_is_half_made_is_found_by_nobody():
+def test_half_made_plan_is_unreachable():
     pool = Pool(8, 4)
     seen, plan = half_made(Plan, lambda index: Plan(pool, 2, formats=("positions",), pad={"positions": index}))
     assert not seen and gc.is_tracked(plan)

@@ -61,7 +61,7 @@ def test_namespace_published_vector_of_joined_fields_differs() -> None:
     assert namespace(salt="org_1", lora="2345") != namespace(salt="org_12345")
 
 
-def test_namespace_every_pair_of_tricky_values_is_told_apart() -> None:
+def test_namespace_every_pair_of_tricky_values_is_distinguished() -> None:
     seen: dict[bytes, tuple] = {}
     names = ("salt", "lora", "model", "other")
     for values in itertools.product(TRICKY, repeat=2):

@@ -513,7 +513,7 @@ def test_truncate_is_legal_after_rollback_though_an_older_plan_is_pending(flight
 
 
 @pytest.mark.parametrize("num_new", [0, 1, 3, [1]])
-def test_row_of_a_pending_plan_is_one_whatever_the_step_does_to_it(flight, grow, refused, num_new):
+def test_row_of_a_pending_plan_is_refused_with_any_number_of_new_tokens(flight, grow, refused, num_new):
     pool, (plan,) = flight(1)
     row = pool.open()
     grow(pool, row, 2)

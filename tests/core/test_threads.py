@@ -201,7 +201,7 @@ class JudgesThenReads(ModelPool):
             super().truncate(int(handle), lens)
 
 
-def test_call_that_reads_its_array_twice_is_noticed():
+def test_call_that_reads_its_array_twice_is_detected():
     with pytest.raises(AssertionError, match="left a trace"):
         attack(Traced, ModelPlan, "truncate", 12, 2_000)
 
@@ -215,7 +215,7 @@ class Traced(JudgesThenReads):
 
 
 @pytest.mark.parametrize("count", [1, 3, 500])
-def test_ids_written_into_an_array_that_somebody_writes_do_no_harm(count):
+def test_alloc_out_that_another_thread_writes_leaves_the_pool_sound(count):
     """`alloc(out=)` writes the caller's memory and never reads it."""
     pool, out = Pool(2048, 4, seed=1), np.zeros(count, np.int32)
     with running(lambda: out.fill(-7)) as raised:
@@ -337,7 +337,7 @@ def test_callers_that_wait_get_blocks_of_their_own(Pool, Plan):
     assert pool.stats().used == 0 and pool.blocks.num_blank == 399
 
 
-def test_thread_that_waits_for_a_pool_keeps_nobody_else_waiting():
+def test_thread_that_waits_for_a_pool_blocks_no_other_thread():
     """One pool is used by four threads; a fifth, on another pool, goes on."""
     pool, other, moved = Pool(1 << 16, 4, seed=1), Pool(8, 4, seed=1), [0]
 

@@ -109,7 +109,7 @@ def test_calls_with_scores_allocate_nothing_once_the_scratch_has_grown():
     assert backend.store.scratch_nbytes == scratch
 
 
-def test_memory_of_scores_is_told():
+def test_memory_of_scores_is_reported():
     """Raw needs nothing but the array; mass four bytes per query head and token, and two per row and head."""
     backend = CPUBackend(KVSpec(1, 2, 16, "float32", 8), 40)
     q = np.ones((2, 4, 16), np.float32)

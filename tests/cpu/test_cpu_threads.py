@@ -157,6 +157,6 @@ def test_array_written_by_another_thread_is_accepted_as_a_whole_or_refused(call)
     attack(Memory.make_store, call, 100 * LONG)
 
 
-def test_store_that_judges_the_callers_own_table_is_noticed():
+def test_store_that_checks_the_callers_array_is_detected():
     with pytest.raises(AssertionError, match="had not judged"):
         attack(JudgesThenReads, "attend, int32 tables", 500)

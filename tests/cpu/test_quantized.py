@@ -175,8 +175,8 @@ def test_planes_of_a_quantized_spec_cover_every_element_once(layout):
         ({"k_bits": True}, TypeError, "k_bits must be None or 4 or 8, got bool"),
         ({"v_bits": "8"}, TypeError, "v_bits must be None or 4 or 8, got str"),
         ({"quant_group_size": 16}, ValueError, "quant_group_size is 16, it must be 32 or 64 or 128"),
-        ({"k_bits": 8, "quant_group_size": 128}, ValueError, "head_dim is 64, no multiple of quant_group_size 128"),
-        ({"v_bits": 8, "v_head_dim": 96}, ValueError, "v_head_dim is 96, no multiple of quant_group_size 64"),
+        ({"k_bits": 8, "quant_group_size": 128}, ValueError, "head_dim is 64, not a multiple of quant_group_size 128"),
+        ({"v_bits": 8, "v_head_dim": 96}, ValueError, "v_head_dim is 96, not a multiple of quant_group_size 64"),
         ({"k_bits": 8, "layout": "interleaved"}, ValueError, "needs equal bits"),
     ],
 )

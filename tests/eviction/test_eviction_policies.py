@@ -251,7 +251,7 @@ def test_policies_are_values():
         H2O(max_kv=64).max_kv = 3
 
 
-def test_most_is_what_a_sequence_holds_when_a_step_begins():
+def test_policy_most_is_the_largest_length_at_the_start_of_a_step():
     lens = np.arange(200)
     for policy in (H2O(max_kv=19), SlidingWindow(max_kv=19), BlockEviction(max_kv=19, sink=5, recent_tokens=7)):
         for size in (1, 2, 4):

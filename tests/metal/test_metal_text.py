@@ -34,7 +34,7 @@ def described(spec=None):
     return dict(zip(BODIES, kernels, strict=True))
 
 
-def test_names_carry_the_hash_of_the_text():
+def test_kernel_names_contain_the_hash_of_their_text():
     # MLX finds a compiled kernel by its name: a new text under an old name would run the old one.
     for name, description in described().items():
         assert description["name"] == f"kvpool_{name}_{content_hash(description['header'], description['source'])}"
@@ -68,7 +68,7 @@ def test_every_input_is_used_and_named():
             assert re.search(rf"\b{name}\b", description["source"])
 
 
-def test_kernels_that_attend_are_one_text_with_names_for_what_one_of_them_lacks():
+def test_attention_kernels_share_one_text():
     attention = {name: told for name, told in described().items() if name.startswith("paged_attention")}
     assert len({told["source"] for told in attention.values()}) == 1
     (names,) = re.findall(r"enum Absent \{(.*)\};", source_text("paged_attention.h"))
@@ -77,7 +77,7 @@ def test_kernels_that_attend_are_one_text_with_names_for_what_one_of_them_lacks(
     assert lacked == set.union(*taken) - set.intersection(*taken)
 
 
-def test_texts_hold_nothing_that_mlx_does_not_see():
+def test_kernel_texts_have_no_comments_and_no_function_constants():
     for text in (source_text(path.name) for path in FILES):
         assert "//" not in text  # a built-in value that a comment names becomes an argument
         assert "function_constant" not in text  # not part of MLX's key of a compiled kernel

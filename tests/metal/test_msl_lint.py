@@ -64,7 +64,7 @@ def with_line(line):
     return TEXT.replace("uint i = tid.x;", f"uint i = tid.x;\n{line}")
 
 
-def test_a_correct_text_is_clean():
+def test_lint_passes_a_correct_text():
     assert lint(TEXT, "f.metal") == []
 
 
@@ -76,11 +76,11 @@ def test_mixed_address_spaces_are_found(line):
 
 
 @pytest.mark.parametrize("line", WORDS)
-def test_what_metal_has_not_is_found(line):
+def test_lint_finds_words_that_metal_lacks(line):
     assert f"f.metal: {WORDS[line]}" in lint(with_line(line), "f.metal")
 
 
-def test_words_in_comments_are_no_words():
+def test_lint_ignores_comments():
     assert lint(with_line("// std::goto new double"), "f.metal") == []
 
 

@@ -194,7 +194,7 @@ def test_atomics_do_not_race_with_each_other_but_with_others():
         mixed(**arguments, grid=(2, 1, 1), threadgroup=(2, 1, 1))
 
 
-def test_barriers_order_what_they_name():
+def test_right_barrier_passes_under_every_schedule():
     """The counterpart of the races: the same accesses with the right barrier pass under every schedule."""
     both = "mem_flags::mem_threadgroup | mem_flags::mem_device"
     body = f"""

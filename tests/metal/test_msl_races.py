@@ -107,7 +107,7 @@ def test_races_are_found_if_and_only_if_there_are_any(seed):
 
 
 @pytest.mark.parametrize("kind", range(len(BARRIERS)))
-def test_every_barrier_orders_what_it_names(kind):
+def test_barrier_orders_the_memory_of_its_scope(kind):
     """A write by thread 1, then a read by one of the same simdgroup, threadgroup, and another threadgroup."""
     scope, flags = BARRIERS[kind]
     for cell, memory in ((0, 1), (CELLS, 2)):

@@ -192,7 +192,7 @@ def test_bfloat16_of_numpy_is_a_dtype_of_its_own():
     assert np.abs(from_bfloat16(y) - np.linspace(-3, 3, 12)).max() < 3 / 2**8
 
 
-def test_inputs_are_made_row_contiguous_unless_told_otherwise():
+def test_inputs_are_made_row_contiguous_by_default():
     x = np.arange(24, dtype=np.float32)[::2]
     assert (copied(x, np.float32, 12) == x).all(), "a copy, of stride 1"
     assert (copied(x, np.float32, 12, ensure_row_contiguous=False) == x).all(), "the array itself, of stride 2"
@@ -216,7 +216,7 @@ def test_outputs_start_with_init_value():
         assert y.tolist() == [3, 3, 7, 3]
 
 
-def test_outputs_start_with_what_settings_give():
+def test_outputs_start_with_the_values_of_the_settings():
     kernel = metal_kernel("update", ["x"], ["pool"], "pool[thread_position_in_grid.x + 1] += x[0];")
     pool = np.arange(4, dtype=np.float32)
     with settings(in_out={"pool": pool}, instrumented=True):

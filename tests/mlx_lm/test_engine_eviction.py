@@ -58,7 +58,7 @@ def test_engine_says_what_mlx_lms_own_loop_says(model, name):
         assert got == due
 
 
-def test_engine_that_forgets_what_left_says_something_else(model, monkeypatch):
+def test_engine_that_ignores_evictions_gives_other_tokens(model, monkeypatch):
     due = engine_of(model, eviction=POLICIES["h2o"]).generate(PROMPTS[0], max_tokens=TOKENS).tokens.tolist()
     call = RaggedForward.__call__
     monkeypatch.setattr(RaggedForward, "__call__", lambda self, *args: call(self, *args[:4]))  # positions are places
@@ -151,14 +151,14 @@ def test_engine_on_quantized_blocks_says_what_one_sequence_says(model):
     assert_nothing_leaked(engine)
 
 
-def test_what_an_engine_cannot_do_is_refused_when_it_is_made(model):
+def test_engine_refuses_unsupported_options_when_it_is_made(model):
     before = dict(vars(model))
     for options, error, message in (
         ({"eviction": 20}, TypeError, r"\[Engine\] eviction must be a policy of kvpool.eviction, not int"),
         ({"eviction": POLICIES["h2o"], "fused": False}, ValueError, r"\[Engine\] H2O needs scores, .* is gather"),
         ({"kv_bits": 8, "v_bits": 4}, TypeError, "kv_bits is for both"),
         ({"kv_bits": 5}, ValueError, "k_bits is 5"),
-        ({"kv_bits": 8, "quant_group_size": 64}, ValueError, "head_dim is 32, no multiple of quant_group_size 64"),
+        ({"kv_bits": 8, "quant_group_size": 64}, ValueError, "head_dim is 32, not a multiple of quant_group_size 64"),
     ):
         with pytest.raises(error, match=message):
             engine_of(model, **options)

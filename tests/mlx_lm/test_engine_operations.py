@@ -53,7 +53,7 @@ def finish(engine):
 # ---------------------------------------------------------------------------------------------- text and streams
 
 
-def test_text_goes_in_and_out(engine, answer):
+def test_engine_takes_text_and_returns_text(engine, answer):
     completion = engine.generate(PROMPT, max_tokens=40)
     assert completion.text == answer and completion.samples[0].finish_reason == "length"
     assert engine.batch([PROMPT, PROMPT[:5]], max_tokens=40)[0].text == answer

@@ -195,7 +195,7 @@ def stock_beam(model, prompt, width, max_tokens):
     return beam
 
 
-def test_a_beam_finds_what_the_textbook_finds():
+def test_beam_equals_the_textbook_search():
     with on_cpu():
         model, (prompt,) = tiny_llama(), random_prompts([9])
         expected = stock_beam(model, prompt, 3, 6)
@@ -216,7 +216,7 @@ def test_logprobs_are_the_models_own():
         np.testing.assert_allclose(one.logprobs, logprobs[np.arange(8), one.tokens], atol=1e-4)
 
 
-def test_a_model_whose_tokens_are_wrong_would_show():
+def test_oracle_detects_wrong_tokens():
     """The oracle above can fail: with keys of one layer spoiled the tokens differ."""
     with on_cpu():
         model, prompts = tiny_llama(), random_prompts(PROMPTS)

@@ -118,7 +118,7 @@ def test_canary_a_forgotten_scale_is_farther_from_float32_than_stock(monkeypatch
     assert np.sqrt(np.mean((ours - stock) ** 2)) > 1e-2 * np.std(stock)
 
 
-def test_canary_padding_that_is_stored_is_noticed(monkeypatch):
+def test_canary_padding_that_is_stored_is_detected(monkeypatch):
     """Ragged prompts in one prefill: columns behind the end of a row are not tokens."""
     from kvpool.adapters.mlx_lm.passes import Rows
 
@@ -147,7 +147,7 @@ def paged():
         yield model, cache, *pairs[0], mask
 
 
-def test_what_stands_for_arrays_says_so_when_it_is_used_as_one(paged):
+def test_array_placeholder_used_as_array_raises(paged):
     _, _, keys, values, mask = paged
     for misuse in (
         lambda: keys @ mx.zeros((2, 2)),

@@ -111,7 +111,7 @@ def test_caches_of_a_fused_block_gather_when_it_is_over(model):
     assert solo_tokens(model, prompt[9:], prompt_cache=cache) == solo_tokens(model, prompt)
 
 
-def test_an_attention_that_somebody_has_set_inside_the_block_is_not_overwritten(model):
+def test_attention_replaced_inside_the_block_is_kept(model):
     kv = install(model, 8, fused=True)
     with kv:
         ours = llama.scaled_dot_product_attention
@@ -124,7 +124,7 @@ def test_an_attention_that_somebody_has_set_inside_the_block_is_not_overwritten(
         assert kv.is_fused
 
 
-def test_an_attention_that_somebody_has_set_inside_the_block_gets_arrays_and_the_route_says_so(model):
+def test_attention_replaced_inside_the_block_gets_arrays_and_the_route_tells(model):
     prompt, calls = random_prompts([20])[0], []
     expected = solo_tokens(model, prompt)
 

@@ -241,7 +241,7 @@ def test_out_of_blocks_leaves_pool_and_cache_as_they_were(model, install):
     assert mx.allclose(model(tokens[:, 10:], cache=cache)[:, -1], expected, atol=1e-4)
 
 
-def test_a_sequence_longer_than_the_whole_pool_is_told_apart_from_a_full_pool(model):
+def test_a_sequence_longer_than_the_whole_pool_is_distinguished_from_a_full_pool(model):
     kv = install_by(model, 8, block_size=4)
     with pytest.raises(CapacityExceeded):
         model(mx.zeros((1, 29), mx.int32), cache=kv.make_cache())

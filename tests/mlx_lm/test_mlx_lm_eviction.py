@@ -80,7 +80,7 @@ def test_logits_below_the_budget_have_the_same_bits(model, kv, roomy):
     assert not all(map(np.array_equal, passes(model, make_cache(model, POLICIES["window"])), due))
 
 
-def test_logits_of_who_shares_a_prefix_keep_their_bits_while_another_evicts(model, kv, policy):
+def test_eviction_keeps_the_logits_of_others_on_a_shared_prefix(model, kv, policy):
     first = kv.make_cache()
     due = list(passes(model, first, [*PROMPT, 1]))[-30:]
     kv.commit(first, [*PROMPT, 1, *range(30)])
@@ -142,7 +142,7 @@ def test_keys_of_the_first_layer_are_those_of_their_positions(model, kv, policy)
     assert len({tuple(row) for row in places.tolist()}) >= (2 if "h2o" in str(policy).lower() else 1)
 
 
-def test_others_on_a_shared_prefix_say_what_they_say_alone(model, kv, policy):
+def test_eviction_does_not_change_others_on_a_shared_prefix(model, kv, policy):
     due = tokens(model, kv.make_cache())
     first = kv.make_cache()
     tokens(model, first, n=2)
@@ -168,7 +168,7 @@ def test_fork_of_an_evicted_sequence_goes_its_own_way(model, kv, policy):
     assert tokens(model, other, [5], 30) == due
 
 
-def test_what_left_never_matters(model, kv, policy):
+def test_evicted_tokens_have_no_effect(model, kv, policy):
     caches = kv.make_cache(policy)
     tokens(model, caches)
     due = tokens(model, copy.deepcopy(caches), [5], 30)

@@ -44,7 +44,7 @@ def test_one_install_may_be_entered_twice(model):
     assert maker(model) is None
 
 
-def test_a_hook_of_somebody_else_is_neither_lost_nor_overwritten(model):
+def test_foreign_hook_is_kept(model):
     kv = install(model, 8)
     with kv:
         paged = model.make_cache
@@ -56,7 +56,7 @@ def test_a_hook_of_somebody_else_is_neither_lost_nor_overwritten(model):
     assert maker(model) is None
 
 
-def test_leaving_without_having_entered_is_told(model):
+def test_exit_without_enter_raises(model):
     kv, other = install(model, 8), install(model, 8)
     with kv:
         with pytest.raises(RuntimeError, match=r"\[install\]"):
@@ -76,7 +76,7 @@ def test_a_model_may_be_installed_again_inside_the_block(model):
     assert maker(model) is None
 
 
-def test_a_model_that_is_installed_cannot_be_deep_copied_and_is_told_why(model):
+def test_deep_copy_of_an_installed_model_raises(model):
     with install(model, 8) as kv:
         with pytest.raises(TypeError, match=r"\[install\] a model cannot be copied inside the block"):
             copy.deepcopy(model)
@@ -84,7 +84,7 @@ def test_a_model_that_is_installed_cannot_be_deep_copied_and_is_told_why(model):
     assert maker(copy.deepcopy(model)) is None
 
 
-def test_deleted_hook_is_told_by_the_route_and_at_the_end_of_the_block(model):
+def test_deleted_hook_shows_in_the_route_and_at_the_end_of_the_block(model):
     kv = install(model, 8)
     with pytest.raises(RuntimeError, match=r"\[install\] somebody has deleted model\.make_cache inside the block"), kv:
         assert kv.route == kv.summary().route == "fused"
@@ -98,7 +98,7 @@ def test_deleted_hook_is_told_by_the_route_and_at_the_end_of_the_block(model):
     assert maker(model) is None
 
 
-def test_replaced_hook_is_told_by_the_route(model):
+def test_replaced_hook_shows_in_the_route(model):
     with install(model, 8) as kv:
         paged, model.make_cache = model.make_cache, list
         assert kv.route == "lost: somebody has set model.make_cache to <class 'list'>"

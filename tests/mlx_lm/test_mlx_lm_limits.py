@@ -104,7 +104,7 @@ def test_kv_bits_is_refused_when_quantization_would_begin_and_harmless_before(mo
 # -------------------------------------------------------------------------------------- strangers in the batch
 
 
-def test_stock_and_paged_caches_in_one_batch_are_told_apart(model):
+def test_stock_and_paged_caches_in_one_batch_are_distinguished(model):
     stock = make_prompt_cache(model)
     paged = install(model, 20, block_size=4).make_cache()
     for cache in (stock, paged):

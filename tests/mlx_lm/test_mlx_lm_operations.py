@@ -177,7 +177,7 @@ def test_caches_are_truthy_even_when_empty(kv):
 # ------------------------------------------------------------------------------------------- misuse is told
 
 
-def test_layers_that_ask_for_different_things_are_told(kv):
+def test_layers_with_different_requests_raise(kv):
     cache = kv.make_cache()
     forward(cache, [1, 2, 3])
     cache[0].trim(1)

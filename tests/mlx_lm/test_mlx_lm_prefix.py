@@ -222,7 +222,7 @@ def test_two_that_computed_the_same_store_it_once(model, kv):
     assert kv.summary().blocks_cached == 4
 
 
-def test_what_a_block_computed_twice_keeps_alive_is_no_leak(model, kv):
+def test_canonical_block_kept_by_a_duplicate_is_not_a_leak(model, kv):
     (prompt,) = random_prompts([12])
     first, second = (kv.fetch(prompt)[0] for _ in range(2))
     for caches in (first, second):
@@ -332,7 +332,7 @@ def test_equal_namespaces_hit_and_different_ones_miss(model, kv):
     assert kv.pool.prefix.stats().nodes == 8
 
 
-def test_keys_of_a_prompt_cache_are_told_apart_as_a_dict_does(model, kv):
+def test_keys_of_a_prompt_cache_are_distinguished_as_a_dict_does(model, kv):
     (prompt,) = random_prompts([17])
     prompts = PagedPromptCache(kv)
     key = ("path", None, None)

@@ -126,7 +126,7 @@ class Program:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_what_is_read_is_what_the_tokens_imply(seed):
+def test_random_program_reads_the_values_of_its_tokens(seed):
     kv = install(tiny_llama(), 21, block_size=BLOCK, prefix_cache=True)
     program = Program(kv, seed)
     for _ in range(400):

@@ -82,7 +82,7 @@ def test_pool_of_8_bits_takes_the_bytes_of_its_format(model):
     [
         ({"kv_bits": 3}, ValueError, "k_bits is 3"),
         ({"kv_bits": 8, "v_bits": 4}, TypeError, "kv_bits is for both"),
-        ({"kv_bits": 8, "quant_group_size": 128}, ValueError, "head_dim is 64, no multiple of quant_group_size 128"),
+        ({"kv_bits": 8, "quant_group_size": 128}, ValueError, "head_dim is 64, not a multiple of quant_group_size 128"),
     ],
 )
 def test_bits_that_cannot_be_are_refused_and_leave_the_model_alone(model, options, error, message):

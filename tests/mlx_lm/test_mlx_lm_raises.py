@@ -203,7 +203,7 @@ def forgetful(storage, name, call):
     return lambda step, layer, k, v: call(step, layer, k * (layer != 1), v)
 
 
-def test_storage_that_loses_what_it_was_given_is_convicted(monkeypatch):
+def test_storage_that_loses_what_it_was_given_is_detected(monkeypatch):
     model = tiny_llama()
     peace, _ = served(model, "gathered")
     monkeypatch.setattr(Failing, "failing", forgetful)

@@ -164,7 +164,7 @@ def test_engines_in_two_threads_that_take_turns_equal_stock(model, kv):
     assert tokens == [[rows] for rows in expected]
 
 
-def test_engines_that_meet_in_the_middle_of_a_pass_are_told_or_right(model, kv):
+def test_engines_that_interleave_in_a_pass_raise_or_are_right(model, kv):
     """The second engine comes while the first one is between two layers, wherever the scheduler is kind or not."""
     prompts = random_prompts(PROMPTS)
     expected = batch_tokens(model, prompts)

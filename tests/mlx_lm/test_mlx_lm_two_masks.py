@@ -86,13 +86,13 @@ def test_canary_stepping_in_make_mask_passes_one_mask_and_fails_two(monkeypatch,
     assert tokens_or_error(two, prompt) != expected_two
 
 
-def test_canary_an_offset_that_moves_for_all_layers_at_once_is_noticed(monkeypatch, model, prompts):
+def test_canary_an_offset_that_moves_for_all_layers_at_once_is_detected(monkeypatch, model, prompts):
     expected = solo_tokens(model, prompts[2], 24)
     monkeypatch.setattr(PagedKVCache, "offset", property(lambda self: int(self._batch.rows.lens[0])))
     assert tokens_or_error(model, prompts[2]) != expected
 
 
-def test_canary_a_forgotten_window_is_noticed(monkeypatch, model, prompts):
+def test_canary_a_forgotten_window_is_detected(monkeypatch, model, prompts):
     expected = solo_tokens(model, prompts[2], 24)
     mask = cache_module._mask
     monkeypatch.setattr(cache_module, "_mask", lambda *sizes: mask(*sizes[:-1], None))

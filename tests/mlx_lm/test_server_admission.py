@@ -96,7 +96,7 @@ def test_beginnings_that_waiting_requests_hold_are_given_back_when_they_are_in_t
         kv.pool.check()
 
 
-def test_what_was_handed_out_is_empty_after_the_next_step(model):
+def test_handed_out_caches_are_empty_after_the_next_step(model):
     (prompt,) = random_prompts((9,))
     with install(model, 40, block_size=BLOCK, prefix_cache=True) as kv:
         generator = AdmittingGenerator(model, **SMALL_STEPS)
@@ -159,11 +159,11 @@ def store_while_a_promise_counts_on_what_is_stored(model):
         assert generator.num_waited == 1
 
 
-def test_what_running_requests_store_takes_no_blocks_that_others_were_promised(model):
+def test_stored_prompts_take_no_blocks_promised_to_others(model):
     store_while_a_promise_counts_on_what_is_stored(model)
 
 
-def test_what_running_requests_store_would_take_blocks_that_others_were_promised(model, monkeypatch):
+def test_stored_prompts_without_the_account_would_take_promised_blocks(model, monkeypatch):
     monkeypatch.setattr(AdmittingGenerator, "is_running", lambda self, caches: False)
     with pytest.raises((AssertionError, OutOfBlocks)):
         store_while_a_promise_counts_on_what_is_stored(model)
@@ -198,7 +198,7 @@ def a_running_request_and_one_that_comes_for_its_blocks(model, kv):
     generator.close()
 
 
-def test_what_a_request_finds_while_it_waits_is_not_taken_from_who_runs(model):
+def test_waiting_request_takes_no_blocks_of_running_requests(model):
     with install(model, 1 + 14, block_size=BLOCK, prefix_cache=True) as kv:
         a_running_request_and_one_that_comes_for_its_blocks(model, kv)
         gc.collect()
@@ -206,7 +206,7 @@ def test_what_a_request_finds_while_it_waits_is_not_taken_from_who_runs(model):
         kv.pool.check()
 
 
-def test_what_a_request_finds_would_be_taken_if_it_held_it_while_it_waits(model, monkeypatch):
+def test_waiting_request_that_holds_its_hits_would_take_blocks_of_running_requests(model, monkeypatch):
     monkeypatch.setattr(server, "_without_prefix", lambda sequence: sequence)
     broken = pytest.raises((AssertionError, OutOfBlocks))
     with install(model, 1 + 14, block_size=BLOCK, prefix_cache=True) as kv, broken:
@@ -273,7 +273,7 @@ def a_random_hour(model, kv, seed, engine=Watched):
     return generator.num_waited
 
 
-def test_random_requests_always_find_what_they_were_promised(model):
+def test_random_requests_find_their_reserved_blocks(model):
     waited = hits = 0
     for seed in range(6):
         with install(model, 1 + 24, block_size=BLOCK, prefix_cache=True) as kv:
@@ -341,7 +341,7 @@ def test_request_after_the_hook_was_lost_is_refused_and_names_it(model):
 
 
 @pytest.mark.parametrize("policy", BUDGETS, ids=lambda policy: type(policy).__name__)
-def test_what_was_handed_out_is_empty_after_the_next_step_with_a_budget_too(model, policy):
+def test_handed_out_caches_with_a_budget_are_empty_after_the_next_step(model, policy):
     (prompt,) = random_prompts((30,))
     with install(model, 40, block_size=BLOCK, prefix_cache=True, eviction=policy) as kv:
         generator = AdmittingGenerator(model, **SMALL_STEPS)

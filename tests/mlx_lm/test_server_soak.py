@@ -85,7 +85,7 @@ def run_clients(server, expected, count, is_over, watch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the memory of a process from /proc")
-def test_a_crowd_gets_the_stock_answers_and_leaves_nothing_behind(expected):
+def test_many_clients_get_the_stock_answers_and_leak_no_block(expected):
     server = Server("--num-blocks", str(BLOCKS), "--kv-block-size", str(BLOCK), "--prefill-step-size", "64")
     try:
         begin = time.monotonic()

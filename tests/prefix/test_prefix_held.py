@@ -155,7 +155,7 @@ def test_copy_that_was_rolled_back_is_never_found(Pool, Plan):
 
 
 @planted(CopyIsPublished)
-def test_copy_whose_plan_is_never_heard_of_again_is_never_found(Pool, Plan):
+def test_copy_of_a_plan_that_never_ends_is_never_a_hit(Pool, Plan):
     """The backend raised, and the engine closes what it had, without a rollback or with a late one."""
     for end in ("close", "close all", "reset"):
         pool, plan, backend, first, second = family(Pool, Plan)

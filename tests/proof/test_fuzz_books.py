@@ -21,7 +21,7 @@ def core_imports(name):
     return [module for module in modules if not module.startswith(OWN)]
 
 
-def test_books_take_nothing_from_the_core():
+def test_fuzz_books_import_nothing_from_the_core():
     sources = [path.name for path in FUZZ.glob("_books*.p[yx][xd]")] + ["_storage.pyx", "_storage.pxd"]
     assert len(sources) >= 8
     assert [name for name in sources if core_imports(name)] == []
@@ -110,7 +110,7 @@ class Blind(Pool):
         return 1
 
 
-def test_ranks_that_see_other_tokens_differ_and_a_blind_digest_is_convicted():
+def test_ranks_with_other_tokens_differ_and_a_blind_digest_is_detected():
     options = {"num_blocks": 8, "block_size": 4, "reserved_blocks": 1, "max_blocks_per_seq": None}
     options |= {"prefix_cache": True, "seed": 1}
     assert all(ranks_agree(Pool, options, a, 77 * a) is None for a in range(30))

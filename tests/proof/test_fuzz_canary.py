@@ -249,23 +249,23 @@ CORRUPTING = [
 
 
 @pytest.mark.parametrize("pool", BROKEN_POOLS)
-def test_machine_broken_pool_is_convicted_by_the_model(pool: type) -> None:
+def test_machine_broken_pool_is_detected_by_the_model(pool: type) -> None:
     convict(pool, ModelPlan, SOUND)
 
 
 @pytest.mark.parametrize("plan", [DirtyRowMissed, RollbackNotCarried])
-def test_machine_broken_plan_is_convicted_by_the_model(plan: type) -> None:
+def test_machine_broken_plan_is_detected_by_the_model(plan: type) -> None:
     convict(ModelPool, plan, SOUND)
 
 
 @pytest.mark.parametrize("pool", CORRUPTING)
-def test_machine_corrupting_pool_is_convicted_by_its_content_alone(pool: type) -> None:
+def test_machine_corrupting_pool_is_detected_by_its_content_alone(pool: type) -> None:
     found = [str(convict(pool, ModelPlan, (pool, ModelPlan), seed=1))]
     while "content:" not in found[-1] and len(found) < 8:  # what broke in its own way first says nothing of the content
         found.append(str(convict(pool, ModelPlan, (pool, ModelPlan), seed=len(found) + 1)))
     assert "content:" in found[-1], found
 
 
-def test_machine_stale_table_is_convicted_by_its_mirror_alone() -> None:
+def test_machine_stale_table_is_detected_by_its_mirror_alone() -> None:
     found = convict(ModelPool, DirtyRowMissed, (ModelPool, DirtyRowMissed))
     assert "dirty_rows" in str(found), found

@@ -34,7 +34,7 @@ def everything():
     return calls, states
 
 
-def test_runs_find_nothing_and_meet_every_state(everything):
+def test_runs_pass_and_reach_every_state(everything):
     calls, states = everything
     assert RUNS * CALLS * 0.8 < sum(calls.values()) < RUNS * CALLS
     states.pop("sweeps")  # in longer runs, below
@@ -57,7 +57,7 @@ def test_other_seed_other_run():
     assert run(draw_shape(5)) != run(draw_shape(6))
 
 
-def test_words_replay_as_the_run_did():
+def test_recorded_run_replays_the_same_calls():
     shape = draw_shape(11)
     one, other = Driver(shape), Driver(shape)
     one.run(CALLS)
@@ -112,7 +112,7 @@ def test_runs_of_large_pools_find_what_is_planted_into_evictions(fault):
     assert hunt_large(broken(fault)).finding is not None
 
 
-def test_dice_have_a_face_for_whatever_is_on():
+def test_dice_give_every_enabled_operation_a_face():
     dice = faces({"step": 1000.0, "close": 0.001})
     assert len(dice) == len(OPERATIONS) and sum(dice) == 256
     assert dice[OPERATIONS.index("close")] == 1 and dice[OPERATIONS.index("fork")] == 0

@@ -217,7 +217,7 @@ def convict(pool: type, oracle: tuple[type, type], seed: int = 1) -> Exception:
 
 @pytest.mark.long
 @pytest.mark.parametrize("pool", Unchecked.__subclasses__())
-def test_machine_broken_prefix_cache_is_convicted_by_the_model(pool: type) -> None:
+def test_machine_broken_prefix_cache_is_detected_by_the_model(pool: type) -> None:
     convict(pool, (ModelPool, ModelPlan))
 
 
@@ -225,7 +225,7 @@ def test_machine_broken_prefix_cache_is_convicted_by_the_model(pool: type) -> No
 @pytest.mark.parametrize(
     "pool", [ParentIsNotCompared, NamespaceIgnored, EvictedIsFound, HitStaysEvictable, CopyIsPublished]
 )
-def test_machine_wrong_hit_is_convicted_by_its_content_alone(pool: type) -> None:
+def test_machine_wrong_hit_is_detected_by_its_content_alone(pool: type) -> None:
     found = [str(convict(pool, (pool, ModelPlan), seed=1))]
     while "content:" not in found[-1] and len(found) < 8:  # what broke in its own way first says nothing of the content
         found.append(str(convict(pool, (pool, ModelPlan), seed=len(found) + 1)))

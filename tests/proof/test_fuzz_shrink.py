@@ -73,7 +73,7 @@ def test_scripts_of_sound_runs_pass():
         run(shrink.make_script(shape, words, kvpool.Pool))
 
 
-def test_minimal_leaves_what_matters():
+def test_minimal_keeps_only_the_needed_items():
     assert minimal(list(range(200)), lambda items: {3, 77, 150} <= set(items)) == [3, 77, 150]
 
 

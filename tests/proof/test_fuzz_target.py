@@ -67,7 +67,7 @@ def repaired_but(fault):
     return lambda num_blocks, block_size: Adapter(num_blocks, block_size, without=set(FAULTS) - {fault})
 
 
-def test_seed_allocator_is_convicted():
+def test_seed_allocator_is_detected():
     report = hunt_target(Adapter, calls=CALLS)
     assert report.finding is not None
 
@@ -102,7 +102,7 @@ def test_script_fails_on_the_allocator_that_made_it():
 
 def test_readme_shows_what_the_command_prints(capsys):
     page = (Path(__file__).parents[1] / "README.md").read_text()
-    (command,) = re.findall(r"`kvpool (fuzz --target\s+seed_allocator:Adapter --seed \d+)` ends at once", page)
+    (command,) = re.findall(r"`kvpool (fuzz --target seed_allocator:Adapter\s+--seed\s+\d+)`", page)
     assert main(command.split()) == 1
 
     def timeless(text):
@@ -154,7 +154,7 @@ def test_command_drives_a_backend(capsys, few_cases):
     assert facts["calls"] >= 20
 
 
-def test_command_convicts_a_backend(capsys, few_cases):
+def test_command_detects_a_broken_backend(capsys, few_cases):
     assert main(["fuzz", "--target", "seed_backend:Broken", "--ops", "2000", "--seed", "1", "--json"]) == 1
     facts = json.loads(capsys.readouterr().out)
     assert "is wrong" in facts["finding"] and 0 < facts["calls"] <= 2000
@@ -283,7 +283,7 @@ def test_numpy_integers_are_integers():
         ("RefusesOddSizes", "the factory raised TypeError: block_size"),
     ],
 )
-def test_whatever_an_allocator_raises_is_a_finding(capsys, factory, what):
+def test_exception_of_an_allocator_is_a_finding(capsys, factory, what):
     assert main(["fuzz", "--target", f"{HERE}:{factory}", "--ops", "2000", "--seed", "1", "--json"]) == 1
     facts = json.loads(capsys.readouterr().out)
     assert facts["kind"] == "exception" and what in facts["finding"]
@@ -301,7 +301,7 @@ def test_command_that_repeats_has_the_sizes(capsys):
 
 
 @pytest.mark.parametrize("sizes", [[], ["--blocks", "9", "--block-size", "4"]])
-def test_whatever_a_backend_raises_is_a_finding(capsys, few_cases, sizes):
+def test_exception_of_a_backend_is_a_finding(capsys, few_cases, sizes):
     argv = ["fuzz", "--target", f"{HERE}:RaisesInCopies", "--ops", "2000", "--seed", "3", *sizes, "--json"]
     assert main(argv) == 1
     facts = json.loads(capsys.readouterr().out)
@@ -406,12 +406,12 @@ def test_interrupt_is_no_finding():
     [
         (["seed_allocator:FAULTS"], "cannot be called"),
         (["seed_allocator:SeedAllocator.take"], "takes neither"),
-        (["collections:UserDict"], "it has no num_blocks, block_size, num_free, open, append, table, free"),
+        (["collections:UserDict"], "it lacks num_blocks, block_size, num_free, open, append, table, free"),
         (["builtins:dict"], "(spec, num_blocks) made no backend: TypeError: dict expected"),
-        (["kvpool:Pool"], "it has no num_free, append, free"),
-        ([f"{HERE}:no_allocator"], "it has no num_blocks, block_size, num_free, open, table, free"),
+        (["kvpool:Pool"], "it lacks num_free, append, free"),
+        ([f"{HERE}:no_allocator"], "it lacks num_blocks, block_size, num_free, open, table, free"),
     ],
 )
-def test_what_cannot_be_a_target_is_refused(capsys, more, what):
+def test_fuzz_target_of_a_wrong_kind_is_refused(capsys, more, what):
     assert main(["fuzz", "--ops", "10", "--target", *more]) == 2
     assert what in capsys.readouterr().err

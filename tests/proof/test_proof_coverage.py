@@ -87,6 +87,6 @@ def test_scenarios_reach_most_of_the_core():
 
 
 @linux
-def test_programs_that_do_little_and_modules_that_nobody_counts_are_convicted():
+def test_short_programs_and_uncounted_modules_are_detected():
     figures = coverage.planted(SHORT)
     assert len(figures) == 2 and not any(figure.holds for figure in figures), figures

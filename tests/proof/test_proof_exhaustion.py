@@ -8,5 +8,5 @@ def test_batch_without_its_blocks_changes_nothing():
     assert figure.holds, figure
 
 
-def test_pool_that_takes_before_it_knows_is_convicted():
+def test_pool_that_takes_blocks_before_checking_is_detected():
     assert not exhaustion.planted(SHORT).holds

@@ -48,7 +48,7 @@ def test_call_whose_allocation_fails_changes_nothing():
 
 
 @linux
-def test_call_that_leaves_a_sequence_behind_is_convicted():
+def test_call_that_leaves_a_sequence_behind_is_detected():
     assert any("step" in finding for finding in c_sweep("planted")["findings"])
 
 
@@ -59,7 +59,7 @@ def test_call_without_memory_for_its_objects_changes_nothing():
 
 
 @needs_testcapi
-def test_call_that_leaves_something_behind_is_convicted():
+def test_call_that_leaves_something_behind_is_detected():
     assert sweep("planted")["findings"]
 
 

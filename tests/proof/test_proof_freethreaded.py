@@ -70,7 +70,7 @@ def pools_of(kind, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [Forgetful, Refusing, Lenient])
-def test_pool_that_does_something_else_is_convicted(kind, monkeypatch):
+def test_pool_that_does_something_else_is_detected(kind, monkeypatch):
     pools_of(kind, monkeypatch)
     with pytest.raises((Wrong, kvpool.KVPoolError)):
         freethreaded_run.shared(4_000, 1)
@@ -125,7 +125,7 @@ def test_table_names_the_gates_that_were_not_run(monkeypatch, capsys):
     assert "not run: freethreaded: no interpreter" in capsys.readouterr().out
 
 
-def test_finding_is_what_the_child_said_last(monkeypatch):
+def test_finding_is_the_last_line_of_the_child(monkeypatch):
     def ended(code, out, err):
         return lambda *given, **more: subprocess.CompletedProcess([], code, out, err)
 
@@ -175,7 +175,7 @@ def test_source_is_taken_from_the_first_suite_that_has_it(empty, monkeypatch):
     assert asked == [("sid", "update"), ("sid", "source"), ("trixie", "update"), ("trixie", "source")]
 
 
-def test_source_that_nobody_has_is_said(empty, monkeypatch):
+def test_missing_python_source_raises(empty, monkeypatch):
     monkeypatch.setattr(interpreter, "apt", lambda *given, cwd: False)
     with pytest.raises(RuntimeError, match=r"no source of python3\.14 or python3\.13"):
         interpreter.source()
@@ -194,14 +194,14 @@ def test_apt_is_given_a_list_of_its_own(empty, monkeypatch):
     assert all(str(empty) in part for part in command if part.startswith(("Dir::State", "Dir::Cache")))
 
 
-def test_machine_without_apt_is_told_so(monkeypatch, capsys):
+def test_machine_without_apt_is_reported(monkeypatch, capsys):
     monkeypatch.setattr(interpreter.shutil, "which", lambda name: None)
     assert interpreter.main() == 2
     assert "Debian" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the interpreter is built on Debian")
-def test_machine_without_headers_is_told_what_to_install(monkeypatch, capsys):
+def test_machine_without_headers_names_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(interpreter.shutil, "which", lambda name: name)
     monkeypatch.setattr(interpreter, "HEADERS", {"no/such.h": "libno-dev"})
     assert interpreter.main() == 2

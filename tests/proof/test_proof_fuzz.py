@@ -18,7 +18,7 @@ def test_operations_hold_in_short(part):
     assert figure.holds, figure.notes
 
 
-def test_operations_convict():
+def test_operations_gate_detects_its_planted_fault():
     assert not operations.planted(SHORTEST).holds
 
 
@@ -34,7 +34,7 @@ def test_traces_are_of_programs_with_every_operation():
     assert not [name for name in OPERATIONS if not counted[name]], counted
 
 
-def test_trace_of_another_seed_is_convicted():
+def test_trace_of_another_seed_is_detected():
     assert not determinism.planted(Budget(0.001)).holds
 
 

@@ -16,7 +16,7 @@ def test_short_form_holds(name):
 
 
 @pytest.mark.parametrize("name", GATES)
-def test_planted_fault_is_convicted(name):
+def test_planted_fault_is_detected(name):
     figure = GATES[name].planted(SHORT)
     if name == "complexity" and "no valgrind" in figure.measured:
         pytest.skip("valgrind counts the instructions, and is not here")

@@ -108,7 +108,7 @@ def test_functions_with_python_objects_are_changed_too():
     assert all(f"kv_is({mutant.number})" in text for mutant in made)
 
 
-def test_covered_text_keeps_its_length():
+def test_covered_source_line_keeps_its_length():
     for line in SOURCE.splitlines():
         assert len(covered(line)) == len(line)
 
@@ -135,7 +135,7 @@ def test_equivalents_name_mutants_that_are_made_and_say_why(core_mutants):
     assert all(len(why) > 20 for why in EQUIVALENTS.values())
 
 
-def test_judge_is_asked_about_what_calls_do(core_mutants):
+def test_mutants_of_state_changes_are_not_set_aside(core_mutants):
     why = {(mutant.function, mutant.source): mutant.aside for mutant in core_mutants}
     asides = {function: {aside for (name, _), aside in why.items() if name == function} for function, _ in why}
     for name in ("index_publish", "seqs_judge", "seq_fork", "unref", "step_check", "pending_settle"):
@@ -196,7 +196,7 @@ def test_tape_leaves_out_a_list_that_changes_while_it_is_read():
     assert not [*tape.play(learn=True), *tape.play()]
 
 
-def test_run_of_the_fuzzer_convicts_a_planted_bug_and_no_sound_pool():
+def test_run_of_the_fuzzer_detects_a_planted_bug_and_passes_a_sound_pool():
     runs = list(fuzz_runs(1))
     assert not any(difference for run in runs for difference in run.play())
     for run in runs:
@@ -207,7 +207,7 @@ def test_run_of_the_fuzzer_convicts_a_planted_bug_and_no_sound_pool():
 
 
 @linux
-def test_most_mutants_are_seen_and_convicted():
+def test_most_mutants_are_detected():
     figure = mutants.measure(SHORT)
     assert figure.holds, figure
 

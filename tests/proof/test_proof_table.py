@@ -90,7 +90,7 @@ def test_gate_that_breaks_is_a_row_and_the_others_stand(gates, capsys):
     assert "DOES NOT HOLD: the gate failed" in printed.err and "  4\n" in printed.err
 
 
-def test_gate_that_nobody_knows_is_refused(gates, capsys):
+def test_unknown_gate_is_refused(gates, capsys):
     gates(one=Gate())
     with pytest.raises(SystemExit) as ended:
         table.main(["three"])

@@ -15,7 +15,7 @@ def test_calls_of_many_threads_on_one_pool_are_all_made():
     assert "1 pool of all, 4" in threads_run.pool_of_all(0)
 
 
-def test_pool_that_does_something_else_is_convicted(monkeypatch):
+def test_pool_that_does_something_else_is_detected(monkeypatch):
     class Careless(Pool):
         def num_tokens(self, handle):
             return super().num_tokens(handle) // 2
@@ -27,7 +27,7 @@ def test_pool_that_does_something_else_is_convicted(monkeypatch):
         threads_run.pool_of_all(0)
 
 
-def test_machine_without_setarch_is_told_so(monkeypatch):
+def test_machine_without_setarch_is_reported(monkeypatch):
     monkeypatch.setattr(threads.shutil, "which", lambda name: None)
     figure = threads.measure(SHORT)
     assert not figure.holds and "refused here" in figure.notes

@@ -28,12 +28,12 @@ def test_core_in_ten_thousand_steps_reads_nothing_stale_and_leaks_nothing():
     assert not quiet, f"never happened: {quiet}"
 
 
-def test_world_of_one_seed_is_always_the_same():
+def test_seed_determines_the_simulated_world():
     assert log_of(3) == log_of(3)
     assert log_of(3) != log_of(4)
 
 
-def test_worlds_differ_in_every_switch():
+def test_sixty_seeds_cover_both_values_of_every_switch():
     shapes = [Host(seed, Kit()).shape for seed in range(60)]
     for name in ("prefix_cache", "in_order", "by_tables"):
         assert {getattr(shape, name) for shape in shapes} == {False, True}
@@ -52,7 +52,7 @@ def test_requests_are_aborted_and_preempted_in_every_state():
     assert {state for verb, state in states if verb == "abort"} == running | {"waiting"}
 
 
-def test_failure_names_its_seed_and_its_world_fails_again():
+def test_failure_names_a_seed_that_fails_again():
     first = convict("no fence")
     with pytest.raises(Failure) as caught:
         simulate(first.seed, 1, FAULTS["no fence"])
@@ -61,7 +61,7 @@ def test_failure_names_its_seed_and_its_world_fails_again():
     assert f"--seed {first.seed} " in str(again) and "step" in "".join(again.log)
 
 
-def test_pool_of_a_world_that_failed_is_given_back():
+def test_pool_of_a_failed_simulation_is_released():
     pools = []
 
     class Remembered(FAULTS["no fence"].Pool):

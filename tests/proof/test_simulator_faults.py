@@ -13,7 +13,7 @@ def test_planted_fault_is_found(name):
 
 
 @pytest.mark.parametrize("name", ["no fence", "close without fence", "any done frees all", "limbo skipped"])
-def test_removed_fence_shows_as_a_stale_read_in_any_world(name):
+def test_removed_fence_is_a_stale_read_for_any_seed(name):
     """From wherever the seeds begin, within five worlds."""
     for seed in (1, 1000, 2000):
         failure = convict(name, seed, 5)
@@ -21,7 +21,7 @@ def test_removed_fence_shows_as_a_stale_read_in_any_world(name):
 
 
 @pytest.mark.parametrize("name", [name for name, kit in FAULTS.items() if kit.shape])
-def test_same_worlds_without_the_fault_pass(name):
+def test_same_seeds_without_the_fault_pass(name):
     """What convicts is the fault, not the shape that it needs."""
     simulate(1, 500, Kit(shape=FAULTS[name].shape))
 

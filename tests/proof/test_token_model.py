@@ -97,7 +97,7 @@ def test_samples_follow_the_distribution():
     assert np.abs(found - expected).max() < 0.02
 
 
-def test_wrong_table_entry_is_convicted():
+def test_wrong_table_entry_is_detected():
     driver = Driver()
     a, b = driver.pool.open(), driver.pool.open()
     driver.step([(a, [1, 2, 3, 4, 5]), (b, [6, 7, 8, 9, 10])])
@@ -114,7 +114,7 @@ def test_wrong_table_entry_is_convicted():
         driver.step([(a, [11])], spoil=unwritten)
 
 
-def test_forgotten_copy_is_convicted():
+def test_forgotten_copy_is_detected():
     driver = Driver()
     a = driver.pool.open()
     driver.step([(a, [1, 2, 3, 4, 5])])
@@ -127,7 +127,7 @@ def test_forgotten_copy_is_convicted():
         driver.step([(a, [6]), (b, [7])], spoil=forget)
 
 
-def test_same_block_of_another_history_is_convicted():
+def test_same_block_of_another_history_is_detected():
     """The digest of a slot knows what came before it: equal tokens are no equal KV."""
     driver = Driver()
     a, b = driver.pool.open(), driver.pool.open()
@@ -140,7 +140,7 @@ def test_same_block_of_another_history_is_convicted():
     assert driver.step(rows, spoil=swap)[0] != driver.model.states([1, 2, 3, 4, 9, 9, 9, 9, 11])[-1]
 
 
-def test_poisoned_block_is_convicted():
+def test_poisoned_block_is_detected():
     driver = Driver()
     a = driver.pool.open()
     driver.step([(a, [1, 2, 3, 4, 5])])
@@ -159,7 +159,7 @@ def test_broken_off_forward_is_repaired_by_doing_it_again():
     assert driver.step([(a, [4, 5])])[-1] == driver.model.states([1, 2, 3, 4, 5])[-1]
 
 
-def test_contradicting_arrays_are_convicted():
+def test_contradicting_arrays_are_detected():
     driver = Driver()
     a, b = driver.pool.open(), driver.pool.open()
 

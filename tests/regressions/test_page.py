@@ -64,7 +64,7 @@ def test_every_test_has_a_planted_bug():
         ("| -: sessions are not saved. |", "|  |"),
     ],
 )
-def test_page_that_lost_something_is_noticed(old, new):
+def test_page_with_a_missing_part_is_detected(old, new):
     text = PAGE.read_text()
     assert old in text
     assert disagreements(text.replace(old, new, 1), tests())

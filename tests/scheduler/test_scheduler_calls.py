@@ -325,7 +325,7 @@ def failed_step_forgets_a_cancel(monkeypatch):
         failed_step_forgets_a_cancel,
     ],
 )
-def test_planted_fault_of_a_call_is_convicted(plant, monkeypatch):
+def test_planted_fault_of_a_call_is_detected(plant, monkeypatch):
     plant(monkeypatch)
     with pytest.raises(BaseException) as caught:  # AssertionError, the Failed of pytest.raises, or a group
         run(1, 80)

@@ -457,7 +457,7 @@ def beam_gives_children_the_blocks_of_the_first_parent():
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_planted_fault_is_convicted(name):
+def test_planted_fault_is_detected(name):
     with FAULTS[name]():
         workloads = (draw(seed) for seed in range(WORKLOADS))
         if any(convicted(workload) for workload in workloads if WHERE.get(name, lambda w: True)(workload)):

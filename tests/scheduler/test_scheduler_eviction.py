@@ -23,7 +23,7 @@ WINDOW = SlidingWindow(max_kv=16, sink=2, slack=2)
 POLICIES = (WINDOW, H2O(max_kv=16, sink=2, slack=2), BlockEviction(max_kv=16, sink=2, recent_tokens=4))
 
 
-def test_random_workload_holds_what_the_policy_says():
+def test_random_workload_keeps_the_tokens_that_the_policy_names():
     evictions = shared = preempted = spilled = 0
     for seed in [int(ONLY)] if ONLY else range(COUNT):
         runner = EvictingRunner(*draw_evicting(seed), break_rate=0.05 * (seed % 2)).run()
@@ -304,7 +304,7 @@ def test_row_before_one_whose_positions_end_is_not_touched(last):
 # ---- what is refused
 
 
-def test_what_does_not_go_with_eviction_is_refused():
+def test_engine_refuses_options_that_exclude_eviction():
     pool, memory, scheduler = build(WINDOW)
     with pytest.raises(RequestRejected, match=r"\[add\] a beam of 2 sequences keeps every token") as caught:
         scheduler.add(Request([1, 2], beam_width=2, n=1))
@@ -404,7 +404,7 @@ def compaction_is_off_by_one():
         (compaction_is_off_by_one, 0),
     ],
 )
-def test_planted_fault_is_convicted(fault, seed):
+def test_planted_fault_is_detected(fault, seed):
     with fault():
         for number in range(seed, seed + 60):
             try:

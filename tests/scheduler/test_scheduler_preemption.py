@@ -172,7 +172,7 @@ def test_sample_left_alone_with_blocks_that_are_cached_twice_starts_over():
     assert samples_left_alone().run().watch.restarted == 1
 
 
-def test_sample_that_starts_over_alone_twice_is_convicted(monkeypatch):
+def test_sample_that_starts_over_alone_twice_is_detected(monkeypatch):
     decide, sampled = Scheduler._decide, [0]
 
     def again(self, plan):

@@ -30,7 +30,7 @@ def test_same_workload_takes_the_same_steps():
         assert one.pool.fingerprint() == two.pool.fingerprint()
 
 
-def test_workloads_reach_what_they_are_for():
+def test_workloads_cover_every_situation():
     """Workloads in which nothing happens would prove nothing: each of these happens in several of the first 60."""
     reached = {}
     for seed in range(60):

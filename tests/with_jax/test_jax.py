@@ -188,7 +188,7 @@ def test_attend_equals_jaxs_reference_on_ragged_batches():
         assert not np.array(ours)[real:].any()
 
 
-def test_a_page_copied_wrongly_is_convicted(params, prompts, monkeypatch):
+def test_a_page_copied_wrongly_is_detected(params, prompts, monkeypatch):
     """The planted fault: without its copies a clone reads another one's tail."""
     monkeypatch.setattr("jax_llama.copy_pages", lambda pages, info: pages)
     monkeypatch.setattr("test_jax.step", jax.jit(lambda *args: forward(*args)))  # compiled anew

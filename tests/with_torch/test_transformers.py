@@ -148,7 +148,7 @@ def test_samples_of_one_prompt_are_forks_that_copy_on_write(model, prompts, expe
     pools[0].blocks.check()
 
 
-def test_a_copy_left_out_is_convicted(model, prompts, expected, pools, monkeypatch):
+def test_a_copy_left_out_is_detected(model, prompts, expected, pools, monkeypatch):
     """The planted fault: shared last blocks are replaced, but what was in them does not come along."""
     monkeypatch.setattr(PoolAllocator, "copy_blocks", lambda self, source, target: None)
     with install():

@@ -18,6 +18,8 @@ def inspect_model(model: Any, block_size: int) -> tuple[KVSpec, tuple[int | None
 
     Found by tracing one token through the model with mlx-lm's own caches. Nothing is computed.
     """
+    if not callable(model):
+        raise TypeError(f"[install] model must be one that mlx_lm.load returns, got {type(model).__name__}")
     caches = Hook.stock_caches(model)
     for layer, cache in enumerate(caches):
         if type(cache) not in (KVCache, RotatingKVCache) or getattr(cache, "keep", 0) != 0:
@@ -53,14 +55,17 @@ def with_bits(
     k_bits: int | None = None,
     v_bits: int | None = None,
     quant_group_size: int | None = None,
+    **unknown: Any,
 ) -> KVSpec:
     """Return `spec` with quantized keys, values, or both (`kv_bits`). See docs/quantized.md.
 
     Raises
     ------
     TypeError, ValueError
-        `kv_bits` beside one of the others; what `KVSpec` refuses.
+        `kv_bits` beside one of the others; what `KVSpec` refuses; an unknown option.
     """
+    if unknown:
+        raise TypeError(f"[{call}] unexpected keyword argument {next(iter(unknown))!r}")
     if kv_bits is not None and (k_bits, v_bits) != (None, None):
         raise TypeError(f"[{call}] kv_bits is for both, give it or k_bits and v_bits")
     if kv_bits is not None:

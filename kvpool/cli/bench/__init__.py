@@ -1,4 +1,4 @@
-"""Measure this machine: the allocator, and the kernels beside the memory that limits them."""
+"""Measure this machine: the allocator, and the kernels compared with memory bandwidth."""
 
 from kvpool.cli.bench import allocator, attention, metal
 

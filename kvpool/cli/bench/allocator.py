@@ -1,7 +1,7 @@
-"""The allocator beside one in plain Python: nanoseconds of CPU time per operation.
+"""Compare the allocator with one in plain Python: nanoseconds of CPU time per operation.
 
-Both make the same blocks move, and hand out tables, lengths and slots in every step. Contestants run in turns, so that
-the ratios hold on a busy machine.
+Both make the same blocks move, and hand out tables, lengths and slots in every step. Contestants alternate, so the
+ratios hold on a busy machine.
 """
 
 from __future__ import annotations

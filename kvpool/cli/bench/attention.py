@@ -1,7 +1,7 @@
-"""Decode attention of the cpu backend beside a read of as many bytes as K and V have.
+"""Compare decode attention of the cpu backend with a read of as many bytes as K and V have.
 
-A decode step reads all of K and V once, so no kernel is faster than that read. Both run in turns, so that the ratio
-holds on a busy machine. ``python -m benchmarks.attention``, in a checkout, measures more: prefill, writes, quantized
+A decode step reads all of K and V once, so no kernel is faster than that read. Both alternate, so the ratio holds on a
+busy machine. ``python -m benchmarks.attention``, in a checkout, measures more: prefill, writes, quantized
 storage, scores, and the attention of other frameworks.
 """
 

@@ -1,8 +1,8 @@
-"""Interleaved timing: contestants take turns with a yardstick, and a disturbed round counts for nobody.
+"""Interleaved timing: contestants alternate with a yardstick, and disturbed rounds do not count.
 
-On a machine that others share, two times that were measured one after the other say little about each other. Here
-everything that is compared runs in turns, round by round, each round in another order; a round in which the
-yardstick itself was slow is thrown away; and ratios are made of the least times, which no neighbour can improve.
+On a shared machine, two times measured one after the other cannot be compared. Here all contestants alternate, round
+by round, each round in another order. A round in which the yardstick was slow is dropped. Ratios are made of the least
+times, because neighbours can only make times longer.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ UNDISTURBED = 0.8
 """A round counts if its yardstick ran at this share of its best rate, or faster."""
 
 ROUNDS_PER_REPETITION = 3
-"""Rounds are given up after this many times the repetitions that are wanted."""
+"""Measuring ends after this many times the wanted repetitions."""
 
 RUNS_MIN = 3
-"""Runs that a slow contestant gets before it sits out."""
+"""Runs that a slow contestant gets before it pauses."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Contestant:
     Attributes
     ----------
     run : callable
-        What is timed; its result is dropped.
+        The timed function. Its result is dropped.
     calls : int
         Times are given per call: one run does this many of them.
     seconds : float, optional
-        Once its runs took this long in sum, and `RUNS_MIN` of them count, the contestant sits out.
+        When its runs took this long in total, and `RUNS_MIN` of them count, the contestant pauses.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Race:
     Attributes
     ----------
     timings : dict of str to Timing
-        By contestant; one that never ran in a round that counts is not there.
+        By contestant. One that never ran in a round that counts is missing.
     repetitions, rejected : int
         Rounds that count, and rounds in which the yardstick was disturbed.
     wanted : int
@@ -83,9 +83,9 @@ def race(
     repetitions: int = 15,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Race:
-    """Run everybody in turns until `repetitions` rounds count, or until it is clear that they will not.
+    """Alternate all contestants until `repetitions` rounds count, or until it is clear that they will not.
 
-    Everybody runs once beforehand, untimed, so that memory is mapped and scratch has grown.
+    Before that, each runs once without timing, so that memory is mapped and scratch has grown.
     """
     everybody = [yardstick, *contestants]
     for contestant in everybody:
@@ -111,7 +111,7 @@ def seconds_per_call(contestant: Contestant, clock: Callable[[], float]) -> floa
 
 
 def undisturbed(rounds: list[dict[str, float]], yardstick: str) -> list[dict[str, float]]:
-    """Return the rounds that count, judged by the best of all of them."""
+    """Return the rounds that count, by comparison with the best round."""
     if not rounds:
         return []
     best = min(times[yardstick] for times in rounds)

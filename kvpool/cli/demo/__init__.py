@@ -18,6 +18,7 @@ from pathlib import Path
 
 from kvpool.cli.console import CommandError, NotRun
 from kvpool.cli.demo.report import Part, Report, Settings, print_report
+from kvpool.errors import install_command
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             from rich.console import Console
         except ImportError:
-            raise CommandError("the summary needs rich: pip install 'kvpool[demo]' (or use --json)") from None
+            raise CommandError(f"the summary needs rich: {install_command('demo')} (or use --json)") from None
         with progress_line() as say:
             report = run_parts(settings, parts, say)
         print_report(report, Console())

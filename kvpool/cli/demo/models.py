@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvpool.cli.console import NotRun
 from kvpool.cli.demo.report import Claim, Outcome, Part, Settings
 from kvpool.config import format_nbytes
+from kvpool.errors import install_command
 from kvpool.eviction import H2O
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def load_lm(say: Say) -> ModuleType:
     try:
         from kvpool.cli.demo import lm
     except ImportError as exc:
-        raise NotRun(f"needs mlx and mlx-lm ({exc}): pip install 'kvpool[mlx]'") from None
+        raise NotRun(f"needs mlx and mlx-lm ({exc}): {install_command('mlx')}") from None
     return lm
 
 

@@ -19,6 +19,7 @@ import kvpool
 from kvpool import _picture as picture
 from kvpool.cli.console import NotRun
 from kvpool.cli.demo.report import Claim, Outcome, Part, Settings
+from kvpool.errors import install_command
 
 HEADROOM = 1.16  # of the axes above the last block
 
@@ -152,7 +153,7 @@ def draw(path: Path, settings: Settings, slots: Timeline, blocks: Timeline) -> N
             room={"left": 0.085, "right": 0.975, "top": 0.86, "bottom": 0.075, "hspace": 0.3},
         )
     except ImportError:
-        raise NotRun("needs matplotlib: pip install 'kvpool[demo]'") from None
+        raise NotRun(f"needs matplotlib: {install_command('demo')}") from None
     top, middle, bottom = drawn.panels[:, 0]
     static = f"Static reservation of {settings.max_len} tokens per sequence"
     for axes, timeline, dark, light, title, label in (

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvpool.cli.console import NotRun
 from kvpool.cli.demo.report import Claim, Outcome, Part, Settings
+from kvpool.errors import install_command
 
 TIMEOUT = 180.0  # seconds for one start of all ranks
 DIVERGE = 9  # step in which the planted fault happens
@@ -21,7 +22,7 @@ def part(num_ranks: int) -> Part:
         try:
             from kvpool.adapters.launch import launch
         except ImportError as exc:
-            raise NotRun(f"needs mlx ({exc}): pip install 'kvpool[mlx]'") from None
+            raise NotRun(f"needs mlx ({exc}): {install_command('mlx')}") from None
         command = ["-m", "kvpool.cli.demo.rank_worker"]
         shown = json.dumps({"seed": settings.seed, "block_size": settings.block_size})
         say(f"{num_ranks} ranks serve one model")
