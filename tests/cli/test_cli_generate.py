@@ -7,7 +7,7 @@ import pytest
 from mlx_models import on_cpu, solo_tokens
 
 from kvpool.adapters.mlx_lm import tiny
-from kvpool.adapters.mlx_lm.engine import Piece
+from kvpool.adapters.mlx_lm.engine import TokenEvent
 from kvpool.cli import main
 from kvpool.cli.generate import Printer
 
@@ -131,7 +131,7 @@ def test_interrupt_prints_what_every_sample_has(capsys):
     printer = Printer(1, 3, quiet=False)
     with pytest.raises(KeyboardInterrupt), printer:
         for index, text in ((2, "third"), (0, "fi"), (0, "rst")):
-            printer.hear(Piece(0, index, 1, 0.0, text, None))
+            printer.on_token(TokenEvent(0, index, 1, 0.0, text, None))
         raise KeyboardInterrupt
     out = capsys.readouterr().out
     assert out == "=== sample 1\nfirst\n=== sample 3\nthird\n"
