@@ -40,15 +40,18 @@ from proof.mutation.source import core_sources
 
 VARIANT, DRAWN, LEAST = "mutants-plain", 300, 0.90
 FOLDERS = ("core", "prefix", "capi", "regressions", "eviction", "adapters", "scheduler", "proof")
-#: Files that compile copies of the tree, or judge by the clock.
-LEFT_OUT = ("test_builds", "test_proof_freethreaded", "test_proof_threads", "test_capi_speed", "test_scheduler_speed")
+#: Files that compile copies of the tree, judge by the clock, or take minutes.
+LEFT_OUT = (
+    *("test_builds", "test_proof_freethreaded", "test_proof_threads", "test_capi_speed", "test_scheduler_speed"),
+    *("test_fuzz_machine", "test_fuzz_prefix", "test_fuzz_target"),
+)
 #: Names of tests that plant a fault and pass when it is found; those of the catalogue say so by their subject.
 PLANTED = re.compile(
     r"planted_(fault|bug|copy)|_canary_|_fault_(in|is)_|each_fault_of|broken_\w*is_convicted|corrupting_pool"
 )
 SOUND = "sound"
 MEMORY = 32 << 30  # bytes of address space that a child may have
-MOST = 20  # seconds of tests that a fault is given, as long as they take on the sound core
+MOST = 10  # seconds of tests that a fault is given, as long as they take on the sound core
 SLACK = 10  # so many seconds more than on the sound core may a test take, and so many times as long
 PASSED, FAILED, ENDED = 0, 1, ("survives", "convicted", "fails to run")  # exit codes of a child, and what they say
 
