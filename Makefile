@@ -5,7 +5,7 @@
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-all fuzz test-metal test-embed test-torch test-golden-full test-long native lint bench bench-gates build debug asan \
-	tsan freethreaded coverage mutants proof proof-long clean
+	tsan freethreaded coverage mutants convicted proof proof-long clean
 MAKEFLAGS += --no-print-directory
 unexport KVPOOL_CORE  # left set, it would have the plain Python model tested in place of the core
 
@@ -89,6 +89,9 @@ coverage: $(VENV)/built $(VENV)/test  ## lines and branches of the core that its
 
 mutants: $(VENV)/built $(VENV)/test  ## the core made wrong in thousands of ways: how many are seen, how many convicted
 	$(PY) -m proof mutants
+
+convicted: $(VENV)/built $(VENV)/test  ## which share of planted faults and mutants `make test` alone convicts
+	$(PY) -m proof.convicted --jobs 2
 
 proof: $(VENV)/built $(VENV)/test  ## the table of figures that stand for trust, half an hour; exit 1 if one does not hold
 	$(PY) -m proof

@@ -103,6 +103,7 @@ VARIANTS = {
     "coverage": Variant({"KVPOOL_COVERAGE": "1", "KVPOOL_FAULTS": "1"}, pokes=True),
     "mutants": MUTANTS,
     "mutants-quick": replace(MUTANTS, switches=MUTANTS.switches | {"KVPOOL_OPTIMIZE": "0"}),  # to compile, not to run
+    "mutants-plain": Variant({"KVPOOL_OPTIMIZE": "1", "CFLAGS": "-Dkv_live=0"}, cpu=True, mutants=True),  # no guards
 }
 
 

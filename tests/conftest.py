@@ -95,8 +95,10 @@ LONG_FILES = (
 
 #: What `make test` leaves to `make test-all`: folders and files, by the names of `tests/`. All Metal kernels run in an
 #: interpreter of theirs, the gates of the proof compile copies of the tree, and the rest start servers or whole demos.
+#: `KEPT_IN` stays all the same: files that plant many faults in little time.
+KEPT_IN = ("metal_mutations", "metal_packed_mutations", "metal_scores")
 LEFT_TO_TEST_ALL = (
-    *("metal", "benchmarks", "proof_mutants", "proof_coverage", "proof_gates", "proof_failures", "fuzz_canary"),
+    *("metal", "benchmarks", "proof_mutants", "proof_coverage", "proof_gates", "proof_failures"),
     *("demo", "demo_conversation", "packaging", "ranks", "server_admission", "server_soak", "server_death"),
     *("backend_mlx", "mlx_native", "mlx_native_metal", "published_notebook_model", "capi_examples", "record"),
     "sizing_fields",
@@ -108,7 +110,8 @@ def pytest_collection_modifyitems(items):
     place = {f"test_{name}": number for number, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
     for item in items:
-        if {item.path.parent.name, item.path.stem.removeprefix("test_")} & set(LEFT_TO_TEST_ALL):
+        name = item.path.stem.removeprefix("test_")
+        if name not in KEPT_IN and {item.path.parent.name, name} & set(LEFT_TO_TEST_ALL):
             item.add_marker(pytest.mark.long)
 
 

@@ -258,6 +258,7 @@ def test_machine_broken_plan_is_detected_by_the_model(plan: type) -> None:
     convict(ModelPool, plan, SOUND)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pool", CORRUPTING)
 def test_machine_corrupting_pool_is_detected_by_its_content_alone(pool: type) -> None:
     found = [str(convict(pool, ModelPlan, (pool, ModelPlan), seed=1))]

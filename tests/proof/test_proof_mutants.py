@@ -1,20 +1,15 @@
-"""The short form of the gate `proof.mutants`, and its parts: what is changed, what is recorded, what is compared."""
+"""The short form of the gate `proof.mutants`, and its parts: what is changed, and what the fuzzer finds."""
 
 import sys
 
 import pytest
 
-import kvpool
-from kvpool.testing import ModelPlan, ModelPool
 from proof import SHORT, mutants
 from proof.fuzz._broken import broken
-from proof.machine.misuse import Shortens
 from proof.mutation.equivalents import EQUIVALENTS
 from proof.mutation.fuzzed import fuzz_runs
-from proof.mutation.pending import CORE_ONLY, SCENARIOS
 from proof.mutation.schemata import Schemata, mutate
 from proof.mutation.source import core_sources, covered
-from proof.mutation.tape import Tape, as_judged, first_tag
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="a build beside this one, and forked children")
 SOURCE = '''"""Words."""
@@ -142,58 +137,6 @@ def test_mutants_of_state_changes_are_not_set_aside(core_mutants):
         assert "" in asides[name], name
     assert asides["blocks_fingerprint"] == {"fingerprint"} and asides["chain"] == {"fingerprint"}
     assert asides["find_fault"] == {"check"} and asides["mix_tokens"] == {"digest"}
-
-
-def tape_of(program, pool_type, plan_type):
-    tape = Tape(program.__name__, {"Pool": pool_type, "Plan": plan_type})
-    first_tag()
-    program(tape.make("Pool"), tape.make("Plan"))
-    return tape
-
-
-@pytest.mark.parametrize("program", [s for s in SCENARIOS if s.__name__ not in CORE_ONLY], ids=lambda s: s.__name__)
-def test_scenario_gives_what_the_model_gives(program):
-    core = tape_of(program, lambda *a, **k: kvpool.Pool(*a, **{"seed": 1} | k), kvpool.Plan)
-    model = tape_of(program, ModelPool, ModelPlan)
-    assert len(core.ops) == len(model.ops)
-    for got, due in zip(core.ops, model.ops, strict=True):
-        if got.name not in ("digest", "fingerprint", "check"):
-            assert as_judged(got.outcome) == as_judged(due.outcome), (got.name, got.args)
-
-
-def test_tape_is_played_as_it_was_recorded():
-    def program(pool_type, plan_type):
-        pool = pool_type(8, 2)
-        plan = plan_type(pool, 2, 8)
-        pool.step(plan, [pool.open(), pool.open()], 3)
-        _ = plan.block_tables
-        pool.shutdown()
-
-    tape = tape_of(program, lambda *a: kvpool.Pool(*a, seed=1), kvpool.Plan)
-    assert not [*tape.play(learn=True), *tape.play()]
-    tape.judged = True
-    tape.kinds["Pool"] = lambda *a: kvpool.Pool(*a, seed=2)
-    assert not [found for found in tape.play() if found.convicts], "the seed is nothing that a result depends on"
-    tape.kinds["Pool"] = lambda *a: kvpool.Pool(*a, seed=1, reserved_blocks=2)
-    found = [*tape.play()]
-    assert found[0].op.name == "open" and not found[0].convicts, "a digest is no result"
-    assert any(difference.convicts and difference.op.name == "block_tables" for difference in found)
-
-
-def test_tape_leaves_out_a_list_that_changes_while_it_is_read():
-    """The list is another one afterwards, so the call could not be made again."""
-
-    def program(pool_type, plan_type):
-        pool = pool_type(8, 2)
-        batch = [None, pool.open()]
-        batch[0] = Shortens(batch, batch[1])
-        with pytest.raises(ValueError, match="changed its length"):
-            pool.can(batch)
-        pool.shutdown()
-
-    tape = tape_of(program, lambda *a: kvpool.Pool(*a, seed=1), kvpool.Plan)
-    assert "can" not in [op.name for op in tape.ops]
-    assert not [*tape.play(learn=True), *tape.play()]
 
 
 def test_run_of_the_fuzzer_detects_a_planted_bug_and_passes_a_sound_pool():
