@@ -18,7 +18,7 @@ def inspect_model(model: Any, block_size: int) -> tuple[KVSpec, tuple[int | None
 
     Found by tracing one token through the model with mlx-lm's own caches. Nothing is computed.
     """
-    if not callable(model):
+    if not hasattr(model, "layers") and not hasattr(model, "make_cache"):
         raise TypeError(f"[install] model must be one that mlx_lm.load returns, got {type(model).__name__}")
     caches = Hook.stock_caches(model)
     for layer, cache in enumerate(caches):
