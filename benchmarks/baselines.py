@@ -58,6 +58,7 @@ class Floor:
         c.floor_alloc_free.argtypes = [pool_p, INT32_P, i32, INT32_P, INT32_P, INT32_P]
         c.floor_set_lengths.argtypes = [pool_p, INT32_P, i32]
         c.floor_steps.argtypes = [pool_p, INT32_P, i32, i32, i32, INT32_P]
+        c.floor_fork.argtypes = c.floor_close.argtypes = [pool_p, i32]
         assert block_size & (block_size - 1) == 0
         order = np.arange(num_blocks, dtype=np.int32) if order is None else order
         self._pool = c.floor_new(pointer(order), num_blocks, rows, width, block_size.bit_length() - 1)
@@ -100,3 +101,11 @@ class Floor:
             self._c.floor_steps(self._pool, rows_p, len(rows), num_new, num_steps, out_p)
 
         return run
+
+    def fork(self, n):
+        """Fork row 0 into rows 1 to n."""
+        self._c.floor_fork(self._pool, n)
+
+    def close(self, n):
+        """Close rows 1 to n."""
+        self._c.floor_close(self._pool, n)

@@ -40,9 +40,9 @@ def bench_bulk(measure, who):
         pool, counts = PlainAllocator(NUM_BLOCKS), sizes.tolist()
 
         def run():
-            groups = [pool.blocks.alloc(count) for count in counts]
+            groups = [pool.alloc(count) for count in counts]
             for k in order:
-                pool.blocks.free(groups[k])
+                pool.free(groups[k])
     else:
         pool = shuffled_pool()
         alloc, free = pool.blocks.alloc, pool.blocks.free
@@ -67,8 +67,8 @@ def bench_single(measure, who, verb):
         floor, ids = Floor(NUM_BLOCKS), np.empty(SINGLE_CALLS, np.int32)
         actions = {"alloc": lambda: floor.alloc(ids), "free": lambda: floor.free(ids)}
     else:
-        pool = shuffled_pool() if who == "kvpool" else PlainAllocator(NUM_BLOCKS)
-        alloc, free, taken = pool.blocks.alloc, pool.blocks.free, []
+        blocks = shuffled_pool().blocks if who == "kvpool" else PlainAllocator(NUM_BLOCKS)
+        alloc, free, taken = blocks.alloc, blocks.free, []
 
         def alloc_each():
             taken[:] = [alloc() for _ in repeat(None, SINGLE_CALLS)]

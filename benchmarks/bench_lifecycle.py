@@ -5,11 +5,14 @@ with the others and closed. The pool is a few times as large as the batch, so fr
 block is an evicted one. The time is that of one request.
 """
 
+import itertools
+
 import numpy as np
 import pytest
 
 import kvpool
-from benchmarks.bench_prefix import BLOCK_SIZE, SEED, VOCABULARY, random_prompts
+from benchmarks.baselines import Floor
+from benchmarks.bench_prefix import BLOCK_SIZE, SEED, VOCABULARY, Lines, random_prompts
 
 REQUESTS = 64
 PROMPT = 2_048
@@ -51,13 +54,44 @@ def kvpool_requests():
     return pool, new_prompts, serve
 
 
+def floor_requests():
+    """Return the same in C: blocks taken, tables and slots filled, cached tokens compared, new ones stored."""
+    floor = Floor(NUM_BLOCKS, rows=REQUESTS + 1, width=256, block_size=BLOCK_SIZE)
+    lines = Lines(NUM_BLOCKS)
+    prompts = random_prompts(np.random.default_rng(SEED), 1 + 2 * REQUESTS, SHARED)
+    system = prompts[0]
+    lines.store(0, system)()
+    equal = lines.equal(0, system)
+    stores = itertools.cycle([lines.store(k, prompts[k]) for k in range(1, len(prompts))])
+    rows = np.arange(1, REQUESTS + 1, dtype=np.int32)
+    lengths = np.full(REQUESTS + 1, SHARED)
+    lengths[0] = 0
+    prefills = [floor.steps(rows[i : i + 1], np.empty(SHARED, np.int32), SHARED, 1) for i in range(REQUESTS)]
+    decode = floor.steps(rows, np.empty(REQUESTS, np.int32), 1, STEPS)
+
+    def serve():
+        floor.set_lengths(lengths)
+        for prefill in prefills:
+            equal()
+            prefill()
+            next(stores)()
+        decode()
+        floor.close(REQUESTS)
+
+    return serve
+
+
 @pytest.mark.benchmark(group="request lifecycle")
-def bench_lifecycle(measure):
+@pytest.mark.parametrize("who", ["kvpool", "floor"])
+def bench_lifecycle(measure, who):
+    if who == "floor":
+        measure(floor_requests(), REQUESTS, row=ROW, who=who, rounds=ROUNDS)
+        return
     pool, new_prompts, serve = kvpool_requests()
     new_prompts()
     serve()
     before = pool.prefix.stats()
-    measure(serve, REQUESTS, row=ROW, who="kvpool", setup=new_prompts, rounds=ROUNDS)
+    measure(serve, REQUESTS, row=ROW, who=who, setup=new_prompts, rounds=ROUNDS)
     after = pool.prefix.stats()
     assert after.hit_tokens - before.hit_tokens == SHARED * (after.queries - before.queries)
     assert after.evicted > before.evicted

@@ -46,6 +46,12 @@ def test_arguments_for_pytest_leave_the_programs_out(monkeypatch):
     assert statuses(monkeypatch, ["--gates", "-k", "fork"], eviction=1) == ([], 0)
 
 
+def test_every_row_of_the_table_runs():
+    records = whole.run_benchmarks([])
+    rows = {record["row"] for record in records if "row" in record}
+    assert {row for row in whole.LIMITS if "scheduler" not in row} <= rows and len(records) > 60
+
+
 # ----------------------------------------------------------------------------------------------- pool_memory
 
 
