@@ -25,7 +25,7 @@ from type_reports import MARK, planted, reported
 import kvpool
 
 ROOT = Path(__file__).resolve().parents[2]
-WHEEL_BYTES_MAX = 2_150_000
+WHEEL_BYTES_MAX = 1_700_000
 NOT_SOURCES = shutil.ignore_patterns(
     "build", "dist", "*.egg-info", "__pycache__", "*.so", "*.html", "*.png", ".git", ".venv", ".*_cache",
     ".hypothesis", ".benchmarks",
