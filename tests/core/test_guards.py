@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 
 from kvpool.errors import ConcurrentUse, KVPoolError, PlanStateError, PoolClosed
+from kvpool.spec import KVSpec
 from kvpool.testing import ModelPlan, ModelPool
+from kvpool_backends import load_backend
 
 
 class Reenter:
@@ -416,9 +418,9 @@ def test_counts_changed_by_the_step_itself_do_not_matter(make_pool, make_plan):
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps], ids=["copy", "deepcopy", "pickle"])
 def test_pool_and_plan_cannot_be_copied(make_pool, make_plan, duplicate):
-    pool = make_pool()
+    pool = make_pool(prefix_cache=True)
     plan = make_plan(pool)
-    for thing in (pool, plan):
+    for thing in (pool, plan, pool.prefix, pool.blocks):
         with pytest.raises(TypeError):
             duplicate(thing)
     assert pool.stats().used == 0
@@ -565,11 +567,24 @@ def test_plan_of_a_closed_pool_still_shows_its_last_step(make_pool, make_plan):
 
 
 def test_repr_names_the_class_and_survives_shutdown(make_pool, make_plan):
-    pool = make_pool()
+    pool = make_pool(prefix_cache=True)
     plan = make_plan(pool)
-    assert "Pool" in repr(pool) and "Plan" in repr(plan)
-    pool.shutdown()
-    assert "Pool" in repr(pool) and "Plan" in repr(plan)
+    things = {"Pool": pool, "Plan": plan, "prefix": pool.prefix, "blocks": pool.blocks}
+    for _ in range(2):
+        assert all(name in repr(thing) for name, thing in things.items())
+        pool.shutdown()
+
+
+def test_backend_of_other_sizes_is_refused_by_a_plan(core):
+    pool = core.Pool(8, 4)
+    for num_blocks, block_size, named in ((8, 2, "block_size"), (9, 4, "num_blocks")):
+        backend = load_backend("numpy")(KVSpec(1, 1, 8, "float32", block_size=block_size), num_blocks)
+        with pytest.raises(ValueError, match=named):
+            core.Plan(pool, 2, backend=backend)
+    backend = load_backend("numpy")(KVSpec(1, 1, 8, "float32", block_size=4), 8)
+    plan = core.Plan(pool, 2, formats="positions", backend=backend)
+    pool.step(plan, [pool.open()])
+    assert plan.positions.tolist() == [0] and plan.block_tables.shape[0] == 1
 
 
 def test_check_passes_in_every_kind_of_state(make_pool, make_plan, grow):
