@@ -67,7 +67,7 @@ class Fields:
             raise ValueError(f"[config] {name} names {shortened(others)}, known are {', '.join(map(str, known))}")
         if count is not None and len(value) < count:
             raise ValueError(f"[config] {name} has {len(value)} items, the model {count} layers")
-        return list(value)[:count]  # what stands behind is of layers that predict further tokens
+        return list(value)[:count]  # the rest belongs to layers that predict further tokens
 
     def inner(self, name: str) -> Fields:
         """The fields of an object in a field."""
@@ -181,7 +181,7 @@ def every(heads: Number, dim: Number) -> Callable[[Fields], Layers]:
 
 
 def of_every_layer(kept: Callable[[Fields], tuple[Kept, ...]]) -> Callable[[Fields], Layers]:
-    """The same of every token in every layer, by a function that says what."""
+    """A reader for models whose layers all keep the same of every token: `kept(fields)`."""
 
     def read(f: Fields) -> Layers:
         if f.value("layer_types"):

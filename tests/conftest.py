@@ -85,29 +85,33 @@ def pytest_configure(config):
         host.SUPPORTED_VERSIONS = (mlx_lm.__version__,)
 
 
-#: Files that take longest, a whole file being one process's: begun last, one of them would be waited for alone.
-LONG_FILES = (
+#: pytest-xdist gives a whole file to one process. The slowest files begin first, so that none runs alone at the end.
+#: The marker `long` is something else, see below.
+BEGIN_FIRST = (
     *("packaging", "proof_mutants", "demo", "fuzz_machine", "metal_attention", "backend_conformance", "backend_mlx"),
     *("proof_coverage", "metal_backend", "backend_cpu", "fuzz_canary", "fuzz_prefix", "ranks", "mlx_lm_adapter"),
     *("mlx_native", "metal_bytes", "published_notebook_model", "metal_mutations", "mlx_fused", "cli_bench"),
 )
 
 
-#: What `make test` leaves to `make test-all`: folders and files, by the names of `tests/`. All Metal kernels run in an
-#: interpreter of theirs, the gates of the proof compile copies of the tree, and the rest start servers or whole demos.
-#: `KEPT_IN` stays all the same: files that plant many faults in little time.
+#: What `make test` leaves to `make test-all`: folders and files, by the names of `tests/`. Their tests get the marker
+#: `long`. Metal kernels run in an interpreter, the gates of the proof compile copies of the tree, and the rest start
+#: servers or whole demos. The files in `KEPT_IN` stay in `make test`: they plant many faults in little time.
 KEPT_IN = ("metal_mutations", "metal_packed_mutations", "metal_scores")
 LEFT_TO_TEST_ALL = (
     *("metal", "benchmarks", "proof_mutants", "proof_coverage", "proof_gates", "proof_failures"),
     *("demo", "demo_conversation", "packaging", "ranks", "server_admission", "server_soak", "server_death"),
-    *("backend_mlx", "mlx_native", "mlx_native_metal", "published_notebook_model", "capi_examples", "record"),
+    *("backend_mlx", "mlx_native", "mlx_native_metal", "published_notebook_model", "capi_examples"),
     "sizing_fields",
 )
 
 
 def pytest_collection_modifyitems(items):
-    """The long files first; ``--no-loadscope-reorder`` keeps it so, where xdist would begin with many tests."""
-    place = {f"test_{name}": number for number, name in enumerate(LONG_FILES)}
+    """The slowest files first, and the marker `long` for what `make test` leaves out.
+
+    ``--no-loadscope-reorder`` keeps the order: xdist would begin with the files that have many tests.
+    """
+    place = {f"test_{name}": number for number, name in enumerate(BEGIN_FIRST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
     for item in items:
         name = item.path.stem.removeprefix("test_")

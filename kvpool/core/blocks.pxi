@@ -1,4 +1,5 @@
-"""Blocks of one layer group: who holds them, which are free, which may be evicted, which still wait for a step.
+"""Blocks of one layer group: reference counts, the blank stack, the LRU order of eviction, and limbo, where freed
+blocks wait for pending steps. The structs are in blocks.pxd.
 
 C functions on a `Blocks` struct. They cannot fail: callers check first, then commit.
 """
@@ -86,7 +87,7 @@ cdef inline void give_up(Blocks* b, int32_t i) noexcept nogil:
 cdef void drop_oldest(Blocks* b, int32_t i) noexcept nogil:
     """Take block i, the oldest evictable one, off the LRU list and note that its content is gone."""
     give_up(b, i)
-    b.block[i].noted = 1        # it was not: a noted block cannot be committed
+    b.block[i].noted = 1        # it was 0: a committed block is never noted
     b.dropped[b.num_dropped] = i
     b.num_dropped += 1
 
@@ -239,7 +240,7 @@ cdef inline void touch(Blocks* b, int32_t i) noexcept nogil:
     if block.place != USED:
         chain_unlink(b, &b.lru if block.place == CACHED else &b.limbo, i)
         block.place = USED
-        b.fence[i] = 0          # it was written; what it said there is no step that it would wait for
+        b.fence[i] = 0          # of a cached block this was no step but the time it was cached
         b.num_used += 1
         if b.num_used > b.peak_used:
             b.peak_used = b.num_used
@@ -267,7 +268,7 @@ cdef void blocks_revive_many(Blocks* b, const int32_t* ids, int32_t n) noexcept 
 
 
 cdef void blocks_drop(Blocks* b, int32_t i) noexcept nogil:
-    """Clear an evictable block to blank; who indexed it knows."""
+    """Clear an evictable block to blank. The caller has removed it from the index."""
     chain_unlink(b, &b.lru, i)
     b.block[i].committed = PLAIN
     b.fence[i] = 0
@@ -326,12 +327,12 @@ cdef void blocks_take_blank(Blocks* b, int32_t i) noexcept nogil:
 
 
 cdef void blocks_release(Blocks* b, const int32_t* ids, int32_t n, bint oldest) noexcept nogil:
-    """Drop a raw reference of each block; of those that end, the first named is taken first from where it goes.
+    """Drop a raw reference of each block. Blocks that lose their last one are reused in the order they are named.
 
     oldest: committed ones go to the old end of the LRU list; no step may be pending then.
     """
     cdef int32_t k, i
-    for k in range(n - 1, -1, -1):              # on a stack, or at the old end, who comes last is first
+    for k in range(n - 1, -1, -1):              # on a stack, or at the old end, the last one put is the first one taken
         i = ids[k]
         if oldest or b.block[i].committed != CANONICAL:
             b.block[i].raw -= 1

@@ -1,8 +1,8 @@
 """The lock of a pool, and what a fork does to it.
 
-A thread that has to wait waits without the GIL, and never holds a lock while it waits for the GIL: it waits until the
-lock is free, takes the GIL, and tries again. So whoever holds the lock always gets to its end, as no Python code runs
-under it, and a fork can take the locks of all pools: the child finds each pool between two calls, and its lock free.
+A thread that waits releases the GIL, sleeps until the lock is free, gives the lock back, takes the GIL, and tries
+again. So nobody waits for the GIL with a lock in hand. No Python code runs under the lock, so its holder always gets
+to the end. A fork takes the locks of all pools: the child finds each pool between two calls, and every lock free.
 """
 
 cdef extern from *:

@@ -1,6 +1,6 @@
 """`Pool`: blocks, sequences and steps of one layer group, behind one call per step.
 
-A call reads its arguments, and calls C functions of the parts above, which know no Python.
+A call reads its arguments, and calls C functions of the parts that `_core.pyx` includes before this one.
 """
 
 cdef extern from *:
@@ -912,7 +912,7 @@ cdef class Pool:
         return h
 
     def check(self):
-        """Recompute every invariant and every counter. O(state), for tests and for the worst of nights.
+        """Recompute every invariant and every counter. O(state), for tests and for debugging.
 
         Raises
         ------

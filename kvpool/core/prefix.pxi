@@ -1,4 +1,4 @@
-"""Index of committed blocks by content: exact, and one overlapped cache line per block.
+"""Index of committed blocks by content: exact. A lookup costs about one cache miss per block, and they overlap.
 
 A node is (parent node, tokens of one block). Its uid is handed out once and never reused, so "same parent uid, same
 tokens" proves by induction that the whole prefix is the same, whatever the hash says: the chained hash, seeded per
@@ -237,7 +237,7 @@ cdef void index_tell(Index* ix, Blocks* b, int32_t id, const int32_t* tokens) no
 
 cdef inline uint64_t node_above(const Index* ix, const Blocks* b, const int32_t* table, int32_t at,
                                 uint64_t root) noexcept nogil:
-    """Parent of the node of table[at]; 0: none, as above it is a copy that `unshare` made, whatever it was before."""
+    """Parent of the node of table[at]; 0 if the block before it is not committed (a copy that `unshare` made)."""
     if at == 0:
         return root
     return ix.uid[table[at - 1]] if b.block[table[at - 1]].committed else 0
@@ -259,9 +259,11 @@ cdef bint adopt(Index* ix, Blocks* b, int32_t id, uint64_t parent) noexcept nogi
 
 
 cdef void hold_canonicals(Index* ix, Blocks* b, const int32_t* table, int32_t at, uint64_t root) noexcept nogil:
-    """A node is about to be inserted below table[at - 1]: duplicates right above it take a reference on their
-    canonical blocks, so that no parent is evicted under a live child. Where a canonical block is gone, the
-    duplicate takes its place, and those behind it follow; without a parent, they stand for nothing any more.
+    """Prepare to insert a node below table[at - 1].
+
+    Duplicates right above it take a reference on their canonical blocks, so that no parent is evicted under a live
+    child. If a canonical block is gone, the duplicate is indexed in its place, and so are the duplicates after it. If
+    the parent is gone too, they stop being duplicates of anything.
     """
     cdef int32_t first = at, id
     cdef uint64_t parent

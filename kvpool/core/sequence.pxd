@@ -28,7 +28,7 @@ cdef struct Seq:                # what a step reads and moves: 64 bytes, one cac
 cdef struct SeqLife:            # the rest
     int64_t fork_step           # pending step whose work this sequence inherited by a fork, 0: none
     int64_t evicted             # tokens that left by eviction: position = place in the table + evicted
-    int64_t point               # length its user counts when tokens left last; truncate stops there
+    int64_t point               # num_tokens at the last eviction; truncate cannot go below it
     uint32_t generation
     uint8_t life
 

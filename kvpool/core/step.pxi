@@ -90,7 +90,7 @@ cdef int check_writes(Step* p, const Seqs* s, Blocks* b, Event* event, int32_t s
 
 cdef int check_row(Step* p, const Seqs* s, Blocks* b, Event* event, Py_ssize_t i, int32_t slot, int64_t new,
                    const Limits* limits, Verdict* v) noexcept nogil:
-    """A row that may do more than put one token into its tail: what will happen to it stands in its event."""
+    """Judge a row that may do more than put one token into its tail. Its event records what will happen to it."""
     cdef const Seq* q = &s.seq[slot]
     event.row = <int32_t>i
     event.q_len = event.appended = event.replaced = 0
@@ -109,7 +109,7 @@ cdef int check_row(Step* p, const Seqs* s, Blocks* b, Event* event, Py_ssize_t i
 
 cdef Py_ssize_t check_simple(const Seqs* s, const Blocks* b, const int64_t* handle, Py_ssize_t first, Py_ssize_t end,
                              const Limits* limits) noexcept nogil:
-    """First row from `first` on that does not merely put one token into a tail that is its own; marks those before.
+    """Return the first row from `first` on that needs more than one token in its own tail. Mark the rows before it.
 
     This loop and commit_simple are the whole cost of a steady decode step: everything they read is in locals.
     """
@@ -152,10 +152,10 @@ cdef int step_check(Step* p, Seqs* s, Blocks* b, const Ints* handles, const Ints
                     bint advance, bint partial, Verdict* v) noexcept nogil:
     """Judge a batch and note what it will do. Unless it returns OK the caller must `step_undo_check`.
 
-    The rows before `simple` and not before i put one token into a tail of their own; how many more may, before the
-    batch has more tokens than `limits` allow, is `room`.
+    Rows i .. simple - 1 take the fast path: one token into a tail that only they use. `room` is how many more rows
+    may do so within the limit of tokens.
     """
-    cdef Py_ssize_t i = 0, simple, room, ones = 0       # rows before `ones` and not before i have one new token
+    cdef Py_ssize_t i = 0, simple, room, ones = 0       # rows i .. ones - 1 have one new token each
     cdef Py_ssize_t short_row = -1
     cdef const int64_t* handle = <const int64_t*>handles.data
     cdef int64_t new, need, asked = 0, unserved = 0, available = blocks_available(b)
@@ -269,8 +269,8 @@ cdef void commit_blocks(Step* p, Seqs* s, Blocks* b, const Event* event, int32_t
                         int64_t step_id) noexcept nogil:
     """Take the blocks of one row: replacements by ascending index, then the new ones at the end.
 
-    Only a replacement can be the block of a token that is done already, while the step that takes it is pending: it
-    remembers the step (its fence), so that nobody takes its content for written.
+    A replacement holds older tokens, and its copy is made when the pending step runs. Its fence is that step, so that
+    nobody reads or commits it before.
     """
     cdef Seq* q = &s.seq[slot]
     cdef int32_t* table = seq_table(s, slot)

@@ -114,9 +114,9 @@ cdef int pool_done(State* pool, Plan plan, void** passed, int32_t room, int32_t*
 
 
 cdef void keep_known(State* pool, const Step* p) noexcept nogil:
-    """The same before a rollback puts the sources of its copies back: what was told of the copies is known of them.
+    """Before a rollback: give the source of each copy the tokens that were committed for the copy.
 
-    A source that is committed has its own tokens.
+    A source that is committed itself has its own tokens.
     """
     cdef int64_t bs = pool.blocks.block_size
     cdef const Replaced* entry

@@ -29,7 +29,7 @@ cdef struct WireRow:            # what a row of the arrays holds
     uint32_t epoch
     int32_t written             # entries of the block_tables row that may be other than pad
     int32_t csr_blocks          # entries of the row in indices, -1: unknown
-    uint8_t carried             # new, rolled back or rebound: dirty in the next step that shows the row
+    uint8_t carried             # the consumer cannot trust its copy of the row (new, rolled back, rebound): dirty
 
 
 cdef struct Wire:

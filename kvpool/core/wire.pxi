@@ -1,7 +1,7 @@
 """What a plan hands to a backend: one step in every wire format that was asked for.
 
-A row of a table is rewritten only when it holds something else than before: another sequence, another epoch of
-the same one, or fewer blocks than the sequence has now. That makes a steady decode step O(rows), not O(blocks).
+A table row is rewritten when it shows another sequence, or when entries of its sequence changed (a new epoch). When
+the sequence has gained blocks, only these are written. So a steady decode step is O(rows), not O(blocks).
 """
 
 
@@ -26,7 +26,7 @@ cdef void wire_free(Wire* w) noexcept nogil:
 
 
 cdef void wire_forget(Wire* w, int32_t rows, bint tables, bint kv_slots) noexcept nogil:
-    """Carry rows into the next dirty_rows; tables, kv_slots: these arrays hold what others wrote."""
+    """Make rows dirty in the next step. `tables`, `kv_slots`: that array was rebound, so it may hold anything."""
     cdef int32_t i
     for i in range(rows):
         w.seen[i] = 0

@@ -32,7 +32,7 @@ def make_room(core: Core, probe: object) -> DecodeBatch:
     pool, batch = core.pool, core.batch()
     while not batch.has_room(pool):
         running = core.rows.running()
-        victim = choose(core, running, probe)
+        victim = choose_victim(core, running, probe)
         unit = 1 if victim.group.beam is None else len(victim.group.beam.live)
         if unit == len(running):
             core.setbacks += 1
@@ -53,7 +53,7 @@ def make_room(core: Core, probe: object) -> DecodeBatch:
     return batch
 
 
-def choose(core: Core, running: np.ndarray, probe: object) -> Sequence:
+def choose_victim(core: Core, running: np.ndarray, probe: object) -> Sequence:
     """Return the sequence to preempt by the policy, of the running lanes in order of admission."""
     rows = core.rows
     if core.policy == "longest":

@@ -1,8 +1,8 @@
-"""Pools with one planted bug each, that the fuzzer has to find: what bites other allocators, done to this one.
+"""Pools with one planted bug each, which the fuzzer must find: `FAULTS` names them, `broken(name)` makes one.
 
-Each bug is put in around a call of a sound `kvpool.Pool`, by changing its memory before or after; the pool itself
-carries none of it. The catalogue of what really happened elsewhere is long; a bug is here if a judge of its own finds
-it: content, references, lists, refusals, arrays.
+Each bug is put in around a call of a sound `kvpool.Pool`, by changing its memory before or after the call. The pool
+itself has none of them. They are bugs of other allocators. A bug is here if one of the fuzzer's judges can find it:
+content, references, lists, refusals, arrays.
 """
 from libc.stdint cimport int32_t, int64_t
 

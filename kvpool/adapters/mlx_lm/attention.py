@@ -459,7 +459,7 @@ def _site(caller: Caller) -> Site:
 
 
 def digest(function: Any) -> str:
-    """Of the source text; "" when there is none."""
+    """The first 16 hex digits of the SHA-256 of a function's source; "" without source."""
     try:
         return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
     except (OSError, TypeError):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.adapters.mlx_lm.hook import Hook
+from kvpool.adapters.mlx_lm.cache_hook import Hook
 from kvpool.adapters.mlx_lm.passes import Passes
 from kvpool.eviction import Evictor, Policy, check_backend
 

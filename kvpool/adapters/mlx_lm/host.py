@@ -17,8 +17,8 @@ import kvpool
 from kvpool.adapters.mlx_lm.arrays import Converted
 from kvpool.adapters.mlx_lm.attention import Caller, Site, find_sites
 from kvpool.adapters.mlx_lm.cache import Batch, PagedKVCache
+from kvpool.adapters.mlx_lm.cache_hook import Hook
 from kvpool.adapters.mlx_lm.eviction import check_policy
-from kvpool.adapters.mlx_lm.hook import Hook
 from kvpool.adapters.mlx_lm.passes import NOT_OPENED, Known, Passes
 from kvpool.adapters.mlx_lm.shapes import inspect_model, require_bits, with_bits
 from kvpool.errors import StaleHandle

@@ -26,8 +26,8 @@ from typing import Any
 from mlx_lm import server
 from mlx_lm.generate import BatchGenerator
 
+from kvpool.adapters.mlx_lm.cache_hook import Hook
 from kvpool.adapters.mlx_lm.eviction import blocks_at_most
-from kvpool.adapters.mlx_lm.hook import Hook
 from kvpool.adapters.mlx_lm.host import PagedKV, install, require_tested_version
 from kvpool.adapters.mlx_lm.loading import blocks_in
 from kvpool.adapters.mlx_lm.prefix import PagedPromptCache

@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from kvpool.adapters.mlx_lm.attention import Caller, watch
-from kvpool.adapters.mlx_lm.hook import Hook
+from kvpool.adapters.mlx_lm.cache_hook import Hook
 from kvpool.config import KVSpec
 
 

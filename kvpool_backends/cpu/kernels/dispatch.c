@@ -8,6 +8,7 @@ extern const kv_isa kv_isa_avx2, kv_isa_avx512;
 extern const kv_isa kv_isa_neon;
 #endif
 
+/* Slowest first: the last one that this machine supports is the default. */
 static const kv_isa *const compiled[] = {
     &kv_isa_portable,
 #if defined(__x86_64__)
