@@ -158,7 +158,7 @@ def _family(whole: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
     fields = {name: whole[name] for name in ("dtype", "torch_dtype") if whole.get(name) is not None}
     if inner.get("dtype") or inner.get("torch_dtype"):
         fields = {}
-    return family, fields | dict(inner)
+    return family, dict(inner) | fields
 
 
 def _known(fields: Mapping[str, Any]) -> Family:

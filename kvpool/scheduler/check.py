@@ -17,7 +17,7 @@ def check(core: Core, out: Step | None) -> None:
     """Raise `CorruptState` for the first invariant that does not hold. `out` is the step that is out."""
     sequences = live_sequences(core)
     check_states(core, sequences)
-    check_slots(core, sequences)
+    check_lanes(core, sequences)
     require(out is not None or not core.dead, f"lanes {core.dead} are kept for a step that is in")
     new = {} if out is None else dict(zip(out.handles.tolist(), out.num_new.tolist(), strict=True))
     blocks: set[int] = set()
@@ -70,7 +70,7 @@ def check_states(core: Core, sequences: list[Sequence]) -> None:
     require(set(core.spilled) == {s for s in sequences if s.state == SPILLED}, "spilled is not who is spilled")
 
 
-def check_slots(core: Core, sequences: list[Sequence]) -> None:
+def check_lanes(core: Core, sequences: list[Sequence]) -> None:
     """Check that each lane is free, dead, spare in a beam, or of one sequence, and that handles are distinct."""
     rows = core.rows
     used = [sequence.lane for sequence in sequences if sequence.lane >= 0]

@@ -336,7 +336,7 @@ class Scheduler:
         if stats.sequences == self._core.pool.options.max_seqs:
             raise OutOfSequences(f"[schedule] nothing runs, and all {stats.sequences} sequences of the pool are open")
         raise OutOfBlocks(
-            f"[schedule] nothing runs and the first in line finds no room: {stats.blank} blocks blank, "
+            f"[schedule] nothing runs and the first in line finds no room: {stats.blank} blocks are blank, "
             f"{stats.evictable} evictable, {stats.limbo} in limbo, {stats.sequences} sequences open; "
             f"others of the pool hold the rest",
             blank=stats.blank,

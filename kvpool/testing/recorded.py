@@ -7,12 +7,13 @@ it. A handle stands there without the tag of its pool, a plan as a number, bytes
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import operator
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -20,6 +21,7 @@ from typing import Any, Self
 import kvpool
 from kvpool._core import BlockAPI, Plan, Pool, PrefixCache
 from kvpool.errors import KVPoolError
+from kvpool.stats import PoolOptions
 
 CALLS = {  # every call that may change a pool -> its arguments in order; what is made again has no padding and no `out`
     "open": "tokens namespace", "fork": "handle n", "truncate": "handles lens", "close": "handles",
@@ -76,7 +78,10 @@ def _noted(name: str, base: type) -> Callable[..., Any]:
     @functools.wraps(call)
     def method(self: Any, *args: Any, **options: Any) -> Any:
         pool: RecordedPool = self if base is Pool else self.pool
-        with pool._turn:
+        if name == "defer_close" and pool._inside:  # of a finalizer, while a call of this thread is being noted
+            pool._deferred.append(args[0] if args else options["handle"])
+            return None
+        with pool._turn, pool._noting():
             try:  # the arguments as they are now: a step may write into the arrays that it was given
                 arguments = pool._plain(name, args, options)
             except Exception:
@@ -99,11 +104,14 @@ class RecordedPool(Pool):
     *args, **options
         As `kvpool.Pool` takes them.
     keep : int, default 1,000,000
-        Calls that are kept. After more, the oldest are lost, and the record cannot be made again.
+        Calls that are kept, with all tokens they were given. After more, the oldest are lost, and the record cannot be
+        made again.
 
     Notes
     -----
-    Calls are made one at a time, in the order in which they are noted, whichever threads make them.
+    Calls are made one at a time, in the order in which they are noted, whichever threads make them. A `defer_close`
+    of a finalizer that runs during another call of the same thread comes after that call. Other calls must not be made
+    from finalizers and signal handlers, and a child of `os.fork` must not use the pool.
 
     Examples
     --------
@@ -119,12 +127,15 @@ class RecordedPool(Pool):
     _tag: int  # of the pool's handles, shifted; -1 before the first
     _plans: dict[int, int]  # id -> number; a plan with the id of a dead one has its number
     _turn: threading.RLock
+    _inside: bool  # a call is being made and noted
+    _deferred: list[int]  # handles to close after it
 
     def __new__(cls, *args: Any, keep: int = 1_000_000, **options: Any) -> Self:
         """Make the pool, with an empty record."""
         pool = super().__new__(cls, *args, **options)
         pool.calls = deque(maxlen=keep)
         pool._total, pool._tag, pool._plans, pool._turn = 0, -1, {}, threading.RLock()
+        pool._inside, pool._deferred = False, []
         return pool
 
     @property
@@ -168,6 +179,17 @@ class RecordedPool(Pool):
             return [self._untagged(handle) for handle in handles]
         return handles & (1 << TAG_SHIFT) - 1 if handles >> TAG_SHIFT == self._tag else -1
 
+    @contextlib.contextmanager
+    def _noting(self) -> Iterator[None]:
+        """A call is made and noted; then what finalizers asked for meanwhile."""
+        outer, self._inside = self._inside, True
+        try:
+            yield
+        finally:
+            self._inside = outer
+        while self._deferred and not outer:
+            self.defer_close(self._deferred.pop(0))
+
     def _note(self, name: str, arguments: dict[str, Any], result: Any) -> None:
         made = made_by(name, result, arguments.get("n"))
         if made and not name.startswith("blocks."):
@@ -207,13 +229,15 @@ def load(path: str | Path) -> Calls:
     try:
         first, *lines = Path(path).read_text().splitlines()
         header = json.loads(first)
-        expected, _, _ = int(header["calls"]), int(header["lost"]), dict(header["pool"])
+        expected, _, _ = int(header["calls"]), int(header["lost"]), str(header["kvpool"])
+        if unknown := sorted(header["pool"].keys() - set(PoolOptions._fields)):
+            raise ValueError(f"this version knows no pool with {unknown}")
         for line in lines:
             call = Call(*json.loads(line))
             if not isinstance(call.digest, int | None) or not call.arguments.keys() <= set(CALLS[call.name].split()):
                 raise ValueError(f"{call} is no call of a pool")
             calls.append(call)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         where = "its header" if header is None else f"line {len(calls) + 2}"
         raise RecordError(f"{name}: {where} cannot be read ({error!r})") from None
     if len(calls) != expected:

@@ -34,7 +34,10 @@ class Player:
     """Makes recorded calls on a new pool: handles, blocks and plans of the record become those that stand for them."""
 
     def __init__(self, options: dict[str, Any], pool_type: Callable[..., Any], check_every: int) -> None:
-        self.pool = pool_type(**options)
+        try:
+            self.pool = pool_type(**options)
+        except (TypeError, ValueError) as error:
+            raise RecordError(f"the record names a pool that cannot be made: {error}") from None
         self.check_every = check_every
         self.handles: dict[int, int] = {}  # handle in the record -> handle here
         self.blocks: dict[int, int] = {}  # block in the record -> block here

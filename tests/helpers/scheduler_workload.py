@@ -214,7 +214,7 @@ class Guest:
         if self.rng.random() < 0.05:
             self.pool.blocks.evict(int(self.rng.integers(1, 4)))
         stats = self.pool.stats()
-        there = (stats.free) // 2
+        there = stats.free // 2
         if self.rng.random() < 0.3:
             self.leave()
         elif self.rng.random() < 0.3 and there > 1:

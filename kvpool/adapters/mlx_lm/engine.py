@@ -318,13 +318,13 @@ class Engine:
             raise RuntimeError("[step] a listener cannot run the engine that it listens to")
         step = self.scheduler.schedule()
         if step is not None:
-            requests = step.requests
             try:
+                requests = step.requests
+                indices, is_sample = step.sample_index.tolist(), (step.beam_width == 0).tolist()
                 tokens, logprobs, beams = self._run(step, requests)
             except BaseException:
                 self.scheduler.fail(step)
                 raise
-            indices, is_sample = step.sample_index.tolist(), (step.beam_width == 0).tolist()
             try:
                 outputs = self.scheduler.update(step, tokens, logprobs, beams)
             except ValueError:  # the model has given NaN to a beam; nothing has changed, the step is still out
