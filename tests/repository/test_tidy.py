@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import LONG_FILES
+from conftest import BEGIN_FIRST
 
 from proof.mutation.source import uncommented
 
@@ -265,4 +265,4 @@ def test_cython_functions_are_measured():
 
 def test_long_files_are_there():
     """What conftest.py has begin first, by name: a file that was renamed would begin last."""
-    assert [name for name in LONG_FILES if not [*(ROOT / "tests").rglob(f"test_{name}.py")]] == []
+    assert [name for name in BEGIN_FIRST if not [*(ROOT / "tests").rglob(f"test_{name}.py")]] == []
