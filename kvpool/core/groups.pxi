@@ -680,8 +680,8 @@ cdef bint check_holes(const LayerGroup* g, int32_t slot, const Seq* q, char* fin
     elif g.kind == CHUNK_LAYERS:
         least = q.kv_len // g.reach * g.reach
     if g.gone[slot] and not (g.kept < g.gone[slot] and g.gone[slot] * g.block_size <= least):
-        return snprintf(finding, FINDING, b"sequence in slot %d of %lld tokens let go of %d entries, it reads from %lld on",
-                        slot, <long long>q.kv_len, g.gone[slot], <long long>least) > 0
+        return snprintf(finding, FINDING, b"sequence in slot %d let go of entries up to %d, it reads from %lld on", slot,
+                        g.gone[slot], <long long>least) > 0
     return False
 
 
@@ -767,8 +767,8 @@ cdef bint groups_check(const Groups* gs, const Pending* pending, int32_t* seen, 
             if g.arena == a and count_holds(b, &g.pending, seen, seen + room, &made, finding):
                 return True
             if g.pending.size != pending.size:
-                return snprintf(finding, FINDING, b"%d steps are pending in group %d, %d in the pool", g.pending.size, k,
-                                pending.size) > 0
+                return snprintf(finding, FINDING, b"%d steps are pending in group %d, %d in the pool",
+                                g.pending.size, k, pending.size) > 0
         if compare_holds(b, seen, seen + room, made, finding):
             return True
         memset(seen, 0, 2 * <size_t>room * sizeof(int32_t))
