@@ -680,8 +680,8 @@ cdef bint check_holes(const LayerGroup* g, int32_t slot, const Seq* q, char* fin
     elif g.kind == CHUNK_LAYERS:
         least = q.kv_len // g.reach * g.reach
     if g.gone[slot] and not (g.kept < g.gone[slot] and g.gone[slot] * g.block_size <= least):
-        return snprintf(finding, FINDING, b"sequence in slot %d let go of entries up to %d, it reads from %lld on", slot,
-                        g.gone[slot], <long long>least) > 0
+        return snprintf(finding, FINDING, b"sequence in slot %d let go of entries up to %d, it reads from %lld on",
+                        slot, g.gone[slot], <long long>least) > 0
     return False
 
 

@@ -1,4 +1,4 @@
-"""`Pool`: blocks, sequences and steps of one layer group, behind one call per step.
+"""`Pool`: blocks, sequences and steps, of one table for all layers or of layer groups, behind one call per step.
 
 A call reads its arguments, and calls C functions of the parts above, which know no Python.
 """
@@ -66,7 +66,7 @@ cdef enum:
     FEW_PLANS = 16              # that pass at once without memory for their list
 
 cdef class Pool:
-    """Blocks, sequences and steps of one layer group. Integers only: the pool never sees a tensor.
+    """Blocks, sequences and steps, for all layers or by layer groups. Integers only: the pool never sees a tensor.
 
     Parameters
     ----------
@@ -351,6 +351,8 @@ cdef class Pool:
             More tokens than a sequence may have. State unchanged.
         OutOfSequences
             `max_seqs` sequences are open. State unchanged.
+        ValueError
+            A prompt, in a pool with layer groups: they have no prefix cache. State unchanged.
 
         Notes
         -----
@@ -414,8 +416,8 @@ cdef class Pool:
         PlanStateError
             A sequence is a row of a pending plan. State unchanged.
         ValueError
-            A length is negative or above the current one, or below the length at which tokens were evicted last;
-            the shapes differ. State unchanged.
+            A length is negative or above the current one, or below the length at which tokens were evicted last; a
+            layer group has let go of what a query there reads; the shapes differ. State unchanged.
         """
         self.shorten(handles, lens, False, None, "truncate")
 
