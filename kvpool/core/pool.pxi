@@ -203,11 +203,12 @@ cdef class Pool:
             g.blocks = gs.arena[g.arena]
             g.columns = group.columns
             g.block_size = group.block_size or gs.block_size
-            g.scale = <int32_t>(g.block_size // gs.block_size)
+            g.shift = (<object>g.block_size).bit_length() - 1 if g.block_size & (g.block_size - 1) == 0 else -1
+            g.scale = (<object>(g.block_size // gs.block_size)).bit_length() - 1
             g.reach = group.size
             g.kept = <int32_t>((<int64_t>group.keep + g.block_size - 1) // g.block_size)
             g.hole = 0 if self.state.blocks.reserved else NO_BLOCK
-            width = 1 if g.kind == STATE_LAYERS else (blocks_for(gs, tokens) + g.scale - 1) // g.scale * group.columns
+            width = 1 if g.kind == STATE_LAYERS else entries_of(g, 0, blocks_for(gs, tokens)) * group.columns
             if width > INT32_MAX or blocks_for(gs, tokens) > INT32_MAX:
                 raise ValueError(f"[Pool] a sequence may have {width} block ids in group {k}, the limit is {INT32_MAX}")
             g.width = width

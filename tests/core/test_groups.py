@@ -605,6 +605,13 @@ def test_calls_that_know_no_groups(full_and_window, call):
         BlockAPI(full_and_window.pool)
 
 
+def test_pools_with_groups_are_not_recorded():
+    from kvpool.testing import RecordedPool
+
+    with pytest.raises(ValueError, match="layer groups"):
+        RecordedPool(16, 4, groups=[Group.full()])
+
+
 @pytest.mark.parametrize("make", [
     lambda: {"groups": []},
     lambda: {"groups": [Group.full()] * 9},
