@@ -1,0 +1,100 @@
+"""Layer groups of a pool: layers of one kind and one shape. docs/groups.md is the contract."""
+
+from dataclasses import dataclass
+from operator import index
+from typing import Self
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Layers of one kind and one shape, which share a table; made by `full`, `window`, `chunk` and `state`.
+
+    Parameters
+    ----------
+    kind : str
+        ``"full"``, ``"window"``, ``"chunk"`` or ``"state"``.
+    size : int
+        Tokens of the window or of the chunk; state slots; 0 for full attention.
+    keep : int
+        Leading tokens that a window keeps.
+    block_size : int, optional
+        Tokens of a block; default the pool's. The pool's times 1, 2 or 4.
+    columns : int
+        Block ids per block of tokens.
+    arena : int
+        Where the blocks come from.
+    num_blocks : int, optional
+        Blocks of that arena, for arenas after the first; the first group in one says it.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is no integer, or out of range.
+    """
+
+    kind: str
+    size: int = 0
+    keep: int = 0
+    block_size: int | None = None
+    columns: int = 1
+    arena: int = 0
+    num_blocks: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("full", "window", "chunk", "state"):
+            raise ValueError(f"[Group] kind is {self.kind!r}, it must be full, window, chunk or state")
+        lows = {"size": int(self.kind != "full"), "keep": 0, "block_size": 1, "columns": 1, "arena": 0, "num_blocks": 1}
+        for name, low in lows.items():
+            value = getattr(self, name)
+            if value is None and name in ("block_size", "num_blocks"):
+                continue
+            if isinstance(value, bool):
+                raise TypeError(f"[Group] {name} must be an int, not a bool ({value})")
+            try:
+                number = index(value)
+            except TypeError:
+                raise TypeError(f"[Group] {name} must be an int, not {type(value).__name__}") from None
+            if not low <= number < 1 << 31:
+                raise ValueError(f"[Group] {name} is out of range ({number}), it must be in {low} .. {2**31 - 1}")
+            object.__setattr__(self, name, number)
+        if self.keep and not (self.kind == "window" and self.keep < self.size):
+            raise ValueError(f"[Group] keep is {self.keep}, it must be below the window of {self.size} tokens")
+
+    @classmethod
+    def full(
+        cls, *, block_size: int | None = None, columns: int = 1, arena: int = 0, num_blocks: int | None = None
+    ) -> Self:
+        """Layers that read every token."""
+        return cls("full", 0, 0, block_size, columns, arena, num_blocks)
+
+    @classmethod
+    def window(
+        cls,
+        window: int,
+        *,
+        keep: int = 0,
+        block_size: int | None = None,
+        columns: int = 1,
+        arena: int = 0,
+        num_blocks: int | None = None,
+    ) -> Self:
+        """Layers that read the last `window` tokens, and the first `keep` ones."""
+        return cls("window", window, keep, block_size, columns, arena, num_blocks)
+
+    @classmethod
+    def chunk(
+        cls,
+        chunk: int,
+        *,
+        block_size: int | None = None,
+        columns: int = 1,
+        arena: int = 0,
+        num_blocks: int | None = None,
+    ) -> Self:
+        """Layers that read from the last multiple of `chunk` on."""
+        return cls("chunk", chunk, 0, block_size, columns, arena, num_blocks)
+
+    @classmethod
+    def state(cls, slots: int) -> Self:
+        """Layers with one state per sequence; `slots`: working states of all rows."""
+        return cls("state", slots)
