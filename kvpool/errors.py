@@ -25,6 +25,8 @@ class OutOfBlocks(KVPoolError, MemoryError):
         Handle of that row, -1 when the call has no rows.
     blank, evictable, limbo : int
         Blank blocks, cached blocks that may be evicted, freed blocks that a pending step may still use.
+    arena : int
+        The arena that is short; 0 in pools without groups.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class OutOfBlocks(KVPoolError, MemoryError):
         blank: int = 0,
         evictable: int = 0,
         limbo: int = 0,
+        arena: int = 0,
     ) -> None:
         super().__init__(message)
         self.needed = needed
@@ -47,6 +50,7 @@ class OutOfBlocks(KVPoolError, MemoryError):
         self.blank = blank
         self.evictable = evictable
         self.limbo = limbo
+        self.arena = arena
 
 
 class OutOfSequences(KVPoolError, MemoryError):

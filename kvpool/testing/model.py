@@ -37,7 +37,20 @@ class ModelPool(PrefixModel):
     """A pool of KV blocks in plain Python; same constructor, methods and errors as `kvpool.Pool`.
 
     See `kvpool.testing.model_blocks.BlockModel` and `kvpool.testing.model_prefix.PrefixModel` for the parameters.
+    With `groups` it is a `kvpool.testing.model_groups.GroupPool`.
     """
+
+    def __new__(cls, *sizes: Any, groups: Any = None, **options: Any) -> Self:
+        """Choose the class by `groups`."""
+        if groups is None or cls is not ModelPool:
+            return super().__new__(cls)
+        from kvpool.testing.model_groups import GroupPool  # which builds on this module
+
+        return super().__new__(GroupPool)  # type: ignore[return-value]
+
+    def __init__(self, *sizes: Any, groups: None = None, lookahead: int = 0, **options: Any) -> None:
+        args.integer("Pool", "lookahead", lookahead, 0)
+        super().__init__(*sizes, **options)
 
     # ---- what a step needs --------------------------------------------------------------------------------
 
@@ -266,13 +279,16 @@ class ModelPool(PrefixModel):
                 raise PlanStateError(f"[rollback] a fork of a row made after the step is open ({seq.handle})")
         self._pending.pop()
         plan._pending = False
-        for block in self._held_back & {dst for _, dst, _ in step.copies}:  # it will never hold what its row said
+        for block in self._held_back & {dst for *_, dst, _ in step.copies}:  # it will never hold what its row said
             self._blank_committed(block)
-        for row in reversed(step.rows):
-            self._undo(row)
+        self._undo_all(step)
         plan._carry(len(step.rows))
         self._drain_limbo()
         self._chain("rollback", step.id)
+
+    def _undo_all(self, step: Step) -> None:
+        for row in reversed(step.rows):
+            self._undo(row)
 
     def _undo(self, row: Row) -> None:
         seq = self._find(row.handle)

@@ -7,7 +7,7 @@ that the contract names (handle, epoch, blocks written), and they decide `dirty_
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -79,6 +79,14 @@ class ModelPlan:
     out : dict of arrays, optional
         Arrays to fill instead of owned ones, checked as in `bind`.
     """
+
+    def __new__(cls, pool: Any, *sizes: Any, **options: Any) -> Self:
+        """Choose the class by the pool."""
+        if cls is not ModelPlan or getattr(getattr(pool, "options", None), "groups", None) is None:
+            return super().__new__(cls)
+        from kvpool.testing.model_groups import GroupPlan  # which builds on this module
+
+        return super().__new__(GroupPlan)  # type: ignore[return-value]
 
     def __init__(
         self,
