@@ -1,88 +1,100 @@
-"""`Group`: layers of one kind and one shape, whose KV a pool holds in tables of their own."""
+"""Layer groups of a pool: layers of one kind and one shape. docs/groups.md is the contract."""
 
-from __future__ import annotations
-
-import operator
 from dataclasses import dataclass
-from typing import Any, Self
-
-MAX_ARENAS = 8
-
-
-def _int(name: str, value: Any, low: int, high: int = 2**31 - 1) -> int:
-    if isinstance(value, bool):
-        raise TypeError(f"[Group] {name} is a bool ({value}), an int is needed")
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"[Group] {name} is a {type(value).__name__} ({value!r}), an int is needed") from None
-    if not low <= number <= high:
-        raise ValueError(f"[Group] {name} is {number}, it must be in {low} .. {high}")
-    return number
+from operator import index
+from typing import Self
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Fields:
-    kind: str
-    window: int  #: positions that a query reads, its own included
-    keep: int  #: first positions that every query reads too
-    chunk: int  #: a query reads from the last multiple of it on
-    slots: int  #: state slots
-    block_size: int | None  #: tokens of a block; None: the pool's
-    columns: int  #: block ids per block of tokens
-    arena: int  #: the set of blocks that the group takes from
-    num_blocks: int | None  #: blocks of that arena, which the first group in it says
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Layers of one kind and one shape, which share a table; made by `full`, `window`, `chunk` and `state`.
 
-    def __post_init__(self) -> None:
-        sizes = {"window": self.window, "chunk": self.chunk, "state": self.slots}
-        if self.kind not in ("full", *sizes):
-            raise ValueError(f"[Group] kind is {self.kind!r}, one of full, window, chunk, state is needed")
-        if self.kind in sizes:
-            _int("slots" if self.kind == "state" else self.kind, sizes[self.kind], 1)
-        _int("keep", self.keep, 0, max(self.window - 1, 0))
-        _int("columns", self.columns, 1)
-        _int("arena", self.arena, 0, MAX_ARENAS - 1)
-        if self.block_size is not None:
-            _int("block_size", self.block_size, 1)
-        if self.num_blocks is not None:
-            if self.arena == 0:
-                raise ValueError(f"[Group] num_blocks is {self.num_blocks}, but arena 0 has the pool's")
-            _int("num_blocks", self.num_blocks, 1)
+    Parameters
+    ----------
+    kind : str
+        ``"full"``, ``"window"``, ``"chunk"`` or ``"state"``.
+    size : int
+        Tokens of the window or of the chunk; state slots; 0 for full attention.
+    keep : int
+        Leading tokens that a window keeps.
+    block_size : int, optional
+        Tokens of a block; default the pool's. The pool's times 1, 2 or 4.
+    columns : int
+        Block ids per block of tokens.
+    arena : int
+        Where the blocks come from.
+    num_blocks : int, optional
+        Blocks of that arena, for arenas after the first; the first group in one says it.
 
-class Group(_Fields):
-    """Layers of one kind and one shape; made by `full`, `window`, `chunk` or `state`.
-
-    Examples
-    --------
-    >>> Group.window(1024, keep=4).keep
-    4
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is no integer, or out of range.
     """
 
-    def __init__(
-        self, kind: str, *, window: Any = 0, keep: Any = 0, chunk: Any = 0, slots: Any = 0, block_size: Any = None,
-        columns: Any = 1, arena: Any = 0, num_blocks: Any = None,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            kind=kind, window=window, keep=keep, chunk=chunk, slots=slots, block_size=block_size, columns=columns,
-            arena=arena, num_blocks=num_blocks,
-        )  # fmt: skip
+    kind: str
+    size: int = 0
+    keep: int = 0
+    block_size: int | None = None
+    columns: int = 1
+    arena: int = 0
+    num_blocks: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("full", "window", "chunk", "state"):
+            raise ValueError(f"[Group] kind is {self.kind!r}, it must be full, window, chunk or state")
+        for name, low in (("size", self.kind != "full"), ("keep", 0), ("block_size", 1), ("columns", 1), ("arena", 0),
+                          ("num_blocks", 1)):  # fmt: skip
+            value = getattr(self, name)
+            if value is None and name in ("block_size", "num_blocks"):
+                continue
+            if isinstance(value, bool):
+                raise TypeError(f"[Group] {name} must be an int, not a bool ({value})")
+            try:
+                number = index(value)
+            except TypeError:
+                raise TypeError(f"[Group] {name} must be an int, not {type(value).__name__}") from None
+            if not low <= number < 1 << 31:
+                raise ValueError(f"[Group] {name} is out of range ({number}), it must be in {int(low)} .. {2**31 - 1}")
+            object.__setattr__(self, name, number)
+        if self.keep and not (self.kind == "window" and self.keep < self.size):
+            raise ValueError(f"[Group] keep is {self.keep}, it must be below the window of {self.size} tokens")
 
     @classmethod
-    def full(cls, **options: Any) -> Self:
-        """Every query reads all positions up to its own."""
-        return cls("full", **options)
+    def full(
+        cls, *, block_size: int | None = None, columns: int = 1, arena: int = 0, num_blocks: int | None = None
+    ) -> Self:
+        """Layers that read every token."""
+        return cls("full", 0, 0, block_size, columns, arena, num_blocks)
 
     @classmethod
-    def window(cls, window: int, *, keep: int = 0, **options: Any) -> Self:  # type: ignore[no-redef]
-        """A query reads the last `window` positions up to its own, and the first `keep`."""
-        return cls("window", window=window, keep=keep, **options)
+    def window(
+        cls,
+        window: int,
+        *,
+        keep: int = 0,
+        block_size: int | None = None,
+        columns: int = 1,
+        arena: int = 0,
+        num_blocks: int | None = None,
+    ) -> Self:
+        """Layers that read the last `window` tokens, and the first `keep` ones."""
+        return cls("window", window, keep, block_size, columns, arena, num_blocks)
 
     @classmethod
-    def chunk(cls, chunk: int, **options: Any) -> Self:  # type: ignore[no-redef]
-        """A query reads from the last multiple of `chunk` on."""
-        return cls("chunk", chunk=chunk, **options)
+    def chunk(
+        cls,
+        chunk: int,
+        *,
+        block_size: int | None = None,
+        columns: int = 1,
+        arena: int = 0,
+        num_blocks: int | None = None,
+    ) -> Self:
+        """Layers that read from the last multiple of `chunk` on."""
+        return cls("chunk", chunk, 0, block_size, columns, arena, num_blocks)
 
     @classmethod
     def state(cls, slots: int) -> Self:
-        """A query reads one state, whatever the length."""
-        return cls("state", slots=slots)
+        """Layers with one state per sequence; `slots`: working states of all rows."""
+        return cls("state", slots)

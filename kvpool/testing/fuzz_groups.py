@@ -333,7 +333,7 @@ def options_of(seed: int) -> dict[str, Any]:
     rng = random.Random(seed)
     size, reserved = rng.choice([1, 2, 2, 3, 4]), rng.choice([0, 1, 1, 2])
     groups = groups_of(rng, size, reserved)
-    widths = [group.window or group.chunk for group in groups if group.kind in ("window", "chunk")]
+    widths = [group.size for group in groups if group.kind in ("window", "chunk")]
     return {
         "num_blocks": reserved + rng.randint(6, 40),
         "block_size": size,

@@ -22,9 +22,9 @@ def read_at(group: Group, p: int) -> set[int]:
     """The positions that a query at position p reads."""
     everything = range(p + 1)
     if group.kind == "window":
-        return {x for x in everything if p - x < group.window or x < group.keep}
+        return {x for x in everything if p - x < group.size or x < group.keep}
     if group.kind == "chunk":
-        return {x for x in everything if x // group.chunk == p // group.chunk}
+        return {x for x in everything if x // group.size == p // group.size}
     return set(everything)
 
 

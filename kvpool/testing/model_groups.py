@@ -20,7 +20,7 @@ from kvpool.testing.model import ModelPool
 from kvpool.testing.model_blocks import SLOT_BITS, Step, ceil_div, public_call
 from kvpool.testing.model_plan import ModelPlan, Sequence
 
-MAX_GROUPS, MULTIPLES = 8, (1, 2, 4)
+MAX_GROUPS, MAX_ARENAS, MULTIPLES = 8, 8, (1, 2, 4)
 HOLE: list[int] = []  #: what a table has instead of an entry that was let go
 
 GroupOptions = NamedTuple(  # noqa: UP014 - the fields come from another class
@@ -80,14 +80,14 @@ class Layers:
     def last_unread(self, p: int) -> int:
         """Tokens below this one, the kept ones apart, are read by no query at position p or later."""
         if self.kind == "window":
-            return p - self.group.window + 1
+            return p - self.group.size + 1
         if self.kind == "chunk" and p >= 0:
-            return self.group.chunk * (p // self.group.chunk)
+            return self.group.size * (p // self.group.size)
         return 0
 
     def reads(self, p: int) -> set[int]:
         """The positions that a query at position p reads."""
-        first = {"window": p - self.group.window + 1, "chunk": p - p % (self.group.chunk or 1)}.get(self.kind, 0)
+        first = {"window": p - self.group.size + 1, "chunk": p - p % (self.group.size or 1)}.get(self.kind, 0)
         return set(range(max(first, 0), p + 1)) | set(range(min(self.group.keep, p + 1)))
 
     @property
@@ -155,6 +155,10 @@ def make_layers(groups: tuple[Group, ...], num_blocks: int, block_size: int, res
             continue
         if group.block_size not in (None, *(block_size * k for k in MULTIPLES)):
             raise ValueError(f"[Pool] block_size of a group is {group.block_size}, {block_size} x 1, 2 or 4 is legal")
+        if group.arena >= MAX_ARENAS:
+            raise ValueError(f"[Pool] arena of a group is {group.arena}, the most is {MAX_ARENAS - 1}")
+        if group.arena == 0 and group.num_blocks is not None:
+            raise ValueError(f"[Pool] num_blocks is {group.num_blocks}, but arena 0 has the pool's")
         if group.arena not in sizes and group.num_blocks is None:
             raise ValueError(f"[Pool] num_blocks of arena {group.arena} is missing")
         if group.num_blocks not in (None, sizes.setdefault(group.arena, group.num_blocks or 0)):
@@ -169,7 +173,7 @@ def make_layers(groups: tuple[Group, ...], num_blocks: int, block_size: int, res
     layers = []
     for index, group in enumerate(groups):
         if group.kind == "state":
-            arenas.append(Arena(len(arenas), group.slots, 0))
+            arenas.append(Arena(len(arenas), group.size, 0))
             layers.append(Layers(index, "state", group, 1, 1, arenas[-1]))
         else:
             size = group.block_size or block_size
@@ -192,8 +196,8 @@ class GroupPool(ModelPool):
         given = read_groups(groups)
         lookahead = args.integer("Pool", "lookahead", lookahead, 0)
         for group in given:
-            if group.kind in ("window", "chunk") and lookahead >= (group.window or group.chunk):
-                raise ValueError(f"[Pool] lookahead is {lookahead}, not below {group.window or group.chunk}")
+            if group.kind in ("window", "chunk") and lookahead >= group.size:
+                raise ValueError(f"[Pool] lookahead is {lookahead}, not below {group.size}")
         if options.get("prefix_cache"):
             raise ValueError("[Pool] prefix_cache is not for pools with groups")
         self.layers: list[Layers] = []
