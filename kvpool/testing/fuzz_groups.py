@@ -24,7 +24,8 @@ CALLS_PER_RUN = 150
 OPERATIONS = (
     *("open", "open", "open", "step", "step", "step", "step", "step", "step", "step", "prefill", "prefill"),
     *("reserve", "fork", "fork", "truncate", "truncate", "close", "done", "done", "done", "done", "step", "step"),
-    *("rollback", "rollback", "can", "can", "close_finished", "defer_close", "reset", "foreign", "forget", "step", "done"),
+    *("rollback", "rollback", "can", "can", "close_finished", "defer_close", "reset", "foreign", "forget"),
+    *("step", "done"),
 )
 COMMON = ("seq_lens", "positions", "cu_q_lens", "slot_ids")
 PLANS: tuple[dict[str, Any], ...] = (
@@ -32,6 +33,7 @@ PLANS: tuple[dict[str, Any], ...] = (
     {"max_rows": 6, "max_tokens": 96},
     {"max_rows": 3, "max_tokens": 20, "formats": ("block_tables", "slot_mapping", "seq_lens", "cu_q_lens")},
 )
+KINDS = ("full", "window", "chunk", "state")
 FIELDS = ("num_tokens", "is_pending", "step_id")
 GROUP_ARRAYS = ("block_tables", "slot_mapping", "kv_starts", "copies", "dirty_rows")
 STATE_ARRAYS = ("state_src", "state_dst")
@@ -45,10 +47,8 @@ class Program:
         self.groups: list[Group] = options["groups"]
         self.size: int = options["block_size"]
         self.in_order: bool = options["in_order"]
-        self.num_arenas = 1 + max(g.arena for g in self.groups) + sum(g.kind == "state" for g in self.groups)
-        self.content = GroupContent(
-            self.groups, self.size, options["reserved_blocks"], options["lookahead"]
-        )
+        self.num_arenas = _num_arenas(self.groups)
+        self.content = GroupContent(self.groups, self.size, options["reserved_blocks"], options["lookahead"])
         self.live: list[int] = []
         self.took = False  # whether the call hands out blocks
 
@@ -128,10 +128,19 @@ class Program:
         def call(side: Side) -> None:
             side.pool.step(side.plans[plan], side.batch(rows, bool(a & 32)), counts, **options)
 
-        if self.pair.both(call) is not RAISED:
+        before = self._shown(plan)
+        if self.pair.both(call) is RAISED:
+            assert self._shown(plan) == before, f"plan {plan} was changed by a step that was refused"
+        else:
             served = self.pair.test.plans[plan].served.tolist()
             self._issued(plan, rows, [n * bool(ok) for n, ok in zip(counts, served, strict=True)])
         self.compare()
+
+    def _shown(self, plan: int) -> list[Any]:
+        """All arrays of the groups of a plan, as lists."""
+        plan_groups = self.pair.test.plans[plan].groups
+        names = [STATE_ARRAYS if group.kind == "state" else GROUP_ARRAYS for group in self.groups]
+        return [getattr(plan_groups[g], name).tolist() for g in range(len(names)) for name in names[g]]
 
     def _issued(self, plan: int, rows: list[int], new: list[int]) -> None:
         self.took = True
@@ -325,7 +334,74 @@ def groups_of(rng: random.Random, size: int, reserved: int) -> list[Group]:
     return groups
 
 
-KINDS = ("full", "window", "chunk", "state")
+#: What may be wrong with an option of a pool, or right.
+WRONG: tuple[dict[str, Any], ...] = (
+    *({"lookahead": n} for n in (-1, 0, 1, 2, 5, True, None, 1.0)),
+    *({"groups": groups} for groups in ([], 3, "full", [1], [None], (), [Group.state(2)], [Group.full()] * 9)),
+    *({"prefix_cache": flag} for flag in (True, False, 1)),
+    *({"reserved_blocks": n} for n in (0, 1, 5, 20)),
+    *({"watermark": n} for n in (0, 3, 99)),
+    *({"events": n} for n in (0, 4)),
+    *({"num_blocks": n} for n in (0, 1, 2, 6)),
+    *({"block_size": n} for n in (0, 1, 2, 3)),
+)
+
+
+def make_group(rng: random.Random) -> Group:
+    """A group with options that may be wrong."""
+    kind = rng.choice(KINDS)
+    number: Any = rng.choice([1, 2, 3, 5, 8, 1, 2, 3, 5, 8, 0, -1, True, 1.5, None])
+    if kind == "state":
+        return Group.state(number)
+    options: dict[str, Any] = {}
+    for name, values in (
+        ("block_size", [None, 2, 2, 4, 8, 1, 3, 6, 16, 0, -2, "2"]),
+        ("columns", [1, 1, 2, 5, 0, -1, None]),
+        ("arena", [0, 0, 0, 1, 1, 2, 7, 8, -1, None]),
+        ("num_blocks", [None, None, 6, 6, 9, 1, 0, -1, 2.0]),
+    ):
+        if rng.random() < 0.35:
+            options[name] = rng.choice(values)
+    if kind == "full":
+        return Group.full(**options)
+    if kind == "chunk":
+        return Group.chunk(number, **options)
+    if rng.random() < 0.5:
+        options["keep"] = rng.choice([0, 1, 2, 4, 5, 8, -1, None])
+    return Group.window(number, **options)
+
+
+def compare_constructors(make_pool: Any, seed: int, count: int, oracle: Any = ModelPool) -> dict[str, int]:
+    """Make pools that may be wrong on both sides; both make one, or both raise the same. Returns how many of each."""
+    rng = random.Random(f"constructors {seed}")
+    met: dict[str, int] = {}
+    for _ in range(count):
+        groups: Any = []
+        for _ in range(rng.choice([1, 1, 2, 2, 3])):
+            try:
+                groups.append(make_group(rng))
+            except (TypeError, ValueError):
+                continue
+        options = {"num_blocks": 16, "block_size": 2, "groups": groups, "max_seqs": 4}
+        if rng.random() < 0.4:
+            options |= rng.choice(WRONG)
+        results: list[Any] = []
+        for make in (make_pool, oracle):
+            try:
+                pool = make(**options)
+                arenas = [tuple(pool.stats(arena)) for arena in range(_num_arenas(options["groups"]))]
+                results.append((arenas, pool.options.groups, pool.options.lookahead))
+                pool.shutdown()
+            except Exception as error:  # the other side must raise it as well
+                results.append(type(error))
+        assert results[0] == results[1], f"Pool(**{options}): {results[0]}, due {results[1]}"
+        name = results[1].__name__ if isinstance(results[1], type) else "made"
+        met[name] = met.get(name, 0) + 1
+    return met
+
+
+def _num_arenas(groups: Any) -> int:
+    return 1 + max(group.arena for group in groups) + sum(group.kind == "state" for group in groups)
 
 
 def options_of(seed: int) -> dict[str, Any]:
@@ -351,7 +427,11 @@ class GroupRun:
     """Programs on one kind of pool, for `kvpool.testing.fuzz_target.hunt`."""
 
     def __init__(
-        self, options: dict[str, Any], seed: int, make: tuple[Any, Any], oracle: tuple[Any, Any] = (ModelPool, ModelPlan)
+        self,
+        options: dict[str, Any],
+        seed: int,
+        make: tuple[Any, Any],
+        oracle: tuple[Any, Any] = (ModelPool, ModelPlan),
     ) -> None:
         self.sizes, self.seed, self.make, self.oracle = options, seed, make, oracle
 
@@ -366,10 +446,10 @@ class GroupRun:
     def play(self, words: list[Word]) -> int:
         """Play a program on new pools; returns the calls made."""
         sides = [Side(*make, self.sizes, PLANS) for make in (self.make, self.oracle)]
-        program = Program(*sides, self.sizes)
-        made, name = -1, "the end"
+        program = Program(sides[0], sides[1], self.sizes)
+        made, name = 0, "the end"
         try:
-            for made, word in enumerate(words):
+            for made, word in enumerate(words):  # noqa: B007 - read where it raised
                 name = OPERATIONS[word[0] % len(OPERATIONS)]
                 program.play(word)
             name = "the end"

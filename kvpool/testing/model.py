@@ -46,7 +46,7 @@ class ModelPool(PrefixModel):
             return super().__new__(cls)
         from kvpool.testing.model_groups import GroupPool  # which builds on this module
 
-        return super().__new__(GroupPool)  # type: ignore[return-value]
+        return super().__new__(GroupPool)  # type: ignore
 
     def __init__(self, *sizes: Any, groups: None = None, lookahead: int = 0, **options: Any) -> None:
         args.integer("Pool", "lookahead", lookahead, 0)

@@ -49,8 +49,8 @@ class Step:
 
     id: int
     plan: ModelPlan
-    rows: list[Row]
-    copies: list[tuple[int, int, int]]
+    rows: list[Any]  #: of `Row`
+    copies: list[Any]  #: (source, destination, tokens)
     noted: bool = False
 
     def held(self) -> list[int]:

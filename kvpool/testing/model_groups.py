@@ -7,8 +7,9 @@ pool, so no block is evictable.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -17,15 +18,13 @@ from kvpool.groups import Group
 from kvpool.stats import PoolOptions, PoolStats
 from kvpool.testing import model_args as args
 from kvpool.testing.model import ModelPool
-from kvpool.testing.model_blocks import SLOT_BITS, Step, ceil_div, public_call
+from kvpool.testing.model_blocks import Step, ceil_div, public_call
 from kvpool.testing.model_plan import ModelPlan, Sequence
 
 MAX_GROUPS, MAX_ARENAS, MULTIPLES = 8, 8, (1, 2, 4)
 HOLE: list[int] = []  #: what a table has instead of an entry that was let go
 
-GroupOptions = NamedTuple(  # noqa: UP014 - the fields come from another class
-    "GroupOptions", [*PoolOptions.__annotations__.items(), ("lookahead", int), ("groups", tuple)]
-)
+GroupOptions: Any = namedtuple("GroupOptions", (*PoolOptions._fields, "lookahead", "groups"))  # type: ignore[misc]
 
 
 @dataclass(eq=False)
@@ -102,13 +101,6 @@ class Table:
 
     entries: list[list[int]] = field(default_factory=list)
     epoch: int = 0
-
-
-@dataclass(eq=False)
-class GroupSequence(Sequence):
-    """A sequence with a table per group; `table` stays empty."""
-
-    tables: list[Table] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -208,7 +200,8 @@ class GroupPool(ModelPool):
         except ValueError:
             self.shutdown()
             raise
-        self.options = GroupOptions(*plain, lookahead, given)  # type: ignore[assignment]
+        self.options = GroupOptions(*plain, lookahead, given)  # type: ignore
+        self.lookahead = lookahead
         self.hole = 0 if plain.reserved_blocks else -1
         self._empty()
 
@@ -254,7 +247,7 @@ class GroupPool(ModelPool):
         for arena in self.arenas:
             arena.drain_limbo(oldest)
 
-    def _pop_entries(self, seq: GroupSequence, layer: Layers, length: int) -> None:
+    def _pop_entries(self, seq: Sequence, layer: Layers, length: int) -> None:
         """Drop entries from the end until `length` are left, columns descending."""
         entries = seq.tables[layer.index].entries
         while len(entries) > length:
@@ -277,9 +270,7 @@ class GroupPool(ModelPool):
             raise CapacityExceeded(f"[open] {count} tokens, max_blocks_per_seq is {self.options.max_blocks_per_seq}")
         kv = [layer for layer in self.layers if layer.kind != "state"]
         for arena in self.arenas:
-            need = sum(
-                ceil_div(count, layer.block_size) * layer.columns for layer in kv if layer.arena is arena
-            )
+            need = sum(ceil_div(count, layer.block_size) * layer.columns for layer in kv if layer.arena is arena)
             watermark = 0 if arena.index else self.options.watermark
             if need and need + watermark > len(arena.blank):
                 self._out_of("open", arena, need, watermark)
@@ -306,10 +297,9 @@ class GroupPool(ModelPool):
             arena=arena.index,
         )
 
-    def _create(self, num_tokens: int, table: list[int]) -> GroupSequence:
-        plain = super()._create(num_tokens, table)
-        seq = GroupSequence(plain.handle, num_tokens, [], tables=[Table() for _ in self.layers])
-        self._sequences[seq.handle & (2**SLOT_BITS - 1)] = seq
+    def _create(self, num_tokens: int, table: list[int]) -> Sequence:
+        seq = super()._create(num_tokens, table)
+        seq.tables = [Table() for _ in self.layers]
         return seq
 
     @public_call
@@ -330,7 +320,7 @@ class GroupPool(ModelPool):
         self._chain("fork", self._local(parent.handle), *map(self._local, children))
         return np.array(children, np.int64)
 
-    def _refuse_gone(self, seq: GroupSequence, length: int) -> None:
+    def _refuse_gone(self, seq: Sequence, length: int) -> None:
         """Refuse a length at which a query would read what was let go, or a state that is gone."""
         for layer in self.layers:
             if layer.kind == "state":
@@ -371,7 +361,7 @@ class GroupPool(ModelPool):
 
     # ---- what a step needs --------------------------------------------------------------------------------
 
-    def _group_need(self, seq: GroupSequence, n: int, layer: Layers, lost: list[int], reads: dict[int, int]) -> Need:
+    def _group_need(self, seq: Sequence, n: int, layer: Layers, lost: list[int], reads: dict[int, int]) -> Need:
         """What `n` tokens need in a group; `lost` and `reads` are what rows before gave up and copy, in its arena."""
         entries, arena, length, size = seq.tables[layer.index].entries, layer.arena, seq.num_tokens, layer.block_size
         named = self._references(arena)
@@ -475,7 +465,7 @@ class GroupPool(ModelPool):
     def _begin(self, plan: ModelPlan, batch: list[Any], needs: list[Any]) -> Step:
         """Take the blocks that were judged, group by group, and change the tables; lengths stay."""
         rows = [GroupRow(seq.handle, seq.num_tokens, seq.num_tokens, [Change() for _ in self.layers]) for seq in batch]
-        step = Step(self._next_step, plan, rows, [])  # type: ignore[arg-type]
+        step = Step(self._next_step, plan, rows, [])
         for layer in self.layers:
             for seq, row, need in zip(batch, rows, needs, strict=True):
                 replaced, num_appended = need[layer.index] if need is not None else ([], 0)
@@ -497,18 +487,17 @@ class GroupPool(ModelPool):
             layer.arena.holds.extend(old)
             change.replaced.append((i, old, new))
             if valid:
-                step.copies.extend((layer.index, a, b, valid) for a, b in zip(old, new, strict=True))  # type: ignore
+                step.copies.extend((layer.index, a, b, valid) for a, b in zip(old, new, strict=True))
         table.epoch += bool(replaced)
         table.entries.extend(self._take_entry(layer) for _ in range(appended))
         change.num_appended = appended
 
     def _started(self, call: str, step: Step, new: list[int]) -> None:
         for row in step.rows:
-            seq = self._find(row.handle)
-            row.length = seq.num_tokens
-        step.plan.step_id = step.id
-        step.plan._pending = True
-        step.plan.fill_states(step, self)
+            row.length = self._sequence(call, row.handle).num_tokens
+        plan: Any = step.plan
+        plan.step_id, plan._pending = step.id, True
+        plan.fill_states(step, self)
         changes = [(c.replaced, c.num_appended) for row in step.rows for c in row.changes]
         self._chain(call, step.id, [self._local(row.handle) for row in step.rows], changes, new)
         if self.options.in_order:
@@ -528,7 +517,7 @@ class GroupPool(ModelPool):
             seq = self._find(row.handle)
             if seq is not None:
                 for layer in self.layers:
-                    self._let_go(seq, layer, row.length - self.options.lookahead)
+                    self._let_go(seq, layer, row.length - self.lookahead)
         self._drain_limbo()
 
     def _let_go(self, seq: Any, layer: Layers, p: int) -> None:
@@ -759,7 +748,7 @@ class GroupArrays:
         self.state_dst = np.full(num_rows, -1, np.int32)
         for r, row in enumerate(rows):
             if row.length > row.old_length:
-                change, seq = row.changes[self._layer.index], pool._find(row.handle)
+                change, seq = row.changes[self._layer.index], pool._sequence("step", row.handle)
                 ((slot,),) = seq.tables[self._layer.index].entries
                 self.state_dst[r] = slot
                 if change.replaced:
@@ -826,4 +815,4 @@ class GroupPlan(ModelPlan):
         """The arrays of state groups, which stand in the rows of a step."""
         for group in self.groups:
             if group._layer.kind == "state":
-                group.fill_states(step.rows, pool, self._shape[0])  # type: ignore[arg-type]
+                group.fill_states(step.rows, pool, self._shape[0])

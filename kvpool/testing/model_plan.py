@@ -53,6 +53,7 @@ class Sequence:
     #: tokens that left; `num_tokens` are those that are there, and positions go on from the sum of both
     evicted: int = 0
     point: int = 0  #: that sum when tokens left last
+    tables: list[Any] = field(default_factory=list)  #: one per layer group, see `kvpool.testing.model_groups`
 
 
 def _place(array: np.ndarray) -> tuple[int, tuple[int, ...]]:
@@ -86,7 +87,7 @@ class ModelPlan:
             return super().__new__(cls)
         from kvpool.testing.model_groups import GroupPlan  # which builds on this module
 
-        return super().__new__(GroupPlan)  # type: ignore[return-value]
+        return super().__new__(GroupPlan)  # type: ignore
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ class LetsGoWhenIssued(Faulty):
         super()._started(call, step, new)
         for row in step.rows:
             for layer in self.layers:
-                self._let_go(self._find(row.handle), layer, row.length - self.options.lookahead)
+                self._let_go(self._find(row.handle), layer, row.length - self.lookahead)
 
 
 class NoLimbo(Faulty):
@@ -68,7 +68,7 @@ class ColumnNotCopied(Faulty):
 
 class LookaheadForgotten(Faulty):
     def _let_go(self, seq, layer, p):
-        super()._let_go(seq, layer, p + self.options.lookahead)
+        super()._let_go(seq, layer, p + self.lookahead)
 
 
 class KeepForgotten(Faulty):

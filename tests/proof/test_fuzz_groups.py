@@ -3,7 +3,7 @@
 import pytest
 from group_faults import OF_CONTENT, OF_ORDER
 
-from kvpool.testing.fuzz_groups import GroupRun, hunt_groups, options_of
+from kvpool.testing.fuzz_groups import GroupRun, compare_constructors, hunt_groups, options_of
 from kvpool.testing.fuzz_target import TargetFinding
 from kvpool.testing.model import ModelPlan, ModelPool
 
@@ -25,6 +25,11 @@ def convicted(make, oracle):
 def test_model_agrees_with_itself():
     report = hunt_groups(MODEL, 1, calls=4_000)
     assert report.finding is None, report.script
+
+
+def test_constructors_agree():
+    met = compare_constructors(ModelPool, 1, 1_000)
+    assert set(met) == {"made", "ValueError", "TypeError"}, met
 
 
 @pytest.mark.parametrize("fault", [*OF_CONTENT, *OF_ORDER], ids=lambda fault: fault.__name__)
