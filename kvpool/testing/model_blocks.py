@@ -481,7 +481,7 @@ class BlockModel:
 
 
 class SequenceModel(BlockModel):
-    """`BlockModel` with sequences; `ModelPool` adds steps."""
+    """`BlockModel` with sequences; `StepModel` adds steps."""
 
     def _find(self, handle: int) -> Sequence | None:
         seq = self._sequences.get(handle & (2**SLOT_BITS - 1))

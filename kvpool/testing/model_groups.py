@@ -17,9 +17,9 @@ from kvpool.errors import CapacityExceeded, CorruptState, OutOfBlocks, PlanState
 from kvpool.groups import Group
 from kvpool.stats import PoolOptions, PoolStats
 from kvpool.testing import model_args as args
-from kvpool.testing.model import ModelPool
 from kvpool.testing.model_blocks import Step, ceil_div, public_call
 from kvpool.testing.model_plan import ModelPlan, Sequence
+from kvpool.testing.model_steps import StepModel
 
 MAX_GROUPS, MAX_ARENAS, MULTIPLES = 8, 8, (1, 2, 4)
 HOLE: list[int] = []  #: what a table has instead of an entry that was let go
@@ -173,8 +173,8 @@ def make_layers(groups: tuple[Group, ...], num_blocks: int, block_size: int, res
     return layers
 
 
-class GroupPool(ModelPool):
-    """`ModelPool` of several layer groups: ``ModelPool(..., groups=[...])`` makes one.
+class GroupModel(StepModel):
+    """A pool of several layer groups: ``ModelPool(..., groups=[...])`` makes one.
 
     Parameters
     ----------
@@ -193,6 +193,7 @@ class GroupPool(ModelPool):
         if options.get("prefix_cache"):
             raise ValueError("[Pool] prefix_cache is not for pools with groups")
         self.layers: list[Layers] = []
+        self.plan_class = GroupPlan
         super().__init__(*sizes, **options)
         plain = self.options
         try:
@@ -742,7 +743,7 @@ class GroupArrays:
                 del self._memory[row]
         return dirty
 
-    def fill_states(self, rows: list[GroupRow], pool: GroupPool, num_rows: int) -> None:
+    def fill_states(self, rows: list[GroupRow], pool: GroupModel, num_rows: int) -> None:
         """Which slot every row with new tokens reads, and which one it writes."""
         self.state_src = np.full(num_rows, -1, np.int32)
         self.state_dst = np.full(num_rows, -1, np.int32)
@@ -811,7 +812,7 @@ class GroupPlan(ModelPlan):
         num_pages, num_slots = self._write(batch, new, rows, tokens)
         self._show(rows, tokens, num_pages, num_slots)
 
-    def fill_states(self, step: Step, pool: GroupPool) -> None:
+    def fill_states(self, step: Step, pool: GroupModel) -> None:
         """The arrays of state groups, which stand in the rows of a step."""
         for group in self.groups:
             if group._layer.kind == "state":

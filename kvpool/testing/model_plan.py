@@ -83,11 +83,7 @@ class ModelPlan:
 
     def __new__(cls, pool: Any, *sizes: Any, **options: Any) -> Self:
         """Choose the class by the pool."""
-        if cls is not ModelPlan or getattr(getattr(pool, "options", None), "groups", None) is None:
-            return super().__new__(cls)
-        from kvpool.testing.model_groups import GroupPlan  # which builds on this module
-
-        return super().__new__(GroupPlan)  # type: ignore
+        return super().__new__(getattr(pool, "plan_class", cls))
 
     def __init__(
         self,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvpool.testing.model_groups import HOLE, GroupPool
+from kvpool.testing.model_groups import HOLE, GroupModel
 
 
-class Faulty(GroupPool):
+class Faulty(GroupModel):
     """A pool that does not look at itself."""
 
     def check(self):
