@@ -29,6 +29,7 @@ except ModuleNotFoundError as error:
 
 if TYPE_CHECKING:
     from kvpool.config import KVSpec
+    from kvpool.groups import Group
     from kvpool.namespaces import namespace
     from kvpool.scheduler import Request, Scheduler
 
@@ -36,6 +37,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CapacityExceeded",
+    "Group",
     "KVPoolError",
     "KVSpec",
     "OutOfBlocks",
@@ -53,6 +55,7 @@ __all__ = [
 
 _LATE = {  # imported on first use, because they take time
     "_C_API": "kvpool.capi",
+    "Group": "kvpool.groups",
     "KVSpec": "kvpool.config",
     "Request": "kvpool.scheduler",
     "Scheduler": "kvpool.scheduler",

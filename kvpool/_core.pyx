@@ -46,6 +46,7 @@ from kvpool.errors import (
     PoolClosed,
     StaleHandle,
 )
+from kvpool.groups import Group
 from kvpool.stats import PlanLimits, PoolOptions, PoolStats, PrefixStats
 
 include "core/memory.pxi"
@@ -59,6 +60,7 @@ include "core/events.pxi"
 include "core/prefix.pxi"
 include "core/step.pxi"
 include "core/wire.pxi"
+include "core/groups.pxi"
 include "core/refuse.pxi"
 include "core/state.pxi"
 include "core/block_calls.pxi"

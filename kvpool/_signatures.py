@@ -16,6 +16,8 @@ def Pool(
     seed=None,
     prefix_cache=False,
     events=0,
+    lookahead=0,
+    groups=None,
     _hash_bits=64,
 ):
     return tuple(locals().values())

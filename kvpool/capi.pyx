@@ -10,8 +10,8 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memset
 
 from kvpool._core cimport (
-    NUM_FIELDS, OK, Ints, Plan, Pool, Spare, State, Verdict, ints_copy, ints_free, ints_init, ints_tokens, pool_close,
-    pool_commit, pool_enter, pool_fork, pool_leave, pool_next_handle, pool_open, pool_truncate, refuse, seq_judge,
+    IN_GROUPS, NUM_FIELDS, OK, Ints, Plan, Pool, Spare, State, Verdict, ints_copy, ints_free, ints_init, ints_tokens, pool_close,
+    pool_commit, pool_enter, pool_fork, pool_leave, pool_next_handle, pool_open, pool_truncate, refuse, refused, seq_judge,
     seq_table, slot_of,
 )
 
@@ -400,6 +400,8 @@ cdef int describe(Plan plan, int32_t name, kvpool_array* out) except -1:
     """Where an array is, and how much of it the last step filled: what the attribute of the plan shows."""
     cdef kvpool_array found
     found.width = 1
+    if plan.group_plans is not None:
+        raise ValueError("[array] the pool has layer groups: each has arrays of its own, see plan.groups in Python")
     if 0 <= name < NUM_FIELDS:
         if plan.wire.field[name].width == 0:
             raise ValueError(f"[array] {NAMES[name]} was not asked for, this plan fills {', '.join(plan.names)}")
@@ -445,6 +447,8 @@ cdef int array(kvpool_plan* plan, int32_t name, kvpool_array* array) noexcept:
 
 cdef int do_table(State* pool, Given* given, Verdict* v) noexcept nogil:
     cdef int32_t slot = seq_judge(&pool.seqs, given.number, -1, v)
+    if pool.groups != NULL:
+        return refused(v, IN_GROUPS, -1, 0, 0, 0, 0)
     if slot < 0:
         return v.reason
     (<const int32_t**>given.argument[0].data)[0] = seq_table(&pool.seqs, slot)

@@ -26,7 +26,7 @@ class OutOfBlocks(KVPoolError, MemoryError):
     blank, evictable, limbo : int
         Blank blocks, cached blocks that may be evicted, freed blocks that a pending step may still use.
     arena : int
-        The arena that is short; 0 in pools without groups.
+        Arena whose blocks are missing; 0 in a pool without layer groups.
     """
 
     def __init__(

@@ -43,8 +43,8 @@ class Group:
     def __post_init__(self) -> None:
         if self.kind not in ("full", "window", "chunk", "state"):
             raise ValueError(f"[Group] kind is {self.kind!r}, it must be full, window, chunk or state")
-        for name, low in (("size", self.kind != "full"), ("keep", 0), ("block_size", 1), ("columns", 1), ("arena", 0),
-                          ("num_blocks", 1)):  # fmt: skip
+        lows = {"size": int(self.kind != "full"), "keep": 0, "block_size": 1, "columns": 1, "arena": 0, "num_blocks": 1}
+        for name, low in lows.items():
             value = getattr(self, name)
             if value is None and name in ("block_size", "num_blocks"):
                 continue
@@ -55,7 +55,7 @@ class Group:
             except TypeError:
                 raise TypeError(f"[Group] {name} must be an int, not {type(value).__name__}") from None
             if not low <= number < 1 << 31:
-                raise ValueError(f"[Group] {name} is out of range ({number}), it must be in {int(low)} .. {2**31 - 1}")
+                raise ValueError(f"[Group] {name} is out of range ({number}), it must be in {low} .. {2**31 - 1}")
             object.__setattr__(self, name, number)
         if self.keep and not (self.kind == "window" and self.keep < self.size):
             raise ValueError(f"[Group] keep is {self.keep}, it must be below the window of {self.size} tokens")

@@ -2,6 +2,8 @@
 
 from typing import Any, NamedTuple, Self
 
+from kvpool.groups import Group
+
 
 class PoolOptions(NamedTuple):
     """The arguments of a pool: ``Pool(**pool.options._asdict())`` is another pool like it."""
@@ -16,6 +18,8 @@ class PoolOptions(NamedTuple):
     seed: int  #: of content hashes
     prefix_cache: bool  #: the pool has `Pool.prefix`
     events: int  #: events of the prefix cache that are kept
+    lookahead: int = 0  #: tokens that `truncate` may take back behind a window
+    groups: tuple[Group, ...] | None = None  #: layer groups; None: one table for all layers
 
 
 class PoolStats(NamedTuple):

@@ -286,6 +286,8 @@ cdef class BlockAPI:
     """
 
     def __cinit__(self, Pool pool not None):
+        if has_groups(pool):
+            raise ValueError("[BlockAPI] a pool with layer groups has no blocks by id")
         self.pool = pool
         self.state = &pool.state
 

@@ -14,6 +14,48 @@ cdef inline bint unwritten(const Blocks* b, int32_t i) noexcept nogil:
     return b.oldest_pending != 0 and b.fence[i] >= b.oldest_pending
 
 
+# ---- memory ------------------------------------------------------------------------------------------------
+
+cdef int blocks_init(Blocks* b, int32_t n, int32_t reserved, int64_t block_size) noexcept nogil:
+    """n blocks, of which the first are reserved. After NO_MEMORY the caller must `blocks_free`."""
+    cdef int32_t i
+    b.num_blocks = n
+    b.reserved = reserved
+    b.block_size = block_size
+    b.shift = -1
+    for i in range(62 if block_size & (block_size - 1) == 0 else 0):
+        if block_size >> i == 1:
+            b.shift = i
+    b.next = <int32_t*>xcalloc(n, sizeof(int32_t))
+    b.prev = <int32_t*>xcalloc(n, sizeof(int32_t))
+    b.fence = <int64_t*>xcalloc(n, sizeof(int64_t))
+    b.floor = <int32_t*>xcalloc(n, sizeof(int32_t))
+    b.blank = <int32_t*>xcalloc(n, sizeof(int32_t))
+    b.dropped = <int32_t*>xcalloc(n, sizeof(int32_t))
+    b.mark = <uint32_t*>xcalloc(n, sizeof(uint32_t))
+    b.block = <Block*>xcalloc(n, sizeof(Block))
+    if (b.block == NULL or b.next == NULL or b.prev == NULL or b.fence == NULL or b.floor == NULL
+            or b.blank == NULL or b.dropped == NULL or b.mark == NULL):
+        return NO_MEMORY
+    for i in range(reserved):
+        b.block[i].place = RESERVED
+    blocks_reset(b)
+    return OK
+
+
+cdef void blocks_free(Blocks* b) noexcept nogil:
+    xfree(b.block)
+    xfree(b.next)
+    xfree(b.prev)
+    xfree(b.fence)
+    xfree(b.floor)
+    xfree(b.blank)
+    xfree(b.dropped)
+    xfree(b.mark)
+    xfree(b.canonical)
+    memset(b, 0, sizeof(Blocks))
+
+
 # ---- lists -------------------------------------------------------------------------------------------------
 
 cdef void chain_push(Blocks* b, Chain* chain, int32_t i) noexcept nogil:
@@ -67,6 +109,7 @@ cdef void blocks_new_stamp(Blocks* b) noexcept nogil:
 cdef int blocks_short(const Blocks* b, Verdict* v, Py_ssize_t row, int64_t handle, int64_t needed,
                       int64_t short_by) noexcept nogil:
     """Refuse a call for want of blocks; `row` is the first that does not fit, -1: the call has no rows."""
+    v.arena = 0
     v.needed = needed
     v.short_by = short_by
     v.blank = b.num_blank

@@ -37,6 +37,8 @@ cdef int pool_unshare(State* pool, Plan plan, const Ints* rows, const Ints* leng
     """RETRY: the plan has no room for the copies, of which there are `v.value`."""
     cdef Limits limits
     cdef int status
+    if pool.groups != NULL:
+        return refused(v, IN_GROUPS, -1, 0, 0, 0, 0)
     if plan.step.pending:
         return refused(v, PLAN_PENDING, -1, plan.step.id, 0, 0, 0)
     status = plan.judge_arrays(v)
@@ -87,7 +89,9 @@ cdef int judge_compact(State* pool, Ints* batch, const Ints* lengths, int64_t fi
 
 cdef int pool_compact(State* pool, Ints* batch, const Ints* lengths, int64_t first, Verdict* v) noexcept nogil:
     cdef Py_ssize_t k
-    cdef int status = judge_compact(pool, batch, lengths, first, v)
+    cdef int status = IN_GROUPS if pool.groups != NULL else judge_compact(pool, batch, lengths, first, v)
+    if status == IN_GROUPS:
+        return refused(v, IN_GROUPS, -1, 0, 0, 0, 0)
     if status != OK:
         return status
     for k in range(batch.size):
@@ -100,6 +104,8 @@ cdef int pool_evict_blocks(State* pool, int64_t handle, Ints* places, Verdict* v
     cdef int64_t full, place
     cdef Py_ssize_t k
     cdef int status
+    if pool.groups != NULL:
+        return refused(v, IN_GROUPS, -1, 0, 0, 0, 0)
     if slot < 0:
         return v.reason
     full = whole_blocks(&pool.blocks, pool.seqs.seq[slot].kv_len)

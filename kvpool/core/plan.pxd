@@ -19,6 +19,18 @@ cdef struct Bound:              # an array of the caller's, or one whose memory 
     Py_ssize_t[MOST_DIMENSIONS] shape
 
 
+cdef class PlanGroup:           # what a plan has for one layer group; it keeps its memory, the plan keeps it
+    cdef GroupPlan data
+    cdef int32_t columns
+    cdef dict arrays            # name -> (whole array, its memory)
+    cdef dict views             # name -> (length, view)
+
+    cdef int init(self, const LayerGroup* group, int64_t num_blocks, int64_t rows, int64_t tokens,
+                  int64_t table_tokens, object formats) except -1
+    cdef void* add(self, str name, object shape, bint writable, int pad) except NULL
+    cdef object view(self, str name, int64_t length)
+
+
 cdef class Plan:
     cdef readonly Pool pool
     cdef Step step
@@ -38,6 +50,8 @@ cdef class Plan:
     cdef list bound_arrays      # (field, array) of these
     cdef int64_t changes        # of the arrays: two threads may bind at a time
     cdef tuple names
+    cdef tuple group_plans      # a PlanGroup for each layer group, None without groups
+    cdef GroupPlan* part[MAX_GROUPS]    # theirs
     cdef object __weakref__
 
     cdef int refuse_pending(self, str call) except -1
@@ -47,6 +61,7 @@ cdef class Plan:
     cdef int refuse(self, const Verdict* v, str call, int64_t pad_tokens) except -1
     cdef int room_for_copies(self, int64_t copies) except -1
     cdef object view(self, str name, int64_t length)
+    cdef tuple make_groups(self, tuple formats)
     cdef int declare(self, object formats, object dtype, object pad, object out) except -1
     cdef int check_width(self, str name, int width) except -1
     cdef int own(self, str name) except -1

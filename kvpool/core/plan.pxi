@@ -18,6 +18,8 @@ FORMATS = {
 }
 SLOT_FIELDS = ("slot_mapping", "kv_slots", "kv_slots_ragged")
 LENGTH_FIELDS = ("seq_lens", "positions")
+GROUP_FORMATS = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens", "slot_ids")
+PER_GROUP = ("block_tables", "slot_mapping", "copies", "dirty_rows")
 ROW_FORMATS = ("block_tables", "csr", "kv_slots", "page_batch_info")
 
 cdef extern from *:
@@ -74,6 +76,106 @@ cdef tuple new_array(object shape, object dtype, bint writable):
         raise MemoryError(f"[Plan] no memory for an array of {size} bytes")
     memory = _Memory(size, writable)
     return np.ndarray(shape, dtype, memory), memory
+
+
+cdef class PlanGroup:
+    """Arrays of a plan for one layer group, an element of `Plan.groups`; see ``docs/groups.md``."""
+
+    cdef int init(self, const LayerGroup* group, int64_t num_blocks, int64_t rows, int64_t tokens,
+                  int64_t table_tokens, object formats) except -1:
+        cdef GroupPlan* data = &self.data
+        cdef int64_t width = (table_tokens + group.block_size - 1) // group.block_size
+        self.arrays, self.views = {}, {}
+        self.columns = group.columns
+        if step_init(&data.step, <int32_t>rows) != OK or wire_init(&data.wire, <int32_t>rows) != OK:
+            raise MemoryError(f"[Plan] no memory for {rows} rows")
+        if group.kind == STATE_LAYERS:
+            data.state_src = <int32_t*>self.add("state_src", (rows,), True, NO_BLOCK)
+            data.state_dst = <int32_t*>self.add("state_dst", (rows,), True, NO_BLOCK)
+            return 0
+        if width * group.columns > INT32_MAX:
+            raise ValueError(f"[Plan] a row has {width * group.columns} block ids, the limit is {INT32_MAX}")
+        data.width = <int32_t>width
+        data.wire.table_width = <int32_t>(width * group.columns)
+        data.step.copies = <int32_t*>self.add("copies", (rows * group.columns, 3), False, 0)
+        data.wire.dirty = <int32_t*>self.add("dirty_rows", (rows,), False, 0)
+        data.kv_starts = <int32_t*>self.add("kv_starts", (rows,), True, 0)
+        if "block_tables" in formats:
+            data.wire.tracks = True
+            data.wire.field[BLOCK_TABLES].width = 4
+            data.wire.field[BLOCK_TABLES].pad = group.hole
+            data.wire.field[BLOCK_TABLES].data = self.add("block_tables", (rows, width, group.columns), True,
+                                                          group.hole)
+        if "slot_mapping" in formats:
+            if num_blocks * group.block_size > INT32_MAX:
+                raise ValueError(f"[Plan] slot_mapping is int32: {num_blocks} blocks of "
+                                 f"{group.block_size} tokens have more than {INT32_MAX} slots")
+            data.slot_mapping = <int32_t*>self.add("slot_mapping", (group.columns * tokens,), True, -1)
+        return 0
+
+    def __dealloc__(self):
+        step_free(&self.data.step)
+        wire_free(&self.data.wire)
+
+    def __reduce__(self):
+        raise TypeError("[PlanGroup] arrays of a plan cannot be pickled or copied")
+
+    cdef void* add(self, str name, object shape, bint writable, int pad) except NULL:
+        array, memory = new_array(shape, np.int32, writable)
+        if pad:
+            array.fill(pad)
+        self.arrays[name] = array, memory
+        return array_data(array)
+
+    cdef object view(self, str name, int64_t length):
+        """What the last step filled; the same object as long as its length stays."""
+        cached = self.views.get(name)
+        if cached is not None and <int64_t>cached[0] == length:
+            return cached[1]
+        if name not in self.arrays:
+            raise AttributeError(f"[Plan] this group of the plan has no {name}, it has {', '.join(self.arrays)}")
+        shown = self.arrays[name][0]
+        if name == "slot_mapping":
+            shown = shown[:self.columns * length].reshape(self.columns, length)
+        else:
+            shown = shown[:length]
+        self.views[name] = (length, shown)
+        return shown
+
+    @property
+    def block_tables(self):
+        """int32 ``[S, width, columns]``: the table of each row; holes where entries were let go, and beyond it."""
+        return self.view("block_tables", self.data.shown_rows)
+
+    @property
+    def slot_mapping(self):
+        """int32 ``[columns, T]``: slot (id * block_size + offset) of each new token in each column."""
+        return self.view("slot_mapping", self.data.shown_tokens)
+
+    @property
+    def kv_starts(self):
+        """int32 ``[S]``: first position from which on the row has no hole, a multiple of the block size."""
+        return self.view("kv_starts", self.data.shown_rows)
+
+    @property
+    def copies(self):
+        """int32 ``[K, 3]``: (src_block, dst_block, num_tokens), to be made before any write of this plan."""
+        return self.view("copies", self.data.step.num_copies)
+
+    @property
+    def dirty_rows(self):
+        """int32 ``[D]``, ascending: rows of `block_tables` that this step changed."""
+        return self.view("dirty_rows", self.data.wire.num_dirty)
+
+    @property
+    def state_src(self):
+        """int32 ``[S]``: state slot that the row reads, -1: none."""
+        return self.view("state_src", self.data.shown_rows)
+
+    @property
+    def state_dst(self):
+        """int32 ``[S]``: state slot that the row writes as a whole, -1: none."""
+        return self.view("state_dst", self.data.shown_rows)
 
 
 cdef object formats_with(object backend, Pool pool, object formats):
@@ -163,6 +265,9 @@ cdef class Plan:
         self.step.handle = <int64_t*>array_data(self.arrays["handles"][0])
         self.step.plan = <void*>self
         self.step.wire = w
+        self.step.parts = <void*>self.part
+        if self.pool.options.groups is not None and (backend is not None or kv_width is not None):
+            raise ValueError("[Plan] the pool has layer groups: a plan takes no backend and no kv_width")
         if backend is not None:
             formats = formats_with(backend, self.pool, formats)
         self.declare(formats, dtype, {} if pad is None else pad, {} if out is None else out)
@@ -195,6 +300,8 @@ cdef class Plan:
                 raise TypeError(f"[Plan] a format must be a str ({name!r})")
             if name not in FORMATS:
                 raise ValueError(f"[Plan] no such format ({show(name)}), there are {', '.join(FORMATS)}")
+        if self.pool.options.groups is not None:
+            formats = self.make_groups(formats)
         wanted = [name for name in FIELDS if any(name in FORMATS[f] for f in formats)]
         for option, given in (("dtype", dtype), ("pad", pad), ("out", out)):
             if not isinstance(given, dict) and option != "dtype":
@@ -224,6 +331,31 @@ cdef class Plan:
             if name not in out:
                 self.own(name)
         return self.attach(out, "Plan")
+
+    cdef tuple make_groups(self, tuple formats):
+        """The arrays of each layer group; returns the formats that are common to all."""
+        cdef LayerGroup[MAX_GROUPS] group
+        cdef int64_t[MAX_GROUPS] num_blocks
+        cdef PlanGroup made
+        cdef int32_t k, n
+        for name in formats:
+            if name not in GROUP_FORMATS:
+                raise ValueError(f"[Plan] {name} is no format for layer groups, there are {', '.join(GROUP_FORMATS)}")
+        pool_enter(&self.pool.state, "Plan")            # a copy: another thread may shut the pool down
+        n = self.pool.state.groups.num_groups
+        for k in range(n):
+            group[k] = self.pool.state.groups.group[k]
+            num_blocks[k] = group[k].blocks.num_blocks
+        pool_leave(&self.pool.state)
+        parts = []
+        for k in range(n):
+            made = PlanGroup()
+            made.init(&group[k], num_blocks[k], self.wire.max_rows, self.max_tokens_,
+                      self.wire.table_width * <int64_t>self.pool.options.block_size, formats)
+            self.part[k] = &made.data
+            parts.append(made)
+        self.group_plans = tuple(parts)
+        return tuple([name for name in formats if name not in PER_GROUP])
 
     cdef int check_width(self, str name, int width) except -1:
         """Refuse int32 where the values do not fit."""
@@ -373,6 +505,9 @@ cdef class Plan:
         self.bound = bound[0]
         self.num_bound = num_bound
         bound[0] = old
+        for k in range(self.pool.state.groups.num_groups if self.pool.state.groups != NULL else 0):
+            if self.part[k] != NULL:
+                wire_forget(&self.part[k].wire, self.wire.max_rows, False, False)
         wire_forget(&self.wire, self.wire.max_rows, data[BLOCK_TABLES] != NULL, data[KV_SLOTS] != NULL)
         return OK
 
@@ -489,6 +624,8 @@ cdef class Plan:
     cdef object view(self, str name, int64_t length):
         """The first `length` entries of an array; the same object as long as the length stays."""
         cdef dict arrays, views
+        if self.group_plans is not None and name in PER_GROUP:
+            raise ValueError(f"[Plan] {name} differs between layer groups, see plan.groups")
         with critical_section(self):            # another thread may exchange them
             arrays, views = self.arrays, self.views
         cached = views.get(name)
@@ -499,6 +636,11 @@ cdef class Plan:
         shown = arrays[name][0][:length]
         views[name] = (length, shown)
         return shown
+
+    @property
+    def groups(self):
+        """One object for each layer group of the pool, with the arrays that differ; None without groups."""
+        return self.group_plans
 
     @property
     def num_tokens(self):

@@ -18,6 +18,50 @@ cdef extern from *:
     void made "kv_made"(object made)
 
 
+cdef tuple read_groups(object groups, int64_t block_size, int64_t lookahead):
+    """The layer groups of a pool, which fit each other."""
+    try:
+        groups = tuple(groups)
+    except TypeError:
+        raise TypeError(f"[Pool] groups must be a sequence of kvpool.Group, not {type(groups).__name__}") from None
+    for group in groups:
+        if type(group) is not Group:
+            raise TypeError(f"[Pool] groups must be kvpool.Group, not {type(group).__name__}")
+    if not 1 <= len(groups) <= MAX_GROUPS:
+        raise ValueError(f"[Pool] {len(groups)} groups, there are 1 .. {MAX_GROUPS}")
+    blocks = [group for group in groups if group.kind != "state"]
+    if not blocks:
+        raise ValueError("[Pool] groups has only state groups, some group must hold blocks")
+    for group in blocks:
+        if group.block_size not in (None, block_size, 2 * block_size, 4 * block_size):
+            raise ValueError(f"[Pool] block_size of a group is {group.block_size}, it must be {block_size} times 1, 2 "
+                             f"or 4")
+        if group.kind != "full" and lookahead >= group.size:
+            raise ValueError(f"[Pool] lookahead is {lookahead}, it must be below every window and chunk ({group.size})")
+    arenas = {group.arena for group in blocks}
+    if max(arenas) >= MAX_BLOCK_ARENAS or len(arenas) != max(arenas) + 1:
+        raise ValueError(f"[Pool] arenas are {', '.join(map(str, sorted(arenas)))}, they must be 0, 1, .. without a "
+                         f"gap, at most {MAX_BLOCK_ARENAS}")
+    told = {0: None}
+    for group in blocks:
+        if group.arena not in told and group.num_blocks is None:
+            raise ValueError(f"[Pool] the first group in arena {group.arena} must say num_blocks")
+        if group.num_blocks not in (None, told.setdefault(group.arena, group.num_blocks)):
+            raise ValueError(f"[Pool] num_blocks of arena {group.arena} is {group.num_blocks}, "
+                             f"{told[group.arena] or 'the argument num_blocks'} says otherwise")
+    return groups
+
+
+cdef list arena_sizes(tuple groups, int64_t num_blocks):
+    """(ids, whether they are state slots) of every arena."""
+    cdef dict told = {0: num_blocks}
+    for group in groups:
+        if group.kind != "state":
+            told.setdefault(group.arena, group.num_blocks)
+    return ([(told[arena], False) for arena in sorted(told)]
+            + [(group.size, True) for group in groups if group.kind == "state"])
+
+
 cdef enum:
     FEW_PLANS = 16              # that pass at once without memory for their list
 
@@ -47,6 +91,11 @@ cdef class Pool:
         Index committed blocks by content, so that `open` finds the prefixes that other sequences computed.
     events : int, default 0
         Keep up to this many events of the prefix cache for `PrefixCache.events`; 0: none.
+    lookahead : int, default 0
+        Tokens behind the end of a sequence that `truncate` can take back although a window has passed.
+    groups : sequence of kvpool.Group, optional
+        Layer groups: layers that differ in what they read or in shape; see ``docs/groups.md``. Default: all layers
+        read every token and share one table.
 
     Attributes
     ----------
@@ -91,44 +140,91 @@ cdef class Pool:
 
     cdef int init(self, tuple given) except -1:
         (num_blocks, block_size, max_seqs, max_blocks_per_seq, reserved_blocks, watermark, in_order, seed, prefix_cache,
-         events, hash_bits) = given
+         events, lookahead, groups, hash_bits) = given
+        lookahead = to_int(lookahead, "Pool", "lookahead", 0, (<int64_t>1 << 31) - 1)
         self.init_blocks(num_blocks, block_size, reserved_blocks)
-        self.init_seqs(max_seqs, max_blocks_per_seq, watermark)
+        self.init_seqs(max_seqs, max_blocks_per_seq, watermark, groups is None)
         seed, events = self.init_index(seed, prefix_cache, events, hash_bits)
         if not isinstance(in_order, bool):
             raise TypeError(f"[Pool] in_order must be a bool, not {type(in_order).__name__} ({in_order!r})")
         self.state.next_step = 1
         self.state.steps_pend = not in_order
+        if groups is not None:
+            groups = read_groups(groups, self.state.blocks.block_size, lookahead)
+            if prefix_cache:
+                raise ValueError("[Pool] prefix_cache=True: the index does not know groups yet")
+            self.init_groups(groups, lookahead)
         self.options = PoolOptions(
             self.state.blocks.num_blocks, self.state.blocks.block_size, self.state.seqs.max_seqs,
             self.state.seqs.max_blocks, self.state.blocks.reserved, self.state.seqs.watermark, in_order, seed,
-            prefix_cache, events)
+            prefix_cache, events, lookahead, groups)
+        return 0
+
+    cdef int init_groups(self, tuple groups, int64_t lookahead) except -1:
+        """Groups that `read_groups` accepted, and their arenas."""
+        cdef Seqs* s = &self.state.seqs
+        cdef Groups* gs = <Groups*>xcalloc(1, sizeof(Groups))
+        cdef LayerGroup* g
+        cdef int64_t tokens = s.max_blocks * self.state.blocks.block_size
+        cdef int32_t k
+        cdef list sizes = arena_sizes(groups, self.state.blocks.num_blocks)
+        if gs == NULL:
+            raise MemoryError("[Pool] no memory for layer groups")
+        self.state.groups = gs
+        gs.seqs = s
+        gs.lookahead = lookahead
+        gs.pends = self.state.steps_pend
+        gs.block_size = self.state.blocks.block_size
+        gs.seq_tokens = tokens
+        gs.num_groups = <int32_t>len(groups)
+        gs.unit = min([(group.block_size or gs.block_size) // gs.block_size for group in groups
+                       if group.kind != "state"])
+        gs.arena[0] = &self.state.blocks
+        gs.more = <Blocks*>xcalloc(len(sizes), sizeof(Blocks))
+        if gs.more == NULL:
+            raise MemoryError("[Pool] no memory for layer groups")
+        for k in range(1, <int32_t>len(sizes)):
+            gs.arena[k] = &gs.more[k - 1]
+            gs.num_arenas = k + 1
+            reserved = 0 if sizes[k][1] else self.state.blocks.reserved
+            if sizes[k][0] <= reserved:
+                raise ValueError(f"[Pool] arena {k} has {sizes[k][0]} blocks, of which {reserved} are reserved")
+            if blocks_init(gs.arena[k], sizes[k][0], reserved, gs.block_size) != OK:
+                raise MemoryError(f"[Pool] no memory for {sizes[k][0]} blocks, each needs 48 bytes")
+        gs.num_arenas = <int32_t>len(sizes)
+        states = len(sizes) - sum([group.kind == "state" for group in groups])
+        for k in range(gs.num_groups):
+            g = &gs.group[k]
+            group = groups[k]
+            g.kind = ("full", "window", "chunk", "state").index(group.kind)
+            g.arena = group.arena
+            if g.kind == STATE_LAYERS:
+                g.arena, states = states, states + 1
+            g.blocks = gs.arena[g.arena]
+            g.columns = group.columns
+            g.block_size = group.block_size or gs.block_size
+            g.scale = <int32_t>(g.block_size // gs.block_size)
+            g.reach = group.size
+            g.kept = <int32_t>((<int64_t>group.keep + g.block_size - 1) // g.block_size)
+            g.hole = 0 if self.state.blocks.reserved else NO_BLOCK
+            width = 1 if g.kind == STATE_LAYERS else (blocks_for(gs, tokens) + g.scale - 1) // g.scale * group.columns
+            if width > INT32_MAX or blocks_for(gs, tokens) > INT32_MAX:
+                raise ValueError(f"[Pool] a sequence may have {width} block ids in group {k}, the limit is {INT32_MAX}")
+            g.width = width
+            if group_init(g, s.max_seqs) != OK:
+                raise MemoryError(f"[Pool] no memory for tables of group {k}: {s.max_seqs} rows of {width} ids")
         return 0
 
     cdef int init_blocks(self, object num_blocks, object block_size, object reserved_blocks) except -1:
-        cdef Blocks* b = &self.state.blocks
         cdef int64_t n = to_int(num_blocks, "Pool", "num_blocks", 1, (<int64_t>1 << 31) - 1)
-        b.block_size = to_int(block_size, "Pool", "block_size", 1, min((<int64_t>1 << 31) - 1, (<int64_t>1 << 62) // n))
-        b.shift = (<object>b.block_size).bit_length() - 1 if b.block_size & (b.block_size - 1) == 0 else -1
-        b.reserved = <int32_t>to_int(reserved_blocks, "Pool", "reserved_blocks", 0, n - 1)
-        b.num_blocks = <int32_t>n
-        b.next = <int32_t*>xcalloc(n, sizeof(int32_t))
-        b.prev = <int32_t*>xcalloc(n, sizeof(int32_t))
-        b.fence = <int64_t*>xcalloc(n, sizeof(int64_t))
-        b.floor = <int32_t*>xcalloc(n, sizeof(int32_t))
-        b.blank = <int32_t*>xcalloc(n, sizeof(int32_t))
-        b.dropped = <int32_t*>xcalloc(n, sizeof(int32_t))
-        b.mark = <uint32_t*>xcalloc(n, sizeof(uint32_t))
-        b.block = <Block*>xcalloc(n, sizeof(Block))
-        if (b.block == NULL or b.next == NULL or b.prev == NULL or b.fence == NULL or b.floor == NULL
-                or b.blank == NULL or b.dropped == NULL or b.mark == NULL):
+        cdef int64_t size = to_int(block_size, "Pool", "block_size", 1,
+                                   min((<int64_t>1 << 31) - 1, (<int64_t>1 << 62) // n))
+        cdef int64_t reserved = to_int(reserved_blocks, "Pool", "reserved_blocks", 0, n - 1)
+        if blocks_init(&self.state.blocks, <int32_t>n, <int32_t>reserved, size) != OK:
             raise MemoryError(f"[Pool] no memory for {n} blocks, each needs 48 bytes")
-        for n in range(b.reserved):
-            b.block[n].place = RESERVED
-        blocks_reset(b)
         return 0
 
-    cdef int init_seqs(self, object max_seqs, object max_blocks_per_seq, object watermark) except -1:
+    cdef int init_seqs(self, object max_seqs, object max_blocks_per_seq, object watermark, bint tables) except -1:
         cdef Seqs* s = &self.state.seqs
         cdef int32_t usable = self.state.blocks.num_blocks - self.state.blocks.reserved
         cdef int32_t slot
@@ -140,9 +236,10 @@ cdef class Pool:
         s.watermark = to_int(watermark, "Pool", "watermark", 0, usable)
         s.memory = xcalloc(s.max_seqs + 1, sizeof(Seq))
         s.life = <SeqLife*>xcalloc(s.max_seqs, sizeof(SeqLife))
-        s.table = <int32_t*>xcalloc(s.max_seqs, s.max_blocks * sizeof(int32_t))
+        if tables:
+            s.table = <int32_t*>xcalloc(s.max_seqs, s.max_blocks * sizeof(int32_t))
         s.free_slot = <int32_t*>xcalloc(s.max_seqs, sizeof(int32_t))
-        if s.memory == NULL or s.life == NULL or s.table == NULL or s.free_slot == NULL:
+        if s.memory == NULL or s.life == NULL or (tables and s.table == NULL) or s.free_slot == NULL:
             raise MemoryError(f"[Pool] no memory for {s.max_seqs} sequences of {s.max_blocks} blocks")
         s.seq = <Seq*>((<size_t>s.memory + sizeof(Seq) - 1) // sizeof(Seq) * sizeof(Seq))
         for slot in range(s.max_seqs):
@@ -224,8 +321,8 @@ cdef class Pool:
 
     @property
     def blocks(self):
-        """The blocks by id, a `BlockAPI`: for engines with block tables of their own."""
-        return BlockAPI(self)
+        """The blocks by id, a `BlockAPI`: for engines with block tables of their own. None with layer groups."""
+        return None if has_groups(self) else BlockAPI(self)
 
     # -- sequences
 
@@ -424,32 +521,35 @@ cdef class Pool:
         if status != OK:
             refuse("defer_close", &v)
 
-    def table(self, handle):
-        """Block ids of a sequence in order, reserved ones included; int32 ``(blocks,)``, a copy."""
+    def table(self, handle, group=0):
+        """Block ids of a sequence in order, reserved ones included; int32 ``(blocks,)``, a copy.
+
+        With layer groups: of group number `group`, int32 ``(entries, columns)``; ``(1,)`` or ``(0,)`` for a state.
+        """
         cdef int64_t wanted = get_handle(handle, "table")
-        cdef int32_t room = -1, found = -1, slot = -1
+        cdef int64_t number = to_int(group, "table", "group", 0, MAX_GROUPS)
+        cdef int32_t room = -1, columns = 0
+        cdef int64_t found = -1
+        cdef const int32_t* ids = NULL
         cdef int32_t* data = NULL
         cdef Verdict v
         cdef int status = RETRY
-        ids = None
+        copy = None
         while status == RETRY:
-            room = found
+            room = <int32_t>found
             if room >= 0:
-                ids = new_int32(room)
-                data = <int32_t*>array_data(ids)
+                copy = new_int32(room)
+                data = <int32_t*>array_data(copy)
             pool_enter(&self.state, "table")
-            slot = seq_judge(&self.state.seqs, wanted, -1, &v)
-            if slot < 0:
-                status = v.reason
-            else:
-                found = self.state.seqs.seq[slot].num_blocks
-                if found == room:
-                    memcpy(data, seq_table(&self.state.seqs, slot), room * sizeof(int32_t))
-                    status = OK
+            status = pool_table(&self.state, wanted, number, &ids, &found, &columns, &v)
+            if status == OK and found != room:
+                status = RETRY
+            elif status == OK:
+                memcpy(data, ids, room * sizeof(int32_t))
             pool_leave(&self.state)
         if status != OK:
             refuse("table", &v)
-        return ids
+        return copy.reshape(-1, columns) if columns else copy
 
     cdef int read(self, object handle, str call, Seq* q, SeqLife* life) except -1:
         """A copy of what the pool knows of a sequence."""
@@ -865,18 +965,25 @@ cdef class Pool:
             tag_give_back(tag)      # takes the lock that a fork takes before those of pools
         self.plans.clear()
 
-    def stats(self):
-        """Counters, O(1); see `kvpool.stats.PoolStats`."""
+    def stats(self, arena=0):
+        """Counters, O(1); see `kvpool.stats.PoolStats`. Blocks are those of one arena, the rest is the pool's."""
+        cdef int64_t number = to_int(arena, "stats", "arena", 0, MAX_ARENAS)
         cdef Blocks b
         cdef Seqs s
-        cdef int32_t pending
+        cdef int32_t pending, arenas = 1
         cdef int64_t capacity
         pool_enter(&self.state, "stats")
+        if self.state.groups != NULL:
+            arenas = self.state.groups.num_arenas
         b = self.state.blocks
+        if 0 < number < arenas:
+            b = self.state.groups.arena[number][0]
         s = self.state.seqs
         pending = self.state.pending.size
         pool_leave(&self.state)
-        capacity = s.sum_blocks * b.block_size
+        if number >= arenas:
+            raise ValueError(f"[stats] there is no arena {number}, the pool has {arenas}")
+        capacity = s.sum_blocks * self.options.block_size
         return PoolStats(
             b.num_blocks, b.reserved, b.num_blank, b.lru.size, b.limbo.size, b.num_used, b.num_shared, s.num_open,
             pending, b.cow_copies, b.cow_tokens, b.allocs, b.evictions, b.peak_used, s.sum_tokens, capacity,
@@ -908,6 +1015,8 @@ cdef class Pool:
         while p != NULL:
             h = step_fingerprint(p, h, self.state.next_step)
             p = p.newer
+        if self.state.groups != NULL:
+            h = groups_fingerprint(self.state.groups, h, self.state.next_step)
         pool_leave(&self.state)
         return h
 
@@ -921,12 +1030,17 @@ cdef class Pool:
         """
         cdef char[FINDING] finding
         cdef bint wrong
-        cdef int32_t* seen = <int32_t*>xcalloc(2 * <size_t>self.state.blocks.num_blocks + 1, sizeof(int32_t))
+        cdef int32_t room
+        cdef int32_t* seen
+        pool_enter(&self.state, "check")
+        room = largest_arena(&self.state)
+        pool_leave(&self.state)
+        seen = <int32_t*>xcalloc(2 * <size_t>room + 1, sizeof(int32_t))
         if seen == NULL:
-            raise MemoryError(f"[check] no memory for {self.state.blocks.num_blocks} blocks")
+            raise MemoryError(f"[check] no memory for {room} blocks")
         try:
             pool_enter(&self.state, "check")
-            wrong = find_fault(&self.state, seen, finding)
+            wrong = find_fault(&self.state, seen, room, finding)
             pool_leave(&self.state)
         finally:
             xfree(seen)
@@ -947,6 +1061,7 @@ cdef class Pool:
         """For tests of `check`: break one piece of state. `index` is a block, or a slot of sequences."""
         cdef Blocks* b = &self.state.blocks
         cdef Seqs* s = &self.state.seqs
+        cdef LayerGroup* last
         cdef int64_t i = to_int(index, "_corrupt", "index", 0, b.num_blocks - 1)
         cdef dict fields = {
             "refcount": <size_t>&b.block[i].refcount, "raw": <size_t>&b.block[i].raw,
@@ -960,6 +1075,9 @@ cdef class Pool:
             "tail": <size_t>&s.seq[i].tail, "stop_slot": <size_t>&s.seq[i].stop_slot,
             "num_open": <size_t>&s.num_open, "free_slot": <size_t>&s.free_slot[i],
         }
-        if what in ("table", "blocks", "length", "next_slot", "tail", "stop_slot", "free_slot"):
+        if self.state.groups != NULL:           # of the last group
+            last = &self.state.groups.group[self.state.groups.num_groups - 1]
+            fields |= {"group_table": <size_t>group_row(last, <int32_t>i), "gone": <size_t>&last.gone[i]}
+        if what in ("table", "blocks", "length", "next_slot", "tail", "stop_slot", "free_slot", "gone", "group_table"):
             to_int(index, "_corrupt", "index", 0, s.max_seqs - 1)
         (<int32_t*><size_t>fields[what])[0] += 1

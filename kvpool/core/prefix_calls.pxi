@@ -53,6 +53,8 @@ cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t s
     cdef uint64_t root_hash = 0, root = 0
     cdef int64_t need, available
     cdef int32_t slot = s.free_slot[s.first_free] if s.num_free_slots else -1
+    if pool.groups != NULL:
+        return groups_open(pool.groups, tokens, v)
     found.blocks = found.evictable = 0
     found.hash = 0
     if tokens.size > s.max_blocks * b.block_size:

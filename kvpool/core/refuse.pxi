@@ -53,6 +53,12 @@ cdef dict TEXTS = {             # what `refuse` raises: the values are named lik
     NAMED_TWICE: (DoubleFree, "block {value} stands twice, ids[{row}] is its second place"),
     HAS_CONTENT: (ValueError, "block {value} is cached already, uncache it first"),
     NOT_BLANK: (ValueError, "block {value} is not blank: it is reserved, in use, cached or in limbo"),
+    IN_GROUPS: (ValueError, "a pool with layer groups has no such call"),
+    PROMPT_IN_GROUPS: (ValueError, "a pool with layer groups opens a number of tokens, not a prompt ({value} tokens)"),
+    NO_SUCH_GROUP: (ValueError, "there is no group {value}, the pool has {high}"),
+    WINDOW_IS_GONE: (ValueError, "lens[{row}] is {value}, but a group let go of what a query there reads; "
+                                 "the least length that is left is {low}"),
+    STATE_IS_GONE: (ValueError, "lens[{row}] is {value}, but the state of group {other} is that of {high} tokens"),
     STEP_PENDING: (PlanStateError, "step {value} is pending, what is released waits for it; call done first"),
 }
 
@@ -66,10 +72,12 @@ cdef object out_of_blocks(str call, const Verdict* v):
                 f"watermark of {v.low}")
     else:
         text = f"{v.needed} blocks asked for, {v.short_by} short"
+    if v.arena:
+        text += f" in arena {v.arena}"
     return OutOfBlocks(
         f"[{call}] {text}: {v.blank} blank and {v.evictable} evictable, {v.limbo} in limbo", needed=v.needed,
         short_by=v.short_by, row=v.row, handle=v.high if v.row >= 0 else -1, blank=v.blank, evictable=v.evictable,
-        limbo=v.limbo)
+        limbo=v.limbo, arena=v.arena)
 
 
 cdef int refuse(str call, const Verdict* v) except -1:

@@ -298,7 +298,7 @@ cdef uint64_t seqs_fingerprint(const Seqs* s, const Blocks* b, uint64_t h, int64
             h = mix(h, next_step - q.last_step)
         if b.newest_pending and s.life[slot].fork_step >= b.oldest_pending:
             h = mix(h, ~(next_step - s.life[slot].fork_step))
-        for k in range(q.num_blocks):
+        for k in range(q.num_blocks if s.table != NULL else 0):         # else groups have tables
             h = mix(h, seq_table(s, slot)[k])
         if s.prefix != NULL:
             h = mix(mix(mix(h, s.prefix[slot].committed), s.prefix[slot].done), s.prefix[slot].forked_at)

@@ -52,7 +52,10 @@ cdef int pool_fork(State* pool, int64_t handle, int64_t count, int64_t* children
         return v.reason
     if count > s.num_free_slots:
         return refused(v, OUT_OF_SEQUENCES, -1, count, 0, s.max_seqs, s.num_open)
-    seq_fork(s, &pool.blocks, parent, <int32_t>count, children)
+    if pool.groups != NULL:
+        groups_fork(pool.groups, parent, <int32_t>count, children)
+    else:
+        seq_fork(s, &pool.blocks, parent, <int32_t>count, children)
     return OK
 
 
@@ -78,6 +81,8 @@ cdef int judge_truncate(State* pool, Ints* batch, const Ints* lengths, Verdict* 
             return refused(v, BAD_LENGTH, k, length, life.point, q.kv_len + life.evicted, 0)
         if b.newest_pending and q.last_step >= b.oldest_pending:
             return refused(v, PENDING_ROW, k, q.last_step, 0, 0, 0)
+        if pool.groups != NULL and groups_judge_length(pool.groups, k, slot, length, v) != OK:
+            return v.reason
     return OK
 
 
@@ -92,6 +97,9 @@ cdef int pool_truncate(State* pool, Ints* batch, const Ints* lengths, Verdict* v
     for k in range(batch.size):
         slot = slot_of(ints_at(batch, k))
         length = ints_at(lengths, k) - s.life[slot].evicted
+        if pool.groups != NULL:
+            groups_truncate(pool.groups, slot, length)
+            continue
         seq_uncommit(pool, slot, length)
         seq_truncate(s, &pool.blocks, slot, length)
     return OK
@@ -103,7 +111,7 @@ cdef int pool_close(State* pool, Ints* batch, Verdict* v) noexcept nogil:
     if status != OK:
         return status
     for k in range(batch.size):
-        seq_close(&pool.seqs, &pool.blocks, slot_of(ints_at(batch, k)))
+        close_slot(pool, slot_of(ints_at(batch, k)))
     return OK
 
 
@@ -114,5 +122,28 @@ cdef int pool_close_finished(State* pool, Ints* batch, const unsigned char* fini
         return status
     for k in range(batch.size):
         if finished[k]:
-            seq_close(&pool.seqs, &pool.blocks, slot_of(ints_at(batch, k)))
+            close_slot(pool, slot_of(ints_at(batch, k)))
+    return OK
+
+
+cdef int pool_table(State* pool, int64_t handle, int64_t group, const int32_t** ids, int64_t* n, int32_t* columns,
+                    Verdict* v) noexcept nogil:
+    """Where the ids of a sequence are, and how many; columns 0: ids are not arranged by columns."""
+    cdef int32_t groups = pool.groups.num_groups if pool.groups != NULL else 1
+    cdef int32_t slot = seq_judge(&pool.seqs, handle, -1, v)
+    cdef const LayerGroup* g
+    if slot < 0:
+        return v.reason
+    if group >= groups:
+        return refused(v, NO_SUCH_GROUP, -1, group, 0, groups, 0)
+    columns[0] = 0
+    if pool.groups == NULL:
+        ids[0] = seq_table(&pool.seqs, slot)
+        n[0] = pool.seqs.seq[slot].num_blocks
+        return OK
+    g = &pool.groups.group[group]
+    ids[0] = group_row(g, slot)
+    n[0] = <int64_t>entries_of(g, slot, pool.seqs.seq[slot].num_blocks) * g.columns
+    if g.kind != STATE_LAYERS:
+        columns[0] = g.columns
     return OK

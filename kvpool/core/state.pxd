@@ -6,6 +6,7 @@ cdef struct State:
     Spare spare                 # memory for arguments
     Blocks blocks
     Seqs seqs
+    Groups* groups              # layer groups, NULL: one table, which `seqs` has, of `blocks`
     Index index
     bint indexed                # an index of our own looks after committed blocks
     int64_t* deferred           # [deferred_room] handles whose owners were finalized, num_deferred valid
@@ -27,8 +28,10 @@ cdef class Pool:                # here, as its parts are other classes' business
     cdef object __weakref__
 
     cdef int init(self, tuple given) except -1
+    cdef int init_groups(self, tuple groups, int64_t lookahead) except -1
     cdef int init_blocks(self, object num_blocks, object block_size, object reserved_blocks) except -1
-    cdef int init_seqs(self, object max_seqs, object max_blocks_per_seq, object watermark) except -1
+    cdef int init_seqs(self, object max_seqs, object max_blocks_per_seq, object watermark,
+                       bint tables) except -1
     cdef tuple init_index(self, object seed, object prefix_cache, object events, object hash_bits)
     cdef int shorten(self, object handles, object lens, bint compacts, object first, str call) except -1
     cdef int read(self, object handle, str call, Seq* q, SeqLife* life) except -1

@@ -28,6 +28,18 @@ cdef void pool_leave(State* pool) noexcept nogil:
     lock_release(&pool.mutex)
 
 
+cdef bint has_groups(Pool pool):
+    """Whether a pool was made with layer groups, also one that was shut down; one that is half made was not."""
+    return pool.options is not None and pool.options.groups is not None
+
+
+cdef inline void close_slot(State* pool, int32_t slot) noexcept nogil:
+    if pool.groups != NULL:
+        groups_close(pool.groups, slot)
+    else:
+        seq_close(&pool.seqs, &pool.blocks, slot)
+
+
 cdef void close_deferred(State* pool) noexcept nogil:
     """Close what finalizers left behind, in the order in which they did; a handle that is dead is skipped."""
     cdef int64_t k
@@ -35,7 +47,7 @@ cdef void close_deferred(State* pool) noexcept nogil:
     for k in range(pool.num_deferred):
         slot = seq_find(&pool.seqs, pool.deferred[k])
         if slot >= 0:
-            seq_close(&pool.seqs, &pool.blocks, slot)
+            close_slot(pool, slot)
     pool.num_deferred = 0
 
 
@@ -56,18 +68,11 @@ cdef int pool_defer(State* pool, int64_t handle, Verdict* v) noexcept nogil:
 
 cdef void pool_free(State* pool) noexcept nogil:
     """Give back all memory but the lock's and the arguments'."""
-    cdef Blocks* b = &pool.blocks
     cdef Seqs* s = &pool.seqs
-    xfree(b.block)
-    xfree(b.next)
-    xfree(b.prev)
-    xfree(b.fence)
-    xfree(b.floor)
-    xfree(b.blank)
-    xfree(b.dropped)
-    xfree(b.mark)
-    xfree(b.canonical)
-    memset(b, 0, sizeof(Blocks))
+    if pool.groups != NULL:
+        groups_free(pool.groups)
+        pool.groups = NULL
+    blocks_free(&pool.blocks)
     xfree(s.memory)
     xfree(s.life)
     xfree(s.prefix)

@@ -515,3 +515,40 @@ cdef uint64_t step_fingerprint(const Step* p, uint64_t h, int64_t next_step) noe
         h = mix(mix(h, p.log[i].index), (<uint64_t>p.log[i].old << 32) | <uint32_t>p.log[i].new)
         h = mix(h, p.log[i].tokens)
     return h
+
+
+cdef bint count_holds(const Blocks* b, const Pending* pending, int32_t* holds, int32_t* floors, int32_t* made, char*
+                      finding) noexcept nogil:
+    """Add what pending steps hold; they must be in their order, and the fences those of the oldest and newest."""
+    cdef const Step* p = pending.oldest
+    cdef int64_t last = 0
+    cdef int32_t k, size = 0
+    while p != NULL:
+        if p.id <= last or not p.pending:
+            return snprintf(finding, FINDING, b"step %lld is pending behind step %lld", <long long>p.id,
+                            <long long>last) > 0
+        for k in range(p.log_size):
+            holds[p.log[k].old] += 1
+            floors[p.log[k].old] = max(floors[p.log[k].old], p.log[k].tokens)
+            made[0] += b.block[p.log[k].new].place == USED and b.fence[p.log[k].new] == p.id
+        last = p.id
+        size += 1
+        p = p.newer
+    if size != pending.size or b.newest_pending != last or b.oldest_pending != (pending.oldest.id if size else 0):
+        return snprintf(finding, FINDING, b"%d steps are pending up to %lld, the fences say %lld .. %lld", size,
+                        <long long>last, <long long>b.oldest_pending, <long long>b.newest_pending) > 0
+    return False
+
+
+cdef bint compare_holds(const Blocks* b, const int32_t* holds, const int32_t* floors, int32_t made, char*
+                        finding) noexcept nogil:
+    """Holds and floors of blocks are those that were counted; `made` blocks are dst of pending copies."""
+    cdef int32_t k
+    for k in range(b.num_blocks):
+        made -= b.block[k].place == USED and unwritten(b, k)
+        if b.block[k].hold != holds[k] or b.floor[k] != floors[k]:
+            return snprintf(finding, FINDING, b"block %d has hold %d and floor %d, pending plans say %d and %d", k,
+                            b.block[k].hold, b.floor[k], holds[k], floors[k]) > 0
+    if made != 0:
+        return snprintf(finding, FINDING, b"%d more blocks are made by pending copies than wait for one", made) > 0
+    return False

@@ -7,6 +7,16 @@ cdef extern from *:
     void add_reference "kv_add_reference"(void* to) noexcept nogil      # for threads that are attached
 
 
+cdef inline void show_step(Plan plan, int64_t pad_rows, int64_t pad_tokens) noexcept nogil:
+    """How much of its arrays a plan shows after a step."""
+    cdef const Step* p = &plan.step
+    plan.rows = p.num_rows
+    plan.tokens = p.num_tokens
+    plan.copies_made = p.num_copies
+    plan.shown_rows = max(p.num_rows, <int32_t>pad_rows)
+    plan.shown_tokens = max(p.num_tokens, pad_tokens)
+
+
 cdef void carry_out(State* pool, Plan plan, const int64_t* handles, bint advance, int64_t pad_rows, int64_t
                     pad_tokens) noexcept nogil:
     """Second half of a step: nothing here can fail."""
@@ -19,14 +29,58 @@ cdef void carry_out(State* pool, Plan plan, const int64_t* handles, bint advance
         pending_add(&pool.pending, p, b)
     step_commit(p, &pool.seqs, b, handles, advance, pool.steps_pend)
     wire_emit(&plan.wire, p, &pool.seqs, b, <int32_t>pad_rows, pad_tokens)
-    plan.rows = p.num_rows
-    plan.tokens = p.num_tokens
-    plan.copies_made = p.num_copies
-    plan.shown_rows = max(p.num_rows, <int32_t>pad_rows)
-    plan.shown_tokens = max(p.num_tokens, pad_tokens)
+    show_step(plan, pad_rows, pad_tokens)
     if not pool.steps_pend:
         step_release_holds(p, b)
         p.log_size = 0
+
+
+cdef void carry_out_groups(State* pool, Plan plan, const int64_t* handles, bint advance, int64_t pad_rows, int64_t
+                           pad_tokens) noexcept nogil:
+    """The same in a pool with layer groups."""
+    cdef Step* p = &plan.step
+    cdef int32_t k
+    p.id = pool.next_step
+    p.noted_done = False
+    pool.next_step = p.id + 1
+    if pool.steps_pend:
+        pending_add(&pool.pending, p, &pool.blocks)
+        groups_pend(pool.groups, plan.part, p.id)
+    groups_commit(pool.groups, p, plan.part, handles, advance)
+    wire_emit(&plan.wire, p, &pool.seqs, &pool.blocks, <int32_t>pad_rows, pad_tokens)
+    groups_emit(pool.groups, p, plan.part, <int32_t>pad_rows, pad_tokens)
+    show_step(plan, pad_rows, pad_tokens)
+    if not pool.steps_pend:
+        groups_release(pool.groups, p, plan.part)
+        for k in range(pool.groups.num_groups):
+            plan.part[k].step.log_size = 0
+
+
+cdef int step_groups(State* pool, Plan plan, const Ints* rows, const Ints* new, const Limits* limits, bint advance,
+                     bint partial, int64_t pad_rows, int64_t pad_tokens, Verdict* v) noexcept nogil:
+    """Judge a step in a pool with layer groups, and carry it out."""
+    cdef int status = groups_check_step(pool.groups, &plan.step, plan.part, rows, new, limits, advance, partial, v)
+    if status != OK:
+        groups_undo_check(pool.groups, plan.part)
+        return status
+    carry_out_groups(pool, plan, <const int64_t*>rows.data, advance, pad_rows, max(pad_tokens, <int64_t>0))
+    return OK
+
+
+cdef int can_groups(State* pool, const Ints* rows, const Ints* new, const Limits* limits, Verdict* v) noexcept nogil:
+    cdef GroupPlan* part[MAX_GROUPS]
+    cdef int32_t k
+    cdef int status
+    for k in range(pool.groups.num_groups):
+        part[k] = &pool.groups.scratch[k]
+        part[k].width = 0x7FFFFFFF
+        if rows.size > part[k].step.max_rows:
+            step_free(&part[k].step)
+            if step_init(&part[k].step, <int32_t>rows.size) != OK:
+                return refused(v, NO_MEMORY, -1, rows.size, 0, 0, 0)
+    status = groups_check_step(pool.groups, &pool.scratch, part, rows, new, limits, True, False, v)
+    groups_undo_check(pool.groups, part)
+    return status
 
 
 cdef int pool_step(State* pool, Plan plan, const Ints* rows, const Ints* new, bint advance, bint partial, int64_t
@@ -43,6 +97,8 @@ cdef int pool_step(State* pool, Plan plan, const Ints* rows, const Ints* new, bi
     limits.seq_tokens = min(plan.seq_limit, pool.seqs.max_blocks * pool.blocks.block_size)
     limits.table_width = plan.wire.table_width
     seqs_new_stamp(&pool.seqs)
+    if pool.groups != NULL:
+        return step_groups(pool, plan, rows, new, &limits, advance, partial, pad_rows, pad_tokens, v)
     status = step_check(&plan.step, &pool.seqs, &pool.blocks, rows, new, &limits, advance, partial, v)
     if status != OK:
         step_undo_check(&plan.step, &pool.blocks, 0)
@@ -70,6 +126,8 @@ cdef int pool_can(State* pool, Ints* rows, const Ints* new, Verdict* v) noexcept
     limits.seq_tokens = pool.seqs.max_blocks * pool.blocks.block_size
     limits.table_width = pool.seqs.max_blocks
     seqs_new_stamp(&pool.seqs)
+    if pool.groups != NULL:
+        return can_groups(pool, rows, new, &limits, v)
     status = step_check(&pool.scratch, &pool.seqs, &pool.blocks, rows, new, &limits, True, False, v)
     step_undo_check(&pool.scratch, &pool.blocks, 0)
     return status
@@ -78,6 +136,9 @@ cdef int pool_can(State* pool, Ints* rows, const Ints* new, Verdict* v) noexcept
 cdef void pass_step(State* pool, Step* p) noexcept nogil:
     cdef int32_t i, slot
     pending_remove(&pool.pending, p, &pool.blocks)
+    if pool.groups != NULL:
+        groups_pass(pool.groups, p)
+        return
     if pool.indexed:
         for i in range(p.num_rows):
             slot = seq_find(&pool.seqs, p.handle[i])
@@ -142,6 +203,10 @@ cdef int pool_rollback(State* pool, Plan plan, Verdict* v) noexcept nogil:
         return refused(v, PLAN_HAS_CHILDREN, -1, p.id, 0, 0, 0)
     keep_known(pool, p)
     pending_remove(&pool.pending, p, &pool.blocks)
+    if pool.groups != NULL:
+        groups_rollback(pool.groups, p)
+        wire_forget(&plan.wire, p.num_rows, False, False)
+        return OK
     blocks_lower_fences(&pool.blocks)
     step_rollback(p, &pool.seqs, &pool.blocks)
     wire_forget(&plan.wire, p.num_rows, False, False)
@@ -157,6 +222,8 @@ cdef int32_t pool_reset(State* pool, void** plans) noexcept nogil:
         set_flag(&p.pending, False)
         p.log_size = 0
         wire_forget(<Wire*>p.wire, p.num_rows, False, False)
+        if pool.groups != NULL:
+            groups_end(pool.groups, p)
         plans[count] = p.plan
         add_reference(p.plan)
         count += 1
@@ -167,47 +234,34 @@ cdef int32_t pool_reset(State* pool, void** plans) noexcept nogil:
         flush_root(pool, 0)
     seqs_reset(&pool.seqs)
     blocks_reset(&pool.blocks)
+    if pool.groups != NULL:
+        groups_reset(pool.groups)
     pool.blocks.digest = mix(pool.blocks.digest, OP_RESET)
     return count
 
 
 cdef bint check_pending(State* pool, int32_t* holds, int32_t* floors, char* finding) noexcept nogil:
-    """Holds, floors and fences are those of the plans that are pending; these are in the order of their steps."""
-    cdef Blocks* b = &pool.blocks
-    cdef const Step* p = pool.pending.oldest
-    cdef int64_t last = 0
-    cdef int32_t k, size = 0, made = 0
-    while p != NULL:
-        if p.id <= last or not p.pending:
-            return snprintf(finding, FINDING, b"step %lld is pending behind step %lld", <long long>p.id,
-                            <long long>last) > 0
-        for k in range(p.log_size):
-            holds[p.log[k].old] += 1
-            floors[p.log[k].old] = max(floors[p.log[k].old], p.log[k].tokens)
-            made += b.block[p.log[k].new].place == USED and b.fence[p.log[k].new] == p.id
-        last = p.id
-        size += 1
-        p = p.newer
-    if size != pool.pending.size or b.newest_pending != last or b.oldest_pending != (
-            pool.pending.oldest.id if size else 0):
-        return snprintf(finding, FINDING, b"%d steps are pending up to %lld, the fences say %lld .. %lld", size,
-                        <long long>last, <long long>b.oldest_pending, <long long>b.newest_pending) > 0
-    for k in range(b.num_blocks):
-        made -= b.block[k].place == USED and unwritten(b, k)
-        if b.block[k].hold != holds[k] or b.floor[k] != floors[k]:
-            return snprintf(finding, FINDING, b"block %d has hold %d and floor %d, pending plans say %d and %d", k,
-                            b.block[k].hold, b.floor[k], holds[k], floors[k]) > 0
-    if made != 0:
-        return snprintf(finding, FINDING, b"%d more blocks are made by pending copies than wait for one", made) > 0
-    return False
+    """Holds, floors and fences are those of the plans that are pending."""
+    cdef int32_t made = 0
+    return (count_holds(&pool.blocks, &pool.pending, holds, floors, &made, finding)
+            or compare_holds(&pool.blocks, holds, floors, made, finding))
 
 
-cdef bint find_fault(State* pool, int32_t* seen, char* finding) noexcept nogil:
-    """`seen` has two numbers for every block, all zero."""
-    cdef size_t size = pool.blocks.num_blocks * sizeof(int32_t)
+cdef int32_t largest_arena(State* pool) noexcept nogil:
+    """Blocks of the largest arena."""
+    cdef int32_t k, most = pool.blocks.num_blocks
+    for k in range(pool.groups.num_arenas if pool.groups != NULL else 0):
+        most = max(most, pool.groups.arena[k].num_blocks)
+    return most
+
+
+cdef bint find_fault(State* pool, int32_t* seen, int32_t room, char* finding) noexcept nogil:
+    """`seen` has two numbers for each of `room` blocks, all zero."""
+    if pool.groups != NULL:
+        return groups_check(pool.groups, &pool.pending, seen, room, finding)
     if blocks_check(&pool.blocks, seen, finding) or seqs_check(&pool.seqs, &pool.blocks, seen, finding):
         return True
     if pool.indexed and index_check(&pool.index, &pool.blocks, finding):
         return True
-    memset(seen, 0, size)
-    return check_pending(pool, seen, seen + pool.blocks.num_blocks, finding)
+    memset(seen, 0, room * sizeof(int32_t))
+    return check_pending(pool, seen, seen + room, finding)

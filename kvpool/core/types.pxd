@@ -55,6 +55,11 @@ cdef enum:                      # what a C function reports: OK, NO_MEMORY, RETR
     HAS_CONTENT                 # a block that is committed already
     NOT_BLANK
     STEP_PENDING
+    IN_GROUPS                   # a call that a pool with layer groups does not have
+    PROMPT_IN_GROUPS
+    NO_SUCH_GROUP
+    WINDOW_IS_GONE
+    STATE_IS_GONE
 
 
 cdef struct Verdict:            # why a call is refused: what the text of the exception needs, `refuse` writes it
@@ -64,7 +69,8 @@ cdef struct Verdict:            # why a call is refused: what the text of the ex
     int64_t low                 # the limits
     int64_t high
     int64_t other
-    int64_t needed              # OUT_OF_BLOCKS: blocks, of all rows
+    int32_t arena               # OUT_OF_BLOCKS: of which blocks are missing
+    int64_t needed              # blocks, of all rows
     int64_t short_by
     int64_t blank
     int64_t evictable

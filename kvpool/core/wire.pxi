@@ -92,30 +92,34 @@ cdef void write_all(const Field* f, const int64_t* values, int32_t n, int64_t sh
             (<int64_t*>f.data)[i] = values[i] + shift
 
 
-cdef void sync_row(Wire* w, const Seqs* s, int32_t slot, int32_t i) noexcept nogil:
-    """Bring the block_tables row i up to date and call it dirty."""
+cdef inline void show_row(Wire* w, int32_t i, int64_t handle, uint32_t epoch, uint64_t version, const int32_t* table,
+                          int32_t n) noexcept nogil:
+    """Bring the block_tables row i up to date with the n entries of a table, and call it dirty."""
     cdef WireRow* row = &w.row[i]
-    cdef const Seq* q = &s.seq[slot]
-    cdef const int32_t* table = seq_table(s, slot)
     cdef const Field* f = &w.field[BLOCK_TABLES]
     cdef int64_t at = <int64_t>i * w.table_width
     cdef int32_t k, first = 0
-    if row.handle == q.handle and row.epoch == q.epoch:
+    if row.handle == handle and row.epoch == epoch:
         first = row.written
     else:
         row.kv_valid = 0
         row.csr_blocks = -1
     if f.width:
-        for k in range(first, q.num_blocks):
+        for k in range(first, n):
             write_one(f, at + k, table[k])
-        write_pad(f, at + q.num_blocks, at + row.written)
-    w.seen[i] = q.version
-    row.handle = q.handle
-    row.epoch = q.epoch
-    row.written = q.num_blocks
+        write_pad(f, at + n, at + row.written)
+    w.seen[i] = version
+    row.handle = handle
+    row.epoch = epoch
+    row.written = n
     row.carried = 0
     w.dirty[w.num_dirty] = i
     w.num_dirty += 1
+
+
+cdef void sync_row(Wire* w, const Seqs* s, int32_t slot, int32_t i) noexcept nogil:
+    cdef const Seq* q = &s.seq[slot]
+    show_row(w, i, q.handle, q.epoch, q.version, seq_table(s, slot), q.num_blocks)
 
 
 cdef void pad_row(Wire* w, int32_t i) noexcept nogil:

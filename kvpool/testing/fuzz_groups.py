@@ -236,7 +236,7 @@ class Program:
         calls: list[Callable[[Side], Any]] = [
             lambda side: side.pool.open([1, 2, 3]),
             lambda side: side.pool.truncate(side.handle(name), 1 << 40),
-            lambda side: side.pool.close(side.batch([name, name], False)),
+            lambda side: side.pool.close(side.batch([name, name] if self.live else [name], False)),
             lambda side: side.pool.step(side.plans[self._idle(a)], side.batch([name], False), -1),
             lambda side: side.pool.fork(side.handle(name), 1000),
             lambda side: side.plans[a % len(PLANS)].block_tables,
@@ -383,8 +383,8 @@ def compare_constructors(make_pool: Any, seed: int, count: int, oracle: Any = Mo
             except (TypeError, ValueError):
                 continue
         options = {"num_blocks": 16, "block_size": 2, "groups": groups, "max_seqs": 4}
-        if rng.random() < 0.4:
-            options |= rng.choice(WRONG)
+        if rng.random() < 0.4:  # one thing that is wrong, for which both sides have the same word
+            options |= {"groups": [Group.full(), Group.window(4), Group.state(3)], **rng.choice(WRONG)}
         results: list[Any] = []
         for make in (make_pool, oracle):
             try:

@@ -185,6 +185,7 @@ class GroupContent:
 
     def _run_state(self, g: int, work: Work) -> None:
         arrays, arena, written = work.plan.groups[g], self.arenas[g], {}
+        read = arrays.state_src.tolist()
         for r, (name, old, new, stamps) in enumerate(work.rows):
             if new == old:
                 continue
@@ -194,6 +195,8 @@ class GroupContent:
             assert got == want, f"content: group {g}: row {name} reads the state {got} in slot {src}, due {want}"
             self.reads += 1
             assert dst >= 0 and dst not in written, f"content: group {g}: row {name} writes its state to {dst}"
+            others = read[:r] + read[r + 1 :]
+            assert dst not in others, f"content: group {g}: row {name} writes state {dst}, which another row reads"
             written[dst] = (g, new, stamps[new - 1])
         self.memory.update({(arena, dst, 0): state for dst, state in written.items()})
 

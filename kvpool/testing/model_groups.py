@@ -7,7 +7,6 @@ pool, so no block is evictable.
 
 from __future__ import annotations
 
-from collections import namedtuple
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 
 from kvpool.errors import CapacityExceeded, CorruptState, OutOfBlocks, PlanStateError
 from kvpool.groups import Group
-from kvpool.stats import PoolOptions, PoolStats
+from kvpool.stats import PoolStats
 from kvpool.testing import model_args as args
 from kvpool.testing.model_blocks import Step, ceil_div, public_call
 from kvpool.testing.model_plan import ModelPlan, Sequence
@@ -23,8 +22,6 @@ from kvpool.testing.model_steps import StepModel
 
 MAX_GROUPS, MAX_ARENAS, MULTIPLES = 8, 8, (1, 2, 4)
 HOLE: list[int] = []  #: what a table has instead of an entry that was let go
-
-GroupOptions: Any = namedtuple("GroupOptions", (*PoolOptions._fields, "lookahead", "groups"))  # type: ignore[misc]
 
 
 @dataclass(eq=False)
@@ -190,7 +187,7 @@ class GroupModel(StepModel):
         for group in given:
             if group.kind in ("window", "chunk") and lookahead >= group.size:
                 raise ValueError(f"[Pool] lookahead is {lookahead}, not below {group.size}")
-        if options.get("prefix_cache"):
+        if options.get("prefix_cache") is True:
             raise ValueError("[Pool] prefix_cache is not for pools with groups")
         self.layers: list[Layers] = []
         self.plan_class = GroupPlan
@@ -201,7 +198,7 @@ class GroupModel(StepModel):
         except ValueError:
             self.shutdown()
             raise
-        self.options = GroupOptions(*plain, lookahead, given)  # type: ignore
+        self.options = plain._replace(lookahead=lookahead, groups=given)
         self.lookahead = lookahead
         self.hole = 0 if plain.reserved_blocks else -1
         self._empty()
@@ -343,9 +340,9 @@ class GroupModel(StepModel):
         for seq, length in zip(batch, lengths, strict=True):
             if length > seq.num_tokens:
                 raise ValueError(f"[truncate] len is {length}, 0 .. {seq.num_tokens} is legal")
-            self._refuse_gone(seq, length)
             if any(row.handle == seq.handle for step in self._pending for row in step.rows):
                 raise PlanStateError(f"[truncate] handle is a row of a pending plan ({seq.handle})")
+            self._refuse_gone(seq, length)
         for seq, length in zip(batch, lengths, strict=True):
             for layer in self.layers:
                 if layer.kind != "state":
@@ -375,7 +372,9 @@ class GroupModel(StepModel):
         if layer.kind == "state":
             if not entries:
                 return [], 1
-            return ([], 0) if self.options.in_order and count(entries[0][0]) == 1 else ([(0, 0)], 0)
+            ((slot,),) = entries
+            in_place = self.options.in_order and count(slot) == 1 and slot not in lost  # of rows that read it
+            return ([], 0) if in_place else ([(0, 0)], 0)
         last = ceil_div(length + n, size)
         replaced = []
         for i in range(length // size, min(last, len(entries))):
@@ -781,6 +780,8 @@ class GroupPlan(ModelPlan):
         for name in wanted:
             if name not in GROUP_FORMATS:
                 raise ValueError(f"[Plan] format {name!r} is not for pools with groups")
+        if options.get("kv_width") is not None:
+            raise ValueError("[Plan] kv_width is not for pools with groups")
         self.groups: tuple[GroupArrays, ...] = ()
         common = tuple(name for name in wanted if name not in PER_GROUP)
         super().__init__(pool, max_rows, max_tokens, formats=common, **options)

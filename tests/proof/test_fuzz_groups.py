@@ -1,8 +1,9 @@
-"""Random programs on pools with groups: the model agrees with itself, and every planted fault is convicted."""
+"""Random programs on pools with groups: core and model agree, and every planted fault is convicted."""
 
 import pytest
 from group_faults import OF_CONTENT, OF_ORDER
 
+import kvpool
 from kvpool.testing.fuzz_groups import GroupRun, compare_constructors, hunt_groups, options_of
 from kvpool.testing.fuzz_target import TargetFinding
 from kvpool.testing.model import ModelPlan, ModelPool
@@ -22,13 +23,13 @@ def convicted(make, oracle):
     return None, None
 
 
-def test_model_agrees_with_itself():
-    report = hunt_groups(MODEL, 1, calls=4_000)
+def test_core_agrees_with_the_model_and_reads_the_right_content():
+    report = hunt_groups((kvpool.Pool, kvpool.Plan), 1, calls=8_000)
     assert report.finding is None, report.script
 
 
 def test_constructors_agree():
-    met = compare_constructors(ModelPool, 1, 1_000)
+    met = compare_constructors(kvpool.Pool, 1, 1_000)
     assert set(met) == {"made", "ValueError", "TypeError"}, met
 
 

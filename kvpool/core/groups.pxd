@@ -1,0 +1,76 @@
+"""Layer groups: several tables per sequence over one or more arenas of blocks. docs/groups.md is the contract."""
+
+cdef enum:
+    MAX_GROUPS = 8
+    MAX_BLOCK_ARENAS = 8
+    MAX_ARENAS = 16             # every state group has one of its own
+
+cdef enum:                      # LayerGroup.kind
+    FULL_LAYERS
+    WINDOW_LAYERS
+    CHUNK_LAYERS
+    STATE_LAYERS
+
+
+# Invariants, recomputed by groups_check:
+#   a row has ceil(num_blocks / scale) entries, num_blocks being the Seq's; its kv_len fits in num_blocks * block_size
+#   entry i is a hole  <=>  kept <= i < gone; gone == 0 or gone > kept
+#   no query at kv_len or later reads what is in a hole
+#   state: table == NO_BLOCK  <=>  kv_len == 0
+#   in an arena refcount == entries of all its groups that name the block, holds and floors are those of pending steps
+cdef struct LayerGroup:
+    int kind
+    int32_t arena
+    Blocks* blocks              # of the arena
+    int32_t columns             # ids of an entry
+    int32_t scale               # blocks of the pool that an entry has the tokens of
+    int64_t block_size          # tokens of an entry
+    int64_t reach               # W or C
+    int32_t kept                # leading entries that no window lets go
+    int32_t hole                # what stands in an entry that was let go
+    int64_t width               # ids of a row
+    int32_t* table              # [max_seqs, width]; state: [max_seqs], NO_BLOCK: none
+    int32_t* gone               # [max_seqs] entries kept .. gone - 1 are holes
+    uint32_t* epoch             # [max_seqs] changes when an entry changes or leaves
+    uint64_t* version           # [max_seqs] of the row, as in Seq
+    uint64_t versions           # handed out so far
+    Pending pending             # what the pending steps did in this group
+
+
+cdef struct GroupPlan:          # what a plan has for one group
+    Step step                   # events count ids, the log has one entry per id
+    Wire wire                   # block_tables and dirty rows
+    int32_t width               # entries of a row of block_tables
+    int32_t* kv_starts          # [max_rows]
+    int32_t* slot_mapping       # [columns, tokens], NULL: nobody asked for it
+    int32_t* state_src          # [max_rows]
+    int32_t* state_dst
+    int32_t shown_rows
+    int64_t shown_tokens
+
+
+cdef struct Groups:
+    LayerGroup[MAX_GROUPS] group
+    int32_t num_groups
+    Blocks* arena[MAX_ARENAS]     # the first is the pool's
+    Blocks* more                # memory of the others, [num_arenas - 1]
+    int32_t num_arenas
+    Seqs* seqs                  # handles and lengths, common to all groups; their tables are not used
+    int64_t lookahead
+    int64_t block_size          # of the pool
+    int64_t seq_tokens          # that a sequence may have
+    int32_t unit                # smallest scale: capacities are multiples of it
+    bint pends                  # not in_order
+    Step rows                   # of dry runs
+    GroupPlan[MAX_GROUPS] scratch
+
+
+cdef inline int32_t* group_row(const LayerGroup* g, int32_t slot) noexcept nogil:
+    return g.table + slot * g.width
+
+
+cdef inline int32_t entries_of(const LayerGroup* g, int32_t slot, int64_t num_blocks) noexcept nogil:
+    """Entries of a row of a sequence with room for num_blocks blocks of the pool; a state is one entry."""
+    if g.kind == STATE_LAYERS:
+        return g.table[slot] != NO_BLOCK
+    return <int32_t>((num_blocks + g.scale - 1) // g.scale)
