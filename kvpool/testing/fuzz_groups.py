@@ -32,6 +32,7 @@ PLANS: tuple[dict[str, Any], ...] = (
     {"max_rows": 6, "max_tokens": 64, "formats": ("block_tables", "slot_mapping", *COMMON)},
     {"max_rows": 6, "max_tokens": 96},
     {"max_rows": 3, "max_tokens": 20, "formats": ("block_tables", "slot_mapping", "seq_lens", "cu_q_lens")},
+    {"max_rows": 4, "max_tokens": 40, "formats": ("block_tables", "slot_mapping"), "table_width": 9},
 )
 KINDS = ("full", "window", "chunk", "state")
 FIELDS = ("num_tokens", "is_pending", "step_id")
@@ -308,10 +309,10 @@ def _same(what: str, got: np.ndarray, want: np.ndarray) -> None:
 
 def groups_of(rng: random.Random, size: int, reserved: int) -> list[Group]:
     """One to four groups, of which one at least has blocks in arena 0."""
-    has_second = rng.random() < 0.4
+    num_arenas = rng.choice([1, 1, 1, 2, 2, 3])
     groups: list[Group] = []
-    told = False
-    for place in range(rng.choice([1, 2, 2, 3, 3, 4])):
+    told = 0  # the last arena that has blocks
+    for place in range(rng.choice([1, 2, 2, 2, 3, 3, 3, 4, 4, 7])):
         kind = rng.choice(["full", "window", "window", "chunk", "state"]) if place else rng.choice(KINDS[:3])
         if kind == "state":
             groups.append(Group.state(rng.randint(2, 8)))
@@ -319,10 +320,11 @@ def groups_of(rng: random.Random, size: int, reserved: int) -> list[Group]:
         options: dict[str, Any] = {"columns": rng.choice([1, 1, 2, 3])}
         if rng.random() < 0.6:
             options["block_size"] = size * rng.choice([1, 2, 2, 4])
-        if place and has_second and rng.random() < 0.6:
-            options["arena"] = 1
-            if not told:
-                told, options["num_blocks"] = True, reserved + rng.randint(4, 24)
+        arena = rng.randrange(num_arenas) if place else 0
+        if arena:
+            options["arena"] = min(arena, told + 1)
+            if arena > told:
+                told, options["num_blocks"] = told + 1, reserved + rng.randint(4, 24)
         if kind == "window":
             width = rng.randint(1, 12)
             options["keep"] = rng.choice([0, 0, rng.randrange(width)])

@@ -261,7 +261,7 @@ class GroupModel(StepModel):
     def open(self, tokens: Any = 0, namespace: bytes = b"") -> int:
         """Open an empty sequence with entries for a number of tokens; returns its handle."""
         args.namespace("open", namespace)
-        if isinstance(tokens, list | tuple | np.ndarray | str | bytes):
+        if isinstance(tokens, list | tuple | np.ndarray):
             raise ValueError("[open] a prompt is not for pools with groups, a count of tokens is needed")
         count = args.count("open", "tokens", tokens)
         if count > self.options.max_blocks_per_seq * self.block_size:
