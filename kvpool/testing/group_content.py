@@ -83,6 +83,7 @@ class GroupContent:
     def truncated(self, name: int, length: int) -> None:
         """The sequence lost its end."""
         del self.stamps[name][length:]
+        self.passed[name] = min(self.passed[name], length + self.lookahead)
 
     def may_truncate(self, name: int, length: int) -> bool:
         """Whether the pool has promised that this length is left."""

@@ -638,6 +638,7 @@ class GroupModel(StepModel):
     def _state(self) -> dict[str, Any]:
         local, now = self._local, self._next_step
         return {
+            "groups": (self.options.groups, self.lookahead),
             "arenas": [
                 (list(arena.blank), [(block, fence - now) for block, fence in arena.limbo], list(arena.holds))
                 for arena in self.arenas
@@ -782,7 +783,7 @@ class GroupPlan(ModelPlan):
                 raise ValueError(f"[Plan] format {name!r} is not for pools with groups")
         if options.get("kv_width") is not None:
             raise ValueError("[Plan] kv_width is not for pools with groups")
-        self.groups: tuple[GroupArrays, ...] = ()
+        self.groups = ()
         common = tuple(name for name in wanted if name not in PER_GROUP)
         super().__init__(pool, max_rows, max_tokens, formats=common, **options)
         self.formats = wanted

@@ -81,6 +81,8 @@ class ModelPlan:
         Arrays to fill instead of owned ones, checked as in `bind`.
     """
 
+    groups: Any = None  #: an object per layer group, of pools that have some
+
     def __new__(cls, pool: Any, *sizes: Any, **options: Any) -> Self:
         """Choose the class by the pool."""
         return super().__new__(getattr(pool, "plan_class", cls))
