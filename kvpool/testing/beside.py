@@ -48,13 +48,19 @@ def local(handle: int) -> int:
 class Side:
     """One pool with its plans; handles are named by their local part."""
 
-    def __init__(self, make_pool: Callable, make_plan: Callable, options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        make_pool: Callable,
+        make_plan: Callable,
+        options: dict[str, Any],
+        plans: tuple[dict[str, Any], ...] = PLANS,
+    ) -> None:
         self.pool = make_pool(**options)
         self._make_plan = make_plan
         first = self.pool.open()  # the only way to learn the tag
         self.pool.close(first)
         self.tag = first >> LOCAL_BITS
-        self.plans = [make_plan(self.pool, **plan) for plan in PLANS]
+        self.plans = [make_plan(self.pool, **plan) for plan in plans]
         self._foreign: list[Any] = []
 
     def handle(self, name: int) -> int:
@@ -92,7 +98,7 @@ def _outcome(call: Callable, side: Side) -> tuple[Any, Exception | None]:
         return None, error
 
 
-_NUMBERS = ("needed", "short_by", "row", "blank", "evictable", "limbo")
+_NUMBERS = ("needed", "short_by", "row", "blank", "evictable", "limbo", "arena")
 
 
 def _same_error(got: Exception, want: Exception) -> bool:

@@ -49,8 +49,8 @@ class Step:
 
     id: int
     plan: ModelPlan
-    rows: list[Row]
-    copies: list[tuple[int, int, int]]
+    rows: list[Any]  #: of `Row`
+    copies: list[Any]  #: (source, destination, tokens)
     noted: bool = False
 
     def held(self) -> list[int]:
@@ -481,7 +481,7 @@ class BlockModel:
 
 
 class SequenceModel(BlockModel):
-    """`BlockModel` with sequences; `ModelPool` adds steps."""
+    """`BlockModel` with sequences; `StepModel` adds steps."""
 
     def _find(self, handle: int) -> Sequence | None:
         seq = self._sequences.get(handle & (2**SLOT_BITS - 1))
@@ -559,6 +559,9 @@ class SequenceModel(BlockModel):
         while len(seq.table) > length:
             self._release(seq.table.pop())
 
+    def _pop_all(self, seq: Sequence) -> None:
+        self._pop_blocks(seq, 0)
+
     @public_call
     def truncate(self, handles: Any, lens: Any) -> None:
         """Shorten sequences to `lens` tokens; the blocks past them are released, youngest first."""
@@ -585,7 +588,7 @@ class SequenceModel(BlockModel):
 
     def _close(self, seq: Sequence) -> None:
         slot = seq.handle & (2**SLOT_BITS - 1)
-        self._pop_blocks(seq, 0)
+        self._pop_all(seq)
         del self._sequences[slot]
         self._generations[slot] += 1
         if self._generations[slot] <= MAX_GENERATION:

@@ -7,7 +7,7 @@ that the contract names (handle, epoch, blocks written), and they decide `dirty_
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -53,6 +53,7 @@ class Sequence:
     #: tokens that left; `num_tokens` are those that are there, and positions go on from the sum of both
     evicted: int = 0
     point: int = 0  #: that sum when tokens left last
+    tables: list[Any] = field(default_factory=list)  #: one per layer group, see `kvpool.testing.model_groups`
 
 
 def _place(array: np.ndarray) -> tuple[int, tuple[int, ...]]:
@@ -79,6 +80,12 @@ class ModelPlan:
     out : dict of arrays, optional
         Arrays to fill instead of owned ones, checked as in `bind`.
     """
+
+    groups: Any = None  #: an object per layer group, of pools that have some
+
+    def __new__(cls, pool: Any, *sizes: Any, **options: Any) -> Self:
+        """Choose the class by the pool."""
+        return super().__new__(getattr(pool, "plan_class", cls))
 
     def __init__(
         self,

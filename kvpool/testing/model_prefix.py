@@ -32,7 +32,7 @@ class Node:
 
 
 class PrefixModel(SequenceModel):
-    """`SequenceModel` with a prefix cache; `ModelPool` adds steps.
+    """`SequenceModel` with a prefix cache; `StepModel` adds steps.
 
     Parameters
     ----------

@@ -1,0 +1,502 @@
+"""Random programs on pools with layer groups, beside the plain Python model and a memory of what blocks hold.
+
+As in `kvpool.testing.fuzz_pool` a program is a list of words ``(op, a, b, c)``. Compared after every call: what it
+returned or raised, the statistics of all arenas, all tables, every array of the plan that was filled, and `check`.
+`kvpool.testing.group_content.GroupContent` judges what the queries of each step read, without asking a pool.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kvpool.groups import Group
+from kvpool.testing.beside import RAISED, Pair, Side, local
+from kvpool.testing.fuzz_target import TargetFinding, TargetReport, hunt
+from kvpool.testing.group_content import GroupContent
+from kvpool.testing.minimal import Word
+from kvpool.testing.model import ModelPlan, ModelPool
+
+CALLS_PER_RUN = 150
+OPERATIONS = (
+    *("open", "open", "open", "step", "step", "step", "step", "step", "step", "step", "prefill", "prefill"),
+    *("reserve", "fork", "fork", "truncate", "truncate", "close", "done", "done", "done", "done", "step", "step"),
+    *("rollback", "rollback", "can", "can", "close_finished", "defer_close", "reset", "foreign", "forget"),
+    *("step", "done"),
+)
+COMMON = ("seq_lens", "positions", "cu_q_lens", "slot_ids")
+PLANS: tuple[dict[str, Any], ...] = (
+    {"max_rows": 6, "max_tokens": 64, "formats": ("block_tables", "slot_mapping", *COMMON)},
+    {"max_rows": 6, "max_tokens": 96},
+    {"max_rows": 3, "max_tokens": 20, "formats": ("block_tables", "slot_mapping", "seq_lens", "cu_q_lens")},
+    {"max_rows": 4, "max_tokens": 40, "formats": ("block_tables", "slot_mapping"), "table_width": 9},
+)
+KINDS = ("full", "window", "chunk", "state")
+FIELDS = ("num_tokens", "is_pending", "step_id")
+GROUP_ARRAYS = ("block_tables", "slot_mapping", "kv_starts", "copies", "dirty_rows")
+STATE_ARRAYS = ("state_src", "state_dst")
+
+
+class Program:
+    """The state of a program: the two pools, the memory, and what the next words may name."""
+
+    def __init__(self, test: Side, oracle: Side, options: dict[str, Any]) -> None:
+        self.pair = Pair(test, oracle)
+        self.groups: list[Group] = options["groups"]
+        self.size: int = options["block_size"]
+        self.in_order: bool = options["in_order"]
+        self.num_arenas = _num_arenas(self.groups)
+        self.content = GroupContent(self.groups, self.size, options["reserved_blocks"], options["lookahead"])
+        self.live: list[int] = []
+        self.took = False  # whether the call hands out blocks
+
+    def play(self, word: Word) -> None:
+        """Make one call on both pools and compare them."""
+        name = OPERATIONS[word[0] % len(OPERATIONS)]
+        if not self.live and name not in ("reset", "done", "foreign"):
+            name = "open"
+        self.took = False
+        getattr(self, name)(*word[1:])
+
+    def finish(self) -> None:
+        """All that is pending is done, every sequence grows by a token, and everything is given back."""
+        self.settle()
+        for name in list(self.live):
+            self._step([name], [1], 1, {"partial": False})
+            self.settle()
+        self.pair.both(lambda side: side.pool.close(side.batch(self.live, False)))
+        self.compare()
+        for arena in range(self.num_arenas):
+            stats = self.pair.test.pool.stats(arena)
+            assert stats.used == stats.limbo == 0, f"arena {arena} keeps blocks: {stats}"
+
+    def settle(self) -> None:
+        """Everything pending is done."""
+        while self._pending():
+            self.done(0, 0, 0)
+
+    # ---- what words name ----------------------------------------------------------------------------------
+
+    def _one(self, c: int) -> int:
+        return self.live[c % len(self.live)]
+
+    def _rows(self, c: int) -> list[int]:
+        return list(dict.fromkeys(self._one(c >> shift) for shift in range(0, 4 * (1 + c % 4), 4)))
+
+    def _idle(self, a: int) -> int:
+        plans = self.pair.oracle.plans
+        idle = [k for k in range(len(plans)) if not plans[k].is_pending]
+        return idle[a % len(idle)] if idle else a % len(plans)
+
+    def _pending(self) -> list[int]:
+        """Plans that are pending, oldest first."""
+        plans = self.pair.oracle.plans
+        return sorted((k for k in range(len(plans)) if plans[k].is_pending), key=lambda k: plans[k].step_id)
+
+    # ---- calls --------------------------------------------------------------------------------------------
+
+    def open(self, a: int, b: int, c: int) -> None:
+        """Open an empty sequence, sometimes with blocks."""
+        tokens = (a % (4 * self.size) if b & 7 else a % 400) if b & 1 else 0
+        got = self.pair.both(lambda side: side.pool.open(tokens), handles=True)
+        if got is not RAISED:
+            self.took = True
+            self.live += got
+            self.content.opened(got[0])
+        self.compare()
+
+    def step(self, a: int, b: int, c: int) -> None:
+        """Step some sequences by a few tokens."""
+        rows = self._rows(c)
+        self._step(rows, [(b >> 2 * k) % 4 for k in range(len(rows))], self._idle(a), {"partial": bool(a & 64)}, a)
+
+    def prefill(self, a: int, b: int, c: int) -> None:
+        """Step by many tokens."""
+        rows = self._rows(c)[:2]
+        counts = [(b >> 5 * k) % (5 * self.size + 2) for k in range(len(rows))]
+        self._step(rows, counts, self._idle(a), {"partial": bool(a & 64)}, a)
+
+    def _step(self, rows: list[int], counts: list[int], plan: int, options: dict[str, Any], a: int = 0) -> None:
+        if self.pair.oracle.plans[plan].is_pending and a & 3:
+            self.done(0, 0, 0)
+            return
+        if a & 3 == 3:
+            options = {**options, "pad_to": (PLANS[plan]["max_rows"], PLANS[plan]["max_tokens"])}
+
+        def call(side: Side) -> None:
+            side.pool.step(side.plans[plan], side.batch(rows, bool(a & 32)), counts, **options)
+
+        before = self._shown(plan)
+        if self.pair.both(call) is RAISED:
+            assert self._shown(plan) == before, f"plan {plan} was changed by a step that was refused"
+        else:
+            served = self.pair.test.plans[plan].served.tolist()
+            self._issued(plan, rows, [n * bool(ok) for n, ok in zip(counts, served, strict=True)])
+        self.compare()
+
+    def _shown(self, plan: int) -> list[Any]:
+        """All arrays of the groups of a plan, as lists."""
+        plan_groups = self.pair.test.plans[plan].groups
+        names = [STATE_ARRAYS if group.kind == "state" else GROUP_ARRAYS for group in self.groups]
+        return [getattr(plan_groups[g], name).tolist() for g in range(len(names)) for name in names[g]]
+
+    def _issued(self, plan: int, rows: list[int], new: list[int]) -> None:
+        self.took = True
+        self.compare_plan(plan)
+        self.content.issued(self.pair.test.plans[plan], rows, new)
+        if self.in_order:
+            self._see_tables()  # which poisons the blocks that were handed out
+            self.content.done(self.pair.test.plans[plan], self._table)
+
+    def reserve(self, a: int, b: int, c: int) -> None:
+        """Reserve blocks for tokens to come."""
+        rows, plan, n = self._rows(c), self._idle(a), b % (2 * self.size)
+        if self.pair.both(lambda side: side.pool.reserve(side.plans[plan], side.batch(rows, False), n)) is not RAISED:
+            self._issued(plan, rows, [0] * len(rows))
+        self.compare()
+
+    def done(self, a: int, b: int, c: int) -> None:
+        """Declare a pending plan done: the oldest, sometimes another one."""
+        pending = self._pending() or [a % len(PLANS)]
+        plan = pending[c % len(pending) if b % 4 == 1 else 0]
+        if self.pair.both(lambda side: side.pool.done(side.plans[plan])) is not RAISED:
+            self.content.done(self.pair.test.plans[plan], self._table)
+        self.compare()
+
+    def rollback(self, a: int, b: int, c: int) -> None:
+        """Roll the newest plan back; an older one is refused."""
+        pending = self._pending() or [a % len(PLANS)]
+        plan = pending[c % len(pending) if b % 8 == 0 else -1]
+        if self.pair.both(lambda side: side.pool.rollback(side.plans[plan])) is not RAISED:
+            self.content.rolled_back(self.pair.test.plans[plan])
+        self.compare()
+
+    def fork(self, a: int, b: int, c: int) -> None:
+        """Fork a sequence."""
+        parent = self._one(c)
+        got = self.pair.both(lambda side: side.pool.fork(side.handle(parent), 1 + a % 2), handles=True)
+        if got is not RAISED:
+            self.live += got
+            self.content.forked(parent, got)
+        self.compare()
+
+    def truncate(self, a: int, b: int, c: int) -> None:
+        """Shorten a sequence, mostly by little; a length beyond its end is refused."""
+        name = self._one(c)
+        most = len(self.content.stamps[name])
+        length = max(0, most + 1 - a % (4 + self.content.lookahead)) if b & 3 else a % (most + 1)
+        if self.pair.both(lambda side: side.pool.truncate(side.handle(name), length)) is not RAISED:
+            self.content.truncated(name, length)
+        else:
+            assert not self.content.may_truncate(name, length), f"content: {name} may be cut to {length} of {most}"
+        self.compare()
+
+    def close(self, a: int, b: int, c: int) -> None:
+        """Close sequences."""
+        rows = self._rows(c)[: 1 + a % 2]
+        self.pair.both(lambda side: side.pool.close(side.batch(rows, bool(b & 1))))
+        self.compare()
+
+    def close_finished(self, a: int, b: int, c: int) -> None:
+        """Close those of some sequences that are finished."""
+        rows = self._rows(c)
+        mask = np.array([a >> k & 1 for k in range(len(rows))], np.uint8)
+        self.pair.both(lambda side: side.pool.close_finished(side.batch(rows, False), mask))
+        self.compare()
+
+    def defer_close(self, a: int, b: int, c: int) -> None:
+        """Close a sequence at the next call, as a finalizer would."""
+        row = self._one(c)
+        self.pair.both(lambda side: side.pool.defer_close(side.handle(row)))
+        self.compare()
+
+    def can(self, a: int, b: int, c: int) -> None:
+        """Ask whether a step would find its blocks."""
+        rows = self._rows(c)
+        counts = [(b >> 4 * k) % 16 for k in range(len(rows))]
+        self.pair.both(lambda side: side.pool.can(side.batch(rows, False), counts))
+        self.compare()
+
+    def forget(self, a: int, b: int, c: int) -> None:
+        """Distrust what a plan has written; a pending one refuses."""
+        self.pair.both(lambda side: side.plans[a % len(PLANS)].forget())
+
+    def reset(self, a: int, b: int, c: int) -> None:
+        """Forget everything, rarely."""
+        if a % 8 == 0:
+            self.pair.both(lambda side: side.pool.reset())
+            self.content.reset()
+        self.compare()
+
+    def foreign(self, a: int, b: int, c: int) -> None:
+        """Calls that pools with groups refuse."""
+        name = self._one(c) if self.live else 0
+        calls: list[Callable[[Side], Any]] = [
+            lambda side: side.pool.open([1, 2, 3]),
+            lambda side: side.pool.truncate(side.handle(name), 1 << 40),
+            lambda side: side.pool.close(side.batch([name, name] if self.live else [name], False)),
+            lambda side: side.pool.step(side.plans[self._idle(a)], side.batch([name], False), -1),
+            lambda side: side.pool.fork(side.handle(name), 1000),
+            lambda side: side.plans[a % len(PLANS)].block_tables,
+            lambda side: side.plans[a % len(PLANS)].slot_mapping,
+            lambda side: side.plans[a % len(PLANS)].copies,
+            lambda side: side.plans[a % len(PLANS)].dirty_rows,
+        ]
+        self.pair.both(calls[b % len(calls)])
+        self.compare()
+
+    # ---- comparison ---------------------------------------------------------------------------------------
+
+    def _table(self, name: int, group: int) -> Any:
+        return self.pair.test.pool.table(self.pair.test.handle(name), group)
+
+    def _see_tables(self) -> None:
+        seen: dict[int, list[list[list[int]]]] = {}
+        for name in self.live:
+            tables = [self._table(name, g) for g in range(len(self.groups))]
+            seen[name] = [[np.atleast_1d(entry).tolist() for entry in table] for table in tables]
+        self.content.tables(seen, self.took)
+
+    def compare(self) -> None:
+        """Compare everything that can be read."""
+        test, oracle = self.pair.test, self.pair.oracle
+        for arena in range(self.num_arenas):
+            got, want = tuple(test.pool.stats(arena)), tuple(oracle.pool.stats(arena))
+            assert got == want, f"stats({arena}): {test.pool.stats(arena)}, due {oracle.pool.stats(arena)}"
+        alive = []
+        for name in self.live:
+            mine, due = test.handle(name), oracle.handle(name)
+            assert test.pool.is_open(mine) == oracle.pool.is_open(due), f"is_open of {name}"
+            if oracle.pool.is_open(due):
+                alive.append(name)
+                for call in ("num_tokens", "kv_len", "capacity"):
+                    got, want = getattr(test.pool, call)(mine), getattr(oracle.pool, call)(due)
+                    assert got == want, f"{call} of {name}: {got}, due {want}"
+                for g in range(len(self.groups)):
+                    got, want = test.pool.table(mine, g), oracle.pool.table(due, g)
+                    _same(f"table of {name} in group {g}", got, want)
+        self.live = alive
+        for mine, due in zip(test.plans, oracle.plans, strict=True):
+            assert mine.is_pending == due.is_pending, "is_pending"
+        test.pool.check()
+        self._see_tables()
+
+    def compare_plan(self, index: int) -> None:
+        """Compare every array of a plan that was just filled."""
+        mine, due = self.pair.test.plans[index], self.pair.oracle.plans[index]
+        for name in FIELDS:
+            got, want = getattr(mine, name), getattr(due, name)
+            assert got == want, f"plan {index} {name}: {got}, due {want}"
+        got, want = [[local(h) for h in plan.handles] for plan in (mine, due)]
+        assert got == want, f"plan {index} handles: {got}, due {want}"
+        formats = PLANS[index].get("formats", ("seq_lens",))
+        for name in ("served", *(name for name in COMMON if name in formats)):
+            _same(f"plan {index} {name}", getattr(mine, name), getattr(due, name))
+        assert len(mine.groups) == len(due.groups), f"plan {index}: {len(mine.groups)} groups"
+        for g, group in enumerate(self.groups):
+            for name in STATE_ARRAYS if group.kind == "state" else GROUP_ARRAYS:
+                got, want = getattr(mine.groups[g], name), getattr(due.groups[g], name)
+                _same(f"plan {index} groups[{g}].{name}", got, want)
+
+
+def _same(what: str, got: np.ndarray, want: np.ndarray) -> None:
+    is_same = got.dtype == want.dtype and got.shape == want.shape and (got == want).all()
+    assert is_same, f"{what}: {got.dtype} {got.shape} {got.tolist()}, due {want.dtype} {want.shape} {want.tolist()}"
+
+
+def groups_of(rng: random.Random, size: int, reserved: int) -> list[Group]:
+    """One to four groups, of which one at least has blocks in arena 0."""
+    num_arenas = rng.choice([1, 1, 1, 2, 2, 3])
+    groups: list[Group] = []
+    told = 0  # the last arena that has blocks
+    for place in range(rng.choice([1, 2, 2, 2, 3, 3, 3, 4, 4, 7])):
+        kind = rng.choice(["full", "window", "window", "chunk", "state"]) if place else rng.choice(KINDS[:3])
+        if kind == "state":
+            groups.append(Group.state(rng.randint(2, 8)))
+            continue
+        options: dict[str, Any] = {"columns": rng.choice([1, 1, 2, 3])}
+        if rng.random() < 0.6:
+            options["block_size"] = size * rng.choice([1, 2, 2, 4])
+        arena = rng.randrange(num_arenas) if place else 0
+        if arena:
+            options["arena"] = min(arena, told + 1)
+            if arena > told:
+                told, options["num_blocks"] = told + 1, reserved + rng.randint(4, 24)
+        if kind == "window":
+            width = rng.randint(1, 12)
+            options["keep"] = rng.choice([0, 0, rng.randrange(width)])
+            groups.append(Group.window(width, **options))
+        elif kind == "chunk":
+            groups.append(Group.chunk(rng.randint(1, 12), **options))
+        else:
+            groups.append(Group.full(**options))
+    return groups
+
+
+#: What may be wrong with an option of a pool, or right.
+WRONG: tuple[dict[str, Any], ...] = (
+    *({"lookahead": n} for n in (-1, 0, 1, 2, 5, True, None, 1.0)),
+    *({"groups": groups} for groups in ([], 3, "full", [1], [None], (), [Group.state(2)], [Group.full()] * 9)),
+    *({"prefix_cache": flag} for flag in (True, False, 1)),
+    *({"reserved_blocks": n} for n in (0, 1, 5, 20)),
+    *({"watermark": n} for n in (0, 3, 99)),
+    *({"events": n} for n in (0, 4)),
+    *({"num_blocks": n} for n in (0, 1, 2, 6)),
+    *({"block_size": n} for n in (0, 1, 2, 3)),
+)
+
+
+def make_group(rng: random.Random) -> Group:
+    """A group with options that may be wrong."""
+    kind = rng.choice(KINDS)
+    number: Any = rng.choice([1, 2, 3, 5, 8, 1, 2, 3, 5, 8, 0, -1, True, 1.5, None])
+    if kind == "state":
+        return Group.state(number)
+    options: dict[str, Any] = {}
+    for name, values in (
+        ("block_size", [None, 2, 2, 4, 8, 1, 3, 6, 16, 0, -2, "2"]),
+        ("columns", [1, 1, 2, 5, 0, -1, None]),
+        ("arena", [0, 0, 0, 1, 1, 2, 7, 8, -1, None]),
+        ("num_blocks", [None, None, 6, 6, 9, 1, 0, -1, 2.0]),
+    ):
+        if rng.random() < 0.35:
+            options[name] = rng.choice(values)
+    if kind == "full":
+        return Group.full(**options)
+    if kind == "chunk":
+        return Group.chunk(number, **options)
+    if rng.random() < 0.5:
+        options["keep"] = rng.choice([0, 1, 2, 4, 5, 8, -1, None])
+    return Group.window(number, **options)
+
+
+def compare_constructors(make_pool: Any, seed: int, count: int, oracle: Any = ModelPool) -> dict[str, int]:
+    """Make pools that may be wrong on both sides; both make one, or both raise the same. Returns how many of each."""
+    rng = random.Random(f"constructors {seed}")
+    met: dict[str, int] = {}
+    for _ in range(count):
+        groups: Any = []
+        for _ in range(rng.choice([1, 1, 2, 2, 3])):
+            try:
+                groups.append(make_group(rng))
+            except (TypeError, ValueError):
+                continue
+        options = {"num_blocks": 16, "block_size": 2, "groups": groups, "max_seqs": 4}
+        if rng.random() < 0.4:  # one thing that is wrong, for which both sides have the same word
+            options |= {"groups": [Group.full(), Group.window(4), Group.state(3)], **rng.choice(WRONG)}
+        results: list[Any] = []
+        for make in (make_pool, oracle):
+            try:
+                pool = make(**options)
+                arenas = [tuple(pool.stats(arena)) for arena in range(_num_arenas(options["groups"]))]
+                results.append((arenas, pool.options.groups, pool.options.lookahead))
+                pool.shutdown()
+            except Exception as error:  # the other side must raise it as well
+                results.append(type(error))
+        assert results[0] == results[1], f"Pool(**{options}): {results[0]}, due {results[1]}"
+        name = results[1].__name__ if isinstance(results[1], type) else "made"
+        met[name] = met.get(name, 0) + 1
+    return met
+
+
+def _num_arenas(groups: Any) -> int:
+    return 1 + max(group.arena for group in groups) + sum(group.kind == "state" for group in groups)
+
+
+def options_of(seed: int) -> dict[str, Any]:
+    """The pool of a run."""
+    rng = random.Random(seed)
+    size, reserved = rng.choice([1, 2, 2, 3, 4]), rng.choice([0, 1, 1, 2])
+    groups = groups_of(rng, size, reserved)
+    widths = [group.size for group in groups if group.kind in ("window", "chunk")]
+    return {
+        "num_blocks": reserved + rng.randint(6, 40),
+        "block_size": size,
+        "max_seqs": rng.choice([3, 5, 8]),
+        "max_blocks_per_seq": rng.choice([None, None, 6, 30]),
+        "reserved_blocks": reserved,
+        "watermark": rng.choice([0, 0, 2]),
+        "in_order": rng.random() < 0.25,
+        "lookahead": rng.choice([0, 0, rng.randrange(min(widths, default=5))]),
+        "groups": groups,
+    }
+
+
+class GroupRun:
+    """Programs on one kind of pool, for `kvpool.testing.fuzz_target.hunt`."""
+
+    def __init__(
+        self,
+        options: dict[str, Any],
+        seed: int,
+        make: tuple[Any, Any],
+        oracle: tuple[Any, Any] = (ModelPool, ModelPlan),
+    ) -> None:
+        self.sizes, self.seed, self.make, self.oracle = options, seed, make, oracle
+
+    def words(self) -> list[Word]:
+        """The program of the seed."""
+        rng = random.Random(f"words {self.seed}")
+        return [
+            (rng.randrange(len(OPERATIONS)), rng.getrandbits(16), rng.getrandbits(16), rng.getrandbits(16))
+            for _ in range(CALLS_PER_RUN)
+        ]
+
+    def play(self, words: list[Word]) -> int:
+        """Play a program on new pools; returns the calls made."""
+        sides = [Side(*make, self.sizes, PLANS) for make in (self.make, self.oracle)]
+        program = Program(sides[0], sides[1], self.sizes)
+        made, name = 0, "the end"
+        try:
+            for made, word in enumerate(words):  # noqa: B007 - read where it raised
+                name = OPERATIONS[word[0] % len(OPERATIONS)]
+                program.play(word)
+            name = "the end"
+            program.finish()
+        except Exception as error:  # the pool may fail with anything
+            kind = "content" if str(error).startswith("content") else type(error).__name__
+            raise TargetFinding(kind, f"call {made}, {name}: {error}") from error
+        finally:
+            for side in sides:
+                side.shutdown()
+        return len(words)
+
+    def script(self, words: list[Word], what: str) -> str:
+        """A test that plays these words."""
+        lines = "".join(f"        {word},  # {OPERATIONS[word[0] % len(OPERATIONS)]}\n" for word in words)
+        comment = "".join(f"    # {line}\n" for line in what.splitlines()[:3])
+        options = "".join(f"        {name!r}: {value!r},\n" for name, value in self.sizes.items())
+        return (
+            "import kvpool\nfrom kvpool.groups import Group\nfrom kvpool.testing.fuzz_groups import GroupRun\n\n\n"
+            f"def test_fuzz_groups():\n{comment}    options = {{\n{options}    }}\n"
+            f"    words = [\n{lines}    ]\n    GroupRun(options, {self.seed}, (kvpool.Pool, kvpool.Plan)).play(words)\n"
+        )
+
+
+def hunt_groups(
+    make: tuple[Any, Any], seed: int = 1, *, oracle: tuple[Any, Any] = (ModelPool, ModelPlan), **until: Any
+) -> TargetReport:
+    """Random programs on pools with groups, until one differs from the model or reads the wrong content.
+
+    Parameters
+    ----------
+    make, oracle : tuple of callables
+        The classes of pool and plan, under test and beside it.
+    seed : int
+        Of the first run; the report's `seed` and ``calls=1`` repeat the run that failed.
+    until
+        When to stop, and who is told: see `kvpool.testing.fuzz_target.hunt`.
+
+    Returns
+    -------
+    TargetReport
+        `finding` is None, or says what differs; `script` is the shortest program found, as a test.
+    """
+
+    def make_run(run_seed: int) -> GroupRun:
+        return GroupRun(options_of(run_seed), run_seed, make, oracle)
+
+    return hunt(make_run, seed, **until)

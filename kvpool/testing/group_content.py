@@ -1,0 +1,249 @@
+"""`GroupContent`: a memory that knows what every block of a pool with groups must hold. It asks no pool what is right.
+
+Every token gets a stamp of its own, and every sequence remembers its stamps. A plan is executed as late as a backend
+may run, when its `done` passes: copies, reads of states, writes, then reads of whatever its queries may read. Its
+arrays are read at that moment, not when the step was issued. A block that is handed out is poisoned at once, so
+whoever still reads it is robbed. A step that is rolled back leaves garbage where it was going to write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvpool.groups import Group
+
+POISON, GARBAGE = "poison", "garbage"
+Place = tuple[int, int, int]  # arena, block, offset
+
+
+def read_at(group: Group, p: int) -> set[int]:
+    """The positions that a query at position p reads."""
+    everything = range(p + 1)
+    if group.kind == "window":
+        return {x for x in everything if p - x < group.size or x < group.keep}
+    if group.kind == "chunk":
+        return {x for x in everything if x // group.size == p // group.size}
+    return set(everything)
+
+
+def read_from(group: Group, p: int, length: int) -> set[int]:
+    """The positions below `length` that queries at position p or later may read."""
+    p = max(p, 0)
+    return (read_at(group, p) | set(range(p, length))) & set(range(length))
+
+
+@dataclass
+class Work:
+    """What a backend does for one step: rows of (name, old length, new length, stamps)."""
+
+    plan: Any
+    rows: list[tuple[int, int, int, list[int]]]
+    garbage: list[Place] | None = None  # all that is left of a step that was rolled back
+    noted: bool = False
+
+
+class GroupContent:
+    """The memory, the stamps of every sequence, and the work not yet executed.
+
+    Parameters
+    ----------
+    groups : sequence of Group
+        The groups of the pool.
+    block_size, reserved, lookahead : int
+        What the pool was made with.
+    """
+
+    def __init__(self, groups: Any, block_size: int, reserved: int, lookahead: int) -> None:
+        self.groups, self.reserved, self.lookahead = tuple(groups), reserved, lookahead
+        self.sizes = [group.block_size or block_size for group in self.groups]
+        num_shared = 1 + max(group.arena for group in self.groups if group.kind != "state")
+        own = iter(range(num_shared, num_shared + len(self.groups)))
+        self.arenas = [next(own) if group.kind == "state" else group.arena for group in self.groups]
+        self.memory: dict[Place, Any] = {}
+        self.stamps: dict[int, list[int]] = {}  # sequence -> stamp of each position
+        self.passed: dict[int, int] = {}  # sequence -> most tokens that it had in a step that passed
+        self.named: set[tuple[int, int]] = set()  # blocks in tables after the last call
+        self.queue: list[Work] = []
+        self.reads = 0  # how many tokens and states were verified
+        self._next = 0
+
+    # ---- what happens -------------------------------------------------------------------------------------
+
+    def opened(self, name: int) -> None:
+        """A new empty sequence."""
+        self.stamps[name], self.passed[name] = [], 0
+
+    def forked(self, parent: int, children: list[int]) -> None:
+        """The children have what the parent has."""
+        for child in children:
+            self.stamps[child], self.passed[child] = list(self.stamps[parent]), self.passed[parent]
+
+    def truncated(self, name: int, length: int) -> None:
+        """The sequence lost its end."""
+        del self.stamps[name][length:]
+        self.passed[name] = min(self.passed[name], length + self.lookahead)
+
+    def may_truncate(self, name: int, length: int) -> bool:
+        """Whether the pool has promised that this length is left."""
+        has_state = any(group.kind == "state" for group in self.groups)
+        least = len(self.stamps[name]) if has_state else self.passed[name] - self.lookahead
+        is_row = any(name == row[0] for work in self.queue if work.garbage is None for row in work.rows)
+        return not is_row and max(least, 0) <= length <= len(self.stamps[name])
+
+    def tables(self, tables: dict[int, list[list[list[int]]]], took: bool) -> None:
+        """The tables after a call; `took` says that blocks that are new in them were handed out."""
+        now = {
+            (arena, block)
+            for groups in tables.values()
+            for arena, table in zip(self.arenas, groups, strict=True)
+            for entry in table
+            for block in entry
+        }
+        if took:
+            fresh = now - self.named
+            for place in self.memory:
+                if place[:2] in fresh:
+                    self.memory[place] = POISON
+        self.named = now
+        self.stamps = {name: stamps for name, stamps in self.stamps.items() if name in tables}
+
+    def issued(self, plan: Any, names: list[int], new: list[int]) -> None:
+        """A step was issued, with so many new tokens in each of its rows."""
+        self._verify_sources(plan)
+        rows = []
+        for name, n in zip(names, new, strict=True):
+            stamps = self.stamps[name]
+            old = len(stamps)
+            stamps += range(self._next, self._next + n)
+            self._next += n
+            rows.append((name, old, old + n, list(stamps)))
+        self.queue.append(Work(plan, rows))
+
+    def done(self, plan: Any, table: Callable[[int, int], Any]) -> None:
+        """`done` was called: all that passes by it is executed; `table` reads one of the pool, if it is open."""
+        next(work for work in self.queue if work.plan is plan and work.garbage is None).noted = True
+        passed = []
+        while self.queue and self.queue[0].noted:
+            work = self.queue.pop(0)
+            if work.garbage is None:
+                self._run(work)
+                passed += work.rows
+            else:
+                self.memory.update(dict.fromkeys(work.garbage, GARBAGE))
+        for name, _, length, _ in passed:
+            if name in self.stamps:
+                self.passed[name] = max(self.passed[name], length)
+        for name, _, length, _ in passed:
+            if name in self.stamps:
+                self._verify_holes(name, length, table)
+
+    def rolled_back(self, plan: Any) -> None:
+        """The newest step failed half way."""
+        work = next(work for work in reversed(self.queue) if work.plan is plan and work.garbage is None)
+        work.garbage, work.noted = [], True
+        for arena, group, size, arrays in zip(self.arenas, self.groups, self.sizes, plan.groups, strict=True):
+            if group.kind == "state":
+                moved = zip(arrays.state_src.tolist(), arrays.state_dst.tolist(), strict=True)
+                work.garbage += [(arena, dst, 0) for src, dst in moved if src != dst]
+            else:
+                work.garbage += [(arena, dst, k) for _, dst, n in arrays.copies.tolist() for k in range(n)]
+                work.garbage += [(arena, *divmod(s, size)) for row in arrays.slot_mapping.tolist() for s in row]
+        for name, old, _, _ in work.rows:
+            if name in self.stamps:
+                del self.stamps[name][old:]
+        work.plan = None
+        if self.queue[0] is work:
+            self.memory.update(dict.fromkeys(self.queue.pop().garbage or [], GARBAGE))
+
+    def reset(self) -> None:
+        """Everything is forgotten."""
+        self.queue, self.stamps, self.named = [], {}, set()
+
+    def _verify_sources(self, plan: Any) -> None:
+        """A step writes nothing that a copy of an earlier plan has still to read."""
+        for g, (arena, size) in enumerate(zip(self.arenas, self.sizes, strict=True)):
+            if self.groups[g].kind == "state":
+                continue
+            written = {(arena, *divmod(s, size)) for row in plan.groups[g].slot_mapping.tolist() for s in row}
+            for work in self.queue:
+                copies = work.plan.groups[g].copies.tolist() if work.garbage is None else []
+                read = {(arena, src, k) for src, _, tokens in copies for k in range(tokens)}
+                assert not read & written, f"content: group {g}: the source of a copy is written, {read & written}"
+
+    # ---- a step -------------------------------------------------------------------------------------------
+
+    def _run(self, work: Work) -> None:
+        if hasattr(work.plan, "seq_lens"):
+            got = work.plan.seq_lens.tolist()[: len(work.rows)]
+            assert got == [length for _, _, length, _ in work.rows], f"content: seq_lens {got}"
+        for g, group in enumerate(self.groups):
+            if group.kind == "state":
+                self._run_state(g, work)
+            else:
+                self._run_blocks(g, work)
+                self._verify_reads(g, work)
+
+    def _run_state(self, g: int, work: Work) -> None:
+        arrays, arena, written = work.plan.groups[g], self.arenas[g], {}
+        read = arrays.state_src.tolist()
+        for r, (name, old, new, stamps) in enumerate(work.rows):
+            if new == old:
+                continue
+            src, dst = int(arrays.state_src[r]), int(arrays.state_dst[r])
+            got = None if src < 0 else self.memory.get((arena, src, 0))
+            want = (g, old, stamps[old - 1]) if old else None
+            assert got == want, f"content: group {g}: row {name} reads the state {got} in slot {src}, due {want}"
+            self.reads += 1
+            assert dst >= 0 and dst not in written, f"content: group {g}: row {name} writes its state to {dst}"
+            others = read[:r] + read[r + 1 :]
+            assert dst not in others, f"content: group {g}: row {name} writes state {dst}, which another row reads"
+            written[dst] = (g, new, stamps[new - 1])
+        self.memory.update({(arena, dst, 0): state for dst, state in written.items()})
+
+    def _run_blocks(self, g: int, work: Work) -> None:
+        arrays, arena, size = work.plan.groups[g], self.arenas[g], self.sizes[g]
+        for src, dst, tokens in arrays.copies.tolist():
+            for k in range(tokens):
+                self.memory[arena, dst, k] = self.memory.get((arena, src, k))
+        at = 0
+        for _, old, new, stamps in work.rows:
+            for stamp in stamps[old:new]:
+                for column, slot in enumerate(arrays.slot_mapping[:, at].tolist()):
+                    assert slot >= self.reserved * size, f"content: group {g}: a token is written to slot {slot}"
+                    self.memory[arena, slot // size, slot % size] = (stamp, g, column)
+                at += 1
+
+    def _verify_reads(self, g: int, work: Work) -> None:
+        group, arrays, arena, size = self.groups[g], work.plan.groups[g], self.arenas[g], self.sizes[g]
+        for r, (name, old, new, stamps) in enumerate(work.rows):
+            row = arrays.block_tables[r].tolist()
+            for p in sorted(set().union(*(read_at(group, q) for q in range(old, new)))):
+                for column, block in enumerate(row[p // size]):
+                    got, want = self.memory.get((arena, block, p % size)), (stamps[p], g, column)
+                    assert got == want, (
+                        f"content: group {g}: row {name} of {old} + {new - old} tokens reads {got} at {p} "
+                        f"in block {block}, due {want}"
+                    )
+                    self.reads += 1
+            start, least = int(arrays.kv_starts[r]), max(self.reserved, 0)
+            holes = [i for i, entry in enumerate(row[: -(-new // size)]) if min(entry) < least]
+            due = (max(holes, default=-1) + 1) * size
+            assert start == due, f"content: group {g}: kv_starts of row {name} is {start}, due {due}"
+
+    def _verify_holes(self, name: int, length: int, table: Callable[[int, int], Any]) -> None:
+        """A row whose step has passed has let go of what nobody reads, and of nothing else."""
+        for g, (group, size) in enumerate(zip(self.groups, self.sizes, strict=True)):
+            if group.kind == "state":
+                continue
+            entries = table(name, g).tolist()
+            end = max(len(entries) * size, length)
+            needed = read_from(group, self.passed[name] - self.lookahead, end)
+            later = read_from(group, length - self.lookahead, end)
+            for i, entry in enumerate(entries):
+                tokens = set(range(i * size, (i + 1) * size))
+                holes = [block < self.reserved or block < 0 for block in entry]
+                assert all(holes) or not any(holes), f"content: group {g}: half an entry is left, {entry}"
+                assert not (holes[0] and tokens & needed), f"content: group {g}: {name} let go of entry {i} early"
+                assert holes[0] or tokens & later, f"content: group {g}: {name} has not let go of entry {i}"

@@ -1,0 +1,821 @@
+"""The half of `kvpool.testing.model` for pools with layer groups: ``docs/groups.md``, line by line.
+
+`Arena` is a set of blocks, `Table` is what a sequence has in one group. A state group is a table of at most one entry
+of one slot. Who names a block is recounted from the tables whenever it is needed. Nothing is ever committed in such a
+pool, so no block is evictable.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvpool.errors import CapacityExceeded, CorruptState, OutOfBlocks, PlanStateError
+from kvpool.groups import Group
+from kvpool.stats import PoolStats
+from kvpool.testing import model_args as args
+from kvpool.testing.model_blocks import Step, ceil_div, public_call
+from kvpool.testing.model_plan import ModelPlan, Sequence
+from kvpool.testing.model_steps import StepModel
+
+MAX_GROUPS, MAX_ARENAS, MULTIPLES = 8, 8, (1, 2, 4)
+HOLE: list[int] = []  #: what a table has instead of an entry that was let go
+
+
+@dataclass(eq=False)
+class Arena:
+    """A set of blocks, or of state slots."""
+
+    index: int
+    num_blocks: int
+    reserved: int
+    counters: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(("cow_copies", "cow_tokens", "allocs", "peak_used"), 0)
+    )
+
+    def __post_init__(self) -> None:
+        self.empty()
+
+    def empty(self) -> None:
+        """As new, but for the counters."""
+        self.blank = list(range(self.num_blocks - 1, self.reserved - 1, -1))  # top = end
+        self.limbo: list[tuple[int, int]] = []  # (block, fence), oldest first
+        self.holds: list[int] = []  # one entry per hold
+
+    def take(self) -> int:
+        """The top of the blank stack."""
+        block = self.blank.pop()
+        self.counters["allocs"] += 1
+        self.counters["peak_used"] = max(self.counters["peak_used"], self.num_used)
+        return block
+
+    def drain_limbo(self, oldest_pending: int | None) -> None:
+        """Blocks whose fence has passed are blank."""
+        while self.limbo and (oldest_pending is None or self.limbo[0][1] < oldest_pending):
+            self.blank.append(self.limbo.pop(0)[0])
+
+    @property
+    def num_used(self) -> int:
+        """Blocks with a reference or a hold."""
+        return self.num_blocks - self.reserved - len(self.blank) - len(self.limbo)
+
+
+@dataclass(eq=False)
+class Layers:
+    """A group as the pool knows it: its block size and its arena are settled."""
+
+    index: int
+    kind: str
+    group: Group
+    block_size: int
+    columns: int
+    arena: Arena
+
+    def last_unread(self, p: int) -> int:
+        """Tokens below this one, the kept ones apart, are read by no query at position p or later."""
+        if self.kind == "window":
+            return p - self.group.size + 1
+        if self.kind == "chunk" and p >= 0:
+            return self.group.size * (p // self.group.size)
+        return 0
+
+    def reads(self, p: int) -> set[int]:
+        """The positions that a query at position p reads."""
+        first = {"window": p - self.group.size + 1, "chunk": p - p % (self.group.size or 1)}.get(self.kind, 0)
+        return set(range(max(first, 0), p + 1)) | set(range(min(self.group.keep, p + 1)))
+
+    @property
+    def num_kept(self) -> int:
+        """Entries that are never let go."""
+        return ceil_div(self.group.keep, self.block_size)
+
+
+@dataclass(eq=False)
+class Table:
+    """What a sequence has in one group."""
+
+    entries: list[list[int]] = field(default_factory=list)
+    epoch: int = 0
+
+
+@dataclass(eq=False)
+class Change:
+    """What a step did to one row in one group."""
+
+    replaced: list[tuple[int, list[int], list[int]]] = field(default_factory=list)  # index, old entry, new entry
+    num_appended: int = 0
+
+
+@dataclass(eq=False)
+class GroupRow:
+    """What a step did to one sequence."""
+
+    handle: int
+    old_length: int
+    length: int
+    changes: list[Change]
+
+
+#: What a row needs in one group: entries to replace as (index, valid tokens), and how many to append.
+Need = tuple[list[tuple[int, int]], int]
+
+
+def read_groups(groups: Any) -> tuple[Group, ...]:
+    """Return the groups of a pool, judged by themselves."""
+    if not isinstance(groups, list | tuple):
+        raise TypeError(f"[Pool] groups is a {type(groups).__name__}, a list of Group is needed")
+    for group in groups:
+        if not isinstance(group, Group):
+            raise TypeError(f"[Pool] a group is a {type(group).__name__}, a Group is needed")
+    if not 1 <= len(groups) <= MAX_GROUPS:
+        raise ValueError(f"[Pool] {len(groups)} groups, 1 .. {MAX_GROUPS} are legal")
+    if all(group.kind == "state" for group in groups):
+        raise ValueError("[Pool] all groups are state groups")
+    return tuple(groups)
+
+
+def make_layers(groups: tuple[Group, ...], num_blocks: int, block_size: int, reserved: int) -> list[Layers]:
+    """Settle block sizes and arenas."""
+    sizes = {0: num_blocks}
+    for group in groups:
+        if group.kind == "state":
+            continue
+        if group.block_size not in (None, *(block_size * k for k in MULTIPLES)):
+            raise ValueError(f"[Pool] block_size of a group is {group.block_size}, {block_size} x 1, 2 or 4 is legal")
+        if group.arena >= MAX_ARENAS:
+            raise ValueError(f"[Pool] arena of a group is {group.arena}, the most is {MAX_ARENAS - 1}")
+        if group.arena == 0 and group.num_blocks is not None:
+            raise ValueError(f"[Pool] num_blocks is {group.num_blocks}, but arena 0 has the pool's")
+        if group.arena not in sizes and group.num_blocks is None:
+            raise ValueError(f"[Pool] num_blocks of arena {group.arena} is missing")
+        if group.num_blocks not in (None, sizes.setdefault(group.arena, group.num_blocks or 0)):
+            raise ValueError(f"[Pool] num_blocks of arena {group.arena} is {sizes[group.arena]} and {group.num_blocks}")
+    used = {group.arena for group in groups if group.kind != "state"}
+    if used != set(range(len(used))):
+        raise ValueError(f"[Pool] arenas are {sorted(used)}, they must be 0, 1, 2, ... without a gap")
+    for arena, size in sizes.items():
+        if size <= reserved:
+            raise ValueError(f"[Pool] num_blocks of arena {arena} is {size}, more than {reserved} are needed")
+    arenas = [Arena(i, sizes[i], reserved) for i in range(len(used))]
+    layers = []
+    for index, group in enumerate(groups):
+        if group.kind == "state":
+            arenas.append(Arena(len(arenas), group.size, 0))
+            layers.append(Layers(index, "state", group, 1, 1, arenas[-1]))
+        else:
+            size = group.block_size or block_size
+            layers.append(Layers(index, group.kind, group, size, group.columns, arenas[group.arena]))
+    return layers
+
+
+class GroupModel(StepModel):
+    """A pool of several layer groups: ``ModelPool(..., groups=[...])`` makes one.
+
+    Parameters
+    ----------
+    groups : list of Group
+        The groups, in the order of the tables.
+    lookahead : int
+        By how many tokens `truncate` may always shorten a sequence.
+    """
+
+    def __init__(self, *sizes: Any, groups: Any = None, lookahead: int = 0, **options: Any) -> None:
+        given = read_groups(groups)
+        lookahead = args.integer("Pool", "lookahead", lookahead, 0)
+        for group in given:
+            if group.kind in ("window", "chunk") and lookahead >= group.size:
+                raise ValueError(f"[Pool] lookahead is {lookahead}, not below {group.size}")
+        if options.get("prefix_cache") is True:
+            raise ValueError("[Pool] prefix_cache is not for pools with groups")
+        self.layers: list[Layers] = []
+        self.plan_class = GroupPlan
+        super().__init__(*sizes, **options)
+        plain = self.options
+        try:
+            self.layers = make_layers(given, plain.num_blocks, plain.block_size, plain.reserved_blocks)
+        except ValueError:
+            self.shutdown()
+            raise
+        self.options = plain._replace(lookahead=lookahead, groups=given)
+        self.lookahead = lookahead
+        self.hole = 0 if plain.reserved_blocks else -1
+        self._empty()
+
+    def _empty(self) -> None:
+        super()._empty()
+        for arena in self.arenas:
+            arena.empty()
+
+    @property
+    def arenas(self) -> list[Arena]:
+        """The arenas by number."""
+        return sorted({layer.arena for layer in self.layers}, key=lambda arena: arena.index)
+
+    @property
+    def blocks(self) -> None:  # type: ignore[override]
+        """Block-level calls are for pools without groups."""
+        return
+
+    # ---- references ---------------------------------------------------------------------------------------
+
+    def _references(self, arena: Arena) -> list[int]:
+        """A block for every table entry that names it."""
+        return [
+            block
+            for seq in self._sequences.values()
+            for layer in self.layers
+            if layer.arena is arena
+            for entry in seq.tables[layer.index].entries
+            for block in entry
+        ]
+
+    def _release_in(self, arena: Arena, block: int) -> None:
+        """A reference or a hold went away: if it was the last one, the block leaves."""
+        if block in self._references(arena) or block in arena.holds:
+            return
+        if self._pending:
+            arena.limbo.append((block, self._pending[-1].id))
+        else:
+            arena.blank.append(block)
+
+    def _drain_limbo(self) -> None:
+        oldest = self._pending[0].id if self._pending else None
+        for arena in self.arenas:
+            arena.drain_limbo(oldest)
+
+    def _pop_entries(self, seq: Sequence, layer: Layers, length: int) -> None:
+        """Drop entries from the end until `length` are left, columns descending."""
+        entries = seq.tables[layer.index].entries
+        while len(entries) > length:
+            for block in reversed(entries.pop()):
+                self._release_in(layer.arena, block)
+
+    def _take_entry(self, layer: Layers) -> list[int]:
+        return [layer.arena.take() for _ in range(layer.columns)]
+
+    # ---- sequences ----------------------------------------------------------------------------------------
+
+    @public_call
+    def open(self, tokens: Any = 0, namespace: bytes = b"") -> int:
+        """Open an empty sequence with entries for a number of tokens; returns its handle."""
+        args.namespace("open", namespace)
+        if isinstance(tokens, list | tuple | np.ndarray):
+            raise ValueError("[open] a prompt is not for pools with groups, a count of tokens is needed")
+        count = args.count("open", "tokens", tokens)
+        if count > self.options.max_blocks_per_seq * self.block_size:
+            raise CapacityExceeded(f"[open] {count} tokens, max_blocks_per_seq is {self.options.max_blocks_per_seq}")
+        kv = [layer for layer in self.layers if layer.kind != "state"]
+        for arena in self.arenas:
+            need = sum(ceil_div(count, layer.block_size) * layer.columns for layer in kv if layer.arena is arena)
+            watermark = 0 if arena.index else self.options.watermark
+            if need and need + watermark > len(arena.blank):
+                self._out_of("open", arena, need, watermark)
+        self._refuse_slots("open", 1)
+        seq = self._create(0, [])
+        for layer in kv:
+            table = seq.tables[layer.index]
+            table.entries = [self._take_entry(layer) for _ in range(ceil_div(count, layer.block_size))]
+        self._chain("open", count, self._local(seq.handle), [table.entries for table in seq.tables])
+        return seq.handle
+
+    def _out_of(
+        self, call: str, arena: Arena, needed: int, watermark: int = 0, row: int = -1, handle: int = -1
+    ) -> None:
+        raise OutOfBlocks(
+            f"[{call}] {needed} blocks of arena {arena.index} are needed, {len(arena.blank)} are free, "
+            f"{len(arena.limbo)} in limbo, watermark {watermark}",
+            needed=needed,
+            short_by=needed + watermark - len(arena.blank),
+            row=row,
+            handle=handle,
+            blank=len(arena.blank),
+            limbo=len(arena.limbo),
+            arena=arena.index,
+        )
+
+    def _create(self, num_tokens: int, table: list[int]) -> Sequence:
+        seq = super()._create(num_tokens, table)
+        seq.tables = [Table() for _ in self.layers]
+        return seq
+
+    @public_call
+    def fork(self, handle: int, n: int = 1) -> np.ndarray:
+        """Open `n` children that share the parent's entries below its length, and its states."""
+        parent = self._one("fork", handle)
+        n = args.count("fork", "n", n)
+        self._refuse_slots("fork", n)
+        children = []
+        for _ in range(n):
+            child = self._create(parent.num_tokens, [])
+            child.ancestors = [*parent.ancestors, (parent.handle, self._next_step - 1)]
+            for layer in self.layers:
+                entries = parent.tables[layer.index].entries
+                shared = 1 if layer.kind == "state" else ceil_div(parent.num_tokens, layer.block_size)
+                child.tables[layer.index].entries = list(entries[:shared])
+            children.append(child.handle)
+        self._chain("fork", self._local(parent.handle), *map(self._local, children))
+        return np.array(children, np.int64)
+
+    def _refuse_gone(self, seq: Sequence, length: int) -> None:
+        """Refuse a length at which a query would read what was let go, or a state that is gone."""
+        for layer in self.layers:
+            if layer.kind == "state":
+                if length != seq.num_tokens:
+                    raise ValueError(f"[truncate] len is {length}, only {seq.num_tokens} is left of the state")
+                continue
+            entries = seq.tables[layer.index].entries
+            size = layer.block_size
+            gone = {i * size + k for i, entry in enumerate(entries) if entry == HOLE for k in range(size)}
+            if gone & layer.reads(length):
+                legal = [n for n in range(length, seq.num_tokens + 1) if not gone & layer.reads(n)]
+                raise ValueError(f"[truncate] len is {length}, the least that group {layer.index} has is {legal[0]}")
+
+    @public_call
+    def truncate(self, handles: Any, lens: Any) -> None:
+        """Shorten sequences to `lens` tokens."""
+        batch = self._batch("truncate", handles, alone=True)
+        lengths = args.per_row("truncate", "lens", lens, len(batch))
+        for seq, length in zip(batch, lengths, strict=True):
+            if length > seq.num_tokens:
+                raise ValueError(f"[truncate] len is {length}, 0 .. {seq.num_tokens} is legal")
+            if any(row.handle == seq.handle for step in self._pending for row in step.rows):
+                raise PlanStateError(f"[truncate] handle is a row of a pending plan ({seq.handle})")
+            self._refuse_gone(seq, length)
+        for seq, length in zip(batch, lengths, strict=True):
+            for layer in self.layers:
+                if layer.kind != "state":
+                    table, keep = seq.tables[layer.index], ceil_div(length, layer.block_size)
+                    table.epoch += keep < len(table.entries)
+                    self._pop_entries(seq, layer, keep)
+            seq.num_tokens = length
+        self._chain("truncate", *(self._local(seq.handle) for seq in batch), *lengths)
+
+    def _pop_all(self, seq: Sequence) -> None:
+        """Group by group, entries from the last to the first; the states at the end."""
+        for layer in sorted(self.layers, key=lambda layer: layer.kind == "state"):
+            self._pop_entries(seq, layer, 0)
+
+    # ---- what a step needs --------------------------------------------------------------------------------
+
+    def _group_need(self, seq: Sequence, n: int, layer: Layers, lost: list[int], reads: dict[int, int]) -> Need:
+        """What `n` tokens need in a group; `lost` and `reads` are what rows before gave up and copy, in its arena."""
+        entries, arena, length, size = seq.tables[layer.index].entries, layer.arena, seq.num_tokens, layer.block_size
+        named = self._references(arena)
+
+        def count(block: int) -> int:
+            return named.count(block) - lost.count(block)
+
+        if n == 0:
+            return [], 0
+        if layer.kind == "state":
+            if not entries:
+                return [], 1
+            ((slot,),) = entries
+            in_place = self.options.in_order and count(slot) == 1 and slot not in lost  # of rows that read it
+            return ([], 0) if in_place else ([(0, 0)], 0)
+        last = ceil_div(length + n, size)
+        replaced = []
+        for i in range(length // size, min(last, len(entries))):
+            valid = max(0, length - i * size)
+            if any(
+                count(block) != 1 or valid < max(self._floor_in(layer, block), reads.get(block, 0))
+                for block in entries[i]
+            ):
+                replaced.append((i, valid))
+        return replaced, max(0, last - len(entries))
+
+    def _floor_in(self, layer: Layers, block: int) -> int:
+        """Tokens of the block that pending copies still have to read."""
+        reads = [
+            tokens
+            for step in self._pending
+            for index, src, _, tokens in step.copies
+            if src == block and self.layers[index].arena is layer.arena
+        ]
+        return max(reads, default=0)
+
+    def _group_needs(
+        self, batch: list[Any], new: list[int], partial: bool, states: bool
+    ) -> tuple[list[list[Need] | None], tuple[int, Arena, int] | None]:
+        """Judge the batch: needs per row (None if not served), and (row, arena, needed) of the first that is short."""
+        lost: dict[int, list[int]] = {arena.index: [] for arena in self.arenas}
+        reads: dict[int, dict[int, int]] = {arena.index: {} for arena in self.arenas}
+        total = dict.fromkeys(lost, 0)
+        rows: list[list[Need] | None] = []
+        short: tuple[int, Arena] | None = None
+        for seq, n in zip(batch, new, strict=True):
+            needs: list[Need] = []
+            for layer in self.layers:
+                where = layer.arena.index
+                asked = n if states or layer.kind != "state" else 0
+                needs.append(self._group_need(seq, asked, layer, lost[where], reads[where]))
+            after = dict(total)
+            for layer, (replaced, appended) in zip(self.layers, needs, strict=True):
+                after[layer.arena.index] += (len(replaced) + appended) * layer.columns
+            lacking = [arena for arena in self.arenas if after[arena.index] > len(arena.blank)]
+            if lacking and partial:
+                rows.append(None)
+                continue
+            if lacking and short is None:
+                short = len(rows), lacking[0]
+            total = after
+            rows.append(needs)
+            for layer, (replaced, _) in zip(self.layers, needs, strict=True):
+                for i, valid in replaced:
+                    for block in seq.tables[layer.index].entries[i]:
+                        lost[layer.arena.index].append(block)
+                        copied = reads[layer.arena.index]
+                        copied[block] = max(copied.get(block, 0), valid)
+        return rows, None if short is None else (*short, total[short[1].index])
+
+    def _judge(self, call: str, batch: list[Any], new: list[int], partial: bool) -> list[Any]:
+        rows, short = self._group_needs(batch, new, partial, call == "step")
+        if short is not None:
+            row, arena, needed = short
+            self._out_of(call, arena, needed, row=row, handle=batch[row].handle)
+        return rows
+
+    def _refuse_row(self, call: str, plan: ModelPlan, row: int, seq: Any, n: int) -> None:
+        length = seq.num_tokens + n
+        if not self._fits_pool(seq, n):
+            raise CapacityExceeded(f"[{call}] row {row} has {length} tokens, more than a sequence may have")
+        for layer in self.layers:
+            if layer.kind != "state":
+                width = max(len(seq.tables[layer.index].entries), ceil_div(length, layer.block_size))
+                if width > plan.groups[layer.index].width:
+                    raise CapacityExceeded(f"[{call}] row {row} has {width} entries in group {layer.index}")
+
+    @public_call
+    def can(self, handles: Any, num_new: Any = 1) -> bool:
+        """Return whether a step of this batch would find its blocks in all arenas."""
+        names = args.handles("can", handles, False)
+        new = args.per_row("can", "num_new", num_new, len(names), args.MIN_INT64)
+        batch = [seq for _, seq in self._rows("can", names, [0] * len(names))]
+        for row, n in enumerate(new):
+            if n < 0:
+                raise ValueError(f"[can] num_new[{row}] is negative ({n})")
+        if not all(self._fits_pool(seq, n) for seq, n in zip(batch, new, strict=True)):
+            return False
+        return self._group_needs(batch, new, False, True)[1] is None
+
+    # ---- steps --------------------------------------------------------------------------------------------
+
+    def _begin(self, plan: ModelPlan, batch: list[Any], needs: list[Any]) -> Step:
+        """Take the blocks that were judged, group by group, and change the tables; lengths stay."""
+        rows = [GroupRow(seq.handle, seq.num_tokens, seq.num_tokens, [Change() for _ in self.layers]) for seq in batch]
+        step = Step(self._next_step, plan, rows, [])
+        for layer in self.layers:
+            for seq, row, need in zip(batch, rows, needs, strict=True):
+                replaced, num_appended = need[layer.index] if need is not None else ([], 0)
+                self._change(step, layer, seq.tables[layer.index], row.changes[layer.index], replaced, num_appended)
+        self._next_step += 1
+        for index, _, _, tokens in step.copies:
+            counters = self.layers[index].arena.counters
+            counters["cow_copies"] += 1
+            counters["cow_tokens"] += tokens
+        self._pending.append(step)
+        return step
+
+    def _change(
+        self, step: Step, layer: Layers, table: Table, change: Change, replaced: list[tuple[int, int]], appended: int
+    ) -> None:
+        for i, valid in replaced:
+            old, new = table.entries[i], self._take_entry(layer)
+            table.entries[i] = new
+            layer.arena.holds.extend(old)
+            change.replaced.append((i, old, new))
+            if valid:
+                step.copies.extend((layer.index, a, b, valid) for a, b in zip(old, new, strict=True))
+        table.epoch += bool(replaced)
+        table.entries.extend(self._take_entry(layer) for _ in range(appended))
+        change.num_appended = appended
+
+    def _started(self, call: str, step: Step, new: list[int]) -> None:
+        for row in step.rows:
+            row.length = self._sequence(call, row.handle).num_tokens
+        plan: Any = step.plan
+        plan.step_id, plan._pending = step.id, True
+        plan.fill_states(step, self)
+        changes = [(c.replaced, c.num_appended) for row in step.rows for c in row.changes]
+        self._chain(call, step.id, [self._local(row.handle) for row in step.rows], changes, new)
+        if self.options.in_order:
+            self._pass(step)
+
+    def _pass(self, step: Step) -> None:
+        """The oldest pending step is through: holds go, rows let go of what nobody reads, limbo drains."""
+        self._pending.remove(step)
+        step.plan._pending = False
+        for layer in self.layers:
+            for row in step.rows:
+                for _, old, _ in row.changes[layer.index].replaced:
+                    for block in old:
+                        layer.arena.holds.remove(block)
+                        self._release_in(layer.arena, block)
+        for row in step.rows:
+            seq = self._find(row.handle)
+            if seq is not None:
+                for layer in self.layers:
+                    self._let_go(seq, layer, row.length - self.lookahead)
+        self._drain_limbo()
+
+    def _let_go(self, seq: Any, layer: Layers, p: int) -> None:
+        """Entries that no query at position p or later reads become holes."""
+        table = seq.tables[layer.index]
+        for i, entry in enumerate(table.entries):
+            if entry != HOLE and i >= layer.num_kept and (i + 1) * layer.block_size <= layer.last_unread(p):
+                table.entries[i] = HOLE
+                table.epoch += 1
+                for block in entry:
+                    self._release_in(layer.arena, block)
+
+    def _undo_all(self, step: Step) -> None:
+        """What was taken last is given back first."""
+        for row in step.rows:
+            seq = self._find(row.handle)
+            if seq is not None:
+                seq.num_tokens = row.old_length
+        for layer in reversed(self.layers):
+            for row in reversed(step.rows):
+                self._undo_change(self._find(row.handle), layer, row.changes[layer.index])
+
+    def _undo_change(self, seq: Any, layer: Layers, change: Change) -> None:
+        if seq is not None:
+            table = seq.tables[layer.index]
+            table.epoch += bool(change.replaced or change.num_appended)
+            self._pop_entries(seq, layer, len(table.entries) - change.num_appended)
+        for i, old, new in reversed(change.replaced):
+            if seq is not None:
+                seq.tables[layer.index].entries[i] = old
+            for k in reversed(range(layer.columns)):
+                layer.arena.holds.remove(old[k])
+                self._release_in(layer.arena, old[k] if seq is None else new[k])
+
+    # ---- what is not for groups ---------------------------------------------------------------------------
+
+    def _refuse_groups(self, call: str) -> None:
+        raise ValueError(f"[{call}] the pool has layer groups")
+
+    @public_call
+    def unshare(self, plan: ModelPlan, handles: Any, lens: Any, first: int = 0) -> None:
+        """Refused."""
+        self._refuse_groups("unshare")
+
+    @public_call
+    def compact(self, handles: Any, lens: Any, first: int = 0) -> None:
+        """Refused."""
+        self._refuse_groups("compact")
+
+    @public_call
+    def evict_blocks(self, handle: int, indices: Any) -> None:
+        """Refused."""
+        self._refuse_groups("evict_blocks")
+
+    # ---- what is read -------------------------------------------------------------------------------------
+
+    @public_call
+    def table(self, handle: int, group: int = 0) -> np.ndarray:
+        """Return the entries of a sequence in a group, int32 ``[entries, columns]``; a state group: its slot."""
+        seq = self._one("table", handle)
+        layer = self.layers[args.integer("table", "group", group, 0, len(self.layers) - 1)]
+        entries = seq.tables[layer.index].entries
+        if layer.kind == "state":
+            return np.array([slot for entry in entries for slot in entry], np.int32)
+        return self.shown(layer, entries)
+
+    def shown(self, layer: Layers, entries: list[list[int]]) -> np.ndarray:
+        """Entries as an array, holes filled in."""
+        shown = [entry or [self.hole] * layer.columns for entry in entries]
+        return np.array(shown, np.int32).reshape(-1, layer.columns)
+
+    def _capacity(self, seq: Any) -> int:
+        return min(
+            len(seq.tables[layer.index].entries) * layer.block_size for layer in self.layers if layer.kind != "state"
+        )
+
+    @public_call
+    def capacity(self, handle: int) -> int:
+        """Return the tokens that the tables of a sequence can all hold."""
+        return self._capacity(self._one("capacity", handle))
+
+    @public_call
+    def stats(self, arena: int = 0) -> PoolStats:
+        """Return the counters of an arena, and of the pool."""
+        one = self.arenas[args.integer("stats", "arena", arena, 0, len(self.arenas) - 1)]
+        seqs = self._sequences.values()
+        tokens = sum(seq.num_tokens for seq in seqs)
+        capacity = sum(self._capacity(seq) for seq in seqs)
+        named = self._references(one)
+        return PoolStats(
+            num_blocks=one.num_blocks,
+            reserved=one.reserved,
+            blank=len(one.blank),
+            evictable=0,
+            limbo=len(one.limbo),
+            used=one.num_used,
+            shared=sum(named.count(block) > 1 for block in set(named)),
+            sequences=len(seqs),
+            pending=len(self._pending),
+            tokens=tokens,
+            capacity=capacity,
+            fragmentation=1.0 - tokens / capacity if capacity else 0.0,
+            evictions=0,
+            evicted_tokens=0,
+            **one.counters,
+        )
+
+    @property
+    def num_limbo(self) -> int:
+        """Blocks in limbo in arena 0."""
+        return len(self.arenas[0].limbo)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks of arena 0 with a reference or a hold."""
+        return self.arenas[0].num_used
+
+    def _state(self) -> dict[str, Any]:
+        local, now = self._local, self._next_step
+        return {
+            "groups": (self.options.groups, self.lookahead),
+            "arenas": [
+                (list(arena.blank), [(block, fence - now) for block, fence in arena.limbo], list(arena.holds))
+                for arena in self.arenas
+            ],
+            "sequences": {
+                local(seq.handle): (
+                    seq.num_tokens,
+                    [([list(entry) for entry in table.entries], table.epoch) for table in seq.tables],
+                    [(local(parent), newest - now) for parent, newest in seq.ancestors],
+                )
+                for _, seq in sorted(self._sequences.items())
+            },
+            "generations": {slot: g for slot, g in sorted(self._generations.items()) if g},
+            "free_slots": list(self._free_slots),
+            "pending": [
+                (step.id - now, step.noted, [(local(r.handle), r.old_length, r.length) for r in step.rows])
+                for step in self._pending
+            ],
+        }
+
+    @public_call
+    def check(self) -> None:
+        """Recompute what the bookkeeping implies; raises `CorruptState`."""
+        for arena in self.arenas:
+            used = set(self._references(arena)) | set(arena.holds)
+            places = arena.blank + [block for block, _ in arena.limbo] + list(used)
+            if sorted(places) != list(range(arena.reserved, arena.num_blocks)):
+                raise CorruptState(f"[check] arena {arena.index}: a block is in no place or in two: {sorted(places)}")
+            if arena.limbo and not self._pending:
+                raise CorruptState(f"[check] limbo of arena {arena.index} is not empty though no step is pending")
+            held = [
+                block
+                for step in self._pending
+                for row in step.rows
+                for layer, change in zip(self.layers, row.changes, strict=True)
+                for _, old, _ in change.replaced
+                for block in old
+                if layer.arena is arena
+            ]
+            if sorted(held) != sorted(arena.holds):
+                raise CorruptState(f"[check] holds of arena {arena.index} differ from what pending steps replaced")
+        for seq in self._sequences.values():
+            if seq.num_tokens > self._capacity(seq):
+                raise CorruptState(f"[check] table and length do not fit ({seq.handle})")
+
+
+class GroupArrays:
+    """The arrays of one group: an element of ``plan.groups``."""
+
+    def __init__(self, plan: GroupPlan, layer: Layers) -> None:
+        self._plan, self._layer, self._pool = plan, layer, plan.pool
+        self.width = ceil_div(plan.limits.table_width * plan.pool.block_size, layer.block_size)
+        # row -> (handle, epoch, entries written); None if carried; rows that show padding are not in it
+        self._memory: dict[int, tuple[int, int, int] | None] = {}
+        self.carry(plan.limits.max_rows)
+        if layer.kind == "state":
+            self.state_src = self.state_dst = np.zeros(0, np.int32)
+        else:
+            self.fill([], [], [], 0, 0)
+
+    def carry(self, num_rows: int) -> None:
+        """These rows are dirty when they are shown next."""
+        self._memory.update(dict.fromkeys(range(num_rows)))
+
+    def fill(self, batch: list[Any], new: list[int], copies: list[Any], num_rows: int, num_tokens: int) -> None:
+        """Write everything: `batch` as it is after the step."""
+        layer, hole = self._layer, self._pool.hole
+        if layer.kind == "state":
+            return
+        self.copies = np.array([copy[1:] for copy in copies if copy[0] == layer.index], np.int32).reshape(-1, 3)
+        self.kv_starts = np.zeros(num_rows, np.int32)
+        for row, seq in enumerate(batch):
+            entries = seq.tables[layer.index].entries
+            last_hole = max((i for i, entry in enumerate(entries) if entry == HOLE), default=-1)
+            self.kv_starts[row] = (last_hole + 1) * layer.block_size
+        if "slot_mapping" in self._plan.formats:
+            self.slot_mapping = np.full((layer.columns, num_tokens), -1, np.int32)
+            fresh = [(seq, p) for seq, n in zip(batch, new, strict=True) for p in range(seq.num_tokens)[-n:] if n]
+            for t, (seq, p) in enumerate(fresh):
+                entry = seq.tables[layer.index].entries[p // layer.block_size]
+                for column, block in enumerate(entry):
+                    self.slot_mapping[column, t] = block * layer.block_size + p % layer.block_size
+        self.dirty_rows = np.zeros(0, np.int32)
+        if "block_tables" in self._plan.formats:
+            self.block_tables = np.full((num_rows, self.width, layer.columns), hole, np.int32)
+            for row, seq in enumerate(batch):
+                entries = seq.tables[layer.index].entries
+                self.block_tables[row, : len(entries)] = self._pool.shown(layer, entries)
+            self.dirty_rows = np.array(self._dirty(batch, num_rows), np.int32)
+
+    def _dirty(self, batch: list[Any], num_rows: int) -> list[int]:
+        dirty = []
+        for row, seq in enumerate(batch):
+            table = seq.tables[self._layer.index]
+            now = (seq.handle, table.epoch, len(table.entries))
+            if self._memory.get(row) != now:
+                dirty.append(row)
+            self._memory[row] = now
+        for row in range(len(batch), num_rows):
+            if row in self._memory:
+                dirty.append(row)
+                del self._memory[row]
+        return dirty
+
+    def fill_states(self, rows: list[GroupRow], pool: GroupModel, num_rows: int) -> None:
+        """Which slot every row with new tokens reads, and which one it writes."""
+        self.state_src = np.full(num_rows, -1, np.int32)
+        self.state_dst = np.full(num_rows, -1, np.int32)
+        for r, row in enumerate(rows):
+            if row.length > row.old_length:
+                change, seq = row.changes[self._layer.index], pool._sequence("step", row.handle)
+                ((slot,),) = seq.tables[self._layer.index].entries
+                self.state_dst[r] = slot
+                if change.replaced:
+                    ((_, (old,), _),) = change.replaced
+                    self.state_src[r] = old
+                elif not change.num_appended:
+                    self.state_src[r] = slot
+
+
+GROUP_FORMATS = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens", "slot_ids")
+PER_GROUP = ("block_tables", "slot_mapping")
+
+
+def _of_groups(name: str) -> property:
+    def refuse(plan: GroupPlan) -> None:
+        raise ValueError(f"[Plan] {name} is an array of each group, see plan.groups")
+
+    return property(refuse)
+
+
+class GroupPlan(ModelPlan):
+    """`ModelPlan` of a pool with groups: ``ModelPlan(pool, ...)`` makes one."""
+
+    def __init__(
+        self, pool: Any, max_rows: int, max_tokens: int | None = None, *, formats: Any = GROUP_FORMATS[:3],
+        **options: Any,
+    ) -> None:  # fmt: skip
+        wanted = (formats,) if isinstance(formats, str) else tuple(formats)
+        for name in wanted:
+            if name not in GROUP_FORMATS:
+                raise ValueError(f"[Plan] format {name!r} is not for pools with groups")
+        if options.get("kv_width") is not None:
+            raise ValueError("[Plan] kv_width is not for pools with groups")
+        self.groups = ()
+        common = tuple(name for name in wanted if name not in PER_GROUP)
+        super().__init__(pool, max_rows, max_tokens, formats=common, **options)
+        self.formats = wanted
+        self.groups = tuple(GroupArrays(self, layer) for layer in pool.layers)
+
+    block_tables = _of_groups("block_tables")
+    slot_mapping = _of_groups("slot_mapping")
+    copies = _of_groups("copies")
+    dirty_rows = _of_groups("dirty_rows")
+
+    def _carry(self, num_rows: int) -> None:
+        for group in self.groups:
+            group.carry(num_rows)
+
+    def _remember_batch(self, batch: list[Any], new: list[int], served: list[bool], copies: list[Any]) -> None:
+        self.num_tokens = sum(new)
+        self.handles = np.array([seq.handle for seq in batch], np.int64)
+        self.served = np.array(served, np.uint8)
+
+    def _fill(
+        self, batch: list[Any], new: list[int], served: list[bool], copies: list[Any],
+        pad_to: tuple[int, int] | None,
+    ) -> None:  # fmt: skip
+        rows, tokens = self._shape = pad_to or (len(batch), sum(new))
+        self._remember_batch(batch, new, served, copies)
+        for group in self.groups:
+            group.fill(batch, new, copies, rows, tokens)
+        num_pages, num_slots = self._write(batch, new, rows, tokens)
+        self._show(rows, tokens, num_pages, num_slots)
+
+    def fill_states(self, step: Step, pool: GroupModel) -> None:
+        """The arrays of state groups, which stand in the rows of a step."""
+        for group in self.groups:
+            if group._layer.kind == "state":
+                group.fill_states(step.rows, pool, self._shape[0])

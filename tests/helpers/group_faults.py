@@ -1,0 +1,170 @@
+"""Pools with layer groups that have one planted fault each; what compares and judges pools has to find it."""
+
+from __future__ import annotations
+
+from kvpool.testing.model_groups import HOLE, GroupModel
+
+
+class Faulty(GroupModel):
+    """A pool that does not look at itself."""
+
+    def check(self):
+        """Nothing is wrong."""
+
+
+class WindowOffByOne(Faulty):
+    def _let_go(self, seq, layer, p):
+        super()._let_go(seq, layer, p + (layer.kind == "window"))
+
+
+class ChunkOffByOne(Faulty):
+    def _let_go(self, seq, layer, p):
+        super()._let_go(seq, layer, p + (layer.kind == "chunk"))
+
+
+class LetsGoWhenIssued(Faulty):
+    def _started(self, call, step, new):
+        super()._started(call, step, new)
+        for row in step.rows:
+            for layer in self.layers:
+                self._let_go(self._find(row.handle), layer, row.length - self.lookahead)
+
+
+class NoLimbo(Faulty):
+    def _release_in(self, arena, block):
+        if block not in self._references(arena) and block not in arena.holds:
+            arena.blank.append(block)
+
+
+class StateShared(Faulty):
+    def _group_need(self, seq, n, layer, lost, reads):
+        if layer.kind == "state" and seq.tables[layer.index].entries:
+            return [], 0
+        return super()._group_need(seq, n, layer, lost, reads)
+
+
+class WrongArena(Faulty):
+    def _take_entry(self, layer):
+        first = self.arenas[0]
+        if layer.kind != "state" and len(first.blank) > layer.columns:
+            return [first.take() for _ in range(layer.columns)]
+        return super()._take_entry(layer)
+
+
+class ColumnNotReplaced(Faulty):
+    def _change(self, step, layer, table, change, replaced, appended):
+        super()._change(step, layer, table, change, replaced, appended)
+        for i, old, new in change.replaced:
+            if len(new) > 1:
+                table.entries[i] = [*new[:-1], old[-1]]
+
+
+class ColumnNotCopied(Faulty):
+    def _begin(self, plan, batch, needs):
+        step = super()._begin(plan, batch, needs)
+        step.copies = [c for k, c in enumerate(step.copies) if not k or self.layers[c[0]].columns == 1]
+        return step
+
+
+class LookaheadForgotten(Faulty):
+    def _let_go(self, seq, layer, p):
+        super()._let_go(seq, layer, p + self.lookahead)
+
+
+class KeepForgotten(Faulty):
+    def _let_go(self, seq, layer, p):
+        table = seq.tables[layer.index]
+        super()._let_go(seq, layer, p)
+        first = table.entries[0] if table.entries else HOLE
+        if layer.num_kept and first is not HOLE and layer.block_size <= layer.last_unread(p):
+            table.entries[0] = HOLE
+            for block in first:
+                self._release_in(layer.arena, block)
+
+
+class FloorForgotten(Faulty):
+    def _floor_in(self, layer, block):
+        return 0
+
+
+class EarlierPlanSeesLaterTables(Faulty):
+    def _begin(self, plan, batch, needs):
+        earlier = list(self._pending)
+        step = super()._begin(plan, batch, needs)
+        for old in earlier:
+            for r, row in enumerate(old.rows):
+                seq = self._find(row.handle)
+                for layer in self.layers if seq is not None else ():
+                    if layer.kind != "state":
+                        entries = seq.tables[layer.index].entries
+                        old.plan.groups[layer.index].block_tables[r, : len(entries)] = self.shown(layer, entries)
+        return step
+
+
+class EpochStays(Faulty):
+    def _let_go(self, seq, layer, p):
+        epoch = seq.tables[layer.index].epoch
+        super()._let_go(seq, layer, p)
+        seq.tables[layer.index].epoch = epoch
+
+
+class StateFreedWhenIssued(Faulty):
+    def _change(self, step, layer, table, change, replaced, appended):
+        super()._change(step, layer, table, change, replaced, appended)
+        for _, old, _ in change.replaced:
+            if layer.kind == "state" and old[0] not in self._references(layer.arena):
+                layer.arena.blank.append(old[0])
+
+    def _release_in(self, arena, block):
+        if block not in arena.blank:
+            super()._release_in(arena, block)
+
+
+class StateKeptByRollback(Faulty):
+    def _undo_change(self, seq, layer, change):
+        if layer.kind == "state" and seq is not None and change.replaced:
+            ((_, (old,), _),) = change.replaced
+            layer.arena.holds.remove(old)
+            self._release_in(layer.arena, old)
+        else:
+            super()._undo_change(seq, layer, change)
+
+
+class ColumnLeftBehind(Faulty):
+    def _let_go(self, seq, layer, p):
+        entries = seq.tables[layer.index].entries
+        for i, entry in enumerate(entries):
+            if len(entry) > 1 and i >= layer.num_kept and (i + 1) * layer.block_size <= layer.last_unread(p):
+                entries[i] = HOLE
+                seq.tables[layer.index].epoch += 1
+                for block in entry[:-1]:
+                    self._release_in(layer.arena, block)
+        super()._let_go(seq, layer, p)
+
+
+class NamesArena0(Faulty):
+    def _out_of(self, call, arena, needed, watermark=0, row=-1, handle=-1):
+        super()._out_of(call, self.arenas[0], needed, watermark, row, handle)
+
+
+class LetsGoDescending(Faulty):
+    def _let_go(self, seq, layer, p):
+        if layer.kind == "state":
+            return
+        entries = seq.tables[layer.index].entries
+        for i, entry in reversed(list(enumerate(entries))):
+            if entry is not HOLE and i >= layer.num_kept and (i + 1) * layer.block_size <= layer.last_unread(p):
+                entries[i] = HOLE
+                seq.tables[layer.index].epoch += 1
+                for block in entry:
+                    self._release_in(layer.arena, block)
+
+
+#: Faults after which a query reads the wrong content, or blocks are lost: found without another pool.
+OF_CONTENT = (
+    *(WindowOffByOne, ChunkOffByOne, LetsGoWhenIssued, NoLimbo, StateShared, WrongArena, ColumnLeftBehind),
+    *(ColumnNotReplaced, ColumnNotCopied, LookaheadForgotten, KeepForgotten, FloorForgotten),
+    *(EarlierPlanSeesLaterTables, StateFreedWhenIssued, StateKeptByRollback),
+)
+#: Faults that only another pool tells.
+OF_ORDER = (NamesArena0, EpochStays, LetsGoDescending)

@@ -1,0 +1,53 @@
+"""Random programs on pools with groups: core and model agree, and every planted fault is convicted."""
+
+import pytest
+from group_faults import OF_CONTENT, OF_ORDER
+
+import kvpool
+from kvpool.testing.fuzz_groups import GroupRun, compare_constructors, hunt_groups, options_of
+from kvpool.testing.fuzz_target import TargetFinding
+from kvpool.testing.model import ModelPlan, ModelPool
+
+MODEL = (ModelPool, ModelPlan)
+RUNS = 150
+
+
+def convicted(make, oracle):
+    """The first seed of which a program fails, and what is wrong."""
+    for seed in range(1, RUNS + 1):
+        run = GroupRun(options_of(seed), seed, make, oracle)
+        try:
+            run.play(run.words())
+        except TargetFinding as finding:
+            return seed, finding
+    return None, None
+
+
+def test_core_agrees_with_the_model_and_reads_the_right_content():
+    report = hunt_groups((kvpool.Pool, kvpool.Plan), 1, calls=8_000)
+    assert report.finding is None, report.script
+
+
+def test_constructors_agree():
+    met = compare_constructors(kvpool.Pool, 1, 1_000)
+    assert set(met) == {"made", "ValueError", "TypeError"}, met
+
+
+@pytest.mark.parametrize("fault", [*OF_CONTENT, *OF_ORDER], ids=lambda fault: fault.__name__)
+def test_planted_fault_differs_from_the_model(fault):
+    seed, finding = convicted((fault, ModelPlan), MODEL)
+    print(f"{fault.__name__}: seed {seed}, {finding}")
+    assert finding is not None
+
+
+@pytest.mark.parametrize("fault", OF_CONTENT, ids=lambda fault: fault.__name__)
+def test_planted_fault_is_seen_in_the_content_alone(fault):
+    seed, finding = convicted((fault, ModelPlan), (fault, ModelPlan))
+    print(f"{fault.__name__}: seed {seed}, {finding}")
+    assert finding is not None
+
+
+def test_finding_is_printed_as_a_test():
+    report = hunt_groups((OF_CONTENT[0], ModelPlan), 1, calls=20_000)
+    assert report.finding is not None
+    assert "def test_fuzz_groups" in report.script and "Group(kind='window'" in report.script
