@@ -22,7 +22,10 @@ PACKAGES = ("kvpool", "kvpool_backends")
 SOURCE = (".py", ".pyx", ".pxd", ".pxi", ".pyi", ".h", ".c", ".cpp", ".metal")
 #: A module may import from its own layer and from those before it.
 LAYERS = (
-    ("kvpool.errors", "kvpool.stats", "kvpool.spec", "kvpool.sizing", "kvpool.namespaces", "kvpool._signatures"),
+    (
+        *("kvpool.errors", "kvpool.stats", "kvpool.groups", "kvpool.spec", "kvpool.sizing", "kvpool.namespaces"),
+        "kvpool._signatures",
+    ),
     ("kvpool._", "kvpool.capi"),
     ("kvpool.scheduler", "kvpool.token_eviction", "kvpool.protocol", "kvpool"),
     ("kvpool_backends",),

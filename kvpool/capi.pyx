@@ -10,9 +10,9 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memset
 
 from kvpool._core cimport (
-    IN_GROUPS, NUM_FIELDS, OK, Ints, Plan, Pool, Spare, State, Verdict, ints_copy, ints_free, ints_init, ints_tokens, pool_close,
-    pool_commit, pool_enter, pool_fork, pool_leave, pool_next_handle, pool_open, pool_truncate, refuse, refused, seq_judge,
-    seq_table, slot_of,
+    IN_GROUPS, NUM_FIELDS, OK, Ints, Plan, Pool, Spare, State, Verdict, ints_copy, ints_free, ints_init, ints_tokens,
+    pool_close, pool_commit, pool_enter, pool_fork, pool_leave, pool_next_handle, pool_open, pool_truncate, refuse,
+    refused, seq_judge, seq_table, slot_of,
 )
 
 from kvpool.errors import (

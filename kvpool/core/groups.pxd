@@ -13,7 +13,7 @@ cdef enum:                      # LayerGroup.kind
 
 
 # Invariants, recomputed by groups_check:
-#   a row has ceil(num_blocks / scale) entries, num_blocks being the Seq's; its kv_len fits in num_blocks * block_size
+#   a row has ceil(num_blocks / 2^scale) entries, num_blocks being the Seq's; its kv_len fits in num_blocks * block_size
 #   entry i is a hole  <=>  kept <= i < gone; gone == 0 or gone > kept
 #   no query at kv_len or later reads what is in a hole
 #   state: table == NO_BLOCK  <=>  kv_len == 0
@@ -23,8 +23,9 @@ cdef struct LayerGroup:
     int32_t arena
     Blocks* blocks              # of the arena
     int32_t columns             # ids of an entry
-    int32_t scale               # blocks of the pool that an entry has the tokens of
+    int scale                   # log2 of the blocks of the pool that an entry has the tokens of
     int64_t block_size          # tokens of an entry
+    int shift                   # log2 of block_size, -1: no power of two
     int64_t reach               # W or C
     int32_t kept                # leading entries that no window lets go
     int32_t hole                # what stands in an entry that was let go
@@ -59,7 +60,7 @@ cdef struct Groups:
     int64_t lookahead
     int64_t block_size          # of the pool
     int64_t seq_tokens          # that a sequence may have
-    int32_t unit                # smallest scale: capacities are multiples of it
+    int32_t unit                # blocks of the pool in the smallest entry: capacities are multiples of it
     bint pends                  # not in_order
     Step rows                   # of dry runs
     GroupPlan[MAX_GROUPS] scratch
@@ -73,4 +74,9 @@ cdef inline int32_t entries_of(const LayerGroup* g, int32_t slot, int64_t num_bl
     """Entries of a row of a sequence with room for num_blocks blocks of the pool; a state is one entry."""
     if g.kind == STATE_LAYERS:
         return g.table[slot] != NO_BLOCK
-    return <int32_t>((num_blocks + g.scale - 1) // g.scale)
+    return <int32_t>((num_blocks + (<int64_t>1 << g.scale) - 1) >> g.scale)
+
+
+cdef inline int64_t entry_at(const LayerGroup* g, int64_t position) noexcept nogil:
+    """position // block_size, without a division where that is possible."""
+    return position >> g.shift if g.shift >= 0 else position // g.block_size

@@ -211,13 +211,14 @@ cdef void groups_truncate(Groups* gs, int32_t slot, int64_t length) noexcept nog
 
 # ---- a step: check -----------------------------------------------------------------------------------------
 
-cdef int check_entries(LayerGroup* g, Step* sub, Event* event, const Seq* q, int64_t total, int64_t
-                       offset) noexcept nogil:
-    """Which ids one row replaces and how many it appends, so that it has `total` entries and may write its tail."""
+cdef int check_entries(LayerGroup* g, Step* sub, Event* event, const Seq* q, int64_t new) noexcept nogil:
+    """Which ids one row replaces and how many it appends, for `new` > 0 more tokens."""
     cdef int32_t slot = slot_of(q.handle), columns = g.columns, c
     cdef const int32_t* ids = group_row(g, slot)
-    cdef int64_t index = q.kv_len // g.block_size, entries = entries_of(g, slot, q.num_blocks)
+    cdef int64_t index = entry_at(g, q.kv_len), entries = entries_of(g, slot, q.num_blocks), offset
+    cdef int64_t total = entry_at(g, q.kv_len + new + g.block_size - 1)
     cdef bint ours
+    offset = q.kv_len - index * g.block_size
     while index < total and index < entries:
         ours = True
         for c in range(columns):
@@ -245,8 +246,7 @@ cdef int check_in_group(Groups* gs, LayerGroup* g, Step* sub, const Seq* q, int3
     if new == 0 or (g.kind == STATE_LAYERS and not advance):
         return OK
     if g.kind != STATE_LAYERS:
-        return check_entries(g, sub, event, q, (q.kv_len + new + g.block_size - 1) // g.block_size,
-                             q.kv_len % g.block_size)
+        return check_entries(g, sub, event, q, new)
     if g.table[slot] == NO_BLOCK:
         event.appended = 1
     elif gs.pends or not writable(g.blocks, g.table[slot], 0):
@@ -260,7 +260,7 @@ cdef int check_group_row(Groups* gs, Step* p, GroupPlan** part, int32_t row, int
     cdef const Seq* q = &gs.seqs.seq[slot]
     cdef Event* event = &p.event[row]
     cdef LayerGroup* g
-    cdef int64_t entries
+    cdef int64_t entries, blocks = q.num_blocks
     cdef int32_t k
     event.row = row
     event.q_len = event.appended = event.replaced = 0
@@ -270,16 +270,17 @@ cdef int check_group_row(Groups* gs, Step* p, GroupPlan** part, int32_t row, int
     if new > limits.seq_tokens - q.kv_len:
         return refused(v, SEQ_TOO_LONG, row, new if new > INT64_MAX - q.kv_len else q.kv_len + new, 0,
                        limits.seq_tokens, 0)
+    if q.kv_len + new > blocks * gs.block_size:
+        blocks = blocks_for(gs, q.kv_len + new)
     for k in range(gs.num_groups):
         g = &gs.group[k]
         if check_in_group(gs, g, &part[k].step, q, row, new, advance) != OK:
             return refused(v, NO_MEMORY, row, part[k].step.log_room, 0, 0, 0)
         if g.kind != STATE_LAYERS:
-            entries = entries_of(g, slot, q.num_blocks) + part[k].step.event[row].appended // g.columns
+            entries = entries_of(g, slot, blocks)
             if entries > part[k].width:
                 return refused(v, TABLE_TOO_WIDE, row, entries, 0, part[k].width, 0)
-    if new:
-        event.appended = <int32_t>max(blocks_for(gs, q.kv_len + new) - q.num_blocks, <int64_t>0)
+    event.appended = <int32_t>(blocks - q.num_blocks)
     return OK
 
 
@@ -449,11 +450,13 @@ cdef void let_go(LayerGroup* g, int32_t slot, int64_t position) noexcept nogil:
     """Release the entries that no query at `position` or later reads."""
     cdef int64_t end = 0, index
     cdef int32_t* ids = group_row(g, slot)
-    cdef int32_t c, first = max(g.kept, g.gone[slot])
-    if position >= 0 and g.kind == WINDOW_LAYERS:
-        end = (position - g.reach + 1) // g.block_size if position >= g.reach else 0
-    elif position >= 0 and g.kind == CHUNK_LAYERS:
-        end = position // g.reach * g.reach // g.block_size
+    cdef int32_t first = max(g.kept, g.gone[slot])
+    if position < (first + <int64_t>1) * g.block_size:      # whatever the group reads
+        return
+    if g.kind == WINDOW_LAYERS and position >= g.reach:
+        end = entry_at(g, position - g.reach + 1)
+    elif g.kind == CHUNK_LAYERS:
+        end = entry_at(g, position // g.reach * g.reach)
     if end <= first:
         return
     for index in range(first * <int64_t>g.columns, end * g.columns):
@@ -602,7 +605,7 @@ cdef void emit_slots(const LayerGroup* g, GroupPlan* out, const Step* p) noexcep
         for i in range(p.num_rows):
             ids = group_row(g, slot_of(p.handle[i]))
             for position in range(p.length[i] - p.event[i].q_len, p.length[i]):
-                index = position // g.block_size
+                index = entry_at(g, position)
                 slots[t] = <int32_t>(ids[index * g.columns + c] * g.block_size + position - index * g.block_size)
                 t += 1
         for t in range(p.num_tokens, out.shown_tokens):
@@ -680,8 +683,8 @@ cdef bint check_holes(const LayerGroup* g, int32_t slot, const Seq* q, char* fin
     elif g.kind == CHUNK_LAYERS:
         least = q.kv_len // g.reach * g.reach
     if g.gone[slot] and not (g.kept < g.gone[slot] and g.gone[slot] * g.block_size <= least):
-        return snprintf(finding, FINDING, b"sequence in slot %d of %lld tokens let go of %d entries, it reads from %lld on",
-                        slot, <long long>q.kv_len, g.gone[slot], <long long>least) > 0
+        return snprintf(finding, FINDING, b"sequence in slot %d let go of entries up to %d, it reads from %lld on",
+                        slot, g.gone[slot], <long long>least) > 0
     return False
 
 
@@ -767,8 +770,8 @@ cdef bint groups_check(const Groups* gs, const Pending* pending, int32_t* seen, 
             if g.arena == a and count_holds(b, &g.pending, seen, seen + room, &made, finding):
                 return True
             if g.pending.size != pending.size:
-                return snprintf(finding, FINDING, b"%d steps are pending in group %d, %d in the pool", g.pending.size, k,
-                                pending.size) > 0
+                return snprintf(finding, FINDING, b"%d steps are pending in group %d, %d in the pool",
+                                g.pending.size, k, pending.size) > 0
         if compare_holds(b, seen, seen + room, made, finding):
             return True
         memset(seen, 0, 2 * <size_t>room * sizeof(int32_t))

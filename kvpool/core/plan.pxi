@@ -312,6 +312,8 @@ cdef class Plan:
         w.tracks = any(f in ROW_FORMATS for f in formats)
         self.names = tuple(wanted)
         self.seq_limit = w.kv_width if {"kv_slots", "kv_slots_ragged"} & set(wanted) else INT64_MAX
+        if self.group_plans is not None:
+            self.seq_limit = INT32_MAX          # kv_starts
         low = 0 if self.pool.state.blocks.reserved else -1
         pads = {"block_tables": -1 if "page_batch_info" in formats else low, "kv_slots": low, "slot_mapping": -1,
                 "slot_ids": -1}

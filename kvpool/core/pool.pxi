@@ -1,4 +1,4 @@
-"""`Pool`: blocks, sequences and steps of one layer group, behind one call per step.
+"""`Pool`: blocks, sequences and steps, of one table for all layers or of layer groups, behind one call per step.
 
 A call reads its arguments, and calls C functions of the parts above, which know no Python.
 """
@@ -66,7 +66,7 @@ cdef enum:
     FEW_PLANS = 16              # that pass at once without memory for their list
 
 cdef class Pool:
-    """Blocks, sequences and steps of one layer group. Integers only: the pool never sees a tensor.
+    """Blocks, sequences and steps, for all layers or by layer groups. Integers only: the pool never sees a tensor.
 
     Parameters
     ----------
@@ -203,11 +203,12 @@ cdef class Pool:
             g.blocks = gs.arena[g.arena]
             g.columns = group.columns
             g.block_size = group.block_size or gs.block_size
-            g.scale = <int32_t>(g.block_size // gs.block_size)
+            g.shift = (<object>g.block_size).bit_length() - 1 if g.block_size & (g.block_size - 1) == 0 else -1
+            g.scale = (<object>(g.block_size // gs.block_size)).bit_length() - 1
             g.reach = group.size
             g.kept = <int32_t>((<int64_t>group.keep + g.block_size - 1) // g.block_size)
             g.hole = 0 if self.state.blocks.reserved else NO_BLOCK
-            width = 1 if g.kind == STATE_LAYERS else (blocks_for(gs, tokens) + g.scale - 1) // g.scale * group.columns
+            width = 1 if g.kind == STATE_LAYERS else entries_of(g, 0, blocks_for(gs, tokens)) * group.columns
             if width > INT32_MAX or blocks_for(gs, tokens) > INT32_MAX:
                 raise ValueError(f"[Pool] a sequence may have {width} block ids in group {k}, the limit is {INT32_MAX}")
             g.width = width
@@ -351,6 +352,8 @@ cdef class Pool:
             More tokens than a sequence may have. State unchanged.
         OutOfSequences
             `max_seqs` sequences are open. State unchanged.
+        ValueError
+            A prompt, in a pool with layer groups: they have no prefix cache. State unchanged.
 
         Notes
         -----
@@ -414,8 +417,8 @@ cdef class Pool:
         PlanStateError
             A sequence is a row of a pending plan. State unchanged.
         ValueError
-            A length is negative or above the current one, or below the length at which tokens were evicted last;
-            the shapes differ. State unchanged.
+            A length is negative or above the current one, or below the length at which tokens were evicted last; a
+            layer group has let go of what a query there reads; the shapes differ. State unchanged.
         """
         self.shorten(handles, lens, False, None, "truncate")
 

@@ -226,8 +226,9 @@ cdef void emit_tokens(Wire* w, const Step* p, const Seqs* s, const Blocks* b) no
             write_one(&w.field[SLOT_MAPPING], t, p.slot[i])
             write_one(&w.field[POSITIONS], t, ahead + p.length[i] - 1)
         elif q_len:
-            write_slots(&w.field[SLOT_MAPPING], t, seq_table(s, slot_of(p.handle[i])), b.block_size,
-                        p.length[i] - q_len, p.length[i])
+            if w.field[SLOT_MAPPING].width:         # with layer groups there is no table here
+                write_slots(&w.field[SLOT_MAPPING], t, seq_table(s, slot_of(p.handle[i])), b.block_size,
+                            p.length[i] - q_len, p.length[i])
             write_range(&w.field[POSITIONS], t, ahead + p.length[i] - q_len, ahead + p.length[i])
         t += q_len
         write_one(&w.field[CU_Q_LENS], i + 1, t)

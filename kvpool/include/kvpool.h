@@ -131,6 +131,8 @@ typedef struct kvpool_api {
     int (*rollback)(kvpool_pool *pool, kvpool_plan *plan);
 
     /* Reading. size is sizeof(kvpool_stats): a newer caller's new members become 0. */
+    /* A pool that was made with layer groups has a table and arrays for each, which only Python gives: these two fail
+       there with KVPOOL_VALUE_ERROR. */
     int (*array)(kvpool_plan *plan, int32_t name, kvpool_array *array);
     int (*table)(kvpool_pool *pool, int64_t handle, const int32_t **blocks, int64_t *n);
     int (*num_tokens)(kvpool_pool *pool, int64_t handle, int64_t *tokens);

@@ -123,6 +123,8 @@ class RecordedPool(Pool):
     def __new__(cls, *args: Any, keep: int = 1_000_000, **options: Any) -> Self:
         """Make the pool, with an empty record."""
         pool = super().__new__(cls, *args, **options)
+        if pool.options.groups is not None:
+            raise ValueError("[RecordedPool] a pool with layer groups cannot be recorded")
         pool.calls = deque(maxlen=keep)
         pool._total, pool._tag, pool._plans, pool._turn = 0, -1, {}, threading.RLock()
         return pool

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from capi_table import KV_TO_PYTHON, Array, C, Stats, at, call, call_without_gil, function, message
 
-from kvpool import OutOfBlocks, Plan, PlanStateError, Pool
+from kvpool import Group, OutOfBlocks, Plan, PlanStateError, Pool
 
 FORMATS = {
     "block_tables": "block_tables", "seq_lens": "seq_lens", "slot_mapping": "slot_mapping", "positions": "positions",
@@ -89,6 +89,27 @@ def c_way(pool, plan):
     assert call("num_tokens", pool, again.value, tokens) == 0
     assert tokens.value == cached.value == 48
     yield
+
+
+def test_pools_with_layer_groups_give_no_table_and_no_array_to_c():
+    """Their rows would be those of one group; all other calls work, and leave the same pool as Python's."""
+    python, c = [Pool(32, 4, max_seqs=8, seed=7, groups=[Group.full(), Group.window(4), Group.state(4)])
+                 for _ in range(2)]  # fmt: skip
+    plans = [Plan(pool, 4, 32, formats=("block_tables", "seq_lens")) for pool in (python, c)]
+    handle, handles = ctypes.c_int64(), ints(python.open(5))
+    assert call("open", c, 5, handle) == 0
+    python.step(plans[0], handles, 9)
+    assert call("step", c, plans[1], ints(handle.value), ints(9), 1, 0) == 0
+    python.done(plans[0])
+    assert call("done", c, plans[1]) == 0
+    assert c.digest() == python.digest() and c.fingerprint() == python.fingerprint()
+    assert call("table", c, handle.value, ctypes.c_void_p(), ctypes.c_int64()) == C["KVPOOL_VALUE_ERROR"]
+    assert "layer groups" in message()
+    for name in ("block_tables", "slot_mapping", "copies", "seq_lens"):
+        assert call("array", plans[1], C[f"KVPOOL_{name.upper()}"], Array()) == C["KVPOOL_VALUE_ERROR"]
+        assert "plan.groups" in message()
+    assert call("open_prompt", c, PROMPT, 8, None, 0, handle, None) == C["KVPOOL_VALUE_ERROR"]
+    c.check()
 
 
 def test_c_calls_do_what_python_calls_do():

@@ -1,7 +1,9 @@
 """Layer groups by the numbers of docs/groups.md, worked out by hand. `check` runs after every call of a pool here."""
 
 import os
+import sys
 
+import numpy as np
 import pytest
 
 from kvpool import Group, Plan, Pool
@@ -496,7 +498,7 @@ def test_in_order_pools_write_states_in_place_and_let_go_at_once():
 def test_arrays_of_groups(full_and_window):
     plan = full_and_window.plan()
     for name in ("block_tables", "slot_mapping", "copies", "dirty_rows"):
-        with pytest.raises(ValueError, match="plan.groups"):
+        with pytest.raises(ValueError, match=r"plan\.groups"):
             getattr(plan, name)
     state = Watched(8, 4, groups=[Group.full(), Group.state(2)]).plan(formats=("seq_lens",)).groups
     assert [hasattr(state[1], name) for name in ("block_tables", "kv_starts", "copies", "state_src")] == [0, 0, 0, 1]
@@ -542,7 +544,23 @@ def test_equal_calls_give_equal_digests():
     assert pools[0].digest() != pools[1].digest()
 
 
-def test_reset_empties_all_arenas(full_and_window):
+def test_steps_leave_no_object_behind():
+    pool = Pool(256, 4, groups=[Group.full(), Group.window(8, columns=2), Group.state(9)])
+    plan = Plan(pool, 2, formats=FORMATS)
+    rows = np.array([pool.open(), pool.open()], np.int64)
+
+    def decode(steps):
+        for _ in range(steps):
+            pool.step(plan, rows, 1)
+            pool.done(plan)
+
+    decode(20)
+    before = sys.getallocatedblocks()
+    decode(200)
+    assert sys.getallocatedblocks() - before <= 1  # the int `before` itself
+
+
+def test_reset_empties_all_arenas():
     pool = Watched(32, 4, groups=[Group.full(), Group.window(4, arena=1, num_blocks=9), Group.state(4)])
     plan = pool.plan()
     pool.step(plan, [handle := pool.open()], 9)
@@ -585,6 +603,13 @@ def test_calls_that_know_no_groups(full_and_window, call):
 
     with pytest.raises(ValueError):
         BlockAPI(full_and_window.pool)
+
+
+def test_pools_with_groups_are_not_recorded():
+    from kvpool.testing import RecordedPool
+
+    with pytest.raises(ValueError, match="layer groups"):
+        RecordedPool(16, 4, groups=[Group.full()])
 
 
 @pytest.mark.parametrize("make", [
