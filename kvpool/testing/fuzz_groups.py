@@ -22,9 +22,9 @@ from kvpool.testing.model import ModelPlan, ModelPool
 
 CALLS_PER_RUN = 150
 OPERATIONS = (
-    *("open", "open", "open", "step", "step", "step", "step", "step", "step", "step", "prefill", "prefill"),
-    *("reserve", "fork", "fork", "truncate", "truncate", "close", "done", "done", "done", "done", "step", "step"),
-    *("rollback", "rollback", "can", "can", "close_finished", "defer_close", "reset", "foreign", "forget"),
+    *("open", "open", "prefill", "step", "step", "step", "step", "step", "step", "step", "prefill", "prefill"),
+    *("reserve", "fork", "fork", "truncate", "truncate", "prefill", "done", "done", "done", "done", "step", "step"),
+    *("rollback", "rollback", "can", "close", "close_finished", "defer_close", "reset", "foreign", "forget"),
     *("step", "done"),
 )
 COMMON = ("seq_lens", "positions", "cu_q_lens", "slot_ids")
@@ -116,7 +116,7 @@ class Program:
     def prefill(self, a: int, b: int, c: int) -> None:
         """Step by many tokens."""
         rows = self._rows(c)[:2]
-        counts = [(b >> 5 * k) % (5 * self.size + 2) for k in range(len(rows))]
+        counts = [(b >> 5 * k) % (7 * self.size + 2) for k in range(len(rows))]
         self._step(rows, counts, self._idle(a), {"partial": bool(a & 64)}, a)
 
     def _step(self, rows: list[int], counts: list[int], plan: int, options: dict[str, Any], a: int = 0) -> None:
@@ -184,10 +184,13 @@ class Program:
         self.compare()
 
     def truncate(self, a: int, b: int, c: int) -> None:
-        """Shorten a sequence, mostly by little; a length beyond its end is refused."""
-        name = self._one(c)
+        """Shorten a sequence by little, to little, or by anything; a length beyond its end is refused."""
+        rows = self.content.pending_rows()
+        free = [name for name in self.live if name not in rows]
+        name = free[c % len(free)] if free and b & 12 else self._one(c)
         most = len(self.content.stamps[name])
-        length = max(0, most + 1 - a % (4 + self.content.lookahead)) if b & 3 else a % (most + 1)
+        lengths = (a % (most + 1), a % (3 * self.size + 1), most + 1 - a % (4 + self.content.lookahead))
+        length = max(0, lengths[min(b & 3, 2)])
         if self.pair.both(lambda side: side.pool.truncate(side.handle(name), length)) is not RAISED:
             self.content.truncated(name, length)
         else:
@@ -324,13 +327,13 @@ def groups_of(rng: random.Random, size: int, reserved: int) -> list[Group]:
         if arena:
             options["arena"] = min(arena, told + 1)
             if arena > told:
-                told, options["num_blocks"] = told + 1, reserved + rng.randint(4, 24)
+                told, options["num_blocks"] = told + 1, reserved + rng.randint(6, 40)
         if kind == "window":
-            width = rng.randint(1, 12)
-            options["keep"] = rng.choice([0, 0, rng.randrange(width)])
+            width = rng.choice([rng.randint(1, 5), rng.randint(1, 12)])
+            options["keep"] = rng.choice([0, rng.randrange(width)])
             groups.append(Group.window(width, **options))
         elif kind == "chunk":
-            groups.append(Group.chunk(rng.randint(1, 12), **options))
+            groups.append(Group.chunk(rng.choice([rng.randint(1, 5), rng.randint(1, 12)]), **options))
         else:
             groups.append(Group.full(**options))
     return groups
@@ -413,7 +416,7 @@ def options_of(seed: int) -> dict[str, Any]:
     groups = groups_of(rng, size, reserved)
     widths = [group.size for group in groups if group.kind in ("window", "chunk")]
     return {
-        "num_blocks": reserved + rng.randint(6, 40),
+        "num_blocks": reserved + rng.randint(8, 64),
         "block_size": size,
         "max_seqs": rng.choice([3, 5, 8]),
         "max_blocks_per_seq": rng.choice([None, None, 6, 30]),

@@ -89,8 +89,11 @@ class GroupContent:
         """Whether the pool has promised that this length is left."""
         has_state = any(group.kind == "state" for group in self.groups)
         least = len(self.stamps[name]) if has_state else self.passed[name] - self.lookahead
-        is_row = any(name == row[0] for work in self.queue if work.garbage is None for row in work.rows)
-        return not is_row and max(least, 0) <= length <= len(self.stamps[name])
+        return name not in self.pending_rows() and max(least, 0) <= length <= len(self.stamps[name])
+
+    def pending_rows(self) -> set[int]:
+        """Sequences that are rows of a step which has not passed."""
+        return {row[0] for work in self.queue if work.garbage is None for row in work.rows}
 
     def tables(self, tables: dict[int, list[list[list[int]]]], took: bool) -> None:
         """The tables after a call; `took` says that blocks that are new in them were handed out."""
