@@ -17,7 +17,7 @@ from kvpool.groups import Group
 from kvpool.stats import PoolStats
 from kvpool.testing import model_args as args
 from kvpool.testing.model_blocks import Step, ceil_div, public_call
-from kvpool.testing.model_plan import ModelPlan, Sequence
+from kvpool.testing.model_plan import ModelPlan, Sequence, dirty_rows
 from kvpool.testing.model_steps import StepModel
 
 MAX_GROUPS, MAX_ARENAS, MULTIPLES = 8, 8, (1, 2, 4)
@@ -447,18 +447,9 @@ class GroupModel(StepModel):
                 if width > plan.groups[layer.index].width:
                     raise CapacityExceeded(f"[{call}] row {row} has {width} entries in group {layer.index}")
 
-    @public_call
-    def can(self, handles: Any, num_new: Any = 1) -> bool:
-        """Return whether a step of this batch would find its blocks in all arenas."""
-        names = args.handles("can", handles, False)
-        new = args.per_row("can", "num_new", num_new, len(names), args.MIN_INT64)
-        batch = [seq for _, seq in self._rows("can", names, [0] * len(names))]
-        for row, n in enumerate(new):
-            if n < 0:
-                raise ValueError(f"[can] num_new[{row}] is negative ({n})")
-        if not all(self._fits_pool(seq, n) for seq, n in zip(batch, new, strict=True)):
-            return False
-        return self._group_needs(batch, new, False, True)[1] is None
+    def _needs(self, batch: list[Any], new: list[int], partial: bool) -> tuple[list[Any], int, int]:
+        rows, short = self._group_needs(batch, new, partial, True)
+        return rows, 0, -1 if short is None else short[0]
 
     # ---- steps --------------------------------------------------------------------------------------------
 
@@ -727,21 +718,9 @@ class GroupArrays:
             for row, seq in enumerate(batch):
                 entries = seq.tables[layer.index].entries
                 self.block_tables[row, : len(entries)] = self._pool.shown(layer, entries)
-            self.dirty_rows = np.array(self._dirty(batch, num_rows), np.int32)
-
-    def _dirty(self, batch: list[Any], num_rows: int) -> list[int]:
-        dirty = []
-        for row, seq in enumerate(batch):
-            table = seq.tables[self._layer.index]
-            now = (seq.handle, table.epoch, len(table.entries))
-            if self._memory.get(row) != now:
-                dirty.append(row)
-            self._memory[row] = now
-        for row in range(len(batch), num_rows):
-            if row in self._memory:
-                dirty.append(row)
-                del self._memory[row]
-        return dirty
+            shown = [(seq.handle, seq.tables[layer.index]) for seq in batch]
+            now = [(handle, table.epoch, len(table.entries)) for handle, table in shown]
+            self.dirty_rows = np.array(dirty_rows(self._memory, now, num_rows), np.int32)
 
     def fill_states(self, rows: list[GroupRow], pool: GroupModel, num_rows: int) -> None:
         """Which slot every row with new tokens reads, and which one it writes."""

@@ -61,6 +61,16 @@ def _place(array: np.ndarray) -> tuple[int, tuple[int, ...]]:
     return array.__array_interface__["data"][0], array.shape
 
 
+def dirty_rows(memory: dict[int, Any], now: list[tuple[int, int, int]], num_rows: int) -> list[int]:
+    """Rows that changed; `memory` is what each one showed last, as `now`, and absent for padding."""
+    dirty = [row for row, shown in enumerate(now) if memory.get(row) != shown]
+    memory.update(enumerate(now))
+    padding = [row for row in range(len(now), num_rows) if row in memory]
+    for row in padding:
+        del memory[row]
+    return dirty + padding
+
+
 class ModelPlan:
     """The arrays that one step fills; same constructor, attributes and errors as `kvpool.Plan`.
 
@@ -266,22 +276,10 @@ class ModelPlan:
         rows, tokens = pad_to or (len(batch), sum(new))
         self._remember_batch(batch, new, served, copies)
         if ROW_FORMATS & set(self.formats):
-            self.dirty_rows = np.array(self._dirty(batch, rows), np.int32)
+            now = [(seq.handle, seq.epoch, len(seq.table)) for seq in batch]
+            self.dirty_rows = np.array(dirty_rows(self._memory, now, rows), np.int32)
         num_pages, num_slots = self._write(batch, new, rows, tokens)
         self._show(rows, tokens, num_pages, num_slots)
-
-    def _dirty(self, batch: list[Sequence], num_rows: int) -> list[int]:
-        dirty = []
-        for row, seq in enumerate(batch):
-            now = (seq.handle, seq.epoch, len(seq.table))
-            if self._memory.get(row) != now:
-                dirty.append(row)
-            self._memory[row] = now
-        for row in range(len(batch), num_rows):
-            if row in self._memory:
-                dirty.append(row)
-                del self._memory[row]
-        return dirty
 
     def _write(self, batch: list[Sequence], new: list[int], num_rows: int, num_tokens: int) -> tuple[int, int]:
         """Build every array as nested lists, then store them; returns the lengths of the two ragged ones."""
