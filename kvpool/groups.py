@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from operator import index
 from typing import Self
 
+MAX_COLUMNS = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -20,7 +22,7 @@ class Group:
     block_size : int, optional
         Tokens of a block; default the pool's. The pool's times 1, 2 or 4.
     columns : int
-        Block ids per block of tokens.
+        Block ids per block of tokens, at most 1,024.
     arena : int
         Where the blocks come from.
     num_blocks : int, optional
@@ -43,6 +45,7 @@ class Group:
     def __post_init__(self) -> None:
         if self.kind not in ("full", "window", "chunk", "state"):
             raise ValueError(f"[Group] kind is {self.kind!r}, it must be full, window, chunk or state")
+        most = {"columns": MAX_COLUMNS}
         lows = {"size": int(self.kind != "full"), "keep": 0, "block_size": 1, "columns": 1, "arena": 0, "num_blocks": 1}
         for name, low in lows.items():
             value = getattr(self, name)
@@ -54,9 +57,14 @@ class Group:
                 number = index(value)
             except TypeError:
                 raise TypeError(f"[Group] {name} must be an int, not {type(value).__name__}") from None
-            if not low <= number < 1 << 31:
-                raise ValueError(f"[Group] {name} is out of range ({number}), it must be in {low} .. {2**31 - 1}")
+            high = most.get(name, 2**31 - 1)
+            if not low <= number <= high:
+                raise ValueError(f"[Group] {name} is out of range ({number}), it must be in {low} .. {high}")
             object.__setattr__(self, name, number)
+        if self.kind == "full" and self.size:
+            raise ValueError(f"[Group] size is {self.size}, full attention has none")
+        if self.kind == "state" and (self.block_size, self.columns, self.arena, self.num_blocks) != (None, 1, 0, None):
+            raise ValueError("[Group] a state group has slots only: no block_size, columns, arena or num_blocks")
         if self.keep and not (self.kind == "window" and self.keep < self.size):
             raise ValueError(f"[Group] keep is {self.keep}, it must be below the window of {self.size} tokens")
 

@@ -1,5 +1,5 @@
-"""Blocks of one layer group: reference counts, the blank stack, the LRU order of eviction, and limbo, where freed
-blocks wait for pending steps. The structs are in blocks.pxd.
+"""Blocks of one arena: reference counts, the blank stack, the LRU order of eviction, and limbo, where freed blocks
+wait for pending steps. The structs are in blocks.pxd.
 
 C functions on a `Blocks` struct. They cannot fail: callers check first, then commit.
 """

@@ -354,9 +354,10 @@ cdef class Plan:
             made = PlanGroup()
             made.init(&group[k], num_blocks[k], self.wire.max_rows, self.max_tokens_,
                       self.wire.table_width * <int64_t>self.pool.options.block_size, formats)
-            self.part[k] = &made.data
             parts.append(made)
         self.group_plans = tuple(parts)
+        for k in range(n):                              # not before they are kept: a later one may have been refused
+            self.part[k] = &(<PlanGroup>self.group_plans[k]).data
         return tuple([name for name in formats if name not in PER_GROUP])
 
     cdef int check_width(self, str name, int width) except -1:

@@ -47,8 +47,8 @@ cdef tuple read_groups(object groups, int64_t block_size, int64_t lookahead):
         if group.arena not in told and group.num_blocks is None:
             raise ValueError(f"[Pool] the first group in arena {group.arena} must say num_blocks")
         if group.num_blocks not in (None, told.setdefault(group.arena, group.num_blocks)):
-            raise ValueError(f"[Pool] num_blocks of arena {group.arena} is {group.num_blocks}, "
-                             f"{told[group.arena] or 'the argument num_blocks'} says otherwise")
+            due = f"another says {told[group.arena]}" if group.arena else "the pool's own argument says how many"
+            raise ValueError(f"[Pool] a group says that arena {group.arena} has {group.num_blocks} blocks, {due}")
     return groups
 
 
@@ -209,7 +209,10 @@ cdef class Pool:
             g.kept = <int32_t>((<int64_t>group.keep + g.block_size - 1) // g.block_size)
             g.hole = 0 if self.state.blocks.reserved else NO_BLOCK
             width = 1 if g.kind == STATE_LAYERS else entries_of(g, 0, blocks_for(gs, tokens)) * group.columns
-            if width > INT32_MAX or blocks_for(gs, tokens) > INT32_MAX:
+            if blocks_for(gs, tokens) > INT32_MAX:
+                raise ValueError(f"[Pool] a sequence may have {tokens} tokens, {blocks_for(gs, tokens)} blocks of the "
+                                 f"smallest block_size, the limit is {INT32_MAX}")
+            if width > INT32_MAX:
                 raise ValueError(f"[Pool] a sequence may have {width} block ids in group {k}, the limit is {INT32_MAX}")
             g.width = width
             if group_init(g, s.max_seqs) != OK:

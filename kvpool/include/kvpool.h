@@ -136,7 +136,7 @@ typedef struct kvpool_api {
     int (*array)(kvpool_plan *plan, int32_t name, kvpool_array *array);
     int (*table)(kvpool_pool *pool, int64_t handle, const int32_t **blocks, int64_t *n);
     int (*num_tokens)(kvpool_pool *pool, int64_t handle, int64_t *tokens);
-    /* Blank blocks, as kvpool_stats.free; an allocation can also get the evictable ones. */
+    /* Blank blocks, as kvpool_stats.free; an allocation can also get the evictable ones. Both are of arena 0. */
     int (*num_free)(kvpool_pool *pool, int64_t *blocks);
     int (*stats)(kvpool_pool *pool, kvpool_stats *stats, int64_t size);
     int (*digest)(kvpool_pool *pool, uint64_t *digest);

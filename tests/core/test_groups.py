@@ -1,5 +1,6 @@
 """Layer groups by the numbers of docs/groups.md, worked out by hand. `check` runs after every call of a pool here."""
 
+import dataclasses
 import os
 import sys
 
@@ -669,3 +670,26 @@ def test_check_finds_faults_in_groups(full_and_window):
         other.pool._corrupt(what, 0)
         with pytest.raises(CorruptState):
             other.pool.check()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"columns": 2}, {"columns": 1 << 20}, {"block_size": 4}, {"arena": 1}, {"num_blocks": 8}]
+)
+def test_state_group_with_what_only_blocks_have_is_refused(wrong):
+    with pytest.raises(ValueError, match=r"slots only|out of range"):
+        dataclasses.replace(Group.state(8), **wrong)
+    with pytest.raises(ValueError, match="full attention"):
+        Group("full", 5)
+
+
+def test_plan_that_was_refused_half_way_forgets_nothing_in_its_finalizer():
+    pool = Pool(64, 1 << 20, max_seqs=4, groups=[Group.full(), Group.full(arena=1, num_blocks=1 << 12)])
+
+    class Forgets(Plan):
+        def __del__(self):
+            self.forget()
+
+    for _ in range(20):
+        with pytest.raises(ValueError, match="slots"):
+            Forgets(pool, 64, 64, formats=("block_tables", "slot_mapping"), table_width=4)
+    pool.check()
