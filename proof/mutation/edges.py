@@ -235,7 +235,7 @@ def all_blocks_of_a_pool(Pool: Any, Plan: Any) -> None:
         blocks.alloc()
         look(pool)
     tried(blocks.alloc)
-    for turn in range(2):
+    for _ in range(2):
         blocks.mark_cached([0, 1, 2, 3])
         blocks.free([0, 1, 2, 3])
         blocks.alloc(4)

@@ -554,12 +554,11 @@ def counters_of_every_size(status: Any, plans: dict[Any, Any]) -> None:
     """What C is told of pools in all states, in structures of any size."""
     for size in (-1, 0, 79, 80, 88, 4096, 4097):
         for of, plan in plans.items():
-            twin = of.open(5)
-            of.step(plan, [twin], 3)
-            of.fork(twin, 1)
-            ids = of.blocks.alloc(2)
+            twin, ids = of.open(5), of.blocks.alloc(2)
             tried(of.blocks.mark_cached, ids)
             of.blocks.free(ids)
+            of.step(plan, [twin], 3)
+            of.fork(twin, 1)
             if size == 88:
                 of.defer_close(twin)
             status.counters(of, size)
