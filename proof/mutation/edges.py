@@ -212,6 +212,8 @@ def arguments_at_their_ends(Pool: Any, Plan: Any) -> None:
         if taken is not None:
             pool.blocks.decref(taken[0])
         look(pool)
+    for wrong in (-(2**63), 2**63 - 1):
+        tried(pool.close, [np.int64(wrong)])
     pool.shutdown()
     pool = Pool(6, 4, max_seqs=3, prefix_cache=True)
     plan = Plan(pool, 2, 8)
@@ -221,6 +223,49 @@ def arguments_at_their_ends(Pool: Any, Plan: Any) -> None:
         tried(pool.prefix.commit, row, tokens)
     pool.prefix.commit(row, [0x7FFFFFFF, 0, 1, 2])
     look(pool)
+    pool.shutdown()
+
+
+@scenario
+def all_blocks_of_a_pool(Pool: Any, Plan: Any) -> None:
+    """The first of all is taken by itself; later all of them lost what they held, and nobody was told."""
+    pool = Pool(4, 4, max_seqs=2, reserved_blocks=0)
+    blocks = pool.blocks
+    for _ in range(4):
+        blocks.alloc()
+        look(pool)
+    tried(blocks.alloc)
+    for _ in range(2):
+        blocks.mark_cached([0, 1, 2, 3])
+        blocks.free([0, 1, 2, 3])
+        blocks.alloc(4)
+        look(pool)
+        blocks.drain_evicted()
+        tried(blocks.refcounts, [99])
+        tried(blocks.refcounts, [])
+    pool.shutdown()
+
+
+@scenario
+def lengths_that_pass_a_plan_in_low_slots(Pool: Any, Plan: Any) -> None:
+    """A sequence that is too long for a plan is so where its last block is one of the first, too."""
+    pool = Pool(12, 4, max_seqs=3)
+    low, row = (pool.open() for _ in range(2))
+    plan, narrow = Plan(pool, 2, 12), Plan(pool, 2, 8, formats=("kv_slots",), kv_width=9)
+    grown(pool, plan, [low, row], [3, 8])
+    pool.close(low)
+    for _ in range(3):
+        tried(pool.step, narrow, [row], 1)
+        look(pool, narrow)
+        if narrow.is_pending:
+            pool.done(narrow)
+    tried(pool.can, [row, row], [2**40, -1])
+    tried(pool.can, [row, pool.open()], [2**40, -1])
+    for tokens, padded in ((11, 12), (12, 11), (13, 11)):
+        tried(pool.step, plan, [pool.open()], tokens, pad_to=(2, padded))
+        if plan.is_pending:
+            pool.rollback(plan)
+        pool.reset()
     pool.shutdown()
 
 

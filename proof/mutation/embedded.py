@@ -137,6 +137,8 @@ def arrays_that_c_reads(Pool: Any, Plan: Any, Reader: Any) -> None:
                     pool.done(plan_)
             pool.close(rows[0])
             rows = [*rows[1:], *pool.fork(rows[1], 1).tolist()]
+        for handle in rows:
+            tried(pool.evict_blocks, handle, [0])
         for handle in (*rows, 7, -1):
             tried(pool.table, handle)
             tried(pool.num_tokens, handle)
@@ -252,6 +254,7 @@ def what_c_can_get_wrong(Pool: Any, Plan: Any, Raw: Any) -> None:
             raw.pool_from(thing, is_plan)
     for size in (-1, 0, 79, 80, 88, 4096, 4097):
         raw.stats(pool, size)
+    raw.call("stats", pool, None, 80)
     pool.shutdown()
     for name, arguments in legal.items():
         raw.call(name, *arguments)
@@ -551,7 +554,9 @@ def counters_of_every_size(status: Any, plans: dict[Any, Any]) -> None:
     """What C is told of pools in all states, in structures of any size."""
     for size in (-1, 0, 79, 80, 88, 4096, 4097):
         for of, plan in plans.items():
-            twin = of.open(5)
+            twin, ids = of.open(5), of.blocks.alloc(2)
+            tried(of.blocks.mark_cached, ids)
+            of.blocks.free(ids)
             of.step(plan, [twin], 3)
             of.fork(twin, 1)
             if size == 88:

@@ -124,16 +124,17 @@ def marks_that_go_round(Pool: Any, Plan: Any, Strain: Any) -> None:
 def lists_that_are_broken(Pool: Any, Plan: Any, Strain: Any) -> None:
     """A check finds a list that leads out of all blocks, and one that names a block twice."""
     strain = Strain()
-    pool = Pool(12, 4, max_seqs=4, reserved_blocks=0)
-    ids = pool.blocks.alloc(8).tolist()
-    pool.blocks.mark_cached(ids)
-    pool.blocks.free(ids)
-    pool.blocks.evict(3)
-    for place in ("blocks.lru.head", "blocks.lru.tail", "blocks.dropped[i]", "blocks.blank[i]"):
-        for by in (1, 100, 100_000_000, -100):
-            with contextlib.suppress(CorruptState):
-                strain.broken(pool, place, by)
-    pool.shutdown()
+    for blocks in (12, 256):  # the latter fill a page
+        pool = Pool(blocks, 4, max_seqs=4, reserved_blocks=0)
+        ids = pool.blocks.alloc(8).tolist()
+        pool.blocks.mark_cached(ids)
+        pool.blocks.free(ids)
+        pool.blocks.evict(3)
+        for place in ("blocks.lru.head", "blocks.lru.tail", "blocks.dropped[i]", "blocks.blank[i]"):
+            for by in (1, 100, 100_000_000, -100, *range(blocks - 8, blocks + 1)):
+                with contextlib.suppress(CorruptState):
+                    strain.broken(pool, place, by)
+        pool.shutdown()
 
 
 def released_to_either_end(Pool: Any, Plan: Any) -> None:

@@ -122,8 +122,8 @@ def each_failing(memory: Any, call: Callable[[], None]) -> None:
 def events_that_are_lost(Pool: Any, Plan: Any, Memory: Any) -> None:
     """More events than there is room for, and no memory for more room: some are lost, the state is not."""
     memory = Memory()
-    for k in range(5):
-        pool = Pool(90, 2, max_seqs=4, prefix_cache=True, events=200)
+    for k, most in itertools.product(range(5), (200, 69)):
+        pool = Pool(90, 2, max_seqs=4, prefix_cache=True, events=most)
         plan = Plan(pool, 1, 140, formats=("block_tables",))
         row = pool.open()
         pool.step(plan, [row], 140)
@@ -186,6 +186,11 @@ def memory_that_runs_out(Pool: Any, Plan: Any, Memory: Any, cached: bool) -> Non
     for pending in plans:
         drop(pending)
     look(made["pool"], made["plan"])
+    each_failing(memory, lambda: made["pool"].defer_close(made["pool"].open()))
+    if cached:
+        each_failing(memory, lambda: made["pool"].open([1, 2, 3], b"new"))
+        each_failing(memory, lambda: made["pool"].prefix.flush(b"nobody"))
+        made["pool"].prefix.events()
     made["pool"].shutdown()
     memory.living()
     drop(made["plan"])

@@ -336,6 +336,29 @@ def copies_of_nothing(Pool: Any, Plan: Any) -> None:
 
 
 @scenario
+def copies_given_up_that_somebody_holds(Pool: Any, Plan: Any) -> None:
+    """A step is rolled back whose copy somebody refers to: nothing will write the block any more."""
+    for cached, closed in itertools.product((False, True), (False, True)):
+        pool = Pool(20, 4, max_seqs=4, prefix_cache=cached)
+        first, plan = (Plan(pool, 2, 8, formats=("block_tables",)) for _ in range(2))
+        row = pool.open()
+        pool.step(first, [row], 3)
+        (child,) = pool.fork(row, 1).tolist()
+        pool.step(plan, [child], 1)
+        copy = int(pool.table(child)[0])
+        pool.blocks.incref(copy)
+        if closed:
+            pool.close(child)
+        pool.rollback(plan)
+        look(pool, plan)
+        pool.blocks.decref(copy)
+        look(pool)
+        pool.done(first)
+        look(pool)
+        pool.shutdown()
+
+
+@scenario
 def two_arguments_wrong(Pool: Any, Plan: Any) -> None:
     """Handles are read before counts, and what kind they are before how many there are."""
     pool = Pool(40, 2, max_seqs=8, prefix_cache=True)

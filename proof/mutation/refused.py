@@ -7,11 +7,14 @@ array should, cannot stand on a tape.
 from __future__ import annotations
 
 import array
+import gc
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+import kvpool
 from proof.mutation.scenarios import ARRAYS, FORMATS, core_only, look, place, scenario, tried
 
 
@@ -212,6 +215,25 @@ class Wrong:
         """Whether a `with` statement gets the pool itself."""
         return pool.__enter__() is pool
 
+    def same(self, thing: Any, name: str) -> bool:
+        """Whether an attribute is the same object twice."""
+        return getattr(thing, name) is getattr(thing, name)
+
+    def half_made(self) -> list[str]:
+        """What a pool that is refused while it is made is to its own `__del__`."""
+        found = []
+
+        class Refused(kvpool.Pool):
+            def __del__(self) -> None:
+                try:
+                    self.digest()
+                except Exception as error:
+                    found.append(type(error).__name__)
+
+        tried(Refused, 8, 4, watermark=99)
+        gc.collect()
+        return found
+
     @staticmethod
     def made(value: Any) -> Any:
         """What an argument stands for."""
@@ -385,9 +407,20 @@ def words_about_pools(Pool: Any, Plan: Any, Wrong: Any) -> None:
     wrong = Wrong()
     pool = Pool(10, 4, max_seqs=4, reserved_blocks=2, watermark=1, in_order=True)
     plan = Plan(pool, 3, 7, kv_width=9, formats=("kv_slots", "block_tables"), table_width=3)
-    for thing in (pool, plan):
+    indexed = Pool(10, 4, max_seqs=4, prefix_cache=True)
+    for thing in (pool, plan, pool.blocks, indexed.prefix):
         for name in ("__repr__", "__reduce__"):
             tried(wrong.call, thing, name)
+    indexed.shutdown()
+    wrong.same(plan, "block_tables")
+    wrong.half_made()
+    for size, blocks in ((4, 10), (5, 10), (4, 11)):
+        backend = SimpleNamespace(
+            spec=SimpleNamespace(block_size=size), num_blocks=blocks, required_formats=("seq_lens",)
+        )
+        made = tried(Plan, pool, 3, formats=(), backend=backend)
+        if made is not None:
+            tried(made.array_shape, "seq_lens")
     look(pool, plan)
     full = Plan(pool, 3, 7, formats=FORMATS)
     for name in (*ARRAYS, "no such"):

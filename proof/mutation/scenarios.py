@@ -556,6 +556,8 @@ def last_generation(Pool: Any, Plan: Any) -> None:
 def bytes_of_an_index(Pool: Any, Plan: Any) -> None:
     """The size of the index, from which slots * 3 / 4 >= blocks can be read."""
     for blocks, size in itertools.product((2, 3, 6, 7, 8, 9, 12, 13, 24, 25, 48, 49, 96, 97), (1, 4)):
-        pool = Pool(blocks, size, max_seqs=2, prefix_cache=True)
-        _ = pool.prefix.nbytes
+        pool = Pool(blocks, size, max_seqs=2, prefix_cache=True, events=blocks % 2)
+        prefix = pool.prefix
+        _ = prefix.nbytes
         pool.shutdown()
+        _ = prefix.nbytes

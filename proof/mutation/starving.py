@@ -115,6 +115,7 @@ def calls_without_memory(Pool: Any, Plan: Any, Starving: Any) -> None:
     for k in range(3):
         starving.lose(pool, row, np.array([3 * k], np.int32))
         pool.prefix.commit(row, np.array([3 * k + 1, 3 * k + 2], np.int32))
+        starving.call(pool.prefix, "flush", b"nobody")
         pool.prefix.events()
     pool.shutdown()
     drop(plan)
