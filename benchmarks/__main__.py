@@ -57,7 +57,8 @@ def run_benchmarks(arguments):
             sys.executable, "-m", "pytest", str(HERE), "-q", "-p", "no:xdist", "--benchmark-quiet",
             f"--benchmark-json={path}", "--timeout=0", *arguments,
         ]  # fmt: skip
-        status = subprocess.run(command, cwd=HERE.parent, env={**os.environ, "PYTHONHASHSEED": "0"}).returncode
+        env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+        status = subprocess.run(command, cwd=HERE.parent, env={**env, "PYTHONHASHSEED": "0"}).returncode
         if status or not path.exists():
             sys.exit(f"benchmarks failed: pytest ended with {status}")
         return [record["extra_info"] for record in json.loads(path.read_text())["benchmarks"]]

@@ -276,10 +276,12 @@ class ModelPlan:
         rows, tokens = pad_to or (len(batch), sum(new))
         self._remember_batch(batch, new, served, copies)
         if ROW_FORMATS & set(self.formats):
-            now = [(seq.handle, seq.epoch, len(seq.table)) for seq in batch]
-            self.dirty_rows = np.array(dirty_rows(self._memory, now, rows), np.int32)
+            self.dirty_rows = np.array(self._dirty(batch, rows), np.int32)
         num_pages, num_slots = self._write(batch, new, rows, tokens)
         self._show(rows, tokens, num_pages, num_slots)
+
+    def _dirty(self, batch: list[Sequence], num_rows: int) -> list[int]:
+        return dirty_rows(self._memory, [(seq.handle, seq.epoch, len(seq.table)) for seq in batch], num_rows)
 
     def _write(self, batch: list[Sequence], new: list[int], num_rows: int, num_tokens: int) -> tuple[int, int]:
         """Build every array as nested lists, then store them; returns the lengths of the two ragged ones."""

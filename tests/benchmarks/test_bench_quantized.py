@@ -49,5 +49,5 @@ def test_the_command_prints_rows_as_json(capsys):
 def test_unknown_bits_and_heads_without_groups_are_refused():
     with pytest.raises(CommandError, match=r"--kv-bits 3: there are 8, 4"):
         settings.checked_kv_bits("8,3")
-    with pytest.raises(CommandError, match=r"--kv-bits: \[KVSpec\] head_dim is 40, no multiple"):
+    with pytest.raises(CommandError, match=r"--kv-bits: \[KVSpec\] head_dim is 40, not a multiple"):
         list(quantized.rows(Bench(NumpyKernels(), replace(SETTINGS, head_dim=40))))
