@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpool.cli.cache import add_cache_arguments, bits_of, policy_of
 from kvpool.cli.console import CommandError, real, whole
+from kvpool.cli.model import add_model_arguments, tiny_model
 from kvpool.errors import install_command
 
 if TYPE_CHECKING:
@@ -33,12 +34,7 @@ NUMBERS: tuple[tuple[str, str, str | None, str], ...] = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments. Numbers are read by `run`, which says in one line what is wrong with one."""
-    parser.add_argument(
-        "--model",
-        required=True,
-        metavar="PATH_OR_ID",
-        help="a folder, a repository of the Hugging Face Hub, or tiny: a small random model that needs no download",
-    )
+    add_model_arguments(parser, "PATH_OR_ID", "a folder, a repository of the Hugging Face Hub")
     parser.add_argument(
         "--prompt",
         action="append",
@@ -137,8 +133,9 @@ def make_engine(args: argparse.Namespace, prompts: list[str], options: dict[str,
         from kvpool.adapters.mlx_lm.engine import Engine
     except ImportError as exc:
         raise CommandError(f"needs mlx-lm ({exc}): {install_command('mlx')}") from None
+    tiny_model(args)
     try:
-        model, tokenizer = loading.load(args.model)
+        model, tokenizer = loading.load(args.model, args.arch)
     except loading.ModelNotLoaded as exc:
         raise CommandError(f"--model {exc}") from None
     try:

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
 
 from kvpool.cli.cache import add_bits_arguments, bits_of
 from kvpool.cli.console import CommandError
-from kvpool.errors import install_command
+from kvpool.cli.model import add_model_arguments, tiny_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument(
-        "--model",
-        required=True,
-        metavar="CONFIG",
-        help="a config.json, the folder that holds it, a repository in the Hugging Face Hub's local cache, or tiny",
+    add_model_arguments(
+        parser, "CONFIG", "a config.json, the folder that holds it, a repository in the Hugging Face Hub's local cache"
     )
     parser.add_argument(
         "--memory",
@@ -46,7 +42,8 @@ def run(args: argparse.Namespace) -> int:
     bits = bits_of(args)
     if "kv_bits" in bits:
         bits["k_bits"] = bits["v_bits"] = bits.pop("kv_bits")
-    model = tiny_config() if args.model == "tiny" else args.model
+    tiny = tiny_model(args)
+    model = args.model if tiny is None else {**tiny.config(args.arch), "dtype": "float32"}
     try:
         facts, text = describe_plan(model, memory, args.block_size, args.dtype, args.max_len, **bits)
     except OSError as exc:
@@ -55,12 +52,3 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(str(exc)) from None
     print(json.dumps(facts, indent=2) if args.json else text)
     return 0
-
-
-def tiny_config() -> dict[str, Any]:
-    """The config of the model that ``kvpool generate --model tiny`` makes."""
-    try:
-        from kvpool.adapters.mlx_lm import tiny
-    except ImportError as exc:
-        raise CommandError(f"--model tiny needs mlx-lm ({exc}): {install_command('mlx')}") from None
-    return {**tiny.CONFIG, "dtype": "float32"}

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from kvpool.cli.cache import add_cache_arguments, bits_of, policy_of
 from kvpool.cli.console import CommandError, whole
+from kvpool.cli.model import add_model_arguments, tiny_model
 from kvpool.errors import install_command
 
 LAST_PORT = 65535
@@ -27,12 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Every other argument is one of mlx_lm.server: --decode-concurrency, --prompt-concurrency, --max-tokens,"
         " --temp, --draft-model, --log-level and so on. GET /metrics has statistics for Prometheus."
     )
-    parser.add_argument(
-        "--model",
-        required=True,
-        metavar="PATH_OR_ID",
-        help="a folder, a repository of the Hugging Face Hub, or tiny: a small random model that needs no download",
-    )
+    add_model_arguments(parser, "PATH_OR_ID", "a folder, a repository of the Hugging Face Hub")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", default="8080", help="port to listen on, 0 for any (default: %(default)s)")
     parser.add_argument(
@@ -56,10 +52,11 @@ def run(args: argparse.Namespace) -> int:
     if args.memory is not None and num_blocks is not None:
         raise CommandError("--memory and --num-blocks exclude each other")
     try:
-        from kvpool.adapters.mlx_lm import loading, server, tiny
+        from kvpool.adapters.mlx_lm import loading, server
     except ImportError as exc:
         raise CommandError(f"needs mlx-lm ({exc}): {install_command('mlx')}") from None
-    if args.model != tiny.NAME:
+    tiny = tiny_model(args)
+    if tiny is None:
         try:
             loading.check_name(args.model)
         except loading.ModelNotLoaded as exc:
@@ -87,10 +84,10 @@ def run(args: argparse.Namespace) -> int:
         if threading.current_thread() is threading.main_thread():
             stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _interrupt))
         model, names = args.model, []
-        if model == tiny.NAME:
+        if tiny is not None:
             model = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpool-tiny-"))
-            tiny.save(model)
-            names = [(tiny.NAME, model)]
+            tiny.save(model, args.arch)
+            names = [(args.model, model)]
         options = server.PoolOptions(block_size, num_blocks, args.memory, tuple(names), policy, tuple(bits.items()))
         arguments = ["--model", model, "--host", args.host, "--port", str(port), *args.rest]
         try:

@@ -42,6 +42,28 @@ def test_one_prompt_prints_its_text_alone(capsys, expected):
     assert capsys.readouterr().out == expected[0] + "\n"
 
 
+@pytest.mark.parametrize("arch", ["qwen3", "gemma3"])
+def test_architecture_of_the_tiny_model_answers_with_stock_tokens(capsys, arch):
+    assert generate("--arch", arch, "--prompt", PROMPTS[0], "--json") == 0
+    (sample,) = json.loads(capsys.readouterr().out)["answers"][0]["samples"]
+    with on_cpu():
+        model, tokenizer = tiny.make(arch)
+        assert sample["tokens"] == solo_tokens(model, tokenizer.encode(PROMPTS[0]), 40)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", "tiny", "--arch", "gpt5"], "--arch: 'gpt5', known are Klear"),
+        (["--model", "./tiny", "--arch", "llama"], "--arch llama: only --model tiny has a choice"),
+    ],
+)
+@pytest.mark.parametrize("command", [["generate", "--prompt", "x"], ["plan", "--memory", "1GiB"], ["serve"]])
+def test_architecture_that_is_not_there_is_refused(capsys, command, arguments, said):
+    assert main([*command, *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_several_prompts_are_printed_in_order(capsys, expected):
     assert generate(*[word for prompt in PROMPTS for word in ("--prompt", prompt)], "--chunk", "3") == 0
     blocks = [f"=== prompt {i + 1}\n{text}\n" for i, text in enumerate(expected)]

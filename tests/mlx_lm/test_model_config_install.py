@@ -7,9 +7,10 @@ import pytest
 
 pytest.importorskip("mlx_lm")
 
-from tiny_files import OWN, build, config_of
+from tiny_files import build
 
 from kvpool.adapters.mlx_lm.shapes import inspect_model
+from kvpool.adapters.mlx_lm.tiny_families import OWN, config_of
 from kvpool.model_config import layer_groups, refusal_of, spec_from_config
 
 

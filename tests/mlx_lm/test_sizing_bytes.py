@@ -11,8 +11,9 @@ import mlx.core as mx
 from held_bytes import KINDS, computed, measured
 from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
 from mlx_lm.utils import MODEL_REMAPPING
-from tiny_files import OWN, build, config_of, gather_mm
+from tiny_files import build, gather_mm
 
+from kvpool.adapters.mlx_lm.tiny_families import OWN, config_of
 from kvpool.model_config import layer_groups
 from kvpool.sizing import LayerGroup
 from kvpool.sizing_families import FAMILIES

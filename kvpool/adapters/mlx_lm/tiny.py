@@ -1,7 +1,8 @@
 """A small random model with a tokenizer of bytes: everything that drives a model can be tried with it, offline.
 
-It is a llama whose weights are always the same random numbers, large enough that its output wanders. Of all tokens it
-prefers printable characters and now and then the end of the text; what it says means nothing.
+It is a llama, or any other architecture of `tiny_families`. Its weights are always the same random numbers, large
+enough that its output wanders. The llama prefers printable characters and now and then the end of the text; what it
+says means nothing.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.models import llama
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import save_config, save_model
 
+from kvpool.adapters.mlx_lm import tiny_families
+
 NAME = "tiny"
 END = "<end>"
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 64,
     "num_hidden_layers": 3,
@@ -37,13 +39,31 @@ TEMPLATE = (
 )
 
 
-def make() -> tuple[Any, TokenizerWrapper]:
-    """The model and its tokenizer, as ``mlx_lm.load`` gives them. The state of ``mx.random`` is left alone."""
-    model = llama.Model(llama.ModelArgs.from_dict(CONFIG))
-    randomize(model)
+def config(arch: str | None = None) -> dict[str, Any]:
+    """The config of the llama, or of an architecture: a model file of mlx-lm.
+
+    Raises
+    ------
+    ValueError
+        `tiny_families` does not have this architecture.
+    """
+    return dict(CONFIG) if arch is None else tiny_families.config_of(arch, CONFIG["vocab_size"])
+
+
+def make(arch: str | None = None) -> tuple[Any, TokenizerWrapper]:
+    """The model and its tokenizer, as ``mlx_lm.load`` gives them. ``mx.random`` is not seeded.
+
+    `arch` is as for `config`.
+    """
+    fields = config(arch)
+    model = tiny_families.build(fields["model_type"], fields)
     tokenizer = byte_tokenizer()
-    letters = [tokenizer.decode([token]) for token in range(len(tokenizer) - 1)]
-    model.lm_head.weight *= mx.array([*(c.isascii() and c.isprintable() for c in letters), True])[:, None]
+    if arch is None:
+        randomize(model)
+        letters = [tokenizer.decode([token]) for token in range(len(tokenizer) - 1)]
+        model.lm_head.weight *= mx.array([*(c.isascii() and c.isprintable() for c in letters), True])[:, None]
+    else:
+        tiny_families.randomize(model)
     model.eval()
     mx.eval(model.parameters())
     return model, TokenizerWrapper(tokenizer)
@@ -77,11 +97,11 @@ def byte_tokenizer() -> Any:
     )
 
 
-def save(folder: str | Path) -> None:
+def save(folder: str | Path, arch: str | None = None) -> None:
     """Write both into a folder, for whatever takes a path to a model."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    model, tokenizer = make()
+    model, tokenizer = make(arch)
     save_model(folder, model)
-    save_config(dict(CONFIG), folder / "config.json")
+    save_config(config(arch), folder / "config.json")
     tokenizer.save_pretrained(folder)
