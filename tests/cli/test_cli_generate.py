@@ -64,6 +64,11 @@ def test_architecture_that_is_not_there_is_refused(capsys, command, arguments, s
     assert said in capsys.readouterr().err
 
 
+def test_prompt_that_is_no_text_is_refused(capsys):
+    assert generate("--prompt", "caf\udce9") == 2
+    assert capsys.readouterr().err == "kvpool generate: --prompt: it is not valid UTF-8\n"
+
+
 def test_several_prompts_are_printed_in_order(capsys, expected):
     assert generate(*[word for prompt in PROMPTS for word in ("--prompt", prompt)], "--chunk", "3") == 0
     blocks = [f"=== prompt {i + 1}\n{text}\n" for i, text in enumerate(expected)]
