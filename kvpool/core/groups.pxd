@@ -2,8 +2,7 @@
 
 cdef enum:
     MAX_GROUPS = 8
-    MAX_BLOCK_ARENAS = 8
-    MAX_ARENAS = 16             # every state group has one of its own
+    MAX_ARENAS = MAX_GROUPS + 1 # each has a group; in a pool of states the first has none
 
 cdef enum:                      # LayerGroup.kind
     FULL_LAYERS
@@ -60,6 +59,7 @@ cdef struct Groups:
     int64_t lookahead
     int64_t block_size          # of the pool
     int64_t seq_tokens          # that a sequence may have
+    bint has_entries            # some group has entries of blocks; else open and reserve take nothing
     int32_t unit                # blocks of the pool in the smallest entry: capacities are multiples of it
     bint pends                  # not in_order
     Step rows                   # of dry runs

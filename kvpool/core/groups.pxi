@@ -78,7 +78,7 @@ cdef int groups_open(Groups* gs, const Ints* tokens, Verdict* v) noexcept nogil:
     cdef Seqs* s = gs.seqs
     cdef LayerGroup* g
     cdef int64_t[MAX_ARENAS] need
-    cdef int64_t taken = 0, spare, blocks = blocks_for(gs, tokens.size)
+    cdef int64_t taken = 0, spare, blocks = blocks_for(gs, tokens.size if gs.has_entries else 0)
     cdef int32_t k, slot, n
     if tokens.data != NULL:
         return refused(v, PROMPT_IN_GROUPS, -1, tokens.size, 0, 0, 0)
@@ -270,7 +270,7 @@ cdef int check_group_row(Groups* gs, Step* p, GroupPlan** part, int32_t row, int
     if new > limits.seq_tokens - q.kv_len:
         return refused(v, SEQ_TOO_LONG, row, new if new > INT64_MAX - q.kv_len else q.kv_len + new, 0,
                        limits.seq_tokens, 0)
-    if q.kv_len + new > blocks * gs.block_size:
+    if q.kv_len + new > blocks * gs.block_size and (advance or gs.has_entries):
         blocks = blocks_for(gs, q.kv_len + new)
     for k in range(gs.num_groups):
         g = &gs.group[k]

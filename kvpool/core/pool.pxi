@@ -20,18 +20,15 @@ cdef extern from *:
 
 cdef tuple read_groups(object groups, int64_t block_size, int64_t lookahead):
     """The layer groups of a pool, which fit each other."""
-    try:
-        groups = tuple(groups)
-    except TypeError:
-        raise TypeError(f"[Pool] groups must be a sequence of kvpool.Group, not {type(groups).__name__}") from None
+    if not isinstance(groups, (list, tuple)):
+        raise TypeError(f"[Pool] groups must be a list or a tuple of kvpool.Group, not {type(groups).__name__}")
+    groups = tuple(groups)
     for group in groups:
         if type(group) is not Group:
             raise TypeError(f"[Pool] groups must be kvpool.Group, not {type(group).__name__}")
     if not 1 <= len(groups) <= MAX_GROUPS:
         raise ValueError(f"[Pool] {len(groups)} groups, there are 1 .. {MAX_GROUPS}")
     blocks = [group for group in groups if group.kind != "state"]
-    if not blocks:
-        raise ValueError("[Pool] groups has only state groups, some group must hold blocks")
     for group in blocks:
         if group.block_size not in (None, block_size, 2 * block_size, 4 * block_size):
             raise ValueError(f"[Pool] block_size of a group is {group.block_size}, it must be {block_size} times 1, 2 "
@@ -39,9 +36,9 @@ cdef tuple read_groups(object groups, int64_t block_size, int64_t lookahead):
         if group.kind != "full" and lookahead >= group.size:
             raise ValueError(f"[Pool] lookahead is {lookahead}, it must be below every window and chunk ({group.size})")
     arenas = {group.arena for group in blocks}
-    if max(arenas) >= MAX_BLOCK_ARENAS or len(arenas) != max(arenas) + 1:
+    if arenas != set(range(len(arenas))):
         raise ValueError(f"[Pool] arenas are {', '.join(map(str, sorted(arenas)))}, they must be 0, 1, .. without a "
-                         f"gap, at most {MAX_BLOCK_ARENAS}")
+                         f"gap")
     told = {0: None}
     for group in blocks:
         if group.arena not in told and group.num_blocks is None:
@@ -62,6 +59,11 @@ cdef list arena_sizes(tuple groups, int64_t num_blocks):
             + [(group.size, True) for group in groups if group.kind == "state"])
 
 
+cdef bint has_entries(tuple groups):
+    """Whether some group has entries of blocks: all but states have."""
+    return any([group.kind != "state" for group in groups])
+
+
 cdef enum:
     FEW_PLANS = 16              # that pass at once without memory for their list
 
@@ -77,7 +79,8 @@ cdef class Pool:
     max_seqs : int, default 1024
         Sequences that may be open at a time, at most 2^20.
     max_blocks_per_seq : int, optional
-        Blocks that a sequence may have. Default: all there are, as far as the tables stay below 2^27 entries.
+        Blocks that a sequence may have. Default: all there are, as far as the tables stay below 2^27 entries; in a
+        pool with state groups only, as many as positions are counted, up to 2^31 - 1 tokens.
     reserved_blocks : int, default 1
         Ids ``0 .. reserved_blocks - 1`` are never handed out: tables may be padded with them, padded writes may
         land there.
@@ -143,14 +146,15 @@ cdef class Pool:
          events, lookahead, groups, hash_bits) = given
         lookahead = to_int(lookahead, "Pool", "lookahead", 0, (<int64_t>1 << 31) - 1)
         self.init_blocks(num_blocks, block_size, reserved_blocks)
-        self.init_seqs(max_seqs, max_blocks_per_seq, watermark, groups is None)
+        if groups is not None:
+            groups = read_groups(groups, self.state.blocks.block_size, lookahead)
+        self.init_seqs(max_seqs, max_blocks_per_seq, watermark, groups)
         seed, events = self.init_index(seed, prefix_cache, events, hash_bits)
         if not isinstance(in_order, bool):
             raise TypeError(f"[Pool] in_order must be a bool, not {type(in_order).__name__} ({in_order!r})")
         self.state.next_step = 1
         self.state.steps_pend = not in_order
         if groups is not None:
-            groups = read_groups(groups, self.state.blocks.block_size, lookahead)
             if prefix_cache:
                 raise ValueError("[Pool] prefix_cache=True: the index does not know groups yet")
             self.init_groups(groups, lookahead)
@@ -177,8 +181,9 @@ cdef class Pool:
         gs.block_size = self.state.blocks.block_size
         gs.seq_tokens = tokens
         gs.num_groups = <int32_t>len(groups)
+        gs.has_entries = has_entries(groups)
         gs.unit = min([(group.block_size or gs.block_size) // gs.block_size for group in groups
-                       if group.kind != "state"])
+                       if group.kind != "state"], default=1)
         gs.arena[0] = &self.state.blocks
         gs.more = <Blocks*>xcalloc(len(sizes), sizeof(Blocks))
         if gs.more == NULL:
@@ -228,12 +233,15 @@ cdef class Pool:
             raise MemoryError(f"[Pool] no memory for {n} blocks, each needs 48 bytes")
         return 0
 
-    cdef int init_seqs(self, object max_seqs, object max_blocks_per_seq, object watermark, bint tables) except -1:
+    cdef int init_seqs(self, object max_seqs, object max_blocks_per_seq, object watermark, tuple groups) except -1:
         cdef Seqs* s = &self.state.seqs
         cdef int32_t usable = self.state.blocks.num_blocks - self.state.blocks.reserved
         cdef int32_t slot
+        cdef bint tables = groups is None
         s.max_seqs = <int32_t>to_int(max_seqs, "Pool", "max_seqs", 1, MAX_SEQS)
-        if max_blocks_per_seq is None:
+        if max_blocks_per_seq is None and not tables and not has_entries(groups):
+            s.max_blocks = <int32_t>(INT32_MAX // self.state.blocks.block_size)
+        elif max_blocks_per_seq is None:
             s.max_blocks = min(usable, max(1, (1 << 27) // s.max_seqs))
         else:
             s.max_blocks = <int32_t>to_int(max_blocks_per_seq, "Pool", "max_blocks_per_seq", 1, (<int64_t>1 << 31) - 1)

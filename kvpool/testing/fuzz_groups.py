@@ -311,8 +311,10 @@ def _same(what: str, got: np.ndarray, want: np.ndarray) -> None:
 
 
 def groups_of(rng: random.Random, size: int, reserved: int) -> list[Group]:
-    """One to four groups, of which one at least has blocks in arena 0."""
+    """One to seven groups; only states, or one at least has blocks in arena 0."""
     num_arenas = rng.choice([1, 1, 1, 2, 2, 3])
+    if rng.random() < 0.08:
+        return [Group.state(rng.randint(2, 8)) for _ in range(rng.choice([1, 1, 2, 3]))]
     groups: list[Group] = []
     told = 0  # the last arena that has blocks
     for place in range(rng.choice([1, 2, 2, 2, 3, 3, 3, 4, 4, 7])):

@@ -58,7 +58,7 @@ class GroupContent:
     def __init__(self, groups: Any, block_size: int, reserved: int, lookahead: int) -> None:
         self.groups, self.reserved, self.lookahead = tuple(groups), reserved, lookahead
         self.sizes = [group.block_size or block_size for group in self.groups]
-        num_shared = 1 + max(group.arena for group in self.groups if group.kind != "state")
+        num_shared = 1 + max((group.arena for group in self.groups if group.kind != "state"), default=0)
         own = iter(range(num_shared, num_shared + len(self.groups)))
         self.arenas = [next(own) if group.kind == "state" else group.arena for group in self.groups]
         self.memory: dict[Place, Any] = {}

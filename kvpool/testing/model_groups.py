@@ -131,12 +131,12 @@ def read_groups(groups: Any) -> tuple[Group, ...]:
             raise TypeError(f"[Pool] a group is a {type(group).__name__}, a Group is needed")
     if not 1 <= len(groups) <= MAX_GROUPS:
         raise ValueError(f"[Pool] {len(groups)} groups, 1 .. {MAX_GROUPS} are legal")
-    if all(group.kind == "state" for group in groups):
-        raise ValueError("[Pool] all groups are state groups")
     return tuple(groups)
 
 
-def make_layers(groups: tuple[Group, ...], num_blocks: int, block_size: int, reserved: int) -> list[Layers]:
+def make_layers(
+    groups: tuple[Group, ...], num_blocks: int, block_size: int, reserved: int
+) -> tuple[list[Layers], list[Arena]]:
     """Settle block sizes and arenas."""
     sizes = {0: num_blocks}
     for group in groups:
@@ -158,7 +158,7 @@ def make_layers(groups: tuple[Group, ...], num_blocks: int, block_size: int, res
     for arena, size in sizes.items():
         if size <= reserved:
             raise ValueError(f"[Pool] num_blocks of arena {arena} is {size}, more than {reserved} are needed")
-    arenas = [Arena(i, sizes[i], reserved) for i in range(len(used))]
+    arenas = [Arena(i, sizes[i], reserved) for i in range(len(sizes))]
     layers = []
     for index, group in enumerate(groups):
         if group.kind == "state":
@@ -167,7 +167,7 @@ def make_layers(groups: tuple[Group, ...], num_blocks: int, block_size: int, res
         else:
             size = group.block_size or block_size
             layers.append(Layers(index, group.kind, group, size, group.columns, arenas[group.arena]))
-    return layers
+    return layers, arenas
 
 
 class GroupModel(StepModel):
@@ -190,11 +190,14 @@ class GroupModel(StepModel):
         if options.get("prefix_cache") is True:
             raise ValueError("[Pool] prefix_cache is not for pools with groups")
         self.layers: list[Layers] = []
+        self.arenas: list[Arena] = []
         self.plan_class = GroupPlan
         super().__init__(*sizes, **options)
         plain = self.options
+        if all(group.kind == "state" for group in given) and options.get("max_blocks_per_seq") is None:
+            plain = plain._replace(max_blocks_per_seq=(2**31 - 1) // plain.block_size)
         try:
-            self.layers = make_layers(given, plain.num_blocks, plain.block_size, plain.reserved_blocks)
+            self.layers, self.arenas = make_layers(given, plain.num_blocks, plain.block_size, plain.reserved_blocks)
         except ValueError:
             self.shutdown()
             raise
@@ -209,9 +212,9 @@ class GroupModel(StepModel):
             arena.empty()
 
     @property
-    def arenas(self) -> list[Arena]:
-        """The arenas by number."""
-        return sorted({layer.arena for layer in self.layers}, key=lambda arena: arena.index)
+    def _with_entries(self) -> list[Layers]:
+        """The groups that have entries of blocks."""
+        return [layer for layer in self.layers if layer.kind != "state"]
 
     @property
     def blocks(self) -> None:  # type: ignore[override]
@@ -266,7 +269,7 @@ class GroupModel(StepModel):
         count = args.count("open", "tokens", tokens)
         if count > self.options.max_blocks_per_seq * self.block_size:
             raise CapacityExceeded(f"[open] {count} tokens, max_blocks_per_seq is {self.options.max_blocks_per_seq}")
-        kv = [layer for layer in self.layers if layer.kind != "state"]
+        kv = self._with_entries
         for arena in self.arenas:
             need = sum(ceil_div(count, layer.block_size) * layer.columns for layer in kv if layer.arena is arena)
             watermark = 0 if arena.index else self.options.watermark
@@ -581,9 +584,8 @@ class GroupModel(StepModel):
         return np.array(shown, np.int32).reshape(-1, layer.columns)
 
     def _capacity(self, seq: Any) -> int:
-        return min(
-            len(seq.tables[layer.index].entries) * layer.block_size for layer in self.layers if layer.kind != "state"
-        )
+        rooms = [len(seq.tables[layer.index].entries) * layer.block_size for layer in self._with_entries]
+        return min(rooms, default=ceil_div(seq.num_tokens, self.block_size) * self.block_size)
 
     @public_call
     def capacity(self, handle: int) -> int:

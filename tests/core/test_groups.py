@@ -616,7 +616,6 @@ def test_pools_with_groups_are_not_recorded():
 @pytest.mark.parametrize("make", [
     lambda: {"groups": []},
     lambda: {"groups": [Group.full()] * 9},
-    lambda: {"groups": [Group.state(4)]},
     lambda: {"groups": [Group.full(block_size=12)]},
     lambda: {"groups": [Group.full(block_size=2)]},
     lambda: {"groups": [Group.full(), Group.full(arena=2, num_blocks=4)]},
@@ -642,7 +641,7 @@ def test_pools_that_cannot_be(make):
 
 
 def test_groups_are_groups():
-    for groups in ("full", [None], [(4, 1)], 7):
+    for groups in ("full", [None], [(4, 1)], 7, (group for group in [Group.full()])):
         with pytest.raises(TypeError):
             Pool(16, 4, groups=groups)
     for wrong in (2.0, "2", None, True):
@@ -650,6 +649,8 @@ def test_groups_are_groups():
             Group.window(wrong)
     with pytest.raises(AttributeError):
         Group.full().columns = 2
+    many = Pool(16, 4, groups=[Group.full(arena=k, num_blocks=4 + k if k else None) for k in range(8)])
+    assert [many.stats(k).num_blocks for k in range(8)] == [16, 5, 6, 7, 8, 9, 10, 11]
     later = Pool(16, 4, groups=[Group.full(), Group.full(arena=1, num_blocks=8), Group.full(arena=1, num_blocks=8),
                                 Group.full(arena=1)])  # fmt: skip
     assert later.stats(1).num_blocks == 8

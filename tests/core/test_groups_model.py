@@ -342,7 +342,6 @@ def test_calls_that_groups_refuse(make):
     [
         ([], {}),
         ([Group.full()] * 9, {}),
-        ([Group.state(4)], {}),
         ([Group.full(block_size=6)], {}),
         ([Group.full(block_size=16)], {}),
         ([Group.full(), Group.full(arena=2, num_blocks=8)], {}),
@@ -379,3 +378,60 @@ def test_pool_refuses_what_is_no_group(make):
 def test_group_refuses(wrong):
     with pytest.raises(ValueError):
         wrong()
+
+
+# ---- only states ------------------------------------------------------------------------------------------
+
+
+def test_pool_of_states_has_lengths_and_slots(make):
+    pool, plan, _ = make(8, 4, Group.state(4), Group.state(3))
+    rows = [pool.open(), pool.open(100)]
+    assert [pool.table(rows[1], group).tolist() for group in (0, 1)] == [[], []]
+    assert [(pool.num_tokens(row), pool.capacity(row)) for row in rows] == [(0, 0), (0, 0)]
+    grow(pool, plan, rows, [9, 0])
+    assert plan.seq_lens.tolist() == [9, 0] and plan.positions.tolist() == list(range(9))
+    assert plan.groups[0].state_src.tolist() == [-1, -1]
+    assert (plan.groups[0].state_dst.tolist(), plan.groups[1].state_dst.tolist()) == ([0, -1], [0, -1])
+    assert [(pool.num_tokens(row), pool.capacity(row)) for row in rows] == [(9, 12), (0, 0)]
+    assert [(pool.stats(arena).used, pool.stats(arena).num_blocks) for arena in (0, 1, 2)] == [(0, 8), (1, 4), (1, 3)]
+    assert (pool.stats().tokens, pool.stats().capacity) == (9, 12)
+    pool.close(rows)
+    assert [pool.stats(arena).free for arena in (0, 1, 2)] == [7, 4, 3]
+
+
+def test_pool_of_states_reserves_nothing_and_keeps_its_length(make):
+    pool, plan, _ = make(8, 4, Group.state(2))
+    (row,) = rows = [pool.open()]
+    grow(pool, plan, rows, 3)
+    pool.reserve(plan, rows, 50)
+    assert pool.capacity(row) == 4 and pool.stats(1).used == 1
+    pool.rollback(plan)
+    pool.truncate(row, 3)
+    with pytest.raises(ValueError):
+        pool.truncate(row, 2)
+    pool.step(plan, rows, 6)
+    assert (pool.num_tokens(row), pool.capacity(row)) == (9, 12)
+    pool.rollback(plan)
+    assert (pool.num_tokens(row), pool.capacity(row), pool.table(row).tolist()) == (3, 4, [0])
+
+
+def test_pool_of_states_is_short_of_slots_only(make):
+    pool, plan, _ = make(2, 4, Group.state(2), watermark=1)
+    assert pool.options.max_blocks_per_seq == (2**31 - 1) // 4
+    rows = [pool.open(1000) for _ in range(3)]
+    with pytest.raises(OutOfBlocks) as raised:
+        pool.step(plan, rows, 10)
+    assert (raised.value.arena, raised.value.row, raised.value.needed) == (1, 2, 3)
+    grow(pool, plan, rows[:1], 32)
+    grow(pool, plan, rows[:1], 32)
+    assert pool.num_tokens(rows[0]) == 64
+
+
+def test_pool_of_states_limits_the_length_where_it_is_told(make):
+    pool, plan, _ = make(2, 4, Group.state(2), max_blocks_per_seq=3)
+    row = pool.open(12)
+    with pytest.raises(CapacityExceeded):
+        pool.open(13)
+    grow(pool, plan, [row], 12)
+    with pytest.raises(CapacityExceeded):
+        pool.step(plan, [row], 1)

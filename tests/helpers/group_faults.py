@@ -160,6 +160,11 @@ class LetsGoDescending(Faulty):
                     self._release_in(layer.arena, block)
 
 
+class RoomOfStatesNotRounded(Faulty):
+    def _capacity(self, seq):
+        return super()._capacity(seq) if self._with_entries else seq.num_tokens
+
+
 #: Faults after which a query reads the wrong content, or blocks are lost: found without another pool.
 OF_CONTENT = (
     *(WindowOffByOne, ChunkOffByOne, LetsGoWhenIssued, NoLimbo, StateShared, WrongArena, ColumnLeftBehind),
@@ -167,4 +172,4 @@ OF_CONTENT = (
     *(EarlierPlanSeesLaterTables, StateFreedWhenIssued, StateKeptByRollback),
 )
 #: Faults that only another pool tells.
-OF_ORDER = (NamesArena0, EpochStays, LetsGoDescending)
+OF_ORDER = (NamesArena0, EpochStays, LetsGoDescending, RoomOfStatesNotRounded)
