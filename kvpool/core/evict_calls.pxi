@@ -49,11 +49,11 @@ cdef int pool_unshare(State* pool, Plan plan, const Ints* rows, const Ints* leng
     limits.table_width = plan.wire.table_width
     seqs_new_stamp(&pool.seqs)
     status = step_check_unshare(&plan.step, &pool.seqs, &pool.blocks, rows, lengths, first, &limits, v)
-    if status == OK and plan.step.log_size > plan.copies_room:
-        v.value = plan.step.log_size
+    if status == OK and plan.step.log.size > plan.copies_room:
+        v.value = plan.step.log.size
         status = RETRY
     if status != OK:
-        step_undo_check(&plan.step, &pool.blocks, 0)
+        log_undo(&plan.step.log, &pool.blocks, 0)
         return status
     carry_out(pool, plan, <const int64_t*>rows.data, False, 0, 0)
     copy_known(pool, &plan.step)

@@ -15,8 +15,16 @@ cdef enum:                      # LayerGroup.kind
 #   a row has ceil(num_blocks / 2^scale) entries, num_blocks being the Seq's; its kv_len fits in num_blocks * block_size
 #   entry i is a hole  <=>  kept <= i < gone; gone == 0 or gone > kept
 #   no query at kv_len or later reads what is in a hole
+#   due is what due_of says of gone
 #   state: table == NO_BLOCK  <=>  kv_len == 0
 #   in an arena refcount == entries of all its groups that name the block, holds and floors are those of pending steps
+cdef struct GroupSeq:           # what a sequence has in a group beside its table
+    uint64_t version            # of the table, as in Seq
+    int64_t due                 # a step that ends at this length or beyond lets go of more
+    uint32_t epoch              # changes when an entry changes or leaves
+    int32_t gone                # entries kept .. gone - 1 are holes
+
+
 cdef struct LayerGroup:
     int kind
     int32_t arena
@@ -24,21 +32,30 @@ cdef struct LayerGroup:
     int32_t columns             # ids of an entry
     int scale                   # log2 of the blocks of the pool that an entry has the tokens of
     int64_t block_size          # tokens of an entry
-    int shift                   # log2 of block_size, -1: no power of two
+    int shift                   # log2 of block_size, -1: no power of two; a state is one entry of any length
     int64_t reach               # W or C
+    int64_t lookahead           # of the pool
     int32_t kept                # leading entries that no window lets go
     int32_t hole                # what stands in an entry that was let go
     int64_t width               # ids of a row
     int32_t* table              # [max_seqs, width]; state: [max_seqs], NO_BLOCK: none
-    int32_t* gone               # [max_seqs] entries kept .. gone - 1 are holes
-    uint32_t* epoch             # [max_seqs] changes when an entry changes or leaves
-    uint64_t* version           # [max_seqs] of the row, as in Seq
+    GroupSeq* seq               # [max_seqs]
     uint64_t versions           # handed out so far
-    Pending pending             # what the pending steps did in this group
+
+
+cdef struct Change:             # what a step did to the table of one row
+    int32_t row
+    int32_t replaced            # ids, as many entries of the log
+    int32_t appended            # ids
 
 
 cdef struct GroupPlan:          # what a plan has for one group
-    Step step                   # events count ids, the log has one entry per id
+    Log log                     # one entry per id
+    Change* change              # [max_rows], num_changes valid, by row; other rows kept their table as it was
+    int32_t max_rows
+    int32_t num_changes
+    int32_t num_copies
+    int32_t* copies             # [max_rows * columns, 3], NULL: a state is not copied
     Wire wire                   # block_tables and dirty rows
     int32_t width               # entries of a row of block_tables
     int32_t* kv_starts          # [max_rows]
@@ -52,18 +69,17 @@ cdef struct GroupPlan:          # what a plan has for one group
 cdef struct Groups:
     LayerGroup[MAX_GROUPS] group
     int32_t num_groups
-    Blocks* arena[MAX_ARENAS]     # the first is the pool's
+    Blocks* arena[MAX_ARENAS]   # the first is the pool's
     Blocks* more                # memory of the others, [num_arenas - 1]
     int32_t num_arenas
     Seqs* seqs                  # handles and lengths, common to all groups; their tables are not used
-    int64_t lookahead
     int64_t block_size          # of the pool
     int64_t seq_tokens          # that a sequence may have
     bint has_entries            # some group has entries of blocks; else open and reserve take nothing
     int32_t unit                # blocks of the pool in the smallest entry: capacities are multiples of it
+    bint has_states
     bint pends                  # not in_order
-    Step rows                   # of dry runs
-    GroupPlan[MAX_GROUPS] scratch
+    GroupPlan[MAX_GROUPS] scratch   # rows of dry runs
 
 
 cdef inline int32_t* group_row(const LayerGroup* g, int32_t slot) noexcept nogil:

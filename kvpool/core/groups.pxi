@@ -1,9 +1,10 @@
 """Layer groups: C functions on a `Groups` struct. They cannot fail where they change anything: callers judge first.
 
 Handles and lengths are those of `Seqs`, common to all groups; every group has its own table. A `Step` is common to all
-groups too (rows, tokens, lengths); what it replaced and appended stands in one more `Step` per group, so that holds,
-floors and undo work as for one group, in the arena of the group. A state is a table of one entry that every step
-replaces as a whole.
+groups too (rows, tokens, lengths); what it did to tables stands in one `GroupPlan` per group: a `Change` for each row
+whose table changed, and a `Log`, with which holds, floors and undo work as for one table, in the arena of the group.
+A row that puts one token into tails that only it uses has neither an event nor a change. A state is a table of one
+entry that every step replaces as a whole.
 """
 
 
@@ -15,18 +16,15 @@ cdef inline int64_t blocks_for(const Groups* gs, int64_t tokens) noexcept nogil:
 
 cdef inline void new_version(LayerGroup* g, int32_t slot) noexcept nogil:
     g.versions += 1
-    g.version[slot] = g.versions
+    g.seq[slot].version = g.versions
 
 
 cdef void groups_free(Groups* gs) noexcept nogil:
     cdef int32_t k
     for k in range(MAX_GROUPS):
         xfree(gs.group[k].table)
-        xfree(gs.group[k].gone)
-        xfree(gs.group[k].epoch)
-        xfree(gs.group[k].version)
-        step_free(&gs.scratch[k].step)
-    step_free(&gs.rows)
+        xfree(gs.group[k].seq)
+        part_free(&gs.scratch[k])
     for k in range(1, gs.num_arenas):
         blocks_free(gs.arena[k])
     xfree(gs.more)
@@ -37,10 +35,8 @@ cdef int group_init(LayerGroup* g, int32_t max_seqs) noexcept nogil:
     """Memory of a group whose numbers are there."""
     cdef int32_t slot
     g.table = <int32_t*>xcalloc(max_seqs, g.width * sizeof(int32_t))
-    g.gone = <int32_t*>xcalloc(max_seqs, sizeof(int32_t))
-    g.epoch = <uint32_t*>xcalloc(max_seqs, sizeof(uint32_t))
-    g.version = <uint64_t*>xcalloc(max_seqs, sizeof(uint64_t))
-    if g.table == NULL or g.gone == NULL or g.epoch == NULL or g.version == NULL:
+    g.seq = <GroupSeq*>xcalloc(max_seqs, sizeof(GroupSeq))
+    if g.table == NULL or g.seq == NULL:
         return NO_MEMORY
     if g.kind == STATE_LAYERS:
         for slot in range(max_seqs):
@@ -48,29 +44,60 @@ cdef int group_init(LayerGroup* g, int32_t max_seqs) noexcept nogil:
     return OK
 
 
+cdef int part_init(GroupPlan* part, int32_t max_rows) noexcept nogil:
+    """What a step does to so many rows of a group."""
+    part.max_rows = max_rows
+    part.change = <Change*>xcalloc(max_rows, sizeof(Change))
+    return OK if log_init(&part.log) == OK and part.change != NULL else NO_MEMORY
+
+
+cdef void part_free(GroupPlan* part) noexcept nogil:
+    xfree(part.change)
+    xfree(part.log.entry)
+    part.change = NULL
+    part.log.entry = NULL
+
+
+cdef inline GroupPlan** parts_of(const Step* p) noexcept nogil:
+    return <GroupPlan**>p.parts
+
+
 # ---- sequences ---------------------------------------------------------------------------------------------
 
 cdef void group_unref(LayerGroup* g, int32_t slot, int32_t first, int32_t end) noexcept nogil:
     """Release entries first .. end - 1 of a row, the last first; holes have nothing to release."""
     cdef int32_t* row = group_row(g, slot)
-    cdef int32_t low = first, columns = g.columns
-    if g.gone[slot]:
-        low = max(first, g.gone[slot])
+    cdef int32_t gone = g.seq[slot].gone, low = max(first, gone), columns = g.columns
     if low < end:
         blocks_unref_many(g.blocks, row + <int64_t>low * columns, (end - low) * columns)
     end = min(end, g.kept)
-    if g.gone[slot] and first < end:
+    if gone and first < end:
         blocks_unref_many(g.blocks, row + <int64_t>first * columns, (end - first) * columns)
 
 
 cdef void group_ref(LayerGroup* g, int32_t slot, int32_t end, int32_t times) noexcept nogil:
     """So many references more on the first `end` entries of a row."""
     cdef int32_t* row = group_row(g, slot)
-    cdef int32_t low = g.gone[slot], kept = min(end, g.kept), columns = g.columns
+    cdef int32_t low = g.seq[slot].gone, kept = min(end, g.kept), columns = g.columns
     if low < end:
         blocks_ref_many(g.blocks, row + <int64_t>low * columns, (end - low) * columns, times)
     if low:
         blocks_ref_many(g.blocks, row, kept * columns, times)
+
+
+cdef inline int64_t due_of(const LayerGroup* g, int32_t gone) noexcept nogil:
+    """The least length of a step that lets go of more than the first `gone` entries."""
+    cdef int64_t end = (<int64_t>max(g.kept, gone) + 1) * g.block_size      # of the entry that leaves next
+    if g.kind == WINDOW_LAYERS:
+        return end + g.reach - 1 + g.lookahead
+    if g.kind == CHUNK_LAYERS:
+        return (end + g.reach - 1) // g.reach * g.reach + g.lookahead
+    return INT64_MAX
+
+
+cdef inline void set_gone(LayerGroup* g, int32_t slot, int32_t gone) noexcept nogil:
+    g.seq[slot].gone = gone
+    g.seq[slot].due = due_of(g, gone)
 
 
 cdef int groups_open(Groups* gs, const Ints* tokens, Verdict* v) noexcept nogil:
@@ -103,7 +130,8 @@ cdef int groups_open(Groups* gs, const Ints* tokens, Verdict* v) noexcept nogil:
         g = &gs.group[k]
         n = entries_of(g, slot, blocks)
         blocks_take_many(g.blocks, group_row(g, slot), n * g.columns)
-        g.gone[slot] = g.epoch[slot] = 0
+        g.seq[slot].epoch = 0
+        set_gone(g, slot, 0)
         new_version(g, slot)
     s.seq[slot].num_blocks = <int32_t>blocks
     s.sum_blocks += blocks
@@ -134,8 +162,8 @@ cdef void groups_fork(Groups* gs, int32_t parent, int32_t n, int64_t* children) 
             g = &gs.group[k]
             entries = entries_of(g, parent, blocks)
             memcpy(group_row(g, child), group_row(g, parent), <size_t>entries * g.columns * sizeof(int32_t))
-            g.gone[child] = g.gone[parent]
-            g.epoch[child] = 0
+            g.seq[child] = g.seq[parent]
+            g.seq[child].epoch = 0
             new_version(g, child)
         children[i] = s.seq[child].handle
         b.digest = mix(b.digest, untagged(children[i]))
@@ -162,7 +190,7 @@ cdef void groups_close(Groups* gs, int32_t slot) noexcept nogil:
 
 cdef int64_t least_length(const LayerGroup* g, int32_t slot, int64_t length) noexcept nogil:
     """The least length from this one on at which the group holds all that a query there reads."""
-    cdef int64_t end = g.gone[slot] * g.block_size      # of the tokens that were let go
+    cdef int64_t end = g.seq[slot].gone * g.block_size      # of the tokens that were let go
     if end == 0 or length < g.kept * g.block_size:
         return length
     if g.kind == WINDOW_LAYERS:
@@ -173,7 +201,7 @@ cdef int64_t least_length(const LayerGroup* g, int32_t slot, int64_t length) noe
 cdef int groups_judge_length(const Groups* gs, Py_ssize_t row, int32_t slot, int64_t length, Verdict* v) noexcept nogil:
     """Whether a sequence can go back to a length, which is not above its own."""
     cdef int64_t least = length, before = -1
-    cdef int32_t k
+    cdef int32_t k, first = -1
     for k in range(gs.num_groups):
         if gs.group[k].kind == STATE_LAYERS and length != gs.seqs.seq[slot].kv_len:
             return refused(v, STATE_IS_GONE, row, length, 0, gs.seqs.seq[slot].kv_len, k)
@@ -181,7 +209,9 @@ cdef int groups_judge_length(const Groups* gs, Py_ssize_t row, int32_t slot, int
         before = least
         for k in range(gs.num_groups):
             least = least_length(&gs.group[k], slot, least)
-    return OK if least == length else refused(v, WINDOW_IS_GONE, row, length, least, gs.seqs.seq[slot].kv_len, 0)
+            if least != length and first < 0:
+                first = k
+    return OK if first < 0 else refused(v, WINDOW_IS_GONE, row, length, least, gs.seqs.seq[slot].kv_len, first)
 
 
 cdef void groups_truncate(Groups* gs, int32_t slot, int64_t length) noexcept nogil:
@@ -198,10 +228,10 @@ cdef void groups_truncate(Groups* gs, int32_t slot, int64_t length) noexcept nog
         entries = entries_of(g, slot, q.num_blocks)
         if keep < entries:
             group_unref(g, slot, keep, entries)
-            g.epoch[slot] += 1
+            g.seq[slot].epoch += 1
             new_version(g, slot)
         if keep <= g.kept:
-            g.gone[slot] = 0
+            set_gone(g, slot, 0)
     s.sum_blocks -= q.num_blocks - blocks
     s.sum_tokens -= q.kv_len - length
     q.num_blocks = <int32_t>blocks
@@ -211,57 +241,85 @@ cdef void groups_truncate(Groups* gs, int32_t slot, int64_t length) noexcept nog
 
 # ---- a step: check -----------------------------------------------------------------------------------------
 
-cdef int check_entries(LayerGroup* g, Step* sub, Event* event, const Seq* q, int64_t new) noexcept nogil:
-    """Which ids one row replaces and how many it appends, for `new` > 0 more tokens."""
-    cdef int32_t slot = slot_of(q.handle), columns = g.columns, c
-    cdef const int32_t* ids = group_row(g, slot)
-    cdef int64_t index = entry_at(g, q.kv_len), entries = entries_of(g, slot, q.num_blocks), offset
-    cdef int64_t total = entry_at(g, q.kv_len + new + g.block_size - 1)
-    cdef bint ours
-    offset = q.kv_len - index * g.block_size
-    while index < total and index < entries:
-        ours = True
-        for c in range(columns):
-            ours &= writable(g.blocks, ids[index * columns + c], offset)
-        if not ours:
-            for c in range(columns):
-                if log_replacement(sub, g.blocks, event.row, <int32_t>(index * columns + c), ids[index * columns + c],
-                                   <int32_t>offset) != OK:
-                    return NO_MEMORY
-            event.replaced += columns
-        offset = 0
-        index += 1
-    event.appended = <int32_t>(total - entries) * columns if total > entries else 0
-    return OK
+cdef inline bint owns_tail(const LayerGroup* g, int32_t slot, int64_t position) noexcept nogil:
+    """Whether the token at a position, for which there is room, goes into blocks that nobody else refers to."""
+    cdef const int32_t* ids = group_row(g, slot) + entry_at(g, position) * g.columns
+    cdef const Block* block
+    cdef int32_t c
+    for c in range(g.columns):
+        block = &g.blocks.block[ids[c]]
+        if (block.refcount ^ 1) | block.hold | block.committed:
+            return False
+    return True
 
 
-cdef int check_in_group(Groups* gs, LayerGroup* g, Step* sub, const Seq* q, int32_t row, int64_t new,
-                        bint advance) noexcept nogil:
-    """What one row does in one group stands in its event."""
-    cdef Event* event = &sub.event[row]
+cdef int32_t check_steady(Groups* gs, const int64_t* handle, int32_t first, int32_t end, int64_t seq_tokens,
+                          int64_t num_blocks) noexcept nogil:
+    """Return the first row from `first` on that does more than put a token into its own tails. Mark those before it.
+
+    A table has room for `num_blocks` blocks of the pool.
+    """
+    cdef Seqs* s = gs.seqs
+    cdef int32_t k, slot
+    cdef Seq* q
+    if gs.has_states and gs.pends:
+        return first                # a state moves in every step
+    while first < end:
+        slot = slot_of(handle[first])
+        if slot >= s.max_seqs:
+            return first
+        q = &s.seq[slot]
+        if q.handle != handle[first] or q.mark == s.stamp or q.num_blocks > num_blocks or q.kv_len >= seq_tokens or (
+                q.kv_len >= q.num_blocks * gs.block_size) or (gs.has_states and q.kv_len == 0):
+            return first
+        for k in range(gs.num_groups):
+            if not owns_tail(&gs.group[k], slot, q.kv_len):
+                return first
+        q.mark = s.stamp
+        first += 1
+    return first
+
+
+cdef int32_t check_in_group(const Groups* gs, LayerGroup* g, GroupPlan* part, const Seq* q, int32_t row, int64_t new,
+                            bint advance) noexcept nogil:
+    """What `new` > 0 more tokens of one row do in one group stands in a change; returns the ids that are needed.
+
+    -1: no memory.
+    """
+    cdef Change* change = &part.change[part.num_changes]
     cdef int32_t slot = slot_of(q.handle)
-    event.row = row
-    event.q_len = event.appended = event.replaced = 0
-    event.served = 1
-    if new == 0 or (g.kind == STATE_LAYERS and not advance):
-        return OK
+    cdef int64_t index, entries, total
+    change.row = row
+    change.replaced = change.appended = 0
     if g.kind != STATE_LAYERS:
-        return check_entries(g, sub, event, q, new)
-    if g.table[slot] == NO_BLOCK:
-        event.appended = 1
+        index = entry_at(g, q.kv_len)
+        entries = entries_of(g, slot, q.num_blocks)
+        total = entry_at(g, q.kv_len + new + g.block_size - 1)
+        change.replaced = log_writes(&part.log, g.blocks, row, group_row(g, slot), g.columns, index,
+                                     min(total, entries), q.kv_len - index * g.block_size)
+        change.appended = <int32_t>(total - entries) * g.columns if total > entries else 0
+    elif not advance:
+        return 0
+    elif g.table[slot] == NO_BLOCK:
+        change.appended = 1
     elif gs.pends or not writable(g.blocks, g.table[slot], 0):
-        event.replaced = 1              # "one token is read": nobody writes the slot before the step passed
-        return log_replacement(sub, g.blocks, row, 0, g.table[slot], 1)
-    return OK
+        change.replaced = 1             # "one token is read": nobody writes the slot before the step passed
+        if log_replacement(&part.log, g.blocks, row, 0, g.table[slot], 1) != OK:
+            return -1
+    if change.replaced < 0:
+        return -1
+    part.num_changes += change.replaced + change.appended != 0
+    return change.replaced + change.appended
 
 
 cdef int check_group_row(Groups* gs, Step* p, GroupPlan** part, int32_t row, int32_t slot, int64_t new,
-                         const Limits* limits, bint advance, Verdict* v) noexcept nogil:
+                         const Limits* limits, bint advance, int64_t* needed, Verdict* v) noexcept nogil:
+    """Judge a row that may do more than a steady one. Its event and its changes record what will happen to it."""
     cdef const Seq* q = &gs.seqs.seq[slot]
-    cdef Event* event = &p.event[row]
+    cdef Event* event = &p.event[p.num_events]
     cdef LayerGroup* g
     cdef int64_t entries, blocks = q.num_blocks
-    cdef int32_t k
+    cdef int32_t k, ids
     event.row = row
     event.q_len = event.appended = event.replaced = 0
     event.served = 1
@@ -274,88 +332,106 @@ cdef int check_group_row(Groups* gs, Step* p, GroupPlan** part, int32_t row, int
         blocks = blocks_for(gs, q.kv_len + new)
     for k in range(gs.num_groups):
         g = &gs.group[k]
-        if check_in_group(gs, g, &part[k].step, q, row, new, advance) != OK:
-            return refused(v, NO_MEMORY, row, part[k].step.log_room, 0, 0, 0)
+        ids = check_in_group(gs, g, part[k], q, row, new, advance) if new else 0
+        if ids < 0:
+            return refused(v, NO_MEMORY, row, part[k].log.room, 0, 0, 0)
+        needed[g.arena] += ids
         if g.kind != STATE_LAYERS:
             entries = entries_of(g, slot, blocks)
             if entries > part[k].width:
                 return refused(v, TABLE_TOO_WIDE, row, entries, 0, part[k].width, 0)
     event.appended = <int32_t>(blocks - q.num_blocks)
+    p.num_events += 1
     return OK
 
 
-cdef int short_arena(const Groups* gs, GroupPlan** part, int32_t row, int64_t* needed, const int64_t*
-                     available) noexcept nogil:
-    """Add what a row needs to what the rows before it need; the lowest arena that is short then, or -1."""
-    cdef const Event* event
-    cdef int32_t k
-    for k in range(gs.num_groups):
-        event = &part[k].step.event[row]
-        needed[gs.group[k].arena] += event.replaced + event.appended
+cdef inline int short_arena(const Groups* gs, const int64_t* needed, const int64_t* available) noexcept nogil:
+    """The lowest arena that is short, or -1."""
+    cdef int k
     for k in range(gs.num_arenas):
         if needed[k] > available[k]:
             return k
     return -1
 
 
-cdef void skip_row(Groups* gs, Step* p, GroupPlan** part, int32_t row, int64_t* needed) noexcept nogil:
-    """A row of a partial step gets nothing, in no group."""
-    cdef Event* event = &p.event[row]
-    cdef LayerGroup* g
+cdef void skip_row(Groups* gs, Step* p, GroupPlan** part, int64_t* needed) noexcept nogil:
+    """The last row that was checked gets nothing, in no group."""
+    cdef Event* event = &p.event[p.num_events - 1]
+    cdef const Change* change
     cdef int32_t k
     event.served = 0
     event.q_len = event.appended = 0
     for k in range(gs.num_groups):
-        g = &gs.group[k]
-        event = &part[k].step.event[row]
-        needed[g.arena] -= event.replaced + event.appended
-        step_undo_check(&part[k].step, g.blocks, part[k].step.log_size - event.replaced)
-        event.appended = event.replaced = 0
+        if part[k].num_changes == 0:
+            continue
+        change = &part[k].change[part[k].num_changes - 1]
+        if change.row == event.row:
+            needed[gs.group[k].arena] -= change.replaced + change.appended
+            log_undo(&part[k].log, gs.group[k].blocks, part[k].log.size - change.replaced)
+            part[k].num_changes -= 1
+
+
+cdef int64_t most_blocks(const Groups* gs, GroupPlan** part) noexcept nogil:
+    """Blocks of the pool of a sequence that the tables of a plan have room for in all groups."""
+    cdef int64_t most = INT64_MAX
+    cdef int32_t k
+    for k in range(gs.num_groups):
+        if gs.group[k].kind != STATE_LAYERS:
+            most = min(most, <int64_t>part[k].width << gs.group[k].scale)
+    return most
 
 
 cdef int groups_check_step(Groups* gs, Step* p, GroupPlan** part, const Ints* handles, const Ints* num_new,
                            const Limits* limits, bint advance, bint partial, Verdict* v) noexcept nogil:
     """Judge a batch in all groups. Unless it returns OK the caller must `groups_undo_check`."""
     cdef Seqs* s = gs.seqs
+    cdef const int64_t* handle = <const int64_t*>handles.data
     cdef int64_t[MAX_ARENAS] available, needed
-    cdef int64_t new, asked = 0, unserved = 0
-    cdef int32_t i, k, slot, rows = <int32_t>handles.size, short_row = -1, arena = -1, lacking
+    cdef int64_t new, asked = 0, unserved = 0, widest = most_blocks(gs, part)
+    cdef int32_t i = 0, k, slot, ones = 0, steady, rows = <int32_t>handles.size, short_row = -1, arena = -1, lacking
     cdef int status
     memset(needed, 0, sizeof(needed))
     for k in range(gs.num_arenas):
         available[k] = blocks_available(gs.arena[k])
     for k in range(gs.num_groups):
-        part[k].step.num_rows = part[k].step.num_events = rows
-        part[k].step.log_size = 0
-    p.num_rows = p.num_events = rows
-    p.log_size = 0
-    for i in range(rows):
-        slot = seq_judge(s, ints_at(handles, i), i, v)
+        part[k].num_changes = part[k].log.size = 0
+    p.num_rows = rows
+    p.num_events = p.log.size = 0
+    while i < rows:
+        if advance:
+            ones = <int32_t>run_of_ones(num_new, max(i, ones), rows)
+            steady = check_steady(gs, handle, i, <int32_t>min(<int64_t>ones, i + min(limits.max_tokens - asked, <int64_t>
+                                                              rows)), limits.seq_tokens, widest)
+            asked += steady - i
+            i = steady
+            if i == rows:
+                break
+        slot = seq_judge(s, handle[i], i, v)
         if slot < 0:
             return v.reason
         if s.seq[slot].mark == s.stamp:
-            return refused(v, DUPLICATE_HANDLE, i, ints_at(handles, i), 0, 0, 0)
+            return refused(v, DUPLICATE_HANDLE, i, handle[i], 0, 0, 0)
         s.seq[slot].mark = s.stamp
         new = ints_at(num_new, i)
-        status = check_group_row(gs, p, part, i, slot, new, limits, advance, v)
+        status = check_group_row(gs, p, part, i, slot, new, limits, advance, needed, v)
         if status != OK:
             return status
         if advance:
             if new > limits.max_tokens - asked:
                 return refused(v, TOO_MANY_TOKENS, i, asked + new, 0, limits.max_tokens, 0)
             asked += new
-            p.event[i].q_len = <int32_t>new
-        lacking = short_arena(gs, part, i, needed, available)
+            p.event[p.num_events - 1].q_len = <int32_t>new
+        lacking = short_arena(gs, needed, available)
         if lacking >= 0 and short_row < 0:
             short_row = i
             arena = lacking
         if lacking >= 0 and partial:
-            skip_row(gs, p, part, i, needed)
+            skip_row(gs, p, part, needed)
             unserved += new if advance else 0
+        i += 1
     p.num_tokens = asked - unserved
     if short_row >= 0 and not partial:
-        blocks_short(gs.arena[arena], v, short_row, ints_at(handles, short_row), needed[arena],
-                     needed[arena] - available[arena])
+        blocks_short(gs.arena[arena], v, short_row, handle[short_row], needed[arena], needed[arena] - available[arena])
         v.arena = arena
         return v.reason
     return OK
@@ -364,47 +440,33 @@ cdef int groups_check_step(Groups* gs, Step* p, GroupPlan** part, const Ints* ha
 cdef void groups_undo_check(Groups* gs, GroupPlan** part) noexcept nogil:
     cdef int32_t k
     for k in range(gs.num_groups):
-        step_undo_check(&part[k].step, gs.group[k].blocks, 0)
+        log_undo(&part[k].log, gs.group[k].blocks, 0)
 
 
 # ---- a step: commit ----------------------------------------------------------------------------------------
 
-cdef void commit_group(Groups* gs, LayerGroup* g, Step* sub, const Step* p) noexcept nogil:
+cdef void commit_group(Groups* gs, LayerGroup* g, GroupPlan* part, const Step* p) noexcept nogil:
     """Take the blocks of all rows in one group: in a row replacements by ascending index, then the new entries."""
     cdef Blocks* b = g.blocks
     cdef uint64_t digest = gs.arena[0].digest
+    cdef Replaced* log = part.log.entry
+    cdef const Change* change
     cdef int32_t* ids
-    cdef Replaced* log = sub.log
-    cdef const Event* event
-    cdef int64_t at
     cdef int32_t i, k, slot
-    sub.id = p.id
-    sub.handle = p.handle
-    sub.num_copies = 0
-    for i in range(p.num_rows):
-        event = &sub.event[i]
-        slot = slot_of(p.handle[i])
+    part.num_copies = 0
+    for i in range(part.num_changes):
+        change = &part.change[i]
+        slot = slot_of(p.handle[change.row])
         ids = group_row(g, slot)
-        for k in range(event.replaced):
-            log[k].new = blocks_take(b)
-            b.fence[log[k].new] = p.id if gs.pends else 0
-            ids[log[k].index] = log[k].new
-            if log[k].tokens and g.kind != STATE_LAYERS:
-                sub.copies[3 * <int64_t>sub.num_copies] = log[k].old
-                sub.copies[3 * <int64_t>sub.num_copies + 1] = log[k].new
-                sub.copies[3 * <int64_t>sub.num_copies + 2] = log[k].tokens
-                sub.num_copies += 1
-                b.cow_copies += 1
-                b.cow_tokens += log[k].tokens
-            digest = mix(digest, (<uint64_t>log[k].index << 32) | <uint32_t>log[k].new)
-        g.epoch[slot] += event.replaced > 0
-        at = <int64_t>entries_of(g, slot, gs.seqs.seq[slot].num_blocks) * g.columns
-        blocks_take_many(b, ids + at, event.appended)
-        for k in range(event.appended):
-            digest = mix(digest, ids[at + k])
-        if event.replaced or event.appended:
-            new_version(g, slot)
-        log += event.replaced
+        part.num_copies = replace_ids(log, change.replaced, b, ids, p.id if gs.pends else 0, part.copies,
+                                      part.num_copies, &digest)
+        log += change.replaced
+        g.seq[slot].epoch += change.replaced > 0
+        ids += <int64_t>entries_of(g, slot, gs.seqs.seq[slot].num_blocks) * g.columns
+        blocks_take_many(b, ids, change.appended)
+        for k in range(change.appended):
+            digest = mix(digest, ids[k])
+        new_version(g, slot)
     gs.arena[0].digest = digest
 
 
@@ -412,17 +474,21 @@ cdef void groups_commit(Groups* gs, Step* p, GroupPlan** part, const int64_t* ha
     """Carry out a batch that groups_check_step accepted."""
     cdef Seqs* s = gs.seqs
     cdef Blocks* b = gs.arena[0]
+    cdef int64_t step_id = p.id if gs.pends else 0
     cdef const Event* event
-    cdef int32_t i, k
+    cdef int32_t i, k, done = 0
     cdef Seq* q
     p.num_copies = 0
     p.uniform = advance
     b.digest = mix(mix(b.digest, OP_STEP if advance else OP_RESERVE), p.num_rows)
     memmove(p.handle, handles, p.num_rows * sizeof(int64_t))    # the batch may be a part of the plan's own array
     for k in range(gs.num_groups):
-        commit_group(gs, &gs.group[k], &part[k].step, p)
-    for i in range(p.num_rows):
-        event = &p.event[i]
+        commit_group(gs, &gs.group[k], part[k], p)
+    for k in range(p.num_events):
+        event = &p.event[k]
+        i = event.row
+        commit_simple(p, s, b, p.handle, done, i, step_id)
+        done = i + 1
         q = &s.seq[slot_of(p.handle[i])]
         q.num_blocks += event.appended
         q.kv_len += event.q_len
@@ -430,135 +496,140 @@ cdef void groups_commit(Groups* gs, Step* p, GroupPlan** part, const int64_t* ha
         p.uniform &= event.q_len == 1
         p.length[i] = q.kv_len
         p.prev_step[i] = q.last_step
-        q.last_step = p.id if gs.pends else 0
-        b.digest = mix(b.digest, (<uint64_t>event.q_len << 1) | event.served)
+        q.last_step = step_id
+        if event.q_len != 1:
+            b.digest = mix(b.digest, (<uint64_t>event.q_len << 1) | event.served)
         b.digest = mix(b.digest, <uint64_t>untagged(p.handle[i]) ^ (<uint64_t>q.kv_len << 20))
+    commit_simple(p, s, b, p.handle, done, p.num_rows, step_id)
     s.sum_tokens += p.num_tokens
 
 
-cdef void groups_pend(Groups* gs, GroupPlan** part, int64_t id) noexcept nogil:
-    """The step is the newest pending one in every group."""
+cdef void groups_set_fences(Groups* gs, const Pending* pending) noexcept nogil:
     cdef int32_t k
-    for k in range(gs.num_groups):
-        part[k].step.id = id
-        pending_add(&gs.group[k].pending, &part[k].step, gs.group[k].blocks)
+    for k in range(gs.num_arenas):
+        set_fences(pending, gs.arena[k])
 
 
 # ---- how a step ends ---------------------------------------------------------------------------------------
 
-cdef void let_go(LayerGroup* g, int32_t slot, int64_t position) noexcept nogil:
-    """Release the entries that no query at `position` or later reads."""
-    cdef int64_t end = 0, index
+cdef void let_go(LayerGroup* g, int32_t slot, int64_t length) noexcept nogil:
+    """Release the entries that no query reads after a step that ended at a length, which is due."""
+    cdef int64_t end, index, position = length - g.lookahead
     cdef int32_t* ids = group_row(g, slot)
-    cdef int32_t first = max(g.kept, g.gone[slot])
-    if position < (first + <int64_t>1) * g.block_size:      # whatever the group reads
-        return
-    if g.kind == WINDOW_LAYERS and position >= g.reach:
+    cdef int32_t first = max(g.kept, g.seq[slot].gone)
+    if g.kind == WINDOW_LAYERS:
         end = entry_at(g, position - g.reach + 1)
-    elif g.kind == CHUNK_LAYERS:
+    else:
         end = entry_at(g, position // g.reach * g.reach)
-    if end <= first:
-        return
     for index in range(first * <int64_t>g.columns, end * g.columns):
         blocks_unref(g.blocks, ids[index])
         ids[index] = g.hole
-    g.gone[slot] = <int32_t>end
-    g.epoch[slot] += 1
+    set_gone(g, slot, <int32_t>end)
+    g.seq[slot].epoch += 1
     new_version(g, slot)
 
 
-cdef void groups_release(Groups* gs, Step* p, GroupPlan** part) noexcept nogil:
+cdef void groups_release(Groups* gs, const Step* p) noexcept nogil:
     """The step was executed: let go of what it read last, then of what no later query of its rows reads."""
-    cdef int32_t i, k, slot
+    cdef GroupPlan** part = parts_of(p)
+    cdef int32_t[MAX_GROUPS] letting
+    cdef int32_t i, k, slot, n = 0
     for k in range(gs.num_groups):
-        step_release_holds(&part[k].step, gs.group[k].blocks)
-    for i in range(p.num_rows):
+        log_release(&part[k].log, gs.group[k].blocks)
+        if gs.group[k].kind == WINDOW_LAYERS or gs.group[k].kind == CHUNK_LAYERS:
+            letting[n] = k
+            n += 1
+    for i in range(p.num_rows if n else 0):
         slot = seq_find(gs.seqs, p.handle[i])
-        for k in range(gs.num_groups if slot >= 0 else 0):
-            let_go(&gs.group[k], slot, p.length[i] - gs.lookahead)
+        for k in range(n if slot >= 0 else 0):
+            if p.length[i] >= gs.group[letting[k]].seq[slot].due:
+                let_go(&gs.group[letting[k]], slot, p.length[i])
 
 
-cdef void groups_pass(Groups* gs, Step* p) noexcept nogil:
-    """The oldest pending step has passed; it is off the list of the pool already."""
-    cdef GroupPlan** part = <GroupPlan**>p.parts
+cdef void groups_settle(Groups* gs, const Pending* pending, const Step* p) noexcept nogil:
+    """A step has ended: recompute the floors that its logs touched, then let blocks out of limbo."""
+    cdef GroupPlan** part = parts_of(p)
+    cdef const Step* other
     cdef int32_t k
     for k in range(gs.num_groups):
-        pending_remove(&gs.group[k].pending, &part[k].step, gs.group[k].blocks)
-    groups_release(gs, p, part)
-    for k in range(gs.num_groups):
-        pending_settle(&gs.group[k].pending, &part[k].step, gs.group[k].blocks)
+        clear_floors(&part[k].log, gs.group[k].blocks)
+        other = pending.oldest
+        while part[k].log.size and other != NULL:
+            raise_floors(&parts_of(other)[k].log, gs.group[k].blocks)
+            other = other.newer
+        part[k].num_changes = part[k].log.size = 0
+    for k in range(gs.num_arenas):
+        blocks_drain_limbo(gs.arena[k])
 
 
-cdef void rollback_group(LayerGroup* g, Step* sub, const Seqs* s) noexcept nogil:
+cdef void groups_pass(Groups* gs, const Pending* pending, const Step* p) noexcept nogil:
+    """The oldest pending step has passed; it is off the list already."""
+    groups_set_fences(gs, pending)
+    groups_release(gs, p)
+    groups_settle(gs, pending, p)
+
+
+cdef void rollback_group(LayerGroup* g, const GroupPlan* part, const Step* p, const Seqs* s) noexcept nogil:
     """Undo the newest step in one group; the sequences have their lengths of before already."""
-    cdef Blocks* b = g.blocks
-    cdef const Event* event
-    cdef const Replaced* log
+    cdef const Replaced* log = part.log.entry + part.log.size
+    cdef const Change* change
     cdef int32_t* ids
     cdef int64_t at
-    cdef int32_t i, k, slot, log_at = sub.log_size
-    for i in range(sub.num_rows - 1, -1, -1):
-        event = &sub.event[i]
-        log_at -= event.replaced
-        log = sub.log + log_at
-        slot = seq_find(s, sub.handle[i])
+    cdef int32_t i, slot
+    for i in range(part.num_changes - 1, -1, -1):
+        change = &part.change[i]
+        log -= change.replaced
+        slot = seq_find(s, p.handle[change.row])
         if slot < 0:
-            for k in range(event.replaced - 1, -1, -1):
-                b.block[log[k].old].hold -= 1
-                blocks_settle(b, log[k].old)
-                if b.block[log[k].new].place == USED:       # somebody else has a reference
-                    give_up_copy(b, log[k].new)
+            drop_replaced(log, change.replaced, g.blocks)
             continue
         ids = group_row(g, slot)
         at = 0 if g.kind == STATE_LAYERS else <int64_t>entries_of(g, slot, s.seq[slot].num_blocks) * g.columns
-        blocks_unref_many(b, ids + at, event.appended)
-        if g.kind == STATE_LAYERS and event.appended:
+        blocks_unref_many(g.blocks, ids + at, change.appended)
+        if g.kind == STATE_LAYERS and change.appended:
             ids[0] = NO_BLOCK
-        for k in range(event.replaced - 1, -1, -1):
-            ids[log[k].index] = log[k].old
-            b.block[log[k].old].hold -= 1
-            blocks_ref(b, log[k].old, 1)
-            give_up_copy(b, log[k].new)
-            blocks_unref(b, log[k].new)
-        if event.replaced or event.appended:
-            g.epoch[slot] += 1
-            new_version(g, slot)
+        undo_replaced(log, change.replaced, g.blocks, ids)
+        g.seq[slot].epoch += 1
+        new_version(g, slot)
 
 
-cdef void groups_rollback(Groups* gs, Step* p) noexcept nogil:
-    """Undo the newest step, which is off the list of the pool already: the last group first."""
-    cdef GroupPlan** part = <GroupPlan**>p.parts
+cdef void groups_rollback(Groups* gs, const Pending* pending, const Step* p) noexcept nogil:
+    """Undo the newest step, which is off the list already: the last group first."""
+    cdef GroupPlan** part = parts_of(p)
     cdef Seqs* s = gs.seqs
-    cdef LayerGroup* g
-    cdef int32_t i, k, slot
+    cdef const Event* event
+    cdef Event plain
+    cdef int32_t i, k, slot, at = 0
+    plain.q_len = 1
+    plain.appended = 0
     gs.arena[0].digest = mix(mix(gs.arena[0].digest, OP_ROLLBACK), p.num_rows)
-    for k in range(gs.num_groups):
-        pending_remove(&gs.group[k].pending, &part[k].step, gs.group[k].blocks)
+    groups_set_fences(gs, pending)
     for k in range(gs.num_arenas):
         blocks_lower_fences(gs.arena[k])
-    for i in range(p.num_rows - 1, -1, -1):
+    for i in range(p.num_rows):
+        event = &plain
+        if at < p.num_events and p.event[at].row == i:
+            event = &p.event[at]
+            at += 1
         slot = seq_find(s, p.handle[i])
         if slot >= 0:
             s.seq[slot].last_step = p.prev_step[i]
-            s.seq[slot].kv_len -= p.event[i].q_len
-            s.seq[slot].num_blocks -= p.event[i].appended
-            s.sum_tokens -= p.event[i].q_len
-            s.sum_blocks -= p.event[i].appended
+            s.seq[slot].kv_len -= event.q_len
+            s.seq[slot].num_blocks -= event.appended
+            s.sum_tokens -= event.q_len
+            s.sum_blocks -= event.appended
     for k in range(gs.num_groups - 1, -1, -1):
-        g = &gs.group[k]
-        rollback_group(g, &part[k].step, s)
+        rollback_group(&gs.group[k], part[k], p, s)
         wire_forget(&part[k].wire, p.num_rows, False, False)
-    for k in range(gs.num_groups):
-        pending_settle(&gs.group[k].pending, &part[k].step, gs.group[k].blocks)
+    groups_settle(gs, pending, p)
 
 
-cdef void groups_end(Groups* gs, Step* p) noexcept nogil:
+cdef void groups_end(Groups* gs, const Step* p) noexcept nogil:
     """A pending step of a pool that is reset: nothing of it is undone."""
-    cdef GroupPlan** part = <GroupPlan**>p.parts
+    cdef GroupPlan** part = parts_of(p)
     cdef int32_t k
     for k in range(gs.num_groups):
-        set_flag(&part[k].step.pending, False)
-        part[k].step.log_size = 0
+        part[k].num_changes = part[k].log.size = 0
         wire_forget(&part[k].wire, p.num_rows, False, False)
 
 
@@ -568,7 +639,6 @@ cdef void groups_reset(Groups* gs) noexcept nogil:
     for k in range(1, gs.num_arenas):
         blocks_reset(gs.arena[k])
     for k in range(gs.num_groups):
-        memset(&gs.group[k].pending, 0, sizeof(Pending))
         for slot in range(gs.seqs.max_seqs if gs.group[k].kind == STATE_LAYERS else 0):
             gs.group[k].table[slot] = NO_BLOCK
 
@@ -577,95 +647,123 @@ cdef void groups_reset(Groups* gs) noexcept nogil:
 
 cdef void emit_states(const LayerGroup* g, GroupPlan* out, const Step* p, int32_t pad_rows) noexcept nogil:
     """state_src and state_dst of a step; rows without new tokens have neither."""
-    cdef const Event* event
-    cdef int32_t i, at = 0
-    for i in range(p.num_rows):
-        event = &out.step.event[i]
-        out.state_src[i] = out.state_dst[i] = NO_BLOCK
-        if p.event[i].q_len:
-            out.state_dst[i] = g.table[slot_of(p.handle[i])]
-            if event.replaced:
-                out.state_src[i] = out.step.log[at].old
-            elif not event.appended:
-                out.state_src[i] = out.state_dst[i]
-        at += event.replaced
+    cdef const Replaced* log = out.log.entry
+    cdef const Change* change
+    cdef int32_t i
+    for i in range(p.num_rows):             # a state that is written in place, unless something below says more
+        out.state_src[i] = out.state_dst[i] = g.table[slot_of(p.handle[i])]
+    for i in range(p.num_events):
+        if p.event[i].q_len == 0:
+            out.state_src[p.event[i].row] = out.state_dst[p.event[i].row] = NO_BLOCK
+    for i in range(out.num_changes):
+        change = &out.change[i]
+        out.state_src[change.row] = log.old if change.replaced else NO_BLOCK
+        log += change.replaced
     for i in range(p.num_rows, pad_rows):
         out.state_src[i] = out.state_dst[i] = NO_BLOCK
 
 
 cdef void emit_slots(const LayerGroup* g, GroupPlan* out, const Step* p) noexcept nogil:
     """slot_mapping: where each new token goes, one row of all tokens per column."""
-    cdef int32_t* slots
+    cdef int32_t* slots = out.slot_mapping
     cdef const int32_t* ids
-    cdef int64_t position, index, t
-    cdef int32_t i, c
+    cdef int64_t first, end, stop, index, shift
+    cdef int32_t i, c, k, at = 0
+    for i in range(p.num_rows):
+        end = p.length[i]
+        first = end - 1
+        if at < p.num_events and p.event[at].row == i:
+            first = end - p.event[at].q_len
+            at += 1
+        ids = group_row(g, slot_of(p.handle[i]))
+        while first < end:
+            index = entry_at(g, first)
+            stop = min(end, (index + 1) * g.block_size)
+            for c in range(g.columns):
+                shift = (ids[index * g.columns + c] - index) * g.block_size + first
+                for k in range(<int32_t>(stop - first)):
+                    slots[c * out.shown_tokens + k] = <int32_t>(shift + k)
+            slots += stop - first
+            first = stop
     for c in range(g.columns):
-        slots = out.slot_mapping + c * out.shown_tokens
-        t = 0
-        for i in range(p.num_rows):
-            ids = group_row(g, slot_of(p.handle[i]))
-            for position in range(p.length[i] - p.event[i].q_len, p.length[i]):
-                index = entry_at(g, position)
-                slots[t] = <int32_t>(ids[index * g.columns + c] * g.block_size + position - index * g.block_size)
-                t += 1
-        for t in range(p.num_tokens, out.shown_tokens):
-            slots[t] = -1
+        for k in range(<int32_t>(out.shown_tokens - p.num_tokens)):
+            slots[c * out.shown_tokens + k] = -1
 
 
-cdef void groups_emit(const Groups* gs, const Step* p, GroupPlan** part, int32_t pad_rows, int64_t
-                      pad_tokens) noexcept nogil:
+cdef void emit_tables(const Groups* gs, const LayerGroup* g, GroupPlan* out, const Step* p, int32_t
+                      pad_rows) noexcept nogil:
+    """block_tables, dirty_rows and kv_starts: rows whose table is not the one that the arrays have."""
+    cdef const GroupSeq* q
+    cdef int32_t i, slot
+    for i in range(p.num_rows):
+        slot = slot_of(p.handle[i])
+        q = &g.seq[slot]
+        if out.wire.seen[i] == q.version:
+            continue
+        out.kv_starts[i] = <int32_t>(q.gone * g.block_size)
+        if out.wire.tracks:
+            show_row(&out.wire, i, p.handle[i], q.epoch, q.version, group_row(g, slot),
+                     entries_of(g, slot, gs.seqs.seq[slot].num_blocks) * g.columns)
+        out.wire.seen[i] = q.version
+    for i in range(p.num_rows, pad_rows):
+        out.kv_starts[i] = 0
+        pad_row(&out.wire, i)
+        out.wire.seen[i] = 0
+
+
+cdef void groups_emit(const Groups* gs, const Step* p, int32_t pad_rows, int64_t pad_tokens) noexcept nogil:
     """Write a committed step into the arrays of every group."""
     cdef const LayerGroup* g
-    cdef const Seq* q
     cdef GroupPlan* out
-    cdef int32_t i, k, slot
+    cdef int32_t k
     for k in range(gs.num_groups):
         g = &gs.group[k]
-        out = part[k]
+        out = parts_of(p)[k]
         out.shown_rows = max(p.num_rows, pad_rows)
         out.shown_tokens = max(p.num_tokens, pad_tokens)
         out.wire.num_dirty = 0
         if g.kind == STATE_LAYERS:
             emit_states(g, out, p, pad_rows)
             continue
-        for i in range(p.num_rows):
-            slot = slot_of(p.handle[i])
-            q = &gs.seqs.seq[slot]
-            out.kv_starts[i] = <int32_t>(g.gone[slot] * g.block_size)
-            if out.wire.tracks and out.wire.seen[i] != g.version[slot]:
-                show_row(&out.wire, i, q.handle, g.epoch[slot], g.version[slot], group_row(g, slot),
-                         entries_of(g, slot, q.num_blocks) * g.columns)
-        for i in range(p.num_rows, pad_rows):
-            out.kv_starts[i] = 0
-            pad_row(&out.wire, i)
+        emit_tables(gs, g, out, p, pad_rows)
         if out.slot_mapping != NULL:
             emit_slots(g, out, p)
 
 
 # ---- audit -------------------------------------------------------------------------------------------------
 
-cdef uint64_t groups_fingerprint(const Groups* gs, uint64_t h, int64_t next_step) noexcept nogil:
+cdef uint64_t part_fingerprint(const GroupPlan* part, uint64_t h) noexcept nogil:
+    """Hash of what a pending step did in one group."""
+    cdef int32_t i
+    for i in range(part.num_changes):
+        h = mix(mix(h, part.change[i].row),
+                (<uint64_t>part.change[i].appended << 32) | <uint32_t>part.change[i].replaced)
+    return log_fingerprint(&part.log, h)
+
+
+cdef uint64_t groups_fingerprint(const Groups* gs, const Pending* pending, uint64_t h, int64_t
+                                 next_step) noexcept nogil:
     """Hash of what the groups have beside arena 0 and the sequences."""
     cdef const LayerGroup* g
     cdef const Step* p
     cdef int32_t k, slot
     cdef int64_t i
-    h = mix(mix(h, gs.num_groups), gs.lookahead)
+    h = mix(h, gs.num_groups)
     for k in range(1, gs.num_arenas):
         h = blocks_fingerprint(gs.arena[k], h, next_step)
     for k in range(gs.num_groups):
         g = &gs.group[k]
         h = mix(mix(mix(h, g.kind), g.reach), (<uint64_t>g.columns << 32) | <uint32_t>g.kept)
-        h = mix(mix(h, g.arena), g.block_size)
+        h = mix(mix(mix(h, g.arena), g.block_size), g.lookahead)
         for slot in range(gs.seqs.max_seqs):
             if gs.seqs.life[slot].life != OPEN:
                 continue
-            h = mix(mix(h, g.gone[slot]), g.epoch[slot])
+            h = mix(mix(h, g.seq[slot].gone), g.seq[slot].epoch)
             for i in range(<int64_t>entries_of(g, slot, gs.seqs.seq[slot].num_blocks) * g.columns):
                 h = mix(h, group_row(g, slot)[i])
-        p = g.pending.oldest
+        p = pending.oldest
         while p != NULL:
-            h = step_fingerprint(p, h, next_step)
+            h = part_fingerprint(parts_of(p)[k], h)
             p = p.newer
     return h
 
@@ -673,6 +771,7 @@ cdef uint64_t groups_fingerprint(const Groups* gs, uint64_t h, int64_t next_step
 cdef bint check_holes(const LayerGroup* g, int32_t slot, const Seq* q, char* finding) noexcept nogil:
     """A row has no more holes than its length allows, and a state iff it has tokens."""
     cdef int64_t least = 0
+    cdef int32_t gone = g.seq[slot].gone
     if g.kind == STATE_LAYERS:
         if (g.table[slot] != NO_BLOCK) != (q.kv_len > 0):
             return snprintf(finding, FINDING, b"sequence in slot %d has %lld tokens and state slot %d", slot,
@@ -682,9 +781,12 @@ cdef bint check_holes(const LayerGroup* g, int32_t slot, const Seq* q, char* fin
         least = q.kv_len - g.reach + 1
     elif g.kind == CHUNK_LAYERS:
         least = q.kv_len // g.reach * g.reach
-    if g.gone[slot] and not (g.kept < g.gone[slot] and g.gone[slot] * g.block_size <= least):
+    if gone and not (g.kept < gone and gone * g.block_size <= least):
         return snprintf(finding, FINDING, b"sequence in slot %d let go of entries up to %d, it reads from %lld on",
-                        slot, g.gone[slot], <long long>least) > 0
+                        slot, gone, <long long>least) > 0
+    if g.seq[slot].due != due_of(g, gone):
+        return snprintf(finding, FINDING, b"sequence in slot %d lets go at length %lld, its holes say %lld", slot,
+                        <long long>g.seq[slot].due, <long long>due_of(g, gone)) > 0
     return False
 
 
@@ -704,7 +806,7 @@ cdef bint check_group(const Groups* gs, const LayerGroup* g, int32_t* references
         ids = group_row(g, slot)
         for i in range(<int64_t>entries_of(g, slot, q.num_blocks) * g.columns):
             index = <int32_t>(i // g.columns)
-            if g.kept <= index < g.gone[slot]:
+            if g.kept <= index < g.seq[slot].gone:
                 if ids[i] != g.hole:
                     return snprintf(finding, FINDING, b"sequence in slot %d has block %d in entry %d, which was let go",
                                     slot, ids[i], index) > 0
@@ -743,36 +845,39 @@ cdef bint check_lengths(const Groups* gs, char* finding) noexcept nogil:
     return check_free_slots(s, num_open, retired, finding)
 
 
+cdef bint check_arena(const Groups* gs, int32_t arena, const Pending* pending, int32_t* seen, int32_t* floors,
+                      int32_t room, char* finding) noexcept nogil:
+    """The blocks of one arena: what refers to them, and what pending steps hold."""
+    cdef const Blocks* b = gs.arena[arena]
+    cdef const Step* p = pending.oldest
+    cdef int32_t k, made = 0
+    if blocks_check(b, seen, finding) or check_fences(b, pending, finding):
+        return True
+    for k in range(gs.num_groups):
+        if gs.group[k].arena == arena and check_group(gs, &gs.group[k], seen, finding):
+            return True
+    if check_references(b, seen, finding):
+        return True
+    memset(seen, 0, room * sizeof(int32_t))
+    while p != NULL:
+        for k in range(gs.num_groups):
+            if gs.group[k].arena == arena:
+                count_holds(&parts_of(p)[k].log, b, p.id, seen, floors, &made)
+        p = p.newer
+    return compare_holds(b, seen, floors, made, finding)
+
+
 cdef bint groups_check(const Groups* gs, const Pending* pending, int32_t* seen, int32_t room, char*
                        finding) noexcept nogil:
     """Whether an invariant of the groups does not hold; the first one, in words.
 
     `seen` has two numbers for each of `room` blocks, as many as the largest arena has, all zero.
     """
-    cdef const Blocks* b
-    cdef const LayerGroup* g
-    cdef int32_t a, k, made
+    cdef int32_t k
     if check_lengths(gs, finding):
         return True
-    for a in range(gs.num_arenas):
-        b = gs.arena[a]
-        if blocks_check(b, seen, finding):
-            return True
-        made = 0
-        for k in range(gs.num_groups):
-            if gs.group[k].arena == a and check_group(gs, &gs.group[k], seen, finding):
-                return True
-        if check_references(b, seen, finding):
-            return True
-        memset(seen, 0, 2 * <size_t>room * sizeof(int32_t))
-        for k in range(gs.num_groups):
-            g = &gs.group[k]
-            if g.arena == a and count_holds(b, &g.pending, seen, seen + room, &made, finding):
-                return True
-            if g.pending.size != pending.size:
-                return snprintf(finding, FINDING, b"%d steps are pending in group %d, %d in the pool",
-                                g.pending.size, k, pending.size) > 0
-        if compare_holds(b, seen, seen + room, made, finding):
+    for k in range(gs.num_arenas):
+        if check_arena(gs, k, pending, seen, seen + room, room, finding):
             return True
         memset(seen, 0, 2 * <size_t>room * sizeof(int32_t))
     return False

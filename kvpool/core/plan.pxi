@@ -78,8 +78,14 @@ cdef tuple new_array(object shape, object dtype, bint writable):
     return np.ndarray(shape, dtype, memory), memory
 
 
+cdef object OF_A_PLAN = object()        # only a plan makes its groups
+
 cdef class PlanGroup:
     """Arrays of a plan for one layer group, an element of `Plan.groups`; see ``docs/groups.md``."""
+
+    def __cinit__(self, maker=None):
+        if maker is not OF_A_PLAN:
+            raise TypeError("[PlanGroup] a Plan makes its groups, see plan.groups")
 
     cdef int init(self, const LayerGroup* group, int64_t num_blocks, int64_t rows, int64_t tokens,
                   int64_t table_tokens, object formats) except -1:
@@ -87,7 +93,7 @@ cdef class PlanGroup:
         cdef int64_t width = (table_tokens + group.block_size - 1) // group.block_size
         self.arrays, self.views = {}, {}
         self.columns = group.columns
-        if step_init(&data.step, <int32_t>rows) != OK or wire_init(&data.wire, <int32_t>rows) != OK:
+        if part_init(data, <int32_t>rows) != OK or wire_init(&data.wire, <int32_t>rows) != OK:
             raise MemoryError(f"[Plan] no memory for {rows} rows")
         if group.kind == STATE_LAYERS:
             data.state_src = <int32_t*>self.add("state_src", (rows,), True, NO_BLOCK)
@@ -97,7 +103,7 @@ cdef class PlanGroup:
             raise ValueError(f"[Plan] a row has {width * group.columns} block ids, the limit is {INT32_MAX}")
         data.width = <int32_t>width
         data.wire.table_width = <int32_t>(width * group.columns)
-        data.step.copies = <int32_t*>self.add("copies", (rows * group.columns, 3), False, 0)
+        data.copies = <int32_t*>self.add("copies", (rows * group.columns, 3), False, 0)
         data.wire.dirty = <int32_t*>self.add("dirty_rows", (rows,), False, 0)
         data.kv_starts = <int32_t*>self.add("kv_starts", (rows,), True, 0)
         if "block_tables" in formats:
@@ -114,7 +120,7 @@ cdef class PlanGroup:
         return 0
 
     def __dealloc__(self):
-        step_free(&self.data.step)
+        part_free(&self.data)
         wire_free(&self.data.wire)
 
     def __reduce__(self):
@@ -160,7 +166,7 @@ cdef class PlanGroup:
     @property
     def copies(self):
         """int32 ``[K, 3]``: (src_block, dst_block, num_tokens), to be made before any write of this plan."""
-        return self.view("copies", self.data.step.num_copies)
+        return self.view("copies", self.data.num_copies)
 
     @property
     def dirty_rows(self):
@@ -351,7 +357,7 @@ cdef class Plan:
         pool_leave(&self.pool.state)
         parts = []
         for k in range(n):
-            made = PlanGroup()
+            made = PlanGroup(OF_A_PLAN)
             made.init(&group[k], num_blocks[k], self.wire.max_rows, self.max_tokens_,
                       self.wire.table_width * <int64_t>self.pool.options.block_size, formats)
             parts.append(made)

@@ -176,7 +176,6 @@ cdef class Pool:
             raise MemoryError("[Pool] no memory for layer groups")
         self.state.groups = gs
         gs.seqs = s
-        gs.lookahead = lookahead
         gs.pends = self.state.steps_pend
         gs.block_size = self.state.blocks.block_size
         gs.seq_tokens = tokens
@@ -205,12 +204,16 @@ cdef class Pool:
             g.arena = group.arena
             if g.kind == STATE_LAYERS:
                 g.arena, states = states, states + 1
+                gs.has_states = True
             g.blocks = gs.arena[g.arena]
             g.columns = group.columns
             g.block_size = group.block_size or gs.block_size
             g.shift = (<object>g.block_size).bit_length() - 1 if g.block_size & (g.block_size - 1) == 0 else -1
+            if g.kind == STATE_LAYERS:
+                g.shift = 62
             g.scale = (<object>(g.block_size // gs.block_size)).bit_length() - 1
             g.reach = group.size
+            g.lookahead = lookahead
             g.kept = <int32_t>((<int64_t>group.keep + g.block_size - 1) // g.block_size)
             g.hole = 0 if self.state.blocks.reserved else NO_BLOCK
             width = 1 if g.kind == STATE_LAYERS else entries_of(g, 0, blocks_for(gs, tokens)) * group.columns
@@ -541,7 +544,7 @@ cdef class Pool:
         With layer groups: of group number `group`, int32 ``(entries, columns)``; ``(1,)`` or ``(0,)`` for a state.
         """
         cdef int64_t wanted = get_handle(handle, "table")
-        cdef int64_t number = to_int(group, "table", "group", 0, MAX_GROUPS)
+        cdef int64_t number = to_int(group, "table", "group", INT64_MIN, INT64_MAX)
         cdef int32_t room = -1, columns = 0
         cdef int64_t found = -1
         cdef const int32_t* ids = NULL
@@ -981,7 +984,7 @@ cdef class Pool:
 
     def stats(self, arena=0):
         """Counters, O(1); see `kvpool.stats.PoolStats`. Blocks are those of one arena, the rest is the pool's."""
-        cdef int64_t number = to_int(arena, "stats", "arena", 0, MAX_ARENAS)
+        cdef int64_t number = to_int(arena, "stats", "arena", INT64_MIN, INT64_MAX)
         cdef Blocks b
         cdef Seqs s
         cdef int32_t pending, arenas = 1
@@ -995,8 +998,8 @@ cdef class Pool:
         s = self.state.seqs
         pending = self.state.pending.size
         pool_leave(&self.state)
-        if number >= arenas:
-            raise ValueError(f"[stats] there is no arena {number}, the pool has {arenas}")
+        if not 0 <= number < arenas:
+            raise ValueError(f"[stats] arena is out of range ({number}), it must be in 0 .. {arenas - 1}")
         capacity = s.sum_blocks * self.options.block_size
         return PoolStats(
             b.num_blocks, b.reserved, b.num_blank, b.lru.size, b.limbo.size, b.num_used, b.num_shared, s.num_open,
@@ -1030,7 +1033,7 @@ cdef class Pool:
             h = step_fingerprint(p, h, self.state.next_step)
             p = p.newer
         if self.state.groups != NULL:
-            h = groups_fingerprint(self.state.groups, h, self.state.next_step)
+            h = groups_fingerprint(self.state.groups, &self.state.pending, h, self.state.next_step)
         pool_leave(&self.state)
         return h
 
@@ -1091,7 +1094,8 @@ cdef class Pool:
         }
         if self.state.groups != NULL:           # of the last group
             last = &self.state.groups.group[self.state.groups.num_groups - 1]
-            fields |= {"group_table": <size_t>group_row(last, <int32_t>i), "gone": <size_t>&last.gone[i]}
-        if what in ("table", "blocks", "length", "next_slot", "tail", "stop_slot", "free_slot", "gone", "group_table"):
+            fields |= {"table": <size_t>group_row(last, <int32_t>i), "gone": <size_t>&last.seq[i].gone,
+                       "due": <size_t>&last.seq[i].due}
+        if what in ("table", "blocks", "length", "next_slot", "tail", "stop_slot", "free_slot", "gone", "due"):
             to_int(index, "_corrupt", "index", 0, s.max_seqs - 1)
         (<int32_t*><size_t>fields[what])[0] += 1

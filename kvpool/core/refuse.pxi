@@ -55,8 +55,8 @@ cdef dict TEXTS = {             # what `refuse` raises: the values are named lik
     NOT_BLANK: (ValueError, "block {value} is not blank: it is reserved, in use, cached or in limbo"),
     IN_GROUPS: (ValueError, "a pool with layer groups has no such call"),
     PROMPT_IN_GROUPS: (ValueError, "a pool with layer groups opens a number of tokens, not a prompt ({value} tokens)"),
-    NO_SUCH_GROUP: (ValueError, "there is no group {value}, the pool has {high}"),
-    WINDOW_IS_GONE: (ValueError, "lens[{row}] is {value}, but a group let go of what a query there reads; "
+    NO_SUCH_GROUP: (ValueError, "group is out of range ({value}), it must be in 0 .. {high}"),
+    WINDOW_IS_GONE: (ValueError, "lens[{row}] is {value}, but group {other} let go of what a query there reads; "
                                  "the least length that is left is {low}"),
     STATE_IS_GONE: (ValueError, "lens[{row}] is {value}, but the state of group {other} is that of {high} tokens"),
     STEP_PENDING: (PlanStateError, "step {value} is pending, what is released waits for it; call done first"),

@@ -134,8 +134,8 @@ cdef int pool_table(State* pool, int64_t handle, int64_t group, const int32_t** 
     cdef const LayerGroup* g
     if slot < 0:
         return v.reason
-    if group >= groups:
-        return refused(v, NO_SUCH_GROUP, -1, group, 0, groups, 0)
+    if not 0 <= group < groups:
+        return refused(v, NO_SUCH_GROUP, -1, group, 0, groups - 1, 0)
     columns[0] = 0
     if pool.groups == NULL:
         ids[0] = seq_table(&pool.seqs, slot)

@@ -18,6 +18,12 @@ cdef struct Replaced:           # undo log: a table entry that a step changed
     int32_t old_floor           # floor of `old` before
 
 
+cdef struct Log:                # what a step replaced in tables over one set of blocks, in order
+    Replaced* entry             # [room], size valid; grows, never shrinks
+    int32_t size
+    int64_t room
+
+
 # Rows without an event were served one token. What a step writes and what undoes it stands in arrays by row.
 cdef struct Step:
     int64_t* handle             # [max_rows], memory of the plan's array
@@ -26,13 +32,11 @@ cdef struct Step:
     uint64_t* version           # [max_rows] of the sequence's table after the step
     int64_t* prev_step          # [max_rows] last_step of the sequence before, while pending
     Event* event                # [max_rows], num_events valid, by row
-    Replaced* log               # [log_room], log_size valid; grows, never shrinks
+    Log log
     int32_t* copies             # [max_rows or more, 3] = (src, dst, num_tokens), memory of the plan's array
     int32_t max_rows
     int32_t num_rows
     int32_t num_events
-    int32_t log_size
-    int64_t log_room
     int32_t num_copies
     int64_t num_tokens          # tokens served
     int64_t id                  # 0: never stepped
@@ -43,7 +47,7 @@ cdef struct Step:
     Step* older
     void* plan                  # the Plan whose step this is
     void* wire                  # its Wire
-    void* parts                 # its GroupPlan*, one per layer group; NULL without groups
+    void* parts                 # its GroupPlan*, one per layer group
 
 
 cdef struct Pending:            # the steps that are neither done nor rolled back
@@ -61,4 +65,4 @@ cdef struct Limits:             # what the plan at hand can take
 cdef int step_check(Step* p, Seqs* s, Blocks* b, const Ints* handles, const Ints* num_new, const Limits* limits,
                     bint advance, bint partial, Verdict* verdict) noexcept nogil
 cdef void step_commit(Step* p, Seqs* s, Blocks* b, const int64_t* handles, bint advance, bint pends) noexcept nogil
-cdef void step_release_holds(Step* p, Blocks* b) noexcept nogil
+cdef void log_release(const Log* log, Blocks* b) noexcept nogil

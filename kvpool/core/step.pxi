@@ -2,7 +2,9 @@
 
 A step runs in two passes over its rows. `step_check` validates, counts the blocks that are needed and decides which
 shared blocks must be replaced; all it moves are reference counts, as if the rows had been served in order, and
-`step_undo_check` takes that back. `step_commit` cannot fail: it takes the blocks and moves the lengths.
+`log_undo` takes that back. `step_commit` cannot fail: it takes the blocks and moves the lengths.
+
+What stands in a `Log` is the same for one table and for the table of a layer group, so groups call its functions too.
 
 The write rule (docs/core.md, Steps): a block is written in place iff it has one reference, is not committed, and
 nothing that a pending copy reads from it would be overwritten. Holds of pending plans do not count as references.
@@ -23,11 +25,9 @@ cdef int step_init(Step* p, int32_t max_rows) noexcept nogil:
     p.prev_step = <int64_t*>xcalloc(max_rows, sizeof(int64_t))
     p.version = <uint64_t*>xcalloc(max_rows, sizeof(uint64_t))
     p.event = <Event*>xcalloc(max_rows, sizeof(Event))
-    p.log_room = 16
-    p.log = <Replaced*>xcalloc(p.log_room, sizeof(Replaced))
     p.max_rows = max_rows
-    if (p.length == NULL or p.slot == NULL or p.prev_step == NULL or p.version == NULL or p.event == NULL
-            or p.log == NULL):
+    if (log_init(&p.log) != OK or p.length == NULL or p.slot == NULL or p.prev_step == NULL or p.version == NULL
+            or p.event == NULL):
         step_free(p)
         return NO_MEMORY
     return OK
@@ -39,11 +39,17 @@ cdef void step_free(Step* p) noexcept nogil:
     xfree(p.prev_step)
     xfree(p.version)
     xfree(p.event)
-    xfree(p.log)
+    xfree(p.log.entry)
     memset(p, 0, sizeof(Step))
 
 
-# ---- pass 1: check -----------------------------------------------------------------------------------------
+# ---- what a step replaces in a table -----------------------------------------------------------------------
+
+cdef int log_init(Log* log) noexcept nogil:
+    log.room = 16
+    log.entry = <Replaced*>xcalloc(log.room, sizeof(Replaced))
+    return OK if log.entry != NULL else NO_MEMORY
+
 
 cdef inline bint writable(const Blocks* b, int32_t i, int64_t first_offset) noexcept nogil:
     """The write rule."""
@@ -51,41 +57,157 @@ cdef inline bint writable(const Blocks* b, int32_t i, int64_t first_offset) noex
     return block.refcount == 1 and not block.committed and (block.hold == 0 or first_offset >= b.floor[i])
 
 
-cdef int log_replacement(Step* p, Blocks* b, int32_t row, int32_t index, int32_t old, int32_t tokens) noexcept nogil:
-    cdef Replaced* log
-    if p.log_size == p.log_room:
-        log = <Replaced*>xrealloc(p.log, 2 * <size_t>p.log_room * sizeof(Replaced))
-        if log == NULL:
+cdef int log_replacement(Log* log, Blocks* b, int32_t row, int32_t index, int32_t old, int32_t tokens) noexcept nogil:
+    cdef Replaced* entry
+    if log.size == log.room:
+        entry = <Replaced*>xrealloc(log.entry, 2 * <size_t>log.room * sizeof(Replaced))
+        if entry == NULL:
             return NO_MEMORY
-        p.log = log
-        p.log_room *= 2
-    log = &p.log[p.log_size]
-    log.row = row
-    log.index = index
-    log.old = old
-    log.tokens = tokens
-    log.old_floor = b.floor[old]
-    p.log_size += 1
+        log.entry = entry
+        log.room *= 2
+    entry = &log.entry[log.size]
+    entry.row = row
+    entry.index = index
+    entry.old = old
+    entry.tokens = tokens
+    entry.old_floor = b.floor[old]
+    log.size += 1
     blocks_hold(b, old, tokens)
     return OK
 
 
+cdef void log_undo(Log* log, Blocks* b, int32_t keep) noexcept nogil:
+    """Take back what a check did to reference counts, down to `keep` entries."""
+    while log.size > keep:
+        log.size -= 1
+        blocks_unhold(b, log.entry[log.size].old, log.entry[log.size].old_floor)
+
+
+cdef inline int32_t log_writes(Log* log, Blocks* b, int32_t row, const int32_t* ids, int32_t columns, int64_t index,
+                               int64_t end, int64_t offset) noexcept nogil:
+    """Note the entries index .. end - 1 that may not be written in place, of `columns` ids each; returns how many ids.
+
+    Writes begin at `offset` in the first. -1: no memory.
+    """
+    cdef int32_t replaced = 0, c
+    cdef bint ours
+    while index < end:
+        ours = True
+        for c in range(columns):
+            ours &= writable(b, ids[index * columns + c], offset)
+        if not ours:
+            for c in range(columns):
+                if log_replacement(log, b, row, <int32_t>(index * columns + c), ids[index * columns + c],
+                                   <int32_t>offset) != OK:
+                    return -1
+            replaced += columns
+        offset = 0
+        index += 1
+    return replaced
+
+
+cdef inline int32_t replace_ids(Replaced* entry, int32_t n, Blocks* b, int32_t* ids, int64_t step_id, int32_t* copies,
+                                int32_t num_copies, uint64_t* digest) noexcept nogil:
+    """Take the blocks that replace n ids of a row; returns how many copies there are now. NULL: nothing is copied.
+
+    A replacement holds older tokens, and its copy is made when the pending step runs. Its fence is that step, so that
+    nobody reads or commits it before.
+    """
+    cdef int32_t k
+    for k in range(n):
+        entry[k].new = blocks_take(b)
+        b.fence[entry[k].new] = step_id
+        ids[entry[k].index] = entry[k].new
+        if entry[k].tokens and copies != NULL:
+            copies[3 * <int64_t>num_copies] = entry[k].old
+            copies[3 * <int64_t>num_copies + 1] = entry[k].new
+            copies[3 * <int64_t>num_copies + 2] = entry[k].tokens
+            num_copies += 1
+            b.cow_copies += 1
+            b.cow_tokens += entry[k].tokens
+        digest[0] = mix(digest[0], (<uint64_t>entry[k].index << 32) | <uint32_t>entry[k].new)
+    return num_copies
+
+
+cdef inline void give_up_copy(Blocks* b, int32_t new) noexcept nogil:
+    """The copy that was to fill a block will never be made."""
+    if b.canonical != NULL:                 # else it is an engine's to say what is committed, and to be told of it
+        b.num_held -= b.block[new].committed == HELD
+        b.block[new].committed = PLAIN
+    b.fence[new] = 0
+
+
+cdef inline void undo_replaced(const Replaced* entry, int32_t n, Blocks* b, int32_t* ids) noexcept nogil:
+    """Put back what a step replaced in a row, the last first."""
+    cdef int32_t k
+    for k in range(n - 1, -1, -1):
+        ids[entry[k].index] = entry[k].old
+        b.block[entry[k].old].hold -= 1
+        blocks_ref(b, entry[k].old, 1)
+        give_up_copy(b, entry[k].new)
+        blocks_unref(b, entry[k].new)
+
+
+cdef inline void drop_replaced(const Replaced* entry, int32_t n, Blocks* b) noexcept nogil:
+    """The same for a row that was closed since: it has no table to put anything back into."""
+    cdef int32_t k
+    for k in range(n - 1, -1, -1):
+        b.block[entry[k].old].hold -= 1
+        blocks_settle(b, entry[k].old)
+        if b.block[entry[k].new].place == USED:     # somebody else has a reference
+            give_up_copy(b, entry[k].new)
+
+
+cdef void log_release(const Log* log, Blocks* b) noexcept nogil:
+    """The copies of a step were made: let go of their sources, in the order they were taken.
+
+    A block that other pending plans hold too keeps a floor; the caller recomputes it from their logs.
+    """
+    cdef int32_t k
+    cdef Block* block
+    for k in range(log.size):
+        block = &b.block[log.entry[k].old]
+        block.hold -= 1
+        if block.hold == 0:
+            b.floor[log.entry[k].old] = 0
+            blocks_settle(b, log.entry[k].old)
+
+
+cdef inline void clear_floors(const Log* log, Blocks* b) noexcept nogil:
+    cdef int32_t k
+    for k in range(log.size):
+        b.floor[log.entry[k].old] = 0
+
+
+cdef inline void raise_floors(const Log* log, Blocks* b) noexcept nogil:
+    """Floors are no lower than what the copies of this log read."""
+    cdef const Replaced* entry
+    cdef int32_t k
+    for k in range(log.size):
+        entry = &log.entry[k]
+        b.floor[entry.old] = max(b.floor[entry.old], entry.tokens)
+
+
+cdef uint64_t log_fingerprint(const Log* log, uint64_t h) noexcept nogil:
+    cdef const Replaced* entry
+    cdef int32_t i
+    for i in range(log.size):
+        entry = &log.entry[i]
+        h = mix(mix(h, entry.index), (<uint64_t>entry.old << 32) | <uint32_t>entry.new)
+        h = mix(h, entry.tokens)
+    return h
+
+
+# ---- pass 1: check -----------------------------------------------------------------------------------------
 cdef int check_writes(Step* p, const Seqs* s, Blocks* b, Event* event, int32_t slot, int64_t num_new) noexcept nogil:
     """Which blocks one row replaces and how many it appends, for `num_new` > 0 more tokens."""
     cdef const Seq* q = &s.seq[slot]
-    cdef const int32_t* table = seq_table(s, slot)
     cdef int64_t total = whole_blocks(b, q.kv_len + num_new + b.block_size - 1)
     cdef int64_t index = whole_blocks(b, q.kv_len)
-    cdef int64_t offset = q.kv_len - index * b.block_size
-    while index < total and index < q.num_blocks:
-        if not writable(b, table[index], offset):
-            if log_replacement(p, b, event.row, <int32_t>index, table[index], <int32_t>offset) != OK:
-                return NO_MEMORY
-            event.replaced += 1
-        offset = 0
-        index += 1
+    event.replaced = log_writes(&p.log, b, event.row, seq_table(s, slot), 1, index, min(total, <int64_t>q.num_blocks),
+                                q.kv_len - index * b.block_size)
     event.appended = <int32_t>(total - q.num_blocks) if total > q.num_blocks else 0
-    return OK
+    return OK if event.replaced >= 0 else NO_MEMORY
 
 
 cdef int check_row(Step* p, const Seqs* s, Blocks* b, Event* event, Py_ssize_t i, int32_t slot, int64_t new,
@@ -101,7 +223,7 @@ cdef int check_row(Step* p, const Seqs* s, Blocks* b, Event* event, Py_ssize_t i
         return refused(v, SEQ_TOO_LONG, i, new if new > INT64_MAX - q.kv_len else q.kv_len + new, 0,
                        limits.seq_tokens, 0)
     if new and check_writes(p, s, b, event, slot, new) != OK:
-        return refused(v, NO_MEMORY, i, p.log_room, 0, 0, 0)
+        return refused(v, NO_MEMORY, i, p.log.room, 0, 0, 0)
     if q.num_blocks + event.appended > limits.table_width:
         return refused(v, TABLE_TOO_WIDE, i, q.num_blocks + event.appended, 0, limits.table_width, 0)
     return OK
@@ -150,7 +272,7 @@ cdef inline Py_ssize_t run_of_ones(const Ints* num_new, Py_ssize_t i, Py_ssize_t
 
 cdef int step_check(Step* p, Seqs* s, Blocks* b, const Ints* handles, const Ints* num_new, const Limits* limits,
                     bint advance, bint partial, Verdict* v) noexcept nogil:
-    """Judge a batch and note what it will do. Unless it returns OK the caller must `step_undo_check`.
+    """Judge a batch and note what it will do. Unless it returns OK the caller must `log_undo`.
 
     Rows i .. simple - 1 take the fast path: one token into a tail that only they use. `room` is how many more rows
     may do so within the limit of tokens.
@@ -164,7 +286,7 @@ cdef int step_check(Step* p, Seqs* s, Blocks* b, const Ints* handles, const Ints
     cdef Event* event
     v.needed = 0
     p.num_rows = <int32_t>handles.size
-    p.num_events = p.log_size = 0
+    p.num_events = p.log.size = 0
     while i < handles.size:
         if advance:
             ones = run_of_ones(num_new, max(i, ones), handles.size)
@@ -182,7 +304,7 @@ cdef int step_check(Step* p, Seqs* s, Blocks* b, const Ints* handles, const Ints
         s.seq[slot].mark = s.stamp
         new = ints_at(num_new, i)
         event = &p.event[p.num_events]
-        log_before = p.log_size
+        log_before = p.log.size
         status = check_row(p, s, b, event, i, slot, new, limits, v)
         if status != OK:
             return status
@@ -197,7 +319,7 @@ cdef int step_check(Step* p, Seqs* s, Blocks* b, const Ints* handles, const Ints
             if short_row < 0:
                 short_row = i
             if partial:
-                step_undo_check(p, b, log_before)
+                log_undo(&p.log, b, log_before)
                 event.served = 0
                 event.q_len = event.replaced = event.appended = 0
                 unserved += new
@@ -219,7 +341,7 @@ cdef int step_check_unshare(Step* p, Seqs* s, Blocks* b, const Ints* handles, co
     cdef Event* event
     v.needed = 0
     p.num_rows = <int32_t>handles.size
-    p.num_events = p.log_size = 0
+    p.num_events = p.log.size = 0
     p.num_tokens = 0
     for i in range(p.num_rows):
         slot = seq_judge(s, ints_at(handles, i), i, v)
@@ -243,9 +365,9 @@ cdef int step_check_unshare(Step* p, Seqs* s, Blocks* b, const Ints* handles, co
         p.num_events += 1
         index = seq_rewritten(s, b, slot, first, length, 0)
         while index >= 0:
-            if log_replacement(p, b, i, index, seq_table(s, slot)[index], <int32_t>min(
+            if log_replacement(&p.log, b, i, index, seq_table(s, slot)[index], <int32_t>min(
                     b.block_size, q.kv_len - index * b.block_size)) != OK:
-                return refused(v, NO_MEMORY, i, p.log_room, 0, 0, 0)
+                return refused(v, NO_MEMORY, i, p.log.room, 0, 0, 0)
             event.replaced += 1
             index = seq_rewritten(s, b, slot, first, length, index + 1)
         v.needed += event.replaced
@@ -256,37 +378,15 @@ cdef int step_check_unshare(Step* p, Seqs* s, Blocks* b, const Ints* handles, co
     return OK
 
 
-cdef void step_undo_check(Step* p, Blocks* b, int32_t keep) noexcept nogil:
-    """Take back what step_check did to reference counts, down to `keep` log entries."""
-    while p.log_size > keep:
-        p.log_size -= 1
-        blocks_unhold(b, p.log[p.log_size].old, p.log[p.log_size].old_floor)
-
-
 # ---- pass 2: commit ----------------------------------------------------------------------------------------
 
 cdef void commit_blocks(Step* p, Seqs* s, Blocks* b, const Event* event, int32_t slot, Replaced* log,
                         int64_t step_id) noexcept nogil:
-    """Take the blocks of one row: replacements by ascending index, then the new ones at the end.
-
-    A replacement holds older tokens, and its copy is made when the pending step runs. Its fence is that step, so that
-    nobody reads or commits it before.
-    """
+    """Take the blocks of one row: replacements by ascending index, then the new ones at the end."""
     cdef Seq* q = &s.seq[slot]
     cdef int32_t* table = seq_table(s, slot)
     cdef int32_t k
-    for k in range(event.replaced):
-        log[k].new = blocks_take(b)
-        b.fence[log[k].new] = step_id
-        table[log[k].index] = log[k].new
-        if log[k].tokens:
-            p.copies[3 * <int64_t>p.num_copies] = log[k].old
-            p.copies[3 * <int64_t>p.num_copies + 1] = log[k].new
-            p.copies[3 * <int64_t>p.num_copies + 2] = log[k].tokens
-            p.num_copies += 1
-            b.cow_copies += 1
-            b.cow_tokens += log[k].tokens
-        b.digest = mix(b.digest, (<uint64_t>log[k].index << 32) | <uint32_t>log[k].new)
+    p.num_copies = replace_ids(log, event.replaced, b, table, step_id, p.copies, p.num_copies, &b.digest)
     q.epoch += event.replaced > 0
     if event.appended:
         blocks_take_many(b, table + q.num_blocks, event.appended)
@@ -348,7 +448,7 @@ cdef void step_commit(Step* p, Seqs* s, Blocks* b, const int64_t* handles, bint 
         commit_simple(p, s, b, handles, done, i, step_id)
         done = i + 1
         slot = slot_of(handles[i])
-        commit_blocks(p, s, b, event, slot, p.log + log_at, step_id)
+        commit_blocks(p, s, b, event, slot, p.log.entry + log_at, step_id)
         log_at += event.replaced
         p.uniform &= event.q_len == 1
         q = &s.seq[slot]
@@ -366,8 +466,14 @@ cdef void step_commit(Step* p, Seqs* s, Blocks* b, const int64_t* handles, bint 
 
 # ---- how a pending step ends -------------------------------------------------------------------------------
 
-cdef void pending_add(Pending* pending, Step* p, Blocks* b) noexcept nogil:
-    """A step is the newest pending one: blocks that are released from now on wait for it."""
+cdef inline void set_fences(const Pending* pending, Blocks* b) noexcept nogil:
+    """Blocks that are released from now on wait for the steps that are pending now."""
+    b.oldest_pending = pending.oldest.id if pending.oldest != NULL else 0
+    b.newest_pending = pending.newest.id if pending.newest != NULL else 0
+
+
+cdef void pending_add(Pending* pending, Step* p) noexcept nogil:
+    """A step is the newest pending one."""
     set_flag(&p.pending, True)
     p.older = pending.newest
     p.newer = NULL
@@ -375,14 +481,12 @@ cdef void pending_add(Pending* pending, Step* p, Blocks* b) noexcept nogil:
         pending.newest.newer = p
     else:
         pending.oldest = p
-        b.oldest_pending = p.id
     pending.newest = p
-    b.newest_pending = p.id
     pending.size += 1
 
 
-cdef void pending_remove(Pending* pending, Step* p, Blocks* b) noexcept nogil:
-    """A step is pending no more: from now on blocks do not wait for it."""
+cdef void pending_remove(Pending* pending, Step* p) noexcept nogil:
+    """A step is pending no more."""
     set_flag(&p.pending, False)
     if p.older != NULL:
         p.older.newer = p.newer
@@ -393,39 +497,17 @@ cdef void pending_remove(Pending* pending, Step* p, Blocks* b) noexcept nogil:
     else:
         pending.newest = p.older
     pending.size -= 1
-    b.oldest_pending = pending.oldest.id if pending.oldest != NULL else 0
-    b.newest_pending = pending.newest.id if pending.newest != NULL else 0
 
 
 cdef void pending_settle(const Pending* pending, Step* p, Blocks* b) noexcept nogil:
     """A step has ended: recompute the floors that its log touched, then let blocks out of limbo."""
     cdef const Step* other = pending.oldest
-    cdef const Replaced* entry
-    cdef int32_t k
-    for k in range(p.log_size):
-        b.floor[p.log[k].old] = 0
-    while p.log_size and other != NULL:
-        for k in range(other.log_size):
-            entry = &other.log[k]
-            b.floor[entry.old] = max(b.floor[entry.old], entry.tokens)
+    clear_floors(&p.log, b)
+    while p.log.size and other != NULL:
+        raise_floors(&other.log, b)
         other = other.newer
-    p.log_size = 0
+    p.log.size = 0
     blocks_drain_limbo(b)
-
-
-cdef void step_release_holds(Step* p, Blocks* b) noexcept nogil:
-    """The copies of a step were made: let go of their sources, in the order they were taken.
-
-    A block that other pending plans hold too keeps a floor; the caller recomputes it from their logs.
-    """
-    cdef int32_t k
-    cdef Block* block
-    for k in range(p.log_size):
-        block = &b.block[p.log[k].old]
-        block.hold -= 1
-        if block.hold == 0:
-            b.floor[p.log[k].old] = 0
-            blocks_settle(b, p.log[k].old)
 
 
 cdef bint step_has_children(const Step* p, const Seqs* s) noexcept nogil:
@@ -439,30 +521,16 @@ cdef bint step_has_children(const Step* p, const Seqs* s) noexcept nogil:
     return False
 
 
-cdef inline void give_up_copy(Blocks* b, int32_t new) noexcept nogil:
-    """The copy that was to fill a block will never be made."""
-    if b.canonical != NULL:                 # else it is an engine's to say what is committed, and to be told of it
-        b.num_held -= b.block[new].committed == HELD
-        b.block[new].committed = PLAIN
-    b.fence[new] = 0
-
-
 cdef void rollback_row(Seqs* s, Blocks* b, int32_t slot, int32_t q_len, int32_t appended, const Replaced* log,
                        int32_t replaced) noexcept nogil:
     cdef Seq* q = &s.seq[slot]
     cdef int32_t* table = seq_table(s, slot)
-    cdef int32_t k
     q.kv_len -= q_len
     s.sum_tokens -= q_len
     q.num_blocks -= appended
     s.sum_blocks -= appended
     blocks_unref_many(b, table + q.num_blocks, appended)
-    for k in range(replaced - 1, -1, -1):
-        table[log[k].index] = log[k].old
-        b.block[log[k].old].hold -= 1
-        blocks_ref(b, log[k].old, 1)
-        give_up_copy(b, log[k].new)
-        blocks_unref(b, log[k].new)
+    undo_replaced(log, replaced, b, table)
     if replaced or appended:
         q.epoch += 1
         seq_new_version(s, q)
@@ -471,7 +539,7 @@ cdef void rollback_row(Seqs* s, Blocks* b, int32_t slot, int32_t q_len, int32_t 
 
 cdef void step_rollback(Step* p, Seqs* s, Blocks* b) noexcept nogil:
     """Undo the newest step. The plan is off the pending list already; the caller recomputes floors."""
-    cdef int32_t i, k, slot, log_at = p.log_size, at = p.num_events - 1
+    cdef int32_t i, slot, log_at = p.log.size, at = p.num_events - 1
     cdef Event plain
     cdef const Event* event
     plain.q_len = 1
@@ -486,13 +554,9 @@ cdef void step_rollback(Step* p, Seqs* s, Blocks* b) noexcept nogil:
         slot = seq_find(s, p.handle[i])
         if slot >= 0:
             s.seq[slot].last_step = p.prev_step[i]
-            rollback_row(s, b, slot, event.q_len, event.appended, p.log + log_at, event.replaced)
-            continue
-        for k in range(log_at + event.replaced - 1, log_at - 1, -1):
-            b.block[p.log[k].old].hold -= 1
-            blocks_settle(b, p.log[k].old)
-            if b.block[p.log[k].new].place == USED:     # somebody else has a reference
-                give_up_copy(b, p.log[k].new)
+            rollback_row(s, b, slot, event.q_len, event.appended, p.log.entry + log_at, event.replaced)
+        else:
+            drop_replaced(p.log.entry + log_at, event.replaced, b)
 
 
 cdef uint64_t step_fingerprint(const Step* p, uint64_t h, int64_t next_step) noexcept nogil:
@@ -511,26 +575,18 @@ cdef uint64_t step_fingerprint(const Step* p, uint64_t h, int64_t next_step) noe
         h = mix(h, untagged(p.handle[i]))
         h = mix(h, next_step - p.prev_step[i] if p.prev_step[i] else 0)
         h = mix(mix(h, event.q_len), (<uint64_t>event.appended << 32) | <uint32_t>event.replaced)
-    for i in range(p.log_size):
-        h = mix(mix(h, p.log[i].index), (<uint64_t>p.log[i].old << 32) | <uint32_t>p.log[i].new)
-        h = mix(h, p.log[i].tokens)
-    return h
+    return log_fingerprint(&p.log, h)
 
 
-cdef bint count_holds(const Blocks* b, const Pending* pending, int32_t* holds, int32_t* floors, int32_t* made, char*
-                      finding) noexcept nogil:
-    """Add what pending steps hold; they must be in their order, and the fences those of the oldest and newest."""
+cdef bint check_fences(const Blocks* b, const Pending* pending, char* finding) noexcept nogil:
+    """Pending steps must be in their order, and the fences of blocks those of the oldest and newest."""
     cdef const Step* p = pending.oldest
     cdef int64_t last = 0
-    cdef int32_t k, size = 0
+    cdef int32_t size = 0
     while p != NULL:
         if p.id <= last or not p.pending:
             return snprintf(finding, FINDING, b"step %lld is pending behind step %lld", <long long>p.id,
                             <long long>last) > 0
-        for k in range(p.log_size):
-            holds[p.log[k].old] += 1
-            floors[p.log[k].old] = max(floors[p.log[k].old], p.log[k].tokens)
-            made[0] += b.block[p.log[k].new].place == USED and b.fence[p.log[k].new] == p.id
         last = p.id
         size += 1
         p = p.newer
@@ -538,6 +594,18 @@ cdef bint count_holds(const Blocks* b, const Pending* pending, int32_t* holds, i
         return snprintf(finding, FINDING, b"%d steps are pending up to %lld, the fences say %lld .. %lld", size,
                         <long long>last, <long long>b.oldest_pending, <long long>b.newest_pending) > 0
     return False
+
+
+cdef void count_holds(const Log* log, const Blocks* b, int64_t id, int32_t* holds, int32_t* floors, int32_t*
+                      made) noexcept nogil:
+    """Add what a pending step holds in one set of blocks."""
+    cdef const Replaced* entry
+    cdef int32_t k
+    for k in range(log.size):
+        entry = &log.entry[k]
+        holds[entry.old] += 1
+        floors[entry.old] = max(floors[entry.old], entry.tokens)
+        made[0] += b.block[entry.new].place == USED and b.fence[entry.new] == id
 
 
 cdef bint compare_holds(const Blocks* b, const int32_t* holds, const int32_t* floors, int32_t made, char*

@@ -26,34 +26,33 @@ cdef void carry_out(State* pool, Plan plan, const int64_t* handles, bint advance
     p.noted_done = False
     pool.next_step = p.id + 1
     if pool.steps_pend:
-        pending_add(&pool.pending, p, b)
+        pending_add(&pool.pending, p)
+        set_fences(&pool.pending, b)
     step_commit(p, &pool.seqs, b, handles, advance, pool.steps_pend)
     wire_emit(&plan.wire, p, &pool.seqs, b, <int32_t>pad_rows, pad_tokens)
     show_step(plan, pad_rows, pad_tokens)
     if not pool.steps_pend:
-        step_release_holds(p, b)
-        p.log_size = 0
+        log_release(&p.log, b)
+        p.log.size = 0
 
 
 cdef void carry_out_groups(State* pool, Plan plan, const int64_t* handles, bint advance, int64_t pad_rows, int64_t
                            pad_tokens) noexcept nogil:
     """The same in a pool with layer groups."""
     cdef Step* p = &plan.step
-    cdef int32_t k
     p.id = pool.next_step
     p.noted_done = False
     pool.next_step = p.id + 1
     if pool.steps_pend:
-        pending_add(&pool.pending, p, &pool.blocks)
-        groups_pend(pool.groups, plan.part, p.id)
+        pending_add(&pool.pending, p)
+        groups_set_fences(pool.groups, &pool.pending)
     groups_commit(pool.groups, p, plan.part, handles, advance)
     wire_emit(&plan.wire, p, &pool.seqs, &pool.blocks, <int32_t>pad_rows, pad_tokens)
-    groups_emit(pool.groups, p, plan.part, <int32_t>pad_rows, pad_tokens)
+    groups_emit(pool.groups, p, <int32_t>pad_rows, pad_tokens)
     show_step(plan, pad_rows, pad_tokens)
     if not pool.steps_pend:
-        groups_release(pool.groups, p, plan.part)
-        for k in range(pool.groups.num_groups):
-            plan.part[k].step.log_size = 0
+        groups_release(pool.groups, p)
+        groups_settle(pool.groups, &pool.pending, p)
 
 
 cdef int step_groups(State* pool, Plan plan, const Ints* rows, const Ints* new, const Limits* limits, bint advance,
@@ -74,9 +73,12 @@ cdef int can_groups(State* pool, const Ints* rows, const Ints* new, const Limits
     for k in range(pool.groups.num_groups):
         part[k] = &pool.groups.scratch[k]
         part[k].width = 0x7FFFFFFF
-        if rows.size > part[k].step.max_rows:
-            step_free(&part[k].step)
-            if step_init(&part[k].step, <int32_t>rows.size) != OK:
+        if rows.size > part[k].max_rows:
+            part_free(part[k])
+            part[k].max_rows = 0
+            if part_init(part[k], <int32_t>rows.size) != OK:
+                part_free(part[k])
+                part[k].max_rows = 0
                 return refused(v, NO_MEMORY, -1, rows.size, 0, 0, 0)
     status = groups_check_step(pool.groups, &pool.scratch, part, rows, new, limits, True, False, v)
     groups_undo_check(pool.groups, part)
@@ -101,7 +103,7 @@ cdef int pool_step(State* pool, Plan plan, const Ints* rows, const Ints* new, bi
         return step_groups(pool, plan, rows, new, &limits, advance, partial, pad_rows, pad_tokens, v)
     status = step_check(&plan.step, &pool.seqs, &pool.blocks, rows, new, &limits, advance, partial, v)
     if status != OK:
-        step_undo_check(&plan.step, &pool.blocks, 0)
+        log_undo(&plan.step.log, &pool.blocks, 0)
         return status
     carry_out(pool, plan, <const int64_t*>rows.data, advance, pad_rows, max(pad_tokens, <int64_t>0))
     return OK
@@ -129,22 +131,23 @@ cdef int pool_can(State* pool, Ints* rows, const Ints* new, Verdict* v) noexcept
     if pool.groups != NULL:
         return can_groups(pool, rows, new, &limits, v)
     status = step_check(&pool.scratch, &pool.seqs, &pool.blocks, rows, new, &limits, True, False, v)
-    step_undo_check(&pool.scratch, &pool.blocks, 0)
+    log_undo(&pool.scratch.log, &pool.blocks, 0)
     return status
 
 
 cdef void pass_step(State* pool, Step* p) noexcept nogil:
     cdef int32_t i, slot
-    pending_remove(&pool.pending, p, &pool.blocks)
+    pending_remove(&pool.pending, p)
     if pool.groups != NULL:
-        groups_pass(pool.groups, p)
+        groups_pass(pool.groups, &pool.pending, p)
         return
+    set_fences(&pool.pending, &pool.blocks)
     if pool.indexed:
         for i in range(p.num_rows):
             slot = seq_find(&pool.seqs, p.handle[i])
             if slot >= 0:
                 pool.seqs.prefix[slot].done = p.length[i]
-    step_release_holds(p, &pool.blocks)
+    log_release(&p.log, &pool.blocks)
     pending_settle(&pool.pending, p, &pool.blocks)
     if pool.blocks.num_held:
         publish_waiting(pool)
@@ -184,8 +187,8 @@ cdef void keep_known(State* pool, const Step* p) noexcept nogil:
     cdef int32_t k
     if not pool.indexed:
         return
-    for k in range(p.log_size):
-        entry = &p.log[k]
+    for k in range(p.log.size):
+        entry = &p.log.entry[k]
         if (seq_find(&pool.seqs, p.handle[entry.row]) >= 0 and pool.blocks.block[entry.new].committed == HELD
                 and not pool.blocks.block[entry.old].committed):
             memcpy(pool.index.tokens + entry.old * bs, pool.index.tokens + entry.new * bs, bs * sizeof(int32_t))
@@ -202,11 +205,12 @@ cdef int pool_rollback(State* pool, Plan plan, Verdict* v) noexcept nogil:
     if step_has_children(p, &pool.seqs):
         return refused(v, PLAN_HAS_CHILDREN, -1, p.id, 0, 0, 0)
     keep_known(pool, p)
-    pending_remove(&pool.pending, p, &pool.blocks)
+    pending_remove(&pool.pending, p)
     if pool.groups != NULL:
-        groups_rollback(pool.groups, p)
+        groups_rollback(pool.groups, &pool.pending, p)
         wire_forget(&plan.wire, p.num_rows, False, False)
         return OK
+    set_fences(&pool.pending, &pool.blocks)
     blocks_lower_fences(&pool.blocks)
     step_rollback(p, &pool.seqs, &pool.blocks)
     wire_forget(&plan.wire, p.num_rows, False, False)
@@ -220,7 +224,7 @@ cdef int32_t pool_reset(State* pool, void** plans) noexcept nogil:
     cdef int32_t count = 0
     while p != NULL:
         set_flag(&p.pending, False)
-        p.log_size = 0
+        p.log.size = 0
         wire_forget(<Wire*>p.wire, p.num_rows, False, False)
         if pool.groups != NULL:
             groups_end(pool.groups, p)
@@ -242,9 +246,14 @@ cdef int32_t pool_reset(State* pool, void** plans) noexcept nogil:
 
 cdef bint check_pending(State* pool, int32_t* holds, int32_t* floors, char* finding) noexcept nogil:
     """Holds, floors and fences are those of the plans that are pending."""
+    cdef const Step* p = pool.pending.oldest
     cdef int32_t made = 0
-    return (count_holds(&pool.blocks, &pool.pending, holds, floors, &made, finding)
-            or compare_holds(&pool.blocks, holds, floors, made, finding))
+    if check_fences(&pool.blocks, &pool.pending, finding):
+        return True
+    while p != NULL:
+        count_holds(&p.log, &pool.blocks, p.id, holds, floors, &made)
+        p = p.newer
+    return compare_holds(&pool.blocks, holds, floors, made, finding)
 
 
 cdef int32_t largest_arena(State* pool) noexcept nogil:

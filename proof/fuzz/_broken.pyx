@@ -280,8 +280,8 @@ def _lru_swapped(pool, kept, *_):
 
 
 def _hold_forgotten(pool, plan):
-    if (<Plan>plan).step.log_size:
-        (<Plan>plan).step.log_size -= 1
+    if (<Plan>plan).step.log.size:
+        (<Plan>plan).step.log.size -= 1
 
 
 def _pending_hidden(pool, *_):

@@ -665,7 +665,7 @@ def test_check_finds_faults_in_groups(full_and_window):
         other.pool._corrupt(what, 0 if what == "length" else 3)
         with pytest.raises(CorruptState):
             other.pool.check()
-    for what in ("group_table", "gone"):
+    for what in ("table", "gone", "due"):
         other = Watched(64, 4, groups=pool.options.groups)
         other.grow([other.open()], 9)
         other.pool._corrupt(what, 0)
