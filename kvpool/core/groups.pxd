@@ -55,7 +55,7 @@ cdef struct GroupPlan:          # what a plan has for one group
     int32_t max_rows
     int32_t num_changes
     int32_t num_copies
-    int32_t* copies             # [max_rows * columns, 3], NULL: a state is not copied
+    int32_t* copies             # [max_rows * columns, 3]; a state is not copied
     Wire wire                   # block_tables and dirty rows
     int32_t width               # entries of a row of block_tables
     int32_t* kv_starts          # [max_rows]

@@ -253,29 +253,65 @@ cdef inline bint owns_tail(const LayerGroup* g, int32_t slot, int64_t position) 
     return True
 
 
-cdef int32_t check_steady(Groups* gs, const int64_t* handle, int32_t first, int32_t end, int64_t seq_tokens,
-                          int64_t num_blocks) noexcept nogil:
-    """Return the first row from `first` on that does more than put a token into its own tails. Mark those before it.
+cdef inline bint has_slot(const Groups* gs, const int64_t* needed, const int64_t* available) noexcept nogil:
+    """Whether every state group has a slot for one row more."""
+    cdef int32_t k
+    for k in range(gs.num_groups):
+        if gs.group[k].kind == STATE_LAYERS and needed[gs.group[k].arena] >= available[gs.group[k].arena]:
+            return False
+    return True
 
-    A table has room for `num_blocks` blocks of the pool.
+
+cdef int move_states(Groups* gs, GroupPlan** part, int32_t row, int32_t slot, int64_t* needed) noexcept nogil:
+    """Each state of a row goes to another slot."""
+    cdef LayerGroup* g
+    cdef Change* change
+    cdef int32_t k
+    for k in range(gs.num_groups):
+        g = &gs.group[k]
+        if g.kind == STATE_LAYERS:
+            change = &part[k].change[part[k].num_changes]
+            change.row = row
+            change.replaced = 1
+            change.appended = 0
+            if log_replacement(&part[k].log, g.blocks, row, 0, g.table[slot], 0) != OK:
+                return NO_MEMORY
+            part[k].num_changes += 1
+            needed[g.arena] += 1
+    return OK
+
+
+cdef int32_t check_steady(Groups* gs, GroupPlan** part, const int64_t* handle, int32_t first, int32_t end, int64_t
+                          seq_tokens, int64_t num_blocks, int64_t* needed, const int64_t* available) noexcept nogil:
+    """Return the first row from `first` on that does more than put a token into its own tails, and move its states.
+
+    Mark those before it. A table has room for `num_blocks` blocks of the pool. -1: no memory.
     """
-    cdef Seqs* s = gs.seqs
-    cdef int32_t k, slot
+    cdef Seq* seq = gs.seqs.seq
+    cdef uint32_t stamp = gs.seqs.stamp
+    cdef int64_t bs = gs.block_size
+    cdef int32_t k, slot, max_seqs = gs.seqs.max_seqs, num_groups = gs.num_groups
+    cdef bint moves = gs.has_states and gs.pends
+    cdef const LayerGroup* g
     cdef Seq* q
-    if gs.has_states and gs.pends:
-        return first                # a state moves in every step
     while first < end:
         slot = slot_of(handle[first])
-        if slot >= s.max_seqs:
+        if slot >= max_seqs:
             return first
-        q = &s.seq[slot]
-        if q.handle != handle[first] or q.mark == s.stamp or q.num_blocks > num_blocks or q.kv_len >= seq_tokens or (
-                q.kv_len >= q.num_blocks * gs.block_size) or (gs.has_states and q.kv_len == 0):
+        q = &seq[slot]
+        if q.handle != handle[first] or q.mark == stamp or q.num_blocks > num_blocks or q.kv_len >= seq_tokens or (
+                q.kv_len >= q.num_blocks * bs) or (gs.has_states and q.kv_len == 0):
             return first
-        for k in range(gs.num_groups):
-            if not owns_tail(&gs.group[k], slot, q.kv_len):
+        for k in range(num_groups):
+            g = &gs.group[k]
+            if not (moves and g.kind == STATE_LAYERS) and not owns_tail(g, slot, q.kv_len):
                 return first
-        q.mark = s.stamp
+        if moves:
+            if not has_slot(gs, needed, available):
+                return first
+            if move_states(gs, part, first, slot, needed) != OK:
+                return -1
+        q.mark = stamp
         first += 1
     return first
 
@@ -302,9 +338,9 @@ cdef int32_t check_in_group(const Groups* gs, LayerGroup* g, GroupPlan* part, co
         return 0
     elif g.table[slot] == NO_BLOCK:
         change.appended = 1
-    elif gs.pends or not writable(g.blocks, g.table[slot], 0):
-        change.replaced = 1             # "one token is read": nobody writes the slot before the step passed
-        if log_replacement(&part.log, g.blocks, row, 0, g.table[slot], 1) != OK:
+    elif gs.pends or not owns_tail(g, slot, q.kv_len):
+        change.replaced = 1
+        if log_replacement(&part.log, g.blocks, row, 0, g.table[slot], 0) != OK:
             return -1
     if change.replaced < 0:
         return -1
@@ -400,8 +436,10 @@ cdef int groups_check_step(Groups* gs, Step* p, GroupPlan** part, const Ints* ha
     while i < rows:
         if advance:
             ones = <int32_t>run_of_ones(num_new, max(i, ones), rows)
-            steady = check_steady(gs, handle, i, <int32_t>min(<int64_t>ones, i + min(limits.max_tokens - asked, <int64_t>
-                                                              rows)), limits.seq_tokens, widest)
+            steady = <int32_t>min(<int64_t>ones, i + min(limits.max_tokens - asked, <int64_t>rows))
+            steady = check_steady(gs, part, handle, i, steady, limits.seq_tokens, widest, needed, available)
+            if steady < 0:
+                return refused(v, NO_MEMORY, i, rows, 0, 0, 0)
             asked += steady - i
             i = steady
             if i == rows:
@@ -540,9 +578,9 @@ cdef void groups_release(Groups* gs, const Step* p) noexcept nogil:
             letting[n] = k
             n += 1
     for i in range(p.num_rows if n else 0):
-        slot = seq_find(gs.seqs, p.handle[i])
-        for k in range(n if slot >= 0 else 0):
-            if p.length[i] >= gs.group[letting[k]].seq[slot].due:
+        slot = slot_of(p.handle[i])
+        for k in range(n):
+            if p.length[i] >= gs.group[letting[k]].seq[slot].due and seq_find(gs.seqs, p.handle[i]) >= 0:
                 let_go(&gs.group[letting[k]], slot, p.length[i])
 
 
@@ -663,6 +701,22 @@ cdef void emit_states(const LayerGroup* g, GroupPlan* out, const Step* p, int32_
         out.state_src[i] = out.state_dst[i] = NO_BLOCK
 
 
+cdef void emit_next_slots(const LayerGroup* g, GroupPlan* out, const Step* p) noexcept nogil:
+    """slot_mapping of a batch in which every row has one new token: all that the loop reads is in locals."""
+    cdef const int32_t* table = g.table
+    cdef const int32_t* ids
+    cdef int32_t* slots = out.slot_mapping
+    cdef int64_t width = g.width, bs = g.block_size, shown = out.shown_tokens, position, index
+    cdef int32_t columns = g.columns, rows = p.num_rows, i, c
+    for i in range(rows):
+        position = p.length[i] - 1
+        index = entry_at(g, position)
+        ids = table + slot_of(p.handle[i]) * width + index * columns
+        position -= index * bs
+        for c in range(columns):
+            slots[c * shown + i] = <int32_t>(ids[c] * bs + position)
+
+
 cdef void emit_slots(const LayerGroup* g, GroupPlan* out, const Step* p) noexcept nogil:
     """slot_mapping: where each new token goes, one row of all tokens per column."""
     cdef int32_t* slots = out.slot_mapping
@@ -685,9 +739,6 @@ cdef void emit_slots(const LayerGroup* g, GroupPlan* out, const Step* p) noexcep
                     slots[c * out.shown_tokens + k] = <int32_t>(shift + k)
             slots += stop - first
             first = stop
-    for c in range(g.columns):
-        for k in range(<int32_t>(out.shown_tokens - p.num_tokens)):
-            slots[c * out.shown_tokens + k] = -1
 
 
 cdef void emit_tables(const Groups* gs, const LayerGroup* g, GroupPlan* out, const Step* p, int32_t
@@ -715,7 +766,8 @@ cdef void groups_emit(const Groups* gs, const Step* p, int32_t pad_rows, int64_t
     """Write a committed step into the arrays of every group."""
     cdef const LayerGroup* g
     cdef GroupPlan* out
-    cdef int32_t k
+    cdef int64_t t
+    cdef int32_t k, c
     for k in range(gs.num_groups):
         g = &gs.group[k]
         out = parts_of(p)[k]
@@ -726,8 +778,15 @@ cdef void groups_emit(const Groups* gs, const Step* p, int32_t pad_rows, int64_t
             emit_states(g, out, p, pad_rows)
             continue
         emit_tables(gs, g, out, p, pad_rows)
-        if out.slot_mapping != NULL:
+        if out.slot_mapping == NULL:
+            continue
+        if p.uniform:
+            emit_next_slots(g, out, p)
+        else:
             emit_slots(g, out, p)
+        for c in range(g.columns):
+            for t in range(p.num_tokens, out.shown_tokens):
+                out.slot_mapping[c * out.shown_tokens + t] = -1
 
 
 # ---- audit -------------------------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ cdef inline int32_t log_writes(Log* log, Blocks* b, int32_t row, const int32_t* 
 
 cdef inline int32_t replace_ids(Replaced* entry, int32_t n, Blocks* b, int32_t* ids, int64_t step_id, int32_t* copies,
                                 int32_t num_copies, uint64_t* digest) noexcept nogil:
-    """Take the blocks that replace n ids of a row; returns how many copies there are now. NULL: nothing is copied.
+    """Take the blocks that replace n ids of a row; returns how many copies there are now.
 
     A replacement holds older tokens, and its copy is made when the pending step runs. Its fence is that step, so that
     nobody reads or commits it before.
@@ -118,7 +118,7 @@ cdef inline int32_t replace_ids(Replaced* entry, int32_t n, Blocks* b, int32_t* 
         entry[k].new = blocks_take(b)
         b.fence[entry[k].new] = step_id
         ids[entry[k].index] = entry[k].new
-        if entry[k].tokens and copies != NULL:
+        if entry[k].tokens:
             copies[3 * <int64_t>num_copies] = entry[k].old
             copies[3 * <int64_t>num_copies + 1] = entry[k].new
             copies[3 * <int64_t>num_copies + 2] = entry[k].tokens

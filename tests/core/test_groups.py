@@ -526,6 +526,55 @@ def test_forgotten_rows_are_dirty_in_all_groups(full_and_window):
     assert not plan.groups[1].block_tables.any()
 
 
+def test_kv_starts_without_block_tables_follow_the_rows():
+    pool = Watched(64, 4, groups=[Group.window(6), Group.full()])
+    plan = pool.plan(formats=("seq_lens",))
+    long, short = pool.open(), pool.open()
+    pool.grow([long, short], [17, 2])
+    for rows, starts in (([long, short], [12, 0]), ([short, long], [0, 12]), ([long], [12]), ([long, short], [12, 0])):
+        pool.step(plan, rows, 0, pad_to=(3, 0))
+        assert plan.groups[0].kv_starts.tolist() == [*starts, *[0] * (3 - len(starts))]
+        assert plan.groups[1].kv_starts.tolist() == [0, 0, 0]
+        assert plan.groups[0].dirty_rows.tolist() == []
+        pool.done(plan)
+    pool.step(plan, [long], 1)
+    pool.done(plan)
+    pool.grow([long], 3)  # 21 tokens: entries up to 16 leave
+    pool.step(plan, [long], 1)
+    assert plan.groups[0].kv_starts.tolist() == [16]
+
+
+def test_groups_of_a_plan_are_made_by_a_plan(full_and_window):
+    kind = type(full_and_window.plan().groups[0])
+    for make in (kind, lambda: kind(None), lambda: kind.__new__(kind), lambda: kind(object())):
+        with pytest.raises(TypeError, match="a Plan makes its groups"):
+            make()
+
+
+def test_group_and_arena_out_of_range_name_the_limits(full_and_window):
+    handle = full_and_window.open()
+    for wrong in (-1, 2, 2**40):
+        with pytest.raises(ValueError, match=rf"group is out of range \({wrong}\), it must be in 0 \.\. 1$"):
+            full_and_window.table(handle, wrong)
+    for wrong in (-1, 1, 2**40):
+        with pytest.raises(ValueError, match=rf"arena is out of range \({wrong}\), it must be in 0 \.\. 0$"):
+            full_and_window.stats(wrong)
+    plain = Pool(8, 4)
+    with pytest.raises(ValueError, match=r"must be in 0 \.\. 0$"):
+        plain.table(plain.open(), 1)
+    with pytest.raises(ValueError, match=r"must be in 0 \.\. 0$"):
+        plain.stats(-1)
+
+
+def test_truncate_names_the_first_group_that_let_go():
+    pool = Watched(64, 4, groups=[Group.full(), Group.window(11), Group.window(6)])
+    handle = pool.open()
+    pool.grow([handle], 17)
+    for length, group in ((12, 1), (15, 2)):
+        with pytest.raises(ValueError, match=rf"group {group} let go .* the least length that is left is 17$"):
+            pool.truncate(handle, length)
+
+
 def test_options_make_another_pool_like_it(full_and_window):
     options = full_and_window.options
     assert options.groups == (Group.full(), Group.window(6, columns=2)) and options.lookahead == 0
