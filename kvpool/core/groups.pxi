@@ -58,6 +58,10 @@ cdef void part_free(GroupPlan* part) noexcept nogil:
     part.log.entry = NULL
 
 
+cdef inline void forget_told(LayerGroup* g, int32_t slot) noexcept nogil:
+    g.seq[slot].told = g.seq[slot].told_gone = 0
+
+
 cdef inline GroupPlan** parts_of(const Step* p) noexcept nogil:
     return <GroupPlan**>p.parts
 
@@ -131,6 +135,7 @@ cdef int groups_open(Groups* gs, const Ints* tokens, Verdict* v) noexcept nogil:
         n = entries_of(g, slot, blocks)
         blocks_take_many(g.blocks, group_row(g, slot), n * g.columns)
         g.seq[slot].epoch = 0
+        forget_told(g, slot)
         set_gone(g, slot, 0)
         new_version(g, slot)
     s.seq[slot].num_blocks = <int32_t>blocks
@@ -164,6 +169,7 @@ cdef void groups_fork(Groups* gs, int32_t parent, int32_t n, int64_t* children) 
             memcpy(group_row(g, child), group_row(g, parent), <size_t>entries * g.columns * sizeof(int32_t))
             g.seq[child] = g.seq[parent]
             g.seq[child].epoch = 0
+            forget_told(g, child)
             new_version(g, child)
         children[i] = s.seq[child].handle
         b.digest = mix(b.digest, untagged(children[i]))
@@ -229,9 +235,11 @@ cdef void groups_truncate(Groups* gs, int32_t slot, int64_t length) noexcept nog
         if keep < entries:
             group_unref(g, slot, keep, entries)
             g.seq[slot].epoch += 1
+            g.seq[slot].told = min(g.seq[slot].told, keep)
             new_version(g, slot)
         if keep <= g.kept:
             set_gone(g, slot, 0)
+            g.seq[slot].told_gone = 0
     s.sum_blocks -= q.num_blocks - blocks
     s.sum_tokens -= q.kv_len - length
     q.num_blocks = <int32_t>blocks
@@ -498,8 +506,10 @@ cdef void commit_group(Groups* gs, LayerGroup* g, GroupPlan* part, const Step* p
         ids = group_row(g, slot)
         part.num_copies = replace_ids(log, change.replaced, b, ids, p.id if gs.pends else 0, part.copies,
                                       part.num_copies, &digest)
+        if change.replaced:
+            g.seq[slot].epoch += 1
+            g.seq[slot].told = min(g.seq[slot].told, log.index // g.columns)
         log += change.replaced
-        g.seq[slot].epoch += change.replaced > 0
         ids += <int64_t>entries_of(g, slot, gs.seqs.seq[slot].num_blocks) * g.columns
         blocks_take_many(b, ids, change.appended)
         for k in range(change.appended):
@@ -658,6 +668,9 @@ cdef void groups_rollback(Groups* gs, const Pending* pending, const Step* p) noe
             s.sum_blocks -= event.appended
     for k in range(gs.num_groups - 1, -1, -1):
         rollback_group(&gs.group[k], part[k], p, s)
+        for i in range(p.num_rows):
+            if seq_find(s, p.handle[i]) >= 0:
+                forget_told(&gs.group[k], slot_of(p.handle[i]))
         wire_forget(&part[k].wire, p.num_rows, False, False)
     groups_settle(gs, pending, p)
 
@@ -760,6 +773,42 @@ cdef void emit_tables(const Groups* gs, const LayerGroup* g, GroupPlan* out, con
         out.kv_starts[i] = 0
         pad_row(&out.wire, i)
         out.wire.seen[i] = 0
+
+
+cdef inline void tell(TableUpdates* out, const LayerGroup* g, int32_t number, int32_t slot, int32_t first, int32_t
+                      end) noexcept nogil:
+    """Entries first .. end - 1 of a row."""
+    cdef const int32_t* ids = group_row(g, slot)
+    cdef int32_t* at = out.data + 5 * out.size
+    cdef int64_t i
+    for i in range(<int64_t>first * g.columns, <int64_t>end * g.columns):
+        at[0] = slot
+        at[1] = number
+        at[2] = <int32_t>(i // g.columns)
+        at[3] = <int32_t>(i % g.columns)
+        at[4] = ids[i]
+        at += 5
+        out.size += 1
+
+
+cdef void groups_tell(Groups* gs, const Step* p, TableUpdates* out) noexcept nogil:
+    """table_updates: what the tables of the rows have that no plan has told yet."""
+    cdef LayerGroup* g
+    cdef GroupSeq* q
+    cdef int32_t i, k, slot, entries
+    out.size = 0
+    for i in range(p.num_rows if out.data != NULL else 0):
+        slot = slot_of(p.handle[i])
+        for k in range(gs.num_groups):
+            g = &gs.group[k]
+            q = &g.seq[slot]
+            if g.kind == STATE_LAYERS:
+                continue
+            entries = entries_of(g, slot, gs.seqs.seq[slot].num_blocks)
+            tell(out, g, k, slot, max(g.kept, q.told_gone), min(q.gone, q.told))
+            tell(out, g, k, slot, q.told, entries)
+            q.told = entries
+            q.told_gone = q.gone
 
 
 cdef void groups_emit(const Groups* gs, const Step* p, int32_t pad_rows, int64_t pad_tokens) noexcept nogil:

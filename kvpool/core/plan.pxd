@@ -52,6 +52,7 @@ cdef class Plan:
     cdef tuple names
     cdef tuple group_plans      # a PlanGroup for each layer group, None without groups
     cdef GroupPlan* part[MAX_GROUPS]    # theirs
+    cdef TableUpdates updates
     cdef object __weakref__
 
     cdef int refuse_pending(self, str call) except -1

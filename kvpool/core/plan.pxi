@@ -15,10 +15,11 @@ FORMATS = {
     "kv_slots_ragged": ("kv_slots_ragged", "kv_indptr"),
     "slot_ids": ("slot_ids",),
     "page_batch_info": ("slot_ids", "block_tables", "seq_lens", "cu_q_lens", "slot_mapping"),
+    "table_updates": (),        # of layer groups only; no field of a Wire
 }
 SLOT_FIELDS = ("slot_mapping", "kv_slots", "kv_slots_ragged")
 LENGTH_FIELDS = ("seq_lens", "positions")
-GROUP_FORMATS = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens", "slot_ids")
+GROUP_FORMATS = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens", "slot_ids", "table_updates")
 PER_GROUP = ("block_tables", "slot_mapping", "copies", "dirty_rows")
 ROW_FORMATS = ("block_tables", "csr", "kv_slots", "page_batch_info")
 
@@ -207,7 +208,8 @@ cdef class Plan:
         What to fill; a format nobody asks for costs nothing. Arrays, with their whole shapes:
         ``block_tables [S, W]``, ``seq_lens [S]``, ``slot_mapping [T]``, ``positions [T]``, ``cu_q_lens [S + 1]``,
         ``csr`` (``indptr [S + 1]``, ``indices [S * W]``, ``last_page_len [S]``), ``kv_slots [S, kv_width]``,
-        ``kv_slots_ragged`` (``[S * kv_width]``, ``kv_indptr [S + 1]``), ``slot_ids [S]``, ``page_batch_info``.
+        ``kv_slots_ragged`` (``[S * kv_width]``, ``kv_indptr [S + 1]``), ``slot_ids [S]``, ``page_batch_info``;
+        with layer groups ``table_updates [U, 5]``.
     table_width : int, optional
         W, blocks; default the pool's `max_blocks_per_seq`.
     kv_width : int, optional
@@ -308,6 +310,8 @@ cdef class Plan:
                 raise ValueError(f"[Plan] no such format ({show(name)}), there are {', '.join(FORMATS)}")
         if self.pool.options.groups is not None:
             formats = self.make_groups(formats)
+        elif "table_updates" in formats:
+            raise ValueError("[Plan] table_updates is a format for layer groups, the pool has none")
         wanted = [name for name in FIELDS if any(name in FORMATS[f] for f in formats)]
         for option, given in (("dtype", dtype), ("pad", pad), ("out", out)):
             if not isinstance(given, dict) and option != "dtype":
@@ -345,6 +349,7 @@ cdef class Plan:
         cdef LayerGroup[MAX_GROUPS] group
         cdef int64_t[MAX_GROUPS] num_blocks
         cdef PlanGroup made
+        cdef int64_t most = 0
         cdef int32_t k, n
         for name in formats:
             if name not in GROUP_FORMATS:
@@ -361,6 +366,12 @@ cdef class Plan:
             made.init(&group[k], num_blocks[k], self.wire.max_rows, self.max_tokens_,
                       self.wire.table_width * <int64_t>self.pool.options.block_size, formats)
             parts.append(made)
+            most += self.wire.max_rows * <int64_t>made.data.wire.table_width
+        if "table_updates" in formats:
+            if most > INT32_MAX:
+                raise ValueError(f"[Plan] table_updates may have {most} rows, the limit is {INT32_MAX}")
+            self.arrays["table_updates"] = new_array((most, 5), np.int32, False)
+            self.updates.data = <int32_t*>array_data(self.arrays["table_updates"][0])
         self.group_plans = tuple(parts)
         for k in range(n):                              # not before they are kept: a later one may have been refused
             self.part[k] = &(<PlanGroup>self.group_plans[k]).data
@@ -715,6 +726,11 @@ cdef class Plan:
     def cu_q_lens(self):
         """``[S + 1]``: prefix sums of the new tokens per row."""
         return self.view("cu_q_lens", self.shown_rows + 1)
+
+    @property
+    def table_updates(self):
+        """int32 ``[U, 5]``: (row id, group, index, column, block) of table entries that were not told yet."""
+        return self.view("table_updates", self.updates.size)
 
     @property
     def indptr(self):

@@ -29,15 +29,65 @@ OPERATIONS = (
 )
 COMMON = ("seq_lens", "positions", "cu_q_lens", "slot_ids")
 PLANS: tuple[dict[str, Any], ...] = (
-    {"max_rows": 6, "max_tokens": 64, "formats": ("block_tables", "slot_mapping", *COMMON)},
+    {"max_rows": 6, "max_tokens": 64, "formats": ("block_tables", "slot_mapping", "table_updates", *COMMON)},
     {"max_rows": 6, "max_tokens": 96},
-    {"max_rows": 3, "max_tokens": 20, "formats": ("block_tables", "slot_mapping", "seq_lens", "cu_q_lens")},
+    {
+        "max_rows": 3,
+        "max_tokens": 20,
+        "formats": ("block_tables", "slot_mapping", "seq_lens", "cu_q_lens", "table_updates"),
+    },
     {"max_rows": 4, "max_tokens": 40, "formats": ("block_tables", "slot_mapping"), "table_width": 9},
 )
 KINDS = ("full", "window", "chunk", "state")
 FIELDS = ("num_tokens", "is_pending", "step_id")
 GROUP_ARRAYS = ("block_tables", "slot_mapping", "kv_starts", "copies", "dirty_rows")
 STATE_ARRAYS = ("state_src", "state_dst")
+
+
+class Mirrors:
+    """Tables as two backends keep them that see nothing but `table_updates`.
+
+    One applies them when a step is issued, also of steps that are rolled back; the other when a step passes, so of
+    those it sees nothing. After a step its rows must be in the mirror as the plan's own tables show them.
+    """
+
+    def __init__(self, groups: list[Group]) -> None:
+        self.groups = [g for g, group in enumerate(groups) if group.kind != "state"]
+        self.early: dict[tuple[int, ...], int] = {}
+        self.late: dict[tuple[int, ...], int] = {}
+        self.waiting: list[tuple[Any, list[dict[tuple[int, ...], int]]]] = []
+
+    def issued(self, pool: Any, plan: Any) -> None:
+        """A plan with updates was filled."""
+        updates = {tuple(update[:4]): update[4] for update in plan.table_updates.tolist()}
+        shown = {
+            (row, g, i, column): block
+            for at, row in enumerate(plan.handles.astype(np.int64) & (1 << 20) - 1)
+            for g in self.groups
+            for i, entry in enumerate(plan.groups[g].block_tables[at, : len(pool.table(int(plan.handles[at]), g))])
+            for column, block in enumerate(entry.tolist())
+        }
+        assert updates.keys() <= shown.keys(), f"content: updates beyond the tables: {updates.keys() - shown.keys()}"
+        self._apply(self.early, updates, shown)
+        self.waiting.append((plan, [updates, shown]))
+        self.passed()
+
+    def passed(self) -> None:
+        """Plans that are pending no more have passed, oldest first."""
+        while self.waiting and not self.waiting[0][0].is_pending:
+            self._apply(self.late, *self.waiting.pop(0)[1])
+
+    def rolled_back(self) -> None:
+        """The newest plan was rolled back."""
+        if self.waiting and not self.waiting[-1][0].is_pending:
+            self.waiting.pop()
+
+    def _apply(
+        self, mirror: dict[tuple[int, ...], int], updates: dict[tuple[int, ...], int], shown: dict[tuple[int, ...], int]
+    ) -> None:
+        mirror.update(updates)
+        wrong = {place: block for place, block in shown.items() if mirror.get(place) != block}
+        assert not wrong, f"content: the mirror has other blocks than {wrong}"
 
 
 class Program:
@@ -50,6 +100,7 @@ class Program:
         self.in_order: bool = options["in_order"]
         self.num_arenas = _num_arenas(self.groups)
         self.content = GroupContent(self.groups, self.size, options["reserved_blocks"], options["lookahead"])
+        self.mirrors = Mirrors(self.groups)
         self.live: list[int] = []
         self.took = False  # whether the call hands out blocks
 
@@ -146,6 +197,8 @@ class Program:
     def _issued(self, plan: int, rows: list[int], new: list[int]) -> None:
         self.took = True
         self.compare_plan(plan)
+        if "table_updates" in PLANS[plan].get("formats", ()):
+            self.mirrors.issued(self.pair.test.pool, self.pair.test.plans[plan])
         self.content.issued(self.pair.test.plans[plan], rows, new)
         if self.in_order:
             self._see_tables()  # which poisons the blocks that were handed out
@@ -164,6 +217,7 @@ class Program:
         plan = pending[c % len(pending) if b % 4 == 1 else 0]
         if self.pair.both(lambda side: side.pool.done(side.plans[plan])) is not RAISED:
             self.content.done(self.pair.test.plans[plan], self._table)
+            self.mirrors.passed()
         self.compare()
 
     def rollback(self, a: int, b: int, c: int) -> None:
@@ -172,6 +226,7 @@ class Program:
         plan = pending[c % len(pending) if b % 8 == 0 else -1]
         if self.pair.both(lambda side: side.pool.rollback(side.plans[plan])) is not RAISED:
             self.content.rolled_back(self.pair.test.plans[plan])
+            self.mirrors.rolled_back()
         self.compare()
 
     def fork(self, a: int, b: int, c: int) -> None:
@@ -232,6 +287,7 @@ class Program:
         if a % 8 == 0:
             self.pair.both(lambda side: side.pool.reset())
             self.content.reset()
+            self.mirrors.waiting.clear()
         self.compare()
 
     def foreign(self, a: int, b: int, c: int) -> None:
@@ -296,7 +352,7 @@ class Program:
         got, want = [[local(h) for h in plan.handles] for plan in (mine, due)]
         assert got == want, f"plan {index} handles: {got}, due {want}"
         formats = PLANS[index].get("formats", ("seq_lens",))
-        for name in ("served", *(name for name in COMMON if name in formats)):
+        for name in ("served", *(name for name in (*COMMON, "table_updates") if name in formats)):
             _same(f"plan {index} {name}", getattr(mine, name), getattr(due, name))
         assert len(mine.groups) == len(due.groups), f"plan {index}: {len(mine.groups)} groups"
         for g, group in enumerate(self.groups):

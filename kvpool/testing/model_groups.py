@@ -98,6 +98,7 @@ class Table:
 
     entries: list[list[int]] = field(default_factory=list)
     epoch: int = 0
+    told: list[list[int]] = field(default_factory=list)  # its first entries as ``table_updates`` have told them
 
 
 @dataclass(eq=False)
@@ -351,6 +352,7 @@ class GroupModel(StepModel):
                 if layer.kind != "state":
                     table, keep = seq.tables[layer.index], ceil_div(length, layer.block_size)
                     table.epoch += keep < len(table.entries)
+                    self._cut_told(table, keep)
                     self._pop_entries(seq, layer, keep)
             seq.num_tokens = length
         self._chain("truncate", *(self._local(seq.handle) for seq in batch), *lengths)
@@ -483,6 +485,7 @@ class GroupModel(StepModel):
             if valid:
                 step.copies.extend((layer.index, a, b, valid) for a, b in zip(old, new, strict=True))
         table.epoch += bool(replaced)
+        self._cut_told(table, min((i for i, _ in replaced), default=len(table.told)))
         table.entries.extend(self._take_entry(layer) for _ in range(appended))
         change.num_appended = appended
 
@@ -530,9 +533,19 @@ class GroupModel(StepModel):
             seq = self._find(row.handle)
             if seq is not None:
                 seq.num_tokens = row.old_length
+                self._forget_told(seq)
         for layer in reversed(self.layers):
             for row in reversed(step.rows):
                 self._undo_change(self._find(row.handle), layer, row.changes[layer.index])
+
+    def _cut_told(self, table: Table, length: int) -> None:
+        """What was told of later entries holds no more."""
+        del table.told[length:]
+
+    def _forget_told(self, seq: Sequence) -> None:
+        """Nobody may have seen what a step told that was rolled back."""
+        for table in seq.tables:
+            table.told = []
 
     def _undo_change(self, seq: Any, layer: Layers, change: Change) -> None:
         if seq is not None:
@@ -567,6 +580,17 @@ class GroupModel(StepModel):
         self._refuse_groups("evict_blocks")
 
     # ---- what is read -------------------------------------------------------------------------------------
+
+    def tell(self, seq: Any) -> list[list[int]]:
+        """What no plan has told of the tables of a sequence, as rows of ``table_updates``."""
+        rows = []
+        for layer in self._with_entries:
+            table = seq.tables[layer.index]
+            for i, entry in enumerate(self.shown(layer, table.entries).tolist()):
+                if i >= len(table.told) or (table.entries[i] == HOLE and table.told[i] != HOLE):
+                    rows += [[seq.handle & 0xFFFFF, layer.index, i, column, block] for column, block in enumerate(entry)]
+            table.told = list(table.entries)
+        return rows
 
     @public_call
     def table(self, handle: int, group: int = 0) -> np.ndarray:
@@ -740,8 +764,8 @@ class GroupArrays:
                     self.state_src[r] = slot
 
 
-GROUP_FORMATS = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens", "slot_ids")
-PER_GROUP = ("block_tables", "slot_mapping")
+GROUP_FORMATS = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens", "slot_ids", "table_updates")
+OWN_FORMATS = ("block_tables", "slot_mapping", "table_updates")  #: what is not as in a pool with one table
 
 
 def _of_groups(name: str) -> property:
@@ -765,7 +789,7 @@ class GroupPlan(ModelPlan):
         if options.get("kv_width") is not None:
             raise ValueError("[Plan] kv_width is not for pools with groups")
         self.groups = ()
-        common = tuple(name for name in wanted if name not in PER_GROUP)
+        common = tuple(name for name in wanted if name not in OWN_FORMATS)
         super().__init__(pool, max_rows, max_tokens, formats=common, **options)
         self.formats = wanted
         self.groups = tuple(GroupArrays(self, layer) for layer in pool.layers)
@@ -792,6 +816,9 @@ class GroupPlan(ModelPlan):
         self._remember_batch(batch, new, served, copies)
         for group in self.groups:
             group.fill(batch, new, copies, rows, tokens)
+        if "table_updates" in self.formats:
+            told = [update for seq in batch for update in self.pool.tell(seq)]
+            self.table_updates = np.array(told, np.int32).reshape(-1, 5)
         num_pages, num_slots = self._write(batch, new, rows, tokens)
         self._show(rows, tokens, num_pages, num_slots)
 

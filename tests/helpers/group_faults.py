@@ -160,6 +160,23 @@ class LetsGoDescending(Faulty):
                     self._release_in(layer.arena, block)
 
 
+class UpdatesForgetRollback(Faulty):
+    def _forget_told(self, seq):
+        pass
+
+
+class UpdatesForgetHoles(Faulty):
+    def _let_go(self, seq, layer, p):
+        table = seq.tables[layer.index]
+        super()._let_go(seq, layer, p)
+        table.told = [told and entry for told, entry in zip(table.told, table.entries, strict=False)]
+
+
+class UpdatesForgetCut(Faulty):
+    def _cut_told(self, table, length):
+        pass
+
+
 class RoomOfStatesNotRounded(Faulty):
     def _capacity(self, seq):
         return super()._capacity(seq) if self._with_entries else seq.num_tokens
@@ -170,6 +187,7 @@ OF_CONTENT = (
     *(WindowOffByOne, ChunkOffByOne, LetsGoWhenIssued, NoLimbo, StateShared, WrongArena, ColumnLeftBehind),
     *(ColumnNotReplaced, ColumnNotCopied, LookaheadForgotten, KeepForgotten, FloorForgotten),
     *(EarlierPlanSeesLaterTables, StateFreedWhenIssued, StateKeptByRollback),
+    *(UpdatesForgetRollback, UpdatesForgetHoles, UpdatesForgetCut),
 )
 #: Faults that only another pool tells.
 OF_ORDER = (NamesArena0, EpochStays, LetsGoDescending, RoomOfStatesNotRounded)
