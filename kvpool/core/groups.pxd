@@ -39,7 +39,7 @@ cdef struct LayerGroup:
     int64_t lookahead           # of the pool
     int32_t kept                # leading entries that no window lets go
     int32_t hole                # what stands in an entry that was let go
-    int64_t width               # ids of a row
+    int64_t width               # ids from a row to the next
     int32_t* table              # [max_seqs, width]; state: [max_seqs], NO_BLOCK: none
     GroupSeq* seq               # [max_seqs]
     uint64_t versions           # handed out so far

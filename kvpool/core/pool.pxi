@@ -222,7 +222,8 @@ cdef class Pool:
                                  f"smallest block_size, the limit is {INT32_MAX}")
             if width > INT32_MAX:
                 raise ValueError(f"[Pool] a sequence may have {width} block ids in group {k}, the limit is {INT32_MAX}")
-            g.width = width
+            # Rows start an odd number of cache lines apart: the tails of rows of one length lie in different sets.
+            g.width = width if g.kind == STATE_LAYERS else (width + 15) // 16 * 16 | 16
             if group_init(g, s.max_seqs) != OK:
                 raise MemoryError(f"[Pool] no memory for tables of group {k}: {s.max_seqs} rows of {width} ids")
         return 0

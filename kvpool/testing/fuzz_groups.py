@@ -44,6 +44,9 @@ GROUP_ARRAYS = ("block_tables", "slot_mapping", "kv_starts", "copies", "dirty_ro
 STATE_ARRAYS = ("state_src", "state_dst")
 
 
+Entries = dict[tuple[int, int, int, int], int]  #: (row id, group, index, column) -> block
+
+
 class Mirrors:
     """Tables as two backends keep them that see nothing but `table_updates`.
 
@@ -53,38 +56,37 @@ class Mirrors:
 
     def __init__(self, groups: list[Group]) -> None:
         self.groups = [g for g, group in enumerate(groups) if group.kind != "state"]
-        self.early: dict[tuple[int, ...], int] = {}
-        self.late: dict[tuple[int, ...], int] = {}
-        self.waiting: list[tuple[Any, list[dict[tuple[int, ...], int]]]] = []
+        self.early: Entries = {}
+        self.late: Entries = {}
+        self.waiting: list[tuple[Any, Entries, Entries]] = []  # plan, its updates, what its own tables show
 
     def issued(self, pool: Any, plan: Any) -> None:
         """A plan with updates was filled."""
-        updates = {tuple(update[:4]): update[4] for update in plan.table_updates.tolist()}
+        updates = {(row, g, i, column): block for row, g, i, column, block in plan.table_updates.tolist()}
         shown = {
-            (row, g, i, column): block
-            for at, row in enumerate(plan.handles.astype(np.int64) & (1 << 20) - 1)
+            (handle & 0xFFFFF, g, i, column): block
+            for at, handle in enumerate(plan.handles.tolist())
             for g in self.groups
-            for i, entry in enumerate(plan.groups[g].block_tables[at, : len(pool.table(int(plan.handles[at]), g))])
-            for column, block in enumerate(entry.tolist())
+            for i, entry in enumerate(plan.groups[g].block_tables[at, : len(pool.table(handle, g))].tolist())
+            for column, block in enumerate(entry)
         }
         assert updates.keys() <= shown.keys(), f"content: updates beyond the tables: {updates.keys() - shown.keys()}"
         self._apply(self.early, updates, shown)
-        self.waiting.append((plan, [updates, shown]))
+        self.waiting.append((plan, updates, shown))
         self.passed()
 
     def passed(self) -> None:
         """Plans that are pending no more have passed, oldest first."""
         while self.waiting and not self.waiting[0][0].is_pending:
-            self._apply(self.late, *self.waiting.pop(0)[1])
+            _, updates, shown = self.waiting.pop(0)
+            self._apply(self.late, updates, shown)
 
     def rolled_back(self) -> None:
         """The newest plan was rolled back."""
         if self.waiting and not self.waiting[-1][0].is_pending:
             self.waiting.pop()
 
-    def _apply(
-        self, mirror: dict[tuple[int, ...], int], updates: dict[tuple[int, ...], int], shown: dict[tuple[int, ...], int]
-    ) -> None:
+    def _apply(self, mirror: Entries, updates: Entries, shown: Entries) -> None:
         mirror.update(updates)
         wrong = {place: block for place, block in shown.items() if mirror.get(place) != block}
         assert not wrong, f"content: the mirror has other blocks than {wrong}"

@@ -583,12 +583,12 @@ class GroupModel(StepModel):
 
     def tell(self, seq: Any) -> list[list[int]]:
         """What no plan has told of the tables of a sequence, as rows of ``table_updates``."""
-        rows = []
+        rows, row_id = [], seq.handle & 0xFFFFF
         for layer in self._with_entries:
             table = seq.tables[layer.index]
             for i, entry in enumerate(self.shown(layer, table.entries).tolist()):
                 if i >= len(table.told) or (table.entries[i] == HOLE and table.told[i] != HOLE):
-                    rows += [[seq.handle & 0xFFFFF, layer.index, i, column, block] for column, block in enumerate(entry)]
+                    rows += [[row_id, layer.index, i, column, block] for column, block in enumerate(entry)]
             table.told = list(table.entries)
         return rows
 
