@@ -24,7 +24,7 @@ from pathlib import Path
 from proof.interpreter import packages, python_of
 from proof.mutation.poke import poke_source
 from proof.mutation.schemata import mutate
-from proof.mutation.source import core_sources, declarations, mutated_sources
+from proof.mutation.source import core_sources, declarations
 
 ROOT = Path(__file__).resolve().parent.parent
 #: What a copy consists of; `kvpool_backends/cpu` only where the variant has it.
@@ -134,7 +134,7 @@ def _sources(variant: str) -> dict[Path, bytes]:
         known = declarations({path.name: path.read_text() for path in core_sources()})
         found[FUZZ / "_poke.pyx"] = poke_source(known).encode()
     if kind.mutants:
-        rewritten, mutants = mutate(mutated_sources())
+        rewritten, mutants = mutate(core_sources())
         found |= {path.relative_to(ROOT): text.encode() for path, text in rewritten.items()}
         found[Path("proof/mutants.json")] = json.dumps([asdict(mutant) for mutant in mutants], indent=0).encode()
     return found

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from proof.builds import run
 from proof.figure import Budget, Figure
 from proof.mutation.equivalents import EQUIVALENTS
-from proof.mutation.source import functions, mutated_sources
+from proof.mutation.source import functions, core_sources
 
 NAME = "mutants"
 TARGET = ">= 97 % of the core's mutants seen, >= 90 % convicted by a judge that asks the pool nothing"
@@ -49,7 +49,7 @@ def ends(printed: str) -> Iterator[dict]:
 
 def without_mutants(files: set[str]) -> list[str]:
     """Sources of the core that have functions, and no mutant."""
-    made = {path.name: path.read_text() for path in mutated_sources()}
+    made = {path.name: path.read_text() for path in core_sources()}
     return [name for name, text in made.items() if name not in files and functions(name, text)]
 
 
@@ -100,7 +100,7 @@ def mutated_files(left_out: str = "") -> set[str]:
     """The files that have mutants; `left_out`: a source that nobody changes."""
     from proof.mutation.schemata import mutate
 
-    return {mutant.file for mutant in mutate(path for path in mutated_sources() if path.name != left_out)[1]}
+    return {mutant.file for mutant in mutate(path for path in core_sources() if path.name != left_out)[1]}
 
 
 def planted(budget: Budget) -> list[Figure]:
@@ -109,7 +109,7 @@ def planted(budget: Budget) -> list[Figure]:
     blind = hunted(budget, BLIND_SHARE, "--blind")
     unjudged = hunted(budget, SHORT_SHARE, "--unjudged")
     perfect = [end | {"seen": "differs", "convicted": "differs"} for end in unjudged]
-    left_out = max((path.name for path in mutated_sources()), key=len)
+    left_out = max((path.name for path in core_sources()), key=len)
     return [
         judged(blind, budget, time.perf_counter() - start, mutated_files()),
         judged(unjudged, budget, time.perf_counter() - start, mutated_files()),

@@ -42,6 +42,7 @@ from proof.mutation.embedded import (
     what_c_can_get_wrong,
 )
 from proof.mutation.fuzzed import FuzzRun, fuzz_runs
+from proof.mutation.grouped import GroupTape, Shown, group_tapes, life_with_groups, refused_with_groups
 from proof.mutation.memory import (
     Beyond,
     Guard,
@@ -130,6 +131,12 @@ def record(tapes: int, seed: int, quick: bool = False) -> Iterator[Tape]:
         tape = taped(program.__name__, core | of_core, program)
         judge(tape, taped("the same", model | of_model, program))
         yield tape
+    tape = taped("refused_with_groups", core, refused_with_groups)
+    judge(tape, taped("the same", model, refused_with_groups))
+    yield tape
+    tape = taped("life_with_groups", core | {"Shown": Shown}, life_with_groups)
+    judge(tape, taped("the same", model | {"Shown": Shown}, life_with_groups))
+    yield tape
     tape = taped("keys_of_blocks", {"Keys": Keys}, keys_of_blocks)
     judge(tape, taped("the same", {"Keys": KeysModel}, keys_of_blocks))
     yield tape
@@ -160,7 +167,7 @@ def record(tapes: int, seed: int, quick: bool = False) -> Iterator[Tape]:
 class Hunt:
     """Tapes, and the mutants that play them."""
 
-    def __init__(self, tapes: list[Tape | FuzzRun], jobs: int, *, blind: bool = False) -> None:
+    def __init__(self, tapes: list[Tape | FuzzRun | GroupTape], jobs: int, *, blind: bool = False) -> None:
         self.tapes, self.jobs, self.blind = tapes, jobs, blind
         names = sorted({path.stem for path in core_sources() if path.suffix == ".pyx"})
         self.modules = [importlib.import_module(f"kvpool.{name}") for name in names]
@@ -185,7 +192,7 @@ class Hunt:
         gc.collect()
         return sum(module.live_arrays() for module in self.modules)
 
-    def played(self, tape: Tape | FuzzRun, live: int) -> Iterator[Difference]:
+    def played(self, tape: Tape | FuzzRun | GroupTape, live: int) -> Iterator[Difference]:
         """What is wrong when a tape is played; arrays that it leaves behind, where there were `live`, are."""
         yield from tape.play(blind=self.blind)
         left = self.live_arrays() - live
@@ -330,7 +337,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.only:
         picked = [mutant for mutant in mutants if mutant["number"] in options.only]
     start = time.perf_counter()
-    tapes = [*tapes, *fuzz_runs(options.seed)]
+    tapes = [*tapes, *fuzz_runs(options.seed), *group_tapes(options.seed)]
     for tape in tapes:
         tape.judged &= not options.unjudged
     recorded = time.perf_counter() - start

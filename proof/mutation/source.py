@@ -35,11 +35,6 @@ def core_sources() -> tuple[Path, ...]:
     return tuple(ROOT / path for path in module.core_sources())
 
 
-def mutated_sources() -> tuple[Path, ...]:
-    """The sources that mutants are made of. No program on a tape makes a pool with layer groups yet."""
-    return tuple(path for path in core_sources() if path.name != "groups.pxi")
-
-
 def uncommented(text: str) -> str:
     """`text` with comments and what is inside of quotes covered: a letter for each letter."""
 

@@ -9,7 +9,7 @@ from proof.fuzz._broken import broken
 from proof.mutation.equivalents import EQUIVALENTS
 from proof.mutation.fuzzed import fuzz_runs
 from proof.mutation.schemata import Schemata, mutate
-from proof.mutation.source import covered, mutated_sources
+from proof.mutation.source import covered, core_sources
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="a build beside this one, and forked children")
 SOURCE = '''"""Words."""
@@ -111,7 +111,7 @@ def test_covered_source_line_keeps_its_length():
 @pytest.fixture(scope="module")
 def core_mutants():
     """Made once: it takes seconds."""
-    return mutate(mutated_sources())[1]
+    return mutate(core_sources())[1]
 
 
 def test_every_source_of_the_core_has_mutants(core_mutants):
