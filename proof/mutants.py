@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from proof.builds import run
 from proof.figure import Budget, Figure
 from proof.mutation.equivalents import EQUIVALENTS
-from proof.mutation.source import functions, core_sources
+from proof.mutation.source import core_sources, functions
 
 NAME = "mutants"
 TARGET = ">= 97 % of the core's mutants seen, >= 90 % convicted by a judge that asks the pool nothing"

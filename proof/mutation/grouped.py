@@ -78,8 +78,8 @@ def refused_with_groups(Pool: Any, Plan: Any) -> None:
             pool.shutdown()
     pool = Pool(16, 2, groups=[Group.full(), Group.window(4), Group.state(3)], max_seqs=4)
     for options in (
-        *({"formats": (name,)} for name in ("csr", "kv_slots", "kv_slots_ragged", "page_batch_info", "block_tables")),
-        *({name: value} for name, value in (("kv_width", 8), ("table_width", 0), ("table_width", 99), ("dtype", "int64"))),
+        *({"formats": (name,)} for name in ("csr", "kv_slots", "page_batch_info", "block_tables", "table_updates")),
+        *({"kv_width": 8}, {"table_width": 0}, {"table_width": 99}, {"dtype": "int64"}),
         *({"pad": {name: 7}} for name in ("block_tables", "slot_mapping", "positions", "seq_lens")),
     ):
         plan = tried(Plan, pool, 2, 8, **options)

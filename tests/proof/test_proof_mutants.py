@@ -9,7 +9,7 @@ from proof.fuzz._broken import broken
 from proof.mutation.equivalents import EQUIVALENTS
 from proof.mutation.fuzzed import fuzz_runs
 from proof.mutation.schemata import Schemata, mutate
-from proof.mutation.source import covered, core_sources
+from proof.mutation.source import core_sources, covered
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="a build beside this one, and forked children")
 SOURCE = '''"""Words."""
