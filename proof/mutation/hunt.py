@@ -88,6 +88,13 @@ def taped(name: str, kinds: dict[str, Any], program: Callable[..., None], *more:
     return tape
 
 
+def judged(program: Callable[..., None], core: dict[str, Any], model: dict[str, Any]) -> Tape:
+    """What a program does with the classes of the core, on a tape that those of the model have judged."""
+    tape = taped(program.__name__, core, program)
+    judge(tape, taped("the same", model, program))
+    return tape
+
+
 def record(tapes: int, seed: int, quick: bool = False) -> Iterator[Tape]:
     """The scenarios, each on its tape; then `tapes` of the state machine, every other one with a prefix cache.
 
@@ -105,41 +112,22 @@ def record(tapes: int, seed: int, quick: bool = False) -> Iterator[Tape]:
             if due is not None:
                 judge(tape, due)
             yield tape
-    tape = taped("arrays_that_c_reads", by_c | {"Reader": ReaderByC}, arrays_that_c_reads)
-    judge(tape, taped("the same", model | {"Reader": ReaderOfModel}, arrays_that_c_reads))
-    yield tape
-    tape = taped("statuses_of_every_call", by_c | {"Status": StatusByC}, statuses_of_every_call)
-    judge(tape, taped("the same", model | {"Status": StatusOfModel}, statuses_of_every_call))
-    yield tape
+    c_side = {"Reader": ReaderByC, "Status": StatusByC}
+    model_side = {"Reader": ReaderOfModel, "Status": StatusOfModel}
+    for program, name in ((arrays_that_c_reads, "Reader"), (statuses_of_every_call, "Status")):
+        yield judged(program, by_c | {name: c_side[name]}, model | {name: model_side[name]})
     for changing, kinds in bound.JUDGED.items():
-        tape = taped(changing.__name__, core | kinds, changing)
-        judge(tape, taped("the same", model | kinds, changing))
-        yield tape
+        yield judged(changing, core | kinds, model | kinds)
     for changing, kinds in bound.UNJUDGED.items():
         yield taped(changing.__name__, core | kinds, changing)
-    tape = taped("arguments_of_every_call", core | {"Wrong": Wrong}, arguments_of_every_call)
-    judge(tape, taped("the same", model | {"Wrong": Wrong}, arguments_of_every_call))
-    yield tape
+    yield judged(arguments_of_every_call, core | {"Wrong": Wrong}, model | {"Wrong": Wrong})
     yield taped("forms that only the core reads", core | {"Wrong": Wrong}, arguments_of_every_call, True)
-    tape = taped("blocks_by_name", core, blocks_by_name)
-    judge(tape, taped("the same", model, blocks_by_name))
-    yield tape
-    tape = taped("blocks_of_an_engine", core, blocks_of_an_engine)
-    judge(tape, taped("the same", model, blocks_of_an_engine))
-    yield tape
+    for program in (blocks_by_name, blocks_of_an_engine, refused_with_groups):
+        yield judged(program, core, model)
+    yield judged(life_with_groups, core | {"Shown": Shown}, model | {"Shown": Shown})
     for program, of_core, of_model in strained.programs():
-        tape = taped(program.__name__, core | of_core, program)
-        judge(tape, taped("the same", model | of_model, program))
-        yield tape
-    tape = taped("refused_with_groups", core, refused_with_groups)
-    judge(tape, taped("the same", model, refused_with_groups))
-    yield tape
-    tape = taped("life_with_groups", core | {"Shown": Shown}, life_with_groups)
-    judge(tape, taped("the same", model | {"Shown": Shown}, life_with_groups))
-    yield tape
-    tape = taped("keys_of_blocks", {"Keys": Keys}, keys_of_blocks)
-    judge(tape, taped("the same", {"Keys": KeysModel}, keys_of_blocks))
-    yield tape
+        yield judged(program, core | of_core, model | of_model)
+    yield judged(keys_of_blocks, {"Keys": Keys}, {"Keys": KeysModel})
     safe = safe_pokes(pool_of, kvpool.Plan)
     yield taped("states_that_are_broken", core | {"Poker": Poker}, states_that_are_broken, safe)
     beside = {
