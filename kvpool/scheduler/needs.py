@@ -14,7 +14,7 @@ from numpy import int64
 from numpy.typing import ArrayLike, NDArray
 
 from kvpool._core import Pool
-from kvpool.groups import Group
+from kvpool.groups import Group, arenas_of
 
 
 class Layers(NamedTuple):
@@ -59,7 +59,10 @@ class Needs:
         self._lookahead = options.lookahead
         self.promises = options.groups is not None
         self._in_place = options.in_order  # a state that one sequence has is written where it is
-        self._layers = _layers(options.groups or (Group.full(),), pool.block_size)
+        groups = options.groups or (Group.full(),)
+        self._layers = [
+            _layers(group, arena, pool.block_size) for group, arena in zip(groups, arenas_of(groups), strict=True)
+        ]
         self.num_arenas = 1 + max(layers.arena for layers in self._layers)
         self.unit = max(layers.block_size for layers in self._layers)
         self._states = np.zeros(self.num_arenas, np.bool_)
@@ -178,15 +181,8 @@ class Needs:
         return f"state slots of arena {arena}" if self._states[arena] else f"blocks of arena {arena}"
 
 
-def _layers(groups: tuple[Group, ...], block_size: int) -> list[Layers]:
-    """Number the arenas of states, which come after those of blocks."""
-    states = 1 + max(group.arena for group in groups)
-    found = []
-    for group in groups:
-        size = group.block_size or block_size
-        reach = {"window": group.size - 1, "chunk": group.size - 1}.get(group.kind, -1)
-        arena = group.arena
-        if group.kind == "state":
-            arena, states = states, states + 1
-        found.append(Layers(group, arena, size, reach, -(-group.keep // size)))
-    return found
+def _layers(group: Group, arena: int, block_size: int) -> Layers:
+    """Return a group of a pool with blocks of so many tokens."""
+    size = group.block_size or block_size
+    reach = group.size - 1 if group.kind in ("window", "chunk") else -1
+    return Layers(group, arena, size, reach, -(-group.keep // size))
