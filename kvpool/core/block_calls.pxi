@@ -299,15 +299,20 @@ cdef class BlockAPI:
 
     def __cinit__(self, Pool pool not None, arena=0):
         cdef int64_t number = to_int(arena, "blocks", "arena", 0, MAX_ARENAS)
-        cdef list sizes
+        cdef int32_t arenas = 1
         self.pool = pool
         self.state = &pool.state
-        if number:
-            sizes = arena_sizes(pool.options.groups, pool.options.num_blocks) if has_groups(pool) else [None]
-            if number >= len(sizes):
-                raise ValueError(f"[blocks] there is no arena {number}, the pool has {len(sizes)}")
-            self.size = sizes[number][0]
         self.number = <int32_t>number
+        if number == 0:
+            return
+        pool_enter(self.state, "blocks")
+        if self.state.groups != NULL:
+            arenas = self.state.groups.num_arenas
+        if number < arenas:
+            self.size = blocks_of(self.state, self.number).num_blocks
+        pool_leave(self.state)
+        if number >= arenas:
+            raise ValueError(f"[blocks] there is no arena {number}, the pool has {arenas}")
 
     def __repr__(self):
         return f"<blocks of {f'arena {self.number} of ' if self.number else ''}{self.pool!r}>"
@@ -401,7 +406,8 @@ cdef class BlockAPI:
             pool_leave(self.state)
             found = next_one            # made before anything moves
             pool_enter(self.state, "alloc")
-            status = RETRY if pool_next_block(self.state, self.number) != next_one else pool_alloc(self.state, self.number, &one, 1, &v)
+            if pool_next_block(self.state, self.number) == next_one:
+                status = pool_alloc(self.state, self.number, &one, 1, &v)
             pool_leave(self.state)
         if status != OK:
             refuse("alloc", &v)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -52,7 +53,7 @@ def differences(arenas: list[Any], pool: Pool, seed: int) -> int:
         ids = [rng.randrange(-1, SIZES[at] + 1) if rng.random() < 0.03 else rng.randrange(1, SIZES[at]) for _ in "123"]
         ids = ids[: rng.randint(0, 3)]
         before = pool.digest()
-        got, due = (told(lambda b=b: make_call(b, name, n, ids)) for b in (arenas[at], plain[at].blocks))
+        got, due = (told(partial(make_call, blocks, name, n, ids)) for blocks in (arenas[at], plain[at].blocks))
         found += got != due
         assert isinstance(got, str) is False or pool.digest() == before, f"{name} raised and changed the digest"
         for number, one in enumerate(plain):
