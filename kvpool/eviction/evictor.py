@@ -62,8 +62,8 @@ class Evictor:
     Raises
     ------
     TypeError, ValueError
-        No policy, no pool; a pool with layer groups; a backend of another block size or another number of blocks, or one that exports no such
-        scores or moves no tokens; blocks too large for the policy.
+        No policy, no pool; a pool with layer groups; a backend of another block size or another number of blocks, or
+        one that exports no such scores or moves no tokens; blocks too large for the policy.
 
     Notes
     -----

@@ -34,7 +34,7 @@ def draw(seed, rows, length):
     ("groups", "words"),
     [
         ([Group.full(), Group.window(8)], "the pool has 2 layer groups, tokens leave pools of one table only"),
-        ([Group.window(8), Group.state(4)], r"the pool has no full group \(window, state\), tokens leave full attention"),
+        ([Group.window(8), Group.state(4)], r"the pool has no full group \(window, state\), tokens leave full"),
     ],
 )
 def test_evictor_refuses_a_pool_with_layer_groups(groups, words):
