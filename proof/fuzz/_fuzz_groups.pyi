@@ -1,0 +1,3 @@
+from proof.fuzz._fuzz import Driver
+
+class GroupDriver(Driver): ...
