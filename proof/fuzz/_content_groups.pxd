@@ -19,6 +19,7 @@ cdef struct Shown:              # the arrays of one group of a plan, as a backen
 cdef struct Content:
     uint64_t* cell[MOST_ARENAS]     # [num_blocks, room]
     int64_t room                    # tokens of a block that has most
+    int64_t more                    # tokens that queries read before those of the contract: a planted fault
     Finding finding
 
 

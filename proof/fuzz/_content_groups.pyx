@@ -145,7 +145,7 @@ cdef int run_reads(Content* c, const GroupBooks* gb, int32_t g, const Pending* p
         if p.length[i] == p.before[i]:
             continue
         stamp, row = p.expect + i * gb.arena[0].capacity, shown.tables + <int64_t>i * shown.width
-        low = first_read(layers, p.before[i])
+        low = first_read(layers, max(p.before[i] - c.more, <int64_t>0))
         if (read_tokens(c, gb, g, row, stamp, 0, min(low, layers.keep), what, i)
                 or read_tokens(c, gb, g, row, stamp, low, p.length[i], what, i)):
             return -1
@@ -189,7 +189,7 @@ cdef int content_check(Content* c, const GroupBooks* gb, const Storage* s) noexc
                     return found(&c.finding, b"group %lld: sequence %lld has not its own state in slot %lld", g,
                                  line.handle, row_of(layers, slot)[0], 0)
                 continue
-            low = first_read(layers, max(gb.passed[slot] - gb.lookahead, <int64_t>0))
+            low = first_read(layers, max(gb.passed[slot] - gb.lookahead - c.more, <int64_t>0))
             if (read_tokens(c, gb, g, row_of(layers, slot), stamp, 0, min(min(low, layers.keep), line.length), what,
                             line.handle)
                     or read_tokens(c, gb, g, row_of(layers, slot), stamp, low, line.length, what, line.handle)):

@@ -19,7 +19,7 @@ from proof.fuzz._content_groups cimport (
 )
 from proof.fuzz._fuzz cimport Driver
 from proof.fuzz._fuzz_base cimport (
-    S_COPIES, S_GONE, S_LATE_PLANS, S_LET_GO, S_PARTIAL, S_REFUSED, S_REPLACED, S_STATES, Base, Word,
+    S_COPIES, S_GONE, S_LATE_PLANS, S_LET_GO, S_PARTIAL, S_STATES, Base, Word,
 )
 from proof.fuzz._storage cimport line_stamp
 
@@ -63,6 +63,10 @@ cdef class GroupDriver(Driver):
         self.parts = [plan.groups for plan in self.plans]
         if group_books_init(&self.gb, &self.b) or content_init(&self.content, &self.gb):
             raise MemoryError("[GroupDriver] no memory for what is known about the pool")
+
+    def read_more(self, tokens):
+        """Queries read so many tokens more than the contract says: as if pool and books were both wrong."""
+        self.content.more = tokens
 
     # -- what is checked
 
@@ -151,8 +155,7 @@ cdef class GroupDriver(Driver):
         for g in range(self.gb.num_groups):
             m = &self.gb.layers[g].moves[k]
             for i in range(m.num):
-                self.states[S_STATES if self.gb.layers[g].kind == STATE_KIND else S_REPLACED] += 1
-                self.states[S_COPIES] += m.entry[i].tokens > 0 and self.gb.layers[g].kind != STATE_KIND
+                self.states[S_STATES if self.gb.layers[g].kind == STATE_KIND else S_COPIES] += m.entry[i].tokens > 0
         self.finding.what = NULL
         read_arrays(self.parts[k], &self.gb, k, self.arrays[k])
         if compare_arrays(&self.gb, k, self.arrays[k], self.b.max_rows if padded else n, &self.finding):

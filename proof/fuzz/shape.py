@@ -20,8 +20,12 @@ STATES = (
     *("prefix_hits", "evictions", "out_of_blocks", "partial", "refusals", "closed_while_pending", "done_out_of_order"),
     *("compactions", "held_back", "contradictions", "sweeps"),
 )
-#: The same of pools with layer groups, after those.
+#: The same of pools with layer groups: what only they meet, and all of it.
 OF_GROUPS = ("entries_let_go", "states_replaced", "truncations_refused")
+GROUP_STATES = (
+    *("copies", "rollbacks", "rollbacks_of_executed", "late_plans", "calls_with_limbo", "out_of_blocks", "partial"),
+    *("refusals", "closed_while_pending", "done_out_of_order", *OF_GROUPS),
+)
 #: Usual weights; a run draws its own around them, and some are off.
 WEIGHTS = {
     **{"open": 6, "open_prompt": 8, "step": 40, "reserve": 3, "fork": 6, "truncate": 4, "close": 8},
