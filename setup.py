@@ -39,7 +39,8 @@ FOR_SIZE = (
 #: pay for the registers of all that they might lead to.
 APART = ("-fno-inline-functions-called-once",) if sys.platform == "linux" else ()
 #: Plain and fast under the address sanitizer: the judge of the fuzzer walks all of the state, within bounds of its own.
-PLAIN = ("_books", "_books_index", "_books_steps", "_books_prefix", "_storage", "_books_groups", "_content_groups") if "address" in SANITIZE else ()
+JUDGE = ("_books", "_books_index", "_books_steps", "_books_prefix", "_storage", "_books_groups", "_content_groups")
+PLAIN = JUDGE if "address" in SANITIZE else ()
 
 DIRECTIVES = {
     "language_level": 3,

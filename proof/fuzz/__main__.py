@@ -113,17 +113,14 @@ def _conviction(report: Any, make_pool: Callable[..., Any], source: str, sizes: 
     if not report.shape.full:  # too many calls to shrink
         again = f"python -m proof.fuzz --large --seed {report.seed} --ops {LARGE_CALLS_PER_RUN} --jobs 1"
         return {"finding": report.finding, "script": "", "again": again}
+    groups, sizes = (" --groups", {}) if "groups" in sizes else ("", sizes)
     failure = shrink(report.shape, report.words, make_pool, source)
     return {
         "finding": failure.what,
         "script": failure.script,
         "script_fails": failure.reproduces,
-        "again": f"python -m proof.fuzz{_options(sizes)} --seed {report.seed} --ops 1 --jobs 1",
+        "again": f"python -m proof.fuzz{groups} --seed {report.seed} --ops 1 --jobs 1{given(sizes)}",
     }
-
-
-def _options(sizes: dict[str, Any]) -> str:
-    return " --groups" if "groups" in sizes else given(sizes)
 
 
 # ---- planted bugs ------------------------------------------------------------------------------------------
@@ -138,9 +135,9 @@ def _fuzz_canaries(args: argparse.Namespace, seed: int, sizes: dict[str, Any], l
         took = time.monotonic() - began
         found[name] = {"found": report.finding, "calls": report.calls, "seconds": took}
         if not args.json:
-            print(f"{name:34} {report.calls:>9,} calls  {took:6.2f} s  {report.finding or 'NOT FOUND'}", flush=True)
+            print(f"{name:46} {report.calls:>9,} calls  {took:6.2f} s  {report.finding or 'NOT FOUND'}", flush=True)
     missed = [name for name, fact in found.items() if fact["found"] is None]
-    again = f"python -m proof.fuzz --canary{_options(sizes)} --seed {seed}"
+    again = f"python -m proof.fuzz --canary{' --groups' if 'groups' in sizes else ''} --seed {seed}"
     finding = f"planted bugs were not found: {', '.join(missed)}" if missed else None
     return {"canaries": found, "again": again, "finding": finding}
 

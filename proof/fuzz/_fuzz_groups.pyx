@@ -24,7 +24,7 @@ from proof.fuzz._fuzz_base cimport (
 from proof.fuzz._storage cimport line_stamp
 
 from kvpool import errors
-from proof.fuzz.shape import KINDS
+from kvpool.testing.fuzz_groups import KINDS
 
 REFUSALS = (errors.KVPoolError, ValueError)
 

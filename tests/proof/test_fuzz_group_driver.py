@@ -1,4 +1,4 @@
-"""The compiled fuzzer of pools with layer groups: it goes everywhere, finds nothing in this core, and what is planted."""
+"""The compiled fuzzer of pools with layer groups: it goes everywhere and finds what is planted."""
 
 import pytest
 
