@@ -32,6 +32,7 @@ test-all: lint  ## the same with every test (half an hour)
 
 fuzz: $(VENV)/built $(VENV)/test  ## random programs on the compiled core for a minute (FUZZ_ARGS="--large --ops 1e9")
 	$(PY) -m proof.fuzz $(or $(FUZZ_ARGS),--seconds 60)
+	$(if $(FUZZ_ARGS),,$(PY) -m proof.fuzz --groups --seconds 30)
 
 test-metal: $(VENV)/built $(VENV)/test  ## the tests of the Metal kernels, with 2,000 launches more; threads under ThreadSanitizer
 	KVPOOL_METAL_LAUNCHES=2000 $(PYTEST) --timeout 3600 tests/metal $(PYTEST_ARGS)

@@ -33,12 +33,14 @@ FUZZER = [Path("proof/fuzz")] if "--inplace" in sys.argv else []
 FOR_SIZE = (
     *("_broken", "_arguments", "_attention"),
     *("_calls", "_fuzz", "_fuzz_base", "_fuzz_calls", "_fuzz_evict", "_fuzz_prefix", "_fuzz_steps"),
+    *("_calls_groups", "_fuzz_groups", "_broken_groups"),
 )
 #: What the core is compiled with besides. gcc takes every function that has one caller into it: then calls of one row
 #: pay for the registers of all that they might lead to.
 APART = ("-fno-inline-functions-called-once",) if sys.platform == "linux" else ()
 #: Plain and fast under the address sanitizer: the judge of the fuzzer walks all of the state, within bounds of its own.
-PLAIN = ("_books", "_books_index", "_books_steps", "_books_prefix", "_storage") if "address" in SANITIZE else ()
+JUDGE = ("_books", "_books_index", "_books_steps", "_books_prefix", "_storage", "_books_groups", "_content_groups")
+PLAIN = JUDGE if "address" in SANITIZE else ()
 
 DIRECTIVES = {
     "language_level": 3,

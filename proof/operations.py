@@ -48,6 +48,18 @@ PARTS = (
         ("--large",),
         "batches of one or two rows on 4,096 or 32,768 sequences",
     ),
+    *(
+        Part(
+            f"random operations on layer groups, {name}",
+            f"{build}, pools with 1 to 8 groups, all checked after every one: >= {operations:.0e}, 0 findings",
+            *(variant, operations),
+            ("--groups",),
+        )
+        for name, build, variant, operations in (
+            ("sanitized", "ASan+UBSan", "asan", 100_000_000),
+            ("release", "release", "release", 1_000_000_000),
+        )
+    ),
 )
 
 

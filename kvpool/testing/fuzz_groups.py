@@ -371,13 +371,13 @@ def _same(what: str, got: np.ndarray, want: np.ndarray) -> None:
 
 
 def groups_of(rng: random.Random, size: int, reserved: int) -> list[Group]:
-    """One to seven groups; only states, or one at least has blocks in arena 0."""
-    num_arenas = rng.choice([1, 1, 1, 2, 2, 3])
+    """One to eight groups; only states, or one at least has blocks in arena 0."""
+    num_arenas = rng.choice([1, 1, 1, 2, 2, 3, 6])
     if rng.random() < 0.08:
         return [Group.state(rng.randint(2, 8)) for _ in range(rng.choice([1, 1, 2, 3]))]
     groups: list[Group] = []
     told = 0  # the last arena that has blocks
-    for place in range(rng.choice([1, 2, 2, 2, 3, 3, 3, 4, 4, 7])):
+    for place in range(rng.choice([1, 2, 2, 2, 3, 3, 3, 4, 5, 8])):
         kind = rng.choice(["full", "window", "window", "chunk", "state"]) if place else rng.choice(KINDS[:3])
         if kind == "state":
             groups.append(Group.state(rng.randint(2, 8)))

@@ -4,6 +4,7 @@
 
     python -m proof.fuzz --seconds 60             # make fuzz
     python -m proof.fuzz --large --ops 1e9        # pools of a million blocks
+    python -m proof.fuzz --groups --seconds 60    # pools with layer groups
     python -m proof.fuzz --canary                 # plants bugs, each of which has to be found
 
 A finding is shrunk and printed as a test, with the command that makes it again.
@@ -24,8 +25,9 @@ import kvpool
 from kvpool.cli.console import CommandError, whole
 from kvpool.cli.fuzz import SECONDS, given, limits, seed_of
 from proof.fuzz._broken import FAULTS
+from proof.fuzz._broken_groups import GROUP_FAULTS
 from proof.fuzz.jobs import LARGE_CALLS_PER_RUN, LARGE_CHECK_EVERY, hunt_job, run_jobs
-from proof.fuzz.shape import OPERATIONS, STATES
+from proof.fuzz.shape import GROUP_STATES, GROUP_WEIGHTS, OPERATIONS, STATES
 from proof.fuzz.shrink import shrink
 
 CANARY_CALLS = 2_000_000  # for one planted bug; the rarest takes 100,000 on average, most a hundredth of that
@@ -51,6 +53,7 @@ def arguments() -> argparse.ArgumentParser:
         action="store_true",
         help=f"pools of a million blocks, checked every {LARGE_CHECK_EVERY:,} calls",
     )
+    parser.add_argument("--groups", action="store_true", help="pools with layer groups")
     parser.add_argument("--canary", action="store_true", help="plant bugs; each must be found")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
     return parser
@@ -58,8 +61,10 @@ def arguments() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Fuzz; 0 without a finding (with --canary: with all of them), 1 otherwise."""
-    if args.large and (args.canary or args.blocks or args.block_size):
-        raise CommandError("--large has pools of its own, it does not go with --canary and sizes")
+    if args.large and (args.canary or args.groups or args.blocks or args.block_size):
+        raise CommandError("--large has pools of its own, it does not go with --canary, --groups and sizes")
+    if args.groups and (args.blocks or args.block_size):
+        raise CommandError("--groups has pools of its own, it does not go with sizes")
     if args.canary and args.jobs not in (None, "1"):
         raise CommandError(f"--jobs {args.jobs}: --canary runs in one process")
     seed = random.SystemRandom().getrandbits(31) if args.seed is None else seed_of(args.seed)
@@ -70,10 +75,9 @@ def run(args: argparse.Namespace) -> int:
     facts: dict[str, Any] = {"kvpool": kvpool.__version__, "seed": seed, **sizes}
     usual = {"seconds": None, "calls": CANARY_CALLS} if args.canary else {"seconds": SECONDS, "calls": None}
     limit = limits(args, usual)
-    if args.canary:
-        facts |= _fuzz_canaries(args, seed, sizes, limit)
-    else:
-        facts |= _fuzz_core(args, seed, {"large": True} if args.large else sizes, limit)
+    if args.large or args.groups:
+        sizes = {"large": True} if args.large else {"groups": True}
+    facts |= (_fuzz_canaries if args.canary else _fuzz_core)(args, seed, sizes, limit)
     print(json.dumps(facts, indent=2) if args.json else describe(facts))
     return 0 if facts["finding"] is None else 1
 
@@ -88,14 +92,15 @@ def _fuzz_core(args: argparse.Namespace, seed: int, sizes: dict[str, Any], limit
     reports = run_jobs(jobs, args.json, options)
     seconds = time.monotonic() - began
     calls = sum(report.calls for report in reports)
+    operations, states = (GROUP_WEIGHTS, GROUP_STATES) if "groups" in sizes else (OPERATIONS, STATES)
     facts: dict[str, Any] = {
         "jobs": jobs,
         "runs": sum(report.runs for report in reports),
         "calls": calls,
         "seconds": seconds,
         "calls_per_second": calls / seconds,
-        "operations": {name: sum(report.by_operation[name] for report in reports) for name in OPERATIONS},
-        "states": {name: sum(report.states[name] for report in reports) for name in STATES},
+        "operations": {name: sum(report.by_operation[name] for report in reports) for name in operations},
+        "states": {name: sum(report.states[name] for report in reports) for name in states},
     }
     failed = next((report for report in reports if report.finding is not None), None)
     return facts | _conviction(failed, kvpool.Pool, "import kvpool\nkvpool.Pool", sizes)
@@ -108,12 +113,13 @@ def _conviction(report: Any, make_pool: Callable[..., Any], source: str, sizes: 
     if not report.shape.full:  # too many calls to shrink
         again = f"python -m proof.fuzz --large --seed {report.seed} --ops {LARGE_CALLS_PER_RUN} --jobs 1"
         return {"finding": report.finding, "script": "", "again": again}
+    groups, sizes = (" --groups", {}) if "groups" in sizes else ("", sizes)
     failure = shrink(report.shape, report.words, make_pool, source)
     return {
         "finding": failure.what,
         "script": failure.script,
         "script_fails": failure.reproduces,
-        "again": f"python -m proof.fuzz --seed {report.seed} --ops 1 --jobs 1{given(sizes)}",
+        "again": f"python -m proof.fuzz{groups} --seed {report.seed} --ops 1 --jobs 1{given(sizes)}",
     }
 
 
@@ -123,15 +129,15 @@ def _conviction(report: Any, make_pool: Callable[..., Any], source: str, sizes: 
 def _fuzz_canaries(args: argparse.Namespace, seed: int, sizes: dict[str, Any], limit: dict[str, Any]) -> dict[str, Any]:
     """Every planted bug: how many calls it takes to find it."""
     found = {}
-    for name in FAULTS:
+    for name in GROUP_FAULTS if "groups" in sizes else FAULTS:
         began = time.monotonic()
         report, _ = hunt_job(seed, 0, name, sizes, limit, None)
         took = time.monotonic() - began
         found[name] = {"found": report.finding, "calls": report.calls, "seconds": took}
         if not args.json:
-            print(f"{name:34} {report.calls:>9,} calls  {took:6.2f} s  {report.finding or 'NOT FOUND'}", flush=True)
+            print(f"{name:46} {report.calls:>9,} calls  {took:6.2f} s  {report.finding or 'NOT FOUND'}", flush=True)
     missed = [name for name, fact in found.items() if fact["found"] is None]
-    again = f"python -m proof.fuzz --canary --seed {seed}"
+    again = f"python -m proof.fuzz --canary{' --groups' if 'groups' in sizes else ''} --seed {seed}"
     finding = f"planted bugs were not found: {', '.join(missed)}" if missed else None
     return {"canaries": found, "again": again, "finding": finding}
 

@@ -200,7 +200,7 @@ cdef struct Books:
     int64_t inserted
     int64_t duplicates
     int64_t evicted_nodes
-    void* memory[128]           # all of the above
+    void* memory[512]           # all of the above
     int32_t num_memory
     bint starved                # not all of it was to be had
 
@@ -235,6 +235,7 @@ cdef inline int64_t ceil_blocks(const Books* b, int64_t tokens) noexcept nogil:
     return (tokens + b.block_size - 1) // b.block_size
 
 
+cdef void* room(Books* b, int64_t n, size_t size) noexcept nogil
 cdef int books_init(Books* b) noexcept nogil
 cdef void books_free(Books* b) noexcept nogil
 cdef void push(Books* b, Queue* queue, int32_t i) noexcept nogil
@@ -254,6 +255,8 @@ cdef void leave_live(Books* b, int32_t slot) noexcept nogil
 cdef void note_waiting(Books* b, int32_t slot) noexcept nogil
 cdef int32_t books_open(Books* b, int64_t length, int32_t space) noexcept nogil
 cdef void books_close(Books* b, int32_t slot) noexcept nogil
+cdef void books_free_line(Books* b, int32_t slot) noexcept nogil
+cdef int32_t books_fork_line(Books* b, int32_t parent) noexcept nogil
 cdef void books_defer(Books* b, int64_t handle) noexcept nogil
 cdef void books_drain(Books* b) noexcept nogil
 cdef int32_t books_find(const Books* b, int64_t handle) noexcept nogil

@@ -319,6 +319,11 @@ cdef void drop_blocks(Books* b, int32_t slot, int32_t keep) noexcept nogil:
 
 cdef void books_close(Books* b, int32_t slot) noexcept nogil:
     drop_blocks(b, slot, 0)
+    books_free_line(b, slot)
+
+
+cdef void books_free_line(Books* b, int32_t slot) noexcept nogil:
+    """A sequence without blocks is closed."""
     b.free_slot[(b.first_free + <int64_t>b.max_seqs - b.num_live) % b.max_seqs] = slot
     leave_live(b, slot)
 
@@ -344,32 +349,37 @@ cdef void books_drain(Books* b) noexcept nogil:
     b.num_deferred = 0
 
 
-cdef void books_fork(Books* b, int32_t parent, int32_t n, int32_t* children) noexcept nogil:
+cdef int32_t books_fork_line(Books* b, int32_t parent) noexcept nogil:
+    """A child without blocks; returns its slot."""
     cdef Line* p = &b.line[parent]
+    cdef int32_t slot = books_open(b, p.length, p.space)
+    cdef Line* line = &b.line[slot]
+    line.known = p.known
+    line.committed = p.committed
+    line.published = p.published
+    line.evicted = p.evicted
+    line.point = p.point
+    line.root = p.root
+    line.done = done_length(b, p)
+    line.inherit = max(p.row_step, p.inherit)
+    if not in_flight(b, line.inherit):
+        line.inherit = 0
+    b.newest_inherit = max(b.newest_inherit, line.inherit)
+    return slot
+
+
+cdef void books_fork(Books* b, int32_t parent, int32_t n, int32_t* children) noexcept nogil:
     cdef Line* line
     cdef int32_t k, i, slot
-    cdef int64_t done = done_length(b, p)
     for k in range(n):
-        slot = books_open(b, p.length, p.space)
+        slot = children[k] = books_fork_line(b, parent)
         line = &b.line[slot]
-        line.blocks = <int32_t>ceil_blocks(b, p.length)
+        line.blocks = <int32_t>ceil_blocks(b, line.length)
         b.blocks += line.blocks
         memcpy(line_table(b, slot), line_table(b, parent), line.blocks * sizeof(int32_t))
         for i in range(line.blocks):
             add_ref(b, line_table(b, slot)[i])
-        line.known = p.known
-        line.committed = p.committed
-        line.published = p.published
-        line.evicted = p.evicted
-        line.point = p.point
-        line.root = p.root
-        line.done = done
-        line.inherit = max(p.row_step, p.inherit)
-        if not in_flight(b, line.inherit):
-            line.inherit = 0
-        b.newest_inherit = max(b.newest_inherit, line.inherit)
         note_waiting(b, slot)
-        children[k] = slot
 
 
 cdef int books_judge_truncate(const Books* b, int32_t slot, int64_t length) noexcept nogil:

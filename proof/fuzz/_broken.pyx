@@ -465,7 +465,7 @@ FAULTS = {
 }
 
 
-def _around(original, before, after, refused):
+def around(original, before, after, refused):
     @wraps(original)
     def call(self, *args, **options):
         pool = self if isinstance(self, Pool) else self.pool
@@ -488,7 +488,7 @@ def broken(fault):
     methods, before, after, refused = FAULTS[fault]
 
     def wrong(kind, parts):
-        calls = {name: _around(getattr(kind, name), before, after, refused) for name in methods if hasattr(kind, name)}
+        calls = {name: around(getattr(kind, name), before, after, refused) for name in methods if hasattr(kind, name)}
         return type(f"Broken{kind.__name__}", (kind,), calls | parts)
 
     prefix, blocks = wrong(PrefixCache, {}), wrong(BlockAPI, {})

@@ -52,7 +52,7 @@ from proof.fuzz._fuzz_base cimport (
 from proof.fuzz._fuzz_calls cimport Others
 
 from kvpool.testing.minimal import FuzzFinding
-from proof.fuzz.shape import OPERATIONS, STATES
+from proof.fuzz.shape import OF_GROUPS, OPERATIONS, STATES
 
 
 cdef class Driver(Others):
@@ -131,7 +131,7 @@ cdef class Driver(Others):
     def results(self):
         """Calls by operation and states by name, so far."""
         return ({name: self.calls[i] for i, name in enumerate(OPERATIONS)},
-                {name: self.states[i] for i, name in enumerate(STATES)})
+                {name: self.states[i] for i, name in enumerate((*STATES, *OF_GROUPS))})
 
     def calls_made(self):
         """Calls so far, without the words that met nothing to call."""

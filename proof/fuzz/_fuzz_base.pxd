@@ -60,6 +60,9 @@ cdef enum:                      # in the order of STATES
     S_HELD_BACK
     S_CONTRADICTED
     S_SWEPT
+    S_LET_GO
+    S_STATES
+    S_GONE
     NUM_STATES
 
 cdef enum:

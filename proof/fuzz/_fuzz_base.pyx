@@ -103,7 +103,7 @@ cdef class Base(Calls):
         self.b.watermark = asked["watermark"]
         self.b.max_rows, self.b.max_tokens = self.shape.max_rows, self.shape.max_tokens
         self.b.steps_pend, self.b.full = not asked["in_order"], self.full
-        self.indexed = self.b.indexed = asked["prefix_cache"]
+        self.indexed = self.b.indexed = asked.get("prefix_cache", False)
         self.b.event_room = 8 * self.b.num_blocks + 64 if asked.get("events") else 0    # more than a word makes
         self.b.num_spaces = max(self.spaces, 3)
         if books_init(&self.b) or storage_init(&self.s, &self.b):

@@ -7,6 +7,9 @@ from proof.fuzz._fuzz_prefix cimport Prefixes
 
 cdef class Others(Prefixes):
     cdef int op_fork(self, const Word* w) except -1
+    cdef void fork_books(self, int32_t parent, int32_t n, int32_t* children) noexcept
+    cdef void close_books(self, int32_t slot) noexcept
+    cdef void reset_books(self) noexcept
     cdef int64_t telling_length(self, int32_t* slot, uint32_t word) noexcept
     cdef int op_truncate(self, const Word* w) except -1
     cdef int op_close(self, const Word* w, uint32_t op) except -1

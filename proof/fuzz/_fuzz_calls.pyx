@@ -27,7 +27,6 @@ from proof.fuzz._books cimport (
     waits_for_step,
 )
 from proof.fuzz._books_prefix cimport books_reset
-from proof.fuzz._books_steps cimport books_judge_step
 from proof.fuzz._fuzz_base cimport CLOSE_BATCH, DECREF, MARK, TOUCH, S_EVICTED, Word, hash64
 from proof.fuzz._storage cimport line_stamp, line_token
 
@@ -64,13 +63,22 @@ cdef class Others(Prefixes):
         self.accepted("fork")
         for i in range(n):
             self.greet(made[i], books_next_handle(&self.b, i))
-        books_fork(&self.b, parent, n, children)
+        self.fork_books(parent, n, children)
         for i in range(n):
             memcpy(line_stamp(&self.s, &self.b, children[i]), line_stamp(&self.s, &self.b, parent),
                    p.known * sizeof(uint64_t))
             memcpy(line_token(&self.s, &self.b, children[i]), line_token(&self.s, &self.b, parent),
                    p.known * sizeof(int32_t))
         return 0
+
+    cdef void fork_books(self, int32_t parent, int32_t n, int32_t* children) noexcept:
+        books_fork(&self.b, parent, n, children)
+
+    cdef void close_books(self, int32_t slot) noexcept:
+        books_close(&self.b, slot)
+
+    cdef void reset_books(self) noexcept:
+        books_reset(&self.b)
 
     cdef int64_t telling_length(self, int32_t* slot, uint32_t word) noexcept:
         """A length that ends in a copy whose tokens were told before, or below what a pending copy reads; -1: none."""
@@ -135,7 +143,7 @@ cdef class Others(Prefixes):
             self.do_close(self.handle[0])
         for i in range(n):
             self.mourn(self.rows[i])
-            books_close(&self.b, self.rows[i])
+            self.close_books(self.rows[i])
         return 0
 
     cdef int op_defer(self, const Word* w) except -1:
@@ -276,8 +284,7 @@ cdef class Others(Prefixes):
         if self.b.num_live == 0 or not self.full or k < 0:
             return self.nothing()
         n = self.choose_rows(w)
-        due = books_judge_step(&self.b, &self.b.plan[k], n, self.rows, self.count, <int64_t>1 << 40, True,
-                               False) == V_OK
+        due = self.judge_step(k, n, <int64_t>1 << 40, True, False) == V_OK
         self.b.plan[k].num_entries = 0
         if self.trace is not None:
             self.trace.append(f"assert pool.can({self.names_of(n)}, {self.counts[:n].tolist()}) is {due}")
@@ -339,7 +346,7 @@ cdef class Others(Prefixes):
         self.pool.reset()
         for i in range(self.b.num_live):
             self.mourn(self.b.live[i])
-        books_reset(&self.b)
+        self.reset_books()
         return 0
 
     cdef int op_misuse(self, const Word* w) except -1:

@@ -64,6 +64,9 @@ cdef class Steps(Base):
 
     # -- step, reserve
 
+    cdef int judge_step(self, int32_t k, int32_t n, int64_t max_tokens, bint advance, bint partial) noexcept:
+        return books_judge_step(&self.b, &self.b.plan[k], n, self.rows, self.count, max_tokens, advance, partial)
+
     cdef int op_step(self, const Word* w, bint advance) except -1:
         cdef int32_t k = self.free_plan(w), n
         cdef bint partial = advance and (w.a >> 8) % 4 == 0, padded
@@ -74,8 +77,7 @@ cdef class Steps(Base):
             return self.op_done(w, False)
         n = self.choose_rows(w)
         padded = self.full and advance and not w.a >> 30
-        verdict = books_judge_step(&self.b, &self.b.plan[k], n, self.rows, self.count, self.b.max_tokens, advance,
-                                   partial)
+        verdict = self.judge_step(k, n, self.b.max_tokens, advance, partial)
         self.states[S_SHORT] += verdict == V_SHORT
         self.expect(verdict)
         if self.trace is not None:
@@ -200,12 +202,15 @@ cdef class Steps(Base):
             self.trace.append(f"pool.done(p{k})")
         self.run_until(k)
         self.do_done(self.plans[k])
-        books_done(&self.b, k)
+        self.pass_plan(k)
         return 0
+
+    cdef void pass_plan(self, int32_t k) noexcept:
+        books_done(&self.b, k)
 
     cdef int op_rollback(self, const Word* w) except -1:
         """Take the newest pending plan back; the backend has run it, or never will."""
-        cdef int32_t k, entries
+        cdef int32_t k
         cdef Pending* p
         if self.b.num_queue == 0:
             return self.nothing()
@@ -223,7 +228,11 @@ cdef class Steps(Base):
         self.accepted("rollback")
         self.states[S_ROLLBACKS] += 1
         self.states[S_EXECUTED_ROLLBACKS] += p.executed
-        entries = p.num_entries
+        return self.undo_plan(k)
+
+    cdef int undo_plan(self, int32_t k) except -1:
+        cdef Pending* p = &self.b.plan[k]
+        cdef int32_t entries = p.num_entries
         books_rollback(&self.b, k)
         self.clean()
         if self.full and not p.executed:

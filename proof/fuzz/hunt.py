@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,8 @@ from typing import Any
 import kvpool
 from kvpool.testing.minimal import FuzzFinding
 from proof.fuzz._fuzz import Driver
-from proof.fuzz.shape import OPERATIONS, STATES, Shape, draw_shape
+from proof.fuzz._fuzz_groups import GroupDriver
+from proof.fuzz.shape import Shape, draw_shape
 
 CALLS_PER_RUN = 3000
 
@@ -25,8 +27,8 @@ class Report:
 
     runs: int = 0
     calls: int = 0
-    by_operation: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OPERATIONS, 0))
-    states: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STATES, 0))
+    by_operation: Counter[str] = field(default_factory=Counter)
+    states: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0  # of CPU time
     finding: str | None = None
     seed: int | None = None  # of the run that found it
@@ -38,10 +40,8 @@ class Report:
         calls, states = driver.results()
         self.runs += 1
         self.calls += driver.calls_made()
-        for name, n in calls.items():
-            self.by_operation[name] += n
-        for name, n in states.items():
-            self.states[name] += n
+        self.by_operation.update(calls)
+        self.states.update(states)
 
 
 def seeds(seed: int, job: int = 0) -> Iterator[int]:
@@ -53,9 +53,14 @@ def seeds(seed: int, job: int = 0) -> Iterator[int]:
         yield rng.getrandbits(48)
 
 
+def make_driver(shape: Shape, make_pool: Callable[..., Any]) -> Driver:
+    """The driver of a run."""
+    return (GroupDriver if "groups" in shape.pool else Driver)(shape, make_pool)
+
+
 def one_run(shape: Shape, make_pool: Callable[..., Any], report: Report, calls: int, check_every: int) -> None:
     """One run; its finding goes into the report."""
-    driver = Driver(shape, make_pool)
+    driver = make_driver(shape, make_pool)
     try:
         driver.run(calls, check_every)
         driver.audit()

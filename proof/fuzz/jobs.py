@@ -11,8 +11,9 @@ import kvpool
 from kvpool.cli.console import CommandError
 from kvpool.cli.fuzz import Progress
 from proof.fuzz._broken import broken
+from proof.fuzz._broken_groups import broken_groups
 from proof.fuzz.hunt import hunt
-from proof.fuzz.shape import big_shape, draw_shape
+from proof.fuzz.shape import big_shape, draw_group_shape, draw_shape
 
 LARGE_CALLS_PER_RUN = 20_000_000
 LARGE_CHECK_EVERY = 2_000_000
@@ -22,13 +23,13 @@ def hunt_job(seed: int, job: int, fault: str | None, sizes: dict[str, Any], limi
     """One process's share. `told` gets (calls, runs) now and then."""
     make_pool: Any = kvpool.Pool
     if fault is not None:
-        make_pool = broken(fault)
+        make_pool = broken_groups(fault) if sizes.get("groups") else broken(fault)
     if sizes.get("large"):
         calls = min(limit["calls"] or LARGE_CALLS_PER_RUN, LARGE_CALLS_PER_RUN)
         some: dict[str, Any] = {"calls_per_run": calls, "check_every": LARGE_CHECK_EVERY}
         report = hunt(seed, job=job, make_pool=make_pool, make_shape=big_shape, told=told, **limit, **some)
         return report, make_pool
-    shape = functools.partial(draw_shape, **sizes)
+    shape = draw_group_shape if sizes.get("groups") else functools.partial(draw_shape, **sizes)
     report = hunt(seed, job=job, make_pool=make_pool, make_shape=shape, told=told, **limit)
     return report, make_pool
 

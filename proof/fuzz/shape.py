@@ -6,6 +6,8 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvpool.testing.fuzz_groups import options_of
+
 OPERATIONS = (
     *("open", "open_prompt", "step", "reserve", "fork", "truncate", "close", "close_batch", "defer_close"),
     *("done", "done_any", "execute", "rollback", "commit", "match", "pin", "evict", "flush"),
@@ -17,6 +19,12 @@ STATES = (
     *("copies", "replaced", "rollbacks", "rollbacks_of_executed", "late_plans", "calls_with_limbo", "limbo_hits"),
     *("prefix_hits", "evictions", "out_of_blocks", "partial", "refusals", "closed_while_pending", "done_out_of_order"),
     *("compactions", "held_back", "contradictions", "sweeps"),
+)
+#: The same of pools with layer groups: what only they meet, and all of it.
+OF_GROUPS = ("entries_let_go", "states_replaced", "truncations_refused")
+GROUP_STATES = (
+    *("copies", "rollbacks", "rollbacks_of_executed", "late_plans", "calls_with_limbo", "out_of_blocks", "partial"),
+    *("refusals", "closed_while_pending", "done_out_of_order", *OF_GROUPS),
 )
 #: Usual weights; a run draws its own around them, and some are off.
 WEIGHTS = {
@@ -136,6 +144,37 @@ def faces(weights: dict[str, float]) -> tuple[int, ...]:
     return tuple(dice)
 
 
+#: Usual weights of runs on pools with layer groups.
+GROUP_WEIGHTS = {
+    **{"open": 5, "step": 45, "reserve": 3, "fork": 6, "truncate": 6, "close": 6, "close_batch": 1},
+    **{"done": 20, "done_any": 6, "execute": 5, "rollback": 6, "can": 2, "reset": 0.05},
+}
+
+
+def draw_group_shape(seed: int) -> Shape:
+    """A run on a pool with layer groups, checked after every call."""
+    rng = random.Random(f"groups {seed}")
+    pool = options_of(rng.getrandbits(48))
+    pool["max_blocks_per_seq"] = pool["max_blocks_per_seq"] or 12
+    size = pool["block_size"]
+    appetite = rng.choice([1, 2, size + 1, 4 * size + 1])
+    rows = rng.choice([1, 2, 4, 6])
+    weights = {
+        name: usual * 2 ** rng.uniform(-2, 2)
+        for name, usual in GROUP_WEIGHTS.items()
+        if name in ALWAYS or rng.random() >= 0.2
+    }
+    return Shape(
+        seed=rng.getrandbits(63),
+        pool=pool,
+        dice=faces(weights),
+        plans=rng.choice([1, 2, 3, 4]),
+        max_rows=rows,
+        max_tokens=max(1, rows * appetite - rng.choice([0, 0, 1])),
+        appetite=appetite,
+    )
+
+
 def big_shape(seed: int, num_blocks: int = 1 << 20) -> Shape:
     """A run on a large pool, checked at checkpoints: batches stay small, what they touch is all over the pool."""
     rng = random.Random(seed)
@@ -172,6 +211,8 @@ def big_shape(seed: int, num_blocks: int = 1 << 20) -> Shape:
 
 def plan_options(shape: Shape, index: int) -> dict[str, Any]:
     """Formats and dtype of the run's plan number `index`."""
+    if "groups" in shape.pool:
+        return {"formats": ("block_tables", "seq_lens", "slot_mapping")}
     if not shape.full:
         return {"formats": ("block_tables", "seq_lens", "slot_mapping")}
     more = ((), ("csr", "slot_ids"), ("kv_slots",), ("kv_slots_ragged",))[index % 4]

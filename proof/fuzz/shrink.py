@@ -16,7 +16,8 @@ import kvpool
 from kvpool.testing.minimal import FuzzFinding, Word, minimal, smaller_numbers
 from kvpool.testing.watch import FORMATS
 from proof.fuzz._fuzz import Driver
-from proof.fuzz.shape import Shape, plan_options
+from proof.fuzz.hunt import make_driver
+from proof.fuzz.shape import OPERATIONS, Shape, plan_options
 
 MOST_TRIES = 20_000
 
@@ -34,7 +35,7 @@ class Failure:
 
 def failure_of(shape: Shape, words: list[Word], make_pool: Callable[..., Any]) -> FuzzFinding | None:
     """What this program finds, or None."""
-    driver = Driver(shape, make_pool)
+    driver = make_driver(shape, make_pool)
     try:
         driver.replay(words)
         driver.audit()
@@ -68,6 +69,20 @@ def plainer(shape: Shape, name: str, value: Any) -> Shape:
     return replace(shape, plans=value) if name == "plans" else replace(shape, pool={**shape.pool, name: value})
 
 
+def fewer_groups(shape: Shape, words: list[Word], make_pool: Callable[..., Any]) -> Shape:
+    """The same run without the layer groups that the failure does not need."""
+    groups = shape.pool.get("groups", [])
+    for group in reversed(groups):
+        left = [other for other in shape.pool["groups"] if other is not group]
+        simpler = replace(shape, pool={**shape.pool, "groups": left})
+        try:
+            if failure_of(simpler, words, make_pool) is not None:
+                shape = simpler
+        except ValueError:  # no pool can be made without it
+            continue
+    return shape
+
+
 def shrink(shape: Shape, words: list[Word], make_pool: Callable[..., Any] = kvpool.Pool, source: str = "") -> Failure:
     """The shortest failure that is found from a failing program.
 
@@ -90,9 +105,12 @@ def shrink(shape: Shape, words: list[Word], make_pool: Callable[..., Any] = kvpo
     words = minimal(words, fails)
     for _ in range(2):  # a plainer pool may need fewer calls, and fewer calls a plainer pool
         for name, value in PLAINER:
+            if name != "plans" and name not in shape.pool:
+                continue
             simpler = plainer(shape, name, value)
             if simpler != shape and failure_of(simpler, words, make_pool) is not None:
                 shape = simpler
+        shape = fewer_groups(shape, words, make_pool)
         words = minimal(smaller_numbers(minimal(words, fails), fails), fails)
     finding = failure_of(shape, words, make_pool)
     what = str(finding) if finding else "the failure did not come again"
@@ -118,6 +136,8 @@ def make_script(
     shape: Shape, words: list[Word], make_pool: Callable[..., Any], source: str = "", what: str = ""
 ) -> str:
     """A test with the calls of a program, made one by one and watched."""
+    if "groups" in shape.pool:
+        return make_group_script(shape, words, source, what)
     lines = trace_of(shape, words, make_pool)
     used = "\n".join(lines)
     imports, _, expression = (source or "import kvpool\nkvpool.Pool").rpartition("\n")
@@ -144,6 +164,23 @@ def make_script(
     comment = "".join(f"    # {line}\n" for line in what.splitlines()[:3])
     head = f"{imports}\nfrom proof.fuzz.watched import Watched\n".lstrip()
     return f"{head}\n\ndef test_fuzz_{shape.seed}():\n{comment}{text}\n"
+
+
+def make_group_script(shape: Shape, words: list[Word], source: str, what: str) -> str:
+    """A test that plays a program on a pool with layer groups again, beside the books."""
+    imports, _, expression = (source or "import kvpool\nkvpool.Pool").rpartition("\n")
+    options = "".join(f"            {name!r}: {value!r},\n" for name, value in shape.pool.items())
+    calls = "".join(f"        {tuple(word)},  # {OPERATIONS[word[0]]}\n" for word in words)
+    comment = "".join(f"    # {line}\n" for line in what.splitlines()[:3])
+    return (
+        f"{imports}\nfrom kvpool.groups import Group\nfrom proof.fuzz.hunt import make_driver\n"
+        f"from proof.fuzz.shape import Shape\n\n\ndef test_fuzz_{shape.seed}():\n{comment}"
+        f"    shape = Shape(\n        seed={shape.seed},\n        pool={{\n{options}        }},\n"
+        f"        dice={shape.dice[:1]!r},\n        plans={shape.plans},\n        max_rows={shape.max_rows},\n"
+        f"        max_tokens={shape.max_tokens},\n        appetite={shape.appetite},\n    )\n"
+        f"    words = [\n{calls}    ]\n    driver = make_driver(shape, {expression})\n"
+        "    driver.replay(words)\n    driver.audit()\n"
+    )
 
 
 def script_fails(script: str) -> bool:

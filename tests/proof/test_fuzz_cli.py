@@ -102,6 +102,8 @@ def test_a_canary_that_is_not_found_fails_the_command(capsys, monkeypatch):
         ("--seed", "x"),
         ("--large", "--blocks", "8"),
         ("--canary", "--jobs", "2"),
+        ("--groups", "--large"),
+        ("--groups", "--blocks", "8"),
     ],
 )
 def test_nonsense_is_refused(capsys, argv):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from proof import SHORT, arithmetic, complexity, misuse, soak
+from proof import SHORT, arithmetic, complexity, groups, misuse, soak
 
-GATES = {"arithmetic": arithmetic, "complexity": complexity, "misuse": misuse, "soak": soak}
+GATES = {"arithmetic": arithmetic, "complexity": complexity, "groups": groups, "misuse": misuse, "soak": soak}
 
 
 @pytest.mark.parametrize("name", GATES)
