@@ -98,8 +98,8 @@ def test_fused_halves_generate_the_same_in_a_batch_and_alone(dtype):
 def test_canary_a_forgotten_option_changes_the_tokens(monkeypatch, name, fault):
     model, prompt = FAMILIES[name](), random_prompts(PROMPTS)[1]
     stock = solo_tokens(model, prompt, MAX_TOKENS)
-    monkeypatch.setattr(attention, "AttentionOptions", lambda **given: AttentionOptions(**(given | {fault: None})))
     with install(model, 50, block_size=4, fused=True):
+        monkeypatch.setattr(attention, "AttentionOptions", lambda **given: AttentionOptions(**(given | {fault: None})))
         assert solo_tokens(model, prompt, MAX_TOKENS) != stock
 
 
@@ -108,12 +108,12 @@ def test_canary_a_forgotten_scale_is_farther_from_float32_than_stock(monkeypatch
     model = HALVES[name]()
     stock = logits_of(model)
     attend = attention.PagedContext.attend
-    monkeypatch.setattr(
-        attention.PagedContext,
-        "attend",
-        lambda self, q, v, scale, *rest, **options: attend(self, q, v, scale * 1.1, *rest, **options),
-    )
+
+    def attend_too_sharply(self, queries, values, scale, *rest, **options):
+        return attend(self, queries, values, scale * 1.1, *rest, **options)
+
     with install(model, 50, block_size=4, fused=True):
+        monkeypatch.setattr(attention.PagedContext, "attend", attend_too_sharply)
         ours = logits_of(model)
     assert np.sqrt(np.mean((ours - stock) ** 2)) > 1e-2 * np.std(stock)
 
@@ -124,8 +124,8 @@ def test_canary_padding_that_is_stored_is_detected(monkeypatch):
 
     model, prompts = FAMILIES["llama"](), random_prompts(PROMPTS)
     stock = [solo_tokens(model, prompt, MAX_TOKENS) for prompt in prompts]
-    monkeypatch.setattr(Rows, "num_new", lambda self, num_columns: np.full(len(self.lens), num_columns, np.int64))
     with install(model, 400, block_size=4, fused=True):
+        monkeypatch.setattr(Rows, "num_new", lambda self, num_columns: np.full(len(self.lens), num_columns, np.int64))
         try:
             assert batch_tokens(model, prompts, MAX_TOKENS) != stock
         except (RuntimeError, ValueError) as error:

@@ -467,8 +467,11 @@ class PagedKVCache:
         PagedMask
             On the fused route, always.
         """
-        window = smaller_window(window_size, self._batch.passes.windows[self._layer])
+        own = self._batch.passes.windows[self._layer]
+        window = smaller_window(window_size, own)
         if self._batch.is_fused:
+            if own and window_size and window_size > own:
+                raise TypeError(f"[make_mask] the window of the mask is {window_size}, that of the cache {own}")
             return PagedMask(window)
         rows = self._seen()
         eviction, lens = self._batch.eviction, rows.lens
@@ -517,10 +520,13 @@ class PagedKVCache:
             return context, context
         return self.keys_and_values()
 
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+    def keys_and_values(self) -> tuple[mx.array, mx.array] | tuple[PagedContext, PagedContext]:
         """Return the contexts of the last ``update_and_fetch``, for layers that attend to another layer's cache."""
         if self._forward is None or self._cursor != self._batch.count:
             raise RuntimeError("[keys_and_values] no update_and_fetch since the cache was made or changed")
+        if self._forward.is_fused and self._batch.is_fused:
+            context = PagedContext(self._forward, self._layer, self._batch.passes.windows[self._layer])
+            return context, context
         self._forward.flush()
         contexts: tuple[mx.array, mx.array] = self._batch.passes.backend.read(self._forward.step, self._layer)
         return contexts

@@ -15,12 +15,13 @@ import mlx_lm
 
 import kvpool
 from kvpool.adapters.mlx_lm.arrays import Converted
-from kvpool.adapters.mlx_lm.attention import Caller, Site, find_sites
+from kvpool.adapters.mlx_lm.attention import Site, find_sites
 from kvpool.adapters.mlx_lm.cache import Batch, PagedKVCache
 from kvpool.adapters.mlx_lm.cache_hook import Hook
 from kvpool.adapters.mlx_lm.eviction import check_policy
 from kvpool.adapters.mlx_lm.passes import NOT_OPENED, Known, Passes
 from kvpool.adapters.mlx_lm.shapes import inspect_model, require_bits, with_bits
+from kvpool.adapters.mlx_lm.trial import NUM_TOKENS, ROWS, reason_to_gather
 from kvpool.errors import StaleHandle
 from kvpool.eviction import Policy
 from kvpool.protocol import KVBackend
@@ -64,7 +65,8 @@ def install(
         Use this pool.
     fused : bool, optional
         True: attend straight over the pool. False: gather every context for mlx-lm's own attention. By default the
-        model attends over the pool if there are kernels and the model is in `attention.KNOWN`. See `PagedKV.route`.
+        model attends over the pool if there are kernels and its logits are then those of mlx-lm's own caches. A few
+        tokens are computed to find out, see `trial`. See also `PagedKV.route`.
     backend : str or callable, optional
         A backend other than MLX's own: a name for `load_backend`, or ``factory(spec, num_blocks)``, for any arrays.
     kernels : bool, optional
@@ -72,7 +74,7 @@ def install(
     overlap : bool
         Where MLX scatters: build a step while the previous one runs. MLX then copies the pool's arrays.
     strict : bool
-        Refuse releases of mlx-lm that this adapter was not tested with.
+        Refuse releases of mlx-lm of another series than those that this adapter was tested with.
     eviction : kvpool.eviction.Policy, optional
         Evict tokens by this policy. `PagedKV.make_cache` can override it for one cache.
     kv_bits, k_bits, v_bits, quant_group_size : int, optional
@@ -86,7 +88,7 @@ def install(
     Raises
     ------
     RuntimeError
-        mlx-lm is not one of `SUPPORTED_VERSIONS` (and `strict`), or `fused` is True and impossible. The text says why.
+        mlx-lm is of another series than `SUPPORTED_VERSIONS` (and `strict`), or `fused` is True and impossible. The text says why.
     ValueError
         Some layer stores something other than keys and values, layers differ, or the bits do not fit.
     TypeError
@@ -98,11 +100,15 @@ def install(
         raise TypeError("[install] either num_blocks or pool is needed, and not both")
     if num_blocks is not None:
         pool = kvpool.Pool(num_blocks, block_size, max_seqs=max_seqs, prefix_cache=prefix_cache)
-    spec, windows, callers = inspect_model(model, pool.block_size)
-    made = _storage(with_bits(spec, **quantization), pool.num_blocks, backend, kernels, overlap)
-    sites, why_gather = _choose_route(callers, made, fused)
-    kept: dict[str, Any] = {"prefix_cache": prefix_cache, "eviction": eviction}
-    return PagedKV(model, pool, made, windows, sites=sites, why_gather=why_gather, **kept)
+    spec, windows = inspect_model(model, pool.block_size)
+    spec = with_bits(spec, **quantization)
+
+    def paged(pool: Any, sites: tuple[Site, ...], why_gather: str = "", **kept: Any) -> PagedKV:
+        made = _storage(spec, pool.num_blocks, backend, kernels, overlap)
+        return PagedKV(model, pool, made, windows, sites=sites, why_gather=why_gather, **kept)
+
+    sites, why_gather = _choose_route(paged, model, pool.block_size, fused)
+    return paged(pool, sites, why_gather, prefix_cache=prefix_cache, eviction=eviction)
 
 
 def _storage(
@@ -125,33 +131,33 @@ def _storage(
 
 
 def require_tested_version(call: str) -> None:
-    """Raise RuntimeError if mlx-lm is not one of `SUPPORTED_VERSIONS`."""
-    if mlx_lm.__version__ not in SUPPORTED_VERSIONS:
+    """Raise RuntimeError unless mlx-lm is of the series of `SUPPORTED_VERSIONS`. Warn if it is another release of it."""
+    found, tested = mlx_lm.__version__, ", ".join(SUPPORTED_VERSIONS)
+    if found in SUPPORTED_VERSIONS:
+        return
+    if found.split(".")[:2] not in [release.split(".")[:2] for release in SUPPORTED_VERSIONS]:
         raise RuntimeError(
-            f"[{call}] mlx-lm {mlx_lm.__version__} is installed, this adapter was tested with "
-            f"{', '.join(SUPPORTED_VERSIONS)}; strict=False tries it anyway"
+            f"[{call}] mlx-lm {found} is installed, this adapter was tested with {tested}; strict=False tries it anyway"
         )
+    _log.warning("[%s] mlx-lm %s is installed, this adapter was tested with %s", call, found, tested)
 
 
 def _choose_route(
-    callers: Sequence[Caller | None], backend: KVBackend, fused: bool | None
+    paged: Callable[..., PagedKV], model: Any, block_size: int, fused: bool | None
 ) -> tuple[tuple[Site, ...], str]:
     """Return where to hook attention. If nowhere, also the reason."""
-    why = "fused=False"
-    if fused is not False:
-        if not backend.capabilities.paged:
-            why = "the backend runs without kernels"
-        elif mlx_lm.__version__ not in SUPPORTED_VERSIONS:
-            why = f"mlx-lm {mlx_lm.__version__} is not one of {', '.join(SUPPORTED_VERSIONS)}"
-        else:
-            try:
-                return find_sites(callers), ""
-            except LookupError as error:
-                why = str(error)
-            if fused is None:
-                _log.warning("[install] this model gathers: %s", why)
+    if fused is False:
+        return (), "fused=False"
+    sites = find_sites(model)
+    small = kvpool.Pool(1 + 2 * len(ROWS) * -(-NUM_TOKENS // block_size), block_size, max_seqs=8)
+    trial = paged(small, sites)
+    why = reason_to_gather(trial) if trial.backend.capabilities.paged else "the backend runs without kernels"
+    if not why:
+        return sites, ""
     if fused:
         raise RuntimeError(f"[install] fused=True, but {why}")
+    if trial.backend.capabilities.paged:
+        _log.warning("[install] this model gathers: %s", why)
     return (), why
 
 
@@ -270,8 +276,7 @@ class PagedKV:
 
     def __enter__(self) -> Self:
         self._hooks.append(Hook.enter(self))
-        for site in self.passes.sites:
-            site.enter()
+        self.passes.hook()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -280,8 +285,7 @@ class PagedKV:
         for site in self.passes.sites:
             site.require_ours()  # before any change: a block that cannot be left stays entered
         self._hooks[-1].require_ours(self.model)
-        for site in self.passes.sites:
-            site.leave()
+        self.passes.unhook()
         self._hooks.pop().leave(self)
 
     @property

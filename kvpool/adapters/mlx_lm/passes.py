@@ -107,6 +107,7 @@ class Passes:
         self.windows = tuple(windows)
         self.num_layers = len(self.windows)
         self.sites = tuple(sites)
+        self._hooked = 0  # blocks that are entered
         self.dtype: mx.Dtype = getattr(mx, backend.spec.dtype)
         self.lock = threading.RLock()
         self.batches: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -118,7 +119,24 @@ class Passes:
     @property
     def is_fused(self) -> bool:
         """Whether layers attend straight over the pool now: the model is hooked, and the block is entered."""
-        return bool(self.sites) and all(site.is_active for site in self.sites)
+        if not self._hooked or not self.sites:
+            return False
+        for site in self.sites:  # no generator: this runs twice per forward pass
+            if not site.is_active:
+                return False
+        return True
+
+    def hook(self) -> None:
+        """Put the stand-ins for attention in place, until as many calls of `unhook`."""
+        for site in self.sites:
+            site.enter()
+        self._hooked += 1
+
+    def unhook(self) -> None:
+        """Undo one `hook`."""
+        self._hooked -= 1
+        for site in self.sites:
+            site.leave()
 
     def open_empty(self) -> int:
         """Open a new sequence in the model's own namespace."""

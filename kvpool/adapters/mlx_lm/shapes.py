@@ -8,13 +8,12 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from kvpool.adapters.mlx_lm.attention import Caller, watch
 from kvpool.adapters.mlx_lm.cache_hook import Hook
 from kvpool.config import KVSpec
 
 
-def inspect_model(model: Any, block_size: int) -> tuple[KVSpec, tuple[int | None, ...], list[Caller | None]]:
-    """Return the shapes of a model's KV cache, the attention window of each layer (or None), and its attention code.
+def inspect_model(model: Any, block_size: int) -> tuple[KVSpec, tuple[int | None, ...]]:
+    """Return the shapes of a model's KV cache, and the attention window of each layer or None.
 
     Found by tracing one token through the model with mlx-lm's own caches. Nothing is computed.
     """
@@ -24,7 +23,6 @@ def inspect_model(model: Any, block_size: int) -> tuple[KVSpec, tuple[int | None
     for layer, cache in enumerate(caches):
         if type(cache) not in (KVCache, RotatingKVCache) or getattr(cache, "keep", 0) != 0:
             raise ValueError(f"[install] layer {layer} uses {type(cache).__name__}, not KVCache or RotatingKVCache")
-    callers = watch(caches)
     model(mx.zeros((1, 1), mx.int32), cache=caches)
     idle = [layer for layer, cache in enumerate(caches) if cache.keys is None]
     if idle:
@@ -37,7 +35,7 @@ def inspect_model(model: Any, block_size: int) -> tuple[KVSpec, tuple[int | None
     ((heads, k_dim, v_dim, dtype),) = shapes
     name = str(dtype).removeprefix("mlx.core.")
     windows = tuple(getattr(cache, "max_size", None) for cache in caches)
-    return KVSpec(len(caches), heads, k_dim, name, block_size, v_dim), windows, callers
+    return KVSpec(len(caches), heads, k_dim, name, block_size, v_dim), windows
 
 
 def max_positions(model: Any) -> int | None:
