@@ -132,12 +132,22 @@ class _Placeholder:
 
 
 class PagedMask(_Placeholder):
-    """A causal mask, with a window if the layer has one. ``make_mask`` returns it on the fused route."""
+    """A causal mask, with a window if the model asks for one or the cache has one.
+
+    ``make_mask`` returns it on the fused route.
+
+    Raises
+    ------
+    TypeError
+        The model asks for more than the cache keeps. What its first tokens see then depends on where chunks begin.
+    """
 
     __slots__ = ("window",)
 
-    def __init__(self, window: int | None) -> None:
-        self.window = window
+    def __init__(self, asked: int | None, kept: int | None) -> None:
+        if asked and kept and asked > kept:
+            raise TypeError(f"[make_mask] the window of the mask is {asked}, that of the cache {kept}")
+        self.window = asked or kept
 
     def __repr__(self) -> str:
         return f"PagedMask(window={self.window})"

@@ -468,11 +468,9 @@ class PagedKVCache:
             On the fused route, always.
         """
         own = self._batch.passes.windows[self._layer]
-        window = smaller_window(window_size, own)
         if self._batch.is_fused:
-            if own and window_size and window_size > own:
-                raise TypeError(f"[make_mask] the window of the mask is {window_size}, that of the cache {own}")
-            return PagedMask(window)
+            return PagedMask(window_size, own)
+        window = smaller_window(window_size, own)
         rows = self._seen()
         eviction, lens = self._batch.eviction, rows.lens
         if eviction is not None:

@@ -7,6 +7,7 @@ to attention raises an error there. A model that the stand-ins get wrong gives o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -29,12 +30,9 @@ def reason_to_gather(kv: Any) -> str:
     afterwards.
     """
     try:
-        kv.passes.hook()
-        try:
-            ours = _paged(kv)
-        finally:
-            kv.passes.unhook()
-        theirs = _expected(kv)
+        ours = _hooked(kv, _paged)
+        kv.passes.sites = ()
+        theirs = _hooked(kv, _expected)
     except Exception as error:  # of the model's code: whatever it makes of a placeholder
         return _described(error)
     difference = float(np.sqrt(np.mean((ours - theirs) ** 2)) / max(np.sqrt(np.mean(theirs**2)), 1e-30))
@@ -42,10 +40,17 @@ def reason_to_gather(kv: Any) -> str:
     return "" if difference <= limit else f"its logits over the pool differ by {difference:.2g}, the limit is {limit}"
 
 
+def _hooked(kv: Any, run: Callable[[Any], np.ndarray]) -> np.ndarray:
+    kv.passes.hook()
+    try:
+        return run(kv)
+    finally:
+        kv.passes.unhook()
+
+
 def _paged(kv: Any) -> np.ndarray:
     """Return the logits of all tokens, over the pool: both rows in one padded chunk, then a decode."""
-    pairs = zip(kv.make_cache(), kv.make_cache(), strict=True)
-    caches = [type(one).merge([one, other]) for one, other in pairs]
+    caches = [one.merge([one, other]) for one, other in zip(kv.make_cache(), kv.make_cache(), strict=True)]
     lengths = [len(row) - 1 for row in ROWS]
     longest = max(lengths)
     padding = [longest - length for length in lengths]
