@@ -5,7 +5,7 @@ import itertools
 import mlx.core as mx
 import pytest
 from mlx_families import FAMILIES
-from mlx_lm.models import gemma2, llama
+from mlx_lm.models import gemma2
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_models import on_cpu, random_prompts, solo_tokens, tiny_llama
 

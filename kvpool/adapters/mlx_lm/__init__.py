@@ -34,7 +34,7 @@ Paged caches do not support two options of mlx-lm's engines:
   mlx-lm starts when a cache has ``quantized_kv_start`` tokens, 5000 by default. Its server closes the connection of
   such a request. Give the bits to `install`, and the same bits or none to the server.
 
-`install` runs 20 tokens through a model to see whether it can attend over the blocks: four short forward passes, which
+`install` runs 14 tokens through a model to see whether it can attend over the blocks: four short forward passes, which
 load the weights of a model that was loaded with ``lazy=True``. With ``fused=False`` or without kernels it computes
 nothing. With the CPU kernels a forward pass computes while it is called, even if its result is never evaluated. On
 other routes it only builds the graph, as with mlx-lm's own caches.

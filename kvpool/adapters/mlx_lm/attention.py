@@ -4,9 +4,9 @@ On the fused route ``update_and_fetch`` stores the new keys and values and retur
 ``make_mask`` returns a `PagedMask`. A model of mlx-lm passes them to attention untouched. Any other use of them raises
 an error that says so.
 
-mlx-lm has no hook for a cache that attends by itself. Its models end in ``mx.fast.scaled_dot_product_attention``. Inside
-``with install(...)`` that attribute is a stand-in. The stand-in knows `PagedContext` and passes everything else, stock
-caches too, to the original. gemma2 computes its capped scores itself; there the stand-in replaces
+mlx-lm has no hook for a cache that attends by itself. Its models end in ``mx.fast.scaled_dot_product_attention``.
+Inside ``with install(...)`` that attribute is a stand-in. The stand-in knows `PagedContext` and passes everything else,
+stock caches too, to the original. gemma2 computes its capped scores itself; there the stand-in replaces
 ``Attention.__call__``.
 
 A hook says nothing about what a model does with a context on the way. `trial` runs the model to find out.
@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import gemma2
 
@@ -389,5 +390,6 @@ GEMMA2 = Site(gemma2.Attention, "__call__", _gemma2_call)
 
 def find_sites(model: Any) -> tuple[Site, ...]:
     """Return what stand-ins have to replace for a model to attend over the pool."""
-    is_capped = any(isinstance(module, gemma2.Attention) for module in model.modules())
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    is_capped = any(isinstance(module, gemma2.Attention) for module in modules)
     return (ATTENTION, GEMMA2) if is_capped else (ATTENTION,)

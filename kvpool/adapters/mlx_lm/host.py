@@ -88,7 +88,8 @@ def install(
     Raises
     ------
     RuntimeError
-        mlx-lm is of another series than `SUPPORTED_VERSIONS` (and `strict`), or `fused` is True and impossible. The text says why.
+        mlx-lm is of another series than `SUPPORTED_VERSIONS` (and `strict`), or `fused` is True and impossible. The
+        text says why.
     ValueError
         Some layer stores something other than keys and values, layers differ, or the bits do not fit.
     TypeError
@@ -131,7 +132,7 @@ def _storage(
 
 
 def require_tested_version(call: str) -> None:
-    """Raise RuntimeError unless mlx-lm is of the series of `SUPPORTED_VERSIONS`. Warn if it is another release of it."""
+    """Raise RuntimeError unless mlx-lm is of the series of `SUPPORTED_VERSIONS`. Warn of its other releases."""
     found, tested = mlx_lm.__version__, ", ".join(SUPPORTED_VERSIONS)
     if found in SUPPORTED_VERSIONS:
         return

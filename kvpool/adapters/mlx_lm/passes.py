@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -15,6 +16,7 @@ from kvpool.adapters.mlx_lm.attention import Site
 from kvpool.errors import ConcurrentUse, KVPoolError
 from kvpool.protocol import KVBackend
 
+_is_active = attrgetter("is_active")
 NOT_OPENED = -1  # in place of a handle: an empty sequence, opened when it gets its first token
 
 
@@ -119,12 +121,7 @@ class Passes:
     @property
     def is_fused(self) -> bool:
         """Whether layers attend straight over the pool now: the model is hooked, and the block is entered."""
-        if not self._hooked or not self.sites:
-            return False
-        for site in self.sites:  # no generator: this runs twice per forward pass
-            if not site.is_active:
-                return False
-        return True
+        return bool(self._hooked and self.sites) and all(map(_is_active, self.sites))
 
     def hook(self) -> None:
         """Put the stand-ins for attention in place, until as many calls of `unhook`."""
