@@ -7,6 +7,7 @@ to attention raises an error there. A model that the stand-ins get wrong gives o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -82,7 +83,7 @@ def _described(error: Exception) -> str:
     place, frame = "", error.__traceback__
     while frame is not None:
         place, frame = _place(frame) or place, frame.tb_next
-    text = " ".join(str(error).partition(", but")[0].partition(". ")[0].split())
+    text = re.split(r", but |; install|\. ", " ".join(str(error).split()))[0]  # without the advice
     return f"{place}: {text[:120]}"
 
 
