@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from operator import index
 from typing import Any, Self
 
@@ -65,8 +66,7 @@ def install(
         Use this pool.
     fused : bool, optional
         True: attend straight over the pool. False: gather every context for mlx-lm's own attention. By default the
-        model attends over the pool if there are kernels and its logits are then those of mlx-lm's own caches. A few
-        tokens are computed to find out, see `trial`. See also `PagedKV.route`.
+        model attends over the pool if it can: see `trial` and `PagedKV.route`.
     backend : str or callable, optional
         A backend other than MLX's own: a name for `load_backend`, or ``factory(spec, num_blocks)``, for any arrays.
     kernels : bool, optional
@@ -88,8 +88,7 @@ def install(
     Raises
     ------
     RuntimeError
-        mlx-lm is of another series than `SUPPORTED_VERSIONS` (and `strict`), or `fused` is True and impossible. The
-        text says why.
+        mlx-lm is of another series than `SUPPORTED_VERSIONS` (and `strict`), or `fused` is True and impossible.
     ValueError
         Some layer stores something other than keys and values, layers differ, or the bits do not fit.
     TypeError
@@ -102,14 +101,16 @@ def install(
     if num_blocks is not None:
         pool = kvpool.Pool(num_blocks, block_size, max_seqs=max_seqs, prefix_cache=prefix_cache)
     spec, windows = inspect_model(model, pool.block_size)
-    spec = with_bits(spec, **quantization)
-
-    def paged(pool: Any, sites: tuple[Site, ...], why_gather: str = "", **kept: Any) -> PagedKV:
-        made = _storage(spec, pool.num_blocks, backend, kernels, overlap)
-        return PagedKV(model, pool, made, windows, sites=sites, why_gather=why_gather, **kept)
-
+    storage = partial(_storage, with_bits(spec, **quantization), backend=backend, kernels=kernels, overlap=overlap)
+    paged = partial(_paged, model, windows, storage)
     sites, why_gather = _choose_route(paged, model, pool.block_size, fused)
-    return paged(pool, sites, why_gather, prefix_cache=prefix_cache, eviction=eviction)
+    return paged(pool, sites=sites, why_gather=why_gather, prefix_cache=prefix_cache, eviction=eviction)
+
+
+def _paged(
+    model: Any, windows: tuple[int | None, ...], storage: Callable[[int], KVBackend], pool: Any, **kept: Any
+) -> PagedKV:
+    return PagedKV(model, pool, storage(pool.num_blocks), windows, **kept)
 
 
 def _storage(
@@ -150,15 +151,16 @@ def _choose_route(
     if fused is False:
         return (), "fused=False"
     sites = find_sites(model)
-    small = kvpool.Pool(1 + 2 * len(ROWS) * -(-NUM_TOKENS // block_size), block_size, max_seqs=8)
-    trial = paged(small, sites)
-    why = reason_to_gather(trial) if trial.backend.capabilities.paged else "the backend runs without kernels"
-    if not why:
+    trial = paged(kvpool.Pool(1 + 2 * len(ROWS) * -(-NUM_TOKENS // block_size), block_size, max_seqs=8), sites=sites)
+    if not trial.backend.capabilities.paged:
+        why = "the backend runs without kernels"
+    elif why := reason_to_gather(trial):
+        if not fused:
+            _log.warning("[install] this model gathers: %s", why)
+    else:
         return sites, ""
     if fused:
         raise RuntimeError(f"[install] fused=True, but {why}")
-    if trial.backend.capabilities.paged:
-        _log.warning("[install] this model gathers: %s", why)
     return (), why
 
 
