@@ -12,7 +12,7 @@ has one entry. An engine that leaves layers out gets an error, not wrong tokens.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from operator import index
 from typing import Any, NamedTuple, NoReturn
 
@@ -201,59 +201,62 @@ class Batch:
         """Step the pool by the real tokens of an input ``[num_rows, num_columns]``. All or nothing."""
         if num_rows != len(self.handles):
             self._spread(num_rows)
-        if self.passes.layout.is_called:
+        passes = self.passes
+        if passes.is_called:
             raise RuntimeError(
                 "[update_and_fetch] this model's caches work only inside the install block, and only in a call of the "
                 "model itself: a part of it was called, or the block has ended"
             )
-        with self._begun() as passes:
-            plan, after, new = self._step(num_columns)
-            before = self.rows
-            columns = None if before.todo is None else _real_columns(new, num_columns)
+        plan, after, new = self._step(num_columns)
+        try:
             forward = Forward(
                 passes.backend,
                 plan,
                 (num_rows, num_columns),
-                columns=columns,
+                columns=None if after.todo is None else _real_columns(new, num_columns),
                 eviction=self.eviction,
                 is_fused=passes.is_fused,
             )
             if self.eviction is not None:
                 self.eviction.begin_pass(after.lens, new)
+        except BaseException:
+            self._take_back()
+            raise
         return forward, after
 
-    @contextlib.contextmanager
-    def _begun(self) -> Iterator[Passes]:
-        """Begin a pass. If the block raises, take it back: the caller steps the pool in it."""
-        passes = self.passes
+    def _step(self, num_columns: int) -> tuple[Any, Rows, np.ndarray]:
+        """Begin a pass and step the pool. Return the plan, the rows afterwards, and how many new tokens each row has.
+
+        If it raises, there is no pass. If what follows raises, `_take_back` ends the pass.
+        """
+        passes, before = self.passes, self.rows
+        new = before.num_new(num_columns)
         try:
             passes.begin()
         except BaseException:
             self.is_stopped = self.is_merged  # another pass goes on, or waits for `recover`
             raise
         try:
-            yield passes
+            with passes.lock:
+                self._open_all()
+                if self.eviction is not None:
+                    lens, gone = self.eviction.run(self.handles, before.lens, before.gone)
+                    before = self.rows = Rows(lens, before.todo, gone)
+                after = before.after(new)
+                plan = self._fitting_plan(int(new.sum()), int(after.lens.max()))
+                passes.pool.step(plan, np.array(self.handles, np.int64), new)
+                passes.note(self, plan, before)
         except BaseException:
-            passes.undo()
-            if self.is_merged:
-                passes.stop_engines()
-            self.is_torn = self.eviction is not None and self._has_lost_tokens()
+            self._take_back()
             raise
-
-    def _step(self, num_columns: int) -> tuple[Any, Rows, np.ndarray]:
-        """Step the pool. Return the plan, the rows afterwards, and how many new tokens each row has."""
-        passes, before = self.passes, self.rows
-        new = before.num_new(num_columns)
-        with passes.lock:
-            self._open_all()
-            if self.eviction is not None:
-                lens, gone = self.eviction.run(self.handles, before.lens, before.gone)
-                before = self.rows = Rows(lens, before.todo, gone)
-            after = before.after(new)
-            plan = self._fitting_plan(int(new.sum()), int(after.lens.max()))
-            passes.pool.step(plan, np.array(self.handles, np.int64), new)
-            passes.note(self, plan, before)
         return plan, after, new
+
+    def _take_back(self) -> None:
+        """End a pass whose first layer has not begun, as if it had not been."""
+        self.passes.undo()
+        if self.is_merged:
+            self.passes.stop_engines()
+        self.is_torn = self.eviction is not None and self._has_lost_tokens()
 
     # ------------------------------------------------------------------------------------------ a hooked call
 
@@ -265,10 +268,13 @@ class Batch:
         if self.rows.todo is not None and not self.rows.todo.any():
             raise ValueError("[forward] no row has a token left: prepare was given too small lengths")
         self._end_pass()
-        with self._begun() as passes:
-            before = self.rows
-            plan, after, new = self._step(num_columns)
-            turn = Turn(passes, plan, before, after, new, num_columns, self.is_merged)
+        before = self.rows
+        plan, after, new = self._step(num_columns)
+        try:
+            turn = Turn(self.passes, plan, before, after, new, num_columns, self.is_merged)
+        except BaseException:
+            self._take_back()
+            raise
         self._operation = _Operation("forward", (num_rows, num_columns), None, before)
         self.missing = self.passes.num_layers
         return turn
@@ -512,7 +518,7 @@ class PagedKVCache:
     @property
     def hooked_batch(self) -> Batch | None:
         """The batch, if calls of the model with this cache are hooked. See `calls`."""
-        return self._batch if self._batch.passes.layout.is_called else None
+        return self._batch if self._batch.passes.is_called else None
 
     @property
     def number(self) -> int:

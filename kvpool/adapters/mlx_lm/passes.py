@@ -94,6 +94,8 @@ class Passes:
         The storage of the first arena. None if no layer has keys and values.
     dtype : mx.Dtype
         The dtype of its keys and values, as the model computes them.
+    is_called : bool
+        Whether calls of the model are hooked, see `calls`.
     num_layers : int
         Caches of the model: facades of a batch.
     windows : tuple
@@ -118,6 +120,7 @@ class Passes:
         self.layout = layout
         self.backends = tuple(backends)
         self.backend: Any = self.backends[0] if self.backends else None
+        self.is_called = layout.is_called
         self.windows = tuple(leaf.window for leaf in layout.leaves)
         self.num_layers = len(self.windows)
         self.sites = tuple(sites)
