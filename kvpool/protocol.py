@@ -97,6 +97,46 @@ class StepArrays:
         seen = np.asarray(plan.seq_lens)[rows] - (ends[rows] - 1 - tokens)
         return StepArrays(np.asarray(plan.block_tables)[rows], seen, np.arange(len(rows) + 1))
 
+    @staticmethod
+    def of_rows(plan: AnyPlan, rows: np.ndarray) -> StepArrays:
+        """Some rows of a plan, in the order of `rows` ``[R]``, without its copies."""
+        cu_q_lens = np.asarray(plan.cu_q_lens, np.int64)
+        counts = cu_q_lens[rows + 1] - cu_q_lens[rows]
+        ends = np.cumsum(counts)
+        tokens = np.arange(counts.sum()) + np.repeat(cu_q_lens[rows] - ends + counts, counts)
+        return StepArrays(
+            np.asarray(plan.block_tables)[rows],
+            np.asarray(plan.seq_lens)[rows],
+            np.concatenate([[0], ends]),
+            np.asarray(plan.slot_mapping)[tokens],
+        )
+
+    @staticmethod
+    def of_group(plan: Plan, group: int, column: int = 0) -> StepArrays:
+        """One column of a layer group of a plan, with the hole cut out.
+
+        The table begins with the block of the row's position ``kv_starts``, and ``seq_lens`` counts from there.
+        Attention is relative, so causality and windows are as before. What a window keeps of the beginning of the
+        sequence is cut off, too. The copies of the group are not in it: ``plan.groups[group].copies`` has those of
+        all its columns.
+
+        Parameters
+        ----------
+        plan
+            Of a pool that was made with `groups`, with the formats ``seq_lens`` and ``cu_q_lens``.
+        """
+        arrays = plan.groups[group]  # type: ignore[index]
+        block_size = plan.pool.options.groups[group].block_size or plan.pool.block_size  # type: ignore[index]
+        tables, starts = arrays.block_tables[:, :, column], arrays.kv_starts
+        lens = np.asarray(plan.seq_lens) - starts
+        width = -(-int(lens.max(initial=0)) // block_size)
+        if starts.any():
+            entries = starts[:, None] // block_size + np.arange(width)
+            tables = np.take_along_axis(tables, np.minimum(entries, tables.shape[1] - 1), axis=1)
+        else:
+            tables = tables[:, :width]
+        return StepArrays(tables, lens, plan.cu_q_lens, arrays.slot_mapping[column])
+
     def __repr__(self) -> str:
         return (
             f"<{type(self).__name__} of {len(self.seq_lens)} rows and {len(self.slot_mapping)} tokens, "

@@ -72,8 +72,7 @@ PROMPT_CACHES = 10
 
 def block_nbytes(model: Any, block_size: int) -> int:
     """Return the bytes of a block of a model's cache, all layers together."""
-    spec, *_ = inspect_model(model, block_size)
-    return int(spec.block_nbytes)
+    return int(inspect_model(model).spec(block_size).block_nbytes)
 
 
 class StockServer:

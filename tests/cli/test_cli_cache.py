@@ -159,10 +159,7 @@ def test_server_refuses_unsupported_options_at_its_start(capsys, options, messag
 
 @pytest.mark.parametrize("command", ["serve", "generate"])
 def test_policy_on_a_route_without_scores_is_refused(capsys, monkeypatch, command):
-    def nowhere(callers):
-        raise LookupError("nobody knows this model")
-
-    monkeypatch.setattr(host, "find_sites", nowhere)
+    monkeypatch.setattr(host, "reason_to_gather", lambda kv: "nobody knows this model")
     mine = ["--port", "0", "--log-level", "ERROR"] if command == "serve" else ["--prompt", "x"]
     with on_cpu():
         assert main([command, "--model", "tiny", *mine, "--eviction", "h2o", "--max-kv", "64"]) == 2

@@ -169,7 +169,7 @@ def test_forward_pass_of_a_lazy_model_loads_its_weights_where_kernels_run_at_onc
     with on_cpu():
         model = llama.Model(llama.ModelArgs(**LAZY))
         weights = sum(x.nbytes for _, x in tree_flatten(model.parameters()))
-        with install(model, 8, kernels=kernels) as kv:
+        with install(model, 8, kernels=kernels, fused=False) as kv:
             cache = kv.make_cache()
             gc.collect()  # models of tests before this one would leave in the middle of it
             before = mx.get_active_memory()
@@ -179,3 +179,15 @@ def test_forward_pass_of_a_lazy_model_loads_its_weights_where_kernels_run_at_onc
             assert loaded > weights // 2 if kernels else loaded < weights // 8, (loaded, weights)
             mx.eval(logits)
             assert mx.get_active_memory() - before > weights * 3 // 4
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_install_of_a_lazy_model_loads_its_weights_where_it_tries_to_fuse(fused):
+    with on_cpu():
+        model = llama.Model(llama.ModelArgs(**LAZY))
+        weights = sum(x.nbytes for _, x in tree_flatten(model.parameters()))
+        gc.collect()
+        before = mx.get_active_memory()
+        kv = install(model, 8, fused=fused)
+        loaded = mx.get_active_memory() - before - kv.backend.memory().pool_nbytes
+        assert loaded > weights // 2 if fused else loaded < weights // 8, (loaded, weights)

@@ -20,8 +20,8 @@ def test_plan_of_every_file_is_what_install_finds(name):
     model = build(name, copy.deepcopy(config))
     if refusal_of(layer_groups(config)):
         with pytest.raises(ValueError, match=r"^\[install\] layer"):
-            inspect_model(model, 16)
+            inspect_model(model).spec(16)
         return
-    found, *_ = inspect_model(model, 16)
+    found = inspect_model(model).spec(16)
     planned = spec_from_config(config)
     assert replace(planned, v_head_dim=planned.value_head_dim) == replace(found, v_head_dim=found.value_head_dim)

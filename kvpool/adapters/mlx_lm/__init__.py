@@ -18,8 +18,8 @@ cache returns its blocks.
 `Engine` runs models with `kvpool.Scheduler` in place of an engine of mlx-lm: prompts in chunks, preemption, samples
 that share their prompt, beams, all in one forward pass per step.
 
-Models of the Llama, Qwen, Mistral, Gemma and gpt-oss families attend straight over the blocks, with the kernels of
-Metal or of the CPU. Other models, and all models without kernels, gather each context for MLX's own attention.
+Models attend straight over the blocks, with the kernels of Metal or of the CPU. Models that compute with their cached
+keys or values on the way to attention, and all models without kernels, gather each context for MLX's own attention.
 ``kv.route`` says which.
 
 With ``install(model, num_blocks=4096, eviction=H2O(max_kv=1024))`` no sequence holds more than 1024 tokens.
@@ -34,9 +34,10 @@ Paged caches do not support two options of mlx-lm's engines:
   mlx-lm starts when a cache has ``quantized_kv_start`` tokens, 5000 by default. Its server closes the connection of
   such a request. Give the bits to `install`, and the same bits or none to the server.
 
-`install` computes nothing of the model. With the CPU kernels a forward pass computes while it is called. So it loads
-the weights of a model that was loaded with ``lazy=True``, even if its result is never evaluated. On other routes it
-only builds the graph, as with mlx-lm's own caches.
+`install` runs 14 tokens through a model to see whether it can attend over the blocks: four short forward passes, which
+load the weights of a model that was loaded with ``lazy=True``. With ``fused=False`` or without kernels it computes
+nothing. With the CPU kernels a forward pass computes while it is called, even if its result is never evaluated. On
+other routes it only builds the graph, as with mlx-lm's own caches.
 
 If ``model.make_cache`` is deleted or replaced inside the block, mlx-lm makes its own caches. Then ``kv.route`` begins
 with "lost: ", and the end of the block raises RuntimeError. `kvpool serve` then refuses all requests.

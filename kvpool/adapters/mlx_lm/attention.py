@@ -1,33 +1,28 @@
 """Attention straight over the pool, and how a model of mlx-lm comes to use it.
 
 On the fused route ``update_and_fetch`` stores the new keys and values and returns one `PagedContext` in place of both.
-``make_mask`` returns a `PagedMask`. A model of mlx-lm passes them to ``scaled_dot_product_attention`` untouched. Any
-other use of them raises an error that says so.
+``make_mask`` returns a `PagedMask`. A model of mlx-lm passes them to attention untouched. Any other use of them raises
+an error that says so.
 
-mlx-lm has no hook for a cache that attends by itself. Its model modules import ``scaled_dot_product_attention`` from
-``mlx_lm.models.base`` by name. Inside ``with install(...)`` that name is bound, in the model's own module, to a
-stand-in. The stand-in knows `PagedContext` and passes everything else, stock caches too, to the original. gemma2
-computes its capped scores itself; there the stand-in replaces ``Attention.__call__``.
+mlx-lm has no hook for a cache that attends by itself. Its models end in ``mx.fast.scaled_dot_product_attention``.
+Inside ``with install(...)`` that attribute is a stand-in. The stand-in knows `PagedContext` and passes everything else,
+stock caches too, to the original. gemma2 computes its capped scores itself; there the stand-in replaces
+``Attention.__call__``.
 
-A stand-in is correct only for the source code that it was written for. A model is hooked if, in all its layers, the
-code that calls ``update_and_fetch`` is one of `KNOWN`, has the source that this module was tested with, and calls the
-function of ``base``, whose source is checked as well. Any other model gathers.
+A hook says nothing about what a model does with a context on the way. `trial` runs the model to find out.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
-import inspect
-import sys
 import threading
-from collections.abc import Callable, Sequence
-from types import CodeType
+from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
-from mlx_lm.models import base
+from mlx_lm.models import gemma2
 
 from kvpool.protocol import AttentionOptions, KVBackend, StepArrays
 
@@ -138,12 +133,22 @@ class _Placeholder:
 
 
 class PagedMask(_Placeholder):
-    """A causal mask, with a window if the layer has one. ``make_mask`` returns it on the fused route."""
+    """A causal mask, with a window if the model asks for one or the cache has one.
+
+    ``make_mask`` returns it on the fused route.
+
+    Raises
+    ------
+    TypeError
+        The model asks for more than the cache keeps. What its first tokens see then depends on where chunks begin.
+    """
 
     __slots__ = ("window",)
 
-    def __init__(self, window: int | None) -> None:
-        self.window = window
+    def __init__(self, asked: int | None, kept: int | None) -> None:
+        if asked and kept and asked > kept:
+            raise TypeError(f"[make_mask] the window of the mask is {asked}, that of the cache {kept}")
+        self.window = asked or kept
 
     def __repr__(self) -> str:
         return f"PagedMask(window={self.window})"
@@ -167,12 +172,24 @@ class PagedContext(_Placeholder):
         self.layer = layer
         self.window = window
 
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The dtype of the keys and values that the model computed."""
+        dtype: mx.Dtype = getattr(mx, self.forward.backend.spec.dtype)
+        return dtype
+
+    def astype(self, dtype: mx.Dtype) -> PagedContext:
+        """Return the context itself: attention computes in float32 in any case."""
+        if dtype not in (self.dtype, mx.float32):
+            raise TypeError(self._text(f"cast to {dtype}"))
+        return self
+
     def attend(
         self,
         queries: mx.array,
         values: Any,
         scale: float,
-        mask: Any,
+        mask: Any = None,
         sinks: mx.array | None = None,
         soft_cap: float | None = None,
     ) -> mx.array:
@@ -262,27 +279,15 @@ def smaller_window(one: int | None, other: int | None) -> int | None:
     return min(one, other) if one and other else one or other or None
 
 
-ATTENTION = "scaled_dot_product_attention"
-
-
-class Caller(NamedTuple):
-    """The code that called a cache's ``update_and_fetch``."""
-
-    module: str
-    code: CodeType
-
-
 # ------------------------------------------------------------------------------------------- the stand-ins
 
 
-def _function(original: Any) -> Any:
+def _attention(original: Any) -> Any:
     @functools.wraps(original)
-    def scaled_dot_product_attention(
-        queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: Any = None
-    ) -> mx.array:
-        if type(keys) is PagedContext:
-            return keys.attend(queries, values, scale, mask, sinks)
-        return original(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
+    def scaled_dot_product_attention(q: mx.array, k: Any, v: Any, **options: Any) -> mx.array:
+        if type(k) is PagedContext:
+            return k.attend(q, v, **options)
+        return original(q, k, v, **options)
 
     return scaled_dot_product_attention
 
@@ -308,27 +313,6 @@ def _gemma2_call(original: Any) -> Any:
         return self.o_proj(output.transpose(0, 2, 1, 3).reshape(num_rows, num_columns, -1))
 
     return __call__
-
-
-BASE = "8deba4a8a8fb4e29"
-"""Digest of ``base.scaled_dot_product_attention``."""
-
-KNOWN = {
-    "mlx_lm.models.gemma.Attention": "3b9b8774b647f7a4",
-    "mlx_lm.models.gemma2.Attention": "a62901768129867d",
-    "mlx_lm.models.gemma3_text.Attention": "a293df9f54178d8a",
-    "mlx_lm.models.gpt_oss.AttentionBlock": "907d3050ceb13722",
-    "mlx_lm.models.llama.Attention": "3b9b8774b647f7a4",
-    "mlx_lm.models.ministral3.Attention": "dc931792a5813d57",
-    "mlx_lm.models.mixtral.MixtralAttention": "0f086b54722bb40f",
-    "mlx_lm.models.qwen2.Attention": "0d02f6cbda3a89f1",
-    "mlx_lm.models.qwen3.Attention": "789af9d8868081c1",
-    "mlx_lm.models.qwen3_moe.Attention": "9107ca69f9dfb65c",
-}
-"""Digests of the ``__call__`` of the classes that attend, by module and class. Tested with `SUPPORTED_VERSIONS`."""
-
-REPLACED = {"mlx_lm.models.gemma2.Attention": _gemma2_call}
-"""Classes that do not call the function of ``base``. Their ``__call__`` itself is replaced."""
 
 
 # --------------------------------------------------------------------------------------------------- sites
@@ -400,67 +384,12 @@ _patches: dict[tuple[Any, str], _Patch] = {}
 _lock = threading.Lock()
 
 
-def _original(owner: Any, name: str) -> Any:
-    """Return the attribute without the stand-in."""
-    with _lock:
-        patch = _patches.get((owner, name))
-        found = vars(owner).get(name)
-    return patch.original if patch is not None and found is patch.stand_in else found
+ATTENTION = Site(mx.fast, "scaled_dot_product_attention", _attention)
+GEMMA2 = Site(gemma2.Attention, "__call__", _gemma2_call)
 
 
-# ------------------------------------------------------------------------------------------ finding them
-
-
-def watch(caches: Sequence[Any]) -> list[Caller | None]:
-    """Record who calls ``update_and_fetch`` of each cache. The list is filled while the model runs."""
-    callers: list[Caller | None] = [None] * len(caches)
-
-    def watched(layer: int, update_and_fetch: Callable[..., Any]) -> Callable[..., Any]:
-        def call(keys: mx.array, values: mx.array) -> Any:
-            frame = sys._getframe(1)
-            callers[layer] = Caller(frame.f_globals["__name__"], frame.f_code)
-            return update_and_fetch(keys, values)
-
-        return call
-
-    for layer, cache in enumerate(caches):
-        cache.update_and_fetch = watched(layer, cache.update_and_fetch)
-    return callers
-
-
-def find_sites(callers: Sequence[Caller | None]) -> tuple[Site, ...]:
-    """Return where the layers of a model attend, if the code of all of them is known.
-
-    Raises
-    ------
-    LookupError
-        The code of some layer is not known. The text says which and why.
-    """
-    if digest(_original(base, ATTENTION)) != BASE:
-        raise LookupError(f"mlx_lm.models.base.{ATTENTION} has changed")
-    return tuple(dict.fromkeys(_site(caller) for caller in dict.fromkeys(callers) if caller is not None))
-
-
-def _site(caller: Caller) -> Site:
-    cls_name, _, method = caller.code.co_qualname.rpartition(".")
-    name = f"{caller.module}.{cls_name}"
-    if method != "__call__" or name not in KNOWN:
-        raise LookupError(f"{caller.module}.{caller.code.co_qualname} is not among those that can be hooked")
-    module = sys.modules[caller.module]
-    cls = getattr(module, cls_name)
-    call = _original(cls, "__call__")
-    if getattr(call, "__code__", None) is not caller.code or digest(call) != KNOWN[name]:
-        raise LookupError(f"{name}.__call__ has changed")
-    if name in REPLACED:
-        return Site(cls, "__call__", REPLACED[name])
-    if _original(module, ATTENTION) is not _original(base, ATTENTION):
-        raise LookupError(f"{caller.module}.{ATTENTION} is not that of mlx_lm.models.base")
-    return Site(module, ATTENTION, _function)
-
-
-def digest(function: Any) -> str:
-    """The first 16 hex digits of the SHA-256 of a function's source; "" without source."""
-    try:
-        return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
-    except (OSError, TypeError):
-        return ""
+def find_sites(model: Any) -> tuple[Site, ...]:
+    """Return what stand-ins have to replace for a model to attend over the pool."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    is_capped = any(isinstance(module, gemma2.Attention) for module in modules)
+    return (ATTENTION, GEMMA2) if is_capped else (ATTENTION,)

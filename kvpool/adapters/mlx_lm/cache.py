@@ -20,9 +20,12 @@ import mlx.core as mx
 import numpy as np
 
 import kvpool
-from kvpool.adapters.mlx_lm.attention import Forward, PagedContext, PagedMask, smaller_window
+from kvpool.adapters.mlx_lm.attention import Forward, PagedContext, PagedMask
+from kvpool.adapters.mlx_lm.calls import Turn
 from kvpool.adapters.mlx_lm.eviction import Eviction
+from kvpool.adapters.mlx_lm.masks import causal_mask
 from kvpool.adapters.mlx_lm.passes import NOT_OPENED, EngineStopped, Known, Passes, Rows
+from kvpool.adapters.mlx_lm.states import Held, arrays_in, chosen, joined, nothing
 from kvpool.errors import PoolClosed
 from kvpool.eviction import Policy
 
@@ -77,6 +80,7 @@ class Batch:
         self._given: Forward | None = None  # see `take_plan`
         self._forward: Forward | None = None  # the last pass, while nothing else has begun
         self.eviction = None if policy is None else self._evicting(policy)
+        self.held = nothing(passes.layout, len(self.handles))
         passes.batches[id(self)] = self
 
     def __del__(self) -> None:
@@ -197,6 +201,34 @@ class Batch:
         """Step the pool by the real tokens of an input ``[num_rows, num_columns]``. All or nothing."""
         if num_rows != len(self.handles):
             self._spread(num_rows)
+        passes = self.passes
+        if passes.is_called:
+            raise RuntimeError(
+                "[update_and_fetch] this model's caches work only inside the install block, and only in a call of the "
+                "model itself: a part of it was called, or the block has ended"
+            )
+        plan, after, new = self._step(num_columns)
+        try:
+            forward = Forward(
+                passes.backend,
+                plan,
+                (num_rows, num_columns),
+                columns=None if after.todo is None else _real_columns(new, num_columns),
+                eviction=self.eviction,
+                is_fused=passes.is_fused,
+            )
+            if self.eviction is not None:
+                self.eviction.begin_pass(after.lens, new)
+        except BaseException:
+            self._take_back()
+            raise
+        return forward, after
+
+    def _step(self, num_columns: int) -> tuple[Any, Rows, np.ndarray]:
+        """Begin a pass and step the pool. Return the plan, the rows afterwards, and how many new tokens each row has.
+
+        If it raises, there is no pass. If what follows raises, `_take_back` ends the pass.
+        """
         passes, before = self.passes, self.rows
         new = before.num_new(num_columns)
         try:
@@ -214,27 +246,48 @@ class Batch:
                 plan = self._fitting_plan(int(new.sum()), int(after.lens.max()))
                 passes.pool.step(plan, np.array(self.handles, np.int64), new)
                 passes.note(self, plan, before)
-            columns = None
-            if before.todo is not None:
-                real = np.arange(num_columns) < new[:, None]
-                columns = mx.array(np.flatnonzero(real).astype(np.int32))
-            forward = Forward(
-                passes.backend,
-                plan,
-                (num_rows, num_columns),
-                columns=columns,
-                eviction=self.eviction,
-                is_fused=passes.is_fused,
-            )
-            if self.eviction is not None:
-                self.eviction.begin_pass(after.lens, new)
         except BaseException:
-            passes.undo()
-            if self.is_merged:
-                passes.stop_engines()
-            self.is_torn = self.eviction is not None and self._has_lost_tokens()
+            self._take_back()
             raise
-        return forward, after
+        return plan, after, new
+
+    def _take_back(self) -> None:
+        """End a pass whose first layer has not begun, as if it had not been."""
+        self.passes.undo()
+        if self.is_merged:
+            self.passes.stop_engines()
+        self.is_torn = self.eviction is not None and self._has_lost_tokens()
+
+    # ------------------------------------------------------------------------------------------ a hooked call
+
+    def begin_turn(self, num_rows: int, num_columns: int) -> Turn:
+        """Step the pool for a call of the model, before its first layer. All or nothing."""
+        self.require_idle("forward")
+        if num_rows != len(self.handles):
+            self._spread(num_rows)
+        if self.rows.todo is not None and not self.rows.todo.any():
+            raise ValueError("[forward] no row has a token left: prepare was given too small lengths")
+        self._end_pass()
+        before = self.rows
+        plan, after, new = self._step(num_columns)
+        try:
+            turn = Turn(self.passes, plan, before, after, new, num_columns, self.is_merged)
+        except BaseException:
+            self._take_back()
+            raise
+        self._operation = _Operation("forward", (num_rows, num_columns), None, before)
+        self.missing = self.passes.num_layers
+        return turn
+
+    def end_turn(self, rows: Rows, held: Held) -> None:
+        """End the call that `begin_turn` began: all layers have done their part."""
+        self.rows = self.base_rows = rows
+        self.held = held
+        self.count += 1
+        self.base = self.count  # no facade has to follow
+        self.missing = 0
+        self._operation = None
+        self.passes.finish()
 
     def _has_lost_tokens(self) -> bool:
         """Whether the pool has evicted tokens that `rows` still counts: the rest was not moved."""
@@ -253,6 +306,7 @@ class Batch:
             self.handles = self.handles[:num_rows] + [NOT_OPENED] * (num_rows - len(self.handles))
             self.known = (self.known + [Known(self.passes.namespace)] * num_rows)[:num_rows]
         self.rows = Rows(np.zeros(num_rows, np.int64))
+        self.held = nothing(self.passes.layout, num_rows)
         if self.eviction is not None:
             self.eviction = self._evicting(self.eviction.policy)
 
@@ -271,13 +325,15 @@ class Batch:
         rows, num_tokens = len(self.handles), max(num_tokens, len(self.handles))
         limits = None if plan is None else plan.limits
         if limits is None or limits.max_rows < rows or limits.max_tokens < num_tokens or limits.table_width < width:
+            kind: dict[str, Any] = {"formats": ("block_tables", "seq_lens", "slot_mapping", "cu_q_lens")}
+            if not self.passes.layout.groups:  # padding is read and masked, so it must be a valid block
+                kind = {"backend": self.passes.backend, "pad": {"block_tables": 0}}
             self._plan = kvpool.Plan(
                 pool,
                 _power_of_two(rows),
                 _power_of_two(num_tokens),
-                backend=self.passes.backend,
                 table_width=min(_power_of_two(max(width, 16)), pool.options.max_blocks_per_seq),
-                pad={"block_tables": 0},  # read and masked, so it must be a valid block
+                **kind,
             )
         return self._plan
 
@@ -309,13 +365,17 @@ class Batch:
             except BaseException:
                 self._close(forks)
                 raise
+            layout, num_rows = self.passes.layout, len(self.handles)
+            self.held = joined(
+                layout, [(self.held, num_rows), (chosen(layout, other.held, indices), len(indices))]
+            )
             self.handles += forks
             self.known += [other.known[i] for i in indices]
         if self.eviction is not None:
             self.eviction.append(other.eviction, indices)
-        rows, chosen = (self.rows, other.rows), list(indices)
-        lens = np.concatenate([rows[0].lens, rows[1].lens[chosen]])
-        self.rows = Rows(lens, gone=np.concatenate([rows[0].gone, rows[1].gone[chosen]]))
+        mine, theirs, picked = self.rows, other.rows, list(indices)
+        lens = np.concatenate([mine.lens, theirs.lens[picked]])
+        self.rows = Rows(lens, gone=np.concatenate([mine.gone, theirs.gone[picked]]))
 
     @property
     def policy(self) -> Policy | None:
@@ -334,6 +394,7 @@ class Batch:
         with self.passes.lock:
             self._close([handle for i, handle in enumerate(self.handles) if i not in set(keep)])
             self.handles, self.known = kept, [self.known[i] for i in keep]
+            self.held = chosen(self.passes.layout, self.held, keep)
         todo = self.rows.todo
         index = np.array(keep, np.int64)
         if self.eviction is not None:
@@ -360,6 +421,7 @@ class Batch:
         with self.passes.lock:
             self._close(self.handles)
             self.handles = [NOT_OPENED] * len(self.handles)
+            self.held = nothing(self.passes.layout, len(self.handles))
         self.known = [Known(known.namespace) for known in self.known]
         if self.policy is not None:
             self.eviction = self._evicting(self.policy)
@@ -391,11 +453,24 @@ class Batch:
                 self.known = [Known(known.namespace, length)]
         return length - known.num_tokens
 
+    def blocks(self, row: int, group: int) -> list[int]:
+        """Return the blocks that a row holds in a group, all columns."""
+        if self.handles[row] == NOT_OPENED:
+            return []
+        with self.passes.lock:
+            table = self.passes.pool.table(self.handles[row], group)
+        return [block for block in table.ravel().tolist() if block >= self.passes.pool.options.reserved_blocks]
+
     def _close(self, handles: Sequence[int]) -> None:
         opened = [handle for handle in handles if handle != NOT_OPENED]
         if opened:
             with self.passes.lock:
                 self.passes.pool.close(opened)
+
+
+def _real_columns(new: np.ndarray, num_columns: int) -> mx.array:
+    """Return the places of real tokens in a right-padded input, int32 ``[T]``."""
+    return mx.array(np.flatnonzero(np.arange(num_columns) < new[:, None]).astype(np.int32))
 
 
 def _power_of_two(n: int) -> int:
@@ -440,6 +515,21 @@ class PagedKVCache:
         """The sequences behind this layer and all others."""
         return self._batch
 
+    @property
+    def hooked_batch(self) -> Batch | None:
+        """The batch, if calls of the model with this cache are hooked. See `calls`."""
+        return self._batch if self._batch.passes.is_called else None
+
+    @property
+    def number(self) -> int:
+        """Which of the model's caches this is."""
+        return self._layer
+
+    def __getitem__(self, index: int) -> NoReturn:
+        raise RuntimeError(
+            "[cache] this model's caches work only inside the install block, and only in a call of the model itself"
+        )
+
     def __getattr__(self, name: str) -> NoReturn:
         # mlx-lm's own caches look for their attributes in what is given to their merge and extend.
         raise AttributeError(
@@ -467,14 +557,14 @@ class PagedKVCache:
         PagedMask
             On the fused route, always.
         """
-        window = smaller_window(window_size, self._batch.passes.windows[self._layer])
+        window = self._batch.passes.windows[self._layer]
         if self._batch.is_fused:
-            return PagedMask(window)
+            return PagedMask(window_size, window)
         rows = self._seen()
         eviction, lens = self._batch.eviction, rows.lens
         if eviction is not None:
             lens = eviction.lens_after(lens)  # what `update_and_fetch` will find
-        return causal_mask(lens, rows.num_new(N), N, window, return_array)
+        return causal_mask(lens, rows.num_new(N), N, window_size, return_array, held=window)
 
     def update_and_fetch(
         self, keys: mx.array, values: mx.array
@@ -517,10 +607,13 @@ class PagedKVCache:
             return context, context
         return self.keys_and_values()
 
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+    def keys_and_values(self) -> tuple[mx.array, mx.array] | tuple[PagedContext, PagedContext]:
         """Return the contexts of the last ``update_and_fetch``, for layers that attend to another layer's cache."""
         if self._forward is None or self._cursor != self._batch.count:
             raise RuntimeError("[keys_and_values] no update_and_fetch since the cache was made or changed")
+        if self._forward.is_fused and self._batch.is_fused:
+            context = PagedContext(self._forward, self._layer, self._batch.passes.windows[self._layer])
+            return context, context
         self._forward.flush()
         contexts: tuple[mx.array, mx.array] = self._batch.passes.backend.read(self._forward.step, self._layer)
         return contexts
@@ -600,8 +693,9 @@ class PagedKVCache:
     # ----------------------------------------------------------------------------------- length and memory
 
     def is_trimmable(self) -> bool:
-        """Whether no token was evicted. Evicted tokens do not come back."""
-        return not self._seen().gone.any()
+        """Whether any number of tokens can be dropped: nothing was evicted or let go, and no layer has a state."""
+        rows, layout = self._seen(), self._batch.passes.layout
+        return not (rows.gone.any() or layout.held or rows.lens.max(initial=0) > layout.least_bound)
 
     def trim(self, n: int) -> int:
         """Drop the last `n` tokens of every row, or as many as there are. Return how many."""
@@ -622,7 +716,10 @@ class PagedKVCache:
         ValueError
             The blocks have other bits. `install` sets the bits; a cache cannot change them.
         """
-        spec = self._batch.passes.backend.spec
+        place = self._batch.passes.layout.places[self._layer]
+        if place is None:
+            return self
+        spec = self._batch.passes.backends[place.arena].spec
         if spec.bits == (bits, bits) and spec.quant_group_size == group_size:
             return self
         raise ValueError(
@@ -640,9 +737,17 @@ class PagedKVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows' blocks in this layer. A shared block counts once per row."""
-        spec = self._batch.passes.backend.spec
-        blocks = int((-(-self._seen().lens // spec.block_size)).sum())
+        """Bytes of the rows' blocks in this layer, or of its state. A shared block counts once per row."""
+        batch, passes = self._batch, self._batch.passes
+        place = passes.layout.places[self._layer]
+        if place is None:
+            return sum(x.nbytes for x in arrays_in(batch.held[self._layer]))
+        spec = passes.backends[place.arena].spec
+        if passes.layout.groups:
+            blocks = sum(len(batch.blocks(row, place.group)) for row in range(len(batch.handles)))
+            blocks //= passes.layout.groups[place.group].columns
+        else:
+            blocks = int((-(-self._seen().lens // spec.block_size)).sum())
         return blocks * spec.block_nbytes // spec.num_layers
 
     @property
@@ -652,7 +757,11 @@ class PagedKVCache:
         The state cannot be saved or set, because the pool's arrays belong to all its caches. ``save_prompt_cache``
         raises ValueError and writes nothing.
         """
-        return [*self._batch.passes.backend.queued(self._layer), _NotSaved()]
+        passes = self._batch.passes
+        place = passes.layout.places[self._layer]
+        if place is None:
+            return [*arrays_in(self._batch.held[self._layer]), _NotSaved()]
+        return [*passes.backends[place.arena].queued(place.array), _NotSaved()]
 
     # ------------------------------------------------------------------------------------------- internals
 
@@ -681,37 +790,3 @@ def _require_paged(call: str, caches: Sequence[Any]) -> None:
             f"[{call}] {', '.join(sorted(strangers))} cannot be in one batch with paged caches: it was made before "
             "install, or by another model"
         )
-
-
-def causal_mask(
-    lens: np.ndarray, new: np.ndarray, num_columns: int, window: int | None, return_array: bool = False
-) -> mx.array | str | None:
-    """Return the mask of a pass that adds `new` tokens ``[B]`` to sequences of `lens` tokens ``[B]``.
-
-    The result is None or "causal" where all rows are equally long and the window covers them. Otherwise it is an array,
-    see `PagedKVCache.make_mask`.
-    """
-    ends = lens + new
-    kv_len = int(ends.max())
-    is_even = bool((ends == kv_len).all() and (new == num_columns).all())
-    if is_even and (window is None or kv_len <= window):
-        if num_columns == 1:
-            return None
-        if not return_array:
-            return "causal"
-    different = slice(1) if is_even else slice(None)  # one row stands for all equal ones
-    return _mask(lens[different], ends[different], num_columns, kv_len, window)
-
-
-def _mask(starts: np.ndarray, ends: np.ndarray, num_columns: int, kv_len: int, window: int | None) -> mx.array:
-    """Causal mask, bool ``[B, 1, N, C]``: column j of row i sits at position ``starts[i] + j``.
-
-    Padding columns repeat the row's last position: they see something, so nothing becomes NaN.
-    """
-    last = np.maximum(ends - 1, 0)
-    position = np.minimum(starts[:, None] + np.arange(num_columns), last[:, None]).astype(np.int32)
-    query, key = mx.array(position)[:, None, :, None], mx.arange(kv_len)
-    mask = key <= query
-    if window is not None:
-        mask = mask & (key > query - window)
-    return mask

@@ -6,7 +6,8 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from operator import index
 from typing import Any, Self
 
@@ -15,12 +16,16 @@ import mlx_lm
 
 import kvpool
 from kvpool.adapters.mlx_lm.arrays import Converted
-from kvpool.adapters.mlx_lm.attention import Caller, Site, find_sites
+from kvpool.adapters.mlx_lm.attention import Site, find_sites
 from kvpool.adapters.mlx_lm.cache import Batch, PagedKVCache
 from kvpool.adapters.mlx_lm.cache_hook import Hook
+from kvpool.adapters.mlx_lm.calls import site_of
 from kvpool.adapters.mlx_lm.eviction import check_policy
+from kvpool.adapters.mlx_lm.layout import Layout, grouped, one_table
 from kvpool.adapters.mlx_lm.passes import NOT_OPENED, Known, Passes
-from kvpool.adapters.mlx_lm.shapes import inspect_model, require_bits, with_bits
+from kvpool.adapters.mlx_lm.shapes import ModelShape, build, inspect_model, require_bits, with_bits
+from kvpool.adapters.mlx_lm.states import arrays_in
+from kvpool.adapters.mlx_lm.trial import NUM_TOKENS, ROWS, reason_to_gather
 from kvpool.errors import StaleHandle
 from kvpool.eviction import Policy
 from kvpool.protocol import KVBackend
@@ -64,7 +69,7 @@ def install(
         Use this pool.
     fused : bool, optional
         True: attend straight over the pool. False: gather every context for mlx-lm's own attention. By default the
-        model attends over the pool if there are kernels and the model is in `attention.KNOWN`. See `PagedKV.route`.
+        model attends over the pool if it can: see `trial` and `PagedKV.route`.
     backend : str or callable, optional
         A backend other than MLX's own: a name for `load_backend`, or ``factory(spec, num_blocks)``, for any arrays.
     kernels : bool, optional
@@ -72,7 +77,7 @@ def install(
     overlap : bool
         Where MLX scatters: build a step while the previous one runs. MLX then copies the pool's arrays.
     strict : bool
-        Refuse releases of mlx-lm that this adapter was not tested with.
+        Refuse releases of mlx-lm of another series than those that this adapter was tested with.
     eviction : kvpool.eviction.Policy, optional
         Evict tokens by this policy. `PagedKV.make_cache` can override it for one cache.
     kv_bits, k_bits, v_bits, quant_group_size : int, optional
@@ -86,7 +91,7 @@ def install(
     Raises
     ------
     RuntimeError
-        mlx-lm is not one of `SUPPORTED_VERSIONS` (and `strict`), or `fused` is True and impossible. The text says why.
+        mlx-lm is of another series than `SUPPORTED_VERSIONS` (and `strict`), or `fused` is True and impossible.
     ValueError
         Some layer stores something other than keys and values, layers differ, or the bits do not fit.
     TypeError
@@ -96,13 +101,42 @@ def install(
         require_tested_version("install")
     if (num_blocks is None) == (pool is None):
         raise TypeError("[install] either num_blocks or pool is needed, and not both")
+    model_shape = inspect_model(model)
+    layout = _layout(model_shape, block_size if pool is None else pool.block_size, pool, prefix_cache, eviction)
     if num_blocks is not None:
-        pool = kvpool.Pool(num_blocks, block_size, max_seqs=max_seqs, prefix_cache=prefix_cache)
-    spec, windows, callers = inspect_model(model, pool.block_size)
-    made = _storage(with_bits(spec, **quantization), pool.num_blocks, backend, kernels, overlap)
-    sites, why_gather = _choose_route(callers, made, fused)
-    kept: dict[str, Any] = {"prefix_cache": prefix_cache, "eviction": eviction}
-    return PagedKV(model, pool, made, windows, sites=sites, why_gather=why_gather, **kept)
+        prefix_cache = prefix_cache and not layout.groups
+        how = {"prefix_cache": True} if prefix_cache else {}
+        pool = layout.make_pool(num_blocks, block_size, max_seqs, **how)
+    layout = replace(layout, specs=tuple(with_bits(spec, **quantization) for spec in layout.specs))
+    storage = partial(_storage, backend=backend, kernels=kernels, overlap=overlap)
+    paged = partial(_paged, model, layout, storage)
+    sites, why_gather = _choose_route(paged, model, layout, fused)
+    return paged(pool, sites=sites, why_gather=why_gather, prefix_cache=prefix_cache, eviction=eviction)
+
+
+def _paged(model: Any, layout: Layout, storage: Callable[..., KVBackend], pool: Any, **kept: Any) -> PagedKV:
+    backends = [storage(spec, pool.stats(arena).num_blocks) for arena, spec in enumerate(layout.specs)]
+    return PagedKV(model, pool, layout, backends, **kept)
+
+
+def _layout(model: ModelShape, block_size: int, pool: Any, prefix_cache: bool, eviction: Policy | None) -> Layout:
+    """Return how the caches of a model are held: in one table where that is asked for and possible."""
+    keeps_all = prefix_cache or eviction is not None or (pool is not None and pool.options.groups is None)
+    is_plain = model.is_uniform and (keeps_all or all(leaf.kind == "full" for leaf in model.leaves))
+    if eviction is not None and (model.is_apart or not is_plain):
+        raise ValueError(
+            f"[install] eviction needs layers that keep every token in one shape, and rows that share a pass: "
+            f"{type(eviction).__name__} on {model.describe()}"
+        )
+    layout = one_table(model, block_size) if is_plain else grouped(model, block_size)
+    if pool is not None:
+        layout.require_pool(pool)
+    if prefix_cache and not is_plain:
+        _log.warning("[install] prefix_cache=True has no effect, the index knows one table only: %s", model.describe())
+    unknown = sorted({leaf.name for leaf in layout.leaves if leaf.kind == "opaque"})
+    if unknown:
+        _log.warning("[install] %s is held whole for each sequence, outside the blocks", ", ".join(unknown))
+    return layout
 
 
 def _storage(
@@ -125,39 +159,44 @@ def _storage(
 
 
 def require_tested_version(call: str) -> None:
-    """Raise RuntimeError if mlx-lm is not one of `SUPPORTED_VERSIONS`."""
-    if mlx_lm.__version__ not in SUPPORTED_VERSIONS:
+    """Raise RuntimeError unless mlx-lm is of the series of `SUPPORTED_VERSIONS`. Warn of its other releases."""
+    found, tested = mlx_lm.__version__, ", ".join(SUPPORTED_VERSIONS)
+    if found in SUPPORTED_VERSIONS:
+        return
+    if found.split(".")[:2] not in [release.split(".")[:2] for release in SUPPORTED_VERSIONS]:
         raise RuntimeError(
-            f"[{call}] mlx-lm {mlx_lm.__version__} is installed, this adapter was tested with "
-            f"{', '.join(SUPPORTED_VERSIONS)}; strict=False tries it anyway"
+            f"[{call}] mlx-lm {found} is installed, this adapter was tested with {tested}; strict=False tries it anyway"
         )
+    _log.warning("[%s] mlx-lm %s is installed, this adapter was tested with %s", call, found, tested)
 
 
 def _choose_route(
-    callers: Sequence[Caller | None], backend: KVBackend, fused: bool | None
+    paged: Callable[..., PagedKV], model: Any, layout: Layout, fused: bool | None
 ) -> tuple[tuple[Site, ...], str]:
     """Return where to hook attention. If nowhere, also the reason."""
-    why = "fused=False"
-    if fused is not False:
-        if not backend.capabilities.paged:
+    if fused is False:
+        return (), "fused=False"
+    sites, why = find_sites(model), ""
+    if not layout.specs:
+        why = "no layer attends over blocks"
+    elif any(leaf.kind == "chunk" for leaf in layout.leaves):
+        why = "layers attend in chunks"
+    else:
+        block_size = layout.specs[0].block_size
+        small = layout.make_pool(1 + 2 * len(ROWS) * -(-NUM_TOKENS // block_size), block_size, 8)
+        trial = paged(small, sites=sites)
+        if not all(backend.capabilities.paged for backend in trial.backends):
             why = "the backend runs without kernels"
-        elif mlx_lm.__version__ not in SUPPORTED_VERSIONS:
-            why = f"mlx-lm {mlx_lm.__version__} is not one of {', '.join(SUPPORTED_VERSIONS)}"
-        else:
-            try:
-                return find_sites(callers), ""
-            except LookupError as error:
-                why = str(error)
-            if fused is None:
-                _log.warning("[install] this model gathers: %s", why)
-    if fused:
+        elif (why := reason_to_gather(trial)) and not fused:
+            _log.warning("[install] this model gathers: %s", why)
+    if fused and why:
         raise RuntimeError(f"[install] fused=True, but {why}")
-    return (), why
+    return (() if why else sites), why
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Memory and statistics of one `PagedKV`. A block covers all layers."""
+    """Memory and statistics of one `PagedKV`. Blocks of all arenas together; a block covers the layers of one."""
 
     blocks_used: int  # in tables now
     blocks_peak: int  # the most at any time
@@ -167,6 +206,7 @@ class Summary:
     sequences: int
     kv_nbytes: int  # blocks_used * bytes per block
     kv_nbytes_peak: int
+    state_nbytes: int  # states of recurrent layers, and caches that are held whole; a shared one counts once per cache
     pool_nbytes: int  # allocated, once
     mlx_peak_nbytes: int  # mx.get_peak_memory(): all of MLX, weights and activations included
     cow_copies: int  # blocks copied because a shared tail was written
@@ -182,7 +222,7 @@ class Summary:
             f"blocks: {self.blocks_used} used, {self.blocks_peak} peak, {self.blocks_free} free "
             f"({self.blocks_cached} cached), {self.blocks_leaked} leaked; {self.sequences} sequences\n"
             f"KV: {self.kv_nbytes * mib:.2f} MiB used, {self.kv_nbytes_peak * mib:.2f} MiB peak, "
-            f"{self.pool_nbytes * mib:.2f} MiB allocated; MLX peak {self.mlx_peak_nbytes * mib:.2f} MiB\n"
+            f"{self.pool_nbytes * mib:.2f} MiB allocated, {self.state_nbytes * mib:.2f} MiB of states; MLX peak {self.mlx_peak_nbytes * mib:.2f} MiB\n"
             f"copies: {self.cow_copies} blocks on write ({self.cow_tokens} tokens), "
             f"{self.mlx_pool_copies} pool arrays by MLX\n"
             f"attention: {self.route}"
@@ -241,8 +281,8 @@ class PagedKV:
         self,
         model: Any,
         pool: Any,
-        backend: Any,
-        windows: tuple[int | None, ...],
+        layout: Layout,
+        backends: Sequence[KVBackend],
         *,
         sites: tuple[Site, ...] = (),
         why_gather: str = "",
@@ -251,15 +291,18 @@ class PagedKV:
     ) -> None:
         self.model = model
         self.pool = pool
-        self.backend = backend
+        self.backends: tuple[Any, ...] = tuple(backends)
+        self.backend: Any = self.backends[0] if self.backends else None
+        self.layout = layout
         self._hooks: list[Hook] = []  # one per entry into the block
         self._why_gather = why_gather
-        self.num_layers = len(windows)
+        self.num_layers = len(layout.leaves)
         self.prefix_cache = prefix_cache and pool.prefix is not None
         self._number = str(next(_numbers))
         self.namespace = self.own_namespace(b"")
         self.query_tokens = self.hit_tokens = 0
-        self.passes = Passes(pool, backend, windows, sites, self.namespace if self.prefix_cache else b"")
+        calls = (site_of(model),) if layout.is_called else ()
+        self.passes = Passes(model, pool, layout, backends, sites, self.namespace if self.prefix_cache else b"", calls)
         self.lock = self.passes.lock
         self.eviction = check_policy(eviction, self.passes, self.route)
 
@@ -270,18 +313,16 @@ class PagedKV:
 
     def __enter__(self) -> Self:
         self._hooks.append(Hook.enter(self))
-        for site in self.passes.sites:
-            site.enter()
+        self.passes.hook()
         return self
 
     def __exit__(self, *exc: object) -> None:
         if not self._hooks:
             raise RuntimeError("[install] this block was never entered, or has ended already")
-        for site in self.passes.sites:
+        for site in (*self.passes.calls, *self.passes.sites):
             site.require_ours()  # before any change: a block that cannot be left stays entered
         self._hooks[-1].require_ours(self.model)
-        for site in self.passes.sites:
-            site.leave()
+        self.passes.unhook()
         self._hooks.pop().leave(self)
 
     @property
@@ -291,7 +332,7 @@ class PagedKV:
 
     @property
     def route(self) -> str:
-        """How the model attends inside the block: "fused", or "gather: " and the reason.
+        """How the model attends inside the block: "fused", or "gather: " and the reason. Then what is held whole.
 
         It is "lost: " and the reason when mlx-lm does not find the hook and makes its own caches, outside the pool.
         """
@@ -299,15 +340,18 @@ class PagedKV:
             return f"lost: {lost}"
         covered = ", ".join(f"somebody has set {site}" for site in self.passes.sites if site.is_covered)
         why = self._why_gather or covered
-        return f"gather: {why}" if why else "fused"
+        route = f"gather: {why}" if why else "fused"
+        unknown = sorted({leaf.name for leaf in self.layout.leaves if leaf.kind == "opaque"})
+        return f"{route}; opaque: {', '.join(unknown)}" if unknown else route
 
-    def make_cache(self, eviction: Policy | None = None, **quantization: int | None) -> list[PagedKVCache]:
-        """Return an empty cache, one facade per layer: for ``prompt_cache=``, ``insert(caches=[...])`` and so on.
+    def make_cache(self, eviction: Policy | None = None, **quantization: int | None) -> list[Any]:
+        """Return an empty cache, one facade per cache of the model: for ``prompt_cache=``, ``insert(caches=[...])`` and so on.
 
         `eviction` is the policy of this cache. By default it is that of `install`. All blocks have the same format, so
         bits (`kv_bits` and so on) other than those of `install` raise ValueError.
         """
-        require_bits(self.backend.spec, **quantization)
+        for backend in self.backends:
+            require_bits(backend.spec, **quantization)
         policy = self.eviction if eviction is None else check_policy(eviction, self.passes, self.route)
         return self._caches(Batch(self.passes, [NOT_OPENED], [0], is_merged=False, policy=policy))
 
@@ -399,8 +443,8 @@ class PagedKV:
         """Return `namespace` for this model alone. Other models may use the same pool."""
         return kvpool.namespace(model=self._number, salt=namespace)
 
-    def _caches(self, batch: Batch) -> list[PagedKVCache]:
-        return [PagedKVCache(batch, layer) for layer in range(self.num_layers)]
+    def _caches(self, batch: Batch) -> list[Any]:
+        return build(self.layout.model.tree, lambda layer: PagedKVCache(batch, layer))
 
     # ------------------------------------------------------------------------------------ admission, account
 
@@ -438,36 +482,48 @@ class PagedKV:
         """Return current statistics. Any thread may call it: it evaluates nothing and does not wait for MLX."""
         with self.lock:
             batches = self.passes.live_batches()  # kept alive, or the blocks of a dying one would count as leaked
-            held: set[int] = set()
             handles = [handle for batch in batches for handle in batch.handles if handle != NOT_OPENED]
-            for handle in handles:
-                with suppress(StaleHandle):  # its batch is in its finalizer
-                    held.update(self.pool.table(handle).tolist())
-            held.update(self.passes.copies[:, 0].tolist())  # sources
-            stats = self.pool.stats()
+            stats = [self.pool.stats(arena) for arena in range(max(1, len(self.backends)))]
+            held = self._held_blocks(handles, len(stats))
+            state_nbytes = sum(x.nbytes for batch in batches for items in batch.held.values() for x in arrays_in(items))
             del batches  # a batch that this list keeps alive would keep its blocks in the next step
-        leaked = max(0, stats.used - len(held))
-        if self.prefix_cache and 0 < stats.sequences == len(handles):
+        leaked = sum(max(0, arena.used - len(blocks)) for arena, blocks in zip(stats, held, strict=True))
+        if self.prefix_cache and 0 < stats[0].sequences == len(handles):
             leaked = 0  # a block computed twice keeps its first copy, which may be in no table
-        block_nbytes = self.backend.spec.block_nbytes
+        sizes = [backend.spec.block_nbytes for backend in self.backends] or [0]
         return Summary(
-            blocks_used=stats.used,
-            blocks_peak=stats.peak_used,
-            blocks_free=stats.free,
-            blocks_cached=stats.evictable,
+            blocks_used=sum(arena.used for arena in stats),
+            blocks_peak=sum(arena.peak_used for arena in stats),
+            blocks_free=sum(arena.free for arena in stats),
+            blocks_cached=sum(arena.evictable for arena in stats),
             blocks_leaked=leaked,
-            sequences=stats.sequences,
-            kv_nbytes=stats.used * block_nbytes,
-            kv_nbytes_peak=stats.peak_used * block_nbytes,
-            pool_nbytes=self.backend.num_blocks * block_nbytes,
+            sequences=stats[0].sequences,
+            kv_nbytes=sum(arena.used * nbytes for arena, nbytes in zip(stats, sizes, strict=True)),
+            kv_nbytes_peak=sum(arena.peak_used * nbytes for arena, nbytes in zip(stats, sizes, strict=True)),
+            state_nbytes=state_nbytes,
+            pool_nbytes=sum(backend.num_blocks * backend.spec.block_nbytes for backend in self.backends),
             mlx_peak_nbytes=mx.get_peak_memory(),
-            cow_copies=stats.cow_copies,
-            cow_tokens=stats.cow_tokens,
+            cow_copies=sum(arena.cow_copies for arena in stats),
+            cow_tokens=sum(arena.cow_tokens for arena in stats),
             query_tokens=self.query_tokens,
             hit_tokens=self.hit_tokens,
-            mlx_pool_copies=getattr(self.backend, "pool_copies", 0),
+            mlx_pool_copies=sum(getattr(backend, "pool_copies", 0) for backend in self.backends),
             route=self.route,
         )
+
+    def _held_blocks(self, handles: Sequence[int], num_arenas: int) -> list[set[int]]:
+        """Return the blocks of each arena that are in a table, or sources of the pass in progress."""
+        groups = self.layout.groups
+        arenas = [(i, group.arena) for i, group in enumerate(groups) if group.kind != "state"] or [(0, 0)]
+        held: list[set[int]] = [set() for _ in range(num_arenas)]
+        plan = self.passes.plan
+        for i, arena in arenas:
+            for handle in handles:
+                with suppress(StaleHandle):  # its batch is in its finalizer
+                    held[arena].update(self.pool.table(handle, i).ravel().tolist())
+            if plan is not None:
+                held[arena].update((plan.groups[i] if groups else plan).copies[:, 0].tolist())
+        return [{block for block in blocks if block >= self.pool.options.reserved_blocks} for blocks in held]
 
     def _available(self) -> int:
         with self.lock:

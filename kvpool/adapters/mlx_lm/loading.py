@@ -51,6 +51,6 @@ def blocks_in(memory: int | str, model: Any, block_size: int, **quantization: in
     """
     import mlx.core as mx
 
-    spec = with_bits(inspect_model(model, block_size)[0], **quantization)
+    spec = with_bits(inspect_model(model).spec(block_size), **quantization)
     info = dict(mx.device_info()) if mx.metal.is_available() else None
     return blocks_for(memory, spec, device_info=info, active_nbytes=mx.get_active_memory()).num_blocks

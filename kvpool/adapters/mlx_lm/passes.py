@@ -6,15 +6,18 @@ import threading
 import weakref
 from collections.abc import Sequence
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from kvpool.adapters.mlx_lm.attention import Site
+from kvpool.adapters.mlx_lm.layout import Layout
 from kvpool.errors import ConcurrentUse, KVPoolError
 from kvpool.protocol import KVBackend
 
+_is_active = attrgetter("is_active")
 NOT_OPENED = -1  # in place of a handle: an empty sequence, opened when it gets its first token
 
 
@@ -75,10 +78,13 @@ class Passes:
 
     Parameters
     ----------
+    model
+        Whose forward passes these are. Kept weakly: caches may outlive it.
     pool : kvpool.Pool
-    backend : kvpool.protocol.KVBackend
-    windows : sequence
-        Attention window per layer, None without one.
+    layout : Layout
+        Where the pool and the backends hold the caches of the model.
+    backends : sequence of KVBackend
+        The storage of each arena.
     sites : sequence of Site
         Where the attention of the model is hooked. Empty if the model gathers.
     namespace : bytes
@@ -86,8 +92,16 @@ class Passes:
 
     Attributes
     ----------
+    backend : kvpool.protocol.KVBackend
+        The storage of the first arena. None if no layer has keys and values.
     dtype : mx.Dtype
-        The dtype of the keys and values that the model computes.
+        The dtype of its keys and values, as the model computes them.
+    is_called : bool
+        Whether calls of the model are hooked, see `calls`.
+    num_layers : int
+        Caches of the model: facades of a batch.
+    windows : tuple
+        Attention window per layer, None without one.
     lock : threading.RLock
         Held around several calls of the pool that belong together, with the records kept beside it.
     batches : WeakValueDictionary
@@ -96,18 +110,26 @@ class Passes:
 
     def __init__(
         self,
+        model: Any,
         pool: Any,
-        backend: KVBackend,
-        windows: Sequence[int | None],
+        layout: Layout,
+        backends: Sequence[KVBackend],
         sites: Sequence[Site] = (),
         namespace: bytes = b"",
+        calls: Sequence[Site] = (),
     ) -> None:
+        self.model = weakref.ref(model)
         self.pool = pool
-        self.backend = backend
-        self.windows = tuple(windows)
+        self.layout = layout
+        self.backends = tuple(backends)
+        self.backend: Any = self.backends[0] if self.backends else None
+        self.is_called = layout.is_called
+        self.windows = tuple(leaf.window for leaf in layout.leaves)
         self.num_layers = len(self.windows)
         self.sites = tuple(sites)
-        self.dtype: mx.Dtype = getattr(mx, backend.spec.dtype)
+        self.calls = tuple(calls)
+        self._hooked = 0  # blocks that are entered
+        self.dtype: mx.Dtype | None = getattr(mx, self.backend.spec.dtype) if self.backends else None
         self.lock = threading.RLock()
         self.batches: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.namespace = namespace
@@ -118,7 +140,19 @@ class Passes:
     @property
     def is_fused(self) -> bool:
         """Whether layers attend straight over the pool now: the model is hooked, and the block is entered."""
-        return bool(self.sites) and all(site.is_active for site in self.sites)
+        return bool(self._hooked and self.sites) and all(map(_is_active, self.sites))
+
+    def hook(self) -> None:
+        """Put the stand-ins in place, until as many calls of `unhook`."""
+        for site in (*self.calls, *self.sites):
+            site.enter()
+        self._hooked += 1
+
+    def unhook(self) -> None:
+        """Undo one `hook`."""
+        self._hooked -= 1
+        for site in (*self.calls, *self.sites):
+            site.leave()
 
     def open_empty(self) -> int:
         """Open a new sequence in the model's own namespace."""
@@ -129,12 +163,11 @@ class Passes:
         return [batch for reference in self.batches.valuerefs() if (batch := reference()) is not None]
 
     @property
-    def copies(self) -> np.ndarray:
-        """Copies ``[K, 3]`` of the pass in progress. The pool keeps their sources until the pass ends."""
+    def plan(self) -> Any:
+        """The plan of the pass in progress, None between passes. The pool keeps sources of its copies until it ends."""
         if self._running is None or not self._running[1].is_pending:
-            return np.zeros((0, 3), np.int32)
-        copies: np.ndarray = self._running[1].copies
-        return copies
+            return None
+        return self._running[1]
 
     # ------------------------------------------------------------------------------------------- one pass
 
@@ -209,7 +242,7 @@ class Passes:
         last = self._last_driver
         if last is not None and last is not current and last.is_alive():
             raise ConcurrentUse(f"[settle] thread {last.name!r} ran the last forward pass, this is {current.name!r}")
-        return self.backend.settle()
+        return sum(backend.settle() for backend in self.backends)
 
     def _drive(self, call: str) -> None:
         """Make this thread the one in a forward pass. Raise `ConcurrentUse` if another live thread is in one."""

@@ -439,7 +439,7 @@ def serve(arguments: Sequence[str], options: PoolOptions, on_ready: Callable[[An
     Raises
     ------
     RuntimeError
-        mlx-lm is not one of `SUPPORTED_VERSIONS`.
+        mlx-lm is of another series than `SUPPORTED_VERSIONS`.
     Exception
         The model of the command line could not be loaded.
     """

@@ -1,43 +1,168 @@
-"""Finds the shapes of a model's KV cache by tracing the model."""
+"""What a model's cache is made of, found by tracing the model."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache
 
-from kvpool.adapters.mlx_lm.attention import Caller, watch
 from kvpool.adapters.mlx_lm.cache_hook import Hook
 from kvpool.config import KVSpec
 
+ATTENTION = {KVCache: ("full", ""), RotatingKVCache: ("window", "max_size"), ChunkedKVCache: ("chunk", "chunk_size")}
+"""Classes of mlx-lm whose keys and values a pool holds: kind of layer group, and the attribute with its size."""
 
-def inspect_model(model: Any, block_size: int) -> tuple[KVSpec, tuple[int | None, ...], list[Caller | None]]:
-    """Return the shapes of a model's KV cache, the attention window of each layer (or None), and its attention code.
+APART = ("mlx_lm.models.afm7", "mlx_lm.models.gpt_bigcode", "mlx_lm.models.minimax_m3_vl")
+"""Models that count columns of the batch where they mean positions of a row: their rows must run one by one."""
+
+
+class Shape(NamedTuple):
+    """Keys and values of one token in one layer."""
+
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: str
+
+    def spec(self, num_layers: int, block_size: int) -> KVSpec:
+        """Return the spec of a storage with so many layers."""
+        return KVSpec(num_layers, self.num_kv_heads, self.head_dim, self.dtype, block_size, max(self.v_head_dim, 1))
+
+
+class Leaf(NamedTuple):
+    """One cache of a model: an entry of its list of caches, or of a CacheList in it.
+
+    Attributes
+    ----------
+    kind : str
+        ``"full"``, ``"window"``, ``"chunk"``: keys and values, in a pool. ``"state"``: arrays of a recurrent layer.
+        ``"opaque"``: anything else, kept whole.
+    name : str
+        Its class in mlx-lm.
+    size : int
+        Tokens of the window or the chunk; arrays of the state.
+    shape : Shape, optional
+        Of keys and values.
+    """
+
+    kind: str
+    name: str
+    size: int = 0
+    shape: Shape | None = None
+
+    @property
+    def window(self) -> int | None:
+        """Tokens of the attention window, None without one."""
+        return self.size if self.kind == "window" else None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The caches of a model.
+
+    Attributes
+    ----------
+    leaves : tuple of Leaf
+    tree : tuple
+        The list of caches, with the number of its leaf in place of each cache and a tuple in place of a CacheList.
+    fresh : tuple
+        An empty cache for each leaf, as mlx-lm makes it.
+    is_apart : bool
+        Whether the model is right only for one row at a time.
+    """
+
+    leaves: tuple[Leaf, ...]
+    tree: tuple[Any, ...]
+    fresh: tuple[Any, ...]
+    is_apart: bool
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all layers hold keys and values of one shape: one table can serve all of them."""
+        kinds = {leaf.kind for leaf in self.leaves}
+        return kinds <= {"full", "window"} and len({leaf.shape for leaf in self.leaves}) == 1
+
+    def spec(self, block_size: int) -> KVSpec:
+        """Return the spec of a storage that keeps every token of all layers.
+
+        Raises
+        ------
+        ValueError
+            The layers are not of one shape, or some hold something other than keys and values.
+        """
+        if not self.is_uniform:
+            raise ValueError(f"[install] layers differ, one table cannot serve them: {self.describe()}")
+        shape = self.leaves[0].shape
+        assert shape is not None
+        return shape.spec(len(self.leaves), block_size)
+
+    def describe(self) -> str:
+        """Return the kinds of layers, in words."""
+        counts: dict[str, int] = {}
+        for leaf in self.leaves:
+            size = f"({leaf.size})" if leaf.size else ""
+            shape = "" if leaf.shape is None else f" of {leaf.shape.num_kv_heads} x {leaf.shape.head_dim}"
+            text = f"{leaf.name}{size}{shape}"
+            counts[text] = counts.get(text, 0) + 1
+        return ", ".join(f"{n} {text}" for text, n in counts.items())
+
+
+def leaves_of(caches: Sequence[Any]) -> Iterator[Any]:
+    """Yield the caches of a list, and those of each CacheList in its place."""
+    for cache in caches:
+        if isinstance(cache, CacheList):
+            yield from leaves_of(cache.caches)
+        else:
+            yield cache
+
+
+def build(tree: Sequence[Any], make: Callable[[int], Any]) -> list[Any]:
+    """Return a list of caches like the model's, with ``make(number)`` for each leaf."""
+    return [make(node) if isinstance(node, int) else CacheList(*build(node, make)) for node in tree]
+
+
+def inspect_model(model: Any) -> ModelShape:
+    """Return what a model's cache is made of.
 
     Found by tracing one token through the model with mlx-lm's own caches. Nothing is computed.
     """
     if not hasattr(model, "layers") and not hasattr(model, "make_cache"):
         raise TypeError(f"[install] model must be one that mlx_lm.load returns, got {type(model).__name__}")
     caches = Hook.stock_caches(model)
-    for layer, cache in enumerate(caches):
-        if type(cache) not in (KVCache, RotatingKVCache) or getattr(cache, "keep", 0) != 0:
-            raise ValueError(f"[install] layer {layer} uses {type(cache).__name__}, not KVCache or RotatingKVCache")
-    callers = watch(caches)
+    found = list(leaves_of(caches))
+    fresh = copy.deepcopy(found)
     model(mx.zeros((1, 1), mx.int32), cache=caches)
-    idle = [layer for layer, cache in enumerate(caches) if cache.keys is None]
-    if idle:
-        raise ValueError(f"[install] layers {idle} never use their cache")
-    shapes = {
-        (c.keys.shape[1], c.keys.shape[3], c.values.shape[3], x.dtype) for c in caches for x in (c.keys, c.values)
-    }
-    if len(shapes) != 1:
-        raise ValueError(f"[install] layers differ in KV heads, head dims or dtype: {sorted(map(str, shapes))}")
-    ((heads, k_dim, v_dim, dtype),) = shapes
-    name = str(dtype).removeprefix("mlx.core.")
-    windows = tuple(getattr(cache, "max_size", None) for cache in caches)
-    return KVSpec(len(caches), heads, k_dim, name, block_size, v_dim), windows, callers
+    leaves = tuple(_leaf(cache) for cache in found)
+    return ModelShape(
+        leaves,
+        _numbered(caches, iter(range(len(found)))),
+        tuple(fresh),
+        type(model).__module__ in APART,
+    )
+
+
+def _numbered(caches: Sequence[Any], numbers: Iterator[int]) -> tuple[Any, ...]:
+    return tuple(
+        _numbered(cache.caches, numbers) if isinstance(cache, CacheList) else next(numbers) for cache in caches
+    )
+
+
+def _leaf(cache: Any) -> Leaf:
+    """Describe a cache that has seen one token."""
+    name = type(cache).__name__
+    if type(cache) is ArraysCache:
+        return Leaf("state", name, len(cache.cache))
+    if type(cache) in ATTENTION and getattr(cache, "keep", 0) == 0 and cache.keys is not None:
+        k, v = cache.keys, cache.values
+        kind, size = ATTENTION[type(cache)]
+        if k.dtype == v.dtype and mx.issubdtype(k.dtype, mx.floating) and k.shape[1] == v.shape[1]:
+            shape = Shape(k.shape[1], k.shape[3], v.shape[3], str(k.dtype).removeprefix("mlx.core."))
+            return Leaf(kind, name, getattr(cache, size) if size else 0, shape)
+    return Leaf("opaque", name)
 
 
 def max_positions(model: Any) -> int | None:

@@ -1,0 +1,403 @@
+"""A hooked call of a model: the pool is stepped before the first layer, and rows that cannot share a pass run apart.
+
+Recurrent layers, unknown caches and layers that let blocks go must know a pass before their first layer asks for a
+mask. And a right-padded batch is no batch for a recurrent layer: the padding would go into its state. So inside
+``with install(...)`` the class of such a model has another ``__call__``. It passes everything through that is not a
+list of this pool's caches.
+
+`call` steps the pool for all rows, and runs the model in *parts*: rows that the model can take at once, without
+padding. A part sees caches of its own: `LayerCache` for keys and values, mlx-lm's ArraysCache with the arrays of its
+rows, a copy of an unknown cache. What the caches of a batch hold changes when all parts are done. So a pass that fails
+leaves every state as it was before.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from kvpool.adapters.mlx_lm.attention import Forward, PagedContext, PagedMask, Site
+from kvpool.adapters.mlx_lm.masks import causal_mask
+from kvpool.adapters.mlx_lm.passes import Passes, Rows
+from kvpool.adapters.mlx_lm.shapes import build, leaves_of
+from kvpool.adapters.mlx_lm.states import Held, chosen, closed, joined, nothing, opened
+from kvpool.protocol import StepArrays
+
+
+class Turn:
+    """One hooked call: a step of the pool, and the parts in which its rows run.
+
+    The constructor executes the copies of the plan.
+
+    Parameters
+    ----------
+    passes : Passes
+    plan : kvpool.Plan
+        Stepped.
+    before, after : Rows
+    new : int64 ``[B]``
+        New tokens of each row.
+    num_columns : int
+        Of the model's input.
+    is_merged : bool
+        Whether offsets are arrays, as in mlx-lm's batch caches.
+    """
+
+    def __init__(
+        self, passes: Passes, plan: Any, before: Rows, after: Rows, new: np.ndarray, num_columns: int, is_merged: bool
+    ) -> None:
+        self.passes = passes
+        self.plan = plan
+        self.before = before
+        self.after = after
+        self.new = new
+        self.num_columns = num_columns
+        self.is_merged = is_merged
+        layout = passes.layout
+        self.starts = [
+            np.asarray(arrays.kv_starts, np.int64)
+            for arrays, group in zip(plan.groups or (), layout.groups, strict=True)
+            if group.kind != "state"
+        ]
+        if not layout.groups:
+            passes.backend.copy_blocks(plan)
+        elif passes.backends:
+            for arrays, group in zip(plan.groups, layout.groups, strict=True):
+                if group.kind != "state" and len(arrays.copies):
+                    passes.backends[group.arena].copy_blocks(arrays.copies)
+        self._columns: dict[tuple[int, int], Any] = {}
+
+    def arrays(self, group: int, column: int) -> Any:
+        """Return the step arrays of one column of a group, for all rows."""
+        if not self.passes.layout.groups:
+            return self.plan
+        key = group, column
+        if key not in self._columns:
+            self._columns[key] = StepArrays.of_group(self.plan, group, column)
+        return self._columns[key]
+
+    def parts(self, is_apart: bool) -> list[Part]:
+        """Return the parts of the call, in the order of their first rows.
+
+        Rows of one part have equally many new tokens where a layer would take padding for tokens. Empty rows have no
+        state yet, so they are not in a part with others.
+        """
+        live = np.flatnonzero(self.new)
+        if is_apart:
+            return [Part(self, live[i : i + 1]) for i in range(len(live))]
+        if not self.passes.layout.held:
+            return [Part(self, np.arange(len(self.new)))]
+        kinds = 2 * self.new + (self.before.lens == 0)
+        return [Part(self, live[kinds[live] == kind]) for kind in dict.fromkeys(kinds[live].tolist())]
+
+
+class Part:
+    """Rows of a turn that the model takes at once.
+
+    Attributes
+    ----------
+    rows : int64 ``[R]``
+        Ascending.
+    is_whole : bool
+        Whether these are all rows of the turn.
+    shape : (R, N)
+        Of the model's input.
+    """
+
+    def __init__(self, turn: Turn, rows: np.ndarray) -> None:
+        self.turn = turn
+        self.rows = rows
+        self.is_whole = len(rows) == len(turn.new)
+        self.new = turn.new[rows]
+        self.lens = turn.before.lens[rows]
+        self.shape = len(rows), int(self.new.max())
+        is_even = bool((self.new == self.shape[1]).all())
+        self._real = None if is_even else mx.array(np.flatnonzero(_is_real(self.new, self.shape[1])).astype(np.int32))
+        self._forwards: dict[tuple[int, int], Forward] = {}
+
+    @property
+    def takes_input_whole(self) -> bool:
+        """Whether the model's input needs no cut."""
+        return self.is_whole and self.shape[1] == self.turn.num_columns
+
+    def starts(self, group: int) -> np.ndarray:
+        """Return the first position of each row that the group holds without a hole after it."""
+        return self.turn.starts[group][self.rows] if self.turn.starts else np.zeros_like(self.lens)
+
+    def offset(self, is_stored: bool) -> int | mx.array:
+        """Return the positions of the next tokens, before or after those of this part."""
+        if len(self.rows) == 1 or not self.turn.is_merged:
+            return int(self.lens[0] + (self.new[0] if is_stored else 0))
+        seen = self.turn.after if is_stored else self.turn.before
+        return seen.offsets if self.is_whole else seen.offsets[mx.array(self.rows.astype(np.int32))]
+
+    def forward(self, arena: int, group: int, column: int) -> Forward:
+        """Return the forward pass of one column of a group."""
+        key = group, column
+        if key not in self._forwards:
+            arrays = self.turn.arrays(group, column)
+            self._forwards[key] = Forward(
+                self.turn.passes.backends[arena],
+                StepArrays.of_rows(arrays, self.rows),
+                self.shape,
+                columns=self._real,
+                is_fused=self.turn.passes.is_fused,
+            )
+        return self._forwards[key]
+
+    def end(self) -> None:
+        """Refuse attention of this part from now on."""
+        for forward in self._forwards.values():
+            forward.is_over = True
+
+
+class LayerCache:
+    """Keys and values of one layer in one part of a call, as a model sees them.
+
+    ``make_mask``, ``offset`` and ``start_position`` change nothing. ``offset`` advances with this layer's own
+    ``update_and_fetch``. `keys` and `values` are what it returned; setting them has no effect on the pool.
+    """
+
+    def __init__(self, part: Part, leaf: int) -> None:
+        layout = part.turn.passes.layout
+        place = layout.places[leaf]
+        assert place is not None
+        self._part = part
+        self._place = place
+        self._leaf = layout.leaves[leaf]
+        self._forward: Forward | None = None
+        self.keys: Any = None
+        self.values: Any = None
+
+    @property
+    def offset(self) -> int | mx.array:
+        """Position of the next token: an int for a single row, else int32 ``[R]``."""
+        return self._part.offset(self._forward is not None)
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens of a chunk."""
+        return self._leaf.size
+
+    @property
+    def start_position(self) -> int:
+        """Position of the first key that ``update_and_fetch`` returns for the first row."""
+        return int(self._part.starts(self._place.group)[0])
+
+    def maybe_trim_front(self) -> None:
+        """Do nothing: blocks before the chunk have left the table when the last pass was done."""
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | PagedMask | None:
+        """Return the mask of the next `N` columns, for the keys that the pool holds."""
+        part, window = self._part, self._leaf.window
+        if part.turn.passes.is_fused:
+            return PagedMask(window_size, window)
+        starts = part.starts(self._place.group)
+        return causal_mask(part.lens - starts, part.new, N, window_size, return_array, held=window)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        """Store this layer's K ``[R, Hk, N, D]`` and V, return the contexts that the pool holds.
+
+        Raises
+        ------
+        TypeError
+            Keys or values have another dtype than the pool: the model was cast after `install`.
+        ValueError
+            They have another shape than when the model was traced, or the layer stores twice in one call.
+        """
+        part, shape = self._part, self._leaf.shape
+        assert shape is not None
+        dtype = getattr(mx, shape.dtype)
+        if keys.dtype != dtype or values.dtype != dtype:
+            raise TypeError(
+                f"[update_and_fetch] keys are {keys.dtype}, values {values.dtype}, the pool holds {dtype}: install "
+                "again, or make the engine again, after a model was cast"
+            )
+        rows, columns = part.shape
+        wanted = [(rows, shape.num_kv_heads, columns, dim) for dim in (shape.head_dim, shape.v_head_dim)]
+        if [keys.shape, values.shape] != wanted or self._forward is not None:
+            raise ValueError(
+                f"[update_and_fetch] keys have shape {keys.shape}, values {values.shape}, this call stores "
+                f"{wanted[0]} and {wanted[1]}, once"
+            )
+        self._forward = part.forward(self._place.arena, self._place.group, self._place.column)
+        if not shape.v_head_dim:
+            values = mx.zeros((*values.shape[:3], 1), dtype)
+        self._forward.put(self._place.array, keys, values)
+        self.keys, self.values = self.keys_and_values()
+        return self.keys, self.values
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        """Return the contexts of this call, for layers that attend to another layer's cache."""
+        if self._forward is None:
+            raise RuntimeError("[keys_and_values] no update_and_fetch in this call")
+        if self._forward.is_fused:
+            context = PagedContext(self._forward, self._place.array, self._leaf.window)
+            return context, context
+        self._forward.flush()
+        k, v = self._forward.backend.read(self._forward.step, self._place.array)
+        shape = self._leaf.shape
+        return k, v if shape is None or shape.v_head_dim else v[..., :0]
+
+
+def _is_real(new: np.ndarray, num_columns: int) -> np.ndarray:
+    return np.arange(num_columns) < new[:, None]
+
+
+# -------------------------------------------------------------------------------------------------- the call
+
+
+def call(batch: Any, run: Callable[[list[Any], Part], Any], num_rows: int, num_columns: int) -> Any:
+    """Run a model over the next `num_columns` columns of a batch's rows.
+
+    Parameters
+    ----------
+    batch : Batch
+    run : callable
+        ``run(caches, part)`` calls the model with the input of a part.
+
+    Returns
+    -------
+    Any
+        What the model returned. Of several parts the arrays are put together; in padding they are 0.
+    """
+    passes = batch.passes
+    layout = passes.layout
+    turn = batch.begin_turn(num_rows, num_columns)
+    parts = turn.parts(layout.is_apart)
+    results, held_by = [], []
+    for part in parts:
+        held = batch.held if part.is_whole else chosen(layout, batch.held, part.rows.tolist())
+        if layout.held and not part.lens.any():
+            held = nothing(layout, len(part.rows))
+        own = [
+            opened(layout, held, leaf) if place is None else LayerCache(part, leaf)
+            for leaf, place in enumerate(layout.places)
+        ]
+        result = run(build(layout.model.tree, own.__getitem__), part)
+        results.append(_with_writes(passes, result))
+        held_by.append((part, {leaf: closed(layout, leaf, own[leaf]) for leaf in layout.held}))
+        part.end()
+    together = _together(results, parts, num_rows, num_columns)
+    batch.end_turn(turn.after, _held_after(layout, batch.held, held_by, num_rows))
+    return together
+
+
+def _held_after(layout: Any, before: Held, held_by: list[tuple[Part, Held]], num_rows: int) -> Held:
+    """Return what the rows hold after all parts, in the order of the rows."""
+    if not layout.held or (len(held_by) == 1 and held_by[0][0].is_whole):
+        return held_by[0][1]
+    moved = np.concatenate([part.rows for part, _ in held_by])
+    idle = np.setdiff1d(np.arange(num_rows), moved)
+    pieces = [(held, len(part.rows)) for part, held in held_by] + [(chosen(layout, before, idle.tolist()), len(idle))]
+    return chosen(layout, joined(layout, pieces), np.argsort(np.concatenate([moved, idle])).tolist())
+
+
+def _with_writes(passes: Passes, result: Any) -> Any:
+    """Let a result depend on the writes of caches inside a CacheList.
+
+    Some models fill such a cache long before they read it. Where writes are lazy nobody would evaluate them, and their
+    graph would grow with every token.
+    """
+    if not isinstance(result, mx.array):
+        return result
+    nested = [i for node in passes.layout.model.tree if not isinstance(node, int) for i in _numbers(node)]
+    places = [place for i in nested if (place := passes.layout.places[i]) is not None]
+    queued = [x for place in places for x in passes.backends[place.arena].queued(place.array)]
+    return mx.depends(result, queued) if queued else result
+
+
+def _numbers(node: Any) -> list[int]:
+    return [node] if isinstance(node, int) else [i for inner in node for i in _numbers(inner)]
+
+
+def _together(results: list[Any], parts: list[Part], num_rows: int, num_columns: int) -> Any:
+    if len(parts) == 1 and parts[0].takes_input_whole:
+        return results[0]
+    if not all(isinstance(result, mx.array) for result in results):
+        raise TypeError(
+            f"[forward] the rows of this model run apart, and it returned {type(results[0]).__name__}, not an array"
+        )
+    if len(parts) == num_rows and all(part.shape == (1, num_columns) for part in parts):
+        return mx.concatenate(results)
+    together = mx.zeros((num_rows, num_columns, *results[0].shape[2:]), results[0].dtype)
+    for result, part in zip(results, parts, strict=True):
+        together[mx.array(part.rows.astype(np.int32)), : part.shape[1]] = result
+    return together
+
+
+# -------------------------------------------------------------------------------------------------- the hook
+
+
+def site_of(model: Any) -> Site:
+    """Return where the call of a model is hooked: ``__call__`` of its class."""
+    owner = next(cls for cls in type(model).__mro__ if "__call__" in vars(cls))
+    return Site(owner, "__call__", _stand_in)
+
+
+def _stand_in(original: Any) -> Any:
+    @functools.wraps(original)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        caches = kwargs.get("cache")
+        if caches is None:
+            caches = next((given for given in args if isinstance(given, list)), None)
+        batch = _batch_of(caches)
+        if batch is None:
+            return original(self, *args, **kwargs)
+        _require_own(self, caches, batch)
+        num_rows, num_columns = next(x for x in (*args, *kwargs.values()) if isinstance(x, mx.array)).shape[:2]
+
+        def run(own: list[Any], part: Part) -> Any:
+            def given(value: Any) -> Any:
+                if value is caches:
+                    return own
+                if part.takes_input_whole or not isinstance(value, mx.array):
+                    return value
+                return _cut(value, part) if value.shape[:2] == (num_rows, num_columns) else value
+
+            return original(self, *map(given, args), **{name: given(value) for name, value in kwargs.items()})
+
+        return call(batch, run, num_rows, num_columns)
+
+    return __call__
+
+
+def _cut(x: mx.array, part: Part) -> mx.array:
+    """Return the rows and columns of a part."""
+    if len(part.rows) == 1:
+        row = int(part.rows[0])
+        return x[row : row + 1, : part.shape[1]]
+    return x[mx.array(part.rows.astype(np.int32)), : part.shape[1]]
+
+
+def _batch_of(caches: Sequence[Any] | None) -> Any:
+    """Return the batch behind a list of caches if a call with them is hooked, else None."""
+    for cache in leaves_of(caches or ()):
+        batch = getattr(cache, "hooked_batch", None)
+        if batch is not None:
+            return batch
+    return None
+
+
+def _require_own(model: Any, caches: Sequence[Any], batch: Any) -> None:
+    """Raise unless `caches` are those of all layers of `batch`, in order, and of this model."""
+    found = list(leaves_of(caches))
+    if batch.passes.model() is not model:
+        raise ValueError("[forward] the caches belong to another model or another pool: make them by this model's install")
+    for number, cache in enumerate(found):
+        if getattr(cache, "hooked_batch", None) is not batch:
+            raise ValueError(
+                f"[forward] cache {number} is a {type(cache).__name__} of "
+                "somebody else: all caches of a call must come from one make_cache, merge or copy"
+            )
+    if [cache.number for cache in found] != list(range(batch.passes.num_layers)):
+        raise ValueError(
+            f"[forward] the caches are those of layers {[cache.number for cache in found]}, "
+            f"the model has layers 0 .. {batch.passes.num_layers - 1}"
+        )

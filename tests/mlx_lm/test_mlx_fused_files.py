@@ -1,0 +1,76 @@
+"""How each model file of mlx-lm attends: over the pool wherever it hands on what its cache returned."""
+
+import copy
+import re
+
+import numpy as np
+import pytest
+from mlx_models import batch_tokens, on_cpu, solo_tokens
+
+from kvpool.adapters.mlx_lm import install
+from kvpool.adapters.mlx_lm.tiny_families import OWN, build, config_of, randomize
+
+NOT_RUN = {"bitnet": "kernels of a GPU only", "muse_spark": "kernels of a GPU only", "phi3small": "ends the process"}
+LATENT = r"MLA|MultiLatentAttention|DeepseekV3Attention|Glm4MoeLiteAttention|MultiLinear"
+GATHER = {  # why
+    **dict.fromkeys(("afm7", "minimax_m3_vl"), "asked for 'shape'"),
+    **dict.fromkeys(("bailing_hybrid", "bailing_moe_v3", "kimi_linear", "kimi_k3"), LATENT),
+    **dict.fromkeys(("deepseek_v3", "kimi_k25", "kimi_vl", "glm4_moe_lite", "mistral4"), LATENT),
+    **dict.fromkeys(("longcat_flash", "longcat_flash_ngram"), LATENT),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "Indexer"),
+    **dict.fromkeys(("mamba", "mamba2", "rwkv7"), "no layer attends over blocks"),
+    "llama4": "chunks",
+    "plamo": "tile",
+    "plamo3": "the window of the mask is 25, that of the cache 24",
+}
+FUSED = sorted(OWN.keys() - GATHER.keys() - NOT_RUN.keys())
+SAMPLE = ("cohere2", "deepseek_v2", "gemma3n", "gpt2", "minimax", "olmo3", "phi", "stablelm")  # the others are long
+PROMPTS, MAX_TOKENS = (3, 40, 17, 1), 8
+
+
+@pytest.fixture(autouse=True)
+def cpu():
+    with on_cpu():
+        yield
+
+
+def model_of(name):
+    model = build(name, copy.deepcopy(config_of(name)))
+    randomize(model)
+    model.eval()
+    return model
+
+
+def installed(model, **options):
+    try:
+        return install(model, 100, block_size=4, **options)
+    except ValueError as error:
+        pytest.skip(f"refused: {error}")
+
+
+def sampled(names):
+    return [pytest.param(name, marks=[] if name in SAMPLE else pytest.mark.long) for name in names]
+
+
+@pytest.mark.parametrize("name", sampled(FUSED))
+def test_fused_file_generates_the_tokens_of_mlx_lm(name):
+    model = model_of(name)
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(1, 96, n).tolist() for n in PROMPTS]
+    stock = [solo_tokens(model, prompt, MAX_TOKENS) for prompt in prompts]
+    with installed(model, fused=True) as kv:
+        assert kv.route == "fused"
+        assert [solo_tokens(model, prompt, MAX_TOKENS) for prompt in prompts] == stock
+        assert batch_tokens(model, prompts, MAX_TOKENS) == stock
+
+
+@pytest.mark.parametrize("name", sampled(sorted(GATHER)))
+def test_file_that_computes_with_its_context_gathers(name):
+    route = installed(model_of(name)).route
+    print(f"{name:24} {route}")
+    assert route.startswith("gather: ") and re.search(GATHER[name], route)
+
+
+def test_at_least_90_files_are_fused():
+    print(f"{len(FUSED)} fused, {len(GATHER)} gather, {len(NOT_RUN)} not run here")
+    assert len(FUSED) >= 90
