@@ -9,6 +9,7 @@ from mlx_families import FAMILIES
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_models import VOCAB, batch_tokens, on_cpu, random_prompts, solo_tokens, tiny_llama
 
+from kvpool import Pool
 from kvpool.adapters.mlx_lm import attention, install
 from kvpool.protocol import AttentionOptions
 
@@ -212,7 +213,7 @@ def test_the_window_of_the_mask_and_that_of_the_layer_both_hold():
     """With a window of 1 a token sees itself alone, whatever the queries are."""
     sliding = ["sliding_attention", "full_attention"]
     model = tiny_llama(num_hidden_layers=2, layer_types=sliding, sliding_window=1)
-    with install(model, 20, block_size=4, fused=True) as kv:
+    with install(model, pool=Pool(20, 4), fused=True) as kv:
         cache = kv.make_cache()
         masks = [cache[0].make_mask(3), cache[1].make_mask(3, window_size=1)]
         q, k, v = (mx.random.normal((1, heads, 3, 8)) for heads in (4, 2, 2))

@@ -292,7 +292,8 @@ def test_finalizers_note_the_close_and_do_nothing_else():
             return lambda *arguments: self.calls.append((name, *arguments))
 
     pool = Recorder()
-    passes = SimpleNamespace(pool=pool, namespace=b"", batches=weakref.WeakValueDictionary())
+    layout = SimpleNamespace(held=())
+    passes = SimpleNamespace(pool=pool, layout=layout, namespace=b"", batches=weakref.WeakValueDictionary())
     batch = Batch(passes, [11, -1, 12], [4, 0, 5], False)
     del batch
     assert pool.calls == [("defer_close", 11), ("defer_close", 12)]

@@ -15,8 +15,10 @@ from mlx_models import (
     tiny_sliding_llama,
 )
 
-from kvpool.adapters.mlx_lm import PagedKVCache, install
+from kvpool import Pool
+from kvpool.adapters.mlx_lm import PagedKVCache, install, masks
 from kvpool.adapters.mlx_lm import cache as cache_module
+from kvpool.adapters.mlx_lm.calls import LayerCache
 
 TWO_MASKS = [tiny_sliding_llama, tiny_gemma3, tiny_gpt_oss]
 
@@ -56,8 +58,8 @@ def test_generate_step_with_two_masks_equals_stock(model, prompts, fused):
 # ----------------------------------------------------- canaries: planted faults that these tests must notice
 
 
-def tokens_or_error(model, prompt):
-    with install(model, 100, block_size=4, fused=False):
+def tokens_or_error(model, prompt, **how):
+    with install(model, **(how or {"num_blocks": 100, "block_size": 4}), fused=False):
         try:
             return solo_tokens(model, prompt, 24)
         except (RuntimeError, ValueError) as error:
@@ -82,18 +84,22 @@ def test_canary_stepping_in_make_mask_passes_one_mask_and_fails_two(monkeypatch,
     step, stepped = cache_module.Batch.forward, []
     monkeypatch.setattr(PagedKVCache, "make_mask", mask_that_steps)
     monkeypatch.setattr(cache_module.Batch, "forward", lambda *_: stepped[0])
-    assert tokens_or_error(one, prompt) == expected_one
-    assert tokens_or_error(two, prompt) != expected_two
+    assert tokens_or_error(one, prompt, pool=Pool(100, 4)) == expected_one
+    assert tokens_or_error(two, prompt, pool=Pool(100, 4)) != expected_two
 
 
 def test_canary_an_offset_that_moves_for_all_layers_at_once_is_detected(monkeypatch, model, prompts):
     expected = solo_tokens(model, prompts[2], 24)
     monkeypatch.setattr(PagedKVCache, "offset", property(lambda self: int(self._batch.rows.lens[0])))
+    assert tokens_or_error(model, prompts[2], pool=Pool(100, 4)) != expected
+    assert tokens_or_error(model, prompts[2]) == expected
+    monkeypatch.setattr(LayerCache, "offset", property(lambda self: self._part.offset(bool(self._part._forwards))))
     assert tokens_or_error(model, prompts[2]) != expected
 
 
 def test_canary_a_forgotten_window_is_detected(monkeypatch, model, prompts):
     expected = solo_tokens(model, prompts[2], 24)
-    mask = cache_module._mask
-    monkeypatch.setattr(cache_module, "_mask", lambda *sizes: mask(*sizes[:-1], None))
-    assert tokens_or_error(model, prompts[2]) != expected
+    mask = masks._mask
+    monkeypatch.setattr(masks, "_mask", lambda *sizes: mask(*sizes[:-1], None))
+    assert tokens_or_error(model, prompts[2], pool=Pool(100, 4)) != expected
+    assert tokens_or_error(model, prompts[2]) != expected  # what is left of the oldest block

@@ -69,15 +69,16 @@ class Turn:
             for arrays, group in zip(plan.groups, layout.groups, strict=True):
                 if group.kind != "state" and len(arrays.copies):
                     passes.backends[group.arena].copy_blocks(arrays.copies)
-        self._columns: dict[tuple[int, int], Any] = {}
+        self._columns: dict[tuple[int, int], StepArrays] = {}
 
-    def arrays(self, group: int, column: int) -> Any:
-        """Return the step arrays of one column of a group, for all rows."""
-        if not self.passes.layout.groups:
-            return self.plan
-        key = group, column
+    def arrays(self, group: int, column: int) -> StepArrays:
+        """Return the step arrays of one column of a group, for all rows, without copies."""
+        key, plan = (group, column), self.plan
         if key not in self._columns:
-            self._columns[key] = StepArrays.of_group(self.plan, group, column)
+            if self.passes.layout.groups:
+                self._columns[key] = StepArrays.of_group(plan, group, column)
+            else:
+                self._columns[key] = StepArrays(plan.block_tables, plan.seq_lens, plan.cu_q_lens, plan.slot_mapping)
         return self._columns[key]
 
     def parts(self, is_apart: bool) -> list[Part]:
@@ -142,7 +143,7 @@ class Part:
             arrays = self.turn.arrays(group, column)
             self._forwards[key] = Forward(
                 self.turn.passes.backends[arena],
-                StepArrays.of_rows(arrays, self.rows),
+                arrays if self.is_whole else StepArrays.rows_of(arrays, self.rows),
                 self.shape,
                 columns=self._real,
                 is_fused=self.turn.passes.is_fused,
@@ -350,6 +351,7 @@ def _stand_in(original: Any) -> Any:
         batch = _batch_of(caches)
         if batch is None:
             return original(self, *args, **kwargs)
+        assert caches is not None
         _require_own(self, caches, batch)
         num_rows, num_columns = next(x for x in (*args, *kwargs.values()) if isinstance(x, mx.array)).shape[:2]
 
@@ -389,7 +391,9 @@ def _require_own(model: Any, caches: Sequence[Any], batch: Any) -> None:
     """Raise unless `caches` are those of all layers of `batch`, in order, and of this model."""
     found = list(leaves_of(caches))
     if batch.passes.model() is not model:
-        raise ValueError("[forward] the caches belong to another model or another pool: make them by this model's install")
+        raise ValueError(
+            "[forward] the caches belong to another model or another pool: make them by this model's install"
+        )
     for number, cache in enumerate(found):
         if getattr(cache, "hooked_batch", None) is not batch:
             raise ValueError(

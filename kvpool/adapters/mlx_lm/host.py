@@ -62,11 +62,15 @@ def install(
         As loaded by ``mlx_lm.load``. Inside the block ``model.make_cache`` makes paged caches, so every engine of
         mlx-lm uses them. The attribute is set on this instance only and restored at the end. Caches outlive the block.
     num_blocks, block_size, max_seqs
-        Size of a new pool: blocks (one is reserved), tokens per block, sequences at a time.
+        Size of a new pool: blocks of tokens in all layers (one is reserved), tokens per block, sequences at a time.
+        A model whose layers differ gets a pool with layer groups. Layers with a window then let blocks go, so more
+        tokens fit.
     prefix_cache : bool
         Make the pool with a prefix cache, or use that of `pool`. `fetch`, `commit` and `PagedPromptCache` need it.
+        The pool then has no layer groups and keeps every token. Where layers are of several shapes, or have a state,
+        there is no prefix cache, and a warning says so.
     pool : kvpool.Pool, optional
-        Use this pool.
+        Use this pool. Without layer groups it keeps every token, also behind windows.
     fused : bool, optional
         True: attend straight over the pool. False: gather every context for mlx-lm's own attention. By default the
         model attends over the pool if it can: see `trial` and `PagedKV.route`.
@@ -79,7 +83,7 @@ def install(
     strict : bool
         Refuse releases of mlx-lm of another series than those that this adapter was tested with.
     eviction : kvpool.eviction.Policy, optional
-        Evict tokens by this policy. `PagedKV.make_cache` can override it for one cache.
+        Evict tokens by this policy. `PagedKV.make_cache` can override it for one cache, in a pool without layer groups.
     kv_bits, k_bits, v_bits, quant_group_size : int, optional
         Store both, or one of them, in 8 or 4 bits: `shapes.with_bits`.
 
@@ -93,7 +97,7 @@ def install(
     RuntimeError
         mlx-lm is of another series than `SUPPORTED_VERSIONS` (and `strict`), or `fused` is True and impossible.
     ValueError
-        Some layer stores something other than keys and values, layers differ, or the bits do not fit.
+        The bits do not fit, `pool` has other layer groups than the model needs, or the model cannot evict.
     TypeError
         Neither or both of `num_blocks` and `pool`, an `eviction` that is no policy, or options that exclude each other.
     """
@@ -222,7 +226,8 @@ class Summary:
             f"blocks: {self.blocks_used} used, {self.blocks_peak} peak, {self.blocks_free} free "
             f"({self.blocks_cached} cached), {self.blocks_leaked} leaked; {self.sequences} sequences\n"
             f"KV: {self.kv_nbytes * mib:.2f} MiB used, {self.kv_nbytes_peak * mib:.2f} MiB peak, "
-            f"{self.pool_nbytes * mib:.2f} MiB allocated, {self.state_nbytes * mib:.2f} MiB of states; MLX peak {self.mlx_peak_nbytes * mib:.2f} MiB\n"
+            f"{self.pool_nbytes * mib:.2f} MiB allocated, {self.state_nbytes * mib:.2f} MiB of states; "
+            f"MLX peak {self.mlx_peak_nbytes * mib:.2f} MiB\n"
             f"copies: {self.cow_copies} blocks on write ({self.cow_tokens} tokens), "
             f"{self.mlx_pool_copies} pool arrays by MLX\n"
             f"attention: {self.route}"
@@ -264,8 +269,12 @@ class PagedKV:
     Attributes
     ----------
     pool : kvpool.Pool
+    layout : Layout
+        Which layers share a table and a storage.
+    backends : tuple of KVBackend
+        The storage of each arena. They take arrays of MLX.
     backend : kvpool.protocol.KVBackend
-        Takes arrays of MLX.
+        The first of them. None if no layer has keys and values.
     num_layers : int
     passes : Passes
         What the batches of the model share.
@@ -338,14 +347,17 @@ class PagedKV:
         """
         if lost := self._hooks and self._hooks[-1].lost(self.model):
             return f"lost: {lost}"
-        covered = ", ".join(f"somebody has set {site}" for site in self.passes.sites if site.is_covered)
+        sites = (*self._calls, *self.passes.sites)
+        covered = ", ".join(f"somebody has set {site}" for site in sites if site.is_covered)
         why = self._why_gather or covered
         route = f"gather: {why}" if why else "fused"
         unknown = sorted({leaf.name for leaf in self.layout.leaves if leaf.kind == "opaque"})
         return f"{route}; opaque: {', '.join(unknown)}" if unknown else route
 
     def make_cache(self, eviction: Policy | None = None, **quantization: int | None) -> list[Any]:
-        """Return an empty cache, one facade per cache of the model: for ``prompt_cache=``, ``insert(caches=[...])`` and so on.
+        """Return an empty cache, one facade per cache of the model.
+
+        It is for ``prompt_cache=``, ``insert(caches=[...])`` and so on.
 
         `eviction` is the policy of this cache. By default it is that of `install`. All blocks have the same format, so
         bits (`kv_bits` and so on) other than those of `install` raise ValueError.
@@ -449,7 +461,7 @@ class PagedKV:
     # ------------------------------------------------------------------------------------ admission, account
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the number of blocks for `num_tokens` tokens."""
+        """Return the number of blocks of tokens for `num_tokens` tokens. With layer groups each takes several ids."""
         return -(-num_tokens // self.pool.block_size)
 
     def can_admit(self, prompt_len: int, max_tokens: int, running: Iterable[tuple[int, int]] = ()) -> bool:
@@ -468,7 +480,7 @@ class PagedKV:
         -----
         One more block per request is counted, for the copy of a tail that it may share with a kept cache. Free blocks
         are those of this moment. So caches that are kept while requests run (a prompt cache) must exist before the
-        call, or be counted in `running`.
+        call, or be counted in `running`. Layers with a window are counted as if they kept every token.
         """
         for name, value in (("prompt_len", prompt_len), ("max_tokens", max_tokens)):
             if index(value) < 0:
@@ -476,7 +488,10 @@ class PagedKV:
         requests = [(0, prompt_len + max_tokens), *running]
         growth = sum(self.blocks_for(limit) - self.blocks_for(now) + 1 for now, limit in requests)
         longest = self.blocks_for(prompt_len + max_tokens)
-        return growth <= self._available() and longest <= self.pool.options.max_blocks_per_seq
+        with self.lock:
+            free = [self.pool.stats(arena).free for arena in range(max(1, len(self.backends)))]
+        fits = all(growth * self.layout.columns(arena) <= blocks for arena, blocks in enumerate(free))
+        return fits and longest <= self.pool.options.max_blocks_per_seq
 
     def summary(self) -> Summary:
         """Return current statistics. Any thread may call it: it evaluates nothing and does not wait for MLX."""
@@ -524,11 +539,6 @@ class PagedKV:
             if plan is not None:
                 held[arena].update((plan.groups[i] if groups else plan).copies[:, 0].tolist())
         return [{block for block in blocks if block >= self.pool.options.reserved_blocks} for blocks in held]
-
-    def _available(self) -> int:
-        with self.lock:
-            stats = self.pool.stats()
-        return stats.free
 
     # ------------------------------------------------------------------------- one forward pass at a time
 

@@ -129,7 +129,7 @@ class Passes:
         self.sites = tuple(sites)
         self.calls = tuple(calls)
         self._hooked = 0  # blocks that are entered
-        self.dtype: mx.Dtype | None = getattr(mx, self.backend.spec.dtype) if self.backends else None
+        self.dtype: mx.Dtype | None = getattr(mx, self.backends[0].spec.dtype) if self.backends else None
         self.lock = threading.RLock()
         self.batches: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.namespace = namespace
