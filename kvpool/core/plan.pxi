@@ -79,7 +79,8 @@ cdef tuple new_array(object shape, object dtype, bint writable):
     return np.ndarray(shape, dtype, memory), memory
 
 
-cdef object OF_A_PLAN = object()        # only a plan makes its groups
+OF_A_PLAN = object()        # only a plan makes its groups
+
 
 cdef class PlanGroup:
     """Arrays of a plan for one layer group, an element of `Plan.groups`; see ``docs/groups.md``."""
