@@ -48,6 +48,10 @@ class Needs:
     ----------
     promises : bool
         Admissions take no blocks. The pool has layer groups.
+    usable : int64 ``[A]``
+        Blocks that one request may have, if nobody else has any.
+    reserve : int64 ``[A]``
+        Blocks that every admission leaves: the pool's own watermark.
     unit : int
         Tokens of the largest block. A length that is a multiple of it shares no part of a block.
     """
@@ -72,17 +76,14 @@ class Needs:
         for layers in self._layers:
             self._columns[layers.arena] += layers.group.columns
         self.nothing = np.zeros(self.num_arenas, int64)
-        self.reserve = self.nothing.copy()  # what the pool's own watermark keeps
+        self.reserve = self.nothing.copy()
         self.reserve[0] = options.watermark
+        stats = [pool.stats(arena) for arena in range(self.num_arenas)]
+        self.usable = np.array([one.num_blocks - one.reserved for one in stats], int64) - self.reserve
 
     def free(self) -> NDArray[int64]:
         """Return the blocks that a call could take now."""
         return np.array([self._pool.stats(arena).free for arena in range(self.num_arenas)], int64)
-
-    def usable(self) -> NDArray[int64]:
-        """Return the blocks that one request may have, if nobody else has any."""
-        stats = [self._pool.stats(arena) for arena in range(self.num_arenas)]
-        return np.array([one.num_blocks - one.reserved for one in stats], int64) - self.reserve
 
     def watermark(self, running: int, blocks: int | None) -> NDArray[int64]:
         """Return the blocks that an admission leaves in every arena. It leaves no state slots, as states do not grow.
@@ -96,6 +97,8 @@ class Needs:
 
         Its first `shared` tokens, a multiple of `unit`, are another sequence's. `forks`: it may share its state.
         """
+        if not self.promises and isinstance(tokens, int) and isinstance(shared, int):  # most admissions of most pools
+            return np.array([-(-tokens // self.unit) - shared // self.unit], int64)
         tokens, shared = np.broadcast_arrays(np.asarray(tokens, int64), np.asarray(shared, int64))
         found = np.zeros((*tokens.shape, self.num_arenas), int64)
         for layers in self._layers:

@@ -226,7 +226,7 @@ class Scheduler:
             )
         if width > 1:
             need = core.needs.beam(tokens, prompt, width)
-        usable = core.needs.usable()
+        usable = core.needs.usable
         arena = core.needs.short(need, usable)
         if arena >= 0:
             raise RequestRejected(
