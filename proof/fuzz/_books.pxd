@@ -255,7 +255,6 @@ cdef void leave_live(Books* b, int32_t slot) noexcept nogil
 cdef void note_waiting(Books* b, int32_t slot) noexcept nogil
 cdef int32_t books_open(Books* b, int64_t length, int32_t space) noexcept nogil
 cdef void books_close(Books* b, int32_t slot) noexcept nogil
-cdef void books_free_line(Books* b, int32_t slot) noexcept nogil
 cdef int32_t books_fork_line(Books* b, int32_t parent) noexcept nogil
 cdef void books_defer(Books* b, int64_t handle) noexcept nogil
 cdef void books_drain(Books* b) noexcept nogil
@@ -267,4 +266,5 @@ cdef void books_lose(Books* b, int32_t slot, int64_t tokens) noexcept nogil
 cdef void books_compact(Books* b, int32_t slot, int64_t length) noexcept nogil
 cdef void books_leave(Books* b, int32_t slot, const int32_t* indices, int32_t n) noexcept nogil
 cdef int64_t done_length(const Books* b, const Line* line) noexcept nogil
+cdef void books_free_line(Books* b, int32_t slot) noexcept nogil
 cdef int64_t books_evict(Books* b, int64_t n) noexcept nogil

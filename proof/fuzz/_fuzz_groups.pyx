@@ -115,9 +115,6 @@ cdef class GroupDriver(Driver):
     cdef void close_books(self, int32_t slot) noexcept:
         groups_close(&self.gb, slot)
 
-    cdef void reset_books(self) noexcept:
-        groups_reset(&self.gb)
-
     cdef int op_truncate(self, const Word* w) except -1:
         """To any length, to little less than there is, or to one that is not there."""
         cdef int32_t slot = self.b.live[self.pick(w.b)]
@@ -134,6 +131,9 @@ cdef class GroupDriver(Driver):
         self.accepted("truncate")
         groups_truncate(&self.gb, slot, length)
         return 0
+
+    cdef void reset_books(self) noexcept:
+        groups_reset(&self.gb)
 
     # -- steps
 
