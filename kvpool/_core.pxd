@@ -1,5 +1,5 @@
 """What other modules see of the core: structures, inline functions, classes, and the functions that they call."""
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 include "core/types.pxd"
 include "core/lock.pxd"

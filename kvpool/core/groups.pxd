@@ -103,3 +103,18 @@ cdef inline int32_t entries_of(const LayerGroup* g, int32_t slot, int64_t num_bl
 cdef inline int64_t entry_at(const LayerGroup* g, int64_t position) noexcept nogil:
     """position // block_size, without a division where that is possible."""
     return position >> g.shift if g.shift >= 0 else position // g.block_size
+
+
+cdef inline int64_t due_of(const LayerGroup* g, int32_t gone) noexcept nogil:
+    """The least length of a step that lets go of more than the first `gone` entries."""
+    cdef int64_t end = (<int64_t>max(g.kept, gone) + 1) * g.block_size      # of the entry that leaves next
+    if g.kind == WINDOW_LAYERS:
+        return end + g.reach - 1 + g.lookahead
+    if g.kind == CHUNK_LAYERS:
+        return (end + g.reach - 1) // g.reach * g.reach + g.lookahead
+    return INT64_MAX
+
+
+cdef inline void set_gone(LayerGroup* g, int32_t slot, int32_t gone) noexcept nogil:
+    g.seq[slot].gone = gone
+    g.seq[slot].due = due_of(g, gone)

@@ -89,21 +89,6 @@ cdef void group_ref(LayerGroup* g, int32_t slot, int32_t end, int32_t times) noe
         blocks_ref_many(g.blocks, row, kept * columns, times)
 
 
-cdef inline int64_t due_of(const LayerGroup* g, int32_t gone) noexcept nogil:
-    """The least length of a step that lets go of more than the first `gone` entries."""
-    cdef int64_t end = (<int64_t>max(g.kept, gone) + 1) * g.block_size      # of the entry that leaves next
-    if g.kind == WINDOW_LAYERS:
-        return end + g.reach - 1 + g.lookahead
-    if g.kind == CHUNK_LAYERS:
-        return (end + g.reach - 1) // g.reach * g.reach + g.lookahead
-    return INT64_MAX
-
-
-cdef inline void set_gone(LayerGroup* g, int32_t slot, int32_t gone) noexcept nogil:
-    g.seq[slot].gone = gone
-    g.seq[slot].due = due_of(g, gone)
-
-
 cdef int groups_open(Groups* gs, const Ints* tokens, Verdict* v) noexcept nogil:
     """A new sequence with entries for a number of tokens."""
     cdef Seqs* s = gs.seqs

@@ -6,7 +6,7 @@ from libc.stdint cimport int32_t, int64_t
 
 from kvpool._core cimport (
     CHUNK_LAYERS, STATE_LAYERS, WINDOW_LAYERS, Blocks, Groups, LayerGroup, Plan, Pool, blocks_drain_limbo, entries_of,
-    group_row, seq_find,
+    group_row, seq_find, set_gone,
 )
 
 from proof.fuzz._broken import around
@@ -16,12 +16,15 @@ def _shift(kind):
     """Windows (or chunks) are one token shorter while entries are let go."""
     def before(pool, *_):
         cdef Groups* gs = (<Pool>pool).state.groups
-        return [_shorten(&gs.group[k], <int>kind) for k in range(gs.num_groups)]
+        kept = [_shorten(&gs.group[k], <int>kind) for k in range(gs.num_groups)]
+        _renew_due(gs)
+        return kept
 
     def after(pool, kept, *_):
         cdef Groups* gs = (<Pool>pool).state.groups
         for k, n in enumerate(kept):
             gs.group[<int32_t>k].reach += n
+        _renew_due(gs)
     return before, after, after
 
 
@@ -32,13 +35,30 @@ cdef int64_t _shorten(LayerGroup* g, int kind):
 
 
 def _take_lookahead(pool, *_):
-    kept = (<Pool>pool).state.groups.lookahead
-    (<Pool>pool).state.groups.lookahead = 0
+    cdef Groups* gs = (<Pool>pool).state.groups
+    kept = gs.group[0].lookahead
+    _set_lookahead(gs, 0)
     return kept
 
 
 def _put_lookahead(pool, kept, *_):
-    (<Pool>pool).state.groups.lookahead = kept
+    _set_lookahead((<Pool>pool).state.groups, kept)
+
+
+cdef void _set_lookahead(Groups* gs, int64_t lookahead):
+    cdef int32_t k
+    for k in range(gs.num_groups):
+        gs.group[k].lookahead = lookahead
+    _renew_due(gs)
+
+
+cdef void _renew_due(Groups* gs):
+    """The lengths at which rows let go are those of the groups as they are now."""
+    cdef int32_t k, slot
+    for k in range(gs.num_groups):
+        if gs.group[k].kind != STATE_LAYERS:
+            for slot in range(gs.seqs.max_seqs):
+                set_gone(&gs.group[k], slot, gs.group[k].seq[slot].gone)
 
 
 def _take_kept(pool, *_):
@@ -47,12 +67,15 @@ def _take_kept(pool, *_):
     kept = [gs.group[k].kept for k in range(gs.num_groups)]
     for k in range(gs.num_groups):
         gs.group[k].kept = 0
+    _renew_due(gs)
     return kept
 
 
 def _put_kept(pool, kept, *_):
+    cdef Groups* gs = (<Pool>pool).state.groups
     for k, n in enumerate(kept):
-        (<Pool>pool).state.groups.group[<int32_t>k].kept = n
+        gs.group[<int32_t>k].kept = n
+    _renew_due(gs)
 
 
 def _freed_early(pool, kept, *_):
@@ -105,7 +128,7 @@ cdef list _last_columns(Pool pool):
         g = &gs.group[k]
         for slot in range(gs.seqs.max_seqs if g.columns > 1 else 0):
             for i in range(entries_of(g, slot, gs.seqs.seq[slot].num_blocks) if gs.seqs.seq[slot].handle >= 0 else 0):
-                if i < g.kept or i >= g.gone[slot]:
+                if i < g.kept or i >= g.seq[slot].gone:
                     found.append((k, slot, i, group_row(g, slot)[(i + 1) * g.columns - 1]))
     return found
 

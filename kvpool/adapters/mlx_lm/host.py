@@ -347,7 +347,7 @@ class PagedKV:
         """
         if lost := self._hooks and self._hooks[-1].lost(self.model):
             return f"lost: {lost}"
-        sites = (*self._calls, *self.passes.sites)
+        sites = (*self.passes.calls, *self.passes.sites)
         covered = ", ".join(f"somebody has set {site}" for site in sites if site.is_covered)
         why = self._why_gather or covered
         route = f"gather: {why}" if why else "fused"
