@@ -104,10 +104,7 @@ def metrics_of(pool: Any, scheduler: Any = None) -> list[Metric]:
         by_arena("kvpool_cow_copies_total", "counter", "Blocks copied because a shared one was written.", "cow_copies"),
         by_arena("kvpool_cow_tokens_total", "counter", "Tokens of these copies.", "cow_tokens"),
         gauge("kvpool_prefix_nodes", "Blocks that the prefix cache can find.", prefix.nodes),
-        counter("kvpool_prefix_queries_total", "Prompts looked up.", prefix.queries),
-        counter("kvpool_prefix_query_tokens_total", "Tokens of these prompts.", prefix.query_tokens),
-        counter("kvpool_prefix_hit_tokens_total", "Of these, tokens found.", prefix.hit_tokens),
-        counter("kvpool_prefix_evicted_total", "Blocks lost to the prefix cache by eviction.", prefix.evicted),
+        *(counter(f"kvpool_prefix_{name}_total", text, getattr(prefix, name)) for name, text in _PREFIX.items()),
     ]
     if groups is not None:
         metrics.append(Metric("kvpool_group_info", "gauge", "1 for each layer group.", tuple(_group_infos(pool))))
@@ -188,6 +185,12 @@ class Collector:
             yield family
 
 
+_PREFIX = {
+    "queries": "Prompts looked up.",
+    "query_tokens": "Tokens of these prompts.",
+    "hit_tokens": "Of these, tokens found.",
+    "evicted": "Blocks lost to the prefix cache by eviction.",
+}
 _PLACES = ("blank", "evictable", "limbo", "used", "reserved")
 _STATES = ("waiting", "prefilling", "decoding", "spilled")
 _FIELDS = {"requests_finished": "finished", "requests_cancelled": "cancelled", "requests_rejected": "rejected"}
