@@ -1,6 +1,7 @@
 """Layer groups of a pool: layers of one kind and one shape. docs/groups.md is the contract."""
 
 from dataclasses import dataclass
+from itertools import count
 from operator import index
 from typing import Self
 
@@ -106,3 +107,11 @@ class Group:
     def state(cls, slots: int) -> Self:
         """Layers with one state per sequence; `slots`: working states of all rows."""
         return cls("state", slots)
+
+
+def arenas_of(groups: tuple[Group, ...] | None) -> list[int]:
+    """The arena of each group of a pool: each state group has one of its own, after those of blocks. None: ``[0]``."""
+    if groups is None:
+        return [0]
+    states = count(1 + max(group.arena for group in groups))
+    return [next(states) if group.kind == "state" else group.arena for group in groups]

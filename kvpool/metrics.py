@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
+from kvpool.groups import Group, arenas_of
 from kvpool.stats import PrefixStats
 
 NO_PREFIX = PrefixStats(0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0.0)
@@ -58,7 +59,8 @@ def prometheus_text(
 
     Notes
     -----
-    O(1): nothing is recomputed.
+    O(1): nothing is recomputed. With layer groups, counts of blocks have the label ``arena``; ``kvpool_group_info``
+    says which group has its blocks where.
     """
     lines = []
     own_metrics = (metric for metric in metrics_of(pool, scheduler) if metric.name not in without)
@@ -73,33 +75,62 @@ def prometheus_text(
 
 def metrics_of(pool: Any, scheduler: Any = None) -> list[Metric]:
     """What `prometheus_text` writes, as values."""
-    stats, prefix = pool.stats(), pool.prefix.stats() if pool.prefix is not None else NO_PREFIX
+    groups: tuple[Group, ...] | None = pool.options.groups
+    arenas = [pool.stats(arena) for arena in range(1 + max(arenas_of(groups)))]
+    labels = [{}] if groups is None else [{"arena": str(arena)} for arena in range(len(arenas))]
+    stats, prefix = arenas[0], pool.prefix.stats() if pool.prefix is not None else NO_PREFIX
+
+    def by_arena(name: str, kind: str, text: str, field: str) -> Metric:
+        samples = [(label, getattr(arena, field)) for label, arena in zip(labels, arenas, strict=True)]
+        return Metric(name, kind, text, tuple(samples))
+
+    places = [
+        ({**label, "state": place}, getattr(arena, place))
+        for label, arena in zip(labels, arenas, strict=True)
+        for place in _PLACES
+    ]
     metrics = [
-        by_state("kvpool_blocks", "Blocks of the pool, by where they are.", stats, _PLACES),
+        Metric("kvpool_blocks", "gauge", "Blocks of the pool, by where they are.", tuple(places)),
         gauge("kvpool_block_size_tokens", "Tokens of a block.", pool.block_size),
-        gauge("kvpool_blocks_shared", "Blocks with two references or more.", stats.shared),
-        gauge("kvpool_blocks_used_peak", "Most blocks in use at any time.", stats.peak_used),
+        by_arena("kvpool_blocks_shared", "gauge", "Blocks with two references or more.", "shared"),
+        by_arena("kvpool_blocks_used_peak", "gauge", "Most blocks in use at any time.", "peak_used"),
         gauge("kvpool_sequences", "Open sequences.", stats.sequences),
         gauge("kvpool_sequence_tokens", "Tokens of open sequences.", stats.tokens),
         gauge("kvpool_sequence_capacity_tokens", "Tokens that the blocks of open sequences hold.", stats.capacity),
         gauge("kvpool_steps_pending", "Steps that are neither done nor rolled back.", stats.pending),
-        counter("kvpool_block_allocations_total", "Blocks taken.", stats.allocs),
-        counter("kvpool_block_evictions_total", "Cached blocks given up.", stats.evictions),
+        by_arena("kvpool_block_allocations_total", "counter", "Blocks taken.", "allocs"),
+        by_arena("kvpool_block_evictions_total", "counter", "Cached blocks given up.", "evictions"),
         counter("kvpool_evicted_tokens_total", "Tokens that left sequences that go on.", stats.evicted_tokens),
-        counter("kvpool_cow_copies_total", "Blocks copied because a shared one was written.", stats.cow_copies),
-        counter("kvpool_cow_tokens_total", "Tokens of these copies.", stats.cow_tokens),
+        by_arena("kvpool_cow_copies_total", "counter", "Blocks copied because a shared one was written.", "cow_copies"),
+        by_arena("kvpool_cow_tokens_total", "counter", "Tokens of these copies.", "cow_tokens"),
         gauge("kvpool_prefix_nodes", "Blocks that the prefix cache can find.", prefix.nodes),
         counter("kvpool_prefix_queries_total", "Prompts looked up.", prefix.queries),
         counter("kvpool_prefix_query_tokens_total", "Tokens of these prompts.", prefix.query_tokens),
         counter("kvpool_prefix_hit_tokens_total", "Of these, tokens found.", prefix.hit_tokens),
         counter("kvpool_prefix_evicted_total", "Blocks lost to the prefix cache by eviction.", prefix.evicted),
     ]
+    if groups is not None:
+        metrics.append(Metric("kvpool_group_info", "gauge", "1 for each layer group.", tuple(_group_infos(pool))))
     if scheduler is not None:
         now = scheduler.stats()
         metrics.append(by_state("kvpool_requests", "Sequences of the scheduler, by state.", now, _STATES))
         for name, text in _COUNTERS.items():
             metrics.append(counter(f"kvpool_{name}_total", text, getattr(now, _FIELDS.get(name, name))))
     return metrics
+
+
+def _group_infos(pool: Any) -> Iterator[tuple[dict[str, str], float]]:
+    """What each layer group is, as labels."""
+    for number, (group, arena) in enumerate(zip(pool.options.groups, arenas_of(pool.options.groups), strict=True)):
+        numbers = {
+            "group": number,
+            "arena": arena,
+            "size": group.size,
+            "keep": group.keep,
+            "columns": group.columns,
+            "block_size": 0 if group.kind == "state" else group.block_size or pool.block_size,
+        }
+        yield {"kind": group.kind, **{name: str(value) for name, value in numbers.items()}}, 1
 
 
 def gauge(name: str, help: str, value: float) -> Metric:

@@ -4,6 +4,10 @@
 cdef class BlockAPI:
     cdef readonly Pool pool
     cdef State* state
+    cdef int32_t number         # of the arena
+    cdef int64_t size           # blocks of it; arena 0 asks the pool
 
+    cdef Blocks* at(self) noexcept nogil
+    cdef int64_t room(self) noexcept nogil
     cdef int run(self, object ids, str call, int op, bint oldest) except -1
     cdef object alloc_into(self, object out, int64_t count)

@@ -2,6 +2,16 @@
 
 # ---- in C, under the lock ----------------------------------------------------------------------------------
 
+cdef inline Blocks* blocks_of(State* pool, int32_t arena) noexcept nogil:
+    """The blocks of an arena of a pool that is open."""
+    return pool.groups.arena[arena] if arena else &pool.blocks
+
+
+cdef inline uint64_t begin_mix(const State* pool, int32_t arena, int64_t op) noexcept nogil:
+    """The pool's digest after the name of a call; arena 0 is not named."""
+    return mix(pool.blocks.digest, op | <int64_t>arena << 32)
+
+
 cdef int judge_ids(Blocks* b, Ints* ids, Verdict* v) noexcept nogil:
     """Block ids of a call: in range, not reserved, no duplicates. A scalar becomes a batch of one."""
     cdef Py_ssize_t k
@@ -21,29 +31,29 @@ cdef int judge_ids(Blocks* b, Ints* ids, Verdict* v) noexcept nogil:
     return OK
 
 
-cdef int32_t pool_next_block(State* pool) noexcept nogil:
+cdef int32_t pool_next_block(State* pool, int32_t arena) noexcept nogil:
     """The block that will be taken next; -1: there is none."""
-    cdef Blocks* b = &pool.blocks
+    cdef Blocks* b = blocks_of(pool, arena)
     return b.blank[b.num_blank - 1] if b.num_blank else b.lru.head
 
 
-cdef int pool_alloc(State* pool, int32_t* ids, int64_t count, Verdict* v) noexcept nogil:
-    cdef Blocks* b = &pool.blocks
+cdef int pool_alloc(State* pool, int32_t arena, int32_t* ids, int64_t count, Verdict* v) noexcept nogil:
+    cdef Blocks* b = blocks_of(pool, arena)
     cdef int64_t k, available = blocks_available(b)
     cdef uint64_t h
     if count > available:
         return blocks_short(b, v, -1, -1, count, count - available)
-    h = mix(mix(b.digest, OP_ALLOC), count)
+    h = mix(begin_mix(pool, arena, OP_ALLOC), count)
     blocks_take_many(b, ids, <int32_t>count)
     for k in range(count):
         b.block[ids[k]].raw = 1
         h = mix(h, ids[k])
-    b.digest = h
+    pool.blocks.digest = h
     return OK
 
 
-cdef int pool_incref(State* pool, Ints* ids, Verdict* v) noexcept nogil:
-    cdef Blocks* b = &pool.blocks
+cdef int pool_incref(State* pool, int32_t arena, Ints* ids, Verdict* v) noexcept nogil:
+    cdef Blocks* b = blocks_of(pool, arena)
     cdef Py_ssize_t k
     cdef int64_t i
     cdef int status = judge_ids(b, ids, v)
@@ -55,17 +65,17 @@ cdef int pool_incref(State* pool, Ints* ids, Verdict* v) noexcept nogil:
             return refused(v, UNREFERENCED, k, i, 0, 0, 0)
         if b.block[i].refcount >= MAX_REFCOUNT:
             return refused(v, REFERENCE_LIMIT, k, i, 0, 0, b.block[i].refcount)
-    b.digest = mix(mix(b.digest, OP_INCREF), ids.size)
+    pool.blocks.digest = mix(begin_mix(pool, arena, OP_INCREF), ids.size)
     for k in range(ids.size):
         i = ints_at(ids, k)
         blocks_ref(b, <int32_t>i, 1)
         b.block[i].raw += 1
-        b.digest = mix(b.digest, i)
+        pool.blocks.digest = mix(pool.blocks.digest, i)
     return OK
 
 
-cdef int pool_drop(State* pool, Ints* ids, bint last, Verdict* v) noexcept nogil:
-    cdef Blocks* b = &pool.blocks
+cdef int pool_drop(State* pool, int32_t arena, Ints* ids, bint last, Verdict* v) noexcept nogil:
+    cdef Blocks* b = blocks_of(pool, arena)
     cdef Py_ssize_t k
     cdef int32_t i
     cdef uint64_t h
@@ -78,33 +88,33 @@ cdef int pool_drop(State* pool, Ints* ids, bint last, Verdict* v) noexcept nogil
             return refused(v, NO_RAW_REFERENCE, k, i, 0, 0, b.block[i].refcount)
         if last and b.block[i].refcount > 1:
             return refused(v, STILL_SHARED, k, i, 0, 0, b.block[i].refcount)
-    h = mix(mix(b.digest, OP_FREE if last else OP_DECREF), ids.size)
+    h = mix(begin_mix(pool, arena, OP_FREE if last else OP_DECREF), ids.size)
     for k in range(ids.size):
         i = <int32_t>ints_at(ids, k)
         b.block[i].raw -= 1
         blocks_unref(b, i)
         h = mix(h, i)
-    b.digest = h
+    pool.blocks.digest = h
     return OK
 
 
-cdef void pool_evict(State* pool, int64_t count) noexcept nogil:
-    cdef Blocks* b = &pool.blocks
+cdef void pool_evict(State* pool, int32_t arena, int64_t count) noexcept nogil:
+    cdef Blocks* b = blocks_of(pool, arena)
     cdef int64_t k
-    b.digest = mix(mix(b.digest, OP_EVICT), count)
+    pool.blocks.digest = mix(begin_mix(pool, arena, OP_EVICT), count)
     for k in range(count):
-        b.digest = mix(b.digest, blocks_evict(b))
+        pool.blocks.digest = mix(pool.blocks.digest, blocks_evict(b))
 
 
-cdef int pool_drain_evicted(State* pool, int32_t* ids, int32_t count, Verdict* v) noexcept nogil:
+cdef int pool_drain_evicted(State* pool, int32_t arena, int32_t* ids, int32_t count, Verdict* v) noexcept nogil:
     """RETRY: there are not `count` of them."""
-    cdef Blocks* b = &pool.blocks
+    cdef Blocks* b = blocks_of(pool, arena)
     cdef int32_t k
     if pool.indexed:
         return refused(v, INDEXED, -1, 0, 0, 0, 0)
     if count != b.num_dropped:
         return RETRY
-    b.digest = mix(mix(b.digest, OP_DRAIN), b.num_dropped)
+    pool.blocks.digest = mix(begin_mix(pool, arena, OP_DRAIN), b.num_dropped)
     for k in range(count):
         ids[k] = b.dropped[k]
         b.block[ids[k]].noted = 0
@@ -185,9 +195,9 @@ cdef inline int judge_blocks(Blocks* b, const Ints* given, int op, int32_t* ids,
     return OK
 
 
-cdef int name_blocks(State* pool, Ints* given, int op, bint oldest, Verdict* v) noexcept nogil:
+cdef int name_blocks(State* pool, int32_t arena, Ints* given, int op, bint oldest, Verdict* v) noexcept nogil:
     """Judge a call of an engine with content keys of its own, then make it. A scalar becomes a batch of one."""
-    cdef Blocks* b = &pool.blocks
+    cdef Blocks* b = blocks_of(pool, arena)
     cdef int32_t[SMALL] few
     cdef int32_t* ids = few
     cdef int32_t n = 0
@@ -220,17 +230,17 @@ cdef int name_blocks(State* pool, Ints* given, int op, bint oldest, Verdict* v) 
             blocks_uncommit(b, ids, n)
     if status != OK:
         return status
-    b.digest = mix_tokens(mix(b.digest, op | (OLDEST if oldest else 0)), ids, n)
+    pool.blocks.digest = mix_tokens(begin_mix(pool, arena, op | (OLDEST if oldest else 0)), ids, n)
     return OK
 
 
-cdef int call_blocks(State* pool, Ints* ids, int op, bint oldest, Verdict* v) noexcept nogil:
+cdef int call_blocks(State* pool, int32_t arena, Ints* ids, int op, bint oldest, Verdict* v) noexcept nogil:
     """A call with a batch of blocks."""
     if op == OP_INCREF:
-        return pool_incref(pool, ids, v)
+        return pool_incref(pool, arena, ids, v)
     if op == OP_DECREF or op == OP_FREE:
-        return pool_drop(pool, ids, op == OP_FREE, v)
-    return name_blocks(pool, ids, op, oldest, v)
+        return pool_drop(pool, arena, ids, op == OP_FREE, v)
+    return name_blocks(pool, arena, ids, op, oldest, v)
 
 
 # ---- for Python --------------------------------------------------------------------------------------------
@@ -265,6 +275,8 @@ cdef class BlockAPI:
     ----------
     pool : Pool
         ``pool.blocks`` is ``BlockAPI(pool)``.
+    arena : int, default 0
+        Whose blocks, in a pool with layer groups; ``pool.blocks.arena(k)`` is ``BlockAPI(pool, k)``.
 
     Notes
     -----
@@ -285,17 +297,46 @@ cdef class BlockAPI:
     ([3, 4, 5, 2], 1)
     """
 
-    def __cinit__(self, Pool pool not None):
-        if has_groups(pool):
-            raise ValueError("[BlockAPI] a pool with layer groups has no blocks by id")
+    def __cinit__(self, Pool pool not None, arena=0):
+        cdef int64_t number = to_int(arena, "blocks", "arena", 0, MAX_ARENAS)
+        cdef int32_t arenas = 1
         self.pool = pool
         self.state = &pool.state
+        self.number = <int32_t>number
+        if number == 0:
+            return
+        pool_enter(self.state, "blocks")
+        if self.state.groups != NULL:
+            arenas = self.state.groups.num_arenas
+        if number < arenas:
+            self.size = blocks_of(self.state, self.number).num_blocks
+        pool_leave(self.state)
+        if number >= arenas:
+            raise ValueError(f"[blocks] there is no arena {number}, the pool has {arenas}")
 
     def __repr__(self):
-        return f"<blocks of {self.pool!r}>"
+        return f"<blocks of {f'arena {self.number} of ' if self.number else ''}{self.pool!r}>"
 
     def __reduce__(self):
         raise TypeError("[blocks] the blocks of a pool cannot be pickled or copied")
+
+    def arena(self, arena):
+        """The same calls on another arena of a pool with layer groups; ``pool.blocks`` has those of arena 0.
+
+        Raises
+        ------
+        ValueError
+            The pool has no such arena.
+        """
+        return BlockAPI(self.pool, arena)
+
+    cdef inline Blocks* at(self) noexcept nogil:
+        """The blocks; under the lock of a pool that is open."""
+        return blocks_of(self.state, self.number)
+
+    cdef inline int64_t room(self) noexcept nogil:
+        """No call gives more blocks."""
+        return self.size if self.number else self.state.blocks.num_blocks
 
     cdef int run(self, object ids, str call, int op, bint oldest) except -1:
         """A call with a batch of blocks."""
@@ -306,7 +347,7 @@ cdef class BlockAPI:
         try:
             ints_get(&given, ids, call, "ids", True, True, IndexError)
             pool_enter(self.state, call)
-            status = call_blocks(self.state, &given, op, oldest, &v)
+            status = call_blocks(self.state, self.number, &given, op, oldest, &v)
             pool_leave(self.state)
         finally:
             ints_free(&given)
@@ -351,21 +392,22 @@ cdef class BlockAPI:
             return self.alloc_into(out, count)
         if n is not None:
             # More blocks than there are will be refused: no array for them.
-            ids = new_int32(count if count <= self.state.blocks.num_blocks else 0)
+            ids = new_int32(count if count <= self.room() else 0)
             data = <int32_t*>array_data(ids)
             pool_enter(self.state, "alloc")
-            status = pool_alloc(self.state, data, count, &v)
+            status = pool_alloc(self.state, self.number, data, count, &v)
             pool_leave(self.state)
             if status != OK:
                 refuse("alloc", &v)
             return ids
         while status == RETRY:
             pool_enter(self.state, "alloc")
-            next_one = pool_next_block(self.state)
+            next_one = pool_next_block(self.state, self.number)
             pool_leave(self.state)
             found = next_one            # made before anything moves
             pool_enter(self.state, "alloc")
-            status = RETRY if pool_next_block(self.state) != next_one else pool_alloc(self.state, &one, 1, &v)
+            if pool_next_block(self.state, self.number) == next_one:
+                status = pool_alloc(self.state, self.number, &one, 1, &v)
             pool_leave(self.state)
         if status != OK:
             refuse("alloc", &v)
@@ -392,7 +434,7 @@ cdef class BlockAPI:
                 raise ValueError(f"[alloc] out is too small ({view.shape[0]}), it must hold {count} ids")
             ids = <int32_t*>ints_room(&made, count, 4, "alloc", "ids")
             pool_enter(self.state, "alloc")
-            status = pool_alloc(self.state, ids, count, &v)
+            status = pool_alloc(self.state, self.number, ids, count, &v)
             pool_leave(self.state)
             if status != OK:
                 refuse("alloc", &v)
@@ -453,10 +495,10 @@ cdef class BlockAPI:
         while status == RETRY:
             evicted = count                 # made before anything moves
             pool_enter(self.state, "evict")
-            if count == min(asked, <int64_t>self.state.blocks.lru.size):
-                pool_evict(self.state, count)
+            if count == min(asked, <int64_t>self.at().lru.size):
+                pool_evict(self.state, self.number, count)
                 status = OK
-            count = min(asked, <int64_t>self.state.blocks.lru.size)
+            count = min(asked, <int64_t>self.at().lru.size)
             pool_leave(self.state)
         return evicted
 
@@ -481,7 +523,7 @@ cdef class BlockAPI:
         OutOfBlocks
             Fewer than `n` blocks are free. State unchanged.
         """
-        cdef Blocks* b = &self.state.blocks
+        cdef Blocks* b
         cdef Ints room
         cdef Verdict v
         cdef int64_t available, count = to_int(n, "take", "n", 0, INT64_MAX)
@@ -491,9 +533,10 @@ cdef class BlockAPI:
         cdef int32_t evicted
         ints_init(&room, &self.state.spare)
         try:
-            ids = <int32_t*>ints_room(&room, min(count, <int64_t>b.num_blocks), 4, "take", "ids")
+            ids = <int32_t*>ints_room(&room, min(count, self.room()), 4, "take", "ids")
             while status == RETRY:
                 pool_enter(self.state, "take")
+                b = self.at()
                 available = blocks_available(b)
                 if self.state.indexed:
                     status = refused(&v, INDEXED, -1, 0, 0, 0, 0)
@@ -502,16 +545,17 @@ cdef class BlockAPI:
                 else:
                     blocks_free_order(b, ids, <int32_t>count)
                 evicted = max(<int32_t>count - b.num_blank, 0)
-                seen = b.digest
+                seen = self.state.blocks.digest
                 pool_leave(self.state)
                 if status != RETRY:
                     refuse("take", &v)
                 result = (as_list(ids, <int32_t>count), evicted)        # made before anything moves
                 pool_enter(self.state, "take")
-                if b.digest == seen:
+                if self.state.blocks.digest == seen:
                     status = OK
                     blocks_take_raw(b, ids, <int32_t>count)
-                    b.digest = mix_tokens(mix(b.digest, OP_TAKE), ids, <int32_t>count)
+                    self.state.blocks.digest = mix_tokens(begin_mix(self.state, self.number, OP_TAKE), ids,
+                                                          <int32_t>count)
                 pool_leave(self.state)
             return result
         finally:
@@ -527,12 +571,13 @@ cdef class BlockAPI:
         IndexError
             No such block. State unchanged.
         """
-        cdef Blocks* b = &self.state.blocks
+        cdef Blocks* b
         cdef Verdict v
         cdef int64_t i = to_int(block, "take_block", "block", INT64_MIN, INT64_MAX, IndexError)
         cdef int32_t id
         cdef int status = OK
         pool_enter(self.state, "take_block")
+        b = self.at()
         if self.state.indexed:
             status = refused(&v, INDEXED, -1, 0, 0, 0, 0)
         elif i < 0 or i >= b.num_blocks:
@@ -542,7 +587,7 @@ cdef class BlockAPI:
         else:
             id = <int32_t>i
             blocks_take_blank(b, id)
-            b.digest = mix_tokens(mix(b.digest, OP_TAKE_BLOCK), &id, 1)
+            self.state.blocks.digest = mix_tokens(begin_mix(self.state, self.number, OP_TAKE_BLOCK), &id, 1)
         pool_leave(self.state)
         if status != OK:
             refuse("take_block", &v)
@@ -619,8 +664,8 @@ cdef class BlockAPI:
             ids = new_int32(count)
             data = <int32_t*>array_data(ids)
             pool_enter(self.state, "drain_evicted")
-            status = pool_drain_evicted(self.state, data, count, &v)
-            count = self.state.blocks.num_dropped
+            status = pool_drain_evicted(self.state, self.number, data, count, &v)
+            count = self.at().num_dropped
             pool_leave(self.state)
         if status != OK:
             refuse("drain_evicted", &v)
@@ -631,16 +676,18 @@ cdef class BlockAPI:
     def refcount(self, block):
         """References on one block: table entries of sequences plus raw ones. O(1)."""
         cdef int64_t i = to_int(block, "refcount", "block", INT64_MIN, INT64_MAX, IndexError)
-        cdef int32_t count = 0
+        cdef const Blocks* b
+        cdef int32_t count = 0, num_blocks, reserved
         pool_enter(self.state, "refcount")
-        if 0 <= i < self.state.blocks.num_blocks:
-            count = self.state.blocks.block[i].refcount
+        b = self.at()
+        num_blocks, reserved = b.num_blocks, b.reserved
+        if 0 <= i < num_blocks:
+            count = b.block[i].refcount
         pool_leave(self.state)
-        options = self.pool.options         # the state may be another thread's by now
-        if i < 0 or i >= options.num_blocks:
-            raise IndexError(f"[refcount] no such block ({i}), ids are 0 .. {options.num_blocks - 1}")
-        if i < options.reserved_blocks:
-            raise ValueError(f"[refcount] block {i} is reserved, reserved are 0 .. {options.reserved_blocks - 1}")
+        if i < 0 or i >= num_blocks:
+            raise IndexError(f"[refcount] no such block ({i}), ids are 0 .. {num_blocks - 1}")
+        if i < reserved:
+            raise ValueError(f"[refcount] block {i} is reserved, reserved are 0 .. {reserved - 1}")
         return count
 
     def refcounts(self, ids):
@@ -653,6 +700,7 @@ cdef class BlockAPI:
         """
         cdef Ints given
         cdef Verdict v
+        cdef const Blocks* b
         cdef int32_t* counts
         cdef Py_ssize_t k
         cdef int64_t i
@@ -663,12 +711,13 @@ cdef class BlockAPI:
             result = new_int32(given.size if given.size >= 0 else 1)
             counts = <int32_t*>array_data(result)
             pool_enter(self.state, "refcounts")
+            b = self.at()
             for k in range(given.size if given.size >= 0 else 1):
                 i = ints_at(&given, k)
-                if i < 0 or i >= self.state.blocks.num_blocks:
-                    status = refused(&v, NO_SUCH_BLOCK, k, i, 0, self.state.blocks.num_blocks - 1, 0)
+                if i < 0 or i >= b.num_blocks:
+                    status = refused(&v, NO_SUCH_BLOCK, k, i, 0, b.num_blocks - 1, 0)
                     break
-                counts[k] = self.state.blocks.block[i].refcount
+                counts[k] = b.block[i].refcount
             pool_leave(self.state)
         finally:
             ints_free(&given)
@@ -685,7 +734,7 @@ cdef class BlockAPI:
             counts = new_int64(size)
             data = <int64_t*>array_data(counts)
             pool_enter(self.state, "refcount_histogram")
-            found = count_references(&self.state.blocks, data, size)
+            found = count_references(self.at(), data, size)
             pool_leave(self.state)
         return counts
 
@@ -694,7 +743,7 @@ cdef class BlockAPI:
 
         Blank blocks come first, then cached ones, the least recently released before the others. O(ids returned).
         """
-        cdef Blocks* b = &self.state.blocks
+        cdef Blocks* b
         cdef int64_t asked = INT64_MAX if n is None else to_int(n, "free_order", "n", 0, INT64_MAX)
         cdef int64_t room = -1, size = 0
         cdef int32_t* ids
@@ -703,6 +752,7 @@ cdef class BlockAPI:
             result = new_int32(room)
             ids = <int32_t*>array_data(result)
             pool_enter(self.state, "free_order")
+            b = self.at()
             size = min(asked, <int64_t>blocks_available(b))
             if size == room:
                 blocks_free_order(b, ids, <int32_t>size)
@@ -714,7 +764,7 @@ cdef class BlockAPI:
         """Blocks that `take` can give: without a reference, blank or cached."""
         cdef int32_t found
         pool_enter(self.state, "num_free")
-        found = blocks_available(&self.state.blocks)
+        found = blocks_available(self.at())
         pool_leave(self.state)
         return found
 
@@ -723,7 +773,7 @@ cdef class BlockAPI:
         """Blank blocks: so many are taken before one is evicted."""
         cdef int32_t found
         pool_enter(self.state, "num_blank")
-        found = self.state.blocks.num_blank
+        found = self.at().num_blank
         pool_leave(self.state)
         return found
 
@@ -732,6 +782,6 @@ cdef class BlockAPI:
         """Share of the blocks that somebody holds, 0.0 to 1.0; reserved ones do not count."""
         cdef int32_t used, all_
         pool_enter(self.state, "usage")
-        used, all_ = self.state.blocks.num_used, self.state.blocks.num_blocks - self.state.blocks.reserved
+        used, all_ = self.at().num_used, self.at().num_blocks - self.at().reserved
         pool_leave(self.state)
         return <double>used / all_

@@ -325,8 +325,8 @@ cdef class Pool:
 
     @property
     def blocks(self):
-        """The blocks by id, a `BlockAPI`: for engines with block tables of their own. None with layer groups."""
-        return None if has_groups(self) else BlockAPI(self)
+        """The blocks of arena 0 by id, a `BlockAPI`: for engines with block tables of their own."""
+        return BlockAPI(self)
 
     # -- sequences
 

@@ -62,7 +62,7 @@ class Evictor:
     Raises
     ------
     TypeError, ValueError
-        No policy, no pool; a backend of another block size or another number of blocks, or one that exports no such
+        No policy, no pool; a pool with layer groups; a backend of another block size or another number of blocks, or one that exports no such
         scores or moves no tokens; blocks too large for the policy.
 
     Notes
@@ -77,6 +77,7 @@ class Evictor:
             raise TypeError(f"[Evictor] policy must be one of kvpool.eviction, not {type(policy).__name__}")
         if not isinstance(pool, Pool):
             raise TypeError(f"[Evictor] pool must be a kvpool.Pool, not {type(pool).__name__}")
+        _check_groups(pool)
         spec = backend.spec
         check_backend(policy, backend.capabilities, spec.block_size)
         for name, mine, theirs in (
@@ -244,3 +245,17 @@ class Evictor:
             raise
         if plan.is_pending:
             self.pool.done(plan)
+
+
+def _check_groups(pool: Pool) -> None:
+    """Refuse layer groups: `compact` and `evict_blocks` move the tokens of one table."""
+    groups = pool.options.groups
+    if groups is None:
+        return
+    kinds = [group.kind for group in groups]
+    if "full" in kinds:
+        raise ValueError(f"[Evictor] the pool has {len(kinds)} layer groups, tokens leave pools of one table only")
+    raise ValueError(
+        f"[Evictor] the pool has no full group ({', '.join(kinds)}), tokens leave full attention only; windows and "
+        "states let go by themselves"
+    )

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvpool._core import Plan
 from kvpool.errors import OutOfBlocks, OutOfSequences
-from kvpool.scheduler.policy import count_admission, fits, known_tokens
+from kvpool.scheduler.policy import count_admission, fits, known_tokens, most_tokens
 from kvpool.scheduler.request import Output
 from kvpool.scheduler.results import why_ended
 from kvpool.scheduler.state import DECODING, FINISHED, PREFILLING, WAITING, Core, Group, Sequence
@@ -74,7 +74,12 @@ class Beam:
         remaining = core.rows.remaining(sequence.lane)
         if len(self.live) == 1:
             return remaining
-        return remaining - 1 if not self.held or sequence is self.live[0] else 0
+        if not self.held:
+            return remaining - 1
+        if sequence is not self.live[0]:
+            return 0
+        # With layer groups a fork shares what the first has then, and no call takes tokens behind a window back.
+        return self.common - int(core.rows.computed[sequence.lane]) if core.needs.promises else remaining - 1
 
     def spread(self, core: Core) -> None:
         """Fork the common tokens once they are computed, and decode once all hypotheses are ready."""
@@ -103,12 +108,14 @@ class Beam:
             return False
         self.held = []
         pool.truncate(handles, self.common)
-        plan = Plan(pool, len(handles), formats=("seq_lens",))
         for sequence, handle in zip(others, handles, strict=True):
             rows.handle[sequence.lane] = handle
             rows.computed[sequence.lane] = self.common
             rows.committed[sequence.lane] = min(self.common, int(rows.committed[first.lane]))
         core.changed = True
+        if core.needs.promises:
+            return True
+        plan = Plan(pool, len(handles), formats=("seq_lens",))
         try:
             pool.reserve(plan, handles, [rows.remaining(sequence.lane) for sequence in others])
         except OutOfBlocks:  # another user of the pool was faster
@@ -121,22 +128,21 @@ class Beam:
 
     def admit(self, core: Core) -> bool:
         """Admit all hypotheses of the beam. Return False if there is no room for all."""
-        rows, pool, first = core.rows, core.pool, self.live[0]
+        rows, pool, needs, first = core.rows, core.pool, core.needs, self.live[0]
         if len(rows.free) < self.width:
             return False
         tokens = [known_tokens(sequence) for sequence in self.live]
         namespace = self.group.request.namespace
-        common, extra = 0, 0
-        if len(tokens) > 1:
-            common = common_prefix(tokens) // pool.block_size * pool.block_size
-            extra = sum(core.blocks(len(known)) - common // pool.block_size for known in tokens[1:])
-        if not fits(core, tokens[0], namespace, extra):
+        common = common_prefix(tokens) // needs.unit * needs.unit if len(tokens) > 1 else 0
+        shared = [common if rank else 0 for rank in range(len(tokens))]
+        blocks = needs.most([most_tokens(core, len(known)) for known in tokens], shared, self.width > 1).sum(axis=0)
+        if not fits(core, blocks, tokens[0], namespace):
             return False
         handles: list[int] = []
         try:
-            handles.append(pool.open(tokens[0], namespace))
+            handles.append(pool.open(0 if needs.promises else tokens[0], namespace))
             for known in tokens[1:]:
-                handles.append(pool.open(len(known) - common))
+                handles.append(pool.open(0 if needs.promises else len(known) - common))
         except (OutOfBlocks, OutOfSequences):
             pool.close(handles)
             return False
@@ -150,6 +156,7 @@ class Beam:
             found = 0 if rank else computed
             count_admission(core, sequence, found, len(known) - (common if rank else 0))
             core.start(sequence, rows.take(), handle, found, self.admitted + rank)
+            rows.common[sequence.lane] = shared[rank]
         self.spare = [rows.take() for _ in range(self.width - len(self.live))]
         self.spread(core)
         return True
@@ -308,7 +315,7 @@ def reorder(core: Core, beam: Beam, chosen: list[tuple[Candidate, NDArray[int32]
         beam.spare = sorted(lanes + beam.spare)
         beam.stop_running(core)
         return
-    shared = computed % pool.block_size != 0
+    shared = core.needs.shares(computed)
     for place, (sequence, parent) in enumerate(zip(beam.live, parents, strict=True)):
         lane = free.pop(0) if parent in parents[:place] else lanes[parent]
         core.start(sequence, lane, own[place], computed, beam.admitted + place)

@@ -20,15 +20,16 @@ def check(core: Core, out: Step | None) -> None:
     check_lanes(core, sequences)
     require(out is not None or not core.dead, f"lanes {core.dead} are kept for a step that is in")
     new = {} if out is None else dict(zip(out.handles.tolist(), out.num_new.tolist(), strict=True))
-    blocks: set[int] = set()
+    named: set[tuple[int, int]] = set()
     for sequence in sequences:
         if sequence.lane >= 0:
             check_running(core, sequence, new)
-            blocks.update(core.pool.table(int(core.rows.handle[sequence.lane])).tolist())
+            named |= core.needs.named(int(core.rows.handle[sequence.lane]))
         else:
             require(len(sequence.tokens) < sequence.group.request.max_tokens, f"{name(sequence)} waits with all tokens")
-    used = core.pool.stats().used
-    require(len(blocks) <= used, f"{len(blocks)} blocks are in tables, {used} in use")
+    for arena, blocks in Counter(arena for arena, _ in named).items():
+        used = core.pool.stats(arena).used
+        require(blocks <= used, f"{blocks} blocks of arena {arena} are in tables, {used} in use")
     check_progress(core, out)
 
 

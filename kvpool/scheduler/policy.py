@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy import int64
+from numpy.typing import NDArray
 
 from kvpool.errors import OutOfBlocks, OutOfSequences, RequestRejected
 from kvpool.scheduler.request import Request
@@ -29,8 +31,8 @@ def make_room(core: Core, probe: object) -> DecodeBatch:
     A request may compute a block that another request cached meanwhile. The prefix cache then keeps both copies. So a
     request that is left alone and finds no block starts over once, and then finds these blocks in the cache.
     """
-    pool, batch = core.pool, core.batch()
-    while not batch.has_room(pool):
+    batch = core.batch()
+    while not has_room(core, batch):
         running = core.rows.running()
         victim = choose_victim(core, running, probe)
         unit = 1 if victim.group.beam is None else len(victim.group.beam.live)
@@ -39,18 +41,37 @@ def make_room(core: Core, probe: object) -> DecodeBatch:
             if core.prefix is not None and not core.was_alone():
                 core.preempt(victim)
                 return core.batch()
-            stats = pool.stats()
-            raise OutOfBlocks(
-                f"[schedule] request {victim.group.id!r} runs alone and finds no block: "
-                f"{stats.used} of {stats.num_blocks - stats.reserved} are in use, others of the pool hold some",
-                blank=stats.blank,
-                evictable=stats.evictable,
-                limbo=stats.limbo,
-            )
+            growth = core.growth(batch.lanes).sum(axis=0)
+            raise starved(core, f"request {victim.group.id!r} runs alone and finds no block", growth)
         if not spill(core, victim):
             core.preempt(victim)
         batch = core.batch()
     return batch
+
+
+def has_room(core: Core, batch: DecodeBatch) -> bool:
+    """Return whether each decode finds its blocks, without those that are promised to others."""
+    if not core.needs.promises:
+        return core.pool.blocks.num_blank >= len(batch.handles) or core.pool.can(batch.handles)
+    promised = core.promised()
+    if not promised.any() or not len(batch.lanes):
+        return core.pool.can(batch.handles)
+    return bool((core.growth(batch.lanes).sum(axis=0) + promised <= core.needs.free()).all())
+
+
+def starved(core: Core, text: str, need: NDArray[int64]) -> OutOfBlocks:
+    """Return the error of a request that runs alone, which needs more than others of the pool left."""
+    arena = max(0, core.needs.short(need, core.needs.free()))
+    stats = core.pool.stats(arena)
+    where = f" in arena {arena}" if core.needs.promises else ""
+    return OutOfBlocks(
+        f"[schedule] {text}{where}: {stats.used} of {stats.num_blocks - stats.reserved} are in use, "
+        "others of the pool hold some",
+        blank=stats.blank,
+        evictable=stats.evictable,
+        limbo=stats.limbo,
+        arena=arena,
+    )
 
 
 def choose_victim(core: Core, running: np.ndarray, probe: object) -> Sequence:
@@ -71,6 +92,9 @@ def choose_victim(core: Core, running: np.ndarray, probe: object) -> Sequence:
 
 def first_short(core: Core, probe: object) -> int:
     """Return the row that finds no block. There must be one."""
+    if core.needs.promises:
+        taken = core.growth(core.batch().lanes).cumsum(axis=0) + core.promised()
+        return int(np.argmax((taken > core.needs.free()).any(axis=1)))
     try:
         core.pool.step(probe, core.batch().handles, 1)  # type: ignore[arg-type]
     except OutOfBlocks as error:
@@ -109,9 +133,9 @@ def most_tokens(core: Core, tokens: int) -> int:
     return tokens if core.eviction is None else min(tokens, core.eviction.most + core.chunk)
 
 
-def blocks_alone(core: Core, tokens: int) -> int:
-    """Return how many blocks a sequence needs to run alone, with copies for compaction."""
-    need = core.blocks(most_tokens(core, tokens))
+def blocks_alone(core: Core, tokens: int) -> NDArray[int64]:
+    """Return the blocks of each arena that a sequence needs to run alone, with copies for compaction."""
+    need = core.needs.most(most_tokens(core, tokens))
     if core.eviction is not None and core.prefix is not None and tokens > core.eviction.policy.max_kv:
         need += 1  # a block that is cached twice
         need += 0 if core.eviction.policy.whole_blocks else core.blocks(core.eviction.most)
@@ -127,7 +151,9 @@ def judge(core: Core, request: Request) -> None:
 
 
 def open_within(core: Core, tokens: np.ndarray, namespace: bytes) -> int:
-    """Open a sequence with the cached part of `tokens`, and reserve blocks for the rest."""
+    """Open a sequence with the cached part of `tokens`, and reserve blocks for the rest unless they are promised."""
+    if core.needs.promises:
+        return int(core.pool.open(0, namespace))
     looked_up = tokens[: core.findable + 1]  # the last token is always computed
     handle = int(core.pool.open(looked_up, namespace))
     if len(looked_up) < len(tokens):
@@ -174,7 +200,7 @@ def keep_budgets(core: Core) -> None:
                 evict(core, sequence)
                 break
             except OutOfBlocks:
-                make_way(core)
+                make_way(core, "the copies that eviction needs")
 
 
 def evict(core: Core, sequence: Sequence) -> None:
@@ -203,7 +229,7 @@ def evict(core: Core, sequence: Sequence) -> None:
         raise
 
 
-def make_way(core: Core) -> None:
+def make_way(core: Core, purpose: str) -> None:
     """Preempt the last admitted sequence; with the policy "priority", the last of the lowest priority.
 
     Other choices could let two long prompts preempt each other for ever. A request that is left alone starts over if it
@@ -212,15 +238,8 @@ def make_way(core: Core) -> None:
     running = core.rows.running()
     core.setbacks += 1
     if len(running) == 1 and (core.was_alone() or core.prefix is None):
-        stats = core.pool.stats()
-        raise OutOfBlocks(
-            f"[schedule] request {core.rows.sequence(running[0]).group.id!r} runs alone and finds no blocks for the "
-            f"copies that eviction needs: {stats.used} of {stats.num_blocks - stats.reserved} are in use, others of "
-            f"the pool hold some",
-            blank=stats.blank,
-            evictable=stats.evictable,
-            limbo=stats.limbo,
-        )
+        name = core.rows.sequence(running[0]).group.id
+        raise starved(core, f"request {name!r} runs alone and finds no blocks for {purpose}", core.promised())
     victims = [core.rows.sequence(lane) for lane in running[::-1].tolist()]
     victim = victims[0]
     if core.policy == "priority":
@@ -235,29 +254,34 @@ def known_tokens(sequence: Sequence) -> np.ndarray:
     return np.concatenate([prompt, sequence.tokens]) if len(sequence.tokens) else prompt
 
 
-def blocks_kept(core: Core) -> int:
-    """Return how many blocks an admission must leave: the watermark, and those for the decodes of this step."""
-    rows = core.rows
+def blocks_kept(core: Core) -> NDArray[int64]:
+    """Return the blocks of each arena that an admission must leave: the watermark, and those for this step's decodes.
+
+    The pool's own watermark is left even if nothing runs.
+    """
     running = core.count[PREFILLING] + core.count[DECODING]
     if not running:
-        return 0
-    if core.growing < 0:
-        decodes = core.batch().lanes
-        full = rows.kv_lens(decodes) % core.pool.block_size == 0
-        core.growing = int(np.count_nonzero(full | rows.shared[decodes]))
-    return core.growing + (running if core.watermark is None else core.watermark)
+        return core.needs.reserve
+    if core.growing is None:
+        core.growing = core.growth(core.batch().lanes).sum(axis=0)
+    return np.maximum(core.growing + core.needs.watermark(running, core.watermark), core.needs.reserve)
 
 
-def fits(core: Core, tokens: np.ndarray, namespace: bytes, extra: int = 0) -> bool:
-    """Return whether enough blocks are left after `open(tokens)` and `extra` more. Evicts nothing, touches hits."""
-    need = core.blocks(most_tokens(core, len(tokens))) + extra
-    tokens = tokens[: core.findable + 1]
-    keep = max(blocks_kept(core), core.pool.options.watermark)
-    available = core.available()
-    if available - need >= keep:
+def fits(core: Core, needs: NDArray[int64], tokens: np.ndarray, namespace: bytes) -> bool:
+    """Return whether enough blocks are left after an admission that needs so many, without the cached part of `tokens`.
+
+    Evicts nothing, touches hits.
+    """
+    kept = blocks_kept(core)
+    room = core.available()
+    if (room - needs >= kept).all():
         return True
-    if core.prefix is None or available <= keep:  # at least the last token needs a block
+    if core.prefix is None:
         return False
+    need, keep, available = int(needs[0]), int(kept[0]), int(room[0])  # a pool with a prefix cache has one arena
+    if available <= keep:  # at least the last token needs a block
+        return False
+    tokens = tokens[: core.findable + 1]
     size = core.pool.block_size
     whole = tokens[: (len(tokens) - 1) // size * size]
     hits = core.prefix.match(tokens, namespace) // size
@@ -268,7 +292,7 @@ def fits(core: Core, tokens: np.ndarray, namespace: bytes, extra: int = 0) -> bo
     except OutOfSequences:
         return False
     try:
-        return core.available() - (need - hits) >= keep
+        return int(core.available()[0]) - (need - hits) >= keep
     finally:
         core.pool.close(pinned)
 
@@ -281,7 +305,7 @@ def admit(core: Core, sequence: Sequence) -> bool:
         return False
     tokens = known_tokens(sequence)
     namespace = sequence.group.request.namespace
-    if not fits(core, tokens, namespace):
+    if not fits(core, core.needs.most(most_tokens(core, len(tokens))), tokens, namespace):
         return False
     try:
         handle = open_within(core, tokens, namespace)
@@ -311,7 +335,7 @@ def restore(core: Core, sequence: Sequence) -> bool:
         return False
     prompt = sequence.group.request.prompt
     known = len(prompt) + len(sequence.tokens)
-    if core.available() - core.blocks(most_tokens(core, known)) < max(blocks_kept(core), core.pool.options.watermark):
+    if (core.available() - core.needs.most(most_tokens(core, known)) < blocks_kept(core)).any():
         return False
     try:
         handle = core.pool.open(most_tokens(core, known), sequence.group.request.namespace)

@@ -307,17 +307,18 @@ def fork_samples(core: Core, lane: int, ats: list[int], given: Given, now: float
         rows.committed[sequence.lane], rows.gone[sequence.lane] = committed, gone
         if core.eviction is not None and seen is not None:
             core.eviction.memory.put(sequence.lane, seen)
-        rows.shared[sequence.lane] = (computed - gone) % core.pool.block_size != 0
+        rows.shared[sequence.lane] = core.needs.shares(computed - gone)
     if len(live) > 1:
-        rows.shared[live[0].lane] = (computed - gone) % core.pool.block_size != 0
+        rows.shared[live[0].lane] = core.needs.shares(computed - gone)
     for sequence in reversed(waiting):
         core.wait(sequence, front=True)
     return [core.finish(sequence, reason, now) for sequence, reason in outputs]
 
 
 def fork(core: Core, handle: int) -> int | None:
-    """Fork a handle if a lane is free and its first own token would find a block. Otherwise return None."""
-    if not core.rows.free or core.available() <= core.count[DECODING] + core.count[PREFILLING]:
+    """Fork a handle if a lane is free and its first own token would find its blocks. Otherwise return None."""
+    need = core.needs.fork(core.count[DECODING] + core.count[PREFILLING])
+    if not core.rows.free or (core.available() < need).any():
         return None
     try:
         return int(core.pool.fork(handle)[0])

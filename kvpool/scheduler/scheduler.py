@@ -15,10 +15,31 @@ from kvpool.errors import OutOfBlocks, OutOfSequences, RequestRejected, UnknownR
 from kvpool.scheduler import results
 from kvpool.scheduler.beams import Beam
 from kvpool.scheduler.check import check
-from kvpool.scheduler.policy import POLICIES, admit_next, blocks_alone, keep_budgets, make_room, most_tokens
+from kvpool.scheduler.policy import (
+    POLICIES,
+    admit_next,
+    blocks_alone,
+    has_room,
+    keep_budgets,
+    known_tokens,
+    make_room,
+    make_way,
+    most_tokens,
+)
 from kvpool.scheduler.policy import judge as judge_eviction
 from kvpool.scheduler.request import Output, Request, SchedulerStats, integer
-from kvpool.scheduler.state import DECODING, PREFILLING, SPILLED, WAITING, Core, DecodeBatch, Group, Sequence, Step
+from kvpool.scheduler.state import (
+    DECODING,
+    NOBODY,
+    PREFILLING,
+    SPILLED,
+    WAITING,
+    Core,
+    DecodeBatch,
+    Group,
+    Sequence,
+    Step,
+)
 
 if TYPE_CHECKING:
     from kvpool.eviction import Evictor
@@ -119,6 +140,8 @@ class Scheduler:
             raise TypeError(f"[{call}] tier must have spill_to_host and prefetch, {type(tier).__name__} has not")
         if not callable(clock):
             raise TypeError(f"[{call}] clock must be callable, not {type(clock).__name__}")
+        if tier is not None and pool.options.groups is not None:
+            raise ValueError(f"[{call}] tier is for pools of one table, this one has {len(pool.options.groups)} groups")
         _check_evictor(call, eviction, pool)
         numbers = (max_running, max_step_tokens, chunk, mixed, watermark, preempt)
         self._core = Core(pool, *numbers, tier, clock, eviction)
@@ -201,14 +224,14 @@ class Scheduler:
                 f"[add] a beam of {width} sequences, {min(core.max_running, pool.options.max_seqs)} may run",
                 "too_large",
             )
-        usable = pool.num_blocks - pool.options.reserved_blocks - pool.options.watermark
-        shared = prompt // pool.block_size
         if width > 1:
-            need = shared + width * (need - shared + 1)
-        if need > usable:
+            need = core.needs.beam(tokens, prompt, width)
+        usable = core.needs.usable()
+        arena = core.needs.short(need, usable)
+        if arena >= 0:
             raise RequestRejected(
-                f"[add] {tokens} tokens{f' in a beam of {width}' if width > 1 else ''} need {need} blocks, "
-                f"the pool has {usable}",
+                f"[add] {tokens} tokens{f' in a beam of {width}' if width > 1 else ''} need {need[arena]} "
+                f"{core.needs.name(arena)}, the pool has {usable[arena]}",
                 "too_large",
             )
         if self._max_waiting is not None and len(core.queue) >= self._max_waiting:
@@ -276,11 +299,14 @@ class Scheduler:
         batch, chunks = self._decide(plan)
         if batch is None and not chunks:  # a beam may have been admitted that only has to decode
             batch, chunks = self._decide(plan)
+        if core.needs.promises:
+            batch, chunks = self._keep_promises(plan, batch, chunks)
         if batch is None and not chunks:
             self._explain_idle()
         step = self._build(plan, batch, chunks)
         self._turn = (self._turn + 1) % len(self._plans)
         self._out = step
+        core.newest = NOBODY
         core.step_out = True
         core.was_chunk = batch is None
         return step
@@ -288,6 +314,7 @@ class Scheduler:
     def _decide(self, plan: Plan) -> tuple[DecodeBatch | None, list[tuple[int, int]]]:
         """Return the batch that decodes, and (lane, tokens) of the chunks."""
         core = self._core
+        core.newest = core.next_admission
         if not core.mixed and not (core.was_chunk and core.count[DECODING]):
             chunks = self._chunks(core.max_step_tokens, 1)
             if chunks:
@@ -295,17 +322,33 @@ class Scheduler:
         if not core.count[DECODING]:
             return None, self._chunks(core.max_step_tokens, core.max_running) if core.mixed else []
         batch = core.batch()  # taken before admissions, which are chunks, not decodes
-        if not batch.has_room(core.pool):
+        if not has_room(core, batch):
             batch = make_room(core, plan)
         if not core.count[DECODING]:  # every decode was preempted, so the step must have a chunk
             return None, self._chunks(core.max_step_tokens, core.max_running if core.mixed else 1)
         return batch, self._chunks(core.max_step_tokens - len(batch.lanes), core.max_running) if core.mixed else []
 
+    def _keep_promises(
+        self, plan: Plan, batch: DecodeBatch | None, chunks: list[tuple[int, int]]
+    ) -> tuple[DecodeBatch | None, list[tuple[int, int]]]:
+        """Leave out the last chunks of a step if others of the pool took promised blocks. If none is left, make way."""
+        core, rows = self._core, self._core.rows
+        while chunks:
+            handles = [] if batch is None else batch.handles.tolist()
+            num_new = [1] * len(handles) + [new for _, new in chunks]
+            if core.pool.can([*handles, *(int(rows.handle[lane]) for lane, _ in chunks)], num_new):
+                break
+            chunks.pop()
+            if not chunks and batch is None:
+                make_way(core, "its next chunk")
+                batch, chunks = self._decide(plan)
+        return batch, chunks
+
     def _chunks(self, budget: int, most: int) -> list[tuple[int, int]]:
         """Continue running prefills, then spend the rest of the budget on admissions."""
         core, rows = self._core, self._core.rows
         chunks: list[tuple[int, int]] = []
-        core.growing = -1
+        core.growing = None
         if core.count[PREFILLING]:
             for lane in rows.running(PREFILLING).tolist():
                 if budget <= 0 or len(chunks) == most:
@@ -332,16 +375,22 @@ class Scheduler:
 
     def _explain_idle(self) -> None:
         """Raise: nothing runs and nothing can be admitted, because others hold the pool."""
-        stats = self._core.pool.stats()
-        if stats.sequences == self._core.pool.options.max_seqs:
+        core = self._core
+        stats = core.pool.stats()
+        if stats.sequences == core.pool.options.max_seqs:
             raise OutOfSequences(f"[schedule] nothing runs, and all {stats.sequences} sequences of the pool are open")
+        arena, head = 0, core.queue.head()
+        if core.needs.promises and head is not None:
+            arena = max(0, core.needs.short(core.needs.most(len(known_tokens(head))), core.needs.free()))
+            stats = core.pool.stats(arena)
         raise OutOfBlocks(
-            f"[schedule] nothing runs and the first in line finds no room: {stats.blank} blocks are blank, "
-            f"{stats.evictable} evictable, {stats.limbo} in limbo, {stats.sequences} sequences open; "
+            f"[schedule] nothing runs and the first in line finds no room: {stats.blank} {core.needs.name(arena)} are "
+            f"blank, {stats.evictable} evictable, {stats.limbo} in limbo, {stats.sequences} sequences open; "
             f"others of the pool hold the rest",
             blank=stats.blank,
             evictable=stats.evictable,
             limbo=stats.limbo,
+            arena=arena,
         )
 
     def _build(self, plan: Plan, batch: DecodeBatch | None, chunks: list[tuple[int, int]]) -> Step:

@@ -16,6 +16,7 @@ from numpy import float32, int32, int64
 from numpy.typing import NDArray
 
 from kvpool._core import Plan, Pool
+from kvpool.scheduler.needs import Needs
 from kvpool.scheduler.request import Output, Request, Times
 
 if TYPE_CHECKING:
@@ -88,6 +89,8 @@ class LaneRows:
         Tokens of the prompt, generated tokens, tokens whose KV was computed, tokens given to `PrefixCache.commit`.
     gone : int32
         Computed tokens that were evicted.
+    common : int32
+        Leading tokens whose blocks count for another lane of the same beam, in a pool with layer groups.
     high : int32
         Most tokens that were computed before the admission.
     limit : int32
@@ -118,6 +121,7 @@ class LaneRows:
         self.computed = np.zeros(size, np.int32)
         self.committed = np.zeros(size, np.int32)
         self.gone = np.zeros(size, np.int32)
+        self.common = np.zeros(size, np.int32)
         self.high = np.zeros(size, np.int32)
         self.limit = np.zeros(size, np.int32)
         self.last = np.zeros(size, np.int32)
@@ -146,7 +150,7 @@ class LaneRows:
         self.admitted[lane] = admitted
         self.prompt[lane] = request.prompt.size
         self.computed[lane] = self.committed[lane] = computed
-        self.gone[lane] = 0
+        self.gone[lane] = self.common[lane] = 0
         self.high[lane] = sequence.high
         self.limit[lane] = request.max_tokens
         self.shared[lane] = False
@@ -382,6 +386,7 @@ class Step:
 
 
 REMEMBERED = 4096
+NOBODY = 2**62  # no admission has a number so high
 
 
 class DecodeBatch:
@@ -412,10 +417,6 @@ class DecodeBatch:
             unforked and any(not rows.sequence(lane).group.forked for lane in lanes.tolist())
         )
 
-    def has_room(self, pool: Pool) -> bool:
-        """Return whether each sequence finds a block for its next token."""
-        return pool.blocks.num_blank >= len(self.handles) or pool.can(self.handles)
-
 
 class Core:
     """The state of a scheduler. Parameters: see `Scheduler`."""
@@ -437,6 +438,7 @@ class Core:
         self.max_running = max_running
         self.max_step_tokens = max_step_tokens
         self.chunk = min(prefill_chunk, max_step_tokens)
+        self.needs = Needs(pool, self.chunk)
         self.mixed = mixed
         self.watermark = watermark
         self.policy = policy
@@ -455,6 +457,7 @@ class Core:
         self.beams: list[Any] = []  # running ones
         self.next_id = 0
         self.next_admission = 0
+        self.newest = NOBODY  # number of the first admission of the step that is being decided
         self.alone_until = 0  # `next_admission` after the last admission at which nothing ran
         self.count = [0] * 5  # sequences by state, now; FINISHED: all that ended without cancellation
         self.cancelled = self.rejected = self.admissions = self.preemptions = self.spills = self.steps = 0
@@ -468,7 +471,7 @@ class Core:
         self.was_chunk = False  # the last step was a chunk (not mixed)
         self.dead: list[int] = []  # lanes whose sequence was cancelled while the step is out
         self.changed = True  # the set of sequences that decode has changed
-        self.growing = -1  # decodes of this step that may take a block; -1: not counted yet
+        self.growing: NDArray[int64] | None = None  # blocks that decodes of this step may take; None: not counted yet
         self._batch = DecodeBatch(self.rows, 0)
         self._length_plan: Plan | None = None
 
@@ -481,10 +484,23 @@ class Core:
             self.changed = False
         return self._batch
 
-    def available(self) -> int:
-        """Return the number of blocks that a call could take."""
-        stats = self.pool.stats()
-        return stats.free
+    def available(self) -> NDArray[int64]:
+        """Return the blocks of each arena that are neither taken nor promised."""
+        return self.needs.free() - self.promised()
+
+    def promised(self) -> NDArray[int64]:
+        """Return the blocks of each arena that running sequences will take until their known tokens are computed."""
+        needs, rows = self.needs, self.rows
+        if not needs.promises:
+            return needs.nothing
+        (lanes,) = ((rows.state == PREFILLING) | (rows.state != WAITING) & (rows.admitted >= self.newest)).nonzero()
+        most = needs.most(rows.prompt[lanes] + rows.generated[lanes], rows.common[lanes], rows.width[lanes] > 1)
+        due: NDArray[int64] = np.maximum(most - needs.held(rows.computed[lanes], rows.common[lanes]), 0).sum(axis=0)
+        return due
+
+    def growth(self, lanes: NDArray[np.intp]) -> NDArray[int64]:
+        """Return the most blocks of each arena that the next token of each of these lanes takes."""
+        return self.needs.next_token(self.rows.kv_lens(lanes), self.rows.shared[lanes])
 
     def blocks(self, tokens: int) -> int:
         """Return the number of blocks for `tokens` tokens."""

@@ -215,7 +215,7 @@ class GroupModel(StepModel):
 
     @property
     def blocks(self) -> None:  # type: ignore[override]
-        """Block-level calls are for pools without groups."""
+        """None: this model has no block-level calls. On an arena they do what they do on a pool without groups."""
         return
 
     # ---- references ---------------------------------------------------------------------------------------

@@ -62,6 +62,33 @@ def test_values_are_those_of_the_pool_and_the_scheduler():
     assert values["kvpool_block_allocations_total", ()] == stats.allocs > 0
 
 
+def test_a_pool_with_groups_counts_the_blocks_of_every_arena():
+    groups = [
+        kvpool.Group.full(),
+        kvpool.Group.window(9, keep=2, columns=3, block_size=8, arena=1, num_blocks=30),
+        kvpool.Group.state(5),
+    ]
+    pool = kvpool.Pool(20, 4, groups=groups)
+    scheduler = kvpool.Scheduler(pool, max_running=4, max_step_tokens=16)
+    scheduler.add(kvpool.Request(range(9), max_tokens=5))
+    scheduler.update(scheduler.schedule(), np.zeros(1, np.int32))
+    values = read(prometheus_text(pool, scheduler))
+    for arena, size in enumerate((20, 30, 5)):
+        stats = pool.stats(arena)
+        label = ("arena", str(arena))
+        for state in ("blank", "evictable", "limbo", "used", "reserved"):
+            assert values["kvpool_blocks", (label, ("state", state))] == getattr(stats, state)
+        assert sum(v for (name, at), v in values.items() if name == "kvpool_blocks" and label in at) == size
+        assert values["kvpool_block_allocations_total", (label,)] == stats.allocs > 0
+        assert values["kvpool_blocks_used_peak", (label,)] == stats.peak_used > 0
+    infos = [dict(at) for (name, at), _ in values.items() if name == "kvpool_group_info"]
+    assert [(info["kind"], info["arena"], info["columns"], info["block_size"]) for info in infos] == [
+        ("full", "0", "1", "4"),
+        ("window", "1", "3", "8"),
+        ("state", "2", "1", "0"),
+    ]
+
+
 def test_a_pool_alone_has_no_requests():
     values = read(prometheus_text(kvpool.Pool(8, 4)))
     assert not any(name.startswith("kvpool_requests") for name, _ in values)

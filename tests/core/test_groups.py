@@ -599,11 +599,6 @@ def test_calls_that_know_no_groups(full_and_window, call):
     full_and_window.grow([handle], 5)
     with pytest.raises(ValueError):
         call(full_and_window, full_and_window.plan(), handle)
-    assert full_and_window.blocks is None
-    from kvpool._core import BlockAPI
-
-    with pytest.raises(ValueError):
-        BlockAPI(full_and_window.pool)
 
 
 def test_pools_with_groups_are_not_recorded():

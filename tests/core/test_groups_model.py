@@ -52,7 +52,6 @@ def test_open_takes_group_by_group(make):
     assert pool.table(seq, 2).tolist() == [] and pool.table(seq, 2).dtype == np.int32
     assert (pool.stats().used, pool.stats(1).used) == (39, 0)
     assert (pool.stats(1).num_blocks, pool.stats(1).reserved, pool.stats(1).blank) == (64, 0, 64)
-    assert pool.blocks is None
     assert pool.options.groups[0] == Group.full(block_size=32) and pool.options.lookahead == 0
 
 

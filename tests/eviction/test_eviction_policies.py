@@ -5,7 +5,18 @@ import itertools
 import numpy as np
 import pytest
 
-from kvpool.eviction import H2O, BlockEviction, Memory, Policy, SlidingWindow, advise, block_sums, check_backend
+from kvpool import Group, Pool
+from kvpool.eviction import (
+    H2O,
+    BlockEviction,
+    Evictor,
+    Memory,
+    Policy,
+    SlidingWindow,
+    advise,
+    block_sums,
+    check_backend,
+)
 from kvpool.protocol import Capabilities
 
 LAYERS, HEADS, BLOCK = 2, 3, 4
@@ -17,6 +28,21 @@ def memory(policy, rows=1):
 
 def draw(seed, rows, length):
     return np.random.default_rng(seed).standard_normal((LAYERS, rows, HEADS, length)).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        ([Group.full(), Group.window(8)], "the pool has 2 layer groups, tokens leave pools of one table only"),
+        ([Group.window(8), Group.state(4)], r"the pool has no full group \(window, state\), tokens leave full attention"),
+    ],
+)
+def test_evictor_refuses_a_pool_with_layer_groups(groups, words):
+    class Backend:
+        """It is not looked at."""
+
+    with pytest.raises(ValueError, match=rf"\[Evictor\] {words}"):
+        Evictor(SlidingWindow(max_kv=16), Pool(16, 4, groups=groups), Backend())
 
 
 def test_advice_is_a_quarter_and_half_of_that():

@@ -1,0 +1,291 @@
+"""The scheduler on pools with layer groups: every arena is the bottleneck in turn, and no request is lost to it.
+
+``KVPOOL_LONG=1`` runs 600 workloads instead of 30; ``KVPOOL_WORKLOAD=17`` runs number 17 alone. A failure names its
+number.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from group_workload import GroupRunner, arena_of, draw_groups, needs_alone, peak
+
+from kvpool import Group, Plan, Pool, Request, Scheduler
+from kvpool.errors import OutOfBlocks, RequestRejected
+from kvpool.scheduler.needs import Needs
+
+LONG = bool(os.environ.get("KVPOOL_LONG"))
+COUNT = 600 if LONG else 30
+ONLY = os.environ.get("KVPOOL_WORKLOAD")
+PARTS = 3
+GROUPS = [Group.full(), Group.window(8, arena=1, num_blocks=200), Group.state(100)]
+FAULTS: dict[str, Any] = {}
+FIRST = (19, 8, 6, 17)  # workloads that convict soon; the others come after them
+
+
+def small(**options: Any) -> Pool:
+    """A pool of three arenas with plenty in each, unless told."""
+    given: dict[str, Any] = {"num_blocks": 201, "block_size": 4, "max_seqs": 32, "groups": GROUPS, **options}
+    return Pool(given.pop("num_blocks"), given.pop("block_size"), **given)
+
+
+def groups_with(full: int = 200, window: int = 200, slots: int = 100) -> dict[str, Any]:
+    """So many usable blocks in each arena."""
+    return {
+        "num_blocks": full + 1,
+        "groups": [Group.full(), Group.window(8, arena=1, num_blocks=window + 1), Group.state(slots)],
+    }
+
+
+# ---- workloads
+
+
+@pytest.mark.parametrize("part", range(1 if ONLY else PARTS))
+def test_random_workload_with_groups_gives_what_decoding_alone_gives(part):
+    for seed in [int(ONLY)] if ONLY else range(part, COUNT, PARTS):
+        GroupRunner(draw_groups(seed), check_every=1 if ONLY else 5).run()
+
+
+def test_same_workload_with_groups_takes_the_same_steps():
+    for seed in range(3):
+        one, two = (GroupRunner(draw_groups(seed)).run() for _ in range(2))
+        assert one.log == two.log
+        assert one.pool.fingerprint() == two.pool.fingerprint()
+
+
+def test_workloads_with_groups_cover_every_situation():
+    """Every arena is tight, exactly and nearly; forks, beams, preemption, cancellation, failing steps."""
+    reached: dict[str, int] = {}
+    for seed in range(30):
+        workload = draw_groups(seed)
+        requests = [request for _, request in workload.arrivals]
+        for name, happens in {
+            **{f"arena {arena} is tight": seed % 3 == arena for arena in range(3)},
+            "one request fits exactly": workload.exact,
+            "samples": any(r.n > 1 and not r.beam_width for r in requests),
+            "beams": any(r.beam_width > 1 for r in requests),
+            "cancels": bool(workload.cancels),
+            "failing steps": workload.fail_rate > 0,
+            "guests": workload.guests,
+            "in order": workload.pool["in_order"],
+            "a chunk group": any(group.kind == "chunk" for group in workload.pool["groups"]),
+        }.items():
+            reached[name] = reached.get(name, 0) + bool(happens)
+    assert min(reached.values()) >= 2, reached
+
+
+# ---- faults
+
+
+def fault(plant):
+    """Register a generator that plants a fault, and yields."""
+    FAULTS[plant.__name__] = contextmanager(plant)
+    return plant
+
+
+def _ignore(arena: int):
+    free = Needs.free
+
+    def plenty(self: Needs) -> np.ndarray:
+        found = free(self)
+        found[arena] = 10**9
+        return found
+
+    with mock.patch.object(Needs, "free", plenty):
+        yield
+
+
+@fault
+def admission_ignores_the_full_group():
+    yield from _ignore(0)
+
+
+@fault
+def admission_ignores_the_window_group():
+    yield from _ignore(1)
+
+
+@fault
+def admission_ignores_the_state_slots():
+    yield from _ignore(2)
+
+
+@fault
+def a_state_takes_one_slot():
+    """The one that is written while the other is read is forgotten."""
+    most = Needs.most
+
+    def one(self: Needs, tokens: Any, shared: Any = 0, forks: Any = False) -> np.ndarray:
+        found = most(self, tokens, shared, forks)
+        return found - self._states
+
+    with mock.patch.object(Needs, "most", one):
+        yield
+
+
+@fault
+def a_window_is_counted_without_the_chunk():
+    init = Needs.__init__
+
+    def without(self: Needs, pool: Pool, chunk: int) -> None:
+        init(self, pool, 1)
+
+    with mock.patch.object(Needs, "__init__", without):
+        yield
+
+
+@fault
+def promises_are_forgotten():
+    from kvpool.scheduler.state import Core
+
+    with mock.patch.object(Core, "promised", lambda self: self.needs.nothing):
+        yield
+
+
+def convicted(seed: int) -> bool:
+    try:
+        GroupRunner(draw_groups(seed), check_every=1).run()
+    except AssertionError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_fault_is_convicted(name):
+    with FAULTS[name]():
+        assert any(convicted(seed) for seed in (*FIRST, *range(60))), f"{name} survives 60 workloads"
+
+
+# ---- counts
+
+
+def test_needs_are_what_the_pool_takes():
+    """A sequence that is computed in random chunks holds `held` after each of them, and never more than `most`."""
+    for seed in range(60):
+        rng = np.random.default_rng([seed, 5])
+        workload = draw_groups(seed)
+        groups, size = workload.pool["groups"], workload.pool["block_size"]
+        groups = [replace(group, num_blocks=4000) if group.num_blocks else group for group in groups]
+        groups = [Group.state(4) if group.kind == "state" else group for group in groups]
+        pool = Pool(**{**workload.pool, "num_blocks": 4000, "groups": groups, "watermark": 0})
+        chunk = int(rng.integers(1, 30))
+        tokens = min(int(rng.integers(1, 150)), 200 * size)
+        needs = Needs(pool, chunk)
+        plan, handle, done = Plan(pool, 1, chunk), pool.open(), 0
+        while done < tokens:
+            new = min(int(rng.integers(1, chunk + 1)), tokens - done)
+            pool.step(plan, [handle], new)
+            used, most = [pool.stats(arena).used for arena in range(needs.num_arenas)], needs.most(tokens)
+            assert (used <= most).all(), f"seed {seed}: {used} used, {most} are the most"
+            if not pool.options.in_order:
+                pool.done(plan)
+            done += new
+            used, held = [pool.stats(arena).used for arena in range(needs.num_arenas)], needs.held(done).tolist()
+            assert used == held, f"seed {seed}: {used} used at {done}, {held} counted"
+        for group in (replace(group, arena=0, num_blocks=None) for group in groups):  # not much too much either
+            counted = Needs(Pool(4000, size, groups=[Group.full(), group], lookahead=pool.options.lookahead), chunk)
+            arena = arena_of([Group.full(), group], 1)
+            own = counted.most(tokens)[arena] - (0 if arena else -(-tokens // size))
+            exact = peak(group, {**workload.pool, "in_order": False}, tokens, chunk)
+            slack = group.columns * (group.kind in ("window", "chunk"))
+            assert exact <= own <= exact + slack, f"seed {seed}: {group} counts {own}, it holds {exact}"
+
+
+def test_long_prompt_needs_its_window_only():
+    pool = small(**groups_with(full=100, window=6, slots=2))
+    scheduler = Scheduler(pool, prefill_chunk=8, max_step_tokens=8)
+    scheduler.add(Request(range(300), max_tokens=2))
+    tokens = 0
+    while (step := scheduler.schedule()) is not None:
+        tokens += len(step.tokens)
+        assert pool.stats(1).used <= 6
+        scheduler.update(step, np.zeros(len(step.sample_at), np.int32))
+    assert tokens == 301
+
+
+@pytest.mark.parametrize(
+    ("room", "words"),
+    [
+        ({"full": 9}, "need 10 blocks of arena 0, the pool has 9"),
+        ({"window": 3}, "need 4 blocks of arena 1, the pool has 3"),
+        ({"slots": 1}, "need 2 state slots of arena 2, the pool has 1"),
+    ],
+)
+def test_request_that_can_never_fit_names_the_arena(room, words):
+    pool = small(max_blocks_per_seq=50, **groups_with(**room))
+    scheduler = Scheduler(pool, prefill_chunk=4)
+    before = pool.fingerprint()
+    with pytest.raises(RequestRejected, match=words) as caught:
+        scheduler.add(Request(range(30), max_tokens=11))
+    assert caught.value.reason == "too_large"
+    assert pool.fingerprint() == before
+    scheduler.check()
+
+
+def test_slots_for_two_states_a_row_run_that_many_rows():
+    """Slots do not grow, so no watermark is left of them."""
+    scheduler = Scheduler(small(**groups_with(slots=8)), max_running=10)
+    for _ in range(10):
+        scheduler.add(Request([1, 2, 3], max_tokens=9))
+    most = 0
+    while (step := scheduler.schedule()) is not None:
+        most = max(most, len(step.handles))
+        scheduler.update(step, np.zeros(len(step.sample_at), np.int32))
+    assert most == 4
+    assert scheduler.stats().preemptions == 0
+
+
+def test_watermark_is_left_in_every_arena_of_blocks():
+    for room in ({"full": 12}, {"window": 12}):
+        pool = small(**groups_with(**room))
+        scheduler = Scheduler(pool, watermark=5, max_running=8)
+        for _ in range(4):
+            scheduler.add(Request(range(16), max_tokens=1))
+        assert len(scheduler.schedule().handles) == 1, room  # 4 blocks each: a second one would leave 4
+
+
+def test_others_that_take_promised_blocks_delay_a_request_and_lose_nothing():
+    """Chunks wait for blocks that somebody else holds; alone a request is told which arena."""
+    pool = small(**groups_with(full=10))
+    scheduler = Scheduler(pool, prefill_chunk=4, max_step_tokens=4)
+    name = scheduler.add(Request(range(32), max_tokens=1))
+    step = scheduler.schedule()
+    guest = pool.open(36)  # 9 of 10 blocks
+    scheduler.update(step, np.zeros(0, np.int32))
+    with pytest.raises(OutOfBlocks, match="runs alone and finds no blocks for its next chunk in arena 0") as caught:
+        scheduler.schedule()
+    assert caught.value.arena == 0
+    scheduler.check()
+    pool.close(guest)
+    outputs = []
+    while (step := scheduler.schedule()) is not None:
+        outputs += scheduler.update(step, np.full(len(step.sample_at), 7, np.int32))
+    assert [(o.id, o.tokens.tolist()) for o in outputs] == [(name, [7])]
+    assert [pool.stats(arena).used for arena in range(3)] == [0, 0, 0]
+
+
+def test_tier_on_a_pool_with_groups_is_refused():
+    class Tier:
+        def spill_to_host(self, handle, blocks): ...
+
+        def prefetch(self, kept, handle, blocks): ...
+
+    with pytest.raises(ValueError, match="tier is for pools of one table, this one has 3 groups"):
+        Scheduler(small(), tier=Tier())
+
+
+def test_need_of_the_helpers_is_what_add_asks_for():
+    """The workloads count by sets of entries; `add` refuses what they say cannot run, and nothing that must."""
+    pool = {"groups": GROUPS, "block_size": 4, "lookahead": 0, "in_order": False}
+    for tokens in range(2, 60):
+        request = Request(range(tokens - 1), max_tokens=2)
+        least, most = needs_alone(request, pool, 8)
+        counted = Needs(small(), 8).most(tokens)
+        assert (least <= counted).all(), (tokens, least, counted)
+        assert (counted <= most).all(), (tokens, counted, most)
