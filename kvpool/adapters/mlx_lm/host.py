@@ -123,11 +123,8 @@ def _layout(model: ModelShape, block_size: int, pool: Any, prefix_cache: bool, e
     """Return how the caches of a model are held: in one table where that is asked for and possible."""
     keeps_all = prefix_cache or eviction is not None or (pool is not None and pool.options.groups is None)
     is_plain = model.is_uniform and (keeps_all or all(leaf.kind == "full" for leaf in model.leaves))
-    if eviction is not None and (model.is_apart or not is_plain):
-        raise ValueError(
-            f"[install] eviction needs layers that keep every token in one shape, and rows that share a pass: "
-            f"{type(eviction).__name__} on {model.describe()}"
-        )
+    if eviction is not None:
+        require_evictable(model, eviction, "install")
     layout = one_table(model, block_size) if is_plain else grouped(model, block_size)
     if pool is not None:
         layout.require_pool(pool)
@@ -137,6 +134,15 @@ def _layout(model: ModelShape, block_size: int, pool: Any, prefix_cache: bool, e
     if unknown:
         _log.warning("[install] %s is held whole for each sequence, outside the blocks", ", ".join(unknown))
     return layout
+
+
+def require_evictable(model: ModelShape, eviction: Policy, call: str) -> None:
+    """Raise ValueError unless one table can hold all layers of a model: eviction takes tokens out of it."""
+    if model.is_apart or not model.is_uniform:
+        raise ValueError(
+            f"[{call}] eviction needs layers that keep every token in one shape, and rows that share a pass: "
+            f"{type(eviction).__name__} on {model.describe()}"
+        )
 
 
 def _storage(
