@@ -20,7 +20,7 @@ from kvpool.adapters.mlx_lm.cache import Batch, PagedKVCache
 from kvpool.adapters.mlx_lm.cache_hook import Hook
 from kvpool.adapters.mlx_lm.calls import site_of
 from kvpool.adapters.mlx_lm.eviction import check_policy
-from kvpool.adapters.mlx_lm.layout import Layout, grouped, one_table
+from kvpool.adapters.mlx_lm.layout import Layout, layout_of
 from kvpool.adapters.mlx_lm.passes import NOT_OPENED, Known, Passes
 from kvpool.adapters.mlx_lm.shapes import ModelShape, build, inspect_model, require_bits, with_bits
 from kvpool.adapters.mlx_lm.states import arrays_in
@@ -122,13 +122,12 @@ def install(
 def _layout(model: ModelShape, block_size: int, pool: Any, prefix_cache: bool, eviction: Policy | None) -> Layout:
     """Return how the caches of a model are held: in one table where that is asked for and possible."""
     keeps_all = prefix_cache or eviction is not None or (pool is not None and pool.options.groups is None)
-    is_plain = model.is_uniform and (keeps_all or all(leaf.kind == "full" for leaf in model.leaves))
     if eviction is not None:
         require_evictable(model, eviction, "install")
-    layout = one_table(model, block_size) if is_plain else grouped(model, block_size)
+    layout = layout_of(model, block_size, keeps_all)
     if pool is not None:
         layout.require_pool(pool)
-    if prefix_cache and not is_plain:
+    if prefix_cache and layout.groups:
         _log.warning("[install] prefix_cache=True has no effect, the index knows one table only: %s", model.describe())
     unknown = sorted({leaf.name for leaf in layout.leaves if leaf.kind == "opaque"})
     if unknown:

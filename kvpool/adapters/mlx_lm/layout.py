@@ -115,6 +115,16 @@ class Layout:
             raise ValueError("[install] the pool has in_order=True, a model with layer groups needs one without")
 
 
+def layout_of(model: ModelShape, block_size: int, keeps_all: bool) -> Layout:
+    """Return how the caches of a model are held.
+
+    `keeps_all`: in one table where that is possible, also if it keeps tokens that windows do not see. A prefix cache
+    and eviction need it.
+    """
+    is_plain = model.is_uniform and (keeps_all or all(leaf.kind == "full" for leaf in model.leaves))
+    return one_table(model, block_size) if is_plain else grouped(model, block_size)
+
+
 def one_table(model: ModelShape, block_size: int) -> Layout:
     """Return the layout that keeps every token of all layers in one table.
 
