@@ -1,4 +1,4 @@
-"""The engine on every kind of cache: tokens of stock alone, in batches, chunks, tight pools, forks; no state is lost."""
+"""The engine on every kind of cache: tokens are those of stock alone, and no state is lost or left."""
 
 import mlx.core as mx
 import numpy as np

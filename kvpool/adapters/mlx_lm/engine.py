@@ -193,6 +193,7 @@ class Engine:
         self._forward = RaggedForward(self.kv)
         self._evictor = None if policy is None else Evictor(policy, pool, self.kv.backend)
         self._forward.eviction = self._evictor
+        self._keep_states = self._forward.keep_states
         self.scheduler = Scheduler(
             pool,
             max_running=max_running,
@@ -326,7 +327,7 @@ class Engine:
             try:
                 rows, outputs = self._executed(step)
             finally:
-                self._forward.keep_states(self.scheduler.handles)
+                self._keep_states(self.scheduler.handles)
             self._is_delivering = True
             try:
                 self._deliver(rows, outputs)
@@ -476,7 +477,7 @@ class Engine:
         for output in self.scheduler.cancel(job.request.id):
             job.outputs[output.index] = output
         del self._jobs[job.request.id]
-        self._forward.keep_states(self.scheduler.handles)
+        self._keep_states(self.scheduler.handles)
         return job.completion()
 
     def _drop(self, ids: Iterable[Hashable]) -> None:

@@ -99,8 +99,8 @@ class RaggedForward:
             logits, held_by = self._logits(mx.array(tokens.reshape(len(turn.new), turn.num_columns)), turn, rows)
             late = [x for _, held in held_by for x in arrays_of(held)]
             if self._is_lazy:
-                late += [x for backend in kv.backends for i in range(backend.spec.num_layers) for x in backend.queued(i)]
-                late.append(logits)
+                layers = [(backend, i) for backend in kv.backends for i in range(backend.spec.num_layers)]
+                late += [logits, *(x for backend, i in layers for x in backend.queued(i))]
             mx.eval(late)
         finally:
             for site in kv.passes.sites[:entered]:
@@ -199,6 +199,7 @@ class _LastLayer:
 
     def __init__(self, turn: Turn, rows: np.ndarray, layer: nn.Module) -> None:
         self._turn = turn.of_queries(rows)
+        self._rows = mx.array(rows)
         self._layer = layer
 
     def __call__(self, x: mx.array, *args: Any, **options: Any) -> Any:
@@ -209,7 +210,7 @@ class _LastLayer:
         some = LayerCache(part, whole.number)
         given = [some if one is whole else one for one in args]
         named = {name: some if one is whole else one for name, one in options.items()}
-        result = self._layer(x[mx.array(self._turn.queries)], *given, **named)
+        result = self._layer(x[self._rows], *given, **named)
         part.end()
         return result
 
