@@ -36,7 +36,7 @@ def worst_error(model, prompts, seed, *, make=RaggedForward, **route):
     rng = np.random.default_rng(seed)
     expected = [stock_logits(model, prompt) for prompt in prompts]
     worst = 0.0
-    kv = install(model, 80, block_size=BLOCK, **route)
+    kv = install(model, pool=kvpool.Pool(80, BLOCK), **route)
     forward = make(kv)
     plan = kvpool.Plan(kv.pool, 8, 128, formats=kv.backend.required_formats)
     handles = np.array([kv.pool.open() for _ in prompts], np.int64)

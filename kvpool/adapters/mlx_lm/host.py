@@ -57,31 +57,25 @@ def install(
     Parameters
     ----------
     model
-        As loaded by ``mlx_lm.load``. Inside the block ``model.make_cache`` makes paged caches, so every engine of
-        mlx-lm uses them. The attribute is set on this instance only and restored at the end. Caches outlive the block.
+        As loaded by ``mlx_lm.load``. Inside the block ``model.make_cache`` makes paged caches, for every engine.
     num_blocks, block_size, max_seqs
         Size of a new pool: blocks of tokens in all layers (one is reserved), tokens per block, sequences at a time.
-        A model whose layers differ gets a pool with layer groups. Layers with a window then let blocks go, so more
-        tokens fit.
+        If layers differ, it has layer groups. Layers with a window let blocks go, so more tokens fit.
     prefix_cache : bool
-        Make the pool with a prefix cache, or use that of `pool`. `fetch`, `commit` and `PagedPromptCache` need it.
-        The pool then has no layer groups and keeps every token. Where layers are of several shapes, or have a state,
-        there is no prefix cache, and a warning says so.
+        Make the pool with a prefix cache, or use that of `pool`: then it keeps every token. Warns if layers rule it out.
     pool : kvpool.Pool, optional
-        Use this pool. Without layer groups it keeps every token, also behind windows.
+        Use this pool. Without layer groups it keeps every token.
     fused : bool, optional
         True: attend straight over the pool. False: gather every context for mlx-lm's own attention. By default the
         model attends over the pool if there are kernels and the model is in `attention.KNOWN`. See `PagedKV.route`.
     backend : str or callable, optional
         A backend other than MLX's own: a name for `load_backend`, or ``factory(spec, num_blocks)``, for any arrays.
-    kernels : bool, optional
-        See `kvpool_backends.mlx.MLXBackend`. By default the kernels of Metal or of the CPU are used.
-    overlap : bool
-        Where MLX scatters: build a step while the previous one runs. MLX then copies the pool's arrays.
+    kernels, overlap : bool, optional
+        See `kvpool_backends.mlx.MLXBackend`. By default its kernels are used, and no step is built while one runs.
     strict : bool
         Refuse releases of mlx-lm that this adapter was not tested with.
     eviction : kvpool.eviction.Policy, optional
-        Evict tokens by this policy. `PagedKV.make_cache` can override it for one cache, in a pool without layer groups.
+        Evict tokens by this policy. `PagedKV.make_cache` can override it for one cache.
     kv_bits, k_bits, v_bits, quant_group_size : int, optional
         Store both, or one of them, in 8 or 4 bits: `shapes.with_bits`.
 
@@ -93,7 +87,7 @@ def install(
     Raises
     ------
     RuntimeError
-        mlx-lm is not one of `SUPPORTED_VERSIONS` (and `strict`), or `fused` is True and impossible. The text says why.
+        The release of mlx-lm was not tested (and `strict`), or `fused` is True and impossible.
     ValueError
         The bits do not fit, `pool` has other layer groups than the model needs, or the model cannot evict.
     TypeError
@@ -103,24 +97,15 @@ def install(
         require_tested_version("install")
     if (num_blocks is None) == (pool is None):
         raise TypeError("[install] either num_blocks or pool is needed, and not both")
-    model_shape = inspect_model(model)
-    layout = _layout(model_shape, block_size if pool is None else pool.block_size, pool, prefix_cache, eviction)
+    shape = inspect_model(model)
+    layout = _layout(shape, block_size if pool is None else pool.block_size, pool, prefix_cache, eviction)
     if num_blocks is not None:
-        prefix_cache = prefix_cache and not layout.groups
-        how = {"prefix_cache": True} if prefix_cache else {}
-        pool = layout.make_pool(num_blocks, block_size, max_seqs, **how)
-    layout = replace(layout, specs=tuple(with_bits(spec, **quantization) for spec in layout.specs))
-    backends = tuple(
-        _storage(spec, pool.stats(arena).num_blocks, backend, kernels, overlap)
-        for arena, spec in enumerate(layout.specs)
-    )
-    sites, why_gather = _choose_route(model_shape.callers, backends, fused)
-    if sites and any(leaf.kind == "chunk" for leaf in layout.leaves):
-        if fused:
-            raise RuntimeError("[install] fused=True, but layers that attend in chunks gather")
-        sites, why_gather = (), "layers attend in chunks"
+        pool = layout.make_pool(num_blocks, block_size, max_seqs, prefix_cache)
+    sized = [(with_bits(s, **quantization), pool.stats(arena).num_blocks) for arena, s in enumerate(layout.specs)]
+    backends = [_storage(*spec_and_size, backend, kernels, overlap) for spec_and_size in sized]
+    sites, why = _choose_route(shape.callers, layout, backends, fused)
     kept: dict[str, Any] = {"prefix_cache": prefix_cache, "eviction": eviction}
-    return PagedKV(model, pool, layout, backends, sites=sites, why_gather=why_gather, **kept)
+    return PagedKV(model, pool, layout, backends, sites=sites, why_gather=why, **kept)
 
 
 def _layout(model: ModelShape, block_size: int, pool: Any, prefix_cache: bool, eviction: Policy | None) -> Layout:
@@ -172,13 +157,15 @@ def require_tested_version(call: str) -> None:
 
 
 def _choose_route(
-    callers: Sequence[Caller | None], backends: Sequence[KVBackend], fused: bool | None
+    callers: Sequence[Caller | None], layout: Layout, backends: Sequence[KVBackend], fused: bool | None
 ) -> tuple[tuple[Site, ...], str]:
     """Return where to hook attention. If nowhere, also the reason."""
     why = "fused=False"
     if fused is not False:
         if not backends:
             why = "no layer attends over blocks"
+        elif any(leaf.kind == "chunk" for leaf in layout.leaves):
+            why = "layers attend in chunks"
         elif not all(backend.capabilities.paged for backend in backends):
             why = "the backend runs without kernels"
         elif mlx_lm.__version__ not in SUPPORTED_VERSIONS:

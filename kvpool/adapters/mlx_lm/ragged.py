@@ -50,6 +50,8 @@ class RaggedForward:
     def __init__(self, kv: PagedKV) -> None:
         if kv.eviction is not None:
             raise ValueError("[RaggedForward] plans keep every token, kv evicts: install without eviction")
+        if kv.layout.groups:
+            raise ValueError("[RaggedForward] kv has layer groups: install with a pool that has none")
         self.kv = kv
         self.eviction: Any = None
         self.is_ragged = bool(kv.passes.sites)
