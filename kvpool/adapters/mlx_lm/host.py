@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import index
 from typing import Any, Self
 
@@ -62,7 +62,7 @@ def install(
         Size of a new pool: blocks of tokens in all layers (one is reserved), tokens per block, sequences at a time.
         If layers differ, it has layer groups. Layers with a window let blocks go, so more tokens fit.
     prefix_cache : bool
-        Make the pool with a prefix cache, or use that of `pool`: then it keeps every token. Warns if layers rule it out.
+        Make the pool with a prefix cache, or use that of `pool`, which then keeps every token. Warns if it cannot be.
     pool : kvpool.Pool, optional
         Use this pool. Without layer groups it keeps every token.
     fused : bool, optional
