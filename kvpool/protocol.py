@@ -98,7 +98,7 @@ class StepArrays:
         return StepArrays(np.asarray(plan.block_tables)[rows], seen, np.arange(len(rows) + 1))
 
     @staticmethod
-    def of_rows(plan: AnyPlan, rows: np.ndarray) -> StepArrays:
+    def rows_of(plan: AnyPlan, rows: np.ndarray) -> StepArrays:
         """Some rows of a plan, in the order of `rows` ``[R]``, without its copies."""
         cu_q_lens = np.asarray(plan.cu_q_lens, np.int64)
         counts = cu_q_lens[rows + 1] - cu_q_lens[rows]

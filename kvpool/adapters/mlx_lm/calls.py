@@ -187,7 +187,7 @@ class Part:
             turn, arrays = self.turn, self.turn.arrays(group, column)
             self._forwards[key] = Forward(
                 turn.passes.backends[arena],
-                arrays if self.is_whole else StepArrays.of_rows(arrays, self.rows),
+                arrays if self.is_whole else StepArrays.rows_of(arrays, self.rows),
                 self.shape,
                 columns=self._real,
                 eviction=turn.eviction,
@@ -424,6 +424,7 @@ def _stand_in(original: Any) -> Any:
         batch = _batch_of(caches)
         if batch is None:
             return original(self, *args, **kwargs)
+        assert caches is not None
         _require_own(self, caches, batch)
         num_rows, num_columns = next(x for x in (*args, *kwargs.values()) if isinstance(x, mx.array)).shape[:2]
 
@@ -463,7 +464,9 @@ def _require_own(model: Any, caches: Sequence[Any], batch: Any) -> None:
     """Raise unless `caches` are those of all layers of `batch`, in order, and of this model."""
     found = list(leaves_of(caches))
     if batch.passes.model() is not model:
-        raise ValueError("[forward] the caches belong to another model or another pool: make them by this model's install")
+        raise ValueError(
+            "[forward] the caches belong to another model or another pool: make them by this model's install"
+        )
     for number, cache in enumerate(found):
         if getattr(cache, "hooked_batch", None) is not batch:
             raise ValueError(

@@ -49,6 +49,11 @@ def check_policy(policy: Any, passes: Passes, route: str, call: str = "make_cach
         return None
     if not isinstance(policy, Policy):
         raise TypeError(f"[{call}] eviction must be a policy of kvpool.eviction, not {type(policy).__name__}")
+    if passes.is_called:
+        raise ValueError(
+            f"[{call}] {type(policy).__name__} evicts, this model's layers are in groups or its rows run apart: "
+            "give eviction to install"
+        )
     check_backend(policy, passes.backend.capabilities, passes.backend.spec.block_size)
     if policy.scores is not None and not passes.sites:
         raise ValueError(f"[{call}] {type(policy).__name__} needs scores, and this model's route is {route}")

@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import index
 from typing import Any, Self
 
@@ -57,23 +57,21 @@ def install(
     Parameters
     ----------
     model
-        As loaded by ``mlx_lm.load``. Inside the block ``model.make_cache`` makes paged caches, so every engine of
-        mlx-lm uses them. The attribute is set on this instance only and restored at the end. Caches outlive the block.
+        As loaded by ``mlx_lm.load``. Inside the block ``model.make_cache`` makes paged caches, for every engine.
     num_blocks, block_size, max_seqs
-        Size of a new pool: blocks (one is reserved), tokens per block, sequences at a time.
+        Size of a new pool: blocks of tokens in all layers (one is reserved), tokens per block, sequences at a time.
+        If layers differ, it has layer groups. Layers with a window let blocks go, so more tokens fit.
     prefix_cache : bool
-        Make the pool with a prefix cache, or use that of `pool`. `fetch`, `commit` and `PagedPromptCache` need it.
+        Make the pool with a prefix cache, or use that of `pool`, which then keeps every token. Warns if it cannot be.
     pool : kvpool.Pool, optional
-        Use this pool.
+        Use this pool. Without layer groups it keeps every token.
     fused : bool, optional
         True: attend straight over the pool. False: gather every context for mlx-lm's own attention. By default the
         model attends over the pool if there are kernels and the model is in `attention.KNOWN`. See `PagedKV.route`.
     backend : str or callable, optional
         A backend other than MLX's own: a name for `load_backend`, or ``factory(spec, num_blocks)``, for any arrays.
-    kernels : bool, optional
-        See `kvpool_backends.mlx.MLXBackend`. By default the kernels of Metal or of the CPU are used.
-    overlap : bool
-        Where MLX scatters: build a step while the previous one runs. MLX then copies the pool's arrays.
+    kernels, overlap : bool, optional
+        See `kvpool_backends.mlx.MLXBackend`. By default its kernels are used, and no step is built while one runs.
     strict : bool
         Refuse releases of mlx-lm that this adapter was not tested with.
     eviction : kvpool.eviction.Policy, optional
@@ -89,9 +87,9 @@ def install(
     Raises
     ------
     RuntimeError
-        mlx-lm is not one of `SUPPORTED_VERSIONS` (and `strict`), or `fused` is True and impossible. The text says why.
+        The release of mlx-lm was not tested (and `strict`), or `fused` is True and impossible.
     ValueError
-        Some layer stores something other than keys and values, layers differ, or the bits do not fit.
+        The bits do not fit, `pool` has other layer groups than the model needs, or the model cannot evict.
     TypeError
         Neither or both of `num_blocks` and `pool`, an `eviction` that is no policy, or options that exclude each other.
     """
@@ -99,24 +97,15 @@ def install(
         require_tested_version("install")
     if (num_blocks is None) == (pool is None):
         raise TypeError("[install] either num_blocks or pool is needed, and not both")
-    model_shape = inspect_model(model)
-    layout = _layout(model_shape, block_size if pool is None else pool.block_size, pool, prefix_cache, eviction)
+    shape = inspect_model(model)
+    layout = _layout(shape, block_size if pool is None else pool.block_size, pool, prefix_cache, eviction)
     if num_blocks is not None:
-        prefix_cache = prefix_cache and not layout.groups
-        how = {"prefix_cache": True} if prefix_cache else {}
-        pool = layout.make_pool(num_blocks, block_size, max_seqs, **how)
-    layout = replace(layout, specs=tuple(with_bits(spec, **quantization) for spec in layout.specs))
-    backends = tuple(
-        _storage(spec, pool.stats(arena).num_blocks, backend, kernels, overlap)
-        for arena, spec in enumerate(layout.specs)
-    )
-    sites, why_gather = _choose_route(model_shape.callers, backends, fused)
-    if sites and any(leaf.kind == "chunk" for leaf in layout.leaves):
-        if fused:
-            raise RuntimeError("[install] fused=True, but layers that attend in chunks gather")
-        sites, why_gather = (), "layers attend in chunks"
+        pool = layout.make_pool(num_blocks, block_size, max_seqs, prefix_cache)
+    sized = [(with_bits(s, **quantization), pool.stats(arena).num_blocks) for arena, s in enumerate(layout.specs)]
+    backends = [_storage(*spec_and_size, backend, kernels, overlap) for spec_and_size in sized]
+    sites, why = _choose_route(shape.callers, layout, backends, fused)
     kept: dict[str, Any] = {"prefix_cache": prefix_cache, "eviction": eviction}
-    return PagedKV(model, pool, layout, backends, sites=sites, why_gather=why_gather, **kept)
+    return PagedKV(model, pool, layout, backends, sites=sites, why_gather=why, **kept)
 
 
 def _layout(model: ModelShape, block_size: int, pool: Any, prefix_cache: bool, eviction: Policy | None) -> Layout:
@@ -173,13 +162,15 @@ def require_tested_version(call: str) -> None:
 
 
 def _choose_route(
-    callers: Sequence[Caller | None], backends: Sequence[KVBackend], fused: bool | None
+    callers: Sequence[Caller | None], layout: Layout, backends: Sequence[KVBackend], fused: bool | None
 ) -> tuple[tuple[Site, ...], str]:
     """Return where to hook attention. If nowhere, also the reason."""
     why = "fused=False"
     if fused is not False:
         if not backends:
             why = "no layer attends over blocks"
+        elif any(leaf.kind == "chunk" for leaf in layout.leaves):
+            why = "layers attend in chunks"
         elif not all(backend.capabilities.paged for backend in backends):
             why = "the backend runs without kernels"
         elif mlx_lm.__version__ not in SUPPORTED_VERSIONS:
@@ -224,7 +215,8 @@ class Summary:
             f"blocks: {self.blocks_used} used, {self.blocks_peak} peak, {self.blocks_free} free "
             f"({self.blocks_cached} cached), {self.blocks_leaked} leaked; {self.sequences} sequences\n"
             f"KV: {self.kv_nbytes * mib:.2f} MiB used, {self.kv_nbytes_peak * mib:.2f} MiB peak, "
-            f"{self.pool_nbytes * mib:.2f} MiB allocated, {self.state_nbytes * mib:.2f} MiB of states; MLX peak {self.mlx_peak_nbytes * mib:.2f} MiB\n"
+            f"{self.pool_nbytes * mib:.2f} MiB allocated, {self.state_nbytes * mib:.2f} MiB of states; "
+            f"MLX peak {self.mlx_peak_nbytes * mib:.2f} MiB\n"
             f"copies: {self.cow_copies} blocks on write ({self.cow_tokens} tokens), "
             f"{self.mlx_pool_copies} pool arrays by MLX\n"
             f"attention: {self.route}"
@@ -266,8 +258,12 @@ class PagedKV:
     Attributes
     ----------
     pool : kvpool.Pool
+    layout : Layout
+        Which layers share a table and a storage.
+    backends : tuple of KVBackend
+        The storage of each arena. They take arrays of MLX.
     backend : kvpool.protocol.KVBackend
-        Takes arrays of MLX.
+        The first of them. None if no layer has keys and values.
     num_layers : int
     passes : Passes
         What the batches of the model share.
@@ -342,14 +338,17 @@ class PagedKV:
         """
         if lost := self._hooks and self._hooks[-1].lost(self.model):
             return f"lost: {lost}"
-        covered = ", ".join(f"somebody has set {site}" for site in self.passes.sites if site.is_covered)
+        sites = (*self._calls, *self.passes.sites)
+        covered = ", ".join(f"somebody has set {site}" for site in sites if site.is_covered)
         why = self._why_gather or covered
         route = f"gather: {why}" if why else "fused"
         unknown = sorted({leaf.name for leaf in self.layout.leaves if leaf.kind == "opaque"})
         return f"{route}; opaque: {', '.join(unknown)}" if unknown else route
 
     def make_cache(self, eviction: Policy | None = None, **quantization: int | None) -> list[Any]:
-        """Return an empty cache, one facade per cache of the model: for ``prompt_cache=``, ``insert(caches=[...])`` and so on.
+        """Return an empty cache, one facade per cache of the model.
+
+        It is for ``prompt_cache=``, ``insert(caches=[...])`` and so on.
 
         `eviction` is the policy of this cache. By default it is that of `install`. All blocks have the same format, so
         bits (`kv_bits` and so on) other than those of `install` raise ValueError.
@@ -453,7 +452,7 @@ class PagedKV:
     # ------------------------------------------------------------------------------------ admission, account
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the number of blocks for `num_tokens` tokens."""
+        """Return the number of blocks of tokens for `num_tokens` tokens. With layer groups each takes several ids."""
         return -(-num_tokens // self.pool.block_size)
 
     def can_admit(self, prompt_len: int, max_tokens: int, running: Iterable[tuple[int, int]] = ()) -> bool:
@@ -472,7 +471,7 @@ class PagedKV:
         -----
         One more block per request is counted, for the copy of a tail that it may share with a kept cache. Free blocks
         are those of this moment. So caches that are kept while requests run (a prompt cache) must exist before the
-        call, or be counted in `running`.
+        call, or be counted in `running`. Layers with a window are counted as if they kept every token.
         """
         for name, value in (("prompt_len", prompt_len), ("max_tokens", max_tokens)):
             if index(value) < 0:
@@ -480,7 +479,10 @@ class PagedKV:
         requests = [(0, prompt_len + max_tokens), *running]
         growth = sum(self.blocks_for(limit) - self.blocks_for(now) + 1 for now, limit in requests)
         longest = self.blocks_for(prompt_len + max_tokens)
-        return growth <= self._available() and longest <= self.pool.options.max_blocks_per_seq
+        with self.lock:
+            free = [self.pool.stats(arena).free for arena in range(max(1, len(self.backends)))]
+        fits = all(growth * self.layout.columns(arena) <= blocks for arena, blocks in enumerate(free))
+        return fits and longest <= self.pool.options.max_blocks_per_seq
 
     def summary(self) -> Summary:
         """Return current statistics. Any thread may call it: it evaluates nothing and does not wait for MLX."""
@@ -528,11 +530,6 @@ class PagedKV:
             if plan is not None:
                 held[arena].update((plan.groups[i] if groups else plan).copies[:, 0].tolist())
         return [{block for block in blocks if block >= self.pool.options.reserved_blocks} for blocks in held]
-
-    def _available(self) -> int:
-        with self.lock:
-            stats = self.pool.stats()
-        return stats.free
 
     # ------------------------------------------------------------------------- one forward pass at a time
 

@@ -27,7 +27,7 @@ def causal_mask(
     kv_len = int(ends.max())
     is_even = bool((ends == kv_len).all() and (new == num_columns).all())
     window = window or held
-    oldest = None if held is None or window <= held else lens - held + 1
+    oldest = lens - held + 1 if held is not None and window is not None and window > held else None
     if is_even and (window is None or kv_len <= window) and (oldest is None or oldest.max() <= 0):
         if num_columns == 1:
             return None

@@ -124,7 +124,7 @@ class Passes:
         self.windows = tuple(leaf.window for leaf in layout.leaves)
         self.num_layers = len(self.windows)
         self.sites = tuple(sites)
-        self.dtype: mx.Dtype | None = getattr(mx, self.backend.spec.dtype) if self.backends else None
+        self.dtype: mx.Dtype | None = getattr(mx, self.backends[0].spec.dtype) if self.backends else None
         self.lock = threading.RLock()
         self.batches: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.namespace = namespace

@@ -86,9 +86,10 @@ class ModelShape:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all layers hold keys and values of one shape: one table can serve all of them."""
+        """Whether each layer has one cache, of keys and values of one shape: one table can serve all of them."""
         kinds = {leaf.kind for leaf in self.leaves}
-        return kinds <= {"full", "window"} and len({leaf.shape for leaf in self.leaves}) == 1
+        is_flat = all(isinstance(node, int) for node in self.tree)
+        return is_flat and kinds <= {"full", "window"} and len({leaf.shape for leaf in self.leaves}) == 1
 
     def spec(self, block_size: int) -> KVSpec:
         """Return the spec of a storage that keeps every token of all layers.
