@@ -142,7 +142,8 @@ def make_engine(args: argparse.Namespace, prompts: list[str], options: dict[str,
         raise CommandError(f"--model {exc}") from None
     try:
         if num_blocks is None:
-            most = blocks_in_memory(args.memory, model, block_size, bits)
+            keeps_all = policy is not None or not args.no_prefix_cache
+            most = blocks_in_memory(args.memory, model, block_size, keeps_all, bits)
             sequences = max(options["n"], options["beam_width"]) + 1  # one more: copies, and shared beginnings
             lengths = [len(encode(tokenizer, prompt, args.chat)) + options["max_tokens"] for prompt in prompts]
             needed = 1 + sum(sequences * (-(-length // block_size) + 1) for length in lengths)
@@ -164,12 +165,12 @@ def make_engine(args: argparse.Namespace, prompts: list[str], options: dict[str,
     return tokenizer, engine
 
 
-def blocks_in_memory(size: str | None, model: Any, block_size: int, bits: dict[str, Any]) -> int:
+def blocks_in_memory(size: str | None, model: Any, block_size: int, keeps_all: bool, bits: dict[str, Any]) -> int:
     """Blocks that fit into --memory, by default into the available memory."""
     from kvpool.adapters.mlx_lm import loading
 
     try:
-        return loading.blocks_in(size or "auto", model, block_size, **bits)
+        return loading.blocks_in(size or "auto", model, block_size, keeps_all, **bits)
     except (ValueError, MemoryError) as exc:
         if size is None:
             raise
@@ -282,7 +283,8 @@ def describe(prompt: str, completion: Completion) -> dict[str, Any]:
 
 def statistics(engine: Engine, done: list[Completion], seconds: float) -> dict[str, Any]:
     """Speed, and use of the cache, ready for JSON. Seconds are those from the first step to the last token."""
-    scheduler, pool = engine.scheduler.stats(), engine.kv.pool.stats()
+    scheduler, kv = engine.scheduler.stats(), engine.kv
+    arenas = [kv.pool.stats(arena) for arena in range(max(1, len(kv.backends)))]
     firsts = sorted(
         one.output.times.first_token - one.output.times.arrived
         for completion in done
@@ -300,10 +302,10 @@ def statistics(engine: Engine, done: list[Completion], seconds: float) -> dict[s
         "prefill_tokens": scheduler.prefill_tokens,
         "hit_tokens": scheduler.hit_tokens,
         "preemptions": scheduler.preemptions,
-        "blocks": pool.num_blocks,
-        "blocks_peak": pool.peak_used,
-        "blocks_left": pool.used,
-        "cow_copies": pool.cow_copies,
+        "blocks": sum(arena.num_blocks for arena in arenas),
+        "blocks_peak": sum(arena.peak_used for arena in arenas),
+        "blocks_left": sum(arena.used for arena in arenas),
+        "cow_copies": sum(arena.cow_copies for arena in arenas),
     }
 
 

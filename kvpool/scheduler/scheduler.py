@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy import int32
+from numpy import int32, int64
 from numpy.typing import NDArray
 
 from kvpool._core import Plan, Pool
@@ -508,6 +508,13 @@ class Scheduler:
             raise RuntimeError(f"[{call}] this step is not out: it was updated or failed, or another scheduler made it")
 
     # -- questions
+
+    @property
+    def handles(self) -> NDArray[int64]:
+        """The sequences in the pool that have a lane, in order of lanes: all that hold a state."""
+        handles = self._core.rows.handle
+        held: NDArray[int64] = handles[handles >= 0]
+        return held
 
     def tokens_of(self, id: Hashable, index: int = 0) -> NDArray[int32]:
         """Return a copy of the tokens that a sequence has generated so far.

@@ -17,7 +17,7 @@ import pytest
 import kvpool
 from kvpool._picture import BLOCKS, INK, OTHER, OTHER_LIGHT
 from kvpool.cli import demo, main
-from kvpool.cli.demo import models, occupancy, pools
+from kvpool.cli.demo import layers, models, occupancy, pools
 from kvpool.cli.demo.occupancy import make_requests, serve_from_blocks, serve_from_slots
 from kvpool.cli.demo.report import Claim, Outcome, Part, Report, Settings, print_report
 
@@ -303,6 +303,22 @@ def compute_anew(monkeypatch):
     monkeypatch.setattr(PagedKV, "fetch", faulty)
 
 
+def swap_states(monkeypatch):
+    """Give the rows of a batch each other's states. A request alone has only its own."""
+    from kvpool.adapters.mlx_lm import calls
+
+    chosen = calls.chosen
+    monkeypatch.setattr(calls, "chosen", lambda layout, held, rows: chosen(layout, held, rows[::-1]))
+
+
+def count_bytes_ten_times(monkeypatch):
+    """Say that every cache takes ten times its bytes."""
+    from kvpool.adapters.mlx_lm.cache import PagedKVCache
+
+    nbytes = PagedKVCache.nbytes.fget
+    monkeypatch.setattr(PagedKVCache, "nbytes", property(lambda self: 10 * nbytes(self)))
+
+
 @pytest.mark.parametrize(
     ("part", "fault", "broken"),
     [
@@ -317,6 +333,9 @@ def compute_anew(monkeypatch):
         (models.SHARED_PROMPT, compute_anew, {"prompt_stored_once"}),
         (models.ATTENTION, attend_to_half, {"fused_tokens_identical"}),
         (models.ATTENTION, attend_slowly, {"fused_faster"}),
+        (layers.PART, swap_states, {"layers_tokens_identical", "layers_batch_is_alone"}),
+        (layers.PART, keep_a_fork, {"layers_no_blocks_leaked"}),
+        (layers.PART, count_bytes_ten_times, {"layers_fewer_bytes"}),
     ],
 )
 def test_fault_in_the_adapter_breaks_its_claim_only(monkeypatch, settings, part, fault, broken):

@@ -73,8 +73,10 @@ def test_a_gathering_pass_has_the_logits_of_the_stock_model(name, route):
 class EveryTokenFirst(RaggedForward):
     """A faulty one: each token of a chunk is at the position of the chunk's first."""
 
-    def _shape(self, num_tokens, lens, new):
-        return (num_tokens, 1), np.repeat(lens - new, new)
+    def _turn(self, plan, lens, new, gone):
+        turn = super()._turn(plan, lens, new, gone)
+        turn.before.lens = np.repeat(lens - new, new)
+        return turn
 
 
 def test_tokens_at_wrong_positions_show():

@@ -30,7 +30,7 @@ from kvpool.protocol import AttentionOptions, KVBackend, StepArrays
 class Forward:
     """One forward pass: what its layers share, and how they store keys and values.
 
-    The constructor executes the copies of the plan.
+    The copies of the plan are not executed here.
 
     Parameters
     ----------
@@ -85,8 +85,6 @@ class Forward:
         self.is_over = False
         self._late: tuple[int, mx.array, mx.array] | None = None
         self.step = backend.prepare(plan)
-        if len(plan.copies):
-            backend.copy_blocks(plan)
 
     def put(self, layer: int, keys: mx.array, values: mx.array) -> None:
         """Store a layer's new keys ``[B, Hk, N, D]`` and values, now or with its queries (`defers`)."""

@@ -77,7 +77,6 @@ class Batch:
         self._operation: _Operation | None = None
         self.missing = 0  # layers that have yet to issue the last operation
         self._plan: Any = None
-        self._given: Forward | None = None  # see `take_plan`
         self._forward: Forward | None = None  # the last pass, while nothing else has begun
         self.eviction = None if policy is None else self._evicting(policy)
         self.held = nothing(passes.layout, len(self.handles))
@@ -138,8 +137,7 @@ class Batch:
     def stored(self) -> None:
         """End the forward pass: the last layer has stored its keys and values."""
         self._operation = None
-        if self._given is None:
-            self.passes.finish()
+        self.passes.finish()
 
     def require_idle(self, call: str) -> None:
         """Raise unless every layer has issued the last operation and the batch was not stopped."""
@@ -178,24 +176,10 @@ class Batch:
 
     # ------------------------------------------------------------------------------------------ one forward
 
-    def take_plan(self, forward: Forward, rows: Rows) -> None:
-        """Start a pass over a plan that the caller has stepped. The batch has no sequences of its own.
-
-        The pass counts as executed: every layer takes `forward` over. Layers of an earlier pass begin at `rows`.
-        """
-        self._given = forward
-        self.is_merged = forward.shape[0] != 1
-        self.base_rows = rows
-        self.base = self.count + 1
-        self.count += 2
-        self.rows = Rows(rows.lens + forward.shape[1], gone=rows.gone)
-        self._operation = _Operation("forward", forward.shape, forward, self.rows)
-        self.missing = self.passes.num_layers
-
     @property
     def is_fused(self) -> bool:
         """Whether the layers attend straight over the pool now."""
-        return self.passes.is_fused if self._given is None else self._given.is_fused
+        return self.passes.is_fused
 
     def forward(self, num_rows: int, num_columns: int) -> tuple[Forward, Rows]:
         """Step the pool by the real tokens of an input ``[num_rows, num_columns]``. All or nothing."""
@@ -209,6 +193,8 @@ class Batch:
             )
         plan, after, new = self._step(num_columns)
         try:
+            if len(plan.copies):
+                passes.backend.copy_blocks(plan)
             forward = Forward(
                 passes.backend,
                 plan,

@@ -13,6 +13,7 @@ leaves every state as it was before.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,7 +30,7 @@ from kvpool.protocol import StepArrays
 
 
 class Turn:
-    """One hooked call: a step of the pool, and the parts in which its rows run.
+    """One call of a model: a step of the pool, and the parts in which the rows of the input run.
 
     The constructor executes the copies of the plan.
 
@@ -45,10 +46,34 @@ class Turn:
         Of the model's input.
     is_merged : bool
         Whether offsets are arrays, as in mlx-lm's batch caches.
+    eviction : kvpool.eviction.Evictor, optional
+        Receives the attention scores of the layers.
+    defers : bool
+        See `Forward`.
+
+    Attributes
+    ----------
+    queries : int32 ``[M]`` or None
+        See `of_queries`.
+
+    Notes
+    -----
+    The rows are those of the plan. Where the layers attend over the pool, they may also be its tokens: each with its
+    own position, in one column. Such a turn has one part.
     """
 
     def __init__(
-        self, passes: Passes, plan: Any, before: Rows, after: Rows, new: np.ndarray, num_columns: int, is_merged: bool
+        self,
+        passes: Passes,
+        plan: Any,
+        before: Rows,
+        after: Rows,
+        new: np.ndarray,
+        num_columns: int,
+        is_merged: bool,
+        *,
+        eviction: Any = None,
+        defers: bool = False,
     ) -> None:
         self.passes = passes
         self.plan = plan
@@ -57,6 +82,10 @@ class Turn:
         self.new = new
         self.num_columns = num_columns
         self.is_merged = is_merged
+        self.eviction = eviction
+        self.defers = defers
+        self.queries: np.ndarray | None = None
+        self._columns: dict[tuple[int, int], Any] = {}
         layout = passes.layout
         self.starts = [
             np.asarray(arrays.kv_starts, np.int64)
@@ -64,21 +93,33 @@ class Turn:
             if group.kind != "state"
         ]
         if not layout.groups:
-            passes.backend.copy_blocks(plan)
+            if len(plan.copies):
+                passes.backend.copy_blocks(plan)
         elif passes.backends:
             for arrays, group in zip(plan.groups, layout.groups, strict=True):
                 if group.kind != "state" and len(arrays.copies):
                     passes.backends[group.arena].copy_blocks(arrays.copies)
-        self._columns: dict[tuple[int, int], StepArrays] = {}
 
-    def arrays(self, group: int, column: int) -> StepArrays:
-        """Return the step arrays of one column of a group, for all rows, without copies."""
-        key, plan = (group, column), self.plan
+    def of_queries(self, queries: np.ndarray) -> Turn:
+        """Return a turn of some tokens of this one, whose rows are tokens. It stores and copies nothing.
+
+        A token may occur twice. Each sees its sequence up to itself.
+        """
+        turn = copy.copy(self)
+        turn.queries = queries
+        turn.before = Rows(self.before.lens[queries], gone=self.before.gone[queries])
+        turn.after = Rows(self.after.lens[queries], gone=self.after.gone[queries])
+        turn.new = self.new[queries]
+        turn.eviction, turn.defers = None, False
+        turn._columns = {}
+        return turn
+
+    def arrays(self, group: int, column: int) -> Any:
+        """Return the step arrays of one column of a group, for all rows."""
+        key = group, column
         if key not in self._columns:
-            if self.passes.layout.groups:
-                self._columns[key] = StepArrays.of_group(plan, group, column)
-            else:
-                self._columns[key] = StepArrays(plan.block_tables, plan.seq_lens, plan.cu_q_lens, plan.slot_mapping)
+            whole = StepArrays.of_group(self.plan, group, column) if self.passes.layout.groups else self.plan
+            self._columns[key] = whole if self.queries is None else StepArrays.of_queries(whole, self.queries)
         return self._columns[key]
 
     def parts(self, is_apart: bool) -> list[Part]:
@@ -107,6 +148,8 @@ class Part:
         Whether these are all rows of the turn.
     shape : (R, N)
         Of the model's input.
+    attends : bool
+        See `Forward`.
     """
 
     def __init__(self, turn: Turn, rows: np.ndarray) -> None:
@@ -119,6 +162,7 @@ class Part:
         is_even = bool((self.new == self.shape[1]).all())
         self._real = None if is_even else mx.array(np.flatnonzero(_is_real(self.new, self.shape[1])).astype(np.int32))
         self._forwards: dict[tuple[int, int], Forward] = {}
+        self.attends = True
 
     @property
     def takes_input_whole(self) -> bool:
@@ -131,28 +175,33 @@ class Part:
 
     def offset(self, is_stored: bool) -> int | mx.array:
         """Return the positions of the next tokens, before or after those of this part."""
-        if len(self.rows) == 1 or not self.turn.is_merged:
-            return int(self.lens[0] + (self.new[0] if is_stored else 0))
         seen = self.turn.after if is_stored else self.turn.before
+        if len(self.rows) == 1 or not self.turn.is_merged:
+            return int(seen.lens[self.rows[0]] + seen.gone[self.rows[0]])
         return seen.offsets if self.is_whole else seen.offsets[mx.array(self.rows.astype(np.int32))]
 
     def forward(self, arena: int, group: int, column: int) -> Forward:
         """Return the forward pass of one column of a group."""
         key = group, column
         if key not in self._forwards:
-            arrays = self.turn.arrays(group, column)
+            turn, arrays = self.turn, self.turn.arrays(group, column)
             self._forwards[key] = Forward(
-                self.turn.passes.backends[arena],
+                turn.passes.backends[arena],
                 arrays if self.is_whole else StepArrays.rows_of(arrays, self.rows),
                 self.shape,
                 columns=self._real,
-                is_fused=self.turn.passes.is_fused,
+                eviction=turn.eviction,
+                is_fused=turn.passes.is_fused,
+                defers=turn.defers,
+                stores=turn.queries is None,
             )
+        self._forwards[key].attends = self.attends
         return self._forwards[key]
 
     def end(self) -> None:
-        """Refuse attention of this part from now on."""
+        """Store what is not stored yet, and refuse attention of this part from now on."""
         for forward in self._forwards.values():
+            forward.flush()
             forward.is_over = True
 
 
@@ -167,7 +216,8 @@ class LayerCache:
         layout = part.turn.passes.layout
         place = layout.places[leaf]
         assert place is not None
-        self._part = part
+        self.part = part
+        self.number = leaf
         self._place = place
         self._leaf = layout.leaves[leaf]
         self._forward: Forward | None = None
@@ -177,7 +227,7 @@ class LayerCache:
     @property
     def offset(self) -> int | mx.array:
         """Position of the next token: an int for a single row, else int32 ``[R]``."""
-        return self._part.offset(self._forward is not None)
+        return self.part.offset(self._forward is not None)
 
     @property
     def chunk_size(self) -> int:
@@ -187,7 +237,7 @@ class LayerCache:
     @property
     def start_position(self) -> int:
         """Position of the first key that ``update_and_fetch`` returns for the first row."""
-        return int(self._part.starts(self._place.group)[0])
+        return int(self.part.starts(self._place.group)[0])
 
     def maybe_trim_front(self) -> None:
         """Do nothing: blocks before the chunk have left the table when the last pass was done."""
@@ -196,7 +246,7 @@ class LayerCache:
         self, N: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | PagedMask | None:
         """Return the mask of the next `N` columns, for the keys that the pool holds."""
-        part, window = self._part, self._leaf.window
+        part, window = self.part, self._leaf.window
         if part.turn.passes.is_fused:
             return PagedMask(window_size, window)
         starts = part.starts(self._place.group)
@@ -212,7 +262,7 @@ class LayerCache:
         ValueError
             They have another shape than when the model was traced, or the layer stores twice in one call.
         """
-        part, shape = self._part, self._leaf.shape
+        part, shape = self.part, self._leaf.shape
         assert shape is not None
         dtype = getattr(mx, shape.dtype)
         if keys.dtype != dtype or values.dtype != dtype:
@@ -268,26 +318,49 @@ def call(batch: Any, run: Callable[[list[Any], Part], Any], num_rows: int, num_c
     Any
         What the model returned. Of several parts the arrays are put together; in padding they are 0.
     """
-    passes = batch.passes
-    layout = passes.layout
+    layout = batch.passes.layout
     turn = batch.begin_turn(num_rows, num_columns)
+    result, held_by = in_parts(
+        turn, lambda part: batch.held if part.is_whole else chosen(layout, batch.held, part.rows.tolist()), run
+    )
+    batch.end_turn(turn.after, _held_after(layout, batch.held, held_by, num_rows))
+    return result
+
+
+def in_parts(
+    turn: Turn, held_before: Callable[[Part], Held], run: Callable[[list[Any], Part], Any]
+) -> tuple[Any, list[tuple[Part, Held]]]:
+    """Run a model over the parts of a turn.
+
+    Parameters
+    ----------
+    turn : Turn
+    held_before : callable
+        Returns what the rows of a part hold. It is asked only if they are not empty.
+    run : callable
+        See `call`.
+
+    Returns
+    -------
+    result : Any
+        See `call`.
+    held_by : list
+        Each part, and what its rows hold after it.
+    """
+    layout = turn.passes.layout
     parts = turn.parts(layout.is_apart)
     results, held_by = [], []
     for part in parts:
-        held = batch.held if part.is_whole else chosen(layout, batch.held, part.rows.tolist())
-        if layout.held and not part.lens.any():
-            held = nothing(layout, len(part.rows))
+        held = held_before(part) if layout.held and part.lens.any() else nothing(layout, len(part.rows))
         own = [
             opened(layout, held, leaf) if place is None else LayerCache(part, leaf)
             for leaf, place in enumerate(layout.places)
         ]
         result = run(build(layout.model.tree, own.__getitem__), part)
-        results.append(_with_writes(passes, result))
-        held_by.append((part, {leaf: closed(layout, leaf, own[leaf]) for leaf in layout.held}))
         part.end()
-    together = _together(results, parts, num_rows, num_columns)
-    batch.end_turn(turn.after, _held_after(layout, batch.held, held_by, num_rows))
-    return together
+        results.append(_with_writes(turn.passes, result))
+        held_by.append((part, {leaf: closed(layout, leaf, own[leaf]) for leaf in layout.held}))
+    return _together(results, parts, len(turn.new), turn.num_columns), held_by
 
 
 def _held_after(layout: Any, before: Held, held_by: list[tuple[Part, Held]], num_rows: int) -> Held:
@@ -361,7 +434,7 @@ def _stand_in(original: Any) -> Any:
                     return own
                 if part.takes_input_whole or not isinstance(value, mx.array):
                     return value
-                return _cut(value, part) if value.shape[:2] == (num_rows, num_columns) else value
+                return cut(value, part) if value.shape[:2] == (num_rows, num_columns) else value
 
             return original(self, *map(given, args), **{name: given(value) for name, value in kwargs.items()})
 
@@ -370,7 +443,7 @@ def _stand_in(original: Any) -> Any:
     return __call__
 
 
-def _cut(x: mx.array, part: Part) -> mx.array:
+def cut(x: mx.array, part: Part) -> mx.array:
     """Return the rows and columns of a part."""
     if len(part.rows) == 1:
         row = int(part.rows[0])

@@ -33,16 +33,17 @@ import numpy as np
 import kvpool
 from kvpool import Request, Scheduler
 from kvpool.adapters.mlx_lm.eviction import check_policy
-from kvpool.adapters.mlx_lm.host import BackendFactory, install
+from kvpool.adapters.mlx_lm.host import BackendFactory, install, require_evictable
 from kvpool.adapters.mlx_lm.ragged import RaggedForward
 from kvpool.adapters.mlx_lm.sampling import SEED_MAX, Sampling, best, sample
-from kvpool.adapters.mlx_lm.shapes import max_positions
+from kvpool.adapters.mlx_lm.shapes import inspect_model, max_positions
 from kvpool.adapters.mlx_lm.transcript import Transcript
 from kvpool.errors import UnknownRequest
 from kvpool.eviction import Evictor, Policy
 from kvpool.scheduler import Output, Step
 
 Listener = Callable[["TokenEvent"], None]
+FORMATS = ("block_tables", "seq_lens", "slot_mapping", "cu_q_lens")  # of plans for layer groups
 _SAMPLING = tuple(field.name for field in fields(Sampling))
 
 
@@ -175,12 +176,16 @@ class Engine:
     ) -> None:
         if (num_blocks is None) == (pool is None):
             raise TypeError("[Engine] either num_blocks or pool is needed, and not both")
-        if num_blocks is not None:
-            pool = kvpool.Pool(num_blocks, block_size, max_seqs=2 * max_running + 16, prefix_cache=prefix_cache)
+        max_seqs = 2 * max_running + 16
+        if eviction is not None and num_blocks is not None:
+            require_evictable(inspect_model(model), eviction, "Engine")
+            pool = kvpool.Pool(num_blocks, block_size, max_seqs=max_seqs, prefix_cache=prefix_cache)
+            num_blocks = None
         how: dict[str, Any] = {"prefix_cache": prefix_cache, "fused": fused, "kernels": kernels, "strict": strict}
-        how["backend"] = backend
+        how |= {"backend": backend, "block_size": block_size, "max_seqs": max_seqs}
         how |= {"kv_bits": kv_bits, "k_bits": k_bits, "v_bits": v_bits, "quant_group_size": quant_group_size}
-        self.kv = install(model, pool=pool, **how)
+        self.kv = install(model, num_blocks, pool=pool, **how)
+        pool = self.kv.pool
         policy = check_policy(eviction, self.kv.passes, self.kv.route, "Engine")
         self.tokenizer = _with_detokenizer(tokenizer)
         self._vocab_size = int(model(mx.zeros((1, 1), mx.int32)).shape[-1])  # traced, not computed
@@ -188,13 +193,14 @@ class Engine:
         self._forward = RaggedForward(self.kv)
         self._evictor = None if policy is None else Evictor(policy, pool, self.kv.backend)
         self._forward.eviction = self._evictor
+        self._keep_states = self._forward.keep_states
         self.scheduler = Scheduler(
             pool,
             max_running=max_running,
             max_step_tokens=max_step_tokens,
             prefill_chunk=prefill_chunk,
             mixed=self._forward.is_ragged,
-            formats=self.kv.backend.required_formats,
+            formats=FORMATS if self.kv.layout.groups else self.kv.backend.required_formats,
             eviction=self._evictor,
             **scheduling,
         )
@@ -319,20 +325,11 @@ class Engine:
         step = self.scheduler.schedule()
         if step is not None:
             try:
-                requests = step.requests
-                indices, is_sample = step.sample_index.tolist(), (step.beam_width == 0).tolist()
-                tokens, logprobs, beams = self._run(step, requests)
-            except BaseException:
-                self.scheduler.fail(step)
-                raise
-            try:
-                outputs = self.scheduler.update(step, tokens, logprobs, beams)
-            except ValueError:  # the model has given NaN to a beam; nothing has changed, the step is still out
-                self.scheduler.fail(step)
-                raise
+                rows, outputs = self._executed(step)
+            finally:
+                self._keep_states(self.scheduler.handles)
             self._is_delivering = True
             try:
-                rows = zip(requests, indices, is_sample, tokens.tolist(), logprobs.tolist(), strict=True)
                 self._deliver(rows, outputs)
             finally:
                 self._is_delivering = False
@@ -410,6 +407,22 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------ one step
 
+    def _executed(self, step: Step) -> tuple[Iterable[tuple[Request, int, bool, int, float]], list[Output]]:
+        """Run the model and give its tokens to the scheduler, all or nothing. Return the arguments of `_deliver`."""
+        try:
+            requests = step.requests
+            indices, is_sample = step.sample_index.tolist(), (step.beam_width == 0).tolist()
+            tokens, logprobs, beams = self._run(step, requests)
+        except BaseException:
+            self.scheduler.fail(step)
+            raise
+        try:
+            outputs = self.scheduler.update(step, tokens, logprobs, beams)
+        except ValueError:  # the model has given NaN to a beam; nothing has changed, the step is still out
+            self.scheduler.fail(step)
+            raise
+        return zip(requests, indices, is_sample, tokens.tolist(), logprobs.tolist(), strict=True), outputs
+
     def _run(
         self, step: Step, requests: list[Request]
     ) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray] | None]:
@@ -464,6 +477,7 @@ class Engine:
         for output in self.scheduler.cancel(job.request.id):
             job.outputs[output.index] = output
         del self._jobs[job.request.id]
+        self._keep_states(self.scheduler.handles)
         return job.completion()
 
     def _drop(self, ids: Iterable[Hashable]) -> None:

@@ -21,7 +21,7 @@ from kvpool.adapters.mlx_lm.cache import Batch, PagedKVCache
 from kvpool.adapters.mlx_lm.cache_hook import Hook
 from kvpool.adapters.mlx_lm.calls import site_of
 from kvpool.adapters.mlx_lm.eviction import check_policy
-from kvpool.adapters.mlx_lm.layout import Layout, grouped, one_table
+from kvpool.adapters.mlx_lm.layout import Layout, layout_of
 from kvpool.adapters.mlx_lm.passes import NOT_OPENED, Known, Passes
 from kvpool.adapters.mlx_lm.shapes import ModelShape, build, inspect_model, require_bits, with_bits
 from kvpool.adapters.mlx_lm.states import arrays_in
@@ -59,31 +59,25 @@ def install(
     Parameters
     ----------
     model
-        As loaded by ``mlx_lm.load``. Inside the block ``model.make_cache`` makes paged caches, so every engine of
-        mlx-lm uses them. The attribute is set on this instance only and restored at the end. Caches outlive the block.
+        As loaded by ``mlx_lm.load``. Inside the block ``model.make_cache`` makes paged caches, for every engine.
     num_blocks, block_size, max_seqs
         Size of a new pool: blocks of tokens in all layers (one is reserved), tokens per block, sequences at a time.
-        A model whose layers differ gets a pool with layer groups. Layers with a window then let blocks go, so more
-        tokens fit.
+        If layers differ, it has layer groups. Layers with a window let blocks go, so more tokens fit.
     prefix_cache : bool
-        Make the pool with a prefix cache, or use that of `pool`. `fetch`, `commit` and `PagedPromptCache` need it.
-        The pool then has no layer groups and keeps every token. Where layers are of several shapes, or have a state,
-        there is no prefix cache, and a warning says so.
+        Make the pool with a prefix cache, or use that of `pool`, which then keeps every token. Warns if it cannot be.
     pool : kvpool.Pool, optional
-        Use this pool. Without layer groups it keeps every token, also behind windows.
+        Use this pool. Without layer groups it keeps every token.
     fused : bool, optional
         True: attend straight over the pool. False: gather every context for mlx-lm's own attention. By default the
         model attends over the pool if it can: see `trial` and `PagedKV.route`.
     backend : str or callable, optional
         A backend other than MLX's own: a name for `load_backend`, or ``factory(spec, num_blocks)``, for any arrays.
-    kernels : bool, optional
-        See `kvpool_backends.mlx.MLXBackend`. By default the kernels of Metal or of the CPU are used.
-    overlap : bool
-        Where MLX scatters: build a step while the previous one runs. MLX then copies the pool's arrays.
+    kernels, overlap : bool, optional
+        See `kvpool_backends.mlx.MLXBackend`. By default its kernels are used, and no step is built while one runs.
     strict : bool
         Refuse releases of mlx-lm of another series than those that this adapter was tested with.
     eviction : kvpool.eviction.Policy, optional
-        Evict tokens by this policy. `PagedKV.make_cache` can override it for one cache, in a pool without layer groups.
+        Evict tokens by this policy. `PagedKV.make_cache` can override it for one cache.
     kv_bits, k_bits, v_bits, quant_group_size : int, optional
         Store both, or one of them, in 8 or 4 bits: `shapes.with_bits`.
 
@@ -105,17 +99,15 @@ def install(
         require_tested_version("install")
     if (num_blocks is None) == (pool is None):
         raise TypeError("[install] either num_blocks or pool is needed, and not both")
-    model_shape = inspect_model(model)
-    layout = _layout(model_shape, block_size if pool is None else pool.block_size, pool, prefix_cache, eviction)
+    shape = inspect_model(model)
+    layout = _layout(shape, block_size if pool is None else pool.block_size, pool, prefix_cache, eviction)
     if num_blocks is not None:
-        prefix_cache = prefix_cache and not layout.groups
-        how = {"prefix_cache": True} if prefix_cache else {}
-        pool = layout.make_pool(num_blocks, block_size, max_seqs, **how)
+        pool = layout.make_pool(num_blocks, block_size, max_seqs, prefix_cache)
     layout = replace(layout, specs=tuple(with_bits(spec, **quantization) for spec in layout.specs))
     storage = partial(_storage, backend=backend, kernels=kernels, overlap=overlap)
     paged = partial(_paged, model, layout, storage)
-    sites, why_gather = _choose_route(paged, model, layout, fused)
-    return paged(pool, sites=sites, why_gather=why_gather, prefix_cache=prefix_cache, eviction=eviction)
+    sites, why = _choose_route(paged, model, layout, fused)
+    return paged(pool, sites=sites, why_gather=why, prefix_cache=prefix_cache, eviction=eviction)
 
 
 def _paged(model: Any, layout: Layout, storage: Callable[..., KVBackend], pool: Any, **kept: Any) -> PagedKV:
@@ -126,21 +118,26 @@ def _paged(model: Any, layout: Layout, storage: Callable[..., KVBackend], pool: 
 def _layout(model: ModelShape, block_size: int, pool: Any, prefix_cache: bool, eviction: Policy | None) -> Layout:
     """Return how the caches of a model are held: in one table where that is asked for and possible."""
     keeps_all = prefix_cache or eviction is not None or (pool is not None and pool.options.groups is None)
-    is_plain = model.is_uniform and (keeps_all or all(leaf.kind == "full" for leaf in model.leaves))
-    if eviction is not None and (model.is_apart or not is_plain):
-        raise ValueError(
-            f"[install] eviction needs layers that keep every token in one shape, and rows that share a pass: "
-            f"{type(eviction).__name__} on {model.describe()}"
-        )
-    layout = one_table(model, block_size) if is_plain else grouped(model, block_size)
+    if eviction is not None:
+        require_evictable(model, eviction, "install")
+    layout = layout_of(model, block_size, keeps_all)
     if pool is not None:
         layout.require_pool(pool)
-    if prefix_cache and not is_plain:
+    if prefix_cache and layout.groups:
         _log.warning("[install] prefix_cache=True has no effect, the index knows one table only: %s", model.describe())
     unknown = sorted({leaf.name for leaf in layout.leaves if leaf.kind == "opaque"})
     if unknown:
         _log.warning("[install] %s is held whole for each sequence, outside the blocks", ", ".join(unknown))
     return layout
+
+
+def require_evictable(model: ModelShape, eviction: Policy, call: str) -> None:
+    """Raise ValueError unless one table can hold all layers of a model: eviction takes tokens out of it."""
+    if model.is_apart or not model.is_uniform:
+        raise ValueError(
+            f"[{call}] eviction needs layers that keep every token in one shape, and rows that share a pass: "
+            f"{type(eviction).__name__} on {model.describe()}"
+        )
 
 
 def _storage(

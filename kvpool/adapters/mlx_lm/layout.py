@@ -76,10 +76,13 @@ class Layout:
         """Return the blocks of an arena that one block of tokens takes in all its groups."""
         return sum(group.columns for group in self.groups if group.kind != "state" and group.arena == arena) or 1
 
-    def make_pool(self, num_blocks: int, block_size: int, max_seqs: int, **options: Any) -> Any:
-        """Return a pool with room for `num_blocks` blocks of tokens in all layers, if nothing were let go."""
+    def make_pool(self, num_blocks: int, block_size: int, max_seqs: int, prefix_cache: bool = False) -> Any:
+        """Return a pool with room for `num_blocks` blocks of tokens in all layers, if nothing were let go.
+
+        With layer groups it has no prefix cache.
+        """
         if not self.groups:
-            return kvpool.Pool(num_blocks, block_size, max_seqs=max_seqs, **options)
+            return kvpool.Pool(num_blocks, block_size, max_seqs=max_seqs, prefix_cache=prefix_cache)
         sizes = [1 + (num_blocks - 1) * self.columns(arena) for arena in range(max(1, len(self.specs)))]
         groups, seen = [], {0}
         for group in self.groups:
@@ -100,7 +103,6 @@ class Layout:
             max_blocks_per_seq=longest,
             lookahead=min([LOOKAHEAD, *(size - 1 for size in bounded)]) if bounded else 0,
             groups=groups,
-            **options,
         )
 
     def require_pool(self, pool: Any) -> None:
@@ -113,6 +115,16 @@ class Layout:
             )
         if self.groups and pool.options.in_order:
             raise ValueError("[install] the pool has in_order=True, a model with layer groups needs one without")
+
+
+def layout_of(model: ModelShape, block_size: int, keeps_all: bool) -> Layout:
+    """Return how the caches of a model are held.
+
+    `keeps_all`: in one table where that is possible, also if it keeps tokens that windows do not see. A prefix cache
+    and eviction need it.
+    """
+    is_plain = model.is_uniform and (keeps_all or all(leaf.kind == "full" for leaf in model.leaves))
+    return one_table(model, block_size) if is_plain else grouped(model, block_size)
 
 
 def one_table(model: ModelShape, block_size: int) -> Layout:

@@ -8,8 +8,11 @@ from typing import Any
 import mlx_lm
 
 from kvpool.adapters.mlx_lm import tiny
+from kvpool.adapters.mlx_lm.layout import layout_of
 from kvpool.adapters.mlx_lm.shapes import inspect_model, with_bits
 from kvpool.config import blocks_for
+
+MOST_WITHOUT_BYTES = 2**16  # blocks of a model whose layers keep nothing in blocks
 
 
 class ModelNotLoaded(Exception):
@@ -44,13 +47,28 @@ def check_name(name: str) -> None:
         raise ModelNotLoaded(f"{name}: no such folder, and no repository of the form owner/name")
 
 
-def blocks_in(memory: int | str, model: Any, block_size: int, **quantization: int | None) -> int:
-    """Blocks of a model's KV cache that `memory` holds, see `kvpool.config.blocks_for`.
+def blocks_in(
+    memory: int | str, model: Any, block_size: int, keeps_all: bool = True, **quantization: int | None
+) -> int:
+    """Return the `num_blocks` of `install` for which `memory` holds the pool, see `kvpool.config.blocks_for`.
 
-    `quantization` is as for `install`.
+    Parameters
+    ----------
+    keeps_all : bool
+        See `layout_of`. True for a prefix cache or eviction.
+    quantization
+        As for `install`.
     """
     import mlx.core as mx
 
-    spec = with_bits(inspect_model(model).spec(block_size), **quantization)
+    layout = layout_of(inspect_model(model), block_size, keeps_all)
+    specs = [with_bits(spec, **quantization) for spec in layout.specs]
+    if not specs:
+        return MOST_WITHOUT_BYTES
     info = dict(mx.device_info()) if mx.metal.is_available() else None
-    return blocks_for(memory, spec, device_info=info, active_nbytes=mx.get_active_memory()).num_blocks
+    sizes = [blocks_for(memory, spec, device_info=info, active_nbytes=mx.get_active_memory()) for spec in specs]
+    counts = [layout.columns(arena) for arena in range(len(specs))]
+    reserved = sum(spec.block_nbytes for spec in specs)
+    nbytes = sum(count * spec.block_nbytes for count, spec in zip(counts, specs, strict=True))
+    within = [1 + (size.num_blocks - 1) // count for size, count in zip(sizes, counts, strict=True)]
+    return max(2, min(1 + (sizes[0].budget_nbytes - reserved) // nbytes, *within))

@@ -1,9 +1,10 @@
 """One forward pass of an mlx-lm model over the tokens of a plan: any mix of prefill chunks and decodes.
 
-A model of mlx-lm takes a rectangle of tokens and one cache per layer. On the fused route only attention looks at more
-than one token. The attention kernels read from the plan which token belongs to which sequence. So the T tokens of a
-plan are T rows of one column, each at its own position. There is no padding. On the gather route a row is a sequence,
-as everywhere in mlx-lm. There a plan has one token for each sequence, or one chunk of a single sequence.
+A model of mlx-lm takes a rectangle of tokens and one cache per layer. Where all layers attend over the pool, only
+attention looks at more than one token. The attention kernels read from the plan which token belongs to which sequence.
+So the T tokens of a plan are T rows of one column, each at its own position. There is no padding. Other models (the
+gather route, recurrent layers, caches that are held whole) see a sequence in each row, as everywhere in mlx-lm. There a
+plan has one token for each sequence, or one chunk of a single sequence.
 
 A pass does not change the model. It replaces the model's attention function and puts it back (`attention`).
 """
@@ -19,11 +20,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from kvpool.adapters.mlx_lm.attention import Forward
-from kvpool.adapters.mlx_lm.cache import Batch, PagedKVCache
+from kvpool.adapters.mlx_lm.calls import LayerCache, Part, Turn, cut, in_parts
 from kvpool.adapters.mlx_lm.host import PagedKV
 from kvpool.adapters.mlx_lm.passes import Rows
-from kvpool.protocol import StepArrays
+from kvpool.adapters.mlx_lm.slots import SlotStates, arrays_of
+from kvpool.adapters.mlx_lm.states import Held
 
 
 class RaggedForward:
@@ -37,9 +38,11 @@ class RaggedForward:
     Attributes
     ----------
     is_ragged : bool
-        Whether a pass takes any plan. True on the fused route.
+        Whether a pass takes any plan: all layers attend over the pool, and rows may share a pass.
     eviction : kvpool.eviction.Evictor or None
         Receives the attention scores of the layers. Call its `begin` before each pass.
+    states : SlotStates
+        What the state slots of the pool hold.
 
     Raises
     ------
@@ -52,18 +55,21 @@ class RaggedForward:
             raise ValueError("[RaggedForward] plans keep every token, kv evicts: install without eviction")
         self.kv = kv
         self.eviction: Any = None
-        self.is_ragged = bool(kv.passes.sites)
-        self._defers = self.is_ragged and not kv.backend.capabilities.lazy
-        self._batch = Batch(kv.passes, [], [], is_merged=False)
-        self._caches = [PagedKVCache(self._batch, layer) for layer in range(kv.num_layers)]
+        layout = kv.layout
+        self.is_ragged = bool(kv.passes.sites) and not layout.held and not layout.is_apart
+        self._is_lazy = any(backend.capabilities.lazy for backend in kv.backends)
+        self._defers = self.is_ragged and not self._is_lazy
+        self._state_group = len(layout.groups) - 1 if layout.held else -1
+        self.states = SlotStates(layout)
 
     def __call__(
         self, tokens: np.ndarray, plan: Any, lens: np.ndarray, rows: np.ndarray, evicted: np.ndarray | None = None
     ) -> mx.array:
         """Return the logits of some tokens of a plan that was stepped, float32 ``[M, V]``.
 
-        All copies, writes and reads of the plan are done when the call returns. MLX may evaluate the logits later. The
-        caller calls `done` or `rollback`. Exceptions of the model pass through.
+        All copies, writes and reads of the plan are done when the call returns, and the states that it names are
+        stored. MLX may evaluate the logits later. The caller calls `done` or `rollback`, then `keep_states`. Exceptions
+        of the model pass through.
 
         Parameters
         ----------
@@ -79,65 +85,84 @@ class RaggedForward:
         Raises
         ------
         ValueError
-            On the gather route, a plan that is neither decodes only nor one chunk of one sequence.
+            A plan that is neither decodes only nor one chunk of one sequence, where passes are not ragged.
         """
         kv = self.kv
         new = np.diff(np.asarray(plan.cu_q_lens, np.int64)[: len(lens) + 1])
-        shape, starts = self._shape(len(tokens), lens, new)
-        ahead = None if evicted is None else evicted if len(starts) == len(lens) else np.repeat(evicted, new)
-        forward = None
+        gone = np.zeros_like(lens) if evicted is None else np.asarray(evicted, np.int64)
         entered = 0
         try:
             for site in kv.passes.sites:
                 site.enter()
                 entered += 1
-            forward = Forward(
-                kv.backend, plan, shape, eviction=self.eviction, is_fused=self.is_ragged, defers=self._defers
-            )
-            self._batch.take_plan(forward, Rows(starts, gone=ahead))
-            logits = self._logits(mx.array(tokens.reshape(shape)), forward, rows)
-            forward.flush()
-            if kv.backend.capabilities.lazy:
-                mx.eval(logits, *(queued for layer in range(kv.num_layers) for queued in kv.backend.queued(layer)))
+            turn = self._turn(plan, lens, new, gone)
+            logits, held_by = self._logits(mx.array(tokens.reshape(len(turn.new), turn.num_columns)), turn, rows)
+            late = [x for _, held in held_by for x in arrays_of(held)]
+            if self._is_lazy:
+                layers = [(backend, i) for backend in kv.backends for i in range(backend.spec.num_layers)]
+                late += [logits, *(x for backend, i in layers for x in backend.queued(i))]
+            mx.eval(late)
         finally:
-            if forward is not None:
-                forward.is_over = True
             for site in kv.passes.sites[:entered]:
                 site.leave()
+        if self.states_are_held:
+            for part, held in held_by:
+                self.states.write(self._slots(plan, "state_dst", part), held)
         return logits
 
-    def _shape(self, num_tokens: int, lens: np.ndarray, new: np.ndarray) -> tuple[tuple[int, int], np.ndarray]:
-        """Return the shape of the model's input, and the place of each row's first token."""
-        starts = lens - new
-        if self.is_ragged:
-            first = np.concatenate([[0], np.cumsum(new)[:-1]]) if len(new) else new
-            positions = np.arange(num_tokens) + np.repeat(starts - first, new)
-            return (num_tokens, 1), positions
-        if len(lens) == 1:
-            return (1, num_tokens), starts
-        if (new != 1).any():
-            raise ValueError(
-                f"[forward] the plan has {len(lens)} rows with up to {new.max()} tokens: without kernels for this "
-                "model a pass is one token for each, or one row"
-            )
-        return (num_tokens, 1), starts
+    @property
+    def states_are_held(self) -> bool:
+        """Whether some layers keep a state, or a cache that is held whole."""
+        return self._state_group >= 0
 
-    def _logits(self, inputs: mx.array, forward: Forward, rows: np.ndarray) -> mx.array:
+    def keep_states(self, handles: np.ndarray) -> None:
+        """Forget the states of all sequences but these."""
+        if self.states_are_held:
+            table = self.kv.pool.table
+            self.states.keep(slot for handle in handles for slot in table(int(handle), self._state_group).tolist())
+
+    def _turn(self, plan: Any, lens: np.ndarray, new: np.ndarray, gone: np.ndarray) -> Turn:
+        """Return the turn of a plan: its rows are tokens where passes are ragged, else sequences."""
+        starts, num_tokens = lens - new, int(new.sum())
+        num_columns = 1
+        if self.is_ragged:
+            first = np.cumsum(new) - new
+            starts = np.arange(num_tokens) + np.repeat(starts - first, new)
+            gone, new = np.repeat(gone, new), np.ones(num_tokens, np.int64)
+        elif len(lens) == 1:
+            num_columns = num_tokens
+        elif (new != 1).any():
+            raise ValueError(
+                f"[forward] the plan has {len(lens)} rows with up to {new.max()} tokens: a pass of this model is one "
+                "token for each row, or one row"
+            )
+        before, after = Rows(starts, gone=gone), Rows(starts + new, gone=gone)
+        how: dict[str, Any] = {"eviction": self.eviction, "defers": self._defers}
+        return Turn(self.kv.passes, plan, before, after, new, num_columns, num_columns == 1, **how)
+
+    def _slots(self, plan: Any, name: str, part: Part) -> list[int]:
+        """Return the state slots of a part's rows: ``state_src`` or ``state_dst``."""
+        slots: list[int] = getattr(plan.groups[self._state_group], name)[part.rows].tolist()
+        return slots
+
+    def _logits(self, inputs: mx.array, turn: Turn, rows: np.ndarray) -> tuple[mx.array, list[tuple[Part, Held]]]:
         """Run the model over all tokens and its head over the tokens that were asked for."""
-        caches = self._caches
-        if not len(rows):
-            hidden = self.kv.model(inputs, cache=caches)  # MLX never evaluates it
-            return mx.zeros((0, hidden.shape[-1]), mx.float32)
-        # A policy with scores needs the last layer's attention of every row's last token, sampled or not.
-        wants_scores = self.eviction is not None and self.eviction.policy.scores is not None
-        splits = len(rows) < inputs.size and self._defers and not wants_scores
-        last = partial(_LastLayer, self._batch, forward, rows) if splits else None
-        model, taken = _with_rows(self.kv.model, mx.array(rows), last)
-        logits = model(inputs, cache=caches)
+        model, taken = self.kv.model, False
+        if len(rows):
+            # A policy with scores needs the last layer's attention of every row's last token, sampled or not.
+            wants_scores = self.eviction is not None and self.eviction.policy.scores is not None
+            splits = len(rows) < inputs.size and self._defers and not wants_scores
+            last = partial(_LastLayer, turn, rows) if splits else None
+            model, taken = _with_rows(model, mx.array(rows), last)
+
+        def run(own: list[Any], part: Part) -> Any:
+            return model(inputs if part.takes_input_whole else cut(inputs, part), cache=own)
+
+        logits, held_by = in_parts(turn, lambda part: self.states.read(self._slots(turn.plan, "state_src", part)), run)
+        if not len(rows):  # MLX never evaluates it
+            return mx.zeros((0, logits.shape[-1]), mx.float32), held_by
         logits = logits.reshape(-1, logits.shape[-1])
-        if taken is None:
-            logits = logits[mx.array(rows)]
-        return logits.astype(mx.float32)
+        return (logits if taken else logits[mx.array(rows)]).astype(mx.float32), held_by
 
 
 # ------------------------------------------------------------------------------------ logits of some rows only
@@ -172,24 +197,21 @@ class _LastLayer:
     that ends with its token. All attributes are those of the layer.
     """
 
-    def __init__(self, batch: Batch, forward: Forward, rows: np.ndarray, layer: nn.Module) -> None:
-        some = StepArrays.of_queries(forward.plan, rows)
-        self._layer = layer
+    def __init__(self, turn: Turn, rows: np.ndarray, layer: nn.Module) -> None:
+        self._turn = turn.of_queries(rows)
         self._rows = mx.array(rows)
-        self._whole = forward
-        self._pass = Forward(forward.backend, some, (len(rows), 1), is_fused=True, stores=False)
-        before = batch.base_rows
-        own = Batch(batch.passes, [], [], is_merged=True)
-        self._cache = PagedKVCache(own, batch.passes.num_layers - 1)
-        own.take_plan(self._pass, Rows(before.lens[rows], gone=before.gone[rows]))
+        self._layer = layer
 
     def __call__(self, x: mx.array, *args: Any, **options: Any) -> Any:
-        self._whole.attends = False
+        (whole,) = (one for one in (*args, *options.values()) if type(one) is LayerCache)
+        whole.part.attends = False
         self._layer(x, *args, **options)
-        given = [self._cache if type(one) is PagedKVCache else one for one in args]
-        named = {name: self._cache if type(one) is PagedKVCache else one for name, one in options.items()}
+        (part,) = self._turn.parts(is_apart=False)
+        some = LayerCache(part, whole.number)
+        given = [some if one is whole else one for one in args]
+        named = {name: some if one is whole else one for name, one in options.items()}
         result = self._layer(x[self._rows], *given, **named)
-        self._pass.is_over = True
+        part.end()
         return result
 
     def __getattr__(self, name: str) -> Any:
@@ -198,7 +220,7 @@ class _LastLayer:
 
 def _with_rows(
     model: nn.Module, rows: mx.array, last: Callable[[nn.Module], _LastLayer] | None
-) -> tuple[nn.Module, mx.array | None]:
+) -> tuple[nn.Module, bool]:
     """Return a copy of `model` whose head sees `rows` only, if ``model.model`` is followed by the head alone.
 
     The head of a large vocabulary costs as much as several layers, and a chunk of a prompt needs one row of it. The
@@ -207,12 +229,12 @@ def _with_rows(
     """
     body = model.get("model")
     if not isinstance(body, nn.Module) or type(model).__module__ not in _HEADS:
-        return model, None
+        return model, False
     if type(model).__module__ in _PER_TOKEN:
         last = None
     one = copy.copy(model)
     dict.__setitem__(one, "model", _RowsOf(body, rows, last))
-    return one, rows
+    return one, True
 
 
 _PER_TOKEN = frozenset({"mlx_lm.models.ministral3"})

@@ -82,9 +82,10 @@ class ModelShape:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all layers hold keys and values of one shape: one table can serve all of them."""
+        """Whether each layer has one cache, of keys and values of one shape: one table can serve all of them."""
         kinds = {leaf.kind for leaf in self.leaves}
-        return kinds <= {"full", "window"} and len({leaf.shape for leaf in self.leaves}) == 1
+        is_flat = all(isinstance(node, int) for node in self.tree)
+        return is_flat and kinds <= {"full", "window"} and len({leaf.shape for leaf in self.leaves}) == 1
 
     def spec(self, block_size: int) -> KVSpec:
         """Return the spec of a storage that keeps every token of all layers.
@@ -128,7 +129,7 @@ def build(tree: Sequence[Any], make: Callable[[int], Any]) -> list[Any]:
 def inspect_model(model: Any) -> ModelShape:
     """Return what a model's cache is made of.
 
-    Found by tracing one token through the model with mlx-lm's own caches. Nothing is computed.
+    Found by tracing tokens through the model with mlx-lm's own caches. Nothing is computed.
     """
     if not hasattr(model, "layers") and not hasattr(model, "make_cache"):
         raise TypeError(f"[install] model must be one that mlx_lm.load returns, got {type(model).__name__}")
@@ -137,6 +138,12 @@ def inspect_model(model: Any) -> ModelShape:
     fresh = copy.deepcopy(found)
     model(mx.zeros((1, 1), mx.int32), cache=caches)
     leaves = tuple(_leaf(cache) for cache in found)
+    states = [i for i, leaf in enumerate(leaves) if leaf.kind == "state"]
+    if states:
+        after_one = [_shapes(found[i]) for i in states]
+        model(mx.zeros((1, 1), mx.int32), cache=caches)
+        growing = {i for i, shapes in zip(states, after_one, strict=True) if _shapes(found[i]) != shapes}
+        leaves = tuple(Leaf("opaque", leaf.name) if i in growing else leaf for i, leaf in enumerate(leaves))
     return ModelShape(
         leaves,
         _numbered(caches, iter(range(len(found)))),
@@ -163,6 +170,11 @@ def _leaf(cache: Any) -> Leaf:
             shape = Shape(k.shape[1], k.shape[3], v.shape[3], str(k.dtype).removeprefix("mlx.core."))
             return Leaf(kind, name, getattr(cache, size) if size else 0, shape)
     return Leaf("opaque", name)
+
+
+def _shapes(cache: ArraysCache) -> list[Any]:
+    """Return the shapes of a state. One that grows with its sequence is no row of a batch."""
+    return [None if x is None else x.shape for x in cache.cache]
 
 
 def max_positions(model: Any) -> int | None:

@@ -21,7 +21,7 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models import llama
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
-from kvpool.adapters.mlx_lm import PagedKV, Summary, install
+from kvpool.adapters.mlx_lm import PagedKV, Summary, install, tiny
 from kvpool.adapters.mlx_lm.loading import ModelNotLoaded, load
 from kvpool.cli.console import CommandError, NotRun
 from kvpool.cli.demo.report import Settings
@@ -237,6 +237,38 @@ def decode(
     finally:
         mx.set_default_device(device)
     return [list(row) for row in zip(*tokens[1:], strict=True)], median(ms[1:])
+
+
+def compare_layers(arch: str, settings: Settings) -> dict[str, Any]:
+    """Continue prompts with a tiny model, by stock and on a pool, each alone and in a batch.
+
+    Returns
+    -------
+    dict
+        ``tokens`` of stock alone, of kvpool alone and in a batch; ``nbytes`` of both batches: keys, values and states;
+        ``blocks_left``, ``layers`` in words, and the route of attention.
+    """
+    rng = np.random.default_rng(settings.seed)
+    model, _ = tiny.make(arch)
+    prompts = [rng.integers(0, tiny.CONFIG["vocab_size"], n).tolist() for n in settings.prompt_lengths]
+    longest = max(settings.prompt_lengths) + settings.sample_tokens
+    stock = [generate(model, [prompt], settings.sample_tokens).tokens[0] for prompt in prompts]
+    theirs = generate(model, prompts, settings.sample_tokens)
+    num_blocks = 1 + (len(prompts) + 1) * (longest // settings.block_size + 2)
+    with install_pool(model, num_blocks, settings.block_size) as kv:
+        alone = [generate(model, [prompt], settings.sample_tokens).tokens[0] for prompt in prompts]
+        ours = generate(model, prompts, settings.sample_tokens)
+        gc.collect()
+        summary = kv.summary()
+        described = kv.layout.model.describe()
+    return {
+        "tokens": {"stock": stock, "alone": alone, "batch": ours.tokens},
+        "nbytes": {"stock": theirs.cache_nbytes, "kvpool": ours.cache_nbytes},
+        "kv_nbytes_peak": summary.kv_nbytes_peak,
+        "blocks_left": summary.blocks_used,
+        "layers": described,
+        "attention": summary.route,
+    }
 
 
 @dataclass(frozen=True)
