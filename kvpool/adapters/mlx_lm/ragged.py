@@ -90,11 +90,8 @@ class RaggedForward:
         kv = self.kv
         new = np.diff(np.asarray(plan.cu_q_lens, np.int64)[: len(lens) + 1])
         gone = np.zeros_like(lens) if evicted is None else np.asarray(evicted, np.int64)
-        entered = 0
+        kv.passes.hook()
         try:
-            for site in kv.passes.sites:
-                site.enter()
-                entered += 1
             turn = self._turn(plan, lens, new, gone)
             logits, held_by = self._logits(mx.array(tokens.reshape(len(turn.new), turn.num_columns)), turn, rows)
             late = [x for _, held in held_by for x in arrays_of(held)]
@@ -103,8 +100,7 @@ class RaggedForward:
                 late += [logits, *(x for backend, i in layers for x in backend.queued(i))]
             mx.eval(late)
         finally:
-            for site in kv.passes.sites[:entered]:
-                site.leave()
+            kv.passes.unhook()
         if self.states_are_held:
             for part, held in held_by:
                 self.states.write(self._slots(plan, "state_dst", part), held)
