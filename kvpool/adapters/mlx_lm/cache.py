@@ -478,8 +478,9 @@ class PagedKVCache:
     some models build two masks per forward pass, some read the offset of another layer. ``offset`` advances with this
     layer's own ``update_and_fetch``. The first ``update_and_fetch`` of a pass steps the pool.
 
-    A sliding-window layer (mlx-lm's RotatingKVCache) keeps all its tokens here. Its window is in the mask. The result
-    is the same, and such a cache can always be trimmed.
+    In a pool without layer groups a sliding-window layer (mlx-lm's RotatingKVCache) keeps all its tokens. Its window is
+    in the mask. The result is the same, and such a cache can always be trimmed. With layer groups the model sees
+    other caches during a call (`calls`). The facades then merge, fork, filter and count.
 
     There is no ``__len__`` and no ``__bool__``, because mlx-lm tests ``if cache`` and would treat an empty cache as
     none. There are no ``meta_state``, ``keys`` or ``values`` and no setter of ``state``, because K and V are in the

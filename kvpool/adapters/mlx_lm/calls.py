@@ -163,19 +163,23 @@ class Part:
         self._real = None if is_even else mx.array(np.flatnonzero(_is_real(self.new, self.shape[1])).astype(np.int32))
         self._forwards: dict[tuple[int, int], Forward] = {}
         self.attends = True
-
-    @property
-    def takes_input_whole(self) -> bool:
-        """Whether the model's input needs no cut."""
-        return self.is_whole and self.shape[1] == self.turn.num_columns
+        self.takes_input_whole = self.is_whole and self.shape[1] == turn.num_columns  # no cut
 
     def starts(self, group: int) -> np.ndarray:
         """Return the first position of each row that the group holds without a hole after it."""
         return self.turn.starts[group][self.rows] if self.turn.starts else np.zeros_like(self.lens)
 
-    def offset(self, is_stored: bool) -> int | mx.array:
-        """Return the positions of the next tokens, before or after those of this part."""
-        seen = self.turn.after if is_stored else self.turn.before
+    @functools.cached_property
+    def offset_before(self) -> int | mx.array:
+        """Positions of the tokens of this part: of the first one in each row."""
+        return self._offset(self.turn.before)
+
+    @functools.cached_property
+    def offset_after(self) -> int | mx.array:
+        """Positions of the tokens after this part."""
+        return self._offset(self.turn.after)
+
+    def _offset(self, seen: Rows) -> int | mx.array:
         if len(self.rows) == 1 or not self.turn.is_merged:
             return int(seen.lens[self.rows[0]] + seen.gone[self.rows[0]])
         return seen.offsets if self.is_whole else seen.offsets[mx.array(self.rows.astype(np.int32))]
@@ -220,6 +224,7 @@ class LayerCache:
         self.number = leaf
         self._place = place
         self._leaf = layout.leaves[leaf]
+        self._window = part.turn.passes.windows[leaf]
         self._forward: Forward | None = None
         self.keys: Any = None
         self.values: Any = None
@@ -227,7 +232,7 @@ class LayerCache:
     @property
     def offset(self) -> int | mx.array:
         """Position of the next token: an int for a single row, else int32 ``[R]``."""
-        return self.part.offset(self._forward is not None)
+        return self.part.offset_before if self._forward is None else self.part.offset_after
 
     @property
     def chunk_size(self) -> int:
@@ -246,7 +251,7 @@ class LayerCache:
         self, N: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | PagedMask | None:
         """Return the mask of the next `N` columns, for the keys that the pool holds."""
-        part, window = self.part, self._leaf.window
+        part, window = self.part, self._window
         if part.turn.passes.is_fused:
             return PagedMask(window_size, window)
         starts = part.starts(self._place.group)
@@ -271,11 +276,11 @@ class LayerCache:
                 "again, or make the engine again, after a model was cast"
             )
         rows, columns = part.shape
-        wanted = [(rows, shape.num_kv_heads, columns, dim) for dim in (shape.head_dim, shape.v_head_dim)]
-        if [keys.shape, values.shape] != wanted or self._forward is not None:
+        outer = rows, shape.num_kv_heads, columns
+        if keys.shape != (*outer, shape.head_dim) or values.shape != (*outer, shape.v_head_dim) or self._forward:
             raise ValueError(
                 f"[update_and_fetch] keys have shape {keys.shape}, values {values.shape}, this call stores "
-                f"{wanted[0]} and {wanted[1]}, once"
+                f"{(*outer, shape.head_dim)} and {(*outer, shape.v_head_dim)}, once"
             )
         self._forward = part.forward(self._place.arena, self._place.group, self._place.column)
         if not shape.v_head_dim:
@@ -289,7 +294,7 @@ class LayerCache:
         if self._forward is None:
             raise RuntimeError("[keys_and_values] no update_and_fetch in this call")
         if self._forward.is_fused:
-            context = PagedContext(self._forward, self._place.array, self._leaf.window)
+            context = PagedContext(self._forward, self._place.array, self._window)
             return context, context
         self._forward.flush()
         k, v = self._forward.backend.read(self._forward.step, self._place.array)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import kvpool
@@ -26,7 +27,7 @@ class Place(NamedTuple):
     array: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     """How a model's caches are held.
 
@@ -47,22 +48,22 @@ class Layout:
     groups: tuple[Group, ...]
     places: tuple[Place | None, ...]
 
-    @property
+    @cached_property
     def leaves(self) -> tuple[Leaf, ...]:
         """The caches of the model."""
         return self.model.leaves
 
-    @property
+    @cached_property
     def is_called(self) -> bool:
         """Whether a pass must be known before its first layer, so that the model's call is hooked."""
         return bool(self.groups) or self.model.is_apart
 
-    @property
+    @cached_property
     def is_apart(self) -> bool:
         """Whether rows run one by one."""
         return self.model.is_apart or any(leaf.kind in ("opaque", "chunk") for leaf in self.leaves)
 
-    @property
+    @cached_property
     def held(self) -> tuple[int, ...]:
         """The leaves that a batch holds itself: states and opaque ones."""
         return tuple(i for i, place in enumerate(self.places) if place is None)

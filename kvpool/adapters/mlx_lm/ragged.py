@@ -60,6 +60,7 @@ class RaggedForward:
         self._is_lazy = any(backend.capabilities.lazy for backend in kv.backends)
         self._defers = self.is_ragged and not self._is_lazy
         self._state_group = len(layout.groups) - 1 if layout.held else -1
+        self.states_are_held = self._state_group >= 0
         self.states = SlotStates(layout)
 
     def __call__(
@@ -105,11 +106,6 @@ class RaggedForward:
             for part, held in held_by:
                 self.states.write(self._slots(plan, "state_dst", part), held)
         return logits
-
-    @property
-    def states_are_held(self) -> bool:
-        """Whether some layers keep a state, or a cache that is held whole."""
-        return self._state_group >= 0
 
     def keep_states(self, handles: np.ndarray) -> None:
         """Forget the states of all sequences but these."""
