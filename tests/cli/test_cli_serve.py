@@ -2,6 +2,7 @@
 
 import sys
 
+import mlx_lm
 import pytest
 from mlx_lm import server as mlx_server
 from mlx_models import on_cpu, solo_tokens
@@ -33,6 +34,20 @@ def test_answers_are_those_of_the_stock_model(server, expected):
         status, answer = server.post("/v1/completions", {"prompt": PROMPT} | options)
         assert status == 200
         assert answer["choices"][0]["text"] == expected, options
+
+
+@pytest.mark.parametrize("arch", ["qwen3_5", "falcon_h1"])
+def test_server_of_a_model_with_states_answers_as_the_stock_model(arch, tmp_path):
+    one = Server("--arch", arch, "--num-blocks", "40", "--kv-block-size", "8")
+    tiny.save(tmp_path, arch)  # as the server does; some models change their weights when they are loaded
+    with on_cpu():
+        model, tokenizer = mlx_lm.load(str(tmp_path))[:2]
+        expected = tokenizer.decode(solo_tokens(model, tokenizer.encode(PROMPT), 12))
+    for _ in range(2):
+        status, answer = one.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 12})
+        assert (status, answer["choices"][0]["text"]) == (200, expected)
+    status, errors = one.stop()
+    assert status == 0 and "stopped, 0 blocks in use" in errors, errors
 
 
 def test_server_prints_its_address_and_model(server):

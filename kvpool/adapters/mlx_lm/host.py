@@ -23,7 +23,7 @@ from kvpool.adapters.mlx_lm.calls import site_of
 from kvpool.adapters.mlx_lm.eviction import check_policy
 from kvpool.adapters.mlx_lm.layout import Layout, layout_of
 from kvpool.adapters.mlx_lm.passes import NOT_OPENED, Known, Passes
-from kvpool.adapters.mlx_lm.shapes import ModelShape, build, inspect_model, require_bits, with_bits
+from kvpool.adapters.mlx_lm.shapes import ModelShape, build, inspect_model, leaves_of, require_bits, with_bits
 from kvpool.adapters.mlx_lm.states import arrays_in
 from kvpool.adapters.mlx_lm.trial import NUM_TOKENS, ROWS, reason_to_gather
 from kvpool.errors import StaleHandle
@@ -430,8 +430,9 @@ class PagedKV:
             missing?), or another namespace. Nothing was committed.
         """
         self._require_prefix_cache("commit")
-        batch = caches[0].batch if len(caches) == self.num_layers else None
-        if batch is None or batch.passes is not self.passes or any(cache.batch is not batch for cache in caches):
+        leaves = list(leaves_of(caches))
+        batch = leaves[0].batch if len(leaves) == self.num_layers else None
+        if batch is None or batch.passes is not self.passes or any(leaf.batch is not batch for leaf in leaves):
             raise ValueError(f"[commit] the caches of all {self.num_layers} layers of one sequence are needed")
         if len(batch.handles) != 1:
             raise ValueError(f"[commit] the cache holds {len(batch.handles)} sequences, the limit is 1")

@@ -9,6 +9,7 @@ from mlx_lm.models.cache import trim_prompt_cache
 import kvpool
 from kvpool.adapters.mlx_lm.cache import PagedKVCache
 from kvpool.adapters.mlx_lm.host import PagedKV
+from kvpool.adapters.mlx_lm.shapes import leaves_of
 
 MAX_TOKEN = 2**31 - 1
 
@@ -31,7 +32,7 @@ class PagedPromptCache:
     Parameters
     ----------
     kv : PagedKV
-        Made by ``install(..., prefix_cache=True)``.
+        Made by ``install(..., prefix_cache=True)``. If its pool has no prefix cache, nothing is found.
     draft : PagedKV, optional
         For the draft model of speculative decoding. Caches then hold the layers of both models, as mlx-lm expects.
 
@@ -63,7 +64,10 @@ class PagedPromptCache:
             The whole prompt. Negative numbers stand for the tokens of an image, as in mlx-lm's server. A hit never ends
             inside an image.
         """
-        found = [kv.fetch(self._tokens(tokens), self._namespace(model)) for kv in self._kvs]
+        found = [
+            kv.fetch(self._tokens(tokens), self._namespace(model)) if kv.prefix_cache else (kv.make_cache(), 0)
+            for kv in self._kvs
+        ]
         num_cached = _outside_images(tokens, min(n for _, n in found))
         for caches, n in found:
             if n > num_cached:
@@ -89,13 +93,14 @@ class PagedPromptCache:
         prompt_cache : list of PagedKVCache
             One sequence. `PagedKV.commit` lists what is refused.
         """
+        leaves = list(leaves_of(prompt_cache))
         layers = sum(kv.num_layers for kv in self._kvs)
-        if len(prompt_cache) != layers:
-            raise ValueError(f"[insert_cache] {len(prompt_cache)} caches, {layers} layers in {len(self._kvs)} models")
+        if len(leaves) != layers:
+            raise ValueError(f"[insert_cache] {len(leaves)} caches, {layers} layers in {len(self._kvs)} models")
         start = 0
         for kv in self._kvs:
-            caches = prompt_cache[start : start + kv.num_layers]
-            kv.commit(caches, self._tokens(tokens), self._namespace(model))
+            if kv.prefix_cache:
+                kv.commit(leaves[start : start + kv.num_layers], self._tokens(tokens), self._namespace(model))
             start += kv.num_layers
 
     # ------------------------------------------------------------------------------------------------- sizes
@@ -115,7 +120,7 @@ class PagedPromptCache:
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
         """Evict blocks, least recently used first, until at most `n_sequences` blocks or `n_bytes` are kept."""
-        for kv in self._kvs:
+        for kv in (kv for kv in self._kvs if kv.prefix_cache):
             excess = [0]
             if n_sequences is not None:
                 excess.append(len(self) - max(0, n_sequences))
@@ -134,7 +139,8 @@ class PagedPromptCache:
         counts = []
         for kv in self._kvs:
             with kv.lock:
-                counts.append((getattr(kv.pool.stats(), place), kv.backend.spec.block_nbytes))
+                for arena, backend in enumerate(kv.backends):
+                    counts.append((getattr(kv.pool.stats(arena), place), backend.spec.block_nbytes))
         return {"n_sequences": sum(n for n, _ in counts), "n_bytes": sum(n * nbytes for n, nbytes in counts)}
 
     def _namespace(self, model: Hashable) -> bytes:

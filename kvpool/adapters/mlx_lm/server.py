@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from http.server import ThreadingHTTPServer
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm import server
 from mlx_lm.generate import BatchGenerator
 
@@ -31,7 +32,7 @@ from kvpool.adapters.mlx_lm.eviction import blocks_at_most
 from kvpool.adapters.mlx_lm.host import PagedKV, install, require_tested_version
 from kvpool.adapters.mlx_lm.loading import blocks_in
 from kvpool.adapters.mlx_lm.prefix import PagedPromptCache
-from kvpool.adapters.mlx_lm.shapes import max_positions
+from kvpool.adapters.mlx_lm.shapes import leaves_of, max_positions
 from kvpool.eviction import Policy
 from kvpool.metrics import CONTENT_TYPE, Metric, counter, gauge, prometheus_text
 
@@ -159,10 +160,11 @@ class PromptCache:
         Otherwise the running request would hold those stored blocks until it ends. Admission counts them as free.
         """
         provider = self._provider
-        if provider.kv is not None and provider.engine is not None and provider.engine.is_running(prompt_cache):
-            known = prompt_cache[0].batch.known[0]
-            with provider.kv.lock:
-                if provider.kv.pool.prefix.match([*tokens, 0], known.namespace) > known.num_tokens:
+        kv, engine = provider.kv, provider.engine
+        if kv is not None and kv.prefix_cache and engine is not None and engine.is_running(prompt_cache):
+            known = next(leaves_of(prompt_cache)).batch.known[0]
+            with kv.lock:
+                if kv.pool.prefix.match([*tokens, 0], known.namespace) > known.num_tokens:
                     return
         assert provider.prompts is not None
         provider.prompts.insert_cache(model, tokens, prompt_cache, **kind)
@@ -245,7 +247,7 @@ class AdmittingGenerator(BatchGenerator):
     def _next(self) -> Any:
         self._extracted = []
         while self._handed_out:
-            for cache in self._handed_out.pop():
+            for cache in leaves_of(self._handed_out.pop()):
                 cache.discard()
         held = self._hold_back(self._kv)
         self._num_held = len(held)
@@ -295,7 +297,8 @@ class AdmittingGenerator(BatchGenerator):
         sizes = []
         for batch in (self._prompt_batch, self._generation_batch):
             if len(batch):
-                for uid, length in zip(batch.uids, batch.prompt_cache[0].batch.rows.lens.tolist(), strict=True):
+                rows = next(leaves_of(batch.prompt_cache)).batch.rows
+                for uid, length in zip(batch.uids, rows.lens.tolist(), strict=True):
                     limits[uid] = self._limits[uid]
                     sizes.append((length, max(length, limits[uid])))
         self._limits = limits  # without those that have left
@@ -304,7 +307,7 @@ class AdmittingGenerator(BatchGenerator):
     def _size(self, sequence: Any) -> tuple[int, int]:
         """Return the same for a waiting sequence, and record its limit."""
         uid, segments, max_tokens, caches = sequence[:4]
-        cached = caches[0].size()
+        cached = next(leaves_of(caches)).size()
         limit = cached + sum(map(len, segments)) + max_tokens
         self._limits[uid] = limit
         return cached, limit
@@ -313,22 +316,23 @@ class AdmittingGenerator(BatchGenerator):
 def _without_prefix(sequence: Any) -> Any:
     """Return a waiting sequence without blocks of the prefix cache: the cached part returns to its prompt."""
     uid, segments, max_tokens, caches, tokens, *rest = sequence
-    batch, size = caches[0].batch, caches[0].size()
+    first = next(leaves_of(caches))
+    batch, size = first.batch, first.size()
     if not 0 < size == batch.known[0].num_tokens == len(tokens):
         return sequence  # nothing to give back, or something that could not be found again
     for cache in caches:
         cache.trim(size)
-    first = [[*tokens, *segments[0]]] if len(segments) > 1 else [list(tokens), segments[0]]
-    return (uid, [*first, *segments[1:]], max_tokens, caches, [], *rest)
+    begin = [[*tokens, *segments[0]]] if len(segments) > 1 else [list(tokens), segments[0]]
+    return (uid, [*begin, *segments[1:]], max_tokens, caches, [], *rest)
 
 
 def _with_prefix(kv: PagedKV, sequence: Any) -> Any:
     """Return the same sequence with the blocks that the prefix cache has of its prompt now."""
     uid, segments, max_tokens, caches, tokens, *rest = sequence
-    if not kv.prefix_cache or tokens or caches[0].size():
+    if not kv.prefix_cache or tokens or next(leaves_of(caches)).size():
         return sequence
     prompt = [token for segment in segments for token in segment]
-    caches, num_cached = kv.pinned(prompt, caches[0].batch.known[0].namespace)
+    caches, num_cached = kv.pinned(prompt, next(leaves_of(caches)).batch.known[0].namespace)
     skip, left = num_cached, []
     for segment in segments:
         if skip < len(segment):
@@ -412,7 +416,7 @@ def metrics_text(provider: Provider) -> str:
             tuple(({"state": state}, number) for state, number in numbers.items()),
         ),
         gauge("kvpool_blocks_leaked", "Blocks in use that belong to no request.", summary.blocks_leaked),
-        gauge("kvpool_mlx_active_bytes", "Memory that MLX holds, weights and pool included.", kv.backend.memory()[2]),
+        gauge("kvpool_mlx_active_bytes", "Memory that MLX holds, weights and pool included.", mx.get_active_memory()),
         counter("kvpool_requests_waited_total", "Requests that had to wait for blocks.", waited),
         counter("kvpool_prompt_tokens_total", "Tokens of prompts that were looked up.", kv.query_tokens),
         counter("kvpool_prompt_cached_tokens_total", "Of these, tokens that were found.", kv.hit_tokens),
