@@ -5,7 +5,7 @@ arguments. For measuring what the C interface adds; the core's functions are no 
 from libc.stdint cimport INT64_MAX, int64_t
 
 from kvpool._core cimport (
-    OK, Blocks, Ints, Limits, Plan, Pool, Seqs, Verdict, step_check, step_commit, step_release_holds, wire_emit,
+    OK, Blocks, Ints, Limits, Plan, Pool, Seqs, Verdict, log_release, step_check, step_commit, wire_emit,
 )
 
 
@@ -32,6 +32,6 @@ def core_steps(Pool pool, Plan plan, const int64_t[::1] handles, int64_t steps):
                 pool.state.next_step += 1
                 step_commit(&plan.step, s, b, <const int64_t*>rows.data, True, False)
                 wire_emit(&plan.wire, &plan.step, s, b, 0, 0)
-                step_release_holds(&plan.step, b)
-                plan.step.log_size = 0
+                log_release(&plan.step.log, b)
+                plan.step.log.size = 0
     return status

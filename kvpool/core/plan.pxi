@@ -79,7 +79,7 @@ cdef tuple new_array(object shape, object dtype, bint writable):
     return np.ndarray(shape, dtype, memory), memory
 
 
-OF_A_PLAN = object()        # only a plan makes its groups
+cdef object OF_A_PLAN = object()    # only a plan makes its groups
 
 
 cdef class PlanGroup:

@@ -136,6 +136,14 @@ def solo_tokens(model, prompt, max_tokens=16, **options):
     return [int(token) for token, _ in steps]
 
 
+def ended(engine):
+    """Run the engine until nobody is left; returns {id: completion}."""
+    done = {}
+    while engine.num_unfinished:
+        done |= {completion.id: completion for completion in engine.step()}
+    return done
+
+
 def assert_all_free(kv):
     """Nobody holds a block of an installed model; what is cached is free."""
     gc.collect()

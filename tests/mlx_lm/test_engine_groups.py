@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
-from mlx_models import on_cpu
+from mlx_models import ended, on_cpu
 
 from kvpool.adapters.mlx_lm import tiny
 from kvpool.adapters.mlx_lm.engine import Engine
@@ -36,14 +36,6 @@ def alone(model, prompt, max_tokens=TOKENS):
 def engine_of(model, num_blocks=200, **options):
     how = {"block_size": BLOCK, "max_running": 8, "max_step_tokens": 64, "prefix_cache": False}
     return Engine(model, num_blocks, **(how | options))
-
-
-def ended(engine):
-    """Run the engine until nobody is left; returns {id: completion}."""
-    done = {}
-    while engine.num_unfinished:
-        done |= {completion.id: completion for completion in engine.step()}
-    return done
 
 
 def assert_nothing_is_left(engine):

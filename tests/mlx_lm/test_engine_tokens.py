@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from metal_engine import StandIn
 from mlx_families import FAMILIES
-from mlx_models import PROMPTS, ROUTES, VOCAB, on_cpu, random_prompts, solo_tokens, tiny_llama
+from mlx_models import PROMPTS, ROUTES, VOCAB, ended, on_cpu, random_prompts, solo_tokens, tiny_llama
 
 import kvpool
 import kvpool_backends.mlx
@@ -16,14 +16,6 @@ from kvpool.adapters.mlx_lm.engine import Engine
 
 BLOCK = 4
 TOKENS = 12
-
-
-def ended(engine):
-    """Run the engine until nobody is left; returns {id: completion}."""
-    done = {}
-    while engine.num_unfinished:
-        done |= {completion.id: completion for completion in engine.step()}
-    return done
 
 
 def assert_nothing_leaked(engine):

@@ -30,7 +30,7 @@ def everything():
     for seed in range(RUNS):
         _, _, (some_calls, some_states) = run(draw_shape(seed))
         calls = {name: calls[name] + n for name, n in some_calls.items()}
-        states = {name: states[name] + n for name, n in some_states.items()}
+        states = {name: n + some_states[name] for name, n in states.items()}
     return calls, states
 
 
