@@ -79,7 +79,7 @@ cdef tuple new_array(object shape, object dtype, bint writable):
     return np.ndarray(shape, dtype, memory), memory
 
 
-cdef object OF_A_PLAN = object()    # only a plan makes its groups
+cdef list OF_A_PLAN = []            # only a plan makes its groups
 
 
 cdef class PlanGroup:
