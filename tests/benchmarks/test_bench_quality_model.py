@@ -108,5 +108,3 @@ def test_policies_are_refused_where_their_caches_do_not_go(checkpoint, windowed,
     plain.check([UNLIMITED])
     with pytest.raises(ValueError, match=r"^\[quality\] layer 1 uses ArraysCache, rotating"):
         plain.check([rotating(64)])
-    with pytest.raises(ValueError, match=r"^\[install\] layer 1 uses ArraysCache, not KVCache or RotatingKVCache$"):
-        plain.check([h2o(64)])

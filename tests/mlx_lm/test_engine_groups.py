@@ -23,6 +23,9 @@ SHORT = {  # family: what it stands for
 }
 
 
+BY_CHUNK = {"plamo3"}  # files whose tokens depend on the chunks of a prompt in mlx-lm, too
+
+
 def prompts_of(lengths=LENGTHS, seed=3):
     rng = np.random.default_rng(seed)
     print(f"prompt seed {seed}")
@@ -95,11 +98,13 @@ def test_tokens_of_every_family_are_those_of_stock_alone(name):
         model, _ = tiny.make(name)
         prompts = prompts_of()
         due = [alone(model, prompt) for prompt in prompts]
-        for options in ({"max_running": 1}, {}, {"prefill_chunk": 16, "max_running": 3}):
+        chunks = [] if name in BY_CHUNK else [{"prefill_chunk": 16, "max_running": 3}]
+        for options in ({"max_running": 1}, {}, *chunks):
             engine = engine_of(model, **options)
             assert tokens_of(engine.batch(prompts, max_tokens=TOKENS)) == due, options
             assert_nothing_is_left(engine)
-        check_tight(model, prompts, due)
+        if chunks:
+            check_tight(model, prompts, due)
         check_wide(model, prompts, due)
 
 
