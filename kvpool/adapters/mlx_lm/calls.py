@@ -87,17 +87,13 @@ class Turn:
         self.queries: np.ndarray | None = None
         self._columns: dict[tuple[int, int], Any] = {}
         layout = passes.layout
-        self.starts = [
-            np.asarray(arrays.kv_starts, np.int64)
-            for arrays, group in zip(plan.groups or (), layout.groups, strict=True)
-            if group.kind != "state"
-        ]
-        if not layout.groups:
-            if len(plan.copies):
-                passes.backend.copy_blocks(plan)
-        elif passes.backends:
-            for arrays, group in zip(plan.groups, layout.groups, strict=True):
-                if group.kind != "state" and len(arrays.copies):
+        self.starts: list[np.ndarray] = []
+        if not layout.groups and len(plan.copies):
+            passes.backend.copy_blocks(plan)
+        for arrays, group in zip(plan.groups or (), layout.groups, strict=True):
+            if group.kind != "state":
+                self.starts.append(np.asarray(arrays.kv_starts, np.int64))
+                if passes.backends and len(arrays.copies):
                     passes.backends[group.arena].copy_blocks(arrays.copies)
 
     def of_queries(self, queries: np.ndarray) -> Turn:
@@ -164,6 +160,7 @@ class Part:
         self._forwards: dict[tuple[int, int], Forward] = {}
         self.attends = True
         self.takes_input_whole = self.is_whole and self.shape[1] == turn.num_columns  # no cut
+        self.is_fused = turn.passes.is_fused
 
     def starts(self, group: int) -> np.ndarray:
         """Return the first position of each row that the group holds without a hole after it."""
@@ -195,7 +192,7 @@ class Part:
                 self.shape,
                 columns=self._real,
                 eviction=turn.eviction,
-                is_fused=turn.passes.is_fused,
+                is_fused=self.is_fused,
                 defers=turn.defers,
                 stores=turn.queries is None,
             )
@@ -205,15 +202,22 @@ class Part:
     def end(self) -> None:
         """Store what is not stored yet, and refuse attention of this part from now on."""
         for forward in self._forwards.values():
-            forward.flush()
+            if forward.defers:
+                forward.flush()
             forward.is_over = True
 
 
 class LayerCache:
     """Keys and values of one layer in one part of a call, as a model sees them.
 
-    ``make_mask``, ``offset`` and ``start_position`` change nothing. ``offset`` advances with this layer's own
-    ``update_and_fetch``. `keys` and `values` are what it returned; setting them has no effect on the pool.
+    ``make_mask`` and ``start_position`` change nothing. Setting an attribute has no effect on the pool.
+
+    Attributes
+    ----------
+    offset : int or int32 ``[R]``
+        Position of the next token; an int for a single row. It advances with this layer's own ``update_and_fetch``.
+    keys, values
+        What ``update_and_fetch`` returned.
     """
 
     def __init__(self, part: Part, leaf: int) -> None:
@@ -226,13 +230,9 @@ class LayerCache:
         self._leaf = layout.leaves[leaf]
         self._window = part.turn.passes.windows[leaf]
         self._forward: Forward | None = None
+        self.offset = part.offset_before
         self.keys: Any = None
         self.values: Any = None
-
-    @property
-    def offset(self) -> int | mx.array:
-        """Position of the next token: an int for a single row, else int32 ``[R]``."""
-        return self.part.offset_before if self._forward is None else self.part.offset_after
 
     @property
     def chunk_size(self) -> int:
@@ -252,7 +252,7 @@ class LayerCache:
     ) -> mx.array | str | PagedMask | None:
         """Return the mask of the next `N` columns, for the keys that the pool holds."""
         part, window = self.part, self._window
-        if part.turn.passes.is_fused:
+        if part.is_fused:
             return PagedMask(window_size, window)
         starts = part.starts(self._place.group)
         return causal_mask(part.lens - starts, part.new, N, window_size, return_array, held=window)
@@ -283,21 +283,25 @@ class LayerCache:
                 f"{(*outer, shape.head_dim)} and {(*outer, shape.v_head_dim)}, once"
             )
         self._forward = part.forward(self._place.arena, self._place.group, self._place.column)
+        self.offset = part.offset_after
         if not shape.v_head_dim:
             values = mx.zeros((*values.shape[:3], 1), dtype)
         self._forward.put(self._place.array, keys, values)
-        self.keys, self.values = self.keys_and_values()
+        if part.is_fused:
+            self.keys = self.values = PagedContext(self._forward, self._place.array, self._window)
+        else:
+            self.keys, self.values = self._gathered(self._forward)
         return self.keys, self.values
 
     def keys_and_values(self) -> tuple[Any, Any]:
         """Return the contexts of this call, for layers that attend to another layer's cache."""
         if self._forward is None:
             raise RuntimeError("[keys_and_values] no update_and_fetch in this call")
-        if self._forward.is_fused:
-            context = PagedContext(self._forward, self._place.array, self._window)
-            return context, context
-        self._forward.flush()
-        k, v = self._forward.backend.read(self._forward.step, self._place.array)
+        return self.keys, self.values
+
+    def _gathered(self, forward: Forward) -> tuple[mx.array, mx.array]:
+        forward.flush()
+        k, v = forward.backend.read(forward.step, self._place.array)
         shape = self._leaf.shape
         return k, v if shape is None or shape.v_head_dim else v[..., :0]
 
@@ -356,15 +360,18 @@ def in_parts(
     parts = turn.parts(layout.is_apart)
     results, held_by = [], []
     for part in parts:
-        held = held_before(part) if layout.held and part.lens.any() else nothing(layout, len(part.rows))
-        own = [
-            opened(layout, held, leaf) if place is None else LayerCache(part, leaf)
-            for leaf, place in enumerate(layout.places)
-        ]
-        result = run(build(layout.model.tree, own.__getitem__), part)
+        held: Held = {}
+        if layout.held:
+            held = held_before(part) if part.lens.any() else nothing(layout, len(part.rows))
+        own = []
+        for leaf, place in enumerate(layout.places):
+            own.append(opened(layout, held, leaf) if place is None else LayerCache(part, leaf))
+        result = run(build(layout.model.tree, own.__getitem__) if layout.nested else own, part)
         part.end()
-        results.append(_with_writes(turn.passes, result))
-        held_by.append((part, {leaf: closed(layout, leaf, own[leaf]) for leaf in layout.held}))
+        results.append(_with_writes(turn.passes, result) if layout.nested else result)
+        if layout.held:
+            held = {leaf: closed(layout, leaf, own[leaf]) for leaf in layout.held}
+        held_by.append((part, held))
     return _together(results, parts, len(turn.new), turn.num_columns), held_by
 
 
@@ -386,14 +393,9 @@ def _with_writes(passes: Passes, result: Any) -> Any:
     """
     if not isinstance(result, mx.array):
         return result
-    nested = [i for node in passes.layout.model.tree if not isinstance(node, int) for i in _numbers(node)]
-    places = [place for i in nested if (place := passes.layout.places[i]) is not None]
+    places = [place for i in passes.layout.nested if (place := passes.layout.places[i]) is not None]
     queued = [x for place in places for x in passes.backends[place.arena].queued(place.array)]
     return mx.depends(result, queued) if queued else result
-
-
-def _numbers(node: Any) -> list[int]:
-    return [node] if isinstance(node, int) else [i for inner in node for i in _numbers(inner)]
 
 
 def _together(results: list[Any], parts: list[Part], num_rows: int, num_columns: int) -> Any:

@@ -68,6 +68,11 @@ class Layout:
         """The leaves that a batch holds itself: states and opaque ones."""
         return tuple(i for i, place in enumerate(self.places) if place is None)
 
+    @cached_property
+    def nested(self) -> tuple[int, ...]:
+        """The leaves inside of CacheLists."""
+        return tuple(i for node in self.model.tree if not isinstance(node, int) for i in _numbers(node))
+
     @property
     def least_bound(self) -> int:
         """The length up to which no layer lets tokens go."""
@@ -180,6 +185,10 @@ def arrays_of_an_arena(counts: Sequence[int]) -> int:
         for arrays in range(max(counts), 0, -1)
         if all(-(-count // arrays) * arrays * (1 - IDLE) <= count for count in counts)
     )
+
+
+def _numbers(node: Any) -> list[int]:
+    return [node] if isinstance(node, int) else [i for inner in node for i in _numbers(inner)]
 
 
 def _members(leaves: Sequence[Leaf]) -> dict[tuple[Shape, str, int], list[int]]:

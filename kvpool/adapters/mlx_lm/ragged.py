@@ -95,7 +95,9 @@ class RaggedForward:
         try:
             turn = self._turn(plan, lens, new, gone)
             logits, held_by = self._logits(mx.array(tokens.reshape(len(turn.new), turn.num_columns)), turn, rows)
-            late = [x for _, held in held_by for x in arrays_of(held)]
+            late = []
+            if self.states_are_held:
+                late = [x for _, held in held_by for x in arrays_of(held)]
             if self._is_lazy:
                 layers = [(backend, i) for backend in kv.backends for i in range(backend.spec.num_layers)]
                 late += [logits, *(x for backend, i in layers for x in backend.queued(i))]
