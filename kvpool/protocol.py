@@ -342,7 +342,9 @@ class Capabilities:
 class KVBackend(Protocol):
     """Owner of the KV storage of one pool: planes k and v of every layer, allocated once, never grown.
 
-    A backend is made by a factory ``factory(spec, num_blocks) -> KVBackend`` (a class will do). A factory may
+    A backend is made by a factory ``factory(spec, num_blocks) -> KVBackend`` (a class will do). One that serves layout
+    "block" also takes ``storage=``, uint8 ``[num_blocks, spec.block_nbytes]``: memory of the caller, to be used instead
+    of its own. Rows are contiguous, and may lie apart: what is between two of them belongs to others. A factory may
     have a static method ``device_info() -> dict``: the machine for `memory="auto"`, in the form of
     ``mlx.core.device_info()`` plus ``active_nbytes``, what is in use (see `kvpool.config.blocks_for`).
 
@@ -410,6 +412,8 @@ class KVBackend(Protocol):
         scores_out: np.ndarray | None = None,
     ) -> Array | tuple[Array, ...]:
         """Causal attention of the query tokens over the paged context: decode and ragged chunks alike.
+
+        `ValueError` if ``spec.latent``: there are no keys and values.
 
         Parameters
         ----------

@@ -10,7 +10,7 @@ from operator import index
 from typing import Any
 
 DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3": 1}  # name: bytes per element
-LAYOUTS = ("NHD", "HND", "interleaved", "stacked")
+LAYOUTS = ("NHD", "HND", "interleaved", "stacked", "block")
 QUANT_BITS = (4, 8)
 QUANT_GROUP_SIZES = (32, 64, 128)
 WORD_BITS = 32  # quantized elements are packed into words of uint32, the first one lowest
@@ -20,11 +20,12 @@ _MAX_INT64 = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class PlaneLayout:
-    """The place of one stored plane in its base array. Offset and strides are in elements.
+    """The place of one stored plane in its base array. Offset and strides are in elements of the plane.
 
     Element (layer, block, slot, head, d) of the plane is element ``offset + layer * layer_stride + block *
     block_stride + slot * slot_stride + head * head_stride + d`` of the base array (64-bit arithmetic). With
-    `per_layer`, each layer has a base array of its own and ``layer_stride`` is 0.
+    `per_layer`, each layer has a base array of its own and ``layer_stride`` is 0. The base array of layout "block"
+    holds bytes.
     """
 
     array: str  # name of the base array; planes with the same name share it
@@ -62,12 +63,15 @@ class KVSpec:
         Tokens per block, any value >= 1.
     v_head_dim : int, optional
         Head dimension of the values, `head_dim` by default.
-    layout : {"NHD", "HND", "interleaved", "stacked"}
+    layout : {"NHD", "HND", "interleaved", "stacked", "block"}
         Order of the axes in memory, see Notes.
     k_bits, v_bits : {None, 4, 8}
         Keys or values are stored as they are (None) or quantized to so many bits.
     quant_group_size : {32, 64, 128}
         Elements that share a scale and a bias; divides the head dimension of what is quantized.
+    latent : bool
+        Of a model with latent attention: the plane of the keys holds the latent of a token (`head_dim` elements), that
+        of the values its rotary part (`v_head_dim`). Both are written, copied and read; there is nothing to attend to.
 
     Raises
     ------
@@ -91,6 +95,9 @@ class KVSpec:
       (Levanter, ragged paged attention on TPU).
     - ``stacked``: per plane, all layers in one array ``[num_layers, H, num_blocks, S, D]`` (the MLX
       paged-attention plan).
+    - ``block``: one array of bytes, ``[num_blocks, block_nbytes]``. Row b holds block b as `export_blocks` returns it:
+      layer by layer, plane by plane, each ``[S, H, D]``. Several specs can share the rows of one array
+      (`kvpool.group_storage`).
     """
 
     num_layers: int
@@ -103,6 +110,7 @@ class KVSpec:
     k_bits: int | None = None
     v_bits: int | None = None
     quant_group_size: int = 64
+    latent: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "block_size", "v_head_dim"):
@@ -112,12 +120,21 @@ class KVSpec:
             object.__setattr__(self, name, checked_int("KVSpec", name, value))
         _one_of("KVSpec", "dtype", self.dtype, tuple(DTYPES))
         _one_of("KVSpec", "layout", self.layout, LAYOUTS)
+        if not isinstance(self.latent, bool):
+            raise TypeError(f"[KVSpec] latent must be a bool, got {type(self.latent).__name__} ({self.latent!r})")
+        if self.latent and self.num_kv_heads != 1:
+            raise ValueError(f"[KVSpec] latent attention has 1 KV head, not num_kv_heads {self.num_kv_heads}")
         if self.layout == "interleaved" and self.value_head_dim != self.head_dim:
             raise ValueError(
                 f"[KVSpec] layout 'interleaved' holds keys and values in one array and needs equal head dims "
                 f"(head_dim {self.head_dim}, v_head_dim {self.value_head_dim})"
             )
         self._check_quantization()
+        if self.layout == "block" and any(begin % plane.itemsize_nbytes for plane, begin in self._places_in_a_block()):
+            raise ValueError(
+                f"[KVSpec] layout 'block' cannot align words of quantized planes (head_dim {self.head_dim}, block_size "
+                f"{self.block_size}, k_bits {self.k_bits}, v_bits {self.v_bits}), choose another layout"
+            )
         if self.block_nbytes > _MAX_INT64:
             raise ValueError(f"[KVSpec] one block has {self.block_nbytes} bytes, the limit is 2^63 - 1")
 
@@ -191,6 +208,8 @@ class KVSpec:
     def describe(self, num_blocks: int) -> str:
         """One line about a pool of `num_blocks` blocks, for the ``repr`` of backends."""
         heads = f"{self.num_kv_heads} x {self.head_dim}"
+        if self.latent:
+            heads = f"a latent of {self.head_dim} and {self.value_head_dim}"
         return (
             f"{num_blocks} blocks of {self.block_size} tokens, {self.num_layers} layers of {heads} in {self.storage}, "
             f"{self.layout}, {self.pool_nbytes(num_blocks)} bytes"
@@ -215,6 +234,14 @@ class KVSpec:
     def pool_nbytes(self, num_blocks: int) -> int:
         """Bytes of the whole storage."""
         return num_blocks * self.block_nbytes
+
+    def _places_in_a_block(self) -> list[tuple[StoredPlane, int]]:
+        """The stored planes of the first two layers, each with the byte where it begins in a row of `export_blocks`."""
+        places, begin = [], 0
+        for plane in self.stored_planes * 2:
+            places.append((plane, begin))
+            begin += self.block_size * self.num_kv_heads * plane.dim * plane.itemsize_nbytes
+        return places
 
     @property
     def array_block_nbytes(self) -> int:
@@ -242,6 +269,11 @@ class KVSpec:
             shape = (num_blocks, slots, 2 * heads, dim)
             strides = (0, slots * 2 * heads * dim, 2 * heads * dim, 2 * dim)
             return PlaneLayout(f"kv{plane[1:]}", shape, True, 0 if plane[0] == "k" else dim, *strides)
+        elif self.layout == "block":
+            stored, begin = next(place for place in self._places_in_a_block() if place[0].name == plane)
+            size, block = stored.itemsize_nbytes, self.block_nbytes
+            strides = (block // layers // size, block // size, heads * dim, dim)
+            return PlaneLayout("block", (num_blocks, block), False, begin // size, *strides)
         else:
             shape = (layers, heads, num_blocks, slots, dim)
             strides = (heads * num_blocks * slots * dim, slots * dim, dim, num_blocks * slots * dim)

@@ -28,6 +28,24 @@ def checked_storage(call: str, can: Capabilities, spec: KVSpec, num_blocks: int,
     return checked_int(call, "num_blocks", num_blocks)
 
 
+def checked_rows(call: str, spec: KVSpec, num_blocks: int, storage: Any) -> np.ndarray:
+    """`storage`, if it can hold the blocks of `spec` as bytes, one row each."""
+    if not isinstance(storage, np.ndarray) or storage.dtype != np.uint8:
+        found = storage.dtype if isinstance(storage, np.ndarray) else type(storage).__name__
+        raise TypeError(f"[{call}] storage must be a uint8 numpy array, got {found}")
+    if spec.layout != "block":
+        raise ValueError(f"[{call}] storage is for layout 'block', the spec has {spec.layout!r}")
+    expected, size = (num_blocks, spec.block_nbytes), max(plane.itemsize_nbytes for plane in spec.stored_planes)
+    if storage.shape != expected or storage.strides[1] != 1 or not storage.flags.writeable:
+        raise ValueError(
+            f"[{call}] storage must have shape {list(expected)}, contiguous rows, and be writable; it has shape "
+            f"{list(storage.shape)} and strides {list(storage.strides)}"
+        )
+    if storage.ctypes.data % size or storage.strides[0] % size:
+        raise ValueError(f"[{call}] rows of storage must begin at multiples of {size} bytes, got {storage.strides[0]}")
+    return storage
+
+
 # ---------------------------------------------------------------------- blocks
 
 
@@ -168,11 +186,18 @@ def check_tokens(backend: KVBackend, layer: int, num_tokens: int, k: Any, v: Any
             raise ValueError(f"[write] {name} must have shape {list(expected)}, got {list(x.shape)}")
 
 
+def check_attends(spec: KVSpec) -> None:
+    """Raise unless the planes of `spec` are keys and values."""
+    if spec.latent:
+        raise ValueError("[attend] the planes hold latents and rotary parts (latent=True), use read")
+
+
 def checked_queries(
     backend: KVBackend, step: StepArrays, layer: int, q: Any, scale: float | None, options: AttentionOptions | None
 ) -> tuple[float, AttentionOptions]:
     """Scale and options of an `attend`, if `q` fits the layer and the step, whose arrays were checked."""
     check_layer(backend, "attend", layer)
+    check_attends(backend.spec)
     heads, dim = backend.spec.num_kv_heads, backend.spec.head_dim
     if q.ndim != 3 or q.shape[2] != dim:
         raise ValueError(f"[attend] q must have shape [T, Hq, {dim}], got {list(q.shape)}")

@@ -14,8 +14,8 @@ Every pool is filled with NaN first, in every slot of every block, the reserved 
 are then written into randomly chosen blocks, and what comes out is compared with dense float64 attention
 (`kvpool.testing.dense`) over the values as the dtype rounds them. So a backend that reads one slot too many
 answers NaN. How large an error may be: `kvpool.testing.filled.TOLERANCE`. Cases try only what `capabilities`
-claims; a case for which nothing is left raises `NotApplicable`. More of them are in `conformance_attention` and
-`conformance_storage`, by way of `CASES`.
+claims; a case for which nothing is left raises `NotApplicable`. More of them are in `conformance_attention`,
+`conformance_storage` and `conformance_groups`, by way of `CASES`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import numpy as np
 from kvpool import Plan, Pool
 from kvpool.config import DTYPES, LAYOUTS
 from kvpool.protocol import BatchShape, KVBackend, StepArrays
-from kvpool.testing import conformance_attention, conformance_storage
+from kvpool.testing import conformance_attention, conformance_groups, conformance_storage
 from kvpool.testing.dense import dense_attention, dense_attention_and_size, round_to, stored_bytes
 from kvpool.testing.engine import RandomEngine
 from kvpool.testing.filled import (
@@ -504,5 +504,5 @@ def refused_specs_raise(factory: Factory) -> None:
         raise NotApplicable
 
 
-for _more in (conformance_attention, conformance_storage):
+for _more in (conformance_attention, conformance_storage, conformance_groups):
     CASES += [case for name, cases in vars(_more).items() if name.endswith("_CASES") for case in cases]

@@ -56,7 +56,7 @@ cdef class Arguments:
 cdef class Bases:
     cdef Py_buffer* views
     cdef int64_t count
-    cdef int take(self, str call, object arrays, bint writable) except -1
+    cdef int take(self, str call, object arrays, bint writable, bint strided=*) except -1
     cdef int check_apart(self, Arguments arguments) except -1
 
 

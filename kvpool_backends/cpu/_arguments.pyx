@@ -4,8 +4,8 @@ A `Py_buffer` is read as it is, not through a typed memoryview: MLX describes bf
 not know. uint16 is taken for bfloat16 too, which numpy lacks.
 """
 from cpython.buffer cimport (
-    PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_RECORDS_RO, PyBUF_WRITABLE, PyBuffer_Release, PyObject_CheckBuffer,
-    PyObject_GetBuffer,
+    PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_RECORDS_RO, PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release,
+    PyObject_CheckBuffer, PyObject_GetBuffer,
 )
 from cpython.unicode cimport PyUnicode_AsUTF8
 from libc.stdint cimport int32_t, int64_t, uint32_t, uintptr_t
@@ -125,7 +125,7 @@ cdef int64_t span_below(const Py_buffer* view, int dimension) noexcept nogil:
 
 
 cdef class Bases:
-    """Contiguous buffers, held as long as this object lives."""
+    """Buffers, held as long as this object lives; contiguous ones unless they are taken as strided."""
 
     def __dealloc__(self):
         while self.count > 0:
@@ -133,8 +133,10 @@ cdef class Bases:
             PyBuffer_Release(&self.views[self.count])
         free(self.views)
 
-    cdef int take(self, str call, object arrays, bint writable) except -1:
-        cdef int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (PyBUF_WRITABLE if writable else 0)
+    cdef int take(self, str call, object arrays, bint writable, bint strided=False) except -1:
+        cdef int flags = (PyBUF_STRIDES if strided else PyBUF_C_CONTIGUOUS) | PyBUF_FORMAT
+        if writable:
+            flags |= PyBUF_WRITABLE
         try:
             arrays = list(arrays)
         except TypeError:
@@ -148,7 +150,7 @@ cdef class Bases:
             except TypeError:
                 raise TypeError(f"[{call}] arrays[{self.count}] must be an array, got {type(array).__name__}") from None
             except (BufferError, ValueError) as error:
-                kind = "a writable C-contiguous array" if writable else "a C-contiguous array"
+                kind = f"a{' writable' if writable else ''}{'' if strided else ' C-contiguous'} array"
                 raise ValueError(f"[{call}] arrays[{self.count}] must be {kind} ({error})") from None
             self.count += 1
         return 0

@@ -30,6 +30,7 @@ from kvpool_backends.cpu.kvcpu cimport (
 )
 
 from kvpool.spec import KVSpec
+from kvpool_backends.checks import check_attends
 from kvpool_backends.cpu import _signatures
 
 MOST_THREADS = 1024
@@ -131,13 +132,14 @@ def read_sum(arrays, num_threads=None):
 def base_arrays(spec, num_blocks):
     """(shape, dtype, bytes of an element) of the base arrays that a `BlockStore` wants, in its order.
 
-    The dtype is a name of `KVSpec.stored_planes`; see `KVSpec.plane_layout`.
+    The dtype is a name of `KVSpec.stored_planes`, or "uint8" in layout "block"; see `KVSpec.plane_layout`.
     """
     arrays = {}
     for layer, plane in product(range(spec.num_layers), spec.stored_planes):
         layout = spec.plane_layout(plane.name, num_blocks)
         key = layout.array, layer if layout.per_layer else 0
-        arrays.setdefault(key, (layout.shape, plane.dtype, plane.itemsize_nbytes))
+        kind = ("uint8", 1) if spec.layout == "block" else (plane.dtype, plane.itemsize_nbytes)
+        arrays.setdefault(key, (layout.shape, *kind))
     return list(arrays.values())
 
 
@@ -159,11 +161,24 @@ cdef int check_bases(Bases bases, object spec, int64_t num_blocks) except -1:
         if view.itemsize != itemsize or view.len != nbytes:
             raise ValueError(f"[BlockStore] arrays[{i}] has {view.len} bytes in elements of {view.itemsize}, "
                              f"it must have {nbytes} bytes in elements of {itemsize}")
-        if <uintptr_t>view.buf % view.itemsize:
-            raise ValueError(f"[BlockStore] arrays[{i}] must be aligned to its elements of {view.itemsize} bytes")
+        size = max(plane.itemsize_nbytes for plane in spec.stored_planes) if spec.layout == "block" else itemsize
+        if spec.layout == "block":
+            check_rows(view, shape, size)
+        if <uintptr_t>view.buf % <int64_t>size:
+            raise ValueError(f"[BlockStore] arrays[{i}] must be aligned to its elements of {size} bytes")
         for j in range(i):
             if overlap(extent_of(view), extent_of(&bases.views[j])):
                 raise ValueError(f"[BlockStore] arrays[{i}] must not overlap with arrays[{j}]")
+    return 0
+
+
+cdef int check_rows(const Py_buffer* view, object shape, int64_t size) except -1:
+    """Raise unless the array of layout "block" has one row of contiguous bytes per block."""
+    if view.ndim != 2 or view.shape[0] != <int64_t>shape[0] or view.strides[1] != 1:
+        raise ValueError(f"[BlockStore] arrays[0] must have shape {list(shape)} and contiguous rows")
+    if view.shape[0] > 1 and (view.strides[0] < view.shape[1] or view.strides[0] % size):
+        raise ValueError(f"[BlockStore] arrays[0] has a row every {view.strides[0]} bytes, it must be a multiple of "
+                         f"{size} and at least {view.shape[1]}")
     return 0
 
 
@@ -173,6 +188,7 @@ cdef int place_layers(kv_layer* layers, object spec, int64_t num_blocks, Bases b
     cdef kv_part* part
     cdef char* base
     cdef int64_t layer, index
+    cdef int64_t rows = bases.views[0].strides[0] if spec.layout == "block" else 0  # bytes from block to block
     order, dims, bits = {}, dict(spec.planes), dict(zip("kv", spec.bits))
     for layer in range(spec.num_layers):
         layers[layer].dtype = DTYPES[spec.dtype]
@@ -188,7 +204,7 @@ cdef int place_layers(kv_layer* layers, object spec, int64_t num_blocks, Bases b
             plane = &layers[layer].k if name == "k" else &layers[layer].v
             if stored.name == name:
                 plane.base = base
-                plane.block_stride = layout.block_stride
+                plane.block_stride = rows // stored.itemsize_nbytes if rows else layout.block_stride
                 plane.slot_stride = layout.slot_stride
                 plane.head_stride = layout.head_stride
                 plane.dim = dims[name]
@@ -197,7 +213,7 @@ cdef int place_layers(kv_layer* layers, object spec, int64_t num_blocks, Bases b
                 continue
             part = &plane.scales if stored.name.endswith("scales") else &plane.biases
             part.base = base
-            part.block_stride = layout.block_stride
+            part.block_stride = rows // stored.itemsize_nbytes if rows else layout.block_stride
             part.slot_stride = layout.slot_stride
             part.head_stride = layout.head_stride
     return 0
@@ -217,8 +233,8 @@ cdef class BlockStore:
     arrays : sequence of buffers
         The base arrays that `KVSpec.plane_layout` describes, layer by layer and inside a layer plane by plane, one for
         all layers where the layout has it so; see `base_shapes`. Any writable C-contiguous buffers of the right size
-        and item size, bfloat16 as uint16 or as MLX's own, float8 as uint8. They are held, and must stay where they
-        are, for the life of the store.
+        and item size, bfloat16 as uint16 or as MLX's own, float8 as uint8. The rows of the one array of layout "block"
+        may lie apart. They are held, and must stay where they are, for the life of the store.
     isa : str, optional
         One of `isas()`, `default_isa()` by default.
     num_threads : int, optional
@@ -250,7 +266,7 @@ cdef class BlockStore:
             self.num_threads = <int>to_int(num_threads, "BlockStore", "num_threads", 1, MOST_THREADS)
         self.arguments = Arguments()
         self.bases = Bases()
-        self.bases.take("BlockStore", arrays, True)
+        self.bases.take("BlockStore", arrays, True, spec.layout == "block")
         check_bases(self.bases, spec, self.num_blocks)
         self.num_layers = spec.num_layers
         self.layers = <kv_layer*>calloc(self.num_layers, sizeof(kv_layer))
@@ -358,6 +374,7 @@ cdef class BlockStore:
         arguments.begin("attend")
         try:
             call.layer = self.layer_of(layer)
+            check_attends(self.spec)
             queries = take_tokens(&call.q, arguments, q, "q", -1, -1, call.layer.k.dim)
             call.num_tokens = queries.shape[0]
             call.num_q_heads = queries.shape[1]

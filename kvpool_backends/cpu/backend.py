@@ -15,6 +15,7 @@ from kvpool_backends.checks import (
     checked_import,
     checked_keep,
     checked_results,
+    checked_rows,
     checked_storage,
     gathered,
 )
@@ -27,6 +28,7 @@ _STORED: dict[str, np.dtype[Any]] = {
     "bfloat16": np.dtype(np.uint16),
     "float8_e4m3": np.dtype(np.uint8),
     "uint32": np.dtype(np.uint32),
+    "uint8": np.dtype(np.uint8),
 }
 
 
@@ -48,6 +50,8 @@ class CPUBackend:
     num_blocks : int
         Blocks in the pool, reserved ones included. ``spec.pool_nbytes(num_blocks)`` of address space is taken here;
         the system hands out zeroed pages when they are first written.
+    storage : uint8 ``[num_blocks, spec.block_nbytes]``, optional
+        Memory to use instead, see `KVBackend`; only with layout "block".
     isa : str, optional
         Instruction set, one of `isas()`; by default the best, or ``KVPOOL_CPU_ISA``.
     num_threads : int, optional
@@ -76,12 +80,21 @@ class CPUBackend:
     )
 
     def __init__(
-        self, spec: KVSpec, num_blocks: int, *, isa: str | None = None, num_threads: int | None = None
+        self,
+        spec: KVSpec,
+        num_blocks: int,
+        *,
+        storage: np.ndarray | None = None,
+        isa: str | None = None,
+        num_threads: int | None = None,
     ) -> None:
         self.num_blocks = checked_storage("CPUBackend", self.capabilities, spec, num_blocks)
         self.spec = spec
-        bases = base_arrays(spec, self.num_blocks)
-        arrays = zeroed([shape for shape, _, _ in bases], [_STORED[dtype] for _, dtype, _ in bases], "CPUBackend")
+        if storage is None:
+            bases = base_arrays(spec, self.num_blocks)
+            arrays = zeroed([shape for shape, _, _ in bases], [_STORED[dtype] for _, dtype, _ in bases], "CPUBackend")
+        else:
+            arrays = [checked_rows("CPUBackend", spec, self.num_blocks, storage)]
         self.store = BlockStore(spec, self.num_blocks, arrays, isa=isa, num_threads=num_threads)
 
     def __repr__(self) -> str:

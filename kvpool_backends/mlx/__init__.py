@@ -28,6 +28,8 @@ from kvpool_backends.mlx.base import BaseBackend, MemoryReport, has_metal, kerne
 from kvpool_backends.mlx.upload import TableUploader
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from kvpool_backends.mlx.metal_kernels import Factory
 
 __all__ = ["BaseBackend", "MLXBackend", "MemoryReport", "TableUploader", "kernels_refusal"]
@@ -41,6 +43,7 @@ class _Maker:
         spec: KVSpec,
         num_blocks: int,
         *,
+        storage: np.ndarray | None = None,
         kernels: bool | None = None,
         native: bool | None = None,
         metal_kernel: Factory | None = None,
@@ -51,9 +54,12 @@ class _Maker:
         Parameters
         ----------
         spec : KVSpec
-            Any dtype; any layout by the kernel route, "NHD" by the plain one.
+            Any dtype; any layout by the kernel route, "NHD" by the plain one. The extension does not have "block".
         num_blocks : int
             Blocks of every layer, allocated here, never grown.
+        storage : uint8 ``[num_blocks, spec.block_nbytes]``, optional
+            Memory to use instead, see `KVBackend`; only with layout "block", which only the kernel route has: MLX's own
+            arrays are no views that it could write to.
         kernels : bool, optional
             Whether to use kernels, of Metal or of the CPU. By default they are used if they support this device and,
             with Metal, this spec.
@@ -75,7 +81,7 @@ class _Maker:
             `kernels` or `native` is True and there are none here.
         """
         route = _choose(spec, kernels, native, metal_kernel)
-        return route(spec, num_blocks, metal_kernel=metal_kernel, overlap=overlap)
+        return route(spec, num_blocks, storage=storage, metal_kernel=metal_kernel, overlap=overlap)
 
     @staticmethod
     def device_info() -> dict[str, Any]:
@@ -95,11 +101,14 @@ def _choose(
     from kvpool_backends.mlx.native import load
 
     def with_native() -> bool:
-        return not spec.is_quantized and (bool(native) or (native is None and load() is not None))
+        fits = not spec.is_quantized and spec.layout != "block"
+        return fits and (bool(native) or (native is None and load() is not None))
 
     refusal: str | None = "kernels=False"
     if kernels is not False and native and spec.is_quantized:
         refusal = "the extension has no quantized storage"
+    elif kernels is not False and native and spec.layout == "block":
+        refusal = "the extension does not have layout 'block'"
     elif kernels is not False and (metal_kernel is not None or has_metal()):
         route = _metal_route(with_native())
         refusal = None if metal_kernel is not None else route.capabilities.refusal(spec)

@@ -27,7 +27,7 @@ class BaseBackend:
 
     Parameters
     ----------
-    spec, num_blocks, metal_kernel, overlap
+    spec, num_blocks, storage, metal_kernel, overlap
         See `kvpool_backends.mlx.MLXBackend`.
 
     Attributes
@@ -49,13 +49,22 @@ class BaseBackend:
     route: str
     _pool: PoolMemory
 
-    def __init__(self, spec: KVSpec, num_blocks: int, *, metal_kernel: Any = None, overlap: bool = False) -> None:
+    def __init__(
+        self,
+        spec: KVSpec,
+        num_blocks: int,
+        *,
+        storage: np.ndarray | None = None,
+        metal_kernel: Any = None,
+        overlap: bool = False,
+    ) -> None:
         by = f" by the {self.route} route"
         self.num_blocks = checked_storage("MLXBackend", self.capabilities, spec, num_blocks, by)
         self.spec = spec
         self.overlap = overlap
         self.dtype = DTYPES[spec.dtype]
         self._metal_kernel = metal_kernel
+        self._storage = storage
         self._allocate()
 
     def _allocate(self) -> None:

@@ -13,7 +13,7 @@ from kvpool.spec import KVSpec
 _log = logging.getLogger(__name__)
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
-_STORED = {**DTYPES, "uint32": mx.uint32}
+_STORED = {**DTYPES, "uint32": mx.uint32, "uint8": mx.uint8}
 
 
 class PoolMemory:
@@ -21,6 +21,8 @@ class PoolMemory:
 
     Parameters
     ----------
+    num_blocks : int
+        0: no arrays, the memory is somebody else's.
     alignment : int
         In bytes, of where each array begins. MLX's own arrays begin 24 bytes into a cache line, and attention on 16-bit
         values takes a third more time there (measured); arrays that begin elsewhere are views, which MLX cannot donate.
@@ -37,13 +39,14 @@ class PoolMemory:
     def __init__(self, spec: KVSpec, num_blocks: int, alignment: int = 1) -> None:
         self.arrays: list[mx.array] = []
         made: set[tuple[str, int]] = set()
-        for layer in range(spec.num_layers):
+        for layer in range(spec.num_layers if num_blocks else 0):
             for plane in spec.stored_planes:
                 layout = spec.plane_layout(plane.name, num_blocks)
                 key = layout.array, layer if layout.per_layer else 0
                 if key not in made:
                     made.add(key)
-                    self.arrays.append(_zeros(layout.shape, _STORED[plane.dtype], alignment))
+                    dtype = "uint8" if spec.layout == "block" else plane.dtype
+                    self.arrays.append(_zeros(layout.shape, _STORED[dtype], alignment))
         mx.eval(self.arrays)
         self.num_copies = 0
         self._addresses = self.addresses()

@@ -7,6 +7,7 @@ no mask that could be wrong, and no slot outside the context is ever touched.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from kvpool_backends.checks import (
     checked_keep,
     checked_queries,
     checked_results,
+    checked_rows,
     checked_step,
     checked_storage,
     gathered,
@@ -53,6 +55,8 @@ class NumpyBackend:
     num_blocks : int
         Blocks in the pool, reserved ones included. The storage, ``spec.pool_nbytes(num_blocks)``, is taken
         here.
+    storage : uint8 ``[num_blocks, spec.block_nbytes]``, optional
+        Memory to use instead, see `KVBackend`; only with layout "block".
 
     Notes
     -----
@@ -74,12 +78,16 @@ class NumpyBackend:
         quant_group_sizes=QUANT_GROUP_SIZES,
     )
 
-    def __init__(self, spec: KVSpec, num_blocks: int) -> None:
+    def __init__(self, spec: KVSpec, num_blocks: int, *, storage: np.ndarray | None = None) -> None:
         self.num_blocks = checked_storage("NumpyBackend", self.capabilities, spec, num_blocks)
         self.spec = spec
         # _planes[layer] = (k, v), or what is stored of them, each a strided view [num_blocks, block_size,
         # num_kv_heads, dim] of a base array.
-        self._planes = _allocate(spec, self.num_blocks)
+        if storage is not None:
+            storage = checked_rows("NumpyBackend", spec, self.num_blocks, storage)
+        elif spec.layout == "block":
+            storage = np.zeros((self.num_blocks, spec.block_nbytes), np.uint8)
+        self._planes = _allocate(spec, self.num_blocks) if storage is None else _planes_in_rows(spec, storage)
 
     def __repr__(self) -> str:
         return f"<NumpyBackend of {self.spec.describe(self.num_blocks)}>"
@@ -284,6 +292,20 @@ def _allocate(spec: KVSpec, num_blocks: int) -> list[tuple[np.ndarray, ...]]:
             strides = (layout.block_stride, layout.slot_stride, layout.head_stride, 1)
             shape = (num_blocks, spec.block_size, spec.num_kv_heads, stored.dim)
             planes.append(as_strided(base, shape, [stride * dtype.itemsize for stride in strides]))
+        layers.append(tuple(planes))
+    return layers
+
+
+def _planes_in_rows(spec: KVSpec, rows: np.ndarray) -> list[tuple[np.ndarray, ...]]:
+    """Per layer the strided view of each plane in ``rows [num_blocks, block_nbytes]``, bytes in the export's order."""
+    layers, begin = [], 0
+    for _ in range(spec.num_layers):
+        planes = []
+        for stored in spec.stored_planes:
+            shape = (spec.block_size, spec.num_kv_heads, stored.dim)
+            end = begin + prod(shape) * stored.itemsize_nbytes
+            planes.append(rows[:, begin:end].view(_STORED[stored.dtype]).reshape(len(rows), *shape))
+            begin = end
         layers.append(tuple(planes))
     return layers
 

@@ -11,7 +11,8 @@ import numpy as np
 
 from kvpool.errors import BackendUnavailable
 from kvpool.protocol import AnyPlan, AttentionOptions, StepArrays
-from kvpool_backends.checks import check_layer, checked_copies, checked_options, checked_results
+from kvpool.spec import LAYOUTS
+from kvpool_backends.checks import check_attends, check_layer, checked_copies, checked_options, checked_results
 from kvpool_backends.cpu._kernels import num_threads
 from kvpool_backends.mlx.kernels import KernelBackend
 from kvpool_backends.mlx.native import loading
@@ -41,7 +42,7 @@ class NativeBackend(KernelBackend):
     because what one thread has built MLX does not evaluate in another.
     """
 
-    capabilities = replace(KernelBackend.capabilities, lazy=True)
+    capabilities = replace(KernelBackend.capabilities, lazy=True, layouts=LAYOUTS[:-1])  # all but "block"
 
     def _allocate(self) -> None:
         module = loading.load()
@@ -98,6 +99,7 @@ class NativeBackend(KernelBackend):
         """Causal attention of ``q [T, Hq, D]`` over the paged context, see `KVBackend.attend`."""
         checked_results(self.capabilities, return_attn, scores, scores_out)
         check_layer(self, "attend", layer)
+        check_attends(self.spec)
         q = _array(q)
         if scores is not None:  # no node of its own: policies read scores at once anyway
             self._lazy.wait()

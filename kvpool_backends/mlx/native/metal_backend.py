@@ -23,7 +23,7 @@ class NativeMetalBackend(MetalAttention, NativeBackend):
     CPU elsewhere. What works on whole blocks waits for the device and works on its memory, which is the host's too.
     """
 
-    capabilities = metal_capabilities(LAYOUTS)
+    capabilities = metal_capabilities(LAYOUTS[:-1])  # all but "block"
 
     def _allocate(self) -> None:
         super()._allocate()

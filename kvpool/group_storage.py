@@ -1,0 +1,475 @@
+"""`GroupStorage`: the storage of a pool with layer groups, made of backends that know one shape each.
+
+A backend holds layers of one shape over the blocks of one arena. This object makes as many as the groups need, gives
+each layer of the model its place, and shows every backend ordinary steps of one column, without holes. Groups of
+several shapes can share an arena: their backends then work on the rows of one array of bytes (layout "block").
+docs/backends.md says what is a copy and what is a view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvpool._core import Plan, Pool
+from kvpool.groups import Group
+from kvpool.protocol import AttentionOptions, KVBackend, StepArrays
+from kvpool.sizing import StateArray
+from kvpool.spec import KVSpec
+from kvpool.state_slots import StateSlots
+
+_ALIGNMENT = 16  # bytes: where the rows of an arena and the parts of a row begin
+_PAGE_NBYTES = 4096
+
+Parts = tuple[KVSpec, ...]
+
+
+class Place(NamedTuple):
+    """Where a layer of the model keeps its keys and values."""
+
+    group: int
+    column: int
+    backend: KVBackend
+    layer: int  # of the backend
+
+
+class _Cut(NamedTuple):
+    """What the rows of a plan hold in a group: the entries of their tables without the hole."""
+
+    entries: np.ndarray  # [S, W] indices into the table
+    seq_lens: np.ndarray  # [S] tokens before the hole and behind it
+    kept: np.ndarray  # [S] tokens before the hole
+    starts: np.ndarray  # [S] first position behind it
+
+
+@dataclass(frozen=True)
+class GroupStep:
+    """A plan as `GroupStorage.prepare` leaves it: for each place of a group what its backend made of it."""
+
+    steps: dict[tuple[int, int, int], Any]  # (group, column, id of the backend)
+    cuts: dict[int, _Cut]
+    positions: np.ndarray  # [T] of the query tokens
+    rows: np.ndarray  # [T] their rows
+
+
+class GroupStorage:
+    """Keys, values and states of all layers of a model, in the arenas of a pool with layer groups.
+
+    Parameters
+    ----------
+    factory : callable
+        Makes backends, ``factory(spec, num_blocks)``: such as `load_backend` returns, or `functools.partial` of it.
+    pool : Pool
+        Made with `groups`.
+    stored : sequence
+        One entry per group of the pool. A group of blocks has the `KVSpec` of one column, or a sequence of them: the
+        layers of the column one after the other, where heads or dimensions change from layer to layer. A state group
+        has a sequence of `StateArray`.
+    layers : sequence of (group, index) or None, optional
+        For each layer of the model which layer of which group holds its keys and values; None where there are none. By
+        default the layers of the groups in their order. A layer that names a place which an earlier one has shares
+        its keys and values: it attends and reads, owns no bytes and may not write.
+
+    Attributes
+    ----------
+    num_blocks : tuple of int
+        Of each arena of blocks.
+    states : dict of int to StateSlots
+        The state groups, by their number.
+    required_formats : tuple of str
+        What a `Plan` needs.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The pool has no groups, or a spec does not fit its group or its arena.
+    """
+
+    required_formats = ("block_tables", "seq_lens", "cu_q_lens", "slot_mapping")
+
+    def __init__(
+        self,
+        factory: Callable[..., KVBackend],
+        pool: Pool,
+        stored: Sequence[Any],
+        layers: Sequence[tuple[int, int] | None] | None = None,
+    ) -> None:
+        self._groups = _checked_groups(pool)
+        self._pool = pool
+        if len(stored) != len(self._groups):
+            raise ValueError(f"[GroupStorage] stored has {len(stored)} entries, the pool has {len(self._groups)} groups")
+        self.states: dict[int, StateSlots] = {}
+        parts: dict[int, Parts] = {}
+        for number, (group, what) in enumerate(zip(self._groups, stored, strict=True)):
+            if group.kind == "state":
+                self.states[number] = StateSlots(_checked_arrays(number, what), group.size)
+            else:
+                parts[number] = _checked_parts(pool, number, group, what)
+        self._arenas = [
+            _Arena(factory, arena, pool.stats(arena).num_blocks, {parts[g]: None for g in members})
+            for arena, members in _members(self._groups, parts).items()
+        ]
+        self.num_blocks = tuple(arena.num_blocks for arena in self._arenas)
+        self._held = {number: self._arenas[self._groups[number].arena].backends[parts[number]] for number in parts}
+        self._places, self._is_owner = self._placed(layers)
+
+    def __repr__(self) -> str:
+        arenas = ", ".join(f"{arena.num_blocks} x {arena.block_nbytes} bytes" for arena in self._arenas)
+        return f"<GroupStorage of {len(self._places)} layers in {len(self._groups)} groups, arenas: {arenas}>"
+
+    def _placed(self, layers: Sequence[tuple[int, int] | None] | None) -> tuple[list[Place | None], list[bool]]:
+        if layers is None:
+            layers = [(g, i) for g in self._held for i in range(self._num_layers(g))]
+        seen: set[tuple[int, int]] = set()
+        places: list[Place | None] = []
+        owners = []
+        for layer, at in enumerate(layers):
+            if at is not None and not (at[0] in self._held and 0 <= at[1] < self._num_layers(at[0])):
+                raise ValueError(f"[GroupStorage] layers[{layer}] is {tuple(at)}, no group holds such a layer")
+            places.append(None if at is None else self._place(*at))
+            owners.append(at is not None and tuple(at) not in seen)
+            if at is not None:
+                seen.add((at[0], at[1]))
+        return places, owners
+
+    def _num_layers(self, group: int) -> int:
+        return self._groups[group].columns * sum(backend.spec.num_layers for backend in self._held[group])
+
+    def _place(self, group: int, index: int) -> Place:
+        backends = self._held[group]
+        column, index = divmod(index, sum(backend.spec.num_layers for backend in backends))
+        for backend in backends:
+            if index < backend.spec.num_layers:
+                break
+            index -= backend.spec.num_layers
+        return Place(group, column, backend, index)
+
+    # ---------------------------------------------------------------------- one step
+
+    def asarray(self, x: np.ndarray) -> Any:
+        """Return a float32 numpy array as the backends take it."""
+        return self._any().asarray(x)
+
+    def to_numpy(self, x: Any) -> np.ndarray:
+        """Return a result of the backends as a numpy array."""
+        return self._any().to_numpy(x)
+
+    def prepare(self, plan: Plan) -> GroupStep:
+        """Make a step of a plan, for all layers; see `KVBackend.prepare`."""
+        ends = np.asarray(plan.cu_q_lens, np.int64)
+        lens = np.asarray(plan.seq_lens, np.int64)
+        rows = np.repeat(np.arange(len(lens)), np.diff(ends))
+        positions = lens[rows] - ends[rows + 1] + np.arange(len(rows))
+        steps, cuts = {}, {}
+        for number, backends in self._held.items():
+            arrays = plan.groups[number]
+            cuts[number] = cut = self._cut(number, lens, np.asarray(arrays.kv_starts, np.int64))
+            for column in range(self._groups[number].columns):
+                tables = np.asarray(arrays.block_tables)[:, :, column]
+                entries = np.minimum(cut.entries, max(tables.shape[1] - 1, 0))
+                columns = StepArrays(
+                    np.take_along_axis(tables, entries, 1),
+                    cut.seq_lens,
+                    np.array(plan.cu_q_lens),
+                    np.array(arrays.slot_mapping[column]),
+                )
+                for backend in backends:
+                    steps[number, column, id(backend)] = backend.prepare(columns)
+        return GroupStep(steps, cuts, positions, rows)
+
+    def copy_blocks(self, plan: Plan) -> None:
+        """Copy what a step copies on write, in all columns of all groups; see `KVBackend.copy_blocks`."""
+        for number, backends in self._held.items():
+            for backend in backends:
+                backend.copy_blocks(np.array(plan.groups[number].copies))
+
+    def write(self, step: GroupStep, layer: int, k: Any, v: Any) -> None:
+        """Store the new tokens of a step in one layer of the model; see `KVBackend.write`."""
+        place = self._at("write", layer)
+        if not self._is_owner[layer]:
+            raise ValueError(f"[write] layer {layer} shares the keys and values of an earlier layer, it only reads")
+        place.backend.write(_of(step, place), place.layer, k, v)
+
+    def attend(
+        self,
+        step: GroupStep,
+        layer: int,
+        q: Any,
+        scale: float | None = None,
+        *,
+        options: AttentionOptions | None = None,
+    ) -> Any:
+        """Attention of the query tokens over what the group of the layer reads; see `KVBackend.attend`.
+
+        A window and a chunk are applied: leave them out of the options. A mask of the options has a column for each
+        position of the row, also where the group holds nothing.
+        """
+        place = self._at("attend", layer)
+        options = self._options(step, place.group, int(q.shape[0]), options)
+        return place.backend.attend(_of(step, place), place.layer, q, scale, options=options)
+
+    def read(self, step: GroupStep, layer: int) -> tuple[Any, Any]:
+        """Copies of what the rows of a step hold in a layer, the hole cut out; see `KVBackend.read` and `seen`."""
+        place = self._at("read", layer)
+        return place.backend.read(_of(step, place), place.layer)
+
+    def seen(self, step: GroupStep, layer: int) -> np.ndarray:
+        """Which columns of `read` each query token sees, bool ``[n, C]``: n without padding tokens."""
+        return self._visible(step, self._at("seen", layer).group)[0]
+
+    # ---------------------------------------------------------------------- whole blocks
+
+    def block_nbytes(self, arena: int = 0) -> int:
+        """Return the bytes of one block of an arena, in all layers that share it."""
+        return self._arena("block_nbytes", arena).block_nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks of all arenas, and of all state slots."""
+        blocks = sum(arena.num_blocks * arena.block_nbytes for arena in self._arenas)
+        return blocks + sum(slots.num_slots * slots.slot_nbytes for slots in self.states.values())
+
+    def zero(self, blocks: Sequence[int] | np.ndarray, arena: int = 0) -> None:
+        """Set every byte of these blocks of an arena to 0."""
+        self._arena("zero", arena).store.zero(blocks)
+
+    def export_blocks(self, blocks: Sequence[int] | np.ndarray, arena: int = 0) -> np.ndarray:
+        """Return the bytes of whole blocks of an arena, uint8 ``[n, block_nbytes(arena)]``: a copy."""
+        return self._arena("export_blocks", arena).store.export_blocks(blocks)
+
+    def import_blocks(self, blocks: Sequence[int] | np.ndarray, data: np.ndarray, arena: int = 0) -> None:
+        """Overwrite whole blocks of an arena with rows of `export_blocks`. Blocks must be distinct."""
+        self._arena("import_blocks", arena).store.import_blocks(blocks, data)
+
+    def bundle_blocks(self, group: int) -> int:
+        """Return how many blocks of arena 0 hold one state of a state group."""
+        return -(-self._slots("bundle_blocks", group).slot_nbytes // self.block_nbytes(0))
+
+    def save_states(self, group: int, slots: Sequence[int] | np.ndarray, blocks: Any) -> None:
+        """Copy states into bundles of blocks of arena 0, ints ``[n, bundle_blocks(group)]``, all distinct."""
+        data = self._slots("save_states", group).export_slots(slots)
+        bundles = self._bundles("save_states", group, len(data), blocks)
+        rows = np.zeros((len(data), bundles.shape[1] * self.block_nbytes(0)), np.uint8)
+        rows[:, : data.shape[1]] = data
+        self.import_blocks(bundles.reshape(-1), rows.reshape(bundles.size, -1))
+
+    def load_states(self, group: int, blocks: Any, slots: Sequence[int] | np.ndarray) -> None:
+        """Copy bundles that `save_states` has filled into state slots."""
+        store = self._slots("load_states", group)
+        bundles = self._bundles("load_states", group, len(slots), blocks)
+        rows = self.export_blocks(bundles.reshape(-1)).reshape(len(bundles), -1)
+        store.import_slots(slots, rows[:, : store.slot_nbytes])
+
+    def settle(self) -> int:
+        """Wait until all calls have run; see `KVBackend.settle`."""
+        return sum(backend.settle() for arena in self._arenas for backend in arena.every())
+
+    # ---------------------------------------------------------------------- internals
+
+    def _any(self) -> KVBackend:
+        return next(backend for arena in self._arenas for backend in arena.every())
+
+    def _at(self, call: str, layer: int) -> Place:
+        if isinstance(layer, bool) or not isinstance(layer, (int, np.integer)):
+            raise TypeError(f"[{call}] layer must be an int, got {type(layer).__name__}")
+        if not 0 <= layer < len(self._places):
+            raise IndexError(f"[{call}] layer is {layer}, the model has {len(self._places)} layers")
+        place = self._places[layer]
+        if place is None:
+            raise ValueError(f"[{call}] layer {layer} has no keys and values")
+        return place
+
+    def _arena(self, call: str, arena: int) -> _Arena:
+        if not 0 <= arena < len(self._arenas):
+            raise ValueError(f"[{call}] arena is {arena}, there are {len(self._arenas)} arenas of blocks")
+        return self._arenas[arena]
+
+    def _slots(self, call: str, group: int) -> StateSlots:
+        if group not in self.states:
+            raise ValueError(f"[{call}] group {group} is no state group, those are {sorted(self.states)}")
+        return self.states[group]
+
+    def _bundles(self, call: str, group: int, num_states: int, blocks: Any) -> np.ndarray:
+        bundles, expected = np.asarray(blocks), (num_states, self.bundle_blocks(group))
+        if bundles.shape != expected:
+            raise ValueError(f"[{call}] blocks must have shape {list(expected)}, got {list(bundles.shape)}")
+        return bundles
+
+    def _cut(self, number: int, lens: np.ndarray, starts: np.ndarray) -> _Cut:
+        group = self._groups[number]
+        size = group.block_size or self._pool.block_size
+        kept = np.minimum(-(-group.keep // size) * size, starts)
+        seq_lens = lens - starts + kept
+        entries = np.arange(-(-int(seq_lens.max(initial=0)) // size))
+        entries = entries + np.where(entries < kept[:, None] // size, 0, (starts - kept)[:, None] // size)
+        return _Cut(entries, seq_lens, kept, starts)
+
+    def _visible(self, step: GroupStep, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Bool ``[n, C]``: what each query token sees by the rule of its group; and the positions of the columns."""
+        group, cut = self._groups[number], step.cuts[number]
+        columns, own = np.arange(int(cut.seq_lens.max(initial=0))), step.positions[:, None]
+        at = columns + np.where(columns < cut.kept[:, None], 0, (cut.starts - cut.kept)[:, None])
+        at = at[step.rows]
+        if group.kind == "chunk":
+            return (at <= own) & (at >= own - own % group.size), at
+        if group.kind == "window":
+            return (at <= own) & ((at > own - group.size) | (at < group.keep)), at
+        return at <= own, at
+
+    def _options(
+        self, step: GroupStep, number: int, num_tokens: int, options: AttentionOptions | None
+    ) -> AttentionOptions | None:
+        """The options for one group: its window or chunk, and a mask whose columns are what the rows hold."""
+        group = self._groups[number]
+        options = AttentionOptions() if options is None else options
+        if options.window is not None and group.kind != "full":
+            raise ValueError(f"[attend] options have a window ({options.window}), the group is a {group.kind} itself")
+        if group.kind == "window" and not group.keep:
+            options = replace(options, window=group.size)
+        elif group.kind in ("window", "chunk") or options.mask is not None:
+            if options.alibi_slopes is not None and group.keep:
+                raise ValueError("[attend] alibi_slopes need distances, a window that keeps tokens has none")
+        else:
+            return options
+        is_ruled = group.kind == "chunk" or group.keep > 0
+        if not is_ruled and (options.mask is None or not step.cuts[number].starts.any()):
+            return options
+        return replace(options, mask=self._mask(step, number, num_tokens, options.mask))
+
+    def _mask(self, step: GroupStep, number: int, num_tokens: int, mask: np.ndarray | None) -> np.ndarray:
+        visible, at = self._visible(step, number)
+        count, width = visible.shape
+        if mask is None:
+            found = np.zeros((num_tokens, width), bool)
+            found[:count] = visible
+            return found
+        if mask.shape[0] != num_tokens or mask.shape[-1] <= step.positions.max(initial=-1):
+            raise ValueError(
+                f"[attend] mask has shape {list(mask.shape)}, it must be [{num_tokens}, ..., C'] with C' > "
+                f"{step.positions.max(initial=-1)}"
+            )
+        heads = mask.shape[1:-1]
+        index = np.minimum(at, mask.shape[-1] - 1).reshape(count, *[1] * len(heads), width)
+        visible = visible.reshape(index.shape)
+        taken = np.take_along_axis(mask[:count], np.broadcast_to(index, (count, *heads, width)), -1)
+        found = np.zeros((num_tokens, *heads, width), mask.dtype)
+        found[:count] = taken & visible if mask.dtype == np.bool_ else np.where(visible, taken, -np.inf)
+        return found
+
+
+class _Rows:
+    """Blocks of an arena as rows of one array of bytes: what several shapes share."""
+
+    def __init__(self, num_blocks: int, block_nbytes: int) -> None:
+        self.num_blocks = num_blocks
+        room = np.zeros(num_blocks * block_nbytes + _PAGE_NBYTES, np.uint8)  # the system hands out its pages late
+        first = -room.ctypes.data % _PAGE_NBYTES
+        self.bytes = room[first : first + num_blocks * block_nbytes].reshape(num_blocks, block_nbytes)
+
+    def zero(self, blocks: Sequence[int] | np.ndarray) -> None:
+        self.bytes[self._ids("zero", blocks)] = 0
+
+    def export_blocks(self, blocks: Sequence[int] | np.ndarray) -> np.ndarray:
+        return self.bytes[self._ids("export_blocks", blocks)]
+
+    def import_blocks(self, blocks: Sequence[int] | np.ndarray, data: np.ndarray) -> None:
+        ids, data = self._ids("import_blocks", blocks), np.asarray(data)
+        if data.dtype != np.uint8:
+            raise TypeError(f"[import_blocks] data must be uint8, got {data.dtype}")
+        if data.shape != (len(ids), self.bytes.shape[1]):
+            expected = [len(ids), self.bytes.shape[1]]
+            raise ValueError(f"[import_blocks] data must have shape {expected}, got {list(data.shape)}")
+        if np.unique(ids).size != ids.size:
+            raise ValueError(f"[import_blocks] a block is named twice in {ids.tolist()}")
+        self.bytes[ids] = data
+
+    def _ids(self, call: str, blocks: Sequence[int] | np.ndarray) -> np.ndarray:
+        ids = np.array(blocks)
+        if ids.size and ids.dtype.kind not in "iu":
+            raise TypeError(f"[{call}] block ids must be integers, got {ids.dtype}")
+        if ids.ndim != 1:
+            raise ValueError(f"[{call}] blocks must have shape [n], got {list(ids.shape)}")
+        if ids.size and not 0 <= ids.min() <= ids.max() < self.num_blocks:
+            bad = int(ids.min()) if ids.min() < 0 else int(ids.max())
+            raise IndexError(f"[{call}] block {bad} is outside the arena, the limit is {self.num_blocks}")
+        return ids.astype(np.int64)
+
+
+class _Arena:
+    """The backends of one arena: one with memory of its own if all groups have one shape, else some that share rows."""
+
+    def __init__(self, factory: Callable[..., KVBackend], arena: int, num_blocks: int, shapes: dict[Parts, None]) -> None:
+        self.num_blocks = num_blocks
+        self.backends: dict[Parts, tuple[KVBackend, ...]] = {}
+        self.store: KVBackend | _Rows
+        if len(shapes) == 1 and all(len(parts) == 1 for parts in shapes):
+            (parts,) = shapes
+            self.store = factory(parts[0], num_blocks)
+            self.backends[parts] = (self.store,)
+            self.block_nbytes = parts[0].block_nbytes
+            return
+        wrong = sorted({spec.layout for parts in shapes for spec in parts} - {"block"})
+        if wrong:
+            raise ValueError(
+                f"[GroupStorage] arena {arena} holds {len({spec for parts in shapes for spec in parts})} shapes in "
+                f"layout {wrong[0]!r}; give them layout 'block', or each group an arena of its own"
+            )
+        self.block_nbytes = max(sum(map(_aligned_nbytes, parts)) for parts in shapes)
+        self.store = _Rows(num_blocks, self.block_nbytes)
+        for parts in shapes:
+            made, begin = [], 0
+            for spec in parts:
+                rows = self.store.bytes[:, begin : begin + spec.block_nbytes]
+                made.append(factory(spec, num_blocks, storage=rows))
+                begin += _aligned_nbytes(spec)
+            self.backends[parts] = tuple(made)
+
+    def every(self) -> list[KVBackend]:
+        return [backend for backends in self.backends.values() for backend in backends]
+
+
+def _aligned_nbytes(spec: KVSpec) -> int:
+    return -(-spec.block_nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _of(step: GroupStep, place: Place) -> Any:
+    return step.steps[place.group, place.column, id(place.backend)]
+
+
+def _members(groups: Sequence[Group], parts: dict[int, Parts]) -> dict[int, list[int]]:
+    """The groups of blocks in each arena, arenas ascending."""
+    return {arena: [g for g in parts if groups[g].arena == arena] for arena in sorted({groups[g].arena for g in parts})}
+
+
+def _checked_groups(pool: Pool) -> tuple[Group, ...]:
+    if not isinstance(pool, Pool):
+        raise TypeError(f"[GroupStorage] pool must be a Pool, got {type(pool).__name__}")
+    groups = pool.options.groups
+    if not groups:
+        raise ValueError("[GroupStorage] the pool was made without groups, a backend alone holds its blocks")
+    if all(group.kind == "state" for group in groups):
+        raise ValueError("[GroupStorage] the pool has state groups only, a StateSlots for each holds them")
+    return tuple(groups)
+
+
+def _checked_parts(pool: Pool, number: int, group: Group, what: Any) -> Parts:
+    parts = (what,) if isinstance(what, KVSpec) else tuple(what)
+    size = group.block_size or pool.block_size
+    for spec in parts:
+        if not isinstance(spec, KVSpec):
+            raise TypeError(f"[GroupStorage] stored[{number}] must hold a KVSpec, got {type(spec).__name__}")
+        if spec.block_size != size:
+            raise ValueError(f"[GroupStorage] stored[{number}] has block_size {spec.block_size}, its group has {size}")
+    if not parts:
+        raise ValueError(f"[GroupStorage] stored[{number}] is empty, a group of blocks has a KVSpec")
+    return parts
+
+
+def _checked_arrays(number: int, what: Any) -> tuple[StateArray, ...]:
+    arrays = () if isinstance(what, KVSpec) else tuple(what)
+    if not arrays or not all(isinstance(array, StateArray) for array in arrays):
+        raise TypeError(f"[GroupStorage] stored[{number}] must be StateArrays, group {number} is a state group")
+    return arrays

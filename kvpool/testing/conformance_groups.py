@@ -1,0 +1,364 @@
+"""Cases of `kvpool.testing.conformance`: a backend below `kvpool.group_storage`, in pools with layer groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from kvpool import Group, Plan, Pool
+from kvpool.errors import OutOfBlocks
+from kvpool.group_storage import GroupStorage
+from kvpool.protocol import AttentionOptions
+from kvpool.sizing import StateArray
+from kvpool.spec import KVSpec
+from kvpool.testing.dense import dense_attention_and_size
+from kvpool.testing.filled import (
+    SEED,
+    Case,
+    Expected,
+    Factory,
+    NotApplicable,
+    attend,
+    capabilities_of,
+    close,
+    collector,
+    everything,
+    fill,
+    fill_random,
+    int32,
+    refused,
+    same_bytes,
+    specs,
+    token_columns,
+    values,
+)
+
+GROUP_CASES: list[Case] = []
+_group = collector(GROUP_CASES)
+
+_VOCABULARY = 97
+_MAX_ROWS = 4
+_STATE = (StateArray((2, 3), "float32"), StateArray((), "int64"), StateArray((5,), "bfloat16"))
+
+
+@dataclass
+class GroupEngine:
+    """Draws what an engine does to a pool with groups, and compares every answer with dense attention.
+
+    A token is an integer; its keys and values in each layer come from a fixed table, and a state is a function of the
+    history. So a history says all that the storage must hold. Before each step all that no query may read is set to bytes
+    that are NaN in every dtype: blocks that no table names, block 0 included, and slots of the others.
+    """
+
+    storage: GroupStorage
+    pool: Pool
+    layers: Sequence[tuple[int, KVSpec]]  # (group, what is stored) of each layer of the model
+    sources: Sequence[int]  # the layer whose keys and values each layer reads: itself, or an earlier one
+    seed: int = SEED
+    num_steps: int = 0
+    history: dict[int, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng(self.seed)
+        self.plan = Plan(self.pool, _MAX_ROWS, 64, formats=self.storage.required_formats)
+        self.tokens = [
+            [values(self.rng, (_VOCABULARY, spec.num_kv_heads, dim), spec.dtype) for _, dim in spec.planes]
+            for _, spec in self.layers
+        ]
+
+    def run(self, num_turns: int) -> None:
+        """Draw and check so many turns, then close everything."""
+        for _ in range(num_turns):
+            live = list(self.history)
+            what = self.rng.choice(["step", "fork", "close", "open"], p=[0.7, 0.1, 0.08, 0.12])
+            if not live or (what == "open" and len(live) < 6):
+                self.history[self.pool.open()] = []
+            elif what == "fork" and len(live) < 6:
+                parent = live[self.rng.integers(len(live))]
+                self.history[int(self.pool.fork(parent)[0])] = list(self.history[parent])
+            elif what == "close":
+                self._close(live[self.rng.integers(len(live))])
+            else:
+                handles = [int(h) for h in self.rng.permutation(live)[: self.rng.integers(1, _MAX_ROWS + 1)]]
+                if not self.step(handles, self.rng.integers(0, 9, len(handles)).tolist()):
+                    self._close(max(live, key=lambda handle: len(self.history[handle])))
+        self.pool.close(list(self.history))
+        self.pool.check()
+
+    def _close(self, handle: int) -> None:
+        self.pool.close(handle)
+        del self.history[handle]
+
+    def step(self, handles: list[int], counts: Sequence[int]) -> bool:
+        """Give each row so many new tokens. Returns False if there are too few blocks."""
+        new = [self.rng.integers(_VOCABULARY, size=count).tolist() for count in counts]
+        self._poison()
+        try:
+            self.pool.step(self.plan, np.array(handles), np.array(counts))
+        except OutOfBlocks:
+            return False
+        step = self.storage.prepare(self.plan)
+        self.storage.copy_blocks(self.plan)
+        self._states(handles, new)
+        for handle, tokens in zip(handles, new, strict=True):
+            self.history[handle] += tokens
+        flat = np.array([token for tokens in new for token in tokens], np.int64)
+        for layer in range(len(self.layers)):
+            if self.sources[layer] == layer:
+                self.storage.write(step, layer, *(self.storage.asarray(x[flat]) for x in self.tokens[layer]))
+            self._compare(step, layer, handles, counts)
+        if self.rng.random() < 0.15:
+            self.pool.rollback(self.plan)
+            for handle, tokens in zip(handles, new, strict=True):
+                del self.history[handle][len(self.history[handle]) - len(tokens) :]
+        else:
+            self.pool.done(self.plan)
+        self.num_steps += 1
+        return True
+
+    def _compare(self, step: Any, layer: int, handles: list[int], q_lens: Sequence[int]) -> None:
+        number, spec = self.layers[layer]
+        keys, given = self.tokens[self.sources[layer]]
+        read = [self.storage.to_numpy(x) for x in self.storage.read(step, layer)]
+        seen = self.storage.seen(step, layer)
+        q = values(self.rng, (sum(q_lens), 2 * spec.num_kv_heads, spec.head_dim), spec.dtype)
+        out = self.storage.to_numpy(self.storage.attend(step, layer, self.storage.asarray(q)))
+        expected = Expected(np.zeros((len(q), q.shape[1], spec.value_head_dim)), np.zeros((len(q), q.shape[1], 1)))
+        what, begin = f"step {self.num_steps}, layer {layer} of group {number}, seed {self.seed}", 0
+        for handle, n in zip(handles, q_lens, strict=True):
+            if n:
+                mine, tokens = slice(begin, begin + n), self.history[handle]
+                mask = seen_by_rule(self.pool.options.groups[number], len(tokens) - n, len(tokens))
+                parts = dense_attention_and_size(
+                    q[mine], keys[tokens], given[tokens], None, AttentionOptions(mask=mask)
+                )
+                expected.out[mine], expected.size[mine] = parts
+                row, token = handles.index(handle), begin + n - 1
+                for plane, right in zip(read, (keys, given), strict=True):
+                    found = plane[row, :, : seen.shape[1]][:, seen[token]].swapaxes(0, 1)
+                    assert np.array_equal(found, right[tokens][mask[-1]]), f"row {row} reads another context ({what})"
+            begin += n
+        close(out, expected, spec, what)
+
+    def _states(self, handles: list[int], new: list[list[int]]) -> None:
+        """What slots hold is what the histories say; then they hold the next states."""
+        for number, slots in self.storage.states.items():
+            arrays = self.plan.groups[number]
+            found = slots.read(arrays.state_src)
+            for row, (handle, tokens) in enumerate(zip(handles, new, strict=True)):
+                for got, right in zip(found, _state_of(self.history[handle]), strict=True):
+                    if tokens:
+                        assert np.array_equal(got[row], right), f"state of row {row} is another (seed {self.seed})"
+            states = [_state_of(self.history[h] + tokens) for h, tokens in zip(handles, new, strict=True)]
+            slots.write(arrays.state_dst, [np.stack(column) for column in zip(*states, strict=True)])
+
+    def _poison(self) -> None:
+        live = [np.zeros((n, self.storage.block_nbytes(k)), bool) for k, n in enumerate(self.storage.num_blocks)]
+        for number, group in enumerate(self.pool.options.groups):
+            for handle, tokens in self.history.items() if group.kind != "state" else ():
+                spec = next(spec for g, spec in self.layers if g == number)
+                table, length = self.pool.table(handle, number), len(tokens)
+                first = max(0, length - group.size + 1) if group.kind == "window" and not group.keep else 0
+                for entry, blocks in enumerate(table[: -(-length // spec.block_size)].tolist()):
+                    begin, end = (at - entry * spec.block_size for at in (first, length))
+                    used = _token_bytes(spec, max(0, begin), min(spec.block_size, end))
+                    for block in blocks:
+                        live[group.arena][block, : len(used)] |= used & (block > 0)
+        for arena, used in enumerate(live):
+            blocks = np.arange(len(used))
+            data = np.where(used, self.storage.export_blocks(blocks, arena), np.uint8(0xFF))
+            self.storage.import_blocks(blocks, data, arena)
+
+
+def seen_by_rule(group: Group, first: int, end: int) -> np.ndarray:
+    """Which of `end` positions the queries at positions ``first .. end - 1`` read, as docs/groups.md has it."""
+    return np.array([[_reads(group, p, c) for c in range(end)] for p in range(first, end)], bool).reshape(-1, end)
+
+
+def _token_bytes(spec: KVSpec, begin: int, end: int) -> np.ndarray:
+    """Which bytes of a block the tokens at ``begin .. end - 1`` have."""
+    found = np.zeros(spec.block_nbytes, bool)
+    for up_to_end, before in zip(token_columns(spec, end), token_columns(spec, begin), strict=True):
+        found[before.stop : up_to_end.stop] = begin < end
+    return found
+
+
+def _reads(group: Group, p: int, c: int) -> bool:
+    if c > p:
+        return False
+    if group.kind == "window":
+        return c > p - group.size or c < group.keep
+    return group.kind != "chunk" or c // group.size == p // group.size
+
+
+def _state_of(history: Sequence[int]) -> tuple[np.ndarray, ...]:
+    """A state that depends on every token and on their order; all zeros for none."""
+    number = 0
+    for token in history:
+        number = (31 * number + token + 1) % 65_521
+    return (
+        np.full((2, 3), number, np.float32) * np.array([[1], [-2]], np.float32),
+        np.array(number * 2**40),
+        np.full(5, number, np.uint16),
+    )
+
+
+# ---------------------------------------------------------------------- pools
+
+
+def _block_sizes(factory: Factory) -> tuple[int, int]:
+    """A block size that the backend has, and its double where it has that too."""
+    sizes = capabilities_of(factory).block_sizes
+    if sizes is None:
+        return 4, 8
+    return sizes[0], 2 * sizes[0] if 2 * sizes[0] in sizes else sizes[0]
+
+
+def _two_shapes(factory: Factory, layout: str) -> Iterator[tuple[KVSpec, KVSpec]]:
+    """Two specs of other heads and block sizes, whose blocks have the same bytes where block sizes allow it."""
+    size, double = _block_sizes(factory)
+    for spec in specs(factory, kv_heads=2, layers=2, block_sizes=(size,), layouts=(layout,), q_heads=4):
+        yield spec, replace(spec, num_kv_heads=1, block_size=double)
+
+
+def engine(
+    factory: Factory, kinds: Sequence[Group], wide: KVSpec, narrow: KVSpec, *, shared: bool, seed: int = SEED
+) -> GroupEngine:
+    """An engine on groups of two shapes in turn, with two columns each, a state group, and a layer that shares."""
+    groups, stored = [], []
+    for number, group in enumerate(kinds):
+        spec = (wide, narrow)[number % 2]
+        arena = 0 if shared else number % 2
+        num_blocks = 60 if arena and number == 1 else None
+        groups.append(replace(group, columns=2, arena=arena, block_size=spec.block_size, num_blocks=num_blocks))
+        stored.append(spec)
+    pool = Pool(90, wide.block_size, max_seqs=8, lookahead=2, groups=[*groups, Group.state(24)])
+    places = [(g, i) for g, spec in enumerate(stored) for i in range(2 * spec.num_layers - 1)]
+    places.append(places[0])  # the last layer reads what the first one stores
+    storage = GroupStorage(factory, pool, [*stored, _STATE], places)
+    layers = [(g, stored[g]) for g, _ in places]
+    return GroupEngine(storage, pool, layers, [*range(len(places) - 1), 0], seed)
+
+
+def _kinds(factory: Factory) -> list[Group]:
+    """Groups whose attention the backend has."""
+    features = capabilities_of(factory).features
+    kinds = [Group.full(), Group.full()]
+    if "window" in features:
+        kinds[1] = Group.window(11)
+    if "mask" in features:
+        kinds += [Group.chunk(12), Group.window(13, keep=3)]
+    return kinds
+
+
+# ---------------------------------------------------------------------- cases
+
+
+@_group
+def groups_equal_dense_attention(factory: Factory) -> None:
+    """Full, window, chunk, a window that keeps tokens, and states: a random engine, each shape in an arena."""
+    layout = capabilities_of(factory).layouts[0]
+    for wide, narrow in _two_shapes(factory, layout):
+        run = engine(factory, _kinds(factory), wide, narrow, shared=False)
+        run.run(60)
+        assert run.num_steps > 25, "the engine is too idle to prove anything"
+
+
+@_group
+def shapes_in_one_arena_equal_dense_attention(factory: Factory) -> None:
+    """Layout "block": groups of two shapes take the same blocks in turn, and nobody reads what another one left."""
+    if "block" not in capabilities_of(factory).layouts:
+        raise NotApplicable
+    for wide, narrow in _two_shapes(factory, "block"):
+        run = engine(factory, _kinds(factory), wide, narrow, shared=True)
+        run.run(60)
+        assert run.num_steps > 25, "the engine is too idle to prove anything"
+
+
+@_group
+def given_rows_are_used_and_nothing_between_them(factory: Factory) -> None:
+    """Layout "block": ``storage=`` holds what is written, as `export_blocks` has it; bytes between rows stay."""
+    if "block" not in capabilities_of(factory).layouts:
+        raise NotApplicable
+    for spec in specs(factory, layouts=("block",), layers=2):
+        arena = np.full((5, spec.block_nbytes + 48), 0xA5, np.uint8)
+        rows = arena[:, 16 : 16 + spec.block_nbytes]
+        backend = factory(spec, 5, storage=rows)  # type: ignore[call-arg]
+        rng = np.random.default_rng(SEED)
+        fill_random(backend, rng)
+        same_bytes(rows, everything(backend), "the rows that were given")
+        expected = rows.copy()
+        backend.copy_blocks(int32([[3, 1, spec.block_size]]))
+        backend.zero([2])
+        backend.import_blocks([4], expected[3:4])
+        backend.settle()
+        expected[[1, 4]], expected[2] = expected[3], 0
+        same_bytes(rows, expected, "copies, zeros and imports in given rows")
+        arena[:, 16 : 16 + spec.block_nbytes] = 0xA5
+        assert (arena == 0xA5).all(), "bytes between the rows have changed"
+
+
+@_group
+def states_travel_in_blocks(factory: Factory) -> None:
+    """A state is saved in any blocks, in any order, and comes back the same, byte for byte; other blocks stay."""
+    for spec in specs(factory, dtypes=("float32", "bfloat16", "float8_e4m3"), block_sizes=_block_sizes(factory)[:1]):
+        pool = Pool(20, spec.block_size, max_seqs=2, groups=[Group.full(), Group.state(4)])
+        num_floats = spec.block_nbytes // 2
+        arrays = [StateArray((num_floats,), "float32"), StateArray((3,), "uint8")]
+        storage = GroupStorage(factory, pool, [spec, arrays])
+        assert storage.bundle_blocks(1) == 3, "two blocks and three bytes need three blocks"
+        rng = np.random.default_rng(SEED)
+        slots, marks = storage.states[1], rng.integers(0, 256, (20, spec.block_nbytes), np.uint8)
+        storage.import_blocks(np.arange(20), marks)
+        states = rng.integers(0, 256, (4, slots.slot_nbytes), np.uint8)
+        slots.import_slots(np.arange(4), states)
+        bundles = int32([[7, 3, 12], [18, 1, 5]])
+        storage.save_states(1, [2, 0], bundles)
+        slots.zero([0, 1, 2])
+        storage.load_states(1, bundles[::-1], [1, 2])
+        same_bytes(slots.export_slots([1, 2, 3]), states[[0, 2, 3]], "states that were saved and loaded")
+        others = np.setdiff1d(np.arange(20), bundles)
+        same_bytes(storage.export_blocks(others), marks[others], "blocks beside the bundles")
+
+
+@_group
+def latents_are_stored_and_read(factory: Factory) -> None:
+    """Latents and rotary parts of any two widths: written, copied, read and gathered; `attend` is refused."""
+    can = capabilities_of(factory)
+    dims = (16, 4) if can.head_dims is None and can.mixed_head_dims else (8, 8)
+    for plain in specs(factory, kv_heads=1, q_heads=1, head_dims=dims, block_sizes=(8,)):
+        spec = replace(plain, latent=True)
+        filled = fill(factory, spec, [9, 4, 17])
+        step = filled.backend.prepare(filled.plan([1, 1, 1]))
+        for layer in range(spec.num_layers):
+            read = [filled.backend.to_numpy(x) for x in filled.backend.read(step, layer)]
+            gathered = [filled.backend.to_numpy(x) for x in filled.backend.gather(layer, filled.tables[2, :3], 17)]
+            for plane, again, right in zip(read, gathered, (filled.k[layer], filled.v[layer]), strict=True):
+                for row, tokens in enumerate(right):
+                    assert np.array_equal(plane[row, :, : len(tokens)].swapaxes(0, 1), tokens), f"row {row} is another"
+                assert np.array_equal(again, right[2]), "a gathered latent is another"
+        q = filled.queries([1, 1, 1], 1)
+        refused(lambda: attend(filled.backend, 0, q, filled.plan([1, 1, 1])), ValueError, "attend on latents")  # noqa: B023
+
+
+@_group
+def gaps_in_tables_are_not_read(factory: Factory) -> None:
+    """A window in the middle of a table of holes: neither block 0 nor the blocks that were let go are read."""
+    if "window" not in capabilities_of(factory).features:
+        raise NotApplicable
+    size = _block_sizes(factory)[0]
+    for spec in specs(factory, block_sizes=(size,)):
+        pool = Pool(40, size, max_seqs=2, groups=[Group.window(size + 1), Group.full()])
+        storage = GroupStorage(factory, pool, [spec, spec])
+        run = GroupEngine(storage, pool, [(g, spec) for g in (0, 0, 1, 1)], range(4))
+        for _ in range(2):
+            run.history[pool.open()] = []
+        for _ in range(3 * size):
+            run.step(list(run.history), [3, 1])
+        holes = [int((pool.table(handle, 0) == 0).sum()) for handle in run.history]
+        assert min(holes) >= 1 and max(holes) >= 6, f"the tables have {holes} holes"
+        k = storage.to_numpy(storage.read(storage.prepare(run.plan), 0)[0])
+        assert k.shape[2] <= 2 * size + 2, f"{k.shape[2]} positions are read for a window of {size + 1}"
