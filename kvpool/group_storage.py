@@ -72,6 +72,8 @@ class GroupStorage:
         For each layer of the model which layer of which group holds its keys and values; None where there are none. By
         default the layers of the groups in their order. A layer that names a place which an earlier one has shares
         its keys and values: it attends and reads, owns no bytes and may not write.
+    xp : module
+        The framework of the states' arrays: numpy, or ``mlx.core``.
 
     Attributes
     ----------
@@ -96,6 +98,8 @@ class GroupStorage:
         pool: Pool,
         stored: Sequence[Any],
         layers: Sequence[tuple[int, int] | None] | None = None,
+        *,
+        xp: Any = np,
     ) -> None:
         self._groups = _checked_groups(pool)
         self._pool = pool
@@ -105,7 +109,7 @@ class GroupStorage:
         parts: dict[int, Parts] = {}
         for number, (group, what) in enumerate(zip(self._groups, stored, strict=True)):
             if group.kind == "state":
-                self.states[number] = StateSlots(_checked_arrays(number, what), group.size)
+                self.states[number] = StateSlots(_checked_arrays(number, what), group.size, xp)
             else:
                 parts[number] = _checked_parts(pool, number, group, what)
         self._arenas = [

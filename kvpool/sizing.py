@@ -13,7 +13,7 @@ from math import prod
 
 from kvpool.spec import DTYPES
 
-_ITEMSIZES = DTYPES | {"int64": 8, "int32": 4, "uint32": 4, "int8": 1, "uint8": 1, "bool": 1}
+_ITEMSIZES = DTYPES | {"int64": 8, "int32": 4, "uint32": 4, "int8": 1, "uint8": 1}
 _ROWS_STEP = 256  # mlx-lm's caches grow by so many rows
 _PREFILL_STEP = 2048  # tokens of a prompt that mlx-lm's generate feeds at once
 

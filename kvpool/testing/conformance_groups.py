@@ -165,6 +165,8 @@ class GroupEngine:
                 for entry, blocks in enumerate(table[: -(-length // spec.block_size)].tolist()):
                     begin, end = (at - entry * spec.block_size for at in (first, length))
                     used = _token_bytes(spec, max(0, begin), min(spec.block_size, end))
+                    if any(other != spec for g, other in self.layers if g == number):
+                        used = np.ones(self.storage.block_nbytes(group.arena), bool)  # only whole blocks are poisoned
                     for block in blocks:
                         live[group.arena][block, : len(used)] |= used & (block > 0)
         for arena, used in enumerate(live):
@@ -276,6 +278,22 @@ def shapes_in_one_arena_equal_dense_attention(factory: Factory) -> None:
         run = engine(factory, _kinds(factory), wide, narrow, shared=True)
         run.run(60)
         assert run.num_steps > 25, "the engine is too idle to prove anything"
+
+
+@_group
+def layers_of_one_group_may_differ(factory: Factory) -> None:
+    """Layout "block": heads and dimensions change from layer to layer of a column, over one table."""
+    can = capabilities_of(factory)
+    if "block" not in can.layouts:
+        raise NotApplicable
+    for spec in specs(factory, kv_heads=2, layers=1, block_sizes=_block_sizes(factory)[:1], layouts=("block",)):
+        widths = (spec.head_dim, 12) if can.head_dims is None and can.mixed_head_dims else (spec.head_dim,) * 2
+        column = [spec, replace(spec, num_kv_heads=1, v_head_dim=widths[1]), replace(spec, num_kv_heads=3)]
+        pool = Pool(50, spec.block_size, max_seqs=8, groups=[Group.full(columns=2), Group.full()])
+        storage = GroupStorage(factory, pool, [column, spec])
+        run = GroupEngine(storage, pool, [*((0, part) for part in [*column, *column]), (1, spec)], range(7))
+        run.run(30)
+        assert run.num_steps > 10, "the engine is too idle to prove anything"
 
 
 @_group
