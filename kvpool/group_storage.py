@@ -77,6 +77,8 @@ class GroupStorage:
 
     Attributes
     ----------
+    groups : tuple of Group
+        Those of the pool.
     num_blocks : tuple of int
         Of each arena of blocks.
     states : dict of int to StateSlots
@@ -101,28 +103,28 @@ class GroupStorage:
         *,
         xp: Any = np,
     ) -> None:
-        self._groups = _checked_groups(pool)
+        self.groups = _checked_groups(pool)
         self._pool = pool
-        if len(stored) != len(self._groups):
-            raise ValueError(f"[GroupStorage] stored has {len(stored)} entries, the pool has {len(self._groups)} groups")
+        if len(stored) != len(self.groups):
+            raise ValueError(f"[GroupStorage] stored has {len(stored)} entries, the pool has {len(self.groups)} groups")
         self.states: dict[int, StateSlots] = {}
         parts: dict[int, Parts] = {}
-        for number, (group, what) in enumerate(zip(self._groups, stored, strict=True)):
+        for number, (group, what) in enumerate(zip(self.groups, stored, strict=True)):
             if group.kind == "state":
                 self.states[number] = StateSlots(_checked_arrays(number, what), group.size, xp)
             else:
                 parts[number] = _checked_parts(pool, number, group, what)
         self._arenas = [
             _Arena(factory, arena, pool.stats(arena).num_blocks, {parts[g]: None for g in members})
-            for arena, members in _members(self._groups, parts).items()
+            for arena, members in _members(self.groups, parts).items()
         ]
         self.num_blocks = tuple(arena.num_blocks for arena in self._arenas)
-        self._held = {number: self._arenas[self._groups[number].arena].backends[parts[number]] for number in parts}
+        self._held = {number: self._arenas[self.groups[number].arena].backends[parts[number]] for number in parts}
         self._places, self._is_owner = self._placed(layers)
 
     def __repr__(self) -> str:
         arenas = ", ".join(f"{arena.num_blocks} x {arena.block_nbytes} bytes" for arena in self._arenas)
-        return f"<GroupStorage of {len(self._places)} layers in {len(self._groups)} groups, arenas: {arenas}>"
+        return f"<GroupStorage of {len(self._places)} layers in {len(self.groups)} groups, arenas: {arenas}>"
 
     def _placed(self, layers: Sequence[tuple[int, int] | None] | None) -> tuple[list[Place | None], list[bool]]:
         if layers is None:
@@ -140,7 +142,7 @@ class GroupStorage:
         return places, owners
 
     def _num_layers(self, group: int) -> int:
-        return self._groups[group].columns * sum(backend.spec.num_layers for backend in self._held[group])
+        return self.groups[group].columns * sum(backend.spec.num_layers for backend in self._held[group])
 
     def _place(self, group: int, index: int) -> Place:
         backends = self._held[group]
@@ -163,15 +165,16 @@ class GroupStorage:
 
     def prepare(self, plan: Plan) -> GroupStep:
         """Make a step of a plan, for all layers; see `KVBackend.prepare`."""
+        groups = self._of_plan("prepare", plan)
         ends = np.asarray(plan.cu_q_lens, np.int64)
         lens = np.asarray(plan.seq_lens, np.int64)
         rows = np.repeat(np.arange(len(lens)), np.diff(ends))
         positions = lens[rows] - ends[rows + 1] + np.arange(len(rows))
         steps, cuts = {}, {}
         for number, backends in self._held.items():
-            arrays = plan.groups[number]
+            arrays = groups[number]
             cuts[number] = cut = self._cut(number, lens, np.asarray(arrays.kv_starts, np.int64))
-            for column in range(self._groups[number].columns):
+            for column in range(self.groups[number].columns):
                 tables = np.asarray(arrays.block_tables)[:, :, column]
                 entries = np.minimum(cut.entries, max(tables.shape[1] - 1, 0))
                 columns = StepArrays(
@@ -186,9 +189,10 @@ class GroupStorage:
 
     def copy_blocks(self, plan: Plan) -> None:
         """Copy what a step copies on write, in all columns of all groups; see `KVBackend.copy_blocks`."""
+        groups = self._of_plan("copy_blocks", plan)
         for number, backends in self._held.items():
             for backend in backends:
-                backend.copy_blocks(np.array(plan.groups[number].copies))
+                backend.copy_blocks(np.array(groups[number].copies))
 
     def write(self, step: GroupStep, layer: int, k: Any, v: Any) -> None:
         """Store the new tokens of a step in one layer of the model; see `KVBackend.write`."""
@@ -273,6 +277,11 @@ class GroupStorage:
 
     # ---------------------------------------------------------------------- internals
 
+    def _of_plan(self, call: str, plan: Plan) -> Sequence[Any]:
+        if plan.pool is not self._pool or plan.groups is None:
+            raise ValueError(f"[{call}] the plan is of another pool")
+        return plan.groups
+
     def _any(self) -> KVBackend:
         return next(backend for arena in self._arenas for backend in arena.every())
 
@@ -303,7 +312,7 @@ class GroupStorage:
         return bundles
 
     def _cut(self, number: int, lens: np.ndarray, starts: np.ndarray) -> _Cut:
-        group = self._groups[number]
+        group = self.groups[number]
         size = group.block_size or self._pool.block_size
         kept = np.minimum(-(-group.keep // size) * size, starts)
         seq_lens = lens - starts + kept
@@ -313,7 +322,7 @@ class GroupStorage:
 
     def _visible(self, step: GroupStep, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Bool ``[n, C]``: what each query token sees by the rule of its group; and the positions of the columns."""
-        group, cut = self._groups[number], step.cuts[number]
+        group, cut = self.groups[number], step.cuts[number]
         columns, own = np.arange(int(cut.seq_lens.max(initial=0))), step.positions[:, None]
         at = columns + np.where(columns < cut.kept[:, None], 0, (cut.starts - cut.kept)[:, None])
         at = at[step.rows]
@@ -327,7 +336,7 @@ class GroupStorage:
         self, step: GroupStep, number: int, num_tokens: int, options: AttentionOptions | None
     ) -> AttentionOptions | None:
         """The options for one group: its window or chunk, and a mask whose columns are what the rows hold."""
-        group = self._groups[number]
+        group = self.groups[number]
         options = AttentionOptions() if options is None else options
         if options.window is not None and group.kind != "full":
             raise ValueError(f"[attend] options have a window ({options.window}), the group is a {group.kind} itself")
@@ -405,7 +414,9 @@ class _Rows:
 class _Arena:
     """The backends of one arena: one with memory of its own if all groups have one shape, else some that share rows."""
 
-    def __init__(self, factory: Callable[..., KVBackend], arena: int, num_blocks: int, shapes: dict[Parts, None]) -> None:
+    def __init__(
+        self, factory: Callable[..., KVBackend], arena: int, num_blocks: int, shapes: dict[Parts, None]
+    ) -> None:
         self.num_blocks = num_blocks
         self.backends: dict[Parts, tuple[KVBackend, ...]] = {}
         self.store: KVBackend | _Rows

@@ -49,8 +49,8 @@ class GroupEngine:
     """Draws what an engine does to a pool with groups, and compares every answer with dense attention.
 
     A token is an integer; its keys and values in each layer come from a fixed table, and a state is a function of the
-    history. So a history says all that the storage must hold. Before each step all that no query may read is set to bytes
-    that are NaN in every dtype: blocks that no table names, block 0 included, and slots of the others.
+    history. So a history says all that the storage must hold. Before each step, all that no query may read is set to
+    bytes that are NaN in every dtype: blocks that no table names, block 0 included, and slots of the others.
     """
 
     storage: GroupStorage
@@ -131,7 +131,7 @@ class GroupEngine:
         for handle, n in zip(handles, q_lens, strict=True):
             if n:
                 mine, tokens = slice(begin, begin + n), self.history[handle]
-                mask = seen_by_rule(self.pool.options.groups[number], len(tokens) - n, len(tokens))
+                mask = seen_by_rule(self.storage.groups[number], len(tokens) - n, len(tokens))
                 parts = dense_attention_and_size(
                     q[mine], keys[tokens], given[tokens], None, AttentionOptions(mask=mask)
                 )
@@ -146,7 +146,7 @@ class GroupEngine:
     def _states(self, handles: list[int], new: list[list[int]]) -> None:
         """What slots hold is what the histories say; then they hold the next states."""
         for number, slots in self.storage.states.items():
-            arrays = self.plan.groups[number]
+            arrays = self.plan.groups[number]  # type: ignore[index]
             found = slots.read(arrays.state_src)
             for row, (handle, tokens) in enumerate(zip(handles, new, strict=True)):
                 for got, right in zip(found, _state_of(self.history[handle]), strict=True):
@@ -157,7 +157,7 @@ class GroupEngine:
 
     def _poison(self) -> None:
         live = [np.zeros((n, self.storage.block_nbytes(k)), bool) for k, n in enumerate(self.storage.num_blocks)]
-        for number, group in enumerate(self.pool.options.groups):
+        for number, group in enumerate(self.storage.groups):
             for handle, tokens in self.history.items() if group.kind != "state" else ():
                 spec = next(spec for g, spec in self.layers if g == number)
                 table, length = self.pool.table(handle, number), len(tokens)

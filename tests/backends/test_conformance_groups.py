@@ -8,9 +8,7 @@ import pytest
 from conformance_faults import assert_caught
 from simple_backend import Simple
 
-from kvpool import Group, Plan, Pool
 from kvpool.group_storage import GroupStorage
-from kvpool.protocol import StepArrays
 from kvpool.testing import conformance, conformance_groups
 from kvpool_backends.cpu import CPUBackend
 from kvpool_backends.numpy import NumpyBackend
@@ -152,7 +150,7 @@ class SecondColumnIsTheFirst(GroupStorage):
 class IgnoresWhatAWindowKeeps(GroupStorage):
     def _cut(self, number, lens, starts):
         cut = super()._cut(number, lens, starts)
-        size = self._groups[number].block_size
+        size = self.groups[number].block_size
         entries = np.arange(cut.entries.shape[1]) + starts[:, None] // size
         return cut._replace(entries=entries, seq_lens=lens - starts, kept=0 * starts)
 
@@ -166,13 +164,13 @@ class CountsTheGap(GroupStorage):
 
 class ForgetsTheWindow(GroupStorage):
     def _options(self, step, number, num_tokens, options):
-        is_window = self._groups[number].kind == "window"
+        is_window = self.groups[number].kind == "window"
         return options if is_window else super()._options(step, number, num_tokens, options)
 
 
 class ForgetsTheChunk(GroupStorage):
     def _options(self, step, number, num_tokens, options):
-        is_chunk = self._groups[number].kind == "chunk"
+        is_chunk = self.groups[number].kind == "chunk"
         return options if is_chunk else super()._options(step, number, num_tokens, options)
 
 

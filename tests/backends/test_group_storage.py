@@ -3,7 +3,9 @@
 The random engine of the conformance kit (test_conformance_groups.py) compares its results with dense attention.
 """
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -87,6 +89,33 @@ def test_layers_that_share_keys_and_values_own_no_bytes_and_may_not_write():
         assert not np.array_equal(storage.attend(step, 5, q), storage.attend(step, 2, q))
         with pytest.raises(ValueError, match=r"\[attend\] layer 1 has no keys and values"):
             storage.attend(step, 1, q)
+
+
+def test_example_of_the_docs_equals_dense_attention():
+    page = (Path(__file__).parents[2] / "docs" / "backends.md").read_text()
+    (text,) = re.findall(r"```python\n(from kvpool import Group.*?)```", page, re.DOTALL)
+    namespace = {}
+    exec(text, namespace)
+    rng, pool, storage = np.random.default_rng(2), namespace["pool"], namespace["storage"]
+    assert storage.block_nbytes() == 2 * 4 * 64 * 2 * 2 * 16, "the shapes do not have as many bytes"
+    heads, handle, total = (4, 2, 4, 2, 2), pool.open(), 0
+    given = [rng.standard_normal((2, 165, n, 64)).astype(np.float16).astype(np.float32) for n in heads]
+    for new in (140, 1, 20, 1, 3):
+        q = [rng.standard_normal((new, 4, 64), np.float32) for _ in heads]
+
+        def project(layer, q=q, span=slice(total, total + new)):
+            return q[layer], *given[layer][:, span]
+
+        def recur(arrays, new=new):
+            return [array + new for array in arrays]
+
+        outputs, total = namespace["forward"]([handle], [new], project, recur), total + new
+        for layer, out in enumerate(outputs):
+            k, v = given[min(layer, 3)][:, :total]
+            options = AttentionOptions(window=128) if layer % 2 or layer == 4 else None
+            assert np.allclose(out, dense_attention(q[layer], k, v, None, options)[0], atol=1e-4), f"layer {layer}"
+        (slot,) = pool.table(handle, 2)
+        assert (storage.states[2].read([slot])[0] == total).all()
 
 
 # ---------------------------------------------------------------------- masks over holes
@@ -175,6 +204,16 @@ def test_backend_without_windows_refuses_to_attend_to_one():
 def test_storage_that_does_not_fit_its_pool_is_refused(stored, layers, error, message):
     with two_groups() as pool, pytest.raises(error, match=r"\[GroupStorage\] " + message):
         GroupStorage(NumpyBackend, pool, stored, layers)
+
+
+def test_plan_of_another_pool_is_refused():
+    with two_groups() as pool, two_groups() as other:
+        storage = GroupStorage(NumpyBackend, pool, [WIDE, NARROW, STATE])
+        plan = Plan(other, 1, 8, formats=storage.required_formats)
+        with pytest.raises(ValueError, match=r"\[prepare\] the plan is of another pool"):
+            storage.prepare(plan)
+        with pytest.raises(ValueError, match=r"\[copy_blocks\] the plan is of another pool"):
+            storage.copy_blocks(plan)
 
 
 def test_pools_without_groups_of_blocks_are_refused():

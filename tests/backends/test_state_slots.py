@@ -73,11 +73,11 @@ REFUSED = [
     (lambda s, x: s.copy([1, 2], [3]), ValueError, r"\[copy\] there are 2 src and 1 dst"),
     (lambda s, x: s.write([1, 1], x), ValueError, r"\[write\] a slot is named twice"),
     (lambda s, x: s.write([1, 2], x[1:]), ValueError, r"\[write\] there are 5 arrays, a state has 6"),
-    (lambda s, x: s.write([1, 2], [*x[:-1], x[0]]), TypeError, r"\[write\] arrays\[5\] is .*float32, the state has .*i"),
+    (lambda s, x: s.write([1, 2], [*x[:-1], x[0]]), TypeError, r"\[write\] arrays\[5\] is .*float32, the state has "),
     (lambda s, x: s.write([1, 2], [*x[:-1], [0]]), TypeError, r"\[write\] arrays\[5\] is list"),
     (lambda s, x: s.write([1], x), ValueError, r"\[write\] arrays\[0\] must have shape \[1, 2, 3\], got \[2, 2, 3\]"),
     (lambda s, x: s.import_slots([1], np.zeros((1, 69), np.int8)), TypeError, r"\[import_slots\] data must be uint8"),
-    (lambda s, x: s.import_slots([1], np.zeros((1, 2), np.uint8)), ValueError, r"must have shape \[1, 69\], got \[1, 2"),
+    (lambda s, x: s.import_slots([1], np.zeros((1, 2), np.uint8)), ValueError, r"must have shape \[1, 69\], got"),
     (lambda s, x: s.import_slots([1, 1], np.zeros((2, 69), np.uint8)), ValueError, r"\[import_slots\] a slot is named"),
     (lambda s, x: s.export_slots([9]), IndexError, r"\[export_slots\] slot 9 does not exist"),
 ]
